@@ -14,8 +14,6 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mpjax._diagnostics.nonfinite.traced import trace
-
 import mpjax
 from benchmarks.models import Gpt
 from mpjax._diagnostics.nonfinite.find import Finder
@@ -63,11 +61,10 @@ def main() -> None:
   first_step = seconds(lambda: compiled(state, batch), 1)
   one = seconds(lambda: compiled(state, batch))
   start = time.perf_counter()
-  traced = trace(step, (state, batch), {})
-  finder = Finder(traced, (state, batch), {})
+  finder = Finder(step, (state, batch), {})
   print(f"find_nonfinite: traced in {time.perf_counter() - start:.1f} s")
   start = time.perf_counter()
-  leaves = (jnp.float32(1), *traced.leaves)
+  leaves = (jnp.float32(1), *finder.leaves)
   looking = finder.flags.lower(*leaves).compile()
   print(f"find_nonfinite: compiled in {time.perf_counter() - start:.1f} s")
   first = seconds(lambda: looking(*leaves), 1)

@@ -6,9 +6,9 @@ import warnings
 from typing import TYPE_CHECKING
 
 from mpjax import errors
+from mpjax._core.active import full_precision
 from mpjax._core.errors import MpjaxError
 from mpjax._core.float8 import Float8
-from mpjax._core.full_precision import full_precision
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._core.trees import all_finite

@@ -4,7 +4,6 @@
 >>> arrays = mpjax.checkpoints.to_arrays({"w": jnp.ones(2)})
 """
 
-from mpjax._io.arrays import to_arrays
-from mpjax._io.restore import restore_like
+from mpjax._io.checkpoints import restore_like, to_arrays
 
 __all__ = ["restore_like", "to_arrays"]

@@ -5,8 +5,7 @@ python -m tests.op_lists_page
 
 import pathlib
 
-from mpjax._jaxprs.primitive_facts import PARTS
-from mpjax._jaxprs.primitives import FAMILIES
+from mpjax._jaxprs.primitives import FAMILIES, PARTS
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "op_lists.md"
 BEGIN, END = "<!-- lists -->", "<!-- end of lists -->"

@@ -6,14 +6,13 @@ from typing import Any
 
 import jax
 
-from mpjax._core.dtypes import HALF_NAMES, parse_dtype
+from mpjax._core.dtypes import HALF_NAMES, hardware_of, parse_dtype
 from mpjax._core.errors import MpjaxValueError
-from mpjax._core.hardware import hardware_of
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, is_flax_norm
 from mpjax._core.types import DTypeLike
 from mpjax._jaxprs.op_lists import OpLists
-from mpjax.transforms._loss_scale_config import (
+from mpjax.transforms._loss_scale import (
   DynamicLossScale,
   LossScale,
   NoLossScale,

@@ -1,15 +1,22 @@
-"""The active state while a model runs under a policy. JAX includes it in the key of its caches."""
+"""The active state while a model runs under a policy, and what is left out of it.
+
+JAX includes the state in the key of its caches. `mpjax.audit` adds a record to it of which module
+has which policy, and `full_precision` takes it away.
+"""
 
 import contextlib
 import dataclasses
 import functools
 import threading
-from typing import Self
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
 
+from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
+from mpjax._core.trees import half_to_float32, map_arrays
 from mpjax._core.types import Class
 
 # The one mechanism JAX has for a value that is part of every jit cache key; it is local to the
@@ -132,3 +139,126 @@ def leave_finished() -> None:
     token, active = active.token, active.token.before
     ACTIVE(active).__enter__()
     token.opened.close()
+
+
+class AuditedModule(NamedTuple):
+  """A module that was called under a policy.
+
+  Fields:
+    name: its class.
+    policy: None leaves it as it is.
+    rule: the one that gave it the policy, or gave it to a module around it; None if no rule did.
+    own_dtype: the value of its field `dtype`, which the policy overrules; None for none.
+    is_norm: it is a norm of Flax's, which computes in float32 by itself.
+    hidden: rules that match it too, and come later.
+  """
+
+  name: str
+  policy: Policy | None
+  rule: Rule | None
+  own_dtype: str | None
+  is_norm: bool = False
+  hidden: tuple[Rule, ...] = ()
+
+
+class AuditRecord:
+  """What is noted while a function is traced for an audit.
+
+  It is equal to nothing but itself: as a value of a user context of JAX, it makes every jitted
+  function be traced anew, with the marks of policies in its jaxpr.
+
+  Attributes:
+    modules: the modules by path.
+    rules: how many modules each rule picked.
+    hidden: how many modules each rule matches that an earlier rule picked.
+    autocast: `mpjax.autocast` was called, whose arguments take the dtype of what they meet.
+    scaled: a loss was multiplied by a loss scale.
+  """
+
+  def __init__(self) -> None:
+    self.autocast = self.scaled = False
+    self.modules: dict[str, AuditedModule] = {}
+    self.rules: dict[Rule, int] = {}
+    self.hidden: dict[Rule, int] = {}
+
+  def note_autocast(self) -> None:
+    """Notes that `mpjax.autocast` was called."""
+    self.autocast = True
+
+  def note_scaled(self) -> None:
+    """Notes that a loss was multiplied by a loss scale."""
+    self.scaled = True
+
+  def note(self, path: str, module: AuditedModule) -> None:
+    """Notes the call of a module."""
+    if path not in self.modules and module.rule is not None:
+      self.rules[module.rule] = self.rules.get(module.rule, 0) + 1
+      for rule in module.hidden:
+        self.rules.setdefault(rule, 0)
+        self.hidden[rule] = self.hidden.get(rule, 0) + 1
+    self.modules[path] = module
+
+  def note_rules(self, rules: Iterable[Rule]) -> None:
+    """Notes rules that the user gave, whether they pick a module or not."""
+    for rule in rules:
+      self.rules.setdefault(rule, 0)
+
+
+AUDIT = jax.make_user_context(None)
+"""The record of the audit that traces in this thread; None outside of one."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SCOPE = "mpjax.full_precision"
+"""The named scope by which autocast knows the region."""
+
+
+def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
+  """Returns `fn` as a region that neither autocast nor a policy enters.
+
+  Under `mpjax.autocast` everything inside runs in the dtypes in which it is written. Under a policy
+  the modules called inside run without it, and float16 and bfloat16 arguments come in as float32.
+  A policy or an autocast that is given inside does not begin either: `full_precision(view)(x)` and
+  `full_precision(autocast(f))(x)` run as the model and `f` do. As a decorator it marks a loss, a
+  numerically delicate layer, a physical simulation. The results are float32, and their consumers
+  choose their own dtypes.
+
+  NNX modules and variables among the arguments are passed as they are, and so are containers that
+  hold nothing in 16 bits: what `fn` writes to them stays.
+
+  It does what PyTorch's `custom_fwd(cast_inputs=torch.float32)` is for.
+
+  Args:
+    fn: any function of trees of arrays.
+
+  Returns:
+    A function with the signature of `fn`.
+
+  Raises:
+    MpjaxTypeError: `fn` is a Linen model without variables.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> @mpjax.full_precision
+  ... def precise(x, w):
+  ...   return x @ w
+  >>> fn = mpjax.autocast(lambda x, w: precise(jnp.tanh(x @ w), w))
+  >>> jaxpr = jax.make_jaxpr(fn)(jnp.ones((2, 2)), jnp.ones((2, 2)))
+  >>> [str(e.outvars[0].aval.dtype) for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+  ['bfloat16', 'float32']
+  """
+  check_no_linen_model(fn, "mpjax.full_precision(fn)")
+  call: Callable[..., R] = fn
+
+  @functools.wraps(fn)
+  def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    around = ACTIVE.value
+    given, named = (args, kwargs)
+    if around is not None and around.on:
+      given = tuple(map_arrays(half_to_float32, x) for x in args)
+      named = {name: map_arrays(half_to_float32, x) for name, x in kwargs.items()}
+    with jax.named_scope(SCOPE), ACTIVE((around or Active()).outside()):
+      return call(*given, **named)
+
+  return wrapped

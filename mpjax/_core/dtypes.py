@@ -1,6 +1,6 @@
-"""Names of dtypes, and which of them mpjax computes in."""
+"""Names of dtypes, which of them mpjax computes in, how exactly and by what they are multiplied."""
 
-from typing import cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -93,3 +93,115 @@ def is_low_precision(dtype: DType) -> bool:
 def is_float8(dtype: DType) -> bool:
   """Whether `dtype` is one of the 8-bit floating formats."""
   return dtype.name in _FLOAT8
+
+
+MatmulPrecision: TypeAlias = jax.lax.Precision | jax.lax.DotAlgorithmPreset
+
+_NAMES: dict[str, MatmulPrecision] = {
+  **{preset.name: preset for preset in jax.lax.DotAlgorithmPreset},
+  **{precision.name: precision for precision in jax.lax.Precision},
+}
+"""DEFAULT is both, and means the same."""
+
+_SHORT = "'default', 'high', 'highest'"
+
+
+def parse_precision(precision: object, where: str) -> MatmulPrecision:
+  """Returns the precision that a name means, in any case; one of JAX's is returned as it is."""
+  expected = f"{_SHORT}, a jax.lax.Precision, or a jax.lax.DotAlgorithmPreset or its name"
+  if isinstance(precision, (jax.lax.Precision, jax.lax.DotAlgorithmPreset)):
+    return _NAMES[precision.name]
+  if not isinstance(precision, str):
+    fix = 'Write precision="highest" for float32 that is multiplied as float32.'
+    raise MpjaxTypeError(where, expected=expected, got=repr(precision), fix=fix)
+  if precision.upper() not in _NAMES:
+    near = " or ".join(repr(written(_NAMES[name])) for name in nearest(precision.upper(), _NAMES))
+    raise MpjaxValueError(
+      where, expected=expected, got=repr(precision), fix=f"Did you mean {near}?"
+    )
+  return _NAMES[precision.upper()]
+
+
+def written(precision: MatmulPrecision) -> str:
+  """Returns the name of a precision, as `parse_precision` takes it and JAX writes it."""
+  is_preset = isinstance(precision, jax.lax.DotAlgorithmPreset)
+  return precision.name if is_preset else precision.name.lower()
+
+
+def takes(precision: MatmulPrecision, dtype: DType | None) -> bool:
+  """Whether a matmul of operands in a dtype can have a precision."""
+  if isinstance(precision, jax.lax.Precision):
+    return True
+  return dtype is not None and dtype in (precision.supported_lhs_types or ())
+
+
+def check_precision(
+  precision: MatmulPrecision, compute: DType, weight_grad: DType | None, where: str
+) -> None:
+  """Raises MpjaxValueError if a preset does not multiply, or add up, what a policy computes in."""
+  if isinstance(precision, jax.lax.Precision):
+    return
+  got = f"{precision.name} with compute_dtype={compute.name}"
+  if not takes(precision, compute):
+    fitting = [p.name for p in jax.lax.DotAlgorithmPreset if takes(p, compute)]
+    raise MpjaxValueError(
+      where,
+      expected=f"{_SHORT}, or an algorithm for {compute.name}: {', '.join(fitting)}",
+      got=got,
+      fix="Write one of these, or the compute_dtype that the name of the algorithm begins with.",
+    )
+  sums = precision.accumulation_type
+  if weight_grad is not None and sums is not None and DType(sums).itemsize < weight_grad.itemsize:
+    raise MpjaxValueError(
+      where,
+      expected=f"an algorithm that adds up in {weight_grad.name}, as weight_grad_dtype asks for",
+      got=got,
+      fix="Write one whose name ends so, or leave out weight_grad_dtype.",
+    )
+
+
+_TENSOR_CORES: tuple[tuple[int, int, str, tuple[str, ...]], ...] = (
+  (7, 0, "Volta", ("float16",)),
+  (7, 5, "Turing", ("float16",)),
+  (8, 0, "Ampere", ("bfloat16", "float16")),
+  (8, 9, "Ada", ("bfloat16", "float16", "float8")),
+  (9, 0, "Hopper", ("bfloat16", "float16", "float8")),
+  (10, 0, "Blackwell", ("bfloat16", "float16", "float8")),
+)
+"""From which compute capability on, generation, and dtypes, the better one to train in first."""
+
+
+class Hardware(NamedTuple):
+  """The units of a device that multiply matrices.
+
+  Fields:
+    units: what they are, in words.
+    dtypes: the low-precision dtypes that they multiply, the better one to train in first.
+    float32_as: the dtype in which they multiply float32 unless told otherwise, see
+      `jax_default_matmul_precision`.
+  """
+
+  units: str
+  dtypes: tuple[str, ...] = ()
+  float32_as: str = "float32"
+
+
+def hardware_of(platform: str, capability: object = None) -> Hardware:
+  """Returns what is known of a device.
+
+  `platform` is that of a `jax.Device`, `capability` the compute capability of NVIDIA's, "8.0" say.
+  """
+  if platform == "tpu":
+    return Hardware("matrix units of a TPU", ("bfloat16",), "bfloat16")
+  if platform == "cpu":
+    return Hardware("a CPU: no Tensor Cores")
+  major, _, minor = str(capability).partition(".")
+  if not major.isdecimal():
+    return Hardware("not known to mpjax")
+  at = (int(major), int(minor) if minor.isdecimal() else 0)
+  found = [row for row in _TENSOR_CORES if row[:2] <= at]
+  if not found:
+    return Hardware(f"no Tensor Cores (compute capability {capability})")
+  *_, name, dtypes = found[-1]
+  units = f"Tensor Cores of the {name} generation (compute capability {capability})"
+  return Hardware(units, dtypes, "TF32" if "bfloat16" in dtypes else "float32")

@@ -1,8 +1,9 @@
-"""The exceptions that mpjax raises, and the one way their text is put together."""
+"""The exceptions that mpjax raises, how their text is put together, and checks of arguments."""
 
 import difflib
 import functools
 import inspect
+import numbers
 import os
 import pathlib
 import re
@@ -12,8 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+
+from mpjax._core.types import Leaf
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -157,8 +161,9 @@ def kind_of(value: object) -> str:
   """Returns what a value is, for errors: "a dict", "an array float32[2, 3]", "None", "1024"."""
   if value is None or isinstance(value, (str, int, float)):
     return repr(value)
-  is_array = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer)
-  name = "array" if is_array else type(value).__name__
+  is_array = isinstance(value, (jax.Array, np.ndarray))
+  kind = "traced array" if isinstance(value, Tracer) else "array"
+  name = kind if is_array else type(value).__name__
   dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
   contents = "" if dtype is None or shape is None else f" {dtype}{list(shape)}"
   return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}{contents}"
@@ -273,3 +278,92 @@ def is_library(file: str) -> bool:
   frozen = file.startswith("<frozen")
   standard = file.startswith(_STANDARD) and not _INSTALLED.search(file)
   return file.startswith(_PACKAGE + os.sep) or standard or frozen or bool(_BELOW.search(file))
+
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def wrong_type(value: object, where: str, *, expected: str, fix: str) -> MpjaxTypeError:
+  """Returns the error for a value of another type, which shows the value too."""
+  got = f"{value!r} of type {type(value).__name__}"
+  return MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+
+
+def check_type(
+  value: object, kind: type[T] | tuple[type[T], ...], where: str, *, expected: str, fix: str
+) -> T:
+  """Raises unless `value` is a `kind`; for states and trees, whose values would fill a screen."""
+  if not isinstance(value, kind):
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(value), fix=fix)
+  return value
+
+
+def check_flag(value: object, where: str) -> bool:
+  """Raises unless `value` is True or False."""
+  if not isinstance(value, bool):
+    raise wrong_type(value, where, expected="a bool", fix="Pass True or False.")
+  return value
+
+
+def check_int(
+  value: object,
+  where: str,
+  *,
+  least: int,
+  most: int | None = None,
+  expected: str | None = None,
+  fix: str,
+  fix_type: str = "Pass a Python int.",
+) -> int:
+  """Raises unless `value` is an integer of Python or NumPy (a bool is none) in the limits.
+
+  `expected` is their text where they are no plain numbers or not all that is allowed; `fix` is for
+  an integer out of range, `fix_type` for another type.
+  """
+  upto = "" if most is None else f" and at most {most}"
+  wanted = expected or f"an integer, at least {least}{upto}"
+  if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    raise wrong_type(value, where, expected=wanted, fix=fix_type)
+  number = int(value)
+  in_range = number >= least and (most is None or number <= most)
+  check_value(number, in_range, where, expected=wanted, fix=fix)
+  return number
+
+
+def check_number(value: object, where: str, *, expected: str, fix: str) -> numbers.Real:
+  """Raises unless `value` is a real number of Python or NumPy: no bool, array or traced value."""
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    raise wrong_type(value, where, expected=expected, fix=fix)
+  return value
+
+
+def check_value(value: object, allowed: bool, where: str, *, expected: str, fix: str) -> None:
+  """Raises unless `value`, of the right type, is `allowed`."""
+  if not allowed:
+    raise MpjaxValueError(where, expected=expected, got=repr(value), fix=fix)
+
+
+def check_choice(value: object, choices: Sequence[str], where: str) -> None:
+  """Raises unless `value` is one of `choices`, and names those most like it."""
+  if value not in choices:
+    raise MpjaxValueError(
+      where,
+      expected=" or ".join(map(repr, choices)),
+      got=repr(value),
+      fix=f"Did you mean {' or '.join(map(repr, nearest(str(value), choices)))}?",
+    )
+
+
+def check_callable(value: F, where: str, *, expected: str, fix: str) -> F:
+  """Raises unless `value` can be called."""
+  if not callable(value):
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(value), fix=fix)
+  return value
+
+
+def check_scalar(x: Leaf, where: str, *, expected: str, fix: str) -> None:
+  """Raises unless `x`, an array or a Python number, has the shape ()."""
+  if jnp.shape(x) != ():
+    got = f"an array of shape {jnp.shape(x)}"
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)

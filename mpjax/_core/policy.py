@@ -7,10 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.dtypes import HALF_NAMES, NAMES, is_float8, parse_dtype
+from mpjax._core.dtypes import (
+  HALF_NAMES,
+  NAMES,
+  MatmulPrecision,
+  check_precision,
+  is_float8,
+  parse_dtype,
+  parse_precision,
+  written,
+)
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest, shortened
 from mpjax._core.float8 import Float8, check_float8, parse_float8
-from mpjax._core.precision import MatmulPrecision, check_precision, parse_precision, written
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import DType, DTypeLike, Leaf, PyTree
 

@@ -10,10 +10,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.audit_record import AUDIT, AuditRecord
+from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
-from mpjax._core.paths import Path, key_names, leaf_paths
+from mpjax._core.leaves import Path, key_names, leaf_paths
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from mpjax._core.dtypes import Hardware, hardware_of
 from mpjax._core.errors import MpjaxRuntimeError
-from mpjax._core.hardware import Hardware, hardware_of
 from mpjax._diagnostics.report import Column, Report, Section
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpjax")

@@ -10,13 +10,13 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from mpjax._core.paths import Path, leaf_paths
+from mpjax._core.leaves import Path, leaf_paths
 from mpjax._core.types import Array, Function, PyTree
 from mpjax._diagnostics.arguments import Call, is_array
 from mpjax._jaxprs.compat import within_scopes
 from mpjax._jaxprs.graph import Graph, Value
-from mpjax._jaxprs.inner_jaxprs import Program, inner_jaxprs, with_inner
 from mpjax._jaxprs.locations import Location, Source
+from mpjax._jaxprs.reader import Program, inner_jaxprs, with_inner
 from mpjax._jaxprs.steps import Key
 
 

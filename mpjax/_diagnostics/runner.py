@@ -17,10 +17,9 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from mpjax._core.types import Array, PyTree
-from mpjax._jaxprs.atoms import aval_of, dtype_of, shape_of
 from mpjax._jaxprs.compat import bind, context_of, varying_axes
-from mpjax._jaxprs.inner_jaxprs import mapped_with
-from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import Holds
+from mpjax._jaxprs.reader import aval_of, dtype_of, mapped_with, shape_of
 from mpjax._jaxprs.steps import Body, Step
 
 State: TypeAlias = PyTree

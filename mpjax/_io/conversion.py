@@ -6,10 +6,9 @@ import jax
 
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
-from mpjax._core.paths import Path, leaf_paths
+from mpjax._core.leaves import Path, leaf_paths
 from mpjax._core.policy import PolicyLike, parse_policy
-from mpjax._core.policy_config import ModuleRecord, parse_config
-from mpjax._core.rules import Rule, first_match
+from mpjax._core.rules import ModuleRecord, Rule, first_match, parse_config
 from mpjax._core.trees import is_floating
 from mpjax._core.types import DType, Leaf, Params
 from mpjax._jaxprs.used_dtypes import cast_leaves

@@ -8,11 +8,8 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
 from mpjax._core.dtypes import is_low_precision
-from mpjax._jaxprs.atoms import aval_of
-from mpjax._jaxprs.inner_jaxprs import Program, warn_not_entered
-from mpjax._jaxprs.primitive_facts import EqnParams
-from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.walk import walk
+from mpjax._jaxprs.primitives import EqnParams, facts_of
+from mpjax._jaxprs.reader import Program, aval_of, walk, warn_not_entered
 
 
 def half_share(program: Program) -> float:

@@ -17,12 +17,11 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import DType
-from mpjax._jaxprs.atoms import aval_of
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.op_lists import OpLists
-from mpjax._jaxprs.primitive_facts import Row
-from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.primitives import Row, facts_of
+from mpjax._jaxprs.reader import aval_of
 from mpjax._jaxprs.steps import Body, Slot, Step, body_of
 
 Kind: TypeAlias = Literal["argument", "constant", "literal", "operation"]

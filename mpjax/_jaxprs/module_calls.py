@@ -12,13 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.active import ACTIVE, EVERY, Active
-from mpjax._core.audit_record import AUDIT, AuditedModule
+from mpjax._core.active import ACTIVE, AUDIT, EVERY, Active, AuditedModule
 from mpjax._core.dtypes import FLOAT32, scalar_type
 from mpjax._core.errors import REFUSALS, MpjaxError, line_of_user, message, note_module
 from mpjax._core.policy import Policy
-from mpjax._core.policy_config import ModulePolicy, is_low, rewrites
-from mpjax._core.rules import is_flax_norm
+from mpjax._core.rules import ModulePolicy, is_flax_norm, is_low, rewrites
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import (

@@ -8,8 +8,7 @@ from typing import TypeAlias, TypeVar
 from jax.extend.core import Primitive
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, nearest
-from mpjax._jaxprs.primitive_facts import PARTS, EqnParams, Part, Predicate
-from mpjax._jaxprs.primitives import FAMILIES, HIGHER_ORDER
+from mpjax._jaxprs.primitives import FAMILIES, HIGHER_ORDER, PARTS, EqnParams, Part, Predicate
 
 Op = TypeVar("Op", bound=str | Primitive)
 

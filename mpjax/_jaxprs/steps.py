@@ -16,11 +16,9 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from mpjax._core.types import Array
-from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
-from mpjax._jaxprs.inner_jaxprs import Inner, Program, inner_jaxprs, opened
 from mpjax._jaxprs.locations import Location, location
-from mpjax._jaxprs.primitive_facts import Holds
-from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.primitives import Holds, facts_of
+from mpjax._jaxprs.reader import Atom, Inner, Program, aval_of, inner_jaxprs, opened, shape_of
 
 Slot: TypeAlias = int | Literal
 """A value: its number, or what it is."""

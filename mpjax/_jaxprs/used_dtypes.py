@@ -5,12 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 import jax
 import numpy as np
 
-from mpjax._core.leaves import refuse_overflow
-from mpjax._core.paths import path_text
+from mpjax._core.leaves import path_text, refuse_overflow
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import Array, DType, Function, Leaf, Params, PyTree
 from mpjax._jaxprs.graph import Graph, Operation, Value
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
+from mpjax._jaxprs.reader import inner_jaxprs
 
 
 def used_dtypes(fun: Function, tree: PyTree, *args: PyTree) -> list[DType | None]:

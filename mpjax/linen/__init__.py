@@ -4,7 +4,6 @@
 >>> model = mpjax.with_policy(nn.Dense(2), "mixed_bfloat16")
 """
 
-from mpjax.linen._policy_module import PolicyModule
-from mpjax.linen._with_policy import policy_scope, with_policy
+from mpjax.linen._with_policy import PolicyModule, policy_scope, with_policy
 
 __all__ = ["PolicyModule", "policy_scope", "with_policy"]

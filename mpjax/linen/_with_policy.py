@@ -1,22 +1,377 @@
-"""`with_policy` and `policy_scope`: the two ways to put a policy onto Linen models."""
+"""`with_policy` and `policy_scope`: the two ways to put a policy onto Linen models.
+
+The one returns a `PolicyModule`, with the methods of the model that users call.
+"""
 
 import contextlib
+import dataclasses
+import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import flax.linen as nn
+import jax
+from flax.core import FrozenDict
+from flax.core.scope import CollectionFilter
 
 from mpjax._core.active import ScopeToken, in_region, leave_scope
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
+from mpjax._core.leaves import node_paths
 from mpjax._core.policy import PolicyLike
-from mpjax._core.policy_config import PolicyConfig, parse_config
-from mpjax._core.rules import Rule
-from mpjax.linen._context import begin, current
-from mpjax.linen._intercept import enter_scope
-from mpjax.linen._policy_module import BoundPolicyModule, PolicyModule
+from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, parse_config, warn_unmatched_paths
+from mpjax._core.trees import cast_arrays, cast_like
+from mpjax._core.types import Function, Params, PyTree, Variables
+from mpjax._jaxprs.used_dtypes import store_as_used
+from mpjax.linen._intercept import (
+  OFF,
+  Active,
+  abstract,
+  activate,
+  applied,
+  begin,
+  computed,
+  current,
+  enter_scope,
+  in_compute_dtypes,
+)
+from mpjax.linen._layers import stored_as
+
+Keys: TypeAlias = jax.Array | dict[str, jax.Array]
+"""What `nn.Module.init` takes: one random key, or one for each name."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PolicyModule:
+  """A Linen model under a policy, as `with_policy` returns it.
+
+  Other attributes are those of the model: fields of its own that are called `module` or `given` are
+  `wrapped.module.module` and `wrapped.module.given`.
+
+  Args:
+    module: the unmodified model.
+    given: the policy and the rules.
+
+  >>> import flax.linen as nn, mpjax
+  >>> model = mpjax.with_policy(nn.Dense(2), "mixed_bfloat16")
+  >>> isinstance(model, mpjax.linen.PolicyModule), type(model.module).__name__
+  (True, 'Dense')
+  """
+
+  module: nn.Module
+  given: PolicyConfig
+  _checked: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
+
+  def apply(
+    self, variables: Variables, *args: Any, mutable: CollectionFilter = False, **kwargs: Any
+  ) -> PyTree:
+    """Calls the model's `apply` under the policy; same arguments, same results.
+
+    The first call (of `__call__`) warns of a rule whose path is none of the modules that it met or
+    that have variables, unless the model was wrapped with `unmatched="ignore"`.
+
+    Args:
+      variables: the model's variables, in any floating dtype.
+      *args: arguments of the method.
+      mutable: which collections are returned changed, as for `nn.Module.apply`.
+      **kwargs: further arguments of `nn.Module.apply` and of the method.
+
+    Returns:
+      What the method returns, in the policy's output dtype; if `mutable`, that and the changed
+      collections.
+    """
+    checks = self.given.unmatched != "ignore" and any(r.path is not None for r in self.given.rules)
+    if not checks or self._checked or kwargs.get("method") is not None:
+      return self._apply(begin(self.given), variables, *args, mutable=mutable, **kwargs)
+    met: set[str] = set()
+    state = begin(self.given, met=met)
+    outputs = self._apply(state, variables, *args, mutable=mutable, **kwargs)
+    object.__setattr__(self, "_checked", True)
+    if met and isinstance(variables, Mapping):
+      paths = met.union(*map(node_paths, variables.values()))
+      warn_unmatched_paths(self.given, paths, "that this call met or that have variables", 2)
+    return outputs
+
+  def init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
+    """Returns the model's own initial variables, parameters cast to the policy's `param_dtype`.
+
+    A decode cache comes in the dtype that the model gives it under the policy; all other
+    collections are the model's own.
+
+    Args:
+      rngs: as for `nn.Module.init`.
+      *args: arguments of the method.
+      **kwargs: further arguments of `nn.Module.init` and of the method.
+
+    Raises:
+      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+    """
+    return self._initialized(functools.partial(self.module.init, rngs, *args, **kwargs))
+
+  def init_with_output(self, rngs: Keys, *args: Any, **kwargs: Any) -> tuple[PyTree, Variables]:
+    """Returns the model's output, and what `init` returns.
+
+    Nothing is computed in low precision: the output is that of float32, in the policy's
+    `output_dtype`.
+
+    Args:
+      rngs: as for `nn.Module.init_with_output`.
+      *args: arguments of the method.
+      **kwargs: further arguments of `nn.Module.init_with_output` and of the method.
+
+    Raises:
+      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+    """
+    record = ModuleRecord(self.given)
+    # Only the variables are traced: the output may not be a type that JAX knows.
+    ours = self._stored(record, functools.partial(self.module.init, rngs, *args, **kwargs))
+    record.check("that init passed", 2)
+    with activate(OFF):
+      outputs, plain = self.module.init_with_output(rngs, *args, **kwargs)
+    if record.output_dtype is not None and not in_region():
+      outputs = cast_arrays(outputs, record.output_dtype)
+    return outputs, _like(plain, ours)
+
+  def lazy_init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
+    """Returns what `init` returns, from abstract inputs, as `nn.Module.lazy_init` does.
+
+    Args:
+      rngs: as for `nn.Module.lazy_init`.
+      *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: further arguments of `nn.Module.lazy_init` and of the method.
+
+    Raises:
+      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+    """
+    return self._initialized(functools.partial(self.module.lazy_init, rngs, *args, **kwargs))
+
+  def bind(self, variables: Variables, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
+    """Returns the model bound to variables: its methods and submodules run under the policy.
+
+    Args:
+      variables: the model's variables.
+      *args: not used, as in `nn.Module.bind`.
+      **kwargs: `rngs` and `mutable`, as for `nn.Module.bind`.
+    """
+    return BoundPolicyModule(self.module.bind(variables, *args, **kwargs), self.given)
+
+  def tabulate(self, rngs: Keys, *args: Any, **kwargs: Any) -> str:
+    """Returns the model's own table, with inputs and outputs in the dtypes of the policy.
+
+    Args:
+      rngs: as for `nn.Module.tabulate`.
+      *args: arguments of the method.
+      **kwargs: further arguments of `nn.Module.tabulate` and of the method.
+
+    Raises:
+      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+    """
+    record = ModuleRecord(self.given)
+    tabulate = functools.partial(self.module.tabulate, rngs, *args, **kwargs)
+    state = begin(self.given, record)
+    table = in_compute_dtypes(tabulate, state)
+    if table is None:
+      with activate(state):
+        table = tabulate()
+    record.check("that init passed", 2)
+    return table
+
+  def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
+    """Returns variables for inference: in low precision what is only ever used so.
+
+    The jaxpr of `apply(variables, *args, **kwargs)` says so: a parameter that it does nothing
+    with but round it to one 16-bit dtype is stored in that dtype, and the jaxpr computes the
+    same. One that any operation uses in float32 (a norm's scale, the kernel of a layer under a
+    float32 rule, a table that two modules share, one of them in float32) stays as it is, and so do
+    parameters that the call does not use, and all other collections. Rows of a table are only
+    moved: the table goes by what they are rounded to.
+
+    Under `jit` XLA may leave a rounding out where it pleases (`xla_allow_excess_precision`, on
+    CPUs): of parameters stored in float32, not of those that are rounded already. With that option
+    off the results are the same to the bit.
+
+    MXNet converts its symbols for inference by the same rule.
+
+    Args:
+      variables: the model's variables, arrays or `jax.ShapeDtypeStruct`.
+      *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: further arguments of `apply`.
+
+    Raises:
+      MpjaxTypeError: `variables` is not a mapping of collections with "params" in it.
+      MpjaxValueError: a finite value that the 16-bit dtype cannot hold.
+      UnmatchedRuleError: a rule picked out no module that the call passed, nor by its path one
+        that has parameters (with `unmatched="raise"`); not checked if a `method` is named.
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
+    >>> model = mpjax.with_policy(nn.Sequential([nn.Dense(2), nn.LayerNorm()]), "c=bf16")
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> half = model.convert(variables, jnp.ones((1, 3)))["params"]
+    >>> half["layers_0"]["kernel"].dtype, half["layers_1"]["scale"].dtype
+    (dtype(bfloat16), dtype('float32'))
+    """
+    where = "mpjax.with_policy(model, policy).convert(variables)"
+    if not isinstance(variables, Mapping) or (variables and "params" not in variables):
+      got = f"keys {', '.join(map(repr, variables))}" if isinstance(variables, Mapping) else None
+      raise MpjaxTypeError(
+        where,
+        expected="the variables of the model, a mapping with 'params' in it",
+        got=got or kind_of(variables),
+        fix='Write model.convert({"params": params}, x).',
+      )
+    record = ModuleRecord(self.given)
+
+    def call(params: Params, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
+      state = begin(self.given, record)
+      return self._apply(state, _with_params(variables, params), *args, **kwargs)
+
+    params = variables.get("params", {})
+    new = store_as_used(call, params, (variables, *args), kwargs, where)
+    if kwargs.get("method") is None:
+      # A module that only training calls, a head, is not called here, and has parameters.
+      record.note_paths(node_paths(params))
+      record.check("that this call passed", 2)
+    return _with_params(variables, new)
+
+  def clone(self, **updates: Any) -> "PolicyModule":
+    """Returns the model with other fields, under the same policy.
+
+    Args:
+      **updates: fields of the model.
+
+    Raises:
+      MpjaxTypeError: a `parent` is given: a wrapped model is no submodule.
+    """
+    if updates.get("parent") is not None:
+      raise self._not_a_submodule("clone(parent=...)")
+    return PolicyModule(self.module.clone(**updates), self.given)
+
+  copy = clone
+
+  def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+    raise self._not_a_submodule("__call__(...)")
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("__") or name in ("module", "given"):
+      raise AttributeError(name)
+    return getattr(self.module, name)
+
+  def __repr__(self) -> str:
+    return f"with_policy({self.module!r}, {self.given})"
+
+  def _not_a_submodule(self, call: str) -> MpjaxTypeError:
+    return MpjaxTypeError(
+      f"{type(self.module).__name__} under mpjax.with_policy: {call}",
+      expected="a call of apply, init or bind on the wrapped root model",
+      got="a wrapped model used as a submodule, or called without variables",
+      fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",
+    )
+
+  def _apply(self, state: Active, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
+    if in_region():
+      return self.module.apply(variables, *args, **kwargs)
+    with activate(state):
+      # A call inside of a trace of ours is rewritten with it.
+      if state.tracing or not self.given.rewrites:
+        return self.module.apply(variables, *args, **kwargs)
+      return applied(self.module, state, variables, args, kwargs)
+
+  def _initialized(self, init: Callable[[], Variables]) -> Variables:
+    record = ModuleRecord(self.given)
+    ours = self._stored(record, init)
+    record.check("that init passed", 3)
+    with activate(OFF):
+      return _like(init(), ours)
+
+  def _stored(self, record: ModuleRecord, init: Callable[[], Variables]) -> Variables:
+    """Returns the shapes and dtypes of the variables under the policy, and notes the modules.
+
+    The parameters themselves come from the plain model, since drawn under a policy they would be
+    other numbers. The record keeps every function compiled before out, so that all modules are
+    called; for that it must only ever be there in a trace.
+    """
+    with activate(begin(self.given, record)):
+      variables = abstract(init)
+    return {**variables, **computed(init, variables, begin(self.given))}
+
+
+def _like(plain: Variables, ours: Variables) -> Variables:
+  """Returns the variables that a model creates without a policy, in the dtypes that it sets."""
+  kinds = {*stored_as("param_dtype"), *stored_as("computed")}
+  cast = {col: cast_like(tree, ours.get(col)) for col, tree in plain.items() if col in kinds}
+  return _updated(plain, {col: tree for col, tree in cast.items() if tree is not None})
+
+
+def _with_params(variables: Variables, params: Params) -> Variables:
+  return _updated(variables, {"params": params} if "params" in variables else {})
+
+
+def _updated(variables: Variables, collections: Variables) -> Variables:
+  """Returns variables with other collections, in a mapping of the same kind."""
+  if isinstance(variables, FrozenDict):
+    return variables.copy(collections)
+  return {**variables, **collections}
+
+
+class BoundPolicyModule:
+  """A Linen model bound to variables, or one of its submodules, under a policy."""
+
+  def __init__(self, module: nn.Module, config: PolicyConfig) -> None:
+    self._module, self._config = module, config
+
+  @property
+  def variables(self) -> Variables:
+    """The variables as they are stored."""
+    return self._module.variables
+
+  def unbind(self) -> tuple[PolicyModule, Variables]:
+    """Returns the model without its variables, under the same policy, and the variables."""
+    module, variables = self._module.unbind()
+    model = PolicyModule(module, self._config)
+    if self._module.path:  # The paths of rules begin at the root, which is elsewhere.
+      object.__setattr__(model, "_checked", True)
+    return model, variables
+
+  def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+    return self._under_policy(self._module)(*args, **kwargs)
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("__"):
+      raise AttributeError(name)
+    # A method that is found here may run `setup`, whose submodules take their `dtype` from it.
+    with activate(begin(self._config)):
+      attribute = getattr(self._module, name)
+    return self._wrap(attribute)
+
+  def __repr__(self) -> str:
+    return f"with_policy({self._module!r}, {self._config})"
+
+  def _under_policy(self, fun: Function) -> Function:
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> PyTree:
+      if in_region():
+        return fun(*args, **kwargs)
+      with activate(begin(self._config)):
+        return fun(*args, **kwargs)
+
+    return call
+
+  def _wrap(self, attribute: Any) -> object:
+    """Returns an attribute so that what is called on it runs under the policy."""
+    if isinstance(attribute, nn.Module):
+      return BoundPolicyModule(attribute, self._config)
+    if isinstance(attribute, (tuple, list)) and any(map(_holds_modules, attribute)):
+      return type(attribute)(self._wrap(x) for x in attribute)
+    if isinstance(attribute, Mapping) and any(map(_holds_modules, attribute.values())):
+      return {key: self._wrap(x) for key, x in attribute.items()}
+    return self._under_policy(attribute) if callable(attribute) else attribute
+
+
+def _holds_modules(x: object) -> bool:
+  return isinstance(x, (nn.Module, tuple, list, Mapping))
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

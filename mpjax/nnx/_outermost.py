@@ -16,8 +16,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from mpjax._core.active import ACTIVE, Active
-from mpjax._core.containers import Content, refill, same_objects
-from mpjax._core.trees import is_floating
+from mpjax._core.trees import Content, is_floating, refill, same_objects
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree
 from mpjax._jaxprs.autocast import Boundary, NotTraceable, leaving, region_of
 from mpjax._jaxprs.module_calls import array, attempts, rewrite_calls

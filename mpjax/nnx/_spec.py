@@ -8,7 +8,7 @@ from flax import nnx
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
-from mpjax._core.policy_config import ModulePolicy
+from mpjax._core.rules import ModulePolicy
 from mpjax._core.types import Leaf, PyTree
 from mpjax.nnx._layers import MODES
 

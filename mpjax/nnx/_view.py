@@ -15,7 +15,7 @@ from flax import nnx
 
 from mpjax._core.active import in_region
 from mpjax._core.errors import MpjaxTypeError
-from mpjax._core.policy_config import ModulePolicy
+from mpjax._core.rules import ModulePolicy
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
 from mpjax._jaxprs.autocast import leaving
 from mpjax._jaxprs.module_calls import begins_trace, call_of

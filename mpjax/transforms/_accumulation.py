@@ -8,18 +8,23 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError
+from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, check_int, check_scalar
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
-from mpjax._core.validators import check_int, check_scalar
 from mpjax.transforms._checks import (
   check_inner,
   check_state,
   refuse_integers,
 )
 from mpjax.transforms._masters import init_shown, marked, update_shown
-from mpjax.transforms._skip import nothing_like, step_or_skip
 from mpjax.transforms._state import AccumulationState, refuse_scale_inside
-from mpjax.transforms._trees import align_gradients, arrays_only, float32_view, place_like
+from mpjax.transforms._trees import (
+  align_gradients,
+  arrays_only,
+  float32_view,
+  nothing_like,
+  place_like,
+  step_or_skip,
+)
 
 
 def accumulate_gradients(

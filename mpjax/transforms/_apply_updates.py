@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.paths import is_key
+from mpjax._core.errors import MpjaxValueError, check_choice, listed
+from mpjax._core.leaves import is_key
 from mpjax._core.trees import check_alike, is_array_like, is_half, is_none, tree_differences
 from mpjax._core.types import Array, DType, Leaf, Params, Updates
-from mpjax._core.validators import check_choice
-from mpjax.transforms._split import differentiated_as, stored
+from mpjax.transforms._masters import differentiated_as, stored
 from mpjax.transforms._trees import refuse_none
 
 _DROPPED_BITS = {"bfloat16": 16, "float16": 13}

@@ -7,10 +7,9 @@ from typing import ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.errors import MpjaxTypeError, check_callable
 from mpjax._core.trees import select
 from mpjax._core.types import PyTree
-from mpjax._core.validators import check_callable
 from mpjax.transforms._state import plain_array, scales_in
 from mpjax.transforms._trees import is_nnx_variable
 

@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._core.errors import REFUSALS, MpjaxError, MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.errors import (
+  REFUSALS,
+  MpjaxError,
+  MpjaxTypeError,
+  MpjaxValueError,
+  check_type,
+  listed,
+)
 from mpjax._core.trees import is_array_like, is_inexact
 from mpjax._core.types import Grads, OptState, Params, PyTree, Updates
-from mpjax._core.validators import check_type
 from mpjax.transforms._trees import key_text
 
 T = TypeVar("T")

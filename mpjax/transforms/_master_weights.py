@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of, listed
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
-from mpjax._core.validators import check_choice
 from mpjax.transforms._checks import (
   check_inner,
   check_params,
@@ -22,6 +21,7 @@ from mpjax.transforms._checks import (
 from mpjax.transforms._masters import (
   ShownMasterWeightsState,
   SplitMasterWeightsState,
+  bounded,
   check_split,
   first_master,
   has_split,
@@ -32,10 +32,10 @@ from mpjax.transforms._masters import (
   merge_masters,
   next_entry,
   next_update,
+  split,
   stored_params,
   trained_of,
 )
-from mpjax.transforms._split import bounded, split
 from mpjax.transforms._state import MasterWeightsState
 from mpjax.transforms._trees import (
   align_gradients,

@@ -9,10 +9,9 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_int, kind_of
 from mpjax._core.trees import is_inexact, is_nnx_object, select
 from mpjax._core.types import Array, Leaf, OptState, Params, PyTree
-from mpjax._core.validators import check_int
 from mpjax.transforms._state import LossScalingState, OwnedScale, find_scale, read_state
 from mpjax.transforms._trees import key_text, nodes_of
 

@@ -14,7 +14,7 @@ from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of
 from mpjax._core.trees import is_inexact, pick
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import check_inner, check_params, check_state
-from mpjax.transforms._loss_scaling_checks import not_outermost
+from mpjax.transforms._loss_scaling import not_outermost
 from mpjax.transforms._state import plain_array, scales_in
 from mpjax.transforms._trees import arrays_only, differentiated, nodes_of, place_like
 

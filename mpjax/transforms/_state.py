@@ -11,15 +11,22 @@ import optax
 import optax.contrib
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError, kind_of
+from mpjax._core.errors import (
+  MpjaxRuntimeError,
+  MpjaxTypeError,
+  MpjaxValueError,
+  check_scalar,
+  check_value,
+  kind_of,
+)
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Array, Leaf, OptState, PyTree
-from mpjax._core.validators import check_scalar, check_value
 from mpjax.transforms._checks import check_state
-from mpjax.transforms._loss_scale import LossScaleState, ScaleState
-from mpjax.transforms._loss_scale_config import (
+from mpjax.transforms._loss_scale import (
   Label,
   LossScale,
+  LossScaleState,
+  ScaleState,
   parse_label,
   positive_scale,
   warn_unless_power_of_two,

@@ -12,7 +12,7 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from mpjax._core.dtypes import HALF_NAMES, parse_dtype
-from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError
+from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, check_flag
 from mpjax._core.trees import is_floating, saturate
 from mpjax._core.types import (
   Array,
@@ -26,7 +26,6 @@ from mpjax._core.types import (
   PyTree,
   Updates,
 )
-from mpjax._core.validators import check_flag
 from mpjax.transforms._apply_updates import check_rounding, round_stochastically
 from mpjax.transforms._checks import (
   check_inner,

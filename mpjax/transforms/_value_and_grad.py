@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mpjax._core.audit_record import AUDIT
-from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
+from mpjax._core.active import AUDIT
+from mpjax._core.errors import MpjaxTypeError, check_call, check_scalar, kind_of
 from mpjax._core.frameworks import framework_of
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, PyTree
-from mpjax._core.validators import check_scalar
 from mpjax.transforms._loss_scale import unscale_tree
 from mpjax.transforms._state import find_scale, scale_reader
 from mpjax.transforms._trees import at_least_float32

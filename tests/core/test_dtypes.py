@@ -1,4 +1,4 @@
-"""Which names of dtypes are understood, and what is said of the others."""
+"""Which names of dtypes are understood, what is said of the others, and what devices multiply."""
 
 import functools
 
@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpjax._core.dtypes import is_float8, is_low_precision, parse_dtype, scalar_type
+from mpjax._core.dtypes import hardware_of, is_float8, is_low_precision, parse_dtype, scalar_type
 from tests.errors import check_refused
 
 WHERE = "mpjax.f(dtype=...)"
@@ -85,3 +85,28 @@ def test_float64_needs_64_bit_enabled(value, set_flag):
   check_refused(lambda: parse_dtype(value, WHERE), where=WHERE, builtin=ValueError, **parts)
   set_flag("jax_enable_x64", True)
   assert parse_dtype(value, WHERE) == np.float64
+
+
+@pytest.mark.parametrize(
+  ("platform", "capability", "units", "dtypes", "float32_as"),
+  [
+    ("cpu", None, "a CPU", (), "float32"),
+    ("tpu", None, "TPU", ("bfloat16",), "bfloat16"),
+    ("gpu", "6.1", "no Tensor Cores", (), "float32"),
+    ("gpu", "7.0", "Volta", ("float16",), "float32"),
+    ("gpu", "7.5", "Turing", ("float16",), "float32"),
+    ("gpu", "8.0", "Ampere", ("bfloat16", "float16"), "TF32"),
+    ("gpu", "8.6", "Ampere", ("bfloat16", "float16"), "TF32"),
+    ("gpu", "8.9", "Ada", ("bfloat16", "float16", "float8"), "TF32"),
+    ("cuda", "9.0", "Hopper", ("bfloat16", "float16", "float8"), "TF32"),
+    ("gpu", "10.0", "Blackwell", ("bfloat16", "float16", "float8"), "TF32"),
+    ("gpu", "12.0", "Blackwell", ("bfloat16", "float16", "float8"), "TF32"),
+    ("gpu", "9", "Hopper", ("bfloat16", "float16", "float8"), "TF32"),
+    ("gpu", None, "not known", (), "float32"),
+    ("gpu", "gfx942", "not known", (), "float32"),
+  ],
+)
+def test_units_by_platform_and_compute_capability(platform, capability, units, dtypes, float32_as):
+  found = hardware_of(platform, capability)
+  assert units in found.units
+  assert found[1:] == (dtypes, float32_as)

@@ -1,11 +1,23 @@
 """One leaf: does it fit, what is it cast to, where does it go."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._core.leaves import as_array, convert, misfit, overflows, put, refuse_overflow
+import mpjax
+from mpjax._core.leaves import (
+  as_array,
+  convert,
+  key_names,
+  leaves_by_path,
+  misfit,
+  overflows,
+  put,
+  refuse_overflow,
+)
 from tests.errors import check_refused
 
 
@@ -80,7 +92,7 @@ def test_misfit():
     assert misfit(x, want, cast=cast) == text, (x, want, cast)
   traced = []
   jax.eval_shape(lambda x: traced.append(misfit(x, struct("float32"), cast=True)), 1.0)
-  assert traced == ["a DynamicJaxprTracer float32[] for float32[]"]
+  assert traced == ["a traced array float32[] for float32[]"]
 
 
 def nearest_bfloat16(x):
@@ -173,3 +185,23 @@ def test_a_donated_result_leaves_the_source_alone(kind, committed):
   found = put(x, where, alias=False)
   jax.block_until_ready(jax.jit(lambda y: y * 0, donate_argnums=0)(found))
   np.testing.assert_array_equal(x, np.arange(4096, dtype=np.float32))
+
+
+class Pair(NamedTuple):
+  left: object
+  right: object
+
+
+def test_names_of_keys():
+  tree = {"a/b": [1, (mpjax.TrainState,)]}
+  paths = jax.tree_util.tree_leaves_with_path(tree)
+  assert [key_names(path) for path, _ in paths] == [("a/b", "0"), ("a/b", "1", "0")]
+
+
+def test_paths_do_not_tell_classes_apart():
+  tree = {"a": Pair([1, (2,)], {"x": 3, "none": None}), "b": ()}
+  plain = {"a": {"left": {"0": 1, "1": [2]}, "right": {"x": 3}}}
+  paths = {"a/left/0": 1, "a/left/1/0": 2, "a/right/x": 3}
+  assert leaves_by_path(tree, "f") == leaves_by_path(plain, "f") == paths
+  assert leaves_by_path(paths, "f") == paths
+  assert leaves_by_path(7, "f") == {"": 7}

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.lax import DotAlgorithmPreset, Precision
 
 import mpjax
-from mpjax._jaxprs.walk import walk
+from mpjax._jaxprs.reader import walk
 from tests.models.values import filled, shapes
 
 X = jnp.linspace(-1.0, 1.0, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)

@@ -41,4 +41,4 @@ def test_what_goes_before_what_is_known_in_one_place():
   reads = [
     name for name, code in functions("_core", "linen", "nnx") if "first_match" in code.co_names
   ]
-  assert reads == ["_core/policy_config.py::resolve_policy"]
+  assert reads == ["_core/rules.py::resolve_policy"]

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from mpjax._jaxprs.count import flops_of, half_share
-from mpjax._jaxprs.walk import walk
+from mpjax._jaxprs.reader import walk
 from tests import programs
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxprs.graph import Graph
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
+from mpjax._jaxprs.reader import inner_jaxprs
 
 X = jnp.ones((4, 4))
 

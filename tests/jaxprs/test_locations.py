@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs, opened
 from mpjax._jaxprs.locations import Location, call_of, location
+from mpjax._jaxprs.reader import inner_jaxprs, opened
 
 
 def locations(program, around=None):

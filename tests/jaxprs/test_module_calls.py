@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from mpjax._core.active import EVERY, Active
-from mpjax._core.policy_config import ModulePolicy
+from mpjax._core.rules import ModulePolicy
 from mpjax._jaxprs.module_calls import (
   Layers,
   attempts,

@@ -12,7 +12,7 @@ import pytest
 from jax.extend.core import Primitive, primitives
 
 import mpjax
-from mpjax._jaxprs.primitive_facts import PARTS
+from mpjax._jaxprs.primitives import PARTS
 from tests.errors import check_error
 
 STANDARD = mpjax.OpLists()

@@ -13,8 +13,16 @@ import pytest
 from jax.extend.core import Primitive
 
 import mpjax
-from mpjax._jaxprs.primitive_facts import PARTS, Holds
-from mpjax._jaxprs.primitives import FACTS, FAMILIES, HIGHER_ORDER, integer_pow_part
+from mpjax._jaxprs.primitives import (
+  FACTS,
+  FAMILIES,
+  HIGHER_ORDER,
+  PARTS,
+  Holds,
+  Row,
+  family,
+  integer_pow_part,
+)
 from tests import op_lists_page, registered_primitives
 from tests.jaxprs.autocast import samples
 
@@ -173,3 +181,10 @@ def test_the_page_shows_the_lists():
 def test_a_page_without_the_marks_is_refused():
   with pytest.raises(ValueError, match="lacks"):
     op_lists_page.with_tables("# Operation lists")
+
+
+def test_a_family():
+  made = family("keep", "They do.", "tanh abs", Row("neg", exact=True))
+  assert made.names == ("abs", "neg", "tanh")
+  assert [(row.names, row.exact) for row in made.rows] == [("tanh abs", False), ("neg", True)]
+  assert (made.part, made.fixed, made.decides) == ("keep", False, "")

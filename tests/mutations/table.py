@@ -96,13 +96,13 @@ tests/transforms/test_loss_scale.py::test_limits
 + left
 tests/transforms/test_loss_scale.py::test_only_growth_refills_the_hysteresis
 
-mpjax/transforms/_loss_scale_config.py::parse_label
+mpjax/transforms/_loss_scale.py::parse_label
 
 8 min_scale is its default again once it is read from the structure of a state (the list: reset in
   tree_unflatten; our limits are no leaves, but part of the structure)
 - _DEFAULTS | fields
 + fields | _DEFAULTS
-tests/transforms/test_loss_scale_config.py::test_label_keeps_the_limits_exactly
+tests/transforms/test_loss_scale.py::test_label_keeps_the_limits_exactly
 
 mpjax/transforms/_loss_scaling.py::loss_scaling
 
@@ -115,12 +115,12 @@ mpjax/transforms/_loss_scaling.py::loss_scaling
 + return update_shown(inner, gradient, inner_state, params, more, _CALL)
 tests/transforms/test_loss_scaling.py::test_momentum_is_exact_while_the_scale_changes_every_step
 
-mpjax/transforms/_loss_scale_config.py::
+mpjax/transforms/_loss_scale.py::
 
 10 a scale of 2^127 is allowed, whose reciprocal XLA flushes to 0
 - SMALLEST, LARGEST = 2.0**-126, 2.0**126
 + SMALLEST, LARGEST = 2.0**-126, 2.0**127
-tests/transforms/test_loss_scale_config.py::test_scales_outside_the_hard_limits
+tests/transforms/test_loss_scale.py::test_scales_outside_the_hard_limits
 
 mpjax/transforms/_loss_scale.py::_unscale_leaf
 
@@ -190,7 +190,7 @@ tests/integration/test_several_losses.py
 + return losses.total({label: new for label in grads}), new_inner
 tests/transforms/test_loss_scaling.py::test_clipping_does_not_depend_on_the_scale
 
-mpjax/transforms/_skip.py::step_or_select
+mpjax/transforms/_trees.py::step_or_select
 
 20 a skipped step keeps the parameters and moves the optimizer
 - pick(keep, (updates, new), (nothing_like(updates), old))
@@ -209,7 +209,7 @@ tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted
 + ("step", "model_state", *(() if applied else ("params",)))
 tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted_step
 
-mpjax/transforms/_skip.py::step_or_select
+mpjax/transforms/_trees.py::step_or_select
 
 23a the counts of schedules go on at a skipped step
 - return pick(keep, (updates, new), (nothing_like(updates), old))
@@ -225,7 +225,7 @@ mpjax/transforms/_train_step.py::make_train_step
 + ("model_state", "ema", *(() if applied else ("params",)))
 tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted_step
 
-mpjax/transforms/_skip.py::step_or_select
+mpjax/transforms/_trees.py::step_or_select
 
 24 updates are multiplied by the flag: NaN times 0 is NaN
 - pick(keep, (updates, new), (nothing_like(updates), old))
@@ -255,7 +255,7 @@ mpjax/transforms/_gradients.py::batch_gradients
 + jax.tree.map(lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, grads, params)
 tests/transforms/test_gradients.py::test_sums_are_float32
 
-mpjax/transforms/_skip.py::step_or_select
+mpjax/transforms/_trees.py::step_or_select
 
 28 a bad micro-batch is counted, though nothing of it is in the sum
 - return pick(keep, (updates, new), (nothing_like(updates), old))
@@ -394,9 +394,9 @@ mpjax/_core/leaves.py::misfit
 40a a checkpoint is cast to the dtypes of the target unasked
 - cast and are_floating(x, want)
 + are_floating(x, want)
-tests/io/test_restore.py::test_another_dtype_is_an_error_that_names_every_leaf
+tests/io/test_checkpoints_restore.py::test_another_dtype_is_an_error_that_names_every_leaf
 
-mpjax/_core/policy_config.py::ModuleRecord.check
+mpjax/_core/rules.py::ModuleRecord.check
 
 40b a rule that picks out no module is ignored
 - self.config.unmatched != "ignore"
@@ -554,22 +554,22 @@ tests/core/test_together.py::test_leaves_on_a_mesh_are_not_gathered
 
 # Split masters, and first moments in low precision.
 
-mpjax/transforms/_split.py::split
+mpjax/transforms/_masters.py::split
 
 59 the remainder of a split master is not clipped: at a tie it wraps around
 - jnp.clip(_bits(master) - _bits(base), -(2**15), 2**15 - 1)
 + _bits(master) - _bits(base)
-tests/transforms/test_split.py
+tests/transforms/test_masters.py
 ::test_the_remainder_is_that_to_the_parameter_which_is_committed
 
-mpjax/transforms/_split.py::join
+mpjax/transforms/_masters.py::join
 
 60 a parameter that was set to 0 makes a NaN of a remainder below 0
 - jnp.logical_and(jnp.isfinite(base), (total ^ _bits(base)) >= 0)
 + jnp.isfinite(base)
-tests/transforms/test_split.py::test_any_parameter_with_any_remainder
+tests/transforms/test_masters.py::test_any_parameter_with_any_remainder
 
-mpjax/transforms/_split.py::_rounded
+mpjax/transforms/_masters.py::_rounded
 
 61 a master beyond the range of bfloat16 is rounded to an inf, which no update leaves
 - _bounded(master)
@@ -598,12 +598,12 @@ mpjax/transforms/_masters.py::update_shown
 + pass
 tests/transforms/test_masters.py::test_parameters_of_another_dtype_never_give_masters
 
-mpjax/_io/master_storage.py::_check_split
+mpjax/_io/checkpoints.py::_check_split
 
 65 float32 masters of a checkpoint are split from parameters that are not their rounding
 - not np.all(is_near | (back == number) | np.isnan(number))
 + False
-tests/io/test_master_storage.py::test_what_does_not_cross_is_refused
+tests/io/test_checkpoints_master_storage.py::test_what_does_not_cross_is_refused
 
 mpjax/transforms/_state_dtype.py::_map_moments
 

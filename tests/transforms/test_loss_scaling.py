@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms import _skip
+from mpjax.transforms import _trees
 from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
 from tests.programs import bits
@@ -63,7 +63,7 @@ class Rig:
 def test_a_skipped_step_changes_nothing(monkeypatch, how):
   # A branch is for CPU and a selection for all others; both are to be seen everywhere.
   on_cpu = how == "by a branch"
-  monkeypatch.setattr(_skip, "compiled_for_cpu", lambda: jnp.asarray(on_cpu))
+  monkeypatch.setattr(_trees, "compiled_for_cpu", lambda: jnp.asarray(on_cpu))
   rig = Rig(mpjax.loss_scaling(CLIPPED, mpjax.DynamicLossScale(init_scale=16)), PARAMS)
   if how == "not traced":
     rig.update = rig.tx.update

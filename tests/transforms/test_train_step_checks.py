@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._train_step_checks import check_call
+from mpjax.transforms._train_step import check_call
 from tests.compilations import compilations
 from tests.errors import refused
 

@@ -4,10 +4,9 @@ import collections
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
-from mpjax._core.audit_record import AuditRecord
-from mpjax._core.dtypes import is_low_precision
-from mpjax._core.full_precision import SCOPE as FULL_PRECISION
-from mpjax._core.precision import written
+from mpjax._core.active import SCOPE as FULL_PRECISION
+from mpjax._core.active import AuditRecord
+from mpjax._core.dtypes import is_low_precision, written
 from mpjax._core.types import DType
 from mpjax._jaxprs.autocast.scopes import FLOAT8, MODULE, REGION, policy_of
 from mpjax._jaxprs.count import flops_of

@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.audit_record import AuditRecord
+from mpjax._core.active import AuditRecord
 from mpjax._core.dtypes import is_float8, is_low_precision
 from mpjax._jaxprs.autocast.scopes import FLOAT8, MODULE, NOT_FLOAT8
 from mpjax._jaxprs.count import matmul_sizes
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Source
-from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import Holds
 
 
 class ModuleRow(NamedTuple):

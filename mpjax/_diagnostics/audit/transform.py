@@ -6,7 +6,7 @@ from typing import Any, ParamSpec
 
 import jax
 
-from mpjax._core.audit_record import AUDIT, AuditRecord
+from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.errors import check_call
 from mpjax._diagnostics.arguments import check_function, trace
@@ -25,8 +25,8 @@ from mpjax._diagnostics.audit.risks import find_risks
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.report import Pending
 from mpjax._jaxprs.graph import Graph
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs, warn_not_entered
 from mpjax._jaxprs.locations import Direction
+from mpjax._jaxprs.reader import inner_jaxprs, warn_not_entered
 
 P = ParamSpec("P")
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from mpjax._core.errors import check_call
-from mpjax._core.paths import Path, key_names
+from mpjax._core.leaves import Path, key_names
 from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf, NumpyArray
 from mpjax._diagnostics.arguments import Call, check_function, positional_names
 from mpjax._diagnostics.nonfinite.probes import (
@@ -32,10 +32,9 @@ from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.runner import Observer, run
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
-from mpjax._jaxprs.atoms import aval_of
 from mpjax._jaxprs.graph import Graph
-from mpjax._jaxprs.inner_jaxprs import mapped_with
-from mpjax._jaxprs.primitive_facts import Holds
+from mpjax._jaxprs.primitives import Holds
+from mpjax._jaxprs.reader import aval_of, mapped_with
 from mpjax._jaxprs.steps import Body, Step, body_of
 
 _CLOSELY = 64

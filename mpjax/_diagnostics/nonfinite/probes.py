@@ -35,10 +35,9 @@ from mpjax._diagnostics.nonfinite.uses import (
   not_finite,
 )
 from mpjax._diagnostics.runner import Around
-from mpjax._jaxprs.atoms import dtype_of, shape_of
 from mpjax._jaxprs.compat import bind
-from mpjax._jaxprs.inner_jaxprs import opened
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.reader import dtype_of, opened, shape_of
 from mpjax._jaxprs.steps import Body, Step
 
 _PASS_ON = frozenset(

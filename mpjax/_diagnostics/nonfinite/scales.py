@@ -13,7 +13,7 @@ from jax.extend.core import primitives as p
 from mpjax._core.types import Args, Array, Kwargs, Leaf
 from mpjax._diagnostics.arguments import Call
 from mpjax._diagnostics.nonfinite.uses import is_cast, is_move
-from mpjax._jaxprs.atoms import shape_of
+from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.steps import Body, Step
 from mpjax.transforms._state import replace_scale, scales_in
 

@@ -17,11 +17,11 @@ from jax.extend.core import primitives as p
 
 from mpjax._core.errors import REFUSALS
 from mpjax._core.types import Array
-from mpjax._jaxprs.atoms import Atom, aval_of, shape_of
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.graph import Graph, Operation
 from mpjax._jaxprs.locations import location
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.reader import Atom, aval_of, shape_of
 from mpjax._jaxprs.steps import Body, Step
 
 

@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core.primitives import add_p, sub_p
 
 from mpjax._core.dtypes import is_low_precision
-from mpjax._core.paths import Path
+from mpjax._core.leaves import Path
 from mpjax._core.types import DType
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._jaxprs.graph import Graph, Operation, Value

@@ -17,11 +17,11 @@ from mpjax._core.rules import Rule
 from mpjax._core.types import Array, DType, NumpyArray
 from mpjax._diagnostics.runner import Look, run_on_host
 from mpjax._diagnostics.selectors import named_scopes, prefixes, selector
-from mpjax._jaxprs.atoms import shape_of
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.steps import Body, Step
 
 

@@ -11,11 +11,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.dtypes import HALVES
-from mpjax._core.errors import MpjaxValueError, check_call
+from mpjax._core.errors import MpjaxValueError, check_call, check_value
 from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import Rule
 from mpjax._core.types import Array, Function, NumpyArray
-from mpjax._core.validators import check_value
 from mpjax._diagnostics.arguments import Call, check_function, gradient_of
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.progress import progress

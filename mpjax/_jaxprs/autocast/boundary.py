@@ -14,8 +14,15 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from mpjax._core.containers import DICTS, Content, IsLeaf, content_of, refill, same_objects
-from mpjax._core.trees import is_nnx_object
+from mpjax._core.trees import (
+  DICTS,
+  Content,
+  IsLeaf,
+  content_of,
+  is_nnx_object,
+  refill,
+  same_objects,
+)
 from mpjax._core.types import Array, DType, Leaf, PyTree
 
 

@@ -37,17 +37,22 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
-from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.autocast.boundary import InDtype
-from mpjax._jaxprs.autocast.eqn_params import traced
-from mpjax._jaxprs.autocast.rewriter import Rewritten
+from mpjax._jaxprs.autocast.rewriter import Rewritten, traced
 from mpjax._jaxprs.autocast.run import typed
 from mpjax._jaxprs.autocast.scopes import PREFIX
 from mpjax._jaxprs.autocast.values import Kind, Kinds
 from mpjax._jaxprs.compat import context_of, without_scopes
-from mpjax._jaxprs.inner_jaxprs import Inner, closed_over, inner_jaxprs, name_of, with_inner
-from mpjax._jaxprs.primitive_facts import Holds
-from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.primitives import Holds, facts_of
+from mpjax._jaxprs.reader import (
+  Atom,
+  Inner,
+  aval_of,
+  closed_over,
+  inner_jaxprs,
+  name_of,
+  with_inner,
+)
 
 Rewrite: TypeAlias = Callable[[Jaxpr, Kinds, Sequence[DType | None], bool], Rewritten]
 """Rewrites a jaxpr for kinds of arguments and dtypes of results, of which None is free. The last

@@ -35,13 +35,20 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
-from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of, retyped, shape_of
-from mpjax._jaxprs.autocast.eqn_params import retype, wants_precision
 from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
 from mpjax._jaxprs.autocast.residuals import saving_low
-from mpjax._jaxprs.autocast.rewriter import Rewriter
+from mpjax._jaxprs.autocast.rewriter import (
+  CALLER,
+  DIGITS,
+  FACTOR,
+  HELD,
+  SUMMED,
+  Rewriter,
+  only_float32,
+  retype,
+  wants_precision,
+)
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, OUTPUT, REST, dtype_marked, policy_at
-from mpjax._jaxprs.autocast.uses import CALLER, DIGITS, FACTOR, HELD, SUMMED, only_float32
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   Kind,
@@ -53,8 +60,8 @@ from mpjax._jaxprs.autocast.values import (
   survives,
 )
 from mpjax._jaxprs.autocast.wide_sums import with_wide_sums
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
 from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.reader import Atom, aval_of, dtype_of, inner_jaxprs, retyped, shape_of
 
 Operands = Sequence[Value | None]
 """What is known of each operand: None for what is no floating value."""

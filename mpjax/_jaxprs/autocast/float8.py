@@ -33,15 +33,14 @@ from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.float8 import MULTIPLE, Float8
 from mpjax._core.types import Array, DType
-from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
-from mpjax._jaxprs.autocast.eqn_params import wants_precision
+from mpjax._jaxprs.autocast.rewriter import wants_precision
 from mpjax._jaxprs.autocast.run import differentiated, remembered_off_mesh
 from mpjax._jaxprs.autocast.scopes import FLOAT8, TABLE
 from mpjax._jaxprs.autocast.values import Scope, Settings, Value
 from mpjax._jaxprs.autocast.wide_sums import Levels, into, mapped_over, tangent_p, with_matmuls_by
 from mpjax._jaxprs.compat import WRITTEN_OUT, context_of, scopes_of, varying_as, varying_axes
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
-from mpjax._jaxprs.primitive_facts import EqnParams
+from mpjax._jaxprs.primitives import EqnParams
+from mpjax._jaxprs.reader import Atom, aval_of, dtype_of, inner_jaxprs
 
 NAME = "float8"
 """That of the operands kept for the backward pass, for policies of `jax.checkpoint`."""

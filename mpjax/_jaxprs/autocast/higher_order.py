@@ -7,16 +7,13 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._core.dtypes import FLOAT32, HALVES
-from mpjax._core.policy_config import rewrites
+from mpjax._core.rules import rewrites
 from mpjax._core.types import DType
-from mpjax._jaxprs.atoms import Atom, aval_of, dtype_of
 from mpjax._jaxprs.autocast.custom_derivatives import CustomCall, with_rule
 from mpjax._jaxprs.autocast.first_order import first_order
-from mpjax._jaxprs.autocast.powers import powers, write_powers
-from mpjax._jaxprs.autocast.residuals import saving_rounded
-from mpjax._jaxprs.autocast.rewriter import Rewriter, Rewritten
+from mpjax._jaxprs.autocast.residuals import powers, saving_rounded, write_powers
+from mpjax._jaxprs.autocast.rewriter import EXACT, HELD, RETURNED, Rewriter, Rewritten, of_loop
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, REGION, TABLE, marked, names_of, policy_at
-from mpjax._jaxprs.autocast.uses import EXACT, HELD, RETURNED, of_loop
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   Constant,
@@ -29,9 +26,17 @@ from mpjax._jaxprs.autocast.values import (
   joined,
   survives,
 )
-from mpjax._jaxprs.inner_jaxprs import Inner, Program, donated, inner_jaxprs, with_inner
-from mpjax._jaxprs.primitive_facts import Holds
-from mpjax._jaxprs.primitives import facts_of, is_higher_order
+from mpjax._jaxprs.primitives import Holds, facts_of, is_higher_order
+from mpjax._jaxprs.reader import (
+  Atom,
+  Inner,
+  Program,
+  aval_of,
+  donated,
+  dtype_of,
+  inner_jaxprs,
+  with_inner,
+)
 
 
 def rewrite(

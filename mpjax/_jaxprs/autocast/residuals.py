@@ -1,23 +1,38 @@
-"""What is saved for the backward pass in low precision, of operations that run in float32."""
+"""What runs in float32 and is saved for the backward pass in low precision.
+
+Single operations, and activation functions that hold powers, like GELU.
+"""
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, new_jaxpr_eqn, no_effects
+from jax.extend.core import (
+  ClosedJaxpr,
+  Jaxpr,
+  JaxprEqn,
+  Literal,
+  Primitive,
+  Var,
+  new_jaxpr_eqn,
+  no_effects,
+)
 
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.types import Array, DType, Leaf
-from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, retyped
+from mpjax._jaxprs.autocast.rewriter import FACTOR, HELD, MATMUL, Rewriter, only_float32
 from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of, remembered_off_mesh
-from mpjax._jaxprs.autocast.values import Value
-from mpjax._jaxprs.inner_jaxprs import with_inner
+from mpjax._jaxprs.autocast.values import Kind, Value, cached_per_jaxpr
+from mpjax._jaxprs.compat import context_of
+from mpjax._jaxprs.op_lists import OpLists
+from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.reader import Atom, aval_of, cast_to, dtype_of, retyped, shape_of, with_inner
 
 
 def saving_low(
@@ -140,3 +155,136 @@ def saving_rounded(
     ]
 
   return differentiated(ClosedJaxpr(jaxpr, ()), tangent, avals, "saving_rounded")
+
+
+class Powers(NamedTuple):
+  """What is computed of one value, and grows faster than it, or is computed of what does."""
+
+  root: Var
+  eqns: tuple[JaxprEqn, ...]  # The operations, with all that they need but the root.
+  places: frozenset[int]  # The positions of those whose results nothing else reads.
+  outs: tuple[Var, ...]  # What other equations read, and results.
+  single: bool  # It is one operation.
+
+
+@cached_per_jaxpr
+def powers(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Powers]:
+  """Returns what a jaxpr computes with powers of single values, by the position where it begins."""
+  # Chains: the operations on one value alone, and how fast the result of each grows.
+  roots: dict[Var, Var] = {}
+  degrees: dict[Var, float] = {}
+  chains: dict[Var, list[int]] = {}
+  for place, eqn in enumerate(jaxpr.eqns):
+    values = {roots.get(v, v) for v in _variables(eqn.invars)}
+    degree = facts_of(eqn).degree
+    if len(values) != 1 or degree is None:
+      continue
+    if ops.part_of(eqn.primitive.name, eqn.params) not in ("promote", "keep", "float32"):
+      continue
+    (root,), (out,) = values, eqn.outvars
+    if all(dtype_of(v) == FLOAT32 and shape_of(v) == shape_of(out) for v in (root, out)):
+      grows = [0 if isinstance(v, Literal) else degrees.get(v, 1) for v in eqn.invars]
+      roots[out], degrees[out] = root, degree(grows, eqn.params)
+      chains.setdefault(root, []).append(place)
+  grown = {root for out, root in roots.items() if degrees[out] > 1}
+  if not grown:
+    return {}
+  readers: dict[Var, list[int]] = {}
+  for place, atoms in enumerate([*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]):
+    for v in _variables(atoms):
+      readers.setdefault(v, []).append(place)
+  return dict(_of_chain(jaxpr, root, chains[root], degrees, readers) for root in grown)
+
+
+def _variables(atoms: Sequence[Atom]) -> list[Var]:
+  return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def _of_chain(
+  jaxpr: Jaxpr,
+  root: Var,
+  chain: Sequence[int],
+  degrees: Mapping[Var, float],
+  readers: Mapping[Var, Sequence[int]],
+) -> tuple[int, Powers]:
+  """Returns where the powers of `root` begin, and what is computed of them.
+
+  `chain` are the positions of all operations on it alone, with the `degrees` of their results;
+  `readers`, the positions of the equations that read each value.
+  """
+  out = {place: jaxpr.eqns[place].outvars[0] for place in chain}
+  after: set[int] = set()  # A power, and what is computed of it.
+  for place in chain:
+    if degrees[out[place]] > 1 or place in after:
+      after |= {place, *(i for i in readers.get(out[place], ()) if i in out)}
+  needed = {v for i in after for v in _variables(jaxpr.eqns[i].invars)}
+  before: set[int] = set()  # What else that needs.
+  mine = set(after)
+  for place in reversed(chain):
+    if place not in after and out[place] in needed:
+      before.add(place)
+      needed.update(_variables(jaxpr.eqns[place].invars))
+      if mine.issuperset(readers[out[place]]):
+        mine.add(place)
+  eqns = tuple(jaxpr.eqns[i] for i in sorted(after | before))
+  outs = tuple(out[i] for i in sorted(after) if not after.issuperset(readers.get(out[i], ())))
+  return min(mine), Powers(root, eqns, frozenset(mine), outs, len(after) == 1)
+
+
+def write_powers(rewriter: Rewriter, function: Powers) -> bool:
+  """Writes what holds powers of a low-precision value as one equation; False if it stays as it is.
+
+  It stays if float32 operations read all of it, which is then in float32 anyway; and if it is one
+  power that operations of the `half` list read: it has to fit into their dtype.
+  """
+  first = function.eqns[0]
+  scope, half = rewriter.place(first)
+  value = rewriter.value(function.root)
+  if half is None or value is None or value.kind.dtype != half:
+    return False
+  readers = [rewriter.readers.get(v, 0) for v in function.outs]
+  if all(only_float32(each) or (function.single and each & MATMUL) for each in readers):
+    return False
+  if any(rewriter.place(eqn)[0] != scope for eqn in function.eqns):
+    return False
+  # The results are held as the value is; but in float32 if no matmul reads them.
+  harmed = HELD | FACTOR if value.kind.held else 0
+  kinds = [Kind(half, held=bool(each & harmed) or not each & MATMUL) for each in readers]
+  operand = rewriter.view(value, value.kind.current, first)
+  eqn = _in_float32(function, operand, [kind.variable for kind in kinds])
+  rewriter.write(eqn, eqn.invars, kinds)
+  return True
+
+
+def _in_float32(function: Powers, operand: Atom, dtypes: Sequence[DType]) -> JaxprEqn:
+  """Returns one equation for all of it, of the root as it is held, with results of these dtypes."""
+  last, root, aval = function.eqns[-1], function.root, aval_of(operand)
+  wide = jaxpr_of(function.eqns, [root], function.outs)
+  invar = root if dtype_of(operand) == FLOAT32 else Var(aval)
+  before = [] if invar is root else [cast_to(root, invar, last)]
+  pairs = list(zip(function.outs, dtypes, strict=True))
+  outs = [v if dtype == FLOAT32 else retyped(v, dtype) for v, dtype in pairs]
+  after = [
+    cast_to(new, v, last) for new, v in zip(outs, function.outs, strict=True) if new is not v
+  ]
+  body = jaxpr_of([*before, *function.eqns, *after], [invar], outs)
+
+  def tangent(
+    primals: Sequence[Array], tangents: Sequence[Array]
+  ) -> tuple[list[Array], list[Array]]:
+    x = jax.lax.convert_element_type(primals[0], FLOAT32)
+    one = jax.lax.full_like(x, 1)
+    values, slopes = jax.jvp(lambda x: eval_jaxpr(wide, (), x), (x,), (one,))
+    cast = [
+      [jax.lax.convert_element_type(x, d) for x, d in zip(xs, dtypes, strict=True)]
+      for xs in (values, slopes, [tangents[0]] * len(values))
+    ]
+    # Else XLA keeps what is expensive in it, such as a tanh in float32, and finishes it later.
+    saved = jax.lax.optimization_barrier(cast[1])
+    return cast[0], [slope * t for slope, t in zip(saved, cast[2], strict=True)]
+
+  with context_of(last):
+    call = differentiated(ClosedJaxpr(body, ()), tangent, [aval], "activation")
+  return last.replace(
+    primitive=call.primitive, invars=[operand], outvars=list(function.outs), params=call.params
+  )

@@ -1,29 +1,39 @@
-"""Writing a jaxpr anew with other dtypes: one equation after the other, nothing is executed."""
+"""Writing a jaxpr in other dtypes, one equation after the other; nothing is executed.
+
+First what an equation's parameters say of dtypes, then the consumers of each value, which are
+looked up backwards before anything is written, then the rewriter itself.
+"""
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import convert_element_type_p, dot_general_p, reduce_precision_p
 from jax.lax import Precision
 
-from mpjax._core.audit_record import AUDIT
-from mpjax._core.dtypes import FLOAT32, HALVES
-from mpjax._core.types import DType
-from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, dtype_of, literal_as, retyped
-from mpjax._jaxprs.autocast.eqn_params import fits, in_precision
+from mpjax._core.active import AUDIT
+from mpjax._core.dtypes import FLOAT32, HALVES, MatmulPrecision, takes
+from mpjax._core.types import Array, DType, Function, PyTree
 from mpjax._jaxprs.autocast.scopes import (
   NOT_FLOAT8,
+  OUTPUT,
   PREFIX,
   REGION,
+  REST,
   as_written,
+  dtype_marked,
   low_dtype,
   names_of,
   policy_at,
   region_of,
 )
-from mpjax._jaxprs.autocast.uses import readers_of
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   Kind,
@@ -31,12 +41,267 @@ from mpjax._jaxprs.autocast.values import (
   Scope,
   Settings,
   Value,
+  cached_per_jaxpr,
   joined,
   literal_value,
 )
 from mpjax._jaxprs.compat import NameStack, with_scope, without_scopes
-from mpjax._jaxprs.inner_jaxprs import holds_jaxpr, warn_not_entered
-from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.primitives import EqnParams, facts_of, is_higher_order
+from mpjax._jaxprs.reader import (
+  Atom,
+  Inner,
+  Program,
+  aval_of,
+  cast_to,
+  dtype_of,
+  holds_jaxpr,
+  inner_jaxprs,
+  is_object,
+  literal_as,
+  opened,
+  retyped,
+  walk,
+  warn_not_entered,
+  with_each,
+)
+
+Params = dict[str, Any]
+
+
+def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
+  """Returns `jax.make_jaxpr(fun)`, with a precision only where the function itself asks for one.
+
+  `jax_default_matmul_precision` is a setting for an entire process, such as TensorFloat-32 for what
+  is in float32, and says nothing of one matmul. Those that are left as they are get it back.
+  """
+  if not _is_precision_set():
+    return jax.make_jaxpr(fun)
+
+  def trace(*args: PyTree) -> ClosedJaxpr:
+    with jax.default_matmul_precision(None):
+      program = jax.make_jaxpr(fun)(*args)
+    if not any(is_object(visit.eqn) for visit in walk(program)):
+      return program
+    # What is in the object is left alone, and its precision cannot be set later.
+    if wants_precision({"precision": default_precision()}):
+      warnings.warn(_OBJECT, UserWarning, stacklevel=2)
+    return jax.make_jaxpr(fun)(*args)
+
+  return trace
+
+
+_OBJECT = (
+  "mpjax.autocast: jax_default_matmul_precision is set, and this version of JAX keeps the matmuls "
+  "of a jax.lax.custom_root or the like where the setting cannot be given back to them alone. So "
+  "it holds for all matmuls of the function, and they run in float32. Call custom_root outside of "
+  "what is autocast, or set precision= at its matmuls instead."
+)
+
+
+def _is_precision_set() -> bool:
+  config: Any = jax.config  # Its attributes have no types.
+  return config.jax_default_matmul_precision is not None
+
+
+def default_precision() -> object:
+  """Returns the parameter that `jax_default_matmul_precision` gives a matmul; None if unset."""
+  if not _is_precision_set():
+    return None
+  number = jax.ShapeDtypeStruct((1,), np.float32)
+  return jax.make_jaxpr(jnp.dot)(number, number).eqns[-1].params["precision"]
+
+
+def in_precision(eqn: JaxprEqn, precision: object) -> Params:
+  """Returns the parameters of an equation with a precision for each matmul that has none.
+
+  Jaxprs that it holds are left as they are otherwise. `precision` is not None.
+  """
+  params = eqn.params
+  if holds_jaxpr(params.values()):
+    params = with_each(eqn, lambda program: _program_in_precision(program, precision) or program)
+  return {**params, "precision": precision} if params.get("precision", 0) is None else params
+
+
+@cached_per_jaxpr
+def _program_in_precision(program: Program, precision: object) -> Program | None:
+  jaxpr = opened(program)
+  params = [in_precision(eqn, precision) for eqn in jaxpr.eqns]
+  if all(new is eqn.params for eqn, new in zip(jaxpr.eqns, params, strict=True)):
+    return None  # Not the jaxpr: what is kept would keep its own key.
+  eqns = [eqn.replace(params=new) for eqn, new in zip(jaxpr.eqns, params, strict=True)]
+  new = jaxpr.replace(eqns=eqns)
+  return ClosedJaxpr(new, program.consts) if isinstance(program, ClosedJaxpr) else new
+
+
+def wants_precision(params: EqnParams) -> bool:
+  """Whether a matmul was asked for in a precision, or with a result, that is not the usual one."""
+  result = params.get("preferred_element_type")
+  if result is not None and result != np.float32:
+    return True
+  precision = params.get("precision")
+  each = precision if isinstance(precision, tuple) else (precision,)
+  return any(p is not None and p != jax.lax.Precision.DEFAULT for p in each)
+
+
+def fits(eqn: JaxprEqn, precision: MatmulPrecision, dtypes: Sequence[DType | None]) -> bool:
+  """Whether a matmul or convolution of these dtypes can have a precision: a preset is for few."""
+  if isinstance(precision, jax.lax.Precision):
+    return True
+  return eqn.primitive is dot_general_p and all(takes(precision, dtype) for dtype in dtypes)
+
+
+def retype(eqn: JaxprEqn, dtype: DType) -> Params:
+  """Returns the parameters that an equation has when it computes in `dtype`."""
+  name, params = facts_of(eqn).dtype_param, eqn.params
+  if name is None or params[name] is None:
+    return params
+  return _scatter(params, dtype) if name == "update_jaxpr" else {**params, name: dtype}
+
+
+def _scatter(params: Params, dtype: DType) -> Params:
+  """Retypes the operation on two numbers that combines an update with what is there."""
+  jaxpr = params["update_jaxpr"]
+  closed = ClosedJaxpr(jaxpr, params["update_consts"])
+
+  def combine(*args: Array) -> list[Array]:
+    return eval_jaxpr(closed.jaxpr, closed.consts, *args)
+
+  scalar = jax.ShapeDtypeStruct((), dtype)
+  new = jax.make_jaxpr(combine)(*[scalar] * len(jaxpr.invars))
+  return {**params, "update_jaxpr": new.jaxpr, "update_consts": tuple(new.consts)}
+
+
+MATMUL = 1
+"""A matmul, at once or behind operations that are in neither list."""
+
+FULL = 2
+"""An operation of the float32 list, likewise."""
+
+SUMMED = 4
+"""Something that a rounding would change: a sum, a comparison, an index, a carry, an operation of
+the float32 list; at once or behind multiplications and what keeps its dtype."""
+
+UNROUNDED = 8
+"""A reader for which nothing rounds the value, nor a sum with it."""
+
+FACTOR = 16
+"""A multiplication, at once or behind operations that keep a dtype: rounded, a factor may overflow.
+"""
+
+CALLER = 32
+"""The caller, who asks for float32: by the `output_dtype` of a module or of the function; at once,
+behind what moves elements, or behind a sum that nothing else reads. A matmul that has such a reader
+returns its float32 sum, to all of them."""
+
+RETURNED = 64
+"""A caller that takes the dtype that there is, likewise."""
+
+EXACT = SUMMED | UNROUNDED
+"""A comparison, an index, a carry."""
+
+HELD = SUMMED | CALLER | RETURNED
+"""All of these: a value that was computed in float32 is not rounded for them."""
+
+DIGITS = UNROUNDED | CALLER | RETURNED
+"""All of these: they get all digits of a value, or of a sum with it."""
+
+Readers: TypeAlias = dict[Atom, int]
+"""The sum of the above for each variable."""
+
+
+def only_float32(readers: int) -> bool:
+  """Whether operations of the float32 list read a value, and no matmul."""
+  return readers & (FULL | MATMUL) == FULL
+
+
+def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings) -> Readers:
+  """Returns the consumers of each variable.
+
+  `outs` has the consumers of each of its results, outside.
+  """
+  found: Readers = {}
+
+  def note(atoms: Sequence[Atom], each: Sequence[int]) -> None:
+    for atom, readers in zip(atoms, each, strict=True):
+      if readers and not isinstance(atom, Literal):
+        found[atom] = found.get(atom, 0) | readers
+
+  note(jaxpr.outvars, outs)
+  for eqn in reversed(jaxpr.eqns):
+    results = tuple(found.get(v, 0) for v in eqn.outvars)
+    if is_higher_order(eqn):
+      note(eqn.invars, _of_operands(eqn, results, settings))
+    else:
+      note(eqn.invars, (_of_operation(eqn, results, settings),) * len(eqn.invars))
+  return found
+
+
+def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> int:
+  """What an operation that holds no jaxpr is to its operands."""
+  part = settings.ops.part_of(eqn.primitive.name, eqn.params)
+  behind = 0
+  for var, readers in zip(eqn.outvars, results, strict=True):
+    behind |= readers if dtype_of(var) in FLOATS else EXACT
+  if part == "half":
+    return MATMUL
+  if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
+    rounded = eqn.primitive is convert_element_type_p and eqn.params["new_dtype"] != FLOAT32
+    if rounded and dtype_of(eqn.outvars[0]) in FLOATS:
+      return behind & MATMUL  # A cast of the user's.
+    facts = facts_of(eqn)
+    if facts.moves or eqn.primitive is convert_element_type_p:
+      return behind
+    if facts.role == "sum" and behind == CALLER:
+      return CALLER
+    returned = RETURNED if behind & CALLER else 0
+    return behind & ~CALLER | returned | _ROLES.get(facts.role, 0)
+  if eqn.primitive is reduce_precision_p:
+    scope = names_of(eqn.source_info.name_stack)
+    leaving = dtype_marked(scope, OUTPUT)
+    if dtype_marked(scope, REST) is not None:
+      return CALLER if behind & CALLER else behind & MATMUL
+    if leaving is not None:
+      return CALLER if leaving == FLOAT32 else behind & MATMUL
+  return FULL | EXACT
+
+
+_ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR}
+
+
+def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
+  """What an equation that holds jaxprs is to each operand."""
+  inners = inner_jaxprs(eqn)
+  if not inners or any(inner.operands is None for inner in inners):
+    return (FULL | EXACT,) * len(eqn.invars)
+  each = [0] * len(eqn.invars)
+  for inner in inners:
+    results = outs if inner.returns else (EXACT,) * len(inner.jaxpr.outvars)
+    if inner.carry:
+      results = of_loop(inner, results, settings)
+    readers = of_inputs(inner.jaxpr, results, settings)
+    for place, more in zip(inner.operands or (), readers, strict=True):
+      each[place] |= more
+  return each
+
+
+def of_loop(body: Inner, outs: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
+  """Returns the consumers of the results of a loop's body, the next iteration among them."""
+  carry = body.carry
+  first = (readers | EXACT for readers in outs[: len(carry)])
+  outs = (*first, *outs[len(carry) :])
+  while True:
+    found = of_inputs(body.jaxpr, outs, settings)[carry.start : carry.stop]
+    again = tuple(a | b for a, b in zip(outs, found, strict=False)) + outs[len(carry) :]
+    if again == outs:
+      return outs
+    outs = again
+
+
+@cached_per_jaxpr
+def of_inputs(jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
+  """Returns the consumers of the arguments of a jaxpr, from those of its results."""
+  found = readers_of(jaxpr, outs, settings)
+  return tuple(found.get(v, 0) for v in jaxpr.invars)
 
 
 class Rewritten(NamedTuple):

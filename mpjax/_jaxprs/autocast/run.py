@@ -17,12 +17,11 @@ from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
-from mpjax._core.audit_record import AUDIT
+from mpjax._core.active import AUDIT
 from mpjax._core.types import Array, Function
-from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.compat import WRITTEN_OUT, comes_from_program, is_in_program, without_scopes
-from mpjax._jaxprs.inner_jaxprs import call_params, with_inner
 from mpjax._jaxprs.primitives import is_higher_order
+from mpjax._jaxprs.reader import Atom, aval_of, call_params, with_inner
 
 _LONG = 64
 """Equations. A shorter jaxpr is written out: for the eye, and since a call costs time too."""

@@ -15,16 +15,16 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from mpjax._core.containers import mapped
+from mpjax._core.active import SCOPE as FULL_PRECISION
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import UnmatchedRuleError, nearest
-from mpjax._core.full_precision import SCOPE as FULL_PRECISION
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, first_match
+from mpjax._core.trees import mapped
 from mpjax._core.types import DType, PyTree
 from mpjax._jaxprs.autocast.values import FLOATS, Scope, Settings
 from mpjax._jaxprs.compat import NameStack, scopes_of
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
+from mpjax._jaxprs.reader import inner_jaxprs
 
 PREFIX = "mpjax."
 

@@ -15,29 +15,23 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from mpjax._core.active import in_region
-from mpjax._core.audit_record import AUDIT
+from mpjax._core.active import AUDIT, in_region
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, flax_errors
 from mpjax._core.frameworks import check_no_linen_model, framework_of
 from mpjax._core.policy import PolicyLike, parse_policy
-from mpjax._core.policy_config import rewrites
-from mpjax._core.rules import Rule, parse_rules
+from mpjax._core.rules import Rule, parse_rules, rewrites
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
-from mpjax._jaxprs.atoms import aval_of, dtype_of
 from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable
 from mpjax._jaxprs.autocast.custom_derivatives import differentiated_at_once
-from mpjax._jaxprs.autocast.eqn_params import default_precision, traced
 from mpjax._jaxprs.autocast.higher_order import rewrite
+from mpjax._jaxprs.autocast.rewriter import CALLER, RETURNED, UNROUNDED, default_precision, traced
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
-from mpjax._jaxprs.autocast.uses import CALLER, RETURNED, UNROUNDED
 from mpjax._jaxprs.autocast.values import FLOATS, Kind, Kinds, Settings, constants
-from mpjax._jaxprs.inner_jaxprs import closed_over
 from mpjax._jaxprs.op_lists import OpLists
-from mpjax._jaxprs.primitive_facts import Holds
-from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.walk import walk
+from mpjax._jaxprs.primitives import Holds, facts_of
+from mpjax._jaxprs.reader import aval_of, closed_over, dtype_of, walk
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -16,8 +16,8 @@ from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
-from mpjax._jaxprs.atoms import Atom, aval_of
 from mpjax._jaxprs.op_lists import OpLists
+from mpjax._jaxprs.reader import Atom, aval_of
 
 FLOATS = HALVES | {FLOAT32}
 

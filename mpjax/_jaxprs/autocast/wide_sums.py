@@ -39,11 +39,11 @@ from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._core.types import Array, DType
-from mpjax._jaxprs.atoms import Atom, aval_of, cast_to, retyped
-from mpjax._jaxprs.autocast.eqn_params import retype
+from mpjax._jaxprs.autocast.rewriter import retype
 from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of, remembered_off_mesh
 from mpjax._jaxprs.autocast.values import Value
 from mpjax._jaxprs.compat import bind, context_of, without_scopes
+from mpjax._jaxprs.reader import Atom, aval_of, cast_to, retyped
 
 Levels: TypeAlias = tuple[tuple[bool, ...], ...]
 """For each `vmap` around, the innermost first, which operands have a first axis for it."""

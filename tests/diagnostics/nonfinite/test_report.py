@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import primitives as p
 
 import mpjax
-from mpjax._core.paths import key_names
+from mpjax._core.leaves import key_names
 from mpjax._diagnostics.nonfinite.report import Fault, NonfiniteReport, Range, cause_and_cure, power
 
 

@@ -16,7 +16,7 @@ from mpjax._jaxprs.autocast.values import (
   survives,
 )
 from mpjax._jaxprs.op_lists import OpLists
-from tests.jaxprs.test_atoms import literal
+from tests.jaxprs.test_reader import literal
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(d) for d in (jnp.bfloat16, "float16", "float32"))
 SETTINGS = Settings(policy=Policy(compute_dtype=BFLOAT16), ops=OpLists())

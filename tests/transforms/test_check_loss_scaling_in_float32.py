@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from mpjax.transforms._in_float32 import in_float32
+from mpjax.transforms._check_loss_scaling import in_float32
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
 

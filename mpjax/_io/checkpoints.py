@@ -1,8 +1,11 @@
-"""Saved states: back into a tree that says which dtype, shape and sharding each leaf has."""
+"""Saved states: leaves as arrays by path, which any file format holds, and back into a tree.
+
+The tree says which dtype, shape and sharding each leaf has, and how masters are stored.
+"""
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +13,185 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.leaves import are_floating, as_array, convert, misfit, put, refuse_overflow
-from mpjax._core.paths import check_leaves, is_key, leaves_by_path, path_text, same_path
-from mpjax._core.types import KeyPath, Leaf, PyTree
-from mpjax._io.arrays import decode
-from mpjax._io.master_storage import cross, crossings, nodes_with_path
+from mpjax._core.leaves import (
+  are_floating,
+  as_array,
+  check_leaves,
+  convert,
+  is_key,
+  leaves_by_path,
+  misfit,
+  path_text,
+  put,
+  refuse_overflow,
+  same_path,
+)
+from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree
 from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._state import LossScalingState
+from mpjax.transforms._masters import bounded, join, split
+from mpjax.transforms._state import LossScalingState, MasterWeightsState
+
+_KEY = "key:"
+
+
+def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
+  """Returns the leaves of `tree` as NumPy arrays by path, which any file format can hold.
+
+  NumPy's files and msgpack know no typed keys, and NumPy's neither bfloat16 nor the 8-bit types.
+  Those are stored as unsigned integers, and a tag behind an "@" in the name says what they are:
+  `"params/w@bfloat16"`, `"rng@key:threefry2x32"`. `mpjax.checkpoints.restore_like` reads the tags.
+
+  Args:
+    tree: any tree of arrays, keys and Python numbers. This process must hold all of each array.
+
+  Returns:
+    One array per leaf; the parts of a path are joined by "/". What has no leaf (None, an empty
+    state) is not in it.
+
+  Raises:
+    MpjaxValueError: two leaves have the same path as text.
+    MpjaxTypeError: a leaf is not an array, or is traced or abstract.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> tree = {"w": jnp.ones(2, jnp.bfloat16), "rng": [jax.random.key(7)]}
+  >>> arrays = mpjax.checkpoints.to_arrays(tree)
+  >>> for name, array in arrays.items():
+  ...   print(name, array)
+  rng/0@key:threefry2x32 [0 7]
+  w@bfloat16 [16256 16256]
+  """
+  where = "mpjax.checkpoints.to_arrays(tree)"
+  leaves = leaves_by_path(tree, where)
+  check_leaves(leaves, where, abstract=False)
+  arrays: dict[str, NumpyArray] = {}
+  for path, x in leaves.items():
+    tag, array = _encode(x)
+    name = f"{path}@{tag}" if tag else path
+    if name in arrays:
+      raise same_path(where, name)
+    arrays[name] = array
+  return arrays
+
+
+def _encode(x: Leaf) -> tuple[str, NumpyArray]:
+  """Returns the tag ("" for what NumPy's files know) and the array to store."""
+  if not hasattr(x, "dtype"):
+    return "", np.asarray(x, jnp.result_type(x))
+  if is_key(x.dtype):
+    return f"{_KEY}{jax.random.key_impl(x)}", np.asarray(jax.random.key_data(x))
+  array = np.asarray(x)
+  if not _is_registered(array.dtype):
+    return "", array
+  return array.dtype.name, array.view(_bits(array.dtype))
+
+
+def _is_registered(dtype: DType) -> bool:
+  """Whether `dtype` is one that another package has added to NumPy, such as bfloat16."""
+  return dtype.isbuiltin == 2
+
+
+def _bits(dtype: DType) -> DType:
+  return np.dtype(f"uint{8 * dtype.itemsize}")
+
+
+def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
+  """Returns the path and the leaf behind a name and an array of `to_arrays`.
+
+  Without a tag of ours they are what was given: a key of a tree may well hold an "@".
+  """
+  path, _, tag = name.rpartition("@")
+  try:
+    if tag.startswith(_KEY):
+      return path, jax.random.wrap_key_data(jnp.asarray(x), impl=tag.removeprefix(_KEY))
+    dtype = jnp.dtype(tag)
+  except (TypeError, ValueError):
+    return name, x
+  if _is_registered(dtype) and getattr(x, "dtype", None) == _bits(dtype):
+    return path, np.asarray(x).view(dtype)
+  return name, x
+
+
+T = TypeVar("T")
+
+
+def nodes_with_path(tree: PyTree, kind: type[T]) -> Iterator[tuple[str, T]]:
+  """Yields the nodes of a tree that are a `kind`, each with its path."""
+  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
+  yield from ((path_text(path), x) for path, x in nodes if isinstance(x, kind))
+
+
+def crossings(
+  target: PyTree, wanted: Mapping[str, Leaf], stored: Mapping[str, Leaf], where: str
+) -> dict[str, str]:
+  """Returns the paths of masters in another form than in `stored`, each with its parameter's."""
+  result = {}
+  for place, _ in nodes_with_path(target, MasterWeightsState):
+    root = f"{place}/master".lstrip("/")
+    if any(f"{path}/".startswith(f"{root}/parity/") and path not in wanted for path in stored):
+      raise MpjaxValueError(
+        where,
+        expected="split masters as int16 remainders",
+        got=f"two arrays of their 17 bits, remainder and parity, at {root}",
+        fix='Restore it with the version that saved it into a state of storage="float32", save '
+        "that, and restore it here.",
+      )
+    inside = [path for path in wanted if f"{path}/".startswith(f"{root}/")]
+    suffixes = {path: path.removeprefix(root).lstrip("/") for path in inside}
+    halves = {path for path in inside if _params(wanted, suffixes[path], wanted[path].shape)}
+    both = {
+      path: {str(getattr(x.get(path), "dtype", "")) for x in (wanted, stored)} for path in inside
+    }
+    crossed = {path for path in inside if both[path] == {"float32", "int16"}}
+    # A storage has all masters of bfloat16 in one form: a single leaf of the other is damage.
+    result |= {path: suffixes[path] for path in crossed if halves <= crossed}
+  return result
+
+
+def _params(leaves: Mapping[str, Leaf], suffix: str, shape: tuple[int, ...]) -> list[Leaf]:
+  """Returns what can be the parameter of a master, by its path."""
+  return [
+    x
+    for path, x in leaves.items()
+    if not suffix or f"/{path}".endswith(f"/{suffix}")
+    if getattr(x, "dtype", None) == jnp.bfloat16 and x.shape == shape
+  ]
+
+
+def cross(leaves: Mapping[str, Leaf], crossed: Mapping[str, str], where: str) -> dict[str, Leaf]:
+  """Returns leaves as the target stores them; raises without the parameters that belong to them."""
+  result = dict(leaves)
+  for path, suffix in crossed.items():
+    master = jnp.asarray(leaves[path])
+    params = list(map(jnp.asarray, _params(leaves, suffix, master.shape)))
+    if len(params) != 1:
+      raise MpjaxValueError(
+        where,
+        expected="the bfloat16 parameters beside the masters, which are split over both",
+        got=f"none, or several, for the one at {path}",
+        fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
+        '{"params": params, "opt_state": opt_state}.',
+      )
+    if master.dtype == jnp.int16:
+      result[path] = join(params[0], master)
+    else:
+      result[path] = split(master, params[0])
+      _check_split(master, join(params[0], result[path]), path, where)
+  return result
+
+
+def _check_split(master: Array, joined: Array, path: str, where: str) -> None:
+  """Raises unless a master was split. Half-way between two parameters it may be an ulp less."""
+  number, back = (np.asarray(x) for x in (bounded(master), joined))
+  is_near = np.abs(back - number) <= np.spacing(np.abs(number))
+  if not np.all(is_near | (back == number) | np.isnan(number)):
+    raise MpjaxValueError(
+      where,
+      expected="the parameters that belong to the masters, which are split over both",
+      got=f"others than the rounded masters at {path}",
+      fix="Restore into a state of storage='float32' first, and take the parameters from "
+      "policy.cast_to_param(mpjax.master_params(opt_state, params)).",
+    )
+
 
 _WHERE = "mpjax.checkpoints.restore_like(target, restored)"
 _TARGET = "mpjax.checkpoints.restore_like(target)"

@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.autocast.eqn_params import in_precision, retype, wants_precision
-from mpjax._jaxprs.walk import walk
+from mpjax._jaxprs.autocast.rewriter import in_precision, retype, wants_precision
+from mpjax._jaxprs.reader import walk
 from tests import programs
 
 HIGHEST = lax.Precision.HIGHEST

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._core.precision import check_precision, parse_precision, takes, written
+from mpjax._core.dtypes import check_precision, parse_precision, takes, written
 from tests.errors import check_refused
 
 WHERE = "mpjax.Policy(precision=...)"

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.autocast.uses import (
+from mpjax._jaxprs.autocast.rewriter import (
   CALLER,
   EXACT,
   FACTOR,
@@ -18,7 +18,7 @@ from mpjax._jaxprs.autocast.uses import (
   of_loop,
 )
 from mpjax._jaxprs.autocast.values import Settings
-from mpjax._jaxprs.inner_jaxprs import inner_jaxprs
+from mpjax._jaxprs.reader import inner_jaxprs
 
 SETTINGS = Settings(policy=mpjax.Policy(compute_dtype="float16"), ops=mpjax.OpLists())
 X = jnp.ones((3, 3))

@@ -1,20 +1,67 @@
-"""The jaxprs inside equations: where each primitive keeps them, and which operands they take.
+"""Reading jaxprs: variables and literals, the jaxprs inside of equations, and a walk over all."""
 
-The table of primitives says how an equation runs its jaxprs, and which parameters hold them. This
-is the one module that reads these: which operands of a loop are its constants, carry and inputs,
-for example, where versions of JAX differ. Everything else asks `inner_jaxprs`, and writes new
-jaxprs with `with_inner`.
-"""
-
+import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
+from jax.extend.core.primitives import convert_element_type_p
 
-from mpjax._jaxprs.primitive_facts import Holds
-from mpjax._jaxprs.primitives import facts_of
+from mpjax._core.types import DType
+from mpjax._jaxprs.primitives import Holds, facts_of
+
+Atom: TypeAlias = Var | Literal
+"""An operand, or a result of a jaxpr."""
+
+
+def aval_of(atom: Atom) -> ShapedArray:
+  """Returns the type of an atom that holds an array; JAX declares it as that of anything."""
+  return cast(ShapedArray, atom.aval)
+
+
+def dtype_of(atom: Atom) -> DType | None:
+  """Returns the dtype of an atom; None for tokens and the like."""
+  return getattr(atom.aval, "dtype", None)
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+  """Returns the shape of an atom that holds an array."""
+  return aval_of(atom).shape
+
+
+def retyped(atom: Atom, dtype: DType) -> Var:
+  """Returns a new variable like an atom, of another dtype."""
+  return Var(_retyped(aval_of(atom), dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _retyped(aval: ShapedArray, dtype: DType) -> ShapedArray:
+  return aval.update(dtype=dtype, weak_type=False)
+
+
+def literal_as(literal: Literal, dtype: DType) -> Literal:
+  """Returns a literal in another dtype."""
+  return Literal(np.asarray(literal.val, dtype), _retyped(aval_of(literal), dtype))
+
+
+def cast_to(var: Var, atom: Atom, reader: JaxprEqn | None) -> JaxprEqn:
+  """Returns an equation that casts an atom.
+
+  Args:
+    var: the result, a new variable.
+    atom: the operand.
+    reader: the equation that the cast is for. A profile shows the cast where it is, in the module
+      that casts, and the mesh of its context is that of the cast.
+  """
+  aval = aval_of(var)
+  params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+  place = () if reader is None else (reader.source_info, reader.ctx)
+  return new_jaxpr_eqn([atom], [var], convert_element_type_p, params, no_effects, *place)
+
 
 Program: TypeAlias = Jaxpr | ClosedJaxpr
 
@@ -252,3 +299,34 @@ def warn_not_entered(eqn: JaxprEqn, what: str, instead: str) -> None:
     UserWarning,
     stacklevel=2,
   )
+
+
+class Visit(NamedTuple):
+  """An equation met on a walk."""
+
+  eqn: JaxprEqn
+  times: int  # how often it runs, as far as the jaxpr says
+  certain: bool  # False inside a `while`, which may turn more often, or a branch of a `cond`
+  entered: bool = True  # False if it holds jaxprs, and how they run is not known
+
+
+def walk(program: Program) -> Iterator[Visit]:
+  """Yields every equation of a jaxpr, those inside of others after the one that holds them.
+
+  Every branch of a `cond` is walked, and the body of a `while` once; neither is certain. A
+  primitive of a newer JAX or of another library, of which it is not known how it runs the jaxprs
+  that it holds, is not entered.
+
+  Args:
+    program: a jaxpr, closed or not, such as `jax.make_jaxpr` returns.
+  """
+  return _walk(program, 1, True)
+
+
+def _walk(program: Program, times: int, certain: bool) -> Iterator[Visit]:
+  for eqn in opened(program).eqns:
+    jaxprs = inner_jaxprs(eqn)
+    yield Visit(eqn, times, certain, entered=jaxprs is not None)
+    for inner in jaxprs or ():
+      runs = 1 if inner.times is None else inner.times
+      yield from _walk(inner.program, times * runs, certain and inner.times is not None)

@@ -13,7 +13,7 @@ import pytest
 from flax.core import Scope
 
 import mpjax
-from mpjax.linen._context import PathScope
+from mpjax.linen._intercept import PathScope
 from tests.linen.probes import (
   KEY,
   Does,

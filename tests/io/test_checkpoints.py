@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._io.arrays import decode
+from mpjax._io.checkpoints import decode
 from tests.errors import refused
 
 PLAIN = ("float16", "float32", "int8", "int32", "uint32", "bool", "complex64")
@@ -93,6 +93,6 @@ def test_leaves_that_hold_no_numbers_are_an_error():
     abstract = jax.ShapeDtypeStruct((), jnp.float32)
     mpjax.checkpoints.to_arrays({"t": x, "s": "adam", "a": abstract, "ok": 1})
 
-  got = "a ShapeDtypeStruct at a; a str at s; a DynamicJaxprTracer at t"
+  got = "a ShapeDtypeStruct float32[] at a; 'adam' at s; a traced array float32[] at t"
   with refused(TypeError, WHERE, "arrays as leaves", got, "outside of jit"):
     jax.eval_shape(trace, 1.0)
