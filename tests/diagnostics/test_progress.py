@@ -45,7 +45,7 @@ def test_a_terminal_gets_a_bar_that_goes_at_the_end(monkeypatch, hurried):
 
 
 @pytest.mark.parametrize("tool", ["ranges", "tune", "find_nonfinite"])
-def test_d16_every_tool_that_runs_a_function_shows_its_progress(tool, monkeypatch, capsys):
+def test_every_tool_that_runs_a_function_shows_its_progress(tool, monkeypatch, capsys):
   monkeypatch.setattr(module, "FIRST", 1e-3)
   options = {"tolerance": 0.1} if tool == "tune" else {}
   getattr(mpjax, tool)(lambda w, x: jnp.sum((x @ w) ** 2), **options)(jnp.eye(4), jnp.ones((2, 4)))

@@ -48,7 +48,7 @@ def test_no_line_is_longer_than_a_terminal_and_nothing_is_lost():
   assert str(Example()) == text
 
 
-def test_paths_break_at_slashes_and_empty_sections_have_no_heading():  # D20, D21
+def test_paths_break_at_slashes_and_empty_sections_have_no_heading():
   path = "/".join(f"a_module_with_a_name_{i}" for i in range(6))
   columns = (Column("module", wide=True), Column("n", "right"))
   sections = [Section("nothing", (), columns), Section("some", (path,), columns, ((path, "1"),))]
@@ -59,7 +59,7 @@ def test_paths_break_at_slashes_and_empty_sections_have_no_heading():  # D20, D2
   assert all(line.endswith(("/", "name_5")) for line in broken)
 
 
-def test_what_waits_for_arguments_says_so_where_it_is_printed():  # D22
+def test_what_waits_for_arguments_says_so_where_it_is_printed():
   for tool in (mpjax.ranges(len), mpjax.tune(len, tolerance=0.1)):
     assert re.fullmatch(r"<mpjax.(\w+)\(len\): call it .* as in mpjax.\1\(len\).*>", repr(tool))
 

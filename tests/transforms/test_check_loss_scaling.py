@@ -272,7 +272,7 @@ def test_n12_the_name_of_another_loss():
     mpjax.check_loss_scaling(functools.partial(step, {"c": "g", "g": "g"}))(params, tx.init(params))
 
 
-def test_d5_float16_without_a_scale():
+def test_float16_without_a_scale():
   tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.NoLossScale())
   got, fix = "NoLossScale()", "mpjax.DynamicLossScale()"
   with refused(ValueError, WHERE, "the step computes in float16", got, fix):
@@ -285,7 +285,7 @@ KINDS = ["statistics", "average", "count", "momentum of updates", "momentum of g
 
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_d6_what_a_skipped_step_changes(kind, guarded):
+def test_what_a_skipped_step_changes(kind, guarded):
   # It was NaN after one bad batch, and stayed so. Momentum that is 0 at first stays 0 once.
   tx = mpjax.loss_scaling(optax.sgd(0.1))
   rest = {"mean": jnp.zeros(4), "average": PARAMS, "count": jnp.zeros((), jnp.int32)}

@@ -196,7 +196,7 @@ class RangesReport(Report):
 
   def _headline(self) -> Section:
     lines = []
-    if self.of("updates"):
+    if not math.isnan(self.lost_updates):
       lines.append(
         f"{percent(self.lost_updates)} of the updates change nothing: they round away when they "
         "are added to the parameters as these are stored."

@@ -12,7 +12,7 @@ def row(path, exponents, note=""):
   return types.SimpleNamespace(path=path, exponents=exponents, note=note)
 
 
-def test_d19_a_picture_is_written_and_not_left_open(tmp_path):
+def test_a_picture_is_written_and_not_left_open(tmp_path):
   matplotlib = pytest.importorskip("matplotlib")
   matplotlib.use("Agg")
   rows = [row("a" * 60, {-30: 1, 3: 9}), row("", {}, "9 % lost")]

@@ -89,7 +89,7 @@ def test_a_training_step_with_a_loss_scale():
   assert report.loss_scale_in_use == 1024
   plain = mpjax.ranges(lambda v, x: 1e-6 * jnp.mean(model.apply(v, x) ** 2))(variables, x)
   assert (plain.loss_scale or 0) > 2**15
-  assert report.loss_scale == plain.loss_scale  # D2: not that of the loss itself.
+  assert report.loss_scale == plain.loss_scale  # Not that of the loss itself.
   for path in ("Model/first", "Model/last"):
     scaled, own = (group(r, "gradients", path) for r in (report, plain))
     assert scaled.exponents == {e + 10: n for e, n in own.exponents.items()}
@@ -106,7 +106,7 @@ def attention(w, x):
   return jax.nn.softmax(scores) @ q
 
 
-def test_d14_masks_and_float32_softmax_are_no_losses():
+def test_masks_and_float32_softmax_are_no_losses():
   w = jax.random.normal(jax.random.key(0), (8, 8))
   x = jax.random.normal(jax.random.key(1), (16, 8)) / 4
   report = mpjax.ranges(attention)(w, x)
@@ -121,7 +121,7 @@ def test_d14_masks_and_float32_softmax_are_no_losses():
   assert low.largest < 100
 
 
-def test_d2_the_scale_that_the_report_proposes_keeps_gradients():
+def test_the_scale_that_the_report_proposes_keeps_gradients():
   w = jax.random.normal(jax.random.key(0), (2, 16, 16))
   x = jax.random.normal(jax.random.key(1), (32, 16), jnp.float16)
 
@@ -142,7 +142,7 @@ def test_d2_the_scale_that_the_report_proposes_keeps_gradients():
 
 
 @pytest.mark.standard_promotion
-def test_d15_moments_in_the_first_argument_are_optimizer_state():
+def test_moments_in_the_first_argument_are_optimizer_state():
   tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8))
   params = {"w": jnp.ones((4, 3))}
 

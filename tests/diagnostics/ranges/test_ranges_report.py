@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -47,13 +48,15 @@ def report():
   return RangesReport("train_step", groups, 65536.0)
 
 
-def test_d17_the_text_has_80_columns_and_no_rows_that_say_nothing(report):
+def test_the_text_has_80_columns_and_no_rows_that_say_nothing(report):
   text = str(report)
   assert max(map(len, text.splitlines())) <= 80
   assert "Activations" not in text  # Nothing of them is lost.
   for part in ("change nothing", "Loss scale for float16", "Not finite", "20 of 25 that lose most"):
     assert part in text, part
   assert repr(report) == "<RangesReport of train_step: 100 groups>"
+  broken = [dataclasses.replace(g, exponents={}, nan=5, lost_updates=0) for g in report.groups]
+  assert "change nothing" not in str(RangesReport("train_step", broken, None))
 
 
 def test_json_has_all(report):

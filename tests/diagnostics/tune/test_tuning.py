@@ -90,7 +90,7 @@ def pasted(report):
   return names["rules"]
 
 
-def test_d10_printed_rules_paste_into_linen_and_autocast(capsys):
+def test_printed_rules_paste_into_linen_and_autocast(capsys):
   loss_fn, *args = prepared(Root())
   report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(*args)
   assert f"at most {report.bound} measurements" in capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_d10_printed_rules_paste_into_linen_and_autocast(capsys):
   assert relative_error(zip(*map(jax.tree.leaves, (exact, low)), strict=True)) < 0.01
 
 
-def test_d10_the_rule_for_a_model_of_one_module_is_one_for_all():
+def test_the_rule_for_a_model_of_one_module_is_one_for_all():
   model, x = nn.Dense(4), jnp.linspace(0, 1, 8).reshape(2, 4)
   variables = model.init(jax.random.key(0), x)
   report = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=1e-9)(variables, x)
@@ -148,7 +148,7 @@ LOW = {
 
 @pytest.mark.parametrize("name", LOW)
 @pytest.mark.standard_promotion
-def test_d3_d11_what_is_low_already_is_refused(name):
+def test_what_is_low_already_is_refused(name):
   build, got = LOW[name]
   model, x = build(), jnp.ones((2, 4))
   tune = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=0.1)
