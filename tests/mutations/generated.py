@@ -48,8 +48,7 @@ CACHE = ROOT / ".cache" / "mutations"
 
 RECORDED = (
   *("mpjax/transforms", "mpjax/_core", "mpjax/_io"),
-  *("mpjax/_jaxprs/primitives.py", "mpjax/_jaxprs/primitives.py"),
-  *("mpjax/_jaxprs/reader.py", "mpjax/_jaxprs/reader.py", "mpjax/_jaxprs/locations.py"),
+  *("mpjax/_jaxprs/primitives.py", "mpjax/_jaxprs/reader.py", "mpjax/_jaxprs/locations.py"),
   "mpjax/_jaxprs/autocast/custom_derivatives.py",
   "mpjax/_jaxprs/autocast/higher_order.py",
 )
