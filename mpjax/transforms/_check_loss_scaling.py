@@ -11,13 +11,13 @@ import collections
 import contextlib
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeAlias
+from typing import NamedTuple, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core.errors import (
@@ -30,31 +30,16 @@ from mpjax._core.errors import (
   message,
 )
 from mpjax._core.leaves import is_key
-from mpjax._core.trees import half_to_float32, is_half, is_inexact
-from mpjax._core.types import Array, Function, KeyPath, Leaf, PyTree
-from mpjax._jaxprs.compat import bind
-from mpjax._jaxprs.primitives import Holds, facts_of
-from mpjax._jaxprs.reader import (
-  Atom,
-  Program,
-  dtype_of,
-  inner_jaxprs,
-  mapped_with,
-  opened,
-  retyped,
-  shape_of,
-  walk,
-  with_each,
-)
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import Function, KeyPath, Leaf, PyTree
+from mpjax._jaxprs.in_float32 import in_float32, is_low, to_float32
+from mpjax._jaxprs.reader import walk
 from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._state import OwnedScale, plain_array, refuse_outside, scales_in
 from mpjax.transforms._trees import is_nnx_variable, nodes_of
 
 Path: TypeAlias = tuple[str, ...]
 Leaves: TypeAlias = dict[Path, Leaf]
-
-_CALLS = {Holds.CALL, Holds.COMPOSITE, Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP}
-
 
 WHERE = "mpjax.check_loss_scaling(step)"
 EXPECTED_STATE = "the state of an optimizer created by mpjax.loss_scaling"
@@ -118,7 +103,7 @@ def step_runner(
         path: jnp.full_like(x, marked[id(flat[path])]) if id(flat[path]) in marked else jnp.copy(x)
         for path, x in values.items()
       }
-      return outcome(values) if wide is None else wide(jax.tree.map(half_to_float32, values))
+      return outcome(values) if wide is None else wide(jax.tree.map(to_float32, values))
 
   return run, program
 
@@ -148,64 +133,6 @@ def _none_returned(out: PyTree) -> MpjaxTypeError:
       "Update with the tx that mpjax.loss_scaling returned, not with the optimizer inside of it."
     )
   return MpjaxTypeError(WHERE, expected=EXPECTED_STATE, got=got, fix=fix)
-
-
-def in_float32(program: Program) -> Callable[..., list[Array]]:
-  """Returns a function that runs a jaxpr, with float32 for each value of 16 bits."""
-  # What takes no float32, a kernel or an operation on bits, runs as it was written.
-  jaxpr, consts = opened(program), getattr(program, "consts", ())
-
-  def run(*operands: Leaf) -> list[Array]:
-    pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True)
-    values: dict[Atom, Any] = {v: half_to_float32(x) for v, x in pairs}
-
-    def read(atom: Atom) -> Leaf:
-      if not isinstance(atom, Literal):
-        return values[atom]
-      return (
-        half_to_float32(jnp.asarray(atom.val, dtype_of(atom))) if is_half(atom.aval) else atom.val
-      )
-
-    for eqn in jaxpr.eqns:
-      values.update(zip(eqn.outvars, _results(eqn, [*map(read, eqn.invars)]), strict=True))
-    return [jnp.asarray(read(v)) for v in jaxpr.outvars]
-
-  return run
-
-
-def _results(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array]:
-  inner, holds = inner_jaxprs(eqn), facts_of(eqn).holds
-  if inner and holds in _CALLS:
-    return in_float32(inner[0].program)(*operands)
-  if inner and holds is Holds.SHARD_MAP:
-    body = in_float32(inner[0].program)
-    return jax.shard_map(lambda *xs: tuple(body(*xs)), **mapped_with(eqn))(*operands)
-  try:
-    params = {name: _wide(value) for name, value in with_each(eqn, _retraced).items()}
-    results = bind(eqn.replace(params=params), operands)
-    if all(_fits(x, v) for x, v in zip(results, eqn.outvars, strict=True)):
-      return results
-  except REFUSALS:
-    pass
-  pairs = zip(operands, eqn.invars, strict=True)
-  narrow = [jnp.asarray(x, dtype_of(v)) if is_half(v.aval) else x for x, v in pairs]
-  return [*map(half_to_float32, bind(eqn, narrow))]
-
-
-def _retraced(program: Program) -> Program:
-  invars = [retyped(v, jnp.float32) if is_half(v.aval) else v for v in opened(program).invars]
-  closed = jax.make_jaxpr(in_float32(program))(*[v.aval for v in invars])
-  return closed if isinstance(program, ClosedJaxpr) else closed.jaxpr
-
-
-def _wide(value: object) -> object:
-  half = isinstance(value, np.dtype) and value in (jnp.float16, jnp.bfloat16)
-  return np.dtype(np.float32) if half else value
-
-
-def _fits(x: Array, like: Atom) -> bool:
-  wide = jnp.float32 if is_half(like.aval) else dtype_of(like)
-  return wide is None or (jnp.shape(x), x.dtype) == (shape_of(like), wide)
 
 
 P = ParamSpec("P")
@@ -433,7 +360,7 @@ def _old_versions(
 
 
 def _type(x: Leaf) -> tuple[object, ...]:
-  return jnp.shape(x), "float32" if is_half(x) else str(x.dtype)
+  return jnp.shape(x), "float32" if is_low(x) else str(x.dtype)
 
 
 def _differs(old: Leaf, values: Sequence[Leaf], tolerance: float) -> bool:
@@ -475,7 +402,7 @@ def _refuse_changes(
 
 
 def _numbers(x: Leaf) -> np.ndarray:
-  return np.asarray(jax.random.key_data(x) if is_key(x.dtype) else half_to_float32(x))
+  return np.asarray(jax.random.key_data(x) if is_key(x.dtype) else to_float32(x))
 
 
 def _distance(a: Leaf, b: Leaf) -> float:

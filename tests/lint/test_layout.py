@@ -486,14 +486,14 @@ def test_check_can_fail(check, sources):
 
 LINES = {
   "_core and root files": 3_143,
-  "_jaxprs without autocast": 2_586,
+  "_jaxprs without autocast": 2_689,
   "_jaxprs/autocast": 3_982,
   "linen and nnx": 1_885,
-  "transforms": 5_534,
+  "transforms": 5_462,
   "_io": 589,
-  "_diagnostics": 6_203,
-  "all of mpjax": 23_922,
-  "tests": 45_360,
+  "_diagnostics": 6_161,
+  "all of mpjax": 23_911,
+  "tests": 45_357,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 

@@ -13,13 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
-from mpjax._core.dtypes import FLOAT32, is_low_precision
-from mpjax._core.errors import REFUSALS
 from mpjax._core.types import Array
 from mpjax._diagnostics.nonfinite.scales import Rescale
 from mpjax._diagnostics.nonfinite.uses import (
@@ -36,8 +32,9 @@ from mpjax._diagnostics.nonfinite.uses import (
 )
 from mpjax._diagnostics.runner import Around
 from mpjax._jaxprs.compat import bind
+from mpjax._jaxprs.in_float32 import is_low, results_in_float32, to_float32
 from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.reader import dtype_of, opened, shape_of
+from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.steps import Body, Step
 
 _PASS_ON = frozenset(
@@ -437,7 +434,9 @@ class _CaptureWatch:
       return jnp.sum(jnp.where(places == index, _as_float32(x), 0))
 
     operands = [jnp.asarray(ins[position]) for position in self.probe.positions]
-    wide = in_float32(step, ins)
+    wide = None
+    if any(map(is_low, (*operands, result))):
+      wide = results_in_float32(step.eqn, [*map(to_float32, ins)])
     wide = result if wide is None else wide[self.probe.result]
     self.rows += [row_of(x, value(x)) for x in (*operands, result, wide)]
     sizes, counts = (jnp.stack(each) for each in zip(*self.rows, strict=True))
@@ -475,44 +474,3 @@ def row_of(x: Array, value: Array) -> tuple[Array, Array]:
   most = jnp.max(jnp.where(bad, -1.0, size), initial=-1.0)
   inf = jnp.sum(bad & ~nan, dtype=jnp.int32)
   return jnp.stack([least, most, value]), jnp.stack([inf, jnp.sum(nan, dtype=jnp.int32)])
-
-
-_JAXPRS = (Jaxpr, ClosedJaxpr)
-
-_ADD_UP = frozenset((p.reduce_p, p.scatter_add_p, p.scatter_mul_p))
-"""Primitives with a jaxpr of scalars, such as that of an addition."""
-
-
-def _wider(value: object) -> object:
-  """Returns a parameter of an equation as it is in float32."""
-  if isinstance(value, np.dtype) and is_low_precision(value):
-    return FLOAT32
-  if not isinstance(value, _JAXPRS):
-    return value
-  jaxpr, consts = opened(value), getattr(value, "consts", ())
-  scalars = [jax.ShapeDtypeStruct((), FLOAT32) if is_inexact(v) else v.aval for v in jaxpr.invars]
-  traced = jax.make_jaxpr(lambda *xs: eval_jaxpr(jaxpr, consts, *xs))(*scalars)
-  return traced if isinstance(value, ClosedJaxpr) else traced.jaxpr
-
-
-def in_float32(step: Step, ins: Sequence[Any]) -> list[Array] | None:
-  """Returns what a step gives in float32 for the same operands; None if that is not known."""
-  eqn = step.eqn
-  low = [dtype_of(v) for v in (*eqn.invars, *eqn.outvars) if is_inexact(v)]
-  if not any(dtype is not None and is_low_precision(dtype) for dtype in low):
-    return None
-  if eqn.primitive not in _ADD_UP and any(isinstance(x, _JAXPRS) for x in eqn.params.values()):
-    return None  # Such as a kernel written for float16.
-  params = {name: _wider(value) for name, value in eqn.params.items()}
-  wide = [
-    jnp.asarray(x).astype(FLOAT32)
-    if is_inexact(v) and is_low_precision(jnp.asarray(x).dtype)
-    else x
-    for x, v in zip(ins, eqn.invars, strict=True)
-  ]
-  try:
-    found = bind(eqn.replace(params=params), wide)
-  except REFUSALS:
-    return None  # It takes no float32.
-  shapes = [shape_of(v) for v in eqn.outvars]
-  return found if [x.shape for x in found] == shapes else None

@@ -9,7 +9,6 @@ from mpjax._diagnostics.nonfinite.probes import (
   CaptureProbe,
   FirstProbe,
   FlagProbe,
-  in_float32,
   sentinels_of,
   suspects,
 )
@@ -114,17 +113,3 @@ def test_operands_and_results_of_one_iteration():
   np.testing.assert_array_equal(seen.sizes[:, 1], [6000, 100, -1, 600000])
   np.testing.assert_array_equal(seen.counts[:, 0], [0, 0, 1, 0])
   assert int(seen.broken) == 1
-
-
-def test_a_matmul_in_float32():
-  x = jnp.full((2, 2), 300, jnp.float16)
-  made = body_of(jax.make_jaxpr(jnp.matmul)(x, x), compiled=True)
-  outs = in_float32(made.steps[0], [x, x])
-  assert outs is not None
-  (found,) = outs
-  np.testing.assert_array_equal(found, np.full((2, 2), 180000, np.float32))
-  # What is float32 already is not computed again.
-  x = jnp.ones((2, 2))
-  assert (
-    in_float32(body_of(jax.make_jaxpr(jnp.matmul)(x, x), compiled=True).steps[0], [x, x]) is None
-  )

@@ -1,4 +1,4 @@
-"""A program of 16 bits in float32: the program that casts nothing, through every way to nest."""
+"""A program in float32: the program that casts nothing, through every way to nest."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from mpjax.transforms._check_loss_scaling import in_float32
+from mpjax._jaxprs.in_float32 import in_float32, results_in_float32
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
 
@@ -54,7 +54,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_the_program_in_float32(name, dtype):
   fun = functools.partial(PROGRAMS[name], dtype=dtype)
@@ -73,3 +73,12 @@ def test_operations_on_bits_run_as_they_are_written():
   half = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.bfloat16) * 3  # noqa: E731
   (number,) = in_float32(jax.make_jaxpr(half)(bits))(bits)
   np.testing.assert_array_equal(number, X.astype(jnp.bfloat16).astype(jnp.float32) * 3)
+
+
+def test_one_operation_in_float32():
+  x = jnp.full((2, 2), 300, jnp.float16)
+  (eqn,) = jax.make_jaxpr(lambda x: jax.lax.dot(x, x))(x).eqns
+  product = results_in_float32(eqn, [x.astype("float32")] * 2)
+  np.testing.assert_array_equal(product, np.full((1, 2, 2), 180000, np.float32))
+  (eqn,) = jax.make_jaxpr(lambda x: jax.lax.bitcast_convert_type(x, "int16"))(x).eqns
+  assert results_in_float32(eqn, [x.astype("float32")]) is None
