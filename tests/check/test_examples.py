@@ -7,7 +7,6 @@ have learned, and asserts how much beside the rest.
 import collections
 import io
 import math
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,8 +26,6 @@ from tests.loss_scale_oracle import Oracle
 from tests.partitioned import collectives
 from tests.scripts import assert_colors
 
-ROOT = pathlib.Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 HALF, FULL = jnp.dtype("float16"), jnp.dtype("float32")
 POLICIES = ("float32", "mixed_float16")
 PROMPT, TEMPERATURE = "The ", 0.7

@@ -31,13 +31,13 @@ CASES = [
   if way != "policy_scope"  # It makes the same operations, which is looked at with the other.
 ]
 
-ONE_RESULT_INTO_ANOTHER_CALL = {"nnx/vae", "nnx/gan"}
+ONE_RESULT_INTO_ANOTHER_CALL = {"nnx/vae"}
 """Models called more than once: what is returned in float32 is cast again in the next call."""
 
-FLOAT32_BESIDE_A_MATMUL = {"linen/nerf", "nnx/bert"}
+FLOAT32_BESIDE_A_MATMUL = {"linen/nerf"}
 """Models in which a value is rounded for a matmul, and read by what is computed in float32."""
 
-EXACT_GELU = {"linen/bert", "nnx/bert"}
+EXACT_GELU = {"linen/bert"}
 """Models whose activation has an exponential in its derivative, by a rule of JAX's own."""
 
 

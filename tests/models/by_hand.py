@@ -168,9 +168,6 @@ def careful_cell(cell: Any) -> Any:
   return Careful
 
 
-CarefulLstm = careful_cell(nn.OptimizedLSTMCell)
-
-
 def recurrent(gru: bool = False, half: Any = None, careful: bool = False) -> Part:
   cells = (nn.GRUCell, nnx.GRUCell) if gru else (nn.OptimizedLSTMCell, nnx.OptimizedLSTMCell)
   of_linen, of_nnx = map(careful_cell, cells) if careful else cells

@@ -201,7 +201,7 @@ LINEN: dict[str, Model] = {
 NNX: dict[str, Model] = {
   **{
     name: nnx_(*found, in_vmap=name == "field_by_its_gradient")
-    for name, found in {**zoo.MODELS, **zoo.CLASSICS}.items()
+    for name, found in zoo.MODELS.items()
   },
   **{
     name: nnx_(functools.partial(part.nnx, None), inputs)

@@ -225,6 +225,7 @@ LAYERS: dict[str, Layer] = {
       nnx.RNN(nnx.GRUCell(5, 4, rngs=rngs)), nnx.RNN(nnx.GRUCell(5, 4, rngs=rngs))
     ),
     (normal(3, 6, 5),),
+    kwargs={"seq_lengths": np.array([6, 4, 5], np.int32)},
   ),
   "dropout": Layer(
     lambda: nn.Dropout(0.3, deterministic=False), _made(nnx.Dropout, 0.3), (_NORMED,), False

@@ -8,21 +8,16 @@ import numpy as np
 NORMAL = nn.initializers.normal(0.2)
 
 
-def attend(m, x, heads=2):
-  """Attention of a module with two projections, of either framework."""
-  q, k, v = (t.reshape(*t.shape[:2], heads, -1) for t in jnp.split(m.to_qkv(x), 3, axis=-1))
-  weights = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5)
-  out = jnp.einsum("bhij,bjhd->bihd", weights, v)
-  return m.to_out(out.reshape(x.shape))
-
-
 class SelfAttention(nn.Module):
   def setup(self):
     self.to_qkv = nn.Dense(48, use_bias=False)
     self.to_out = nn.Dense(16)
 
   def __call__(self, x):
-    return attend(self, x)
+    q, k, v = (t.reshape(*t.shape[:2], 2, -1) for t in jnp.split(self.to_qkv(x), 3, axis=-1))
+    weights = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5)
+    out = jnp.einsum("bhij,bjhd->bihd", weights, v)
+    return self.to_out(out.reshape(x.shape))
 
 
 class Vit(nn.Module):
