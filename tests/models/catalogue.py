@@ -118,7 +118,7 @@ def nnx_(make: Any, inputs: tuple[Any, ...], run: Any = called, **flags: Any) ->
     forward, _ = rig.functions(split()[0], policy_of_view, run, rules=rules)
     return mpjax.autocast(forward, policy, data_argnums=(1, 2)) if way == "autocast" else forward
 
-  return Model(("with_policy",), arguments, call, **flags)
+  return Model(("with_policy", "autocast"), arguments, call, **flags)
 
 
 def function(make: Callable[[], Any], **flags: Any) -> Model:

@@ -1,9 +1,8 @@
-"""Models of Equinox, Haiku and Flax NNX as `(params, batch) -> (loss, outputs)`, in float32.
+"""Models of Equinox and Haiku as `(params, batch) -> (loss, outputs)`, in float32.
 
 Each is written as its library's own examples are, without a dtype.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,7 +10,6 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from tests.models.plain import cross_entropy
 from tests.models.values import filled, integers, normal
@@ -62,7 +60,8 @@ def equinox_encoder() -> Model:
     logits = jax.vmap(model)(batch["images"])
     return cross_entropy(logits, batch["labels"]), logits
 
-  return Model(fun, _weights(params), _labelled(normal(3, 3, 4, 4)))
+  batch = {"images": normal(3, 3, 4, 4), "labels": integers(3, below=4, seed=1)}
+  return Model(fun, _weights(params), batch)
 
 
 def _weights(shapes):
@@ -77,10 +76,6 @@ def _weights(shapes):
     return np.asarray(noise / np.sqrt(np.prod(x.shape[1:])), np.float32)
 
   return jax.tree_util.tree_map_with_path(leaf, shapes)
-
-
-def _labelled(images):
-  return {"images": images, "labels": integers(images.shape[0], below=4, seed=1)}
 
 
 # Haiku: a pair of functions made out of one that calls modules.
@@ -105,60 +100,3 @@ def haiku_language_model() -> Model:
     return cross_entropy(logits[:, :-1], batch["ids"][:, 1:]), logits
 
   return Model(fun, filled(jax.eval_shape(model.init, jax.random.key(0), ids)), {"ids": ids})
-
-
-# NNX: a model is an object, taken apart into a graph and its state and put together inside.
-
-
-class Block(nnx.Module):
-  def __init__(self, inputs, features, rngs):
-    self.conv = nnx.Conv(inputs, features, (3, 3), use_bias=False, rngs=rngs)
-    self.norm = nnx.BatchNorm(features, rngs=rngs)
-    self.dropout = nnx.Dropout(0.2, rngs=rngs)
-
-  def __call__(self, x):
-    return self.dropout(nnx.relu(self.norm(self.conv(x))))
-
-
-class ConvNet(nnx.Module):
-  def __init__(self, rngs):
-    self.first, self.second = Block(3, 4, rngs), Block(4, 8, rngs)
-    self.scale = nnx.Param(jnp.ones(8))
-    self.head = nnx.Linear(8, 4, rngs=rngs)
-
-  def __call__(self, x):
-    x = nnx.max_pool(self.first(x), (2, 2), (2, 2))
-    return self.head(self.second(x).mean((1, 2)) * self.scale[...])
-
-
-@nnx.jit
-def forward(model: ConvNet, images: Any) -> Any:
-  return model(images)
-
-
-def nnx_convnet() -> Model:
-  model = nnx.eval_shape(lambda: ConvNet(nnx.Rngs(0)))
-  graph, shapes, rest = nnx.split(model, nnx.Param, ...)
-  state = jax.tree.map(_initial, rest)
-
-  def fun(params, batch):
-    model = nnx.merge(graph, params, batch["state"], copy=True)
-    logits = forward(model, batch["images"])
-    statistics = nnx.state(model, nnx.BatchStat)
-    return cross_entropy(logits, batch["labels"]), (logits, statistics)
-
-  batch = {**_labelled(normal(4, 4, 4, 3)), "state": state}
-  return Model(fun, filled(shapes), batch)
-
-
-def _initial(x):
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    return jax.random.key(0)
-  return filled({"var": x})["var"]
-
-
-MODELS = {
-  "equinox_encoder": functools.cache(equinox_encoder),
-  "haiku_language_model": functools.cache(haiku_language_model),
-  "nnx_convnet": functools.cache(nnx_convnet),
-}

@@ -93,35 +93,6 @@ def attention_batch() -> Any:
   return {"x": normal(2, 12, 8, seed=9), "y": normal(2, 12, 8, seed=10)}
 
 
-# The same, with a derivative rule that goes forward.
-
-
-@jax.custom_jvp
-def attention_core(q, k, v):
-  weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / np.sqrt(q.shape[-1]))
-  return jnp.einsum("bqk,bkd->bqd", weights, v)
-
-
-@attention_core.defjvp
-def _attention_core_jvp(primals, tangents):
-  (q, k, v), (q_dot, k_dot, v_dot) = primals, tangents
-  scale = 1 / np.sqrt(q.shape[-1])
-  weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) * scale)
-  change = jnp.einsum("bqd,bkd->bqk", q_dot, k) + jnp.einsum("bqd,bkd->bqk", q, k_dot)
-  change = change * scale
-  weights_dot = weights * (change - jnp.sum(weights * change, axis=-1, keepdims=True))
-  out_dot = jnp.einsum("bqk,bkd->bqd", weights_dot, v)
-  return jnp.einsum("bqk,bkd->bqd", weights, v), out_dot + jnp.einsum(
-    "bqk,bkd->bqd", weights, v_dot
-  )
-
-
-def attend_by_jvp(params, batch):
-  q, k, v = (batch["x"] @ params[name] for name in ("query", "key", "value"))
-  out = attention_core(q, k, v) @ params["out"]
-  return jnp.mean((out - batch["y"]) ** 2), out
-
-
 # A decoder: layers stacked under `scan` and `checkpoint`, one table at both ends.
 
 
@@ -204,27 +175,12 @@ def solve_adaptively(params, batch, until=2.0, tolerance=3e-2):
   return jnp.mean(final["y"] ** 2), {"y": final["y"], "t": final["t"]}
 
 
-def solve_by_fixed_steps(params, batch, steps=6, h=0.25):
-  """Runge and Kutta's method of fourth order, each step saved."""
-
-  def advance(y, _):
-    k1 = vector_field(params, y)
-    k2 = vector_field(params, y + h / 2 * k1)
-    k3 = vector_field(params, y + h / 2 * k2)
-    k4 = vector_field(params, y + h * k3)
-    y = y + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-    return y, y
-
-  _, path = jax.lax.scan(advance, batch["y"], None, length=steps)
-  return jnp.mean((path[-1] - batch["goal"]) ** 2), path
-
-
 def solver_params() -> Any:
   return {"in": dense(4, 8), "bias": normal(8, seed=3) / 4, "out": dense(8, 4, 1)}
 
 
 def solver_batch() -> Any:
-  return {"y": normal(5, 4, seed=2), "goal": normal(5, 4, seed=4)}
+  return {"y": normal(5, 4, seed=2)}
 
 
 # Experts: one branch for each, and all at once.

@@ -13,7 +13,7 @@ import mpjax
 from mpjax._diagnostics.audit.leaks import Causes, better_low
 from mpjax._jaxprs.graph import Graph
 from tests.diagnostics.audit.planted_leaks import LEAKS, TABLE
-from tests.models import other_libraries, plain
+from tests.jaxprs.autocast.programs import PROGRAMS
 from tests.models.papers import PAPERS, RNGS
 from tests.models.values import filled, normal, shapes
 from tests.nnx import zoo
@@ -152,23 +152,10 @@ def test_no_false_leak_in_published_models_of_nnx(name):
   assert_no_leak(run, model.make(nnx.Rngs(0)), *model.inputs)
 
 
-PLAIN = {
-  "decoder": (plain.decoder, plain.decoder_params, plain.decoder_batch),
-  "convnet": (plain.convnet, plain.convnet_params, plain.convnet_batch),
-  "experts": (plain.experts_by_branch, plain.experts_params, plain.experts_batch),
-  "attention": (plain.attend_blockwise, plain.attention_params, plain.attention_batch),
-}
-
-
-@pytest.mark.parametrize("name", [*PLAIN, *other_libraries.MODELS])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if PROGRAMS[name].backward])
 def test_no_false_leak_in_plain_functions_and_other_libraries_under_autocast(name):
-  if name in PLAIN:
-    fn, params, batch = PLAIN[name]
-    args = params(), batch()
-  else:
-    model = other_libraries.MODELS[name]()
-    fn, args = model.fun, (model.params, model.batch)
-  loss = mpjax.autocast(lambda *args: jax.tree.leaves(fn(*args))[0].sum())
+  fn, *args = PROGRAMS[name].make()
+  loss = mpjax.autocast(lambda *args: fn(*args)[0])
   assert mpjax.audit(jax.grad(loss))(*args).leaks == ()
 
 

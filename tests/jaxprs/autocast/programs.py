@@ -71,20 +71,19 @@ def _sharded_batch() -> Any:
   return {"x": normal(16, 4, seed=2), "y": normal(16, 4, seed=3)}
 
 
-_ATTENTION = (plain.attention_params, plain.attention_batch)
-_SOLVER = (plain.solver_params, plain.solver_batch)
 _EXPERTS = (plain.experts_params, plain.experts_batch)
 
 PROGRAMS: dict[str, Program] = {
   # Other libraries.
   "equinox": Program(other_libraries.equinox_encoder, True),
   "haiku": Program(other_libraries.haiku_language_model, True),
-  "nnx": Program(other_libraries.nnx_convnet),
   # Plain JAX.
-  "solver_while": Program(plain_jax(plain.solve_adaptively, *_SOLVER), backward=False),
-  "solver_scan": Program(plain_jax(plain.solve_by_fixed_steps, *_SOLVER)),
-  "custom_vjp_attention": Program(plain_jax(plain.attend_blockwise, *_ATTENTION), True),
-  "custom_jvp_attention": Program(plain_jax(plain.attend_by_jvp, *_ATTENTION), True),
+  "solver": Program(
+    plain_jax(plain.solve_adaptively, plain.solver_params, plain.solver_batch), backward=False
+  ),
+  "custom_vjp_attention": Program(
+    plain_jax(plain.attend_blockwise, plain.attention_params, plain.attention_batch), True
+  ),
   "decoder": Program(plain_jax(plain.decoder, plain.decoder_params, plain.decoder_batch), True),
   "experts_by_branch": Program(plain_jax(plain.experts_by_branch, *_EXPERTS)),
   "experts_by_group": Program(plain_jax(plain.experts_by_group, *_EXPERTS)),
