@@ -17,7 +17,8 @@ from tests.programs import bits
 
 WHERE = "mpjax.loss_scaling(inner)"
 BAD = [np.inf, -np.inf, np.nan]
-SGD, STATIC4, OFF = optax.sgd(0.1), mpjax.StaticLossScale(4), mpjax.NoLossScale()
+SGD = optax.sgd(0.1)
+DYNAMIC, STATIC4, OFF = mpjax.DynamicLossScale(), mpjax.StaticLossScale(4), mpjax.NoLossScale()
 EITHER = pytest.mark.parametrize("config", [STATIC4, OFF], ids=["scaled", "not scaled"])
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.01))
 PARAMS = {"w": jnp.asarray([1.0, -0.0, 3.0]), "b": jnp.asarray(-0.0, jnp.float32)}
@@ -296,7 +297,7 @@ def test_nesting_is_refused():
   branches = optax.multi_transform({"x": named, "y": SGD}, {"w": "x", "b": "y"})
   around = scaled, optax.chain(optax.clip(1.0), scaled), mpjax.loss_scaling(SGD, OFF)
   around += (optax.MultiSteps(scaled, 2).gradient_transformation(), mpjax.master_weights(branches))
-  outer = mpjax.DynamicLossScale(), OFF, {"a": STATIC4, "b": STATIC4}, {"a": OFF, "b": OFF}
+  outer = DYNAMIC, OFF, {"a": STATIC4, "b": STATIC4}, {"a": OFF, "b": OFF}
   for config, inner in itertools.product(outer, around):
     expected, got = "an optimizer without a loss scale", "one that holds another mpjax.loss_scaling"
     with refused(TypeError, WHERE, expected, got, "Wrap once, outermost"):
@@ -325,7 +326,7 @@ def test_what_is_no_configuration():
 @pytest.mark.case("A59")
 def test_unknown_keywords():
   names = "clipnorm", "weight_decay", "use_ema", "accumulate", "init", "growth_interval"
-  configs = mpjax.DynamicLossScale(), {"a": mpjax.DynamicLossScale()}
+  configs = DYNAMIC, {"a": DYNAMIC}
   for config, unknown in itertools.product(configs, names):
     where = f"mpjax.loss_scaling({unknown}=)"
     expected = "loss_scale, axis_name, check_updates or name"
@@ -444,3 +445,53 @@ def test_what_replaces_update_is_what_is_called(config):
   again = tx._replace(init=lambda params: tx.init(params))
   found, _ = again.update(params, again.init(params), params, apply=lambda p, u, s: p + u)
   assert found.tolist() == [1 + moved_by(config)] * 2
+
+
+# Several losses: gradients and configurations that are refused
+
+
+SEVERAL = {"scaled": {"a": DYNAMIC, "b": STATIC4}, "unscaled": {"a": OFF, "b": OFF}}
+NOT_BY_NAME = [
+  (PARAMS, "one with ['b', 'w']"),
+  ({"a": PARAMS}, "one with ['a']"),
+  ({"a": PARAMS, "b": PARAMS, "c": PARAMS}, "one with ['a', 'b', 'c']"),
+  ({"a": PARAMS, 1: PARAMS}, "one with ['1', 'a']"),
+  ([PARAMS, PARAMS], "list"),
+  (jnp.ones(2), "Array"),
+  (None, "NoneType"),
+]
+
+
+def test_gradients_and_losses_come_by_name():
+  # Losses where somebody looks at them; None is none at all.
+  both = itertools.product(SEVERAL.values(), ("updates", "grad"))
+  for several, argument in [*both, (SEVERAL["scaled"], "loss")]:
+    tx = mpjax.loss_scaling(SGD, several)
+    for tree, got in NOT_BY_NAME[: -1 if argument == "loss" else None]:
+      given = {"updates": {"a": PARAMS, "b": PARAMS}, argument: tree}
+      expected, fix = "a dict with one entry for each loss, ['a', 'b']", "{name: gradients, ...}"
+      with refused(ValueError, f"{WHERE}.update({argument})", expected, got, fix):
+        tx.update(state=tx.init(PARAMS), params=PARAMS, **given)
+  tx = mpjax.loss_scaling(SGD, SEVERAL["unscaled"])
+  for tree, _ in NOT_BY_NAME:
+    tx.update({"a": PARAMS, "b": PARAMS}, tx.init(PARAMS), PARAMS, loss=tree)
+
+
+def test_configurations_of_several_losses():
+  for key in ("", "a:b", "a/b", 3, None, ("a",)):
+    where = f"mpjax.loss_scaling(loss_scale) with the key {key!r}"
+    expected = "a non-empty string without ':' and '/'"
+    with refused(ValueError, where, expected, repr(key), "'generator'"):
+      mpjax.loss_scaling(SGD, {"fine": DYNAMIC, key: DYNAMIC})
+  for wrong in (128, None, "dynamic", mpjax.DynamicLossScale, {"b": STATIC4}):
+    where, fix = "mpjax.loss_scaling(loss_scale)", "mpjax.StaticLossScale(1024)"
+    expected = "a NoLossScale, StaticLossScale or DynamicLossScale"
+    with refused(TypeError, where, expected, repr(wrong), fix):
+      mpjax.loss_scaling(SGD, {"a": DYNAMIC, "b": wrong})
+  mixed = {"a": DYNAMIC, "b": OFF}
+  for loss_scale, name in (({}, None), (mixed, None), ({"a": DYNAMIC}, "x"), ({"a": OFF}, "x")):
+    expected = "one scale for each loss, without name=, and either all or none NoLossScale()"
+    got = f"{loss_scale!r} and name={name!r}"
+    fix = "StaticLossScale(1) leaves one of several losses unscaled"
+    with refused(ValueError, "mpjax.loss_scaling(loss_scale)", expected, got, fix):
+      mpjax.loss_scaling(SGD, loss_scale, name=name)
