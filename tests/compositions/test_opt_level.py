@@ -1,7 +1,6 @@
 """The presets that go by a name: their table, the device that "auto" looks at, and errors."""
 
 import dataclasses
-import functools
 import warnings
 
 import flax.linen as nn
@@ -12,7 +11,7 @@ from flax import nnx
 import mpjax
 from mpjax._compositions.opt_level import LEVELS, _for_device
 from mpjax._core.rules import is_flax_norm
-from tests.errors import check_refused
+from tests.errors import refused
 
 F32, DYNAMIC, NONE = "float32", mpjax.DynamicLossScale(), mpjax.NoLossScale()
 
@@ -169,10 +168,9 @@ def test_print():
 
 def test_unknown_levels():
   expected, fix = "'O0', 'O1', 'O2', 'O3', 'auto'", "the letter O"
-  parts = {"where": "mpjax.opt_level(level)", "expected": expected, "fix": fix}
   for level in ("01", "o1", "O4", "", 1, None):
-    call = functools.partial(mpjax.opt_level, level)
-    check_refused(call, got=repr(level), builtin=ValueError, **parts)
+    with refused(ValueError, "mpjax.opt_level(level)", expected, repr(level), fix):
+      mpjax.opt_level(level)
 
 
 HALF = "'bfloat16' or 'float16'"
@@ -187,6 +185,5 @@ REFUSED = [
 @pytest.mark.parametrize("level", LEVELS)
 def test_dtypes_that_are_refused(level):
   for dtype, expected, got, fix, builtin in REFUSED:
-    parts = {"expected": expected, "got": got, "fix": fix, "builtin": builtin}
-    call = functools.partial(mpjax.opt_level, level, dtype)
-    check_refused(call, where="mpjax.opt_level(dtype)", **parts)
+    with refused(builtin, "mpjax.opt_level(dtype)", expected, got, fix):
+      mpjax.opt_level(level, dtype)

@@ -1,6 +1,5 @@
 """One verb for Linen, NNX and functions: what it passes on, and what it refuses."""
 
-import functools
 import warnings
 
 import flax.linen as nn
@@ -11,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.errors import check_refused
+from tests.errors import refused
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 W = jnp.linspace(0.0, 1.0, 6).reshape(3, 2)
@@ -67,9 +66,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case):
   model, options, expected, got, fix = REFUSED[case]
-  call = functools.partial(mpjax.with_policy, model, "c=bf16", **options)
-  parts = {"expected": expected, "got": got, "fix": fix, "builtin": TypeError}
-  check_refused(call, where="mpjax.with_policy(model)", **parts)
+  with refused(TypeError, "mpjax.with_policy(model)", expected, got, fix):
+    mpjax.with_policy(model, "c=bf16", **options)
 
 
 def test_a_model_that_is_wrapped_is_refused_without_its_whole_text():

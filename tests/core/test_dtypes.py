@@ -1,7 +1,5 @@
 """Names of dtypes and of precisions of matmuls, what fits what, and what devices multiply."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -20,7 +18,7 @@ from mpjax._core.dtypes import (
   takes,
   written,
 )
-from tests.errors import check_refused
+from tests.errors import refused
 
 WHERE = "mpjax.f(dtype=...)"
 EXPECTED = "a floating dtype such as 'float32'"
@@ -56,8 +54,8 @@ def test_every_spelling_of_a_dtype(set_flag):
 
 
 def check_dtype(value, builtin, got, fix):
-  parts = {"where": WHERE, "expected": EXPECTED, "got": got, "fix": fix, "builtin": builtin}
-  check_refused(functools.partial(parse_dtype, value, WHERE), **parts)
+  with refused(builtin, WHERE, EXPECTED, got, fix):
+    parse_dtype(value, WHERE)
 
 
 NEAR = {
@@ -93,8 +91,7 @@ def test_what_is_no_floating_dtype_is_refused():
 @pytest.mark.parametrize("value", ["float64", "f64", "fp64", jnp.float64, np.dtype("float64")])
 def test_float64_needs_64_bit_enabled(value, set_flag):
   set_flag("jax_enable_x64", False)
-  parts = {"expected": EXPECTED, "got": "float64", "fix": "enable it or ask for 'float32'"}
-  check_refused(lambda: parse_dtype(value, WHERE), where=WHERE, builtin=ValueError, **parts)
+  check_dtype(value, ValueError, "float64", "enable it or ask for 'float32'")
   set_flag("jax_enable_x64", True)
   assert parse_dtype(value, WHERE) == np.float64
 
@@ -155,8 +152,8 @@ def test_names_and_objects():
     (jnp.float32, "float32", 'precision="highest"', TypeError),
     (("highest", "high"), "('highest', 'high')", 'precision="highest"', TypeError),
   ]:
-    parts = {"where": OF_POLICY, "expected": expected, "got": got, "fix": fix, "builtin": builtin}
-    check_refused(functools.partial(parse_precision, given, OF_POLICY), **parts)
+    with refused(builtin, OF_POLICY, expected, got, fix):
+      parse_precision(given, OF_POLICY)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +184,6 @@ def test_the_dtypes_that_a_precision_is_for(precision, dtypes):
   ],
 )
 def test_what_does_not_fit_the_compute_dtype(precision, compute, wide, expected):
-  fields = {"compute_dtype": compute, "weight_grad_dtype": wide, "precision": precision}
   got = f"{precision.name} with compute_dtype={compute.name}"
-  parts = {"expected": expected, "got": got, "fix": "Write one", "builtin": ValueError}
-  check_refused(lambda: mpjax.Policy(**fields), where=OF_POLICY, **parts)
+  with refused(ValueError, OF_POLICY, expected, got, "Write one"):
+    mpjax.Policy(compute_dtype=compute, weight_grad_dtype=wide, precision=precision)

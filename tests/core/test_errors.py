@@ -33,7 +33,7 @@ from mpjax._core.errors import (
   nearest,
   shown_file,
 )
-from tests.errors import check_error, check_refused
+from tests.errors import check_error, refused
 
 CLASSES = {
   mpjax.errors.MpjaxValueError: ValueError,
@@ -121,15 +121,15 @@ def big(leaf=0.0, container=dict, count=500):
 
 def test_large_trees_make_short_messages():
   fix = "Give both the same structure, shapes and dtypes: nothing is cast or broadcast here."
-  parts = {"where": "mpjax.select_tree(finite, new, old)", "fix": fix}
+  where, expected = "mpjax.select_tree(finite, new, old)", "the new tree to be like the old one"
   for new, got in (
     (big(container=FrozenDict), "FrozenDict for dict at ['net']"),
     (big(count=1), "nothing at ['net']['layer_001']['kernel']"),
     (big(1), "for float32[] at ['net']['layer_000']['kernel']"),
   ):
-    call = functools.partial(mpjax.select_tree, True, new, big())
-    text = check_refused(call, expected="the new tree to be like the old one", got=got, **parts)
-    assert len(text) < 2000
+    with refused(ValueError, where, expected, got, fix) as excinfo:
+      mpjax.select_tree(True, new, big())
+    assert len(str(excinfo.value)) < 2000
 
 
 def test_check_call_keeps_signature_and_documentation():
@@ -141,8 +141,8 @@ def test_check_call_keeps_signature_and_documentation():
   assert f(1) == 3
   assert f.__doc__ == "Adds."
   assert list(inspect.signature(f).parameters) == ["first", "second"]
-  parts = {"expected": "arguments first, second", "got": "'scond'", "fix": "second=? Write"}
-  check_refused(lambda: f(1, scond=3), where="f(...)", builtin=TypeError, **parts)
+  with refused(TypeError, "f(...)", "arguments first, second", "'scond'", "second=? Write"):
+    f(1, scond=3)
   with pytest.raises(TypeError, match="inside"):  # of the function's own, left alone
     check_call("g", fix="")(lambda: (_ for _ in ()).throw(TypeError("inside")))()
 
@@ -152,8 +152,8 @@ CONFIGS = (mpjax.DynamicLossScale, mpjax.StaticLossScale, mpjax.NoLossScale, mpj
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_configuration_with_an_unknown_field_says_which_there_are(config):
-  parts = {"where": f"mpjax.{config.__name__}(...)", "expected": "arguments", "got": "argument"}
-  check_refused(functools.partial(config, nit=1), fix="Write mpjax.", builtin=TypeError, **parts)
+  with refused(TypeError, f"mpjax.{config.__name__}(...)", "arguments", "argument", "Write mpjax."):
+    config(nit=1)
 
 
 def error_in(file, line, **names):
@@ -250,7 +250,8 @@ def typed(value):
 
 
 def check_named(builtin, call, expected, got, fix):
-  check_refused(call, where=CALL, expected=expected, got=got, fix=fix, builtin=builtin)
+  with refused(builtin, CALL, expected, got, fix):
+    call()
 
 
 def test_another_type_is_named():

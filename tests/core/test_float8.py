@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import pickle
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 
 import mpjax
 from mpjax._core.float8 import Float8, parse_float8
-from tests.errors import check_refused
+from tests.errors import refused
 
 WHERE = "mpjax.Policy(matmul=...)"
 TEXTS = {
@@ -89,20 +88,19 @@ RECIPES = [
 
 def test_what_is_no_recipe():
   for name, value, expected, fix, builtin in ARGUMENTS:
-    parts = {"where": f"mpjax.Float8({name}=...)", "expected": expected, "got": repr(value)}
-    check_refused(functools.partial(Float8, **{name: value}), fix=fix, builtin=builtin, **parts)
+    with refused(builtin, f"mpjax.Float8({name}=...)", expected, repr(value), fix):
+      Float8(**{name: value})
   for matmul, got, fix, builtin in RECIPES:
-    parts = {"expected": "a mpjax.Float8, or its text", "got": got, "fix": fix, "builtin": builtin}
-    policy = functools.partial(mpjax.Policy, compute_dtype="bfloat16", matmul=matmul)
-    check_refused(policy, where=WHERE, **parts)
+    with refused(builtin, WHERE, "a mpjax.Float8, or its text", got, fix):
+      mpjax.Policy(compute_dtype="bfloat16", matmul=matmul)
 
 
 def test_a_recipe_fits_the_compute_dtype():
   recipe = Float8(weight_grad="float16")
   assert mpjax.Policy(compute_dtype="float16", matmul=recipe).matmul == recipe
-  other = functools.partial(mpjax.Policy, compute_dtype="bfloat16", matmul=recipe)
   got, fix = "'float16' with compute_dtype=bfloat16", 'weight_grad="half"'
-  check_refused(other, where=WHERE, expected="'bfloat16'", got=got, fix=fix)
-  got, fix = "float8 with compute_dtype=float32", 'compute_dtype="bfloat16"'
-  parts = {"expected": "a policy that computes in bfloat16 or float16", "got": got, "fix": fix}
-  check_refused(lambda: mpjax.Policy(matmul="float8"), where=WHERE, builtin=ValueError, **parts)
+  with refused(ValueError, WHERE, "'bfloat16'", got, fix):
+    mpjax.Policy(compute_dtype="bfloat16", matmul=recipe)
+  expected, got = "computes in bfloat16 or float16", "float8 with compute_dtype=float32"
+  with refused(ValueError, WHERE, f"a policy that {expected}", got, 'compute_dtype="bfloat16"'):
+    mpjax.Policy(matmul="float8")

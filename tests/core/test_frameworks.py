@@ -1,7 +1,5 @@
 """Mistakes across libraries: each is told the function that takes what was given."""
 
-import functools
-
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -10,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import mpjax
-from tests.errors import check_refused
+from tests.errors import refused
 
 
 class LinenNet(nn.Module):
@@ -52,13 +50,12 @@ def test_a_model_of_another_library_is_told_what_to_write():
   where = "mpjax.with_policy(model)"
   for taken in ("Linen", "NNX"):
     with_policy = getattr(mpjax, taken.lower()).with_policy
-    parts = {"where": where, "expected": f"flax.{taken.lower()}.Module", "builtin": TypeError}
     for given, model in models().items():
       name = given.split()[0]
       if name != taken:
         got = f"a model of {name} ({type(model).__name__})"
-        call = functools.partial(with_policy, model, "bfloat16")
-        check_refused(call, got=got, fix=FIXES[name], **parts)
+        with refused(TypeError, where, f"flax.{taken.lower()}.Module", got, FIXES[name]):
+          with_policy(model, "bfloat16")
   for taken, given, got, fix in CLASSES:
-    call = functools.partial(getattr(mpjax, taken).with_policy, given, "mixed_bfloat16")
-    check_refused(call, where=where, expected="a", got=got, fix=fix, builtin=TypeError)
+    with refused(TypeError, where, "a", got, fix):
+      getattr(mpjax, taken).with_policy(given, "mixed_bfloat16")

@@ -18,7 +18,7 @@ from mpjax._core.leaves import (
   put,
   refuse_overflow,
 )
-from tests.errors import check_refused
+from tests.errors import refused
 
 
 def struct(dtype, *shape):
@@ -140,9 +140,9 @@ def test_a_finite_number_that_becomes_infinite_is_seen(kind):
   assert not overflows(kind([1]), kind([np.nan]))
   x = kind(np.asarray([1e5], np.float32))
   casts = {"": (x, convert(x, np.dtype("float16"))), "a": (x, x), "b": (x, struct("float16", 1))}
-  parts = {"expected": "values that the new dtype can hold", "fix": "keep these leaves in float32"}
-  got = "float32 beyond float16 at the root. "
-  check_refused(lambda: refuse_overflow(casts, "f"), where="f", got=got, **parts)
+  expected, got = "values that the new dtype can hold", "float32 beyond float16 at the root. "
+  with refused(ValueError, "f", expected, got, "keep these leaves in float32"):
+    refuse_overflow(casts, "f")
   refuse_overflow({"a": (x, x)}, "f")
 
 

@@ -1,7 +1,6 @@
 """`Policy`: its strings, its value semantics, its casts."""
 
 import dataclasses
-import functools
 import itertools
 import pickle
 
@@ -15,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
-from tests.errors import check_refused
+from tests.errors import refused
 
 F32, BF16, F16, F64 = map(np.dtype, ("float32", jnp.bfloat16, "float16", "float64"))
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn"]
@@ -81,15 +80,15 @@ def test_the_precision_is_part_of_the_text_and_of_the_value():
 
 
 def test_a_policy_written_otherwise_is_told_how():
-  parts = {"where": "mpjax.Policy(...)", "builtin": TypeError}
-  parts["expected"] = "arguments param_dtype, compute_dtype, output_dtype, weight_grad_dtype"
+  expected = "arguments param_dtype, compute_dtype, output_dtype, weight_grad_dtype"
   near = "Did you mean param_dtype= and compute_dtype=?"
   for given, fields, got, fix in (
     ([], {"param": "f32", "compute": "f16"}, "'param'", near),
     ([], {"compute_type": "f16"}, "'compute_type'", "Did you mean compute_dtype=?"),
     (["bfloat16"], {}, "too many positional arguments", 'parse("mixed_bfloat16")'),
   ):
-    check_refused(functools.partial(mpjax.Policy, *given, **fields), got=got, fix=fix, **parts)
+    with refused(TypeError, "mpjax.Policy(...)", expected, got, fix):
+      mpjax.Policy(*given, **fields)
 
 
 PRESET, ITEMS = "a preset ('float32', 'bfloat16'", "'params=...,compute=...,output=...'"
@@ -105,12 +104,11 @@ NEAR = {
 @pytest.mark.case("A96", "B137")
 def test_nearly_a_preset_and_what_is_no_policy():
   for text, near in NEAR.items():
-    parts = {"where": PARSE, "expected": PRESET, "builtin": ValueError}
-    check_refused(functools.partial(mpjax.Policy.parse, text), got=repr(text), fix=near, **parts)
+    with refused(ValueError, PARSE, PRESET, repr(text), near):
+      mpjax.Policy.parse(text)
   for value in (None, 16, jnp.bfloat16, ["bfloat16"]):
-    parts = {"expected": "a preset", "got": repr(value), "fix": "Pass a string"}
-    parts |= {"where": PARSE, "builtin": TypeError}
-    check_refused(functools.partial(mpjax.Policy.parse, value), **parts)
+    with refused(TypeError, PARSE, "a preset", repr(value), "Pass a string"):
+      mpjax.Policy.parse(value)
 
 
 TWICE, KEY = "compute_dtype is given twice", "key=dtype"
@@ -136,27 +134,26 @@ TWICE, KEY = "compute_dtype is given twice", "key=dtype"
   ],
 )
 def test_a_malformed_item_is_named_by_its_position(text, where, expected, got, fix):
-  parts = {"where": where, "expected": expected, "got": got, "fix": fix}
-  builtin = TypeError if "int32" in text else ValueError
-  check_refused(lambda: mpjax.Policy.parse(text), builtin=builtin, **parts)
+  with refused(TypeError if "int32" in text else ValueError, where, expected, got, fix):
+    mpjax.Policy.parse(text)
 
 
 @pytest.mark.parametrize("field", ["compute_dtype", "output_dtype", "weight_grad_dtype"])
 def test_8_bit_formats_can_only_be_stored(field):
   assert mpjax.Policy(param_dtype="float8_e4m3fn").param_dtype.itemsize == 1
-  parts = {"where": f"mpjax.Policy({field}=...)", "fix": "they can only be stored"}
-  parts |= {"expected": "a dtype that XLA promotes and adds in", "got": "float8_e5m2"}
-  check_refused(lambda: mpjax.Policy(**{field: "float8_e5m2"}), builtin=TypeError, **parts)
+  where, expected = f"mpjax.Policy({field}=...)", "a dtype that XLA promotes and adds in"
+  with refused(TypeError, where, expected, "float8_e5m2", "they can only be stored"):
+    mpjax.Policy(**{field: "float8_e5m2"})
 
 
 def test_weight_gradients_in_a_dtype_that_rounds_them(set_flag):
   set_flag("jax_enable_x64", True)
   where, fix = "mpjax.Policy(weight_grad_dtype=...)", "leave it out otherwise"
   expected = "float32 or float64, wider than the compute dtype, or the compute dtype itself"
-  parts = {"where": where, "expected": expected, "fix": fix, "builtin": ValueError}
   for compute, wide in [(F32, BF16), (F32, F16), (BF16, F16), (F16, BF16), (F64, F32)]:
-    call = functools.partial(mpjax.Policy, compute_dtype=compute, weight_grad_dtype=wide)
-    check_refused(call, got=f"{wide.name} with compute_dtype={compute.name}", **parts)
+    got = f"{wide.name} with compute_dtype={compute.name}"
+    with refused(ValueError, where, expected, got, fix):
+      mpjax.Policy(compute_dtype=compute, weight_grad_dtype=wide)
   for compute in (F16, BF16, F32, F64):
     for wide in (compute, F64):
       policy = mpjax.Policy(compute_dtype=compute, weight_grad_dtype=wide)

@@ -21,7 +21,7 @@ from mpjax._core.rules import (
   resolve_policy,
   unmatched_error,
 )
-from tests.errors import check_error, check_refused
+from tests.errors import check_error, refused
 
 Rule = mpjax.Rule
 X = jnp.ones((1, 2))
@@ -206,26 +206,23 @@ def test_the_text_of_a_rule():
   assert repr(Rule(None, path=re.compile("a+"))) == "Rule(None, path=re.compile('a+'))"
 
 
-def check_rule(selectors, builtin, where, expected, got, fix):
-  call = functools.partial(Rule, "float32", **selectors)
-  check_refused(call, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
-
-
 @pytest.mark.case("B142")
 def test_selectors_that_select_nothing():
-  parts = ("exactly one of path=, module= and where=", "one rule for each selector")
+  expected = "exactly one of path=, module= and where="
   for selectors, got in [
     ({}, "none of them"),
     ({"path": "a", "module": Plain}, "path= and module="),
     ({"path": "a", "module": Plain, "where": callable}, "path= and module= and where="),
     ({"module": Plain, "where": callable}, "module= and where="),
   ]:
-    check_rule(selectors, ValueError, "mpjax.Rule(...)", parts[0], got, parts[1])
+    with refused(ValueError, "mpjax.Rule(...)", expected, got, "one rule for each selector"):
+      Rule("float32", **selectors)
   expected = "a glob of module names joined by single slashes"
   globs = ["encoder/", "/encoder", "a//b", "/", "blocks[0", "block0]"]
   for path in globs + [f"a{sign}" for sign in r".\()|+^${}"]:
     where, fix = "mpjax.Rule(path=...)", "pass re.compile(...)"
-    check_rule({"path": path}, ValueError, where, expected, repr(path), fix)
+    with refused(ValueError, where, expected, repr(path), fix):
+      Rule("float32", path=path)
   classes = "a class or a non-empty tuple of classes"
   for selector, expected, values in [
     ("path", "a glob or a compiled regular expression", [3, ("encoder", "head"), Plain]),
@@ -234,21 +231,22 @@ def test_selectors_that_select_nothing():
   ]:
     for value in values:
       where, fix = f"mpjax.Rule({selector}=...)", "what each selector takes"
-      check_rule({selector: value}, TypeError, where, expected, repr(value), fix)
+      with refused(TypeError, where, expected, repr(value), fix):
+        Rule("float32", **{selector: value})
 
 
 def test_a_wrong_policy_is_told_as_anywhere_and_a_rule_written_otherwise_is_told_how():
-  parts = {"expected": "a preset", "got": "'float61'", "fix": "'float16'", "builtin": ValueError}
-  check_refused(lambda: Rule("float61", path="a"), where="mpjax.Rule(policy)", **parts)
-  parts = {"got": "argument", "fix": 'mpjax.Rule("float32", path="head")', "builtin": TypeError}
-  parts["expected"] = "arguments policy, path, module, where"
+  with refused(ValueError, "mpjax.Rule(policy)", "a preset", "'float61'", "'float16'"):
+    Rule("float61", path="a")
+  expected, fix = "arguments policy, path, module, where", 'mpjax.Rule("float32", path="head")'
   for args, kwargs in [
     (("head", "float32"), {}),
     (("float32", "head"), {}),
     ((), {"path": "head"}),
     (("float32",), {"paths": "head"}),
   ]:
-    check_refused(functools.partial(Rule, *args, **kwargs), where="mpjax.Rule(...)", **parts)
+    with refused(TypeError, "mpjax.Rule(...)", expected, "argument", fix):
+      Rule(*args, **kwargs)
 
 
 def test_any_iterable_of_rules_will_do_and_nothing_else():
@@ -264,8 +262,8 @@ def test_any_iterable_of_rules_will_do_and_nothing_else():
     ({"head": "float32"}, "'head'"),
     (None, "None"),
   ]:
-    parts = {"expected": "a sequence of mpjax.Rule", "got": got, "fix": fix, "builtin": TypeError}
-    check_refused(functools.partial(parse_rules, rules, where), where=where, **parts)
+    with refused(TypeError, where, "a sequence of mpjax.Rule", got, fix):
+      parse_rules(rules, where)
 
 
 PATHS = ("", "encoder", "encoder/attention", "encoder/mlp", "decoder")
@@ -284,9 +282,9 @@ def test_the_error_for_a_rule_that_matches_nothing():
   ):
     error = unmatched_error(rule, PATHS, CLASSES)
     fix = f'{near} Fix the selector, or pass unmatched="ignore".' if near.endswith(".") else near
+    expected = "a rule that picks out at least one module"
     got = "none of the 5 modules that init passed"
-    parts = {"where": f"rules: {rule!r}", "got": got, "fix": fix, "builtin": ValueError}
-    check_error(error, expected="a rule that picks out at least one module", **parts)
+    check_error(error, ValueError, f"rules: {rule!r}", expected, got, fix)
     assert isinstance(error, mpjax.errors.UnmatchedRuleError)
   for rule in (Rule(None, path="head"), Rule(None, where=callable)):
     fix = unmatched_error(rule, ("",), ("Dense",)).fix

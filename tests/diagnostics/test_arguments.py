@@ -1,7 +1,5 @@
 """What the arguments of a function are called."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,7 @@ from mpjax._diagnostics.arguments import (
   gradient_of,
   trace,
 )
-from tests.errors import check_refused
+from tests.errors import refused
 
 X = jnp.ones((2, 2))
 
@@ -71,9 +69,8 @@ def test_what_is_no_function():
     (nn.Dense(2), "a model of Linen (Dense) without its variables"),
     (jax.jit(jnp.sin).lower(X).compile(), "a compiled one"),
   ]:
-    call = functools.partial(check_function, fn, "mpjax.audit(fn)", "Pass it.")
-    parts = {"expected": "a function of arrays", "got": got, "fix": "Pass", "builtin": TypeError}
-    check_refused(call, where="mpjax.audit(fn)", **parts)
+    with refused(TypeError, "mpjax.audit(fn)", "a function of arrays", got, "Pass"):
+      check_function(fn, "mpjax.audit(fn)", "Pass it.")
 
 
 def test_what_is_no_array_is_passed_as_it_is():
@@ -101,9 +98,9 @@ def test_static_arguments_are_none_and_numbers_of_numpy_are_arrays():
 
 def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument():
   model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-  parts = {"where": "mpjax.audit(fn)", "expected": "nothing but its arguments", "got": "BatchStat"}
   fix = "mpjax.audit(lambda model, x: model(x))(model, x)"
-  check_refused(lambda: trace(lambda x: model(x), (X,), {}, "mpjax.audit(fn)"), fix=fix, **parts)
+  with refused(TypeError, "mpjax.audit(fn)", "nothing but its arguments", "BatchStat", fix):
+    trace(lambda x: model(x), (X,), {}, "mpjax.audit(fn)")
   program, _ = trace(lambda model, x: model(x), (model, X), {}, "mpjax.audit(fn)")
   assert len(program.in_avals) == 5
 

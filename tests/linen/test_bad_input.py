@@ -9,7 +9,7 @@ import pytest
 
 import mpjax
 from mpjax._core.active import ACTIVE
-from tests.errors import check_refused
+from tests.errors import refused
 from tests.linen.probes import KEY, Does, X
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
@@ -31,11 +31,12 @@ WAYS = {"mpjax.with_policy": wrap, "mpjax.policy_scope": enter}
 @pytest.mark.parametrize("name", WAYS)
 def test_policies_and_rules(name):
   # For all that is no policy and no rule see the tests of these.
-  parts = {"expected": "a preset", "got": "'mixed_bf16'", "fix": "'mixed_bfloat16'"}
-  check_refused(lambda: WAYS[name]("mixed_bf16"), where=f"{name}(policy)", **parts)
+  with refused(ValueError, f"{name}(policy)", "a preset", "'mixed_bf16'", "'mixed_bfloat16'"):
+    WAYS[name]("mixed_bf16")
   assert ACTIVE.value is None  # A scope that is refused is not entered.
-  parts = {"expected": "a sequence of mpjax.Rule", "got": "3", "fix": "Write [mpjax.Rule("}
-  check_refused(lambda: WAYS[name](rules=3), where=f"{name}(rules=...)", **parts)
+  where, expected = f"{name}(rules=...)", "a sequence of mpjax.Rule"
+  with refused(TypeError, where, expected, "3", "Write [mpjax.Rule("):
+    WAYS[name](rules=3)
 
 
 class Parent(nn.Module):
@@ -113,7 +114,8 @@ def test_mistakes(name):
   call, where, expected, got, fix = MISTAKES[name]
   builtin = ValueError if "unmatched" in name else TypeError
   where = f"mpjax.{where}" if where.startswith("with_policy") else where
-  check_refused(call, where=where, expected=expected, got=got, fix=fix, builtin=builtin)
+  with refused(builtin, where, expected, got, fix):
+    call()
   assert WRAPPED.clone(parent=None) == WRAPPED
 
 

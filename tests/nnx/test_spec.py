@@ -1,6 +1,5 @@
 """How a module of a view is told from others and led back to the user's."""
 
-import functools
 import gc
 import pickle
 import weakref
@@ -13,7 +12,7 @@ from flax import nnx
 
 import mpjax
 from mpjax.nnx._spec import LINK, SPEC, Link, is_view, model_of
-from tests.errors import check_refused, refused
+from tests.errors import refused
 from tests.nnx.does import Does
 
 with_policy = mpjax.nnx.with_policy
@@ -72,14 +71,14 @@ def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
   training = view(X)
   model.eval()
   for call in (view, jax.jit(lambda x: view(x))):  # Its very call, and one inside of jit.
-    check_refused(
-      functools.partial(call, X),
-      where="drop (Dropout) of a view of mpjax.with_policy",
-      expected="no mode of the model to change",
-      got="deterministic=True on the model, and deterministic=False still on the view",
-      fix="Write view.eval() or view.train()",
-      builtin=RuntimeError,
-    )
+    with refused(
+      RuntimeError,
+      "drop (Dropout) of a view of mpjax.with_policy",
+      "no mode of the model to change",
+      "deterministic=True on the model, and deterministic=False still on the view",
+      "Write view.eval() or view.train()",
+    ):
+      call(X)
   view.eval()
   np.testing.assert_array_equal(view(X), with_policy(model, "mixed_bfloat16")(X))
   view.train()  # What was said of the view counts.

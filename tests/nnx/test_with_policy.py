@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.errors import check_refused, refused
+from tests.errors import refused
 from tests.linen.probes import noted_as, seen
 from tests.models.values import normal
 from tests.nnx import rig
@@ -249,11 +249,12 @@ OPTIONS = [
 
 def test_errors():
   for make, got, fix in MODELS:
-    parts = {"where": MODEL, "expected": MODULE, "got": got, "fix": fix}
-    check_refused(functools.partial(with_policy, make(), HALF), builtin=TypeError, **parts)
+    model = make()
+    with refused(TypeError, MODEL, MODULE, got, fix):
+      with_policy(model, HALF)
   for options, expected, got, fix, builtin in OPTIONS:
-    parts = {"where": f"mpjax.with_policy({next(iter(options))}=...)", "expected": expected}
-    check_refused(functools.partial(view_of, **options), got=got, fix=fix, builtin=builtin, **parts)
+    with refused(builtin, f"mpjax.with_policy({next(iter(options))}=...)", expected, got, fix):
+      view_of(**options)
 
 
 class HoldsLinen(nnx.Module):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from tests.errors import check_refused
+from tests.errors import refused
 from tests.models.values import filled, shapes
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -175,9 +175,9 @@ def test_assertions_for_tests_of_users():
   audit = audited(Net(), "mixed_bfloat16", (HEAD,))
   audit.assert_no_leaks()
   audit.assert_half_share(0.5)
-  parts = {"where": "AuditReport.assert_half_share", "expected": "99.00%", "fix": "Print the audit"}
-  call = functools.partial(audit.assert_half_share, 0.99)
-  check_refused(call, got="0 leaks", builtin=AssertionError, **parts)
+  where, fix = "AuditReport.assert_half_share", "Print the audit"
+  with refused(AssertionError, where, "99.00%", "0 leaks", fix):
+    audit.assert_half_share(0.99)
   assert str(mpjax.audit(jnp.add)(s(2), s(2)).half_share) == "nan"
   with pytest.raises(AssertionError):
     mpjax.audit(jnp.add)(s(2), s(2)).assert_half_share(0.1)
@@ -190,12 +190,9 @@ def test_assert_no_leaks_names_the_first_and_takes_globs():
       return (x + table) @ x
 
   audit = mpjax.audit(fn)(s(8, 8, dtype=BF16), s(8, 8))
-  parts = {
-    "where": "AuditReport.assert_no_leaks",
-    "got": "float32 because of table (argument, float32)",
-  }
-  parts |= {"expected": "no float32 operation", "fix": "ignore=['stem']"}
-  check_refused(audit.assert_no_leaks, builtin=AssertionError, **parts)
+  where, got = "AuditReport.assert_no_leaks", "float32 because of table (argument, float32)"
+  with refused(AssertionError, where, "no float32 operation", got, "ignore=['stem']"):
+    audit.assert_no_leaks()
   audit.assert_no_leaks(ignore=["st*"])
   audit.assert_no_leaks(ignore="stem")
 
@@ -225,9 +222,8 @@ def test_the_dtype_of_a_module_that_a_policy_overrules_is_shown():
 
 
 def test_a_linen_model_is_no_function_and_arguments_come_in_a_second_call():
-  parts = {"where": "mpjax.audit(fn)", "builtin": TypeError}
-  linen = {"expected": "a function", "got": "Linen", "fix": "model.apply"}
-  check_refused(lambda: mpjax.audit(nn.Dense(2)), **linen, **parts)
+  with refused(TypeError, "mpjax.audit(fn)", "a function", "Linen", "model.apply"):
+    mpjax.audit(nn.Dense(2))
   fix = "Write mpjax.audit(step)(state, batch)"
-  arguments = {"expected": "arguments fn", "got": "too many", "fix": fix}
-  check_refused(lambda: mpjax.audit(jnp.matmul, X, X), **arguments, **parts)
+  with refused(TypeError, "mpjax.audit(fn)", "arguments fn", "too many", fix):
+    mpjax.audit(jnp.matmul, X, X)

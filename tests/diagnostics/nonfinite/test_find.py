@@ -10,7 +10,7 @@ from jax.experimental import pallas
 
 import mpjax
 from tests.diagnostics.nonfinite.faults import FAULTS
-from tests.errors import check_refused
+from tests.errors import refused
 from tests.programs import bits
 
 pytestmark = [
@@ -183,8 +183,9 @@ def test_a_kernel_is_not_computed_in_float32():
 @pytest.mark.parametrize("tool", [mpjax.find_nonfinite, mpjax.ranges])
 def test_a_function_is_expected_and_its_arguments_must_be_concrete(tool):
   x = jnp.ones(2)
-  parts = {"where": f"mpjax.{tool.__name__}(fn)", "expected": "a function", "got": "an array"}
-  check_refused(lambda: tool(x), fix=f"mpjax.{tool.__name__}(step)", builtin=TypeError, **parts)
+  name = f"mpjax.{tool.__name__}"
+  with refused(TypeError, f"{name}(fn)", "a function", "an array", f"{name}(step)"):
+    tool(x)
   with pytest.raises(
     mpjax.errors.MpjaxTypeError, match=r"expected concrete arrays, got a traced one"
   ):

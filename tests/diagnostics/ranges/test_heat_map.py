@@ -1,11 +1,10 @@
-import functools
 import importlib
 import types
 
 import pytest
 
 from mpjax._diagnostics.ranges import heat_map
-from tests.errors import check_refused
+from tests.errors import refused
 
 
 def row(path, exponents, note=""):
@@ -39,6 +38,5 @@ def test_no_matplotlib(monkeypatch):
     raise ImportError(name)
 
   monkeypatch.setattr(heat_map.importlib, "import_module", missing)
-  parts = {"expected": "matplotlib", "got": "without it", "fix": "pip install matplotlib"}
-  call = functools.partial(heat_map.heat_map, "step", [], None)
-  check_refused(call, where="plot()", builtin=RuntimeError, **parts)
+  with refused(RuntimeError, "plot()", "matplotlib", "without it", "pip install matplotlib"):
+    heat_map.heat_map("step", [], None)

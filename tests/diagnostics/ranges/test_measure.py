@@ -12,7 +12,7 @@ import mpjax
 from mpjax._diagnostics.ranges.measure import Tally
 from mpjax._diagnostics.ranges.ranges_report import FORMATS
 from tests.diagnostics.ranges import oracle
-from tests.errors import check_refused
+from tests.errors import refused
 
 
 def group(report, kind, path):
@@ -210,12 +210,13 @@ def test_a_scalar_in_a_dict_is_no_loss():
 
 def test_errors():
   traced = jax.jit(mpjax.ranges(jnp.sin))
-  parts = {"expected": "concrete arrays", "got": "a traced one", "fix": "Call it on the host"}
-  check_refused(lambda: traced(jnp.ones(3)), where="mpjax.ranges(fn)(*args)", **parts)
+  where, fix = "mpjax.ranges(fn)(*args)", "Call it on the host"
+  with refused(TypeError, where, "concrete arrays", "a traced one", fix):
+    traced(jnp.ones(3))
   loss = functools.partial(mpjax.ranges(lambda w, x: x @ w, differentiate=True), jnp.ones((3, 2)))
   where, fix = "mpjax.ranges(fn) or mpjax.tune(loss_fn)", "Take the mean"
-  parts = {"expected": "a floating scalar", "got": "float32[4, 2]", "fix": fix}
-  check_refused(lambda: loss(jnp.ones((4, 3))), where=where, builtin=TypeError, **parts)
+  with refused(TypeError, where, "a floating scalar", "float32[4, 2]", fix):
+    loss(jnp.ones((4, 3)))
 
 
 def test_a_loss_without_arguments_by_position():

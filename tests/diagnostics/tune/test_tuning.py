@@ -1,4 +1,3 @@
-import functools
 import itertools
 import re
 from typing import Any
@@ -13,7 +12,7 @@ from flax import nnx
 import mpjax
 from mpjax._diagnostics.tune.modules import relative_error, rules_for
 from tests import programs
-from tests.errors import check_refused
+from tests.errors import refused
 from tests.models.values import filled, shapes
 from tests.programs import bits
 
@@ -139,6 +138,7 @@ def dense(**dtypes):
   return nn.Dense(4, **dtypes)
 
 
+CALL = "mpjax.tune(loss_fn, policy)(*args)"
 LOW = {
   "a policy": (lambda: mpjax.linen.with_policy(dense(), "mixed_bfloat16"), "bfloat16 in Dense"),
   "a dtype": (lambda: dense(dtype=jnp.float16), "float16 in Dense"),
@@ -152,9 +152,8 @@ def test_what_is_low_already_is_refused(name):
   build, got = LOW[name]
   model, x = build(), jnp.ones((2, 4))
   tune = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=0.1)
-  parts = {"expected": "a loss in float32", "got": got, "fix": "the plain model"}
-  call = functools.partial(tune, model.init(jax.random.key(0), x), x)
-  check_refused(call, where="mpjax.tune(loss_fn, policy)(*args)", builtin=ValueError, **parts)
+  with refused(ValueError, CALL, "a loss in float32", got, "the plain model"):
+    tune(model.init(jax.random.key(0), x), x)
 
 
 class HotLinear(nnx.Module):
@@ -198,15 +197,12 @@ def test_a_model_of_nnx_without_named_scopes():
   ],
 )
 def test_errors(policy, tolerance, where, expected, got, fix):
-  parts = {"where": f"mpjax.tune({where})", "expected": expected, "got": got, "fix": fix}
-  call = functools.partial(mpjax.tune, jnp.sum, policy, tolerance=tolerance)
-  check_refused(call, builtin=ValueError, **parts)
+  with refused(ValueError, f"mpjax.tune({where})", expected, got, fix):
+    mpjax.tune(jnp.sum, policy, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
 def test_a_gradient_of_zero_or_of_no_parameter(dtype):
   tune = mpjax.tune(lambda w: jnp.sum(0.0 * w.astype(jnp.float32)), tolerance=0.1)
-  parts = {"expected": "not zero", "got": "norm 0.0", "fix": "mpjax.ranges", "builtin": ValueError}
-  check_refused(
-    lambda: tune(jnp.ones(3, dtype)), where="mpjax.tune(loss_fn, policy)(*args)", **parts
-  )
+  with refused(ValueError, CALL, "not zero", "norm 0.0", "mpjax.ranges"):
+    tune(jnp.ones(3, dtype))

@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 import mpjax
 from mpjax._jaxprs.autocast import InDtype
 from tests import programs
-from tests.errors import check_error
+from tests.errors import refused
 from tests.jaxprs.autocast.checks import Counted
 from tests.jaxprs.autocast.rig import BODIES, BOTH, rewritten
 
@@ -217,75 +217,49 @@ def test_scopes_inside_of_bodies(body):
 NO_FUNCTION = "@functools.partial(mpjax.autocast, policy="
 RETURNS = "a function that returns what it computes"
 IN_PLACE = "changes an argument in place"
-RULES = "mpjax.autocast(rules=...)"
-DATA = "the position of a positional argument, counted from 0, or several"
-ERRORS = {
-  # name: (call, where, expected, got, fix)
+FN = "mpjax.autocast(fn)"
+
+
+def test_what_is_no_function():
   # `@autocast("float16")`, `@autocast(policy=...)`, `with autocast(...)`.
-  "a string": (lambda: mpjax.autocast("float16"), "(fn)", "a function", "'float16'", NO_FUNCTION),
-  "a keyword": (
-    lambda: mpjax.autocast(policy="mixed_float16"),
-    *("(fn)", "arguments fn, policy", "'fn'", NO_FUNCTION),
-  ),
-  "dtype": (
-    lambda: mpjax.autocast(jnp.tanh, dtype="float16"),
-    *("(fn)", "arguments fn, policy", "'dtype'", NO_FUNCTION),
-  ),
-  "an array": (
-    lambda: mpjax.autocast(W),
-    *("(fn)", "a function", "Array", 'mpjax.autocast(fn, "mixed_bfloat16")'),
-  ),
-  "an NNX model that writes": (
-    lambda: mpjax.autocast(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))(X),
-    *("(fn)", RETURNS, "writes to its variables", "mpjax.with_policy"),
-  ),
-  "lists": (
-    lambda: mpjax.autocast(len, ops=["exp"]),
-    *("(ops=...)", "an mpjax.OpLists", "['exp']", 'mpjax.OpLists().replace(float32=["tanh"])'),
-  ),
-  "a rule by module": (
-    lambda: mpjax.autocast(len, rules=[mpjax.Rule(None, module=nn.Dense)]),
-    *(RULES, "rules with path=", repr(mpjax.Rule(None, module=nn.Dense)), "jax.named_scope"),
-  ),
-  "a rule by predicate": (
-    lambda: mpjax.autocast(len, rules=[mpjax.Rule("float32", where=callable)]),
-    *(RULES, "rules with path=", "where=", "jax.named_scope"),
-  ),
-  "rules as text": (
-    lambda: mpjax.autocast(len, rules="head"),
-    *(RULES, "a sequence of mpjax.Rule", "head", "mpjax.Rule("),
-  ),
-  "no scope": (
-    lambda: mpjax.autocast(scoped, rules=[mpjax.Rule(None, path="net/haed")])(X),
-    "mpjax.autocast(fn): Rule(None, path='net/haed')",
-    *("at least one named scope", "none of the 5 scopes", "'net/head'"),
-  ),
-  "no scope of an expression": (
-    lambda: mpjax.autocast(scoped, rules=[mpjax.Rule(None, path=re.compile("head"))])(X),
-    "mpjax.autocast(fn): Rule(None, path=re.compile('head'))",
-    *("at least one named scope", "none of the 5 scopes", 'begin the path with "**/"'),
-  ),
-  "data by keyword": (
-    lambda: mpjax.autocast(lambda w, x: x @ w, data_argnums=1)(W, x=X),
-    "(data_argnums=...)",
-    *("called with by position", "1, and 1 positional arguments", "Pass that argument by position"),
-  ),
-  **{
-    f"data {given!r}": (
-      lambda given=given: mpjax.autocast(lambda w, x: w @ x, data_argnums=given),
-      *("(data_argnums=...)", DATA, repr(given), "Write data_argnums=(1,)"),
-    )
-    for given in (-1, "x", (0, 1.0), True, None)
-  },
-}
+  with refused(TypeError, FN, "a function", "'float16'", NO_FUNCTION):
+    mpjax.autocast("float16")
+  with refused(TypeError, FN, "arguments fn, policy", "'fn'", NO_FUNCTION):
+    mpjax.autocast(policy="mixed_float16")
+  with refused(TypeError, FN, "arguments fn, policy", "'dtype'", NO_FUNCTION):
+    mpjax.autocast(jnp.tanh, dtype="float16")
+  with refused(TypeError, FN, "a function", "Array", 'mpjax.autocast(fn, "mixed_bfloat16")'):
+    mpjax.autocast(W)
+  with refused(TypeError, FN, RETURNS, "writes to its variables", "mpjax.with_policy"):
+    mpjax.autocast(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))(X)
 
 
-@pytest.mark.parametrize(("call", "where", "expected", "got", "fix"), ERRORS.values(), ids=ERRORS)
-def test_errors(call, where, expected, got, fix):
-  with pytest.raises(mpjax.MpjaxError) as error:
-    call()
-  where = f"mpjax.autocast{where}" if where.startswith("(") else where
-  check_error(error, where=where, expected=expected, got=got, fix=fix)
+def test_lists_and_rules_that_are_refused():
+  fix = 'mpjax.OpLists().replace(float32=["tanh"])'
+  with refused(TypeError, "mpjax.autocast(ops=...)", "an mpjax.OpLists", "['exp']", fix):
+    mpjax.autocast(len, ops=["exp"])
+  where = "mpjax.autocast(rules=...)"
+  by_module, by_predicate = mpjax.Rule(None, module=nn.Dense), mpjax.Rule("float32", where=callable)
+  for rule, got in ((by_module, repr(by_module)), (by_predicate, "where=")):
+    with refused(ValueError, where, "rules with path=", got, "jax.named_scope"):
+      mpjax.autocast(len, rules=[rule])
+  with refused(TypeError, where, "a sequence of mpjax.Rule", "head", "mpjax.Rule("):
+    mpjax.autocast(len, rules="head")
+  for path, fix in (("net/haed", "'net/head'"), (re.compile("head"), 'begin the path with "**/"')):
+    where, expected = f"{FN}: Rule(None, path={path!r})", "at least one named scope"
+    with refused(ValueError, where, expected, "none of the 5 scopes", fix):
+      mpjax.autocast(scoped, rules=[mpjax.Rule(None, path=path)])(X)
+
+
+def test_data_arguments_that_are_refused():
+  where, got = "mpjax.autocast(data_argnums=...)", "1, and 1 positional arguments"
+  fix = "Pass that argument by position"
+  with refused(ValueError, where, "called with by position", got, fix):
+    mpjax.autocast(lambda w, x: x @ w, data_argnums=1)(W, x=X)
+  expected = "the position of a positional argument, counted from 0, or several"
+  for value in (-1, "x", (0, 1.0), True, None):
+    with refused(TypeError, where, expected, repr(value), "Write data_argnums=(1,)"):
+      mpjax.autocast(lambda w, x: w @ x, data_argnums=value)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -293,10 +267,9 @@ def test_errors(call, where, expected, got, fix):
 def test_a_linen_model_without_variables_is_told_apply(call, wrapped):
   model = nn.Dense(3)
   given = mpjax.linen.with_policy(model, "bfloat16") if wrapped else model
-  with pytest.raises(mpjax.errors.MpjaxTypeError) as error:
+  where, expected = f"mpjax.{call.__name__}(fn)", "a function of arrays"
+  with refused(TypeError, where, expected, "a model of Linen", "Pass model.apply"):
     call(given)
-  where, fix = f"mpjax.{call.__name__}(fn)", "Pass model.apply"
-  check_error(error, where=where, expected="a function of arrays", got="a model of Linen", fix=fix)
   variables = model.init(jax.random.key(0), X)
   assert call(model.apply)(variables, X).shape == call(model.bind(variables))(X).shape
 
@@ -308,10 +281,9 @@ def test_a_policy_in_another_type():
       ("policy", lambda: mpjax.autocast(len, policy)),
       ("rules=...", lambda: mpjax.autocast(len, rules=[mpjax.Rule(policy, path="a")])),
     ):
-      with pytest.raises(ValueError) as error:
-        make()
       where, expected = f"mpjax.autocast({where})", "bfloat16, float16 or float32"
-      check_error(error, where=where, expected=expected, got="float64", fix="left as they are")
+      with refused(ValueError, where, expected, "float64", "left as they are"):
+        make()
 
 
 def test_a_module_of_nnx():
@@ -325,10 +297,8 @@ def test_a_module_of_nnx():
       return x @ self.kernel[...]
 
   net = Net()
-  with pytest.raises(TypeError) as error:
+  with refused(TypeError, FN, RETURNS, IN_PLACE, "split the model outside"):
     mpjax.autocast(lambda net, x: net(x))(net, X)
-  fix = "split the model outside"
-  check_error(error, where="mpjax.autocast(fn)", expected=RETURNS, got=IN_PLACE, fix=fix)
   assert net.count[...] == 0
 
   # As the error says.
