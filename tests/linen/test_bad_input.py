@@ -1,7 +1,5 @@
 """What bad input gets: an error that says where, what was expected, what came, what to do."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -61,62 +59,48 @@ def bound(module=None):
 
 
 WRAPPED = wrap()
-MODEL, UNBOUND, INSTANCE = (
-  "with_policy(model)",
-  "an unbound flax.linen.Module",
-  "mpjax.with_policy(",
-)
-AGAIN = "PolicyModule, which is under a policy already"
-ONCE, SUBMODULE = "Wrap the plain model once", "a wrapped model used as a submodule"
-CALLED = ("Dense under mpjax.with_policy: __call__(...)", "a call of apply, init or bind")
-PARENT = ("Dense under mpjax.with_policy: clone(parent=...)", CALLED[1])
-UNMATCHED = ("with_policy(unmatched=...)", "'raise', 'warn' or 'ignore'")
-WHAT = "what to do about a rule that picks out no module"
-ROOT = "Wrap the root"
-MISTAKES = {
-  # What is wrapped: what the error calls it, and what to do.
-  **{
-    name: (functools.partial(with_policy, model, "bfloat16"), MODEL, UNBOUND, got, fix)
-    for name, model, got, fix in (
-      ("a class", nn.Dense, "class Dense", INSTANCE),
-      ("wrapped", WRAPPED, AGAIN, ONCE),
-      ("wrapped and bound", bound(WRAPPED), AGAIN, ONCE),
-      ("bound", bound(), "one that is bound at ''", "Wrap the root model"),
-      ("a bound child", bound().child, "one that is bound at 'child'", "Wrap the root model"),
-    )
-  },
-  # Where a wrapped model is called as a submodule.
-  **{
-    name: (call, *CALLED, SUBMODULE, ROOT)
-    for name, call in {
-      "called": lambda: WRAPPED(X),
-      "held": lambda: Calls(WRAPPED).init(KEY, X),
-      "held, in jit": lambda: jax.jit(Calls(WRAPPED).init)(KEY, X),
-      "closed over": lambda: Does(lambda module, x: WRAPPED(x)).init(KEY, X),
-      "in a layer of Flax": lambda: nn.Sequential([nn.Dense(3), WRAPPED]).init(KEY, X),
-    }.items()
-  },
-  "given a parent": (lambda: WRAPPED.clone(parent=Parent()), *PARENT, SUBMODULE, ROOT),
-  **{
-    f"unmatched={value!r}": (
-      functools.partial(wrap, unmatched=value),
-      *UNMATCHED,
-      repr(value),
-      WHAT,
-    )
-    for value in ("error", None, True)
-  },
+SUBMODULE = "a wrapped model used as a submodule"
+
+
+def test_what_is_wrapped_is_an_unbound_model():
+  again, once = "PolicyModule, which is under a policy already", "Wrap the plain model once"
+  for model, got, fix in (
+    (nn.Dense, "class Dense", "mpjax.with_policy("),
+    (WRAPPED, again, once),
+    (bound(WRAPPED), again, once),
+    (bound(), "one that is bound at ''", "Wrap the root model"),
+    (bound().child, "one that is bound at 'child'", "Wrap the root model"),
+  ):
+    with refused(TypeError, "mpjax.with_policy(model)", "an unbound flax.linen.Module", got, fix):
+      with_policy(model, "bfloat16")
+  assert WRAPPED.clone(parent=None) == WRAPPED
+
+
+CALLS = {
+  "called": lambda: WRAPPED(X),
+  "held": lambda: Calls(WRAPPED).init(KEY, X),
+  "held, in jit": lambda: jax.jit(Calls(WRAPPED).init)(KEY, X),
+  "closed over": lambda: Does(lambda module, x: WRAPPED(x)).init(KEY, X),
+  "in a layer of Flax": lambda: nn.Sequential([nn.Dense(3), WRAPPED]).init(KEY, X),
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name):
-  call, where, expected, got, fix = MISTAKES[name]
-  builtin = ValueError if "unmatched" in name else TypeError
-  where = f"mpjax.{where}" if where.startswith("with_policy") else where
-  with refused(builtin, where, expected, got, fix):
-    call()
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrapped_model_is_no_submodule(name):
+  where, expected = "Dense under mpjax.with_policy", "a call of apply, init or bind"
+  with refused(TypeError, f"{where}: __call__(...)", expected, SUBMODULE, "Wrap the root"):
+    CALLS[name]()
+  with refused(TypeError, f"{where}: clone(parent=...)", expected, SUBMODULE, "Wrap the root"):
+    WRAPPED.clone(parent=Parent())
   assert WRAPPED.clone(parent=None) == WRAPPED
+
+
+def test_what_to_do_about_rules_that_match_nothing_is_one_of_three():
+  where, expected = "mpjax.with_policy(unmatched=...)", "'raise', 'warn' or 'ignore'"
+  fix = "what to do about a rule that picks out no module"
+  for value in ("error", None, True):
+    with refused(ValueError, where, expected, repr(value), fix):
+      wrap(unmatched=value)
 
 
 def test_errors_of_flax_come_through_as_they_are():
