@@ -127,8 +127,8 @@ class Suite:
     tests = set().union(*(by_line.get(line, set()) for line in range(first, last + 1)))
     if mutant.runs_on_import:
       tests = set().union(*by_line.values()) if "def " in source else set(self.seconds)
-    folder, _, name = mutant.file.removeprefix("mpjax/").removesuffix(".py").rpartition("/")
-    own = f"tests/{folder}/test_{name.lstrip('_')}.py::".replace("//", "/")
+    *folders, name = mutant.file.removeprefix("mpjax/").split("/")
+    own = "/".join(("tests", *(each.lstrip("_") for each in folders), f"test_{name.lstrip('_')}::"))
     return sorted(tests, key=lambda test: (not test.startswith(own), self.seconds[test], test))
 
   def digest_of(self, killed_by: str | None) -> str:
