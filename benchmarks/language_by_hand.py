@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.models.by_hand import CarefulEmbed, CarefulLstm, cast
+from tests.models.by_hand import CarefulEmbed, careful_cell, cast
 
 
 class Attention(nn.Module):
@@ -109,7 +109,8 @@ class Lstm(nn.Module):
 
   @nn.compact
   def __call__(self, ids):
-    cell = nn.OptimizedLSTMCell if self.half is None else CarefulLstm
+    cell = nn.OptimizedLSTMCell
+    cell = cell if self.half is None else careful_cell(cell)
     x = _embed(self.vocabulary, self.width, self.half)(ids)
     x = nn.RNN(cell(self.width, dtype=self.half, name="cell"))(x)
     return nn.Dense(self.vocabulary, dtype=self.half)(x)

@@ -517,10 +517,15 @@ HIGHER_ORDER = frozenset(
 
 _UNKNOWN = Row("")
 
+OUTER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product")
+"""A `dot_general` that sums nothing: a multiplication, as `einsum("i,j->ij")` writes it."""
+
 
 def facts_of(eqn: JaxprEqn) -> Row:
   """Returns what is known of the primitive of an equation: nothing, if it is in no row."""
-  return FACTS.get(eqn.primitive.name, _UNKNOWN)
+  row = FACTS.get(eqn.primitive.name, _UNKNOWN)
+  contracts = row.flops != "dot" or any(eqn.params["dimension_numbers"][0])
+  return row if contracts else OUTER_PRODUCT
 
 
 def is_higher_order(eqn: JaxprEqn) -> bool:

@@ -130,7 +130,7 @@ WHOLE = {**{name: LINEN[name] for name in (*PAPERS, *WITHOUT_LOSS)}, **FUNCTIONS
 """Those of the catalogue that compute a loss, or logits."""
 
 MAKE_FLOAT32 = ("gpt_decode_loop", "unet", "vae", "field_by_its_hessian")
-"""Papers whose model makes an array in float32, so that it is not all in half if its arguments are."""
+"""Papers whose model makes an array in float32: in half arguments it is not all in half."""
 
 
 def initial(name: str) -> Any:

@@ -3,11 +3,13 @@
 One rule decides, by what an operation is and by the kinds of its operands: data, low or neutral.
 
   operation      computed in                                         result
-  matmul         the compute dtype                                   low
+  matmul         the compute dtype; a multiplication if it sums nothing, and its operands are
+                 no low values, for readers that a rounding would harm   low
   float32 list   float32                                             data, else low, else neutral
   sum            float32, unless all operands are low and at rest    data, else low, else neutral
   multiplication likewise; float32, too, if a sum reads the result   low, else data, else neutral
   bounded        float32, if its operand is, or a sum reads it       as its operand
+  (A caller that asks for float32 counts as a sum here.)
   other          float32, if an operand is data or held in float32   data, else low, else neutral
 
 A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
@@ -60,7 +62,7 @@ from mpjax._jaxprs.autocast.values import (
   survives,
 )
 from mpjax._jaxprs.autocast.wide_sums import with_wide_sums
-from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.primitives import OUTER_PRODUCT, facts_of
 from mpjax._jaxprs.reader import Atom, aval_of, dtype_of, inner_jaxprs, retyped, shape_of
 
 Operands = Sequence[Value | None]
@@ -174,6 +176,9 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
     eqn = rewriter.not_float8(eqn, reason)
   if FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params):
     return rewriter.untouched(eqn)  # The user's own choice, again.
+  multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(v and v.kind.is_low for v in values)
+  if multiplies and rewriter.readers_of(eqn) & HELD:
+    return rewriter.untouched(eqn)  # An angle, say, of a position and a frequency.
   precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
   eqn = eqn if precise is eqn.params else eqn.replace(params=precise)
   wide_grads = None if policy is None else policy.weight_grad_dtype
@@ -277,8 +282,9 @@ def _rule(
   dtype, held = half, bool(readers & (HELD | FACTOR))
   if part == "float32":
     dtype = FLOAT32
-  elif readers & SUMMED and own and (facts.bounded or more):
+  elif readers & (SUMMED | CALLER) and own and (facts.bounded or more):
     # A rounding before a sum may be all of it, and the operand knows more: of a gate near 1, say.
+    # What the caller computes of a float32 result is not known.
     dtype = FLOAT32
   elif facts.role == "sum" and exact and not readers & HELD and _is_bias(deciding):
     dtype = half  # As by hand, since the sum is to be rounded.

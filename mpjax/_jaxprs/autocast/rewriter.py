@@ -251,8 +251,8 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
     facts = facts_of(eqn)
     if facts.moves or eqn.primitive is convert_element_type_p:
       return behind
-    if facts.role == "sum" and behind == CALLER:
-      return CALLER
+    if facts.role == "sum" and behind & ~SUMMED == CALLER:
+      return CALLER | SUMMED
     returned = RETURNED if behind & CALLER else 0
     return behind & ~CALLER | returned | _ROLES.get(facts.role, 0)
   if eqn.primitive is reduce_precision_p:

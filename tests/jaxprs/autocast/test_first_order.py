@@ -228,3 +228,26 @@ def test_the_gradient_of_what_is_read_often_is_a_float32_sum(half):
 
   losses = {**{name: gathered(read) for name, read in rows.items()}, "scan": decoded}
   check_gradients(losses, half, jnp.ones((3, 3)))
+
+
+def test_a_float32_caller_gets_what_is_computed_of_values_at_rest_unrounded():
+  # By hand in float32 from the logits that the matmul returns: at rest 1 - sigmoid(7) is 0.
+  logits = jnp.asarray([3.0, 5, 6, 7])
+  for fun in (
+    lambda y: 1 - jax.nn.sigmoid(y),
+    lambda y: 1 - jnp.tanh(y) ** 2,
+    lambda y: jax.nn.sigmoid(y),
+    lambda y: jax.nn.sigmoid(y) - jax.nn.sigmoid(y + 1),
+  ):
+    policy = cast(lambda y, eye, fun=fun: leaving(fun(y @ eye), jnp.dtype("float32")))
+    np.testing.assert_array_equal(policy(logits, jnp.eye(4)), fun(logits))
+
+
+def test_a_matmul_that_sums_nothing_multiplies():
+  angle = lambda t, f: jnp.sin(jnp.einsum("i,j->ij", t, f))  # noqa: E731
+  positions, frequencies = jnp.arange(1000.0, 1008), 10000.0 ** -jnp.linspace(0, 1, 4)
+  exact = jnp.sin(positions[:, None] * frequencies[None])
+  np.testing.assert_array_equal(cast(angle)(positions, frequencies), exact)
+  # For a matmul alone it is one too: experts are given their tokens like that.
+  experts = jax.make_jaxpr(cast(lambda x, w: jnp.einsum("ij,k->ijk", x, w[0]) @ w))(X, W)
+  assert programs.half_share(experts) == 1

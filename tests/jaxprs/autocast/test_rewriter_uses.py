@@ -92,8 +92,9 @@ def test_of_a_caller():
   # One that asks for float32 is seen through sums and what moves elements, and nothing else.
   for fun, want in (
     (lambda x: x.T, CALLER),
-    (lambda x: x + 1, CALLER),
-    (lambda x: (x + 1, -x), RETURNED | CALLER),
+    (lambda x: x + 1, CALLER | SUMMED),
+    (lambda x: x + 1 + x.T, CALLER | SUMMED),
+    (lambda x: (x + 1, -x), RETURNED | CALLER | SUMMED),
     (lambda x: 2 * x, RETURNED | FACTOR),
     (lambda x: (x + 1) @ X, SUMMED | MATMUL),
   ):
