@@ -26,8 +26,6 @@ from mpjax._jaxprs.reader import (
   with_each,
 )
 
-_CALLS = {Holds.CALL, Holds.COMPOSITE, Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP}
-
 
 def is_low(x: object) -> bool:
   """Whether an array or a type of arrays is in a floating dtype below float32."""
@@ -63,8 +61,6 @@ def in_float32(program: Program) -> Callable[..., list[Array]]:
 
 def _results(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array]:
   inner, holds = inner_jaxprs(eqn), facts_of(eqn).holds
-  if inner and holds in _CALLS:
-    return in_float32(inner[0].program)(*operands)
   if inner and holds is Holds.SHARD_MAP:
     body = in_float32(inner[0].program)
     return jax.shard_map(lambda *xs: tuple(body(*xs)), **mapped_with(eqn))(*operands)

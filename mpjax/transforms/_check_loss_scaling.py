@@ -243,19 +243,37 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
     _refuse_float16(program)
     return None
 
-  # Steps that are applied, at several scales.
+  # What is a new version of which argument?
   high, first = _HIGH, run(_HIGH)
+  before = dict(arrays_in(call))
+  places, carried = _places(before), _carried(before, first.after)
+  of_type = collections.defaultdict[object, list[Path]](list)
+  for path, x in before.items():
+    if _FIELD not in path:
+      of_type[_type(x)].append(path)
+  old = {
+    path: _old_versions(path, x, of_type[_type(x)], places, carried)
+    for path, x in first.after.items()
+    if _FIELD not in path
+  }
+
+  # Steps that are applied, at several scales.
   if not first.updated:
+    other = run(high / _FACTOR).after
+    for path, one in old.items():
+      values = [first.after[path], other[path]]
+      if one.sure and any(_differs(before[x], values, 0.25) for x in one.paths):
+        raise _depends(scale, "gradients that still carry the loss scale", path)
     return _UNTOUCHED
   while not first.finite:
-    high /= _FACTOR
-    if high < 1 / _HIGH:
+    if high <= 1 / _HIGH:
       raise MpjaxValueError(
         WHERE,
         expected="a step whose gradients are finite at some loss scale",
         got=f"an inf or NaN at every scale down to {high:.9g}",
         fix="Call it with another batch; mpjax.check_skipped_steps says which gradient it is.",
       )
+    high /= _FACTOR
     first = run(high)
   scales = (high / _FACTOR, high * _LOW) if program is not None else (high / _FACTOR,)
   applied = [first, *(one for one in map(run, scales) if one.finite)]
@@ -265,22 +283,13 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
   never = skipped.finite
   skipped = run(_INF) if never else skipped
 
-  # What is a new version of which argument? The one that a skipped step returns as it was.
-  before, after = dict(arrays_in(call)), first.after
-  places, carried = _places(before), _carried(before, after)
-  of_type = collections.defaultdict[object, list[Path]](list)
-  for path, x in before.items():
-    if _FIELD not in path:
-      of_type[_type(x)].append(path)
-  returned = {path: x for path, x in after.items() if _FIELD not in path}
-  old = {
-    path: _old_versions(path, x, of_type[_type(x)], places, carried) for path, x in returned.items()
-  }
+  # What is wrong? Of several arguments a skipped step returns the old one as it was.
   same = {path: _unchanged(one.paths, before, skipped.after[path]) for path, one in old.items()}
   tolerance, wrong, replaced = (0.25 if program is None else _TOLERANCE), [], []
   for path, version in old.items():
     values = [one.after[path] for one in applied]
-    for x in version.paths if never and version.sure else same[path]:
+    only = version.sure and (never or len(version.paths) == 1)
+    for x in version.paths if only else same[path]:
       if _differs(before[x], values, tolerance):
         moved = [_distance(before[x], value) for value in values]
         wrong.append((moved[0] > moved[-1], path))
@@ -297,28 +306,32 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
       got = "gradients that were never scaled" if never else carry
     if not wrong:
       got += ", or whose inf and NaN were replaced (jnp.nan_to_num), which then skip no step"
-    of_loss, grad_fn, update = _words(scale)
-    raise MpjaxValueError(
-      WHERE,
-      expected=f"a step that is the same at every loss scale{of_loss}",
-      got=f"{got}: what is returned at {''.join(path)} changes with the scale",
-      fix=f"Pass the gradients of {grad_fn} to {update} unchanged, with penalties inside of "
-      "loss_fn, and clip inside: tx = mpjax.loss_scaling(optax.chain(clip, optimizer)). "
-      "mpjax.unscale is for logging alone. A loss that needs gradients itself takes those of "
-      "jax.grad.",
-    )
+    raise _depends(scale, got, path)
 
   # Skipped at once, and after a step: momentum that is 0 at first stays 0.
   if not never:
     claims = {x: path for path, one in old.items() if one.sure for x in one.paths}
     claims |= {x: path for path, unchanged in same.items() for x in unchanged}
-    moved_on = before | {x: after[path] for x, path in claims.items()}
+    moved_on = before | {x: first.after[path] for x, path in claims.items()}
     _refuse_changes(scale, old, before, skipped.after)
     _refuse_changes(scale, old, moved_on, run(_NAN, moved_on).after)
-  arrays = [path for path, one in old.items() if one.paths and is_inexact(returned[path])]
-  if any(_distance(returned[path], skipped.after[path]) for path in arrays):
+  arrays = [path for path, one in old.items() if one.paths and is_inexact(first.after[path])]
+  if any(_distance(first.after[path], skipped.after[path]) for path in arrays):
     return None
   return _NEVER if never else _SAME
+
+
+def _depends(scale: OwnedScale, got: str, path: Path) -> MpjaxValueError:
+  of_loss, grad_fn, update = _words(scale)
+  return MpjaxValueError(
+    WHERE,
+    expected=f"a step that is the same at every loss scale{of_loss}",
+    got=f"{got}: what is returned at {''.join(path)} changes with the scale",
+    fix=f"Pass the gradients of {grad_fn} to {update} unchanged, with penalties inside of "
+    "loss_fn, and clip inside: tx = mpjax.loss_scaling(optax.chain(clip, optimizer)). "
+    "mpjax.unscale is for logging alone. A loss that needs gradients itself takes those of "
+    "jax.grad.",
+  )
 
 
 def _places(paths: Iterable[Path]) -> set[Path]:

@@ -144,6 +144,17 @@ def test_a_policy_does_not_enter():
 
 
 @pytest.mark.case("A73")
+def test_nothing_changes_where_nothing_is_in_force():
+  def fn(x, flag, *, y):
+    assert flag is True
+    return x @ y.T
+
+  x = X.astype(jnp.bfloat16)
+  plain = jax.make_jaxpr(lambda x: fn(x, True, y=x))(x)
+  assert str(jax.make_jaxpr(lambda x: mpjax.full_precision(fn)(x, True, y=x))(x)) == str(plain)
+
+
+@pytest.mark.case("A73")
 def test_autocast_does_not_enter():
   @mpjax.full_precision
   def inner(tree):

@@ -16,6 +16,7 @@ import mpjax
 from mpjax._core.rules import (
   ModulePolicy,
   first_match,
+  is_flax_norm,
   parse_config,
   parse_rules,
   resolve_policy,
@@ -339,7 +340,13 @@ def test_what_is_given_is_parsed():
 
 
 def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere():
-  for selector, by_path in ({"path": "a"}, True), ({"where": callable}, True), (DENSE, False):
+  norms = ({"where": is_flax_norm}, False)
+  for selector, by_path in (
+    ({"path": "a"}, True),
+    ({"where": callable}, True),
+    (DENSE, False),
+    norms,
+  ):
     assert given(rules=[Rule(None, **selector)]).by_path == by_path
   for policy, rules, rewrites in [
     ("c=bf16", (), True),

@@ -305,6 +305,7 @@ def test_a_gpu_multiplies_in_float8(matmuls, scaling):
   loss, params = of_linen(policy)
   found = matmuls(jax.grad(loss), params)
   # XLA joins the projections of one input, of which there are three, in one matmul or not.
+  assert 8 - 2 <= found[E4M3] <= 8  # forward
   assert 24 - 4 <= sum(n for kind, n in found.items() if kind in FLOAT8) <= 24
   # Attention's own two, `attend` and the convolution, with their gradients.
   assert sum(n for kind, n in found.items() if kind not in FLOAT8) == found["bf16"] == 12

@@ -156,6 +156,9 @@ def test_n8_two_scales_in_one_chain_are_refused(chain):
   masks = (optax.masked(clip, MASK), optax.masked(sgd, {"w": False, "b": True}))
   with pytest.raises(TypeError, match="one with 2, named"):  # Each sees parameters of its own.
     mpjax.value_and_grad(quadratic, optax.chain(*masks).init(PARAMS))
+  # A tuple that no chain has created is of a step: a state beside a pair of its own.
+  beside = (masks[0].init(PARAMS), (jnp.zeros(2), jnp.ones(2)))
+  assert int(mpjax.loss_scaling_metrics(beside)["total"]) == 0
 
 
 @pytest.mark.case("B113")

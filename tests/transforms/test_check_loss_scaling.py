@@ -280,6 +280,23 @@ def test_float16_without_a_scale():
   mpjax.check_loss_scaling(make_step(tx, right, BF16))(PARAMS, tx.init(PARAMS), BATCH)
 
 
+@pytest.mark.parametrize("kind", ["no update", "another optimizer", "the updates are not used"])
+def test_scaled_gradients_that_are_applied(kind):
+  tx, sgd = mpjax.loss_scaling(optax.sgd(0.1)), optax.sgd(0.1)
+
+  def step(params, opt_state, batch):
+    grads = right(params, opt_state, batch, loss_fn)[1]
+    updates = jax.tree.map(lambda g: -0.1 * g, grads)
+    if kind == "another optimizer":
+      updates, _ = sgd.update(grads, sgd.init(params))
+    elif kind == "the updates are not used":
+      _, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  with refused(ValueError, WHERE, "the same at every", "still carry the loss scale", "tx.update"):
+    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
+
+
 KINDS = ["statistics", "average", "count", "momentum of updates", "momentum of gradients"]
 
 
@@ -311,11 +328,11 @@ def test_what_a_skipped_step_changes(kind, guarded):
       return mpjax.select_tree(mpjax.last_step_finite(opt_state), (params, new), old), opt_state
     return (params, new), opt_state
 
-  ends = refused(ValueError, WHERE, "changes nothing when it is skipped", "another ", "select_")
-  if guarded:
-    ends = contextlib.nullcontext()
-    if kind == "momentum of gradients":  # They are scaled, by another scale some steps later.
-      ends = refused(ValueError, WHERE, "the same at every", "still carry the loss scale", "inside")
+  ends = contextlib.nullcontext()
+  if kind == "momentum of gradients":  # They are scaled, by another scale some steps later.
+    ends = refused(ValueError, WHERE, "the same at every", "still carry the loss scale", "inside")
+  elif not guarded:
+    ends = refused(ValueError, WHERE, "changes nothing when it is skipped", "another ", "select_")
   with ends:
     mpjax.check_loss_scaling(jax.jit(step))((PARAMS, rest), tx.init(PARAMS), BATCH)
 
@@ -445,7 +462,7 @@ def test_what_cannot_be_checked():
     checked(PARAMS, PARAMS, BATCH)
   with refused(TypeError, WHERE, "created by", "none in what step returned", "Return"):
     mpjax.check_loss_scaling(lambda *args: step(*args)[0])(PARAMS, opt_state, BATCH)
-  with refused(ValueError, WHERE, "finite at some", "every scale", "another batch"):
+  with refused(ValueError, WHERE, "finite at some", f"down to {2.0**-14:.9g}", "another batch"):
     checked(PARAMS, opt_state, (BATCH[0] * jnp.nan, BATCH[1]))
   fix = "Update with the tx that mpjax.loss_scaling returned"
   with refused(TypeError, WHERE, made, "the update of another optimizer", fix):

@@ -49,10 +49,12 @@ def test_metrics_are_these_scalars():
 def test_metrics_equal_the_oracle():
   state, oracle, step = TX.init(PARAMS), Oracle(init_scale=4, growth_interval=2), jnp.int32(0)
   for flag in [1, 0, 0, 0, 1, 1, 1, 0, 1]:
-    state = update(GOOD if flag else BAD, state)
+    old, state = state, update(GOOD if flag else BAD, state)
     step = mpjax.select_tree(mpjax.last_step_finite(state), step + 1, step)
     numbers = oracle.step(bool(flag)).numbers()
-    metrics = mpjax.loss_scaling_metrics(state)
+    metrics = mpjax.loss_scaling_metrics(state, before=old)
+    moved = metrics["loss_scale"] != mpjax.loss_scaling_metrics(old)["loss_scale"]
+    assert bool(metrics.pop("scale_changed")) is bool(moved)
     assert bool(metrics.pop("finite")) == bool(mpjax.last_step_finite(state)) == bool(flag)
     assert float(metrics.pop("loss_scale")) == numbers.pop("scale")
     numbers.pop("hysteresis")

@@ -63,6 +63,7 @@ def test_numbers_that_low_precision_does_not_hold():
   masked = risks(lambda x, keep: x + keep.astype("float16") * jnp.float16(-jnp.inf), HALF, HALF)
   assert masked == [("mul", "float16", "a number became inf in low precision")]
   assert risks(lambda x: jnp.where(x > 0, x, -jnp.inf)) == []
+  assert risks(lambda x: x == jnp.inf) == []
 
 
 @pytest.mark.case("B019")
