@@ -3,6 +3,7 @@
 import concurrent.futures
 import copy
 import functools
+import itertools
 import pickle
 import threading
 from typing import Any
@@ -16,7 +17,7 @@ from flax.core import freeze
 
 import mpjax
 from tests.errors import refused
-from tests.linen.probes import HALF, KEY, Does, Probe, X, dtypes, note
+from tests.linen.probes import HALF, KEY, Does, Probe, X, calling, dtypes, note
 from tests.programs import bits, products
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
@@ -156,6 +157,17 @@ def test_public_methods_by_any_name_and_their_output_dtypes():
     assert jax.eval_shape(apply, plain_variables(), x).dtype == wanted
 
 
+@pytest.mark.case("A91")
+def test_parameters_in_another_dtype_are_used_as_they_are():
+  for stored, given in itertools.product(["float32", "float16", "bfloat16"], repeat=2):
+    params = jax.tree.map(lambda w, dtype=stored: w.astype(dtype), plain_variables()["params"])
+    args = {**plain_variables(), "params": params}, X.astype(given)
+    out, plain = (
+      jax.eval_shape(model.apply, *args) for model in (with_policy(Net(), "bfloat16"), Net())
+    )
+    assert (out.dtype, plain.dtype) == (BF16, jnp.promote_types(stored, given)), (stored, given)
+
+
 @pytest.mark.parametrize("kind", [dict, freeze], ids=["dict", "FrozenDict"])
 def test_mutable_collections_and_the_container_that_goes_in(kind):
   variables, model = kind(plain_variables()), with_policy(Net(), "mixed_bfloat16")
@@ -186,6 +198,41 @@ def test_the_model_is_not_changed():
   # Nor are its variables.
   assert bits(variables) == before
   assert all(a is b for a, b in zip(jax.tree.leaves(variables), leaves, strict=True))
+
+
+OWN = {
+  "variable_axes": {"params": 0},
+  "split_rngs": {"params": True, "dropout": True, "shuffle": True},
+}
+LIFTS = {
+  "scan": functools.partial(nn.scan, **OWN, length=3),
+  "remat": nn.remat,
+  "vmap": functools.partial(nn.vmap, **OWN),
+}
+
+
+@pytest.mark.case("I11", "B090", "B091")
+@pytest.mark.parametrize("lift", LIFTS)
+def test_randomness_under_lifted_transforms(lift):
+  def layer(module, x):
+    x = nn.Dropout(0.2, deterministic=False)(nn.Dense(4)(x))
+    return jax.random.permutation(module.make_rng("shuffle"), x, axis=-1), None
+
+  model = Does(lambda module, x: LIFTS[lift](calling(layer))()(x)[0])
+  mixed, half = (with_policy(model, policy) for policy in ("mixed_bfloat16", "bfloat16"))
+  x = jnp.linspace(0.5, 1.5, 12).reshape(3, 4)
+  rngs = {name: jax.random.key(i) for i, name in enumerate(OWN["split_rngs"])}
+
+  @jax.jit  # One compilation for everything that draws.
+  def run():
+    variables = [each.init(rngs, x) for each in (model, mixed, half)]
+    return variables, [each.apply(variables[0], x, rngs=rngs) == 0 for each in (model, mixed)]
+
+  (plain, in_float32, in_half), (dropped, ours) = run()
+  assert bits(in_float32) == bits(plain)
+  assert bits(in_half) == bits(jax.tree.map(lambda w: w.astype(BF16), plain))
+  assert bits(ours) == bits(dropped)
+  assert 0 < dropped.sum() < dropped.size
 
 
 # The wrapper as an object
@@ -460,6 +507,26 @@ def test_small_steps_move_float32_parameters_under_half_compute():
   stepped = jax.tree.map(lambda w, g: w - jnp.float32(2**-14) * g, params, grads)
   assert stepped["params"]["w"].dtype == F32
   assert float(stepped["params"]["w"][0]) == 1 - 2**-14
+
+
+TRANSFORMS = {
+  "eval_shape": jax.eval_shape,
+  "jit": lambda f, x: jax.jit(f)(x),
+  "checkpoint": lambda f, x: jax.checkpoint(f)(x),
+  "linearize": lambda f, x: jax.linearize(f, x)[0],
+  "jvp": lambda f, x: jax.jvp(f, (x,), (x,))[1],
+  "vjp": lambda f, x: jax.vjp(f, x)[0],
+  "vmap": lambda f, x: jax.vmap(f)(x[None]),
+}
+
+
+@pytest.mark.case("B076")
+def test_dtypes_under_transforms():
+  policies = {"mixed_bfloat16": F32, "bfloat16": BF16, "c=f16": "float16", "float32": F32}
+  for (name, transform), policy in itertools.product(TRANSFORMS.items(), policies):
+    apply = functools.partial(with_policy(Net(), policy).apply, plain_variables())
+    found = jax.eval_shape(functools.partial(transform, apply), X)
+    assert found.dtype == policies[policy], (name, policy)
 
 
 @pytest.mark.case("A80", "B076")
