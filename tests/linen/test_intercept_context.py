@@ -51,7 +51,6 @@ class Holds(nn.Module):
     return x if fun is None else fun(x)
 
 
-@pytest.mark.case("B093")
 def test_a_module_has_the_policy_of_where_it_was_made_not_of_who_calls_it():
   def makes(module, x):
     mine = Block(name="mine")

@@ -93,7 +93,7 @@ def test_variables_of_numpy_are_parameters_like_others_and_those_of_no_mapping_f
 # Parameters
 
 
-@pytest.mark.case("B082", "B092", "B093")
+@pytest.mark.case("B082", "B092")
 def test_the_gradients_of_both_uses_of_a_table_sum_in_float32():
   def tied(module, ids):
     """Reads its own table from the variables, as tied heads do."""
