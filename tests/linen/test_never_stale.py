@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import threading
 
 import flax.linen as nn
 import hypothesis
@@ -311,6 +312,24 @@ def test_a_generator_that_ends_in_another_thread():
 
 
 JITTED = {name: jax.jit(model.apply) for name, model in MODELS.items()}
+
+
+@pytest.mark.case("B067")
+def test_threads_at_the_same_time():
+  model, variables, wanted = case("Plain")
+  start = threading.Barrier(len(POLICIES), timeout=30)
+
+  def work(policy):
+    start.wait()
+    for _ in range(20):
+      with scope(policy):
+        equal(JITTED["Plain"](variables, X), wanted[policy])
+        equal(model.apply(variables, X), wanted[policy])
+
+  with concurrent.futures.ThreadPoolExecutor(len(POLICIES)) as pool:
+    list(pool.map(work, POLICIES))
+
+
 NAMES = st.sampled_from(list(MODELS))
 OPERATIONS = st.one_of(
   st.tuples(st.just("enter"), st.sampled_from(POLICIES)),
