@@ -59,7 +59,6 @@ class Active:
     entered: a module has been entered: the policy began further out.
     tracing: the call is part of one that is traced and will be rewritten.
     region: what marks the operations of the module being called.
-    is_table: the module being called looks up its rows: its own matmuls are not in float8.
     casting: the classes of modules that are called in their compute dtype (arguments, results and
       `dtype` fields), since they raise in float32; `EVERY` inside of one.
     as_python: the paths of modules that run as Python, since they look at values.
@@ -76,7 +75,6 @@ class Active:
   entered: bool = False
   tracing: bool = False
   region: str = ""
-  is_table: bool = False
   casting: frozenset[Class] = frozenset()
   as_python: frozenset[str] = frozenset()
   on: bool = True

@@ -213,11 +213,12 @@ class ModuleCall(NamedTuple):
       if casts or not initializing:
         dtype = policy.compute_dtype if casts else FLOAT32
         fields = dtype_field(self.module, dtype, always=casts)
+    in_float8 = state.tracing and policy is not None and policy.matmul is not None
     marks = state.tracing and (around is None or around.region != state.region)
     marked = mark(state.region) if marks else contextlib.nullcontext()
     with contextlib.ExitStack() as scopes, self._noted(), ACTIVE(state), marked:
       scopes.enter_context(_fields_set(self.module, fields))
-      if state.tracing and state.is_table:
+      if in_float8 and isinstance(self.module, self.layers.tables):
         scopes.enter_context(jax.named_scope(TABLE))
       if state.tracing and isinstance(self.module, self.layers.as_given):
         scopes.enter_context(jax.named_scope(AS_GIVEN))
@@ -321,7 +322,6 @@ def call_of(
   policy = resolved.policy
   casts = is_wide(policy) or not state.casting.isdisjoint({object, type(module)})
   iterates = isinstance(module, layers.iterates) and is_low(policy)
-  in_float8 = policy is not None and policy.matmul is not None
   inner = dataclasses.replace(
     state,
     policy=policy,
@@ -329,7 +329,6 @@ def call_of(
     entered=True,
     region=region_of(Policy() if iterates else policy),
     casting=EVERY if casts else state.casting,
-    is_table=in_float8 and isinstance(module, layers.tables),
     **more,
   )
   return ModuleCall(module, path, resolved, state, inner, layers)

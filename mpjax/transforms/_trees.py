@@ -189,7 +189,7 @@ def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
   # which `mpjax.apply_updates` and Equinox leave alone; optax can add nothing to a key.
 
   def merge(g: Leaf, u: Leaf, p: Leaf) -> Leaf:
-    if not isinstance(u, optax.MaskedNode) or isinstance(g, optax.MaskedNode):
+    if not isinstance(u, optax.MaskedNode):
       return u
     if p is None:
       return g
