@@ -129,7 +129,8 @@ def test_a_policy_does_not_enter():
 
   def body(module, x):
     x = nn.Dense(4, name="before")(x)
-    mpjax.full_precision(lambda x, n: seen.append((x.dtype, n.dtype)))(x, jnp.arange(2))
+    half = x.astype("bfloat16")
+    mpjax.full_precision(lambda *xs, y: seen.extend((*xs, y)))(half, jnp.arange(2), y=half)
     log = []  # A list that the function appends to is the caller's own.
     mpjax.full_precision(lambda log, x: log.append(x.dtype))(log, x)
     assert log == [jnp.float32]
@@ -140,7 +141,7 @@ def test_a_policy_does_not_enter():
   variables = model.init(jax.random.key(0), X)
   seen.clear()
   assert matmuls(model.apply, variables, X) == [LOW, FULL, LOW]
-  assert seen == [(jnp.float32, jnp.int32)]
+  assert [x.dtype for x in seen] == [jnp.float32, jnp.int32, jnp.float32]
 
 
 @pytest.mark.case("A73")

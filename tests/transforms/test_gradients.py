@@ -307,6 +307,19 @@ def test_a_step_with_a_dynamic_scale_calls_loss_fn_once(name, how, devices):
   assert len(calls) == 1
 
 
+def test_a_weakly_typed_model_state_is_no_second_trace():
+  def worse(params, model_state, batch, rng):
+    return jnp.sum(params), (jnp.where(jnp.sum(params) > model_state, 2.0, 1.0), {})
+
+  loss_fn, calls = counted(worse)
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.NoLossScale())
+  step = mpjax.make_train_step(loss_fn, tx)
+  state = mpjax.TrainState.create(jnp.zeros(3), tx, model_state=jnp.zeros(()))
+  for _ in range(2):
+    state, _ = step(state, ())
+  assert len(calls) == 1
+
+
 def first_state(params, model_state, batch, rng):
   """An RNN whose first state is learned."""
   h0 = jnp.broadcast_to(params["h0"], batch.shape[1:]).astype(jnp.float16)

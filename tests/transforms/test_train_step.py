@@ -72,6 +72,25 @@ def test_against_numpy():
   assert "retries" not in metrics
 
 
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_random_bits_of_rounding_are_its_own_in_each_step(accumulate):
+  tx = mpjax.loss_scaling(optax.sgd(2.0**-10), mpjax.StaticLossScale(1))
+
+  def loss_fn(params, keys, batch, rng):  # Keeps the keys that it is given.
+    keys = jnp.concatenate([keys[1:], jax.random.key_data(rng)[None]])
+    return jnp.sum(params.astype(jnp.float32)), (keys, {})
+
+  params, keys = jnp.ones(64, jnp.bfloat16), jnp.zeros((accumulate, 2), jnp.uint32)
+  options = {"accumulate": accumulate, "rounding": "stochastic", "donate": False}
+  step, state = begin(loss_fn, tx, params, model_state=keys, rng=jax.random.key(3), **options)
+  one, two = (step(state._replace(step=jnp.int32(k)), jnp.zeros(2))[0] for k in range(2))
+  other = [state.rng, *jax.random.wrap_key_data(one.model_state)]
+  round_ = functools.partial(mpjax.apply_updates, params, 0 * params - 2.0**-10)
+  found = [one.params, two.params, *(round_(rounding="stochastic", key=key) for key in other)]
+  assert len({x.tobytes() for x in map(np.asarray, found)}) == len(found)
+
+
 def test_numbers_of_a_skipped_step_are_reported_as_they_are():
   # Parameters keep their bits: XLA for CPU flushes subnormals when it adds, even -0.0.
   params = jnp.asarray(np.float32([1e-40, 1, -1e-40]))
