@@ -13,9 +13,10 @@ from flax import nnx
 
 import mpjax
 from mpjax.nnx._view import is_tree
+from tests.models.values import normal
 from tests.nnx import rig
 from tests.nnx.does import Does
-from tests.programs import half_share, run
+from tests.programs import bits, half_share, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
 BF16 = np.dtype("bfloat16")
@@ -156,6 +157,47 @@ def test_a_loop_that_starts_from_a_float32_literal_just_works(kind):
   plain, ours, left = run(all_three, state)
   np.testing.assert_allclose(np.asarray(ours, np.float32), plain, atol=0.05)
   np.testing.assert_array_equal(left, plain)
+
+
+def layers(rngs):
+  """Three with dropout and statistics, stacked."""
+  parts = (nnx.BatchNorm, 4), (nnx.Linear, 4, 4), (nnx.Dropout, 0.2)
+  make = lambda rngs: nnx.Sequential(*(cls(*sizes, rngs=rngs) for cls, *sizes in parts))  # noqa: E731
+  return nnx.vmap(make)(rngs.split(3))
+
+
+def mapped(layers, x):
+  return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(layers, x)
+
+
+STACKS = {
+  "nnx.scan of nnx.remat": lambda m, x: nnx.scan(
+    nnx.remat(lambda layer, x: layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
+  )(m.layers, x),
+  "nnx.vmap": lambda m, x: mapped(m.layers, x),
+  "nnx.cond": lambda m, x: nnx.cond(
+    x[0, 0] < 9, mapped, lambda layers, x: jnp.zeros((3, *x.shape)), m.layers, x
+  ),
+}
+
+
+@pytest.mark.case("A76", "B073")
+@pytest.mark.parametrize("kind", STACKS)
+def test_gradients_state_and_dropout_of_stacked_layers(kind):
+  graphdef, *state = rig.split(lambda rngs: Does(STACKS[kind], layers=layers(rngs)))
+  args = *state, (jnp.asarray(normal(16, 4)),)
+  ours, plain = (
+    rig.functions(graphdef, policy, lambda model, x: model(x))[1]
+    for policy in ("mixed_bfloat16", None)
+  )
+  assert half_share(jax.make_jaxpr(ours)(*args)) == 1
+  found, wanted = run(lambda *args: (ours(*args), plain(*args)), *args)
+  assert dtypes(found) == dtypes(wanted)
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    if rig.is_float(x):
+      np.testing.assert_allclose(x, y, atol=0.05 * np.abs(y).max())
+    else:
+      assert bits(x) == bits(y)
 
 
 # What is written
