@@ -250,19 +250,18 @@ def test_what_setup_makes_of_the_dtype_field_is_traced_in_float32():
 
 @pytest.mark.case("A118", "A91")
 @pytest.mark.parametrize("half", HALF)
-def test_inputs_of_any_dtype_give_what_dtype_by_hand_gives(half):
-  variables = nn.Dense(2).init(KEY, X)
+def test_inputs_and_parameters_of_any_dtype_give_what_dtype_by_hand_gives(half):
+  floats = ("float32", "bfloat16", "float16")
+  pairs = [(w, x) for w in floats for x in (*floats, "int32", "int8", "bool")]
+  params, rows = nn.Dense(2).init(KEY, X), jnp.asarray([[1, 0, 1], [0, 1, 1]])
+  stored = {to: jax.tree.map(lambda w, to=to: w.astype(to), params) for to in floats}
+  given = [(stored[w], rows.astype(x)) for w, x in pairs]
   ours, by_hand = with_policy(nn.Dense(2), f"c={half}"), nn.Dense(2, dtype=half)
-  inputs = [
-    jnp.asarray([[1, 0, 1], [0, 1, 1]]).astype(dtype)
-    for dtype in ("float32", "bfloat16", "float16", "int32", "int8", "bool")
-  ]
-  found, wanted = run(
-    lambda v: [[m.apply(v, x) for x in inputs] for m in (ours, by_hand)], variables
-  )
+  found, wanted = run(lambda given: [[m.apply(*x) for x in given] for m in (ours, by_hand)], given)
   assert bits(found) == bits(wanted)
-  # Without a policy integers promote to the float32 of the parameters.
-  assert jax.eval_shape(nn.Dense(2).apply, variables, inputs[3]).dtype == F32
+  # Without a policy the model promotes: what it computes by itself.
+  plain = [jax.eval_shape(nn.Dense(2).apply, *each).dtype for each in given]
+  assert plain == [jnp.promote_types(*pair) for pair in pairs]
 
 
 @pytest.mark.case("B099")

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import threading
 
 import flax.linen as nn
@@ -18,18 +19,12 @@ import mpjax
 from mpjax._core.active import ACTIVE
 from tests.compilations import compilations
 from tests.errors import refused
-from tests.linen.probes import KEY, Does, Probe, X, calls, note, seen
+from tests.linen.probes import KEY, Does, Probe, X, calling, calls, note, seen
 from tests.programs import products
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
 POLICIES = ["float32", "bfloat16", "float16", None]
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", None: "float32"}
-
-
-class Plain(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(2)(x)
 
 
 @jax.jit
@@ -48,6 +43,7 @@ def inner_jit(module, x):
   return inner_product(x, kernel) + dense(x)
 
 
+Plain = calling(lambda module, x: nn.Dense(2)(x))
 JIT_CLASS = Does(lambda module, x: nn.jit(Plain)()(x))
 MODELS = {"Plain": Plain(), "JitClass": JIT_CLASS, "InnerJit": Does(inner_jit)}
 CASES = pytest.mark.parametrize("name", MODELS)
@@ -65,7 +61,7 @@ def by_hand(name, policy):
   if name == "InnerJit":
     kernel = params["kernel"].astype(dtype)
     return x @ kernel + (x @ kernel + kernel[:1])
-  params = params["JitPlain_0"] if name == "JitClass" else params
+  params = params["JitCalling_0"] if name == "JitClass" else params
   return nn.Dense(2, dtype=dtype).apply({"params": params["Dense_0"]}, x)
 
 
@@ -316,18 +312,27 @@ JITTED = {name: jax.jit(model.apply) for name, model in MODELS.items()}
 
 @pytest.mark.case("B067")
 def test_threads_at_the_same_time():
+  # Two of them are in each scope. When one has left it, the other is still inside.
   model, variables, wanted = case("Plain")
-  start = threading.Barrier(len(POLICIES), timeout=30)
+  scopes = {policy: scope(policy) for policy in POLICIES}
+  inside = threading.Barrier(2 * len(POLICIES), timeout=60)
 
-  def work(policy):
-    start.wait()
-    for _ in range(20):
-      with scope(policy):
-        equal(JITTED["Plain"](variables, X), wanted[policy])
-        equal(model.apply(variables, X), wanted[policy])
+  def work(policy, leaves_first):
+    with scopes[policy]:
+      inside.wait()
+      if not leaves_first:
+        inside.wait()
+      calls = 10 * (model.apply, JITTED["Plain"])
+      found = [(call(variables, X), wanted[policy]) for call in calls]
+    found.append((model.apply(variables, X), wanted[None]))
+    if leaves_first:
+      inside.wait()
+    return found
 
-  with concurrent.futures.ThreadPoolExecutor(len(POLICIES)) as pool:
-    list(pool.map(work, POLICIES))
+  with concurrent.futures.ThreadPoolExecutor(inside.parties) as pool:
+    found = pool.map(work, *zip(*itertools.product(POLICIES, (True, False)), strict=True))
+  for pair in itertools.chain(*found):
+    equal(*pair)
 
 
 NAMES = st.sampled_from(list(MODELS))
