@@ -73,21 +73,16 @@ def test_against_numpy():
 
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_random_bits_of_rounding_are_its_own_in_each_step(accumulate):
+def test_the_random_bits_of_rounding_are_its_own_in_each_step():
   tx = mpjax.loss_scaling(optax.sgd(2.0**-10), mpjax.StaticLossScale(1))
-
-  def loss_fn(params, keys, batch, rng):  # Keeps the keys that it is given.
-    keys = jnp.concatenate([keys[1:], jax.random.key_data(rng)[None]])
-    return jnp.sum(params.astype(jnp.float32)), (keys, {})
-
-  params, keys = jnp.ones(64, jnp.bfloat16), jnp.zeros((accumulate, 2), jnp.uint32)
-  options = {"accumulate": accumulate, "rounding": "stochastic", "donate": False}
-  step, state = begin(loss_fn, tx, params, model_state=keys, rng=jax.random.key(3), **options)
-  one, two = (step(state._replace(step=jnp.int32(k)), jnp.zeros(2))[0] for k in range(2))
-  other = [state.rng, *jax.random.wrap_key_data(one.model_state)]
-  round_ = functools.partial(mpjax.apply_updates, params, 0 * params - 2.0**-10)
-  found = [one.params, two.params, *(round_(rounding="stochastic", key=key) for key in other)]
+  loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float32)))
+  params, rng, options = jnp.ones(64, jnp.bfloat16), jax.random.key(3), {"rounding": "stochastic"}
+  step, state = begin(loss_fn, tx, params, rng=rng, donate=False, **options)
+  found = [step(state._replace(step=jnp.int32(k)), jnp.zeros(2))[0].params for k in range(2)]
+  # Nor those of the keys of the state, of the first step, of its micro-batches.
+  key = jax.random.fold_in(rng, 0)
+  for other in (rng, key, *(jax.random.fold_in(key, index) for index in range(2))):
+    found.append(mpjax.apply_updates(params, jnp.full(64, -(2.0**-10)), key=other, **options))
   assert len({x.tobytes() for x in map(np.asarray, found)}) == len(found)
 
 

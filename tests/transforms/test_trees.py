@@ -127,20 +127,15 @@ def test_weak_and_foreign_leaves_of_a_state_become_strong():
     assert strong(other) is other
 
 
-def test_states_are_on_the_devices_of_the_parameters(devices):
+def test_states_are_placed_with_the_parameters_and_others_left_alone(devices):
   mesh = jax.make_mesh((4,), ("data",), devices=devices)
-  params = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("data")))
+  params = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P()))
   sgd = optax.sgd(1.0, momentum=0.5)
   for tx in (mpjax.monitor(sgd), mpjax.accumulate_gradients(sgd, 2), mpjax.loss_scaling(sgd)):
     state = tx.init(params)
     assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(state)} == {4}, type(state)
-
-
-def test_placing_leaves_other_states_alone(devices):
   state = {"a": jnp.ones(2), "text": "text", "numpy": np.ones(1)}
   assert place_like(jnp.ones(2), state) is state
-  mesh = jax.make_mesh((4,), ("data",), devices=devices)
-  params = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P()))
   there = jax.device_put(state["a"], devices[1])
   assert place_like(params, {"a": there})["a"] is there
   assert jax.jit(lambda p, s: place_like(p, s))(params, state["a"]).shape == (2,)
