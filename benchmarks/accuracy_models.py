@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import language_by_hand
+import nnx_models
 import numpy as np
 from flax import nnx
 
@@ -292,6 +293,6 @@ MODELS: Mapping[str, Model] = {
     f"NNX {name}": nnx_model(functools.partial(by_hand.of_nnx, key), (x,), ways=ways)
     for name, (key, x, ways) in BY_HAND.items()
   },
-  **{f"NNX {name}": nnx_model(*each) for name, each in {**zoo.MODELS, **zoo.CLASSICS}.items()},
+  **{f"NNX {name}": nnx_model(*each) for name, each in {**zoo.MODELS, **nnx_models.MODELS}.items()},
   "NNX vae": nnx_model(zoo.Vae, (normal(3, 8, 8, 3),), reconstructed),
 }
