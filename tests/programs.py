@@ -6,10 +6,12 @@ while (once, since nobody knows how often it runs), remat, custom derivatives, s
 """
 
 import collections
+import contextlib
 import dataclasses
+import logging
 import math
-import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -256,11 +258,26 @@ def _derivative(primals: Any, tangents: Any, counts: Derivatives) -> tuple[Any, 
 ad.primitive_jvps[_COUNTED] = _derivative
 
 
-def options_of_users() -> dict[str, bool]:
-  """Returns the `compiler_options` with which XLA writes kernels as it does for users.
+COMPILED = re.compile(r"Finished XLA compilation of jit\((\w+)\)")
 
-  What tests/conftest.py sets instead contracts products and sums in other places, so that two
-  functions that share their arithmetic may differ in a last bit.
+
+@contextlib.contextmanager
+def compilations() -> Generator[collections.Counter[str]]:
+  """Yields how often each jitted function is compiled inside, by its name, read from JAX's log.
+
+  `_cache_size()` of a jitted function is no such count. It is that of a cache which all functions
+  share: once that is full, JAX keeps no new entries, and says 0.
   """
-  emitters = "xla_cpu_use_fusion_emitters"
-  return {emitters: True} if emitters in os.environ.get("XLA_FLAGS", "") else {}
+  found: collections.Counter[str] = collections.Counter()
+
+  class Count(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+      found.update(COMPILED.findall(record.getMessage()))
+
+  logger, count = logging.getLogger("jax"), Count()
+  logger.addHandler(count)
+  try:
+    with jax.log_compiles():
+      yield found
+  finally:
+    logger.removeHandler(count)

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mpjax
-from tests.compilations import compilations
+from tests.programs import compilations
 
 NONE = mpjax.NoLossScale()
 ADAM = optax.adam(0.05)

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import mpjax
-from tests.compilations import compilations
 from tests.integration.sharded_rig import (
   AUTO,
   EXPLICIT,
@@ -28,7 +27,7 @@ from tests.integration.sharded_rig import (
   replicas,
 )
 from tests.partitioned import Collective, collectives
-from tests.programs import data_of_keys, equations
+from tests.programs import compilations, data_of_keys, equations
 from tests.transforms.losses import loss_of, over_devices
 
 DEVICES = 8

@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.compilations import compilations
-from tests.programs import bits, jitted
+from tests.programs import bits, compilations, jitted
 
 STEPS = 1000
 ROWS = 16

@@ -15,9 +15,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mpjax
-from tests.compilations import compilations
 from tests.errors import refused
-from tests.programs import bits, data_of_keys
+from tests.programs import bits, compilations, data_of_keys
 
 P = jax.sharding.PartitionSpec
 restore_like, to_arrays = mpjax.checkpoints.restore_like, mpjax.checkpoints.to_arrays

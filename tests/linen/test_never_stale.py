@@ -17,10 +17,9 @@ import pytest
 
 import mpjax
 from mpjax._core.active import ACTIVE
-from tests.compilations import compilations
 from tests.errors import refused
 from tests.linen.probes import KEY, Does, Probe, X, calling, calls, note, seen
-from tests.programs import products
+from tests.programs import compilations, products
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
 POLICIES = ["float32", "bfloat16", "float16", None]

@@ -485,15 +485,15 @@ def test_check_can_fail(check, sources):
 
 
 LINES = {
-  "_core and root files": 3_143,
+  "_core and root files": 3_141,
   "_jaxprs without autocast": 2_689,
-  "_jaxprs/autocast": 3_982,
+  "_jaxprs/autocast": 3_987,
   "linen and nnx": 1_885,
-  "transforms": 5_462,
+  "transforms": 5_474,
   "_io": 589,
   "_diagnostics": 6_161,
-  "all of mpjax": 23_911,
-  "tests": 44_842,
+  "all of mpjax": 23_926,
+  "tests": 44_992,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 

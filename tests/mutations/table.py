@@ -528,10 +528,10 @@ mpjax/_jaxprs/autocast/float8.py::Matmul.multiplied
 + self.quantise(x, E4M3, axes[i])
 tests/jaxprs/autocast/test_float8_dot.py::test_all_three_matmuls_have_operands_in_float8
 
-mpjax/_jaxprs/module_calls.py::call_of
+mpjax/_jaxprs/module_calls.py::ModuleCall.run
 
 57 the matmul of an embedding is in float8
-- in_float8 and isinstance(module, layers.tables)
+- in_float8 and isinstance(self.module, self.layers.tables)
 + False
 tests/integration/test_float8.py
 ::test_dense_layers_and_projections_are_in_float8_forward_and_backward

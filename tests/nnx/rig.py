@@ -11,6 +11,18 @@ import mpjax
 from tests.models.values import filled
 
 
+class Does(nnx.Module):
+  """A layer, other parts, and a method that calls a function with the module and its arguments."""
+
+  def __init__(self, body: Callable[..., Any], **parts: Any) -> None:
+    self.body, self.layer = body, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    for name, part in parts.items():
+      setattr(self, name, part)
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self.body(self, *args, **kwargs)
+
+
 def shapes(make: Callable[[nnx.Rngs], nnx.Module]) -> Any:
   """Returns a model whose variables are only shapes and dtypes; keys are real."""
   return nnx.eval_shape(lambda: make(nnx.Rngs(0)))

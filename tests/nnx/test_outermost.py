@@ -12,7 +12,7 @@ import mpjax
 from mpjax import Rule
 from tests.models.values import normal
 from tests.nnx import rig
-from tests.nnx.does import Does
+from tests.nnx.rig import Does
 from tests.programs import bits, run
 
 pytestmark = pytest.mark.standard_promotion

@@ -13,7 +13,7 @@ from flax import nnx
 import mpjax
 from mpjax.nnx._spec import LINK, SPEC, Link, is_view, model_of
 from tests.errors import refused
-from tests.nnx.does import Does
+from tests.nnx.rig import Does
 
 with_policy = mpjax.nnx.with_policy
 HALF = "params=float32,compute=bfloat16"

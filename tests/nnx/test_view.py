@@ -15,7 +15,7 @@ import mpjax
 from mpjax.nnx._view import is_tree
 from tests.models.values import normal
 from tests.nnx import rig
-from tests.nnx.does import Does
+from tests.nnx.rig import Does
 from tests.programs import bits, half_share, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy

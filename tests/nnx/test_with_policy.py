@@ -17,7 +17,7 @@ from tests.errors import refused
 from tests.linen.probes import noted_as, seen
 from tests.models.values import normal
 from tests.nnx import rig
-from tests.nnx.does import Does
+from tests.nnx.rig import Does
 from tests.programs import bits, products
 
 Rule, convert, with_policy = mpjax.Rule, mpjax.nnx.convert, mpjax.nnx.with_policy

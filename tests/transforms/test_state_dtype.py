@@ -12,9 +12,8 @@ import optax
 import pytest
 
 import mpjax
-from tests.compilations import compilations
 from tests.errors import refused
-from tests.programs import bits, jitted
+from tests.programs import bits, compilations, jitted
 from tests.transforms.losses import loss_of
 
 F32, BF16 = np.float32, jnp.bfloat16

@@ -8,8 +8,8 @@ import pytest
 
 import mpjax
 from mpjax.transforms._train_step import check_call
-from tests.compilations import compilations
 from tests.errors import refused
+from tests.programs import compilations
 
 
 def loss_fn(params, model_state, batch, rng):

@@ -18,9 +18,9 @@ import mpjax
 from mpjax._jaxprs.autocast.transform import rewrite_closed
 from mpjax._jaxprs.autocast.values import Kind, Settings
 from tests import programs
-from tests.compilations import compilations
 from tests.jaxprs.autocast import checks
 from tests.jaxprs.autocast.rig import matmuls
+from tests.programs import compilations
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
