@@ -282,7 +282,7 @@ def _of_domain(fault: Fault) -> tuple[str, str]:
   limit = float(jnp.finfo(jnp.dtype(result.dtype)).max)
   text = f"It overflows {result.dtype}, which ends at {limit:.3g}."
   if fault.primitive is p.exp_p:
-    return text, "jnp.exp(x - jnp.max(x))  # as jax.nn.softmax and jax.nn.logsumexp do"
+    return text, "jnp.exp(x - jnp.max(x))  # in a softmax; else jnp.minimum(x, limit) before it"
   return text, "jnp.clip(x, -limit, limit)  # of the operands, or another learning rate"
 
 
