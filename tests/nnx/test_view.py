@@ -16,7 +16,7 @@ from mpjax.nnx._view import is_tree
 from tests.models.values import normal
 from tests.nnx import rig
 from tests.nnx.rig import Does
-from tests.programs import bits, half_share, run
+from tests.programs import bits, dtypes_of, half_share, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
 BF16 = np.dtype("bfloat16")
@@ -280,6 +280,11 @@ def test_sow_and_perturb():
   # Zeros to differentiate by: a float32 array, once the first call has created them.
   assert dtypes(model.hidden.get_value()) == ["bfloat16", "float32"]
   assert model.before.dtype == jnp.float32
+  # It takes no side: what it is added to is rounded for what computes in low precision.
+  gate = Does(lambda m, x: m.layer(nnx.sigmoid(m.perturb("before", m.layer(x)))))
+  gate(X)
+  program = jax.make_jaxpr(with_policy(gate, HALF))(X)
+  assert dtypes_of(program, "logistic") == {"bfloat16"}
 
 
 class Metric(nnx.Variable):
