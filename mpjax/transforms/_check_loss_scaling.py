@@ -141,6 +141,8 @@ _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
 _HIGH, _FACTOR, _LOW = 2.0**14, 4.0, 2.0**-30
 _TOLERANCE = 2.0**-8
 """Of how far a leaf moves; a right step is at 0, but for what is smaller than float32 holds."""
+_COARSE = 0.25
+"""That of a step which runs as it is, and may round."""
 _INF, _NAN = float("inf"), float("nan")
 _FIELD = ".loss_scale"
 _UNTOUCHED = "an opt_state whose loss scale was returned as it was"
@@ -262,8 +264,8 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
     other = run(high / _FACTOR).after
     for path, one in old.items():
       values = [first.after[path], other[path]]
-      if one.sure and any(_differs(before[x], values, 0.25) for x in one.paths):
-        raise _depends(scale, "gradients that still carry the loss scale", path)
+      if one.sure and any(_differs(before[x], values, _COARSE) for x in one.paths):
+        raise _depends_on_scale(scale, "gradients that still carry the loss scale", path)
     return _UNTOUCHED
   while not first.finite:
     if high <= 1 / _HIGH:
@@ -285,7 +287,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
 
   # What is wrong? Of several arguments a skipped step returns the old one as it was.
   same = {path: _unchanged(one.paths, before, skipped.after[path]) for path, one in old.items()}
-  tolerance, wrong, replaced = (0.25 if program is None else _TOLERANCE), [], []
+  tolerance, wrong, replaced = (_COARSE if program is None else _TOLERANCE), [], []
   for path, version in old.items():
     values = [one.after[path] for one in applied]
     only = version.sure and (never or len(version.paths) == 1)
@@ -306,7 +308,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
       got = "gradients that were never scaled" if never else carry
     if not wrong:
       got += ", or whose inf and NaN were replaced (jnp.nan_to_num), which then skip no step"
-    raise _depends(scale, got, path)
+    raise _depends_on_scale(scale, got, path)
 
   # Skipped at once, and after a step: momentum that is 0 at first stays 0.
   if not never:
@@ -321,7 +323,8 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
   return _NEVER if never else _SAME
 
 
-def _depends(scale: OwnedScale, got: str, path: Path) -> MpjaxValueError:
+def _depends_on_scale(scale: OwnedScale, got: str, path: Path) -> MpjaxValueError:
+  """Returns the error for a step whose result at a path changes with the scale."""
   of_loss, grad_fn, update = _words(scale)
   return MpjaxValueError(
     WHERE,

@@ -3,14 +3,15 @@
 One rule decides, by what an operation is and by the kinds of its operands: data, low or neutral.
 
   operation      computed in                                         result
-  matmul         the compute dtype; a multiplication if it sums nothing, and its operands are
-                 no low values, for readers that a rounding would harm   low
+  matmul         the compute dtype                                   low
   float32 list   float32                                             data, else low, else neutral
   sum            float32, unless all operands are low and at rest    data, else low, else neutral
   multiplication likewise; float32, too, if a sum reads the result   low, else data, else neutral
   bounded        float32, if its operand is, or a sum reads it       as its operand
-  (A caller that asks for float32 counts as a sum here.)
   other          float32, if an operand is data or held in float32   data, else low, else neutral
+
+A caller that asks for float32 counts as a sum. A matmul that sums nothing is a multiplication where
+no operand is low and more than matmuls read the result.
 
 A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
 compute dtype. What only float32 operations read is computed in float32. A low value that was
