@@ -1,6 +1,8 @@
 """A run that was saved, in whatever phase, and resumed is the run that was never interrupted."""
 
 import itertools
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import flax.serialization
 import jax
@@ -82,3 +84,70 @@ def test_resumed_in_each_phase(through, every, tmp_path):
     assert {0, 1, 2} <= {counts[name] for counts in seen}, name
   scales = [counts["scale"] for counts in seen]
   assert any(after > before for before, after in itertools.pairwise(scales))
+
+
+def run(state, begin, end):
+  """Returns the state after step `end - 1`, and its metrics."""
+  step, metrics = mpjax.make_train_step(loss_fn, TX, ema_decay=0.9), None
+  for k in range(begin, end):
+    state, metrics = step(state, batch(k))
+  return state, metrics
+
+
+def resumed(saved, start):
+  return bits(run(mpjax.checkpoints.restore_like(begin(), saved), start, STEPS))
+
+
+@pytest.mark.case("I5")
+def test_resumed_in_a_new_process(tmp_path):
+  state, _ = run(begin(), 0, 11)  # in the middle of a growth window and of an accumulation
+  saved = through_orbax(state, tmp_path / "11")
+  with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    assert pool.submit(resumed, saved, 11).result() == bits(run(state, 11, STEPS))
+
+
+# Which states restore into which.
+
+PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+SCALED = mpjax.loss_scaling(
+  optax.adam(0.1), mpjax.DynamicLossScale(init_scale=64, growth_interval=3, hysteresis=2)
+)
+
+
+def after(flags):
+  state = SCALED.init(PARAMS)
+  for flag in flags:
+    grads = jax.tree.map(lambda p, f=flag: jnp.ones_like(p) * (1.0 if f else jnp.nan), PARAMS)
+    _, state = SCALED.update(grads, state, PARAMS)
+  return state
+
+
+def by_flax(state, target, tmp_path):
+  return flax.serialization.from_bytes(target, flax.serialization.to_bytes(state))
+
+
+def by_orbax(state, target, tmp_path):
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", state)
+    checkpointer.wait_until_finished()
+    return checkpointer.restore(tmp_path / "state", target)
+
+
+@pytest.mark.case("A49", "A58", "A39", "A40", "A64")
+@pytest.mark.parametrize("through", [by_flax, by_orbax])
+def test_only_a_state_of_the_same_configuration_restores(through, tmp_path):
+  # Whatever its start; also one without a scale.
+  adam = optax.adam(0.1)
+  for number, other in enumerate((mpjax.DynamicLossScale(), mpjax.StaticLossScale(64))):
+    (tmp_path / str(number)).mkdir()
+    target = mpjax.loss_scaling(adam, other).init(PARAMS)
+    with pytest.raises((ValueError, KeyError)):
+      through(after([1]), target, tmp_path / str(number))
+  start = mpjax.DynamicLossScale(init_scale=2, growth_interval=3, hysteresis=2)
+  target = mpjax.loss_scaling(adam, start).init(PARAMS)
+  (tmp_path / "start").mkdir()
+  restored = through(after([0, 0]), target, tmp_path / "start")
+  assert mpjax.loss_scaling_metrics(restored)["loss_scale"] == 32
+  tx = mpjax.loss_scaling(adam, mpjax.NoLossScale())
+  restored = through(tx.init(PARAMS), tx.init(PARAMS), tmp_path)
+  assert jax.tree.structure(restored) == jax.tree.structure(tx.init(PARAMS))
