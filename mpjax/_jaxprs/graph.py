@@ -20,7 +20,7 @@ from mpjax._core.types import DType
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.op_lists import OpLists
-from mpjax._jaxprs.primitives import OUTER_PRODUCT, Row, facts_of
+from mpjax._jaxprs.primitives import Row, facts_of
 from mpjax._jaxprs.reader import aval_of
 from mpjax._jaxprs.steps import Body, Slot, Step, body_of
 
@@ -124,8 +124,6 @@ class Operation:
   @property
   def part(self) -> str | None:
     """The part of the operation lists that it is in."""
-    if self.facts is OUTER_PRODUCT:
-      return "promote"
     return _LISTS.part_of(self.name, self.eqn.params)
 
   @property

@@ -22,6 +22,7 @@ from mpjax._core.types import DType
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Location
+from mpjax._jaxprs.primitives import OUTER_PRODUCT
 from mpjax._jaxprs.steps import Body
 
 Kind: TypeAlias = Literal[
@@ -139,7 +140,7 @@ class _Planner:
       self.readers.setdefault(each, here)
     if operation.moves or operation.casts:  # The same numbers again.
       return [_result(operation, v, operands, origins) for v in operation.results]
-    self.low |= origins if operation.part == "half" else set()
+    self.low |= origins if _is_matmul(operation, operands) else set()
     results = [_result(operation, v, operands, frozenset([v])) for v in operation.results]
     if not work and here.direction != "recomputed" and any(results):
       self.counted[operation.step.number] = operation
@@ -171,6 +172,13 @@ def _of_constant(value: Value) -> _Numbers | None:
   return _Numbers("neutral", not bool(np.all(exact)))
 
 
+def _is_matmul(operation: Operation, operands: Sequence[_Numbers | None]) -> bool:
+  """Whether an operation runs in low precision whatever its operands are."""
+  if operation.facts is OUTER_PRODUCT and operation.where.direction == "forward":
+    return any(x is not None and x.kind == "low" for x in operands)
+  return operation.part == "half"
+
+
 def _result(
   operation: Operation,
   out: Value,
@@ -183,7 +191,7 @@ def _result(
     return None
   floats = [x for x in operands if x is not None]
   same = _same(operation, out, operands)
-  if part == "half" or out.is_low:
+  if _is_matmul(operation, operands) or out.is_low:
     return _Numbers("low", False, origins, same)
   if not floats:  # Random numbers and masks are neutral, positions are data.
     neutral = facts.neutral or np.dtype(np.bool_) in (v.dtype for v in operation.operands)

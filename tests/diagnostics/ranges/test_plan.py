@@ -57,6 +57,7 @@ ROLES = {  # In float32, of matmuls that a policy runs in low precision: what fo
   "mask that is added": (lambda y: y + mask(3), [True, False]),
   "mask": (lambda y: (y, mask(3) * 2), [True, False]),
   "positions": (lambda y: (y, jnp.arange(3.0) * 2), [True, False, False]),
+  "angles": (lambda y: (y, jnp.einsum("i,j->ij", *[jnp.arange(3.0)] * 2)), [True, False, False]),
   "in a loop": (lambda y: jax.lax.scan(lambda c, _: (c + y, None), y * 0, None, 2)[0], [True] * 3),
   "carried": (
     lambda y: jax.lax.scan(lambda c, _: (c + y, None), jnp.zeros((3, 3)), None, 2)[0],
