@@ -139,10 +139,8 @@ P = ParamSpec("P")
 
 _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
 _HIGH, _FACTOR, _LOW = 2.0**14, 4.0, 2.0**-30
-_TOLERANCE = 2.0**-8
-"""Of how far a leaf moves; a right step is at 0, but for what is smaller than float32 holds."""
-_COARSE = 0.25
-"""That of a step which runs as it is, and may round."""
+_TOLERANCE, _COARSE = 2.0**-8, 0.25
+"""Of how far a leaf moves, in float32 and in a step that runs as it is, and may round."""
 _INF, _NAN = float("inf"), float("nan")
 _FIELD = ".loss_scale"
 _UNTOUCHED = "an opt_state whose loss scale was returned as it was"
@@ -324,7 +322,6 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
 
 
 def _depends_on_scale(scale: OwnedScale, got: str, path: Path) -> MpjaxValueError:
-  """Returns the error for a step whose result at a path changes with the scale."""
   of_loss, grad_fn, update = _words(scale)
   return MpjaxValueError(
     WHERE,
