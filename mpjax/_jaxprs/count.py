@@ -1,6 +1,8 @@
 """What matmuls cost: their floating-point operations and sizes, and the share in low precision."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,26 +46,21 @@ def flops_of(eqn: JaxprEqn) -> int | None:
   return _FLOPS[formula](lhs, rhs, aval_of(eqn.outvars[0]), eqn.params)
 
 
-def _dot_flops(lhs: ShapedArray, rhs: ShapedArray, result: ShapedArray, params: EqnParams) -> int:
-  del result
-  (_, contracting), (_, batch) = params["dimension_numbers"]
-  return _dot(lhs, rhs, {*contracting, *batch})
-
-
-def _ragged_dot_flops(
-  lhs: ShapedArray, rhs: ShapedArray, result: ShapedArray, params: EqnParams
-) -> int:
-  # Each row meets the matrix of its own group alone: the number of groups does not count.
-  del result
-  numbers = params["ragged_dot_dimension_numbers"]
-  (_, contracting), (_, batch) = numbers.dot_dimension_numbers
-  return _dot(lhs, rhs, {*contracting, *batch, *numbers.rhs_group_dimensions})
-
-
-def _dot(lhs: ShapedArray, rhs: ShapedArray, shared: set[int]) -> int:
-  """Every element of `lhs` meets one of `rhs` for each index that is `rhs`'s own."""
+def _dot_flops(lhs: ShapedArray, rhs: ShapedArray, _: ShapedArray, params: EqnParams) -> int:
+  # Every element of `lhs` meets one of `rhs` for each index that is `rhs`'s own. Of a `ragged_dot`
+  # each row meets the matrix of its own group alone: the number of groups does not count.
+  ((_, contracting), (_, batch)), groups = _numbers(params)
+  shared = {*contracting, *batch, *groups}
   own = (size for axis, size in enumerate(rhs.shape) if axis not in shared)
   return 2 * math.prod(lhs.shape) * math.prod(own)
+
+
+def _numbers(params: EqnParams) -> tuple[Any, Sequence[int]]:
+  """Returns the dimension numbers of a matmul, and the axes of the groups of a ragged one."""
+  ragged = params.get("ragged_dot_dimension_numbers")
+  if ragged is None:
+    return params["dimension_numbers"], ()
+  return ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
 
 
 def _conv_flops(lhs: ShapedArray, rhs: ShapedArray, result: ShapedArray, params: EqnParams) -> int:
@@ -86,7 +83,7 @@ def _conv_flops(lhs: ShapedArray, rhs: ShapedArray, result: ShapedArray, params:
   return 2 * out_batch * out_features * in_features * meetings
 
 
-_FLOPS = {"convolution": _conv_flops, "dot": _dot_flops, "ragged_dot": _ragged_dot_flops}
+_FLOPS = {"convolution": _conv_flops, "dot": _dot_flops, "ragged_dot": _dot_flops}
 
 
 def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:
@@ -96,14 +93,12 @@ def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:
   run for it: positions times output features, summed over taps and input features.
   """
   lhs, rhs, result = (aval_of(v).shape for v in (*eqn.invars[:2], eqn.outvars[0]))
-  numbers = eqn.params.get("dimension_numbers")
-  if facts_of(eqn).flops == "convolution" and numbers is not None:
+  if facts_of(eqn).flops == "convolution":
+    numbers = eqn.params["dimension_numbers"]
     out_features, in_features, *kernel = (rhs[axis] for axis in numbers.rhs_spec)
     rows = math.prod(result) // max(result[numbers.out_spec[1]], 1)
     return rows, out_features, in_features * math.prod(kernel)
-  if numbers is None:
-    numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-  (contracting, others), (batch, other_batch) = numbers
+  ((contracting, others), (batch, other_batch)), _ = _numbers(eqn.params)
   depth = math.prod(lhs[axis] for axis in contracting)
   rows = math.prod(n for axis, n in enumerate(lhs) if axis not in {*contracting, *batch})
   columns = math.prod(n for axis, n in enumerate(rhs) if axis not in {*others, *other_batch})
