@@ -7,8 +7,13 @@ from typing import Literal, NamedTuple, TypeAlias
 from jax.extend.core import JaxprEqn
 
 from mpjax._core.errors import is_library, shown_file
-from mpjax._jaxprs.autocast.scopes import MODULE, PREFIX
 from mpjax._jaxprs.compat import Frame, Traceback, frames_of, scopes_of
+
+PREFIX = "mpjax."
+"""What the scopes of this library begin with: marks in a name stack, which no path shows."""
+
+MODULE = PREFIX + "module="
+"""The path of a module under a policy, in the jaxpr that `mpjax.audit` traces."""
 
 Direction: TypeAlias = Literal["forward", "backward", "recomputed"]
 """The pass that an operation belongs to; "recomputed": forward work that `remat` repeats."""
@@ -51,12 +56,8 @@ class Location(NamedTuple):
 
   @property
   def path(self) -> str:
-    """The named scopes joined by "/", as a profile shows them: a Flax model's class comes first.
-
-    The method in "Encoder.encode", which Flax adds for all but `__call__`, does not count. NNX
-    names no scopes: there it is the path of the module under a policy.
-    """
-    return _path(self.scopes) or self.marked(MODULE) or ""
+    """That of the named scopes. NNX has none: there it is that of the module under a policy."""
+    return path_of(self.scopes) or self.marked(MODULE) or ""
 
   def marked(self, mark: str) -> str | None:
     """Returns what the innermost scope says that begins with a mark; None if there is none."""
@@ -64,7 +65,11 @@ class Location(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _path(scopes: tuple[str, ...]) -> str:
+def path_of(scopes: tuple[str, ...]) -> str:
+  """Returns the path that rules match: scopes joined by "/", a Flax model's class first.
+
+  The method in "Encoder.encode", which Flax adds for all but `__call__`, does not count.
+  """
   names: list[str] = []
   method = ""
   for scope in scopes:

@@ -29,7 +29,8 @@ from mpjax._jaxprs.autocast import (
   region_of,
   with_settings,
 )
-from mpjax._jaxprs.autocast.scopes import AS_GIVEN, MODULE, TABLE
+from mpjax._jaxprs.autocast.scopes import AS_GIVEN, TABLE
+from mpjax._jaxprs.locations import MODULE
 from mpjax._jaxprs.op_lists import OpLists
 
 R = TypeVar("R")

@@ -3,8 +3,7 @@ import re
 import pytest
 
 import mpjax
-from mpjax._diagnostics.selectors import named_scopes, prefixes, selector
-from mpjax._jaxprs.locations import Location
+from mpjax._diagnostics.selectors import selector
 from tests.diagnostics.tune.test_modules import SCOPES
 
 
@@ -17,9 +16,7 @@ from tests.diagnostics.tune.test_modules import SCOPES
     ("Net/b", "**/Net/b"),
     ("Net/c(1)", re.compile(re.escape("Net/c(1)"))),
     ("", ""),
-    # Rules of Linen know the module inside of a method by its own name alone.
-    ("Net/Net.encode/enc", "**/enc"),
-    ("Net/rnn/cell.scan_fn/cell/hi", "**/cell/hi"),
+    ("Net/rnn/cell/hi", "**/hi"),
   ],
 )
 def test_a_selector_selects_one_path(path, expected):
@@ -27,9 +24,3 @@ def test_a_selector_selects_one_path(path, expected):
   assert found == expected
   rule = mpjax.Rule("float32", path=found)
   assert [scope for scope in SCOPES if rule.matches(None, scope)] == [path]
-
-
-def test_the_scopes_of_an_operation_and_those_around_them():
-  where = Location(scopes=("Net", "mpjax.region=float16", "up"))
-  assert named_scopes(where) == ("Net", "up")
-  assert prefixes(named_scopes(where)) == {"", "Net", "Net/up"}

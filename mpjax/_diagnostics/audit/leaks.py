@@ -8,10 +8,10 @@ from mpjax._core.active import SCOPE as FULL_PRECISION
 from mpjax._core.active import AuditRecord
 from mpjax._core.dtypes import is_low_precision, written
 from mpjax._core.types import DType
-from mpjax._jaxprs.autocast.scopes import FLOAT8, MODULE, REGION, policy_of
+from mpjax._jaxprs.autocast.scopes import FLOAT8, REGION, policy_of
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.graph import Graph, Operation, Value
-from mpjax._jaxprs.locations import Direction, Source, call_of
+from mpjax._jaxprs.locations import MODULE, Direction, Source, call_of
 
 Kind: TypeAlias = Literal["parameter", "argument", "constant", "number", "cast", "operation"]
 

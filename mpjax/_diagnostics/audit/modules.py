@@ -10,10 +10,10 @@ import numpy as np
 
 from mpjax._core.active import AuditRecord
 from mpjax._core.dtypes import is_float8, is_low_precision
-from mpjax._jaxprs.autocast.scopes import FLOAT8, MODULE, NOT_FLOAT8
+from mpjax._jaxprs.autocast.scopes import FLOAT8, NOT_FLOAT8
 from mpjax._jaxprs.count import matmul_sizes
 from mpjax._jaxprs.graph import Graph, Operation, Value
-from mpjax._jaxprs.locations import Source
+from mpjax._jaxprs.locations import MODULE, Source
 from mpjax._jaxprs.primitives import Holds
 
 

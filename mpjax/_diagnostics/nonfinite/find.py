@@ -1,7 +1,6 @@
 """`find_nonfinite`: where the first inf or NaN came from."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,8 +30,9 @@ from mpjax._diagnostics.nonfinite.uses import direction_of, not_finite, uses_of
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.runner import Observer, run
-from mpjax._diagnostics.selectors import named_scopes, prefixes, selector, written
+from mpjax._diagnostics.selectors import prefixes, selector, written
 from mpjax._jaxprs.graph import Graph
+from mpjax._jaxprs.locations import path_of
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import aval_of, mapped_with
 from mpjax._jaxprs.steps import Body, Step, body_of
@@ -390,12 +390,10 @@ def _range(
 
 def _selector(body: Body, step: Step, path: str) -> str:
   """Returns what selects the module of a step in a rule, as one writes it."""
-  names = named_scopes(step.location)
-  if not names:
+  if path_of(step.location.scopes) != path:
     return written(f"**/{path}")  # That of a parameter, as rules for NNX have it.
-  every = [prefixes(named_scopes(each.location)) for each in body.every_step()]
-  own = "/".join(itertools.takewhile(lambda name: "->" not in name, names))
-  return written(selector(own, set[str]().union(*every)))
+  every = [prefixes(each.location.path) for each in body.every_step()]
+  return written(selector(path, set[str]().union(*every)))
 
 
 def _device(step: Step, device: int) -> dict[str, int] | None:

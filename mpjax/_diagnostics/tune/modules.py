@@ -1,7 +1,6 @@
 """The modules of a loss: what they cost, rules for some of them, and the error of each."""
 
 import collections
-import itertools
 import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,10 +15,9 @@ from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._core.types import Array, DType, NumpyArray
 from mpjax._diagnostics.runner import Look, run_on_host
-from mpjax._diagnostics.selectors import named_scopes, prefixes, selector
+from mpjax._diagnostics.selectors import prefixes, selector
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.count import flops_of
-from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.steps import Body, Step
@@ -35,11 +33,6 @@ class Modules(NamedTuple):
   scopes: frozenset[str]  # all paths in the function
 
 
-def module_of(here: Location) -> str:
-  """Returns the module of an operation: "bqhd,bkhd->bhqk", which `jnp.einsum` writes, is none."""
-  return "/".join(itertools.takewhile(lambda name: "->" not in name, named_scopes(here)))
-
-
 def modules_of(body: Body) -> Modules:
   """Returns the modules of a gradient function, in the order of the function."""
   flops: dict[str, int] = {}
@@ -48,8 +41,8 @@ def modules_of(body: Body) -> Modules:
   position: dict[str, int] = {}
   scopes = {""}
   for step in body.every_step():
-    path, operations = module_of(step.location), flops_of(step.eqn)
-    scopes |= prefixes(named_scopes(step.location))
+    path, operations = step.location.path, flops_of(step.eqn)
+    scopes |= prefixes(path)
     forward = step.location.direction == "forward"
     if operations is not None or (forward and not (step.bodies or facts_of(step.eqn).moves)):
       flops[path] = flops.get(path, 0) + (operations or 0) * step.times
@@ -101,7 +94,7 @@ def accuracy_of(
   worst: dict[str, float] = {}
 
   def note(step: Step, picked: Sequence[Array]) -> None:
-    path = module_of(step.location)
+    path = step.location.path
     exact[_alike(step)].append((path, picked[0]))
     worst.setdefault(path, 0.0)
 

@@ -27,7 +27,6 @@ from mpjax._diagnostics.tune.modules import (
   Pair,
   accuracy_of,
   is_inside,
-  module_of,
   modules_of,
   overflows_of,
   projections_of,
@@ -147,7 +146,7 @@ def _check_float32(program: ClosedJaxpr) -> None:
   results = (v for operation in graph.operations for v in operation.results)
   for value in (*graph.arguments, *results):
     if value.is_low:
-      where = "its arguments" if value.made_by is None else module_of(value.made_by.where)
+      where = "its arguments" if value.made_by is None else value.made_by.where.path
       raise MpjaxValueError(
         "mpjax.tune(loss_fn, policy)(*args)",
         expected="a loss in float32, with arguments in float32, to compare low precision with",
@@ -226,7 +225,7 @@ class _Tuning:
     floats = [i for i, one in enumerate(self._inputs) if one is not None]
     for position, pair in zip(floats, zip(self._exact, low, strict=True), strict=False):
       if position in readers:
-        gradients[module_of(readers[position])].append(pair)
+        gradients[readers[position].path].append(pair)
     errors = accuracy_of((exact, rounded), self._call.operands, gradients)
     number = {path: i for i, path in enumerate(modules.paths)}
     total = max(sum(modules.flops), 1)

@@ -40,9 +40,9 @@ from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.autocast.boundary import InDtype
 from mpjax._jaxprs.autocast.rewriter import Rewritten, traced
 from mpjax._jaxprs.autocast.run import typed
-from mpjax._jaxprs.autocast.scopes import PREFIX
 from mpjax._jaxprs.autocast.values import Kind, Kinds
 from mpjax._jaxprs.compat import context_of, without_scopes
+from mpjax._jaxprs.locations import PREFIX
 from mpjax._jaxprs.primitives import Holds, facts_of
 from mpjax._jaxprs.reader import (
   Atom,

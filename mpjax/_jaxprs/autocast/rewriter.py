@@ -24,7 +24,6 @@ from mpjax._core.types import Array, DType, Function, PyTree
 from mpjax._jaxprs.autocast.scopes import (
   NOT_FLOAT8,
   OUTPUT,
-  PREFIX,
   REGION,
   REST,
   as_written,
@@ -46,6 +45,7 @@ from mpjax._jaxprs.autocast.values import (
   literal_value,
 )
 from mpjax._jaxprs.compat import NameStack, with_scope, without_scopes
+from mpjax._jaxprs.locations import PREFIX
 from mpjax._jaxprs.primitives import EqnParams, facts_of, is_higher_order
 from mpjax._jaxprs.reader import (
   Atom,

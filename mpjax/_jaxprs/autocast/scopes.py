@@ -24,9 +24,8 @@ from mpjax._core.trees import mapped
 from mpjax._core.types import DType, PyTree
 from mpjax._jaxprs.autocast.values import FLOATS, Scope, Settings
 from mpjax._jaxprs.compat import NameStack, scopes_of
+from mpjax._jaxprs.locations import PREFIX, path_of
 from mpjax._jaxprs.reader import inner_jaxprs
-
-PREFIX = "mpjax."
 
 REGION, OUTPUT = PREFIX + "region=", PREFIX + "output="
 
@@ -35,9 +34,6 @@ REST = PREFIX + "rest="
 
 AS_GIVEN = PREFIX + "as-given"
 """The scope of a layer that returns the dtype that it is given, such as a dropout."""
-
-MODULE = PREFIX + "module="
-"""The path of a module under a policy, in the jaxpr that `mpjax.audit` traces."""
 
 AS_IT_IS = "as-it-is"
 """The region of a module that a rule leaves as it is."""
@@ -115,7 +111,7 @@ def policy_at(scope: Scope, settings: Settings) -> Policy | None:
     return policy_of(region)
   # Else the innermost scope that a rule matches, and there the first of the rules.
   for depth in range(len(scope), -1, -1) if settings.rules else ():
-    rule = first_match(settings.rules, None, "/".join(scope[:depth]))
+    rule = first_match(settings.rules, None, path_of(scope[:depth]))
     if rule is not None:
       return rule.policy
   return settings.policy
@@ -151,7 +147,7 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
   """Raises UnmatchedRuleError if the path of a rule is that of no scope of the jaxpr."""
   scopes: set[Scope] = set()
   _collect(jaxpr, (), scopes)
-  paths = sorted({"/".join(s[:depth]) for s in scopes for depth in range(len(s) + 1)})
+  paths = sorted({path_of(s[:depth]) for s in scopes for depth in range(len(s) + 1)})
   for rule in rules:
     if not any(rule.matches(None, path) for path in paths):
       sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else str(rule.path)

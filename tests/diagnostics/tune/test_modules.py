@@ -18,8 +18,9 @@ from mpjax._diagnostics.tune.modules import (
   rules_for,
 )
 from mpjax._jaxprs.steps import body_of
+from tests import programs
 
-HALF = mpjax.Policy.parse("mixed_bfloat16")
+HALF, DOT = mpjax.Policy.parse("mixed_bfloat16"), "dot_general"
 
 
 def test_modules_with_their_flops_forward_and_backward():
@@ -45,7 +46,7 @@ def test_modules_with_their_flops_forward_and_backward():
 
 SCOPES = (
   *("", "Net", "Net/a", "Net/a/b", "Net/b", "Net/c(1)", "head"),
-  *("Net/Net.encode", "Net/Net.encode/enc", "Net/rnn/cell.scan_fn", "Net/rnn/cell.scan_fn/cell/hi"),
+  *("Net/rnn", "Net/rnn/cell", "Net/rnn/cell/hi"),
 )
 
 
@@ -62,29 +63,32 @@ def test_modules_inside_of_a_chosen_one_keep_the_policy():
   assert is_inside("a", "")
 
 
-def test_rules_for_modules_inside_of_methods_match_in_linen():
+def test_rules_for_methods_select_the_same_in_linen_and_in_autocast():
   class Net(nn.Module):
     def setup(self):
-      self.enc = nn.Dense(4)
+      self.emb, self.enc = nn.Embed(5, 4), nn.Dense(4)
 
     def encode(self, x):
-      return self.enc(x)
+      return self.enc(self.emb(x))
 
     @nn.compact
     def __call__(self, x):
-      return nn.RNN(nn.LSTMCell(4), name="rnn")(self.encode(x))
+      return self.emb.attend(nn.RNN(nn.LSTMCell(4), name="rnn")(self.encode(x)))
 
-  x = jnp.ones((1, 2, 4))
+  x = jnp.ones((1, 2), int)
   variables = jax.eval_shape(Net().init, jax.random.key(0), x)
   loss = jax.value_and_grad(lambda v: jnp.sum(Net().apply(v, x)))
   found = modules_of(body_of(jax.make_jaxpr(loss)(variables)))
-  chosen = [path for path in found.paths if path.endswith(("enc", "hi"))]
+  chosen = ["Net/emb", "Net/enc", "Net/rnn/LSTMCell_0/hi"]
   others = [path for path in found.paths if path not in chosen]
-  assert len(chosen) == 2
-  net = mpjax.linen.with_policy(
-    Net(), HALF, rules=rules_for(chosen, others, found.scopes, HALF), unmatched="raise"
-  )
-  jax.eval_shape(net.apply, variables, x)
+  rules = rules_for(chosen, others, found.scopes, HALF)
+  for apply in (
+    mpjax.with_policy(Net(), HALF, rules=rules, unmatched="raise").apply,
+    mpjax.autocast(Net().apply, HALF, rules=rules),
+  ):
+    equations = programs.equations(jax.make_jaxpr(apply)(variables, x))
+    matmuls = [eqn.outvars[0].aval.dtype for eqn, _ in equations if eqn.primitive.name == DOT]
+    assert (matmuls.count("float32"), matmuls.count("bfloat16")) == (3, 7)
 
 
 def block(w, x):
