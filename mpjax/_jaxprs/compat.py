@@ -102,5 +102,6 @@ class Frame(NamedTuple):
 
 
 def frames_of(traceback: Traceback) -> tuple[Frame, ...]:
-  """Returns the lines of a traceback, the innermost first."""
-  return tuple(Frame(f.file_name, f.line_num, f.function_name) for f in traceback.frames)
+  """Returns the lines of a traceback, the innermost first; none of one that is not known."""
+  frames = () if traceback is None else traceback.frames
+  return tuple(Frame(f.file_name, f.line_num, f.function_name) for f in frames)

@@ -132,8 +132,7 @@ def _joined(names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
 
 def source_of(eqn: JaxprEqn) -> Source | None:
   """Returns the innermost line outside of libraries that led to an equation; None if unknown."""
-  traceback = eqn.source_info.traceback
-  return None if traceback is None else _source(traceback)
+  return _source(eqn.source_info.traceback)
 
 
 def call_of(eqn: JaxprEqn) -> tuple[Frame, ...]:
@@ -141,8 +140,7 @@ def call_of(eqn: JaxprEqn) -> tuple[Frame, ...]:
 
   Where one of them is not known, there is no call: ().
   """
-  traceback = eqn.source_info.traceback
-  return () if traceback is None else _call(traceback)
+  return _call(eqn.source_info.traceback)
 
 
 @functools.lru_cache(maxsize=4096)
