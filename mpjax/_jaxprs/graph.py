@@ -19,7 +19,7 @@ from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import DType
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Location
-from mpjax._jaxprs.op_lists import OpLists
+from mpjax._jaxprs.op_lists import OpLists, part_of
 from mpjax._jaxprs.primitives import Row, facts_of
 from mpjax._jaxprs.reader import aval_of
 from mpjax._jaxprs.steps import Body, Slot, Step, body_of
@@ -124,7 +124,7 @@ class Operation:
   @property
   def part(self) -> str | None:
     """The part of the operation lists that it is in."""
-    return _LISTS.part_of(self.name, self.eqn.params)
+    return part_of(self.eqn, _LISTS)
 
   @property
   def moves(self) -> bool:

@@ -5,10 +5,19 @@ import textwrap
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TypeAlias, TypeVar
 
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, nearest
-from mpjax._jaxprs.primitives import FAMILIES, HIGHER_ORDER, PARTS, EqnParams, Part, Predicate
+from mpjax._jaxprs.primitives import (
+  FAMILIES,
+  HIGHER_ORDER,
+  INNER_PRODUCT,
+  PARTS,
+  EqnParams,
+  Part,
+  Predicate,
+  facts_of,
+)
 
 Op = TypeVar("Op", bound=str | Primitive)
 
@@ -296,7 +305,7 @@ class OpLists:
     edits = {part: _names(moved, part) for part in PARTS}
     given = [f"{part}={_quoted(names)}" for part, names in edits.items() if names]
     if chosen := _pairs(moved):
-      texts = (f'"{name}": {getattr(f, "__name__", repr(f))}' for name, f in chosen)
+      texts = (f'"{name}": {_name(f)}' for name, f in chosen)
       given.append("conditional={" + ", ".join(texts) + "}")
     if dropped := _STANDARD.keys() - self._parts.keys():
       given.append(f"dropped={_quoted(dropped)}")
@@ -308,25 +317,21 @@ class OpLists:
     standard = _names(_STANDARD, "opaque")
     added = sorted(self.opaque - standard)
     rows["opaque"] = ", ".join([*added, f"{len(self.opaque & standard)} of the standard list"])
-    decisions = "; ".join(f"{name}: {_decision(f)}" for name, f in self.conditional)
-    return "\n".join(_row(*row) for row in [*rows.items(), ("conditional", decisions)])
+    decisions = [f"{name}: {_DECIDES.get(f) or _name(f)}" for name, f in self.conditional]
+    wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * 13
+    rows["conditional"] = "; ".join(decisions)
+    return "\n".join(wrapper.fill(f"{part:<13}{text or '-'}") for part, text in rows.items())
 
 
-def _row(heading: str, text: str) -> str:
-  lines = textwrap.wrap(text or "-", 87, break_long_words=False, break_on_hyphens=False)
-  return "\n".join([f"{heading:<13}{lines[0]}", *(" " * 13 + line for line in lines[1:])])
-
-
-def _decision(predicate: Predicate) -> str:
-  """Returns in words what a predicate decides: what we say of ours, the name of a user's."""
-  return _DECIDES.get(predicate) or getattr(predicate, "__name__", repr(predicate))
+def _name(predicate: Predicate) -> str:
+  return getattr(predicate, "__name__", repr(predicate))
 
 
 def _is_pair(pair: object) -> bool:
   if not isinstance(pair, tuple) or len(pair) != 2:
     return False
-  name, decides = pair
-  return isinstance(name, str) and _is_predicate(decides)
+  return isinstance(pair[0], str) and _is_predicate(pair[1])
 
 
 def _is_predicate(x: object) -> bool:
@@ -345,3 +350,9 @@ def _higher_order(where: str, name: str) -> MpjaxValueError:
     fix="The jaxpr in it is entered: move the primitives that are used there, or mark the "
     "function with mpjax.full_precision.",
   )
+
+
+def part_of(eqn: JaxprEqn, ops: OpLists) -> str | None:
+  """Returns the part that an equation is in: a matmul that is an inner product is a sum."""
+  part = ops.part_of(eqn.primitive.name, eqn.params)
+  return "float32" if part == "half" and facts_of(eqn) is INNER_PRODUCT else part

@@ -518,14 +518,23 @@ HIGHER_ORDER = frozenset(
 _UNKNOWN = Row("")
 
 OUTER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product")
-"""A `dot_general` that sums nothing: a multiplication, as `einsum("i,j->ij")` writes it."""
+"""A `dot_general` that sums nothing: a multiplication, as `einsum("i,j->ij")` writes it, or the
+matmul of a column and a row."""
+
+INNER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product")
+"""One in which no operand has an axis of its own: a sum, as `vdot` writes it."""
 
 
 def facts_of(eqn: JaxprEqn) -> Row:
   """Returns what is known of the primitive of an equation: nothing, if it is in no row."""
   row = FACTS.get(eqn.primitive.name, _UNKNOWN)
-  contracts = row.flops != "dot" or any(eqn.params["dimension_numbers"][0])
-  return row if contracts else OUTER_PRODUCT
+  if row.flops != "dot":
+    return row
+  (summed, _), (batch, _) = eqn.params["dimension_numbers"]
+  if all(eqn.invars[0].aval.shape[axis] == 1 for axis in summed):
+    return OUTER_PRODUCT
+  shared = len(summed) + len(batch)
+  return INNER_PRODUCT if all(v.aval.ndim == shared for v in eqn.invars) else row
 
 
 def is_higher_order(eqn: JaxprEqn) -> bool:

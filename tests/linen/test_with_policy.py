@@ -459,18 +459,18 @@ def test_gradients_are_those_of_the_float32_parameters(half):
 
 @pytest.mark.case("A105", "A109")
 def test_small_steps_move_float32_parameters_under_half_compute():
-  scale = Does(lambda module, x: x @ module.param("w", nn.initializers.ones, (1,)))
+  scale = Does(lambda module, x: x @ module.param("w", nn.initializers.ones, (2, 1)))
   model = with_policy(scale, "mixed_float16")
-  params = model.init(KEY, jnp.ones(1))
+  params = model.init(KEY, jnp.ones(2))
   # Half of float16's epsilon: the compute copy of 1 + 2^-12 is 1, the parameter is not.
   moved = jax.tree.map(lambda w: w + jnp.float32(2**-12), params)
-  assert float(moved["params"]["w"][0]) == 1 + 2**-12
-  assert float(model.apply(moved, jnp.ones(1))) == 1.0
+  assert float(moved["params"]["w"][0, 0]) == 1 + 2**-12
+  assert float(model.apply(moved, jnp.ones(2))[0]) == 2.0
   # A learning rate of 2^-14 with a gradient of 1.
-  grads = jax.grad(lambda p: model.apply(p, jnp.ones(1)))(params)
+  grads = jax.grad(lambda p: model.apply(p, jnp.ones(2))[0])(params)
   stepped = jax.tree.map(lambda w, g: w - jnp.float32(2**-14) * g, params, grads)
   assert stepped["params"]["w"].dtype == F32
-  assert float(stepped["params"]["w"][0]) == 1 - 2**-14
+  assert float(stepped["params"]["w"][0, 0]) == 1 - 2**-14
 
 
 @pytest.mark.case("B076")

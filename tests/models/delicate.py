@@ -409,3 +409,30 @@ def large_value_of_a_branch(p, x, low):
   h = wide(mm(x, p["w"], low))
   chosen = jax.lax.cond(x[0, 0] > 9, lambda h: h, lambda h: jnp.full_like(h, 1e6), h)
   return mm(chosen * 1e-6 + h, p["out"], low)
+
+
+# Matmuls that are none: left as they were traced, sums of products, choices by a mask.
+
+
+@case(kernels("w", outputs=4) | {"out": normal(4, 2)}, STEPS[:400] @ np.ones((8, 16), "f"))
+def steps_before_an_exact_matmul(p, x, low):
+  times = jnp.cumsum(jax.nn.softplus(wide(mm(x, p["w"], low))), 0)
+  return jnp.matmul(jnp.diff(times, axis=0), p["out"], precision="highest")
+
+
+@case(kernels("w", outputs=64), ROWS * 100)
+def rows_over_their_norm(p, x, low):
+  h = mm(x, p["w"], low)
+  return h * jax.lax.rsqrt(jnp.einsum("bd,bd->b", wide(h), wide(h)))[:, None]
+
+
+@case(kernels("w", outputs=8), ROWS)
+def ranks_by_a_triangle(p, x, low):
+  chosen = jax.nn.one_hot(jnp.tile(jnp.arange(2), 300), 2)
+  return jnp.tril(jnp.ones((600, 600))) @ chosen + 1e-3 * jnp.sum(mm(x, p["w"], low))
+
+
+@case(kernels("w", outputs=8) | {"out": normal(8, 4)}, ROWS + 0.3)
+def values_over_their_deviation(p, x, low):
+  h = wide(mm(x, p["w"], low))
+  return mm((h - h.mean(0)) / h.std(0), p["out"], low)

@@ -11,7 +11,8 @@ One rule decides, by what an operation is and by the kinds of its operands: data
   other          float32, if an operand is data or held in float32   data, else low, else neutral
 
 A caller that asks for float32 counts as a sum. A matmul that sums nothing is a multiplication where
-no operand is low and more than matmuls read the result.
+no operand is low and more than matmuls read the result. One in which no operand has an axis of its
+own is a sum, in float32; so is one of masks alone.
 
 A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
 compute dtype. What only float32 operations read is computed in float32. A low value that was
@@ -63,6 +64,7 @@ from mpjax._jaxprs.autocast.values import (
   survives,
 )
 from mpjax._jaxprs.autocast.wide_sums import with_wide_sums
+from mpjax._jaxprs.op_lists import part_of
 from mpjax._jaxprs.primitives import OUTER_PRODUCT, facts_of
 from mpjax._jaxprs.reader import Atom, aval_of, dtype_of, inner_jaxprs, retyped, shape_of
 
@@ -75,7 +77,7 @@ _FEW = 8
 
 def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds no jaxpr."""
-  part = rewriter.settings.ops.part_of(eqn.primitive.name, eqn.params)
+  part = part_of(eqn, rewriter.settings.ops)
   scope, half = rewriter.place(eqn)
   if eqn.primitive is reduce_precision_p:
     output, rest = dtype_marked(scope, OUTPUT), dtype_marked(scope, REST)
@@ -177,9 +179,11 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
     eqn = rewriter.not_float8(eqn, reason)
   if FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params):
     return rewriter.untouched(eqn)  # The user's own choice, again.
-  multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(v and v.kind.is_low for v in values)
-  if multiplies and rewriter.readers_of(eqn) & HELD:
-    return rewriter.untouched(eqn)  # An angle, say, of a position and a frequency.
+  kinds = [v.kind for v in values if v is not None]
+  multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
+  counts = all(k.numbers is not None for k in kinds)
+  if counts or (multiplies and rewriter.readers_of(eqn) & HELD):
+    return rewriter.untouched(eqn)  # Ranks, say; or angles, of positions and frequencies.
   precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
   eqn = eqn if precise is eqn.params else eqn.replace(params=precise)
   wide_grads = None if policy is None else policy.weight_grad_dtype
@@ -287,8 +291,13 @@ def _rule(
     # A rounding before a sum may be all of it, and the operand knows more: of a gate near 1, say.
     # What the caller computes of a float32 result is not known.
     dtype = FLOAT32
-  elif facts.role == "sum" and exact and not readers & HELD and _is_bias(deciding):
-    dtype = half  # As by hand, since the sum is to be rounded.
+  elif (
+    facts.role == "sum"
+    and exact
+    and not readers & HELD
+    and all(k.rests or k.neutral for k in deciding)
+  ):
+    dtype = half  # A bias, as by hand: it is as large as what is rounded.
   elif computes and not all(k.rests for k in deciding):
     dtype = FLOAT32
     if facts.gradient == "multiplied" and _scaled(eqn, arrays) is not None:
@@ -310,16 +319,11 @@ def _rule(
   return dtype, Kind(half, kind.neutral, held, widened=widened)
 
 
-def _is_bias(kinds: Sequence[Kind]) -> bool:
-  """Whether all operands of a sum are at rest or neutral: it is as large as what is rounded."""
-  return all(kind.rests or kind.neutral for kind in kinds)
-
-
 def _scaled(eqn: JaxprEqn, values: Sequence[Value]) -> int | None:
   """Returns which of two factors is an activation, and the other one number for many elements."""
   shape = shape_of(eqn.outvars[0])
   repeated = [value.is_repeated or shape_of(value.atom) != shape for value in values]
-  places = [i for i, value in enumerate(values) if value.kind.is_low and not repeated[i]]
+  places = [i for i, v in enumerate(values) if v.kind.is_low and not (repeated[i] or v.is_reduced)]
   return places[0] if sum(repeated) == len(places) == 1 else None
 
 

@@ -13,10 +13,9 @@ from mpjax._jaxprs.autocast.custom_derivatives import CustomCall, with_rule
 from mpjax._jaxprs.autocast.first_order import first_order
 from mpjax._jaxprs.autocast.residuals import powers, saving_rounded, write_powers
 from mpjax._jaxprs.autocast.rewriter import EXACT, HELD, RETURNED, Rewriter, Rewritten, of_loop
-from mpjax._jaxprs.autocast.scopes import AS_GIVEN, REGION, TABLE, marked, names_of, policy_at
+from mpjax._jaxprs.autocast.scopes import names_of, policy_at
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
-  Constant,
   Kind,
   Kinds,
   Scope,
@@ -46,21 +45,20 @@ def rewrite(
   readers: Sequence[int],
   settings: Settings,
   scope: Scope,
-  consts: Sequence[Constant] | None = None,
+  consts: Kinds | None = None,
 ) -> Rewritten:
   """Returns a jaxpr rewritten.
 
   `ins` are the kinds of its arguments, None for what is no floating value of ours; `outs` has the
   dtypes of its results, None for those that they are held in, and `readers` their consumers;
-  `consts` how its constants come in, None where their values are not at hand.
+  `consts` are the kinds of its constants, None where their values are not at hand.
   """
   rewriter = Rewriter(jaxpr, settings, scope, readers)
   if consts is None:
-    consts = [Constant()] * len(jaxpr.constvars)
-  for var, const in zip(jaxpr.constvars, consts, strict=True):
-    if dtype_of(var) in FLOATS:
-      kind = Kind(aval_of(var).dtype, const.neutral, numbers=const.numbers)
-      rewriter.define(var, kind, recast=const.recast)
+    consts = tuple(Kind(d) if (d := dtype_of(v)) in FLOATS else None for v in jaxpr.constvars)
+  for var, kind in zip(jaxpr.constvars, consts, strict=True):
+    if kind is not None:
+      rewriter.define(var, kind, recast=kind.numbers is None)
   invars = [
     var if kind is None else rewriter.define(var, kind, recast=True)
     for var, kind in zip(jaxpr.invars, ins, strict=True)
@@ -165,7 +163,7 @@ def _inside(
   free = (None,) * (len(inner.jaxpr.outvars) - len(outs))
   kinds = tuple(ins[i] for i in inner.operands or ())
   readers = _readers(rewriter, eqn) if readers is None else readers
-  scope = _scope(rewriter, eqn)
+  scope = rewriter.scope_inside(eqn)
   return _cached_rewrite(inner.jaxpr, kinds, (*outs, *free), readers, settings, scope, consts)
 
 
@@ -176,16 +174,6 @@ def _recast(rewriter: Rewriter, eqn: JaxprEqn) -> bool:
 
 def _readers(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
   return tuple(rewriter.readers.get(v, 0) for v in eqn.outvars)
-
-
-def _scope(rewriter: Rewriter, eqn: JaxprEqn) -> Scope:
-  """The scope of the inner jaxprs. It seldom matters, and would split the cache."""
-  settings, scope = rewriter.settings, rewriter.place(eqn)[0]
-  if settings.rules or settings.precision is not None:
-    return scope
-  mark = marked(scope)
-  own = tuple(name for name in (TABLE, AS_GIVEN) if name in scope)
-  return own if mark is None else (*own, REGION + mark)
 
 
 def _params(eqn: JaxprEqn, inners: Sequence[Inner], new: Sequence[Rewritten]) -> dict[str, Any]:
@@ -239,7 +227,7 @@ def _composite(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> 
 def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """A function with a rule of its own for derivatives or batches."""
   atoms, ins = _operands(rewriter, eqn)
-  settings, scope = rewriter.settings, _scope(rewriter, eqn)
+  settings, scope = rewriter.settings, rewriter.scope_inside(eqn)
   new = _inside(rewriter, eqn, inners[0], ins)
 
   def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None], derivative: bool) -> Rewritten:
@@ -284,13 +272,14 @@ def _loop(
     The body, the operands with the carry cast, and the kinds of these in each iteration.
   """
   settings = rewriter.settings
-  readers = of_loop(body, _readers(rewriter, eqn), settings)
+  readers = of_loop(body, _readers(rewriter, eqn), settings, rewriter.scope_inside(eqn))
   carry = body.carry
   # A carry that the user has cast to low precision stays in it.
   own = [dtype_of(v) != FLOAT32 for v in body.jaxpr.invars[carry.start : carry.stop]]
   atoms, kinds = list(atoms), list(ins)
   start = [kinds[i] for i in body.carried]
-  state = [None if kind is None else kind.as_carry for kind in start]
+  # The next iteration may have another value.
+  state = [kind and kind._replace(carried=None, weight=False, numbers=None) for kind in start]
   while True:
     for i, kind in zip(body.carried, state, strict=True):
       kinds[i] = kind

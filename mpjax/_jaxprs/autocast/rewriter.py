@@ -32,6 +32,7 @@ from mpjax._jaxprs.autocast.scopes import (
   names_of,
   policy_at,
   region_of,
+  scope_inside,
 )
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -46,6 +47,7 @@ from mpjax._jaxprs.autocast.values import (
 )
 from mpjax._jaxprs.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxprs.locations import PREFIX
+from mpjax._jaxprs.op_lists import part_of
 from mpjax._jaxprs.primitives import EqnParams, facts_of, is_higher_order
 from mpjax._jaxprs.reader import (
   Atom,
@@ -214,12 +216,13 @@ def only_float32(readers: int) -> bool:
   return readers & (FULL | MATMUL) == FULL
 
 
-def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings) -> Readers:
+def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings, scope: Scope) -> Readers:
   """Returns the consumers of each variable.
 
   `outs` has the consumers of each of its results, outside.
   """
   found: Readers = {}
+  places: dict[int, tuple[Scope, bool]] = {}
 
   def note(atoms: Sequence[Atom], each: Sequence[int]) -> None:
     for atom, readers in zip(atoms, each, strict=True):
@@ -229,19 +232,36 @@ def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings) -> Readers
   note(jaxpr.outvars, outs)
   for eqn in reversed(jaxpr.eqns):
     results = tuple(found.get(v, 0) for v in eqn.outvars)
+    stack = eqn.source_info.name_stack
+    if id(stack) not in places:
+      here = scope + names_of(stack)
+      places[id(stack)] = here, low_dtype(policy_at(here, settings)) is None
+    here, as_traced = places[id(stack)]
     if is_higher_order(eqn):
-      note(eqn.invars, _of_operands(eqn, results, settings))
+      note(eqn.invars, _of_operands(eqn, results, settings, scope_inside(here, settings)))
     else:
-      note(eqn.invars, (_of_operation(eqn, results, settings),) * len(eqn.invars))
+      readers = _of_operation(eqn, results, settings, here, as_traced)
+      note(eqn.invars, (readers,) * len(eqn.invars))
   return found
 
 
-def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> int:
+def _of_operation(
+  eqn: JaxprEqn, results: Sequence[int], settings: Settings, scope: Scope, as_traced: bool
+) -> int:
   """What an operation that holds no jaxpr is to its operands."""
-  part = settings.ops.part_of(eqn.primitive.name, eqn.params)
   behind = 0
   for var, readers in zip(eqn.outvars, results, strict=True):
     behind |= readers if dtype_of(var) in FLOATS else EXACT
+  if eqn.primitive is reduce_precision_p:
+    leaving = dtype_marked(scope, OUTPUT)
+    if dtype_marked(scope, REST) is not None:
+      return CALLER if behind & CALLER else behind & MATMUL
+    if leaving is not None:
+      return CALLER if leaving == FLOAT32 else behind & MATMUL
+  part = part_of(eqn, settings.ops)
+  exact = wants_precision(eqn.params) and FLOAT32 in map(dtype_of, eqn.invars)
+  if as_traced or eqn.params.get("out_dtype") is not None or (part == "half" and exact):
+    return FULL | EXACT
   if part == "half":
     return MATMUL
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
@@ -255,20 +275,15 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], settings: Settings) -> 
       return CALLER | SUMMED
     returned = RETURNED if behind & CALLER else 0
     return behind & ~CALLER | returned | _ROLES.get(facts.role, 0)
-  if eqn.primitive is reduce_precision_p:
-    scope = names_of(eqn.source_info.name_stack)
-    leaving = dtype_marked(scope, OUTPUT)
-    if dtype_marked(scope, REST) is not None:
-      return CALLER if behind & CALLER else behind & MATMUL
-    if leaving is not None:
-      return CALLER if leaving == FLOAT32 else behind & MATMUL
   return FULL | EXACT
 
 
 _ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR}
 
 
-def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Sequence[int]:
+def _of_operands(
+  eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings, scope: Scope
+) -> Sequence[int]:
   """What an equation that holds jaxprs is to each operand."""
   inners = inner_jaxprs(eqn)
   if not inners or any(inner.operands is None for inner in inners):
@@ -277,20 +292,22 @@ def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings) -> Se
   for inner in inners:
     results = outs if inner.returns else (EXACT,) * len(inner.jaxpr.outvars)
     if inner.carry:
-      results = of_loop(inner, results, settings)
-    readers = of_inputs(inner.jaxpr, results, settings)
+      results = of_loop(inner, results, settings, scope)
+    readers = of_inputs(inner.jaxpr, results, settings, scope)
     for place, more in zip(inner.operands or (), readers, strict=True):
       each[place] |= more
   return each
 
 
-def of_loop(body: Inner, outs: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
+def of_loop(
+  body: Inner, outs: tuple[int, ...], settings: Settings, scope: Scope
+) -> tuple[int, ...]:
   """Returns the consumers of the results of a loop's body, the next iteration among them."""
   carry = body.carry
   first = (readers | EXACT for readers in outs[: len(carry)])
   outs = (*first, *outs[len(carry) :])
   while True:
-    found = of_inputs(body.jaxpr, outs, settings)[carry.start : carry.stop]
+    found = of_inputs(body.jaxpr, outs, settings, scope)[carry.start : carry.stop]
     again = tuple(a | b for a, b in zip(outs, found, strict=False)) + outs[len(carry) :]
     if again == outs:
       return outs
@@ -298,9 +315,11 @@ def of_loop(body: Inner, outs: tuple[int, ...], settings: Settings) -> tuple[int
 
 
 @cached_per_jaxpr
-def of_inputs(jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
+def of_inputs(
+  jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings, scope: Scope
+) -> tuple[int, ...]:
   """Returns the consumers of the arguments of a jaxpr, from those of its results."""
-  found = readers_of(jaxpr, outs, settings)
+  found = readers_of(jaxpr, outs, settings, scope)
   return tuple(found.get(v, 0) for v in jaxpr.invars)
 
 
@@ -328,7 +347,7 @@ class Rewriter:
 
   def __init__(self, jaxpr: Jaxpr, settings: Settings, scope: Scope, outs: Sequence[int]) -> None:
     self.settings = settings
-    self.readers = readers_of(jaxpr, outs, settings)
+    self.readers = readers_of(jaxpr, outs, settings, scope)
     self.eqns: list[JaxprEqn] = []
     self.values: dict[Var, Value] = {}
     self._scope = scope
@@ -391,6 +410,10 @@ class Rewriter:
       scope = self._scope + names_of(stack)
       place = self._places[id(stack)] = (scope, low_dtype(policy_at(scope, self.settings)))
     return place
+
+  def scope_inside(self, eqn: JaxprEqn) -> Scope:
+    """Returns the scope of the jaxprs that an equation holds."""
+    return scope_inside(self.place(eqn)[0], self.settings)
 
   def shown(self, eqn: JaxprEqn) -> JaxprEqn:
     """Returns an equation as a profile is to show it, without our marks, and from the same line."""

@@ -143,6 +143,15 @@ def dtype_marked(scope: Scope, mark: str) -> DType | None:
   return np.dtype(name[len(mark) :]) if name.startswith(mark) else None
 
 
+def scope_inside(scope: Scope, settings: Settings) -> Scope:
+  """Returns what counts of the scope of an equation inside of its jaxprs: else it splits caches."""
+  if settings.rules or settings.precision is not None:
+    return scope
+  mark = marked(scope)
+  own = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
+  return own if mark is None else (*own, REGION + mark)
+
+
 def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
   """Raises UnmatchedRuleError if the path of a rule is that of no scope of the jaxpr."""
   scopes: set[Scope] = set()

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from mpjax._core.active import AUDIT, in_region
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, flax_errors
-from mpjax._core.frameworks import check_no_linen_model, framework_of
+from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.policy import PolicyLike, parse_policy
 from mpjax._core.rules import Rule, parse_rules, rewrites
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
@@ -142,26 +142,7 @@ def autocast(
     return fn
   unrounded = settings.policy is not None and settings.policy.output_dtype == FLOAT32
   interface = Interface(data=data, unrounded=unrounded)
-  call = with_settings(fn, settings, "mpjax.autocast(fn)", interface)
-  return _nnx_model(call) if framework_of(fn) == "NNX" else call
-
-
-def _nnx_model(fn: Callable[P, R]) -> Callable[P, R]:
-  """Returns an NNX model under autocast that says why it cannot write to its variables."""
-
-  @functools.wraps(fn)
-  def call(*args: P.args, **kwargs: P.kwargs) -> R:
-    try:
-      return fn(*args, **kwargs)
-    except flax_errors("TraceContextError") as error:
-      raise MpjaxTypeError(
-        "mpjax.autocast(fn)",
-        expected="a function that returns what it computes",
-        got="a model of NNX that writes to its variables (statistics, random counters)",
-        fix='Use mpjax.with_policy(model, "mixed_bfloat16").',
-      ) from error
-
-  return call
+  return with_settings(fn, settings, "mpjax.autocast(fn)", interface)
 
 
 def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]) -> Settings:
@@ -270,14 +251,16 @@ def with_settings(
     flat.__name__ = name  # It is what JAX's errors say.
     try:
       program = traced(flat)(*map(_as_float32, operands) if settings.modules else operands)
-    except NotTraceable as error:
+    except (NotTraceable, *flax_errors("TraceContextError")) as error:
       if settings.modules:
         raise
+      of_nnx = "one that writes to variables of a model of NNX (statistics, random counters)"
       raise MpjaxTypeError(
         where,
         expected="a function that returns what it computes",
-        got=f"one that {error}",
-        fix="Return the new values. With flax.nnx, split the model outside and merge it inside: "
+        got=f"one that {error}" if isinstance(error, NotTraceable) else of_nnx,
+        fix='Return the new values. With flax.nnx, use mpjax.with_policy(model, "mixed_bfloat16"), '
+        "or split the model outside and merge it inside: "
         "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
       ) from error
     leaves, outside, dtypes = results.pop()

@@ -17,6 +17,7 @@ from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
 from mpjax._jaxprs.op_lists import OpLists
+from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.reader import Atom, aval_of
 
 FLOATS = HALVES | {FLOAT32}
@@ -102,11 +103,6 @@ class Kind(NamedTuple):
     """The dtype of the variable."""
     return self.carried or self.current
 
-  @property
-  def as_carry(self) -> "Kind":
-    """The same value, of which the next iteration of a loop may have another."""
-    return self._replace(carried=None, weight=False, numbers=None)
-
 
 Kinds: TypeAlias = tuple[Kind | None, ...]
 """Those of several values; None for what is no floating value of ours."""
@@ -144,6 +140,14 @@ class Value:
   def is_repeated(self) -> bool:
     """Whether a `broadcast_in_dim` produced it: its derivative is a sum."""
     return self.producer is not None and self.producer.primitive is broadcast_in_dim_p
+
+  @property
+  def is_reduced(self) -> bool:
+    """Whether a sum over an axis produced it, or the like: a variance, say, and no activation."""
+    producer = self.producer
+    if producer is None or facts_of(producer).moves:
+      return False
+    return aval_of(producer.invars[0]).ndim > aval_of(self.atom).ndim
 
 
 def cached_per_jaxpr(fun: Callable[..., R]) -> Callable[..., R]:
@@ -219,22 +223,17 @@ def _numbers(scalar: Any) -> tuple[float, ...] | None:
   return None if np.isnan(number) else (number,)  # Not equal to itself, which a key has to be.
 
 
-class Constant(NamedTuple):
-  """How a constant comes into a jaxpr: fields as in `Kind` and `Value`."""
+def constants(values: Sequence[Any], settings: Settings) -> Kinds:
+  """Returns the kinds of the constants of a jaxpr: an array is data, a number is neutral."""
 
-  neutral: bool = False
-  recast: bool = False
-  numbers: tuple[float, ...] | None = None
-
-
-def constants(values: Sequence[Any], settings: Settings) -> tuple[Constant, ...]:
-  """Returns how the constants of a jaxpr come in: an array is data, a number is neutral."""
-
-  def one(value: Any) -> Constant:
+  def one(value: Any) -> Kind | None:
+    dtype = getattr(value, "dtype", None)
+    if dtype not in FLOATS:
+      return None
     if isinstance(value, Tracer):  # A value of a trace around this one, perhaps a parameter.
-      return Constant(neutral=not settings.modules, recast=True)
-    if np.ndim(value) > 0 or getattr(value, "dtype", None) != FLOAT32:
-      return Constant()
-    return Constant(neutral=True, numbers=_numbers(value))
+      return Kind(dtype, neutral=not settings.modules)
+    if np.ndim(value) > 0 or dtype != FLOAT32:
+      return Kind(dtype)
+    return Kind(dtype, neutral=True, numbers=_numbers(value))
 
   return tuple(map(one, values))

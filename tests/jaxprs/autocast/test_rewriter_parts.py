@@ -225,7 +225,7 @@ def readers(fun, *args, results=None, ops=None):
   """Returns what reads each argument of `fun`."""
   jaxpr = jax.make_jaxpr(fun)(*(args or (X,))).jaxpr
   given = SETTINGS if ops is None else Settings(policy=SETTINGS.policy, ops=ops)
-  return of_inputs(jaxpr, tuple(results or (0,) * len(jaxpr.outvars)), given)
+  return of_inputs(jaxpr, tuple(results or (0,) * len(jaxpr.outvars)), given, ())
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_of_a_carry_in_all_turns():
   found = inner_jaxprs(jax.make_jaxpr(chain)(X, X, X).eqns[0])
   assert found is not None
   (body,) = found
-  assert of_loop(body, (0, 0, 0, MATMUL), SETTINGS) == (*held, MATMUL)
+  assert of_loop(body, (0, 0, 0, MATMUL), SETTINGS, ()) == (*held, MATMUL)
 
 
 def test_of_what_a_while_loop_tests_and_turns():

@@ -230,7 +230,7 @@ def test_what_is_no_function():
     mpjax.autocast(jnp.tanh, dtype="float16")
   with refused(TypeError, FN, "a function", "Array", 'mpjax.autocast(fn, "mixed_bfloat16")'):
     mpjax.autocast(W)
-  with refused(TypeError, FN, RETURNS, "writes to its variables", "mpjax.with_policy"):
+  with refused(TypeError, FN, RETURNS, "writes to variables of a model", "mpjax.with_policy"):
     mpjax.autocast(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))(X)
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from mpjax._core.policy import Policy
 from mpjax._jaxprs.autocast.values import (
-  Constant,
   Kind,
   Settings,
   constants,
@@ -103,6 +102,6 @@ def test_a_literal_is_neutral_and_its_number_known():
 
 def test_constant_arrays_are_data_whatever_their_numbers():
   mask, number = np.zeros(4, np.float32), jnp.float32(0.5)
-  assert constants([mask, mask + 3, np.int32(3)], SETTINGS) == (Constant(),) * 3
-  assert constants([number], SETTINGS) == (Constant(neutral=True, numbers=(0.5,)),)
-  assert constants([NotHere()], SETTINGS) == (Constant(neutral=True),)
+  assert constants([mask, mask + 3, np.int32(3)], SETTINGS) == (Kind(FLOAT32), Kind(FLOAT32), None)
+  assert constants([number], SETTINGS) == (Kind(FLOAT32, neutral=True, numbers=(0.5,)),)
+  assert constants([NotHere()], SETTINGS) == (Kind(FLOAT32, neutral=True),)
