@@ -1,36 +1,16 @@
-"""What matmuls cost: their floating-point operations and sizes, and the share in low precision."""
+"""What matmuls cost: their floating-point operations and sizes."""
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
-from mpjax._core.dtypes import is_low_precision
 from mpjax._jaxprs.primitives import EqnParams, facts_of
-from mpjax._jaxprs.reader import Program, aval_of, walk, warn_not_entered
-
-
-def half_share(program: Program) -> float:
-  """Returns the share of the matmuls' operations in low precision: 0 to 1, NaN of none at all.
-
-  One is in low precision if both operands are. Matmuls of integers are no floating-point
-  operations, and count for neither side.
-  """
-  half = total = 0
-  for visit in walk(program):
-    if not visit.entered:
-      warn_not_entered(visit.eqn, "counting operations", "What it runs is not counted.")
-    flops = flops_of(visit.eqn)
-    if flops is not None:
-      dtypes = [aval_of(v).dtype for v in visit.eqn.invars[:2]]
-      inexact = any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
-      total += flops * visit.times * inexact
-      half += flops * visit.times * all(map(is_low_precision, dtypes))
-  return half / total if total else math.nan
+from mpjax._jaxprs.reader import aval_of
 
 
 def flops_of(eqn: JaxprEqn) -> int | None:
@@ -42,25 +22,53 @@ def flops_of(eqn: JaxprEqn) -> int | None:
   formula = facts_of(eqn).flops
   if formula is None:
     return None
-  lhs, rhs = map(aval_of, eqn.invars[:2])
-  return _FLOPS[formula](lhs, rhs, aval_of(eqn.outvars[0]), eqn.params)
+  lhs, rhs, result = map(aval_of, (*eqn.invars[:2], eqn.outvars[0]))
+  if formula == "convolution":
+    return _conv_flops(lhs, rhs, result, eqn.params)
+  # Every element of `lhs` meets one of `rhs` for each index that is `rhs`'s own. Each row meets the
+  # matrix of its own group alone: the number of groups does not count.
+  return 2 * lhs.size * matmul_sizes(eqn)[1]
 
 
-def _dot_flops(lhs: ShapedArray, rhs: ShapedArray, _: ShapedArray, params: EqnParams) -> int:
-  # Every element of `lhs` meets one of `rhs` for each index that is `rhs`'s own. Of a `ragged_dot`
-  # each row meets the matrix of its own group alone: the number of groups does not count.
-  ((_, contracting), (_, batch)), groups = _numbers(params)
-  shared = {*contracting, *batch, *groups}
-  own = (size for axis, size in enumerate(rhs.shape) if axis not in shared)
-  return 2 * math.prod(lhs.shape) * math.prod(own)
+class DotAxes(NamedTuple):
+  """The axes of a `dot_general` or `ragged_dot_general`, of each operand.
+
+  `ragged` is that of the rows of the left one that are in groups, and `groups` that of the right
+  one which has an entry for each group.
+  """
+
+  contracted: tuple[Sequence[int], Sequence[int]]
+  batch: tuple[Sequence[int], Sequence[int]]
+  groups: Sequence[int] = ()
+  ragged: int | None = None
+
+  def own(self, side: int, operand: Any) -> list[int]:
+    """Returns the axes that an operand has alone: its rows, or columns."""
+    shared = {*self.contracted[side], *self.batch[side], *(self.groups if side else ())}
+    return [axis for axis in range(operand.ndim) if axis not in shared]
+
+  def of_result(self, *operands: Any) -> list[dict[Any, int]]:
+    """Returns which axis of the result each axis of both operands is; contracted ones are none."""
+    first = int(self.ragged in self.contracted[0])  # Each group is a sum of its own.
+    places: list[dict[Any, int]] = []
+    free = itertools.count(first + len(self.batch[0]))
+    for side, operand in enumerate(operands):
+      places.append({axis: first + i for i, axis in enumerate(self.batch[side])})
+      places[side] |= {axis: next(free) for axis in self.own(side, operand)}
+    for axis in self.groups:
+      places[1][axis] = places[0][self.ragged]
+    return places
 
 
-def _numbers(params: EqnParams) -> tuple[Any, Sequence[int]]:
-  """Returns the dimension numbers of a matmul, and the axes of the groups of a ragged one."""
+def dot_axes(params: EqnParams) -> DotAxes:
+  """Returns the axes of a `dot_general` or `ragged_dot_general`."""
   ragged = params.get("ragged_dot_dimension_numbers")
+  contracted, batch = (
+    params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+  )
   if ragged is None:
-    return params["dimension_numbers"], ()
-  return ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    return DotAxes(contracted, batch)
+  return DotAxes(contracted, batch, ragged.rhs_group_dimensions, ragged.lhs_ragged_dimensions[0])
 
 
 def _conv_flops(lhs: ShapedArray, rhs: ShapedArray, result: ShapedArray, params: EqnParams) -> int:
@@ -83,23 +91,19 @@ def _conv_flops(lhs: ShapedArray, rhs: ShapedArray, result: ShapedArray, params:
   return 2 * out_batch * out_features * in_features * meetings
 
 
-_FLOPS = {"convolution": _conv_flops, "dot": _dot_flops, "ragged_dot": _dot_flops}
-
-
 def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:
   """Returns M, N and K of a matmul or convolution: rows, columns and the length of the sum.
 
   Of a batched matmul they are those of one matrix; a convolution is the matmul that Tensor Cores
   run for it: positions times output features, summed over taps and input features.
   """
-  lhs, rhs, result = (aval_of(v).shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+  lhs, rhs, result = map(aval_of, (*eqn.invars[:2], eqn.outvars[0]))
   if facts_of(eqn).flops == "convolution":
     numbers = eqn.params["dimension_numbers"]
-    out_features, in_features, *kernel = (rhs[axis] for axis in numbers.rhs_spec)
-    rows = math.prod(result) // max(result[numbers.out_spec[1]], 1)
+    out_features, in_features, *kernel = (rhs.shape[axis] for axis in numbers.rhs_spec)
+    rows = result.size // max(result.shape[numbers.out_spec[1]], 1)
     return rows, out_features, in_features * math.prod(kernel)
-  ((contracting, others), (batch, other_batch)), _ = _numbers(eqn.params)
-  depth = math.prod(lhs[axis] for axis in contracting)
-  rows = math.prod(n for axis, n in enumerate(lhs) if axis not in {*contracting, *batch})
-  columns = math.prod(n for axis, n in enumerate(rhs) if axis not in {*others, *other_batch})
+  axes = dot_axes(eqn.params)
+  each = (lhs, axes.own(0, lhs)), (rhs, axes.own(1, rhs)), (lhs, axes.contracted[0])
+  rows, columns, depth = (math.prod(x.shape[axis] for axis in some) for x, some in each)
   return rows, columns, depth

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._jaxprs import count
+from tests.programs import half_share
 from tests.scripts import benchmark
 
 MODELS = ("ResNet", "GPT, scan and remat", "BERT", "LSTM")
@@ -63,4 +63,4 @@ def test_the_forms_by_hand_are_in_half(memory):
     (_, plain), (loss, params) = (memory.losses(model, half) for half in (None, jnp.bfloat16))
     shapes = [sorted(x.shape for x in jax.tree.leaves(tree)) for tree in (params, plain)]
     assert shapes[0] == shapes[1], name
-    assert count.half_share(jax.make_jaxpr(jax.grad(loss))(params)) == 1, name
+    assert half_share(jax.make_jaxpr(jax.grad(loss))(params)) == 1, name

@@ -36,7 +36,6 @@ from mpjax._diagnostics.tune.modules import (
 from mpjax._diagnostics.tune.search import Chosen, Problem, most_evaluations, search
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._jaxprs.autocast import autocast
-from mpjax._jaxprs.count import half_share
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.steps import body_of
 
@@ -274,8 +273,9 @@ class _Tuning:
     program, _ = self._call.traced(gradient_of(cast, self._scale))
     gradient = run_on_host(body_of(program), self._call.operands, Look())[self._gradients]
     error = relative_error(zip(self._exact, gradient, strict=True))
-    share = half_share(program)
-    self.evaluations.append(Evaluation(names, rules, error, 0.0 if math.isnan(share) else share))
+    flops = [(dtype.itemsize < 4, n) for _, dtype, n in Graph(program).matmuls()]
+    share = sum(n for is_low, n in flops if is_low) / max(sum(n for _, n in flops), 1)
+    self.evaluations.append(Evaluation(names, rules, error, share))
     self._advance()
     return gradient
 
