@@ -1,6 +1,9 @@
 """`Float8`: which matmuls of a policy multiply in float8, and how their operands are scaled."""
 
+import contextlib
 import dataclasses
+import pkgutil
+import re
 from typing import Any, TypeAlias
 
 from mpjax._core.dtypes import HALF_NAMES, HALVES
@@ -116,58 +119,48 @@ def _parse_skip(skip: Any) -> tuple[tuple[Size, Size], ...]:
   return tuple((k, n) for k, n in skip)
 
 
-def parse_float8(matmul: object, where: str) -> Float8:
-  """Returns the recipe that `str` of one wrote; a `Float8` is returned as it is.
+def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
+  """Returns the recipe that a text names: of a `Float8`, or "package.module:NAME" of another one.
 
-  A text is "float8", "float8:row", "float8:power_of_two:weight_grad=half:skip=none".
+  One that is no text is returned, if its own text leads back to it, as it has to in a jaxpr.
   """
-  if isinstance(matmul, Float8):
-    return matmul
-  expected = "a mpjax.Float8, or its text such as 'float8' or 'float8:row:power_of_two'"
-  if not isinstance(matmul, str):
+  text, recipe = str(matmul).strip(), None
+  if found := _TEXT.fullmatch(text):
+    recipe = _read(**found.groupdict())
+  elif ":" in text:
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+      recipe = pkgutil.resolve_name(text)
+  if recipe is None or not (isinstance(matmul, str) or matmul == recipe):
+    expected = "a mpjax.Float8, or its text such as 'float8:row', or a recipe 'package.module:NAME'"
+    if isinstance(matmul, str):
+      fix = "Write what str(mpjax.Float8(...)) prints."
+      raise MpjaxValueError(where, expected=expected, got=repr(matmul), fix=fix)
     fix = "Write matmul=mpjax.Float8(...), or leave it out to multiply in the compute dtype."
     raise MpjaxTypeError(where, expected=expected, got=repr(matmul), fix=fix)
-  name, *options = matmul.strip().split(":")
-  given: dict[str, Any] = {}
-  for option in options:
-    key, _, value = option.partition("=")
-    if option in _SCALINGS:
-      given["scaling"] = option
-    elif option == "power_of_two":
-      given[option] = True
-    elif key == "weight_grad":
-      given[key] = value
-    elif key == "skip":
-      given[key] = _read_skip(value)
-    else:
-      name = ""
-  if name != "float8" or ("skip" in given and given["skip"] is None):
-    fix = "Write what str(mpjax.Float8(...)) prints."
-    raise MpjaxValueError(where, expected=expected, got=repr(matmul), fix=fix)
-  return Float8(**given)
-
-
-def _read_skip(text: str) -> tuple[tuple[Size, ...], ...] | None:
-  """Returns the sizes that a text such as "4096x1024|*x2048" writes; None for any other text."""
-  pairs = [pair.split("x") for pair in text.split("|")] if text != "none" else []
-  if any(len(pair) != 2 or not all(n == "*" or n.isdecimal() for n in pair) for pair in pairs):
-    return None
-  return tuple(tuple(None if n == "*" else int(n) for n in pair) for pair in pairs)
-
-
-def check_float8(recipe: Float8, compute: DType, where: str) -> None:
-  """Raises MpjaxValueError if what float8 leaves out, or its weight gradients, fit no policy."""
+  got = f"{recipe} with compute_dtype={compute.name}"
   if compute not in HALVES:
-    raise MpjaxValueError(
-      where,
-      expected=f"a policy that computes in {' or '.join(HALF_NAMES)}",
-      got=f"{recipe} with compute_dtype={compute.name}",
-      fix='Write compute_dtype="bfloat16": all that is no large matmul runs in it.',
-    )
-  if recipe.weight_grad in HALF_NAMES and recipe.weight_grad != compute.name:
-    raise MpjaxValueError(
-      where,
-      expected=f"weight_grad='float8', 'half' or {compute.name!r}",
-      got=f"{recipe.weight_grad!r} with compute_dtype={compute.name}",
-      fix='Write weight_grad="half" for the compute dtype.',
-    )
+    expected = f"a policy that computes in {' or '.join(HALF_NAMES)}"
+    fix = 'Write compute_dtype="bfloat16": all that is no large matmul runs in it.'
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  if getattr(recipe, "weight_grad", None) in {*HALF_NAMES} - {compute.name}:
+    expected = f"weight_grad='float8', 'half' or {compute.name!r}"
+    fix = 'Write weight_grad="half" for the compute dtype.'
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  return recipe
+
+
+_SIZES = r"(\d+|\*)x(\d+|\*)"
+
+_TEXT = re.compile(
+  r"float8(:(?P<scaling>tensor|row))?(:(?P<power_of_two>power_of_two))?"
+  rf"(:weight_grad=(?P<weight_grad>\w+))?(:skip=(?P<skip>none|{_SIZES}(\|{_SIZES})*))?"
+)
+
+
+def _read(*, power_of_two: str | None, skip: str | None, **given: str | None) -> Float8:
+  """Returns the recipe of a text, from the parts of it that are there."""
+  pairs = re.findall(_SIZES, skip or "")
+  sizes = [[None if n == "*" else int(n) for n in pair] for pair in pairs]
+  options: Any = {name: value for name, value in given.items() if value}
+  options |= {"skip": sizes} if skip else {}
+  return Float8(power_of_two=bool(power_of_two), **options)

@@ -1,7 +1,7 @@
 """`Policy`: the dtypes in which parameters are stored, used in computation and returned."""
 
 import dataclasses
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from mpjax._core.dtypes import (
   written,
 )
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest, shortened
-from mpjax._core.float8 import Float8, check_float8, parse_float8
+from mpjax._core.float8 import parse_recipe
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import DType, DTypeLike, Leaf, PyTree
 
@@ -73,8 +73,8 @@ class Policy:
       `jax_default_matmul_precision` says. That is TF32 for float32 on GPUs since Ampere (10 bits
       of mantissa, as float16 has), and bfloat16 on TPUs: "highest" is float32.
     matmul: a `mpjax.Float8` (or its text, such as "float8"): matmuls of parameters that are large
-      enough multiply in float8, forward and backward; everything else is as without it. None:
-      all matmuls are in the compute dtype.
+      enough multiply in float8, forward and backward; everything else is as without it. Or a recipe
+      of your own, see docs/float8.md. None: all matmuls are in the compute dtype.
 
   Raises:
     MpjaxValueError: a dtype name is unknown, float64 is asked for without `jax_enable_x64`, or
@@ -99,7 +99,7 @@ class Policy:
   output_dtype: DType | None
   weight_grad_dtype: DType | None
   precision: MatmulPrecision | None
-  matmul: Float8 | None
+  matmul: Any
 
   @check_call("mpjax.Policy(...)", fix=_AS_STRING)
   def __init__(
@@ -110,7 +110,7 @@ class Policy:
     output_dtype: DTypeLike | None = None,
     weight_grad_dtype: DTypeLike | None = None,
     precision: str | MatmulPrecision | None = None,
-    matmul: str | Float8 | None = None,
+    matmul: Any = None,
   ) -> None:
     given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
     optional = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype}
@@ -135,10 +135,8 @@ class Policy:
     if parsed is not None:
       check_precision(parsed, self.compute_dtype, self.weight_grad_dtype, where)
     where = "mpjax.Policy(matmul=...)"
-    recipe = None if matmul is None else parse_float8(matmul, where)
+    recipe = None if matmul is None else parse_recipe(matmul, self.compute_dtype, where)
     object.__setattr__(self, "matmul", recipe)
-    if recipe is not None:
-      check_float8(recipe, self.compute_dtype, where)
 
   def _check_weight_grads(self) -> None:
     wide, compute = self.weight_grad_dtype, self.compute_dtype

@@ -81,14 +81,6 @@ def varying_axes(aval: ShapedArray) -> tuple[str, ...]:
   return tuple(sorted(getattr(kind, "varying", ()), key=str))
 
 
-def varying_as(aval: ShapedArray, like: ShapedArray) -> ShapedArray:
-  """Returns a type that varies over the axes over which another one does, on its mesh."""
-  kind, mesh = getattr(like, "manual_axis_type"), like.sharding.mesh  # noqa: B009
-  spec = aval.sharding.spec if aval.sharding.mesh == mesh else jax.sharding.PartitionSpec()
-  sharding = jax.sharding.NamedSharding(mesh, spec)
-  return aval.update(manual_axis_type=kind, sharding=sharding)
-
-
 Traceback: TypeAlias = Any
 """The Python traceback of an equation: JAX exports no class for it."""
 

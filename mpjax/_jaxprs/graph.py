@@ -17,6 +17,7 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.types import DType
+from mpjax._jaxprs.autocast.scopes import FLOAT8
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.op_lists import OpLists, part_of
@@ -144,9 +145,11 @@ class Operation:
 
   @property
   def matmul_dtype(self) -> DType | None:
-    """The dtype of a matmul of floats: float32 if one operand is; None for all else."""
+    """The dtype of a matmul of floats, or of a recipe: float32 if one operand is; else None."""
     operands = self.operands[:2]
-    if self.facts.flops is None or not all(v.is_floating for v in operands):
+    if self.facts.flops is None:
+      return None
+    if not all(v.is_floating for v in operands) and FLOAT8 not in self.where.scopes:
       return None
     return max(operands, key=lambda v: v.is_wide).dtype
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._core.float8 import Float8, parse_float8
+from mpjax._core.float8 import Float8, parse_recipe
 from tests.errors import refused
 
 WHERE = "mpjax.Policy(matmul=...)"
+BFLOAT16 = jnp.dtype("bfloat16")
 TEXTS = {
   "float8": Float8(),
   "float8:row": Float8(scaling="row"),
@@ -30,8 +31,8 @@ def test_a_recipe_reads_what_it_writes_and_a_policy_keeps_it():
   policies = set()
   for text, recipe in TEXTS.items():
     assert str(recipe) == text
-    assert parse_float8(text, WHERE) == recipe
-    assert parse_float8(recipe, WHERE) is recipe
+    assert parse_recipe(text, BFLOAT16, WHERE) == recipe
+    assert parse_recipe(recipe, BFLOAT16, WHERE) == recipe
     policy = mpjax.Policy(compute_dtype="bfloat16", matmul=recipe)
     policies.add(policy)
     assert policy == mpjax.Policy(compute_dtype="bfloat16", matmul=text)
@@ -98,7 +99,7 @@ def test_what_is_no_recipe():
 def test_a_recipe_fits_the_compute_dtype():
   recipe = Float8(weight_grad="float16")
   assert mpjax.Policy(compute_dtype="float16", matmul=recipe).matmul == recipe
-  got, fix = "'float16' with compute_dtype=bfloat16", 'weight_grad="half"'
+  got, fix = "weight_grad=float16 with compute_dtype=bfloat16", 'weight_grad="half"'
   with refused(ValueError, WHERE, "'bfloat16'", got, fix):
     mpjax.Policy(compute_dtype="bfloat16", matmul=recipe)
   expected, got = "computes in bfloat16 or float16", "float8 with compute_dtype=float32"

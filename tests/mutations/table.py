@@ -514,19 +514,27 @@ mpjax/_jaxprs/autocast/float8.py::quantise
 + jnp.clip(jnp.nan_to_num(scale), _TINY, 1e30)
 tests/jaxprs/autocast/test_float8_dot.py::test_what_is_not_finite_is_not_clipped
 
-mpjax/_jaxprs/autocast/float8.py::scaled_dot
+mpjax/_jaxprs/autocast/float8.py::Float8Recipe.dot
 
 55 float16 overflows in a matmul in float8 before its scales are applied
-- dtype if float(jnp.finfo(dtype).max) > 1e38 and not batch else FLOAT32
+- dtype if float(jnp.finfo(dtype).max) > 1e38 else FLOAT32
 + dtype
 tests/jaxprs/autocast/test_float8_dot.py::test_results_before_scaling_are_no_result_of_float16
 
-mpjax/_jaxprs/autocast/float8.py::Matmul.multiplied
+mpjax/_jaxprs/autocast/float8.py::Float8Recipe.quantise
 
-56 a gradient is e4m3 as what it meets is, and small gradients become 0
-- self.quantise(x, E5M2, axes[i])
-+ self.quantise(x, E4M3, axes[i])
+56a a gradient is e4m3 as what it meets is, and small gradients become 0
+- E5M2 if is_gradient else E4M3
++ E4M3
 tests/jaxprs/autocast/test_float8_dot.py::test_all_three_matmuls_have_operands_in_float8
+
+mpjax/_jaxprs/autocast/recipes.py::_only_in_groups
+
+56b what is in rows of no group reaches the scale of the experts' matmuls
+- axis is None
++ True
+tests/jaxprs/autocast/test_recipes.py
+::test_groups_and_their_gradients_are_those_of_each_expert_by_numpy
 
 mpjax/_jaxprs/module_calls.py::ModuleCall.run
 

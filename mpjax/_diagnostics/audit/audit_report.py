@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import jax.numpy as jnp
 
-from mpjax._core.dtypes import is_float8, is_low_precision
 from mpjax._core.errors import MpjaxAssertionError
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
@@ -88,13 +87,13 @@ class AuditReport(Report):
 
   @property
   def half_share(self) -> float:
-    """The share of the matmuls' FLOPs in low precision, float8 included; NaN without matmuls."""
-    return _share(self.flops, is_low_precision)
+    """The share of the matmuls' FLOPs in low precision, 8 bits included; NaN without matmuls."""
+    return _share(self.flops, lambda dtype: dtype.itemsize < 4)
 
   @property
   def float8_share(self) -> float:
-    """The share of the matmuls' FLOPs in float8; NaN without matmuls."""
-    return _share(self.flops, is_float8)
+    """The share of the matmuls' FLOPs in float8, or in a recipe's 8 bits; NaN without matmuls."""
+    return _share(self.flops, lambda dtype: dtype.itemsize == 1)
 
   def assert_half_share(self, least: float) -> None:
     """Raises unless a share of the matmuls' FLOPs is in low precision, for a test of yours.
@@ -177,9 +176,9 @@ def _share(flops: Mapping[tuple[Direction, str], int], counts: Callable[[DType],
 
 def _headline(audit: AuditReport) -> Section:
   families: Sequence[Callable[[DType], bool]] = (
-    lambda dtype: is_low_precision(dtype) and not is_float8(dtype),
-    is_float8,
-    lambda dtype: not is_low_precision(dtype),
+    lambda dtype: dtype.itemsize == 2,
+    lambda dtype: dtype.itemsize == 1,
+    lambda dtype: dtype.itemsize >= 4,
   )
   rows = []
   for direction in ("forward", "backward", "recomputed"):
@@ -187,7 +186,7 @@ def _headline(audit: AuditReport) -> Section:
     if any(here.values()):
       shares = (percent(_share(here, family)) for family in families)
       rows.append((direction, amount(sum(here.values()), "FLOP"), *shares))
-  columns = (Column("pass"), *right("matmuls", "16 bit", "float8", "float32"))
+  columns = (Column("pass"), *right("matmuls", "16 bit", "8 bit", "float32"))
   count = len(audit.leaks)
   leaks = f"{count or 'no'} leak{'' if count == 1 else 's'}"
   share = f"{percent(audit.half_share)} of the matmuls' FLOPs in low precision"

@@ -357,7 +357,7 @@ def find_leaks(
     total_flops += flops or 0
     # Is it float32 where low precision is asked for, and why?
     if flops is not None:
-      if all(v.is_low for v in operation.operands[:2]):
+      if not any(v.is_wide for v in operation.operands[:2]):
         continue
       dtype, reason = expectations.of(operation)
       if dtype is None:

@@ -7,7 +7,6 @@ from typing import Any, ParamSpec
 import jax
 
 from mpjax._core.active import AUDIT, AuditRecord
-from mpjax._core.dtypes import is_low_precision
 from mpjax._core.errors import check_call
 from mpjax._diagnostics.arguments import check_function, trace
 from mpjax._diagnostics.audit.audit_report import AuditReport
@@ -109,7 +108,7 @@ def _audited(
   for operation, dtype, count in graph.matmuls():
     flops[operation.where.direction, str(dtype)] += count
     certain = certain and operation.step.certain
-    if not is_low_precision(dtype) and "HIGHEST" not in str(operation.eqn.params.get("precision")):
+    if dtype.itemsize >= 4 and "HIGHEST" not in str(operation.eqn.params.get("precision")):
       tf32 += count
   return AuditReport(
     flops=dict(flops),

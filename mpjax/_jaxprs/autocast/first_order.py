@@ -39,7 +39,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
-from mpjax._jaxprs.autocast.float8 import is_weight, why_not, with_float8
+from mpjax._jaxprs.autocast.float8 import recipe_of
+from mpjax._jaxprs.autocast.recipes import in_recipe, is_weight, why_not
 from mpjax._jaxprs.autocast.residuals import saving_low
 from mpjax._jaxprs.autocast.rewriter import (
   CALLER,
@@ -170,12 +171,12 @@ def _each_for_itself(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> Non
 def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, half: DType) -> None:
   """Writes a matmul or convolution, in low precision: what it returns is low, and at rest."""
   policy = policy_at(scope, rewriter.settings)
-  recipe = None if policy is None else policy.matmul
-  if recipe is not None:
+  if policy is not None and policy.matmul is not None:
+    recipe = recipe_of(policy.matmul)
     reason = why_not(eqn, values, recipe, scope, rewriter.settings)
     if reason is None:
-      in_float8 = with_float8(eqn, values, half, recipe, rewriter.view)
-      return rewriter.write(in_float8, in_float8.invars, [Kind(half)])
+      product = in_recipe(eqn, values, half, recipe, rewriter.view)
+      return rewriter.write(product, product.invars, [Kind(half)])
     eqn = rewriter.not_float8(eqn, reason)
   if FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params):
     return rewriter.untouched(eqn)  # The user's own choice, again.

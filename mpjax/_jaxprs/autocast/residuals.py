@@ -20,8 +20,6 @@ from jax.extend.core import (
   Literal,
   Primitive,
   Var,
-  new_jaxpr_eqn,
-  no_effects,
 )
 
 from mpjax._core.dtypes import FLOAT32
@@ -32,7 +30,7 @@ from mpjax._jaxprs.autocast.values import Kind, Value, cached_per_jaxpr
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.reader import Atom, aval_of, cast_to, dtype_of, retyped, shape_of, with_inner
+from mpjax._jaxprs.reader import Atom, aval_of, cast_to, dtype_of, retyped, shape_of
 
 
 def saving_low(
@@ -55,34 +53,24 @@ def saving_low(
   places = tuple(i for i, v in enumerate(values) if saved[i] and dtype_of(v.atom) == saved[i])
   # In float32, where the gradients of all readers of a value are added.
   operands = [view(v, FLOAT32, eqn) for v in values] + [values[i].atom for i in places]
-  avals = [*map(aval_of, operands), aval_of(eqn.outvars[0])]
+  avals = map(aval_of, operands)
   params = tuple(eqn.params.items())
-  call = _with_rule(eqn.primitive, params, *avals, saved=tuple(saved), places=places, dtype=dtype)
-  body = _product(eqn, avals, len(values), dtype)
-  return eqn.replace(primitive=call.primitive, invars=operands, params=with_inner(call, [body]))
-
-
-def _product(
-  eqn: JaxprEqn, avals: Sequence[ShapedArray], factors: int, dtype: DType
-) -> ClosedJaxpr:
-  """Returns the jaxpr of a multiplication in float32, of operands and a result of these types."""
-  invars, wide = list(map(Var, avals[:-1])), retyped(Var(avals[-1]), FLOAT32)
-  eqns = [eqn.replace(invars=[*invars[:factors]], outvars=[wide])]
-  if dtype != FLOAT32:
-    eqns.append(cast_to(retyped(wide, dtype), wide, eqn))
-  return ClosedJaxpr(jaxpr_of(eqns, invars, eqns[-1].outvars), ())
+  with context_of(eqn):
+    call = _with_rule(eqn.primitive, params, eqn.ctx, tuple(saved), places, dtype, *avals)
+  return eqn.replace(primitive=call.primitive, invars=operands, params=call.params)
 
 
 @remembered_off_mesh
 def _with_rule(
   primitive: Primitive,
   params: tuple[tuple[str, Any], ...],
-  *avals: ShapedArray,
+  _: object,
   saved: tuple[DType | None, ...],
   places: tuple[int, ...],
   dtype: DType,
+  *avals: ShapedArray,
 ) -> JaxprEqn:
-  """Returns an equation with a derivative rule that all multiplications of these types share."""
+  """Returns an equation with a derivative rule that all multiplications of a context share."""
   count = len(saved)
 
   def product(*factors: Array) -> Array:
@@ -112,9 +100,7 @@ def _with_rule(
       parts.append(saving(factors, change))
     return [product(*primals[:count])], [functools.reduce(operator.add, parts)]
 
-  invars, result = list(map(Var, avals[:count])), retyped(Var(avals[-1]), FLOAT32)
-  eqn = new_jaxpr_eqn(invars, [result], primitive, dict(params), no_effects)
-  return differentiated(_product(eqn, avals, count, dtype), tangent, avals[:-1], primitive.name)
+  return differentiated(lambda *args: product(*args[:count]), tangent, avals, primitive.name)
 
 
 def saving_rounded(

@@ -15,11 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from mpjax._core.active import AUDIT
 from mpjax._core.types import Array, Function
-from mpjax._jaxprs.compat import WRITTEN_OUT, comes_from_program, is_in_program, without_scopes
+from mpjax._jaxprs.compat import (
+  WRITTEN_OUT,
+  comes_from_program,
+  is_in_program,
+  varying_axes,
+  without_scopes,
+)
 from mpjax._jaxprs.primitives import is_higher_order
 from mpjax._jaxprs.reader import Atom, aval_of, call_params, with_inner
 
@@ -223,15 +230,35 @@ def typed(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Arr
   return called(closed, operands, name)
 
 
-def differentiated(
-  body: ClosedJaxpr, rule: Function, avals: Sequence[ShapedArray], name: str
-) -> JaxprEqn:
-  """Returns an equation that runs a jaxpr, with a derivative of its own.
+def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:
+  """Returns the jaxpr of a function, for operands that may vary over the axes of a `shard_map`.
 
-  The jaxpr is not traced: the axes of a `shard_map` are not bound while its jaxpr is rewritten.
+  These are not bound while the jaxpr around is rewritten: it is traced in a `shard_map` of its own.
+  """
+  mesh, made = avals[0].sharding.mesh, []
+  if not varying_axes(avals[0]):
+    return jax.make_jaxpr(call)(*avals)
+
+  def on_device() -> None:
+    made.append(jax.make_jaxpr(call)(*avals))
+
+  around = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
+  with jax.sharding.use_abstract_mesh(around):
+    spec = PartitionSpec()
+    jax.eval_shape(
+      jax.shard_map(on_device, in_specs=spec, out_specs=spec, axis_names={*mesh.manual_axes})
+    )
+  return made[0]
+
+
+def differentiated(
+  body: ClosedJaxpr | Function, rule: Function, avals: Sequence[ShapedArray], name: str
+) -> JaxprEqn:
+  """Returns an equation that runs a jaxpr, or a function, with a derivative of its own.
 
   `rule` is for `jax.custom_jvp`, with symbolic zeros.
   """
+  body = body if isinstance(body, ClosedJaxpr) else jaxpr_for(body, *avals)
 
   def call(*operands: Array) -> list[Array]:
     return typed(body, operands, name)

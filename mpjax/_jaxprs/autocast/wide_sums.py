@@ -20,30 +20,27 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.core import AbstractValue, ShapedArray, eval_jaxpr
+from jax.core import AbstractValue, ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import (
   ClosedJaxpr,
   JaxprEqn,
   Literal,
   Primitive,
-  Var,
-  new_jaxpr_eqn,
-  no_effects,
 )
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.autocast.rewriter import retype
-from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of, remembered_off_mesh
+from mpjax._jaxprs.autocast.run import differentiated, remembered_off_mesh
 from mpjax._jaxprs.autocast.values import Value
-from mpjax._jaxprs.compat import bind, context_of, without_scopes
-from mpjax._jaxprs.reader import Atom, aval_of, cast_to, retyped
+from mpjax._jaxprs.compat import bind, context_of
+from mpjax._jaxprs.reader import Atom, aval_of
 
 Levels: TypeAlias = tuple[tuple[bool, ...], ...]
 """For each `vmap` around, the innermost first, which operands have a first axis for it."""
@@ -75,23 +72,7 @@ def with_wide_sums(
   ]
   params = tuple(retype(eqn, half).items())
   matmul = _Matmul(primitive=eqn.primitive, params=params, half=half, out=out, wide=each)
-  avals = list(map(aval_of, operands))
-  body = matmul.jaxpr(eqn, list(map(Var, avals)))
-
-  def tangent(
-    primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
-  ) -> tuple[list[Array], list[Array]]:
-    moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)}
-    if out == half:  # A policy of `jax.checkpoint` such as `dots_saveable` sees this matmul.
-      result = [matmul(*primals)]
-    else:  # Of which a second derivative needs the rule too.
-      again = jaxpr_of([product], cast(list[Var], product.invars), product.outvars)
-      result = eval_jaxpr(again, (), *primals)
-    return result, [tangent_of_matmul(matmul, primals, moving)]
-
-  with context_of(eqn):
-    product = differentiated(body, tangent, avals, "matmul")
-  return eqn.replace(primitive=product.primitive, invars=operands, params=product.params)
+  return with_rule(eqn, matmul, operands)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,33 +93,20 @@ class _Matmul:
   wide: tuple[DType | None, ...]
 
   def __call__(self, *operands: Array) -> Array:
-    return into(self.primitive, self._low(operands, self.wide), self._wide_params)
+    wide = {} if self.out == self.half else {"preferred_element_type": self.out}
+    return into(self.primitive, self._low(operands, self.wide), {**dict(self.params), **wide})
 
   def _low(self, operands: Sequence[Array], wide: Sequence[DType | None]) -> list[Array]:
     pairs = zip(operands, wide, strict=True)
     return [x if w is None else jax.lax.convert_element_type(x, self.half) for x, w in pairs]
 
-  @property
-  def _wide_params(self) -> dict[str, Any]:
-    wide = {} if self.out == self.half else {"preferred_element_type": self.out}
-    return {**dict(self.params), **wide}
-
-  def jaxpr(self, eqn: JaxprEqn, invars: Sequence[Var]) -> ClosedJaxpr:
-    """Returns the jaxpr of the matmul, in which the weights are cast first.
-
-    It is not traced, since the axes of a `shard_map` are not bound while its jaxpr is rewritten.
-    """
-    bare = without_scopes(eqn.source_info.name_stack, "")  # The call is in the scope.
-    eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=bare))
-    pairs = zip(invars, self.wide, strict=True)
-    views = [v if wide is None else retyped(v, self.half) for v, wide in pairs]
-    body = [cast_to(new, v, eqn) for new, v in zip(views, invars, strict=True) if new is not v]
-    result = retyped(eqn.outvars[0], self.out)
-    body.append(eqn.replace(invars=[*views], outvars=[result], params=self._wide_params))
-    if self.out != self.half and _is_turned(eqn.primitive, map(aval_of, invars)):
-      new, place = Var(aval_of(result)), (no_effects, eqn.source_info, eqn.ctx)
-      body.append(new_jaxpr_eqn([result], [new], _as_laid_out_p, {}, *place))
-    return ClosedJaxpr(jaxpr_of(body, invars, body[-1].outvars), ())
+  def with_kept(
+    self, moving: tuple[int, ...], *operands: Array
+  ) -> tuple[Array | None, Sequence[Sequence[Array]]]:
+    kept = [(*operands[:side], *operands[side + 1 :]) for side in moving]
+    # A policy of `jax.checkpoint` such as `dots_saveable` sees the matmul, if it has no equation of
+    # its own. Of one that leaves in a wider dtype a second derivative needs the rule too.
+    return None if moving and self.out != self.half else self(*operands), kept
 
   def tangent(self, side: int, t: Array, *others: Array) -> Array:
     return self(*others[:side], t, *others[side:])
@@ -180,20 +148,54 @@ def into(primitive: Primitive, operands: Sequence[Array], params: Mapping[str, A
 
 
 class MatmulRule(Protocol):
-  """A matmul with a derivative of its own, part of the key of what JAX keeps."""
+  """A matmul with a derivative of its own, part of the key of what JAX keeps.
 
-  def tangent(self, side: int, t: Array, *others: Array) -> Array:
-    """Returns the matmul of a tangent of the operand `side`, and of what is kept of the others."""
-    ...
+  Fields:
+    with_kept: the matmul, and for operands that have tangents what is kept of the others. None
+      instead of the matmul is the equation, with its rule, once more.
+    tangent: the matmul of a tangent of the operand `side`, and of what is kept of the others.
+    gradient: that of an operand `like` this, added up over the `vmap`s that it lacks.
+    check_second_order: raises if the tangent has no derivative by what is kept.
+  """
 
+  def with_kept(
+    self, moving: tuple[int, ...], *operands: Array
+  ) -> tuple[Array | None, Sequence[Sequence[Array]]]: ...
+  def tangent(self, side: int, t: Array, *others: Array) -> Array: ...
   def gradient(
     self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
-  ) -> Array:
-    """Returns the gradient of an operand `like` this, added up over the `vmap`s that it lacks."""
-    ...
+  ) -> Array: ...
+  def check_second_order(self) -> None: ...
 
-  def check_second_order(self) -> None:
-    """Raises if the tangent has no derivative by what is kept of the other operands."""
+
+def with_rule(eqn: JaxprEqn, rule: MatmulRule, operands: Sequence[Atom]) -> JaxprEqn:
+  """Returns an equation that computes a matmul by a rule."""
+  with context_of(eqn):
+    product = _equation(rule, eqn.ctx, *map(aval_of, operands))
+  return eqn.replace(primitive=product.primitive, invars=[*operands], params=product.params)
+
+
+@remembered_off_mesh
+def _equation(rule: MatmulRule, _: object, *avals: ShapedArray) -> JaxprEqn:
+  """Returns an equation for operands of these types, which layers in one context share."""
+
+  def call(*operands: Array) -> Array | None:
+    return rule.with_kept((), *operands)[0]
+
+  def tangent(
+    primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
+  ) -> tuple[list[Array], list[Array]]:
+    moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
+    result, kept = rule.with_kept(moving, *primals)
+    parts = [
+      tangent_p.bind(tangents[side], *each, rule=rule, side=side, levels=())
+      for side, each in zip(moving, kept, strict=True)
+    ]
+    results = bind(made, primals) if result is None else [result]
+    return results, [functools.reduce(operator.add, parts)]
+
+  made = differentiated(call, tangent, avals, "matmul")
+  return made
 
 
 def tangent_of_matmul(
