@@ -100,6 +100,15 @@ def broken(images):
   return images
 
 
+def moe_is_in_float8(moe, runs, text):
+  (_, half), (_, float8) = (run.state for run in runs.values())
+  assert (half.float8_share, half.half_share, float8.half_share) == (0, 1, 1)
+  left = {row.path.rpartition("/")[2] for row in float8.float8 if row.reason}
+  assert left == {"router", "head"}
+  assert len(float8.float8) == 8
+  assert float8.float8_share > 0.98
+
+
 # Language models
 
 
@@ -507,6 +516,7 @@ TRAININGS = {
   "lstm_language_model": Training(40, small_lstm),
   "half_with_master_weights": Training(30, lambda _: {"devices": 2}, ("float32", "float16")),
   "lenet_per_module": Training(2, policies=("O0", MIXED)),
+  "moe": Training(3, lambda _: {"seeds": 2}, ("mixed_bfloat16", "c=bf16,matmul=float8:skip=none")),
   "resnet_finetune": Training(2, small_resnet),
   "ssd_detection": Training(
     2, lambda ssd: {"network": ssd.Detector(width=8, depth=1), "growth_interval": 6}
