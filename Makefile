@@ -5,6 +5,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 JAXAMP := .venv-jaxamp
 GPU_HLO := .venv-gpu-hlo
+TPU_HLO := .venv-tpu-hlo
 BENCH_GPU := .venv-bench-gpu
 BENCH_TORCH := .venv-bench-torch
 # What JAX is built for; cuda13 needs a driver of 580 or later.
@@ -13,7 +14,7 @@ CUDA ?= cuda12
 OLDEST ?= 3.11
 NEWEST ?= 3.13 3.12
 
-.PHONY: help demo test check docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
+.PHONY: help demo test check docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo tpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -29,6 +30,7 @@ help:
 	@echo "make bench       measure cost against float32 and dtypes by hand"
 	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
 	@echo "make gpu-hlo     what an H200 would run, compiled without one: kernels, bytes and temporaries, by hand and under a policy"
+	@echo "make tpu-hlo     what a TPU would run, compiled without one: bytes, temporaries, what travels between chips"
 	@echo "make parity      train five models from many seeds: is low precision as good as float32?"
 	@echo "make accuracy    measure gradients against float64: under a policy, and with dtypes by hand"
 	@echo "make figures     draw the figures of the pages anew (ARGS=--measure: from new measurements)"
@@ -162,6 +164,18 @@ gpu-hlo: $(GPU_HLO)/.installed
 	PYTHONPATH=. $(GPU_HLO)/bin/python benchmarks/gpu_hlo.py $(ARGS)
 	$(GPU_HLO)/bin/python -m pytest -q -n 2 -m gpu_compiler $(GPU_TESTS)
 
+# The compiler for TPUs comes with libtpu, which jax[tpu] names the version of.
+$(TPU_HLO)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(TPU_HLO)
+	$(TPU_HLO)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'jax[tpu]' || { \
+	  echo "make tpu-hlo needs libtpu, which pip did not get." >&2; exit 1; }
+	@touch $@
+
+tpu-hlo: export JAX_PLATFORMS = cpu
+tpu-hlo: $(TPU_HLO)/.installed
+	PYTHONPATH=. $(TPU_HLO)/bin/python benchmarks/tpu_hlo.py $(ARGS)
+	$(TPU_HLO)/bin/python -m pytest -q tests/check/test_tpu_hlo.py
+
 parity: export JAX_PLATFORMS ?= cpu
 parity: $(STAMP)
 	PYTHONPATH=.:examples $(RUN) benchmarks/parity.py
@@ -191,5 +205,5 @@ soak: $(STAMP)
 	$(RUN) -m tests.soak
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) $(GPU_HLO) $(BENCH_GPU) $(BENCH_TORCH) build dist .cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) $(GPU_HLO) $(TPU_HLO) $(BENCH_GPU) $(BENCH_TORCH) build dist .cache .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,25 +12,19 @@ autotuner chooses among kernels.
 """
 
 import argparse
-import collections
-import functools
 import json
 import pathlib
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
+import aot
 import gpu_steps
 import hlo
 import jax
-import jax.numpy as jnp
 import measure
 import roofline
-import run
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
-from models import SIZES, Case
+from models import SIZES
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -50,135 +44,29 @@ HALVES = {
 OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """The autotuner would have to run kernels to choose one: every product is a call of cuBLAS."""
 
-VERSIONS = ("float32", "by hand", "by hand, exact", "policy", "autocast")
-"""All take float32 parameters and inputs. `by hand, exact` sums the gradients of biases in float32,
-as a policy does: what that costs is no cost of ours."""
-
-
-def exact_biases(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-  """An interceptor for dense layers: their biases are broadcast in float32, and then cast.
-
-  With Flax's `dtype` they are cast first, and so their gradients add up in half, over the batch.
-  """
-  layer = context.module
-  if not (isinstance(layer, (nn.Dense, nn.DenseGeneral)) and layer.use_bias):
-    return next_fun(*args, **kwargs)
-  product = layer.clone(parent=None, use_bias=False)
-  out = product.apply({"params": {"kernel": layer.get_variable("params", "kernel")}}, *args)
-  bias = jnp.broadcast_to(layer.get_variable("params", "bias"), out.shape)
-  return out + bias.astype(out.dtype)
-
-
-def losses(case: Case, half: str) -> dict[str, Callable[..., Any]]:
-  """Returns the loss of `run.loss_fn` in every one of `VERSIONS`."""
-  float32, by_hand, policy = (
-    functools.partial(run.loss_fn, apply) for apply in run.variants(case, half).values()
-  )
-
-  def by_hand_exact(*args: Any) -> Any:
-    with nn.intercept_methods(exact_biases):
-      return by_hand(*args)
-
-  found = (float32, by_hand, by_hand_exact, policy, mpjax.autocast(float32, half))
-  return dict(zip(VERSIONS, found, strict=True))
-
-
-def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
-  """Returns the step of every version, of `VERSIONS` and `gpu_steps.BASES`, and its state."""
-  state = state_of(case)
-  found = {
-    name: (functools.partial(run.step_of, loss), state) for name, loss in losses(case, half).items()
-  }
-  return found | gpu_steps.steps(case, half)
-
-
-def state_of(case: Case) -> Any:
-  """Returns shapes of the state of all `VERSIONS`."""
-  variables = dict(jax.eval_shape(case.make().init, jax.random.key(0), case.inputs))
-  params = variables.pop("params")
-  return params, variables, jax.eval_shape(run.optimizer().init, params)
-
-
-def shallower(case: Case, depth: int | None) -> Case:
-  """Returns the case with at most `depth` layers, or blocks in each stage."""
-  if depth is None:
-    return case
-  least: int = depth
-
-  def make(dtype: Any = None) -> Any:
-    model = case.make(dtype)
-    if hasattr(model, "stages"):
-      return model.clone(stages=tuple(min(least, blocks) for blocks in model.stages))
-    return model.clone(layers=min(least, model.layers)) if hasattr(model, "layers") else model
-
-  return Case(make=make, inputs=case.inputs, classes=case.classes, outputs=case.outputs)
-
 
 def gpu_device(name: str) -> Any:
-  """Returns a device that programs can be compiled for and not run on.
+  """Returns a device that programs can be compiled for and not run on; see `gpu_devices`."""
+  return gpu_devices(name, 1)[0]
+
+
+def gpu_devices(name: str, count: int) -> Sequence[Any]:
+  """Returns devices of one machine, which programs can be compiled for and not run on.
 
   Raises:
     RuntimeError: jax's plugin for CUDA is not installed beside jax.
   """
   target = GPUS[name].read_text(encoding="utf-8")
   try:
-    topology = topologies.get_topology_desc(
-      platform="cuda", topology_name="", topology="1x1x1", target_config=target
-    )
+    return topologies.get_topology_desc(
+      platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=target
+    ).devices
   except Exception as error:
     raise RuntimeError(
       f"cannot compile for {name}: jax {jax.__version__} found no compiler for CUDA. Install "
       f"jax-cuda12-plugin and jax-cuda12-pjrt, both {jax.__version__}, beside it: `make gpu-hlo` "
       "does so in an environment of its own. Without them, `--gpu none` compiles for this CPU."
     ) from error
-  return topology.devices[0]
-
-
-def arguments_of(case: Case, device: Any, state: Any = None) -> tuple[Any, ...]:
-  """Returns shapes of state and batch on the device; without a state that of all `VERSIONS`."""
-  state = state_of(case) if state is None else state
-  sharding = SingleDeviceSharding(device)
-  args = (state, case.inputs, jax.ShapeDtypeStruct(case.outputs, jnp.int32))
-  place = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-  return jax.tree.map(lambda x: place(x.shape, x.dtype), args)
-
-
-def compiled_step(
-  step: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
-) -> tuple[dict[str, Any], str]:
-  """Returns the figures of a training step, and the text of its program."""
-  start = time.perf_counter()
-  step = jax.jit(step, donate_argnums=0)
-  traced = step.trace(*args)
-  compiled = traced.lower().compile(compiler_options=dict(options))
-  seconds = time.perf_counter() - start
-  text = compiled.as_text() or ""
-  program = hlo.parse(text)
-  kernels = list(program.kernels())
-  audit = mpjax.audit(step)(*args)
-  figures = {
-    "kernels": len(kernels),
-    "bytes": sum(program.moved(each) for each in kernels),
-    "temp_bytes": int(compiled.memory_analysis().temp_size_in_bytes),
-    "products": dict(program.products()),
-    "conditionals": program.count("conditional"),
-    # A compiler for a CPU makes float32 products of half ones.
-    "half_share_traced": audit.half_share,
-    "flops": flops_of(audit),
-    "product_bytes": sum(program.moved(each) for each in kernels if program.is_product(each)),
-    "compile_seconds": round(seconds, 1),
-  }
-  return figures, text
-
-
-def flops_of(audit: mpjax.reports.AuditReport) -> dict[str, int]:
-  """Returns the FLOPs of matmuls and convolutions by the unit that a GPU computes them with."""
-  found: collections.Counter[str] = collections.Counter()
-  for (_, dtype), count in audit.flops.items():
-    found[dtype] += count
-  found["float32"] -= audit.tf32_flops
-  found["tf32"] += audit.tf32_flops
-  return {unit: count for unit, count in found.items() if count}
 
 
 def estimate(gpu: str | None, figures: Mapping[str, Any], program: hlo.Module) -> float | None:
@@ -195,7 +83,7 @@ def main(
   size: str | None = None,
   depth: int | None = None,
   half: str | None = None,
-  versions: Sequence[str] = VERSIONS,
+  versions: Sequence[str] = aot.VERSIONS,
   triton: bool = False,
   differences: int = 0,
   texts: pathlib.Path | None = None,
@@ -233,15 +121,15 @@ def main(
   with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
     task = bar.add_task("compile", total=len(models) * len(versions))
     for model in models:
-      case = shallower(SIZES[size][model], depth)
+      case = aot.shallower(SIZES[size][model], depth)
       precision = half or HALVES[model]
       found = results["models"][model] = {"half": precision, "versions": {}}
-      for name, (step, state) in steps(case, precision).items():
+      for name, (step, state) in aot.steps(case, precision).items():
         if name not in versions:
           continue
-        args = arguments_of(case, device, state)
+        args = aot.arguments_of(case, device, state)
         bar.update(task, description=f"{model}, {name}")
-        found["versions"][name], text = compiled_step(step, args, options)
+        found["versions"][name], text = aot.compiled_step(step, args, options)
         programs[model, name] = hlo.parse(text)
         one = found["versions"][name]
         one["estimated_seconds"] = estimate(gpu, one, programs[model, name])
@@ -322,8 +210,10 @@ def arguments() -> dict[str, Any]:
   parser.add_argument("--size", choices=list(SIZES), help="default: by what it compiles for")
   parser.add_argument("--depth", type=int, help="at most so many layers, or blocks in a stage")
   parser.add_argument("--half", choices=["bfloat16", "float16"], help="default: each its own")
-  known = (*VERSIONS, *gpu_steps.BASES)
-  parser.add_argument("--versions", nargs="+", default=list(VERSIONS), choices=[*known, "steps"])
+  known = (*aot.VERSIONS, *gpu_steps.BASES)
+  parser.add_argument(
+    "--versions", nargs="+", default=list(aot.VERSIONS), choices=[*known, "steps"]
+  )
   parser.add_argument("--triton", action="store_true", help="products by Triton, not cuBLAS")
   parser.add_argument("--differences", type=int, default=0, help="show what makes them up: lines")
   parser.add_argument("--texts", type=pathlib.Path, help="a folder for the programs themselves")

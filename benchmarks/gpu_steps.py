@@ -33,6 +33,7 @@ BASES = {
   "masters by hand": "policy",
   "masters": "masters by hand",
   "masters, dynamic": "masters",
+  "split masters": "masters",
   "float8": "policy",
 }
 """Which version each is compared with. `micro-batches` are those inside of one step, in float32;
@@ -154,6 +155,7 @@ def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
     (functools.partial(masters_by_hand, apply), by_hand),
     with_tx(masters, mastered, low),
     with_tx(scaled_masters, mpjax.loss_scaling(mastered, dynamic), low),
+    with_tx(updated, mpjax.master_weights(run.optimizer(), storage="split"), low),
     (functools.partial(run.plain_step, float8), state(adamw)),
   )
   return dict(zip(BASES, found, strict=True))

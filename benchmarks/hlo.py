@@ -17,13 +17,20 @@ FREE = frozenset(
 """Operations that no kernel is launched for."""
 
 PRODUCTS = frozenset(("dot", "convolution", "scaled-dot", "ragged-dot"))
+COLLECTIVES = frozenset(
+  ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+)
 LIBRARY_PRODUCTS = re.compile(r"cublas|cudnn\$(?:conv|fmha)|onednn|matmul|gemm", re.IGNORECASE)
 
 _INSTRUCTION = re.compile(
-  r"^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>\(.*?\)|[^\s(]+) (?P<opcode>[\w-]+)\((?P<rest>.*)$"
+  r"^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)$"
 )
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
+_RESULT = re.compile(r"\b\w+\[[\d,<=]*\](?:\{[^{}]*\})?")
+_ON_CHIP = re.compile(r"\w+\[[\d,<=]*\]\{[^{}]*S\([1-9]\d*\)\}$")
+_LAUNCHES = re.compile(r"(?:body|to_apply|branch_computations)=\{?%([\w.-]+)")
+_CALLERS = frozenset(("while", "call", "conditional"))
 _OPERAND = re.compile(r"%([\w.-]+)")
 _BITS = re.compile(r"[a-z]+(\d+)")
 
@@ -37,6 +44,7 @@ class Instruction:
     type: as it is written, a tuple in parentheses.
     opcode: such as "fusion".
     operands: names of instructions.
+    value: what a constant or parameter has in the place of operands.
     attributes: what follows the operands.
   """
 
@@ -44,6 +52,7 @@ class Instruction:
   type: str
   opcode: str
   operands: tuple[str, ...]
+  value: str
   attributes: str
 
   @property
@@ -117,6 +126,125 @@ class Module:
           found[kinds[0] if len(set(kinds)) == 1 else " x ".join(kinds)] += 1
     return found
 
+  def repeats(self) -> collections.Counter[str]:
+    """Returns how often each computation runs that launches kernels: bodies of loops, say.
+
+    A loop whose number of iterations the text does not show counts as one iteration.
+    """
+    found: collections.Counter[str] = collections.Counter()
+    todo = [(name, 1) for name, each in self.computations.items() if each is self.entry]
+    while todo:
+      name, times = todo.pop()
+      found[name] += times
+      callers = (x for x in self.computations[name].values() if x.opcode in _CALLERS)
+      for each in callers:
+        again = self._trips(each) if each.opcode == "while" else 1
+        todo += [(inner, times * again) for inner in _LAUNCHES.findall(each.attributes)]
+    return found
+
+  def _trips(self, loop: Instruction) -> int:
+    known = _attribute(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    condition = self.computations[_attribute(r"condition=%([\w.-]+)", loop.attributes)]
+    limits = [int(each.value) for each in condition.values() if each.value.isdigit()]
+    return int(known) if known else max((x for x in limits if x), default=1)
+
+  def collectives(self) -> dict[str, list[int]]:
+    """Returns how often what travels between devices does so, and its bytes, by kind and dtype.
+
+    In one run of the program; the bytes are those of the results on one device.
+    """
+    found: dict[str, list[int]] = {}
+    repeats = self.repeats()
+    inside = {
+      inner: times
+      for name, times in repeats.items()
+      for each in self.computations[name].values()
+      for inner in re.findall(r"calls=%([\w.-]+)", each.attributes)
+    }
+    for name, times in (inside | repeats).items():
+      for each in self.computations[name].values():
+        kind = each.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+          sizes: collections.Counter[str] = collections.Counter()
+          for array in _results(each):  # Several arrays, of several dtypes, may travel at once.
+            sizes[dtype(array)] += type_bytes(array)
+          for one, size in sizes.items():
+            total = found.setdefault(f"{kind} {one}", [0, 0])
+            total[0] += times
+            total[1] += times * size
+    return found
+
+  def traffic(self) -> int:
+    """Returns the bytes between the main memory and the chip in one run, loops' as they repeat.
+
+    Of an array of which a slice is read or overwritten, it is the slice that counts; what the
+    compiler holds in memory of the chip does not.
+    """
+    return sum(
+      times * self._traffic(each, self.computations[name])
+      for name, times in self.repeats().items()
+      for each in self.computations[name].values()
+      if each.opcode not in FREE | _CALLERS and not each.opcode.endswith("-done")
+    )
+
+  def _traffic(self, each: Instruction, home: Computation) -> int:
+    read = 0
+    for name in dict.fromkeys(each.operands):
+      if not _ON_CHIP.match(home[name].type):
+        read += self._read(name, home[name].bytes, {each.name: each})
+    results = _results(each)
+    if each.opcode.endswith("-start"):
+      written = [*map(type_bytes, results)]
+      read = min(read, sum(written)) if each.opcode == "slice-start" else read
+    else:
+      written = self._written(each, home)
+    stored = zip(results, written, strict=False)
+    return read + sum(size for x, size in stored if not _ON_CHIP.match(x))
+
+  def _read(self, name: str, size: int, users: Computation) -> int:
+    """Returns how many of the bytes of an array, `size` in all, its users read."""
+    total = 0
+    for each in users.values():
+      for place in (i for i, operand in enumerate(each.operands) if operand == name):
+        if each.opcode in ("dynamic-slice", "slice", "gather") and place == 0:
+          total += each.bytes
+        elif each.opcode == "bitcast":
+          total += self._read(each.name, size, users)
+        elif each.opcode == "fusion":
+          inner = self._fused(each)
+          inside = (x.name for x in inner.values() if x.opcode == "parameter")
+          found = next(x for x in inside if inner[x].value == str(place))
+          total += self._read(found, size, inner)
+        elif each.opcode != "dynamic-update-slice" or place != 0:
+          return size
+    return min(total, size)
+
+  def _written(self, each: Instruction, home: Computation) -> list[int]:
+    """Returns the bytes that are written of each result; those of an update, where there is one."""
+    if each.opcode == "tuple":
+      return [sum(self._written(home[name], home)) for name in each.operands]
+    if each.opcode == "dynamic-update-slice":
+      return [home[each.operands[1]].bytes]
+    if each.opcode == "bitcast":
+      return self._written(home[each.operands[0]], home)
+    if each.opcode == "fusion":
+      inner = self._fused(each)
+      return self._written(next(reversed(inner.values())), inner)
+    return [type_bytes(x) for x in _RESULT.findall(each.type)]
+
+  def _fused(self, fusion: Instruction) -> Computation:
+    return self.computations[_attribute(r"calls=%([\w.-]+)", fusion.attributes)]
+
+
+def _results(each: Instruction) -> list[str]:
+  """Returns the types of the arrays that an operation makes."""
+  found = _RESULT.findall(each.type)
+  if each.opcode == "copy-start":  # The new one, the old one, and a token.
+    return found[:1]
+  if each.opcode.endswith("-start"):  # Of most the operands come first, and tokens last.
+    return found[len(each.operands) : 2 * len(each.operands)] or found
+  return found
+
 
 def _multiplies(each: Instruction) -> bool:
   return each.opcode in PRODUCTS or LIBRARY_PRODUCTS.search(each.target) is not None
@@ -143,6 +271,7 @@ def parse(text: str) -> Module:
         type=found["type"],
         opcode=found["opcode"],
         operands=tuple(_OPERAND.findall(operands)),
+        value=operands if found["opcode"] in ("constant", "parameter") else "",
         attributes=attributes,
       )
   if not entry:

@@ -1,17 +1,16 @@
 """Timing by turns, and what can be counted without a clock. Nothing but JAX and NumPy is needed."""
 
-import collections
 import dataclasses
 import datetime
 import gc
 import importlib.metadata
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import hlo
 import jax
 import numpy as np
 
@@ -120,17 +119,11 @@ def ratio(times: Sequence[float], to: Sequence[float]) -> Ratio:
 
 def count_compiled(compiled: Any) -> dict[str, int]:
   """Returns operations in the optimized program, and the bytes it needs."""
-  found = count_hlo(compiled.as_text())
-  counts = {name.replace("-", "_"): found[name] for name in HLO_OPERATIONS}
+  program = hlo.parse(compiled.as_text())
+  counts = {name.replace("-", "_"): program.count(name) for name in HLO_OPERATIONS}
   memory = compiled.memory_analysis()
   sizes = ("temp", "argument", "output", "alias")
   return counts | {f"{s}_bytes": int(getattr(memory, f"{s}_size_in_bytes")) for s in sizes}
-
-
-def count_hlo(text: str) -> collections.Counter[str]:
-  """Returns how often each operation stands in the text of an HLO module, fusions' bodies too."""
-  # "%name = f32[2]{0} add(...)"; the type may be a tuple, with spaces in it.
-  return collections.Counter(re.findall(r"^ .*? = (?:\(.*?\)|\S+) ([\w-]+)\(", text, re.MULTILINE))
 
 
 def environment(

@@ -109,19 +109,55 @@ def fused_attention(query, key, value, *, implementation, cast_to=None):
   return jax.nn.dot_product_attention(*operands, is_causal=True, implementation=implementation)
 
 
+class Experts(nn.Module):
+  """What takes the place of a layer's MLP: each token goes to two of several, by their gates."""
+
+  experts: int
+  dtype: Any = None
+  float32_softmax: bool = True
+
+  @nn.compact
+  def __call__(self, x):
+    tokens, chosen_each = x.reshape(-1, x.shape[-1]), 2
+    logits = nn.Dense(self.experts, use_bias=False, dtype=self.dtype)(tokens)
+    gates = jax.nn.softmax(logits.astype(jnp.float32) if self.float32_softmax else logits)
+    gates, chosen = jax.lax.top_k(gates, chosen_each)
+    gates = (gates / gates.sum(-1, keepdims=True)).astype(self.dtype or jnp.float32)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=self.experts).astype(jnp.int32)
+    init = nn.initializers.lecun_normal(batch_axis=0)
+    width, wide = tokens.shape[-1], 2 * tokens.shape[-1]
+    up = self.param("up", init, (self.experts, width, wide))
+    down = self.param("down", init, (self.experts, wide, width))
+    rows, up, down = (
+      a if self.dtype is None else a.astype(self.dtype)
+      for a in (tokens[order // chosen_each], up, down)
+    )
+    y = jax.lax.ragged_dot(nn.gelu(jax.lax.ragged_dot(rows, up, sizes)), down, sizes)
+    y = y[jnp.argsort(order)].reshape(-1, chosen_each, width)
+    return jnp.einsum("nkd,nk->nd", y, gates).reshape(x.shape)
+
+
 class Layer(nn.Module):
-  """A layer of a transformer, norms first."""
+  """A layer of a transformer, norms first.
+
+  Fields:
+    experts: how many there are in the place of its MLP; 0 for none.
+    float32_softmax: whether softmax is float32 if there is a `dtype`.
+  """
 
   heads: int
   dtype: Any = None
   attention: Callable[..., Any] | None = None
+  experts: int = 0
+  float32_softmax: bool = True
 
   @nn.compact
   def __call__(self, x, mask):
     by_hand = {}
     if self.attention is not None:
       by_hand = {"attention_fn": self.attention}
-    elif self.dtype is not None:
+    elif self.dtype is not None and self.float32_softmax:
       by_hand = {
         "force_fp32_for_softmax": True,
         "qk_attn_weights_einsum_cls": _einsum,
@@ -131,6 +167,8 @@ class Layer(nn.Module):
     y = nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype, **by_hand)(y, mask=mask)
     x = x + y
     y = nn.LayerNorm(dtype=self.dtype)(x)
+    if self.experts:
+      return x + Experts(self.experts, self.dtype, self.float32_softmax)(y)
     y = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=self.dtype)(y))
     return x + nn.Dense(x.shape[-1], dtype=self.dtype)(y)
 
@@ -157,10 +195,47 @@ class Gpt(nn.Module):
     places = self.param("places", init, (1, length, self.width)).astype(dtype)
     x = nn.Embed(self.vocabulary, self.width)(tokens).astype(dtype) + places
     mask = nn.make_causal_mask(tokens, dtype=bool)
+    x = nn.LayerNorm(dtype=self.dtype)(self.through_layers(x, mask))
+    return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x).astype(jnp.float32)
+
+  def through_layers(self, x, mask):
+    """Returns what comes out of the layers."""
     for _ in range(self.layers):
       x = Layer(self.heads, self.dtype, self.attention)(x, mask)
-    x = nn.LayerNorm(dtype=self.dtype)(x)
-    return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x).astype(jnp.float32)
+    return x
+
+
+class ScannedGpt(Gpt):
+  """The same with one layer, which `nn.scan` repeats and the backward pass computes once more.
+
+  Fields:
+    experts, float32_softmax: see `Layer`.
+    causal: whether there is a mask.
+    rows: on which devices the rows of activations are, if on several.
+  """
+
+  experts: int = 0
+  float32_softmax: bool = True
+  causal: bool = True
+  rows: jax.sharding.Sharding | None = None
+
+  def through_layers(self, x, mask):
+    """Returns what comes out of the layers."""
+
+    def stay(x):
+      return x if self.rows is None else jax.lax.with_sharding_constraint(x, self.rows)
+
+    def recomputed(layer, x, _):
+      return layer(stay(x), mask if self.causal else None), None
+
+    repeated = nn.scan(
+      nn.remat(recomputed, prevent_cse=False),
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=self.layers,
+    )
+    layer = Layer(self.heads, self.dtype, self.attention, self.experts, self.float32_softmax)
+    return stay(repeated(layer, x, None)[0])
 
 
 class Lstm(nn.Module):
@@ -219,9 +294,9 @@ def _resnet(batch: int, size: int, **fields: Any) -> Case:
   )
 
 
-def _gpt(batch: int, length: int, **fields: int) -> Case:
+def _gpt(batch: int, length: int, kind: type[Gpt] = Gpt, **fields: Any) -> Case:
   return Case(
-    make=lambda dtype=None: Gpt(**fields, dtype=dtype),
+    make=lambda dtype=None: kind(**fields, dtype=dtype),
     inputs=jax.ShapeDtypeStruct((batch, length), jnp.int32),
     classes=fields["vocabulary"],
     outputs=(batch, length),
@@ -239,6 +314,7 @@ def _lstm(batch: int, length: int, features: int, **fields: int) -> Case:
 
 _SMALL_RESNET = {"bottleneck": False, "large_images": False, "classes": 10}
 _RESNET_50 = {"bottleneck": True, "large_images": True, "classes": 1000}
+_GPT_OF_8 = {"layers": 8, "width": 1024, "heads": 16, "vocabulary": 32000}
 
 SIZES: Mapping[str, Mapping[str, Case]] = {
   "tiny": {
@@ -262,7 +338,14 @@ SIZES: Mapping[str, Mapping[str, Case]] = {
     "wide": _gpt(8, 1024, layers=2, width=4096, heads=32, vocabulary=50304),
     "lstm": _lstm(256, 64, 2048, width=2048, classes=1024),
   },
+  "tpu": {
+    "gpt": _gpt(8, 1024, ScannedGpt, **_GPT_OF_8),
+    "mlp": _mlp(8192, 4096, width=8192, layers=4, classes=1024),
+    "encoder": _gpt(8, 1024, ScannedGpt, **_GPT_OF_8, causal=False),
+    "moe": _gpt(8, 1024, ScannedGpt, **_GPT_OF_8, experts=8),
+    "resnet": _resnet(64, 224, stages=(3, 4, 6, 3), width=64, **_RESNET_50),
+  },
 }
 """The same code at three sizes: for the tests, for two cores, and for a GPU, where `resnet` is
 ResNet-50 (25.6 million parameters), `gpt` has 24 layers (406 million), and `wide` is a slice of a
-model with 7 billion."""
+model with 7 billion. What fits on a TPU v5e has layers that are scanned; `moe` has experts."""

@@ -36,6 +36,7 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 pytest.register_assert_rewrite("tests.errors")
 
@@ -166,6 +167,24 @@ def set_flag() -> Iterator[Callable[[str, object], None]]:
   yield set_flag
   for name, old in before.items():
     jax.config.update(name, old)
+
+
+@pytest.fixture
+def no_cache(set_flag: Callable[[str, object], None]) -> Iterator[None]:
+  """Compiles anew: a function for a device that is not there JAX could only load to run it."""
+  compilation_cache.reset_cache()
+  set_flag("jax_enable_compilation_cache", False)
+  yield
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def h200(gpu_hlo: Any, no_cache: None) -> Any:
+  """An H200 to compile for, where jax's plugin for CUDA is installed: no GPU is needed."""
+  try:
+    return gpu_hlo.gpu_device("h200")
+  except RuntimeError as error:
+    pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -13,9 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from tests.check.test_gpu_hlo import (
-  h200,  # noqa: F401  # pyright: ignore[reportUnusedImport]
-)
 from tests.models import stumbles
 from tests.scripts import BENCHMARKS, benchmark
 
@@ -73,7 +70,7 @@ def test_precision_of_float32_is_in_the_step(gpu_versions):
 def test_what_is_drawn_is_what_flax_draws(gpu_hlo, gpu_versions, draws, monkeypatch):
   # The same variances, so that a model trains; and the same numbers in any process.
   sizes = gpu_versions.SIZES["cpu"]
-  small = {name: gpu_hlo.shallower(sizes[name], 1) for name in ("gpt", "resnet")}
+  small = {name: gpu_hlo.aot.shallower(sizes[name], 1) for name in ("gpt", "resnet")}
   monkeypatch.setattr(gpu_versions, "SIZES", {"small": small})
   for model, case in small.items():
     shapes = gpu_versions.described(model, "small", "bfloat16")["shapes"]
@@ -126,11 +123,11 @@ def test_on_a_gpu_everything_runs(tmp_path):
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_attention_is_one_kernel_of_cudnn_on_an_h200(
-  gpu_hlo, h200, gpu_versions, half, monkeypatch  # noqa: F811
-):  # fmt: skip
+  gpu_hlo, h200, gpu_versions, half, monkeypatch
+):
   # Two calls a layer, forward and backward, by hand, under a policy and with autocast.
   stumbles.pretend_cudnn(monkeypatch)
-  case = gpu_hlo.shallower(gpu_hlo.SIZES["gpu"]["gpt"], 1)
+  case = gpu_hlo.aot.shallower(gpu_hlo.SIZES["gpu"]["gpt"], 1)
   variables = dict(gpu_versions.shapes(case))
   params = variables.pop("params")
   figures, calls = {}, {}
@@ -138,8 +135,8 @@ def test_attention_is_one_kernel_of_cudnn_on_an_h200(
     if name not in ("TF32", "by hand", "policy", "autocast"):
       continue
     state = jax.eval_shape(version.begin, params, variables)
-    args = gpu_hlo.arguments_of(case, h200, state)
-    figures[name], text = gpu_hlo.compiled_step(version.step, args, gpu_hlo.OPTIONS)
+    args = gpu_hlo.aot.arguments_of(case, h200, state)
+    figures[name], text = gpu_hlo.aot.compiled_step(version.step, args, gpu_hlo.OPTIONS)
     calls[name] = text.count('custom_call_target="__cudnn$fmha')
   assert calls == {"TF32": 0, "by hand": 2, "policy": 2, "autocast": 2}
   assert figures["policy"]["bytes"] <= 1.02 * figures["by hand"]["bytes"]

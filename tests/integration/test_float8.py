@@ -13,9 +13,6 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 import mpjax
-from tests.check.test_gpu_hlo import (
-  h200,  # noqa: F401  # pyright: ignore[reportUnusedImport]
-)
 from tests.models.values import filled, shapes
 from tests.programs import bits, products
 from tests.scripts import benchmark
@@ -263,12 +260,11 @@ FLOAT8 = {E4M3, f"{E4M3} x {E5M2}", f"{E5M2} x {E4M3}"}
 
 
 @pytest.fixture(params=[False, True], ids=["cublas", "triton"])
-def matmuls(gpu_hlo, h200, request):  # noqa: F811
+def matmuls(gpu_hlo, h200, request):
   """Counts the matmuls of a compiled function by the dtypes of their operands."""
 
   def count(fn, *args):
-    place = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(h200))
-    args = jax.tree.map(lambda x: place(x.shape, x.dtype), args)
+    args = gpu_hlo.aot.placed(args, SingleDeviceSharding(h200))
     options = {**gpu_hlo.OPTIONS, "xla_gpu_enable_triton_gemm": request.param}
     compiled = jax.jit(fn).lower(*args).compile(compiler_options=options)
     return gpu_hlo.hlo.parse(compiled.as_text()).products()

@@ -1,0 +1,140 @@
+"""Training steps, compiled ahead of time for a chip that is not there, and what is counted of them.
+
+What `gpu_hlo.py` and `tpu_hlo.py` share: the versions of a step, the shapes that it takes, and the
+figures of its program.
+"""
+
+import collections
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import gpu_steps
+import hlo
+import jax
+import jax.numpy as jnp
+import run
+from jax.sharding import SingleDeviceSharding
+from models import Case
+
+import mpjax
+
+VERSIONS = ("float32", "by hand", "by hand, exact", "policy", "autocast")
+"""All take float32 parameters and inputs. `by hand, exact` sums the gradients of biases in float32,
+as a policy does: what that costs is no cost of ours."""
+
+
+def exact_biases(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+  """An interceptor for dense layers: their biases are broadcast in float32, and then cast.
+
+  With Flax's `dtype` they are cast first, and so their gradients add up in half, over the batch.
+  """
+  layer = context.module
+  if not (isinstance(layer, (nn.Dense, nn.DenseGeneral)) and layer.use_bias):
+    return next_fun(*args, **kwargs)
+  product = layer.clone(parent=None, use_bias=False)
+  out = product.apply({"params": {"kernel": layer.get_variable("params", "kernel")}}, *args)
+  bias = jnp.broadcast_to(layer.get_variable("params", "bias"), out.shape)
+  return out + bias.astype(out.dtype)
+
+
+def losses(case: Case, half: str) -> dict[str, Callable[..., Any]]:
+  """Returns the loss of `run.loss_fn` in every one of `VERSIONS`."""
+  float32, by_hand, policy = (
+    functools.partial(run.loss_fn, apply) for apply in run.variants(case, half).values()
+  )
+
+  def by_hand_exact(*args: Any) -> Any:
+    with nn.intercept_methods(exact_biases):
+      return by_hand(*args)
+
+  found = (float32, by_hand, by_hand_exact, policy, mpjax.autocast(float32, half))
+  return dict(zip(VERSIONS, found, strict=True))
+
+
+def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
+  """Returns the step of every version, of `VERSIONS` and `gpu_steps.BASES`, and its state."""
+  state = state_of(case)
+  found = {
+    name: (functools.partial(run.step_of, loss), state) for name, loss in losses(case, half).items()
+  }
+  return found | gpu_steps.steps(case, half)
+
+
+def state_of(case: Case) -> Any:
+  """Returns shapes of the state of all `VERSIONS`."""
+  variables = dict(jax.eval_shape(case.make().init, jax.random.key(0), case.inputs))
+  params = variables.pop("params")
+  return params, variables, jax.eval_shape(run.optimizer().init, params)
+
+
+def shallower(case: Case, depth: int | None) -> Case:
+  """Returns the case with at most `depth` layers, or blocks in each stage."""
+  if depth is None:
+    return case
+  least: int = depth
+
+  def make(dtype: Any = None) -> Any:
+    model = case.make(dtype)
+    if hasattr(model, "stages"):
+      return model.clone(stages=tuple(min(least, blocks) for blocks in model.stages))
+    return model.clone(layers=min(least, model.layers)) if hasattr(model, "layers") else model
+
+  return Case(make=make, inputs=case.inputs, classes=case.classes, outputs=case.outputs)
+
+
+def arguments_of(case: Case, device: Any, state: Any = None) -> tuple[Any, ...]:
+  """Returns shapes of state and batch on the device; without a state that of all `VERSIONS`."""
+  state = state_of(case) if state is None else state
+  args = (state, case.inputs, jax.ShapeDtypeStruct(case.outputs, jnp.int32))
+  return placed(args, SingleDeviceSharding(device))
+
+
+def placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+  """Returns the shapes of a tree of arrays, with a sharding."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def compiled_step(
+  step: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
+  """Returns the figures of a training step, and the text of its program."""
+  start = time.perf_counter()
+  step = jax.jit(step, donate_argnums=0)
+  traced = step.trace(*args)
+  compiled = traced.lower().compile(compiler_options=dict(options))
+  seconds = time.perf_counter() - start
+  text = compiled.as_text() or ""
+  program = hlo.parse(text)
+  kernels = list(program.kernels())
+  audit = mpjax.audit(step)(*args)
+  figures = {
+    "kernels": len(kernels),
+    "bytes": sum(program.moved(each) for each in kernels),
+    "temp_bytes": int(compiled.memory_analysis().temp_size_in_bytes),
+    "products": dict(program.products()),
+    "conditionals": program.count("conditional"),
+    # A compiler for a CPU makes float32 products of half ones.
+    "half_share_traced": audit.half_share,
+    "flops": flops_of(audit),
+    "product_bytes": sum(program.moved(each) for each in kernels if program.is_product(each)),
+    "fusions": program.count("fusion"),
+    "accessed_bytes": int((compiled.cost_analysis() or {}).get("bytes accessed", 0)),
+    "traffic_bytes": program.traffic(),
+    "collectives": program.collectives(),
+    "text_bytes": len(text),
+    "compile_seconds": round(seconds, 1),
+  }
+  return figures, text
+
+
+def flops_of(audit: mpjax.reports.AuditReport) -> dict[str, int]:
+  """Returns the FLOPs of matmuls and convolutions by the unit that a GPU computes them with."""
+  found: collections.Counter[str] = collections.Counter()
+  for (_, dtype), count in audit.flops.items():
+    found[dtype] += count
+  found["float32"] -= audit.tf32_flops
+  found["tf32"] += audit.tf32_flops
+  return {unit: count for unit, count in found.items() if count}

@@ -1,0 +1,55 @@
+"""Counting what a TPU would run, the script that compiles for one, and what it has recorded."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.scripts import benchmark
+
+# As XLA writes it for a TPU, shortened. S(1) is memory of the chip.
+TEXT = r"""HloModule jit_g, is_scheduled=true
+ENTRY %main (x: bf16[16]) -> bf16[64] {
+  %x = bf16[16]{0:T(256)} parameter(0)
+  %copy = (bf16[16]{0:T(256)S(1)}, bf16[16]{0:T(256)}, u32[]{:S(2)}) copy-start(%x)
+  %near = bf16[16]{0:T(256)S(1)} copy-done(%copy)
+  %start = (bf16[16]{0:T(256)}, bf16[64]{0:T(256)}) all-gather-start(%near), dimensions={0}
+  ROOT %all = bf16[64]{0:T(256)} all-gather-done(%start)
+}
+"""
+
+hlo, tpu_hlo, tpu_report = benchmark("hlo"), benchmark("tpu_hlo"), benchmark("tpu_report")
+
+
+def test_memory_of_the_chip_and_what_travels_are_told_apart(hlo):
+  program = hlo.parse(TEXT)
+  assert program.traffic() == 32 + 128  # The copy reads, and what is gathered is written.
+  assert program.collectives() == {"all-gather bf16": [1, 128]}
+
+
+def test_a_loop_counts_as_often_as_it_repeats_and_reads_slices(hlo):
+  def looped(layers):
+    step = jax.jit(lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, ws))
+    args = jnp.zeros((32, 32)), jnp.zeros((layers, 32, 32))
+    return hlo.parse(step.lower(*args).compile().as_text())
+
+  one, two, three = (looped(layers) for layers in (8, 16, 24))
+  assert max(two.repeats().values()) == 16
+  # With whole stacks, read or written in each iteration, it would grow faster.
+  assert three.traffic() - two.traffic() == two.traffic() - one.traffic() > 8 * 4 * 4096
+  # A list of kernels has those of one iteration.
+  assert len(list(one.kernels())) == len(list(two.kernels()))
+  assert (two.count("while"), two.count("conditional")) == (1, 0)
+
+
+def test_a_policy_is_by_hand_on_a_v5e(tpu_hlo, no_cache):
+  try:
+    device = tpu_hlo.devices("v5e:2x2")[0]
+  except RuntimeError as error:
+    pytest.skip(str(error))
+  case, found = tpu_hlo.SIZES["cpu"]["mlp"], {}
+  for name in ("by hand", "policy"):
+    step, state = tpu_hlo.steps(case)[name]
+    args = tpu_hlo.aot.arguments_of(case, device, state)
+    found[name], _ = tpu_hlo.aot.compiled_step(step, args, {})
+    assert found[name]["products"] == {"bf16": 11}
+  assert found["policy"]["traffic_bytes"] <= 1.01 * found["by hand"]["traffic_bytes"]
