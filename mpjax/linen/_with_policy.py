@@ -22,7 +22,7 @@ from mpjax._core.frameworks import not_a_model
 from mpjax._core.leaves import node_paths
 from mpjax._core.policy import PolicyLike
 from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, parse_config, warn_unmatched_paths
-from mpjax._core.trees import cast_arrays, cast_like
+from mpjax._core.trees import cast_arrays, cast_like, instances_in, mapped
 from mpjax._core.types import Function, Params, PyTree, Variables
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.linen._intercept import (
@@ -343,7 +343,9 @@ class BoundPolicyModule:
     # A method that is found here may run `setup`, whose submodules take their `dtype` from it.
     with activate(begin(self._config)):
       attribute = getattr(self._module, name)
-    return self._wrap(attribute)
+    if not callable(attribute) and next(instances_in(attribute, nn.Module), None) is None:
+      return attribute
+    return mapped(self._wrapped, attribute)
 
   def __repr__(self) -> str:
     return f"with_policy({self._module!r}, {self._config})"
@@ -358,19 +360,11 @@ class BoundPolicyModule:
 
     return call
 
-  def _wrap(self, attribute: Any) -> object:
-    """Returns an attribute so that what is called on it runs under the policy."""
-    if isinstance(attribute, nn.Module):
-      return BoundPolicyModule(attribute, self._config)
-    if isinstance(attribute, (tuple, list)) and any(map(_holds_modules, attribute)):
-      return type(attribute)(self._wrap(x) for x in attribute)
-    if isinstance(attribute, Mapping) and any(map(_holds_modules, attribute.values())):
-      return {key: self._wrap(x) for key, x in attribute.items()}
-    return self._under_policy(attribute) if callable(attribute) else attribute
-
-
-def _holds_modules(x: object) -> bool:
-  return isinstance(x, (nn.Module, tuple, list, Mapping))
+  def _wrapped(self, x: Any) -> object:
+    """Returns what an attribute holds so that what is called on it runs under the policy."""
+    if isinstance(x, nn.Module):
+      return BoundPolicyModule(x, self._config)
+    return self._under_policy(x) if callable(x) and not isinstance(x, type) else x
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -285,7 +285,7 @@ def test_bind_puts_methods_submodules_and_attributes_under_the_policy():
   assert bound.encoder(X).dtype == F32
   assert products_in(bound.encoder, X) == {"f32"}  # It is the outermost, and returns the sums.
   assert bound.features == 4
-  assert bound.encoder.features == 4
+  assert (bound.encoder.features, bound.encoder.param_dtype) == (4, jnp.float32)
   assert jax.tree.structure(bound.variables) == jax.tree.structure(plain.variables)
   assert bits(bound.variables) == bits(plain.variables)
   assert bits(bound.encoder.variables) == bits(plain.encoder.variables)
@@ -315,7 +315,7 @@ def test_submodules_in_containers_of_a_bound_model_run_under_the_policy():
   class Heads(nn.Module):
     def setup(self):
       self.layers = [nn.Dense(3), nn.Dense(3)]
-      self.heads = {"a": nn.Dense(3), "b": [nn.Dense(3)]}
+      self.heads = {"b": [nn.Dense(3)], "a": nn.Dense(3)}
 
     def __call__(self, x):
       for layer in (*self.layers, self.heads["a"], *self.heads["b"]):
@@ -327,6 +327,7 @@ def test_submodules_in_containers_of_a_bound_model_run_under_the_policy():
   assert len(bound.layers) == 2
   for layer in (*bound.layers, bound.heads["a"], *bound.heads["b"]):
     assert layer(X).dtype == BF16
+  assert list(bound.heads) == ["b", "a"]
 
 
 # Functional ways in, and scopes
