@@ -33,6 +33,14 @@ class Content(NamedTuple):
   like: Any
   build: Callable[[list[Any]], Any]
 
+  def refill(self, container: Any) -> None:
+    """Gives a list or dict what this one holds."""
+    container.clear()
+    if isinstance(container, list):
+      container.extend(self.parts)
+    else:
+      container.update(zip(self.like, self.parts, strict=True))
+
 
 def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
   """Returns what a container holds; None for a leaf.
@@ -57,7 +65,7 @@ def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
     new = jax.tree.unflatten(treedef, parts)
     return cls({key: new[key] for key in order}) if order else new
 
-  return Content(parts, treedef, build)
+  return Content(parts, (treedef, order), build)
 
 
 def mapped(fun: Callable[[Any], Any], tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
@@ -84,15 +92,6 @@ def _mapped(fun: Any, x: Any, is_leaf: IsLeaf | None, built: dict[int, Any]) -> 
 def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
   """Whether two sequences have the same objects, not only equal ones."""
   return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-
-
-def refill(container: Any, content: Content) -> None:
-  """Gives a list or dict what another one holds."""
-  container.clear()
-  if isinstance(container, list):
-    container.extend(content.parts)
-  else:
-    container.update(zip(content.like, content.parts, strict=True))
 
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from mpjax._core.active import ACTIVE, Active
-from mpjax._core.trees import Content, is_floating, refill, same_objects
+from mpjax._core.trees import is_floating, same_objects
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree
 from mpjax._jaxprs.autocast import Boundary, NotTraceable, leaving, region_of
 from mpjax._jaxprs.module_calls import array, attempts, rewrite_calls
@@ -40,17 +40,16 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
     boundary = Boundary(given[1:], _spec.is_node)
     everything = (module, boundary.leaves)
     nodes, variables = _spec.parts_of(everything)
-    held_before = [(_spec.items_of(node), dict(_spec.items_of(node))) for node in nodes]
-    pairs = zip(nodes, held_before, strict=True)
-    views = [(node, before) for node, (_, before) in pairs if _spec.is_view(node)]
+    held_before = [(node, dict(vars(node))) for node in nodes]
+    views = [(node, before) for node, before in held_before if _spec.is_view(node)]
     for node, _ in views:
       _spec.check_modes(node)  # The copies lead to no model.
-    orders = [list(before) for _, before in held_before]
+    orders = _spec.orders_of(everything)
     attributes = (x for _, before in held_before for x in before.values())
     containers = {id(x): x for x in attributes if isinstance(x, (list, dict))}
     raws = (v.get_raw_value() for v in variables)
     stored = [raw.dtype if is_floating(raw) else None for raw in raws]
-    returned: list[Function] = []
+    returned: list[tuple[Function, list[object]]] = []
 
     def on_copies(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
       # A derivative traces it again, when the context is over.
@@ -59,14 +58,14 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
 
     def called(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
       copies = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
+      _spec.put_in_order(copies, orders)
       nodes, variables = _spec.parts_of(copies)
-      _spec.put_in_order(nodes, orders)
       held = [v.get_raw_value() for v in variables]
       before = _contents(copies)
       # A container that a copy shares is static to NNX. The copy gets one of its own; what the call
       # puts into that goes to the original.
-      each = [(items, key, x) for items in map(_spec.items_of, nodes) for key, x in items.items()]
-      shared = [x for x in each if id(x[2]) in containers and id(x[0]) not in containers]
+      each = [(items, key, x) for items in map(vars, nodes) for key, x in items.items()]
+      shared = [x for x in each if id(x[2]) in containers]
       static = Boundary([x for *_, x in shared], lambda x: type(x) not in (list, dict))
       own = static.inside(static.leaves)
       for (items, key, _), x in zip(shared, own.args, strict=True):
@@ -75,7 +74,6 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
       with ACTIVE(state):
         outputs = call(copies[0], *inside.args)
       leaves, outside = inside.leave(outputs, own)
-      returned.append(outside)
       for (items, key, original), x in zip(shared, own.args, strict=True):
         if items.get(key) is x:
           items[key] = original
@@ -90,6 +88,7 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
       # What is only read may belong to a function that is traced further out: nobody may write it.
       changed = not same_objects(now, before) or any(map(_spec.is_node, leaves))
       done = (leaves, copies if changed else ())
+      returned.append((outside, _spec.orders_of(done)))
       if changed and _hides_tracer(copies):
         raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
       return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
@@ -108,17 +107,17 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
         try:
           done = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
         except BaseException:  # NNX has taken objects apart: one is of a trace further out.
-          for items, before in held_before:
-            items.clear()
-            items.update(before)
+          for node, before in held_before:
+            vars(node).clear()
+            vars(node).update(before)
           raise
-        _spec.put_in_order(nodes, orders)
+        _spec.put_in_order(done, returned[0][1])
       else:
         for i, new in written.items():
           variables[i].set_raw_value(new)
     for node, before in views:
       _copy_changes(node, before)
-    return returned[0](done[0])
+    return returned[0][0](done[0])
 
   state = dataclasses.replace(_spec.calling_state(), region=region_of(policy))
   path, foreign = _spec.path_of(module), flax.errors.TraceContextError
@@ -152,7 +151,7 @@ def _contents(tree: PyTree) -> list[object]:
 def _hides_tracer(tree: PyTree) -> bool:
   """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
   leaf_ids = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
-  attributes = (x for node in _spec.parts_of(tree)[0] for x in _spec.items_of(node).values())
+  attributes = Boundary(list(map(vars, _spec.parts_of(tree)[0])), _spec.is_node).leaves
   return any(isinstance(x, Tracer) and id(x) not in leaf_ids for x in attributes)
 
 
@@ -177,15 +176,15 @@ def _copy_changes(module: nnx.Pytree, before: dict[str, object]) -> None:
 
 
 def _as_new(held: Any, new: Any) -> Any:
-  """Returns a container that holds what a copy of NNX does, in its own order; else the copy."""
+  """Returns a container that holds what a copy of NNX does; else the copy."""
   if type(held) is not type(new) or type(held) not in (list, dict):
     return new
   if isinstance(held, list):
     held[:] = [*map(_as_new, held, new), *new[len(held) :]]
     return held
-  order = [*(key for key in held if key in new), *(key for key in new if key not in held)]
-  parts = [_as_new(held.get(key), new[key]) for key in order]
-  refill(held, Content(parts, order, dict))
+  parts = {key: _as_new(held.get(key), x) for key, x in new.items()}
+  held.clear()
+  held.update(parts)
   return held
 
 

@@ -1,8 +1,8 @@
 """How a module of a view runs, and how it is told from others and mapped back to the user's."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from flax import nnx
 
@@ -10,6 +10,7 @@ from mpjax._core.active import ACTIVE, Active
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
 from mpjax._core.rules import ModulePolicy
 from mpjax._core.types import Leaf, PyTree
+from mpjax._jaxprs.autocast.boundary import Boundary, in_order
 from mpjax.nnx._layers import MODES
 
 Variable: TypeAlias = nnx.Variable[Leaf]
@@ -133,25 +134,25 @@ def is_node(x: object) -> bool:
   return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def parts_of(tree: PyTree) -> tuple[list[Any], list[Variable]]:
-  """Returns the modules of a tree, with its dicts, and its variables, in the order of its graph."""
+def parts_of(tree: PyTree) -> tuple[list[nnx.Pytree], list[Variable]]:
+  """Returns the modules of a tree, and its variables, in the order of its graph."""
   parts = [x for _, x in nnx.iter_graph(tree, graph=True)]
   variables = [x for x in parts if isinstance(x, nnx.Variable)]
-  return [x for x in parts if isinstance(x, (nnx.Pytree, dict))], variables
+  return [x for x in parts if isinstance(x, nnx.Pytree)], variables
 
 
-def items_of(node: nnx.Pytree | dict[Any, Any]) -> dict[Any, Any]:
-  """Returns the attributes of a module, or the dict itself."""
-  return node if isinstance(node, dict) else vars(node)
+def orders_of(tree: PyTree) -> list[object]:
+  """Returns the order of what each module of a tree holds."""
+  return [Boundary(vars(node), is_node).order for node in parts_of(tree)[0]]
 
 
-def put_in_order(nodes: Iterable[Any], orders: Iterable[Sequence[Any]]) -> None:
-  """Puts the items of copies, which NNX sorts, into the order of the originals."""
-  for items, order in zip(map(items_of, nodes), orders, strict=True):
-    if list(items) != order:
-      for name in [*order, *(name for name in items if name not in order)]:
-        if name in items:
-          items[name] = items.pop(name)
+def put_in_order(tree: PyTree, orders: Iterable[object]) -> None:
+  """Puts what the modules of a tree hold, which NNX has sorted, into an order."""
+  for node, order in zip(parts_of(tree)[0], orders, strict=True):
+    ordered = in_order(vars(node), order)
+    if ordered is not vars(node):
+      vars(node).clear()
+      vars(node).update(ordered)
 
 
 def forget_mode(module: nnx.Pytree, name: str) -> None:

@@ -14,7 +14,7 @@ from mpjax._core.policy import PolicyLike
 from mpjax._core.rules import ModulePolicy, ModuleRecord, Rule, parse_config, resolve_policy
 from mpjax._core.types import Params, PyTree
 from mpjax._jaxprs.used_dtypes import store_as_used
-from mpjax.nnx._spec import LINK, Link, is_view, items_of, parts_of, policy_text, put_in_order
+from mpjax.nnx._spec import LINK, Link, is_node, is_view, orders_of, policy_text, put_in_order
 from mpjax.nnx._view import is_tree, view_class
 
 Path: TypeAlias = tuple[Any, ...]
@@ -68,7 +68,7 @@ def with_policy(
   _check_model(model)
   record = ModuleRecord(parse_config(_WHERE, policy, rules, unmatched=unmatched))
   view = nnx.clone(model, variables=False, graph=True)
-  put_in_order(parts_of(view)[0], [list(items_of(node)) for node in parts_of(model)[0]])
+  put_in_order(view, orders_of(model))
   modules, copies = _modules(model), _modules(view)
   policies = _resolve(modules, record)
   record.check("of the model", 2)
@@ -79,12 +79,12 @@ def with_policy(
       object.__setattr__(copy, "__class__", cls)
     # A method of the user's module, kept as an attribute, would run without the policy.
     for name, value in list(vars(copy).items()):
+      leaves = jax.tree.leaves(value, is_leaf=is_node)
       if isinstance(value, (types.MethodType, functools.partial)):
         object.__setattr__(copy, name, _rebound(value, counterparts))
-      elif isinstance(value, (list, dict)) and not any(map(_is_module, _leaves(value))):
-        object.__setattr__(
-          copy, name, vars(modules[path])[name]
-        )  # What a call puts into it counts.
+      elif isinstance(value, (list, dict)) and not any(map(_is_module, leaves)):
+        # What a call puts into it counts.
+        object.__setattr__(copy, name, vars(modules[path])[name])
     if not isinstance(copy, (nnx.List, nnx.Dict)):
       object.__setattr__(copy, LINK, Link(_text(path), copy, modules[path]))
   return view
@@ -138,10 +138,6 @@ def _is_module(node: object) -> bool:
     return False
   users = isinstance(node, nnx.Pytree) and type(node).__module__.split(".")[0] != "flax"
   return isinstance(node, nnx.Module) or users
-
-
-def _leaves(container: object) -> list[object]:
-  return jax.tree.leaves(container, is_leaf=lambda x: isinstance(x, nnx.Pytree))
 
 
 def _resolve(modules: Mapping[Path, nnx.Pytree], record: ModuleRecord) -> dict[Path, ModulePolicy]:

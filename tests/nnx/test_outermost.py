@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.core import freeze
 
 import mpjax
 from mpjax import Rule
@@ -327,26 +328,32 @@ def test_what_nnx_sets_inside_of_autocast_is_dropped_with_the_copy():
 
 
 class Ordered(nnx.Module):
-  """Arrays in a dict of Python, which NNX sorts, and whose order the call relies on."""
+  """Containers of Python, which NNX sorts; calls rely on their order, and one may change them."""
 
-  def __init__(self, counts):
+  def __init__(self, kind, counts):
     self.kept = nnx.data({"scale": jnp.full(4, 5.0), "bias": jnp.ones(4), "deep": {"z": 0, "a": 1}})
+    self.held = nnx.data([kind({"z": nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "a": 1})])
+    self.again = nnx.data(self.held)
     self.counts = counts
 
   def __call__(self, x):
     if self.counts:
       self.kept["deep"]["z"] += 1
-    scale, bias, _ = self.kept.values()
-    return x * scale + bias
+      self.kept["added"] = self.kept.pop("added", x)
+    scale, bias, *_ = self.kept.values()
+    return x * scale + bias, [*self.held[0], *self.again[0]]
 
 
+@pytest.mark.parametrize("kind", [dict, freeze])
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_dict_of_arrays_keeps_its_order_in_the_view_and_in_the_model(counts):
-  model = Ordered(counts)
-  for call in (with_policy(model, "c=bf16"), model):
-    assert call(0 * X4)[0].tolist() == [1] * 4
-  assert list(model.kept) == ["scale", "bias", "deep"]
-  assert model.kept["deep"] == {"z": 2 * counts, "a": 1}
+def test_containers_keep_their_order_in_the_view_and_in_the_model(counts, kind):
+  model = Ordered(kind, counts)
+  view = with_policy(model, "c=bf16")
+  for call in (view, view, model):
+    out, keys = call(0 * X4)
+    assert (out[0].tolist(), keys) == ([1] * 4, ["z", "a"] * 2)
+  assert list(model.kept) == ["scale", "bias", "deep"] + ["added"] * counts
+  assert model.kept["deep"] == {"z": 3 * counts, "a": 1}
   assert list(model.kept["deep"]) == ["z", "a"]
 
 

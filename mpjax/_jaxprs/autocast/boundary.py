@@ -14,15 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from mpjax._core.trees import (
-  DICTS,
-  Content,
-  IsLeaf,
-  content_of,
-  is_nnx_object,
-  refill,
-  same_objects,
-)
+from mpjax._core.trees import DICTS, Content, IsLeaf, content_of, is_nnx_object, same_objects
 from mpjax._core.types import Array, DType, Leaf, PyTree
 
 
@@ -41,24 +33,17 @@ class InDtype:
   dtype: DType
 
 
-class _Container(NamedTuple):
-  """A container as what builds it of parts, and parts: numbers of leaves, containers, None."""
-
-  build: Callable[[list[Any]], Any]
-  parts: list[Any]
-
-
 class _Leaves:
   """The distinct leaves of trees, and by identity the containers that they are in."""
 
   def __init__(self, is_leaf: IsLeaf | None) -> None:
     self.all: list[Leaf] = []
-    self.containers: dict[int, tuple[Any, _Container]] = {}
+    self.containers: dict[int, tuple[Any, Content]] = {}
     self._is_leaf = is_leaf
     self._numbers: dict[int, int] = {}
 
   def numbered(self, x: Any) -> Any:
-    """Returns a tree with the number of each leaf."""
+    """Returns the content of a tree, with the content of containers and the number of each leaf."""
     if x is None:
       return None
     if id(x) in self.containers:
@@ -68,14 +53,14 @@ class _Leaves:
       if self._numbers.setdefault(id(x), len(self.all)) == len(self.all):
         self.all.append(x)
       return self._numbers[id(x)]
-    container = _Container(content.build, [self.numbered(part) for part in content.parts])
-    self.containers[id(x)] = (x, container)
-    return container
+    content = content._replace(parts=[self.numbered(part) for part in content.parts])
+    self.containers[id(x)] = (x, content)
+    return content
 
 
 def _around(leaves: Sequence[Leaf], numbered: Any, built: dict[int, Any]) -> Any:
   """Returns a tree of numbers with leaves instead; `built` are its containers, each once."""
-  if not isinstance(numbered, _Container):
+  if not isinstance(numbered, Content):
     return None if numbered is None else leaves[numbered]
   if id(numbered) not in built:
     parts = [_around(leaves, part, built) for part in numbered.parts]
@@ -83,22 +68,34 @@ def _around(leaves: Sequence[Leaf], numbered: Any, built: dict[int, Any]) -> Any
   return built[id(numbered)]
 
 
+def in_order(x: Any, order: Any) -> Any:
+  """Returns a tree that JAX has mapped, which sorts keys, in its own order: `Boundary.order`."""
+  content = content_of(x) if isinstance(order, Content) else None
+  if content is None:
+    return x
+  parts = [x[key] for key in order.like] if type(x) in DICTS else content.parts
+  parts = [in_order(part, inside) for part, inside in zip(parts, order.parts, strict=True)]
+  same = content.like == order.like and same_objects(parts, content.parts)
+  return x if same else order.build(parts)
+
+
 class Boundary:
   """The arguments of a call: the leaves, each once, and the containers that they are in.
 
   Attributes:
     leaves: the distinct objects that are leaves.
+    order: the containers, in their own order, and no leaf.
   """
 
   def __init__(self, args: PyTree, is_leaf: IsLeaf | None = None) -> None:
     self._numbers, self._is_leaf = _Leaves(is_leaf), is_leaf
-    self._numbered = self._numbers.numbered(args)
+    self.order = self._numbers.numbered(args)
     self.leaves = self._numbers.all
 
   def inside(self, leaves: Sequence[Leaf]) -> "Inside":
     """Returns the arguments with others instead of `self.leaves`, in the same order."""
     built: dict[int, Any] = {}
-    args = _around(leaves, self._numbered, built)
+    args = _around(leaves, self.order, built)
     pairs = [(x, built[id(numbered)]) for x, numbered in self._numbers.containers.values()]
     return Inside(args, pairs, Contents(new for _, new in pairs), self._is_leaf)
 
@@ -166,7 +163,7 @@ class Inside(NamedTuple):
     """
     numbers = _Leaves(self.is_leaf)
     for original, new in (pair for each in (self, *others) for pair in each.containers):
-      numbers.containers[id(new)] = (new, _Container(lambda _, itself=original: itself, []))
+      numbers.containers[id(new)] = (new, Content([], None, lambda _, itself=original: itself))
     changed = [
       (each.containers[i][0], now._replace(parts=[numbers.numbered(x) for x in now.parts]))
       for each in (self, *others)
@@ -179,7 +176,7 @@ class Inside(NamedTuple):
     def outside(leaves: Sequence[Leaf]) -> PyTree:
       built: dict[int, Any] = {}
       for container, now in changed:
-        refill(container, now._replace(parts=[_around(leaves, x, built) for x in now.parts]))
+        now._replace(parts=[_around(leaves, x, built) for x in now.parts]).refill(container)
       return _around(leaves, numbered, built)
 
     return numbers.all, outside
