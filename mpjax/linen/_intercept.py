@@ -21,13 +21,7 @@ from mpjax._core.rules import ModulePolicy, ModuleRecord, PolicyConfig, resolve_
 from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
-from mpjax._jaxprs.module_calls import (
-  array,
-  attempts,
-  begins_trace,
-  call_of,
-  rewrite_calls,
-)
+from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewrite_calls
 from mpjax.linen import _layers
 from mpjax.linen._layers import neutral_collections, stored_as
 
@@ -38,8 +32,10 @@ class TracedCall:
 
   Interceptors of the user's, around ours, see that call too, and have changed what it is given. The
   arguments are those that came to our interceptor, `outputs` is what it returned; () until then.
+  Flax has copied `module`, and all arguments where one is a module.
   """
 
+  module: nn.Module
   args: Args
   kwargs: Kwargs
   outputs: tuple[()] | tuple[PyTree] = ()
@@ -225,6 +221,8 @@ def intercept(
     root=weakref.ref(module.scope) if is_new_root(active, module) else active.root,
     root_policy=policy if module.path == () else active.root_policy,
   )
+  if active.again:
+    _in_order(module, active.again[-1].module)
   if name == "setup":  # What it calls is a part of it, and no call of its own.
     outer = dataclasses.replace(outer, again=[], tracing=True)
 
@@ -232,8 +230,10 @@ def intercept(
   # interceptor of the user's that adds 1 to them has run in the first call, and now runs again.
   # Modules among them are the exception, since the copies belong to the trace.
   again = active.again.pop() if active.again and name != "setup" else None
-  if again is not None and next(instances_in((again.args, again.kwargs), nn.Module), None) is None:
-    args, kwargs = again.args, again.kwargs
+  if again is not None:
+    given = again.args, again.kwargs
+    copied = next(instances_in(given, nn.Module), None) is not None
+    args, kwargs = _in_order((args, kwargs), given) if copied else given
 
   def call(active: Active) -> PyTree:
     outputs = _call(next_fun, args, kwargs, module, name, active, resolved)
@@ -411,7 +411,8 @@ def _rewritten(
       ) -> tuple[PyTree, PyTree]:
         # A trace that raised has counted the keys of its dropouts: the next one, or one that JAX
         # makes itself, would draw other masks than the model without a policy.
-        restore = _counts([*jax.tree.leaves(scope_fn(groups, rngs)), *_scopes_in(module)])
+        held = [x.scope for x in instances_in(vars(module), nn.Module) if x.scope is not None]
+        restore = _counts([*jax.tree.leaves(scope_fn(groups, rngs)), *held])
 
         def traced(
           params: Variables, rest: PyTree, args: Args, kwargs: Kwargs
@@ -419,7 +420,7 @@ def _rewritten(
           restore()
           state, rngs = rest
           scope = scope_fn((params, state), rngs)
-          again = TracedCall(args, kwargs)
+          again = TracedCall(module, *(given if has_modules else (args, kwargs)))
           with activate(dataclasses.replace(active, again=[again])):
             outputs = fn(scope, *args, **kwargs)
           _forget_captured(jax.tree.leaves(scope)[-1], method.__name__, outputs)
@@ -453,16 +454,26 @@ def _rewritten(
   return attempts(attempt, python, active, "/".join(module.path), where, _FOREIGN)
 
 
+def _in_order(copy: PyTree, original: PyTree) -> PyTree:
+  """Returns Flax's copy of a tree, with the fields of its modules, in the order of the original."""
+  leaves, treedef = jax.tree.flatten(original)
+  if jax.tree.structure(copy) != treedef:  # It is one that a user's class or interceptor changed.
+    return copy
+  copies = dict(zip(map(id, leaves), jax.tree.leaves(copy), strict=True))
+  for old in leaves:
+    new = copies[id(old)]
+    if isinstance(old, nn.Module) and new is not old:
+      for field in dataclasses.fields(old):
+        if field.init and field.name != "parent":
+          vars(new)[field.name] = _in_order(getattr(new, field.name), getattr(old, field.name))
+  return mapped(lambda x: copies[id(x)], original)
+
+
 def _forget_captured(scope: Scope, method: str, outputs: PyTree) -> None:
   """Takes out what `capture_intermediates` kept of a method, which the call around it keeps too."""
   captured = scope.get_variable("intermediates", method)
   if isinstance(captured, tuple) and captured and captured[-1] is outputs:
     scope.put_variable("intermediates", method, captured[:-1])
-
-
-def _scopes_in(module: nn.Module) -> list[Scope]:
-  """Returns the scopes of the modules that a module holds."""
-  return [each.scope for each in instances_in(vars(module), nn.Module) if each.scope is not None]
 
 
 def _counts(scopes: list[Scope]) -> Callable[[], None]:

@@ -372,6 +372,31 @@ def test_an_object_that_is_changed_is_changed_by_python(way):
   np.testing.assert_allclose(out, model.apply(variables, Context(X)), atol=0.02)
 
 
+class Keyed(nn.Module):
+  """Returns the order in which `setup` and a method find what the module holds and is given."""
+
+  held: Any
+
+  def setup(self):
+    self.keys = list(self.held)
+
+  def __call__(self, given=None):
+    within = given and (list(given), given["z"]())
+    return list(self.keys), list(self.held), list(self.held["a"][0]), within
+
+
+@WAYS
+@CONTAINERS
+def test_what_a_module_holds_and_is_given_is_in_its_order(way, kind):
+  inner = Keyed({"z": None, "a": [kind({"q": 1, "b": 2})]})
+  model = Keyed(kind({"z": inner, "a": [{"q": inner, "b": 2}]}))
+  order = ["z", "a"], ["z", "a"], ["q", "b"]
+  assert call(way, model, "c=bf16", {}) == (*order, None)
+  bound = model.bind({})
+  with scope("c=bf16"):
+    assert bound({"z": bound.held["z"], "a": X}) == (*order, (["z", "a"], (*order, None)))
+
+
 def test_variables_keep_their_dtypes_though_they_hold_one_array():
   class Holds(nn.Module):
     @nn.compact
