@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._core.bits import changes_nothing
 from mpjax._core.errors import check_call
 from mpjax._core.leaves import key_names
-from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray, PyTree
+from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray
 from mpjax._diagnostics.arguments import Call, check_function, gradient_of, is_array
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.progress import progress
@@ -189,7 +189,7 @@ def counted(
   call = Call(args, kwargs)
   call.check_concrete("mpjax.ranges(fn)")
   program, outputs = call.traced(fn)
-  backward = _has_backward(body_of(program))
+  backward = any(s.location.direction == "backward" for s in body_of(program).every_step())
   is_loss = bool(args) and _is_scalar(program, outputs) and not backward
   scoped = with_parameter_scopes(fn)
   if is_loss if differentiate is None else differentiate:
@@ -214,15 +214,12 @@ def _is_scalar(program: ClosedJaxpr, outputs: Sequence[tuple[str, ...]]) -> bool
   return first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
 
 
-def _has_backward(body: Body) -> bool:
-  return any(step.location.direction == "backward" for step in body.every_step())
-
-
 def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[Input | None]:
   """Returns what the arrays among the leaves of arguments are."""
   inputs: list[Input | None] = []
   for position, one in enumerate((*args, *(kwargs[name] for name in sorted(kwargs)))):
-    inside = position == 0 and (hasattr(one, "params") or _holds_params(one))
+    held = hasattr(one, "params") or (isinstance(one, Mapping) and "params" in one)
+    inside = position == 0 and held
     for path, x in jax.tree_util.tree_leaves_with_path(one):
       if not is_array(x):
         continue
@@ -235,10 +232,6 @@ def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[I
       floating = is_inexact(x.dtype)
       inputs.append(Input(shown, is_parameter, x.dtype, x.shape, names) if floating else None)
   return inputs
-
-
-def _holds_params(tree: PyTree) -> bool:
-  return isinstance(tree, Mapping) and "params" in tree
 
 
 def _tallies(

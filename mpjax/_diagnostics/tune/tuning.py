@@ -232,15 +232,12 @@ class _Tuning:
       ModuleReport(
         path,
         *errors[path],
-        modules.flops[number[path]] / total,
-        float(alone[number[path]]),
-        _OVERFLOWS[int(overflows[number[path]])],
-        bool(path)
-        and any(is_inside(other, path) for other in errors)
-        and not modules.flops[number[path]],
+        modules.flops[i] / total,
+        float(alone[i]),
+        _OVERFLOWS[int(overflows[i])],
+        bool(path and not modules.flops[i]) and any(is_inside(other, path) for other in errors),
       )
-      for path in errors
-      if path in number
+      for path, i in ((path, number[path]) for path in errors if path in number)
     )
 
   def _are_scopes(self, rules: Sequence[Rule]) -> bool:

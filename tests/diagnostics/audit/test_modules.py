@@ -45,13 +45,15 @@ def test_one_that_has_another_dtype_is_not():
   assert rows["layer_*"].modules == 3
 
 
-def test_an_input_is_no_parameter_and_all_results_are_activations():
+def test_an_input_is_no_parameter_and_what_has_no_matmul_is_no_row():
   def fn(params, x):
+    with jax.named_scope("norm"):
+      x = x * 2
     with jax.named_scope("dense"):
       return jnp.exp((x @ params["kernel"].astype(x.dtype)).astype("float32"))
 
   (row,) = mpjax.audit(fn)({"kernel": WIDE}, HALF).modules
-  assert row.parameters == ("float32",)
+  assert (row.path, row.parameters) == ("dense", ("float32",))
   assert set(row.activations) == {"bfloat16", "float32"}
 
 
@@ -62,16 +64,6 @@ def test_gradients_are_of_the_backward_pass():
   rows = {row.path: row for row in mpjax.audit(jax.value_and_grad(loss))(HALF, HALF).modules}
   assert rows["head"].gradients[0] == "bfloat16"
   assert sum(sum(row.flops.values()) for row in rows.values()) == (4 + 4 + 3) * 2 * 8**3
-
-
-def test_what_has_no_matmul_is_no_row():
-  def fn(x):
-    with jax.named_scope("norm"):
-      x = x * 2
-    with jax.named_scope("dense"):
-      return x @ x
-
-  assert [row.path for row in mpjax.audit(fn)(WIDE).modules] == ["dense"]
 
 
 ALL = mpjax.Policy(
