@@ -175,7 +175,7 @@ FAMILIES: tuple[Family, ...] = (
     "operand overflows float16.",
     Row("log log1p log2", elementwise=True),
   ),
-  family("float32", "It is exp(y log x), and takes the errors of both.", "pow"),
+  family("float32", "It is exp(y log x), with the errors of both.", Row("pow", elementwise=True)),
   family(
     "float32",
     "Its gradient has the power -3/2 of the operand, which overflows float16 below 4e-4: where "
@@ -205,8 +205,8 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "Special functions: steep, computed from exponentials and logarithms, and part of losses and "
     "samplers rather than of the large layers, so that float32 costs little.",
-    "bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac lgamma polygamma "
-    "regularized_incomplete_beta zeta",
+    Row("bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac", elementwise=True),
+    Row("lgamma polygamma regularized_incomplete_beta zeta", elementwise=True),
   ),
   family(
     "float32",
@@ -476,12 +476,11 @@ FAMILIES: tuple[Family, ...] = (
   family(
     None,
     "Their jaxprs are entered.",
-    Row("call closed_call", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
+    Row("call closed_call program_order", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
     Row("checkpoint remat2", holds=Holds.CALL, jaxpr_params="jaxpr", saves=True),
     Row("jit", holds=Holds.CALL, jaxpr_params="jaxpr"),
     # `jax.jit(f).trace(x)` that is called again.
     Row("eval_jaxpr", holds=Holds.CALL, jaxpr_params="call_jaxpr|jaxpr"),
-    Row("program_order", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
     Row("composite", holds=Holds.COMPOSITE, jaxpr_params="call_jaxpr|jaxpr"),
     Row("shard_map", holds=Holds.SHARD_MAP, jaxpr_params="jaxpr"),
     # Differentiating a jaxpr replaces these two; in one that was not, the plain jaxpr runs.

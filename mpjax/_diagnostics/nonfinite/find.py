@@ -58,18 +58,22 @@ class Finder:
   def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
     call = Call(args, kwargs, _is_traced)
     call.check_concrete("mpjax.find_nonfinite(fn)")
-    every = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    self.leaves, self.keys = call.arrays, [every[i][0] for i in call.positions]
-    self.body = body_of(call.traced(fn)[0], compiled=True)
+    given = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    self.leaves, self.keys = call.arrays, [given[i][0] for i in call.positions]
+    traced = call.traced(fn)[0]
+    self.body = body_of(traced, compiled=True)
     self.scale = scale_of(call, args, kwargs)
     self.implied = None if self.scale is not None else implied_scale(self.body, self.leaves)
     self.sentinels, self.uses = sentinels_of(self.body), uses_of(self.body)
     self.flags = self._looking(lambda rescale: FlagProbe(self.body, self.sentinels, rescale))
-    self.graph = Graph(self.body)
+    # With what is not compiled: a slope may be all that is left of what it is the slope of.
+    self.graph = Graph(traced)
     owners = zip(self.graph.arguments, map(_module, self.keys), strict=True)
     name_by_parameters(self.graph, dict(owners))
     # Of a loop, that of its first argument.
-    self.operations = {each.step.number: each for each in reversed(self.graph.operations)}
+    every = {each.step.key: each for each in reversed(self.graph.operations)}
+    steps = self.body.every_step()
+    self.operations = {step.number: every[step.key] for step in steps if step.key in every}
     self.closely: dict[frozenset[int], Callable[..., First]] = {}
 
   def _looking(self, probe: Callable[[Rescale], Observer]) -> Callable[..., Any]:
@@ -112,7 +116,8 @@ class Finder:
     if self.scale is not None:
       trio = zip(self.body.inputs, self.leaves, self.scale.with_factor(0.5), strict=True)
       reached = {slot for slot, old, new in trio if old is not new}
-    enclosing = {each.number for each in self.operations[number].step.enclosing()}
+    step = next(each for each in self.body.every_step() if each.number == number)
+    enclosing = {each.number for each in step.enclosing()}
     for step in self.body.steps:
       depends = step.number in places or not reached.isdisjoint(step.reads)
       if step.number in enclosing:
@@ -293,8 +298,8 @@ def _of_argument(
     name = path
   else:
     x = jnp.asarray(body.consts[slot])
-    reader = next((s for s in body.every_step() if slot in s.reads), None)
-    path = "" if reader is None else finder.operations[reader.number].where.path
+    readers = (finder.operations.get(s.number) for s in body.every_step() if slot in s.reads)
+    path = next((each.where.path for each in readers if each), "")
     name = f"an array that the function closes over, {x.dtype}{[*x.shape]}"
   result = _range(kind, x, *jax.device_get(row_of(x, jnp.asarray(jnp.nan))))
   return NonfiniteReport(
@@ -336,11 +341,10 @@ def _report(
   ranges = [_range(name, aval_of(v), a, b, path) for (name, v, path), a, b in rows]
   before, operands = tuple(ranges[: len(probe.before)]), tuple(ranges[len(probe.before) : -2])
   result, wide = ranges[-2:]
-  selects = _selector(body, step, path)
-  from_state = finder.scale is not None
-  fault = Fault(eqn.primitive, path, selects, operands, result, wide, finite_at, from_state)
-  cause, cure = cause_and_cure(fault)
-  if about["loss_scale"] is None and direction == "backward":
+  backward, from_state = direction == "backward", finder.scale is not None
+  step_is = eqn.primitive, backward, path, _selector(body, step, path)
+  cause, cure = cause_and_cure(Fault(*step_is, operands, result, wide, finite_at, from_state))
+  if about["loss_scale"] is None and backward:
     notes.append(
       "No loss scale was found in the arguments: pass the optimizer's state, as a training step "
       "does, if the gradients are scaled."

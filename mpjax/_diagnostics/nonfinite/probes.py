@@ -427,10 +427,10 @@ class _CaptureWatch:
     index = jnp.min(jnp.where(mask, places, _LAST), initial=_LAST)
 
     def value(x: Array) -> Array:
+      if not is_elementwise(step):
+        return jnp.full((), jnp.nan, jnp.float32)
       if jnp.size(x) == 1:
         return _as_float32(jnp.reshape(x, ()))
-      if not (is_elementwise(step) and jnp.shape(x) == result.shape):
-        return jnp.full((), jnp.nan, jnp.float32)
       return jnp.sum(jnp.where(places == index, _as_float32(x), 0))
 
     operands = [jnp.asarray(ins[position]) for position in self.probe.positions]

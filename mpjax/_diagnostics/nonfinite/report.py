@@ -156,18 +156,16 @@ class NonfiniteReport(Report):
       return "Whether a smaller loss scale would help could not be decided."
     if self.operation in ("argument", "constant"):
       return "The value's own: it came so, and no loss scale helps."
-    largest, wide = _largest(self.dtype), self.float32_value
-    if largest is not None and wide is not None and math.isfinite(wide) and wide > largest:
+    wide = self.float32_value
+    if self.dtype is not None and wide is not None and _largest(self.dtype) < wide < math.inf:
       return (
-        f"The value's own: in float32 it would be {wide:.3g} > {largest:.5g}, the largest number "
-        f"in {self.dtype}. No loss scale helps."
+        f"The value's own: in float32 it would be {wide:.3g} > {_largest(self.dtype):.5g}, the "
+        f"largest number in {self.dtype}. No loss scale helps."
       )
     return "The value's own: no loss scale helps."
 
 
-def _largest(dtype: str | None) -> float | None:
-  if dtype is None or not is_low_precision(jnp.dtype(dtype)):
-    return None
+def _largest(dtype: str) -> float:
   return float(jnp.finfo(jnp.dtype(dtype)).max)
 
 
@@ -198,6 +196,7 @@ class Fault(NamedTuple):
   """What was seen of a step that broke."""
 
   primitive: Primitive
+  backward: bool  # its pass
   path: str  # its module or scope
   selector: str  # what selects that in a rule, as one writes it
   operands: tuple[Range, ...]
@@ -225,19 +224,18 @@ def cause_and_cure(fault: Fault) -> tuple[str, str]:
     return _of_inf(fault, bad)
   wide = fault.wide
   if low and wide is not None and wide.inf + wide.nan < result.inf + result.nan:
-    limit = float(jnp.finfo(jnp.dtype(result.dtype)).max)
     text = (
       f"It overflows {result.dtype}: in float32 the largest of these values is {wide.most:.3g}, "
-      f"and {result.dtype} ends at {limit:.5g}."
+      f"and {result.dtype} ends at {_largest(result.dtype):.5g}."
     )
     if not fault.path:
       return text, 'the policy "mixed_bfloat16", or a jax.named_scope here and a Rule with its path'
-    if _is_root(fault.path):
-      # A rule on the root of a model would put all of it into float32, and in Linen it has no name.
-      line = (
+    # The outermost scope of a Flax model is called by its class. A rule on that would put all of
+    # the model into float32, and in Linen it has no name.
+    if "/" not in fault.path and fault.path[:1].isupper():
+      return text, (
         "mpjax.full_precision(fn)(x)  # for the code of this line, or the policy mixed_bfloat16"
       )
-      return text, line
     return text, f'Rule("float32", path={fault.selector})  # or the policy mixed_bfloat16'
   return _of_domain(fault)
 
@@ -267,25 +265,29 @@ def _of_inf(fault: Fault, bad: list[Range]) -> tuple[str, str]:
 
 def _of_domain(fault: Fault) -> tuple[str, str]:
   """What no wider dtype would help: operands that the operation does not take, or too large."""
-  result, name = fault.result, fault.primitive.name
-  asked = [x.least if x.value is None else abs(x.value) for x in fault.operands]
-  zero = any(x == 0 for x in asked)
-  if zero and len(asked) > 1:
-    text = f"{name} of these operands is not finite in any precision: one of them is 0."
+  result, given = fault.result, "these operands"
+  kind = "NaN" if result.nan and result.value is None else "inf"
+  values, limit = [x.value for x in fault.operands if x.value is not None], _largest(result.dtype)
+  # No sum or matmul of small numbers overflows. Of one that does, parts may be inf - inf.
+  overflows = any(x.most**2 * x.size > limit for x in fault.operands)
+  if values:
+    given = " and ".join(f"{x:.3g}" for x in values)
+    # Of ordinary numbers inf is a pole, as that of `log1p` at -1.
+    ordinary = 0 in values or all(1e-3 < abs(x) <= 1 for x in values)
+    overflows = kind == "inf" and not ordinary
+  text = f"{fault.primitive.name} of {given}"
+  if overflows:
+    text = f"{text} overflows {result.dtype}, which ends at {limit:.3g}."
+    if fault.primitive is p.exp_p:
+      return text, "jnp.exp(x - jnp.max(x))  # in a softmax; else jnp.minimum(x, limit) before it"
+    return text, "jnp.clip(x, -limit, limit)  # of the operands, or another learning rate"
+  if not values:
+    text = f"{text} is {kind}: not defined, as a matrix without an inverse, or beyond its dtype."
+    return text, "x + epsilon * jnp.eye(n)  # of a matrix; else smaller operands, an index inside"
+  text = f"{text} is {kind} in every precision."
+  # In a backward pass it is a slope, and the line has the operation of which it is one.
+  zero = 0 in values and not fault.backward
+  if zero and fault.primitive is p.div_p:
     return text, "x / jnp.where(y == 0, 1, y)  # or add an epsilon to the divisor"
-  if zero:
-    text = f"{name} of 0 is not finite in any precision."
-    return text, "jnp.where(x > 0, x, 1)  # as its operand, and a jnp.where around the result"
-  if result.nan or not fault.operands:
-    text = f"{name} of these operands is NaN in every precision."
-    return text, "jnp.where(allowed, x, 1)  # as its operand: it is outside of what is defined"
-  limit = float(jnp.finfo(jnp.dtype(result.dtype)).max)
-  text = f"It overflows {result.dtype}, which ends at {limit:.3g}."
-  if fault.primitive is p.exp_p:
-    return text, "jnp.exp(x - jnp.max(x))  # in a softmax; else jnp.minimum(x, limit) before it"
-  return text, "jnp.clip(x, -limit, limit)  # of the operands, or another learning rate"
-
-
-def _is_root(path: str) -> bool:
-  """Whether a scope is likely a Flax model itself, by whose class its outermost scope is called."""
-  return "/" not in path and path[:1].isupper()
+  where = "jnp.where(x != 0, x, 1)" if zero else "jnp.where(allowed, x, safe)"
+  return text, f"{where}  # as the operand of this line, and a jnp.where around its result"

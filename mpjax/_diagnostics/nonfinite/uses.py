@@ -286,10 +286,9 @@ def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "back
   # The slope of a square root, 0.5 / sqrt(x), is computed beside the root, and only the backward
   # pass reads it: of a function that is not differentiated it is no part.
   direction = operation.where.direction
-  ahead = direction == "forward" and _is_read_by_backward(graph, operation)
-  return (
-    "backward" if direction == "backward" or (ahead and _is_slope(graph, operation)) else "forward"
-  )
+  if direction == "forward" and _is_read_by_backward(graph, operation):
+    return "backward" if _is_slope(graph, operation) else "forward"
+  return "backward" if direction == "backward" else "forward"
 
 
 def _is_read_by_backward(graph: Graph, operation: Operation) -> bool:
@@ -321,7 +320,7 @@ def _is_slope(graph: Graph, operation: Operation) -> bool:
   primitive = operation.eqn.primitive
   rules: dict[tuple[Primitive, str], set[Primitive]] = {}
   for place, each in enumerate(before):
-    is_other = each.eqn.primitive is not primitive and is_elementwise(each.step)
+    is_other = each is not operation and is_elementwise(each.step)
     if not (is_other and any(map(is_inexact, each.eqn.outvars))):
       continue
     kind = (each.eqn.primitive, repr(each.eqn.params))
@@ -339,7 +338,7 @@ def _is_slope(graph: Graph, operation: Operation) -> bool:
 
 
 def _rule_of(eqn: JaxprEqn) -> set[Primitive]:
-  """Returns the primitives of the forward pass if an elementwise operation is differentiated."""
+  """Returns the primitives that the derivative of an elementwise operation adds to its pass."""
   moving = [i for i, v in enumerate(eqn.invars) if is_inexact(v)]
 
   def gradient(*operands: Array) -> Sequence[Array]:
@@ -355,4 +354,5 @@ def _rule_of(eqn: JaxprEqn) -> set[Primitive]:
     eqns = jax.make_jaxpr(gradient)(*shapes).eqns
   except REFUSALS:
     return set()  # It has no derivative.
-  return {each.primitive for each in eqns if location(each).direction == "forward"}
+  forward = [each.primitive for each in eqns if location(each).direction == "forward"]
+  return {each for each in forward if each is not eqn.primitive or forward.count(each) > 1}

@@ -45,8 +45,8 @@ def ranged(dtype="float32", least=1.0, most=2.0, inf=0, nan=0, value=None):
 
 
 def fault(primitive, operands, result, wide=None, finite_at=None, path="Net/up", from_state=True):
-  selects = '"**/up"'
-  return Fault(primitive, path, selects, tuple(operands), result, wide, finite_at, from_state)
+  there = tuple(operands), result, wide, finite_at, from_state
+  return Fault(primitive, False, path, '"**/up"', *there)
 
 
 MINUS_INF = ranged(inf=1, value=float("-inf"))
@@ -59,8 +59,8 @@ CURES = [
   ),
   (fault(p.mul_p, [ranged(value=0), MINUS_INF], ranged(nan=1)), "0 * inf", "jnp.where(mask"),
   (fault(p.sub_p, [MINUS_INF] * 2, ranged(nan=1)), "inf - inf", "jnp.finfo(jnp.float32).min"),
-  (fault(p.log_p, [ranged(value=0)], ranged(inf=1)), "log of 0", "jnp.where(x > 0, x, 1)"),
-  (fault(p.div_p, [ranged(), ranged(value=0)], ranged(inf=1)), "is 0", "x / jnp.where"),
+  (fault(p.log_p, [ranged(value=0)], ranged(inf=1)), "log of 0 is inf", "jnp.where(x != 0, x, 1)"),
+  (fault(p.div_p, [ranged(value=2), ranged(value=0)], ranged(nan=1)), "2 and 0", "x / jnp.where"),
   (fault(p.exp_p, [ranged(value=99)], ranged(inf=1)), "overflows float32", "jnp.max(x)"),
 ]
 
@@ -70,6 +70,27 @@ def test_the_cause_and_the_cure():
     found = cause_and_cure(given)
     assert cause in found[0]
     assert cure in found[1]
+
+
+BROKEN_AND_CURED = [
+  (lambda x: x**-1.0, [0, 1], "forward: pow of 0 and -1 is inf", "jnp.where(x != 0", [1, 1]),
+  (jnp.linalg.inv, [[2, 2], [2, 2]], "custom_linear_solve of these", "x + eps", [[3, 2], [2, 3]]),
+  (jax.lax.erf_inv, [0, 1], "forward: erf_inv of 1 is inf", "jnp.where(allowed", [0, 0.5]),
+  (jax.grad(jnp.linalg.norm), [0, 0], "backward: div of 0.5 and 0", "jnp.where(allowed", [1, 1]),
+  (jax.grad(lambda x: x[0] ** 0.5), [0], "backward: pow of 0", "jnp.where(allowed", [1]),
+  (
+    *(lambda x: nn.relu(x) @ x, [[3e38, 1], [-1, 2]], "dot_general of these operands overflows"),
+    *("jnp.clip", [[9, 1], [-1, 2]]),
+  ),
+]
+
+
+def test_what_a_report_advises_cures():
+  for fn, x, cause, cure, cured in BROKEN_AND_CURED:
+    found = mpjax.find_nonfinite(fn)(jnp.asarray(x, jnp.float32))
+    assert cause in f"{found.direction}: {found.cause}"
+    assert found.cure.startswith(cure), cause
+    assert not mpjax.find_nonfinite(fn)(jnp.asarray(cured, jnp.float32)), cause
 
 
 class Named(nn.Module):
