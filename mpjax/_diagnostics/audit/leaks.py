@@ -115,6 +115,8 @@ class Causes:
     if operation.casts and first is not None and first.is_low:
       self.cast_up[result] = first
       return _own("cast", operation, result) if _is_by_hand(operation) else None
+    if operation.casts and first is not None and first.kind == "literal":
+      return self.why(Value(result.aval, "literal", first.label))
     wide = [v for v in operation.operands if v.is_wide]
     if operation.moves and wide and all(v in self.cast_up for v in wide):
       self.cast_up[result] = self.cast_up[wide[0]]
@@ -380,8 +382,7 @@ def find_leaks(
         continue  # A gradient is float32 because of what is float32 in the forward pass.
       if why is None:
         first = next((v for v in operation.operands if v.is_wide), operation.operands[0])
-        cause = Cause("operation", operation.name, str(first.dtype), operation.where.source)
-        why = Why(cause, operation)
+        why = _own("operation", operation, first)
       entry = why.entry or operation
       where = entry.where
       # The operations of one line, as of a * cos(t) + b * sin(t), are cured together.
@@ -441,8 +442,6 @@ def _fix(why: Why, entry: Operation, dtype: DType | None) -> str:
       return f"Cast the result back where float32 is no longer needed: {cast}"
     case "parameter" | "argument" | "constant":
       return f"Cast it where it is used: {cast}"
-  if why.origin is entry:
-    return f"Cast its operands: {cast}"
   if isinstance(why.origin, Operation) and why.origin.facts.flops is not None:
     return f"It asks for preferred_element_type=float32: cast its result, {cast}"
-  return f"Cast its result: {cast}"
+  return f"Cast the operands of that {entry.name}: {cast}"

@@ -113,6 +113,11 @@ BETWEEN: dict[str, tuple[Any, ...]] = {
     *(lambda h, key: h + jax.random.normal(key, h.shape), (KEY,)),
     *("operation", "bitcast_convert_type", "add"),
   ),
+  "scaled_or_0": (lambda h: jnp.where(h > 0, h * np.float32(2), 0), (), "number", "2", "mul"),
+  "mean_by_hand": (
+    *(lambda h: h - h.astype(F32).mean(0, keepdims=True), ()),
+    *("operation", "reduce_sum", "sub"),
+  ),
   "mean_of_a_half_array": (lambda h: h - MEAN(h), (), "operation", "reduce_sum", "sub"),
 }
 for called, (op, more, *cause) in BETWEEN.items():
@@ -214,15 +219,6 @@ def inside_of_a_branch():
     return jax.lax.cond(flag, leaky, lambda x: x @ w, x)
 
   return fn, (jax.ShapeDtypeStruct((), bool), X, W, WIDE)
-
-
-@planted("", "argument", "mask", "mul")
-def gradient_of_a_leak():
-  def fn(w, x, mask):
-    h = jnp.tanh(x @ w) * mask  # LEAK
-    return jnp.sum((h @ w) ** 2)
-
-  return jax.grad(fn), (W, X, WIDE)
 
 
 @planted("", "argument", "table", "add")
