@@ -4,7 +4,7 @@ Flax NNX and plain functions write no named scopes. There a matmul with `params[
 put into "mlp/up", and an operation on what "mlp/up" and "mlp/gate" return into "mlp".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from jax.core import eval_jaxpr
@@ -78,7 +78,7 @@ def _modules(graph: Graph, owners: dict[Value, Path]) -> Mapping[Key, Path]:
   return modules
 
 
-def _shared(paths: Sequence[Path]) -> Path:
+def _shared(paths: Sequence[Sequence[str]]) -> Path:
   """Returns what paths begin with, all of them."""
   names: list[str] = []
   for each in zip(*paths, strict=False):
@@ -106,6 +106,18 @@ def _scoped(jaxpr: Jaxpr, modules: Mapping[Key, Path], at: Key) -> Jaxpr:
     return eqn.replace(params=with_inner(eqn, new)) if new else eqn
 
   return jaxpr.replace(eqns=[equation(eqn, (*at, i)) for i, eqn in enumerate(jaxpr.eqns)])
+
+
+def parameter_trees(graph: Graph) -> Iterator[str]:
+  """Yields the trees among arguments that have, at the path of a module, what its matmul takes."""
+  for operation, *_ in graph.matmuls():
+    for v in operation.operands[:2]:
+      while v.made_by is not None and (v.made_by.moves or v.made_by.casts):
+        v = v.made_by.operands[0]
+      *tree, _ = v.label.split("/")
+      shared = _shared([tree[::-1], operation.where.path.split("/")[::-1]])
+      if v.kind == "argument" and 0 < len(shared) < len(tree):
+        yield "/".join(tree[: -len(shared)]) + "/"
 
 
 def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> None:

@@ -8,6 +8,7 @@ import mpjax
 from mpjax._diagnostics.arguments import Call, gradient_of
 from mpjax._diagnostics.parameter_scopes import (
   name_by_parameters,
+  parameter_trees,
   with_parameter_scopes,
 )
 from mpjax._diagnostics.tune.modules import modules_of
@@ -112,22 +113,14 @@ def test_what_is_computed_from_parameters_alone_is_in_their_module():
   assert list(matmuls(loss, params, X)) == ["hot", "lora"]
 
 
-def test_named_scopes_stay():
-  def loss(params, x):
-    with jax.named_scope("mine"):
-      x = dense(params["first"], x)
-    return jnp.sum(dense(params["second"], x))
-
-  found = matmuls(loss, {"first": layer(0), "second": layer(1)}, X)
-  assert list(found) == ["mine", "second"]
-
-
-def test_a_path_of_parameters_without_their_collection():
+def test_named_scopes_stay_and_a_path_of_parameters_is_without_their_collection():
   def loss(variables, x):
+    with jax.named_scope("mine"):
+      x = dense(variables["params"]["first"], x)
     return jnp.sum(dense(variables["params"]["up"], x)) + jnp.sum(variables["stats"]["mean"])
 
-  variables = {"params": {"up": layer(0)}, "stats": {"mean": jnp.ones(3)}}
-  assert list(matmuls(loss, variables, X)) == ["up"]
+  variables = {"params": {"first": layer(0), "up": layer(1)}, "stats": {"mean": jnp.ones(3)}}
+  assert list(matmuls(loss, variables, X)) == ["mine", "up"]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
@@ -201,17 +194,6 @@ def test_the_backward_pass_has_the_paths_of_the_lines_of_the_forward_pass():
   assert sum(found.values()) == 2 * FLOPS["blocks/0"] + 3 * FLOPS["blocks/1"] + 3 * FLOPS["head"]
 
 
-def test_trees_of_parameters_in_plain_functions():
-  def fn(params, x):
-    for name in ("first", "second"):
-      x = jnp.tanh(x @ params[name]["w"])
-    return x
-
-  w = jax.ShapeDtypeStruct((8, 8), "float32")
-  found = mpjax.audit(fn)({"first": {"w": w}, "second": {"w": w}}, WIDE)
-  assert [row.path for row in found.modules] == ["first", "second"]
-
-
 def test_a_scope_and_a_policy_say_it_better():
   def fn(params, x):
     with jax.named_scope("scope"):
@@ -236,7 +218,9 @@ def test_a_leak_is_in_the_module_whose_parameter_it_takes():
   half = jax.ShapeDtypeStruct((8, 8), "bfloat16")
   wide = jax.ShapeDtypeStruct((8,), "float32")
   params = {"up": {"w": half, "b": wide}, "down": {"w": half}}
-  (leak,) = mpjax.audit(fn)(params, jax.ShapeDtypeStruct((16, 8), "bfloat16")).leaks
+  found = mpjax.audit(fn)(params, jax.ShapeDtypeStruct((16, 8), "bfloat16"))
+  assert [row.path for row in found.modules] == ["up", "down"]
+  (leak,) = found.leaks
   assert (leak.path, leak.operation, leak.cause.name) == ("up", "add", "params/up/b")
 
 
@@ -246,7 +230,8 @@ def test_casts_and_loops_are_in_the_module_whose_parameter_they_take():
     return jax.lax.scan(lambda c, _: (c @ w, None), x, None, 3)[0]
 
   x = jnp.ones((2, 3), jnp.float16)
-  graph = Graph(jax.make_jaxpr(fn)({"up": {"w": jnp.ones((3, 3))}}, x))
+  graph = Graph(jax.make_jaxpr(fn)({"up": {"w": jnp.ones((3, 3))}}, x), ["tree/up/w", "x"])
   name_by_parameters(graph, {graph.arguments[0]: ("up",)})
   named = {each.name: each.where.path for each in graph.computing()}
   assert named == {"convert_element_type": "up", "dot_general": "up"}
+  assert {*parameter_trees(graph)} == {"tree/"}  # What is in it too, of any name, is a parameter.

@@ -21,7 +21,7 @@ from mpjax._diagnostics.audit.modules import (
   residuals,
 )
 from mpjax._diagnostics.audit.risks import find_risks
-from mpjax._diagnostics.parameter_scopes import name_by_parameters
+from mpjax._diagnostics.parameter_scopes import name_by_parameters, parameter_trees
 from mpjax._diagnostics.report import Pending
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import Direction
@@ -82,8 +82,9 @@ def audit(
     record = AuditRecord()
     with AUDIT(record):
       program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
-    parameters = frozenset(x.name for x in names if x.is_parameter)
     graph = Graph(program, [x.name for x in names])
+    trees = tuple(parameter_trees(graph))
+    parameters = frozenset(x.name for x in names if x.is_parameter or x.name.startswith(trees))
     owners = {v: tuple(v.label.split("/")[1:-1]) for v in graph.arguments if v.label in parameters}
     name_by_parameters(graph, owners)
     for each in graph.computing():

@@ -216,6 +216,7 @@ class Normed(nn.Module):
   def __call__(self, x):
     for norm in (nn.BatchNorm(use_running_average=True), nn.LayerNorm(), nn.RMSNorm()):
       x = norm(nn.Dense(8)(x))
+    x = jnp.concatenate([self.param("cls", nn.initializers.ones, (16, 8)), nn.Dense(8)(x)])
     return nn.Dense(4)(x)
 
 
@@ -223,7 +224,10 @@ def test_no_false_leak_in_norms_with_statistics_of_training():
   x = jnp.ones((16, 8))
   variables = filled(shapes(Normed(), x))
   model = mpjax.linen.with_policy(Normed(), "mixed_bfloat16")
+  stats, learned = variables["batch_stats"], variables["params"]
   assert_no_leak(lambda v, x: model.apply(v, x), variables, x)
+  # Parameters are that in a tree of any name.
+  assert_no_leak(lambda p, x: model.apply({"params": p, "batch_stats": stats}, x), learned, x)
   assert_no_leak(model.bind(variables), x)
 
 
