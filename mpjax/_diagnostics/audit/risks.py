@@ -90,8 +90,10 @@ def _risks(operation: Operation) -> Iterator[tuple[DType | None, str]]:
   for v in operands if low is not None else ():
     if v.kind == "literal" and v.is_low:
       number = float(v.label)
-      # What is compared with inf is inf in the source, as in the derivative of `jax.nn.softplus`.
-      if math.isinf(number) and not (operation.moves or operation.facts.tests):
+      # What is compared with inf is inf in the source, as in the derivative of `jax.nn.softplus`,
+      # and a maximum that starts at -inf, as that of `jax.nn.softmax` does, lost nothing.
+      starts = eqn.primitive is (p.max_p if number < 0 else p.min_p)
+      if math.isinf(number) and not (operation.moves or operation.facts.tests or starts):
         yield low, "a number became inf in low precision"
       if number == 0 and (_adds_zero(operation, v) or _divides_by_zero(operation)):
         yield low, "a number may have become 0 in low precision"
