@@ -214,8 +214,9 @@ class RangesReport(Report):
       if used is not None:
         scales[f"with {power(used)}, the one in use,"] = used
       others = ", ".join(f"{t} {percent(self.lost_gradients(s))}" for t, s in scales.items())
+      ends = ", where mpjax.DynamicLossScale ends" * (scale == 2.0**24)
       lines.append(
-        f"Loss scale for float16: {power(scale)}. The largest gradient, {self._largest:.3g}, "
+        f"Loss scale for float16: {power(scale)}{ends}. The largest gradient, {self._largest:.3g}, "
         f"{_room(self._largest * scale)}, and {percent(self.lost_gradients(scale))} of the "
         f"gradients are lost; {others}."
       )

@@ -25,6 +25,7 @@ def test_loss_scale():
   assert report.lost_gradients(2.0**20) == 0.25
   scaled = RangesReport("step", [gradients], 1024.0)
   assert scaled.loss_scale == 2**24
+  assert "2^24, where mpjax.DynamicLossScale ends." in str(scaled)
   assert scaled.lost_gradients(1024.0) == 0.75
   assert RangesReport("step", [group("gradients", "a", {}, largest=0.0)], None).loss_scale is None
   assert RangesReport("step", [group("gradients", "a", {20: 1}, largest=1e6)], None).loss_scale == 1
