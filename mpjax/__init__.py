@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpjax import errors
 from mpjax._core.active import full_precision
-from mpjax._core.errors import MpjaxError
+from mpjax._core.errors import MpjaxError, nearest
 from mpjax._core.float8 import Float8
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
@@ -118,8 +118,7 @@ _ON_FIRST_USE = {
   "with_policy": "mpjax._compositions.with_policy",
 }
 """The module of a name that is imported when it is first used, unless it is `mpjax.transforms`:
-these modules import optax, Orbax or rich, or are large. The type checkers' imports, above, are the
-same list."""
+these import optax, Orbax or rich, or are large. The type checkers' imports are the same list."""
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while modules are imported. Two threads that import modules of one package, each of which
@@ -132,7 +131,9 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
     if name not in __all__:
       moved = _moved(name)
       if moved is None:
-        raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+        inner = [f"{m}.{n}" for m in _MODULES if m in globals() for n in globals()[m].__all__]
+        near = ", ".join(nearest(name, [*__all__, *inner]))
+        raise AttributeError(f"module 'mpjax' has no attribute {name!r}; the nearest are {near}")
       return moved
     module = f"mpjax.{name}" if name in _MODULES else _ON_FIRST_USE.get(name, "mpjax.transforms")
     with _ONE_AT_A_TIME:
@@ -144,8 +145,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
       home = importlib.import_module(f"mpjax.{module}")
       new = "AuditReport" if name == "Audit" else name
       if new in home.__all__:
-        text = f"mpjax.{name} is mpjax.{module}.{new}"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        warnings.warn(f"mpjax.{name} is mpjax.{module}.{new}", DeprecationWarning, stacklevel=3)
         return getattr(home, new)
     return None
 
