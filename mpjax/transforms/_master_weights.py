@@ -5,11 +5,10 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
 from mpjax._core.trees import is_floating
-from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.types import Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import (
   check_inner,
   check_params,
@@ -44,6 +43,7 @@ from mpjax.transforms._trees import (
   key_text,
   nodes_of,
   place_like,
+  put_like,
   strong,
 )
 
@@ -254,7 +254,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
     # A new array: an alias could not be donated with its source.
     new = bounded(jnp.asarray(new, jnp.float32))
     # The parameter is the one that the caller has by a cast, ties to even.
-    return _put_like(split(new, new.astype(jnp.bfloat16)) if is_remainder(old) else new, old)
+    return put_like(split(new, new.astype(jnp.bfloat16)) if is_remainder(old) else new, old)
 
   def put_all(state: MasterWeightsState) -> MasterWeightsState:
     new = jax.tree_util.tree_map_with_path(put, state.master, params, is_leaf=is_hole)
@@ -291,10 +291,3 @@ def _require(opt_state: OptState, where: str) -> list[MasterWeightsState]:
       "float32 need none.",
     )
   return found
-
-
-def _put_like(new: Array, old: Leaf) -> Array:
-  """Returns `new` on the devices where `old` is."""
-  # To put it where an uncommitted one is would commit it, and compile the next step once more.
-  is_placed = not isinstance(new, Tracer) and getattr(old, "committed", False)
-  return jax.device_put(new, old.sharding) if is_placed else new

@@ -31,7 +31,7 @@ from mpjax.transforms._loss_scale import (
   positive_scale,
   warn_unless_power_of_two,
 )
-from mpjax.transforms._trees import nodes_of
+from mpjax.transforms._trees import nodes_of, put_like
 
 LossScales: TypeAlias = dict[str, ScaleState]
 """Labels and what belongs to them."""
@@ -361,11 +361,16 @@ def set_loss_scale(
   scale_reader(target, where)(value)
   low, high = target.says.limits
   scale = _scale_within(value, low, high, "mpjax.set_loss_scale(value)")
-  # full_like keeps shape (a vmapped state), dtype and placement: the next step does not retrace.
-  moved = state._replace(
-    scale=jnp.full_like(state.scale, scale), good_steps=jnp.zeros_like(state.good_steps)
-  )
+  good_steps = full_like(state.good_steps, 0)
+  moved = state._replace(scale=full_like(state.scale, scale), good_steps=good_steps)
   return replace_scale(opt_state, target, moved)
+
+
+def full_like(x: Array, number: Array | float) -> Array:
+  """Returns an array of one number with the shape (of a vmapped state), dtype and place of `x`."""
+  # So the next step does not retrace. jnp.full_like itself fails of an array in host memory.
+  is_traced = isinstance(x, Tracer)
+  return jnp.full_like(x, number) if is_traced else put_like(jnp.full(x.shape, number, x.dtype), x)
 
 
 def _scale_within(value: Leaf, low: float, high: float, where: str) -> Array | float:

@@ -245,6 +245,13 @@ def place_like(params: Params, state: T) -> T:
   return jax.tree.map(place, state)
 
 
+def put_like(new: Array, old: Leaf) -> Array:
+  """Returns `new` on the devices, and in the memory, where `old` is."""
+  # To put it where an uncommitted one is would commit it, and compile the next step once more.
+  is_placed = not isinstance(new, Tracer) and getattr(old, "committed", False)
+  return jax.device_put(new, old.sharding) if is_placed else new
+
+
 Step: TypeAlias = Callable[[OptState], tuple[Updates, OptState]]
 """From an old state to updates and a new state."""
 

@@ -62,8 +62,7 @@ def test_half_loss_is_cast_before_it_is_multiplied(wrap):
 
 
 WIDE = mpjax.DynamicLossScale()
-GROWING = mpjax.DynamicLossScale(init_scale=1, max_scale=2**16)
-EXCEEDS = WIDE, GROWING, mpjax.StaticLossScale(2**16)
+EXCEEDS = WIDE, mpjax.DynamicLossScale(init_scale=1, max_scale=2**16), mpjax.StaticLossScale(2**16)
 FITS = mpjax.DynamicLossScale(max_scale=2**15), mpjax.StaticLossScale(2**15), mpjax.NoLossScale()
 
 
@@ -284,11 +283,14 @@ def test_set_loss_scale_starts_a_new_window_and_keeps_the_rest():
   assert (new.scale, new.good_steps) == (4, 0)
 
 
-def test_set_loss_scale_under_jit_and_vmap():
+def test_set_loss_scale_under_jit_and_vmap_and_in_host_memory():
   state = jax.vmap(mpjax.loss_scaling(optax.sgd(0.1)).init)(jnp.ones((3, 2)))
   for wrap in (lambda f: f, jax.jit):
     moved = wrap(lambda s: mpjax.set_loss_scale(s, 2))(state)
     assert mpjax.loss_scaling_metrics(moved)["loss_scale"].tolist() == [2, 2, 2]
+  host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+  moved = mpjax.set_loss_scale(jax.device_put(state, host), 2)
+  assert {x.sharding for x in jax.tree.leaves(moved)} == {host}
 
 
 @pytest.mark.case("A11", "A40")
