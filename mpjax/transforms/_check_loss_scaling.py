@@ -10,7 +10,7 @@ above it is gone, or the other way round.
 import collections
 import contextlib
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, ParamSpec, TypeAlias
 
 import jax
@@ -35,11 +35,13 @@ from mpjax._core.types import Function, KeyPath, Leaf, PyTree
 from mpjax._jaxprs.in_float32 import in_float32, is_low, to_float32
 from mpjax._jaxprs.reader import walk
 from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._state import OwnedScale, plain_array, refuse_outside, scales_in
+from mpjax.transforms._state import OwnedScale, full_like, plain_array, refuse_outside, scales_in
 from mpjax.transforms._trees import is_nnx_variable, nodes_of
 
 Path: TypeAlias = tuple[str, ...]
 Leaves: TypeAlias = dict[Path, Leaf]
+Versions: TypeAlias = dict[Path, list[Path]]
+"""The arguments that a returned leaf may be the new version of."""
 
 WHERE = "mpjax.check_loss_scaling(step)"
 EXPECTED_STATE = "the state of an optimizer created by mpjax.loss_scaling"
@@ -62,9 +64,9 @@ class Run(NamedTuple):
 
 def step_runner(
   step: Function, call: PyTree, scale: OwnedScale
-) -> tuple[Callable[..., Run], ClosedJaxpr | None]:
-  """Returns a function that runs the step at a scale, and the jaxpr of the step if it has one."""
-  flat = dict(arrays_in(call, plain=False))
+) -> tuple[Callable[..., Run], Leaves, ClosedJaxpr | None]:
+  """Returns a function that runs the step at a scale, what it is given, and its jaxpr if any."""
+  flat = arrays_in(call)
   inputs = {path: jnp.asarray(plain_array(x)) for path, x in flat.items()}
 
   def outcome(inputs: Leaves) -> Run:
@@ -82,8 +84,9 @@ def step_runner(
     if not variables and scale.label not in {one.label for one in scales_in(out)}:
       raise _none_returned(out)
     states = [one.state for one in scales_in((out, new)) if one.label == scale.label]
-    written = {path: x for path, x in arrays_in(new) if is_nnx_variable(flat.get(path))}
-    return Run([one for one in states if one is not None], dict(arrays_in(out)) | written)
+    written = {path: x for path, x in arrays_in(new).items() if is_nnx_variable(flat.get(path))}
+    after = {path: plain_array(x) for path, x in (arrays_in(out) | written).items()}
+    return Run([one for one in states if one is not None], after)
 
   wide = program = None
   # What is wrong with it, it raises again where it runs.
@@ -100,12 +103,12 @@ def step_runner(
     values = inputs | (start or {})
     with _quiet():
       values = {
-        path: jnp.full_like(x, marked[id(flat[path])]) if id(flat[path]) in marked else jnp.copy(x)
+        path: full_like(x, marked[id(flat[path])]) if id(flat[path]) in marked else jnp.copy(x)
         for path, x in values.items()
       }
       return outcome(values) if wide is None else wide(jax.tree.map(to_float32, values))
 
-  return run, program
+  return run, inputs, program
 
 
 @contextlib.contextmanager
@@ -114,11 +117,10 @@ def _quiet() -> Generator[None]:
     yield
 
 
-def arrays_in(tree: PyTree, *, plain: bool = True) -> Generator[tuple[Path, Leaf]]:
-  """Yields the arrays in a tree, those in variables too (or the variables), and their paths."""
-  for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx_variable):
-    if is_nnx_variable(x) or hasattr(x, "dtype"):
-      yield _path(path), plain_array(x) if plain else x
+def arrays_in(tree: PyTree) -> Leaves:
+  """Returns the arrays and the variables in a tree, by their paths."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx_variable)
+  return {_path(path): x for path, x in leaves if is_nnx_variable(x) or hasattr(x, "dtype")}
 
 
 def _path(path: KeyPath) -> Path:
@@ -141,7 +143,6 @@ _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
 _HIGH, _FACTOR, _LOW = 2.0**14, 4.0, 2.0**-30
 _TOLERANCE, _COARSE = 2.0**-8, 0.25
 """Of how far a leaf moves, in float32 and in a step that runs as it is, and may round."""
-_INF, _NAN = float("inf"), float("nan")
 _FIELD = ".loss_scale"
 _UNTOUCHED = "an opt_state whose loss scale was returned as it was"
 _SAME = "the same parameters and optimizer state from a step that was applied and one skipped"
@@ -149,13 +150,6 @@ _NEVER = (
   "the same parameters and optimizer state at each scale, and no skipped step at the scale inf: "
   "the gradients were never scaled, or all are zero"
 )
-
-
-class _Version(NamedTuple):
-  """The arguments that a returned leaf may be the new version of; `sure` if it is that of one."""
-
-  paths: list[Path]
-  sure: bool
 
 
 @check_call(WHERE, fix=_TWO_CALLS)
@@ -193,7 +187,7 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
     MpjaxTypeError: when called: an argument is traced, none holds a loss scale, or one inside of
       what would see scaled gradients (`optax.MultiSteps`), or what is returned holds none.
     MpjaxValueError: when called: the step depends on the scale, is finite at no scale, or changes
-      something when it is skipped; or float16 gradients meet `NoLossScale`.
+      something, or takes the scale back, when it is skipped; or float16 meets `NoLossScale`.
 
   >>> import jax, jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
@@ -238,34 +232,15 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
 
 def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
   """Checks the use of one loss scale; returns what came where nothing depends on the gradients."""
-  run, program = step_runner(step, call, scale)
+  run, before, program = step_runner(step, call, scale)
   if scale.state is None:
     _refuse_float16(program)
     return None
 
-  # What is a new version of which argument?
-  high, first = _HIGH, run(_HIGH)
-  before = dict(arrays_in(call))
-  places, carried = _places(before), _carried(before, first.after)
-  of_type = collections.defaultdict[object, list[Path]](list)
-  for path, x in before.items():
-    if _FIELD not in path:
-      of_type[_type(x)].append(path)
-  old = {
-    path: _old_versions(path, x, of_type[_type(x)], places, carried)
-    for path, x in first.after.items()
-    if _FIELD not in path
-  }
-
-  # Steps that are applied, at several scales.
-  if not first.updated:
-    other = run(high / _FACTOR).after
-    for path, one in old.items():
-      values = [first.after[path], other[path]]
-      if one.sure and any(_differs(before[x], values, _COARSE) for x in one.paths):
-        raise _depends_on_scale(scale, "gradients that still carry the loss scale", path)
-    return _UNTOUCHED
-  while not first.finite:
+  # Steps that are applied: at several scales, unless the scale is always 1.
+  is_one = scale.says.fields == {"scale": 1}
+  high = 1.0 if is_one else _HIGH
+  while not (first := run(high)).finite:
     if high <= 1 / _HIGH:
       raise MpjaxValueError(
         WHERE,
@@ -274,55 +249,65 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
         fix="Call it with another batch; mpjax.check_skipped_steps says which gradient it is.",
       )
     high /= _FACTOR
-    first = run(high)
-  scales = (high / _FACTOR, high * _LOW) if program is not None else (high / _FACTOR,)
+  scales = (high / _FACTOR, high * _LOW)[: 0 if is_one else 1 if program is None else 2]
   applied = [first, *(one for one in map(run, scales) if one.finite)]
-  # One that is skipped. It may try again at a lower scale than inf, but a NaN stays one: what is
-  # applied at that was never scaled.
-  skipped = run(_NAN)
-  never = skipped.finite
-  skipped = run(_INF) if never else skipped
 
-  # What is wrong? Of several arguments a skipped step returns the old one as it was.
-  same = {path: _unchanged(one.paths, before, skipped.after[path]) for path, one in old.items()}
-  tolerance, wrong, replaced = (_COARSE if program is None else _TOLERANCE), [], []
-  for path, version in old.items():
-    values = [one.after[path] for one in applied]
-    only = version.sure and (never or len(version.paths) == 1)
-    for x in version.paths if only else same[path]:
-      if _differs(before[x], values, tolerance):
-        moved = [_distance(before[x], value) for value in values]
-        wrong.append((moved[0] > moved[-1], path))
-      elif never and _differs(before[x], [*values, skipped.after[path]], tolerance):
-        replaced.append((True, path))
-  if wrong or replaced:  # Beside those that fall with the scale others may rise: a clip makes them.
-    rises, path = min(wrong or replaced)
-    got = (
-      "gradients that were unscaled twice, or clipped (or normalised) while they were scaled, or "
-      "some that were never scaled among others"
+  # One that is skipped: it may try again at a lower scale than inf, but a NaN stays one. And one
+  # that is not: divided by inf a plain gradient is 0, and a scaled one is NaN.
+  skipped, at_inf = (run(np.nan), run(np.inf)) if first.updated else (first, first)
+  if first.updated and not skipped.updated:
+    raise MpjaxValueError(
+      WHERE,
+      expected="a step that returns the new loss scale when it is skipped too",
+      got="the old one: it was taken back with all else, and never falls",
+      fix="Select params and statistics, never opt_state: tx.update has taken back what is in it.",
     )
-    if never or rises:
-      carry = "gradients that still carry the loss scale, or carry it twice"
-      got = "gradients that were never scaled" if never else carry
-    if not wrong:
-      got += ", or whose inf and NaN were replaced (jnp.nan_to_num), which then skip no step"
-    raise _depends_on_scale(scale, got, path)
+  skips = not skipped.finite
+
+  # What is the new version of what? Of several arguments a skipped step returns one as it was.
+  old, sure = _old_versions(before, first.after)
+  same = _same(old, before, skipped.after)
+  alone = {path: one for path, one in sure.items() if not skips or len(one) == 1}
+  pairs = [(path, x) for path, one in (same | alone).items() for x in one]
+
+  # What is wrong? Beside what falls with the scale other things may rise: a clip makes them.
+  goes_on = sure if at_inf.finite and not is_one else {}
+  tolerance, wrong = (_COARSE if program is None else _TOLERANCE), list[tuple[bool, bool, Path]]()
+  for path, x in pairs:
+    values = [one.after[path] for one in applied]
+    if _differs(before[x], values, tolerance):
+      rises = _distance(before[x], values[0]) > _distance(before[x], values[-1])
+      wrong.append((False, rises, path))
+    elif path in goes_on and _differs(before[x], [*values, at_inf.after[path]], tolerance):
+      wrong.append((True, False, path))
+  if wrong:
+    raise _depends_on_scale(scale, at_inf.finite, *min(wrong))
 
   # Skipped at once, and after a step: momentum that is 0 at first stays 0.
-  if not never:
-    claims = {x: path for path, one in old.items() if one.sure for x in one.paths}
-    claims |= {x: path for path, unchanged in same.items() for x in unchanged}
-    moved_on = before | {x: first.after[path] for x, path in claims.items()}
-    _refuse_changes(scale, old, before, skipped.after)
-    _refuse_changes(scale, old, moved_on, run(_NAN, moved_on).after)
-  arrays = [path for path, one in old.items() if one.paths and is_inexact(first.after[path])]
-  if any(_distance(first.after[path], skipped.after[path]) for path in arrays):
+  if skips:
+    moved_on = before | {x: first.after[path] for path, x in pairs}
+    for start, after in ((before, skipped.after), (moved_on, run(np.nan, moved_on).after)):
+      _refuse_changes(scale, sure, _same(old, start, after), after)
+  nothing = (skipped if skips else at_inf).after
+  if any(is_inexact(nothing[x]) and _distance(first.after[x], nothing[x]) for x, _ in pairs):
     return None
-  return _NEVER if never else _SAME
+  return (_SAME if skips else _NEVER) if first.updated else _UNTOUCHED
 
 
-def _depends_on_scale(scale: OwnedScale, got: str, path: Path) -> MpjaxValueError:
+def _depends_on_scale(
+  scale: OwnedScale, never: bool, replaced: bool, rises: bool, path: Path
+) -> MpjaxValueError:
   of_loss, grad_fn, update = _words(scale)
+  got = (
+    "gradients that were unscaled twice, or clipped (or normalised) while they were scaled, or "
+    "some that were never scaled among others"
+  )
+  if rises:
+    got = "gradients that still carry the loss scale, or carry it twice"
+  elif never:
+    got = "gradients that were never scaled"
+  if replaced:
+    got += ", or whose inf and NaN were replaced (jnp.nan_to_num), which then skip no step"
   return MpjaxValueError(
     WHERE,
     expected=f"a step that is the same at every loss scale{of_loss}",
@@ -334,9 +319,33 @@ def _depends_on_scale(scale: OwnedScale, got: str, path: Path) -> MpjaxValueErro
   )
 
 
-def _places(paths: Iterable[Path]) -> set[Path]:
-  """Returns where the states of `mpjax.loss_scaling` are."""
-  return {path[: path.index(_FIELD)] for path in paths if _FIELD in path}
+def _old_versions(before: Leaves, after: Leaves) -> tuple[Versions, Versions]:
+  """Returns the old versions of each returned leaf, and those of what is the new one for sure."""
+  carried, of_type = _carried(before, after), collections.defaultdict[object, list[Path]](list)
+  for path, x in before.items():
+    of_type[_type(x)] += [path] if _FIELD not in path else []
+  # What is beside the optimizer's state, and no floating array, may count calls.
+  places = {path[: path.index(_FIELD)] for path in before if _FIELD in path}
+  old, sure = dict[Path, list[Path]](), dict[Path, list[Path]]()
+  for path in [path for path in after if _FIELD not in path]:
+    new = after[path]
+    # Arguments of its type whose paths end as its own does, as far as any does: by names, for an
+    # index says nothing but of what is `carried`.
+    shared = {other: _shared(path, other, carried) for other in of_type[_type(new)]}
+    most = max(shared.values(), default=0)
+    old[path] = [other for other, length in shared.items() if length == most]
+    beside = any(place[: len(x) - 1] == x[:-1] for place in places for x in old[path])
+    if most and (is_inexact(new) or not beside):
+      sure[path] = old[path]
+  return old, sure
+
+
+def _shared(path: Path, other: Path, carried: Sequence[Path]) -> int:
+  """Returns with how many equal keys two paths end; 0 if that says nothing."""
+  equal = [a == b for a, b in zip(reversed(path), reversed(other), strict=False)]
+  length = [*equal, False].index(False)
+  is_named = any(not key[1:-1].isdigit() for key in path[len(path) - length :])
+  return length if is_named or (path == other and path in carried) else 0
 
 
 def _carried(before: Leaves, after: Leaves) -> list[Path]:
@@ -353,23 +362,10 @@ def _carried(before: Leaves, after: Leaves) -> list[Path]:
   return paths if has_state else []
 
 
-def _old_versions(
-  path: Path, new: Leaf, others: Sequence[Path], places: set[Path], carried: list[Path]
-) -> _Version:
-  """Returns the arguments, of `others` in its type, that a leaf may be the new version of."""
-  # Those whose paths end as its own does, as far as any does: by names, for an index says nothing
-  # but of what is `carried`. The optimizer's state is at `places`.
-  shared = dict[Path, int]()
-  for other in others:
-    equal = [a == b for a, b in zip(reversed(path), reversed(other), strict=False)]
-    length = [*equal, False].index(False)
-    is_named = any(not key[1:-1].isdigit() for key in path[len(path) - length :])
-    shared[other] = length if is_named or (path == other and path in carried) else 0
-  most = max(shared.values(), default=0)
-  paths = [other for other, length in shared.items() if length == most]
-  # What is beside the optimizer's state, and no floating array, may count calls.
-  beside = any(place[: len(x) - 1] == x[:-1] for place in places for x in paths)
-  return _Version(paths, most > 0 and (is_inexact(new) or not beside))
+def _same(versions: Versions, start: Leaves, after: Leaves) -> Versions:
+  """Returns which of the old versions of a leaf have its values."""
+  is_same = lambda path, x: not _distance(start[x], after[path])  # noqa: E731
+  return {path: [x for x in old if is_same(path, x)] for path, old in versions.items()}
 
 
 def _type(x: Leaf) -> tuple[object, ...]:
@@ -382,21 +378,13 @@ def _differs(old: Leaf, values: Sequence[Leaf], tolerance: float) -> bool:
   return apart > tolerance * max(_distance(old, value) for value in values)
 
 
-def _unchanged(paths: Sequence[Path], start: Leaves, new: Leaf) -> list[Path]:
-  return [path for path in paths if not _distance(start[path], new)]
-
-
-def _refuse_changes(
-  scale: OwnedScale, versions: dict[Path, _Version], start: Leaves, after: Leaves
-) -> None:
+def _refuse_changes(scale: OwnedScale, sure: Versions, same: Versions, after: Leaves) -> None:
   """Raises if an argument is not among what a skipped step returns."""
   # Of several that may be its new version one alone is; others are logs, of gradients say. Zeros
   # are the updates of a skipped step.
-  same = {path: _unchanged(one.paths, start, after[path]) for path, one in versions.items()}
   settled = {x for unchanged in same.values() for x in unchanged}
-  for path, one in versions.items():
-    is_new = one.sure and not same[path] and not settled.issuperset(one.paths)
-    if not is_new or not np.any(_numbers(after[path])):
+  for path, old in sure.items():
+    if same[path] or settled.issuperset(old) or not np.any(_numbers(after[path])):
       continue
     fix = (
       "Take it back by mpjax.select_tree(mpjax.last_step_finite(opt_state), new, old), put "

@@ -58,9 +58,9 @@ def make_step(tx, gradients, dtype=F32, loss_fn=loss_fn):
   return step
 
 
-def check(inner, gradients, dtype=F32, loss=loss_fn, params=PARAMS):
+def check(inner, gradients, dtype=F32, loss=loss_fn, params=PARAMS, *config):
   """Checks the first step of a loop."""
-  tx = mpjax.loss_scaling(inner)
+  tx = mpjax.loss_scaling(inner, *config)
   mpjax.check_loss_scaling(make_step(tx, gradients, dtype, loss))(params, tx.init(params), BATCH)
 
 
@@ -90,9 +90,7 @@ def scaled_twice(params, opt_state, batch, loss_fn):
   return mpjax.value_and_grad(scaled, opt_state)(params, batch)
 
 
-INCONCLUSIVE = (
-  r"check_loss_scaling\(step\): expected a step whose gradients.* change what it .*, got "
-)
+INCONCLUSIVE = r"check_loss_scaling\(step\): expected a step whose gradients.* change .*, got "
 
 
 def ends(how):
@@ -209,16 +207,18 @@ def squared(params, opt_state, batch, loss_fn):
 
 FOUND = {right: None, never: "never scaled"}
 ANY = FOUND | {twice: "unscaled twice"}
+AT_INF = {never: "were never scaled: what", replaced: "or whose inf and NaN were replaced"}
+UNSCALED = r"the step computes in float16, .* got NoLossScale\(\)\. .*mpjax.DynamicLossScale\(\)"
+NONE, ONE, STATIC = mpjax.NoLossScale(), mpjax.StaticLossScale(1), mpjax.StaticLossScale(1024)
 ALL_ZERO = f"{INCONCLUSIVE}.*all gradients are zero"
 LOST = {right: f"{INCONCLUSIVE}.*low precision", never: "never scaled"}
 WARMUP = optax.linear_schedule(0.0, 0.1, 100)
 HALF = jax.tree.map(lambda p: jnp.ones_like(p, BF16), PARAMS)
 ZERO, TWO = jnp.zeros(()), {"w": jnp.zeros(()), "b": jnp.zeros(())}
-FROM_ZERO = {right: None, scaled_twice: "carry it twice"}
-CLIPPED, SGD = OPTIMIZERS["clip and sgd"], OPTIMIZERS["sgd"]
+CLIPPED, SGD, ADAM = (OPTIMIZERS[name] for name in ("clip and sgd", "sgd", "adam"))
 LOOPS = {
   "a warmup with moments": (optax.adam(WARMUP), F32, loss_fn, PARAMS, FOUND),
-  "from zero": (optax.sgd(0.1), F32, linear, jnp.zeros(3), FROM_ZERO),
+  "from zero": (SGD, F32, linear, jnp.zeros(3), {right: None, scaled_twice: "carry it twice"}),
   "a scalar from zero": (optax.sgd(0.1), F32, line, ZERO, ANY),
   "scalars from zero": (optax.sgd(0.1), F32, line, TWO, ANY),
   # All gradients are alike to these, which does not hide that they were not scaled.
@@ -230,25 +230,25 @@ LOOPS = {
   # At one scale or another these are all that is left, whatever float16 makes of the rest.
   "beside": (CLIPPED, F16, loss_fn, PARAMS, {forgotten_beside: "never scaled among"}),
   "squared": (SGD, F16, loss_fn, PARAMS, {squared: "carry it twice"}),
-  "squared in adam": (
-    OPTIMIZERS["adam"],
-    F16,
-    loss_fn,
-    PARAMS,
-    {squared: "changes with the scale"},
-  ),
+  "squared in adam": (ADAM, F16, loss_fn, PARAMS, {squared: "changes with the scale"}),
   "a rate of 1e-8": (optax.sgd(1e-8), F32, loss_fn, PARAMS, {scaled_twice: "carry it twice"}),
+  # Where a scale may be below 1 quotients are looked at: over NaN those of plain gradients are NaN.
+  "below 1": (SGD, F32, loss_fn, PARAMS, AT_INF, mpjax.DynamicLossScale(min_scale=2.0**-4)),
+  "static": (SGD, F32, loss_fn, PARAMS, AT_INF, STATIC),
+  "always 1": (SGD, F32, loss_fn, PARAMS, {never: None, squared: None}, ONE),
+  "float16 without": (ADAM, F16, loss_fn, PARAMS, {right: UNSCALED}, NONE),
+  "bfloat16 without": (ADAM, BF16, loss_fn, PARAMS, {right: None}, NONE),
 }
-"""An optimizer, the dtype to compute in, a loss, parameters, and how each way to scale ends."""
+"""An optimizer, the dtype to compute in, a loss, parameters, how each way ends, a loss scale."""
 
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("name", LOOPS)
 def test_n3_n4_how_a_check_ends(name):
-  inner, dtype, loss, params, gradients = LOOPS[name]
+  inner, dtype, loss, params, gradients, *config = LOOPS[name]
   for way, how in gradients.items():
     with ends(how):
-      check(inner, way, dtype, loss, params)
+      check(inner, way, dtype, loss, params, *config)
 
 
 def test_n12_the_name_of_another_loss():
@@ -272,14 +272,6 @@ def test_n12_the_name_of_another_loss():
     mpjax.check_loss_scaling(functools.partial(step, {"c": "g", "g": "g"}))(params, tx.init(params))
 
 
-def test_float16_without_a_scale():
-  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.NoLossScale())
-  got, fix = "NoLossScale()", "mpjax.DynamicLossScale()"
-  with refused(ValueError, WHERE, "the step computes in float16", got, fix):
-    mpjax.check_loss_scaling(make_step(tx, right, F16))(PARAMS, tx.init(PARAMS), BATCH)
-  mpjax.check_loss_scaling(make_step(tx, right, BF16))(PARAMS, tx.init(PARAMS), BATCH)
-
-
 @pytest.mark.parametrize("kind", ["no update", "another optimizer", "the updates are not used"])
 def test_scaled_gradients_that_are_applied(kind):
   tx, sgd = mpjax.loss_scaling(optax.sgd(0.1)), optax.sgd(0.1)
@@ -297,7 +289,14 @@ def test_scaled_gradients_that_are_applied(kind):
     mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
-KINDS = ["statistics", "average", "count", "momentum of updates", "momentum of gradients"]
+def test_the_state_of_an_optimizer_in_host_memory():
+  host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+  tx, here = mpjax.loss_scaling(optax.adam(0.1)), host.with_memory_kind("device")
+  step = lambda p, s, batch: make_step(tx, right)(p, jax.device_put(s, here), batch)  # noqa: E731
+  mpjax.check_loss_scaling(step)(PARAMS, jax.device_put(tx.init(PARAMS), host), BATCH)
+
+
+KINDS = ["statistics", "average", "count", "scale", "momentum of updates", "momentum of gradients"]
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -309,7 +308,7 @@ def test_what_a_skipped_step_changes(kind, guarded):
   rest["momentum"] = jax.tree.map(jnp.zeros_like, PARAMS)
 
   def step(variables, opt_state, batch):
-    old, change = variables, right(variables[0], opt_state, batch, loss_fn)[1]
+    old, before, change = variables, opt_state, right(variables[0], opt_state, batch, loss_fn)[1]
     params, new = old[0], dict(old[1])
     add = lambda v, x: 0.9 * v + x  # noqa: E731
     if kind == "momentum of gradients":
@@ -325,13 +324,16 @@ def test_what_a_skipped_step_changes(kind, guarded):
     elif kind == "count":
       new["count"] = new["count"] + 1
     if guarded:
-      return mpjax.select_tree(mpjax.last_step_finite(opt_state), (params, new), old), opt_state
+      old = old, before if kind == "scale" else opt_state
+      return mpjax.select_tree(mpjax.last_step_finite(opt_state), ((params, new), opt_state), old)
     return (params, new), opt_state
 
   ends = contextlib.nullcontext()
   if kind == "momentum of gradients":  # They are scaled, by another scale some steps later.
     ends = refused(ValueError, WHERE, "the same at every", "still carry the loss scale", "inside")
-  elif not guarded:
+  elif guarded and kind == "scale":  # Which then never falls, and counts no skipped step.
+    ends = refused(ValueError, WHERE, "the new loss scale", "taken back with", "never opt_state")
+  elif not guarded and kind != "scale":
     ends = refused(ValueError, WHERE, "changes nothing when it is skipped", "another ", "select_")
   with ends:
     mpjax.check_loss_scaling(jax.jit(step))((PARAMS, rest), tx.init(PARAMS), BATCH)
@@ -362,9 +364,8 @@ def test_arrays_without_names_are_known_by_their_places(kind):
 
   args = (*arranged(w, 2 * w, tx.init(w)), F32(1), y)
   mpjax.check_loss_scaling(functools.partial(step, True))(*args)
-  with refused(
-    ValueError, WHERE, "when it is skipped", f"another {BARE[kind]}.", "no argument has"
-  ):
+  got, fix = f"another {BARE[kind]}.", "no argument has"
+  with refused(ValueError, WHERE, "when it is skipped", got, fix):
     mpjax.check_loss_scaling(functools.partial(step, False))(*args)
 
 
@@ -383,9 +384,8 @@ def test_keys_and_cursors_may_move_beside_the_state_of_the_optimizer(inside):
     new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
     return new | ({"data": moved} if inside else moved)
 
-  state = {"params": PARAMS, "opt_state": tx.init(PARAMS)} | (
-    {"data": moving} if inside else moving
-  )
+  moving = {"data": moving} if inside else moving
+  state = {"params": PARAMS, "opt_state": tx.init(PARAMS)} | moving
   fix = "a container that holds the optimizer's state too, or the step closes over it"
   changed = refused(ValueError, WHERE, "when it is skipped", "another ['data']['cursor']", fix)
   with changed if inside else contextlib.nullcontext():
@@ -393,10 +393,8 @@ def test_keys_and_cursors_may_move_beside_the_state_of_the_optimizer(inside):
 
 
 def test_inside_of_jit_it_says_so():
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
-  checked = mpjax.check_loss_scaling(make_step(tx, right))
   with refused(TypeError, WHERE, "concrete arguments", "traced ones", "on the host"):
-    jax.jit(checked)(PARAMS, tx.init(PARAMS), BATCH)
+    jax.jit(lambda params: check(SGD, right, params=params))(PARAMS)
 
 
 def test_a_step_that_looks_at_values_runs_as_it_is():
@@ -540,9 +538,8 @@ def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
 
 def test_a_warmup_from_zero_is_inconclusive_at_its_first_step_and_found_after_it():
   # Plain SGD with a learning rate of zero returns the same for any gradients.
-  params, batch = data()
   tx = mpjax.loss_scaling(optax.sgd(WARMUP))
-  opt_state = tx.init(params)
+  params, batch, opt_state = PARAMS, BATCH, tx.init(PARAMS)
   step, forgetful = (make_step(tx, way, F16) for way in (right, never))
   with ends(f"{INCONCLUSIVE}.*applied and one skipped.*step that was applied"):
     assert mpjax.check_loss_scaling(step)(params, opt_state, batch) is None
@@ -558,15 +555,12 @@ def test_a_warmup_from_zero_is_inconclusive_at_its_first_step_and_found_after_it
 
 
 def test_a_right_step_passes_while_jax_looks_for_nans():
-  params, tx = jnp.ones(2), mpjax.loss_scaling(optax.sgd(0.1))
-  step = make_step(tx, right, loss_fn=lambda params, batch, dtype: jnp.sum(params**2))
   with jax.debug_nans(True), jax.disable_jit():
-    mpjax.check_loss_scaling(step)(params, tx.init(params), None)
+    check(SGD, right, F32, line, jnp.ones(()))
 
 
 def test_of_two_optimizers_the_step_may_update_one():
-  params, batch = data()
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  params, batch, tx = PARAMS, BATCH, mpjax.loss_scaling(optax.sgd(0.1))
   step = make_step(tx, right)
 
   def one_of_two(params, opt_states, batch):
