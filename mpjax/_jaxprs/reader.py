@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import convert_element_type_p
+from jax.numpy import finfo
 
 from mpjax._core.types import DType
 from mpjax._jaxprs.primitives import Holds, facts_of
@@ -43,9 +44,14 @@ def _retyped(aval: ShapedArray, dtype: DType) -> ShapedArray:
   return aval.update(dtype=dtype, weak_type=False)
 
 
-def literal_as(literal: Literal, dtype: DType) -> Literal:
-  """Returns a literal in another dtype."""
-  return Literal(np.asarray(literal.val, dtype), _retyped(aval_of(literal), dtype))
+def literal_as(literal: Atom, dtype: DType, number: float | None = None) -> Literal:
+  """Returns a literal in another dtype, or one of a number instead of a scalar."""
+  number = cast(Literal, literal).val if number is None else number
+  value = np.asarray(number, np.float32)
+  if abs(value) == np.finfo(np.float32).max:
+    # As much as there is: a mask, which is to be as much as there is in the other dtype.
+    value = np.sign(value) * np.float32(finfo(dtype).max)
+  return Literal(np.asarray(value, dtype), _retyped(aval_of(literal), dtype))
 
 
 def cast_to(var: Var, atom: Atom, reader: JaxprEqn | None) -> JaxprEqn:

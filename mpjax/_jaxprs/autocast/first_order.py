@@ -47,6 +47,7 @@ from mpjax._jaxprs.autocast.rewriter import (
   DIGITS,
   FACTOR,
   HELD,
+  RETURNED,
   SUMMED,
   Rewriter,
   only_float32,
@@ -308,8 +309,11 @@ def _rule(
     dtype = FLOAT32
   elif not computes:
     # Rounding commutes with a choice: a neutral operand may be rounded if the result may be.
+    # The largest number of float32 is a mask: that of the compute dtype, if no caller gets it.
     chosen = [k for k in deciding if not k.rests and (readers & HELD or not k.neutral)]
-    fits = all(survives(x, half) for x in numbers) and (exact or not readers & HELD)
+    most = np.inf if readers & (CALLER | RETURNED) else float(np.finfo(np.float32).max)
+    several = [x for x in numbers if abs(x) != most]
+    fits = all(survives(x, half) and (is_exact(x, half) or not readers & HELD) for x in several)
     dtype = FLOAT32 if chosen or not fits else half
   if only_float32(readers) and not facts.exact:
     dtype = FLOAT32

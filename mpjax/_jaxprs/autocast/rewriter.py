@@ -8,7 +8,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ from mpjax._jaxprs.reader import (
   literal_as,
   opened,
   retyped,
+  shape_of,
   walk,
   warn_not_entered,
   with_each,
@@ -382,12 +383,12 @@ class Rewriter:
     view = None if value.views is None else value.views.get(dtype)
     if view is not None:
       return view
-    producer = value.producer
-    if producer is not None and value.is_repeated and isinstance(producer.invars[0], Literal):
+    producer, numbers = value.producer, value.kind.numbers or ()
+    if producer and value.is_repeated and len(numbers) == 1 and not shape_of(producer.invars[0]):
       # The array is filled with the number in another dtype, as by hand: with a cast of the float32
       # array a mask of the size of attention's logits would be in memory twice.
-      (number, *sizes), (var,) = producer.invars, producer.outvars
-      view, filled = retyped(var, dtype), literal_as(cast(Literal, number), dtype)
+      (scalar, *sizes), (var,) = producer.invars, producer.outvars
+      view, filled = retyped(var, dtype), literal_as(scalar, dtype, *numbers)
       self.eqns.append(producer.replace(invars=[filled, *sizes], outvars=[view]))
     else:
       view = self.cast(value.atom, retyped(value.atom, dtype), eqn)
