@@ -3,8 +3,9 @@
 import enum
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
+from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
 Part: TypeAlias = Literal["half", "float32", "promote", "keep", "opaque"]
@@ -530,10 +531,10 @@ def facts_of(eqn: JaxprEqn) -> Row:
   if row.flops != "dot":
     return row
   (summed, _), (batch, _) = eqn.params["dimension_numbers"]
-  if all(eqn.invars[0].aval.shape[axis] == 1 for axis in summed):
+  left, right = (cast(ShapedArray, v.aval).shape for v in eqn.invars)
+  if all(left[axis] == 1 for axis in summed):
     return OUTER_PRODUCT
-  shared = len(summed) + len(batch)
-  return INNER_PRODUCT if all(v.aval.ndim == shared for v in eqn.invars) else row
+  return INNER_PRODUCT if len(left) == len(right) == len(summed) + len(batch) else row
 
 
 def is_higher_order(eqn: JaxprEqn) -> bool:

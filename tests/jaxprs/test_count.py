@@ -75,7 +75,6 @@ def test_flops_of_a_convolutions_gradients_are_those_of_xla(argnum):
 
 DOTS = {
   "matrix": ((2, 3), (3, 5), "ij,jk->ik"),
-  "vectors": ((7,), (7,), "i,i->"),
   "batch": ((6, 2, 3), (6, 3, 5), "bij,bjk->bik"),
   "two contracted": ((2, 3, 4), (4, 3, 5), "ijk,kjl->il"),
 }

@@ -55,7 +55,8 @@ def rewrite(
   """
   rewriter = Rewriter(jaxpr, settings, scope, readers)
   if consts is None:
-    consts = tuple(Kind(d) if (d := dtype_of(v)) in FLOATS else None for v in jaxpr.constvars)
+    dtypes = map(dtype_of, jaxpr.constvars)
+    consts = tuple(Kind(d) if d is not None and d in FLOATS else None for d in dtypes)
   for var, kind in zip(jaxpr.constvars, consts, strict=True):
     if kind is not None:
       rewriter.define(var, kind, recast=kind.numbers is None)

@@ -144,10 +144,8 @@ class Value:
   @property
   def is_reduced(self) -> bool:
     """Whether a sum over an axis produced it, or the like: a variance, say, and no activation."""
-    producer = self.producer
-    if producer is None or facts_of(producer).moves:
-      return False
-    return aval_of(producer.invars[0]).ndim > aval_of(self.atom).ndim
+    of, ndim = self.producer, aval_of(self.atom).ndim
+    return of is not None and not facts_of(of).moves and aval_of(of.invars[0]).ndim > ndim
 
 
 def cached_per_jaxpr(fun: Callable[..., R]) -> Callable[..., R]:
@@ -227,7 +225,7 @@ def constants(values: Sequence[Any], settings: Settings) -> Kinds:
   """Returns the kinds of the constants of a jaxpr: an array is data, a number is neutral."""
 
   def one(value: Any) -> Kind | None:
-    dtype = getattr(value, "dtype", None)
+    dtype: Any = getattr(value, "dtype", None)
     if dtype not in FLOATS:
       return None
     if isinstance(value, Tracer):  # A value of a trace around this one, perhaps a parameter.

@@ -104,10 +104,11 @@ def test_sums_do_not_lose_what_half_accumulation_loses(half):
   def fun(ones, one, zeros):
     return {name: add((ones @ one)[:, 0], zeros) for name, add in ADDED.items()}
 
-  args = np.ones((COUNT, 1), np.float32), np.ones((1, 1), np.float32), np.zeros(COUNT, np.int32)
+  halves, pair = np.full((COUNT, 2), 0.5, np.float32), np.ones((2, 1), np.float32)
+  args = halves, pair, np.zeros(COUNT, np.int32)
   found = programs.run(mpjax.autocast(fun, half), *args)
   assert found == dict.fromkeys(ADDED, COUNT)
-  big = np.full((2, 1), 65504, np.float32)
+  big = np.full((2, 2), 65504 / 2, np.float32)
   total = programs.run(mpjax.autocast(lambda x, w: (x @ w).sum(), half), big, args[1])
   assert total == 2 * float(jnp.asarray(65504, half)), "more than float16 holds"
 
