@@ -166,6 +166,17 @@ def test_a_number_survives_in_each_type_that_is_computed_in():
   assert types(cast(fun, W, X, rules=[rule]), "mul") == [("float32",) * 3]
 
 
+def test_a_mask_by_the_largest_number_is_low_unless_the_caller_gets_it():
+  def masked(w, x):
+    return jnp.where(x[:, :1] > 0, x @ w, np.finfo(np.float32).min)
+
+  for fun, dtype in (
+    (masked, "float32"),
+    (lambda *args: jax.nn.softmax(masked(*args)), "bfloat16"),
+  ):
+    assert result(cast(fun, W, X), "select_n") == dtype
+
+
 @pytest.mark.case("B018")
 @BOTH
 def test_masked_softmax_stays_finite(half):
