@@ -56,8 +56,8 @@ def test_a_policy_is_by_hand_on_a_v5e(tpu_hlo, no_cache):
 
 
 OVER = {
-  **{("gpt", "policy"): 1.31, ("encoder", "policy"): 1.13, ("moe", "policy"): 1.44},
-  **{("mlp", "policy"): 1.06, ("mlp", "dynamic scale"): 1.11},
+  **{("gpt", "policy"): 1.12, ("encoder", "policy"): 1.13, ("moe", "policy"): 1.18},
+  **{("mlp", "policy"): 1.06, ("mlp", "dynamic scale"): 1.11, ("gpt", "dynamic scale"): 1.24},
 }
 """What is above its bound, and how far: docs/tpu_programs.md has it in bold, and why."""
 
