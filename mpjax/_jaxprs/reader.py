@@ -44,12 +44,15 @@ def _retyped(aval: ShapedArray, dtype: DType) -> ShapedArray:
   return aval.update(dtype=dtype, weak_type=False)
 
 
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number of float32: "as much as there is", as in a mask, and not a size."""
+
+
 def literal_as(literal: Atom, dtype: DType, number: float | None = None) -> Literal:
   """Returns a literal in another dtype, or one of a number instead of a scalar."""
   number = cast(Literal, literal).val if number is None else number
   value = np.asarray(number, np.float32)
-  if abs(value) == np.finfo(np.float32).max:
-    # As much as there is: a mask, which is to be as much as there is in the other dtype.
+  if abs(value) == LARGEST:
     value = np.sign(value) * np.float32(finfo(dtype).max)
   return Literal(np.asarray(value, dtype), _retyped(aval_of(literal), dtype))
 
@@ -126,10 +129,6 @@ def _call(eqn: JaxprEqn) -> tuple[Inner, ...]:
   return (Inner(eqn.params[_keys(eqn)[0]], operands=tuple(range(len(eqn.invars)))),)
 
 
-def _linear_call(eqn: JaxprEqn) -> tuple[Inner, ...]:
-  return (Inner(eqn.params["callee"], operands=tuple(range(len(eqn.invars)))),)
-
-
 def _scan(eqn: JaxprEqn) -> tuple[Inner, ...]:
   (body,), params = _call(eqn), eqn.params
   if "ft_in" in params:  # From jax 0.11 on: a tree of constants, carry and inputs of each step.
@@ -174,7 +173,7 @@ _READERS: Mapping[Holds | None, Callable[[JaxprEqn], tuple[Inner, ...] | None]] 
   **dict.fromkeys((Holds.BINARY, Holds.KERNEL), lambda eqn: ()),
   **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _call),
   Holds.COND: _cond,
-  Holds.LINEAR_CALL: _linear_call,
+  Holds.LINEAR_CALL: lambda eqn: (Inner(eqn.params["callee"], 1, (*range(len(eqn.invars)),)),),
   Holds.LINEAR_SOLVE: lambda eqn: (Inner(eqn.params["jaxprs"].solve),),
   Holds.OBJECT: _object,
   Holds.SCAN: _scan,

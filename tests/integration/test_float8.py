@@ -82,25 +82,25 @@ def of_first_token(logits):
   return jnp.mean(jax.nn.log_softmax(logits)[..., 0])
 
 
-def of_linen(policy, rules=()):
+def of_linen(policy):
   """A loss of parameters, and the parameters."""
-  model = mpjax.linen.with_policy(Linen(), policy, rules)
+  model = mpjax.linen.with_policy(Linen(), policy)
   return lambda v: of_first_token(model.apply(v, IDS)), linen_variables()
 
 
-def of_nnx(policy, rules=()):
+def of_nnx(policy):
   graphdef, state = split_of_nnx()
 
   def loss(state):
-    model = mpjax.nnx.with_policy(nnx.merge(graphdef, state), policy, rules)
+    model = mpjax.nnx.with_policy(nnx.merge(graphdef, state), policy)
     return of_first_token(model(IDS))
 
   return loss, state
 
 
-def in_scope(policy, rules=()):
+def in_scope(policy):
   def loss(v):
-    with mpjax.linen.policy_scope(policy, rules):
+    with mpjax.linen.policy_scope(policy):
       return of_first_token(Linen().apply(v, IDS))
 
   return loss, linen_variables()
@@ -146,15 +146,6 @@ def test_the_preset_leaves_out_what_is_too_small(face):
   both = (face(policy) for policy in ("mixed_float8", "mixed_bfloat16"))
   found, wanted = (jax.make_jaxpr(jax.grad(loss))(params) for loss, params in both)
   assert str(found) == str(wanted)
-
-
-@faces
-def test_rules_take_float8_away_and_give_it(face):
-  without = [mpjax.Rule("mixed_bfloat16", path="head"), mpjax.Rule("float32", path="up")]
-  float32 = ("float32", "float32")
-  assert counted(*face(POLICY, without)) == {FORWARD: 6, BACKWARD: 12, HALF: 15, float32: 3}
-  given = [mpjax.Rule(POLICY, path="head")]
-  assert counted(*face("mixed_bfloat16", given)) == {FORWARD: 1, BACKWARD: 2, HALF: 33}
 
 
 def test_parameters_stored_in_bfloat16():

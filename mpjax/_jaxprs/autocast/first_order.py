@@ -68,7 +68,7 @@ from mpjax._jaxprs.autocast.values import (
 from mpjax._jaxprs.autocast.wide_sums import with_wide_sums
 from mpjax._jaxprs.op_lists import part_of
 from mpjax._jaxprs.primitives import OUTER_PRODUCT, facts_of
-from mpjax._jaxprs.reader import Atom, aval_of, dtype_of, inner_jaxprs, retyped, shape_of
+from mpjax._jaxprs.reader import LARGEST, Atom, aval_of, dtype_of, inner_jaxprs, retyped, shape_of
 
 Operands = Sequence[Value | None]
 """What is known of each operand: None for what is no floating value."""
@@ -220,7 +220,8 @@ def _elementwise(
 
   # The rows of an embedding, say: read in low precision, the gradient of a frequent token would
   # be a sum of thousands of rows in it. So the operand is widened before: a rounding commutes.
-  if dtype != FLOAT32 and _repeats(eqn):
+  repeats = facts.gradient == "repeated" and not eqn.params.get("unique_indices")
+  if dtype != FLOAT32 and repeats and type(eqn.invars[0]) is not Literal:
     dtype, params, kind = FLOAT32, eqn.params, kind._replace(carried=FLOAT32)
   summed = [value is not None and _is_summed(eqn, value, dtype) for value in values]
   at_once = any(summed) and facts.role != "sum"
@@ -311,9 +312,9 @@ def _rule(
     # Rounding commutes with a choice: a neutral operand may be rounded if the result may be.
     # The largest number of float32 is a mask: that of the compute dtype, if no caller gets it.
     chosen = [k for k in deciding if not k.rests and (readers & HELD or not k.neutral)]
-    most = np.inf if readers & (CALLER | RETURNED) else float(np.finfo(np.float32).max)
-    several = [x for x in numbers if abs(x) != most]
-    fits = all(survives(x, half) and (is_exact(x, half) or not readers & HELD) for x in several)
+    masks = [] if readers & (CALLER | RETURNED) else [-LARGEST, LARGEST]
+    sizes = [x for v in values if v and v.number not in masks for x in v.kind.numbers or ()]
+    fits = all(survives(x, half) and (is_exact(x, half) or not readers & HELD) for x in sizes)
     dtype = FLOAT32 if chosen or not fits else half
   if only_float32(readers) and not facts.exact:
     dtype = FLOAT32
@@ -380,15 +381,6 @@ def _operand(rewriter: Rewriter, value: Value, summed: bool, dtype: DType, eqn: 
 
 
 # Sums of derivatives.
-
-
-def _repeats(eqn: JaxprEqn) -> bool:
-  """Whether an operation does nothing but move numbers, each perhaps to several positions."""
-  return (
-    facts_of(eqn).gradient == "repeated"
-    and type(eqn.invars[0]) is not Literal
-    and not eqn.params.get("unique_indices")
-  )
 
 
 def _is_summed(eqn: JaxprEqn, value: Value, dtype: DType) -> bool:

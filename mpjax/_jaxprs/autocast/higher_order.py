@@ -164,7 +164,7 @@ def _inside(
   free = (None,) * (len(inner.jaxpr.outvars) - len(outs))
   kinds = tuple(ins[i] for i in inner.operands or ())
   readers = _readers(rewriter, eqn) if readers is None else readers
-  scope = rewriter.scope_inside(eqn)
+  scope = rewriter.place.inside(eqn)
   return _cached_rewrite(inner.jaxpr, kinds, (*outs, *free), readers, settings, scope, consts)
 
 
@@ -228,7 +228,7 @@ def _composite(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> 
 def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """A function with a rule of its own for derivatives or batches."""
   atoms, ins = _operands(rewriter, eqn)
-  settings, scope = rewriter.settings, rewriter.scope_inside(eqn)
+  settings, scope = rewriter.settings, rewriter.place.inside(eqn)
   new = _inside(rewriter, eqn, inners[0], ins)
 
   def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None], derivative: bool) -> Rewritten:
@@ -273,7 +273,7 @@ def _loop(
     The body, the operands with the carry cast, and the kinds of these in each iteration.
   """
   settings = rewriter.settings
-  readers = of_loop(body, _readers(rewriter, eqn), settings, rewriter.scope_inside(eqn))
+  readers = of_loop(body, _readers(rewriter, eqn), settings, rewriter.place.inside(eqn))
   carry = body.carry
   # A carry that the user has cast to low precision stays in it.
   own = [dtype_of(v) != FLOAT32 for v in body.jaxpr.invars[carry.start : carry.stop]]

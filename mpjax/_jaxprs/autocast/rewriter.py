@@ -8,7 +8,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,6 @@ from mpjax._jaxprs.reader import (
   literal_as,
   opened,
   retyped,
-  shape_of,
   walk,
   warn_not_entered,
   with_each,
@@ -77,7 +76,7 @@ def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
   `jax_default_matmul_precision` is a setting for an entire process, such as TensorFloat-32 for what
   is in float32, and says nothing of one matmul. Those that are left as they are get it back.
   """
-  if not _is_precision_set():
+  if cast(Any, jax.config).jax_default_matmul_precision is None:
     return jax.make_jaxpr(fun)
 
   def trace(*args: PyTree) -> ClosedJaxpr:
@@ -101,14 +100,9 @@ _OBJECT = (
 )
 
 
-def _is_precision_set() -> bool:
-  config: Any = jax.config  # Its attributes have no types.
-  return config.jax_default_matmul_precision is not None
-
-
 def default_precision() -> object:
   """Returns the parameter that `jax_default_matmul_precision` gives a matmul; None if unset."""
-  if not _is_precision_set():
+  if cast(Any, jax.config).jax_default_matmul_precision is None:
     return None
   number = jax.ShapeDtypeStruct((1,), np.float32)
   return jax.make_jaxpr(jnp.dot)(number, number).eqns[-1].params["precision"]
@@ -217,13 +211,38 @@ def only_float32(readers: int) -> bool:
   return readers & (FULL | MATMUL) == FULL
 
 
-def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings, scope: Scope) -> Readers:
+class Places:
+  """Where the equations of a jaxpr are, which is in a scope itself."""
+
+  def __init__(self, settings: Settings, scope: Scope) -> None:
+    self.settings, self._scope = settings, scope
+    self._by_stack: dict[int, tuple[Scope, DType | None]] = {}
+
+  def __call__(self, eqn: JaxprEqn) -> tuple[Scope, DType | None]:
+    """Returns the scope of an equation, and the compute dtype there; None where nothing changes."""
+    stack = eqn.source_info.name_stack  # Alive as long as the jaxpr is, and so its id is its own.
+    place = self._by_stack.get(id(stack))
+    if place is None:
+      scope = self._scope + names_of(stack)
+      place = self._by_stack[id(stack)] = (scope, low_dtype(policy_at(scope, self.settings)))
+    return place
+
+  def inside(self, eqn: JaxprEqn) -> Scope:
+    """Returns the scope of the jaxprs that an equation holds."""
+    return scope_inside(self(eqn)[0], self.settings)
+
+  def renamed(self, eqn: JaxprEqn, names: NameStack) -> JaxprEqn:
+    """Returns an equation with other names, in the same place."""
+    self._by_stack[id(names)] = self(eqn)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+
+
+def readers_of(jaxpr: Jaxpr, outs: Sequence[int], place: Places) -> Readers:
   """Returns the consumers of each variable.
 
   `outs` has the consumers of each of its results, outside.
   """
   found: Readers = {}
-  places: dict[int, tuple[Scope, bool]] = {}
 
   def note(atoms: Sequence[Atom], each: Sequence[int]) -> None:
     for atom, readers in zip(atoms, each, strict=True):
@@ -233,24 +252,16 @@ def readers_of(jaxpr: Jaxpr, outs: Sequence[int], settings: Settings, scope: Sco
   note(jaxpr.outvars, outs)
   for eqn in reversed(jaxpr.eqns):
     results = tuple(found.get(v, 0) for v in eqn.outvars)
-    stack = eqn.source_info.name_stack
-    if id(stack) not in places:
-      here = scope + names_of(stack)
-      places[id(stack)] = here, low_dtype(policy_at(here, settings)) is None
-    here, as_traced = places[id(stack)]
     if is_higher_order(eqn):
-      note(eqn.invars, _of_operands(eqn, results, settings, scope_inside(here, settings)))
+      note(eqn.invars, _of_operands(eqn, results, place))
     else:
-      readers = _of_operation(eqn, results, settings, here, as_traced)
-      note(eqn.invars, (readers,) * len(eqn.invars))
+      note(eqn.invars, (_of_operation(eqn, results, place),) * len(eqn.invars))
   return found
 
 
-def _of_operation(
-  eqn: JaxprEqn, results: Sequence[int], settings: Settings, scope: Scope, as_traced: bool
-) -> int:
+def _of_operation(eqn: JaxprEqn, results: Sequence[int], place: Places) -> int:
   """What an operation that holds no jaxpr is to its operands."""
-  behind = 0
+  behind, (scope, half) = 0, place(eqn)
   for var, readers in zip(eqn.outvars, results, strict=True):
     behind |= readers if dtype_of(var) in FLOATS else EXACT
   if eqn.primitive is reduce_precision_p:
@@ -259,9 +270,9 @@ def _of_operation(
       return CALLER if behind & CALLER else behind & MATMUL
     if leaving is not None:
       return CALLER if leaving == FLOAT32 else behind & MATMUL
-  part = part_of(eqn, settings.ops)
+  part = part_of(eqn, place.settings.ops)
   exact = wants_precision(eqn.params) and FLOAT32 in map(dtype_of, eqn.invars)
-  if as_traced or eqn.params.get("out_dtype") is not None or (part == "half" and exact):
+  if half is None or eqn.params.get("out_dtype") is not None or (part == "half" and exact):
     return FULL | EXACT
   if part == "half":
     return MATMUL
@@ -282,21 +293,19 @@ def _of_operation(
 _ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR}
 
 
-def _of_operands(
-  eqn: JaxprEqn, outs: tuple[int, ...], settings: Settings, scope: Scope
-) -> Sequence[int]:
+def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], place: Places) -> Sequence[int]:
   """What an equation that holds jaxprs is to each operand."""
   inners = inner_jaxprs(eqn)
   if not inners or any(inner.operands is None for inner in inners):
     return (FULL | EXACT,) * len(eqn.invars)
-  each = [0] * len(eqn.invars)
+  each, inside = [0] * len(eqn.invars), (place.settings, place.inside(eqn))
   for inner in inners:
     results = outs if inner.returns else (EXACT,) * len(inner.jaxpr.outvars)
     if inner.carry:
-      results = of_loop(inner, results, settings, scope)
-    readers = of_inputs(inner.jaxpr, results, settings, scope)
-    for place, more in zip(inner.operands or (), readers, strict=True):
-      each[place] |= more
+      results = of_loop(inner, results, *inside)
+    readers = of_inputs(inner.jaxpr, results, *inside)
+    for i, more in zip(inner.operands or (), readers, strict=True):
+      each[i] |= more
   return each
 
 
@@ -320,7 +329,7 @@ def of_inputs(
   jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings, scope: Scope
 ) -> tuple[int, ...]:
   """Returns the consumers of the arguments of a jaxpr, from those of its results."""
-  found = readers_of(jaxpr, outs, settings, scope)
+  found = readers_of(jaxpr, outs, Places(settings, scope))
   return tuple(found.get(v, 0) for v in jaxpr.invars)
 
 
@@ -348,11 +357,10 @@ class Rewriter:
 
   def __init__(self, jaxpr: Jaxpr, settings: Settings, scope: Scope, outs: Sequence[int]) -> None:
     self.settings = settings
-    self.readers = readers_of(jaxpr, outs, settings, scope)
+    self.place = Places(settings, scope)
+    self.readers = readers_of(jaxpr, outs, self.place)
     self.eqns: list[JaxprEqn] = []
     self.values: dict[Var, Value] = {}
-    self._scope = scope
-    self._places: dict[int, tuple[Scope, DType | None]] = {}
     self._names: dict[int, NameStack] = {}
 
   # Values.
@@ -383,12 +391,12 @@ class Rewriter:
     view = None if value.views is None else value.views.get(dtype)
     if view is not None:
       return view
-    producer, numbers = value.producer, value.kind.numbers or ()
-    if producer and value.is_repeated and len(numbers) == 1 and not shape_of(producer.invars[0]):
+    producer, number = value.producer, value.number
+    if producer is not None and number is not None:
       # The array is filled with the number in another dtype, as by hand: with a cast of the float32
       # array a mask of the size of attention's logits would be in memory twice.
       (scalar, *sizes), (var,) = producer.invars, producer.outvars
-      view, filled = retyped(var, dtype), literal_as(scalar, dtype, *numbers)
+      view, filled = retyped(var, dtype), literal_as(scalar, dtype, number)
       self.eqns.append(producer.replace(invars=[filled, *sizes], outvars=[view]))
     else:
       view = self.cast(value.atom, retyped(value.atom, dtype), eqn)
@@ -402,19 +410,6 @@ class Rewriter:
     """Writes a cast of `atom` to the dtype of `var`, instead of an equation that reads it."""
     self.eqns.append(cast_to(var, atom, None if eqn is None else self.shown(eqn)))
     return var
-
-  def place(self, eqn: JaxprEqn) -> tuple[Scope, DType | None]:
-    """Returns the scope of an equation, and the compute dtype there; None where nothing changes."""
-    stack = eqn.source_info.name_stack  # Alive as long as the jaxpr is, and so its id is its own.
-    place = self._places.get(id(stack))
-    if place is None:
-      scope = self._scope + names_of(stack)
-      place = self._places[id(stack)] = (scope, low_dtype(policy_at(scope, self.settings)))
-    return place
-
-  def scope_inside(self, eqn: JaxprEqn) -> Scope:
-    """Returns the scope of the jaxprs that an equation holds."""
-    return scope_inside(self.place(eqn)[0], self.settings)
 
   def shown(self, eqn: JaxprEqn) -> JaxprEqn:
     """Returns an equation as a profile is to show it, without our marks, and from the same line."""
@@ -430,16 +425,15 @@ class Rewriter:
       self._names[id(stack)] = names
     if names is stack:
       return eqn
-    self._places[id(names)] = place
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+    return self.place.renamed(eqn, names)
 
   def not_float8(self, eqn: JaxprEqn, reason: str) -> JaxprEqn:
     """Returns a matmul that says, where an audit reads it, why it is not in float8."""
     if AUDIT.value is None:
       return eqn
-    place, names = self.place(eqn), with_scope(eqn.source_info.name_stack, NOT_FLOAT8 + reason)
-    self._names[id(names)], self._places[id(names)] = names, place
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+    names = with_scope(eqn.source_info.name_stack, NOT_FLOAT8 + reason)
+    self._names[id(names)] = names
+    return self.place.renamed(eqn, names)
 
   # Equations.
 

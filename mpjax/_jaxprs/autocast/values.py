@@ -18,7 +18,7 @@ from mpjax._core.rules import Rule
 from mpjax._core.types import DType
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.reader import Atom, aval_of
+from mpjax._jaxprs.reader import Atom, aval_of, shape_of
 
 FLOATS = HALVES | {FLOAT32}
 
@@ -140,6 +140,14 @@ class Value:
   def is_repeated(self) -> bool:
     """Whether a `broadcast_in_dim` produced it: its derivative is a sum."""
     return self.producer is not None and self.producer.primitive is broadcast_in_dim_p
+
+  @property
+  def number(self) -> float | None:
+    """The number that it is, if it can be written in any dtype: as a literal, or one repeated."""
+    scalar = self.producer.invars[0] if self.producer and self.is_repeated else self.atom
+    known = self.kind.numbers or ()
+    is_scalar = isinstance(self.atom, Literal) or (self.is_repeated and not shape_of(scalar))
+    return known[0] if is_scalar and len(known) == 1 else None
 
   @property
   def is_reduced(self) -> bool:

@@ -167,13 +167,16 @@ def test_a_number_survives_in_each_type_that_is_computed_in():
 
 
 def test_a_mask_by_the_largest_number_is_low_unless_the_caller_gets_it():
-  def masked(w, x):
-    return jnp.where(x[:, :1] > 0, x @ w, np.finfo(np.float32).min)
+  least = np.finfo(np.float32).min
 
-  for fun, dtype in (
-    (masked, "float32"),
-    (lambda *args: jax.nn.softmax(masked(*args)), "bfloat16"),
-  ):
+  def masked(w, x):
+    return jnp.where(x[:, :1] > 0, x @ w, least)
+
+  def of_two(w, x):  # A cast would make -inf of one of them, and NaN of a row of these.
+    return jax.nn.softmax(jnp.where(x > 9, x @ w, jnp.where(x > 0, 0, least)))
+
+  low = lambda w, x: jax.nn.softmax(masked(w, x))  # noqa: E731
+  for fun, dtype in ((masked, "float32"), (of_two, "float32"), (low, "bfloat16")):
     assert result(cast(fun, W, X), "select_n") == dtype
 
 
