@@ -17,9 +17,6 @@ FREE = frozenset(
 """Operations that no kernel is launched for."""
 
 PRODUCTS = frozenset(("dot", "convolution", "scaled-dot", "ragged-dot"))
-COLLECTIVES = frozenset(
-  ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-)
 LIBRARY_PRODUCTS = re.compile(r"cublas|cudnn\$(?:conv|fmha)|onednn|matmul|gemm", re.IGNORECASE)
 
 _INSTRUCTION = re.compile(
@@ -147,32 +144,6 @@ class Module:
     condition = self.computations[_attribute(r"condition=%([\w.-]+)", loop.attributes)]
     limits = [int(each.value) for each in condition.values() if each.value.isdigit()]
     return int(known) if known else max((x for x in limits if x), default=1)
-
-  def collectives(self) -> dict[str, list[int]]:
-    """Returns how often what travels between devices does so, and its bytes, by kind and dtype.
-
-    In one run of the program; the bytes are those of the results on one device.
-    """
-    found: dict[str, list[int]] = {}
-    repeats = self.repeats()
-    inside = {
-      inner: times
-      for name, times in repeats.items()
-      for each in self.computations[name].values()
-      for inner in re.findall(r"calls=%([\w.-]+)", each.attributes)
-    }
-    for name, times in (inside | repeats).items():
-      for each in self.computations[name].values():
-        kind = each.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-          sizes: collections.Counter[str] = collections.Counter()
-          for array in _results(each):  # Several arrays, of several dtypes, may travel at once.
-            sizes[dtype(array)] += type_bytes(array)
-          for one, size in sizes.items():
-            total = found.setdefault(f"{kind} {one}", [0, 0])
-            total[0] += times
-            total[1] += times * size
-    return found
 
   def traffic(self) -> int:
     """Returns the bytes between the main memory and the chip in one run, loops' as they repeat.

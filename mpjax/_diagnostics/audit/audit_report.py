@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from mpjax._core.errors import MpjaxAssertionError
 from mpjax._core.rules import Rule
 from mpjax._core.types import DType
+from mpjax._diagnostics.audit.compiled import Collective, Kernel
 from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
 from mpjax._diagnostics.audit.modules import (
-  Collective,
   Float8Matmul,
-  Kernel,
   Misfit,
   ModuleRow,
   OpaqueKernel,
@@ -49,7 +48,7 @@ class AuditReport(Report):
     risks: operations in low precision for which float32 would be safer.
     modules: dtypes and FLOPs by module.
     misfits: low-precision matmuls whose sizes Tensor Cores have to pad.
-    collectives: what devices send to one another.
+    collectives: what devices send to one another, by module; with `compiled=`, as compiled.
     float8: the matmuls in float8 and, with the reason, those that are not; () where nothing asks
       for it.
     rules: how many modules each rule picked.
@@ -145,7 +144,8 @@ class AuditReport(Report):
       _risks(self),
       _modules(self),
       _float8(self),
-      Section("Tensor Cores, kernels and collectives", tuple(_costs(self))),
+      Section("Tensor Cores and kernels", tuple(_costs(self))),
+      _collectives(self),
       _rules(self),
       _kernels(self),
     )
@@ -204,10 +204,12 @@ def _headline(audit: AuditReport) -> Section:
   return Section("Precision audit", tuple(lines), columns, tuple(rows))
 
 
-_Row = TypeVar("_Row", Leak, Risk, OnPurpose, Float8Matmul)
+_Row = TypeVar("_Row", Leak, Risk, OnPurpose, Float8Matmul, Collective)
 
 
-def _path(row: Leak | Risk | OnPurpose | Float8Matmul | Misfit | OpaqueKernel) -> str:
+def _path(
+  row: Leak | Risk | OnPurpose | Float8Matmul | Collective | Misfit | OpaqueKernel,
+) -> str:
   return row.path or "(root)"
 
 
@@ -373,9 +375,23 @@ def _costs(audit: AuditReport) -> Iterable[str]:
       f"{amount(audit.tf32_flops, 'FLOP')} in float32: a GPU since Ampere rounds their operands to "
       'TF32, unless precision="highest" is asked for.'
     )
-  for x in audit.collectives:
-    times = "once" if x.times == 1 else f"{x.times} times"
-    yield f"{x.operation} sends {amount(x.nbytes, 'B')} of {x.dtype}, {times}"
+
+
+def _collectives(audit: AuditReport) -> Section:
+  groups = together(audit.collectives, lambda row: (row.operation, row.dtype))
+  sums = [(sum(row.nbytes for row in group), group) for group in groups]
+  rows = [
+    (
+      _paths(group),
+      group[0].operation,
+      group[0].dtype,
+      amount(n, "B"),
+      str(sum(row.times for row in group)),
+    )
+    for n, group in sorted(sums, key=lambda each: -each[0])
+  ]
+  columns = (_MODULE, Column("collective"), Column("dtype"), *right("bytes", "times"))
+  return _table("Between devices", columns, rows)
 
 
 def _rules(audit: AuditReport) -> Section:

@@ -175,13 +175,6 @@ def _not_float8(operation: Operation) -> str:
   return "it is in float32" if wide else "its policy has no float8"
 
 
-_INSTRUCTION = re.compile(
-  r"= \(?(?P<dtype>[a-z]\w*)\[[\d,]*\]\S*(?: [^=]*?)?\)? (?P<op>[a-z][\w-]*)\("
-)
-_TARGET = re.compile(r'custom_call_target="(?P<target>[^"]+)"')
-_SHOWN = frozenset({"dot", "convolution", "convert", "custom-call"})
-
-
 class Misfit(NamedTuple):
   """A low-precision matmul whose sizes Tensor Cores have to pad.
 
@@ -218,22 +211,6 @@ def find_misfits(graph: Graph) -> tuple[Misfit, ...]:
   return tuple(fit._replace(flops=count) for fit, count in flops.most_common())
 
 
-class Collective(NamedTuple):
-  """What devices send to one another.
-
-  Fields:
-    operation: the name of the primitive.
-    dtype: that of what is sent.
-    nbytes: how much each device contributes, in all.
-    times: how often.
-  """
-
-  operation: str
-  dtype: str
-  nbytes: int
-  times: int
-
-
 class OpaqueKernel(NamedTuple):
   """A kernel written by hand: what it computes is in no count."""
 
@@ -241,18 +218,6 @@ class OpaqueKernel(NamedTuple):
   name: str  # of the primitive
   dtypes: tuple[str, ...]  # of its floating operands, that of the most elements first
   times: int
-
-
-def find_collectives(graph: Graph) -> tuple[Collective, ...]:
-  """Returns the collectives of a graph by operation and dtype, those of the most bytes first."""
-  sums: dict[tuple[str, str], Collective] = {}
-  for operation in graph.computing():
-    times = operation.times
-    for v in operation.operands if operation.facts.collective else ():
-      key = operation.name, str(v.dtype)
-      _, _, nbytes, before = sums.get(key, Collective(*key, 0, 0))
-      sums[key] = Collective(*key, nbytes + v.nbytes * times, before + times)
-  return tuple(sorted(sums.values(), key=lambda each: -each.nbytes))
 
 
 def find_opaque(graph: Graph) -> tuple[OpaqueKernel, ...]:
@@ -282,35 +247,3 @@ def dtypes_of(values: Iterable[Value]) -> tuple[str, ...]:
     if v.dtype is not None and jnp.issubdtype(v.dtype, jnp.inexact):
       sizes[np.dtype(v.dtype).name] += v.size
   return tuple(name for name, _ in sizes.most_common())
-
-
-class Kernel(NamedTuple):
-  """Instructions of a compiled function that are alike.
-
-  Args:
-    name: of the operation, or of the library's kernel, such as "__cublas$lt$matmul$f8".
-    dtype: of its result.
-    times: how many there are.
-
-  >>> import jax, jax.numpy as jnp, mpjax
-  >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
-  >>> compiled = jax.jit(jnp.matmul).lower(x, x).compile()
-  >>> kernels = mpjax.audit(jnp.matmul, compiled=compiled)(x, x).kernels
-  >>> len(kernels) > 0
-  True
-  """
-
-  name: str
-  dtype: str
-  times: int
-
-
-def kernels(text: str) -> tuple[Kernel, ...]:
-  """Returns the matmuls, convolutions, casts and library calls in HLO; those in fusions count."""
-  counts: collections.Counter[tuple[str, str]] = collections.Counter()
-  for line in text.splitlines():
-    match = _INSTRUCTION.search(line)
-    if match is not None and match["op"] in _SHOWN:
-      target = _TARGET.search(line)
-      counts[match["op"] if target is None else target["target"], match["dtype"]] += 1
-  return tuple(Kernel(*key, n) for key, n in counts.most_common())

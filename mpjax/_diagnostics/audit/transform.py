@@ -10,13 +10,12 @@ from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import check_call
 from mpjax._diagnostics.arguments import check_function, trace
 from mpjax._diagnostics.audit.audit_report import AuditReport
+from mpjax._diagnostics.audit.compiled import compiled_collectives, find_collectives, kernels
 from mpjax._diagnostics.audit.leaks import Causes, Expectations, find_leaks
 from mpjax._diagnostics.audit.modules import (
-  find_collectives,
   find_float8,
   find_misfits,
   find_opaque,
-  kernels,
   module_rows,
   residuals,
 )
@@ -57,7 +56,9 @@ def audit(
 
   Args:
     fn: a function of trees of arrays.
-    compiled: what `jax.jit(fn).lower(*args).compile()` returned, to show its kernels too.
+    compiled: what `jax.jit(fn).lower(*args).compile()` returned, to show its kernels too, and the
+      collectives that XLA's partitioner wrote: by module, dtype and bytes. A CPU sends those of low
+      precision in float32.
 
   Returns:
     A function with the signature of `fn` that returns an `AuditReport`.
@@ -106,6 +107,7 @@ def _audited(
   leaks, on_purpose = find_leaks(graph, causes, expectations)
   flops: collections.Counter[tuple[Direction, str]] = collections.Counter()
   certain, tf32 = True, 0
+  text = "" if compiled is None else compiled.as_text() or ""
   for operation, dtype, count in graph.matmuls():
     flops[operation.where.direction, str(dtype)] += count
     certain = certain and operation.step.certain
@@ -121,12 +123,14 @@ def _audited(
     risks=find_risks(graph),
     modules=module_rows(graph, record, parameters),
     misfits=find_misfits(graph),
-    collectives=find_collectives(graph),
+    collectives=(
+      find_collectives(graph) if compiled is None else compiled_collectives(text, graph)
+    ),
     float8=find_float8(graph),
     opaque=find_opaque(graph),
     rules=dict(record.rules),
     hidden_rules=dict(record.hidden),
-    kernels=() if compiled is None else kernels(compiled.as_text() or ""),
+    kernels=kernels(text),
     certain=certain,
     scaled=record.scaled,
   )

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas
-from jax.sharding import PartitionSpec
 
 import mpjax
-from mpjax._diagnostics.audit.modules import Float8Matmul, dtypes_of, kernels
+from mpjax._diagnostics.audit.modules import Float8Matmul, dtypes_of
 from mpjax._jaxprs.graph import Graph
 
 HALF = jax.ShapeDtypeStruct((8, 8), "bfloat16")
@@ -215,24 +214,6 @@ def test_a_kernel_of_pallas_is_said_to_be_not_entered():
   assert "attention/copies: pallas_call is not entered; it gets float32" in str(audit)
 
 
-def test_collectives_by_dtype():
-  mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-
-  def fn(x):
-    total = jax.lax.psum(x, "d")
-    wide = jax.lax.psum(x.astype(jnp.float32), "d")
-    return total + jax.lax.psum(total, "d"), wide
-
-  spec = PartitionSpec("d")
-  mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)
-  found = {
-    (x.operation, x.dtype): (x.nbytes, x.times)
-    for x in mpjax.audit(mapped)(jnp.ones(8, BF16)).collectives
-  }
-  # Each of the two devices sends its 4 elements.
-  assert found == {("psum", "bfloat16"): (2 * 2 * 8, 4), ("psum", "float32"): (2 * 16, 2)}
-
-
 def test_residuals_by_dtype():
   def loss(w, x):
     h = x.astype(BF16) @ w.astype(BF16)
@@ -249,32 +230,3 @@ def test_dtypes_by_size():
   types = (s(2), s(5, dtype=np.float32), s(9, dtype=np.int32))
   graph = Graph(jax.make_jaxpr(lambda *xs: xs)(*types), names)
   assert dtypes_of(graph.arguments) == ("float32", "bfloat16")
-
-
-# As XLA wrote it for an H200.
-# ruff: noqa: E501
-TEXT = """
-HloModule jit_step, is_scheduled=true
-%fused (param_0: f32[8,16]) -> bf16[8,16] {
-  %param_0 = f32[8,16]{1,0} parameter(0)
-  ROOT %convert.1 = bf16[8,16]{1,0} convert(f32[8,16]{1,0} %param_0)
-}
-ENTRY %main {
-  %cublas.1 = (bf16[4096,1024]{1,0}, s8[33554432]{0}) custom-call(bf16[4096,1024]{1,0} %a, bf16[1024,1024]{1,0} %b), custom_call_target="__cublas$lt$matmul"
-  %cublas.2 = (bf16[64,32]{1,0}, s8[1024]{0}) custom-call(f8e4m3fn[64,64]{1,0} %a, f8e4m3fn[32,64]{1,0} %b), custom_call_target="__cublas$lt$matmul$f8"
-  %conv = (f16[8,64,56,56]{3,2,1,0}, u8[0]{0}) custom-call(f16[8,3,224,224]{3,2,1,0} %x, f16[64,3,7,7]{3,2,1,0} %k), window={size=7x7}, custom_call_target="__cudnn$convForward"
-  %dot.1 = f32[4,4]{1,0} dot(f32[4,8]{1,0} %c, f32[8,4]{1,0} %d), lhs_contracting_dims={1}
-  %dot.2 = f32[4,4]{1,0} dot(f32[4,8]{1,0} %c, f32[8,4]{1,0} %d), lhs_contracting_dims={1}
-  ROOT %add = f32[4,4]{1,0} add(f32[4,4]{1,0} %dot.1, f32[4,4]{1,0} %dot.2)
-}
-"""
-
-
-def test_library_calls_matmuls_and_casts_are_counted():
-  assert {(k.name, k.dtype): k.times for k in kernels(TEXT)} == {
-    ("convert", "bf16"): 1,
-    ("__cublas$lt$matmul", "bf16"): 1,
-    ("__cublas$lt$matmul$f8", "bf16"): 1,
-    ("__cudnn$convForward", "f16"): 1,
-    ("dot", "f32"): 2,
-  }

@@ -206,14 +206,6 @@ def test_a_model_outside_of_its_policy_is_seen_in_its_audit():
   assert "bfloat16" in under["Net/layer_*"]
 
 
-def test_the_compiled_function_is_shown_too():
-  args = s(8, 8), s(8, 8)
-  compiled = jax.jit(jnp.matmul).lower(*args).compile()
-  audit = mpjax.audit(jnp.matmul, compiled=compiled)(*args)
-  assert sum(kernel.times for kernel in audit.kernels) >= 1
-  assert "Compiled as" in str(audit)
-
-
 @pytest.mark.case("A108")
 def test_the_dtype_of_a_module_that_a_policy_overrules_is_shown():
   rows = {row.path: row for row in audited(Net(dtype="float32"), "mixed_bfloat16").modules}

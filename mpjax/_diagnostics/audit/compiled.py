@@ -1,0 +1,166 @@
+"""What devices send to one another, and the kernels and collectives of a compiled function."""
+
+import collections
+import math
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from mpjax._jaxprs.graph import Graph
+from mpjax._jaxprs.primitives import Holds
+from mpjax._jaxprs.reader import inner_jaxprs
+
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(
+  r"\s+(?:ROOT )?%?[\w.-]+ = (?P<type>\(.*?\)|\S+) (?P<op>[a-z][\w-]*)\((?P<operands>[^)]*)\)"
+)
+_ARRAY = re.compile(r"\b(?P<kind>pred|[a-z]+)(?P<size>\d*)(?P<form>\w*)\[(?P<shape>[\d,<=]*)\]")
+_INNER = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?(%[\w.%, -]+)")
+_LOOP = re.compile(r"condition=%(?P<condition>[\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_LIMIT = re.compile(r"= [su]\d+\[\]\S* constant\((\d+)\)")
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_SOURCE = re.compile(r'op_name="([^"]*)"')
+_KERNELS = frozenset({"dot", "convolution", "convert", "custom-call"})
+_COLLECTIVES = frozenset(
+  {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}
+)
+_KINDS = {"pred": "bool", "bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
+"""The dtypes of HLO, without their sizes, as JAX names them."""
+
+
+class Kernel(NamedTuple):
+  """Instructions of a compiled function that are alike.
+
+  Args:
+    name: of the operation, or of the library's kernel, such as "__cublas$lt$matmul$f8".
+    dtype: of its result.
+    times: how many there are.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+  >>> compiled = jax.jit(jnp.matmul).lower(x, x).compile()
+  >>> kernels = mpjax.audit(jnp.matmul, compiled=compiled)(x, x).kernels
+  >>> len(kernels) > 0
+  True
+  """
+
+  name: str
+  dtype: str
+  times: int
+
+
+class Collective(NamedTuple):
+  """What a module sends between devices, by operation and dtype.
+
+  Fields:
+    path: of the module or named scope.
+    operation: the name of the primitive; with `compiled=`, of the instruction of HLO.
+    dtype: that of what is sent.
+    nbytes: of the results on one device, in all.
+    times: how often.
+  """
+
+  path: str
+  operation: str
+  dtype: str
+  nbytes: int
+  times: int
+
+
+def find_collectives(graph: Graph) -> tuple[Collective, ...]:
+  """Returns the collectives of a graph, those of the most bytes first."""
+  rows: list[Collective] = []
+  for operation in graph.computing():
+    maps = (x.eqn for x in operation.step.enclosing() if x.holds is Holds.SHARD_MAP)
+    devices = math.prod(inner.times or 1 for eqn in maps for inner in inner_jaxprs(eqn) or ())
+    times = operation.times // devices
+    for v in operation.results if operation.facts.collective else ():
+      path, dtype = operation.where.path, str(v.dtype)
+      rows.append(Collective(path, operation.name, dtype, v.nbytes * times, times))
+  return _summed(rows)
+
+
+def compiled_collectives(text: str, graph: Graph) -> tuple[Collective, ...]:
+  """Returns the collectives in HLO, those of the most bytes first.
+
+  A loop whose number of iterations the text does not show counts as one iteration.
+
+  Args:
+    text: what `Compiled.as_text()` returned.
+    graph: of the same function: HLO has name stacks, in which its modules are looked for.
+  """
+  computations: dict[str, list[str]] = {}
+  times: collections.Counter[str] = collections.Counter()
+  lines: list[str] = []
+  for line in text.splitlines():
+    if head := _COMPUTATION.match(line):
+      lines = computations.setdefault(head["name"], [])
+      times[head["name"]] += head["entry"] is not None
+    else:
+      lines.append(line)
+  # A parameter that is gathered as it is stored has its own name: its module is the one that reads.
+  modules = [(path.split("/"), path) for path in {each.where.path for each in graph.computing()}]
+  modules += [
+    (v.label.split("/"), each.where.path) for v in graph.arguments for each in v.consumers[:1]
+  ]
+  modules.sort(key=lambda module: (-len(module[0]), module[0]))
+  rows: list[Collective] = []
+  # HLO writes a computation before those that call it.
+  for name, lines in reversed(computations.items()):
+    for line in lines:
+      trips = [1]
+      if loop := _LOOP.search(line):  # A TPU's says its limit in its condition alone.
+        condition = "\n".join(computations[loop["condition"]])
+        trips += map(int, _TRIPS.findall(line) or _LIMIT.findall(condition))
+      for inner in (x for found in _INNER.findall(line) for x in re.findall(r"%([\w.-]+)", found)):
+        times[inner] += times[name] * max(trips)
+      found = _INSTRUCTION.match(line)
+      operation = "" if found is None else found["op"].removesuffix("-start")
+      if found is None or operation not in _COLLECTIVES:
+        continue
+      arrays = list(_ARRAY.finditer(found["type"]))
+      if operation != found["op"]:  # Of most the operands come first, and tokens last.
+        count = found["operands"].count("%")
+        arrays = arrays[count : 2 * count] or arrays
+      source = _SOURCE.search(line)
+      scopes = [] if source is None else re.findall(r"[^][/().:'\\]+", source[1])
+      path = next((path for names, path in modules if _in_order(names, scopes)), "")
+      nbytes: collections.Counter[str] = collections.Counter()
+      for array in arrays:  # Several, of several dtypes, may travel at once.
+        dtype = _KINDS[array["kind"]] + array["size"] + "_" * bool(array["form"]) + array["form"]
+        sizes = (int(size.lstrip("<=")) for size in array["shape"].split(",") if size)
+        nbytes[dtype] += math.prod(sizes) * jnp.dtype(dtype).itemsize
+      for dtype, n in nbytes.items():
+        rows.append(Collective(path, operation, dtype, n * times[name], times[name]))
+  return _summed(rows)
+
+
+def _in_order(names: Iterable[str], scopes: Iterable[str]) -> bool:
+  """Whether names are among scopes, in their order: JAX writes its loops and calls between them."""
+  left = iter(scopes)
+  return all(name in left for name in names)
+
+
+def _summed(rows: Iterable[Collective]) -> tuple[Collective, ...]:
+  """Returns one row for each module, operation and dtype, those of the most bytes first."""
+  sums: dict[tuple[str, str, str], Collective] = {}
+  for row in rows:
+    last = sums.get(row[:3])
+    nbytes, times = (0, 0) if last is None else last[3:]
+    sums[row[:3]] = row._replace(nbytes=row.nbytes + nbytes, times=row.times + times)
+  return tuple(sorted(sums.values(), key=lambda row: -row.nbytes))
+
+
+def kernels(text: str) -> tuple[Kernel, ...]:
+  """Returns the matmuls, convolutions, casts and library calls in HLO; those in fusions count."""
+  counts: collections.Counter[tuple[str, str]] = collections.Counter()
+  for line in text.splitlines():
+    found = _INSTRUCTION.match(line)
+    if found is not None and found["op"] in _KERNELS:
+      target, array = _TARGET.search(line), _ARRAY.search(found["type"])
+      name = found["op"] if target is None else target[1]
+      counts[name, "" if array is None else array[0].partition("[")[0]] += 1
+  return tuple(Kernel(*key, n) for key, n in counts.most_common())
