@@ -124,6 +124,27 @@ def test_what_is_gathered_of_sharded_parameters_is_half(devices, kind):
     assert {c.dtype for c in sums if np.prod(c.shape) in biases} == {"f32"}
 
 
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_what_is_gathered_of_sharded_parameters_is_float8(devices, scaling):
+  # Each part is quantised where it is, with the scale of all parts, and travels in 8 bits.
+  model, mesh = nn.Sequential([nn.Dense(32), nn.Dense(16)]), mesh_of(devices)
+  rng = np.random.default_rng(2)
+  x = jnp.asarray(rng.integers(-7, 8, (BATCH, 16)), jnp.float32)
+  params = jax.tree.map(lambda p: p * rng.integers(1, 8, p.shape), params_of(model, x))
+  float8 = mpjax.Float8(scaling=scaling, power_of_two=True, skip=())
+  apply = jax.jit(with_policy(model, policy("bfloat16", None, matmul=float8)).apply)
+  args = (
+    {"params": placed(mesh, params, lambda p: ("data",) if p.ndim > 1 else ())},
+    placed(mesh, x, lambda x: ("data",)),
+  )
+  gathered = [c for c in collectives(apply, *args) if c.op == "all-gather" and len(c.shape) > 1]
+  kernels = {c.shape for c in gathered if c.dtype == "f8e4m3fn"}
+  assert kernels == {(16, 32), (32, 16)}
+  assert sum(int(np.prod(c.shape)) for c in gathered if c.dtype != "f8e4m3fn") <= 48, "scales"
+  # The bits are those of quantising what was gathered.
+  assert bits(apply(*args)) == bits(apply({"params": params}, x))
+
+
 def test_four_devices_and_one_agree(devices):
   # On whole numbers float32 sums are exact, whoever adds up how much of them.
   model, mesh = nn.Dense(5), mesh_of(devices)
