@@ -5,7 +5,6 @@
 Writes, for each way to divide the work, the bytes that its own devices hold in the end.
 """
 
-import os
 import pathlib
 import pickle
 import sys
@@ -53,11 +52,8 @@ def train(engine, devices, rows):
 
 def main(process, port, folder):
   """Trains with the other process, once for each engine."""
-  os.environ["JAX_PLATFORMS"] = "cpu"
-  os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={LOCAL_DEVICES}"
   import jax
 
-  jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(
     f"127.0.0.1:{port}", num_processes=2, process_id=process, initialization_timeout=60
   )
