@@ -178,10 +178,15 @@ class FirstProbe:
   merges = True
 
   def __init__(
-    self, top: Body, uses: Uses, only: Collection[int], rescale: Rescale, around: Around = Around()
+    self,
+    top: Body,
+    uses: Uses,
+    only: Collection[int],
+    rescale: Rescale,
+    indices: tuple[Array, ...] = (),
   ) -> None:
     self.top, self.uses, self.only, self.rescale = top, uses, only, rescale
-    self.indices = around.indices
+    self.indices = indices
     self.followed: dict[int, Array] = {}
     self.factors: dict[int, tuple[int, Array]] = {}
     self.masks: dict[tuple[int, ...], list[tuple[int, Array]]] = {}
@@ -189,7 +194,7 @@ class FirstProbe:
     self.inner: list[First] = []
 
   def of(self, body: Body, values: Sequence[Any], around: Around) -> "FirstProbe":
-    probe = FirstProbe(self.top, self.uses, self.only, self.rescale, around)
+    probe = FirstProbe(self.top, self.uses, self.only, self.rescale, around.indices)
     if body is self.top:
       probe._look_at_arguments(body, values)
     return probe

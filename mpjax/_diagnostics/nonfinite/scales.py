@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
@@ -45,10 +44,8 @@ def scale_of(call: Call, args: Args, kwargs: Kwargs) -> Scale | None:
     for position in range(len(states)):
       owner = [one for one in scales_in(now) if one.state is not None][position]
       state = states[position][1]
+      # Not put anywhere: that would bind the run of several devices to one.
       moved = state.scale * np.float32(factor)
-      if getattr(state.scale, "committed", False):
-        # To put it where an uncommitted one is would bind the run of several devices to that.
-        moved = jax.device_put(moved, state.scale.sharding)
       now = replace_scale(now, owner, state._replace(scale=moved))
     return call.arrays_of(now)
 
