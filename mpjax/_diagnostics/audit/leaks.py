@@ -123,7 +123,10 @@ class Causes:
     why = self.of_operands(operation)
     number = why is not None and why.cause.kind == "number" and why.entry is None
     if why is not None and number and result.aval.shape and operation.moves:
-      why = self._filled(why, operation, result)
+      shape = ",".join(map(str, result.aval.shape))
+      name = f"{result.dtype}[{shape}] filled with {why.cause.name}"
+      cause = Cause("constant", name, why.cause.dtype, operation.where.source)
+      why = why._replace(cause=cause, neutral="number" in self._neutral)
     # By hand, a softmax of float32 logits is float32 because they are. A mean of a cast array is
     # one of its own: nobody asked for more in float32.
     reduces = any(result.size < v.size for v in operation.operands[:1])
@@ -139,17 +142,6 @@ class Causes:
       return why._replace(cause=why.cause._replace(name=name), entry=operation)
     # Casts of low-precision values, together: for a sum that follows, say.
     return why._replace(deliberate=bool(wide))
-
-  def _filled(self, why: Why, operation: Operation, result: Value) -> Why:
-    """Returns why an array that repeats one number is float32; as the state of a loop it stays."""
-    if operation.joins:
-      name, source = f"the state of a {operation.name}", why.cause.source
-    else:
-      shape = ",".join(map(str, result.aval.shape))
-      name = f"{result.dtype}[{shape}] filled with {why.cause.name}"
-      source = operation.where.source
-    neutral = not operation.joins and "number" in self._neutral
-    return why._replace(cause=Cause("constant", name, why.cause.dtype, source), neutral=neutral)
 
 
 def _is_by_hand(cast: Operation) -> bool:

@@ -97,7 +97,7 @@ class Finder:
 
   def first(self, factor: float = 1.0) -> _Broken | None:
     """Returns what breaks first with the loss scale multiplied by a factor."""
-    for some in _together(suspects(self.body, self.sentinels, self.flagged(factor).tolist())):
+    for some in _together(suspects(self.body, self.sentinels, self.flagged(factor))):
       # One that was compiled for another scale will do if it looks at these among others.
       only = next((each for each in self.closely if some <= each), some)
       if only not in self.closely:
@@ -241,11 +241,11 @@ def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]
   high = math.ceil(math.log2(scale.value))  # It breaks there, or is not a power of two.
   if high <= low:
     return None, []
-  other, flags = finder.first(2.0**low / scale.value), finder.flagged(2.0**low / scale.value)
+  other = finder.first(2.0**low / scale.value)
   if other is not None and other.number == broken.number:
     return None, []
   # What is not finite where nothing breaks does no harm, such as the -inf of masks.
-  harmless = flags if other is None else np.asarray(False)
+  harmless = finder.flagged(2.0**low / scale.value) if other is None else np.asarray(False)
 
   def fits(exponent: int) -> bool:
     return not np.any(finder.flagged(2.0**exponent / scale.value) & ~harmless)
@@ -258,13 +258,11 @@ def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]
   between = next(filter(fits, range(high - 1, low, -1)), None)
   if between is not None:
     return 2.0**between, []
-  if any(broken.number in some for some in suspects(finder.body, finder.sentinels, flags)):
-    return None, []  # It is behind the other one, and may break at each scale.
-  place = "an argument"
-  if other.number >= 0:
-    operation = finder.operations[other.number]
-    direction = direction_of(finder.graph, operation)
-    place = " · ".join(filter(None, (operation.where.path, operation.name, direction)))
+  if other.number < broken.number:
+    return None, []  # Of what runs later it is not known whether it is finite.
+  operation = finder.operations[other.number]
+  direction = direction_of(finder.graph, operation)
+  place = " · ".join(filter(None, (operation.where.path, operation.name, direction)))
   return None, [f"At loss scale {power(2.0**low)} this value is finite, and {place} is not."]
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
-from mpjax._core.types import Array
+from mpjax._core.types import Array, NumpyArray
 from mpjax._diagnostics.nonfinite.scales import Rescale
 from mpjax._diagnostics.nonfinite.uses import (
   Uses,
@@ -96,7 +96,7 @@ def sentinels_of(top: Body) -> Sentinels:
   return Sentinels(numbers, {slot: numbers[end] for slot, end in ends.items()})
 
 
-def suspects(top: Body, sentinels: Sentinels, flags: Sequence[bool]) -> Iterator[list[int]]:
+def suspects(top: Body, sentinels: Sentinels, flags: NumpyArray) -> Iterator[list[int]]:
   """Yields numbers of steps that may not be finite, of one step of the function after another."""
   # Arguments and constants have negative numbers.
 
@@ -155,7 +155,7 @@ class FlagProbe:
 
 
 NONE = 2**31 - 1
-"""The number of no step: it comes after all others."""
+"""The number of no step, or position of no element: it comes after all others."""
 
 _TOGETHER = 16
 """How many masks of one shape are reduced at once."""
@@ -362,8 +362,8 @@ class CaptureProbe:
     inside, self.step = next(
       (body, step) for body in top.every_body() for step in body.steps if step.number == number
     )
-    earlier = (s for s in inside.steps if s.number < number and not s.bodies and _is_numbers(s))
-    self.before = tuple(earlier)[-BEFORE:]
+    earlier = (s for s in inside.steps if s.number < number and not s.bodies)
+    self.before = [s for s in earlier if any(map(is_inexact, s.eqn.outvars[:1]))][-BEFORE:]
     self.positions = tuple(i for i, v in enumerate(self.step.eqn.invars) if is_inexact(v))
     self.result = next(i for i, v in enumerate(self.step.eqn.outvars) if is_inexact(v))
     self.rows, self.seen = list[tuple[Array, Array]](), self.nothing()
@@ -405,8 +405,8 @@ class CaptureProbe:
     mask = births(step, ins, outs)[self.result]
     mask = not_finite(result) if mask is None else jnp.broadcast_to(mask, result.shape)
     # By reductions, which sharded arrays take as well: they may not be reshaped.
-    places = _places(result.shape)
-    index = jnp.min(jnp.where(mask, places, _LAST), initial=_LAST)
+    places = jnp.arange(result.size, dtype=jnp.int32).reshape(result.shape)
+    index = jnp.min(jnp.where(mask, places, NONE), initial=NONE)
 
     def value(x: Array) -> Array:
       if not is_elementwise(step):
@@ -427,22 +427,6 @@ class CaptureProbe:
       hit = hit & (now == then)
     count = jnp.sum(mask, dtype=jnp.int32)
     return Seen(hit, sizes, counts, index.astype(jnp.int32), count)
-
-
-_LAST = 2**31 - 1
-
-
-def _places(shape: tuple[int, ...]) -> Array:
-  """Returns the positions of elements, counted along the last axis first."""
-  found, stride = jnp.zeros(shape, jnp.int32), 1
-  for axis in reversed(range(len(shape))):
-    found = found + jax.lax.broadcasted_iota(jnp.int32, shape, axis) * stride
-    stride *= shape[axis]
-  return found
-
-
-def _is_numbers(step: Step) -> bool:
-  return bool(step.eqn.outvars) and is_inexact(step.eqn.outvars[0])
 
 
 def _as_float32(x: Array) -> Array:

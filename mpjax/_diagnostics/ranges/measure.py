@@ -49,11 +49,9 @@ class Tally:
     counts = np.bincount((bits >> bits.dtype.type(digits)).astype(np.intp), minlength=ends + 1)
     zero = int(np.count_nonzero(bits == 0)) if counts[0] else 0
     inf = int(np.count_nonzero(bits == infinity)) if counts[ends] else 0
-    self.zero, self.inf, self.nan = (
-      self.zero + zero,
-      self.inf + inf,
-      self.nan + int(counts[ends]) - inf,
-    )
+    self.zero += zero
+    self.inf += inf
+    self.nan += int(counts[ends]) - inf
     self.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
     counts[0] -= zero
     finite = int(counts[:ends].sum())
