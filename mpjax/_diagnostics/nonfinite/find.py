@@ -26,7 +26,7 @@ from mpjax._diagnostics.nonfinite.probes import (
 )
 from mpjax._diagnostics.nonfinite.report import Fault, NonfiniteReport, Range, cause_and_cure, power
 from mpjax._diagnostics.nonfinite.scales import Implied, Rescale, implied_scale, scale_of
-from mpjax._diagnostics.nonfinite.uses import direction_of, not_finite, uses_of
+from mpjax._diagnostics.nonfinite.uses import Uses, direction_of, not_finite
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.runner import Observer, run
@@ -64,7 +64,7 @@ class Finder:
     self.body = body_of(traced, compiled=True)
     self.scale = scale_of(call, args, kwargs)
     self.implied = None if self.scale is not None else implied_scale(self.body, self.leaves)
-    self.sentinels, self.uses = sentinels_of(self.body), uses_of(self.body)
+    self.sentinels, self.uses = sentinels_of(self.body), Uses(self.body)
     self.flags = self._looking(functools.partial(FlagProbe, self.body, self.sentinels))
     # With what is not compiled: a slope may be all that is left of what it is the slope of.
     self.graph = Graph(traced)

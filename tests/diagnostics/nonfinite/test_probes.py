@@ -13,7 +13,7 @@ from mpjax._diagnostics.nonfinite.probes import (
   suspects,
 )
 from mpjax._diagnostics.nonfinite.scales import Implied
-from mpjax._diagnostics.nonfinite.uses import can_break, uses_of
+from mpjax._diagnostics.nonfinite.uses import Uses, can_break
 from mpjax._diagnostics.runner import run
 from mpjax._jaxprs.steps import body_of
 
@@ -65,7 +65,7 @@ def test_only_steps_that_lead_to_an_inf_are_suspects():
 
 def first(fn, *args, only=range(-9, 100), rescale=lambda step, ins: ins):
   body = body_of(jax.make_jaxpr(fn)(*args), compiled=True)
-  return run(body, args, FirstProbe(body, uses_of(body), only, rescale))[1], body
+  return run(body, args, FirstProbe(body, Uses(body), only, rescale))[1], body
 
 
 def test_only_the_steps_that_are_asked_for_are_looked_at():

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._diagnostics.nonfinite.uses import births, can_break, direction_of, uses_of
+from mpjax._diagnostics.nonfinite.uses import Uses, births, can_break, direction_of
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.steps import body_of
 
@@ -13,7 +13,7 @@ def of_log(fn):
   """Returns whether the logarithm in a function may be discarded, also what comes of it."""
   body = body_of(jax.make_jaxpr(fn)(X), compiled=True)
   step = next(s for s in body.steps if s.eqn.primitive.name == "log")
-  uses = uses_of(body)
+  uses = Uses(body)
   return step.outs[0] in uses.discarded, step.outs[0] in uses.derived
 
 
@@ -37,7 +37,7 @@ def test_what_may_be_discarded():
 
 def test_casts_of_constants_are_constants():
   body = body_of(jax.make_jaxpr(lambda x: x + jnp.asarray(-1e9).astype(x.dtype))(X), compiled=True)
-  assert not uses_of(body).constants & set(body.inputs)
+  assert not Uses(body).constants & set(body.inputs)
 
 
 INF, NAN = jnp.inf, jnp.nan
