@@ -198,10 +198,10 @@ def counted(
   inputs, body = inputs_of(args, kwargs, [s.scale for s in scales]), body_of(program)
   counting = plan(body, inputs, [*zip(outputs, program.out_avals, strict=True)])
   tallies = _tallies(body, call.operands, counting, advance)
-  groups = [GroupRanges(**group._asdict(), **tally.as_dict()) for group, tally in tallies.items()]
+  groups = (GroupRanges(**group._asdict(), **tally.as_dict()) for group, tally in tallies.items())
   scale = np.asarray(scales[0].scale) if len(scales) == 1 else None
   in_use = float(scale) if scale is not None and not scale.shape else None
-  return RangesReport(getattr(fn, "__name__", type(fn).__name__), groups, in_use)
+  return RangesReport(getattr(fn, "__name__", type(fn).__name__), tuple(groups), in_use)
 
 
 def _is_scalar(program: ClosedJaxpr, outputs: Sequence[tuple[str, ...]]) -> bool:

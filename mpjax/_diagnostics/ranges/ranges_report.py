@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,7 @@ class GroupRanges:
     return _share(fates["zero"] + fates["overflow"], self.nonzero)
 
 
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class RangesReport(Report):
   """What the numbers of a function look like, see `mpjax.ranges`.
 
@@ -106,12 +107,9 @@ class RangesReport(Report):
   (<RangesReport of <lambda>: 4 groups>, 4096.0, 0.5)
   """
 
-  def __init__(
-    self, name: str, groups: Sequence[GroupRanges], loss_scale_in_use: float | None
-  ) -> None:
-    self.name = name
-    self.groups: tuple[GroupRanges, ...] = tuple(groups)
-    self.loss_scale_in_use = loss_scale_in_use
+  name: str
+  groups: tuple[GroupRanges, ...]
+  loss_scale_in_use: float | None
 
   def __repr__(self) -> str:
     return f"<RangesReport of {self.name}: {len(self.groups)} groups>"
