@@ -110,17 +110,17 @@ def without_numbers(path: str) -> str:
   return re.sub(r"\d+", "*", path)
 
 
-class _HasPath(Protocol):
+class HasPath(Protocol):
   @property
   def path(self) -> str: ...
 
 
-_Row = TypeVar("_Row", bound=_HasPath)
+Row = TypeVar("Row", bound=HasPath)
 
 
-def together(rows: Iterable[_Row], shown: Callable[[_Row], Hashable]) -> list[list[_Row]]:
+def together(rows: Iterable[Row], shown: Callable[[Row], Hashable]) -> list[list[Row]]:
   """Returns what is the same but for the numbers of paths, such as those of layers, together."""
-  groups: dict[Hashable, list[_Row]] = {}
+  groups: dict[Hashable, list[Row]] = {}
   for row in rows:
     groups.setdefault((without_numbers(row.path), shown(row)), []).append(row)
   return list(groups.values())

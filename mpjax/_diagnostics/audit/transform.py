@@ -8,6 +8,7 @@ import jax
 
 from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import check_call
+from mpjax._core.types import Args, Function, Kwargs
 from mpjax._diagnostics.arguments import check_function, trace
 from mpjax._diagnostics.audit.audit_report import AuditReport
 from mpjax._diagnostics.audit.leaks import Causes, Expectations, find_leaks
@@ -79,28 +80,23 @@ def audit(
   check_function(fn, "mpjax.audit(fn)", _FIX)
 
   def call(*args: P.args, **kwargs: P.kwargs) -> AuditReport:
-    record = AuditRecord()
-    with AUDIT(record):
-      program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
-    graph = Graph(program, [x.name for x in names])
-    trees = tuple(parameter_trees(graph))
-    parameters = frozenset(x.name for x in names if x.is_parameter or x.name.startswith(trees))
-    owners = {v: tuple(v.label.split("/")[1:-1]) for v in graph.arguments if v.label in parameters}
-    name_by_parameters(graph, owners)
-    for each in graph.computing():
-      if inner_jaxprs(each.eqn) is None:
-        warn_not_entered(each.eqn, "mpjax.audit", "What it runs is not shown.")
-    return _audited(graph, parameters, record, compiled)
+    return _audited(fn, args, kwargs, "" if compiled is None else compiled.as_text() or "")
 
   return Pending(call, "audit", fn)
 
 
-def _audited(
-  graph: Graph,
-  parameters: frozenset[str],
-  record: AuditRecord,
-  compiled: jax.stages.Compiled | None,
-) -> AuditReport:
+def _audited(fn: Function, args: Args, kwargs: Kwargs, hlo: str) -> AuditReport:
+  record = AuditRecord()
+  with AUDIT(record):
+    program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
+  graph = Graph(program, [x.name for x in names])
+  trees = tuple(parameter_trees(graph))
+  parameters = frozenset(x.name for x in names if x.is_parameter or x.name.startswith(trees))
+  owners = {v: tuple(v.label.split("/")[1:-1]) for v in graph.arguments if v.label in parameters}
+  name_by_parameters(graph, owners)
+  for each in graph.computing():
+    if inner_jaxprs(each.eqn) is None:
+      warn_not_entered(each.eqn, "mpjax.audit", "What it runs is not shown.")
   expectations = Expectations(graph, record)
   causes = Causes(graph, parameters, expectations.neutral)
   leaks, on_purpose = find_leaks(graph, causes, expectations)
@@ -126,7 +122,7 @@ def _audited(
     opaque=find_opaque(graph),
     rules=dict(record.rules),
     hidden_rules=dict(record.hidden),
-    kernels=() if compiled is None else kernels(compiled.as_text() or ""),
+    kernels=kernels(hlo),
     certain=certain,
     scaled=record.scaled,
   )
