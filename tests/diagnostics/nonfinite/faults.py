@@ -15,11 +15,15 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+from jax.experimental import pallas
 
 import mpjax
 
 F16 = jnp.float16
-MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+MESH, EXPLICIT = (
+  jax.make_mesh((8,), ("data",), axis_types=(kind,))
+  for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,13 @@ def standardized(batch: dict[str, jax.Array]) -> jax.Array:
   return jnp.sum((x - jnp.mean(x)) ** 2)
 
 
+def _exp_kernel(x: jax.Array) -> jax.Array:
+  def kernel(x, out):
+    out[...] = jnp.exp(x[...])
+
+  return pallas.pallas_call(kernel, out_shape=jax.typeof(x), interpret=True)(x)
+
+
 _CLOSED_OVER = f32(1, jnp.nan)
 
 FORWARD = {
@@ -121,6 +132,12 @@ FORWARD = {
     path="params['b']['w']",
   ),
   "a constant is nan": at("constant", lambda x: jnp.sum(multiply(x, _CLOSED_OVER)), f32(1, 2)),
+  "a constant of an inner jit is nan": at(
+    "constant", jax.jit(lambda x: multiply(x, _CLOSED_OVER)), f32(1, 2)
+  ),
+  "a kernel, which is not computed in float32": at(
+    "pallas_call", lambda x: planted(_exp_kernel, x), f16(1, 12)
+  ),
   "a cast overflows": at(
     CAST, lambda x: to_half(x).astype(jnp.float32) * 2, f32(1, 7e4), index=(1,)
   ),
@@ -351,8 +368,8 @@ STEPS = {
 # Many at once.
 
 
-def on_devices(local: Callable[..., Any], out: Any) -> Callable[..., Any]:
-  return jax.jit(jax.shard_map(local, mesh=MESH, in_specs=jax.P("data"), out_specs=out))
+def on_devices(local: Callable[..., Any], out: Any, mesh: Any = MESH) -> Callable[..., Any]:
+  return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=jax.P("data"), out_specs=out))
 
 
 # A lane goes on until the last has ended, and its values are dropped.
@@ -373,6 +390,12 @@ MANY = {
     "log",
     on_devices(lambda x: jax.lax.psum(jnp.sum(log(x)), "data"), jax.P()),
     jnp.ones(8).at[3].set(0),
+    device={"data": 3},
+  ),
+  "a device of an explicit mesh": at(
+    "log",
+    on_devices(lambda x: jax.lax.psum(log(x), "data"), jax.P(), EXPLICIT),
+    jax.device_put(jnp.ones(8).at[3].set(0), jax.NamedSharding(EXPLICIT, jax.P("data"))),
     device={"data": 3},
   ),
   "a device of shard map in a scan": at(
@@ -421,6 +444,21 @@ def _written(x):
   return ref[...]
 
 
+class _Rooted(nnx.Module):
+  """A layer and, outside of any other module, a root whose derivative at 0 is infinite."""
+
+  def __init__(self) -> None:
+    self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.inner(x) + jnp.sqrt(0 * x)
+
+
+def _nnx_gradient(model, x):
+  return nnx.grad(lambda model: jnp.sum(mpjax.with_policy(model, "mixed_bfloat16")(x)))(model)
+
+
+_ROOTED = nnx.Sequential(_Rooted(), _Rooted())
 _NET = mpjax.linen.with_policy(_Net(), "c=f16")
 _VARIABLES = {
   "params": {
@@ -428,7 +466,6 @@ _VARIABLES = {
     for name, inputs in (("up", 3), ("down", 4))
   }
 }
-_EXPLICIT = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
 
 FRAMEWORKS = {
   # 300 after the first layer, 4 * 300 * 100 after the second.
@@ -457,10 +494,16 @@ FRAMEWORKS = {
   "an array that is sharded explicitly": at(
     "log",
     _sharded,
-    jax.device_put(jnp.ones((8, 4)).at[3, 1].set(0), jax.NamedSharding(_EXPLICIT, jax.P("data"))),
+    jax.device_put(jnp.ones((8, 4)).at[3, 1].set(0), jax.NamedSharding(EXPLICIT, jax.P("data"))),
     index=(3, 1),
   ),
   "a reference that is written to": at("log", _written, f32(1, 0), iteration=0, index=(1,)),
+  "an argument that is written to": at(
+    "log", lambda state: state.update(w=log(state["w"])), {"w": f32(1, 0)}, index=(1,)
+  ),
+  "a root in a module of NNX under a policy": at(
+    "div", nnx.jit(_nnx_gradient), _ROOTED, jnp.ones((2, 4)), path="layers/1", direction="backward"
+  ),
 }
 
 
