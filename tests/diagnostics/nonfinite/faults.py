@@ -118,18 +118,8 @@ FORWARD = {
     *(jnp.ones((2, 3)), jnp.asarray([[True] * 3, [False] * 3])),
     index=(1, 0),
   ),
-  "an input is inf": at(
-    *("argument", lambda batch: jnp.sum(jnp.tanh(batch["x"])), {"x": f32(1, jnp.inf)}),
-    path="batch['x']",
-    index=(1,),
-  ),
   "a standardized input is minus inf": at(
     "argument", standardized, {"x": f32(1, -jnp.inf, 3)}, path="batch['x']", index=(1,)
-  ),
-  "a parameter is nan": at(
-    *("argument", lambda params, x: jnp.sum(jnp.dot(params["a"]["w"], x) * params["b"]["w"])),
-    *({"a": {"w": f32(1, 2)}, "b": {"w": f32(3, jnp.nan)}}, f32(1, 2)),
-    path="params['b']['w']",
   ),
   "a constant is nan": at("constant", lambda x: jnp.sum(multiply(x, _CLOSED_OVER)), f32(1, 2)),
   "a constant of an inner jit is nan": at(
@@ -150,6 +140,18 @@ FORWARD = {
   "a division by zero": at("div", divide, f32(1, 2), f32(1, 0), index=(1,)),
   "a root of a negative number": at("sqrt", sqrt, f32(1, -1), index=(1,)),
   "a logarithm that a where takes": at("log", lambda x: jnp.where(x < 1, log(x), 0.0), f32(0, 1)),
+  "a logarithm that is returned and hidden": at(
+    "log", lambda x: (lambda y: (y, jnp.where(x > 0, y, 0.0)))(log(x)), f32(0, 1)
+  ),
+  "a logarithm that is summed and hidden": at(
+    "log", lambda x: jnp.where(x > 0, jnp.sum(log(x)), 0.0), f32(0, 1)
+  ),
+  "a logarithm that is computed with and compared": at("log", lambda x: log(x) * 2 > 0, f32(0, 1)),
+  "a flag of all that is no mask": at(
+    "log",
+    lambda x: (lambda y: jnp.where(jnp.all(jnp.isfinite(y)), y, 0.0))(log(x)),
+    f32(0, 1),
+  ),
   "a norm without epsilon": at(
     "rsqrt", lambda x: x * planted(jax.lax.rsqrt, x), f32(1, 0), index=(1,)
   ),
@@ -490,7 +492,6 @@ FRAMEWORKS = {
     mpjax.autocast(lambda w, x: jnp.mean(matmul(x, w)), "mixed_float16"),
     *(jnp.full((4, 4), 200.0), jnp.full((2, 4), 200.0)),
   ),
-  "donated arguments": at("log", jax.jit(log, donate_argnums=0), f32(0, 1)),
   "an array that is sharded explicitly": at(
     "log",
     _sharded,
@@ -522,6 +523,11 @@ NO_FAULT = {
   ),
   "a logarithm hidden twice": (
     jax.grad(lambda x: jnp.sum(jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1.0)), 0.0))),
+    f32(0, 1),
+  ),
+  "a logarithm moved and hidden": (lambda x: jnp.where(x > 0, jnp.log(x)[::-1], 0.0), f32(0, 1, 0)),
+  "a value that is its own mask": (
+    lambda x: (lambda y: jnp.where(jnp.isfinite(y), y, 0.0))(jnp.log(x)),
     f32(0, 1),
   ),
   "a value that is only compared": (lambda x: jnp.log(x) > -1, f32(0, 1)),

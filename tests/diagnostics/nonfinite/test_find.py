@@ -112,6 +112,7 @@ def test_a_scale_is_proposed_only_if_all_is_finite_there(least, finite_at):
   assert found.verdict == ("value" if finite_at is None else "scale")
   assert any("2^0 this value is finite, and log" in note for note in found.notes) == (not finite_at)
   if finite_at:
+    assert found.cure.startswith("loss_scale = 4096  # 2^12, or mpjax.DynamicLossScale()")
     assert not mpjax.find_nonfinite(step)(jnp.ones(2, jnp.float16), jnp.float32(finite_at))
 
 
@@ -143,6 +144,7 @@ def test_a_loss_scale_that_was_set_binds_no_shard_map_to_its_device():
   opt_state = mpjax.set_loss_scale(tx.init(w), 2.0**12)
   found = mpjax.find_nonfinite(step)(w, opt_state, x)
   assert found.verdict == "scale"
+  assert found.cure.startswith(f"opt_state = mpjax.set_loss_scale(opt_state, {found.finite_at:g})")
 
 
 def add_up(x):
