@@ -129,10 +129,9 @@ class Operation:
 
   @property
   def moves(self) -> bool:
-    """Whether each element of a result is one of an operand: it is moved, or chosen."""
-    facts = self.facts
-    chooses = facts.exact or (self.part == "keep" and not (facts.tests or self.casts))
-    return self.joins is not None or facts.moves or (chooses and not facts.elementwise)
+    """Whether each element of a result is one of an operand: it is moved, or sorted."""
+    chosen = self.facts.exact and not self.facts.elementwise
+    return self.joins is not None or self.facts.moves or chosen
 
   @property
   def casts(self) -> bool:

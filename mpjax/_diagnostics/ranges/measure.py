@@ -144,9 +144,9 @@ def ranges(
   - *updates*: what is added to an argument that `fn` returns changed, `param + update`, with the
     share of them that change nothing: they round away in the dtype that the parameter is stored in.
 
-  Operations that only move or cast numbers are not counted again, nor is what `remat` repeats. A
-  loss, which returns a scalar (or one and aux) and contains no backward pass, is differentiated
-  with respect to its first argument, so that there are gradients to look at.
+  Operations that only move, sort, send or cast numbers are not counted again, nor is what `remat`
+  repeats. A loss, which returns a scalar (or one and aux) and contains no backward pass, is
+  differentiated with respect to its first argument, so that there are gradients to look at.
 
   Args:
     fn: any function of trees of arrays. What it donates is not donated here.
