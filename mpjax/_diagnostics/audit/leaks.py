@@ -162,24 +162,17 @@ def better_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Va
   # only operations consume that are to run in float32 is fused with them, and costs nothing.
   low = set(results)
 
-  def is_wide_anyway(value: Value) -> bool:
-    # It makes what it meets float32 deliberately: the statistics of a norm.
-    why = causes.why(value)
-    return why is not None and (why.deliberate or why.anyway)
-
-  def in_pass_of(value: Value, operation: Operation) -> bool:
-    made_by = value.made_by
-    return made_by is None or made_by.where.direction == operation.where.direction
-
   for _ in range(2):  # Again, for what loops carry.
     for operation in reversed(graph.operations):
-      if _wants_low(operation, low):
-        anyway = [v for v in operation.operands if is_wide_anyway(v)]
-        low.update(
-          v
-          for v in operation.operands
-          if in_pass_of(v, operation) and all(v is other for other in anyway)
-        )
+      if not _wants_low(operation, low):
+        continue
+      pairs = [(v, causes.why(v)) for v in operation.operands]
+      # What makes all that it meets float32 deliberately: the statistics of a norm.
+      anyway = {v for v, why in pairs if why is not None and (why.deliberate or why.anyway)}
+      for v in operation.operands:
+        own = v.made_by is None or v.made_by.where.direction == operation.where.direction
+        if own and anyway <= {v}:
+          low.add(v)
   return low
 
 
