@@ -195,12 +195,23 @@ def _jvp(primals, tangents):
     return jnp.sin(x), t / x
 
 
+@jax.custom_jvp
+def _moved_slope(x):
+  return jnp.sqrt(x)
+
+
+_moved_slope.defjvp(lambda p, t: (jnp.sqrt(p[0]), t[0] * (0.5 / jnp.sqrt(p[0]))[::-1][::-1]))
+
+
 BACKWARD = {
   "the gradient of a hidden logarithm": at(
     "div", lambda x: jnp.sum(jnp.where(x > 0, log(x), 0.0)), f32(0, 1), index=(0,)
   ),
   "the gradient of a hidden root": at(
     "mul", lambda x: jnp.sum(jnp.where(x > 0, sqrt(x), 0.0)), f32(0, 1), index=(0,)
+  ),
+  "a hidden slope that is moved": at(
+    "mul", lambda x: jnp.sum(jnp.where(x > 0, planted(_moved_slope, x), 0.0)), f32(0, 1)
   ),
   "the gradient of a norm at zero": at("div", lambda x: sqrt(jnp.sum(x * x)), f32(0, 0)),
   "a gradient overflows": at(
@@ -515,6 +526,14 @@ def _maximum_from_minus_inf(xs):
   return jax.lax.scan(lambda carry, x: (jnp.maximum(carry, x), carry), -jnp.inf, xs)[0]
 
 
+def _named(x):
+  return jax.lax.stop_gradient(jax.ad_checkpoint.checkpoint_name(x, "x"))
+
+
+def _gathered(x):
+  return jax.lax.all_gather(x, "data")
+
+
 NO_FAULT = {
   "a hidden logarithm": (lambda x: jnp.where(x > 0, jnp.log(x), 0.0), f32(0, 1)),
   "an entropy hidden later": (
@@ -526,6 +545,14 @@ NO_FAULT = {
     f32(0, 1),
   ),
   "a logarithm moved and hidden": (lambda x: jnp.where(x > 0, jnp.log(x)[::-1], 0.0), f32(0, 1, 0)),
+  "a logarithm named, padded and hidden": (
+    lambda x: jnp.where(jnp.pad(x, 1) > 0, jnp.pad(_named(jnp.log(x)), 1), 0.0),
+    f32(0, 1),
+  ),
+  "a logarithm gathered and hidden": (
+    on_devices(lambda x: jnp.where(_gathered(x) > 0, _gathered(jnp.log(x)), 0.0), jax.P("data")),
+    jnp.arange(8.0),
+  ),
   "a value that is its own mask": (
     lambda x: (lambda y: jnp.where(jnp.isfinite(y), y, 0.0))(jnp.log(x)),
     f32(0, 1),
