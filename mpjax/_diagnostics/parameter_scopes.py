@@ -108,12 +108,17 @@ def _scoped(jaxpr: Jaxpr, modules: Mapping[Key, Path], at: Key) -> Jaxpr:
   return jaxpr.replace(eqns=[equation(eqn, (*at, i)) for i, eqn in enumerate(jaxpr.eqns)])
 
 
+def moved_from(value: Value) -> Value:
+  """Returns the argument, or the result, whose numbers a value has, moved, gathered or cast."""
+  while value.made_by is not None and (value.made_by.moves or value.made_by.casts):
+    value = value.made_by.operands[0]
+  return value
+
+
 def parameter_trees(graph: Graph) -> Iterator[str]:
   """Yields the trees among arguments that have, at the path of a module, what its matmul takes."""
   for operation, *_ in graph.matmuls():
-    for v in operation.operands[:2]:
-      while v.made_by is not None and (v.made_by.moves or v.made_by.casts):
-        v = v.made_by.operands[0]
+    for v in map(moved_from, operation.operands[:2]):
       *tree, _ = v.label.split("/")
       shared = _shared([tree[::-1], operation.where.path.split("/")[::-1]])
       if v.kind == "argument" and 0 < len(shared) < len(tree):

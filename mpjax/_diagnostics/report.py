@@ -25,9 +25,6 @@ R = TypeVar("R")
 WIDTH = 80
 """Columns of a report as text."""
 
-_NUMBER = re.compile(r"\d+\. ")
-"""How an item of a numbered list begins."""
-
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
 
@@ -122,15 +119,15 @@ def _json(value: Any) -> Json:
   return value if number or value is None else str(value)
 
 
-def as_text(sections: Sequence[Section], width: int = WIDTH) -> str:
-  """Returns sections as text that no terminal of `width` columns breaks."""
-  lines = [line.rstrip() for line in _printed(sections, width).export_text().splitlines()]
+def as_text(sections: Sequence[Section]) -> str:
+  """Returns sections as text that no terminal of 80 columns breaks."""
+  lines = [line.rstrip() for line in _printed(sections).export_text().splitlines()]
   return "\n".join(lines).strip("\n")
 
 
 def as_html(sections: Sequence[Section], code_format: str) -> str:
   """Returns the text as HTML, in a format as `rich.console.Console.export_html` has it."""
-  console = _printed(sections, WIDTH)
+  console = _printed(sections)
   return console.export_html(code_format=code_format, inline_styles=True, theme=_PLAIN)
 
 
@@ -146,10 +143,10 @@ _PLAIN = TerminalTheme((255, 255, 255), (0, 0, 0), [(0, 0, 0)] * 8)
 """No colors: a page has those of the browser, light or dark."""
 
 
-def _printed(sections: Sequence[Section], width: int) -> Console:
+def _printed(sections: Sequence[Section]) -> Console:
   """Returns a console that has recorded sections."""
   console = Console(
-    width=width,
+    width=WIDTH,
     file=io.StringIO(),
     record=True,
     force_terminal=False,
@@ -204,7 +201,7 @@ def _broken(text: str, width: int) -> Text:
 
 def _line(line: str) -> Padding | Table:
   """Returns a paragraph, all of whose lines are indented as its first one, or as its number."""
-  number = _NUMBER.match(line)
+  number = re.match(r"\d+\. ", line)
   if number:
     grid = Table.grid()
     grid.add_row(number[0], _broken(line[number.end() :], WIDTH - number.end()))

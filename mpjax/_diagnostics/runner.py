@@ -8,7 +8,7 @@ repeat. No number lives longer than something reads it: that is what a function 
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,16 @@ Entered: TypeAlias = tuple[list[Any], State]
 Enter: TypeAlias = "Callable[[Step, Sequence[Any], Observer, Around], Entered]"
 
 
-class Watch(Protocol):
-  """What looks at the values of a body while it runs."""
+class Observer(Protocol):
+  """What looks at the values of a function while it runs: each body has one of its own."""
+
+  merges: bool
+  """Whether what was seen twice is put together by `merge`. If not, it is returned for each
+  iteration of a loop, and `while` and `cond` run as one step where they are compiled."""
+
+  def of(self, body: Body, values: Sequence[Any], around: Around) -> Self:
+    """Returns the one of a body, which runs with these arguments."""
+    ...
 
   def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     """Returns the results of a step for these operands, and looks at them."""
@@ -54,18 +62,6 @@ class Watch(Protocol):
 
   def state(self) -> State:
     """Returns what was seen."""
-
-
-class Observer(Protocol):
-  """What looks at the values of a function."""
-
-  merges: bool
-  """Whether what was seen twice is put together by `merge`. If not, it is returned for each
-  iteration of a loop, and `while` and `cond` run as one step where they are compiled."""
-
-  def watch(self, body: Body, values: Sequence[Any], around: Around) -> Watch:
-    """Returns what looks at the values of a body, which runs with these arguments."""
-    ...
 
   def nothing(self) -> State:
     """Returns the state in which nothing was seen."""
@@ -82,7 +78,7 @@ def run(
 ) -> tuple[list[Any], State]:
   """Returns the results of a body for some arguments, and what the observer saw."""
   env: dict[int, Any] = {**body.consts, **dict(zip(body.inputs, values, strict=True))}
-  watch = observer.watch(body, values, around)
+  watch = observer.of(body, values, around)
   for step, unread in zip(body.steps, body.last_reads, strict=True):
     pairs = zip(step.ins, step.eqn.invars, strict=True)
     ins = [_typed(slot, v) if isinstance(slot, Literal) else env[slot] for slot, v in pairs]
@@ -127,10 +123,6 @@ def _varying(state: State, axes: tuple[Hashable, ...]) -> State:
   return jax.tree.map(lambda x: x + zero.astype(x.dtype), state)
 
 
-def _start(observer: Observer, around: Around) -> State:
-  return _varying(observer.nothing(), around.axes) if observer.merges else None
-
-
 def _in_loop(around: Around, index: Array) -> Around:
   return around._replace(indices=(*around.indices, index))
 
@@ -166,7 +158,7 @@ def _iterations(
       note,
     )
 
-  state = (start, _start(observer, around), [*carry])
+  state = (start, _varying(observer.nothing(), around.axes), [*carry])
   (_, seen, carry), (ys, notes) = jax.lax.scan(iteration, state, [*xs], length, reverse)
   return [*carry], ys, seen if observer.merges else notes
 
@@ -188,7 +180,7 @@ def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -
     return again, index + 1, seen, carry
 
   zero = jnp.zeros((), jnp.int32)
-  again, seen = goes_on(carry, zero, _start(observer, around))
+  again, seen = goes_on(carry, zero, _varying(observer.nothing(), around.axes))
   state = (again, zero, seen, carry)
   _, _, seen, carry = jax.lax.while_loop(lambda state: jnp.any(state[0]), iteration, state)
   return carry, seen
@@ -278,31 +270,16 @@ class _Looking:
 
   merges = False
 
-  def __init__(self, look: Look, steps: Mapping[int, Step]) -> None:
-    self.look, self.steps = look, steps
+  def __init__(self, look: Look, steps: Mapping[int, Step], around: Around = _TRACED) -> None:
+    self.look, self.steps, self.on_host = look, steps, around.on_host
+    self.picked: dict[int, Sequence[Array]] = {}
 
-  def watch(self, body: Body, values: Sequence[Any], around: Around) -> "_Picks":
-    return _Picks(self, around.on_host)
-
-  def nothing(self) -> State:
-    return None
-
-  def merge(self, one: State, other: State) -> State:
-    return other
-
-  def of_devices(self, states: State) -> State:
-    return states
-
-
-class _Picks:
-  """What is picked in one body, by the numbers of its steps."""
-
-  def __init__(self, looking: _Looking, on_host: bool) -> None:
-    self.looking, self.on_host, self.picked = looking, on_host, dict[int, Sequence[Array]]()
+  def of(self, body: Body, values: Sequence[Any], around: Around) -> "_Looking":
+    return _Looking(self.look, self.steps, around)
 
   def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    outs = self.looking.look.compute(step, ins)
-    picked = self.looking.look.pick(step, ins, outs)
+    outs = self.look.compute(step, ins)
+    picked = self.look.pick(step, ins, outs)
     if picked:
       self.inside({step.number: [*picked]})
     return outs
@@ -312,10 +289,19 @@ class _Picks:
       self.picked.update(state)
       return
     for number, picked in state.items():
-      self.looking.look.see(self.looking.steps[number], picked)
+      self.look.see(self.steps[number], picked)
 
   def state(self) -> Mapping[int, Sequence[Array]]:
     return self.picked
+
+  def nothing(self) -> State:
+    return None
+
+  def merge(self, one: State, other: State) -> State:
+    return other
+
+  def of_devices(self, states: State) -> State:
+    return states
 
 
 _TOGETHER = 2**20
@@ -345,7 +331,7 @@ def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Ar
     part = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
     return _iterations(step, observer, _TRACED, constants, carry, part, start, count)
 
-  watch, parts = observer.watch(body, (), around), list[Any]()
+  watch, parts = observer.of(body, (), around), list[Any]()
   for start in range(0, length, size)[:: -1 if reverse else 1]:
     count = min(size, length - start)
     if body.is_straight:
@@ -373,7 +359,7 @@ def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: A
   goes_on = jax.jit(lambda values: run(test, values, unobserved)[0][0])
   advance = functools.partial(run, body, observer=observer)
   advance = jax.jit(advance) if body.is_straight else functools.partial(advance, around=around)
-  watch = observer.watch(body, (), around)
+  watch = observer.of(body, (), around)
   while bool(jnp.any(again := goes_on([*of_test, *carry]))):
     carry, picked = advance([*of_body, *carry, *_lanes(again)])
     watch.inside(picked)

@@ -129,8 +129,9 @@ class Operation:
 
   @property
   def moves(self) -> bool:
-    """Whether each element of a result is one of an operand."""
-    return self.joins is not None or self.facts.moves
+    """Whether each element of a result is one of an operand: it is moved, or sorted."""
+    chosen = self.facts.exact and not self.facts.elementwise
+    return self.joins is not None or self.facts.moves or chosen
 
   @property
   def casts(self) -> bool:
@@ -147,9 +148,8 @@ class Operation:
   def matmul_dtype(self) -> DType | None:
     """The dtype of a matmul of floats, or of a recipe: float32 if one operand is; else None."""
     operands = self.operands[:2]
-    if self.facts.flops is None:
-      return None
-    if not all(v.is_floating for v in operands) and FLOAT8 not in self.where.scopes:
+    floats = all(v.is_floating for v in operands) or FLOAT8 in self.where.scopes
+    if self.facts.flops is None or not floats:
       return None
     return max(operands, key=lambda v: v.is_wide).dtype
 
@@ -264,8 +264,7 @@ class Graph:
 def _constant(aval: ShapedArray, data: Any) -> Value:
   """Returns a constant, called by its number or else by its type, such as "float32[2,3]"."""
   dtype = getattr(aval, "dtype", None)
-  kinds = (jnp.number, jnp.bool_)
-  is_number = dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+  is_number = dtype is not None and (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_)
   if is_number and data is not None and np.ndim(data) == 0:
     return Value(aval, "constant", f"{np.asarray(data).item()}", data=data)
   text = aval.str_short(short_dtypes=False) if hasattr(aval, "str_short") else str(aval)

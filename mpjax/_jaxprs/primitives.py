@@ -150,6 +150,7 @@ def integer_pow_part(params: EqnParams) -> Part:
   return "keep" if 0 <= params["y"] <= 3 else "float32"
 
 
+_MOVES: Mapping[str, Any] = {"exact": True, "moves": True}
 _POWER: Mapping[str, Any] = {"elementwise": True, "role": "product"}
 _FACTORS: Mapping[str, Any] = {**_POWER, "gradient": "multiplied"}
 FAMILIES: tuple[Family, ...] = (
@@ -260,14 +261,13 @@ FAMILIES: tuple[Family, ...] = (
     "promote",
     "They choose among or join values without computing any: the widest keeps all of them exact.",
     "clamp stack",
-    Row("concatenate select_n", exact=True, moves=True),
-    Row("pad", exact=True),
+    Row("concatenate pad select_n", **_MOVES),
   ),
   family(
     "promote",
     "They pass on each of their operands, as it is or sorted: in its own or a wider type, exactly.",
     "device_put shard_alike tie",
-    Row("optimization_barrier", exact=True, moves=True),
+    Row("optimization_barrier", **_MOVES),
     Row("sort", exact=True),
   ),
   family(
@@ -316,32 +316,30 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "keep",
     "They move numbers and compute none.",
-    Row("broadcast_in_dim gather", exact=True, moves=True, gradient="repeated"),
-    Row("broadcast_to tile", gradient="repeated"),
-    Row("copy dynamic_slice reshape rev slice split squeeze transpose", exact=True, moves=True),
-    "name stage unstack xla_metadata_value",
-    Row("stop_gradient", exact=True),
+    Row("broadcast_in_dim gather", **_MOVES, gradient="repeated"),
+    Row("broadcast_to tile", moves=True, gradient="repeated"),
+    Row("copy dynamic_slice reshape rev slice split squeeze stop_gradient transpose", **_MOVES),
+    Row("name stage unstack xla_metadata_value", moves=True),
   ),
   family(
     "keep",
     "They say where numbers are to be.",
     "layout_constraint relayout with_memory_space_constraint",
-    Row("reshard", exact=True),
-    Row("sharding_constraint", exact=True, moves=True),
+    Row("reshard sharding_constraint", **_MOVES),
   ),
   family(
     "keep",
     "They move numbers between devices and compute none; low precision sends half of the bytes.",
     "preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
-    Row("all_gather all_gather_invariant all_gather_reduced", collective=True),
-    Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", collective=True),
-    Row("pvary", exact=True),
+    Row("all_gather all_gather_invariant all_gather_reduced", moves=True, collective=True),
+    Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", moves=True, collective=True),
+    Row("pvary", **_MOVES),
   ),
   family(
     "keep",
     "They write into a buffer, which keeps its type, as an array does on assignment: an update is "
     "cast to it.",
-    Row("dynamic_update_slice", exact=True),
+    Row("dynamic_update_slice", **_MOVES),
     Row(
       "scatter scatter-max scatter-min", exact=True, dtype_param="update_jaxpr", holds=Holds.BINARY
     ),

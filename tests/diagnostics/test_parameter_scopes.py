@@ -224,6 +224,26 @@ def test_a_leak_is_in_the_module_whose_parameter_it_takes():
   assert (leak.path, leak.operation, leak.cause.name) == ("up", "add", "params/up/b")
 
 
+def test_parameters_that_devices_gather_are_those_of_their_module():
+  mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def local(params, x):
+    for name in ("up", "down"):
+      x = x @ jax.lax.all_gather(params[name]["w"], "i", tiled=True)
+    return x
+
+  specs = {"mesh": mesh, "in_specs": jax.P("i"), "out_specs": jax.P("i")}
+  params = {name: {"w": jnp.ones((4, 4))} for name in ("up", "down")}
+  fn = jax.shard_map(lambda *args: local(*args), **specs)
+  rows = mpjax.audit(lambda params, x: fn(params, x))(params, X).modules
+  assert [(row.path, row.parameters) for row in rows] == [
+    ("up", ("float32",)),
+    ("down", ("float32",)),
+  ]
+  ranges = mpjax.ranges(lambda params, x: fn(params, x))(params, X)
+  assert [(g.path, g.total) for g in ranges.of("activations")] == [("up", 8), ("down", 8)]
+
+
 def test_casts_and_loops_are_in_the_module_whose_parameter_they_take():
   def fn(params, x):
     w = params["up"]["w"].astype(jnp.float16)

@@ -14,6 +14,7 @@ from mpjax._diagnostics.audit.compiled import Collective, Kernel
 from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
 from mpjax._diagnostics.audit.modules import (
   Float8Matmul,
+  HasPath,
   Misfit,
   ModuleRow,
   OpaqueKernel,
@@ -204,16 +205,11 @@ def _headline(audit: AuditReport) -> Section:
   return Section("Precision audit", tuple(lines), columns, tuple(rows))
 
 
-_Row = TypeVar("_Row", Leak, Risk, OnPurpose, Float8Matmul, Collective)
-
-
-def _path(
-  row: Leak | Risk | OnPurpose | Float8Matmul | Collective | Misfit | OpaqueKernel,
-) -> str:
+def _path(row: HasPath) -> str:
   return row.path or "(root)"
 
 
-def _paths(group: Sequence[_Row]) -> str:
+def _paths(group: Sequence[HasPath]) -> str:
   """Returns the path of one, or "*" for the number of several and how many they are."""
   several = len({row.path for row in group})
   return _path(group[0]) if several == 1 else f"{without_numbers(group[0].path)} ({several})"

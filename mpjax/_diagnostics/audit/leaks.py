@@ -123,7 +123,10 @@ class Causes:
     why = self.of_operands(operation)
     number = why is not None and why.cause.kind == "number" and why.entry is None
     if why is not None and number and result.aval.shape and operation.moves:
-      why = self._filled(why, operation, result)
+      shape = ",".join(map(str, result.aval.shape))
+      name = f"{result.dtype}[{shape}] filled with {why.cause.name}"
+      cause = Cause("constant", name, why.cause.dtype, operation.where.source)
+      why = why._replace(cause=cause, neutral="number" in self._neutral)
     # By hand, a softmax of float32 logits is float32 because they are. A mean of a cast array is
     # one of its own: nobody asked for more in float32.
     reduces = any(result.size < v.size for v in operation.operands[:1])
@@ -139,17 +142,6 @@ class Causes:
       return why._replace(cause=why.cause._replace(name=name), entry=operation)
     # Casts of low-precision values, together: for a sum that follows, say.
     return why._replace(deliberate=bool(wide))
-
-  def _filled(self, why: Why, operation: Operation, result: Value) -> Why:
-    """Returns why an array that repeats one number is float32; as the state of a loop it stays."""
-    if operation.joins:
-      name, source = f"the state of a {operation.name}", why.cause.source
-    else:
-      shape = ",".join(map(str, result.aval.shape))
-      name = f"{result.dtype}[{shape}] filled with {why.cause.name}"
-      source = operation.where.source
-    neutral = not operation.joins and "number" in self._neutral
-    return why._replace(cause=Cause("constant", name, why.cause.dtype, source), neutral=neutral)
 
 
 def _is_by_hand(cast: Operation) -> bool:
@@ -170,24 +162,17 @@ def better_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Va
   # only operations consume that are to run in float32 is fused with them, and costs nothing.
   low = set(results)
 
-  def is_wide_anyway(value: Value) -> bool:
-    # It makes what it meets float32 deliberately: the statistics of a norm.
-    why = causes.why(value)
-    return why is not None and (why.deliberate or why.anyway)
-
-  def in_pass_of(value: Value, operation: Operation) -> bool:
-    made_by = value.made_by
-    return made_by is None or made_by.where.direction == operation.where.direction
-
   for _ in range(2):  # Again, for what loops carry.
     for operation in reversed(graph.operations):
-      if _wants_low(operation, low):
-        anyway = [v for v in operation.operands if is_wide_anyway(v)]
-        low.update(
-          v
-          for v in operation.operands
-          if in_pass_of(v, operation) and all(v is other for other in anyway)
-        )
+      if not _wants_low(operation, low):
+        continue
+      pairs = [(v, causes.why(v)) for v in operation.operands]
+      # What makes all that it meets float32 deliberately: the statistics of a norm.
+      anyway = {v for v, why in pairs if why is not None and (why.deliberate or why.anyway)}
+      for v in operation.operands:
+        own = v.made_by is None or v.made_by.where.direction == operation.where.direction
+        if own and anyway <= {v}:
+          low.add(v)
   return low
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpjax._core.active import AuditRecord
 from mpjax._core.dtypes import is_float8, is_low_precision
+from mpjax._diagnostics.parameter_scopes import moved_from
 from mpjax._jaxprs.autocast.scopes import FLOAT8, NOT_FLOAT8
 from mpjax._jaxprs.count import matmul_sizes
 from mpjax._jaxprs.graph import Graph, Operation, Value
@@ -66,11 +67,12 @@ def module_rows(
     backward = [each for each in modules[path] if each.where.direction != "forward"]
     marks = {each.where.marked(MODULE): None for each in modules[path]}
     module = next((record.modules[mark] for mark in marks if mark in record.modules), None)
-    read = dict.fromkeys(v for each in forward for v in each.operands if v.kind == "argument")
+    read = dict.fromkeys(moved_from(v) for each in forward for v in each.operands)
+    given = [v for v in read if v.kind == "argument"]
     return ModuleRow(
       path=path,
       modules=1,
-      parameters=dtypes_of(v for v in read if v.label in parameters or not parameters),
+      parameters=dtypes_of(v for v in given if v.label in parameters or not parameters),
       activations=dtypes_of(_results(forward)),
       gradients=dtypes_of(_results(backward)),
       flops=dict((+flops[path]).most_common()),
@@ -110,17 +112,17 @@ def without_numbers(path: str) -> str:
   return re.sub(r"\d+", "*", path)
 
 
-class _HasPath(Protocol):
+class HasPath(Protocol):
   @property
   def path(self) -> str: ...
 
 
-_Row = TypeVar("_Row", bound=_HasPath)
+Row = TypeVar("Row", bound=HasPath)
 
 
-def together(rows: Iterable[_Row], shown: Callable[[_Row], Hashable]) -> list[list[_Row]]:
+def together(rows: Iterable[Row], shown: Callable[[Row], Hashable]) -> list[list[Row]]:
   """Returns what is the same but for the numbers of paths, such as those of layers, together."""
-  groups: dict[Hashable, list[_Row]] = {}
+  groups: dict[Hashable, list[Row]] = {}
   for row in rows:
     groups.setdefault((without_numbers(row.path), shown(row)), []).append(row)
   return list(groups.values())

@@ -8,6 +8,7 @@ import jax
 
 from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import check_call
+from mpjax._core.types import Args, Function, Kwargs
 from mpjax._diagnostics.arguments import check_function, trace
 from mpjax._diagnostics.audit.audit_report import AuditReport
 from mpjax._diagnostics.audit.compiled import compiled_collectives, find_collectives, kernels
@@ -80,34 +81,28 @@ def audit(
   check_function(fn, "mpjax.audit(fn)", _FIX)
 
   def call(*args: P.args, **kwargs: P.kwargs) -> AuditReport:
-    record = AuditRecord()
-    with AUDIT(record):
-      program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
-    graph = Graph(program, [x.name for x in names])
-    trees = tuple(parameter_trees(graph))
-    parameters = frozenset(x.name for x in names if x.is_parameter or x.name.startswith(trees))
-    owners = {v: tuple(v.label.split("/")[1:-1]) for v in graph.arguments if v.label in parameters}
-    name_by_parameters(graph, owners)
-    for each in graph.computing():
-      if inner_jaxprs(each.eqn) is None:
-        warn_not_entered(each.eqn, "mpjax.audit", "What it runs is not shown.")
-    return _audited(graph, parameters, record, compiled)
+    return _audited(fn, args, kwargs, "" if compiled is None else compiled.as_text() or "")
 
   return Pending(call, "audit", fn)
 
 
-def _audited(
-  graph: Graph,
-  parameters: frozenset[str],
-  record: AuditRecord,
-  compiled: jax.stages.Compiled | None,
-) -> AuditReport:
+def _audited(fn: Function, args: Args, kwargs: Kwargs, hlo: str) -> AuditReport:
+  record = AuditRecord()
+  with AUDIT(record):
+    program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
+  graph = Graph(program, [x.name for x in names])
+  trees = tuple(parameter_trees(graph))
+  parameters = frozenset(x.name for x in names if x.is_parameter or x.name.startswith(trees))
+  owners = {v: tuple(v.label.split("/")[1:-1]) for v in graph.arguments if v.label in parameters}
+  name_by_parameters(graph, owners)
+  for each in graph.computing():
+    if inner_jaxprs(each.eqn) is None:
+      warn_not_entered(each.eqn, "mpjax.audit", "What it runs is not shown.")
   expectations = Expectations(graph, record)
   causes = Causes(graph, parameters, expectations.neutral)
   leaks, on_purpose = find_leaks(graph, causes, expectations)
   flops: collections.Counter[tuple[Direction, str]] = collections.Counter()
   certain, tf32 = True, 0
-  text = "" if compiled is None else compiled.as_text() or ""
   for operation, dtype, count in graph.matmuls():
     flops[operation.where.direction, str(dtype)] += count
     certain = certain and operation.step.certain
@@ -123,14 +118,12 @@ def _audited(
     risks=find_risks(graph),
     modules=module_rows(graph, record, parameters),
     misfits=find_misfits(graph),
-    collectives=(
-      find_collectives(graph) if compiled is None else compiled_collectives(text, graph)
-    ),
+    collectives=compiled_collectives(hlo, graph) if hlo else find_collectives(graph),
     float8=find_float8(graph),
     opaque=find_opaque(graph),
     rules=dict(record.rules),
     hidden_rules=dict(record.hidden),
-    kernels=kernels(text),
+    kernels=kernels(hlo),
     certain=certain,
     scaled=record.scaled,
   )

@@ -25,8 +25,8 @@ from mpjax._diagnostics.nonfinite.probes import (
   suspects,
 )
 from mpjax._diagnostics.nonfinite.report import Fault, NonfiniteReport, Range, cause_and_cure, power
-from mpjax._diagnostics.nonfinite.scales import Rescale, implied_scale, scale_of
-from mpjax._diagnostics.nonfinite.uses import direction_of, not_finite, uses_of
+from mpjax._diagnostics.nonfinite.scales import Implied, Rescale, implied_scale, scale_of
+from mpjax._diagnostics.nonfinite.uses import Uses, direction_of, not_finite
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.runner import Observer, run
@@ -64,8 +64,8 @@ class Finder:
     self.body = body_of(traced, compiled=True)
     self.scale = scale_of(call, args, kwargs)
     self.implied = None if self.scale is not None else implied_scale(self.body, self.leaves)
-    self.sentinels, self.uses = sentinels_of(self.body), uses_of(self.body)
-    self.flags = self._looking(lambda rescale: FlagProbe(self.body, self.sentinels, rescale))
+    self.sentinels, self.uses = sentinels_of(self.body), Uses(self.body)
+    self.flags = self._looking(functools.partial(FlagProbe, self.body, self.sentinels))
     # With what is not compiled: a slope may be all that is left of what it is the slope of.
     self.graph = Graph(traced)
     owners = zip(self.graph.arguments, map(_module, self.keys), strict=True)
@@ -80,9 +80,8 @@ class Finder:
     """Returns a function of a factor of the scale, and arguments, that returns what a probe saw."""
 
     def looking(factor: Array, *leaves: Array) -> Any:
-      if self.implied is None:
-        return run(self.body, leaves, probe(lambda step, ins: ins))[1]
-      return run(self.body, leaves, probe(functools.partial(self.implied.rescale, factor)))[1]
+      implied = self.implied or Implied(1.0, {})
+      return run(self.body, leaves, probe(functools.partial(implied.rescale, factor)))[1]
 
     return compiled(looking)
 
@@ -98,35 +97,18 @@ class Finder:
 
   def first(self, factor: float = 1.0) -> _Broken | None:
     """Returns what breaks first with the loss scale multiplied by a factor."""
-    for some in _together(suspects(self.body, self.sentinels, self.flagged(factor).tolist())):
+    for some in _together(suspects(self.body, self.sentinels, self.flagged(factor))):
       # One that was compiled for another scale will do if it looks at these among others.
       only = next((each for each in self.closely if some <= each), some)
       if only not in self.closely:
-        self.closely[only] = self._looking(functools.partial(self._probe, only))
+        self.closely[only] = self._looking(
+          functools.partial(FirstProbe, self.body, self.uses, only)
+        )
       first = jax.device_get(self.closely[only](*self._call(factor)))
       if int(first.number) in some:
         iterations = tuple(int(i) for i in first.iterations if i >= 0)
         return _Broken(int(first.number), iterations, int(first.device))
     return None
-
-  def depends_on_scale(self, number: int) -> bool:
-    """Whether a step is computed from the loss scale."""
-    places = () if self.implied is None else self.implied.places
-    reached: set[int] = set()
-    if self.scale is not None:
-      trio = zip(self.body.inputs, self.leaves, self.scale.with_factor(0.5), strict=True)
-      reached = {slot for slot, old, new in trio if old is not new}
-    step = next(each for each in self.body.every_step() if each.number == number)
-    enclosing = {each.number for each in step.enclosing()}
-    for step in self.body.steps:
-      depends = step.number in places or not reached.isdisjoint(step.reads)
-      if step.number in enclosing:
-        return depends
-      reached.update(step.outs if depends else ())
-    return False
-
-  def _probe(self, only: frozenset[int], rescale: Rescale) -> FirstProbe:
-    return FirstProbe(self.body, self.uses, only, rescale)
 
 
 def _is_traced(x: Leaf) -> bool:
@@ -253,7 +235,7 @@ def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]
   """Returns the largest power of two, as loss scale, at which all of the function is finite."""
   # Where there is none since another value breaks then, a note says which, and at which scale.
   scale = finder.scale or finder.implied
-  if scale is None or not finder.depends_on_scale(broken.number):
+  if scale is None:
     return None, []
   low = math.ceil(math.log2(finder.scale.least)) if finder.scale else 0
   high = math.ceil(math.log2(scale.value))  # It breaks there, or is not a power of two.
@@ -276,11 +258,11 @@ def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]
   between = next(filter(fits, range(high - 1, low, -1)), None)
   if between is not None:
     return 2.0**between, []
-  place = "an argument"
-  if other.number >= 0:
-    operation = finder.operations[other.number]
-    direction = direction_of(finder.graph, operation)
-    place = " · ".join(filter(None, (operation.where.path, operation.name, direction)))
+  if other.number < broken.number:
+    return None, []  # Of what runs later it is not known whether it is finite.
+  operation = finder.operations[other.number]
+  direction = direction_of(finder.graph, operation)
+  place = " · ".join(filter(None, (operation.where.path, operation.name, direction)))
   return None, [f"At loss scale {power(2.0**low)} this value is finite, and {place} is not."]
 
 

@@ -7,6 +7,7 @@ these is not finite the steps are looked at which lead to it: for the first whos
 finite though its operands are, and then for what the numbers were where it broke.
 """
 
+import copy
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
-from mpjax._core.types import Array
+from mpjax._core.types import Array, NumpyArray
 from mpjax._diagnostics.nonfinite.scales import Rescale
 from mpjax._diagnostics.nonfinite.uses import (
   Uses,
@@ -95,7 +96,7 @@ def sentinels_of(top: Body) -> Sentinels:
   return Sentinels(numbers, {slot: numbers[end] for slot, end in ends.items()})
 
 
-def suspects(top: Body, sentinels: Sentinels, flags: Sequence[bool]) -> Iterator[list[int]]:
+def suspects(top: Body, sentinels: Sentinels, flags: NumpyArray) -> Iterator[list[int]]:
   """Yields numbers of steps that may not be finite, of one step of the function after another."""
   # Arguments and constants have negative numbers.
 
@@ -115,45 +116,25 @@ class FlagProbe:
   merges = True
 
   def __init__(self, top: Body, sentinels: Sentinels, rescale: Rescale) -> None:
-    self.top, self.numbers, self.rescale = top, sentinels.numbers, rescale
+    self.top, self.sentinels, self.rescale = top, sentinels, rescale
+    self.flags, self.seen = self.nothing(), dict[int, Array]()
 
-  def watch(self, body: Body, values: Sequence[Any], around: Around) -> "_FlagWatch":
-    watch = _FlagWatch(self)
+  def of(self, body: Body, values: Sequence[Any], around: Around) -> "FlagProbe":
+    probe = FlagProbe(self.top, self.sentinels, self.rescale)
     if body is self.top:
-      watch.look((*body.inputs, *body.consts), (*values, *body.consts.values()))
-    return watch
-
-  def nothing(self) -> Array:
-    """Returns the state in which all is finite."""
-    return jnp.zeros(len(self.numbers), bool)
-
-  def merge(self, one: Array, other: Array) -> Array:
-    """Returns what was seen in either."""
-    return one | other
-
-  def of_devices(self, states: Array) -> Array:
-    """Returns what was seen on any device."""
-    return jnp.any(states, axis=0)
-
-
-class _FlagWatch:
-  """Looks at the values of one body."""
-
-  def __init__(self, probe: FlagProbe) -> None:
-    self.probe, self.flags = probe, probe.nothing()
-    self.seen: dict[int, Array] = {}
-
-  def look(self, slots: Sequence[int], values: Sequence[Any]) -> None:
-    """Looks at values."""
-    for slot, x in zip(slots, values, strict=True):
-      number = self.probe.numbers.get(slot)
-      if number is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-        self.seen[number] = jnp.any(not_finite(jnp.asarray(x)))
+      probe._look((*body.inputs, *body.consts), (*values, *body.consts.values()))
+    return probe
 
   def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    outs = bind(step.eqn, self.probe.rescale(step, ins))
-    self.look(step.outs, outs)
+    outs = bind(step.eqn, self.rescale(step, ins))
+    self._look(step.outs, outs)
     return outs
+
+  def _look(self, slots: Sequence[int], values: Sequence[Any]) -> None:
+    for slot, x in zip(slots, values, strict=True):
+      number = self.sentinels.numbers.get(slot)
+      if number is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        self.seen[number] = jnp.any(not_finite(jnp.asarray(x)))
 
   def inside(self, state: Array) -> None:
     self.flags = self.flags | state
@@ -163,9 +144,18 @@ class _FlagWatch:
       return self.flags
     return self.flags.at[jnp.asarray([*self.seen])].set(jnp.stack([*self.seen.values()]))
 
+  def nothing(self) -> Array:
+    return jnp.zeros(len(self.sentinels.numbers), bool)
+
+  def merge(self, one: Array, other: Array) -> Array:
+    return one | other
+
+  def of_devices(self, states: Array) -> Array:
+    return jnp.any(states, axis=0)
+
 
 NONE = 2**31 - 1
-"""The number of no step: it comes after all others."""
+"""The number of no step, or position of no element: it comes after all others."""
 
 _TOGETHER = 16
 """How many masks of one shape are reduced at once."""
@@ -182,22 +172,37 @@ class First(NamedTuple):
 class FirstProbe:
   """Looks, among the steps and arguments `only`, for the first whose result is not finite."""
 
+  # Of a value that a `where` may discard, the number of the step that broke follows each element,
+  # until something computes with it.
+
   merges = True
 
-  def __init__(self, top: Body, uses: Uses, only: Collection[int], rescale: Rescale) -> None:
+  def __init__(
+    self,
+    top: Body,
+    uses: Uses,
+    only: Collection[int],
+    rescale: Rescale,
+    indices: tuple[Array, ...] = (),
+  ) -> None:
     self.top, self.uses, self.only, self.rescale = top, uses, only, rescale
+    self.indices = indices
+    self.followed: dict[int, Array] = {}
+    self.factors: dict[int, tuple[int, Array]] = {}
+    self.masks: dict[tuple[int, ...], list[tuple[int, Array]]] = {}
+    self.broken: list[Array] = []
+    self.inner: list[First] = []
 
-  def watch(self, body: Body, values: Sequence[Any], around: Around) -> "_FirstWatch":
-    watch = _FirstWatch(self, around.indices)
+  def of(self, body: Body, values: Sequence[Any], around: Around) -> "FirstProbe":
+    probe = FirstProbe(self.top, self.uses, self.only, self.rescale, around.indices)
     if body is self.top:
-      watch.look_at_arguments(body, values)
-    return watch
+      probe._look_at_arguments(body, values)
+    return probe
 
   def nothing(self) -> First:
-    """Returns the state in which nothing broke."""
-    return self.at(jnp.asarray(NONE, jnp.int32), ())
+    return self._at(jnp.asarray(NONE, jnp.int32), ())
 
-  def at(self, number: Array, indices: tuple[Array, ...]) -> First:
+  def _at(self, number: Array, indices: tuple[Array, ...]) -> First:
     """Returns the state of a step of a body."""
     none = jnp.asarray(-1, jnp.int32)
     iterations = [*indices, *[none] * (self.top.depth - len(indices))]
@@ -213,27 +218,12 @@ class FirstProbe:
     first = First(*(each[device] for each in states))
     return first._replace(device=jnp.where(first.number < NONE, device.astype(jnp.int32), -1))
 
-
-class _FirstWatch:
-  """Looks at the values of one list of steps."""
-
-  # Of a value that a `where` may discard, the number of the step that broke follows each element,
-  # until something computes with it.
-
-  def __init__(self, probe: FirstProbe, indices: tuple[Array, ...]) -> None:
-    self.probe, self.uses, self.indices = probe, probe.uses, indices
-    self.followed: dict[int, Array] = {}
-    self.factors: dict[int, tuple[int, Array]] = {}
-    self.masks: dict[tuple[int, ...], list[tuple[int, Array]]] = {}
-    self.broken: list[Array] = []
-    self.inner: list[First] = []
-
-  def look_at_arguments(self, body: Body, values: Sequence[Any]) -> None:
+  def _look_at_arguments(self, body: Body, values: Sequence[Any]) -> None:
     """Looks at arguments: one that holds a NaN or +inf is at fault, -inf may be a mask."""
     given = [*zip(body.inputs, values, strict=True), *body.consts.items()]
     for number, (slot, x) in enumerate(given, -len(given)):
-      x = jnp.asarray(x) if number in self.probe.only else x
-      if number not in self.probe.only or not jnp.issubdtype(x.dtype, jnp.inexact):
+      x = jnp.asarray(x) if number in self.only else x
+      if number not in self.only or not jnp.issubdtype(x.dtype, jnp.inexact):
         continue
       # What is added up is no mask.
       may_be_mask = (jnp.real(x) < 0) & (slot not in self.uses.summed)
@@ -241,11 +231,11 @@ class _FirstWatch:
       self._broke(slot, number, is_nan(x) | (inf_counts & not_finite(x) & ~may_be_mask))
 
   def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    ins = self.probe.rescale(step, ins)
+    ins = self.rescale(step, ins)
     outs = bind(step.eqn, ins)
     self._multiply(step, ins)
     self._follow(step, ins, outs)
-    if step.number in self.probe.only and not self.uses.constants.issuperset(step.outs):
+    if step.number in self.only and not self.uses.constants.issuperset(step.outs):
       for slot, mask in zip(step.outs, births(step, ins, outs), strict=True):
         if mask is not None:
           self._broke(slot, step.number, mask)
@@ -257,9 +247,9 @@ class _FirstWatch:
   def state(self) -> First:
     for shape in list(self.masks):
       self._reduce(shape)
-    state = self.probe.nothing()
+    state = self.nothing()
     if self.broken:
-      state = self.probe.at(functools.reduce(jnp.minimum, self.broken), self.indices)
+      state = self._at(functools.reduce(jnp.minimum, self.broken), self.indices)
     for each in self.inner:
       earlier = state.number <= each.number
       state = jax.tree.map(lambda a, b, earlier=earlier: jnp.where(earlier, a, b), state, each)
@@ -368,20 +358,22 @@ class CaptureProbe:
   merges = True
 
   def __init__(self, top: Body, number: int, iterations: Sequence[int], device: int) -> None:
-    self.iterations, self.device = iterations, device
-    self.body, self.step = next(
+    self.iterations, self.device, self.indices = iterations, device, tuple[Array, ...]()
+    inside, self.step = next(
       (body, step) for body in top.every_body() for step in body.steps if step.number == number
     )
-    earlier = (s for s in self.body.steps if s.number < number and not s.bodies and _is_numbers(s))
-    self.before = tuple(earlier)[-BEFORE:]
+    earlier = (s for s in inside.steps if s.number < number and not s.bodies)
+    self.before = [s for s in earlier if any(map(is_inexact, s.eqn.outvars[:1]))][-BEFORE:]
     self.positions = tuple(i for i, v in enumerate(self.step.eqn.invars) if is_inexact(v))
     self.result = next(i for i, v in enumerate(self.step.eqn.outvars) if is_inexact(v))
+    self.rows, self.seen = list[tuple[Array, Array]](), self.nothing()
 
-  def watch(self, body: Body, values: Sequence[Any], around: Around) -> "_CaptureWatch":
-    return _CaptureWatch(self, body is self.body, around.indices)
+  def of(self, body: Body, values: Sequence[Any], around: Around) -> "CaptureProbe":
+    probe = copy.copy(self)
+    probe.indices, probe.rows, probe.seen = around.indices, [], self.nothing()
+    return probe
 
   def nothing(self) -> Seen:
-    """Returns the state in which nothing was seen."""
     zero, rows = jnp.zeros((), jnp.int32), len(self.before) + len(self.positions) + 2
     sizes, counts = jnp.zeros((rows, 3), jnp.float32), jnp.zeros((rows, 2), jnp.int32)
     return Seen(jnp.asarray(False), sizes, counts, zero, zero)
@@ -394,37 +386,27 @@ class CaptureProbe:
     """Returns what the device saw on which the step broke."""
     return jax.tree.map(lambda x: x[max(self.device, 0)], states)
 
-
-class _CaptureWatch:
-  """Looks at the values of one list of steps."""
-
-  def __init__(self, probe: CaptureProbe, is_here: bool, indices: tuple[Array, ...]) -> None:
-    self.probe, self.indices = probe, indices
-    self.before = {step.number for step in probe.before} if is_here else set[int]()
-    self.rows: list[tuple[Array, Array]] = []
-    self.seen = probe.nothing()
-
   def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     outs = bind(step.eqn, ins)
-    if step.number in self.before:
+    if step in self.before:
       self.rows.append(row_of(outs[0], jnp.zeros((), jnp.float32)))
-    if step.number == self.probe.step.number:
+    if step is self.step:
       self.seen = self._captured(step, ins, outs)
     return outs
 
   def inside(self, state: Seen) -> None:
-    self.seen = self.probe.merge(self.seen, state)
+    self.seen = self.merge(self.seen, state)
 
   def state(self) -> Seen:
     return self.seen
 
   def _captured(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> Seen:
-    result = outs[self.probe.result]
-    mask = births(step, ins, outs)[self.probe.result]
+    result = outs[self.result]
+    mask = births(step, ins, outs)[self.result]
     mask = not_finite(result) if mask is None else jnp.broadcast_to(mask, result.shape)
     # By reductions, which sharded arrays take as well: they may not be reshaped.
-    places = _places(result.shape)
-    index = jnp.min(jnp.where(mask, places, _LAST), initial=_LAST)
+    places = jnp.arange(result.size, dtype=jnp.int32).reshape(result.shape)
+    index = jnp.min(jnp.where(mask, places, NONE), initial=NONE)
 
     def value(x: Array) -> Array:
       if not is_elementwise(step):
@@ -433,34 +415,18 @@ class _CaptureWatch:
         return _as_float32(jnp.reshape(x, ()))
       return jnp.sum(jnp.where(places == index, _as_float32(x), 0))
 
-    operands = [jnp.asarray(ins[position]) for position in self.probe.positions]
+    operands = [jnp.asarray(ins[position]) for position in self.positions]
     wide = None
     if any(map(is_low, (*operands, result))):
       wide = results_in_float32(step.eqn, [*map(to_float32, ins)])
-    wide = result if wide is None else wide[self.probe.result]
+    wide = result if wide is None else wide[self.result]
     self.rows += [row_of(x, value(x)) for x in (*operands, result, wide)]
     sizes, counts = (jnp.stack(each) for each in zip(*self.rows, strict=True))
     hit = jnp.asarray(True)
-    for now, then in zip(self.indices, self.probe.iterations, strict=False):
+    for now, then in zip(self.indices, self.iterations, strict=False):
       hit = hit & (now == then)
     count = jnp.sum(mask, dtype=jnp.int32)
     return Seen(hit, sizes, counts, index.astype(jnp.int32), count)
-
-
-_LAST = 2**31 - 1
-
-
-def _places(shape: tuple[int, ...]) -> Array:
-  """Returns the positions of elements, counted along the last axis first."""
-  found, stride = jnp.zeros(shape, jnp.int32), 1
-  for axis in reversed(range(len(shape))):
-    found = found + jax.lax.broadcasted_iota(jnp.int32, shape, axis) * stride
-    stride *= shape[axis]
-  return found
-
-
-def _is_numbers(step: Step) -> bool:
-  return bool(step.eqn.outvars) and is_inexact(step.eqn.outvars[0])
 
 
 def _as_float32(x: Array) -> Array:

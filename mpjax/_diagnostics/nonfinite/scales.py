@@ -1,10 +1,9 @@
 """The loss scale of a function: in the state of an optimizer, or a number that the loss meets."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
@@ -45,10 +44,8 @@ def scale_of(call: Call, args: Args, kwargs: Kwargs) -> Scale | None:
     for position in range(len(states)):
       owner = [one for one in scales_in(now) if one.state is not None][position]
       state = states[position][1]
+      # Not put anywhere: that would bind the run of several devices to one.
       moved = state.scale * np.float32(factor)
-      if getattr(state.scale, "committed", False):
-        # To put it where an uncommitted one is would bind the run of several devices to that.
-        moved = jax.device_put(moved, state.scale.sharding)
       now = replace_scale(now, owner, state._replace(scale=moved))
     return call.arrays_of(now)
 
@@ -74,41 +71,21 @@ class Implied(NamedTuple):
 
 def implied_scale(body: Body, leaves: Sequence[Leaf]) -> Implied | None:
   """Returns the loss scale that a function multiplies its loss by, if it looks like one."""
-  values: dict[object, Leaf] = {**body.consts}
-  values.update(zip(body.inputs, leaves, strict=True))
-  found: dict[object, float] = {}
-  places: dict[object, dict[int, int]] = {}
-  for key, step, position in _shared(body):
-    value = key[1] if isinstance(key, tuple) else values[key]
-    number = float(np.real(np.asarray(value))) if np.size(value) == 1 else 0.0
-    if number >= _LEAST and math.isfinite(number) and math.log2(number).is_integer():
-      found[key] = number
-      places.setdefault(key, {})[step.number] = position
-  key = max(found, key=lambda each: found[each], default=None)
-  return None if key is None else Implied(found[key], places[key])
-
-
-def _shared(body: Body) -> Iterator[tuple[object, Step, int]]:
-  """Yields scalars that are factors in the forward pass as well as in the backward pass."""
-  plain = _plain(body)
-  passes: dict[object, list[tuple[Step, int]]] = {}
-  for step in body.steps:
-    if step.eqn.primitive is p.mul_p and shape_of(step.eqn.outvars[0]) == ():
-      for position, slot in enumerate(step.ins):
-        literal = isinstance(slot, Literal)
-        key = ("literal", float(np.real(slot.val))) if literal else plain.get(slot)
-        if key is not None:
-          passes.setdefault(key, []).append((step, position))
-  for key, places in passes.items():
-    if len({step.location.direction == "backward" for step, _ in places}) == 2:
-      yield from ((key, step, position) for step, position in places)
-
-
-def _plain(body: Body) -> dict[int, object]:
-  """Returns the values that are arguments or constants, moved and cast, with which it is."""
-  found: dict[int, object] = {slot: slot for slot in (*body.inputs, *body.consts)}
+  # That is a power of two which is a factor of scalars in both passes: an argument or a constant,
+  # moved and cast, or a number in the code.
+  values: dict[int, Leaf] = {**body.consts, **dict(zip(body.inputs, leaves, strict=True))}
+  factors: dict[float, list[tuple[Step, int]]] = {}
   for step in body.steps:
     first = step.ins[0] if step.ins else None
-    if (is_move(step) or is_cast(step)) and isinstance(first, int) and first in found:
-      found.update(dict.fromkeys(step.outs, found[first]))
-  return found
+    if (is_move(step) or is_cast(step)) and isinstance(first, int) and first in values:
+      values.update(dict.fromkeys(step.outs, values[first]))
+    if step.eqn.primitive is p.mul_p and shape_of(step.eqn.outvars[0]) == ():
+      for position, slot in enumerate(step.ins):
+        value = slot.val if isinstance(slot, Literal) else values.get(slot)
+        number = 0.0 if value is None or np.size(value) != 1 else float(np.real(value).item())
+        if number >= _LEAST and math.isfinite(number) and math.log2(number).is_integer():
+          factors.setdefault(number, []).append((step, position))
+  for number, places in sorted(factors.items(), reverse=True):
+    if len({step.location.direction == "backward" for step, _ in places}) == 2:
+      return Implied(number, {step.number: position for step, position in places})
+  return None

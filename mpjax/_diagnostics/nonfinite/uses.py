@@ -6,7 +6,7 @@ discards is known only while it runs; here it is decided for which values that h
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -71,48 +71,34 @@ def is_elementwise(step: Step) -> bool:
   return facts_of(step.eqn).elementwise or is_cast(step)
 
 
-class Uses(NamedTuple):
-  """What becomes of the values of a function."""
-
-  # Those that nothing reads but comparisons, and a `where` that may discard them.
-  discarded: frozenset[int]
-  # Those of which that is true if they were computed from an inf: then a comparison reads it, as
-  # that of a training step does which asks whether to skip.
-  derived: frozenset[int]
-  factors: frozenset[int]  # that, besides, multiply a value of the backward pass
-  constants: frozenset[int]  # of the jaxpr, moved and cast
-  returned: frozenset[int]  # that nothing else reads
-  summed: frozenset[int]  # whose elements are added up as they are, which a mask's are not
-
-
-def uses_of(top: Body) -> Uses:
-  """Returns what becomes of the values of a function, those in its loops and branches included."""
-  finder, steps = _Finder(top), [*top.every_step()]
-  sets = (finder.discarded, finder.derived, finder.factors, _constants(steps))
-  return Uses(*map(frozenset, (*sets, finder.returned - finder.readers.keys(), _summed(steps))))
-
-
-class _Finder:
-  """Goes through the steps from the last to the first: of all lists, since no two share values."""
+class Uses:
+  """What becomes of the values of a function, those in its loops and branches included."""
 
   def __init__(self, top: Body) -> None:
+    """Goes through all steps from the last to the first: no two lists share values."""
     bodies, steps = [*top.every_body()], [*top.every_step()]
-    self.readers: dict[int, list[tuple[Step, int]]] = {}
+    self._readers: dict[int, list[tuple[Step, int]]] = {}
     for step in steps:
       for position, slot in enumerate(step.ins):
         if isinstance(slot, int):
-          self.readers.setdefault(slot, []).append((step, position))
-    self.returned = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
-    self.noticed = _noticed(steps)
+          self._readers.setdefault(slot, []).append((step, position))
+    self._outputs = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
+    self._noticed = _noticed(steps)
+    self.returned = self._outputs - self._readers.keys()  # that nothing else reads
+    self.constants = _constants(steps)  # of the jaxpr, moved and cast
+    self.summed = _summed(steps)  # whose elements are added up as they are, which a mask's are not
     inputs = [slot for body in bodies for slot in body.inputs]
     arguments = set(inputs)  # moved and cast, too
     for step in steps:
       moves = is_move(step) or (is_cast(step) and not narrows(step.eqn))
       if moves and arguments.issuperset(step.reads):
         arguments.update(step.outs)
+    # Those that nothing reads but comparisons, and a `where` that may discard them.
     self.discarded: set[int] = set()
+    # Those of which that is true if they were computed from an inf: then a comparison reads it, as
+    # that of a training step does which asks whether to skip.
     self.derived: set[int] = set()
-    self.factors: set[int] = set()
+    self.factors: set[int] = set()  # that, besides, multiply a value of the backward pass
     for step in reversed(steps):
       argument = not arguments.isdisjoint(step.outs)
       for slot, var in zip(step.outs, step.eqn.outvars, strict=True):
@@ -122,16 +108,14 @@ class _Finder:
       self._decide(slot, argument=True)
 
   def _decide(self, slot: int, argument: bool = False) -> None:
-    readers = self.readers.get(slot, [])
+    readers = self._readers.get(slot, [])
     if argument:
       # To return it computes nothing; and a best loss that starts at inf is compared by a minimum.
       readers = [r for r in readers if r[0].eqn.primitive not in (p.max_p, p.min_p)]
       if not readers:
         self.discarded.add(slot)
         self.derived.add(slot)
-    elif slot in self.returned:
-      return
-    if not readers:
+    if not readers or (slot in self._outputs and not argument):
       return
     if all(self._discards(step, position, True) for step, position in readers):
       self.derived.add(slot)
@@ -162,7 +146,7 @@ class _Finder:
   def _is_skip(self, step: Step) -> bool:
     """Whether a `where` discards since a value was not finite: a skipped step."""
     predicate = step.ins[0]
-    known = self.noticed.get(predicate, "") if isinstance(predicate, int) else ""
+    known = self._noticed.get(predicate, "") if isinstance(predicate, int) else ""
     spread = shape_of(step.eqn.invars[0]) == () and shape_of(step.eqn.outvars[0]) != ()
     return known == "all" or (known == "each" and spread)
 
@@ -285,10 +269,10 @@ def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "back
   """Returns the pass of an operation: what `remat` computes again is part of the forward pass."""
   # The slope of a square root, 0.5 / sqrt(x), is computed beside the root, and only the backward
   # pass reads it: of a function that is not differentiated it is no part.
-  direction = operation.where.direction
-  if direction == "forward" and _is_read_by_backward(graph, operation):
-    return "backward" if _is_slope(graph, operation) else "forward"
-  return "backward" if direction == "backward" else "forward"
+  forward = operation.where.direction == "forward"
+  if forward and _is_read_by_backward(graph, operation) and _is_slope(graph, operation):
+    return "backward"
+  return "backward" if operation.where.direction == "backward" else "forward"
 
 
 def _is_read_by_backward(graph: Graph, operation: Operation) -> bool:

@@ -46,7 +46,10 @@ def heat_map(name: str, kinds: Sequence[tuple[str, Sequence[Any]]], path: str | 
   """Draws how many numbers of each module have which exponent, in a panel for each kind."""
   # Rows have a `path`, `exponents` and a `note`.
   plt = pyplot("mpjax.ranges(fn)(...).plot()")
-  panels = [(title, _shortened(rows)) for title, rows in kinds if rows]
+  panels: list[tuple[str, list[Any]]] = []
+  for title, rows in kinds:  # Of each as many rows as can be read, evenly from all.
+    places = np.linspace(0, len(rows) - 1, min(len(rows), _MOST_ROWS))
+    panels += [(title, [rows[round(i)] for i in places])] if rows else []
   seen = [e for _, rows in panels for row in rows for e in row.exponents]
   low, high = min([*seen, -26]) - 1, max([*seen, 16]) + 2
   heights = [3.2, *(max(len(rows), 1.5) for _, rows in panels)]
@@ -77,12 +80,6 @@ def heat_map(name: str, kinds: Sequence[tuple[str, Sequence[Any]]], path: str | 
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)
   return finished(plt, figure, path)
-
-
-def _shortened(rows: Sequence[Any]) -> Sequence[Any]:
-  """Returns at most as many rows as can be read, evenly from all."""
-  places = np.linspace(0, len(rows) - 1, min(len(rows), _MOST_ROWS))
-  return [rows[round(i)] for i in places]
 
 
 def _draw_ranges(axis: Any, low: int, high: int) -> None:

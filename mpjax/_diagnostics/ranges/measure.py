@@ -49,11 +49,9 @@ class Tally:
     counts = np.bincount((bits >> bits.dtype.type(digits)).astype(np.intp), minlength=ends + 1)
     zero = int(np.count_nonzero(bits == 0)) if counts[0] else 0
     inf = int(np.count_nonzero(bits == infinity)) if counts[ends] else 0
-    self.zero, self.inf, self.nan = (
-      self.zero + zero,
-      self.inf + inf,
-      self.nan + int(counts[ends]) - inf,
-    )
+    self.zero += zero
+    self.inf += inf
+    self.nan += int(counts[ends]) - inf
     self.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
     counts[0] -= zero
     finite = int(counts[:ends].sum())
@@ -146,9 +144,9 @@ def ranges(
   - *updates*: what is added to an argument that `fn` returns changed, `param + update`, with the
     share of them that change nothing: they round away in the dtype that the parameter is stored in.
 
-  Operations that only move or cast numbers are not counted again, nor is what `remat` repeats. A
-  loss, which returns a scalar (or one and aux) and contains no backward pass, is differentiated
-  with respect to its first argument, so that there are gradients to look at.
+  Operations that only move, sort, send or cast numbers are not counted again, nor is what `remat`
+  repeats. A loss, which returns a scalar (or one and aux) and contains no backward pass, is
+  differentiated with respect to its first argument, so that there are gradients to look at.
 
   Args:
     fn: any function of trees of arrays. What it donates is not donated here.
@@ -200,10 +198,10 @@ def counted(
   inputs, body = inputs_of(args, kwargs, [s.scale for s in scales]), body_of(program)
   counting = plan(body, inputs, [*zip(outputs, program.out_avals, strict=True)])
   tallies = _tallies(body, call.operands, counting, advance)
-  groups = [GroupRanges(**group._asdict(), **tally.as_dict()) for group, tally in tallies.items()]
+  groups = (GroupRanges(**group._asdict(), **tally.as_dict()) for group, tally in tallies.items())
   scale = np.asarray(scales[0].scale) if len(scales) == 1 else None
   in_use = float(scale) if scale is not None and not scale.shape else None
-  return RangesReport(getattr(fn, "__name__", type(fn).__name__), groups, in_use)
+  return RangesReport(getattr(fn, "__name__", type(fn).__name__), tuple(groups), in_use)
 
 
 def _is_scalar(program: ClosedJaxpr, outputs: Sequence[tuple[str, ...]]) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,7 @@ class GroupRanges:
     return _share(fates["zero"] + fates["overflow"], self.nonzero)
 
 
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class RangesReport(Report):
   """What the numbers of a function look like, see `mpjax.ranges`.
 
@@ -106,12 +107,9 @@ class RangesReport(Report):
   (<RangesReport of <lambda>: 4 groups>, 4096.0, 0.5)
   """
 
-  def __init__(
-    self, name: str, groups: Sequence[GroupRanges], loss_scale_in_use: float | None
-  ) -> None:
-    self.name = name
-    self.groups: tuple[GroupRanges, ...] = tuple(groups)
-    self.loss_scale_in_use = loss_scale_in_use
+  name: str
+  groups: tuple[GroupRanges, ...]
+  loss_scale_in_use: float | None
 
   def __repr__(self) -> str:
     return f"<RangesReport of {self.name}: {len(self.groups)} groups>"
@@ -215,9 +213,12 @@ class RangesReport(Report):
         scales[f"with {power(used)}, the one in use,"] = used
       others = ", ".join(f"{t} {percent(self.lost_gradients(s))}" for t, s in scales.items())
       ends = ", where mpjax.DynamicLossScale ends" * (scale == 2.0**24)
+      room = f"stays {_LARGEST / (self._largest * scale):.0f} times below {_LARGEST:.0f}"
+      if self._largest * scale > _LARGEST:
+        room = f"overflows: float16 ends at {_LARGEST:.0f}"
       lines.append(
         f"Loss scale for float16: {power(scale)}{ends}. The largest gradient, {self._largest:.3g}, "
-        f"{_room(self._largest * scale)}, and {percent(self.lost_gradients(scale))} of the "
+        f"{room}, and {percent(self.lost_gradients(scale))} of the "
         f"gradients are lost; {others}."
       )
     low = sum(g.total for kind in KINDS for g in self.of(kind))
@@ -314,10 +315,3 @@ def _span(exponents: dict[int, int]) -> str:
 
 def _share(part: int, total: int) -> float:
   return part / total if total else math.nan
-
-
-def _room(largest: float) -> str:
-  """Returns how far the largest gradient is from where float16 ends."""
-  if largest > _LARGEST:
-    return f"overflows: float16 ends at {_LARGEST:.0f}"
-  return f"stays {_LARGEST / largest:.0f} times below {_LARGEST:.0f}"

@@ -227,13 +227,10 @@ def projections_of(
     sizes = np.sqrt(np.asarray(modules.flops, np.float64))
     return sizes[None] / max(sizes.sum(), 1)
   keys = jax.random.split(jax.random.key(0), PROJECTIONS)
-  rows = [np.asarray(pullback(_directions(key, grads))[0], np.float64) for key in keys]
+  rows = []
+  for key in keys:
+    noise = (jax.random.normal(jax.random.fold_in(key, i), g.shape) for i, g in enumerate(grads))
+    directions = [x.astype(g.dtype) for x, g in zip(noise, grads, strict=True)]
+    rows.append(np.asarray(pullback(directions)[0], np.float64))
   norm = math.sqrt(sum(float(jnp.sum(jnp.abs(g) ** 2)) for g in grads))
   return np.nan_to_num(np.stack(rows) / norm)
-
-
-def _directions(key: Array, grads: Sequence[Array]) -> list[Array]:
-  return [
-    jax.random.normal(jax.random.fold_in(key, i), g.shape, jnp.float32).astype(g.dtype)
-    for i, g in enumerate(grads)
-  ]

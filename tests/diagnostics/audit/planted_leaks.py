@@ -89,10 +89,6 @@ BETWEEN: dict[str, tuple[Any, ...]] = {
   "numpy_scalar": (lambda h: h * np.float32(0.5), (), "number", "0.5", "mul"),
   "square_root_of_numpy": (lambda h: h / np.sqrt(np.float32(8)), (), "number", "2.8", "div"),
   "float32_mask": (lambda h, mask: jnp.tanh(h) * mask, (WIDE,), "argument", "args[0]", "mul"),
-  "dict_argument": (
-    *(lambda h, batch: h * batch["mask"], ({"mask": WIDE},)),
-    *("argument", "args[0]/mask", "mul"),
-  ),
   "positional_table": (
     *(lambda h: h + jnp.sin(jnp.arange(16.0)[:, None] / 10000 ** (jnp.arange(8.0) / 8)), ()),
     *("operation", "iota", "add"),
@@ -271,11 +267,6 @@ def attention_by_hand():
   return linen(lambda net, x: half_dense()(Net(attention)(x)))
 
 
-@planted("Dense_0", "parameter", "Dense_0/kernel", "dot_general")
-def dense_without_a_dtype():
-  return linen(lambda net, x: nn.Dense(8)(half_dense()(x)))  # LEAK
-
-
 # Linen, NNX and plain functions under a policy.
 
 
@@ -330,20 +321,6 @@ def grid_under_autocast():
 
 
 # Other frameworks, by hand.
-
-
-@planted("", "argument", "x/mask", "mul")
-def nnx_by_hand():
-  class Net(nnx.Module):
-    def __init__(self, rngs):
-      self.up = nnx.Linear(8, 8, dtype=BF16, param_dtype=BF16, rngs=rngs)
-
-    def __call__(self, x):
-      h = self.up(x["x"])
-      h = h * x["mask"]  # LEAK
-      return h @ self.up.kernel[...]
-
-  return (lambda model, x: model(x)), (Net(nnx.Rngs(0)), {"x": X, "mask": WIDE})
 
 
 @planted("head", "parameter", "/b", "add")

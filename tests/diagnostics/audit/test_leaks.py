@@ -307,6 +307,9 @@ def test_the_operations_of_one_line_are_one_leak():
   angles = jax.ShapeDtypeStruct((8, 8), jnp.float32)
   (leak,) = mpjax.audit(fn)(jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), angles).leaks
   assert (leak.operation, leak.cause.name) == ("mul", "angles")
+  # What follows before a matmul, and that, are part of it: an add, a tanh and a matmul.
+  (leak,) = mpjax.audit(lambda x, y: jnp.tanh(x + y) @ x.T)(X, WIDE).leaks
+  assert (leak.operation, leak.operations) == ("add", 3)
 
 
 class Rotated(nn.Module):

@@ -15,11 +15,15 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+from jax.experimental import pallas
 
 import mpjax
 
 F16 = jnp.float16
-MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+MESH, EXPLICIT = (
+  jax.make_mesh((8,), ("data",), axis_types=(kind,))
+  for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,13 @@ def standardized(batch: dict[str, jax.Array]) -> jax.Array:
   return jnp.sum((x - jnp.mean(x)) ** 2)
 
 
+def _exp_kernel(x: jax.Array) -> jax.Array:
+  def kernel(x, out):
+    out[...] = jnp.exp(x[...])
+
+  return pallas.pallas_call(kernel, out_shape=jax.typeof(x), interpret=True)(x)
+
+
 _CLOSED_OVER = f32(1, jnp.nan)
 
 FORWARD = {
@@ -107,20 +118,16 @@ FORWARD = {
     *(jnp.ones((2, 3)), jnp.asarray([[True] * 3, [False] * 3])),
     index=(1, 0),
   ),
-  "an input is inf": at(
-    *("argument", lambda batch: jnp.sum(jnp.tanh(batch["x"])), {"x": f32(1, jnp.inf)}),
-    path="batch['x']",
-    index=(1,),
-  ),
   "a standardized input is minus inf": at(
     "argument", standardized, {"x": f32(1, -jnp.inf, 3)}, path="batch['x']", index=(1,)
   ),
-  "a parameter is nan": at(
-    *("argument", lambda params, x: jnp.sum(jnp.dot(params["a"]["w"], x) * params["b"]["w"])),
-    *({"a": {"w": f32(1, 2)}, "b": {"w": f32(3, jnp.nan)}}, f32(1, 2)),
-    path="params['b']['w']",
-  ),
   "a constant is nan": at("constant", lambda x: jnp.sum(multiply(x, _CLOSED_OVER)), f32(1, 2)),
+  "a constant of an inner jit is nan": at(
+    "constant", jax.jit(lambda x: multiply(x, _CLOSED_OVER)), f32(1, 2)
+  ),
+  "a kernel, which is not computed in float32": at(
+    "pallas_call", lambda x: planted(_exp_kernel, x), f16(1, 12)
+  ),
   "a cast overflows": at(
     CAST, lambda x: to_half(x).astype(jnp.float32) * 2, f32(1, 7e4), index=(1,)
   ),
@@ -133,6 +140,18 @@ FORWARD = {
   "a division by zero": at("div", divide, f32(1, 2), f32(1, 0), index=(1,)),
   "a root of a negative number": at("sqrt", sqrt, f32(1, -1), index=(1,)),
   "a logarithm that a where takes": at("log", lambda x: jnp.where(x < 1, log(x), 0.0), f32(0, 1)),
+  "a logarithm that is returned and hidden": at(
+    "log", lambda x: (lambda y: (y, jnp.where(x > 0, y, 0.0)))(log(x)), f32(0, 1)
+  ),
+  "a logarithm that is summed and hidden": at(
+    "log", lambda x: jnp.where(x > 0, jnp.sum(log(x)), 0.0), f32(0, 1)
+  ),
+  "a logarithm that is computed with and compared": at("log", lambda x: log(x) * 2 > 0, f32(0, 1)),
+  "a flag of all that is no mask": at(
+    "log",
+    lambda x: (lambda y: jnp.where(jnp.all(jnp.isfinite(y)), y, 0.0))(log(x)),
+    f32(0, 1),
+  ),
   "a norm without epsilon": at(
     "rsqrt", lambda x: x * planted(jax.lax.rsqrt, x), f32(1, 0), index=(1,)
   ),
@@ -176,12 +195,23 @@ def _jvp(primals, tangents):
     return jnp.sin(x), t / x
 
 
+@jax.custom_jvp
+def _moved_slope(x):
+  return jnp.sqrt(x)
+
+
+_moved_slope.defjvp(lambda p, t: (jnp.sqrt(p[0]), t[0] * (0.5 / jnp.sqrt(p[0]))[::-1][::-1]))
+
+
 BACKWARD = {
   "the gradient of a hidden logarithm": at(
     "div", lambda x: jnp.sum(jnp.where(x > 0, log(x), 0.0)), f32(0, 1), index=(0,)
   ),
   "the gradient of a hidden root": at(
     "mul", lambda x: jnp.sum(jnp.where(x > 0, sqrt(x), 0.0)), f32(0, 1), index=(0,)
+  ),
+  "a hidden slope that is moved": at(
+    "mul", lambda x: jnp.sum(jnp.where(x > 0, planted(_moved_slope, x), 0.0)), f32(0, 1)
   ),
   "the gradient of a norm at zero": at("div", lambda x: sqrt(jnp.sum(x * x)), f32(0, 0)),
   "a gradient overflows": at(
@@ -351,8 +381,8 @@ STEPS = {
 # Many at once.
 
 
-def on_devices(local: Callable[..., Any], out: Any) -> Callable[..., Any]:
-  return jax.jit(jax.shard_map(local, mesh=MESH, in_specs=jax.P("data"), out_specs=out))
+def on_devices(local: Callable[..., Any], out: Any, mesh: Any = MESH) -> Callable[..., Any]:
+  return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=jax.P("data"), out_specs=out))
 
 
 # A lane goes on until the last has ended, and its values are dropped.
@@ -373,6 +403,12 @@ MANY = {
     "log",
     on_devices(lambda x: jax.lax.psum(jnp.sum(log(x)), "data"), jax.P()),
     jnp.ones(8).at[3].set(0),
+    device={"data": 3},
+  ),
+  "a device of an explicit mesh": at(
+    "log",
+    on_devices(lambda x: jax.lax.psum(log(x), "data"), jax.P(), EXPLICIT),
+    jax.device_put(jnp.ones(8).at[3].set(0), jax.NamedSharding(EXPLICIT, jax.P("data"))),
     device={"data": 3},
   ),
   "a device of shard map in a scan": at(
@@ -421,6 +457,21 @@ def _written(x):
   return ref[...]
 
 
+class _Rooted(nnx.Module):
+  """A layer and, outside of any other module, a root whose derivative at 0 is infinite."""
+
+  def __init__(self) -> None:
+    self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.inner(x) + jnp.sqrt(0 * x)
+
+
+def _nnx_gradient(model, x):
+  return nnx.grad(lambda model: jnp.sum(mpjax.with_policy(model, "mixed_bfloat16")(x)))(model)
+
+
+_ROOTED = nnx.Sequential(_Rooted(), _Rooted())
 _NET = mpjax.linen.with_policy(_Net(), "c=f16")
 _VARIABLES = {
   "params": {
@@ -428,7 +479,6 @@ _VARIABLES = {
     for name, inputs in (("up", 3), ("down", 4))
   }
 }
-_EXPLICIT = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
 
 FRAMEWORKS = {
   # 300 after the first layer, 4 * 300 * 100 after the second.
@@ -453,14 +503,19 @@ FRAMEWORKS = {
     mpjax.autocast(lambda w, x: jnp.mean(matmul(x, w)), "mixed_float16"),
     *(jnp.full((4, 4), 200.0), jnp.full((2, 4), 200.0)),
   ),
-  "donated arguments": at("log", jax.jit(log, donate_argnums=0), f32(0, 1)),
   "an array that is sharded explicitly": at(
     "log",
     _sharded,
-    jax.device_put(jnp.ones((8, 4)).at[3, 1].set(0), jax.NamedSharding(_EXPLICIT, jax.P("data"))),
+    jax.device_put(jnp.ones((8, 4)).at[3, 1].set(0), jax.NamedSharding(EXPLICIT, jax.P("data"))),
     index=(3, 1),
   ),
   "a reference that is written to": at("log", _written, f32(1, 0), iteration=0, index=(1,)),
+  "an argument that is written to": at(
+    "log", lambda state: state.update(w=log(state["w"])), {"w": f32(1, 0)}, index=(1,)
+  ),
+  "a root in a module of NNX under a policy": at(
+    "div", nnx.jit(_nnx_gradient), _ROOTED, jnp.ones((2, 4)), path="layers/1", direction="backward"
+  ),
 }
 
 
@@ -471,6 +526,14 @@ def _maximum_from_minus_inf(xs):
   return jax.lax.scan(lambda carry, x: (jnp.maximum(carry, x), carry), -jnp.inf, xs)[0]
 
 
+def _named(x):
+  return jax.lax.stop_gradient(jax.ad_checkpoint.checkpoint_name(x, "x"))
+
+
+def _gathered(x):
+  return jax.lax.all_gather(x, "data")
+
+
 NO_FAULT = {
   "a hidden logarithm": (lambda x: jnp.where(x > 0, jnp.log(x), 0.0), f32(0, 1)),
   "an entropy hidden later": (
@@ -479,6 +542,19 @@ NO_FAULT = {
   ),
   "a logarithm hidden twice": (
     jax.grad(lambda x: jnp.sum(jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1.0)), 0.0))),
+    f32(0, 1),
+  ),
+  "a logarithm moved and hidden": (lambda x: jnp.where(x > 0, jnp.log(x)[::-1], 0.0), f32(0, 1, 0)),
+  "a logarithm named, padded and hidden": (
+    lambda x: jnp.where(jnp.pad(x, 1) > 0, jnp.pad(_named(jnp.log(x)), 1), 0.0),
+    f32(0, 1),
+  ),
+  "a logarithm gathered and hidden": (
+    on_devices(lambda x: jnp.where(_gathered(x) > 0, _gathered(jnp.log(x)), 0.0), jax.P("data")),
+    jnp.arange(8.0),
+  ),
+  "a value that is its own mask": (
+    lambda x: (lambda y: jnp.where(jnp.isfinite(y), y, 0.0))(jnp.log(x)),
     f32(0, 1),
   ),
   "a value that is only compared": (lambda x: jnp.log(x) > -1, f32(0, 1)),

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.experimental import pallas
 
 import mpjax
 from tests.diagnostics.nonfinite.faults import FAULTS
@@ -114,6 +112,7 @@ def test_a_scale_is_proposed_only_if_all_is_finite_there(least, finite_at):
   assert found.verdict == ("value" if finite_at is None else "scale")
   assert any("2^0 this value is finite, and log" in note for note in found.notes) == (not finite_at)
   if finite_at:
+    assert found.cure.startswith("loss_scale = 4096  # 2^12, or mpjax.DynamicLossScale()")
     assert not mpjax.find_nonfinite(step)(jnp.ones(2, jnp.float16), jnp.float32(finite_at))
 
 
@@ -126,16 +125,6 @@ def test_the_pass_of_the_first_of_more_operations_than_python_recurses():
 
   found = mpjax.find_nonfinite(jax.grad(fn))(jnp.float32(100))
   assert (found.operation, found.direction) == ("exp", "forward")
-
-
-def test_a_device_of_an_explicit_mesh():
-  mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
-  x = jax.device_put(jnp.asarray([1, 100], jnp.float16), jax.NamedSharding(mesh, jax.P("i")))
-  local = jax.shard_map(
-    lambda x: jax.lax.psum(jnp.exp(x), "i"), mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P()
-  )
-  found = mpjax.find_nonfinite(local)(x)
-  assert (found.operation, found.device) == ("exp", {"i": 1})
 
 
 def test_a_loss_scale_that_was_set_binds_no_shard_map_to_its_device():
@@ -155,6 +144,7 @@ def test_a_loss_scale_that_was_set_binds_no_shard_map_to_its_device():
   opt_state = mpjax.set_loss_scale(tx.init(w), 2.0**12)
   found = mpjax.find_nonfinite(step)(w, opt_state, x)
   assert found.verdict == "scale"
+  assert found.cure.startswith(f"opt_state = mpjax.set_loss_scale(opt_state, {found.finite_at:g})")
 
 
 def add_up(x):
@@ -167,17 +157,6 @@ def test_a_sum_with_a_jaxpr_of_its_own_overflows():
     found = mpjax.find_nonfinite(fn)(jnp.full(8, 1e4, jnp.float16))
     assert found.operation in ("reduce", "reduce_sum", "scatter-add")
     assert found.float32_value == 8e4
-
-
-def test_a_kernel_is_not_computed_in_float32():
-  def kernel(x, out):
-    out[...] = jnp.exp(x[...])
-
-  def fn(x):
-    return pallas.pallas_call(kernel, out_shape=jax.typeof(x), interpret=True)(x)
-
-  found = mpjax.find_nonfinite(fn)(jnp.full(8, 12, jnp.float16))
-  assert (found.operation, found.verdict) == ("pallas_call", "value")
 
 
 @pytest.mark.parametrize("tool", [mpjax.find_nonfinite, mpjax.ranges])
@@ -209,35 +188,3 @@ def test_arguments_have_names():
     check_argument("rest[1]", each, {"w": good}, 1.0, bad)
   check_argument("x", lambda **kwargs: jnp.sum(kwargs["x"]), x=bad)
   check_argument("n", lambda x, n: x * n, jnp.ones(2), np.inf)  # A number is static otherwise.
-
-
-def test_what_a_function_writes_to_its_arguments_is_looked_at():
-  def fn(state):
-    state["w"] = jnp.log(state["w"])
-
-  assert mpjax.find_nonfinite(fn)({"w": jnp.zeros(2)}).operation == "log"
-
-
-def test_constants_of_inner_jits_are_looked_at():
-  table = np.asarray([np.nan, 1], np.float32)
-  assert mpjax.find_nonfinite(jax.jit(lambda x: x + table))(jnp.ones(2)).operation == "constant"
-
-
-class Rooted(nnx.Module):
-  """A layer and, outside of any other module, a root whose derivative at 0 is infinite."""
-
-  def __init__(self, rngs):
-    self.inner = nnx.Linear(4, 4, rngs=rngs)
-
-  def __call__(self, x):
-    return self.inner(x) + jnp.sqrt(0 * x)
-
-
-def test_a_module_of_nnx_under_a_policy_is_named_in_the_backward_pass_too():
-  model = nnx.Sequential(Rooted(nnx.Rngs(0)), Rooted(nnx.Rngs(1)))
-
-  def step(model, x):
-    return nnx.grad(lambda model: jnp.sum(mpjax.with_policy(model, "mixed_bfloat16")(x)))(model)
-
-  found = mpjax.find_nonfinite(nnx.jit(step))(model, jnp.ones((2, 4)))
-  assert (found.path, found.operation, found.direction) == ("layers/1", "div", "backward")

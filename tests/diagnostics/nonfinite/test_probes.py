@@ -13,7 +13,7 @@ from mpjax._diagnostics.nonfinite.probes import (
   suspects,
 )
 from mpjax._diagnostics.nonfinite.scales import Implied
-from mpjax._diagnostics.nonfinite.uses import can_break, uses_of
+from mpjax._diagnostics.nonfinite.uses import Uses, can_break
 from mpjax._diagnostics.runner import run
 from mpjax._jaxprs.steps import body_of
 
@@ -23,7 +23,7 @@ def body(fn, *args):
 
 
 def test_a_value_is_not_looked_at_if_a_sum_of_it_is():
-  made = body(lambda x: jnp.sum(x * x + 1), jnp.ones(3))
+  made = body(lambda x: jnp.sum((x * x).reshape(2, 2) + 1), jnp.ones(4))
   sentinels = sentinels_of(made)
   assert len(sentinels.numbers) == 1
   assert {sentinels.cover[slot] for step in made.steps for slot in step.outs} == {0}
@@ -65,7 +65,7 @@ def test_only_steps_that_lead_to_an_inf_are_suspects():
 
 def first(fn, *args, only=range(-9, 100), rescale=lambda step, ins: ins):
   body = body_of(jax.make_jaxpr(fn)(*args), compiled=True)
-  return run(body, args, FirstProbe(body, uses_of(body), only, rescale))[1], body
+  return run(body, args, FirstProbe(body, Uses(body), only, rescale))[1], body
 
 
 def test_only_the_steps_that_are_asked_for_are_looked_at():

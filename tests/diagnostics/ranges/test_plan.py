@@ -108,8 +108,28 @@ def test_what_is_no_update():
     assert updated(step, p, 2 * p) == [], name
 
 
-def test_what_is_only_moved_or_cast_is_not_counted_again():
-  assert not planned(lambda x: x.T.reshape(-1)[:2].astype(jnp.bfloat16), jnp.ones((2, 2))).results
+def gathered(x):
+  """Casts a copy for each device, which computes nothing, and gathers them."""
+  mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+  local = lambda x: jax.lax.all_gather(jax.lax.pcast(x, "i", to="varying"), "i")  # noqa: E731
+  return jax.shard_map(local, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("i"))(x)
+
+
+MOVES = {
+  "moved and cast": lambda x: x.T.reshape(-1)[:2].astype(jnp.bfloat16),
+  "named": lambda x: jax.ad_checkpoint.checkpoint_name(x, "x"),
+  "repeated": lambda x: jnp.tile(x, (2, 1)),
+  "written": lambda x: jax.lax.dynamic_update_slice(jnp.zeros((4, 4)), x, (0, 0)),
+  "sorted": jnp.sort,
+  "padded": lambda x: jnp.pad(x, 1),
+  "sent": gathered,
+}
+
+
+def test_what_is_only_moved_sorted_or_cast_is_not_counted_again():
+  for name, fn in MOVES.items():
+    assert not planned(fn, jnp.ones((2, 2))).results, name
+  assert planned(lambda x: jnp.maximum(x, 0), jnp.ones((2, 2))).results
 
 
 def test_what_remat_repeats_is_not_counted_again():

@@ -206,6 +206,9 @@ def test_overflows_of_matmuls_and_of_other_operations():
   flags = dict(zip(modules.paths, overflows.tolist(), strict=True))
   assert (flags["hot"], flags["warm"], flags["cold"]) == (2, 1, 0)
   assert not overflows_of(body, operands, modules, BF16)[1].any()
+  # The largest number is one, and so is its gradient; the sum of four of them is no matmul.
+  largest = prepared(lambda w, x: jnp.sum(x @ w), jnp.eye(4), jnp.full((1, 4), 65504.0))
+  assert overflows_of(*largest, jnp.dtype("float16"))[1].tolist() == [1]
   expected = jax.value_and_grad(loss)(*operands)
   np.testing.assert_allclose(value, expected[0], rtol=1e-5)
   np.testing.assert_allclose(grads[0], expected[1], rtol=1e-5)
