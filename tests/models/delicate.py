@@ -132,6 +132,12 @@ def phases(p, x, low):
   return times[1:] - times[:-1]
 
 
+@case(kernels("w"), PLACES[:, :1] * np.ones((1, 16), np.float32))
+def coordinates_among_features(p, x, low):
+  features = wide(mm(x - 100, p["w"], low))
+  return jnp.diff(features.at[:, :3].set(x[:, :3]), axis=0)
+
+
 # Parameters that a rounding would change.
 
 _BOXES = np.linspace(0, 511, 100, dtype=np.float32)[:, None] * np.ones((1, 4), np.float32)

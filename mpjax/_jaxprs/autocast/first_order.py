@@ -263,23 +263,21 @@ def _rule(
   facts, readers = facts_of(eqn), rewriter.readers_of(eqn)
   arrays = [v for v in values if v is not None and v.kind.numbers is None]
   numbers = [x for v in values if v is not None for x in v.kind.numbers or ()]
-  # A buffer that is written to keeps its dtype. And `jnp.pad` passes 0 as an integer, which becomes
-  # a float32 scalar inside: by hand it is cast.
+  # A buffer that low numbers are written to keeps its dtype. And `jnp.pad` passes 0 as an integer,
+  # which becomes a float32 scalar inside: by hand it is cast.
   padded = eqn.primitive is pad_p and values[1] is not None and values[1].counted
-  if part == "keep" or padded:
-    arrays, others = arrays[:1], arrays[1:]
-  else:
-    others = []
+  others = arrays[1:] if part == "keep" else []
+  arrays = arrays[:1] if part == "keep" or padded else arrays
   deciding = [v.kind for v in arrays]
 
   # The kind. A mask or a coordinate times an activation is an activation.
   lows = [k for k in deciding if k.is_low]
   kind = joined(lows if facts.role == "product" and lows else deciding) or Kind(FLOAT32, True)
-  if not kind.is_low:  # Data or neutral; what is written into such a buffer counts too.
-    written = joined([kind, *(v.kind for v in others)]) or kind
-    if kind.neutral and written.is_low:
-      return FLOAT32, Kind(half, held=True)
-    return FLOAT32, Kind(FLOAT32, kind.neutral and written.neutral)
+  written = joined([kind, *(v.kind for v in others)]) or kind
+  if kind.neutral and not kind.is_low and written.is_low:
+    return FLOAT32, Kind(half, held=True)
+  if not written.is_low:  # Coordinates among features, too.
+    return FLOAT32, written
 
   # The dtype of an operation with a low operand, and whether its result stays held in float32.
   widened = all(k.widened or k.rests for k in deciding)
