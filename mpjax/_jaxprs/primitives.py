@@ -17,7 +17,7 @@ PARTS: Mapping[Part, str] = types.MappingProxyType(
     "promote": "It runs in float32 unless all operands are low and at rest, or neutral: see "
     "docs/concepts.md for what these words mean, and for sums, multiplications and choices.",
     "keep": "It runs in the type that its operand has. Where it writes into a buffer, that is the "
-    "first operand, and what is written is cast.",
+    "first operand, unless it is low and data is written into it.",
     "opaque": "It runs in the types in which the jaxpr was written, as without autocast.",
   }
 )
@@ -338,7 +338,7 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "keep",
     "They write into a buffer, which keeps its type, as an array does on assignment: an update is "
-    "cast to it.",
+    "cast to it. Data is not: coordinates among features make the buffer float32.",
     Row("dynamic_update_slice", **_MOVES),
     Row(
       "scatter scatter-max scatter-min", exact=True, dtype_param="update_jaxpr", holds=Holds.BINARY

@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 
 from tests.campaign import run
-from tests.campaign.outcome import (
-  Job,
-  Outcome,
-  differing,
-  digest,
-  judge,
-  require,
-)
+from tests.campaign.outcome import Job, Outcome, differing, digest, judge, require
 from tests.campaign.rig import PLACES
 
 CLASSES = {

@@ -13,14 +13,7 @@ from flax.core import FrozenDict
 
 import mpjax
 from mpjax._core import trees
-from mpjax._core.trees import (
-  cast_leaf,
-  content_of,
-  is_floating,
-  mapped,
-  round_to,
-  tree_differences,
-)
+from mpjax._core.trees import cast_leaf, content_of, is_floating, mapped, round_to, tree_differences
 from tests.core.test_together import oracle
 
 FLOATING = [

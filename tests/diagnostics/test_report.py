@@ -6,15 +6,7 @@ import math
 import re
 
 import mpjax
-from mpjax._diagnostics.report import (
-  WIDTH,
-  Column,
-  Report,
-  Section,
-  amount,
-  as_text,
-  percent,
-)
+from mpjax._diagnostics.report import WIDTH, Column, Report, Section, amount, as_text, percent
 
 LONG = "decoder/" * 20 + "attention"
 SECTIONS = (

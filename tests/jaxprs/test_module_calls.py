@@ -12,13 +12,7 @@ import pytest
 import mpjax
 from mpjax._core.active import EVERY, Active
 from mpjax._core.rules import ModulePolicy
-from mpjax._jaxprs.module_calls import (
-  Layers,
-  attempts,
-  call_of,
-  dtype_field,
-  plain_attribute,
-)
+from mpjax._jaxprs.module_calls import Layers, attempts, call_of, dtype_field, plain_attribute
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")

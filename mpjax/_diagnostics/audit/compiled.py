@@ -12,7 +12,7 @@ from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import inner_jaxprs
 
-_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<computation>[\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(
   r"\s+(?:ROOT )?%?[\w.-]+ = (?P<type>\(.*?\)|\S+) (?P<op>[a-z][\w-]*)\((?P<operands>[^)]*)\)"
 )
@@ -27,7 +27,9 @@ _KERNELS = frozenset({"dot", "convolution", "convert", "custom-call"})
 _COLLECTIVES = frozenset(
   {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}
 )
-_KINDS = {"pred": "bool", "bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
+_KINDS = dict(
+  zip("pred bf f s u c".split(), "bool bfloat float int uint complex".split(), strict=True)
+)
 """The dtypes of HLO, without their sizes, as JAX names them."""
 
 
@@ -97,8 +99,8 @@ def compiled_collectives(text: str, graph: Graph) -> tuple[Collective, ...]:
   lines: list[str] = []
   for line in text.splitlines():
     if head := _COMPUTATION.match(line):
-      lines = computations.setdefault(head["name"], [])
-      times[head["name"]] += head["entry"] is not None
+      lines = computations.setdefault(head["computation"], [])
+      times[head["computation"]] += head["entry"] is not None
     else:
       lines.append(line)
   # A parameter that is gathered as it is stored has its own name: its module is the one that reads.

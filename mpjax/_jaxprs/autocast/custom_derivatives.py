@@ -312,11 +312,7 @@ _ByPlace: TypeAlias = dict[int, Array]
 
 
 def differentiated_at_once(
-  call: Call,
-  original: Call,
-  kinds: set[Holds],
-  cast: Cast,
-  dtypes: Sequence[DType] | None = None,
+  call: Call, original: Call, kinds: set[Holds], cast: Cast, dtypes: Sequence[DType] | None = None
 ) -> Call:
   """Returns `call`, whose derivative is all of that of `original`, cast.
 

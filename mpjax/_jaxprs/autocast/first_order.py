@@ -221,6 +221,8 @@ def _elementwise(
   # The rows of an embedding, say: read in low precision, the gradient of a frequent token would
   # be a sum of thousands of rows in it. So the operand is widened before: a rounding commutes.
   repeats = facts.gradient == "repeated" and not eqn.params.get("unique_indices")
+  repeats |= facts.exact and any(rewriter.operands_apart(eqn))
+  repeats |= facts.tests and any(v.kind.rests and dtype_of(v.atom) == FLOAT32 for v in floats)
   if dtype != FLOAT32 and repeats and type(eqn.invars[0]) is not Literal:
     dtype, params, kind = FLOAT32, eqn.params, kind._replace(carried=FLOAT32)
   summed = [value is not None and _is_summed(eqn, value, dtype) for value in values]
@@ -263,26 +265,23 @@ def _rule(
   facts, readers = facts_of(eqn), rewriter.readers_of(eqn)
   arrays = [v for v in values if v is not None and v.kind.numbers is None]
   numbers = [x for v in values if v is not None for x in v.kind.numbers or ()]
-  # A buffer that is written to keeps its dtype. And `jnp.pad` passes 0 as an integer, which becomes
-  # a float32 scalar inside: by hand it is cast.
+  # A buffer that low numbers are written to keeps its dtype. And `jnp.pad` passes 0 as an integer,
+  # which becomes a float32 scalar inside: by hand it is cast.
   padded = eqn.primitive is pad_p and values[1] is not None and values[1].counted
-  if part == "keep" or padded:
-    arrays, others = arrays[:1], arrays[1:]
-  else:
-    others = []
+  others = arrays[1:] if part == "keep" else []
+  arrays = arrays[:1] if part == "keep" or padded else arrays
   deciding = [v.kind for v in arrays]
 
   # The kind. A mask or a coordinate times an activation is an activation.
   lows = [k for k in deciding if k.is_low]
   kind = joined(lows if facts.role == "product" and lows else deciding) or Kind(FLOAT32, True)
-  if not kind.is_low:  # Data or neutral; what is written into such a buffer counts too.
-    written = joined([kind, *(v.kind for v in others)]) or kind
-    if kind.neutral and written.is_low:
-      return FLOAT32, Kind(half, held=True)
-    return FLOAT32, Kind(FLOAT32, kind.neutral and written.neutral)
+  written = joined([kind, *(v.kind for v in others)]) or kind
+  if kind.neutral and not kind.is_low and written.is_low:
+    return FLOAT32, Kind(half, held=True)
+  if not written.is_low:  # Coordinates among features, too.
+    return FLOAT32, written
 
   # The dtype of an operation with a low operand, and whether its result stays held in float32.
-  widened = all(k.widened or k.rests for k in deciding)
   computes = facts.role is not None or facts.tests
   exact = all(is_exact(x, half) for x in numbers)
   own = dtype_of(eqn.outvars[0]) == FLOAT32  # Else the user has chosen low precision.
@@ -321,7 +320,7 @@ def _rule(
   if AS_GIVEN in rewriter.place(eqn)[0]:
     held = any(k.held for k in deciding)
   held = held and dtype == FLOAT32
-  widened = held and widened and part != "float32" and exact
+  widened = held and part != "float32" and exact and all(k.widened or k.rests for k in deciding)
   return dtype, Kind(half, kind.neutral, held, widened=widened)
 
 

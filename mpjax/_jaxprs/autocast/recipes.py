@@ -115,11 +115,7 @@ def _only_in_groups(x: Array, axis: int | None, sizes: Sequence[Array]) -> Array
 
 
 def why_not(
-  eqn: JaxprEqn,
-  values: Sequence[Value | None],
-  recipe: Recipe,
-  scope: Scope,
-  settings: Settings,
+  eqn: JaxprEqn, values: Sequence[Value | None], recipe: Recipe, scope: Scope, settings: Settings
 ) -> str | None:
   """Returns why a matmul is left in the compute dtype; None if it is to be in the recipe's."""
   if TABLE in scope or facts_of(eqn).flops == "convolution":

@@ -13,14 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import (
-  ClosedJaxpr,
-  Jaxpr,
-  JaxprEqn,
-  Literal,
-  Primitive,
-  Var,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.types import Array, DType, Leaf

@@ -26,12 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import AbstractValue, ShapedArray
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import (
-  ClosedJaxpr,
-  JaxprEqn,
-  Literal,
-  Primitive,
-)
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
