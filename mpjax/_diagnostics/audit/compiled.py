@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import inner_jaxprs
@@ -16,7 +14,7 @@ _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<computation>[\w.-]+) \(.*\{$
 _INSTRUCTION = re.compile(
   r"\s+(?:ROOT )?%?[\w.-]+ = (?P<type>\(.*?\)|\S+) (?P<op>[a-z][\w-]*)\((?P<operands>[^)]*)\)"
 )
-_ARRAY = re.compile(r"\b(?P<kind>pred|[a-z]+)(?P<size>\d*)(?P<form>\w*)\[(?P<shape>[\d,<=]*)\]")
+_ARRAY = re.compile(r"\b(?P<kind>pred|[a-z]+)(?P<bits>\d*)(?P<form>\w*)\[(?P<shape>[\d,<=]*)\]")
 _INNER = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?(%[\w.%, -]+)")
 _LOOP = re.compile(r"condition=%(?P<condition>[\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -27,9 +25,7 @@ _KERNELS = frozenset({"dot", "convolution", "convert", "custom-call"})
 _COLLECTIVES = frozenset(
   {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}
 )
-_KINDS = dict(
-  zip("pred bf f s u c".split(), "bool bfloat float int uint complex".split(), strict=True)
-)
+_KINDS = {"pred": "bool", "bf": "bfloat", "f": "float", "s": "int", "u": "uint"}
 """The dtypes of HLO, without their sizes, as JAX names them."""
 
 
@@ -132,9 +128,10 @@ def compiled_collectives(text: str, graph: Graph) -> tuple[Collective, ...]:
       path = next((path for names, path in modules if _in_order(names, scopes)), "")
       nbytes: collections.Counter[str] = collections.Counter()
       for array in arrays:  # Several, of several dtypes, may travel at once.
-        dtype = _KINDS[array["kind"]] + array["size"] + "_" * bool(array["form"]) + array["form"]
+        kind, bits, form = array["kind"], array["bits"], array["form"]
+        dtype = f"{_KINDS.get(kind, kind)}{bits}" + "_" * bool(form) + form
         sizes = (int(size.lstrip("<=")) for size in array["shape"].split(",") if size)
-        nbytes[dtype] += math.prod(sizes) * jnp.dtype(dtype).itemsize
+        nbytes[dtype] += (math.prod(sizes) * int(bits or 8) + 7) // 8
       for dtype, n in nbytes.items():
         rows.append(Collective(path, operation, dtype, n * times[name], times[name]))
   return _summed(rows)
