@@ -11,6 +11,7 @@ recorded already is not compiled again.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
+import run
 import tpu_report
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -42,6 +44,7 @@ HALF = "bfloat16"
 VERSIONS = (
   *("float32", "by hand, low softmax", "by hand", "policy", "autocast"),
   *("dynamic scale", "flax DynamicScale", "masters", "split masters", "masters, dynamic"),
+  "float32 head",
 )
 
 
@@ -73,6 +76,11 @@ def steps(case: Case) -> dict[str, tuple[Callable[..., Any], Any]]:
   found = aot.steps(case, HALF)
   by_hand = aot.steps(dataclasses.replace(case, make=low_softmax), HALF)["by hand"]
   found["by hand, low softmax"] = by_hand
+  # The matmuls of which a softmax is taken: of a language model's head, and of each router.
+  rules = [mpjax.Rule("float32", path=path) for path in ("Dense_0", "**/Experts_*/Dense_0")]
+  if hasattr(case.make(), "vocabulary"):
+    model = mpjax.linen.with_policy(case.make(), f"mixed_{HALF}", rules, unmatched="ignore")
+    found["float32 head"] = functools.partial(run.plain_step, model.apply), aot.state_of(case)
   return found
 
 
@@ -169,7 +177,9 @@ def main(
       step, args = pod_program(model, there, name)
     else:
       case = SIZES["tpu"][model]
-      step, state = steps(case)[name]
+      step, state = steps(case).get(name, (None, None))
+      if step is None:  # It is no language model.
+        continue
       args = aot.arguments_of(case, devices(CHIPS[chip])[0], state)
     try:
       figures, text = aot.compiled_step(step, args, gpu_hlo.OPTIONS if on_gpus else {})

@@ -19,7 +19,7 @@ MODELS = {
   "resnet": "ResNet-50, batch 64",
 }
 BASES = {
-  **dict.fromkeys(("dynamic scale", "flax DynamicScale", "masters"), "policy"),
+  **dict.fromkeys(("dynamic scale", "flax DynamicScale", "masters", "float32 head"), "policy"),
   "split masters": "masters",
   "masters, dynamic": "masters",
 }

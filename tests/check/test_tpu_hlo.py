@@ -73,6 +73,7 @@ def test_recorded_figures_are_in_the_page_and_within_their_bounds(tpu_hlo, tpu_r
     for name, one in each["versions"].items():
       # The gradients of biases and places are float32 sums; what says whether to skip is one value.
       base = tpu_report.base_of(each["versions"], name) or one
-      assert tpu_report.total(one) <= 1.01 * tpu_report.total(base)
+      # And a head in float32 is asked for.
+      assert tpu_report.total(one) <= 1.01 * tpu_report.total(base) or name == "float32 head"
       assert one["collectives"].get("all-reduce bool", [1])[0] == 1
       assert "masters" not in name or one["collectives"].get("all-gather float32", [0, 0])[1] < 1e6
