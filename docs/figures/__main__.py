@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from docs.figures import casts, float8, formats, memory, step, underflow
+from docs.figures import casts, float8, formats, memory, step, tpu, underflow
 from docs.figures.style import THEMES, files, svg
 
 FIGURES = {
@@ -13,6 +13,7 @@ FIGURES = {
   "casts": casts,
   "memory": memory,
   "float8": float8,
+  "tpu": tpu,
 }
 
 
