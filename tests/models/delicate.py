@@ -138,28 +138,6 @@ def coordinates_among_features(p, x, low):
   return jnp.diff(features.at[:, :3].set(x[:, :3]), axis=0)
 
 
-# Gradients that cancel, of a value that is read in several places.
-
-
-@case(kernels("v", inputs=8, outputs=4) | {"out": normal(4, 4)}, STEPS[:500])
-def states_and_next_states(p, x, low):
-  h = wide(mm(x, p["v"], low))
-  return jnp.cumsum(h[1:] - 0.99 * h[:-1], 0) + mm(h, p["out"], low)[:1]
-
-
-@case(kernels("v", inputs=8, outputs=4), STEPS[:500])
-def states_that_functions_shift(p, x, low):
-  h = wide(mm(x, p["v"], low))
-  return jnp.cumsum(2 * h - 0.99 * (jnp.roll(h, 1, 0) + jnp.pad(h, ((1, 0), (0, 0)))[:-1]), 0)
-
-
-@case(kernels("v", inputs=8, outputs=4), STEPS[:500])
-def states_in_a_loop(p, x, low):
-  h = wide(mm(x, p["v"], low))
-  step = _in_remat(lambda total, both: (total + both[0] - 0.99 * both[1],) * 2)
-  return jax.lax.scan(step, jnp.zeros(4), (h[1:], h[:-1]))[1]
-
-
 # Parameters that a rounding would change.
 
 _BOXES = np.linspace(0, 511, 100, dtype=np.float32)[:, None] * np.ones((1, 4), np.float32)

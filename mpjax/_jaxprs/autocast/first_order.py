@@ -221,8 +221,6 @@ def _elementwise(
   # The rows of an embedding, say: read in low precision, the gradient of a frequent token would
   # be a sum of thousands of rows in it. So the operand is widened before: a rounding commutes.
   repeats = facts.gradient == "repeated" and not eqn.params.get("unique_indices")
-  repeats |= facts.exact and any(rewriter.operands_apart(eqn))
-  repeats |= facts.tests and any(v.kind.rests and dtype_of(v.atom) == FLOAT32 for v in floats)
   if dtype != FLOAT32 and repeats and type(eqn.invars[0]) is not Literal:
     dtype, params, kind = FLOAT32, eqn.params, kind._replace(carried=FLOAT32)
   summed = [value is not None and _is_summed(eqn, value, dtype) for value in values]
@@ -282,6 +280,7 @@ def _rule(
     return FLOAT32, written
 
   # The dtype of an operation with a low operand, and whether its result stays held in float32.
+  widened = all(k.widened or k.rests for k in deciding)
   computes = facts.role is not None or facts.tests
   exact = all(is_exact(x, half) for x in numbers)
   own = dtype_of(eqn.outvars[0]) == FLOAT32  # Else the user has chosen low precision.
@@ -320,7 +319,7 @@ def _rule(
   if AS_GIVEN in rewriter.place(eqn)[0]:
     held = any(k.held for k in deciding)
   held = held and dtype == FLOAT32
-  widened = held and part != "float32" and exact and all(k.widened or k.rests for k in deciding)
+  widened = held and widened and part != "float32" and exact
   return dtype, Kind(half, kind.neutral, held, widened=widened)
 
 

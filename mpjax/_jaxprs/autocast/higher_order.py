@@ -90,8 +90,6 @@ def _result(
   if value is None:
     return atom, None
   kind = value.kind
-  if dtype is None and not readers & RETURNED and rewriter.is_apart(atom, readers):
-    dtype = dtype_of(value.atom)
   dtype = dtype or (kind.dtype if kind.widened and readers == RETURNED else kind.current)
   found = rewriter.view(value, dtype, last)
   asked = aval_of(atom)
@@ -139,14 +137,11 @@ def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], Kinds]:
   half = rewriter.place(eqn)[1]
   atoms: list[Atom] = list(eqn.invars)
   kinds = list(map(rewriter.kind, atoms))
-  apart = rewriter.operands_apart(eqn)
   for i, kind in enumerate(kinds):
     value = rewriter.value(atoms[i])
     if kind is not None and value is not None:
       if half is None and dtype_of(atoms[i]) == FLOAT32:
         kinds[i] = kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
-      if apart[i]:
-        kinds[i] = kind = kind._replace(carried=FLOAT32)
       atoms[i] = rewriter.view(value, kind.variable, eqn)
   return atoms, tuple(kinds)
 
@@ -168,7 +163,7 @@ def _inside(
   consts = constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else None
   free = (None,) * (len(inner.jaxpr.outvars) - len(outs))
   kinds = tuple(ins[i] for i in inner.operands or ())
-  readers = rewriter.readers_of_each(eqn) if readers is None else readers
+  readers = _readers(rewriter, eqn) if readers is None else readers
   scope = rewriter.place.inside(eqn)
   return _cached_rewrite(inner.jaxpr, kinds, (*outs, *free), readers, settings, scope, consts)
 
@@ -176,6 +171,10 @@ def _inside(
 def _recast(rewriter: Rewriter, eqn: JaxprEqn) -> bool:
   """Whether an operand is a parameter, which a result that is as neutral would be too."""
   return any(value is not None and value.recast for value in map(rewriter.value, eqn.invars))
+
+
+def _readers(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
+  return tuple(rewriter.readers.get(v, 0) for v in eqn.outvars)
 
 
 def _params(eqn: JaxprEqn, inners: Sequence[Inner], new: Sequence[Rewritten]) -> dict[str, Any]:
@@ -203,7 +202,7 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
       ins = (*ins[:i], _in_variable(ins[i], eqn.invars[i]), *ins[i + 1 :])
   new = _inside(rewriter, eqn, inners[0], ins)
   params = _params(eqn, inners, [new])
-  saved = [k.dtype if k is not None and (k.added if k.held else k.carried) else None for k in ins]
+  saved = [k.dtype if k is not None and k.held and k.added else None for k in ins]
   saves = facts_of(eqn).saves and eqn.params["policy"] is None and not new.jaxpr.effects
   if saves and any(saved):
     # A `remat` saves at rest, as by hand, a stream that layers add to. A gate is saved as it is
@@ -245,7 +244,7 @@ def _cond(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """Branches that must agree: their result is what one of them returns, as a selection's is."""
   atoms, ins = _operands(rewriter, eqn)
   free = [_inside(rewriter, eqn, branch, ins).outs for branch in inners]
-  readers = rewriter.readers_of_each(eqn)
+  readers = _readers(rewriter, eqn)
   kinds = [_chosen(each, kinds) for each, *kinds in zip(readers, *free, strict=True)]
   new = [_inside(rewriter, eqn, branch, ins, _dtypes(kinds)) for branch in inners]
   rewriter.write(eqn, atoms, kinds, _params(eqn, inners, new), recast=_recast(rewriter, eqn))
@@ -274,7 +273,7 @@ def _loop(
     The body, the operands with the carry cast, and the kinds of these in each iteration.
   """
   settings = rewriter.settings
-  readers = of_loop(body, rewriter.readers_of_each(eqn), settings, rewriter.place.inside(eqn))
+  readers = of_loop(body, _readers(rewriter, eqn), settings, rewriter.place.inside(eqn))
   carry = body.carry
   # A carry that the user has cast to low precision stays in it.
   own = [dtype_of(v) != FLOAT32 for v in body.jaxpr.invars[carry.start : carry.stop]]

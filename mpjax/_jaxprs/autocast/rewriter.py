@@ -4,7 +4,6 @@ First what an equation's parameters say of dtypes, then the consumers of each va
 looked up backwards before anything is written, then the rewriter itself.
 """
 
-import collections
 import functools
 import operator
 import warnings
@@ -252,7 +251,11 @@ def readers_of(jaxpr: Jaxpr, outs: Sequence[int], place: Places) -> Readers:
 
   note(jaxpr.outvars, outs)
   for eqn in reversed(jaxpr.eqns):
-    note(eqn.invars, _of_operands(eqn, tuple(found.get(v, 0) for v in eqn.outvars), place))
+    results = tuple(found.get(v, 0) for v in eqn.outvars)
+    if is_higher_order(eqn):
+      note(eqn.invars, _of_operands(eqn, results, place))
+    else:
+      note(eqn.invars, (_of_operation(eqn, results, place),) * len(eqn.invars))
   return found
 
 
@@ -291,9 +294,7 @@ _ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR}
 
 
 def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], place: Places) -> Sequence[int]:
-  """What an equation is to each operand."""
-  if not is_higher_order(eqn):
-    return (_of_operation(eqn, outs, place),) * len(eqn.invars)
+  """What an equation that holds jaxprs is to each operand."""
   inners = inner_jaxprs(eqn)
   if not inners or any(inner.operands is None for inner in inners):
     return (FULL | EXACT,) * len(eqn.invars)
@@ -358,9 +359,6 @@ class Rewriter:
     self.settings = settings
     self.place = Places(settings, scope)
     self.readers = readers_of(jaxpr, outs, self.place)
-    # Those that are read more than once.
-    found = [v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)]
-    self.shared = {v for v, count in collections.Counter(found).items() if count > 1}
     self.eqns: list[JaxprEqn] = []
     self.values: dict[Var, Value] = {}
     self._names: dict[int, NameStack] = {}
@@ -514,23 +512,6 @@ class Rewriter:
     """Returns the kind of a floating operand, as it is held."""
     value = self.value(atom)
     return None if value is None else value.kind
-
-  def is_apart(self, atom: Atom, readers: int) -> bool:
-    """Whether a value at rest is passed in float32 to `readers`, none of which is a matmul."""
-    # It has others as well, and gradients that are rounded one by one no longer cancel.
-    value = None if isinstance(atom, Literal) else self.values.get(atom)
-    if value is None or not value.kind.rests or readers & (SUMMED | MATMUL) != SUMMED:
-      return False
-    return atom in self.shared or dtype_of(value.atom) == FLOAT32
-
-  def operands_apart(self, eqn: JaxprEqn) -> list[bool]:
-    """Whether each operand is."""
-    each = _of_operands(eqn, self.readers_of_each(eqn), self.place)
-    return list(map(self.is_apart, eqn.invars, each))
-
-  def readers_of_each(self, eqn: JaxprEqn) -> tuple[int, ...]:
-    """The consumers of each result of an equation."""
-    return tuple(self.readers.get(v, 0) for v in eqn.outvars)
 
   def readers_of(self, eqn: JaxprEqn) -> int:
     """The consumers of the floating results of an equation."""
