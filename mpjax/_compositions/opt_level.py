@@ -142,18 +142,18 @@ def _level(policy: Policy, loss_scale: LossScale, **changes: Any) -> OptLevel:
   return OptLevel(policy=policy, loss_scale=loss_scale, **(fields | changes))
 
 
-def _for_device(platform: str, capability: Any, wanted: str | None) -> tuple[str, str | None]:
-  """Returns the level and the 16-bit dtype for a device; the latter may be `wanted`."""
+def _for_device(platform: str, capability: Any, half: str | None) -> tuple[str, str | None]:
+  """Returns the level and the 16-bit dtype for a device; the latter may be `half`."""
   native = tuple(x for x in hardware_of(platform, capability).dtypes if x in HALF_NAMES)
-  if wanted is None:
+  if half is None:
     return ("O1", native[0]) if native else ("O0", None)
-  if wanted not in native:
+  if half not in native:
     kind = f"{platform} {capability}" if capability else platform
     fix = f"{native[0]} is fast on it" if native else "float32 is as fast on it, as far as is known"
     # Python shows a warning once for the line that it comes from: here, once in a process.
     warnings.warn(
-      f"mpjax.opt_level: {wanted} saves memory but no time on this device ({kind}); {fix}.",
+      f"mpjax.opt_level: {half} saves memory but no time on this device ({kind}); {fix}.",
       UserWarning,
       stacklevel=1,
     )
-  return "O1", wanted
+  return "O1", half

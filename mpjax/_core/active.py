@@ -252,11 +252,11 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   @functools.wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
     around = ACTIVE.value
-    given, named = (args, kwargs)
+    positional, named = (args, kwargs)
     if around is not None and around.on:
-      given = tuple(map_arrays(half_to_float32, x) for x in args)
+      positional = tuple(map_arrays(half_to_float32, x) for x in args)
       named = {name: map_arrays(half_to_float32, x) for name, x in kwargs.items()}
     with jax.named_scope(SCOPE), ACTIVE((around or Active()).outside()):
-      return call(*given, **named)
+      return call(*positional, **named)
 
   return wrapped

@@ -37,13 +37,13 @@ def parse_dtype(dtype: DTypeLike, where: str) -> DType:
   expected = "a floating dtype such as 'float32', 'bfloat16' or 'float16'"
   if isinstance(dtype, str):
     if dtype in NAMES:
-      found = jnp.dtype(NAMES[dtype])
+      parsed = jnp.dtype(NAMES[dtype])
     elif dtype in ("float", "double"):
       fix = "NumPy reads this name as float64; write 'float32' (or 'float64' with jax_enable_x64)."
       raise MpjaxValueError(where, expected=expected, got=repr(dtype), fix=fix)
     else:
-      found = _other_dtype(dtype)
-      if found is None:
+      parsed = _other_dtype(dtype)
+      if parsed is None:
         near = " or ".join(map(repr, nearest(dtype, NAMES)))
         fix = f"Did you mean {near}?"
         raise MpjaxValueError(where, expected=expected, got=repr(dtype), fix=fix)
@@ -51,17 +51,17 @@ def parse_dtype(dtype: DTypeLike, where: str) -> DType:
     fix = "NumPy reads it as float64; name the dtype, for example 'float32'."
     raise MpjaxTypeError(where, expected=expected, got=repr(dtype), fix=fix)
   else:
-    found = _other_dtype(dtype)
-    if found is None:
+    parsed = _other_dtype(dtype)
+    if parsed is None:
       fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
       raise MpjaxTypeError(where, expected=expected, got=repr(dtype), fix=fix)
-  if not jnp.issubdtype(found, jnp.floating):
+  if not jnp.issubdtype(parsed, jnp.floating):
     fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
-    raise MpjaxTypeError(where, expected=expected, got=found.name, fix=fix)
-  if found == np.float64 and jax.dtypes.canonicalize_dtype(found) != found:
+    raise MpjaxTypeError(where, expected=expected, got=parsed.name, fix=fix)
+  if parsed == np.float64 and jax.dtypes.canonicalize_dtype(parsed) != parsed:
     fix = "Without jax_enable_x64 JAX would give float32 silently; enable it or ask for 'float32'."
     raise MpjaxValueError(where, expected=expected, got="float64", fix=fix)
-  return found
+  return parsed
 
 
 def _other_dtype(dtype: object) -> DType | None:
@@ -199,9 +199,9 @@ def hardware_of(platform: str, capability: object = None) -> Hardware:
   if not major.isdecimal():
     return Hardware("not known to mpjax")
   at = (int(major), int(minor) if minor.isdecimal() else 0)
-  found = [row for row in _TENSOR_CORES if row[:2] <= at]
-  if not found:
+  rows = [row for row in _TENSOR_CORES if row[:2] <= at]
+  if not rows:
     return Hardware(f"no Tensor Cores (compute capability {capability})")
-  *_, name, dtypes = found[-1]
+  *_, name, dtypes = rows[-1]
   units = f"Tensor Cores of the {name} generation (compute capability {capability})"
   return Hardware(units, dtypes, "TF32" if "bfloat16" in dtypes else "float32")

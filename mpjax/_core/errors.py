@@ -322,12 +322,12 @@ def check_int(
   an integer out of range, `fix_type` for another type.
   """
   upto = "" if most is None else f" and at most {most}"
-  wanted = expected or f"an integer, at least {least}{upto}"
+  expected = expected or f"an integer, at least {least}{upto}"
   if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-    raise wrong_type(value, where, expected=wanted, fix=fix_type)
+    raise wrong_type(value, where, expected=expected, fix=fix_type)
   number = int(value)
   in_range = number >= least and (most is None or number <= most)
-  check_value(number, in_range, where, expected=wanted, fix=fix)
+  check_value(number, in_range, where, expected=expected, fix=fix)
   return number
 
 

@@ -125,8 +125,8 @@ def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
   One that is no text is returned, if its own text leads back to it, as it has to in a jaxpr.
   """
   text, recipe = str(matmul).strip(), None
-  if found := _TEXT.fullmatch(text):
-    recipe = _read(**found.groupdict())
+  if match := _TEXT.fullmatch(text):
+    recipe = _read(**match.groupdict())
   elif ":" in text:
     with contextlib.suppress(ImportError, AttributeError, ValueError):
       recipe = pkgutil.resolve_name(text)
@@ -157,10 +157,10 @@ _TEXT = re.compile(
 )
 
 
-def _read(*, power_of_two: str | None, skip: str | None, **given: str | None) -> Float8:
+def _read(*, power_of_two: str | None, skip: str | None, **fields: str | None) -> Float8:
   """Returns the recipe of a text, from the parts of it that are there."""
   pairs = re.findall(_SIZES, skip or "")
   sizes = [[None if n == "*" else int(n) for n in pair] for pair in pairs]
-  options: Any = {name: value for name, value in given.items() if value}
+  options: Any = {name: value for name, value in fields.items() if value}
   options |= {"skip": sizes} if skip else {}
   return Float8(power_of_two=bool(power_of_two), **options)

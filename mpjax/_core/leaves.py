@@ -34,11 +34,11 @@ def leaf_paths(tree: PyTree) -> list[Path]:
   def is_box(x: object) -> bool:
     return hasattr(type(x), "replace_boxed") or hasattr(type(x), "get_raw_value")
 
-  found: list[Path] = []
+  paths: list[Path] = []
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
     names = tuple(path_text(path).split("/")) if path else ()
-    found += [names] * len(jax.tree.leaves(node))
-  return found
+    paths += [names] * len(jax.tree.leaves(node))
+  return paths
 
 
 def node_paths(tree: PyTree) -> set[str]:
@@ -116,14 +116,14 @@ def misfit(x: Leaf, want: jax.ShapeDtypeStruct, *, cast: bool) -> str | None:
 
   For typed keys plain key data are as good.
   """
-  wanted = f"{want.dtype}{list(want.shape)}"
+  spec = f"{want.dtype}{list(want.shape)}"
   if not is_array_like(x) or isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
-    return f"{kind_of(x)} for {wanted}"
+    return f"{kind_of(x)} for {spec}"
   if is_key(want.dtype) and x.dtype == np.uint32:
     want = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(want.shape, want.dtype))
   if x.shape == want.shape and (x.dtype == want.dtype or (cast and are_floating(x, want))):
     return None
-  return f"{x.dtype}{list(x.shape)} for {wanted}"
+  return f"{x.dtype}{list(x.shape)} for {spec}"
 
 
 def are_floating(*leaves: Leaf) -> bool:
@@ -143,10 +143,10 @@ def convert(x: Array, dtype: DType) -> Array:
 
 def _generator(dtype: DType) -> object:
   """Returns what `jax.random.wrap_key_data` calls the generator of keys of `dtype`."""
-  found: list[object] = []
+  generators: list[object] = []
   keys = jax.ShapeDtypeStruct((), dtype)
-  jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), keys)
-  return found[0]
+  jax.eval_shape(lambda key: generators.append(jax.random.key_impl(key)), keys)
+  return generators[0]
 
 
 def overflows(before: Leaf, after: Leaf) -> bool:

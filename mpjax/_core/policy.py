@@ -112,12 +112,12 @@ class Policy:
     precision: str | MatmulPrecision | None = None,
     matmul: Any = None,
   ) -> None:
-    given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
+    dtypes = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
     optional = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype}
     for name in optional:
       object.__setattr__(self, name, None)
-    given.update({name: value for name, value in optional.items() if value is not None})
-    for name, value in given.items():
+    dtypes.update({name: value for name, value in optional.items() if value is not None})
+    for name, value in dtypes.items():
       where = f"mpjax.Policy({name}=...)"
       dtype = parse_dtype(value, where)
       if is_float8(dtype) and name != "param_dtype":

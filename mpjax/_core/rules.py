@@ -65,12 +65,12 @@ class Rule:
     where: Callable[[Module], bool] | None = None,
   ) -> None:
     selectors = {"path": path, "module": module, "where": where}
-    given = [name for name, value in selectors.items() if value is not None]
-    if len(given) != 1:
+    names = [name for name, value in selectors.items() if value is not None]
+    if len(names) != 1:
       raise MpjaxValueError(
         "mpjax.Rule(...)",
         expected="exactly one of path=, module= and where=",
-        got=" and ".join(f"{name}=" for name in given) or "none of them",
+        got=" and ".join(f"{name}=" for name in names) or "none of them",
         fix="Write one rule for each selector; where= can combine conditions.",
       )
     if isinstance(path, str):

@@ -42,21 +42,21 @@ def first_nonfinite_together(
   none = np.int32(len(leaves))
 
   def together(arrays: Sequence[Array]) -> Array:
-    found = jnp.asarray(none)
+    first = jnp.asarray(none)
     for group in groups:
       if len(group) > 1:
         bad = _first_bad([arrays[i] for i in group], [inexact[i] for i in group], none)
       else:
         finite = jnp.all(jnp.isfinite(arrays[group[0]]))
         bad = jnp.where(finite, none, np.int32(inexact[group[0]]))
-      found = jnp.minimum(found, bad)
-    return found
+      first = jnp.minimum(first, bad)
+    return first
 
   def alone(arrays: Sequence[Array]) -> Array:
-    found = list(leaves)
+    new = list(leaves)
     for i, x in zip(inexact, arrays, strict=True):
-      found[i] = x
-    return one_by_one(found)
+      new[i] = x
+    return one_by_one(new)
 
   return _on_gpu([jnp.asarray(leaves[i]) for i in inexact], together, alone)
 
@@ -86,8 +86,8 @@ def sum_of_squares(leaves: Sequence[Array]) -> Array:
 
   def together(leaves: Sequence[Array]) -> Array:
     # What is alone may be divided among devices, and keeps its shape.
-    found = [[leaves[i] for i in group] for group in groups]
-    sums = [several(each) if len(each) > 1 else one(*each) for each in found]
+    members = [[leaves[i] for i in group] for group in groups]
+    sums = [several(each) if len(each) > 1 else one(*each) for each in members]
     return sum(sums, start=jnp.zeros((), jnp.float32))
 
   if all(len(group) == 1 for group in groups):
@@ -114,14 +114,14 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
   """Returns `condition` for each leaf: the scalar, or on a GPU a mask that small ones share."""
   # XLA for GPU puts operations of one shape that read the same array into one kernel, but not for
   # the sake of a scalar: AdamW then updates 53 scales of norms in 6 kernels, and otherwise in 53.
-  found = [condition] * len(leaves)
+  masks = [condition] * len(leaves)
   if not isinstance(condition, Tracer):
-    return found
-  known = [i for i, x in enumerate(leaves) if jnp.ndim(x) and not _is_symbolic(x)]
-  small = [i for i in known if 0 < jnp.size(leaves[i]) <= _SMALL]
+    return masks
+  arrays = [i for i, x in enumerate(leaves) if jnp.ndim(x) and not _is_symbolic(x)]
+  small = [i for i in arrays if 0 < jnp.size(leaves[i]) <= _SMALL]
   groups = [g for g in _grouped([leaves[i] for i in small], jnp.shape, most=None) if len(g) > 1]
   if not groups:
-    return found
+    return masks
   shapes = [jnp.shape(leaves[small[group[0]]]) for group in groups]
 
   def alone(flag: Array) -> list[Array]:
@@ -134,20 +134,20 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
 
   for group, mask in zip(groups, _on_gpu(condition, stored, alone), strict=True):
     for i in group:
-      found[small[i]] = mask
-  return found
+      masks[small[i]] = mask
+  return masks
 
 
 def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
   """Returns the same scalars (bool, int32, float32), on a GPU read from one array."""
   # XLA launches a kernel for each number that is computed from scalars, a copy for each that is
   # overwritten while another still reads it, and one for all that read the same array.
-  found = dict(scalars)
-  arrays = list({id(x): x for x in found.values()}.values())
+  result = dict(scalars)
+  arrays = list({id(x): x for x in result.values()}.values())
   plain = all(isinstance(x, Tracer) and not jnp.ndim(x) for x in arrays)
   # Within a shard_map some may vary from device to device, and in one array all would.
   if not plain or jax.sharding.get_abstract_mesh().manual_axes:
-    return found
+    return result
 
   def stored(arrays: Sequence[Array]) -> list[Array]:
     row = jax.lax.optimization_barrier(jnp.stack([_as_int32(x) for x in arrays]))
@@ -155,7 +155,7 @@ def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
 
   read = _on_gpu(arrays, stored, lambda arrays: list(arrays))
   taken = {id(x): new for x, new in zip(arrays, read, strict=True)}
-  return {name: taken[id(x)] for name, x in found.items()}
+  return {name: taken[id(x)] for name, x in result.items()}
 
 
 def _as_int32(x: Array) -> Array:
@@ -210,5 +210,5 @@ def _divided(x: Leaf, kind: AxisType) -> bool:
     return False
   sharding = jax.typeof(x).sharding
   mesh = sharding.mesh
-  found = any(k == kind and n > 1 for k, n in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
-  return found and (kind == AxisType.Auto or any(axis is not None for axis in sharding.spec))
+  has_axis = any(k == kind and n > 1 for k, n in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
+  return has_axis and (kind == AxisType.Auto or any(axis is not None for axis in sharding.spec))

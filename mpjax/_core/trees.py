@@ -236,38 +236,38 @@ def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
   return first_nonfinite_together(leaves, inexact, one_by_one)
 
 
-def tree_differences(wanted: PyTree, given: PyTree, *, dtypes: bool) -> list[str]:
-  """Returns what keeps `given` from being like `wanted`: every wrong leaf, by its path.
+def tree_differences(expected: PyTree, got: PyTree, *, dtypes: bool) -> list[str]:
+  """Returns what keeps `got` from being like `expected`: every wrong leaf, by its path.
 
   None counts as a leaf in both.
   """
-  wanted_leaves, wanted_def = _flatten(wanted)
-  given_leaves, given_def = _flatten(given)
-  missing = [f"nothing at {path}" for path in wanted_leaves if path not in given_leaves]
-  extra = [f"an extra leaf at {path}" for path in given_leaves if path not in wanted_leaves]
+  expected_leaves, expected_def = _flatten(expected)
+  got_leaves, got_def = _flatten(got)
+  missing = [f"nothing at {path}" for path in expected_leaves if path not in got_leaves]
+  extra = [f"an extra leaf at {path}" for path in got_leaves if path not in expected_leaves]
   if missing or extra:
     return missing + extra
-  if wanted_def != given_def:
-    return [_other_container(wanted, given)]
-  found = []
-  for path, want in wanted_leaves.items():
-    want_text, give_text = (_describe(x, dtypes) for x in (want, given_leaves[path]))
+  if expected_def != got_def:
+    return [_other_container(expected, got)]
+  differences = []
+  for path, want in expected_leaves.items():
+    want_text, give_text = (_describe(x, dtypes) for x in (want, got_leaves[path]))
     if want_text != give_text:
-      found.append(f"{give_text} for {want_text} at {path}")
-  return found
+      differences.append(f"{give_text} for {want_text} at {path}")
+  return differences
 
 
-def _other_container(wanted: PyTree, given: PyTree) -> str:
+def _other_container(expected: PyTree, got: PyTree) -> str:
   """Returns the first path where two trees with the same paths have other containers."""
   path = ""
   while True:
-    kinds = [type(tree).__name__ for tree in (given, wanted)]
+    kinds = [type(tree).__name__ for tree in (got, expected)]
     if kinds[0] != kinds[1]:
       return f"other containers: {kinds[0]} for {kinds[1]} at {path or 'the root'}"
-    inside = [_children(tree) for tree in (wanted, given)]
+    inside = [_children(tree) for tree in (expected, got)]
     for (key, want), (_, give) in zip(*inside, strict=True):
       if jax.tree.structure(want, is_leaf=is_none) != jax.tree.structure(give, is_leaf=is_none):
-        path, wanted, given = path + jax.tree_util.keystr(key), want, give
+        path, expected, got = path + jax.tree_util.keystr(key), want, give
         break
     else:
       return f"other static parts of a {kinds[0]} at {path or 'the root'}"

@@ -121,13 +121,13 @@ def nodes_with_path(tree: PyTree, kind: type[T]) -> Iterator[tuple[str, T]]:
 
 
 def crossings(
-  target: PyTree, wanted: Mapping[str, Leaf], stored: Mapping[str, Leaf], where: str
+  target: PyTree, expected: Mapping[str, Leaf], stored: Mapping[str, Leaf], where: str
 ) -> dict[str, str]:
   """Returns the paths of masters in another form than in `stored`, each with its parameter's."""
   result = {}
   for place, _ in nodes_with_path(target, MasterWeightsState):
     root = f"{place}/master".lstrip("/")
-    if any(f"{path}/".startswith(f"{root}/parity/") and path not in wanted for path in stored):
+    if any(f"{path}/".startswith(f"{root}/parity/") and path not in expected for path in stored):
       raise MpjaxValueError(
         where,
         expected="split masters as int16 remainders",
@@ -135,11 +135,11 @@ def crossings(
         fix='Restore it with the version that saved it into a state of storage="float32", save '
         "that, and restore it here.",
       )
-    inside = [path for path in wanted if f"{path}/".startswith(f"{root}/")]
+    inside = [path for path in expected if f"{path}/".startswith(f"{root}/")]
     suffixes = {path: path.removeprefix(root).lstrip("/") for path in inside}
-    halves = {path for path in inside if _params(wanted, suffixes[path], wanted[path].shape)}
+    halves = {path for path in inside if _params(expected, suffixes[path], expected[path].shape)}
     both = {
-      path: {str(getattr(x.get(path), "dtype", "")) for x in (wanted, stored)} for path in inside
+      path: {str(getattr(x.get(path), "dtype", "")) for x in (expected, stored)} for path in inside
     }
     crossed = {path for path in inside if both[path] == {"float32", "int16"}}
     # A storage has all masters of bfloat16 in one form: a single leaf of the other is damage.
@@ -196,7 +196,7 @@ def _check_split(master: Array, joined: Array, path: str, where: str) -> None:
 _WHERE = "mpjax.checkpoints.restore_like(target, restored)"
 _TARGET = "mpjax.checkpoints.restore_like(target)"
 
-_Wanted = Mapping[str, jax.ShapeDtypeStruct]
+_Expected = Mapping[str, jax.ShapeDtypeStruct]
 """The leaves of target by path; a sharding is one that the result must have, or None."""
 
 
@@ -240,26 +240,26 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   >>> mpjax.checkpoints.restore_like(target, saved, cast=True)["w"]
   Array([1, 1], dtype=bfloat16)
   """
-  wanted = _wanted(target)
+  expected = _expected_leaves(target)
   own = isinstance(restored, (str, os.PathLike))
   stored = _metadata(os.fspath(restored)) if own else restored
   leaves = leaves_by_path(stored, _WHERE)
-  crossed = crossings(target, wanted, leaves, _WHERE)
-  saved = wanted | {path: wanted[path].update(dtype=leaves[path].dtype) for path in crossed}
+  crossed = crossings(target, expected, leaves, _WHERE)
+  saved = expected | {path: expected[path].update(dtype=leaves[path].dtype) for path in crossed}
   if own:
     restored = _read(os.fspath(restored), stored, target, saved, cast)
-  found = _match(target, saved, restored, cast)
-  converted = {path: convert(found[path], want.dtype) for path, want in saved.items()}
-  casts = {path: (found[path], x) for path, x in converted.items()}
+  matched = _match(target, saved, restored, cast)
+  converted = {path: convert(matched[path], want.dtype) for path, want in saved.items()}
+  casts = {path: (matched[path], x) for path, x in converted.items()}
   refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
   converted = cross(converted, crossed, _WHERE)
-  placed = [put(converted[path], want.sharding, alias=own) for path, want in wanted.items()]
+  placed = [put(converted[path], want.sharding, alias=own) for path, want in expected.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), placed)
   _refuse_broken_scales(result)
   return result
 
 
-def _wanted(target: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+def _expected_leaves(target: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
   leaves = leaves_by_path(target, _TARGET)
   check_leaves(leaves, _TARGET, abstract=True)
   # A Python number has the dtype that jit would give it.
@@ -315,17 +315,17 @@ def _absolute(path: str) -> str:
   return path if "://" in path else os.path.abspath(path)
 
 
-def _read(path: str, stored: PyTree, target: PyTree, wanted: _Wanted, cast: bool) -> PyTree:
+def _read(path: str, stored: PyTree, target: PyTree, expected: _Expected, cast: bool) -> PyTree:
   """Returns what the Orbax checkpoint at `path` holds, in its own structure and dtypes.
 
   What does not fit is refused by its metadata alone, which `stored` is. Arrays are read to their
   sharding, or to the host where that is anywhere.
   """
-  _match(target, wanted, stored, cast)
+  _match(target, expected, stored, cast)
   with ocp.StandardCheckpointer() as checkpointer:
 
     def where_to(key_path: KeyPath, x: Leaf) -> Leaf:
-      want = wanted[_resolve(path_text(key_path), x, wanted)[0]]
+      want = expected[_resolve(path_text(key_path), x, expected)[0]]
       if not isinstance(x, np.ndarray):
         return x
       if is_key(want.dtype):
@@ -354,17 +354,17 @@ def _everywhere(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding
   return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _match(target: PyTree, wanted: _Wanted, restored: PyTree, cast: bool) -> dict[str, Leaf]:
+def _match(target: PyTree, expected: _Expected, restored: PyTree, cast: bool) -> dict[str, Leaf]:
   """Returns the leaves of `restored` by path, or raises if they are not those of `target`."""
-  found: dict[str, Leaf] = {}
+  leaves: dict[str, Leaf] = {}
   for name, leaf in leaves_by_path(restored, _WHERE).items():
-    path, x = _resolve(name, leaf, wanted)
-    if path in found:
+    path, x = _resolve(name, leaf, expected)
+    if path in leaves:
       raise same_path(_WHERE, path)
-    found[path] = x
-  _refuse_other_configuration(target, found)
-  problems = [f"nothing at {path or 'the root'}" for path in wanted if path not in found]
-  problems += [f"an extra leaf at {path or 'the root'}" for path in found if path not in wanted]
+    leaves[path] = x
+  _refuse_other_configuration(target, leaves)
+  problems = [f"nothing at {path or 'the root'}" for path in expected if path not in leaves]
+  problems += [f"an extra leaf at {path or 'the root'}" for path in leaves if path not in expected]
   if problems:
     raise MpjaxValueError(
       _WHERE,
@@ -374,22 +374,22 @@ def _match(target: PyTree, wanted: _Wanted, restored: PyTree, cast: bool) -> dic
       "StandardCheckpointer().restore(path): then pass a part of it, restored['params'], or add "
       "what is missing.",
     )
-  misfits = {path: misfit(found[path], want, cast=cast) for path, want in wanted.items()}
+  misfits = {path: misfit(leaves[path], want, cast=cast) for path, want in expected.items()}
   wrong = [path for path, text in misfits.items() if text]
   if wrong:
     raise MpjaxValueError(
       _WHERE,
       expected="leaves of the dtype and shape of target",
       got=listed([f"{misfits[path]} at {path or 'the root'}" for path in wrong]),
-      fix=_advice([(found[path], wanted[path]) for path in wrong]),
+      fix=_advice([(leaves[path], expected[path]) for path in wrong]),
     )
-  return found
+  return leaves
 
 
-def _resolve(name: str, x: Leaf, wanted: _Wanted) -> tuple[str, Leaf]:
+def _resolve(name: str, x: Leaf, expected: _Expected) -> tuple[str, Leaf]:
   """Returns the path and the leaf that `x`, saved as `name`, represents."""
-  path, x = (name, x) if name in wanted else decode(name, x)
-  return path, as_array(x, wanted[path]) if path in wanted else x
+  path, x = (name, x) if name in expected else decode(name, x)
+  return path, as_array(x, expected[path]) if path in expected else x
 
 
 def _advice(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
@@ -408,18 +408,18 @@ def _advice(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
   )
 
 
-def _refuse_other_configuration(target: PyTree, found: Mapping[str, Leaf]) -> None:
+def _refuse_other_configuration(target: PyTree, leaves: Mapping[str, Leaf]) -> None:
   """Raises if a loss scale was saved under another configuration: its name is part of the path."""
   for place, state in nodes_with_path(target, LossScalingState):
-    inside = [path for path in found if path.startswith(f"{place}/" if place else "")]
+    inside = [path for path in leaves if path.startswith(f"{place}/" if place else "")]
     prefix = f"{place}/loss_scale/".lstrip("/")
     saved = {path.removeprefix(prefix).split("/")[0] for path in inside if path.startswith(prefix)}
-    wanted = {label for label, value in state.loss_scale.items() if value != ()}
-    if not inside or saved == wanted:
+    configured = {label for label, value in state.loss_scale.items() if value != ()}
+    if not inside or saved == configured:
       continue
     raise MpjaxValueError(
       _WHERE,
-      expected=f"a loss scale of the configuration {_names(wanted)} at {place or 'the root'}",
+      expected=f"a loss scale of the configuration {_names(configured)} at {place or 'the root'}",
       got=_names(saved),
       fix="Restore into a state of the configuration that was saved; then give its inner_state "
       "to the new state (_replace), and the scale (mpjax.set_loss_scale). What was saved without "

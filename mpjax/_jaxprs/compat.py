@@ -46,8 +46,8 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
   """Returns the results of an equation for other operands, in the context it was traced in."""
   params = eqn.primitive.get_bind_params(eqn.params)
   with context_of(eqn):
-    found = eqn.primitive.bind(*operands, **params)
-  return list(found) if eqn.primitive.multiple_results else [found]
+    results = eqn.primitive.bind(*operands, **params)
+  return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def without_scopes(name_stack: NameStack, prefix: str) -> NameStack:

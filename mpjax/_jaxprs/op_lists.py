@@ -91,8 +91,8 @@ class OpLists:
     opaque: frozenset[str] = _names(_STANDARD, "opaque"),
     conditional: tuple[tuple[str, Predicate], ...] = _pairs(_STANDARD),
   ) -> None:
-    given = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
-    for part, names in given.items():
+    by_part = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
+    for part, names in by_part.items():
       if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
         raise MpjaxTypeError(
           f"OpLists({part}=...)",
@@ -107,7 +107,7 @@ class OpLists:
         got=repr(conditional),
         fix="OpLists().replace(conditional={...}) takes a dict.",
       )
-    pairs = {part: [(name, part) for name in sorted(given[part])] for part in PARTS}
+    pairs = {part: [(name, part) for name in sorted(by_part[part])] for part in PARTS}
     parts: dict[str, Part | Predicate] = {}
     for part, entries in {**pairs, "conditional": conditional}.items():
       where = f"OpLists({part}=...)"
@@ -225,12 +225,12 @@ class OpLists:
     >>> ops.part_of("sort", {"dimension": 0})
     'keep'
     """
-    given = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
+    by_part = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
     conditional = {} if conditional is None else conditional
     fields: dict[str, str] = {}
     moved: dict[str, Part | Predicate] = {}
     for part in PARTS:
-      for name, _ in self._listed(part, given[part], fields):
+      for name, _ in self._listed(part, by_part[part], fields):
         moved[name] = part
     if not isinstance(conditional, Mapping) or not all(map(_is_predicate, conditional.values())):
       raise MpjaxTypeError(
@@ -256,8 +256,8 @@ class OpLists:
         got=repr(ops),
         fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
       )
-    given = list(ops) if isinstance(ops, Iterable) else [ops]
-    for op in given:
+    entries = list(ops) if isinstance(ops, Iterable) else [ops]
+    for op in entries:
       if not isinstance(op, (str, Primitive)):
         raise MpjaxTypeError(
           where,
@@ -265,7 +265,7 @@ class OpLists:
           got=repr(op),
           fix="jax.make_jaxpr(f)(x) prints the names of the primitives that a function f uses.",
         )
-    for op in given:
+    for op in entries:
       name = self._known(where, op)
       if fields.setdefault(name, field) != field:
         raise MpjaxValueError(
@@ -303,13 +303,13 @@ class OpLists:
     """What differs from the standard; `dropped` are its primitives that are in no part here."""
     moved: _Parts = dict(self._items - _STANDARD.items())
     edits = {part: _names(moved, part) for part in PARTS}
-    given = [f"{part}={_quoted(names)}" for part, names in edits.items() if names]
+    arguments = [f"{part}={_quoted(names)}" for part, names in edits.items() if names]
     if chosen := _pairs(moved):
       texts = (f'"{name}": {_name(f)}' for name, f in chosen)
-      given.append("conditional={" + ", ".join(texts) + "}")
+      arguments.append("conditional={" + ", ".join(texts) + "}")
     if dropped := _STANDARD.keys() - self._parts.keys():
-      given.append(f"dropped={_quoted(dropped)}")
-    return f"OpLists().replace({', '.join(given)})" if given else "OpLists()"
+      arguments.append(f"dropped={_quoted(dropped)}")
+    return f"OpLists().replace({', '.join(arguments)})" if arguments else "OpLists()"
 
   def __str__(self) -> str:
     """The primitives of each part, and what decides on those that are conditional."""

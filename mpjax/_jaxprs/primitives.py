@@ -141,8 +141,8 @@ def family(
   decides: str = "",
 ) -> Family:
   """Returns a family. A string is a row of primitives of which nothing else is to be known."""
-  made = tuple(Row(row) if isinstance(row, str) else row for row in rows)
-  return Family(part, reason, made, fixed, decides)
+  as_rows = tuple(Row(row) if isinstance(row, str) else row for row in rows)
+  return Family(part, reason, as_rows, fixed, decides)
 
 
 def integer_pow_part(params: EqnParams) -> Part:

@@ -191,8 +191,8 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
     a newer JAX, or of another library. An empty tuple for one that holds none, or an opaque one.
   """
   try:
-    found = _READERS[facts_of(eqn).holds](eqn)
-    return None if found is None or not all(_fits(inner, eqn) for inner in found) else found
+    jaxprs = _READERS[facts_of(eqn).holds](eqn)
+    return None if jaxprs is None or not all(_fits(inner, eqn) for inner in jaxprs) else jaxprs
   except (KeyError, AttributeError, TypeError, ValueError):  # A newer JAX keeps them elsewhere.
     return None
 
@@ -212,10 +212,10 @@ def _fits(inner: Inner, eqn: JaxprEqn) -> bool:
 
 def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
   """Returns the parameters of an equation with other jaxprs, in the order of `inner_jaxprs`."""
-  made = [tuple(new)] if facts_of(eqn).holds is Holds.COND else new
+  values = [tuple(new)] if facts_of(eqn).holds is Holds.COND else new
   # What is not replaced names no parameters: the transpose of a `linear_call` is float32, and a
   # body in low precision would not match it.
-  return {**eqn.params, **dict(zip(_keys(eqn), made, strict=False))}
+  return {**eqn.params, **dict(zip(_keys(eqn), values, strict=False))}
 
 
 def call_params(
@@ -257,8 +257,8 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
 def mapped_with(eqn: JaxprEqn) -> dict[str, Any]:
   """Returns what `jax.shard_map` takes to run another function as an equation runs its own."""
   params = eqn.params
-  given = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
-  return {**given, "axis_names": params["newly_manual_axes"]}
+  options = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
+  return {**options, "axis_names": params["newly_manual_axes"]}
 
 
 def is_object(eqn: JaxprEqn) -> bool:
@@ -283,8 +283,8 @@ def closed_over(eqn: JaxprEqn) -> int:
 
 def name_of(eqn: JaxprEqn) -> str:
   """Returns the name, file and line of the function that an equation calls, where it is known."""
-  found = inner_jaxprs(eqn)
-  debug = getattr(found[0].jaxpr, "debug_info", None) if found else None
+  inner = inner_jaxprs(eqn)
+  debug = getattr(inner[0].jaxpr, "debug_info", None) if inner else None
   return getattr(debug, "func_src_info", None) or eqn.primitive.name
 
 

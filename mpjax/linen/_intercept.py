@@ -231,9 +231,9 @@ def intercept(
   # Modules among them are the exception, since the copies belong to the trace.
   again = active.again.pop() if active.again and name != "setup" else None
   if again is not None:
-    given = again.args, again.kwargs
-    copied = next(instances_in(given, nn.Module), None) is not None
-    args, kwargs = _in_order((args, kwargs), given) if copied else given
+    first = again.args, again.kwargs
+    copied = next(instances_in(first, nn.Module), None) is not None
+    args, kwargs = _in_order((args, kwargs), first) if copied else first
 
   def call(active: Active) -> PyTree:
     outputs = _call(next_fun, args, kwargs, module, name, active, resolved)
@@ -354,10 +354,10 @@ def applied(
       with activate(active):  # It may be traced again, when the active one has been left.
         return model.apply(variables, *args, **kwargs)
 
-    def data(given: Args) -> list[Leaf]:
+    def data(operands: Args) -> list[Leaf]:
       neutral = neutral_collections()
-      state = [tree for col, tree in given[0].items() if col not in neutral]
-      return Boundary((state, given[1:])).leaves
+      state = [tree for col, tree in operands[0].items() if col not in neutral]
+      return Boundary((state, operands[1:])).leaves
 
     def marked(returned: PyTree) -> PyTree:
       return (returned[0], _in_stored_dtypes(returned[1], variables)) if pair else returned
@@ -387,8 +387,8 @@ def _rewritten(
   Flax's own lifting makes the method a function of variables, random keys and arguments, and puts
   back what it changed, as it does for `nn.jit`. `python` calls the method without being traced.
   """
-  given = (args, kwargs)
-  has_modules = next(instances_in(given, nn.Module), None) is not None
+  inputs = (args, kwargs)
+  has_modules = next(instances_in(inputs, nn.Module), None) is not None
 
   @functools.wraps(method)
   def checked(*args: Any, **kwargs: Any) -> PyTree:
@@ -403,7 +403,7 @@ def _rewritten(
   def attempt(active: Active) -> PyTree:
     def lifted(fn: Function, scopes: PyTree, *args: Any, **kwargs: Any) -> PyTree:
       # Flax has sorted the keys of dicts; but modules among the arguments are its copies.
-      call = (args, kwargs) if has_modules else given
+      call = (args, kwargs) if has_modules else inputs
 
       # `scope_fn` makes scopes of variables and keys, `repack_fn` variables of scopes.
       def inner(
@@ -420,14 +420,14 @@ def _rewritten(
           restore()
           state, rngs = rest
           scope = scope_fn((params, state), rngs)
-          again = TracedCall(module, *(given if has_modules else (args, kwargs)))
+          again = TracedCall(module, *(inputs if has_modules else (args, kwargs)))
           with activate(dataclasses.replace(active, again=[again])):
             outputs = fn(scope, *args, **kwargs)
           _forget_captured(jax.tree.leaves(scope)[-1], method.__name__, outputs)
           return (*again.outputs, outputs)[0], repack_fn(scope)
 
-        def data(given: Args) -> list[Leaf]:
-          return Boundary(given[1:]).leaves
+        def data(operands: Args) -> list[Leaf]:
+          return Boundary(operands[1:]).leaves
 
         def marked(returned: tuple[PyTree, PyTree]) -> PyTree:
           return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
@@ -445,7 +445,7 @@ def _rewritten(
       return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
 
     try:
-      jax.tree.structure(given)
+      jax.tree.structure(inputs)
     except (TypeError, ValueError) as error:
       raise NotTraceable("is given a dict whose keys do not sort") from error
     return lift_direct_transform(lifted, (checked,), module, *args, **kwargs)

@@ -28,16 +28,16 @@ _TAG = "mpjax.policy"
 _WHERE = "mpjax.with_policy(model, policy)"
 
 
-def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs]) -> PyTree:
-  """Returns `call(*given)`, with the operations of all modules inside rewritten.
+def rewritten(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]) -> PyTree:
+  """Returns `call(*inputs)`, with the operations of all modules inside rewritten.
 
   The call reads and writes the variables of what it is given, and of nothing else.
   """
-  module = given[0]
+  module = inputs[0]
   policy = _spec.resolved_policy(module).policy
 
   def attempt(state: Active) -> PyTree:
-    boundary = Boundary(given[1:], _spec.is_node)
+    boundary = Boundary(inputs[1:], _spec.is_node)
     everything = (module, boundary.leaves)
     nodes, variables = _spec.parts_of(everything)
     held_before = [(node, dict(vars(node))) for node in nodes]
@@ -121,7 +121,7 @@ def rewritten(call: Function, name: str, given: tuple[nnx.Module, Args, Kwargs])
 
   state = dataclasses.replace(_spec.calling_state(), region=region_of(policy))
   path, foreign = _spec.path_of(module), flax.errors.TraceContextError
-  return attempts(attempt, lambda _: call(*given), state, path, _WHERE, foreign)
+  return attempts(attempt, lambda _: call(*inputs), state, path, _WHERE, foreign)
 
 
 def _data(args: Args) -> list[Leaf]:

@@ -193,10 +193,10 @@ def refuse_integers(
 ) -> None:
   """Raises if a leaf of `params` is an array that cannot be trained."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  found = [
+  integers = [
     f"{jnp.result_type(x)} at {key_text(path)}"
     for path, x in leaves
     if is_array_like(x) and not is_inexact(x)
   ]
-  if found:
-    raise MpjaxTypeError(where, expected="floating parameters", got=listed(found), fix=fix)
+  if integers:
+    raise MpjaxTypeError(where, expected="floating parameters", got=listed(integers), fix=fix)

@@ -332,15 +332,15 @@ def common_state(
   # `unchanged` says for each leaf whether the loss function returns it as it was given it.
   leaves, structure = jax.tree_util.tree_flatten_with_path(new)
   paths = [path_text(path) for path, _ in leaves]
-  known = [_how(path, integer_state) for path in paths]
+  rules = [_rule_for(path, integer_state) for path in paths]
   _check_paths(paths, integer_state)
-  rest = zip(leaves, jax.tree.leaves(old), jax.tree.leaves(unchanged), known, strict=True)
-  unsaid, found = [], []
-  for (path, x), before, same, how in rest:
+  rest = zip(leaves, jax.tree.leaves(old), jax.tree.leaves(unchanged), rules, strict=True)
+  unsaid, common = [], []
+  for (path, x), before, same, rule in rest:
     counted = not (same or is_inexact(x) or is_key(x.dtype))
-    if counted and how is None:
+    if counted and rule is None:
       unsaid.append(f"{x.dtype}{list(x.shape)} at {path_text(path) or 'the root'}")
-    found.append(before if same else _combine(x, before, how, axes))
+    common.append(before if same else _combine(x, before, rule, axes))
   if unsaid:
     raise MpjaxValueError(
       f"mpjax.make_train_step(axis_name={axes!r}): model_state",
@@ -350,10 +350,10 @@ def common_state(
       fix='Pass integer_state="sum" (the old value and the changes of all devices), '
       'integer_state="same" (devices agree anyway), or a dict from paths to these.',
     )
-  return structure.unflatten(found)
+  return structure.unflatten(common)
 
 
-def _combine(x: Array, old: Array, how: str | None, axes: tuple[Hashable, ...]) -> Array:
+def _combine(x: Array, old: Array, rule: str | None, axes: tuple[Hashable, ...]) -> Array:
   if is_key(x.dtype):
     data = jax.lax.pmax(jax.random.key_data(x), axes)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -361,10 +361,10 @@ def _combine(x: Array, old: Array, how: str | None, axes: tuple[Hashable, ...]) 
     return jax.lax.pmean(at_least_float32(x), axes).astype(x.dtype)
   if x.dtype == jnp.bool_:
     return jax.lax.pmax(x.astype(jnp.int32), axes).astype(jnp.bool_)
-  return old + jax.lax.psum(x - old, axes) if how == "sum" else jax.lax.pmax(x, axes)
+  return old + jax.lax.psum(x - old, axes) if rule == "sum" else jax.lax.pmax(x, axes)
 
 
-def _how(path: str, integer_state: IntegerState) -> str | None:
+def _rule_for(path: str, integer_state: IntegerState) -> str | None:
   """Returns what is said of the leaf at `path`, or of the nearest branch that it is in."""
   if not isinstance(integer_state, Mapping):
     return integer_state
@@ -373,8 +373,8 @@ def _how(path: str, integer_state: IntegerState) -> str | None:
 
 
 def _check_paths(paths: list[str], integer_state: IntegerState) -> None:
-  given = integer_state if isinstance(integer_state, Mapping) else {}
-  lost = [name for name in given if not any(p == name or p.startswith(f"{name}/") for p in paths)]
+  by_path = integer_state if isinstance(integer_state, Mapping) else {}
+  lost = [name for name in by_path if not any(p == name or p.startswith(f"{name}/") for p in paths)]
   if lost:
     raise MpjaxValueError(
       "mpjax.make_train_step(integer_state)",

@@ -281,8 +281,8 @@ def merged_masters(opt_state: OptState) -> Params:
 
 
 def _require(opt_state: OptState, where: str) -> list[MasterWeightsState]:
-  found = nodes_of(opt_state, MasterWeightsState)
-  if not found:
+  states = nodes_of(opt_state, MasterWeightsState)
+  if not states:
     raise MpjaxTypeError(
       where,
       expected="the state of an optimizer with mpjax.master_weights",
@@ -290,4 +290,4 @@ def _require(opt_state: OptState, where: str) -> list[MasterWeightsState]:
       fix="Wrap the optimizer, tx = mpjax.master_weights(tx); parameters that are stored in "
       "float32 need none.",
     )
-  return found
+  return states

@@ -245,12 +245,12 @@ def _check_dtype(dtype: DTypeLike, where: str) -> DType:
   expected = "'bfloat16', 'float16' or 'float32'"
   fix = "Narrower numbers need a scale for each block of a moment, which is not done here."
   try:
-    found = parse_dtype(dtype, where)
+    parsed = parse_dtype(dtype, where)
   except MpjaxTypeError as error:
     raise MpjaxTypeError(where, expected=expected, got=repr(dtype), fix=fix) from error
-  if found.name not in (*HALF_NAMES, "float32"):
-    raise MpjaxValueError(where, expected=expected, got=repr(found.name), fix=fix)
-  return found
+  if parsed.name not in (*HALF_NAMES, "float32"):
+    raise MpjaxValueError(where, expected=expected, got=repr(parsed.name), fix=fix)
+  return parsed
 
 
 def _is_stored(x: Leaf) -> bool:
@@ -260,14 +260,14 @@ def _is_stored(x: Leaf) -> bool:
 
 def _types_in(tree: PyTree) -> set[Class]:
   """Returns the types of the containers in a tree of parameters, whose fields are no moments."""
-  found: set[Class] = set()
+  classes: set[Class] = set()
 
   def visit(x: object) -> bool:
-    found.add(type(x))
+    classes.add(type(x))
     return False
 
   jax.tree.leaves(tree, is_leaf=visit)
-  return found
+  return classes
 
 
 def _map_moments(

@@ -117,20 +117,20 @@ def updated_parameters(opt_state: OptState) -> dict[str, Array]:
 
 def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   """Returns the loss scale of a training step, which has to cover the entire optimizer."""
-  found = scales_in(opt_state) or [find_scale(opt_state, where, None)]
+  scales = scales_in(opt_state) or [find_scale(opt_state, where, None)]
   outermost = opt_state
   while isinstance(outermost, (MasterWeightsState, MonitorState)):
     outermost = outermost.inner_state
-  if not isinstance(outermost, LossScalingState) or len(found) > 1:
+  if not isinstance(outermost, LossScalingState) or len(scales) > 1:
     raise MpjaxTypeError(
       where,
       expected="mpjax.loss_scaling around the entire optimizer, for one loss",
-      got=f"{len(found)} loss scale(s) inside of {kind_of(outermost)}",
+      got=f"{len(scales)} loss scale(s) inside of {kind_of(outermost)}",
       fix="Write mpjax.loss_scaling(optax.chain(...)): what is outside would see scaled "
       "gradients, and skipped steps. With several losses write the step with "
       "mpjax.value_and_grad(..., name=...).",
     )
-  return found[0]
+  return scales[0]
 
 
 def _check_tx(tx: object, where: str) -> None:

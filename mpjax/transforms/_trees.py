@@ -106,9 +106,9 @@ def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = 
   return jax.tree.map(_align_leaf, grads, params, is_leaf=is_none)
 
 
-def refuse_none(given: PyTree, params: Params, where: str, *, expected: str) -> None:
-  """Raises if `given` has None where `params` have what is trained, or a tree with that."""
-  if not any(map(is_none, jax.tree.leaves(given, is_leaf=is_none))):
+def refuse_none(tree: PyTree, params: Params, where: str, *, expected: str) -> None:
+  """Raises if `tree` has None where `params` have what is trained, or a tree with that."""
+  if not any(map(is_none, jax.tree.leaves(tree, is_leaf=is_none))):
     return
   problems = []
 
@@ -120,7 +120,7 @@ def refuse_none(given: PyTree, params: Params, where: str, *, expected: str) -> 
           problems.append(f"None for {dtype}{shape} at {key_text((*path, *rest))}")
 
   try:
-    jax.tree_util.tree_map_with_path(look, given, params, is_leaf=is_none)
+    jax.tree_util.tree_map_with_path(look, tree, params, is_leaf=is_none)
   except ValueError:
     return
   if problems:
@@ -147,8 +147,8 @@ def _check_gradients(grads: Grads, params: Params, where: str) -> None:
     problems = jax.tree.leaves(pairs)
   if problems:
     fix = "Differentiate with respect to the very tree that is passed as params."
-    given, own = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (grads, params))
-    if given and all(given) and [shape[1:] for shape in given] == own:
+    shapes, own = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (grads, params))
+    if shapes and all(shapes) and [shape[1:] for shape in shapes] == own:
       fix = (
         "Take the mean over the examples; for optax.contrib.dpsgd, which does, leave params out."
       )

@@ -338,6 +338,24 @@ def has_four_parts(error: ast.expr) -> bool:
   )
 
 
+def check_names(sources: Sources) -> list[str]:
+  """Returns functions, variables and attributes whose name is filler; fields are for users."""
+  wrong = []
+  for path, source in sources.items():
+    classes = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef)]
+    fields = [getattr(statement, "target", None) for c in classes for statement in c.body]
+    for node in ast.walk(parsed(source)):
+      name = getattr(node, NAMED_BY.get(type(node), ""), "")
+      read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+      if name in FILLERS and node not in fields and not read:
+        wrong.append(f"{path}:{node.lineno}: {name} is filler; name the value")
+  return wrong
+
+
+FILLERS = {"found", "given", "known", "made", "how", "once", "wanted", "whole"}
+NAMED_BY = {ast.FunctionDef: "name", ast.arg: "arg", ast.Name: "id", ast.Attribute: "attr"}
+
+
 def check_length(sources: Sources) -> list[str]:
   counts = {path: len(source.splitlines()) for path, source in sources.items()}
   return [
@@ -442,6 +460,7 @@ CHECKS: dict[Callable[[Sources], list[str]], dict[str, Sources | str]] = {
     "a maker": "def f(x) -> MpjaxTypeError:\n  return MpjaxTypeError(x)",
     "a callback": "import jax\ndef f(x):\n  jax.pure_callback(print, x)",
   },
+  check_names: {"a parameter": "def f(given): ...", "an attribute": "def f(x):\n  x.made = 1"},
   check_length: {"601 lines": {"mpjax/_core/x.py": "\n" * 601}},
   check_tests_mirror: {
     "no test": "",

@@ -471,8 +471,8 @@ tests/integration/test_across_devices.py::test_a_loss_that_loss_fn_has_reduced_h
 mpjax/transforms/_gradients.py::_combine
 
 49 a counter of local tokens becomes the largest of all devices
-- how == "sum"
-+ how == "both"
+- rule == "sum"
++ rule == "both"
 tests/integration/test_across_devices.py::test_a_token_counter_beside_a_step_counter
 
 mpjax/transforms/_gradients.py::_unless_there_before

@@ -113,15 +113,15 @@ def compiled_collectives(text: str, graph: Graph) -> tuple[Collective, ...]:
       if loop := _LOOP.search(line):  # A TPU's says its limit in its condition alone.
         condition = "\n".join(computations[loop["condition"]])
         trips += map(int, _TRIPS.findall(line) or _LIMIT.findall(condition))
-      for inner in (x for found in _INNER.findall(line) for x in re.findall(r"%([\w.-]+)", found)):
+      for inner in (x for names in _INNER.findall(line) for x in re.findall(r"%([\w.-]+)", names)):
         times[inner] += times[name] * max(trips)
-      found = _INSTRUCTION.match(line)
-      operation = "" if found is None else found["op"].removesuffix("-start")
-      if found is None or operation not in _COLLECTIVES:
+      instruction = _INSTRUCTION.match(line)
+      operation = "" if instruction is None else instruction["op"].removesuffix("-start")
+      if instruction is None or operation not in _COLLECTIVES:
         continue
-      arrays = list(_ARRAY.finditer(found["type"]))
-      if operation != found["op"]:  # Of most the operands come first, and tokens last.
-        count = found["operands"].count("%")
+      arrays = list(_ARRAY.finditer(instruction["type"]))
+      if operation != instruction["op"]:  # Of most the operands come first, and tokens last.
+        count = instruction["operands"].count("%")
         arrays = arrays[count : 2 * count] or arrays
       source = _SOURCE.search(line)
       scopes = [] if source is None else re.findall(r"[^][/().:'\\]+", source[1])
@@ -157,9 +157,9 @@ def kernels(text: str) -> tuple[Kernel, ...]:
   """Returns the matmuls, convolutions, casts and library calls in HLO; those in fusions count."""
   counts: collections.Counter[tuple[str, str]] = collections.Counter()
   for line in text.splitlines():
-    found = _INSTRUCTION.match(line)
-    if found is not None and found["op"] in _KERNELS:
-      target, array = _TARGET.search(line), _ARRAY.search(found["type"])
-      name = found["op"] if target is None else target[1]
+    instruction = _INSTRUCTION.match(line)
+    if instruction is not None and instruction["op"] in _KERNELS:
+      target, array = _TARGET.search(line), _ARRAY.search(instruction["type"])
+      name = instruction["op"] if target is None else target[1]
       counts[name, "" if array is None else array[0].partition("[")[0]] += 1
   return tuple(Kernel(*key, n) for key, n in counts.most_common())

@@ -68,11 +68,11 @@ def module_rows(
     marks = {each.where.marked(MODULE): None for each in modules[path]}
     module = next((record.modules[mark] for mark in marks if mark in record.modules), None)
     read = dict.fromkeys(moved_from(v) for each in forward for v in each.operands)
-    given = [v for v in read if v.kind == "argument"]
+    arguments = [v for v in read if v.kind == "argument"]
     return ModuleRow(
       path=path,
       modules=1,
-      parameters=dtypes_of(v for v in given if v.label in parameters or not parameters),
+      parameters=dtypes_of(v for v in arguments if v.label in parameters or not parameters),
       activations=dtypes_of(_results(forward)),
       gradients=dtypes_of(_results(backward)),
       flops=dict((+flops[path]).most_common()),

@@ -58,8 +58,8 @@ class Finder:
   def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
     call = Call(args, kwargs, _is_traced)
     call.check_concrete("mpjax.find_nonfinite(fn)")
-    given = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    self.leaves, self.keys = call.arrays, [given[i][0] for i in call.positions]
+    pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    self.leaves, self.keys = call.arrays, [pairs[i][0] for i in call.positions]
     traced = call.traced(fn)[0]
     self.body = body_of(traced, compiled=True)
     self.scale = scale_of(call, args, kwargs)

@@ -103,8 +103,8 @@ def suspects(top: Body, sentinels: Sentinels, flags: NumpyArray) -> Iterator[lis
   def is_bad(slot: int) -> bool:
     return slot in sentinels.cover and bool(flags[sentinels.cover[slot]])
 
-  given = (*top.inputs, *top.consts)
-  yield [number for number, slot in enumerate(given, -len(given)) if is_bad(slot)]
+  slots = (*top.inputs, *top.consts)
+  yield [number for number, slot in enumerate(slots, -len(slots)) if is_bad(slot)]
   for step in top.steps:
     inside = [each for body in step.bodies for each in body.every_step()]
     yield [s.number for s in (step, *inside) if can_break(s) and any(map(is_bad, s.outs))]
@@ -220,8 +220,8 @@ class FirstProbe:
 
   def _look_at_arguments(self, body: Body, values: Sequence[Any]) -> None:
     """Looks at arguments: one that holds a NaN or +inf is at fault, -inf may be a mask."""
-    given = [*zip(body.inputs, values, strict=True), *body.consts.items()]
-    for number, (slot, x) in enumerate(given, -len(given)):
+    pairs = [*zip(body.inputs, values, strict=True), *body.consts.items()]
+    for number, (slot, x) in enumerate(pairs, -len(pairs)):
       x = jnp.asarray(x) if number in self.only else x
       if number not in self.only or not jnp.issubdtype(x.dtype, jnp.inexact):
         continue

@@ -265,17 +265,17 @@ def _of_inf(fault: Fault, bad: list[Range]) -> tuple[str, str]:
 
 def _of_domain(fault: Fault) -> tuple[str, str]:
   """What no wider dtype would help: operands that the operation does not take, or too large."""
-  result, given = fault.result, "these operands"
+  result, operands = fault.result, "these operands"
   kind = "NaN" if result.nan and result.value is None else "inf"
   values, limit = [x.value for x in fault.operands if x.value is not None], _largest(result.dtype)
   # No sum or matmul of small numbers overflows. Of one that does, parts may be inf - inf.
   overflows = any(x.most**2 * x.size > limit for x in fault.operands)
   if values:
-    given = " and ".join(f"{x:.3g}" for x in values)
+    operands = " and ".join(f"{x:.3g}" for x in values)
     # Of ordinary numbers inf is a pole, as that of `log1p` at -1.
     ordinary = 0 in values or all(1e-3 < abs(x) <= 1 for x in values)
     overflows = kind == "inf" and not ordinary
-  text = f"{fault.primitive.name} of {given}"
+  text = f"{fault.primitive.name} of {operands}"
   if overflows:
     text = f"{text} overflows {result.dtype}, which ends at {limit:.3g}."
     if fault.primitive is p.exp_p:

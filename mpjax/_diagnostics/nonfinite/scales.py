@@ -49,8 +49,8 @@ def scale_of(call: Call, args: Args, kwargs: Kwargs) -> Scale | None:
       now = replace_scale(now, owner, state._replace(scale=moved))
     return call.arrays_of(now)
 
-  found, largest = max(states, key=lambda each: float(np.max(each[1].scale)))
-  least = found.says.limits[0] if found.says.dynamic else 1.0
+  owner, largest = max(states, key=lambda each: float(np.max(each[1].scale)))
+  least = owner.says.limits[0] if owner.says.dynamic else 1.0
   return Scale(float(np.max(largest.scale)), least, int(np.max(largest.total)), with_factor)
 
 

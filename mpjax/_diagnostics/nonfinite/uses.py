@@ -146,31 +146,31 @@ class Uses:
   def _is_skip(self, step: Step) -> bool:
     """Whether a `where` discards since a value was not finite: a skipped step."""
     predicate = step.ins[0]
-    known = self._noticed.get(predicate, "") if isinstance(predicate, int) else ""
+    answer = self._noticed.get(predicate, "") if isinstance(predicate, int) else ""
     spread = shape_of(step.eqn.invars[0]) == () and shape_of(step.eqn.outvars[0]) != ()
-    return known == "all" or (known == "each" and spread)
+    return answer == "all" or (answer == "each" and spread)
 
 
 def _noticed(steps: Sequence[Step]) -> dict[int, str]:
   """Returns which values say whether something is finite: "each" element, or "all" of them."""
-  found: dict[int, str] = {}
+  answers: dict[int, str] = {}
   for step in steps:
     eqn = step.eqn
     pairs = [(s, v) for s, v in zip(step.ins, eqn.invars, strict=True) if isinstance(s, int)]
-    asked = [(found[s], v) for s, v in pairs if s in found]
+    asked = [(answers[s], v) for s, v in pairs if s in answers]
     if step.bodies:
       inside = any(_asks(each) for b in step.bodies for each in b.every_step())
-      known = "all" if asked or inside else ""
+      answer = "all" if asked or inside else ""
     elif _asks(step):
-      known = "each"
+      answer = "each"
     else:
       arrays = [v for v in (*(v for _, v in asked), *eqn.outvars) if hasattr(v.aval, "shape")]
       alike = len(set(map(shape_of, arrays))) < 2
-      known = min((each for each, _ in asked), default="") if alike else "all" * bool(asked)
-    if known:
-      made = zip(step.outs, eqn.outvars, strict=True)
-      found.update({slot: known for slot, var in made if not is_inexact(var)})
-  return found
+      answer = min((each for each, _ in asked), default="") if alike else "all" * bool(asked)
+    if answer:
+      results = zip(step.outs, eqn.outvars, strict=True)
+      answers.update({slot: answer for slot, var in results if not is_inexact(var)})
+  return answers
 
 
 def _asks(step: Step) -> bool:
@@ -181,25 +181,25 @@ def _asks(step: Step) -> bool:
 
 
 def _constants(steps: Sequence[Step]) -> set[int]:
-  found: set[int] = set()
+  constants: set[int] = set()
   for step in steps:
-    fixed = all(not isinstance(slot, int) or slot in found for slot in step.ins)
+    fixed = all(not isinstance(slot, int) or slot in constants for slot in step.ins)
     if step.ins and fixed and (is_move(step) or step.eqn.primitive is p.convert_element_type_p):
-      found.update(step.outs)
-  return found
+      constants.update(step.outs)
+  return constants
 
 
 def _summed(steps: Sequence[Step]) -> set[int]:
   """Returns which values are added up, moved, cast or scaled before at most."""
-  found: set[int] = set()
+  summed: set[int] = set()
   for step in reversed(steps):
     adds = step.eqn.primitive in (p.reduce_sum_p, p.cumsum_p)
     sums = adds or facts_of(step.eqn).flops is not None
     scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
     passes = is_move(step) or is_cast(step) or scales
-    if sums or (passes and not found.isdisjoint(step.outs)):
-      found.update(step.reads)
-  return found
+    if sums or (passes and not summed.isdisjoint(step.outs)):
+      summed.update(step.reads)
+  return summed
 
 
 def wide(x: Array) -> Array:
@@ -238,19 +238,21 @@ def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Arra
     return [None] * len(outs)
   pairs = zip(ins, step.eqn.invars, strict=True)
   operands = [jnp.asarray(x) for x, v in pairs if is_inexact(v)]
-  bad, nan = ([_reaching(step, found(x)) for x in operands] for found in (not_finite, is_nan))
-  made = []
+  bad, nan = (
+    [_reaching(step, is_broken(x)) for x in operands] for is_broken in (not_finite, is_nan)
+  )
+  results = []
   for out, var in zip(outs, step.eqn.outvars, strict=True):
     if not is_inexact(var):
-      made.append(None)
+      results.append(None)
       continue
     broke, broke_to_nan = not_finite(out), is_nan(out)
     for each in bad:
       broke = broke & ~each
     for each in nan:
       broke_to_nan = broke_to_nan & ~each
-    made.append(broke | broke_to_nan)
-  return made
+    results.append(broke | broke_to_nan)
+  return results
 
 
 def _reaching(step: Step, flags: Array) -> Array:

@@ -108,8 +108,8 @@ class TuneReport(Report):
     return self.best.half_share
 
   def __repr__(self) -> str:
-    found = f"{len(self.rules)} rules, error {_text(self.error)}"
-    return f"<TuneReport: {found}, {percent(self.half_share)} in low precision>"
+    summary = f"{len(self.rules)} rules, error {_text(self.error)}"
+    return f"<TuneReport: {summary}, {percent(self.half_share)} in low precision>"
 
   def plot(self, path: str | None = None) -> Any:
     """Draws the error of each choice against its share in low precision.

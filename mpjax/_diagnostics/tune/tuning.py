@@ -127,11 +127,11 @@ def _checked(loss_fn: object, policy: PolicyLike, tolerance: object) -> Policy:
       got=str(parsed),
       fix='Write "mixed_bfloat16" or "mixed_float16": what stays in float32 is to be found.',
     )
-  given: Any = tolerance
-  number = isinstance(given, (int, float, np.floating)) and not isinstance(given, bool)
+  number: Any = tolerance
+  is_number = isinstance(number, (int, float, np.floating)) and not isinstance(number, bool)
   check_value(
     tolerance,
-    number and bool(math.isfinite(given) and given > 0),
+    is_number and bool(math.isfinite(number) and number > 0),
     "mpjax.tune(tolerance)",
     expected="a positive number, the relative error of the gradient",
     fix="Write tolerance=0.01 for one per cent.",

@@ -91,13 +91,13 @@ def _result(
     return atom, None
   kind = value.kind
   dtype = dtype or (kind.dtype if kind.widened and readers == RETURNED else kind.current)
-  found = rewriter.view(value, dtype, last)
+  view = rewriter.view(value, dtype, last)
   asked = aval_of(atom)
-  if dtype == asked.dtype and aval_of(found).weak_type != asked.weak_type:
-    found = rewriter.cast(found, Var(asked), last)
+  if dtype == asked.dtype and aval_of(view).weak_type != asked.weak_type:
+    view = rewriter.cast(view, Var(asked), last)
   if dtype == kind.current:
-    return found, kind
-  return found, kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
+    return view, kind
+  return view, kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
 
 
 _cached_rewrite = cached_per_jaxpr(rewrite)

@@ -242,21 +242,21 @@ def readers_of(jaxpr: Jaxpr, outs: Sequence[int], place: Places) -> Readers:
 
   `outs` has the consumers of each of its results, outside.
   """
-  found: Readers = {}
+  consumers: Readers = {}
 
   def note(atoms: Sequence[Atom], each: Sequence[int]) -> None:
     for atom, readers in zip(atoms, each, strict=True):
       if readers and not isinstance(atom, Literal):
-        found[atom] = found.get(atom, 0) | readers
+        consumers[atom] = consumers.get(atom, 0) | readers
 
   note(jaxpr.outvars, outs)
   for eqn in reversed(jaxpr.eqns):
-    results = tuple(found.get(v, 0) for v in eqn.outvars)
+    results = tuple(consumers.get(v, 0) for v in eqn.outvars)
     if is_higher_order(eqn):
       note(eqn.invars, _of_operands(eqn, results, place))
     else:
       note(eqn.invars, (_of_operation(eqn, results, place),) * len(eqn.invars))
-  return found
+  return consumers
 
 
 def _of_operation(eqn: JaxprEqn, results: Sequence[int], place: Places) -> int:
@@ -317,8 +317,8 @@ def of_loop(
   first = (readers | EXACT for readers in outs[: len(carry)])
   outs = (*first, *outs[len(carry) :])
   while True:
-    found = of_inputs(body.jaxpr, outs, settings, scope)[carry.start : carry.stop]
-    again = tuple(a | b for a, b in zip(outs, found, strict=False)) + outs[len(carry) :]
+    carried = of_inputs(body.jaxpr, outs, settings, scope)[carry.start : carry.stop]
+    again = tuple(a | b for a, b in zip(outs, carried, strict=False)) + outs[len(carry) :]
     if again == outs:
       return outs
     outs = again
@@ -329,8 +329,8 @@ def of_inputs(
   jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings, scope: Scope
 ) -> tuple[int, ...]:
   """Returns the consumers of the arguments of a jaxpr, from those of its results."""
-  found = readers_of(jaxpr, outs, Places(settings, scope))
-  return tuple(found.get(v, 0) for v in jaxpr.invars)
+  readers = readers_of(jaxpr, outs, Places(settings, scope))
+  return tuple(readers.get(v, 0) for v in jaxpr.invars)
 
 
 class Rewritten(NamedTuple):

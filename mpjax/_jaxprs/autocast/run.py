@@ -52,8 +52,8 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
     outs = eval_jaxpr(jaxpr, consts, *operands)
     # A literal comes back as a number of Python's or NumPy's.
     return [_array(x, aval_of(v)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
-  whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-  return called(ClosedJaxpr(whole, ()), values, name)
+  jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+  return called(ClosedJaxpr(jaxpr, ()), values, name)
 
 
 def _array(x: ArrayLike, aval: ShapedArray) -> Array:
@@ -235,12 +235,12 @@ def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:
 
   These are not bound while the jaxpr around is rewritten: it is traced in a `shard_map` of its own.
   """
-  mesh, made = avals[0].sharding.mesh, []
+  mesh, traced = avals[0].sharding.mesh, []
   if not varying_axes(avals[0]):
     return jax.make_jaxpr(call)(*avals)
 
   def on_device() -> None:
-    made.append(jax.make_jaxpr(call)(*avals))
+    traced.append(jax.make_jaxpr(call)(*avals))
 
   around = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
   with jax.sharding.use_abstract_mesh(around):
@@ -248,7 +248,7 @@ def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:
     jax.eval_shape(
       jax.shard_map(on_device, in_specs=spec, out_specs=spec, axis_names={*mesh.manual_axes})
     )
-  return made[0]
+  return traced[0]
 
 
 def differentiated(
@@ -266,5 +266,5 @@ def differentiated(
   call.__name__ = name
   fun = jax.custom_jvp(call)
   fun.defjvp(rule, symbolic_zeros=True)
-  made = jax.make_jaxpr(fun)(*avals).jaxpr.eqns[-1]
-  return made.replace(params=with_inner(made, [body]))
+  eqn = jax.make_jaxpr(fun)(*avals).jaxpr.eqns[-1]
+  return eqn.replace(params=with_inner(eqn, [body]))

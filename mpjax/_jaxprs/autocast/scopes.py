@@ -173,9 +173,9 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
       )
 
 
-def _collect(jaxpr: Jaxpr, scope: Scope, found: set[Scope]) -> None:
+def _collect(jaxpr: Jaxpr, scope: Scope, scopes: set[Scope]) -> None:
   for eqn in jaxpr.eqns:
     here = scope + names_of(eqn.source_info.name_stack)
-    found.add(here)
+    scopes.add(here)
     for inner in inner_jaxprs(eqn) or ():
-      _collect(inner.jaxpr, here, found)
+      _collect(inner.jaxpr, here, scopes)

@@ -176,14 +176,14 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
   return Settings(policy=parsed, ops=ops or OpLists(), rules=parsed_rules)
 
 
-def _data_argnums(given: Any) -> tuple[int, ...]:
-  numbers = tuple(given) if isinstance(given, Sequence) else (given,)
+def _data_argnums(data_argnums: Any) -> tuple[int, ...]:
+  numbers = tuple(data_argnums) if isinstance(data_argnums, Sequence) else (data_argnums,)
   integers = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
   if not integers or min(numbers, default=0) < 0:
     raise MpjaxTypeError(
       "mpjax.autocast(data_argnums=...)",
       expected="the position of a positional argument, counted from 0, or several",
-      got=repr(given),
+      got=repr(data_argnums),
       fix="Write data_argnums=(1,) for x in a function of (params, x).",
     )
   return tuple(map(int, numbers))
@@ -234,8 +234,8 @@ def with_settings(
     results: list[tuple[list[Leaf], Callable[[Sequence[Leaf]], R], list[DType | None] | None]] = []
 
     def flat(*operands: Array) -> list[Array]:
-      given = dict(zip(arrays, operands, strict=True))
-      inside = boundary.inside([given.get(i, x) for i, x in enumerate(boundary.leaves)])
+      by_leaf = dict(zip(arrays, operands, strict=True))
+      inside = boundary.inside([by_leaf.get(i, x) for i, x in enumerate(boundary.leaves)])
       returned = fn(*inside.args[0], **inside.args[1])
       asked = returned if interface.results is None else interface.results(returned)
       leaves, outside = inside.leave(asked)
@@ -292,8 +292,8 @@ def with_settings(
         inside = dataclasses.replace(interface, data=decided, results=results)
         return with_settings(fun, there, where, inside)
 
-      found = None if dtypes is None else [aval_of(v).dtype for v in new.outvars]
-      call = differentiated_at_once(call, flat, kinds, rewritten, found)
+      result_dtypes = None if dtypes is None else [aval_of(v).dtype for v in new.outvars]
+      call = differentiated_at_once(call, flat, kinds, rewritten, result_dtypes)
     outs = iter(call(*operands))
     return outside([next(outs) if x is _TRACED else x for x in leaves])
 

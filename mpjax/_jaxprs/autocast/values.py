@@ -145,9 +145,9 @@ class Value:
   def number(self) -> float | None:
     """The number that it is, if it can be written in any dtype: as a literal, or one repeated."""
     scalar = self.producer.invars[0] if self.producer and self.is_repeated else self.atom
-    known = self.kind.numbers or ()
+    numbers = self.kind.numbers or ()
     is_scalar = isinstance(self.atom, Literal) or (self.is_repeated and not shape_of(scalar))
-    return known[0] if is_scalar and len(known) == 1 else None
+    return numbers[0] if is_scalar and len(numbers) == 1 else None
 
   @property
   def is_reduced(self) -> bool:

@@ -186,11 +186,11 @@ def _equation(rule: MatmulRule, _: object, *avals: ShapedArray) -> JaxprEqn:
       tangent_p.bind(tangents[side], *each, rule=rule, side=side, levels=())
       for side, each in zip(moving, kept, strict=True)
     ]
-    results = bind(made, primals) if result is None else [result]
+    results = bind(eqn, primals) if result is None else [result]
     return results, [functools.reduce(operator.add, parts)]
 
-  made = differentiated(call, tangent, avals, "matmul")
-  return made
+  eqn = differentiated(call, tangent, avals, "matmul")
+  return eqn
 
 
 def tangent_of_matmul(
