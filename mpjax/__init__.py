@@ -15,9 +15,8 @@ from mpjax._core.trees import all_finite
 
 if TYPE_CHECKING:
   from mpjax import checkpoints, linen, nnx, reports, states
+  from mpjax._compositions.by_framework import policy_scope, value_and_grad, with_policy
   from mpjax._compositions.opt_level import OptLevel, opt_level
-  from mpjax._compositions.value_and_grad import value_and_grad
-  from mpjax._compositions.with_policy import policy_scope, with_policy
   from mpjax._diagnostics.audit.transform import audit
   from mpjax._diagnostics.nonfinite.find import find_nonfinite
   from mpjax._diagnostics.ranges.measure import ranges
@@ -113,9 +112,9 @@ _ON_FIRST_USE = {
   "OpLists": "mpjax._jaxprs.op_lists",
   "OptLevel": "mpjax._compositions.opt_level",
   "opt_level": "mpjax._compositions.opt_level",
-  "value_and_grad": "mpjax._compositions.value_and_grad",
-  "policy_scope": "mpjax._compositions.with_policy",
-  "with_policy": "mpjax._compositions.with_policy",
+  "value_and_grad": "mpjax._compositions.by_framework",
+  "policy_scope": "mpjax._compositions.by_framework",
+  "with_policy": "mpjax._compositions.by_framework",
 }
 """The module of a name that is imported when it is first used, unless it is `mpjax.transforms`:
 these import optax, Orbax or rich, or are large. The type checkers' imports are the same list."""

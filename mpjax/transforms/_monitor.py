@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._core.bits import changes_nothing, is_nonzero
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of
+from mpjax._core.leaves import changes_nothing, is_nonzero
 from mpjax._core.trees import is_inexact, pick
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import check_inner, check_params, check_state

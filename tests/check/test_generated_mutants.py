@@ -66,7 +66,7 @@ def test_each_equivalent_mutant_exists_and_has_a_reason():
 
 
 def test_a_draw_is_that_of_its_seed():
-  paths = ["mpjax/_core/bits.py", "mpjax/_core/trees.py"]
+  paths = ["mpjax/_core/leaves.py", "mpjax/_core/trees.py"]
   drawn = generated.draw(paths, 5, 0, "")
   assert drawn == generated.draw(paths, 5, 0, "") != generated.draw(paths, 5, 1, "")
   assert len(set(drawn)) == 5

@@ -10,13 +10,16 @@ import pytest
 import mpjax
 from mpjax._core.leaves import (
   as_array,
+  changes_nothing,
   convert,
+  is_nonzero,
   key_names,
   leaves_by_path,
   misfit,
   overflows,
   put,
   refuse_overflow,
+  same_numbers,
 )
 from tests.errors import refused
 
@@ -205,3 +208,35 @@ def test_paths_do_not_tell_classes_apart():
   assert leaves_by_path(tree, "f") == leaves_by_path(plain, "f") == paths
   assert leaves_by_path(paths, "f") == paths
   assert leaves_by_path(7, "f") == {"": 7}
+
+
+def numbers(dtype):
+  special = [0.0, -0.0, 1.0, -1.0, np.inf, np.nan, 0.1]
+  tiny = float(jnp.finfo(dtype).smallest_subnormal)
+  return np.asarray([*special, tiny, 2 * tiny, -tiny], dtype)
+
+
+@pytest.mark.parametrize(
+  "dtype", ["float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"]
+)
+def test_comparisons_are_those_of_numpy(dtype):
+  dtype = jnp.dtype(dtype)
+  a, b = (x.reshape(-1) for x in np.meshgrid(numbers(dtype), numbers(dtype)))
+  same = jax.jit(same_numbers)(jnp.asarray(a), jnp.asarray(b))
+  np.testing.assert_array_equal(same, a == b)
+  np.testing.assert_array_equal(jax.jit(is_nonzero)(jnp.asarray(a)), a != 0)
+
+
+def test_an_update_that_rounds_away_is_seen_although_xla_adds_in_float32():
+  p = jax.random.normal(jax.random.key(0), (1000,), jnp.bfloat16)
+  u = jax.random.normal(jax.random.key(1), (1000,), jnp.bfloat16) * 0.01
+  lost = jax.jit(lambda p, u: changes_nothing(p, p + u, u))(p, u)
+  p, u = np.asarray(p), np.asarray(u)
+  expected = (p + u == p) & (u != 0)
+  assert 0 < expected.sum() < 1000
+  np.testing.assert_array_equal(lost, expected)
+
+
+def test_complex():
+  p, u = jnp.asarray([1 + 1j, 1 + 1j, 1 + 0j]), jnp.asarray([1e-9 + 1j, 1 + 1j, 1 + 0j])
+  np.testing.assert_array_equal(changes_nothing(p, p + u, u), [True, False, False])

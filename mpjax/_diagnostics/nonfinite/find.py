@@ -28,9 +28,8 @@ from mpjax._diagnostics.nonfinite.report import Fault, NonfiniteReport, Range, c
 from mpjax._diagnostics.nonfinite.scales import Implied, Rescale, implied_scale, scale_of
 from mpjax._diagnostics.nonfinite.uses import Uses, direction_of, not_finite
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
-from mpjax._diagnostics.progress import progress
-from mpjax._diagnostics.runner import Observer, run
-from mpjax._diagnostics.selectors import prefixes, selector, written
+from mpjax._diagnostics.runner import Observer, progress, run
+from mpjax._diagnostics.tune.modules import prefixes, selector, written
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import path_of
 from mpjax._jaxprs.primitives import Holds

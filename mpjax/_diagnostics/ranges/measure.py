@@ -15,17 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.bits import changes_nothing
 from mpjax._core.errors import check_call
-from mpjax._core.leaves import key_names
+from mpjax._core.leaves import changes_nothing, key_names
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray
 from mpjax._diagnostics.arguments import Call, check_function, gradient_of, is_array
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
-from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.ranges.plan import Group, Input, Plan, is_inexact, plan
 from mpjax._diagnostics.ranges.ranges_report import FATES, FORMATS, GroupRanges, RangesReport
 from mpjax._diagnostics.report import Pending
-from mpjax._diagnostics.runner import Look, run_on_host
+from mpjax._diagnostics.runner import Look, progress, run_on_host
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.steps import Body, Step, body_of
 from mpjax.transforms._state import scales_in

@@ -1,7 +1,8 @@
-"""The modules of a loss: what they cost, rules for some of them, and the error of each."""
+"""The modules of a loss: what they cost, rules that select them, and the error of each."""
 
 import collections
 import math
+import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -15,7 +16,6 @@ from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._core.types import Array, DType, NumpyArray
 from mpjax._diagnostics.runner import Look, run_on_host
-from mpjax._diagnostics.selectors import prefixes, selector
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.primitives import facts_of
@@ -234,3 +234,39 @@ def projections_of(
     rows.append(np.asarray(pullback(directions)[0], np.float64))
   norm = math.sqrt(sum(float(jnp.sum(jnp.abs(g) ** 2)) for g in grads))
   return np.nan_to_num(np.stack(rows) / norm)
+
+
+def prefixes(path: str) -> set[str]:
+  """Returns a path and those around it: "", "Net" and "Net/up"."""
+  names = path.split("/")
+  return {"/".join(names[:depth]) for depth in range(len(names) + 1)}
+
+
+def written(path: object) -> str:
+  """Returns the path of a rule as one writes it."""
+  return f'"{path}"' if isinstance(path, str) else repr(path)
+
+
+def selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
+  """Returns what selects a path, and none else."""
+  # What is around all other paths is the root of a model, which is "" for `mpjax.with_policy`. That
+  # counts neither the class of the model nor a module that only calls what another one has: the
+  # last names decide.
+  others = {f"{other}/" for other in scopes if other not in ("", path)}
+  if path and others and all(other.startswith(f"{path}/") for other in others):
+    return re.compile(f"({re.escape(path)})?")
+  names = path.split("/")
+  for glob in (*(f"**/{'/'.join(names[i:])}" for i in reversed(range(len(names)))), path):
+    if _selects_only(glob, path, scopes):
+      return glob
+  return re.compile(re.escape(path))
+
+
+def _selects_only(glob: str, path: str, scopes: Collection[str]) -> bool:
+  try:
+    rule = Rule("float32", path=glob)
+  except ValueError:  # A name with brackets is not the glob that it looks like.
+    return False
+  # JAX moves a constant out of a scan without the scopes around that: it is in a tail of the path.
+  others = (other for other in scopes if not path.endswith(f"/{other}"))
+  return all(rule.matches(None, other) == (path == other) for other in others)

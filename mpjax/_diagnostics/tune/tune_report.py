@@ -11,7 +11,7 @@ from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._diagnostics.ranges.heat_map import finished, pyplot
 from mpjax._diagnostics.report import Column, Report, Section, percent, right
-from mpjax._diagnostics.selectors import written
+from mpjax._diagnostics.tune.modules import written
 
 
 class Evaluation(NamedTuple):

@@ -17,11 +17,10 @@ from mpjax._core.rules import Rule
 from mpjax._core.types import Array, Function, NumpyArray
 from mpjax._diagnostics.arguments import Call, check_function, gradient_of
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
-from mpjax._diagnostics.progress import progress
 from mpjax._diagnostics.ranges.measure import counted, inputs_of
 from mpjax._diagnostics.ranges.plan import Input, plan
 from mpjax._diagnostics.report import Pending
-from mpjax._diagnostics.runner import Look, run_on_host
+from mpjax._diagnostics.runner import Look, progress, run_on_host
 from mpjax._diagnostics.tune.modules import (
   Modules,
   Pair,

@@ -1,4 +1,5 @@
 import math
+import re
 
 import flax.linen as nn
 import jax
@@ -16,6 +17,7 @@ from mpjax._diagnostics.tune.modules import (
   projections_of,
   relative_error,
   rules_for,
+  selector,
 )
 from mpjax._jaxprs.steps import body_of
 from tests import programs
@@ -233,3 +235,22 @@ def test_a_gradient_without_a_derivative_is_said_to_have_none():
     errors = alone(loss, w, jnp.ones((2, 4)))
   modules = prepared(loss, w, jnp.ones((2, 4)))[-1]
   assert max(errors, key=errors.get) == modules.paths[np.argmax(modules.flops)]
+
+
+@pytest.mark.parametrize(
+  ("path", "expected"),
+  [
+    ("head", "**/head"),
+    ("Net/a", "**/a"),
+    ("Net/a/b", "**/a/b"),
+    ("Net/b", "**/Net/b"),
+    ("Net/c(1)", re.compile(re.escape("Net/c(1)"))),
+    ("", ""),
+    ("Net/rnn/cell/hi", "**/hi"),
+  ],
+)
+def test_a_selector_selects_one_path(path, expected):
+  found = selector(path, SCOPES)
+  assert found == expected
+  rule = mpjax.Rule("float32", path=found)
+  assert [scope for scope in SCOPES if rule.matches(None, scope)] == [path]

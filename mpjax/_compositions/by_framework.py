@@ -1,16 +1,19 @@
-"""`with_policy` and `policy_scope`: the same two names for Linen, NNX and functions."""
+"""`with_policy`, `policy_scope` and `value_and_grad`, which choose by the framework of a model."""
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from mpjax._core.errors import MpjaxTypeError, check_call
 from mpjax._core.frameworks import framework_of, not_a_model
 from mpjax._core.policy import PolicyLike
 from mpjax._core.rules import Rule
+from mpjax._core.types import Grads, PyTree
 from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.op_lists import OpLists
+from mpjax.transforms import value_and_grad as of_a_state
 
 T = TypeVar("T")
 
@@ -112,3 +115,12 @@ def policy_scope(
   dtype(bfloat16)
   """
   return importlib.import_module("mpjax.linen").policy_scope(policy, rules)
+
+
+@functools.wraps(of_a_state)
+def value_and_grad(*args: Any, **options: Any) -> Callable[..., tuple[PyTree, Grads]]:
+  state = args[1] if len(args) > 1 else options.get("opt_state")
+  if framework_of(options.get("optimizer", state)) == "NNX":
+    options = {"optimizer" if key == "opt_state" else key: x for key, x in options.items()}
+    return importlib.import_module("mpjax.nnx").value_and_grad(*args, **options)
+  return of_a_state(*args, **options)
