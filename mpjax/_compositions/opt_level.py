@@ -105,20 +105,14 @@ def opt_level(level: str, dtype: DTypeLike | None = None) -> OptLevel:
       got=repr(level),
       fix="The first character is the letter O; 'auto' decides by the device.",
     )
-  half = None if dtype is None else _half(dtype, f"{where}(dtype)")
+  half = None if dtype is None else parse_dtype(dtype, f"{where}(dtype)").name
+  if half not in (None, *HALF_NAMES):
+    expected, fix = "'bfloat16' or 'float16'", "opt_level('O0') is float32."
+    raise MpjaxValueError(f"{where}(dtype)", expected=expected, got=repr(half), fix=fix)
   if level == "auto":
     device = jax.devices()[0]
     level, half = _for_device(device.platform, getattr(device, "compute_capability", None), half)
   return _settings(level, half or "bfloat16")
-
-
-def _half(dtype: DTypeLike, where: str) -> str:
-  name = parse_dtype(dtype, where).name
-  if name not in HALF_NAMES:
-    raise MpjaxValueError(
-      where, expected="'bfloat16' or 'float16'", got=repr(name), fix="opt_level('O0') is float32."
-    )
-  return name
 
 
 def _settings(level: str, half: str) -> OptLevel:

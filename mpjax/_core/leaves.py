@@ -26,13 +26,18 @@ def key_names(path: KeyPath) -> Path:
   return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
+def is_nnx_variable(x: object) -> bool:
+  """Whether `x` is a variable of Flax NNX, which need not be installed."""
+  return hasattr(type(x), "get_raw_value")
+
+
 def leaf_paths(tree: PyTree) -> list[Path]:
   """Returns the path of each leaf. What a box holds has the path of the box."""
   # `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A
   # name with slashes in it, as Haiku's are, is several.
 
   def is_box(x: object) -> bool:
-    return hasattr(type(x), "replace_boxed") or hasattr(type(x), "get_raw_value")
+    return hasattr(type(x), "replace_boxed") or is_nnx_variable(x)
 
   paths: list[Path] = []
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):

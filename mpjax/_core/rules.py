@@ -251,14 +251,10 @@ def parse_unmatched(unmatched: str, where: str) -> str:
   return unmatched
 
 
-def _class_of(module: Module) -> Class:
-  """Returns the class that was written: a lifted transform (nn.scan, nn.remat) makes another."""
-  return next(c for c in type(module).__mro__ if c.__module__ != "flax.linen.transforms")
-
-
 def is_flax_norm(module: Module) -> bool:
   """Whether `module` is one of Flax's own norms: those that normalise activations, not weights."""
-  cls = _class_of(module)
+  # The class that was written: a lifted transform (nn.scan, nn.remat) creates another.
+  cls = next(c for c in type(module).__mro__ if c.__module__ != "flax.linen.transforms")
   return cls.__module__.split(".")[0] == "flax" and cls.__name__ in _FLAX_NORMS
 
 

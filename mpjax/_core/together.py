@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from mpjax._core.types import Array, DType, Leaf, PyTree
+from mpjax._core.types import Array, DTypeLike, Leaf, PyTree
 
 _MOST = 32
 """Leaves in one reduction: a fusion of XLA takes at most 96 arrays, all that it reads included."""
@@ -150,24 +150,18 @@ def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
     return result
 
   def stored(arrays: Sequence[Array]) -> list[Array]:
-    row = jax.lax.optimization_barrier(jnp.stack([_as_int32(x) for x in arrays]))
-    return [_from_int32(row[i], x.dtype) for i, x in enumerate(arrays)]
+    row = jax.lax.optimization_barrier(jnp.stack([_through_int32(x, jnp.int32) for x in arrays]))
+    return [_through_int32(row[i], x.dtype) for i, x in enumerate(arrays)]
 
   read = _on_gpu(arrays, stored, lambda arrays: list(arrays))
   taken = {id(x): new for x, new in zip(arrays, read, strict=True)}
   return {name: taken[id(x)] for name, x in result.items()}
 
 
-def _as_int32(x: Array) -> Array:
-  if x.dtype == jnp.float32:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
-  return x.astype(jnp.int32)
-
-
-def _from_int32(x: Array, dtype: DType) -> Array:
-  if dtype == jnp.float32:
-    return jax.lax.bitcast_convert_type(x, jnp.float32)
-  return x.astype(dtype)
+def _through_int32(x: Array, dtype: DTypeLike) -> Array:
+  """Returns `x` cast to int32 or back from it, a float32 number by its bits."""
+  by_bits = x.dtype == jnp.float32 or dtype == jnp.float32
+  return jax.lax.bitcast_convert_type(x, dtype) if by_bits else x.astype(dtype)
 
 
 def _on_gpu(

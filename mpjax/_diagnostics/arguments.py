@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
-from mpjax._core.leaves import Path, key_names, leaf_paths
+from mpjax._core.leaves import Path, is_nnx_variable, key_names, leaf_paths
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 
@@ -139,13 +139,9 @@ def positional_names(fn: Function, count: int) -> list[str]:
 
 def _learned(value: PyTree) -> list[bool]:
   """Returns for each leaf whether it is a parameter by its class, that of NNX."""
-
-  def is_variable(x: object) -> bool:
-    return hasattr(type(x), "get_raw_value")
-
   return [
     any(base.__name__ == "Param" for base in type(node).__mro__)
-    for node in jax.tree.leaves(value, is_leaf=is_variable)
+    for node in jax.tree.leaves(value, is_leaf=is_nnx_variable)
     for _ in jax.tree.leaves(node)
   ]
 

@@ -151,7 +151,6 @@ def _iterations(
   start: Array | int,
   length: int,
 ) -> tuple[list[Any], list[Any], State]:
-  """Traces some iterations of a scan."""
   (body,), reverse = step.bodies, step.eqn.params["reverse"]
 
   def iteration(state: Any, x: Sequence[Any]) -> tuple[Any, Any]:

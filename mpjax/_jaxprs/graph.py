@@ -197,7 +197,6 @@ class Graph:
         pending += [v.made_by for v in operation.operands]
 
   def _run(self, body: Body, values: Sequence[Value]) -> list[Value]:
-    """Adds the operations of a list of steps, and returns its results."""
     env = dict(zip(body.inputs, values, strict=True))
     env |= {slot: _constant(body.avals[slot], x) for slot, x in body.consts.items()}
 
@@ -222,7 +221,6 @@ class Graph:
     times: int | None = None,
     joins: Joins | None = None,
   ) -> list[Value]:
-    """Adds an operation, and returns its results."""
     operation = Operation(step, step.times if times is None else times, operands, joins)
     operation.results = [Value(aval, "operation", made_by=operation) for aval in avals]
     for each in operands:

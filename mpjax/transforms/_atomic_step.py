@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxTypeError, check_callable
+from mpjax._core.leaves import is_nnx_variable
 from mpjax._core.trees import select
 from mpjax._core.types import PyTree
 from mpjax.transforms._state import plain_array, scales_in
-from mpjax.transforms._trees import is_nnx_variable
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -29,14 +29,14 @@ from mpjax._core.errors import (
   flax_errors,
   message,
 )
-from mpjax._core.leaves import is_key
+from mpjax._core.leaves import is_key, is_nnx_variable
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Function, KeyPath, Leaf, PyTree
 from mpjax._jaxprs.in_float32 import in_float32, is_low, to_float32
 from mpjax._jaxprs.reader import walk
 from mpjax.transforms._loss_scale import LossScaleState
 from mpjax.transforms._state import OwnedScale, full_like, plain_array, refuse_outside, scales_in
-from mpjax.transforms._trees import is_nnx_variable, nodes_of
+from mpjax.transforms._trees import nodes_of
 
 Path: TypeAlias = tuple[str, ...]
 Leaves: TypeAlias = dict[Path, Leaf]

@@ -9,7 +9,7 @@ import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, kind_of, listed
 from mpjax._core.frameworks import framework_of
-from mpjax._core.leaves import path_text
+from mpjax._core.leaves import is_nnx_variable, path_text
 from mpjax._core.types import Array, OptState, Params, PyTree
 from mpjax.transforms._checks import refuse_integers
 from mpjax.transforms._master_weights import master_params
@@ -22,7 +22,7 @@ from mpjax.transforms._state import (
   find_scale,
   scales_in,
 )
-from mpjax.transforms._trees import float32_view, is_nnx_variable, nodes_of, place_like, strong
+from mpjax.transforms._trees import float32_view, nodes_of, place_like, strong
 
 
 class TrainState(NamedTuple):

@@ -36,11 +36,6 @@ def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
   return [x for x in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(x)]
 
 
-def is_nnx_variable(x: object) -> bool:
-  """Whether `x` is a variable of Flax NNX, which need not be installed."""
-  return hasattr(type(x), "get_raw_value")
-
-
 def key_text(path: KeyPath) -> str:
   """Returns a path as Python writes it, "['layers'][0]", for an error."""
   return jax.tree_util.keystr(path) or "the root"

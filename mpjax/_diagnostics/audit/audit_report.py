@@ -169,7 +169,6 @@ class AuditReport(Report):
 
 
 def _share(flops: Mapping[tuple[Direction, str], int], counts: Callable[[DType], bool]) -> float:
-  """Returns the share of FLOPs in some dtypes."""
   total = sum(flops.values())
   part = sum(n for (_, dtype), n in flops.items() if counts(jnp.dtype(dtype)))
   return part / total if total else float("nan")

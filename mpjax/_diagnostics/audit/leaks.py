@@ -114,7 +114,10 @@ class Causes:
     first = operation.operands[0] if operation.operands else None
     if operation.casts and first is not None and first.is_low:
       self.cast_up[result] = first
-      return _own("cast", operation, result) if _is_by_hand(operation) else None
+      # By hand: that of `x + table` is written by the call that adds.
+      call = call_of(operation.eqn)
+      by_hand = bool(call) and all(call_of(each.eqn) != call for each in result.consumers)
+      return _own("cast", operation, result) if by_hand else None
     if operation.casts and first is not None and first.kind == "literal":
       return self.why(Value(result.aval, "literal", first.label))
     wide = [v for v in operation.operands if v.is_wide]
@@ -142,12 +145,6 @@ class Causes:
       return why._replace(cause=why.cause._replace(name=name), entry=operation)
     # Casts of low-precision values, together: for a sum that follows, say.
     return why._replace(deliberate=bool(wide))
-
-
-def _is_by_hand(cast: Operation) -> bool:
-  """Whether the code asks for a cast. That of `x + table` is written by the call that adds."""
-  call = call_of(cast.eqn)
-  return bool(call) and all(call_of(each.eqn) != call for each in cast.results[0].consumers)
 
 
 def _own(kind: Kind, operation: Operation, result: Value, *, deliberate: bool = False) -> Why:
@@ -418,7 +415,6 @@ def _leak(group: _Group, expectations: Expectations, flops: int, nbytes: int) ->
 
 
 def _fix(why: Why, entry: Operation, dtype: DType | None) -> str:
-  """Returns what cures a leak."""
   cast = ".astype(the policy's dtype)." if dtype is None else f".astype(jnp.{dtype.name})."
   match why.cause.kind:
     case "number":

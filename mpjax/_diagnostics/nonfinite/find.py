@@ -308,7 +308,6 @@ def _report(
   notes: list[str],
   about: Mapping[str, Any],
 ) -> NonfiniteReport:
-  """Returns the report of a step that broke."""
   body, step = finder.body, probe.step
   operation, eqn = finder.operations[step.number], step.eqn
   path, direction = operation.where.path, direction_of(finder.graph, operation)

@@ -236,7 +236,6 @@ def _tallies(
   counting: Plan,
   advance: Callable[[int, int], None],
 ) -> Mapping[Group, Tally]:
-  """Runs a function, and returns the counts of each group."""
   tallies: dict[Group, Tally] = collections.defaultdict(Tally)
   for position, group in counting.inputs.items():
     tallies[group].add(operands[position])

@@ -237,7 +237,6 @@ _PRESETS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
 
 
 def _line(rule: Rule) -> str:
-  """Returns a rule as one writes it."""
   same = (name for name in _PRESETS if Policy.parse(name) == rule.policy)
   text = f'"{next(same, rule.policy)}"'
   return f"mpjax.Rule({text}, path={written(rule.path)})"
@@ -248,7 +247,6 @@ def _text(error: float) -> str:
 
 
 def _listed(paths: Sequence[str]) -> str:
-  """Returns paths in one line or two."""
   if not paths:
     return "nothing"
   shown = [path or "(no scope)" for path in paths[:3]]

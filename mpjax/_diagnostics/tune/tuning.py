@@ -115,7 +115,6 @@ def tune(
 
 
 def _checked(loss_fn: object, policy: PolicyLike, tolerance: object) -> Policy:
-  """Returns the policy, or raises if an argument is wrong."""
   where = "mpjax.tune(loss_fn)"
   check_function(loss_fn, where, _FIX)
   parsed = parse_policy(policy, "mpjax.tune(policy)")

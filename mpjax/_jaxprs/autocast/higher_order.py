@@ -105,7 +105,6 @@ _cached_rewrite = cached_per_jaxpr(rewrite)
 
 
 def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
-  """Writes an equation that holds jaxprs."""
   scope, half = rewriter.place(eqn)
   inner = inner_jaxprs(eqn)
   if inner is None:

@@ -19,7 +19,7 @@ which only the transpose differs: a `jax.custom_vjp` would refuse forward mode, 
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -135,8 +135,11 @@ def into(primitive: Primitive, operands: Sequence[Array], params: Mapping[str, A
   """Returns the result of a matmul, which may be of a wider dtype than the operands."""
   result: Array = primitive.bind(*operands, **params)
   wider = result.dtype.itemsize > max(x.dtype.itemsize for x in operands)
-  turned = wider and _is_turned(primitive, map(jax.typeof, operands))
-  return _as_laid_out_p.bind(result) if turned else result
+  if not wider or primitive is not dot_general_p:
+    return result
+  # A CPU may turn a matmul round. One of shards has a result of a type of its own.
+  sharded = any(any(jax.typeof(x).sharding.spec) for x in operands)
+  return result if sharded else _as_laid_out_p.bind(result)
 
 
 # The derivative of a matmul.
@@ -316,11 +319,6 @@ mlir.register_lowering(tangent_p, mlir.lower_fun(_evaluate, multiple_results=Fal
 
 
 # What a CPU needs.
-
-
-def _is_turned(primitive: Primitive, avals: Iterable[Any]) -> bool:
-  """Whether a CPU may turn a matmul round. One of shards has a result of a type of its own."""
-  return primitive is dot_general_p and not any(any(aval.sharding.spec) for aval in avals)
 
 
 _as_laid_out_p = Primitive("as_laid_out")
