@@ -104,8 +104,7 @@ def location(eqn: JaxprEqn, around: Location | None = None) -> Location:
     direction = "recomputed"
   elif any(f"{name}()" == _BACKWARD for name in transforms):
     direction = "backward"
-  source = source_of(eqn) or around.source
-  return Location(around.scopes + names, direction, source)
+  return Location(around.scopes + names, direction, source_of(eqn) or around.source)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -417,8 +417,7 @@ def with_policy(
     got = f"one that is bound at {'/'.join(model.path)!r}"
     fix = "Wrap the root model, and give submodules their policy by rules."
   else:
-    config = parse_config(where, policy, rules, unmatched=unmatched)
-    return PolicyModule(model, config)
+    return PolicyModule(model, parse_config(where, policy, rules, unmatched=unmatched))
   raise MpjaxTypeError(f"{where}(model)", expected="an unbound flax.linen.Module", got=got, fix=fix)
 
 
@@ -449,8 +448,7 @@ def policy_scope(
   ...   print(model.apply(variables, jnp.ones((1, 3))).dtype)
   bfloat16
   """
-  where = "mpjax.policy_scope"
-  return _Scope(parse_config(where, policy, rules, unmatched="ignore"))
+  return _Scope(parse_config("mpjax.policy_scope", policy, rules, unmatched="ignore"))
 
 
 class _Scope(contextlib.ContextDecorator):

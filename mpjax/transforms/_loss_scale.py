@@ -61,7 +61,8 @@ class StaticLossScale:
   def __post_init__(self) -> None:
     call = "mpjax.StaticLossScale"
     object.__setattr__(self, "scale", positive_scale(self.scale, f"{call}(scale)"))
-    _warn_unless_powers_of_two(call, {"scale": self.scale})
+    # Between the user and here: __post_init__, the generated __init__, and the check of its call.
+    warn_unless_power_of_two(call, {"scale": self.scale}, stacklevel=4)
 
 
 @check_init("Write mpjax.DynamicLossScale(init_scale=2**15).")
@@ -148,7 +149,8 @@ class DynamicLossScale:
         fix="Move init_scale into the range, or widen min_scale and max_scale.",
       )
     scales = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
-    _warn_unless_powers_of_two(call, {field: getattr(self, field) for field in scales})
+    values = {field: getattr(self, field) for field in scales}
+    warn_unless_power_of_two(call, values, stacklevel=4)
 
 
 LossScale: TypeAlias = NoLossScale | StaticLossScale | DynamicLossScale
@@ -191,11 +193,6 @@ def warn_unless_power_of_two(where: str, values: dict[str, float], stacklevel: i
   if inexact:
     text = f"{where}: {', '.join(inexact)} is not a power of two, so that scaling rounds gradients."
     warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
-
-
-def _warn_unless_powers_of_two(call: str, values: dict[str, float]) -> None:
-  # The frames between here and the user: this one, __post_init__, and the generated __init__.
-  warn_unless_power_of_two(call, values, stacklevel=5)
 
 
 class Label(NamedTuple):

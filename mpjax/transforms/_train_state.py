@@ -163,16 +163,12 @@ def _check_params(params: Params, where: str) -> None:
 def _refuse_other_variables(params: Params, where: str) -> None:
   """Raises if variables of NNX that nobody trains are among those that are trained."""
   # Only nnx.Param is known to be trained, so a tree of other variables alone is left to the caller.
-
-  def is_param(x: object) -> bool:
-    return any(kind.__name__ == "Param" for kind in type(x).__mro__)
-
   leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx_variable)
   variables = [(path, x) for path, x in leaves if is_nnx_variable(x)]
   others = [
     f"{type(x).__name__} at {path_text(path) or 'the root'}"
     for path, x in variables
-    if not is_param(x)
+    if all(kind.__name__ != "Param" for kind in type(x).__mro__)
   ]
   if others and len(others) < len(variables):
     raise MpjaxTypeError(

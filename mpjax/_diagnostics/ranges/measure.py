@@ -269,6 +269,5 @@ def _lost(old: Array, new: Array, update: Array) -> Array:
   """Returns which updates change nothing though they are not zero."""
   if jnp.issubdtype(old.dtype, jnp.complexfloating):
     # A part of a complex number is a number of its own.
-    parts = [changes_nothing(f(old), f(new), f(update)) for f in (jnp.real, jnp.imag)]
-    return jnp.stack(parts)
+    return jnp.stack([changes_nothing(f(old), f(new), f(update)) for f in (jnp.real, jnp.imag)])
   return changes_nothing(old, new, update)

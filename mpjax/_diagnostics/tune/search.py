@@ -78,8 +78,7 @@ def search(problem: Problem, evaluate: Evaluate) -> Chosen | None:
 def _order(problem: Problem) -> list[int]:
   """Returns the modules: those that overflow, that may, and that help most for what they cost."""
   ratio = problem.alone**2 / np.maximum(np.asarray(problem.flops, np.float64), 1)
-  overflows = problem.overflows
-  return sorted(range(len(ratio)), key=lambda i: (-overflows[i], -ratio[i], i))
+  return sorted(range(len(ratio)), key=lambda i: (-problem.overflows[i], -ratio[i], i))
 
 
 def _cheaper(

@@ -293,8 +293,7 @@ def _loop(
     value = rewriter.value(eqn.invars[i])
     if kind is not None and value is not None:
       atoms[i] = rewriter.view(value, kind.variable, eqn)
-  outs = (*state, *new.outs[len(state) :])
-  return new._replace(outs=outs), atoms, tuple(kinds)
+  return new._replace(outs=(*state, *new.outs[len(state) :])), atoms, tuple(kinds)
 
 
 def _carried(state: Kind | None, returned: Kind | None, own: bool) -> Kind | None:

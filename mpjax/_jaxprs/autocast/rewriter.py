@@ -20,7 +20,7 @@ from jax.lax import Precision
 
 from mpjax._core.active import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES, MatmulPrecision, takes
-from mpjax._core.types import Array, DType, Function, PyTree
+from mpjax._core.types import DType, Function, PyTree
 from mpjax._jaxprs.autocast.scopes import (
   NOT_FLOAT8,
   OUTPUT,
@@ -157,13 +157,8 @@ def retype(eqn: JaxprEqn, dtype: DType) -> Params:
 
 def _scatter(params: Params, dtype: DType) -> Params:
   """Retypes the operation on two numbers that combines an update with what is there."""
-  jaxpr = params["update_jaxpr"]
-  closed = ClosedJaxpr(jaxpr, params["update_consts"])
-
-  def combine(*args: Array) -> list[Array]:
-    return eval_jaxpr(closed.jaxpr, closed.consts, *args)
-
-  scalar = jax.ShapeDtypeStruct((), dtype)
+  jaxpr, scalar = params["update_jaxpr"], jax.ShapeDtypeStruct((), dtype)
+  combine = functools.partial(eval_jaxpr, jaxpr, params["update_consts"])
   new = jax.make_jaxpr(combine)(*[scalar] * len(jaxpr.invars))
   return {**params, "update_jaxpr": new.jaxpr, "update_consts": tuple(new.consts)}
 
