@@ -289,11 +289,10 @@ def select_tree(finite: Array | bool, new: T, old: T) -> T:
   """
   where = "mpjax.select_tree(finite, new, old)"
   if not isinstance(finite, bool) and getattr(finite, "dtype", None) != jnp.bool_:
-    got = kind_of(finite)
     raise MpjaxTypeError(
       where,
       expected="a bool flag as the first argument",
-      got=got,
+      got=kind_of(finite),
       fix="Pass mpjax.last_step_finite(opt_state).",
     )
   return select(jnp.asarray(finite), new, old, where)
