@@ -426,16 +426,13 @@ def _rewritten(
           _forget_captured(jax.tree.leaves(scope)[-1], method.__name__, outputs)
           return (*again.outputs, outputs)[0], repack_fn(scope)
 
-        def data(operands: Args) -> list[Leaf]:
-          return Boundary(operands[1:]).leaves
-
         def marked(returned: tuple[PyTree, PyTree]) -> PyTree:
           return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
 
         traced.__name__ = type(module).__name__
         try:
           with ACTIVE(active):
-            run = rewrite_calls(traced, policy, data, marked, _WHERE)
+            run = rewrite_calls(traced, policy, lambda x: Boundary(x[1:]).leaves, marked, _WHERE)
             return run(*mapped(array, (groups[0], (groups[1], rngs))), *call)
         except BaseException:
           restore()

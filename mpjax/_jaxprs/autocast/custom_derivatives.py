@@ -283,10 +283,7 @@ def _batch(
   custom: CustomCall, size: int, batched: Sequence[bool], *operands: Array
 ) -> tuple[list[Array], list[bool]]:
   axes = [0 if each else None for each in batched]
-
-  def rule(*operands: Array) -> PyTree:
-    return jax.vmap(lambda *a: _as_traced(custom, a), in_axes=axes, axis_size=size)(*operands)
-
+  rule = jax.vmap(lambda *a: _as_traced(custom, a), in_axes=axes, axis_size=size)
   avals = _traced_avals(custom, operands)
   values, *_ = _run(custom, rule, avals, custom.ins, custom.outs, operands)
   return values, [True] * len(values)
