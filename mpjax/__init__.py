@@ -5,7 +5,7 @@ import threading
 import warnings
 from typing import TYPE_CHECKING
 
-from mpjax import errors
+from mpjax import errors as errors
 from mpjax._core.active import full_precision
 from mpjax._core.errors import MpjaxError, nearest
 from mpjax._core.float8 import Float8
@@ -14,7 +14,11 @@ from mpjax._core.rules import Rule
 from mpjax._core.trees import all_finite
 
 if TYPE_CHECKING:
-  from mpjax import checkpoints, linen, nnx, reports, states
+  from mpjax import checkpoints as checkpoints
+  from mpjax import linen as linen
+  from mpjax import nnx as nnx
+  from mpjax import reports as reports
+  from mpjax import states as states
   from mpjax._compositions.by_framework import policy_scope, value_and_grad, with_policy
   from mpjax._compositions.opt_level import OptLevel, opt_level
   from mpjax._diagnostics.audit.transform import audit
@@ -69,13 +73,10 @@ __all__ = [
   "autocast",
   "check_loss_scaling",
   "check_skipped_steps",
-  "checkpoints",
   "convert",
-  "errors",
   "find_nonfinite",
   "full_precision",
   "last_step_finite",
-  "linen",
   "loss_scaling",
   "loss_scaling_metrics",
   "make_train_step",
@@ -83,24 +84,22 @@ __all__ = [
   "master_weights",
   "monitor",
   "monitor_counts",
-  "nnx",
   "opt_level",
   "policy_scope",
   "ranges",
-  "reports",
   "scale_loss",
   "select_tree",
   "set_loss_scale",
   "set_master_params",
   "state_dtype",
-  "states",
   "tune",
   "unscale",
   "value_and_grad",
   "with_policy",
 ]
 
-_MODULES = ("checkpoints", "linen", "nnx", "reports", "states")
+_MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
+"""What `import *` leaves out: `errors` and `states` are names that users have themselves."""
 
 _ON_FIRST_USE = {
   "audit": "mpjax._diagnostics.audit.transform",
@@ -127,11 +126,11 @@ needs the other's, otherwise see a deadlock or a module that is imported in part
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
   def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in (*__all__, *_MODULES):
       moved = _moved(name)
       if moved is None:
         inner = [f"{m}.{n}" for m in _MODULES if m in globals() for n in globals()[m].__all__]
-        near = ", ".join(nearest(name, [*__all__, *inner]))
+        near = ", ".join(nearest(name, [*__all__, *_MODULES, *inner]))
         raise AttributeError(f"module 'mpjax' has no attribute {name!r}; the nearest are {near}")
       return moved
     module = f"mpjax.{name}" if name in _MODULES else _ON_FIRST_USE.get(name, "mpjax.transforms")
@@ -150,4 +149,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
 
 def __dir__() -> list[str]:
-  return sorted([*__all__, "__version__"])
+  return sorted([*__all__, *_MODULES, "__version__"])

@@ -32,10 +32,11 @@ CLASS = re.compile(
 
 
 def public_names() -> list[str]:
-  """Returns the names that `__all__` lists, of mpjax and of its public modules."""
-  parts = [getattr(mpjax, name) for name in mpjax.__all__]
-  modules = [mpjax, *(part for part in parts if isinstance(part, types.ModuleType))]
-  return [f"{module.__name__}.{name}" for module in modules for name in module.__all__]
+  """Returns the public modules, and the names that `__all__` lists of mpjax and of each of them."""
+  parts = [getattr(mpjax, name) for name in dir(mpjax)]
+  modules = [part for part in parts if isinstance(part, types.ModuleType)]
+  names = [f"{part.__name__}.{name}" for part in (mpjax, *modules) for name in part.__all__]
+  return [part.__name__ for part in modules] + names
 
 
 def find(name: str) -> Any:

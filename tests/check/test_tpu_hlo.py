@@ -54,6 +54,9 @@ def test_a_policy_is_by_hand_on_a_v5e(tpu_hlo, no_cache):
   assert found["policy"]["traffic_bytes"] <= 1.01 * found["by hand"]["traffic_bytes"]
 
 
+HEAD = (4 - 2) * 1024 * 32_000
+"""What a head of the GPT in float32 sends besides: its gradient is in float32, not in bfloat16."""
+
 OVER = {
   **{("gpt", "policy"): 1.12, ("encoder", "policy"): 1.13, ("moe", "policy"): 1.18},
   **{("mlp", "policy"): 1.06, ("mlp", "dynamic scale"): 1.11, ("gpt", "dynamic scale"): 1.24},
@@ -71,9 +74,11 @@ def test_recorded_figures_are_in_the_page_and_within_their_bounds(tpu_hlo, tpu_r
       assert ratio <= OVER[model, name], (chip, model, name, figure)
   for each in (*results["pods"]["models"].values(), *results["h200"]["models"].values()):
     for name, one in each["versions"].items():
-      # The gradients of biases and places are float32 sums; what says whether to skip is one value.
+      # The gradients of biases and places are float32 sums.
       base = tpu_report.base_of(each["versions"], name) or one
-      # And a head in float32 is asked for.
-      assert tpu_report.total(one) <= 1.01 * tpu_report.total(base) or name == "float32 head"
-      assert one["collectives"].get("all-reduce bool", [1])[0] == 1
+      more = HEAD if "head" in name else 0
+      assert tpu_report.total(one) - more <= 1.01 * tpu_report.total(base)
+      # What says whether to skip is one value, and compilers choose its dtype.
+      reduced = (one["collectives"].get(f"all-reduce {d}", [0])[0] for d in ("bool", "uint32"))
+      assert sum(reduced) <= 1
       assert "masters" not in name or one["collectives"].get("all-gather float32", [0, 0])[1] < 1e6

@@ -15,12 +15,11 @@ PUBLIC = {
     *("DynamicLossScale", "Float8", "MpjaxError", "NoLossScale", "OpLists", "OptLevel", "Policy"),
     *("Rule", "StaticLossScale", "TrainState", "accumulate_gradients", "all_finite"),
     *("apply_updates", "audit", "autocast", "check_loss_scaling", "check_skipped_steps"),
-    *("checkpoints", "convert", "errors", "find_nonfinite", "full_precision", "last_step_finite"),
-    *("linen", "loss_scaling", "loss_scaling_metrics", "make_train_step", "master_params"),
-    *("master_weights", "monitor", "monitor_counts", "nnx", "opt_level", "policy_scope"),
-    *("ranges", "reports"),
-    *("scale_loss", "select_tree", "set_loss_scale", "set_master_params", "state_dtype"),
-    *("states", "tune", "unscale", "value_and_grad", "with_policy"),
+    *("convert", "find_nonfinite", "full_precision", "last_step_finite", "loss_scaling"),
+    *("loss_scaling_metrics", "make_train_step", "master_params", "master_weights", "monitor"),
+    *("monitor_counts", "opt_level", "policy_scope", "ranges", "scale_loss", "select_tree"),
+    *("set_loss_scale", "set_master_params", "state_dtype", "tune", "unscale"),
+    *("value_and_grad", "with_policy"),
   ],
   "mpjax.checkpoints": ["restore_like", "to_arrays"],
   "mpjax.errors": [
@@ -44,7 +43,8 @@ def resolve(name: str) -> Any:
   return found
 
 
-NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
+MODULES = [module for module in PUBLIC if module != "mpjax"]
+NAMES = MODULES + [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
 
 
 def members(name: str) -> dict[str, Callable[..., Any]]:
@@ -108,7 +108,8 @@ def test_all_and_dir_are_the_reviewed_list():
     thing = resolve(module)
     assert list(thing.__all__) == sorted(names)
     assert set(thing.__all__) <= set(dir(thing))
-  assert dir(mpjax) == sorted([*PUBLIC["mpjax"], "__version__"])
+  modules = [module.partition(".")[2] for module in MODULES]
+  assert dir(mpjax) == sorted([*PUBLIC["mpjax"], *modules, "__version__"])
 
 
 def test_public_names_are_ours_and_documented_with_an_example():

@@ -26,7 +26,7 @@ _COLLECTIVES = frozenset(
   {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}
 )
 _KINDS = {"pred": "bool", "bf": "bfloat", "f": "float", "s": "int", "u": "uint"}
-"""The dtypes of HLO, without their sizes, as JAX names them."""
+"""The dtypes of HLO, without their sizes, as JAX names them; what is not here keeps its name."""
 
 
 class Kernel(NamedTuple):
