@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 # A module of the site's own, which is on no path.
 coverage = types.SimpleNamespace(**runpy.run_path(str(ROOT / "docs/_ext/site_coverage.py")))
+INDEX = ROOT / "docs/index.md"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in ROOT.glob("docs/api/*.md")}
 
 
@@ -66,3 +67,9 @@ def test_members_have_a_docstring():
 def test_the_search_is_read_as_sphinx_writes_it():
   index = {"objects": {"": [[0, 0, 0, "-", "mpjax"]], "mpjax": [[3, 1, 1, "", "tune"]]}}
   assert coverage.found_by_search(index) == {"mpjax", "mpjax.tune"}
+
+
+def test_the_navigation_is_short():
+  trees = INDEX.read_text(encoding="utf-8").split("```{toctree}")[1:]
+  lines = [line for tree in trees for line in tree.split("```")[0].splitlines()]
+  assert 15 < sum(bool(line) and not line.startswith(":") for line in lines) <= 25
