@@ -5,6 +5,7 @@ import pathlib
 import re
 import runpy
 import types
+import typing
 
 import mpjax
 from tests.lint.test_public_api import NAMES, resolve
@@ -67,6 +68,20 @@ def test_members_have_a_docstring():
 def test_the_search_is_read_as_sphinx_writes_it():
   index = {"objects": {"": [[0, 0, 0, "-", "mpjax"]], "mpjax": [[3, 1, 1, "", "tune"]]}}
   assert coverage.found_by_search(index) == {"mpjax", "mpjax.tune"}
+
+
+def types_in(hint: object) -> set[type]:
+  """Returns the classes of ours that an annotation names."""
+  own = isinstance(hint, type) and hint.__module__.startswith("mpjax.")
+  return ({hint} if own else set()).union(*map(types_in, typing.get_args(hint)))
+
+
+def test_types_of_the_fields_of_reports_are_on_a_page():
+  documented = [name for page in PAGES.values() for name in coverage.DIRECTIVE.findall(page)]
+  names = {name.rpartition(".")[2] for name in documented}
+  for report in mpjax.reports.__all__:
+    for hint in typing.get_type_hints(getattr(mpjax.reports, report)).values():
+      assert {each.__name__ for each in types_in(hint)} <= names, report
 
 
 def test_the_navigation_is_short():
