@@ -6,7 +6,17 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import mpjax
+
 ROOT = pathlib.Path(__file__).parents[2]
+
+SOURCES = {
+  f.relative_to(ROOT).as_posix()
+  for name in ("mpjax", "tests", "docs", "examples", "benchmarks")
+  for f in (ROOT / name).rglob("*.py")
+}
+ELSEWHERE = ("comparison.md", "op_lists.md", "reliability.md")
+"""Pages that name files of other projects."""
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 
@@ -36,10 +46,16 @@ def blocks(markdown: str) -> Iterator[Block]:
 
 
 def dead(page: pathlib.Path, text: str) -> Iterator[str]:
-  """Yields what a page names that is not there: files, and targets of the Makefile."""
+  """Yields what a page names that is not there: files, targets of the Makefile, public names."""
   for link in re.findall(r"\]\(([^)#\s]+)", text):
     if "://" not in link and not (page.parent / link).exists():
       yield link
+  for file in re.findall(r"`([\w/]+\.py)`", text) if page.name not in ELSEWHERE else ():
+    if not any(f"/{source}".endswith(f"/{file}") for source in SOURCES):
+      yield file
+  for name in re.findall(r"\bmpjax\.(\w+)", text) if page.name != "CHANGELOG.md" else ():
+    if not (hasattr(mpjax, name) or any(f"mpjax/{name}" in source for source in SOURCES)):
+      yield name
   makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
   targets = re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)
   for block in blocks(text):
@@ -55,4 +71,11 @@ def test_links_and_commands_lead_somewhere():
 
 def test_what_leads_nowhere_is_found():
   text = "[a](README.md#x) [b](https://c.d) [e](f.md)\n```bash\nmake test\nmake tset\n```\n"
-  assert list(dead(ROOT / "README.md", text)) == ["f.md", "make tset"]
+  text += "`_core/policy.py` `_core/polcy.py` mpjax.audit mpjax.adit mpjax.git"
+  assert list(dead(ROOT / "README.md", text)) == [
+    "f.md",
+    "_core/polcy.py",
+    "adit",
+    "git",
+    "make tset",
+  ]
