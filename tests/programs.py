@@ -205,6 +205,11 @@ def bits(tree: Any) -> list[bytes]:
   return [f"{x.dtype}{x.shape}".encode() + x.tobytes() for x in leaves]
 
 
+def assert_bit_equal(found: Any, expected: Any) -> None:
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  assert bits(found) == bits(expected)
+
+
 def data_of_keys(tree: Any) -> Any:
   """Returns a tree with the data of its typed keys, which is all that some files can hold."""
 

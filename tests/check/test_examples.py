@@ -24,6 +24,7 @@ import mpjax
 from tests import programs
 from tests.loss_scale_oracle import Oracle
 from tests.partitioned import collectives
+from tests.programs import assert_bit_equal
 from tests.scripts import assert_colors
 
 HALF, FULL = jnp.dtype("float16"), jnp.dtype("float32")
@@ -78,11 +79,6 @@ def train(example, name, tmp_path, steps=None):
   for claim in claims:
     claim(module, runs, shown)
   return runs
-
-
-def assert_equal(new, old):
-  assert jax.tree.structure(new) == jax.tree.structure(old)
-  assert programs.bits(new) == programs.bits(old)
 
 
 def dtypes_of(tree):
@@ -168,7 +164,7 @@ def gpt_writes_with_half_parameters_and_a_half_cache(gpt, runs, text):
   ):
     is_norm = "LayerNorm" in jax.tree_util.keystr(path)
     norms += is_norm
-    assert_equal(x, master if is_norm else master.astype(HALF))
+    assert_bit_equal(x, master if is_norm else master.astype(HALF))
   assert norms == 3
   assert cache["place"] == model.context - 1
   attention = cache["layers"]["MultiHeadDotProductAttention_0"]
@@ -258,9 +254,9 @@ def half_exports_its_masters(half, runs, text):
   }
   with ocp.StandardCheckpointer() as checkpointer:
     raw = checkpointer.restore(found["checkpoint"])
-  assert_equal(raw, wanted)
+  assert_bit_equal(raw, wanted)
   assert dtypes_of(raw) == {FULL}
-  assert_equal(half.load(found["checkpoint"]), wanted)
+  assert_bit_equal(half.load(found["checkpoint"]), wanted)
   # Evaluated in float32 it is nearly what it was in half, and not quite.
   assert 0 < abs(found["exported_loss"] - found["loss"]) < 1e-2
   reference = runs["float32"].state
@@ -292,7 +288,7 @@ def lenet_stores_and_shows_the_dtype_of_each_layer(lenet, runs, text):
   for layer, dtype in LAYERS[MIXED].items():
     assert dtypes_of(state.params[layer]) == {dtype}
     if dtype == HALF:
-      assert_equal(state.params[layer], jax.tree.map(lambda m: m.astype(HALF), master[layer]))
+      assert_bit_equal(state.params[layer], jax.tree.map(lambda m: m.astype(HALF), master[layer]))
     else:
       assert jax.tree.leaves(master[layer]) == []  # In float32: its own master.
   for name, run in runs.items():
@@ -340,10 +336,10 @@ def small_resnet(resnet):
 def resnet_begins_with_what_was_saved(resnet, runs, text):
   plain, mixed = (run.state for run in runs.values())
   params, batch_stats = plain.first
-  assert_equal(plain.first, mixed.first)
+  assert_bit_equal(plain.first, mixed.first)
   assert dtypes_of((mixed.first, mixed.state.params)) == {FULL}
   new = resnet.initialise(mixed.training.network, jax.random.key(1))
-  assert_equal(params["head"], new["params"]["head"])
+  assert_bit_equal(params["head"], new["params"]["head"])
   # All else was trained: no leaf is as it was initialised.
   before = resnet.initialise(plain.training.network, jax.random.key(0))
   saved = {name: x for name, x in params.items() if name != "head"}
@@ -662,8 +658,8 @@ def test_a_skipped_step_of_digits_leaves_no_trace(example):
   before, _ = training.step(training.state, images, labels)
   after, loss = training.step(before, broken(images), labels)
   assert not np.isfinite(loss)
-  assert_equal((after.params, after.batch_stats), (before.params, before.batch_stats))
-  assert_equal(after.opt_state.inner_state, before.opt_state.inner_state)
+  assert_bit_equal((after.params, after.batch_stats), (before.params, before.batch_stats))
+  assert_bit_equal(after.opt_state.inner_state, before.opt_state.inner_state)
   assert int(mpjax.loss_scaling_metrics(after.opt_state)["skipped"]) == 1
   further, loss = training.step(after, images, labels)
   assert np.isfinite(loss)

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import mpjax
-from tests.programs import bits, compiled, run
+from tests.programs import assert_bit_equal, bits, compiled, run
 
 ROWS = 24
 F32 = np.float32
@@ -152,11 +152,6 @@ def short():
   return grads, faults, tx, end, run(end, PARAMS, tx.init(PARAMS), (grads, faults))
 
 
-def same(found, expected):
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  assert bits(found) == bits(expected)
-
-
 def test_step_by_step_outside_of_jit():
   grads, faults, tx, _, expected = short()
   carry = jax.tree.map(jnp.asarray, PARAMS), tx.init(PARAMS)
@@ -164,7 +159,7 @@ def test_step_by_step_outside_of_jit():
   for t, fault in enumerate(faults):
     carry = one(tx, carry, ({name: g[t] for name, g in grads.items()}, fault))
     assert jax.tree.map(jax.typeof, carry) == types
-  same(carry, expected)
+  assert_bit_equal(carry, expected)
 
 
 def test_members_of_an_ensemble_have_windows_of_their_own():
@@ -174,7 +169,7 @@ def test_members_of_an_ensemble_have_windows_of_their_own():
   found = run(jax.vmap(lambda fault: end(PARAMS, state, (grads, fault))), members)
   for i in range(3):
     alone = run(end, PARAMS, state, (grads, members[i])) if i else expected
-    same(jax.tree.map(lambda x, i=i: x[i], found), alone)
+    assert_bit_equal(jax.tree.map(lambda x, i=i: x[i], found), alone)
   assert len(set(np.asarray(found[1].inner_state.updates_done).tolist())) > 1
 
 

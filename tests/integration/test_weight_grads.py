@@ -22,6 +22,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import mpjax
 from tests.linen.probes import KEY, text
+from tests.models.values import integral
 from tests.nnx import rig
 from tests.programs import bits, equations, products, run
 
@@ -34,11 +35,6 @@ Rule, with_policy = mpjax.Rule, mpjax.linen.with_policy
 def policy(half, weight_grad="float32", **dtypes):
   """One whose results are in low precision, so that a float32 matmul is that of a gradient."""
   return mpjax.Policy(compute_dtype=half, weight_grad_dtype=weight_grad, **dtypes)
-
-
-def integers(seed, shape, largest):
-  rng = np.random.default_rng(seed)
-  return jnp.asarray(rng.integers(-largest, largest + 1, shape), jnp.float32)
 
 
 class Model(NamedTuple):
@@ -79,10 +75,10 @@ def of_nnx(make, shape):
 def setting(model, largest):
   """Returns parameters of -1, 0 and 1, inputs, and the cotangent of the output: whole numbers."""
   leaves, treedef = jax.tree.flatten(model.params)
-  params = jax.tree.unflatten(treedef, [integers(i, p.shape, 1) for i, p in enumerate(leaves)])
-  x = integers(7, model.shape, largest)
+  params = jax.tree.unflatten(treedef, [integral(i, p.shape, 1) for i, p in enumerate(leaves)])
+  x = integral(7, model.shape, largest)
   out = jax.eval_shape(model.under(None), params, x)
-  return params, x, integers(8, out.shape, largest) * 2 + 1
+  return params, x, integral(8, out.shape, largest) * 2 + 1
 
 
 def with_gradients(call, cotangent):

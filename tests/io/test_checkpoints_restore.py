@@ -16,7 +16,7 @@ import pytest
 
 import mpjax
 from tests.errors import refused
-from tests.programs import bits, compilations, data_of_keys
+from tests.programs import assert_bit_equal, compilations, data_of_keys
 
 P = jax.sharding.PartitionSpec
 restore_like, to_arrays = mpjax.checkpoints.restore_like, mpjax.checkpoints.to_arrays
@@ -100,8 +100,7 @@ KINDS = pytest.mark.parametrize("through", [as_it_is, orbax_path, msgpack, npz])
 
 
 def assert_same(new, old):
-  assert jax.tree.structure(new) == jax.tree.structure(old)
-  assert bits(new) == bits(old)
+  assert_bit_equal(new, old)
   for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
     assert isinstance(a, jax.Array)
     assert (a.dtype, jax.typeof(a).weak_type) == (b.dtype, False)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 import mpjax
 from mpjax._core.trees import cast_like
 from tests.linen.probes import HALF, KEY, Does, X, all_half, calls, dtypes
-from tests.programs import bits
+from tests.programs import assert_bit_equal, bits
 
 # The models are written as their users write them.
 pytestmark = pytest.mark.standard_promotion
@@ -257,5 +257,4 @@ def test_boxed_parameters(devices, how, mesh):
   assert jax.tree.structure(stored) == jax.tree.structure(variables)
   assert nn.get_partition_spec(stored)["params"]["w"] == PartitionSpec("in", "out")
   found = with_policy(model, "mixed_bfloat16").init(KEY, X)
-  assert jax.tree.structure(found) == jax.tree.structure(variables)
-  assert bits(found) == bits(variables)
+  assert_bit_equal(found, variables)

@@ -7,9 +7,11 @@ last test feeds every check something wrong: a check that cannot fail checks not
 import ast
 import functools
 import graphlib
+import inspect
 import pathlib
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 
 import flax.linen as nn
@@ -512,7 +514,7 @@ LINES = {
   "_io": 589,
   "_diagnostics": 6_119,
   "all of mpjax": 23_858,
-  "tests": 45_330,
+  "tests": 45_322,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 
@@ -579,3 +581,41 @@ def test_one_apply_is_short_and_its_page_names_the_functions_in_order():
   named = re.findall(r"\| `(\w+)` in `([\w/.]+)`", page)
   assert len(named) == 10
   assert [call for call in calls if call in named] == named
+
+
+LIBRARY = pathlib.Path(mpjax.__file__).parent
+
+
+def functions(*folders):
+  """Yields the functions in some folders of the library, nested ones too, as compiled code."""
+  for path in sorted(path for folder in folders for path in (LIBRARY / folder).rglob("*.py")):
+    # Without docstrings.
+    codes = [compile(path.read_text(), path.relative_to(LIBRARY), "exec", optimize=2)]
+    for code in codes:
+      codes.extend(x for x in code.co_consts if isinstance(x, types.CodeType))
+      is_function = code.co_flags & inspect.CO_OPTIMIZED
+      if is_function and not code.co_name.startswith("<"):
+        yield f"{code.co_filename}::{code.co_name}", code
+
+
+def arithmetic(code):
+  """Returns what a function does, whatever its own names are: those that it binds are numbers."""
+  consts = [arithmetic(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
+  return code.co_code, code.co_names, tuple(consts)
+
+
+def test_no_function_is_written_twice_for_linen_and_nnx():
+  first, same = {}, []
+  for name, function in functions("linen", "nnx"):
+    other = first.setdefault(arithmetic(function), name)
+    if other != name:
+      same.append(f"{name} is {other}")
+  assert same == []
+
+
+def test_what_goes_before_what_is_known_in_one_place():
+  # A policy of a module's own, rules and the module around: one function reads them.
+  reads = [
+    name for name, code in functions("_core", "linen", "nnx") if "first_match" in code.co_names
+  ]
+  assert reads == ["_core/rules.py::resolve_policy"]

@@ -43,3 +43,9 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
 def integers(*shape: int, below: int, seed: int = 0) -> np.ndarray[Any, Any]:
   """Returns uniformly distributed int32 inputs."""
   return np.random.default_rng(seed).integers(0, below, shape, np.int32)
+
+
+def integral(seed: int, shape: tuple[int, ...], largest: int) -> jax.Array:
+  """Returns whole float32 numbers of up to a largest: sums of products of them are exact."""
+  numbers = np.random.default_rng(seed).integers(-largest, largest + 1, shape)
+  return jnp.asarray(numbers, jnp.float32)

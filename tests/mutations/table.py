@@ -286,7 +286,7 @@ mpjax/transforms/_loss_scaling.py::_agree
 31 each device decides for itself
 - jax.lax.pmin(first_bad, tuple(names))
 + first_bad
-tests/integration/test_distributed_skip.py
+tests/integration/test_sharded_training.py
 ::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
 
 mpjax/transforms/_loss_scaling.py::loss_scaling
@@ -296,7 +296,7 @@ mpjax/transforms/_loss_scaling.py::loss_scaling
 + if axis_name is not None:
 +   watched = {k: [jax.lax.pmax(x, axis_name) for x in leaves] for k, leaves in watched.items()}
 + first_bad = {k: first_nonfinite(leaves) for k, leaves in watched.items()}
-tests/integration/test_distributed_skip.py
+tests/integration/test_sharded_training.py
 ::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
 
 mpjax/transforms/_gradients.py::batch_gradients

@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from tests.errors import refused
-from tests.programs import bits
+from tests.programs import assert_bit_equal, bits
 
 HALF = ["float16", "bfloat16"]
 BOTH = pytest.mark.parametrize("half", HALF)
@@ -216,8 +216,7 @@ def test_what_is_not_half_is_added_to_as_by_optax(rounding):
   key = KEY if rounding == "stochastic" else None
   found = mpjax.apply_updates(params, updates, rounding=rounding, key=key)
   expected = optax.apply_updates(params, updates)
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  assert bits(found) == bits(expected)
+  assert_bit_equal(found, expected)
 
 
 @BOTH

@@ -13,7 +13,7 @@ import mpjax
 from mpjax.transforms import _trees
 from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
-from tests.programs import bits
+from tests.programs import assert_bit_equal, bits
 
 WHERE = "mpjax.loss_scaling(inner)"
 BAD = [np.inf, -np.inf, np.nan]
@@ -22,11 +22,6 @@ DYNAMIC, STATIC4, OFF = mpjax.DynamicLossScale(), mpjax.StaticLossScale(4), mpja
 EITHER = pytest.mark.parametrize("config", [STATIC4, OFF], ids=["scaled", "not scaled"])
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.01))
 PARAMS = {"w": jnp.asarray([1.0, -0.0, 3.0]), "b": jnp.asarray(-0.0, jnp.float32)}
-
-
-def assert_bit_equal(found, expected):
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  assert bits(found) == bits(expected)
 
 
 def numbers(state):

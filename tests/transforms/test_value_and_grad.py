@@ -13,7 +13,7 @@ from flax import nnx
 import mpjax
 from mpjax._core.errors import kind_of
 from tests.errors import refused
-from tests.programs import bits
+from tests.programs import assert_bit_equal
 
 SCALE = 2.0**10
 TX = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(SCALE))
@@ -29,11 +29,6 @@ def normal(seed, *shape):
 
 
 PARAMS, X = {"w": normal(0, 5, 7), "v": normal(1, 7)}, normal(2, 4, 5)
-
-
-def assert_bit_equal(found, expected):
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  assert bits(found) == bits(expected)
 
 
 def scaled(grads):

@@ -15,6 +15,7 @@ from jax import lax
 
 import mpjax
 from tests.jaxprs.autocast.rig import BOTH, with_vjp
+from tests.models.values import integral
 from tests.programs import bits, equations, products, residual_bytes, run
 
 FLOAT32 = np.dtype("float32")
@@ -29,17 +30,12 @@ def policy(wide, half="bfloat16"):
   return mpjax.Policy(compute_dtype=half, weight_grad_dtype=wide)
 
 
-def integers(seed, shape, largest):
-  rng = np.random.default_rng(seed)
-  return jnp.asarray(rng.integers(-largest, largest + 1, shape), jnp.float32)
-
-
 def with_gradients(fun):
   """Returns a function of (w, x): result, gradients of both of its weighted sum."""
 
   def value_and_gradients(w, x):
     y, pull = jax.vjp(fun, w, x)
-    return y, *pull((2 * integers(8, y.shape, 9) + 1).astype(y.dtype))
+    return y, *pull((2 * integral(8, y.shape, 9) + 1).astype(y.dtype))
 
   return value_and_gradients
 
@@ -76,7 +72,7 @@ MATMULS = {
 
 @pytest.mark.parametrize(("fun", "w", "x"), MATMULS.values(), ids=MATMULS)
 def test_a_weight_gets_one_matmul_of_half_operands_into_float32(fun, w, x):
-  w, x = integers(0, w, 1), integers(7, x, 9)
+  w, x = integral(0, w, 1), integral(7, x, 9)
 
   def found(wide):
     return products(jax.make_jaxpr(with_gradients(cast(fun, wide=wide)))(w, x))
@@ -103,7 +99,7 @@ def test_whole_numbers_come_out_exact_and_the_rest_the_same(half):
       for name, (fun, *_) in MATMULS.items()
     }
 
-  given = {name: (integers(0, w, 1), integers(7, x, 9)) for name, (_, w, x) in MATMULS.items()}
+  given = {name: (integral(0, w, 1), integral(7, x, 9)) for name, (_, w, x) in MATMULS.items()}
   for name, (exact, found, old) in run(each, given).items():
     assert bits(found[::2]) == bits(old[::2]), name
     assert bits(found[1]) == bits(exact[1]), name
@@ -115,8 +111,8 @@ def test_whole_numbers_come_out_exact_and_the_rest_the_same(half):
 # Derivatives of every order and mode
 
 
-W, X = integers(0, (3, 2), 1), integers(1, (4, 3), 1)
-CONV_W, CONV_X = integers(0, (2, 3, 2), 1), integers(1, (2, 3, 4), 1)
+W, X = integral(0, (3, 2), 1), integral(1, (4, 3), 1)
+CONV_W, CONV_X = integral(0, (2, 3, 2), 1), integral(1, (2, 3, 4), 1)
 EITHER = pytest.mark.parametrize(
   ("fun", "w", "x"),
   [(lambda w, x: x @ w, W, X), (conv, CONV_W, CONV_X)],
@@ -172,7 +168,7 @@ def test_derivatives_of_each_order_and_mode(fun, w, x):
 
 
 def test_a_loss_over_mapped_examples_has_one_matmul_over_all_of_them():
-  w, x = integers(0, (3, 5), 1), integers(7, (40, 5, 3), 9)
+  w, x = integral(0, (3, 5), 1), integral(7, (40, 5, 3), 9)
 
   def mapped(w, x):
     return jax.vmap(cast(lambda w, x: x @ w), (None, 0))(w, x)
@@ -212,7 +208,7 @@ INSIDE = {
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_inside_of(name):
-  w, x = integers(0, (3, 3), 1), integers(7, (200, 3), 1)
+  w, x = integral(0, (3, 3), 1), integral(7, (200, 3), 1)
   exact = run(with_gradients(INSIDE[name]), w, x)
   assert bits(run(with_gradients(cast(INSIDE[name])), w, x)) == bits(exact)
   program = jax.make_jaxpr(with_gradients(cast(INSIDE[name])))(w, x)
@@ -244,7 +240,7 @@ def mesh_of(devices, kind=jax.sharding.AxisType.Auto):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
 def test_shard_map_adds_float32_over_devices(devices, check_vma, inside):
-  w, x = integers(0, (3, 5), 1), integers(7, (200, 3), 9)
+  w, x = integral(0, (3, 5), 1), integral(7, (200, 3), 9)
   matmul = lambda w, x: x @ w  # noqa: E731
   mapped = functools.partial(
     jax.shard_map, mesh=mesh_of(devices), check_vma=check_vma, out_specs=jax.P("data")
@@ -277,7 +273,7 @@ def test_the_half_copy_of_a_weight_is_not_kept():
 @BOTH
 def test_a_weight_that_is_stored_in_half(half):
   # Its gradient is rounded once, after all is added up.
-  w, x = integers(0, (3, 5), 1), integers(7, (200, 3), 9)
+  w, x = integral(0, (3, 5), 1), integral(7, (200, 3), 9)
   fun = lambda w, x: x @ w.astype(jnp.float32)  # noqa: E731
   exact = run(with_gradients(fun), w, x)[1]
   found = run(with_gradients(cast(fun)), w.astype(half), x)[1]
