@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -178,6 +178,16 @@ _OPTIONS = {
   # A library of kernels that adds up some bfloat16 products in bfloat16, depending on the layout.
   "xla_cpu_experimental_ynn_fusion_type": "",
 }
+
+
+def s(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
+  """Returns what stands for an array where only shapes are asked for."""
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mesh_of(devices: Sequence[Any], kind: Any = jax.sharding.AxisType.Auto) -> jax.sharding.Mesh:
+  """Returns a mesh of one axis, "data"."""
+  return jax.make_mesh((len(devices),), ("data",), (kind,), devices=devices)
 
 
 def run(fun: Any, *args: Any) -> Any:

@@ -14,6 +14,7 @@ import optax
 
 import mpjax
 from tests.loss_scale_oracle import Oracle
+from tests.programs import mesh_of
 
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 ROWS, STEPS = 16, 200
@@ -127,10 +128,6 @@ class Engine(NamedTuple):
   mapped: str = ""
   params: Any = jax.P()
   stored: Any = jnp.float32
-
-
-def mesh_of(devices, axis_type=AUTO):
-  return jax.make_mesh((len(devices),), ("data",), (axis_type,), devices=devices)
 
 
 def place(mesh, tree, spec):

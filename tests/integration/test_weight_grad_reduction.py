@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
 from tests.partitioned import collectives
-from tests.programs import bits
+from tests.programs import bits, mesh_of
 
 with_policy = mpjax.linen.with_policy
 XLA = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -22,10 +22,6 @@ def policy(half, weight_grad, **dtypes):
   return mpjax.Policy(
     compute_dtype=half, output_dtype="float32", weight_grad_dtype=weight_grad, **dtypes
   )
-
-
-def mesh_of(devices, kind=AxisType.Auto):
-  return jax.make_mesh((len(devices),), ("data",), (kind,), devices=devices)
 
 
 def placed(mesh, tree, spec=lambda x: ()):

@@ -7,12 +7,9 @@ from jax import lax
 
 from mpjax._jaxprs.count import flops_of, matmul_sizes
 from mpjax._jaxprs.reader import walk
+from tests.programs import s
 
 F32 = jnp.float32
-
-
-def s(*shape: int, dtype=F32) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def flops(fun, *args) -> list[int]:

@@ -25,6 +25,7 @@ from mpjax._jaxprs.reader import (
   walk,
   with_inner,
 )
+from tests.programs import s
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(d) for d in (jnp.bfloat16, "float16", "float32"))
 
@@ -56,10 +57,6 @@ def test_the_dtype_of_anything():
   assert [str(dtype_of(v)) for v in program.jaxpr.outvars] == ["int8", "key<fry>", "int32"]
   token = jax.make_jaxpr(jax.lax.create_token)().jaxpr.outvars[0]
   assert dtype_of(token) is None
-
-
-def s(*shape: int) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def square(x):

@@ -3,26 +3,23 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
 from mpjax._diagnostics.audit.compiled import compiled_collectives, kernels
 from mpjax._jaxprs.graph import Graph
-
-
-def mesh_of(devices):
-  return jax.make_mesh((len(devices),), ("d",), (AxisType.Auto,), devices=devices)
+from tests.programs import mesh_of
 
 
 def test_what_is_traced_and_what_is_compiled_are_per_device(devices):
   def fn(x):
     def step(total, row):
       with jax.named_scope("sums"):
-        return total + jax.lax.psum(row, "d"), None
+        return total + jax.lax.psum(row, "data"), None
 
     return jax.lax.scan(step, jnp.zeros(5), x)[0]
 
-  spec = PartitionSpec(None, "d")
+  spec = PartitionSpec(None, "data")
   mapped = jax.shard_map(
     fn, mesh=mesh_of(devices), in_specs=spec, out_specs=PartitionSpec(), check_vma=False
   )
@@ -39,9 +36,9 @@ def test_what_is_traced_and_what_is_compiled_are_per_device(devices):
 def test_what_the_partitioner_wrote_is_named_by_module(devices):
   mesh = mesh_of(devices)
   model = nn.Sequential([nn.Dense(8, use_bias=False), nn.Dense(12, use_bias=False)])
-  rows = NamedSharding(mesh, PartitionSpec("d"))
+  rows = NamedSharding(mesh, PartitionSpec("data"))
   x = jax.device_put(jnp.ones((8, 4)), rows)
-  columns = NamedSharding(mesh, PartitionSpec(None, "d"))
+  columns = NamedSharding(mesh, PartitionSpec(None, "data"))
   variables = jax.device_put(model.init(jax.random.key(0), x), columns)
 
   def loss(variables, x):

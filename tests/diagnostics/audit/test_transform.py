@@ -12,13 +12,10 @@ import pytest
 import mpjax
 from tests.errors import refused
 from tests.models.values import filled, shapes
+from tests.programs import s
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 X = np.ones((4, 8), np.float32)
-
-
-def s(*shape, dtype=F32):
-  return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def flops(fn, *args):

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
 from tests.jaxprs.autocast.rig import matmuls, with_jvp, with_vjp
-from tests.programs import bits, equations, products
+from tests.programs import bits, equations, products, s
 
 ALL = mpjax.Float8(skip=())
 EXACT = mpjax.Float8(skip=(), power_of_two=True)
@@ -19,10 +19,6 @@ EXACT = mpjax.Float8(skip=(), power_of_two=True)
 
 def policy(recipe=ALL, half="bfloat16"):
   return mpjax.Policy(compute_dtype=half, matmul=recipe)
-
-
-def s(*shape, dtype="float32"):
-  return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def reasons(fun, *args, recipe=ALL):

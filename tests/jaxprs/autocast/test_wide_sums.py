@@ -16,7 +16,7 @@ from jax import lax
 import mpjax
 from tests.jaxprs.autocast.rig import BOTH, with_vjp
 from tests.models.values import integral
-from tests.programs import bits, equations, products, residual_bytes, run
+from tests.programs import bits, equations, mesh_of, products, residual_bytes, run
 
 FLOAT32 = np.dtype("float32")
 
@@ -233,17 +233,13 @@ def test_checkpoint_policies_see_the_matmul():
 # Meshes
 
 
-def mesh_of(devices, kind=jax.sharding.AxisType.Auto):
-  return jax.make_mesh((4,), ("data",), (kind,), devices=devices[:4])
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
 def test_shard_map_adds_float32_over_devices(devices, check_vma, inside):
   w, x = integral(0, (3, 5), 1), integral(7, (200, 3), 9)
   matmul = lambda w, x: x @ w  # noqa: E731
   mapped = functools.partial(
-    jax.shard_map, mesh=mesh_of(devices), check_vma=check_vma, out_specs=jax.P("data")
+    jax.shard_map, mesh=mesh_of(devices[:4]), check_vma=check_vma, out_specs=jax.P("data")
   )
 
   def gradients(w, x):
