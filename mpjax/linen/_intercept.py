@@ -23,7 +23,6 @@ from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
 from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewrite_calls
 from mpjax.linen import _layers
-from mpjax.linen._layers import neutral_collections, stored_as
 
 
 @dataclasses.dataclass
@@ -288,6 +287,16 @@ def _call(
 
 
 # What `init` stores
+
+
+def neutral_collections() -> tuple[str, ...]:
+  """Returns the collections that take the dtype of what they meet."""
+  return tuple(name for name, kind in _layers.STATE.items() if kind.neutral)
+
+
+def stored_as(stored: str) -> tuple[str, ...]:
+  """Returns the collections whose new entries have a dtype that `StateKind.stored` names."""
+  return tuple(name for name, kind in _layers.STATE.items() if kind.stored == stored)
 
 
 def _store(scope: Scope, policy: Policy | None) -> None:

@@ -24,13 +24,3 @@ LAYERS = Layers(
   iterates=(nn.SpectralNorm,),
   tables=(nn.Embed,),
 )
-
-
-def neutral_collections() -> tuple[str, ...]:
-  """Returns the collections that take the dtype of what they meet."""
-  return tuple(name for name, kind in STATE.items() if kind.neutral)
-
-
-def stored_as(stored: str) -> tuple[str, ...]:
-  """Returns the collections whose new entries have a dtype that `StateKind.stored` names."""
-  return tuple(name for name, kind in STATE.items() if kind.stored == stored)

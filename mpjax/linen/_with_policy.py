@@ -36,8 +36,8 @@ from mpjax.linen._intercept import (
   current,
   enter_scope,
   in_compute_dtypes,
+  stored_as,
 )
-from mpjax.linen._layers import stored_as
 
 Keys: TypeAlias = jax.Array | dict[str, jax.Array]
 """What `nn.Module.init` takes: one random key, or one for each name."""

@@ -509,7 +509,7 @@ LINES = {
   "_core and root files": 3_131,
   "_jaxprs without autocast": 2_709,
   "_jaxprs/autocast": 3_958,
-  "linen and nnx": 1_885,
+  "linen and nnx": 1_884,
   "transforms": 5_467,
   "_io": 589,
   "_diagnostics": 6_119,
@@ -521,7 +521,7 @@ LINES = {
 An issue lowers its row. None is raised without a line in the commit that says for what.
 """
 
-FILES_BEHIND_APPLY = 21
+FILES_BEHIND_APPLY = 20
 PUBLIC_NAMES = 40
 
 
