@@ -87,22 +87,30 @@ def steps(case: Case) -> dict[str, tuple[Callable[..., Any], Any]]:
 H200S = "8 H200s"
 PODS = {"16 chips": "v5p:4x2x2", "64 chips": "v5p:4x4x4", "256 chips": "v5p:4x8x8"}
 """Topologies of a v5p. `H200S` are beside them, for JAX with a compiler for CUDA."""
-WAYS = ("data parallel", "FSDP", "tensor parallel")
+MLP_WAYS = {"MLP, data parallel": AxisType.Auto, "MLP, explicit axes": AxisType.Explicit}
+"""The large MLP, its rows on all chips: Flax's `nn.Embed` takes no rows along an explicit axis."""
+WAYS = ("data parallel", "FSDP", "tensor parallel", *MLP_WAYS)
 ROWS_EACH, MODEL_AXIS = 4, 4
 TENSOR_AXES = {"query": -2, "key": -2, "value": -2, "out": -3, "Dense_0": -1, "Dense_1": -2}
 """Which axis of a kernel is in parts: heads, the hidden features of an MLP, the vocabulary."""
 
 
 def pod_program(way: str, devices: Sequence[Any], version: str) -> tuple[Callable[..., Any], Any]:
-  """Returns a step of the GPT for many chips, and its arguments with their shardings.
+  """Returns a step for many chips, and its arguments with their shardings.
 
   Args:
-    way: one of `WAYS`. Under FSDP kernels and tables, and what the optimizer has of them, are in
-      parts on all chips, along the largest axis that can be divided. Tensor parallel are kernels
-      alone, each on `MODEL_AXIS` chips, see `TENSOR_AXES`.
+    way: one of `WAYS`, of the GPT if not of `MLP_WAYS`. Under FSDP kernels and tables, and what the
+      optimizer has of them, are in parts on all chips, along the largest axis that can be divided.
+      Tensor parallel are kernels alone, each on `MODEL_AXIS` chips, see `TENSOR_AXES`.
     devices: the chips.
     version: one of `VERSIONS`.
   """
+  if way in MLP_WAYS:
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(MLP_WAYS[way],))
+    step, state = steps(SIZES["tpu"]["mlp"])[version]
+    _, *batch = aot.arguments_of(SIZES["tpu"]["mlp"], devices[0], ())
+    rows = aot.placed(batch, NamedSharding(mesh, P("data")))
+    return step, (aot.placed(state, NamedSharding(mesh, P())), *rows)
   many = MODEL_AXIS if way == "tensor parallel" else 1
   grid = np.array(devices).reshape(-1, many)
   mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -156,7 +164,7 @@ def main(
     chips: for which of `CHIPS`.
     versions: which of `VERSIONS`.
     pods: numbers of chips; with any, the programs for these are compiled, and not those for one.
-    ways: how the GPT is divided among them, see `WAYS`.
+    ways: which of `WAYS`.
     out: a folder, with a file for each chip, and one for all pods.
     texts: a folder for the text of every compiled program.
   """
