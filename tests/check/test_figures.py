@@ -19,7 +19,7 @@ DRAWN_BY = "3.11."
 """The version of matplotlib that drew the files: another one writes other bytes."""
 
 ARCHITECTURE = ROOT / "docs/design/architecture.md"
-"""Its picture is drawn from imports, and is tested by tests/lint/test_architecture_picture.py."""
+"""Its picture is drawn from imports, and is tested by tests/lint/test_links.py."""
 
 PICTURES = [
   (page, match)

@@ -3,7 +3,7 @@
 python tests/checkpoints/make.py NAME    # for a new layout; what is there is never made again
 
 A folder holds the state as an Orbax checkpoint (`state/`) and as arrays (`state.npz`), and what it
-became after more steps (`next.npz`). `tests/integration/test_frozen_checkpoints.py` loads them.
+became after more steps (`next.npz`). `tests/integration/test_resume.py` loads them.
 
 All gradients are small multiples of 1/4 and all rates are powers of two, so that each sum and
 product below is exact, and every machine must find the same bits (but for the quotients of Adam).

@@ -2,11 +2,17 @@
 
 import pathlib
 import re
+import runpy
 import textwrap
+import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import pytest
+
 import mpjax
+from tests import uncovered_cases
+from tests.lint.test_layout import RANKS, part
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -79,3 +85,71 @@ def test_what_leads_nowhere_is_found():
     "git",
     "make tset",
   ]
+
+
+FOLDER = pathlib.Path(__file__).parents[2] / "docs/design"
+picture = types.SimpleNamespace(**runpy.run_path(str(FOLDER / "architecture_picture.py")))
+
+
+def test_the_picture_is_current():
+  for name, theme in picture.THEMES.items():
+    drawn = (FOLDER / f"architecture-{name}.svg").read_text(encoding="utf-8")
+    assert drawn == picture.svg(theme), "run `python docs/design/architecture_picture.py`"
+    assert "Reading jaxprs" in re.sub(r"<[^>]+>", " ", drawn)
+
+
+def test_every_part_is_drawn_below_what_imports_it():
+  edges = picture.edges()
+  rows = picture.rows(edges)
+  depth = {name: d for d, row in enumerate(rows) for name in row}
+  assert sorted(depth) == sorted(RANKS)
+  assert all(depth[a] < depth[b] for a, b in edges)
+  assert part("mpjax/_core/errors.py") == rows[-1][0]
+  # An edge that others imply is left out.
+  assert picture.needed({("a", "b"), ("b", "c"), ("a", "c")}) == {("a", "b"), ("b", "c")}
+  lines = (
+    *("import mpjax", "import optax", "from mpjax import linen"),
+    *("from mpjax._core.errors import MpjaxError", "from mpjaxlib import other"),
+  )
+  assert list(picture.imported("\n".join(lines))) == ["__init__", "linen", "_core"]
+
+
+FINISHED = ("policy", "linen", "scaling", "training", "autocast", "nnx")
+"""Parts that the library has. A part is added here with the work that builds it."""
+
+ROW = "| A01 | scaling | text with a | in it |"
+
+
+def test_tests_carry_the_ids_of_the_table_and_finished_parts_leave_none_out():
+  table = uncovered_cases.read_table(uncovered_cases.TABLE.read_text(encoding="utf-8"))
+  wanted = [f"A{i:02}" for i in range(1, 119)]
+  wanted += [f"B{i:03}" for i in range(1, 159)]
+  wanted += [f"I{i}" for i in range(1, 24)]
+  assert sorted(table) == sorted(wanted)
+  carried = uncovered_cases.carried_by_tests()
+  assert {id_: files for id_, files in carried.items() if id_ not in table} == {}
+  left = uncovered_cases.uncovered()
+  assert [id_ for id_, case in left.items() if case.part in FINISHED] == []
+
+
+def test_read_table_finds_rows_and_refuses_bad_ones():
+  assert uncovered_cases.read_table(f"| id | part | x |\n{ROW}\n") == {
+    "A01": ("scaling", "text with a | in it")
+  }
+  with pytest.raises(ValueError, match="A01 stands twice"):
+    uncovered_cases.read_table(f"{ROW}\n{ROW}")
+  with pytest.raises(ValueError, match="A01: no part is called 'scalling'"):
+    uncovered_cases.read_table(ROW.replace("scaling", "scalling"))
+
+
+def test_ids_are_found_wherever_a_mark_is_and_must_be_written_out():
+  source = """
+import pytest
+pytestmark = [pytest.mark.case("A01")]
+@pytest.mark.case("A02", "B003")
+@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.case("B004"))])
+def test_f(x): "A99"
+"""
+  assert sorted(uncovered_cases.carried_ids(source)) == ["A01", "A02", "B003", "B004"]
+  with pytest.raises(ValueError, match="line 2: write the id out, not id_"):
+    uncovered_cases.carried_ids("import pytest\npytest.mark.case(id_)")

@@ -163,12 +163,12 @@ def better_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Va
     for operation in reversed(graph.operations):
       if not _wants_low(operation, low):
         continue
-      pairs = [(v, causes.why(v)) for v in operation.operands]
       # What makes all that it meets float32 deliberately: the statistics of a norm.
-      anyway = {v for v, why in pairs if why is not None and (why.deliberate or why.anyway)}
+      causing = [why for why in map(causes.why, operation.operands) if why is not None]
+      if any(why.deliberate or why.anyway for why in causing):
+        continue
       for v in operation.operands:
-        own = v.made_by is None or v.made_by.where.direction == operation.where.direction
-        if own and anyway <= {v}:
+        if v.made_by is None or v.made_by.where.direction == operation.where.direction:
           low.add(v)
   return low
 

@@ -83,6 +83,21 @@ def test_comparisons_and_what_has_no_derivative_have_no_slope():
   assert ("div", "backward") in directions(jax.grad(fn), 2.0)
 
 
+def test_what_a_forward_rule_keeps_for_the_backward_pass_is_no_slope():
+  # It is what the derivative of a root is, on a line of its own.
+  @jax.custom_vjp
+  def root(x):
+    return jnp.sqrt(x)
+
+  def forward(x):
+    root = jax.lax.sqrt(x)
+    kept = 0.5 / root
+    return root, kept
+
+  root.defvjp(forward, lambda kept, g: (g * kept,))
+  assert ("div", "forward") in directions(jax.grad(root), 2.0)
+
+
 def test_without_a_gradient_all_is_forward():
   assert set(directions(lambda x: 0.5 / jnp.sqrt(x), 1.0)) == {
     ("sqrt", "forward"),

@@ -49,6 +49,22 @@ def test_every_number_of_a_function_is_counted_exactly():
   check_equal(group(again, "gradients", "layer"), x.T @ jnp.ones((5, 3)))
 
 
+def test_what_a_loop_carries_is_counted_as_if_it_were_written_out():
+  def written_out(w, x):
+    h = x @ w
+    for _ in range(4):
+      h = jnp.tanh(h) * 3
+    return jnp.sum(h * h)
+
+  def looped(w, x):
+    h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h) * 3, None), x @ w, length=4)
+    return jnp.sum(h * h)
+
+  reports = [mpjax.ranges(f)(jnp.eye(4) / 3, jnp.ones((2, 4))) for f in (written_out, looped)]
+  out, loop = (group(report, "activations", "") for report in reports)
+  assert (loop.total, loop.exponents, loop.lost) == (out.total, out.exponents, out.lost)
+
+
 def test_lost_updates_equal_those_of_numpy():
   params = {"a": jax.random.normal(jax.random.key(0), (50,), jnp.bfloat16)}
   updates = {"a": jax.random.normal(jax.random.key(1), (50,), jnp.bfloat16) * 0.01}
