@@ -70,18 +70,18 @@ def test_the_search_is_read_as_sphinx_writes_it():
   assert coverage.found_by_search(index) == {"mpjax", "mpjax.tune"}
 
 
-def types_in(hint: object) -> set[type]:
-  """Returns the classes of ours that an annotation names."""
-  own = isinstance(hint, type) and hint.__module__.startswith("mpjax.")
-  return ({hint} if own else set()).union(*map(types_in, typing.get_args(hint)))
+def types_in(hint: typing.Any) -> set[str]:
+  """Returns the names of the classes of ours that an annotation holds."""
+  ours = isinstance(hint, type) and hint.__module__.startswith("mpjax.")
+  named = {hint.__name__} if ours else set[str]()
+  return named.union(*map(types_in, typing.get_args(hint)))
 
 
 def test_types_of_the_fields_of_reports_are_on_a_page():
-  documented = [name for page in PAGES.values() for name in coverage.DIRECTIVE.findall(page)]
-  names = {name.rpartition(".")[2] for name in documented}
+  names = {n.rpartition(".")[2] for p in PAGES.values() for n in coverage.DIRECTIVE.findall(p)}
   for report in mpjax.reports.__all__:
     for hint in typing.get_type_hints(getattr(mpjax.reports, report)).values():
-      assert {each.__name__ for each in types_in(hint)} <= names, report
+      assert types_in(hint) <= names, report
 
 
 def test_the_navigation_is_short():
