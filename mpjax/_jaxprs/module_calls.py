@@ -30,6 +30,7 @@ from mpjax._jaxprs.autocast import (
   with_settings,
 )
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, TABLE
+from mpjax._jaxprs.compat import PromotionError
 from mpjax._jaxprs.locations import MODULE
 from mpjax._jaxprs.op_lists import OpLists
 
@@ -38,7 +39,7 @@ S = TypeVar("S", bound=Active)
 
 _OPS = OpLists()
 
-_OF_DTYPES = (TypeError, NotImplementedError, jax.dtypes.TypePromotionError)
+_OF_DTYPES = (TypeError, NotImplementedError, PromotionError)
 """Those of JAX and of kernels that are about dtypes, and get a note that says the policy."""
 
 _NOT_NOTED = (MpjaxError, jax.errors.JAXTypeError)
@@ -176,11 +177,6 @@ def attempts(
 def array(x: Leaf) -> Leaf:
   """Returns an array of JAX where a variable is one of NumPy: variables are never constants."""
   return jnp.asarray(x) if isinstance(x, np.ndarray) else x
-
-
-def is_wide(policy: Policy | None) -> bool:
-  """Whether operations under a policy run in float64, to which all there is has to be cast."""
-  return policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
 
 
 class ModuleCall(NamedTuple):
@@ -321,7 +317,9 @@ def call_of(
 ) -> ModuleCall:
   """Returns a call of a method in `state`; `more` are further fields of the state inside."""
   policy = resolved.policy
-  casts = is_wide(policy) or not state.casting.isdisjoint({object, type(module)})
+  # In float64 there is no jaxpr to rewrite: all there is has to be cast.
+  wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
+  casts = wide or not state.casting.isdisjoint({object, type(module)})
   iterates = isinstance(module, layers.iterates) and is_low(policy)
   inner = dataclasses.replace(
     state,
