@@ -71,12 +71,15 @@ convergence: $(STAMP)
 	$(PYTEST) -m convergence $(PYTEST_ARGS)
 	$(PYTEST) -m convergence tests/check $(PYTEST_ARGS)
 
-# Each has a venv of its own. A Python that is missing is an error before any test is run.
+# Each has a venv of its own, the oldest Python with the lowest versions that pyproject.toml allows. A
+# Python that is missing is an error before any test is run.
 compat:
 	@oldest=$$(.ci/find-python $(OLDEST)) && newest=$$(.ci/find-python $(NEWEST)) || exit 1; \
-	for each in "$$newest .venv-newest" "$$oldest .venv-oldest"; do \
+	mkdir -p build && $$oldest .ci/lowest > build/lowest.txt && : > build/newest.txt || exit 1; \
+	for each in "$$newest .venv-newest newest" "$$oldest .venv-oldest lowest"; do \
 	  set -- $$each; python=$$1; venv=$$2; \
-	  $(MAKE) --no-print-directory $$venv/.installed PYTHON=$$python VENV=$$venv || exit 1; \
+	  PIP_CONSTRAINT=$(CURDIR)/build/$$3.txt \
+	    $(MAKE) --no-print-directory $$venv/.installed PYTHON=$$python VENV=$$venv || exit 1; \
 	  echo "$$($$python --version), jax $$($$venv/bin/python -c 'import jax; print(jax.__version__)'):"; \
 	  $(MAKE) --no-print-directory test PYTHON=$$python VENV=$$venv || exit 1; \
 	done

@@ -18,7 +18,6 @@ import sys
 import tarfile
 import tempfile
 import time
-import tomllib
 import zipfile
 from collections.abc import Mapping, Sequence
 
@@ -96,11 +95,6 @@ def content(wheel: pathlib.Path) -> dict[str, str]:
     return {name: hashlib.sha256(archive.read(name)).hexdigest() for name in archive.namelist()}
 
 
-def lowest(requirements: Sequence[str]) -> list[str]:
-  """The lower bounds of requirements as exact versions: jax>=0.10 gives jax==0.10."""
-  return [re.sub(r">=([\w.]+).*", r"==\1", requirement) for requirement in requirements]
-
-
 def snippet() -> str:
   """The first Python block of the README."""
   found = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
@@ -117,8 +111,8 @@ def try_out(target: Target, files: Mapping[str, pathlib.Path], folder: pathlib.P
   empty = folder / "empty"
   empty.mkdir()
   file = files[target.file]
-  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-  pins = lowest(project["dependencies"]) if target.versions == "lowest" else []
+  lowest = [sys.executable, ROOT / ".ci" / "lowest"]
+  pins = run(lowest, ROOT).split() if target.versions == "lowest" else []
   start = time.monotonic()
   run([python, "-m", "pip", "install", "--quiet", file, *pins], empty)
   installed = f"{time.monotonic() - start:.0f} s"

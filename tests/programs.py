@@ -172,12 +172,11 @@ def dtypes_of(program: ClosedJaxpr, *primitives: str) -> set[str]:
   }
 
 
-_OPTIONS = {
-  # Or else the rounding of a bfloat16 result is left out where float32 reads it.
-  "xla_allow_excess_precision": False,
+# Or else the rounding of a bfloat16 result is left out where float32 reads it.
+_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
+if jax.__version_info__ >= (0, 10):  # The benchmarks compile with the JAX of other tools too.
   # A library of kernels that adds up some bfloat16 products in bfloat16, depending on the layout.
-  "xla_cpu_experimental_ynn_fusion_type": "",
-}
+  _OPTIONS["xla_cpu_experimental_ynn_fusion_type"] = ""
 
 
 def s(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:

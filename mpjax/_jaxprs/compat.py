@@ -14,8 +14,6 @@ from mpjax._core.types import Array
 WRITTEN_OUT: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 """What a call says that JAX is to write as the equations inside, where it traces a jaxpr."""
 
-PromotionError: type[Exception] = getattr(jax.dtypes, "TypePromotionError", TypeError)
-"""What JAX raises where `jax_numpy_dtype_promotion` is strict; jax 0.10.0 does not export it."""
 
 NameStack: TypeAlias = Any
 """The named scopes of an equation: JAX exports no class for it."""

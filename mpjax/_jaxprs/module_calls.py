@@ -30,7 +30,6 @@ from mpjax._jaxprs.autocast import (
   with_settings,
 )
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, TABLE
-from mpjax._jaxprs.compat import PromotionError
 from mpjax._jaxprs.locations import MODULE
 from mpjax._jaxprs.op_lists import OpLists
 
@@ -39,7 +38,7 @@ S = TypeVar("S", bound=Active)
 
 _OPS = OpLists()
 
-_OF_DTYPES = (TypeError, NotImplementedError, PromotionError)
+_OF_DTYPES = (TypeError, NotImplementedError, jax.dtypes.TypePromotionError)
 """Those of JAX and of kernels that are about dtypes, and get a note that says the policy."""
 
 _NOT_NOTED = (MpjaxError, jax.errors.JAXTypeError)
