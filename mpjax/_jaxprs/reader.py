@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import convert_element_type_p
 from jax.numpy import finfo
 
+from mpjax._core.errors import REFUSALS
 from mpjax._core.types import DType
 from mpjax._jaxprs.primitives import Holds, facts_of
 
@@ -163,9 +165,10 @@ def _shard_map(eqn: JaxprEqn) -> tuple[Inner, ...]:
 
 
 def _object(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
-  # What is in the object differs between versions of JAX, and is private to it. The search for a
-  # root is in no network, and is left alone like `custom_linear_solve`.
-  return () if type(eqn.params["_prim"]).__name__ == "CustomRoot" else None
+  # It may have derivative rules of its own, which what it expands to has not. The search for a root
+  # is in no network, and is left alone like `custom_linear_solve`.
+  alone = type(eqn.params["_prim"]).__name__ == "CustomRoot"
+  return () if alone or not hides_matmul(eqn) else None
 
 
 _READERS: Mapping[Holds | None, Callable[[JaxprEqn], tuple[Inner, ...] | None]] = {
@@ -261,9 +264,21 @@ def mapped_with(eqn: JaxprEqn) -> dict[str, Any]:
   return {**options, "axis_names": params["newly_manual_axes"]}
 
 
-def is_object(eqn: JaxprEqn) -> bool:
-  """Whether an equation keeps what it runs in an object, of which nothing can be changed."""
-  return facts_of(eqn).holds is Holds.OBJECT
+def hides_matmul(eqn: JaxprEqn) -> bool:
+  """Whether an equation runs a matmul in an object of JAX, in which nothing can be changed."""
+  avals = tuple(map(aval_of, eqn.invars))
+  return facts_of(eqn).holds is Holds.OBJECT and _multiplies(eqn.params["_prim"], avals)
+
+
+@functools.lru_cache(maxsize=1024)
+def _multiplies(prim: Any, avals: tuple[ShapedArray, ...]) -> bool:
+  """Whether an object of JAX may run a matmul on arrays of these types."""
+  # JAX runs what it expands to, a search or a count of `jax.numpy` for example.
+  try:
+    eqns = walk(jax.make_jaxpr(prim.expand)(*prim.in_avals))
+  except REFUSALS:
+    return True
+  return any(inner_jaxprs(eqn) is None or facts_of(eqn).flops is not None for eqn in eqns)
 
 
 def donated(eqn: JaxprEqn) -> tuple[bool, ...]:
@@ -306,32 +321,16 @@ def warn_not_entered(eqn: JaxprEqn, what: str, instead: str) -> None:
   )
 
 
-class Visit(NamedTuple):
-  """An equation met on a walk."""
-
-  eqn: JaxprEqn
-  times: int  # how often it runs, as far as the jaxpr says
-  certain: bool  # False inside a `while`, which may turn more often, or a branch of a `cond`
-  entered: bool = True  # False if it holds jaxprs, and how they run is not known
-
-
-def walk(program: Program) -> Iterator[Visit]:
+def walk(program: Program) -> Iterator[JaxprEqn]:
   """Yields every equation of a jaxpr, those inside of others after the one that holds them.
 
-  Every branch of a `cond` is walked, and the body of a `while` once; neither is certain. A
-  primitive of a newer JAX or of another library, of which it is not known how it runs the jaxprs
-  that it holds, is not entered.
+  Every branch of a `cond` is walked, and the body of a `while` once. A primitive of a newer JAX or
+  of another library, of which it is not known how it runs the jaxprs that it holds, is not entered.
 
   Args:
     program: a jaxpr, closed or not, such as `jax.make_jaxpr` returns.
   """
-  return _walk(program, 1, True)
-
-
-def _walk(program: Program, times: int, certain: bool) -> Iterator[Visit]:
   for eqn in opened(program).eqns:
-    jaxprs = inner_jaxprs(eqn)
-    yield Visit(eqn, times, certain, entered=jaxprs is not None)
-    for inner in jaxprs or ():
-      runs = 1 if inner.times is None else inner.times
-      yield from _walk(inner.program, times * runs, certain and inner.times is not None)
+    yield eqn
+    for inner in inner_jaxprs(eqn) or ():
+      yield from walk(inner.program)

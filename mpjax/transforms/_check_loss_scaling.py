@@ -416,7 +416,7 @@ def _distance(a: Leaf, b: Leaf) -> float:
 
 def _refuse_float16(program: ClosedJaxpr | None) -> None:
   """Raises if a step computes in float16 where nothing scales its gradients."""
-  eqns = [visit.eqn for visit in walk(program)] if program is not None else []
+  eqns = [] if program is None else walk(program)
   results = [v.aval for x in eqns if x.primitive is not convert_element_type_p for v in x.outvars]
   if any(getattr(aval, "dtype", None) == jnp.float16 for aval in results):
     raise MpjaxValueError(

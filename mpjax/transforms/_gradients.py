@@ -24,7 +24,7 @@ from mpjax._core.trees import check_alike, is_inexact
 from mpjax._core.types import Array, Grads, Leaf, Params, PyTree
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.primitives import Holds, facts_of
-from mpjax._jaxprs.reader import walk
+from mpjax._jaxprs.reader import inner_jaxprs, walk
 from mpjax.transforms._train_state import TrainState, own_scale
 from mpjax.transforms._trees import at_least_float32, stored_first, strong
 from mpjax.transforms._value_and_grad import check_loss, value_and_grad
@@ -127,10 +127,10 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
   """Warns if a dynamic scale protects no float16."""
   # A jaxpr says nothing of how the rules of `jax.custom_vjp` compute in it, nor of the inside of a
   # primitive that this version does not know.
-  for visit in walk(jaxpr):
-    avals = [v.aval for v in (*visit.eqn.invars, *visit.eqn.outvars)]
+  for eqn in walk(jaxpr):
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     in_float16 = any(getattr(aval, "dtype", None) == jnp.float16 for aval in avals)
-    if in_float16 or not visit.entered or facts_of(visit.eqn).holds is Holds.CUSTOM_VJP:
+    if in_float16 or inner_jaxprs(eqn) is None or facts_of(eqn).holds is Holds.CUSTOM_VJP:
       return
   text = (
     "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "

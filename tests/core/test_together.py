@@ -42,10 +42,6 @@ def fresh(fun):
   return jax.jit(lambda *args: fun(*args))
 
 
-def lowered_for(platform, fun, *args):
-  return jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-
-
 def primitives(jaxpr):
   return collections.Counter(eqn.primitive.name for eqn, _ in programs.equations(jaxpr))
 
@@ -204,8 +200,8 @@ def test_it_is_decided_where_it_is_lowered_and_leaves_no_branch():
   find = lambda *leaves: first_nonfinite(leaves)  # noqa: E731
 
   def count(text, fun, *args):
-    platforms = ("cpu", "cuda", "rocm", "tpu")
-    return [lowered_for(platform, fun, *args).count(text) for platform in platforms]
+    traced, platforms = jax.jit(fun).trace(*args), ("cpu", "cuda", "rocm", "tpu")
+    return [traced.lower(lowering_platforms=(p,)).as_text().count(text) for p in platforms]
 
   assert count("applies stablehlo.and", find, *args) == [7, 1, 1, 7]
   compiled = jax.jit(find).lower(*args).compile().as_text()

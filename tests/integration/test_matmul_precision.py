@@ -61,7 +61,7 @@ FACES = {"linen": linen, "nnx": of_nnx, "autocast": autocast}
 
 def asked(fn, *args):
   """Returns the dtype of the operands and the precision of each matmul and convolution."""
-  eqns = (visit.eqn for visit in walk(jax.make_jaxpr(fn)(*args)))
+  eqns = walk(jax.make_jaxpr(fn)(*args))
   products = (eqn for eqn in eqns if "precision" in eqn.params)
   return [(str(eqn.invars[0].aval.dtype), eqn.params["precision"]) for eqn in products]
 

@@ -14,7 +14,7 @@ F32 = jnp.float32
 
 def flops(fun, *args) -> list[int]:
   """Those of each matmul and convolution."""
-  found = (flops_of(visit.eqn) for visit in walk(jax.make_jaxpr(fun)(*args)))
+  found = (flops_of(eqn) for eqn in walk(jax.make_jaxpr(fun)(*args)))
   return [n for n in found if n is not None]
 
 

@@ -56,9 +56,9 @@ from mpjax._jaxprs.reader import (
   aval_of,
   cast_to,
   dtype_of,
+  hides_matmul,
   holds_jaxpr,
   inner_jaxprs,
-  is_object,
   literal_as,
   opened,
   retyped,
@@ -82,7 +82,7 @@ def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
   def trace(*args: PyTree) -> ClosedJaxpr:
     with jax.default_matmul_precision(None):
       program = jax.make_jaxpr(fun)(*args)
-    if not any(is_object(visit.eqn) for visit in walk(program)):
+    if not any(map(hides_matmul, walk(program))):
       return program
     # What is in the object is left alone, and its precision cannot be set later.
     if wants_precision({"precision": default_precision()}):

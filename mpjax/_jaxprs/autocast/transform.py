@@ -357,7 +357,7 @@ def _rules_that_close_over(program: ClosedJaxpr) -> set[Holds]:
   constants = set(program.jaxpr.constvars)
   return {
     holds
-    for eqn in (visit.eqn for visit in walk(program))
+    for eqn in walk(program)
     if (holds := facts_of(eqn).holds) in (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
     and not constants.issuperset(eqn.invars[: closed_over(eqn)])
   }

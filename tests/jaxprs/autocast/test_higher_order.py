@@ -537,6 +537,16 @@ def test_checkpoint_of_a_later_jax_runs_as_it_was_traced_and_is_reported(set_fla
   mpjax.autocast(mpjax.full_precision(fn))(X, W)
 
 
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_objects_of_a_later_jax_without_matmuls_are_no_news(precision):
+  def fn(x, w):  # A search and a count: each may be an object.
+    y = jnp.ravel(x @ w)
+    return y[jnp.searchsorted(jnp.sort(y), y[:3])], jnp.nonzero(y > 0, size=3)
+
+  with jax.default_matmul_precision(precision):
+    assert matmuls(mpjax.autocast(fn), X, W) == [("bfloat16", "bfloat16")]
+
+
 @pytest.mark.case("B075")
 def test_a_scan_of_a_later_jax_is_no_key_error():
   # An equation whose parameters this version cannot read, under a name that it knows.
