@@ -196,18 +196,6 @@ def _equation(rule: MatmulRule, _: object, *avals: ShapedArray) -> JaxprEqn:
   return eqn
 
 
-def tangent_of_matmul(
-  rule: MatmulRule, operands: Sequence[Array], moving: Mapping[int, Array], levels: Levels = ()
-) -> Array:
-  """Returns the tangent of a matmul, from those of some of its operands, by their positions."""
-  parts = []
-  for side, t in moving.items():
-    mapped = tuple((level[side], *level[:side], *level[side + 1 :]) for level in levels)
-    others = (*operands[:side], *operands[side + 1 :])
-    parts.append(tangent_p.bind(t, *others, rule=rule, side=side, levels=mapped))
-  return functools.reduce(operator.add, parts)
-
-
 def mapped_over(call: Callable[..., Any], levels: Levels) -> Callable[..., Any]:
   """Returns a function inside of the `vmap`s."""
   for level in levels:
@@ -278,10 +266,14 @@ def _jvp(
   order = [*others[:side], t, *others[side:]]  # As the matmul has them.
   if not all(isinstance(tangents[k], ad.Zero) for k in others):
     rule.check_second_order()
-  changes = {i: tangents[k] for i, k in enumerate(order)}
-  moving = {i: t for i, t in changes.items() if not isinstance(t, ad.Zero)}
-  ordered = tuple(tuple(level[k] for k in order) for level in levels)
-  return result, tangent_of_matmul(rule, [primals[k] for k in order], moving, ordered)
+  parts = []
+  for i, k in enumerate(order):
+    if not isinstance(tangents[k], ad.Zero):
+      others = [j for j in order if j != k]
+      mapped = tuple((level[k], *(level[j] for j in others)) for level in levels)
+      operands = (tangents[k], *(primals[j] for j in others))
+      parts.append(tangent_p.bind(*operands, rule=rule, side=i, levels=mapped))
+  return result, functools.reduce(operator.add, parts)
 
 
 def _batch(
