@@ -25,7 +25,7 @@ rewritten: see `differentiated_at_once`.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +39,15 @@ from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.autocast.boundary import InDtype
 from mpjax._jaxprs.autocast.rewriter import Rewritten, traced
-from mpjax._jaxprs.autocast.run import typed
+from mpjax._jaxprs.autocast.run import jaxpr_of, typed
 from mpjax._jaxprs.autocast.values import Kind, Kinds
 from mpjax._jaxprs.compat import context_of, without_scopes
 from mpjax._jaxprs.locations import PREFIX
 from mpjax._jaxprs.primitives import Holds, facts_of
 from mpjax._jaxprs.reader import (
   Atom,
-  Inner,
   aval_of,
   closed_over,
-  inner_jaxprs,
   name_of,
   with_inner,
 )
@@ -152,11 +150,7 @@ def _as_traced(custom: CustomCall, operands: Sequence[Array]) -> list[Array]:
   # New variables: an operand may be there twice, or be a literal.
   variables = [Var(atom.aval) for atom in custom.eqn.invars]
   alone = custom.eqn.replace(invars=[*variables])
-  body = cast(tuple[Inner, ...], inner_jaxprs(custom.eqn))[0].jaxpr
-  one = body.replace(  # Of the same arguments and results, with names.
-    constvars=[], invars=variables, outvars=alone.outvars, eqns=[alone], effects=alone.effects
-  )
-  return eval_jaxpr(one, (), *operands)
+  return eval_jaxpr(jaxpr_of([alone], variables, alone.outvars), (), *operands)
 
 
 def _traced_aval(atom: Atom, now: Array | SymbolicZero) -> ShapedArray:
@@ -168,6 +162,11 @@ def _traced_aval(atom: Atom, now: Array | SymbolicZero) -> ShapedArray:
 
 def _traced_avals(custom: CustomCall, operands: Sequence[Array]) -> list[ShapedArray]:
   return [_traced_aval(v, x) for v, x in zip(custom.eqn.invars, operands, strict=True)]
+
+
+def _replaced(args: Sequence[Any], places: Sequence[int], some: Sequence[Any]) -> list[Any]:
+  by_place = dict(zip(places, some, strict=True))
+  return [by_place.get(i, x) for i, x in enumerate(args)]
 
 
 def _is_inexact(atom: Atom) -> bool:
@@ -182,9 +181,8 @@ def _jvp(
   smooth = [i for i, v in enumerate(custom.eqn.outvars) if _is_inexact(v)]
 
   def rule(primals: Sequence[Array], some: Sequence[Array]) -> PyTree:
-    by_place = dict(zip(moving, some, strict=True))
-    all_tangents = [by_place.get(i, t) for i, t in enumerate(tangents)]
-    outs, changes = jax.jvp(lambda *a: _as_traced(custom, a), list(primals), all_tangents)
+    every = _replaced(tangents, moving, some)
+    outs, changes = jax.jvp(lambda *a: _as_traced(custom, a), list(primals), every)
     return outs, [changes[i] for i in smooth]
 
   some = [tangents[i] for i in moving]
@@ -194,11 +192,9 @@ def _jvp(
   outs = (*custom.outs, *(custom.outs[i] for i in smooth))
   operands = [*primals, *some]
   results, *_ = _run(custom, rule, (avals, changes), ins, outs, operands, derivative=True)
-  values, rest = results[: len(custom.outs)], iter(results[len(custom.outs) :])
-  return values, [
-    next(rest) if i in smooth else np.zeros(np.shape(v), jax.dtypes.float0)
-    for i, v in enumerate(values)
-  ]
+  values, changed = results[: len(custom.outs)], results[len(custom.outs) :]
+  zeros = [np.zeros(np.shape(v), jax.dtypes.float0) for v in values]
+  return values, _replaced(zeros, smooth, changed)
 
 
 @functools.partial(
@@ -238,8 +234,7 @@ def _forward(custom: CustomCall, *operands: PyTree) -> tuple[list[Array], _Resid
 
   def rule(*primals: Array) -> PyTree:
     def of_moving(*some: Array) -> list[Array]:
-      by_place = dict(zip(moving, some, strict=True))
-      return _as_traced(custom, [by_place.get(i, p) for i, p in enumerate(primals)])
+      return _as_traced(custom, _replaced(primals, moving, some))
 
     outs, pullback = jax.vjp(of_moving, *(primals[i] for i in moving))
     leaves, tree = jax.tree.flatten(pullback)
@@ -262,9 +257,7 @@ def _backward(
   smooth = [i for i, c in enumerate(changes) if c.dtype != jax.dtypes.float0]
 
   def rule(leaves: Sequence[Array], some: Sequence[Array]) -> PyTree:
-    by_place = dict(zip(smooth, some, strict=True))
-    all_changes = [by_place.get(i, c) for i, c in enumerate(changes)]
-    return jax.tree.unflatten(static.pullback, leaves)(all_changes)
+    return jax.tree.unflatten(static.pullback, leaves)(_replaced(changes, smooth, some))
 
   avals = (
     # The user's backward rule is shown the dtypes that its forward rule left.
@@ -275,8 +268,7 @@ def _backward(
   outs = tuple(custom.ins[i] for i in static.moving)
   operands = [*(r.array for r in saved), *(changes[i] for i in smooth)]
   gradients, *_ = _run(custom, rule, avals, ins, outs, operands, derivative=True)
-  by_place = dict(zip(static.moving, gradients, strict=True))
-  return tuple(by_place.get(i) for i in range(len(custom.ins)))
+  return tuple(_replaced([None] * len(custom.ins), static.moving, gradients))
 
 
 def _batch(
@@ -318,71 +310,52 @@ def differentiated_at_once(
   `cast` is done to the derivative; `dtypes` are those of the results of `call`, None if they are
   those of `original`.
   """
-  if Holds.CUSTOM_VJP not in kinds:
-    with_jvp = jax.custom_jvp(call)
-    rule = functools.partial(_jvp_at_once, original, cast, dtypes)
-    with_jvp.defjvp(rule, symbolic_zeros=True)
-    return with_jvp
+
+  def parted(args: Sequence[Array], moving: Sequence[bool]) -> tuple[_ByPlace, _ByPlace]:
+    # The arguments that are differentiated, and the others, which rules may close over.
+    numbered = list(enumerate(args))
+    return {i: x for i, x in numbered if moving[i]}, {i: x for i, x in numbered if not moving[i]}
+
+  def of_moving(rest: _ByPlace) -> Callable[[_ByPlace], list[Array]]:
+    return lambda moving: original(*(x for _, x in sorted({**rest, **moving}.items())))
+
+  def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    def both(moving: _ByPlace, rest: _ByPlace, changes: _ByPlace) -> PyTree:
+      return jax.jvp(of_moving(rest), (moving,), (changes,))
+
+    def with_dtypes(returned: PyTree) -> PyTree:
+      # A tangent of integers is no array.
+      pairs = [zip(xs, dtypes or (), strict=True) for xs in returned]
+      return [[InDtype(x, d) if isinstance(x, jax.Array) else x for x, d in each] for each in pairs]
+
+    perturbed = [not isinstance(t, SymbolicZero) for t in tangents]
+    changes, _ = parted(tangents, perturbed)
+    fun = cast(both, None if dtypes is None else with_dtypes)
+    return fun(*parted(primals, perturbed), changes)
 
   def forward(*operands: PyTree) -> tuple[list[Array], tuple[_ByPlace, _ByPlace]]:
     primals = [p.value for p in operands]
     # The arguments, not residuals: those of `original` are in the dtypes without autocast.
-    return call(*primals), _parted(primals, [p.perturbed for p in operands])
+    return call(*primals), parted(primals, [p.perturbed for p in operands])
 
-  with_vjp = jax.custom_vjp(call)
-  backward = functools.partial(_backward_at_once, original, cast)
-  with_vjp.defvjp(forward, backward, symbolic_zeros=True)
-  return with_vjp
+  def backward(
+    residuals: tuple[_ByPlace, _ByPlace], cotangents: Sequence[Array | SymbolicZero]
+  ) -> tuple[Array | None, ...]:
+    moving, rest = residuals
 
+    def gradients(moving: _ByPlace, rest: _ByPlace, changes: list[Array]) -> _ByPlace:
+      return jax.vjp(of_moving(rest), moving)[1](changes)[0]
 
-def _parted(args: Sequence[Array], moving: Sequence[bool]) -> tuple[_ByPlace, _ByPlace]:
-  """Returns the arguments that are differentiated, and the others, which rules may close over."""
-  numbered = list(enumerate(args))
-  return {i: x for i, x in numbered if moving[i]}, {i: x for i, x in numbered if not moving[i]}
+    def with_dtypes(returned: _ByPlace) -> PyTree:  # A gradient has the dtype of its argument.
+      return {i: InDtype(x, moving[i].dtype) for i, x in returned.items()}
 
+    by_place = cast(gradients, with_dtypes)(moving, rest, list(map(_instantiated, cotangents)))
+    return tuple(by_place.get(i) for i in range(len(moving) + len(rest)))
 
-def _of_moving(original: Call, rest: _ByPlace) -> Callable[[_ByPlace], list[Array]]:
-  return lambda moving: original(*(x for _, x in sorted({**rest, **moving}.items())))
-
-
-def _jvp_at_once(
-  original: Call,
-  cast: Cast,
-  dtypes: Sequence[DType] | None,
-  primals: Sequence[Array],
-  tangents: Sequence[Array],
-) -> tuple[list[Array], list[Array]]:
-  def both(moving: _ByPlace, rest: _ByPlace, changes: _ByPlace) -> tuple[list[Array], list[Array]]:
-    return jax.jvp(_of_moving(original, rest), (moving,), (changes,))
-
-  def with_dtypes(returned: tuple[list[Array], list[Array]]) -> PyTree:
-    # A tangent of integers is no array.
-    return [
-      [
-        InDtype(x, d) if isinstance(x, jax.Array) else x
-        for x, d in zip(xs, dtypes or (), strict=True)
-      ]
-      for xs in returned
-    ]
-
-  perturbed = [not isinstance(t, SymbolicZero) for t in tangents]
-  changes, _ = _parted(tangents, perturbed)
-  return cast(both, None if dtypes is None else with_dtypes)(*_parted(primals, perturbed), changes)
-
-
-def _backward_at_once(
-  original: Call,
-  cast: Cast,
-  parted: tuple[_ByPlace, _ByPlace],
-  cotangents: Sequence[Array | SymbolicZero],
-) -> tuple[Array | None, ...]:
-  def gradients(moving: _ByPlace, rest: _ByPlace, changes: list[Array]) -> _ByPlace:
-    return jax.vjp(_of_moving(original, rest), moving)[1](changes)[0]
-
-  moving, rest = parted
-
-  def with_dtypes(returned: _ByPlace) -> PyTree:  # A gradient has the dtype of its argument.
-    return {i: InDtype(x, moving[i].dtype) for i, x in returned.items()}
-
-  by_place = cast(gradients, with_dtypes)(moving, rest, [_instantiated(c) for c in cotangents])
-  return tuple(by_place.get(i) for i in range(len(moving) + len(rest)))
+  if Holds.CUSTOM_VJP in kinds:
+    with_vjp = jax.custom_vjp(call)
+    with_vjp.defvjp(forward, backward, symbolic_zeros=True)
+    return with_vjp
+  with_jvp = jax.custom_jvp(call)
+  with_jvp.defjvp(jvp, symbolic_zeros=True)
+  return with_jvp

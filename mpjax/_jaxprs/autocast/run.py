@@ -172,14 +172,14 @@ def remembered_off_mesh(fun: Callable[..., R]) -> Callable[..., R]:
 
 
 def jaxpr_of(eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Atom]) -> Jaxpr:
-  """Returns a jaxpr of equations without effects. Nothing is traced."""
+  """Returns a jaxpr of equations, without their effects. Nothing is traced."""
   like = _template(len(invars), len(outvars))
   return like.replace(invars=[*invars], outvars=[*outvars], eqns=[*eqns])
 
 
 @functools.cache
 def _template(operands: int, results: int) -> Jaxpr:
-  return jax.make_jaxpr(lambda *args: args[:1] * results)(*[1.0] * operands).jaxpr
+  return jax.make_jaxpr(lambda *args: [0.0] * results)(*[1.0] * operands).jaxpr
 
 
 def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:
@@ -190,8 +190,7 @@ def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Ar
   jaxpr = closed.jaxpr
   invars, outvars = ([Var(v.aval) for v in each] for each in (jaxpr.invars, jaxpr.outvars))
   call = call_of(closed, invars, outvars, name)
-  program = jaxpr.replace(invars=invars, outvars=outvars, eqns=[call], effects=closed.effects)
-  return eval_jaxpr(program, (), *operands)
+  return eval_jaxpr(jaxpr_of([call], invars, outvars), (), *operands)
 
 
 _trace_call = jax.make_jaxpr(jax.jit(lambda x: x))
