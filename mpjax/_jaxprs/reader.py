@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -195,22 +195,17 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
   """
   try:
     jaxprs = _READERS[facts_of(eqn).holds](eqn)
-    return None if jaxprs is None or not all(_fits(inner, eqn) for inner in jaxprs) else jaxprs
+    # A parameter that keeps its name and changes its meaning is found by the number of inputs and
+    # outputs. Without, autocast would give the values of a scan to the wrong variables, and where
+    # the shapes fit nobody would notice.
+    for inner in jaxprs or ():
+      inputs, outputs = len(inner.jaxpr.invars), len(inner.jaxpr.outvars)
+      fits = not inner.returns or outputs == len(eqn.outvars)
+      if inner.operands is not None and not (fits and inputs == len(inner.operands)):
+        return None
+    return jaxprs
   except (KeyError, AttributeError, TypeError, ValueError):  # A newer JAX keeps them elsewhere.
     return None
-
-
-def _fits(inner: Inner, eqn: JaxprEqn) -> bool:
-  """Whether an inner jaxpr has as many inputs and outputs as what was read says.
-
-  A parameter that keeps its name and changes its meaning is found so. Without, autocast would give
-  the values of a scan to the wrong variables, and where the shapes fit nobody would notice.
-  """
-  jaxpr = inner.jaxpr
-  if inner.operands is None:
-    return True
-  outputs = not inner.returns or len(jaxpr.outvars) == len(eqn.outvars)
-  return outputs and len(jaxpr.invars) == len(inner.operands)
 
 
 def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
@@ -249,7 +244,7 @@ def with_each(eqn: JaxprEqn, change: Callable[[Program], Program]) -> dict[str, 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
   if isinstance(value, (Jaxpr, ClosedJaxpr)):
     return change(value)
-  if not isinstance(value, (tuple, list)) or not holds_jaxpr(value):
+  if not isinstance(value, (tuple, list)):
     return value
   new = [_changed(each, change) for each in value]
   if all(a is b for a, b in zip(new, value, strict=True)):
@@ -284,11 +279,6 @@ def _multiplies(prim: Any, avals: tuple[ShapedArray, ...]) -> bool:
 def donated(eqn: JaxprEqn) -> tuple[bool, ...]:
   """Returns for each operand whether its memory may be taken over by the results."""
   return eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
-
-
-def manual_axes(eqn: JaxprEqn) -> frozenset[Hashable]:
-  """Returns the axes over which the jaxpr of a `shard_map` is that of one device."""
-  return frozenset(eqn.params["newly_manual_axes"])
 
 
 def closed_over(eqn: JaxprEqn) -> int:

@@ -84,7 +84,6 @@ def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
       program = jax.make_jaxpr(fun)(*args)
     if not any(map(hides_matmul, walk(program))):
       return program
-    # What is in the object is left alone, and its precision cannot be set later.
     if wants_precision({"precision": default_precision()}):
       warnings.warn(_OBJECT, UserWarning, stacklevel=2)
     return jax.make_jaxpr(fun)(*args)
@@ -113,9 +112,7 @@ def in_precision(eqn: JaxprEqn, precision: object) -> Params:
 
   Jaxprs that it holds are left as they are otherwise. `precision` is not None.
   """
-  params = eqn.params
-  if holds_jaxpr(params.values()):
-    params = with_each(eqn, lambda program: _program_in_precision(program, precision) or program)
+  params = with_each(eqn, lambda program: _program_in_precision(program, precision) or program)
   return {**params, "precision": precision} if params.get("precision", 0) is None else params
 
 
