@@ -27,7 +27,6 @@ float32, and their result is rounded, which loses nothing.
 from collections.abc import Sequence
 
 import numpy as np
-from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
 from jax.extend.core.primitives import (
   broadcast_in_dim_p,
@@ -98,11 +97,16 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   if part == "half":
     return _matmul(rewriter, eqn, values, scope, half)
   if part != "float32" and eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
-    return _each_for_itself(rewriter, eqn, values)
+    # Its results are its operands, moved, and each keeps its own dtype: a float32 key stays
+    # float32, and the bfloat16 values that are sorted with it stay bfloat16.
+    pairs = zip(eqn.invars, eqn.outvars, strict=True)
+    kinds = [rewriter.kind(atom) if dtype_of(var) in FLOATS else None for atom, var in pairs]
+    recast = any(value is not None and value.recast for value in values)
+    return rewriter.write(eqn, [rewriter.read(v, eqn) for v in eqn.invars], kinds, recast=recast)
   return _elementwise(rewriter, eqn, values, part, half)
 
 
-# What names its dtype itself: marks, casts and what moves several values.
+# What names its dtype itself: marks and casts.
 
 
 def _end_of_module(
@@ -133,8 +137,7 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope) -> None:
     neutral = is_mask or isinstance(atom, Literal)
     numbers = (0.0, 1.0) if is_mask else None
     kind = Kind(target, neutral and target == FLOAT32, numbers=numbers)
-    operand = atom if value is None else rewriter.view(value, value.kind.current, eqn)
-    rewriter.write(eqn, [operand], [kind if target in FLOATS else None])
+    rewriter.write(eqn, [rewriter.read(atom, eqn)], [kind if target in FLOATS else None])
     if target in FLOATS:
       rewriter.values[var].counted = not neutral
     return
@@ -148,22 +151,6 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope) -> None:
     if target in HALVES and is_weight(old) and policy is not None and policy.matmul is not None:
       value.kind, value.stored = value.kind._replace(weight=True), old.atom
   rewriter.values[var] = value
-
-
-def _each_for_itself(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> None:
-  """Writes an operation whose results are its operands, moved: each keeps its own dtype.
-
-  A float32 key stays float32, and the bfloat16 values that are sorted with it stay bfloat16.
-  """
-  operands = [
-    atom if value is None else rewriter.view(value, value.kind.current, eqn)
-    for atom, value in zip(eqn.invars, values, strict=True)
-  ]
-  kinds = [
-    value.kind if value is not None and dtype_of(var) in FLOATS else None
-    for value, var in zip(values, eqn.outvars, strict=True)
-  ]
-  rewriter.write(eqn, operands, kinds, recast=any(v is not None and v.recast for v in values))
 
 
 # Matmuls.
@@ -194,10 +181,7 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   out = FLOAT32 if sums else half
   if wide := with_wide_sums(eqn, values, half, out, wide_grads, rewriter.view):
     return rewriter.write(wide, wide.invars, [Kind(half, held=sums, widened=sums)])
-  operands = [
-    atom if value is None else rewriter.view(value, half, eqn)
-    for atom, value in zip(eqn.invars, values, strict=True)
-  ]
+  operands = [rewriter.read(atom, eqn, half) for atom in eqn.invars]
   return rewriter.write(eqn, operands, [Kind(half)], retype(eqn, half))
 
 
@@ -223,7 +207,7 @@ def _elementwise(
   repeats = facts.gradient == "repeated" and not eqn.params.get("unique_indices")
   if dtype != FLOAT32 and repeats and type(eqn.invars[0]) is not Literal:
     dtype, params, kind = FLOAT32, eqn.params, kind._replace(carried=FLOAT32)
-  summed = [value is not None and _is_summed(eqn, value, dtype) for value in values]
+  summed = [_is_summed(eqn, value, dtype) for value in values]
   at_once = any(summed) and facts.role != "sum"
   saved = _saved_low(eqn, floats, FLOAT32 if at_once else dtype, kind, readers)
   if any(saved):
@@ -231,8 +215,8 @@ def _elementwise(
     return rewriter.write(product, product.invars, [kind], recast=recast)
 
   operands = [
-    atom if value is None else _operand(rewriter, value, repeated, dtype, eqn)
-    for atom, value, repeated in zip(eqn.invars, values, summed, strict=True)
+    _repeated(rewriter, atom, dtype, eqn) if repeated else rewriter.read(atom, eqn, dtype)
+    for atom, repeated in zip(eqn.invars, summed, strict=True)
   ]
   rounds = dtype == FLOAT32 and kind.rests and kind.carried is None
   out = kind._replace(held=True) if rounds else kind
@@ -368,52 +352,41 @@ def _saved_low(
   return saved
 
 
-def _operand(rewriter: Rewriter, value: Value, summed: bool, dtype: DType, eqn: JaxprEqn) -> Atom:
-  """Returns what holds an operand, as an operation in `dtype` reads it."""
-  if not summed:
-    return rewriter.view(value, dtype, eqn)
-  # It is repeated in float32 and rounded after: its gradient is a float32 sum over the batch.
-  repeating = _broadcast(rewriter.view(value, FLOAT32, eqn), eqn)
-  rewriter.eqns.append(repeating)
-  return rewriter.cast(repeating.outvars[0], retyped(repeating.outvars[0], dtype), eqn)
-
-
 # Sums of derivatives.
 
 
-def _is_summed(eqn: JaxprEqn, value: Value, dtype: DType) -> bool:
+def _is_summed(eqn: JaxprEqn, value: Value | None, dtype: DType) -> bool:
   """Whether an operation in low precision adds up the derivative with respect to an operand.
 
   Not of one that only moves numbers.
   """
-  constant = value.kind.neutral and not value.recast
-  if dtype == FLOAT32 or type(value.atom) is Literal or constant:
+  if value is None or dtype == FLOAT32 or type(value.atom) is Literal:
     return False
+  if value.kind.neutral and not value.recast:
+    return False  # A constant.
   gradient = facts_of(eqn).gradient
   if gradient in ("added", "multiplied"):  # They may broadcast axes of size 1.
     return shape_of(value.atom) != shape_of(eqn.outvars[0])
   return gradient == "chosen"
 
 
-def _broadcast(atom: Atom, eqn: JaxprEqn) -> JaxprEqn:
-  """Returns an equation that repeats a value to the shape of the result of `eqn`."""
-  aval = aval_of(atom)
-  shape, sharding = shape_of(eqn.outvars[0]), _sharding(aval, eqn)
-  axes = tuple(range(aval.ndim))
-  params = {"shape": shape, "broadcast_dimensions": axes, "sharding": sharding}
-  new = aval.update(shape=shape, weak_type=False)
-  var = Var(new if sharding is None else new.update(sharding=sharding))
+def _repeated(rewriter: Rewriter, atom: Atom, dtype: DType, eqn: JaxprEqn) -> Atom:
+  """Returns an operand in `dtype` and in the shape of the result, repeated before it is rounded.
+
+  So its gradient is a float32 sum over the batch.
+  """
+  wide = rewriter.read(atom, eqn, FLOAT32)
+  aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None
+  new = aval.update(shape=out.shape, weak_type=False)
+  if AxisType.Explicit in out.sharding.mesh.axis_types:
+    spec = list(out.sharding.spec)
+    for axis, size in enumerate(aval.shape):
+      if size == out.shape[axis]:
+        spec[axis] = aval.sharding.spec[axis]
+    sharding = NamedSharding(out.sharding.mesh, PartitionSpec(*spec))
+    new = new.update(sharding=sharding)
+  var, dimensions = Var(new), tuple(range(aval.ndim))
+  params = {"shape": out.shape, "broadcast_dimensions": dimensions, "sharding": sharding}
   place = (eqn.source_info, eqn.ctx)
-  return new_jaxpr_eqn([atom], [var], broadcast_in_dim_p, params, no_effects, *place)
-
-
-def _sharding(aval: ShapedArray, eqn: JaxprEqn) -> NamedSharding | None:
-  """Returns the explicit sharding of a value that is repeated to the shape of the result."""
-  out = aval_of(eqn.outvars[0])
-  if AxisType.Explicit not in out.sharding.mesh.axis_types:
-    return None
-  spec = list(out.sharding.spec)
-  for axis, size in enumerate(aval.shape):
-    if size == out.shape[axis]:
-      spec[axis] = aval.sharding.spec[axis]
-  return NamedSharding(out.sharding.mesh, PartitionSpec(*spec))
+  rewriter.eqns.append(new_jaxpr_eqn([wide], [var], broadcast_in_dim_p, params, no_effects, *place))
+  return rewriter.cast(var, retyped(var, dtype), eqn)

@@ -131,25 +131,25 @@ def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
   )
 
 
-def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], Kinds]:
+def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
   """The operands as the jaxprs inside read them, and their kinds: as they are held."""
-  half = rewriter.place(eqn)[1]
-  atoms: list[Atom] = list(eqn.invars)
-  kinds = list(map(rewriter.kind, atoms))
-  for i, kind in enumerate(kinds):
-    value = rewriter.value(atoms[i])
-    if kind is not None and value is not None:
-      if half is None and dtype_of(atoms[i]) == FLOAT32:
-        kinds[i] = kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
-      atoms[i] = rewriter.view(value, kind.variable, eqn)
-  return atoms, tuple(kinds)
+  half, keeps_types = rewriter.place(eqn)[1], facts_of(eqn).holds is Holds.COMPOSITE
+  atoms, kinds = list(eqn.invars), list(map(rewriter.kind, eqn.invars))
+  for i, (atom, kind, gone) in enumerate(zip(eqn.invars, kinds, donated(eqn), strict=True)):
+    if kind is not None:
+      if half is None and dtype_of(atom) == FLOAT32 and not keeps_types:
+        kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
+      if keeps_types or gone:  # The memory of one that is donated has the old size.
+        kind = kind._replace(carried=dtype_of(atom))
+      atoms[i], kinds[i] = rewriter.read(atom, eqn, kind.variable), kind
+  return atoms, kinds
 
 
 def _inside(
   rewriter: Rewriter,
   eqn: JaxprEqn,
   inner: Inner,
-  ins: Kinds,
+  ins: Sequence[Kind | None],
   outs: Sequence[DType | None] = (),
   readers: tuple[int, ...] | None = None,
 ) -> Rewritten:
@@ -195,11 +195,10 @@ def _dtypes(kinds: Sequence[Kind | None]) -> tuple[DType | None, ...]:
 def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """A jaxpr that runs once, between the operands and the results."""
   atoms, ins = _operands(rewriter, eqn)
-  for i, gone in enumerate(donated(eqn)):
-    if gone:  # Its memory is to be taken over: that has the old size.
-      atoms[i] = rewriter.original(eqn.invars[i], eqn)
-      ins = (*ins[:i], _in_variable(ins[i], eqn.invars[i]), *ins[i + 1 :])
-  new = _inside(rewriter, eqn, inners[0], ins)
+  # What a compiler may replace by something of the same name and types keeps its types.
+  keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
+  outs = list(map(dtype_of, eqn.outvars)) if keeps_types else ()
+  new = _inside(rewriter, eqn, inners[0], ins, outs)
   params = _params(eqn, inners, [new])
   saved = [k.dtype if k is not None and k.held and k.added else None for k in ins]
   saves = facts_of(eqn).saves and eqn.params["policy"] is None and not new.jaxpr.effects
@@ -208,20 +207,8 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
     # held, for its last digits.
     remat = saving_rounded(eqn, new.jaxpr, list(map(aval_of, atoms)), saved)
     eqn, params = eqn.replace(primitive=remat.primitive), remat.params
-  rewriter.write(eqn, atoms, new.outs, params, recast=_recast(rewriter, eqn))
-
-
-def _in_variable(kind: Kind | None, atom: Atom) -> Kind | None:
-  """Returns the kind of a value that comes in the dtype that `atom` was traced with."""
-  return None if kind is None else kind._replace(carried=dtype_of(atom))
-
-
-def _composite(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
-  """What a compiler may replace by something of the same name and types keeps its types."""
-  atoms = [rewriter.original(atom, eqn) for atom in eqn.invars]
-  ins = tuple(_in_variable(rewriter.kind(v), v) for v in eqn.invars)
-  new = _inside(rewriter, eqn, inners[0], ins, list(map(dtype_of, eqn.outvars)))
-  rewriter.write(eqn, atoms, new.outs, _params(eqn, inners, [new]))
+  recast = _recast(rewriter, eqn) and not keeps_types
+  rewriter.write(eqn, atoms, new.outs, params, recast=recast)
 
 
 def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
@@ -235,7 +222,7 @@ def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> Non
     readers = [EXACT if dtype == FLOAT32 else 0 for dtype in outs]
     return rewrite(jaxpr, ins, outs, readers, there, scope)
 
-  call = with_rule(CustomCall(eqn, ins, new.outs, again), atoms, new.jaxpr)
+  call = with_rule(CustomCall(eqn, tuple(ins), new.outs, again), atoms, new.jaxpr)
   rewriter.write(call, call.invars, new.outs, recast=_recast(rewriter, eqn))
 
 
@@ -259,41 +246,53 @@ def _chosen(readers: int, kinds: Sequence[Kind | None]) -> Kind | None:
   return result._replace(held=True) if wide and (readers & HELD or not fits) else result
 
 
-def _loop(
-  rewriter: Rewriter, eqn: JaxprEqn, body: Inner, atoms: Sequence[Atom], ins: Kinds
-) -> tuple[Rewritten, list[Atom], Kinds]:
-  """Rewrites the body of a loop. A carry is held in float32 if it starts so, or is returned so.
+def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
+  """A scan or a while. A carry is held in float32 if it starts so, or is returned so.
 
   What the body returns depends on how the carry comes in, so the body is rewritten again until
   nothing changes. Kinds only go from neutral to low to data, and from low at rest to held in
   float32: that ends.
-
-  Returns:
-    The body, the operands with the carry cast, and the kinds of these in each iteration.
   """
-  settings = rewriter.settings
-  readers = of_loop(body, _readers(rewriter, eqn), settings, rewriter.place.inside(eqn))
-  carry = body.carry
+  *tests, body = inners
+  atoms, kinds = _operands(rewriter, eqn)
+  if tests:
+    # Nothing is kept of a while for a backward pass, and whether it ends may depend on its last
+    # bits: an iteration until the change is below 1e-4 never ends in bfloat16.
+    for i in body.carried:
+      kind = kinds[i]
+      if kind is not None and dtype_of(eqn.invars[i]) == FLOAT32:
+        kinds[i] = kind._replace(held=kind.is_low)
+  elif rewriter.place(eqn)[1] is not None:
+    # Constants come in float32, to be cast in each iteration. Their gradients are sums over all of
+    # them: in bfloat16, they stop growing after 256 equal ones.
+    for i in range(body.carry.start):
+      kind = kinds[i]
+      if kind is not None and kind.variable in HALVES:
+        atoms[i] = rewriter.read(eqn.invars[i], eqn, FLOAT32)
+        kinds[i] = kind._replace(carried=FLOAT32)
+
+  scope, carry = rewriter.place.inside(eqn), body.carry
+  readers = of_loop(body, _readers(rewriter, eqn), rewriter.settings, scope)
   # A carry that the user has cast to low precision stays in it.
   own = [dtype_of(v) != FLOAT32 for v in body.jaxpr.invars[carry.start : carry.stop]]
-  atoms, kinds = list(atoms), list(ins)
   start = [kinds[i] for i in body.carried]
   # The next iteration may have another value.
   state = [kind and kind._replace(carried=None, weight=False, numbers=None) for kind in start]
   while True:
     for i, kind in zip(body.carried, state, strict=True):
       kinds[i] = kind
-    new = _inside(rewriter, eqn, body, tuple(kinds), readers=readers)
+    new = _inside(rewriter, eqn, body, kinds, readers=readers)
     back = list(map(_carried, state, new.outs[: len(state)], own))
     if back == state:
       break
     state = back
-  new = _inside(rewriter, eqn, body, tuple(kinds), _dtypes(state), readers)
+  new = _inside(rewriter, eqn, body, kinds, _dtypes(state), readers)
   for i, kind in zip(body.carried, state, strict=True):
-    value = rewriter.value(eqn.invars[i])
-    if kind is not None and value is not None:
-      atoms[i] = rewriter.view(value, kind.variable, eqn)
-  return new._replace(outs=(*state, *new.outs[len(state) :])), atoms, tuple(kinds)
+    if kind is not None:
+      atoms[i] = rewriter.read(eqn.invars[i], eqn, kind.variable)
+  tested = [_inside(rewriter, eqn, test, kinds, readers=(EXACT,)) for test in tests]
+  outs = (*state, *new.outs[len(state) :])
+  rewriter.write(eqn, atoms, outs, _params(eqn, inners, [*tested, new]))
 
 
 def _carried(state: Kind | None, returned: Kind | None, own: bool) -> Kind | None:
@@ -306,42 +305,9 @@ def _carried(state: Kind | None, returned: Kind | None, own: bool) -> Kind | Non
   return carry._replace(neutral=False, held=held, widened=held and carry.widened and not started)
 
 
-def _scan(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
-  (body,) = inners
-  atoms, ins = _operands(rewriter, eqn)
-  kinds = list(ins)
-  # Constants come in float32, to be cast in each iteration. Their gradients are sums over all of
-  # them: in bfloat16, they stop growing after 256 equal ones.
-  constant = range(0 if rewriter.place(eqn)[1] is None else body.carry.start)
-  for i in constant:
-    kind, value = kinds[i], rewriter.value(eqn.invars[i])
-    if kind is not None and value is not None and kind.variable in HALVES:
-      atoms[i] = rewriter.view(value, FLOAT32, eqn)
-      kinds[i] = kind._replace(carried=FLOAT32)
-  new, atoms, _ = _loop(rewriter, eqn, body, atoms, tuple(kinds))
-  rewriter.write(eqn, atoms, new.outs, _params(eqn, inners, [new]))
-
-
-def _while(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
-  test, body = inners
-  atoms, ins = _operands(rewriter, eqn)
-  # Nothing is kept of it for a backward pass, and whether it ends may depend on its last bits: an
-  # iteration until the change is below 1e-4 never ends in bfloat16.
-  kinds = list(ins)
-  for i in body.carried:
-    kind = kinds[i]
-    if kind is not None and dtype_of(eqn.invars[i]) == FLOAT32:
-      kinds[i] = kind._replace(held=kind.is_low)
-  new, atoms, ins = _loop(rewriter, eqn, body, atoms, tuple(kinds))
-  tested = _inside(rewriter, eqn, test, ins, readers=(EXACT,))
-  rewriter.write(eqn, atoms, new.outs, _params(eqn, inners, [tested, new]))
-
-
 _RULES: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, tuple[Inner, ...]], None]] = {
-  **dict.fromkeys((Holds.CALL, Holds.SHARD_MAP), _call),
+  **dict.fromkeys((Holds.CALL, Holds.COMPOSITE, Holds.SHARD_MAP), _call),
   **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _custom),
-  Holds.COMPOSITE: _composite,
   Holds.COND: _cond,
-  Holds.SCAN: _scan,
-  Holds.WHILE: _while,
+  **dict.fromkeys((Holds.SCAN, Holds.WHILE), _loop),
 }

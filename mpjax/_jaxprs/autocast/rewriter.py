@@ -19,7 +19,7 @@ from jax.extend.core.primitives import convert_element_type_p, dot_general_p, re
 from jax.lax import Precision
 
 from mpjax._core.active import AUDIT
-from mpjax._core.dtypes import FLOAT32, HALVES, MatmulPrecision, takes
+from mpjax._core.dtypes import FLOAT32, HALVES, takes
 from mpjax._core.types import DType, Function, PyTree
 from mpjax._jaxprs.autocast.scopes import (
   NOT_FLOAT8,
@@ -53,7 +53,6 @@ from mpjax._jaxprs.reader import (
   Atom,
   Inner,
   Program,
-  aval_of,
   cast_to,
   dtype_of,
   hides_matmul,
@@ -135,13 +134,6 @@ def wants_precision(params: EqnParams) -> bool:
   precision = params.get("precision")
   each = precision if isinstance(precision, tuple) else (precision,)
   return any(p is not None and p != jax.lax.Precision.DEFAULT for p in each)
-
-
-def fits(eqn: JaxprEqn, precision: MatmulPrecision, dtypes: Sequence[DType | None]) -> bool:
-  """Whether a matmul or convolution of these dtypes can have a precision: a preset is for few."""
-  if isinstance(precision, jax.lax.Precision):
-    return True
-  return eqn.primitive is dot_general_p and all(takes(precision, dtype) for dtype in dtypes)
 
 
 def retype(eqn: JaxprEqn, dtype: DType) -> Params:
@@ -374,6 +366,16 @@ class Rewriter:
       value = self.values[atom] = Value(atom, Kind(dtype))
     return value
 
+  def kind(self, atom: Atom) -> Kind | None:
+    """Returns the kind of a floating operand, as it is held."""
+    value = self.value(atom)
+    return None if value is None else value.kind
+
+  def read(self, atom: Atom, eqn: JaxprEqn, dtype: DType | None = None) -> Atom:
+    """Returns a floating operand in `dtype`, None for the one that it is held in."""
+    value = self.value(atom)
+    return atom if value is None else self.view(value, dtype or value.kind.current, eqn)
+
   def view(self, value: Value, dtype: DType, eqn: JaxprEqn | None) -> Atom:
     """Returns what holds a value in `dtype`, after a cast if need be."""
     if dtype_of(value.atom) == dtype:
@@ -458,10 +460,11 @@ class Rewriter:
     now, default = [*dtypes], self.settings.precision
     policy = policy_at(self.place(eqn)[0], self.settings)
     asked = None if policy is None else policy.precision
-    if asked is not None and fits(eqn, asked, now):
-      # As JAX has it: of both operands, or an algorithm for both.
-      both = (asked, asked) if isinstance(asked, Precision) else asked
-      return {**params, "precision": both}
+    # As JAX has it: of both operands, or an algorithm for both, which is for few dtypes.
+    if isinstance(asked, Precision):
+      return {**params, "precision": (asked, asked)}
+    if asked and eqn.primitive is dot_general_p and all(takes(asked, dtype) for dtype in now):
+      return {**params, "precision": asked}
     # `jax_default_matmul_precision` was taken away for the trace, see `traced`. A matmul whose
     # operands keep their dtype gets it back: "highest" is about what runs in float32.
     left_as_it_is = default is not None and now[0] == dtype_of(eqn.invars[0])
@@ -469,7 +472,7 @@ class Rewriter:
 
   def untouched(self, eqn: JaxprEqn) -> None:
     """Writes an equation as it was, in the dtypes that it was traced with."""
-    operands = [self.original(atom, eqn) for atom in eqn.invars]
+    operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     default, params = self.settings.precision, None
     if default is not None and holds_jaxpr(eqn.params.values()):
       params = in_precision(eqn, default)
@@ -480,11 +483,6 @@ class Rewriter:
     instead = "It runs as it was traced, in the dtypes that it was traced with."
     warn_not_entered(eqn, "mpjax.autocast", instead)
     self.untouched(eqn)
-
-  def original(self, atom: Atom, eqn: JaxprEqn) -> Atom:
-    """Returns an operand in the dtype that it was traced with."""
-    value = None if isinstance(atom, Literal) else self.values.get(atom)
-    return atom if value is None else self.view(value, aval_of(atom).dtype, eqn)
 
   def kind_as_traced(self, eqn: JaxprEqn, var: Var) -> Kind | None:
     """Returns the kind of a result in the dtype that it was traced with: that of the operands.
@@ -499,11 +497,6 @@ class Rewriter:
       return Kind(dtype)
     kind = joined(operands) or Kind(FLOAT32, facts_of(eqn).neutral)
     return kind._replace(held=kind.is_low)
-
-  def kind(self, atom: Atom) -> Kind | None:
-    """Returns the kind of a floating operand, as it is held."""
-    value = self.value(atom)
-    return None if value is None else value.kind
 
   def readers_of(self, eqn: JaxprEqn) -> int:
     """The consumers of the floating results of an equation."""
