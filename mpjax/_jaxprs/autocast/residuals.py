@@ -168,46 +168,35 @@ def powers(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Powers]:
   grown = {root for out, root in roots.items() if degrees[out] > 1}
   if not grown:
     return {}
-  readers: dict[Var, list[int]] = {}
+  readers: dict[Var, set[int]] = {}
   for place, atoms in enumerate([*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]):
     for v in _variables(atoms):
-      readers.setdefault(v, []).append(place)
-  return dict(_of_chain(jaxpr, root, chains[root], degrees, readers) for root in grown)
+      readers.setdefault(v, set()).add(place)
+
+  functions: dict[int, Powers] = {}
+  for root in grown:
+    out = {place: jaxpr.eqns[place].outvars[0] for place in chains[root]}
+    after: set[int] = set()  # A power, and what is computed of it.
+    for place in out:
+      if degrees[out[place]] > 1 or place in after:
+        after |= {place, *(i for i in readers.get(out[place], ()) if i in out)}
+    needed = {v for i in after for v in _variables(jaxpr.eqns[i].invars)}
+    before: set[int] = set()  # What else that needs.
+    mine = set(after)
+    for place in reversed(out):
+      if place not in after and out[place] in needed:
+        before.add(place)
+        needed.update(_variables(jaxpr.eqns[place].invars))
+        if mine.issuperset(readers[out[place]]):
+          mine.add(place)
+    eqns = tuple(jaxpr.eqns[i] for i in sorted(after | before))
+    outs = tuple(out[i] for i in sorted(after) if not after.issuperset(readers.get(out[i], ())))
+    functions[min(mine)] = Powers(root, eqns, frozenset(mine), outs, len(after) == 1)
+  return functions
 
 
 def _variables(atoms: Sequence[Atom]) -> list[Var]:
   return [v for v in atoms if not isinstance(v, Literal)]
-
-
-def _of_chain(
-  jaxpr: Jaxpr,
-  root: Var,
-  chain: Sequence[int],
-  degrees: Mapping[Var, float],
-  readers: Mapping[Var, Sequence[int]],
-) -> tuple[int, Powers]:
-  """Returns where the powers of `root` begin, and what is computed of them.
-
-  `chain` are the positions of all operations on it alone, with the `degrees` of their results;
-  `readers`, the positions of the equations that read each value.
-  """
-  out = {place: jaxpr.eqns[place].outvars[0] for place in chain}
-  after: set[int] = set()  # A power, and what is computed of it.
-  for place in chain:
-    if degrees[out[place]] > 1 or place in after:
-      after |= {place, *(i for i in readers.get(out[place], ()) if i in out)}
-  needed = {v for i in after for v in _variables(jaxpr.eqns[i].invars)}
-  before: set[int] = set()  # What else that needs.
-  mine = set(after)
-  for place in reversed(chain):
-    if place not in after and out[place] in needed:
-      before.add(place)
-      needed.update(_variables(jaxpr.eqns[place].invars))
-      if mine.issuperset(readers[out[place]]):
-        mine.add(place)
-  eqns = tuple(jaxpr.eqns[i] for i in sorted(after | before))
-  outs = tuple(out[i] for i in sorted(after) if not after.issuperset(readers.get(out[i], ())))
-  return min(mine), Powers(root, eqns, frozenset(mine), outs, len(after) == 1)
 
 
 def write_powers(rewriter: Rewriter, function: Powers) -> bool:
