@@ -20,7 +20,6 @@ from mpjax._core.rules import ModulePolicy, is_flax_norm, is_low, rewrites
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxprs.autocast import (
-  Interface,
   NotTraceable,
   Settings,
   at_rest,
@@ -100,12 +99,12 @@ def rewrite_calls(
   results: Callable[[R], PyTree],
   where: str,
 ) -> Callable[..., R]:
-  """Returns a function that calls modules, with its operations rewritten; see `Interface`.
+  """Returns a function that calls modules, with its operations rewritten; see `with_settings`.
 
   `policy` applies where no module marks another, and `where` is the public call, for errors.
   """
   settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
-  return with_settings(fn, settings, where, Interface(data=data, results=results))
+  return with_settings(fn, settings, where, data=data, results=results)
 
 
 def attempts(

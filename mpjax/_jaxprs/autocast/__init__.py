@@ -2,13 +2,12 @@
 
 from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable, check_returned
 from mpjax._jaxprs.autocast.scopes import at_rest, leaving, mark, region_of
-from mpjax._jaxprs.autocast.transform import Interface, autocast, with_settings
+from mpjax._jaxprs.autocast.transform import autocast, with_settings
 from mpjax._jaxprs.autocast.values import Settings
 
 __all__ = [
   "Boundary",
   "InDtype",
-  "Interface",
   "NotTraceable",
   "Settings",
   "at_rest",

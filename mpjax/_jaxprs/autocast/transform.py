@@ -50,21 +50,6 @@ _AS_FUNCTION = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Interface:
-  """How values come into a function that is rewritten, and leave it.
-
-  Fields:
-    data: which of the leaves decide the dtype of what they meet; None if none does.
-    results: the dtypes of the results; None for those that the function gives them.
-    unrounded: a float32 result that a matmul computes is the sum that it has, see `CALLER`.
-  """
-
-  data: DataLeaves | None = None
-  results: ResultDtypes | None = None
-  unrounded: bool = False
-
-
 @check_call("mpjax.autocast(fn)", fix=_AS_FUNCTION)
 def autocast(
   fn: Callable[P, R],
@@ -137,12 +122,11 @@ def autocast(
   (dtype('float32'), dtype('float32'))
   """
   settings = _settings(fn, policy, ops, rules)
-  data = _in_arguments(_data_argnums(data_argnums))
+  data = _data_leaves(data_argnums)
   if not any(map(rewrites, (settings.policy, *(rule.policy for rule in settings.rules)))):
     return fn
   unrounded = settings.policy is not None and settings.policy.output_dtype == FLOAT32
-  interface = Interface(data=data, unrounded=unrounded)
-  return with_settings(fn, settings, "mpjax.autocast(fn)", interface)
+  return with_settings(fn, settings, "mpjax.autocast(fn)", data=data, unrounded=unrounded)
 
 
 def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]) -> Settings:
@@ -176,7 +160,8 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
   return Settings(policy=parsed, ops=ops or OpLists(), rules=parsed_rules)
 
 
-def _data_argnums(data_argnums: Any) -> tuple[int, ...]:
+def _data_leaves(data_argnums: Any) -> DataLeaves | None:
+  """Returns what says which leaves are in the arguments at these positions; None for none."""
   numbers = tuple(data_argnums) if isinstance(data_argnums, Sequence) else (data_argnums,)
   integers = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
   if not integers or min(numbers, default=0) < 0:
@@ -186,36 +171,41 @@ def _data_argnums(data_argnums: Any) -> tuple[int, ...]:
       got=repr(data_argnums),
       fix="Write data_argnums=(1,) for x in a function of (params, x).",
     )
-  return tuple(map(int, numbers))
-
-
-def _in_arguments(data_argnums: tuple[int, ...]) -> DataLeaves | None:
-  """Returns what says which leaves are in the arguments at these positions."""
-  if not data_argnums:
-    return None
 
   def leaves(args: tuple[Any, ...]) -> list[Leaf]:
-    if max(data_argnums) >= len(args):
+    if max(numbers) >= len(args):
       raise MpjaxValueError(
         "mpjax.autocast(data_argnums=...)",
         expected="positions of arguments that the function is called with by position",
-        got=f"{max(data_argnums)}, and {len(args)} positional arguments",
+        got=f"{max(numbers)}, and {len(args)} positional arguments",
         fix="Pass that argument by position, or take its number out of data_argnums.",
       )
-    return Boundary([x for i, x in enumerate(args) if i in data_argnums]).leaves
+    return Boundary([x for i, x in enumerate(args) if i in numbers]).leaves
 
-  return leaves
+  return leaves if numbers else None
 
 
 # Functions of trees, of autocast and of calls of modules.
 
 
 def with_settings(
-  fn: Callable[..., R], settings: Settings, where: str, interface: Interface = Interface()
+  fn: Callable[..., R],
+  settings: Settings,
+  where: str,
+  *,
+  data: DataLeaves | None = None,
+  results: ResultDtypes | None = None,
+  unrounded: bool = False,
 ) -> Callable[..., R]:
   """Returns `fn`, a function of trees of arrays, traced and rewritten at each call.
 
-  `where` is the public call, for errors.
+  Args:
+    fn: the function.
+    settings: how to rewrite it.
+    where: the public call, for errors.
+    data: which of the leaves decide the dtype of what they meet; None if none does.
+    results: the dtypes of the results; None for those that the function gives them.
+    unrounded: a float32 result that a matmul computes is the sum that it has, see `CALLER`.
 
   Raises:
     NotTraceable: when called, where no jaxpr can do what `fn` does; of a function that is no call
@@ -231,19 +221,19 @@ def with_settings(
     boundary = Boundary((args, kwargs))
     leaves = enumerate(boundary.leaves)
     arrays = {i: x for i, x in leaves if _is_argument(x, settings.modules)}
-    results: list[tuple[list[Leaf], Callable[[Sequence[Leaf]], R], list[DType | None] | None]] = []
+    left: list[tuple[list[Leaf], Callable[[Sequence[Leaf]], R], list[DType | None] | None]] = []
 
     def flat(*operands: Array) -> list[Array]:
       by_leaf = dict(zip(arrays, operands, strict=True))
       inside = boundary.inside([by_leaf.get(i, x) for i, x in enumerate(boundary.leaves)])
       returned = fn(*inside.args[0], **inside.args[1])
-      asked = returned if interface.results is None else interface.results(returned)
+      asked = returned if results is None else results(returned)
       leaves, outside = inside.leave(asked)
       computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
       dtypes = [x.dtype if isinstance(x, InDtype) else None for x in computed]
       # A tracer of the trace that is over may not be kept.
       rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
-      results.append((rest, outside, None if interface.results is None else dtypes))
+      left.append((rest, outside, None if results is None else dtypes))
       return [x.array if isinstance(x, InDtype) else x for x in computed]
 
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays.values()]
@@ -263,15 +253,15 @@ def with_settings(
         "or split the model outside and merge it inside: "
         "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
       ) from error
-    leaves, outside, dtypes = results.pop()
+    leaves, outside, dtypes = left.pop()
     now = dataclasses.replace(settings, precision=default_precision())
-    data = set(map(id, () if interface.data is None else interface.data(args)))
-    decides = [id(x) in data for x in arrays.values()]
+    deciding = set(map(id, () if data is None else data(args)))
+    decides = [id(x) in deciding for x in arrays.values()]
     ins = [
       Kind(x.dtype, neutral=not each) if x.dtype in FLOATS else None
       for x, each in zip(operands, decides, strict=True)
     ]
-    caller = CALLER if interface.unrounded else RETURNED | UNROUNDED
+    caller = CALLER if unrounded else RETURNED | UNROUNDED
     new = rewrite_closed(program, now, where, tuple(ins), dtypes, caller)
 
     def call(*operands: Array) -> list[Array]:
@@ -289,8 +279,7 @@ def with_settings(
       there = dataclasses.replace(settings, in_derivative=forward)
 
       def rewritten(fun: Function, results: ResultDtypes | None) -> Function:
-        inside = dataclasses.replace(interface, data=decided, results=results)
-        return with_settings(fun, there, where, inside)
+        return with_settings(fun, there, where, data=decided, results=results, unrounded=unrounded)
 
       result_dtypes = None if dtypes is None else [aval_of(v).dtype for v in new.outvars]
       call = differentiated_at_once(call, flat, kinds, rewritten, result_dtypes)
@@ -327,16 +316,10 @@ def rewrite_closed(
   results: Sequence[DType | None] | None = None,
   caller: int = RETURNED | UNROUNDED,
 ) -> Jaxpr:
-  """Returns an entire jaxpr rewritten.
+  """Returns an entire jaxpr rewritten, for arguments of these kinds.
 
-  Args:
-    program: the jaxpr.
-    settings: how to rewrite.
-    where: the public call, for errors.
-    ins: the kinds of its arguments.
-    results: the dtypes of the results, of which None is the one that they are computed in; None for
-      those that they were traced with.
-    caller: the reader of a result that is to be float32, see `uses.py`.
+  `results` are the dtypes of the results, of which None is the one that they are computed in; None
+  for those that they were traced with. `caller` is the reader of a result that is to be float32.
   """
   jaxpr = program.jaxpr
   if settings.rules:

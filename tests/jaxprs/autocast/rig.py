@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import mpjax
-from mpjax._jaxprs.autocast import Interface, Settings, with_settings
+from mpjax._jaxprs.autocast import Settings, with_settings
 from tests import programs
 
 BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
@@ -24,7 +24,7 @@ def rewritten(
   """Returns a function under a compute dtype, as a framework's adapter asks for it."""
   policy = mpjax.Policy(compute_dtype=compute)
   settings = Settings(policy=policy, ops=mpjax.OpLists(), modules=modules)
-  return with_settings(fun, settings, "a test", Interface(data=data, results=results))
+  return with_settings(fun, settings, "a test", data=data, results=results)
 
 
 def with_jvp(fun: Any) -> Any:
