@@ -40,7 +40,7 @@ from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.autocast.boundary import InDtype
 from mpjax._jaxprs.autocast.rewriter import Rewritten, traced
 from mpjax._jaxprs.autocast.run import jaxpr_of, typed
-from mpjax._jaxprs.autocast.values import Kind, Kinds
+from mpjax._jaxprs.autocast.values import Kinds
 from mpjax._jaxprs.compat import context_of, without_scopes
 from mpjax._jaxprs.locations import PREFIX
 from mpjax._jaxprs.primitives import Holds, facts_of
@@ -153,15 +153,14 @@ def _as_traced(custom: CustomCall, operands: Sequence[Array]) -> list[Array]:
   return eval_jaxpr(jaxpr_of([alone], variables, alone.outvars), (), *operands)
 
 
-def _traced_aval(atom: Atom, now: Array | SymbolicZero) -> ShapedArray:
-  """The type of what is there now, in the dtype that it was traced with."""
-  # The shape is that of now: under `vmap`, an operand of a batch rule has an axis more.
-  aval = cast(ShapedArray, jax.typeof(now))
-  return aval.update(dtype=aval_of(atom).dtype, weak_type=False)
+def _with_dtype(now: Array, dtype: DType) -> ShapedArray:
+  return cast(ShapedArray, jax.typeof(now)).update(dtype=dtype, weak_type=False)
 
 
-def _traced_avals(custom: CustomCall, operands: Sequence[Array]) -> list[ShapedArray]:
-  return [_traced_aval(v, x) for v, x in zip(custom.eqn.invars, operands, strict=True)]
+def _traced_avals(atoms: Sequence[Atom], now: Sequence[Array]) -> list[ShapedArray]:
+  """The types of what is there now, in the dtypes that it was traced with."""
+  # The shapes are those of now: under `vmap`, an operand of a batch rule has an axis more.
+  return [_with_dtype(x, aval_of(atom).dtype) for atom, x in zip(atoms, now, strict=True)]
 
 
 def _replaced(args: Sequence[Any], places: Sequence[int], some: Sequence[Any]) -> list[Any]:
@@ -186,8 +185,8 @@ def _jvp(
     return outs, [changes[i] for i in smooth]
 
   some = [tangents[i] for i in moving]
-  avals = _traced_avals(custom, primals)
-  changes = [_traced_aval(custom.eqn.invars[i], tangents[i]) for i in moving]
+  avals = _traced_avals(custom.eqn.invars, primals)
+  changes = _traced_avals([custom.eqn.invars[i] for i in moving], some)
   ins = (*custom.ins, *(custom.ins[i] for i in moving))
   outs = (*custom.outs, *(custom.outs[i] for i in smooth))
   operands = [*primals, *some]
@@ -197,28 +196,18 @@ def _jvp(
   return values, _replaced(zeros, smooth, changed)
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["dtype", "kind"]
-)
-@dataclasses.dataclass(frozen=True)
-class _Residual:
-  """What the forward rule leaves for the backward rule, and the dtype that the user's expects."""
-
-  array: Array
-  dtype: DType
-  kind: Kind | None
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Static:
-  """What is no array, for the backward rule."""
+class _Saved:
+  """What the forward rule leaves for the backward rule beside arrays, its residuals."""
 
-  pullback: PyTree  # The structure of what `jax.vjp` returned, whose leaves are the residuals.
+  dtypes: tuple[DType, ...]  # Of the residuals, as the user's backward rule expects them.
+  kinds: Kinds
+  pullback: PyTree  # The structure of what `jax.vjp` returned, whose leaves the residuals are.
   moving: tuple[int, ...]  # The positions of the operands that are differentiated.
 
 
-_Residuals: TypeAlias = tuple[list[_Residual], _Static]
+_Residuals: TypeAlias = tuple[list[Array], _Saved]
 
 
 def _forward(custom: CustomCall, *operands: PyTree) -> tuple[list[Array], _Residuals]:
@@ -241,34 +230,34 @@ def _forward(custom: CustomCall, *operands: PyTree) -> tuple[list[Array], _Resid
     trees.append(tree)
     return outs, leaves
 
-  avals = _traced_avals(custom, primals)
+  avals = _traced_avals(custom.eqn.invars, primals)
   values, kinds, dtypes = _run(custom, rule, avals, custom.ins, custom.outs, primals)
   # What is saved may have any dtype: low precision, where it is the result of a matmul.
   count = len(custom.outs)
-  residuals = map(_Residual, values[count:], dtypes[count:], kinds[count:])
-  return values[:count], (list(residuals), _Static(trees[-1], moving))
+  saved = _Saved(tuple(dtypes[count:]), kinds[count:], trees[-1], moving)
+  return values[:count], (values[count:], saved)
 
 
 def _backward(
   custom: CustomCall, residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]
 ) -> tuple[Array | None, ...]:
-  saved, static = residuals
+  arrays, saved = residuals
   changes = [_instantiated(c) for c in cotangents]
   smooth = [i for i, c in enumerate(changes) if c.dtype != jax.dtypes.float0]
 
   def rule(leaves: Sequence[Array], some: Sequence[Array]) -> PyTree:
-    return jax.tree.unflatten(static.pullback, leaves)(_replaced(changes, smooth, some))
+    return jax.tree.unflatten(saved.pullback, leaves)(_replaced(changes, smooth, some))
 
   avals = (
     # The user's backward rule is shown the dtypes that its forward rule left.
-    [cast(ShapedArray, jax.typeof(r.array)).update(dtype=r.dtype, weak_type=False) for r in saved],
-    [_traced_aval(custom.eqn.outvars[i], changes[i]) for i in smooth],
+    list(map(_with_dtype, arrays, saved.dtypes)),
+    _traced_avals([custom.eqn.outvars[i] for i in smooth], [changes[i] for i in smooth]),
   )
-  ins = (*(r.kind for r in saved), *(custom.outs[i] for i in smooth))
-  outs = tuple(custom.ins[i] for i in static.moving)
-  operands = [*(r.array for r in saved), *(changes[i] for i in smooth)]
+  ins = (*saved.kinds, *(custom.outs[i] for i in smooth))
+  outs = tuple(custom.ins[i] for i in saved.moving)
+  operands = [*arrays, *(changes[i] for i in smooth)]
   gradients, *_ = _run(custom, rule, avals, ins, outs, operands, derivative=True)
-  return tuple(_replaced([None] * len(custom.ins), static.moving, gradients))
+  return tuple(_replaced([None] * len(custom.ins), saved.moving, gradients))
 
 
 def _batch(
@@ -276,7 +265,7 @@ def _batch(
 ) -> tuple[list[Array], list[bool]]:
   axes = [0 if each else None for each in batched]
   rule = jax.vmap(lambda *a: _as_traced(custom, a), in_axes=axes, axis_size=size)
-  avals = _traced_avals(custom, operands)
+  avals = _traced_avals(custom.eqn.invars, operands)
   values, *_ = _run(custom, rule, avals, custom.ins, custom.outs, operands)
   return values, [True] * len(values)
 
