@@ -63,15 +63,14 @@ def _array(x: ArrayLike, aval: ShapedArray) -> Array:
 
 
 class _Part(NamedTuple):
-  """Equations that follow one another in one scope, what they read, and what others read of them.
+  """What equations that follow one another read, and what others read of them.
 
-  The key is equal for parts that compute the same of what they read; None for one that is alone.
+  The key is equal for parts that compute the same of what they read.
   """
 
-  eqns: Sequence[JaxprEqn]
+  key: Hashable
   invars: list[Var]
   outvars: list[Var]
-  key: Hashable
 
 
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
@@ -81,33 +80,38 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   So the jaxpr that it traces is the same, but for the lines of code that profiles show: each
   operation has that of the first of its part.
   """
-  groups: list[list[JaxprEqn]] = []
-  before: object = None
+  # Equations that follow one another in one scope. Alone is one that has effects (two prints of
+  # equal text are two, and JAX keeps their order by the effects of the equations), and one that
+  # holds jaxprs: these are shared by JAX already, and to compare two of them takes long.
+  groups: list[tuple[object, list[JaxprEqn]]] = []
   for eqn in jaxpr.eqns:
-    place = None if _is_alone(eqn) else (eqn.source_info.name_stack, eqn.ctx)
-    if place is None or place != before:
-      groups.append([])
-    groups[-1].append(eqn)
-    before = place
+    alone = bool(eqn.effects) or is_higher_order(eqn)
+    place = None if alone else (eqn.source_info.name_stack, eqn.ctx)
+    if alone or not groups or place != groups[-1][0]:
+      groups.append((place, []))
+    groups[-1][1].append(eqn)
   last_read: dict[Var, int] = {}
-  for place, group in enumerate(groups):
-    last_read |= {v: place for eqn in group for v in eqn.invars if not isinstance(v, Literal)}
+  for number, (_, group) in enumerate(groups):
+    last_read |= {v: number for eqn in group for v in eqn.invars if not isinstance(v, Literal)}
   last_read |= {v: len(groups) for v in jaxpr.outvars if not isinstance(v, Literal)}
-  parts = [_part(group, place, last_read) for place, group in enumerate(groups)]
-  counts = Counter(part.key for part in parts)
+  parts = [
+    None if place is None else _part(group, number, last_read)
+    for number, (place, group) in enumerate(groups)
+  ]
+  counts = Counter(part.key for part in parts if part is not None)
   calls: dict[Hashable, JaxprEqn] = {}
   eqns: list[JaxprEqn] = []
-  for part in parts:
-    if part.key is None or counts[part.key] == 1:
-      eqns += part.eqns
+  for part, (_, group) in zip(parts, groups, strict=True):
+    if part is None or counts[part.key] == 1:
+      eqns += group
       continue
-    first = part.eqns[0]
+    first = group[0]
     if part.key not in calls:
       # The call is in the scope, and its jaxpr in none. With both, a profile would show
       # `layer_0/layer_0/tanh` for the first layer, and `layer_1/layer_0/tanh` for the next one.
       names = without_scopes(first.source_info.name_stack, "")
-      infos = [eqn.source_info.replace(name_stack=names) for eqn in part.eqns]
-      bare = [e.replace(source_info=info) for e, info in zip(part.eqns, infos, strict=True)]
+      infos = [eqn.source_info.replace(name_stack=names) for eqn in group]
+      bare = [e.replace(source_info=info) for e, info in zip(group, infos, strict=True)]
       closed = ClosedJaxpr(jaxpr_of(bare, part.invars, part.outvars), ())
       calls[part.key] = call_of(closed, part.invars, part.outvars, "part", inline=True)
     place = {"source_info": first.source_info, "ctx": first.ctx}
@@ -115,19 +119,8 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   return jaxpr.replace(eqns=eqns)
 
 
-def _is_alone(eqn: JaxprEqn) -> bool:
-  """Whether an equation is part of none: it has effects, or holds jaxprs of its own.
-
-  Two prints of equal text are two, and JAX keeps their order by the effects of the equations. An
-  inner jaxpr is shared by JAX already, and to compare two of them takes long.
-  """
-  return bool(eqn.effects) or is_higher_order(eqn)
-
-
-def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Var, int]) -> _Part:
+def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Var, int]) -> _Part | None:
   """Returns the part number `place`; `last_read` are the numbers of the last part for a value."""
-  if _is_alone(eqns[0]):
-    return _Part(eqns, [], [], None)
   numbers: dict[Var, int] = {}
   invars: list[Var] = []
 
@@ -149,8 +142,8 @@ def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Var, int]) ->
   try:
     hash(tuple(key))
   except TypeError:  # Some parameter is not comparable.
-    return _Part(eqns, [], [], None)
-  return _Part(eqns, invars, outvars, tuple(key))
+    return None
+  return _Part(tuple(key), invars, outvars)
 
 
 R = TypeVar("R")
