@@ -130,7 +130,7 @@ def body_of(closed: ClosedJaxpr, *, compiled: bool = False) -> Body:
     compiled: whether all of it is to be compiled at once: steps that nothing reads are left out,
       and what `remat` computes again is kept apart from the first time.
   """
-  return _Writer(compiled).body(closed, None, (), 1, True)
+  return _Writer(compiled).body(closed)
 
 
 class _Writer:
@@ -142,11 +142,13 @@ class _Writer:
     self.avals: dict[int, ShapedArray] = {}
     self.steps: list[Step] = []
 
-  def body(self, program: Program, around: Step | None, at: Key, times: int, certain: bool) -> Body:
-    """Returns a jaxpr as a list of its own."""
+  def body(
+    self, program: Program, around: Step | None = None, place: int = 0, runs: int | None = 1
+  ) -> Body:
+    """Returns a jaxpr as a list of its own: number `place` of those in `around`."""
     outer, self.consts, self.avals, self.steps = (self.consts, self.avals, self.steps), {}, {}, []
     inputs = tuple(map(self._typed, opened(program).invars))
-    outputs = self._write(program, inputs, around, at, times, certain)
+    outputs = self._write(program, inputs, around, place, runs)
     steps = _alive(self.steps, outputs) if self.compiled else tuple(self.steps)
     body = Body(inputs, self.consts, self.avals, steps, outputs)
     self.consts, self.avals, self.steps = outer
@@ -162,11 +164,14 @@ class _Writer:
     program: Program,
     args: Sequence[Slot],
     around: Step | None,
-    at: Key,
-    times: int,
-    certain: bool,
+    place: int = 0,
+    runs: int | None = 1,
   ) -> tuple[Slot, ...]:
     """Writes a jaxpr for these arguments, and returns its results."""
+    at, times, certain = (), 1, True
+    if around is not None:
+      at, times = (*around.key, place), around.times * (1 if runs is None else runs)
+      certain = around.certain and runs is not None
     jaxpr, consts = opened(program), getattr(program, "consts", ())
     env: dict[Var, Slot] = dict(zip(jaxpr.invars, args, strict=True))
 
@@ -184,7 +189,7 @@ class _Writer:
         if self.compiled and eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
           # What `remat` computes again the compiler must not take from the first time.
           ins = self._step(dataclasses.replace(step, eqn=_barrier(eqn)), ())
-        outs = self._write(inner[0].program, ins, step, (*step.key, 0), times, certain)
+        outs = self._write(inner[0].program, ins, step)
       else:
         outs = self._step(step, inner if holds in _NESTED else ())
       env.update(zip(eqn.outvars, outs, strict=True))
@@ -195,14 +200,7 @@ class _Writer:
     if inner and step.holds is Holds.WHILE:
       inner = (inner[0], _of_lanes(*inner))
     bodies = tuple(
-      self.body(
-        each.program,
-        step,
-        (*step.key, place),
-        step.times * (1 if each.times is None else each.times),
-        step.certain and each.times is not None,
-      )
-      for place, each in enumerate(inner)
+      self.body(each.program, step, place, each.times) for place, each in enumerate(inner)
     )
     outs = tuple(next(self.slots) for _ in step.eqn.outvars)
     self.steps.append(dataclasses.replace(step, outs=outs, inner=inner, bodies=bodies))
