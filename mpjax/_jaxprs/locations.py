@@ -104,7 +104,9 @@ def location(eqn: JaxprEqn, around: Location | None = None) -> Location:
     direction = "recomputed"
   elif any(f"{name}()" == _BACKWARD for name in transforms):
     direction = "backward"
-  return Location(around.scopes + names, direction, source_of(eqn) or around.source)
+  return Location(
+    around.scopes + names, direction, _source(eqn.source_info.traceback) or around.source
+  )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,11 +131,6 @@ def _joined(names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
   return more if names and more[: len(names)] == names else names + more
 
 
-def source_of(eqn: JaxprEqn) -> Source | None:
-  """Returns the innermost line outside of libraries that led to an equation; None if unknown."""
-  return _source(eqn.source_info.traceback)
-
-
 def call_of(eqn: JaxprEqn) -> tuple[Frame, ...]:
   """Returns which call wrote an equation: the user's line, and what that called of a library.
 
@@ -151,5 +148,6 @@ def _call(traceback: Traceback) -> tuple[Frame, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _source(traceback: Traceback) -> Source | None:
+  """Returns the innermost line outside of libraries; None if unknown."""
   own = (Source(*frame) for frame in frames_of(traceback) if not is_library(frame.file))
   return next(own, None)

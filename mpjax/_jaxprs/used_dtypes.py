@@ -110,23 +110,18 @@ def _uses(value: Value, returned: Collection[Value]) -> set[DType | None]:
       if value in returned:
         uses.add(None)
       for operation in value.consumers:
-        if _hands_on(operation):
+        if _moves(operation):
           left += operation.results
+        elif operation.casts and operation.results[0].is_floating and value.is_floating:
+          (new,) = operation.results
+          narrows = new.aval.dtype.itemsize < value.aval.dtype.itemsize
+          uses.add(new.dtype if narrows else None)
         else:
-          uses.add(_rounds_to(operation))
+          uses.add(None)
   return uses
 
 
-def _rounds_to(operation: Operation) -> DType | None:
-  """Returns the dtype to which an operation rounds its operand; None for anything else."""
-  if not operation.casts:
-    return None
-  (old,), (new,) = operation.operands, operation.results
-  narrows = new.aval.dtype.itemsize < old.aval.dtype.itemsize
-  return new.dtype if narrows and old.is_floating and new.is_floating else None
-
-
-def _hands_on(operation: Operation) -> bool:
+def _moves(operation: Operation) -> bool:
   """Whether an operation moves one operand, which may be so in any dtype."""
   if operation.joins:
     # What a loop carries, or a branch returns, has the dtype of the other values that join it.
