@@ -2,8 +2,8 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import TypeAlias, TypeVar
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Primitive
 
@@ -18,8 +18,6 @@ from mpjax._jaxprs.primitives import (
   Predicate,
   facts_of,
 )
-
-Op = TypeVar("Op", bound=str | Primitive)
 
 Ops: TypeAlias = Iterable[str | Primitive]
 """Primitives, by name or as objects."""
@@ -227,11 +225,6 @@ class OpLists:
     """
     by_part = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
     conditional = {} if conditional is None else conditional
-    fields: dict[str, str] = {}
-    moved: dict[str, Part | Predicate] = {}
-    for part in PARTS:
-      for name, _ in self._listed(part, by_part[part], fields):
-        moved[name] = part
     if not isinstance(conditional, Mapping) or not all(map(_is_predicate, conditional.values())):
       raise MpjaxTypeError(
         "OpLists.replace(conditional=...)",
@@ -240,44 +233,38 @@ class OpLists:
         fix='conditional={"integer_pow": lambda params: "keep"}, for example. A class that defines '
         "__eq__ needs a __hash__ too: the lists are part of the key of jit.",
       )
-    for name, op in self._listed("conditional", conditional, fields):
-      moved[name] = conditional[op]
-    return object.__new__(OpLists)._set({**self._parts, **moved})
-
-  def _listed(
-    self, field: str, ops: Iterable[Op], fields: dict[str, str]
-  ) -> Iterator[tuple[str, Op]]:
-    """Yields the names of what is given for a field, with that; adds them to `fields`."""
-    where = f"OpLists.replace({field}=...)"
-    if isinstance(ops, (str, Primitive)):
-      raise MpjaxTypeError(
-        where,
-        expected="several primitives, as a list",
-        got=repr(ops),
-        fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
-      )
-    entries = list(ops) if isinstance(ops, Iterable) else [ops]
-    for op in entries:
-      if not isinstance(op, (str, Primitive)):
+    moved: dict[str, Any] = {}
+    fields: dict[str, str] = {}
+    for field, ops in {**by_part, "conditional": conditional}.items():
+      where = f"OpLists.replace({field}=...)"
+      if isinstance(ops, (str, Primitive)):
         raise MpjaxTypeError(
           where,
-          expected="names of primitives, or Primitive objects",
-          got=repr(op),
-          fix="jax.make_jaxpr(f)(x) prints the names of the primitives that a function f uses.",
+          expected="several primitives, as a list",
+          got=repr(ops),
+          fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
         )
-    for op in entries:
-      name = self._known(where, op)
-      if fields.setdefault(name, field) != field:
-        raise MpjaxValueError(
-          where,
-          expected="every primitive in one part",
-          got=f"{name!r}, which is given for {fields[name]} too",
-          fix="Take it out of one of the two.",
-        )
-      yield name, op
+      for op in list(ops) if isinstance(ops, Iterable) else [ops]:
+        name = self._movable(where, op)
+        if fields.setdefault(name, field) != field:
+          raise MpjaxValueError(
+            where,
+            expected="every primitive in one part",
+            got=f"{name!r}, which is given for {fields[name]} too",
+            fix="Take it out of one of the two.",
+          )
+        moved[name] = conditional[op] if field == "conditional" else field
+    return object.__new__(OpLists)._set({**self._parts, **moved})
 
-  def _known(self, where: str, op: str | Primitive) -> str:
-    """Returns the name of a primitive that may be moved."""
+  def _movable(self, where: str, op: str | Primitive) -> str:
+    """Returns the name of a primitive, which may be moved."""
+    if not isinstance(op, (str, Primitive)):
+      raise MpjaxTypeError(
+        where,
+        expected="names of primitives, or Primitive objects",
+        got=repr(op),
+        fix="jax.make_jaxpr(f)(x) prints the names of the primitives that a function f uses.",
+      )
     name = op.name if isinstance(op, Primitive) else op
     if name in HIGHER_ORDER:
       raise _higher_order(where, name)
