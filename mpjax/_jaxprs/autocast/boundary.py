@@ -33,31 +33,6 @@ class InDtype:
   dtype: DType
 
 
-class _Leaves:
-  """The distinct leaves of trees, and by identity the containers that they are in."""
-
-  def __init__(self, is_leaf: IsLeaf | None) -> None:
-    self.all: list[Leaf] = []
-    self.containers: dict[int, tuple[Any, Content]] = {}
-    self._is_leaf = is_leaf
-    self._numbers: dict[int, int] = {}
-
-  def numbered(self, x: Any) -> Any:
-    """Returns the content of a tree, with the content of containers and the number of each leaf."""
-    if x is None:
-      return None
-    if id(x) in self.containers:
-      return self.containers[id(x)][1]
-    content = None if self._is_leaf is not None and self._is_leaf(x) else content_of(x)
-    if content is None:
-      if self._numbers.setdefault(id(x), len(self.all)) == len(self.all):
-        self.all.append(x)
-      return self._numbers[id(x)]
-    content = content._replace(parts=[self.numbered(part) for part in content.parts])
-    self.containers[id(x)] = (x, content)
-    return content
-
-
 def _around(leaves: Sequence[Leaf], numbered: Any, built: dict[int, Any]) -> Any:
   """Returns a tree of numbers with leaves instead; `built` are its containers, each once."""
   if not isinstance(numbered, Content):
@@ -84,24 +59,42 @@ class Boundary:
 
   Attributes:
     leaves: the distinct objects that are leaves.
+    containers: by identity, and their contents with the number of each leaf.
     order: the containers, in their own order, and no leaf.
   """
 
   def __init__(self, args: PyTree, is_leaf: IsLeaf | None = None) -> None:
-    self._numbers, self._is_leaf = _Leaves(is_leaf), is_leaf
-    self.order = self._numbers.numbered(args)
-    self.leaves = self._numbers.all
+    self.leaves: list[Leaf] = []
+    self.containers: dict[int, tuple[Any, Content]] = {}
+    self._is_leaf = is_leaf
+    self._numbers: dict[int, int] = {}
+    self.order = self.numbered(args)
+
+  def numbered(self, x: Any) -> Any:
+    """Returns the content of a tree, with the content of containers and the number of each leaf."""
+    if x is None:
+      return None
+    if id(x) in self.containers:
+      return self.containers[id(x)][1]
+    content = None if self._is_leaf is not None and self._is_leaf(x) else content_of(x)
+    if content is None:
+      if self._numbers.setdefault(id(x), len(self.leaves)) == len(self.leaves):
+        self.leaves.append(x)
+      return self._numbers[id(x)]
+    content = content._replace(parts=[self.numbered(part) for part in content.parts])
+    self.containers[id(x)] = (x, content)
+    return content
 
   def inside(self, leaves: Sequence[Leaf]) -> "Inside":
     """Returns the arguments with others instead of `self.leaves`, in the same order."""
     built: dict[int, Any] = {}
     args = _around(leaves, self.order, built)
-    pairs = [(x, built[id(numbered)]) for x, numbered in self._numbers.containers.values()]
+    pairs = [(x, built[id(numbered)]) for x, numbered in self.containers.values()]
     return Inside(args, pairs, Contents(new for _, new in pairs), self._is_leaf)
 
   def contents(self) -> "Contents":
     """Returns what the containers hold now."""
-    return Contents(x for x, _ in self._numbers.containers.values())
+    return Contents(x for x, _ in self.containers.values())
 
 
 class Contents:
@@ -161,17 +154,17 @@ class Inside(NamedTuple):
       NotTraceable: the function changed an argument that is no dict and no list, or returned an
         object that hides a tracer.
     """
-    numbers = _Leaves(self.is_leaf)
+    result = Boundary(None, self.is_leaf)
     for original, new in (pair for each in (self, *others) for pair in each.containers):
-      numbers.containers[id(new)] = (new, Content([], None, lambda _, itself=original: itself))
+      result.containers[id(new)] = (new, Content([], None, lambda _, itself=original: itself))
     changed = [
-      (each.containers[i][0], now._replace(parts=[numbers.numbered(x) for x in now.parts]))
+      (each.containers[i][0], now._replace(parts=[result.numbered(x) for x in now.parts]))
       for each in (self, *others)
       for i, now in each.before.changed()
     ]
-    numbered = numbers.numbered(returned)
+    numbered = result.numbered(returned)
     is_leaf = self.is_leaf or (lambda _: False)
-    check_returned(x for x in numbers.all if not is_leaf(x))
+    check_returned(x for x in result.leaves if not is_leaf(x))
 
     def outside(leaves: Sequence[Leaf]) -> PyTree:
       built: dict[int, Any] = {}
@@ -179,7 +172,7 @@ class Inside(NamedTuple):
         now._replace(parts=[_around(leaves, x, built) for x in now.parts]).refill(container)
       return _around(leaves, numbered, built)
 
-    return numbers.all, outside
+    return result.leaves, outside
 
 
 def check_returned(leaves: Iterable[Leaf]) -> None:
