@@ -74,30 +74,21 @@ def rewrite(
     elif place not in done:
       first_order(rewriter, eqn)
   last = jaxpr.eqns[-1] if jaxpr.eqns else None
-  triples = zip(jaxpr.outvars, outs, readers, strict=True)
-  pairs = [_result(rewriter, *each, last) for each in triples]
-  results, kinds = [p[0] for p in pairs], [p[1] for p in pairs]
+  results, kinds = list(jaxpr.outvars), list(map(rewriter.kind, jaxpr.outvars))
+  for i, (atom, dtype) in enumerate(zip(jaxpr.outvars, outs, strict=True)):
+    value, asked = rewriter.value(atom), aval_of(atom)
+    if value is None:
+      continue
+    kind = value.kind
+    dtype = dtype or (kind.dtype if kind.widened and readers[i] == RETURNED else kind.current)
+    results[i] = view = rewriter.view(value, dtype, last)
+    if dtype == asked.dtype and aval_of(view).weak_type != asked.weak_type:
+      results[i] = rewriter.cast(view, Var(asked), last)
+    if dtype != kind.current:
+      kinds[i] = kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
   new = jaxpr.replace(invars=invars, outvars=results, eqns=rewriter.eqns)
   closed = None if new.constvars else ClosedJaxpr(new, ())
   return Rewritten(new, tuple(kinds), closed)
-
-
-def _result(
-  rewriter: Rewriter, atom: Atom, dtype: DType | None, readers: int, last: JaxprEqn | None
-) -> tuple[Atom, Kind | None]:
-  """What holds a result in `dtype`, and its kind."""
-  value = rewriter.value(atom)
-  if value is None:
-    return atom, None
-  kind = value.kind
-  dtype = dtype or (kind.dtype if kind.widened and readers == RETURNED else kind.current)
-  view = rewriter.view(value, dtype, last)
-  asked = aval_of(atom)
-  if dtype == asked.dtype and aval_of(view).weak_type != asked.weak_type:
-    view = rewriter.cast(view, Var(asked), last)
-  if dtype == kind.current:
-    return view, kind
-  return view, kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
 
 
 _cached_rewrite = cached_per_jaxpr(rewrite)
@@ -110,25 +101,26 @@ def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   if inner is None:
     return rewriter.untouched(eqn) if half is None else rewriter.not_entered(eqn)
   rule = _RULES.get(facts_of(eqn).holds)
-  if rule is None or (half is None and not _changes_inside(eqn, scope, rewriter.settings)):
+  if half is None and not any(_entered(i.jaxpr, scope, rewriter.settings) for i in inner):
+    rule = None
+  if rule is None:
     return rewriter.untouched(eqn)
   return rule(rewriter, eqn, inner)
 
 
-def _changes_inside(eqn: JaxprEqn, scope: Scope, settings: Settings) -> bool:
-  """Whether some scope inside of an equation that stays as it is has a rule of its own."""
-  if settings.precision is not None:
-    return True  # What is left as it is needs the precision that was taken from it.
-  return any(_entered(i.jaxpr, scope, settings) for i in inner_jaxprs(eqn) or ())
-
-
 @cached_per_jaxpr
 def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
-  places = [(eqn, scope + names_of(eqn.source_info.name_stack)) for eqn in jaxpr.eqns]
-  return any(
-    rewrites(policy_at(place, settings)) or _changes_inside(eqn, place, settings)
-    for eqn, place in places
-  )
+  """Whether something changes in a jaxpr that stays as it is: a scope inside has a rule."""
+  if settings.precision is not None:
+    return True  # What is left as it is needs the precision that was taken from it.
+  for eqn in jaxpr.eqns:
+    place = scope + names_of(eqn.source_info.name_stack)
+    inner = inner_jaxprs(eqn) or ()
+    if rewrites(policy_at(place, settings)) or any(
+      _entered(each.jaxpr, place, settings) for each in inner
+    ):
+      return True
+  return False
 
 
 def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
@@ -230,20 +222,16 @@ def _cond(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """Branches that must agree: their result is what one of them returns, as a selection's is."""
   atoms, ins = _operands(rewriter, eqn)
   free = [_inside(rewriter, eqn, branch, ins).outs for branch in inners]
-  readers = _readers(rewriter, eqn)
-  kinds = [_chosen(each, kinds) for each, *kinds in zip(readers, *free, strict=True)]
+  kinds: list[Kind | None] = []
+  for readers, *each in zip(_readers(rewriter, eqn), *free, strict=True):
+    kind = joined(each)
+    wide = [k for k in each if k is not None and not k.is_low]
+    if kind is not None and kind.is_low and wide:  # See the table for a choice.
+      fits = all(survives(x, kind.dtype) for k in wide for x in k.numbers or ())
+      kind = kind._replace(held=True) if readers & HELD or not fits else kind
+    kinds.append(kind)
   new = [_inside(rewriter, eqn, branch, ins, _dtypes(kinds)) for branch in inners]
   rewriter.write(eqn, atoms, kinds, _params(eqn, inners, new), recast=_recast(rewriter, eqn))
-
-
-def _chosen(readers: int, kinds: Sequence[Kind | None]) -> Kind | None:
-  """Returns the kind of a result that is one of several: see the table for a choice."""
-  result = joined(kinds)
-  if result is None or not result.is_low:
-    return result
-  wide = [kind for kind in kinds if kind is not None and not kind.is_low]
-  fits = all(survives(x, result.dtype) for kind in wide for x in kind.numbers or ())
-  return result._replace(held=True) if wide and (readers & HELD or not fits) else result
 
 
 def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
