@@ -126,12 +126,9 @@ def saving_rounded(
     low = [x if half is None else x.astype(half) for x, half in zip(primals, saved, strict=True)]
     saving = jax.checkpoint(along, prevent_cse=eqn.params["prevent_cse"])
     changes = iter(saving(low, [tangents[i] for i in moving]))
-    return outs, [
-      next(changes)
-      if jnp.issubdtype(x.dtype, jnp.inexact)
-      else np.zeros(x.shape, jax.dtypes.float0)
-      for x in outs
-    ]
+    smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in outs]
+    zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outs]
+    return outs, [next(changes) if s else zero for s, zero in zip(smooth, zeros, strict=True)]
 
   return differentiated(ClosedJaxpr(jaxpr, ()), tangent, avals, "saving_rounded")
 
@@ -218,14 +215,10 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   # The results are held as the value is; but in float32 if no matmul reads them.
   harmed = HELD | FACTOR if value.kind.held else 0
   kinds = [Kind(half, held=bool(each & harmed) or not each & MATMUL) for each in readers]
+
+  # One equation for all of it, of the root as it is held.
   operand = rewriter.view(value, value.kind.current, first)
-  eqn = _in_float32(function, operand, [kind.variable for kind in kinds])
-  rewriter.write(eqn, eqn.invars, kinds)
-  return True
-
-
-def _in_float32(function: Powers, operand: Atom, dtypes: Sequence[DType]) -> JaxprEqn:
-  """Returns one equation for all of it, of the root as it is held, with results of these dtypes."""
+  dtypes = [kind.variable for kind in kinds]
   last, root, aval = function.eqns[-1], function.root, aval_of(operand)
   wide = jaxpr_of(function.eqns, [root], function.outs)
   invar = root if dtype_of(operand) == FLOAT32 else Var(aval)
@@ -253,6 +246,6 @@ def _in_float32(function: Powers, operand: Atom, dtypes: Sequence[DType]) -> Jax
 
   with context_of(last):
     call = differentiated(ClosedJaxpr(body, ()), tangent, [aval], "activation")
-  return last.replace(
-    primitive=call.primitive, invars=[operand], outvars=list(function.outs), params=call.params
-  )
+  eqn = last.replace(primitive=call.primitive, outvars=list(function.outs), params=call.params)
+  rewriter.write(eqn, [operand], kinds)
+  return True
