@@ -25,13 +25,11 @@ from mpjax._jaxprs.autocast.run import remembered_off_mesh
 from mpjax._jaxprs.autocast.scopes import FLOAT8, TABLE
 from mpjax._jaxprs.autocast.values import Scope, Settings, Value
 from mpjax._jaxprs.autocast.wide_sums import Levels, into, mapped_over, with_matmuls_by, with_rule
-from mpjax._jaxprs.compat import WRITTEN_OUT, scopes_of
+from mpjax._jaxprs.compat import WRITTEN_OUT
 from mpjax._jaxprs.count import dot_axes, matmul_sizes
+from mpjax._jaxprs.locations import location
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.reader import Atom, aval_of, dtype_of
-
-_BACKWARD = "transpose()"  # As JAX prints it, to tell it from the operation.
-
 
 # What a recipe is.
 
@@ -128,8 +126,7 @@ def why_not(
   if settings.in_derivative:
     # JAX transposes what is linear in a tangent, and an operand that is rounded is not linear.
     return "it is in a derivative rule"
-  stack = scopes_of(eqn.source_info.name_stack)
-  if any(f"{name}()" == _BACKWARD for name, is_transform in stack if is_transform):
+  if location(eqn).direction != "forward":
     return "its gradient is taken inside"
   if len(eqn.invars) > 2 and (not dot_axes(params).groups or aval_of(eqn.invars[2]).ndim > 1):
     return "its groups are others than those of lax.ragged_dot"
