@@ -174,7 +174,13 @@ class Graph:
     ]
     self._conditions: list[Value] = []
     self.results = self._run(body, self.arguments)
-    self._mark_used()
+    pending = [v.made_by for v in (*self.results, *self._conditions)]
+    pending += [each for each in self.operations if each.eqn.effects and not each.joins]
+    while pending:
+      operation = pending.pop()
+      if operation is not None and not operation.used:
+        operation.used = True
+        pending += [v.made_by for v in operation.operands]
 
   def computing(self) -> Iterator[Operation]:
     """Yields the operations that compute something."""
@@ -186,15 +192,6 @@ class Graph:
       dtype, flops = each.matmul_dtype, each.flops
       if each.used and dtype is not None and flops is not None:
         yield each, dtype, flops
-
-  def _mark_used(self) -> None:
-    pending = [v.made_by for v in (*self.results, *self._conditions)]
-    pending += [each for each in self.operations if each.eqn.effects and not each.joins]
-    while pending:
-      operation = pending.pop()
-      if operation is not None and not operation.used:
-        operation.used = True
-        pending += [v.made_by for v in operation.operands]
 
   def _run(self, body: Body, values: Sequence[Value]) -> list[Value]:
     env = dict(zip(body.inputs, values, strict=True))

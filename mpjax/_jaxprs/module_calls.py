@@ -270,8 +270,12 @@ class ModuleCall(NamedTuple):
       dtype = policy.compute_dtype
     if dtype is None and rewritten and isinstance(self.module, self.layers.rounded):
       asked = plain_attribute(self.module, "preferred_element_type")
-      if asked is None:
-        return self._at_rest(outputs)
+      if asked is None and policy is not None:
+        # As with its own `dtype=`, but for a layer in a high precision.
+        precision = plain_attribute(self.module, "precision")
+        each = precision if isinstance(precision, tuple) else (precision,)
+        usual = {str(p).rpartition(".")[2].lower() for p in each} <= _USUAL
+        return at_rest(outputs, policy.compute_dtype.name) if usual else outputs
       dtype = DType(asked)  # The user's own choice, and that of float32 operands.
     if dtype is None:
       return outputs
@@ -281,15 +285,6 @@ class ModuleCall(NamedTuple):
       return leaving(x, to) if traced and isinstance(x, jax.Array) else cast_leaf(x, to)
 
     return map_arrays(leaf, outputs)
-
-  def _at_rest(self, outputs: PyTree) -> PyTree:
-    """Returns the results of a layer as with its own `dtype=`, but for one in a high precision."""
-    precision = plain_attribute(self.module, "precision")
-    each = precision if isinstance(precision, tuple) else (precision,)
-    if not {str(p).rpartition(".")[2].lower() for p in each} <= _USUAL:
-      return outputs
-    policy = self.resolved.policy
-    return outputs if policy is None else at_rest(outputs, policy.compute_dtype.name)
 
   def finished(self, outputs: PyTree) -> PyTree:
     """Returns what a method returns; the body of a generator runs later, as the method does."""

@@ -141,11 +141,9 @@ def retype(eqn: JaxprEqn, dtype: DType) -> Params:
   name, params = facts_of(eqn).dtype_param, eqn.params
   if name is None or params[name] is None:
     return params
-  return _scatter(params, dtype) if name == "update_jaxpr" else {**params, name: dtype}
-
-
-def _scatter(params: Params, dtype: DType) -> Params:
-  """Retypes the operation on two numbers that combines an update with what is there."""
+  if name != "update_jaxpr":
+    return {**params, name: dtype}
+  # The operation on two numbers that combines an update with what is there.
   jaxpr, scalar = params["update_jaxpr"], jax.ShapeDtypeStruct((), dtype)
   combine = functools.partial(eval_jaxpr, jaxpr, params["update_consts"])
   new = jax.make_jaxpr(combine)(*[scalar] * len(jaxpr.invars))

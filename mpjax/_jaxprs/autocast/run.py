@@ -16,7 +16,6 @@ import numpy as np
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, PartitionSpec
-from jax.typing import ArrayLike
 
 from mpjax._core.active import AUDIT
 from mpjax._core.types import Array, Function
@@ -49,17 +48,14 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
     # In what an audit shows, each operation has its own line.
     if tracers and all(map(comes_from_program, tracers)) and AUDIT.value is None:
       jaxpr = with_shared_parts(jaxpr)
-    outs = eval_jaxpr(jaxpr, consts, *operands)
-    # A literal comes back as a number of Python's or NumPy's.
-    return [_array(x, aval_of(v)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
+    outs: list[Any] = eval_jaxpr(jaxpr, consts, *operands)
+    for i, (x, aval) in enumerate(zip(outs, map(aval_of, jaxpr.outvars), strict=True)):
+      if not isinstance(x, jax.Array):  # A literal comes back as a number of Python's or NumPy's.
+        number = np.asarray(x)
+        outs[i] = jnp.asarray(number.item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
+    return outs
   jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
   return called(ClosedJaxpr(jaxpr, ()), values, name)
-
-
-def _array(x: ArrayLike, aval: ShapedArray) -> Array:
-  if isinstance(x, jax.Array):
-    return x
-  return jnp.asarray(np.asarray(x).item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
 
 
 class _Part(NamedTuple):

@@ -322,15 +322,13 @@ something else has nothing there.
 """
 
 
-def _behind_barrier(x: Array) -> Array:
-  return jnp.reshape(jax.lax.optimization_barrier(jnp.reshape(x, -1)), x.shape)
-
-
 _as_laid_out_p.def_impl(lambda x: x)
 _as_laid_out_p.def_abstract_eval(lambda aval: aval)
 ad.deflinear2(_as_laid_out_p, lambda cotangent, _: [cotangent])
 batching.defvectorized(_as_laid_out_p)
 mlir.register_lowering(_as_laid_out_p, lambda _, x: [x])
-mlir.register_lowering(
-  _as_laid_out_p, mlir.lower_fun(_behind_barrier, multiple_results=False), platform="cpu"
+_behind_barrier = mlir.lower_fun(
+  lambda x: jnp.reshape(jax.lax.optimization_barrier(jnp.reshape(x, -1)), x.shape),
+  multiple_results=False,
 )
+mlir.register_lowering(_as_laid_out_p, _behind_barrier, platform="cpu")
