@@ -90,13 +90,7 @@ def path_of(scopes: tuple[str, ...]) -> str:
 
 
 def location(eqn: JaxprEqn, around: Location | None = None) -> Location:
-  """Returns where an equation is.
-
-  Args:
-    eqn: the equation.
-    around: that of the equation whose inner jaxpr it is in. JAX writes the scopes of inner
-      equations relative to it.
-  """
+  """Returns where an equation is; JAX writes its scopes relative to the equation `around` it."""
   around = around or Location()
   names, transforms = _scopes(scopes_of(eqn.source_info.name_stack))
   direction = around.direction

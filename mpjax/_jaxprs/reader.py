@@ -60,13 +60,9 @@ def literal_as(literal: Atom, dtype: DType, number: float | None = None) -> Lite
 
 
 def cast_to(var: Var, atom: Atom, reader: JaxprEqn | None) -> JaxprEqn:
-  """Returns an equation that casts an atom.
+  """Returns an equation that casts an atom to a new variable, for an equation that reads it.
 
-  Args:
-    var: the result, a new variable.
-    atom: the operand.
-    reader: the equation that the cast is for. A profile shows the cast where it is, in the module
-      that casts, and the mesh of its context is that of the cast.
+  A profile shows the cast where the reader is, and the mesh of its context is that of the cast.
   """
   aval = aval_of(var)
   params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
@@ -231,11 +227,8 @@ def call_params(
 def with_each(eqn: JaxprEqn, change: Callable[[Program], Program]) -> dict[str, Any]:
   """Returns the parameters of an equation with every jaxpr in them changed.
 
-  Also those that `inner_jaxprs` leaves out: of derivatives, of primitives that are not known.
-
-  Args:
-    eqn: an equation.
-    change: from a jaxpr, closed or not, to one like it of the same inputs and outputs.
+  Also those that `inner_jaxprs` leaves out: of derivatives, of primitives that are not known. What
+  `change` returns has the same inputs and outputs, and is closed if the jaxpr is.
   """
   new = {name: _changed(value, change) for name, value in eqn.params.items()}
   return new if any(new[name] is not value for name, value in eqn.params.items()) else eqn.params
@@ -294,13 +287,7 @@ def name_of(eqn: JaxprEqn) -> str:
 
 
 def warn_not_entered(eqn: JaxprEqn, what: str, instead: str) -> None:
-  """Warns that the jaxprs of an equation are not entered.
-
-  Args:
-    eqn: an equation of which `inner_jaxprs` returns None.
-    what: who wanted to enter them.
-    instead: what happens now, a sentence.
-  """
+  """Warns that `what` does not enter an equation, and what happens instead, in a sentence."""
   warnings.warn(
     f"{what}: the primitive {eqn.primitive.name!r} holds a jaxpr in its parameters "
     f"{sorted(eqn.params)}, and this version of mpjax does not know how to enter it. {instead} "
@@ -316,9 +303,6 @@ def walk(program: Program) -> Iterator[JaxprEqn]:
 
   Every branch of a `cond` is walked, and the body of a `while` once. A primitive of a newer JAX or
   of another library, of which it is not known how it runs the jaxprs that it holds, is not entered.
-
-  Args:
-    program: a jaxpr, closed or not, such as `jax.make_jaxpr` returns.
   """
   for eqn in opened(program).eqns:
     yield eqn

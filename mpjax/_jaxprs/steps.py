@@ -125,10 +125,8 @@ class Body:
 def body_of(closed: ClosedJaxpr, *, compiled: bool = False) -> Body:
   """Returns a jaxpr as a list of steps.
 
-  Args:
-    closed: the jaxpr.
-    compiled: whether all of it is to be compiled at once: steps that nothing reads are left out,
-      and what `remat` computes again is kept apart from the first time.
+  If it is to be `compiled` at once, steps that nothing reads are left out, and what `remat`
+  computes again is kept apart from the first time.
   """
   return _Writer(compiled).body(closed)
 

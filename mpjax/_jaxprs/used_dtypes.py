@@ -15,14 +15,8 @@ from mpjax._jaxprs.reader import inner_jaxprs
 def used_dtypes(fun: Function, tree: PyTree, *args: PyTree) -> list[DType | None]:
   """Returns for each leaf of `tree` the one floating dtype that `fun(tree, *args)` rounds it to.
 
-  Args:
-    fun: a function of trees of arrays.
-    tree: its first argument: arrays, or their shapes and dtypes.
-    args: its other arguments.
-
-  Returns:
-    The dtypes in the order of the leaves; None for a leaf that some operation uses as it is, or
-    that is rounded to several dtypes, or never used.
+  None for a leaf that some operation uses as it is, or that is rounded to several dtypes, or never
+  used. Arguments are trees of arrays, or of their shapes and dtypes.
   """
   graph = Graph(jax.make_jaxpr(fun)(tree, *args))
   leaves = graph.arguments[: len(jax.tree.leaves(tree))]
@@ -39,12 +33,8 @@ def store_as_used(
 ) -> Params:
   """Returns parameters with each in the dtype that `fun(params, *args, **kwargs)` rounds it to.
 
-  Args:
-    fun: a function of trees of arrays.
-    params: a tree of arrays, or of their shapes and dtypes.
-    args: arguments. Arrays may have any values, or none; all else is given to `fun` as it is.
-    kwargs: further arguments.
-    where: the public call, for the error.
+  Arrays among the arguments may have any values, or none; all else is given to `fun` as it is.
+  `where` is the public call, for the error.
 
   Raises:
     MpjaxValueError: a finite value does not fit into the new dtype.
@@ -66,10 +56,8 @@ def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyT
 
   If two dtypes are asked of one array, it gets one that holds both.
 
-  Args:
-    tree: any tree. Arrays keep their sharding, and NumPy's stay NumPy's.
-    dtypes: one for each leaf; None leaves it as it is.
-    where: the public call, for the error.
+  None leaves a leaf as it is. Arrays keep their sharding, and NumPy's stay NumPy's. `where` is the
+  public call, for the error.
 
   Raises:
     MpjaxValueError: a finite value does not fit into the new dtype.
