@@ -163,7 +163,7 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
     recipe = recipe_of(policy.matmul)
     reason = why_not(eqn, values, recipe, scope, rewriter.settings)
     if reason is None:
-      product = in_recipe(eqn, values, half, recipe, rewriter.view)
+      product = in_recipe(rewriter, eqn, values, half, recipe)
       return rewriter.write(product, product.invars, [Kind(half)])
     eqn = rewriter.not_float8(eqn, reason)
   if FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params):
@@ -173,13 +173,12 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   counts = all(k.numbers is not None for k in kinds)
   if counts or (multiplies and rewriter.readers_of(eqn) & HELD):
     return rewriter.untouched(eqn)  # Ranks, say; or angles, of positions and frequencies.
-  precise = rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars))
-  eqn = eqn if precise is eqn.params else eqn.replace(params=precise)
+  eqn = eqn.replace(params=rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars)))
   wide_grads = None if policy is None else policy.weight_grad_dtype
   # What leaves in float32 is the sum that the matmul has, and a bias is added to that.
   sums = facts_of(eqn).dtype_param is not None and bool(rewriter.readers_of(eqn) & CALLER)
   out = FLOAT32 if sums else half
-  if wide := with_wide_sums(eqn, values, half, out, wide_grads, rewriter.view):
+  if wide := with_wide_sums(rewriter, eqn, values, half, out, wide_grads):
     return rewriter.write(wide, wide.invars, [Kind(half, held=sums, widened=sums)])
   operands = [rewriter.read(atom, eqn, half) for atom in eqn.invars]
   return rewriter.write(eqn, operands, [Kind(half)], retype(eqn, half))
@@ -211,7 +210,7 @@ def _elementwise(
   at_once = any(summed) and facts.role != "sum"
   saved = _saved_low(eqn, floats, FLOAT32 if at_once else dtype, kind, readers)
   if any(saved):
-    product = saving_low(eqn, floats, saved, kind.variable, rewriter.view)
+    product = saving_low(rewriter, eqn, floats, saved, kind.variable)
     return rewriter.write(product, product.invars, [kind], recast=recast)
 
   operands = [
@@ -234,7 +233,10 @@ def _elementwise(
   result.producer = producer
   if facts.moves:
     added, weight = all(v.kind.added for v in arrays), floats[0].kind.weight
-    result.kind = result.kind._replace(added=added, weight=weight, numbers=_among(floats))
+    # The numbers that the elements of one of several values are among.
+    among = sorted({number for value in floats for number in value.kind.numbers or ()})
+    numbers = None if arrays or len(among) > _FEW else tuple(among)
+    result.kind = result.kind._replace(added=added, weight=weight, numbers=numbers)
   elif facts.gradient == "added" and len(arrays) == 2:
     streams = all(v.kind.added or v.kind.neutral or v.kind.rests for v in arrays)
     result.kind = result.kind._replace(added=streams)
@@ -313,14 +315,6 @@ def _scaled(eqn: JaxprEqn, values: Sequence[Value]) -> int | None:
   repeated = [value.is_repeated or shape_of(value.atom) != shape for value in values]
   places = [i for i, v in enumerate(values) if v.kind.is_low and not (repeated[i] or v.is_reduced)]
   return places[0] if sum(repeated) == len(places) == 1 else None
-
-
-def _among(values: Sequence[Value]) -> tuple[float, ...] | None:
-  """Returns the numbers that the elements of one of several values are among; None if unknown."""
-  if any(value.kind.numbers is None for value in values):
-    return None
-  among = {number for value in values for number in value.kind.numbers or ()}
-  return tuple(sorted(among)) if len(among) <= _FEW else None
 
 
 def _saved_low(

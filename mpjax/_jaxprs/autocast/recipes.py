@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType
-from mpjax._jaxprs.autocast.rewriter import wants_precision
+from mpjax._jaxprs.autocast.rewriter import Rewriter, wants_precision
 from mpjax._jaxprs.autocast.run import remembered_off_mesh
 from mpjax._jaxprs.autocast.scopes import FLOAT8, TABLE
 from mpjax._jaxprs.autocast.values import Scope, Settings, Value
@@ -29,7 +29,7 @@ from mpjax._jaxprs.compat import WRITTEN_OUT
 from mpjax._jaxprs.count import dot_axes, matmul_sizes
 from mpjax._jaxprs.locations import location
 from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.reader import Atom, aval_of, dtype_of
+from mpjax._jaxprs.reader import aval_of, dtype_of
 
 # What a recipe is.
 
@@ -193,21 +193,18 @@ class Matmul:
     summed = zip(pair, axes.contracted, strict=True)
     left, right = (self.recipe.quantise(x, each, is_gradient=False) for x, each in summed)
     multiply = functools.partial(_product, self.primitive, params, sizes)
-    kept = [[*self.kept(side, pair, (left, right)), *sizes] for side in moving]
+    kept: list[list[Array]] = []
+    for side in moving:  # The gradient of an operand is computed from the other one.
+      other, scaled = 1 - side, (right, left)[side]
+      if not self.recipe.multiplies_gradient(of_weight=side == self.weight):
+        scaled = Scaled(jax.lax.convert_element_type(pair[other], self.half))
+      elif scaled.scale is not None and scaled.scale.ndim > 0:
+        # The gradient adds up over other axes of it than the result: it has other rows.
+        free = axes.own(other, pair[other])
+        scaled = self.recipe.quantise(pair[other], free, is_gradient=False)
+      named = [checkpoint_name(x, self.recipe.name) for x in scaled if x is not None]
+      kept.append([*named, *sizes])
     return self.recipe.dot(multiply, left, right, self.half), kept
-
-  def kept(self, side: int, primals: Sequence[Array], cast: Sequence[Scaled]) -> list[Array]:
-    """Returns what the gradient of an operand is computed from: the other one."""
-    other = 1 - side
-    if not self.recipe.multiplies_gradient(of_weight=side == self.weight):
-      scaled = Scaled(jax.lax.convert_element_type(primals[other], self.half))
-    elif (scale := cast[other].scale) is None or scale.ndim == 0:
-      scaled = cast[other]
-    else:
-      # The gradient adds up over other axes of it than the result: it has other rows.
-      free = dot_axes(dict(self.params)).own(other, primals[other])
-      scaled = self.recipe.quantise(primals[other], free, is_gradient=False)
-    return [checkpoint_name(x, self.recipe.name) for x in scaled if x is not None]
 
   def split(self, others: Sequence[Array]) -> tuple[Scaled, Sequence[Array]]:
     """Returns what is kept of the other operand, and the sizes of groups."""
@@ -320,11 +317,7 @@ def _each(call: Any, kept: Sequence[bool], mapped: bool) -> Any:
 
 
 def in_recipe(
-  eqn: JaxprEqn,
-  values: Sequence[Value | None],
-  half: DType,
-  recipe: Recipe,
-  view: Callable[[Value, DType, JaxprEqn], Atom],
+  rewriter: Rewriter, eqn: JaxprEqn, values: Sequence[Value | None], half: DType, recipe: Recipe
 ) -> JaxprEqn:
   """Returns a matmul in the format of a recipe, for one that `why_not` has nothing against.
 
@@ -334,15 +327,12 @@ def in_recipe(
   weight = _weight_of(values)
   kept = [value is not None and value.is_parameter for value in values]
   operands = [
-    atom
-    if value is None
-    else value.stored
-    if i == weight and value.stored is not None
-    else value.atom
-    if kept[i]
-    else view(value, half, eqn)
-    for i, (atom, value) in enumerate(zip(eqn.invars, values, strict=True))
+    value.atom if value is not None and value.is_parameter else rewriter.read(atom, eqn, half)
+    for atom, value in zip(eqn.invars, values, strict=True)
   ]
+  parameter = values[weight]
+  if parameter is not None and parameter.stored is not None:
+    operands[weight] = parameter.stored
   left, right, *sizes = map(aval_of, operands)
   matmul = Matmul(
     primitive=eqn.primitive,

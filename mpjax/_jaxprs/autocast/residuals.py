@@ -5,7 +5,7 @@ Single operations, and activation functions that hold powers, like GELU.
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +27,11 @@ from mpjax._jaxprs.reader import Atom, aval_of, cast_to, dtype_of, retyped, shap
 
 
 def saving_low(
+  rewriter: Rewriter,
   eqn: JaxprEqn,
   values: Sequence[Value],
   saved: Sequence[DType | None],
   dtype: DType,
-  view: Callable[[Value, DType, JaxprEqn], Atom],
 ) -> JaxprEqn:
   """Returns a float32 multiplication whose derivative saves factors in low precision.
 
@@ -45,7 +45,7 @@ def saving_low(
   """
   places = tuple(i for i, v in enumerate(values) if saved[i] and dtype_of(v.atom) == saved[i])
   # In float32, where the gradients of all readers of a value are added.
-  operands = [view(v, FLOAT32, eqn) for v in values] + [values[i].atom for i in places]
+  operands = [rewriter.view(v, FLOAT32, eqn) for v in values] + [values[i].atom for i in places]
   avals = map(aval_of, operands)
   params = tuple(eqn.params.items())
   with context_of(eqn):

@@ -31,7 +31,7 @@ from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._core.types import Array, DType
-from mpjax._jaxprs.autocast.rewriter import retype
+from mpjax._jaxprs.autocast.rewriter import Rewriter, retype
 from mpjax._jaxprs.autocast.run import differentiated, remembered_off_mesh
 from mpjax._jaxprs.autocast.values import Value
 from mpjax._jaxprs.compat import bind, context_of
@@ -42,12 +42,12 @@ Levels: TypeAlias = tuple[tuple[bool, ...], ...]
 
 
 def with_wide_sums(
+  rewriter: Rewriter,
   eqn: JaxprEqn,
   values: Sequence[Value | None],
   half: DType,
   out: DType,
   wide: DType | None,
-  view: Callable[[Value, DType, JaxprEqn], Atom],
 ) -> JaxprEqn | None:
   """Returns a matmul in `half` with a wide result, wide gradients of its weights, or both.
 
@@ -62,7 +62,7 @@ def with_wide_sums(
   if out == half and not any(each):
     return None
   operands = [
-    atom if value is None else value.atom if is_weight else view(value, half, eqn)
+    value.atom if value is not None and is_weight else rewriter.read(atom, eqn, half)
     for atom, value, is_weight in zip(eqn.invars, values, each, strict=True)
   ]
   params = tuple(retype(eqn, half).items())
