@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
 from mpjax._jaxprs.primitives import EqnParams, facts_of
@@ -23,11 +22,27 @@ def flops_of(eqn: JaxprEqn) -> int | None:
   if formula is None:
     return None
   lhs, rhs, result = map(aval_of, (*eqn.invars[:2], eqn.outvars[0]))
-  if formula == "convolution":
-    return _conv_flops(lhs, rhs, result, eqn.params)
-  # Every element of `lhs` meets one of `rhs` for each index that is `rhs`'s own. Each row meets the
-  # matrix of its own group alone: the number of groups does not count.
-  return 2 * lhs.size * matmul_sizes(eqn)[1]
+  if formula != "convolution":
+    # Every element of `lhs` meets one of `rhs` for each index that is `rhs`'s own. Each row meets
+    # the matrix of its own group alone: the number of groups does not count.
+    return 2 * lhs.size * matmul_sizes(eqn)[1]
+  params, numbers = eqn.params, eqn.params["dimension_numbers"]
+  out_batch, out_features, *out_space = (result.shape[axis] for axis in numbers.out_spec)
+  _, in_features, *kernel = (rhs.shape[axis] for axis in numbers.rhs_spec)
+  _, _, *space = (lhs.shape[axis] for axis in numbers.lhs_spec)
+  meetings = 1
+  for axis, (size, taps, positions) in enumerate(zip(space, kernel, out_space, strict=True)):
+    hole = params["lhs_dilation"][axis]
+    reached = (
+      np.arange(positions)[:, None] * params["window_strides"][axis]
+      + np.arange(taps)[None, :] * params["rhs_dilation"][axis]
+      - params["padding"][axis][0]
+    )
+    inside = (reached >= 0) & (reached <= (size - 1) * hole) & (reached % hole == 0)
+    meetings *= int(inside.sum())
+  # The features of one group, and of batch groups only one, are already what the kernel's shape
+  # and the result's say.
+  return 2 * out_batch * out_features * in_features * meetings
 
 
 class DotAxes(NamedTuple):
@@ -69,26 +84,6 @@ def dot_axes(params: EqnParams) -> DotAxes:
   if ragged is None:
     return DotAxes(contracted, batch)
   return DotAxes(contracted, batch, ragged.rhs_group_dimensions, ragged.lhs_ragged_dimensions[0])
-
-
-def _conv_flops(lhs: ShapedArray, rhs: ShapedArray, result: ShapedArray, params: EqnParams) -> int:
-  numbers = params["dimension_numbers"]
-  out_batch, out_features, *out_space = (result.shape[axis] for axis in numbers.out_spec)
-  _, in_features, *kernel = (rhs.shape[axis] for axis in numbers.rhs_spec)
-  _, _, *space = (lhs.shape[axis] for axis in numbers.lhs_spec)
-  meetings = 1
-  for axis, (size, taps, positions) in enumerate(zip(space, kernel, out_space, strict=True)):
-    hole = params["lhs_dilation"][axis]
-    reached = (
-      np.arange(positions)[:, None] * params["window_strides"][axis]
-      + np.arange(taps)[None, :] * params["rhs_dilation"][axis]
-      - params["padding"][axis][0]
-    )
-    inside = (reached >= 0) & (reached <= (size - 1) * hole) & (reached % hole == 0)
-    meetings *= int(inside.sum())
-  # The features of one group, and of batch groups only one, are already what the kernel's shape
-  # and the result's say.
-  return 2 * out_batch * out_features * in_features * meetings
 
 
 def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:

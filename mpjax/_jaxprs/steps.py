@@ -147,8 +147,13 @@ class _Writer:
     outer, self.consts, self.avals, self.steps = (self.consts, self.avals, self.steps), {}, {}, []
     inputs = tuple(map(self._typed, opened(program).invars))
     outputs = self._write(program, inputs, around, place, runs)
-    steps = _alive(self.steps, outputs) if self.compiled else tuple(self.steps)
-    body = Body(inputs, self.consts, self.avals, steps, outputs)
+    steps = list[Step]()
+    read = {slot for slot in outputs if isinstance(slot, int)}
+    for step in reversed(self.steps):
+      if not self.compiled or step.eqn.effects or not read.isdisjoint(step.outs):
+        steps.append(step)
+        read.update(step.reads)
+    body = Body(inputs, self.consts, self.avals, tuple(reversed(steps)), outputs)
     self.consts, self.avals, self.steps = outer
     return body
 
@@ -186,7 +191,10 @@ class _Writer:
         ins = step.ins
         if self.compiled and eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
           # What `remat` computes again the compiler must not take from the first time.
-          ins = self._step(dataclasses.replace(step, eqn=_barrier(eqn)), ())
+          avals = [v.aval for v in eqn.invars]
+          (barrier,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*avals).eqns
+          barrier = barrier.replace(source_info=eqn.source_info)
+          ins = self._step(dataclasses.replace(step, eqn=barrier), ())
         outs = self._write(inner[0].program, ins, step)
       else:
         outs = self._step(step, inner if holds in _NESTED else ())
@@ -203,12 +211,6 @@ class _Writer:
     outs = tuple(next(self.slots) for _ in step.eqn.outvars)
     self.steps.append(dataclasses.replace(step, outs=outs, inner=inner, bodies=bodies))
     return outs
-
-
-def _barrier(eqn: JaxprEqn) -> JaxprEqn:
-  avals = [v.aval for v in eqn.invars]
-  (barrier,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*avals).jaxpr.eqns
-  return barrier.replace(source_info=eqn.source_info)
 
 
 def _of_lanes(test: Inner, body: Inner) -> Inner:
@@ -233,14 +235,3 @@ def _of_lanes(test: Inner, body: Inner) -> Inner:
 
   avals = [v.aval for v in (*body.jaxpr.invars, goes_on)]
   return body._replace(program=jax.make_jaxpr(new_where_going)(*avals))
-
-
-def _alive(steps: Sequence[Step], outputs: Sequence[Slot]) -> tuple[Step, ...]:
-  """Returns the steps whose results something reads, or that have effects."""
-  read = {slot for slot in outputs if isinstance(slot, int)}
-  alive = []
-  for step in reversed(steps):
-    if step.eqn.effects or not read.isdisjoint(step.outs):
-      alive.append(step)
-      read.update(step.reads)
-  return tuple(reversed(alive))
