@@ -77,24 +77,21 @@ def results_in_float32(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Arra
   if facts_of(eqn).holds is Holds.KERNEL:
     return None
   try:
-    params = {name: _wide(value) for name, value in with_each(eqn, _retraced).items()}
+    params = {
+      name: FLOAT32 if isinstance(value, np.dtype) and is_low_precision(value) else value
+      for name, value in with_each(eqn, _retraced).items()
+    }
     results = bind(eqn.replace(params=params), operands)
   except REFUSALS:
     return None
-  fits = all(_fits(x, v) for x, v in zip(results, eqn.outvars, strict=True))
-  return results if fits else None
+  for x, v in zip(results, eqn.outvars, strict=True):
+    dtype = FLOAT32 if is_low(v.aval) else dtype_of(v)
+    if dtype is not None and (jnp.shape(x), x.dtype) != (shape_of(v), dtype):
+      return None
+  return results
 
 
 def _retraced(program: Program) -> Program:
   invars = [retyped(v, jnp.float32) if is_low(v.aval) else v for v in opened(program).invars]
   closed = jax.make_jaxpr(in_float32(program))(*[v.aval for v in invars])
   return closed if isinstance(program, ClosedJaxpr) else closed.jaxpr
-
-
-def _wide(value: object) -> object:
-  return FLOAT32 if isinstance(value, np.dtype) and is_low_precision(value) else value
-
-
-def _fits(x: Array, like: Atom) -> bool:
-  wide = FLOAT32 if is_low(like.aval) else dtype_of(like)
-  return wide is None or (jnp.shape(x), x.dtype) == (shape_of(like), wide)

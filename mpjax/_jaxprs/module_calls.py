@@ -129,13 +129,10 @@ def attempts(
       return attempt(dataclasses.replace(state, tracing=True, failed=failed))
     except _NEEDS_VALUES as error:
       reason = f"needs the values of arrays: {line_of_user(error)}"
-      break
     except foreign as error:
       reason = f"changes what it is not given: {line_of_user(error)}"
-      break
     except NotTraceable as error:
       reason = str(error)
-      break
     except REFUSALS as error:
       first = first or error
       line = line_of_user(error)
@@ -149,7 +146,7 @@ def attempts(
         casting = frozenset(cls for cls in state.casting if cls.__qualname__ != name)
         state = dataclasses.replace(state, casting=casting)
       reason = f"raises {type(error).__name__} where it is traced: {line}"
-      break
+    break
   state = dataclasses.replace(state, as_python=state.as_python | {path})
   try:
     with ACTIVE(state):
@@ -204,7 +201,12 @@ class ModuleCall(NamedTuple):
     state, policy, around = self.inner, self.inner.policy, ACTIVE.value
     call, fields, casts = (args, kwargs), {}, state.casting == EVERY
     if policy is not None:
-      call = _arguments(call, policy, casts)
+      arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, (jax.Array, np.ndarray))]
+      # A real `dtype` would drop the imaginary part of a complex array.
+      if casts and not any(map(jnp.iscomplexobj, arrays)):
+        call = cast_arrays(call, policy.compute_dtype)
+      elif policy.compute_dtype == FLOAT32:
+        call = map_arrays(half_to_float32, call)
       if casts or not initializing:
         dtype = policy.compute_dtype if casts else FLOAT32
         fields = dtype_field(self.module, dtype, always=casts)
@@ -328,15 +330,6 @@ def call_of(
 
 _USUAL = {"none", "default", "fastest", "bfloat16"}
 """The precisions of a matmul, as Flax's layers take them, that say nothing of float32."""
-
-
-def _arguments(call: tuple[Args, Kwargs], policy: Policy, casts: bool) -> tuple[Args, Kwargs]:
-  """Returns the arguments of a method as its policy wants them: mostly as they are."""
-  arrays = [x for x in (*call[0], *call[1].values()) if isinstance(x, (jax.Array, np.ndarray))]
-  # A real `dtype` would drop the imaginary part of a complex array.
-  if casts and not any(map(jnp.iscomplexobj, arrays)):
-    return cast_arrays(call, policy.compute_dtype)
-  return map_arrays(half_to_float32, call) if policy.compute_dtype == FLOAT32 else call
 
 
 @contextlib.contextmanager

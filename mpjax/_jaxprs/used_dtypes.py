@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 import jax
 import numpy as np
 
+from mpjax._core.dtypes import FLOAT32
 from mpjax._core.leaves import path_text, refuse_overflow
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import Array, DType, Function, Leaf, Params, PyTree
@@ -72,19 +73,13 @@ def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyT
   casts: dict[str, tuple[Leaf, Leaf]] = {}
   for path, x in paths:
     if id(x) in asked and id(x) not in new:
-      new[id(x)] = cast_leaf(x, _holding(asked[id(x)]))
+      # Of two narrow types neither holds the other (bfloat16 and float16, say).
+      distinct = {*asked[id(x)]}
+      several = {*distinct, FLOAT32} if len(distinct) > 1 else distinct
+      new[id(x)] = cast_leaf(x, max(several, key=lambda dtype: dtype.itemsize))
       casts[path_text(path)] = x, new[id(x)]
   refuse_overflow(casts, where)
   return jax.tree.unflatten(treedef, [new.get(id(x), x) for _, x in paths])
-
-
-def _holding(dtypes: Sequence[DType]) -> DType:
-  """Returns the dtype that holds the values of all floating `dtypes`."""
-  distinct = set(dtypes)
-  if len(distinct) == 1:
-    return distinct.pop()
-  # Of two narrow types neither holds the other: bfloat16 and float16, say.
-  return max(*distinct, np.dtype("float32"), key=lambda dtype: dtype.itemsize)
 
 
 def _uses(value: Value, returned: Collection[Value]) -> set[DType | None]:

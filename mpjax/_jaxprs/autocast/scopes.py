@@ -155,7 +155,11 @@ def scope_inside(scope: Scope, settings: Settings) -> Scope:
 def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
   """Raises UnmatchedRuleError if the path of a rule is that of no scope of the jaxpr."""
   scopes: set[Scope] = set()
-  _collect(jaxpr, (), scopes)
+  pending: list[tuple[Jaxpr, Scope]] = [(jaxpr, ())]
+  for inside, around in pending:
+    for eqn in inside.eqns:
+      scopes.add(scope := around + names_of(eqn.source_info.name_stack))
+      pending += [(inner.jaxpr, scope) for inner in inner_jaxprs(eqn) or ()]
   paths = sorted({path_of(s[:depth]) for s in scopes for depth in range(len(s) + 1)})
   for rule in rules:
     if not any(rule.matches(None, path) for path in paths):
@@ -171,11 +175,3 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
         else f"The nearest: {near}. A Flax model is the outermost scope, by its class: begin the "
         'path with "**/".',
       )
-
-
-def _collect(jaxpr: Jaxpr, scope: Scope, scopes: set[Scope]) -> None:
-  for eqn in jaxpr.eqns:
-    here = scope + names_of(eqn.source_info.name_stack)
-    scopes.add(here)
-    for inner in inner_jaxprs(eqn) or ():
-      _collect(inner.jaxpr, here, scopes)
