@@ -71,13 +71,15 @@ class CustomCall(NamedTuple):
   ins: Kinds
   outs: Kinds
   rewrite: Rewrite
-  state: Active | None = None
+  state: Active | None
 
 
-def with_rule(custom: CustomCall, operands: Sequence[Atom], body: Jaxpr) -> JaxprEqn:
-  """Returns the equation with a new body, and its own derivative rule rewritten too."""
-  closed = ClosedJaxpr(body, ())  # JAX passes what the body closes over as operands.
-  eqn, holds = custom.eqn, facts_of(custom.eqn).holds
+def with_rule(
+  eqn: JaxprEqn, ins: Kinds, operands: Sequence[Atom], new: Rewritten, rewrite: Rewrite
+) -> JaxprEqn:
+  """Returns an equation with a new body for operands of these kinds, and its rule rewritten too."""
+  closed = ClosedJaxpr(new.jaxpr, ())  # JAX passes what the body closes over as operands.
+  holds = facts_of(eqn).holds
 
   def call(*operands: Array) -> list[Array]:
     return typed(closed, operands, eqn.primitive.name)
@@ -86,7 +88,7 @@ def with_rule(custom: CustomCall, operands: Sequence[Atom], body: Jaxpr) -> Jaxp
   # traced as it is without any.
   names = without_scopes(eqn.source_info.name_stack, PREFIX)
   unmarked = eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
-  here = custom._replace(state=ACTIVE.value, eqn=unmarked)
+  here = CustomCall(unmarked, ins, new.outs, rewrite, ACTIVE.value)
   if holds is Holds.CUSTOM_JVP:
     fun = jax.custom_jvp(call)
     fun.defjvp(functools.partial(_jvp, here))

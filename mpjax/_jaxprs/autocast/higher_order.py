@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.rules import rewrites
 from mpjax._core.types import DType
-from mpjax._jaxprs.autocast.custom_derivatives import CustomCall, with_rule
+from mpjax._jaxprs.autocast.custom_derivatives import with_rule
 from mpjax._jaxprs.autocast.first_order import first_order
 from mpjax._jaxprs.autocast.residuals import powers, saving_rounded, write_powers
 from mpjax._jaxprs.autocast.rewriter import EXACT, HELD, RETURNED, Rewriter, Rewritten, of_loop
@@ -214,7 +214,7 @@ def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> Non
     readers = [EXACT if dtype == FLOAT32 else 0 for dtype in outs]
     return rewrite(jaxpr, ins, outs, readers, there, scope)
 
-  call = with_rule(CustomCall(eqn, tuple(ins), new.outs, again), atoms, new.jaxpr)
+  call = with_rule(eqn, tuple(ins), atoms, new, again)
   rewriter.write(call, call.invars, new.outs, recast=_recast(rewriter, eqn))
 
 

@@ -490,10 +490,9 @@ class Rewriter:
     dtype = dtype_of(var)
     if dtype is None or dtype not in FLOATS:
       return None
-    operands = [kind for kind in map(self.kind, eqn.invars) if kind is not None]
     if dtype != FLOAT32 or as_written(self.place(eqn)[0], self.settings):
       return Kind(dtype)
-    kind = joined(operands) or Kind(FLOAT32, facts_of(eqn).neutral)
+    kind = joined(map(self.kind, eqn.invars)) or Kind(FLOAT32, facts_of(eqn).neutral)
     return kind._replace(held=kind.is_low)
 
   def readers_of(self, eqn: JaxprEqn) -> int:
