@@ -82,7 +82,7 @@ def implied_scale(body: Body, leaves: Sequence[Leaf]) -> Implied | None:
     if step.eqn.primitive is p.mul_p and shape_of(step.eqn.outvars[0]) == ():
       for position, slot in enumerate(step.ins):
         value = slot.val if isinstance(slot, Literal) else values.get(slot, 0.0)
-        number = float(np.asarray(value).real.item()) if np.size(value) == 1 else 0.0
+        number = float(np.real(np.asarray(value)).item()) if np.size(value) == 1 else 0.0
         if number >= _LEAST and math.isfinite(number) and math.log2(number).is_integer():
           factors.setdefault(number, []).append((step, position))
   for number, places in sorted(factors.items(), reverse=True):
