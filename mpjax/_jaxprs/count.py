@@ -78,12 +78,10 @@ class DotAxes(NamedTuple):
 def dot_axes(params: EqnParams) -> DotAxes:
   """Returns the axes of a `dot_general` or `ragged_dot_general`."""
   ragged = params.get("ragged_dot_dimension_numbers")
-  contracted, batch = (
-    params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
-  )
   if ragged is None:
-    return DotAxes(contracted, batch)
-  return DotAxes(contracted, batch, ragged.rhs_group_dimensions, ragged.lhs_ragged_dimensions[0])
+    return DotAxes(*params["dimension_numbers"])
+  rows, groups = ragged.lhs_ragged_dimensions[0], ragged.rhs_group_dimensions
+  return DotAxes(*ragged.dot_dimension_numbers, groups, rows)
 
 
 def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:

@@ -175,22 +175,13 @@ def array(x: Leaf) -> Leaf:
 
 
 class ModuleCall(NamedTuple):
-  """A call of a module's method under its policy.
-
-  Fields:
-    module: the module.
-    path: where it is, for errors.
-    resolved: its policy.
-    state: that in which it is called.
-    inner: that in which its own operations run; the modules inside inherit its policy.
-    layers: those of the framework.
-  """
+  """A call of a module's method under its policy."""
 
   module: Module
-  path: str
+  path: str  # for errors
   resolved: ModulePolicy
-  state: Active
-  inner: Active
+  state: Active  # in which it is called
+  inner: Active  # in which its own operations run; the modules inside inherit its policy
   layers: Layers = Layers()
 
   def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:

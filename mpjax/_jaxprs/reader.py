@@ -109,12 +109,11 @@ def opened(program: Program) -> Jaxpr:
 
 def holds_jaxpr(values: Iterable[object]) -> bool:
   """Whether one of the parameters of an equation is a jaxpr, or a sequence with one in it."""
-  for value in values:
-    if isinstance(value, (Jaxpr, ClosedJaxpr)):
-      return True
-    if isinstance(value, (tuple, list)) and holds_jaxpr(value):
-      return True
-  return False
+  return any(
+    isinstance(value, (Jaxpr, ClosedJaxpr))
+    or (isinstance(value, (tuple, list)) and holds_jaxpr(value))
+    for value in values
+  )
 
 
 def _keys(eqn: JaxprEqn) -> list[str]:
