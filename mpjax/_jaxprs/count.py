@@ -80,8 +80,8 @@ def dot_axes(params: EqnParams) -> DotAxes:
   ragged = params.get("ragged_dot_dimension_numbers")
   if ragged is None:
     return DotAxes(*params["dimension_numbers"])
-  rows, groups = ragged.lhs_ragged_dimensions[0], ragged.rhs_group_dimensions
-  return DotAxes(*ragged.dot_dimension_numbers, groups, rows)
+  contracted, batch = ragged.dot_dimension_numbers
+  return DotAxes(contracted, batch, ragged.rhs_group_dimensions, ragged.lhs_ragged_dimensions[0])
 
 
 def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:
