@@ -4,7 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Hashable, Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from mpjax._core.types import Array, Grads, Leaf, Params, PyTree
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.primitives import Holds, facts_of
 from mpjax._jaxprs.reader import inner_jaxprs, walk
+from mpjax.transforms._loss_scale import COUNTERS
 from mpjax.transforms._train_state import TrainState, own_scale
 from mpjax.transforms._trees import at_least_float32, stored_first, strong
 from mpjax.transforms._value_and_grad import check_loss, value_and_grad
@@ -37,29 +38,20 @@ LossFn: TypeAlias = Callable[
 """`loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`."""
 
 OUR_METRICS = frozenset(
-  {
-    *("loss", "grad_norm", "retries"),
-    *("loss_scale", "finite", "good_steps", "total", "skipped", "consecutive_skips"),
-    *("floor_hits", "bad_updates", "scale_changed"),
-  }
+  {"loss", "grad_norm", "retries", "loss_scale", "finite", "scale_changed", *COUNTERS}
 )
 """The names that a loss function leaves to the step."""
 
 
-class TracedLoss(NamedTuple):
-  """A traced loss function."""
-
-  fun: LossFn  # evaluates the jaxpr; the Python function is not called again
-  jaxpr: ClosedJaxpr
-  unchanged: PyTree  # like the model state: whether a leaf is returned as it was given
-
-
 def trace_loss(
   loss_fn: LossFn, params: Params, model_state: PyTree, batch: PyTree, rng: Array | None
-) -> TracedLoss:
-  """Returns `loss_fn` traced for arguments like these."""
-  # A step that is differentiated, looked at and run again would otherwise call it for each of
-  # these.
+) -> tuple[LossFn, ClosedJaxpr, PyTree]:
+  """Returns `loss_fn` traced for arguments like these, its jaxpr, and what it leaves unchanged.
+
+  The last is a tree like the model state: whether a leaf is returned as it was given.
+  """
+  # A step that is differentiated, looked at and run again would otherwise call the Python function
+  # for each of these.
   args, checked = (params, model_state, batch, rng), _checked(loss_fn)
   try:
     jaxpr, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
@@ -85,11 +77,8 @@ def trace_loss(
   unchanged = [graph.results[1 + i] is graph.arguments[before + i] for i in range(count)]
   # Who has switched jit off wants to look at values inside of loss_fn.
   traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-  return TracedLoss(
-    fun if traced else checked,
-    jaxpr,
-    jax.tree.unflatten(jax.tree.structure(model_state), unchanged),
-  )
+  structure_of_state = jax.tree.structure(model_state)
+  return fun if traced else checked, jaxpr, structure_of_state.unflatten(unchanged)
 
 
 def _raise_if_a_key_helps(loss_fn: LossFn, args: tuple[PyTree, ...], error: Exception) -> None:
@@ -146,6 +135,9 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
     warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
 
 
+_METRICS = "mpjax.make_train_step(loss_fn): metrics"
+
+
 def _checked(loss_fn: LossFn) -> LossFn:
   """`loss_fn`, made to raise where it returns something else than it should."""
 
@@ -162,7 +154,14 @@ def _checked(loss_fn: LossFn) -> LossFn:
         fix="Return (loss, ((), {})) if there is no model state and nothing to report.",
       )
     new_state, metrics = aux
-    _check_names(metrics)
+    other = [name for name in metrics if not isinstance(name, str)]
+    if other:
+      expected, fix = "strings for names", "Name each number: ours are beside it in one dict."
+      raise MpjaxTypeError(_METRICS, expected=expected, got=repr(other), fix=fix)
+    taken = sorted(set(metrics) & OUR_METRICS)
+    if taken:
+      expected, fix = "metrics with other names than ours", "Rename them."
+      raise MpjaxValueError(_METRICS, expected=expected, got=str(taken), fix=fix)
     check_alike(
       new_state,
       model_state,
@@ -176,36 +175,11 @@ def _checked(loss_fn: LossFn) -> LossFn:
   return checked
 
 
-def _check_names(metrics: Mapping[str, Leaf]) -> None:
-  where = "mpjax.make_train_step(loss_fn): metrics"
-  other = [name for name in metrics if not isinstance(name, str)]
-  if other:
-    expected, fix = "strings for names", "Name each number: ours are beside it in one dict."
-    raise MpjaxTypeError(where, expected=expected, got=repr(other), fix=fix)
-  taken = sorted(set(metrics) & OUR_METRICS)
-  if taken:
-    expected, fix = "metrics with other names than ours", "Rename them."
-    raise MpjaxValueError(where, expected=expected, got=str(taken), fix=fix)
-
-
-Aux: TypeAlias = tuple[PyTree, Metrics]
 Totals: TypeAlias = tuple[PyTree, Grads]
 
 
 IntegerState: TypeAlias = Literal["sum", "same"] | Mapping[str, Literal["sum", "same"]] | None
 """How integers of the model state are combined: all alike, or by path."""
-
-_HOW = ("sum", "same")
-
-
-class BatchResult(NamedTuple):
-  """What a batch gives; the gradients are scaled and float32."""
-
-  loss: Array
-  model_state: PyTree
-  metrics: Metrics
-  grads: Grads
-  watched: PyTree  # the new model state, with 0 for what was there before the batch
 
 
 def batch_gradients(
@@ -216,8 +190,11 @@ def batch_gradients(
   accumulate: int,
   axes: tuple[Hashable, ...],
   integer_state: IntegerState,
-) -> BatchResult:
-  """Returns the gradients of a batch, and what else its forward pass computes."""
+) -> tuple[Array, PyTree, Metrics, Grads, PyTree]:
+  """Returns loss, model state, metrics and scaled float32 gradients of a batch.
+
+  And what has to be finite: the new model state, with 0 for what was there before the batch.
+  """
   params, vary = localise(state.params, axes)
   dynamic = own_scale(state.opt_state, "").says.dynamic
   seen = []  # Whether leaves of the model state are returned as they were given.
@@ -225,15 +202,15 @@ def batch_gradients(
   def run(
     model_state: PyTree, batch: PyTree, rng: Array | None
   ) -> tuple[Array, PyTree, Metrics, Grads]:
-    traced = trace_loss(loss_fn, params, model_state, batch, rng)
-    seen.append(traced.unchanged)
+    traced, jaxpr, unchanged = trace_loss(loss_fn, params, model_state, batch, rng)
+    seen.append(unchanged)
     if dynamic:
-      warn_without_float16(loss_fn, traced.jaxpr)
+      warn_without_float16(loss_fn, jaxpr)
 
-    def own_loss(*args: PyTree) -> tuple[Array, Aux]:
+    def own_loss(*args: PyTree) -> tuple[Array, tuple[PyTree, Metrics]]:
       # A loss that loss_fn has reduced is one number for all devices: differentiated as such, each
       # would get its share of the gradient, and the mean below would divide that once more.
-      loss, aux = traced.fun(*args)
+      loss, aux = traced(*args)
       return vary(loss), aux
 
     differentiate = value_and_grad(own_loss, state.opt_state, has_aux=True)
@@ -262,7 +239,10 @@ def batch_gradients(
       body, (model_state, zeros), (jnp.arange(accumulate), micro_batches)
     )
     grads = jax.tree.map(lambda t: t / accumulate, total)
-    loss, metrics = jnp.mean(losses), jax.tree.map(_merge_metric, each)
+    loss = jnp.mean(losses)
+    metrics = jax.tree.map(
+      lambda x: jnp.mean(x, axis=0) if is_inexact(x) else jnp.sum(x, axis=0, dtype=x.dtype), each
+    )
   unchanged = seen[-1]
   if axes:
     mean = functools.partial(jax.lax.pmean, axis_name=axes)
@@ -270,7 +250,7 @@ def batch_gradients(
     metrics = jax.tree.map(lambda x: mean(x) if is_inexact(x) else jax.lax.psum(x, axes), metrics)
     loss, grads = mean(loss), jax.tree.map(mean, grads)
   watched = jax.tree.map(_unless_there_before, model_state, state.model_state, unchanged)
-  return BatchResult(loss, model_state, metrics, stored_first(grads), watched)
+  return loss, model_state, metrics, stored_first(grads), watched
 
 
 def _unless_there_before(new: Array, old: Array, unchanged: bool) -> Array | int:
@@ -285,10 +265,6 @@ def _metric(x: Leaf) -> Array:
   """`x` in the dtype in which it is added up: at least float32, or int32 (as bool is counted)."""
   x = at_least_float32(x)
   return x if is_inexact(x) or x.dtype.itemsize >= 4 else x.astype(jnp.int32)
-
-
-def _merge_metric(x: Array) -> Array:
-  return jnp.mean(x, axis=0) if is_inexact(x) else jnp.sum(x, axis=0, dtype=x.dtype)
 
 
 # What the devices of a mapped axis have in common: parameters before, model state after.
@@ -332,11 +308,23 @@ def common_state(
   # `unchanged` says for each leaf whether the loss function returns it as it was given it.
   leaves, structure = jax.tree_util.tree_flatten_with_path(new)
   paths = [path_text(path) for path, _ in leaves]
-  rules = [_rule_for(path, integer_state) for path in paths]
-  _check_paths(paths, integer_state)
-  rest = zip(leaves, jax.tree.leaves(old), jax.tree.leaves(unchanged), rules, strict=True)
+  is_by_path = isinstance(integer_state, Mapping)
+  by_path, for_all = (integer_state, None) if is_by_path else ({}, integer_state)
+  covered = {name: [f"{path}/".startswith(f"{name}/") for path in paths] for name in by_path}
+  lost = [name for name, covers in covered.items() if not any(covers)]
+  if lost:
+    raise MpjaxValueError(
+      "mpjax.make_train_step(integer_state)",
+      expected=f"paths of the model state, such as {', '.join(map(repr, paths[:5]))}",
+      got=", ".join(map(repr, lost)),
+      fix="Join the keys on the way to a leaf, or to a branch, by '/'.",
+    )
   unsaid, common = [], []
-  for (path, x), before, same, rule in rest:
+  rest = zip(leaves, jax.tree.leaves(old), jax.tree.leaves(unchanged), strict=True)
+  for i, ((path, x), before, same) in enumerate(rest):
+    # What is said of the leaf, or of the nearest branch that it is in.
+    above = [name for name in by_path if covered[name][i]]
+    rule = by_path[max(above, key=len)] if above else for_all
     counted = not (same or is_inexact(x) or is_key(x.dtype))
     if counted and rule is None:
       unsaid.append(f"{x.dtype}{list(x.shape)} at {path_text(path) or 'the root'}")
@@ -364,26 +352,6 @@ def _combine(x: Array, old: Array, rule: str | None, axes: tuple[Hashable, ...])
   return old + jax.lax.psum(x - old, axes) if rule == "sum" else jax.lax.pmax(x, axes)
 
 
-def _rule_for(path: str, integer_state: IntegerState) -> str | None:
-  """Returns what is said of the leaf at `path`, or of the nearest branch that it is in."""
-  if not isinstance(integer_state, Mapping):
-    return integer_state
-  above = [name for name in integer_state if path == name or path.startswith(f"{name}/")]
-  return integer_state[max(above, key=len)] if above else None
-
-
-def _check_paths(paths: list[str], integer_state: IntegerState) -> None:
-  by_path = integer_state if isinstance(integer_state, Mapping) else {}
-  lost = [name for name in by_path if not any(p == name or p.startswith(f"{name}/") for p in paths)]
-  if lost:
-    raise MpjaxValueError(
-      "mpjax.make_train_step(integer_state)",
-      expected=f"paths of the model state, such as {', '.join(map(repr, paths[:5]))}",
-      got=", ".join(map(repr, lost)),
-      fix="Join the keys on the way to a leaf, or to a branch, by '/'.",
-    )
-
-
 def check_integer_state(integer_state: object) -> None:
   """Raises unless `integer_state` is one of the ways, a dict of them, or None."""
   where = "mpjax.make_train_step(integer_state)"
@@ -393,5 +361,5 @@ def check_integer_state(integer_state: object) -> None:
   paths = list(integer_state) if isinstance(integer_state, Mapping) else []
   if not all(isinstance(x, str) for x in (*values, *paths) if x is not None or paths):
     raise MpjaxTypeError(where, expected=expected, got=repr(integer_state), fix=fix)
-  if any(x is not None and x not in _HOW for x in values):
+  if any(x is not None and x not in ("sum", "same") for x in values):
     raise MpjaxValueError(where, expected=expected, got=repr(integer_state), fix=fix)

@@ -292,6 +292,9 @@ class LossScaleState(NamedTuple):
   finite: Array  # bool: the last step was applied
 
 
+COUNTERS = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits", "bad_updates")
+"""The fields that are metrics."""
+
 ScaleState: TypeAlias = LossScaleState | tuple[()]
 """What belongs to one loss; () for `NoLossScale`."""
 
@@ -301,9 +304,7 @@ def init_scale(config: LossScale) -> ScaleState:
   if isinstance(config, NoLossScale):
     return ()
   dynamic = isinstance(config, DynamicLossScale)
-  zero = dict.fromkeys(("good_steps", "total", "skipped", "consecutive_skips"), 0)
-  zero |= dict.fromkeys(("floor_hits", "bad_updates", "first_bad"), 0)
-  counters = {field: jnp.asarray(value, jnp.int32) for field, value in zero.items()}
+  counters = {field: jnp.asarray(0, jnp.int32) for field in (*COUNTERS, "first_bad")}
   return LossScaleState(
     scale=jnp.asarray(config.init_scale if dynamic else config.scale, jnp.float32),
     hysteresis=jnp.asarray(config.hysteresis if dynamic else 0, jnp.int32),
