@@ -48,7 +48,6 @@ from mpjax.transforms._trees import (
   align_gradients,
   arrays_only,
   as_stored,
-  by_part,
   differentiated,
   float32_view,
   hide_untrained,
@@ -78,10 +77,31 @@ def check_arguments(
       fix="Clipping, decay, averaging and accumulation are set on inner; mpjax.monitor counts.",
     )
   check_inner(inner, f"{call}(inner)")
-  _check_loss_scale(loss_scale, name)
+  several = isinstance(loss_scale, Mapping)
+  where, configs = f"{call}(loss_scale)", list(loss_scale.values()) if several else [loss_scale]
+  for config in configs:
+    if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
+      raise wrong_type(
+        config,
+        where,
+        expected="a NoLossScale, StaticLossScale or DynamicLossScale",
+        fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
+        "mpjax.DynamicLossScale(init_scale=1024).",
+      )
+  scaled = [not isinstance(config, NoLossScale) for config in configs]
+  if several:
+    for key in loss_scale:
+      _check_name(key, f"{where} with the key {key!r}")
+    if not configs or name is not None or any(scaled) != all(scaled):
+      raise MpjaxValueError(
+        where,
+        expected="one scale for each loss, without name=, and either all or none NoLossScale()",
+        got=f"{dict(loss_scale)!r} and name={name!r}",
+        fix="The keys are the names. StaticLossScale(1) leaves one of several losses unscaled, but "
+        "checked.",
+      )
   check_flag(check_updates, f"{call}(check_updates)")
-  configs = loss_scale.values() if isinstance(loss_scale, Mapping) else (loss_scale,)
-  if check_updates and any(isinstance(config, NoLossScale) for config in configs):
+  if check_updates and not all(scaled):
     expected = "False with NoLossScale(), which checks nothing"
     fix = "Use StaticLossScale(1) to check and skip without scaling."
     raise MpjaxValueError(f"{call}(check_updates)", expected=expected, got="True", fix=fix)
@@ -97,33 +117,6 @@ def _check_name(name: object, where: str) -> None:
     expected="a non-empty string without ':' and '/', or None",
     fix="It becomes a key of the state; a plain word such as 'generator' will do.",
   )
-
-
-def _check_loss_scale(loss_scale: object, name: object) -> None:
-  where = "mpjax.loss_scaling(loss_scale)"
-  configs = list(loss_scale.values()) if isinstance(loss_scale, Mapping) else [loss_scale]
-  for config in configs:
-    if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
-      raise wrong_type(
-        config,
-        where,
-        expected="a NoLossScale, StaticLossScale or DynamicLossScale",
-        fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
-        "mpjax.DynamicLossScale(init_scale=1024).",
-      )
-  if not isinstance(loss_scale, Mapping):
-    return
-  for key in loss_scale:
-    _check_name(key, f"{where} with the key {key!r}")
-  scaled = [not isinstance(config, NoLossScale) for config in configs]
-  if not configs or name is not None or any(scaled) != all(scaled):
-    raise MpjaxValueError(
-      where,
-      expected="one scale for each loss, without name=, and either all or none NoLossScale()",
-      got=f"{dict(loss_scale)!r} and name={name!r}",
-      fix="The keys are the names. StaticLossScale(1) leaves one of several losses unscaled, but "
-      "checked.",
-    )
 
 
 def warn_of_half(params: Params, inner_state: OptState) -> None:
@@ -154,16 +147,17 @@ class LossScalingTransformation(optax.GradientTransformationExtraArgs):
 
   @property
   def init(self) -> Function:  # pyright: ignore[reportIncompatibleVariableOverride]
-    held: Leaf = self[0]
-    ours = isinstance(held, functools.partial) and held.func is _init_in_a_chain
-    return held.args[0] if ours else held
+    return _out_of_a_chain(self[0], _init_in_a_chain)
 
   @property
   def update(self) -> Function:  # pyright: ignore[reportIncompatibleVariableOverride]
-    # Not what somebody has put there (`_replace`), whatever that wraps.
-    held: Leaf = self[1]
-    ours = isinstance(held, functools.partial) and held.func is _update_in_a_chain
-    return held.args[0] if ours else held
+    return _out_of_a_chain(self[1], _update_in_a_chain)
+
+
+def _out_of_a_chain(held: Leaf, in_a_chain: Function) -> Function:
+  # Not what somebody has put there (`_replace`), whatever that wraps.
+  ours = isinstance(held, functools.partial) and held.func is in_a_chain
+  return held.args[0] if ours else held
 
 
 def transformation(
@@ -186,12 +180,6 @@ def _update_in_a_chain(
   if apply is not None:
     raise not_outermost("one that is part of an optax.chain, or was unpacked")
   return update(*args, **kwargs)
-
-
-def refuse_apply_to_parts(params: Params) -> None:
-  """Raises if `params` are what `optax.masked` or `multi_transform` left of the parameters."""
-  if nodes_of(params, optax.MaskedNode):
-    raise not_outermost("one that sees a part of the parameters (optax.masked, multi_transform)")
 
 
 def not_outermost(got: str) -> MpjaxTypeError:
@@ -322,8 +310,8 @@ def loss_scaling(
   ) -> tuple[Updates, LossScalingState]:
     # What came: gradients by loss, in the precision of the parameters, and what divides them.
     scales = own_scales(state, configs)
-    if apply is not None:
-      refuse_apply_to_parts(params)
+    if apply is not None and nodes_of(params, optax.MaskedNode):
+      raise not_outermost("one that sees a part of the parameters (optax.masked, multi_transform)")
     params = arrays_only(params) if scaled else params
     losses = _Losses(configs, scales, several, differentiated(params))
     grads = losses.gradients(updates, "updates")
@@ -366,8 +354,7 @@ def loss_scaling(
       return new, new_inner
 
     def merged(new: Updates, params: Params) -> Updates:
-      like = next(iter(grads.values()))
-      return by_part(lambda u, p: merge_updates(like, u, p), new, params)
+      return merge_updates(next(iter(grads.values())), new, params)
 
     # The decision. Once to look at, and once more to apply: to decide first, by updates that are
     # never stored, takes less memory than to have the old and the new of everything until then.
@@ -470,8 +457,16 @@ class _Losses(NamedTuple):
       grads = self.gradients(grad_fn(*args, **kwargs), "grad_fn")
       if seen is not None:
         first = {k: first_nonfinite(self.watched(k, g, losses)) for k, g in grads.items()}
-        if get_opaque_trace_state() != outside:
-          _refuse_traced(first)
+        # A value of a trace inside of `inner` cannot be looked at later.
+        traced = any(isinstance(x, Tracer) for x in first.values())
+        if traced and get_opaque_trace_state() != outside:
+          raise MpjaxTypeError(
+            "mpjax.loss_scaling(inner).update(grad_fn)",
+            expected="inner to call it in Python, where its gradients can be looked at",
+            got="a call inside of a loop, a branch or a function that inner gives to JAX to trace",
+            fix="Call it outside of jax.lax.scan, cond and the like in inner, or use "
+            "NoLossScale(), which looks at nothing.",
+          )
         seen.append(first)
       return self.total(grads)
 
@@ -494,18 +489,6 @@ def _sum(grads: Sequence[Grads]) -> Grads:
 def _all_finite(tree: PyTree, axis_name: AxisName | None) -> Array:
   leaves = jax.tree.leaves(tree)
   return _agree(first_nonfinite(leaves), axis_name) == len(leaves)
-
-
-def _refuse_traced(first: PyTree) -> None:
-  """Raises if it is a value of a trace inside of `inner`, where it cannot be looked at later."""
-  if any(isinstance(x, Tracer) for x in jax.tree.leaves(first)):
-    raise MpjaxTypeError(
-      "mpjax.loss_scaling(inner).update(grad_fn)",
-      expected="inner to call it in Python, where its gradients can be looked at",
-      got="a call inside of a loop, a branch or a function that inner gives to JAX to trace",
-      fix="Call it outside of jax.lax.scan, cond and the like in inner, or use NoLossScale(), "
-      "which looks at nothing.",
-    )
 
 
 def _agree(first_bad: Array, axis_name: AxisName | None) -> Array:

@@ -22,7 +22,7 @@ from mpjax._core.trees import (
   pick,
   tree_differences,
 )
-from mpjax._core.types import Array, DType, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 
 T = TypeVar("T")
 
@@ -98,7 +98,19 @@ def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = 
       return grads
   if strict:
     _check_gradients(grads, params, where)
-  return jax.tree.map(_align_leaf, grads, params, is_leaf=is_none)
+  wide = {jnp.dtype(name) for name in ("float64", "complex128")}
+
+  def align(g: Leaf, p: Leaf) -> Leaf:
+    if not is_inexact(p) or not is_inexact(g):
+      return g
+    dtype, to_wide = jnp.result_type(g), jnp.result_type(p) in wide
+    if (dtype in wide) == to_wide:
+      return g
+    bits = 64 if to_wide else 32
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.asarray(g, f"complex{2 * bits}" if is_complex else f"float{bits}")
+
+  return jax.tree.map(align, grads, params, is_leaf=is_none)
 
 
 def refuse_none(tree: PyTree, params: Params, where: str, *, expected: str) -> None:
@@ -152,29 +164,10 @@ def _check_gradients(grads: Grads, params: Params, where: str) -> None:
     )
 
 
-def _align_leaf(g: Leaf, p: Leaf) -> Leaf:
-  if not is_inexact(p):
-    return g
-  dtype = jnp.result_type(p)
-  wide = {jnp.dtype(name) for name in ("float64", "complex128")}
-  if is_inexact(g) and (jnp.result_type(g) in wide) != (dtype in wide):
-    complex_ = jnp.issubdtype(jnp.result_type(g), jnp.complexfloating)
-    bits = 64 if dtype in wide else 32
-    return jnp.asarray(g, f"complex{2 * bits}" if complex_ else f"float{bits}")
-  return g
-
-
 def differentiated(tree: PyTree) -> PyTree:
   """Returns that part of parameters, or of their gradients, that optax differentiates."""
   # Of `optax.lookahead` it is the fast parameters.
   return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
-
-
-def by_part(f: Callable[..., PyTree], updates: Updates, params: Params) -> Updates:
-  """Returns `f(updates, params)`, for the fast, then the slow parameters of lookahead."""
-  if not isinstance(updates, optax.LookaheadParams):
-    return f(updates, params)
-  return optax.LookaheadParams(f(updates.fast, params.fast), f(updates.slow, params.slow))
 
 
 def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
@@ -192,6 +185,9 @@ def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
       return None if is_key(jnp.result_type(g)) else g
     return jnp.zeros(jnp.shape(p), jnp.result_type(p))
 
+  if isinstance(updates, optax.LookaheadParams):
+    pairs = ((updates.fast, params.fast), (updates.slow, params.slow))
+    return optax.LookaheadParams(*(merge_updates(grads, u, p) for u, p in pairs))
   if not nodes_of(updates, optax.MaskedNode):
     return updates
   if params is None:
@@ -275,7 +271,14 @@ def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, 
   def skip(old: OptState) -> tuple[Updates, OptState]:
     # `cond` traces one branch after the other; if it begins with this one, that costs a trace more.
     shapes = seen[0] if seen else jax.eval_shape(step, old)
-    return nothing_like(shapes[0]), _unchanged(old, shapes[1])
+    unchanged = jax.tree.map(varying_like, old, jax.eval_shape(lambda: old), shapes[1])
+    return nothing_like(shapes[0]), unchanged
+
+  def varying_like(x: Leaf, own: object, other: jax.ShapeDtypeStruct) -> Leaf:
+    # Over the same axes of a `shard_map` as the result of the other branch.
+    if own == other or not jnp.issubdtype(other.dtype, jnp.number):
+      return x
+    return jnp.where(False, jnp.full_like(other, 0), x)
 
   return jax.lax.cond(condition, noted, skip, old)
 
@@ -307,25 +310,13 @@ def step_or_select(
 def nothing_like(updates: Updates) -> Updates:
   """Returns updates that leave all bits of parameters alone: p + -0.0 is p, -0.0 + 0.0 is not."""
   # `updates` may be what `jax.eval_shape` says of them.
-  return jax.tree.map(lambda u: jnp.full_like(u, nothing(u.dtype)), updates)
 
+  def one(u: Leaf) -> Array:
+    if jnp.issubdtype(u.dtype, jnp.complexfloating):
+      return jnp.full_like(u, complex(-0.0, -0.0))
+    return jnp.full_like(u, -0.0 if jnp.issubdtype(u.dtype, jnp.floating) else 0)
 
-def _unchanged(old: PyTree, shapes: PyTree) -> PyTree:
-  """Returns `old` varying over the same axes of a `shard_map` as the other branch's `shapes`."""
-
-  def one(x: Leaf, own: object, other: jax.ShapeDtypeStruct) -> Leaf:
-    if own == other or not jnp.issubdtype(other.dtype, jnp.number):
-      return x
-    return jnp.where(False, jnp.full_like(other, 0), x)
-
-  return jax.tree.map(one, old, jax.eval_shape(lambda: old), shapes)
-
-
-def nothing(dtype: DType) -> complex:
-  """Returns the number that changes nothing when it is added."""
-  if jnp.issubdtype(dtype, jnp.complexfloating):
-    return complex(-0.0, -0.0)
-  return -0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
+  return jax.tree.map(one, updates)
 
 
 def compiled_for_cpu() -> Array:
