@@ -30,10 +30,9 @@ from mpjax.transforms._masters import (
   map_states,
   merge_masters,
   next_entry,
-  next_update,
   split,
-  stored_params,
   trained_of,
+  update_to,
 )
 from mpjax.transforms._state import MasterWeightsState
 from mpjax.transforms._trees import (
@@ -149,13 +148,20 @@ def master_weights(
       view=isinstance(state, ShownMasterWeightsState),
     )
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
-    stored = stored_params(state.master, params)
+    # A wrapper around this one shows bfloat16 parameters in float32.
+    stored = map_masters(
+      lambda m, p: p.astype(jnp.bfloat16) if is_remainder(m) else p, state.master, params
+    )
     trained = trained_of(state.master, stored)
     new_updates, inner_state = update_inner(
       inner, grads, state.inner_state, trained, extra_args, f"{where}.update"
     )
     moved = optax.apply_updates(trained, new_updates)
-    new_updates = map_masters(next_update, state.master, moved, stored, new_updates)
+    # Those that lead parameters to the rounded masters, and what is then stored of these.
+    new_updates = map_masters(
+      lambda old, m, p, u: u if is_hole(old) else update_to(m, p),
+      *(state.master, moved, stored, new_updates),
+    )
     masters = map_masters(next_entry, state.master, moved, stored, new_updates)
     return new_updates, state._replace(master=masters, inner_state=inner_state)
 
@@ -197,7 +203,7 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
         fix="Pass mpjax.master_params(opt_state, params) with the parameters that belong to the "
         "state; for mpjax.apply_updates(params, updates) no master is needed.",
       )
-    return map_masters(lambda m: None if is_hole(m) else m, merged)
+    return merged_masters(opt_state)
   try:
     map_masters(lambda m, p: None, merged, params)
   except ValueError as error:

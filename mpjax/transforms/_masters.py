@@ -216,11 +216,6 @@ def first_master(param: Leaf, *, splits: bool) -> Leaf:
   return split(master, param) if splits and param.dtype == jnp.bfloat16 else master
 
 
-def stored_params(master: PyTree, params: Params) -> Params:
-  """Returns `params` in bfloat16 where a master was split from them: a wrapper shows float32."""
-  return map_masters(lambda m, p: p.astype(jnp.bfloat16) if is_remainder(m) else p, master, params)
-
-
 def trained_of(master: PyTree, params: Params) -> Params:
   """Returns what is trained: the master of each parameter, or the parameter itself."""
 
@@ -230,11 +225,6 @@ def trained_of(master: PyTree, params: Params) -> Params:
     return p if is_hole(m) else m
 
   return map_masters(one, master, params)
-
-
-def next_update(old: Leaf, moved: Leaf, param: Leaf, update: Leaf) -> Leaf:
-  """Returns the update that leads a parameter to the rounded master `moved`."""
-  return update if is_hole(old) else update_to(moved, param)
 
 
 def next_entry(old: Leaf, moved: Leaf, param: Leaf, update: Leaf) -> Leaf:

@@ -360,7 +360,21 @@ def set_loss_scale(
     )
   scale_reader(target, where)(value)
   low, high = target.says.limits
-  scale = _scale_within(value, low, high, "mpjax.set_loss_scale(value)")
+  where = "mpjax.set_loss_scale(value)"
+  if isinstance(value, Tracer):
+    fix = "Pass a number, one for all."
+    check_scalar(value, where, expected="a scale of shape ()", fix=fix)
+    scale: Array | float = jnp.clip(jnp.asarray(value, jnp.float32), low, high)
+  else:
+    scale = positive_scale(value, where)
+    check_value(
+      value,
+      low <= scale <= high,
+      where,
+      expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
+      fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
+    )
+    warn_unless_power_of_two(where, {"value": scale}, stacklevel=2)
   good_steps = full_like(state.good_steps, 0)
   moved = state._replace(scale=full_like(state.scale, scale), good_steps=good_steps)
   return replace_scale(opt_state, target, moved)
@@ -371,24 +385,6 @@ def full_like(x: Array, number: Array | float) -> Array:
   # So the next step does not retrace. jnp.full_like itself fails of an array in host memory.
   is_traced = isinstance(x, Tracer)
   return jnp.full_like(x, number) if is_traced else put_like(jnp.full(x.shape, number, x.dtype), x)
-
-
-def _scale_within(value: Leaf, low: float, high: float, where: str) -> Array | float:
-  """Returns a scale that may be set: checked, or brought within the limits if it is traced."""
-  if isinstance(value, Tracer):
-    fix = "Pass a number, one for all."
-    check_scalar(value, where, expected="a scale of shape ()", fix=fix)
-    return jnp.clip(jnp.asarray(value, jnp.float32), low, high)
-  scale = positive_scale(value, where)
-  check_value(
-    value,
-    low <= scale <= high,
-    where,
-    expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
-    fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
-  )
-  warn_unless_power_of_two(where, {"value": scale}, stacklevel=3)
-  return scale
 
 
 def replace_scale(opt_state: PyTree, target: OwnedScale, new: LossScaleState) -> PyTree:
