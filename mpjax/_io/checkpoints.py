@@ -65,24 +65,20 @@ def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
   check_leaves(leaves, where, abstract=False)
   arrays: dict[str, NumpyArray] = {}
   for path, x in leaves.items():
-    tag, array = _encode(x)
+    tag = ""  # For what NumPy's files know.
+    if not hasattr(x, "dtype"):
+      array = np.asarray(x, jnp.result_type(x))
+    elif is_key(x.dtype):
+      tag, array = f"{_KEY}{jax.random.key_impl(x)}", np.asarray(jax.random.key_data(x))
+    else:
+      array = np.asarray(x)
+      if _is_registered(array.dtype):
+        tag, array = array.dtype.name, array.view(_bits(array.dtype))
     name = f"{path}@{tag}" if tag else path
     if name in arrays:
       raise same_path(where, name)
     arrays[name] = array
   return arrays
-
-
-def _encode(x: Leaf) -> tuple[str, NumpyArray]:
-  """Returns the tag ("" for what NumPy's files know) and the array to store."""
-  if not hasattr(x, "dtype"):
-    return "", np.asarray(x, jnp.result_type(x))
-  if is_key(x.dtype):
-    return f"{_KEY}{jax.random.key_impl(x)}", np.asarray(jax.random.key_data(x))
-  array = np.asarray(x)
-  if not _is_registered(array.dtype):
-    return "", array
-  return array.dtype.name, array.view(_bits(array.dtype))
 
 
 def _is_registered(dtype: DType) -> bool:
@@ -241,13 +237,16 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   Array([1, 1], dtype=bfloat16)
   """
   expected = _expected_leaves(target)
-  own = isinstance(restored, (str, os.PathLike))
-  stored = _metadata(os.fspath(restored)) if own else restored
+  stored, own = restored, isinstance(restored, (str, os.PathLike))
+  if own:
+    restored = os.fspath(restored)
+    restored = restored if "://" in restored else os.path.abspath(restored)
+    stored = _metadata(restored)
   leaves = leaves_by_path(stored, _WHERE)
   crossed = crossings(target, expected, leaves, _WHERE)
   saved = expected | {path: expected[path].update(dtype=leaves[path].dtype) for path in crossed}
   if own:
-    restored = _read(os.fspath(restored), stored, target, saved, cast)
+    restored = _read(restored, stored, target, saved, cast)
   matched = _match(target, saved, restored, cast)
   converted = {path: convert(matched[path], want.dtype) for path, want in saved.items()}
   casts = {path: (matched[path], x) for path, x in converted.items()}
@@ -255,7 +254,16 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   converted = cross(converted, crossed, _WHERE)
   placed = [put(converted[path], want.sharding, alias=own) for path, want in expected.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), placed)
-  _refuse_broken_scales(result)
+  for _, state in nodes_with_path(result, LossScaleState):
+    scales = np.asarray(state.scale)
+    if not np.all(np.isfinite(scales) & (scales > 0)):
+      raise MpjaxValueError(
+        "mpjax.checkpoints.restore_like(restored)",
+        expected="a positive finite loss scale",
+        got=f"{scales}",
+        fix="No step leaves it so, the file is damaged: restore another checkpoint, or put a "
+        "scale into what was read.",
+      )
   return result
 
 
@@ -294,7 +302,6 @@ def _sharding(x: Leaf) -> jax.sharding.Sharding | None:
 
 def _metadata(path: str) -> PyTree:
   """Returns a tree like the Orbax checkpoint at `path`, of stand-ins."""
-  path = _absolute(path)
   with ocp.StandardCheckpointer() as checkpointer:
     try:
       metadata = checkpointer.metadata(path).item_metadata
@@ -309,10 +316,6 @@ def _metadata(path: str) -> PyTree:
         "numpy.load(path), flax.serialization.msgpack_restore(bytes).",
       )
   return jax.tree.map(_stand_in, metadata.tree)
-
-
-def _absolute(path: str) -> str:
-  return path if "://" in path else os.path.abspath(path)
 
 
 def _read(path: str, stored: PyTree, target: PyTree, expected: _Expected, cast: bool) -> PyTree:
@@ -334,7 +337,7 @@ def _read(path: str, stored: PyTree, target: PyTree, expected: _Expected, cast: 
         return x
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=want.sharding)
 
-    return checkpointer.restore(_absolute(path), jax.tree_util.tree_map_with_path(where_to, stored))
+    return checkpointer.restore(path, jax.tree_util.tree_map_with_path(where_to, stored))
 
 
 def _stand_in(metadata: Any) -> Leaf:
@@ -429,16 +432,3 @@ def _refuse_other_configuration(target: PyTree, leaves: Mapping[str, Leaf]) -> N
 
 def _names(labels: set[str]) -> str:
   return " and ".join(map(repr, sorted(labels))) or "none (no loss scale, or NoLossScale)"
-
-
-def _refuse_broken_scales(result: PyTree) -> None:
-  for _, state in nodes_with_path(result, LossScaleState):
-    scales = np.asarray(state.scale)
-    if not np.all(np.isfinite(scales) & (scales > 0)):
-      raise MpjaxValueError(
-        "mpjax.checkpoints.restore_like(restored)",
-        expected="a positive finite loss scale",
-        got=f"{scales}",
-        fix="No step leaves it so, the file is damaged: restore another checkpoint, or put a "
-        "scale into what was read.",
-      )

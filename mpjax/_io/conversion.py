@@ -66,7 +66,15 @@ def convert(
   """
   base = parse_policy(policy, f"{_WHERE}(policy)")
   config = parse_config(_WHERE, base, rules, unmatched=unmatched)
-  _check_rules_have_paths(config.rules)
+  wrong = [repr(rule) for rule in config.rules if rule.path is None]
+  if wrong:
+    raise MpjaxValueError(
+      f"{_WHERE}(rules=...)",
+      expected="rules with path=",
+      got=listed(wrong),
+      fix="A tree knows no modules: write mpjax.with_policy(model, policy, rules)"
+      ".convert(variables, *args), or mpjax.nnx.convert.",
+    )
   _check_params(params)
   leaves = jax.tree.leaves(params)
   paths: list[Path | None] = list(leaf_paths(params))
@@ -104,38 +112,26 @@ def _check_params(params: object) -> None:
   raise MpjaxTypeError(f"{_WHERE}(params)", expected="a tree of parameters", got=got, fix=fix)
 
 
-def _check_rules_have_paths(rules: Iterable[Rule]) -> None:
-  wrong = [repr(rule) for rule in rules if rule.path is None]
-  if wrong:
-    raise MpjaxValueError(
-      f"{_WHERE}(rules=...)",
-      expected="rules with path=",
-      got=listed(wrong),
-      fix="A tree knows no modules: write mpjax.with_policy(model, policy, rules)"
-      ".convert(variables, *args), or mpjax.nnx.convert.",
-    )
-
-
 def _norms(leaves: Mapping[Path, Leaf]) -> set[Path]:
   """Returns the paths of the nodes that seem to be norms, by the leaves right inside them."""
   inside: dict[Path, dict[str, int]] = {}
   for path, x in leaves.items():
     if len(path) > 1 and is_floating(x):
       inside.setdefault(path[:-1], {})[path[-1]] = x.ndim
-  return {node for node, ranks in inside.items() if _is_norm(node[-1], ranks)}
-
-
-def _is_norm(name: str, ranks: Mapping[str, int]) -> bool:
-  """Whether a node is a norm, by its name and by the names and ranks of its arrays.
-
-  Ranks say little: those of layers that were scanned over are stacked.
-  """
-  names = set(ranks)
-  if names & _SCALES and names <= _SCALES | _BESIDE:
-    return True
-  if "norm" not in name.lower():
-    return len(names) > 1 and names <= _BESIDE | {"weight"} and max(ranks.values()) <= 1
-  return names <= _SCALES | _BESIDE | {"weight"} or max(ranks.values()) <= 1
+  norms = set()
+  for node, ranks in inside.items():
+    # By its name, and by the names and ranks of its arrays. Ranks say little: those of layers that
+    # were scanned over are stacked.
+    names, vectors = set(ranks), max(ranks.values()) <= 1
+    if names & _SCALES and names <= _SCALES | _BESIDE:
+      is_norm = True
+    elif "norm" in node[-1].lower():
+      is_norm = names <= _SCALES | _BESIDE | {"weight"} or vectors
+    else:
+      is_norm = len(names) > 1 and names <= _BESIDE | {"weight"} and vectors
+    if is_norm:
+      norms.add(node)
+  return norms
 
 
 def _dtype(base: DType, rules: Sequence[Rule], path: Path, x: Leaf, in_norm: bool) -> DType | None:
