@@ -82,7 +82,15 @@ def step_runner(
     new = jax.tree_util.tree_map_with_path(put, call, is_leaf=is_nnx_variable)
     out = step(*new[:-1], **new[-1])
     if not variables and scale.label not in {one.label for one in scales_in(out)}:
-      raise _none_returned(out)
+      got, fix = "none in what step returned", "Return the new opt_state as well."
+      # The update of a chain takes any tuple of its length apart.
+      if nodes_of(out, LossScaleState):
+        got = "one that the update of another optimizer has taken apart in what step returned"
+        fix = (
+          "Update with the tx that mpjax.loss_scaling returned, not with the optimizer inside of "
+          "it."
+        )
+      raise MpjaxTypeError(WHERE, expected=EXPECTED_STATE, got=got, fix=fix)
     states = [one.state for one in scales_in((out, new)) if one.label == scale.label]
     written = {path: x for path, x in arrays_in(new).items() if is_nnx_variable(flat.get(path))}
     after = {path: plain_array(x) for path, x in (arrays_in(out) | written).items()}
@@ -125,16 +133,6 @@ def arrays_in(tree: PyTree) -> Leaves:
 
 def _path(path: KeyPath) -> Path:
   return tuple(jax.tree_util.keystr((key,)) for key in path)
-
-
-def _none_returned(out: PyTree) -> MpjaxTypeError:
-  got, fix = "none in what step returned", "Return the new opt_state as well."
-  if nodes_of(out, LossScaleState):  # The update of a chain takes any tuple of its length apart.
-    got = "one that the update of another optimizer has taken apart in what step returned"
-    fix = (
-      "Update with the tx that mpjax.loss_scaling returned, not with the optimizer inside of it."
-    )
-  return MpjaxTypeError(WHERE, expected=EXPECTED_STATE, got=got, fix=fix)
 
 
 P = ParamSpec("P")
@@ -234,7 +232,16 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> str | None:
   """Checks the use of one loss scale; returns what came where nothing depends on the gradients."""
   run, before, program = step_runner(step, call, scale)
   if scale.state is None:
-    _refuse_float16(program)
+    # Nothing scales the gradients. What is only cast to float16 and back is not computed in it.
+    eqns = [] if program is None else walk(program)
+    results = [v.aval for x in eqns if x.primitive is not convert_element_type_p for v in x.outvars]
+    if any(getattr(aval, "dtype", None) == jnp.float16 for aval in results):
+      raise MpjaxValueError(
+        WHERE,
+        expected="a loss scale, since the step computes in float16, whose gradients underflow",
+        got="NoLossScale()",
+        fix="Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16.",
+      )
     return None
 
   # Steps that are applied: at several scales, unless the scale is always 1.
@@ -412,19 +419,6 @@ def _distance(a: Leaf, b: Leaf) -> float:
   with np.errstate(all="ignore"):
     apart = np.where((a == b) | ((a != a) & (b != b)), 0, np.abs(a - b) if is_inexact(a) else 1)
   return float(np.sum(np.nan_to_num(apart, nan=np.inf), dtype=np.float64))
-
-
-def _refuse_float16(program: ClosedJaxpr | None) -> None:
-  """Raises if a step computes in float16 where nothing scales its gradients."""
-  eqns = [] if program is None else walk(program)
-  results = [v.aval for x in eqns if x.primitive is not convert_element_type_p for v in x.outvars]
-  if any(getattr(aval, "dtype", None) == jnp.float16 for aval in results):
-    raise MpjaxValueError(
-      WHERE,
-      expected="a loss scale, since the step computes in float16, whose gradients underflow",
-      got="NoLossScale()",
-      fix="Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16.",
-    )
 
 
 def _warn_inconclusive(scale: OwnedScale, got: str) -> None:

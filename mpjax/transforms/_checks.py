@@ -76,10 +76,20 @@ def init_inner(
   inner: optax.GradientTransformationExtraArgs, params: Params, where: str
 ) -> OptState:
   """Returns `inner.init(params)`, and names the parameters that it does not take."""
+  # The collection of Flax's float8 layers: what comes as its gradient is its next value.
+  collection = "_overwrite_with_gradient"
+  for path, _ in jax.tree_util.tree_leaves_with_path(params):
+    if any(getattr(entry, "key", None) == collection for entry in path):
+      raise MpjaxValueError(
+        f"{where}.init(params)",
+        expected="parameters that follow their gradients",
+        got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
+        fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
+        f"mpjax.select_tree(finite, grads[{collection!r}], variables[{collection!r}]).",
+      )
   # optax says which labels of a `multi_transform` have no transformation, but not where they are,
   # and returns neither labels nor their function. So each parameter is tried by itself; a tree of
   # labels that was fixed beforehand fails even without parameters, and then no path can be told.
-  _refuse_overwritten(params, where)
   try:
     return inner.init(params)
   except MpjaxError:
@@ -143,23 +153,6 @@ def init_structure(inner: optax.GradientTransformation, params: Params) -> objec
     return jax.tree.structure(jax.eval_shape(inner.init, params))
   except REFUSALS:
     return None
-
-
-_OVERWRITTEN = "_overwrite_with_gradient"
-"""The collection of Flax's float8 layers; what comes as its gradient is its next value."""
-
-
-def _refuse_overwritten(params: Params, where: str) -> None:
-  """Raises if `params` holds the scales of float8 layers, which Adam would move as it pleases."""
-  for path, _ in jax.tree_util.tree_leaves_with_path(params):
-    if any(getattr(entry, "key", None) == _OVERWRITTEN for entry in path):
-      raise MpjaxValueError(
-        f"{where}.init(params)",
-        expected="parameters that follow their gradients",
-        got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
-        fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
-        f"mpjax.select_tree(finite, grads[{_OVERWRITTEN!r}], variables[{_OVERWRITTEN!r}]).",
-      )
 
 
 def check_state(state: object, kind: type[T], where: str) -> T:

@@ -145,7 +145,19 @@ def check_skipped_steps(
   state = scale.state
   params = getattr(opt_state, "params", None) if params is None else params
   if state is None:
-    _refuse_nan({"the optimizer's state": scale.owner.inner_state, "params": params}, where)
+    # An inf may be meant: a best value so far, a mask.
+    trees = {"the optimizer's state": scale.owner.inner_state, "params": params}
+    for kind, tree in trees.items():
+      for leaf in jax.tree.leaves(tree):
+        _refuse_tracers(leaf, where)
+      if (path := _first_nan(tree)) is not None:
+        raise MpjaxRuntimeError(
+          where,
+          expected="no NaN after steps that NoLossScale() does not check",
+          got=f"one in {kind} at {path}",
+          fix="Go back to a checkpoint, and train with mpjax.StaticLossScale(1): it skips such "
+          "steps, and says where they begin.",
+        )
     return
   _refuse_tracers(state.scale, where)
   # Several values where the state is vmapped (an ensemble): the worst member counts.
@@ -198,21 +210,6 @@ def _may_have_more(params: Params, owner: LossScalingState) -> bool:
   return (variables or is_nnx_object(params)) and not any(True for _ in moments)
 
 
-def _refuse_nan(trees: Mapping[str, PyTree], where: str) -> None:
-  """Raises if a leaf holds a NaN. An inf may be meant: a best value so far, a mask."""
-  for kind, tree in trees.items():
-    for leaf in jax.tree.leaves(tree):
-      _refuse_tracers(leaf, where)
-    if (path := _first_nan(tree)) is not None:
-      raise MpjaxRuntimeError(
-        where,
-        expected="no NaN after steps that NoLossScale() does not check",
-        got=f"one in {kind} at {path}",
-        fix="Go back to a checkpoint, and train with mpjax.StaticLossScale(1): it skips such "
-        "steps, and says where they begin.",
-      )
-
-
 def _first_nan(tree: PyTree) -> str | None:
   """Returns the path of the first leaf with a NaN, if any; donated and abstract ones show none."""
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -231,8 +228,11 @@ def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Para
     state = OwnedScale(scale.owner, label).state
     return 0 if state is None else int(np.atleast_1d(state.first_bad)[member])
 
-  own, paths = position(scale.label), _paths(opt_state, scale.owner, params)
-  if paths is None:
+  own = position(scale.label)
+  # The paths of the parameters that it sees are unknown where a mask around it hides some of them.
+  masks = nodes_of(opt_state, (optax.MaskedState, optax.PartitionState))
+  masked = any(one is scale.owner for mask in masks for one in nodes_of(mask, LossScalingState))
+  if params is None or masked or _may_have_more(params, scale.owner):
     hint = "params= gives its path" if params is None else "those that this loss scale sees"
     leaf = f"gradient leaf {own} (in the order of jax.tree.leaves; {hint})"
     others = [one for one in scale.owner.loss_scale if position(one) < own]
@@ -241,6 +241,7 @@ def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Para
       f", or leaf {position(one)} of the loss {OwnedScale(scale.owner, one).name!r}"
       for one in others
     )
+  paths = [key_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
   if own < len(paths):
     return f"the gradient of {paths[own]}"
   for label in scale.owner.loss_scale:
@@ -252,16 +253,6 @@ def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Para
   if 0 <= index < len(state):
     return f"the model state at {key_text(state[index][0])}"
   return "the loss, the model state or the updates, not the gradients"
-
-
-def _paths(opt_state: OptState, owner: LossScalingState, params: Params) -> list[str] | None:
-  """Returns the paths of the parameters that `owner` sees, or None if they cannot be known."""
-  # A mask around it hides some of them.
-  masks = nodes_of(opt_state, (optax.MaskedState, optax.PartitionState))
-  masked = any(one is owner for mask in masks for one in nodes_of(mask, LossScalingState))
-  if params is None or masked or _may_have_more(params, owner):
-    return None
-  return [key_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def select_tree(finite: Array | bool, new: T, old: T) -> T:

@@ -88,9 +88,7 @@ class TrainState(NamedTuple):
     0
     """
     where = "mpjax.TrainState.create"
-    _check_tx(tx, f"{where}(tx)")
-    _check_params(params, f"{where}(params)")
-    _check_key(rng, f"{where}(rng)")
+    _check_arguments(params, tx, rng, where)
     params = jax.tree.map(strong, params)
     opt_state = tx.init(params)
     own_scale(opt_state, f"{where}(tx)")
@@ -133,18 +131,16 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   return scales[0]
 
 
-def _check_tx(tx: object, where: str) -> None:
+def _check_arguments(params: Params, tx: object, rng: Array | None, call: str) -> None:
   if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
     raise MpjaxTypeError(
-      where,
+      f"{call}(tx)",
       expected="the optimizer, an optax transformation",
       got=kind_of(tx),
       fix="Write mpjax.TrainState.create(params, tx), with what loss_scaling returned as tx, "
       "not its state.",
     )
-
-
-def _check_params(params: Params, where: str) -> None:
+  where = f"{call}(params)"
   if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
     raise MpjaxValueError(
       where,
@@ -152,17 +148,8 @@ def _check_params(params: Params, where: str) -> None:
       got=f"all variables, with the collections {sorted(map(str, params))}",
       fix='Pass variables["params"], and the other collections as model_state.',
     )
-  _refuse_other_variables(params, where)
-  refuse_integers(
-    params,
-    where,
-    fix="Keep counters, tables of integers and keys in model_state, from where loss_fn takes them.",
-  )
-
-
-def _refuse_other_variables(params: Params, where: str) -> None:
-  """Raises if variables of NNX that nobody trains are among those that are trained."""
-  # Only nnx.Param is known to be trained, so a tree of other variables alone is left to the caller.
+  # Variables of NNX that nobody trains, among those that are trained. Only nnx.Param is known to be
+  # trained, so a tree of other variables alone is left to the caller.
   leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx_variable)
   variables = [(path, x) for path, x in leaves if is_nnx_variable(x)]
   others = [
@@ -177,36 +164,33 @@ def _refuse_other_variables(params: Params, where: str) -> None:
       got=f"variables of NNX with {listed(others)}",
       fix=_SPLIT,
     )
-  nodes = jax.tree.leaves(params, is_leaf=_is_nnx_model)
-  model = next(filter(_is_nnx_model, nodes), None)
-  if model is not None:
+  is_model = lambda x: framework_of(x) == "NNX"  # noqa: E731
+  for model in filter(is_model, jax.tree.leaves(params, is_leaf=is_model)):
     raise MpjaxTypeError(
       where,
       expected="a tree of arrays, which the step returns anew",
       got=f"a model of NNX ({type(model).__name__})",
       fix=_SPLIT,
     )
-
-
-def _is_nnx_model(x: object) -> bool:
-  return framework_of(x) == "NNX"
-
-
-_SPLIT = (
-  "graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes it apart: pass "
-  "nnx.as_pure(params), and nnx.as_pure(rest) as model_state."
-)
-
-
-def _check_key(rng: Array | None, where: str) -> None:
+  refuse_integers(
+    params,
+    where,
+    fix="Keep counters, tables of integers and keys in model_state, from where loss_fn takes them.",
+  )
   if rng is None:
     return
   dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng)
   typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
   if not typed and not (dtype == jnp.uint32 and len(shape) == 1):
     raise MpjaxTypeError(
-      where,
+      f"{call}(rng)",
       expected="one PRNG key",
       got=kind_of(rng),
       fix="Pass jax.random.key(0); each step folds its own key from it.",
     )
+
+
+_SPLIT = (
+  "graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes it apart: pass "
+  "nnx.as_pure(params), and nnx.as_pure(rest) as model_state."
+)
