@@ -1,6 +1,6 @@
 """The optax wrapper that adds up gradients of several micro-batches for one update."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import optax
 from jax.core import Tracer
 
 from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, check_int, check_scalar
-from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import (
   check_inner,
   check_state,
@@ -106,13 +106,34 @@ def accumulate_gradients(
   ) -> tuple[Updates, AccumulationState]:
     state = check_state(state, AccumulationState, f"{where}.update(state)")
     params = arrays_only(params)
-    _check_extra(extra_args, f"{where}.update")
+    alone = [name for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
+    if alone:
+      raise MpjaxTypeError(
+        f"{where}.update({', '.join(f'{name}=' for name in alone)})",
+        expected="value= and what does not depend on the batch",
+        got="a gradient or a function of one micro-batch, for an update from all of a window",
+        fix="Leave them out, if inner is no line search and no sam; else add the gradients up "
+        "yourself, and give inner, without accumulate_gradients, functions of the entire batch.",
+      )
+    check_scalar(
+      extra_args.get("value", 0),
+      f"{where}.update(value)",
+      expected="the loss of the micro-batch, a scalar",
+      fix="Pass its mean.",
+    )
     # Without parameters the sum knows what the gradients have to be like.
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
     total = jax.tree.map(jnp.add, state.total, grads)
     count = state.micro_batches + 1
-    window = _check_window(every(state.updates_done)) if callable(every) else every
+    window = every(state.updates_done) if callable(every) else every
+    if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
+      raise MpjaxValueError(
+        "mpjax.accumulate_gradients(every)",
+        expected="a function that returns an integer, at least 1",
+        got=str(window),
+        fix="Round it, and return 1 for an update with each micro-batch.",
+      )
     # >=, not ==: a state restored into a shorter window may be past it already.
     full = count >= window
     value = state.value
@@ -134,35 +155,6 @@ def accumulate_gradients(
     )
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_window(window: Array | int) -> Array | int:
-  """Returns what the function `every` returned; raises if that is seen to be no number."""
-  if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
-    raise MpjaxValueError(
-      "mpjax.accumulate_gradients(every)",
-      expected="a function that returns an integer, at least 1",
-      got=str(window),
-      fix="Round it, and return 1 for an update with each micro-batch.",
-    )
-  return window
-
-
-def _check_extra(extra_args: Mapping[str, Leaf], where: str) -> None:
-  """Raises if an extra argument belongs to one micro-batch where that of the window is needed."""
-  alone = [name for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
-  if alone:
-    raise MpjaxTypeError(
-      f"{where}({', '.join(f'{name}=' for name in alone)})",
-      expected="value= and what does not depend on the batch",
-      got="a gradient or a function of one micro-batch, for an update from all of a window",
-      fix="Leave them out, if inner is no line search and no sam; else add the gradients up "
-      "yourself, and give inner, without accumulate_gradients, functions of the entire batch.",
-    )
-  expected = "the loss of the micro-batch, a scalar"
-  check_scalar(
-    extra_args.get("value", 0), f"{where}(value)", expected=expected, fix="Pass its mean."
-  )
 
 
 def _reads_value(

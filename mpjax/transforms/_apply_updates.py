@@ -1,5 +1,6 @@
 """Adding updates to parameters: from the master, to nearest, or rounded stochastically."""
 
+import contextlib
 from typing import Literal, cast
 
 import jax
@@ -64,7 +65,13 @@ def apply_updates(
   """
   call = "mpjax.apply_updates"
   _check_rounding(call, master, rounding, key)
-  updates = _spell_out(params, updates)
+  # Of another tree check_alike says where it differs.
+  with contextlib.suppress(ValueError):
+    updates = jax.tree.map(
+      lambda p, u: p if u is None and p is not None and _is_untrained(p) else u,
+      *(params, updates),
+      is_leaf=is_none,
+    )
   refuse_none(updates, params, f"{call}(updates)", expected="updates like the parameters")
   check_alike(
     updates,
@@ -74,14 +81,32 @@ def apply_updates(
     fix="Pass what tx.update returned for these parameters.",
     dtypes=False,
   )
-  if master is not None:
-    return _from_master(params, updates, master, f"{call}(master)")
-  leaves, treedef = jax.tree.flatten(params)
-  sums = [
-    _add(p, u, None if key is None else jax.random.fold_in(key, position))
-    for position, (p, u) in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True))
-  ]
-  return treedef.unflatten(sums)
+  if master is None:
+    leaves, treedef = jax.tree.flatten(params)
+    sums = [
+      _add(p, u, None if key is None else jax.random.fold_in(key, position))
+      for position, (p, u) in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True))
+    ]
+    return treedef.unflatten(sums)
+
+  def rounded(m: Leaf, p: Leaf, u: Leaf) -> Leaf:
+    if m is not None and is_half(p):
+      return stored(jnp.asarray(m, jnp.float32), p)
+    return jax.tree.map(lambda p, u: _add(p, u, None), p, u)  # One hole may replace a subtree.
+
+  try:
+    filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
+    problems = tree_differences(params, filled, dtypes=False)
+  except ValueError as error:
+    problems = [str(error)]
+  if problems:
+    raise MpjaxValueError(
+      f"{call}(master)",
+      expected="a tree like the parameters, with None where there is no master",
+      got=listed(problems),
+      fix="Pass mpjax.master_params(opt_state) with the state that update returned.",
+    )
+  return jax.tree.map(rounded, master, params, updates, is_leaf=is_none)
 
 
 def check_rounding(call: str, rounding: object) -> None:
@@ -107,42 +132,9 @@ def _check_rounding(call: str, master: Params, rounding: str, key: Array | None)
     raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
 
 
-def _from_master(params: Params, updates: Updates, master: Params, where: str) -> Params:
-  def one(m: Leaf, p: Leaf, u: Leaf) -> Leaf:
-    if m is not None and is_half(p):
-      return stored(jnp.asarray(m, jnp.float32), p)
-    return jax.tree.map(lambda p, u: _add(p, u, None), p, u)  # One hole may replace a subtree.
-
-  try:
-    filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
-    problems = tree_differences(params, filled, dtypes=False)
-  except ValueError as error:
-    problems = [str(error)]
-  if problems:
-    raise MpjaxValueError(
-      where,
-      expected="a tree like the parameters, with None where there is no master",
-      got=listed(problems),
-      fix="Pass mpjax.master_params(opt_state) with the state that update returned.",
-    )
-  return jax.tree.map(one, master, params, updates, is_leaf=is_none)
-
-
 def _is_untrained(param: Leaf) -> bool:
   """Whether nothing can be added to a leaf: a key, or no array at all (a function in a model)."""
   return not is_array_like(param) or is_key(jnp.result_type(param))
-
-
-def _spell_out(params: Params, updates: Updates) -> Updates:
-  """Returns `updates` with the parameter itself for a None where it cannot be trained."""
-
-  def one(p: Leaf, u: Leaf) -> Leaf:
-    return p if u is None and p is not None and _is_untrained(p) else u
-
-  try:
-    return jax.tree.map(one, params, updates, is_leaf=is_none)
-  except ValueError:  # Another tree: the caller says where.
-    return updates
 
 
 def _add(param: Leaf, update: Leaf, key: Array | None) -> Array:

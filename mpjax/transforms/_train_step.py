@@ -268,9 +268,6 @@ def check_arguments(
   return parts, retries
 
 
-Attempt: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, Metrics, Array]]
-"""Returns the state, the metrics, and whether loss and model state were finite."""
-
 Tries: TypeAlias = tuple[TrainState, Metrics, LossScaleState, Array, Array]
 """State and metrics, the scale after the first run, the count of runs, and whether no more help."""
 
@@ -374,6 +371,7 @@ def make_train_step(
   axes = tuple(axis_name) if several else axes
 
   def attempt(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Array]:
+    # The last says whether loss and model state were finite.
     key = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
     rng = key
     if axes and rng is not None:
@@ -454,7 +452,10 @@ def _average(old: Params, new: Params, decay: float, updated: dict[str, Array]) 
 
 
 def _retried(
-  attempt: Attempt, state: TrainState, batch: PyTree, max_retries: int
+  attempt: Callable[..., tuple[TrainState, Metrics, Array]],
+  state: TrainState,
+  batch: PyTree,
+  max_retries: int,
 ) -> tuple[TrainState, Metrics]:
   """Runs a batch until a step is applied, or `max_retries` more times while that may help."""
   # Each time at a lower scale, hysteresis or not: at the same one the same overflows. It does not

@@ -123,7 +123,13 @@ def differentiate_scaled(
       *args: P.args, **kwargs: P.kwargs
     ) -> tuple[Array, tuple[Array, PyTree, Array | None]]:
       loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
-      product, rest = _scale_in_range(loss, scale, largest)
+      # The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16
+      # on. So no more than 2^15 of it is multiplied there, and the gradients by the rest.
+      within, rest = scale, None
+      if scale is not None and _may_overflow(loss, largest):
+        within = jnp.minimum(scale, jnp.float32(2**15))
+        rest = scale / within
+      product = loss if within is None else _scaled(loss, within)
       # The plain loss leaves as aux: dividing the scaled one again would round or overflow.
       return product, (loss, aux, rest)
 
@@ -204,18 +210,6 @@ def unscale(grads: Grads, opt_state: OptState, *, name: str | None = None) -> Gr
   """
   where = "mpjax.unscale(opt_state)"
   return unscale_tree(grads, scale_reader(find_scale(opt_state, where, name), where)(grads))
-
-
-def _scale_in_range(loss: Leaf, scale: Array | None, largest: float) -> tuple[Array, Array | None]:
-  """Returns the loss times a scale, and what the gradients are then to be multiplied by."""
-  # The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16 on. So
-  # no more than 2^15 of it is multiplied there. None: gradients need not be multiplied.
-  if scale is None:
-    return loss, None
-  if not _may_overflow(loss, largest):
-    return _scaled(loss, scale), None
-  within = jnp.minimum(scale, jnp.float32(2**15))
-  return _scaled(loss, within), scale / within
 
 
 def _may_overflow(loss: Leaf, largest: float) -> bool:
