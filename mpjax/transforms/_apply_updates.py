@@ -64,7 +64,21 @@ def apply_updates(
   1.001
   """
   call = "mpjax.apply_updates"
-  _check_rounding(call, master, rounding, key)
+  check_rounding(call, rounding)
+  stochastic = rounding == "stochastic"
+  if stochastic and key is None:
+    expected, fix = "a PRNG key", "Pass a new one for each step, jax.random.fold_in(key, step)."
+    where = f"{call}(rounding='stochastic', key)"
+    raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
+  if key is not None and not stochastic:
+    expected, fix = "no key", "Ask for rounding='stochastic', or leave the key out."
+    where = f"{call}(rounding='nearest', key)"
+    raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
+  if master is not None and stochastic:
+    expected = "no master: the parameters are its rounding to nearest"
+    fix = "Use one of the two: a float32 master, or stochastic rounding without one."
+    where = f"{call}(rounding='stochastic', master)"
+    raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
   # Of another tree check_alike says where it differs.
   with contextlib.suppress(ValueError):
     updates = jax.tree.map(
@@ -112,24 +126,6 @@ def apply_updates(
 def check_rounding(call: str, rounding: object) -> None:
   """Raises unless `rounding` is one of the two."""
   check_choice(rounding, ("nearest", "stochastic"), f"{call}(rounding)")
-
-
-def _check_rounding(call: str, master: Params, rounding: str, key: Array | None) -> None:
-  check_rounding(call, rounding)
-  stochastic = rounding == "stochastic"
-  if stochastic and key is None:
-    expected, fix = "a PRNG key", "Pass a new one for each step, jax.random.fold_in(key, step)."
-    where = f"{call}(rounding='stochastic', key)"
-    raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
-  if key is not None and not stochastic:
-    expected, fix = "no key", "Ask for rounding='stochastic', or leave the key out."
-    where = f"{call}(rounding='nearest', key)"
-    raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
-  if master is not None and stochastic:
-    expected = "no master: the parameters are its rounding to nearest"
-    fix = "Use one of the two: a float32 master, or stochastic rounding without one."
-    where = f"{call}(rounding='stochastic', master)"
-    raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
 
 
 def _is_untrained(param: Leaf) -> bool:

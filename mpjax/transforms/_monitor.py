@@ -106,26 +106,22 @@ def _count(
   grads: Grads, params: Params, updates: Updates, counted: Iterable[str]
 ) -> dict[str, Array]:
   """Returns the counts of a step, for the parameters as they are stored."""
-  each: dict[str, tuple[Leaf, Leaf, Leaf]] = {}
+  each: dict[str, Array] = {}
 
-  def note(path: KeyPath, p: Leaf, g: Leaf, u: Leaf) -> Leaf:
-    if is_inexact(p):
-      each[_name(path)] = (p, g, u)
-    return p
+  def note(path: KeyPath, p: Leaf, g: Leaf, u: Leaf) -> None:
+    if not is_inexact(p):
+      return
+    p, g, u = map(jnp.asarray, (p, g, u))
+    wide = jnp.promote_types(p.dtype, u.dtype)
+    new = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
+    lost = changes_nothing(p, new, u.astype(wide))
+    sums = _sums(jnp.logical_not(_nonzero(g)), _nonzero(u), lost)
+    each[_name(path)] = jnp.stack([jnp.full((), p.size, jnp.int32), *sums])
 
   trees = map(differentiated, (params, grads, updates))
   jax.tree_util.tree_map_with_path(note, *trees)
   # In the order of the old ones: a dict of another order is another tree to `jax.lax.cond`.
-  return {name: _of_leaf(*each[name]) for name in counted}
-
-
-def _of_leaf(p: Leaf, g: Leaf, u: Leaf) -> Array:
-  p, g, u = map(jnp.asarray, (p, g, u))
-  wide = jnp.promote_types(p.dtype, u.dtype)
-  new = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
-  lost = changes_nothing(p, new, u.astype(wide))
-  sums = _sums(jnp.logical_not(_nonzero(g)), _nonzero(u), lost)
-  return jnp.stack([jnp.full((), p.size, jnp.int32), *sums])
+  return {name: each[name] for name in counted}
 
 
 def _sums(*masks: Array) -> Sequence[Array]:
