@@ -49,27 +49,20 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
     fix="Pass an optimizer such as optax.adamw(1e-3); of optax.MultiSteps its "
     "gradient_transformation().",
   )
-  return take_extra_args(checked)
-
-
-def take_extra_args(
-  inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-  """Returns `inner`, made to ignore extra arguments that its `update` does not name."""
   # optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it
-  # knows.
-  inner = optax.with_extra_args_support(inner)
-  parameters = inspect.signature(inner.update).parameters
+  # knows, and the others are ignored.
+  wrapped = optax.with_extra_args_support(checked)
+  parameters = inspect.signature(wrapped.update).parameters
   if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-    return inner
+    return wrapped
 
   def update(
     updates: Updates, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, OptState]:
     named = {name: value for name, value in extra_args.items() if name in parameters}
-    return inner.update(updates, state, params, **named)
+    return wrapped.update(updates, state, params, **named)
 
-  return optax.GradientTransformationExtraArgs(inner.init, update)
+  return optax.GradientTransformationExtraArgs(wrapped.init, update)
 
 
 def init_inner(

@@ -19,7 +19,6 @@ from mpjax.transforms._checks import (
   check_axes,
   check_inner,
   init_inner,
-  take_extra_args,
   update_inner,
 )
 from mpjax.transforms._loss_scale import (
@@ -66,8 +65,8 @@ def check_arguments(
   check_updates: object,
   name: object,
   unknown: Mapping[str, object],
-) -> None:
-  """Raises unless the arguments of `mpjax.loss_scaling` are of the right kind and agree."""
+) -> optax.GradientTransformationExtraArgs:
+  """Returns `inner`; raises unless all arguments are of the right kind and agree."""
   call = "mpjax.loss_scaling"
   if unknown:
     raise MpjaxTypeError(
@@ -76,7 +75,7 @@ def check_arguments(
       got=f"the unknown keyword {', '.join(map(repr, unknown))}",
       fix="Clipping, decay, averaging and accumulation are set on inner; mpjax.monitor counts.",
     )
-  check_inner(inner, f"{call}(inner)")
+  transformation = check_inner(inner, f"{call}(inner)")
   several = isinstance(loss_scale, Mapping)
   where, configs = f"{call}(loss_scale)", list(loss_scale.values()) if several else [loss_scale]
   for config in configs:
@@ -107,6 +106,7 @@ def check_arguments(
     raise MpjaxValueError(f"{call}(check_updates)", expected=expected, got="True", fix=fix)
   if name is not None:
     _check_name(name, f"{call}(name)")
+  return transformation
 
 
 def _check_name(name: object, where: str) -> None:
@@ -158,15 +158,6 @@ def _out_of_a_chain(held: Leaf, in_a_chain: Function) -> Function:
   # Not what somebody has put there (`_replace`), whatever that wraps.
   ours = isinstance(held, functools.partial) and held.func is in_a_chain
   return held.args[0] if ours else held
-
-
-def transformation(
-  init: optax.TransformInitFn, update: Function
-) -> optax.GradientTransformationExtraArgs:
-  """Returns the optax transformation of these two functions, of which `update` takes `apply=`."""
-  return LossScalingTransformation(
-    functools.partial(_init_in_a_chain, init), functools.partial(_update_in_a_chain, update)
-  )
 
 
 def _init_in_a_chain(init: optax.TransformInitFn, params: Params) -> OptState:
@@ -281,10 +272,9 @@ def loss_scaling(
   >>> print(updates, mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
   [-0. -0.] 2.0
   """
-  check_arguments(inner, loss_scale, check_updates, name, unknown)
+  inner = check_arguments(inner, loss_scale, check_updates, name, unknown)
   configs, several = label_configs(loss_scale, name), isinstance(loss_scale, Mapping)
   scaled = not any(isinstance(config, NoLossScale) for config in configs.values())
-  inner = take_extra_args(inner)
 
   def init(params: Params) -> LossScalingState:
     if scaled:
@@ -334,8 +324,9 @@ def loss_scaling(
       all_finite = jnp.logical_and(all_finite, _all_finite(losses.total(grads), axis_name))
     # A line search calls value_fn with every argument that has another name.
     if "value_fn" not in extra_args:
-      told = {"grads_finite": all_finite, "loss_scale": losses.divisors}
-      extra_args = told | extra_args
+      by_name = {parse_label(label).name: one.scale for label, one in losses.old.items()}
+      divisors = by_name if several and scaled else next(iter(by_name.values()), np.float32(1))
+      extra_args = {"grads_finite": all_finite, "loss_scale": divisors} | extra_args
 
     # What inner does with the plain gradient. In here, where it reads it, no quotient is stored.
     def step(
@@ -392,7 +383,9 @@ def loss_scaling(
       new_scales[label] = adjust(configs[label], scale, **own)
     return result, state._replace(loss_scale=new_scales, inner_state=new_inner)
 
-  return transformation(init, update)
+  return LossScalingTransformation(
+    functools.partial(_init_in_a_chain, init), functools.partial(_update_in_a_chain, update)
+  )
 
 
 _INIT = "mpjax.loss_scaling(inner)"
@@ -411,14 +404,6 @@ class _Losses(NamedTuple):
   def old(self) -> dict[str, LossScaleState]:
     """The scales; none under `NoLossScale`."""
     return {k: one for k, one in self.scales.items() if isinstance(one, LossScaleState)}
-
-  @property
-  def divisors(self) -> PyTree:
-    """What `inner` is told that the gradients are divided by; of several losses by name."""
-    by_name = {parse_label(label).name: one.scale for label, one in self.old.items()}
-    if not by_name:
-      return np.float32(1)
-    return by_name if self.several else next(iter(by_name.values()))
 
   def by_label(self, tree: PyTree, argument: str) -> dict[str, PyTree]:
     return by_loss(tree, self.configs, self.several, f"{_CALL}({argument})")
