@@ -15,12 +15,7 @@ from jax.extend.core import get_opaque_trace_state
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_flag, check_value, wrong_type
 from mpjax._core.trees import first_nonfinite, is_half, is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, OptState, Params, PyTree, Updates
-from mpjax.transforms._checks import (
-  check_axes,
-  check_inner,
-  init_inner,
-  update_inner,
-)
+from mpjax.transforms._checks import check_axes, check_inner, init_inner, update_inner
 from mpjax.transforms._loss_scale import (
   DynamicLossScale,
   LossScale,

@@ -27,12 +27,7 @@ from mpjax._core.types import (
   Updates,
 )
 from mpjax.transforms._apply_updates import check_rounding, round_stochastically
-from mpjax.transforms._checks import (
-  check_inner,
-  check_state,
-  init_inner,
-  update_inner,
-)
+from mpjax.transforms._checks import check_inner, check_state, init_inner, update_inner
 
 Order = Literal["first", "second"]
 
@@ -260,14 +255,9 @@ def _is_stored(x: Leaf) -> bool:
 
 def _types_in(tree: PyTree) -> set[Class]:
   """Returns the types of the containers in a tree of parameters, whose fields are no moments."""
-  classes: set[Class] = set()
-
-  def visit(x: object) -> bool:
-    classes.add(type(x))
-    return False
-
-  jax.tree.leaves(tree, is_leaf=visit)
-  return classes
+  nodes = list[object]()
+  jax.tree.leaves(tree, is_leaf=lambda x: nodes.append(x) or False)
+  return set(map(type, nodes))
 
 
 def _map_moments(

@@ -26,7 +26,6 @@ from mpjax._core.together import sum_of_squares
 from mpjax._core.trees import all_finite, check_alike, select, tree_differences
 from mpjax._core.types import (
   Array,
-  Function,
   Grads,
   KeyPath,
   Leaf,
@@ -51,12 +50,7 @@ from mpjax.transforms._master_weights import merged_masters
 from mpjax.transforms._masters import has_split
 from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
 from mpjax.transforms._state import LossScalingState, replace_scale
-from mpjax.transforms._train_state import (
-  TrainState,
-  own_scale,
-  trained_params,
-  updated_parameters,
-)
+from mpjax.transforms._train_state import TrainState, own_scale, trained_params, updated_parameters
 from mpjax.transforms._trees import as_stored, float32_view, key_text
 from mpjax.transforms._value_and_grad import unscale
 
@@ -108,19 +102,6 @@ def check_call(
     _check_batch(batch, accumulate)
 
 
-def check_shardings(shardings: PyTree, state: TrainState) -> None:
-  """Raises unless `shardings` has an entry for each part of `state`."""
-  try:
-    jax.tree.broadcast(shardings, state, is_leaf=lambda x: x is None)
-  except ValueError as error:
-    raise MpjaxValueError(
-      "mpjax.make_train_step(state_shardings)",
-      expected="the structure of the state, or of its upper part",
-      got=f"another one ({' '.join(str(error).split())[:300]})",
-      fix="Pass jax.tree.map(lambda x: x.sharding, state) of the state that you pass.",
-    ) from error
-
-
 def checked_update(
   tx: optax.GradientTransformationExtraArgs, grads: Grads, state: TrainState, **extra: PyTree
 ) -> tuple[Updates, OptState]:
@@ -143,13 +124,6 @@ def checked_update(
     "than NoLossScale, for their moments to be float32.",
   )
   return result, opt_state
-
-
-def check_updates(params: Params, updates: Updates) -> None:
-  """Raises unless the optimizer has made updates like the parameters."""
-  problems = tree_differences(params, updates, dtypes=False)
-  if problems:
-    raise _needs_more(f"updates with {listed(problems)}")
 
 
 def _needs_more(got: str) -> MpjaxTypeError:
@@ -236,36 +210,6 @@ def _devices_of_rows(x: Leaf) -> int:
   axes = sharding.spec[0] if len(sharding.spec) else None
   names = axes if isinstance(axes, tuple) else (axes,)
   return math.prod(sharding.mesh.shape[name] for name in names if name is not None)
-
-
-def check_arguments(
-  loss_fn: Function,
-  tx: object,
-  accumulate: object,
-  max_retries: object,
-  ema_decay: object,
-  donate: object,
-) -> tuple[int, int]:
-  """Returns `accumulate` and `max_retries`; raises if an argument of `make_train_step` is wrong."""
-  call = "mpjax.make_train_step"
-  fix = "Pass the function itself."
-  check_callable(loss_fn, f"{call}(loss_fn)", expected="a function", fix=fix)
-  if not callable(getattr(tx, "update", None)):
-    fix = "Pass mpjax.loss_scaling(optax.adamw(1e-3))."
-    raise wrong_type(tx, f"{call}(tx)", expected="an optax transformation", fix=fix)
-  parts = check_int(accumulate, f"{call}(accumulate)", least=1, fix="1 does not cut the batch.")
-  retries = check_int(
-    max_retries, f"{call}(max_retries)", least=0, fix="0 never runs a batch again."
-  )
-  check_flag(donate, f"{call}(donate)")
-  if ema_decay is None:
-    return parts, retries
-  where, fix = f"{call}(ema_decay)", "Pass a number such as 0.999."
-  if not isinstance(ema_decay, float):
-    raise wrong_type(ema_decay, where, expected="a float or None", fix=fix)
-  expected, fix = "a number in [0, 1)", "0.999 averages over about 1000 steps."
-  check_value(ema_decay, 0 <= ema_decay < 1, where, expected=expected, fix=fix)
-  return parts, retries
 
 
 Tries: TypeAlias = tuple[TrainState, Metrics, LossScaleState, Array, Array]
@@ -362,10 +306,26 @@ def make_train_step(
   >>> print(state.params, metrics["loss"], metrics["grad_norm"], int(state.step))
   [0.1 0.3] 5.0 3.1622777 1
   """
-  accumulate, max_retries = check_arguments(loss_fn, tx, accumulate, max_retries, ema_decay, donate)
+  call = "mpjax.make_train_step"
+  fix = "Pass the function itself."
+  check_callable(loss_fn, f"{call}(loss_fn)", expected="a function", fix=fix)
+  if not callable(getattr(tx, "update", None)):
+    fix = "Pass mpjax.loss_scaling(optax.adamw(1e-3))."
+    raise wrong_type(tx, f"{call}(tx)", expected="an optax transformation", fix=fix)
+  fix = "1 does not cut the batch."
+  accumulate = check_int(accumulate, f"{call}(accumulate)", least=1, fix=fix)
+  fix = "0 never runs a batch again."
+  max_retries = check_int(max_retries, f"{call}(max_retries)", least=0, fix=fix)
+  check_flag(donate, f"{call}(donate)")
+  if ema_decay is not None:
+    where, fix = f"{call}(ema_decay)", "Pass a number such as 0.999."
+    if not isinstance(ema_decay, float):
+      raise wrong_type(ema_decay, where, expected="a float or None", fix=fix)
+    expected, fix = "a number in [0, 1)", "0.999 averages over about 1000 steps."
+    check_value(ema_decay, 0 <= ema_decay < 1, where, expected=expected, fix=fix)
   check_signature(loss_fn)
   check_integer_state(integer_state)
-  check_rounding("mpjax.make_train_step", rounding)
+  check_rounding(call, rounding)
   several = isinstance(axis_name, (tuple, list))
   axes: tuple[Hashable, ...] = () if axis_name is None else (axis_name,)
   axes = tuple(axis_name) if several else axes
@@ -383,7 +343,9 @@ def make_train_step(
     norm = jnp.sqrt(sum_of_squares(jax.tree.leaves(unscale(grads, state.opt_state))))
 
     def apply(params: Params, updates: Updates, opt_state: OptState) -> Params:
-      check_updates(params, updates)
+      problems = tree_differences(params, updates, dtypes=False)
+      if problems:
+        raise _needs_more(f"updates with {listed(problems)}")
       return apply_updates(
         params,
         updates,
@@ -428,7 +390,15 @@ def make_train_step(
       fix="Call the step inside the jax.shard_map of that axis. Under automatic sharding",
     )
     check_call(state, batch, accumulate, max_retries, ema_decay, rounding)
-    check_shardings(state_shardings, state)
+    try:
+      jax.tree.broadcast(state_shardings, state, is_leaf=lambda x: x is None)
+    except ValueError as error:
+      raise MpjaxValueError(
+        f"{call}(state_shardings)",
+        expected="the structure of the state, or of its upper part",
+        got=f"another one ({' '.join(str(error).split())[:300]})",
+        fix="Pass jax.tree.map(lambda x: x.sharding, state) of the state that you pass.",
+      ) from error
     if not max_retries:
       return attempt(state, batch)[:2]
     return _retried(attempt, state, batch, max_retries)
