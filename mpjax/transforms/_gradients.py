@@ -135,9 +135,6 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
     warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
 
 
-_METRICS = "mpjax.make_train_step(loss_fn): metrics"
-
-
 def _checked(loss_fn: LossFn) -> LossFn:
   """`loss_fn`, made to raise where it returns something else than it should."""
 
@@ -154,14 +151,15 @@ def _checked(loss_fn: LossFn) -> LossFn:
         fix="Return (loss, ((), {})) if there is no model state and nothing to report.",
       )
     new_state, metrics = aux
+    where = "mpjax.make_train_step(loss_fn): metrics"
     other = [name for name in metrics if not isinstance(name, str)]
     if other:
       expected, fix = "strings for names", "Name each number: ours are beside it in one dict."
-      raise MpjaxTypeError(_METRICS, expected=expected, got=repr(other), fix=fix)
+      raise MpjaxTypeError(where, expected=expected, got=repr(other), fix=fix)
     taken = sorted(set(metrics) & OUR_METRICS)
     if taken:
       expected, fix = "metrics with other names than ours", "Rename them."
-      raise MpjaxValueError(_METRICS, expected=expected, got=str(taken), fix=fix)
+      raise MpjaxValueError(where, expected=expected, got=str(taken), fix=fix)
     check_alike(
       new_state,
       model_state,

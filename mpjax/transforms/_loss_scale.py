@@ -14,7 +14,7 @@ from jax.core import Tracer
 from mpjax._core.errors import MpjaxValueError, check_init, check_int, check_number, check_value
 from mpjax._core.together import read_together
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, Grads, Leaf, PyTree
+from mpjax._core.types import Array, Grads, Leaf
 from mpjax.transforms._trees import at_least_float32, strong
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -245,33 +245,6 @@ def parse_label(label: str) -> Label:
   return Label(
     name if colon else None, config, (_DEFAULTS | fields) if kind == "dynamic" else fields
   )
-
-
-def label_configs(
-  loss_scale: LossScale | Mapping[str, LossScale], name: str | None
-) -> dict[str, LossScale]:
-  """Returns the configurations by the labels that they have in a state, in the order of a tree."""
-  if not isinstance(loss_scale, Mapping):
-    return {write_label(loss_scale, name): loss_scale}
-  return dict(sorted((write_label(config, key), config) for key, config in loss_scale.items()))
-
-
-def by_loss(
-  tree: PyTree, configs: Mapping[str, LossScale], several: bool, where: str
-) -> dict[str, PyTree]:
-  """Returns what belongs to each label: an entry of `tree`, or all of it if not `several`."""
-  if not several:
-    return dict.fromkeys(configs, tree)
-  names = {str(parse_label(label).name): label for label in configs}
-  if not isinstance(tree, Mapping) or set(tree) != set(names):
-    got = f"one with {sorted(map(str, tree))}" if isinstance(tree, Mapping) else type(tree).__name__
-    raise MpjaxValueError(
-      where,
-      expected=f"a dict with one entry for each loss, {sorted(names)}",
-      got=got,
-      fix="Differentiate each loss by itself, and pass {name: gradients, ...}.",
-    )
-  return {label: tree[key] for key, label in names.items()}
 
 
 class LossScaleState(NamedTuple):

@@ -23,11 +23,10 @@ from mpjax.transforms._loss_scale import (
   NoLossScale,
   StaticLossScale,
   adjust,
-  by_loss,
   init_scale,
-  label_configs,
   parse_label,
   unscale_tree,
+  write_label,
 )
 from mpjax.transforms._masters import init_shown, merge_masters, update_shown
 from mpjax.transforms._state import (
@@ -52,56 +51,6 @@ from mpjax.transforms._trees import (
   step_or_select,
   stored_first,
 )
-
-
-def check_arguments(
-  inner: object,
-  loss_scale: object,
-  check_updates: object,
-  name: object,
-  unknown: Mapping[str, object],
-) -> optax.GradientTransformationExtraArgs:
-  """Returns `inner`; raises unless all arguments are of the right kind and agree."""
-  call = "mpjax.loss_scaling"
-  if unknown:
-    raise MpjaxTypeError(
-      f"{call}({', '.join(f'{key}=' for key in unknown)})",
-      expected="loss_scale, axis_name, check_updates or name",
-      got=f"the unknown keyword {', '.join(map(repr, unknown))}",
-      fix="Clipping, decay, averaging and accumulation are set on inner; mpjax.monitor counts.",
-    )
-  transformation = check_inner(inner, f"{call}(inner)")
-  several = isinstance(loss_scale, Mapping)
-  where, configs = f"{call}(loss_scale)", list(loss_scale.values()) if several else [loss_scale]
-  for config in configs:
-    if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
-      raise wrong_type(
-        config,
-        where,
-        expected="a NoLossScale, StaticLossScale or DynamicLossScale",
-        fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
-        "mpjax.DynamicLossScale(init_scale=1024).",
-      )
-  scaled = [not isinstance(config, NoLossScale) for config in configs]
-  if several:
-    for key in loss_scale:
-      _check_name(key, f"{where} with the key {key!r}")
-    if not configs or name is not None or any(scaled) != all(scaled):
-      raise MpjaxValueError(
-        where,
-        expected="one scale for each loss, without name=, and either all or none NoLossScale()",
-        got=f"{dict(loss_scale)!r} and name={name!r}",
-        fix="The keys are the names. StaticLossScale(1) leaves one of several losses unscaled, but "
-        "checked.",
-      )
-  check_flag(check_updates, f"{call}(check_updates)")
-  if check_updates and not all(scaled):
-    expected = "False with NoLossScale(), which checks nothing"
-    fix = "Use StaticLossScale(1) to check and skip without scaling."
-    raise MpjaxValueError(f"{call}(check_updates)", expected=expected, got="True", fix=fix)
-  if name is not None:
-    _check_name(name, f"{call}(name)")
-  return transformation
 
 
 def _check_name(name: object, where: str) -> None:
@@ -267,9 +216,48 @@ def loss_scaling(
   >>> print(updates, mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
   [-0. -0.] 2.0
   """
-  inner = check_arguments(inner, loss_scale, check_updates, name, unknown)
-  configs, several = label_configs(loss_scale, name), isinstance(loss_scale, Mapping)
-  scaled = not any(isinstance(config, NoLossScale) for config in configs.values())
+  call = "mpjax.loss_scaling"
+  if unknown:
+    raise MpjaxTypeError(
+      f"{call}({', '.join(f'{key}=' for key in unknown)})",
+      expected="loss_scale, axis_name, check_updates or name",
+      got=f"the unknown keyword {', '.join(map(repr, unknown))}",
+      fix="Clipping, decay, averaging and accumulation are set on inner; mpjax.monitor counts.",
+    )
+  inner = check_inner(inner, f"{call}(inner)")
+  where, several = f"{call}(loss_scale)", isinstance(loss_scale, Mapping)
+  named = list(loss_scale.items()) if several else [(name, loss_scale)]
+  for _, config in named:
+    if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
+      raise wrong_type(
+        config,
+        where,
+        expected="a NoLossScale, StaticLossScale or DynamicLossScale",
+        fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
+        "mpjax.DynamicLossScale(init_scale=1024).",
+      )
+  unscaled = [isinstance(config, NoLossScale) for _, config in named]
+  scaled = not any(unscaled)
+  if several:
+    for key in loss_scale:
+      _check_name(key, f"{where} with the key {key!r}")
+    if not named or name is not None or any(unscaled) != all(unscaled):
+      raise MpjaxValueError(
+        where,
+        expected="one scale for each loss, without name=, and either all or none NoLossScale()",
+        got=f"{dict(loss_scale)!r} and name={name!r}",
+        fix="The keys are the names. StaticLossScale(1) leaves one of several losses unscaled, but "
+        "checked.",
+      )
+  check_flag(check_updates, f"{call}(check_updates)")
+  if check_updates and not scaled:
+    expected = "False with NoLossScale(), which checks nothing"
+    fix = "Use StaticLossScale(1) to check and skip without scaling."
+    raise MpjaxValueError(f"{call}(check_updates)", expected=expected, got="True", fix=fix)
+  if name is not None:
+    _check_name(name, f"{call}(name)")
+  # By the labels that they have in a state, in the order of a tree.
+  configs = dict(sorted((write_label(config, key), config) for key, config in named))
 
   def init(params: Params) -> LossScalingState:
     if scaled:
@@ -401,7 +389,19 @@ class _Losses(NamedTuple):
     return {k: one for k, one in self.scales.items() if isinstance(one, LossScaleState)}
 
   def by_label(self, tree: PyTree, argument: str) -> dict[str, PyTree]:
-    return by_loss(tree, self.configs, self.several, f"{_CALL}({argument})")
+    """What belongs to each loss: an entry of `tree`, or all of it where there is one loss."""
+    if not self.several:
+      return dict.fromkeys(self.configs, tree)
+    names = {str(parse_label(label).name): label for label in self.configs}
+    if not isinstance(tree, Mapping) or set(tree) != set(names):
+      is_dict = isinstance(tree, Mapping)
+      raise MpjaxValueError(
+        f"{_CALL}({argument})",
+        expected=f"a dict with one entry for each loss, {sorted(names)}",
+        got=f"one with {sorted(map(str, tree))}" if is_dict else type(tree).__name__,
+        fix="Differentiate each loss by itself, and pass {name: gradients, ...}.",
+      )
+    return {label: tree[key] for key, label in names.items()}
 
   def gradients(self, tree: Grads, argument: str) -> dict[str, Grads]:
     """The gradients of each loss, in the precision of the parameters."""
