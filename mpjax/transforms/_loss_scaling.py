@@ -226,7 +226,9 @@ def loss_scaling(
     )
   inner = check_inner(inner, f"{call}(inner)")
   where, several = f"{call}(loss_scale)", isinstance(loss_scale, Mapping)
-  named = list(loss_scale.items()) if several else [(name, loss_scale)]
+  named: list[tuple[str | None, LossScale]] = [
+    *(loss_scale.items() if isinstance(loss_scale, Mapping) else [(name, loss_scale)])
+  ]
   for _, config in named:
     if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
       raise wrong_type(
@@ -238,7 +240,7 @@ def loss_scaling(
       )
   unscaled = [isinstance(config, NoLossScale) for _, config in named]
   scaled = not any(unscaled)
-  if several:
+  if isinstance(loss_scale, Mapping):
     for key in loss_scale:
       _check_name(key, f"{where} with the key {key!r}")
     if not named or name is not None or any(unscaled) != all(unscaled):

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_int, kind_of
 from mpjax._core.trees import is_inexact, is_nnx_object, select
 from mpjax._core.types import Array, Leaf, OptState, Params, PyTree
-from mpjax.transforms._loss_scale import COUNTERS, StaticLossScale, init_scale
+from mpjax.transforms._loss_scale import COUNTERS
 from mpjax.transforms._state import LossScalingState, OwnedScale, find_scale, read_state
 from mpjax.transforms._trees import key_text, nodes_of
 
@@ -60,13 +60,15 @@ def loss_scaling_metrics(
   where = "mpjax.loss_scaling_metrics"
   state = read_state(opt_state, f"{where}(opt_state)", name)
   old = state if before is None else find_scale(before, f"{where}(before)", name).state
-  unscaled = state is None or old is None
-  state = init_scale(StaticLossScale(1)) if unscaled else state
-  metrics = {"loss_scale": state.scale, "finite": state.finite}
-  metrics |= {key: getattr(state, key) for key in COUNTERS}
-  if before is not None:
-    metrics["scale_changed"] = jnp.asarray(False) if unscaled else state.scale != old.scale
-  return metrics
+  if state is None or old is None:
+    metrics = {"loss_scale": jnp.asarray(1, jnp.float32), "finite": jnp.asarray(True)}
+    metrics |= {key: jnp.asarray(0, jnp.int32) for key in COUNTERS}
+    changed = jnp.asarray(False)
+  else:
+    metrics = {"loss_scale": state.scale, "finite": state.finite}
+    metrics |= {key: getattr(state, key) for key in COUNTERS}
+    changed = state.scale != old.scale
+  return metrics if before is None else metrics | {"scale_changed": changed}
 
 
 def last_step_finite(opt_state: OptState, *, name: str | None = None) -> Array:
