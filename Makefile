@@ -33,7 +33,7 @@ help:
 	@echo "make tpu-hlo     what a TPU would run, compiled without one: bytes, temporaries, what travels between chips"
 	@echo "make parity      train five models from many seeds: is low precision as good as float32?"
 	@echo "make accuracy    measure gradients against float64: under a policy, and with dtypes by hand"
-	@echo "make figures     draw the figures of the pages anew (ARGS=--measure: from new measurements)"
+	@echo "make figures     draw the figures of the pages again (ARGS=--measure: from new measurements)"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
 	@echo "make mutations   break our own code, by hand and at random: do the tests notice? (ARGS=--help)"

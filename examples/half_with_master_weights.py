@@ -116,7 +116,7 @@ def export(state, path):
 
 
 def load(path):
-  """Returns the variables of the plain network from a float32 checkpoint, whoever wrote it."""
+  """Returns the variables of the plain network from any float32 checkpoint."""
   init = functools.partial(NETWORK.init, train=False)
   target = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 8, 8, 1)))
   return mpjax.checkpoints.restore_like(target, path)

@@ -14,9 +14,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 BANNED = (
   r"(?<!by\s)hand(s|ed|ing)?\s+((it|them|one)\s+)?(on|back)",
-  r"mend(s|ed|ing)?",
+  r"mend(s|ed|ing)?|anew|whoever",
   r"in\s+force",
-  r"(what|who|which|whoever|whatever)\s+reads",
+  r"(what|who|which|whatever)\s+reads",
   r"stand(s|ing)?",
   r"stood",
   r"wholes?",
@@ -25,7 +25,7 @@ BANNED = (
   r"(by|each|every|such|next)\s+turns?",
   r"turns?\s+of",
   r"programs?",
-  r"made\s+(by|of|from|with|anew)",
+  r"made\s+(by|of|from|with)",
   r"in\s+(the|its|their)\s+place",
   r"in\s+half(?!\s+(an?|(of\s+)?the)\b)",
   r"(?<![\"'=])half(?!=|\s+(of|an?|as|the|lists?)\b)",

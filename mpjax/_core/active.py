@@ -163,7 +163,7 @@ class AuditRecord:
   """What is noted while a function is traced for an audit.
 
   It is equal to nothing but itself: as a value of a user context of JAX, it makes every jitted
-  function be traced anew, with the marks of policies in its jaxpr.
+  function be traced again, with the marks of policies in its jaxpr.
 
   Attributes:
     modules: the modules by path.

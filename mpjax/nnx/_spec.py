@@ -92,7 +92,7 @@ def check_modes(module: nnx.Pytree) -> None:
         expected="no mode of the model to change after the view was created",
         got=f"{name}={now.get(name)} on the model, and {name}={flag} still on the view",
         fix="Write view.eval() or view.train(), once: a mode that was set on the view is its own "
-        "from then on. Or make the view anew: with_policy(model, policy).",
+        "from then on. Or make a new view: with_policy(model, policy).",
       )
 
 
@@ -106,7 +106,7 @@ def check_set(module: nnx.Pytree, name: str, value: object) -> None:
       expected="a variable, an array, or a module of the view",
       got=f"a new {type(value).__name__}, which would run without the policy and which the model "
       "would not have",
-      fix="Make it in __init__, or set it on the model, and then make the view anew: "
+      fix="Make it in __init__, or set it on the model, and then make a new view: "
       "with_policy(model, policy).",
     )
 

@@ -41,7 +41,7 @@ def _overrides(cls: Any) -> dict[str, Function]:
     if model is not None and isinstance(value, bool):
       _spec.forget_mode(self, name)
     # A variable that a call creates, a cache, is the model's too, and so is a flag that it sets: on
-    # the view alone it would be lost with the view, which many make anew in each step.
+    # the view alone it would be lost with the view, which many create in each step.
     sets = _spec.current() is not None and not isinstance(value, nnx.Pytree)
     if model is not None and (sets or isinstance(value, (nnx.Variable, jax.Array))):
       setattr(model, name, value)

@@ -38,7 +38,7 @@ def with_policy(
   gradients, optimizers and checkpoints of the one are those of the other. Matmuls are in the
   `compute_dtype` of their module; exponentials, sums and norms' statistics are in float32.
   `output_dtype` is for what the outermost method that is called returns. A view costs
-  no array: keep it, or make it anew inside each step. Its modules are of subclasses of the model's.
+  no array: keep it, or create one inside each step. Its modules are of subclasses of the model's.
 
   Args:
     model: an NNX module.

@@ -168,7 +168,7 @@ def _check_arguments(params: Params, tx: object, rng: Array | None, call: str) -
   for model in filter(is_model, jax.tree.leaves(params, is_leaf=is_model)):
     raise MpjaxTypeError(
       where,
-      expected="a tree of arrays, which the step returns anew",
+      expected="a tree of arrays, whose next values the step returns",
       got=f"a model of NNX ({type(model).__name__})",
       fix=_SPLIT,
     )

@@ -275,7 +275,7 @@ def make_train_step(
       keys of "stochastic" are folded from `state.rng`.
     state_shardings: where the new state is to be, `jax.tree.map(lambda x: x.sharding, state)`.
       With sharded parameters XLA may otherwise choose another sharding for leaves that it computes
-      from them, and compile the next step anew.
+      from them, and compile the next step again.
 
   Returns:
     `step(state, batch) -> (state, metrics)`. The metrics are those of `loss_fn` (floating ones

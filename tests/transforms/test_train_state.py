@@ -99,7 +99,7 @@ def test_arguments_that_are_taken_for_others():
   model, alone = normed(), "the parameters alone"
   plain = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
   variables = params | {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
-  numbers, arrays = "floating parameters", "a tree of arrays, which the step returns anew"
+  numbers, arrays = "floating parameters", "a tree of arrays, whose next values the step returns"
   for given, builtin, expected, got, fix in (
     (params | {"n": jnp.arange(2)}, TypeError, numbers, "int32 at ['n']", "model_state"),
     (variables, ValueError, alone, "['batch_stats', 'params', 'w']", 'variables["params"]'),
