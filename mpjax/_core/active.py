@@ -1,6 +1,6 @@
 """The active state while a model runs under a policy, and what is left out of it.
 
-JAX includes the state in the key of its caches. `mpjax.audit` adds a record to it of which module
+JAX includes the state in the key of its caches. `mpjax.audit` adds a record to it: which module
 has which policy, and `full_precision` takes it away.
 """
 

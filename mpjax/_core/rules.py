@@ -165,7 +165,7 @@ def _piece(piece: str) -> str:
 
 
 def _around(wildcard: str, gap: str, pieces: Iterable[str]) -> str:
-  """Returns the regular expression of pieces, some of which are a wildcard."""
+  """Returns the regular expression of pieces; some are a wildcard."""
   # What is between two wildcards is looked for once, where it comes first ("(?>...)"): a later one
   # leaves less for the rest. Each wildcard that is tried again at each position takes minutes for
   # "*a*a*a*a*a*a*b" and a name of forty times "a".

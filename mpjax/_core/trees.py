@@ -71,7 +71,7 @@ def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
 def mapped(fun: Callable[[Any], Any], tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
   """Returns a tree with `fun` of its leaves, in containers of the same order, type and identity.
 
-  A container of which no leaf changes is itself in the result.
+  A container without a changed leaf is itself in the result.
   """
   return _mapped(fun, tree, is_leaf, {})
 

@@ -38,7 +38,7 @@ Array: TypeAlias = jax.Array
 NumpyArray: TypeAlias = np.ndarray[Any, Any]
 
 Function: TypeAlias = Callable[..., Any]
-"""A function of a user, of which nothing is known but that it is called."""
+"""A function of a user: nothing is known but that it is called."""
 
 Class: TypeAlias = type[Any]
 

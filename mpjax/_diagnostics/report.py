@@ -222,7 +222,7 @@ def amount(number: float, unit: str = "") -> str:
 
 
 def percent(share: float) -> str:
-  """Returns a share as per cent, of which 0 and 100 mean exactly that; "-" for NaN."""
+  """Returns a share as per cent; 0 and 100 mean exactly that; "-" for NaN."""
   if math.isnan(share):
     return "-"
   text = f"{100 * share:.1f}"

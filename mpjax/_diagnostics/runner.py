@@ -229,7 +229,7 @@ def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Aroun
 
 
 def _of_device(x: Any, axes: tuple[Hashable, ...]) -> Array:
-  """Returns an array with a first axis for the devices, each of which has its own."""
+  """Returns an array with a first axis for the devices: each has its own."""
   x = jnp.asarray(x)[None]
   return jax.lax.pcast(x, tuple(set(axes) - set(varying_axes(jax.typeof(x)))), to="varying")
 

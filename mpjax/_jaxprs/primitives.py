@@ -53,7 +53,7 @@ class Holds(enum.Enum):
   LINEAR_SOLVE = enum.auto()
   """Four that must agree, on operands that are not known."""
   OBJECT = enum.auto()
-  """In an object of JAX, of which nothing can be changed."""
+  """In an object of JAX, in which nothing can be changed."""
   BINARY = enum.auto()
   """The operation on two numbers that combines elements. It is not entered."""
   KERNEL = enum.auto()
@@ -61,7 +61,7 @@ class Holds(enum.Enum):
 
 
 class Row(NamedTuple):
-  """Primitives of which all these facts are the same.
+  """Primitives with the same facts.
 
   Fields:
     names: the primitives, as `jax.make_jaxpr` prints them, separated by spaces.
@@ -140,7 +140,7 @@ def family(
   fixed: bool = False,
   decides: str = "",
 ) -> Family:
-  """Returns a family. A string is a row of primitives of which nothing else is to be known."""
+  """Returns a family. A string is a row of primitives without further facts."""
   as_rows = tuple(Row(row) if isinstance(row, str) else row for row in rows)
   return Family(part, reason, as_rows, fixed, decides)
 

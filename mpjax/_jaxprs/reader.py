@@ -301,7 +301,7 @@ def walk(program: Program) -> Iterator[JaxprEqn]:
   """Yields every equation of a jaxpr, those inside of others after the one that holds them.
 
   Every branch of a `cond` is walked, and the body of a `while` once. A primitive of a newer JAX or
-  of another library, of which it is not known how it runs the jaxprs that it holds, is not entered.
+  of another library is not entered if it is not known how it runs the jaxprs that it holds.
   """
   for eqn in opened(program).eqns:
     yield eqn

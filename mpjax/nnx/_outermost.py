@@ -170,7 +170,7 @@ def _copy_changes(module: nnx.Pytree, before: dict[str, object]) -> None:
     elif _is_plain(new):
       setattr(model, name, new)
       _spec.forget_mode(module, name)
-    # A container of both, of which NNX has given the view a copy. Its own are none of the model.
+    # A container of both, which NNX has copied for the view. Its own are none of the model.
     elif held is old and type(new) is type(held):
       vars(module)[name] = _as_new(held, new)
 

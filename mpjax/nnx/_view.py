@@ -1,4 +1,4 @@
-"""The classes of which a view's modules are: a user's class, made to run under a policy.
+"""The classes of a view's modules: a user's class, which runs under a policy.
 
 Subclasses of the user's, one for each policy, so that the policy is part of what JAX and NNX cache
 by, and of what `split`, `merge` and `scan` create: see docs/design/nnx.md.

@@ -37,8 +37,8 @@ def accumulate_gradients(
   With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`. The sum then
   holds unscaled gradients, so that the scale may move inside a window, and a micro-batch that is
   not finite is never seen: the window waits for `every` finite ones. One decision for the entire
-  window is `mpjax.make_train_step(accumulate=...)`. As `optax.MultiSteps`, of which it is the part
-  that mixed precision needs.
+  window is `mpjax.make_train_step(accumulate=...)`. This is the part of
+  `optax.MultiSteps` that mixed precision needs.
 
   Args:
     inner: the optimizer.

@@ -236,7 +236,7 @@ def next_entry(old: Leaf, moved: Leaf, param: Leaf, update: Leaf) -> Leaf:
 
 
 def check_split(master: PyTree, params: Params, where: str, *, view: bool) -> None:
-  """Raises if parameters of which a state holds the remainders are not there, or are others."""
+  """Raises if the parameters whose remainders a state holds are not there, or are others."""
   # `view` says whether they may be bfloat16 in float32, as wrappers show it.
   problems = []
   dtypes = (jnp.bfloat16, jnp.float32) if view else (jnp.bfloat16,)

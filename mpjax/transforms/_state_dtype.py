@@ -263,7 +263,7 @@ def _types_in(tree: PyTree) -> set[Class]:
 def _map_moments(
   f: Callable[[Leaf, Order], Leaf], state: OptState, containers: set[Class]
 ) -> OptState:
-  """Returns a state with `f` of each array in a moment, and of which moment that is."""
+  """Returns a state with `f` of each array in a moment, and of that moment's name."""
   # `containers` are types of the parameters' own: a NamedTuple of them may have a field `mu`.
 
   def visit(x: PyTree) -> PyTree:

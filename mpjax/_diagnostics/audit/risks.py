@@ -111,7 +111,7 @@ def _exact_integers(value: Value) -> int:
 
 
 def _divides_by_zero(operation: Operation) -> bool:
-  """Whether a maximum with 0, of which `jnp.maximum(x, 1e-8)` is one in float16, is divided by."""
+  """Whether a maximum with 0, as `jnp.maximum(x, 1e-8)` is in float16, is divided by."""
   return operation.eqn.primitive is p.max_p and any(
     each.eqn.primitive in (p.log_p, p.rsqrt_p)
     or (each.eqn.primitive is p.div_p and each.operands[1] is operation.results[0])
@@ -120,7 +120,7 @@ def _divides_by_zero(operation: Operation) -> bool:
 
 
 def _adds_zero(operation: Operation, literal: Value) -> bool:
-  """Whether 0 is added to an array: an epsilon, of which nothing is left."""
+  """Whether 0 is added to an array: an epsilon that has become 0."""
   added = operation.facts.gradient == "added" and not operation.moves
   return added and operation.where.direction == "forward" and literal in operation.operands[1:]
 

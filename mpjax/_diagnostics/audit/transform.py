@@ -52,7 +52,7 @@ def audit(
   FLOPs are those of matmuls and convolutions: two for each multiplication and addition, times the
   length of a scan; `while` and each branch of a `cond` count once. Work that `jax.checkpoint`
   repeats is shown apart from the forward pass. What no result depends on is not counted, as a
-  compiler drops it: the last matmul of a forward pass of which only the gradient is wanted. A
+  compiler drops it: the last matmul of a forward pass where only the gradient is wanted. A
   kernel of Pallas is not entered; its line says what it gets.
 
   Args:

@@ -357,7 +357,7 @@ def _report(
 def _range(
   name: str, array: ShapedArray | Array, sizes: NumpyArray, counts: NumpyArray, path: str = ""
 ) -> Range:
-  """Returns the range of an array of which a probe has seen a row."""
+  """Returns the range of an array that a probe has seen, as a row."""
   (least, most, value), (inf, nan) = map(float, sizes), map(int, counts)
   return Range(
     name=name,

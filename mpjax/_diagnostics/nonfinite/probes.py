@@ -1,4 +1,4 @@
-"""What `find_nonfinite` looks at while a function runs, in three runs of which each needs the last.
+"""What `find_nonfinite` looks at while a function runs, in three runs: each needs the one before.
 
 Flags: a small set of values whose finiteness implies that all values are finite. If x is inf or
 NaN, so is x + 1: where the sum is finite, x was. So a value needs no look if a step that passes on

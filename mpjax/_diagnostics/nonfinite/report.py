@@ -285,7 +285,7 @@ def _of_domain(fault: Fault) -> tuple[str, str]:
     text = f"{text} is {kind}: not defined, as a matrix without an inverse, or beyond its dtype."
     return text, "x + epsilon * jnp.eye(n)  # of a matrix; else smaller operands, an index inside"
   text = f"{text} is {kind} in every precision."
-  # In a backward pass it is a slope, and the line has the operation of which it is one.
+  # In a backward pass it is a slope, and the line has the operation whose slope it is.
   zero = 0 in values and not fault.backward
   if zero and fault.primitive is p.div_p:
     return text, "x / jnp.where(y == 0, 1, y)  # or add an epsilon to the divisor"

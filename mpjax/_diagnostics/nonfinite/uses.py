@@ -95,8 +95,8 @@ class Uses:
         arguments.update(step.outs)
     # Those that nothing reads but comparisons, and a `where` that may discard them.
     self.discarded: set[int] = set()
-    # Those of which that is true if they were computed from an inf: then a comparison reads it, as
-    # that of a training step does which asks whether to skip.
+    # Those among them where that is true if they were computed from an inf: then a comparison reads
+    # it, as in a training step that asks whether to skip.
     self.derived: set[int] = set()
     self.factors: set[int] = set()  # that, besides, multiply a value of the backward pass
     for step in reversed(steps):

@@ -39,7 +39,7 @@ class Tally:
     self.largest = 0.0
 
   def add(self, x: Array, lost: Array | None = None) -> None:
-    """Counts the elements of an array, of which some, updates, are `lost`: they change nothing."""
+    """Counts the elements of an array; of updates, `lost` says which change nothing."""
     bits = _magnitude(np.asarray(x).reshape(-1))
     dtype = np.dtype(f"float{8 * bits.itemsize}")
     digits, infinity = int(np.finfo(dtype).nmant), _bits(math.inf, dtype)

@@ -273,7 +273,7 @@ class RangesReport(Report):
     )
 
   def _table(self, kind: Kind) -> Section:
-    """Returns the groups of which float16 or bfloat16 loses something: all 8 bits lose much."""
+    """Returns the groups that lose something in float16 or bfloat16: in 8 bits all lose much."""
     lossy = [g for g in self.of(kind) if g.lost_share("float16") + g.lost_share("bfloat16") > 0]
     worst = sorted(lossy, key=lambda g: -g.lost_share("float16"))[:_MOST_ROWS]
     what = "module" if kind in ("activations", "gradients") else "leaf"

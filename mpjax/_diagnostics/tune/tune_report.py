@@ -66,7 +66,7 @@ class TuneReport(Report):
   Args:
     policy: the one that was asked for.
     tolerance: the error that was allowed.
-    best: the choice of which `rules`, `error` and `half_share` are.
+    best: the choice with these `rules`, `error` and `half_share`.
     evaluations: all choices that were measured, in order.
     bound: how many it might have been.
     loss_scale: the loss scale with which float16 was measured; 1 for bfloat16.

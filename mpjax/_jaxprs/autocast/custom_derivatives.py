@@ -53,7 +53,7 @@ from mpjax._jaxprs.reader import (
 )
 
 Rewrite: TypeAlias = Callable[[Jaxpr, Kinds, Sequence[DType | None], bool], Rewritten]
-"""Rewrites a jaxpr for kinds of arguments and dtypes of results, of which None is free. The last
+"""Rewrites a jaxpr for kinds of arguments and dtypes of results; None is free. The last
 argument says whether the jaxpr is that of a derivative."""
 
 Call: TypeAlias = Callable[..., list[Array]]
@@ -277,7 +277,7 @@ def _instantiated(cotangent: Array | SymbolicZero) -> Leaf:
   if not isinstance(cotangent, SymbolicZero):
     return cotangent
   aval = cast(ShapedArray, cotangent.aval)
-  # That of an integer is of `float0`, of which `jnp` makes no arrays.
+  # That of an integer is of `float0`, and `jnp` makes no such arrays.
   number = np if aval.dtype == jax.dtypes.float0 else jnp
   return number.zeros(aval.shape, aval.dtype)
 

@@ -68,7 +68,7 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   """Returns an array scaled so that its largest element is the largest number of a float8 dtype.
 
   An inf makes the scale inf and a NaN NaN, and with it all that is multiplied by the scale. An
-  array of zeros has a small scale, of which nothing but zeros comes. `axes` are those whose
+  array of zeros has a small scale, which gives nothing but zeros. `axes` are those whose
   elements share a scale, None for one scale, which may be rounded up to a power of two.
   """
   largest = jax.lax.reduce_max(jax.lax.abs(x), tuple(range(x.ndim) if axes is None else axes))

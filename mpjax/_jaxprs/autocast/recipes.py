@@ -56,7 +56,7 @@ class Recipe(Protocol):
     why_not: why a matmul with sums of this length, and a weight of so many columns, is left in the
       compute dtype; None if it is not.
     multiplies_gradient: whether the gradient of an operand is multiplied in the format too.
-    quantise: an operand, or the gradient that comes in, of which these axes are summed over.
+    quantise: an operand, or the gradient that comes in, to be summed over these axes.
     dot: the matmul of two of them in `dtype`.
   """
 

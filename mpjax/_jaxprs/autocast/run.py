@@ -1,4 +1,4 @@
-"""Running a rewritten jaxpr, of which JAX differentiates what repeats, such as layers, once.
+"""Running a rewritten jaxpr: JAX differentiates what repeats in it, such as layers, once.
 
 JAX differentiates one equation after the other, which takes most of the time of tracing a gradient.
 What a jitted function holds, as those of `jax.numpy` are, it differentiates once and remembers; but
@@ -72,7 +72,7 @@ class _Part(NamedTuple):
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   """Returns the same jaxpr, with one jaxpr for all parts that are the same.
 
-  They are calls, instead of which JAX writes the equations inside where it traces a jaxpr.
+  They are calls. JAX writes the equations inside instead, where it traces a jaxpr.
   So the jaxpr that it traces is the same, but for the lines of code that profiles show: each
   operation has that of the first of its part.
   """

@@ -318,7 +318,7 @@ def rewrite_closed(
 ) -> Jaxpr:
   """Returns an entire jaxpr rewritten, for arguments of these kinds.
 
-  `results` are the dtypes of the results, of which None is the one that they are computed in; None
+  `results` are the dtypes of the results, each None for the one that it is computed in; None
   for those that they were traced with. `caller` is the reader of a result that is to be float32.
   """
   jaxpr = program.jaxpr

@@ -72,7 +72,7 @@ def with_wide_sums(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Matmul:
-  """A matmul of which some operands are cast to `half`, and have gradients in wide dtypes.
+  """A matmul whose operands are cast to `half`, some of them with gradients in wide dtypes.
 
   Fields:
     primitive, params: those of its equation, of operands and a result in `half`.
