@@ -186,17 +186,16 @@ FAMILIES: tuple[Family, ...] = (
   ),
   family(
     "float32",
-    "Their operands are angles, often thousands of radians (positions times frequencies). The "
-    "absolute error of the angle is the error of the result, and near 1000 the numbers of float16 "
-    "are 0.5 apart, those of bfloat16 4.",
+    "Their operands are angles, often thousands of radians: the absolute error of an angle is that "
+    "of the result, and near 1000 numbers of float16 are 0.5 apart, those of bfloat16 4.",
     Row("sin cos tan", elementwise=True),
   ),
   family(
     "float32",
     "It is a sum of powers, of large terms that cancel where it approximates a function.",
-    "polynomial",
+    Row("polynomial", elementwise=True),
   ),
-  family("float32", "They grow as the exponential function does.", "sinh cosh"),
+  family("float32", "They grow as `exp` does.", Row("sinh cosh", elementwise=True)),
   family(
     "float32",
     "At an end of their domain the slope is infinite, and a rounding of the operand there is far "
@@ -260,7 +259,8 @@ FAMILIES: tuple[Family, ...] = (
   family(
     "promote",
     "They choose among or join values without computing any: the widest keeps all of them exact.",
-    "clamp stack",
+    "stack",
+    Row("clamp", elementwise=True),
     Row("concatenate pad select_n", **_MOVES),
   ),
   family(

@@ -9,6 +9,8 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import Primitive
 
@@ -28,6 +30,7 @@ from tests.jaxprs.autocast import samples
 
 NAMES = [name for family in FAMILIES for name in family.names if family.part is not None]
 
+SAMPLES = samples.HALF | samples.FLOAT32 | samples.PROMOTE | samples.KEEP | samples.CONDITIONAL
 NOT_IN_EVERY_JAX = {
   # Newer than 0.10.0, the oldest that is supported.
   *("log2", "mulhi", "one_minus_square", "pbroadcast_dynamic", "philox2x32", "philox4x32"),
@@ -121,13 +124,25 @@ def test_a_second_table_would_be_noticed(source, found):
 
 
 def test_every_row_with_a_fact_of_first_order_has_a_sample():
-  tables = (samples.HALF, samples.FLOAT32, samples.PROMOTE, samples.KEEP, samples.CONDITIONAL)
-  called = {name for table in tables for name in table}
   for row in {row for row in FACTS.values() if row != type(row)(row.names)}:
     names = set(row.names.split())
     # What creates random numbers runs as it was traced: see test_rewriter.py.
-    if not names & {*HIGHER_ORDER, *FIXED} and not row.neutral:
-      assert names & called, row
+    if not names & {*HIGHER_ORDER, *FIXED} and not row.neutral and names - NOT_IN_EVERY_JAX:
+      assert names & {*SAMPLES}, row
+
+
+def test_what_is_elementwise_reads_its_own_position_alone():
+  # Of what computes one array from others of its shape: one element of each becomes NaN.
+  for name, (fun, args, _) in SAMPLES.items():
+    if name not in FACTS or FACTS[name].moves or {*map(np.shape, args)} != {(3, 4)}:
+      continue
+    results = jax.tree.leaves(fun(*map(jnp.asarray, args)))
+    if [(x.shape, x.dtype) for x in results] == [((3, 4), np.float32)]:
+      changed = fun(*(jnp.asarray(x).at[1, 2].set(jnp.nan) for x in args)) != results[0]
+      own = np.argwhere(np.asarray(changed)).tolist() == [[1, 2]]
+      assert FACTS[name].elementwise == own or any(np.array_equal(results[0], x) for x in args), (
+        name
+      )
 
 
 @pytest.mark.case("A82")
