@@ -375,17 +375,13 @@ def _cond_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Ar
   return run(step.bodies[min(max(int(index), 0), len(step.bodies) - 1)], operands, observer, around)
 
 
-def _shard_map_on_host(
-  step: Step, ins: Sequence[Any], observer: Observer, around: Around
-) -> Entered:
-  return jax.jit(lambda *ins: _shard_map(step, ins, observer, _TRACED))(*ins)
-
-
 _ENTER_ON_HOST: Mapping[Holds | None, Enter] = {
   Holds.SCAN: _scan_on_host,
   Holds.WHILE: _while_on_host,
   Holds.COND: _cond_on_host,
-  Holds.SHARD_MAP: _shard_map_on_host,
+  Holds.SHARD_MAP: lambda step, ins, observer, _: jax.jit(
+    lambda *ins: _shard_map(step, ins, observer, _TRACED)
+  )(*ins),
 }
 
 

@@ -165,9 +165,9 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
 
   That is the first value, in the order of execution, which is not finite though the values that it
   is computed from are, or which is NaN though they are not (0 * inf). inf counts as NaN does. A
-  constant that is -inf on purpose, as in a mask, is no fault, nor is a value that nothing reads but
-  comparisons and a `where` that discards it: log(0) in `jnp.where(x > 0, jnp.log(x), 0)` is not
-  reported, the NaN that its gradient makes of it is.
+  constant that is -inf on purpose, as in a mask, is no fault until a sum reads it, nor is a value
+  that nothing reads but comparisons and a `where` that discards it: the log(0) of
+  `jnp.where(x > 0, jnp.log(x), 0)` is not reported, the NaN that its gradient makes of it is.
 
   `fn` is traced and compiled once, with a flag for what must stay finite and an index for each
   loop. Only if a flag is set are the operations that lead to it compiled again, each with a flag

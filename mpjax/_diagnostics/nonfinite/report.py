@@ -241,8 +241,11 @@ def cause_and_cure(fault: Fault) -> tuple[str, str]:
 
 
 def _of_inf(fault: Fault, bad: list[Range]) -> tuple[str, str]:
-  """NaN that came of an inf which is itself no fault."""
+  """NaN, or a sum that is inf, that came of an inf which is itself no fault."""
   dtype = fault.result.dtype
+  if not fault.result.nan:
+    text = "It adds up an inf that was no fault before, as of a mask, or of a label that is masked."
+    return text, "jnp.where(jnp.isfinite(x), x, 0)  # before the sum, or other labels"
   signs = {x.value for x in bad if x.value is not None and math.isinf(x.value)}
   zero = any(x.value == 0 for x in fault.operands)
   if zero:

@@ -193,13 +193,17 @@ def _summed(steps: Sequence[Step]) -> set[int]:
   """Returns which values are added up, moved, cast or scaled before at most."""
   summed: set[int] = set()
   for step in reversed(steps):
-    adds = step.eqn.primitive in (p.reduce_sum_p, p.cumsum_p)
-    sums = adds or facts_of(step.eqn).flops is not None
     scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
     passes = is_move(step) or is_cast(step) or scales
-    if sums or (passes and not summed.isdisjoint(step.outs)):
+    if sums(step) or (passes and not summed.isdisjoint(step.outs)):
       summed.update(step.reads)
   return summed
+
+
+def sums(step: Step) -> bool:
+  """Whether a step adds up elements of an operand."""
+  adds = step.eqn.primitive in (p.reduce_sum_p, p.cumsum_p)
+  return adds or facts_of(step.eqn).flops is not None
 
 
 def wide(x: Array) -> Array:
@@ -233,7 +237,7 @@ def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Arra
   """Returns for each result where it broke; None for one that cannot."""
   # An element broke if it is not finite and what it was computed from is, or if it is NaN and that
   # is not: -inf - -inf, and 0 * inf. Of what is not computed element by element, all operands
-  # count.
+  # count. An inf that is added up is no mask: the sum broke, if nothing did before.
   if not can_break(step):
     return [None] * len(outs)
   pairs = zip(ins, step.eqn.invars, strict=True)
@@ -247,7 +251,7 @@ def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Arra
       results.append(None)
       continue
     broke, broke_to_nan = not_finite(out), is_nan(out)
-    for each in bad:
+    for each in nan if sums(step) else bad:
       broke = broke & ~each
     for each in nan:
       broke_to_nan = broke_to_nan & ~each

@@ -199,6 +199,8 @@ class _Tuning:
       self._search(modules, alone, overflows)
     good = [each for each in self.evaluations if each.error <= self._tolerance]
     best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
+    # The named scopes of the function as the user wrote it.
+    scopes = modules_of(body_of(self._call.traced(gradient_of(self._plain))[0])).scopes
     return TuneReport(
       policy=self._policy,
       tolerance=self._tolerance,
@@ -207,7 +209,7 @@ class _Tuning:
       bound=bound,
       loss_scale=scale,
       modules=self._modules(modules, alone, overflows, low),
-      scopes=self._are_scopes(best.rules),
+      scopes=all(any(rule.matches(None, scope) for scope in scopes) for rule in best.rules),
     )
 
   def _modules(
@@ -237,11 +239,6 @@ class _Tuning:
       )
       for path, i in ((path, number[path]) for path in errors if path in number)
     )
-
-  def _are_scopes(self, rules: Sequence[Rule]) -> bool:
-    """Whether each rule selects a named scope of the function as the user wrote it."""
-    scopes = modules_of(body_of(self._call.traced(gradient_of(self._plain))[0])).scopes
-    return all(any(rule.matches(None, scope) for scope in scopes) for rule in rules)
 
   def _search(self, modules: Modules, alone: NumpyArray, overflows: NumpyArray) -> None:
     """Measures choices until the best is among them."""

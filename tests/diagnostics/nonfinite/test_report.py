@@ -55,6 +55,11 @@ CURES = [
     *(jnp.linalg.inv, [[2, 2], [2, 2]], "custom_linear_solve of these", "x + epsilon"),
     lambda x: x + jnp.eye(2),
   ),
+  (
+    *(lambda x: -jnp.mean(nn.log_softmax(x)[:1]), [-np.inf, 1], "forward: It adds up an inf"),
+    *("jnp.where(jnp.isfinite(x), x, 0)", lambda x: jnp.where(jnp.isfinite(x), x, 0)),
+  ),
+  (jnp.cosh, [99, 1], "cosh of 99 overflows float32", "jnp.clip", lambda x: jnp.clip(x, -9, 9)),
   (jax.lax.erf_inv, [0, 1], "erf_inv of 1", "jnp.where(allowed", lambda x: jnp.where(x < 1, x, 0)),
   (jax.grad(jnp.linalg.norm), [0, 0], "backward: div of 0.5", "jnp.where(allowed", jnp.ones_like),
   (jax.grad(lambda x: x[0] ** 0.5), [0], "backward: pow of 0", "jnp.where(allowed", jnp.ones_like),
