@@ -65,23 +65,17 @@ def test_the_preset_that_fits():
     assert f'Policy for this machine: "{preset}"' in str(found)
 
 
-def test_what_float32_is_multiplied_in():
+def test_what_settings_mean():
   for one, precision, says in PRECISIONS:
     found = of(one, jax_default_matmul_precision=precision)
     value, text = meaning(found, "jax_default_matmul_precision")
     assert value == (precision or "not set")
     assert says in text
-
-
-def test_excess_precision():
   for flags, value, says in FLAGS:
     found = of(H100, environment={"XLA_FLAGS": flags} if flags else {})
     assert meaning(found, "xla_allow_excess_precision")[0] == value
     assert says in meaning(found, "xla_allow_excess_precision")[1]
     assert meaning(found, "XLA_FLAGS")[0] == (flags or "not set")
-
-
-def test_a_variable_of_nvidia():
   found = of(H100, environment={"NVIDIA_TF32_OVERRIDE": "1"})
   assert meaning(found, "NVIDIA_TF32_OVERRIDE") == ("1", "0: NVIDIA's libraries never use TF32.")
   assert "NVIDIA_TF32_OVERRIDE" not in str(of(H100))
