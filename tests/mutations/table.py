@@ -344,12 +344,12 @@ mpjax/_core/trees.py::is_floating
 36a integers are cast
 - jnp.issubdtype(x.dtype, jnp.floating)
 + jnp.issubdtype(x.dtype, jnp.number)
-tests/core/test_trees.py::test_every_floating_dtype_is_cast_and_no_integer_dtype
+tests/core/test_trees.py::test_which_leaves_are_cast
 
 36b NumPy decides what is floating: bfloat16 is not
 - jnp.issubdtype(x.dtype, jnp.floating)
 + np.issubdtype(x.dtype, np.floating)
-tests/core/test_trees.py::test_every_floating_dtype_is_cast_and_no_integer_dtype
+tests/core/test_trees.py::test_which_leaves_are_cast
 
 mpjax/_jaxprs/module_calls.py::ModuleCall.run
 
