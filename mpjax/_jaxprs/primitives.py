@@ -74,7 +74,7 @@ class Row(NamedTuple):
     tests: its result is boolean, and says something about the size of numbers.
     role: how errors of its operands go into its result: those of a sum, or of a `floor`, are
       absolute, so that rounding an operand may be all of the result; those of a multiplication are
-      relative.
+      relative; those of an angle are absolute, too, however large it is.
     neutral: its results are random numbers, which take the dtype of what they meet, unless it is
       given a floating operand.
     gradient: where the derivative is a sum over elements of the result, how the operand was used;
@@ -96,7 +96,7 @@ class Row(NamedTuple):
   elementwise: bool = False
   bounded: bool = False
   tests: bool = False
-  role: Literal["sum", "product"] | None = None
+  role: Literal["sum", "product", "angle"] | None = None
   neutral: bool = False
   gradient: Literal["repeated", "added", "multiplied", "chosen", "result"] | None = None
   degree: Degree | None = None
@@ -188,7 +188,7 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "Their operands are angles, often thousands of radians: the absolute error of an angle is that "
     "of the result, and near 1000 numbers of float16 are 0.5 apart, those of bfloat16 4.",
-    Row("sin cos tan", elementwise=True),
+    Row("sin cos tan", elementwise=True, role="angle"),
   ),
   family(
     "float32",

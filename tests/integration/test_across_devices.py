@@ -50,10 +50,6 @@ def global_mean(params, batch):
   return local_mean(params, batch, lambda x: jax.lax.psum(x, "data"))
 
 
-def mean_of_means(params, batch):
-  return jax.lax.pmean(local_mean(params, batch), "data")
-
-
 def mixture(params, batch):
   return 0.5 * local_mean(params, batch) + 0.5 * global_mean(params, batch)
 
@@ -73,7 +69,7 @@ WHOLE = by_numpy([slice(0, 8)])
 BY_DEVICE = by_numpy([slice(2 * i, 2 * i + 2) for i in range(DEVICES)])
 LOSSES = {
   "local mean": (local_mean, BY_DEVICE),
-  "pmean": (mean_of_means, BY_DEVICE),
+  "pmean": (lambda params, batch: jax.lax.pmean(local_mean(params, batch), "data"), BY_DEVICE),
   "psum of sums / psum of counts": (global_mean, WHOLE),
   "half of each": (mixture, tuple((a + b) / 2 for a, b in zip(WHOLE, BY_DEVICE, strict=True))),
 }

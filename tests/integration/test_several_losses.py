@@ -69,6 +69,24 @@ def plain(grads):
   return run(lambda g: jax.lax.scan(step, (PARAMS, inner.init(PARAMS)), g)[0], grads)
 
 
+def train(tx, start, names):
+  """Returns parameters, state and metrics after all steps, and how often a step was traced."""
+  traces = []
+
+  def step(carry, now):
+    traces.append(1)
+    params, state = carry
+    grads, fault = now
+    scales = {name: m["loss_scale"] for name, m in metrics_of(state, names).items()}
+    given = {name: scaled(grads[name], fault[name], scales[name]) for name in reversed(names)}
+    updates, state = tx.update(given, state, params)
+    return (optax.apply_updates(params, updates), state), metrics_of(state, names)
+
+  scan = lambda xs: jax.lax.scan(step, (start, tx.init(start)), xs)  # noqa: E731
+  (params, state), metrics = run(scan, stream(*names))
+  return params, state, metrics, len(traces)
+
+
 def check_like_oracle(name, metrics, flags, applied):
   """The scale of one loss follows its own gradients, and its counts of skips what was applied."""
   expected = Oracle(**CONFIGS[name])
@@ -92,19 +110,7 @@ def test_only_the_optimizer_with_the_bad_gradients_skips():
   txs = {name: mpjax.loss_scaling(optimizer(), SCALES[name], name=name) for name in names}
   tx = optax.multi_transform(txs, {name: name for name in names})
   grads, faults = stream(*names)
-  start = dict.fromkeys(names, PARAMS)
-
-  def step(carry, now):
-    params, state = carry
-    now_grads, fault = now
-    scales = {name: m["loss_scale"] for name, m in metrics_of(state, names).items()}
-    given = {name: scaled(now_grads[name], fault[name], scales[name]) for name in names}
-    updates, state = tx.update(given, state, params)
-    return (optax.apply_updates(params, updates), state), metrics_of(state, names)
-
-  (params, state), metrics = run(
-    lambda xs: jax.lax.scan(step, (start, tx.init(start)), xs), (grads, faults)
-  )
+  params, state, metrics, _ = train(tx, dict.fromkeys(names, PARAMS), names)
   flags = {name: np.isfinite(faults[name]) for name in names}
   both = flags["generator"] & flags["critic"]
   assert 4 < np.sum(~flags["generator"] & flags["critic"]) < STEPS - np.sum(both)
@@ -124,22 +130,9 @@ def test_only_the_optimizer_with_the_bad_gradients_skips():
 def test_updates_are_those_of_the_float32_sum_and_each_scale_follows_its_own_loss(names):
   # The order of a dict is of no account: the sum is in that of the names.
   tx = mpjax.loss_scaling(optimizer(), {name: SCALES[name] for name in reversed(names)})
-  traces = []
-
-  def step(carry, now):
-    traces.append(1)
-    params, state = carry
-    grads, fault = now
-    scales = {name: m["loss_scale"] for name, m in metrics_of(state, names).items()}
-    given = {name: scaled(grads[name], fault[name], scales[name]) for name in reversed(names)}
-    updates, state = tx.update(given, state, params)
-    return (optax.apply_updates(params, updates), state), metrics_of(state, names)
-
   grads, faults = stream(*names)
-  (params, state), metrics = run(
-    lambda xs: jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), xs), (grads, faults)
-  )
-  assert len(traces) == 1
+  params, state, metrics, traced = train(tx, PARAMS, names)
+  assert traced == 1
   flags = {name: np.isfinite(faults[name]) for name in names}
   applied = np.all(list(flags.values()), axis=0)
   assert 10 < np.sum(applied) < STEPS - 10

@@ -36,14 +36,6 @@ def looped(w, x):
   return jax.lax.while_loop(more, lambda c: c @ half(w), half(x))
 
 
-def branched(w, x):
-  return jax.lax.cond(x[0, 0] > 0, lambda w: half(w), lambda w: half(w) * 2, w)
-
-
-def one_branch(w, x):
-  return jax.lax.cond(x[0, 0] > 0, lambda w: half(w), lambda w: half(w * 2), w)
-
-
 @jax.custom_vjp
 def own(w):
   return half(w)
@@ -79,8 +71,11 @@ CASES = {
     None,
   ),
   "while": (looped, BF16),
-  "cond": (branched, BF16),
-  "cond, one branch": (one_branch, None),
+  "cond": (lambda w, x: jax.lax.cond(x[0, 0] > 0, half, lambda w: half(w) * 2, w), BF16),
+  "cond, one branch": (
+    lambda w, x: jax.lax.cond(x[0, 0] > 0, half, lambda w: half(w * 2), w),
+    None,
+  ),
 }
 
 

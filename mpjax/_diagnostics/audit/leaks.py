@@ -8,7 +8,7 @@ from mpjax._core.active import SCOPE as FULL_PRECISION
 from mpjax._core.active import AuditRecord
 from mpjax._core.dtypes import is_low_precision, written
 from mpjax._core.types import DType
-from mpjax._jaxprs.autocast.scopes import FLOAT8, REGION, policy_of
+from mpjax._jaxprs.autocast.scopes import FLOAT8, NOT_IN, REGION, policy_of
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import MODULE, Direction, Source, call_of
@@ -266,6 +266,8 @@ class Expectations:
       return None, "mpjax.full_precision"
     if FLOAT8 in where.scopes and not matmul:
       return None, "the scaling of float8"
+    if reason := where.marked(NOT_IN["low"]):
+      return None, reason
     region = where.marked(REGION)
     policy = None if region is None else policy_of(region)
     precise = "HIGHEST" in str(operation.eqn.params.get("precision"))

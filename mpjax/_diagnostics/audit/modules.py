@@ -11,7 +11,7 @@ import numpy as np
 from mpjax._core.active import AuditRecord
 from mpjax._core.dtypes import is_float8, is_low_precision
 from mpjax._diagnostics.parameter_scopes import moved_from
-from mpjax._jaxprs.autocast.scopes import FLOAT8, NOT_FLOAT8
+from mpjax._jaxprs.autocast.scopes import FLOAT8, NOT_IN
 from mpjax._jaxprs.count import matmul_sizes
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import MODULE, Source
@@ -157,7 +157,7 @@ def find_float8(graph: Graph) -> tuple[Float8Matmul, ...]:
   asked = False
   for operation, _, flops in graph.matmuls():
     path, reason = operation.where.path, _not_float8(operation)
-    asked = asked or not reason or operation.where.marked(NOT_FLOAT8) is not None
+    asked = asked or not reason or operation.where.marked(NOT_IN["float8"]) is not None
     row = rows.get((path, reason)) or Float8Matmul(path, matmul_sizes(operation.eqn), reason, 0)
     rows[path, reason] = row._replace(flops=row.flops + flops)
   return tuple(sorted(rows.values(), key=lambda row: -row.flops)) if asked else ()
@@ -168,8 +168,7 @@ def _not_float8(operation: Operation) -> str:
   operands = operation.operands[:2]
   if all(v.dtype is not None and v.dtype.itemsize == 1 for v in operands):
     return ""
-  noted = operation.where.marked(NOT_FLOAT8)
-  if noted is not None:
+  if noted := operation.where.marked(NOT_IN["float8"]):
     return noted
   if FLOAT8 in operation.where.scopes:
     return 'weight_grad="half"'

@@ -11,8 +11,8 @@ One rule decides, by what an operation is and by the kinds of its operands: data
   other          float32, if an operand is data or held in float32   data, else low, else neutral
 
 A caller that asks for float32 counts as a sum. A matmul that sums nothing is a multiplication where
-no operand is low and more than matmuls read the result. One in which no operand has an axis of its
-own is a sum, in float32; so is one of masks alone.
+no operand is low and more than matmuls read the result. One of data that a sine reads is computed
+in float32, so is one of masks alone; one in which no operand has an axis of its own is a sum.
 
 A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
 compute dtype. What only float32 operations read is computed in float32. A low value that was
@@ -42,6 +42,7 @@ from mpjax._jaxprs.autocast.float8 import recipe_of
 from mpjax._jaxprs.autocast.recipes import in_recipe, is_weight, why_not
 from mpjax._jaxprs.autocast.residuals import saving_low
 from mpjax._jaxprs.autocast.rewriter import (
+  ANGLE,
   CALLER,
   DIGITS,
   FACTOR,
@@ -158,6 +159,14 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope) -> None:
 
 def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, half: DType) -> None:
   """Writes a matmul or convolution, in low precision: what it returns is low, and at rest."""
+  kinds, readers = [v.kind for v in values if v is not None], rewriter.readers_of(eqn)
+  multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
+  named = rewriter.explained(eqn, "low", "positions, angles or ranks")
+  if (multiplies and readers & HELD) or all(k.numbers is not None for k in kinds):
+    return rewriter.untouched(named)
+  if readers & ANGLE and joined(kinds) == Kind(FLOAT32) and dtype_of(eqn.outvars[0]) == FLOAT32:
+    operands = [rewriter.view(v, FLOAT32, eqn) for v in values if v is not None]
+    return rewriter.write(named, operands, [Kind(half, held=True)])
   policy = policy_at(scope, rewriter.settings)
   if policy is not None and policy.matmul is not None:
     recipe = recipe_of(policy.matmul)
@@ -165,18 +174,13 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
     if reason is None:
       product = in_recipe(rewriter, eqn, values, half, recipe)
       return rewriter.write(product, product.invars, [Kind(half)])
-    eqn = rewriter.not_float8(eqn, reason)
+    eqn = rewriter.explained(eqn, "float8", reason)
   if FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params):
     return rewriter.untouched(eqn)  # The user's own choice, again.
-  kinds = [v.kind for v in values if v is not None]
-  multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
-  counts = all(k.numbers is not None for k in kinds)
-  if counts or (multiplies and rewriter.readers_of(eqn) & HELD):
-    return rewriter.untouched(eqn)  # Ranks, say; or angles, of positions and frequencies.
   eqn = eqn.replace(params=rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars)))
   wide_grads = None if policy is None else policy.weight_grad_dtype
   # What leaves in float32 is the sum that the matmul has, and a bias is added to that.
-  sums = facts_of(eqn).dtype_param is not None and bool(rewriter.readers_of(eqn) & CALLER)
+  sums = facts_of(eqn).dtype_param is not None and bool(readers & CALLER)
   out = FLOAT32 if sums else half
   if wide := with_wide_sums(rewriter, eqn, values, half, out, wide_grads):
     return rewriter.write(wide, wide.invars, [Kind(half, held=sums, widened=sums)])
@@ -271,6 +275,7 @@ def _rule(
   exact = all(is_exact(x, half) for x in numbers)
   own = dtype_of(eqn.outvars[0]) == FLOAT32  # Else the user has chosen low precision.
   more = facts.role == "product" or (facts.role == "sum" and len(arrays + others) == 1)
+  biased = all(k.rests or k.neutral for k in deciding)
   dtype, held = half, bool(readers & (HELD | FACTOR))
   if part == "float32":
     dtype = FLOAT32
@@ -278,12 +283,7 @@ def _rule(
     # A rounding before a sum may be all of it, and the operand knows more: of a gate near 1, say.
     # What the caller computes of a float32 result is not known.
     dtype = FLOAT32
-  elif (
-    facts.role == "sum"
-    and exact
-    and not readers & HELD
-    and all(k.rests or k.neutral for k in deciding)
-  ):
+  elif facts.role == "sum" and exact and biased and not readers & HELD:
     dtype = half  # A bias, as by hand: it is as large as what is rounded.
   elif computes and not all(k.rests for k in deciding):
     dtype = FLOAT32

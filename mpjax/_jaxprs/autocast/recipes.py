@@ -231,7 +231,8 @@ class Matmul:
       sums = len(list(itertools.takewhile(lambda level: not level[0], levels)))
     call = functools.partial(_gradient, self, side, like, sums)
     for mapped, *kept in levels[sums:]:
-      call = _each(call, kept, mapped)
+      each = jax.vmap(call, in_axes=[0, *(0 if axis else None for axis in kept)])
+      call = each if mapped else lambda *args, each=each: jnp.sum(each(*args), axis=0)
     with jax.named_scope(FLOAT8):
       return call(cotangent, *others)
 
@@ -305,12 +306,6 @@ def _transposed(
     return jax.linear_transpose(linear, like.update(dtype=matmul.half))(cotangent)[0]
 
   return jax.make_jaxpr(pull)(*avals)
-
-
-def _each(call: Any, kept: Sequence[bool], mapped: bool) -> Any:
-  """Returns `call` of each cotangent; the sum of its results if they are gradients of one array."""
-  each = jax.vmap(call, in_axes=[0, *(0 if axis else None for axis in kept)])
-  return each if mapped else lambda *args: jnp.sum(each(*args), axis=0)
 
 
 # The equation.

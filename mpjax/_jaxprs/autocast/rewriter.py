@@ -22,7 +22,7 @@ from mpjax._core.active import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES, takes
 from mpjax._core.types import DType, Function, PyTree
 from mpjax._jaxprs.autocast.scopes import (
-  NOT_FLOAT8,
+  NOT_IN,
   OUTPUT,
   REGION,
   REST,
@@ -175,6 +175,9 @@ returns its float32 sum, to all of them."""
 RETURNED = 64
 """A caller that takes the dtype that there is, likewise."""
 
+ANGLE = 128
+"""A sine or cosine, at once or behind operations in neither list."""
+
 EXACT = SUMMED | UNROUNDED
 """A comparison, an index, a carry."""
 
@@ -269,10 +272,10 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], place: Places) -> int:
       return CALLER | SUMMED
     returned = RETURNED if behind & CALLER else 0
     return behind & ~CALLER | returned | _ROLES.get(facts.role, 0)
-  return FULL | EXACT
+  return FULL | EXACT | (ANGLE if facts_of(eqn).role == "angle" else 0)
 
 
-_ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR}
+_ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR, "angle": ANGLE}
 
 
 def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], place: Places) -> Sequence[int]:
@@ -419,11 +422,11 @@ class Rewriter:
       return eqn
     return self.place.renamed(eqn, names)
 
-  def not_float8(self, eqn: JaxprEqn, reason: str) -> JaxprEqn:
-    """Returns a matmul that says, where an audit reads it, why it is not in float8."""
+  def explained(self, eqn: JaxprEqn, precision: str, reason: str) -> JaxprEqn:
+    """Returns a matmul that says, where an audit reads it, why it is not in a precision."""
     if AUDIT.value is None:
       return eqn
-    names = with_scope(eqn.source_info.name_stack, NOT_FLOAT8 + reason)
+    names = with_scope(eqn.source_info.name_stack, NOT_IN[precision] + reason)
     self._names[id(names)] = names
     return self.place.renamed(eqn, names)
 

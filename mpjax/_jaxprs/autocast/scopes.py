@@ -44,8 +44,8 @@ FLOAT8 = PREFIX + "float8"
 TABLE = PREFIX + "table"
 """The scope of a module whose own matmuls are not in float8. No dtype depends on it otherwise."""
 
-NOT_FLOAT8 = PREFIX + "not-float8="
-"""Why a matmul is not in float8, in the jaxpr that `mpjax.audit` traces."""
+NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("float8", "low")}
+"""Why a matmul is not in a precision, in the jaxpr that `mpjax.audit` traces."""
 
 _BITS = {"exponent_bits": 8, "mantissa_bits": 23}
 """Those of float32, which round nothing."""

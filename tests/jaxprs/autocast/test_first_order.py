@@ -252,3 +252,16 @@ def test_a_matmul_that_sums_nothing_multiplies():
   # For a matmul alone it is one too: experts are given their tokens like that.
   experts = jax.make_jaxpr(cast(lambda x, w: jnp.einsum("ij,k->ijk", x, w[0]) @ w))(X, W)
   assert programs.half_share(experts) == 1
+
+
+def test_a_matmul_of_data_that_computes_angles_is_in_float32():
+  grid, w = 99 * jnp.linspace(0, 1, 12).reshape(4, 3), jnp.eye(3) + 0.1
+  for angles in (jnp.sin, lambda a: jnp.cos(2 * a.T), lambda a: jnp.tan(jnp.stack([a, a + 1]))):
+    fun = lambda grid, w, angles=angles: angles(grid @ w)  # noqa: E731
+    for policy in ("mixed_float16", "mixed_float8"):
+      named = mpjax.autocast(fun, policy, data_argnums=0)
+      np.testing.assert_array_equal(named(grid, w), fun(grid, w))
+  # What is computed of them is low: the next layer of a network of sines is.
+  network = mpjax.autocast(lambda x, w: jnp.sin(jnp.sin(x @ w) @ w), data_argnums=0)
+  dtypes = [p.dtypes for p in programs.products(jax.make_jaxpr(network)(grid, w))]
+  assert [set(d) for d in dtypes] == [{"float32"}, {"bfloat16"}]

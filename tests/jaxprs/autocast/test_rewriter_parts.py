@@ -13,6 +13,7 @@ from jax import lax
 
 import mpjax
 from mpjax._jaxprs.autocast.rewriter import (
+  ANGLE,
   CALLER,
   EXACT,
   FACTOR,
@@ -258,10 +259,11 @@ def readers(fun, *args, results=None, ops=None):
     (lambda x: jax.jit(lambda x: 2 * x)(x) @ x, MATMUL | FACTOR),
     (lambda x: lax.cond(True, lambda x: x @ x, lambda x: x, x), MATMUL),
     (lambda x: lax.cond(True, jnp.exp, lambda x: x, x) @ X, LIST | MATMUL),
-    (jax.checkpoint(lambda x: jnp.sin(x) + x @ x), LIST | MATMUL),
+    (jax.checkpoint(lambda x: jnp.exp(x) + x @ x), LIST | MATMUL),
     # Decisions are as sums.
     (lambda x: jnp.floor(2 * x) @ X, SUMMED | FACTOR | MATMUL),
     (lambda x: jnp.exp(x - 1), LIST),
+    (lambda x: jnp.cos(2 * x.T), LIST | FACTOR | ANGLE),
   ],
 )
 def test_of_an_argument(fun, want):
