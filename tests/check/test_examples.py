@@ -266,15 +266,13 @@ def half_exports_its_masters(half, runs, text):
 # LeNet, by layers
 
 
+NAMES = ("conv1", "conv2", "fc1", "fc2", "fc3")
 LAYERS = {
-  "O0": dict.fromkeys(("conv1", "conv2", "fc1", "fc2", "fc3"), FULL),
-  "O2": dict.fromkeys(("conv1", "conv2", "fc1", "fc2", "fc3"), HALF),
-  "O3": dict.fromkeys(("conv1", "conv2", "fc1", "fc2", "fc3"), HALF),
-  "O2, fc3 float32": {**dict.fromkeys(("conv1", "conv2", "fc1", "fc2"), HALF), "fc3": FULL},
-  "O2, Conv float32": {
-    **dict.fromkeys(("conv1", "conv2"), FULL),
-    **dict.fromkeys(("fc1", "fc2", "fc3"), HALF),
-  },
+  "O0": dict.fromkeys(NAMES, FULL),
+  "O2": dict.fromkeys(NAMES, HALF),
+  "O3": dict.fromkeys(NAMES, HALF),
+  "O2, fc3 float32": {**dict.fromkeys(NAMES, HALF), "fc3": FULL},
+  "O2, Conv float32": {**dict.fromkeys(NAMES, HALF), "conv1": FULL, "conv2": FULL},
 }
 MIXED = "O2, fc3 float32"
 
@@ -321,8 +319,7 @@ def test_a_layer_of_lenet_runs_in_the_dtype_that_the_table_says(example):
     # The output of the last layer is its float32 sum.
     logits = model.apply({"params": state.params}, batch["images"])
     assert logits.dtype == FULL, name
-    representable = (logits == logits.astype(HALF).astype(FULL)).all()
-    assert not representable, name
+    assert not (logits == logits.astype(HALF).astype(FULL)).all(), name
 
 
 # ResNet, fine-tuned

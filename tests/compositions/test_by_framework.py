@@ -83,8 +83,7 @@ def test_a_model_that_is_wrapped_is_refused_without_its_whole_text():
 def test_a_scope_is_that_of_linen():
   with mpjax.policy_scope("c=bf16", [mpjax.Rule("float32", path="out")]):
     assert nn.Dense(2).apply(VARIABLES, X).dtype == "bfloat16"
-  decorated = mpjax.policy_scope("c=bf16")(nn.Dense(2).apply)
-  assert decorated(VARIABLES, X).dtype == "bfloat16"
+  assert mpjax.policy_scope("c=bf16")(nn.Dense(2).apply)(VARIABLES, X).dtype == "bfloat16"
 
 
 def test_a_scope_that_is_never_entered_warns():

@@ -237,8 +237,7 @@ def test_a_level_trains(name, dtype):
   assert losses[-1] < 0.5 * losses[0]
   half = jnp.dtype("float32" if name == "O0" else dtype)
   of_norms = half if name == "O3" else jnp.dtype("float32")
-  norms = params.pop("BatchNorm_0")
-  assert {p.dtype for p in jax.tree.leaves(norms)} == {of_norms}
+  assert {p.dtype for p in jax.tree.leaves(params.pop("BatchNorm_0"))} == {of_norms}
   assert {p.dtype for p in jax.tree.leaves(params)} == {half}
   if level.master_weights:
     master = mpjax.master_params(opt_state)

@@ -65,8 +65,7 @@ def test_the_users_list_wins_over_ours_both_ways(name, to):
   assert [part for part, names in parts_of(ops).items() if name in names] == [to]
   others = {part: names - {name} for part, names in parts_of(ops).items()}
   assert others == {part: names - {name} for part, names in parts_of(STANDARD).items()}
-  back = ops.replace(float32=[name]).replace(**{to: [name]})
-  assert back == ops
+  assert ops.replace(float32=[name]).replace(**{to: [name]}) == ops
 
 
 def test_what_is_conditional_can_be_set_and_taken_back():

@@ -65,8 +65,7 @@ def test_every_step_of_a_generator_runs_under_the_policy():
   assert model.log == [("float32", "float32")] * 2 + ["closed"]
   assert {str(x.dtype) for x in (*outs, stop.value.value)} == {"float32"}
   np.testing.assert_array_equal(outs, [view.layer(X).astype(BF16).astype("float32")] * 2)
-  program = jax.make_jaxpr(lambda x: next(view.steps(x)))(X)
-  assert half_share(program) == 1
+  assert half_share(jax.make_jaxpr(lambda x: next(view.steps(x)))(X)) == 1
 
 
 def test_a_generator_is_closed_and_told_of_errors():

@@ -236,8 +236,7 @@ def test_what_is_taken_out_of_a_view_is_taken_out_of_the_model():
   model = Writes()
   view = with_policy(model, HALF)
   view(X)
-  popped = nnx.pop(view, nnx.Intermediate)
-  assert list(nnx.to_pure_dict(popped)) == ["kl"]
+  assert list(nnx.to_pure_dict(nnx.pop(view, nnx.Intermediate))) == ["kl"]
   assert not hasattr(model, "kl")
   del view.fresh
   assert not hasattr(model, "fresh")
@@ -283,8 +282,7 @@ def test_sow_and_perturb():
   # It takes no side: what it is added to is rounded for what computes in low precision.
   gate = Does(lambda m, x: m.layer(nnx.sigmoid(m.perturb("before", m.layer(x)))))
   gate(X)
-  program = jax.make_jaxpr(with_policy(gate, HALF))(X)
-  assert dtypes_of(program, "logistic") == {"bfloat16"}
+  assert dtypes_of(jax.make_jaxpr(with_policy(gate, HALF))(X), "logistic") == {"bfloat16"}
 
 
 class Metric(nnx.Variable):

@@ -11,8 +11,8 @@ One rule decides, by what an operation is and by the kinds of its operands: data
   other          float32, if an operand is data or held in float32   data, else low, else neutral
 
 A caller that asks for float32 counts as a sum. A matmul that sums nothing is a multiplication where
-no operand is low and more than matmuls read the result. One of data that a sine reads is computed
-in float32, so is one of masks alone; one in which no operand has an axis of its own is a sum.
+no operand is low and more than matmuls read the result; one without free axes is a sum. One of data
+is in float32 where it computes an angle, or from data alone an index; so is one of masks alone.
 
 A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
 compute dtype. What only float32 operations read is computed in float32. A low value that was
@@ -47,6 +47,7 @@ from mpjax._jaxprs.autocast.rewriter import (
   DIGITS,
   FACTOR,
   HELD,
+  INDEX,
   RETURNED,
   SUMMED,
   Rewriter,
@@ -161,10 +162,11 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   """Writes a matmul or convolution, in low precision: what it returns is low, and at rest."""
   kinds, readers = [v.kind for v in values if v is not None], rewriter.readers_of(eqn)
   multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
+  data, alone = any(k.is_data for k in kinds), all(k.is_data or k.numbers for k in kinds)
   named = rewriter.explained(eqn, "low", "positions, angles or ranks")
-  if (multiplies and readers & HELD) or all(k.numbers is not None for k in kinds):
+  if (multiplies and readers & HELD) or (alone and (readers & INDEX or not data)):
     return rewriter.untouched(named)
-  if readers & ANGLE and joined(kinds) == Kind(FLOAT32) and dtype_of(eqn.outvars[0]) == FLOAT32:
+  if data and readers & ANGLE and dtype_of(eqn.outvars[0]) == FLOAT32:
     operands = [rewriter.view(v, FLOAT32, eqn) for v in values if v is not None]
     return rewriter.write(named, operands, [Kind(half, held=True)])
   policy = policy_at(scope, rewriter.settings)
@@ -262,7 +264,8 @@ def _rule(
 
   # The kind. A mask or a coordinate times an activation is an activation.
   lows = [k for k in deciding if k.is_low]
-  kind = joined(lows if facts.role == "product" and lows else deciding) or Kind(FLOAT32, True)
+  kind = joined(lows if facts.role == "product" and lows else deciding)
+  kind = kind or Kind(FLOAT32, neutral=bool(numbers))  # The size of a complex number is data.
   written = joined([kind, *(v.kind for v in others)]) or kind
   if kind.neutral and not kind.is_low and written.is_low:
     return FLOAT32, Kind(half, held=True)
@@ -327,10 +330,8 @@ def _saved_low(
   else the parts of the gradient may cancel. Nor if it is saved in float32 anyway.
   """
   facts, kinds = facts_of(eqn), [value.kind for value in values]
-  reads_operands = facts.role == "product" or facts.gradient in ("multiplied", "chosen")
-  if dtype != FLOAT32 or not reads_operands or facts.role == "sum":
-    return []
-  if any(k.numbers is not None for k in kinds):
+  reads = facts.gradient in ("multiplied", "chosen") and facts.role != "sum"
+  if dtype != FLOAT32 or not (reads or facts.role == "product") or any(k.numbers for k in kinds):
     return []
   saved = [k.dtype if k.rests else None for k in kinds]
   if any(saved) or len(values) != 2 or readers & DIGITS or not kind.is_low:
@@ -354,10 +355,8 @@ def _is_summed(eqn: JaxprEqn, value: Value | None, dtype: DType) -> bool:
 
   Not of one that only moves numbers.
   """
-  if value is None or dtype == FLOAT32 or type(value.atom) is Literal:
-    return False
-  if value.kind.neutral and not value.recast:
-    return False  # A constant.
+  if value is None or dtype == FLOAT32 or (value.kind.neutral and not value.recast):
+    return False  # The last of these is a constant.
   gradient = facts_of(eqn).gradient
   if gradient in ("added", "multiplied"):  # They may broadcast axes of size 1.
     return shape_of(value.atom) != shape_of(eqn.outvars[0])

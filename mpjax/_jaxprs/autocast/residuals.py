@@ -205,12 +205,11 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   first = function.eqns[0]
   scope, half = rewriter.place(first)
   value = rewriter.value(function.root)
-  if half is None or value is None or value.kind.dtype != half:
+  apart = any(rewriter.place(eqn)[0] != scope for eqn in function.eqns)
+  if apart or half is None or value is None or value.kind.dtype != half:
     return False
   readers = [rewriter.readers.get(v, 0) for v in function.outs]
   if all(only_float32(each) or (function.single and each & MATMUL) for each in readers):
-    return False
-  if any(rewriter.place(eqn)[0] != scope for eqn in function.eqns):
     return False
   # The results are held as the value is; but in float32 if no matmul reads them.
   harmed = HELD | FACTOR if value.kind.held else 0

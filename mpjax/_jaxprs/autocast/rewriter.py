@@ -178,6 +178,9 @@ RETURNED = 64
 ANGLE = 128
 """A sine or cosine, at once or behind operations in neither list."""
 
+INDEX = 256
+"""An integer, a complex number, a sine or an opaque operation, behind matmuls too."""
+
 EXACT = SUMMED | UNROUNDED
 """A comparison, an index, a carry."""
 
@@ -246,9 +249,10 @@ def readers_of(jaxpr: Jaxpr, outs: Sequence[int], place: Places) -> Readers:
 
 def _of_operation(eqn: JaxprEqn, results: Sequence[int], place: Places) -> int:
   """What an operation that holds no jaxpr is to its operands."""
-  behind, (scope, half) = 0, place(eqn)
+  behind, (scope, half), facts = 0, place(eqn), facts_of(eqn)
   for var, readers in zip(eqn.outvars, results, strict=True):
-    behind |= readers if dtype_of(var) in FLOATS else EXACT
+    counts = EXACT if facts.tests else EXACT | INDEX
+    behind |= readers if dtype_of(var) in FLOATS else counts
   if eqn.primitive is reduce_precision_p:
     leaving = dtype_marked(scope, OUTPUT)
     if dtype_marked(scope, REST) is not None:
@@ -260,29 +264,28 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], place: Places) -> int:
   if half is None or eqn.params.get("out_dtype") is not None or (part == "half" and exact):
     return FULL | EXACT
   if part == "half":
-    return MATMUL
+    return MATMUL | behind & INDEX
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
     rounded = eqn.primitive is convert_element_type_p and eqn.params["new_dtype"] != FLOAT32
     if rounded and dtype_of(eqn.outvars[0]) in FLOATS:
       return behind & MATMUL  # A cast of the user's.
-    facts = facts_of(eqn)
     if facts.moves or eqn.primitive is convert_element_type_p:
       return behind
     if facts.role == "sum" and behind & ~SUMMED == CALLER:
       return CALLER | SUMMED
     returned = RETURNED if behind & CALLER else 0
     return behind & ~CALLER | returned | _ROLES.get(facts.role, 0)
-  return FULL | EXACT | (ANGLE if facts_of(eqn).role == "angle" else 0)
+  return FULL | EXACT | (INDEX if part == "opaque" else _ROLES.get(facts.role, 0))
 
 
-_ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR, "angle": ANGLE}
+_ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR, "angle": ANGLE | INDEX}
 
 
 def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], place: Places) -> Sequence[int]:
   """What an equation that holds jaxprs is to each operand."""
   inners = inner_jaxprs(eqn)
   if not inners or any(inner.operands is None for inner in inners):
-    return (FULL | EXACT,) * len(eqn.invars)
+    return (FULL | EXACT | INDEX,) * len(eqn.invars)
   each, inside = [0] * len(eqn.invars), (place.settings, place.inside(eqn))
   for inner in inners:
     results = outs if inner.returns else (EXACT,) * len(inner.jaxpr.outvars)
@@ -472,31 +475,26 @@ class Rewriter:
     return {**params, "precision": default} if left_as_it_is else params
 
   def untouched(self, eqn: JaxprEqn) -> None:
-    """Writes an equation as it was, in the dtypes that it was traced with."""
+    """Writes an equation as it was, in the dtypes that it was traced with.
+
+    Results are of the kind of the operands: without a floating one data, but for random numbers.
+    """
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     default, params = self.settings.precision, None
     if default is not None and holds_jaxpr(eqn.params.values()):
       params = in_precision(eqn, default)
-    self.write(eqn, operands, [self.kind_as_traced(eqn, v) for v in eqn.outvars], params)
+    kind = joined(map(self.kind, eqn.invars)) or Kind(FLOAT32, facts_of(eqn).neutral)
+    kind = kind._replace(held=kind.is_low)
+    own: dict[DType | None, Kind] = {d: Kind(d) for d in FLOATS}
+    if not as_written(self.place(eqn)[0], self.settings):
+      own[FLOAT32] = kind
+    self.write(eqn, operands, [own.get(dtype_of(v)) for v in eqn.outvars], params)
 
   def not_entered(self, eqn: JaxprEqn) -> None:
     """Writes an equation as it was, since it is not known how it runs the jaxprs that it holds."""
     instead = "It runs as it was traced, in the dtypes that it was traced with."
     warn_not_entered(eqn, "mpjax.autocast", instead)
     self.untouched(eqn)
-
-  def kind_as_traced(self, eqn: JaxprEqn, var: Var) -> Kind | None:
-    """Returns the kind of a result in the dtype that it was traced with: that of the operands.
-
-    What no floating operand went into is data, but for random numbers.
-    """
-    dtype = dtype_of(var)
-    if dtype is None or dtype not in FLOATS:
-      return None
-    if dtype != FLOAT32 or as_written(self.place(eqn)[0], self.settings):
-      return Kind(dtype)
-    kind = joined(map(self.kind, eqn.invars)) or Kind(FLOAT32, facts_of(eqn).neutral)
-    return kind._replace(held=kind.is_low)
 
   def readers_of(self, eqn: JaxprEqn) -> int:
     """The consumers of the floating results of an equation."""

@@ -124,8 +124,7 @@ def low_dtype(policy: Policy | None) -> DType | None:
 
 def marked(scope: Scope) -> str | None:
   """Returns what the innermost mark of a region says; None if there is none."""
-  marks = (name[len(REGION) :] for name in reversed(scope) if name.startswith(REGION))
-  return next(marks, None)
+  return next((n.removeprefix(REGION) for n in reversed(scope) if n.startswith(REGION)), None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -89,6 +89,11 @@ class Kind(NamedTuple):
     return self.dtype != FLOAT32
 
   @property
+  def is_data(self) -> bool:
+    """Whether it is float32 for a reason."""
+    return self.dtype == FLOAT32 and not self.neutral
+
+  @property
   def current(self) -> DType:
     """The dtype that its readers read."""
     return FLOAT32 if self.held else self.dtype
@@ -182,7 +187,7 @@ def joined(kinds: Iterable[Kind | None]) -> Kind | None:
   lows = [kind for kind in several if kind.is_low]
   if not several:
     return None
-  if any(not kind.is_low and not kind.neutral for kind in several):
+  if any(kind.is_data for kind in several):
     return Kind(FLOAT32)
   if not lows:
     return Kind(FLOAT32, neutral=True)

@@ -254,14 +254,29 @@ def test_a_matmul_that_sums_nothing_multiplies():
   assert programs.half_share(experts) == 1
 
 
-def test_a_matmul_of_data_that_computes_angles_is_in_float32():
-  grid, w = 99 * jnp.linspace(0, 1, 12).reshape(4, 3), jnp.eye(3) + 0.1
-  for angles in (jnp.sin, lambda a: jnp.cos(2 * a.T), lambda a: jnp.tan(jnp.stack([a, a + 1]))):
-    fun = lambda grid, w, angles=angles: angles(grid @ w)  # noqa: E731
-    for policy in ("mixed_float16", "mixed_float8"):
-      named = mpjax.autocast(fun, policy, data_argnums=0)
-      np.testing.assert_array_equal(named(grid, w), fun(grid, w))
-  # What is computed of them is low: the next layer of a network of sines is.
+POSITIONS = {
+  "sine": lambda y: jnp.sin(jnp.concatenate([2 * y.T, y.T])),
+  "phase": lambda y: jnp.exp(lax.complex(jnp.zeros_like(y), y)),
+  "index": lambda y: jnp.arange(99)[jnp.floor(y).astype(int)],
+  "rank": lambda y: lax.top_k(y, 2)[1],
+  "factorization": lambda y: jnp.linalg.svd(y)[1],
+  "solution": lambda y: jnp.linalg.solve(y.T @ y, y.T),
+}
+GRID = 99 * jnp.linspace(0, 1, 12).reshape(4, 3)
+
+
+@pytest.mark.parametrize("fun", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_float8"])
+def test_matmuls_of_data_that_become_a_position_are_in_float32(fun, policy):
+  rotated = lambda x: fun((x @ (EYE + x[:3] / 999)) @ jnp.asarray(np.eye(3) + 0.1))  # noqa: E731
+  found = mpjax.autocast(rotated, policy, data_argnums=0)(GRID)
+  np.testing.assert_array_equal(found, rotated(GRID))
+
+
+def test_a_matmul_of_data_that_becomes_an_angle_is_low_and_in_float32():
   network = mpjax.autocast(lambda x, w: jnp.sin(jnp.sin(x @ w) @ w), data_argnums=0)
-  dtypes = [p.dtypes for p in programs.products(jax.make_jaxpr(network)(grid, w))]
+  dtypes = [p.dtypes for p in programs.products(jax.make_jaxpr(network)(GRID, W))]
   assert [set(d) for d in dtypes] == [{"float32"}, {"bfloat16"}]
+  # An index of what layers make is of low precision, as by hand.
+  ranks = mpjax.autocast(lambda x, w: jnp.argmax((x @ w) @ x.T), data_argnums=0)
+  assert programs.half_share(jax.make_jaxpr(ranks)(GRID, W)) == 1

@@ -488,8 +488,7 @@ def test_dead_results_are_written_as_they_were():
     values, _ = lax.top_k(x @ w, 2)
     return values
 
-  program = cast(fun, W, X)
-  assert types(program, "sort") == [("bfloat16", "float32", "bfloat16")]
+  assert types(cast(fun, W, X), "sort") == [("bfloat16", "float32", "bfloat16")]
   assert jax.eval_shape(mpjax.autocast(fun), W, X).dtype == "float32"
 
 

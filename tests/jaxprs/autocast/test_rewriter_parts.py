@@ -18,6 +18,7 @@ from mpjax._jaxprs.autocast.rewriter import (
   EXACT,
   FACTOR,
   FULL,
+  INDEX,
   MATMUL,
   RETURNED,
   SUMMED,
@@ -232,14 +233,14 @@ def readers(fun, *args, results=None, ops=None):
     (lambda x: x @ x, MATMUL),
     (jnp.exp, LIST),
     (lambda x: x.sum(), LIST),
-    (lambda x: lax.reduce_precision(x, 5, 5), LIST),
+    (lambda x: lax.reduce_precision(x, 5, 5), LIST | INDEX),
     (lambda x: (jnp.exp(x), x @ x), LIST | MATMUL),
     # Sums, comparisons, indices and integers take their operands as they are held; products too.
     (lambda x: x + 1, SUMMED),
     (lambda x: x > 0, EXACT),
-    (lambda x: jnp.argmax(x), EXACT),
-    (lambda x: lax.top_k(x, 2)[1], EXACT),
-    (lambda x: x.astype(int), EXACT),
+    (lambda x: jnp.argmax(x), EXACT | INDEX),
+    (lambda x: lax.top_k(x, 2)[1], EXACT | INDEX),
+    (lambda x: x.astype(int), EXACT | INDEX),
     (lambda x: 2 * x, FACTOR),
     # Behind operations in neither list, of any number; a sum alone ends what a rounding harms.
     (lambda x: jnp.tanh(2 * x.T)[:2] @ X, MATMUL | FACTOR),
@@ -263,7 +264,9 @@ def readers(fun, *args, results=None, ops=None):
     # Decisions are as sums.
     (lambda x: jnp.floor(2 * x) @ X, SUMMED | FACTOR | MATMUL),
     (lambda x: jnp.exp(x - 1), LIST),
-    (lambda x: jnp.cos(2 * x.T), LIST | FACTOR | ANGLE),
+    # What says where something is, behind a matmul too.
+    (lambda x: jnp.argmax(x @ X), MATMUL | INDEX),
+    (lambda x: jnp.cos(2 * x.T), LIST | FACTOR | ANGLE | INDEX),
   ],
 )
 def test_of_an_argument(fun, want):
@@ -325,4 +328,4 @@ def test_of_a_solver():
   def fun(a, b):
     return lax.custom_linear_solve(lambda v: a @ v, b, lambda _, b: b / jnp.diag(a))
 
-  assert readers(fun, X, X[0]) == (LIST, LIST)
+  assert readers(fun, X, X[0]) == (LIST | INDEX, LIST | INDEX)
