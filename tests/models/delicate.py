@@ -138,6 +138,15 @@ def coordinates_among_features(p, x, low):
   return jnp.diff(features.at[:, :3].set(x[:, :3]), axis=0)
 
 
+# Gradients that cancel, of a value that is read in several places.
+
+
+@case(kernels("v", inputs=8, outputs=4) | {"out": normal(4, 4)}, STEPS[:500])
+def states_and_next_states(p, x, low):
+  h = wide(mm(x, p["v"], low))
+  return jnp.cumsum(h[1:] - 0.99 * h[:-1], 0) + mm(h, p["out"], low)[:1]
+
+
 # Parameters that a rounding would change.
 
 _BOXES = np.linspace(0, 511, 100, dtype=np.float32)[:, None] * np.ones((1, 4), np.float32)

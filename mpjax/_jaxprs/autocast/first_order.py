@@ -238,6 +238,10 @@ def _elementwise(
   result = rewriter.values[eqn.outvars[0]]
   result.producer = producer
   if facts.moves:
+    several = [v for v in eqn.invars if type(v) is not Literal and v in rewriter.shared]
+    if all(v.kind.rests for v in (result, *floats)) and (several or any(v.moved for v in floats)):
+      for var in eqn.outvars:
+        rewriter.values[var].moved = eqn
     added, weight = all(v.kind.added for v in arrays), floats[0].kind.weight
     # The numbers that the elements of one of several values are among.
     among = sorted({number for value in floats for number in value.kind.numbers or ()})

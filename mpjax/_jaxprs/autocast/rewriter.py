@@ -4,6 +4,7 @@ First what an equation's parameters say of dtypes, then the consumers of each va
 looked up backwards before anything is written, then the rewriter itself.
 """
 
+import collections
 import functools
 import operator
 import warnings
@@ -339,6 +340,7 @@ class Rewriter:
   Fields:
     settings: what was asked for.
     readers: the consumers of each variable, see `readers_of`.
+    shared: the variables that are read more than once.
     eqns: what is written so far.
     values: the floating values by the variables that held them. Variables of other dtypes stay.
   """
@@ -347,6 +349,8 @@ class Rewriter:
     self.settings = settings
     self.place = Places(settings, scope)
     self.readers = readers_of(jaxpr, outs, self.place)
+    operands = (v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
+    self.shared = {v for v, count in collections.Counter(operands).items() if count > 1}
     self.eqns: list[JaxprEqn] = []
     self.values: dict[Var, Value] = {}
     self._names: dict[int, NameStack] = {}
@@ -389,6 +393,17 @@ class Rewriter:
     view = None if value.views is None else value.views.get(dtype)
     if view is not None:
       return view
+    if value.moved is not None and dtype == FLOAT32:
+      # A cast commutes with a move. Of all float32 readers of what was moved there is one cast, so
+      # their gradients, which may cancel, are added before they are rounded: `v[1:] - v[:-1]`.
+      moved = value.moved
+      operands = [self.read(atom, eqn, FLOAT32) for atom in moved.invars]
+      results = [self.values[v] for v in moved.outvars]
+      outs = [retyped(one.atom, FLOAT32) for one in results]
+      self.eqns.append(moved.replace(invars=operands, outvars=outs))
+      for one, out in zip(results, outs, strict=True):
+        one.views = {**(one.views or {}), FLOAT32: out}
+      return (value.views or {})[FLOAT32]
     producer, number = value.producer, value.number
     if producer is not None and number is not None:
       # The array is filled with the number in another dtype, as by hand: with a cast of the float32

@@ -125,6 +125,7 @@ class Value:
     counted: it was an integer.
     producer: the equation that was written for it, if it is of elements alone.
     stored: of a parameter that the function has cast, the variable before the cast.
+    moved: of numbers at rest that were moved, the equation, if several read what was moved.
     views: variables of the same numbers in other dtypes; None for none.
   """
 
@@ -134,6 +135,7 @@ class Value:
   counted: bool = False
   producer: JaxprEqn | None = None
   stored: Atom | None = None
+  moved: JaxprEqn | None = None
   views: dict[DType, Atom] | None = None
 
   @property
