@@ -96,7 +96,7 @@ class Row(NamedTuple):
   elementwise: bool = False
   bounded: bool = False
   tests: bool = False
-  role: Literal["sum", "product", "angle"] | None = None
+  role: Literal["sum", "product", "angle", "linear algebra"] | None = None
   neutral: bool = False
   gradient: Literal["repeated", "added", "multiplied", "chosen", "result"] | None = None
   degree: Degree | None = None
@@ -386,9 +386,12 @@ FAMILIES: tuple[Family, ...] = (
     "opaque",
     "Linear algebra: the libraries behind it take no float16 or bfloat16, and the condition number "
     "of the matrix multiplies every rounding.",
-    "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu "
-    "lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve tridiagonal "
-    "tridiagonal_solve",
+    Row(
+      "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu "
+      "lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve tridiagonal "
+      "tridiagonal_solve",
+      role="linear algebra",
+    ),
   ),
   family(
     "opaque",
@@ -496,7 +499,7 @@ FAMILIES: tuple[Family, ...] = (
     # `jax.checkpoint` and `jax.custom_vjp` with `jax_remat3` and `jax_custom_vjp3` are such.
     Row("call_hi_primitive", holds=Holds.OBJECT),
     # Of its four jaxprs the others are for differentiating and checking.
-    Row("custom_linear_solve", holds=Holds.LINEAR_SOLVE),
+    Row("custom_linear_solve", holds=Holds.LINEAR_SOLVE, role="linear algebra"),
     Row("linear_call", holds=Holds.LINEAR_CALL),
   ),
 )

@@ -147,6 +147,41 @@ def states_and_next_states(p, x, low):
   return jnp.cumsum(h[1:] - 0.99 * h[:-1], 0) + mm(h, p["out"], low)[:1]
 
 
+# Matmuls beside linear algebra, whose condition number multiplies a rounding.
+
+
+def _features(p, x, low):
+  return wide(mm(jnp.tanh(mm(x, p["w"], low)), p["v"], low))
+
+
+@case(kernels("w", outputs=16) | kernels("v"), ROWS)
+def ridge_regression(p, x, low):
+  h = _features(p, x, low)
+  return h[32:] @ jnp.linalg.solve(h[:32].T @ h[:32] + 0.1 * jnp.eye(8), h[:32].T @ x[:32])
+
+
+@case(kernels("w", outputs=16) | kernels("v"), ROWS)
+def ridge_regression_by_its_dual(p, x, low):
+  h = _features(p, x, low)
+  return h @ (h.T @ jnp.linalg.solve(h @ h.T + 0.1 * jnp.eye(len(h)), x))
+
+
+@case(kernels("w", outputs=16) | kernels("v", outputs=4), ROWS)
+def whitened_features(p, x, low):
+  h = _features(p, x, low)
+  h = h - h.mean(0)
+  sizes, axes = jnp.linalg.eigh(h.T @ h / len(h) + 1e-2 * jnp.eye(4))
+  return h @ (axes * sizes**-0.5) @ axes.T
+
+
+@case(kernels("w", inputs=3, outputs=8) | kernels("v", inputs=8, outputs=3), PLACES)
+def aligned_points(p, x, low):
+  moved = x[:, ::-1] + 0.1 * wide(mm(jnp.tanh(mm(x - x.mean(0), p["w"], low)), p["v"], low))
+  left, right = moved - moved.mean(0), x - x.mean(0)
+  u, _, v = jnp.linalg.svd(left.T @ right)
+  return left @ (u @ v) - right
+
+
 # Parameters that a rounding would change.
 
 _BOXES = np.linspace(0, 511, 100, dtype=np.float32)[:, None] * np.ones((1, 4), np.float32)

@@ -12,7 +12,9 @@ One rule decides, by what an operation is and by the kinds of its operands: data
 
 A caller that asks for float32 counts as a sum. A matmul that sums nothing is a multiplication where
 no operand is low and more than matmuls read the result; one without free axes is a sum. One of data
-is in float32 where it computes an angle, or from data alone an index; so is one of masks alone.
+is in float32 where it computes an angle, or from data alone an index; so is one of masks alone, and
+one that linear algebra reads or is computed with its results, if it is no layer: a parameter times
+an activation.
 
 A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
 compute dtype. What only float32 operations read is computed in float32. A low value that was
@@ -42,6 +44,7 @@ from mpjax._jaxprs.autocast.float8 import recipe_of
 from mpjax._jaxprs.autocast.recipes import in_recipe, is_weight, why_not
 from mpjax._jaxprs.autocast.residuals import saving_low
 from mpjax._jaxprs.autocast.rewriter import (
+  ALGEBRA,
   ANGLE,
   CALLER,
   DIGITS,
@@ -163,8 +166,11 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   kinds, readers = [v.kind for v in values if v is not None], rewriter.readers_of(eqn)
   multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
   data, alone = any(k.is_data for k in kinds), all(k.is_data or k.numbers for k in kinds)
-  named = rewriter.explained(eqn, "low", "positions, angles or ranks")
-  if (multiplies and readers & HELD) or (alone and (readers & INDEX or not data)):
+  # Linear algebra multiplies a rounding by a condition number.
+  layer = any(k.neutral for k in kinds) and not all(k.neutral for k in kinds)
+  algebra = not layer and (readers & ALGEBRA or any(k.solved for k in kinds))
+  named = rewriter.explained(eqn, "low", "positions, angles, ranks or linear algebra")
+  if (multiplies and readers & HELD) or (alone and (readers & INDEX or not data)) or algebra:
     return rewriter.untouched(named)
   if data and readers & ANGLE and dtype_of(eqn.outvars[0]) == FLOAT32:
     operands = [rewriter.view(v, FLOAT32, eqn) for v in values if v is not None]
@@ -311,9 +317,9 @@ def _rule(
     dtype = FLOAT32
   if AS_GIVEN in rewriter.place(eqn)[0]:
     held = any(k.held for k in deciding)
-  held = held and dtype == FLOAT32
+  held = (held or kind.solved) and dtype == FLOAT32
   widened = held and widened and part != "float32" and exact
-  return dtype, Kind(half, kind.neutral, held, widened=widened)
+  return dtype, Kind(half, kind.neutral, held, widened=widened, solved=kind.solved)
 
 
 def _scaled(eqn: JaxprEqn, values: Sequence[Value]) -> int | None:
@@ -338,7 +344,7 @@ def _saved_low(
   if dtype != FLOAT32 or not (reads or facts.role == "product") or any(k.numbers for k in kinds):
     return []
   saved = [k.dtype if k.rests else None for k in kinds]
-  if any(saved) or len(values) != 2 or readers & DIGITS or not kind.is_low:
+  if any(saved) or len(values) != 2 or readers & DIGITS or kind.solved or not kind.is_low:
     return saved
   of_a_parameter = [i for i, k in enumerate(kinds) if k.is_low and kinds[1 - i].neutral]
   big = of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)

@@ -182,6 +182,9 @@ ANGLE = 128
 INDEX = 256
 """An integer, a complex number, a sine or an opaque operation, behind matmuls too."""
 
+ALGEBRA = 512
+"""Linear algebra, at once or behind operations in neither list."""
+
 EXACT = SUMMED | UNROUNDED
 """A comparison, an index, a carry."""
 
@@ -265,7 +268,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], place: Places) -> int:
   if half is None or eqn.params.get("out_dtype") is not None or (part == "half" and exact):
     return FULL | EXACT
   if part == "half":
-    return MATMUL | behind & INDEX
+    return MATMUL | behind & INDEX | (EXACT if behind & ALGEBRA else 0)
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
     rounded = eqn.primitive is convert_element_type_p and eqn.params["new_dtype"] != FLOAT32
     if rounded and dtype_of(eqn.outvars[0]) in FLOATS:
@@ -276,17 +279,22 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], place: Places) -> int:
       return CALLER | SUMMED
     returned = RETURNED if behind & CALLER else 0
     return behind & ~CALLER | returned | _ROLES.get(facts.role, 0)
-  return FULL | EXACT | (INDEX if part == "opaque" else _ROLES.get(facts.role, 0))
+  return FULL | EXACT | _ROLES.get(facts.role, INDEX if part == "opaque" else 0)
 
 
-_ROLES: Mapping[str | None, int] = {"sum": SUMMED, "product": FACTOR, "angle": ANGLE | INDEX}
+_ROLES: Mapping[str | None, int] = {
+  "sum": SUMMED,
+  "product": FACTOR,
+  "angle": ANGLE | INDEX,
+  "linear algebra": ALGEBRA | INDEX,
+}
 
 
 def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], place: Places) -> Sequence[int]:
   """What an equation that holds jaxprs is to each operand."""
   inners = inner_jaxprs(eqn)
   if not inners or any(inner.operands is None for inner in inners):
-    return (FULL | EXACT | INDEX,) * len(eqn.invars)
+    return (FULL | EXACT | _ROLES.get(facts_of(eqn).role, INDEX),) * len(eqn.invars)
   each, inside = [0] * len(eqn.invars), (place.settings, place.inside(eqn))
   for inner in inners:
     results = outs if inner.returns else (EXACT,) * len(inner.jaxpr.outvars)
@@ -498,8 +506,10 @@ class Rewriter:
     default, params = self.settings.precision, None
     if default is not None and holds_jaxpr(eqn.params.values()):
       params = in_precision(eqn, default)
-    kind = joined(map(self.kind, eqn.invars)) or Kind(FLOAT32, facts_of(eqn).neutral)
-    kind = kind._replace(held=kind.is_low)
+    facts, kinds = facts_of(eqn), list(map(self.kind, eqn.invars))
+    kind = joined(kinds) or Kind(FLOAT32, facts.neutral)
+    solved = facts.role == "linear algebra" or any(each.solved for each in kinds if each)
+    kind = kind._replace(held=kind.is_low, solved=solved and not kind.neutral)
     own: dict[DType | None, Kind] = {d: Kind(d) for d in FLOATS}
     if not as_written(self.place(eqn)[0], self.settings):
       own[FLOAT32] = kind

@@ -258,7 +258,11 @@ def test_what_code_keeps_in_float32_is_on_purpose():
   w = jax.ShapeDtypeStruct((8, 8), "float32")
   audit = mpjax.audit(mpjax.autocast(fn, data_argnums=0))(WIDE, w)
   assert audit.leaks == ()
-  reasons = ["mpjax.full_precision", "positions, angles or ranks", 'precision="highest"']
+  reasons = [
+    "mpjax.full_precision",
+    "positions, angles, ranks or linear algebra",
+    'precision="highest"',
+  ]
   assert sorted(x.reason for x in audit.on_purpose) == reasons
   assert audit.half_share == 1 / 4
 

@@ -13,6 +13,7 @@ from jax import lax
 
 import mpjax
 from mpjax._jaxprs.autocast.rewriter import (
+  ALGEBRA,
   ANGLE,
   CALLER,
   EXACT,
@@ -105,7 +106,7 @@ def linear_call(a, b):
 
 
 def linear_solve(a, b):
-  back = lax.cond(b[0] > 0, lambda b: b @ a, lambda b: a @ b, b)
+  back = jnp.exp(lax.cond(b[0] > 0, lambda b: b @ a, lambda b: a @ b, b))
   return lax.custom_linear_solve(lambda x: a @ x, back, lambda _, b: b @ a, lambda _, b: b @ a.T)
 
 
@@ -328,4 +329,9 @@ def test_of_a_solver():
   def fun(a, b):
     return lax.custom_linear_solve(lambda v: a @ v, b, lambda _, b: b / jnp.diag(a))
 
-  assert readers(fun, X, X[0]) == (LIST | INDEX, LIST | INDEX)
+  both = LIST | INDEX | ALGEBRA
+  assert readers(fun, X, X[0]) == (both, both)
+  # Not behind a matmul, whose operands are not rounded for it either.
+  assert readers(lambda w, a, b: fun(a @ w, 2 * b), X, X, X[0]) == (MATMUL | EXACT | INDEX,) * 2 + (
+    both | FACTOR,
+  )
