@@ -28,12 +28,13 @@ from mpjax._diagnostics.nonfinite.report import Fault, NonfiniteReport, Range, c
 from mpjax._diagnostics.nonfinite.scales import Implied, Rescale, implied_scale, scale_of
 from mpjax._diagnostics.nonfinite.uses import Uses, direction_of, not_finite
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
-from mpjax._diagnostics.runner import Observer, progress, run
+from mpjax._diagnostics.report import progress
 from mpjax._diagnostics.tune.modules import prefixes, selector, written
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import path_of
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import aval_of, mapped_with
+from mpjax._jaxprs.runner import Observer, run
 from mpjax._jaxprs.steps import Body, Step, body_of
 
 _CLOSELY = 64

@@ -31,11 +31,11 @@ from mpjax._diagnostics.nonfinite.uses import (
   is_select,
   not_finite,
 )
-from mpjax._diagnostics.runner import Around
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.in_float32 import is_low, results_in_float32, to_float32
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.reader import shape_of
+from mpjax._jaxprs.runner import Around
 from mpjax._jaxprs.steps import Body, Step
 
 _PASS_ON = frozenset(

@@ -22,9 +22,9 @@ from mpjax._diagnostics.arguments import Call, check_function, gradient_of, is_a
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.ranges.plan import Group, Input, Plan, is_inexact, plan
 from mpjax._diagnostics.ranges.ranges_report import FATES, FORMATS, GroupRanges, RangesReport
-from mpjax._diagnostics.report import Pending
-from mpjax._diagnostics.runner import Look, progress, run_on_host
+from mpjax._diagnostics.report import Pending, progress
 from mpjax._jaxprs.reader import shape_of
+from mpjax._jaxprs.runner import Look, run_on_host
 from mpjax._jaxprs.steps import Body, Step, body_of
 from mpjax.transforms._state import scales_in
 

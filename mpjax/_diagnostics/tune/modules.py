@@ -15,11 +15,11 @@ from mpjax._core.errors import REFUSALS
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._core.types import Array, DType, NumpyArray
-from mpjax._diagnostics.runner import Look, run_on_host
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.reader import shape_of
+from mpjax._jaxprs.runner import Look, run_on_host
 from mpjax._jaxprs.steps import Body, Step
 
 

@@ -19,8 +19,7 @@ from mpjax._diagnostics.arguments import Call, check_function, gradient_of
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.ranges.measure import counted, inputs_of
 from mpjax._diagnostics.ranges.plan import Input, plan
-from mpjax._diagnostics.report import Pending
-from mpjax._diagnostics.runner import Look, progress, run_on_host
+from mpjax._diagnostics.report import Pending, progress
 from mpjax._diagnostics.tune.modules import (
   Modules,
   Pair,
@@ -36,6 +35,7 @@ from mpjax._diagnostics.tune.search import Chosen, Problem, most_evaluations, se
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.graph import Graph
+from mpjax._jaxprs.runner import Look, run_on_host
 from mpjax._jaxprs.steps import body_of
 
 P = ParamSpec("P")

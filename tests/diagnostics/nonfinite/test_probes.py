@@ -14,7 +14,7 @@ from mpjax._diagnostics.nonfinite.probes import (
 )
 from mpjax._diagnostics.nonfinite.scales import Implied
 from mpjax._diagnostics.nonfinite.uses import Uses, can_break
-from mpjax._diagnostics.runner import run
+from mpjax._jaxprs.runner import run
 from mpjax._jaxprs.steps import body_of
 
 

@@ -5,13 +5,9 @@ it runs one step after the other: single steps are compiled, which JAX remembers
 repeat. No number lives longer than something reads it: that is what a function costs without `jit`.
 """
 
-import contextlib
 import functools
 import math
-import sys
-import threading
-import time
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import jax
@@ -19,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
-from rich.console import Console
 
 from mpjax._core.types import Array, PyTree
 from mpjax._jaxprs.compat import bind, context_of, varying_axes
@@ -383,43 +378,3 @@ _ENTER_ON_HOST: Mapping[Holds | None, Enter] = {
     lambda *ins: _shard_map(step, ins, observer, _TRACED)
   )(*ins),
 }
-
-
-FIRST, EVERY, REDRAWN = 2.0, 5.0, 0.2
-"""Seconds until something is shown, between the lines of a log, and until a bar is drawn again."""
-
-_BAR = 30
-
-
-@contextlib.contextmanager
-def progress(task: str) -> Generator[Callable[[int, int], None]]:
-  """Shows on stderr that a task runs, and what part of it is done."""
-  # Yields a function to call with the number of steps that are done, and of all, if that is known.
-  is_line = sys.stderr.isatty() or Console(stderr=True).is_jupyter
-  ended, start, done, total = threading.Event(), time.monotonic(), 0, 0
-
-  def advance(steps: int, of: int) -> None:
-    nonlocal done, total
-    done, total = steps, of
-
-  def show() -> None:
-    wait, text = FIRST, ""
-    while not ended.wait(wait):
-      wait = REDRAWN if is_line else EVERY
-      bar, share = "", f" {done} of {total}," if total else ""
-      if is_line and total:
-        bar = f" {'━' * min(_BAR * done // total, _BAR):{_BAR}}"
-      text = f"{task}:{bar}{share} {time.monotonic() - start:.0f} s"
-      sys.stderr.write(f"\r{text}" if is_line else f"{text}\n")
-      sys.stderr.flush()
-    if is_line and text:
-      sys.stderr.write(f"\r{' ' * len(text)}\r")
-      sys.stderr.flush()
-
-  thread = threading.Thread(target=show, daemon=True)
-  thread.start()
-  try:
-    yield advance
-  finally:
-    ended.set()
-    thread.join()
