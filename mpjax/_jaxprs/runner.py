@@ -5,10 +5,12 @@ it runs one step after the other: single steps are compiled, which JAX remembers
 repeat. No number lives longer than something reads it: that is what a function costs without `jit`.
 """
 
+import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +24,6 @@ from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import aval_of, dtype_of, mapped_with, shape_of
 from mpjax._jaxprs.steps import Body, Step
 
-State: TypeAlias = PyTree
-"""What was seen: a tree of arrays."""
-
 
 class Around(NamedTuple):
   """What is around a body."""
@@ -36,46 +35,53 @@ class Around(NamedTuple):
 
 _TRACED = Around()
 
-Entered: TypeAlias = tuple[list[Any], State]
-"""The results of a step, and what was seen inside."""
 
-Enter: TypeAlias = "Callable[[Step, Sequence[Any], Observer, Around], Entered]"
+class Observer:
+  """What looks at the values of a function while it runs: this one at none.
 
+  Each body has one of its own. What it has seen is a tree of arrays, which loops carry along. If
+  that does not merge, it is returned for each iteration of a loop, and `while` and `cond` run as
+  one step where they are compiled.
+  """
 
-class Observer(Protocol):
-  """What looks at the values of a function while it runs: each body has one of its own."""
-
-  merges: bool
-  """Whether what was seen twice is put together by `merge`. If not, it is returned for each
-  iteration of a loop, and `while` and `cond` run as one step where they are compiled."""
+  merges: ClassVar[bool] = True
+  seen: PyTree = None
 
   def of(self, body: Body, values: Sequence[Any], around: Around) -> Self:
     """Returns the one of a body, which runs with these arguments."""
-    ...
+    one = copy.copy(self)
+    one.seen = self.nothing()
+    return one
 
-  def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     """Returns the results of a step for these operands, and looks at them."""
-    ...
+    return bind(step.eqn, ins)
 
-  def inside(self, state: State) -> None:
+  def inside(self, seen: PyTree) -> None:
     """Takes what was seen inside of a step."""
+    self.seen = self.merge(self.seen, seen)
 
-  def state(self) -> State:
-    """Returns what was seen."""
+  def all_seen(self) -> PyTree:
+    """Returns what was seen, at the end of the body."""
+    return self.seen
 
-  def nothing(self) -> State:
-    """Returns the state in which nothing was seen."""
+  def nothing(self) -> PyTree:
+    """Returns what is seen in no step."""
 
-  def merge(self, one: State, other: State) -> State:
+  def merge(self, one: PyTree, other: PyTree) -> PyTree:
     """Returns what was seen in `one`, which ran before `other`, and in that."""
+    return other
 
-  def of_devices(self, states: State) -> State:
-    """Returns what was seen by all devices, given the states of each in a row."""
+  def of_devices(self, seen: PyTree) -> PyTree:
+    """Returns what was seen by all devices, given what each has seen in a row."""
+    return seen
 
 
-def run(
-  body: Body, values: Sequence[Any], observer: Observer, around: Around = _TRACED
-) -> tuple[list[Any], State]:
+Ran: TypeAlias = tuple[list[Any], PyTree]
+"""The results of a body or of a step, and what was seen."""
+
+
+def run(body: Body, values: Sequence[Any], observer: Observer, around: Around = _TRACED) -> Ran:
   """Returns the results of a body for some arguments, and what the observer saw."""
   env: dict[int, Any] = {**body.consts, **dict(zip(body.inputs, values, strict=True))}
   watch = observer.of(body, values, around)
@@ -84,24 +90,22 @@ def run(
     ins = [_typed(slot, v) if isinstance(slot, Literal) else env[slot] for slot, v in pairs]
     depends = step.holds in (Holds.COND, Holds.WHILE)
     if step.bodies and (observer.merges or around.on_host or not depends):
-      enter = (_ENTER_ON_HOST if around.on_host else _ENTER)[step.holds]
+      enter = _ENTER[step.holds][around.on_host]
       # A loop goes on in the types that it starts with.
-      ins = [
-        x if hasattr(x, "dtype") else _array(x, v)
-        for x, v in zip(ins, step.eqn.invars, strict=True)
-      ]
+      pairs = zip(ins, step.eqn.invars, strict=True)
+      ins = [x if hasattr(x, "dtype") else _array(x, v) for x, v in pairs]
       with context_of(step.eqn):
-        outs, state = enter(step, ins, observer, around)
-      watch.inside(state)
-      del state
+        outs, seen = enter(step, ins, observer, around)
+      watch.inside(seen)
+      del seen
     else:
-      outs = watch.compute(step, ins)
+      outs = watch.results_of(step, ins)
     env.update(zip(step.outs, outs, strict=True))
-    del ins, outs
+    del ins, outs, pairs
     for slot in unread:
       env.pop(slot, None)
   outs = [slot.val if isinstance(slot, Literal) else env[slot] for slot in body.outputs]
-  return outs, _varying(watch.state(), around.axes) if observer.merges else watch.state()
+  return outs, _varying(watch.all_seen(), around.axes) if observer.merges else watch.all_seen()
 
 
 def _typed(literal: Literal, var: Any) -> Any:
@@ -115,25 +119,30 @@ def _array(x: Any, var: Any) -> Any:
   return x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(var).dtype)
 
 
-def _varying(state: State, axes: tuple[Hashable, ...]) -> State:
-  """Returns a state of a type that says that each device has its own."""
+def _varying(seen: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
+  """Returns what was seen in a type that says that each device has its own."""
   if not axes:
-    return state
+    return seen
   zero = jax.lax.axis_index(axes) * 0
-  return jax.tree.map(lambda x: x + zero.astype(x.dtype), state)
+  return jax.tree.map(lambda x: x + zero.astype(x.dtype), seen)
 
 
 def _in_loop(around: Around, index: Array) -> Around:
   return around._replace(indices=(*around.indices, index))
 
 
-def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
-  first, last = step.inner[0].carry.start, step.inner[0].carry.stop
-  length = step.inner[0].times or 0
+def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  first, last, length = _scanned(step)
   start = jnp.asarray(length - 1 if step.eqn.params["reverse"] else 0, jnp.int32)
-  advance = functools.partial(_iterations, step, observer, around)
-  carry, ys, seen = advance(ins[:first], ins[first:last], ins[last:], start, length)
+  operands = ins[:first], ins[first:last], ins[last:]
+  carry, ys, seen = _iterations(step, observer, around, *operands, start, length)
   return [*carry, *ys], seen
+
+
+def _scanned(step: Step) -> tuple[int, int, int]:
+  """Returns where the carry of a scan begins and ends among its operands, and its length."""
+  (inner,) = step.inner
+  return inner.carry.start, inner.carry.stop, inner.times or 0
 
 
 def _iterations(
@@ -145,29 +154,27 @@ def _iterations(
   xs: Sequence[Any],
   start: Array | int,
   length: int,
-) -> tuple[list[Any], list[Any], State]:
+) -> tuple[list[Any], list[Any], PyTree]:
   (body,), reverse = step.bodies, step.eqn.params["reverse"]
 
   def iteration(state: Any, x: Sequence[Any]) -> tuple[Any, Any]:
     index, seen, carry = state
     outs, new = run(body, [*constants, *carry, *x], observer, _in_loop(around, index))
-    seen, note = (observer.merge(seen, new), None) if observer.merges else (seen, new)
-    return (index - 1 if reverse else index + 1, seen, outs[: len(carry)]), (
-      outs[len(carry) :],
-      note,
-    )
+    seen, each = (observer.merge(seen, new), None) if observer.merges else (seen, new)
+    state = index - 1 if reverse else index + 1, seen, outs[: len(carry)]
+    return state, (outs[len(carry) :], each)
 
   state = (start, _varying(observer.nothing(), around.axes), [*carry])
-  (_, seen, carry), (ys, notes) = jax.lax.scan(iteration, state, [*xs], length, reverse)
-  return [*carry], ys, seen if observer.merges else notes
+  (_, seen, carry), (ys, of_each) = jax.lax.scan(iteration, state, [*xs], length, reverse)
+  return [*carry], ys, seen if observer.merges else of_each
 
 
-def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
   # The condition is looked at too: it is computed at the end of an iteration, for the next one.
   test, body = step.bodies
   of_test, of_body, carry = _parts_of(step, ins)
 
-  def goes_on(carry: Sequence[Any], index: Array, seen: State) -> tuple[Any, State]:
+  def goes_on(carry: Sequence[Any], index: Array, seen: PyTree) -> tuple[Any, PyTree]:
     (again,), new = run(test, [*of_test, *carry], observer, _in_loop(around, index))
     return again, observer.merge(seen, new)
 
@@ -197,19 +204,17 @@ def _lanes(again: Any) -> list[Any]:
   return [again] if np.ndim(again) else []
 
 
-def _cond(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
-  def branch(body: Body) -> Callable[..., Entered]:
-    def taken(*operands: Any) -> Entered:
-      outs, seen = run(body, operands, observer, around)
-      return [_array(x, v) for x, v in zip(outs, step.eqn.outvars, strict=True)], seen
-
-    return taken
+def _cond(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  def branch(body: Body, *operands: Any) -> Ran:
+    outs, seen = run(body, operands, observer, around)
+    return [_array(x, v) for x, v in zip(outs, step.eqn.outvars, strict=True)], seen
 
   index, *operands = ins
-  return jax.lax.switch(index.astype(jnp.int32), [*map(branch, step.bodies)], *operands)
+  branches = [functools.partial(branch, body) for body in step.bodies]
+  return jax.lax.switch(index.astype(jnp.int32), branches, *operands)
 
 
-def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
   arguments, (body,) = mapped_with(step.eqn), step.bodies
   axes = tuple(name for name in arguments["mesh"].axis_names if name in arguments["axis_names"])
 
@@ -229,26 +234,20 @@ def _of_device(x: Any, axes: tuple[Hashable, ...]) -> Array:
   return jax.lax.pcast(x, tuple(set(axes) - set(varying_axes(jax.typeof(x)))), to="varying")
 
 
-def _gathered(states: State, mesh: Any) -> State:
-  """Returns the states of all devices on each of them."""
+def _gathered(seen: PyTree, mesh: Any) -> PyTree:
+  """Returns what all devices have seen on each of them."""
   # One of an array that is sharded by an explicit mesh cannot be taken by its index.
   if jax.sharding.AxisType.Explicit not in mesh.axis_types:
-    return states
+    return seen
   everywhere = jax.sharding.NamedSharding(mesh, jax.P())
-  return jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), states)
+  return jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), seen)
 
 
-_ENTER: Mapping[Holds | None, Enter] = {
-  Holds.SCAN: _scan,
-  Holds.WHILE: _while,
-  Holds.COND: _cond,
-  Holds.SHARD_MAP: _shard_map,
-}
+@dataclasses.dataclass
+class Look(Observer):
+  """An observer on the host, as three functions: what it picks is seen once it is computed."""
 
-
-class Look(NamedTuple):
-  """An observer on the host, as three functions."""
-
+  merges: ClassVar[bool] = False
   # Computes the results of a step.
   compute: Callable[[Step, Sequence[Any]], list[Array]] = lambda step, ins: bind(step.eqn, ins)
   # Chooses arrays among its operands and results, or computes some from these.
@@ -256,51 +255,33 @@ class Look(NamedTuple):
   # Takes them, if there are any: of a loop perhaps those of several iterations together, and of a
   # `shard_map` those of all devices, with one more axis in front.
   see: Callable[[Step, Sequence[Array]], None] = lambda *_: None
+  steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)
+  on_host: bool = False
 
+  def of(self, body: Body, values: Sequence[Any], around: Around) -> Self:
+    one = dataclasses.replace(self, on_host=around.on_host)
+    one.seen = {}
+    return one
 
-def run_on_host(body: Body, values: Sequence[Any], look: Look) -> list[Any]:
-  """Returns the results of a function. The condition of a `while` runs unobserved."""
-  steps = {step.number: step for step in body.every_step()}
-  return run(body, values, _Looking(look, steps), Around(on_host=True))[0]
-
-
-class _Looking:
-  """A `Look` as an observer: what it picks is seen as soon as it has been computed."""
-
-  merges = False
-
-  def __init__(self, look: Look, steps: Mapping[int, Step], around: Around = _TRACED) -> None:
-    self.look, self.steps, self.on_host = look, steps, around.on_host
-    self.picked: dict[int, Sequence[Array]] = {}
-
-  def of(self, body: Body, values: Sequence[Any], around: Around) -> "_Looking":
-    return _Looking(self.look, self.steps, around)
-
-  def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    outs = self.look.compute(step, ins)
-    picked = self.look.pick(step, ins, outs)
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+    outs = self.compute(step, ins)
+    picked = self.pick(step, ins, outs)
     if picked:
       self.inside({step.number: [*picked]})
     return outs
 
-  def inside(self, state: Mapping[int, Sequence[Array]]) -> None:
+  def inside(self, seen: Mapping[int, Sequence[Array]]) -> None:
     if not self.on_host:
-      self.picked.update(state)
+      self.seen.update(seen)
       return
-    for number, picked in state.items():
-      self.look.see(self.steps[number], picked)
+    for number, picked in seen.items():
+      self.see(self.steps[number], picked)
 
-  def state(self) -> Mapping[int, Sequence[Array]]:
-    return self.picked
 
-  def nothing(self) -> State:
-    return None
-
-  def merge(self, one: State, other: State) -> State:
-    return other
-
-  def of_devices(self, states: State) -> State:
-    return states
+def run_on_host(body: Body, values: Sequence[Any], look: Look) -> list[Any]:
+  """Returns the results of a function. The condition of a `while` runs unobserved."""
+  look = dataclasses.replace(look, steps={step.number: step for step in body.every_step()})
+  return run(body, values, look, Around(on_host=True))[0]
 
 
 _TOGETHER = 2**20
@@ -310,9 +291,9 @@ They have the same shapes under a policy, so that iterations are seen together a
 """
 
 
-def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
   (body,), (inner,), reverse = step.bodies, step.inner, step.eqn.params["reverse"]
-  first, last, length = inner.carry.start, inner.carry.stop, inner.times or 0
+  first, last, length = _scanned(step)
   constants, carry, xs = ins[:first], [*ins[first:last]], ins[last:]
   if not length:
     return bind(step.eqn, ins), {}
@@ -322,21 +303,16 @@ def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Ar
     most = max(min(_TOGETHER // max(sum(math.prod(shape_of(v)) for v in each), 1), length), 1)
     # What is left over would be compiled too.
     size = next((count for count in range(most, most // 2, -1) if length % count == 0), most)
-
-  @functools.partial(jax.jit, static_argnums=4)
-  def advance(
-    constants: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any], start: int, count: int
-  ) -> Any:
-    part = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
-    return _iterations(step, observer, _TRACED, constants, carry, part, start, count)
-
+  together = functools.partial(_iterations, step, observer, _TRACED)
+  compiled = jax.jit(together, static_argnums=4)
   watch, parts = observer.of(body, (), around), list[Any]()
   for start in range(0, length, size)[:: -1 if reverse else 1]:
     count = min(size, length - start)
     if body.is_straight:
-      carry, ys, picked = advance(constants, carry, xs, start, count)
+      some = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
+      carry, ys, picked = compiled(constants, carry, some, start, count)
       watch.inside(picked)
-      del picked
+      del picked, some
     else:
       outs, _ = run(body, [*constants, *carry, *(x[start] for x in xs)], observer, around)
       carry, ys = outs[: len(carry)], [jnp.asarray(y)[None] for y in outs[len(carry) :]]
@@ -351,11 +327,10 @@ def _joined(parts: Sequence[Any]) -> Array:
   return parts[0] if len(parts) == 1 else jnp.asarray(np.concatenate(parts))
 
 
-def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
   test, body = step.bodies
   of_test, of_body, carry = _parts_of(step, ins)
-  unobserved = _Looking(Look(), {})
-  goes_on = jax.jit(lambda values: run(test, values, unobserved)[0][0])
+  goes_on = jax.jit(lambda values: run(test, values, Look())[0][0])
   advance = functools.partial(run, body, observer=observer)
   advance = jax.jit(advance) if body.is_straight else functools.partial(advance, around=around)
   watch = observer.of(body, (), around)
@@ -365,16 +340,19 @@ def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: A
   return carry, {}
 
 
-def _cond_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Entered:
+def _cond_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
   index, *operands = ins
   return run(step.bodies[min(max(int(index), 0), len(step.bodies) - 1)], operands, observer, around)
 
 
-_ENTER_ON_HOST: Mapping[Holds | None, Enter] = {
-  Holds.SCAN: _scan_on_host,
-  Holds.WHILE: _while_on_host,
-  Holds.COND: _cond_on_host,
-  Holds.SHARD_MAP: lambda step, ins, observer, _: jax.jit(
-    lambda *ins: _shard_map(step, ins, observer, _TRACED)
-  )(*ins),
+def _shard_map_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  return jax.jit(lambda *ins: _shard_map(step, ins, observer, _TRACED))(*ins)
+
+
+_ENTER: Mapping[Holds | None, tuple[Callable[..., Ran], Callable[..., Ran]]] = {
+  Holds.SCAN: (_scan, _scan_on_host),
+  Holds.WHILE: (_while, _while_on_host),
+  Holds.COND: (_cond, _cond_on_host),
+  Holds.SHARD_MAP: (_shard_map, _shard_map_on_host),
 }
+"""How what holds jaxprs is entered, under `jit` and on the host."""

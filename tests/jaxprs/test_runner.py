@@ -5,8 +5,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mpjax._jaxprs.compat import bind
-from mpjax._jaxprs.runner import Look, run, run_on_host
+from mpjax._jaxprs.runner import Look, Observer, run, run_on_host
 from mpjax._jaxprs.steps import body_of
 
 
@@ -134,16 +133,8 @@ def local(x):
   )(x)
 
 
-class Sines:
+class Sines(Observer):
   """Counts the sines that run, on all devices."""
-
-  merges = True
-
-  def __init__(self):
-    self.count = self.nothing()
-
-  def of(self, body, values, around):
-    return Sines()
 
   def nothing(self):
     return jnp.zeros((), jnp.int32)
@@ -151,18 +142,12 @@ class Sines:
   def merge(self, one, other):
     return one + other
 
-  def of_devices(self, states):
-    return jnp.sum(states)
+  def of_devices(self, seen):
+    return jnp.sum(seen)
 
-  def compute(self, step, ins):
-    self.count += int(step.eqn.primitive.name == "sin")
-    return bind(step.eqn, ins)
-
-  def inside(self, state):
-    self.count += state
-
-  def state(self):
-    return self.count
+  def results_of(self, step, ins):
+    self.seen += int(step.eqn.primitive.name == "sin")
+    return super().results_of(step, ins)
 
 
 def test_under_jit_results_are_those_of_the_functions():

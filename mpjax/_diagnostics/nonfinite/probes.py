@@ -35,7 +35,7 @@ from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.in_float32 import is_low, results_in_float32, to_float32
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.reader import shape_of
-from mpjax._jaxprs.runner import Around
+from mpjax._jaxprs.runner import Around, Observer
 from mpjax._jaxprs.steps import Body, Step
 
 _PASS_ON = frozenset(
@@ -110,10 +110,8 @@ def suspects(top: Body, sentinels: Sentinels, flags: NumpyArray) -> Iterator[lis
     yield [s.number for s in (step, *inside) if can_break(s) and any(map(is_bad, s.outs))]
 
 
-class FlagProbe:
+class FlagProbe(Observer):
   """Looks which of the sentinels are not finite, in any iteration and on any device."""
-
-  merges = True
 
   def __init__(self, top: Body, sentinels: Sentinels, rescale: Rescale) -> None:
     self.top, self.sentinels, self.rescale = top, sentinels, rescale
@@ -125,7 +123,7 @@ class FlagProbe:
       probe._look((*body.inputs, *body.consts), (*values, *body.consts.values()))
     return probe
 
-  def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     outs = bind(step.eqn, self.rescale(step, ins))
     self._look(step.outs, outs)
     return outs
@@ -136,10 +134,10 @@ class FlagProbe:
       if number is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         self.seen[number] = jnp.any(not_finite(jnp.asarray(x)))
 
-  def inside(self, state: Array) -> None:
-    self.flags = self.flags | state
+  def inside(self, seen: Array) -> None:
+    self.flags = self.flags | seen
 
-  def state(self) -> Array:
+  def all_seen(self) -> Array:
     if not self.seen:
       return self.flags
     return self.flags.at[jnp.asarray([*self.seen])].set(jnp.stack([*self.seen.values()]))
@@ -150,8 +148,8 @@ class FlagProbe:
   def merge(self, one: Array, other: Array) -> Array:
     return one | other
 
-  def of_devices(self, states: Array) -> Array:
-    return jnp.any(states, axis=0)
+  def of_devices(self, seen: Array) -> Array:
+    return jnp.any(seen, axis=0)
 
 
 NONE = 2**31 - 1
@@ -169,13 +167,11 @@ class First(NamedTuple):
   device: Array  # the position in the mesh of a `shard_map`; -1 outside of one
 
 
-class FirstProbe:
+class FirstProbe(Observer):
   """Looks, among the steps and arguments `only`, for the first whose result is not finite."""
 
   # Of a value that a `where` may discard, the number of the step that broke follows each element,
   # until something computes with it.
-
-  merges = True
 
   def __init__(
     self,
@@ -212,10 +208,10 @@ class FirstProbe:
     """Returns the state of what ran first."""
     return jax.tree.map(lambda a, b: jnp.where(one.number < NONE, a, b), one, other)
 
-  def of_devices(self, states: First) -> First:
+  def of_devices(self, seen: First) -> First:
     """Returns the state of the device on which the first step broke."""
-    device = jnp.argmin(states.number)
-    first = First(*(each[device] for each in states))
+    device = jnp.argmin(seen.number)
+    first = First(*(each[device] for each in seen))
     return first._replace(device=jnp.where(first.number < NONE, device.astype(jnp.int32), -1))
 
   def _look_at_arguments(self, body: Body, values: Sequence[Any]) -> None:
@@ -230,7 +226,7 @@ class FirstProbe:
       inf_counts = slot not in body.consts
       self._broke(slot, number, is_nan(x) | (inf_counts & not_finite(x) & ~may_be_mask))
 
-  def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     ins = self.rescale(step, ins)
     outs = bind(step.eqn, ins)
     self._multiply(step, ins)
@@ -241,10 +237,10 @@ class FirstProbe:
           self._broke(slot, step.number, mask)
     return outs
 
-  def inside(self, state: First) -> None:
-    self.inner.append(state)
+  def inside(self, seen: First) -> None:
+    self.inner.append(seen)
 
-  def state(self) -> First:
+  def all_seen(self) -> First:
     for shape in list(self.masks):
       self._reduce(shape)
     state = self.nothing()
@@ -350,12 +346,10 @@ class Seen(NamedTuple):
   broken: Array  # int32, how many did
 
 
-class CaptureProbe:
+class CaptureProbe(Observer):
   """Looks at the operands and results of one step, and at the results of those before it."""
 
   # The device is that on which it broke, -1 outside of a `shard_map`.
-
-  merges = True
 
   def __init__(self, top: Body, number: int, iterations: Sequence[int], device: int) -> None:
     self.iterations, self.device, self.indices = iterations, device, tuple[Array, ...]()
@@ -382,11 +376,11 @@ class CaptureProbe:
     """Returns the state in which something was seen."""
     return jax.tree.map(lambda a, b: jnp.where(one.hit, a, b), one, other)
 
-  def of_devices(self, states: Seen) -> Seen:
+  def of_devices(self, seen: Seen) -> Seen:
     """Returns what the device saw on which the step broke."""
-    return jax.tree.map(lambda x: x[max(self.device, 0)], states)
+    return jax.tree.map(lambda x: x[max(self.device, 0)], seen)
 
-  def compute(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     outs = bind(step.eqn, ins)
     if step in self.before:
       self.rows.append(row_of(outs[0], jnp.zeros((), jnp.float32)))
@@ -394,10 +388,10 @@ class CaptureProbe:
       self.seen = self._captured(step, ins, outs)
     return outs
 
-  def inside(self, state: Seen) -> None:
-    self.seen = self.merge(self.seen, state)
+  def inside(self, seen: Seen) -> None:
+    self.seen = self.merge(self.seen, seen)
 
-  def state(self) -> Seen:
+  def all_seen(self) -> Seen:
     return self.seen
 
   def _captured(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> Seen:
