@@ -4,6 +4,7 @@ Flax NNX and plain functions write no named scopes. There a matmul with `params[
 put into "mlp/up", and an operation on what "mlp/up" and "mlp/gate" return into "mlp".
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -80,12 +81,8 @@ def _modules(graph: Graph, owners: dict[Value, Path]) -> Mapping[Key, Path]:
 
 def _shared(paths: Sequence[Sequence[str]]) -> Path:
   """Returns what paths begin with, all of them."""
-  names: list[str] = []
-  for each in zip(*paths, strict=False):
-    if len(set(each)) > 1:
-      break
-    names.append(each[0])
-  return tuple(names)
+  alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+  return tuple(first for first, *_ in alike)
 
 
 def _scoped(jaxpr: Jaxpr, modules: Mapping[Key, Path], at: Key) -> Jaxpr:

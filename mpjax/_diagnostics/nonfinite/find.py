@@ -1,8 +1,10 @@
 """`find_nonfinite`: where the first inf or NaN came from."""
 
+import bisect
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +13,11 @@ import numpy as np
 from jax.core import ShapedArray
 
 from mpjax._core.errors import check_call
-from mpjax._core.leaves import Path, key_names
-from mpjax._core.types import Args, Array, Function, KeyPath, Kwargs, Leaf, NumpyArray
+from mpjax._core.leaves import key_names
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray
 from mpjax._diagnostics.arguments import Call, check_function, positional_names
 from mpjax._diagnostics.nonfinite.probes import (
   CaptureProbe,
-  First,
   FirstProbe,
   FlagProbe,
   Seen,
@@ -24,8 +25,8 @@ from mpjax._diagnostics.nonfinite.probes import (
   sentinels_of,
   suspects,
 )
-from mpjax._diagnostics.nonfinite.report import Fault, NonfiniteReport, Range, cause_and_cure, power
-from mpjax._diagnostics.nonfinite.scales import Implied, Rescale, implied_scale, scale_of
+from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, cause_and_cure, power
+from mpjax._diagnostics.nonfinite.scales import Rescale, Scale, implied_scale, scale_of
 from mpjax._diagnostics.nonfinite.uses import Uses, direction_of, not_finite
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.report import progress
@@ -35,14 +36,16 @@ from mpjax._jaxprs.locations import path_of
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import aval_of, mapped_with
 from mpjax._jaxprs.runner import Observer, run
-from mpjax._jaxprs.steps import Body, Step, body_of
+from mpjax._jaxprs.steps import Step, body_of
 
-_CLOSELY = 64
-"""How many steps are looked at closely in the first run: what comes after is not compiled."""
+_NO_SCALE = (
+  "No loss scale was found in the arguments: pass the optimizer's state, as a training step does, "
+  "if the gradients are scaled."
+)
 
 
 class _Broken(NamedTuple):
-  """The number of the step that broke first, in which iteration, and on which device."""
+  """The number of the step that broke first, in which iterations, and on which device."""
 
   number: int
   iterations: tuple[int, ...]
@@ -62,52 +65,47 @@ class Finder:
     self.leaves, self.keys = call.arrays, [pairs[i][0] for i in call.positions]
     traced = call.traced(fn)[0]
     self.body = body_of(traced, compiled=True)
-    self.scale = scale_of(call, args, kwargs)
-    self.implied = None if self.scale is not None else implied_scale(self.body, self.leaves)
+    self.scale = scale_of(args, kwargs, self.leaves) or implied_scale(self.body, self.leaves)
     self.sentinels, self.uses = sentinels_of(self.body), Uses(self.body)
     self.flags = self._looking(functools.partial(FlagProbe, self.body, self.sentinels))
+    self.closely: dict[frozenset[int], Callable[..., Array]] = {}
     # With what is not compiled: a slope may be all that is left of what it is the slope of.
     self.graph = Graph(traced)
-    owners = zip(self.graph.arguments, map(_module, self.keys), strict=True)
+    names = ([name for name in key_names(path[2:]) if name != "value"] for path in self.keys)
+    owners = zip(self.graph.arguments, (tuple(each[:-1]) for each in names), strict=True)
     name_by_parameters(self.graph, dict(owners))
     # Of a loop, that of its first argument.
     every = {each.step.key: each for each in reversed(self.graph.operations)}
     steps = self.body.every_step()
     self.operations = {step.number: every[step.key] for step in steps if step.key in every}
-    self.closely: dict[frozenset[int], Callable[..., First]] = {}
 
   def _looking(self, probe: Callable[[Rescale], Observer]) -> Callable[..., Any]:
     """Returns a function of a factor of the scale, and arguments, that returns what a probe saw."""
+    scale = self.scale or Scale()
 
     def looking(factor: Array, *leaves: Array) -> Any:
-      implied = self.implied or Implied(1.0, {})
-      return run(self.body, leaves, probe(functools.partial(implied.rescale, factor)))[1]
+      observer = probe(functools.partial(scale.of_operands, factor))
+      return run(self.body, scale.of_arguments(factor, leaves), observer)[1]
 
     return compiled(looking)
 
   def flagged(self, factor: float = 1.0) -> NumpyArray:
     """Returns which of the sentinels are not finite with the loss scale multiplied by a factor."""
-    return np.asarray(self.flags(*self._call(factor)))
-
-  def _call(self, factor: float) -> tuple[Array, ...]:
-    leaves = self.leaves
-    if factor != 1.0 and self.scale is not None:
-      leaves = self.scale.with_factor(factor)
-    return jnp.asarray(factor, jnp.float32), *leaves
+    return np.asarray(self.flags(jnp.float32(factor), *self.leaves))
 
   def first(self, factor: float = 1.0) -> _Broken | None:
     """Returns what breaks first with the loss scale multiplied by a factor."""
-    for some in _together(suspects(self.body, self.sentinels, self.flagged(factor))):
+    for some in suspects(self.body, self.sentinels, self.flagged(factor)):
       # One that was compiled for another scale will do if it looks at these among others.
       only = next((each for each in self.closely if some <= each), some)
       if only not in self.closely:
         self.closely[only] = self._looking(
           functools.partial(FirstProbe, self.body, self.uses, only)
         )
-      first = jax.device_get(self.closely[only](*self._call(factor)))
-      if int(first.number) in some:
-        iterations = tuple(int(i) for i in first.iterations if i >= 0)
-        return _Broken(int(first.number), iterations, int(first.device))
+      first = jax.device_get(self.closely[only](jnp.float32(factor), *self.leaves))
+      number, *iterations, device = map(int, first)
+      if number in some:
+        return _Broken(number, tuple(i for i in iterations if i >= 0), device)
     return None
 
 
@@ -122,18 +120,6 @@ def _is_traced(x: Leaf) -> bool:
   return isinstance(x, jax.Array)
 
 
-def _module(path: KeyPath) -> Path:
-  """Returns the path in the tree of an argument, without the names of the parameter."""
-  return tuple(name for name in key_names(path[2:]) if name != "value")[:-1]
-
-
-def _text(path: KeyPath, names: Sequence[str]) -> str:
-  """Returns an argument as one writes it, such as "params['w']"."""
-  part, first, *rest = path
-  name = names[first.idx] if part.idx == 0 else first.key
-  return f"{name}{jax.tree_util.keystr(tuple(rest))}"
-
-
 def compiled(fn: Function) -> Function:
   """Returns a function that XLA compiles with every cast as it is written."""
   # Else it may leave out a cast to float16 and back, with the overflow that is looked for. What
@@ -142,19 +128,6 @@ def compiled(fn: Function) -> Function:
   if jax.default_backend() == "cpu":
     options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
   return jax.jit(fn, compiler_options=options)
-
-
-def _together(steps: Iterable[Sequence[int]]) -> Iterator[frozenset[int]]:
-  """Yields numbers of steps: few at first, since the fault is most often among these."""
-  some: set[int] = set()
-  most = _CLOSELY
-  for each in steps:
-    some.update(each)
-    if len(some) >= most:
-      yield frozenset(some)
-      some, most = set(), 4 * most
-  if some:
-    yield frozenset(some)
 
 
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
@@ -216,75 +189,72 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
 
 def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
   finder = Finder(fn, args, kwargs)
-  broken, scale = finder.first(), finder.scale or finder.implied
-  about = {
-    "loss_scale": None if scale is None else scale.value,
-    "step": None if finder.scale is None else finder.scale.step,
-  }
+  broken, scale = finder.first(), finder.scale
+  report = NonfiniteReport(
+    loss_scale=None if scale is None else scale.value, step=None if scale is None else scale.step
+  )
   if broken is None:
-    return NonfiniteReport(**about)
+    return report
   if broken.number < 0:
-    return _of_argument(finder, broken.number, positional_names(fn, len(args)), about)
-  finite_at, notes = _finite_at(finder, broken)
+    return _of_argument(finder, broken.number, positional_names(fn, len(args)), report)
+  if scale is not None:
+    finite_at, notes = _finite_at(finder, scale, broken)
+    report = dataclasses.replace(report, finite_at=finite_at, notes=notes)
   probe = CaptureProbe(finder.body, broken.number, broken.iterations, broken.device)
   seen = compiled(lambda *xs: run(finder.body, xs, probe)[1])(*finder.leaves)
-  return _report(finder, broken, probe, jax.device_get(seen), finite_at, notes, about)
+  return _of_step(finder, broken, probe, jax.device_get(seen), report)
 
 
-def _finite_at(finder: Finder, broken: _Broken) -> tuple[float | None, list[str]]:
+def _finite_at(
+  finder: Finder, scale: Scale, broken: _Broken
+) -> tuple[float | None, tuple[str, ...]]:
   """Returns the largest power of two, as loss scale, at which all of the function is finite."""
   # Where there is none since another value breaks then, a note says which, and at which scale.
-  scale = finder.scale or finder.implied
-  if scale is None:
-    return None, []
-  low = math.ceil(math.log2(finder.scale.least)) if finder.scale else 0
+  low = math.ceil(math.log2(scale.least))
   high = math.ceil(math.log2(scale.value))  # It breaks there, or is not a power of two.
-  if high <= low:
-    return None, []
-  other = finder.first(2.0**low / scale.value)
+  other = finder.first(2.0**low / scale.value) if low < high else broken
   if other is not None and other.number == broken.number:
-    return None, []
+    return None, ()
   # What is not finite where nothing breaks does no harm, such as the -inf of masks.
   harmless = finder.flagged(2.0**low / scale.value) if other is None else np.asarray(False)
 
-  def fits(exponent: int) -> bool:
-    return not np.any(finder.flagged(2.0**exponent / scale.value) & ~harmless)
+  def overflows(exponent: int) -> bool:
+    return bool(np.any(finder.flagged(2.0**exponent / scale.value) & ~harmless))
 
+  exponents = range(low + 1, high)
   if other is None:
-    while high - low > 1:
-      middle = (low + high) // 2
-      low, high = (middle, high) if fits(middle) else (low, middle)
-    return 2.0**low, []
-  between = next(filter(fits, range(high - 1, low, -1)), None)
+    return 2.0 ** (low + bisect.bisect(exponents, False, key=overflows)), ()
+  between = next((each for each in reversed(exponents) if not overflows(each)), None)
   if between is not None:
-    return 2.0**between, []
+    return 2.0**between, ()
   if other.number < broken.number:
-    return None, []  # Of what runs later it is not known whether it is finite.
+    return None, ()  # Of what runs later it is not known whether it is finite.
   operation = finder.operations[other.number]
   direction = direction_of(finder.graph, operation)
   place = " · ".join(filter(None, (operation.where.path, operation.name, direction)))
-  return None, [f"At loss scale {power(2.0**low)} this value is finite, and {place} is not."]
+  return None, (f"At loss scale {power(2.0**low)} this value is finite, and {place} is not.",)
 
 
 def _of_argument(
-  finder: Finder, number: int, names: Sequence[str], about: Mapping[str, Any]
+  finder: Finder, number: int, names: Sequence[str], report: NonfiniteReport
 ) -> NonfiniteReport:
   """Returns the report of an argument or a constant that came so."""
   body = finder.body
   slots = (*body.inputs, *body.consts)
-  slot = slots[number]
-  place = number + len(slots)
-  kind = "argument" if place < len(finder.leaves) else "constant"
-  if kind == "argument":
-    x, path = jnp.asarray(finder.leaves[place]), _text(finder.keys[place], names)
-    name = path
+  slot, position = slots[number], number + len(slots)
+  if position < len(finder.leaves):
+    kind, x = "argument", jnp.asarray(finder.leaves[position])
+    part, first, *rest = finder.keys[position]
+    argument = names[first.idx] if part.idx == 0 else first.key
+    path = name = f"{argument}{jax.tree_util.keystr(tuple(rest))}"
   else:
-    x = jnp.asarray(body.consts[slot])
+    kind, x = "constant", jnp.asarray(body.consts[slot])
     readers = (finder.operations.get(s.number) for s in body.every_step() if slot in s.reads)
     path = next((each.where.path for each in readers if each), "")
     name = f"an array that the function closes over, {x.dtype}{[*x.shape]}"
-  result = _range(kind, x, *jax.device_get(row_of(x, jnp.asarray(jnp.nan))))
-  return NonfiniteReport(
+  result = _range(kind, x, *jax.device_get(row_of(x, jnp.nan)))
+  return dataclasses.replace(
+    report,
     operation=kind,
     path=path,
     direction="forward",
@@ -296,20 +266,14 @@ def _of_argument(
     result=result,
     cause=f"{name} holds {result.inf} inf and {result.nan} NaN before anything is computed.",
     cure="mpjax.all_finite(x)  # of the data, or restore a checkpoint if it is a parameter",
-    **about,
   )
 
 
-def _report(
-  finder: Finder,
-  broken: _Broken,
-  probe: CaptureProbe,
-  seen: Seen,
-  finite_at: float | None,
-  notes: list[str],
-  about: Mapping[str, Any],
+def _of_step(
+  finder: Finder, broken: _Broken, probe: CaptureProbe, seen: Seen, report: NonfiniteReport
 ) -> NonfiniteReport:
-  body, step = finder.body, probe.step
+  """Returns the report of a step that broke."""
+  step, iterations = probe.step, broken.iterations
   operation, eqn = finder.operations[step.number], step.eqn
   path, direction = operation.where.path, direction_of(finder.graph, operation)
   out = eqn.outvars[probe.result]
@@ -320,39 +284,36 @@ def _report(
   ]
   rows = zip(values, seen.sizes, seen.counts, strict=True)
   ranges = [_range(name, aval_of(v), a, b, path) for (name, v, path), a, b in rows]
-  before, operands = tuple(ranges[: len(probe.before)]), tuple(ranges[len(probe.before) : -2])
-  result, wide = ranges[-2:]
-  backward, from_state = direction == "backward", finder.scale is not None
-  step_is = eqn.primitive, backward, path, _selector(body, step, path)
-  cause, cure = cause_and_cure(Fault(*step_is, operands, result, wide, finite_at, from_state))
-  if about["loss_scale"] is None and backward:
-    notes.append(
-      "No loss scale was found in the arguments: pass the optimizer's state, as a training step "
-      "does, if the gradients are scaled."
-    )
-  iterations = broken.iterations
-  return NonfiniteReport(
+  *others, result, wide = ranges
+  notes = report.notes
+  if report.loss_scale is None and direction == "backward":
+    notes = (_NO_SCALE,)
+  report = dataclasses.replace(
+    report,
     operation=eqn.primitive.name,
     path=path,
     direction=direction,
     source=None if step.location.source is None else str(step.location.source),
     iteration=iterations[0] if len(iterations) == 1 else iterations or None,
-    verdict="value" if finite_at is None else "scale",
-    finite_at=finite_at,
+    verdict="value" if report.finite_at is None else "scale",
     index=tuple(map(int, np.unravel_index(seen.place, result.shape))) if result.size else (),
     count=int(seen.broken),
     device=_device(step, broken.device),
     dtype=result.dtype,
     shape=result.shape,
-    operands=operands,
+    operands=tuple(others[len(probe.before) :]),
     result=result,
-    before=before,
+    before=tuple(others[: len(probe.before)]),
     float32_value=wide.most if not wide.inf + wide.nan else math.inf,
-    cause=cause,
-    cure=cure,
-    notes=tuple(notes),
-    **about,
+    notes=notes,
   )
+  if path_of(step.location.scopes) == path:
+    every = [prefixes(each.location.path) for each in finder.body.every_step()]
+    selects = selector(path, set[str]().union(*every))
+  else:
+    selects = f"**/{path}"  # That of a parameter, as rules for NNX have it.
+  cause, cure = cause_and_cure(report, result, wide, written(selects))
+  return dataclasses.replace(report, cause=cause, cure=cure)
 
 
 def _range(
@@ -371,14 +332,6 @@ def _range(
     path=path,
     value=None if math.isnan(value) else value,
   )
-
-
-def _selector(body: Body, step: Step, path: str) -> str:
-  """Returns what selects the module of a step in a rule, as one writes it."""
-  if path_of(step.location.scopes) != path:
-    return written(f"**/{path}")  # That of a parameter, as rules for NNX have it.
-  every = [prefixes(each.location.path) for each in body.every_step()]
-  return written(selector(path, set[str]().union(*every)))
 
 
 def _device(step: Step, device: int) -> dict[str, int] | None:

@@ -3,10 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.extend.core import primitives as p
 
 from mpjax._core.dtypes import is_low_precision
@@ -144,16 +143,12 @@ class NonfiniteReport(Report):
   def _scale(self) -> tuple[str, ...]:
     if self.loss_scale is None:
       return ()
-    step = "" if self.step is None else f"Step {self.step}, "
-    text = f"{step}loss scale {power(self.loss_scale)}."
-    return (text[0].upper() + text[1:],)
+    step = "Loss" if self.step is None else f"Step {self.step}, loss"
+    return (f"{step} scale {power(self.loss_scale)}.",)
 
   def _verdict(self) -> str:
-    if self.verdict == "scale":
-      at = "" if self.finite_at is None else f": all is finite at {power(self.finite_at)}"
-      return f"The scale's fault{at}."
-    if self.verdict is None:
-      return "Whether a smaller loss scale would help could not be decided."
+    if self.finite_at is not None:
+      return f"The scale's fault: all is finite at {power(self.finite_at)}."
     if self.operation in ("argument", "constant"):
       return "The value's own: it came so, and no loss scale helps."
     wide = self.float32_value
@@ -172,9 +167,7 @@ def _largest(dtype: str) -> float:
 def power(scale: float) -> str:
   """Returns a loss scale as a power of two, if it is one."""
   exponent = math.log2(scale) if scale > 0 else math.nan
-  return (
-    f"2^{exponent:.0f}" if exponent == round(exponent, 9) and exponent % 1 == 0 else f"{scale:g}"
-  )
+  return f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
 
 
 def _table(title: str, values: Sequence[Range], *, with_path: bool) -> Section:
@@ -192,96 +185,78 @@ def _table(title: str, values: Sequence[Range], *, with_path: bool) -> Section:
   return Section(title, columns=columns, rows=tuple(rows))
 
 
-class Fault(NamedTuple):
-  """What was seen of a step that broke."""
+def cause_and_cure(
+  report: NonfiniteReport, result: Range, wide: Range, selector: str
+) -> tuple[str, str]:
+  """Returns why the result of a step is not finite, and what to change.
 
-  primitive: Primitive
-  backward: bool  # its pass
-  path: str  # its module or scope
-  selector: str  # what selects that in a rule, as one writes it
-  operands: tuple[Range, ...]
-  result: Range
-  wide: Range | None  # that of the result computed in float32; None if that is not known
-  finite_at: float | None  # the largest loss scale at which it is finite, if one is
-  from_state: bool  # whether the loss scale is in the state of an optimizer
-
-
-def cause_and_cure(fault: Fault) -> tuple[str, str]:
-  """Returns why a value is not finite, and what to change."""
-  result = fault.result
-  low = is_low_precision(jnp.dtype(result.dtype))
-  bad = [x for x in fault.operands if x.inf or x.nan]
-  if fault.finite_at is not None:
-    lower = f"{fault.finite_at:g}"
-    text = f"It overflows {result.dtype} at this loss scale."
-    if fault.from_state:
-      return text, (
-        f"opt_state = mpjax.set_loss_scale(opt_state, {lower})  # {power(fault.finite_at)}; "
-        "DynamicLossScale gets there by itself"
-      )
-    return text, f"loss_scale = {lower}  # {power(fault.finite_at)}, or mpjax.DynamicLossScale()"
+  `wide` is its range computed in float32, and `selector` what selects the module in a rule.
+  """
+  dtype, path = result.dtype, report.path
+  if report.finite_at is not None:
+    text, lower = f"It overflows {dtype} at this loss scale.", f"{report.finite_at:g}"
+    exponent = power(report.finite_at)
+    if report.step is None:
+      return text, f"loss_scale = {lower}  # {exponent}, or mpjax.DynamicLossScale()"
+    call = f"opt_state = mpjax.set_loss_scale(opt_state, {lower})"
+    return text, f"{call}  # {exponent}; DynamicLossScale gets there by itself"
+  bad = [x for x in report.operands if x.inf or x.nan]
   if bad:
-    return _of_inf(fault, bad)
-  wide = fault.wide
-  if low and wide is not None and wide.inf + wide.nan < result.inf + result.nan:
+    return _of_inf(report, result, bad)
+  if is_low_precision(jnp.dtype(dtype)) and wide.inf + wide.nan < result.inf + result.nan:
     text = (
-      f"It overflows {result.dtype}: in float32 the largest of these values is {wide.most:.3g}, "
-      f"and {result.dtype} ends at {_largest(result.dtype):.5g}."
+      f"It overflows {dtype}: in float32 the largest of these values is {wide.most:.3g}, "
+      f"and {dtype} ends at {_largest(dtype):.5g}."
     )
-    if not fault.path:
+    if not path:
       return text, 'the policy "mixed_bfloat16", or a jax.named_scope here and a Rule with its path'
     # The outermost scope of a Flax model is called by its class. A rule on that would put all of
     # the model into float32, and in Linen it has no name.
-    if "/" not in fault.path and fault.path[:1].isupper():
-      return text, (
-        "mpjax.full_precision(fn)(x)  # for the code of this line, or the policy mixed_bfloat16"
-      )
-    return text, f'Rule("float32", path={fault.selector})  # or the policy mixed_bfloat16'
-  return _of_domain(fault)
+    is_model = "/" not in path and path[:1].isupper()
+    where = "mpjax.full_precision(fn)(x)  # for the code of this line,"
+    rule = f'Rule("float32", path={selector})  #'
+    return text, f"{where if is_model else rule} or the policy mixed_bfloat16"
+  return _of_domain(report, result)
 
 
-def _of_inf(fault: Fault, bad: list[Range]) -> tuple[str, str]:
+def _of_inf(report: NonfiniteReport, result: Range, bad: Sequence[Range]) -> tuple[str, str]:
   """NaN, or a sum that is inf, that came of an inf which is itself no fault."""
-  dtype = fault.result.dtype
-  if not fault.result.nan:
+  if not result.nan:
     text = "It adds up an inf that was no fault before, as of a mask, or of a label that is masked."
     return text, "jnp.where(jnp.isfinite(x), x, 0)  # before the sum, or other labels"
-  signs = {x.value for x in bad if x.value is not None and math.isinf(x.value)}
-  zero = any(x.value == 0 for x in fault.operands)
-  if zero:
+  largest = f"jnp.where(mask, x, jnp.finfo(jnp.{result.dtype}).min)"
+  if any(x.value == 0 for x in report.operands):
     text = (
       "It is 0 * inf. The inf itself did no harm before: it was discarded, or is a constant that "
-      f"{dtype} cannot hold. Multiplied by 0, as a mask or a gradient is, it becomes NaN."
+      f"{result.dtype} cannot hold. Multiplied by 0, as a mask or a gradient is, it becomes NaN."
     )
     return text, (
       "x = jnp.where(mask, x, 1.0)  # before the operation whose inf is masked, or mask by "
-      f"jnp.where(mask, x, jnp.finfo(jnp.{dtype}).min) instead of a multiplication"
+      f"{largest} instead of a multiplication"
     )
-  if len(bad) >= 2 or signs:
+  if len(bad) >= 2 or (bad[0].value is not None and math.isinf(bad[0].value)):
     text = (
       "It is inf - inf: a row in which everything is masked by -inf has no largest element that "
       "is finite."
     )
-    return text, f"x = jnp.where(mask, x, jnp.finfo(jnp.{dtype}).min)  # instead of -jnp.inf"
+    return text, f"x = {largest}  # instead of -jnp.inf"
   return "A NaN came of operands that hold an inf.", "jnp.where(jnp.isfinite(x), x, 0)  # before it"
 
 
-def _of_domain(fault: Fault) -> tuple[str, str]:
+def _of_domain(report: NonfiniteReport, result: Range) -> tuple[str, str]:
   """What no wider dtype would help: operands that the operation does not take, or too large."""
-  result, operands = fault.result, "these operands"
+  values, limit = [x.value for x in report.operands if x.value is not None], _largest(result.dtype)
   kind = "NaN" if result.nan and result.value is None else "inf"
-  values, limit = [x.value for x in fault.operands if x.value is not None], _largest(result.dtype)
+  operands = " and ".join(f"{x:.3g}" for x in values) or "these operands"
   # No sum or matmul of small numbers overflows. Of one that does, parts may be inf - inf.
-  overflows = any(x.most**2 * x.size > limit for x in fault.operands)
+  overflows = any(x.most**2 * x.size > limit for x in report.operands)
   if values:
-    operands = " and ".join(f"{x:.3g}" for x in values)
     # Of ordinary numbers inf is a pole, as that of `log1p` at -1.
-    ordinary = 0 in values or all(1e-3 < abs(x) <= 1 for x in values)
-    overflows = kind == "inf" and not ordinary
-  text = f"{fault.primitive.name} of {operands}"
+    overflows = kind == "inf" and not (0 in values or all(1e-3 < abs(x) <= 1 for x in values))
+  text = f"{report.operation} of {operands}"
   if overflows:
     text = f"{text} overflows {result.dtype}, which ends at {limit:.3g}."
-    if fault.primitive is p.exp_p:
+    if report.operation == p.exp_p.name:
       return text, "jnp.exp(x - jnp.max(x))  # in a softmax; else jnp.minimum(x, limit) before it"
     return text, "jnp.clip(x, -limit, limit)  # of the operands, or another learning rate"
   if not values:
@@ -289,8 +264,8 @@ def _of_domain(fault: Fault) -> tuple[str, str]:
     return text, "x + epsilon * jnp.eye(n)  # of a matrix; else smaller operands, an index inside"
   text = f"{text} is {kind} in every precision."
   # In a backward pass it is a slope, and the line has the operation whose slope it is.
-  zero = 0 in values and not fault.backward
-  if zero and fault.primitive is p.div_p:
+  zero = 0 in values and report.direction == "forward"
+  if zero and report.operation == p.div_p.name:
     return text, "x / jnp.where(y == 0, 1, y)  # or add an epsilon to the divisor"
   where = "jnp.where(x != 0, x, 1)" if zero else "jnp.where(allowed, x, safe)"
   return text, f"{where}  # as the operand of this line, and a jnp.where around its result"

@@ -10,11 +10,10 @@ from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
 from mpjax._core.types import Args, Array, Kwargs, Leaf
-from mpjax._diagnostics.arguments import Call
 from mpjax._diagnostics.nonfinite.uses import is_cast, is_move
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.steps import Body, Step
-from mpjax.transforms._state import replace_scale, scales_in
+from mpjax.transforms._state import scales_in
 
 _LEAST = 8
 """A smaller factor of a loss is rather a weight of it than a loss scale."""
@@ -25,54 +24,47 @@ Rescale: TypeAlias = Callable[[Step, Sequence[Any]], Sequence[Any]]
 
 
 class Scale(NamedTuple):
-  """A loss scale in the arguments."""
+  """A loss scale: an argument, or an operand of the steps that multiply by it."""
 
-  value: float
-  least: float  # the smallest that it may become
-  step: int  # how many steps it has seen
-  with_factor: Callable[[float], list[Leaf]]  # returns the arguments with it multiplied by a number
+  value: float = 1.0
+  least: float = 1.0  # the smallest that it may become
+  step: int | None = None  # how many steps it has seen, if it is in the state of an optimizer
+  arguments: frozenset[int] = frozenset()  # the positions of those that hold it
+  operands: Mapping[int, int] = {}  # the positions of such operands, by the numbers of the steps
 
+  def of_arguments(self, factor: Array, arguments: Sequence[Array]) -> list[Array]:
+    """Returns the arguments with the scale multiplied by a factor."""
+    return [x * factor if i in self.arguments else x for i, x in enumerate(arguments)]
 
-def scale_of(call: Call, args: Args, kwargs: Kwargs) -> Scale | None:
-  """Returns the loss scale in the arguments of a function, if there is one."""
-  states = [(one, one.state) for one in scales_in((args, kwargs)) if one.state is not None]
-  if not states:
-    return None
-
-  def with_factor(factor: float) -> list[Leaf]:
-    now = (args, kwargs)
-    for position in range(len(states)):
-      owner = [one for one in scales_in(now) if one.state is not None][position]
-      state = states[position][1]
-      # Not put anywhere: that would bind the run of several devices to one.
-      moved = state.scale * np.float32(factor)
-      now = replace_scale(now, owner, state._replace(scale=moved))
-    return call.arrays_of(now)
-
-  owner, largest = max(states, key=lambda each: float(np.max(each[1].scale)))
-  least = owner.says.limits[0] if owner.says.dynamic else 1.0
-  return Scale(float(np.max(largest.scale)), least, int(np.max(largest.total)), with_factor)
-
-
-class Implied(NamedTuple):
-  """A number that a loss meets, and the cotangent that starts its backward pass."""
-
-  value: float
-  places: Mapping[int, int]  # the position of that operand, by the numbers of the steps
-
-  def rescale(self, factor: Array, step: Step, ins: Sequence[Any]) -> Sequence[Any]:
-    """Returns the operands of a step with this number multiplied by a factor."""
-    position = self.places.get(step.number)
+  def of_operands(self, factor: Array, step: Step, ins: Sequence[Any]) -> Sequence[Any]:
+    """Returns the operands of a step with the scale multiplied by a factor."""
+    position = self.operands.get(step.number)
     if position is None:
       return ins
     number = jnp.asarray(ins[position])
     return [*ins[:position], number * factor.astype(number.dtype), *ins[position + 1 :]]
 
 
-def implied_scale(body: Body, leaves: Sequence[Leaf]) -> Implied | None:
+def scale_of(args: Args, kwargs: Kwargs, leaves: Sequence[Leaf]) -> Scale | None:
+  """Returns the loss scale in the arguments of a function, if there is one."""
+  scales = [(one.says, one.state) for one in scales_in((args, kwargs)) if one.state is not None]
+  if not scales:
+    return None
+  says, largest = max(scales, key=lambda each: float(np.max(each[1].scale)))
+  held = {id(state.scale) for _, state in scales}
+  return Scale(
+    value=float(np.max(largest.scale)),
+    least=says.limits[0] if says.dynamic else 1.0,
+    step=int(np.max(largest.total)),
+    arguments=frozenset(i for i, x in enumerate(leaves) if id(x) in held),
+  )
+
+
+def implied_scale(body: Body, leaves: Sequence[Leaf]) -> Scale | None:
   """Returns the loss scale that a function multiplies its loss by, if it looks like one."""
-  # That is a power of two which is a factor of scalars in both passes: an argument or a constant,
-  # moved and cast, or a number in the code.
+  # That is a power of two which is a factor of scalars in both passes, of a loss and the cotangent
+  # that starts its backward pass: an argument or a constant, moved and cast, or a number in the
+  # code.
   values: dict[int, Leaf] = {**body.consts, **dict(zip(body.inputs, leaves, strict=True))}
   factors: dict[float, list[tuple[Step, int]]] = {}
   for step in body.steps:
@@ -85,7 +77,7 @@ def implied_scale(body: Body, leaves: Sequence[Leaf]) -> Implied | None:
         number = float(np.real(np.asarray(value)).item()) if np.size(value) == 1 else 0.0
         if number >= _LEAST and math.isfinite(number) and math.log2(number).is_integer():
           factors.setdefault(number, []).append((step, position))
-  for number, places in sorted(factors.items(), reverse=True):
-    if len({step.location.direction == "backward" for step, _ in places}) == 2:
-      return Implied(number, {step.number: position for step, position in places})
+  for number, steps in sorted(factors.items(), reverse=True):
+    if len({step.location.direction == "backward" for step, _ in steps}) == 2:
+      return Scale(number, operands={step.number: position for step, position in steps})
   return None

@@ -1,10 +1,11 @@
-"""Where a result is not finite though the operands are, and which values can be discarded.
+"""Where a result is not finite though the operands are, which can be discarded, and in which pass.
 
 An inf counts only if something reads it, other than a comparison, `is_finite`, or a `where` that
 discards it: of `jnp.where(x > 0, x * jnp.log(x), 0)` nobody sees log(0). Which elements a `where`
 discards is known only while it runs; here it is decided for which values that has to be followed.
 """
 
+import enum
 from collections.abc import Sequence
 from typing import Literal
 
@@ -39,24 +40,17 @@ def is_select(step: Step) -> bool:
 
 def is_cast(step: Step) -> bool:
   """Whether a step casts floating numbers to floating numbers."""
-  eqn = step.eqn
-  return (
-    eqn.primitive is p.convert_element_type_p
-    and is_inexact(eqn.invars[0])
-    and is_inexact(eqn.outvars[0])
-  )
+  casts = step.eqn.primitive is p.convert_element_type_p
+  return casts and is_inexact(step.eqn.invars[0]) and is_inexact(step.eqn.outvars[0])
 
 
 def narrows(eqn: JaxprEqn) -> bool:
-  """Whether a cast is to a dtype that ends earlier."""
+  """Whether a cast to floating numbers is to a dtype that ends earlier."""
   old, new = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
-  if not jnp.issubdtype(new, jnp.floating):
-    return not jnp.issubdtype(new, jnp.complexfloating)
-  if old == np.bool_:
+  if old == np.bool_ or jnp.issubdtype(new, jnp.complexfloating):
     return False
-  if jnp.issubdtype(old, jnp.integer):
-    return float(jnp.iinfo(old).max) > float(jnp.finfo(new).max)
-  return float(jnp.finfo(old).max) > float(jnp.finfo(new).max)
+  largest = jnp.iinfo(old).max if jnp.issubdtype(old, jnp.integer) else jnp.finfo(old).max
+  return float(largest) > float(jnp.finfo(new).max)
 
 
 def is_move(step: Step) -> bool:
@@ -71,106 +65,103 @@ def is_elementwise(step: Step) -> bool:
   return facts_of(step.eqn).elementwise or is_cast(step)
 
 
+def is_backward_factor(step: Step) -> bool:
+  """Whether a step multiplies in the backward pass, where a factor that is inf may meet a 0."""
+  return step.eqn.primitive is p.mul_p and step.location.direction == "backward"
+
+
+class Use(enum.IntEnum):
+  """What becomes of an inf in a value, given all that reads the value."""
+
+  COUNTS = 0  # Something computes with it.
+  # Nothing does but comparisons, a `where` that may discard it, and a multiplication of the
+  # backward pass: 0 tells there that the value did not count in the forward pass.
+  COMPARED = 1
+  # Nothing does but a `where`, also if the value was computed from an inf: then a comparison reads
+  # it, as in a training step that asks whether to skip.
+  HIDDEN = 2
+
+
 class Uses:
   """What becomes of the values of a function, those in its loops and branches included."""
 
   def __init__(self, top: Body) -> None:
-    """Goes through all steps from the last to the first: no two lists share values."""
+    """Goes through all steps, and again from the last to the first: no two lists share values."""
     bodies, steps = [*top.every_body()], [*top.every_step()]
+    inputs = [slot for body in bodies for slot in body.inputs]
     self._readers: dict[int, list[tuple[Step, int]]] = {}
+    self._asked: dict[int, set[tuple[int, ...] | None]] = {}
+    self.constants: set[int] = set()  # of the jaxpr, moved and cast
+    arguments = set(inputs)  # moved and cast, too
     for step in steps:
       for position, slot in enumerate(step.ins):
         if isinstance(slot, int):
           self._readers.setdefault(slot, []).append((step, position))
-    self._outputs = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
-    self._noticed = _noticed(steps)
-    self.returned = self._outputs - self._readers.keys()  # that nothing else reads
-    self.constants = _constants(steps)  # of the jaxpr, moved and cast
-    self.summed = _summed(steps)  # whose elements are added up as they are, which a mask's are not
-    inputs = [slot for body in bodies for slot in body.inputs]
-    arguments = set(inputs)  # moved and cast, too
-    for step in steps:
-      moves = is_move(step) or (is_cast(step) and not narrows(step.eqn))
-      if moves and arguments.issuperset(step.reads):
+      self._ask(step)
+      moves, casts = is_move(step), step.eqn.primitive is p.convert_element_type_p
+      if step.ins and (moves or casts) and self.constants.issuperset(step.reads):
+        self.constants.update(step.outs)
+      if arguments.issuperset(step.reads) and (moves or (is_cast(step) and not narrows(step.eqn))):
         arguments.update(step.outs)
-    # Those that nothing reads but comparisons, and a `where` that may discard them.
-    self.discarded: set[int] = set()
-    # Those among them where that is true if they were computed from an inf: then a comparison reads
-    # it, as in a training step that asks whether to skip.
-    self.derived: set[int] = set()
-    self.factors: set[int] = set()  # that, besides, multiply a value of the backward pass
+    self._outputs = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
+    self.returned = self._outputs - self._readers.keys()  # that nothing else reads
+    # Whose elements are added up, moved, cast or scaled before at most: a mask's are not.
+    self.summed: set[int] = set()
+    self._uses: dict[int, Use] = {}
     for step in reversed(steps):
-      argument = not arguments.isdisjoint(step.outs)
+      scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
+      passes = is_move(step) or is_cast(step) or scales
+      if sums(step) or (passes and not self.summed.isdisjoint(step.outs)):
+        self.summed.update(step.reads)
       for slot, var in zip(step.outs, step.eqn.outvars, strict=True):
         if is_inexact(var):
-          self._decide(slot, argument)
-    for slot in inputs:
-      self._decide(slot, argument=True)
+          self._uses[slot] = self._use(slot, slot in arguments)
+    self._uses.update({slot: self._use(slot, is_argument=True) for slot in inputs})
 
-  def _decide(self, slot: int, argument: bool = False) -> None:
+  def of(self, slot: int) -> Use:
+    """Returns what becomes of a value."""
+    return self._uses.get(slot, Use.COUNTS)
+
+  def _use(self, slot: int, is_argument: bool) -> Use:
     readers = self._readers.get(slot, [])
-    if argument:
+    if is_argument:
       # To return it computes nothing; and a best loss that starts at inf is compared by a minimum.
       readers = [r for r in readers if r[0].eqn.primitive not in (p.max_p, p.min_p)]
-      if not readers:
-        self.discarded.add(slot)
-        self.derived.add(slot)
-    if not readers or (slot in self._outputs and not argument):
-      return
-    if all(self._discards(step, position, True) for step, position in readers):
-      self.derived.add(slot)
-    if all(self._discards(step, position, False) for step, position in readers):
-      self.discarded.add(slot)
-    elif all(
-      self._discards(step, position, False) or self._multiplies(step) for step, position in readers
-    ):
-      self.factors.add(slot)
+    elif not readers or slot in self._outputs:
+      return Use.COUNTS
+    return min((self._read(*reader) for reader in readers), default=Use.HIDDEN)
 
-  def _discards(self, step: Step, position: int, derived: bool) -> bool:
+  def _read(self, step: Step, position: int) -> Use:
+    """Returns what becomes of an inf in an operand of a step."""
     if step.bodies:
-      return False
+      return Use.COUNTS
     if facts_of(step.eqn).tests:
-      return not derived
+      return Use.COMPARED
     if is_select(step):
-      return position == 0 or not self._is_skip(step)
+      return Use.COUNTS if position > 0 and self._is_skip(step) else Use.HIDDEN
+    results = min(map(self.of, step.outs), default=Use.HIDDEN)
     if is_move(step) or is_cast(step):
-      outs = self.derived if derived else self.discarded
-      return all(slot in outs for slot in step.outs)
-    return is_elementwise(step) and all(slot in self.derived for slot in step.outs)
+      return results
+    if is_elementwise(step) and results is Use.HIDDEN:
+      return Use.HIDDEN
+    return Use.COMPARED if is_backward_factor(step) else Use.COUNTS
 
-  def _multiplies(self, step: Step) -> bool:
-    if is_move(step) or is_cast(step):
-      return all(slot in self.factors for slot in step.outs)
-    return step.eqn.primitive is p.mul_p and step.location.direction == "backward"
+  def _ask(self, step: Step) -> None:
+    """Notes the shapes of the answers, if a step asks whether something is finite, or reads one."""
+    inside = any(_asks(each) for body in step.bodies for each in body.every_step())
+    shapes = {shape for slot in step.reads for shape in self._asked.get(slot, ())}
+    if _asks(step) or inside or shapes:
+      shapes |= {None} if step.bodies else set()
+      results = zip(step.outs, step.eqn.outvars, strict=True)
+      answers = [(slot, v) for slot, v in results if not is_inexact(v) and hasattr(v.aval, "shape")]
+      self._asked.update({slot: shapes | {shape_of(v)} for slot, v in answers})
 
   def _is_skip(self, step: Step) -> bool:
-    """Whether a `where` discards since a value was not finite: a skipped step."""
-    predicate = step.ins[0]
-    answer = self._noticed.get(predicate, "") if isinstance(predicate, int) else ""
-    spread = shape_of(step.eqn.invars[0]) == () and shape_of(step.eqn.outvars[0]) != ()
-    return answer == "all" or (answer == "each" and spread)
-
-
-def _noticed(steps: Sequence[Step]) -> dict[int, str]:
-  """Returns which values say whether something is finite: "each" element, or "all" of them."""
-  answers: dict[int, str] = {}
-  for step in steps:
-    eqn = step.eqn
-    pairs = [(s, v) for s, v in zip(step.ins, eqn.invars, strict=True) if isinstance(s, int)]
-    asked = [(answers[s], v) for s, v in pairs if s in answers]
-    if step.bodies:
-      inside = any(_asks(each) for b in step.bodies for each in b.every_step())
-      answer = "all" if asked or inside else ""
-    elif _asks(step):
-      answer = "each"
-    else:
-      arrays = [v for v in (*(v for _, v in asked), *eqn.outvars) if hasattr(v.aval, "shape")]
-      alike = len(set(map(shape_of, arrays))) < 2
-      answer = min((each for each, _ in asked), default="") if alike else "all" * bool(asked)
-    if answer:
-      results = zip(step.outs, eqn.outvars, strict=True)
-      answers.update({slot: answer for slot, var in results if not is_inexact(var)})
-  return answers
+    """Whether a `where` discards since another value was not finite: a skipped step."""
+    # To ask for each element of a value by itself is to mask it.
+    predicate, shape = step.ins[0], shape_of(step.eqn.outvars[0])
+    answers = self._asked.get(predicate, set()) if isinstance(predicate, int) else set()
+    return any(answer != shape for answer in answers)
 
 
 def _asks(step: Step) -> bool:
@@ -180,45 +171,24 @@ def _asks(step: Step) -> bool:
   return eqn.primitive is p.is_finite_p or same
 
 
-def _constants(steps: Sequence[Step]) -> set[int]:
-  constants: set[int] = set()
-  for step in steps:
-    fixed = all(not isinstance(slot, int) or slot in constants for slot in step.ins)
-    if step.ins and fixed and (is_move(step) or step.eqn.primitive is p.convert_element_type_p):
-      constants.update(step.outs)
-  return constants
-
-
-def _summed(steps: Sequence[Step]) -> set[int]:
-  """Returns which values are added up, moved, cast or scaled before at most."""
-  summed: set[int] = set()
-  for step in reversed(steps):
-    scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
-    passes = is_move(step) or is_cast(step) or scales
-    if sums(step) or (passes and not summed.isdisjoint(step.outs)):
-      summed.update(step.reads)
-  return summed
-
-
 def sums(step: Step) -> bool:
   """Whether a step adds up elements of an operand."""
   adds = step.eqn.primitive in (p.reduce_sum_p, p.cumsum_p)
   return adds or facts_of(step.eqn).flops is not None
 
 
-def wide(x: Array) -> Array:
-  """Returns an array in a type that every operation takes: what is below 16 bits in float32."""
-  return x.astype(jnp.float32) if x.dtype.itemsize < 2 else x
-
-
 def not_finite(x: Array) -> Array:
   """Returns where elements are inf or NaN."""
-  return jnp.logical_not(jnp.isfinite(wide(x)))
+  return jnp.logical_not(jnp.isfinite(_at_least_16_bits(x)))
 
 
 def is_nan(x: Array) -> Array:
   """Returns where elements are NaN."""
-  return jnp.isnan(wide(x))
+  return jnp.isnan(_at_least_16_bits(x))
+
+
+def _at_least_16_bits(x: Array) -> Array:
+  return x.astype(jnp.float32) if x.dtype.itemsize < 2 else x
 
 
 def can_break(step: Step) -> bool:
@@ -242,19 +212,16 @@ def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Arra
     return [None] * len(outs)
   pairs = zip(ins, step.eqn.invars, strict=True)
   operands = [jnp.asarray(x) for x, v in pairs if is_inexact(v)]
-  bad, nan = (
-    [_reaching(step, is_broken(x)) for x in operands] for is_broken in (not_finite, is_nan)
-  )
-  results = []
+  nan = [_reaching(step, is_nan(x)) for x in operands]
+  bad = nan if sums(step) else [_reaching(step, not_finite(x)) for x in operands]
+  results: list[Array | None] = []
   for out, var in zip(outs, step.eqn.outvars, strict=True):
     if not is_inexact(var):
       results.append(None)
       continue
     broke, broke_to_nan = not_finite(out), is_nan(out)
-    for each in nan if sums(step) else bad:
-      broke = broke & ~each
-    for each in nan:
-      broke_to_nan = broke_to_nan & ~each
+    for each, each_nan in zip(bad, nan, strict=True):
+      broke, broke_to_nan = broke & ~each, broke_to_nan & ~each_nan
     results.append(broke | broke_to_nan)
   return results
 
@@ -275,10 +242,10 @@ def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "back
   """Returns the pass of an operation: what `remat` computes again is part of the forward pass."""
   # The slope of a square root, 0.5 / sqrt(x), is computed beside the root, and only the backward
   # pass reads it: of a function that is not differentiated it is no part.
-  forward = operation.where.direction == "forward"
-  if forward and _is_read_by_backward(graph, operation) and _is_slope(graph, operation):
-    return "backward"
-  return "backward" if operation.where.direction == "backward" else "forward"
+  direction = operation.where.direction
+  if direction == "forward" and _is_read_by_backward(graph, operation):
+    return "backward" if _is_slope(graph, operation) else "forward"
+  return "backward" if direction == "backward" else "forward"
 
 
 def _is_read_by_backward(graph: Graph, operation: Operation) -> bool:
@@ -302,25 +269,17 @@ def _is_read_by_backward(graph: Graph, operation: Operation) -> bool:
 def _is_slope(graph: Graph, operation: Operation) -> bool:
   """Whether the derivative rule of a primitive wrote it: of one before it on the same line."""
   # It takes what that one takes or returns, or what its rule has computed of these.
-  before = [
-    each
-    for each in graph.computing()
-    if each.step.number <= operation.step.number and each.where.source == operation.where.source
-  ]
-  primitive = operation.eqn.primitive
+  last, source = operation.step.number, operation.where.source
+  line = [o for o in graph.computing() if o.step.number <= last and o.where.source == source]
   rules: dict[tuple[Primitive, str], set[Primitive]] = {}
-  for place, each in enumerate(before):
-    is_other = each is not operation and is_elementwise(each.step)
-    if not (is_other and any(map(is_inexact, each.eqn.outvars))):
+  for place, each in enumerate(line):
+    if each is operation or not is_elementwise(each.step):
       continue
     kind = (each.eqn.primitive, repr(each.eqn.params))
-    if kind not in rules:
-      rules[kind] = _rule_of(each.eqn)
-    if primitive not in rules[kind]:
-      continue
+    rule = rules[kind] if kind in rules else rules.setdefault(kind, _rule_of(each.eqn))
     values = {*each.operands, *each.results}
-    for other in before[place + 1 :]:
-      if other.eqn.primitive in rules[kind] and not values.isdisjoint(other.operands):
+    for other in line[place + 1 :]:
+      if other.eqn.primitive in rule and not values.isdisjoint(other.operands):
         values.update(other.results)
     if values.issuperset(operation.results):
       return True

@@ -17,11 +17,11 @@ def test_the_state_of_an_optimizer_holds_the_scale():
   tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(init_scale=2.0**10, min_scale=4))
   state = tx.init(jnp.ones(2))
   args = (jnp.ones(2), state)
-  call = Call(args, {})
-  scale = scale_of(call, args, {})
+  leaves = Call(args, {}).arrays
+  scale = scale_of(args, {}, leaves)
   assert (scale.value, scale.least, scale.step) == (1024, 4, 0)
-  leaves = scale.with_factor(0.25)
-  changed = [(float(a), float(b)) for a, b in zip(call.arrays, leaves, strict=True) if a is not b]
+  moved = scale.of_arguments(jnp.float32(0.25), leaves)
+  changed = [(float(a), float(b)) for a, b in zip(leaves, moved, strict=True) if a is not b]
   assert changed == [(1024, 256)]
 
 
@@ -32,7 +32,7 @@ def test_a_factor_of_the_loss_and_of_its_cotangent_is_a_scale_and_a_weight_is_no
   w = jnp.ones(2)
   for scale in (1024.0, jnp.asarray(1024.0)):
     found = implied(step, w, scale)
-    assert (found.value, bool(found.places)) == (1024, True)
+    assert (found.value, bool(found.operands)) == (1024, True)
   assert implied(step, w, 0.5) is None
   assert implied(jnp.median, jnp.ones(4)) is None  # It has a factor that is a float of Python.
-  assert scale_of(Call((w,), {}), (w,), {}) is None
+  assert scale_of((w,), {}, [w]) is None
