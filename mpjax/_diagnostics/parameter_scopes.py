@@ -17,7 +17,7 @@ from mpjax._diagnostics.arguments import Call, is_array
 from mpjax._jaxprs.compat import within_scopes
 from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.locations import Location, Source
-from mpjax._jaxprs.reader import Program, inner_jaxprs, with_inner
+from mpjax._jaxprs.reader import Program, inner_jaxprs, opened, with_inner
 from mpjax._jaxprs.steps import Key
 
 
@@ -41,7 +41,7 @@ def with_parameter_scopes(fn: Function) -> Function:
       module = path[path[:1] == ("params",) : -1]
       if i in values and module:
         owners[values[i]] = module
-    jaxpr = _scoped(closed.jaxpr, _modules(graph, owners), ())
+    jaxpr = opened(_scoped(closed, _modules(graph, owners)))
     results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
     (result,) = jax.tree.map(lambda x: next(results) if is_array(x) else x, returned)
     return result
@@ -85,24 +85,22 @@ def _shared(paths: Sequence[Sequence[str]]) -> Path:
   return tuple(first for first, *_ in alike)
 
 
-def _scoped(jaxpr: Jaxpr, modules: Mapping[Key, Path], at: Key) -> Jaxpr:
+def _scoped(program: Program, modules: Mapping[Key, Path], at: Key = ()) -> Program:
   """Returns a jaxpr with its operations in named scopes."""
-
-  def inner(program: Program, at: Key) -> Program:
-    if isinstance(program, Jaxpr):
-      return _scoped(program, modules, at)
-    return program.replace(jaxpr=_scoped(program.jaxpr, modules, at))
-
-  def equation(eqn: JaxprEqn, key: Key) -> JaxprEqn:
+  jaxpr, eqns = opened(program), list[JaxprEqn]()
+  for position, eqn in enumerate(jaxpr.eqns):
+    key, inner = (*at, position), inner_jaxprs(eqn)
     if key in modules:
       # Around the scopes that it has: "bqhd,bkhd->bhqk" of `jnp.einsum` is no module.
       stack = within_scopes(eqn.source_info.name_stack, modules[key])
-      return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
-    programs = [each.program for each in inner_jaxprs(eqn) or ()]
-    new = [inner(program, (*key, number)) for number, program in enumerate(programs)]
-    return eqn.replace(params=with_inner(eqn, new)) if new else eqn
-
-  return jaxpr.replace(eqns=[equation(eqn, (*at, i)) for i, eqn in enumerate(jaxpr.eqns)])
+      eqns.append(eqn.replace(source_info=eqn.source_info.replace(name_stack=stack)))
+    elif inner:
+      new = [_scoped(each.program, modules, (*key, i)) for i, each in enumerate(inner)]
+      eqns.append(eqn.replace(params=with_inner(eqn, new)))
+    else:
+      eqns.append(eqn)
+  jaxpr = jaxpr.replace(eqns=eqns)
+  return jaxpr if isinstance(program, Jaxpr) else program.replace(jaxpr=jaxpr)
 
 
 def moved_from(value: Value) -> Value:

@@ -51,11 +51,20 @@ class Observer:
     """Returns the one of a body, which runs with these arguments."""
     one = copy.copy(self)
     one.seen = self.nothing()
+    one.begin(body, values, around)
     return one
+
+  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+    """Looks at a body before it runs."""
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     """Returns the results of a step for these operands, and looks at them."""
-    return bind(step.eqn, ins)
+    outs = bind(step.eqn, ins)
+    self.look(step, ins, outs)
+    return outs
+
+  def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
+    """Looks at the operands and results of a step."""
 
   def inside(self, seen: PyTree) -> None:
     """Takes what was seen inside of a step."""
@@ -258,10 +267,8 @@ class Look(Observer):
   steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)
   on_host: bool = False
 
-  def of(self, body: Body, values: Sequence[Any], around: Around) -> Self:
-    one = dataclasses.replace(self, on_host=around.on_host)
-    one.seen = {}
-    return one
+  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+    self.seen, self.on_host = {}, around.on_host
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     outs = self.compute(step, ins)

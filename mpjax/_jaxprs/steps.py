@@ -98,14 +98,9 @@ class Body:
   @functools.cached_property
   def depth(self) -> int:
     """How many loops are inside of one another, at most."""
-    return max(
-      (
-        max((body.depth for body in step.bodies), default=0)
-        + (bool(step.bodies) and step.holds in (Holds.SCAN, Holds.WHILE))
-        for step in self.steps
-      ),
-      default=0,
-    )
+    loops = (Holds.SCAN, Holds.WHILE)
+    inside = (body.depth + (step.holds in loops) for step in self.steps for body in step.bodies)
+    return max(inside, default=0)
 
   def every_step(self) -> Iterator[Step]:
     """Yields all steps, those of inner lists included, by their numbers."""

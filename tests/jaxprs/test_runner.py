@@ -145,9 +145,8 @@ class Sines(Observer):
   def of_devices(self, seen):
     return jnp.sum(seen)
 
-  def results_of(self, step, ins):
+  def look(self, step, ins, outs):
     self.seen += int(step.eqn.primitive.name == "sin")
-    return super().results_of(step, ins)
 
 
 def test_under_jit_results_are_those_of_the_functions():

@@ -140,14 +140,10 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   That is the first value, in the order of execution, which is not finite though the values that it
   is computed from are, or which is NaN though they are not (0 * inf). inf counts as NaN does. A
   constant that is -inf on purpose, as in a mask, is no fault until a sum reads it, nor is a value
-  that nothing reads but comparisons and a `where` that discards it: the log(0) of
-  `jnp.where(x > 0, jnp.log(x), 0)` is not reported, the NaN that its gradient makes of it is.
+  that nothing reads but comparisons and a `where` that discards it.
 
-  `fn` is traced and compiled once, with a flag for what must stay finite and an index for each
-  loop. Only if a flag is set are the operations that lead to it compiled again, each with a flag
-  of its own, and once more to look at the numbers where it broke. Donated arguments are not
-  deleted, and `jit`, `grad`, `scan`, `while_loop`, `cond`, `remat`, functions with derivatives of
-  their own, `vmap` and `shard_map` are looked into. If the arguments hold the state of
+  Loops, branches, `remat`, functions with derivatives of their own, `vmap` and `shard_map` are
+  looked into, and donated arguments are not deleted. If the arguments hold the state of
   `mpjax.loss_scaling`, or the loss is multiplied by a power of two, smaller scales are tried: the
   verdict says whether one helps.
 
@@ -283,17 +279,13 @@ def _of_step(
     *(("result", out, ""), ("in float32", out, "")),
   ]
   rows = zip(values, seen.sizes, seen.counts, strict=True)
-  ranges = [_range(name, aval_of(v), a, b, path) for (name, v, path), a, b in rows]
-  *others, result, wide = ranges
-  notes = report.notes
-  if report.loss_scale is None and direction == "backward":
-    notes = (_NO_SCALE,)
+  *others, result, wide = [_range(name, aval_of(v), a, b, at) for (name, v, at), a, b in rows]
   report = dataclasses.replace(
     report,
     operation=eqn.primitive.name,
     path=path,
     direction=direction,
-    source=None if step.location.source is None else str(step.location.source),
+    source=str(step.location.source) if step.location.source else None,
     iteration=iterations[0] if len(iterations) == 1 else iterations or None,
     verdict="value" if report.finite_at is None else "scale",
     index=tuple(map(int, np.unravel_index(seen.place, result.shape))) if result.size else (),
@@ -305,7 +297,7 @@ def _of_step(
     result=result,
     before=tuple(others[: len(probe.before)]),
     float32_value=wide.most if not wide.inf + wide.nan else math.inf,
-    notes=notes,
+    notes=(_NO_SCALE,) if report.loss_scale is None and direction == "backward" else report.notes,
   )
   if path_of(step.location.scopes) == path:
     every = [prefixes(each.location.path) for each in finder.body.every_step()]

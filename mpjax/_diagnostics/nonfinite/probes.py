@@ -9,7 +9,7 @@ finite though its operands are, and then for what the numbers were where it brok
 
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,23 +104,21 @@ class FlagProbe(Observer):
   """Looks which of the sentinels are not finite, in any iteration and on any device."""
 
   def __init__(self, top: Body, sentinels: Mapping[int, int], rescale: Rescale) -> None:
-    self.top, self.rescale, self.flags = top, rescale, dict[int, Array]()
+    self.top, self.rescale = top, rescale
     self.numbers = {slot: i for i, slot in enumerate(dict.fromkeys(sentinels.values()))}
 
-  def of(self, body: Body, values: Sequence[Any], around: Around) -> Self:
-    one = super().of(body, values, around)
-    one.flags = {}
+  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+    self.flags = dict[int, Array]()
     if body is self.top:
-      one.look((*body.inputs, *body.consts), (*values, *body.consts.values()))
-    return one
+      self._flag((*body.inputs, *body.consts), (*values, *body.consts.values()))
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    outs = bind(step.eqn, self.rescale(step, ins))
-    self.look(step.outs, outs)
-    return outs
+    return super().results_of(step, self.rescale(step, ins))
 
-  def look(self, slots: Sequence[int], values: Sequence[Any]) -> None:
-    """Looks at values that are sentinels."""
+  def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
+    self._flag(step.outs, outs)
+
+  def _flag(self, slots: Sequence[int], values: Sequence[Any]) -> None:
     for slot, x in zip(slots, values, strict=True):
       if slot in self.numbers and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         self.flags[self.numbers[slot]] = jnp.any(not_finite(jnp.asarray(x)))
@@ -160,15 +158,12 @@ class FirstProbe(Observer):
 
   def __init__(self, top: Body, uses: Uses, only: Collection[int], rescale: Rescale) -> None:
     self.top, self.uses, self.only, self.rescale = top, uses, only, rescale
-    self.indices, self.followed = tuple[Array, ...](), dict[int, Array]()
-    self.counted, self.broken = dict[Any, list[Array]](), list[Array]()
 
-  def of(self, body: Body, values: Sequence[Any], around: Around) -> Self:
-    one = super().of(body, values, around)
-    one.indices, one.followed, one.counted, one.broken = around.indices, {}, {}, []
+  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+    self.indices, self.followed = around.indices, dict[int, Array]()
+    self.counted, self.broken = dict[Any, list[Array]](), list[Array]()
     if body is self.top:
-      one.look_at_arguments(body, values)
-    return one
+      self._look_at_arguments(body, values)
 
   def nothing(self) -> Array:
     return jnp.asarray([NONE] + [-1] * (self.top.depth + 1), jnp.int32)
@@ -182,7 +177,7 @@ class FirstProbe(Observer):
     device = jnp.argmin(seen[:, 0]).astype(jnp.int32)
     return jnp.where(jnp.any(seen[:, 0] < NONE), seen[device].at[-1].set(device), self.nothing())
 
-  def look_at_arguments(self, body: Body, values: Sequence[Any]) -> None:
+  def _look_at_arguments(self, body: Body, values: Sequence[Any]) -> None:
     """Looks at arguments: one that holds a NaN or +inf is at fault, -inf may be a mask."""
     pairs = [*zip(body.inputs, values, strict=True), *body.consts.items()]
     for number, (slot, x) in enumerate(pairs, -len(pairs)):
@@ -194,14 +189,14 @@ class FirstProbe(Observer):
         self._broke(slot, number, is_nan(x) | (inf_counts & not_finite(x) & ~may_be_mask))
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    ins = self.rescale(step, ins)
-    outs = bind(step.eqn, ins)
+    return super().results_of(step, self.rescale(step, ins))
+
+  def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     self._follow(step, ins, outs)
     if step.number in self.only and not self.uses.constants.issuperset(step.outs):
       for slot, mask in zip(step.outs, births(step, ins, outs), strict=True):
         if mask is not None:
           self._broke(slot, step.number, mask)
-    return outs
 
   def all_seen(self) -> Array:
     self.broken += [_first_of(some) for some in self.counted.values() if some]
@@ -297,7 +292,7 @@ class CaptureProbe(Observer):
   # The device is that on which it broke, -1 outside of a `shard_map`.
 
   def __init__(self, top: Body, number: int, iterations: Sequence[int], device: int) -> None:
-    self.iterations, self.device, self.indices = iterations, device, tuple[Array, ...]()
+    self.iterations, self.device = iterations, device
     inside, self.step = next(
       (body, step) for body in top.every_body() for step in body.steps if step.number == number
     )
@@ -305,12 +300,9 @@ class CaptureProbe(Observer):
     self.before = [s for s in earlier if any(map(is_inexact, s.eqn.outvars[:1]))][-BEFORE:]
     self.positions = tuple(i for i, v in enumerate(self.step.eqn.invars) if is_inexact(v))
     self.result = next(i for i, v in enumerate(self.step.eqn.outvars) if is_inexact(v))
-    self.rows = list[tuple[Array, Array]]()
 
-  def of(self, body: Body, values: Sequence[Any], around: Around) -> Self:
-    one = super().of(body, values, around)
-    one.indices, one.rows = around.indices, []
-    return one
+  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+    self.indices, self.rows = around.indices, list[tuple[Array, Array]]()
 
   def nothing(self) -> Seen:
     zero, rows = jnp.zeros((), jnp.int32), len(self.before) + len(self.positions) + 2
@@ -325,13 +317,11 @@ class CaptureProbe(Observer):
     """Returns what the device saw on which the step broke."""
     return jax.tree.map(lambda x: x[max(self.device, 0)], seen)
 
-  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    outs = bind(step.eqn, ins)
+  def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     if step in self.before:
       self.rows.append(row_of(outs[0]))
     if step is self.step:
       self.seen = self._captured(ins, outs)
-    return outs
 
   def _captured(self, ins: Sequence[Any], outs: Sequence[Array]) -> Seen:
     result = outs[self.result]

@@ -128,17 +128,15 @@ class NonfiniteReport(Report):
     if not self:
       text = "Every value that something computes with is finite."
       return [Section(lines=(text, *self._scale(), *self.notes))]
-    about = (f"First value that is not finite: {self._place()}", *self._scale(), self.cause)
-    parts = [Section(lines=tuple(filter(None, about)))]
-    values = [*self.operands, *([self.result] if self.result else [])]
-    if values:
-      parts.append(_table("Values", values, with_path=False))
-    if self.before:
-      parts.append(_table("The operations before it", self.before, with_path=True))
-    parts.append(Section("Verdict", lines=(self._verdict(), *self.notes)))
-    if self.cure:
-      parts.append(Section("Cure", lines=(self.cure,)))
-    return parts
+    about = f"First value that is not finite: {self._place()}"
+    values = self.operands if self.result is None else (*self.operands, self.result)
+    return [
+      Section(lines=(about, *self._scale(), self.cause)),
+      _table("Values", "value", values),
+      _table("The operations before it", "operation", self.before),
+      Section("Verdict", lines=(self._verdict(), *self.notes)),
+      Section("Cure", lines=(self.cure,)),
+    ]
 
   def _scale(self) -> tuple[str, ...]:
     if self.loss_scale is None:
@@ -170,15 +168,12 @@ def power(scale: float) -> str:
   return f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
 
 
-def _table(title: str, values: Sequence[Range], *, with_path: bool) -> Section:
-  columns = (
-    Column("operation" if with_path else "value", wide=True),
-    Column("dtype and shape"),
-    *right("least", "largest", "inf", "NaN"),
-  )
+def _table(title: str, column: str, values: Sequence[Range]) -> Section:
+  numbers = right("least", "largest", "inf", "NaN")
+  columns = (Column(column, wide=True), Column("dtype and shape"), *numbers)
   rows = []
   for each in values:
-    name = f"{each.path} · {each.name}" if with_path and each.path else each.name
+    name = f"{each.path} · {each.name}" if each.path else each.name
     shape = ",".join(map(str, each.shape))
     numbers = ("-" if math.isnan(x) else f"{x:.3g}" for x in (each.least, each.most))
     rows.append((name, f"{each.dtype}[{shape}]", *numbers, f"{each.inf}", f"{each.nan}"))
