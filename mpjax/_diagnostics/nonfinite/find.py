@@ -196,7 +196,7 @@ def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
   if scale is not None:
     finite_at, notes = _finite_at(finder, scale, broken)
     report = dataclasses.replace(report, finite_at=finite_at, notes=notes)
-  probe = CaptureProbe(finder.body, broken.number, broken.iterations, broken.device)
+  probe = CaptureProbe(finder.body, *broken)
   seen = compiled(lambda *xs: run(finder.body, xs, probe)[1])(*finder.leaves)
   return _of_step(finder, broken, probe, jax.device_get(seen), report)
 

@@ -194,9 +194,8 @@ class FirstProbe(Observer):
   def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     self._follow(step, ins, outs)
     if step.number in self.only and not self.uses.constants.issuperset(step.outs):
-      for slot, mask in zip(step.outs, births(step, ins, outs), strict=True):
-        if mask is not None:
-          self._broke(slot, step.number, mask)
+      for slot, mask in births(step, ins, outs).items():
+        self._broke(slot, step.number, mask)
 
   def all_seen(self) -> Array:
     self.broken += [_first_of(some) for some in self.counted.values() if some]
@@ -325,8 +324,7 @@ class CaptureProbe(Observer):
 
   def _captured(self, ins: Sequence[Any], outs: Sequence[Array]) -> Seen:
     result = outs[self.result]
-    mask = births(self.step, ins, outs)[self.result]
-    mask = not_finite(result) if mask is None else jnp.broadcast_to(mask, result.shape)
+    mask = births(self.step, ins, outs)[self.step.outs[self.result]]
     # By reductions, which sharded arrays take as well: they may not be reshaped.
     places = jnp.arange(result.size, dtype=jnp.int32).reshape(result.shape)
     index = jnp.min(jnp.where(mask, places, NONE), initial=NONE)

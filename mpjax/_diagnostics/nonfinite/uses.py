@@ -6,7 +6,8 @@ discards is known only while it runs; here it is decided for which values that h
 """
 
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import jax
@@ -203,39 +204,37 @@ def can_break(step: Step) -> bool:
   return not (facts.exact or facts.moves or facts.bounded)
 
 
-def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array | None]:
-  """Returns for each result where it broke; None for one that cannot."""
+def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> dict[int, Array]:
+  """Returns where each result broke, of those that can."""
   # An element broke if it is not finite and what it was computed from is, or if it is NaN and that
   # is not: -inf - -inf, and 0 * inf. Of what is not computed element by element, all operands
   # count. An inf that is added up is no mask: the sum broke, if nothing did before.
   if not can_break(step):
-    return [None] * len(outs)
+    return {}
   pairs = zip(ins, step.eqn.invars, strict=True)
   operands = [jnp.asarray(x) for x, v in pairs if is_inexact(v)]
-  nan = [_reaching(step, is_nan(x)) for x in operands]
-  bad = nan if sums(step) else [_reaching(step, not_finite(x)) for x in operands]
-  results: list[Array | None] = []
-  for out, var in zip(outs, step.eqn.outvars, strict=True):
-    if not is_inexact(var):
-      results.append(None)
-      continue
-    broke, broke_to_nan = not_finite(out), is_nan(out)
-    for each, each_nan in zip(bad, nan, strict=True):
-      broke, broke_to_nan = broke & ~each, broke_to_nan & ~each_nan
-    results.append(broke | broke_to_nan)
-  return results
+  nan = _reaching(step, map(is_nan, operands))
+  bad = nan if sums(step) else _reaching(step, map(not_finite, operands))
+  results = zip(step.outs, outs, step.eqn.outvars, strict=True)
+  return {
+    slot: (not_finite(out) & ~bad) | (is_nan(out) & ~nan)
+    for slot, out, var in results
+    if is_inexact(var)
+  }
 
 
-def _reaching(step: Step, flags: Array) -> Array:
+def _reaching(step: Step, flags: Iterable[Array]) -> Array:
   """Returns for each element of the result, or for all at once, whether a flag reaches it."""
-  if is_elementwise(step):
-    return flags
-  axes, shape = step.eqn.params.get("axes"), shape_of(step.eqn.outvars[0])
-  if isinstance(axes, tuple) and all(isinstance(axis, int) and axis < flags.ndim for axis in axes):
-    kept = tuple(n for axis, n in enumerate(flags.shape) if axis not in axes)
-    if kept == shape:
-      return jnp.any(flags, axis=axes)
-  return jnp.any(flags)
+  return functools.reduce(jnp.logical_or, (_reach(step, x) for x in flags), jnp.asarray(False))
+
+
+def _reach(step: Step, flags: Array) -> Array:
+  axes = step.eqn.params.get("axes")
+  if isinstance(axes, tuple) and {*axes} <= {*range(flags.ndim)}:
+    by_row = jnp.any(flags, axis=axes)
+    if by_row.shape == shape_of(step.eqn.outvars[0]):
+      return by_row
+  return flags if is_elementwise(step) else jnp.any(flags)
 
 
 def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "backward"]:
