@@ -58,7 +58,6 @@ class Value:
 
   @property
   def is_floating(self) -> bool:
-    """Whether it is an array of floating numbers."""
     return self.dtype is not None and jnp.issubdtype(self.dtype, jnp.floating)
 
   @property
@@ -73,12 +72,10 @@ class Value:
 
   @property
   def size(self) -> int:
-    """The number of elements."""
     return int(np.prod(self.aval.shape)) if hasattr(self.aval, "shape") else 0
 
   @property
   def nbytes(self) -> int:
-    """The number of bytes."""
     return self.size * getattr(self.dtype, "itemsize", 0)
 
 
@@ -114,17 +111,14 @@ class Operation:
 
   @property
   def name(self) -> str:
-    """The name of the primitive."""
     return self.eqn.primitive.name
 
   @property
   def facts(self) -> Row:
-    """What the table says of the primitive."""
     return facts_of(self.eqn)
 
   @property
   def part(self) -> str | None:
-    """The part of the operation lists that it is in."""
     return part_of(self.eqn, _LISTS)
 
   @property
@@ -135,7 +129,6 @@ class Operation:
 
   @property
   def casts(self) -> bool:
-    """Whether it is a cast."""
     return self.eqn.primitive is convert_element_type_p
 
   @property

@@ -32,6 +32,9 @@ class Around(NamedTuple):
   axes: tuple[Hashable, ...] = ()  # those of the devices that run it
   on_host: bool = False
 
+  def in_loop(self, index: Array) -> Self:
+    return self._replace(indices=(*self.indices, index))
+
 
 _TRACED = Around()
 
@@ -104,7 +107,7 @@ def run(body: Body, values: Sequence[Any], observer: Observer, around: Around = 
       pairs = zip(ins, step.eqn.invars, strict=True)
       ins = [x if hasattr(x, "dtype") else _array(x, v) for x, v in pairs]
       with context_of(step.eqn):
-        outs, seen = enter(step, ins, observer, around)
+        outs, seen = enter(step, ins, watch, around)
       watch.inside(seen)
       del seen
     else:
@@ -136,46 +139,29 @@ def _varying(seen: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
   return jax.tree.map(lambda x: x + zero.astype(x.dtype), seen)
 
 
-def _in_loop(around: Around, index: Array) -> Around:
-  return around._replace(indices=(*around.indices, index))
-
-
 def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
-  first, last, length = _scanned(step)
+  length = step.inner[0].times or 0
   start = jnp.asarray(length - 1 if step.eqn.params["reverse"] else 0, jnp.int32)
-  operands = ins[:first], ins[first:last], ins[last:]
-  carry, ys, seen = _iterations(step, observer, around, *operands, start, length)
-  return [*carry, *ys], seen
-
-
-def _scanned(step: Step) -> tuple[int, int, int]:
-  """Returns where the carry of a scan begins and ends among its operands, and its length."""
-  (inner,) = step.inner
-  return inner.carry.start, inner.carry.stop, inner.times or 0
+  return _iterations(step, ins, observer, around, start, length)
 
 
 def _iterations(
-  step: Step,
-  observer: Observer,
-  around: Around,
-  constants: Sequence[Any],
-  carry: Sequence[Any],
-  xs: Sequence[Any],
-  start: Array | int,
-  length: int,
-) -> tuple[list[Any], list[Any], PyTree]:
-  (body,), reverse = step.bodies, step.eqn.params["reverse"]
+  step: Step, ins: Sequence[Any], observer: Observer, around: Around, start: Array, length: int
+) -> Ran:
+  """Runs some iterations of a scan, the first of which has the number `start`."""
+  (body,), (inner,), reverse = step.bodies, step.inner, step.eqn.params["reverse"]
+  first, last = inner.carry.start, inner.carry.stop
 
   def iteration(state: Any, x: Sequence[Any]) -> tuple[Any, Any]:
     index, seen, carry = state
-    outs, new = run(body, [*constants, *carry, *x], observer, _in_loop(around, index))
+    outs, new = run(body, [*ins[:first], *carry, *x], observer, around.in_loop(index))
     seen, each = (observer.merge(seen, new), None) if observer.merges else (seen, new)
     state = index - 1 if reverse else index + 1, seen, outs[: len(carry)]
     return state, (outs[len(carry) :], each)
 
-  state = (start, _varying(observer.nothing(), around.axes), [*carry])
-  (_, seen, carry), (ys, of_each) = jax.lax.scan(iteration, state, [*xs], length, reverse)
-  return [*carry], ys, seen if observer.merges else of_each
+  state = (start, _varying(observer.nothing(), around.axes), [*ins[first:last]])
+  (_, seen, carry), (ys, of_each) = jax.lax.scan(iteration, state, [*ins[last:]], length, reverse)
+  return [*carry, *ys], seen if observer.merges else of_each
 
 
 def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
@@ -184,13 +170,13 @@ def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -
   of_test, of_body, carry = _parts_of(step, ins)
 
   def goes_on(carry: Sequence[Any], index: Array, seen: PyTree) -> tuple[Any, PyTree]:
-    (again,), new = run(test, [*of_test, *carry], observer, _in_loop(around, index))
+    (again,), new = run(test, [*of_test, *carry], observer, around.in_loop(index))
     return again, observer.merge(seen, new)
 
   def iteration(state: Any) -> Any:
     again, index, seen, carry = state
     operands = [*of_body, *carry, *_lanes(again)]
-    carry, new = run(body, operands, observer, _in_loop(around, index))
+    carry, new = run(body, operands, observer, around.in_loop(index))
     again, seen = goes_on(carry, index + 1, observer.merge(seen, new))
     return again, index + 1, seen, carry
 
@@ -233,7 +219,7 @@ def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Aroun
 
   arguments["in_specs"] = (jax.P(), *arguments["in_specs"])
   arguments["out_specs"] = (list(arguments["out_specs"]), jax.P(axes))
-  outs, seen = jax.shard_map(one_device, **arguments)(around.indices, *ins)
+  outs, seen = jax.jit(jax.shard_map(one_device, **arguments))(around.indices, *ins)
   return outs, observer.of_devices(_gathered(seen, arguments["mesh"]))
 
 
@@ -278,11 +264,11 @@ class Look(Observer):
     return outs
 
   def inside(self, seen: Mapping[int, Sequence[Array]]) -> None:
-    if not self.on_host:
-      self.seen.update(seen)
-      return
     for number, picked in seen.items():
-      self.see(self.steps[number], picked)
+      if self.on_host:
+        self.see(self.steps[number], picked)
+      else:
+        self.seen[number] = picked
 
 
 def run_on_host(body: Body, values: Sequence[Any], look: Look) -> list[Any]:
@@ -292,16 +278,13 @@ def run_on_host(body: Body, values: Sequence[Any], look: Look) -> list[Any]:
 
 
 _TOGETHER = 2**20
-"""How many numbers of the inputs and results of a loop are seen together, some iterations of it.
-
-They have the same shapes under a policy, so that iterations are seen together as without it.
-"""
+"""How many numbers that a loop takes and returns are seen together: as many under a policy."""
 
 
 def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
   (body,), (inner,), reverse = step.bodies, step.inner, step.eqn.params["reverse"]
-  first, last, length = _scanned(step)
-  constants, carry, xs = ins[:first], [*ins[first:last]], ins[last:]
+  first, last, length = inner.carry.start, inner.carry.stop, inner.times or 0
+  constants, carry, xs = ins[:first], ins[first:last], ins[last:]
   if not length:
     return bind(step.eqn, ins), {}
   size = 1
@@ -310,19 +293,23 @@ def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Ar
     most = max(min(_TOGETHER // max(sum(math.prod(shape_of(v)) for v in each), 1), length), 1)
     # What is left over would be compiled too.
     size = next((count for count in range(most, most // 2, -1) if length % count == 0), most)
-  together = functools.partial(_iterations, step, observer, _TRACED)
-  compiled = jax.jit(together, static_argnums=4)
-  watch, parts = observer.of(body, (), around), list[Any]()
+
+  @functools.partial(jax.jit, static_argnums=2)
+  def together(ins: Sequence[Any], start: Array, count: int) -> Ran:
+    return _iterations(step, ins, observer, _TRACED, start, count)
+
+  parts = list[Any]()
   for start in range(0, length, size)[:: -1 if reverse else 1]:
     count = min(size, length - start)
     if body.is_straight:
       some = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
-      carry, ys, picked = compiled(constants, carry, some, start, count)
-      watch.inside(picked)
+      outs, picked = together([*constants, *carry, *some], start, count)
+      observer.inside(picked)
       del picked, some
     else:
       outs, _ = run(body, [*constants, *carry, *(x[start] for x in xs)], observer, around)
-      carry, ys = outs[: len(carry)], [jnp.asarray(y)[None] for y in outs[len(carry) :]]
+      outs[len(carry) :] = [jnp.asarray(y)[None] for y in outs[len(carry) :]]
+    carry, ys = outs[: len(carry)], outs[len(carry) :]
     parts.append(ys)
   return [*carry, *map(_joined, zip(*parts[:: -1 if reverse else 1], strict=True))], {}
 
@@ -340,10 +327,9 @@ def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: A
   goes_on = jax.jit(lambda values: run(test, values, Look())[0][0])
   advance = functools.partial(run, body, observer=observer)
   advance = jax.jit(advance) if body.is_straight else functools.partial(advance, around=around)
-  watch = observer.of(body, (), around)
   while bool(jnp.any(again := goes_on([*of_test, *carry]))):
     carry, picked = advance([*of_body, *carry, *_lanes(again)])
-    watch.inside(picked)
+    observer.inside(picked)
   return carry, {}
 
 
@@ -352,14 +338,10 @@ def _cond_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Ar
   return run(step.bodies[min(max(int(index), 0), len(step.bodies) - 1)], operands, observer, around)
 
 
-def _shard_map_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
-  return jax.jit(lambda *ins: _shard_map(step, ins, observer, _TRACED))(*ins)
-
-
 _ENTER: Mapping[Holds | None, tuple[Callable[..., Ran], Callable[..., Ran]]] = {
   Holds.SCAN: (_scan, _scan_on_host),
   Holds.WHILE: (_while, _while_on_host),
   Holds.COND: (_cond, _cond_on_host),
-  Holds.SHARD_MAP: (_shard_map, _shard_map_on_host),
+  Holds.SHARD_MAP: (_shard_map, _shard_map),
 }
 """How what holds jaxprs is entered, under `jit` and on the host."""

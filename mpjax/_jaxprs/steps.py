@@ -26,10 +26,8 @@ Slot: TypeAlias = int | Literal
 Key: TypeAlias = tuple[int, ...]
 """Which equation: its number, or that of the one it is in, the inner jaxpr, its number."""
 
-_CALLS = frozenset(
-  (Holds.CALL, Holds.COMPOSITE, Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP)
-) | {Holds.LINEAR_CALL}
 _NESTED = frozenset((Holds.SCAN, Holds.WHILE, Holds.COND, Holds.SHARD_MAP))
+"""What holds lists of its own. All else that runs a jaxpr on known operands is a call."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,7 +180,7 @@ class _Writer:
     for position, eqn in enumerate(jaxpr.eqns):
       step = Step(-1, (*at, position), eqn, around, times, certain, tuple(map(read, eqn.invars)))
       inner, holds = inner_jaxprs(eqn) or (), facts_of(eqn).holds
-      if inner and holds in _CALLS:
+      if inner and inner[0].operands is not None and holds not in _NESTED:
         ins = step.ins
         if self.compiled and eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
           # What `remat` computes again the compiler must not take from the first time.
@@ -220,8 +218,7 @@ def _of_lanes(test: Inner, body: Inner) -> Inner:
 
   def new_where_going(*args: Array) -> list[Array]:
     *operands, going = args
-    consts = body.program.consts if isinstance(body.program, ClosedJaxpr) else ()
-    new = eval_jaxpr(body.jaxpr, consts, *operands)
+    new = eval_jaxpr(body.jaxpr, getattr(body.program, "consts", ()), *operands)
     pairs = zip(operands[len(operands) - carried :], new, strict=True)
     return [
       jnp.where(jax.lax.broadcast_in_dim(going, x.shape, [*range(going.ndim)]), y, x)
