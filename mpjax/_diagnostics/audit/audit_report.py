@@ -2,23 +2,22 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxAssertionError
 from mpjax._core.rules import Rule
-from mpjax._core.types import DType
 from mpjax._diagnostics.audit.compiled import Collective, Kernel
-from mpjax._diagnostics.audit.leaks import Leak, OnPurpose
+from mpjax._diagnostics.audit.leaks import Cause, Leak, OnPurpose
 from mpjax._diagnostics.audit.modules import (
   Float8Matmul,
-  HasPath,
   Misfit,
   ModuleRow,
   OpaqueKernel,
-  together,
+  summed,
   without_numbers,
 )
 from mpjax._diagnostics.audit.risks import Risk
@@ -30,6 +29,8 @@ _MOST = 12
 
 _WORTH_PADDING = 2**30
 """FLOPs of matmuls whose sizes are worth a line: Tensor Cores take microseconds for them."""
+
+_Row = TypeVar("_Row", Leak, OnPurpose, Risk, Float8Matmul, Misfit, OpaqueKernel, Collective)
 
 _MODULE, _FLOPS = Column("module", wide=True), Column("FLOPs", "right")
 
@@ -88,12 +89,12 @@ class AuditReport(Report):
   @property
   def half_share(self) -> float:
     """The share of the matmuls' FLOPs in low precision, 8 bits included; NaN without matmuls."""
-    return _share(self.flops, lambda dtype: dtype.itemsize < 4)
+    return _share(self.flops, 1, 2)
 
   @property
   def float8_share(self) -> float:
     """The share of the matmuls' FLOPs in float8, or in a recipe's 8 bits; NaN without matmuls."""
-    return _share(self.flops, lambda dtype: dtype.itemsize == 1)
+    return _share(self.flops, 1)
 
   def assert_half_share(self, least: float) -> None:
     """Raises unless a share of the matmuls' FLOPs is in low precision, for a test of yours.
@@ -132,23 +133,55 @@ class AuditReport(Report):
         "AuditReport.assert_no_leaks(...)",
         expected="no float32 operation where low precision was asked for",
         got=f"{len(leaks)}: the costliest is {first.operation} in {first.path or 'the root'} "
-        f"({first.source}), float32 because {_because([first])}",
+        f"({first.source}), float32 because {_because(first.cause)}",
         fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
       )
 
   def sections(self) -> Sequence[Section]:
     """Returns what is shown, in order."""
+    flops = sum(self.flops.values())
+    because, risk = Column("because of", wide=True), Column("risk", wide=True)
+    rule, kernel = Column("rule", wide=True), Column("compiled as", wide=True)
     return (
       _headline(self),
-      Section("Float32 where low precision was asked for", _leaks(self.leaks)),
-      _on_purpose(self),
-      _risks(self),
+      _leaks(self.leaks),
+      _table(
+        "Float32 on purpose",
+        (_MODULE, because, _FLOPS),
+        [(x.path, x.reason, percent(x.flops / flops)) for x in _layers(self.on_purpose, "flops")],
+      ),
+      _table(
+        "Low precision where float32 is safer",
+        (_MODULE, Column("operation"), Column("pass"), Column("line"), risk),
+        [
+          (x.path, x.operation, x.direction, _at(x.source), f"{x.dtype}: {x.reason}")
+          for x in _layers(self.risks)
+        ],
+      ),
       _modules(self),
       _float8(self),
-      Section("Tensor Cores and kernels", tuple(_costs(self))),
-      _collectives(self),
-      _rules(self),
-      _kernels(self),
+      _costs(self),
+      _table(
+        "Between devices",
+        (_MODULE, Column("collective"), Column("dtype"), *right("bytes", "times")),
+        [
+          (x.path, x.operation, x.dtype, amount(x.nbytes, "B"), str(x.times))
+          for x in _layers(self.collectives, "nbytes", "times")
+        ],
+      ),
+      _table(
+        "Rules",
+        (rule, *right("modules", "earlier rule wins")),
+        [
+          (repr(rule), str(n or "never used"), str(self.hidden_rules.get(rule) or ""))
+          for rule, n in self.rules.items()
+        ],
+      ),
+      _table(
+        "Compiled as",
+        (kernel, Column("dtype"), Column("count", "right")),
+        [(x.name, x.dtype, str(x.times)) for x in self.kernels],
+      ),
     )
 
   def as_dict(self) -> Mapping[str, object]:
@@ -168,23 +201,18 @@ class AuditReport(Report):
     return f"AuditReport(half_share={self.half_share:.4f}, leaks={len(self.leaks)})"
 
 
-def _share(flops: Mapping[tuple[Direction, str], int], counts: Callable[[DType], bool]) -> float:
-  total = sum(flops.values())
-  part = sum(n for (_, dtype), n in flops.items() if counts(jnp.dtype(dtype)))
-  return part / total if total else float("nan")
+def _share(flops: Mapping[tuple[Direction, str], int], *nbytes: int) -> float:
+  """Returns the share of FLOPs in dtypes of so many bytes; NaN without FLOPs."""
+  part = sum(n for (_, dtype), n in flops.items() if jnp.dtype(dtype).itemsize in nbytes)
+  return part / sum(flops.values()) if any(flops.values()) else math.nan
 
 
 def _headline(audit: AuditReport) -> Section:
-  families: Sequence[Callable[[DType], bool]] = (
-    lambda dtype: dtype.itemsize == 2,
-    lambda dtype: dtype.itemsize == 1,
-    lambda dtype: dtype.itemsize >= 4,
-  )
   rows = []
   for direction in ("forward", "backward", "recomputed"):
     here = {key: n for key, n in audit.flops.items() if key[0] == direction}
     if any(here.values()):
-      shares = (percent(_share(here, family)) for family in families)
+      shares = (percent(_share(here, *nbytes)) for nbytes in ((2,), (1,), (4, 8)))
       rows.append((direction, amount(sum(here.values()), "FLOP"), *shares))
   columns = (Column("pass"), *right("matmuls", "16 bit", "8 bit", "float32"))
   count = len(audit.leaks)
@@ -204,14 +232,27 @@ def _headline(audit: AuditReport) -> Section:
   return Section("Precision audit", tuple(lines), columns, tuple(rows))
 
 
-def _path(row: HasPath) -> str:
-  return row.path or "(root)"
+def _layers(rows: Iterable[_Row], *counts: str) -> tuple[_Row, ...]:
+  """Returns one row for layers that differ in their number alone, with the sums of `counts`."""
+  groups: dict[_Row, list[_Row]] = {}
+  for row in rows:
+    groups.setdefault(_unnumbered(row, **dict.fromkeys(counts, 0)), []).append(row)
+  shown: list[_Row] = []
+  for alike, group in groups.items():
+    paths = {row.path for row in group}
+    path = next(iter(paths)) if len(paths) == 1 else f"{alike.path} ({len(paths)})"
+    for row in group:
+      same = row if len(group) == 1 else alike
+      shown.append(same._replace(path=path or "(root)", **{x: getattr(row, x) for x in counts}))
+  return summed(shown, *counts)
 
 
-def _paths(group: Sequence[HasPath]) -> str:
-  """Returns the path of one, or "*" for the number of several and how many they are."""
-  several = len({row.path for row in group})
-  return _path(group[0]) if several == 1 else f"{without_numbers(group[0].path)} ({several})"
+def _unnumbered(row: _Row, **counts: int) -> _Row:
+  """Returns a row with "*" for the numbers of layers, which the names of parameters have too."""
+  row = row._replace(path=without_numbers(row.path), **counts)
+  if isinstance(row, Leak) and row.cause.kind in ("parameter", "argument"):
+    row = row._replace(cause=row.cause._replace(name=without_numbers(row.cause.name)))
+  return row
 
 
 def _at(source: Source | None) -> str:
@@ -229,87 +270,43 @@ def _table(
   lines: tuple[str, ...] = (),
 ) -> Section:
   """Returns a table of the first rows, without its last column if that says nothing."""
-  shown = tuple(rows[:_MOST])
+  blank = [""] * (len(columns) - 1)
+  shown = [*rows[:_MOST], *((text, *blank) for text in _rest(len(rows)))]
   if not any(row[-1] for row in shown):
-    columns, shown = columns[:-1], tuple(row[:-1] for row in shown)
-  return Section(title, lines, tuple(columns), shown, footer=_rest(len(rows)))
+    columns, shown = columns[:-1], [row[:-1] for row in shown]
+  return Section(title, lines, tuple(columns), tuple(shown))
 
 
-def _leaks(leaks: Sequence[Leak]) -> tuple[str, ...]:
-  def alike(leak: Leak) -> Hashable:
-    # In several layers one line has parameters of several names.
-    named = leak.cause.kind in ("parameter", "argument")
-    name = without_numbers(leak.cause.name) if named else leak.cause.name
-    cause = leak.cause._replace(name=name)
-    return leak.operation, leak.source, cause, leak.direction, leak.dtypes
-
-  groups = together(leaks, alike)
+def _leaks(leaks: Sequence[Leak]) -> Section:
+  groups = _layers(leaks, "flops", "nbytes", "share", "operations")
   lines: list[str] = []
-  for number, group in enumerate(groups[:_MOST], 1):
-    leak = group[0]
-    cost = percent(sum(x.share for x in group))
-    cost += " of FLOPs" if any(x.flops for x in group) else " of the bytes computed"
-    operations = sum(x.operations for x in group)
-    more = f", {operations} operations" if operations > 1 else ""
-    what = (_paths(group), leak.operation, leak.direction, _at(leak.source), cost + more)
+  for number, leak in enumerate(groups[:_MOST], 1):
+    cost = f"{percent(leak.share)} of {'FLOPs' if leak.flops else 'the bytes computed'}"
+    more = f", {leak.operations} operations" if leak.operations > 1 else ""
+    what = leak.path, leak.operation, leak.direction, _at(leak.source), cost + more
     dtypes = " x ".join(leak.dtypes)
     lines += [
       f"{number}. {' · '.join(what)}",
-      f"   {dtypes}: float32 because {_because(group)} at {_at(leak.cause.source)}",
+      f"   {dtypes}: float32 because {_because(leak.cause)} at {_at(leak.cause.source)}",
       f"   {leak.fix}",
     ]
-  return (*lines, *_rest(len(groups)))
+  return Section("Float32 where low precision was asked for", (*lines, *_rest(len(groups))))
 
 
-def _because(group: Sequence[Leak]) -> str:
-  """Returns the cause of leaks, with "*" for the numbers of their layers in its name."""
-  cause = group[0].cause
-  name = cause.name if all(x.cause == cause for x in group) else without_numbers(cause.name)
+def _because(cause: Cause) -> str:
   match cause.kind:
     case "number":
-      return f"of the {cause.dtype} scalar {name}"
+      return f"of the {cause.dtype} scalar {cause.name}"
     case "cast":
       return f"of a cast to {cause.dtype}"
     case "operation":
-      return f"{name} computes {cause.dtype}"
+      return f"{cause.name} computes {cause.dtype}"
     case _:
-      return f"of {name} ({cause.kind}, {cause.dtype})"
-
-
-_Matmuls = TypeVar("_Matmuls", OnPurpose, Float8Matmul)
-
-
-def _by_flops(
-  rows: Iterable[_Matmuls], alike: Callable[[_Matmuls], Hashable], total: int
-) -> list[tuple[_Matmuls, str, str]]:
-  """Returns the first row of each group, its paths and its share of FLOPs; the largest first."""
-  sums = [(sum(row.flops for row in group), group) for group in together(rows, alike)]
-  ranked = sorted(sums, key=lambda each: -each[0])
-  return [(group[0], _paths(group), percent(n / max(total, 1))) for n, group in ranked]
-
-
-def _on_purpose(audit: AuditReport) -> Section:
-  ranked = _by_flops(audit.on_purpose, lambda row: row.reason, sum(audit.flops.values()))
-  columns = (_MODULE, Column("because of", wide=True), _FLOPS)
-  return _table(
-    "Float32 on purpose", columns, [(paths, row.reason, share) for row, paths, share in ranked]
-  )
-
-
-def _risks(audit: AuditReport) -> Section:
-  names = Column("operation"), Column("pass"), Column("line")
-  groups = together(audit.risks, lambda x: (x.operation, x.dtype, x.direction, x.source, x.reason))
-  rows = [
-    (_paths(group), x.operation, x.direction, _at(x.source), f"{x.dtype}: {x.reason}")
-    for group in groups
-    for x in group[:1]
-  ]
-  columns = (_MODULE, *names, Column("risk", wide=True))
-  return _table("Low precision where float32 is safer", columns, rows)
+      return f"of {cause.name} ({cause.kind}, {cause.dtype})"
 
 
 def _modules(audit: AuditReport) -> Section:
-  total = max(sum(sum(row.flops.values()) for row in audit.modules), 1)
+  total = sum(sum(row.flops.values()) for row in audit.modules)
   selectors = {repr(rule): _selector(rule) for rule in audit.rules}
   rows = []
   for row in sorted(audit.modules, key=lambda row: -sum(row.flops.values())):
@@ -324,7 +321,7 @@ def _modules(audit: AuditReport) -> Section:
     share = percent(sum(row.flops.values()) / total)
     decided = f"{decider} {overruled}".strip()
     rows.append((f"{row.path or '(root)'}{count}", *dtypes, share, decided))
-  names = Column("params"), Column("activations"), Column("gradients")
+  names = map(Column, ("params", "activations", "gradients"))
   columns = (_MODULE, *names, _FLOPS, Column("decided by", wide=True))
   return _table("Modules with matmuls", columns, rows)
 
@@ -332,19 +329,17 @@ def _modules(audit: AuditReport) -> Section:
 def _selector(rule: Rule) -> str:
   """Returns a rule without its policy, which the dtypes beside it show."""
   selectors = (("path", rule.path), ("module", rule.module), ("where", rule.where))
-  return ", ".join(f"{name}={_named(x)}" for name, x in selectors if x is not None)
-
-
-def _named(selector: object) -> str:
-  if isinstance(selector, tuple):
-    return ", ".join(map(_named, selector))
-  return getattr(selector, "__name__", None) or repr(selector)
+  name, selector = next((name, x) for name, x in selectors if x is not None)
+  several = selector if isinstance(selector, tuple) else (selector,)
+  return f"{name}=" + ", ".join(getattr(x, "__name__", repr(x)) for x in several)
 
 
 def _float8(audit: AuditReport) -> Section:
-  total = sum(row.flops for row in audit.float8)
-  ranked = _by_flops(audit.float8, lambda row: (row.reason, row.sizes), total)
-  rows = [(paths, _sizes(row.sizes), share, row.reason) for row, paths, share in ranked]
+  total = max(sum(row.flops for row in audit.float8), 1)
+  rows = [
+    (x.path, _sizes(x.sizes), percent(x.flops / total), x.reason)
+    for x in _layers(audit.float8, "flops")
+  ]
   sizes, reason = Column("M x N x K", "right"), Column("not in float8 because", wide=True)
   lines = (f"{percent(audit.float8_share)} of the matmuls' FLOPs in float8",) if rows else ()
   return _table("float8", (_MODULE, sizes, _FLOPS, reason), rows, lines)
@@ -354,51 +349,21 @@ def _sizes(sizes: Sequence[int]) -> str:
   return " x ".join(map(str, sizes))
 
 
-def _costs(audit: AuditReport) -> Iterable[str]:
-  """Yields what costs time or memory, a sentence each."""
-  misfits = [x for x in audit.misfits if x.flops >= _WORTH_PADDING]
+def _costs(audit: AuditReport) -> Section:
+  """Returns what costs time or memory, a sentence each."""
+  lines: list[str] = []
+  misfits = [x for x in _layers(audit.misfits, "flops") if x.flops >= _WORTH_PADDING]
   for x in misfits[:_MOST]:
     # A layer of Flax that a list of layers calls has no line of the user's.
     line = "" if x.source is None else f" · {x.source}"
-    yield f"{_path(x)}{line}: M, N, K = {_sizes(x.sizes)} padded to {_sizes(x.padded)}"
-  yield from _rest(len(misfits))
-  for x in audit.opaque[:_MOST]:
+    lines.append(f"{x.path}{line}: M, N, K = {_sizes(x.sizes)} padded to {_sizes(x.padded)}")
+  lines += _rest(len(misfits))
+  for x in _layers(audit.opaque)[:_MOST]:
     operands = " x ".join(x.dtypes) or "no floating operands"
-    yield f"{_path(x)}: {x.name} is not entered; it gets {operands}"
+    lines.append(f"{x.path}: {x.name} is not entered; it gets {operands}")
   if audit.tf32_flops and audit.half_share > 0:
-    yield (
+    lines.append(
       f"{amount(audit.tf32_flops, 'FLOP')} in float32: a GPU since Ampere rounds their operands to "
       'TF32, unless precision="highest" is asked for.'
     )
-
-
-def _collectives(audit: AuditReport) -> Section:
-  groups = together(audit.collectives, lambda row: (row.operation, row.dtype))
-  sums = [(sum(row.nbytes for row in group), group) for group in groups]
-  rows = [
-    (
-      _paths(group),
-      group[0].operation,
-      group[0].dtype,
-      amount(n, "B"),
-      str(sum(row.times for row in group)),
-    )
-    for n, group in sorted(sums, key=lambda each: -each[0])
-  ]
-  columns = (_MODULE, Column("collective"), Column("dtype"), *right("bytes", "times"))
-  return _table("Between devices", columns, rows)
-
-
-def _rules(audit: AuditReport) -> Section:
-  columns = (Column("rule", wide=True), *right("modules", "earlier rule wins"))
-  rows = [
-    (repr(rule), str(n or "never used"), str(audit.hidden_rules.get(rule) or ""))
-    for rule, n in audit.rules.items()
-  ]
-  return _table("Rules", columns, rows)
-
-
-def _kernels(audit: AuditReport) -> Section:
-  columns = Column("compiled as", wide=True), Column("dtype"), Column("count", "right")
-  rows = [(x.name, x.dtype, str(x.times)) for x in audit.kernels]
-  return _table("Compiled as", columns, rows)
+  return Section("Tensor Cores and kernels", tuple(lines))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from mpjax._diagnostics.audit.modules import summed
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import inner_jaxprs
@@ -36,13 +37,6 @@ class Kernel(NamedTuple):
     name: of the operation, or of the library's kernel, such as "__cublas$lt$matmul$f8".
     dtype: of its result.
     times: how many there are.
-
-  >>> import jax, jax.numpy as jnp, mpjax
-  >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
-  >>> compiled = jax.jit(jnp.matmul).lower(x, x).compile()
-  >>> kernels = mpjax.audit(jnp.matmul, compiled=compiled)(x, x).kernels
-  >>> len(kernels) > 0
-  True
   """
 
   name: str
@@ -78,7 +72,7 @@ def find_collectives(graph: Graph) -> tuple[Collective, ...]:
     for v in operation.results if operation.facts.collective else ():
       path, dtype = operation.where.path, str(v.dtype)
       rows.append(Collective(path, operation.name, dtype, v.nbytes * times, times))
-  return _summed(rows)
+  return summed(rows, "nbytes", "times")
 
 
 def compiled_collectives(text: str, graph: Graph) -> tuple[Collective, ...]:
@@ -134,23 +128,13 @@ def compiled_collectives(text: str, graph: Graph) -> tuple[Collective, ...]:
         nbytes[dtype] += (math.prod(sizes) * int(bits or 8) + 7) // 8
       for dtype, n in nbytes.items():
         rows.append(Collective(path, operation, dtype, n * times[name], times[name]))
-  return _summed(rows)
+  return summed(rows, "nbytes", "times")
 
 
 def _in_order(names: Iterable[str], scopes: Iterable[str]) -> bool:
   """Whether names are among scopes, in their order: JAX writes its loops and calls between them."""
   left = iter(scopes)
   return all(name in left for name in names)
-
-
-def _summed(rows: Iterable[Collective]) -> tuple[Collective, ...]:
-  """Returns one row for each module, operation and dtype, those of the most bytes first."""
-  sums: dict[tuple[str, str, str], Collective] = {}
-  for row in rows:
-    last = sums.get(row[:3])
-    nbytes, times = (0, 0) if last is None else last[3:]
-    sums[row[:3]] = row._replace(nbytes=row.nbytes + nbytes, times=row.times + times)
-  return tuple(sorted(sums.values(), key=lambda row: -row.nbytes))
 
 
 def kernels(text: str) -> tuple[Kernel, ...]:

@@ -8,6 +8,7 @@ from mpjax._core.active import SCOPE as FULL_PRECISION
 from mpjax._core.active import AuditRecord
 from mpjax._core.dtypes import is_low_precision, written
 from mpjax._core.types import DType
+from mpjax._diagnostics.audit.modules import summed
 from mpjax._jaxprs.autocast.scopes import FLOAT8, NOT_IN, REGION, policy_of
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.graph import Graph, Operation, Value
@@ -25,14 +26,6 @@ class Cause(NamedTuple):
     name: the path of an argument, the shape of a constant, the name of an operation.
     dtype: that which it brought in.
     source: the line of an operation, or where something else is first used; None if unknown.
-
-  >>> import jax.numpy as jnp, mpjax
-  >>> def fn(x, table):
-  ...   return (x + table) @ x
-  >>> half = jnp.ones((2, 2), "bfloat16")
-  >>> leak, = mpjax.audit(fn)(half, jnp.ones((2, 2))).leaks
-  >>> leak.cause.kind, leak.cause.name, leak.cause.dtype
-  ('argument', 'table', 'float32')
   """
 
   kind: Kind
@@ -293,14 +286,13 @@ class Expectations:
 
 def _most_used(graph: Graph) -> DType | None:
   """Returns the low-precision dtype with the most FLOPs of matmuls, or else the most elements."""
-  counts: dict[DType, tuple[int, int]] = {}
+  flops, sizes = collections.Counter[DType](), collections.Counter[DType]()
   for operation in graph.operations:
-    flops = flops_of(operation.eqn) or 0
     for v in operation.operands:
       if v.is_low and v.dtype is not None:
-        before = counts.get(v.dtype, (0, 0))
-        counts[v.dtype] = before[0] + flops, before[1] + v.size
-  return max(counts, key=lambda dtype: counts[dtype], default=None)
+        flops[v.dtype] += flops_of(operation.eqn) or 0
+        sizes[v.dtype] += v.size
+  return max(sizes, key=lambda dtype: (flops[dtype], sizes[dtype]), default=None)
 
 
 def _after_gradients(graph: Graph) -> set[Operation]:
@@ -316,21 +308,13 @@ def _after_gradients(graph: Graph) -> set[Operation]:
   return after
 
 
-class _Group:
-  """The operations with one cause."""
-
-  def __init__(self, entry: Operation, why: Why) -> None:
-    self.entry, self.why = entry, why
-    self.flops = self.nbytes = self.operations = 0
-
-
 def find_leaks(
   graph: Graph, causes: Causes, expectations: Expectations
 ) -> tuple[tuple[Leak, ...], tuple[OnPurpose, ...]]:
   """Returns the leaks of a graph, the costliest first, and what is float32 on purpose."""
-  purposes: collections.Counter[tuple[str, str]] = collections.Counter()
-  groups: dict[tuple[object, object], _Group] = {}
-  lines: dict[tuple[str, Source | None], _Group] = {}
+  purposes: list[OnPurpose] = []
+  leaks: list[Leak] = []
+  lines: dict[tuple[str, Source | None], Leak] = {}
   returned = [] if expectations.marked else [v for v in graph.results if len(v.aval.shape) > 0]
   low = better_low(graph, causes, (v for v in returned if v.is_wide))
   low_for_ops = better_low(graph, causes, ())
@@ -347,7 +331,7 @@ def find_leaks(
         continue
       dtype, reason = expectations.of(operation)
       if dtype is None:
-        purposes[operation.where.path, reason] += flops
+        purposes += [OnPurpose(operation.where.path, reason, flops)] if flops else []
         continue
       why = causes.of_operands(operation)
     else:
@@ -359,28 +343,23 @@ def find_leaks(
         continue
     # Whose leak is it? Work of a backward pass is that of the line of the forward pass.
     backward = operation.where.direction != "forward"
-    line = (operation.where.path, operation.where.source)
-    group = lines.get(line) if backward else None
-    if group is None:
+    line = operation.where.path, operation.where.source
+    leak = lines.get(line) if backward else None
+    if leak is None:
       if backward and not flops and (why is None or why.cause.kind not in ("cast", "constant")):
         continue  # A gradient is float32 because of what is float32 in the forward pass.
       if why is None:
         first = next((v for v in operation.operands if v.is_wide), operation.operands[0])
         why = _own("operation", operation, first)
-      entry = why.entry or operation
-      where = entry.where
-      # The operations of one line, as of a * cos(t) + b * sin(t), are cured together.
-      same_line = (where.path, entry.name, where.direction, where.source)
-      key = why.origin, same_line if where.source else entry
-      group = groups.setdefault(key, _Group(entry, why))
+      leak = _leak(why, why.entry or operation, expectations)
     if not backward:
-      lines.setdefault(line, group)
-    group.flops += flops or 0
-    group.nbytes += nbytes
-    group.operations += operation.times
-  ranked = sorted(groups.values(), key=lambda g: (-g.flops, -g.nbytes, g.entry.step.key))
-  leaks = tuple(_leak(group, expectations, total_flops, total_bytes) for group in ranked)
-  return leaks, tuple(OnPurpose(*key, flops) for key, flops in purposes.most_common() if flops)
+      lines.setdefault(line, leak)
+    leaks.append(leak._replace(flops=flops or 0, nbytes=nbytes, operations=operation.times))
+  # The operations of one line, as of a * cos(t) + b * sin(t), are cured together.
+  ranked = summed(leaks, "flops", "nbytes", "operations")
+  shares = (x.flops / total_flops if x.flops else x.nbytes / max(total_bytes, 1) for x in ranked)
+  found = (leak._replace(share=share) for leak, share in zip(ranked, shares, strict=True))
+  return tuple(found), summed(purposes, "flops")
 
 
 def _is_wide_elementwise(operation: Operation, small: float) -> bool:
@@ -398,21 +377,20 @@ def _is_meant(why: Why, expectations: Expectations) -> bool:
   return why.neutral or why.deliberate or (expectations.marked and (sums or positions))
 
 
-def _leak(group: _Group, expectations: Expectations, flops: int, nbytes: int) -> Leak:
-  entry = group.entry
-  part, total = (group.flops, flops) if group.flops else (group.nbytes, nbytes)
+def _leak(why: Why, entry: Operation, expectations: Expectations) -> Leak:
+  """Returns a leak whose costs are yet to be added."""
   return Leak(
     path=entry.where.path,
     operation=entry.name,
     direction=entry.where.direction,
     dtypes=tuple(str(v.dtype) for v in entry.operands if v.dtype is not None),
     source=entry.where.source,
-    cause=group.why.cause,
-    fix=_fix(group.why, entry, expectations.of(entry)[0] or expectations.used),
-    flops=group.flops,
-    nbytes=group.nbytes,
-    share=part / max(total, 1),
-    operations=group.operations,
+    cause=why.cause,
+    fix=_fix(why, entry, expectations.of(entry)[0] or expectations.used),
+    flops=0,
+    nbytes=0,
+    share=0.0,
+    operations=0,
   )
 
 

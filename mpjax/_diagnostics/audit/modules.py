@@ -2,8 +2,8 @@
 
 import collections
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Hashable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,24 @@ from mpjax._jaxprs.count import matmul_sizes
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import MODULE, Source
 from mpjax._jaxprs.primitives import Holds
+
+Row = TypeVar("Row", bound=NamedTuple)
+
+
+def summed(rows: Iterable[Row], *counts: str) -> tuple[Row, ...]:
+  """Returns one row for those that differ in `counts` alone, which are added; the largest first."""
+  sums: dict[Row, Row] = {}
+  for row in rows:
+    alike = row._replace(**dict.fromkeys(counts, 0))
+    before = sums.get(alike, alike)
+    added = {name: getattr(before, name) + getattr(row, name) for name in counts}
+    sums[alike] = row._replace(**added)
+  return tuple(sorted(sums.values(), key=lambda row: [-getattr(row, name) for name in counts]))
+
+
+def without_numbers(path: str) -> str:
+  """Returns a path with "*" for each number in it, such as "block_*/attention"."""
+  return re.sub(r"\d+", "*", path)
 
 
 class ModuleRow(NamedTuple):
@@ -30,14 +48,6 @@ class ModuleRow(NamedTuple):
     flops: of matmuls and convolutions by dtype, in all passes.
     rule: the rule that decided; "" if none did.
     own_dtype: the `dtype` of the module itself, which the policy overruled; "" for none.
-
-  >>> import jax, jax.numpy as jnp, mpjax
-  >>> def fn(x):
-  ...   with jax.named_scope("head"):
-  ...     return x @ x
-  >>> row, = mpjax.audit(fn)(jax.ShapeDtypeStruct((8, 8), "bfloat16")).modules
-  >>> row.path, row.activations, row.flops
-  ('head', ('bfloat16',), {'bfloat16': 1024})
   """
 
   path: str
@@ -53,79 +63,62 @@ class ModuleRow(NamedTuple):
 def module_rows(
   graph: Graph, record: AuditRecord, parameters: frozenset[str]
 ) -> tuple[ModuleRow, ...]:
-  """Returns the modules with matmuls, in the order in which they run."""
-  # Where no argument is known to be a parameter, all may be.
+  """Returns the modules with matmuls, in the order in which they run.
+
+  Where no argument is known to be one of `parameters`, all may be.
+  """
   modules: dict[str, list[Operation]] = {}
   for operation in graph.computing():
     modules.setdefault(operation.where.path, []).append(operation)
   flops = {path: collections.Counter[str]() for path in modules}
   for operation, dtype, count in graph.matmuls():
     flops[operation.where.path][str(dtype)] += count
-
-  def row(path: str) -> ModuleRow:
-    forward = [each for each in modules[path] if each.where.direction == "forward"]
-    backward = [each for each in modules[path] if each.where.direction != "forward"]
-    marks = {each.where.marked(MODULE): None for each in modules[path]}
-    module = next((record.modules[mark] for mark in marks if mark in record.modules), None)
+  rows: dict[Hashable, ModuleRow] = {}
+  for path, operations in modules.items():
+    # What has a module around it that is shown, and no matmul of its own, is a detail of that one.
+    if not any(flops[path].values()):
+      continue
+    forward = [each for each in operations if each.where.direction == "forward"]
+    backward = [each for each in operations if each.where.direction != "forward"]
     read = dict.fromkeys(moved_from(v) for each in forward for v in each.operands)
     arguments = [v for v in read if v.kind == "argument"]
-    return ModuleRow(
+    marks = (each.where.marked(MODULE) or "" for each in operations)
+    module = next((record.modules[mark] for mark in marks if mark in record.modules), None)
+    row = ModuleRow(
       path=path,
       modules=1,
       parameters=dtypes_of(v for v in arguments if v.label in parameters or not parameters),
-      activations=dtypes_of(_results(forward)),
-      gradients=dtypes_of(_results(backward)),
+      activations=_computed(forward),
+      gradients=_computed(backward),
       flops=dict((+flops[path]).most_common()),
       rule="" if module is None or module.rule is None else repr(module.rule),
       own_dtype="" if module is None else module.own_dtype or "",
     )
-
-  # What has a module around it that is shown, and no matmul of its own, is a detail of that one.
-  rows = [row(path) for path in modules if any(flops[path].values())]
-  return tuple(map(_one_row, together(rows, _shown)))
-
-
-def _results(operations: Iterable[Operation]) -> Iterator[Value]:
-  """Yields what operations compute, but for the scaling of matmuls in float8."""
-  for each in operations:
-    if FLOAT8 not in each.where.scopes or each.facts.flops:
-      yield from each.results
-
-
-def _one_row(group: Sequence[ModuleRow]) -> ModuleRow:
-  """Returns one row for modules that differ in the numbers of their paths alone."""
-  first, flops = group[0], collections.Counter[str]()
-  for row in group:
-    flops.update(row.flops)
-  path = first.path if len(group) == 1 else without_numbers(first.path)
-  return first._replace(path=path, modules=len(group), flops=dict(flops.most_common()))
+    dtypes = row.parameters, row.activations, row.gradients, row.flops
+    alike = without_numbers(path), *map(frozenset, dtypes), row.rule, row.own_dtype
+    if other := rows.get(alike):
+      both = flops[path] + collections.Counter(other.flops)
+      count = other.modules + 1
+      row = other._replace(
+        path=without_numbers(path), modules=count, flops=dict(both.most_common())
+      )
+    rows[alike] = row
+  return tuple(rows.values())
 
 
-def _shown(row: ModuleRow) -> Hashable:
-  """Returns what the table shows of a module, but its path and its FLOPs."""
-  dtypes = row.parameters, row.activations, row.gradients, row.flops
-  return (*map(frozenset, dtypes), row.rule, row.own_dtype)
+def _computed(operations: Iterable[Operation]) -> tuple[str, ...]:
+  """Returns the dtypes that operations compute, but for the scaling of matmuls in float8."""
+  shown = (each for each in operations if FLOAT8 not in each.where.scopes or each.facts.flops)
+  return dtypes_of(v for each in shown for v in each.results)
 
 
-def without_numbers(path: str) -> str:
-  """Returns a path with "*" for each number in it, such as "block_*/attention"."""
-  return re.sub(r"\d+", "*", path)
-
-
-class HasPath(Protocol):
-  @property
-  def path(self) -> str: ...
-
-
-Row = TypeVar("Row", bound=HasPath)
-
-
-def together(rows: Iterable[Row], shown: Callable[[Row], Hashable]) -> list[list[Row]]:
-  """Returns what is the same but for the numbers of paths, such as those of layers, together."""
-  groups: dict[Hashable, list[Row]] = {}
-  for row in rows:
-    groups.setdefault((without_numbers(row.path), shown(row)), []).append(row)
-  return list(groups.values())
+def dtypes_of(values: Iterable[Value]) -> tuple[str, ...]:
+  """Returns the floating dtypes of values, that of the most elements first."""
+  sizes: collections.Counter[str] = collections.Counter()
+  for v in values:
+    if v.dtype is not None and jnp.issubdtype(v.dtype, jnp.inexact):
+      sizes[np.dtype(v.dtype).name] += v.size
+  return tuple(name for name, _ in sizes.most_common())
 
 
 class Float8Matmul(NamedTuple):
@@ -136,13 +129,6 @@ class Float8Matmul(NamedTuple):
     sizes: rows, columns and the length of the sum of the first one: M, N and K.
     reason: why they are not in float8; "" if they are.
     flops: floating-point operations, in all passes.
-
-  >>> import jax, mpjax
-  >>> fn = mpjax.autocast(lambda x, w: x @ w, "mixed_float8")
-  >>> x, w = jax.ShapeDtypeStruct((8, 64), "float32"), jax.ShapeDtypeStruct((64, 32), "float32")
-  >>> matmul, = mpjax.audit(fn)(x, w).float8
-  >>> matmul.reason
-  'too small to gain: K=64, N=32'
   """
 
   path: str
@@ -153,14 +139,15 @@ class Float8Matmul(NamedTuple):
 
 def find_float8(graph: Graph) -> tuple[Float8Matmul, ...]:
   """Returns the matmuls of a graph, the costliest first; () if nothing asks for float8."""
-  rows: dict[tuple[str, str], Float8Matmul] = {}
+  rows: list[Float8Matmul] = []
+  first: dict[tuple[str, str], tuple[int, int, int]] = {}
   asked = False
   for operation, _, flops in graph.matmuls():
     path, reason = operation.where.path, _not_float8(operation)
     asked = asked or not reason or operation.where.marked(NOT_IN["float8"]) is not None
-    row = rows.get((path, reason)) or Float8Matmul(path, matmul_sizes(operation.eqn), reason, 0)
-    rows[path, reason] = row._replace(flops=row.flops + flops)
-  return tuple(sorted(rows.values(), key=lambda row: -row.flops)) if asked else ()
+    sizes = first.setdefault((path, reason), matmul_sizes(operation.eqn))
+    rows.append(Float8Matmul(path, sizes, reason, flops))
+  return summed(rows, "flops") if asked else ()
 
 
 def _not_float8(operation: Operation) -> str:
@@ -185,12 +172,6 @@ class Misfit(NamedTuple):
     padded: the same as multiples of 8, or of 16 for float8.
     source: the line; None if unknown.
     flops: floating-point operations of all such matmuls there.
-
-  >>> import jax, jax.numpy as jnp, mpjax
-  >>> half = jax.ShapeDtypeStruct((8, 10), "bfloat16"), jax.ShapeDtypeStruct((10, 16), "bfloat16")
-  >>> fit, = mpjax.audit(jnp.matmul)(*half).misfits
-  >>> fit.sizes, fit.padded
-  ((8, 16, 10), (8, 16, 16))
   """
 
   path: str
@@ -202,14 +183,14 @@ class Misfit(NamedTuple):
 
 def find_misfits(graph: Graph) -> tuple[Misfit, ...]:
   """Returns the low-precision matmuls whose sizes do not fit Tensor Cores, the costliest first."""
-  flops: collections.Counter[Misfit] = collections.Counter()
-  for operation, dtype, count in graph.matmuls():
+  rows: list[Misfit] = []
+  for operation, dtype, flops in graph.matmuls():
     unit = 16 if is_float8(dtype) else 8
     m, n, k = sizes = matmul_sizes(operation.eqn)
     padded = (-(-m // unit) * unit, -(-n // unit) * unit, -(-k // unit) * unit)
-    if count and is_low_precision(dtype) and padded != sizes:
-      flops[Misfit(operation.where.path, sizes, padded, operation.where.source, 0)] += count
-  return tuple(fit._replace(flops=count) for fit, count in flops.most_common())
+    if flops and is_low_precision(dtype) and padded != sizes:
+      rows.append(Misfit(operation.where.path, sizes, padded, operation.where.source, flops))
+  return summed(rows, "flops")
 
 
 class OpaqueKernel(NamedTuple):
@@ -218,17 +199,12 @@ class OpaqueKernel(NamedTuple):
   path: str  # of the module or named scope, and of the kernel
   name: str  # of the primitive
   dtypes: tuple[str, ...]  # of its floating operands, that of the most elements first
-  times: int
 
 
 def find_opaque(graph: Graph) -> tuple[OpaqueKernel, ...]:
   """Returns the kernels that the graph does not enter, in the order they run."""
-  counts: collections.Counter[OpaqueKernel] = collections.Counter()
-  for each in graph.computing():
-    if each.facts.holds is Holds.KERNEL:
-      kernel = OpaqueKernel(each.where.path, each.name, dtypes_of(each.operands), 0)
-      counts[kernel] += each.times
-  return tuple(kernel._replace(times=n) for kernel, n in counts.items())
+  kernels = (each for each in graph.computing() if each.facts.holds is Holds.KERNEL)
+  return summed(OpaqueKernel(x.where.path, x.name, dtypes_of(x.operands)) for x in kernels)
 
 
 def residuals(graph: Graph) -> dict[str, int]:
@@ -239,12 +215,3 @@ def residuals(graph: Graph) -> dict[str, int]:
       if any(each.where.direction != "forward" for each in v.consumers):
         nbytes[str(v.dtype)] += v.nbytes * operation.times
   return dict(nbytes.most_common())
-
-
-def dtypes_of(values: Iterable[Value]) -> tuple[str, ...]:
-  """Returns the floating dtypes of values, that of the most elements first."""
-  sizes: collections.Counter[str] = collections.Counter()
-  for v in values:
-    if v.dtype is not None and jnp.issubdtype(v.dtype, jnp.inexact):
-      sizes[np.dtype(v.dtype).name] += v.size
-  return tuple(name for name, _ in sizes.most_common())

@@ -1,6 +1,5 @@
 """Operations in low precision that float32 would be safer for."""
 
-import collections
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from jax.core import Tracer
 from jax.extend.core import primitives as p
 
 from mpjax._core.types import DType
+from mpjax._diagnostics.audit.modules import summed
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Direction, Source
 
@@ -32,12 +32,6 @@ class Risk(NamedTuple):
     dtype: in which it runs.
     source: its line; None if unknown.
     reason: what may go wrong.
-    operations: how many of them run.
-
-  >>> import jax, jax.numpy as jnp, mpjax
-  >>> risk, = mpjax.audit(jnp.exp)(jax.ShapeDtypeStruct((8,), "float16")).risks
-  >>> risk.operation, risk.dtype
-  ('exp', 'float16')
   """
 
   path: str
@@ -46,57 +40,54 @@ class Risk(NamedTuple):
   dtype: str
   source: Source | None
   reason: str
-  operations: int
 
 
 def find_risks(graph: Graph) -> tuple[Risk, ...]:
   """Returns what runs in low precision and would be safer in float32, in the order it runs."""
-  counts: collections.Counter[Risk] = collections.Counter()
-  for operation in graph.computing():
-    where = operation.where
-    for dtype, reason in _risks(operation):
-      risk = Risk(where.path, operation.name, where.direction, str(dtype), where.source, reason, 0)
-      counts[risk] += operation.times
-  return tuple(risk._replace(operations=n) for risk, n in counts.items())
+  return summed(
+    Risk(x.where.path, x.name, x.where.direction, str(dtype), x.where.source, reason)
+    for x in graph.computing()
+    for dtype, reason in _risks(x)
+  )
 
 
 def _risks(operation: Operation) -> Iterator[tuple[DType | None, str]]:
   """Yields the dtypes in which numbers of an operation are lost, and how."""
-  operands, eqn = operation.operands, operation.eqn
-  result = operation.results[0] if operation.results else None
-  low = next((v.dtype for v in operands if v.is_low), None)
+  if not operation.results:
+    return
+  operands, eqn, result = operation.operands, operation.eqn, operation.results[0]
+  low = next((v for v in operands if v.is_low), None)
   # Integers that are counted, or cast to and from what is too coarse for them.
-  if result is not None and result.is_low and (operation.casts or eqn.primitive is p.iota_p):
+  if result.is_low and (operation.casts or eqn.primitive is p.iota_p):
     most = _exact_integers(result)
     length = 0 if operation.casts else result.aval.shape[eqn.params["dimension"]]
     if length > most + 1 or any(map(_is_integer, operands)):
       yield result.dtype, f"integers above {most} are rounded"
     elif operation.casts and operands[0].is_wide:
       yield from _lost_number(operands[0], result.dtype)
-  elif result is not None and operation.casts and operands[0].is_low and _is_integer(result):
-    most = _exact_integers(operands[0])
-    yield low, f"integers above {most} were rounded before this cast"
+  if low is None:
+    return
+  if operation.casts and _is_integer(result):
+    yield low.dtype, f"integers above {_exact_integers(low)} were rounded before this cast"
   # What the float32 list computes. JAX shows no accumulator: a sum whose result is low is added up
   # in low precision. An add of two gradients rounds once, as any other.
-  adds = eqn.primitive is p.add_jaxvals_p
-  if low is not None and result is not None and result.is_low and not adds:
-    first = next(v for v in operands if v.is_low)
-    terms = first.size // max(result.size, 1)
-    if operation.part == "float32" and first.aval.shape == result.aval.shape:
-      yield low, "less exact than in float32"
-    elif operation.part == "float32" and terms >= _LONG_SUM:
-      yield low, f"{terms:,} terms are added in low precision"
+  if result.is_low and operation.part == "float32" and eqn.primitive is not p.add_jaxvals_p:
+    terms = low.size // max(result.size, 1)
+    if low.aval.shape == result.aval.shape:
+      yield low.dtype, "less exact than in float32"
+    elif terms >= _LONG_SUM:
+      yield low.dtype, f"{terms:,} terms are added in low precision"
   # Numbers in the code, which were cast before the function was traced.
-  for v in operands if low is not None else ():
+  for v in operands:
     if v.kind == "literal" and v.is_low:
       number = float(v.label)
       # What is compared with inf is inf in the source, as in the derivative of `jax.nn.softplus`,
       # and a maximum that starts at -inf, as that of `jax.nn.softmax` does, lost nothing.
       starts = eqn.primitive is (p.max_p if number < 0 else p.min_p)
       if math.isinf(number) and not (operation.moves or operation.facts.tests or starts):
-        yield low, "a number became inf in low precision"
+        yield low.dtype, "a number became inf in low precision"
       if number == 0 and (_adds_zero(operation, v) or _divides_by_zero(operation)):
-        yield low, "a number may have become 0 in low precision"
+        yield low.dtype, "a number may have become 0 in low precision"
 
 
 def _is_integer(value: Value) -> bool:
@@ -127,16 +118,6 @@ def _adds_zero(operation: Operation, literal: Value) -> bool:
 
 def _lost_number(value: Value, dtype: DType | None) -> Iterator[tuple[DType | None, str]]:
   """Yields what a cast makes of a number that is known before the function runs: inf or 0."""
-  for number in _numbers(value):
-    with np.errstate(over="ignore", under="ignore"):
-      cast = float(np.asarray(number, np.float64).astype(dtype))
-    if (math.isfinite(number) and not math.isfinite(cast)) or (number != 0 and cast == 0):
-      yield dtype, f"{number:.4g} becomes {cast if cast else 0}"
-      return
-
-
-def _numbers(value: Value) -> Iterator[float]:
-  """Yields numbers that an array holds: of a constant the largest one, regardless of its sign."""
   seen, left = set[Value](), [value]
   while left:
     each = left.pop()
@@ -144,13 +125,18 @@ def _numbers(value: Value) -> Iterator[float]:
       continue
     seen.add(each)
     made_by, data = each.made_by, each.data
+    known = isinstance(data, (jax.Array, np.ndarray, np.generic, float, int))
     if isinstance(data, jax.Array):
-      is_number = not isinstance(data, Tracer) and data.is_fully_addressable
-    else:
-      is_number = isinstance(data, (np.ndarray, np.generic, float, int))
-    if is_number and 0 < each.size <= _LARGEST:
+      known = not isinstance(data, Tracer) and data.is_fully_addressable
+    if known and 0 < each.size <= _LARGEST:
+      # Of a constant it is the largest number, regardless of its sign.
       array = np.asarray(data).astype(np.float64)
-      yield float(array.flat[np.argmax(np.abs(array))])
+      number = array.flat[np.argmax(np.abs(array))]
+      with np.errstate(over="ignore", under="ignore"):
+        cast = float(number.astype(dtype))
+      if (math.isfinite(number) and not math.isfinite(cast)) or (number != 0 and cast == 0):
+        yield dtype, f"{number:.4g} becomes {cast if cast else 0}"
+        return
     # A cast of a weakly typed number moves it too.
     elif made_by is not None and (made_by.facts.moves or (made_by.casts and each.is_wide)):
       left += made_by.operands

@@ -45,21 +45,16 @@ def audit(
   A leak is a matmul, or an elementwise operation on a large array, that runs in float32 where low
   precision was asked for: by the policy of its module, by autocast, or, in a function that casts by
   hand, by the low-precision dtype that it uses most. Its cause is the parameter, argument,
-  constant or operation that brought float32 in. What is float32 on purpose is listed apart: norms,
-  softmax and sums never count, nor what a rule, `mpjax.full_precision` or `precision="highest"`
-  asks for.
+  constant or operation that brought float32 in. What is float32 on purpose is listed apart.
 
-  FLOPs are those of matmuls and convolutions: two for each multiplication and addition, times the
-  length of a scan; `while` and each branch of a `cond` count once. Work that `jax.checkpoint`
-  repeats is shown apart from the forward pass. What no result depends on is not counted, as a
-  compiler drops it: the last matmul of a forward pass where only the gradient is wanted. A
+  FLOPs are those of matmuls and convolutions that a result depends on: two for each multiplication
+  and addition, times the length of a scan; `while` and each branch of a `cond` count once. A
   kernel of Pallas is not entered; its line says what it gets.
 
   Args:
     fn: a function of trees of arrays.
     compiled: what `jax.jit(fn).lower(*args).compile()` returned, to show its kernels too, and the
-      collectives that XLA's partitioner wrote: by module, dtype and bytes. A CPU sends those of low
-      precision in float32.
+      collectives that XLA's partitioner wrote. A CPU sends those of low precision in float32.
 
   Returns:
     A function with the signature of `fn` that returns an `AuditReport`.
@@ -102,10 +97,9 @@ def _audited(fn: Function, args: Args, kwargs: Kwargs, hlo: str) -> AuditReport:
   causes = Causes(graph, parameters, expectations.neutral)
   leaks, on_purpose = find_leaks(graph, causes, expectations)
   flops: collections.Counter[tuple[Direction, str]] = collections.Counter()
-  certain, tf32 = True, 0
+  tf32 = 0
   for operation, dtype, count in graph.matmuls():
     flops[operation.where.direction, str(dtype)] += count
-    certain = certain and operation.step.certain
     if dtype.itemsize >= 4 and "HIGHEST" not in str(operation.eqn.params.get("precision")):
       tf32 += count
   return AuditReport(
@@ -124,6 +118,6 @@ def _audited(fn: Function, args: Args, kwargs: Kwargs, hlo: str) -> AuditReport:
     rules=dict(record.rules),
     hidden_rules=dict(record.hidden),
     kernels=kernels(hlo),
-    certain=certain,
+    certain=all(operation.step.certain for operation, *_ in graph.matmuls()),
     scaled=record.scaled,
   )

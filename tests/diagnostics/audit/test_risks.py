@@ -135,7 +135,7 @@ def test_a_policy_leaves_none():
   assert risks(jax.grad(mpjax.autocast(loss, "mixed_float16")), *wide) == []
 
 
-def test_where_they_are_and_how_often():
+def test_where_they_are():
   def fn(x):
     def step(x, _):
       with jax.named_scope("cell"):
@@ -144,6 +144,6 @@ def test_where_they_are_and_how_often():
     return jax.lax.scan(step, x, length=5)[0]
 
   (risk,) = mpjax.audit(fn)(HALF).risks
-  assert (risk.path, risk.direction, risk.operations) == ("cell", "forward", 5)
+  assert (risk.path, risk.direction) == ("cell", "forward")
   assert risk.source is not None
   assert risk.source.file.endswith("test_risks.py")
