@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from rich.console import Console, Group
-from rich.padding import Padding
 from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
@@ -53,14 +52,12 @@ class Section(NamedTuple):
     lines: sentences, each a paragraph.
     columns: those of its table; () for none.
     rows: the rows of the table, as many cells each as there are columns.
-    footer: sentences that come after the table.
   """
 
   title: str = ""
   lines: tuple[str, ...] = ()
   columns: tuple[Column, ...] = ()
   rows: tuple[tuple[str, ...], ...] = ()
-  footer: tuple[str, ...] = ()
 
 
 class Pending(Generic[P, R]):
@@ -93,12 +90,12 @@ class Report(abc.ABC):
     return as_text(self.sections())
 
   def _repr_html_(self) -> str:
-    return as_html(self.sections(), _FRAGMENT)
+    return _as_html(self.sections(), _FRAGMENT)
 
   def to_html(self, path: str | pathlib.Path) -> None:
     """Writes a page of its own, which needs no network."""
     page = _PAGE.replace("{title}", type(self).__name__)
-    pathlib.Path(path).write_text(as_html(self.sections(), page), encoding="utf-8")
+    pathlib.Path(path).write_text(_as_html(self.sections(), page), encoding="utf-8")
 
   def to_json(self) -> str:
     """Returns what was found as JSON."""
@@ -129,10 +126,11 @@ def as_text(sections: Sequence[Section]) -> str:
   return "\n".join(lines).strip("\n")
 
 
-def as_html(sections: Sequence[Section], code_format: str) -> str:
+def _as_html(sections: Sequence[Section], code_format: str) -> str:
   """Returns the text as HTML, in a format as `rich.console.Console.export_html` has it."""
-  console = _printed(sections)
-  return console.export_html(code_format=code_format, inline_styles=True, theme=_PLAIN)
+  # No colors: a page has those of the browser, light or dark.
+  plain = TerminalTheme((255, 255, 255), (0, 0, 0), [(0, 0, 0)] * 8)
+  return _printed(sections).export_html(code_format=code_format, inline_styles=True, theme=plain)
 
 
 _FRAGMENT = "<pre style='line-height:1.35;overflow-x:auto'>{code}</pre>"
@@ -143,76 +141,49 @@ _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{ti
 <pre style="font:14px/1.4 ui-monospace,Menlo,Consolas,monospace">{code}</pre></body></html>
 """
 
-_PLAIN = TerminalTheme((255, 255, 255), (0, 0, 0), [(0, 0, 0)] * 8)
-"""No colors: a page has those of the browser, light or dark."""
-
 
 def _printed(sections: Sequence[Section]) -> Console:
   """Returns a console that has recorded sections."""
+  # A notebook would show an empty output beside the text.
   console = Console(
-    width=WIDTH,
-    file=io.StringIO(),
-    record=True,
-    force_terminal=False,
-    force_jupyter=False,  # A notebook would show an empty output beside the text.
-    color_system=None,
-    legacy_windows=False,
+    width=WIDTH, file=io.StringIO(), record=True, force_terminal=False, force_jupyter=False
   )
-  console.print(Group(*(part for each in sections for part in _parts(each))), end="")
+  for title, lines, columns, rows in sections:
+    if lines or rows:  # A heading says nothing alone.
+      heading = [Text(), *([Text(title, style="bold")] if title else [])]
+      table = [_table(columns, rows)] if rows else []
+      console.print(Group(*heading, *map(_paragraph, lines), *table), end="")
   return console
 
 
-def _parts(section: Section) -> list[Text | Table | Padding]:
-  if not (section.lines or section.rows or section.footer):
-    return []  # A heading says nothing alone.
-  parts: list[Text | Table | Padding] = [Text()]
-  if section.title:
-    parts.append(Text(section.title, style="bold"))
-  parts += map(_line, section.lines)
-  if section.rows:
-    parts.append(_table(section.columns, section.rows))
-  return [*parts, *map(_line, section.footer)]
+def _paragraph(line: str) -> Table:
+  """Returns a paragraph, all of whose lines are indented as its first one, or as its number."""
+  text = re.sub(r"^(\d+\. )? *", "", line)
+  indent = len(line) - len(text)
+  grid = Table.grid()
+  margin = [line[:indent]] if indent else []
+  grid.add_row(*margin, _broken(text, WIDTH - indent))
+  return grid
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Table:
   table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-  for name, align, wide in columns:
+  left = WIDTH - 2 * (len(columns) - 1)
+  for (name, align, wide), *cells in zip(columns, *rows, strict=True):
     table.add_column(name, justify=align, overflow="fold", ratio=1 if wide else None)
-  cells = zip(columns, *rows, strict=True)
-  widths = [max(map(len, (column.name, *texts))) for column, *texts in cells]
-  narrow = sum(width for width, column in zip(widths, columns, strict=True) if not column.wide)
-  shares = max(sum(column.wide for column in columns), 1)
-  left = max((WIDTH - narrow - 2 * (len(columns) - 1)) // shares, 1)
+    left -= 0 if wide else max(map(len, (name, *cells)))
+  width = max(left // max(sum(column.wide for column in columns), 1), 1)
   for row in rows:
-    table.add_row(*(_broken(cell, left) for cell in row))
+    table.add_row(*(_broken(cell, width) for cell in row))
   return table
 
 
 def _broken(text: str, width: int) -> Text:
   """Returns text that breaks after slashes where a word, such as a path, is longer than a line."""
-
-  def word_in_lines(word: re.Match[str]) -> str:
-    lines = [""]
-    for part in re.findall(r"[^/]*/|[^/]+", word[0]):
-      if lines[-1] and len(lines[-1]) + len(part) > width:
-        lines.append("")
-      lines[-1] += part
-    return "\n".join(lines)
-
-  # A name that is longer than a line is broken anywhere, rather than cut off.
-  return Text(re.sub(rf"\S{{{width + 1},}}", word_in_lines, text), overflow="fold")
-
-
-def _line(line: str) -> Padding | Table:
-  """Returns a paragraph, all of whose lines are indented as its first one, or as its number."""
-  number = re.match(r"\d+\. ", line)
-  if number:
-    grid = Table.grid()
-    grid.add_row(number[0], _broken(line[number.end() :], WIDTH - number.end()))
-    return grid
-  text = line.lstrip(" ")
-  indent = len(line) - len(text)
-  return Padding(_broken(text, WIDTH - indent), (0, 0, 0, indent))
+  # As much of the word as fits, up to a slash, if all that is left of it does not fit. A name that
+  # is longer than a line is broken anywhere, rather than cut off.
+  fits = rf"(?=\S{{{width + 1}}})\S{{,{width - 1}}}/"
+  return Text(re.sub(fits, r"\g<0>\n", text), overflow="fold")
 
 
 def amount(number: float, unit: str = "") -> str:

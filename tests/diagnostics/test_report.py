@@ -85,12 +85,10 @@ def test_html_is_the_text_escaped(tmp_path):
   assert "src=" not in page
 
 
-def test_text_of_a_numbered_item_is_indented_and_a_footer_comes_last():
-  lines = (f"1. {LONG}", "   cause")
-  text = as_text([Section("", lines, (Column("n"),), (("x",),), footer=("end",))]).splitlines()
+def test_text_of_a_numbered_item_is_indented():
+  text = as_text([Section("", (f"1. {LONG}", "   cause"))]).splitlines()
   assert text[0].startswith("1. decoder/")
   assert all(line.startswith("   ") for line in text[1 : text.index("   cause") + 1])
-  assert text[-2:] == ["x", "end"]
 
 
 def test_json_has_no_nan():
