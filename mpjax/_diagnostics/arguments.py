@@ -1,7 +1,7 @@
 """The arguments of a call: which are traced, the jaxpr for them, and what each is called."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -53,16 +53,15 @@ class Call:
 
   def check_concrete(self, where: str) -> None:
     """Raises MpjaxTypeError if a leaf has no value; `where` is the public call."""
-    kinds = {
-      Tracer: ("a traced one", "Call it on the host, outside of jax.jit and jax.grad."),
-      jax.ShapeDtypeStruct: (
-        "a jax.ShapeDtypeStruct",
-        "Pass arrays: it computes with their values, as mpjax.audit does not.",
-      ),
-    }
-    for kind, (got, fix) in kinds.items():
-      if any(isinstance(x, kind) for x in self._leaves):
-        raise MpjaxTypeError(f"{where}(*args)", expected="concrete arrays", got=got, fix=fix)
+    for x in self._leaves:
+      if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
+        raise MpjaxTypeError(
+          f"{where}(*args)",
+          expected="concrete arrays",
+          got="a traced one" if isinstance(x, Tracer) else "a jax.ShapeDtypeStruct",
+          fix="Call it on the host, outside of jax.jit and jax.grad, with arrays: it computes with "
+          "their values.",
+        )
 
   def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Path]]:
     """Returns the jaxpr of a function of the arrays, and the paths of what it returns or writes."""
@@ -118,7 +117,13 @@ def arguments(fn: Function, args: Args, kwargs: Kwargs) -> list[Argument]:
   every: list[Argument] = []
   named = zip(positional_names(fn, len(args)), args, strict=True)
   for name, value in (*named, *sorted(kwargs.items())):
-    for path, is_variable in zip(leaf_paths(value), _learned(value), strict=True):
+    # A parameter by its class, that of NNX.
+    learned = [
+      any(base.__name__ == "Param" for base in type(node).__mro__)
+      for node in jax.tree.leaves(value, is_leaf=is_nnx_variable)
+      for _ in jax.tree.leaves(node)
+    ]
+    for path, is_variable in zip(leaf_paths(value), learned, strict=True):
       parts = (name, *(part for part in path if part != "value"))
       # A single array called `params` is one too.
       inside = any(part in _PARAMETERS for part in (parts[:-1] or parts))
@@ -135,15 +140,6 @@ def positional_names(fn: Function, count: int) -> list[str]:
   names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
   rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
   return [*names[:count], *(f"{rest}[{i}]" for i in range(count - len(names)))]
-
-
-def _learned(value: PyTree) -> list[bool]:
-  """Returns for each leaf whether it is a parameter by its class, that of NNX."""
-  return [
-    any(base.__name__ == "Param" for base in type(node).__mro__)
-    for node in jax.tree.leaves(value, is_leaf=is_nnx_variable)
-    for _ in jax.tree.leaves(node)
-  ]
 
 
 def check_function(fn: object, where: str, fix: str) -> None:
@@ -170,29 +166,21 @@ def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
         got="no argument by position",
         fix="Pass the parameters first, by position: (params, x=x).",
       )
-    leaves, tree = jax.tree.flatten(args[0])
-    moving = {i: x for i, x in enumerate(leaves) if is_array(x) and is_inexact(x)}
+    call = Call(args[:1], {}, lambda x: is_array(x) and is_inexact(x))
 
-    def loss(moving: Mapping[int, Leaf]) -> tuple[Leaf, PyTree]:
-      first = jax.tree.unflatten(tree, [moving.get(i, x) for i, x in enumerate(leaves)])
-      returned = fn(first, *args[1:], **kwargs)
+    def loss(moving: Sequence[Leaf]) -> tuple[Leaf, PyTree]:
+      returned = fn(*call.with_arrays(moving)[0], *args[1:], **kwargs)
       value, *aux = returned if isinstance(returned, tuple) else (returned,)
-      check_scalar(value)
+      if getattr(value, "shape", None) != () or not is_inexact(value):
+        raise MpjaxTypeError(
+          "mpjax.ranges(fn) or mpjax.tune(loss_fn)",
+          expected="a loss that returns a floating scalar, or one and aux",
+          got=f"one that returns {kind_of(value)}",
+          fix="Take the mean, as in lambda params, x: jnp.mean(fn(params, x) ** 2).",
+        )
       scaled = value if scale == 1 else value * np.asarray(scale, value.dtype)
       return scaled, [x for x in jax.tree.leaves(aux) if is_array(x)]
 
-    return jax.value_and_grad(loss, has_aux=True)(moving)
+    return jax.value_and_grad(loss, has_aux=True)(call.arrays)
 
   return gradient
-
-
-def check_scalar(value: object) -> None:
-  """Raises MpjaxTypeError unless a loss has returned a floating scalar."""
-  shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-  if shape != () or not is_inexact(value):
-    raise MpjaxTypeError(
-      "mpjax.ranges(fn) or mpjax.tune(loss_fn)",
-      expected="a loss that returns a floating scalar, or one and aux",
-      got=repr(type(value)) if shape is None else f"one that returns {dtype}{[*shape]}",
-      fix="Take the mean, as in lambda params, x: jnp.mean(fn(params, x) ** 2).",
-    )

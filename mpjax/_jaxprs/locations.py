@@ -92,37 +92,35 @@ def path_of(scopes: tuple[str, ...]) -> str:
 def location(eqn: JaxprEqn, around: Location | None = None) -> Location:
   """Returns where an equation is; JAX writes its scopes relative to the equation `around` it."""
   around = around or Location()
-  names, transforms = _scopes(scopes_of(eqn.source_info.name_stack))
-  direction = around.direction
-  if _RECOMPUTED in transforms:
-    direction = "recomputed"
-  elif any(f"{name}()" == _BACKWARD for name in transforms):
-    direction = "backward"
-  return Location(
-    around.scopes + names, direction, _source(eqn.source_info.traceback) or around.source
-  )
+  names, direction = _scopes(scopes_of(eqn.source_info.name_stack))
+  source = _source(eqn.source_info.traceback) or around.source
+  return Location(around.scopes + names, direction or around.direction, source)
 
 
 @functools.lru_cache(maxsize=4096)
-def _scopes(stack: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], frozenset[str]]:
-  """Returns the names in a name stack, and the transformations.
+def _scopes(stack: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], Direction | None]:
+  """Returns the names in a name stack, and the pass, if it says one.
 
   `remat` in a backward pass is at "transpose(jvp(Net))/jvp(Net)": what follows a transformation
   may begin at the root again.
   """
   names: tuple[str, ...] = ()
   since: tuple[str, ...] = ()
+  direction: Direction | None = None
   for name, is_transform in stack:
     if not is_transform and name != _RECOMPUTED:
       since += (name,)
-    elif since:
-      names, since = _joined(names, since), ()
-  transforms = {name for name, is_transform in stack if is_transform or name == _RECOMPUTED}
-  return _joined(names, since), frozenset(transforms)
+      continue
+    names, since = _joined(names, since), ()
+    if name == _RECOMPUTED:
+      direction = "recomputed"
+    elif f"{name}()" == _BACKWARD and direction is None:
+      direction = "backward"
+  return _joined(names, since), direction
 
 
 def _joined(names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
-  return more if names and more[: len(names)] == names else names + more
+  return more if more[: len(names)] == names else names + more
 
 
 def call_of(eqn: JaxprEqn) -> tuple[Frame, ...]:

@@ -22,7 +22,7 @@ from mpjax._diagnostics.audit.modules import (
 )
 from mpjax._diagnostics.audit.risks import Risk
 from mpjax._diagnostics.report import Column, Report, Section, amount, percent, right
-from mpjax._jaxprs.locations import Direction, Source
+from mpjax._jaxprs.locations import Direction
 
 _MOST = 12
 """Rows of a table as text: JSON and the attributes of the audit have all."""
@@ -32,6 +32,7 @@ _WORTH_PADDING = 2**30
 
 _Row = TypeVar("_Row", Leak, OnPurpose, Risk, Float8Matmul, Misfit, OpaqueKernel, Collective)
 
+_UNKNOWN = "unknown line"
 _MODULE, _FLOPS = Column("module", wide=True), Column("FLOPs", "right")
 
 
@@ -154,7 +155,7 @@ class AuditReport(Report):
         "Low precision where float32 is safer",
         (_MODULE, Column("operation"), Column("pass"), Column("line"), risk),
         [
-          (x.path, x.operation, x.direction, _at(x.source), f"{x.dtype}: {x.reason}")
+          (x.path, x.operation, x.direction, f"{x.source or _UNKNOWN}", f"{x.dtype}: {x.reason}")
           for x in _layers(self.risks)
         ],
       ),
@@ -255,10 +256,6 @@ def _unnumbered(row: _Row, **counts: int) -> _Row:
   return row
 
 
-def _at(source: Source | None) -> str:
-  return "unknown line" if source is None else str(source)
-
-
 def _rest(count: int) -> tuple[str, ...]:
   return (f"… and {count - _MOST} more",) if count > _MOST else ()
 
@@ -283,11 +280,11 @@ def _leaks(leaks: Sequence[Leak]) -> Section:
   for number, leak in enumerate(groups[:_MOST], 1):
     cost = f"{percent(leak.share)} of {'FLOPs' if leak.flops else 'the bytes computed'}"
     more = f", {leak.operations} operations" if leak.operations > 1 else ""
-    what = leak.path, leak.operation, leak.direction, _at(leak.source), cost + more
+    what = leak.path, leak.operation, leak.direction, f"{leak.source or _UNKNOWN}", cost + more
     dtypes = " x ".join(leak.dtypes)
     lines += [
       f"{number}. {' · '.join(what)}",
-      f"   {dtypes}: float32 because {_because(leak.cause)} at {_at(leak.cause.source)}",
+      f"   {dtypes}: float32 because {_because(leak.cause)} at {leak.cause.source or _UNKNOWN}",
       f"   {leak.fix}",
     ]
   return Section("Float32 where low precision was asked for", (*lines, *_rest(len(groups))))

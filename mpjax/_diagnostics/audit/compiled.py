@@ -76,13 +76,9 @@ def find_collectives(graph: Graph) -> tuple[Collective, ...]:
 
 
 def compiled_collectives(text: str, graph: Graph) -> tuple[Collective, ...]:
-  """Returns the collectives in HLO, those of the most bytes first.
+  """Returns the collectives in HLO by the modules of its graph, those of the most bytes first.
 
   A loop whose number of iterations the text does not show counts as one iteration.
-
-  Args:
-    text: what `Compiled.as_text()` returned.
-    graph: of the same function: HLO has name stacks, in which its modules are looked for.
   """
   computations: dict[str, list[str]] = {}
   times: collections.Counter[str] = collections.Counter()

@@ -104,15 +104,14 @@ class Causes:
     )
 
   def _of_result(self, operation: Operation, result: Value, low_before: bool) -> Why | None:
-    first = operation.operands[0] if operation.operands else None
-    if operation.casts and first is not None and first.is_low:
-      self.cast_up[result] = first
+    if operation.casts and operation.operands[0].is_low:
+      self.cast_up[result] = operation.operands[0]
       # By hand: that of `x + table` is written by the call that adds.
       call = call_of(operation.eqn)
       by_hand = bool(call) and all(call_of(each.eqn) != call for each in result.consumers)
       return _own("cast", operation, result) if by_hand else None
-    if operation.casts and first is not None and first.kind == "literal":
-      return self.why(Value(result.aval, "literal", first.label))
+    if operation.casts and operation.operands[0].kind == "literal":
+      return self.why(Value(result.aval, "literal", operation.operands[0].label))
     wide = [v for v in operation.operands if v.is_wide]
     if operation.moves and wide and all(v in self.cast_up for v in wide):
       self.cast_up[result] = self.cast_up[wide[0]]
@@ -151,7 +150,6 @@ def better_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Va
   # Those are casts to low precision and matmuls, directly or after elementwise operations. What
   # only operations consume that are to run in float32 is fused with them, and costs nothing.
   low = set(results)
-
   for _ in range(2):  # Again, for what loops carry.
     for operation in reversed(graph.operations):
       if not _wants_low(operation, low):
@@ -241,8 +239,21 @@ class Expectations:
   def __init__(self, graph: Graph, record: AuditRecord) -> None:
     self._record = record
     self.marked = any(each.where.marked(REGION) is not None for each in graph.operations)
-    self.used = None if self.marked else _most_used(graph)
-    self._after = set() if self.marked else _after_gradients(graph)
+    flops, sizes = collections.Counter[DType](), collections.Counter[DType]()
+    gradients: set[Value] = set()
+    self._after: set[Operation] = set()  # what uses gradients in no backward pass: an optimizer
+    for operation in () if self.marked else graph.operations:
+      for v in operation.operands:
+        if v.is_low and v.dtype is not None:
+          flops[v.dtype] += flops_of(operation.eqn) or 0
+          sizes[v.dtype] += v.size
+      if operation.where.direction != "forward":
+        gradients.update(operation.results)
+      elif any(v in gradients for v in operation.operands):
+        gradients.update(operation.results)
+        self._after.add(operation)
+    # That with the most FLOPs of matmuls, or else the most elements.
+    self.used = max(sizes, key=lambda dtype: (flops[dtype], sizes[dtype]), default=None)
 
   @property
   def neutral(self) -> frozenset[Kind]:
@@ -282,30 +293,6 @@ class Expectations:
       # The running statistics of a norm are float32, and what it does with them in between.
       return None, "a norm"
     return policy.compute_dtype, ""
-
-
-def _most_used(graph: Graph) -> DType | None:
-  """Returns the low-precision dtype with the most FLOPs of matmuls, or else the most elements."""
-  flops, sizes = collections.Counter[DType](), collections.Counter[DType]()
-  for operation in graph.operations:
-    for v in operation.operands:
-      if v.is_low and v.dtype is not None:
-        flops[v.dtype] += flops_of(operation.eqn) or 0
-        sizes[v.dtype] += v.size
-  return max(sizes, key=lambda dtype: (flops[dtype], sizes[dtype]), default=None)
-
-
-def _after_gradients(graph: Graph) -> set[Operation]:
-  """Returns the operations that use gradients and are in no backward pass: an optimizer's."""
-  after: set[Operation] = set()
-  gradients: set[Value] = set()
-  for operation in graph.operations:
-    if operation.where.direction != "forward":
-      gradients.update(operation.results)
-    elif any(v in gradients for v in operation.operands):
-      gradients.update(operation.results)
-      after.add(operation)
-  return after
 
 
 def find_leaks(
@@ -351,7 +338,20 @@ def find_leaks(
       if why is None:
         first = next((v for v in operation.operands if v.is_wide), operation.operands[0])
         why = _own("operation", operation, first)
-      leak = _leak(why, why.entry or operation, expectations)
+      entry = why.entry or operation
+      leak = Leak(
+        path=entry.where.path,
+        operation=entry.name,
+        direction=entry.where.direction,
+        dtypes=tuple(str(v.dtype) for v in entry.operands if v.dtype is not None),
+        source=entry.where.source,
+        cause=why.cause,
+        fix=_fix(why, entry, expectations.of(entry)[0] or expectations.used),
+        flops=0,
+        nbytes=0,
+        share=0.0,
+        operations=0,
+      )
     if not backward:
       lines.setdefault(line, leak)
     leaks.append(leak._replace(flops=flops or 0, nbytes=nbytes, operations=operation.times))
@@ -375,23 +375,6 @@ def _is_meant(why: Why, expectations: Expectations) -> bool:
   sums = isinstance(why.origin, Operation) and why.origin.facts.flops is not None
   positions = why.entry is not None and why.entry.facts.role == "product"
   return why.neutral or why.deliberate or (expectations.marked and (sums or positions))
-
-
-def _leak(why: Why, entry: Operation, expectations: Expectations) -> Leak:
-  """Returns a leak whose costs are yet to be added."""
-  return Leak(
-    path=entry.where.path,
-    operation=entry.name,
-    direction=entry.where.direction,
-    dtypes=tuple(str(v.dtype) for v in entry.operands if v.dtype is not None),
-    source=entry.where.source,
-    cause=why.cause,
-    fix=_fix(why, entry, expectations.of(entry)[0] or expectations.used),
-    flops=0,
-    nbytes=0,
-    share=0.0,
-    operations=0,
-  )
 
 
 def _fix(why: Why, entry: Operation, dtype: DType | None) -> str:
