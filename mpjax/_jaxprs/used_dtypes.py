@@ -35,10 +35,7 @@ def store_as_used(
   """Returns parameters with each in the dtype that `fun(params, *args, **kwargs)` rounds it to.
 
   Arrays among the arguments may have any values, or none; all else is given to `fun` as it is.
-  `where` is the public call, for the error.
-
-  Raises:
-    MpjaxValueError: a finite value does not fit into the new dtype.
+  A finite value that does not fit raises MpjaxValueError; `where` is the public call.
   """
   leaves, treedef = jax.tree.flatten((args, kwargs))
   kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -55,13 +52,9 @@ def store_as_used(
 def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyTree:
   """Returns a tree with each floating leaf in its dtype; an array that is at two paths stays one.
 
-  If two dtypes are asked of one array, it gets one that holds both.
-
-  None leaves a leaf as it is. Arrays keep their sharding, and NumPy's stay NumPy's. `where` is the
-  public call, for the error.
-
-  Raises:
-    MpjaxValueError: a finite value does not fit into the new dtype.
+  None leaves a leaf as it is. If two dtypes are asked of one array, it gets one that holds both.
+  Arrays keep their sharding, and NumPy's stay NumPy's. A finite value that does not fit raises
+  MpjaxValueError; `where` is the public call.
   """
   paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
   # Weights that are tied are one array.
