@@ -1,6 +1,5 @@
 """What this machine and its settings mean for mixed precision: `python -m mpjax doctor`."""
 
-import collections
 import dataclasses
 import importlib.metadata
 import os
@@ -27,12 +26,6 @@ OPTIONS = {
   "jax_debug_infs": _RAISES,
 }
 """The options of `jax.config` that change numbers or speed, and what they mean."""
-
-_EXCESS = {
-  True: "XLA may leave out a cast to low precision and back: results can be more exact than the "
-  "jaxpr says, and differ from those on another device.",
-  False: "Each cast to low precision rounds, as the jaxpr says.",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,13 +72,13 @@ def diagnosis(
 ) -> Diagnosis:
   """Returns what devices and settings mean; the policy is for the first device."""
   keys = [(d.device_kind, d.platform, getattr(d, "compute_capability", None)) for d in devices]
-  counted = collections.Counter(keys)
-  units = {key: hardware_of(*key[1:]) for key in counted}
-  first, preset, why = keys[0][0], *_preset(keys[0][0], units[keys[0]])
+  units = {key: hardware_of(*key[1:]) for key in keys}
+  first, hardware = keys[0][0], units[keys[0]]
+  preset, why = _preset(first, hardware)
   debugging = [name for name in ("jax_debug_nans", "jax_debug_infs") if options.get(name)]
   warnings = [f"{name} is on: overflows that loss scaling expects raise." for name in debugging]
-  if len(counted) > 1:
-    warnings.append(f"There are devices of {len(counted)} kinds; the policy is for {first}.")
+  if len(units) > 1:
+    warnings.append(f"There are devices of {len(units)} kinds; the policy is for {first}.")
   if options.get("jax_optimization_level") in ("O0", "O1"):
     level = options["jax_optimization_level"]
     warnings.append(f"jax_optimization_level is {level}: XLA optimizes little.")
@@ -94,11 +87,11 @@ def diagnosis(
     why=why,
     warnings=tuple(warnings),
     devices=tuple(
-      (key[0], key[1], str(number), units[key].units, ", ".join(units[key].dtypes) or "-")
-      for key, number in counted.items()
+      (key[0], key[1], str(keys.count(key)), one.units, ", ".join(one.dtypes) or "-")
+      for key, one in units.items()
     ),
     versions=(("python", platform.python_version()), *((x, _version(x)) for x in PACKAGES)),
-    settings=tuple(_settings(units[keys[0]], options, environment)),
+    settings=tuple(_settings(hardware, options, environment)),
   )
 
 
@@ -138,8 +131,13 @@ def _settings(
     yield name, shown, meaning or _precision(hardware, value)
   flags = environment.get("XLA_FLAGS", "")
   excess = re.findall(r"--xla_allow_excess_precision=(\S*)", flags)[-1:] or ["not set (true)"]
-  may = excess[0].lower() not in ("false", "0")
-  yield "xla_allow_excess_precision", excess[0], _EXCESS[may]
+  meaning = (
+    "XLA may leave out a cast to low precision and back: results can be more exact than the jaxpr "
+    "says, and differ from those on another device."
+  )
+  if excess[0].lower() in ("false", "0"):
+    meaning = "Each cast to low precision rounds, as the jaxpr says."
+  yield "xla_allow_excess_precision", excess[0], meaning
   yield "XLA_FLAGS", flags or "not set", "All other flags of XLA are in it."
   if "NVIDIA_TF32_OVERRIDE" in environment:
     value = environment["NVIDIA_TF32_OVERRIDE"]

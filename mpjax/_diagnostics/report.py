@@ -109,9 +109,9 @@ def _json(value: Any) -> Json:
   if isinstance(value, (Source, Policy)):
     return str(value)
   if hasattr(value, "_asdict"):
-    return _json(value._asdict())
-  if dataclasses.is_dataclass(value):
-    return _json(vars(value))
+    value = value._asdict()
+  elif dataclasses.is_dataclass(value):
+    value = vars(value)
   if isinstance(value, Mapping):
     return {str(name): _json(each) for name, each in value.items()}
   if isinstance(value, (tuple, list)):

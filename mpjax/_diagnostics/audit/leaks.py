@@ -358,8 +358,8 @@ def find_leaks(
   # The operations of one line, as of a * cos(t) + b * sin(t), are cured together.
   ranked = summed(leaks, "flops", "nbytes", "operations")
   shares = (x.flops / total_flops if x.flops else x.nbytes / max(total_bytes, 1) for x in ranked)
-  found = (leak._replace(share=share) for leak, share in zip(ranked, shares, strict=True))
-  return tuple(found), summed(purposes, "flops")
+  shared = (leak._replace(share=share) for leak, share in zip(ranked, shares, strict=True))
+  return tuple(shared), summed(purposes, "flops")
 
 
 def _is_wide_elementwise(operation: Operation, small: float) -> bool:

@@ -125,10 +125,10 @@ def _lost_number(value: Value, dtype: DType | None) -> Iterator[tuple[DType | No
       continue
     seen.add(each)
     made_by, data = each.made_by, each.data
-    known = isinstance(data, (jax.Array, np.ndarray, np.generic, float, int))
+    is_number = isinstance(data, (jax.Array, np.ndarray, np.generic, float, int))
     if isinstance(data, jax.Array):
-      known = not isinstance(data, Tracer) and data.is_fully_addressable
-    if known and 0 < each.size <= _LARGEST:
+      is_number = not isinstance(data, Tracer) and data.is_fully_addressable
+    if is_number and 0 < each.size <= _LARGEST:
       # Of a constant it is the largest number, regardless of its sign.
       array = np.asarray(data).astype(np.float64)
       number = array.flat[np.argmax(np.abs(array))]
