@@ -210,10 +210,10 @@ class Leak(NamedTuple):
   source: Source | None
   cause: Cause
   fix: str
-  flops: int
-  nbytes: int
-  share: float
-  operations: int
+  flops: int = 0
+  nbytes: int = 0
+  share: float = 0.0
+  operations: int = 0
 
 
 class OnPurpose(NamedTuple):
@@ -254,14 +254,11 @@ class Expectations:
         self._after.add(operation)
     # That with the most FLOPs of matmuls, or else the most elements.
     self.used = max(sizes, key=lambda dtype: (flops[dtype], sizes[dtype]), default=None)
-
-  @property
-  def neutral(self) -> frozenset[Kind]:
-    """What takes the dtype of what it meets, and so is not why something is float32."""
-    if not self.marked:
-      return frozenset()
-    arguments = self._record.autocast and not self._record.modules
-    return frozenset(("parameter", "number", *(("argument",) if arguments else ())))
+    # What takes the dtype of what it meets, and so is not why something is float32.
+    neutral: tuple[Kind, ...] = ("parameter", "number") if self.marked else ()
+    if neutral and record.autocast and not record.modules:
+      neutral = (*neutral, "argument")
+    self.neutral = frozenset(neutral)
 
   def of(self, operation: Operation) -> tuple[DType | None, str]:
     """Returns the low-precision dtype that is asked for; None and the reason where none is."""
@@ -347,10 +344,6 @@ def find_leaks(
         source=entry.where.source,
         cause=why.cause,
         fix=_fix(why, entry, expectations.of(entry)[0] or expectations.used),
-        flops=0,
-        nbytes=0,
-        share=0.0,
-        operations=0,
       )
     if not backward:
       lines.setdefault(line, leak)
