@@ -28,7 +28,7 @@ _HEADROOM = 8
 _LARGEST = 65504.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class GroupRanges:
   """The numbers of one kind in one module, or of one leaf of the arguments.
 
@@ -53,13 +53,15 @@ class GroupRanges:
 
   kind: Kind
   path: str
-  exponents: dict[int, int]
-  zero: int
-  inf: int
-  nan: int
-  lost: dict[str, dict[str, int]]
-  lost_updates: int
-  largest: float
+  exponents: dict[int, int] = dataclasses.field(default_factory=dict)
+  zero: int = 0
+  inf: int = 0
+  nan: int = 0
+  lost: dict[str, dict[str, int]] = dataclasses.field(
+    default_factory=lambda: {name: dict.fromkeys(FATES, 0) for name in FORMATS}
+  )
+  lost_updates: int = 0
+  largest: float = 0.0
 
   @property
   def nonzero(self) -> int:

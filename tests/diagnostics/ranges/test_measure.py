@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._diagnostics.ranges.measure import Tally
+from mpjax._diagnostics.ranges.measure import add
 from mpjax._diagnostics.ranges.ranges_report import FORMATS
 from tests.diagnostics.ranges import oracle
 from tests.errors import refused
@@ -249,17 +249,18 @@ def test_a_loss_without_arguments_by_position():
 )
 def test_counts_are_those_of_numpy(dtype):
   x = oracle.awkward(dtype)
-  tally, wide = Tally(), x.astype(np.float64)
+  counts = mpjax.reports.GroupRanges(kind="float32", path="")
+  wide = x.astype(np.float64)
   for each in (x[:1000], x[1000:], x[:0]):
-    tally.add(each if dtype == "float64" else jnp.asarray(each))
-  assert tally.exponents == oracle.exponents(x)
-  assert tally.lost == {name: oracle.fates(x, name) for name in FORMATS}
+    add(counts, each if dtype == "float64" else jnp.asarray(each))
+  assert counts.exponents == oracle.exponents(x)
+  assert counts.lost == {name: oracle.fates(x, name) for name in FORMATS}
   special = np.sum(wide == 0), np.sum(np.isinf(wide)), np.sum(np.isnan(wide)), 0
-  assert (tally.zero, tally.inf, tally.nan, tally.lost_updates) == special
-  assert tally.largest == np.max(np.abs(wide[np.isfinite(wide)]))
+  assert (counts.zero, counts.inf, counts.nan, counts.lost_updates) == special
+  assert counts.largest == np.max(np.abs(wide[np.isfinite(wide)]))
 
 
 def test_parts_of_complex_numbers_and_lost_updates():
-  tally = Tally()
-  tally.add(np.asarray([3 + 0.5j, 0 + 1j], np.complex64), np.asarray([True, False]))
-  assert (tally.exponents, tally.zero, tally.lost_updates) == ({1: 1, -1: 1, 0: 1}, 1, 1)
+  counts = mpjax.reports.GroupRanges(kind="updates", path="")
+  add(counts, np.asarray([3 + 0.5j, 0 + 1j], np.complex64), np.asarray([True, False]))
+  assert (counts.exponents, counts.zero, counts.lost_updates) == ({1: 1, -1: 1, 0: 1}, 1, 1)
