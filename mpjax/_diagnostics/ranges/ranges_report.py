@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._diagnostics.nonfinite.report import power
-from mpjax._diagnostics.ranges.heat_map import heat_map
+from mpjax._diagnostics.ranges.heat_map import RANGES, heat_map
 from mpjax._diagnostics.ranges.plan import Kind
 from mpjax._diagnostics.report import Column, Report, Section, amount, percent, right
 
@@ -17,7 +18,7 @@ KINDS: tuple[Kind, ...] = (
   *("activations", "gradients", "parameters", "optimizer state", "updates"),
 )
 
-FORMATS: tuple[str, ...] = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+FORMATS: tuple[str, ...] = tuple(RANGES)
 """The dtypes for which it is counted what they would lose."""
 
 FATES: tuple[str, ...] = ("zero", "subnormal", "overflow")
@@ -195,7 +196,7 @@ class RangesReport(Report):
     }
 
   def _headline(self) -> Section:
-    lines = []
+    lines: list[str] = []
     if not math.isnan(self.lost_updates):
       lines.append(
         f"{percent(self.lost_updates)} of the updates change nothing: they round away when they "
@@ -209,22 +210,20 @@ class RangesReport(Report):
     if bad:
       lines.append(f"Not finite: {', '.join(bad[:4])}" + " …" * (len(bad) > 4))
     if self.loss_scale is not None:
-      scale, used = self.loss_scale, self.loss_scale_in_use
-      scales = {"without a loss scale": 1.0}
-      if used is not None:
-        scales[f"with {power(used)}, the one in use,"] = used
-      others = ", ".join(f"{t} {percent(self.lost_gradients(s))}" for t, s in scales.items())
-      ends = ", where mpjax.DynamicLossScale ends" * (scale == 2.0**24)
-      room = f"stays {_LARGEST / (self._largest * scale):.0f} times below {_LARGEST:.0f}"
-      if self._largest * scale > _LARGEST:
+      scale, largest = self.loss_scale, self._largest * self.loss_scale
+      room = f"stays {_LARGEST / largest:.0f} times below {_LARGEST:.0f}"
+      if largest > _LARGEST:
         room = f"overflows: float16 ends at {_LARGEST:.0f}"
+      others = f"without a loss scale {percent(self.lost_gradients(1.0))}"
+      if (used := self.loss_scale_in_use) is not None:
+        others += f", with {power(used)}, the one in use, {percent(self.lost_gradients(used))}"
+      ends = ", where mpjax.DynamicLossScale ends" * (scale == 2.0**24)
       lines.append(
         f"Loss scale for float16: {power(scale)}{ends}. The largest gradient, {self._largest:.3g}, "
-        f"{room}, and {percent(self.lost_gradients(scale))} of the "
-        f"gradients are lost; {others}."
+        f"{room}, and {percent(self.lost_gradients(scale))} of the gradients are lost; {others}."
       )
-    low = sum(g.total for kind in KINDS for g in self.of(kind))
     stay = sum(g.total for g in self.of("float32"))
+    low = sum(g.total for g in self.groups) - stay
     lines.append(
       f"{amount(low)} numbers were counted; {amount(stay)} others, such as those of softmax, masks "
       "and the loss, stay in float32 under a policy."
@@ -238,37 +237,35 @@ class RangesReport(Report):
       "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
       'round stochastically (mpjax.apply_updates(..., rounding="stochastic", key=key)).'
     )
+    rows = [
+      (
+        g.path,
+        amount(g.total),
+        amount(g.zero),
+        amount(g.lost_updates),
+        percent(_share(g.lost_updates, g.nonzero)),
+      )
+      for g in lossy[:_MOST_ROWS]
+    ]
     return Section(
       title="Updates that change nothing",
       lines=(*_cut(len(lossy)), cure) if lossy else (),
-      columns=(
-        Column("parameter", wide=True),
-        *right("updates", "zero", "lost", "of nonzero"),
-      ),
-      rows=tuple(
-        (
-          g.path,
-          *map(amount, (g.total, g.zero, g.lost_updates)),
-          percent(_share(g.lost_updates, g.nonzero)),
-        )
-        for g in lossy[:_MOST_ROWS]
-      ),
+      columns=(Column("parameter", wide=True), *right("updates", "zero", "lost", "of nonzero")),
+      rows=tuple(rows),
     )
 
   def _overview(self) -> Section:
-    rows = []
-    for kind in KINDS:
+    rows: list[tuple[str, ...]] = []
+    for kind, name in itertools.product(KINDS, FORMATS):
       groups = self.of(kind)
-      nonzero = sum(g.nonzero for g in groups)
-      for name in FORMATS:
-        counts = [sum(g.lost[name][fate] for g in groups) for fate in FATES]
-        if any(counts):
-          rows.append((kind, name, *(percent(_share(count, nonzero)) for count in counts)))
+      counts = [sum(g.lost[name][fate] for g in groups) for fate in FATES]
+      if any(counts):
+        nonzero = sum(g.nonzero for g in groups)
+        rows.append((kind, name, *(percent(_share(count, nonzero)) for count in counts)))
     return Section(
       title="What narrow dtypes lose, of the finite nonzero numbers",
       columns=(
-        Column("", wide=True),
-        Column("in"),
+        *(Column("", wide=True), Column("in")),
         *right("becomes 0", "subnormal", "overflows"),
       ),
       rows=tuple(rows),
@@ -279,6 +276,15 @@ class RangesReport(Report):
     lossy = [g for g in self.of(kind) if g.lost_share("float16") + g.lost_share("bfloat16") > 0]
     worst = sorted(lossy, key=lambda g: -g.lost_share("float16"))[:_MOST_ROWS]
     what = "module" if kind in ("activations", "gradients") else "leaf"
+    rows = [
+      (
+        *(g.path or "(no scope)", amount(g.total), percent(_share(g.zero, g.total))),
+        _span(g.exponents),
+        *(percent(g.lost_share(name)) for name in FORMATS),
+      )
+      for g in lossy
+      if g in worst
+    ]
     return Section(
       title=f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows",
       lines=_cut(len(lossy)),
@@ -287,17 +293,7 @@ class RangesReport(Report):
         *right("values", "zero", "2^"),
         *right(*(name.removeprefix("float8_")[:8] for name in FORMATS)),
       ),
-      rows=tuple(
-        (
-          g.path or "(no scope)",
-          amount(g.total),
-          percent(_share(g.zero, g.total)),
-          _span(g.exponents),
-          *(percent(g.lost_share(name)) for name in FORMATS),
-        )
-        for g in lossy
-        if g in worst
-      ),
+      rows=tuple(rows),
     )
 
 
