@@ -1,6 +1,7 @@
 """Which primitives run in which precision under autocast, as a value that can be edited."""
 
 import dataclasses
+import functools
 import textwrap
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -42,7 +43,7 @@ def _pairs(parts: _Parts) -> tuple[tuple[str, Predicate], ...]:
   return tuple((name, part) for name, part in sorted(parts.items()) if not isinstance(part, str))
 
 
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class OpLists:
   """In which precision each primitive operation of JAX runs under `mpjax.autocast`.
 
@@ -74,23 +75,16 @@ class OpLists:
   OpLists().replace(half=["add", "mul"])
   """
 
-  # Fields that `__init__` does not take: `dataclasses.replace`, which would drop what was moved
-  # before, raises. A frozenset remembers its hash.
-  _items: frozenset[tuple[str, Part | Predicate]]
-  _parts: _Parts = dataclasses.field(compare=False)
+  half: frozenset[str] = _names(_STANDARD, "half")
+  float32: frozenset[str] = _names(_STANDARD, "float32")
+  promote: frozenset[str] = _names(_STANDARD, "promote")
+  keep: frozenset[str] = _names(_STANDARD, "keep")
+  opaque: frozenset[str] = _names(_STANDARD, "opaque")
+  conditional: tuple[tuple[str, Predicate], ...] = _pairs(_STANDARD)
 
-  def __init__(
-    self,
-    *,
-    half: frozenset[str] = _names(_STANDARD, "half"),
-    float32: frozenset[str] = _names(_STANDARD, "float32"),
-    promote: frozenset[str] = _names(_STANDARD, "promote"),
-    keep: frozenset[str] = _names(_STANDARD, "keep"),
-    opaque: frozenset[str] = _names(_STANDARD, "opaque"),
-    conditional: tuple[tuple[str, Predicate], ...] = _pairs(_STANDARD),
-  ) -> None:
-    by_part = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
-    for part, names in by_part.items():
+  def __post_init__(self) -> None:
+    for part in PARTS:
+      names = getattr(self, part)
       if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
         raise MpjaxTypeError(
           f"OpLists({part}=...)",
@@ -98,64 +92,35 @@ class OpLists:
           got=repr(names),
           fix="OpLists().replace(...) takes any sequence, and moves names out of other parts.",
         )
-    if not isinstance(conditional, tuple) or not all(map(_is_pair, conditional)):
+    if not isinstance(self.conditional, tuple) or not all(map(_is_pair, self.conditional)):
       raise MpjaxTypeError(
         "OpLists(conditional=...)",
         expected="a tuple of pairs of a name and a hashable function",
-        got=repr(conditional),
+        got=repr(self.conditional),
         fix="OpLists().replace(conditional={...}) takes a dict.",
       )
-    pairs = {part: [(name, part) for name in sorted(by_part[part])] for part in PARTS}
-    parts: dict[str, Part | Predicate] = {}
-    for part, entries in {**pairs, "conditional": conditional}.items():
+    seen: set[str] = set()
+    names = {part: sorted(getattr(self, part)) for part in PARTS}
+    for part, each in {**names, "conditional": [name for name, _ in self.conditional]}.items():
       where = f"OpLists({part}=...)"
-      for name, entry in entries:
+      for name in each:
         if name in HIGHER_ORDER:
           raise _higher_order(where, name)
-        if name in parts:
+        if name in seen:
           raise MpjaxValueError(
             where,
             expected="every primitive in one place",
             got=f"{name!r}, which is in another one too",
             fix=f'Write OpLists().replace({part}=["{name}"]), which takes it out of there.',
           )
-        parts[name] = entry
-    self._set(parts)
+        seen.add(name)
 
-  def _set(self, parts: _Parts) -> "OpLists":
-    object.__setattr__(self, "_parts", parts)
-    object.__setattr__(self, "_items", frozenset(parts.items()))
-    return self
-
-  @property
-  def half(self) -> frozenset[str]:
-    """The primitives that run in the compute dtype."""
-    return _names(self._parts, "half")
-
-  @property
-  def float32(self) -> frozenset[str]:
-    """The primitives that run in float32."""
-    return _names(self._parts, "float32")
-
-  @property
-  def promote(self) -> frozenset[str]:
-    """The primitives that run in the widest type among their operands."""
-    return _names(self._parts, "promote")
-
-  @property
-  def keep(self) -> frozenset[str]:
-    """The primitives that run in the type of their operand."""
-    return _names(self._parts, "keep")
-
-  @property
-  def opaque(self) -> frozenset[str]:
-    """The primitives that run in the types in which the jaxpr was written."""
-    return _names(self._parts, "opaque")
-
-  @property
-  def conditional(self) -> tuple[tuple[str, Predicate], ...]:
-    """The primitives whose part depends on their parameters, each with its function."""
-    return _pairs(self._parts)
+  @functools.cached_property
+  def _parts(self) -> _Parts:
+    return {
+      **{name: part for part in PARTS for name in getattr(self, part)},
+      **dict(self.conditional),
+    }
 
   def part_of(self, name: str, params: EqnParams) -> str | None:
     """Returns the part that an equation is in.
@@ -254,7 +219,9 @@ class OpLists:
             fix="Take it out of one of the two.",
           )
         moved[name] = conditional[op] if field == "conditional" else field
-    return object.__new__(OpLists)._set({**self._parts, **moved})
+    parts = {**self._parts, **moved}
+    lists: dict[str, Any] = {part: _names(parts, part) for part in PARTS}
+    return OpLists(**lists, conditional=_pairs(parts))
 
   def _movable(self, where: str, op: str | Primitive) -> str:
     """Returns the name of a primitive, which may be moved."""
@@ -288,7 +255,7 @@ class OpLists:
 
   def __repr__(self) -> str:
     """What differs from the standard; `dropped` are its primitives that are in no part here."""
-    moved: _Parts = dict(self._items - _STANDARD.items())
+    moved: _Parts = dict(self._parts.items() - _STANDARD.items())
     edits = {part: _names(moved, part) for part in PARTS}
     arguments = [f"{part}={_quoted(names)}" for part, names in edits.items() if names]
     if chosen := _pairs(moved):
