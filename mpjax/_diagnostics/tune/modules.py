@@ -1,11 +1,11 @@
-"""The modules of a loss: what they cost, rules that select them, and the error of each."""
+"""The modules of a loss: what they cost, what rounding in them does, and rules that select them."""
 
 import collections
 import math
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,33 +22,32 @@ from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.runner import Look, run_on_host
 from mpjax._jaxprs.steps import Body, Step
 
-
-class Modules(NamedTuple):
-  """The modules of a gradient function that compute something of their own."""
-
-  paths: tuple[str, ...]  # their named scopes, joined by "/"
-  flops: tuple[int, ...]  # of each in matmuls and convolutions, forward and backward
-  matmuls: dict[int, int]  # the position of the module of each matmul, by the number of the step
-  others: dict[int, int]  # that of every other operation of the forward pass
-  scopes: frozenset[str]  # all paths in the function
+PROJECTIONS = 16
+"""The error that a module causes is estimated within sqrt(1 / (2 * 16)), 18 %."""
 
 
-def modules_of(body: Body) -> Modules:
-  """Returns the modules of a gradient function, in the order of the function."""
+def modules_of(body: Body) -> dict[str, int]:
+  """Returns the modules of a gradient function that compute, and the FLOPs of their matmuls."""
   flops: dict[str, int] = {}
-  matmuls: dict[int, int] = {}
-  others: dict[int, int] = {}
-  position: dict[str, int] = {}
-  scopes = {""}
   for step in body.every_step():
-    path, operations = step.location.path, flops_of(step.eqn)
-    scopes |= prefixes(path)
-    forward = step.location.direction == "forward"
-    if operations is not None or (forward and not (step.bodies or facts_of(step.eqn).moves)):
-      flops[path] = flops.get(path, 0) + (operations or 0) * step.times
-      steps = others if operations is None else matmuls
-      steps[step.number] = position.setdefault(path, len(position))
-  return Modules(tuple(flops), tuple(flops.values()), matmuls, others, frozenset(scopes))
+    if _is_matmul(step) or _is_forward(step):
+      path = step.location.path
+      flops[path] = flops.get(path, 0) + (flops_of(step.eqn) or 0) * step.times
+  return flops
+
+
+def _is_matmul(step: Step) -> bool:
+  return facts_of(step.eqn).flops is not None
+
+
+def _is_forward(step: Step) -> bool:
+  """Whether a step of the forward pass computes something."""
+  return step.location.direction == "forward" and not (step.bodies or facts_of(step.eqn).moves)
+
+
+def scopes_of(body: Body) -> set[str]:
+  """Returns all paths in a function."""
+  return {""}.union(*(prefixes(step.location.path) for step in body.every_step()))
 
 
 def rules_for(
@@ -58,19 +57,13 @@ def rules_for(
   # In Linen a model of one module has no name that selects it.
   if not others:
     return (Rule("float32", path="**"),)
-  every = {**dict.fromkeys(others, False), **dict.fromkeys(chosen, True)}
-
-  def is_around_wide(path: str) -> bool:
-    """Whether what is around a module is in float32: it has the rule of the nearest one."""
-    outside = [other for other in every if is_inside(path, other)]
-    return every[max(outside, key=len)] if outside else False
-
-  wide = [path for path in chosen if not is_around_wide(path)]
-  narrow = [path for path in others if is_around_wide(path)]
-  return (
-    *(Rule("float32", path=selector(path, scopes)) for path in wide),
-    *(Rule(policy, path=selector(path, scopes)) for path in narrow),
-  )
+  wide, rules = {**dict.fromkeys(chosen, True), **dict.fromkeys(others, False)}, list[Rule]()
+  for path, is_wide in wide.items():
+    # A module has the rule of the nearest one around it.
+    around = [other for other in wide if is_inside(path, other)]
+    if is_wide != (bool(around) and wide[max(around, key=len)]):
+      rules.append(Rule("float32" if is_wide else policy, path=selector(path, scopes)))
+  return tuple(rules)
 
 
 def is_inside(path: str, other: str) -> bool:
@@ -80,62 +73,6 @@ def is_inside(path: str, other: str) -> bool:
 
 Pair: TypeAlias = tuple[Array | NumpyArray, Array | NumpyArray]
 """What is exact, and the same with an error."""
-
-
-def accuracy_of(
-  forwards: tuple[Body, Body],
-  operands: Sequence[Array],
-  gradients: Mapping[str, Sequence[Pair]],
-) -> dict[str, tuple[float, float]]:
-  """Returns the errors by module, in the order of the function: forward, and of gradients."""
-  # Losses and gradients, of each module's own parameters, are in float32 and under the policy.
-  exact: dict[_Alike, list[tuple[str, Array]]] = collections.defaultdict(list)
-  errors: dict[_Alike, list[float]] = collections.defaultdict(list)
-  worst: dict[str, float] = {}
-
-  def note(step: Step, picked: Sequence[Array]) -> None:
-    path = step.location.path
-    exact[_alike(step)].append((path, picked[0]))
-    worst.setdefault(path, 0.0)
-
-  def compare(step: Step, picked: Sequence[Array]) -> None:
-    alike = _alike(step)
-    pairs = [(x, picked[0]) for _, x in exact[alike][len(errors[alike]) :][:1]]
-    errors[alike].append(relative_error(pairs))
-
-  for forward, see in zip(forwards, (note, compare), strict=True):
-    run_on_host(forward, operands, Look(pick=_pick, see=see))
-  for alike, values in exact.items():
-    same = len(values) == len(errors[alike])
-    for (path, _), error in zip(values, errors[alike], strict=True) if same else ():
-      worst[path] = max(worst[path], 0.0 if math.isnan(error) else error)
-  return {
-    path: (
-      worst.get(path, math.nan),
-      relative_error(
-        pair
-        for other, each in gradients.items()
-        if other == path or is_inside(other, path)
-        for pair in each
-      ),
-    )
-    for path in dict.fromkeys((*worst, *gradients))
-  }
-
-
-_Alike: TypeAlias = tuple[str, tuple[int, ...]]
-"""The primitive and the shape of its result. Autocast changes neither, nor the order of those that
-have both alike, but it may put what it changes into calls, whose scopes are others."""
-
-
-def _alike(step: Step) -> _Alike:
-  return step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
-
-
-def _pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
-  """Returns what a matmul or a sum returns."""
-  facts = facts_of(step.eqn)
-  return outs[:1] if facts.flops is not None or facts.role == "sum" else ()
 
 
 def relative_error(pairs: Iterable[Pair]) -> float:
@@ -152,48 +89,66 @@ def relative_error(pairs: Iterable[Pair]) -> float:
   return math.sqrt(difference / total) if total else math.nan
 
 
-PROJECTIONS = 16
-"""The error that a module causes is estimated within sqrt(1 / (2 * 16)), 18 %."""
+def forward_errors(exact: Body, low: Body, operands: Sequence[Array]) -> dict[str, float]:
+  """Returns by module the error of the worst matmul or sum of a loss under a policy."""
+  rounded, worst = _results(low, operands), dict[str, float]()
+  for alike, values in _results(exact, operands).items():
+    others = rounded[alike]
+    for number, (path, x) in enumerate(values):
+      same = len(values) == len(others)
+      error = relative_error([(x, others[number][1])]) if same else 0.0
+      worst[path] = max(worst.get(path, 0.0), 0.0 if math.isnan(error) else error)
+  return worst
+
+
+def _results(
+  body: Body, operands: Sequence[Array]
+) -> Mapping[tuple[str, tuple[int, ...]], list[tuple[str, Array]]]:
+  """Returns what matmuls and sums return, each with its module, by primitive and shape."""
+  # Autocast changes neither, nor the order of those that have both alike, but it may put what it
+  # changes into calls, whose scopes are others.
+  found = collections.defaultdict[tuple[str, tuple[int, ...]], list[tuple[str, Array]]](list)
+
+  def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
+    return outs[:1] if _is_matmul(step) or facts_of(step.eqn).role == "sum" else ()
+
+  def see(step: Step, picked: Sequence[Array]) -> None:
+    alike = step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
+    found[alike].append((step.location.path, picked[0]))
+
+  run_on_host(body, operands, Look(pick=pick, see=see))
+  return found
 
 
 def overflows_of(
-  body: Body, operands: Sequence[Array], modules: Modules, dtype: DType
-) -> tuple[list[Array], NumpyArray]:
+  body: Body, operands: Sequence[Array], dtype: DType
+) -> tuple[list[Array], dict[str, int]]:
   """Returns the results of a gradient function, and which modules overflow in a dtype."""
   # 2 is for an operand or result of a matmul, 1 for that of what may or may not be low.
-  overflows, most = np.zeros(len(modules.paths), np.int64), float(jnp.finfo(dtype).max)
+  overflows, most = dict[str, int](), float(jnp.finfo(dtype).max)
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
-    is_matmul = step.number in modules.matmuls
-    if most > 1e30 or not (is_matmul or step.number in modules.others):
-      return ()
-    numbers = [*ins[:2], *outs] if is_matmul else outs
-    numbers = [jnp.abs(x) for x in numbers if x.dtype == jnp.float32]
-    return [jnp.any((x > most) & jnp.isfinite(x)) for x in numbers]
+    numbers = [*ins[:2], *outs] if _is_matmul(step) else outs if _is_forward(step) else ()
+    return [x for x in numbers if x.dtype == jnp.float32]
 
   def see(step: Step, picked: Sequence[Array]) -> None:
-    is_matmul = step.number in modules.matmuls
-    module = (modules.matmuls if is_matmul else modules.others)[step.number]
-    if any(bool(np.any(np.asarray(x))) for x in picked):
-      overflows[module] = max(overflows[module], 1 + is_matmul)
+    if any(np.any((np.abs(x) > most) & np.isfinite(x)) for x in map(np.asarray, picked)):
+      path = step.location.path
+      overflows[path] = max(overflows.get(path, 0), 1 + _is_matmul(step))
 
   return run_on_host(body, operands, Look(pick=pick, see=see)), overflows
 
 
-def projections_of(
-  body: Body,
-  operands: Sequence[Array],
-  gradients: slice,
-  modules: Modules,
-  dtype: DType,
-) -> NumpyArray:
-  """Returns how far the gradient in float32 moves in random directions if a module rounds."""
+def errors_alone(
+  body: Body, operands: Sequence[Array], gradients: slice, flops: Mapping[str, int], dtype: DType
+) -> dict[str, float]:
+  """Returns how far the gradient in float32 moves if a module rounds, and nothing else does."""
   # To first order, for all modules together: every matmul of the forward and backward pass takes
   # and returns `x + eps * (rounded(x) - x)`, with one `eps` for each module, which is 0. The
   # derivative of the gradient with respect to `eps` is the error that the module causes. It has the
   # size of the gradient, for each module; so instead the derivatives of a few random projections of
-  # the gradient are computed, by one forward pass and one backward pass for each of them, and these
-  # are enough to estimate the error of any choice of modules.
+  # the gradient are computed, by one forward pass and one backward pass for each of them.
+  order = {path: i for i, path in enumerate(flops)}
 
   def perturbed(eps: Array) -> list[Array]:
     def rounded(x: Array, module: int) -> Array:
@@ -204,17 +159,16 @@ def projections_of(
       return x + eps[module] * jnp.where(jnp.isfinite(narrow), narrow - fixed, jnp.zeros_like(x))
 
     def compute(step: Step, values: Sequence[Array]) -> list[Array]:
-      module = modules.matmuls.get(step.number)
-      if module is None:
+      if not _is_matmul(step):
         return bind(step.eqn, values)
+      module = order[step.location.path]
       first, *rest = bind(step.eqn, [*(rounded(x, module) for x in values[:2]), *values[2:]])
       return [rounded(first, module), *rest]
 
     return run_on_host(body, operands, Look(compute))[gradients]
 
-  zero = jnp.zeros((len(modules.paths),), jnp.float32)
   try:
-    grads, pullback = jax.vjp(perturbed, zero)
+    grads, pullback = jax.vjp(perturbed, jnp.zeros((len(flops),), jnp.float32))
   except REFUSALS as error:
     warnings.warn(
       "mpjax.tune(loss_fn, policy): the gradient cannot be differentiated, so that modules are "
@@ -224,16 +178,14 @@ def projections_of(
       UserWarning,
       stacklevel=2,
     )
-    sizes = np.sqrt(np.asarray(modules.flops, np.float64))
-    return sizes[None] / max(sizes.sum(), 1)
-  keys = jax.random.split(jax.random.key(0), PROJECTIONS)
-  rows = []
-  for key in keys:
+    total = max(sum(map(math.sqrt, flops.values())), 1)
+    return {path: math.sqrt(count) / total for path, count in flops.items()}
+  norm, squares = math.sqrt(sum(float(jnp.sum(jnp.abs(g) ** 2)) for g in grads)), 0.0
+  for key in jax.random.split(jax.random.key(0), PROJECTIONS):
     noise = (jax.random.normal(jax.random.fold_in(key, i), g.shape) for i, g in enumerate(grads))
     directions = [x.astype(g.dtype) for x, g in zip(noise, grads, strict=True)]
-    rows.append(np.asarray(pullback(directions)[0], np.float64))
-  norm = math.sqrt(sum(float(jnp.sum(jnp.abs(g) ** 2)) for g in grads))
-  return np.nan_to_num(np.stack(rows) / norm)
+    squares += np.nan_to_num(np.asarray(pullback(directions)[0], np.float64) / norm) ** 2
+  return dict(zip(flops, np.sqrt(squares / PROJECTIONS).tolist(), strict=True))
 
 
 def prefixes(path: str) -> set[str]:

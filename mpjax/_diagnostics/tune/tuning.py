@@ -3,7 +3,7 @@
 import collections
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import jax.numpy as jnp
@@ -14,29 +14,29 @@ from mpjax._core.dtypes import HALVES
 from mpjax._core.errors import MpjaxValueError, check_call, check_value
 from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import Rule
-from mpjax._core.types import Array, Function, NumpyArray
+from mpjax._core.types import Args, Array, Function, Kwargs
 from mpjax._diagnostics.arguments import Call, check_function, gradient_of
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.ranges.measure import counted, inputs_of
 from mpjax._diagnostics.ranges.plan import Input, plan
 from mpjax._diagnostics.report import Pending, progress
 from mpjax._diagnostics.tune.modules import (
-  Modules,
   Pair,
-  accuracy_of,
+  errors_alone,
+  forward_errors,
   is_inside,
   modules_of,
   overflows_of,
-  projections_of,
   relative_error,
   rules_for,
+  scopes_of,
 )
 from mpjax._diagnostics.tune.search import Chosen, Problem, most_evaluations, search
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.runner import Look, run_on_host
-from mpjax._jaxprs.steps import body_of
+from mpjax._jaxprs.steps import Body, body_of
 
 P = ParamSpec("P")
 
@@ -53,18 +53,9 @@ def tune(
   `mpjax.autocast(loss_fn, policy, rules=rules)` for some choices of rules, until the cheapest was
   found whose relative error, the norm of the difference over the norm of the gradient, is within
   the tolerance. A choice is a set of named scopes with matmuls or convolutions, such as the layers
-  of a Flax model, that compute in float32. How they are found:
-
-  1. `mpjax.ranges` gives the loss scale for float16, by which all gradients are then computed.
-  2. What rounding in each module does to the gradient is computed to first order, for all modules
-     at once; modules with a number that overflows in a matmul are in float32 in any case.
-  3. The modules are sorted by what they help for what they cost, and the shortest list that is
-     good enough is found by bisection; then some cheaper choices are tried.
-
-  Every choice is measured, and the one that is returned with it. The most measurements that this
-  may take, log2 of the number of modules and a few, is printed first. The report begins with the
-  error of each module if none is in float32. Matmuls add up in float32 under autocast, and so do
-  sums, so that the depth of a reduction needs no rule of its own.
+  of a Flax model, that compute in float32. docs/tune.md says how it searches; how many choices it
+  may measure, log2 of the number of modules and a few, is printed first. The report begins with the
+  error of each module if none is in float32.
 
   Args:
     loss_fn: the plain loss in float32, of trees of arrays: of a Linen model, an NNX model (an
@@ -100,16 +91,8 @@ def tune(
   parsed = _checked(loss_fn, policy, tolerance)
 
   def tuned(*args: P.args, **kwargs: P.kwargs) -> TuneReport:
-    call = Call(args, kwargs)
-    call.check_concrete("mpjax.tune(loss_fn, policy)")
     with progress("tune") as advance:
-      _check_float32(call.traced(loss_fn)[0])
-      scale = 1.0
-      if parsed.compute_dtype == jnp.float16:
-        report = counted(loss_fn, args, kwargs, differentiate=True, advance=advance)
-        scale = report.loss_scale or 1.0
-      tuning = _Tuning(loss_fn, parsed, tolerance, call, inputs_of(args, kwargs))
-      return tuning.run(scale, advance)
+      return _tuned(loss_fn, parsed, tolerance, args, kwargs, advance)
 
   return Pending(tuned, "tune", loss_fn)
 
@@ -153,124 +136,130 @@ def _check_float32(program: ClosedJaxpr) -> None:
       )
 
 
-class _Tuning:
-  """One search."""
-
-  def __init__(
-    self,
-    loss_fn: Function,
-    policy: Policy,
-    tolerance: float,
-    call: Call,
-    inputs: Sequence[Input | None],
-  ) -> None:
-    self._plain, self._loss_fn = loss_fn, with_parameter_scopes(loss_fn)
-    self._policy, self._tolerance, self._call, self._inputs = policy, tolerance, call, inputs
-    self.evaluations: list[Evaluation] = []
-
-  def run(self, scale: float, advance: Callable[[int, int], None]) -> TuneReport:
-    """Measures choices until the best is among them, all at a scale of the loss."""
-    self._scale = scale
-    program, outputs = self._call.traced(gradient_of(self._loss_fn, scale))
-    # ((loss, aux), gradients).
-    self._gradients = slice(sum(keys[0] == "0" for keys in outputs), None)
-    body, operands = body_of(program), self._call.operands
-    modules = modules_of(body)
-    bound = most_evaluations(len(modules.paths))
-    sys.stdout.write(f"tune: {len(modules.paths)} modules, at most {bound} measurements\n")
-    self._advance = lambda: advance(len(self.evaluations), bound)
-    self._advance()
-    results, overflows = overflows_of(body, operands, modules, self._policy.compute_dtype)
-    self._exact = results[self._gradients]
-    norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in self._exact))
-    if not (math.isfinite(norm) and norm > 0):
-      raise MpjaxValueError(
-        "mpjax.tune(loss_fn, policy)(*args)",
-        expected="a gradient in float32 that is finite and not zero",
-        got=f"one of norm {norm}",
-        fix="Ask mpjax.ranges(loss_fn)(*args) what its numbers look like.",
-      )
-    low = self._evaluate((), ())
-    alone: NumpyArray = np.full(len(modules.paths), math.nan)
-    if self.evaluations[0].error > self._tolerance:
-      dtype = self._policy.compute_dtype
-      projections = projections_of(body, operands, self._gradients, modules, dtype)
-      alone = np.sqrt(np.mean(projections**2, axis=0))
-      self._search(modules, alone, overflows)
-    good = [each for each in self.evaluations if each.error <= self._tolerance]
-    best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
-    # The named scopes of the function as the user wrote it.
-    scopes = modules_of(body_of(self._call.traced(gradient_of(self._plain))[0])).scopes
-    return TuneReport(
-      policy=self._policy,
-      tolerance=self._tolerance,
-      best=best,
-      evaluations=tuple(self.evaluations),
-      bound=bound,
-      loss_scale=scale,
-      modules=self._modules(modules, alone, overflows, low),
-      scopes=all(any(rule.matches(None, scope) for scope in scopes) for rule in best.rules),
+def _tuned(
+  loss_fn: Function,
+  policy: Policy,
+  tolerance: float,
+  args: Args,
+  kwargs: Kwargs,
+  advance: Callable[[int, int], None],
+) -> TuneReport:
+  """Measures choices until the best is among them, all at one scale of the loss."""
+  call, dtype, scale = Call(args, kwargs), policy.compute_dtype, 1.0
+  call.check_concrete("mpjax.tune(loss_fn, policy)")
+  plain, _ = call.traced(gradient_of(loss_fn))
+  _check_float32(plain)
+  if dtype == jnp.float16:
+    scale = counted(loss_fn, args, kwargs, True, advance).loss_scale or 1.0
+  scoped = with_parameter_scopes(loss_fn)
+  program, outputs = call.traced(gradient_of(scoped, scale))
+  gradients = slice(sum(keys[0] == "0" for keys in outputs), None)  # ((loss, aux), gradients)
+  body, operands = body_of(program), call.operands
+  flops = modules_of(body)
+  bound = most_evaluations(len(flops))
+  sys.stdout.write(f"tune: {len(flops)} modules, at most {bound} measurements\n")
+  advance(0, bound)
+  results, overflows = overflows_of(body, operands, dtype)
+  exact = results[gradients]
+  norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in exact))
+  if not (math.isfinite(norm) and norm > 0):
+    raise MpjaxValueError(
+      "mpjax.tune(loss_fn, policy)(*args)",
+      expected="a gradient in float32 that is finite and not zero",
+      got=f"one of norm {norm}",
+      fix="Ask mpjax.ranges(loss_fn)(*args) what its numbers look like.",
     )
+  evaluations: list[Evaluation] = []
 
-  def _modules(
-    self, modules: Modules, alone: NumpyArray, overflows: NumpyArray, low: Sequence[Array]
-  ) -> tuple[ModuleReport, ...]:
-    """Returns what is known of each module, of its errors under the policy without rules first."""
-    fns = self._loss_fn, autocast(self._loss_fn, self._policy)
-    exact, rounded = (body_of(self._call.traced(fn)[0]) for fn in fns)
-    readers = plan(exact, self._inputs).readers
-    gradients: dict[str, list[Pair]] = collections.defaultdict(list)
-    # The gradients are those of the floating arrays in the first argument, the first ones of all.
-    floats = [i for i, one in enumerate(self._inputs) if one is not None]
-    for position, pair in zip(floats, zip(self._exact, low, strict=True), strict=False):
-      if position in readers:
-        gradients[readers[position].path].append(pair)
-    errors = accuracy_of((exact, rounded), self._call.operands, gradients)
-    number = {path: i for i, path in enumerate(modules.paths)}
-    total = max(sum(modules.flops), 1)
-    return tuple(
-      ModuleReport(
-        path,
-        *errors[path],
-        modules.flops[i] / total,
-        float(alone[i]),
-        _OVERFLOWS[int(overflows[i])],
-        bool(path and not modules.flops[i]) and any(is_inside(other, path) for other in errors),
-      )
-      for path, i in ((path, number[path]) for path in errors if path in number)
-    )
+  def measure(names: tuple[str, ...], rules: tuple[Rule, ...]) -> list[Array]:
+    """Measures the error of the gradient under rules, and returns the gradient."""
+    cast = autocast(scoped, policy, rules=rules)
+    program, _ = call.traced(gradient_of(cast, scale))
+    gradient = run_on_host(body_of(program), operands, Look())[gradients]
+    error = relative_error(zip(exact, gradient, strict=True))
+    runs = [(dtype.itemsize < 4, count) for _, dtype, count in Graph(program).matmuls()]
+    low = sum(count for is_low, count in runs if is_low)
+    share = low / max(sum(count for _, count in runs), 1)
+    evaluations.append(Evaluation(names, rules, error, share))
+    advance(len(evaluations), bound)
+    return gradient
 
-  def _search(self, modules: Modules, alone: NumpyArray, overflows: NumpyArray) -> None:
-    """Measures choices until the best is among them."""
-    flops = np.asarray(modules.flops)
-    used = np.flatnonzero((flops > 0) | (overflows > 0))
-    paths = [modules.paths[i] for i in used]
-    problem = Problem(tuple(flops[used].tolist()), alone[used], overflows[used], self._tolerance)
+  low, alone = measure((), ()), dict[str, float]()
+  if evaluations[0].error > tolerance:
+    alone = errors_alone(body, operands, gradients, flops, dtype)
+    used, scopes = [path for path in flops if flops[path] or path in overflows], scopes_of(body)
 
     def evaluate(chosen: Chosen) -> float:
       if chosen:
-        names = [paths[i] for i in sorted(chosen)]
-        others = [path for path in paths if path not in names]
-        self._evaluate(tuple(names), rules_for(names, others, modules.scopes, self._policy))
-        return self.evaluations[-1].error
-      return self.evaluations[0].error
+        names = [used[i] for i in sorted(chosen)]
+        others = [path for path in used if path not in names]
+        measure(tuple(names), rules_for(names, others, scopes, policy))
+      return evaluations[-1 if chosen else 0].error
 
+    problem = Problem(
+      tuple(flops[path] for path in used),
+      np.asarray([alone[path] for path in used]),
+      np.asarray([overflows.get(path, 0) for path in used]),
+      tolerance,
+    )
     if search(problem, evaluate) is None:
       # What is in no such module must stay in float32 too.
-      self._evaluate(("**",), (Rule("float32", path="**"),))
+      measure(("**",), (Rule("float32", path="**"),))
+  good = [each for each in evaluations if each.error <= tolerance]
+  best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
 
-  def _evaluate(self, names: tuple[str, ...], rules: tuple[Rule, ...]) -> list[Array]:
-    """Measures the error of the gradient under rules, and returns the gradient."""
-    cast = autocast(self._loss_fn, self._policy, rules=rules)
-    program, _ = self._call.traced(gradient_of(cast, self._scale))
-    gradient = run_on_host(body_of(program), self._call.operands, Look())[self._gradients]
-    error = relative_error(zip(self._exact, gradient, strict=True))
-    flops = [(dtype.itemsize < 4, n) for _, dtype, n in Graph(program).matmuls()]
-    share = sum(n for is_low, n in flops if is_low) / max(sum(n for _, n in flops), 1)
-    self.evaluations.append(Evaluation(names, rules, error, share))
-    self._advance()
-    return gradient
+  # The errors by module, under the policy without rules.
+  of_float32, of_policy = (body_of(call.traced(f)[0]) for f in (scoped, autocast(scoped, policy)))
+  forward = forward_errors(of_float32, of_policy, operands)
+  pairs = _by_module(body, inputs_of(args, kwargs), [*zip(exact, low, strict=True)])
+  # The named scopes of the function as the user wrote it.
+  named = scopes_of(body_of(plain))
+  return TuneReport(
+    policy=policy,
+    tolerance=tolerance,
+    best=best,
+    evaluations=tuple(evaluations),
+    bound=bound,
+    loss_scale=scale,
+    modules=tuple(rows_of(flops, forward, pairs, alone, overflows)),
+    scopes=all(any(rule.matches(None, scope) for scope in named) for rule in best.rules),
+  )
+
+
+def _by_module(
+  body: Body, inputs: Sequence[Input | None], pairs: Sequence[Pair]
+) -> Mapping[str, Sequence[Pair]]:
+  """Returns the gradients of the parameters of each module."""
+  # They are those of the floating arrays in the first argument, the first ones of all.
+  floats = [i for i, one in enumerate(inputs) if one is not None]
+  readers, found = plan(body, inputs).readers, collections.defaultdict[str, list[Pair]](list)
+  for position, pair in zip(floats, pairs, strict=False):
+    if position in readers:
+      found[readers[position].path].append(pair)
+  return found
 
 
 _OVERFLOWS = ("no", "maybe", "yes")
 """What the numbers of `overflows_of` mean."""
+
+
+def rows_of(
+  flops: Mapping[str, int],
+  forward: Mapping[str, float],
+  pairs: Mapping[str, Sequence[Pair]],
+  alone: Mapping[str, float],
+  overflows: Mapping[str, int],
+) -> Iterator[ModuleReport]:
+  """Yields what is known of each module, in the order of the function."""
+  paths, total = [path for path in flops if path in forward or path in pairs], sum(flops.values())
+  for path in paths:
+    inside = [other for other in paths if is_inside(other, path)]
+    yield ModuleReport(
+      path,
+      forward.get(path, math.nan),
+      relative_error(pair for other in (path, *inside) for pair in pairs.get(other, ())),
+      flops[path] / max(total, 1),
+      alone.get(path, math.nan),
+      _OVERFLOWS[overflows.get(path, 0)],
+      bool(path and inside) and not flops[path],
+    )

@@ -11,6 +11,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._diagnostics.tune.modules import relative_error, rules_for
+from mpjax._diagnostics.tune.tuning import rows_of
 from tests import programs
 from tests.errors import refused
 from tests.models.values import filled, shapes
@@ -132,6 +133,21 @@ def test_the_report_begins_with_the_error_by_module():
     assert 1e-4 < rows[path].gradient < 0.05
   assert rows["Stream"].gradient == pytest.approx(report.error)
   assert np.isnan(rows["Stream"].alone)
+
+
+def test_a_row_has_the_gradients_of_what_is_inside_too():
+  w = np.arange(1.0, 9)
+  flops, pairs = {"net": 0, "net/a": 6, "net/b": 2}, {"net/a": [(w, 1.01 * w)], "net/b": [(w, w)]}
+  rows = {row.path: row for row in rows_of(flops, {"net": 0.1}, pairs, {"net/b": 0.2}, {"net": 1})}
+  assert list(rows) == ["net", "net/a", "net/b"]
+  gradients = [row.gradient for row in rows.values()]
+  np.testing.assert_allclose(gradients, [0.01 / np.sqrt(2), 0.01, 0], rtol=1e-4)
+  assert [row.flops_share for row in rows.values()] == [0, 0.75, 0.25]
+  assert (rows["net"].forward, rows["net"].overflows, rows["net"].is_stream) == (0.1, "maybe", True)
+  assert (rows["net/b"].alone, rows["net/b"].overflows, rows["net/b"].is_stream) == (
+    *(0.2, "no", False),
+  )
+  assert np.isnan([rows["net/a"].forward, rows["net"].alone]).all()
 
 
 def dense(**dtypes):
