@@ -7,7 +7,7 @@ cotangent of a loss, which are constants; softmax, which the float32 list comput
 computed with float32 data. These are the kinds of `docs/concepts.md`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -87,7 +87,7 @@ def plan(
   floats = {v: one for v, one in zip(graph.arguments, inputs, strict=True) if one is not None}
   name_by_parameters(graph, {v: one.module for v, one in floats.items()})
   numbers, additions = _numbers(graph, floats, body.depth), _additions(graph, floats, outputs)
-  counted: list[Operation] = []
+  origins, counted = _origins(graph, body.depth), list[Operation]()
   low: set[Value] = set()  # what a policy holds in low precision
   read: dict[Value, Location] = {}  # where, first
   backward = False
@@ -96,13 +96,13 @@ def plan(
     backward |= here.direction == "backward"
     # What follows the backward pass and is in no module is the work of the optimizer.
     work = backward and here.direction == "forward" and not here.path
-    origins = _behind(operation.operands, _moves)
-    for each in () if work else origins:
+    operands = {each for v in operation.operands for each in origins.get(v, ())}
+    for each in () if work else operands:
       read.setdefault(each, here)
     if operation.moves or operation.casts:  # The same numbers again.
       continue
     if _is_matmul(operation, numbers):
-      low |= origins
+      low |= operands
     found = [numbers[v] for v in results if v in numbers]
     if found and not work and here.direction != "recomputed":
       counted.append(operation)
@@ -126,29 +126,32 @@ def plan(
   )
 
 
-def _behind(values: Iterable[Value], passes: Callable[[Operation, Value], bool]) -> set[Value]:
-  """Returns values and what they come from, through operands that their operations pass on."""
-  found, pending = set[Value](), [*values]
+def _origins(graph: Graph, depth: int) -> Mapping[Value, frozenset[Value]]:
+  """Returns the arguments and results whose numbers each value has, moved or cast."""
+  origins = {v: frozenset([v]) for v in graph.arguments}
+  for _ in range(depth + 1):  # What comes out of an iteration goes into the next one.
+    for operation in graph.operations:
+      each = (origins[v] for v in operation.operands if v in origins)
+      moved = frozenset[Value]().union(*each) if operation.moves or operation.casts else None
+      origins.update((v, frozenset([v]) if moved is None else moved) for v in operation.results)
+  return origins
+
+
+def _same(value: Value) -> set[Value]:
+  """Returns what a value may be, element by element: selected, clipped, cast, out of a loop."""
+  found, pending = set[Value](), [value]
   while pending:
-    value = pending.pop()
-    made = value.made_by
-    if value not in found and made is not None:
-      pending += (v for v in made.operands if passes(made, v))
-    found.add(value)
+    each = pending.pop()
+    made = each.made_by
+    if each not in found and made is not None:
+      kept = made.facts.exact or made.casts
+      pending += (
+        v
+        for v in made.operands
+        if made.joins or (kept and is_inexact(v.aval) and v.aval.shape == each.aval.shape)
+      )
+    found.add(each)
   return found
-
-
-def _moves(operation: Operation, operand: Value) -> bool:
-  """Whether results have the numbers of an operand, moved or cast."""
-  return operation.moves or operation.casts
-
-
-def _keeps(operation: Operation, operand: Value) -> bool:
-  """Whether a result may be an operand, element by element: it is selected, clipped or cast."""
-  if operation.joins or not is_inexact(operand.aval):
-    return operation.joins is not None
-  same_shape = operand.aval.shape == operation.results[0].aval.shape
-  return same_shape and (operation.facts.exact or operation.casts)
 
 
 def _additions(
@@ -158,7 +161,7 @@ def _additions(
   order = {v: i for i, v in enumerate(graph.arguments)}
   additions: dict[int, Addition] = {}
   for (keys, aval), result in zip(outputs, graph.results, strict=False):
-    for total in _behind([result], _keeps):
+    for total in _same(result):
       made = total.made_by
       if made is None or made.eqn.primitive not in (add_p, sub_p):
         continue
@@ -166,7 +169,7 @@ def _additions(
       found = [
         (order[v], position, v)
         for position, operand in enumerate(updated)
-        for v in _behind([operand], _keeps)
+        for v in _same(operand)
         if v in floats and floats[v].is_stored_in(aval, keys)
       ]
       if found:  # Of `a + b`, two arguments, the first is what is updated.
