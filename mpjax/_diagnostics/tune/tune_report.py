@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mpjax._core.policy import Policy
@@ -59,14 +59,14 @@ class ModuleReport(NamedTuple):
 class TuneReport(Report):
   """What must stay in float32, see `mpjax.tune`.
 
-  `rules` are for `mpjax.with_policy`, of an NNX model where the function has no named scopes.
-  `error` is the relative error of the gradient under them, measured, and `half_share` the share of
-  the FLOPs of matmuls in low precision, from 0 to 1.
-
   Args:
     policy: the one that was asked for.
     tolerance: the error that was allowed.
-    best: the choice with these `rules`, `error` and `half_share`.
+    float32: the paths of the modules in float32, of the best choice.
+    rules: that keep them so, for `mpjax.with_policy`, of an NNX model where the function has no
+      named scopes, and `mpjax.autocast`.
+    error: the relative error of the gradient under them, measured.
+    half_share: the share of the FLOPs of matmuls in low precision under them, from 0 to 1.
     evaluations: all choices that were measured, in order.
     bound: how many it might have been.
     loss_scale: the loss scale with which float16 was measured; 1 for bfloat16.
@@ -85,27 +85,15 @@ class TuneReport(Report):
 
   policy: Policy
   tolerance: float
-  best: Evaluation
+  float32: tuple[str, ...]
+  rules: tuple[Rule, ...]
+  error: float
+  half_share: float
   evaluations: tuple[Evaluation, ...]
   bound: int
   loss_scale: float
   modules: tuple[ModuleReport, ...]
   scopes: bool = True
-
-  @property
-  def rules(self) -> tuple[Rule, ...]:
-    """The rules of the best choice."""
-    return self.best.rules
-
-  @property
-  def error(self) -> float:
-    """The relative error of the gradient under them."""
-    return self.best.error
-
-  @property
-  def half_share(self) -> float:
-    """The share of the FLOPs of matmuls in low precision under them."""
-    return self.best.half_share
 
   def __repr__(self) -> str:
     summary = f"{len(self.rules)} rules, error {_text(self.error)}"
@@ -140,7 +128,7 @@ class TuneReport(Report):
       axis.text(x, y, "not finite  " * bad, ha="right", va="center", fontsize=7.5, color=color)
     spot = (100 * self.half_share, max(self.error, low * 1.3))
     axis.plot(*spot, "o", markersize=14, markerfacecolor="none", markeredgecolor="black")
-    text = f"chosen: {percent(self.half_share)}, with {_listed(self.best.float32)} in float32"
+    text = f"chosen: {percent(self.half_share)}, with {_listed(self.float32)} in float32"
     figure.suptitle("What must stay in float32", x=0.02, ha="left", weight="bold", fontsize=12)
     axis.set_title("\n".join(textwrap.wrap(text, 90)), loc="left", fontsize=8.5)
     axis.set_ylim(low, high)
@@ -183,11 +171,6 @@ class TuneReport(Report):
       self._curve(),
     ]
 
-  def as_dict(self) -> Mapping[str, object]:
-    """Returns what `to_json` writes."""
-    chosen = {"rules": self.rules, "error": self.error, "half_share": self.half_share}
-    return {**vars(self), **chosen}
-
   def _modules(self) -> Section:
     searched = any(not math.isnan(module.alone) for module in self.modules)
     notes = {"yes": "overflows", "maybe": "may overflow", "no": ""}
@@ -196,7 +179,7 @@ class TuneReport(Report):
       path = (each.path or "(no scope)") + " (residual stream)" * each.is_stream
       errors = each.forward, each.gradient, each.alone
       forward, gradient, alone = (f"{error:.2g}".replace("nan", "-") for error in errors)
-      note = "float32" if each.path in self.best.float32 else notes[each.overflows]
+      note = "float32" if each.path in self.float32 else notes[each.overflows]
       row = (path, forward, gradient, percent(each.flops_share), *(alone, note) * searched)
       if any(error > 0 for error in errors):
         rows.append(row)
@@ -225,7 +208,11 @@ class TuneReport(Report):
         (
           percent(each.half_share),
           _text(each.error),
-          "chosen" if each is self.best else "" if each.error > self.tolerance else "good",
+          "chosen"
+          if each.float32 == self.float32
+          else ""
+          if each.error > self.tolerance
+          else "good",
           _listed(each.float32),
         )
         for each in ranked[: len(ranked) * (len(ranked) > 1)]

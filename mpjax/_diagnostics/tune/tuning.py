@@ -217,7 +217,7 @@ def _tuned(
   return TuneReport(
     policy=policy,
     tolerance=tolerance,
-    best=best,
+    **best._asdict(),
     evaluations=tuple(evaluations),
     bound=bound,
     loss_scale=scale,

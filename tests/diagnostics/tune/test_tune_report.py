@@ -20,7 +20,7 @@ def report():
   return TuneReport(
     policy=mpjax.Policy.parse("mixed_float16"),
     tolerance=0.01,
-    best=best,
+    **best._asdict(),
     evaluations=[*others, best],
     bound=17,
     loss_scale=4096.0,
