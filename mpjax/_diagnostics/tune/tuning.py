@@ -151,9 +151,11 @@ def _tuned(
   _check_float32(plain)
   if dtype == jnp.float16:
     scale = counted(loss_fn, args, kwargs, True, advance).loss_scale or 1.0
+
+  # The gradient in float32, of ((loss, aux), gradients), and what overflows.
   scoped = with_parameter_scopes(loss_fn)
   program, outputs = call.traced(gradient_of(scoped, scale))
-  gradients = slice(sum(keys[0] == "0" for keys in outputs), None)  # ((loss, aux), gradients)
+  gradients = slice(sum(keys[0] == "0" for keys in outputs), None)
   body, operands = body_of(program), call.operands
   flops = modules_of(body)
   bound = most_evaluations(len(flops))
@@ -184,6 +186,7 @@ def _tuned(
     advance(len(evaluations), bound)
     return gradient
 
+  # The search, if there is an error that is too large.
   low, alone = measure((), ()), dict[str, float]()
   if evaluations[0].error > tolerance:
     alone = errors_alone(body, operands, gradients, flops, dtype)
@@ -251,14 +254,14 @@ def rows_of(
   overflows: Mapping[str, int],
 ) -> Iterator[ModuleReport]:
   """Yields what is known of each module, in the order of the function."""
-  paths, total = [path for path in flops if path in forward or path in pairs], sum(flops.values())
-  for path in paths:
-    inside = [other for other in paths if is_inside(other, path)]
+  total, known = max(sum(flops.values()), 1), dict.fromkeys((*forward, *pairs))
+  for path in (path for path in flops if path in known):
+    inside = [other for other in known if is_inside(other, path)]
     yield ModuleReport(
       path,
       forward.get(path, math.nan),
       relative_error(pair for other in (path, *inside) for pair in pairs.get(other, ())),
-      flops[path] / max(total, 1),
+      flops[path] / total,
       alone.get(path, math.nan),
       _OVERFLOWS[overflows.get(path, 0)],
       bool(path and inside) and not flops[path],
