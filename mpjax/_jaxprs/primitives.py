@@ -108,41 +108,31 @@ class Row(NamedTuple):
   saves: bool = False
 
 
-class Family(NamedTuple):
+class Family:
   """Primitives that are in one part for one reason.
 
-  Fields:
+  Args:
     part: where they are, or what decides it from the parameters of the equation; None for
       higher-order primitives, whose jaxprs are entered.
     reason: why they are there, a sentence or two for the page.
-    rows: the primitives.
+    rows: the primitives. A string is a row of some without further facts.
     fixed: whether they cannot be moved, because they hold a jaxpr, or a reference to memory, in
       types that were fixed when it was written.
     decides: what `part` decides, in words.
   """
 
-  part: Part | Predicate | None
-  reason: str
-  rows: tuple[Row, ...]
-  fixed: bool = False
-  decides: str = ""
-
-  @property
-  def names(self) -> tuple[str, ...]:
-    """The primitives, sorted."""
-    return tuple(sorted(name for row in self.rows for name in row.names.split()))
-
-
-def family(
-  part: Part | Predicate | None,
-  reason: str,
-  *rows: str | Row,
-  fixed: bool = False,
-  decides: str = "",
-) -> Family:
-  """Returns a family. A string is a row of primitives without further facts."""
-  as_rows = tuple(Row(row) if isinstance(row, str) else row for row in rows)
-  return Family(part, reason, as_rows, fixed, decides)
+  def __init__(
+    self,
+    part: Part | Predicate | None,
+    reason: str,
+    *rows: str | Row,
+    fixed: bool = False,
+    decides: str = "",
+  ) -> None:
+    self.part: Part | Predicate | None = part
+    self.reason, self.fixed, self.decides = reason, fixed, decides
+    self.rows = tuple(Row(row) if isinstance(row, str) else row for row in rows)
+    self.names = tuple(sorted(name for row in self.rows for name in row.names.split()))
 
 
 def integer_pow_part(params: EqnParams) -> Part:
@@ -155,7 +145,7 @@ _POWER: Mapping[str, Any] = {"elementwise": True, "role": "product"}
 _FACTORS: Mapping[str, Any] = {**_POWER, "gradient": "multiplied"}
 FAMILIES: tuple[Family, ...] = (
   # half list
-  family(
+  Family(
     "half",
     "Matmuls and convolutions: nearly all of the arithmetic of a network, what Tensor Cores are "
     "for, and added up in float32 by the hardware before the one rounding of the result.",
@@ -164,71 +154,71 @@ FAMILIES: tuple[Family, ...] = (
     Row("ragged_dot_general", dtype_param="preferred_element_type", flops="ragged_dot"),
   ),
   # float32
-  family(
+  Family(
     "float32",
     "The absolute error of the operand becomes the relative error of the result: bfloat16 rounds "
     "8.03 to 8, and 3 % are lost. And exp(11.1) overflows float16.",
     Row("exp", elementwise=True, gradient="result"),
     Row("exp2 expm1", elementwise=True),
   ),
-  family(
+  Family(
     "float32",
     "Near 1 a rounding of the operand is all of the result; and the gradient 1/x of a small "
     "operand overflows float16.",
     Row("log log1p log2", elementwise=True),
   ),
-  family("float32", "It is exp(y log x), with the errors of both.", Row("pow", elementwise=True)),
-  family(
+  Family("float32", "It is exp(y log x), with the errors of both.", Row("pow", elementwise=True)),
+  Family(
     "float32",
     "Its gradient has the power -3/2 of the operand, which overflows float16 below 4e-4: where "
     "the variance of a norm is.",
     Row("rsqrt", elementwise=True),
   ),
-  family(
+  Family(
     "float32",
     "Their operands are angles, often thousands of radians: the absolute error of an angle is that "
     "of the result, and near 1000 numbers of float16 are 0.5 apart, those of bfloat16 4.",
     Row("sin cos tan", elementwise=True, role="angle"),
   ),
-  family(
+  Family(
     "float32",
     "It is a sum of powers, of large terms that cancel where it approximates a function.",
     Row("polynomial", elementwise=True),
   ),
-  family("float32", "They grow as `exp` does.", Row("sinh cosh", elementwise=True)),
-  family(
+  Family("float32", "They grow as `exp` does.", Row("sinh cosh", elementwise=True)),
+  Family(
     "float32",
     "At an end of their domain the slope is infinite, and a rounding of the operand there is far "
     "more than one of the result.",
     Row("acos acosh asin atanh", elementwise=True),
   ),
-  family(
+  Family(
     "float32",
     "Special functions: steep, computed from exponentials and logarithms, and part of losses and "
     "samplers rather than of the large layers, so that float32 costs little.",
     Row("bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac", elementwise=True),
     Row("lgamma polygamma regularized_incomplete_beta zeta", elementwise=True),
   ),
-  family(
+  Family(
     "float32",
     "Sums and products of many numbers: the roundings add up, bfloat16 stops counting at 256, and "
     "float16 overflows at 65504. Softmax, means, norms and losses consist of them.",
     "cumlogsumexp cumprod cumsum reduce_prod reduce_sum reduce_window_sum",
   ),
-  family(
+  Family(
     "float32",
     "The sum of the gradients of all uses of a value: of a shared or recurrent weight there are "
     "many.",
     Row("add_any", elementwise=True),
   ),
-  family(
+  Family(
     "float32",
     "They add or multiply into a buffer: how many numbers an element gets depends on the data. The "
     "gradients of an embedding and of pooling are such sums.",
     Row("scatter-add scatter-mul scatter-sub", dtype_param="update_jaxpr", holds=Holds.BINARY),
     "select_and_scatter_add",
   ),
-  family(
+  Family(
     "float32",
     "Sums over devices, of gradients most of all: in low precision every hop rounds, and float16 "
     "overflows. In float32 they send twice the bytes; where that is the bottleneck, move them to "
@@ -237,7 +227,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("unreduced_psum unreduced_reduce_scatter", collective=True),
   ),
   # promote
-  family(
+  Family(
     "promote",
     "One rounding of the result: what is in float32 for a reason stays there.",
     Row("add sub", elementwise=True, role="sum", gradient="added", degree=lambda d, _: max(d)),
@@ -246,37 +236,37 @@ FAMILIES: tuple[Family, ...] = (
     Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1]),
     Row("rem", elementwise=True, role="sum", gradient="multiplied"),
   ),
-  family(
+  Family(
     "promote",
     "A small relative error of the operands is a small error of the angle, which is bounded.",
     Row("atan2", **_FACTORS),
   ),
-  family(
+  Family(
     "promote",
     "Comparisons: both sides as they are held. The result is boolean.",
     Row("eq eq_to ge gt le le_to lt lt_to ne", tests=True),
   ),
-  family(
+  Family(
     "promote",
     "They choose among or join values without computing any: the widest keeps all of them exact.",
     "stack",
     Row("clamp", elementwise=True),
     Row("concatenate pad select_n", **_MOVES),
   ),
-  family(
+  Family(
     "promote",
     "They pass on each of their operands, as it is or sorted: in its own or a wider type, exactly.",
     "device_put shard_alike tie",
     Row("optimization_barrier", **_MOVES),
     Row("sort", exact=True),
   ),
-  family(
+  Family(
     "promote",
     "It writes what other devices send into a buffer: the widest keeps both exact.",
     "ragged_all_to_all",
   ),
   # keep
-  family(
+  Family(
     "keep",
     "Exact in every type.",
     Row("abs neg", elementwise=True, exact=True, degree=lambda d, _: d[0]),
@@ -284,7 +274,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("is_finite", tests=True),
     Row("sign", elementwise=True, exact=True),
   ),
-  family(
+  Family(
     "keep",
     "Activation functions and their kin: slopes of at most about one, results that stay in range. "
     "These hold the largest activations of a network, and float32 would double their memory.",
@@ -292,20 +282,20 @@ FAMILIES: tuple[Family, ...] = (
     Row("erf erfc logistic", elementwise=True, bounded=True, degree=lambda d, _: 0),
     Row("tanh", elementwise=True, bounded=True, gradient="result", degree=lambda d, _: 0),
   ),
-  family(
+  Family(
     "keep",
     "Roots bring numbers of any size nearer to 1, and the gradient stays in range even for the "
     "smallest float16. After a sum they run in float32 anyway.",
     Row("cbrt", elementwise=True, bounded=True),
     Row("sqrt", elementwise=True, degree=lambda d, _: d[0] / 2),
   ),
-  family(
+  Family(
     "keep",
     "Exact but for one rounding; part of activation functions and of their gradients. Before a "
     "sum they run in float32, because their reader does.",
     Row("one_minus_square square", elementwise=True, role="product", degree=lambda d, _: 2 * d[0]),
   ),
-  family(
+  Family(
     "keep",
     "They choose among the values of their operand, exactly in its own type.",
     "approx_top_k reduce_window_max reduce_window_min",
@@ -313,7 +303,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("argmax argmin cummax cummin top_k", exact=True),
     Row("reduce_max reduce_min", gradient="chosen"),
   ),
-  family(
+  Family(
     "keep",
     "They move numbers and compute none.",
     Row("broadcast_in_dim gather", **_MOVES, gradient="repeated"),
@@ -321,13 +311,13 @@ FAMILIES: tuple[Family, ...] = (
     Row("copy dynamic_slice reshape rev slice split squeeze stop_gradient transpose", **_MOVES),
     Row("name stage unstack xla_metadata_value", moves=True),
   ),
-  family(
+  Family(
     "keep",
     "They say where numbers are to be.",
     "layout_constraint relayout with_memory_space_constraint",
     Row("reshard sharding_constraint", **_MOVES),
   ),
-  family(
+  Family(
     "keep",
     "They move numbers between devices and compute none; low precision sends half of the bytes.",
     "preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
@@ -335,7 +325,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", moves=True, collective=True),
     Row("pvary", **_MOVES),
   ),
-  family(
+  Family(
     "keep",
     "They write into a buffer, which keeps its type, as an array does on assignment: an update is "
     "cast to it. Data is not: coordinates among features make the buffer float32.",
@@ -344,45 +334,45 @@ FAMILIES: tuple[Family, ...] = (
       "scatter scatter-max scatter-min", exact=True, dtype_param="update_jaxpr", holds=Holds.BINARY
     ),
   ),
-  family(
+  Family(
     "keep",
     "A cast that the jaxpr asks for: one between real types it was written with is carried out, "
     "and one to float32 of what is float32 without autocast says nothing about precision.",
     "convert_element_type",
   ),
   # opaque
-  family(
+  Family(
     "opaque",
     "Integers and booleans, which autocast never touches.",
     "and clz mulhi not or population_count reduce_and reduce_or reduce_xor shift_left "
     "shift_right_arithmetic shift_right_logical xor",
   ),
-  family(
+  Family(
     "opaque",
     "They make numbers from no operand. Positions above 256 would not survive in bfloat16.",
     "axis_index dim_as_value dimension_size empty empty2 iota iota_2x32_shape platform_index "
     "zeros_like",
   ),
-  family(
+  Family(
     "opaque",
     "Random numbers: the samples are those that the jaxpr draws without autocast.",
     "philox2x32 philox4x32 random_bits random_clone random_fold_in random_seed random_split "
     "random_unwrap random_wrap rng_bit_generator threefry2x32 threefry4x32",
     Row("random_gamma rng_uniform", neutral=True),
   ),
-  family(
+  Family(
     "opaque",
     "They work on keys and other types that are no numbers.",
     "assert_consumed_value consume from_edtype to_edtype",
   ),
-  family(
+  Family(
     "opaque",
     "They are about the bits of a type: in another one they would mean something else.",
     "nextafter reduce_precision",
     Row("bitcast_convert_type", neutral=True),
   ),
-  family("opaque", "There is no complex dtype of low precision.", "complex conj fft imag real"),
-  family(
+  Family("opaque", "There is no complex dtype of low precision.", "complex conj fft imag real"),
+  Family(
     "opaque",
     "Linear algebra: the libraries behind it take no float16 or bfloat16, and the condition number "
     "of the matrix multiplies every rounding.",
@@ -393,7 +383,7 @@ FAMILIES: tuple[Family, ...] = (
       role="linear algebra",
     ),
   ),
-  family(
+  Family(
     "opaque",
     "Sparse matrices: no Tensor Cores to gain, and libraries without float16 and bfloat16.",
     "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices "
@@ -402,13 +392,13 @@ FAMILIES: tuple[Family, ...] = (
     "coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense "
     "spsolve todense",
   ),
-  family(
+  Family(
     "opaque",
     "Matmuls of numbers in eight bits or fewer, with scales of their own: more precise choices "
     "have been made than ours.",
     "scaled_dot scaled_matmul scaled_matmul_wrapper",
   ),
-  family(
+  Family(
     "opaque",
     "Kernels of cuDNN, chosen for the types that the jaxpr gives them.",
     "dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd "
@@ -416,19 +406,19 @@ FAMILIES: tuple[Family, ...] = (
     "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd "
     "dot_product_attention_fwd_wrapper rnn_bwd rnn_fwd",
   ),
-  family(
+  Family(
     "opaque",
     "What is called there expects the types that it was written for, or is to see them.",
     "buffer_callback debug_callback debug_print ffi_call inspect_sharding io_callback "
     "pure_callback",
   ),
-  family(
+  Family(
     "opaque",
     "Order, checks, and what crosses the boundary of the jaxpr: no arithmetic.",
     "after_all check create_token dce_sink global_array_to_host_local_array "
     "host_local_array_to_global_array precv psend shape_assertion unreachable",
   ),
-  family(
+  Family(
     "opaque",
     "Halves of a transfer that has been split in two by hand: both have to agree on the type.",
     "all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start "
@@ -436,26 +426,26 @@ FAMILIES: tuple[Family, ...] = (
     "psum_start reduce_scatter_done reduce_scatter_start unreduced_psum_start "
     "unreduced_reduce_scatter_start",
   ),
-  family(
+  Family(
     "opaque",
     "Steps of differentiation, which are gone from a finished jaxpr or rare in it.",
     "custom_lin select_and_gather_add",
   ),
-  family(
+  Family(
     "opaque",
     "Memory that is written in place: the reference has the type with which it was created.",
     "accum_grad_in_ref addupdate box_get box_set create_linear empty_ref free_ref freeze get "
     "log_extend log_read new_box new_log new_ref pin swap unpin",
     fixed=True,
   ),
-  family(
+  Family(
     "opaque",
     "They hold the operation on two numbers by which they combine elements, in the types in which "
     "it was traced.",
     Row("reduce reduce_window select_and_scatter", holds=Holds.BINARY),
     fixed=True,
   ),
-  family(
+  Family(
     "opaque",
     "They hold a jaxpr of their own that is deliberately not entered: a kernel written by hand, "
     "or one that has been compiled or placed elsewhere.",
@@ -465,7 +455,7 @@ FAMILIES: tuple[Family, ...] = (
     fixed=True,
   ),
   # conditional
-  family(
+  Family(
     integer_pow_part,
     "Squares and cubes are part of activation functions (GELU), where float32 would double the "
     "memory of the largest activations. The fourth power overflows float16 from 16 on, and "
@@ -475,7 +465,7 @@ FAMILIES: tuple[Family, ...] = (
     decides="keep for the powers 0 to 3, float32 for others",
   ),
   # higher-order
-  family(
+  Family(
     None,
     "Their jaxprs are entered.",
     Row("call closed_call program_order", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
@@ -493,7 +483,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("scan", holds=Holds.SCAN, jaxpr_params="jaxpr"),
     Row("while", holds=Holds.WHILE, jaxpr_params="cond_jaxpr body_jaxpr"),
   ),
-  family(
+  Family(
     None,
     "They come with others that must agree, or are objects of JAX, and run as they were traced.",
     # `jax.checkpoint` and `jax.custom_vjp` with `jax_remat3` and `jax_custom_vjp3` are such.

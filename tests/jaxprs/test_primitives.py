@@ -20,9 +20,9 @@ from mpjax._jaxprs.primitives import (
   FAMILIES,
   HIGHER_ORDER,
   PARTS,
+  Family,
   Holds,
   Row,
-  family,
   integer_pow_part,
 )
 from tests import op_lists_page, registered_primitives
@@ -199,7 +199,7 @@ def test_a_page_without_the_marks_is_refused():
 
 
 def test_a_family():
-  made = family("keep", "They do.", "tanh abs", Row("neg", exact=True))
+  made = Family("keep", "They do.", "tanh abs", Row("neg", exact=True))
   assert made.names == ("abs", "neg", "tanh")
   assert [(row.names, row.exact) for row in made.rows] == [("tanh abs", False), ("neg", True)]
   assert (made.part, made.fixed, made.decides) == ("keep", False, "")

@@ -53,9 +53,15 @@ def heat_map(name: str, kinds: Sequence[tuple[str, Sequence[Any]]], path: str | 
   seen = [e for _, rows in panels for row in rows for e in row.exponents]
   low, high = min([*seen, -26]) - 1, max([*seen, 16]) + 2
   heights = [3.2, *(max(len(rows), 1.5) for _, rows in panels)]
-  size = (10, 0.9 + 0.235 * sum(heights) + 0.3 * len(panels))
-  options = {"sharex": True, "squeeze": False, "layout": "constrained", "facecolor": "white"}
-  figure, grid = plt.subplots(len(heights), figsize=size, height_ratios=heights, **options)
+  figure, grid = plt.subplots(
+    len(heights),
+    figsize=(10, 0.9 + 0.235 * sum(heights) + 0.3 * len(panels)),
+    height_ratios=heights,
+    sharex=True,
+    squeeze=False,
+    layout="constrained",
+    facecolor="white",
+  )
   ranges, *axes = grid[:, 0]
   for axis in (ranges, *axes):
     axis.tick_params(axis="x", labelsize=8)

@@ -120,8 +120,8 @@ def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[I
       text = "/".join(names[inside:]) or "(array)"
       is_parameter = position == 0 and inside == held and not any(x is each for each in scales)
       shown = text if position == 0 else f"args[{position}]/{text}"
-      found = Input(shown, is_parameter, x.dtype, x.shape, names)
-      inputs.append(found if is_inexact(x) else None)
+      floating = Input(shown, is_parameter, x.dtype, x.shape, names)
+      inputs.append(floating if is_inexact(x) else None)
   return inputs
 
 

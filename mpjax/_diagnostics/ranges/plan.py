@@ -103,10 +103,10 @@ def plan(
       continue
     if _is_matmul(operation, numbers):
       low |= operands
-    found = [numbers[v] for v in results if v in numbers]
-    if found and not work and here.direction != "recomputed":
+    kinds = [numbers[v] for v in results if v in numbers]
+    if kinds and not work and here.direction != "recomputed":
       counted.append(operation)
-      low.update(results if any(x.kind == "low" and not x.wide for x in found) else ())
+      low.update(results if any(x.kind == "low" and not x.wide for x in kinds) else ())
 
   def group(operation: Operation) -> Group:
     kind: Kind = "gradients" if operation.where.direction == "backward" else "activations"
@@ -139,19 +139,19 @@ def _origins(graph: Graph, depth: int) -> Mapping[Value, frozenset[Value]]:
 
 def _same(value: Value) -> set[Value]:
   """Returns what a value may be, element by element: selected, clipped, cast, out of a loop."""
-  found, pending = set[Value](), [value]
+  values, pending = set[Value](), [value]
   while pending:
     each = pending.pop()
-    made = each.made_by
-    if each not in found and made is not None:
-      kept = made.facts.exact or made.casts
+    operation = each.made_by
+    if each not in values and operation is not None:
+      kept = operation.facts.exact or operation.casts
       pending += (
         v
-        for v in made.operands
-        if made.joins or (kept and is_inexact(v.aval) and v.aval.shape == each.aval.shape)
+        for v in operation.operands
+        if operation.joins or (kept and is_inexact(v.aval) and v.aval.shape == each.aval.shape)
       )
-    found.add(each)
-  return found
+    values.add(each)
+  return values
 
 
 def _additions(
@@ -162,20 +162,20 @@ def _additions(
   additions: dict[int, Addition] = {}
   for (keys, aval), result in zip(outputs, graph.results, strict=False):
     for total in _same(result):
-      made = total.made_by
-      if made is None or made.eqn.primitive not in (add_p, sub_p):
+      operation = total.made_by
+      if operation is None or operation.eqn.primitive not in (add_p, sub_p):
         continue
-      updated = made.operands[: 1 if made.eqn.primitive is sub_p else 2]
-      found = [
+      updated = operation.operands[: 1 if operation.eqn.primitive is sub_p else 2]
+      sources = [
         (order[v], position, v)
         for position, operand in enumerate(updated)
         for v in _same(operand)
         if v in floats and floats[v].is_stored_in(aval, keys)
       ]
-      if found:  # Of `a + b`, two arguments, the first is what is updated.
-        _, position, v = min(found, key=lambda each: each[:2])
+      if sources:  # Of `a + b`, two arguments, the first is what is updated.
+        _, position, v = min(sources, key=lambda each: each[:2])
         one = Addition(Group("updates", floats[v].path), position, floats[v].dtype)
-        additions.setdefault(made.step.number, one)
+        additions.setdefault(operation.step.number, one)
   return additions
 
 

@@ -107,17 +107,17 @@ def _results(
   """Returns what matmuls and sums return, each with its module, by primitive and shape."""
   # Autocast changes neither, nor the order of those that have both alike, but it may put what it
   # changes into calls, whose scopes are others.
-  found = collections.defaultdict[tuple[str, tuple[int, ...]], list[tuple[str, Array]]](list)
+  results = collections.defaultdict[tuple[str, tuple[int, ...]], list[tuple[str, Array]]](list)
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
     return outs[:1] if _is_matmul(step) or facts_of(step.eqn).role == "sum" else ()
 
   def see(step: Step, picked: Sequence[Array]) -> None:
     alike = step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
-    found[alike].append((step.location.path, picked[0]))
+    results[alike].append((step.location.path, picked[0]))
 
   run_on_host(body, operands, Look(pick=pick, see=see))
-  return found
+  return results
 
 
 def overflows_of(

@@ -235,11 +235,11 @@ def _by_module(
   """Returns the gradients of the parameters of each module."""
   # They are those of the floating arrays in the first argument, the first ones of all.
   floats = [i for i, one in enumerate(inputs) if one is not None]
-  readers, found = plan(body, inputs).readers, collections.defaultdict[str, list[Pair]](list)
+  readers, modules = plan(body, inputs).readers, collections.defaultdict[str, list[Pair]](list)
   for position, pair in zip(floats, pairs, strict=False):
     if position in readers:
-      found[readers[position].path].append(pair)
-  return found
+      modules[readers[position].path].append(pair)
+  return modules
 
 
 _OVERFLOWS = ("no", "maybe", "yes")
@@ -254,9 +254,9 @@ def rows_of(
   overflows: Mapping[str, int],
 ) -> Iterator[ModuleReport]:
   """Yields what is known of each module, in the order of the function."""
-  total, known = max(sum(flops.values()), 1), dict.fromkeys((*forward, *pairs))
-  for path in (path for path in flops if path in known):
-    inside = [other for other in known if is_inside(other, path)]
+  total, paths = max(sum(flops.values()), 1), dict.fromkeys((*forward, *pairs))
+  for path in (path for path in flops if path in paths):
+    inside = [other for other in paths if is_inside(other, path)]
     yield ModuleReport(
       path,
       forward.get(path, math.nan),
