@@ -21,8 +21,7 @@ X = jnp.linspace(0.1, 1.0, 8).reshape(2, 4)
 def matmuls(loss, *args):
   """Returns the modules with matmuls in the gradient of a loss, in order, and their FLOPs."""
   program, _ = Call(args, {}).traced(gradient_of(with_parameter_scopes(loss)))
-  found = modules_of(body_of(program))
-  return {path: flops for path, flops in zip(found.paths, found.flops, strict=True) if flops}
+  return {path: flops for path, flops in modules_of(body_of(program)).items() if flops}
 
 
 class Block(nnx.Module):
