@@ -56,6 +56,7 @@ class Active:
   Fields:
     policy: that of the module being called; None leaves it as it is.
     rule: the rule that gave it the policy, or a module around it; None if none did.
+    exempt: a rule left the module being called, and all inside it, as it is.
     entered: a module has been entered: the policy began further out.
     tracing: the call is part of one that is traced and will be rewritten.
     region: what marks the operations of the module being called.
@@ -72,6 +73,7 @@ class Active:
 
   policy: Policy | None = None
   rule: Rule | None = None
+  exempt: bool = False
   entered: bool = False
   tracing: bool = False
   region: str = ""

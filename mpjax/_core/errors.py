@@ -112,10 +112,10 @@ REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError
 kind, a dtype that a kernel has no version for, a tracer that is asked for its format."""
 
 
-def flax_errors(name: str = "FlaxError") -> tuple[type[Exception], ...]:
-  """Returns a class of errors of Flax, which have no builtin base, if Flax is imported."""
+def flax_errors(*names: str) -> tuple[type[Exception], ...]:
+  """Returns classes of errors of Flax, which have no builtin base, if Flax is imported."""
   errors = sys.modules.get("flax.errors")
-  return () if errors is None else (getattr(errors, name),)
+  return () if errors is None else tuple(getattr(errors, n) for n in names or ("FlaxError",))
 
 
 LONGEST = 1900

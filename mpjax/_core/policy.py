@@ -22,18 +22,13 @@ from mpjax._core.float8 import parse_recipe
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import DType, DTypeLike, Leaf, PyTree
 
-_PRESETS: dict[str, tuple[str, str, str]] = {
-  "float32": ("float32", "float32", "float32"),
-  "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
-  "float16": ("float16", "float16", "float16"),
-  "mixed_bfloat16": ("float32", "bfloat16", "float32"),
-  "mixed_float16": ("float32", "float16", "float32"),
-  "mixed_float8": ("float32", "bfloat16", "float32"),
+_PRESETS = {
+  **{name: f"p={name},c={name},o={name}" for name in ("float32", "bfloat16", "float16")},
+  "mixed_bfloat16": "p=float32,c=bfloat16,o=float32",
+  "mixed_float16": "p=float32,c=float16,o=float32",
+  "mixed_float8": "p=float32,c=bfloat16,o=float32,matmul=float8",
 }
-"""Name: (param_dtype, compute_dtype, output_dtype). The mixed ones output float32, so that the
-loss is computed in it. The last one has a recipe for matmuls besides."""
-
-_RECIPES: dict[str, str] = {"mixed_float8": "float8"}
+"""The mixed ones output float32, so that the loss is computed in it."""
 
 _AS_STRING = (
   'A name or a string of dtypes goes to mpjax.Policy.parse("mixed_bfloat16"), and wherever a '
@@ -53,8 +48,7 @@ _KEYS = {
 class Policy:
   """The dtypes of a module: of its parameters, of its computation, of its results.
 
-  Frozen and hashable, so that a policy can be a module field, a static argument of `jax.jit`
-  or a key. The words are those of jmp, Haiku and Keras.
+  Frozen and hashable: a policy can be a field of a module, a static argument of `jax.jit`, a key.
 
   Args:
     param_dtype: the dtype parameters are stored in.
@@ -112,12 +106,12 @@ class Policy:
     precision: str | MatmulPrecision | None = None,
     matmul: Any = None,
   ) -> None:
-    dtypes = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
+    needed = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
     optional = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype}
-    for name in optional:
-      object.__setattr__(self, name, None)
-    dtypes.update({name: value for name, value in optional.items() if value is not None})
-    for name, value in dtypes.items():
+    for name, value in {**needed, **optional}.items():
+      if name in optional and value is None:
+        object.__setattr__(self, name, None)
+        continue
       where = f"mpjax.Policy({name}=...)"
       dtype = parse_dtype(value, where)
       if is_float8(dtype) and name != "param_dtype":
@@ -128,7 +122,15 @@ class Policy:
           fix="8-bit formats need a scale for each tensor; here they can only be stored.",
         )
       object.__setattr__(self, name, dtype)
-    self._check_weight_grads()
+    wide, compute = self.weight_grad_dtype, self.compute_dtype
+    if wide is not None and wide != compute and not 4 <= wide.itemsize > compute.itemsize:
+      raise MpjaxValueError(
+        "mpjax.Policy(weight_grad_dtype=...)",
+        expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
+        got=f"{wide.name} with compute_dtype={compute.name}",
+        fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise: any "
+        "other dtype would only round once more.",
+      )
     where = "mpjax.Policy(precision=...)"
     parsed = None if precision is None else parse_precision(precision, where)
     object.__setattr__(self, "precision", parsed)
@@ -137,18 +139,6 @@ class Policy:
     where = "mpjax.Policy(matmul=...)"
     recipe = None if matmul is None else parse_recipe(matmul, self.compute_dtype, where)
     object.__setattr__(self, "matmul", recipe)
-
-  def _check_weight_grads(self) -> None:
-    wide, compute = self.weight_grad_dtype, self.compute_dtype
-    if wide is None or wide == compute or 4 <= wide.itemsize > compute.itemsize:
-      return
-    raise MpjaxValueError(
-      "mpjax.Policy(weight_grad_dtype=...)",
-      expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
-      got=f"{wide.name} with compute_dtype={compute.name}",
-      fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise: any other "
-      "dtype would only round once more.",
-    )
 
   @classmethod
   def parse(cls, policy: "PolicyLike") -> "Policy":
@@ -172,10 +162,9 @@ class Policy:
     return parse_policy(policy, "mpjax.Policy.parse(policy)")
 
   def __str__(self) -> str:
-    names = {"param_dtype": "params", "compute_dtype": "compute", "output_dtype": "output"}
-    names["weight_grad_dtype"] = "weight_grad"
-    values = {names[k]: getattr(self, k) for k in names}
-    texts = {k: v.name for k, v in values.items() if v is not None}
+    long = {key: name for key, name in _KEYS.items() if name.endswith("_dtype") and len(key) > 1}
+    dtypes = {key: getattr(self, name) for key, name in long.items()}
+    texts = {key: dtype.name for key, dtype in dtypes.items() if dtype is not None}
     if self.precision is not None:
       texts["precision"] = written(self.precision)
     if self.matmul is not None:
@@ -235,13 +224,9 @@ def parse_policy(policy: PolicyLike, where: str) -> Policy:
   name = policy.strip()
   if name in NAMES.keys() - _PRESETS.keys():  # a short name of a dtype
     name = "mixed_" * (NAMES[name] in HALF_NAMES) + NAMES[name]
-  if name in _PRESETS:
-    param, compute, output = _PRESETS[name]
-    recipe = _RECIPES.get(name)
-    return Policy(param_dtype=param, compute_dtype=compute, output_dtype=output, matmul=recipe)
+  name = _PRESETS.get(name, name)
   if "=" not in name:
-    near = " or ".join(map(repr, nearest(name, _PRESETS)))
-    fix = f"Did you mean {near}?"
+    fix = f"Did you mean {' or '.join(map(repr, nearest(name, _PRESETS)))}?"
     raise MpjaxValueError(where, expected=expected, got=repr(policy), fix=fix)
   fields: dict[str, str] = {}
   for position, item in enumerate(name.split(","), start=1):

@@ -106,7 +106,7 @@ class Rule:
     """
     if self.path is not None:
       if isinstance(self.path, str):
-        return _compiled(self.path).fullmatch(f"{path}/" if path else "") is not None
+        return _matches_glob(_levels(self.path), _levels(path))
       return self.path.fullmatch(path) is not None
     if self.module is not None:
       return isinstance(module, self.module)
@@ -144,53 +144,20 @@ def _check_glob(glob: str) -> None:
     )
 
 
+def _levels(path: str) -> tuple[str, ...]:
+  return tuple(path.split("/")) if path else ()
+
+
 @functools.lru_cache(maxsize=4096)
-def _compiled(glob: str) -> re.Pattern[str]:
-  """Returns the regular expression of a glob, for paths in which each name is followed by "/".
-
-  With the slash behind each name `**` matches no level too: "a/**/b" the path "a/b/".
-  """
-  return re.compile(_around("**", "(?:[^/]*/)*", map(_level, glob.split("/") if glob else ())))
-
-
-def _level(glob: str) -> str:
-  pieces = map(_piece, re.findall(r"\[!?\]?[^\]]*\]|.", glob, re.DOTALL))
-  return glob if glob == "**" else _around("*", "[^/]*", pieces) + "/"
-
-
-def _piece(piece: str) -> str:
-  if len(piece) > 1:  # A class; one like "[!a]" would match a slash, and so leave its level.
-    return "(?!/)" + fnmatch.translate(piece).removesuffix(_END)
-  return {"*": "*", "?": "[^/]"}.get(piece, re.escape(piece))
-
-
-def _around(wildcard: str, gap: str, pieces: Iterable[str]) -> str:
-  """Returns the regular expression of pieces; some are a wildcard."""
-  # What is between two wildcards is looked for once, where it comes first ("(?>...)"): a later one
-  # leaves less for the rest. Each wildcard that is tried again at each position takes minutes for
-  # "*a*a*a*a*a*a*b" and a name of forty times "a".
-  runs: list[str] = [""]
-  for piece in pieces:
-    if piece == wildcard:
-      runs.append("")
-    else:
-      runs[-1] += piece
-  first, *between = runs
-  if not between:
-    return first
-  return first + "".join(f"(?>{gap}?{run})" for run in between[:-1] if run) + gap + between[-1]
-
-
-_END = fnmatch.translate("")[-2:]
-"""What ends a translated glob: "\\Z", or "\\z" from Python 3.14 on."""
-
-
-def depends_on_path(rule: Rule) -> bool:
-  """Whether a rule may pick out one of two equal modules and not the other.
-
-  A predicate may: it can look at the name of a module. Ours look at its class and parameters.
-  """
-  return rule.module is None and rule.where is not is_flax_norm
+def _matches_glob(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:
+  """Whether the names on a path match the levels of a glob; "**" is any number of them."""
+  # What is remembered keeps it short: each "**" tried again at each position takes minutes.
+  if not globs:
+    return not names
+  if globs[0] == "**":
+    return any(_matches_glob(globs[1:], names[n:]) for n in range(len(names) + 1))
+  first = bool(names) and fnmatch.fnmatchcase(names[0], globs[0])
+  return first and _matches_glob(globs[1:], names[1:])
 
 
 def first_match(rules: Iterable[Rule], module: Module, path: str) -> Rule | None:
@@ -223,7 +190,7 @@ def unmatched_error(
 ) -> UnmatchedRuleError:
   """Returns the error for a rule that picked out none of the modules at `paths`."""
   if rule.module is not None:
-    near = f"The model's classes: {', '.join(sorted(set(classes)))}."
+    near = f"The model's classes: {', '.join(sorted({*classes} - {''}))}."
   elif not any(paths):
     near = f"The only {kind} is the root, path ''."
   else:
@@ -240,15 +207,6 @@ def unmatched_error(
     got=f"none of the {len(paths)} {kind}s {origin}",
     fix=f'{near} Fix the selector, or pass unmatched="ignore".',
   )
-
-
-def parse_unmatched(unmatched: str, where: str) -> str:
-  """Returns what to do about rules that match nothing, if it is one of the three."""
-  if unmatched not in ("raise", "warn", "ignore"):
-    where, expected = f"{where}(unmatched=...)", "'raise', 'warn' or 'ignore'"
-    fix = "It says what to do about a rule that picks out no module."
-    raise MpjaxValueError(where, expected=expected, got=repr(unmatched), fix=fix)
-  return unmatched
 
 
 def is_flax_norm(module: Module) -> bool:
@@ -298,7 +256,8 @@ class PolicyConfig:
   @property
   def by_path(self) -> bool:
     """Whether two equal modules can get different policies because of their paths."""
-    return any(map(depends_on_path, self.rules))
+    # A predicate can look at the name of a module. Ours looks at its class.
+    return any(rule.module is None and rule.where is not is_flax_norm for rule in self.rules)
 
   @property
   def output_dtype(self) -> DType | None:
@@ -314,11 +273,13 @@ def parse_config(
   unmatched: str,
 ) -> PolicyConfig:
   """Returns the arguments of `with_policy` and `policy_scope`, checked."""
-  return PolicyConfig(
-    policy=None if policy is None else parse_policy(policy, f"{where}(policy)"),
-    rules=parse_rules(rules, f"{where}(rules=...)"),
-    unmatched=parse_unmatched(unmatched, where),
-  )
+  parsed = None if policy is None else parse_policy(policy, f"{where}(policy)")
+  several = parse_rules(rules, f"{where}(rules=...)")
+  if unmatched not in ("raise", "warn", "ignore"):
+    where, expected = f"{where}(unmatched=...)", "'raise', 'warn' or 'ignore'"
+    fix = "It says what to do about a rule that picks out no module."
+    raise MpjaxValueError(where, expected=expected, got=repr(unmatched), fix=fix)
+  return PolicyConfig(policy=parsed, rules=several, unmatched=unmatched)
 
 
 def is_low(policy: Policy | None) -> bool:
@@ -386,14 +347,12 @@ class ModuleRecord:
   Attributes:
     classes: the names of the modules' classes by path.
     matched: the rules that match one of them, the first that does or not.
-    output_dtype: that of the root, where it is known.
   """
 
   def __init__(self, config: PolicyConfig) -> None:
     self.config = config
     self.classes: dict[str, str] = {}
     self.matched: set[Rule] = set()
-    self.output_dtype: DType | None = None
 
   def note(self, module: Module, path: str) -> None:
     """Notes a module."""
@@ -402,6 +361,7 @@ class ModuleRecord:
 
   def note_paths(self, paths: Collection[str]) -> None:
     """Notes the paths of modules that no call has met; only rules with a path can match those."""
+    self.classes = {**dict.fromkeys(paths, ""), **self.classes}
     rules = [rule for rule in self.config.rules if rule.path is not None]
     self.matched |= {rule for rule in rules if any(rule.matches(None, path) for path in paths)}
 
@@ -417,18 +377,3 @@ class ModuleRecord:
         if self.config.unmatched == "raise":
           raise error
         warnings.warn(f"{error} {note}".rstrip(), stacklevel=stacklevel + 1)
-
-
-def warn_unmatched_paths(
-  config: PolicyConfig, paths: Collection[str], origin: str, stacklevel: int
-) -> None:
-  """Warns of rules with a path that is none of `paths`.
-
-  It is no error: a module without variables may be there that a call had no use for.
-  """
-  rules = tuple(rule for rule in config.rules if rule.path is not None)
-  record = ModuleRecord(dataclasses.replace(config, rules=rules, unmatched="warn"))
-  record.classes = dict.fromkeys(paths, "")
-  record.note_paths(paths)
-  note = "If the module is one that this call leaves out (only training calls it), it is fine."
-  record.check(origin, stacklevel + 1, note=note)

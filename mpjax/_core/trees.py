@@ -139,17 +139,11 @@ def is_nnx_object(x: object) -> bool:
   return any(name.startswith("flax.nnx.") for name in names)
 
 
-def map_arrays(
-  fun: Callable[[Leaf], Leaf], tree: PyTree, is_leaf: Callable[[Leaf], bool] | None = None
-) -> PyTree:
+def map_arrays(fun: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
   """Returns `tree` with `fun` of its leaves, and objects of Flax NNX as they are."""
   # Where `fun` changes nothing the result is `tree` itself: containers stay the same objects, and
   # static arguments stay equal.
-
-  def stop(x: Leaf) -> bool:
-    return is_nnx_object(x) or (is_leaf is not None and is_leaf(x))
-
-  return mapped(lambda x: x if is_nnx_object(x) else fun(x), tree, stop)
+  return mapped(lambda x: x if is_nnx_object(x) else fun(x), tree, is_nnx_object)
 
 
 def instances_in(value: object, cls: type[T]) -> Iterator[T]:

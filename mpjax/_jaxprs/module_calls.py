@@ -14,7 +14,14 @@ import numpy as np
 
 from mpjax._core.active import ACTIVE, AUDIT, EVERY, Active, AuditedModule
 from mpjax._core.dtypes import FLOAT32, scalar_type
-from mpjax._core.errors import REFUSALS, MpjaxError, line_of_user, message, note_module
+from mpjax._core.errors import (
+  REFUSALS,
+  MpjaxError,
+  flax_errors,
+  line_of_user,
+  message,
+  note_module,
+)
 from mpjax._core.policy import Policy
 from mpjax._core.rules import ModulePolicy, is_flax_norm, is_low, rewrites
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
@@ -24,11 +31,10 @@ from mpjax._jaxprs.autocast import (
   Settings,
   at_rest,
   leaving,
-  mark,
   region_of,
   with_settings,
 )
-from mpjax._jaxprs.autocast.scopes import AS_GIVEN, TABLE
+from mpjax._jaxprs.autocast.scopes import AS_GIVEN, REGION, TABLE, policy_of
 from mpjax._jaxprs.locations import MODULE
 from mpjax._jaxprs.op_lists import OpLists
 
@@ -50,6 +56,9 @@ _NEEDS_VALUES = (
   jax.errors.TracerIntegerConversionError,
 )
 """What JAX raises where a body asks a tracer for its values."""
+
+
+_WHERE = "mpjax.with_policy(model, policy)"
 
 
 class Layers(NamedTuple):
@@ -92,35 +101,30 @@ def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
   )
 
 
-def rewrite_calls(
+def rewritten(
   fn: Callable[..., R],
-  policy: Policy | None,
+  args: Args,
+  state: Active,
   data: Callable[[Args], Iterable[Leaf]],
-  results: Callable[[R], PyTree],
-  where: str,
-) -> Callable[..., R]:
-  """Returns a function that calls modules, with its operations rewritten; see `with_settings`.
-
-  `policy` applies where no module marks another, and `where` is the public call, for errors.
-  """
-  settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
-  return with_settings(fn, settings, where, data=data, results=results)
-
-
-def attempts(
-  attempt: Callable[[S], R],
-  python: Callable[[S], R],
-  state: S,
-  path: str,
-  where: str,
-  foreign: type[Exception],
+  results: Callable[[R], PyTree] = lambda returned: returned,
 ) -> R:
+  """Returns `fn(*args)`, where `fn` calls modules, with its operations rewritten.
+
+  The policy of `state` applies where no module marks another. See `with_settings` for the others.
+  """
+  policy = policy_of(state.region) or Policy()
+  settings = Settings(policy=policy, ops=_OPS, modules=True)
+  with ACTIVE(state):
+    return with_settings(fn, settings, _WHERE, data=data, results=results)(*args)
+
+
+def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path: str) -> R:
   """Returns the result of a call that is traced, in another way where tracing it raises."""
   # What is refused in float32 is traced again with the class of module that raised in its compute
   # dtype: a kernel may take low precision alone. What needs Python runs as Python, and there each
   # module that it calls is traced by itself: where it looks at values, where it changes what is not
-  # its own, which the framework calls `foreign`, and where it is refused in both dtypes, perhaps
-  # because of the tracers. If Python is refused too, the error is the user's: the first of them.
+  # its own, and where it is refused in both dtypes, perhaps because of the tracers. If Python is
+  # refused too, the error is the user's: the first of them.
   first: Exception | None = None
   lines = {cls.__qualname__: "" for cls in state.casting}
   while True:
@@ -129,7 +133,7 @@ def attempts(
       return attempt(dataclasses.replace(state, tracing=True, failed=failed))
     except _NEEDS_VALUES as error:
       reason = f"needs the values of arrays: {line_of_user(error)}"
-    except foreign as error:
+    except flax_errors("JaxTransformError", "TraceContextError") as error:
       reason = f"changes what it is not given: {line_of_user(error)}"
     except NotTraceable as error:
       reason = str(error)
@@ -155,6 +159,7 @@ def attempts(
     if first is None:
       raise
     raise first from None
+  where = _WHERE if state.token is None else "mpjax.policy_scope(policy)"
   warnings.warn(
     message(
       f"{where}: {path or 'the root'}",
@@ -201,15 +206,22 @@ class ModuleCall(NamedTuple):
       if casts or not initializing:
         dtype = policy.compute_dtype if casts else FLOAT32
         fields = dtype_field(self.module, dtype, always=casts)
-    in_float8 = state.tracing and policy is not None and policy.matmul is not None
-    marks = state.tracing and (around is None or around.region != state.region)
-    marked = mark(state.region) if marks else contextlib.nullcontext()
-    with contextlib.ExitStack() as scopes, self._noted(), ACTIVE(state), marked:
-      scopes.enter_context(_fields_set(self.module, fields))
-      if in_float8 and isinstance(self.module, self.layers.tables):
-        scopes.enter_context(jax.named_scope(TABLE))
-      if state.tracing and isinstance(self.module, self.layers.as_given):
-        scopes.enter_context(jax.named_scope(AS_GIVEN))
+    names: list[str] = []
+    if AUDIT.value is not None:
+      AUDIT.value.note(self.path, self._audited())
+      names.append(MODULE + self.path)
+    marked = around is not None and around.region == state.region
+    # What is traced is rewritten, and the rewriter tells an audit the region of each operation.
+    if not marked if state.tracing else AUDIT.value is not None:
+      names.append(REGION + state.region)
+    in_float8 = policy is not None and policy.matmul is not None
+    if state.tracing and in_float8 and isinstance(self.module, self.layers.tables):
+      names.append(TABLE)
+    if state.tracing and isinstance(self.module, self.layers.as_given):
+      names.append(AS_GIVEN)
+    with contextlib.ExitStack() as scopes:
+      for context in (ACTIVE(state), *map(jax.named_scope, names), _set(self.module, fields)):
+        scopes.enter_context(context)
       try:
         return method(*call[0], **call[1])
       except REFUSALS as error:
@@ -221,13 +233,9 @@ class ModuleCall(NamedTuple):
           note_module(error, self.path, type(self.module).__name__, str(policy))
         raise
 
-  def _noted(self) -> contextlib.AbstractContextManager[object]:
-    """Tells the audit that traces this call, if there is one, of the module and its policy."""
-    record = AUDIT.value
-    if record is None:
-      return contextlib.nullcontext()
+  def _audited(self) -> AuditedModule:
     own = plain_attribute(self.module, "dtype")
-    noted = AuditedModule(
+    return AuditedModule(
       type(self.module).__name__,
       self.resolved.policy,
       self.resolved.rule,
@@ -235,12 +243,6 @@ class ModuleCall(NamedTuple):
       is_flax_norm(self.module),
       self.resolved.hidden,
     )
-    record.note(self.path, noted)
-    scopes = contextlib.ExitStack()
-    scopes.enter_context(jax.named_scope(MODULE + self.path))
-    if not self.inner.tracing:  # Else the rewriter says it, of each operation.
-      scopes.enter_context(mark(self.inner.region))
-    return scopes
 
   @property
   def output_dtype(self) -> DType | None:
@@ -255,35 +257,31 @@ class ModuleCall(NamedTuple):
     return policy.output_dtype if self.resolved.picked and begins else None
 
   def result(self, outputs: PyTree) -> PyTree:
-    """Returns what the method returned, or what a step of it yielded, in the output dtype."""
-    state, policy, dtype = self.state, self.resolved.policy, self.output_dtype
-    casts = self.inner.casting == EVERY
-    rewritten = state.tracing and not casts and is_low(policy)
-    if dtype is None and policy is not None and casts:
+    """Returns what the method returned, or a step of it yielded, in the dtype it is to have."""
+    policy, dtype, traced = self.resolved.policy, self.output_dtype, self.state.tracing
+    rounded = isinstance(self.module, self.layers.rounded)
+    if isinstance(outputs, types.GeneratorType):  # Its body runs later, as the method does.
+      return self._steps(outputs)
+    if policy is None:
+      return outputs
+    if dtype is None and self.inner.casting == EVERY:
       dtype = policy.compute_dtype
-    if dtype is None and rewritten and isinstance(self.module, self.layers.rounded):
-      asked = plain_attribute(self.module, "preferred_element_type")
-      if asked is None and policy is not None:
+    elif dtype is None and traced and rounded and is_low(policy):
+      dtype = plain_attribute(self.module, "preferred_element_type")
+      if dtype is None:
         # As with its own `dtype=`, but for a layer in a high precision.
         precision = plain_attribute(self.module, "precision")
         each = precision if isinstance(precision, tuple) else (precision,)
         usual = {str(p).rpartition(".")[2].lower() for p in each} <= _USUAL
         return at_rest(outputs, policy.compute_dtype.name) if usual else outputs
-      dtype = DType(asked)  # The user's own choice, and that of float32 operands.
     if dtype is None:
       return outputs
-    to, traced = dtype, state.tracing and state.casting != EVERY
+    to, marks = DType(dtype), traced and self.state.casting != EVERY
 
     def leaf(x: Leaf) -> Leaf:
-      return leaving(x, to) if traced and isinstance(x, jax.Array) else cast_leaf(x, to)
+      return leaving(x, to) if marks and isinstance(x, jax.Array) else cast_leaf(x, to)
 
     return map_arrays(leaf, outputs)
-
-  def finished(self, outputs: PyTree) -> PyTree:
-    """Returns what a method returns; the body of a generator runs later, as the method does."""
-    if isinstance(outputs, types.GeneratorType):
-      return self._steps(outputs)
-    return self.result(outputs)
 
   def _steps(self, body: Generator[PyTree, PyTree, PyTree]) -> Generator[PyTree, PyTree, PyTree]:
     step, sent = body.send, None
@@ -299,9 +297,9 @@ class ModuleCall(NamedTuple):
 
 
 def call_of(
-  module: Module, path: str, resolved: ModulePolicy, state: Active, layers: Layers, **more: object
+  module: Module, path: str, resolved: ModulePolicy, state: Active, layers: Layers
 ) -> ModuleCall:
-  """Returns a call of a method in `state`; `more` are further fields of the state inside."""
+  """Returns a call of a method in `state`."""
   policy = resolved.policy
   # In float64 there is no jaxpr to rewrite: all there is has to be cast.
   wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
@@ -311,10 +309,10 @@ def call_of(
     state,
     policy=policy,
     rule=resolved.rule,
+    exempt=resolved.exempt,
     entered=True,
     region=region_of(Policy() if iterates else policy),
     casting=EVERY if casts else state.casting,
-    **more,
   )
   return ModuleCall(module, path, resolved, state, inner, layers)
 
@@ -324,7 +322,7 @@ _USUAL = {"none", "default", "fastest", "bfloat16"}
 
 
 @contextlib.contextmanager
-def _fields_set(module: Module, fields: dict[str, object]) -> Generator[None]:
+def _set(module: Module, fields: dict[str, object]) -> Generator[None]:
   """Sets attributes of a module for the length of a call, without what its class does then."""
   attributes = vars(module)
   before = {name: attributes[name] for name in fields if name in attributes}
@@ -343,13 +341,14 @@ def dtype_field(module: Module, dtype: DType, *, always: bool) -> dict[str, obje
   # does one whose field is no dtype. Unless `always` one in low precision is set, which would
   # round.
   own = plain_attribute(module, "dtype", _MISSING)
-  if dataclasses.is_dataclass(module):
-    if not any(field.name == "dtype" and field.init for field in dataclasses.fields(module)):
-      return {}
-    own = None if own is _MISSING else own
-  if own is _MISSING or not (_is_real(own) and _is_real(plain_attribute(module, "param_dtype"))):
+  if own is _MISSING or (own is None and not always):
     return {}
-  if not always and (own is None or jnp.dtype(own).itemsize >= dtype.itemsize):
+  fields = dataclasses.fields(module) if dataclasses.is_dataclass(module) else None
+  if fields is not None and not any(f.name == "dtype" and f.init for f in fields):
+    return {}
+  if not (_is_real(own) and _is_real(plain_attribute(module, "param_dtype"))):
+    return {}
+  if not always and jnp.dtype(own).itemsize >= dtype.itemsize:
     return {}
   # Code compares with `is jnp.bfloat16`, or looks a name up: it gets what it had.
   return {"dtype": dtype.name if isinstance(own, str) else scalar_type(dtype)}

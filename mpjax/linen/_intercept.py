@@ -14,14 +14,22 @@ from flax.core import Scope, freeze, lift
 from flax.linen.transforms import lift_direct_transform
 
 from mpjax._core import active
-from mpjax._core.active import ACTIVE, AUDIT, EVERY, ScopeToken, activate_scope, leave_finished
+from mpjax._core.active import (
+  ACTIVE,
+  AUDIT,
+  EVERY,
+  ScopeToken,
+  activate_scope,
+  in_region,
+  leave_finished,
+)
 from mpjax._core.errors import REFUSALS
 from mpjax._core.policy import Policy
 from mpjax._core.rules import ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
-from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewrite_calls
+from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewritten
 from mpjax.linen import _layers
 
 
@@ -47,25 +55,20 @@ class Active(active.Active):
   Fields:
     config: what the user gave; None where policies are switched off.
     root_policy: that of the root of this `init` or `apply`.
-    exempt: a rule left the module being called, and all inside it, as it is.
     record: where to note the modules called, during `init`. It is equal to nothing but itself: no
       function compiled before is reused while it is there, so that no module is missed.
     root: the scope of the root; it tells a model that is applied inside from the root itself.
-    met: where to note the paths of the modules called; those inside a cached jaxpr are not.
+    met: where to note the modules called; those inside a cached jaxpr are not.
     again: the method that is called next, if it was called before.
   """
 
   config: PolicyConfig | None = None
   root_policy: Policy | None = None
-  exempt: bool = False
   record: ModuleRecord | None = None
   # Compared, these would make every call another key of JAX's caches.
   root: weakref.ref[Scope] | None = dataclasses.field(default=None, compare=False)
-  met: set[str] | None = dataclasses.field(default=None, compare=False)
+  met: ModuleRecord | None = dataclasses.field(default=None, compare=False)
   again: list[TracedCall] = dataclasses.field(default_factory=list, compare=False)
-
-
-OFF = Active(on=False)
 
 
 def current() -> Active | None:
@@ -75,7 +78,7 @@ def current() -> Active | None:
 
 
 def begin(
-  config: PolicyConfig, record: ModuleRecord | None = None, met: set[str] | None = None
+  config: PolicyConfig, record: ModuleRecord | None = None, met: ModuleRecord | None = None
 ) -> Active:
   """Returns the state at the root of a model that `config` was given to."""
   policy, around = config.policy, ACTIVE.value
@@ -91,6 +94,7 @@ def begin(
     region=region_of(policy) if traced is None else traced.region,
     record=record,
     met=met,
+    in_region=in_region(),
   )
 
 
@@ -174,11 +178,6 @@ def _flagged(scope: Scope) -> Scope:
 
 T = TypeVar("T")
 
-_WHERE = "mpjax.with_policy(model, policy)"
-_SCOPE = "mpjax.policy_scope(policy)"
-
-_FOREIGN = flax.errors.JaxTransformError
-
 
 @contextlib.contextmanager
 def activate(state: Active) -> Generator[None]:
@@ -189,6 +188,19 @@ def activate(state: Active) -> Generator[None]:
   stack = nn.intercept_methods(intercept) if current() is None else contextlib.nullcontext()
   with ACTIVE(state), stack:
     yield
+
+
+@contextlib.contextmanager
+def under(
+  config: PolicyConfig, record: ModuleRecord | None = None, met: ModuleRecord | None = None
+) -> Generator[Active | None]:
+  """Makes the state of a call under `config` active, but none inside of `full_precision`."""
+  if in_region():
+    yield None
+  else:
+    state = begin(config, record, met)
+    with activate(state):
+      yield state
 
 
 def enter_scope(state: Active) -> ScopeToken:
@@ -215,11 +227,10 @@ def intercept(
   flag_paths(module, (args, kwargs), active.config)
   resolved = policy_of(active, active.config, module)
   policy = resolved.policy
-  outer = dataclasses.replace(
-    active,
-    root=weakref.ref(module.scope) if is_new_root(active, module) else active.root,
-    root_policy=policy if module.path == () else active.root_policy,
-  )
+  outer = active
+  if module.path == ():
+    root = weakref.ref(module.scope) if is_new_root(active, module) else active.root
+    outer = dataclasses.replace(active, root=root, root_policy=policy)
   if active.again:
     _in_order(module, active.again[-1].module)
   if name == "setup":  # What it calls is a part of it, and no call of its own.
@@ -246,7 +257,7 @@ def intercept(
     return call(outer)
   bound: Any = context.orig_method  # A partial: of the method, and the module.
   region = dataclasses.replace(outer, region=region_of(policy))
-  return _rewritten(bound.func, module, args, kwargs, region, policy, call)
+  return _lifted(bound.func, module, args, kwargs, region, call)
 
 
 def _call(
@@ -261,29 +272,22 @@ def _call(
   """Calls a method in the region of its module, and notes and stores what `init` asks for."""
   path, record, initializing = module_path(module), active.record, module.is_initializing()
   policy = resolved.policy
-  if active.met is not None:
-    active.met.add(path)
-  if record is not None:
-    record.note(module, path)
-  call = call_of(module, path, resolved, active, _layers.LAYERS, exempt=resolved.exempt)
+  for each in (record, active.met):
+    if each is not None:
+      each.note(module, path)
+  call = call_of(module, path, resolved, active, _layers.LAYERS)
   outputs = call.run(next_fun, args, kwargs, initializing=initializing)
   if initializing and module.scope is not None:
     _store(module.scope, policy)
-    # The root of an `init` in a `policy_scope`; that of `with_policy` casts what it returns.
     outermost = not (active.entered or module.path or name == "setup")
     if outermost and record is None and active.casting != EVERY:
       scope: Any = module.scope
       rngs = {key: rng.as_jax_rng() for key, rng in scope.rngs.items()}
       init = functools.partial(module.clone(parent=None).init, rngs, *args, method=name, **kwargs)
-      caches = computed(init, module.scope.variables(), active)
-      for col, tree in caches.items():
+      for col, tree in computed(init, module.scope.variables(), active).items():
         for key, new in (cast_like(module.scope.variables()[col], tree) or {}).items():
           module.scope.put_variable(col, key, new)
-  if name == "setup":
-    return outputs
-  if record is not None and not active.entered and policy is not None:
-    record.output_dtype = call.output_dtype
-  return call.result(outputs)
+  return outputs if name == "setup" or active.in_region else call.result(outputs)
 
 
 # What `init` stores
@@ -372,23 +376,20 @@ def applied(
       return (returned[0], _in_stored_dtypes(returned[1], variables)) if pair else returned
 
     fn.__name__ = type(model).__name__
-    with ACTIVE(active):
-      run = rewrite_calls(fn, active.policy, data, marked, _WHERE)
-      # A checkpoint may come as arrays of NumPy: variables are never constants.
-      return run(mapped(array, variables), args, kwargs)
+    # A checkpoint may come as arrays of NumPy: variables are never constants.
+    return rewritten(fn, (mapped(array, variables), args, kwargs), active, data, marked)
 
   if not isinstance(variables, Mapping):
     return python(active)
-  return attempts(attempt, python, active, "", _WHERE, _FOREIGN)
+  return attempts(attempt, python, active, "")
 
 
-def _rewritten(
+def _lifted(
   method: Function,
   module: nn.Module,
   args: Args,
   kwargs: Kwargs,
   active: Active,
-  policy: Policy,
   python: Callable[[Active], PyTree],
 ) -> PyTree:
   """Returns the result of a bound module's method, with the operations inside rewritten.
@@ -439,10 +440,9 @@ def _rewritten(
           return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
 
         traced.__name__ = type(module).__name__
+        operands = (*mapped(array, (groups[0], (groups[1], rngs))), *call)
         try:
-          with ACTIVE(active):
-            run = rewrite_calls(traced, policy, lambda x: Boundary(x[1:]).leaves, marked, _WHERE)
-            return run(*mapped(array, (groups[0], (groups[1], rngs))), *call)
+          return rewritten(traced, operands, active, lambda x: Boundary(x[1:]).leaves, marked)
         except BaseException:
           restore()
           raise
@@ -456,8 +456,7 @@ def _rewritten(
       raise NotTraceable("is given a dict whose keys do not sort") from error
     return lift_direct_transform(lifted, (checked,), module, *args, **kwargs)
 
-  where = _WHERE if active.token is None else _SCOPE
-  return attempts(attempt, python, active, "/".join(module.path), where, _FOREIGN)
+  return attempts(attempt, python, active, module_path(module))
 
 
 def _in_order(copy: PyTree, original: PyTree) -> PyTree:

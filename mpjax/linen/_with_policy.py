@@ -21,34 +21,31 @@ from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.leaves import node_paths
 from mpjax._core.policy import PolicyLike
-from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, parse_config, warn_unmatched_paths
-from mpjax._core.trees import cast_arrays, cast_like, instances_in, mapped
-from mpjax._core.types import Function, Params, PyTree, Variables
+from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, parse_config
+from mpjax._core.trees import instances_in, mapped
+from mpjax._core.types import Params, PyTree, Variables
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.linen._intercept import (
-  OFF,
   Active,
   abstract,
   activate,
   applied,
   begin,
-  computed,
   current,
   enter_scope,
   in_compute_dtypes,
-  stored_as,
+  under,
 )
 
 Keys: TypeAlias = jax.Array | dict[str, jax.Array]
 """What `nn.Module.init` takes: one random key, or one for each name."""
 
+Activated: TypeAlias = contextlib.AbstractContextManager[Active | None]
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PolicyModule:
-  """A Linen model under a policy, as `with_policy` returns it.
-
-  Other attributes are those of the model: fields of its own that are called `module` or `given` are
-  `wrapped.module.module` and `wrapped.module.given`.
+  """A Linen model under a policy, as `with_policy` returns it. Other attributes are the model's.
 
   Args:
     module: the unmodified model.
@@ -67,7 +64,7 @@ class PolicyModule:
   def apply(
     self, variables: Variables, *args: Any, mutable: CollectionFilter = False, **kwargs: Any
   ) -> PyTree:
-    """Calls the model's `apply` under the policy; same arguments, same results.
+    """Returns what the model's `apply` does, under the policy and in its output dtype.
 
     The first call (of `__call__`) warns of a rule whose path is none of the modules that it met or
     that have variables, unless the model was wrapped with `unmatched="ignore"`.
@@ -77,28 +74,25 @@ class PolicyModule:
       *args: arguments of the method.
       mutable: which collections are returned changed, as for `nn.Module.apply`.
       **kwargs: further arguments of `nn.Module.apply` and of the method.
-
-    Returns:
-      What the method returns, in the policy's output dtype; if `mutable`, that and the changed
-      collections.
     """
-    checks = self.given.unmatched != "ignore" and any(r.path is not None for r in self.given.rules)
+    rules = tuple(rule for rule in self.given.rules if rule.path is not None)
+    checks = rules and self.given.unmatched != "ignore"
     if not checks or self._checked or kwargs.get("method") is not None:
-      return self._apply(begin(self.given), variables, *args, mutable=mutable, **kwargs)
-    met: set[str] = set()
-    state = begin(self.given, met=met)
-    outputs = self._apply(state, variables, *args, mutable=mutable, **kwargs)
+      return self._apply(under(self.given), variables, *args, mutable=mutable, **kwargs)
+    met = ModuleRecord(dataclasses.replace(self.given, rules=rules, unmatched="warn"))
+    outputs = self._apply(under(self.given, met=met), variables, *args, mutable=mutable, **kwargs)
     object.__setattr__(self, "_checked", True)
-    if met and isinstance(variables, Mapping):
-      paths = met.union(*map(node_paths, variables.values()))
-      warn_unmatched_paths(self.given, paths, "that this call met or that have variables", 2)
+    if met.classes and isinstance(variables, Mapping):
+      # No error: a module without variables may be there that this call had no use for.
+      met.note_paths(set().union(*map(node_paths, variables.values())))
+      note = "If the module is one that this call leaves out (only training calls it), it is fine."
+      met.check("that this call met or that have variables", 2, note=note)
     return outputs
 
   def init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
     """Returns the model's own initial variables, parameters cast to the policy's `param_dtype`.
 
-    A decode cache comes in the dtype that the model gives it under the policy; all other
-    collections are the model's own.
+    A decode cache comes in the dtype that the model gives it under the policy.
 
     Args:
       rngs: as for `nn.Module.init`.
@@ -108,13 +102,13 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    return self._initialized(functools.partial(self.module.init, rngs, *args, **kwargs))
+    init = functools.partial(self.module.init, rngs, *args, **kwargs)
+    self._check_rules(init)
+    with activate(begin(self.given)):
+      return init()
 
   def init_with_output(self, rngs: Keys, *args: Any, **kwargs: Any) -> tuple[PyTree, Variables]:
-    """Returns the model's output, and what `init` returns.
-
-    Nothing is computed in low precision: the output is that of float32, in the policy's
-    `output_dtype`.
+    """Returns the model's output, computed in float32 and cast to `output_dtype`, and `init`.
 
     Args:
       rngs: as for `nn.Module.init_with_output`.
@@ -124,28 +118,22 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    record = ModuleRecord(self.given)
-    # Only the variables are traced: the output may not be a type that JAX knows.
-    ours = self._stored(record, functools.partial(self.module.init, rngs, *args, **kwargs))
-    record.check("that init passed", 2)
-    with activate(OFF):
-      outputs, plain = self.module.init_with_output(rngs, *args, **kwargs)
-    if record.output_dtype is not None and not in_region():
-      outputs = cast_arrays(outputs, record.output_dtype)
-    return outputs, _like(plain, ours)
+    self._check_rules(functools.partial(self.module.init, rngs, *args, **kwargs))
+    with activate(begin(self.given)):
+      return self.module.init_with_output(rngs, *args, **kwargs)
 
   def lazy_init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
-    """Returns what `init` returns, from abstract inputs, as `nn.Module.lazy_init` does.
+    """Returns what `init` does, from abstract inputs, as `nn.Module.lazy_init` does.
 
     Args:
       rngs: as for `nn.Module.lazy_init`.
       *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
       **kwargs: further arguments of `nn.Module.lazy_init` and of the method.
-
-    Raises:
-      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    return self._initialized(functools.partial(self.module.lazy_init, rngs, *args, **kwargs))
+    init = functools.partial(self.module.lazy_init, rngs, *args, **kwargs)
+    self._check_rules(init)
+    with activate(begin(self.given)):
+      return init()
 
   def bind(self, variables: Variables, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
     """Returns the model bound to variables: its methods and submodules run under the policy.
@@ -181,18 +169,13 @@ class PolicyModule:
   def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
     """Returns variables for inference: in low precision what is only ever used so.
 
-    The jaxpr of `apply(variables, *args, **kwargs)` says so: a parameter that it does nothing
-    with but round it to one 16-bit dtype is stored in that dtype, and the jaxpr computes the
-    same. One that any operation uses in float32 (a norm's scale, the kernel of a layer under a
-    float32 rule, a table that two modules share, one of them in float32) stays as it is, and so do
-    parameters that the call does not use, and all other collections. Rows of a table are only
-    moved: the table goes by what they are rounded to.
+    A parameter that `apply(variables, *args, **kwargs)` does nothing with but round it to one
+    16-bit dtype is stored in that dtype, and the jaxpr computes the same. One that any operation
+    uses in float32 (a norm's scale, a table that two modules share, one of them in float32) stays
+    as it is, and so do parameters that the call does not use, and all other collections.
 
-    Under `jit` XLA may leave a rounding out where it pleases (`xla_allow_excess_precision`, on
-    CPUs): of parameters stored in float32, not of those that are rounded already. With that option
-    off the results are the same to the bit.
-
-    MXNet converts its symbols for inference by the same rule.
+    Under `jit` XLA may leave out a rounding of parameters stored in float32 where it pleases
+    (`xla_allow_excess_precision`, on CPUs); with that off, results are the same to the bit.
 
     Args:
       variables: the model's variables, arrays or `jax.ShapeDtypeStruct`.
@@ -224,8 +207,8 @@ class PolicyModule:
     record = ModuleRecord(self.given)
 
     def call(params: Params, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
-      state = begin(self.given, record)
-      return self._apply(state, _with_params(variables, params), *args, **kwargs)
+      activated = under(self.given, record)
+      return self._apply(activated, _with_params(variables, params), *args, **kwargs)
 
     params = variables.get("params", {})
     new = store_as_used(call, params, (variables, *args), kwargs, where)
@@ -269,50 +252,29 @@ class PolicyModule:
       fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",
     )
 
-  def _apply(self, state: Active, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
-    if in_region():
-      return self.module.apply(variables, *args, **kwargs)
-    with activate(state):
+  def _apply(self, activated: Activated, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
+    with activated as state:
       # A call inside of a trace of ours is rewritten with it.
-      if state.tracing or not self.given.rewrites:
+      if state is None or state.tracing or not self.given.rewrites:
         return self.module.apply(variables, *args, **kwargs)
       return applied(self.module, state, variables, args, kwargs)
 
-  def _initialized(self, init: Callable[[], Variables]) -> Variables:
+  def _check_rules(self, init: Callable[[], Variables]) -> None:
+    """Raises UnmatchedRuleError, or warns, if a rule picks out no module that `init` passes."""
+    # The record keeps every function compiled before out, so that all modules are called; for that
+    # it must only ever be there in a trace. Only variables are traced: what a model returns may not
+    # be of a type that JAX knows.
     record = ModuleRecord(self.given)
-    ours = self._stored(record, init)
+    if self.given.rules:
+      with activate(begin(self.given, record)):
+        abstract(init)
     record.check("that init passed", 3)
-    with activate(OFF):
-      return _like(init(), ours)
-
-  def _stored(self, record: ModuleRecord, init: Callable[[], Variables]) -> Variables:
-    """Returns the shapes and dtypes of the variables under the policy, and notes the modules.
-
-    The parameters themselves come from the plain model, since drawn under a policy they would be
-    other numbers. The record keeps every function compiled before out, so that all modules are
-    called; for that it must only ever be there in a trace.
-    """
-    with activate(begin(self.given, record)):
-      variables = abstract(init)
-    return {**variables, **computed(init, variables, begin(self.given))}
-
-
-def _like(plain: Variables, ours: Variables) -> Variables:
-  """Returns the variables that a model creates without a policy, in the dtypes that it sets."""
-  kinds = {*stored_as("param_dtype"), *stored_as("computed")}
-  cast = {col: cast_like(tree, ours.get(col)) for col, tree in plain.items() if col in kinds}
-  return _updated(plain, {col: tree for col, tree in cast.items() if tree is not None})
 
 
 def _with_params(variables: Variables, params: Params) -> Variables:
-  return _updated(variables, {"params": params} if "params" in variables else {})
-
-
-def _updated(variables: Variables, collections: Variables) -> Variables:
-  """Returns variables with other collections, in a mapping of the same kind."""
-  if isinstance(variables, FrozenDict):
-    return variables.copy(collections)
-  return {**variables, **collections}
+  """Returns variables with other parameters, if they have any, in a mapping of the same kind."""
+  new = {"params": params} if "params" in variables else {}
+  return variables.copy(new) if isinstance(variables, FrozenDict) else {**variables, **new}
 
 
 class BoundPolicyModule:
@@ -335,13 +297,14 @@ class BoundPolicyModule:
     return model, variables
 
   def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-    return self._under_policy(self._module)(*args, **kwargs)
+    with under(self._config):
+      return self._module(*args, **kwargs)
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith("__"):
       raise AttributeError(name)
     # A method that is found here may run `setup`, whose submodules take their `dtype` from it.
-    with activate(begin(self._config)):
+    with under(self._config):
       attribute = getattr(self._module, name)
     if not callable(attribute) and next(instances_in(attribute, nn.Module), None) is None:
       return attribute
@@ -350,21 +313,11 @@ class BoundPolicyModule:
   def __repr__(self) -> str:
     return f"with_policy({self._module!r}, {self._config})"
 
-  def _under_policy(self, fun: Function) -> Function:
-    @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> PyTree:
-      if in_region():
-        return fun(*args, **kwargs)
-      with activate(begin(self._config)):
-        return fun(*args, **kwargs)
-
-    return call
-
   def _wrapped(self, x: Any) -> object:
     """Returns what an attribute holds so that what is called on it runs under the policy."""
     if isinstance(x, nn.Module):
       return BoundPolicyModule(x, self._config)
-    return self._under_policy(x) if callable(x) and not isinstance(x, type) else x
+    return under(self._config)(x) if callable(x) and not isinstance(x, type) else x
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -379,26 +332,23 @@ def with_policy(
 ) -> PolicyModule:
   """Returns an unmodified Linen model that runs under a policy.
 
-  Parameters keep the policy's `param_dtype`. Matmuls and convolutions run in the `compute_dtype`;
-  exponentials, logarithms, sums, norms' statistics and softmax run in float32, also in the model's
-  own code. Float32 arguments, constants and state stay float32 until a matmul; parameters take the
-  dtype of what they meet. The variables are the same tree as the model's own.
+  Matmuls and convolutions run in the `compute_dtype`; exponentials, logarithms, sums, norms'
+  statistics and softmax run in float32, also in the model's own code. Float32 arguments, constants
+  and state stay float32 until a matmul; parameters take the dtype of what they meet.
 
   Args:
     model: an unbound module; it is not changed.
-    policy: a `mpjax.Policy` or its string ("mixed_bfloat16"); None leaves every module as it is
-      but for those that rules pick out.
+    policy: as for `mpjax.with_policy`.
     rules: tried in order for each module; the first that matches wins.
     unmatched: "raise", "warn" or "ignore": what `init` and `tabulate` do about a rule that picks
       out no module.
 
   Returns:
     A frozen, hashable object with the model's `init`, `init_with_output`, `lazy_init`, `apply`,
-    `bind` and `tabulate`, and with `convert` for inference.
+    `bind` and `tabulate`, and with `convert` for inference. The variables are the same tree.
 
   Raises:
-    MpjaxTypeError: `model` is not an unbound Linen module, is wrapped already, or rules
-      have the wrong type.
+    MpjaxTypeError: `model` is not an unbound Linen module, or is wrapped already.
     MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
 
   >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax

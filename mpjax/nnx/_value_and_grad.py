@@ -42,10 +42,7 @@ def value_and_grad(
     its own dtype; or `(loss, aux)`) and the *scaled* gradients, an `nnx.State`.
 
   Raises:
-    MpjaxTypeError: `fun` is no function, or a method of a model, or the optimizer has no scale, or
-      has two; when called: the loss is not a floating number, or `fun` returns no pair under
-      `has_aux`.
-    MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
+    MpjaxTypeError: `fun` is a method of a model, or as for `mpjax.value_and_grad`.
     MpjaxRuntimeError: when called: the optimizer is from outside of the compiled function.
 
   >>> import jax.numpy as jnp, mpjax, optax

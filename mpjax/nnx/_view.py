@@ -19,8 +19,7 @@ from mpjax._core.rules import ModulePolicy
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
 from mpjax._jaxprs.autocast import leaving
 from mpjax._jaxprs.module_calls import begins_trace, call_of
-from mpjax.nnx import _layers, _spec
-from mpjax.nnx._outermost import rewritten
+from mpjax.nnx import _layers, _outermost
 
 _NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, nnx.List, nnx.Dict)
 """Classes whose methods are no part of a model."""
@@ -32,32 +31,32 @@ def _overrides(cls: Any) -> dict[str, Function]:
   # layout than those of `cls`, and could not take the class.
 
   def __setattr__(self: nnx.Module, name: str, value: object) -> None:
-    _spec.check_set(self, name, value)
+    _outermost.check_set(self, name, value)
     value = _born(value) if isinstance(value, nnx.Variable) else value
     cls.__setattr__(self, name, value)
-    model = _spec.model_of(self)
+    model = _outermost.model_of(self)
     # A mode that is set on the view is its own from now on: compared with that of the model, each
     # call after `view.eval()` would be an error.
     if model is not None and isinstance(value, bool):
-      _spec.forget_mode(self, name)
+      _outermost.forget_mode(self, name)
     # A variable that a call creates, a cache, is the model's too, and so is a flag that it sets: on
     # the view alone it would be lost with the view, which many create in each step.
-    sets = _spec.current() is not None and not isinstance(value, nnx.Pytree)
+    sets = _outermost.current() is not None and not isinstance(value, nnx.Pytree)
     if model is not None and (sets or isinstance(value, (nnx.Variable, jax.Array))):
       setattr(model, name, value)
 
   def __delattr__(self: nnx.Module, name: str) -> None:
-    model, gone = _spec.model_of(self), vars(self).get(name)
+    model, gone = _outermost.model_of(self), vars(self).get(name)
     cls.__delattr__(self, name)
     if isinstance(gone, nnx.Variable) and model is not None and vars(model).get(name) is gone:
       delattr(model, name)
 
   def shown(text: Callable[[nnx.Module], str]) -> Callable[[nnx.Module], str]:
-    return lambda self: f"with_policy({text(self)}, {_spec.policy_text(self)})"
+    return lambda self: f"with_policy({text(self)}, {_outermost.policy_text(self)})"
 
   def __reduce__(self: nnx.Module) -> tuple[object, ...]:
     # Pickle finds classes by name, and this one has the name of the user's.
-    return _rebuild, (cls, is_tree(self), _spec.resolved_policy(self)), dict(vars(self))
+    return _rebuild, (cls, is_tree(self), _outermost.resolved_policy(self)), dict(vars(self))
 
   return {
     "__setattr__": __setattr__,
@@ -86,7 +85,7 @@ def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
     "__module__": cls.__module__,
     "__qualname__": cls.__qualname__,
     "__doc__": cls.__doc__,
-    _spec.SPEC: resolved,
+    _outermost.SPEC: resolved,
     **_overrides(cls),
     **{name: _method(name, own) for name, own in _methods(cls)},
   }
@@ -160,22 +159,22 @@ def _method(name: str, own: Any) -> Function:
       return _call(module, name, own, args, kwargs)
 
     # A generator cannot be traced as one: its body runs between the steps of its caller.
-    resolved, path = _spec.resolved_policy(self), _spec.path_of(self)
-    if later or not begins_trace(_spec.calling_state(), resolved.policy, path):
+    resolved, path = _outermost.resolved_policy(self), _outermost.path_of(self)
+    if later or not begins_trace(_outermost.calling_state(), resolved.policy, path):
       return call(self, args, kwargs)
-    return rewritten(call, name, (self, args, kwargs))
+    return _outermost.outermost(call, name, (self, args, kwargs))
 
   return method
 
 
 def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -> PyTree:
   """Calls a method in the region of its module."""
-  _spec.check_modes(module)
-  state, resolved = _spec.calling_state(), _spec.resolved_policy(module)
-  call = call_of(module, _spec.path_of(module), resolved, state, _layers.LAYERS)
+  _outermost.check_modes(module)
+  state, resolved = _outermost.calling_state(), _outermost.resolved_policy(module)
+  call = call_of(module, _outermost.path_of(module), resolved, state, _layers.LAYERS)
   outputs = call.run(own.__get__(module, type(module)), args, kwargs)
   _check_has_run(outputs, module, name)
-  return call.finished(outputs)
+  return call.result(outputs)
 
 
 def _check_has_run(outputs: PyTree, module: nnx.Module, name: str) -> None:
@@ -193,7 +192,7 @@ def _check_has_run(outputs: PyTree, module: nnx.Module, name: str) -> None:
 
 def _born(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
   """Returns a variable that a module keeps; a parameter created in a call is stored as such."""
-  active = _spec.current()
+  active = _outermost.current()
   policy = active.policy if active is not None and active.tracing else None
   if policy is not None and _layers.kind_of(variable).stored == "param_dtype":
     variable.set_raw_value(leaving(variable.get_raw_value(), policy.param_dtype))

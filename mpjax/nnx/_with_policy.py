@@ -14,7 +14,7 @@ from mpjax._core.policy import PolicyLike
 from mpjax._core.rules import ModulePolicy, ModuleRecord, Rule, parse_config, resolve_policy
 from mpjax._core.types import Params, PyTree
 from mpjax._jaxprs.used_dtypes import store_as_used
-from mpjax.nnx._spec import LINK, Link, is_node, is_view, orders_of, policy_text, put_in_order
+from mpjax.nnx._outermost import LINK, Link, is_node, is_view, orders_of, policy_text, put_in_order
 from mpjax.nnx._view import is_tree, view_class
 
 Path: TypeAlias = tuple[Any, ...]
@@ -35,15 +35,13 @@ def with_policy(
   """Returns a view of an NNX model that runs under a policy; the model itself is not changed.
 
   The view's modules hold the very variables of the model, in the dtypes they are stored in: state,
-  gradients, optimizers and checkpoints of the one are those of the other. Matmuls are in the
-  `compute_dtype` of their module; exponentials, sums and norms' statistics are in float32.
-  `output_dtype` is for what the outermost method that is called returns. A view costs
-  no array: keep it, or create one inside each step. Its modules are of subclasses of the model's.
+  gradients, optimizers and checkpoints of the one are those of the other. `output_dtype` is for
+  what the outermost method that is called returns. A view costs no array: keep it, or create one
+  inside each step. Its modules are of subclasses of the model's.
 
   Args:
     model: an NNX module.
-    policy: a `mpjax.Policy` or its string ("mixed_bfloat16"); None leaves every module as it is
-      but for those that rules pick out.
+    policy: as for `mpjax.with_policy`.
     rules: tried in order for each module; the first that matches wins. A path consists of
       attributes and indices: "blocks/0/attention".
     unmatched: "raise", "warn" or "ignore": what to do about a rule that picks out no module.
@@ -54,8 +52,7 @@ def with_policy(
     view is an error. No new layer can be set on a view.
 
   Raises:
-    MpjaxTypeError: `model` is not an NNX module, is a view already, or rules have the wrong type.
-    MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
+    MpjaxTypeError: `model` is not an NNX module, or is a view already.
     UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
 
   >>> import jax.numpy as jnp, mpjax
@@ -158,16 +155,8 @@ def _resolve(modules: Mapping[Path, nnx.Pytree], record: ModuleRecord) -> dict[P
 def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
   """Returns a copy of a view that stores in low precision what it only ever uses so.
 
-  The jaxpr of `view(*args, **kwargs)` says so: a parameter that it does nothing with but round it
-  to one 16-bit dtype is stored in that dtype, and the jaxpr computes the same. One that any
-  operation uses in float32 (a norm's scale; a table that two modules share, one of them under a
-  float32 rule) stays as it is, and so does one that the call does not use.
-
-  Under `jit` XLA may leave a rounding out where it pleases (`xla_allow_excess_precision`, on CPUs):
-  of parameters stored in float32, not of those that are rounded already. With that option off the
-  results are the same to the bit.
-
-  MXNet converts its symbols for inference by the same rule.
+  A parameter that `view(*args, **kwargs)` does nothing with but round it to one 16-bit dtype is
+  stored in that dtype, as `mpjax.linen.PolicyModule.convert` says.
 
   Args:
     view: what `mpjax.with_policy` returned; it is not changed.

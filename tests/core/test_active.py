@@ -22,7 +22,7 @@ from mpjax._core.active import (
   leave_scope,
 )
 from mpjax._core.rules import Rule
-from mpjax.nnx._spec import current
+from mpjax.nnx._outermost import current
 from tests.jaxprs.autocast.rig import matmuls
 from tests.linen.probes import Does
 from tests.programs import products

@@ -189,7 +189,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
       raise NotImplementedError("first")
     return "traced"
 
-  assert attempts(attempt, lambda state: None, Active(), "", "f", LookupError) == "traced"
+  assert attempts(attempt, lambda state: None, Active(), "") == "traced"
   assert seen == [frozenset(), frozenset({int})]
 
   # A class that is defined in the call is another one each time.
@@ -204,7 +204,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
       raise ValueError("python")
 
     with pytest.raises(NotImplementedError, match="0"):  # The first says what is wrong.
-      attempts(always, python, Active(), "", "f", LookupError)
+      attempts(always, python, Active(), "")
 
 
 @pytest.mark.parametrize("then", [lambda x: float(x), lambda x: f"{x:.3f}"])
@@ -215,7 +215,7 @@ def test_a_class_that_low_precision_helps_stays_cast_in_python(then):
       raise TypeError("no kernel for float32")
     return jax.jit(then)(1.0)
 
-  with pytest.warns(UserWarning, match="f: body: expected a body that can be traced") as caught:
-    state = attempts(attempt, lambda state: state, Active(), "body", "f", LookupError)
+  with pytest.warns(UserWarning, match=r"policy\): body: expected a body that can be traced") as caught:
+    state = attempts(attempt, lambda state: state, Active(), "body")
   assert (state.casting, state.as_python) == ({int}, {"body"})
   assert len(caught) == 1

@@ -362,15 +362,15 @@ tests/jaxprs/test_module_calls.py
 mpjax/linen/_intercept.py::_call
 
 38a initial values are drawn in the compute dtype
-- call_of(module, path, resolved, active, _layers.LAYERS, exempt=resolved.exempt)
+- call_of(module, path, resolved, active, _layers.LAYERS)
 + call_of(
 +   module, path, resolved,
 +   dataclasses.replace(active, casting=EVERY if initializing else active.casting),
-+   _layers.LAYERS, exempt=resolved.exempt
++   _layers.LAYERS
 + )
 tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32
 
-mpjax/linen/_intercept.py::_rewritten
+mpjax/linen/_intercept.py::_lifted
 
 38b random numbers drawn by a trace that raised stay counted: the mask of dropout is another than
   without a policy (the list: its rate is cast, and the mask drawn in half)
@@ -418,7 +418,7 @@ mpjax/nnx/_layers.py::
 + }
 tests/nnx/test_view.py::test_sow_and_perturb
 
-mpjax/nnx/_outermost.py::rewritten
+mpjax/nnx/_outermost.py::outermost
 
 42 a variable that a call writes to takes the dtype that was computed
 - variable.set_raw_value(leaving(new, dtype))
@@ -445,18 +445,18 @@ mpjax/_jaxprs/module_calls.py::ModuleCall.output_dtype
 + not self.state.entered or outermost is not None
 tests/integration/test_which_policy.py::test_output_dtypes_are_for_where_a_policy_begins
 
-mpjax/_jaxprs/module_calls.py::rewrite_calls
+mpjax/_jaxprs/module_calls.py::rewritten
 
 46 what a policy says of weight gradients is forgotten where a call is rewritten
-- Settings(policy=policy or Policy(), ops=_OPS, modules=True)
+- Settings(policy=policy, ops=_OPS, modules=True)
 + Settings(policy=Policy(), ops=_OPS, modules=True)
 tests/integration/test_weight_grads.py::test_one_product_of_half_numbers_into_float32
 
-mpjax/nnx/_outermost.py::rewritten
+mpjax/nnx/_outermost.py::outermost
 
 47 what a call did to variables is lost
 - return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
-+ return any(map(_spec.is_node, leaves)), {}, nnx.to_tree(done, ctxtag=_TAG)
++ return any(map(is_node, leaves)), {}, nnx.to_tree(done, ctxtag=_TAG)
 tests/nnx/test_outermost.py::test_statistics_and_counters_move_where_nothing_but_arrays_comes_out
 
 # Training steps.
@@ -539,7 +539,7 @@ tests/jaxprs/autocast/test_recipes.py
 mpjax/_jaxprs/module_calls.py::ModuleCall.run
 
 57 the matmul of an embedding is in float8
-- in_float8 and isinstance(self.module, self.layers.tables)
+- state.tracing and in_float8 and isinstance(self.module, self.layers.tables)
 + False
 tests/integration/test_float8.py
 ::test_dense_layers_and_projections_are_in_float8_forward_and_backward

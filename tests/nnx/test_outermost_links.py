@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.nnx._spec import LINK, SPEC, Link, is_view, model_of
+from mpjax.nnx._outermost import LINK, SPEC, Link, is_view, model_of
 from tests.errors import refused
 from tests.nnx.rig import Does
 
