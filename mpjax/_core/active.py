@@ -27,17 +27,10 @@ ACTIVE = jax.make_user_context(None)
 
 @dataclasses.dataclass(eq=False)
 class ScopeToken:
-  """A scope that a user has entered, in one thread, and may leave in any order.
+  """A scope that a user has entered, in one thread, and may leave in any order."""
 
-  Fields:
-    before: the state that it found.
-    opened: what to close with it.
-    left: it has been left.
-    thread: the identity of the thread.
-  """
-
-  before: "Active | None"
-  opened: contextlib.ExitStack
+  before: "Active | None"  # the state that it found
+  opened: contextlib.ExitStack  # what to close with it
   left: bool = False
   thread: int = dataclasses.field(default_factory=threading.get_ident)
 
@@ -182,11 +175,9 @@ class AuditRecord:
     self.hidden: dict[Rule, int] = {}
 
   def note_autocast(self) -> None:
-    """Notes that `mpjax.autocast` was called."""
     self.autocast = True
 
   def note_scaled(self) -> None:
-    """Notes that a loss was multiplied by a loss scale."""
     self.scaled = True
 
   def note(self, path: str, module: AuditedModule) -> None:
@@ -221,14 +212,12 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   Under `mpjax.autocast` everything inside runs in the dtypes in which it is written. Under a policy
   the modules called inside run without it, and float16 and bfloat16 arguments come in as float32.
   A policy or an autocast that is given inside does not begin either: `full_precision(view)(x)` and
-  `full_precision(autocast(f))(x)` run as the model and `f` do. As a decorator it marks a loss, a
-  numerically delicate layer, a physical simulation. The results are float32, and their consumers
-  choose their own dtypes.
+  `full_precision(autocast(f))(x)` run as the model and `f` do. The results are float32, and their
+  consumers choose their own dtypes. It does what PyTorch's
+  `custom_fwd(cast_inputs=torch.float32)` is for.
 
   NNX modules and variables among the arguments are passed as they are, and so are containers that
   hold nothing in 16 bits: what `fn` writes to them stays.
-
-  It does what PyTorch's `custom_fwd(cast_inputs=torch.float32)` is for.
 
   Args:
     fn: any function of trees of arrays.

@@ -1,6 +1,6 @@
 """Names of dtypes, which of them mpjax computes in, how exactly and by what they are multiplied."""
 
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,26 +35,20 @@ def parse_dtype(dtype: DTypeLike, where: str) -> DType:
   `where` is the public call and argument, for the errors: a type or a value that is none.
   """
   expected = "a floating dtype such as 'float32', 'bfloat16' or 'float16'"
-  if isinstance(dtype, str):
-    if dtype in NAMES:
-      parsed = jnp.dtype(NAMES[dtype])
-    elif dtype in ("float", "double"):
-      fix = "NumPy reads this name as float64; write 'float32' (or 'float64' with jax_enable_x64)."
-      raise MpjaxValueError(where, expected=expected, got=repr(dtype), fix=fix)
-    else:
-      parsed = _other_dtype(dtype)
-      if parsed is None:
-        near = " or ".join(map(repr, nearest(dtype, NAMES)))
-        fix = f"Did you mean {near}?"
-        raise MpjaxValueError(where, expected=expected, got=repr(dtype), fix=fix)
-  elif dtype is None or dtype is float:
+  if isinstance(dtype, str) and dtype in ("float", "double"):
+    fix = "NumPy reads this name as float64; write 'float32' (or 'float64' with jax_enable_x64)."
+    raise MpjaxValueError(where, expected=expected, got=repr(dtype), fix=fix)
+  if dtype is None or dtype is float:
     fix = "NumPy reads it as float64; name the dtype, for example 'float32'."
     raise MpjaxTypeError(where, expected=expected, got=repr(dtype), fix=fix)
-  else:
-    parsed = _other_dtype(dtype)
-    if parsed is None:
-      fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
-      raise MpjaxTypeError(where, expected=expected, got=repr(dtype), fix=fix)
+  try:  # NumPy knows other names too, so that "int32" is named as what it is.
+    parsed = jnp.dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+  except TypeError:
+    if isinstance(dtype, str):
+      fix = f"Did you mean {' or '.join(map(repr, nearest(dtype, NAMES)))}?"
+      raise MpjaxValueError(where, expected=expected, got=repr(dtype), fix=fix) from None
+    fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
+    raise MpjaxTypeError(where, expected=expected, got=repr(dtype), fix=fix) from None
   if not jnp.issubdtype(parsed, jnp.floating):
     fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
     raise MpjaxTypeError(where, expected=expected, got=parsed.name, fix=fix)
@@ -62,14 +56,6 @@ def parse_dtype(dtype: DTypeLike, where: str) -> DType:
     fix = "Without jax_enable_x64 JAX would give float32 silently; enable it or ask for 'float32'."
     raise MpjaxValueError(where, expected=expected, got="float64", fix=fix)
   return parsed
-
-
-def _other_dtype(dtype: object) -> DType | None:
-  """Returns what NumPy makes of `dtype` (so that "int32" is named as such), or None."""
-  try:
-    return jnp.dtype(cast(DTypeLike, dtype))
-  except TypeError:
-    return None
 
 
 def scalar_type(dtype: DType) -> Class:

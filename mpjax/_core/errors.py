@@ -124,12 +124,11 @@ LONGEST = 1900
 
 def message(where: str, *, expected: str, got: str, fix: str) -> str:
   """Returns the text of an error: where it was, what was expected, what came, what to do."""
-  # Of a part that is very long, such as the `repr` of a model, the middle is left out.
+  # Of a part that is very long, such as the `repr` of a model, the middle is left out. The longest
+  # parts are cut, to one length: what a reader needs most is short.
   parts = [where, expected, got, fix]
-  lengths, limit = [len(part) for part in parts], LONGEST - len(": expected , got . ")
-  # The longest parts are cut, to one length: what a reader needs most is short.
-  most = limit
-  while sum(min(length, most) for length in lengths) > limit:
+  most = limit = LONGEST - len(": expected , got . ")
+  while sum(min(len(part), most) for part in parts) > limit:
     most -= 1
   where, expected, got, fix = (shortened(part, most) for part in parts)
   return f"{where}: expected {expected}, got {got}. {fix}"
@@ -195,14 +194,9 @@ def note_module(error: Exception, path: str, name: str, policy: str) -> None:
 
 
 def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  """Returns a decorator: a call that does not fit the signature is an error of four parts.
+  """Returns a decorator: a call of `where` that does not fit the signature is an error of ours.
 
-  For signatures that are easily taken for another's. The type and the documentation stay as they
-  are, which catching everything in `*args` would cost.
-
-  Args:
-    where: the public call.
-    fix: a call that fits.
+  The type and the documentation stay as they are, which catching all in `*args` would cost.
   """
 
   def decorate(fn: Callable[P, R]) -> Callable[P, R]:
@@ -230,7 +224,6 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
 
 
 def check_init(fix: str) -> Callable[[type[R]], type[R]]:
-  """Returns a decorator of a class: `check_call` for its creation."""
 
   def decorate(cls: Any) -> Any:
     cls.__init__ = check_call(f"mpjax.{cls.__name__}(...)", fix=fix)(cls.__init__)

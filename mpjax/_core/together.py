@@ -6,6 +6,7 @@ on the way. Which of the two is decided where the function is lowered, and leave
 is compiled.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -29,17 +30,22 @@ _SMALL = 2**16
 """Elements of a leaf that may share a mask: its kernel takes less time than to launch it."""
 
 
-def first_nonfinite_together(
-  leaves: Sequence[Leaf], inexact: Sequence[int], one_by_one: Callable[..., Array]
-) -> Array:
-  """Returns `one_by_one(leaves)`, on a GPU by one reduction for up to 32 leaves of any size.
+def first_nonfinite_together(leaves: Sequence[Leaf], inexact: Sequence[int]) -> Array:
+  """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any.
 
-  That is the position of the first of the `inexact` leaves with an inf or a NaN, or their number.
+  It is one of those at the positions `inexact`. On a GPU one reduction is for up to 32 leaves.
   """
-  groups = _grouped([leaves[i] for i in inexact], jnp.result_type)
-  if all(len(group) == 1 for group in groups):
-    return one_by_one(leaves)
-  none = np.int32(len(leaves))
+  # One int32 says both whether and where. It can be reduced over devices by a minimum, which for
+  # integers, unlike for floating values, no NaN gets past.
+  none, numbers = np.int32(len(leaves)), [leaves[i] for i in inexact]
+  groups = _grouped(numbers, jnp.result_type)
+
+  def alone(arrays: Sequence[Leaf]) -> Array:
+    first = jnp.asarray(none)
+    for position, x in reversed(list(zip(inexact, arrays, strict=True))):
+      finite = jnp.all(jnp.isfinite(x))
+      first = jnp.where(finite, first, jnp.asarray(position, jnp.int32))
+    return first
 
   def together(arrays: Sequence[Array]) -> Array:
     first = jnp.asarray(none)
@@ -52,13 +58,9 @@ def first_nonfinite_together(
       first = jnp.minimum(first, bad)
     return first
 
-  def alone(arrays: Sequence[Array]) -> Array:
-    new = list(leaves)
-    for i, x in zip(inexact, arrays, strict=True):
-      new[i] = x
-    return one_by_one(new)
-
-  return _on_gpu([jnp.asarray(leaves[i]) for i in inexact], together, alone)
+  if all(len(group) == 1 for group in groups):
+    return alone(numbers)
+  return _on_gpu(list(map(jnp.asarray, numbers)), together, alone)
 
 
 def _first_bad(arrays: Sequence[Array], positions: Sequence[int], none: np.int32) -> Array:
@@ -81,18 +83,16 @@ def sum_of_squares(leaves: Sequence[Array]) -> Array:
   def several(arrays: Sequence[Array]) -> Array:
     return jnp.sum(jnp.sum(jnp.square(_wide(jnp.abs(_rows(arrays)))), 1))
 
-  def alone(leaves: Sequence[Array]) -> Array:
-    return sum(map(one, leaves), start=jnp.zeros((), jnp.float32))
-
-  def together(leaves: Sequence[Array]) -> Array:
+  def total(groups: Sequence[Sequence[int]], leaves: Sequence[Array]) -> Array:
     # What is alone may be divided among devices, and keeps its shape.
     members = [[leaves[i] for i in group] for group in groups]
     sums = [several(each) if len(each) > 1 else one(*each) for each in members]
     return sum(sums, start=jnp.zeros((), jnp.float32))
 
+  alone = functools.partial(total, [[i] for i in range(len(leaves))])
   if all(len(group) == 1 for group in groups):
     return alone(leaves)
-  return _on_gpu(leaves, together, alone)
+  return _on_gpu(leaves, functools.partial(total, groups), alone)
 
 
 def _wide(x: Array) -> Array:

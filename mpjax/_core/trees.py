@@ -215,19 +215,7 @@ def all_finite(tree: PyTree) -> Array:
 
 def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
   """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any."""
-  # One int32 says both whether and where. It can be reduced over devices by a minimum, which for
-  # integers, unlike for floating values, no NaN gets past.
-
-  def one_by_one(leaves: Sequence[Leaf]) -> Array:
-    first = jnp.asarray(len(leaves), jnp.int32)
-    for position in reversed(range(len(leaves))):
-      if is_inexact(leaves[position]):
-        finite = jnp.all(jnp.isfinite(leaves[position]))
-        first = jnp.where(finite, first, jnp.asarray(position, jnp.int32))
-    return first
-
-  inexact = [position for position, x in enumerate(leaves) if is_inexact(x)]
-  return first_nonfinite_together(leaves, inexact, one_by_one)
+  return first_nonfinite_together(leaves, [i for i, x in enumerate(leaves) if is_inexact(x)])
 
 
 def tree_differences(expected: PyTree, got: PyTree, *, dtypes: bool) -> list[str]:

@@ -18,10 +18,7 @@ from mpjax._core.active import (
   ACTIVE,
   AUDIT,
   EVERY,
-  ScopeToken,
-  activate_scope,
   in_region,
-  leave_finished,
 )
 from mpjax._core.errors import REFUSALS
 from mpjax._core.policy import Policy
@@ -203,21 +200,13 @@ def under(
       yield state
 
 
-def enter_scope(state: Active) -> ScopeToken:
-  """Makes a state active for a scope, with the interceptor if there is none yet."""
-  leave_finished()
-  opened = contextlib.ExitStack()
-  if current() is None:
-    opened.enter_context(nn.intercept_methods(intercept))
-  return activate_scope(state, opened)
-
-
 def intercept(
   next_fun: Function, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
 ) -> PyTree:
   """Calls a method in the region of its module: an interceptor for `nn.intercept_methods`."""
   active, module, name = current(), context.module, context.method_name
-  if active is None or active.config is None or module.scope is None:
+  scope = module.scope
+  if active is None or active.config is None or scope is None:
     return next_fun(*args, **kwargs)
   # The function that a lifted transform took, the body of `nn.scan(body)`, shows as a method that
   # the class does not have. It is a part of the module that calls it. Taken for a call of its own,
@@ -225,95 +214,80 @@ def intercept(
   if not callable(getattr(type(module), name, None)):
     return next_fun(*args, **kwargs)
   flag_paths(module, (args, kwargs), active.config)
-  resolved = policy_of(active, active.config, module)
-  policy = resolved.policy
+  path, resolved = module_path(module), policy_of(active, active.config, module)
+  policy, initializing = resolved.policy, module.is_initializing()
   outer = active
   if module.path == ():
-    root = weakref.ref(module.scope) if is_new_root(active, module) else active.root
+    root = weakref.ref(scope) if is_new_root(active, module) else active.root
     outer = dataclasses.replace(active, root=root, root_policy=policy)
   if active.again:
     _in_order(module, active.again[-1].module)
+  again = None
   if name == "setup":  # What it calls is a part of it, and no call of its own.
     outer = dataclasses.replace(outer, again=[], tracing=True)
-
-  # The second call of a method that is being traced. Its arguments are those of the first: an
-  # interceptor of the user's that adds 1 to them has run in the first call, and now runs again.
-  # Modules among them are the exception, since the copies belong to the trace.
-  again = active.again.pop() if active.again and name != "setup" else None
-  if again is not None:
+  elif active.again:
+    # The second call of a method that is being traced. Its arguments are those of the first: an
+    # interceptor of the user's that adds 1 to them has run in the first call, and now runs again.
+    # Modules among them are the exception, since the copies belong to the trace.
+    again = active.again.pop()
     first = again.args, again.kwargs
     copied = next(instances_in(first, nn.Module), None) is not None
     args, kwargs = _in_order((args, kwargs), first) if copied else first
 
   def call(active: Active) -> PyTree:
-    outputs = _call(next_fun, args, kwargs, module, name, active, resolved)
+    for record in (active.record, active.met):
+      if record is not None:
+        record.note(module, path)
+    called = call_of(module, path, resolved, active, _layers.LAYERS)
+    outputs = called.run(next_fun, args, kwargs, initializing=initializing)
+    if initializing and policy is not None:
+      _store(scope, policy)
+    if initializing and not (active.entered or module.path or name == "setup"):
+      init = functools.partial(module.clone(parent=None).init, method=name, **kwargs)
+      _store_caches(scope, lambda rngs: init(rngs, *args), active)
+    if name != "setup" and not active.in_region:
+      outputs = called.result(outputs)
     if again is not None:
       again.outputs = (outputs,)
     return outputs
 
   # `init` draws parameters. Traced in another dtype, it would draw other numbers.
-  as_it_is = module.is_initializing() or name == "setup"
-  if as_it_is or policy is None or not begins_trace(active, policy, module_path(module)):
+  if initializing or name == "setup" or not begins_trace(active, policy, path):
     return call(outer)
   bound: Any = context.orig_method  # A partial: of the method, and the module.
   region = dataclasses.replace(outer, region=region_of(policy))
   return _lifted(bound.func, module, args, kwargs, region, call)
 
 
-def _call(
-  next_fun: Function,
-  args: Args,
-  kwargs: Kwargs,
-  module: nn.Module,
-  name: str,
-  active: Active,
-  resolved: ModulePolicy,
-) -> PyTree:
-  """Calls a method in the region of its module, and notes and stores what `init` asks for."""
-  path, record, initializing = module_path(module), active.record, module.is_initializing()
-  policy = resolved.policy
-  for each in (record, active.met):
-    if each is not None:
-      each.note(module, path)
-  call = call_of(module, path, resolved, active, _layers.LAYERS)
-  outputs = call.run(next_fun, args, kwargs, initializing=initializing)
-  if initializing and module.scope is not None:
-    _store(module.scope, policy)
-    outermost = not (active.entered or module.path or name == "setup")
-    if outermost and record is None and active.casting != EVERY:
-      scope: Any = module.scope
-      rngs = {key: rng.as_jax_rng() for key, rng in scope.rngs.items()}
-      init = functools.partial(module.clone(parent=None).init, rngs, *args, method=name, **kwargs)
-      for col, tree in computed(init, module.scope.variables(), active).items():
-        for key, new in (cast_like(module.scope.variables()[col], tree) or {}).items():
-          module.scope.put_variable(col, key, new)
-  return outputs if name == "setup" or active.in_region else call.result(outputs)
-
-
 # What `init` stores
 
 
-def neutral_collections() -> tuple[str, ...]:
-  """Returns the collections that take the dtype of what they meet."""
-  return tuple(name for name, kind in _layers.STATE.items() if kind.neutral)
-
-
-def stored_as(stored: str) -> tuple[str, ...]:
-  """Returns the collections whose new entries have a dtype that `StateKind.stored` names."""
-  return tuple(name for name, kind in _layers.STATE.items() if kind.stored == stored)
-
-
-def _store(scope: Scope, policy: Policy | None) -> None:
+def _store(scope: Scope, policy: Policy) -> None:
   """Casts the parameters of a module that is being initialised, but not those of its submodules."""
-  if policy is None:
-    return
-  for col in stored_as("param_dtype"):
+  stored = [col for col, kind in _layers.STATE.items() if kind.stored == "param_dtype"]
+  for col in stored:
     variables = scope.variables().get(col, {}) if scope.is_mutable_collection(col) else {}
     for name, value in variables.items():
       if scope.name_reserved(name, col) and not scope.name_reserved(name, ""):
         new = cast_arrays(value, policy.param_dtype)
         if new is not value:
           scope.put_variable(col, name, new)
+
+
+def _store_caches(scope: Any, init: Callable[[PyTree], Variables], state: Active) -> None:
+  """Casts the caches that a root has initialised to the dtypes that they have by hand."""
+  # Nothing but the modules themselves tells them: traced in float32, they create the decode cache
+  # of a bfloat16 model in float32, twice as large.
+  variables = scope.variables()
+  caches = [col for col, kind in _layers.STATE.items() if kind.stored == "computed"]
+  caches = [col for col in caches if any(map(is_floating, jax.tree.leaves(variables.get(col, {}))))]
+  if not caches or state.record is not None or state.casting == EVERY:
+    return
+  rngs = {key: rng.as_jax_rng() for key, rng in scope.rngs.items()}
+  low = in_compute_dtypes(functools.partial(abstract, functools.partial(init, rngs)), state) or {}
+  for col in caches:
+    for key, new in (cast_like(variables[col], low.get(col)) or {}).items():
+      scope.put_variable(col, key, new)
 
 
 def abstract(init: Callable[[], Variables]) -> Variables:
@@ -336,18 +310,12 @@ def in_compute_dtypes(call: Callable[[], T], state: Active) -> T | None:
     return None
 
 
-def computed(init: Callable[[], Variables], variables: Variables, state: Active) -> Variables:
-  """Returns the shapes and dtypes of the caches among `variables`, as they are by hand."""
-  # Nothing but the modules themselves tells them: traced in float32, they create the decode cache
-  # of a bfloat16 model in float32, twice as large.
-  caches = [col for col in stored_as("computed") if col in variables]
-  if not any(is_floating(x) for col in caches for x in jax.tree.leaves(variables[col])):
-    return {}
-  low = in_compute_dtypes(functools.partial(abstract, init), state) or {}
-  return {col: low[col] for col in caches if col in low}
-
-
 # The outermost call
+
+
+def _neutral() -> tuple[str, ...]:
+  """Returns the collections that take the dtype of what they meet."""
+  return tuple(name for name, kind in _layers.STATE.items() if kind.neutral)
 
 
 def applied(
@@ -368,7 +336,7 @@ def applied(
         return model.apply(variables, *args, **kwargs)
 
     def data(operands: Args) -> list[Leaf]:
-      neutral = neutral_collections()
+      neutral = _neutral()
       state = [tree for col, tree in operands[0].items() if col not in neutral]
       return Boundary((state, operands[1:])).leaves
 
@@ -447,7 +415,7 @@ def _lifted(
           restore()
           raise
 
-      filters = (neutral_collections(), True)
+      filters = (_neutral(), True)
       return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
 
     try:

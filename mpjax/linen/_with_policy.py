@@ -16,14 +16,20 @@ import jax
 from flax.core import FrozenDict
 from flax.core.scope import CollectionFilter
 
-from mpjax._core.active import ScopeToken, in_region, leave_scope
+from mpjax._core.active import (
+  ScopeToken,
+  activate_scope,
+  in_region,
+  leave_finished,
+  leave_scope,
+)
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.leaves import node_paths
 from mpjax._core.policy import PolicyLike
 from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, parse_config
 from mpjax._core.trees import instances_in, mapped
-from mpjax._core.types import Params, PyTree, Variables
+from mpjax._core.types import Function, Params, PyTree, Variables
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.linen._intercept import (
   Active,
@@ -32,8 +38,8 @@ from mpjax.linen._intercept import (
   applied,
   begin,
   current,
-  enter_scope,
   in_compute_dtypes,
+  intercept,
   under,
 )
 
@@ -102,10 +108,7 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    init = functools.partial(self.module.init, rngs, *args, **kwargs)
-    self._check_rules(init)
-    with activate(begin(self.given)):
-      return init()
+    return self._initialized(functools.partial(self.module.init, rngs, *args, **kwargs))
 
   def init_with_output(self, rngs: Keys, *args: Any, **kwargs: Any) -> tuple[PyTree, Variables]:
     """Returns the model's output, computed in float32 and cast to `output_dtype`, and `init`.
@@ -118,9 +121,8 @@ class PolicyModule:
     Raises:
       UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    self._check_rules(functools.partial(self.module.init, rngs, *args, **kwargs))
-    with activate(begin(self.given)):
-      return self.module.init_with_output(rngs, *args, **kwargs)
+    both = functools.partial(self.module.init_with_output, rngs, *args, **kwargs)
+    return self._initialized(functools.partial(self.module.init, rngs, *args, **kwargs), both)
 
   def lazy_init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
     """Returns what `init` does, from abstract inputs, as `nn.Module.lazy_init` does.
@@ -130,10 +132,7 @@ class PolicyModule:
       *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
       **kwargs: further arguments of `nn.Module.lazy_init` and of the method.
     """
-    init = functools.partial(self.module.lazy_init, rngs, *args, **kwargs)
-    self._check_rules(init)
-    with activate(begin(self.given)):
-      return init()
+    return self._initialized(functools.partial(self.module.lazy_init, rngs, *args, **kwargs))
 
   def bind(self, variables: Variables, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
     """Returns the model bound to variables: its methods and submodules run under the policy.
@@ -259,16 +258,20 @@ class PolicyModule:
         return self.module.apply(variables, *args, **kwargs)
       return applied(self.module, state, variables, args, kwargs)
 
-  def _check_rules(self, init: Callable[[], Variables]) -> None:
-    """Raises UnmatchedRuleError, or warns, if a rule picks out no module that `init` passes."""
+  def _initialized(self, init: Callable[[], PyTree], both: Function | None = None) -> PyTree:
+    """Returns what `init` does, or `both` does, which returns outputs too; first checks the rules.
+
+    What a model outputs may not be of a type that JAX knows, so that only `init` is traced for it.
+    """
     # The record keeps every function compiled before out, so that all modules are called; for that
-    # it must only ever be there in a trace. Only variables are traced: what a model returns may not
-    # be of a type that JAX knows.
+    # it must only ever be there in a trace.
     record = ModuleRecord(self.given)
     if self.given.rules:
       with activate(begin(self.given, record)):
         abstract(init)
     record.check("that init passed", 3)
+    with activate(begin(self.given)):
+      return (both or init)()
 
 
 def _with_params(variables: Variables, params: Params) -> Variables:
@@ -428,7 +431,11 @@ class _Scope(contextlib.ContextDecorator):
     if in_region():  # Nothing to make active: `full_precision` is stronger.
       token = ScopeToken(None, contextlib.ExitStack())
     elif active is None or not active.entered:
-      token = enter_scope(begin(self._config))
+      leave_finished()
+      interceptor, opened = nn.intercept_methods(intercept), contextlib.ExitStack()
+      if current() is None:  # Else there is one already.
+        opened.enter_context(interceptor)
+      token = activate_scope(begin(self._config), opened)
     else:
       raise MpjaxRuntimeError(
         "mpjax.policy_scope(policy)",

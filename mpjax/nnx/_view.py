@@ -156,7 +156,13 @@ def _method(name: str, own: Any) -> Function:
       return own.__get__(self, type(self))(*args, **kwargs)
 
     def call(module: nnx.Module, args: Args, kwargs: Kwargs) -> PyTree:
-      return _call(module, name, own, args, kwargs)
+      _outermost.check_modes(module)
+      path, resolved = _outermost.path_of(module), _outermost.resolved_policy(module)
+      called = call_of(module, path, resolved, _outermost.calling_state(), _layers.LAYERS)
+      outputs = called.run(own.__get__(module, type(module)), args, kwargs)
+      if isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
+        raise _has_not_run(outputs, module, name)
+      return called.result(outputs)
 
     # A generator cannot be traced as one: its body runs between the steps of its caller.
     resolved, path = _outermost.resolved_policy(self), _outermost.path_of(self)
@@ -167,27 +173,15 @@ def _method(name: str, own: Any) -> Function:
   return method
 
 
-def _call(module: nnx.Module, name: str, own: Any, args: Args, kwargs: Kwargs) -> PyTree:
-  """Calls a method in the region of its module."""
-  _outermost.check_modes(module)
-  state, resolved = _outermost.calling_state(), _outermost.resolved_policy(module)
-  call = call_of(module, _outermost.path_of(module), resolved, state, _layers.LAYERS)
-  outputs = call.run(own.__get__(module, type(module)), args, kwargs)
-  _check_has_run(outputs, module, name)
-  return call.result(outputs)
-
-
-def _check_has_run(outputs: PyTree, module: nnx.Module, name: str) -> None:
-  """Raises for what an async method returns."""
-  if isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
-    if isinstance(outputs, types.CoroutineType):
-      outputs.close()  # Else Python warns that nobody awaited it.
-    raise MpjaxTypeError(
-      f"{type(module).__name__}.{name}, a method of a view of mpjax.with_policy",
-      expected="a method that has run when it returns",
-      got="an async method, whose body would run later, without the policy",
-      fix="Write the async function around the view, and let it call methods that are not async.",
-    )
+def _has_not_run(outputs: object, module: nnx.Module, name: str) -> MpjaxTypeError:
+  if isinstance(outputs, types.CoroutineType):
+    outputs.close()  # Else Python warns that nobody awaited it.
+  return MpjaxTypeError(
+    f"{type(module).__name__}.{name}, a method of a view of mpjax.with_policy",
+    expected="a method that has run when it returns",
+    got="an async method, whose body would run later, without the policy",
+    fix="Write the async function around the view, and let it call methods that are not async.",
+  )
 
 
 def _born(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:

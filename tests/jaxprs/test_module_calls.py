@@ -215,7 +215,7 @@ def test_a_class_that_low_precision_helps_stays_cast_in_python(then):
       raise TypeError("no kernel for float32")
     return jax.jit(then)(1.0)
 
-  with pytest.warns(UserWarning, match=r"policy\): body: expected a body that can be traced") as caught:
+  with pytest.warns(UserWarning, match=r"policy\): body: expected a body that can be") as caught:
     state = attempts(attempt, lambda state: state, Active(), "body")
   assert (state.casting, state.as_python) == ({int}, {"body"})
   assert len(caught) == 1

@@ -140,6 +140,28 @@ def test_outputs_without_floating_arrays_are_the_same_objects():
   assert with_policy(returns, "bfloat16").apply(returns.init(KEY)).dtype == BF16
 
 
+class Yields(nn.Module):
+  """A generator: its body runs after the call, step by step."""
+
+  def setup(self):
+    self.layer, self.w = nn.Dense(3), self.param("w", nn.initializers.ones, (3, 3))
+
+  def __call__(self, x):
+    while True:
+      x = yield self.layer(x) @ self.w
+
+
+def test_each_step_of_a_generator_runs_under_the_policy_of_its_module():
+  def body(module, x):
+    steps = Yields(name="steps")(x)
+    x = next(steps)
+    return nn.Dense(3)(steps.send(x))
+
+  exempt = [Rule(None, path="steps")]
+  for rules, low in ([], BF16), ([Rule("c=f16", path="steps")], F16), (exempt, F32):
+    assert found_in(Does(body), rules) == [low] * 4 + [BF16], rules
+
+
 # Fields
 
 

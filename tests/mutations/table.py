@@ -146,16 +146,16 @@ tests/integration/test_one_trace.py::test_one_trace_for_a_thousand_steps
 
 # What is checked, and what a skipped step keeps.
 
-mpjax/_core/trees.py::first_nonfinite
+mpjax/_core/together.py::first_nonfinite_together
 
 14 a sum is checked, which overflows where no element does
-- jnp.all(jnp.isfinite(leaves[position]))
-+ jnp.isfinite(jnp.sum(leaves[position]))
+- jnp.all(jnp.isfinite(x))
++ jnp.isfinite(jnp.sum(x))
 tests/transforms/test_loss_scaling.py::test_what_counts_as_bad
 
 15 a comparison with the largest number is the check: NaN passes
-- finite = jnp.all(jnp.isfinite(leaves[position]))
-+ x = jnp.asarray(leaves[position])
+- finite = jnp.all(jnp.isfinite(x))
++ x = jnp.asarray(x)
 + finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))
 tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 
