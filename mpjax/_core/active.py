@@ -181,7 +181,6 @@ class AuditRecord:
     self.scaled = True
 
   def note(self, path: str, module: AuditedModule) -> None:
-    """Notes the call of a module."""
     if path not in self.modules and module.rule is not None:
       self.rules[module.rule] = self.rules.get(module.rule, 0) + 1
       for rule in module.hidden:

@@ -293,7 +293,6 @@ def check_type(
 
 
 def check_flag(value: object, where: str) -> bool:
-  """Raises unless `value` is True or False."""
   if not isinstance(value, bool):
     raise wrong_type(value, where, expected="a bool", fix="Pass True or False.")
   return value
@@ -349,7 +348,6 @@ def check_choice(value: object, choices: Sequence[str], where: str) -> None:
 
 
 def check_callable(value: F, where: str, *, expected: str, fix: str) -> F:
-  """Raises unless `value` can be called."""
   if not callable(value):
     raise MpjaxTypeError(where, expected=expected, got=kind_of(value), fix=fix)
   return value

@@ -67,7 +67,6 @@ def leaves_by_path(tree: PyTree, where: str) -> dict[str, Leaf]:
 
 
 def same_path(where: str, name: str) -> MpjaxValueError:
-  """Returns the error for two leaves that have the same path."""
   return MpjaxValueError(
     where,
     expected="leaves with different paths",

@@ -161,7 +161,6 @@ def _matches_glob(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:
 
 
 def first_match(rules: Iterable[Rule], module: Module, path: str) -> Rule | None:
-  """Returns the first of `rules` that picks out `module`, or None."""
   return next((rule for rule in rules if rule.matches(module, path)), None)
 
 
@@ -355,7 +354,6 @@ class ModuleRecord:
     self.matched: set[Rule] = set()
 
   def note(self, module: Module, path: str) -> None:
-    """Notes a module."""
     self.classes[path] = type(module).__name__
     self.matched |= {rule for rule in self.config.rules if rule.matches(module, path)}
 

@@ -299,7 +299,6 @@ class ModuleCall(NamedTuple):
 def call_of(
   module: Module, path: str, resolved: ModulePolicy, state: Active, layers: Layers
 ) -> ModuleCall:
-  """Returns a call of a method in `state`."""
   policy = resolved.policy
   # In float64 there is no jaxpr to rewrite: all there is has to be cast.
   wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize

@@ -103,7 +103,6 @@ def module_path(module: nn.Module) -> str:
 
 
 def policy_of(active: Active, config: PolicyConfig, module: nn.Module) -> ModulePolicy:
-  """Returns the policy of a bound module."""
   # What encloses a module is its parent; across a lifted transform, which hides the parent, it is
   # the module being called, and so it is for a model that is applied in a forward pass.
   parent = module.parent
@@ -138,11 +137,9 @@ class PathScope(Scope):
   """A Flax scope that gives the scopes created from it a flag that holds their path."""
 
   def push(self, *args: Any, **kwargs: Any) -> Scope:
-    """Returns a child scope with its own flag."""
     return _flagged(super().push(*args, **kwargs))
 
   def rewound(self, rewind_rngs: bool = False) -> Scope:
-    """Returns a rewound scope with its own flag."""
     return _flagged(super().rewound(rewind_rngs))
 
 
@@ -349,7 +346,7 @@ def applied(
 
   if not isinstance(variables, Mapping):
     return python(active)
-  return attempts(attempt, python, active, "")
+  return attempts(attempt, python, active, model.name or "")
 
 
 def _lifted(

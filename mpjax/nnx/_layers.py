@@ -40,5 +40,4 @@ MODES = ("deterministic", "use_running_average")
 
 
 def kind_of(variable: object) -> StateKind:
-  """Returns what becomes of a variable."""
   return next((kind for cls, kind in STATE.items() if isinstance(variable, cls)), StateKind())

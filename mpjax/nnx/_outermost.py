@@ -72,7 +72,6 @@ def is_view(module: object) -> bool:
 
 
 def resolved_policy(module: nnx.Pytree) -> ModulePolicy:
-  """Returns the policy of a module of a view."""
   return getattr(type(module), SPEC)
 
 
@@ -274,7 +273,6 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
 
 
 def _data(args: Args) -> list[Leaf]:
-  """Returns the arrays that decide the dtype of what they meet."""
   leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable))
   return [array for x in leaves if not kind_of(x).neutral for array in jax.tree.leaves(x)]
 

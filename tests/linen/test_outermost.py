@@ -44,6 +44,15 @@ def ones(features, inputs=3):
 # What cannot be traced, and what raises in float32
 
 
+@pytest.mark.parametrize("name", [None, "net"])
+@pytest.mark.parametrize("way", ["wrapper", "scope"])
+def test_a_root_that_looks_at_values_is_tried_and_named_once(way, name):
+  model = Does(lambda module, x: nn.Dense(3)(x + float(x[0, 0])), name=name)
+  with pytest.warns(UserWarning, match=f": {name or 'the root'}: expected a body") as record:
+    found = call(way, model, "mixed_bfloat16", {"params": {"Dense_0": ones(3)}}, X)
+  assert (len(record), found.dtype) == (1, F32)
+
+
 def test_a_submodule_that_looks_at_values_is_named_and_so_is_what_is_around_it():
   def looks(module, x):
     x = nn.Dense(3)(x)
