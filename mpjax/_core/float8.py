@@ -126,7 +126,11 @@ def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
   """
   text, recipe = str(matmul).strip(), None
   if match := _TEXT.fullmatch(text):
-    recipe = _read(**match.groupdict())
+    options: Any = {name: value for name, value in match.groupdict().items() if value}
+    if "skip" in options:
+      pairs = re.findall(_SIZES, options["skip"])
+      options["skip"] = [[None if n == "*" else int(n) for n in pair] for pair in pairs]
+    recipe = Float8(**{**options, "power_of_two": "power_of_two" in options})
   elif ":" in text:
     with contextlib.suppress(ImportError, AttributeError, ValueError):
       recipe = pkgutil.resolve_name(text)
@@ -155,12 +159,3 @@ _TEXT = re.compile(
   r"float8(:(?P<scaling>tensor|row))?(:(?P<power_of_two>power_of_two))?"
   rf"(:weight_grad=(?P<weight_grad>\w+))?(:skip=(?P<skip>none|{_SIZES}(\|{_SIZES})*))?"
 )
-
-
-def _read(*, power_of_two: str | None, skip: str | None, **fields: str | None) -> Float8:
-  """Returns the recipe of a text, from the parts of it that are there."""
-  pairs = re.findall(_SIZES, skip or "")
-  sizes = [[None if n == "*" else int(n) for n in pair] for pair in pairs]
-  options: Any = {name: value for name, value in fields.items() if value}
-  options |= {"skip": sizes} if skip else {}
-  return Float8(power_of_two=bool(power_of_two), **options)

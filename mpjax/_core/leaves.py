@@ -1,7 +1,7 @@
 """Leaves by path, whether one is what is wanted, how it becomes that, and whether it changes."""
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -140,17 +140,13 @@ def convert(x: Array, dtype: DType) -> Array:
   if x.dtype == dtype:
     return x
   if is_key(dtype):
-    return jax.random.wrap_key_data(jnp.asarray(x), impl=_generator(dtype))
+    # What the generator of keys of this dtype is called, only keys themselves tell.
+    generators: list[Any] = []
+    keys = jax.ShapeDtypeStruct((), dtype)
+    jax.eval_shape(lambda key: generators.append(jax.random.key_impl(key)), keys)
+    return jax.random.wrap_key_data(jnp.asarray(x), impl=generators[0])
   with np.errstate(over="ignore"):
     return x.astype(dtype)
-
-
-def _generator(dtype: DType) -> object:
-  """Returns what `jax.random.wrap_key_data` calls the generator of keys of `dtype`."""
-  generators: list[object] = []
-  keys = jax.ShapeDtypeStruct((), dtype)
-  jax.eval_shape(lambda key: generators.append(jax.random.key_impl(key)), keys)
-  return generators[0]
 
 
 def overflows(before: Leaf, after: Leaf) -> bool:

@@ -12,7 +12,7 @@ from jax.tree_util import default_registry
 from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.together import first_nonfinite_together, masks_of
-from mpjax._core.types import Array, DType, KeyPath, Leaf, PyTree
+from mpjax._core.types import Array, DType, Leaf, PyTree
 
 IsLeaf: TypeAlias = Callable[[Any], bool]
 
@@ -246,17 +246,16 @@ def _other_container(expected: PyTree, got: PyTree) -> str:
     kinds = [type(tree).__name__ for tree in (got, expected)]
     if kinds[0] != kinds[1]:
       return f"other containers: {kinds[0]} for {kinds[1]} at {path or 'the root'}"
-    inside = [_children(tree) for tree in (expected, got)]
-    for (key, want), (_, give) in zip(*inside, strict=True):
+    children = [
+      jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
+      for tree in (expected, got)
+    ]
+    for (key, want), (_, give) in zip(*children, strict=True):
       if jax.tree.structure(want, is_leaf=is_none) != jax.tree.structure(give, is_leaf=is_none):
         path, expected, got = path + jax.tree_util.keystr(key), want, give
         break
     else:
       return f"other static parts of a {kinds[0]} at {path or 'the root'}"
-
-
-def _children(tree: PyTree) -> list[tuple[KeyPath, PyTree]]:
-  return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
 def is_none(x: object) -> bool:

@@ -34,7 +34,7 @@ from mpjax._jaxprs.autocast import (
   region_of,
   with_settings,
 )
-from mpjax._jaxprs.autocast.scopes import AS_GIVEN, REGION, TABLE, policy_of
+from mpjax._jaxprs.autocast.scopes import AS_GIVEN, REGION, TABLE
 from mpjax._jaxprs.locations import MODULE
 from mpjax._jaxprs.op_lists import OpLists
 
@@ -105,15 +105,15 @@ def rewritten(
   fn: Callable[..., R],
   args: Args,
   state: Active,
+  policy: Policy | None,
   data: Callable[[Args], Iterable[Leaf]],
   results: Callable[[R], PyTree] = lambda returned: returned,
 ) -> R:
-  """Returns `fn(*args)`, where `fn` calls modules, with its operations rewritten.
+  """Returns `fn(*args)`, where `fn` calls modules in `state`, with its operations rewritten.
 
-  The policy of `state` applies where no module marks another. See `with_settings` for the others.
+  `policy` applies where no module marks another. See `with_settings` for the others.
   """
-  policy = policy_of(state.region) or Policy()
-  settings = Settings(policy=policy, ops=_OPS, modules=True)
+  settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
   with ACTIVE(state):
     return with_settings(fn, settings, _WHERE, data=data, results=results)(*args)
 

@@ -253,7 +253,7 @@ def intercept(
     return call(outer)
   bound: Any = context.orig_method  # A partial: of the method, and the module.
   region = dataclasses.replace(outer, region=region_of(policy))
-  return _lifted(bound.func, module, args, kwargs, region, call)
+  return _lifted(bound.func, module, args, kwargs, region, policy, call)
 
 
 # What `init` stores
@@ -342,7 +342,8 @@ def applied(
 
     fn.__name__ = type(model).__name__
     # A checkpoint may come as arrays of NumPy: variables are never constants.
-    return rewritten(fn, (mapped(array, variables), args, kwargs), active, data, marked)
+    operands = (mapped(array, variables), args, kwargs)
+    return rewritten(fn, operands, active, active.policy, data, marked)
 
   if not isinstance(variables, Mapping):
     return python(active)
@@ -355,6 +356,7 @@ def _lifted(
   args: Args,
   kwargs: Kwargs,
   active: Active,
+  policy: Policy | None,
   python: Callable[[Active], PyTree],
 ) -> PyTree:
   """Returns the result of a bound module's method, with the operations inside rewritten.
@@ -401,13 +403,16 @@ def _lifted(
           _forget_captured(jax.tree.leaves(scope)[-1], method.__name__, outputs)
           return (*again.outputs, outputs)[0], repack_fn(scope)
 
+        def data(operands: Args) -> list[Leaf]:
+          return Boundary(operands[1:]).leaves
+
         def marked(returned: tuple[PyTree, PyTree]) -> PyTree:
           return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
 
         traced.__name__ = type(module).__name__
         operands = (*mapped(array, (groups[0], (groups[1], rngs))), *call)
         try:
-          return rewritten(traced, operands, active, lambda x: Boundary(x[1:]).leaves, marked)
+          return rewritten(traced, operands, active, policy, data, marked)
         except BaseException:
           restore()
           raise

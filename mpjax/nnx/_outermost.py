@@ -185,6 +185,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
   The call reads and writes the variables of what it is given, and of nothing else.
   """
   module = inputs[0]
+  policy = resolved_policy(module).policy
 
   def attempt(state: Active) -> PyTree:
     boundary = Boundary(inputs[1:], is_node)
@@ -250,7 +251,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
         nnx.to_tree(everything, ctxtag=_TAG),
         is_leaf=lambda x: isinstance(x, nnx.Variable),
       )
-      changed, written, done = rewritten(on_copies, (copied,), state, _data)
+      changed, written, done = rewritten(on_copies, (copied,), state, policy, _data)
       if changed:
         try:
           done = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
@@ -267,7 +268,6 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
       _copy_changes(node, before)
     return returned[0][0](done[0])
 
-  policy = resolved_policy(module).policy
   state = dataclasses.replace(calling_state(), region=region_of(policy))
   return attempts(attempt, lambda _: call(*inputs), state, path_of(module))
 

@@ -448,7 +448,7 @@ tests/integration/test_which_policy.py::test_output_dtypes_are_for_where_a_polic
 mpjax/_jaxprs/module_calls.py::rewritten
 
 46 what a policy says of weight gradients is forgotten where a call is rewritten
-- Settings(policy=policy, ops=_OPS, modules=True)
+- Settings(policy=policy or Policy(), ops=_OPS, modules=True)
 + Settings(policy=Policy(), ops=_OPS, modules=True)
 tests/integration/test_weight_grads.py::test_one_product_of_half_numbers_into_float32
 
