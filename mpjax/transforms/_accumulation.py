@@ -34,22 +34,18 @@ def accumulate_gradients(
   (`optax.polyak_sgd`, `reduce_on_plateau`). Other extra arguments are those of the micro-batch that
   ends the window; what a line search or opaque sam needs would be of that one alone: refused.
 
-  With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`. The sum then
-  holds unscaled gradients, so that the scale may move inside a window, and a micro-batch that is
-  not finite is never seen: the window waits for `every` finite ones. One decision for the entire
-  window is `mpjax.make_train_step(accumulate=...)`. This is the part of
-  `optax.MultiSteps` that mixed precision needs.
+  With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`: the scale may
+  move inside a window, which waits for `every` micro-batches that are finite. One decision for the
+  entire window is `mpjax.make_train_step(accumulate=...)`.
 
   Args:
     inner: the optimizer.
     every: how many micro-batches make a window, or a function from the number of updates done
-      (int32 of shape ()) to that (under `jit`, where no value is known, a fraction is rounded up,
-      and less than 1 is 1).
+      (int32 of shape ()) to that (under `jit` a fraction is rounded up, and less than 1 is 1).
 
   Returns:
-    An optax transformation. Its state is an `AccumulationState`; it holds the sum, in float32 and
-    the shapes of the parameters. Its updates have these shapes too, and are float32 (64-bit and
-    complex ones as the parameters).
+    An optax transformation, with an `AccumulationState`. Its updates have the shapes of the
+    parameters, and are float32 (64-bit and complex ones as the parameters).
 
   Raises:
     MpjaxTypeError: `inner` is no optax transformation, or `every` no integer; `init`: there is a
@@ -65,58 +61,44 @@ def accumulate_gradients(
   >>> opt_state = tx.init(params)
   >>> for gradient in (8.0, jnp.inf, 24.0):
   ...   updates, opt_state = tx.update(jnp.asarray([gradient]), opt_state, params)
-  ...   print(updates)
-  [-0.]
-  [-0.]
+  >>> print(updates)
   [-2.]
   """
   where = "mpjax.accumulate_gradients(inner)"
   inner = check_inner(inner, where)
+  where_every = "mpjax.accumulate_gradients(every)"
   if not callable(every):
+    expected = "an integer, at least 1, or a function of the number of updates"
     fix = "Pass how many micro-batches make one update."
-    every = check_int(
-      every,
-      "mpjax.accumulate_gradients(every)",
-      least=1,
-      expected="an integer, at least 1, or a function of the number of updates",
-      fix=fix,
-      fix_type=fix,
-    )
+    every = check_int(every, where_every, least=1, expected=expected, fix=fix, fix_type=fix)
 
   def init(params: Params) -> AccumulationState:
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
     inner_state = init_shown(inner, params, where)
-    fix = (
-      "Swap the two, loss_scaling(accumulate_gradients(inner, every)): a sum must hold unscaled "
-      "gradients, and no inf or NaN."
-    )
+    fix = "Swap the two, loss_scaling(accumulate_gradients(inner, every)), to add what is unscaled."
     refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
     zero, view = jnp.zeros((), jnp.int32), float32_view(params)
-    total = nothing_like(view)
     value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, marked(inner_state)) else None
-    return place_like(params, AccumulationState(zero, zero, total, inner_state, value))
+    new = AccumulationState(zero, zero, nothing_like(view), inner_state, value)
+    return place_like(params, new)
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, AccumulationState]:
     state = check_state(state, AccumulationState, f"{where}.update(state)")
     params = arrays_only(params)
-    alone = [name for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
+    alone = [f"{name}=" for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
     if alone:
       raise MpjaxTypeError(
-        f"{where}.update({', '.join(f'{name}=' for name in alone)})",
+        f"{where}.update({', '.join(alone)})",
         expected="value= and what does not depend on the batch",
         got="a gradient or a function of one micro-batch, for an update from all of a window",
         fix="Leave them out, if inner is no line search and no sam; else add the gradients up "
         "yourself, and give inner, without accumulate_gradients, functions of the entire batch.",
       )
-    check_scalar(
-      extra_args.get("value", 0),
-      f"{where}.update(value)",
-      expected="the loss of the micro-batch, a scalar",
-      fix="Pass its mean.",
-    )
+    expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
+    check_scalar(extra_args.get("value", 0), f"{where}.update(value)", expected=expected, fix=fix)
     # Without parameters the sum knows what the gradients have to be like.
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
@@ -125,7 +107,7 @@ def accumulate_gradients(
     window = every(state.updates_done) if callable(every) else every
     if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
       raise MpjaxValueError(
-        "mpjax.accumulate_gradients(every)",
+        where_every,
         expected="a function that returns an integer, at least 1",
         got=str(window),
         fix="Round it, and return 1 for an update with each micro-batch.",
@@ -167,6 +149,5 @@ def _reads_value(
     jaxpr = jax.make_jaxpr(update)(params, inner_state, np.float32(1)).jaxpr
   except REFUSALS:  # It wants more arguments, which only update will have.
     return True
-  value = jaxpr.invars[-1]
-  used = [v for eqn in jaxpr.eqns for v in eqn.invars]
-  return any(v is value for v in (*used, *jaxpr.outvars))
+  used = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
+  return any(v is jaxpr.invars[-1] for v in used)
