@@ -8,8 +8,7 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import (
   REFUSALS,
@@ -28,7 +27,7 @@ from mpjax._jaxprs.reader import inner_jaxprs, walk
 from mpjax.transforms._loss_scale import COUNTERS
 from mpjax.transforms._train_state import TrainState, own_scale
 from mpjax.transforms._trees import at_least_float32, stored_first, strong
-from mpjax.transforms._value_and_grad import check_loss, value_and_grad
+from mpjax.transforms._value_and_grad import value_and_grad
 
 Metrics: TypeAlias = dict[str, Leaf]
 
@@ -50,35 +49,20 @@ def trace_loss(
 
   The last is a tree like the model state: whether a leaf is returned as it was given.
   """
-  # A step that is differentiated, looked at and run again would otherwise call the Python function
-  # for each of these.
-  args, checked = (params, model_state, batch, rng), _checked(loss_fn)
+  # JAX keeps the trace: the step differentiates, looks at and runs what it has called once.
+  args, traced = (params, model_state, batch, rng), jax.jit(_checked(loss_fn), inline=True)
   try:
-    jaxpr, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
+    jaxpr = traced.trace(*args).jaxpr
   except (*REFUSALS, *flax_errors()) as error:
     if rng is None and not isinstance(error, MpjaxError):
       _raise_if_a_key_helps(loss_fn, args, error)
     raise
-  run, structure = jaxpr_as_fun(jaxpr), jax.tree.structure(shapes)
-
-  def fun(*args: PyTree) -> PyTree:
-    results = run(*jax.tree.leaves(args))
-    # A constant comes as a NumPy value or as a literal of JAX.
-    arrays = [
-      x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
-      for x, aval in zip(results, jaxpr.out_avals, strict=True)
-    ]
-    return structure.unflatten(arrays)
-
   # Leaves of the arguments are those of params, then of model_state; of the results, the loss comes
   # first.
-  before, count = len(jax.tree.leaves(params)), len(jax.tree.leaves(model_state))
-  graph = Graph(jaxpr)
-  unchanged = [graph.results[1 + i] is graph.arguments[before + i] for i in range(count)]
-  # Who has switched jit off wants to look at values inside of loss_fn.
-  traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-  structure_of_state = jax.tree.structure(model_state)
-  return fun if traced else checked, jaxpr, structure_of_state.unflatten(unchanged)
+  leaves, structure = jax.tree.flatten(model_state)
+  graph, before = Graph(jaxpr), len(jax.tree.leaves(params))
+  unchanged = [graph.results[1 + i] is graph.arguments[before + i] for i in range(len(leaves))]
+  return traced, jaxpr, structure.unflatten(unchanged)
 
 
 def _raise_if_a_key_helps(loss_fn: LossFn, args: tuple[PyTree, ...], error: Exception) -> None:
@@ -96,10 +80,7 @@ def _raise_if_a_key_helps(loss_fn: LossFn, args: tuple[PyTree, ...], error: Exce
 
 def check_signature(loss_fn: LossFn) -> None:
   """Raises unless `loss_fn` can be called with four arguments."""
-  try:
-    signature = inspect.signature(loss_fn)
-  except (TypeError, ValueError):  # Not every callable has one.
-    return
+  signature = inspect.signature(loss_fn)
   try:
     signature.bind(None, None, None, None)
   except TypeError as error:
@@ -121,18 +102,17 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
     in_float16 = any(getattr(aval, "dtype", None) == jnp.float16 for aval in avals)
     if in_float16 or inner_jaxprs(eqn) is None or facts_of(eqn).holds is Holds.CUSTOM_VJP:
       return
-  text = (
+  # Between the user's call and this one are JAX's, as many as there are: the line to change is that
+  # of the function.
+  code = getattr(inspect.unwrap(loss_fn), "__code__", warn_without_float16.__code__)
+  warnings.warn_explicit(
     "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "
     "float16. bfloat16 and float32 have the range to do without: StaticLossScale(1) skips bad "
-    "steps without scaling, NoLossScale() does not even look for them."
+    "steps without scaling, NoLossScale() does not even look for them.",
+    UserWarning,
+    code.co_filename,
+    code.co_firstlineno,
   )
-  code = getattr(inspect.unwrap(loss_fn), "__code__", None)
-  if code is None:
-    warnings.warn(text, UserWarning, stacklevel=2)
-  else:
-    # Between the user's call and this one are JAX's, as many as there are: the line to change is
-    # where the function is.
-    warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
 
 
 def _checked(loss_fn: LossFn) -> LossFn:
@@ -167,14 +147,12 @@ def _checked(loss_fn: LossFn) -> LossFn:
       expected="the structure, shapes and dtypes that it was given",
       fix="Return the entire new state, cast to the dtypes of the old one.",
     )
-    check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
     return out
 
   return checked
 
 
 Totals: TypeAlias = tuple[PyTree, Grads]
-
 
 IntegerState: TypeAlias = Literal["sum", "same"] | Mapping[str, Literal["sum", "same"]] | None
 """How integers of the model state are combined: all alike, or by path."""
@@ -306,10 +284,11 @@ def common_state(
   # `unchanged` says for each leaf whether the loss function returns it as it was given it.
   leaves, structure = jax.tree_util.tree_flatten_with_path(new)
   paths = [path_text(path) for path, _ in leaves]
-  is_by_path = isinstance(integer_state, Mapping)
-  by_path, for_all = (integer_state, None) if is_by_path else ({}, integer_state)
-  covered = {name: [f"{path}/".startswith(f"{name}/") for path in paths] for name in by_path}
-  lost = [name for name, covers in covered.items() if not any(covers)]
+  rules = integer_state if isinstance(integer_state, Mapping) else {"": integer_state}
+  covered = {
+    name: [not name or f"{path}/".startswith(f"{name}/") for path in paths] for name in rules
+  }
+  lost = [name for name, covers in covered.items() if name and not any(covers)]
   if lost:
     raise MpjaxValueError(
       "mpjax.make_train_step(integer_state)",
@@ -321,8 +300,8 @@ def common_state(
   rest = zip(leaves, jax.tree.leaves(old), jax.tree.leaves(unchanged), strict=True)
   for i, ((path, x), before, same) in enumerate(rest):
     # What is said of the leaf, or of the nearest branch that it is in.
-    above = [name for name in by_path if covered[name][i]]
-    rule = by_path[max(above, key=len)] if above else for_all
+    above = [name for name in rules if covered[name][i]]
+    rule = rules[max(above, key=len)] if above else None
     counted = not (same or is_inexact(x) or is_key(x.dtype))
     if counted and rule is None:
       unsaid.append(f"{x.dtype}{list(x.shape)} at {path_text(path) or 'the root'}")
