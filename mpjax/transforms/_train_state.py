@@ -15,7 +15,6 @@ from mpjax.transforms._checks import refuse_integers
 from mpjax.transforms._master_weights import master_params
 from mpjax.transforms._monitor import MonitorState
 from mpjax.transforms._state import (
-  AccumulationState,
   LossScalingState,
   MasterWeightsState,
   OwnedScale,
@@ -26,10 +25,7 @@ from mpjax.transforms._trees import float32_view, nodes_of, place_like, strong
 
 
 class TrainState(NamedTuple):
-  """What training changes; every leaf is an array.
-
-  Make one with `TrainState.create`, which copies: a donated step gives its input's memory to its
-  output, and no array may be given away twice, or while the caller still holds it.
+  """What training changes; every leaf is an array. Make one with `TrainState.create`.
 
   Args:
     step: int32 of shape (), how many steps were applied.
@@ -74,7 +70,8 @@ class TrainState(NamedTuple):
         `mpjax.make_train_step` then wants its `ema_decay`.
 
     Returns:
-      A state that shares no memory with the arguments. On a mesh, what is new is replicated.
+      A state that shares no memory with the arguments, which a donated step would give away. On a
+      mesh, what is new is replicated.
 
     Raises:
       MpjaxTypeError: a parameter is no floating array, `params` holds variables of NNX besides
@@ -100,17 +97,6 @@ class TrainState(NamedTuple):
 def trained_params(params: Params, opt_state: OptState) -> Params:
   """Returns what the optimizer trains: the masters of parameters that have some, or themselves."""
   return master_params(opt_state, params) if nodes_of(opt_state, MasterWeightsState) else params
-
-
-def updated_parameters(opt_state: OptState) -> dict[str, Array]:
-  """Returns whether parameters were updated by the last step, by path."""
-  # Only those that `mpjax.accumulate_gradients` trains are in it: between its updates they stay as
-  # they are.
-  return {
-    path_text(path): window.micro_batches == 0
-    for window in nodes_of(opt_state, AccumulationState)
-    for path, _ in jax.tree_util.tree_leaves_with_path(window.total)
-  }
 
 
 def own_scale(opt_state: OptState, where: str) -> OwnedScale:

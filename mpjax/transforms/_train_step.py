@@ -49,9 +49,9 @@ from mpjax.transforms._loss_scaling import AxisName
 from mpjax.transforms._master_weights import merged_masters
 from mpjax.transforms._masters import has_split
 from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
-from mpjax.transforms._state import LossScalingState, replace_scale
-from mpjax.transforms._train_state import TrainState, own_scale, trained_params, updated_parameters
-from mpjax.transforms._trees import as_stored, float32_view, key_text
+from mpjax.transforms._state import AccumulationState, LossScalingState, replace_scale
+from mpjax.transforms._train_state import TrainState, own_scale, trained_params
+from mpjax.transforms._trees import as_stored, float32_view, key_text, nodes_of
 from mpjax.transforms._value_and_grad import unscale
 
 
@@ -106,15 +106,27 @@ def checked_update(
   tx: optax.GradientTransformationExtraArgs, grads: Grads, state: TrainState, **extra: PyTree
 ) -> tuple[Updates, OptState]:
   """Returns what `tx.update` does, and raises if it fails or gives another kind of state."""
+  result, opt_state, failure = None, None, None
   try:
     result, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
   except (MpjaxError, jax.errors.JAXTypeError):
     raise
   except REFUSALS as error:
-    _check_own_state(tx, state, error)
-    raise _needs_more(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
-  if jax.tree.structure(opt_state) != jax.tree.structure(state.opt_state):
-    _check_own_state(tx, state, None)
+    failure = error
+  structure = jax.tree.structure(state.opt_state)
+  if jax.tree.structure(opt_state) != structure:
+    own = init_structure(tx, state.params)
+    if own is not None and own != structure:
+      raise MpjaxTypeError(
+        "mpjax.make_train_step(tx): step(state)",
+        expected="a state that was created with this very tx",
+        got=f"one of another optimizer, {structure}"[:500],
+        fix="Give TrainState.create and make_train_step the same tx, wrapped by "
+        "mpjax.loss_scaling.",
+      ) from failure
+  if failure is not None:
+    got = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+    raise _needs_more(got) from failure
   check_alike(
     opt_state,
     state.opt_state,
@@ -136,20 +148,6 @@ def _needs_more(got: str) -> MpjaxTypeError:
     "or takes gradients of another shape (dpsgd, lookahead) has to be called in a loop of your "
     "own: mpjax.value_and_grad, and tx.update with the arguments that it wants.",
   )
-
-
-def _check_own_state(
-  tx: optax.GradientTransformationExtraArgs, state: TrainState, error: Exception | None
-) -> None:
-  """Raises if the state is that of another optimizer."""
-  own = init_structure(tx, state.params)
-  if own is not None and own != jax.tree.structure(state.opt_state):
-    raise MpjaxTypeError(
-      "mpjax.make_train_step(tx): step(state)",
-      expected="a state that was created with this very tx",
-      got=f"one of another optimizer, {jax.tree.structure(state.opt_state)}"[:500],
-      fix="Give TrainState.create and make_train_step the same tx, wrapped by mpjax.loss_scaling.",
-    ) from error
 
 
 def check_decision(new: OptState, old: OptState) -> None:
@@ -237,10 +235,9 @@ def make_train_step(
   If a gradient or the loss is not finite, or a number of the model state becomes so that was not so
   before, the step is skipped: parameters, optimizer, model state, average and `step` keep their
   bits, and only the loss scale moves. 16-bit parameters with `mpjax.master_weights` are set to
-  their rounded masters. `loss_fn` is traced once.
-
-  The key that `loss_fn` gets is folded from `state.rng` and `state.step` (and the device, under
-  `axis_name`; and the micro-batch), so that a skipped step leaves no trace in later ones either.
+  their rounded masters. `loss_fn` is traced once. Its key is folded from `state.rng` and
+  `state.step` (and the device, under `axis_name`; and the micro-batch), so that a skipped step
+  leaves no trace in later ones either.
 
   Args:
     loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`. The loss
@@ -249,25 +246,23 @@ def make_train_step(
     tx: the optimizer, with `mpjax.loss_scaling` around all of it (`master_weights` may be around
       that). With `NoLossScale` nothing is checked and no step is skipped; `StaticLossScale(1)`
       checks without scaling. The loss is passed as `value=`, for `optax.contrib`'s schedules.
-    accumulate: cut the batch, leaves of shape (n, ...), into this many micro-batches of n /
-      accumulate rows, which are run one after the other inside the step; their float32 gradients
-      are added and divided once. Row i belongs to micro-batch i % accumulate, so that a batch
-      sharded over devices stays where it is. One bad micro-batch skips the entire step.
-    axis_name: the mapped axis, or axes, over which gradients, loss, floating model state and
-      metrics are averaged in float32 (integers are summed in metrics). The step is then called
-      inside of a `jax.shard_map` or `jax.pmap` with replicated parameters; to donate is then up to
-      the `jax.jit` around it. A loss that `loss_fn` has averaged over the axis itself will do as
-      well. Under automatic sharding leave it out.
+    accumulate: cut the batch, leaves of shape (n, ...), into this many micro-batches, which are run
+      one after the other inside the step; their float32 gradients are added and divided once. Row i
+      belongs to micro-batch i % accumulate, so that a batch sharded over devices stays where it is.
+    axis_name: the mapped axis, or axes, of a `jax.shard_map` or `jax.pmap` that the step is called
+      inside of, with replicated parameters. Gradients, loss, floating model state and metrics are
+      averaged over it in float32 (integers are summed in metrics), also where `loss_fn` has
+      averaged the loss itself. To donate is then up to the `jax.jit` around it. Under automatic
+      sharding leave it out.
     integer_state: what becomes, under `axis_name`, of integers and booleans in `model_state` that
       `loss_fn` changes. "sum" adds the changes of all devices to the old value, for what counts
       rows or tokens and is not set back; "same" is for what is the same on all devices, such as a
       count of steps. Or a dict from paths of leaves or branches to these, `{"counts/tokens":
-      "sum"}`. Of booleans both are true where one device says so. What passes through unchanged
-      needs no word, nor do keys.
+      "sum"}`. Of booleans both are true where one device says so.
     max_retries: run the same batch again, up to this many times, each time at a lower scale,
-      whatever the hysteresis (NNabla runs it again with a new batch). Off by default: a lost batch
-      is cheaper. A batch whose loss or model state is not finite is not run again, since no scale
-      can help there; if no run helped, it counts as one skipped step.
+      whatever the hysteresis. Off by default: a lost batch is cheaper. A batch whose loss or model
+      state is not finite is not run again, since no scale can help there; if no run helped, it
+      counts as one skipped step.
     ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step; of
       parameters in `mpjax.accumulate_gradients`, after each update.
     donate: let the new state take over the memory of the old one, which must not be used again.
@@ -282,8 +277,7 @@ def make_train_step(
     averaged over micro-batches in float32, integers and booleans summed as int32), those of
     `mpjax.loss_scaling_metrics` with `scale_changed`, `loss` and `grad_norm` (both float32 of shape
     (), unscaled, and not finite when they were not; the norm also where a sum of squares is not),
-    and `retries` (int32) if `max_retries` is given. `mpjax.check_skipped_steps(state)` on the host
-    raises after too many skipped steps in a row.
+    and `retries` (int32) if `max_retries` is given.
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: the state is no `TrainState`, or
@@ -326,9 +320,8 @@ def make_train_step(
   check_signature(loss_fn)
   check_integer_state(integer_state)
   check_rounding(call, rounding)
-  several = isinstance(axis_name, (tuple, list))
-  axes: tuple[Hashable, ...] = () if axis_name is None else (axis_name,)
-  axes = tuple(axis_name) if several else axes
+  several = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+  axes: tuple[Hashable, ...] = () if axis_name is None else tuple(several)
 
   def attempt(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Array]:
     # The last says whether loss and model state were finite.
@@ -374,7 +367,7 @@ def make_train_step(
     new = TrainState(step, params, opt_state, model_state, state.ema, state.rng)
     if ema_decay is not None:
       target = float32_view(trained_params(params, opt_state))
-      new = new._replace(ema=_average(state.ema, target, ema_decay, updated_parameters(opt_state)))
+      new = new._replace(ema=_average(state.ema, target, ema_decay, opt_state))
     if scaled:  # Else nothing is checked or skipped.
       # Parameters too: -0.0 leaves them alone, but for subnormals, which a CPU flushes to 0.
       kept = ("step", "model_state", "ema", *(() if applied else ("params",)))
@@ -410,8 +403,14 @@ def make_train_step(
   )
 
 
-def _average(old: Params, new: Params, decay: float, updated: dict[str, Array]) -> Params:
-  """Returns the average one step later; `updated` says which parameters wait for their update."""
+def _average(old: Params, new: Params, decay: float, opt_state: OptState) -> Params:
+  """Returns the average one step later."""
+  # What `mpjax.accumulate_gradients` trains stays as it is between two updates, and so does this.
+  updated = {
+    path_text(path): window.micro_batches == 0
+    for window in nodes_of(opt_state, AccumulationState)
+    for path, _ in jax.tree_util.tree_leaves_with_path(window.total)
+  }
 
   def one(path: KeyPath, e: Array, p: Array) -> Array:
     moved = e + (p - e) * jnp.asarray(1 - decay, e.dtype)
@@ -453,9 +452,8 @@ def _retried(
     first = select(runs == 0, after, first, where)
     stuck = jnp.logical_or(before.scale <= low, after.bad_updates > before.bad_updates)
     futile = jnp.logical_or(stuck, jnp.logical_not(forward))
-    withheld = jnp.logical_and(jnp.logical_not(metrics["finite"]), after.scale == before.scale)
-    lower = jnp.maximum(after.scale * jnp.asarray(factor, jnp.float32), low)
-    after = after._replace(scale=jnp.where(withheld, lower, after.scale))
+    lower = jnp.maximum(before.scale * jnp.asarray(factor, jnp.float32), low)
+    after = after._replace(scale=jnp.where(metrics["finite"], after.scale, lower))
     return _with_scale(new, after), metrics, first, runs + 1, futile
 
   zero, no = jnp.zeros((), jnp.int32), jnp.asarray(False)

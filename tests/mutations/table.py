@@ -492,7 +492,7 @@ tests/transforms/test_train_step.py::test_the_average_moves_with_updates_not_wit
 mpjax/transforms/_train_step.py::_retried
 
 52 with hysteresis a batch is run again at the same scale
-- jnp.where(withheld, lower, after.scale)
+- jnp.where(metrics["finite"], after.scale, lower)
 + after.scale
 tests/transforms/test_train_step.py::test_retries_equal_the_oracle
 
