@@ -42,10 +42,10 @@ class OptLevel:
   """
 
   policy: Policy
-  rules: tuple[Rule, ...]
-  ops: OpLists | None
+  rules: tuple[Rule, ...] = ()
+  ops: OpLists | None = None
   loss_scale: LossScale
-  master_weights: bool
+  master_weights: bool = False
 
   def __str__(self) -> str:
     fields = {
@@ -112,28 +112,20 @@ def opt_level(level: str, dtype: DTypeLike | None = None) -> OptLevel:
   if level == "auto":
     device = jax.devices()[0]
     level, half = _for_device(device.platform, getattr(device, "compute_capability", None), half)
-  return _settings(level, half or "bfloat16")
-
-
-def _settings(level: str, half: str) -> OptLevel:
-  scaled = half == "float16"
-  dynamic: LossScale = DynamicLossScale() if scaled else NoLossScale()
+  half = half or "bfloat16"
+  dynamic: LossScale = DynamicLossScale() if half == "float16" else NoLossScale()
   if level == "O0":
-    return _level(Policy(), NoLossScale())
+    return OptLevel(policy=Policy(), loss_scale=NoLossScale())
   if level == "O1":
-    return _level(Policy.parse(f"mixed_{half}"), dynamic, ops=OpLists())
+    return OptLevel(policy=Policy.parse(f"mixed_{half}"), ops=OpLists(), loss_scale=dynamic)
   policy = Policy(param_dtype=half, compute_dtype=half, output_dtype="float32")
   if level == "O2":
     # Flax's norms reduce in float32 whatever they compute in: only their storage is at stake.
     norms = Rule(Policy(compute_dtype=half), where=is_flax_norm)
-    return _level(policy, dynamic, rules=(norms,), master_weights=True)
+    return OptLevel(policy=policy, rules=(norms,), loss_scale=dynamic, master_weights=True)
   # Apex does not scale here. A scale of 1 still skips the steps that float16 overflows in.
-  return _level(policy, StaticLossScale(1) if scaled else NoLossScale())
-
-
-def _level(policy: Policy, loss_scale: LossScale, **changes: Any) -> OptLevel:
-  fields: dict[str, Any] = {"rules": (), "ops": None, "master_weights": False}
-  return OptLevel(policy=policy, loss_scale=loss_scale, **(fields | changes))
+  static = StaticLossScale(1) if half == "float16" else NoLossScale()
+  return OptLevel(policy=policy, loss_scale=static)
 
 
 def _for_device(platform: str, capability: Any, half: str | None) -> tuple[str, str | None]:

@@ -66,19 +66,20 @@ def apply_updates(
   call = "mpjax.apply_updates"
   check_rounding(call, rounding)
   stochastic = rounding == "stochastic"
+  where = f"{call}(rounding={rounding!r}, key)"
   if stochastic and key is None:
     expected, fix = "a PRNG key", "Pass a new one for each step, jax.random.fold_in(key, step)."
-    where = f"{call}(rounding='stochastic', key)"
     raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
   if key is not None and not stochastic:
     expected, fix = "no key", "Ask for rounding='stochastic', or leave the key out."
-    where = f"{call}(rounding='nearest', key)"
     raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
   if master is not None and stochastic:
-    expected = "no master: the parameters are its rounding to nearest"
-    fix = "Use one of the two: a float32 master, or stochastic rounding without one."
-    where = f"{call}(rounding='stochastic', master)"
-    raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
+    raise MpjaxValueError(
+      f"{call}(rounding='stochastic', master)",
+      expected="no master: the parameters are its rounding to nearest",
+      got="one",
+      fix="Use one of the two: a float32 master, or stochastic rounding without one.",
+    )
   # Of another tree check_alike says where it differs.
   with contextlib.suppress(ValueError):
     updates = jax.tree.map(
@@ -95,32 +96,30 @@ def apply_updates(
     fix="Pass what tx.update returned for these parameters.",
     dtypes=False,
   )
-  if master is None:
-    leaves, treedef = jax.tree.flatten(params)
-    sums = [
-      _add(p, u, None if key is None else jax.random.fold_in(key, position))
-      for position, (p, u) in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True))
-    ]
-    return treedef.unflatten(sums)
-
-  def rounded(m: Leaf, p: Leaf, u: Leaf) -> Leaf:
+  leaves, treedef = jax.tree.flatten(params)
+  masters: list[Leaf] = [None] * len(leaves)
+  if master is not None:
+    try:
+      filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
+      problems = tree_differences(params, filled, dtypes=False)
+    except ValueError as error:
+      problems = [str(error)]
+    if problems:
+      raise MpjaxValueError(
+        f"{call}(master)",
+        expected="a tree like the parameters, with None where there is no master",
+        got=listed(problems),
+        fix="Pass mpjax.master_params(opt_state) with the state that update returned.",
+      )
+    # One hole may replace a subtree.
+    masters = treedef.flatten_up_to(jax.tree.broadcast(master, params, is_leaf=is_none))
+  new = list[Array]()
+  for position, (p, u, m) in enumerate(zip(leaves, jax.tree.leaves(updates), masters, strict=True)):
     if m is not None and is_half(p):
-      return stored(jnp.asarray(m, jnp.float32), p)
-    return jax.tree.map(lambda p, u: _add(p, u, None), p, u)  # One hole may replace a subtree.
-
-  try:
-    filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
-    problems = tree_differences(params, filled, dtypes=False)
-  except ValueError as error:
-    problems = [str(error)]
-  if problems:
-    raise MpjaxValueError(
-      f"{call}(master)",
-      expected="a tree like the parameters, with None where there is no master",
-      got=listed(problems),
-      fix="Pass mpjax.master_params(opt_state) with the state that update returned.",
-    )
-  return jax.tree.map(rounded, master, params, updates, is_leaf=is_none)
+      new.append(stored(jnp.asarray(m, jnp.float32), p))
+    else:
+      new.append(_add(p, u, None if key is None else jax.random.fold_in(key, position)))
+  return treedef.unflatten(new)
 
 
 def check_rounding(call: str, rounding: object) -> None:

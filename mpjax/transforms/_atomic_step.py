@@ -20,10 +20,9 @@ R = TypeVar("R")
 def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
   """Returns `step` such that nothing of a skipped step remains in what it was given.
 
-  `optimizer.update` skips parameters and the optimizer's state. What else a step writes, the
-  forward pass above all, is written all the same: batch statistics, counts of random numbers,
-  `optimizer.step`. This takes it back, bit for bit, where the optimizers that the step has updated
-  have skipped. Only the loss scale moves.
+  `optimizer.update` skips parameters and the optimizer's state. What else a step writes (batch
+  statistics, counts of random numbers, `optimizer.step`) this takes back, bit for bit, where the
+  optimizers that the step has updated have skipped. Only the loss scale moves.
 
   Args:
     step: a function of models, of an `nnx.Optimizer` around `mpjax.loss_scaling`, and of anything

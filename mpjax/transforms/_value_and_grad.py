@@ -21,6 +21,7 @@ from mpjax.transforms._trees import at_least_float32
 P = ParamSpec("P")
 
 _CALL = "mpjax.value_and_grad"
+_ONE_NUMBER = "Return one number to minimise, such as jnp.mean(losses)."
 _BUILD = f"Write {_CALL}(loss_fn, opt_state)(params, batch), inside of the step."
 
 
@@ -37,9 +38,9 @@ def value_and_grad(
 ) -> Callable[P, tuple[PyTree, Grads]]:
   """Like `jax.value_and_grad`, for a loss that is scaled before it is differentiated.
 
-  **Build it in the step**, from the state that the step is given. The function keeps the scale of
-  `opt_state`: after an update it would multiply by the old one, and `update` divide by the new one.
-  With a dynamic scale that is an error where it can be seen.
+  **Build it in the step**, from the state that the step is given: the function keeps the scale of
+  `opt_state`, and after an update `update` would divide by another one. With a dynamic scale that
+  is an error where it can be seen.
 
   Args:
     fun: returns a loss, floating of shape (), or that and anything else if `has_aux`.
@@ -51,7 +52,7 @@ def value_and_grad(
     name: which of several loss scales to use.
     differentiator: what differentiates, called as `differentiator(fun, has_aux=True)` (and with
       `argnums` and `allow_int` where they are given): `equinox.filter_value_and_grad` for models of
-      Equinox. For those of NNX there is `mpjax.value_and_grad`.
+      Equinox.
 
   Returns:
     A function of the arguments of `fun` that returns the loss as `fun` computed it (unscaled, in
@@ -64,9 +65,8 @@ def value_and_grad(
       differentiated by the function of its own library.
     MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
     MpjaxRuntimeError: when called: the dynamic scale would be a constant of a function that is
-      traced with the parameters as its arguments (also for `jax.checkpoint`, `jax.eval_shape` and
-      loops outside of `jit`, where it would do no harm: that cannot be seen), or the state that it
-      came from was there at the first call and is gone.
+      traced with the parameters as its arguments (also where that would do no harm, in
+      `jax.checkpoint` say), or the state that it came from was there at the first call and is gone.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
@@ -144,10 +144,9 @@ def differentiate_scaled(
 def scale_loss(loss: Array, opt_state: OptState, *, name: str | None = None) -> Array:
   """Returns `loss` times the loss scale of `opt_state`, to be differentiated.
 
-  A loss in low precision is cast to float32 before it is multiplied: 5 * 2^15 is inf in float16.
-  Its derivative starts with the scale in its own dtype: where that is float16 and the scale may
-  exceed 2^15, there is a warning. `mpjax.value_and_grad` does without it, and returns the plain
-  loss as well.
+  A loss in low precision is cast to float32 before it is multiplied. Its derivative starts with the
+  scale in its own dtype: where that is float16 and the scale may exceed 2^15, there is a warning.
+  `mpjax.value_and_grad` does without it, and returns the plain loss as well.
 
   Args:
     loss: floating, of shape ().
@@ -251,30 +250,23 @@ def _check_library(models: Sequence[Module], allow_int: bool) -> None:
 def _loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Leaf, PyTree]:
   """Returns what `fun` returned as a loss, checked, and the rest."""
   pair = isinstance(out, (tuple, list)) and len(out) == 2
+  where = "mpjax.value_and_grad(fun): the loss"
   if has_aux and not pair:
-    raise MpjaxTypeError(
-      "mpjax.value_and_grad(fun, has_aux=True)",
-      expected="fun to return a pair (loss, aux)",
-      got=kind_of(out),
-      fix="Return both, or leave has_aux out.",
-    )
+    where, fix = "mpjax.value_and_grad(fun, has_aux=True)", "Return both, or leave has_aux out."
+    expected, got = "fun to return a pair (loss, aux)", kind_of(out)
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   if pair and not has_aux:
-    raise MpjaxTypeError(
-      "mpjax.value_and_grad(fun): the loss",
-      expected="a floating scalar",
-      got=f"{kind_of(out)} of two",
-      fix="If it is (loss, aux), pass has_aux=True; else return one number to minimise, such as "
-      "jnp.mean(losses).",
-    )
+    fix = f"If it is (loss, aux), pass has_aux=True. Else: {_ONE_NUMBER}"
+    got = f"{kind_of(out)} of two"
+    raise MpjaxTypeError(where, expected="a floating scalar", got=got, fix=fix)
   loss, aux = out if has_aux else (out, None)
-  check_loss(loss, "mpjax.value_and_grad(fun): the loss")
+  check_loss(loss, where)
   return loss, aux
 
 
 def check_loss(loss: Leaf, where: str) -> None:
   """Raises unless `loss` is a floating scalar."""
-  fix = "Return one number to minimise, such as jnp.mean(losses)."
   is_number = isinstance(loss, float) or hasattr(loss, "dtype")
   if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-    raise MpjaxTypeError(where, expected="a floating scalar", got=kind_of(loss), fix=fix)
-  check_scalar(loss, where, expected="a floating scalar", fix=fix)
+    raise MpjaxTypeError(where, expected="a floating scalar", got=kind_of(loss), fix=_ONE_NUMBER)
+  check_scalar(loss, where, expected="a floating scalar", fix=_ONE_NUMBER)
