@@ -7,7 +7,6 @@ gradients that are right and behind a clip: far below 1 the mistake is all that 
 above it is gone, or the other way round.
 """
 
-import collections
 import contextlib
 import itertools
 import warnings
@@ -43,7 +42,7 @@ _STATE = "the state of an optimizer created by mpjax.loss_scaling"
 _FIELD = ".loss_scale"
 _MARK = 2**30
 """The count of steps that tells the scale under test from others in what the step returns."""
-_HIGH, _FACTOR, _LOW = 2.0**14, 4.0, 2.0**-30
+_HIGH, _FACTOR, _LOW = 2.0**14, 4.0, 2.0**-36
 _TOLERANCE = 0.25
 """Of how far a leaf moves: a step that runs as it is may round."""
 
@@ -354,16 +353,14 @@ def _old_versions(before: Leaves, after: Leaves) -> tuple[Versions, Versions]:
     carried.add(path)
     has_state = has_state or _FIELD in path
 
-  of_type = collections.defaultdict[object, list[Path]](list)
-  for path, x in before.items():
-    of_type[_type(x)] += [path] if _FIELD not in path else []
+  types = {path: _type(x) for path, x in before.items() if _FIELD not in path}
   states = {path[: path.index(_FIELD)] for path in before if _FIELD in path}
   old, sure = dict[Path, list[Path]](), dict[Path, list[Path]]()
   for path in [path for path in after if _FIELD not in path]:
-    new = after[path]
-    # It has the place of an argument, or those whose paths end as its own does, as far as any does.
-    # They have its type, and some name in common: an index by itself says nothing.
-    shared = {other: _shared(path, other) for other in of_type[_type(new)]}
+    new, kind = after[path], _type(after[path])
+    # It has the place of an argument, or it is one of those whose paths end as its own does, as far
+    # as any does. They have its type, and some name in common: an index by itself says nothing.
+    shared = {other: _shared(path, other) for other, x in types.items() if x == kind}
     if has_state and path in carried:
       shared = {path: len(path)}
     most = max(shared.values(), default=0)
