@@ -262,8 +262,8 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> tuple[bool, s
 
   skips = not skipped.finite
   alone = {path: xs for path, xs in sure.items() if not skips or len(xs) == 1}
-  known = same(before, skipped.after) | alone
-  pairs = [(path, x) for path, xs in known.items() for x in xs]
+  versions = same(before, skipped.after) | alone
+  pairs = [(path, x) for path, xs in versions.items() for x in xs]
 
   # What depends on the scale? Beside what falls with it other things may rise: a clip makes them.
   goes_on = at_inf.finite and not is_one
