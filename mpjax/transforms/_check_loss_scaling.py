@@ -237,7 +237,9 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> tuple[bool, s
         fix="Call it with another batch; mpjax.check_skipped_steps says which gradient it is.",
       )
     high /= _FACTOR
-  others = (high / _FACTOR, high * _LOW)[: 0 if is_one else 1 if jaxpr is None else 2]
+  others = [] if is_one else [high / _FACTOR, high * _LOW]
+  if jaxpr is None:  # In float16 gradients would underflow at the last.
+    others = others[:1]
   applied = [first, *(one for x in others if (one := run(before, x)).finite)]
 
   # One that is skipped: it may try again at a lower scale than inf, but a NaN stays one. And one
