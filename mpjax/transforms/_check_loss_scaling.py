@@ -20,7 +20,15 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import convert_element_type_p
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, check_callable, message
+from mpjax._core.errors import (
+  REFUSALS,
+  MpjaxTypeError,
+  MpjaxValueError,
+  check_call,
+  check_callable,
+  flax_errors,
+  message,
+)
 from mpjax._core.leaves import is_key, is_nnx_variable
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Function, KeyPath, Leaf, PyTree
@@ -156,7 +164,8 @@ def _runner(
     return states, {path: plain_array(x) for path, x in (_arrays_in(out) | written).items()}
 
   execute, jaxpr = outcome, None
-  with contextlib.suppress(Exception):  # What is wrong with it, it raises again where it runs.
+  # What is wrong with it, it raises again where it runs.
+  with contextlib.suppress(*REFUSALS, *flax_errors()):
     traced, shapes = jax.make_jaxpr(outcome, return_shape=True)(before)
     wide, structure = jax.jit(in_float32(traced)), jax.tree.structure(shapes)
     jax.eval_shape(wide, *jax.tree.leaves(before))
