@@ -8,18 +8,10 @@ Without this, differentiating the rewritten body would drop what the user wrote:
 `jax.nn.relu` at 0 would be 0.5, that of a maximum, and a `custom_vjp` for attention would save the
 matrix that it was written to avoid. And with the rule unchanged, all that it saves is float32.
 
-One kind of rule is out of reach: one that closes over a value of the function that is autocast. The
-function was traced before, and that value is gone:
-
-    def f(w, x):
-      @jax.custom_jvp
-      def layer(x):
-        return x @ w
-      layer.defjvp(lambda primals, tangents: (layer(*primals), tangents[0] @ w))
-      return layer(x)
-
-So such an `f` is differentiated at once, rules and all, inside of one trace, and the derivative is
-rewritten: see `differentiated_at_once`.
+One kind of rule is out of reach: one that closes over a value of the function that is autocast, as
+a `custom_jvp` inside of a layer that reads the weight of the layer. The function was traced before,
+and that value is gone. So such a function is differentiated at once, rules and all, inside of one
+trace, and the derivative is rewritten: see `differentiated_at_once`.
 """
 
 import dataclasses
@@ -36,6 +28,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mpjax._core.active import ACTIVE, Active
 from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.autocast.boundary import InDtype
 from mpjax._jaxprs.autocast.rewriter import Rewritten, traced
@@ -170,16 +163,12 @@ def _replaced(args: Sequence[Any], places: Sequence[int], some: Sequence[Any]) -
   return [by_place.get(i, x) for i, x in enumerate(args)]
 
 
-def _is_inexact(atom: Atom) -> bool:
-  return jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
-
-
 def _jvp(
   custom: CustomCall, primals: Sequence[Array], tangents: Sequence[Array]
 ) -> tuple[list[Array], list[PyTree]]:
   # Tangents of integers are of `float0`, which no jaxpr computes with: they are left out of it.
   moving = [i for i, t in enumerate(tangents) if t.dtype != jax.dtypes.float0]
-  smooth = [i for i, v in enumerate(custom.eqn.outvars) if _is_inexact(v)]
+  smooth = [i for i, v in enumerate(custom.eqn.outvars) if is_inexact(v.aval)]
 
   def rule(primals: Sequence[Array], some: Sequence[Array]) -> PyTree:
     every = _replaced(tangents, moving, some)
@@ -219,7 +208,7 @@ def _forward(custom: CustomCall, *operands: PyTree) -> tuple[list[Array], _Resid
     moving = tuple(i for i, p in enumerate(operands) if p.perturbed)
     primals: list[Array] = [p.value for p in operands]
   else:
-    moving = tuple(i for i, v in enumerate(custom.eqn.invars) if _is_inexact(v))
+    moving = tuple(i for i, v in enumerate(custom.eqn.invars) if is_inexact(v.aval))
     primals = list(operands)
   trees: list[PyTree] = []
 

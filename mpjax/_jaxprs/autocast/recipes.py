@@ -24,7 +24,14 @@ from mpjax._jaxprs.autocast.rewriter import Rewriter, wants_precision
 from mpjax._jaxprs.autocast.run import remembered_off_mesh
 from mpjax._jaxprs.autocast.scopes import FLOAT8, TABLE
 from mpjax._jaxprs.autocast.values import Scope, Settings, Value
-from mpjax._jaxprs.autocast.wide_sums import Levels, into, mapped_over, with_matmuls_by, with_rule
+from mpjax._jaxprs.autocast.wide_sums import (
+  Levels,
+  Matmul,
+  into,
+  mapped_over,
+  with_matmuls_by,
+  with_rule,
+)
 from mpjax._jaxprs.compat import WRITTEN_OUT
 from mpjax._jaxprs.count import dot_axes, matmul_sizes
 from mpjax._jaxprs.locations import location
@@ -158,24 +165,17 @@ def _weight_of(values: Sequence[Value | None]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Matmul:
+class RecipeMatmul(Matmul):
   """A matmul in the format of a recipe.
 
   Fields:
-    primitive, params: those of its equation.
-    half: the dtype of the result.
-    operands: the types of its operands in it; the third are the sizes of groups.
+    operands: the types of its operands in `half`; the third are the sizes of groups.
     recipe: how to scale.
-    wide: the dtype of the gradient of an operand that keeps its own, as weights do; None: `half`.
     weight: which operand is the weight, by its index.
   """
 
-  primitive: Primitive
-  params: tuple[tuple[str, Any], ...]
-  half: DType
   operands: tuple[ShapedArray, ...]
   recipe: Recipe
-  wide: tuple[DType | None, ...]
   weight: int
 
   # A model has many layers of few kinds, and JAX traces what is jitted once for each: the matmuls
@@ -183,10 +183,9 @@ class Matmul:
 
   @functools.partial(jax.jit, static_argnums=(0, 1), inline=WRITTEN_OUT)
   @jax.named_scope(FLOAT8)
-  def with_kept(
+  def with_kept(  # pyright: ignore[reportIncompatibleMethodOverride]
     self, moving: tuple[int, ...], x: Array, w: Array, *sizes: Array
   ) -> tuple[Array, Sequence[Sequence[Array]]]:
-    """Returns the matmul of operands in float32 or low precision, and what gradients need."""
     params = dict(self.params)
     axes = dot_axes(params)
     pair = (_only_in_groups(x, axes.ragged, sizes), w)
@@ -212,7 +211,6 @@ class Matmul:
     return Scaled(*others[:count]), others[count:]
 
   def tangent(self, side: int, t: Array, *others: Array) -> Array:
-    """Returns the matmul of a tangent and what is kept of the other operand, in low precision."""
     other, sizes = self.split(others)
     values = jax.lax.convert_element_type(other.values, FLOAT32)
     values = values if other.scale is None else values * other.scale
@@ -223,7 +221,6 @@ class Matmul:
   def gradient(
     self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
   ) -> Array:
-    """Returns the gradient of an operand."""
     like, sums = self.operands[side] if levels else like, 0
     other, sizes = self.split(others)
     if not sizes and (other.scale is None or other.scale.ndim == sum(lv[2] for lv in levels)):
@@ -254,7 +251,7 @@ class Matmul:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
 def _multiplied(
-  matmul: Matmul, side: int, like: ShapedArray, sums: int, cotangent: Array, *others: Array
+  matmul: RecipeMatmul, side: int, like: ShapedArray, sums: int, cotangent: Array, *others: Array
 ) -> Array:
   """Returns the gradient of an operand, inside of all `vmap`s but for the first `sums`."""
   other, sizes = matmul.split(others)
@@ -285,7 +282,7 @@ def _multiplied(
 
 
 @_multiplied.defjvp
-def _multiplied_jvp(matmul: Matmul, *args: object) -> Any:
+def _multiplied_jvp(matmul: RecipeMatmul, *args: object) -> Any:
   matmul.check_second_order()
 
 
@@ -294,7 +291,7 @@ _gradient = jax.jit(_multiplied, static_argnums=(0, 1, 2, 3), inline=WRITTEN_OUT
 
 @remembered_off_mesh
 def _transposed(
-  matmul: Matmul, side: int, like: ShapedArray, sums: int, *avals: ShapedArray
+  matmul: RecipeMatmul, side: int, like: ShapedArray, sums: int, *avals: ShapedArray
 ) -> ClosedJaxpr:
   """Returns the jaxpr of the gradient of an operand, in low precision."""
 
@@ -329,10 +326,11 @@ def in_recipe(
   if parameter is not None and parameter.stored is not None:
     operands[weight] = parameter.stored
   left, right, *sizes = map(aval_of, operands)
-  matmul = Matmul(
+  matmul = RecipeMatmul(
     primitive=eqn.primitive,
     params=tuple(eqn.params.items()),
     half=half,
+    out=half,
     operands=(*(x.update(dtype=half, weak_type=False) for x in (left, right)), *sizes),
     recipe=recipe,
     wide=tuple(FLOAT32 if i == weight or each else None for i, each in enumerate(kept)),

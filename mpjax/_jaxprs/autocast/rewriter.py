@@ -405,7 +405,7 @@ class Rewriter:
       # A cast commutes with a move. Of all float32 readers of what was moved there is one cast, so
       # their gradients, which may cancel, are added before they are rounded: `v[1:] - v[:-1]`.
       moved = value.moved
-      operands = [self.read(atom, eqn, FLOAT32) for atom in moved.invars]
+      operands = [self.read(atom, moved, FLOAT32) for atom in moved.invars]
       results = [self.values[v] for v in moved.outvars]
       outs = [retyped(one.atom, FLOAT32) for one in results]
       self.eqns.append(moved.replace(invars=operands, outvars=outs))

@@ -61,22 +61,17 @@ def autocast(
 ) -> Callable[P, R]:
   """Returns a function that computes what `fn` does, with a dtype chosen for each operation.
 
-  `fn` is traced as it is, in float32, and its jaxpr is rewritten: matmuls and
-  convolutions run in the compute dtype of the policy, exponentials, logarithms, sums and losses in
-  float32, and what lies between follows its operands (`mpjax.OpLists`, docs/op_lists.md). Each
-  value is data, low or neutral (docs/concepts.md): arguments and literals are neutral, so that a
-  float32 bias does not widen its layer; constant arrays, computed grids, integers that become
-  floats, and the arguments that `data_argnums` names are data, and float32 until a matmul; what a
-  matmul returned, and what is computed from it, is low. It is rounded where no reader is harmed,
-  and held in float32 for sums, comparisons and loops. Results have the dtypes that `fn` gives them.
-  All of JAX may be used inside and around: `jax.value_and_grad(mpjax.autocast(loss_fn))` is the
-  usual order.
-
-  Parameters are cast where they are used, and their gradients added in float32. The jaxprs inside
-  of `jit`, `scan`, `cond`, `remat`, `custom_vjp`, `shard_map` and so on are rewritten as well, and
-  compute what they would compute inlined. A scan holds its state in float32 if it starts so, or if
-  its body returns it so; a `while_loop` always. Casts in `fn` to float16 and bfloat16,
+  `fn` is traced as it is, in float32, and its jaxpr is rewritten, also inside of `jit`, `scan`,
+  `cond`, `remat`, `custom_vjp`, `shard_map` and so on: matmuls and convolutions run in the compute
+  dtype of the policy, exponentials, logarithms, sums and losses in float32, and what lies between
+  follows its operands (`mpjax.OpLists`, docs/op_lists.md). Each value is data, low or neutral
+  (docs/concepts.md): arguments and literals are neutral, so that a float32 bias does not widen its
+  layer; constant arrays, computed grids, integers that become floats, and the arguments that
+  `data_argnums` names are data, and float32 until a matmul; what a matmul returned, and what is
+  computed from it, is low. Parameters are cast where they are used, and their gradients added in
+  float32. Results have the dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16,
   `precision="highest"`, integers, complex numbers, float64 and random keys stay as they are.
+  `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
 
   Args:
     fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
@@ -135,8 +130,7 @@ def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]
     raise MpjaxTypeError(where, expected="a function", got=repr(fn), fix=_AS_FUNCTION)
   check_no_linen_model(fn, where)
   if ops is not None and not isinstance(ops, OpLists):
-    fix = 'Write ops=mpjax.OpLists().replace(float32=["tanh"]).'
-    where = "mpjax.autocast(ops=...)"
+    where, fix = "mpjax.autocast(ops=...)", 'Write ops=mpjax.OpLists().replace(float32=["tanh"]).'
     raise MpjaxTypeError(where, expected="an mpjax.OpLists", got=repr(ops), fix=fix)
   parsed_rules = parse_rules(rules, "mpjax.autocast(rules=...)")
   for rule in parsed_rules:

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +49,10 @@ def with_wide_sums(
   out: DType,
   wide: DType | None,
 ) -> JaxprEqn | None:
-  """Returns a matmul in `half` with a wide result, wide gradients of its weights, or both.
+  """Returns a matmul in `half` with a wide result, wide gradients of its weights, or both; or None.
 
-  `out` is the dtype of the result, `wide` that of the gradients of weights: of what is created from
-  parameters alone.
-
-  Returns:
-    None if neither the result nor a gradient is wide.
+  `out` is the dtype of the result, `wide` that of the gradients of what is created from parameters
+  alone.
   """
   wide = None if wide is None or wide.itemsize <= half.itemsize else wide
   each = tuple(wide if v is not None and v.is_parameter else None for v in values)
@@ -66,19 +63,19 @@ def with_wide_sums(
     for atom, value, is_weight in zip(eqn.invars, values, each, strict=True)
   ]
   params = tuple(retype(eqn, half).items())
-  matmul = _Matmul(primitive=eqn.primitive, params=params, half=half, out=out, wide=each)
+  matmul = Matmul(primitive=eqn.primitive, params=params, half=half, out=out, wide=each)
   return with_rule(eqn, matmul, operands)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Matmul:
-  """A matmul whose operands are cast to `half`, some of them with gradients in wide dtypes.
+class Matmul:
+  """A matmul with a derivative of its own, part of the key of what JAX keeps.
 
   Fields:
     primitive, params: those of its equation, of operands and a result in `half`.
     half: the dtype to multiply in.
     out: that of the result.
-    wide: of operands that are cast to `half` first, the dtype of their gradients.
+    wide: of operands that keep their own dtype until here, as weights do, that of their gradients.
   """
 
   primitive: Primitive
@@ -98,17 +95,23 @@ class _Matmul:
   def with_kept(
     self, moving: tuple[int, ...], *operands: Array
   ) -> tuple[Array | None, Sequence[Sequence[Array]]]:
+    """Returns the matmul, and for operands that have tangents what is kept of the others.
+
+    None instead of the matmul is the equation, with its rule, once more.
+    """
     kept = [(*operands[:side], *operands[side + 1 :]) for side in moving]
     # A policy of `jax.checkpoint` such as `dots_saveable` sees the matmul, if it has no equation of
     # its own. Of one that leaves in a wider dtype a second derivative needs the rule too.
     return None if moving and self.out != self.half else self(*operands), kept
 
   def tangent(self, side: int, t: Array, *others: Array) -> Array:
+    """Returns the matmul of a tangent of the operand `side`, and of what is kept of the others."""
     return self(*others[:side], t, *others[side:])
 
   def gradient(
     self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
   ) -> Array:
+    """Returns the gradient of an operand `like` this, added up over the `vmap`s that it lacks."""
     low = self._low(others, self.wide[:side] + self.wide[side + 1 :])
     plain = dataclasses.replace(self, out=self.half, wide=(None,) * len(self.wide))
 
@@ -128,7 +131,7 @@ class _Matmul:
     return with_matmuls_by(multiply, jax.make_jaxpr(pull)(cotangent), cotangent)
 
   def check_second_order(self) -> None:
-    pass
+    """Raises if the tangent has no derivative by what is kept."""
 
 
 def into(primitive: Primitive, operands: Sequence[Array], params: Mapping[str, Any]) -> Array:
@@ -145,28 +148,7 @@ def into(primitive: Primitive, operands: Sequence[Array], params: Mapping[str, A
 # The derivative of a matmul.
 
 
-class MatmulRule(Protocol):
-  """A matmul with a derivative of its own, part of the key of what JAX keeps.
-
-  Fields:
-    with_kept: the matmul, and for operands that have tangents what is kept of the others. None
-      instead of the matmul is the equation, with its rule, once more.
-    tangent: the matmul of a tangent of the operand `side`, and of what is kept of the others.
-    gradient: that of an operand `like` this, added up over the `vmap`s that it lacks.
-    check_second_order: raises if the tangent has no derivative by what is kept.
-  """
-
-  def with_kept(
-    self, moving: tuple[int, ...], *operands: Array
-  ) -> tuple[Array | None, Sequence[Sequence[Array]]]: ...
-  def tangent(self, side: int, t: Array, *others: Array) -> Array: ...
-  def gradient(
-    self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
-  ) -> Array: ...
-  def check_second_order(self) -> None: ...
-
-
-def with_rule(eqn: JaxprEqn, rule: MatmulRule, operands: Sequence[Atom]) -> JaxprEqn:
+def with_rule(eqn: JaxprEqn, rule: Matmul, operands: Sequence[Atom]) -> JaxprEqn:
   """Returns an equation that computes a matmul by a rule."""
   with context_of(eqn):
     product = _equation(rule, eqn.ctx, *map(aval_of, operands))
@@ -174,7 +156,7 @@ def with_rule(eqn: JaxprEqn, rule: MatmulRule, operands: Sequence[Atom]) -> Jaxp
 
 
 @remembered_off_mesh
-def _equation(rule: MatmulRule, _: object, *avals: ShapedArray) -> JaxprEqn:
+def _equation(rule: Matmul, _: object, *avals: ShapedArray) -> JaxprEqn:
   """Returns an equation for operands of these types, which layers in one context share."""
 
   def call(*operands: Array) -> Array | None:
@@ -238,13 +220,13 @@ tangent_p = Primitive("matmul_tangent")
 """The derivative of a matmul by one operand, linear in its tangent.
 
 Its operands are the tangent, and what is kept of the other operands. Parameters:
-  rule: a `MatmulRule`.
+  rule: the `Matmul`.
   side: the position of the operand that has the tangent.
   levels: see `Levels`.
 """
 
 
-def _evaluate(*operands: Array, rule: MatmulRule, side: int, levels: Levels) -> Array:
+def _evaluate(*operands: Array, rule: Matmul, side: int, levels: Levels) -> Array:
   return mapped_over(functools.partial(rule.tangent, side), levels)(*operands)
 
 
@@ -257,7 +239,7 @@ def _jvp(
   primals: Sequence[Array],
   tangents: Sequence[Array | ad.Zero],
   *,
-  rule: MatmulRule,
+  rule: Matmul,
   side: int,
   levels: Levels,
 ) -> tuple[Array, Array]:
@@ -288,7 +270,7 @@ def _batch(
 def _transpose(
   cotangent: Array | ad.Zero,
   *operands: Any,  # One `ad.UndefinedPrimal`, and arrays.
-  rule: MatmulRule,
+  rule: Matmul,
   side: int,
   levels: Levels,
 ) -> list[Array | ad.Zero | None]:
@@ -312,7 +294,6 @@ mlir.register_lowering(tangent_p, mlir.lower_fun(_evaluate, multiple_results=Fal
 
 # What a CPU needs.
 
-
 _as_laid_out_p = Primitive("as_laid_out")
 """The operand. On a CPU XLA does not see through it, to turn the matmul that made it round.
 
@@ -320,7 +301,6 @@ It leaves some matmuls of bfloat16 into float32 to a library that takes one layo
 where a transpose of the result became one of the operands. What is traced on a CPU and lowered for
 something else has nothing there.
 """
-
 
 _as_laid_out_p.def_impl(lambda x: x)
 _as_laid_out_p.def_abstract_eval(lambda aval: aval)
