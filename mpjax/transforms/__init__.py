@@ -6,7 +6,7 @@ from mpjax.transforms._atomic_step import atomic_step
 from mpjax.transforms._check_loss_scaling import check_loss_scaling
 from mpjax.transforms._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from mpjax.transforms._loss_scaling import loss_scaling
-from mpjax.transforms._master_weights import master_params, master_weights, set_master_params
+from mpjax.transforms._masters import master_params, master_weights, set_master_params
 from mpjax.transforms._metrics import (
   check_skipped_steps,
   last_step_finite,

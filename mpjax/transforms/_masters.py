@@ -1,26 +1,46 @@
-"""Trees of masters, one for each parameter in low precision, and how wrappers show parameters.
+"""The optax wrapper that keeps float32 masters of parameters stored in 16 bits, and their trees.
 
 A master is a float32 array, or split: the bfloat16 parameter and an int16 remainder.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
-from mpjax._core.trees import is_array_like, is_half, round_to, saturate
-from mpjax._core.types import Array, DType, Grads, Leaf, OptState, Params, PyTree, Updates
-from mpjax.transforms._checks import init_inner, update_inner
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
+from mpjax._core.trees import is_array_like, is_floating, is_half, round_to, saturate
+from mpjax._core.types import Array, DType, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
+from mpjax.transforms._checks import (
+  check_inner,
+  check_params,
+  check_state,
+  init_inner,
+  refuse_integers,
+  update_inner,
+)
 from mpjax.transforms._state import MasterWeightsState
-from mpjax.transforms._trees import float32_view, nodes_of, strong
+from mpjax.transforms._trees import (
+  align_gradients,
+  arrays_only,
+  float32_view,
+  key_text,
+  nodes_of,
+  place_like,
+  put_like,
+  strong,
+)
+
+T = TypeVar("T")
+
+Storage: TypeAlias = Literal["float32", "split"]
 
 _LARGEST = np.int32(0x7F7F7FFF).view(np.float32)
-"""The largest number that rounds to a finite bfloat16."""
+"""The largest master: the largest number that rounds to a finite bfloat16."""
 
 
 def differentiated_as(
@@ -40,7 +60,10 @@ def differentiated_as(
 @differentiated_as(lambda master: master)
 def bounded(master: Array) -> Array:
   """Returns a float32 master no larger than what rounds to a finite bfloat16; an inf stays."""
-  return _bounded(master)
+  nearest = jnp.clip(master, -_LARGEST, _LARGEST)
+  # Where it is the same, `master` itself: a CPU takes a subnormal number for zero here.
+  is_beyond = jnp.logical_and(jnp.isfinite(master), nearest != master)
+  return jnp.where(is_beyond, nearest, master)
 
 
 @jax.jit
@@ -57,11 +80,11 @@ def split(master: Array, param: Array) -> Array:
 @differentiated_as(lambda param, remainder: param.astype(jnp.float32))
 def join(param: Array, remainder: Array) -> Array:
   """Returns the float32 master of a bfloat16 parameter."""
-  # It is finite where the parameter is, which someone may have set to 0 with a remainder below 0.
+  # It is the parameter where the sum is no master: where the parameter is not finite, or someone
+  # has set it to 0 with a remainder below 0.
   base = param.astype(jnp.float32)
-  total = _bits(base) + remainder.astype(jnp.int32)
-  is_usable = jnp.logical_and(jnp.isfinite(base), (total ^ _bits(base)) >= 0)
-  return jnp.where(is_usable, _number(total), base)
+  master = _number(_bits(base) + remainder.astype(jnp.int32))
+  return jnp.where(jnp.abs(master) <= _LARGEST, master, base)
 
 
 @differentiated_as(lambda master, param: master.astype(param.dtype))
@@ -83,16 +106,9 @@ def _rounded(master: Array, dtype: DType) -> Array:
   # Beyond its range they are the largest number: from an inf no update would lead to a number.
   if dtype != jnp.bfloat16:
     return round_to(saturate(master, dtype), dtype).astype(jnp.float32)
-  nearest = (_bits(_bounded(master)) + np.int32(2**15)) & np.int32(-(2**16))
+  nearest = (_bits(bounded(master)) + np.int32(2**15)) & np.int32(-(2**16))
   # An inf or NaN stays. In integers a NaN could become 0.
   return jnp.where(jnp.isfinite(master), _number(nearest), master)
-
-
-def _bounded(master: Array) -> Array:
-  nearest = jnp.clip(master, -_LARGEST, _LARGEST)
-  # Where it is the same, `master` itself: a CPU takes a subnormal number for zero here.
-  is_beyond = jnp.logical_and(jnp.isfinite(master), nearest != master)
-  return jnp.where(is_beyond, nearest, master)
 
 
 def _bits(x: Array) -> Array:
@@ -101,9 +117,6 @@ def _bits(x: Array) -> Array:
 
 def _number(bits: Array) -> Array:
   return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-T = TypeVar("T")
 
 
 class SplitMasterWeightsState(MasterWeightsState):
@@ -131,12 +144,6 @@ def map_masters(f: Callable[..., PyTree], master: PyTree, *trees: PyTree) -> PyT
   return jax.tree.map(f, master, *trees, is_leaf=is_hole)
 
 
-def has_split(opt_state: OptState) -> bool:
-  """Whether masters in `opt_state` need the parameters that they were split from."""
-  states = nodes_of(opt_state, MasterWeightsState)
-  return any(map(is_remainder, jax.tree.leaves([state.master for state in states])))
-
-
 def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state: T) -> T:
   """Returns `opt_state` with `f` of each `MasterWeightsState` in it."""
 
@@ -144,6 +151,171 @@ def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state:
     return isinstance(x, MasterWeightsState)
 
   return jax.tree.map(lambda x: f(x) if is_state(x) else x, opt_state, is_leaf=is_state)
+
+
+def trained_of(master: PyTree, params: Params) -> Params:
+  """Returns what is trained: the master of each parameter, or the parameter itself."""
+
+  def one(m: Leaf, p: Leaf) -> Leaf:
+    if is_remainder(m):
+      return join(p, m)
+    return p if is_hole(m) else m
+
+  return map_masters(one, master, params)
+
+
+def master_weights(
+  inner: optax.GradientTransformation, *, storage: Storage = "float32"
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it trains a float32 copy of parameters stored in 16 bits.
+
+  `inner` sees gradients, parameters and moments in float32, and its updates are added to the
+  master: steps too small for 16 bits still add up, and weight decay does not underflow. The rule is
+  that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.1. Parameters in float32
+  (norms, say) are trained as without this wrapper, and have no copy. It may be inside
+  `mpjax.loss_scaling` or around it, and inside `optax.masked` and `optax.multi_transform`.
+
+  The updates that come out lead each 16-bit parameter to the rounded master.
+  `mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))` makes the two equal
+  bit for bit; `optax.apply_updates` does so but for the sign of zero, and for steps so large that a
+  float32 `p + u` cannot reach the master, where the parameter follows on the next step. bfloat16
+  parameters are rounded to nearest, ties away from zero. Where a finite master is beyond the range
+  of a parameter's dtype, the parameter is the largest number there; masters end at 3.3961773e38,
+  what rounds to the largest bfloat16. Derivatives take the rounding for the identity.
+
+  With `storage="split"` the state has no copy of a bfloat16 parameter, but what its rounding has
+  cut off, an int16 in its shape: masters, updates and parameters are those of `storage="float32"`,
+  bit for bit. Then `mpjax.apply_updates(params, updates)` or `optax.apply_updates` gives the
+  rounded master, without `master=`; `mpjax.master_params` needs the parameters that belong to the
+  state; and nothing but these updates may change the parameters (nothing that changes updates may
+  follow this in an `optax.chain`). NaN masters come back as some NaN. Where no float32 update leads
+  to the rounded master (a step that brings a parameter 2^16 times nearer to zero), the master
+  becomes the nearest number that rounds to the parameter.
+
+  Args:
+    inner: the optimizer. Consumers of parameters, such as weight decay, belong inside.
+    storage: "float32", a master of 4 bytes for each 16-bit parameter; or "split", what is missing
+      in a bfloat16 parameter. float16 ones, whose exponents have other sizes, have float32 masters
+      in both.
+
+  Returns:
+    An optax transformation. `update` needs `params`, and passes extra arguments to `inner`; its
+    updates are float32 in the shapes of the parameters. Its state is a `MasterWeightsState`.
+
+  Raises:
+    MpjaxTypeError: `inner` is no optax transformation; `init`: a parameter is no floating array;
+      `update`: the state is not one of this transformation.
+    MpjaxValueError: an unknown `storage`; `update`: there are no parameters, or the gradients do
+      not match them, or with "split" the parameters cannot be those of the state.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.master_weights(optax.sgd(0.5))
+  >>> params = jnp.asarray([1.0], jnp.bfloat16)
+  >>> opt_state = tx.init(params)
+  >>> for _ in range(3):  # each step is less than half of what bfloat16 can show
+  ...   updates, opt_state = tx.update(jnp.asarray([0.003]), opt_state, params)
+  ...   params = mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))
+  >>> print(params, mpjax.master_params(opt_state))
+  [0.996094] [0.99549997]
+  """
+  where = "mpjax.master_weights(inner)"
+  inner = check_inner(inner, where)
+  check_choice(storage, get_args(Storage), "mpjax.master_weights(storage)")
+  splits = storage != "float32"
+
+  def init(params: Params) -> MasterWeightsState:
+    refuse_integers(params, f"{where}.init(params)")
+    params = arrays_only(params)
+    masters = jax.tree.map(lambda p: _first_master(p, splits=splits), params)
+    inner_state = init_inner(inner, trained_of(masters, params), where)
+    kind = SplitMasterWeightsState if splits else MasterWeightsState
+    return place_like(params, kind(masters, jax.tree.map(strong, inner_state)))
+
+  def update(
+    updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, MasterWeightsState]:
+    state = check_state(state, MasterWeightsState, f"{where}.update(state)")
+    check_params(params, f"{where}.update(params)")
+    if isinstance(state, SplitMasterWeightsState) != splits:
+      raise MpjaxTypeError(
+        f"{where}.update(state)",
+        expected=f'the state of storage="{storage}"',
+        got="that of the other storage",
+        fix="Convert it together with the parameters, mpjax.checkpoints.restore_like("
+        "(params, tx.init(params)), (params, opt_state)).",
+      )
+    if "apply" in extra_args:
+      raise MpjaxTypeError(
+        f"{where}.update(apply)",
+        expected="no apply=, which is mpjax.loss_scaling's alone",
+        got="one",
+        fix="Its new parameters would be taken for updates here. Put the loss scaling outside, "
+        "loss_scaling(master_weights(inner)), or leave apply= out and apply the updates.",
+      )
+    params, is_shown = arrays_only(params), isinstance(state, ShownMasterWeightsState)
+    _check_split(state.master, params, f"{where}.update(params)", view=is_shown)
+    grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
+    # A wrapper around this one shows bfloat16 parameters in float32.
+    old = map_masters(
+      lambda m, p: p.astype(jnp.bfloat16) if is_remainder(m) else p, state.master, params
+    )
+    trained = trained_of(state.master, old)
+    new_updates, inner_state = update_inner(
+      inner, grads, state.inner_state, trained, extra_args, f"{where}.update"
+    )
+    moved = optax.apply_updates(trained, new_updates)
+
+    def to_master(kept: Leaf, m: Leaf, p: Leaf, u: Leaf) -> Leaf:
+      return u if is_hole(kept) else update_to(m, p)
+
+    def entry(kept: Leaf, m: Leaf, p: Leaf, u: Leaf) -> Leaf:
+      if is_remainder(kept):
+        # The sum that the addition of optax or mpjax.apply_updates ends at is a bfloat16 number.
+        return split(m, p.astype(jnp.float32) + u)
+      return kept if is_hole(kept) else bounded(m)
+
+    new_updates = map_masters(to_master, state.master, moved, old, new_updates)
+    masters = map_masters(entry, state.master, moved, old, new_updates)
+    return new_updates, state._replace(master=masters, inner_state=inner_state)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _first_master(param: Leaf, *, splits: bool) -> Leaf:
+  """Returns the master of a parameter before the first step; None if that is its own."""
+  if not is_half(param):
+    return None
+  master = jnp.asarray(param, jnp.float32)
+  return split(master, param) if splits and param.dtype == jnp.bfloat16 else master
+
+
+def _check_split(master: PyTree, params: Params, where: str, *, view: bool) -> None:
+  """Raises if the parameters whose remainders a state holds are not there, or are others."""
+  # `view` says whether they may be bfloat16 in float32, as wrappers show it.
+  problems = []
+  dtypes = (jnp.bfloat16, jnp.float32) if view else (jnp.bfloat16,)
+
+  def check(m: Leaf, p: Leaf) -> None:
+    if is_remainder(m):
+      dtype, shape = getattr(p, "dtype", None), jnp.shape(p) if is_array_like(p) else None
+      if shape != m.shape or dtype not in dtypes:
+        got = type(p).__name__ if dtype is None else f"{dtype}{list(shape or ())}"
+        problems.append(f"{got} for bfloat16{list(m.shape)}")
+
+  try:
+    map_masters(check, master, params)
+  except ValueError as error:
+    problems.append(f"another tree ({error})")
+  if problems:
+    raise MpjaxValueError(
+      where,
+      expected='the parameters of this state: with storage="split" they are the upper half of it',
+      got=listed(problems),
+      fix="Pass the bfloat16 parameters to which the updates of this very state were applied.",
+    )
+
+
+# How a wrapper calls its inner optimizer that shows it the parameters in float32.
 
 
 def init_shown(
@@ -160,7 +332,7 @@ def init_shown(
       # A None is a leaf of its own, while what optax masks out may be a subtree.
       if m is None and p is not None and not jax.tree_util.all_leaves([p]):
         problems.append(f"one array for {jax.tree.structure(p)}")
-      return first_master(p, splits=splits) if m is None else m
+      return _first_master(p, splits=splits) if m is None else m
 
     try:
       return state._replace(master=map_masters(one, state.master, params))
@@ -195,7 +367,7 @@ def update_shown(
     new_updates, new = update_inner(inner, grads, state, view, extra_args, where)
   else:
     for one in states if params is not None else ():
-      check_split(one.master, params, f"{where}(params)", view=False)
+      _check_split(one.master, params, f"{where}(params)", view=False)
     new_updates, new = update_inner(inner, grads, marked(state), view, extra_args, where)
     new = marked(new, SplitMasterWeightsState)
   for one in nodes_of(new, MasterWeightsState):
@@ -208,83 +380,165 @@ def marked(opt_state: T, kind: type[SplitMasterWeightsState] = ShownMasterWeight
   return map_states(lambda x: kind(*x) if isinstance(x, SplitMasterWeightsState) else x, opt_state)
 
 
-def first_master(param: Leaf, *, splits: bool) -> Leaf:
-  """Returns the master of a parameter before the first step; None if that is its own."""
-  if not is_half(param):
-    return None
-  master = jnp.asarray(param, jnp.float32)
-  return split(master, param) if splits and param.dtype == jnp.bfloat16 else master
-
-
-def trained_of(master: PyTree, params: Params) -> Params:
-  """Returns what is trained: the master of each parameter, or the parameter itself."""
-
-  def one(m: Leaf, p: Leaf) -> Leaf:
-    if is_remainder(m):
-      return join(p, m)
-    return p if is_hole(m) else m
-
-  return map_masters(one, master, params)
-
-
-def next_entry(old: Leaf, moved: Leaf, param: Leaf, update: Leaf) -> Leaf:
-  """Returns what is stored of the master `moved`; `update` leads the parameter to it."""
-  if is_remainder(old):
-    # The sum that the addition of optax or mpjax.apply_updates ends at is a bfloat16 number.
-    return split(moved, param.astype(jnp.float32) + update)
-  return old if is_hole(old) else bounded(moved)
-
-
-def check_split(master: PyTree, params: Params, where: str, *, view: bool) -> None:
-  """Raises if the parameters whose remainders a state holds are not there, or are others."""
-  # `view` says whether they may be bfloat16 in float32, as wrappers show it.
-  problems = []
-  dtypes = (jnp.bfloat16, jnp.float32) if view else (jnp.bfloat16,)
-
-  def check(m: Leaf, p: Leaf) -> None:
-    if is_remainder(m):
-      dtype, shape = getattr(p, "dtype", None), jnp.shape(p) if is_array_like(p) else None
-      if shape != m.shape or dtype not in dtypes:
-        got = type(p).__name__ if dtype is None else f"{dtype}{list(shape or ())}"
-        problems.append(f"{got} for bfloat16{list(m.shape)}")
-
-  try:
-    map_masters(check, master, params)
-  except ValueError as error:
-    problems.append(f"another tree ({error})")
-  if problems:
-    raise MpjaxValueError(
-      where,
-      expected='the parameters of this state: with storage="split" they are the upper half of it',
-      got=listed(problems),
-      fix="Pass the bfloat16 parameters to which the updates of this very state were applied.",
-    )
-
-
 def reach(master: Leaf, param: Leaf, update: Leaf) -> Leaf:
   """Returns the update that leads a parameter to its rounded master, or `update` if it does."""
   return update if is_hole(master) or is_remainder(master) else update_to(master, param)
 
 
-def merge_masters(states: Iterable[MasterWeightsState], where: str) -> PyTree:
-  """Returns the masters of states for several parts of one tree in one tree."""
-  return functools.reduce(lambda a, b: _merge(a, b, where), (state.master for state in states))
+# The masters in a state.
 
 
-def _merge(a: PyTree, b: PyTree, where: str) -> PyTree:
-  """Returns two trees of masters in one."""
-  # Where one has a hole, which may replace an entire subtree, the other's subtree is taken.
-  if is_hole(a) or is_hole(b):
-    return b if is_hole(a) else a
-  a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
-  b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
-  if treedef != other or any(child is a for child in a_children):
+def master_params(opt_state: OptState, params: Params = None) -> Params:
+  """Returns the float32 masters in an optimizer state: what to export, average or compare.
+
+  Args:
+    opt_state: a state that holds one `mpjax.master_weights`, or several for parts of the tree.
+    params: the parameters, for those that are their own master. With `storage="split"` they are
+      needed: those to which all updates of this state, and no later ones, have been applied. Others
+      give other masters, and cannot be told from them but by their shapes and dtypes.
+
+  Returns:
+    A tree like the parameters, in their shapes, float32 where a parameter is stored in 16 bits.
+    Elsewhere it has the leaf of `params`, or None without them.
+
+  Raises:
+    MpjaxTypeError: there is no `master_weights` in the state.
+    MpjaxValueError: a parameter has two masters, or `params` is another tree; with
+      `storage="split"` there are no `params`, or they are of another shape or dtype.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
+  >>> opt_state = mpjax.master_weights(optax.adam(1e-3)).init(params)
+  >>> mpjax.master_params(opt_state)
+  {'norm': None, 'w': Array([1., 1.], dtype=float32)}
+  """
+  where = "mpjax.master_params(params)"
+  of_state = "mpjax.master_params(opt_state)"
+  merged = merge_masters(_states_in(opt_state, of_state), of_state)
+  if params is None:
+    if has_split(opt_state):
+      raise MpjaxValueError(
+        where,
+        expected='the parameters: with storage="split" the state has the lower half of each master',
+        got="None",
+        fix="Pass mpjax.master_params(opt_state, params) with the parameters that belong to the "
+        "state; for mpjax.apply_updates(params, updates) no master is needed.",
+      )
+    return merged_masters(opt_state)
+  try:
+    map_masters(lambda m, p: None, merged, params)
+  except ValueError as error:
     raise MpjaxValueError(
       where,
-      expected="masters of separate parts of one tree",
-      got=f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}",
-      fix="Use master_weights once, or in the branches of one optax.multi_transform.",
+      expected="the tree that the state was created for",
+      got=f"another one ({error})",
+      fix="Pass the parameters that are trained with this state. Of Flax NNX, pass state and "
+      "parameters without their variables: nnx.as_pure(optimizer.opt_state) and "
+      "nnx.as_pure(nnx.state(model, nnx.Param)).",
+    ) from error
+  _check_split(merged, params, where, view=False)
+  return trained_of(merged, params)
+
+
+def set_master_params(opt_state: T, params: Params) -> T:
+  """Returns `opt_state` with its masters set to `params`: how 16-bit training starts from float32.
+
+  The parameters themselves are the caller's to round: `policy.cast_to_param(params)`. With
+  `storage="split"` these, and no others, belong to the new state. A number half-way between two of
+  bfloat16, which they have rounded towards zero, is then stored as the float32 number next to it.
+
+  Args:
+    opt_state: a state that holds `mpjax.master_weights`, created by `init` for the 16-bit
+      parameters. It is not changed.
+    params: a tree like the parameters, in their shapes, of any floating dtype.
+
+  Returns:
+    A state like `opt_state`, with float32 masters that share no memory with `params`.
+
+  Raises:
+    MpjaxTypeError: there is no `master_weights` in the state.
+    MpjaxValueError: `params` has other leaves or shapes, or is not floating.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> trained = {"w": jnp.asarray([1.001])}
+  >>> params = mpjax.Policy.parse("bfloat16").cast_to_param(trained)
+  >>> opt_state = mpjax.master_weights(optax.adam(1e-3)).init(params)
+  >>> opt_state = mpjax.set_master_params(opt_state, trained)
+  >>> print(params["w"], mpjax.master_params(opt_state)["w"])
+  [1] [1.001]
+  """
+  where = "mpjax.set_master_params(params)"
+  _states_in(opt_state, "mpjax.set_master_params(opt_state)")
+  problems = []
+
+  def put(path: KeyPath, old: Leaf, new: Leaf) -> Leaf:
+    if is_hole(old):
+      return old
+    if not is_floating(new) or jnp.shape(new) != old.shape:
+      problems.append(f"{jax.typeof(new)} for float32{list(old.shape)} at {key_text(path)}")
+      return old
+    # A new array: an alias could not be donated with its source.
+    new = bounded(jnp.asarray(new, jnp.float32))
+    # The parameter is the one that the caller has by a cast, ties to even.
+    return put_like(split(new, new.astype(jnp.bfloat16)) if is_remainder(old) else new, old)
+
+  def put_all(state: MasterWeightsState) -> MasterWeightsState:
+    new = jax.tree_util.tree_map_with_path(put, state.master, params, is_leaf=is_hole)
+    return state._replace(master=new)
+
+  fix = "Pass the float32 parameters of the same model, with the tree that init was given."
+  try:
+    new_state = map_states(put_all, opt_state)
+  except ValueError as error:
+    expected, got = "the tree that the state was created for", f"another one ({error})"
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
+  if problems:
+    expected, got = "floating arrays in the shapes of the masters", listed(problems)
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  return new_state
+
+
+def merged_masters(opt_state: OptState) -> Params:
+  """Returns the float32 masters in `opt_state`, with None for other parameters; or None."""
+  merged = merge_masters(nodes_of(opt_state, MasterWeightsState), "")
+  return map_masters(lambda m: None if is_hole(m) or is_remainder(m) else m, merged)
+
+
+def has_split(opt_state: OptState) -> bool:
+  """Whether masters in `opt_state` need the parameters that they were split from."""
+  states = nodes_of(opt_state, MasterWeightsState)
+  return any(map(is_remainder, jax.tree.leaves([state.master for state in states])))
+
+
+def _states_in(opt_state: OptState, where: str) -> list[MasterWeightsState]:
+  states = nodes_of(opt_state, MasterWeightsState)
+  if not states:
+    raise MpjaxTypeError(
+      where,
+      expected="the state of an optimizer with mpjax.master_weights",
+      got=f"{kind_of(opt_state)} without masters",
+      fix="Wrap the optimizer, tx = mpjax.master_weights(tx); parameters that are stored in "
+      "float32 need none.",
     )
-  return treedef.unflatten(
-    [_merge(*pair, where) for pair in zip(a_children, b_children, strict=True)]
-  )
+  return states
+
+
+def merge_masters(states: Iterable[MasterWeightsState], where: str) -> PyTree:
+  """Returns the masters of states for parts of one tree in one tree; None if there is no state."""
+
+  def merge(a: PyTree, b: PyTree) -> PyTree:
+    # Where one has a hole, which may replace an entire subtree, the other's subtree is taken.
+    if is_hole(a) or is_hole(b):
+      return b if is_hole(a) else a
+    a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
+    b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
+    if treedef != other or any(child is a for child in a_children):
+      raise MpjaxValueError(
+        where,
+        expected="masters of separate parts of one tree",
+        got=f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}",
+        fix="Use master_weights once, or in the branches of one optax.multi_transform.",
+      )
+    return treedef.unflatten(map(merge, a_children, b_children))
+
+  return functools.reduce(merge, (state.master for state in states), None)

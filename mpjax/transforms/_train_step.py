@@ -46,8 +46,7 @@ from mpjax.transforms._gradients import (
 )
 from mpjax.transforms._loss_scale import INT32_MAX, LossScaleState
 from mpjax.transforms._loss_scaling import AxisName
-from mpjax.transforms._master_weights import merged_masters
-from mpjax.transforms._masters import has_split
+from mpjax.transforms._masters import has_split, merged_masters
 from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
 from mpjax.transforms._state import AccumulationState, LossScalingState, replace_scale
 from mpjax.transforms._train_state import TrainState, own_scale, trained_params
