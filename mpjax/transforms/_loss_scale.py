@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mpjax._core.errors import MpjaxValueError, check_init, check_int, check_number, check_value
+from mpjax._core.errors import check_init, check_int, check_number, check_value
 from mpjax._core.together import read_together
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Grads, Leaf
@@ -43,12 +43,11 @@ class StaticLossScale:
   """A scale that stays as it is; steps with non-finite gradients are still skipped.
 
   Args:
-    scale: the factor on the loss, in [2^-126, 2^126]. Powers of two are exact; another value
-      works and warns once.
+    scale: the factor on the loss, a number or an array of one, in [2^-126, 2^126]. Powers of two
+      are exact; another value works and warns once.
 
   Raises:
-    MpjaxTypeError: `scale` is not a number, or an array that is one (a bool and a traced value are
-      not).
+    MpjaxTypeError: `scale` is no number, a bool, or traced.
     MpjaxValueError: `scale` is NaN, not positive, or outside the limits.
 
   >>> import mpjax
@@ -84,8 +83,7 @@ class DynamicLossScale:
     hysteresis: how many overflows it takes before the scale backs off. Each overflow after that
       backs off too, until `growth_interval` finite steps in a row restore the allowance.
 
-  Factors and limits that are powers of two only move the exponent of gradients and are exact.
-  Others work and warn once.
+  Factors and limits that are powers of two are exact; others work and warn once.
 
   Raises:
     MpjaxTypeError: a field is not a plain number, or a count is not an integer.
@@ -120,36 +118,33 @@ class DynamicLossScale:
         fix="Use 1 to act on every step.",
       )
       object.__setattr__(self, field, count)
-    check_value(
-      self.growth_factor,
-      1.0 < self.growth_factor <= LARGEST,
-      f"{call}(growth_factor)",
-      expected="a number above 1 (and at most 2^126)",
-      fix="Use 2, or StaticLossScale for a scale that never grows.",
-    )
-    check_value(
-      self.backoff_factor,
-      SMALLEST <= self.backoff_factor < 1.0,
-      f"{call}(backoff_factor)",
-      expected="a number below 1 (and at least 2^-126)",
-      fix="Use 0.5, or StaticLossScale for a scale that never shrinks.",
-    )
-    if self.min_scale > self.max_scale:
-      raise MpjaxValueError(
-        f"{call}(min_scale)",
-        expected=f"at most max_scale={self.max_scale:.9g}",
-        got=f"{self.min_scale:.9g}",
-        fix="Swap the two, or widen the range.",
-      )
-    if not self.min_scale <= self.init_scale <= self.max_scale:
-      raise MpjaxValueError(
-        f"{call}(init_scale)",
-        expected=f"a scale in [{self.min_scale:.9g}, {self.max_scale:.9g}]",
-        got=f"{self.init_scale:.9g}",
-        fix="Move init_scale into the range, or widen min_scale and max_scale.",
-      )
-    scales = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
-    values = {field: getattr(self, field) for field in scales}
+    low, high = self.min_scale, self.max_scale
+    ranges = {
+      "growth_factor": (
+        1.0 < self.growth_factor <= LARGEST,
+        "a number above 1 (and at most 2^126)",
+        "Use 2, or StaticLossScale for a scale that never grows.",
+      ),
+      "backoff_factor": (
+        SMALLEST <= self.backoff_factor < 1.0,
+        "a number below 1 (and at least 2^-126)",
+        "Use 0.5, or StaticLossScale for a scale that never shrinks.",
+      ),
+      "min_scale": (
+        low <= high,
+        f"at most max_scale={high:.9g}",
+        "Swap the two, or widen the range.",
+      ),
+      "init_scale": (
+        low <= self.init_scale <= high,
+        f"a scale in [{low:.9g}, {high:.9g}]",
+        "Move init_scale into the range, or widen min_scale and max_scale.",
+      ),
+    }
+    for field, (allowed, expected, fix) in ranges.items():
+      where, value = f"{call}({field})", getattr(self, field)
+      check_value(value, allowed, where, expected=expected, fix=fix)
+    values = {field: getattr(self, field) for field in (*ranges, "max_scale")}
     warn_unless_power_of_two(call, values, stacklevel=4)
 
 
@@ -293,15 +288,14 @@ def adjust(
   finite: Array,
   applied: Array,
   first_bad: Array,
-  all_finite: Array | None = None,
+  all_finite: Array,
 ) -> LossScaleState:
   """Returns the state after a step."""
   # The scale follows the gradients of its own loss alone; what counts as skipped follows `applied`.
   # `finite` is about the gradients (and the loss) of this loss, `all_finite` about those of all;
   # `first_bad` is the position of its first gradient leaf that is not finite.
   dynamic = isinstance(config, DynamicLossScale)
-  new = {"finite": finite, "applied": applied, "first_bad": first_bad}
-  new["all_finite"] = finite if all_finite is None else all_finite
+  new = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
   # A static scale is not computed from anything, and stays the array that it is.
   unread = {"finite", "first_bad"} if dynamic else {"finite", "first_bad", "scale"}
   old = {field: x for field, x in state._asdict().items() if field not in unread}
@@ -311,16 +305,13 @@ def adjust(
   good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)
   scale, hysteresis, floor_hits = state.scale, state.hysteresis, state.floor_hits
   if dynamic:
-    low, high = _float32(config.min_scale), _float32(config.max_scale)
+    low, high = jnp.float32(config.min_scale), jnp.float32(config.max_scale)
     left = jnp.where(finite, hysteresis, jnp.maximum(hysteresis - 1, 0))
     back_off = jnp.logical_and(jnp.logical_not(finite), left == 0)
     # >=, not ==: a state restored into a shorter interval may be past it already.
     grow = jnp.logical_and(finite, good_steps >= config.growth_interval)
-    factor = jnp.where(
-      grow,
-      _float32(config.growth_factor),
-      jnp.where(back_off, _float32(config.backoff_factor), _float32(1)),
-    )
+    factor = jnp.where(back_off, jnp.float32(config.backoff_factor), jnp.float32(1))
+    factor = jnp.where(grow, jnp.float32(config.growth_factor), factor)
     floor_hits = _count_up(floor_hits, jnp.logical_and(back_off, scale <= low))
     # A multiplication that overflows is inf, one that underflows is 0: the limits catch both.
     scale = jnp.minimum(jnp.maximum(scale * factor, low), high)
@@ -339,10 +330,6 @@ def adjust(
     first_bad=first_bad,
     finite=applied,
   )
-
-
-def _float32(value: float) -> Array:
-  return jnp.asarray(value, jnp.float32)
 
 
 def _count_up(count: Array, by_one: Array | bool) -> Array:

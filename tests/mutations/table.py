@@ -77,8 +77,8 @@ tests/transforms/test_loss_scale.py::test_growth
 tests/transforms/test_loss_scale.py::test_growth
 
 4 backoff multiplies twice
-- _float32(config.backoff_factor)
-+ _float32(config.backoff_factor) ** 2
+- jnp.float32(config.backoff_factor)
++ jnp.float32(config.backoff_factor) ** 2
 tests/transforms/test_loss_scale.py::test_limits
 
 5 no floor under the scale

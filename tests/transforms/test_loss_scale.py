@@ -36,10 +36,11 @@ DTYPES = dict.fromkeys(LossScaleState._fields, jnp.int32) | {
 def run(config, finite, state, applied=None):
   """Returns the final state, and that after each step; without `applied`, all finite ones are."""
 
-  def step(state, flags):
-    finite, applied = flags
+  def step(state, both):
+    finite, applied = both
     first_bad = jnp.where(finite, jnp.int32(1), jnp.int32(0))
-    state = adjust(config, state, finite=finite, applied=applied, first_bad=first_bad)
+    flags = {"finite": finite, "all_finite": finite, "applied": applied}
+    state = adjust(config, state, first_bad=first_bad, **flags)
     return state, state
 
   return jax.lax.scan(step, state, (finite, finite if applied is None else applied))
@@ -172,7 +173,8 @@ def test_counters_saturate(finite):
   assert states.good_steps.tolist() == [LIMIT] * 4
   yes, no = jnp.asarray(True), jnp.asarray(False)
   for _ in range(3):
-    state = adjust(config, state, finite=yes, applied=no, first_bad=jnp.int32(0))
+    flags = {"finite": yes, "all_finite": yes, "applied": no}
+    state = adjust(config, state, first_bad=jnp.int32(0), **flags)
     assert state.bad_updates == LIMIT
 
 
