@@ -56,11 +56,9 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
   if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
     return wrapped
 
-  def update(
-    updates: Updates, state: OptState, params: Params = None, **extra_args: PyTree
-  ) -> tuple[Updates, OptState]:
+  def update(*args: PyTree, **extra_args: PyTree) -> tuple[Updates, OptState]:
     named = {name: value for name, value in extra_args.items() if name in parameters}
-    return wrapped.update(updates, state, params, **named)
+    return wrapped.update(*args, **named)
 
   return optax.GradientTransformationExtraArgs(wrapped.init, update)
 
@@ -71,7 +69,8 @@ def init_inner(
   """Returns `inner.init(params)`, and names the parameters that it does not take."""
   # The collection of Flax's float8 layers: what comes as its gradient is its next value.
   collection = "_overwrite_with_gradient"
-  for path, _ in jax.tree_util.tree_leaves_with_path(params):
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+  for path, _ in leaves:
     if any(getattr(entry, "key", None) == collection for entry in path):
       raise MpjaxValueError(
         f"{where}.init(params)",
@@ -88,15 +87,10 @@ def init_inner(
   except MpjaxError:
     raise
   except ValueError as error:
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
 
     def fails(kept: int | None) -> bool:
       alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
-      try:
-        inner.init(treedef.unflatten(alone))
-      except REFUSALS:
-        return True
-      return False
+      return init_structure(inner, treedef.unflatten(alone)) is None
 
     fixed = fails(None)
     bad = [path for i, (path, _) in enumerate(leaves) if not fixed and fails(i)]
@@ -178,10 +172,9 @@ def refuse_integers(
   "wrap with optax.masked.",
 ) -> None:
   """Raises if a leaf of `params` is an array that cannot be trained."""
-  leaves = jax.tree_util.tree_leaves_with_path(params)
   integers = [
     f"{jnp.result_type(x)} at {key_text(path)}"
-    for path, x in leaves
+    for path, x in jax.tree_util.tree_leaves_with_path(params)
     if is_array_like(x) and not is_inexact(x)
   ]
   if integers:

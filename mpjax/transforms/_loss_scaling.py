@@ -65,9 +65,10 @@ def _check_name(name: object, where: str) -> None:
 
 def warn_of_half(params: Params, inner_state: OptState) -> None:
   """Warns, once, if parameters stored in low precision have no master."""
-  states = nodes_of(inner_state, MasterWeightsState)
-  merged = merge_masters(states, "mpjax.loss_scaling(inner).init") if states else None
-  covered = {path for path, _ in jax.tree_util.tree_leaves_with_path(merged)}
+  masters = merge_masters(
+    nodes_of(inner_state, MasterWeightsState), "mpjax.loss_scaling(inner).init"
+  )
+  covered = {path for path, _ in jax.tree_util.tree_leaves_with_path(masters)}
   leaves = jax.tree_util.tree_leaves_with_path(params)
   half = [path for path, x in leaves if is_half(x) and path not in covered]
   if half:
@@ -146,33 +147,32 @@ def loss_scaling(
   for an inf or NaN, and lets `inner` work. If something was not finite the step is *skipped*: the
   updates are -0.0 (the one number that changes no parameter's bits when added) and the entire inner
   state stays as it was, counts of schedules included. Then the scale moves. An inf is part of the
-  method: `jax_debug_nans` stops at one outside of `jit`, so leave it off and ask
-  `mpjax.check_skipped_steps` instead.
+  method: leave `jax_debug_nans` off, and ask `mpjax.check_skipped_steps` instead.
 
   Wrap everything that has state or reads the size of gradients, clipping too:
   `loss_scaling(optax.chain(clip, adamw))`. As an element of a chain it protects only what is
   inside, and what keeps state beside it, or around it, is refused where the scale is read. The
-  gradients must be those of the scaled loss: nothing can tell by looking at them, so let
-  `mpjax.value_and_grad` make them; `mpjax.check_loss_scaling` tests a step.
+  gradients must be those of the scaled loss: let `mpjax.value_and_grad` make them, and test a step
+  by `mpjax.check_loss_scaling`.
 
-  `inner` always works in float32: 16-bit parameters are cast before it sees them, its state is
-  float32, and so are the updates (`optax.apply_updates` adds in float32 and rounds once). Integer
-  parameters, booleans and keys are hidden from it and stay as they are. A None instead of the
-  gradient of a parameter is refused: what is to be frozen is given `optax.set_to_zero()` inside of
-  `inner`, by `optax.multi_transform` or `optax.masked`.
+  `inner` works in float32: 16-bit parameters are cast before it sees them, its state is float32,
+  and so are the updates (`optax.apply_updates` adds in float32 and rounds once). Integer
+  parameters, booleans and keys are hidden from it and stay as they are. None instead of the
+  gradient of a parameter is refused: to freeze it, put `optax.set_to_zero()` inside of `inner`, by
+  `optax.multi_transform` or `optax.masked`.
 
-  `update(updates, state, params=None, *, loss=None, **extra_args)` passes its extra arguments on to
-  `inner`, those that it takes, with `grads_finite` (bool of shape ()) and `loss_scale` (float32 of
-  shape (), the one that these gradients were divided by) added, except beside `value_fn=`: line
-  searches call that function with all the rest. `grad=` of line searches and what `grad_fn=` of
-  `optax.contrib.sam` returns are unscaled like the gradients: give them as `mpjax.value_and_grad`
-  makes them. Where a gradient of `grad_fn`, which `inner` has to call in Python, is not finite, the
-  step is skipped as well. `loss=`, a tree of arrays of any shapes, scaled or not, only has to be
-  finite. With `apply=`, a function of parameters, updates and the new state of `inner`, `update`
-  returns what that returns, new parameters, instead of updates, or the old ones where it
-  skips: updates that are applied where they are made need not be stored. Outside of this there must
-  be no other transformation, which would take them for updates: `optax.chain`, masks and
-  `mpjax.master_weights` around it are refused, others cannot be seen from here.
+  `update(updates, state, params=None, *, loss=None, apply=None, **extra_args)` also takes:
+
+  - `loss=`: a tree of arrays, scaled or not, that only have to be finite.
+  - `apply=`: a function of parameters, updates and the new state of `inner`. `update` returns what
+    it returns, new parameters, instead of updates, or the old ones where it skips: updates that are
+    applied where they are made need not be stored. There must be no other transformation outside,
+    which would take them for updates: `optax.chain`, masks and `mpjax.master_weights` are refused.
+  - what `inner` takes, with `grads_finite` (bool of shape ()) and `loss_scale` (float32 of shape
+    (), the one that these gradients were divided by) added, except beside `value_fn=`: line
+    searches call that function with all the rest. `grad=` of line searches and what `grad_fn=` of
+    `optax.contrib.sam` returns are unscaled like the gradients. Where `grad_fn`, which `inner` has
+    to call in Python, returns an inf or NaN, the step is skipped as well.
 
   Several losses into one optimizer have a scale each, `loss_scaling(inner, {"a": ..., "b": ...})`:
   differentiate one after the other with `mpjax.value_and_grad(..., name="a")`, and give `update`
@@ -181,27 +181,25 @@ def loss_scaling(
 
   Args:
     inner: the optimizer, or any optax transformation.
-    loss_scale: `DynamicLossScale`, `StaticLossScale` or `NoLossScale`. With the last, `inner` is
-      called as it is and nothing is added to the jaxpr. Or a dict from names of losses to these.
+    loss_scale: `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, or a dict from names of
+      losses to these. With the last, `inner` is called as it is and nothing is added to the jaxpr.
     axis_name: the mapped axis, or axes, over which all devices must decide alike (`shard_map`,
       `pmap`, `vmap`). Averaging the gradients over it remains yours to do, before `update`.
     check_updates: skip as well when the gradients were finite but the updates are not; counted
       as `bad_updates`, and the scale does not back off. The updates are computed once to look at
-      them and once more to apply them, so that they need not be kept (on a GPU XLA may compute them
-      once, and keep old and new). Without it such a step is applied.
+      them and once more to apply them (on a GPU XLA may compute them once, and keep old and new).
     name: tells several loss scales in one state apart.
     **unknown: refused. What shapes gradients or updates is set on `inner`.
 
   Returns:
     An optax transformation. It takes gradients in the shapes of the parameters, of any floating
     dtype, and returns updates in these shapes, in float32 (64-bit and complex ones as the
-    parameters). Its state is a `LossScalingState` of strongly typed arrays; its structure records
-    `name` and the configuration.
+    parameters). Its state is a `LossScalingState`; its structure records `name` and configuration.
 
   Raises:
     MpjaxTypeError: an argument has the wrong type or is unknown; `init`: there is another
-      `loss_scaling` inside; `update`: the state is not one of this transformation, or `inner` calls
-      `grad_fn` in a loop or branch that JAX traces.
+      `loss_scaling` inside; `update`: the state is another's, or `inner` calls `grad_fn` in a loop
+      or branch that JAX traces.
     MpjaxValueError: arguments contradict each other; `update`: the gradients do not match the
       parameters, the state was created with another configuration, or `axis_name` is not bound.
 
@@ -226,10 +224,10 @@ def loss_scaling(
     )
   inner = check_inner(inner, f"{call}(inner)")
   where, several = f"{call}(loss_scale)", isinstance(loss_scale, Mapping)
-  named: list[tuple[str | None, LossScale]] = [
-    *(loss_scale.items() if isinstance(loss_scale, Mapping) else [(name, loss_scale)])
-  ]
-  for _, config in named:
+  named: dict[str | None, LossScale] = (
+    {**loss_scale} if isinstance(loss_scale, Mapping) else {name: loss_scale}
+  )
+  for config in named.values():
     if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
       raise wrong_type(
         config,
@@ -238,28 +236,27 @@ def loss_scaling(
         fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
         "mpjax.DynamicLossScale(init_scale=1024).",
       )
-  unscaled = [isinstance(config, NoLossScale) for _, config in named]
-  scaled = not any(unscaled)
-  if isinstance(loss_scale, Mapping):
-    for key in loss_scale:
-      _check_name(key, f"{where} with the key {key!r}")
-    if not named or name is not None or any(unscaled) != all(unscaled):
-      raise MpjaxValueError(
-        where,
-        expected="one scale for each loss, without name=, and either all or none NoLossScale()",
-        got=f"{dict(loss_scale)!r} and name={name!r}",
-        fix="The keys are the names. StaticLossScale(1) leaves one of several losses unscaled, but "
-        "checked.",
-      )
+  for key in named:
+    if several or key is not None:
+      place = f"{where} with the key {key!r}" if several else f"{call}(name)"
+      _check_name(key, place)
+  unscaled = {isinstance(config, NoLossScale) for config in named.values()}
+  if several and (name is not None or len(unscaled) != 1):
+    raise MpjaxValueError(
+      where,
+      expected="one scale for each loss, without name=, and either all or none NoLossScale()",
+      got=f"{named!r} and name={name!r}",
+      fix="The keys are the names. StaticLossScale(1) leaves one of several losses unscaled, but "
+      "checked.",
+    )
+  scaled = True not in unscaled
   check_flag(check_updates, f"{call}(check_updates)")
   if check_updates and not scaled:
     expected = "False with NoLossScale(), which checks nothing"
     fix = "Use StaticLossScale(1) to check and skip without scaling."
     raise MpjaxValueError(f"{call}(check_updates)", expected=expected, got="True", fix=fix)
-  if name is not None:
-    _check_name(name, f"{call}(name)")
   # By the labels that they have in a state, in the order of a tree.
-  configs = dict(sorted((write_label(config, key), config) for key, config in named))
+  configs = dict(sorted((write_label(config, key), config) for key, config in named.items()))
 
   def init(params: Params) -> LossScalingState:
     if scaled:

@@ -170,33 +170,31 @@ def master_weights(
   """Wraps an optimizer so that it trains a float32 copy of parameters stored in 16 bits.
 
   `inner` sees gradients, parameters and moments in float32, and its updates are added to the
-  master: steps too small for 16 bits still add up, and weight decay does not underflow. The rule is
-  that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.1. Parameters in float32
-  (norms, say) are trained as without this wrapper, and have no copy. It may be inside
-  `mpjax.loss_scaling` or around it, and inside `optax.masked` and `optax.multi_transform`.
+  master: steps too small for 16 bits still add up, and weight decay does not underflow
+  (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1). Parameters in float32 are
+  trained as without this wrapper, and have no copy. It may be inside `mpjax.loss_scaling` or around
+  it, and inside `optax.masked` and `optax.multi_transform`.
 
   The updates that come out lead each 16-bit parameter to the rounded master.
   `mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))` makes the two equal
   bit for bit; `optax.apply_updates` does so but for the sign of zero, and for steps so large that a
   float32 `p + u` cannot reach the master, where the parameter follows on the next step. bfloat16
-  parameters are rounded to nearest, ties away from zero. Where a finite master is beyond the range
-  of a parameter's dtype, the parameter is the largest number there; masters end at 3.3961773e38,
-  what rounds to the largest bfloat16. Derivatives take the rounding for the identity.
+  parameters are rounded to nearest, ties away from zero; masters end at 3.3961773e38, what rounds
+  to the largest one. Where a finite master is beyond the range of a parameter's dtype, the
+  parameter is the largest number there. Derivatives take the rounding for the identity.
 
   With `storage="split"` the state has no copy of a bfloat16 parameter, but what its rounding has
   cut off, an int16 in its shape: masters, updates and parameters are those of `storage="float32"`,
   bit for bit. Then `mpjax.apply_updates(params, updates)` or `optax.apply_updates` gives the
-  rounded master, without `master=`; `mpjax.master_params` needs the parameters that belong to the
-  state; and nothing but these updates may change the parameters (nothing that changes updates may
-  follow this in an `optax.chain`). NaN masters come back as some NaN. Where no float32 update leads
-  to the rounded master (a step that brings a parameter 2^16 times nearer to zero), the master
-  becomes the nearest number that rounds to the parameter.
+  rounded master, without `master=`, and nothing but these updates may change the parameters
+  (nothing that changes updates may follow this in an `optax.chain`). NaN masters come back as some
+  NaN. Where no float32 update leads to the rounded master (a step that brings a parameter 2^16
+  times nearer to zero), the master becomes the nearest number that rounds to the parameter.
 
   Args:
     inner: the optimizer. Consumers of parameters, such as weight decay, belong inside.
-    storage: "float32", a master of 4 bytes for each 16-bit parameter; or "split", what is missing
-      in a bfloat16 parameter. float16 ones, whose exponents have other sizes, have float32 masters
-      in both.
+    storage: "float32", or "split" for bfloat16 parameters; those in float16, whose exponents have
+      other sizes, have float32 masters in both.
 
   Returns:
     An optax transformation. `update` needs `params`, and passes extra arguments to `inner`; its
@@ -206,7 +204,7 @@ def master_weights(
     MpjaxTypeError: `inner` is no optax transformation; `init`: a parameter is no floating array;
       `update`: the state is not one of this transformation.
     MpjaxValueError: an unknown `storage`; `update`: there are no parameters, or the gradients do
-      not match them, or with "split" the parameters cannot be those of the state.
+      not match them, or with "split" they cannot be those of the state.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.master_weights(optax.sgd(0.5))
@@ -394,12 +392,12 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
   Args:
     opt_state: a state that holds one `mpjax.master_weights`, or several for parts of the tree.
     params: the parameters, for those that are their own master. With `storage="split"` they are
-      needed: those to which all updates of this state, and no later ones, have been applied. Others
-      give other masters, and cannot be told from them but by their shapes and dtypes.
+      needed: those to which the last updates of this state were applied. Others give other masters,
+      and cannot be told from them but by their shapes and dtypes.
 
   Returns:
-    A tree like the parameters, in their shapes, float32 where a parameter is stored in 16 bits.
-    Elsewhere it has the leaf of `params`, or None without them.
+    A tree like the parameters, float32 where a parameter is stored in 16 bits. Elsewhere it has the
+    leaf of `params`, or None without them.
 
   Raises:
     MpjaxTypeError: there is no `master_weights` in the state.
@@ -444,8 +442,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
   """Returns `opt_state` with its masters set to `params`: how 16-bit training starts from float32.
 
   The parameters themselves are the caller's to round: `policy.cast_to_param(params)`. With
-  `storage="split"` these, and no others, belong to the new state. A number half-way between two of
-  bfloat16, which they have rounded towards zero, is then stored as the float32 number next to it.
+  `storage="split"` these, and no others, belong to the new state.
 
   Args:
     opt_state: a state that holds `mpjax.master_weights`, created by `init` for the 16-bit

@@ -13,7 +13,13 @@ from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_int, kin
 from mpjax._core.trees import is_inexact, is_nnx_object, select
 from mpjax._core.types import Array, Leaf, OptState, Params, PyTree
 from mpjax.transforms._loss_scale import COUNTERS
-from mpjax.transforms._state import LossScalingState, OwnedScale, find_scale, read_state
+from mpjax.transforms._state import (
+  LossScalingState,
+  OwnedScale,
+  find_scale,
+  plain_array,
+  read_state,
+)
 from mpjax.transforms._trees import key_text, nodes_of
 
 T = TypeVar("T")
@@ -33,8 +39,7 @@ def loss_scaling_metrics(
     Arrays of shape () under these keys:
 
     - `loss_scale` (float32): the factor on the next loss;
-    - `finite` (bool): whether the last step was applied, as `mpjax.last_step_finite` (under `jit`
-      it is traced: select with `select_tree` or `jnp.where`, not with `if`);
+    - `finite` (bool): whether the last step was applied, as `mpjax.last_step_finite`;
     - `good_steps` (int32): finite steps in a row since the scale last moved;
     - `total`, `skipped` (int32): steps so far, and those that were not applied;
     - `consecutive_skips` (int32): skipped steps since the last applied one;
@@ -59,16 +64,12 @@ def loss_scaling_metrics(
   """
   where = "mpjax.loss_scaling_metrics"
   state = read_state(opt_state, f"{where}(opt_state)", name)
-  old = state if before is None else find_scale(before, f"{where}(before)", name).state
-  if state is None or old is None:
-    metrics = {"loss_scale": jnp.asarray(1, jnp.float32), "finite": jnp.asarray(True)}
-    metrics |= {key: jnp.asarray(0, jnp.int32) for key in COUNTERS}
-    changed = jnp.asarray(False)
-  else:
-    metrics = {"loss_scale": state.scale, "finite": state.finite}
-    metrics |= {key: getattr(state, key) for key in COUNTERS}
-    changed = state.scale != old.scale
-  return metrics if before is None else metrics | {"scale_changed": changed}
+  metrics = {"loss_scale": state.scale, "finite": state.finite}
+  metrics |= {key: getattr(state, key) for key in COUNTERS}
+  if before is not None:
+    old = find_scale(before, f"{where}(before)", name).state or state
+    metrics["scale_changed"] = state.scale != old.scale
+  return metrics
 
 
 def last_step_finite(opt_state: OptState, *, name: str | None = None) -> Array:
@@ -80,7 +81,7 @@ def last_step_finite(opt_state: OptState, *, name: str | None = None) -> Array:
 
   Returns:
     A bool of shape (); True before the first step and under `NoLossScale`. Under `jit` it is
-    traced: select with `mpjax.select_tree` or `jnp.where`, not with `if`.
+    traced: select with `mpjax.select_tree` or `jnp.where`.
 
   Raises:
     MpjaxTypeError: the state has no scale, or has two.
@@ -94,8 +95,7 @@ def last_step_finite(opt_state: OptState, *, name: str | None = None) -> Array:
   >>> bool(mpjax.last_step_finite(opt_state))
   False
   """
-  state = read_state(opt_state, "mpjax.last_step_finite(opt_state)", name)
-  return jnp.asarray(True) if state is None else state.finite
+  return read_state(opt_state, "mpjax.last_step_finite(opt_state)", name).finite
 
 
 def check_skipped_steps(
@@ -108,18 +108,16 @@ def check_skipped_steps(
   """Raises if training no longer moves. For the host, outside `jit`, now and then.
 
   A few skipped steps are the way a dynamic scale finds its value. Many in a row mean that no scale
-  helps: the loss, the data or the model itself makes an inf or a NaN.
-
-  `NoLossScale` skips nothing, and what came of a NaN is looked for: in the state of the optimizer
-  and in the parameters. With an optimizer that keeps no moments only the parameters show it.
+  helps: the loss, the data or the model itself makes an inf or a NaN. `NoLossScale` skips nothing,
+  and what came of a NaN is looked for: in the optimizer's state and in the parameters.
 
   Args:
-    opt_state: a state that holds a loss scale, concrete. Where it was created under `jax.vmap`, its
-      counts have shape (n,) and the worst of the n members counts.
+    opt_state: a concrete state that holds a loss scale. Of one created under `jax.vmap`, the worst
+      member counts.
     max_consecutive_skips: this many skipped steps in a row, at least 1, are an error.
     params: the tree that is trained, `variables["params"]` or `nnx.state(model, nnx.Param)`: the
-      error can name the gradient by its path then. Donated arrays and `jax.ShapeDtypeStruct` will
-      do. A train state with `params` need not be told.
+      error names the gradient by its path then. Donated and abstract arrays will do. A train state
+      has them.
     name: which of several loss scales to check.
 
   Raises:
@@ -224,29 +222,24 @@ def _first_nan(tree: PyTree) -> str | None:
 def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Params) -> str:
   """Returns where the last step's first non-finite value was."""
 
-  def position(label: str) -> int:
-    state = OwnedScale(scale.owner, label).state
-    return 0 if state is None else int(np.atleast_1d(state.first_bad)[member])
+  def position(one: OwnedScale) -> int:
+    return int(np.atleast_1d(plain_array(one.stored.first_bad))[member])
 
-  own = position(scale.label)
+  own, losses = position(scale), [OwnedScale(scale.owner, key) for key in scale.owner.loss_scale]
   # The paths of the parameters that it sees are unknown where a mask around it hides some of them.
   masks = nodes_of(opt_state, (optax.MaskedState, optax.PartitionState))
   masked = any(one is scale.owner for mask in masks for one in nodes_of(mask, LossScalingState))
   if params is None or masked or _may_have_more(params, scale.owner):
     hint = "params= gives its path" if params is None else "those that this loss scale sees"
-    leaf = f"gradient leaf {own} (in the order of jax.tree.leaves; {hint})"
-    others = [one for one in scale.owner.loss_scale if position(one) < own]
     # Beyond the last leaf it is no gradient of this loss; without params nothing says how many.
-    return leaf + "".join(
-      f", or leaf {position(one)} of the loss {OwnedScale(scale.owner, one).name!r}"
-      for one in others
+    return f"gradient leaf {own} (in the order of jax.tree.leaves; {hint})" + "".join(
+      f", or leaf {position(one)} of the loss {one.name!r}" for one in losses if position(one) < own
     )
   paths = [key_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-  if own < len(paths):
-    return f"the gradient of {paths[own]}"
-  for label in scale.owner.loss_scale:
-    if (other := position(label)) < len(paths):
-      return f"the gradient of {paths[other]}, of the loss {OwnedScale(scale.owner, label).name!r}"
+  for one in (scale, *losses):
+    if (leaf := position(one)) < len(paths):
+      of_loss = "" if one.label == scale.label else f", of the loss {one.name!r}"
+      return f"the gradient of {paths[leaf]}{of_loss}"
   # Beyond the gradients `make_train_step` has the loss and the leaves of the model state.
   state = jax.tree_util.tree_leaves_with_path(getattr(opt_state, "model_state", ()))
   index = own - len(paths) - 1
@@ -258,14 +251,13 @@ def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Para
 def select_tree(finite: Array | bool, new: T, old: T) -> T:
   """Returns `new` if the step was finite, else `old`: for state that no optimizer holds.
 
-  Batch statistics, moving averages and step counters, once updated by a bad batch, stay so; this
-  keeps a skipped step out of them, bit for bit.
+  It keeps a skipped step, bit for bit, out of batch statistics, moving averages and counters.
 
   Args:
     finite: a bool of shape (): `mpjax.last_step_finite(opt_state)` after `update`. Combine it with
       `mpjax.all_finite(new)` where `new` may be non-finite by itself.
-    new: a tree of arrays of any shapes and dtypes, after the step.
-    old: the same tree before the step, in these shapes and dtypes.
+    new: a tree of arrays, after the step.
+    old: the same tree before the step, in the same shapes and dtypes.
 
   Returns:
     A tree like `new`.

@@ -41,9 +41,8 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
   """Wraps an optimizer so that it counts, for each parameter, zero gradients and lost updates.
 
   Put it outermost, around `mpjax.loss_scaling` and `mpjax.master_weights`, where parameters are
-  as they are stored; what it wraps works as it would alone. The counts are those of the last step
-  that was applied, and `mpjax.monitor_counts` returns them. It reads gradients, parameters and
-  updates once more, in the operations that compute them.
+  as they are stored; what it wraps works as it would alone. `mpjax.monitor_counts` returns the
+  counts of the last step that was applied.
 
   Args:
     inner: the optimizer, with a loss scale or without.
@@ -155,9 +154,8 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
     - `zero_gradients`: how many of its gradients are zero. Many of them in float16 mean underflow:
       a larger loss scale brings them back;
     - `updates`: how many of its updates are not zero;
-    - `lost_updates`: how many of these change nothing, since `param + update` rounds to `param` in
-      the dtype that the parameter is stored in. With `mpjax.master_weights` none does: what is too
-      small for a parameter stays in its master, and its update is zero.
+    - `lost_updates`: how many of these change nothing, since `param + update` rounds to `param`.
+      With `mpjax.master_weights` none does: what is too small for a parameter stays in its master.
 
   Raises:
     MpjaxTypeError: the state keeps no counts.

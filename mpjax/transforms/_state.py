@@ -27,6 +27,8 @@ from mpjax.transforms._loss_scale import (
   LossScale,
   LossScaleState,
   ScaleState,
+  StaticLossScale,
+  init_scale,
   parse_label,
   positive_scale,
   warn_unless_power_of_two,
@@ -42,8 +44,8 @@ class LossScalingState(NamedTuple):
 
   Args:
     loss_scale: one entry for each loss, of scalars (`scale` in float32, `finite` bool, counts in
-      int32). Its key holds the name and the configuration: as part of the tree's structure they are
-      static under `jit`, and a checkpoint of another configuration does not fit.
+      int32). Its key holds the name and the configuration: static under `jit` as part of the tree's
+      structure, so that a checkpoint of another configuration does not fit.
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax
@@ -89,9 +91,8 @@ class MasterWeightsState(NamedTuple):
 
   Args:
     master: float32 in the shapes of the parameters, None for those that are not stored in low
-      precision: they are their own master, and a second copy would be memory for nothing. With
-      `storage="split"` it is int16 for bfloat16 parameters: the bits of the master minus 2^16 times
-      those of its parameter.
+      precision, which are their own master. With `storage="split"` it is int16 for bfloat16
+      parameters: the bits of the master minus 2^16 times those of its parameter.
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax
@@ -112,12 +113,11 @@ class OwnedScale(NamedTuple):
 
   @property
   def says(self) -> Label:
-    """What the label says: the name and the configuration."""
+    """What the label says: the name, or None, and the configuration."""
     return parse_label(self.label)
 
   @property
   def name(self) -> str | None:
-    """The name that it was given, or None."""
     return self.says.name
 
   @property
@@ -179,8 +179,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
       else "Wrap the optimizer, tx = mpjax.loss_scaling(tx); pass opt_state = tx.init(params), "
       "not tx. A checkpoint is restored into that structure.",
     )
-  refuse_outside(opt_state, where)
-  refuse_chains(opt_state, where)
+  refuse_outside(opt_state, where, chains=True)
   names = [one.name for one in scales]
   if name is not None and name not in names:
     raise MpjaxValueError(
@@ -200,10 +199,12 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
   return picked[0]
 
 
-def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleState | None:
-  """Returns the numbers of the one loss scale in `opt_state`; None under `NoLossScale`."""
+def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleState:
+  """Returns the numbers of the one loss scale in `opt_state`; `NoLossScale` has those of 1."""
   state = find_scale(opt_state, where, name).state
-  if state is not None and _is_constant(state.total):
+  if state is None:
+    return LossScaleState(*init_scale(StaticLossScale(1)))
+  if _is_constant(state.total):
     raise _stale(where, _CONSTANT)
   return state
 
@@ -218,16 +219,16 @@ def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | No
   if not state:
     return lambda beside: None
   # Not all of the state: moments must not live on for the sake of the scale.
-  source, dynamic, seen = state.scale, owned.says.dynamic, False
-  array = isinstance(state.good_steps, jax.Array) and not isinstance(state.good_steps, Tracer)
-  witness = weakref.ref(state.good_steps) if dynamic and array else None
+  source, steps, seen = state.scale, state.good_steps, False
+  dynamic = owned.says.dynamic
+  may_go = dynamic and isinstance(steps, jax.Array) and not isinstance(steps, Tracer)
+  witness = weakref.ref(steps) if may_go else lambda: source
 
   def read(beside: PyTree) -> Array:
     nonlocal seen
-    alive = witness is None or witness() is not None
-    if seen and not alive:
+    if seen and witness() is None:
       raise _stale(where, "one of a state that is gone since the first call")
-    seen = seen or (witness is not None and alive)
+    seen = witness() is not None
     scale = plain_array(source)
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(beside))
     if dynamic and traced and _is_constant(scale):
@@ -268,35 +269,41 @@ _HARMLESS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAnd
 """The states of those wrappers of optax that count nothing and compute nothing: they pick parts."""
 
 
-def refuse_outside(tree: PyTree, where: str) -> None:
-  """Raises if a scale is inside of the state of a wrapper not known to be harmless there."""
+def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
+  """Raises if a scale is inside of the state of a wrapper not known to be harmless there.
 
-  def is_outside(x: object) -> bool:
-    return _is_of_optax(x) and not isinstance(x, _HARMLESS) and _any_scale(x)
-
-  for x in filter(is_outside, jax.tree.leaves(tree, is_leaf=is_outside)):
-    raise _outside(where, f"one inside of the state optax.{type(x).__name__}")
-
-
-def refuse_chains(tree: PyTree, where: str) -> None:
-  """Raises if a chain holds a scale beside the state of something else, or beside another scale."""
-  # Two in masks, or a tuple of states that no chain has created, are of several optimizers.
+  With `chains`, also if it is in a chain beside the state of something else, or another scale.
+  """
   if isinstance(tree, LossScalingState) or not _any_scale(tree):
     return
+  got = ""
+  if _is_of_optax(tree) and not isinstance(tree, _HARMLESS):
+    got = f"one inside of the state optax.{type(tree).__name__}"
   parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
+  scaled = [x for x in parts if _any_scale(x)]
+  # Two in masks, or a tuple of states that no chain has created, are of several optimizers.
   chained = any(isinstance(x, ChainedLossScalingState) for x in parts)
-  hidden = any(isinstance(x, _HARMLESS) and _any_scale(x) for x in parts)
-  if isinstance(tree, collections.OrderedDict) or (type(tree) is tuple and (chained or hidden)):
-    scaled = [x for x in parts if _any_scale(x)]
-    if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
-      raise _outside(where, f"a chain of {len(scaled)}, each of which divides the gradients again")
+  is_chain = isinstance(tree, collections.OrderedDict) or (
+    type(tree) is tuple and (chained or any(isinstance(x, _HARMLESS) for x in scaled))
+  )
+  if chains and is_chain:
     for x in parts:
       beside = _is_of_optax(x) or (chained and isinstance(x, tuple))
       if beside and not _any_scale(x) and jax.tree.leaves(x):
         name = f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}"
-        raise _outside(where, f"one in a chain beside the state {name}")
-  for x in parts:
-    refuse_chains(x, where)
+        got = f"one in a chain beside the state {name}"
+    if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
+      got = f"a chain of {len(scaled)}, each of which divides the gradients again"
+  if got:
+    raise MpjaxTypeError(
+      where,
+      expected="mpjax.loss_scaling around the entire optimizer",
+      got=f"{got}: it would see scaled gradients, or steps that are skipped",
+      fix="Put all of it inside, mpjax.loss_scaling(optax.chain(...)), once. To read one of "
+      "several optimizers, pass its state alone, or keep them in a dict.",
+    )
+  for x in scaled:
+    refuse_outside(x, where, chains=chains)
 
 
 def _is_of_optax(x: object) -> bool:
@@ -307,30 +314,18 @@ def _any_scale(tree: PyTree) -> bool:
   return any(one.state is not None for one in scales_in(tree))
 
 
-def _outside(where: str, got: str) -> MpjaxTypeError:
-  return MpjaxTypeError(
-    where,
-    expected="mpjax.loss_scaling around the entire optimizer",
-    got=f"{got}: it would see scaled gradients, or steps that are skipped",
-    fix="Put all of it inside, mpjax.loss_scaling(optax.chain(...)), once. To read one of several "
-    "optimizers, pass its state alone, or keep them in a dict.",
-  )
-
-
 def set_loss_scale(
   opt_state: OptState, value: Array | float, *, name: str | None = None
 ) -> OptState:
   """Returns `opt_state` with its loss scale set to `value`.
 
   The count of good steps starts again: the window for growth was observed at another scale.
-  To carry a scale over when the tree of parameters has grown, set it in the state that `init`
-  makes for the new tree.
+  To carry a scale over to a larger tree of parameters, set it in the state that `init` makes.
 
   Args:
     opt_state: a state that holds a loss scale. It is not changed.
     value: a number, or an array of shape (), within the limits of the state's configuration. A
-      power of two is exact; another warns once. A traced one, a scale that is an input of the step,
-      is brought within the limits instead.
+      power of two is exact; another warns once. A traced one is brought within the limits.
     name: which of several loss scales to set.
 
   Returns:

@@ -74,21 +74,20 @@ def state_dtype(
 
   Each update reads the first moments in float32, computes with them as `inner` does, and rounds
   what it stores; what is beyond the range of the dtype is its largest number, not inf. (`mu_dtype`
-  of optax multiplies the stored moment by its decay in the dtype that it is stored in, and some
-  optimizers have none.) Moments are found by the names of fields, wherever they are in chains,
-  masks, labels and injected hyperparameters: `mu`, `trace` (the momentum of `optax.sgd`), `m1`,
-  `exp_avg`, `m` and `v` of `optax.adan`, and `nu` of `optax.sm3`, which is its momentum. `mu` of
+  of optax decays the stored moment in its own dtype, and some optimizers have none.) Moments are
+  found by the names of fields, wherever they are in chains, masks, labels and injected
+  hyperparameters: `mu`, `trace` (the momentum of `optax.sgd`), `m1`, `exp_avg`, `m` and `v` of
+  `optax.adan`, and `nu` of `optax.sm3`, which is its momentum. `mu` of
   `optax.rmsprop(centered=True)`, a part of its second moment, stays in float32, and so does the
   slow `m2` of `optax.contrib.ademamix`.
 
   Rounded to nearest, a decay of 0.9 or 0.95 does in bfloat16. From 0.998 on, a step changes a
-  moment by less than its rounding, and is lost. Rounded stochastically, moments of any decay are
-  right on average. float16 has no numbers below 6e-8, as first moments often are.
-
-  Second moments are refused for the same reasons: with their usual decay of 0.999 they stop in
-  bfloat16 at a quarter of what they are; in float16 small ones are 0, and the update a division by
-  epsilon, inf or NaN within steps. Where they are allowed, `init` warns of a decay that is out of
-  reach of the dtype; it sees the decay from two steps on arrays of one number.
+  moment by less than its rounding, and is lost; rounded stochastically, it is right on average.
+  float16 has no numbers below 6e-8, as first moments often are. Second moments are refused for the
+  same reasons: with a decay of 0.999 they stop in bfloat16 at a quarter of what they are; in
+  float16 small ones are 0, and the update is inf or NaN within steps. Where they are allowed,
+  `init` warns of a decay that is out of reach of the dtype, which two steps on arrays of one number
+  show.
 
   `mpjax.loss_scaling` belongs around it; it may be inside of `mpjax.master_weights` or around it.
   `mpjax.checkpoints.restore_like(..., cast=True)` reads what was saved without it, or with it
@@ -103,8 +102,7 @@ def state_dtype(
 
   Returns:
     An optax transformation. Its state is that of `inner` (with stochastic rounding the
-    `inner_state` beside `steps`), in which the floating arrays of these moments have the dtype;
-    complex and 64-bit ones stay as they are.
+    `inner_state` beside `steps`), with these moments in the dtype but for complex and 64-bit ones.
 
   Raises:
     MpjaxTypeError: `inner` is no optax transformation, or an argument has the wrong type; `update`:
@@ -133,10 +131,10 @@ def state_dtype(
       "is less than its rounding), and in float16 small ones are 0, which gives inf or NaN within "
       "steps. allow_second_moments=True stores them so nevertheless.",
     )
-  arguments = {"first": "mu", "second": "nu"}
+  arguments = {"first": ("mu", mu), "second": ("nu", nu)}
   dtypes = {
     order: _check_dtype(dtype, f"mpjax.state_dtype({name})")
-    for (order, name), dtype in zip(arguments.items(), (mu, nu), strict=True)
+    for order, (name, dtype) in arguments.items()
     if dtype is not None
   }
   if not dtypes:
@@ -166,7 +164,7 @@ def state_dtype(
     containers, orders = _types_in(params), set()
     inner_state = init_inner(inner, params, where)
     _map_moments(lambda x, order: orders.add(order), inner_state, containers)
-    missing = [arguments[order] for order in dtypes if order not in orders]
+    missing = [arguments[order][0] for order in dtypes if order not in orders]
     if missing and jax.tree.leaves(params):
       raise MpjaxValueError(
         f"mpjax.state_dtype({', '.join(missing)})",
@@ -270,15 +268,14 @@ def _map_moments(
     pairs, treedef = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     if any(child is x for _, child in pairs):
       return x
-    named = _FIELDS_OF.get(type(x).__name__, _FIELDS)
-    fields: dict[str, Order] = {} if type(x) in containers else named
-    children = (
-      child_of(fields.get(keys[-1].name) if isinstance(keys[-1], GetAttrKey) else None, child)
-      for keys, child in pairs
-    )
+    fields = {} if type(x) in containers else _FIELDS_OF.get(type(x).__name__, _FIELDS)
+    children = []
+    for (*_, key), child in pairs:
+      order = fields.get(key.name) if isinstance(key, GetAttrKey) else None
+      children.append(visit(child) if order is None else each(child, order))
     return treedef.unflatten(children)
 
-  def child_of(order: Order | None, child: PyTree) -> PyTree:
-    return visit(child) if order is None else jax.tree.map(lambda x: f(x, order), child)
+  def each(moment: PyTree, order: Order) -> PyTree:
+    return jax.tree.map(lambda x: f(x, order), moment)
 
   return visit(state)

@@ -1,5 +1,6 @@
 """What the wrappers do to trees before and after the inner optimizer sees them; skipping a step."""
 
+import contextlib
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
@@ -70,17 +71,16 @@ def arrays_only(params: Params) -> Params:
 
 def hide_untrained(tree: PyTree, params: Params) -> PyTree:
   """Returns `tree` with an `optax.MaskedNode` for each array that is no floating or complex one."""
-  # As under `optax.masked`: optimizers fail on `float0` and on keys.
-
-  def is_hidden(p: Leaf) -> bool:
-    return is_array_like(p) and not is_inexact(p)
-
+  # As under `optax.masked`: optimizers fail on `float0` and on keys. Where there is nothing to
+  # hide, gradients may have another tree.
   decisive = arrays_only(params)
-  if not any(map(is_hidden, jax.tree.leaves(decisive))):
+  if all(map(is_inexact, jax.tree.leaves(decisive))):
     return tree
-  return jax.tree.map(
-    lambda x, p: optax.MaskedNode() if is_hidden(p) else x, tree, decisive, is_leaf=is_none
-  )
+
+  def one(x: Leaf, p: Leaf) -> Leaf:
+    return x if p is None or is_inexact(p) else optax.MaskedNode()
+
+  return jax.tree.map(one, tree, decisive, is_leaf=is_none)
 
 
 def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = True) -> Grads:
@@ -98,38 +98,31 @@ def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = 
       return grads
   if strict:
     _check_gradients(grads, params, where)
-  wide = {jnp.dtype(name) for name in ("float64", "complex128")}
 
   def align(g: Leaf, p: Leaf) -> Leaf:
     if not is_inexact(p) or not is_inexact(g):
       return g
-    dtype, to_wide = jnp.result_type(g), jnp.result_type(p) in wide
-    if (dtype in wide) == to_wide:
+    own, bits = (jnp.finfo(jnp.result_type(x)).bits for x in (g, p))
+    if (own == 64) == (bits == 64):
       return g
-    bits = 64 if to_wide else 32
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    return jnp.asarray(g, f"complex{2 * bits}" if is_complex else f"float{bits}")
+    kind, bits = ("complex", 2 * bits) if jnp.iscomplexobj(g) else ("float", bits)
+    return jnp.asarray(g, f"{kind}{bits}")
 
   return jax.tree.map(align, grads, params, is_leaf=is_none)
 
 
 def refuse_none(tree: PyTree, params: Params, where: str, *, expected: str) -> None:
   """Raises if `tree` has None where `params` have what is trained, or a tree with that."""
-  if not any(map(is_none, jax.tree.leaves(tree, is_leaf=is_none))):
-    return
   problems = []
 
   def look(path: KeyPath, x: Leaf, param: Params) -> None:
-    if x is None:
-      for rest, p in jax.tree_util.tree_leaves_with_path(param):
-        if is_inexact(p):
-          dtype, shape = jnp.result_type(p), list(jnp.shape(p))
-          problems.append(f"None for {dtype}{shape} at {key_text((*path, *rest))}")
+    for rest, p in jax.tree_util.tree_leaves_with_path(param) if x is None else ():
+      if is_inexact(p):
+        dtype, shape = jnp.result_type(p), list(jnp.shape(p))
+        problems.append(f"None for {dtype}{shape} at {key_text((*path, *rest))}")
 
-  try:
+  with contextlib.suppress(ValueError):  # Another tree.
     jax.tree_util.tree_map_with_path(look, tree, params, is_leaf=is_none)
-  except ValueError:
-    return
   if problems:
     raise MpjaxValueError(
       where,
@@ -156,12 +149,10 @@ def _check_gradients(grads: Grads, params: Params, where: str) -> None:
     fix = "Differentiate with respect to the very tree that is passed as params."
     shapes, own = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (grads, params))
     if shapes and all(shapes) and [shape[1:] for shape in shapes] == own:
-      fix = (
-        "Take the mean over the examples; for optax.contrib.dpsgd, which does, leave params out."
-      )
-    raise MpjaxValueError(
-      where, expected="gradients with the leaves of params", got=listed(problems), fix=fix
-    )
+      fix = "Take the mean over the examples; "
+      fix += "for optax.contrib.dpsgd, which does, leave params out."
+    expected = "gradients with the leaves of params"
+    raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
 
 
 def differentiated(tree: PyTree) -> PyTree:
@@ -176,57 +167,52 @@ def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
   # parameters, and for keys, the leaf that came as the gradient. Of a key that had none it is None,
   # which `mpjax.apply_updates` and Equinox leave alone; optax can add nothing to a key.
 
-  def merge(g: Leaf, u: Leaf, p: Leaf) -> Leaf:
+  def merge(g: Leaf, u: Leaf, p: Leaf = None) -> Leaf:
     if not isinstance(u, optax.MaskedNode):
       return u
-    if p is None:
-      return g
-    if is_key(jnp.result_type(p)):
-      return None if is_key(jnp.result_type(g)) else g
-    return jnp.zeros(jnp.shape(p), jnp.result_type(p))
+    if p is not None and not is_key(jnp.result_type(p)):
+      return jnp.zeros(jnp.shape(p), jnp.result_type(p))
+    return None if p is not None and is_key(jnp.result_type(g)) else g
 
   if isinstance(updates, optax.LookaheadParams):
     pairs = ((updates.fast, params.fast), (updates.slow, params.slow))
     return optax.LookaheadParams(*(merge_updates(grads, u, p) for u, p in pairs))
   if not nodes_of(updates, optax.MaskedNode):
     return updates
-  if params is None:
-    return jax.tree.map(lambda g, u: merge(g, u, None), grads, updates)
-  return jax.tree.map(merge, grads, updates, arrays_only(params))
+  return jax.tree.map(merge, grads, updates, *([] if params is None else [arrays_only(params)]))
 
 
 def strong(x: Leaf) -> Leaf:
   """Returns a leaf of a state as a strongly typed array: else the second step is a new trace."""
-  # A Python number becomes bool, int32 or float32 by itself, whether or not 64-bit is enabled.
   if isinstance(x, jax.Array):
     return jnp.asarray(x, x.dtype) if jax.typeof(x).weak_type else x
   if isinstance(x, (np.ndarray, np.generic)):
     return x if x.dtype == jax.dtypes.float0 else jnp.asarray(x)
-  for kind, dtype in ((bool, jnp.bool_), (int, jnp.int32), (float, jnp.float32)):
-    if isinstance(x, kind):
-      return jnp.asarray(x, dtype)
-  return x
+  # Whether or not 64-bit is enabled.
+  numbers = {bool: jnp.bool_, int: jnp.int32, float: jnp.float32}
+  return jnp.asarray(x, numbers[type(x)]) if type(x) in numbers else x
 
 
 def place_like(params: Params, state: T) -> T:
   """Returns `state` with its own arrays where `params` are: replicated on their mesh."""
   # Scalars created by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and
   # the second step would be traced again for that.
-  concrete = [
-    x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not isinstance(x, Tracer)
-  ]
-  meshes = [x.sharding.mesh for x in concrete if isinstance(x.sharding, jax.sharding.NamedSharding)]
-  committed = [x.sharding for x in concrete if x.committed]
+
+  def is_concrete(x: Leaf) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+  placed = [x for x in jax.tree.leaves(params) if is_concrete(x)]
+  meshes = [x.sharding.mesh for x in placed if isinstance(x.sharding, jax.NamedSharding)]
+  committed = [x.sharding for x in placed if x.committed]
   if meshes:
-    spec = jax.sharding.PartitionSpec()
-    where: jax.sharding.Sharding = jax.sharding.NamedSharding(meshes[0], spec)
+    where: jax.sharding.Sharding = jax.NamedSharding(meshes[0], jax.P())
   elif committed and len(committed[0].device_set) == 1:
     where = committed[0]
   else:
     return state
 
   def place(x: Leaf) -> Leaf:
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.committed:
+    if not is_concrete(x) or x.committed:
       return x
     if is_key(x.dtype):  # As keys they cannot be put onto the devices of other processes.
       data = jax.device_put(jax.random.key_data(x), where)
