@@ -1,7 +1,7 @@
 """The checks that the wrappers of optimizers share."""
 
 import inspect
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from typing import TypeVar
 
 import jax
@@ -40,7 +40,10 @@ def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> 
 
 
 def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraArgs:
-  """Returns `inner`, made to take extra arguments; raises if it is no optax transformation."""
+  """Returns `inner` as a wrapper calls it; raises if it is no optax transformation.
+
+  It takes any extra arguments, and where it fails it says for which parameters, or whose state.
+  """
   checked = check_type(
     inner,
     optax.GradientTransformation,
@@ -49,89 +52,74 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
     fix="Pass an optimizer such as optax.adamw(1e-3); of optax.MultiSteps its "
     "gradient_transformation().",
   )
-  # optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it
-  # knows, and the others are ignored.
-  wrapped = optax.with_extra_args_support(checked)
-  parameters = inspect.signature(wrapped.update).parameters
-  if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-    return wrapped
+  plain = optax.with_extra_args_support(checked)
+  parameters = inspect.signature(plain.update).parameters
+  takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
-  def update(*args: PyTree, **extra_args: PyTree) -> tuple[Updates, OptState]:
-    named = {name: value for name, value in extra_args.items() if name in parameters}
-    return wrapped.update(*args, **named)
+  def init(params: Params) -> OptState:
+    # The collection of Flax's float8 layers: what comes as its gradient is its next value.
+    collection = "_overwrite_with_gradient"
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    for path, _ in leaves:
+      if any(getattr(entry, "key", None) == collection for entry in path):
+        raise MpjaxValueError(
+          f"{where}.init(params)",
+          expected="parameters that follow their gradients",
+          got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
+          fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
+          f"mpjax.select_tree(finite, grads[{collection!r}], variables[{collection!r}]).",
+        )
+    try:
+      return plain.init(params)
+    except MpjaxError:
+      raise
+    except ValueError as error:
+      # optax says which labels of a `multi_transform` have no transformation, but not where they
+      # are, and returns neither labels nor their function. So each parameter is tried by itself; a
+      # tree of labels that was fixed beforehand fails even without parameters.
+      def fails(kept: int | None) -> bool:
+        alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
+        return init_structure(plain, treedef.unflatten(alone)) is None
 
-  return optax.GradientTransformationExtraArgs(wrapped.init, update)
-
-
-def init_inner(
-  inner: optax.GradientTransformationExtraArgs, params: Params, where: str
-) -> OptState:
-  """Returns `inner.init(params)`, and names the parameters that it does not take."""
-  # The collection of Flax's float8 layers: what comes as its gradient is its next value.
-  collection = "_overwrite_with_gradient"
-  leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-  for path, _ in leaves:
-    if any(getattr(entry, "key", None) == collection for entry in path):
+      fixed = fails(None)
+      bad = [path for i, (path, _) in enumerate(leaves) if not fixed and fails(i)]
+      names = ", ".join(map(key_text, bad))
+      fix = "Give them a label that has a transformation, or a transformation for that label."
+      if not bad:
+        fix = (
+          "If it is the labels of optax.multi_transform, they are a fixed tree, to be searched for "
+          "the one without a transformation. Of labels computed from params this names the path."
+        )
       raise MpjaxValueError(
         f"{where}.init(params)",
-        expected="parameters that follow their gradients",
-        got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
-        fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
-        f"mpjax.select_tree(finite, grads[{collection!r}], variables[{collection!r}]).",
-      )
-  # optax says which labels of a `multi_transform` have no transformation, but not where they are,
-  # and returns neither labels nor their function. So each parameter is tried by itself; a tree of
-  # labels that was fixed beforehand fails even without parameters, and then no path can be told.
-  try:
-    return inner.init(params)
-  except MpjaxError:
-    raise
-  except ValueError as error:
+        expected="parameters that inner takes",
+        got=f"{' '.join(str(error).split())} (for {names or 'all of them together'})",
+        fix=fix,
+      ) from error
 
-    def fails(kept: int | None) -> bool:
-      alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
-      return init_structure(inner, treedef.unflatten(alone)) is None
-
-    fixed = fails(None)
-    bad = [path for i, (path, _) in enumerate(leaves) if not fixed and fails(i)]
-    names = ", ".join(map(key_text, bad))
-    fix = "Give them a label that has a transformation, or a transformation for that label."
-    if not bad:
-      fix = (
-        "If it is the labels of optax.multi_transform, they are a fixed tree, to be searched for "
-        "the one without a transformation. Of labels computed from params this names the path."
-      )
-    raise MpjaxValueError(
-      f"{where}.init(params)",
-      expected="parameters that inner takes",
-      got=f"{' '.join(str(error).split())} (for {names or 'all of them together'})",
-      fix=fix,
-    ) from error
-
-
-def update_inner(
-  inner: optax.GradientTransformationExtraArgs,
-  grads: Grads,
-  state: OptState,
-  params: Params,
-  extra_args: Mapping[str, PyTree],
-  where: str,
-) -> tuple[Updates, OptState]:
-  """Returns `inner.update(...)`; where that fails because the state is another's, says so."""
-  try:
-    return inner.update(grads, state, params, **extra_args)
-  except MpjaxError:
-    raise
-  except REFUSALS as error:
-    own = init_structure(inner, grads if params is None else params)
-    if own is None or own == jax.tree.structure(state):
+  def update(
+    updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, OptState]:
+    # optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it
+    # knows, and the others are ignored.
+    if not takes_any:
+      extra_args = {name: x for name, x in extra_args.items() if name in parameters}
+    try:
+      return plain.update(updates, state, params, **extra_args)
+    except MpjaxError:
       raise
-    raise MpjaxTypeError(
-      f"{where}(state)",
-      expected=f"the state that init of this very transformation created, {own}"[:500],
-      got=f"{jax.tree.structure(state)}"[:500],
-      fix="Pass the tx that made it, wrapped and configured alike, or make a new state.",
-    ) from error
+    except REFUSALS as error:
+      own = init_structure(plain, updates if params is None else params)
+      if own is None or own == jax.tree.structure(state):
+        raise
+      raise MpjaxTypeError(
+        f"{where}.update(state)",
+        expected=f"the state that init of this very transformation created, {own}"[:500],
+        got=f"{jax.tree.structure(state)}"[:500],
+        fix="Pass the tx that made it, wrapped and configured alike, or make a new state.",
+      ) from error
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def init_structure(inner: optax.GradientTransformation, params: Params) -> object:

@@ -15,7 +15,7 @@ from jax.extend.core import get_opaque_trace_state
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_flag, check_value, wrong_type
 from mpjax._core.trees import first_nonfinite, is_half, is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, OptState, Params, PyTree, Updates
-from mpjax.transforms._checks import check_axes, check_inner, init_inner, update_inner
+from mpjax.transforms._checks import check_axes, check_inner
 from mpjax.transforms._loss_scale import (
   DynamicLossScale,
   LossScale,
@@ -265,7 +265,7 @@ def loss_scaling(
       warn_of_half(params, inner_state)
     else:
       # Without a scale inner works as if it were alone.
-      inner_state = init_inner(inner, hide_untrained(params, params), _INIT)
+      inner_state = inner.init(hide_untrained(params, params))
     fix = "Wrap once, outermost: the inner one would divide by its scale again."
     refuse_scale_inside(inner_state, _INIT, got="another mpjax.loss_scaling", fix=fix)
     state = LossScalingState({k: init_scale(config) for k, config in configs.items()}, inner_state)
@@ -320,7 +320,7 @@ def loss_scaling(
       if scaled:
         return update_shown(inner, gradient, inner_state, params, more, _CALL)
       view = None if params is None else hide_untrained(params, params)
-      new, new_inner = update_inner(inner, gradient, inner_state, view, more, _CALL)
+      new, new_inner = inner.update(gradient, inner_state, view, **more)
       if any(map(is_half, jax.tree.leaves(params))):
         # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
         new_inner = as_stored(new_inner, inner_state)

@@ -19,9 +19,7 @@ from mpjax.transforms._checks import (
   check_inner,
   check_params,
   check_state,
-  init_inner,
   refuse_integers,
-  update_inner,
 )
 from mpjax.transforms._state import MasterWeightsState
 from mpjax.transforms._trees import (
@@ -225,7 +223,7 @@ def master_weights(
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
     masters = jax.tree.map(lambda p: _first_master(p, splits=splits), params)
-    inner_state = init_inner(inner, trained_of(masters, params), where)
+    inner_state = inner.init(trained_of(masters, params))
     kind = SplitMasterWeightsState if splits else MasterWeightsState
     return place_like(params, kind(masters, jax.tree.map(strong, inner_state)))
 
@@ -258,9 +256,7 @@ def master_weights(
       lambda m, p: p.astype(jnp.bfloat16) if is_remainder(m) else p, state.master, params
     )
     trained = trained_of(state.master, old)
-    new_updates, inner_state = update_inner(
-      inner, grads, state.inner_state, trained, extra_args, f"{where}.update"
-    )
+    new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)
     moved = optax.apply_updates(trained, new_updates)
 
     def to_master(kept: Leaf, m: Leaf, p: Leaf, u: Leaf) -> Leaf:
@@ -338,7 +334,7 @@ def init_shown(
       problems.append(str(error))
       return state
 
-  state = map_states(adopted, init_inner(inner, float32_view(params), where))
+  state = map_states(adopted, inner.init(float32_view(params)))
   if problems:
     raise MpjaxTypeError(
       where,
@@ -362,11 +358,11 @@ def update_shown(
   view = None if params is None else float32_view(params)
   if any(isinstance(one, ShownMasterWeightsState) for one in states):
     # A wrapper around this one shows them, and has looked at them.
-    new_updates, new = update_inner(inner, grads, state, view, extra_args, where)
+    new_updates, new = inner.update(grads, state, view, **extra_args)
   else:
     for one in states if params is not None else ():
       _check_split(one.master, params, f"{where}(params)", view=False)
-    new_updates, new = update_inner(inner, grads, marked(state), view, extra_args, where)
+    new_updates, new = inner.update(grads, marked(state), view, **extra_args)
     new = marked(new, SplitMasterWeightsState)
   for one in nodes_of(new, MasterWeightsState):
     new_updates = map_masters(reach, one.master, params, new_updates)

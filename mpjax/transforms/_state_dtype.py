@@ -27,7 +27,7 @@ from mpjax._core.types import (
   Updates,
 )
 from mpjax.transforms._apply_updates import check_rounding, round_stochastically
-from mpjax.transforms._checks import check_inner, check_state, init_inner, update_inner
+from mpjax.transforms._checks import check_inner, check_state
 
 Order = Literal["first", "second"]
 
@@ -162,7 +162,7 @@ def state_dtype(
 
   def init(params: Params) -> OptState:
     containers, orders = _types_in(params), set()
-    inner_state = init_inner(inner, params, where)
+    inner_state = inner.init(params)
     _map_moments(lambda x, order: orders.add(order), inner_state, containers)
     missing = [arguments[order][0] for order in dtypes if order not in orders]
     if missing and jax.tree.leaves(params):
@@ -189,7 +189,7 @@ def state_dtype(
       return x.astype(jnp.float32) if order in dtypes and _is_stored(x) else x
 
     wide = _map_moments(widen, state, containers)
-    new_updates, new = update_inner(inner, updates, wide, params, extra_args, f"{where}.update")
+    new_updates, new = inner.update(updates, wide, params, **extra_args)
     return new_updates, stored(new, containers, jnp.asarray(steps))
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -628,8 +628,8 @@ mpjax/transforms/_state_dtype.py::state_dtype
 tests/transforms/test_state_dtype.py::test_second_moments_are_refused_unless_asked_for
 
 68 first moments are computed in the dtype that they are stored in
-- update_inner(inner, updates, wide, params, extra_args, f'{where}.update')
-+ update_inner(inner, updates, state, params, extra_args, f'{where}.update')
+- inner.update(updates, wide, params, **extra_args)
++ inner.update(updates, state, params, **extra_args)
 tests/transforms/test_state_dtype.py::test_momentum_is_numpys_to_the_bit
 """
 

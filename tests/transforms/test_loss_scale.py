@@ -38,9 +38,8 @@ def run(config, finite, state, applied=None):
 
   def step(state, both):
     finite, applied = both
-    first_bad = jnp.where(finite, jnp.int32(1), jnp.int32(0))
     flags = {"finite": finite, "all_finite": finite, "applied": applied}
-    state = adjust(config, state, first_bad=first_bad, **flags)
+    state = adjust(config, state, first_bad=jnp.int32(finite), **flags)
     return state, state
 
   return jax.lax.scan(step, state, (finite, finite if applied is None else applied))
@@ -171,10 +170,9 @@ def test_counters_saturate(finite):
   static = mpjax.StaticLossScale(1)
   _, states = run(static, jnp.full(4, True), init_scale(static)._replace(good_steps=near["total"]))
   assert states.good_steps.tolist() == [LIMIT] * 4
-  yes, no = jnp.asarray(True), jnp.asarray(False)
+  yes, flags = jnp.asarray(True), {"applied": jnp.asarray(False), "first_bad": jnp.int32(0)}
   for _ in range(3):
-    flags = {"finite": yes, "all_finite": yes, "applied": no}
-    state = adjust(config, state, first_bad=jnp.int32(0), **flags)
+    state = adjust(config, state, finite=yes, all_finite=yes, **flags)
     assert state.bad_updates == LIMIT
 
 
