@@ -242,7 +242,9 @@ def intercept(
     if initializing and not (active.entered or module.path or name == "setup"):
       init = functools.partial(module.clone(parent=None).init, method=name, **kwargs)
       _store_caches(scope, lambda rngs: init(rngs, *args), active)
-    if name != "setup" and not active.in_region:
+    # What `init` stores is the model's own: computed from results that no module has rounded.
+    own = name == "setup" or (initializing and active.entered)
+    if not own and not active.in_region:
       outputs = called.result(outputs)
     if again is not None:
       again.outputs = (outputs,)

@@ -118,6 +118,20 @@ def test_initial_values_are_drawn_in_float32(way):
 
 
 @WAYS
+def test_what_init_computes_from_results_is_that_of_the_model(way):
+  # A module that has an output dtype by a rule rounds nothing that others start from.
+  def fitted(module, x):
+    y = nn.Dense(3, name="inner")(x)
+    module.variable("stats", "deviation", lambda: jnp.std(y, axis=0))
+    return y / module.param("scale", lambda _: jnp.mean(jnp.abs(y), axis=0))
+
+  rules = [Rule("params=float32,compute=bfloat16,output=bfloat16", path="inner")]
+  assert bits(init(way, Does(fitted), "mixed_bfloat16", X, rules=rules)) == bits(
+    Does(fitted).init(KEY, X)
+  )
+
+
+@WAYS
 def test_each_module_stores_its_own_parameters_in_its_own_dtype(way):
   rules = [Rule(mpjax.Policy(param_dtype="float16"), path="inner"), Rule(None, path="norm")]
   found = dtypes(init(way, Does(nested), "bfloat16", X, rules=rules))
