@@ -432,7 +432,7 @@ def _retried(
   # blame, not the scale, which then is as after a single skip.
   where = "mpjax.make_train_step(max_retries)"
   label = own_scale(state.opt_state, "").says
-  factor, low = label.fields["backoff_factor"], label.limits[0]
+  factor, (low, high) = label.fields["backoff_factor"], label.limits
   # The shapes of the metrics are asked for first, and the loop then takes the same trace.
   attempt = jax.jit(attempt, inline=True)
   shapes = jax.eval_shape(attempt, state, batch)[1]
@@ -451,7 +451,7 @@ def _retried(
     first = select(runs == 0, after, first, where)
     stuck = jnp.logical_or(before.scale <= low, after.bad_updates > before.bad_updates)
     futile = jnp.logical_or(stuck, jnp.logical_not(forward))
-    lower = jnp.maximum(before.scale * jnp.asarray(factor, jnp.float32), low)
+    lower = jnp.clip(before.scale * jnp.asarray(factor, jnp.float32), low, high)
     after = after._replace(scale=jnp.where(metrics["finite"], after.scale, lower))
     return _with_scale(new, after), metrics, first, runs + 1, futile
 

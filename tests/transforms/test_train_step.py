@@ -226,6 +226,19 @@ def test_a_retried_step_is_the_step_at_the_lower_scale():
   assert chosen(metrics, "loss", "grad_norm") == chosen(plain, "loss", "grad_norm")
 
 
+def test_a_retry_comes_down_from_any_scale_to_the_largest():
+  # What follows an overflow of the scale itself would else be inf again.
+  tx = mpjax.loss_scaling(
+    optax.sgd(0.3), mpjax.DynamicLossScale(init_scale=2.0**10, max_scale=2.0**10)
+  )
+  step, state = begin(in_float16, tx, jnp.zeros(3), max_retries=2, donate=False)
+  ((label, scale),) = state.opt_state.loss_scale.items()
+  beyond = {label: scale._replace(scale=jnp.full_like(scale.scale, jnp.inf))}
+  state = state._replace(opt_state=state.opt_state._replace(loss_scale=beyond))
+  metrics = step(state, jnp.full((1, 3), 2.0**-10))[1]
+  assert chosen(metrics, "retries", "finite", "loss_scale") == [1, True, 2**10]
+
+
 ALIASING = {
   "adamw": functools.partial(optax.adamw, 1e-2),
   "schedule_free": functools.partial(optax.contrib.schedule_free_adamw, 1e-2),
