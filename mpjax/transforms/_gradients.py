@@ -27,7 +27,7 @@ from mpjax._jaxprs.reader import inner_jaxprs, walk
 from mpjax.transforms._loss_scale import COUNTERS
 from mpjax.transforms._train_state import TrainState, own_scale
 from mpjax.transforms._trees import at_least_float32, stored_first, strong
-from mpjax.transforms._value_and_grad import value_and_grad
+from mpjax.transforms._value_and_grad import check_loss, value_and_grad
 
 Metrics: TypeAlias = dict[str, Leaf]
 
@@ -80,7 +80,10 @@ def _raise_if_a_key_helps(loss_fn: LossFn, args: tuple[PyTree, ...], error: Exce
 
 def check_signature(loss_fn: LossFn) -> None:
   """Raises unless `loss_fn` can be called with four arguments."""
-  signature = inspect.signature(loss_fn)
+  try:
+    signature = inspect.signature(loss_fn)
+  except (TypeError, ValueError):  # Not every callable has one.
+    return
   try:
     signature.bind(None, None, None, None)
   except TypeError as error:
@@ -147,6 +150,8 @@ def _checked(loss_fn: LossFn) -> LossFn:
       expected="the structure, shapes and dtypes that it was given",
       fix="Return the entire new state, cast to the dtypes of the old one.",
     )
+    # Here, since JAX itself takes only arrays, and one result has to come before the state's.
+    check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
     return out
 
   return checked

@@ -194,6 +194,10 @@ def test_what_a_loss_function_may_not_return():
   where, got = "mpjax.value_and_grad(fun): the loss", "an array of shape (2,)"
   with refused(ValueError, where, "a floating scalar", got, "jnp.mean(losses)"):
     gradients(loss_of(lambda params, batch: batch), jnp.zeros(2))
+  # What JAX does not take, or takes as no result, in front of the state's.
+  for loss, got in ((None, "None"), ((), "a tuple"), ("x", "'x'"), (jnp.int32(1), "int32[]")):
+    with refused(TypeError, where, "a floating scalar", got, "jnp.mean(losses)"):
+      gradients(returning(lambda _, state, loss=loss: (loss, (state, {}))), jnp.zeros(2))
 
 
 NAMES = """
@@ -388,8 +392,18 @@ def test_a_loss_function_of_other_arguments():
       mpjax.make_train_step(loss_fn, mpjax.loss_scaling(optax.sgd(0.5)))
 
 
+class WithoutSignature:
+  """A callable of which Python cannot tell the arguments, as those of extension modules."""
+
+  __signature__ = "unknown"
+
+  def __call__(self, *args):
+    return product(*args)
+
+
 def test_functions_that_take_four():
   for loss_fn in (
+    WithoutSignature(),
     lambda *args: product(*args),
     lambda params, model_state, batch, rng=None, extra=3: product(params, model_state, batch, rng),
     functools.partial(lambda k, *args: product(*args), 2),
