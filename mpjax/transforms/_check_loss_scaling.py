@@ -160,7 +160,8 @@ def _runner(
         fix = "Update with the tx that mpjax.loss_scaling returned, not with what is inside of it."
       raise MpjaxTypeError(WHERE, expected=_STATE, got=got, fix=fix)
     states = [one.state for one in scales_in((out, new)) if one.state is not None]
-    written = {path: x for path, x in _arrays_in(new).items() if is_nnx_variable(x)}
+    # Not what the step has added to a module: that is no new version, and may be of any type.
+    written = {path: x for path, x in _arrays_in(new).items() if is_nnx_variable(flat.get(path))}
     return states, {path: plain_array(x) for path, x in (_arrays_in(out) | written).items()}
 
   execute, jaxpr = outcome, None

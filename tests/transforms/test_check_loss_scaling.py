@@ -518,6 +518,28 @@ def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
   assert jnp.array_equal(model.kernel[...], before)
 
 
+def test_what_a_step_of_nnx_adds_to_a_module_is_not_compared():
+  # A module that keeps what it has computed holds a tuple, as `sow` creates, or a new number.
+  class Keeps(nnx.Linear):
+    def __call__(self, inputs):
+      outputs = super().__call__(inputs)
+      self.kept, self.bias_norm = nnx.Intermediate((outputs,)), nnx.Variable(jnp.sum(outputs))
+      return outputs
+
+  def step(model, optimizer, x, wrong):
+    grad_fn = mpjax.value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)
+    grads = grad_fn(model)[1]
+    optimizer.update(model, mpjax.unscale(grads, optimizer) if wrong else grads)
+
+  for wrong, how in ((False, None), (True, "unscaled twice.*mpjax")):
+    model = Keeps(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(0.1)), wrt=nnx.Param)
+    jitted = nnx.jit(functools.partial(step, wrong=wrong))
+    with ends(how):
+      mpjax.check_loss_scaling(jitted)(model, optimizer, jnp.ones((2, 3)))
+    assert not hasattr(model, "kept")
+
+
 def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
   def step(model, optimizer, x):
     loss, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)
