@@ -279,9 +279,11 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> tuple[bool, s
 
   # What depends on the scale? Beside what falls with it other things may rise: a clip makes them.
   goes_on = at_inf.finite and not is_one
-  for runs in [applied, [*applied, at_inf]] if goes_on else [applied]:
+  # A step that has tried again may have counted that, in what is no new version for sure.
+  for_sure = [(path, x) for path, x in pairs if path in sure] if goes_on else []
+  for runs, compared in ((applied, pairs), ([*applied, at_inf], for_sure)):
     wrong = list[tuple[bool, Path]]()
-    for path, x in pairs:
+    for path, x in compared:
       moved = [_distance(before[x], one.after[path]) for one in runs]
       apart = [_distance(first.after[path], one.after[path]) for one in runs]
       if max(apart) > _TOLERANCE * max(moved):

@@ -540,6 +540,25 @@ def test_what_a_step_of_nnx_adds_to_a_module_is_not_compared():
     assert not hasattr(model, "kept")
 
 
+def test_a_step_that_tries_again_may_count_how_often():
+  # At the scale inf it tries once more. The count is as many as an argument, when it is skipped.
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+
+  def step(params, opt_state, rows):
+    def attempt(carry):
+      params, opt_state, tries = carry
+      grads = mpjax.value_and_grad(lambda params: jnp.sum(params**2), opt_state)(params)[1]
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state, tries + 1
+
+    again = lambda carry: ~mpjax.last_step_finite(carry[1]) & (carry[2] < 3)  # noqa: E731
+    first = attempt((params, opt_state, jnp.zeros((), jnp.int32)))
+    params, opt_state, tries = jax.lax.while_loop(again, attempt, first)
+    return params, opt_state, {"tries": tries}
+
+  mpjax.check_loss_scaling(step)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.asarray(3, jnp.int32))
+
+
 def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
   def step(model, optimizer, x):
     loss, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)
