@@ -152,10 +152,12 @@ def _runner(
 
     new = jax.tree_util.tree_map_with_path(put, call, is_leaf=is_nnx_variable)
     out = step(*new[:-1], **new[-1])
-    if not variables and not scales_in(out):
-      got, fix = "none in what step returned", "Return the new opt_state as well."
+    labels = {one.label for one in scales_in(out)}
+    if not variables and scale.label not in labels:
+      of_loss = "" if scale.name is None else f" of the loss {scale.name!r}"
+      got, fix = f"none{of_loss} in what step returned", "Return the new opt_state as well."
       # The update of a chain takes any tuple of its length apart.
-      if nodes_of(out, LossScaleState):
+      if not labels and nodes_of(out, LossScaleState):
         got = "one that the update of another optimizer has taken apart in what step returned"
         fix = "Update with the tx that mpjax.loss_scaling returned, not with what is inside of it."
       raise MpjaxTypeError(WHERE, expected=_STATE, got=got, fix=fix)

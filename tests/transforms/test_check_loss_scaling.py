@@ -615,3 +615,16 @@ def test_of_two_optimizers_the_step_may_update_one():
   keep = lambda params, opt_state, batch: (step(params, opt_state, batch)[0], opt_state)  # noqa: E731
   with ends(f"{INCONCLUSIVE}an opt_state .* as it was.*Return the new"):
     mpjax.check_loss_scaling(keep)(params, tx.init(params), batch)
+
+
+def test_of_two_named_optimizers_the_state_that_is_not_returned_is_named():
+  txs = {name: mpjax.loss_scaling(optax.sgd(0.1), name=name) for name in "ab"}
+  opt_states = {name: tx.init(PARAMS) for name, tx in txs.items()}
+
+  def step(params, opt_states, batch, returned):
+    new = {name: make_step(txs[name], right)(params, opt_states[name], batch) for name in "ab"}
+    return new["a"][0], {name: new[name][1] for name in returned}
+
+  mpjax.check_loss_scaling(functools.partial(step, returned="ab"))(PARAMS, opt_states, BATCH)
+  with refused(TypeError, WHERE, "created by", "none of the loss 'b' in what step", "Return"):
+    mpjax.check_loss_scaling(functools.partial(step, returned="a"))(PARAMS, opt_states, BATCH)
