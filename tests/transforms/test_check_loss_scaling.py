@@ -296,7 +296,15 @@ def test_the_state_of_an_optimizer_in_host_memory():
   mpjax.check_loss_scaling(step)(PARAMS, jax.device_put(tx.init(PARAMS), host), BATCH)
 
 
-KINDS = ["statistics", "average", "count", "scale", "momentum of updates", "momentum of gradients"]
+KINDS = [
+  "statistics",
+  "average",
+  "count",
+  "reset",
+  "scale",
+  "momentum of updates",
+  "momentum of gradients",
+]
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -305,6 +313,7 @@ def test_what_a_skipped_step_changes(kind, guarded):
   # It was NaN after one bad batch, and stayed so. Momentum that is 0 at first stays 0 once.
   tx = mpjax.loss_scaling(optax.sgd(0.1))
   rest = {"mean": jnp.zeros(4), "average": PARAMS, "count": jnp.zeros((), jnp.int32)}
+  rest["age"] = jnp.asarray(5, jnp.int32)
   rest["momentum"] = jax.tree.map(jnp.zeros_like, PARAMS)
 
   def step(variables, opt_state, batch):
@@ -323,6 +332,8 @@ def test_what_a_skipped_step_changes(kind, guarded):
       new["average"] = jax.tree.map(lambda e, p: 0.9 * e + 0.2 * p, new["average"], params)
     elif kind == "count":
       new["count"] = new["count"] + 1
+    elif kind == "reset":  # To the zero that an update is, when a step is skipped.
+      new["age"] = jnp.where(mpjax.last_step_finite(opt_state), new["age"], 0)
     if guarded:
       old = old, before if kind == "scale" else opt_state
       return mpjax.select_tree(mpjax.last_step_finite(opt_state), ((params, new), opt_state), old)
