@@ -84,7 +84,6 @@ def convert(
   ours = {path: x for path, x in zip(paths, leaves, strict=True) if path is not None}
   nodes = sorted({"/".join(path[:n]) for path in ours for n in range(len(path) + 1)})
   record = ModuleRecord(config)
-  record.classes = dict.fromkeys(nodes, "")
   record.note_paths(nodes)
   record.check("in the tree", 2, kind="node")
   norms = _norms(ours)
