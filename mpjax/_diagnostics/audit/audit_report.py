@@ -236,15 +236,17 @@ def _headline(audit: AuditReport) -> Section:
 def _layers(rows: Iterable[_Row], *counts: str) -> tuple[_Row, ...]:
   """Returns one row for layers that differ in their number alone, with the sums of `counts`."""
   groups: dict[_Row, list[_Row]] = {}
+  nothing = dict.fromkeys(counts, 0)
   for row in rows:
-    groups.setdefault(_unnumbered(row, **dict.fromkeys(counts, 0)), []).append(row)
+    groups.setdefault(_unnumbered(row, **nothing), []).append(row)
   shown: list[_Row] = []
   for alike, group in groups.items():
     paths = {row.path for row in group}
     path = next(iter(paths)) if len(paths) == 1 else f"{alike.path} ({len(paths)})"
-    for row in group:
-      same = row if len(group) == 1 else alike
-      shown.append(same._replace(path=path or "(root)", **{x: getattr(row, x) for x in counts}))
+    # A cause that all layers have in common, such as an argument, keeps the number in its name.
+    same = {row._replace(path=path or "(root)", **nothing) for row in group}
+    one = same.pop() if len(same) == 1 else alike._replace(path=path or "(root)")
+    shown += [one._replace(**{x: getattr(row, x) for x in counts}) for row in group]
   return summed(shown, *counts)
 
 

@@ -124,6 +124,14 @@ def test_one_line_in_several_layers_is_one_entry():
   assert "layer_0" not in text
 
 
+def test_an_argument_that_several_layers_read_keeps_its_name():
+  audit = mpjax.audit(lambda table_2, w, x: layers([table_2] * 20, w, x))(WIDE, W, HALF)
+  assert len(audit.leaks) == 20
+  text = " ".join(str(audit).split())
+  assert "1. layer_* (20) · add · forward · test_audit_report.py:" in text
+  assert "float32 because of table_2 (argument, float32)" in text
+
+
 class Linear(nnx.Module):
   def __init__(self, rngs):
     self.first, self.second = (nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
