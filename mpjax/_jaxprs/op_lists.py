@@ -114,6 +114,8 @@ class OpLists:
             fix=f'Write OpLists().replace({part}=["{name}"]), which takes it out of there.',
           )
         seen.add(name)
+    # As `replace` writes them: lists that differ in the order of the pairs are equal.
+    object.__setattr__(self, "conditional", _pairs(dict(self.conditional)))
 
   @functools.cached_property
   def _parts(self) -> _Parts:

@@ -111,6 +111,12 @@ def test_equality_and_hash():
   assert STANDARD.replace(conditional={"exp": keep}) == STANDARD.replace(conditional={"exp": keep})
   other = STANDARD.replace(conditional={"exp": lambda params: "keep"})
   assert STANDARD.replace(conditional={"exp": keep}) != other
+  pairs = ("tan", keep), ("exp", keep)
+  one, same = (
+    mpjax.OpLists(half=frozenset(), float32=frozenset(), conditional=x)
+    for x in (pairs, pairs[::-1])
+  )
+  assert (one, hash(one), one.conditional) == (same, hash(same), pairs[::-1])
 
 
 def test_copies_are_equal():
