@@ -147,8 +147,8 @@ def _tuned(
   """Measures choices until the best is among them, all at one scale of the loss."""
   call, dtype, scale = Call(args, kwargs), policy.compute_dtype, 1.0
   call.check_concrete("mpjax.tune(loss_fn, policy)")
-  plain, _ = call.traced(gradient_of(loss_fn))
-  _check_float32(plain)
+  # The loss alone: what a derivative of its own keeps in low precision is no policy's.
+  _check_float32(call.traced(loss_fn)[0])
   if dtype == jnp.float16:
     scale = counted(loss_fn, args, kwargs, True, advance).loss_scale or 1.0
 
@@ -216,7 +216,7 @@ def _tuned(
   forward = forward_errors(of_float32, of_policy, operands)
   pairs = _by_module(body, inputs_of(args, kwargs), [*zip(exact, low, strict=True)])
   # The named scopes of the function as the user wrote it.
-  named = scopes_of(body_of(plain))
+  named = scopes_of(body_of(call.traced(gradient_of(loss_fn))[0]))
   return TuneReport(
     policy=policy,
     tolerance=tolerance,

@@ -166,6 +166,23 @@ def test_what_is_low_already_is_refused(name):
     tune(model.init(jax.random.key(0), x), x)
 
 
+@jax.custom_vjp
+def frugal(x, w):
+  return x @ w
+
+
+frugal.defvjp(
+  lambda x, w: (x @ w, (x.astype("bfloat16"), w)),
+  lambda kept, g: (g @ kept[1].T, kept[0].astype("float32").T @ g),
+)
+
+
+def test_a_loss_in_float32_may_keep_low_precision_for_its_backward_pass():
+  w, x = jax.random.normal(jax.random.key(0), (2, 4, 4))
+  report = mpjax.tune(lambda w, x: jnp.sum(frugal(x, w) ** 2), tolerance=0.1)(w, x)
+  assert 0 < report.error < 0.02
+
+
 class HotLinear(nnx.Module):
   def __init__(self, rngs):
     self.kernel = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
