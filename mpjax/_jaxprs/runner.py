@@ -315,7 +315,8 @@ def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Ar
 
 
 def _joined(parts: Sequence[Any]) -> Array:
-  if isinstance(parts[0], Tracer) or jnp.issubdtype(parts[0].dtype, jax.dtypes.extended):
+  traced = any(isinstance(part, Tracer) for part in parts)  # The first may be a constant.
+  if traced or jnp.issubdtype(parts[0].dtype, jax.dtypes.extended):
     return jnp.concatenate(parts)
   # XLA would compile an operation of as many operands.
   return parts[0] if len(parts) == 1 else jnp.asarray(np.concatenate(parts))

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mpjax._jaxprs.runner import Look, Observer, run, run_on_host
+from mpjax._jaxprs.runner import Look, Observer, _joined, run, run_on_host
 from mpjax._jaxprs.steps import body_of
 
 
@@ -167,3 +167,8 @@ def test_under_jit_equations_are_seen_as_often_as_they_run():
   assert {name: 3 * int(count) for name, count in counts.items()} == {
     name: CASES[name][1] for name in names
   }
+
+
+def test_iterations_are_joined_where_the_first_alone_is_no_tracer():
+  joined = jax.jit(lambda x: _joined([jnp.zeros(1), x]))(jnp.ones(1))
+  assert joined.tolist() == [0, 1]
