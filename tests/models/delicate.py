@@ -154,10 +154,15 @@ def _features(p, x, low):
   return wide(mm(jnp.tanh(mm(x, p["w"], low)), p["v"], low))
 
 
-@case(kernels("w", outputs=16) | kernels("v"), ROWS)
-def ridge_regression(p, x, low):
-  h = _features(p, x, low)
-  return h[32:] @ jnp.linalg.solve(h[:32].T @ h[:32] + 0.1 * jnp.eye(8), h[:32].T @ x[:32])
+@case({"a": np.array([[1, 0.1], [-0.1, 1]], np.float32), "c": normal(3, 2)}, ROWS[:, :3])
+def kalman_filter(p, x, low):
+  def step(state, y):
+    mean, spread = p["a"] @ state[0], p["a"] @ state[1] @ p["a"].T + 1e-3 * jnp.eye(2)
+    gain = jnp.linalg.solve(p["c"] @ spread @ p["c"].T + 1e-3 * jnp.eye(3), p["c"] @ spread).T
+    miss = y - p["c"] @ mean
+    return (mean + gain @ miss, spread - gain @ p["c"] @ spread), miss
+
+  return jax.lax.scan(step, (jnp.zeros(2), jnp.eye(2)), x)[1]
 
 
 @case(kernels("w", outputs=16) | kernels("v"), ROWS)

@@ -13,8 +13,7 @@ One rule decides, by what an operation is and by the kinds of its operands: data
 A caller that asks for float32 counts as a sum. A matmul that sums nothing is a multiplication where
 no operand is low and more than matmuls read the result; one without free axes is a sum. One of data
 is in float32 where it computes an angle, or from data alone an index; so is one of masks alone, and
-one that linear algebra reads or is computed with its results, if it is no layer: a parameter times
-an activation.
+one that linear algebra reads, at once, or that is computed with its results.
 
 A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
 compute dtype. What only float32 operations read is computed in float32. A low value that was
@@ -167,8 +166,7 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, h
   multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
   data, alone = any(k.is_data for k in kinds), all(k.is_data or k.numbers for k in kinds)
   # Linear algebra multiplies a rounding by a condition number.
-  layer = any(k.neutral for k in kinds) and not all(k.neutral for k in kinds)
-  algebra = not layer and (readers & ALGEBRA or any(k.solved for k in kinds))
+  algebra = readers & ALGEBRA or any(k.solved for k in kinds)
   named = rewriter.explained(eqn, "low", "positions, angles, ranks or linear algebra")
   if (multiplies and readers & HELD) or (alone and (readers & INDEX or not data)) or algebra:
     return rewriter.untouched(named)

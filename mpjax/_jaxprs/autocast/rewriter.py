@@ -506,10 +506,10 @@ class Rewriter:
     default, params = self.settings.precision, None
     if default is not None and holds_jaxpr(eqn.params.values()):
       params = in_precision(eqn, default)
-    facts, kinds = facts_of(eqn), list(map(self.kind, eqn.invars))
-    kind = joined(kinds) or Kind(FLOAT32, facts.neutral)
-    solved = facts.role == "linear algebra" or any(each.solved for each in kinds if each)
-    kind = kind._replace(held=kind.is_low, solved=solved and not kind.neutral)
+    facts = facts_of(eqn)
+    kind = joined(map(self.kind, eqn.invars)) or Kind(FLOAT32, facts.neutral)
+    solved = kind.solved or (facts.role == "linear algebra" and not kind.neutral)
+    kind = kind._replace(held=kind.is_low, solved=solved)
     own: dict[DType | None, Kind] = {d: Kind(d) for d in FLOATS}
     if not as_written(self.place(eqn)[0], self.settings):
       own[FLOAT32] = kind

@@ -71,8 +71,7 @@ class Kind(NamedTuple):
       layers add to: by hand it would be in low precision, whatever its range.
     weight: it is a parameter that the function has cast to low precision, and perhaps moved. Noted
       for matmuls in float8 alone.
-    solved: linear algebra returned it, or a float32 matmul with such an operand, or it is computed
-      from such values and neutral ones alone.
+    solved: linear algebra returned it, of data or activations, or it is computed from such a value.
     numbers: those that its elements are among, if that is known: of literals, and of masks.
   """
 
@@ -192,7 +191,7 @@ def joined(kinds: Iterable[Kind | None]) -> Kind | None:
   lows = [kind for kind in several if kind.is_low]
   if not several:
     return None
-  solved = all(kind.solved or kind.neutral for kind in several)
+  solved = any(kind.solved for kind in several)
   if any(kind.is_data for kind in several):
     return Kind(FLOAT32, solved=solved)
   if not lows:
@@ -205,7 +204,7 @@ def joined(kinds: Iterable[Kind | None]) -> Kind | None:
     held=bool(held),
     widened=bool(held) and all(kind.widened for kind in held),
     added=all(kind.added for kind in lows),
-    solved=solved and any(kind.solved for kind in lows),
+    solved=solved,
   )
 
 
