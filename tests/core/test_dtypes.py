@@ -7,17 +7,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._core.dtypes import (
-  check_precision,
-  hardware_of,
-  is_float8,
-  is_low_precision,
-  parse_dtype,
-  parse_precision,
-  scalar_type,
-  takes,
-  written,
-)
+from mpjax._core import dtypes
 from tests.errors import refused
 
 WHERE = "mpjax.f(dtype=...)"
@@ -34,28 +24,29 @@ FLOAT8 = sorted(name for name in dir(ml_dtypes) if name.startswith("float8_"))
 def test_every_spelling_of_a_dtype(set_flag):
   for name, spellings in SPELLINGS.items():
     for spelling in spellings:
-      found = parse_dtype(spelling, WHERE)
+      found = dtypes.parse_dtype(spelling, WHERE)
       assert isinstance(found, np.dtype)
       assert found == np.dtype(getattr(ml_dtypes, name, name))
-    assert not is_float8(jnp.dtype(name))
-    assert is_low_precision(jnp.dtype(name)) == (name != "float32")
-  assert not is_low_precision(jnp.dtype("int8"))
+    assert not dtypes.is_float8(jnp.dtype(name))
+    assert dtypes.is_low_precision(jnp.dtype(name)) == (name != "float32")
+  assert not dtypes.is_low_precision(jnp.dtype("int8"))
   for name in FLOAT8:
     wanted = np.dtype(getattr(ml_dtypes, name))
-    assert parse_dtype(name, WHERE) == parse_dtype(getattr(ml_dtypes, name), WHERE) == wanted
-    assert is_float8(wanted)
+    for spelling in (name, getattr(ml_dtypes, name)):
+      assert dtypes.parse_dtype(spelling, WHERE) == wanted
+    assert dtypes.is_float8(wanted)
   # Scalar types are those that code compares by identity.
   for name in (*SPELLINGS, *FLOAT8):
-    assert scalar_type(jnp.dtype(name)) is getattr(jnp, name)
+    assert dtypes.scalar_type(jnp.dtype(name)) is getattr(jnp, name)
   # Nothing depends on the default dtype.
   set_flag("jax_enable_x64", True)
-  assert parse_dtype("f32", WHERE) == np.float32
-  assert parse_dtype("half", WHERE) == np.float16
+  assert dtypes.parse_dtype("f32", WHERE) == np.float32
+  assert dtypes.parse_dtype("half", WHERE) == np.float16
 
 
 def check_dtype(value, builtin, got, fix):
   with refused(builtin, WHERE, EXPECTED, got, fix):
-    parse_dtype(value, WHERE)
+    dtypes.parse_dtype(value, WHERE)
 
 
 NEAR = {
@@ -93,11 +84,11 @@ def test_float64_needs_64_bit_enabled(value, set_flag):
   set_flag("jax_enable_x64", False)
   check_dtype(value, ValueError, "float64", "enable it or ask for 'float32'")
   set_flag("jax_enable_x64", True)
-  assert parse_dtype(value, WHERE) == np.float64
+  assert dtypes.parse_dtype(value, WHERE) == np.float64
 
 
 @pytest.mark.parametrize(
-  ("platform", "capability", "units", "dtypes", "float32_as"),
+  ("platform", "capability", "units", "operands", "float32_as"),
   [
     ("cpu", None, "a CPU", (), "float32"),
     ("tpu", None, "TPU", ("bfloat16",), "bfloat16"),
@@ -115,10 +106,12 @@ def test_float64_needs_64_bit_enabled(value, set_flag):
     ("gpu", "gfx942", "not known", (), "float32"),
   ],
 )
-def test_units_by_platform_and_compute_capability(platform, capability, units, dtypes, float32_as):
-  found = hardware_of(platform, capability)
+def test_units_by_platform_and_compute_capability(
+  platform, capability, units, operands, float32_as
+):
+  found = dtypes.hardware_of(platform, capability)
   assert units in found.units
-  assert found[1:] == (dtypes, float32_as)
+  assert found[1:] == (operands, float32_as)
 
 
 # Precisions of matmuls, and which of them fit a dtype
@@ -138,13 +131,13 @@ def test_names_and_objects():
     ("bf16_bf16_f32", Preset.BF16_BF16_F32, "BF16_BF16_F32"),
     (Preset.TF32_TF32_F32_X3, Preset.TF32_TF32_F32_X3, "TF32_TF32_F32_X3"),
   ]:
-    found = parse_precision(given, OF_POLICY)
+    found = dtypes.parse_precision(given, OF_POLICY)
     assert found is wanted
-    assert written(found) == text
+    assert dtypes.written(found) == text
   # Every precision of JAX has a name that is read.
   for precision in (*Precision, *Preset):
-    found = parse_precision(precision, OF_POLICY)
-    assert parse_precision(written(found), OF_POLICY) is found
+    found = dtypes.parse_precision(precision, OF_POLICY)
+    assert dtypes.parse_precision(dtypes.written(found), OF_POLICY) is found
   expected = "'default', 'high', 'highest', a jax.lax.Precision, or a jax.lax.DotAlgorithmPreset"
   for given, got, fix, builtin in [
     ("hihgest", "'hihgest'", "Did you mean 'highest'", ValueError),
@@ -153,11 +146,11 @@ def test_names_and_objects():
     (("highest", "high"), "('highest', 'high')", 'precision="highest"', TypeError),
   ]:
     with refused(builtin, OF_POLICY, expected, got, fix):
-      parse_precision(given, OF_POLICY)
+      dtypes.parse_precision(given, OF_POLICY)
 
 
 @pytest.mark.parametrize(
-  ("precision", "dtypes"),
+  ("precision", "fitting"),
   [
     (Precision.HIGHEST, {BF16, F16, F32}),
     (Preset.BF16_BF16_F32, {BF16, F32}),
@@ -166,12 +159,12 @@ def test_names_and_objects():
     (Preset.ANY_F8_ANY_F8_F32, set()),
   ],
 )
-def test_the_dtypes_that_a_precision_is_for(precision, dtypes):
-  assert {dtype for dtype in (BF16, F16, F32) if takes(precision, dtype)} == dtypes
-  for dtype in dtypes:
-    check_precision(precision, dtype, None, OF_POLICY)
+def test_the_dtypes_that_a_precision_is_for(precision, fitting):
+  assert {dtype for dtype in (BF16, F16, F32) if dtypes.takes(precision, dtype)} == fitting
+  for dtype in fitting:
+    dtypes.check_precision(precision, dtype, None, OF_POLICY)
   # What adds up in float32 is for weight gradients in it.
-  check_precision(Preset.BF16_BF16_F32, BF16, F32, OF_POLICY)
+  dtypes.check_precision(Preset.BF16_BF16_F32, BF16, F32, OF_POLICY)
 
 
 @pytest.mark.parametrize(

@@ -15,24 +15,7 @@ import pytest
 from flax.core import FrozenDict
 
 import mpjax
-from mpjax._core.errors import (
-  check_call,
-  check_callable,
-  check_choice,
-  check_flag,
-  check_int,
-  check_number,
-  check_scalar,
-  check_type,
-  check_value,
-  is_library,
-  kind_of,
-  line_of_user,
-  listed,
-  message,
-  nearest,
-  shown_file,
-)
+from mpjax._core import errors
 from tests.errors import check_error, refused
 
 CLASSES = {
@@ -71,9 +54,9 @@ def of_text(kind, text):
 
 
 def test_nearest_puts_the_most_alike_first_and_ties_in_alphabetical_order():
-  assert nearest("bf61", ["float32", "bf16", "f16"]) == ["bf16", "f16", "float32"]
-  assert nearest("x", ["c", "b", "a"], count=2) == ["a", "b"]
-  assert nearest("FLOAT32", ["float16", "float32"], count=1) == ["float32"]
+  assert errors.nearest("bf61", ["float32", "bf16", "f16"]) == ["bf16", "f16", "float32"]
+  assert errors.nearest("x", ["c", "b", "a"], count=2) == ["a", "b"]
+  assert errors.nearest("FLOAT32", ["float16", "float32"], count=1) == ["float32"]
 
 
 def test_check_error_accepts_a_good_error_and_misses_each_part():
@@ -91,9 +74,9 @@ def test_check_error_accepts_a_good_error_and_misses_each_part():
 
 
 def test_a_list_of_problems_has_an_end():
-  assert listed(["a", "b"]) == "a; b"
-  assert listed(list("abc"), most=2) == "a; b; and 1 more"
-  text = listed([f"a leaf at {i}" for i in range(1000)])
+  assert errors.listed(["a", "b"]) == "a; b"
+  assert errors.listed(list("abc"), most=2) == "a; b; and 1 more"
+  text = errors.listed([f"a leaf at {i}" for i in range(1000)])
   assert text.endswith("; a leaf at 19; and 980 more")
 
 
@@ -105,14 +88,14 @@ LONG = "x" * 30_000
 )
 def test_a_long_message_is_cut_in_its_longest_parts_only(long):
   parts = {name: LONG if name in long else f"the {name}" for name in PARTS}
-  text = message(**parts)
+  text = errors.message(**parts)
   assert 1500 < len(text) < 2000
   assert all(part in text for name, part in parts.items() if name not in long)
   assert text.count("… 30000 characters …") == len(long)
   assert text.count(": expected ") == text.count(", got ") == 1
   assert text.endswith("x" if "fix" in long else "the fix")
   # One that fits is left alone. The last x is that in "expected".
-  assert message(**dict.fromkeys(PARTS, "x" * 450)).count("x") == 4 * 450 + 1
+  assert errors.message(**dict.fromkeys(PARTS, "x" * 450)).count("x") == 4 * 450 + 1
 
 
 def big(leaf=0.0, container=dict, count=500):
@@ -133,7 +116,7 @@ def test_large_trees_make_short_messages():
 
 
 def test_check_call_keeps_signature_and_documentation():
-  @check_call("f(...)", fix="Write f(1).")
+  @errors.check_call("f(...)", fix="Write f(1).")
   def f(first: int, *, second: int = 2) -> int:
     """Adds."""
     return first + second
@@ -144,7 +127,7 @@ def test_check_call_keeps_signature_and_documentation():
   with refused(TypeError, "f(...)", "arguments first, second", "'scond'", "second=? Write"):
     f(1, scond=3)
   with pytest.raises(TypeError, match="inside"):  # of the function's own, left alone
-    check_call("g", fix="")(lambda: (_ for _ in ()).throw(TypeError("inside")))()
+    errors.check_call("g", fix="")(lambda: (_ for _ in ()).throw(TypeError("inside")))()
 
 
 CONFIGS = (mpjax.DynamicLossScale, mpjax.StaticLossScale, mpjax.NoLossScale, mpjax.Float8)
@@ -179,9 +162,9 @@ KINDS = [
 
 
 def test_a_value_is_named_by_what_a_reader_knows_of_it():
-  assert [kind_of(value) for value, _ in KINDS] == [text for _, text in KINDS]
+  assert [errors.kind_of(value) for value, _ in KINDS] == [text for _, text in KINDS]
   traced = []
-  jax.eval_shape(lambda x: traced.append(kind_of(x)), 1.0)
+  jax.eval_shape(lambda x: traced.append(errors.kind_of(x)), 1.0)
   assert traced == ["a traced array float32[]"]
 
 
@@ -198,23 +181,23 @@ CELLS = {
 def test_the_line_of_the_user_is_found_wherever_the_code_is():
   # A checkout may be called anything, and a model may be an installed package.
   for file in (*FILES, "/srv/jax/train.py"):
-    assert line_of_user(error_in(file, "return 1 if x else 2")).startswith(f"{file}:2: ")
+    assert errors.line_of_user(error_in(file, "return 1 if x else 2")).startswith(f"{file}:2: ")
   for file, shown in CELLS.items():
-    assert line_of_user(error_in(file, "raise ValueError")).startswith(f"{shown}:2: ")
-    assert not is_library(file)
+    assert errors.line_of_user(error_in(file, "raise ValueError")).startswith(f"{shown}:2: ")
+    assert not errors.is_library(file)
 
 
 def test_every_part_of_mpjax_is_a_library_and_a_users_model_is_not():
   for module in (mpjax, mpjax.linen, mpjax.transforms, jax, functools):
-    assert is_library(str(module.__file__))
-  assert is_library("/venv/lib/python3.11/site-packages/flax/linen/linear.py")
-  assert is_library("<frozen importlib._bootstrap>")
-  assert not is_library("/venv/lib/python3.11/site-packages/transformers/models/bert.py")
-  assert not is_library("<ipython-input-1>")
-  assert not is_library(__file__)
+    assert errors.is_library(str(module.__file__))
+  assert errors.is_library("/venv/lib/python3.11/site-packages/flax/linen/linear.py")
+  assert errors.is_library("<frozen importlib._bootstrap>")
+  assert not errors.is_library("/venv/lib/python3.11/site-packages/transformers/models/bert.py")
+  assert not errors.is_library("<ipython-input-1>")
+  assert not errors.is_library(__file__)
   # A file of another kind has its own name.
   files = ["/home/me/ipykernel_4242/train.py", "/home/me/2194308582.py", "ipykernel_4242.py"]
-  assert [shown_file(file) for file in (*files, "<stdin>")] == [*files, "<stdin>"]
+  assert [errors.shown_file(file) for file in (*files, "<stdin>")] == [*files, "<stdin>"]
 
 
 CALL = "mpjax.something(argument)"
@@ -227,22 +210,22 @@ CHOICES = ("nearest", "stochastic")
 
 def test_what_is_allowed_comes_back_as_it_came():
   state = {"a": 1}
-  assert check_type(state, dict, CALL, **WORDS) is state
-  assert check_type(None, (float, type(None)), CALL, **WORDS) is None
-  assert check_flag(True, CALL) is True
-  assert check_flag(False, CALL) is False
+  assert errors.check_type(state, dict, CALL, **WORDS) is state
+  assert errors.check_type(None, (float, type(None)), CALL, **WORDS) is None
+  assert errors.check_flag(True, CALL) is True
+  assert errors.check_flag(False, CALL) is False
   for value in (2, 5, np.int64(3), np.uint8(4)):
-    found = check_int(value, CALL, least=2, most=5, fix="Do that.")
+    found = errors.check_int(value, CALL, least=2, most=5, fix="Do that.")
     assert type(found) is int
     assert found == value
-  assert check_int(10**6, CALL, least=2, fix="Do that.") == 10**6
+  assert errors.check_int(10**6, CALL, least=2, fix="Do that.") == 10**6
   for number in (2, 0.5, np.float32(0.5), np.int8(3), fractions.Fraction(1, 2)):
-    assert check_number(number, CALL, **WORDS) is number
-  check_value(0.5, True, CALL, **WORDS)
-  check_choice("nearest", CHOICES, CALL)
-  assert check_callable(len, CALL, **WORDS) is len
+    assert errors.check_number(number, CALL, **WORDS) is number
+  errors.check_value(0.5, True, CALL, **WORDS)
+  errors.check_choice("nearest", CHOICES, CALL)
+  assert errors.check_callable(len, CALL, **WORDS) is len
   for x in (1.0, np.float32(1), jnp.ones(()), jax.ShapeDtypeStruct((), "f4")):
-    check_scalar(x, CALL, **WORDS)
+    errors.check_scalar(x, CALL, **WORDS)
 
 
 def typed(value):
@@ -257,30 +240,29 @@ def check_named(builtin, call, expected, got, fix):
 def test_another_type_is_named():
   check = partial(check_named, TypeError)
   for value in (1, None, "True", np.bool_(True)):
-    check(partial(check_flag, value, CALL), FLAG, typed(value), "True or False")
+    check(partial(errors.check_flag, value, CALL), FLAG, typed(value), "True or False")
   for value in (True, 2.0, "2", None, np.ones((), int), jnp.asarray(2)):
-    call = partial(check_int, value, CALL, least=2, fix="3 is a good number.")
+    call = partial(errors.check_int, value, CALL, least=2, fix="3 is a good number.")
     check(call, INT, typed(value), "Pass a Python int.")
     check(partial(call, fix_type="Pass it."), INT, typed(value), "Pass it.")
   for value in (True, "2", None, 1j, np.ones(()), jnp.ones(())):
-    check(partial(check_number, value, CALL, **WORDS), "this", typed(value), "Do that.")
-  check(
-    partial(check_type, [0] * 1000, (dict, tuple), CALL, **WORDS), "this", "a list.", "Do that."
-  )
-  check(partial(check_callable, 3, CALL, **WORDS), "this", "3", "Do that.")
+    check(partial(errors.check_number, value, CALL, **WORDS), "this", typed(value), "Do that.")
+  of_a_list = partial(errors.check_type, [0] * 1000, (dict, tuple), CALL, **WORDS)
+  check(of_a_list, "this", "a list.", "Do that.")
+  check(partial(errors.check_callable, 3, CALL, **WORDS), "this", "3", "Do that.")
   with pytest.raises(TypeError, match="Tracer"):
-    jax.jit(lambda n: check_int(n, CALL, least=0, fix="Do that."))(3)
+    jax.jit(lambda n: errors.check_int(n, CALL, least=0, fix="Do that."))(3)
 
 
 def test_another_value_is_named():
   check = partial(check_named, ValueError)
   for value in (1, 6, -(10**30), np.int64(0)):
-    call = partial(check_int, value, CALL, least=2, most=5, fix="Do that.")
+    call = partial(errors.check_int, value, CALL, least=2, most=5, fix="Do that.")
     check(call, f"{INT} and at most 5", f"{value}.", "Do")
     check(partial(call, expected="a few"), "a few", f"{value}.", "Do")
-  check(partial(check_value, "x", False, CALL, **WORDS), "this", "'x'", "Do that.")
+  check(partial(errors.check_value, "x", False, CALL, **WORDS), "this", "'x'", "Do that.")
   for value in ("nearst", None, 3):
-    call = partial(check_choice, value, CHOICES, CALL)
+    call = partial(errors.check_choice, value, CHOICES, CALL)
     check(call, "'nearest' or 'stochastic'", repr(value), "Did you mean 'nearest' or")
-  call = partial(check_scalar, jnp.ones((1, 2)), CALL, **WORDS)
+  call = partial(errors.check_scalar, jnp.ones((1, 2)), CALL, **WORDS)
   check(call, "this", "an array of shape (1, 2)", "Do that.")

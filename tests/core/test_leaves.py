@@ -8,19 +8,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._core.leaves import (
-  as_array,
-  changes_nothing,
-  convert,
-  is_nonzero,
-  key_names,
-  leaves_by_path,
-  misfit,
-  overflows,
-  put,
-  refuse_overflow,
-  same_numbers,
-)
+from mpjax._core import leaves
 from tests.errors import refused
 
 
@@ -53,11 +41,11 @@ NUMBERS = [
 @pytest.mark.case("B124")
 def test_a_python_number_is_what_jax_makes_of_it():
   for x, want, dtype in NUMBERS:
-    found = as_array(x, struct(want))
+    found = leaves.as_array(x, struct(want))
     assert (type(found), found.dtype, found.shape) == (np.ndarray, np.dtype(dtype), ()), (x, want)
     np.testing.assert_array_equal(found, np.asarray(x, dtype))
   for x in ("text", None, np.ones(2), jnp.ones(2)):
-    assert as_array(x, struct("float32")) is x
+    assert leaves.as_array(x, struct("float32")) is x
 
 
 ONES = {name: np.ones(2, name) for name in ("float32", "float64", "int32", "int64", "bool", "V2")}
@@ -92,9 +80,9 @@ FITTING = [
 
 def test_misfit():
   for x, want, cast, text in FITTING:
-    assert misfit(x, want, cast=cast) == text, (x, want, cast)
+    assert leaves.misfit(x, want, cast=cast) == text, (x, want, cast)
   traced = []
-  jax.eval_shape(lambda x: traced.append(misfit(x, struct("float32"), cast=True)), 1.0)
+  jax.eval_shape(lambda x: traced.append(leaves.misfit(x, struct("float32"), cast=True)), 1.0)
   assert traced == ["a traced array float32[] for float32[]"]
 
 
@@ -110,15 +98,15 @@ def test_floating_leaves_are_rounded_once_to_nearest(kind):
   x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
   ties = np.asarray([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8)], np.float32)
   x = np.concatenate([x, ties])
-  found = convert(kind(x), np.dtype("bfloat16"))
+  found = leaves.convert(kind(x), np.dtype("bfloat16"))
   np.testing.assert_array_equal(np.asarray(found).view(np.uint16), nearest_bfloat16(x))
-  assert convert(found, np.dtype("bfloat16")) is found
+  assert leaves.convert(found, np.dtype("bfloat16")) is found
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_key_data_become_keys(impl):
   keys = jax.random.split(jax.random.key(1, impl=impl), 3)
-  found = convert(np.asarray(jax.random.key_data(keys)), keys.dtype)
+  found = leaves.convert(np.asarray(jax.random.key_data(keys)), keys.dtype)
   assert found.dtype == keys.dtype
   np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
 
@@ -138,15 +126,19 @@ OVERFLOWS = [
 def test_a_finite_number_that_becomes_infinite_is_seen(kind):
   for values, dtype, found in OVERFLOWS:
     x = kind(np.asarray(values, np.float32))
-    assert overflows(x, convert(x, np.dtype(dtype))) is found, (values, dtype)
-    assert not overflows(x, x)
-  assert not overflows(kind([1]), kind([np.nan]))
+    assert leaves.overflows(x, leaves.convert(x, np.dtype(dtype))) is found, (values, dtype)
+    assert not leaves.overflows(x, x)
+  assert not leaves.overflows(kind([1]), kind([np.nan]))
   x = kind(np.asarray([1e5], np.float32))
-  casts = {"": (x, convert(x, np.dtype("float16"))), "a": (x, x), "b": (x, struct("float16", 1))}
+  casts = {
+    "": (x, leaves.convert(x, np.dtype("float16"))),
+    "a": (x, x),
+    "b": (x, struct("float16", 1)),
+  }
   expected, got = "values that the new dtype can hold", "float32 beyond float16 at the root. "
   with refused(ValueError, "f", expected, got, "keep these leaves in float32"):
-    refuse_overflow(casts, "f")
-  refuse_overflow({"a": (x, x)}, "f")
+    leaves.refuse_overflow(casts, "f")
+  leaves.refuse_overflow({"a": (x, x)}, "f")
 
 
 def test_places(devices):
@@ -156,14 +148,14 @@ def test_places(devices):
   host = np.arange(8, dtype=np.float32)
   for x in (host, jnp.asarray(host), jax.device_put(host, one), jax.device_put(host, sharded)):
     for where in (sharded, one, None):
-      found = put(x, where, alias=False)
+      found = leaves.put(x, where, alias=False)
       np.testing.assert_array_equal(found, host)
       assert found.committed is (where is not None)
       assert found.sharding == (where or jnp.ones(1).sharding)
   keys = jax.random.split(jax.random.key(0), 4)
   for x in (keys, jax.device_put(keys, one)):
     for where in (sharded, one, None):
-      found = put(x, where, alias=False)
+      found = leaves.put(x, where, alias=False)
       np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
       assert found.committed is (where is not None)
 
@@ -173,7 +165,7 @@ def test_a_weak_type_becomes_strong():
   weak = jnp.asarray(1.5)
   assert jax.typeof(weak).weak_type
   for where in (None, jax.sharding.SingleDeviceSharding(jax.devices()[0])):
-    found = put(weak, where, alias=False)
+    found = leaves.put(weak, where, alias=False)
     assert not jax.typeof(found).weak_type
     assert (found.dtype, float(found)) == (np.float32, 1.5)
 
@@ -185,7 +177,7 @@ def test_a_donated_result_leaves_the_source_alone(kind, committed):
   if committed and isinstance(x, jax.Array):
     x = jax.device_put(x, jax.devices()[0])
   where = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if committed else None
-  found = put(x, where, alias=False)
+  found = leaves.put(x, where, alias=False)
   jax.block_until_ready(jax.jit(lambda y: y * 0, donate_argnums=0)(found))
   np.testing.assert_array_equal(x, np.arange(4096, dtype=np.float32))
 
@@ -198,16 +190,16 @@ class Pair(NamedTuple):
 def test_names_of_keys():
   tree = {"a/b": [1, (mpjax.TrainState,)]}
   paths = jax.tree_util.tree_leaves_with_path(tree)
-  assert [key_names(path) for path, _ in paths] == [("a/b", "0"), ("a/b", "1", "0")]
+  assert [leaves.key_names(path) for path, _ in paths] == [("a/b", "0"), ("a/b", "1", "0")]
 
 
 def test_paths_do_not_tell_classes_apart():
   tree = {"a": Pair([1, (2,)], {"x": 3, "none": None}), "b": ()}
   plain = {"a": {"left": {"0": 1, "1": [2]}, "right": {"x": 3}}}
   paths = {"a/left/0": 1, "a/left/1/0": 2, "a/right/x": 3}
-  assert leaves_by_path(tree, "f") == leaves_by_path(plain, "f") == paths
-  assert leaves_by_path(paths, "f") == paths
-  assert leaves_by_path(7, "f") == {"": 7}
+  assert leaves.leaves_by_path(tree, "f") == leaves.leaves_by_path(plain, "f") == paths
+  assert leaves.leaves_by_path(paths, "f") == paths
+  assert leaves.leaves_by_path(7, "f") == {"": 7}
 
 
 def numbers(dtype):
@@ -222,15 +214,15 @@ def numbers(dtype):
 def test_comparisons_are_those_of_numpy(dtype):
   dtype = jnp.dtype(dtype)
   a, b = (x.reshape(-1) for x in np.meshgrid(numbers(dtype), numbers(dtype)))
-  same = jax.jit(same_numbers)(jnp.asarray(a), jnp.asarray(b))
+  same = jax.jit(leaves.same_numbers)(jnp.asarray(a), jnp.asarray(b))
   np.testing.assert_array_equal(same, a == b)
-  np.testing.assert_array_equal(jax.jit(is_nonzero)(jnp.asarray(a)), a != 0)
+  np.testing.assert_array_equal(jax.jit(leaves.is_nonzero)(jnp.asarray(a)), a != 0)
 
 
 def test_an_update_that_rounds_away_is_seen_although_xla_adds_in_float32():
   p = jax.random.normal(jax.random.key(0), (1000,), jnp.bfloat16)
   u = jax.random.normal(jax.random.key(1), (1000,), jnp.bfloat16) * 0.01
-  lost = jax.jit(lambda p, u: changes_nothing(p, p + u, u))(p, u)
+  lost = jax.jit(lambda p, u: leaves.changes_nothing(p, p + u, u))(p, u)
   p, u = np.asarray(p), np.asarray(u)
   expected = (p + u == p) & (u != 0)
   assert 0 < expected.sum() < 1000
@@ -239,4 +231,4 @@ def test_an_update_that_rounds_away_is_seen_although_xla_adds_in_float32():
 
 def test_complex():
   p, u = jnp.asarray([1 + 1j, 1 + 1j, 1 + 0j]), jnp.asarray([1e-9 + 1j, 1 + 1j, 1 + 0j])
-  np.testing.assert_array_equal(changes_nothing(p, p + u, u), [True, False, False])
+  np.testing.assert_array_equal(leaves.changes_nothing(p, p + u, u), [True, False, False])

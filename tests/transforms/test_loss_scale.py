@@ -13,20 +13,13 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.transforms._loss_scale import (
-  LossScaleState,
-  adjust,
-  init_scale,
-  parse_label,
-  unscale_tree,
-  write_label,
-)
+from mpjax.transforms import _loss_scale
 from tests.errors import refused
 from tests.loss_scale_oracle import LIMIT, Oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*power of two")
 
-DTYPES = dict.fromkeys(LossScaleState._fields, jnp.int32) | {
+DTYPES = dict.fromkeys(_loss_scale.LossScaleState._fields, jnp.int32) | {
   "scale": jnp.float32,
   "finite": jnp.bool_,
 }
@@ -39,7 +32,7 @@ def run(config, finite, state, applied=None):
   def step(state, both):
     finite, applied = both
     flags = {"finite": finite, "all_finite": finite, "applied": applied}
-    state = adjust(config, state, first_bad=jnp.int32(finite), **flags)
+    state = _loss_scale.adjust(config, state, first_bad=jnp.int32(finite), **flags)
     return state, state
 
   return jax.lax.scan(step, state, (finite, finite if applied is None else applied))
@@ -68,7 +61,7 @@ def typed(fields):
 @jax.jit
 def run_any(fields, finite, applied):
   config = with_traced_fields(fields)
-  return run.__wrapped__(config, finite, init_scale(config), applied)
+  return run.__wrapped__(config, finite, _loss_scale.init_scale(config), applied)
 
 
 def scenario(flags, expected, **config):
@@ -147,7 +140,7 @@ def test_only_growth_refills_the_hysteresis():
 def test_static_scale_is_constant():
   config = mpjax.StaticLossScale(3)
   flags = np.random.default_rng(0).random(10_000) < 0.5
-  final, states = run(config, flags, init_scale(config))
+  final, states = run(config, flags, _loss_scale.init_scale(config))
   assert np.unique(states.scale).tolist() == [3.0]
   assert (final.total, final.skipped) == (10_000, np.sum(~flags))
   assert final.floor_hits == 0
@@ -158,7 +151,7 @@ def test_static_scale_is_constant():
 def test_counters_saturate(finite):
   config = mpjax.DynamicLossScale(growth_interval=LIMIT, init_scale=1)
   near = {key: jnp.int32(LIMIT - 1) for key in DTYPES if DTYPES[key] == jnp.int32}
-  state = init_scale(config)._replace(**near | {"hysteresis": jnp.int32(1)})
+  state = _loss_scale.init_scale(config)._replace(**near | {"hysteresis": jnp.int32(1)})
   _, states = run(config, jnp.full(4, finite), state)
   stopped = ["total"] if finite else ["total", "skipped", "consecutive_skips", "floor_hits"]
   assert {field: getattr(states, field).tolist() for field in stopped} == dict.fromkeys(
@@ -168,11 +161,12 @@ def test_counters_saturate(finite):
     # The window is complete on the first step, and a new one starts.
     assert states.good_steps.tolist() == [0, 1, 2, 3]
   static = mpjax.StaticLossScale(1)
-  _, states = run(static, jnp.full(4, True), init_scale(static)._replace(good_steps=near["total"]))
+  start = _loss_scale.init_scale(static)._replace(good_steps=near["total"])
+  _, states = run(static, jnp.full(4, True), start)
   assert states.good_steps.tolist() == [LIMIT] * 4
   yes, flags = jnp.asarray(True), {"applied": jnp.asarray(False), "first_bad": jnp.int32(0)}
   for _ in range(3):
-    state = adjust(config, state, finite=yes, all_finite=yes, **flags)
+    state = _loss_scale.adjust(config, state, finite=yes, all_finite=yes, **flags)
     assert state.bad_updates == LIMIT
 
 
@@ -188,12 +182,11 @@ def test_counters_saturate(finite):
 def test_a_state_restored_from_another_configuration(restored, expected):
   config = mpjax.DynamicLossScale(init_scale=4, growth_interval=2, min_scale=2, max_scale=8)
   restored = {field: jnp.asarray(value, DTYPES[field]) for field, value in restored.items()}
-  final, _ = run(config, jnp.asarray([True]), init_scale(config)._replace(**restored))
+  final, _ = run(config, jnp.asarray([True]), _loss_scale.init_scale(config)._replace(**restored))
   assert {field: getattr(final, field) for field in expected} == expected
 
 
 def random_configs(rng, n):
-  """Returns `n` random configurations, as columns."""
   low = 2.0 ** rng.integers(-20, 10, n)
   init = low * 2.0 ** rng.integers(0, 20, n)
   power = rng.random(n) < 0.5
@@ -241,7 +234,7 @@ def test_unscaling_undoes_scaling():
   x[:3] = [-0.0, 0.0, 1.0]
   for scale in (2.0, 4.0, 2.0**15, 2.0**-3, 3.0, 1e5, 0.7):
     scaled = jnp.asarray(x, jnp.float32) * jnp.float32(scale)
-    found = np.asarray(unscale_tree(scaled, jnp.float32(scale)))
+    found = np.asarray(_loss_scale.unscale_tree(scaled, jnp.float32(scale)))
     if np.frexp(scale)[0] == 0.5:
       np.testing.assert_array_equal(found.view(np.uint32), x.view(np.uint32))
     else:
@@ -252,7 +245,7 @@ def test_unscaling_undoes_scaling():
 @pytest.mark.parametrize("dtype", [*HALF, np.float32])
 def test_the_cast_comes_before_the_division(dtype):
   x = np.asarray([1.0, 2.0**-10, -3.0], dtype)
-  found = unscale_tree({"a": jnp.asarray(x), "none": None}, jnp.float32(2.0**24))
+  found = _loss_scale.unscale_tree({"a": jnp.asarray(x), "none": None}, jnp.float32(2.0**24))
   assert found["none"] is None
   assert found["a"].dtype == jnp.float32
   np.testing.assert_array_equal(found["a"], x.astype(np.float32) / np.float32(2.0**24))
@@ -267,8 +260,9 @@ def test_unscaling_at_the_hard_limits(exponent):
   # 0.75 at 2^126 is 1.5 * 2^-127: the one subnormal, which XLA flushes.
   expected = np.where(np.abs(x / scale) < np.finfo(np.float32).tiny, 0, x / scale)
   assert expected[0] == 1.5 * 2.0**-exponent
-  np.testing.assert_array_equal(unscale_tree(jnp.asarray(x), jnp.asarray(scale)), expected)
-  found = unscale_tree(jax.lax.complex(x, x[::-1]), jnp.asarray(scale))
+  found = _loss_scale.unscale_tree(jnp.asarray(x), jnp.asarray(scale))
+  np.testing.assert_array_equal(found, expected)
+  found = _loss_scale.unscale_tree(jax.lax.complex(x, x[::-1]), jnp.asarray(scale))
   assert found.dtype == jnp.complex64
   np.testing.assert_array_equal([found.real, found.imag], [expected, expected[::-1]])
 
@@ -277,22 +271,22 @@ def test_unscaling_at_the_hard_limits(exponent):
 def test_extreme_values():
   largest = np.finfo(np.float32).max
   x = jnp.asarray([largest, -largest, -0.0, np.inf, -np.inf, np.nan], jnp.float32)
-  found = np.asarray(unscale_tree(x, jnp.float32(4)))
+  found = np.asarray(_loss_scale.unscale_tree(x, jnp.float32(4)))
   np.testing.assert_array_equal(found, [largest / 4, -largest / 4, -0.0, np.inf, -np.inf, np.nan])
   assert np.signbit(found[2])
-  assert np.isinf(np.asarray(unscale_tree(x, jnp.float32(0.5)))[:2]).all()
+  assert np.isinf(np.asarray(_loss_scale.unscale_tree(x, jnp.float32(0.5)))[:2]).all()
 
 
 def test_float64_gradients_stay_float64(set_flag):
   set_flag("jax_enable_x64", True)
   tree = [jnp.asarray([1.0]), jnp.asarray([2j]), jnp.ones(1, jnp.float16)]
-  found = unscale_tree(tree, jnp.float32(3))
+  found = _loss_scale.unscale_tree(tree, jnp.float32(3))
   assert [leaf.dtype.name for leaf in found] == ["float64", "complex128", "float32"]
   assert found[0][0] == 1 / 3
 
 
 def test_without_a_scale_gradients_are_only_cast():
-  found = unscale_tree([jnp.ones(2, jnp.float16), jnp.ones(1, jnp.complex64)], None)
+  found = _loss_scale.unscale_tree([jnp.ones(2, jnp.float16), jnp.ones(1, jnp.complex64)], None)
   assert [leaf.dtype.name for leaf in found] == ["float32", "complex64"]
 
 
@@ -453,9 +447,9 @@ def test_a_label_names_what_differs_from_the_defaults_and_says_what_its_configur
     (wide, text, hard, True, 2.0**126, 0.5),
     (other, backoff, (1.0, 2.0**20), True, 2.0**20, 0.25),
   ):
-    assert write_label(config) == written
+    assert _loss_scale.write_label(config) == written
     for name in (None, "generator", "a=1,b"):
-      label = parse_label(write_label(config, name))
+      label = _loss_scale.parse_label(_loss_scale.write_label(config, name))
       assert (label.name, label.config, label.limits) == (name, written, limits)
       assert [label.dynamic, label.largest, label.fields.get("backoff_factor", 0.5)] == expected
 
@@ -465,4 +459,5 @@ def test_label_keeps_the_limits_exactly():
   for low, high in np.exp(np.random.default_rng(0).uniform(-80, 80, (300, 2))):
     low, high = sorted((low, high))
     config = mpjax.DynamicLossScale(init_scale=low, min_scale=low, max_scale=high)
-    assert parse_label(write_label(config)).limits == (config.min_scale, config.max_scale)
+    label = _loss_scale.parse_label(_loss_scale.write_label(config))
+    assert label.limits == (config.min_scale, config.max_scale)

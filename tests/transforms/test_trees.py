@@ -7,13 +7,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.transforms._trees import (
-  align_gradients,
-  compiled_for_cpu,
-  place_like,
-  step_or_skip,
-  strong,
-)
+from mpjax.transforms import _trees
 from tests.errors import refused
 from tests.programs import bits
 
@@ -120,11 +114,13 @@ def test_gradients_of_another_dtype_are_float32_before_inner_sees_them():
 
 @pytest.mark.case("B064", "B027")
 def test_weak_and_foreign_leaves_of_a_state_become_strong():
-  found = [strong(x) for x in (True, 3, 2.5, np.float32(1), jnp.asarray(1.0), np.ones(2, np.int32))]
+  found = [
+    _trees.strong(x) for x in (True, 3, 2.5, np.float32(1), jnp.asarray(1.0), np.ones(2, np.int32))
+  ]
   names = ["bool", "int32", "float32", "float32", "float32", "int32"]
   assert [(x.dtype.name, x.weak_type) for x in found] == [(name, False) for name in names]
   for other in (jax.random.key(0), "text", np.zeros(2, jax.dtypes.float0)):
-    assert strong(other) is other
+    assert _trees.strong(other) is other
 
 
 def test_states_are_placed_with_the_parameters_and_others_left_alone(devices):
@@ -135,10 +131,10 @@ def test_states_are_placed_with_the_parameters_and_others_left_alone(devices):
     state = tx.init(params)
     assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(state)} == {4}, type(state)
   state = {"a": jnp.ones(2), "text": "text", "numpy": np.ones(1)}
-  assert place_like(jnp.ones(2), state) is state
+  assert _trees.place_like(jnp.ones(2), state) is state
   there = jax.device_put(state["a"], devices[1])
-  assert place_like(params, {"a": there})["a"] is there
-  assert jax.jit(lambda p, s: place_like(p, s))(params, state["a"]).shape == (2,)
+  assert _trees.place_like(params, {"a": there})["a"] is there
+  assert jax.jit(lambda p, s: _trees.place_like(p, s))(params, state["a"]).shape == (2,)
 
 
 @pytest.mark.case("A117", "B102")
@@ -148,12 +144,12 @@ def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
   params |= {"z": np.ones(1, np.complex128), "h": np.ones(1, np.float16)}
   grads = {"d": params["f"], "f": params["d"], "c": params["z"], "z": params["c"]}
   grads |= {"h": params["h"]}
-  found = align_gradients(grads, params, "test")
+  found = _trees.align_gradients(grads, params, "test")
   dtypes = {"d": "float64", "f": "float32", "c": "complex64", "z": "complex128", "h": "float16"}
   assert {key: x.dtype.name for key, x in found.items()} == dtypes
-  assert align_gradients({"w": params["f"]}, {"w": params["f"]}, "test")["w"] is params["f"]
+  assert _trees.align_gradients({"w": params["f"]}, {"w": params["f"]}, "test")["w"] is params["f"]
   with pytest.raises(ValueError, match=r"shape \[\] for None at \['w'\]"):
-    align_gradients({"w": 1.0}, {"w": None}, "test")
+    _trees.align_gradients({"w": 1.0}, {"w": None}, "test")
 
 
 @pytest.mark.case("B001")
@@ -292,7 +288,7 @@ def test_outside_of_jit_what_is_skipped_does_not_run():
     seen.append(isinstance(old["x"], jax.core.Tracer))
     return step(old)
 
-  _, state = step_or_skip(jnp.asarray(False), spy, OLD)
+  _, state = _trees.step_or_skip(jnp.asarray(False), spy, OLD)
   assert seen == [True], "only looked at for its shapes"
   assert state is OLD
 
@@ -304,13 +300,13 @@ def test_under_jit_only_one_branch_is_in_the_way():
     calls.append(1)
     return step(old)
 
-  program = jax.make_jaxpr(lambda c, old: step_or_skip(c, counted, old))(True, OLD)
+  program = jax.make_jaxpr(lambda c, old: _trees.step_or_skip(c, counted, old))(True, OLD)
   names = [eqn.primitive.name for eqn in program.eqns]
   assert "cond" in names
   assert "exp" not in names
   assert len(calls) == 1, "the shapes of the branch that skips are those of the same trace"
   # Of several members of an ensemble some may step: there both are computed, and selected from.
-  several = jax.make_jaxpr(jax.vmap(lambda c: step_or_skip(c, step, OLD)))(jnp.ones(2, bool))
+  several = jax.make_jaxpr(jax.vmap(lambda c: _trees.step_or_skip(c, step, OLD)))(jnp.ones(2, bool))
   assert "exp" in str(several)
   assert "cond" not in [eqn.primitive.name for eqn in several.eqns]
 
@@ -322,7 +318,7 @@ def test_in_a_shard_map_where_the_new_state_varies(devices, check_vma):
 
   def one_device(condition, shard):
     step = lambda old: (shard * 2, {"x": old["x"] + shard})  # noqa: E731
-    updates, state = step_or_skip(condition, step, {"x": jnp.ones(2)})
+    updates, state = _trees.step_or_skip(condition, step, {"x": jnp.ones(2)})
     return updates, state["x"]
 
   specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
@@ -339,7 +335,7 @@ def test_in_a_shard_map_where_the_new_state_varies(devices, check_vma):
 
 def test_whether_the_program_is_for_a_cpu_is_known_when_it_is_compiled():
   on_cpu = jax.default_backend() == "cpu"
-  assert bool(compiled_for_cpu()) == on_cpu
-  choose = jax.jit(lambda x: jax.lax.cond(compiled_for_cpu(), jnp.sin, jnp.cos, x))
+  assert bool(_trees.compiled_for_cpu()) == on_cpu
+  choose = jax.jit(lambda x: jax.lax.cond(_trees.compiled_for_cpu(), jnp.sin, jnp.cos, x))
   text = choose.lower(jnp.ones(3)).compile().as_text()
   assert (" sine(" in text, " cosine(" in text) == (on_cpu, not on_cpu), "the other branch is gone"
