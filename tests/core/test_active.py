@@ -11,20 +11,12 @@ from flax import nnx
 
 import mpjax
 import mpjax.linen._intercept
-from mpjax._core.active import (
-  ACTIVE,
-  AUDIT,
-  Active,
-  AuditedModule,
-  AuditRecord,
-  activate_scope,
-  in_region,
-  leave_scope,
-)
+from mpjax._core import active
 from mpjax._core.rules import Rule
 from mpjax.nnx._outermost import current
 from tests.jaxprs.autocast.rig import matmuls
 from tests.linen.probes import Does
+from tests.nnx import rig
 from tests.programs import products
 
 X = jnp.ones((2, 4))
@@ -33,27 +25,31 @@ X = jnp.ones((2, 4))
 def test_equal_states_are_one_key():
   policy = mpjax.Policy(compute_dtype="f16")
   # Which class raised is what a call tells the one around it, and no part of the key.
-  states = [Active(policy=policy, region="float16", failed=failed) for failed in ([], [nnx.Linear])]
+  states = [
+    active.Active(policy=policy, region="float16", failed=failed) for failed in ([], [nnx.Linear])
+  ]
   assert states[0] == states[1]
   assert hash(states[0]) == hash(states[1])
-  assert states[0] != Active(policy=policy, region="float16", casting=frozenset({nnx.Linear}))
+  assert states[0] != active.Active(
+    policy=policy, region="float16", casting=frozenset({nnx.Linear})
+  )
 
 
 def test_outside_of_policies_inside_of_it_is_the_same_state_and_linens_is_another():
-  outside = Active().outside()
-  assert (Active().on, outside.on, outside.in_region) == (True, False, True)
+  outside = active.Active().outside()
+  assert (active.Active().on, outside.on, outside.in_region) == (True, False, True)
   assert outside.outside() is outside
-  assert not in_region()
-  with ACTIVE(outside):
-    assert in_region()
+  assert not active.in_region()
+  with active.ACTIVE(outside):
+    assert active.in_region()
   linen = mpjax.linen._intercept.Active()
-  assert linen != Active()
+  assert linen != active.Active()
   assert isinstance(linen.outside(), type(linen))
   assert linen.outside() != outside
   # Current is what is active here, and nothing elsewhere.
   assert current() is None
-  with ACTIVE(Active()):
-    assert current() == Active()
+  with active.ACTIVE(active.Active()):
+    assert current() == active.Active()
   with mpjax.linen.policy_scope("float16"):
     assert current() is None
 
@@ -62,12 +58,9 @@ def test_a_linen_model_in_a_view_and_a_view_in_a_linen_scope_have_policies_of_th
   linen = mpjax.linen.with_policy(nn.Dense(3), "c=f16")
   params = nn.Dense(3).init(nnx.Rngs(0).params(), X)
 
-  class Bridge(nnx.Module):
-    def __call__(self, x):
-      return linen.apply(params, x)
-
+  bridge = rig.Does(lambda module, x: linen.apply(params, x))
   for policy in (None, "c=bf16", "float32"):
-    program = jax.make_jaxpr(mpjax.nnx.with_policy(Bridge(), policy))(X)
+    program = jax.make_jaxpr(mpjax.nnx.with_policy(bridge, policy))(X)
     (product,) = products(program)
     assert product.dtypes == ("float16", "float16"), policy
   view = mpjax.nnx.with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "c=bf16")
@@ -81,23 +74,23 @@ def test_scopes_are_left_in_any_order():
   def enter(policy):
     opened = contextlib.ExitStack()
     opened.callback(closed.append, policy)
-    return activate_scope(Active(region=policy), opened)
+    return active.activate_scope(active.Active(region=policy), opened)
 
   one, two, three = enter("one"), enter("two"), enter("three")
-  leave_scope(one)
-  assert (ACTIVE.value.region, closed) == ("three", [])
-  leave_scope(three)
-  assert (ACTIVE.value.region, closed) == ("two", ["three"])
-  leave_scope(two)
-  assert (ACTIVE.value, closed) == (None, ["three", "two", "one"])
+  active.leave_scope(one)
+  assert (active.ACTIVE.value.region, closed) == ("three", [])
+  active.leave_scope(three)
+  assert (active.ACTIVE.value.region, closed) == ("two", ["three"])
+  active.leave_scope(two)
+  assert (active.ACTIVE.value, closed) == (None, ["three", "two", "one"])
 
 
 def test_a_rule_counts_modules_and_not_calls():
-  record, rule, other = AuditRecord(), Rule("float32", path="a"), Rule("float32", path="b")
+  record, rule, other = active.AuditRecord(), Rule("float32", path="a"), Rule("float32", path="b")
   record.note_rules([rule, other])
   for _ in range(2):
-    record.note("a", AuditedModule("Dense", rule.policy, rule, None))
-  record.note("c", AuditedModule("Dense", None, None, None))
+    record.note("a", active.AuditedModule("Dense", rule.policy, rule, None))
+  record.note("c", active.AuditedModule("Dense", None, None, None))
   assert record.rules == {rule: 1, other: 0}
   assert list(record.modules) == ["a", "c"]
 
@@ -107,13 +100,13 @@ def test_each_audit_traces_anew():
 
   @jax.jit
   def fn(x):
-    traced.append(AUDIT.value)
+    traced.append(active.AUDIT.value)
     return x
 
-  first, second = AuditRecord(), AuditRecord()
+  first, second = active.AuditRecord(), active.AuditRecord()
   fn(jnp.ones(2))
   for record in (first, second):
-    with AUDIT(record):
+    with active.AUDIT(record):
       jax.make_jaxpr(fn)(jnp.ones(2))
   fn(jnp.ones(2))
   assert traced == [None, first, second]

@@ -14,19 +14,7 @@ from flax.core import Scope
 
 import mpjax
 from mpjax.linen._intercept import PathScope
-from tests.linen.probes import (
-  KEY,
-  Does,
-  Probe,
-  X,
-  calling,
-  note,
-  noted,
-  operands,
-  seen,
-  seen_under,
-  text,
-)
+from tests.linen.probes import KEY, Does, Probe, X, calling, note, noted, operands, seen_under, text
 from tests.programs import bits, products
 
 Rule = mpjax.Rule
@@ -198,7 +186,7 @@ def test_the_innermost_given_policy_wins_whole():
     x = X.astype(dtype)
     (product,) = products(jax.make_jaxpr(model.apply)({}, x))
     out = jax.eval_shape(model.apply, {}, x).dtype
-    return [*seen(model.apply, {}, x).values(), product.dtypes[0], str(out)]
+    return [*(dtype for _, dtype in noted(model.apply, {}, x)), product.dtypes[0], str(out)]
 
   def multiplies(module, x):
     x = Probe(name="two")(Probe(name="one")(x))
@@ -256,8 +244,6 @@ F16, BF16 = ("float16",) * 2, ("bfloat16",) * 2
 
 
 class HoldsEqual(nn.Module):
-  """HoldsEqual equal modules in each way in which a module may."""
-
   def setup(self):
     self.a, self.b = (nn.jit(nn.Dense)(3) for _ in range(2))
     self.layers = [nn.jit(nn.Dense)(3) for _ in range(2)]
