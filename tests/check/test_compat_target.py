@@ -14,13 +14,15 @@ SCRIPT = pathlib.Path(__file__).parents[2] / ".ci" / "find-python"
 NEW, NEWER = "3.97", "3.98"
 
 
+def output(command, **options):
+  return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
 def run(folder, *versions):
   """Runs the script where only the interpreters in `folder` are to be found."""
   environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", "HOME": str(folder)}
   environment["PYENV_ROOT"] = str(folder / "pyenv")
-  return subprocess.run(
-    [SCRIPT, *versions], env=environment, capture_output=True, text=True, check=False
-  )
+  return output([SCRIPT, *versions], env=environment)
 
 
 def interpreter(path, version):
@@ -49,14 +51,7 @@ def test_the_first_version_that_runs_is_taken_from_the_path_or_from_pyenv(tmp_pa
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 def test_a_missing_interpreter_fails_the_target_before_any_test_is_run():
   have = f"{sys.version_info.major}.{sys.version_info.minor}"
-  root = SCRIPT.parents[1]
-  done = subprocess.run(
-    ["make", "compat", f"OLDEST={NEW}", f"NEWEST={have}"],
-    cwd=root,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
+  done = output(["make", "compat", f"OLDEST={NEW}", f"NEWEST={have}"], cwd=SCRIPT.parents[1])
   assert done.returncode != 0
   assert f"No Python {NEW} runs here" in done.stderr
   assert "passed" not in done.stdout

@@ -19,14 +19,20 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 INFO = f"mpjax-{mpjax.__version__}.dist-info/"
 
 
+def run(*command, **options):
+  done = subprocess.run(
+    [sys.executable, *command], capture_output=True, text=True, timeout=120, check=False, **options
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> pathlib.Path:
   folder = tmp_path_factory.mktemp("wheel")
   # Without isolation: the backend is in the development environment, so no network is needed.
   flags = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-  command = [sys.executable, "-m", "pip", "wheel", *flags, "--wheel-dir", str(folder), str(ROOT)]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-  assert done.returncode == 0, done.stderr
+  run("-m", "pip", "wheel", *flags, "--wheel-dir", str(folder), str(ROOT))
   (found,) = folder.glob("*.whl")
   return found
 
@@ -59,16 +65,8 @@ def test_the_sdist_holds_what_git_does(tmp_path):
   if known.returncode != 0:
     pytest.skip("no git checkout: this is an sdist, or there is no git")
   build = "import sys, hatchling.build as b; print(b.build_sdist(sys.argv[1]))"
-  done = subprocess.run(
-    [sys.executable, "-c", build, str(tmp_path)],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  with tarfile.open(tmp_path / done.stdout.split()[-1]) as archive:
+  name = run("-c", build, str(tmp_path), cwd=ROOT).split()[-1]
+  with tarfile.open(tmp_path / name) as archive:
     names = {name.partition("/")[2] for name in archive.getnames()}
   assert {file for file in known.stdout.split("\n") if file and (ROOT / file).exists()} <= names
 
@@ -82,14 +80,6 @@ def test_files_of_a_release_name_the_same_version():
 
 def test_import_from_the_wheel(wheel, tmp_path):
   zipfile.ZipFile(wheel).extractall(tmp_path)
-  done = subprocess.run(
-    [sys.executable, "-c", "import mpjax; print(mpjax.__file__)"],
-    cwd=tmp_path,
-    env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  assert pathlib.Path(done.stdout.strip()) == tmp_path / "mpjax" / "__init__.py"
+  environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+  found = run("-c", "import mpjax; print(mpjax.__file__)", cwd=tmp_path, env=environment)
+  assert pathlib.Path(found.strip()) == tmp_path / "mpjax" / "__init__.py"
