@@ -175,10 +175,6 @@ def test_a_policy_is_a_value():
     one.compute_dtype = F16
 
 
-class Thing:
-  """Neither an array nor a number."""
-
-
 def tree():
   return {
     "w": jnp.asarray([1.5, 2.25]),
@@ -193,7 +189,7 @@ def tree():
     "nothing": None,
     "empty": (),
     "number": 0.1,
-    "thing": Thing(),
+    "thing": object(),
     "text": "relu",
   }
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import mpjax
 from tests.errors import refused
+from tests.io.test_checkpoints_restore import npz, orbax_path
 from tests.programs import bits
 
 pytestmark = pytest.mark.standard_promotion  # optax adds float32 to what is stored in half.
@@ -75,16 +75,6 @@ def masters_of(state):
   return mpjax.master_params(opt_state, params)
 
 
-def saved(tree, how, path):
-  """Returns what `restore_like` takes after `tree` was saved so."""
-  if how == "arrays":
-    np.savez(path / "file.npz", **mpjax.checkpoints.to_arrays(tree))
-    return dict(np.load(path / "file.npz"))
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(path / "orbax", tree)
-  return path / "orbax"
-
-
 def without_empty(tree):
   """Returns what Orbax can save of a tree."""
   is_params = lambda x: isinstance(x, dict) and "empty" in x  # noqa: E731
@@ -106,9 +96,9 @@ def test_training_goes_on_in_the_other_storage(into, storage, tmp_path):
   assert bits(again[0]) == bits(end[0])
   assert bits(masters_of(again)) == bits(masters_of(end))
   # The same from files.
-  arrays = saved(state, "arrays", tmp_path)
+  arrays = npz(state, tmp_path / "file")
   assert bits(restore_like(target, arrays)) == bits(found)
-  path = saved(without_empty(state), "orbax", tmp_path)
+  path = orbax_path(without_empty(state), tmp_path / "orbax")
   of_orbax = restore_like(without_empty(target), path)
   assert bits(of_orbax) == bits(without_empty(found))
 

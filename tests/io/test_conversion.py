@@ -15,6 +15,8 @@ from flax import nnx
 
 import mpjax
 from tests.errors import refused
+from tests.models.values import normal
+from tests.nnx.rig import Does
 from tests.programs import bits
 
 Rule, convert = mpjax.Rule, mpjax.convert
@@ -23,12 +25,8 @@ BOTH = pytest.mark.parametrize("half", NUMPY)
 WHERE = "mpjax.convert(params)"
 
 
-def values(*shape, seed=0):
-  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
 def dense(inputs=3, outputs=4):
-  return {"kernel": jnp.asarray(values(inputs, outputs)), "bias": jnp.asarray(values(outputs))}
+  return {"kernel": jnp.asarray(normal(inputs, outputs)), "bias": jnp.asarray(normal(outputs))}
 
 
 def params():
@@ -189,11 +187,6 @@ def test_variables_of_a_linen_model():
     assert found["params"]["Dense_0"]["bias"].dtype == jnp.float32
 
 
-class Params(nnx.Module):
-  def __init__(self):
-    self.params, self.other = nnx.Param(jnp.ones((2, 2))), nnx.Param(jnp.ones((2, 2)))
-
-
 def test_state_of_an_nnx_model():
   # Also of one with an attribute called params.
   layers = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0))
@@ -201,7 +194,8 @@ def test_state_of_an_nnx_model():
   nnx.update(model, convert(nnx.state(model), "bfloat16", [Rule(None, path="layers/0/bias")]))
   assert model.layers[0].kernel.dtype == jnp.bfloat16
   assert model.layers[0].bias.dtype == model.layers[1].scale.dtype == jnp.float32
-  assert set(stored(convert(nnx.state(Params()), "bfloat16")).values()) == {"bfloat16"}
+  named = Does(None, params=nnx.Param(jnp.ones((2, 2))))
+  assert set(stored(convert(nnx.state(named), "bfloat16")).values()) == {"bfloat16"}
 
 
 def test_what_is_no_tree_of_parameters():
