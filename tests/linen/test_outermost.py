@@ -407,19 +407,17 @@ def test_what_a_module_holds_and_is_given_is_in_its_order(way, kind):
 
 
 def test_variables_keep_their_dtypes_though_they_hold_one_array():
-  class Holds(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      held = [
-        self.variable("state", name, jnp.zeros, (2, 3), dtype)
-        for name, dtype in (("a", jnp.float32), ("b", jnp.bfloat16))
-      ]
-      y = nn.Dense(3)(x)
-      for each in held:
-        each.value = y
-      return y
+  def holds(module, x):
+    held = [
+      module.variable("state", name, jnp.zeros, (2, 3), dtype)
+      for name, dtype in (("a", jnp.float32), ("b", jnp.bfloat16))
+    ]
+    y = nn.Dense(3)(x)
+    for each in held:
+      each.value = y
+    return y
 
-  variables = Holds().init(KEY, X)
+  variables = Does(holds).init(KEY, X)
   variables["state"]["b"] = variables["state"]["b"].astype("bfloat16")
-  _, new = mpjax.linen.with_policy(Holds(), "mixed_bfloat16").apply(variables, X, mutable=["state"])
+  _, new = with_policy(Does(holds), "mixed_bfloat16").apply(variables, X, mutable=["state"])
   assert [new["state"][name].dtype for name in "ab"] == ["float32", "bfloat16"]
