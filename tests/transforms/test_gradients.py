@@ -99,9 +99,7 @@ def test_metrics(devices, how):
   # Averages do not depend on how the batch is cut; counts are counted.
   k, axis = (2 if how in ("micro-batches", "both") else 1), how in ("devices", "both")
 
-  def loss_fn(params, model_state, batch, rng):
-    return jnp.sum(params), (model_state, METRICS)
-
+  loss_fn = returning(lambda loss, state: (loss, (state, METRICS)))
   step = mpjax.make_train_step(loss_fn, SGD, accumulate=k, axis_name="data" if axis else None)
   step = over_devices(step, devices) if axis else step
   _, found = step(mpjax.TrainState.create(jnp.zeros(3), SGD), jnp.zeros(8))
@@ -206,13 +204,16 @@ bad_updates scale_changed
 """
 
 
-def test_names_of_metrics_that_are_taken():
+def test_names_of_metrics_that_are_taken_or_no_strings():
   # Whatever a step reports by itself, and nothing else.
   where, expected = "mpjax.make_train_step(loss_fn): metrics", "metrics with other names than ours"
   for name in NAMES.split():
     of_name = returning(lambda loss, state, name=name: (loss, (state, {name: 1, "mine": 2})))
     with refused(ValueError, where, expected, f"[{name!r}]", "Rename them"):
       gradients(of_name, jnp.zeros(2))
+  of_number = returning(lambda loss, state: (loss, (state, {0: jnp.ones(()), "a": 1.0})))
+  with refused(TypeError, where, "strings for names", "[0]", "Name each number"):
+    gradients(of_number, jnp.zeros(2))
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale())
   loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float16)))
   _, _, metrics = gradients(loss_fn, jnp.zeros(2), tx=tx, max_retries=1)
@@ -269,7 +270,6 @@ STATIC = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
 
 
 def first_step(loss_fn, params, batch, tx=STATIC, ema=False, model_state=(), **options):
-  """Makes a state, and returns what its first step returns."""
   state = mpjax.TrainState.create(params, tx, ema=ema, model_state=model_state)
   return mpjax.make_train_step(loss_fn, tx, **options)(state, batch)
 
@@ -437,15 +437,6 @@ def test_other_errors_of_a_loss_function_are_its_own():
 
   with pytest.raises(KeyError, match="labels"):
     first_step(loss_fn, jnp.ones(()), jnp.ones(4))
-
-
-def test_metrics_whose_names_are_no_strings():
-  def loss_fn(params, model_state, batch, rng):
-    return jnp.mean(params * batch), (model_state, {0: jnp.ones(()), "a": 1.0})
-
-  where = "mpjax.make_train_step(loss_fn): metrics"
-  with refused(TypeError, where, "strings for names", "[0]", "Name each number"):
-    first_step(loss_fn, jnp.ones(()), jnp.ones(()))
 
 
 @pytest.mark.parametrize("jit", [True, False])
