@@ -10,6 +10,18 @@ from flax import nnx
 import mpjax
 from tests.models.values import filled
 
+BF16 = jnp.dtype("bfloat16")
+HALF = "params=float32,compute=bfloat16"
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+class Metric(nnx.Variable):
+  """A kind of variable of the user's own."""
+
+
+def linear() -> nnx.Linear:
+  return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
 
 class Does(nnx.Module):
   """A layer, other parts, and a method that calls a function with the module and its arguments."""

@@ -10,12 +10,10 @@ from flax import nnx
 
 import mpjax
 from tests.errors import refused
+from tests.nnx.rig import BF16, HALF, X
 from tests.programs import half_share, products
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
-BF16 = np.dtype("bfloat16")
-HALF = "params=float32,compute=bfloat16"
-X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
 
 class Steps(nnx.Module):

@@ -17,30 +17,15 @@ from mpjax import Rule
 from mpjax.nnx._outermost import LINK, SPEC, Link, is_view, model_of
 from tests.errors import refused
 from tests.models.values import normal
-from tests.nnx import rig
-from tests.nnx.rig import Does
+from tests.nnx.rig import HALF, Does, Metric, X, linear
 from tests.programs import bits, run
 
 pytestmark = pytest.mark.standard_promotion
 
 with_policy = mpjax.nnx.with_policy
-X = jnp.asarray(normal(2, 5, 8))
-
-
-class Gate(nnx.Module):
-  def __init__(self, rngs):
-    self.into, self.out = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
-
-  def __call__(self, x):
-    x = self.into(x)
-    return self.out(jnp.log1p(jnp.exp(x)) * jnp.cumsum(x, -1))
 
 
 # What a call does
-
-
-class Metric(nnx.Variable):
-  """A kind of variable of the user's own."""
 
 
 def by_itself(layer, x):
@@ -164,9 +149,10 @@ def test_an_argument_that_nnx_holds_may_be_changed_in_place():
 
 
 def test_who_only_reads_may_be_closed_over():
-  view = with_policy(rig.model(Gate), "mixed_bfloat16")
-  assert bits(run(lambda x: view(x), X)) == bits(run(jax.vmap(view), X))
-  assert jax.eval_shape(jax.grad(lambda x: view(x).sum()), X).dtype == jnp.float32
+  gate = Does(lambda m, x: m.layer(jnp.log1p(jnp.exp(m.layer(x))) * jnp.cumsum(x, -1)))
+  view = with_policy(gate, "mixed_bfloat16")
+  assert bits(run(lambda x: view(x), X4)) == bits(run(jax.vmap(view), X4))
+  assert jax.eval_shape(jax.grad(lambda x: view(x).sum()), X4).dtype == jnp.float32
 
 
 def remembers(module, x):
@@ -405,13 +391,6 @@ def test_a_rule_that_closes_over_a_value_is_traced_again_where_the_call_is_over(
 
 # Links to the model
 
-HALF = "params=float32,compute=bfloat16"
-ROWS = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
-
-
-def linear():
-  return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-
 
 def test_views_are_told_by_their_class_and_equal_specs_are_one_key():
   view, mixed, again = (
@@ -441,23 +420,18 @@ def test_links_are_equal_hold_nothing_and_lead_from_one_view_only():
   gc.collect()
   assert alive() is None
   assert model_of(view) is None
-  assert view(ROWS).dtype == np.dtype("bfloat16")
+  assert view(X).dtype == np.dtype("bfloat16")
 
 
-class Drops(nnx.Module):
-  def __init__(self):
-    self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-    self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-
-  def __call__(self, x):
-    return self.norm(self.drop(self.layer(x)))
+def drops():
+  parts = {"drop": nnx.Dropout(0.5, rngs=nnx.Rngs(1)), "norm": nnx.BatchNorm(4, rngs=nnx.Rngs(0))}
+  return Does(lambda module, x: module.norm(module.drop(module.layer(x))), **parts)
 
 
 def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
-  model = Drops()
+  model = drops()
   view = with_policy(model, "mixed_bfloat16")
-  training = view(ROWS)
+  training = view(X)
   model.eval()
   for call in (view, jax.jit(lambda x: view(x))):  # Its very call, and one inside of jit.
     with refused(
@@ -467,11 +441,11 @@ def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
       "deterministic=True on the model, and deterministic=False still on the view",
       "Write view.eval() or view.train()",
     ):
-      call(ROWS)
+      call(X)
   view.eval()
-  np.testing.assert_array_equal(view(ROWS), with_policy(model, "mixed_bfloat16")(ROWS))
+  np.testing.assert_array_equal(view(X), with_policy(model, "mixed_bfloat16")(X))
   view.train()  # What was said of the view counts.
-  assert not np.array_equal(view(ROWS), training)
+  assert not np.array_equal(view(X), training)
 
 
 def test_a_flag_that_is_no_mode_is_no_error():
@@ -482,33 +456,33 @@ def test_a_flag_that_is_no_mode_is_no_error():
 
   model = Does(builds, built=False)
   view = with_policy(model, "mixed_bfloat16")
-  model(ROWS)
-  np.testing.assert_array_equal(view(ROWS), view(ROWS))
+  model(X)
+  np.testing.assert_array_equal(view(X), view(X))
 
 
 def test_modes_that_belong_together_are_no_error():
-  model = Drops()
+  model = drops()
   view = with_policy(model, "mixed_bfloat16")
   for mode in ("train", "eval", "train"):
     getattr(model, mode)()
     getattr(view, mode)()
-    view(ROWS)
+    view(X)
   # A view for evaluation stays one while the model goes on training.
   view.eval()
-  wanted = view(ROWS)
+  wanted = view(X)
   for mode in ("eval", "train"):
     getattr(model, mode)()
-    np.testing.assert_array_equal(view(ROWS), wanted)
+    np.testing.assert_array_equal(view(X), wanted)
   # The model evaluated by itself, and back in the mode in which the view was made.
   other = with_policy(model, "mixed_bfloat16")
   model.eval()
-  model(ROWS)
+  model(X)
   model.train()
-  other(ROWS)
+  other(X)
   # A view of its own for evaluation.
   model.eval()
   evaluation = with_policy(model, "mixed_bfloat16")
-  np.testing.assert_array_equal(evaluation(ROWS), evaluation(ROWS))
+  np.testing.assert_array_equal(evaluation(X), evaluation(X))
 
 
 class Lazy(nnx.Module):
@@ -529,8 +503,8 @@ SETS = {
   # What sets a new module, as which attribute, and of which class.
   "set": (lambda view: setattr(view, "head", linear()), "head", "a new Linear"),
   "list": (lambda view: setattr(view, "head", nnx.List([linear()])), "head", "a new List"),
-  "in a call": (lambda view: view(ROWS), "layer", "a new Linear"),
-  "in nnx.jit": (lambda view: nnx.jit(lambda view: view(ROWS))(view), "layer", "a new Linear"),
+  "in a call": (lambda view: view(X), "layer", "a new Linear"),
+  "in nnx.jit": (lambda view: nnx.jit(lambda view: view(X))(view), "layer", "a new Linear"),
 }
 
 
@@ -556,5 +530,5 @@ def test_what_a_view_may_be_set():
   view.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
   view.shift = nnx.Param(jnp.ones(4))
   view.name = "a name"
-  assert view.again(ROWS).dtype == jnp.float32
+  assert view.again(X).dtype == jnp.float32
   assert model.shift is view.shift

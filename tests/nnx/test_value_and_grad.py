@@ -15,8 +15,6 @@ TX = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(SCALE))
 
 
 class Net(nnx.Module):
-  """A layer, statistics, dropout, a head."""
-
   def __init__(self, rngs):
     self.first = nnx.Linear(4, 8, rngs=rngs)
     self.norm = nnx.BatchNorm(8, rngs=rngs)

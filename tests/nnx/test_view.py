@@ -15,17 +15,10 @@ import mpjax
 from mpjax.nnx._view import is_tree
 from tests.models.values import normal
 from tests.nnx import rig
-from tests.nnx.rig import Does
+from tests.nnx.rig import BF16, HALF, Does, Metric, X, linear
 from tests.programs import bits, dtypes_of, half_share, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
-BF16 = np.dtype("bfloat16")
-HALF = "params=float32,compute=bfloat16"
-X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
-
-
-def linear(features=4):
-  return nnx.Linear(4, features, rngs=nnx.Rngs(0))
 
 
 def dtypes(tree):
@@ -36,8 +29,6 @@ def dtypes(tree):
 
 
 class Echo(nnx.Module):
-  """Returns what it was given."""
-
   def __call__(self, *args, **kwargs):
     return args, kwargs
 
@@ -283,10 +274,6 @@ def test_sow_and_perturb():
   gate = Does(lambda m, x: m.layer(nnx.sigmoid(m.perturb("before", m.layer(x)))))
   gate(X)
   assert dtypes_of(jax.make_jaxpr(with_policy(gate, HALF))(X), "logistic") == {"bfloat16"}
-
-
-class Metric(nnx.Variable):
-  """A kind of variable of the user's own."""
 
 
 class Sampler(nnx.Module):

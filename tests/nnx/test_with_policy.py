@@ -17,12 +17,10 @@ from tests.errors import refused
 from tests.linen.probes import noted_as, seen
 from tests.models.values import normal
 from tests.nnx import rig
-from tests.nnx.rig import Does
+from tests.nnx.rig import HALF, Does, X
 from tests.programs import bits, products
 
 Rule, convert, with_policy = mpjax.Rule, mpjax.nnx.convert, mpjax.nnx.with_policy
-X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
-HALF = "params=float32,compute=bfloat16"
 
 
 class Probe(nnx.Module):

@@ -205,8 +205,6 @@ def slopes(model: Any, points: Any) -> Any:
 
 
 class Hypernetwork(nnx.Module):
-  """Makes the weights of another network."""
-
   def __init__(self, rngs):
     self.code, self.target = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(2, 4, rngs=rngs)
 

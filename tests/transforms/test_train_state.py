@@ -9,6 +9,7 @@ from flax import nnx
 
 import mpjax
 from tests.errors import refused
+from tests.nnx.rig import Metric
 from tests.programs import bits
 
 AXES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
@@ -81,15 +82,11 @@ def normed():
   return nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
 
 
-class Trained(nnx.Variable):
-  pass
-
-
 def test_variables_that_are_trained_may_be_parameters():
   _, params, _ = nnx.split(normed(), nnx.Param, ...)
   for given in (params, nnx.as_pure(params)):
     assert len(jax.tree.leaves(mpjax.TrainState.create(given, ADAM).params)) == 4
-  assert mpjax.TrainState.create({"own": Trained(jnp.ones(2))}, ADAM).step == 0
+  assert mpjax.TrainState.create({"own": Metric(jnp.ones(2))}, ADAM).step == 0
 
 
 def test_arguments_that_are_taken_for_others():
