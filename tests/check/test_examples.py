@@ -473,7 +473,6 @@ def updater_runs_again_what_overflows_and_loses_what_is_broken(updater, runs, te
 
 
 def updater_replicas_agree(updater, runs, text):
-  """As the example says."""
   assert {run.figures["2 replicas"] for run in runs.values()} == {"equal to the bit"}
   assert dtypes_of(runs["mixed_float16"].state.state.params) == {FULL}
 

@@ -20,7 +20,6 @@ ENGINES = {
 
 
 def engine_of(name):
-  """Returns the engine called `name`."""
   from tests.integration.sharded_rig import Engine, jax
 
   fields = dict(ENGINES[name])

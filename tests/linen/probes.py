@@ -37,7 +37,6 @@ def text(fun: Any, *args: Any) -> str:
 
 
 def dtypes(tree: Any) -> Any:
-  """Returns the tree of dtype names."""
   return jax.tree.map(lambda x: str(x.dtype), tree)
 
 

@@ -196,7 +196,6 @@ def parts():
 
 
 def modules_in(variables, dtype):
-  """Returns the names of the modules with parameters in a dtype."""
   return {path.split("/")[1] for path, each in stored(variables).items() if each == dtype}
 
 

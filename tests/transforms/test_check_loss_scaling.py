@@ -59,7 +59,6 @@ def make_step(tx, gradients, dtype=F32, loss_fn=loss_fn):
 
 
 def check(inner, gradients, dtype=F32, loss=loss_fn, params=PARAMS, *config):
-  """Checks the first step of a loop."""
   tx = mpjax.loss_scaling(inner, *config)
   mpjax.check_loss_scaling(make_step(tx, gradients, dtype, loss))(params, tx.init(params), BATCH)
 

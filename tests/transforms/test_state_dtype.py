@@ -166,7 +166,6 @@ def test_second_moments_are_refused_unless_asked_for():
 
 
 def after(tx, gradient, length, start):
-  """Returns the state after steps with one gradient."""
 
   def run(state):
     return jax.lax.scan(lambda s, _: (tx.update(gradient, s)[1], None), state, length=length)[0]

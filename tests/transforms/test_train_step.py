@@ -35,7 +35,6 @@ def create(tx, params=None, **options):
 
 
 def begin(loss_fn, tx=SGD, params=None, ema=False, model_state=(), rng=None, **options):
-  """Returns a step and its first state."""
   state = create(tx, params, ema=ema, model_state=model_state, rng=rng)
   return mpjax.make_train_step(loss_fn, tx, **options), state
 
