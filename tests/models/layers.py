@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tests.models import parts
 from tests.models.values import integers, normal
 
 
@@ -31,41 +32,16 @@ class Layer(NamedTuple):
   kwargs: Mapping[str, Any] = types.MappingProxyType({})
 
 
-class TiedEmbed(nn.Module):
+def tied(m: Any, ids: Any) -> Any:
   """Both uses of one table."""
-
-  @nn.compact
-  def __call__(self, ids):
-    embed = nn.Embed(13, 8)
-    return embed.attend(jnp.tanh(embed(ids)))
+  return m.embed.attend(jnp.tanh(m.embed(ids)))
 
 
-class NnxTiedEmbed(nnx.Module):
-  def __init__(self, rngs):
-    self.embed = nnx.Embed(13, 8, rngs=rngs)
-
-  def __call__(self, ids):
-    return self.embed.attend(jnp.tanh(self.embed(ids)))
-
-
-def pooled(library: Any, conv: Any, x: Any) -> Any:
+def pooled(m: Any, x: Any) -> Any:
   """The pooling functions, and a convolution between them."""
+  library: Any = nn if isinstance(m, nn.Module) else nnx
   x = library.avg_pool(library.max_pool(x, (2, 2), (2, 2)), (2, 2), (1, 1), "SAME")
-  return library.pool(conv(x), 0.0, jax.lax.add, (2, 2), (1, 1), "SAME")
-
-
-class Pooled(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return pooled(nn, nn.Conv(4, (3, 3)), x)
-
-
-class NnxPooled(nnx.Module):
-  def __init__(self, rngs):
-    self.conv = nnx.Conv(3, 4, (3, 3), rngs=rngs)
-
-  def __call__(self, x):
-    return pooled(nnx, self.conv, x)
+  return library.pool(m.conv(x), 0.0, jax.lax.add, (2, 2), (1, 1), "SAME")
 
 
 class DecodeAll(nn.Module):
@@ -96,6 +72,10 @@ class Weighted(nnx.Module):
 
   def __call__(self, x, **options):
     return self.layer(x)
+
+
+def _of_both(part: parts.Part, *inputs: Any) -> Layer:
+  return Layer(lambda: part.linen(None), lambda rngs: part.nnx(None, rngs), inputs)
 
 
 def _made(layer: Any, *args: Any, **fields: Any) -> Callable[[nnx.Rngs], Any]:
@@ -131,6 +111,7 @@ _CELLS = {
   "gru": (nn.GRUCell(8), nnx.GRUCell, 1),
   "mgu": (nn.MGUCell(8), None, 1),
 }
+_TABLE = parts.Part(lambda _: nn.Embed(13, 8), lambda _, rngs: nnx.Embed(13, 8, rngs=rngs))
 _MASK = np.tril(np.ones((1, 1, 6, 6), bool))
 _ROWS, _STACK, _TOKENS = normal(3, 5), normal(3, 4, 5), normal(2, 6, 8)
 _IMAGE, _NORMED, _IDS = normal(2, 6, 6, 4), normal(3, 8), integers(3, 6, below=13)
@@ -170,7 +151,7 @@ LAYERS: dict[str, Layer] = {
   ),
   "conv_local": Layer(lambda: nn.ConvLocal(4, (3, 3)), None, (normal(2, 5, 5, 3),)),
   "embed": Layer(lambda: nn.Embed(13, 8), _made(nnx.Embed, 13, 8), (_IDS,), False),
-  "embed_attend": Layer(TiedEmbed, NnxTiedEmbed, (_IDS,)),
+  "embed_attend": _of_both(parts.module(tied, embed=_TABLE), _IDS),
   "layer_norm": Layer(lambda: nn.LayerNorm(), _made(nnx.LayerNorm, 8), (_NORMED,), False),
   "rms_norm": Layer(lambda: nn.RMSNorm(), _made(nnx.RMSNorm, 8), (_NORMED,), False),
   "group_norm": Layer(lambda: nn.GroupNorm(2), _made(nnx.GroupNorm, 4, 2), (_IMAGE,), False),
@@ -230,7 +211,7 @@ LAYERS: dict[str, Layer] = {
   "dropout": Layer(
     lambda: nn.Dropout(0.3, deterministic=False), _made(nnx.Dropout, 0.3), (_NORMED,), False
   ),
-  "pooling": Layer(Pooled, NnxPooled, (normal(2, 8, 8, 3),)),
+  "pooling": _of_both(parts.module(pooled, conv=parts.conv(3, 4, 3)), normal(2, 8, 8, 3)),
   "prelu": Layer(lambda: nn.PReLU(), lambda rngs: nnx.PReLU(), (_NORMED,), False),
   "sequential": Layer(
     lambda: nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(4)]),
