@@ -105,8 +105,7 @@ def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = 
     own, bits = (jnp.finfo(jnp.result_type(x)).bits for x in (g, p))
     if (own == 64) == (bits == 64):
       return g
-    kind, bits = ("complex", 2 * bits) if jnp.iscomplexobj(g) else ("float", bits)
-    return jnp.asarray(g, f"{kind}{bits}")
+    return jnp.asarray(g, f"complex{2 * bits}" if jnp.iscomplexobj(g) else f"float{bits}")
 
   return jax.tree.map(align, grads, params, is_leaf=is_none)
 

@@ -54,6 +54,7 @@ def registered():
 
 
 FIXED = {name for family in FAMILIES if family.fixed for name in family.names}
+OPAQUE = {name for family in FAMILIES if family.part == "opaque" for name in family.names}
 
 
 def unlisted(names):
@@ -126,8 +127,8 @@ def test_a_second_table_would_be_noticed(source, found):
 def test_every_row_with_a_fact_of_first_order_has_a_sample():
   for row in {row for row in FACTS.values() if row != type(row)(row.names)}:
     names = set(row.names.split())
-    # What creates random numbers runs as it was traced: see test_rewriter.py.
-    if not names & {*HIGHER_ORDER, *FIXED} and not row.neutral and names - NOT_IN_EVERY_JAX:
+    # What is opaque runs as it was traced: see test_rewriter.py.
+    if not names & {*HIGHER_ORDER, *OPAQUE} and names - NOT_IN_EVERY_JAX:
       assert names & {*SAMPLES}, row
 
 
@@ -161,15 +162,14 @@ def test_every_group_is_of_a_part_and_says_why():
 
 @pytest.mark.case("B075")
 def test_what_holds_a_program_is_entered_or_left_alone_on_purpose():
-  opaque = {name for family in FAMILIES if family.part == "opaque" for name in family.names}
   for name in ("jit", "closed_call", "while", "scan", "cond", "shard_map", "custom_vjp_call"):
     assert name in HIGHER_ORDER
   for name in ("ffi_call", "pallas_call", "custom_partitioning", "call_exported", "core_map"):
-    assert name in opaque
+    assert name in OPAQUE
   # The operation of a scatter on two numbers follows the dtype of the buffer; all else is opaque.
   not_entered = {name for name, row in FACTS.items() if row.holds is Holds.KERNEL}
   held = {name for name in not_entered if not name.startswith("scatter")}
-  assert held <= FIXED <= opaque
+  assert held <= FIXED <= OPAQUE
 
 
 @pytest.mark.parametrize(
