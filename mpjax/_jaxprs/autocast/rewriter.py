@@ -268,6 +268,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], place: Places) -> int:
   if half is None or eqn.params.get("out_dtype") is not None or (part == "half" and exact):
     return FULL | EXACT
   if part == "half":
+    # One that linear algebra reads is in float32, and so reads all digits of its operands.
     return MATMUL | behind & INDEX | (EXACT if behind & ALGEBRA else 0)
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
     rounded = eqn.primitive is convert_element_type_p and eqn.params["new_dtype"] != FLOAT32
