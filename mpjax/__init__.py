@@ -81,8 +81,7 @@ _ON_FIRST_USE = {
   "policy_scope": "mpjax._compositions.by_framework",
   "with_policy": "mpjax._compositions.by_framework",
 }
-"""The module of a name that is imported when it is first used, unless it is `mpjax.transforms`:
-these import optax, Orbax or rich, or are large. The type checkers' imports are the same list."""
+"""The module of a name that is imported when it is first used, unless it is `mpjax.transforms`."""
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while modules are imported: two threads that import modules of one package may deadlock."""

@@ -1,8 +1,4 @@
-"""The active state while a model runs under a policy, and what is left out of it.
-
-JAX includes the state in the key of its caches. `mpjax.audit` adds a record to it: which module
-has which policy, and `full_precision` takes it away.
-"""
+"""The active state while a model runs under a policy, what an audit notes, `full_precision`."""
 
 import contextlib
 import dataclasses
@@ -43,12 +39,11 @@ class Active:
     entered: a module has been entered: the policy began further out.
     tracing: the call is part of one that is traced and will be rewritten.
     region: what marks the operations of the module being called.
-    casting: the classes of modules that raise in float32: their arguments, results and `dtype`
-      fields are in the compute dtype; `EVERY` inside of one.
+    casting: the classes of modules that raise in float32 and are called in their compute dtype;
+      `EVERY` inside of one.
     as_python: the paths of modules that run as Python, since they look at values.
     in_region: it is the state inside of `mpjax.full_precision`, where no policy is active.
     failed: where to note the class of a module that raises.
-    token: the user's scope that the state belongs to, if any.
   """
 
   around: ModulePolicy = NO_POLICY
@@ -113,10 +108,7 @@ def leave_scopes(token: ScopeToken | None = None) -> None:
 
 
 class AuditedModule(NamedTuple):
-  """A module that was called under a policy, by the name of its class; see `ModulePolicy`.
-
-  `own_dtype` is the value of its field `dtype`, which the policy overrules.
-  """
+  """A module that was called under a policy, which overrules its `own_dtype`: `ModulePolicy`."""
 
   name: str
   policy: Policy | None
@@ -129,8 +121,7 @@ class AuditedModule(NamedTuple):
 class AuditRecord:
   """What is noted while a function is traced for an audit.
 
-  It is equal to nothing but itself: as a value of a user context of JAX, it makes every jitted
-  function be traced again, with the marks of policies in its jaxpr.
+  It is equal to nothing but itself, so that every jitted function is traced again, with its marks.
 
   Attributes:
     modules: the modules by path.
@@ -193,10 +184,9 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   >>> @mpjax.full_precision
   ... def precise(x, w):
   ...   return x @ w
-  >>> fn = mpjax.autocast(lambda x, w: precise(jnp.tanh(x @ w), w))
-  >>> jaxpr = jax.make_jaxpr(fn)(jnp.ones((2, 2)), jnp.ones((2, 2)))
-  >>> [str(e.outvars[0].aval.dtype) for e in jaxpr.eqns if e.primitive.name == "dot_general"]
-  ['bfloat16', 'float32']
+  >>> jaxpr = jax.make_jaxpr(mpjax.autocast(precise))(jnp.ones((2, 2)), jnp.ones((2, 2)))
+  >>> [eqn.primitive.name for eqn in jaxpr.eqns]
+  ['dot_general']
   """
   check_no_linen_model(fn, "mpjax.full_precision(fn)")
 

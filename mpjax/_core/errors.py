@@ -24,14 +24,11 @@ R = TypeVar("R")
 
 
 class MpjaxError(Exception):
-  """The base of every error that mpjax raises.
+  """The base of every error that mpjax raises; each is also the builtin of its name.
 
-  Each subclass is also the builtin of its name, such as ValueError.
-
-  Args:
+  Attributes:
     where: the public call, and the argument or the module or tree path.
-    expected: what would have been accepted.
-    got: what was given instead.
+    expected: what would have been accepted; `got` is what was given instead.
     fix: one thing that the reader can do.
 
   >>> import mpjax
@@ -148,8 +145,7 @@ def kind_of(value: object) -> str:
   if value is None or isinstance(value, (str, int, float)):
     return repr(value)
   is_array = isinstance(value, (jax.Array, np.ndarray))
-  kind = "traced array" if isinstance(value, Tracer) else "array"
-  name = kind if is_array else type(value).__name__
+  name = "traced " * isinstance(value, Tracer) + ("array" if is_array else type(value).__name__)
   dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
   contents = "" if dtype is None or shape is None else f" {dtype}{list(shape)}"
   return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}{contents}"
@@ -223,7 +219,9 @@ def line_of_user(error: BaseException) -> str:
 
 
 # Jupyter: /tmp/ipykernel_17/2194308582.py; IPython and Colab: <ipython-input-3-a5b1f>
-_CELL = re.compile(r"[/\\]ipykernel_\d+[/\\]|(?:^<|[/\\])ipython-input-(?:(?P<number>\d+)-)?")
+_CELL = re.compile(
+  r"[/\\]ipykernel_\d+[/\\]\d+\.py$|(?:^<|[/\\])ipython-input-(?:(?P<number>\d+)-)?\w+(?:>|\.py)$"
+)
 
 
 def shown_file(file: str) -> str:
@@ -244,13 +242,11 @@ _BELOW = re.compile(_INSTALLED.pattern + rf"({_LIBRARIES})[/\\]")
 
 @functools.lru_cache(maxsize=4096)
 def is_library(file: str) -> bool:
-  """Whether a file is of mpjax, of what it depends on, or of Python itself.
-
-  A user's model may be an installed package, and a checkout may be called anything.
-  """
-  frozen = file.startswith("<frozen")
+  """Whether a file is of mpjax, of what it depends on, or of Python itself."""
+  # A user's model may be an installed package, and a checkout may be called anything.
   standard = file.startswith(_STANDARD) and not _INSTALLED.search(file)
-  return file.startswith(_PACKAGE + os.sep) or standard or frozen or bool(_BELOW.search(file))
+  ours = file.startswith((_PACKAGE + os.sep, "<frozen"))
+  return ours or standard or bool(_BELOW.search(file))
 
 
 T = TypeVar("T")
@@ -322,8 +318,9 @@ def check_value(value: object, allowed: bool, where: str, *, expected: str, fix:
 
 def check_choice(value: object, choices: Sequence[str], where: str) -> None:
   """Raises unless `value` is one of `choices`, and names those most like it."""
-  fix = f"Did you mean {alternatives(nearest(str(value), choices))}?"
-  check_value(value, value in choices, where, expected=alternatives(choices), fix=fix)
+  if value not in choices:
+    fix = f"Did you mean {alternatives(nearest(str(value), choices))}?"
+    raise MpjaxValueError(where, expected=alternatives(choices), got=repr(value), fix=fix)
 
 
 def check_scalar(x: Leaf, where: str, *, expected: str, fix: str) -> None:

@@ -32,8 +32,7 @@ class Float8:
   """How a policy multiplies in float8: `mpjax.Policy(compute_dtype="bfloat16", matmul=Float8())`.
 
   Each operand is divided by a scale, so that its largest element becomes the largest number of the
-  format, clipped and cast; the result is multiplied by both scales, which are computed in each
-  step: there is no state. docs/float8.md says which matmuls qualify, and in which formats.
+  format, and cast. There is no state. docs/float8.md says which matmuls qualify, in which formats.
 
   Args:
     scaling: "tensor" is one scale for each operand, "row" one for each row of the left operand and

@@ -1,7 +1,4 @@
-"""Which library a model comes from, and which function of ours takes it.
-
-Models are known by the public classes that they inherit from, by name: nothing is imported for it.
-"""
+"""Which library a model comes from, by the names of classes: nothing is imported for it."""
 
 from mpjax._core.errors import MpjaxTypeError, kind_of
 

@@ -7,23 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.dtypes import (
-  HALF_NAMES,
-  NAMES,
-  MatmulPrecision,
-  is_float8,
-  parse_dtype,
-  parse_precision,
-  written,
-)
-from mpjax._core.errors import (
-  MpjaxTypeError,
-  MpjaxValueError,
-  alternatives,
-  check_call,
-  nearest,
-  shortened,
-)
+from mpjax._core import dtypes
+from mpjax._core.dtypes import HALF_NAMES, NAMES, parse_dtype, parse_precision, written
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest, shortened
 from mpjax._core.float8 import parse_recipe
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import DType, DTypeLike, Leaf, PyTree
@@ -37,8 +23,8 @@ _PRESETS = {
 """The mixed ones output float32, so that the loss is computed in it."""
 
 _AS_STRING = (
-  'A name or a string of dtypes goes to mpjax.Policy.parse("mixed_bfloat16"), and wherever a '
-  "policy is taken; dtypes go here by keyword: mpjax.Policy(compute_dtype='bfloat16')."
+  'Write mpjax.Policy.parse("mixed_bfloat16"), or dtypes by keyword: '
+  "mpjax.Policy(compute_dtype='bfloat16')."
 )
 
 _KEYS = {
@@ -84,7 +70,7 @@ class Policy:
   compute_dtype: DType
   output_dtype: DType | None
   weight_grad_dtype: DType | None
-  precision: MatmulPrecision | None
+  precision: dtypes.MatmulPrecision | None
   matmul: Any
 
   @check_call("mpjax.Policy(...)", fix=_AS_STRING)
@@ -95,15 +81,15 @@ class Policy:
     compute_dtype: DTypeLike = "float32",
     output_dtype: DTypeLike | None = None,
     weight_grad_dtype: DTypeLike | None = None,
-    precision: str | MatmulPrecision | None = None,
+    precision: str | dtypes.MatmulPrecision | None = None,
     matmul: Any = None,
   ) -> None:
     needed = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
-    dtypes = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype, **needed}
-    for name, value in dtypes.items():
+    values = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype, **needed}
+    for name, value in values.items():
       where = f"mpjax.Policy({name}=...)"
       dtype = None if value is None and name not in needed else parse_dtype(value, where)
-      if dtype is not None and is_float8(dtype) and name != "param_dtype":
+      if dtype is not None and dtype.itemsize == 1 and name != "param_dtype":
         raise MpjaxTypeError(
           where,
           expected="a dtype that XLA promotes and adds in, such as 'bfloat16'",
@@ -117,8 +103,7 @@ class Policy:
         "mpjax.Policy(weight_grad_dtype=...)",
         expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
         got=f"{wide.name} with compute_dtype={compute.name}",
-        fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise: any "
-        "other dtype would only round once more.",
+        fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise.",
       )
     vars(self).update(precision=None, matmul=None)
     if precision is not None:
@@ -218,7 +203,7 @@ def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> 
       fields[_KEYS[key]] = value
       continue
     if near:
-      fix = f"Did you mean {alternatives(near)}?"
+      fix = f"Did you mean {' or '.join(map(repr, near))}?"
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return Policy(**fields)
 

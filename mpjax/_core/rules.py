@@ -1,7 +1,4 @@
-"""`Rule`: a policy for the modules that a path, a class or a predicate picks out.
-
-And what a module gets of all that `with_policy` or `policy_scope` was given.
-"""
+"""`Rule`: a policy for the modules that it picks out; and which policy a module has."""
 
 import dataclasses
 import fnmatch

@@ -1,9 +1,7 @@
 """Leaves of a tree together: a GPU launches a kernel for each that is looked at by itself.
 
-What is here gives the same bits as leaf by leaf (a sum but for the order in which it is added up),
-and on other devices is computed so: a CPU has nothing to launch, and may store what a GPU computes
-on the way. Which of the two is decided where the function is lowered, and leaves no branch in what
-is compiled.
+The bits are those of leaf by leaf (a sum but for its order), as other devices compute it: a CPU
+has nothing to launch. Which of the two is decided where the function is lowered.
 """
 
 import functools
@@ -82,7 +80,8 @@ def sum_of_squares(leaves: Sequence[Array]) -> Array:
       x = arrays[group[0]] if alone else _rows([arrays[i] for i in group])
       size = jnp.abs(x)
       # The square of 256 is more than float16 holds.
-      squares = jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32)))
+      wide = size if size.dtype == jnp.float64 else size.astype(jnp.float32)
+      squares = jnp.square(wide)
       sums += jnp.sum(squares if alone else jnp.sum(squares, 1))
     return sums
 

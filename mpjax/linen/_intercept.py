@@ -25,23 +25,19 @@ from mpjax._core.policy import Policy
 from mpjax._core.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
-from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
+from mpjax._jaxprs.autocast import Boundary, InDtype, check_returned, region_of
 from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewritten
 from mpjax.linen import _layers
 
 
 @dataclasses.dataclass
 class TracedCall:
-  """A method that is called once more, on a copy of its module, in order to be traced.
-
-  The arguments are those that came to our interceptor from any around it, `outputs` is what ours
-  returned; () until then.
-  """
+  """A method that is called once more, on a copy of its module, in order to be traced."""
 
   module: nn.Module
   args: Args
   kwargs: Kwargs
-  outputs: tuple[()] | tuple[PyTree] = ()
+  outputs: tuple[()] | tuple[PyTree] = ()  # what our interceptor returned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,10 +286,7 @@ def abstract(init: Callable[[], Variables]) -> Variables:
 def applied(
   model: nn.Module, active: Active, variables: Variables, args: Args, kwargs: Kwargs
 ) -> PyTree:
-  """Returns what `model.apply` does, with the operations of all its modules rewritten.
-
-  `active` is the state at its root, `kwargs` holds arguments of the method and of `apply`.
-  """
+  """Returns what `model.apply` does, with the operations of all its modules rewritten."""
   pair = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
 
   def data(operands: Args) -> list[Leaf]:
@@ -332,7 +325,7 @@ def _lifted(
   """Returns the result of a bound module's method, with the operations inside rewritten.
 
   Flax's own lifting makes the method a function of variables, random keys and arguments, and puts
-  back what it changed, as it does for `nn.jit`. `python` calls the method without being traced.
+  back what it changed, as it does for `nn.jit`.
   """
   inputs = (args, kwargs)
   has_modules = next(instances_in(inputs, nn.Module), None) is not None
@@ -353,9 +346,7 @@ def _lifted(
       call = (args, kwargs) if has_modules else inputs
 
       # `scope_fn` makes scopes of variables and keys, `repack_fn` variables of scopes.
-      def inner(
-        scope_fn: Function, repack_fn: Function, groups: tuple[Variables, Variables], rngs: PyTree
-      ) -> tuple[PyTree, PyTree]:
+      def inner(scope_fn: Function, repack_fn: Function, groups: Any, rngs: PyTree) -> PyTree:
         # A trace that raised has counted the keys of its dropouts: the next one, or one that JAX
         # makes itself, would draw other masks than the model without a policy.
         held = [x.scope for x in instances_in(vars(module), nn.Module) if x.scope is not None]
@@ -367,9 +358,7 @@ def _lifted(
             counter.clear()
             counter.update(before)
 
-        def traced(
-          params: Variables, rest: PyTree, args: Args, kwargs: Kwargs
-        ) -> tuple[PyTree, PyTree]:
+        def traced(params: Variables, rest: PyTree, args: Args, kwargs: Kwargs) -> PyTree:
           restore()
           state, rngs = rest
           scope = scope_fn((params, state), rngs)
@@ -398,10 +387,6 @@ def _lifted(
       filters = (_collections(neutral=True), True)
       return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
 
-    try:
-      jax.tree.structure(inputs)
-    except (TypeError, ValueError) as error:
-      raise NotTraceable("is given a dict whose keys do not sort") from error
     return lift_direct_transform(lifted, (checked,), module, *args, **kwargs)
 
   return attempts(attempt, python, active, module_path(module))

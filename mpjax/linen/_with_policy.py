@@ -1,7 +1,4 @@
-"""`with_policy` and `policy_scope`: the two ways to put a policy onto Linen models.
-
-The one returns a `PolicyModule`, with the methods of the model that users call.
-"""
+"""`with_policy` and `policy_scope`: the two ways to put a policy onto Linen models."""
 
 import contextlib
 import dataclasses
@@ -27,7 +24,7 @@ from mpjax._core.frameworks import not_a_model
 from mpjax._core.leaves import node_paths
 from mpjax._core.policy import PolicyLike
 from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, parse_config, shown
-from mpjax._core.trees import instances_in, mapped
+from mpjax._core.trees import mapped
 from mpjax._core.types import Args, Function, Kwargs, Params, PyTree, Variables
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.linen._intercept import (
@@ -53,9 +50,8 @@ class PolicyModule:
     given: the policy and the rules.
 
   >>> import flax.linen as nn, mpjax
-  >>> model = mpjax.with_policy(nn.Dense(2), "mixed_bfloat16")
-  >>> isinstance(model, mpjax.linen.PolicyModule), type(model.module).__name__
-  (True, 'Dense')
+  >>> isinstance(mpjax.with_policy(nn.Dense(2), "mixed_bfloat16"), mpjax.linen.PolicyModule)
+  True
   """
 
   module: nn.Module
@@ -155,13 +151,10 @@ class PolicyModule:
     """
     where = "mpjax.with_policy(model, policy).convert(variables)"
     if not isinstance(variables, Mapping) or (variables and "params" not in variables):
-      got = f"keys {', '.join(map(repr, variables))}" if isinstance(variables, Mapping) else None
-      raise MpjaxTypeError(
-        where,
-        expected="the variables of the model, a mapping with 'params' in it",
-        got=got or kind_of(variables),
-        fix='Write model.convert({"params": params}, x).',
-      )
+      keys = f" with {', '.join(map(repr, variables))}" if isinstance(variables, Mapping) else ""
+      expected, got = "the variables, a mapping with 'params' in it", kind_of(variables) + keys
+      fix = 'Write model.convert({"params": params}, x).'
+      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
     def call(params: Params, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
       return self.apply(_with_params(variables, params), *args, **kwargs)
@@ -221,7 +214,6 @@ class PolicyModule:
 
 
 def _with_params(variables: Variables, params: Params) -> Variables:
-  """Returns variables with other parameters, if they have any, in a mapping of the same kind."""
   new = {"params": params} if "params" in variables else {}
   return variables.copy(new) if isinstance(variables, FrozenDict) else {**variables, **new}
 
@@ -249,8 +241,6 @@ class BoundPolicyModule:
     # A method that is found here may run `setup`, whose submodules take their `dtype` from it.
     with under(self._config):
       attribute = getattr(self._module, name)
-    if not callable(attribute) and next(instances_in(attribute, nn.Module), None) is None:
-      return attribute
     return mapped(self._wrapped, attribute)
 
   def _wrapped(self, x: Any) -> object:

@@ -25,13 +25,12 @@ def value_and_grad(
   """Like `nnx.value_and_grad`, for a loss that is scaled before it is differentiated.
 
   The gradients go to `optimizer.update(model, grads)`, which unscales them and skips a step that
-  overflowed. `mpjax.nnx.atomic_step` takes back what the forward pass of such a step has written.
+  overflowed; `mpjax.nnx.atomic_step` takes back what its forward pass has written.
 
   Args:
     fun: a function of a model that returns a floating scalar, or that and anything else if
       `has_aux`. Call the model under a policy inside.
-    optimizer: an `nnx.Optimizer` around a transformation wrapped by `mpjax.loss_scaling`, whose
-      scale is read at each call, or a state of such a transformation.
+    optimizer: an `nnx.Optimizer` around what `mpjax.loss_scaling` returned, or a state of that.
     argnums: what to differentiate with respect to, as for `nnx.value_and_grad`.
     has_aux: `fun` returns a pair of the loss and something else, which is returned as it is.
     name: which of several loss scales to use.
@@ -50,7 +49,7 @@ def value_and_grad(
   >>> def loss_fn(model, x):
   ...   return jnp.mean(mpjax.with_policy(model, "mixed_float16")(x) ** 2)
   >>> loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, jnp.ones((2, 3)))
-  >>> optimizer.update(model, grads)
+  >>> updates = optimizer.update(model, grads)
   """
   if isinstance(fun, types.MethodType) and isinstance(fun.__self__, nnx.Module):
     raise MpjaxTypeError(

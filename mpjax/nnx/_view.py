@@ -1,7 +1,6 @@
 """The modules of a view: what their classes do, and how the outermost call of one is traced.
 
-They are subclasses of the user's, one for each policy, so that the policy is part of what JAX and
-NNX cache by, and of what `split`, `merge` and `scan` create: see docs/design/nnx.md.
+They are subclasses of the user's, one for each policy: see docs/design/nnx.md.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from flax import nnx
@@ -26,8 +25,6 @@ from mpjax._jaxprs.autocast import Boundary, NotTraceable, leaving, region_of
 from mpjax._jaxprs.autocast.boundary import in_order
 from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewritten
 from mpjax.nnx import _layers
-
-Variable: TypeAlias = nnx.Variable[Leaf]
 
 SPEC = "mpjax_spec"
 """The class attribute that holds the `ModulePolicy` of a view's modules."""
@@ -287,7 +284,7 @@ def is_node(x: object) -> bool:
   return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def parts_of(tree: PyTree) -> tuple[list[nnx.Pytree], list[Variable]]:
+def parts_of(tree: PyTree) -> tuple[list[nnx.Pytree], list[nnx.Variable[Leaf]]]:
   """Returns the modules of a tree, and its variables, in the order of its graph."""
   parts = [x for _, x in nnx.iter_graph(tree, graph=True)]
   variables = [x for x in parts if isinstance(x, nnx.Variable)]
@@ -316,9 +313,8 @@ _TAG = "mpjax.policy"
 def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]) -> PyTree:
   """Returns `call(*inputs)`, with the operations of all modules inside rewritten.
 
-  A method reads and writes variables while it runs, and a jaxpr has only arguments and results. So
-  copies are called, of the module and of all that is given to it. What they have become is a result
-  of the jaxpr, and is put back into the objects themselves, as by NNX's own transforms.
+  Copies of the module and of all that is given to it are called, with tracers as variables. What
+  they have become is a result, and is put back into the objects, as by NNX's own transforms.
   """
   module = inputs[0]
   policy = resolved_policy(module).policy

@@ -3,7 +3,7 @@
 import functools
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -12,16 +12,11 @@ from mpjax._core.errors import MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.policy import PolicyLike
 from mpjax._core.rules import ModulePolicy, ModuleRecord, Rule, parse_config, resolve_policy, shown
-from mpjax._core.types import Params, PyTree
+from mpjax._core.types import KeyPath, Params, PyTree
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.nnx import _view
 
-Path: TypeAlias = tuple[Any, ...]
-"""The attributes, keys and indices on the way to a module."""
-
 M = TypeVar("M", bound=nnx.Module)
-
-_WHERE = "mpjax.with_policy"
 
 
 def with_policy(
@@ -33,8 +28,8 @@ def with_policy(
 ) -> M:
   """Returns a view of an NNX model that runs under a policy; the model itself is not changed.
 
-  The view's modules hold the very variables of the model, in the dtypes they are stored in. A view
-  costs no array: keep it, or create one inside each step.
+  The view's modules hold the very variables of the model. It costs no array: create it once, or in
+  each step.
 
   Args:
     model: an NNX module.
@@ -55,8 +50,8 @@ def with_policy(
   (dtype(bfloat16), True, dtype('float32'))
   """
   _check_model(model)
-  config = parse_config(_WHERE, policy, rules, unmatched=unmatched)
-  record, policies = ModuleRecord(config), dict[Path, ModulePolicy]()
+  config = parse_config("mpjax.with_policy", policy, rules, unmatched=unmatched)
+  record, policies = ModuleRecord(config), dict[KeyPath, ModulePolicy]()
   view = nnx.clone(model, variables=False, graph=True)
   _view.put_in_order(view, _view.orders_of(model))
   modules, copies = _modules(model), _modules(view)
@@ -110,10 +105,11 @@ def _check_model(model: Any) -> None:
     got, fix = not_a_model(model)
   else:
     return
-  raise MpjaxTypeError(f"{_WHERE}(model)", expected="a flax.nnx.Module", got=got, fix=fix)
+  expected = "a flax.nnx.Module"
+  raise MpjaxTypeError("mpjax.with_policy(model)", expected=expected, got=got, fix=fix)
 
 
-def _modules(model: nnx.Module) -> dict[Path, nnx.Pytree]:
+def _modules(model: nnx.Module) -> dict[KeyPath, nnx.Pytree]:
   """Returns the modules of a model by path, outer ones first; one that is shared has one path."""
   modules = {path: node for path, node in nnx.iter_graph(model, graph=True) if _is_module(node)}
   return {path: modules[path] for path in sorted(modules, key=len)}
@@ -146,7 +142,6 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
 
   Raises:
     MpjaxTypeError: `view` is no view.
-    MpjaxValueError: a finite value that the 16-bit dtype cannot hold.
 
   >>> import jax.numpy as jnp, mpjax
   >>> from flax import nnx

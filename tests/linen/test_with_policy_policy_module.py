@@ -137,7 +137,7 @@ MAPPING = ("a mapping with 'params' in it", 'Write model.convert({"params": para
 TOO_LARGE = {"params": {"kernel": jnp.full((3, 1), 7e4)}}
 ERRORS = [
   # What is converted, what was expected, what came, what to do, which builtin.
-  ({"kernel": 1}, MAPPING[0], "keys 'kernel'", MAPPING[1], TypeError),
+  ({"kernel": 1}, MAPPING[0], "a dict with 'kernel'", MAPPING[1], TypeError),
   (jnp.ones(2), MAPPING[0], "an array float32[2]", MAPPING[1], TypeError),
   (
     TOO_LARGE,
