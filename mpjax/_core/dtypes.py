@@ -28,9 +28,9 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
 
   `where` is the public call and argument, for the errors: a type or a value that is none.
   """
-  expected, got, builtin = "a floating dtype such as 'float32'", repr(dtype), MpjaxTypeError
+  expected, got, of_type = "a floating dtype such as 'float32'", repr(dtype), True
   if isinstance(dtype, str) and dtype in ("float", "double"):
-    builtin = MpjaxValueError
+    of_type = False
     fix = "NumPy reads this name as float64; write 'float32' (or 'float64' with jax_enable_x64)."
   elif dtype is None or dtype is float:
     fix = "NumPy reads it as float64; name the dtype, for example 'float32'."
@@ -40,17 +40,19 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
     except TypeError:
       fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
       if isinstance(dtype, str):
-        builtin, fix = MpjaxValueError, f"Did you mean {alternatives(nearest(dtype, NAMES))}?"
+        of_type, fix = False, f"Did you mean {alternatives(nearest(dtype, NAMES))}?"
     else:
       got = parsed.name
       if not jnp.issubdtype(parsed, jnp.floating):
         fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
       elif parsed == np.float64 and jax.dtypes.canonicalize_dtype(parsed) != parsed:
-        builtin = MpjaxValueError
+        of_type = False
         fix = "Without jax_enable_x64 JAX would give float32; enable it or ask for 'float32'."
       else:
         return parsed
-  raise builtin(where, expected=expected, got=got, fix=fix)
+  if of_type:
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
 
 
 FLOAT32 = np.dtype("float32")
@@ -93,10 +95,12 @@ def parse_precision(
   of_jax = isinstance(precision, (jax.lax.Precision, jax.lax.DotAlgorithmPreset))
   name = precision.name if of_jax else precision
   parsed = _NAMES.get(name.upper()) if isinstance(name, str) else None
-  got, builtin, sums = repr(precision), MpjaxValueError, getattr(parsed, "accumulation_type", None)
+  where, got = "mpjax.Policy(precision=...)", repr(precision)
+  sums = getattr(parsed, "accumulation_type", None)
   if not isinstance(name, str):
-    builtin, fix = MpjaxTypeError, 'Write precision="highest" for float32 multiplied as float32.'
-  elif parsed is None:
+    fix = 'Write precision="highest" for float32 multiplied as float32.'
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  if parsed is None:
     near = [written(_NAMES[x]) for x in nearest(name.upper(), _NAMES)]
     fix = f"Did you mean {alternatives(near)}?"
   elif not takes(parsed, compute):
@@ -110,7 +114,7 @@ def parse_precision(
     fix = "Write one whose name ends so, or leave out weight_grad_dtype."
   else:
     return parsed
-  raise builtin("mpjax.Policy(precision=...)", expected=expected, got=got, fix=fix)
+  raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
 
 
 def written(precision: MatmulPrecision) -> str:

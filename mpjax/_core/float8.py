@@ -124,12 +124,13 @@ def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
   elif ":" in text:
     with contextlib.suppress(ImportError, AttributeError, ValueError):
       recipe = pkgutil.resolve_name(text)
-  got, builtin = repr(matmul), MpjaxValueError
+  got = repr(matmul)
   if recipe is None or not (isinstance(matmul, str) or matmul == recipe):
     expected = "a mpjax.Float8, or its text such as 'float8:row', or a recipe 'package.module:NAME'"
     fix = "Write what str(mpjax.Float8(...)) prints."
     if not isinstance(matmul, str):
-      builtin, fix = MpjaxTypeError, "Write matmul=mpjax.Float8(...), or leave it out."
+      fix = "Write matmul=mpjax.Float8(...), or leave it out."
+      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   elif compute not in HALVES:
     got = f"{recipe} with compute_dtype={compute.name}"
     expected = f"a policy that computes in {' or '.join(HALF_NAMES)}"
@@ -140,4 +141,4 @@ def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
     fix = 'Write weight_grad="half" for the compute dtype.'
   else:
     return recipe
-  raise builtin(where, expected=expected, got=got, fix=fix)
+  raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
