@@ -2,7 +2,6 @@
 
 import importlib
 import threading
-import warnings
 from typing import TYPE_CHECKING
 
 from mpjax import errors as errors
@@ -55,48 +54,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-  "DynamicLossScale",
-  "Float8",
-  "MpjaxError",
-  "NoLossScale",
-  "OpLists",
-  "OptLevel",
-  "Policy",
-  "Rule",
-  "StaticLossScale",
-  "TrainState",
-  "accumulate_gradients",
-  "all_finite",
-  "apply_updates",
-  "audit",
-  "autocast",
-  "check_loss_scaling",
-  "check_skipped_steps",
-  "convert",
-  "find_nonfinite",
-  "full_precision",
-  "last_step_finite",
-  "loss_scaling",
-  "loss_scaling_metrics",
-  "make_train_step",
-  "master_params",
-  "master_weights",
-  "monitor",
-  "monitor_counts",
-  "opt_level",
-  "policy_scope",
-  "ranges",
-  "scale_loss",
-  "select_tree",
-  "set_loss_scale",
-  "set_master_params",
-  "state_dtype",
-  "tune",
-  "unscale",
-  "value_and_grad",
-  "with_policy",
-]
+__all__ = ["Float8", "OpLists", "Policy", "Rule"]
+__all__ += ["autocast", "full_precision", "policy_scope", "with_policy"]
+__all__ += ["DynamicLossScale", "NoLossScale", "StaticLossScale", "loss_scaling", "value_and_grad"]
+__all__ += ["last_step_finite", "loss_scaling_metrics", "scale_loss", "set_loss_scale", "unscale"]
+__all__ += ["master_params", "master_weights", "set_master_params", "state_dtype"]
+__all__ += ["accumulate_gradients", "all_finite", "apply_updates", "select_tree"]
+__all__ += ["OptLevel", "TrainState", "make_train_step", "opt_level"]
+__all__ += ["audit", "find_nonfinite", "monitor", "monitor_counts", "ranges", "tune"]
+__all__ += ["MpjaxError", "check_loss_scaling", "check_skipped_steps", "convert"]
 
 _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
 """What `import *` leaves out: `errors` and `states` are names that users have themselves."""
@@ -115,37 +81,23 @@ _ON_FIRST_USE = {
   "policy_scope": "mpjax._compositions.by_framework",
   "with_policy": "mpjax._compositions.by_framework",
 }
-"""The module of a name that is imported when it is first used, unless it is `mpjax.transforms`:
-these import optax, Orbax or rich, or are large. The type checkers' imports are the same list."""
+"""The module of a name that is imported when it is first used, unless it is `mpjax.transforms`."""
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Held while modules are imported. Two threads that import modules of one package, each of which
-needs the other's, otherwise see a deadlock or a module that is imported in part: both raise."""
+"""Held while modules are imported: two threads that import modules of one package may deadlock."""
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
   def __getattr__(name: str) -> object:
     if name not in (*__all__, *_MODULES):
-      moved = _moved(name)
-      if moved is None:
-        inner = [f"{m}.{n}" for m in _MODULES if m in globals() for n in globals()[m].__all__]
-        near = ", ".join(nearest(name, [*__all__, *_MODULES, *inner]))
-        raise AttributeError(f"module 'mpjax' has no attribute {name!r}; the nearest are {near}")
-      return moved
+      inner = [f"{m}.{n}" for m in _MODULES if m in globals() for n in globals()[m].__all__]
+      near = ", ".join(nearest(name, [*__all__, *_MODULES, *inner]))
+      raise AttributeError(f"module 'mpjax' has no attribute {name!r}; the nearest are {near}")
     module = f"mpjax.{name}" if name in _MODULES else _ON_FIRST_USE.get(name, "mpjax.transforms")
     with _ONE_AT_A_TIME:
       imported = importlib.import_module(module)
     return imported if name in _MODULES else getattr(imported, name)
-
-  def _moved(name: str) -> object:
-    for module in ("errors", "reports", "states") if name[0].isupper() else ():
-      home = importlib.import_module(f"mpjax.{module}")
-      new = "AuditReport" if name == "Audit" else name
-      if new in home.__all__:
-        warnings.warn(f"mpjax.{name} is mpjax.{module}.{new}", DeprecationWarning, stacklevel=3)
-        return getattr(home, new)
-    return None
 
 
 def __dir__() -> list[str]:

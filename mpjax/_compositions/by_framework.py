@@ -31,7 +31,7 @@ def with_policy(
   """Returns a model or a function that runs in the dtypes of a policy; it is not changed itself.
 
   Matmuls and convolutions run in the policy's `compute_dtype`; exponentials, sums, softmax and
-  norms' statistics in float32. Parameters are taken in any dtype, and cast where they are used.
+  norms' statistics in float32. Parameters are cast where they are used.
 
   Args:
     model: a Linen module, an NNX module, or a function of arrays (of Haiku `transformed.apply`, of
@@ -40,32 +40,25 @@ def with_policy(
       for what rules pick out.
     rules: tried in order for each module; the first that matches wins. For a function their paths
       are those of `jax.named_scope`.
-    unmatched: of a model, what to do about a rule that picks out no module: "raise", "warn",
-      "ignore".
-    ops: of a function, the lists of operations, as for `mpjax.autocast`.
-    data_argnums: of a function, the positions of arguments that are no parameters, as for
-      `mpjax.autocast`.
+    unmatched: "raise", "warn" or "ignore", for a model with a rule that picks out no module.
+    ops: for a function, as for `mpjax.autocast`.
+    data_argnums: for a function, as for `mpjax.autocast`.
 
   Returns:
     Of a Linen module a `mpjax.linen.PolicyModule`, which has its `init` and `apply`; of an NNX
     module a view that has its variables, see `mpjax.nnx.with_policy`; of a function a function of
-    the same signature, see `mpjax.autocast`.
+    the same signature.
 
   Raises:
-    MpjaxTypeError: neither a model nor a function, a model that has a policy already, an option
-      that it does not take, or rules have the wrong type.
+    MpjaxTypeError: not a model or function, or one that has a policy already; a wrong option.
     MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
     UnmatchedRuleError: a rule picked out nothing, where that is seen.
 
   >>> import flax.linen as nn, jax.numpy as jnp, mpjax
-  >>> from flax import nnx
-  >>> x = jnp.ones((1, 3))
-  >>> mpjax.with_policy(lambda w, x: x @ w, "c=bf16")(jnp.ones((3, 2)), x).dtype
+  >>> mpjax.with_policy(lambda w, x: x @ w, "c=bf16")(jnp.ones((3, 2)), jnp.ones((1, 3))).dtype
   dtype('float32')
-  >>> mpjax.with_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "c=bf16")(x).dtype
-  dtype(bfloat16)
-  >>> model = mpjax.with_policy(nn.Dense(2), "c=bf16")
-  >>> model.apply({"params": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}, x).dtype
+  >>> model = mpjax.with_policy(nn.Dense(2, use_bias=False), "c=bf16")
+  >>> model.apply({"params": {"kernel": jnp.ones((3, 2))}}, jnp.ones((1, 3))).dtype
   dtype(bfloat16)
   """
   framework = framework_of(model)
@@ -79,13 +72,8 @@ def with_policy(
     expected = "a model of Linen or NNX, or a function of arrays"
     got, fix = not_a_model(model)
   elif unmatched == "raise":
-    function: Any = autocast(
-      model,
-      "float32" if policy is None else policy,
-      ops=ops,
-      rules=rules,
-      data_argnums=data_argnums,
-    )
+    policy = "float32" if policy is None else policy
+    function: Any = autocast(model, policy, ops=ops, rules=rules, data_argnums=data_argnums)
     return function
   else:
     expected, got = "no unmatched= for a function", repr(unmatched)
@@ -98,15 +86,18 @@ def policy_scope(
 ) -> contextlib.AbstractContextManager[None]:
   """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
 
-  It is `mpjax.linen.policy_scope`. Flax's NNX has no hook for calls, so that a scope cannot know of
-  them: give `mpjax.with_policy(model, policy)` to the code that calls an NNX model.
+  The scope belongs to the thread that enters it, and to every function that is traced or called
+  inside: `jax.jit` traces once for each policy. Flax's NNX has no hook for calls: give
+  `mpjax.with_policy(model, policy)` to the code that calls an NNX model.
 
   Args:
     policy: as for `with_policy`.
-    rules: as for `with_policy`; a rule that picks out nothing is never an error here.
+    rules: as for `with_policy`, with paths relative to each root; a rule that picks out nothing is
+      never an error here.
 
   Returns:
-    A context manager, for `with`; also a decorator. It can be entered repeatedly.
+    A context manager, for `with`; also a decorator. It can be entered repeatedly, but not by a
+    module that is running under a policy (MpjaxRuntimeError).
 
   >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
   >>> variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))

@@ -7,37 +7,29 @@ from typing import Any
 import jax
 
 from mpjax._core.dtypes import HALF_NAMES, hardware_of, parse_dtype
-from mpjax._core.errors import MpjaxValueError
+from mpjax._core.errors import check_choice
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule, is_flax_norm
 from mpjax._core.types import DTypeLike
 from mpjax._jaxprs.op_lists import OpLists
-from mpjax.transforms._loss_scale import (
-  DynamicLossScale,
-  LossScale,
-  NoLossScale,
-  StaticLossScale,
-)
+from mpjax.transforms._loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptLevel:
-  """What one level asks for: values to pass on, one by one, to the functions that take them.
-
-  `mpjax.opt_level` makes it; `dataclasses.replace` changes a field.
+  """What one level asks for: values to pass on; `dataclasses.replace` changes one.
 
   Args:
     policy: for `mpjax.with_policy` and `mpjax.autocast`.
-    rules: for both, too. A model may have nothing that they pick out: `unmatched="ignore"`.
+    rules: for both, too, with `unmatched="ignore"`.
     ops: for `mpjax.autocast`; None where the level needs no operation lists.
     loss_scale: for `mpjax.loss_scaling`.
     master_weights: whether the optimizer belongs in `mpjax.master_weights`.
 
-  >>> import dataclasses, mpjax
-  >>> level = mpjax.opt_level("O2", "float16")
-  >>> dataclasses.replace(level, loss_scale=mpjax.StaticLossScale(128)).master_weights
+  >>> import mpjax
+  >>> mpjax.opt_level("O2", "float16").master_weights
   True
   """
 
@@ -48,67 +40,39 @@ class OptLevel:
   master_weights: bool = False
 
   def __str__(self) -> str:
-    fields = {
-      "policy": str(self.policy),
-      "rules": ", ".join(map(_shown, self.rules)) or "none",
-      "ops": repr(self.ops),
-      "loss_scale": repr(self.loss_scale),
-      "master_weights": repr(self.master_weights),
-    }
-    return "\n".join(f"{name:<14}  {value}" for name, value in fields.items())
-
-
-def _shown(rule: Rule) -> str:
-  """Returns a rule without the address that a predicate has."""
-  name = getattr(rule.where, "__name__", None)
-  return repr(rule) if name is None else f"Rule({str(rule.policy)!r}, where={name})"
+    texts = {"policy": str(self.policy), "rules": ", ".join(map(repr, self.rules)) or "none"}
+    return "\n".join(f"{name:<14}  {texts.get(name, repr(x))}" for name, x in vars(self).items())
 
 
 def opt_level(level: str, dtype: DTypeLike | None = None) -> OptLevel:
-  """Returns the settings that go by the name of a level.
-
-  The levels are those of Apex, and of MindSpore, whose O2 and O3 leave parameters in float32:
+  """Returns the settings that go by the name of a level of Apex and MindSpore; docs/levels.md.
 
   - "O0": float32 throughout.
   - "O1": float32 parameters, and operations in 16 bits or float32 by operation lists: for
     `mpjax.autocast`.
   - "O2": parameters and computation in 16 bits, but for norms, with float32 master weights.
   - "O3": everything in 16 bits, norms and all, as a limit to compare the speed of the others with.
-  - "auto": O1 in the 16-bit dtype that the first device of `jax.devices()` has units for: bfloat16
-    on a TPU and from compute capability 8.0 on, float16 on 7.x (Volta and Turing). On a CPU, or a
-    device that is not known, O0. No other level looks at the device.
+  - "auto": O1 in the 16-bit dtype that the first device of `jax.devices()` has units for, or O0.
 
-  float16 comes with a loss scale, bfloat16 with none. In every level a model returns float32, so
-  that the loss is computed in it.
+  float16 comes with a loss scale. In every level a model returns float32.
 
   Args:
     level: one of the above.
-    dtype: "float16" or "bfloat16", the latter unless given. With "auto" it is used whatever the
-      device is; there is a warning, once in a process, if the device has no units for it. "O0" does
-      not use it.
+    dtype: "float16" or "bfloat16", the latter unless given; "auto" warns where the device has no
+      units for it.
 
   Raises:
     MpjaxValueError: an unknown level, or a dtype other than float16 and bfloat16.
-    MpjaxTypeError: `dtype` is not a floating dtype.
 
   >>> import mpjax
   >>> print(mpjax.opt_level("O1", "float16").policy)
   params=float32,compute=float16,output=float32
-  >>> mpjax.opt_level("O1", "bfloat16").loss_scale
-  NoLossScale()
   """
   where = "mpjax.opt_level"
-  if level not in LEVELS:
-    raise MpjaxValueError(
-      f"{where}(level)",
-      expected="one of " + ", ".join(map(repr, LEVELS)),
-      got=repr(level),
-      fix="The first character is the letter O; 'auto' decides by the device.",
-    )
+  check_choice(level, LEVELS, f"{where}(level)")
   half = None if dtype is None else parse_dtype(dtype, f"{where}(dtype)").name
-  if half not in (None, *HALF_NAMES):
-    expected, fix = "'bfloat16' or 'float16'", "opt_level('O0') is float32."
-    raise MpjaxValueError(f"{where}(dtype)", expected=expected, got=repr(half), fix=fix)
+  if half is not None:
+    check_choice(half, HALF_NAMES, f"{where}(dtype)")
   if level == "auto":
     device = jax.devices()[0]
     level, half = _for_device(device.platform, getattr(device, "compute_capability", None), half)

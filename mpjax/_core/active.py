@@ -1,8 +1,4 @@
-"""The active state while a model runs under a policy, and what is left out of it.
-
-JAX includes the state in the key of its caches. `mpjax.audit` adds a record to it: which module
-has which policy, and `full_precision` takes it away.
-"""
+"""The active state while a model runs under a policy, what an audit notes, `full_precision`."""
 
 import contextlib
 import dataclasses
@@ -15,7 +11,7 @@ import jax
 
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.policy import Policy
-from mpjax._core.rules import Rule
+from mpjax._core.rules import NO_POLICY, ModulePolicy, Rule
 from mpjax._core.trees import half_to_float32, map_arrays
 from mpjax._core.types import Class
 
@@ -24,88 +20,68 @@ from mpjax._core.types import Class
 ACTIVE = jax.make_user_context(None)
 """The active state of this thread, an `Active`; None outside of every model under a policy."""
 
-
-@dataclasses.dataclass(eq=False)
-class ScopeToken:
-  """A scope that a user has entered, in one thread, and may leave in any order."""
-
-  before: "Active | None"  # the state that it found
-  opened: contextlib.ExitStack  # what to close with it
-  left: bool = False
-  thread: int = dataclasses.field(default_factory=threading.get_ident)
-
+AUDIT = jax.make_user_context(None)
+"""The record of the audit that traces in this thread; None outside of one."""
 
 EVERY: frozenset[Class] = frozenset({object})
 """In `Active.casting`: modules of all classes are called in their compute dtype."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Active:
-  """The active state inside a call. Equal states give equal jaxprs.
+  """The active state inside a call. Equal states give equal jaxprs. Linen's has more fields.
 
   It has few distinct values in a model, since each one costs a trace of every small jitted function
-  of `jax.numpy`: neither the module nor its path is part of it. Linen's has more fields.
+  of `jax.numpy`: neither the module nor its path is part of it.
 
   Fields:
-    policy: that of the module being called; None leaves it as it is.
-    rule: the rule that gave it the policy, or a module around it; None if none did.
-    exempt: a rule left the module being called, and all inside it, as it is.
+    around: the policy of the module being called, as the modules inside inherit it.
     entered: a module has been entered: the policy began further out.
     tracing: the call is part of one that is traced and will be rewritten.
     region: what marks the operations of the module being called.
-    casting: the classes of modules that are called in their compute dtype (arguments, results and
-      `dtype` fields), since they raise in float32; `EVERY` inside of one.
+    casting: the classes of modules that raise in float32 and are called in their compute dtype;
+      `EVERY` inside of one.
     as_python: the paths of modules that run as Python, since they look at values.
-    on: a policy is active.
-    in_region: it is the state inside of `mpjax.full_precision`, where none is.
+    in_region: it is the state inside of `mpjax.full_precision`, where no policy is active.
     failed: where to note the class of a module that raises.
-    token: the user's scope that the state belongs to, if any.
-    key: what of all this is compared.
-    hash: that of the key.
   """
 
-  policy: Policy | None = None
-  rule: Rule | None = None
-  exempt: bool = False
+  around: ModulePolicy = NO_POLICY
   entered: bool = False
   tracing: bool = False
   region: str = ""
   casting: frozenset[Class] = frozenset()
   as_python: frozenset[str] = frozenset()
-  on: bool = True
   in_region: bool = False
   failed: list[Class] | None = dataclasses.field(default=None, compare=False)
-  token: ScopeToken | None = dataclasses.field(default=None, compare=False)
-  key: tuple[object, ...] = dataclasses.field(init=False, repr=False, compare=False)
-  hash: int = dataclasses.field(init=False, repr=False, compare=False)
+  token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 
-  def __post_init__(self) -> None:
-    # Compared and hashed at each call of a function that is jitted, jax.numpy's own included.
-    key = tuple(getattr(self, name) for name in _compared(type(self)))
-    object.__setattr__(self, "key", key)
-    object.__setattr__(self, "hash", hash(key))
-
-  def __eq__(self, other: object) -> bool:
-    if self is other:
-      return True
-    return type(other) is type(self) and self.hash == other.hash and self.key == other.key
+  @functools.cached_property
+  def _hash(self) -> int:
+    # JAX hashes it at each call of a function that is jitted, those of jax.numpy included.
+    return hash(tuple(getattr(self, x.name) for x in dataclasses.fields(self) if x.compare))
 
   def __hash__(self) -> int:
-    return self.hash
+    return self._hash
 
   def outside(self) -> Self:
     """Returns the state inside of `mpjax.full_precision`."""
-    return self if self.in_region else type(self)(on=False, in_region=True)
-
-
-@functools.cache
-def _compared(cls: type[Active]) -> tuple[str, ...]:
-  return tuple(field.name for field in dataclasses.fields(cls) if field.compare)
+    return self if self.in_region else type(self)(in_region=True)
 
 
 def in_region() -> bool:
   """Whether this runs inside of `full_precision`, where no policy and no autocast begins."""
   return ACTIVE.value is not None and ACTIVE.value.in_region
+
+
+@dataclasses.dataclass(eq=False)
+class ScopeToken:
+  """A scope that a user has entered, in one thread, and may leave in any order."""
+
+  before: Active | None  # the state that it found
+  opened: contextlib.ExitStack  # what to close with it
+  left: bool = False
+  thread: int = dataclasses.field(default_factory=threading.get_ident)
 
 
 def activate_scope(state: Active, opened: contextlib.ExitStack) -> ScopeToken:
@@ -119,32 +95,20 @@ def activate_scope(state: Active, opened: contextlib.ExitStack) -> ScopeToken:
   return token
 
 
-def leave_scope(token: ScopeToken) -> None:
-  """Leaves a scope; what was before it is restored once the scopes inside have been left."""
-  token.left = True
-  leave_finished()
-
-
-def leave_finished() -> None:
-  """Restores what was before the innermost scopes, where they have been left."""
+def leave_scopes(token: ScopeToken | None = None) -> None:
+  """Leaves a scope, and restores what was before the innermost scopes that have been left."""
+  if token is not None:
+    token.left = True
   active = ACTIVE.value
   while active is not None and active.token is not None and active.token.left:
-    token, active = active.token, active.token.before
+    innermost = active.token
+    active = innermost.before
     ACTIVE(active).__enter__()
-    token.opened.close()
+    innermost.opened.close()
 
 
 class AuditedModule(NamedTuple):
-  """A module that was called under a policy.
-
-  Fields:
-    name: its class.
-    policy: None leaves it as it is.
-    rule: the one that gave it the policy, or gave it to a module around it; None if no rule did.
-    own_dtype: the value of its field `dtype`, which the policy overrules; None for none.
-    is_norm: it is a norm of Flax's, which computes in float32 by itself.
-    hidden: rules that match it too, and come later.
-  """
+  """A module that was called under a policy, which overrules its `own_dtype`: `ModulePolicy`."""
 
   name: str
   policy: Policy | None
@@ -157,13 +121,11 @@ class AuditedModule(NamedTuple):
 class AuditRecord:
   """What is noted while a function is traced for an audit.
 
-  It is equal to nothing but itself: as a value of a user context of JAX, it makes every jitted
-  function be traced again, with the marks of policies in its jaxpr.
+  It is equal to nothing but itself, so that every jitted function is traced again, with its marks.
 
   Attributes:
     modules: the modules by path.
-    rules: how many modules each rule picked.
-    hidden: how many modules each rule matches that an earlier rule picked.
+    rules: how many modules each rule picked; `hidden` those that an earlier rule picked instead.
     autocast: `mpjax.autocast` was called, whose arguments take the dtype of what they meet.
     scaled: a loss was multiplied by a loss scale.
   """
@@ -194,10 +156,6 @@ class AuditRecord:
       self.rules.setdefault(rule, 0)
 
 
-AUDIT = jax.make_user_context(None)
-"""The record of the audit that traces in this thread; None outside of one."""
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -208,18 +166,13 @@ SCOPE = "mpjax.full_precision"
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   """Returns `fn` as a region that neither autocast nor a policy enters.
 
-  Under `mpjax.autocast` everything inside runs in the dtypes in which it is written. Under a policy
-  the modules called inside run without it, and float16 and bfloat16 arguments come in as float32.
-  A policy or an autocast that is given inside does not begin either: `full_precision(view)(x)` and
-  `full_precision(autocast(f))(x)` run as the model and `f` do. The results are float32, and their
-  consumers choose their own dtypes. It does what PyTorch's
-  `custom_fwd(cast_inputs=torch.float32)` is for.
-
-  NNX modules and variables among the arguments are passed as they are, and so are containers that
-  hold nothing in 16 bits: what `fn` writes to them stays.
+  Everything inside runs in the dtypes in which it is written, also where a policy or an autocast is
+  given inside. Under a policy float16 and bfloat16 arguments come in as float32. The results are
+  float32, and their consumers choose their own dtypes.
 
   Args:
-    fn: any function of trees of arrays.
+    fn: any function of trees of arrays. NNX modules and variables among its arguments are passed as
+      they are, and so are containers that hold nothing in 16 bits: what is written to them stays.
 
   Returns:
     A function with the signature of `fn`.
@@ -231,22 +184,18 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   >>> @mpjax.full_precision
   ... def precise(x, w):
   ...   return x @ w
-  >>> fn = mpjax.autocast(lambda x, w: precise(jnp.tanh(x @ w), w))
-  >>> jaxpr = jax.make_jaxpr(fn)(jnp.ones((2, 2)), jnp.ones((2, 2)))
-  >>> [str(e.outvars[0].aval.dtype) for e in jaxpr.eqns if e.primitive.name == "dot_general"]
-  ['bfloat16', 'float32']
+  >>> jaxpr = jax.make_jaxpr(mpjax.autocast(precise))(jnp.ones((2, 2)), jnp.ones((2, 2)))
+  >>> [eqn.primitive.name for eqn in jaxpr.eqns]
+  ['dot_general']
   """
   check_no_linen_model(fn, "mpjax.full_precision(fn)")
-  call: Callable[..., R] = fn
 
   @functools.wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-    around = ACTIVE.value
-    positional, named = (args, kwargs)
-    if around is not None and around.on:
-      positional = tuple(map_arrays(half_to_float32, x) for x in args)
-      named = {name: map_arrays(half_to_float32, x) for name, x in kwargs.items()}
-    with jax.named_scope(SCOPE), ACTIVE((around or Active()).outside()):
-      return call(*positional, **named)
+    around, call = ACTIVE.value or Active(in_region=True), (args, kwargs)
+    if not around.in_region:
+      call = map_arrays(half_to_float32, call)
+    with jax.named_scope(SCOPE), ACTIVE(around.outside()):
+      return fn(*call[0], **call[1])
 
   return wrapped

@@ -6,18 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, nearest
-from mpjax._core.types import Class, DType, DTypeLike
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, alternatives, nearest
+from mpjax._core.types import DType, DTypeLike
 
-_FLOAT8 = (
-  "float8_e3m4",
-  "float8_e4m3",
-  "float8_e4m3b11fnuz",
-  "float8_e4m3fn",
-  "float8_e4m3fnuz",
-  "float8_e5m2",
-  "float8_e5m2fnuz",
-  "float8_e8m0fnu",
+_FLOAT8 = tuple(
+  f"float8_{form}"
+  for form in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
 )
 
 NAMES: dict[str, str] = {
@@ -29,38 +23,36 @@ NAMES: dict[str, str] = {
 by accident, so they are not here."""
 
 
-def parse_dtype(dtype: DTypeLike, where: str) -> DType:
+def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
   """Returns the floating dtype that a name ("bf16"), a scalar type or a `np.dtype` names.
 
   `where` is the public call and argument, for the errors: a type or a value that is none.
   """
-  expected = "a floating dtype such as 'float32', 'bfloat16' or 'float16'"
+  expected, got, of_type = "a floating dtype such as 'float32'", repr(dtype), True
   if isinstance(dtype, str) and dtype in ("float", "double"):
+    of_type = False
     fix = "NumPy reads this name as float64; write 'float32' (or 'float64' with jax_enable_x64)."
-    raise MpjaxValueError(where, expected=expected, got=repr(dtype), fix=fix)
-  if dtype is None or dtype is float:
+  elif dtype is None or dtype is float:
     fix = "NumPy reads it as float64; name the dtype, for example 'float32'."
-    raise MpjaxTypeError(where, expected=expected, got=repr(dtype), fix=fix)
-  try:  # NumPy knows other names too, so that "int32" is named as what it is.
-    parsed = jnp.dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
-  except TypeError:
-    if isinstance(dtype, str):
-      fix = f"Did you mean {' or '.join(map(repr, nearest(dtype, NAMES)))}?"
-      raise MpjaxValueError(where, expected=expected, got=repr(dtype), fix=fix) from None
-    fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
-    raise MpjaxTypeError(where, expected=expected, got=repr(dtype), fix=fix) from None
-  if not jnp.issubdtype(parsed, jnp.floating):
-    fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
-    raise MpjaxTypeError(where, expected=expected, got=parsed.name, fix=fix)
-  if parsed == np.float64 and jax.dtypes.canonicalize_dtype(parsed) != parsed:
-    fix = "Without jax_enable_x64 JAX would give float32 silently; enable it or ask for 'float32'."
-    raise MpjaxValueError(where, expected=expected, got="float64", fix=fix)
-  return parsed
-
-
-def scalar_type(dtype: DType) -> Class:
-  """Returns the `jax.numpy` scalar type (`jnp.bfloat16`), which code compares by `is`."""
-  return getattr(jnp, dtype.name)
+  else:
+    try:  # NumPy knows other names too, so that "int32" is named as what it is.
+      parsed = jnp.dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+      fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
+      if isinstance(dtype, str):
+        of_type, fix = False, f"Did you mean {alternatives(nearest(dtype, NAMES))}?"
+    else:
+      got = parsed.name
+      if not jnp.issubdtype(parsed, jnp.floating):
+        fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
+      elif parsed == np.float64 and jax.dtypes.canonicalize_dtype(parsed) != parsed:
+        of_type = False
+        fix = "Without jax_enable_x64 JAX would give float32; enable it or ask for 'float32'."
+      else:
+        return parsed
+  if of_type:
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
 
 
 FLOAT32 = np.dtype("float32")
@@ -92,20 +84,37 @@ _NAMES: dict[str, MatmulPrecision] = {
 _SHORT = "'default', 'high', 'highest'"
 
 
-def parse_precision(precision: object, where: str) -> MatmulPrecision:
-  """Returns the precision that a name means, in any case; one of JAX's is returned as it is."""
+def parse_precision(
+  precision: object, compute: DType, weight_grad: DType | None
+) -> MatmulPrecision:
+  """Returns the precision that a name means, in any case; one of JAX's is returned as it is.
+
+  A preset has to multiply, and add up, what a policy of these dtypes computes in.
+  """
   expected = f"{_SHORT}, a jax.lax.Precision, or a jax.lax.DotAlgorithmPreset or its name"
-  if isinstance(precision, (jax.lax.Precision, jax.lax.DotAlgorithmPreset)):
-    return _NAMES[precision.name]
-  if not isinstance(precision, str):
-    fix = 'Write precision="highest" for float32 that is multiplied as float32.'
-    raise MpjaxTypeError(where, expected=expected, got=repr(precision), fix=fix)
-  if precision.upper() not in _NAMES:
-    near = " or ".join(repr(written(_NAMES[name])) for name in nearest(precision.upper(), _NAMES))
-    raise MpjaxValueError(
-      where, expected=expected, got=repr(precision), fix=f"Did you mean {near}?"
-    )
-  return _NAMES[precision.upper()]
+  of_jax = isinstance(precision, (jax.lax.Precision, jax.lax.DotAlgorithmPreset))
+  name = precision.name if of_jax else precision
+  parsed = _NAMES.get(name.upper()) if isinstance(name, str) else None
+  where, got = "mpjax.Policy(precision=...)", repr(precision)
+  sums = getattr(parsed, "accumulation_type", None)
+  if not isinstance(name, str):
+    fix = 'Write precision="highest" for float32 multiplied as float32.'
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  if parsed is None:
+    near = [written(_NAMES[x]) for x in nearest(name.upper(), _NAMES)]
+    fix = f"Did you mean {alternatives(near)}?"
+  elif not takes(parsed, compute):
+    got = f"{parsed.name} with compute_dtype={compute.name}"
+    fitting = ", ".join(p.name for p in jax.lax.DotAlgorithmPreset if takes(p, compute))
+    expected = f"{_SHORT}, or an algorithm for {compute.name}: {fitting}"
+    fix = "Write one of these, or the compute_dtype that the name of the algorithm begins with."
+  elif sums is not None and weight_grad is not None and DType(sums).itemsize < weight_grad.itemsize:
+    got = f"{parsed.name} with compute_dtype={compute.name}"
+    expected = f"an algorithm that adds up in {weight_grad.name}, as weight_grad_dtype asks for"
+    fix = "Write one whose name ends so, or leave out weight_grad_dtype."
+  else:
+    return parsed
+  raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
 
 
 def written(precision: MatmulPrecision) -> str:
@@ -121,31 +130,6 @@ def takes(precision: MatmulPrecision, dtype: DType | None) -> bool:
   return dtype is not None and dtype in (precision.supported_lhs_types or ())
 
 
-def check_precision(
-  precision: MatmulPrecision, compute: DType, weight_grad: DType | None, where: str
-) -> None:
-  """Raises MpjaxValueError if a preset does not multiply, or add up, what a policy computes in."""
-  if isinstance(precision, jax.lax.Precision):
-    return
-  got = f"{precision.name} with compute_dtype={compute.name}"
-  if not takes(precision, compute):
-    fitting = [p.name for p in jax.lax.DotAlgorithmPreset if takes(p, compute)]
-    raise MpjaxValueError(
-      where,
-      expected=f"{_SHORT}, or an algorithm for {compute.name}: {', '.join(fitting)}",
-      got=got,
-      fix="Write one of these, or the compute_dtype that the name of the algorithm begins with.",
-    )
-  sums = precision.accumulation_type
-  if weight_grad is not None and sums is not None and DType(sums).itemsize < weight_grad.itemsize:
-    raise MpjaxValueError(
-      where,
-      expected=f"an algorithm that adds up in {weight_grad.name}, as weight_grad_dtype asks for",
-      got=got,
-      fix="Write one whose name ends so, or leave out weight_grad_dtype.",
-    )
-
-
 _TENSOR_CORES: tuple[tuple[int, int, str, tuple[str, ...]], ...] = (
   (7, 0, "Volta", ("float16",)),
   (7, 5, "Turing", ("float16",)),
@@ -158,13 +142,9 @@ _TENSOR_CORES: tuple[tuple[int, int, str, tuple[str, ...]], ...] = (
 
 
 class Hardware(NamedTuple):
-  """The units of a device that multiply matrices.
+  """What multiplies matrices, and in which low-precision dtypes, the better one to train in first.
 
-  Fields:
-    units: what they are, in words.
-    dtypes: the low-precision dtypes that they multiply, the better one to train in first.
-    float32_as: the dtype in which they multiply float32 unless told otherwise, see
-      `jax_default_matmul_precision`.
+  `float32_as` is what float32 is multiplied in, unless told by `jax_default_matmul_precision`.
   """
 
   units: str
@@ -173,10 +153,7 @@ class Hardware(NamedTuple):
 
 
 def hardware_of(platform: str, capability: object = None) -> Hardware:
-  """Returns what is known of a device.
-
-  `platform` is that of a `jax.Device`, `capability` the compute capability of NVIDIA's, "8.0" say.
-  """
+  """Returns what is known of a platform of JAX; `capability` is as in "8.0", for NVIDIA's."""
   if platform == "tpu":
     return Hardware("matrix units of a TPU", ("bfloat16",), "bfloat16")
   if platform == "cpu":

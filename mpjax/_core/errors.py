@@ -24,31 +24,24 @@ R = TypeVar("R")
 
 
 class MpjaxError(Exception):
-  """The base of every error that mpjax raises.
+  """The base of every error that mpjax raises; each is also the builtin of its name.
 
-  Each subclass is also the matching builtin, so that ``except ValueError`` and
-  ``except mpjax.MpjaxError`` both work.
-
-  Args:
+  Attributes:
     where: the public call, and the argument or the module or tree path.
-    expected: what would have been accepted.
-    got: what was given instead.
+    expected: what would have been accepted; `got` is what was given instead.
     fix: one thing that the reader can do.
 
   >>> import mpjax
   >>> try:
   ...   mpjax.Policy.parse("float61")
   ... except mpjax.MpjaxError as error:
-  ...   print(type(error).__name__, error.got)
-  MpjaxValueError 'float61'
+  ...   print(error.got)
+  'float61'
   """
 
   def __init__(self, where: str, *, expected: str, got: str, fix: str) -> None:
     super().__init__(message(where, expected=expected, got=got, fix=fix))
-    self.where: str = where
-    self.expected: str = expected
-    self.got: str = got
-    self.fix: str = fix
+    self.where, self.expected, self.got, self.fix = where, expected, got, fix
 
   def __reduce__(self) -> tuple[Callable[[], Self], tuple[()], dict[str, object]]:
     # Exceptions are copied and pickled by calling the class with `args`, which are the text here.
@@ -59,45 +52,35 @@ class MpjaxError(Exception):
 class MpjaxValueError(MpjaxError, ValueError):
   """A value of the right type that mpjax cannot work with.
 
-  >>> import mpjax
-  >>> issubclass(mpjax.errors.MpjaxValueError, ValueError)
-  True
+  >>> from mpjax.errors import MpjaxValueError
   """
 
 
 class MpjaxTypeError(MpjaxError, TypeError):
   """A value of a type (or dtype) that mpjax does not take.
 
-  >>> import mpjax
-  >>> issubclass(mpjax.errors.MpjaxTypeError, TypeError)
-  True
+  >>> from mpjax.errors import MpjaxTypeError
   """
 
 
 class MpjaxRuntimeError(MpjaxError, RuntimeError):
   """A situation, rather than an argument, that mpjax cannot go on from.
 
-  >>> import mpjax
-  >>> issubclass(mpjax.errors.MpjaxRuntimeError, RuntimeError)
-  True
+  >>> from mpjax.errors import MpjaxRuntimeError
   """
 
 
 class MpjaxAssertionError(MpjaxError, AssertionError):
   """A property that a test of yours asserts, and that does not hold.
 
-  >>> import mpjax
-  >>> issubclass(mpjax.errors.MpjaxAssertionError, AssertionError)
-  True
+  >>> from mpjax.errors import MpjaxAssertionError
   """
 
 
 class UnmatchedRuleError(MpjaxValueError):
   """A rule picked out no module of the model: most often a misspelt path.
 
-  >>> import mpjax
-  >>> issubclass(mpjax.errors.UnmatchedRuleError, mpjax.errors.MpjaxValueError)
-  True
+  >>> from mpjax.errors import UnmatchedRuleError
   """
 
 
@@ -108,8 +91,7 @@ for _error in (*MpjaxError.__subclasses__(), UnmatchedRuleError):
 
 
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""The builtin bases of what code raises that is given what it cannot take: arguments of another
-kind, a dtype that a kernel has no version for, a tracer that is asked for its format."""
+"""The builtin bases of what code raises that is given what it cannot take, such as a dtype."""
 
 
 def flax_errors(*names: str) -> tuple[type[Exception], ...]:
@@ -124,14 +106,12 @@ LONGEST = 1900
 
 def message(where: str, *, expected: str, got: str, fix: str) -> str:
   """Returns the text of an error: where it was, what was expected, what came, what to do."""
-  # Of a part that is very long, such as the `repr` of a model, the middle is left out. The longest
-  # parts are cut, to one length: what a reader needs most is short.
+  # Of a part that is very long, such as the `repr` of a model, the middle is left out.
   parts = [where, expected, got, fix]
   most = limit = LONGEST - len(": expected , got . ")
   while sum(min(len(part), most) for part in parts) > limit:
     most -= 1
-  where, expected, got, fix = (shortened(part, most) for part in parts)
-  return f"{where}: expected {expected}, got {got}. {fix}"
+  return "{}: expected {}, got {}. {}".format(*(shortened(part, most) for part in parts))
 
 
 def shortened(text: str, most: int) -> str:
@@ -149,11 +129,15 @@ def listed(problems: Sequence[str], *, most: int = 20) -> str:
   return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
-def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> list[str]:
-  """Returns the `count` strings of `valid` most like `name`, the most alike first."""
-  scored = [(difflib.SequenceMatcher(None, name.lower(), v.lower()).ratio(), v) for v in valid]
-  scored.sort(key=lambda pair: (-pair[0], pair[1]))
-  return [v for _, v in scored[:count]]
+def nearest(name: str, valid: Iterable[str], *, count: int = 3, least: float = 0.0) -> list[str]:
+  """Returns the `count` strings of `valid` most like `name`; `least` is the least ratio for it."""
+  alike = {x: difflib.SequenceMatcher(None, name.lower(), x.lower()).ratio() for x in valid}
+  ranked = sorted(alike, key=lambda x: (-alike[x], x))
+  return [x for x in ranked[:count] if alike[x] >= least]
+
+
+def alternatives(names: Iterable[str]) -> str:
+  return " or ".join(map(repr, names))
 
 
 def kind_of(value: object) -> str:
@@ -161,8 +145,7 @@ def kind_of(value: object) -> str:
   if value is None or isinstance(value, (str, int, float)):
     return repr(value)
   is_array = isinstance(value, (jax.Array, np.ndarray))
-  kind = "traced array" if isinstance(value, Tracer) else "array"
-  name = kind if is_array else type(value).__name__
+  name = "traced " * isinstance(value, Tracer) + ("array" if is_array else type(value).__name__)
   dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
   contents = "" if dtype is None or shape is None else f" {dtype}{list(shape)}"
   return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}{contents}"
@@ -175,16 +158,16 @@ def note_module(error: Exception, path: str, name: str, policy: str) -> None:
   """Tells an error the innermost module under a policy that it was raised in, and what to do."""
   if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
     return
-  picked = f"path={path!r}"
+  as_it_is = f"mpjax.Rule(None, path={path!r})"
   if isinstance(error, NotImplementedError):
     advice = (
-      f'If a kernel takes low precision alone, put mpjax.Rule("bfloat16", {picked}) before other '
-      f"rules, or mpjax.Rule(None, {picked}) if it casts its arguments itself. Some have another "
-      'for float32: jax.nn.dot_product_attention(implementation="xla").'
+      f'If a kernel takes low precision alone, put mpjax.Rule("bfloat16", path={path!r}) before '
+      f"other rules, or {as_it_is} if it casts its arguments itself. Some have another for "
+      'float32: jax.nn.dot_product_attention(implementation="xla").'
     )
   else:
     # A rule that leaves the root as it is leaves everything as it is.
-    rule = f", or leave the module as it is with mpjax.Rule(None, {picked})" if path else ""
+    rule = f", or leave the module as it is with {as_it_is}" if path else ""
     advice = (
       "If it is about dtypes, the module's own code mixes them where jax.numpy would promote: cast "
       f"there, and start what a loop carries in the dtype of what it meets (x.dtype){rule}."
@@ -194,10 +177,7 @@ def note_module(error: Exception, path: str, name: str, policy: str) -> None:
 
 
 def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  """Returns a decorator: a call of `where` that does not fit the signature is an error of ours.
-
-  The type and the documentation stay as they are, which catching all in `*args` would cost.
-  """
+  """Returns a decorator: a call of `where` that does not fit the signature is an error of ours."""
 
   def decorate(fn: Callable[P, R]) -> Callable[P, R]:
     signature = inspect.signature(fn)
@@ -224,7 +204,6 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
 
 
 def check_init(fix: str) -> Callable[[type[R]], type[R]]:
-
   def decorate(cls: Any) -> Any:
     cls.__init__ = check_call(f"mpjax.{cls.__name__}(...)", fix=fix)(cls.__init__)
     return cls
@@ -239,16 +218,15 @@ def line_of_user(error: BaseException) -> str:
   return f"{shown_file(frame.filename)}:{frame.lineno}: {frame.line}"
 
 
+# Jupyter: /tmp/ipykernel_17/2194308582.py; IPython and Colab: <ipython-input-3-a5b1f>
 _CELL = re.compile(
-  r"[/\\]ipykernel_\d+[/\\]\d+\.py$"  # Jupyter: /tmp/ipykernel_17/2194308582.py
-  r"|(?:^<|[/\\])ipython-input-(?:(?P<number>\d+)-)?\w+(?:>|\.py)$"  # IPython, Colab
+  r"[/\\]ipykernel_\d+[/\\]\d+\.py$|(?:^<|[/\\])ipython-input-(?:(?P<number>\d+)-)?\w+(?:>|\.py)$"
 )
 
 
 def shown_file(file: str) -> str:
   """Returns how reports and errors write the file of a line: its path, or "cell" in a notebook."""
-  # The file of a cell is named by a hash of its text, which no reader could look up. IPython adds
-  # the number of the cell, and then it is "cell 3".
+  # The file of a cell is named by a hash of its text, which no reader could look up.
   cell = _CELL.search(file)
   if cell is None:
     return file
@@ -264,17 +242,17 @@ _BELOW = re.compile(_INSTALLED.pattern + rf"({_LIBRARIES})[/\\]")
 
 @functools.lru_cache(maxsize=4096)
 def is_library(file: str) -> bool:
-  """Whether a file is of mpjax, of what it depends on, or of Python itself.
-
-  A user's model may be an installed package, and a checkout may be called anything.
-  """
-  frozen = file.startswith("<frozen")
+  """Whether a file is of mpjax, of what it depends on, or of Python itself."""
+  # A user's model may be an installed package, and a checkout may be called anything.
   standard = file.startswith(_STANDARD) and not _INSTALLED.search(file)
-  return file.startswith(_PACKAGE + os.sep) or standard or frozen or bool(_BELOW.search(file))
+  ours = file.startswith((_PACKAGE + os.sep, "<frozen"))
+  return ours or standard or bool(_BELOW.search(file))
 
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
+
+# Each raises unless its argument is allowed: MpjaxTypeError for the type, else MpjaxValueError.
 
 
 def wrong_type(value: object, where: str, *, expected: str, fix: str) -> MpjaxTypeError:
@@ -286,8 +264,13 @@ def wrong_type(value: object, where: str, *, expected: str, fix: str) -> MpjaxTy
 def check_type(
   value: object, kind: type[T] | tuple[type[T], ...], where: str, *, expected: str, fix: str
 ) -> T:
-  """Raises unless `value` is a `kind`; for states and trees, whose values would fill a screen."""
   if not isinstance(value, kind):
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(value), fix=fix)
+  return value
+
+
+def check_callable(value: F, where: str, *, expected: str, fix: str) -> F:
+  if not callable(value):
     raise MpjaxTypeError(where, expected=expected, got=kind_of(value), fix=fix)
   return value
 
@@ -295,6 +278,12 @@ def check_type(
 def check_flag(value: object, where: str) -> bool:
   if not isinstance(value, bool):
     raise wrong_type(value, where, expected="a bool", fix="Pass True or False.")
+  return value
+
+
+def check_number(value: object, where: str, *, expected: str, fix: str) -> numbers.Real:
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    raise wrong_type(value, where, expected=expected, fix=fix)
   return value
 
 
@@ -310,8 +299,7 @@ def check_int(
 ) -> int:
   """Raises unless `value` is an integer of Python or NumPy (a bool is none) in the limits.
 
-  `expected` is their text where they are no plain numbers or not all that is allowed; `fix` is for
-  an integer out of range, `fix_type` for another type.
+  `fix` is for an integer out of range, `fix_type` for another type.
   """
   upto = "" if most is None else f" and at most {most}"
   expected = expected or f"an integer, at least {least}{upto}"
@@ -323,15 +311,7 @@ def check_int(
   return number
 
 
-def check_number(value: object, where: str, *, expected: str, fix: str) -> numbers.Real:
-  """Raises unless `value` is a real number of Python or NumPy: no bool, array or traced value."""
-  if isinstance(value, bool) or not isinstance(value, numbers.Real):
-    raise wrong_type(value, where, expected=expected, fix=fix)
-  return value
-
-
 def check_value(value: object, allowed: bool, where: str, *, expected: str, fix: str) -> None:
-  """Raises unless `value`, of the right type, is `allowed`."""
   if not allowed:
     raise MpjaxValueError(where, expected=expected, got=repr(value), fix=fix)
 
@@ -339,18 +319,8 @@ def check_value(value: object, allowed: bool, where: str, *, expected: str, fix:
 def check_choice(value: object, choices: Sequence[str], where: str) -> None:
   """Raises unless `value` is one of `choices`, and names those most like it."""
   if value not in choices:
-    raise MpjaxValueError(
-      where,
-      expected=" or ".join(map(repr, choices)),
-      got=repr(value),
-      fix=f"Did you mean {' or '.join(map(repr, nearest(str(value), choices)))}?",
-    )
-
-
-def check_callable(value: F, where: str, *, expected: str, fix: str) -> F:
-  if not callable(value):
-    raise MpjaxTypeError(where, expected=expected, got=kind_of(value), fix=fix)
-  return value
+    fix = f"Did you mean {alternatives(nearest(str(value), choices))}?"
+    raise MpjaxValueError(where, expected=alternatives(choices), got=repr(value), fix=fix)
 
 
 def check_scalar(x: Leaf, where: str, *, expected: str, fix: str) -> None:

@@ -7,7 +7,7 @@ import re
 from typing import Any, TypeAlias
 
 from mpjax._core.dtypes import HALF_NAMES, HALVES
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_init, nearest
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, check_flag, check_init
 from mpjax._core.types import DType
 
 Size: TypeAlias = int | None
@@ -32,10 +32,7 @@ class Float8:
   """How a policy multiplies in float8: `mpjax.Policy(compute_dtype="bfloat16", matmul=Float8())`.
 
   Each operand is divided by a scale, so that its largest element becomes the largest number of the
-  format, clipped and cast; the result is multiplied by both scales. The scales are computed from
-  the operands themselves in each step: there is no state. Operands of the forward pass are
-  float8_e4m3fn, gradients float8_e5m2, sums float32. An inf or NaN in an operand makes the result
-  NaN. docs/float8.md says which matmuls qualify.
+  format, and cast. There is no state. docs/float8.md says which matmuls qualify, in which formats.
 
   Args:
     scaling: "tensor" is one scale for each operand, "row" one for each row of the left operand and
@@ -44,14 +41,12 @@ class Float8:
     weight_grad: "float8", or "half" for the compute dtype of the policy (or its name): gradients
       of weights are multiplied in it. Their result is float32 either way.
     skip: sizes (K, N) of matmuls that are too small to gain: K is the length of the sums, N the
-      number of columns of the weight. A matmul with at most this K and at most this N is left
-      in the compute dtype; None in a pair is any size. None takes the thresholds that torchao
-      measured: ((4096, 1024),) for "tensor", ((None, 2048), (1024, None), (2048, 4096)) for "row".
-      `skip=()` skips none.
+      number of columns of the weight. One with at most this K and this N is in the compute dtype;
+      None in a pair is any size. None takes the thresholds that torchao measured.
 
   Raises:
-    MpjaxValueError: an unknown scaling or weight_grad, or a size below 0.
-    MpjaxTypeError: an argument of another type.
+    MpjaxValueError: an unknown scaling or weight_grad, or a skip that is no pairs of sizes.
+    MpjaxTypeError: a power_of_two that is no bool.
 
   >>> import mpjax
   >>> print(mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(scaling="row")))
@@ -66,12 +61,9 @@ class Float8:
   skip: tuple[tuple[Size, Size], ...] | None = None
 
   def __post_init__(self) -> None:
-    _check_name("scaling", self.scaling, _SCALINGS)
-    _check_name("weight_grad", self.weight_grad, _WEIGHT_GRADS)
-    if not isinstance(self.power_of_two, bool):
-      where = "mpjax.Float8(power_of_two=...)"
-      fix = "Write power_of_two=True for scales that are powers of two."
-      raise MpjaxTypeError(where, expected="a bool", got=repr(self.power_of_two), fix=fix)
+    check_choice(self.scaling, _SCALINGS, "mpjax.Float8(scaling=...)")
+    check_choice(self.weight_grad, _WEIGHT_GRADS, "mpjax.Float8(weight_grad=...)")
+    check_flag(self.power_of_two, "mpjax.Float8(power_of_two=...)")
     if self.skip is not None:
       object.__setattr__(self, "skip", _parse_skip(self.skip))
 
@@ -81,42 +73,40 @@ class Float8:
     return _TOO_SMALL[self.scaling] if self.skip is None else self.skip
 
   def __str__(self) -> str:
-    parts = ["float8"]
-    if self.scaling != "tensor":
-      parts.append(self.scaling)
-    if self.power_of_two:
-      parts.append("power_of_two")
-    if self.weight_grad != "float8":
-      parts.append(f"weight_grad={self.weight_grad}")
-    if self.skip is not None:
-      sizes = ("x".join("*" if n is None else str(n) for n in pair) for pair in self.skip)
-      parts.append(f"skip={'|'.join(sizes) or 'none'}")
-    return ":".join(parts)
+    parts = {self.scaling: self.scaling != "tensor", "power_of_two": self.power_of_two}
+    parts[f"weight_grad={self.weight_grad}"] = self.weight_grad != "float8"
+    sizes = (f"{_text(k)}x{_text(n)}" for k, n in self.skip or ())
+    parts[f"skip={'|'.join(sizes) or 'none'}"] = self.skip is not None
+    return ":".join(("float8", *(text for text, is_set in parts.items() if is_set)))
 
 
-def _check_name(field: str, value: object, names: tuple[str, ...]) -> None:
-  where, expected = f"mpjax.Float8({field}=...)", ", ".join(map(repr, names))
-  if not isinstance(value, str):
-    fix = f"Write {field}={names[0]!r}."
-    raise MpjaxTypeError(where, expected=expected, got=repr(value), fix=fix)
-  if value not in names:
-    near = " or ".join(map(repr, nearest(value, names)))
-    raise MpjaxValueError(where, expected=expected, got=repr(value), fix=f"Did you mean {near}?")
+def _text(size: Size) -> str:
+  return "*" if size is None else str(size)
+
+
+def _is_pair(x: Any) -> bool:
+  if not isinstance(x, (tuple, list)) or len(x) != 2:
+    return False
+  return all(n is None or (type(n) is int and n >= 0) for n in x)
 
 
 def _parse_skip(skip: Any) -> tuple[tuple[Size, Size], ...]:
-  where, expected = "mpjax.Float8(skip=...)", "pairs of sizes (K, N), None for any size"
-  fix = "Write skip=((4096, 1024),), or skip=() for no size that is too small."
-  if not isinstance(skip, (tuple, list)) or not all(
-    isinstance(pair, (tuple, list))
-    and len(pair) == 2
-    and all(n is None or (isinstance(n, int) and not isinstance(n, bool)) for n in pair)
-    for pair in skip
-  ):
-    raise MpjaxTypeError(where, expected=expected, got=repr(skip), fix=fix)
-  if any(n is not None and n < 0 for pair in skip for n in pair):
-    raise MpjaxValueError(where, expected=expected, got=repr(skip), fix=fix)
+  if not isinstance(skip, (tuple, list)) or not all(map(_is_pair, skip)):
+    raise MpjaxValueError(
+      "mpjax.Float8(skip=...)",
+      expected="pairs of sizes (K, N), None for any size",
+      got=repr(skip),
+      fix="Write skip=((4096, 1024),), or skip=() for no size that is too small.",
+    )
   return tuple((k, n) for k, n in skip)
+
+
+_SIZES = r"(\d+|\*)x(\d+|\*)"
+
+_TEXT = re.compile(
+  r"float8(:(?P<scaling>tensor|row))?(:(?P<power_of_two>power_of_two))?"
+  rf"(:weight_grad=(?P<weight_grad>\w+))?(:skip=(?P<skip>none|{_SIZES}(\|{_SIZES})*))?"
+)
 
 
 def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
@@ -134,28 +124,21 @@ def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
   elif ":" in text:
     with contextlib.suppress(ImportError, AttributeError, ValueError):
       recipe = pkgutil.resolve_name(text)
+  got = repr(matmul)
   if recipe is None or not (isinstance(matmul, str) or matmul == recipe):
     expected = "a mpjax.Float8, or its text such as 'float8:row', or a recipe 'package.module:NAME'"
-    if isinstance(matmul, str):
-      fix = "Write what str(mpjax.Float8(...)) prints."
-      raise MpjaxValueError(where, expected=expected, got=repr(matmul), fix=fix)
-    fix = "Write matmul=mpjax.Float8(...), or leave it out to multiply in the compute dtype."
-    raise MpjaxTypeError(where, expected=expected, got=repr(matmul), fix=fix)
-  got = f"{recipe} with compute_dtype={compute.name}"
-  if compute not in HALVES:
+    fix = "Write what str(mpjax.Float8(...)) prints."
+    if not isinstance(matmul, str):
+      fix = "Write matmul=mpjax.Float8(...), or leave it out."
+      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  elif compute not in HALVES:
+    got = f"{recipe} with compute_dtype={compute.name}"
     expected = f"a policy that computes in {' or '.join(HALF_NAMES)}"
     fix = 'Write compute_dtype="bfloat16": all that is no large matmul runs in it.'
-    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  if getattr(recipe, "weight_grad", None) in {*HALF_NAMES} - {compute.name}:
+  elif getattr(recipe, "weight_grad", None) in {*HALF_NAMES} - {compute.name}:
+    got = f"{recipe} with compute_dtype={compute.name}"
     expected = f"weight_grad='float8', 'half' or {compute.name!r}"
     fix = 'Write weight_grad="half" for the compute dtype.'
-    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  return recipe
-
-
-_SIZES = r"(\d+|\*)x(\d+|\*)"
-
-_TEXT = re.compile(
-  r"float8(:(?P<scaling>tensor|row))?(:(?P<power_of_two>power_of_two))?"
-  rf"(:weight_grad=(?P<weight_grad>\w+))?(:skip=(?P<skip>none|{_SIZES}(\|{_SIZES})*))?"
-)
+  else:
+    return recipe
+  raise MpjaxValueError(where, expected=expected, got=got, fix=fix)

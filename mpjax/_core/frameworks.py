@@ -1,23 +1,16 @@
-"""Which library a model comes from, and which function of ours takes it.
-
-Models are known by the public classes that they inherit from, by name: nothing is imported for it.
-"""
+"""Which library a model comes from, by the names of classes: nothing is imported for it."""
 
 from mpjax._core.errors import MpjaxTypeError, kind_of
 
-_BASES = {
-  ("flax.linen", "Module"): "Linen",
-  ("mpjax.linen", "PolicyModule"): "Linen",
-  ("flax.nnx", "Module"): "NNX",
-  ("flax.nnx", "Optimizer"): "NNX",
-  ("equinox", "Module"): "Equinox",
-  ("haiku", "Module"): "Haiku",
-  ("haiku", "Transformed"): "Haiku",
-  ("haiku", "TransformedWithState"): "Haiku",
-  ("haiku", "MultiTransformed"): "Haiku",
-  ("haiku", "MultiTransformedWithState"): "Haiku",
+_HAIKU = ("Module", "Transformed", "TransformedWithState", "MultiTransformed")
+
+_CLASSES = {
+  "Linen": ("flax.linen.Module", "mpjax.linen.PolicyModule"),
+  "NNX": ("flax.nnx.Module", "flax.nnx.Optimizer"),
+  "Equinox": ("equinox.Module",),
+  "Haiku": tuple(f"haiku.{name}" for name in (*_HAIKU, "MultiTransformedWithState")),
 }
-"""The library, by the package and the name of a class that its models inherit from."""
+"""The public classes that the models of a library inherit from."""
 
 _CALL = 'mpjax.with_policy({}, "mixed_bfloat16")'
 
@@ -32,9 +25,10 @@ _WAYS = {
 def framework_of(x: object) -> str | None:
   """Returns "Linen", "NNX", "Equinox" or "Haiku" for a model or its class, None for others."""
   for base in (x if isinstance(x, type) else type(x)).__mro__:
-    for (package, name), framework in _BASES.items():
-      if base.__name__ == name and f"{base.__module__}.".startswith(f"{package}."):
-        return framework
+    for framework, classes in _CLASSES.items():
+      for package, _, name in (cls.rpartition(".") for cls in classes):
+        if base.__name__ == name and f"{base.__module__}.".startswith(f"{package}."):
+          return framework
   return None
 
 

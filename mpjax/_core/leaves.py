@@ -35,15 +35,15 @@ def leaf_paths(tree: PyTree) -> list[Path]:
   """Returns the path of each leaf. What a box holds has the path of the box."""
   # `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A
   # name with slashes in it, as Haiku's are, is several.
-
-  def is_box(x: object) -> bool:
-    return hasattr(type(x), "replace_boxed") or is_nnx_variable(x)
-
   paths: list[Path] = []
-  for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
+  for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_box):
     names = tuple(path_text(path).split("/")) if path else ()
     paths += [names] * len(jax.tree.leaves(node))
   return paths
+
+
+def _is_box(x: object) -> bool:
+  return hasattr(type(x), "replace_boxed") or is_nnx_variable(x)
 
 
 def node_paths(tree: PyTree) -> set[str]:
@@ -100,8 +100,7 @@ def is_key(dtype: DType) -> bool:
 def as_array(x: Leaf, want: jax.ShapeDtypeStruct) -> Leaf:
   """Returns a Python number as the array that JAX makes of it beside `want`, else `x` itself.
 
-  That is float32 (float64 beside float64), and the integer type of `want`; a number that does not
-  fit into them stays 64-bit.
+  A number that does not fit into float32, or into the integer type of `want`, stays 64-bit.
   """
   if hasattr(x, "dtype"):
     return np.asarray(x) if isinstance(x, np.generic) else x
@@ -116,14 +115,11 @@ def as_array(x: Leaf, want: jax.ShapeDtypeStruct) -> Leaf:
 
 
 def misfit(x: Leaf, want: jax.ShapeDtypeStruct, *, cast: bool) -> str | None:
-  """Returns how `x` differs from `want`, another floating dtype only if not `cast`, or None.
-
-  For typed keys plain key data are as good.
-  """
+  """Returns how `x` differs from `want`, another floating dtype only if not `cast`, or None."""
   spec = f"{want.dtype}{list(want.shape)}"
   if not is_array_like(x) or isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
     return f"{kind_of(x)} for {spec}"
-  if is_key(want.dtype) and x.dtype == np.uint32:
+  if is_key(want.dtype) and x.dtype == np.uint32:  # Plain key data are as good.
     want = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(want.shape, want.dtype))
   if x.shape == want.shape and (x.dtype == want.dtype or (cast and are_floating(x, want))):
     return None
@@ -149,24 +145,18 @@ def convert(x: Array, dtype: DType) -> Array:
     return x.astype(dtype)
 
 
-def overflows(before: Leaf, after: Leaf) -> bool:
-  """Whether a finite number of `before` is an inf or a NaN in `after`, its cast."""
-  if before is after or not are_floating(before, after):
-    return False
-  finite = np.isfinite if isinstance(before, np.ndarray) else jnp.isfinite
-  return not bool((finite(after) | ~finite(before)).all())
-
-
 def refuse_overflow(casts: Mapping[str, tuple[Leaf, Leaf]], where: str) -> None:
   """Raises MpjaxValueError if a finite number became an inf or a NaN, and names all such leaves.
 
   `casts` has the leaves before and after, by path. Traced and abstract ones cannot be looked at.
   """
-  wrong = [
-    f"{before.dtype} beyond {after.dtype} at {path or 'the root'}"
-    for path, (before, after) in casts.items()
-    if not isinstance(after, (Tracer, jax.ShapeDtypeStruct)) and overflows(before, after)
-  ]
+  wrong: list[str] = []
+  for path, (before, after) in casts.items():
+    abstract = isinstance(after, (Tracer, jax.ShapeDtypeStruct))
+    if before is not after and not abstract and are_floating(before, after):
+      finite = np.isfinite if isinstance(before, np.ndarray) else jnp.isfinite
+      if not (finite(after) | ~finite(before)).all():
+        wrong.append(f"{before.dtype} beyond {after.dtype} at {path or 'the root'}")
   if wrong:
     raise MpjaxValueError(
       where,
@@ -179,7 +169,7 @@ def refuse_overflow(casts: Mapping[str, tuple[Leaf, Leaf]], where: str) -> None:
 def put(x: Array | NumpyArray, sharding: jax.sharding.Sharding | None, *, alias: bool) -> jax.Array:
   """Returns `x` as a strongly typed array on `sharding`, or uncommitted if that is None.
 
-  Only with `alias` may it share memory with `x`: a step that is given it to keep leaves `x` alone.
+  Only with `alias` may it share memory with `x`.
   """
   if sharding is not None:
     placed = jax.device_put(x, sharding, may_alias=alias)
@@ -196,12 +186,11 @@ def put(x: Array | NumpyArray, sharding: jax.sharding.Sharding | None, *, alias:
 # computed in float32 instead of the bfloat16 number that it is stored as. Bits are as stored.
 
 
-def magnitude_bits(x: Array) -> Array:
-  """Returns the bits of |x| for a floating array, as unsigned integers of its size."""
-  bits = 8 * x.dtype.itemsize
-  unsigned = np.dtype(f"uint{bits}")
-  mask = np.asarray(2 ** (bits - 1) - 1, unsigned)
-  return jax.lax.bitcast_convert_type(x, unsigned) & mask
+def _bits(x: Array) -> tuple[Array, Array]:
+  """Returns the bits of a floating array, and those of its magnitude, as unsigned integers."""
+  unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+  bits = jax.lax.bitcast_convert_type(x, unsigned)
+  return bits, bits & np.asarray(2 ** (8 * x.dtype.itemsize - 1) - 1, unsigned)
 
 
 def same_numbers(a: Array, b: Array) -> Array:
@@ -209,25 +198,20 @@ def same_numbers(a: Array, b: Array) -> Array:
 
   Two zeros are equal, whatever their signs, and a NaN equals nothing.
   """
-  unsigned = np.dtype(f"uint{8 * a.dtype.itemsize}")
-  same = jax.lax.bitcast_convert_type(a, unsigned) == jax.lax.bitcast_convert_type(b, unsigned)
-  first, second = magnitude_bits(a), magnitude_bits(b)
-  zeros = jnp.logical_and(first == 0, second == 0)
-  # Not `isnan`, from which LLVM sees that this is a comparison of floats, and makes one of it.
-  return jnp.logical_or(zeros, jnp.logical_and(same, first <= _largest(a.dtype)))
-
-
-def _largest(dtype: DType) -> NumpyArray:
-  """Returns the bits of the largest magnitude that is no NaN: inf, if there is one."""
+  (first, size), (second, other) = _bits(a), _bits(b)
   with np.errstate(all="ignore"):
-    infinity = np.asarray(np.inf, dtype)
-  number = np.asarray(jnp.finfo(dtype).max, dtype) if np.isnan(infinity) else infinity
-  return number.view(f"uint{8 * dtype.itemsize}")
+    infinity = np.asarray(np.inf, a.dtype)
+  # Formats without an inf have NaN for it.
+  largest = np.asarray(jnp.finfo(a.dtype).max, a.dtype) if np.isnan(infinity) else infinity
+  # Not `isnan`, from which LLVM sees that this is a comparison of floats, and makes one of it.
+  is_number = size <= largest.view(first.dtype)
+  zeros = jnp.logical_and(size == 0, other == 0)
+  return jnp.logical_or(zeros, jnp.logical_and(first == second, is_number))
 
 
 def is_nonzero(x: Array) -> Array:
   """Returns where a floating array is not zero. Subnormal numbers are not."""
-  return magnitude_bits(x) != 0
+  return _bits(x)[1] != 0
 
 
 def changes_nothing(old: Array, new: Array, update: Array) -> Array:

@@ -7,16 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.dtypes import (
-  HALF_NAMES,
-  NAMES,
-  MatmulPrecision,
-  check_precision,
-  is_float8,
-  parse_dtype,
-  parse_precision,
-  written,
-)
+from mpjax._core import dtypes
+from mpjax._core.dtypes import HALF_NAMES, NAMES, parse_dtype, parse_precision, written
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest, shortened
 from mpjax._core.float8 import parse_recipe
 from mpjax._core.trees import cast_leaf, is_floating
@@ -31,8 +23,8 @@ _PRESETS = {
 """The mixed ones output float32, so that the loss is computed in it."""
 
 _AS_STRING = (
-  'A name or a string of dtypes goes to mpjax.Policy.parse("mixed_bfloat16"), and wherever a '
-  "policy is taken; dtypes go here by keyword: mpjax.Policy(compute_dtype='bfloat16')."
+  'Write mpjax.Policy.parse("mixed_bfloat16"), or dtypes by keyword: '
+  "mpjax.Policy(compute_dtype='bfloat16')."
 )
 
 _KEYS = {
@@ -46,37 +38,25 @@ _KEYS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, init=False)
 class Policy:
-  """The dtypes of a module: of its parameters, of its computation, of its results.
-
-  Frozen and hashable: a policy can be a field of a module, a static argument of `jax.jit`, a key.
+  """The dtypes of a module: of its parameters, of its computation, of its results. Hashable.
 
   Args:
     param_dtype: the dtype parameters are stored in.
-    compute_dtype: the dtype of matmuls and convolutions; in NNX that of inputs and parameters at
-      each use.
+    compute_dtype: the dtype of matmuls and convolutions.
     output_dtype: the dtype of results where the policy begins (the root call, or the outermost
-      module that a rule picked). None: whatever was computed; in NNX, under a rule, the compute
-      dtype of the surrounding policy.
-    weight_grad_dtype: the dtype that the gradients of a layer's kernel and bias are computed in;
-      None (or the compute dtype) leaves them to the matmuls of the layer. With float32 under a
-      compute dtype of 16 bits they are neither rounded to it nor added up in it, on one device or
-      on many.
-    precision: how exactly matmuls and convolutions multiply what they are given, where the model
-      itself says nothing: "default", "high" or "highest", which are about float32, or a
-      `jax.lax.DotAlgorithmPreset` for matmuls, as an object or by its name. None: what
-      `jax_default_matmul_precision` says. That is TF32 for float32 on GPUs since Ampere (10 bits
-      of mantissa, as float16 has), and bfloat16 on TPUs: "highest" is float32.
+      module that a rule picked); None for what was computed.
+    weight_grad_dtype: the dtype that gradients of a layer's kernel and bias are computed and added
+      up in, on one device or on many; None for that of the matmuls of the layer.
+    precision: how exactly matmuls and convolutions multiply, where the model itself says nothing:
+      "default", "high", "highest" (float32 as float32), or a `jax.lax.DotAlgorithmPreset` or its
+      name. None: what `jax_default_matmul_precision` says.
     matmul: a `mpjax.Float8` (or its text, such as "float8"): matmuls of parameters that are large
-      enough multiply in float8, forward and backward; everything else is as without it. Or a recipe
-      of your own, see docs/float8.md. None: all matmuls are in the compute dtype.
+      enough multiply in float8, forward and backward; or a recipe of your own, see docs/float8.md.
 
   Raises:
-    MpjaxValueError: a dtype name is unknown, float64 is asked for without `jax_enable_x64`, or
-      weight gradients are asked for in something other than float32, float64 and the compute dtype,
-      or narrower than it; the precision is unknown, or none for the compute dtype; float8 is asked
-      for beside another compute dtype than bfloat16 or float16.
-    MpjaxTypeError: a dtype that is not floating, or an 8-bit one outside `param_dtype`; a precision
-      that is neither a name nor one of JAX's.
+    MpjaxValueError: an unknown name; float64 without `jax_enable_x64`; a dtype of weight gradients,
+      a precision or a recipe that does not fit the compute dtype.
+    MpjaxTypeError: a dtype that is not floating, or an 8-bit one outside `param_dtype`.
 
   >>> import jax.numpy as jnp, mpjax
   >>> policy = mpjax.Policy(compute_dtype=jnp.bfloat16, output_dtype="f32")
@@ -84,15 +64,13 @@ class Policy:
   params=float32,compute=bfloat16,output=float32
   >>> policy == mpjax.Policy.parse("mixed_bfloat16")
   True
-  >>> print(mpjax.Policy(precision="highest"))
-  params=float32,compute=float32,precision=highest
   """
 
   param_dtype: DType
   compute_dtype: DType
   output_dtype: DType | None
   weight_grad_dtype: DType | None
-  precision: MatmulPrecision | None
+  precision: dtypes.MatmulPrecision | None
   matmul: Any
 
   @check_call("mpjax.Policy(...)", fix=_AS_STRING)
@@ -103,57 +81,45 @@ class Policy:
     compute_dtype: DTypeLike = "float32",
     output_dtype: DTypeLike | None = None,
     weight_grad_dtype: DTypeLike | None = None,
-    precision: str | MatmulPrecision | None = None,
+    precision: str | dtypes.MatmulPrecision | None = None,
     matmul: Any = None,
   ) -> None:
     needed = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
-    optional = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype}
-    for name, value in {**needed, **optional}.items():
-      if name in optional and value is None:
-        object.__setattr__(self, name, None)
-        continue
+    values = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype, **needed}
+    for name, value in values.items():
       where = f"mpjax.Policy({name}=...)"
-      dtype = parse_dtype(value, where)
-      if is_float8(dtype) and name != "param_dtype":
+      dtype = None if value is None and name not in needed else parse_dtype(value, where)
+      if dtype is not None and dtype.itemsize == 1 and name != "param_dtype":
         raise MpjaxTypeError(
           where,
           expected="a dtype that XLA promotes and adds in, such as 'bfloat16'",
           got=dtype.name,
           fix="8-bit formats need a scale for each tensor; here they can only be stored.",
         )
-      object.__setattr__(self, name, dtype)
+      vars(self)[name] = dtype
     wide, compute = self.weight_grad_dtype, self.compute_dtype
     if wide is not None and wide != compute and not 4 <= wide.itemsize > compute.itemsize:
       raise MpjaxValueError(
         "mpjax.Policy(weight_grad_dtype=...)",
         expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
         got=f"{wide.name} with compute_dtype={compute.name}",
-        fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise: any "
-        "other dtype would only round once more.",
+        fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise.",
       )
-    where = "mpjax.Policy(precision=...)"
-    parsed = None if precision is None else parse_precision(precision, where)
-    object.__setattr__(self, "precision", parsed)
-    if parsed is not None:
-      check_precision(parsed, self.compute_dtype, self.weight_grad_dtype, where)
-    where = "mpjax.Policy(matmul=...)"
-    recipe = None if matmul is None else parse_recipe(matmul, self.compute_dtype, where)
-    object.__setattr__(self, "matmul", recipe)
+    vars(self).update(precision=None, matmul=None)
+    if precision is not None:
+      vars(self)["precision"] = parse_precision(precision, compute, wide)
+    if matmul is not None:
+      vars(self)["matmul"] = parse_recipe(matmul, compute, "mpjax.Policy(matmul=...)")
 
   @classmethod
   def parse(cls, policy: "PolicyLike") -> "Policy":
     """Returns the policy that a string names; a `Policy` is returned as it is.
 
     Args:
-      policy: a preset ("float32", "bfloat16", "float16": all three dtypes; "mixed_bfloat16",
-        "mixed_float16": float32 parameters, 16-bit compute, float32 output, for which "bf16",
-        "fp16" and "half" are short, as in trainers' flags; "mixed_float8": as "mixed_bfloat16",
-        with large matmuls in float8), or dtypes by key ("params=float32,compute=float16", or short
-        "p=f32,c=bf16,o=f32"); weight_grad=, precision= and matmul= may follow.
-
-    Raises:
-      MpjaxValueError: an unknown preset, key or dtype, a key given twice, an empty item.
-      MpjaxTypeError: neither a string nor a `Policy`.
+      policy: a preset, "float32", "bfloat16", "float16" (all three dtypes), "mixed_bfloat16" or
+        "mixed_float16" (float32 parameters and output; "bf16", "fp16" and "half" are short for
+        them) or "mixed_float8"; or dtypes by key, "params=float32,compute=float16" or "c=f16", to
+        which weight_grad=, precision= and matmul= may be added.
 
     >>> import mpjax
     >>> mpjax.Policy.parse("c=bf16").output_dtype is None
@@ -162,14 +128,13 @@ class Policy:
     return parse_policy(policy, "mpjax.Policy.parse(policy)")
 
   def __str__(self) -> str:
-    long = {key: name for key, name in _KEYS.items() if name.endswith("_dtype") and len(key) > 1}
-    dtypes = {key: getattr(self, name) for key, name in long.items()}
-    texts = {key: dtype.name for key, dtype in dtypes.items() if dtype is not None}
-    if self.precision is not None:
-      texts["precision"] = written(self.precision)
-    if self.matmul is not None:
-      texts["matmul"] = str(self.matmul)
-    return ",".join(f"{k}={text}" for k, text in texts.items())
+    texts: dict[str, object] = {}
+    for key, name in _KEYS.items():
+      value = getattr(self, name)
+      if value is not None and len(key) > 1:
+        precision = name == "precision"
+        texts[key] = written(value) if precision else getattr(value, "name", value)
+    return ",".join(f"{key}={text}" for key, text in texts.items())
 
   def cast_to_param(self, tree: PyTree) -> PyTree:
     """Returns `tree` with its floating arrays in `param_dtype`.
@@ -187,11 +152,7 @@ class Policy:
     """Returns `tree` with its floating arrays in `compute_dtype`.
 
     Args:
-      tree: any tree; integers, keys, Python numbers and objects are returned as they are.
-
-    >>> import jax.numpy as jnp, mpjax
-    >>> mpjax.Policy.parse("mixed_float16").cast_to_compute(jnp.ones(2)).dtype
-    dtype('float16')
+      tree: as for `cast_to_param`.
     """
     return _cast(tree, self.compute_dtype)
 
@@ -199,11 +160,7 @@ class Policy:
     """Returns `tree` with its floating arrays in `output_dtype`; as it is where that is None.
 
     Args:
-      tree: any tree; integers, keys, Python numbers and objects are returned as they are.
-
-    >>> import jax.numpy as jnp, mpjax
-    >>> mpjax.Policy.parse("mixed_float16").cast_to_output(jnp.ones(2, jnp.float16)).dtype
-    dtype('float32')
+      tree: as for `cast_to_param`.
     """
     return tree if self.output_dtype is None else _cast(tree, self.output_dtype)
 
@@ -212,43 +169,53 @@ PolicyLike: TypeAlias = str | Policy
 """Everywhere a policy is taken, a string is too."""
 
 
-def parse_policy(policy: PolicyLike, where: str) -> Policy:
-  """Returns the policy that an argument of the public call `where` says, see `Policy.parse`."""
+def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> Policy:
+  """Returns the policy that an argument of the public call `where` says, see `Policy.parse`.
+
+  `example` is what to write instead of something that is nothing like a preset.
+  """
   expected = f"a preset ({', '.join(map(repr, _PRESETS))}) or 'params=...,compute=...,output=...'"
   if isinstance(policy, Policy):
     return policy
   if not isinstance(policy, str):
+    scalar = isinstance(policy, type) and issubclass(policy, np.generic)
+    dtype = np.dtype(policy) if scalar else getattr(policy, "dtype", policy)
+    meant = _mixed(dtype.name) if isinstance(dtype, np.dtype) else "mixed_bfloat16"
     got = shortened(" ".join(repr(policy).split()), 80)
-    fix = 'Pass a string, such as "mixed_bfloat16", or a mpjax.Policy.'
+    fix = f'Pass a string, such as "{meant}", or a mpjax.Policy.'
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   name = policy.strip()
   if name in NAMES.keys() - _PRESETS.keys():  # a short name of a dtype
-    name = "mixed_" * (NAMES[name] in HALF_NAMES) + NAMES[name]
+    name = _mixed(NAMES[name])
   name = _PRESETS.get(name, name)
-  if "=" not in name:
-    fix = f"Did you mean {' or '.join(map(repr, nearest(name, _PRESETS)))}?"
-    raise MpjaxValueError(where, expected=expected, got=repr(policy), fix=fix)
   fields: dict[str, str] = {}
   for position, item in enumerate(name.split(","), start=1):
-    key, equals, value = (part.strip() for part in item.partition("="))
-    got = f"{item.strip()!r} as item {position} of {policy!r}"
-    if not equals or not value:
-      fix = "Write every item as key=dtype, with one comma between items."
-      raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-    if key not in _KEYS:
-      fix = f"Did you mean {' or '.join(map(repr, nearest(key, _KEYS)))}?"
-      raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-    if _KEYS[key] in fields:
-      fix = f"{_KEYS[key]} is given twice; keep one."
-      raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-    fields[_KEYS[key]] = value
+    key, _, value = (part.strip() for part in item.partition("="))
+    got, near, fix = f"{item.strip()!r} as item {position} of {policy!r}", nearest(key, _KEYS), ""
+    if "=" not in name:
+      got, near = repr(policy), nearest(name, _PRESETS, least=0.5)
+      fix = example or 'Write "mixed_bfloat16", or dtypes, as in "params=f32,compute=bf16".'
+    elif not value:
+      near, fix = [], "Write every item as key=dtype, with one comma between items."
+    elif _KEYS.get(key) in fields:
+      near, fix = [], f"{_KEYS[key]} is given twice; keep one."
+    elif key in _KEYS:
+      fields[_KEYS[key]] = value
+      continue
+    if near:
+      fix = f"Did you mean {' or '.join(map(repr, near))}?"
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return Policy(**fields)
+
+
+def _mixed(dtype: str) -> str:
+  """Returns the preset that computes in a dtype, where parameters are to be float32."""
+  return f"mixed_{dtype}" if dtype in HALF_NAMES else dtype
 
 
 def _cast(tree: PyTree, dtype: DType) -> PyTree:
   def leaf(x: Leaf) -> Leaf:
-    if isinstance(x, (np.ndarray, np.generic)) and is_floating(x):
-      return jnp.asarray(cast_leaf(x, dtype))
-    return cast_leaf(x, dtype)
+    is_numpy = isinstance(x, (np.ndarray, np.generic)) and is_floating(x)
+    return jnp.asarray(cast_leaf(x, dtype)) if is_numpy else cast_leaf(x, dtype)
 
   return jax.tree.map(leaf, tree)

@@ -1,14 +1,11 @@
-"""`Rule`: a policy for the modules that a path, a class or a predicate picks out.
-
-And what a module gets of all that `with_policy` or `policy_scope` was given.
-"""
+"""`Rule`: a policy for the modules that it picks out; and which policy a module has."""
 
 import dataclasses
 import fnmatch
 import functools
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from mpjax._core.dtypes import HALVES
@@ -17,6 +14,7 @@ from mpjax._core.errors import (
   MpjaxValueError,
   UnmatchedRuleError,
   check_call,
+  check_choice,
   nearest,
 )
 from mpjax._core.policy import Policy, PolicyLike, parse_policy
@@ -25,21 +23,16 @@ from mpjax._core.types import Class, DType, Module
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """A policy for the modules that exactly one selector picks out.
-
-  The first rule that matches a module wins; a module that none matches has the policy of the
-  nearest enclosing module that has one.
+  """A policy for the modules that one selector picks out; of several rules the first one wins.
 
   Args:
     policy: a policy or its string; None leaves the module and all inside exactly as it is.
     path: a glob over the module path (`"encoder/*/attention"`; `*` stays within one level, `**`
-      crosses levels and matches the root), or a compiled regular expression. It is matched in
-      full against the names from the wrapped root, joined by "/".
+      crosses levels and matches the root), or a compiled regular expression; matched in full.
     module: a module class, or a tuple of them; subclasses count.
-    where: a predicate on the bound module. It is asked about every module of the model. Predicates
-      are compared as objects, as Python compares functions: a lambda that is created in each step
-      is another predicate each time, and the step is traced again. Define it once, outside of the
-      step. What it reads besides the module counts as it is while the step is traced.
+    where: a predicate on the bound module, asked about every module of the model. Define it once,
+      outside of the step: a lambda that is created in each step is another predicate to Python,
+      and the step is traced again.
 
   Raises:
     MpjaxValueError: no selector or several, or a malformed glob.
@@ -73,25 +66,32 @@ class Rule:
         got=" and ".join(f"{name}=" for name in names) or "none of them",
         fix="Write one rule for each selector; where= can combine conditions.",
       )
+    (name,) = names
+    value, classes = selectors[name], module if isinstance(module, tuple) else (module,)
+    fits, expected = {
+      "path": (isinstance(value, (str, re.Pattern)), "a glob or a compiled regular expression"),
+      "module": (_are_classes(classes), "a class or a non-empty tuple of classes"),
+      "where": (callable(value), "a predicate on the bound module"),
+    }[name]
+    if not fits:
+      where_given, fix = f"mpjax.Rule({name}=...)", "See mpjax.Rule for what each selector takes."
+      raise MpjaxTypeError(where_given, expected=expected, got=repr(value), fix=fix)
     if isinstance(path, str):
       _check_glob(path)
-    elif path is not None and not isinstance(path, re.Pattern):
-      raise _wrong_selector("path", "a glob or a compiled regular expression", path)
-    classes = module if isinstance(module, tuple) else (module,)
-    if module is not None and not (classes and all(isinstance(c, type) for c in classes)):
-      raise _wrong_selector("module", "a class or a non-empty tuple of classes", module)
-    if where is not None and not callable(where):
-      raise _wrong_selector("where", "a predicate on the bound module", where)
-    parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)")
-    object.__setattr__(self, "policy", parsed)
-    for name, value in selectors.items():
+    where_policy, fix = (
+      "mpjax.Rule(policy)",
+      'The policy comes first: Rule("float32", path="head").',
+    )
+    parsed = None if policy is None else parse_policy(policy, where_policy, fix)
+    for name, value in {"policy": parsed, **selectors}.items():
       object.__setattr__(self, name, value)
 
   def __repr__(self) -> str:
-    names = ("path", "module", "where")
-    selector = next(f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) is not None)
-    policy = None if self.policy is None else str(self.policy)
-    return f"Rule({policy!r}, {selector})"
+    name = next(x for x in ("path", "module", "where") if getattr(self, x) is not None)
+    selector = getattr(self, name)
+    # Of a predicate the name, and not the address.
+    text = getattr(selector, "__name__", None) if name == "where" else None
+    return f"Rule({shown(self.policy)}, {name}={text or repr(selector)})"
 
   def matches(self, module: Module, path: str) -> bool:
     """Whether this rule picks out a module.
@@ -99,14 +99,10 @@ class Rule:
     Args:
       module: the bound module.
       path: its path in the model, names joined by "/"; "" is the root.
-
-    >>> import mpjax
-    >>> mpjax.Rule(None, path="blocks_*/mlp").matches(object(), "blocks_3/mlp")
-    True
     """
     if self.path is not None:
       if isinstance(self.path, str):
-        return _matches_glob(_levels(self.path), _levels(path))
+        return _matches_glob(self.path, path)
       return self.path.fullmatch(path) is not None
     if self.module is not None:
       return isinstance(module, self.module)
@@ -122,9 +118,8 @@ class Rule:
       raise
 
 
-def _wrong_selector(name: str, expected: str, got: object) -> MpjaxTypeError:
-  fix = "See mpjax.Rule for what each selector takes."
-  return MpjaxTypeError(f"mpjax.Rule({name}=...)", expected=expected, got=repr(got), fix=fix)
+def _are_classes(classes: tuple[Any, ...]) -> bool:
+  return bool(classes) and all(isinstance(cls, type) for cls in classes)
 
 
 _NOT_IN_GLOBS = frozenset(r".\()|+^${}")
@@ -144,20 +139,16 @@ def _check_glob(glob: str) -> None:
     )
 
 
-def _levels(path: str) -> tuple[str, ...]:
-  return tuple(path.split("/")) if path else ()
-
-
 @functools.lru_cache(maxsize=4096)
-def _matches_glob(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:
+def _matches_glob(glob: str, path: str) -> bool:
   """Whether the names on a path match the levels of a glob; "**" is any number of them."""
   # What is remembered keeps it short: each "**" tried again at each position takes minutes.
-  if not globs:
-    return not names
-  if globs[0] == "**":
-    return any(_matches_glob(globs[1:], names[n:]) for n in range(len(names) + 1))
-  first = bool(names) and fnmatch.fnmatchcase(names[0], globs[0])
-  return first and _matches_glob(globs[1:], names[1:])
+  (level, _, levels), (name, _, names) = glob.partition("/"), path.partition("/")
+  if not glob:
+    return not path
+  if level == "**":
+    return _matches_glob(levels, path) or (bool(path) and _matches_glob(glob, names))
+  return bool(path) and fnmatch.fnmatchcase(name, level) and _matches_glob(levels, names)
 
 
 def first_match(rules: Iterable[Rule], module: Module, path: str) -> Rule | None:
@@ -179,35 +170,6 @@ def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
   return parsed
 
 
-def unmatched_error(
-  rule: Rule,
-  paths: Sequence[str],
-  classes: Sequence[str],
-  *,
-  kind: str = "module",
-  origin: str = "that init passed",
-) -> UnmatchedRuleError:
-  """Returns the error for a rule that picked out none of the modules at `paths`."""
-  if rule.module is not None:
-    near = f"The model's classes: {', '.join(sorted({*classes} - {''}))}."
-  elif not any(paths):
-    near = f"The only {kind} is the root, path ''."
-  else:
-    # What a predicate looks for is unknown: the model's own paths are the best there is to show.
-    sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
-    named = set(paths) - {""}
-    shown = sorted(set(paths))[:3] if sought is None else nearest(sought, named)
-    near = f"The nearest {kind} paths: {', '.join(repr(p) for p in shown)}."
-    if any(path.endswith(f"/{sought}") for path in named):
-      near += f' Paths begin at the root: "**/{sought}" is at any depth.'
-  return UnmatchedRuleError(
-    f"rules: {rule}",
-    expected=f"a rule that picks out at least one {kind}",
-    got=f"none of the {len(paths)} {kind}s {origin}",
-    fix=f'{near} Fix the selector, or pass unmatched="ignore".',
-  )
-
-
 def is_flax_norm(module: Module) -> bool:
   """Whether `module` is one of Flax's own norms: those that normalise activations, not weights."""
   # The class that was written: a lifted transform (nn.scan, nn.remat) creates another.
@@ -220,32 +182,15 @@ _FLAX_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-  """What the user gave to `with_policy` or `policy_scope`, checked; hashed once."""
+  """The arguments of `with_policy` or `policy_scope`, checked."""
 
   policy: Policy | None
   rules: tuple[Rule, ...]
   unmatched: str
-  hash: int = dataclasses.field(init=False, repr=False, compare=False)
-
-  def __post_init__(self) -> None:
-    # JAX hashes the value of a user context at each call of a jitted function.
-    key = (self.policy, self.rules, self.unmatched)
-    object.__setattr__(self, "hash", hash(key))
-
-  def __hash__(self) -> int:
-    return self.hash
-
-  def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
-    # Another process hashes strings and classes in another way.
-    values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-    return functools.partial(type(self), **values), ()
 
   def __str__(self) -> str:
-    """Returns the arguments of `with_policy` that were given, without those that say nothing."""
-    parts = [repr(None if self.policy is None else str(self.policy))]
-    if self.rules:
-      parts.append(f"rules={list(self.rules)!r}")
-    return ", ".join(parts)
+    rules = f", rules={list(self.rules)!r}" if self.rules else ""
+    return f"{shown(self.policy)}{rules}"
 
   @property
   def rewrites(self) -> bool:
@@ -258,27 +203,20 @@ class PolicyConfig:
     # A predicate can look at the name of a module. Ours looks at its class.
     return any(rule.module is None and rule.where is not is_flax_norm for rule in self.rules)
 
-  @property
-  def output_dtype(self) -> DType | None:
-    """The dtype of results where a policy begins that names none itself."""
-    return None if self.policy is None else self.policy.output_dtype
-
 
 def parse_config(
-  where: str,
-  policy: PolicyLike | None,
-  rules: Iterable[Rule],
-  *,
-  unmatched: str,
+  where: str, policy: PolicyLike | None, rules: Iterable[Rule], *, unmatched: str
 ) -> PolicyConfig:
   """Returns the arguments of `with_policy` and `policy_scope`, checked."""
   parsed = None if policy is None else parse_policy(policy, f"{where}(policy)")
   several = parse_rules(rules, f"{where}(rules=...)")
-  if unmatched not in ("raise", "warn", "ignore"):
-    where, expected = f"{where}(unmatched=...)", "'raise', 'warn' or 'ignore'"
-    fix = "It says what to do about a rule that picks out no module."
-    raise MpjaxValueError(where, expected=expected, got=repr(unmatched), fix=fix)
+  check_choice(unmatched, ("raise", "warn", "ignore"), f"{where}(unmatched=...)")
   return PolicyConfig(policy=parsed, rules=several, unmatched=unmatched)
+
+
+def shown(policy: Policy | None) -> str:
+  """Returns a policy as code that takes one is written."""
+  return repr(None if policy is None else str(policy))
 
 
 def is_low(policy: Policy | None) -> bool:
@@ -292,23 +230,28 @@ def rewrites(policy: Policy | None) -> bool:
 
 
 class ModulePolicy(NamedTuple):
-  """Which policy a module runs under, and why.
+  """Which policy a module runs under, None for as it is, and the rule that it has it by.
 
   Fields:
-    policy: None leaves the module as it is.
-    picked: a rule or a field of its own gave it the policy, not a module around it.
     exempt: a rule leaves it as it is, and all inside it.
-    output_dtype: that of results where a policy begins that names none.
-    rule: the rule that picked it, or a module around it; None if none did.
+    begins: the policy begins here: it is another one, or by another rule, than around the module.
+    output_dtype: that of its results where it is the outermost module that is called.
     hidden: rules of the user that match it too, where all that match were asked for.
   """
 
   policy: Policy | None
-  picked: bool = False
-  exempt: bool = False
-  output_dtype: DType | None = None
   rule: Rule | None = None
+  exempt: bool = False
+  begins: bool = False
+  output_dtype: DType | None = None
   hidden: tuple[Rule, ...] = ()
+
+  def inherited(self) -> Self:
+    """Returns what the modules inside inherit, which is the same for many modules."""
+    return self._replace(begins=False, output_dtype=None, hidden=())
+
+
+NO_POLICY = ModulePolicy(None)
 
 
 def resolve_policy(
@@ -324,29 +267,24 @@ def resolve_policy(
 
   A rule that exempts a module beats all that is inside. Then a policy in the module's `own` field
   beats rules, and the first matching rule wins. A module that nothing picks has the policy `around`
-  it. `all_matches` also finds the rules that match and that an earlier one hides.
+  it. `all_matches` also finds the rules that an earlier one hides.
   """
-  run = ModulePolicy(around.policy, output_dtype=config.output_dtype, rule=around.rule)
-  if around.exempt:
-    return run._replace(policy=None, exempt=True)
-  if isinstance(own, Policy):
-    return run._replace(policy=own, picked=True, rule=None)
-  rule = first_match(config.rules, module, path)
-  if rule is None:
-    return run
-  later = [each for each in config.rules if each is not rule] if all_matches else []
-  hidden = tuple(each for each in later if each.matches(module, path))
-  exempt = rule.policy is None
-  return run._replace(policy=rule.policy, picked=True, exempt=exempt, rule=rule, hidden=hidden)
+  resolved, rule, hidden = around.inherited(), None, ()
+  if isinstance(own, Policy) and not around.exempt:
+    resolved = ModulePolicy(own, begins=own != around.policy)
+  elif not around.exempt:
+    rule = first_match(config.rules, module, path)
+  if rule is not None:
+    begins = rule.policy != around.policy or rule != around.rule
+    others = (each for each in config.rules if all_matches and each is not rule)
+    hidden = tuple(each for each in others if each.matches(module, path))
+    resolved = ModulePolicy(rule.policy, rule, rule.policy is None, begins, hidden=hidden)
+  dtypes = (policy.output_dtype for policy in (resolved.policy, config.policy) if policy)
+  return resolved._replace(output_dtype=next(filter(None, dtypes), None))
 
 
 class ModuleRecord:
-  """The modules of a model by path, and the rules that picked some of them.
-
-  Attributes:
-    classes: the names of the modules' classes by path.
-    matched: the rules that match one of them, the first that does or not.
-  """
+  """The classes of a model's modules by path, and the rules that match one, the first or not."""
 
   def __init__(self, config: PolicyConfig) -> None:
     self.config = config
@@ -364,14 +302,36 @@ class ModuleRecord:
     self.matched |= {rule for rule in rules if any(rule.matches(None, path) for path in paths)}
 
   def check(self, origin: str, stacklevel: int, *, kind: str = "module", note: str = "") -> None:
-    """Raises UnmatchedRuleError, or warns with a `note`, if a rule matched nothing.
-
-    `origin` says which modules these are, and `stacklevel` is that of the warning for the caller.
-    """
-    paths, classes = tuple(self.classes), tuple(self.classes.values())
+    """Raises UnmatchedRuleError, or warns with a `note`, if a rule matched nothing of `origin`."""
     for rule in self.config.rules if self.config.unmatched != "ignore" else ():
       if rule not in self.matched:
-        error = unmatched_error(rule, paths, classes, kind=kind, origin=origin)
+        error = self.unmatched(rule, origin, kind)
         if self.config.unmatched == "raise":
           raise error
         warnings.warn(f"{error} {note}".rstrip(), stacklevel=stacklevel + 1)
+
+  def unmatched(self, rule: Rule, origin: str, kind: str = "module") -> UnmatchedRuleError:
+    """Returns the error for a rule that picked out none of the modules."""
+    sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
+    paths = sorted({*self.classes} - {""})
+    if rule.module is not None:
+      near = f"The model's classes: {', '.join(sorted({*self.classes.values()} - {''}))}."
+    elif not paths:
+      near = f"The only {kind} is the root, path ''."
+    else:
+      # What a predicate looks for is unknown: the model's own paths are the best there is to show.
+      close = sorted(self.classes)[:3] if sought is None else nearest(sought, paths)
+      near = f"The nearest {kind} paths: {', '.join(map(repr, close))}."
+      if any(path.endswith(f"/{sought}") for path in paths):
+        near += f' Paths begin at the root: "**/{sought}" is at any depth.'
+    # Flax names the root in profiles and reports, by its own name or by its class.
+    first, _, below = (sought or "").partition("/")
+    root = next((item for item in self.classes.items() if item[1]), ())
+    if below and first in root:
+      near += f" The name of the root, {first!r}, is no part of paths: write {below!r}."
+    return UnmatchedRuleError(
+      f"rules: {rule}",
+      expected=f"a rule that picks out at least one {kind}",
+      got=f"none of the {len(self.classes)} {kind}s {origin}",
+      fix=f'{near} Fix the selector, or pass unmatched="ignore".',
+    )

@@ -1,14 +1,13 @@
 """Leaves of a tree together: a GPU launches a kernel for each that is looked at by itself.
 
-What is here gives the same bits as leaf by leaf (a sum but for the order in which it is added up),
-and on other devices is computed so: a CPU has nothing to launch, and may store what a GPU computes
-on the way. Which of the two is decided where the function is lowered, and leaves no branch in what
-is compiled.
+The bits are those of leaf by leaf (a sum but for its order), as other devices compute it: a CPU
+has nothing to launch. Which of the two is decided where the function is lowered.
 """
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from mpjax._core.types import Array, DTypeLike, Leaf, PyTree
+
+Groups: TypeAlias = Sequence[Sequence[int]]
+"""Positions of leaves, those that are reduced together in one group."""
 
 _MOST = 32
 """Leaves in one reduction: a fusion of XLA takes at most 96 arrays, all that it reads included."""
@@ -30,74 +32,69 @@ _SMALL = 2**16
 """Elements of a leaf that may share a mask: its kernel takes less time than to launch it."""
 
 
-def first_nonfinite_together(leaves: Sequence[Leaf], inexact: Sequence[int]) -> Array:
-  """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any.
+def is_inexact(x: Leaf) -> bool:
+  """Whether `x` holds floating or complex numbers: a Python number or an array of any kind."""
+  is_array = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+  return is_array or isinstance(x, (float, complex))
 
-  It is one of those at the positions `inexact`. On a GPU one reduction is for up to 32 leaves.
-  """
+
+def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
+  """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any."""
   # One int32 says both whether and where. It can be reduced over devices by a minimum, which for
   # integers, unlike for floating values, no NaN gets past.
-  none, numbers = np.int32(len(leaves)), [leaves[i] for i in inexact]
-  groups = _grouped(numbers, jnp.result_type)
+  none, inexact = np.int32(len(leaves)), [i for i, x in enumerate(leaves) if is_inexact(x)]
 
-  def alone(arrays: Sequence[Leaf]) -> Array:
-    first = jnp.asarray(none)
-    for position, x in reversed(list(zip(inexact, arrays, strict=True))):
-      finite = jnp.all(jnp.isfinite(x))
-      first = jnp.where(finite, first, jnp.asarray(position, jnp.int32))
-    return first
-
-  def together(arrays: Sequence[Array]) -> Array:
-    first = jnp.asarray(none)
+  def first(groups: Groups, arrays: Sequence[Array]) -> Array:
+    position = jnp.asarray(none)
     for group in groups:
+      members = [inexact[i] for i in group]
       if len(group) > 1:
-        bad = _first_bad([arrays[i] for i in group], [inexact[i] for i in group], none)
+        bad = _first_bad([arrays[i] for i in group], members, none)
       else:
-        finite = jnp.all(jnp.isfinite(arrays[group[0]]))
-        bad = jnp.where(finite, none, np.int32(inexact[group[0]]))
-      first = jnp.minimum(first, bad)
-    return first
+        x = arrays[group[0]]
+        finite = jnp.all(jnp.isfinite(x))
+        bad = jnp.where(finite, none, np.int32(members[0]))
+      position = jnp.minimum(position, bad)
+    return position
 
-  if all(len(group) == 1 for group in groups):
-    return alone(numbers)
-  return _on_gpu(list(map(jnp.asarray, numbers)), together, alone)
+  return _reduced([leaves[i] for i in inexact], first)
 
 
 def _first_bad(arrays: Sequence[Array], positions: Sequence[int], none: np.int32) -> Array:
   """Returns the position of the first array with an inf or a NaN; `none` without any."""
   finite = jnp.all(jnp.isfinite(_rows(arrays)), 1)
   ends = np.cumsum([-(-x.size // _ROW) for x in arrays], dtype=np.int32)
-  row = jnp.min(
-    jnp.where(finite, ends[-1], jnp.arange(ends[-1], dtype=jnp.int32)), initial=ends[-1]
-  )
+  rows = jnp.where(finite, ends[-1], jnp.arange(ends[-1], dtype=jnp.int32))
+  row = jnp.min(rows, initial=ends[-1])
   return jnp.min(jnp.where(row < ends, np.asarray(positions, np.int32), none))
 
 
 def sum_of_squares(leaves: Sequence[Array]) -> Array:
   """Returns the sum of the squares of all absolute values, at least in float32."""
+
+  def total(groups: Groups, arrays: Sequence[Array]) -> Array:
+    sums = jnp.zeros((), jnp.float32)
+    for group in groups:
+      # What is alone may be divided among devices, and keeps its shape.
+      alone = len(group) == 1
+      x = arrays[group[0]] if alone else _rows([arrays[i] for i in group])
+      size = jnp.abs(x)
+      # The square of 256 is more than float16 holds.
+      wide = size if size.dtype == jnp.float64 else size.astype(jnp.float32)
+      squares = jnp.square(wide)
+      sums += jnp.sum(squares if alone else jnp.sum(squares, 1))
+    return sums
+
+  return _reduced(leaves, total)
+
+
+def _reduced(leaves: Sequence[Leaf], fun: Callable[[Groups, Any], Array]) -> Array:
+  """Returns `fun` of the leaves: in groups on a GPU, and elsewhere of each by itself."""
+  alone = functools.partial(fun, [[i] for i in range(len(leaves))])
   groups = _grouped(leaves, jnp.result_type)
-
-  def one(x: Array) -> Array:
-    return jnp.sum(jnp.square(_wide(jnp.abs(x))))
-
-  def several(arrays: Sequence[Array]) -> Array:
-    return jnp.sum(jnp.sum(jnp.square(_wide(jnp.abs(_rows(arrays)))), 1))
-
-  def total(groups: Sequence[Sequence[int]], leaves: Sequence[Array]) -> Array:
-    # What is alone may be divided among devices, and keeps its shape.
-    members = [[leaves[i] for i in group] for group in groups]
-    sums = [several(each) if len(each) > 1 else one(*each) for each in members]
-    return sum(sums, start=jnp.zeros((), jnp.float32))
-
-  alone = functools.partial(total, [[i] for i in range(len(leaves))])
-  if all(len(group) == 1 for group in groups):
+  if len(groups) == len(leaves):
     return alone(leaves)
-  return _on_gpu(leaves, functools.partial(total, groups), alone)
-
-
-def _wide(x: Array) -> Array:
-  """Returns an array in float32 at least: the square of 256 is more than float16 holds."""
-  return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+  return _on_gpu(list(map(jnp.asarray, leaves)), functools.partial(fun, groups), alone)
 
 
 def _rows(arrays: Sequence[Array]) -> Array:
@@ -142,20 +139,18 @@ def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
   """Returns the same scalars (bool, int32, float32), on a GPU read from one array."""
   # XLA launches a kernel for each number that is computed from scalars, a copy for each that is
   # overwritten while another still reads it, and one for all that read the same array.
-  result = dict(scalars)
-  arrays = list({id(x): x for x in result.values()}.values())
+  arrays = list({id(x): x for x in scalars.values()}.values())
   plain = all(isinstance(x, Tracer) and not jnp.ndim(x) for x in arrays)
   # Within a shard_map some may vary from device to device, and in one array all would.
   if not plain or jax.sharding.get_abstract_mesh().manual_axes:
-    return result
+    return dict(scalars)
 
   def stored(arrays: Sequence[Array]) -> list[Array]:
     row = jax.lax.optimization_barrier(jnp.stack([_through_int32(x, jnp.int32) for x in arrays]))
     return [_through_int32(row[i], x.dtype) for i, x in enumerate(arrays)]
 
-  read = _on_gpu(arrays, stored, lambda arrays: list(arrays))
-  taken = {id(x): new for x, new in zip(arrays, read, strict=True)}
-  return {name: taken[id(x)] for name, x in result.items()}
+  read = dict(zip(map(id, arrays), _on_gpu(arrays, stored, lambda x: list(x)), strict=True))
+  return {name: read[id(x)] for name, x in scalars.items()}
 
 
 def _through_int32(x: Array, dtype: DTypeLike) -> Array:
@@ -182,8 +177,7 @@ def _grouped(
   unknown = any(_divided(x, AxisType.Auto) for x in leaves)
   for i, x in enumerate(leaves):
     alone = unknown or not isinstance(x, Tracer) or _divided(x, AxisType.Explicit)
-    alone = alone or _is_symbolic(x)
-    groups.setdefault(("alone", i) if alone else key(x), []).append(i)
+    groups.setdefault(("alone", i) if alone or _is_symbolic(x) else key(x), []).append(i)
   step = most or max(len(leaves), 1)
   return [
     group[start : start + step] for group in groups.values() for start in range(0, len(group), step)
@@ -196,13 +190,11 @@ def _is_symbolic(x: Leaf) -> bool:
 
 
 def _divided(x: Leaf, kind: AxisType) -> bool:
-  """Whether XLA may divide an array among the devices of a mesh, along axes of this kind.
-
-  Of an automatic axis the type shows that it is there, and not whether the array is divided.
-  """
+  """Whether XLA may divide an array among the devices of a mesh, along axes of this kind."""
   if not isinstance(x, Tracer):
     return False
   sharding = jax.typeof(x).sharding
-  mesh = sharding.mesh
-  has_axis = any(k == kind and n > 1 for k, n in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
-  return has_axis and (kind == AxisType.Auto or any(axis is not None for axis in sharding.spec))
+  axes = zip(sharding.mesh.axis_types, sharding.mesh.axis_sizes, strict=True)
+  # Of an automatic axis the type shows that it is there, and not whether the array is divided.
+  divided = kind == AxisType.Auto or any(axis is not None for axis in sharding.spec)
+  return divided and any(k == kind and n > 1 for k, n in axes)

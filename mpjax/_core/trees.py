@@ -11,7 +11,9 @@ from jax.tree_util import default_registry
 
 from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.together import first_nonfinite_together, masks_of
+from mpjax._core.together import first_nonfinite as first_nonfinite
+from mpjax._core.together import is_inexact as is_inexact
+from mpjax._core.together import masks_of
 from mpjax._core.types import Array, DType, Leaf, PyTree
 
 IsLeaf: TypeAlias = Callable[[Any], bool]
@@ -21,12 +23,9 @@ DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
 class Content(NamedTuple):
-  """What a container holds.
+  """The parts of a container in its own order, and what makes one of other parts.
 
-  Fields:
-    parts: its parts, in its own order.
-    like: what tells it from another container of the same parts: keys, or its structure to JAX.
-    build: makes one of other parts. It holds none of these.
+  `like` tells it from another container of the same parts: keys, or its structure to JAX.
   """
 
   parts: list[Any]
@@ -43,10 +42,7 @@ class Content(NamedTuple):
 
 
 def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
-  """Returns what a container holds; None for a leaf.
-
-  `is_leaf` says which parts of another container than a list, tuple or dict are not looked into.
-  """
+  """Returns what a container holds; None for a leaf. `is_leaf` is for parts of registered nodes."""
   cls: Any = type(x)
   if cls in DICTS:
     keys = list(x)
@@ -68,25 +64,26 @@ def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
   return Content(parts, (treedef, order), build)
 
 
-def mapped(fun: Callable[[Any], Any], tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
+def mapped(
+  fun: Callable[[Any], Any],
+  tree: PyTree,
+  is_leaf: IsLeaf | None = None,
+  built: dict[int, Any] | None = None,
+) -> PyTree:
   """Returns a tree with `fun` of its leaves, in containers of the same order, type and identity.
 
-  A container without a changed leaf is itself in the result.
+  A container without a changed leaf is itself in the result. `built` are those of a tree around.
   """
-  return _mapped(fun, tree, is_leaf, {})
-
-
-def _mapped(fun: Any, x: Any, is_leaf: IsLeaf | None, built: dict[int, Any]) -> Any:
   # No closure that calls itself: that cycle would keep tracers alive until the next collection.
-  if x is None:
-    return None
-  if id(x) not in built:
-    content = None if is_leaf is not None and is_leaf(x) else content_of(x)
-    if content is None:
-      return fun(x)
-    parts = [_mapped(fun, part, is_leaf, built) for part in content.parts]
-    built[id(x)] = (x, x if same_objects(parts, content.parts) else content.build(parts))
-  return built[id(x)][1]
+  built = {} if built is None else built
+  if tree is None or id(tree) in built:
+    return None if tree is None else built[id(tree)][1]
+  content = None if is_leaf is not None and is_leaf(tree) else content_of(tree)
+  if content is None:
+    return fun(tree)
+  parts = [mapped(fun, part, is_leaf, built) for part in content.parts]
+  built[id(tree)] = tree, tree if same_objects(parts, content.parts) else content.build(parts)
+  return built[id(tree)][1]
 
 
 def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
@@ -96,15 +93,12 @@ def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
 
 T = TypeVar("T")
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
 
 def is_floating(x: object) -> bool:
-  """Whether `x` is an array (of JAX or NumPy, concrete, traced or abstract) with a floating dtype.
-
-  Python numbers are not arrays: JAX already lets them follow the dtype of what they meet.
-  """
-  return isinstance(
-    x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-  ) and jnp.issubdtype(x.dtype, jnp.floating)
+  """Whether `x` is an array, of JAX or NumPy or abstract, in a floating dtype; no Python number."""
+  return isinstance(x, _ARRAYS) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def is_half(x: Leaf) -> bool:
@@ -133,16 +127,13 @@ def half_to_float32(x: Leaf) -> Leaf:
 
 def is_nnx_object(x: object) -> bool:
   """Whether `x` is a module, a container, a variable or another object of Flax NNX."""
-  # Such an object may be a tree to JAX, but it is what others hold and write to: a mapped copy of
-  # it loses what is written. Its class tells, so that nothing here needs NNX installed.
+  # It may be a tree to JAX, but a mapped copy of it loses what is written to it.
   names = (c.__module__ for c in type(x).__mro__ if c.__name__ in ("Pytree", "Variable"))
   return any(name.startswith("flax.nnx.") for name in names)
 
 
 def map_arrays(fun: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
   """Returns `tree` with `fun` of its leaves, and objects of Flax NNX as they are."""
-  # Where `fun` changes nothing the result is `tree` itself: containers stay the same objects, and
-  # static arguments stay equal.
   return mapped(lambda x: x if is_nnx_object(x) else fun(x), tree, is_nnx_object)
 
 
@@ -175,30 +166,16 @@ def round_to(x: Array, dtype: DType) -> Array:
 
 
 def saturate(x: Array, dtype: DType) -> Array:
-  """Returns `x` with finite numbers beyond the range of `dtype` brought back to its limits.
-
-  An inf or NaN stays what it is.
-  """
+  """Returns `x` with finite numbers beyond the range of `dtype` brought back to its limits."""
   largest = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
   return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
 
 
-def is_inexact(x: Leaf) -> bool:
-  """Whether `x` holds floating or complex numbers: a Python number or an array of any kind."""
-  if isinstance(x, (float, complex)):
-    return True
-  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
-
-
 def all_finite(tree: PyTree) -> Array:
-  """Whether no array in `tree` holds an inf or a NaN.
-
-  Each element is looked at by itself: a sum or a norm of finite values may overflow. Integers,
-  booleans, keys, `float0` and leaves that are not arrays are finite; of a complex number both
-  parts must be.
+  """Whether no array in `tree` holds an inf or a NaN, in any element or part of a complex number.
 
   Args:
-    tree: any tree of arrays, of any shapes and dtypes.
+    tree: any tree; integers, keys and leaves that are not arrays are finite.
 
   Returns:
     A scalar bool array; True for a tree without floating leaves.
@@ -206,23 +183,13 @@ def all_finite(tree: PyTree) -> Array:
   >>> import jax.numpy as jnp, mpjax
   >>> bool(mpjax.all_finite({"w": jnp.ones(3), "step": 7, "nothing": None}))
   True
-  >>> bool(mpjax.all_finite([jnp.ones(3), jnp.array([0.0, jnp.nan])]))
-  False
   """
   leaves = jax.tree.leaves(tree)
   return first_nonfinite(leaves) == len(leaves)
 
 
-def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
-  """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any."""
-  return first_nonfinite_together(leaves, [i for i, x in enumerate(leaves) if is_inexact(x)])
-
-
 def tree_differences(expected: PyTree, got: PyTree, *, dtypes: bool) -> list[str]:
-  """Returns what keeps `got` from being like `expected`: every wrong leaf, by its path.
-
-  None counts as a leaf in both.
-  """
+  """Returns what keeps `got` from being like `expected`, by path. None counts as a leaf."""
   expected_leaves, expected_def = _flatten(expected)
   got_leaves, got_def = _flatten(got)
   missing = [f"nothing at {path}" for path in expected_leaves if path not in got_leaves]
@@ -231,31 +198,25 @@ def tree_differences(expected: PyTree, got: PyTree, *, dtypes: bool) -> list[str
     return missing + extra
   if expected_def != got_def:
     return [_other_container(expected, got)]
-  differences = []
-  for path, want in expected_leaves.items():
-    want_text, give_text = (_describe(x, dtypes) for x in (want, got_leaves[path]))
-    if want_text != give_text:
-      differences.append(f"{give_text} for {want_text} at {path}")
-  return differences
+  texts = (
+    (p, _describe(x, dtypes), _describe(got_leaves[p], dtypes)) for p, x in expected_leaves.items()
+  )
+  return [f"{give} for {want} at {path}" for path, want, give in texts if want != give]
 
 
-def _other_container(expected: PyTree, got: PyTree) -> str:
+def _other_container(expected: PyTree, got: PyTree, path: str = "") -> str:
   """Returns the first path where two trees with the same paths have other containers."""
-  path = ""
-  while True:
-    kinds = [type(tree).__name__ for tree in (got, expected)]
-    if kinds[0] != kinds[1]:
-      return f"other containers: {kinds[0]} for {kinds[1]} at {path or 'the root'}"
-    children = [
-      jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
-      for tree in (expected, got)
-    ]
-    for (key, want), (_, give) in zip(*children, strict=True):
-      if jax.tree.structure(want, is_leaf=is_none) != jax.tree.structure(give, is_leaf=is_none):
-        path, expected, got = path + jax.tree_util.keystr(key), want, give
-        break
-    else:
-      return f"other static parts of a {kinds[0]} at {path or 'the root'}"
+  kinds = [type(tree).__name__ for tree in (got, expected)]
+  if kinds[0] != kinds[1]:
+    return f"other containers: {kinds[0]} for {kinds[1]} at {path or 'the root'}"
+  children = [
+    jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
+    for tree in (expected, got)
+  ]
+  for (key, want), (_, give) in zip(*children, strict=True):
+    if jax.tree.structure(want, is_leaf=is_none) != jax.tree.structure(give, is_leaf=is_none):
+      return _other_container(want, give, path + jax.tree_util.keystr(key))
+  return f"other static parts of a {kinds[0]} at {path or 'the root'}"
 
 
 def is_none(x: object) -> bool:
@@ -317,15 +278,15 @@ def check_alike(
 
 def pick(condition: Array, on_true: PyTree, on_false: PyTree) -> PyTree:
   """Returns what `select` does, of trees that are known to be alike."""
-
-  def differ(new: Leaf, old: Leaf) -> bool:
-    # float0 holds nothing to select, and leaves that are not arrays cannot depend on the flag.
-    is_array = is_array_like(new) and getattr(new, "dtype", None) != jax.dtypes.float0
-    return is_array and new is not old
-
   news, treedef = jax.tree.flatten(on_true)
-  pairs = list(zip(news, jax.tree.leaves(on_false), strict=True))
-  chosen = [i for i, pair in enumerate(pairs) if differ(*pair)]
-  for i, mask in zip(chosen, masks_of(condition, [news[i] for i in chosen]), strict=True):
-    news[i] = jnp.where(mask, *pairs[i])
+  olds = jax.tree.leaves(on_false)
+  # float0 holds nothing to select, and leaves that are not arrays cannot depend on the flag.
+  selected = [
+    i
+    for i, (new, old) in enumerate(zip(news, olds, strict=True))
+    if new is not old and is_array_like(new)
+    if getattr(new, "dtype", None) != jax.dtypes.float0
+  ]
+  for i, mask in zip(selected, masks_of(condition, [news[i] for i in selected]), strict=True):
+    news[i] = jnp.where(mask, news[i], olds[i])
   return jax.tree.unflatten(treedef, news)

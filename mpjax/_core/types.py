@@ -10,49 +10,22 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-PyTree: TypeAlias = Any
-"""Any nesting of containers that `jax.tree` understands."""
-
+PyTree: TypeAlias = Any  # any nesting of containers that `jax.tree` understands
 Params: TypeAlias = PyTree
-"""The parameters of a model: a tree of arrays, as in `optax.Params`."""
-
-Grads: TypeAlias = PyTree
-"""Gradients: a tree like the parameters, of their shapes."""
-
-Updates: TypeAlias = PyTree
-"""What `optax.GradientTransformation.update` takes and returns: a tree like the parameters."""
-
+Grads: TypeAlias = PyTree  # like the parameters, and of their shapes
+Updates: TypeAlias = PyTree  # what `optax.GradientTransformation.update` takes and returns
 OptState: TypeAlias = PyTree
-"""The state of an optimizer, as in `optax.OptState`."""
-
-Variables: TypeAlias = Mapping[str, PyTree]
-"""The variables of a Linen model: collections, such as "params", by name."""
+Variables: TypeAlias = Mapping[str, PyTree]  # collections of a Linen model, by name
+KeyPath: TypeAlias = tuple[Any, ...]  # as `jax.tree_util` gives it: keys, indices, names of fields
 
 DType: TypeAlias = np.dtype[Any]
-
 DTypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
-"""What names a dtype: a string, a scalar type such as `jnp.bfloat16`, or a `np.dtype`."""
-
 Array: TypeAlias = jax.Array
-
 NumpyArray: TypeAlias = np.ndarray[Any, Any]
+Leaf: TypeAlias = Any  # an array, a Python number, or what a user has put there
 
-Function: TypeAlias = Callable[..., Any]
-"""A function of a user: nothing is known but that it is called."""
-
+Module: TypeAlias = Any  # a module of Linen or of NNX: neither is imported for its type alone
 Class: TypeAlias = type[Any]
-
-Leaf: TypeAlias = Any
-"""A leaf of a tree: an array, a Python number, or what a user has put there."""
-
-Module: TypeAlias = Any
-"""A model or a part of one, of Linen or of NNX: neither is imported for its type alone."""
-
-KeyPath: TypeAlias = tuple[Any, ...]
-"""A path as `jax.tree_util` gives it: keys, indices and names of fields."""
-
+Function: TypeAlias = Callable[..., Any]  # of a user: nothing is known but that it is called
 Args: TypeAlias = tuple[Any, ...]
-"""The positional arguments of a call of a user's function, which are passed as they came."""
-
 Kwargs: TypeAlias = dict[str, Any]
-"""The keyword arguments of such a call."""

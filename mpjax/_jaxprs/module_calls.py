@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.active import ACTIVE, AUDIT, EVERY, Active, AuditedModule
-from mpjax._core.dtypes import FLOAT32, scalar_type
+from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import (
   REFUSALS,
   MpjaxError,
@@ -194,7 +194,7 @@ class ModuleCall(NamedTuple):
 
     While it is `initializing`, parameters are drawn, perhaps in the dtype that its field says.
     """
-    state, policy, around = self.inner, self.inner.policy, ACTIVE.value
+    state, policy, around = self.inner, self.resolved.policy, ACTIVE.value
     call, fields, casts = (args, kwargs), {}, state.casting == EVERY
     if policy is not None:
       arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, (jax.Array, np.ndarray))]
@@ -208,7 +208,11 @@ class ModuleCall(NamedTuple):
         fields = dtype_field(self.module, dtype, always=casts)
     names: list[str] = []
     if AUDIT.value is not None:
-      AUDIT.value.note(self.path, self._audited())
+      own = plain_attribute(self.module, "dtype")
+      shown = None if own is None else str(getattr(own, "__name__", own))
+      name, rule, norm = type(self.module).__name__, self.resolved.rule, is_flax_norm(self.module)
+      module = AuditedModule(name, policy, rule, shown, norm, self.resolved.hidden)
+      AUDIT.value.note(self.path, module)
       names.append(MODULE + self.path)
     marked = around is not None and around.region == state.region
     # What is traced is rewritten, and the rewriter tells an audit the region of each operation.
@@ -233,17 +237,6 @@ class ModuleCall(NamedTuple):
           note_module(error, self.path, type(self.module).__name__, str(policy))
         raise
 
-  def _audited(self) -> AuditedModule:
-    own = plain_attribute(self.module, "dtype")
-    return AuditedModule(
-      type(self.module).__name__,
-      self.resolved.policy,
-      self.resolved.rule,
-      None if own is None else str(getattr(own, "__name__", own)),
-      is_flax_norm(self.module),
-      self.resolved.hidden,
-    )
-
   @property
   def output_dtype(self) -> DType | None:
     """The dtype that the policy gives the results; None leaves what was computed."""
@@ -251,22 +244,20 @@ class ModuleCall(NamedTuple):
     if policy is None:
       return None
     if not self.state.entered:
-      return policy.output_dtype or self.resolved.output_dtype
-    # A rule for all modules begins at the outermost of them.
-    begins = policy != self.state.policy or self.resolved.rule not in (None, self.state.rule)
-    return policy.output_dtype if self.resolved.picked and begins else None
+      return self.resolved.output_dtype
+    return policy.output_dtype if self.resolved.begins else None
 
   def result(self, outputs: PyTree) -> PyTree:
     """Returns what the method returned, or a step of it yielded, in the dtype it is to have."""
     policy, dtype, traced = self.resolved.policy, self.output_dtype, self.state.tracing
-    rounded = isinstance(self.module, self.layers.rounded)
+    rounds = traced and is_low(policy) and isinstance(self.module, self.layers.rounded)
     if isinstance(outputs, types.GeneratorType):  # Its body runs later, as the method does.
       return self._steps(outputs)
     if policy is None:
       return outputs
     if dtype is None and self.inner.casting == EVERY:
       dtype = policy.compute_dtype
-    elif dtype is None and traced and rounded and is_low(policy):
+    elif dtype is None and rounds:
       dtype = plain_attribute(self.module, "preferred_element_type")
       if dtype is None:
         # As with its own `dtype=`, but for a layer in a high precision.
@@ -306,9 +297,7 @@ def call_of(
   iterates = isinstance(module, layers.iterates) and is_low(policy)
   inner = dataclasses.replace(
     state,
-    policy=policy,
-    rule=resolved.rule,
-    exempt=resolved.exempt,
+    around=resolved.inherited(),
     entered=True,
     region=region_of(Policy() if iterates else policy),
     casting=EVERY if casts else state.casting,
@@ -350,7 +339,7 @@ def dtype_field(module: Module, dtype: DType, *, always: bool) -> dict[str, obje
   if not always and jnp.dtype(own).itemsize >= dtype.itemsize:
     return {}
   # Code compares with `is jnp.bfloat16`, or looks a name up: it gets what it had.
-  return {"dtype": dtype.name if isinstance(own, str) else scalar_type(dtype)}
+  return {"dtype": dtype.name if isinstance(own, str) else getattr(jnp, dtype.name)}
 
 
 _MISSING = object()

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Generator, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, cast
 
 import flax.errors
 import flax.linen as nn
@@ -22,36 +22,31 @@ from mpjax._core.active import (
 )
 from mpjax._core.errors import REFUSALS
 from mpjax._core.policy import Policy
-from mpjax._core.rules import ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
+from mpjax._core.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
-from mpjax._jaxprs.autocast import Boundary, InDtype, NotTraceable, check_returned, region_of
+from mpjax._jaxprs.autocast import Boundary, InDtype, check_returned, region_of
 from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewritten
 from mpjax.linen import _layers
 
 
 @dataclasses.dataclass
 class TracedCall:
-  """A method that is called once more, on a copy of its module, in order to be traced.
-
-  Interceptors of the user's, around ours, see that call too, and have changed what it is given. The
-  arguments are those that came to our interceptor, `outputs` is what it returned; () until then.
-  Flax has copied `module`, and all arguments where one is a module.
-  """
+  """A method that is called once more, on a copy of its module, in order to be traced."""
 
   module: nn.Module
   args: Args
   kwargs: Kwargs
-  outputs: tuple[()] | tuple[PyTree] = ()
+  outputs: tuple[()] | tuple[PyTree] = ()  # what our interceptor returned
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Active(active.Active):
   """The active state inside a call of a Linen module.
 
   Fields:
     config: what the user gave; None where policies are switched off.
-    root_policy: that of the root of this `init` or `apply`.
+    of_root: the policy of the root of this `init` or `apply`.
     record: where to note the modules called, during `init`. It is equal to nothing but itself: no
       function compiled before is reused while it is there, so that no module is missed.
     root: the scope of the root; it tells a model that is applied inside from the root itself.
@@ -60,12 +55,14 @@ class Active(active.Active):
   """
 
   config: PolicyConfig | None = None
-  root_policy: Policy | None = None
+  of_root: ModulePolicy = NO_POLICY
   record: ModuleRecord | None = None
   # Compared, these would make every call another key of JAX's caches.
   root: weakref.ref[Scope] | None = dataclasses.field(default=None, compare=False)
   met: ModuleRecord | None = dataclasses.field(default=None, compare=False)
   again: list[TracedCall] = dataclasses.field(default_factory=list, compare=False)
+
+  __hash__ = active.Active.__hash__
 
 
 def current() -> Active | None:
@@ -74,44 +71,38 @@ def current() -> Active | None:
   return state if isinstance(state, Active) else None
 
 
-def begin(
-  config: PolicyConfig, record: ModuleRecord | None = None, met: ModuleRecord | None = None
-) -> Active:
+def begin(config: PolicyConfig, **records: Any) -> Active:
   """Returns the state at the root of a model that `config` was given to."""
-  policy, around = config.policy, ACTIVE.value
+  policy, around = ModulePolicy(config.policy), ACTIVE.value
   if AUDIT.value is not None:
     AUDIT.value.note_rules(config.rules)
   # A model inside of another that is being traced is rewritten with it.
   traced = around if around is not None and around.tracing else None
   return Active(
     config=config,
-    policy=policy,
-    root_policy=policy,
+    around=policy,
+    of_root=policy,
     tracing=traced is not None,
-    region=region_of(policy) if traced is None else traced.region,
-    record=record,
-    met=met,
+    region=region_of(config.policy) if traced is None else traced.region,
     in_region=in_region(),
+    **records,
   )
 
 
 def module_path(module: nn.Module) -> str:
   """Returns the path that rules see: relative to the root, or the name of what is itself a root."""
   # A child on which `.apply` is called in a forward pass is the root of that call.
-  names = module.path or ((module.name,) if module.name else ())
-  return "/".join(names)
+  return "/".join(module.path or ()) or module.name or ""
 
 
 def policy_of(active: Active, config: PolicyConfig, module: nn.Module) -> ModulePolicy:
   # What encloses a module is its parent; across a lifted transform, which hides the parent, it is
   # the module being called, and so it is for a model that is applied in a forward pass.
-  parent = module.parent
-  if isinstance(parent, nn.Module):
-    around = policy_of(active, config, parent)
+  around = active.around
+  if isinstance(module.parent, nn.Module):
+    around = policy_of(active, config, module.parent)
   elif module.path == () and not is_new_root(active, module):
-    around = ModulePolicy(active.root_policy, exempt=active.exempt)
-  else:
-    around = ModulePolicy(active.policy, exempt=active.exempt)
+    around = active.of_root
   # A property `policy` may compute something; only a field says what the module runs under.
   has_field = "policy" in getattr(type(module), "__dataclass_fields__", {})
   own = getattr(module, "policy", None) if has_field else None
@@ -143,19 +134,12 @@ class PathScope(Scope):
     return _flagged(super().rewound(rewind_rngs))
 
 
-def flag_paths(module: nn.Module, args: object, config: PolicyConfig) -> None:
-  """Flags the scopes of a module, and of the modules that it holds or is given."""
-  if config.by_path:
-    for each in (module, *instances_in(args, nn.Module)):
-      _flag(each)
-
-
-def _flag(module: nn.Module) -> None:
-  if module.scope is not None:
-    _flagged(module.scope)
-    for held in instances_in(vars(module), nn.Module):
-      if held.parent is module:
-        _flag(held)
+def flag_paths(modules: Iterable[nn.Module]) -> None:
+  """Flags the scopes of modules, and of those that they hold."""
+  for module in modules:
+    if module.scope is not None:
+      _flagged(module.scope)
+      flag_paths(x for x in instances_in(vars(module), nn.Module) if x.parent is module)
 
 
 def _flagged(scope: Scope) -> Scope:
@@ -170,9 +154,6 @@ def _flagged(scope: Scope) -> Scope:
   return scope
 
 
-T = TypeVar("T")
-
-
 @contextlib.contextmanager
 def activate(state: Active) -> Generator[None]:
   """Makes a state active, in this thread, for the length of a `with` block."""
@@ -185,16 +166,11 @@ def activate(state: Active) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def under(
-  config: PolicyConfig, record: ModuleRecord | None = None, met: ModuleRecord | None = None
-) -> Generator[Active | None]:
+def under(config: PolicyConfig, **records: Any) -> Generator[Active | None]:
   """Makes the state of a call under `config` active, but none inside of `full_precision`."""
-  if in_region():
-    yield None
-  else:
-    state = begin(config, record, met)
-    with activate(state):
-      yield state
+  state = None if in_region() else begin(config, **records)
+  with contextlib.nullcontext() if state is None else activate(state):
+    yield state
 
 
 def intercept(
@@ -210,13 +186,14 @@ def intercept(
   # its carry would come back in another dtype than it came in, and the scan would raise.
   if not callable(getattr(type(module), name, None)):
     return next_fun(*args, **kwargs)
-  flag_paths(module, (args, kwargs), active.config)
+  if active.config.by_path:
+    flag_paths((module, *instances_in((args, kwargs), nn.Module)))
   path, resolved = module_path(module), policy_of(active, active.config, module)
   policy, initializing = resolved.policy, module.is_initializing()
   outer = active
   if module.path == ():
     root = weakref.ref(scope) if is_new_root(active, module) else active.root
-    outer = dataclasses.replace(active, root=root, root_policy=policy)
+    outer = dataclasses.replace(active, root=root, of_root=resolved.inherited())
   if active.again:
     _in_order(module, active.again[-1].module)
   again = None
@@ -258,15 +235,18 @@ def intercept(
   return _lifted(bound.func, module, args, kwargs, region, policy, call)
 
 
+def _collections(**kinds: object) -> tuple[str, ...]:
+  """Returns the collections of which these fields are known."""
+  return tuple(col for col, kind in _layers.STATE.items() if kinds.items() <= vars(kind).items())
+
+
 # What `init` stores
 
 
 def _store(scope: Scope, policy: Policy) -> None:
   """Casts the parameters of a module that is being initialised, but not those of its submodules."""
-  stored = [col for col, kind in _layers.STATE.items() if kind.stored == "param_dtype"]
-  for col in stored:
-    variables = scope.variables().get(col, {}) if scope.is_mutable_collection(col) else {}
-    for name, value in variables.items():
+  for col in filter(scope.is_mutable_collection, _collections(stored="param_dtype")):
+    for name, value in scope.variables().get(col, {}).items():
       if scope.name_reserved(name, col) and not scope.name_reserved(name, ""):
         new = cast_arrays(value, policy.param_dtype)
         if new is not value:
@@ -277,15 +257,18 @@ def _store_caches(scope: Any, init: Callable[[PyTree], Variables], state: Active
   """Casts the caches that a root has initialised to the dtypes that they have by hand."""
   # Nothing but the modules themselves tells them: traced in float32, they create the decode cache
   # of a bfloat16 model in float32, twice as large.
-  variables = scope.variables()
-  caches = [col for col, kind in _layers.STATE.items() if kind.stored == "computed"]
-  caches = [col for col in caches if any(map(is_floating, jax.tree.leaves(variables.get(col, {}))))]
-  if not caches or state.record is not None or state.casting == EVERY:
+  caches = {col: scope.variables().get(col, {}) for col in _collections(stored="computed")}
+  floating = any(map(is_floating, jax.tree.leaves(caches)))
+  if not floating or state.record is not None or state.casting == EVERY:
     return
   rngs = {key: rng.as_jax_rng() for key, rng in scope.rngs.items()}
-  low = in_compute_dtypes(functools.partial(abstract, functools.partial(init, rngs)), state) or {}
-  for col in caches:
-    for key, new in (cast_like(variables[col], low.get(col)) or {}).items():
+  try:
+    with activate(dataclasses.replace(state, casting=EVERY)):
+      low = abstract(functools.partial(init, rngs))
+  except (*REFUSALS, flax.errors.FlaxError):
+    return  # A loop may carry float32, say, as it then does in `apply` too.
+  for col, cache in caches.items():
+    for key, new in (cast_like(cache, low.get(col)) or {}).items():
       scope.put_variable(col, key, new)
 
 
@@ -297,59 +280,37 @@ def abstract(init: Callable[[], Variables]) -> Variables:
     return init()
 
 
-def in_compute_dtypes(call: Callable[[], T], state: Active) -> T | None:
-  """Returns what a call does in which all modules are called in their compute dtype.
-
-  None where that raises: a loop may carry float32, say, as it then does in `apply` too.
-  """
-  try:
-    with activate(dataclasses.replace(state, casting=EVERY)):
-      return call()
-  except (*REFUSALS, flax.errors.FlaxError):
-    return None
-
-
 # The outermost call
-
-
-def _neutral() -> tuple[str, ...]:
-  """Returns the collections that take the dtype of what they meet."""
-  return tuple(name for name, kind in _layers.STATE.items() if kind.neutral)
 
 
 def applied(
   model: nn.Module, active: Active, variables: Variables, args: Args, kwargs: Kwargs
 ) -> PyTree:
-  """Returns what `model.apply` does, with the operations of all its modules rewritten.
-
-  `active` is the state at its root, `kwargs` holds arguments of the method and of `apply`.
-  """
+  """Returns what `model.apply` does, with the operations of all its modules rewritten."""
   pair = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
 
-  def python(_: Active) -> PyTree:
-    return model.apply(variables, *args, **kwargs)
+  def data(operands: Args) -> list[Leaf]:
+    neutral = _collections(neutral=True)
+    state = [tree for col, tree in operands[0].items() if col not in neutral]
+    return Boundary((state, operands[1:])).leaves
+
+  def marked(returned: PyTree) -> PyTree:
+    return (returned[0], _in_stored_dtypes(returned[1], variables)) if pair else returned
 
   def attempt(active: Active) -> PyTree:
     def fn(variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
       with activate(active):  # It may be traced again, when the active one has been left.
         return model.apply(variables, *args, **kwargs)
 
-    def data(operands: Args) -> list[Leaf]:
-      neutral = _neutral()
-      state = [tree for col, tree in operands[0].items() if col not in neutral]
-      return Boundary((state, operands[1:])).leaves
-
-    def marked(returned: PyTree) -> PyTree:
-      return (returned[0], _in_stored_dtypes(returned[1], variables)) if pair else returned
-
     fn.__name__ = type(model).__name__
     # A checkpoint may come as arrays of NumPy: variables are never constants.
     operands = (mapped(array, variables), args, kwargs)
-    return rewritten(fn, operands, active, active.policy, data, marked)
+    return rewritten(fn, operands, active, active.around.policy, data, marked)
 
   if not isinstance(variables, Mapping):
-    return python(active)
-  return attempts(attempt, python, active, model.name or "")
+    return model.apply(variables, *args, **kwargs)
+  python = functools.partial(model.apply, variables, *args, **kwargs)
+  return attempts(attempt, lambda _: python(), active, model.name or "")
 
 
 def _lifted(
@@ -364,7 +325,7 @@ def _lifted(
   """Returns the result of a bound module's method, with the operations inside rewritten.
 
   Flax's own lifting makes the method a function of variables, random keys and arguments, and puts
-  back what it changed, as it does for `nn.jit`. `python` calls the method without being traced.
+  back what it changed, as it does for `nn.jit`.
   """
   inputs = (args, kwargs)
   has_modules = next(instances_in(inputs, nn.Module), None) is not None
@@ -385,28 +346,31 @@ def _lifted(
       call = (args, kwargs) if has_modules else inputs
 
       # `scope_fn` makes scopes of variables and keys, `repack_fn` variables of scopes.
-      def inner(
-        scope_fn: Function, repack_fn: Function, groups: tuple[Variables, Variables], rngs: PyTree
-      ) -> tuple[PyTree, PyTree]:
+      def inner(scope_fn: Function, repack_fn: Function, groups: Any, rngs: PyTree) -> PyTree:
         # A trace that raised has counted the keys of its dropouts: the next one, or one that JAX
         # makes itself, would draw other masks than the model without a policy.
         held = [x.scope for x in instances_in(vars(module), nn.Module) if x.scope is not None]
-        restore = _counts([*jax.tree.leaves(scope_fn(groups, rngs)), *held])
+        counters = [x.rng_counters for x in (*jax.tree.leaves(scope_fn(groups, rngs)), *held)]
+        counts = list(map(dict, counters))
 
-        def traced(
-          params: Variables, rest: PyTree, args: Args, kwargs: Kwargs
-        ) -> tuple[PyTree, PyTree]:
+        def restore() -> None:
+          for counter, before in zip(counters, counts, strict=True):
+            counter.clear()
+            counter.update(before)
+
+        def traced(params: Variables, rest: PyTree, args: Args, kwargs: Kwargs) -> PyTree:
           restore()
           state, rngs = rest
           scope = scope_fn((params, state), rngs)
           again = TracedCall(module, *(inputs if has_modules else (args, kwargs)))
           with activate(dataclasses.replace(active, again=[again])):
             outputs = fn(scope, *args, **kwargs)
-          _forget_captured(jax.tree.leaves(scope)[-1], method.__name__, outputs)
+          # What `capture_intermediates` kept of the method, the call around it keeps too.
+          own, key = jax.tree.leaves(scope)[-1], ("intermediates", method.__name__)
+          captured = own.get_variable(*key)
+          if isinstance(captured, tuple) and captured and captured[-1] is outputs:
+            own.put_variable(*key, captured[:-1])
           return (*again.outputs, outputs)[0], repack_fn(scope)
-
-        def data(operands: Args) -> list[Leaf]:
-          return Boundary(operands[1:]).leaves
 
         def marked(returned: tuple[PyTree, PyTree]) -> PyTree:
           return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
@@ -414,18 +378,15 @@ def _lifted(
         traced.__name__ = type(module).__name__
         operands = (*mapped(array, (groups[0], (groups[1], rngs))), *call)
         try:
-          return rewritten(traced, operands, active, policy, data, marked)
+          leaves = Boundary(operands[1:]).leaves
+          return rewritten(traced, operands, active, policy, lambda _: leaves, marked)
         except BaseException:
           restore()
           raise
 
-      filters = (_neutral(), True)
+      filters = (_collections(neutral=True), True)
       return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
 
-    try:
-      jax.tree.structure(inputs)
-    except (TypeError, ValueError) as error:
-      raise NotTraceable("is given a dict whose keys do not sort") from error
     return lift_direct_transform(lifted, (checked,), module, *args, **kwargs)
 
   return attempts(attempt, python, active, module_path(module))
@@ -444,25 +405,6 @@ def _in_order(copy: PyTree, original: PyTree) -> PyTree:
         if field.init and field.name != "parent":
           vars(new)[field.name] = _in_order(getattr(new, field.name), getattr(old, field.name))
   return mapped(lambda x: copies[id(x)], original)
-
-
-def _forget_captured(scope: Scope, method: str, outputs: PyTree) -> None:
-  """Takes out what `capture_intermediates` kept of a method, which the call around it keeps too."""
-  captured = scope.get_variable("intermediates", method)
-  if isinstance(captured, tuple) and captured and captured[-1] is outputs:
-    scope.put_variable("intermediates", method, captured[:-1])
-
-
-def _counts(scopes: list[Scope]) -> Callable[[], None]:
-  """Returns a function that sets the counts of random numbers back to what they are now."""
-  counters = [(scope.rng_counters, dict(scope.rng_counters)) for scope in scopes]
-
-  def restore() -> None:
-    for now, then in counters:
-      now.clear()
-      now.update(then)
-
-  return restore
 
 
 def _in_stored_dtypes(variables: PyTree, stored: PyTree) -> PyTree:

@@ -1,7 +1,4 @@
-"""`with_policy` and `policy_scope`: the two ways to put a policy onto Linen models.
-
-The one returns a `PolicyModule`, with the methods of the model that users call.
-"""
+"""`with_policy` and `policy_scope`: the two ways to put a policy onto Linen models."""
 
 import contextlib
 import dataclasses
@@ -20,25 +17,22 @@ from mpjax._core.active import (
   ScopeToken,
   activate_scope,
   in_region,
-  leave_finished,
-  leave_scope,
+  leave_scopes,
 )
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.leaves import node_paths
 from mpjax._core.policy import PolicyLike
-from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, parse_config
-from mpjax._core.trees import instances_in, mapped
-from mpjax._core.types import Function, Params, PyTree, Variables
+from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, parse_config, shown
+from mpjax._core.trees import mapped
+from mpjax._core.types import Args, Function, Kwargs, Params, PyTree, Variables
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.linen._intercept import (
-  Active,
   abstract,
   activate,
   applied,
   begin,
   current,
-  in_compute_dtypes,
   intercept,
   under,
 )
@@ -46,34 +40,30 @@ from mpjax.linen._intercept import (
 Keys: TypeAlias = jax.Array | dict[str, jax.Array]
 """What `nn.Module.init` takes: one random key, or one for each name."""
 
-Activated: TypeAlias = contextlib.AbstractContextManager[Active | None]
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PolicyModule:
-  """A Linen model under a policy, as `with_policy` returns it. Other attributes are the model's.
+  """A Linen model under a policy, frozen and hashable. Other attributes are the model's.
 
   Args:
     module: the unmodified model.
     given: the policy and the rules.
 
   >>> import flax.linen as nn, mpjax
-  >>> model = mpjax.with_policy(nn.Dense(2), "mixed_bfloat16")
-  >>> isinstance(model, mpjax.linen.PolicyModule), type(model.module).__name__
-  (True, 'Dense')
+  >>> isinstance(mpjax.with_policy(nn.Dense(2), "mixed_bfloat16"), mpjax.linen.PolicyModule)
+  True
   """
 
   module: nn.Module
   given: PolicyConfig
-  _checked: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
 
   def apply(
     self, variables: Variables, *args: Any, mutable: CollectionFilter = False, **kwargs: Any
   ) -> PyTree:
     """Returns what the model's `apply` does, under the policy and in its output dtype.
 
-    The first call (of `__call__`) warns of a rule whose path is none of the modules that it met or
-    that have variables, unless the model was wrapped with `unmatched="ignore"`.
+    A call of `__call__` warns of a rule whose path is none of the modules that it met or that have
+    variables, unless the model was wrapped with `unmatched="ignore"`.
 
     Args:
       variables: the model's variables, in any floating dtype.
@@ -81,13 +71,12 @@ class PolicyModule:
       mutable: which collections are returned changed, as for `nn.Module.apply`.
       **kwargs: further arguments of `nn.Module.apply` and of the method.
     """
+    kwargs["mutable"] = mutable
     rules = tuple(rule for rule in self.given.rules if rule.path is not None)
-    checks = rules and self.given.unmatched != "ignore"
-    if not checks or self._checked or kwargs.get("method") is not None:
-      return self._apply(under(self.given), variables, *args, mutable=mutable, **kwargs)
+    if not rules or self.given.unmatched == "ignore" or kwargs.get("method") is not None:
+      return self._apply(under(self.given), variables, args, kwargs)
     met = ModuleRecord(dataclasses.replace(self.given, rules=rules, unmatched="warn"))
-    outputs = self._apply(under(self.given, met=met), variables, *args, mutable=mutable, **kwargs)
-    object.__setattr__(self, "_checked", True)
+    outputs = self._apply(under(self.given, met=met), variables, args, kwargs)
     if met.classes and isinstance(variables, Mapping):
       # No error: a module without variables may be there that this call had no use for.
       met.note_paths(set().union(*map(node_paths, variables.values())))
@@ -98,83 +87,51 @@ class PolicyModule:
   def init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
     """Returns the model's own initial variables, parameters cast to the policy's `param_dtype`.
 
-    A decode cache comes in the dtype that the model gives it under the policy.
+    A rule that picks out no module is an UnmatchedRuleError (with `unmatched="raise"`).
 
     Args:
       rngs: as for `nn.Module.init`.
       *args: arguments of the method.
       **kwargs: further arguments of `nn.Module.init` and of the method.
-
-    Raises:
-      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
     """
-    return self._initialized(functools.partial(self.module.init, rngs, *args, **kwargs))
+    return self._initialized(self.module.init, rngs, args, kwargs)
 
   def init_with_output(self, rngs: Keys, *args: Any, **kwargs: Any) -> tuple[PyTree, Variables]:
     """Returns the model's output, computed in float32 and cast to `output_dtype`, and `init`.
 
     Args:
-      rngs: as for `nn.Module.init_with_output`.
+      rngs: as for `init`, and so are the others.
       *args: arguments of the method.
-      **kwargs: further arguments of `nn.Module.init_with_output` and of the method.
-
-    Raises:
-      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+      **kwargs: further arguments.
     """
-    both = functools.partial(self.module.init_with_output, rngs, *args, **kwargs)
-    return self._initialized(functools.partial(self.module.init, rngs, *args, **kwargs), both)
+    module = self.module
+    return self._initialized(module.init_with_output, rngs, args, kwargs, traced=module.init)
 
   def lazy_init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
     """Returns what `init` does, from abstract inputs, as `nn.Module.lazy_init` does.
 
     Args:
-      rngs: as for `nn.Module.lazy_init`.
+      rngs: as for `init`, and so are the others.
       *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
-      **kwargs: further arguments of `nn.Module.lazy_init` and of the method.
+      **kwargs: further arguments.
     """
-    return self._initialized(functools.partial(self.module.lazy_init, rngs, *args, **kwargs))
+    return self._initialized(self.module.lazy_init, rngs, args, kwargs)
 
   def bind(self, variables: Variables, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
     """Returns the model bound to variables: its methods and submodules run under the policy.
 
     Args:
-      variables: the model's variables.
-      *args: not used, as in `nn.Module.bind`.
-      **kwargs: `rngs` and `mutable`, as for `nn.Module.bind`.
+      variables: as for `nn.Module.bind`, and so are the others.
+      *args: not used.
+      **kwargs: `rngs` and `mutable`.
     """
     return BoundPolicyModule(self.module.bind(variables, *args, **kwargs), self.given)
-
-  def tabulate(self, rngs: Keys, *args: Any, **kwargs: Any) -> str:
-    """Returns the model's own table, with inputs and outputs in the dtypes of the policy.
-
-    Args:
-      rngs: as for `nn.Module.tabulate`.
-      *args: arguments of the method.
-      **kwargs: further arguments of `nn.Module.tabulate` and of the method.
-
-    Raises:
-      UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
-    """
-    record = ModuleRecord(self.given)
-    tabulate = functools.partial(self.module.tabulate, rngs, *args, **kwargs)
-    state = begin(self.given, record)
-    table = in_compute_dtypes(tabulate, state)
-    if table is None:
-      with activate(state):
-        table = tabulate()
-    record.check("that init passed", 2)
-    return table
 
   def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
     """Returns variables for inference: in low precision what is only ever used so.
 
     A parameter that `apply(variables, *args, **kwargs)` does nothing with but round it to one
-    16-bit dtype is stored in that dtype, and the jaxpr computes the same. One that any operation
-    uses in float32 (a norm's scale, a table that two modules share, one of them in float32) stays
-    as it is, and so do parameters that the call does not use, and all other collections.
-
-    Under `jit` XLA may leave out a rounding of parameters stored in float32 where it pleases
-    (`xla_allow_excess_precision`, on CPUs); with that off, results are the same to the bit.
+    16-bit dtype is stored in that dtype; all others and other collections stay as they are.
 
     Args:
       variables: the model's variables, arrays or `jax.ShapeDtypeStruct`.
@@ -184,8 +141,6 @@ class PolicyModule:
     Raises:
       MpjaxTypeError: `variables` is not a mapping of collections with "params" in it.
       MpjaxValueError: a finite value that the 16-bit dtype cannot hold.
-      UnmatchedRuleError: a rule picked out no module that the call passed, nor by its path one
-        that has parameters (with `unmatched="raise"`); not checked if a `method` is named.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
     >>> model = mpjax.with_policy(nn.Sequential([nn.Dense(2), nn.LayerNorm()]), "c=bf16")
@@ -196,25 +151,15 @@ class PolicyModule:
     """
     where = "mpjax.with_policy(model, policy).convert(variables)"
     if not isinstance(variables, Mapping) or (variables and "params" not in variables):
-      got = f"keys {', '.join(map(repr, variables))}" if isinstance(variables, Mapping) else None
-      raise MpjaxTypeError(
-        where,
-        expected="the variables of the model, a mapping with 'params' in it",
-        got=got or kind_of(variables),
-        fix='Write model.convert({"params": params}, x).',
-      )
-    record = ModuleRecord(self.given)
+      keys = f" with {', '.join(map(repr, variables))}" if isinstance(variables, Mapping) else ""
+      expected, got = "the variables, a mapping with 'params' in it", kind_of(variables) + keys
+      fix = 'Write model.convert({"params": params}, x).'
+      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
     def call(params: Params, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
-      activated = under(self.given, record)
-      return self._apply(activated, _with_params(variables, params), *args, **kwargs)
+      return self.apply(_with_params(variables, params), *args, **kwargs)
 
-    params = variables.get("params", {})
-    new = store_as_used(call, params, (variables, *args), kwargs, where)
-    if kwargs.get("method") is None:
-      # A module that only training calls, a head, is not called here, and has parameters.
-      record.note_paths(node_paths(params))
-      record.check("that this call passed", 2)
+    new = store_as_used(call, variables.get("params", {}), (variables, *args), kwargs, where)
     return _with_params(variables, new)
 
   def clone(self, **updates: Any) -> "PolicyModule":
@@ -222,18 +167,18 @@ class PolicyModule:
 
     Args:
       **updates: fields of the model.
-
-    Raises:
-      MpjaxTypeError: a `parent` is given: a wrapped model is no submodule.
     """
-    if updates.get("parent") is not None:
-      raise self._not_a_submodule("clone(parent=...)")
     return PolicyModule(self.module.clone(**updates), self.given)
 
   copy = clone
 
   def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-    raise self._not_a_submodule("__call__(...)")
+    raise MpjaxTypeError(
+      f"{type(self.module).__name__} under mpjax.with_policy: __call__(...)",
+      expected="a call of apply, init or bind on the wrapped root model",
+      got="a wrapped model used as a submodule, or called without variables",
+      fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",
+    )
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith("__") or name in ("module", "given"):
@@ -243,39 +188,32 @@ class PolicyModule:
   def __repr__(self) -> str:
     return f"with_policy({self.module!r}, {self.given})"
 
-  def _not_a_submodule(self, call: str) -> MpjaxTypeError:
-    return MpjaxTypeError(
-      f"{type(self.module).__name__} under mpjax.with_policy: {call}",
-      expected="a call of apply, init or bind on the wrapped root model",
-      got="a wrapped model used as a submodule, or called without variables",
-      fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",
-    )
-
-  def _apply(self, activated: Activated, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
+  def _apply(self, activated: Any, variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
     with activated as state:
       # A call inside of a trace of ours is rewritten with it.
       if state is None or state.tracing or not self.given.rewrites:
         return self.module.apply(variables, *args, **kwargs)
       return applied(self.module, state, variables, args, kwargs)
 
-  def _initialized(self, init: Callable[[], PyTree], both: Function | None = None) -> PyTree:
-    """Returns what `init` does, or `both` does, which returns outputs too; first checks the rules.
+  def _initialized(
+    self, init: Function, rngs: Keys, args: Args, kwargs: Kwargs, traced: Function | None = None
+  ) -> PyTree:
+    """Returns what a method that initialises does; first checks the rules.
 
-    What a model outputs may not be of a type that JAX knows, so that only `init` is traced for it.
+    Where that outputs something too, perhaps of a type that JAX does not know, another is `traced`.
     """
     # The record keeps every function compiled before out, so that all modules are called; for that
     # it must only ever be there in a trace.
     record = ModuleRecord(self.given)
     if self.given.rules:
-      with activate(begin(self.given, record)):
-        abstract(init)
+      with activate(begin(self.given, record=record)):
+        abstract(functools.partial(traced or init, rngs, *args, **kwargs))
     record.check("that init passed", 3)
     with activate(begin(self.given)):
-      return (both or init)()
+      return init(rngs, *args, **kwargs)
 
 
 def _with_params(variables: Variables, params: Params) -> Variables:
-  """Returns variables with other parameters, if they have any, in a mapping of the same kind."""
   new = {"params": params} if "params" in variables else {}
   return variables.copy(new) if isinstance(variables, FrozenDict) else {**variables, **new}
 
@@ -286,18 +224,12 @@ class BoundPolicyModule:
   def __init__(self, module: nn.Module, config: PolicyConfig) -> None:
     self._module, self._config = module, config
 
-  @property
-  def variables(self) -> Variables:
-    """The variables as they are stored."""
-    return self._module.variables
-
   def unbind(self) -> tuple[PolicyModule, Variables]:
     """Returns the model without its variables, under the same policy, and the variables."""
     module, variables = self._module.unbind()
-    model = PolicyModule(module, self._config)
-    if self._module.path:  # The paths of rules begin at the root, which is elsewhere.
-      object.__setattr__(model, "_checked", True)
-    return model, variables
+    # Of a submodule the root, at which the paths of rules begin, is elsewhere.
+    unmatched = "ignore" if self._module.path else self._config.unmatched
+    return PolicyModule(module, dataclasses.replace(self._config, unmatched=unmatched)), variables
 
   def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
     with under(self._config):
@@ -309,12 +241,7 @@ class BoundPolicyModule:
     # A method that is found here may run `setup`, whose submodules take their `dtype` from it.
     with under(self._config):
       attribute = getattr(self._module, name)
-    if not callable(attribute) and next(instances_in(attribute, nn.Module), None) is None:
-      return attribute
     return mapped(self._wrapped, attribute)
-
-  def __repr__(self) -> str:
-    return f"with_policy({self._module!r}, {self._config})"
 
   def _wrapped(self, x: Any) -> object:
     """Returns what an attribute holds so that what is called on it runs under the policy."""
@@ -333,32 +260,24 @@ def with_policy(
   *,
   unmatched: str = "raise",
 ) -> PolicyModule:
-  """Returns an unmodified Linen model that runs under a policy.
-
-  Matmuls and convolutions run in the `compute_dtype`; exponentials, logarithms, sums, norms'
-  statistics and softmax run in float32, also in the model's own code. Float32 arguments, constants
-  and state stay float32 until a matmul; parameters take the dtype of what they meet.
+  """Returns an unmodified Linen model that runs under a policy, as `mpjax.with_policy` does.
 
   Args:
     model: an unbound module; it is not changed.
-    policy: as for `mpjax.with_policy`.
+    policy: as for `mpjax.with_policy`, and so are the others.
     rules: tried in order for each module; the first that matches wins.
-    unmatched: "raise", "warn" or "ignore": what `init` and `tabulate` do about a rule that picks
-      out no module.
+    unmatched: what `init` does about a rule that picks out no module.
 
   Returns:
-    A frozen, hashable object with the model's `init`, `init_with_output`, `lazy_init`, `apply`,
-    `bind` and `tabulate`, and with `convert` for inference. The variables are the same tree.
+    A model with the same methods, and the same tree of variables, for which it has `convert`.
 
   Raises:
     MpjaxTypeError: `model` is not an unbound Linen module, or is wrapped already.
-    MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
 
   >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
   >>> model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
-  >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
-  >>> variables["params"]["kernel"].dtype, model.apply(variables, jnp.ones((1, 3))).dtype
-  (dtype('float32'), dtype('float32'))
+  >>> model.init(jax.random.key(0), jnp.ones((1, 3)))["params"]["kernel"].dtype
+  dtype('float32')
   """
   where = "mpjax.with_policy"
   if isinstance(model, (PolicyModule, BoundPolicyModule)):
@@ -377,29 +296,18 @@ def with_policy(
 def policy_scope(
   policy: PolicyLike | None, rules: Iterable[Rule] = ()
 ) -> contextlib.AbstractContextManager[None]:
-  """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
-
-  The scope belongs to the thread that enters it, and to every function that is traced or called
-  inside: `jax.jit` traces once for each policy. Rule paths are relative to each root call.
+  """Runs every Linen model called inside under a policy: it is `mpjax.policy_scope`.
 
   Args:
     policy: as for `with_policy`.
-    rules: as for `with_policy`; a rule that picks out nothing is never an error here.
+    rules: as for `with_policy`; one that picks out nothing is no error here.
 
   Returns:
-    A context manager, for `with`; also a decorator. It can be entered repeatedly.
+    A context manager, for `with`; also a decorator.
 
-  Raises:
-    MpjaxTypeError: rules of the wrong type.
-    MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
-    MpjaxRuntimeError: entered by a module that is running under a policy.
-
-  >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
-  >>> model = nn.Dense(2)
-  >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+  >>> import mpjax
   >>> with mpjax.linen.policy_scope("bfloat16"):
-  ...   print(model.apply(variables, jnp.ones((1, 3))).dtype)
-  bfloat16
+  ...   pass
   """
   return _Scope(parse_config("mpjax.policy_scope", policy, rules, unmatched="ignore"))
 
@@ -427,22 +335,20 @@ class _Scope(contextlib.ContextDecorator):
 
   def __enter__(self) -> None:
     self._used = True
-    active = current()
+    active, opened = current(), contextlib.ExitStack()
     if in_region():  # Nothing to make active: `full_precision` is stronger.
-      token = ScopeToken(None, contextlib.ExitStack())
+      token = ScopeToken(None, opened)
     elif active is None or not active.entered:
-      leave_finished()
-      interceptor, opened = nn.intercept_methods(intercept), contextlib.ExitStack()
-      if current() is None:  # Else there is one already.
-        opened.enter_context(interceptor)
+      leave_scopes()
+      if current() is None:  # Else there is an interceptor already.
+        opened.enter_context(nn.intercept_methods(intercept))
       token = activate_scope(begin(self._config), opened)
     else:
       raise MpjaxRuntimeError(
         "mpjax.policy_scope(policy)",
         expected="to be entered outside of a forward pass",
-        got=f"a module that is running already, under the policy {str(active.policy)!r}",
-        fix="Pick submodules out with mpjax.Rule, or apply a model of its own, wrapped by "
-        "mpjax.with_policy.",
+        got=f"a module that is running already, under the policy {shown(active.around.policy)}",
+        fix="Pick submodules out with mpjax.Rule, or apply a wrapped model of its own.",
       )
     self._entered.append(token)
 
@@ -450,4 +356,4 @@ class _Scope(contextlib.ContextDecorator):
     here = threading.get_ident()
     last = next((x for x in reversed(self._entered) if x.thread == here), self._entered[-1])
     self._entered.remove(last)
-    leave_scope(last)
+    leave_scopes(last)

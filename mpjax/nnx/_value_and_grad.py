@@ -25,40 +25,31 @@ def value_and_grad(
   """Like `nnx.value_and_grad`, for a loss that is scaled before it is differentiated.
 
   The gradients go to `optimizer.update(model, grads)`, which unscales them and skips a step that
-  overflowed. `mpjax.nnx.atomic_step` takes back what the forward pass of such a step has written.
+  overflowed; `mpjax.nnx.atomic_step` takes back what its forward pass has written.
 
   Args:
     fun: a function of a model that returns a floating scalar, or that and anything else if
-      `has_aux`. Call the model under a policy inside: `mpjax.nnx.with_policy(model, policy)(x)`.
-    optimizer: an `nnx.Optimizer` around a transformation wrapped by `mpjax.loss_scaling`, or a
-      state of such a transformation. The scale of an `nnx.Optimizer` is read at each call.
-    argnums: which positional arguments to differentiate with respect to, as integers or as
-      `nnx.DiffState`; of a model its `nnx.Param` if an integer.
+      `has_aux`. Call the model under a policy inside.
+    optimizer: an `nnx.Optimizer` around what `mpjax.loss_scaling` returned, or a state of that.
+    argnums: what to differentiate with respect to, as for `nnx.value_and_grad`.
     has_aux: `fun` returns a pair of the loss and something else, which is returned as it is.
     name: which of several loss scales to use.
 
   Returns:
-    A function of the arguments of `fun` that returns the loss as `fun` computed it (unscaled, in
-    its own dtype; or `(loss, aux)`) and the *scaled* gradients, an `nnx.State`.
+    A function that returns the loss as `fun` computed it (or `(loss, aux)`) and the *scaled*
+    gradients, an `nnx.State`.
 
   Raises:
     MpjaxTypeError: `fun` is a method of a model, or as for `mpjax.value_and_grad`.
-    MpjaxRuntimeError: when called: the optimizer is from outside of the compiled function.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> from flax import nnx
   >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
   >>> optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
   >>> def loss_fn(model, x):
-  ...   return jnp.mean(mpjax.nnx.with_policy(model, "mixed_float16")(x) ** 2)
-  >>> @nnx.jit
-  ... def step(model, optimizer, x):
-  ...   loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, x)
-  ...   optimizer.update(model, grads)
-  ...   return loss
-  >>> losses = [float(step(model, optimizer, jnp.ones((2, 3)))) for _ in range(5)]
-  >>> losses[-1] < losses[0]
-  True
+  ...   return jnp.mean(mpjax.with_policy(model, "mixed_float16")(x) ** 2)
+  >>> loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, jnp.ones((2, 3)))
+  >>> updates = optimizer.update(model, grads)
   """
   if isinstance(fun, types.MethodType) and isinstance(fun.__self__, nnx.Module):
     raise MpjaxTypeError(

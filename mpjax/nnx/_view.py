@@ -1,25 +1,133 @@
-"""The classes of a view's modules: a user's class, which runs under a policy.
+"""The modules of a view: what their classes do, and how the outermost call of one is traced.
 
-Subclasses of the user's, one for each policy, so that the policy is part of what JAX and NNX cache
-by, and of what `split`, `merge` and `scan` create: see docs/design/nnx.md.
+They are subclasses of the user's, one for each policy: see docs/design/nnx.md.
 """
 
+import contextlib
+import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
-from mpjax._core.active import in_region
-from mpjax._core.errors import MpjaxTypeError
-from mpjax._core.rules import ModulePolicy
-from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
-from mpjax._jaxprs.autocast import leaving
-from mpjax._jaxprs.module_calls import begins_trace, call_of
-from mpjax.nnx import _layers, _outermost
+from mpjax._core.active import ACTIVE, Active, in_region
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
+from mpjax._core.rules import ModulePolicy, shown
+from mpjax._core.trees import is_floating, same_objects
+from mpjax._core.types import Args, Class, Function, Kwargs, Leaf, PyTree
+from mpjax._jaxprs.autocast import Boundary, NotTraceable, leaving, region_of
+from mpjax._jaxprs.autocast.boundary import in_order
+from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewritten
+from mpjax.nnx import _layers
+
+SPEC = "mpjax_spec"
+"""The class attribute that holds the `ModulePolicy` of a view's modules."""
+
+LINK = "_mpjax_link"
+"""The attribute that leads from a view's module to the user's."""
+
+
+class Link:
+  """Leads from a module of a view to the user's; that of a copy, by a transform, leads nowhere.
+
+  All links are equal: whose view it is makes no difference to a jaxpr.
+
+  Attributes:
+    path: that of the module in the model, for errors.
+    modes: those of the user's module (`deterministic`, say) when the view was created, but for
+      those that were set on the view since.
+  """
+
+  def __init__(
+    self, path: str, view: nnx.Pytree | None = None, model: nnx.Pytree | None = None
+  ) -> None:
+    self.path = path
+    self.ends = None if view is None or model is None else (weakref.ref(view), weakref.ref(model))
+    flags = {} if model is None else vars(model)
+    self.modes = {name: flags[name] for name in _layers.MODES if isinstance(flags.get(name), bool)}
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Link)
+
+  def __hash__(self) -> int:
+    return 0
+
+  def __reduce__(self) -> tuple[Callable[[str], "Link"], tuple[str]]:
+    return Link, (self.path,)
+
+
+def is_view(module: object) -> bool:
+  """Whether a module is one of a view's."""
+  return hasattr(type(module), SPEC)
+
+
+def resolved_policy(module: nnx.Pytree) -> ModulePolicy:
+  return getattr(type(module), SPEC)
+
+
+def model_of(module: nnx.Pytree) -> nnx.Pytree | None:
+  """Returns the user's module behind one of a view; None for a copy that a transform created."""
+  link = vars(module).get(LINK)
+  if link is None or link.ends is None:
+    return None
+  view, model = link.ends
+  return model() if view() is module else None
+
+
+def check_modes(module: nnx.Pytree) -> None:
+  """Raises MpjaxRuntimeError if a mode was set on the user's module alone after `with_policy`."""
+  # That is what `model.eval()` does: the view would go on training. A mode that was set on the view
+  # is its own: a view for evaluation stays one while the model goes on training.
+  model = model_of(module)
+  if model is None:
+    return
+  link, now = vars(module)[LINK], vars(model)
+  for name, flag in link.modes.items():
+    if now.get(name) is not flag:
+      raise MpjaxRuntimeError(
+        f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.with_policy",
+        expected="no mode of the model to change after the view was created",
+        got=f"{name}={now.get(name)} on the model, and {name}={flag} still on the view",
+        fix="Write view.eval() or view.train(), once, or make a new view.",
+      )
+
+
+def check_set(module: nnx.Pytree, name: str, value: object) -> None:
+  """Raises MpjaxTypeError if a module with parameters that is none of a view's is set on one."""
+  if not isinstance(value, nnx.Module) or is_view(value) or isinstance(value, nnx.bridge.ToNNX):
+    return
+  if any(isinstance(node, nnx.Param) for node in parts_of(value)[1]):
+    raise MpjaxTypeError(
+      f"{type(module).__name__}.{name}, set on a view of mpjax.with_policy",
+      expected="a variable, an array, or a module of the view",
+      got=f"a new {type(value).__name__}, which would run without the policy",
+      fix="Set it on the model, and then make a new view: with_policy(model, policy).",
+    )
+
+
+def path_of(module: nnx.Pytree) -> str:
+  """Returns where a module is in the model, for rules and errors."""
+  link = vars(module).get(LINK)
+  return type(module).__name__ if link is None else link.path
+
+
+def current() -> Active | None:
+  """Returns the active state of this thread; None outside of every policied method of NNX."""
+  return ACTIVE.value if type(ACTIVE.value) is Active else None  # Linen's has a class of its own.
+
+
+def calling_state() -> Active:
+  """Returns the state in which a method of a view is called, inside of a Linen model too."""
+  return current() or Active(tracing=ACTIVE.value is not None and ACTIVE.value.tracing)
+
+
+# The classes of modules
 
 _NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, nnx.List, nnx.Dict)
 """Classes whose methods are no part of a model."""
@@ -30,41 +138,43 @@ def _overrides(cls: Any) -> dict[str, Function]:
   # These are functions, not the methods of a second base: with one, objects would have another
   # layout than those of `cls`, and could not take the class.
 
-  def __setattr__(self: nnx.Module, name: str, value: object) -> None:
-    _outermost.check_set(self, name, value)
-    value = _born(value) if isinstance(value, nnx.Variable) else value
+  def __setattr__(self: nnx.Module, name: str, value: Any) -> None:
+    check_set(self, name, value)
+    active = current()
+    policy = active.around.policy if active is not None and active.tracing else None
+    if policy is not None and _layers.kind_of(value).stored == "param_dtype":
+      # A parameter that a call creates.
+      value.set_raw_value(leaving(value.get_raw_value(), policy.param_dtype))
     cls.__setattr__(self, name, value)
-    model = _outermost.model_of(self)
+    model = model_of(self)
+    if model is None:
+      return
     # A mode that is set on the view is its own from now on: compared with that of the model, each
     # call after `view.eval()` would be an error.
-    if model is not None and isinstance(value, bool):
-      _outermost.forget_mode(self, name)
+    if isinstance(value, bool):
+      vars(self)[LINK].modes.pop(name, None)
     # A variable that a call creates, a cache, is the model's too, and so is a flag that it sets: on
     # the view alone it would be lost with the view, which many create in each step.
-    sets = _outermost.current() is not None and not isinstance(value, nnx.Pytree)
-    if model is not None and (sets or isinstance(value, (nnx.Variable, jax.Array))):
+    sets = active is not None and not isinstance(value, nnx.Pytree)
+    if sets or isinstance(value, (nnx.Variable, jax.Array)):
       setattr(model, name, value)
 
   def __delattr__(self: nnx.Module, name: str) -> None:
-    model, gone = _outermost.model_of(self), vars(self).get(name)
+    model, gone = model_of(self), vars(self).get(name)
     cls.__delattr__(self, name)
     if isinstance(gone, nnx.Variable) and model is not None and vars(model).get(name) is gone:
       delattr(model, name)
 
-  def shown(text: Callable[[nnx.Module], str]) -> Callable[[nnx.Module], str]:
-    return lambda self: f"with_policy({text(self)}, {_outermost.policy_text(self)})"
+  def described(text: Callable[[nnx.Module], str]) -> Callable[[nnx.Module], str]:
+    return lambda self: f"with_policy({text(self)}, {shown(resolved_policy(self).policy)})"
 
   def __reduce__(self: nnx.Module) -> tuple[object, ...]:
     # Pickle finds classes by name, and this one has the name of the user's.
-    return _rebuild, (cls, is_tree(self), _outermost.resolved_policy(self)), dict(vars(self))
+    return _rebuild, (cls, is_tree(self), resolved_policy(self)), dict(vars(self))
 
-  return {
-    "__setattr__": __setattr__,
-    "__delattr__": __delattr__,
-    "__repr__": shown(cls.__repr__),
-    "__str__": shown(cls.__str__),
-    "__reduce__": __reduce__,
-  }
+  functions = (__setattr__, __delattr__, __reduce__)
+  texts = {"__repr__": described(cls.__repr__), "__str__": described(cls.__str__)}
+  return {**{function.__name__: function for function in functions}, **texts}
 
 
 def _rebuild(cls: Class, tree: bool, resolved: ModulePolicy) -> nnx.Module:
@@ -85,42 +195,32 @@ def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
     "__module__": cls.__module__,
     "__qualname__": cls.__qualname__,
     "__doc__": cls.__doc__,
-    _outermost.SPEC: resolved,
+    SPEC: resolved,
     **_overrides(cls),
     **{name: _method(name, own) for name, own in _methods(cls)},
   }
-  hooks = any("__init_subclass__" in vars(base) for base in cls.__mro__ if not _is_library(base))
-  for first in _WITHOUT_HOOKS if hooks else ():
-    view = type(cls)(cls.__name__, (first, cls), names, pytree=tree)
-    try:
-      object.__setattr__(object.__new__(cls), "__class__", view)
-    except TypeError:  # Objects of the two are laid out differently.
-      continue
-    return view
-  return type(cls)(cls.__name__, (cls,), names, pytree=tree)
+  return _without_hooks(type(cls))(cls.__name__, (cls,), names, pytree=tree)
 
 
-def _init_subclass(cls: Class, **kwargs: bool) -> None:
-  """Does what NNX does with a new class, and nothing that the user's own hooks would do.
+class _OfNnx:
+  """Does what NNX does with a new class, and nothing that hooks of the user's would do."""
 
-  Those are for the user's classes: they may put each into a table, or ask for keywords.
-  """
-  hook: Any = nnx.Module.__init_subclass__
-  hook.__func__(cls, **kwargs)
-
-
-_HOOK = {"__init_subclass__": classmethod(_init_subclass), "__module__": __name__}
-_WITHOUT_HOOKS: tuple[Class, ...] = (
-  types.new_class("OfNnxWithoutHooks", (nnx.Module,), exec_body=lambda names: names.update(_HOOK)),
-  types.new_class("WithoutHooks", (), exec_body=lambda names: names.update(_HOOK)),
-)
-"""First bases for views of classes with hooks; which one fits depends on the order of their bases.
-
-Where neither does (an abstract or generic class before the one with the hook), the hook is run."""
+  def __init_subclass__(cls, **kwargs: bool) -> None:
+    hook: Any = nnx.Module.__init_subclass__
+    hook.__func__(cls, **kwargs)
 
 
-def _is_library(cls: Class) -> bool:
-  return cls.__module__.split(".")[0] in ("flax", "builtins", "typing", "abc", "collections")
+@functools.cache
+def _without_hooks(metaclass: Any) -> Any:
+  """Returns a class of classes, derived from another, that looks for hooks in `_OfNnx` first."""
+  # Hooks are for the user's classes: they may put each into a table, or ask for keywords.
+
+  # As a base `_OfNnx` would change the layout, and objects of `cls` could not take the class.
+  def mro(cls: Class) -> list[Class]:
+    first, *others = metaclass.mro(cls)
+    return [first, _OfNnx, *others]
+
+  return type(metaclass)(metaclass.__name__, (metaclass,), {"mro": mro})
 
 
 _NO_METHODS = (type, staticmethod, classmethod, functools.partial)
@@ -154,40 +254,212 @@ def _method(name: str, own: Any) -> Function:
   def method(self: nnx.Module, *args: Any, **kwargs: Any) -> PyTree:
     if in_region():
       return own.__get__(self, type(self))(*args, **kwargs)
+    resolved, path = resolved_policy(self), path_of(self)
 
     def call(module: nnx.Module, args: Args, kwargs: Kwargs) -> PyTree:
-      _outermost.check_modes(module)
-      path, resolved = _outermost.path_of(module), _outermost.resolved_policy(module)
-      called = call_of(module, path, resolved, _outermost.calling_state(), _layers.LAYERS)
+      check_modes(module)
+      called = call_of(module, path, resolved, calling_state(), _layers.LAYERS)
       outputs = called.run(own.__get__(module, type(module)), args, kwargs)
       if isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
-        raise _has_not_run(outputs, module, name)
+        if isinstance(outputs, types.CoroutineType):
+          outputs.close()  # Else Python warns that nobody awaited it.
+        raise MpjaxTypeError(
+          f"{type(module).__name__}.{name}, a method of a view of mpjax.with_policy",
+          expected="a method that has run when it returns",
+          got="an async method, whose body would run later, without the policy",
+          fix="Write the async function around the view: let it call methods that are not async.",
+        )
       return called.result(outputs)
 
     # A generator cannot be traced as one: its body runs between the steps of its caller.
-    resolved, path = _outermost.resolved_policy(self), _outermost.path_of(self)
-    if later or not begins_trace(_outermost.calling_state(), resolved.policy, path):
+    if later or not begins_trace(calling_state(), resolved.policy, path):
       return call(self, args, kwargs)
-    return _outermost.outermost(call, name, (self, args, kwargs))
+    return outermost(call, name, (self, args, kwargs))
 
   return method
 
 
-def _has_not_run(outputs: object, module: nnx.Module, name: str) -> MpjaxTypeError:
-  if isinstance(outputs, types.CoroutineType):
-    outputs.close()  # Else Python warns that nobody awaited it.
-  return MpjaxTypeError(
-    f"{type(module).__name__}.{name}, a method of a view of mpjax.with_policy",
-    expected="a method that has run when it returns",
-    got="an async method, whose body would run later, without the policy",
-    fix="Write the async function around the view, and let it call methods that are not async.",
-  )
+def is_node(x: object) -> bool:
+  """Whether `x` is a module, a variable or another object of NNX."""
+  return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def _born(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
-  """Returns a variable that a module keeps; a parameter created in a call is stored as such."""
-  active = _outermost.current()
-  policy = active.policy if active is not None and active.tracing else None
-  if policy is not None and _layers.kind_of(variable).stored == "param_dtype":
-    variable.set_raw_value(leaving(variable.get_raw_value(), policy.param_dtype))
-  return variable
+def parts_of(tree: PyTree) -> tuple[list[nnx.Pytree], list[nnx.Variable[Leaf]]]:
+  """Returns the modules of a tree, and its variables, in the order of its graph."""
+  parts = [x for _, x in nnx.iter_graph(tree, graph=True)]
+  variables = [x for x in parts if isinstance(x, nnx.Variable)]
+  return [x for x in parts if isinstance(x, nnx.Pytree)], variables
+
+
+def orders_of(tree: PyTree) -> list[object]:
+  """Returns the order of what each module of a tree holds."""
+  return [Boundary(vars(node), is_node).order for node in parts_of(tree)[0]]
+
+
+def put_in_order(tree: PyTree, orders: Iterable[object]) -> None:
+  """Puts what the modules of a tree hold, which NNX has sorted, into an order."""
+  for node, order in zip(parts_of(tree)[0], orders, strict=True):
+    ordered = in_order(vars(node), order)
+    if ordered is not vars(node):
+      vars(node).clear()
+      vars(node).update(ordered)
+
+
+# The outermost call
+
+_TAG = "mpjax.policy"
+
+
+def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]) -> PyTree:
+  """Returns `call(*inputs)`, with the operations of all modules inside rewritten.
+
+  Copies of the module and of all that is given to it are called, with tracers as variables. What
+  they have become is a result, and is put back into the objects, as by NNX's own transforms.
+  """
+  module = inputs[0]
+  policy = resolved_policy(module).policy
+
+  def attempt(state: Active) -> PyTree:
+    boundary = Boundary(inputs[1:], is_node)
+    everything = (module, boundary.leaves)
+    nodes, variables = parts_of(everything)
+    held_before = [(node, dict(vars(node))) for node in nodes]
+    views = [(node, before) for node, before in held_before if is_view(node)]
+    for node, _ in views:
+      check_modes(node)  # The copies lead to no model.
+    orders = orders_of(everything)
+    attributes = (x for _, before in held_before for x in before.values())
+    containers = {id(x): x for x in attributes if isinstance(x, (list, dict))}
+    raws = (v.get_raw_value() for v in variables)
+    stored = [raw.dtype if is_floating(raw) else None for raw in raws]
+    returned: list[tuple[Function, list[object]]] = []
+
+    def on_copies(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
+      # A derivative traces it again, when the context is over.
+      with nnx.update_context(_TAG) if returned else contextlib.nullcontext():
+        copies = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
+        put_in_order(copies, orders)
+        nodes, variables = parts_of(copies)
+        held = [v.get_raw_value() for v in variables]
+        contents = _contents(copies)
+        # A container that a copy shares is static to NNX. The copy gets one of its own; what the
+        # call puts into that goes to the original.
+        each = [(items, key, x) for items in map(vars, nodes) for key, x in items.items()]
+        shared = [x for x in each if id(x[2]) in containers]
+        both = Boundary((inputs[1:], [x for *_, x in shared]), is_node)
+        inside = both.inside([*copies[1], *both.leaves[len(boundary.leaves) :]])
+        for (items, key, _), x in zip(shared, inside.args[1], strict=True):
+          items[key] = x
+        with ACTIVE(state):
+          outputs = call(copies[0], *inside.args[0])
+        leaves, outside = inside.leave(outputs)
+        for (items, key, original), x in zip(shared, inside.args[1], strict=True):
+          if items.get(key) is x:
+            items[key] = original
+        # What is only read may belong to a function that is traced further out.
+        changed = not same_objects(_contents(copies), contents) or any(map(is_node, leaves))
+        written = {}
+        for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
+          new = variable.get_raw_value()
+          if new is not old and dtype is not None:
+            variable.set_raw_value(leaving(new, dtype))
+          if new is not old:
+            written[i] = variable.get_raw_value()
+        done = (leaves, copies if changed else ())
+        returned.append((outside, orders_of(done)))
+        if changed and _hides_tracer(copies):
+          raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
+        return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
+
+    def data(operands: Args) -> list[Leaf]:
+      values = jax.tree.leaves(operands, is_leaf=lambda x: isinstance(x, nnx.Variable))
+      return jax.tree.leaves([x for x in values if not _layers.kind_of(x).neutral])
+
+    on_copies.__name__ = name  # It is what JAX's errors say.
+    with nnx.update_context(_TAG):
+      copied = jax.tree.map(
+        lambda x: jax.tree.map(array, x) if isinstance(x, nnx.Variable) else x,
+        nnx.to_tree(everything, ctxtag=_TAG),
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+      )
+      changed, written, done = rewritten(on_copies, (copied,), state, policy, data)
+      if changed:
+        try:
+          done = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
+        except BaseException:  # NNX has taken objects apart: one is of a trace further out.
+          for node, before in held_before:
+            vars(node).clear()
+            vars(node).update(before)
+          raise
+        put_in_order(done, returned[0][1])
+      else:
+        for i, new in written.items():
+          variables[i].set_raw_value(new)
+    for node, before in views:
+      _copy_changes(node, before)
+    return returned[0][0](done[0])
+
+  state = dataclasses.replace(calling_state(), region=region_of(policy))
+  return attempts(attempt, lambda _: call(*inputs), state, path_of(module))
+
+
+def _contents(tree: PyTree) -> list[object]:
+  """Returns what a tree holds, the same objects until it changes, without values of variables."""
+  contents: list[object] = []
+  for _, node in nnx.iter_graph(tree, graph=True):
+    if isinstance(node, nnx.Variable):
+      raw = node.get_raw_value()
+      leaves = [jax.Array] if isinstance(raw, jax.Array) else jax.tree.leaves(raw)
+      contents += [node, *node.get_metadata().values(), *leaves]
+    elif isinstance(node, nnx.Pytree):
+      contents += [node, *vars(node), *vars(node).values()]
+    elif isinstance(node, (list, dict)):
+      contents += [node, *node, *(node.values() if isinstance(node, dict) else ())]
+  return contents
+
+
+def _hides_tracer(tree: PyTree) -> bool:
+  """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
+  leaf_ids = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
+  attributes = Boundary(list(map(vars, parts_of(tree)[0])), is_node).leaves
+  return any(isinstance(x, Tracer) and id(x) not in leaf_ids for x in attributes)
+
+
+def _copy_changes(module: nnx.Pytree, before: dict[str, object]) -> None:
+  """Sets on the user's module what a call has set on that of a view, or takes it out."""
+  model, now = model_of(module), dict(vars(module))
+  for name in now.keys() | before.keys() if model is not None else ():
+    old, new = before.get(name), now.get(name)
+    same = new is old and (name in now) == (name in before)
+    if same or name == LINK or isinstance(new, nnx.Pytree):
+      continue
+    held = vars(model).get(name)
+    if name not in now:
+      if held is old:
+        delattr(model, name)
+    elif _is_plain(new):
+      setattr(model, name, new)
+      vars(module)[LINK].modes.pop(name, None)
+    # A container of both, which NNX has copied for the view. Its own are none of the model.
+    elif held is old and type(new) is type(held):
+      vars(module)[name] = _as_new(held, new)
+
+
+def _as_new(held: Any, new: Any) -> Any:
+  """Returns a container that holds what a copy of NNX does; else the copy."""
+  if type(held) is not type(new) or type(held) not in (list, dict):
+    return new
+  if isinstance(held, list):
+    held[:] = [*map(_as_new, held, new), *new[len(held) :]]
+    return held
+  parts = {key: _as_new(held.get(key), x) for key, x in new.items()}
+  held.clear()
+  held.update(parts)
+  return held
+
+
+def _is_plain(x: object) -> bool:
+  """Whether a module may hold something as it is: a variable, an array, or no container of any."""
+  kinds = (nnx.Variable, jax.Array)
+  leaves = jax.tree.leaves(x, is_leaf=is_node)
+  return isinstance(x, kinds) or not any(isinstance(leaf, (*kinds, nnx.Pytree)) for leaf in leaves)

@@ -3,7 +3,7 @@
 import functools
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -11,18 +11,12 @@ from flax import nnx
 from mpjax._core.errors import MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.policy import PolicyLike
-from mpjax._core.rules import ModulePolicy, ModuleRecord, Rule, parse_config, resolve_policy
-from mpjax._core.types import Params, PyTree
+from mpjax._core.rules import ModulePolicy, ModuleRecord, Rule, parse_config, resolve_policy, shown
+from mpjax._core.types import KeyPath, Params, PyTree
 from mpjax._jaxprs.used_dtypes import store_as_used
-from mpjax.nnx._outermost import LINK, Link, is_node, is_view, orders_of, policy_text, put_in_order
-from mpjax.nnx._view import is_tree, view_class
-
-Path: TypeAlias = tuple[Any, ...]
-"""The attributes, keys and indices on the way to a module."""
+from mpjax.nnx import _view
 
 M = TypeVar("M", bound=nnx.Module)
-
-_WHERE = "mpjax.with_policy"
 
 
 def with_policy(
@@ -34,26 +28,19 @@ def with_policy(
 ) -> M:
   """Returns a view of an NNX model that runs under a policy; the model itself is not changed.
 
-  The view's modules hold the very variables of the model, in the dtypes they are stored in: state,
-  gradients, optimizers and checkpoints of the one are those of the other. `output_dtype` is for
-  what the outermost method that is called returns. A view costs no array: keep it, or create one
-  inside each step. Its modules are of subclasses of the model's.
+  The view's modules hold the very variables of the model. It costs no array: create it once, or in
+  each step.
 
   Args:
     model: an NNX module.
-    policy: as for `mpjax.with_policy`.
+    policy: as for `mpjax.with_policy`; its `output_dtype` is for what the outermost method returns.
     rules: tried in order for each module; the first that matches wins. A path consists of
       attributes and indices: "blocks/0/attention".
     unmatched: "raise", "warn" or "ignore": what to do about a rule that picks out no module.
 
   Returns:
-    The view. What is set on the model's modules (a mode such as `eval()`, a new layer) after it
-    was made is not seen by it, but for the values of variables; where a mode was, a call of the
-    view is an error. No new layer can be set on a view.
-
-  Raises:
-    MpjaxTypeError: `model` is not an NNX module, or is a view already.
-    UnmatchedRuleError: a rule picked out no module (with `unmatched="raise"`).
+    The view, with modules of subclasses of the model's. Of what is set on the model later it sees
+    the values of variables alone; a call of it is an error after a mode was, as by `eval()`.
 
   >>> import jax.numpy as jnp, mpjax
   >>> from flax import nnx
@@ -63,27 +50,34 @@ def with_policy(
   (dtype(bfloat16), True, dtype('float32'))
   """
   _check_model(model)
-  record = ModuleRecord(parse_config(_WHERE, policy, rules, unmatched=unmatched))
+  config = parse_config("mpjax.with_policy", policy, rules, unmatched=unmatched)
+  record, policies = ModuleRecord(config), dict[KeyPath, ModulePolicy]()
   view = nnx.clone(model, variables=False, graph=True)
-  put_in_order(view, orders_of(model))
+  _view.put_in_order(view, _view.orders_of(model))
   modules, copies = _modules(model), _modules(view)
-  policies = _resolve(modules, record)
-  record.check("of the model", 2)
   counterparts = {id(module): copies[path] for path, module in modules.items()}
-  for path, copy in copies.items():
-    if path in policies:
-      cls = view_class(type(copy), is_tree(copy), policies[path])
+  for path, module in modules.items():
+    text, copy, attributes = "/".join(map(str, path)), copies[path], vars(module)
+    if not _view.is_view(module):  # One of a view inside has its policy.
+      enclosing = (policies[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in policies)
+      around = next(enclosing, ModulePolicy(config.policy))
+      record.note(module, text)
+      policies[path] = resolve_policy(
+        config, module, text, attributes.get("policy"), around, all_matches=True
+      )
+      cls = _view.view_class(type(copy), _view.is_tree(copy), policies[path])
       object.__setattr__(copy, "__class__", cls)
-    # A method of the user's module, kept as an attribute, would run without the policy.
     for name, value in list(vars(copy).items()):
-      leaves = jax.tree.leaves(value, is_leaf=is_node)
+      leaves = jax.tree.leaves(value, is_leaf=_view.is_node)
+      # A method of the user's module, kept as an attribute, would run without the policy.
       if isinstance(value, (types.MethodType, functools.partial)):
         object.__setattr__(copy, name, _rebound(value, counterparts))
       elif isinstance(value, (list, dict)) and not any(map(_is_module, leaves)):
         # What a call puts into it counts.
-        object.__setattr__(copy, name, vars(modules[path])[name])
+        object.__setattr__(copy, name, attributes[name])
     if not isinstance(copy, (nnx.List, nnx.Dict)):
-      object.__setattr__(copy, LINK, Link(_text(path), copy, modules[path]))
+      object.__setattr__(copy, _view.LINK, _view.Link(text, copy, module))
+  record.check("of the model", 2)
   return view
 
 
@@ -100,12 +94,10 @@ def _rebound(value: Any, counterparts: Mapping[int, object]) -> Any:
 
 
 def _check_model(model: Any) -> None:
-  if is_view(model):
-    got = f"a view already ({type(model).__name__} under {policy_text(model)})"
-    fix = (
-      "Call it as it is: a view is ready, also one that mpjax.nnx.convert returned. For another "
-      "policy make a view of the plain model."
-    )
+  if _view.is_view(model):
+    policy = shown(_view.resolved_policy(model).policy)
+    got = f"a view already ({type(model).__name__} under {policy})"
+    fix = "Call it as it is. For another policy make a view of the plain model."
   elif isinstance(model, nnx.bridge.ToNNX):
     got = f"a Linen module ({type(model.to_nnx__module).__name__}) inside nnx.bridge.ToNNX"
     fix = "Call it inside mpjax.policy_scope(policy)."
@@ -113,17 +105,14 @@ def _check_model(model: Any) -> None:
     got, fix = not_a_model(model)
   else:
     return
-  raise MpjaxTypeError(f"{_WHERE}(model)", expected="a flax.nnx.Module", got=got, fix=fix)
+  expected = "a flax.nnx.Module"
+  raise MpjaxTypeError("mpjax.with_policy(model)", expected=expected, got=got, fix=fix)
 
 
-def _modules(model: nnx.Module) -> dict[Path, nnx.Pytree]:
+def _modules(model: nnx.Module) -> dict[KeyPath, nnx.Pytree]:
   """Returns the modules of a model by path, outer ones first; one that is shared has one path."""
   modules = {path: node for path, node in nnx.iter_graph(model, graph=True) if _is_module(node)}
   return {path: modules[path] for path in sorted(modules, key=len)}
-
-
-def _text(path: Path) -> str:
-  return "/".join(map(str, path))
 
 
 def _is_module(node: object) -> bool:
@@ -137,51 +126,30 @@ def _is_module(node: object) -> bool:
   return isinstance(node, nnx.Module) or users
 
 
-def _resolve(modules: Mapping[Path, nnx.Pytree], record: ModuleRecord) -> dict[Path, ModulePolicy]:
-  """Returns the policy of each module, but for those of a view inside, which have theirs."""
-  policies: dict[Path, ModulePolicy] = {}
-  for path, module in modules.items():
-    if not is_view(module):
-      enclosing = (policies[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in policies)
-      around = next(enclosing, ModulePolicy(record.config.policy))
-      record.note(module, _text(path))
-      own = vars(module).get("policy")
-      policies[path] = resolve_policy(
-        record.config, module, _text(path), own, around, all_matches=True
-      )
-  return policies
-
-
 def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
-  """Returns a copy of a view that stores in low precision what it only ever uses so.
+  """Returns a copy of a view that stores in 16 bits what it only ever rounds to them.
 
-  A parameter that `view(*args, **kwargs)` does nothing with but round it to one 16-bit dtype is
-  stored in that dtype, as `mpjax.linen.PolicyModule.convert` says.
+  `mpjax.linen.PolicyModule.convert` says which parameters these are.
 
   Args:
     view: what `mpjax.with_policy` returned; it is not changed.
     args: what it is called with, arrays or `jax.ShapeDtypeStruct`.
-    method: the name of the method that is called with them. What one method rounds is
-      rounded for all others too.
+    method: the name of the method that is called with them: what it rounds is rounded for all.
     kwargs: further arguments.
 
   Returns:
-    A view of the same class with variables of its own: for inference, since training needs the
-    parameters as they were stored.
+    A view of the same class with variables of its own, for inference.
 
   Raises:
     MpjaxTypeError: `view` is no view.
-    MpjaxValueError: a finite value that the 16-bit dtype cannot hold.
 
   >>> import jax.numpy as jnp, mpjax
   >>> from flax import nnx
-  >>> rngs = nnx.Rngs(0)
-  >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs))
-  >>> view = mpjax.nnx.convert(mpjax.with_policy(model, "mixed_bfloat16"), jnp.ones((1, 3)))
-  >>> view.layers[0].kernel.dtype, view.layers[1].scale.dtype
-  (dtype(bfloat16), dtype('float32'))
+  >>> view = mpjax.with_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+  >>> mpjax.nnx.convert(view, jnp.ones((1, 3))).kernel.dtype
+  dtype(bfloat16)
   """
-  if not is_view(view):
+  if not _view.is_view(view):
     raise MpjaxTypeError(
       "mpjax.nnx.convert(view)",
       expected="a view that mpjax.with_policy returned",

@@ -12,8 +12,8 @@ from flax import nnx
 import mpjax
 import mpjax.linen._intercept
 from mpjax._core import active
-from mpjax._core.rules import Rule
-from mpjax.nnx._outermost import current
+from mpjax._core.rules import ModulePolicy, Rule
+from mpjax.nnx._view import current
 from tests.jaxprs.autocast.rig import matmuls
 from tests.linen.probes import Does
 from tests.nnx import rig
@@ -23,21 +23,17 @@ X = jnp.ones((2, 4))
 
 
 def test_equal_states_are_one_key():
-  policy = mpjax.Policy(compute_dtype="f16")
+  fields = {"around": ModulePolicy(mpjax.Policy(compute_dtype="f16")), "region": "float16"}
   # Which class raised is what a call tells the one around it, and no part of the key.
-  states = [
-    active.Active(policy=policy, region="float16", failed=failed) for failed in ([], [nnx.Linear])
-  ]
+  states = [active.Active(**fields, failed=failed) for failed in ([], [nnx.Linear])]
   assert states[0] == states[1]
   assert hash(states[0]) == hash(states[1])
-  assert states[0] != active.Active(
-    policy=policy, region="float16", casting=frozenset({nnx.Linear})
-  )
+  assert states[0] != active.Active(**fields, casting=frozenset({nnx.Linear}))
 
 
 def test_outside_of_policies_inside_of_it_is_the_same_state_and_linens_is_another():
   outside = active.Active().outside()
-  assert (active.Active().on, outside.on, outside.in_region) == (True, False, True)
+  assert (active.Active().in_region, outside.in_region) == (False, True)
   assert outside.outside() is outside
   assert not active.in_region()
   with active.ACTIVE(outside):
@@ -77,11 +73,11 @@ def test_scopes_are_left_in_any_order():
     return active.activate_scope(active.Active(region=policy), opened)
 
   one, two, three = enter("one"), enter("two"), enter("three")
-  active.leave_scope(one)
+  active.leave_scopes(one)
   assert (active.ACTIVE.value.region, closed) == ("three", [])
-  active.leave_scope(three)
+  active.leave_scopes(three)
   assert (active.ACTIVE.value.region, closed) == ("two", ["three"])
-  active.leave_scope(two)
+  active.leave_scopes(two)
   assert (active.ACTIVE.value, closed) == (None, ["three", "two", "one"])
 
 

@@ -97,7 +97,7 @@ PRESET, ITEMS = "a preset ('float32', 'bfloat16'", "'params=...,compute=...,outp
 NEAR = {
   **{"mixed_bflota16": "'mixed_bfloat16'", "mixed_f16": "'mixed_float16'", "bf61": "'bfloat16'"},
   **{"f64": "'float16'", "MIXED_FLOAT16": "'mixed_float16'", "float61": "'float16'"},
-  **{"mixed": "'mixed_float16'", "": "'float16'"},
+  **{"mixed": "'mixed_float16'", "": 'Write "mixed_bfloat16"', "encoder/head": "Write"},
 }
 
 
@@ -106,8 +106,13 @@ def test_nearly_a_preset_and_what_is_no_policy():
   for text, near in NEAR.items():
     with refused(ValueError, PARSE, PRESET, repr(text), near):
       mpjax.Policy.parse(text)
-  for value in (None, 16, jnp.bfloat16, ["bfloat16"]):
-    with refused(TypeError, PARSE, "a preset", repr(value), "Pass a string"):
+  # A dtype that means low precision is taken for the mixed preset, as in strings.
+  for value, preset in [
+    *((value, "mixed_bfloat16") for value in (None, 16, ["bfloat16"], jnp.bfloat16)),
+    *((value, "mixed_float16") for value in (jnp.float16, np.float16, np.dtype("float16"))),
+    (jnp.float32, "float32"),
+  ]:
+    with refused(TypeError, PARSE, "a preset", repr(value), f'Pass a string, such as "{preset}"'):
       mpjax.Policy.parse(value)
 
 

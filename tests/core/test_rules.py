@@ -12,12 +12,12 @@ import pytest
 import mpjax
 from mpjax._core.rules import (
   ModulePolicy,
+  ModuleRecord,
   first_match,
   is_flax_norm,
   parse_config,
   parse_rules,
   resolve_policy,
-  unmatched_error,
 )
 from tests.errors import check_error, refused
 
@@ -236,6 +236,12 @@ def test_selectors_that_select_nothing():
 def test_a_wrong_policy_is_told_as_anywhere_and_a_rule_written_otherwise_is_told_how():
   with refused(ValueError, "mpjax.Rule(policy)", "a preset", "'float61'", "'float16'"):
     Rule("float61", path="a")
+  # What is nothing like a policy is not taken for the nearest one.
+  for path in ("head", "encoder/mlp", "**/attention"):
+    fix = 'The policy comes first: Rule("float32", path="head").'
+    with refused(ValueError, "mpjax.Rule(policy)", "a preset", repr(path), fix) as caught:
+      Rule(path, path="float32")
+    assert "Did you mean" not in str(caught.value)
   expected, fix = "arguments policy, path, module, where", 'mpjax.Rule("float32", path="head")'
   for args, kwargs in [
     (("head", "float32"), {}),
@@ -264,8 +270,16 @@ def test_any_iterable_of_rules_will_do_and_nothing_else():
       parse_rules(rules, where)
 
 
-PATHS = ("", "encoder", "encoder/attention", "encoder/mlp", "decoder")
-CLASSES = ("Net", "Encoder", "Attention", "Dense", "Dense")
+CLASSES = {
+  **{"": "Net", "encoder": "Encoder", "encoder/attention": "Attention"},
+  **{"encoder/mlp": "Dense", "decoder": "Dense"},
+}
+
+
+def unmatched_error(rule, classes=CLASSES):
+  record = ModuleRecord(given())
+  record.classes = classes
+  return record.unmatched(rule, "that init passed")
 
 
 @pytest.mark.case("B140")
@@ -278,14 +292,20 @@ def test_the_error_for_a_rule_that_matches_nothing():
     (Rule(None, module=Plain), of_classes),
     (Rule(None, where=callable), "The nearest module paths: '', 'decoder', 'encoder'."),
   ):
-    error = unmatched_error(rule, PATHS, CLASSES)
+    error = unmatched_error(rule)
     fix = f'{near} Fix the selector, or pass unmatched="ignore".' if near.endswith(".") else near
     expected = "a rule that picks out at least one module"
     got = "none of the 5 modules that init passed"
     check_error(error, ValueError, f"rules: {rule!r}", expected, got, fix)
     assert isinstance(error, mpjax.errors.UnmatchedRuleError)
+  # Profiles and reports begin paths with the root, by its name or its class.
+  for path in ("Net/decoder", "GT/decoder"):
+    classes = {"GT": "Net", **CLASSES} if path.startswith("GT") else CLASSES
+    fix = unmatched_error(Rule(None, path=path), classes).fix
+    assert f"The name of the root, {path[:-8]!r}, is no part of paths: write 'decoder'." in fix
+  assert "root" not in unmatched_error(Rule(None, path="encoder/at")).fix
   for rule in (Rule(None, path="head"), Rule(None, where=callable)):
-    fix = unmatched_error(rule, ("",), ("Dense",)).fix
+    fix = unmatched_error(rule, {"": "Dense"}).fix
     assert fix.startswith("The only module is the root, path ''. Fix the selector")
 
 
@@ -313,8 +333,6 @@ def given(policy="c=bf16", rules=(), unmatched="raise"):
 def test_what_is_given_is_parsed():
   found = given("mixed_float16")
   assert found.policy == mpjax.Policy.parse("mixed_float16")
-  outputs = (found.output_dtype, given().output_dtype, given(None).output_dtype)
-  assert outputs == ("float32", None, None)
   with pytest.raises(mpjax.errors.MpjaxValueError, match="unmatched"):
     given(unmatched="never")
   # Equal ones are one key and can be pickled.
@@ -346,16 +364,37 @@ def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere
 
 def test_the_policy_of_a_module_comes_with_the_rule_that_picked_it():
   around, of_other, exempt = ModulePolicy(HALF), Rule(OTHER, path="a"), Rule(None, module=nn.Dense)
-  picked = functools.partial(ModulePolicy, picked=True)
+  picked = functools.partial(ModulePolicy, begins=True)
   for rules, own, wanted in (
     ([Rule(OTHER, path="b")], None, around),
-    ([Rule("float32", path="b"), of_other, exempt], None, picked(OTHER, rule=of_other)),
-    ([exempt, of_other], None, picked(None, exempt=True, rule=exempt)),
+    ([Rule("float32", path="b"), of_other, exempt], None, picked(OTHER, of_other)),
+    ([exempt, of_other], None, picked(None, exempt, exempt=True)),
     # A field of its own beats rules.
     ([exempt], OTHER, picked(OTHER)),
+    ([], HALF, around),
   ):
     assert resolve_policy(given(rules=rules), nn.Dense(2), "a", own, around) == wanted
   # Those that it hides are found where they are asked for.
   config = given(rules=[Rule("float32", path="b"), of_other, exempt])
   found = resolve_policy(config, nn.Dense(2), "a", None, around, all_matches=True)
-  assert found == picked(OTHER, rule=of_other, hidden=(exempt,))
+  assert found == picked(OTHER, of_other, hidden=(exempt,))
+  # Inside of what a rule picks it begins no more, and inside of what one exempts nothing does.
+  inside = found.inherited()
+  assert inside == ModulePolicy(OTHER, of_other)
+  assert resolve_policy(config, nn.Dense(2), "a", None, inside) == inside
+  left = picked(None, exempt, exempt=True).inherited()
+  assert resolve_policy(config, nn.Dense(2), "a", OTHER, left) == left
+
+
+def test_the_outermost_module_returns_what_its_policy_or_that_around_the_model_says():
+  rule = Rule("c=f16,o=f16", path="a")
+  for policy, rules, dtype in [
+    ("mixed_bfloat16", (), "float32"),
+    ("c=bf16", (), None),
+    ("mixed_bfloat16", [Rule("c=f16", path="a")], "float32"),
+    ("mixed_bfloat16", [rule], "float16"),
+    (None, [rule], "float16"),
+  ]:
+    config = given(policy, rules)
+    resolved = resolve_policy(config, None, "a", None, ModulePolicy(config.policy))
+    assert resolved.output_dtype == dtype, (policy, rules)

@@ -213,7 +213,7 @@ def test_a_dict_whose_keys_do_not_sort(way):
     return {key: layer(x) if key == 1 else x for key, x in xs.items()}
 
   fits = way in ("wrapper", "view")
-  with contextlib.nullcontext() if fits else pytest.warns(UserWarning, match="do not sort"):
+  with contextlib.nullcontext() if fits else pytest.warns(UserWarning, match="where it is traced"):
     found, _ = call(way, "c=bf16", body, {1: X, "b": X})
   assert list(found) == [1, "b"]
   assert bits(found[1]) == bits(layer_in(BF16))

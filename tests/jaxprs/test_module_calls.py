@@ -27,8 +27,9 @@ class Layer:
     return args, kwargs, self.dtype
 
 
-def call_in(state, layer, policy, picked=False, outermost=None, iterates=()):
-  resolved = ModulePolicy(policy, picked, output_dtype=outermost)
+def call_in(state, layer, policy, iterates=(), **fields):
+  output = None if policy is None else policy.output_dtype
+  resolved = ModulePolicy(policy, **{"output_dtype": output, **fields})
   return call_of(layer, "layer", resolved, state, Layers(iterates=iterates))
 
 
@@ -61,23 +62,22 @@ def test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dt
 
 def test_a_module_that_iterates_computes_in_float32_and_tells_those_inside_its_policy():
   found = call_in(Active(), Layer(), HALF, iterates=(Layer,)).inner
-  assert (found.region, found.policy, found.entered) == (str(mpjax.Policy()), HALF, True)
+  assert (found.region, found.around.policy, found.entered) == (str(mpjax.Policy()), HALF, True)
   assert call_in(Active(), Layer(), HALF).inner.region == str(HALF)
   assert call_in(Active(), Layer(), None, iterates=(Layer,)).inner.region == "as-it-is"
 
 
-@pytest.mark.parametrize(
-  ("entered", "picked", "wanted"),
-  [(False, False, "float32"), (True, False, None), (True, True, None)],
-)
-def test_where_a_policy_begins_it_says_the_dtype_of_results(entered, picked, wanted):
-  state = Active(policy=HALF, entered=entered)
-  assert call_in(state, Layer(), HALF, picked).output_dtype == wanted
-  other = mpjax.Policy.parse("c=f16,o=f16")
-  assert call_in(state, Layer(), other, picked=True).output_dtype == "float16"
-  named = mpjax.Policy.parse("c=f16")
-  assert call_in(Active(), Layer(), named, outermost=np.dtype("float32")).output_dtype == "float32"
-  assert call_in(Active(), Layer(), None, outermost=np.dtype("float32")).output_dtype is None
+def test_where_a_policy_begins_it_says_the_dtype_of_results():
+  entered, other = Active(entered=True), mpjax.Policy.parse("c=f16,o=f16")
+  for state, policy, fields, dtype in [
+    (Active(), HALF, {}, "float32"),
+    (Active(), mpjax.Policy.parse("c=f16"), {"output_dtype": F32}, "float32"),
+    (Active(), None, {"output_dtype": F32}, None),
+    (entered, HALF, {}, None),
+    (entered, other, {"begins": True}, "float16"),
+    (entered, mpjax.Policy.parse("c=f16"), {"begins": True, "output_dtype": F32}, None),
+  ]:
+    assert call_in(state, Layer(), policy, **fields).output_dtype == dtype, (policy, fields)
 
 
 @pytest.mark.parametrize("traced", [True, False])

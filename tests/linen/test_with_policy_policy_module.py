@@ -137,7 +137,7 @@ MAPPING = ("a mapping with 'params' in it", 'Write model.convert({"params": para
 TOO_LARGE = {"params": {"kernel": jnp.full((3, 1), 7e4)}}
 ERRORS = [
   # What is converted, what was expected, what came, what to do, which builtin.
-  ({"kernel": 1}, MAPPING[0], "keys 'kernel'", MAPPING[1], TypeError),
+  ({"kernel": 1}, MAPPING[0], "a dict with 'kernel'", MAPPING[1], TypeError),
   (jnp.ones(2), MAPPING[0], "an array float32[2]", MAPPING[1], TypeError),
   (
     TOO_LARGE,
@@ -204,10 +204,7 @@ def test_rules_are_checked_where_the_whole_model_is_called():
   x = jnp.ones((1, 3))
   variables = Coder().init(jax.random.key(0), x)
   model = with_policy(Coder(), "mixed_bfloat16", [Rule("float32", path="decodr")])
-  got = "none of the 3 modules that this call passed"
-  with refused(
-    ValueError, "rules: Rule(", "at least one module", got, "The nearest module paths: 'decoder', "
-  ):
+  with pytest.warns(UserWarning, match="The nearest module paths: 'decoder', "):
     model.convert(variables, x)
   # A module that this call does not pass is there all the same.
   x_of_parts, variables_of_parts = parts()
@@ -258,8 +255,6 @@ def test_a_misspelt_rule_is_warned_of_where_only_apply_is_called():
     for part in ("path='boddy'", "that this call met or that have variables", "'body'", "ignore"):
       assert part in text
     assert jitted or warning.filename == __file__
-    apply(variables, x)  # Once is enough: warnings are errors here.
-    model.apply(variables, x + 1)
 
 
 MAY_MATCH = [

@@ -110,7 +110,7 @@ def faults(name: str, thing: Callable[..., Any]) -> list[str]:
 def test_all_and_dir_are_the_reviewed_list():
   for module, names in PUBLIC.items():
     thing = resolve(module)
-    assert list(thing.__all__) == sorted(names)
+    assert sorted(thing.__all__) == sorted(names)
     assert set(thing.__all__) <= set(dir(thing))
   modules = [module.partition(".")[2] for module in MODULES]
   assert dir(mpjax) == sorted([*PUBLIC["mpjax"], *modules, "__version__"])

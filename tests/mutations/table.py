@@ -146,7 +146,7 @@ tests/integration/test_one_trace.py::test_one_trace_for_a_thousand_steps
 
 # What is checked, and what a skipped step keeps.
 
-mpjax/_core/together.py::first_nonfinite_together
+mpjax/_core/together.py::first_nonfinite
 
 14 a sum is checked, which overflows where no element does
 - jnp.all(jnp.isfinite(x))
@@ -418,7 +418,7 @@ mpjax/nnx/_layers.py::
 + }
 tests/nnx/test_view.py::test_sow_and_perturb
 
-mpjax/nnx/_outermost.py::outermost
+mpjax/nnx/_view.py::outermost
 
 42 a variable that a call writes to takes the dtype that was computed
 - variable.set_raw_value(leaving(new, dtype))
@@ -452,7 +452,7 @@ mpjax/_jaxprs/module_calls.py::rewritten
 + Settings(policy=Policy(), ops=_OPS, modules=True)
 tests/integration/test_weight_grads.py::test_one_product_of_half_numbers_into_float32
 
-mpjax/nnx/_outermost.py::outermost
+mpjax/nnx/_view.py::outermost
 
 47 what a call did to variables is lost
 - return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
@@ -546,7 +546,7 @@ tests/integration/test_float8.py
 
 # Kernels on a GPU.
 
-mpjax/_core/together.py::first_nonfinite_together
+mpjax/_core/together.py::first_nonfinite
 
 58a on a GPU the position of the first bad gradient does not count integers
 - [inexact[i] for i in group]

@@ -14,7 +14,7 @@ from flax.core import freeze
 
 import mpjax
 from mpjax import Rule
-from mpjax.nnx._outermost import LINK, SPEC, Link, is_view, model_of
+from mpjax.nnx._view import LINK, SPEC, Link, is_view, model_of
 from tests.errors import refused
 from tests.models.values import normal
 from tests.nnx.rig import HALF, Does, Metric, X, linear

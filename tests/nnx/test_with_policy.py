@@ -228,7 +228,7 @@ def view_of(**options):
 
 MODEL, MODULE = "mpjax.with_policy(model)", "a flax.nnx.Module"
 A_VIEW = "a view already (Linear under 'params=float32,compute=bfloat16')"
-READY = "Call it as it is: a view is ready, also one that mpjax.nnx.convert returned."
+READY = "Call it as it is. For another policy make a view of the plain model."
 IN_LINEN = "a Linen module (Dense) inside nnx.bridge.ToNNX"
 MODELS = [
   # What is made a view, what the error calls it, what to do.
@@ -241,7 +241,7 @@ MODELS = [
 OPTIONS = [
   # The option, what was expected, what came, what to do, which builtin.
   ({"rules": ["x"]}, "mpjax.Rule", "'x'", "Write [", TypeError),
-  ({"unmatched": "no"}, "'warn' or 'ignore'", "'no'", "picks out", ValueError),
+  ({"unmatched": "no"}, "'warn' or 'ignore'", "'no'", "Did you mean", ValueError),
 ]
 
 
