@@ -3,15 +3,17 @@
 import contextlib
 import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeAlias
+from typing import ParamSpec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core import errors
-from mpjax._core.leaves import is_key, is_nnx_variable
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
+from mpjax._core.leaves import Path, is_key, is_nnx_variable
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Function, Leaf, NumpyArray, PyTree
 from mpjax._jaxprs.in_float32 import in_float32, to_float32
@@ -19,8 +21,6 @@ from mpjax._jaxprs.reader import walk
 from mpjax.transforms._state import OwnedScale, full_like, plain_array, refuse_outside, scales_in
 
 P = ParamSpec("P")
-Path: TypeAlias = tuple[str, ...]
-Leaves: TypeAlias = dict[Path, Leaf]
 WHERE = "mpjax.check_loss_scaling(step)"
 _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
 
@@ -29,9 +29,8 @@ _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
 def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   """Returns a function that raises unless `step` is right: at every scale the same, or no step.
 
-  It runs `step` in float32 at several loss scales, where a right one returns the same, and at an
-  overflow, where nothing may change; it warns where nothing depends on the gradients. Call it once,
-  before training. docs/getting_started.md says which results belong to which arguments.
+  It runs `step` in float32, at several loss scales and at an overflow, and warns where nothing
+  depends on the gradients. docs/getting_started.md says which results belong to which arguments.
 
   Args:
     step: any function that returns the new state of a `mpjax.loss_scaling` among its arguments, or
@@ -57,16 +56,18 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   def check(*args: P.args, **kwargs: P.kwargs) -> None:
     call = (*args, kwargs)
     scales = scales_in(call)
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(call))
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(call))
     if traced or not scales:
       expected = "concrete arguments, with the state of an optimizer created by mpjax.loss_scaling"
       fix = "Wrap the optimizer, tx = mpjax.loss_scaling(tx), and call it on the host."
       got = "traced ones" if traced else "no such state in the arguments"
-      raise errors.MpjaxTypeError(WHERE, expected=expected, got=got, fix=fix)
+      raise MpjaxTypeError(WHERE, expected=expected, got=got, fix=fix)
     refuse_outside(call, WHERE)
+    updated = 0  # Of several optimizers a step may update one alone.
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-      updated = [_check_one(step, call, one) for one in scales]
-    if not any(updated):  # Of several optimizers a step may update one alone.
+      for scale in scales:
+        updated += _check_one(step, call, scale)
+    if not updated:
       raise _not_updated(scales[0])
 
   return check
@@ -77,7 +78,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
   flat = _leaves(call)
   before = {path: jnp.asarray(plain_array(x)) for path, x in flat.items()}
 
-  def outcome(values: Leaves) -> Leaves:
+  def outcome(values: dict[Path, Leaf]) -> dict[Path, Leaf]:
     # By identity: a variable that is tied stays so.
     new = {id(x): jax.tree.unflatten(jax.tree.structure(x), [values[p]]) for p, x in flat.items()}
     *args, kwargs = jax.tree.map(lambda x: new.get(id(x), x), call, is_leaf=is_nnx_variable)
@@ -98,10 +99,10 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     if any(getattr(v.aval, "dtype", None) == jnp.float16 for x in eqns for v in x.outvars):
       expected = "a loss scale, since the step computes in float16, whose gradients underflow"
       fix = "Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16."
-      raise errors.MpjaxValueError(WHERE, expected=expected, got="NoLossScale()", fix=fix)
+      raise MpjaxValueError(WHERE, expected=expected, got="NoLossScale()", fix=fix)
     return True
 
-  def run(number: float, start: Leaves) -> tuple[float, Leaves, bool | None]:
+  def run(number: float, start: dict[Path, Leaf]) -> tuple[float, dict[Path, Leaf], bool | None]:
     # Whether it was applied; None if it has not updated the scale, which a count tells. An inf or
     # NaN belongs to all losses: of several one alone may be skipped.
     moving = [scale] if np.isfinite(number) else [one for one in scales_in(call) if one.stored]
@@ -131,23 +132,24 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     expected = "a step whose gradients are finite at some loss scale"
     got = f"an inf or NaN at {', '.join(f'{number:.9g}' for number in (high, *others))}"
     fix = "Call it with another batch; mpjax.check_skipped_steps says which gradient it is."
-    raise errors.MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
+    raise MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 
   # One that is skipped. Momentum that is 0 stays 0, so here nothing is.
   first, old = finite[0], {x: _numbers(v) for x, v in before.items()}
-  states = {x for x in old if ".loss_scale" in x}
-  zeros = [x for x in set(old) - states if is_inexact(old[x]) and not np.any(old[x])]
+  states = sorted(x for x in old if ".loss_scale" in x)
+  zeros = [x for x in set(old) - set(states) if is_inexact(old[x]) and not np.any(old[x])]
   start = before | {x: full_like(before[x], 0.6875) for x in zeros}
   _, skipped, is_applied = run(np.nan, start)
 
   # What is returned for each argument, and is it kept when the step is skipped? That has its type,
   # and its path or name. A number behind the optimizer's state may be a loss, what follows a log.
-  losses = [p for p in first if p > max(states) and first[p].shape == () and not _name(p)]
+  bare = {p: x for p, x in first.items() if p > states[-1] and not _name(p) and is_inexact(x)}
+  loss = min((path for path, x in bare.items() if x.shape == ()), default=("~",))
   changed, wrong, moves = list[Path](), list[tuple[bool, Path]](), False
-  for x in sorted(set(old) - states):
+  for x in sorted(set(old) - set(states)):
     alike = [path for path in first if jax.typeof(first[path]) == jax.typeof(old[x])]
     paths = [path for path in alike if _name(path) == _name(x) != ()]
-    paths = [x] if x in alike and (_name(x) or x < min(losses, default=("~",))) else paths
+    paths = [x] if x in alike and (_name(x) or x < loss) else paths
     kept = [path for path in paths if _numbers(start[x]).tobytes() == skipped[path].tobytes()]
     # What is beside the optimizer's state may count all steps; zeros are the updates of one.
     is_free = any(path[: len(x) - 1] == x[:-1] for path in states)
@@ -174,10 +176,8 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     grads = f"mpjax.value_and_grad(loss_fn, {'optimizer' if nnx else 'opt_state'}{name})"
     fix = f"Pass what {grads} returns to update; clip in mpjax.loss_scaling, penalise in loss_fn."
   elif changed and not is_applied:
-    expected, got = (
-      "a step that changes nothing when it is skipped",
-      f"another {''.join(changed[0])}",
-    )
+    expected = "a step that changes nothing when it is skipped"
+    got = f"another {''.join(changed[0])}"
     fix = "Wrap it by @mpjax.nnx.atomic_step." if nnx else "Keep the old one by mpjax.select_tree."
     fix += " A key that may move belongs beside the optimizer's state, a log under its own name."
   else:
@@ -185,20 +185,20 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
       expected = "a step whose gradients change what it returns"
       got = "the same from a step that was applied and one skipped, so that nothing was checked"
       fix = "After a step or two there may be more; else gradients are zero, or updates are lost."
-      warnings.warn(errors.message(WHERE, expected=expected, got=got, fix=fix), stacklevel=4)
+      warnings.warn(errors.message(WHERE, expected=expected, got=got, fix=fix), stacklevel=3)
     return True
-  raise errors.MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
+  raise MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 
 
-def _not_updated(scale: OwnedScale) -> errors.MpjaxValueError:
+def _not_updated(scale: OwnedScale) -> MpjaxValueError:
   expected = f"a step that returns the new loss scale {scale.label!r}, when it is skipped too"
-  fix = "Return the opt_state of tx.update, of the tx of mpjax.loss_scaling, and never select it."
+  fix = "Return the opt_state that tx.update of mpjax.loss_scaling returned, and never select it."
   if scale.in_variables:
     fix = "Call optimizer.update(model, grads), and compile step by nnx.jit: jax.jit drops writes."
-  return errors.MpjaxValueError(WHERE, expected=expected, got="none, or the old one", fix=fix)
+  return MpjaxValueError(WHERE, expected=expected, got="none, or the old one", fix=fix)
 
 
-def _leaves(tree: PyTree) -> Leaves:
+def _leaves(tree: PyTree) -> dict[Path, Leaf]:
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx_variable)
   leaves = [(path, x) for path, x in leaves if is_nnx_variable(x) or hasattr(x, "dtype")]
   return {tuple(jax.tree_util.keystr((key,)) for key in path): x for path, x in leaves}
@@ -216,4 +216,4 @@ def _numbers(x: Leaf) -> NumpyArray:
 
 def _distance(a: NumpyArray, b: NumpyArray) -> float:
   with np.errstate(invalid="ignore"):
-    return float(np.nan_to_num(np.sum(np.abs(a - b), dtype=np.float64), nan=np.inf))
+    return float(np.nan_to_num(np.sum(np.abs(a - b), where=a != b, dtype=np.float64), nan=np.inf))
