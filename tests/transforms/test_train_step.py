@@ -324,15 +324,15 @@ def test_a_dynamic_scale_without_float16(how):
 def test_bad_arguments():
   for name, value, builtin, expected, got, fix in (
     ("loss_fn", 3, TypeError, "a function", "3", "the function itself"),
-    ("tx", optax.sgd, TypeError, "an optax transformation", "type function", "mpjax.loss_scaling("),
+    ("tx", optax.sgd, TypeError, "an optax transformation", "a function", "mpjax.loss_scaling("),
     ("accumulate", 2.0, TypeError, "an integer", "2.0 of type float", "a Python int"),
     ("max_retries", True, TypeError, "an integer", "True of type bool", "a Python int"),
-    ("ema_decay", "0.9", TypeError, "a float or None", "'0.9' of type str", "such as 0.999"),
+    ("ema_decay", "0.9", ValueError, "a float in [0, 1), or None", "'0.9'", "0.999 averages"),
     ("donate", 1, TypeError, "a bool", "1 of type int", "True or False"),
     ("accumulate", 0, ValueError, "at least 1", "0", "1 does not cut the batch"),
     ("max_retries", -1, ValueError, "at least 0", "-1", "0 never runs a batch again"),
-    ("ema_decay", 1.0, ValueError, "a number in [0, 1)", "1.0", "0.999 averages"),
-    ("ema_decay", float("nan"), ValueError, "a number in [0, 1)", "nan", "0.999 averages"),
+    ("ema_decay", 1.0, ValueError, "a float in [0, 1)", "1.0", "0.999 averages"),
+    ("ema_decay", float("nan"), ValueError, "a float in [0, 1)", "nan", "0.999 averages"),
     ("rounding", "random", ValueError, "'nearest' or 'stochastic'", "'random'", "Did you mean"),
   ):
     with refused(builtin, f"mpjax.make_train_step({name})", expected, got, fix):
@@ -361,9 +361,9 @@ def test_states_that_do_not_belong_to_the_step():
   expected, got = "0 with a loss scale that does not move", "2 with 'static(scale=8)'"
   with refused(ValueError, "(max_retries)", expected, got, "Use DynamicLossScale"):
     mpjax.make_train_step(quadratic, SGD, max_retries=2)(state, batch)
-  where = "mpjax.make_train_step(rounding='stochastic'): step(state): rng"
+  where = "mpjax.make_train_step(rounding='stochastic'): step(state)"
   fix = "TrainState.create(..., rng=jax.random.key(0))"
-  with refused(ValueError, where, "a PRNG key in the state", "None", fix):
+  with refused(ValueError, where, "a PRNG key in the state", "None for rng", fix):
     mpjax.make_train_step(quadratic, SGD, rounding="stochastic")(state, batch)
 
 
@@ -375,7 +375,7 @@ def test_a_batch_that_cannot_be_cut():
     (np.zeros(6), "shape [6] at the root"),
   ):
     where = "mpjax.make_train_step(accumulate=4): step(batch)"
-    expected = "can be cut into 4 micro-batches"
+    expected = "which can be cut into 4 micro-batches"
     with refused(ValueError, where, expected, got, "drop or pad the last batch"):
       mpjax.make_train_step(quadratic, SGD, accumulate=4)(create(SGD), batch)
 
