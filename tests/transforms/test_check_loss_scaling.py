@@ -411,11 +411,6 @@ def test_keys_and_cursors_may_move_beside_the_state_of_the_optimizer(inside):
     mpjax.check_loss_scaling(step)(state, BATCH)
 
 
-def test_inside_of_jit_it_says_so():
-  with refused(TypeError, WHERE, "concrete arguments", "traced ones", "on the host"):
-    jax.jit(lambda params: check(SGD, right, params=params))(PARAMS)
-
-
 def test_a_step_that_looks_at_values_runs_as_it_is():
   # Whether JAX says so, or the step and what it calls refuse tracers in their own way.
   seen = nnx.metrics.Average()
@@ -477,6 +472,8 @@ def test_what_cannot_be_checked():
   checked = mpjax.check_loss_scaling(step)
   with refused(TypeError, WHERE, "created by mpjax.loss_scaling", "in the arguments", "Wrap"):
     checked(PARAMS, PARAMS, BATCH)
+  with refused(TypeError, WHERE, "concrete arguments", "traced ones", "on the host"):
+    jax.jit(checked)(PARAMS, opt_state, BATCH)
   with refused(ValueError, WHERE, "finite at some", f"16384, {2.0**-22:.9g}", "another batch"):
     checked(PARAMS, opt_state, (BATCH[0] * jnp.nan, BATCH[1]))
   # Nothing of the state is returned, or what the update of another optimizer has taken apart.

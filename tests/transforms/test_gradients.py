@@ -381,18 +381,8 @@ def test_the_warning_names_the_line_of_the_loss_function(options):
       first_step(without_a_line, jnp.ones(2), jnp.ones(2), DYNAMIC)
 
 
-class WithoutSignature:
-  """A callable of which Python cannot tell the arguments, as those of extension modules."""
-
-  __signature__ = "unknown"
-
-  def __call__(self, *args):
-    return product(*args)
-
-
 def test_functions_that_take_four():
   for loss_fn in (
-    WithoutSignature(),
     lambda *args: product(*args),
     lambda params, model_state, batch, rng=None, extra=3: product(params, model_state, batch, rng),
     functools.partial(lambda k, *args: product(*args), 2),
