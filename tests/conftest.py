@@ -62,7 +62,7 @@ _ADAPTERS = ("transforms", "linen", "nnx", "integration", "check", "flax_suite")
 
 _STRICT = (
   *("test_across_devices.py", "test_gradients.py", "test_traced_loss.py", "test_loss_scale.py"),
-  *("test_train_step_checks.py", "test_figures.py", "test_migrating.py"),
+  *("test_train_step.py", "test_figures.py", "test_migrating.py"),
 )
 """Files of those folders for which dtypes are strict all the same."""
 

@@ -7,7 +7,7 @@ from flax import nnx
 
 from mpjax._core.errors import MpjaxTypeError, check_call
 from mpjax._core.types import Function, Grads, OptState, PyTree
-from mpjax.transforms._value_and_grad import differentiate_scaled
+from mpjax.transforms import value_and_grad as value_and_grad_of_arrays
 
 _WHERE = "mpjax.nnx.value_and_grad(fun, optimizer)"
 _CALL = "Write mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch), inside of the step."
@@ -58,7 +58,5 @@ def value_and_grad(
       got=f"a method of the model ({fun.__qualname__})",
       fix="Write lambda model, x: model.loss(x), so that the model is differentiated.",
     )
-  call = _WHERE.partition("(")[0]
-  return differentiate_scaled(
-    fun, optimizer, argnums, has_aux, False, name, nnx.value_and_grad, call, "optimizer"
-  )
+  options = {"name": name, "differentiator": nnx.value_and_grad}
+  return value_and_grad_of_arrays(fun, optimizer, argnums, has_aux, **options)

@@ -29,14 +29,13 @@ def accumulate_gradients(
   """Wraps an optimizer so that it makes one update from the mean gradient of several micro-batches.
 
   Until the window is full the updates are -0.0, which changes no parameter's bits, and nothing of
-  the inner optimizer moves: its schedules count real updates. Gradients are added in float32, and
-  the sum is divided once, and so is that of the losses that come as `value=`, if `inner` reads them
-  (`optax.polyak_sgd`, `reduce_on_plateau`). Other extra arguments are those of the micro-batch that
-  ends the window; what a line search or opaque sam needs would be of that one alone: refused.
+  the inner optimizer moves. Gradients are added in float32 and the sum is divided once, and so are
+  the losses that come as `value=`, if `inner` reads them. Other extra arguments are those of the
+  micro-batch that ends the window; what a line search or opaque sam needs is refused.
 
-  With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`: the scale may
-  move inside a window, which waits for `every` micro-batches that are finite. One decision for the
-  entire window is `mpjax.make_train_step(accumulate=...)`.
+  With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`: the window
+  waits for `every` micro-batches that are finite. One decision for all of them is
+  `mpjax.make_train_step(accumulate=...)`.
 
   Args:
     inner: the optimizer.
@@ -48,11 +47,8 @@ def accumulate_gradients(
     parameters, and are float32 (64-bit and complex ones as the parameters).
 
   Raises:
-    MpjaxTypeError: `inner` is no optax transformation, or `every` no integer; `init`: there is a
-      `loss_scaling` inside, or a parameter is no floating array; `update`: the state is not one of
-      this transformation, or there is a `grad`, `value_fn` or `grad_fn`.
-    MpjaxValueError: `every` is less than 1; `update`: the gradients do not match the parameters, or
-      `value` is no scalar.
+    MpjaxTypeError: an argument has the wrong type; `init`: there is a `loss_scaling` inside.
+    MpjaxValueError: `every` is less than 1; `update`: the gradients do not match the parameters.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> inner = mpjax.accumulate_gradients(optax.sgd(1.0), 2)
@@ -90,13 +86,11 @@ def accumulate_gradients(
     params = arrays_only(params)
     alone = [f"{name}=" for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
     if alone:
-      raise MpjaxTypeError(
-        f"{where}.update({', '.join(alone)})",
-        expected="value= and what does not depend on the batch",
-        got="a gradient or a function of one micro-batch, for an update from all of a window",
-        fix="Leave them out, if inner is no line search and no sam; else add the gradients up "
-        "yourself, and give inner, without accumulate_gradients, functions of the entire batch.",
-      )
+      expected = "value= and what does not depend on the batch"
+      got = "a gradient or a function of one micro-batch, for an update from all of a window"
+      fix = "Leave them out, or add the gradients up yourself, without accumulate_gradients."
+      call = f"{where}.update({', '.join(alone)})"
+      raise MpjaxTypeError(call, expected=expected, got=got, fix=fix)
     expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
     check_scalar(extra_args.get("value", 0), f"{where}.update(value)", expected=expected, fix=fix)
     # Without parameters the sum knows what the gradients have to be like.
@@ -106,12 +100,8 @@ def accumulate_gradients(
     count = state.micro_batches + 1
     window = every(state.updates_done) if callable(every) else every
     if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
-      raise MpjaxValueError(
-        where_every,
-        expected="a function that returns an integer, at least 1",
-        got=str(window),
-        fix="Round it, and return 1 for an update with each micro-batch.",
-      )
+      expected, fix = "a function that returns an integer, at least 1", "Round what it returns."
+      raise MpjaxValueError(where_every, expected=expected, got=str(window), fix=fix)
     # >=, not ==: a state restored into a shorter window may be past it already.
     full = count >= window
     value = state.value

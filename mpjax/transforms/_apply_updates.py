@@ -31,22 +31,17 @@ def apply_updates(
 
   Stochastic rounding (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015) goes to
   one of the two neighbours in the 16-bit dtype, to the nearer one more often, so that the mean is
-  the exact sum: small updates move 16-bit parameters on average, without a master copy. The same
-  key gives the same parameters, on every replica, however they are sharded; inside a `shard_map`
-  over sharded parameters fold the device's index into the key. A sum that the dtype can hold is not
-  changed, and so a skipped step changes nothing.
+  the exact sum. The same key gives the same parameters, however they are sharded; inside a
+  `shard_map` over sharded parameters fold the device's index into the key.
 
   Args:
-    params: the parameters, arrays of any shapes. Those in float16 and bfloat16 are rounded, others
-      are added to.
+    params: the parameters. Those in float16 and bfloat16 are rounded, others are added to.
     updates: a tree like `params`, in its shapes, in float32 (as all of mpjax gives) or any dtype.
       Keys and what is no array stay as they are, and may have None here.
     master: `mpjax.master_params(opt_state)` after `update`: each 16-bit parameter becomes its
-      rounded master, bit for bit (beyond the range of its dtype the largest number, not inf; of
-      bfloat16 with ties away from zero), and its update is not looked at. None with
-      `storage="split"`, where the updates lead there.
+      rounded master, bit for bit. None with `storage="split"`, where the updates lead there.
     rounding: "nearest" (ties to even) or "stochastic".
-    key: a PRNG key, typed or raw, for stochastic rounding; another one for each step.
+    key: a PRNG key for stochastic rounding; another one for each step.
 
   Returns:
     A tree like `params`, with the same shapes and dtypes.
@@ -65,60 +60,43 @@ def apply_updates(
   """
   call = "mpjax.apply_updates"
   check_rounding(call, rounding)
-  stochastic = rounding == "stochastic"
-  where = f"{call}(rounding={rounding!r}, key)"
-  if stochastic and key is None:
-    expected, fix = "a PRNG key", "Pass a new one for each step, jax.random.fold_in(key, step)."
-    raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
-  if key is not None and not stochastic:
-    expected, fix = "no key", "Ask for rounding='stochastic', or leave the key out."
-    raise MpjaxValueError(where, expected=expected, got="one", fix=fix)
-  if master is not None and stochastic:
-    raise MpjaxValueError(
-      f"{call}(rounding='stochastic', master)",
-      expected="no master: the parameters are its rounding to nearest",
-      got="one",
-      fix="Use one of the two: a float32 master, or stochastic rounding without one.",
-    )
-  # Of another tree check_alike says where it differs.
-  with contextlib.suppress(ValueError):
-    updates = jax.tree.map(
-      lambda p, u: p if u is None and p is not None and _is_untrained(p) else u,
-      *(params, updates),
-      is_leaf=is_none,
-    )
-  refuse_none(updates, params, f"{call}(updates)", expected="updates like the parameters")
-  check_alike(
-    updates,
-    params,
-    f"{call}(updates)",
-    expected="updates like the parameters",
-    fix="Pass what tx.update returned for these parameters.",
-    dtypes=False,
-  )
+  if (rounding == "stochastic") != (key is not None) or (key is not None and master is not None):
+    passed = [name for name, x in (("a key", key), ("a master", master)) if x is not None]
+    got = " and ".join(passed) or "None for both"
+    where = f"{call}(rounding={rounding!r}, key, master)"
+    expected = "a key and no master for 'stochastic', and no key for 'nearest'"
+    fix = "Pass another key for each step, jax.random.fold_in(key, step)."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+
+  def filled_in(p: Leaf, u: Leaf) -> Leaf:
+    return p if u is None and p is not None and _is_untrained(p) else u
+
+  with contextlib.suppress(ValueError):  # Of another tree check_alike says where it differs.
+    updates = jax.tree.map(filled_in, params, updates, is_leaf=is_none)
+  where, expected = f"{call}(updates)", "updates like the parameters"
+  fix = "Pass what tx.update returned for these parameters."
+  refuse_none(updates, params, where, expected=expected)
+  check_alike(updates, params, where, expected=expected, fix=fix, dtypes=False)
   leaves, treedef = jax.tree.flatten(params)
-  masters: list[Leaf] = [None] * len(leaves)
-  if master is not None:
-    try:
-      filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
-      problems = tree_differences(params, filled, dtypes=False)
-    except ValueError as error:
-      problems = [str(error)]
-    if problems:
-      raise MpjaxValueError(
-        f"{call}(master)",
-        expected="a tree like the parameters, with None where there is no master",
-        got=listed(problems),
-        fix="Pass mpjax.master_params(opt_state) with the state that update returned.",
-      )
-    # One hole may replace a subtree.
-    masters = treedef.flatten_up_to(jax.tree.broadcast(master, params, is_leaf=is_none))
-  new = list[Array]()
-  for position, (p, u, m) in enumerate(zip(leaves, jax.tree.leaves(updates), masters, strict=True)):
-    if m is not None and is_half(p):
-      new.append(stored(jnp.asarray(m, jnp.float32), p))
-    else:
-      new.append(_add(p, u, None if key is None else jax.random.fold_in(key, position)))
+  try:
+    filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
+    problems = tree_differences(params, filled, dtypes=False)
+  except ValueError as error:
+    problems = [str(error)]
+  if problems:
+    expected = "a tree like the parameters, with None where there is no master"
+    fix = "Pass mpjax.master_params(opt_state) with the state that update returned."
+    raise MpjaxValueError(f"{call}(master)", expected=expected, got=listed(problems), fix=fix)
+  # One hole may replace a subtree.
+  masters = treedef.flatten_up_to(jax.tree.broadcast(master, params, is_leaf=is_none))
+  new = [
+    stored(jnp.asarray(m, jnp.float32), p)
+    if m is not None and is_half(p)
+    else _add(p, u, None if key is None else jax.random.fold_in(key, position))
+    for position, (p, u, m) in enumerate(
+      zip(leaves, jax.tree.leaves(updates), masters, strict=True)
+    )
+  ]
   return treedef.unflatten(new)
 
 

@@ -20,17 +20,16 @@ R = TypeVar("R")
 def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
   """Returns `step` such that nothing of a skipped step remains in what it was given.
 
-  `optimizer.update` skips parameters and the optimizer's state. What else a step writes (batch
-  statistics, counts of random numbers, `optimizer.step`) this takes back, bit for bit, where the
-  optimizers that the step has updated have skipped. Only the loss scale moves.
+  What a step writes beside parameters and the optimizer's state (batch statistics, counts of random
+  numbers, `optimizer.step`) this takes back, bit for bit, where an optimizer that it has updated
+  has skipped. Only the loss scale moves.
 
   Args:
     step: a function of models, of an `nnx.Optimizer` around `mpjax.loss_scaling`, and of anything
-      else, in any order. Put `nnx.jit` around the result, not inside.
+      else, in any order. Put `nnx.jit` around the result: `jax.jit` drops what a step writes.
 
   Returns:
-    A function of the same arguments that returns what `step` does. Variables that the step creates
-    are not taken back: run the model once before.
+    A function that returns what `step` does. Variables that it creates are not taken back.
 
   Raises:
     MpjaxTypeError: `step` is no function; when called: no argument holds a loss scale.

@@ -16,7 +16,7 @@ from mpjax._core.errors import (
   check_type,
   listed,
 )
-from mpjax._core.trees import is_array_like, is_inexact
+from mpjax._core.trees import is_array_like, is_inexact, tree_differences
 from mpjax._core.types import Grads, OptState, Params, PyTree, Updates
 from mpjax.transforms._trees import key_text
 
@@ -24,19 +24,16 @@ T = TypeVar("T")
 
 
 def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:
-  """Raises unless all `axes` are mapped here: `pmin` itself fails with an AssertionError."""
-  # `call` is what has to be called inside of what maps them.
+  """Raises unless all `axes` are mapped where `call` is called: `pmin` has an AssertionError."""
   for name in axes:
     try:
       jax.lax.axis_size(name)
     except NameError as error:
       names = jax.sharding.get_abstract_mesh().axis_names
-      raise MpjaxValueError(
-        where,
-        expected=f"the name of an axis that is mapped where {call} is called",
-        got=f"none of that name ({error}; the axes of the mesh here: {names})",
-        fix=f"{fix} leave axis_name out: one jitted function already sees all devices.",
-      ) from error
+      expected = f"the name of an axis that is mapped where {call} is called"
+      got = f"none of that name ({error}; the axes of the mesh here: {names})"
+      fix = f"{fix} leave axis_name out: one jitted function already sees all devices."
+      raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
 
 
 def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraArgs:
@@ -44,15 +41,9 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
 
   It takes any extra arguments, and where it fails it says for which parameters, or whose state.
   """
-  checked = check_type(
-    inner,
-    optax.GradientTransformation,
-    where,
-    expected="an optax.GradientTransformation",
-    fix="Pass an optimizer such as optax.adamw(1e-3); of optax.MultiSteps its "
-    "gradient_transformation().",
-  )
-  plain = optax.with_extra_args_support(checked)
+  kind, expected = optax.GradientTransformation, "an optax.GradientTransformation"
+  fix = "Pass an optimizer such as optax.adamw(1e-3), or MultiSteps(...).gradient_transformation()."
+  plain = optax.with_extra_args_support(check_type(inner, kind, where, expected=expected, fix=fix))
   parameters = inspect.signature(plain.update).parameters
   takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
@@ -79,22 +70,17 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
       # tree of labels that was fixed beforehand fails even without parameters.
       def fails(kept: int | None) -> bool:
         alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
-        return init_structure(plain, treedef.unflatten(alone)) is None
+        return _first_state(plain, treedef.unflatten(alone)) is None
 
-      fixed = fails(None)
-      bad = [path for i, (path, _) in enumerate(leaves) if not fixed and fails(i)]
-      names = ", ".join(map(key_text, bad))
-      fix = "Give them a label that has a transformation, or a transformation for that label."
-      if not bad:
-        fix = (
-          "If it is the labels of optax.multi_transform, they are a fixed tree, to be searched for "
-          "the one without a transformation. Of labels computed from params this names the path."
-        )
+      bad = (
+        [] if fails(None) else [key_text(path) for i, (path, _) in enumerate(leaves) if fails(i)]
+      )
       raise MpjaxValueError(
         f"{where}.init(params)",
         expected="parameters that inner takes",
-        got=f"{' '.join(str(error).split())} (for {names or 'all of them together'})",
-        fix=fix,
+        got=f"{' '.join(str(error).split())} (for {', '.join(bad) or 'all of them together'})",
+        fix="Give each label of optax.multi_transform a transformation; where labels are computed "
+        "from params this names the paths, and a fixed tree of labels is to be searched.",
       ) from error
 
   def update(
@@ -109,56 +95,55 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
     except MpjaxError:
       raise
     except REFUSALS as error:
-      own = init_structure(plain, updates if params is None else params)
-      if own is None or own == jax.tree.structure(state):
-        raise
-      raise MpjaxTypeError(
-        f"{where}.update(state)",
-        expected=f"the state that init of this very transformation created, {own}"[:500],
-        got=f"{jax.tree.structure(state)}"[:500],
-        fix="Pass the tx that made it, wrapped and configured alike, or make a new state.",
-      ) from error
+      like = updates if params is None else params
+      refuse_other_state(plain, like, state, f"{where}.update(state)", error)
+      raise
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def init_structure(inner: optax.GradientTransformation, params: Params) -> object:
-  """Returns the structure of the state that `inner` starts from, or None if it cannot be told."""
+def refuse_other_state(
+  inner: optax.GradientTransformation,
+  params: Params,
+  state: OptState,
+  where: str,
+  cause: Exception | None,
+) -> None:
+  """Raises if a state is not like that which `inner` makes; says nothing if that cannot be told."""
+  own = _first_state(inner, params)
+  problems = [] if own is None else tree_differences(own, state, dtypes=False)
+  if problems:
+    raise MpjaxTypeError(
+      where,
+      expected="the state that init of this very transformation created",
+      got=f"one of another optimizer: {listed(problems, most=4)}",
+      fix="Pass the tx that made it, wrapped by mpjax.loss_scaling and configured alike, or make a "
+      "new state.",
+    ) from cause
+
+
+def _first_state(inner: optax.GradientTransformation, params: Params) -> OptState:
   try:
-    return jax.tree.structure(jax.eval_shape(inner.init, params))
+    return jax.eval_shape(inner.init, params)
   except REFUSALS:
     return None
 
 
 def check_state(state: object, kind: type[T], where: str) -> T:
   """Raises unless `state` is a `kind`, which `init` of the same transformation makes."""
-  return check_type(
-    state,
-    kind,
-    where,
-    expected="the state that init created",
-    fix="Pass the opt_state of this very transformation; restore checkpoints into the structure of "
-    "tx.init(params).",
-  )
+  fix = "Pass the opt_state of this very transformation; restore checkpoints into its structure."
+  return check_type(state, kind, where, expected="the state that init created", fix=fix)
 
 
 def check_params(params: Params, where: str) -> None:
   """Raises if `update` was not given the parameters."""
   if params is None:
-    raise MpjaxValueError(
-      where,
-      expected="the parameters as the third argument of update",
-      got="None",
-      fix="Write tx.update(grads, opt_state, params).",
-    )
+    expected = "the parameters as the third argument of update"
+    fix = "Write tx.update(grads, opt_state, params)."
+    raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
 
 
-def refuse_integers(
-  params: Params,
-  where: str,
-  fix: str = "Keep counters, tables of integers and keys out of params (in model_state, say), or "
-  "wrap with optax.masked.",
-) -> None:
+def refuse_integers(params: Params, where: str) -> None:
   """Raises if a leaf of `params` is an array that cannot be trained."""
   integers = [
     f"{jnp.result_type(x)} at {key_text(path)}"
@@ -166,4 +151,5 @@ def refuse_integers(
     if is_array_like(x) and not is_inexact(x)
   ]
   if integers:
+    fix = "Keep counters, tables of integers and keys out of params: in model_state, say."
     raise MpjaxTypeError(where, expected="floating parameters", got=listed(integers), fix=fix)

@@ -10,14 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.errors import (
-  REFUSALS,
-  MpjaxError,
-  MpjaxTypeError,
-  MpjaxValueError,
-  flax_errors,
-  listed,
-)
+from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.leaves import is_key, path_text
 from mpjax._core.trees import check_alike, is_inexact
 from mpjax._core.types import Array, Grads, Leaf, Params, PyTree
@@ -45,17 +38,36 @@ OUR_METRICS = frozenset(
 def trace_loss(
   loss_fn: LossFn, params: Params, model_state: PyTree, batch: PyTree, rng: Array | None
 ) -> tuple[LossFn, ClosedJaxpr, PyTree]:
-  """Returns `loss_fn` traced for arguments like these, its jaxpr, and what it leaves unchanged.
+  """Returns `loss_fn` traced, its jaxpr, and which leaves of the model state it leaves alone."""
 
-  The last is a tree like the model state: whether a leaf is returned as it was given.
-  """
+  @functools.wraps(loss_fn)
+  def checked(params: Params, model_state: PyTree, batch: PyTree, rng: Array | None) -> PyTree:
+    where, out = "mpjax.make_train_step(loss_fn)", loss_fn(params, model_state, batch, rng)
+    aux: PyTree = out[1] if isinstance(out, tuple) and len(out) == 2 else None
+    if not (isinstance(aux, tuple) and len(aux) == 2 and isinstance(aux[1], Mapping)):
+      expected = "it to return (loss, (model_state, metrics)) with a dict of metrics"
+      fix = "Return (loss, ((), {})) if there is no model state and nothing to report."
+      got = str(jax.tree.map(jax.typeof, out))
+      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+    bad = [name for name in aux[1] if not isinstance(name, str) or name in OUR_METRICS]
+    if bad:
+      expected, fix = "other names than ours, and strings", "Rename them: ours are in that dict."
+      raise MpjaxValueError(f"{where}: metrics", expected=expected, got=str(bad), fix=fix)
+    expected = "the structure, shapes and dtypes that it was given"
+    fix = "Return the entire new state, cast to the dtypes of the old one."
+    check_alike(aux[0], model_state, f"{where}: model_state", expected=expected, fix=fix)
+    # Here, since JAX itself takes only arrays, and one result has to come before the state's.
+    check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
+    return out
+
   # JAX keeps the trace: the step differentiates, looks at and runs what it has called once.
-  args, traced = (params, model_state, batch, rng), jax.jit(_checked(loss_fn), inline=True)
+  traced = jax.jit(checked, inline=True)
   try:
-    jaxpr = traced.trace(*args).jaxpr
-  except (*REFUSALS, *flax_errors()) as error:
+    jaxpr = traced.trace(params, model_state, batch, rng).jaxpr
+  except Exception as error:
     if rng is None and not isinstance(error, MpjaxError):
-      _raise_if_a_key_helps(loss_fn, args, error)
+      call = "TrainState.create(..., rng=jax.random.key(0))"
+      error.add_note(f"mpjax.make_train_step: rng is None, since the state has no key: {call}.")
     raise
   # Leaves of the arguments are those of params, then of model_state; of the results, the loss comes
   # first.
@@ -63,37 +75,6 @@ def trace_loss(
   graph, before = Graph(jaxpr), len(jax.tree.leaves(params))
   unchanged = [graph.results[1 + i] is graph.arguments[before + i] for i in range(len(leaves))]
   return traced, jaxpr, structure.unflatten(unchanged)
-
-
-def _raise_if_a_key_helps(loss_fn: LossFn, args: tuple[PyTree, ...], error: Exception) -> None:
-  try:
-    jax.eval_shape(loss_fn, *args[:3], jax.random.key(0))
-  except (*REFUSALS, *flax_errors()):
-    return  # Something else is wrong.
-  raise MpjaxTypeError(
-    "mpjax.make_train_step(loss_fn): rng",
-    expected="a PRNG key in the state, since loss_fn uses its argument rng",
-    got=f"None ({type(error).__name__}: {' '.join(str(error).split())[:300]})",
-    fix="Use TrainState.create(..., rng=jax.random.key(0)).",
-  ) from error
-
-
-def check_signature(loss_fn: LossFn) -> None:
-  """Raises unless `loss_fn` can be called with four arguments."""
-  try:
-    signature = inspect.signature(loss_fn)
-  except (TypeError, ValueError):  # Not every callable has one.
-    return
-  try:
-    signature.bind(None, None, None, None)
-  except TypeError as error:
-    raise MpjaxTypeError(
-      "mpjax.make_train_step(loss_fn)",
-      expected="a function of four arguments, loss_fn(params, model_state, batch, rng)",
-      got=f"one of {signature} ({error})",
-      fix="Take all four, and return (loss, (model_state, metrics)): model_state is () and rng "
-      "is None where TrainState.create was given none.",
-    ) from error
 
 
 def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
@@ -118,47 +99,6 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
   )
 
 
-def _checked(loss_fn: LossFn) -> LossFn:
-  """`loss_fn`, made to raise where it returns something else than it should."""
-
-  @functools.wraps(loss_fn)
-  def checked(params: Params, model_state: PyTree, batch: PyTree, rng: Array | None) -> PyTree:
-    out: PyTree = loss_fn(params, model_state, batch, rng)
-    aux: PyTree = out[1] if isinstance(out, tuple) and len(out) == 2 else None
-    pairs = isinstance(aux, tuple) and len(aux) == 2
-    if not pairs or not isinstance(aux[1], Mapping):
-      raise MpjaxTypeError(
-        "mpjax.make_train_step(loss_fn)",
-        expected="it to return (loss, (model_state, metrics)) with a dict of metrics",
-        got=str(jax.tree.map(jax.typeof, out)),
-        fix="Return (loss, ((), {})) if there is no model state and nothing to report.",
-      )
-    new_state, metrics = aux
-    where = "mpjax.make_train_step(loss_fn): metrics"
-    other = [name for name in metrics if not isinstance(name, str)]
-    if other:
-      expected, fix = "strings for names", "Name each number: ours are beside it in one dict."
-      raise MpjaxTypeError(where, expected=expected, got=repr(other), fix=fix)
-    taken = sorted(set(metrics) & OUR_METRICS)
-    if taken:
-      expected, fix = "metrics with other names than ours", "Rename them."
-      raise MpjaxValueError(where, expected=expected, got=str(taken), fix=fix)
-    check_alike(
-      new_state,
-      model_state,
-      "mpjax.make_train_step(loss_fn): model_state",
-      expected="the structure, shapes and dtypes that it was given",
-      fix="Return the entire new state, cast to the dtypes of the old one.",
-    )
-    # Here, since JAX itself takes only arrays, and one result has to come before the state's.
-    check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
-    return out
-
-  return checked
-
-
-Totals: TypeAlias = tuple[PyTree, Grads]
-
 IntegerState: TypeAlias = Literal["sum", "same"] | Mapping[str, Literal["sum", "same"]] | None
 """How integers of the model state are combined: all alike, or by path."""
 
@@ -180,9 +120,7 @@ def batch_gradients(
   dynamic = own_scale(state.opt_state, "").says.dynamic
   seen = []  # Whether leaves of the model state are returned as they were given.
 
-  def run(
-    model_state: PyTree, batch: PyTree, rng: Array | None
-  ) -> tuple[Array, PyTree, Metrics, Grads]:
+  def run(model_state: PyTree, batch: PyTree, rng: Array | None) -> tuple[PyTree, ...]:
     traced, jaxpr, unchanged = trace_loss(loss_fn, params, model_state, batch, rng)
     seen.append(unchanged)
     if dynamic:
@@ -205,9 +143,8 @@ def batch_gradients(
     loss, model_state, metrics, grads = run(model_state, batch, rng)
   else:
 
-    def body(carry: Totals, xs: tuple[Array, PyTree]) -> tuple[Totals, tuple[Array, Metrics]]:
-      model_state, total = carry
-      index, micro_batch = xs
+    def body(carry: tuple[PyTree, Grads], xs: tuple[Array, PyTree]) -> tuple[PyTree, PyTree]:
+      (model_state, total), (index, micro_batch) = carry, xs
       key = None if rng is None else jax.random.fold_in(rng, index)
       loss, model_state, metrics, grads = run(model_state, micro_batch, key)
       return (model_state, jax.tree.map(jnp.add, total, grads)), (loss, metrics)
@@ -263,13 +200,12 @@ def localise(
   try:
     local = jax.tree.map(lambda p: jax.lax.pcast(p, manual, to="varying"), params)
   except ValueError as error:
-    raise MpjaxValueError(
-      f"mpjax.make_train_step(axis_name={axes!r})",
-      expected="parameters that are the same on all devices along it",
-      got=f"some that differ ({error})",
-      fix="Pass them with in_specs=jax.P(); for sharded ones use jit over a Mesh, without "
-      "axis_name.",
-    ) from error
+    where = f"mpjax.make_train_step(axis_name={axes!r})"
+    expected, got = "parameters that are the same on all devices along it", "some that differ"
+    fix = (
+      "Pass them with in_specs=jax.P(); for sharded ones use jit over a Mesh, without axis_name."
+    )
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
   flag = jax.lax.pcast(jnp.asarray(True), manual, to="varying")
   # Also for what varies already: a scan wants the same from all that it carries.
   return local, lambda tree: jax.tree.map(lambda x: jnp.where(flag, x, x), tree)
@@ -284,41 +220,30 @@ def common_state(
 ) -> PyTree:
   """Returns the model state that all devices continue with."""
   # What no device has changed is what it was. Floating leaves are averaged in float32, keys are the
-  # same everywhere, and of integers and booleans `integer_state` says which they are. "sum" adds
-  # what each device has added: a counter that is set back would go down once for each device.
-  # `unchanged` says for each leaf whether the loss function returns it as it was given it.
+  # same everywhere, and of integers and booleans `integer_state` says which they are, of the leaf
+  # or of the nearest branch that it is in. "sum" adds what each device has added: a counter that is
+  # set back would go down once for each device.
   leaves, structure = jax.tree_util.tree_flatten_with_path(new)
-  paths = [path_text(path) for path, _ in leaves]
   rules = integer_state if isinstance(integer_state, Mapping) else {"": integer_state}
-  covered = {
-    name: [not name or f"{path}/".startswith(f"{name}/") for path in paths] for name in rules
-  }
-  lost = [name for name, covers in covered.items() if name and not any(covers)]
-  if lost:
-    raise MpjaxValueError(
-      "mpjax.make_train_step(integer_state)",
-      expected=f"paths of the model state, such as {', '.join(map(repr, paths[:5]))}",
-      got=", ".join(map(repr, lost)),
-      fix="Join the keys on the way to a leaf, or to a branch, by '/'.",
-    )
-  unsaid, common = [], []
-  rest = zip(leaves, jax.tree.leaves(old), jax.tree.leaves(unchanged), strict=True)
-  for i, ((path, x), before, same) in enumerate(rest):
-    # What is said of the leaf, or of the nearest branch that it is in.
-    above = [name for name in rules if covered[name][i]]
+  used, common, problems = {""}, list[Array](), list[str]()
+  olds, same = jax.tree.leaves(old), jax.tree.leaves(unchanged)
+  for (path, x), before, is_same in zip(leaves, olds, same, strict=True):
+    text = path_text(path)
+    above = [name for name in rules if not name or f"{text}/".startswith(f"{name}/")]
+    used |= set(above)
     rule = rules[max(above, key=len)] if above else None
-    counted = not (same or is_inexact(x) or is_key(x.dtype))
-    if counted and rule is None:
-      unsaid.append(f"{x.dtype}{list(x.shape)} at {path_text(path) or 'the root'}")
-    common.append(before if same else _combine(x, before, rule, axes))
-  if unsaid:
+    if rule is None and not (is_same or is_inexact(x) or is_key(x.dtype)):
+      problems.append(f"nothing about {x.dtype}{list(x.shape)} at {text or 'the root'}")
+    common.append(before if is_same else _combine(x, before, rule, axes))
+  problems += [f"{name!r}, where the state has no leaf" for name in rules if name not in used]
+  if problems:
     raise MpjaxValueError(
       f"mpjax.make_train_step(axis_name={axes!r}): model_state",
       expected="integer_state= to say how devices combine integers that loss_fn changes: those "
       "that count a device's own rows are added, those that count steps are the same on all",
-      got=f"nothing about {listed(unsaid)}",
+      got=listed(problems),
       fix='Pass integer_state="sum" (the old value and the changes of all devices), '
-      'integer_state="same" (devices agree anyway), or a dict from paths to these.',
+      'integer_state="same" (devices agree anyway), or a dict from paths ("a/b") to these.',
     )
   return structure.unflatten(common)
 
@@ -332,16 +257,3 @@ def _combine(x: Array, old: Array, rule: str | None, axes: tuple[Hashable, ...])
   if x.dtype == jnp.bool_:
     return jax.lax.pmax(x.astype(jnp.int32), axes).astype(jnp.bool_)
   return old + jax.lax.psum(x - old, axes) if rule == "sum" else jax.lax.pmax(x, axes)
-
-
-def check_integer_state(integer_state: object) -> None:
-  """Raises unless `integer_state` is one of the ways, a dict of them, or None."""
-  where = "mpjax.make_train_step(integer_state)"
-  expected = "'sum', 'same', a dict from paths of the model state to these, or None"
-  fix = "Use 'sum' for what counts rows or tokens, 'same' for what counts steps."
-  values = list(integer_state.values()) if isinstance(integer_state, Mapping) else [integer_state]
-  paths = list(integer_state) if isinstance(integer_state, Mapping) else []
-  if not all(isinstance(x, str) for x in (*values, *paths) if x is not None or paths):
-    raise MpjaxTypeError(where, expected=expected, got=repr(integer_state), fix=fix)
-  if any(x is not None and x not in ("sum", "same") for x in values):
-    raise MpjaxValueError(where, expected=expected, got=repr(integer_state), fix=fix)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, kind_of, listed
+from mpjax._core.errors import MpjaxTypeError, check_call, check_type, kind_of, listed
 from mpjax._core.frameworks import framework_of
 from mpjax._core.leaves import is_nnx_variable, path_text
 from mpjax._core.types import Array, OptState, Params, PyTree
@@ -62,27 +62,17 @@ class TrainState(NamedTuple):
     """Returns the state before the first step.
 
     Args:
-      params: the parameters, on the devices and in the dtypes that they are trained in.
+      params: floating arrays, on the devices and in the dtypes that they are trained in.
       tx: the optimizer, wrapped by `mpjax.loss_scaling`.
       model_state: what the model changes by itself, such as `variables["batch_stats"]`.
       rng: a PRNG key for what is random in the loss.
-      ema: keep an average of the parameters (of their masters, where they are stored in 16 bits);
-        `mpjax.make_train_step` then wants its `ema_decay`.
+      ema: keep an average of the parameters, or their masters, for `ema_decay` of the step.
 
     Returns:
-      A state that shares no memory with the arguments, which a donated step would give away. On a
-      mesh, what is new is replicated.
+      A state that shares no memory with the arguments. On a mesh, what is new is replicated.
 
     Raises:
-      MpjaxTypeError: a parameter is no floating array, `params` holds variables of NNX besides
-        `nnx.Param`, `rng` is no PRNG key, or `tx` is not `loss_scaling` of one loss
-        (`master_weights` may be around it).
-      MpjaxValueError: `params` holds entire collections of variables.
-
-    >>> import jax.numpy as jnp, mpjax, optax
-    >>> tx = mpjax.loss_scaling(optax.adam(1e-3))
-    >>> int(mpjax.TrainState.create({"w": jnp.ones(3)}, tx).step)
-    0
+      MpjaxTypeError: one of these is something else, or `tx` is not `loss_scaling` of one loss.
     """
     where = "mpjax.TrainState.create"
     _check_arguments(params, tx, rng, where)
@@ -110,73 +100,43 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
       where,
       expected="mpjax.loss_scaling around the entire optimizer, for one loss",
       got=f"{len(scales)} loss scale(s) inside of {kind_of(outermost)}",
-      fix="Write mpjax.loss_scaling(optax.chain(...)): what is outside would see scaled "
-      "gradients, and skipped steps. With several losses write the step with "
+      fix="Write mpjax.loss_scaling(optax.chain(...)); with several losses write the step with "
       "mpjax.value_and_grad(..., name=...).",
     )
   return scales[0]
 
 
 def _check_arguments(params: Params, tx: object, rng: Array | None, call: str) -> None:
-  if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-    raise MpjaxTypeError(
-      f"{call}(tx)",
-      expected="the optimizer, an optax transformation",
-      got=kind_of(tx),
-      fix="Write mpjax.TrainState.create(params, tx), with what loss_scaling returned as tx, "
-      "not its state.",
-    )
-  where = f"{call}(params)"
+  expected = "the optimizer, an optax transformation"
+  fix = "Write mpjax.TrainState.create(params, tx), with what loss_scaling returned, not its state."
+  check_type(tx, optax.GradientTransformation, f"{call}(tx)", expected=expected, fix=fix)
+  # What nobody trains, among what is trained: collections of Linen, and models and variables of
+  # NNX. Only nnx.Param is known to be trained, so a tree of other variables alone is left to the
+  # caller.
+  got, fix = "", 'Pass variables["params"], and the other collections as model_state.'
   if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
-    raise MpjaxValueError(
-      where,
-      expected="the parameters alone",
-      got=f"all variables, with the collections {sorted(map(str, params))}",
-      fix='Pass variables["params"], and the other collections as model_state.',
-    )
-  # Variables of NNX that nobody trains, among those that are trained. Only nnx.Param is known to be
-  # trained, so a tree of other variables alone is left to the caller.
-  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx_variable)
-  variables = [(path, x) for path, x in leaves if is_nnx_variable(x)]
+    got = f"all variables, with the collections {sorted(map(str, params))}"
+  is_nnx = lambda x: is_nnx_variable(x) or framework_of(x) == "NNX"  # noqa: E731
+  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx)
+  kinds = [(type(x), path_text(path) or "the root") for path, x in leaves if is_nnx(x)]
   others = [
-    f"{type(x).__name__} at {path_text(path) or 'the root'}"
-    for path, x in variables
-    if all(kind.__name__ != "Param" for kind in type(x).__mro__)
+    f"{kind.__name__} at {path}"
+    for kind, path in kinds
+    if all(base.__name__ != "Param" for base in kind.__mro__)
   ]
-  if others and len(others) < len(variables):
-    raise MpjaxTypeError(
-      where,
-      expected="the parameters alone: weight decay would act on running statistics too",
-      got=f"variables of NNX with {listed(others)}",
-      fix=_SPLIT,
+  if any(framework_of(kind) == "NNX" for kind, _ in kinds) or 0 < len(others) < len(kinds):
+    got = f"objects of NNX with {listed(others)}"
+    fix = (
+      "graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes a model apart: pass "
+      "nnx.as_pure(params), and nnx.as_pure(rest) as model_state."
     )
-  is_model = lambda x: framework_of(x) == "NNX"  # noqa: E731
-  for model in filter(is_model, jax.tree.leaves(params, is_leaf=is_model)):
-    raise MpjaxTypeError(
-      where,
-      expected="a tree of arrays, whose next values the step returns",
-      got=f"a model of NNX ({type(model).__name__})",
-      fix=_SPLIT,
-    )
-  refuse_integers(
-    params,
-    where,
-    fix="Keep counters, tables of integers and keys in model_state, from where loss_fn takes them.",
-  )
-  if rng is None:
-    return
-  dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng)
-  typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-  if not typed and not (dtype == jnp.uint32 and len(shape) == 1):
-    raise MpjaxTypeError(
-      f"{call}(rng)",
-      expected="one PRNG key",
-      got=kind_of(rng),
-      fix="Pass jax.random.key(0); each step folds its own key from it.",
-    )
-
-
-_SPLIT = (
-  "graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes it apart: pass "
-  "nnx.as_pure(params), and nnx.as_pure(rest) as model_state."
-)
+  if got:
+    expected = "the parameters alone: weight decay would act on running statistics too"
+    raise MpjaxTypeError(f"{call}(params)", expected=expected, got=got, fix=fix)
+  refuse_integers(params, f"{call}(params)")
+  dtype, shape = getattr(rng, "dtype", None), getattr(rng, "shape", ())
+  is_raw = dtype == jnp.uint32 and len(shape) == 1
+  is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+  if rng is not None and not is_raw and not is_key:
+    fix = "Pass jax.random.key(0); each step folds its own key from it."
+    raise MpjaxTypeError(f"{call}(rng)", expected="one PRNG key", got=kind_of(rng), fix=fix)

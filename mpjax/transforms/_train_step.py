@@ -1,8 +1,7 @@
 """A full training step: everything that it changes commits together, or not at all."""
 
-import math
-from collections.abc import Callable, Hashable
-from typing import Literal, TypeAlias, cast
+from collections.abc import Callable, Hashable, Mapping
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,31 +18,14 @@ from mpjax._core.errors import (
   check_type,
   check_value,
   listed,
-  wrong_type,
 )
 from mpjax._core.leaves import path_text
 from mpjax._core.together import sum_of_squares
 from mpjax._core.trees import all_finite, check_alike, select, tree_differences
-from mpjax._core.types import (
-  Array,
-  Grads,
-  KeyPath,
-  Leaf,
-  OptState,
-  Params,
-  PyTree,
-  Updates,
-)
+from mpjax._core.types import Array, Grads, KeyPath, OptState, Params, PyTree, Updates
 from mpjax.transforms._apply_updates import apply_updates, check_rounding
-from mpjax.transforms._checks import check_axes, init_structure
-from mpjax.transforms._gradients import (
-  IntegerState,
-  LossFn,
-  Metrics,
-  batch_gradients,
-  check_integer_state,
-  check_signature,
-)
+from mpjax.transforms._checks import check_axes, refuse_other_state
+from mpjax.transforms._gradients import IntegerState, LossFn, Metrics, batch_gradients
 from mpjax.transforms._loss_scale import INT32_MAX, LossScaleState
 from mpjax.transforms._loss_scaling import AxisName
 from mpjax.transforms._masters import has_split, merged_masters
@@ -54,78 +36,21 @@ from mpjax.transforms._trees import as_stored, float32_view, key_text, nodes_of
 from mpjax.transforms._value_and_grad import unscale
 
 
-def check_call(
-  state: object,
-  batch: PyTree,
-  accumulate: int,
-  max_retries: int,
-  ema_decay: float | None,
-  rounding: str,
-) -> None:
-  """Raises unless a step with these settings takes `state` and `batch`."""
-  call = "mpjax.make_train_step(...)"
-  expected, fix = "a mpjax.TrainState", "Make one with mpjax.TrainState.create(params, tx)."
-  fix = "Swap the two: step(state, batch)." if isinstance(batch, TrainState) else fix
-  state = check_type(state, TrainState, f"{call}: step(state)", expected=expected, fix=fix)
-  has_average = not (isinstance(state.ema, tuple) and not state.ema)
-  if has_average != (ema_decay is not None):
-    raise MpjaxValueError(
-      f"{call}: step(state): ema",
-      expected="an average in the state exactly if ema_decay is given",
-      got=f"ema_decay={ema_decay} and {'one' if has_average else 'none'}",
-      fix="Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999).",
-    )
-  label = own_scale(state.opt_state, f"{call}: step(state)").says
-  if max_retries and not label.dynamic:
-    raise MpjaxValueError(
-      "mpjax.make_train_step(max_retries)",
-      expected="0 with a loss scale that does not move",
-      got=f"{max_retries} with {label.config!r}",
-      fix="Use DynamicLossScale: the same batch at the same scale overflows again.",
-    )
-  if rounding == "stochastic" and state.rng is None:
-    raise MpjaxValueError(
-      "mpjax.make_train_step(rounding='stochastic'): step(state): rng",
-      expected="a PRNG key in the state",
-      got="None",
-      fix="Use TrainState.create(..., rng=jax.random.key(0)).",
-    )
-  if rounding == "stochastic" and has_split(state.opt_state):
-    raise MpjaxValueError(
-      "mpjax.make_train_step(rounding='stochastic'): step(state): opt_state",
-      expected="no master: the parameters are its rounding to nearest",
-      got="the state of mpjax.master_weights",
-      fix="Use one of the two: mpjax.master_weights, or stochastic rounding without it.",
-    )
-  if accumulate > 1:
-    _check_batch(batch, accumulate)
-
-
 def checked_update(
   tx: optax.GradientTransformationExtraArgs, grads: Grads, state: TrainState, **extra: PyTree
 ) -> tuple[Updates, OptState]:
   """Returns what `tx.update` does, and raises if it fails or gives another kind of state."""
-  result, opt_state, failure = None, None, None
+  where = "mpjax.make_train_step(tx): step(state)"
   try:
     result, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
   except (MpjaxError, jax.errors.JAXTypeError):
     raise
   except REFUSALS as error:
-    failure = error
-  structure = jax.tree.structure(state.opt_state)
-  if jax.tree.structure(opt_state) != structure:
-    own = init_structure(tx, state.params)
-    if own is not None and own != structure:
-      raise MpjaxTypeError(
-        "mpjax.make_train_step(tx): step(state)",
-        expected="a state that was created with this very tx",
-        got=f"one of another optimizer, {structure}"[:500],
-        fix="Give TrainState.create and make_train_step the same tx, wrapped by "
-        "mpjax.loss_scaling.",
-      ) from failure
-  if failure is not None:
-    got = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-    raise _needs_more(got) from failure
+    refuse_other_state(tx, state.params, state.opt_state, where, error)
+    got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    raise _needs_more(got) from error
+  if jax.tree.structure(opt_state) != jax.tree.structure(state.opt_state):
+    refuse_other_state(tx, state.params, state.opt_state, where, None)
   check_alike(
     opt_state,
     state.opt_state,
@@ -143,9 +68,8 @@ def _needs_more(got: str) -> MpjaxTypeError:
     expected="an optimizer that needs the parameters, the gradients of the mean loss and "
     "value=, and no more",
     got=got,
-    fix="What evaluates the loss by itself (lbfgs and other line searches, SAM in opaque mode) "
-    "or takes gradients of another shape (dpsgd, lookahead) has to be called in a loop of your "
-    "own: mpjax.value_and_grad, and tx.update with the arguments that it wants.",
+    fix="Call what evaluates the loss by itself (line searches, SAM in opaque mode) or takes other "
+    "gradients (dpsgd, lookahead) in a loop of your own: mpjax.value_and_grad, and tx.update.",
   )
 
 
@@ -157,12 +81,11 @@ def check_decision(new: OptState, old: OptState) -> None:
   names = jax.sharding.get_abstract_mesh().manual_axes
   apart = [name for name in names if _varies(after, name) and not _varies(before, name)]
   if apart:
-    raise MpjaxValueError(
-      "mpjax.make_train_step(axis_name=None)",
-      expected=f"the name of the axis that the batch is divided over, one of {apart}",
-      got="None inside of a shard_map: each device would take a step of its own",
-      fix=f"Pass axis_name={apart[0]!r}, and gradients, loss and state are averaged over it.",
-    )
+    where = "mpjax.make_train_step(axis_name=None)"
+    expected = f"the name of the axis that the batch is divided over, one of {apart}"
+    got = "None inside of a shard_map: each device would take a step of its own"
+    fix = f"Pass axis_name={apart[0]!r}, and gradients, loss and state are averaged over it."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
 
 
 def _varies(x: Array, axis: Hashable) -> bool:
@@ -172,45 +95,6 @@ def _varies(x: Array, axis: Hashable) -> bool:
     return True
   return False
 
-
-def _check_batch(batch: PyTree, accumulate: int) -> None:
-  where = f"mpjax.make_train_step(accumulate={accumulate}): step(batch)"
-  problems = []
-  leaves = jax.tree_util.tree_leaves_with_path(batch)
-  paths = [(key_text(path), x) for path, x in leaves]
-  for path, x in paths:
-    shape, parts = jnp.shape(x), accumulate * _devices_of_rows(x)
-    if not shape or shape[0] % parts:
-      problems.append(f"shape {list(shape)} at {path}")
-  if not problems and len({jnp.shape(x)[0] for _, x in paths}) > 1:
-    raise MpjaxValueError(
-      where,
-      expected="leaves with one first axis, that of the examples: all are cut along it",
-      got=listed([f"shape {list(jnp.shape(x))} at {path}" for path, x in paths]),
-      fix="What belongs to the entire batch (a mask, class weights) is no part of it: let loss_fn "
-      "close over it, or keep it in model_state. What has several rows for each example can be "
-      "reshaped to one.",
-    )
-  if problems:
-    raise MpjaxValueError(
-      where,
-      expected=f"leaves whose first axis can be cut into {accumulate} micro-batches (each of "
-      "which fills all devices that the rows are sharded over)",
-      got=listed(problems),
-      fix="Choose a batch size that is a multiple, and drop or pad the last batch.",
-    )
-
-
-def _devices_of_rows(x: Leaf) -> int:
-  """How many devices the type of `x` says that its first axis is cut over."""
-  sharding = jax.typeof(x).sharding
-  axes = sharding.spec[0] if len(sharding.spec) else None
-  names = axes if isinstance(axes, tuple) else (axes,)
-  return math.prod(sharding.mesh.shape[name] for name in names if name is not None)
-
-
-Tries: TypeAlias = tuple[TrainState, Metrics, LossScaleState, Array, Array]
-"""State and metrics, the scale after the first run, the count of runs, and whether no more help."""
 
 _ROUNDING = 2**32 - 1
 """Folded into a step's key for its rounding; micro-batches and devices count from 0."""
@@ -231,61 +115,35 @@ def make_train_step(
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
   """Returns a jitted step: scaled gradients, micro-batches, and one decision for everything.
 
-  If a gradient or the loss is not finite, or a number of the model state becomes so that was not so
-  before, the step is skipped: parameters, optimizer, model state, average and `step` keep their
-  bits, and only the loss scale moves. 16-bit parameters with `mpjax.master_weights` are set to
-  their rounded masters. `loss_fn` is traced once. Its key is folded from `state.rng` and
-  `state.step` (and the device, under `axis_name`; and the micro-batch), so that a skipped step
-  leaves no trace in later ones either.
+  If a gradient or the loss is not finite, or a number of the model state becomes so, the step is
+  skipped: all keep their bits, and only the loss scale moves. docs/training.md has more about each
+  argument.
 
   Args:
     loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`. The loss
-      is floating of shape (), a mean over the batch; `metrics` is a dict of arrays; `model_state`
+      is a floating scalar, a mean over the batch; `metrics` is a dict of arrays; `model_state`
       keeps its structure, shapes and dtypes; `rng` is None if the state has none.
-    tx: the optimizer, with `mpjax.loss_scaling` around all of it (`master_weights` may be around
-      that). With `NoLossScale` nothing is checked and no step is skipped; `StaticLossScale(1)`
-      checks without scaling. The loss is passed as `value=`, for `optax.contrib`'s schedules.
-    accumulate: cut the batch, leaves of shape (n, ...), into this many micro-batches, which are run
-      one after the other inside the step; their float32 gradients are added and divided once. Row i
-      belongs to micro-batch i % accumulate, so that a batch sharded over devices stays where it is.
-    axis_name: the mapped axis, or axes, of a `jax.shard_map` or `jax.pmap` that the step is called
-      inside of, with replicated parameters. Gradients, loss, floating model state and metrics are
-      averaged over it in float32 (integers are summed in metrics), also where `loss_fn` has
-      averaged the loss itself. To donate is then up to the `jax.jit` around it. Under automatic
-      sharding leave it out.
-    integer_state: what becomes, under `axis_name`, of integers and booleans in `model_state` that
-      `loss_fn` changes. "sum" adds the changes of all devices to the old value, for what counts
-      rows or tokens and is not set back; "same" is for what is the same on all devices, such as a
-      count of steps. Or a dict from paths of leaves or branches to these, `{"counts/tokens":
-      "sum"}`. Of booleans both are true where one device says so.
-    max_retries: run the same batch again, up to this many times, each time at a lower scale,
-      whatever the hysteresis. Off by default: a lost batch is cheaper. A batch whose loss or model
-      state is not finite is not run again, since no scale can help there; if no run helped, it
-      counts as one skipped step.
-    ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step; of
-      parameters in `mpjax.accumulate_gradients`, after each update.
+    tx: the optimizer, with `mpjax.loss_scaling` around it; the loss is passed to it as `value=`.
+    accumulate: cut the batch into this many micro-batches, whose float32 gradients are added.
+    axis_name: the mapped axis, or axes, of a `jax.shard_map` or `jax.pmap` around the step, over
+      which gradients, loss, floating model state and metrics are averaged.
+    integer_state: what becomes of integers in `model_state` under `axis_name`: "sum" adds the
+      changes of all devices, "same" is the same on all; or a dict from paths or branches to these.
+    max_retries: run a batch that overflowed again, each time at a lower scale, up to so many times.
+    ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step.
     donate: let the new state take over the memory of the old one, which must not be used again.
-    rounding: how 16-bit parameters without a master are rounded, see `mpjax.apply_updates`. The
-      keys of "stochastic" are folded from `state.rng`.
+    rounding: how 16-bit parameters without a master are rounded, see `mpjax.apply_updates`.
     state_shardings: where the new state is to be, `jax.tree.map(lambda x: x.sharding, state)`.
-      With sharded parameters XLA may otherwise choose another sharding for leaves that it computes
-      from them, and compile the next step again.
 
   Returns:
     `step(state, batch) -> (state, metrics)`. The metrics are those of `loss_fn` (floating ones
-    averaged over micro-batches in float32, integers and booleans summed as int32), those of
-    `mpjax.loss_scaling_metrics` with `scale_changed`, `loss` and `grad_norm` (both float32 of shape
-    (), unscaled, and not finite when they were not; the norm also where a sum of squares is not),
-    and `retries` (int32) if `max_retries` is given.
+    averaged, others summed) and of `mpjax.loss_scaling_metrics`, `loss` and `grad_norm` (unscaled),
+    and `retries` if `max_retries` is given.
 
   Raises:
-    MpjaxTypeError: an argument has the wrong type; when called: the state is no `TrainState`, or
-      has not one loss scale or that of another optimizer, `loss_fn` returns something else or wants
-      a key that the state lacks, or `tx` needs other arguments.
-    MpjaxValueError: an argument is out of range; when called: a batch that cannot be cut, a model
-      state that changes its structure, shapes or dtypes, an unbound or a missing `axis_name`,
-      parameters that differ along it, integers that change without `integer_state`, or an average
-      that is kept but not updated, or the other way round.
+    MpjaxTypeError: an argument, or what `loss_fn` returns, has the wrong type; when called: the
+      state is that of another optimizer, or `tx` needs other arguments.
+    MpjaxValueError: an argument is out of range, or does not fit to state, batch and mapped axes.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> def loss_fn(params, model_state, batch, rng):
@@ -302,25 +160,65 @@ def make_train_step(
   call = "mpjax.make_train_step"
   fix = "Pass the function itself."
   check_callable(loss_fn, f"{call}(loss_fn)", expected="a function", fix=fix)
-  if not callable(getattr(tx, "update", None)):
-    fix = "Pass mpjax.loss_scaling(optax.adamw(1e-3))."
-    raise wrong_type(tx, f"{call}(tx)", expected="an optax transformation", fix=fix)
+  expected, fix = "an optax transformation", "Pass mpjax.loss_scaling(optax.adamw(1e-3))."
+  check_type(tx, optax.GradientTransformation, f"{call}(tx)", expected=expected, fix=fix)
   fix = "1 does not cut the batch."
   accumulate = check_int(accumulate, f"{call}(accumulate)", least=1, fix=fix)
   fix = "0 never runs a batch again."
   max_retries = check_int(max_retries, f"{call}(max_retries)", least=0, fix=fix)
   check_flag(donate, f"{call}(donate)")
-  if ema_decay is not None:
-    where, fix = f"{call}(ema_decay)", "Pass a number such as 0.999."
-    if not isinstance(ema_decay, float):
-      raise wrong_type(ema_decay, where, expected="a float or None", fix=fix)
-    expected, fix = "a number in [0, 1)", "0.999 averages over about 1000 steps."
-    check_value(ema_decay, 0 <= ema_decay < 1, where, expected=expected, fix=fix)
-  check_signature(loss_fn)
-  check_integer_state(integer_state)
+  is_decay = ema_decay is None or (isinstance(ema_decay, float) and 0 <= ema_decay < 1)
+  expected, fix = "a float in [0, 1), or None", "0.999 averages over about 1000 steps."
+  check_value(ema_decay, is_decay, f"{call}(ema_decay)", expected=expected, fix=fix)
+  rules = [] if integer_state is None else [integer_state]
+  if isinstance(integer_state, Mapping):
+    rules = [*integer_state.values()]
+  expected = "'sum', 'same', a dict from paths of the model state to these, or None"
+  is_allowed = all(rule in ("sum", "same") for rule in rules)
+  fix = "Use 'sum' for what counts rows or tokens, 'same' for what counts steps."
+  check_value(integer_state, is_allowed, f"{call}(integer_state)", expected=expected, fix=fix)
   check_rounding(call, rounding)
   several = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
   axes: tuple[Hashable, ...] = () if axis_name is None else tuple(several)
+
+  def check(state: object, batch: PyTree) -> None:
+    where = f"{call}(...): step(state)"
+    expected, fix = "a mpjax.TrainState", "Make one with mpjax.TrainState.create(params, tx)."
+    fix = "Swap the two: step(state, batch)." if isinstance(batch, TrainState) else fix
+    state = check_type(state, TrainState, where, expected=expected, fix=fix)
+    has_average = not (isinstance(state.ema, tuple) and not state.ema)
+    if has_average != (ema_decay is not None):
+      expected = "an average in the state exactly if ema_decay is given"
+      got = f"ema_decay={ema_decay} and {'one' if has_average else 'none'}"
+      fix = "Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)."
+      raise MpjaxValueError(f"{where}: ema", expected=expected, got=got, fix=fix)
+    label = own_scale(state.opt_state, where).says
+    if max_retries and not label.dynamic:
+      expected, got = (
+        "0 with a loss scale that does not move",
+        f"{max_retries} with {label.config!r}",
+      )
+      fix = "Use DynamicLossScale: the same batch at the same scale overflows again."
+      raise MpjaxValueError(f"{call}(max_retries)", expected=expected, got=got, fix=fix)
+    if rounding == "stochastic" and (state.rng is None or has_split(state.opt_state)):
+      raise MpjaxValueError(
+        f"{call}(rounding='stochastic'): step(state)",
+        expected="a PRNG key in the state, and parameters without masters, which round to nearest",
+        got="None for rng" if state.rng is None else "the state of mpjax.master_weights",
+        fix="Use TrainState.create(..., rng=jax.random.key(0)), and one of the two, masters or "
+        "stochastic rounding.",
+      )
+    leaves = jax.tree_util.tree_leaves_with_path(batch) if accumulate > 1 else []
+    rows = {jnp.shape(x)[:1] for _, x in leaves}
+    if len(rows) > 1 or any(not shape or shape[0] % accumulate for shape in rows):
+      raise MpjaxValueError(
+        f"{call}(accumulate={accumulate}): step(batch)",
+        expected="leaves with one first axis, that of the examples, which can be cut into "
+        f"{accumulate} micro-batches",
+        got=listed([f"shape {list(jnp.shape(x))} at {key_text(path)}" for path, x in leaves]),
+        fix="Choose a batch size that is a multiple, and drop or pad the last batch. Let loss_fn "
+        "close over what belongs to all of it (a mask, class weights).",
+      )
 
   def attempt(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Array]:
     # The last says whether loss and model state were finite.
@@ -375,22 +273,9 @@ def make_train_step(
     return new, {**metrics, "loss": loss, "grad_norm": norm, **scaling}, all_finite(forward)
 
   def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    check_axes(
-      axes,
-      f"mpjax.make_train_step(axis_name={axis_name!r})",
-      call="the step",
-      fix="Call the step inside the jax.shard_map of that axis. Under automatic sharding",
-    )
-    check_call(state, batch, accumulate, max_retries, ema_decay, rounding)
-    try:
-      jax.tree.broadcast(state_shardings, state, is_leaf=lambda x: x is None)
-    except ValueError as error:
-      raise MpjaxValueError(
-        f"{call}(state_shardings)",
-        expected="the structure of the state, or of its upper part",
-        got=f"another one ({' '.join(str(error).split())[:300]})",
-        fix="Pass jax.tree.map(lambda x: x.sharding, state) of the state that you pass.",
-      ) from error
+    fix = "Call the step inside the jax.shard_map of that axis. Under automatic sharding"
+    check_axes(axes, f"{call}(axis_name={axis_name!r})", call="the step", fix=fix)
+    check(state, batch)
     if not max_retries:
       return attempt(state, batch)[:2]
     return _retried(attempt, state, batch, max_retries)
@@ -439,24 +324,22 @@ def _retried(
   # Of these only `finite` is read: no step was applied yet.
   nothing = jax.tree.map(lambda x: jnp.full_like(x, 0), shapes)
 
-  def again(carry: Tries) -> Array:
+  # State and metrics, the scale after the first run, the count of runs, and whether no more help.
+  def again(carry: tuple[PyTree, ...]) -> Array:
     _, metrics, _, runs, futile = carry
-    failed = jnp.logical_not(jnp.logical_or(metrics["finite"], futile))
-    return jnp.logical_and(failed, runs <= max_retries)
+    return ~(metrics["finite"] | futile) & (runs <= max_retries)
 
-  def run(carry: Tries) -> Tries:
+  def run(carry: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
     state, _, first, runs, _ = carry
     new, metrics, forward = attempt(state, batch)
     before, after = (_scale(s) for s in (state, new))
     first = select(runs == 0, after, first, where)
-    stuck = jnp.logical_or(before.scale <= low, after.bad_updates > before.bad_updates)
-    futile = jnp.logical_or(stuck, jnp.logical_not(forward))
+    futile = (before.scale <= low) | (after.bad_updates > before.bad_updates) | ~forward
     lower = jnp.clip(before.scale * jnp.asarray(factor, jnp.float32), low, high)
     after = after._replace(scale=jnp.where(metrics["finite"], after.scale, lower))
     return _with_scale(new, after), metrics, first, runs + 1, futile
 
-  zero, no = jnp.zeros((), jnp.int32), jnp.asarray(False)
-  start = (state, nothing, _scale(state), zero, no)
+  start = (state, nothing, _scale(state), jnp.zeros((), jnp.int32), jnp.asarray(False))
   last, metrics, first, runs, _ = jax.lax.while_loop(again, run, start)
   last = _with_scale(last, select(metrics["finite"], _scale(last), first, where))
   metrics |= loss_scaling_metrics(last.opt_state, before=state.opt_state)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from mpjax._core.active import AUDIT
-from mpjax._core.errors import MpjaxTypeError, check_call, check_scalar, kind_of
+from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, check_scalar, kind_of
 from mpjax._core.frameworks import framework_of
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, PyTree
@@ -22,10 +22,9 @@ P = ParamSpec("P")
 
 _CALL = "mpjax.value_and_grad"
 _ONE_NUMBER = "Return one number to minimise, such as jnp.mean(losses)."
-_BUILD = f"Write {_CALL}(loss_fn, opt_state)(params, batch), inside of the step."
 
 
-@check_call(f"{_CALL}(fun, opt_state)", fix=_BUILD)
+@check_call(f"{_CALL}(fun, opt_state)", fix=f"Write {_CALL}(loss_fn, opt_state)(params, batch).")
 def value_and_grad(
   fun: Callable[P, PyTree],
   opt_state: OptState,
@@ -39,70 +38,41 @@ def value_and_grad(
   """Like `jax.value_and_grad`, for a loss that is scaled before it is differentiated.
 
   **Build it in the step**, from the state that the step is given: the function keeps the scale of
-  `opt_state`, and after an update `update` would divide by another one. With a dynamic scale that
-  is an error where it can be seen.
+  `opt_state`, and after an update `update` would divide by another one.
 
   Args:
     fun: returns a loss, floating of shape (), or that and anything else if `has_aux`.
-    opt_state: the state of an optimizer wrapped by `mpjax.loss_scaling`; its `update` takes the
-      gradients.
+    opt_state: the state of an optimizer wrapped by `mpjax.loss_scaling`, or an `nnx.Optimizer`.
     argnums: which positional arguments to differentiate with respect to.
     has_aux: `fun` returns a pair of the loss and something else, which is returned as it is.
     allow_int: integer arguments may be differentiated (their gradients are `float0`).
     name: which of several loss scales to use.
-    differentiator: what differentiates, called as `differentiator(fun, has_aux=True)` (and with
-      `argnums` and `allow_int` where they are given): `equinox.filter_value_and_grad` for models of
-      Equinox.
+    differentiator: what differentiates, `equinox.filter_value_and_grad` for models of Equinox.
 
   Returns:
     A function of the arguments of `fun` that returns the loss as `fun` computed it (unscaled, in
-    its own dtype; or `(loss, aux)`) and the *scaled* gradients, in the shapes and dtypes of the
-    arguments.
+    its own dtype; or `(loss, aux)`) and the *scaled* gradients, like the arguments.
 
   Raises:
-    MpjaxTypeError: `fun` is no function, or the state has no scale, or has two; when called: the
-      loss is not a floating number, `fun` returns no pair under `has_aux`, or a model has to be
-      differentiated by the function of its own library.
+    MpjaxTypeError: `fun` is no function, or the state has not one scale; when called: the loss is
+      no floating number, or a model needs the differentiator of its own library.
     MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
-    MpjaxRuntimeError: when called: the dynamic scale would be a constant of a function that is
-      traced with the parameters as its arguments (also where that would do no harm, in
-      `jax.checkpoint` say), or the state that it came from was there at the first call and is gone.
+    MpjaxRuntimeError: when called: the dynamic scale is not that of the step.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))
   >>> params = jnp.asarray([1.0, 2.0])
   >>> opt_state = tx.init(params)
   >>> loss, grads = mpjax.value_and_grad(lambda p: jnp.sum(p**2), opt_state)(params)
-  >>> print(loss, grads)
-  5.0 [16. 32.]
-  >>> updates, opt_state = tx.update(grads, opt_state, params)
-  >>> print(updates)
-  [-1. -2.]
+  >>> print(loss, grads, tx.update(grads, opt_state, params)[0])
+  5.0 [16. 32.] [-1. -2.]
   """
-  return differentiate_scaled(
-    fun, opt_state, argnums, has_aux, allow_int, name, differentiator, _CALL, "opt_state"
-  )
-
-
-def differentiate_scaled(
-  fun: Callable[P, PyTree],
-  opt_state: OptState,
-  argnums: Hashable | Sequence[int],
-  has_aux: bool,
-  allow_int: bool,
-  name: str | None,
-  differentiator: Callable[..., Function],
-  call: str,
-  state: str,
-) -> Callable[P, tuple[PyTree, Grads]]:
-  """Returns `mpjax.value_and_grad(...)`; errors say which function was called, and with what."""
-  if not callable(fun):
-    raise MpjaxTypeError(
-      f"{call}(fun)",
-      expected="the function that computes the loss as the first argument",
-      got=kind_of(fun),
-      fix=f"Write {call}(loss_fn, {state})(...).",
-    )
+  # Called by `mpjax.nnx.value_and_grad`, errors have its names.
+  is_nnx = str(getattr(differentiator, "__module__", "")).startswith("flax.nnx")
+  call, state = ("mpjax.nnx.value_and_grad", "optimizer") if is_nnx else (_CALL, "opt_state")
+  expected = "the function that computes the loss as the first argument"
+  fix = f"Write {call}(loss_fn, {state})(...)."
+  check_callable(fun, f"{call}(fun)", expected=expected, fix=fix)
   owned = find_scale(opt_state, f"{call}({state})", name)
   read, largest = scale_reader(owned, f"{call}(fun, {state})"), owned.says.largest
   options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}
@@ -135,7 +105,9 @@ def differentiate_scaled(
 
     (_, (loss, aux, rest)), grads = differentiator(scaled, has_aux=True, **options)(*args, **kwargs)
     if rest is not None:
-      grads = jax.tree.map(lambda g: _times(g, rest), grads)
+      grads = jax.tree.map(
+        lambda g: _scaled(g, rest).astype(g.dtype) if is_inexact(g) else g, grads
+      )
     return ((loss, aux) if has_aux else loss), grads
 
   return wrapper
@@ -144,23 +116,18 @@ def differentiate_scaled(
 def scale_loss(loss: Array, opt_state: OptState, *, name: str | None = None) -> Array:
   """Returns `loss` times the loss scale of `opt_state`, to be differentiated.
 
-  A loss in low precision is cast to float32 before it is multiplied. Its derivative starts with the
-  scale in its own dtype: where that is float16 and the scale may exceed 2^15, there is a warning.
-  `mpjax.value_and_grad` does without it, and returns the plain loss as well.
+  `mpjax.value_and_grad` returns the plain loss as well, and has no limit for a float16 one.
 
   Args:
     loss: floating, of shape ().
-    opt_state: the state of an optimizer wrapped by `mpjax.loss_scaling`, or any tree that holds
-      one such state (a chain, a mask, a train state).
+    opt_state: any tree that holds one state of `mpjax.loss_scaling` (a chain, a train state).
     name: which of several loss scales to use.
 
   Returns:
     Float32 of shape () (float64 if `loss` is); `loss` itself under `NoLossScale`.
 
   Raises:
-    MpjaxTypeError: the loss is not a floating number, or the state has no scale, or has two.
-    MpjaxValueError: the loss is not a scalar, or no scale is called `name`.
-    MpjaxRuntimeError: the dynamic scale would be a constant of the function that is traced.
+    MpjaxError: as `mpjax.value_and_grad` does, of the loss and the state.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
@@ -175,18 +142,14 @@ def scale_loss(loss: Array, opt_state: OptState, *, name: str | None = None) -> 
     warnings.warn(
       "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, "
       f"which in float16 is inf from 2^16 on, and this one may be {largest:.9g}: such steps are "
-      "skipped. Let mpjax.value_and_grad scale it, cast to float32 in the loss function, before "
-      "the mean (losses.astype(jnp.float32)), or pass DynamicLossScale(max_scale=2**15).",
-      UserWarning,
+      "skipped. Let mpjax.value_and_grad scale it, or cast losses to float32 before their mean.",
       stacklevel=2,
     )
   return loss if scale is None else _scaled(loss, scale)
 
 
 def unscale(grads: Grads, opt_state: OptState, *, name: str | None = None) -> Grads:
-  """Returns the gradients of the plain loss, to look at.
-
-  `update` still takes the scaled ones: it unscales them itself.
+  """Returns the gradients of the plain loss, to look at: `update` takes the scaled ones.
 
   Args:
     grads: the gradients of the scaled loss, arrays of any shapes and floating dtypes.
@@ -194,13 +157,11 @@ def unscale(grads: Grads, opt_state: OptState, *, name: str | None = None) -> Gr
     name: which of several loss scales to use.
 
   Returns:
-    `grads` divided by the scale, in their shapes, in float32 (float64 and complex leaves keep their
-    dtype; None, integers and keys stay as they are).
+    `grads` divided by the scale, in float32 (float64 and complex leaves keep their dtype; None,
+    integers and keys stay as they are).
 
   Raises:
-    MpjaxTypeError: the state has no scale, or has two.
-    MpjaxValueError: no scale is called `name`.
-    MpjaxRuntimeError: the dynamic scale would be a constant of the function that is traced.
+    MpjaxError: as `mpjax.value_and_grad` does, of the state.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(4))
@@ -216,49 +177,36 @@ def _may_overflow(loss: Leaf, largest: float) -> bool:
   return jnp.result_type(loss) == jnp.float16 and largest > float(jnp.finfo(jnp.float16).max)
 
 
-def _scaled(loss: Leaf, scale: Array) -> Array:
+def _scaled(x: Leaf, scale: Array) -> Array:
+  """Returns a loss, or a gradient, times a factor, multiplied in float32 at least."""
   if AUDIT.value is not None:
     AUDIT.value.note_scaled()
-  wide = at_least_float32(loss)
-  return wide * scale.astype(wide.dtype)
-
-
-def _times(grad: Leaf, factor: Array) -> Leaf:
-  """Returns a gradient times a factor, multiplied in float32 at least."""
-  if not is_inexact(grad):
-    return grad
-  wide = at_least_float32(grad)
-  return (wide * factor.astype(wide.real.dtype)).astype(grad.dtype)
+  wide = at_least_float32(x)
+  return wide * scale.astype(wide.real.dtype)
 
 
 def _check_library(models: Sequence[Module], allow_int: bool) -> None:
   """Raises for models that `jax.value_and_grad` does not take, or whose updates it would lose."""
   for model in models:
-    framework = framework_of(model)
+    framework, where = framework_of(model), f"{_CALL}(fun, opt_state)"
     leaves = jax.tree.leaves(model) if framework == "Equinox" and not allow_int else []
-    if framework == "NNX" or not all(map(is_inexact, leaves)):
-      raise MpjaxTypeError(
-        "mpjax.value_and_grad(fun, opt_state)(params)",
-        expected="a tree of floating arrays to differentiate",
-        got=f"a model of {framework} ({type(model).__name__})",
-        fix="Use mpjax.value_and_grad(loss_fn, optimizer)."
-        if framework == "NNX"
-        else "Pass differentiator=equinox.filter_value_and_grad.",
-      )
+    if framework == "NNX":
+      expected, got = "an nnx.Optimizer beside a model of NNX", "a state, such as its opt_state"
+      fix = f"Pass the optimizer itself: {_CALL}(loss_fn, optimizer)(model)."
+      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+    if not all(map(is_inexact, leaves)):
+      expected, got = "a tree of floating arrays", f"a model of Equinox ({type(model).__name__})"
+      fix = "Pass differentiator=equinox.filter_value_and_grad."
+      raise MpjaxTypeError(f"{where}(params)", expected=expected, got=got, fix=fix)
 
 
 def _loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Leaf, PyTree]:
   """Returns what `fun` returned as a loss, checked, and the rest."""
-  pair = isinstance(out, (tuple, list)) and len(out) == 2
-  where = "mpjax.value_and_grad(fun): the loss"
-  if has_aux and not pair:
-    where, fix = "mpjax.value_and_grad(fun, has_aux=True)", "Return both, or leave has_aux out."
-    expected, got = "fun to return a pair (loss, aux)", kind_of(out)
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-  if pair and not has_aux:
-    fix = f"If it is (loss, aux), pass has_aux=True. Else: {_ONE_NUMBER}"
-    got = f"{kind_of(out)} of two"
-    raise MpjaxTypeError(where, expected="a floating scalar", got=got, fix=fix)
+  where = f"{_CALL}(fun): the loss"
+  if has_aux != (isinstance(out, (tuple, list)) and len(out) == 2):
+    expected = "fun to return a pair (loss, aux)" if has_aux else "a floating scalar"
+    fix = f"Return both under has_aux=True alone. {_ONE_NUMBER}"
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(out), fix=fix)
   loss, aux = out if has_aux else (out, None)
   check_loss(loss, where)
   return loss, aux

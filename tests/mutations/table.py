@@ -133,8 +133,8 @@ tests/transforms/test_loss_scale.py::test_the_cast_comes_before_the_division
 mpjax/transforms/_value_and_grad.py::_scaled
 
 12 a half loss is multiplied in half
-- wide * scale.astype(wide.dtype)
-+ (loss * scale.astype(loss.dtype)).astype(wide.dtype)
+- wide * scale.astype(wide.real.dtype)
++ (x * scale.astype(x.dtype)).astype(wide.dtype)
 tests/transforms/test_state.py::test_half_loss_is_cast_before_it_is_multiplied
 
 mpjax/transforms/_loss_scale.py::init_scale

@@ -181,7 +181,7 @@ def test_windows_of_no_number():
   ):
     tx = mpjax.accumulate_gradients(optax.sgd(0.1), every)
     expected = "a function that returns an integer, at least 1"
-    with refused(ValueError, EVERY, expected, got, "Round it"):
+    with refused(ValueError, EVERY, expected, got, "Round what it returns"):
       tx.update(PARAMS, tx.init(PARAMS), PARAMS)
   for every in (0, -1, -(2**40)):
     expected, fix = "an integer, at least 1", "how many micro-batches"

@@ -297,15 +297,13 @@ def test_updates_and_masters_of_another_tree():
 
 def test_arguments_that_contradict_each_other():
   stochastic, named = {"rounding": "stochastic"}, "'nearest' or 'stochastic'"
+  both, fold = ("(rounding='stochastic', key, master)", "a key and no master"), "fold_in(key, step)"
   for options, where, expected, got, fix in (
     ({"rounding": "stochastik", "key": KEY}, "(rounding)", named, "'stochastik'", "'stochastic'"),
     ({"rounding": None}, "(rounding)", named, "None", "Did you mean"),
-    (stochastic, "(rounding='stochastic', key)", "a PRNG key", "None", "fold_in(key, step)"),
-    ({"key": KEY}, "(rounding='nearest', key)", "no key", "one", "rounding='stochastic'"),
-    (
-      {"key": KEY, "master": PARAMS, **stochastic},
-      *("(rounding='stochastic', master)", "no master", "one", "one of the two"),
-    ),
+    (stochastic, *both, "None for both", fold),
+    ({"key": KEY}, "(rounding='nearest', key, master)", both[1], "a key", fold),
+    ({"key": KEY, "master": PARAMS, **stochastic}, *both, "a key and a master", fold),
   ):
     call = functools.partial(mpjax.apply_updates, **options)
     for apply in (call, jax.jit(call)):

@@ -27,7 +27,7 @@ OWN_TREES = pytest.mark.parametrize("name", list(WRAPPERS)[1:])
 def test_what_is_no_optimizer(name):
   for inner in (optax.sgd, "adam", 0.1, None, PARAMS, optax.MultiSteps(optax.sgd(0.1), 2)):
     expected, got = "an optax.GradientTransformation", kind_of(inner)
-    with refused(TypeError, name, expected, got, "optax.adamw(1e-3); of optax.MultiSteps its"):
+    with refused(TypeError, name, expected, got, "optax.adamw(1e-3), or MultiSteps(...)"):
       WRAPPERS[name](inner)
 
 
@@ -48,8 +48,8 @@ def test_a_state_of_another_transformation(name):
   for other in (own, optax.sgd(0.1, momentum=0.9)):
     state = tx.init(PARAMS)._replace(inner_state=other.init(PARAMS))
     expected = "the state that init of this very transformation created"
-    where, fix = f"{name}.update(state)", "Pass the tx that made"
-    with refused(TypeError, where, expected, "PyTreeDef", fix):
+    where, got = f"{name}.update(state)", "of another optimizer: nothing at [0].count; nothing at"
+    with refused(TypeError, where, expected, got, "Pass the tx that made"):
       tx.update(PARAMS, state, PARAMS)
 
 
@@ -108,14 +108,14 @@ def test_an_unknown_label_is_named_with_its_path(name):
   assert "['layer']['b']" not in str(plain.value), "optax says the path itself now"
   for inner in (branches(labels_of), optax.chain(optax.clip(1.0), branches(labels_of))):
     got = "Parameter labels: ['a', 'b', 'typo'] Transforms keys: ['a', 'b'] (for ['layer']['b'])"
-    fix = "Give them a label that has a transformation"
+    fix = "Give each label of optax.multi_transform a transformation"
     with refused(ValueError, f"{name}.init(params)", "parameters that inner takes", got, fix):
       WRAPPERS[name](inner).init(PARAMS)
   # Of a fixed tree optax gives the labels to nobody; they are wrong whatever the parameters are.
   fixed = labels_of(PARAMS)
   for labels in (fixed, lambda _: fixed):
     got = "['a', 'b', 'typo'] Transforms keys: ['a', 'b'] (for all of them together)"
-    fix = "a fixed tree, to be searched for the one without a transformation"
+    fix = "a fixed tree of labels is to be searched"
     with refused(ValueError, f"{name}.init(params)", "parameters that inner takes", got, fix):
       WRAPPERS[name](branches(labels)).init(PARAMS)
 

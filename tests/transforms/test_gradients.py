@@ -206,13 +206,13 @@ bad_updates scale_changed
 
 def test_names_of_metrics_that_are_taken_or_no_strings():
   # Whatever a step reports by itself, and nothing else.
-  where, expected = "mpjax.make_train_step(loss_fn): metrics", "metrics with other names than ours"
+  where, expected = "mpjax.make_train_step(loss_fn): metrics", "other names than ours, and strings"
   for name in NAMES.split():
     of_name = returning(lambda loss, state, name=name: (loss, (state, {name: 1, "mine": 2})))
     with refused(ValueError, where, expected, f"[{name!r}]", "Rename them"):
       gradients(of_name, jnp.zeros(2))
   of_number = returning(lambda loss, state: (loss, (state, {0: jnp.ones(()), "a": 1.0})))
-  with refused(TypeError, where, "strings for names", "[0]", "Name each number"):
+  with refused(ValueError, where, "strings", "[0]", "Rename them"):
     gradients(of_number, jnp.zeros(2))
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale())
   loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float16)))
@@ -381,29 +381,8 @@ def test_the_warning_names_the_line_of_the_loss_function(options):
       first_step(without_a_line, jnp.ones(2), jnp.ones(2), DYNAMIC)
 
 
-def test_a_loss_function_of_other_arguments():
-  for loss_fn, got in (
-    (lambda params, batch: jnp.sum(params * batch), "one of (params, batch) (too many"),
-    (lambda params, model_state, batch, rng, extra: 0, "(missing a required argument: 'extra')"),
-    (lambda params, model_state, batch, *, rng: 0, "(too many positional arguments)"),
-  ):
-    expected = "a function of four arguments, loss_fn(params, model_state, batch, rng)"
-    with refused(TypeError, "mpjax.make_train_step(loss_fn)", expected, got, "Take all four"):
-      mpjax.make_train_step(loss_fn, mpjax.loss_scaling(optax.sgd(0.5)))
-
-
-class WithoutSignature:
-  """A callable of which Python cannot tell the arguments, as those of extension modules."""
-
-  __signature__ = "unknown"
-
-  def __call__(self, *args):
-    return product(*args)
-
-
 def test_functions_that_take_four():
   for loss_fn in (
-    WithoutSignature(),
     lambda *args: product(*args),
     lambda params, model_state, batch, rng=None, extra=3: product(params, model_state, batch, rng),
     functools.partial(lambda k, *args: product(*args), 2),
@@ -424,11 +403,12 @@ def dropout_of_flax(params, model_state, batch, rng):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_key_that_is_wanted_and_not_there(accumulate):
-  where, expected = "mpjax.make_train_step(loss_fn): rng", "a PRNG key in the state"
-  fix = "TrainState.create(..., rng=jax.random.key(0))"
+  # The error is that of JAX or Flax, and a note of it says why.
   for loss_fn in (dropout_by_hand, dropout_of_flax):
-    with refused(TypeError, where, expected, "None (", fix):
+    with pytest.raises(Exception, match=r".") as failed:
       first_step(loss_fn, jnp.ones(()), jnp.ones(4), accumulate=accumulate)
+    (note,) = [note for note in failed.value.__notes__ if note.startswith("mpjax")]
+    assert "the state has no key: TrainState.create(..., rng=jax.random.key(0))" in note
 
 
 def test_other_errors_of_a_loss_function_are_its_own():

@@ -13,7 +13,7 @@ import mpjax
 from mpjax._core.errors import kind_of
 from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
-from tests.programs import bits, stored
+from tests.programs import bits, compilations, stored
 from tests.transforms.losses import loss_of, quadratic, rows
 
 STATIC = mpjax.StaticLossScale(8)
@@ -324,15 +324,15 @@ def test_a_dynamic_scale_without_float16(how):
 def test_bad_arguments():
   for name, value, builtin, expected, got, fix in (
     ("loss_fn", 3, TypeError, "a function", "3", "the function itself"),
-    ("tx", optax.sgd, TypeError, "an optax transformation", "type function", "mpjax.loss_scaling("),
+    ("tx", optax.sgd, TypeError, "an optax transformation", "a function", "mpjax.loss_scaling("),
     ("accumulate", 2.0, TypeError, "an integer", "2.0 of type float", "a Python int"),
     ("max_retries", True, TypeError, "an integer", "True of type bool", "a Python int"),
-    ("ema_decay", "0.9", TypeError, "a float or None", "'0.9' of type str", "such as 0.999"),
+    ("ema_decay", "0.9", ValueError, "a float in [0, 1), or None", "'0.9'", "0.999 averages"),
     ("donate", 1, TypeError, "a bool", "1 of type int", "True or False"),
     ("accumulate", 0, ValueError, "at least 1", "0", "1 does not cut the batch"),
     ("max_retries", -1, ValueError, "at least 0", "-1", "0 never runs a batch again"),
-    ("ema_decay", 1.0, ValueError, "a number in [0, 1)", "1.0", "0.999 averages"),
-    ("ema_decay", float("nan"), ValueError, "a number in [0, 1)", "nan", "0.999 averages"),
+    ("ema_decay", 1.0, ValueError, "a float in [0, 1)", "1.0", "0.999 averages"),
+    ("ema_decay", float("nan"), ValueError, "a float in [0, 1)", "nan", "0.999 averages"),
     ("rounding", "random", ValueError, "'nearest' or 'stochastic'", "'random'", "Did you mean"),
   ):
     with refused(builtin, f"mpjax.make_train_step({name})", expected, got, fix):
@@ -345,6 +345,10 @@ def test_states_that_do_not_belong_to_the_step():
     fix = "mpjax.TrainState.create(params, tx)"
     with refused(TypeError, "step(state)", "a mpjax.TrainState", kind_of(given), fix):
       step(given, batch)
+  with refused(
+    TypeError, "step(state)", "a mpjax.TrainState", "a dict", "Swap the two: step(state"
+  ):
+    step(batch, state)
   two = mpjax.loss_scaling(optax.sgd(0.5), {"a": STATIC, "b": STATIC})
   for tx, expected, got, fix in (
     (optax.sgd(0.5), "created by mpjax.loss_scaling", "without a loss scale", "Wrap"),
@@ -361,9 +365,9 @@ def test_states_that_do_not_belong_to_the_step():
   expected, got = "0 with a loss scale that does not move", "2 with 'static(scale=8)'"
   with refused(ValueError, "(max_retries)", expected, got, "Use DynamicLossScale"):
     mpjax.make_train_step(quadratic, SGD, max_retries=2)(state, batch)
-  where = "mpjax.make_train_step(rounding='stochastic'): step(state): rng"
+  where = "mpjax.make_train_step(rounding='stochastic'): step(state)"
   fix = "TrainState.create(..., rng=jax.random.key(0))"
-  with refused(ValueError, where, "a PRNG key in the state", "None", fix):
+  with refused(ValueError, where, "a PRNG key in the state", "None for rng", fix):
     mpjax.make_train_step(quadratic, SGD, rounding="stochastic")(state, batch)
 
 
@@ -375,7 +379,7 @@ def test_a_batch_that_cannot_be_cut():
     (np.zeros(6), "shape [6] at the root"),
   ):
     where = "mpjax.make_train_step(accumulate=4): step(batch)"
-    expected = "can be cut into 4 micro-batches"
+    expected = "which can be cut into 4 micro-batches"
     with refused(ValueError, where, expected, got, "drop or pad the last batch"):
       mpjax.make_train_step(quadratic, SGD, accumulate=4)(create(SGD), batch)
 
@@ -483,3 +487,104 @@ def test_masters_without_a_scale_take_float32_gradients():
   step, state = begin(loss_fn, tx, jnp.zeros(1, jnp.bfloat16), accumulate=2)
   state, _ = step(state, jnp.asarray([[1.0], [2.0**-8]]))
   np.testing.assert_array_equal(mpjax.master_params(state.opt_state), [-(0.5 + 2.0**-9)])
+
+
+# What a step refuses before it runs.
+
+
+def squares(params, model_state, batch, rng):
+  return jnp.mean((batch @ params.astype(batch.dtype)) ** 2), (model_state, {})
+
+
+def one_step(tx, **options):
+  step, state = begin(squares, tx, jnp.ones(3), donate=False, **options)
+  return step(state, jnp.ones((2, 3)))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
+def test_half_moments_without_a_scale_stay_half():
+  # The optimizer sees half parameters as they are, and float32 gradients.
+  tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.NoLossScale())
+  state = mpjax.TrainState.create(jnp.ones(3, jnp.bfloat16), tx)
+  assert state.opt_state.inner_state[0].trace.dtype == jnp.bfloat16
+  step = mpjax.make_train_step(squares, tx, donate=False)
+  with compilations() as compiled:
+    for _ in range(2):
+      before, (state, _) = state, step(state, jnp.ones((2, 3)))
+      old, trace = (s.opt_state.inner_state[0].trace for s in (before, state))
+      gradient = 2 * jnp.sum(before.params.astype(jnp.float32))
+      expected = gradient + 0.5 * old.astype(jnp.float32)
+      assert jnp.array_equal(trace, expected.astype(jnp.bfloat16))
+      moved = before.params.astype(jnp.float32) - 0.5 * expected
+      assert jnp.array_equal(state.params, moved.astype(jnp.bfloat16))
+  assert compiled["train_step"] == 1
+
+
+def test_moments_that_would_change_their_dtype():
+  inner = optax.GradientTransformation(
+    lambda params: jnp.zeros_like(params, jnp.bfloat16), lambda g, state, params=None: (g, g)
+  )
+  tx = mpjax.loss_scaling(inner, mpjax.NoLossScale())
+  where = "mpjax.make_train_step(tx): the state of the optimizer"
+  expected, got = "dtypes that it had before the step", "float32[3] for bfloat16[3]"
+  with refused(ValueError, where, expected, got, "mpjax.master_weights"):
+    one_step(tx)
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
+def test_an_optimizer_that_did_not_make_the_state():
+  # Of an unwrapped sgd both accept the other: it would never unscale.
+  state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.1)))
+  for tx in (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1)):
+    where, got = "mpjax.make_train_step(tx): step(state)", "one of another optimizer: "
+    expected = "the state that init of this very transformation created"
+    with refused(TypeError, where, expected, got, "wrapped by mpjax.loss_scaling and configured"):
+      mpjax.make_train_step(squares, tx)(state, jnp.ones((2, 3)))
+
+
+CUT = "mpjax.make_train_step(accumulate=4): step(batch)"
+LINE_SEARCH = optax.scale_by_backtracking_linesearch(5)
+
+
+@pytest.mark.standard_promotion
+def test_optimizers_that_evaluate_the_loss_themselves():
+  where, fix = "mpjax.make_train_step(tx): tx.update", "in a loop of your own: mpjax.value_and_grad"
+  expected = "an optimizer that needs the parameters, the gradients of the mean loss and value="
+  for inner, got in (
+    (optax.lbfgs(), "missing 2 required keyword-only arguments"),
+    (optax.chain(optax.sgd(1.0), LINE_SEARCH), "missing"),
+    (
+      optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
+      "grad_fn must be provided",
+    ),
+    (
+      optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
+      "updates with shape [] for",
+    ),
+  ):
+    with refused(TypeError, where, expected, got, fix):
+      one_step(mpjax.loss_scaling(inner, mpjax.StaticLossScale(8)))
+
+
+def test_shardings_of_the_state():
+  # Of another structure JAX says so; and one for all of it.
+  with pytest.raises(ValueError, match="out_shardings"):
+    one_step(SGD, state_shardings={"a": None})
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  state, _ = one_step(SGD, state_shardings=one)
+  assert {x.sharding for x in jax.tree.leaves(state)} == {one}
+
+
+def test_what_has_another_first_axis_is_not_cut_into_micro_batches():
+  # Class weights lost their last classes, and a causal mask its last rows, with a finite loss.
+  loss = lambda params, state, batch, rng: (jnp.sum(params), (state, {}))  # noqa: E731
+  whole, cut = (mpjax.make_train_step(loss, SGD, accumulate=n) for n in (1, 4))
+  state = mpjax.TrainState.create(jnp.ones(3), SGD)
+  for name, length in (("weights", 4), ("mask", 8), ("labels", 32)):
+    batch = {"x": np.ones((16, 3), np.float32), name: np.ones((length, 8), np.float32)}
+    jax.eval_shape(whole, state, batch)
+    expected = "leaves with one first axis, that of the examples"
+    got = f"shape [{length}, 8] at ['{name}']"
+    with refused(ValueError, CUT, expected, got, "Let loss_fn close over what belongs to all"):
+      jax.eval_shape(cut, state, batch)
