@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.types import Array, DType, Leaf
 from mpjax._jaxprs.autocast.rewriter import FACTOR, HELD, MATMUL, Rewriter, only_float32
-from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of, remembered_off_mesh
+from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of, remembered_off_mesh, unscoped
 from mpjax._jaxprs.autocast.values import Kind, Value, cached_per_jaxpr
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
@@ -219,15 +219,16 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   operand = rewriter.view(value, value.kind.current, first)
   dtypes = [kind.variable for kind in kinds]
   last, root, aval = function.eqns[-1], function.root, aval_of(operand)
-  wide = jaxpr_of(function.eqns, [root], function.outs)
+  eqns = unscoped(function.eqns)
+  wide = jaxpr_of(eqns, [root], function.outs)
   invar = root if dtype_of(operand) == FLOAT32 else Var(aval)
-  before = [] if invar is root else [cast_to(root, invar, last)]
+  before = [] if invar is root else [cast_to(root, invar, eqns[-1])]
   pairs = list(zip(function.outs, dtypes, strict=True))
   outs = [v if dtype == FLOAT32 else retyped(v, dtype) for v, dtype in pairs]
   after = [
-    cast_to(new, v, last) for new, v in zip(outs, function.outs, strict=True) if new is not v
+    cast_to(new, v, eqns[-1]) for new, v in zip(outs, function.outs, strict=True) if new is not v
   ]
-  body = jaxpr_of([*before, *function.eqns, *after], [invar], outs)
+  body = jaxpr_of([*before, *eqns, *after], [invar], outs)
 
   def tangent(
     primals: Sequence[Array], tangents: Sequence[Array]

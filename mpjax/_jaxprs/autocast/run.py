@@ -103,16 +103,20 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
       continue
     first = group[0]
     if part.key not in calls:
-      # The call is in the scope, and its jaxpr in none. With both, a profile would show
-      # `layer_0/layer_0/tanh` for the first layer, and `layer_1/layer_0/tanh` for the next one.
-      names = without_scopes(first.source_info.name_stack, "")
-      infos = [eqn.source_info.replace(name_stack=names) for eqn in group]
-      bare = [e.replace(source_info=info) for e, info in zip(group, infos, strict=True)]
-      closed = ClosedJaxpr(jaxpr_of(bare, part.invars, part.outvars), ())
+      closed = ClosedJaxpr(jaxpr_of(unscoped(group), part.invars, part.outvars), ())
       calls[part.key] = call_of(closed, part.invars, part.outvars, "part", inline=True)
     place = {"source_info": first.source_info, "ctx": first.ctx}
     eqns.append(calls[part.key].replace(invars=[*part.invars], outvars=part.outvars, **place))
   return jaxpr.replace(eqns=eqns)
+
+
+def unscoped(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+  """Returns equations without their scope, for the jaxpr of a call that is in it."""
+  # With both, a profile would show `layer_0/layer_0/tanh` for the first layer, and
+  # `layer_1/layer_0/tanh` for the next one.
+  names = without_scopes(eqns[0].source_info.name_stack, "")
+  infos = [eqn.source_info.replace(name_stack=names) for eqn in eqns]
+  return [e.replace(source_info=info) for e, info in zip(eqns, infos, strict=True)]
 
 
 def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Var, int]) -> _Part | None:

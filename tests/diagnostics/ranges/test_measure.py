@@ -115,6 +115,29 @@ def test_a_training_step_with_a_loss_scale():
   assert report.lost_updates == 0
 
 
+class Layer(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return x + nn.Dense(4, name="down")(nn.gelu(nn.Dense(8, name="up")(x))), None
+
+
+class Scanned(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    return nn.scan(nn.remat(Layer), length=3, **axes)(name="layers")(x, None)[0]
+
+
+def test_rows_are_modules_that_there_are_inside_of_scan_and_remat():
+  model, x = Scanned(), jnp.linspace(-1, 1, 8).reshape(2, 4)
+  variables = model.init(jax.random.key(0), x)
+  low = mpjax.linen.with_policy(model, "mixed_float16")
+  report = mpjax.ranges(lambda v, x: jnp.sum(low.apply(v, x)))(variables, x)
+  modules = {f"Scanned/layers{inner}" for inner in ("", "/up", "/down")}
+  assert {g.path for g in report.of("activations")} <= modules | {"layers", ""}
+  assert modules <= {g.path for g in report.groups}
+
+
 def attention(w, x):
   q = x @ w
   scores = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), q @ q.T / 8, -1e9)
