@@ -7,17 +7,18 @@ cotangent of a loss, which are constants; softmax, which the float32 list comput
 computed with float32 data. These are the kinds of `docs/concepts.md`.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
-from jax.core import ShapedArray
 from jax.extend.core.primitives import add_p, sub_p
 
-from mpjax._core.dtypes import is_low_precision
-from mpjax._core.leaves import Path
+from mpjax._core.leaves import Path, key_names
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import DType
+from mpjax._core.types import Args, DType, Kwargs, Leaf
+from mpjax._diagnostics.arguments import is_array
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Location
@@ -38,12 +39,10 @@ class Group(NamedTuple):
 
 
 class Input(NamedTuple):
-  """A floating argument."""
+  """An array among the arguments."""
 
   path: str  # in the tree of arguments
   is_parameter: bool  # whether it may be one: those that the optimizer alone reads are not
-  dtype: DType  # in which it is stored
-  shape: tuple[int, ...]
   keys: Path = ()  # the names of its keys within its argument
 
   @property
@@ -51,93 +50,102 @@ class Input(NamedTuple):
     """The path of the module whose parameter it is; () for none."""
     return self.keys[self.keys[:1] == ("params",) : -1] if self.is_parameter else ()
 
-  def is_stored_in(self, aval: ShapedArray, keys: Path) -> bool:
-    """Whether a result may be the argument, changed."""
-    if aval.dtype != self.dtype or aval.shape != self.shape:
-      return False
-    # A momentum `0.9 * mu + grads` is no update of gradients that are an argument: another path.
-    return self.is_parameter or bool(self.keys and self.shape and self.keys in (keys, keys[1:]))
 
-
-class Addition(NamedTuple):
-  """An equation that adds an update to an argument."""
-
-  group: Group  # of the update
-  argument: int  # which of the two operands holds the argument
-  dtype: DType  # in which the sum is stored
+def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[Input]:
+  """Returns what the arrays among the leaves of arguments are; `scales` are no parameters."""
+  inputs: list[Input] = []
+  for position, one in enumerate((*args, *(kwargs[name] for name in sorted(kwargs)))):
+    held = hasattr(one, "params") or (isinstance(one, Mapping) and "params" in one)
+    for path, x in jax.tree_util.tree_leaves_with_path(one):
+      # "value" is that of a Variable of NNX.
+      keys = tuple(name for name in key_names(path) if name != "value")
+      inside = position == 0 and held and keys[:1] == ("params",)
+      text = ("" if position == 0 else f"args[{position}]/") + (
+        "/".join(keys[inside:]) or "(array)"
+      )
+      is_parameter = position == 0 and inside == held and not any(x is each for each in scales)
+      inputs += [Input(text, is_parameter, keys)] * is_array(x)
+  return inputs
 
 
 class Plan(NamedTuple):
   """What is to be counted."""
 
   inputs: Mapping[int, Group]  # of each argument that is a parameter, or optimizer state
-  results: Mapping[int, Group]  # of the results of steps, by their numbers
-  additions: Mapping[int, Addition]  # the steps that add an update
+  steps: Mapping[int, Group]  # of the results of steps, by their numbers, or of the update
+  # Of the steps that add an update to an argument, which operand that is, and how it is stored.
+  additions: Mapping[int, tuple[int, DType]]
   readers: Mapping[int, Location]  # where an argument is read first, but by the optimizer
 
 
-def plan(
-  body: Body,
-  inputs: Sequence[Input | None],
-  outputs: Sequence[tuple[Path, ShapedArray]] = (),
-) -> Plan:
-  """Returns what is to be counted in a function; inputs are None where they are not floating."""
-  # Results have the names of their keys, and types; there are none if nothing is updated.
+def plan(body: Body, inputs: Sequence[Input], outputs: Sequence[Path] = ()) -> Plan:
+  """Returns what is to be counted in a function; of its results, the names of their keys."""
   graph = Graph(body)
-  floats = {v: one for v, one in zip(graph.arguments, inputs, strict=True) if one is not None}
+  pairs = zip(graph.arguments, inputs, strict=True)
+  floats = {v: one for v, one in pairs if is_inexact(v.aval)}
   name_by_parameters(graph, {v: one.module for v, one in floats.items()})
-  numbers, additions = _numbers(graph, floats, body.depth), _additions(graph, floats, outputs)
-  origins, counted = _origins(graph, body.depth), list[Operation]()
-  low: set[Value] = set()  # what a policy holds in low precision
-  read: dict[Value, Location] = {}  # where, first
-  backward = False
+  held, steps = _held(graph, floats, body.depth), dict[int, Group]()
+
+  # A result that is a sum with an argument is that one, updated.
+  additions = dict[int, tuple[int, DType]]()
+  for keys, result in zip(outputs, graph.results, strict=False):
+    # A momentum `0.9 * mu + grads` is no update of gradients that are an argument: another path.
+    stored = [
+      v
+      for v, one in floats.items()
+      if (v.dtype, v.aval.shape) == (result.dtype, getattr(result.aval, "shape", None))
+      and (one.is_parameter or (v.aval.shape and one.keys and one.keys in (keys, keys[1:])))
+    ]
+    for operation in (total.made_by for total in _copies(result)):
+      if operation is None or operation.eqn.primitive not in (add_p, sub_p):
+        continue
+      updated = operation.operands[: 1 if operation.eqn.primitive is sub_p else 2]
+      copies = [*enumerate(map(_copies, updated))]
+      # Of `a + b`, two arguments, the first is what is updated.
+      for v, i in [(v, i) for v in stored for i, values in copies if v in values][:1]:
+        steps.setdefault(operation.step.number, Group("updates", floats[v].path))
+        additions.setdefault(operation.step.number, (i, v.aval.dtype))
+
+  # What follows the backward pass and is in no module is the work of the optimizer.
+  where = {each: each.step.location for each in graph.operations}
+  since = itertools.dropwhile(lambda each: where[each].direction != "backward", graph.computing())
+  after = [*since]
+  work = {each for each in after if where[each].direction == "forward" and not where[each].path}
+
+  # Backwards: which numbers matmuls take, moved or cast perhaps, and who reads one first.
+  taken, read = set[Value](), dict[Value, Location]()
+  for operation in [*reversed(graph.operations)] * (body.depth + 1):
+    operands, results = operation.operands, operation.results
+    moved = (operation.moves or operation.casts) and not taken.isdisjoint(results)
+    taken.update(operands if moved or _is_matmul(operation, held) else ())
+    if operation.joins:
+      read.update((v, read[out]) for out in results if out in read for v in operands)
+    elif operation not in work:
+      read.update(dict.fromkeys(operands, where[operation]))
+
   for operation in graph.computing():
-    here, results = operation.step.location, operation.results
-    backward |= here.direction == "backward"
-    # What follows the backward pass and is in no module is the work of the optimizer.
-    work = backward and here.direction == "forward" and not here.path
-    operands = {each for v in operation.operands for each in origins.get(v, ())}
-    for each in () if work else operands:
-      read.setdefault(each, here)
-    if operation.moves or operation.casts:  # The same numbers again.
-      continue
-    if _is_matmul(operation, numbers):
-      low |= operands
-    kinds = [numbers[v] for v in results if v in numbers]
-    if kinds and not work and here.direction != "recomputed":
-      counted.append(operation)
-      low.update(results if any(x.kind == "low" and not x.wide for x in kinds) else ())
-
-  def group(operation: Operation) -> Group:
-    kind: Kind = "gradients" if operation.where.direction == "backward" else "activations"
-    is_low = not low.isdisjoint(operation.results)
-    return Group(kind if is_low else "float32", operation.where.path)
-
-  unread: Kind = "optimizer state" if backward else "parameters"
+    kinds = [held[v] for v in operation.results if v in held]
+    again = operation.moves or operation.casts or where[operation].direction == "recomputed"
+    if kinds and not again and operation not in work:
+      low = any(each.kind == "low" and not each.wide for each in kinds)
+      backward, low = operation.where.direction == "backward", low or taken & {*operation.results}
+      kind: Kind = "float32" if not low else "gradients" if backward else "activations"
+      steps.setdefault(operation.step.number, Group(kind, operation.where.path))
+  unread: Kind = "optimizer state" if after else "parameters"
+  places = dict(enumerate(graph.arguments))
   return Plan(
     {
       i: Group("parameters" if v in read else unread, floats[v].path)
-      for i, v in enumerate(graph.arguments)
+      for i, v in places.items()
       if v in floats and floats[v].is_parameter
     },
-    {each.step.number: group(each) for each in counted if each.step.number not in additions},
+    steps,
     additions,
-    {i: read[v] for i, v in enumerate(graph.arguments) if v in read},
+    {i: read[v] for i, v in places.items() if v in read},
   )
 
 
-def _origins(graph: Graph, depth: int) -> Mapping[Value, frozenset[Value]]:
-  """Returns the arguments and results whose numbers each value has, moved or cast."""
-  origins = {v: frozenset([v]) for v in graph.arguments}
-  for _ in range(depth + 1):  # What comes out of an iteration goes into the next one.
-    for operation in graph.operations:
-      each = (origins[v] for v in operation.operands if v in origins)
-      moved = frozenset[Value]().union(*each) if operation.moves or operation.casts else None
-      origins.update((v, frozenset([v]) if moved is None else moved) for v in operation.results)
-  return origins
-
-
-def _same(value: Value) -> set[Value]:
+def _copies(value: Value) -> set[Value]:
   """Returns what a value may be, element by element: selected, clipped, cast, out of a loop."""
   values, pending = set[Value](), [value]
   while pending:
@@ -154,93 +162,59 @@ def _same(value: Value) -> set[Value]:
   return values
 
 
-def _additions(
-  graph: Graph, floats: Mapping[Value, Input], outputs: Sequence[tuple[Path, ShapedArray]]
-) -> dict[int, Addition]:
-  """Returns the steps that add an update to an argument, if a result is that sum."""
-  order = {v: i for i, v in enumerate(graph.arguments)}
-  additions: dict[int, Addition] = {}
-  for (keys, aval), result in zip(outputs, graph.results, strict=False):
-    for total in _same(result):
-      operation = total.made_by
-      if operation is None or operation.eqn.primitive not in (add_p, sub_p):
-        continue
-      updated = operation.operands[: 1 if operation.eqn.primitive is sub_p else 2]
-      sources = [
-        (order[v], position, v)
-        for position, operand in enumerate(updated)
-        for v in _same(operand)
-        if v in floats and floats[v].is_stored_in(aval, keys)
-      ]
-      if sources:  # Of `a + b`, two arguments, the first is what is updated.
-        _, position, v = min(sources, key=lambda each: each[:2])
-        one = Addition(Group("updates", floats[v].path), position, floats[v].dtype)
-        additions.setdefault(operation.step.number, one)
-  return additions
-
-
-_Held: TypeAlias = Literal["neutral", "low", "data"]
-
-
-class _Numbers(NamedTuple):
+class _Held(NamedTuple):
   """What the numbers of a floating value are."""
 
   # "data" is float32 for a reason, "low" what a matmul returned and what is computed from it;
   # parameters, numbers and what is computed from these alone are "neutral".
-  kind: _Held
+  kind: Literal["neutral", "low", "data"]
   wide: bool  # a policy holds it in float32, or it is a number that float16 does not have
 
 
-def _numbers(graph: Graph, floats: Mapping[Value, Input], depth: int) -> dict[Value, _Numbers]:
+_LOW, _NEUTRAL, _DATA = _Held("low", False), _Held("neutral", False), _Held("data", True)
+
+
+def _held(graph: Graph, floats: Mapping[Value, Input], depth: int) -> dict[Value, _Held]:
   """Returns what the numbers of each floating value are."""
-  numbers = {v: _of_argument(one) for v, one in floats.items()}
+  held = dict[Value, _Held]()
+  for v, one in floats.items():
+    unless_low = _NEUTRAL if one.is_parameter else _DATA
+    held[v] = _LOW if v.is_low else unless_low
   for _ in range(depth + 1):  # What a carry is that starts as zeros, the body says.
     for operation in graph.operations:
-      for v in operation.operands:
-        if v.kind in ("literal", "constant") and is_inexact(v.aval):
-          numbers[v] = _of_constant(v)
-      for v in operation.results:
-        if is_inexact(v.aval):
-          numbers[v] = _of_result(operation, v, numbers)
-  return numbers
+      for v in (*operation.operands, *operation.results):
+        if not is_inexact(v.aval):
+          continue
+        if v.kind == "constant":
+          held[v] = _DATA
+        elif v.kind == "literal":
+          with np.errstate(over="ignore"):
+            held[v] = _Held("neutral", bool(np.asarray(v.data).astype(np.float16) != v.data))
+        elif v.made_by is operation:
+          held[v] = _of_result(operation, v, held)
+  return held
 
 
-def _of_argument(one: Input) -> _Numbers:
-  if is_low_precision(one.dtype):
-    return _Numbers("low", False)
-  return _Numbers("neutral" if one.is_parameter else "data", not one.is_parameter)
-
-
-def _of_constant(value: Value) -> _Numbers:
-  if value.kind == "constant":
-    return _Numbers("data", True)
-  with np.errstate(over="ignore"):
-    exact = np.asarray(value.data).astype(np.float16) == value.data
-  return _Numbers("neutral", not bool(exact))
-
-
-def _of_result(operation: Operation, out: Value, numbers: Mapping[Value, _Numbers]) -> _Numbers:
+def _of_result(operation: Operation, out: Value, held: Mapping[Value, _Held]) -> _Held:
   """Returns what a result of an operation is: the table of `docs/concepts.md`."""
   facts = operation.facts
-  if out.is_low or _is_matmul(operation, numbers):
-    return _Numbers("low", False)
-  floats = [numbers[v] for v in operation.operands if v in numbers]
+  if out.is_low or _is_matmul(operation, held):
+    return _LOW
+  floats = [held[v] for v in operation.operands if v in held]
   if not floats:  # Random numbers and masks are neutral, positions are data.
     neutral = facts.neutral or np.dtype(np.bool_) in (v.dtype for v in operation.operands)
-    return _Numbers("neutral" if neutral else "data", not neutral)
-  strongest: Sequence[_Held] = ("data", "low", "neutral")
-  if facts.role == "product":
-    strongest = ("low", "data", "neutral")
-  kind: _Held = min((x.kind for x in floats), key=lambda kind: strongest.index(kind))
-  wide = any(x.wide for x in floats)
+    return _NEUTRAL if neutral else _DATA
+  strongest = ("low", "data", "neutral") if facts.role == "product" else ("data", "low", "neutral")
+  kind = min((each.kind for each in floats), key=strongest.index)
+  wide = any(each.wide for each in floats)
   if operation.moves or operation.casts:
-    return _Numbers(kind, wide)
+    return _Held(kind, wide)
   # Of a number that is computed from numbers, float16 may have it or not.
-  return _Numbers(kind, wide or kind == "neutral" or operation.part in ("float32", "opaque", None))
+  return _Held(kind, wide or kind == "neutral" or operation.part in ("float32", "opaque", None))
 
 
-def _is_matmul(operation: Operation, numbers: Mapping[Value, _Numbers]) -> bool:
+def _is_matmul(operation: Operation, held: Mapping[Value, _Held]) -> bool:
   """Whether an operation runs in low precision whatever its operands are."""
   if operation.facts is OUTER_PRODUCT and operation.where.direction == "forward":
-    return any(v in numbers and numbers[v].kind == "low" for v in operation.operands)
+    return any(held[v].kind == "low" for v in operation.operands if v in held)
   return operation.part == "half"

@@ -1,13 +1,9 @@
 """What `mpjax.ranges` found: counts of exponents by module, as text, HTML, JSON and a picture."""
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from mpjax._diagnostics.nonfinite.report import power
 from mpjax._diagnostics.ranges.heat_map import RANGES, heat_map
@@ -21,12 +17,17 @@ KINDS: tuple[Kind, ...] = (
 FORMATS: tuple[str, ...] = tuple(RANGES)
 """The dtypes for which it is counted what they would lose."""
 
-FATES: tuple[str, ...] = ("zero", "subnormal", "overflow")
+_FATES = ("zero", "subnormal", "overflow")
 """What becomes of a number that a dtype cannot represent."""
 
 _MOST_ROWS = 20
 _HEADROOM = 8
 _LARGEST = 65504.0
+
+_CURE = (
+  "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
+  'round stochastically (mpjax.apply_updates(..., rounding="stochastic", key=key)).'
+)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -59,7 +60,7 @@ class GroupRanges:
   inf: int = 0
   nan: int = 0
   lost: dict[str, dict[str, int]] = dataclasses.field(
-    default_factory=lambda: {name: dict.fromkeys(FATES, 0) for name in FORMATS}
+    default_factory=lambda: {name: dict.fromkeys(_FATES, 0) for name in FORMATS}
   )
   lost_updates: int = 0
   largest: float = 0.0
@@ -73,14 +74,6 @@ class GroupRanges:
   def total(self) -> int:
     """How many numbers there are."""
     return self.nonzero + self.zero + self.inf + self.nan
-
-  @property
-  def note(self) -> str:
-    """What a picture says beside the row."""
-    if self.kind == "updates":
-      return f"{percent(_share(self.lost_updates, self.nonzero))} lost" if self.lost_updates else ""
-    share = self.lost_share("float16")
-    return f"{percent(share)} lost in float16" if share > 0 else ""
 
   def lost_share(self, dtype: str) -> float:
     """Returns the share of the finite nonzero numbers that become 0 or overflow in a dtype.
@@ -121,7 +114,7 @@ class RangesReport(Report):
     """Returns the groups of one kind that are not empty, in the order of the function.
 
     Args:
-      kind: "activations", "gradients", "parameters", "optimizer state", "updates" or "float32".
+      kind: one of those of `GroupRanges`.
 
     Returns:
       A tuple.
@@ -134,7 +127,7 @@ class RangesReport(Report):
     updates = self.of("updates")
     return _share(sum(g.lost_updates for g in updates), sum(g.nonzero for g in updates))
 
-  @functools.cached_property
+  @property
   def loss_scale(self) -> float | None:
     """The loss scale that would serve float16, a power of two from 1 to 2^24.
 
@@ -181,19 +174,20 @@ class RangesReport(Report):
     """
     return heat_map(self.name, [(kind, self.of(kind)) for kind in KINDS], path)
 
-  def sections(self) -> list[Section]:
-    """Returns what is shown, in order."""
-    return [self._headline(), self._updates(), self._overview(), *map(self._table, KINDS)]
-
   def as_dict(self) -> Mapping[str, object]:
     """Returns what `to_json` writes."""
-    return {
-      "function": self.name,
-      "loss_scale_in_use": self.loss_scale_in_use,
-      "loss_scale": self.loss_scale,
-      "lost_updates": self.lost_updates,
-      "groups": self.groups,
-    }
+    return {**vars(self), "loss_scale": self.loss_scale, "lost_updates": self.lost_updates}
+
+  def sections(self) -> list[Section]:
+    """Returns what is shown, in order."""
+    lossy = [(_share(g.lost_updates, g.nonzero), g) for g in self.of("updates") if g.lost_updates]
+    updates = [
+      (g.path, *map(amount, (g.total, g.zero, g.lost_updates)), percent(share))
+      for share, g in sorted(lossy, key=lambda each: -each[0])
+    ]
+    columns = ("parameter", "updates", "zero", "lost", "of nonzero")
+    table = _table("Updates that change nothing", columns, updates, _CURE)
+    return [self._headline(), table, *map(self._losses, KINDS)]
 
   def _headline(self) -> Section:
     lines: list[str] = []
@@ -209,10 +203,9 @@ class RangesReport(Report):
     ]
     if bad:
       lines.append(f"Not finite: {', '.join(bad[:4])}" + " …" * (len(bad) > 4))
-    if self.loss_scale is not None:
-      scale, largest = self.loss_scale, self._largest * self.loss_scale
-      room = f"stays {_LARGEST / largest:.0f} times below {_LARGEST:.0f}"
-      if largest > _LARGEST:
+    if (scale := self.loss_scale) is not None:
+      room = f"stays {_LARGEST / (self._largest * scale):.0f} times below {_LARGEST:.0f}"
+      if self._largest * scale > _LARGEST:
         room = f"overflows: float16 ends at {_LARGEST:.0f}"
       others = f"without a loss scale {percent(self.lost_gradients(1.0))}"
       if (used := self.loss_scale_in_use) is not None:
@@ -223,92 +216,38 @@ class RangesReport(Report):
         f"{room}, and {percent(self.lost_gradients(scale))} of the gradients are lost; {others}."
       )
     stay = sum(g.total for g in self.of("float32"))
-    low = sum(g.total for g in self.groups) - stay
     lines.append(
-      f"{amount(low)} numbers were counted; {amount(stay)} others, such as those of softmax, masks "
-      "and the loss, stay in float32 under a policy."
+      f"{amount(sum(g.total for g in self.groups) - stay)} numbers were counted; {amount(stay)} "
+      "others, such as those of softmax, masks and the loss, stay in float32 under a policy."
     )
     return Section(title=f"Ranges of {self.name}", lines=tuple(lines))
 
-  def _updates(self) -> Section:
-    lossy = [g for g in self.of("updates") if g.lost_updates]
-    lossy.sort(key=lambda g: -_share(g.lost_updates, g.nonzero))
-    cure = (
-      "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
-      'round stochastically (mpjax.apply_updates(..., rounding="stochastic", key=key)).'
-    )
-    rows = [
-      (
-        g.path,
-        amount(g.total),
-        amount(g.zero),
-        amount(g.lost_updates),
-        percent(_share(g.lost_updates, g.nonzero)),
-      )
-      for g in lossy[:_MOST_ROWS]
-    ]
-    return Section(
-      title="Updates that change nothing",
-      lines=(*_cut(len(lossy)), cure) if lossy else (),
-      columns=(Column("parameter", wide=True), *right("updates", "zero", "lost", "of nonzero")),
-      rows=tuple(rows),
-    )
-
-  def _overview(self) -> Section:
-    rows: list[tuple[str, ...]] = []
-    for kind, name in itertools.product(KINDS, FORMATS):
-      groups = self.of(kind)
-      counts = [sum(g.lost[name][fate] for g in groups) for fate in FATES]
-      if any(counts):
-        nonzero = sum(g.nonzero for g in groups)
-        rows.append((kind, name, *(percent(_share(count, nonzero)) for count in counts)))
-    return Section(
-      title="What narrow dtypes lose, of the finite nonzero numbers",
-      columns=(
-        *(Column("", wide=True), Column("in")),
-        *right("becomes 0", "subnormal", "overflows"),
-      ),
-      rows=tuple(rows),
-    )
-
-  def _table(self, kind: Kind) -> Section:
+  def _losses(self, kind: Kind) -> Section:
     """Returns the groups that lose something in float16 or bfloat16: in 8 bits all lose much."""
     lossy = [g for g in self.of(kind) if g.lost_share("float16") + g.lost_share("bfloat16") > 0]
-    worst = sorted(lossy, key=lambda g: -g.lost_share("float16"))[:_MOST_ROWS]
-    what = "module" if kind in ("activations", "gradients") else "leaf"
     rows = [
       (
         *(g.path or "(no scope)", amount(g.total), percent(_share(g.zero, g.total))),
-        _span(g.exponents),
+        f"{min(g.exponents)}…{max(g.exponents)}",
         *(percent(g.lost_share(name)) for name in FORMATS),
       )
-      for g in lossy
-      if g in worst
+      for g in sorted(lossy, key=lambda g: -g.lost_share("float16"))
     ]
-    return Section(
-      title=f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows",
-      lines=_cut(len(lossy)),
-      columns=(
-        Column(what, wide=True),
-        *right("values", "zero", "2^"),
-        *right(*(name.removeprefix("float8_")[:8] for name in FORMATS)),
-      ),
-      rows=tuple(rows),
-    )
+    what = "module" if kind in ("activations", "gradients") else "leaf"
+    names = (name.removeprefix("float8_")[:8] for name in FORMATS)
+    title = f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows"
+    return _table(title, (what, "values", "zero", "2^", *names), rows)
 
 
-def _cut(count: int) -> tuple[str, ...]:
-  if count <= _MOST_ROWS:
-    return ()
-  return (f"The {_MOST_ROWS} of {count} that lose most; .groups and to_json() have all.",)
-
-
-def _span(exponents: dict[int, int]) -> str:
-  """Returns the exponents between which 99.8 % of the numbers lie."""
-  keys = sorted(exponents)
-  share = np.cumsum([exponents[k] for k in keys]) / sum(exponents.values())
-  low, high = np.searchsorted(share, 0.001, side="right"), np.searchsorted(share, 0.999)
-  return f"{keys[min(low, len(keys) - 1)]}…{keys[min(high, len(keys) - 1)]}"
+def _table(
+  title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], *lines: str
+) -> Section:
+  """Returns a table of the first rows, which lose most."""
+  if len(rows) > _MOST_ROWS:
+    cut = f"The {_MOST_ROWS} of {len(rows)} that lose most; .groups and to_json() have all."
+    lines = (cut, *lines)
+  table = (Column(columns[0], wide=True), *right(*columns[1:]))
+  return Section(title, lines if rows else (), table, tuple(rows[:_MOST_ROWS]))
 
 
 def _share(part: int, total: int) -> float:

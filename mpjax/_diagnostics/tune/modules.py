@@ -4,7 +4,7 @@ import collections
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -30,7 +30,8 @@ def modules_of(body: Body) -> dict[str, int]:
   """Returns the modules of a gradient function that compute, and the FLOPs of their matmuls."""
   flops: dict[str, int] = {}
   for step in body.every_step():
-    if _is_matmul(step) or _is_forward(step):
+    moves = step.bodies or facts_of(step.eqn).moves
+    if _is_matmul(step) or (step.location.direction == "forward" and not moves):
       path = step.location.path
       flops[path] = flops.get(path, 0) + (flops_of(step.eqn) or 0) * step.times
   return flops
@@ -38,11 +39,6 @@ def modules_of(body: Body) -> dict[str, int]:
 
 def _is_matmul(step: Step) -> bool:
   return facts_of(step.eqn).flops is not None
-
-
-def _is_forward(step: Step) -> bool:
-  """Whether a step of the forward pass computes something."""
-  return step.location.direction == "forward" and not (step.bodies or facts_of(step.eqn).moves)
 
 
 def scopes_of(body: Body) -> set[str]:
@@ -93,11 +89,9 @@ def forward_errors(exact: Body, low: Body, operands: Sequence[Array]) -> dict[st
   """Returns by module the error of the worst matmul or sum of a loss under a policy."""
   rounded, worst = _results(low, operands), dict[str, float]()
   for alike, values in _results(exact, operands).items():
-    others = rounded[alike]
-    for number, (path, x) in enumerate(values):
-      same = len(values) == len(others)
-      error = relative_error([(x, others[number][1])]) if same else 0.0
-      worst[path] = max(worst.get(path, 0.0), 0.0 if math.isnan(error) else error)
+    others = rounded[alike] if len(values) == len(rounded[alike]) else ()
+    for (path, x), (_, y) in zip(values, others, strict=False):
+      worst[path] = max(worst.get(path, 0.0), relative_error([(x, y)]))
   return worst
 
 
@@ -120,33 +114,30 @@ def _results(
   return results
 
 
-def overflows_of(
-  body: Body, operands: Sequence[Array], dtype: DType
-) -> tuple[list[Array], dict[str, int]]:
-  """Returns the results of a gradient function, and which modules overflow in a dtype."""
-  # 2 is for an operand or result of a matmul, 1 for that of what may or may not be low.
-  overflows, most = dict[str, int](), float(jnp.finfo(dtype).max)
+@jax.custom_jvp
+def _moved(x: Array, eps: Array, error: Array) -> Array:
+  """Returns `x + eps * error` at `eps` 0, where the error may be infinite."""
+  return x
 
-  def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
-    # What is looked at in a loop changes how it is compiled, and its last bits; bfloat16 has the
-    # range of float32.
-    if most > 1e30 or not (_is_matmul(step) or _is_forward(step)):
-      return ()
-    numbers = [*ins[:2], *outs] if _is_matmul(step) else outs
-    return [x for x in numbers if x.dtype == jnp.float32]
 
-  def see(step: Step, picked: Sequence[Array]) -> None:
-    if any(np.any((np.abs(x) > most) & np.isfinite(x)) for x in map(np.asarray, picked)):
-      path = step.location.path
-      overflows[path] = max(overflows.get(path, 0), 1 + _is_matmul(step))
-
-  return run_on_host(body, operands, Look(pick=pick, see=see)), overflows
+@_moved.defjvp
+def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+  return primals[0], tangents[0] + tangents[1] * primals[2]
 
 
 def errors_alone(
-  body: Body, operands: Sequence[Array], gradients: slice, flops: Mapping[str, int], dtype: DType
+  body: Body,
+  operands: Sequence[Array],
+  gradients: slice,
+  flops: Mapping[str, int],
+  dtype: DType,
+  advance: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-  """Returns how far the gradient in float32 moves if a module rounds, and nothing else does."""
+  """Returns how far the gradient in float32 moves if a module rounds, and nothing else does.
+
+  That is infinite where an operand or result of a matmul overflows. `advance` is called now and
+  then.
+  """
   # To first order, for all modules together: every matmul of the forward and backward pass takes
   # and returns `x + eps * (rounded(x) - x)`, with one `eps` for each module, which is 0. The
   # derivative of the gradient with respect to `eps` is the error that the module causes. It has the
@@ -159,8 +150,8 @@ def errors_alone(
       if x.dtype != jnp.float32:
         return x
       fixed = jax.lax.stop_gradient(x)
-      narrow = fixed.astype(dtype).astype(jnp.float32)
-      return x + eps[module] * jnp.where(jnp.isfinite(narrow), narrow - fixed, jnp.zeros_like(x))
+      error = fixed.astype(dtype).astype(jnp.float32) - fixed
+      return _moved(x, eps[module], jnp.where(jnp.isfinite(fixed), error, jnp.zeros_like(x)))
 
     def compute(step: Step, values: Sequence[Array]) -> list[Array]:
       if not _is_matmul(step):
@@ -175,21 +166,21 @@ def errors_alone(
     grads, pullback = jax.vjp(perturbed, jnp.zeros((len(flops),), jnp.float32))
   except REFUSALS as error:
     warnings.warn(
-      "mpjax.tune(loss_fn, policy): the gradient cannot be differentiated, so that modules are "
-      "tried in the order of their FLOPs and not of what rounding in them does "
-      f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). What is returned is measured "
-      "all the same.",
+      "mpjax.tune(loss_fn, policy): the gradient cannot be differentiated, so that modules with few "
+      f"FLOPs are tried first ({type(error).__name__}: {str(error).partition(chr(10))[0]}). What is "
+      "returned is measured all the same.",
       UserWarning,
       stacklevel=2,
     )
-    total = max(sum(map(math.sqrt, flops.values())), 1)
-    return {path: math.sqrt(count) / total for path, count in flops.items()}
+    return dict.fromkeys(flops, 1.0)
   norm, squares = math.sqrt(sum(float(jnp.sum(jnp.abs(g) ** 2)) for g in grads)), 0.0
   for key in jax.random.split(jax.random.key(0), PROJECTIONS):
     noise = (jax.random.normal(jax.random.fold_in(key, i), g.shape) for i, g in enumerate(grads))
     directions = [x.astype(g.dtype) for x, g in zip(noise, grads, strict=True)]
-    squares += np.nan_to_num(np.asarray(pullback(directions)[0], np.float64) / norm) ** 2
-  return dict(zip(flops, np.sqrt(squares / PROJECTIONS).tolist(), strict=True))
+    squares += (np.asarray(pullback(directions)[0], np.float64) / norm) ** 2
+    advance()
+  alone = np.sqrt(np.nan_to_num(squares, nan=math.inf, posinf=math.inf) / PROJECTIONS)
+  return dict(zip(flops, alone.tolist(), strict=True))
 
 
 def prefixes(path: str) -> set[str]:

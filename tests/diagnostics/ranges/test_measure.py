@@ -1,5 +1,3 @@
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._diagnostics.ranges.measure import add
+from mpjax._diagnostics.ranges.measure import add, gradient_of
 from tests.diagnostics.ranges import oracle
 from tests.errors import refused
 
@@ -42,7 +40,6 @@ def test_every_number_of_a_function_is_counted_exactly():
   check_equal(group(report, "parameters", "(array)"), w)
   assert not report.of("updates")
   assert np.isnan(report.lost_updates)
-  assert not mpjax.ranges(loss, differentiate=False)(w, x).of("gradients")
   # A gradient is not differentiated again.
   again = mpjax.ranges(jax.value_and_grad(loss))(w, x)
   check_equal(group(again, "gradients", "layer"), x.T @ jnp.ones((5, 3)))
@@ -249,21 +246,12 @@ def test_a_scalar_in_a_dict_is_no_loss():
 def test_errors():
   traced = jax.jit(mpjax.ranges(jnp.sin))
   where, fix = "mpjax.ranges(fn)(*args)", "Call it on the host"
-  with refused(TypeError, where, "concrete arrays", "a traced one", fix):
+  with refused(TypeError, where, "concrete arrays", "a traced array", fix):
     traced(jnp.ones(3))
-  loss = functools.partial(mpjax.ranges(lambda w, x: x @ w, differentiate=True), jnp.ones((3, 2)))
-  where, fix = "mpjax.ranges(fn) or mpjax.tune(loss_fn)", "Take the mean"
-  with refused(TypeError, where, "a floating scalar", "float32[4, 2]", fix):
-    loss(jnp.ones((4, 3)))
 
 
-def test_a_loss_without_arguments_by_position():
-  def loss(*, w):
-    return jnp.sum(w)
-
-  assert not mpjax.ranges(loss)(w=jnp.ones(2)).of("gradients")
-  with pytest.raises(mpjax.errors.MpjaxTypeError, match="no argument by position"):
-    mpjax.ranges(loss, differentiate=True)(w=jnp.ones(2))
+def test_a_loss_without_arguments_by_position_is_not_differentiated():
+  assert not mpjax.ranges(lambda *, w: jnp.sum(w))(w=jnp.ones(2)).of("gradients")
 
 
 @pytest.mark.parametrize(
@@ -284,3 +272,14 @@ def test_parts_of_complex_numbers_and_lost_updates():
   counts = mpjax.reports.GroupRanges(kind="updates", path="")
   add(counts, np.asarray([3 + 0.5j, 0 + 1j], np.complex64), np.asarray([True, False]))
   assert (counts.exponents, counts.zero, counts.lost_updates) == ({1: 1, -1: 1, 0: 1}, 1, 1)
+
+
+def test_the_gradient_of_a_loss_with_aux_and_integers():
+  def loss(tree, x):
+    return jnp.sum(tree["w"] * x), "text"
+
+  tree = {"n": jnp.arange(2), "w": jnp.ones(2), "flag": None}
+  (value, aux), grads = gradient_of(loss, 4.0)(tree, jnp.asarray([1.0, 2.0]))
+  assert value == 12
+  assert aux == []
+  np.testing.assert_array_equal(jax.tree.leaves(grads)[0], [4, 8])

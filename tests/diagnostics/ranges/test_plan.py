@@ -5,21 +5,19 @@ import optax
 from mpjax._diagnostics.ranges.plan import Group, Input, plan
 from mpjax._jaxprs.steps import body_of
 
-BF16 = jnp.dtype(jnp.bfloat16)
-
 
 def planned(fn, *args):
   leaves = jax.tree.leaves(args)
-  inputs = [  # The second argument is not returned under its path.
-    Input(f"leaf{i}", i == 0, x.dtype, x.shape, ("wu"[i],)) for i, x in enumerate(leaves)
-  ]
+  # The second argument is not returned under its path.
+  inputs = [Input(f"leaf{i}", i == 0, ("wu"[i],)) for i in range(len(leaves))]
   flat = jax.tree.structure(args)
   program = jax.make_jaxpr(lambda *x: jax.tree.leaves(fn(*jax.tree.unflatten(flat, x))))(*leaves)
-  return plan(body_of(program), inputs, [(("w",), aval) for aval in program.out_avals])
+  return plan(body_of(program), inputs, [("w",)] * len(program.out_avals))
 
 
 def updated(fn, *args):
-  return [one.group.path for one in planned(fn, *args).additions.values()]
+  counted = planned(fn, *args)
+  return [counted.steps[number].path for number in counted.additions]
 
 
 def test_activations_and_gradients_by_module_without_the_optimizer():
@@ -31,13 +29,14 @@ def test_activations_and_gradients_by_module_without_the_optimizer():
     return w - 0.1 * jax.grad(loss)(w) ** 2
 
   counted = planned(step, jnp.ones((3, 3)), jnp.ones((2, 3)))
-  assert set(counted.results.values()) == {
+  assert set(counted.steps.values()) == {
     Group("activations", "layer"),
     Group("gradients", "layer"),
     Group("float32", "layer"),  # The sum.
+    Group("updates", "leaf0"),
   }
   assert counted.inputs == {0: Group("parameters", "leaf0")}
-  assert [one.group for one in counted.additions.values()] == [Group("updates", "leaf0")]
+  assert [counted.steps[number].kind for number in counted.additions] == ["updates"]
 
 
 def mask(n):
@@ -70,7 +69,7 @@ ROLES = {  # In float32, of matmuls that a policy runs in low precision: what fo
 def test_what_a_policy_would_hold_in_low_precision():
   for name, (fn, low) in ROLES.items():
     counted = planned(lambda w, x, fn=fn: fn(x @ w), jnp.ones((3, 3)), jnp.ones((3, 3)))
-    floats = [counted.results[key].kind == "activations" for key in sorted(counted.results)]
+    floats = [counted.steps[key].kind == "activations" for key in sorted(counted.steps)]
     assert floats == low, name
 
 
@@ -128,8 +127,8 @@ MOVES = {
 
 def test_what_is_only_moved_sorted_or_cast_is_not_counted_again():
   for name, fn in MOVES.items():
-    assert not planned(fn, jnp.ones((2, 2))).results, name
-  assert planned(lambda x: jnp.maximum(x, 0), jnp.ones((2, 2))).results
+    assert not planned(fn, jnp.ones((2, 2))).steps, name
+  assert planned(lambda x: jnp.maximum(x, 0), jnp.ones((2, 2))).steps
 
 
 def test_what_remat_repeats_is_not_counted_again():
@@ -139,7 +138,7 @@ def test_what_remat_repeats_is_not_counted_again():
       return jnp.tanh(jnp.tanh(x @ x))
 
   def activations(fn):
-    groups = planned(fn, jnp.ones((3, 3))).results.values()
+    groups = planned(fn, jnp.ones((3, 3))).steps.values()
     return sum(group == Group("activations", "layer") for group in groups)
 
   assert activations(lambda x: jnp.sum(layer(x))) == 3

@@ -138,10 +138,10 @@ def test_the_report_begins_with_the_error_by_module():
 def test_a_row_has_the_gradients_of_what_is_inside_too():
   w, flops = np.arange(1.0, 9), {"net": 0, "net/a": 6, "net/b": 2}
   pairs = {"net/a": [(w, 1.01 * w)], "net/emb": [(w, w)]}  # A table is no row of its own.
-  net, a = rows_of(flops, {"net": 0.1}, pairs, {"net/a": 0.2}, {"net": 1})
+  net, a = rows_of(flops, {"net": 0.1}, pairs, {"net/a": 0.2})
   np.testing.assert_allclose([net.gradient, a.gradient], [0.01 / np.sqrt(2), 0.01], rtol=1e-4)
-  assert net[:2] + net[3:] == ("net", 0.1, 0, pytest.approx(np.nan, nan_ok=True), "maybe", True)
-  assert (a.path, np.isnan(a.forward), *a[3:]) == ("net/a", True, 0.75, 0.2, "no", False)
+  assert net[:2] + net[3:] == ("net", 0.1, 0, pytest.approx(np.nan, nan_ok=True), True)
+  assert (a.path, np.isnan(a.forward), *a[3:]) == ("net/a", True, 0.75, 0.2, False)
 
 
 def dense(**dtypes):
@@ -233,3 +233,11 @@ def test_a_gradient_of_zero_or_of_no_parameter(dtype):
   tune = mpjax.tune(lambda w: jnp.sum(0.0 * w.astype(jnp.float32)), tolerance=0.1)
   with refused(ValueError, CALL, "not zero", "norm 0.0", "mpjax.ranges"):
     tune(jnp.ones(3, dtype))
+
+
+def test_a_loss_that_is_no_scalar_or_has_no_argument_by_position():
+  tune = mpjax.tune(lambda *w, x: jnp.sum(x) if not w else x @ w[0], tolerance=0.1)
+  where, fix = "mpjax.tune(loss_fn)", "take the mean"
+  for args, got in (((), "no argument by position"), ((jnp.ones((3, 2)),), "float32[4, 2]")):
+    with refused(TypeError, where, "a floating scalar", got, fix):
+      tune(*args, x=jnp.ones((4, 3)))
