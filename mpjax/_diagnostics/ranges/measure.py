@@ -1,32 +1,45 @@
-"""`ranges`: one instrumented run of a function, and what its numbers look like."""
+"""`ranges`: one instrumented run of a function, and what its numbers look like.
+
+A number is an activation or a gradient where a policy would hold it in low precision: the results
+of matmuls and convolutions, what they take, and what is computed from such results alone. The rest
+stays in float32 whatever the policy says, so that a narrow dtype loses nothing of it: masks, the
+cotangent of a loss, softmax, and what is computed with float32 data: see `docs/concepts.md`.
+"""
 
 import bisect
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import ParamSpec
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import add_p, sub_p
 
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
-from mpjax._core.leaves import changes_nothing
+from mpjax._core.leaves import Path, are_floating, changes_nothing, key_names
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, PyTree
+from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray, PyTree
 from mpjax._diagnostics.arguments import Call, check_function, is_array
-from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
-from mpjax._diagnostics.ranges.plan import Group, inputs_of, plan
-from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+from mpjax._diagnostics.parameter_scopes import name_by_parameters, with_parameter_scopes
+from mpjax._diagnostics.ranges.ranges_report import GroupRanges, Kind, RangesReport
 from mpjax._diagnostics.report import Pending, progress
+from mpjax._jaxprs.graph import Graph, Operation, Value
+from mpjax._jaxprs.locations import Location
+from mpjax._jaxprs.primitives import OUTER_PRODUCT
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.runner import Look, run_on_host
-from mpjax._jaxprs.steps import Step, body_of
+from mpjax._jaxprs.steps import Body, Step, body_of
 from mpjax.transforms._state import scales_in
 
 P = ParamSpec("P")
 
 _FIX = "Write mpjax.ranges(step)(params, opt_state, batch), with a function and then its arguments."
+
+Group: TypeAlias = tuple[Kind, str]
+"""A heading: what numbers are, and the path of the module, or of a leaf of the arguments."""
 
 
 @check_call("mpjax.ranges(fn)", fix=_FIX)
@@ -111,7 +124,7 @@ def counted(
   groups: dict[Group, GroupRanges] = {}
 
   def count(group: Group, x: Array, lost: Array | None = None) -> None:
-    add(groups.setdefault(group, GroupRanges(kind=group.kind, path=group.path)), x, lost)
+    add(groups.setdefault(group, GroupRanges(*group)), x, lost)
 
   for position, group in counting.inputs.items():
     count(group, operands[position])
@@ -119,19 +132,18 @@ def counted(
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
     if step.number not in counting.additions:
-      return [x for x in outs if is_inexact(x) and step.number in counting.steps]
+      return [x for x in outs if are_floating(x) and step.number in counting.steps]
     argument, dtype = counting.additions[step.number]
     update = jnp.broadcast_to(jnp.asarray(ins[1 - argument]), outs[0].shape)
     # As it is stored: that is where it rounds away.
     old, new = (x.astype(dtype) for x in (ins[argument], outs[0]))
-    return [update, changes_nothing(*map(_parts, (old, new, update)))]
+    return [update, changes_nothing(old, new, update)]
 
   def see(step: Step, picked: Sequence[Array]) -> None:
     nonlocal done
     done += picked[0].size // max(math.prod(shape_of(step.eqn.outvars[0])), 1)
     advance(done, total)
-    calls = [picked] if step.number in counting.additions else zip(picked)
-    for each in calls:
+    for each in [picked] if step.number in counting.additions else zip(picked):
       count(counting.steps[step.number], *each)
 
   run_on_host(body, operands, Look(pick=pick, see=see))
@@ -139,10 +151,181 @@ def counted(
   return RangesReport(getattr(fn, "__name__", type(fn).__name__), tuple(groups.values()), in_use)
 
 
+class Input(NamedTuple):
+  """An array among the arguments."""
+
+  path: str  # in the tree of arguments
+  is_parameter: bool  # whether it may be one: those that the optimizer alone reads are not
+  keys: Path = ()  # the names of its keys within its argument
+
+
+def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[Input]:
+  """Returns what the arrays among the leaves of arguments are; `scales` are no parameters."""
+  inputs: list[Input] = []
+  for position, one in enumerate((*args, *(kwargs[name] for name in sorted(kwargs)))):
+    held = hasattr(one, "params") or (isinstance(one, Mapping) and "params" in one)
+    for path, x in jax.tree_util.tree_leaves_with_path(one):
+      # "value" is that of a Variable of NNX.
+      keys = tuple(name for name in key_names(path) if name != "value")
+      inside = position == 0 and held and keys[:1] == ("params",)
+      text = "/".join(keys[inside:]) or "(array)"
+      path_of_x = text if position == 0 else f"args[{position}]/{text}"
+      is_parameter = position == 0 and inside == held and not any(x is each for each in scales)
+      inputs += [Input(path_of_x, is_parameter, keys)] * is_array(x)
+  return inputs
+
+
+class Plan(NamedTuple):
+  """What is to be counted."""
+
+  inputs: Mapping[int, Group]  # arguments that are parameters, or optimizer state
+  steps: Mapping[int, Group]  # the results of steps, by their numbers, or their updates
+  # Of the steps that add an update to an argument, which operand that is, and how it is stored.
+  additions: Mapping[int, tuple[int, DType]]
+  readers: Mapping[int, Location]  # where an argument is read first, but by the optimizer
+
+
+def plan(body: Body, inputs: Sequence[Input], outputs: Sequence[Path] = ()) -> Plan:
+  """Returns what is to be counted in a function; of its results, the names of their keys."""
+  graph = Graph(body)
+  pairs = zip(graph.arguments, inputs, strict=True)
+  floats = {v: one for v, one in pairs if v.is_floating}
+  keys_of = {v: one.keys for v, one in floats.items() if one.is_parameter}
+  name_by_parameters(graph, {v: k[k[:1] == ("params",) : -1] for v, k in keys_of.items()})
+  held, steps = _held(graph, floats, body.depth), dict[int, Group]()
+
+  # A result that is a sum with an argument is that one, updated.
+  additions = dict[int, tuple[int, DType]]()
+  for keys, result in zip(outputs, graph.results, strict=False):
+    # A momentum `0.9 * mu + grads` is no update of gradients that are an argument: another path.
+    stored = [
+      v
+      for v, one in floats.items()
+      if (v.dtype, v.aval.shape) == (result.dtype, getattr(result.aval, "shape", None))
+      and (one.is_parameter or (v.aval.shape and one.keys and one.keys in (keys, keys[1:])))
+    ]
+    for operation in (total.made_by for total in _copies(result)):
+      if operation is None or operation.eqn.primitive not in (add_p, sub_p):
+        continue
+      updated = operation.operands[: 1 if operation.eqn.primitive is sub_p else 2]
+      copies = [*enumerate(map(_copies, updated))]
+      # Of `a + b`, two arguments, the first is what is updated.
+      for v, i in [(v, i) for v in stored for i, values in copies if v in values][:1]:
+        steps.setdefault(operation.step.number, ("updates", floats[v].path))
+        additions.setdefault(operation.step.number, (i, v.aval.dtype))
+
+  # What follows the backward pass and is in no module is the work of the optimizer.
+  where = {each: each.step.location for each in graph.operations}
+  since = itertools.dropwhile(lambda each: where[each].direction != "backward", graph.computing())
+  after = [*since]
+  work = {each for each in after if where[each].direction == "forward" and not where[each].path}
+
+  # Backwards: which numbers matmuls take, moved or cast perhaps, and who reads one first.
+  taken, read = set[Value](), dict[Value, Location]()
+  for operation in [*reversed(graph.operations)] * (body.depth + 1):
+    operands, results = operation.operands, operation.results
+    moved = (operation.moves or operation.casts) and not taken.isdisjoint(results)
+    taken.update(operands if moved or _is_matmul(operation, held) else ())
+    if operation.joins:
+      read.update((v, read[out]) for out in results if out in read for v in operands)
+    elif operation not in work:
+      read.update(dict.fromkeys(operands, where[operation]))
+
+  for operation in graph.computing():
+    kinds = [held[v] for v in operation.results if v in held]
+    again = operation.moves or operation.casts or where[operation].direction == "recomputed"
+    if kinds and not again and operation not in work:
+      low = any(each.kind == "low" and not each.wide for each in kinds)
+      kind: Kind = "float32"
+      if low or not taken.isdisjoint(operation.results):
+        kind = "gradients" if operation.where.direction == "backward" else "activations"
+      steps.setdefault(operation.step.number, (kind, operation.where.path))
+  of_inputs: dict[int, Group] = {}
+  for i, v in enumerate(graph.arguments):
+    if v in floats and floats[v].is_parameter:
+      kind = "optimizer state" if after and v not in read else "parameters"
+      of_inputs[i] = kind, floats[v].path
+  readers = {i: read[v] for i, v in enumerate(graph.arguments) if v in read}
+  return Plan(of_inputs, steps, additions, readers)
+
+
+def _copies(value: Value) -> set[Value]:
+  """Returns what a value may be, element by element: selected, clipped, cast, out of a loop."""
+  values, pending = set[Value](), [value]
+  while pending:
+    each = pending.pop()
+    operation = each.made_by
+    if each not in values and operation is not None:
+      kept = operation.facts.exact or operation.casts
+      pending += (
+        v
+        for v in operation.operands
+        if operation.joins or (kept and v.is_floating and v.aval.shape == each.aval.shape)
+      )
+    values.add(each)
+  return values
+
+
+class _Held(NamedTuple):
+  """What the numbers of a floating value are."""
+
+  # "data" is float32 for a reason, "low" what a matmul returned and what is computed from it;
+  # parameters, numbers and what is computed from these alone are "neutral".
+  kind: Literal["neutral", "low", "data"]
+  wide: bool  # a policy holds it in float32, or it is a number that float16 does not have
+
+
+def _held(graph: Graph, floats: Mapping[Value, Input], depth: int) -> dict[Value, _Held]:
+  """Returns what the numbers of each floating value are."""
+  held = {
+    v: _Held("neutral" if one.is_parameter else "data", not one.is_parameter)
+    for v, one in floats.items()
+  }
+  held |= {v: _Held("low", False) for v in floats if v.is_low}
+  for _ in range(depth + 1):  # What a carry is that starts as zeros, the body says.
+    for operation in graph.operations:
+      for v in (*operation.operands, *operation.results):
+        if not v.is_floating:
+          continue
+        if v.kind == "constant":
+          held[v] = _Held("data", True)
+        elif v.kind == "literal":
+          with np.errstate(over="ignore"):
+            held[v] = _Held("neutral", bool(np.asarray(v.data).astype(np.float16) != v.data))
+        elif v.made_by is operation:
+          held[v] = _of_result(operation, v, held)
+  return held
+
+
+def _of_result(operation: Operation, out: Value, held: Mapping[Value, _Held]) -> _Held:
+  """Returns what a result of an operation is: the table of `docs/concepts.md`."""
+  facts = operation.facts
+  if out.is_low or _is_matmul(operation, held):
+    return _Held("low", False)
+  floats = [held[v] for v in operation.operands if v in held]
+  if not floats:  # Random numbers and masks are neutral, positions are data.
+    neutral = facts.neutral or np.dtype(np.bool_) in (v.dtype for v in operation.operands)
+    return _Held("neutral" if neutral else "data", not neutral)
+  strongest = ("low", "data", "neutral") if facts.role == "product" else ("data", "low", "neutral")
+  kind = min((each.kind for each in floats), key=strongest.index)
+  wide = any(each.wide for each in floats)
+  if operation.moves or operation.casts:
+    return _Held(kind, wide)
+  # Of a number that is computed from numbers, float16 may have it or not.
+  return _Held(kind, wide or kind == "neutral" or operation.part in ("float32", "opaque", None))
+
+
+def _is_matmul(operation: Operation, held: Mapping[Value, _Held]) -> bool:
+  """Whether an operation runs in low precision whatever its operands are."""
+  if operation.facts is OUTER_PRODUCT and operation.where.direction == "forward":
+    return any(held[v].kind == "low" for v in operation.operands if v in held)
+  return operation.part == "half"
+
+
 def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) -> None:
   """Counts the numbers of an array; of updates, `lost` says which change nothing."""
   # On the host: XLA flushes subnormal numbers to zero in arithmetic and in comparisons.
-  numbers = np.asarray(_parts(x)).reshape(-1)
+  numbers = np.asarray(x).reshape(-1)
   numbers = numbers.astype(np.float64 if numbers.dtype.itemsize > 4 else np.float32)
   numbers = np.sort(np.abs(numbers))  # NaN comes last.
   one, info = numbers.dtype.type(1), np.finfo(numbers.dtype)
@@ -156,21 +339,12 @@ def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) ->
   group.nan += numbers.size - no_nan
   group.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
   group.largest = max(group.largest, float(np.max(numbers[:finite], initial=0)))
-  for exponent, count in enumerate(np.diff(smaller).tolist(), lowest):
-    if count:
-      group.exponents[exponent] = group.exponents.get(exponent, 0) + count
-  group.exponents = dict(sorted(group.exponents.items()))
+  counts = enumerate(np.diff(smaller).tolist(), lowest)
+  group.exponents.update({exponent: count for exponent, count in counts if count})
   for name, fates in group.lost.items():
-    first = np.searchsorted(numbers, limits(name, numbers.dtype.name))
-    to_subnormal, to_normal, to_infinity = first.tolist()
-    fates["zero"] += to_subnormal - zero
-    fates["subnormal"] += to_normal - to_subnormal
-    fates["overflow"] += finite - to_infinity
-
-
-def _parts(x: Leaf) -> Leaf:
-  """Returns the parts of complex numbers: each is a number of its own."""
-  return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+    first = np.searchsorted(numbers, limits(name, numbers.dtype.name)).tolist()
+    to_zero, subnormal, _, overflow = np.diff([zero, *first, finite]).tolist()
+    fates.update(zero=to_zero, subnormal=subnormal, overflow=overflow)
 
 
 @functools.cache

@@ -1,28 +1,34 @@
 """What `mpjax.ranges` found: counts of exponents by module, as text, HTML, JSON and a picture."""
 
+import collections
 import dataclasses
+import importlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
+from mpjax._core.types import NumpyArray
 from mpjax._diagnostics.nonfinite.report import power
-from mpjax._diagnostics.ranges.heat_map import RANGES, heat_map
-from mpjax._diagnostics.ranges.plan import Kind
 from mpjax._diagnostics.report import Column, Report, Section, amount, percent, right
 
-KINDS: tuple[Kind, ...] = (
-  *("activations", "gradients", "parameters", "optimizer state", "updates"),
-)
+Kind: TypeAlias = Literal[
+  "activations", "gradients", "float32", "parameters", "optimizer state", "updates"
+]
+"""What numbers are: "gradients" are results of the backward pass, "float32" what stays in that."""
 
-FORMATS: tuple[str, ...] = tuple(RANGES)
-"""The dtypes for which it is counted what they would lose."""
+KINDS: Sequence[Kind] = ("activations", "gradients", "parameters", "optimizer state", "updates")
 
-_FATES = ("zero", "subnormal", "overflow")
-"""What becomes of a number that a dtype cannot represent."""
+RANGES: Mapping[str, tuple[int, int, int]] = {
+  "float16": (-24, -14, 16),
+  "bfloat16": (-133, -126, 128),
+  "float8_e4m3fn": (-9, -6, 9),
+  "float8_e5m2": (-16, -14, 16),
+}
+"""For each dtype the exponents of its smallest subnormal, its smallest normal number, its end."""
 
-_MOST_ROWS = 20
-_HEADROOM = 8
-_LARGEST = 65504.0
+_MOST_ROWS, _HEADROOM, _LARGEST = 20, 8, 65504.0
 
 _CURE = (
   "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
@@ -30,7 +36,7 @@ _CURE = (
 )
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class GroupRanges:
   """The numbers of one kind in one module, or of one leaf of the arguments.
 
@@ -38,7 +44,7 @@ class GroupRanges:
     kind: "activations", "gradients", "parameters", "optimizer state" or "updates"; "float32" for
       what a policy leaves in float32.
     path: the module (named scopes joined by "/"), or the path of the leaf.
-    exponents: how many numbers have the exponent `floor(log2(|x|))`, by exponent, without zeros.
+    exponents: how many finite nonzero numbers have which exponent, `floor(log2(|x|))`.
     zero: how many are zero.
     inf: how many are inf or -inf.
     nan: how many are NaN.
@@ -49,18 +55,18 @@ class GroupRanges:
   >>> import jax.numpy as jnp, mpjax
   >>> report = mpjax.ranges(jnp.dot)(jnp.eye(4), jnp.asarray([0.0, 1.0, 1.5, 2.0**-30]))
   >>> group = report.of("activations")[0]
-  >>> group.exponents, group.zero, group.lost["float16"]
-  ({-30: 1, 0: 2}, 1, {'zero': 1, 'subnormal': 0, 'overflow': 0})
+  >>> group.exponents, group.zero, group.lost["float16"]["zero"]
+  (Counter({0: 2, -30: 1}), 1, 1)
   """
 
   kind: Kind
   path: str
-  exponents: dict[int, int] = dataclasses.field(default_factory=dict)
+  exponents: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
   zero: int = 0
   inf: int = 0
   nan: int = 0
-  lost: dict[str, dict[str, int]] = dataclasses.field(
-    default_factory=lambda: {name: dict.fromkeys(_FATES, 0) for name in FORMATS}
+  lost: dict[str, collections.Counter[str]] = dataclasses.field(
+    default_factory=lambda: {name: collections.Counter() for name in RANGES}
   )
   lost_updates: int = 0
   largest: float = 0.0
@@ -170,9 +176,47 @@ class RangesReport(Report):
       The figure of matplotlib.
 
     Raises:
-      MpjaxRuntimeError: matplotlib is not installed.
+      ImportError: matplotlib is not installed.
     """
-    return heat_map(self.name, [(kind, self.of(kind)) for kind in KINDS], path)
+    plt = importlib.import_module("matplotlib.pyplot")
+    # Of each kind as many rows as can be read, evenly from all.
+    panels = {kind: rows[:: len(rows) // 40 + 1] for kind in KINDS if (rows := self.of(kind))}
+    seen = [e for rows in panels.values() for row in rows for e in row.exponents]
+    low, high = min([*seen, -26]) - 1, max([*seen, 16]) + 2
+    # What each dtype represents is the first panel.
+    heights = [3, *(max(len(rows), 1.5) for rows in panels.values())]
+    options = {"height_ratios": heights, "sharex": True, "squeeze": False, "layout": "constrained"}
+    figure, grid = plt.subplots(len(heights), figsize=(10, 1 + 0.26 * sum(heights)), **options)
+    ranges, *axes = grid[:, 0]
+    for row, edges in enumerate(RANGES.values()):
+      left, middle, right = (min(max(edge, low), high) for edge in edges)
+      ranges.barh(row, [middle - left, right - middle], 0.8, [left, middle], color=["C9", "C0"])
+    ranges.set_yticks(range(len(RANGES)), list(RANGES), fontsize=7.5)
+    ranges.invert_yaxis()
+    ranges.set_title("what each dtype represents (pale: subnormal)", fontsize=9, loc="left")
+    norm = importlib.import_module("matplotlib.colors").LogNorm(1e-5, 1)
+    for axis, (kind, rows) in zip(axes, panels.items(), strict=True):
+      shares: NumpyArray = np.full((len(rows), high - low), np.nan)
+      for row, group in zip(shares, rows, strict=True):
+        for exponent, count in group.exponents.items():
+          row[exponent - low] = count / group.nonzero
+      edges = np.arange(low, high + 1), np.arange(len(rows) + 1) - 0.5
+      image = axis.pcolormesh(*edges, shares, norm=norm, cmap="YlGnBu", edgecolors="white")
+      for edge in RANGES["float16"]:  # The lines of all dtypes could not be told apart.
+        axis.axvline(edge, color="C0", linewidth=1.1)
+      labels = [(group.path or "(no scope)")[-38:] for group in rows]
+      axis.set_yticks(range(len(rows)), labels, fontsize=7.5)
+      axis.invert_yaxis()
+      axis.set_title(kind, fontsize=9.5, loc="left", weight="bold")
+      if axis is axes[-1]:
+        figure.colorbar(image, ax=axes, label="share of the row's nonzero numbers")
+    grid[-1, 0].set_xlabel("exponent of |x|: a number in column e is from $2^e$ to $2^{e+1}$")
+    figure.suptitle(f"Ranges of {self.name}", x=0.01, ha="left", weight="bold")
+    if path is not None:
+      figure.savefig(path, dpi=150)
+    # A notebook would show an open one at the end of the cell, and as its result too.
+    plt.close(figure)
+    return figure
 
   def as_dict(self) -> Mapping[str, object]:
     """Returns what `to_json` writes."""
@@ -181,10 +225,9 @@ class RangesReport(Report):
   def sections(self) -> list[Section]:
     """Returns what is shown, in order."""
     lossy = [(_share(g.lost_updates, g.nonzero), g) for g in self.of("updates") if g.lost_updates]
-    updates = [
-      (g.path, *map(amount, (g.total, g.zero, g.lost_updates)), percent(share))
-      for share, g in sorted(lossy, key=lambda each: -each[0])
-    ]
+    lossy.sort(key=lambda each: -each[0])
+    counts = ((g.path, g.total, g.zero, g.lost_updates, share) for share, g in lossy)
+    updates = [(path, *map(amount, some), percent(share)) for path, *some, share in counts]
     columns = ("parameter", "updates", "zero", "lost", "of nonzero")
     table = _table("Updates that change nothing", columns, updates, _CURE)
     return [self._headline(), table, *map(self._losses, KINDS)]
@@ -196,13 +239,9 @@ class RangesReport(Report):
         f"{percent(self.lost_updates)} of the updates change nothing: they round away when they "
         "are added to the parameters as these are stored."
       )
-    bad = [
-      f"{g.kind} of {g.path or '(no scope)'} ({amount(g.inf)} inf, {amount(g.nan)} NaN)"
-      for g in self.groups
-      if g.inf or g.nan
-    ]
-    if bad:
-      lines.append(f"Not finite: {', '.join(bad[:4])}" + " …" * (len(bad) > 4))
+    if bad := [g for g in self.groups if g.inf or g.nan]:
+      shown = (f"{g.kind} of {g.path or '(no scope)'} ({g.inf} inf, {g.nan} NaN)" for g in bad[:4])
+      lines.append(f"Not finite: {', '.join(shown)}" + " …" * (len(bad) > 4))
     if (scale := self.loss_scale) is not None:
       room = f"stays {_LARGEST / (self._largest * scale):.0f} times below {_LARGEST:.0f}"
       if self._largest * scale > _LARGEST:
@@ -229,12 +268,12 @@ class RangesReport(Report):
       (
         *(g.path or "(no scope)", amount(g.total), percent(_share(g.zero, g.total))),
         f"{min(g.exponents)}…{max(g.exponents)}",
-        *(percent(g.lost_share(name)) for name in FORMATS),
+        *(percent(g.lost_share(name)) for name in RANGES),
       )
       for g in sorted(lossy, key=lambda g: -g.lost_share("float16"))
     ]
     what = "module" if kind in ("activations", "gradients") else "leaf"
-    names = (name.removeprefix("float8_")[:8] for name in FORMATS)
+    names = (name.removeprefix("float8_")[:8] for name in RANGES)
     title = f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows"
     return _table(title, (what, "values", "zero", "2^", *names), rows)
 

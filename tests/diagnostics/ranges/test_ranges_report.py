@@ -1,4 +1,5 @@
 import dataclasses
+import importlib
 import json
 
 import jax.numpy as jnp
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._diagnostics.ranges.ranges_report import FORMATS, GroupRanges, RangesReport
+from mpjax._diagnostics.ranges.ranges_report import RANGES, GroupRanges, RangesReport
 
 
 def group(kind, path, exponents, **values):
@@ -64,7 +65,7 @@ def test_json_has_all(report):
   assert len(found["groups"]) == 100
   first = found["groups"][0]
   assert {int(e): n for e, n in first["exponents"].items()} == report.groups[0].exponents
-  assert first["lost"].keys() == set(FORMATS)
+  assert first["lost"].keys() == set(RANGES)
   assert found["loss_scale_in_use"] == 65536
 
 
@@ -72,3 +73,20 @@ def test_a_gradient_that_no_loss_scale_keeps_from_overflowing():
   report = mpjax.ranges(lambda w, x: jnp.sum(x @ w))(jnp.ones(2), jnp.full((1, 2), 1e6))
   text = " ".join(str(report).split())
   assert "The largest gradient, 1e+06, overflows: float16 ends at 65504" in text
+
+
+def test_a_picture_is_written_and_not_left_open(tmp_path):
+  matplotlib = pytest.importorskip("matplotlib")
+  matplotlib.use("Agg")
+  rows = [group("activations", "a" * 60, {-30: 1, 3: 9}), group("activations", "", {})]
+  rows[1].zero = 1
+  rows += [group("updates", f"layer_{i}", {0: 1}) for i in range(90)]
+  figure = RangesReport("step", tuple(rows), None).plot(str(tmp_path / "ranges.png"))
+  assert (tmp_path / "ranges.png").stat().st_size > 10_000
+  titles = [axis.get_title(loc="left") for axis in figure.axes]
+  assert titles[1:3] == ["activations", "updates"]
+  labels = [label.get_text() for label in figure.axes[1].get_yticklabels()]
+  assert labels == ["a" * 38, "(no scope)"]
+  assert len(figure.axes[2].get_yticklabels()) == 30
+  # A notebook would show an open one beside what the cell returns.
+  assert not importlib.import_module("matplotlib.pyplot").get_fignums()
