@@ -12,7 +12,7 @@ from mpjax._diagnostics.parameter_scopes import (
   with_parameter_scopes,
 )
 from mpjax._diagnostics.ranges.measure import gradient_of
-from mpjax._diagnostics.tune.modules import modules_of
+from mpjax._diagnostics.tune.tuning import modules_of
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.steps import body_of
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
 from mpjax._diagnostics.report import Column, Report, Section, percent, right
-from mpjax._diagnostics.tune.modules import written
 
 
 class Evaluation(NamedTuple):
@@ -37,8 +36,6 @@ class ModuleReport(NamedTuple):
       and sums; NaN if it has none.
     gradient: that of the gradients of its parameters and those inside; NaN if there are none.
     flops_share: its share of the FLOPs of matmuls.
-    alone: the relative error of the gradient that rounding in it alone is expected to cause; inf
-      where an operand or a result of a matmul overflows, NaN where no rules were needed.
     is_stream: it has no matmuls, and adds up what the modules inside return.
   """
 
@@ -46,7 +43,6 @@ class ModuleReport(NamedTuple):
   forward: float
   gradient: float
   flops_share: float
-  alone: float
   is_stream: bool = False
 
 
@@ -57,10 +53,10 @@ class TuneReport(Report):
   Args:
     policy: the one that was asked for.
     tolerance: the error that was allowed.
-    float32: the paths of the modules in float32, of the best choice.
-    rules: that keep them so, for `mpjax.with_policy` and `mpjax.autocast`.
-    error: the relative error of the gradient under them, measured.
-    half_share: the share of the FLOPs of matmuls in low precision under them, from 0 to 1.
+    float32: of the best choice, as `rules`, `error` and `half_share`: see `Evaluation`.
+    rules: for `mpjax.with_policy` and `mpjax.autocast`.
+    error: measured under them.
+    half_share: from 0 to 1.
     evaluations: all choices that were measured, in order.
     bound: how many it might have been.
     loss_scale: the loss scale with which float16 was measured; 1 for bfloat16.
@@ -95,11 +91,49 @@ class TuneReport(Report):
 
   def sections(self) -> list[Section]:
     """Returns what is shown, in order."""
-    low, rules = self.policy.compute_dtype.name, [f"  {_line(rule)}," for rule in self.rules]
+    low, searched = self.policy.compute_dtype.name, len(self.evaluations) > 1
+    about = (
+      "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
+    )
+    modules = [
+      (
+        (each.path or "(no scope)") + " (residual stream)" * each.is_stream,
+        *(f"{error:.2g}".replace("nan", "-") for error in (each.forward, each.gradient)),
+        *(percent(each.flops_share), "float32" * (each.path in self.float32)),
+      )
+      for each in self.modules
+      if each.forward > 0 or each.gradient > 0
+    ]
+    columns = Column("module", wide=True), *right("forward", "gradient", "FLOPs"), Column("")
+    choices = [
+      (percent(each.half_share), _text(each.error), self._verdict(each), _listed(each.float32))
+      for each in sorted(self.evaluations, key=lambda each: (each.half_share, -each.error))
+    ]
+    choice = *right("share", "error"), Column(""), Column("in float32", wide=True)
+    return [
+      Section(
+        f"Error of each module in {low} against float32",
+        (f"{about}those inside.",) * bool(modules),
+        columns,
+        tuple(modules),
+      ),
+      Section("Rules", self._rules(low)),
+      Section(
+        "Error of the gradient by share in low precision", (), choice, tuple(choices * searched)
+      ),
+    ]
+
+  def _verdict(self, each: Evaluation) -> str:
+    if each.float32 == self.float32:
+      return "chosen"
+    return "good" if each.error <= self.tolerance else ""
+
+  def _rules(self, low: str) -> tuple[str, ...]:
     scale = f", at loss scale {self.loss_scale:.0f}" if self.loss_scale != 1 else ""
+    share = f"{percent(self.half_share)} of the FLOPs of matmuls run in {low}"
+    errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
     lines = [
-      f"{percent(self.half_share)} of the FLOPs of matmuls run in {low}; the relative error of the "
-      f"gradient is {_text(self.error)}, with {_text(self.tolerance)} allowed.",
+      f"{share}; the relative error of the gradient is {errors}.",
       f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}.",
     ]
     if {module.path for module in self.modules} == {""}:
@@ -115,43 +149,9 @@ class TuneReport(Report):
         "around what computes with these parameters."
       )
     lines += ["import re"] * any(isinstance(rule.path, re.Pattern) for rule in self.rules)
-    lines += ["rules = (", *rules, ")"] if rules else ["rules = ()  # none is needed"]
-
-    # The errors by module; those of each alone are known if there was a search.
-    searched = len(self.evaluations) > 1
-    about = (
-      "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
-      "those inside." + " alone: of the entire gradient, if nothing else rounds." * searched
-    )
-    modules = list[tuple[str, ...]]()
-    for each in self.modules:
-      errors = each.forward, each.gradient, each.alone
-      forward, gradient, alone = (f"{error:.2g}".replace("nan", "-") for error in errors)
-      path = (each.path or "(no scope)") + " (residual stream)" * each.is_stream
-      more = (alone, "float32" * (each.path in self.float32)) if searched else ()
-      if any(error > 0 for error in errors):
-        modules.append((path, forward, gradient, percent(each.flops_share), *more))
-
-    choices = [
-      (percent(each.half_share), _text(each.error), self._verdict(each), _listed(each.float32))
-      for each in sorted(self.evaluations, key=lambda each: (each.half_share, -each.error))
-    ]
-    module, numbers = Column("module", wide=True), right("forward", "gradient", "FLOPs", "alone")
-    columns = (module, *numbers[: 3 + searched], *(Column(""),) * searched)
-    choice = (*right("share", "error"), Column(""), Column("in float32", wide=True))
-    title = f"Error of each module in {low} against float32"
-    return [
-      Section(title, (about,) if modules else (), columns, tuple(modules)),
-      Section("Rules", tuple(lines)),
-      Section(
-        "Error of the gradient by share in low precision", (), choice, tuple(choices * searched)
-      ),
-    ]
-
-  def _verdict(self, each: Evaluation) -> str:
-    if each.float32 == self.float32:
-      return "chosen"
-    return "good" if each.error <= self.tolerance else ""
+    if not self.rules:
+      return (*lines, "rules = ()  # none is needed")
+    return (*lines, "rules = (", *(f"  {_line(rule)}," for rule in self.rules), ")")
 
 
 def _line(rule: Rule) -> str:
@@ -167,3 +167,8 @@ def _text(error: float) -> str:
 def _listed(paths: Sequence[str]) -> str:
   shown = ", ".join(path or "(no scope)" for path in paths[:3])
   return (shown or "nothing") + f" and {len(paths) - 3} more" * (len(paths) > 3)
+
+
+def written(path: object) -> str:
+  """Returns the path of a rule as one writes it."""
+  return f'"{path}"' if isinstance(path, str) else repr(path)
