@@ -109,8 +109,8 @@ class Report(abc.ABC):
     console = Console(width=WIDTH, file=io.StringIO(), **options)
     for title, lines, columns, rows in self.sections():
       if lines or rows:  # A heading says nothing alone.
-        heading = [Text(), *([Text(title, style="bold")] if title else [])]
-        table = [_table(columns, rows)] if rows else []
+        heading = [Text(), *[Text(title, style="bold")] * bool(title)]
+        table = [_table(columns, rows)] * bool(rows)
         console.print(Group(*heading, *map(_paragraph, lines), *table), end="")
     return console
 
@@ -141,7 +141,8 @@ def _paragraph(line: str) -> Table:
   text = re.sub(r"^(\d+\. )? *", "", line)
   indent = len(line) - len(text)
   grid = Table.grid()
-  grid.add_row(line[:indent], _broken(text, WIDTH - indent))
+  margin = [line[:indent]] * bool(indent)
+  grid.add_row(*margin, _broken(text, WIDTH - indent))
   return grid
 
 
@@ -167,22 +168,21 @@ def _broken(text: str, width: int) -> Text:
 
 def amount(number: float, unit: str = "") -> str:
   """Returns a count in three digits, such as "1.23 G"."""
-  for prefix in ("", "k", "M", "G", "T", "P"):
-    if abs(number) < 999.5 or prefix == "P":
-      break
-    number /= 1000
-  text = f"{number:.0f}" if not prefix else f"{number:.3g}"
-  return f"{text} {prefix}{unit}".rstrip()
+  prefixes = ["", "k", "M", "G", "T", "P"]
+  while abs(number) >= 999.5 and len(prefixes) > 1:
+    number, (_, *prefixes) = number / 1000, prefixes
+  text = f"{number:.3g}" if prefixes[0] else f"{number:.0f}"
+  return f"{text} {prefixes[0]}{unit}".rstrip()
 
 
 def percent(share: float) -> str:
   """Returns a share as per cent; 0 and 100 mean exactly that; "-" for NaN."""
   if math.isnan(share):
     return "-"
-  text = f"{100 * share:.1f}"
-  if text == "100.0" and share < 1:
+  text = f"{100 * share:.1f} %"
+  if text == "100.0 %" and share < 1:
     return ">99.9 %"
-  return "<0.1 %" if text == "0.0" and share > 0 else f"{text} %"
+  return "<0.1 %" if text == "0.0 %" and share > 0 else text
 
 
 FIRST, EVERY, REDRAWN = 2.0, 5.0, 0.2
@@ -209,7 +209,6 @@ def progress(task: str) -> Generator[Callable[[int, int], None]]:
       sys.stderr.write(f"\r{text}" if is_line else f"{text}\n")
       sys.stderr.flush()
     sys.stderr.write(f"\r{' ' * len(text)}\r" * (is_line and bool(text)))
-    sys.stderr.flush()
 
   thread = threading.Thread(target=show, daemon=True)
   thread.start()

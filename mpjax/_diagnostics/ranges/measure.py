@@ -46,15 +46,14 @@ Group: TypeAlias = tuple[Kind, str]
 def ranges(fn: Callable[P, object]) -> Callable[P, RangesReport]:
   """Returns a function that runs `fn` once and reports what its numbers look like.
 
-  `fn` may be a training step, a gradient, a loss or a model, jitted or not. It runs one operation
-  after the other, and the exponents of all numbers are counted, exactly: of activations and
-  gradients by module (named scope), of parameters and optimizer state, and of updates, with the
-  share of them that change nothing, since they round away in the dtype that the parameter is stored
-  in. A loss, which returns a scalar (or one and aux) and contains no backward pass, is
-  differentiated with respect to its first argument. docs/ranges.md says what is counted where.
+  It runs one operation after the other, and the exponents of all numbers are counted, exactly: of
+  activations and gradients by module (named scope), of parameters and optimizer state, and of
+  updates, with the share of them that change nothing, since they round away in the dtype that the
+  parameter is stored in. docs/ranges.md says what is counted where.
 
   Args:
-    fn: any function of trees of arrays. What it donates is not donated here.
+    fn: a training step, a gradient, a model or a loss, jitted or not. A loss, which returns a
+      scalar (or one and aux), is differentiated with respect to its first argument.
 
   Returns:
     A function with the arguments of `fn`, which must be concrete arrays, that returns a report:

@@ -20,13 +20,8 @@ Kind: TypeAlias = Literal[
 
 KINDS: Sequence[Kind] = ("activations", "gradients", "parameters", "optimizer state", "updates")
 
-RANGES: Mapping[str, tuple[int, int, int]] = {
-  "float16": (-24, -14, 16),
-  "bfloat16": (-133, -126, 128),
-  "float8_e4m3fn": (-9, -6, 9),
-  "float8_e5m2": (-16, -14, 16),
-}
-"""For each dtype the exponents of its smallest subnormal, its smallest normal number, its end."""
+FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""The dtypes for which it is counted what they would lose."""
 
 _MOST_ROWS, _HEADROOM, _LARGEST = 20, 8, 65504.0
 
@@ -66,7 +61,7 @@ class GroupRanges:
   inf: int = 0
   nan: int = 0
   lost: dict[str, collections.Counter[str]] = dataclasses.field(
-    default_factory=lambda: {name: collections.Counter() for name in RANGES}
+    default_factory=lambda: {name: collections.Counter() for name in FORMATS}
   )
   lost_updates: int = 0
   largest: float = 0.0
@@ -151,9 +146,7 @@ class RangesReport(Report):
     return largest / (self.loss_scale_in_use or 1.0)
 
   def lost_gradients(self, loss_scale: float) -> float:
-    """Returns the share of the nonzero gradients that float16 loses at a loss scale.
-
-    That is what lies below 2**-25 or from 2**16 on, once it is scaled.
+    """Returns the share of the nonzero gradients below 2**-25, or from 2**16 on, at a loss scale.
 
     Args:
       loss_scale: a power of two.
@@ -167,7 +160,7 @@ class RangesReport(Report):
     return _share(lost, sum(g.nonzero for g in gradients))
 
   def plot(self, path: str | None = None) -> Any:
-    """Draws a heat map of exponents by module, with the ranges of narrow dtypes.
+    """Draws a heat map of exponents by module, with the range of float16.
 
     Args:
       path: a file to write, such as "ranges.png"; None writes none.
@@ -179,38 +172,27 @@ class RangesReport(Report):
       ImportError: matplotlib is not installed.
     """
     plt = importlib.import_module("matplotlib.pyplot")
-    # Of each kind as many rows as can be read, evenly from all.
-    panels = {kind: rows[:: len(rows) // 40 + 1] for kind in KINDS if (rows := self.of(kind))}
-    seen = [e for rows in panels.values() for row in rows for e in row.exponents]
-    low, high = min([*seen, -26]) - 1, max([*seen, 16]) + 2
-    # What each dtype represents is the first panel.
-    heights = [3, *(max(len(rows), 1.5) for rows in panels.values())]
-    options = {"height_ratios": heights, "sharex": True, "squeeze": False, "layout": "constrained"}
-    figure, grid = plt.subplots(len(heights), figsize=(10, 1 + 0.26 * sum(heights)), **options)
-    ranges, *axes = grid[:, 0]
-    for row, edges in enumerate(RANGES.values()):
-      left, middle, right = (min(max(edge, low), high) for edge in edges)
-      ranges.barh(row, [middle - left, right - middle], 0.8, [left, middle], color=["C9", "C0"])
-    ranges.set_yticks(range(len(RANGES)), list(RANGES), fontsize=7.5)
-    ranges.invert_yaxis()
-    ranges.set_title("what each dtype represents (pale: subnormal)", fontsize=9, loc="left")
+    rows = [(kind, group) for kind in KINDS for group in self.of(kind)]
+    rows = rows[:: len(rows) // 80 + 1]  # As many as can be read, evenly from all.
+    low = min([e for _, group in rows for e in group.exponents] + [-26])
+    high = max([e for _, group in rows for e in group.exponents] + [16]) + 1
+    shares: NumpyArray = np.full((len(rows), high - low), np.nan)
+    for share, (_, group) in zip(shares, rows, strict=True):
+      for exponent, count in group.exponents.items():
+        share[exponent - low] = count / group.nonzero
+    size = (10, 1.5 + 0.22 * len(rows))
+    figure, axis = plt.subplots(figsize=size, layout="constrained", facecolor="white")
     norm = importlib.import_module("matplotlib.colors").LogNorm(1e-5, 1)
-    for axis, (kind, rows) in zip(axes, panels.items(), strict=True):
-      shares: NumpyArray = np.full((len(rows), high - low), np.nan)
-      for row, group in zip(shares, rows, strict=True):
-        for exponent, count in group.exponents.items():
-          row[exponent - low] = count / group.nonzero
-      edges = np.arange(low, high + 1), np.arange(len(rows) + 1) - 0.5
-      image = axis.pcolormesh(*edges, shares, norm=norm, cmap="YlGnBu", edgecolors="white")
-      for edge in RANGES["float16"]:  # The lines of all dtypes could not be told apart.
-        axis.axvline(edge, color="C0", linewidth=1.1)
-      labels = [(group.path or "(no scope)")[-38:] for group in rows]
-      axis.set_yticks(range(len(rows)), labels, fontsize=7.5)
-      axis.invert_yaxis()
-      axis.set_title(kind, fontsize=9.5, loc="left", weight="bold")
-      if axis is axes[-1]:
-        figure.colorbar(image, ax=axes, label="share of the row's nonzero numbers")
-    grid[-1, 0].set_xlabel("exponent of |x|: a number in column e is from $2^e$ to $2^{e+1}$")
+    edges = np.arange(low, high + 1), np.arange(len(rows) + 1) - 0.5
+    image = axis.pcolormesh(*edges, shares, norm=norm, cmap="YlGnBu", edgecolors="white")
+    for exponent, what in zip((-24, -14, 16), ("smallest", "smallest normal", "end"), strict=True):
+      axis.axvline(exponent, color="C3", linewidth=1.1)
+      axis.text(exponent, -0.6, f"float16: {what}", fontsize=7, color="C3", rotation=20)
+    labels = [f"{kind}: {(group.path or '(no scope)')[-38:]}" for kind, group in rows]
+    axis.set_yticks(range(len(rows)), labels, fontsize=7.5)
+    axis.invert_yaxis()
+    axis.set_xlabel("exponent of |x|: a number in column e is from $2^e$ to $2^{e+1}$")
+    figure.colorbar(image, label="share of the row's nonzero numbers")
     figure.suptitle(f"Ranges of {self.name}", x=0.01, ha="left", weight="bold")
     if path is not None:
       figure.savefig(path, dpi=150)
@@ -268,12 +250,12 @@ class RangesReport(Report):
       (
         *(g.path or "(no scope)", amount(g.total), percent(_share(g.zero, g.total))),
         f"{min(g.exponents)}…{max(g.exponents)}",
-        *(percent(g.lost_share(name)) for name in RANGES),
+        *(percent(g.lost_share(name)) for name in FORMATS),
       )
       for g in sorted(lossy, key=lambda g: -g.lost_share("float16"))
     ]
     what = "module" if kind in ("activations", "gradients") else "leaf"
-    names = (name.removeprefix("float8_")[:8] for name in RANGES)
+    names = (name.removeprefix("float8_")[:8] for name in FORMATS)
     title = f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows"
     return _table(title, (what, "values", "zero", "2^", *names), rows)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpjax._core.policy import Policy
@@ -91,10 +90,7 @@ class TuneReport(Report):
 
   def sections(self) -> list[Section]:
     """Returns what is shown, in order."""
-    low, searched = self.policy.compute_dtype.name, len(self.evaluations) > 1
-    about = (
-      "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
-    )
+    low, ranked = self.policy.compute_dtype.name, list[tuple[str, ...]]()
     modules = [
       (
         (each.path or "(no scope)") + " (residual stream)" * each.is_stream,
@@ -104,34 +100,21 @@ class TuneReport(Report):
       for each in self.modules
       if each.forward > 0 or each.gradient > 0
     ]
+    about = (
+      "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
+    )
     columns = Column("module", wide=True), *right("forward", "gradient", "FLOPs"), Column("")
-    choices = [
-      (percent(each.half_share), _text(each.error), self._verdict(each), _listed(each.float32))
-      for each in sorted(self.evaluations, key=lambda each: (each.half_share, -each.error))
-    ]
+    for each in sorted(self.evaluations, key=lambda each: (each.half_share, -each.error)):
+      verdict = "good" if each.error <= self.tolerance else ""
+      verdict = "chosen" if each.float32 == self.float32 else verdict
+      paths = ", ".join(path or "(no scope)" for path in each.float32[:3]) or "nothing"
+      paths += f" and {len(each.float32) - 3} more" * (len(each.float32) > 3)
+      ranked.append((percent(each.half_share), _text(each.error), verdict, paths))
     choice = *right("share", "error"), Column(""), Column("in float32", wide=True)
-    return [
-      Section(
-        f"Error of each module in {low} against float32",
-        (f"{about}those inside.",) * bool(modules),
-        columns,
-        tuple(modules),
-      ),
-      Section("Rules", self._rules(low)),
-      Section(
-        "Error of the gradient by share in low precision", (), choice, tuple(choices * searched)
-      ),
-    ]
-
-  def _verdict(self, each: Evaluation) -> str:
-    if each.float32 == self.float32:
-      return "chosen"
-    return "good" if each.error <= self.tolerance else ""
-
-  def _rules(self, low: str) -> tuple[str, ...]:
-    scale = f", at loss scale {self.loss_scale:.0f}" if self.loss_scale != 1 else ""
+    title = f"Error of each module in {low} against float32"
     share = f"{percent(self.half_share)} of the FLOPs of matmuls run in {low}"
     errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
+    scale = f", at loss scale {self.loss_scale:.0f}" if self.loss_scale != 1 else ""
     lines = [
       f"{share}; the relative error of the gradient is {errors}.",
       f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}.",
@@ -149,9 +132,14 @@ class TuneReport(Report):
         "around what computes with these parameters."
       )
     lines += ["import re"] * any(isinstance(rule.path, re.Pattern) for rule in self.rules)
-    if not self.rules:
-      return (*lines, "rules = ()  # none is needed")
-    return (*lines, "rules = (", *(f"  {_line(rule)}," for rule in self.rules), ")")
+    rules = ["rules = (", *(f"  {_line(rule)}," for rule in self.rules), ")"]
+    lines += rules if self.rules else ["rules = ()  # none is needed"]
+    curve = "Error of the gradient by share in low precision"
+    return [
+      Section(title, (f"{about}those inside.",) * bool(modules), columns, tuple(modules)),
+      Section("Rules", tuple(lines)),
+      Section(curve, (), choice, tuple(ranked) if len(ranked) > 1 else ()),
+    ]
 
 
 def _line(rule: Rule) -> str:
@@ -162,11 +150,6 @@ def _line(rule: Rule) -> str:
 
 def _text(error: float) -> str:
   return "not finite" if math.isinf(error) else f"{error:.2g}"
-
-
-def _listed(paths: Sequence[str]) -> str:
-  shown = ", ".join(path or "(no scope)" for path in paths[:3])
-  return (shown or "nothing") + f" and {len(paths) - 3} more" * (len(paths) > 3)
 
 
 def written(path: object) -> str:

@@ -52,9 +52,6 @@ MORE = 12
 _CORE = 12
 """Of so many modules, those around where the sorted list was cut, all subsets are looked at."""
 
-Chosen: TypeAlias = frozenset[int]
-"""The numbers of the modules that compute in float32."""
-
 Pair: TypeAlias = tuple[Array | NumpyArray, Array | NumpyArray]
 """What is exact, and the same with an error."""
 
@@ -194,7 +191,7 @@ def _tuned(
   if evaluations[0].error > tolerance:
     alone = errors_alone(body, operands, gradients, used, dtype, step)
 
-    def evaluate(chosen: Chosen) -> float:
+    def evaluate(chosen: frozenset[int]) -> float:
       if chosen:
         names = [used[i] for i in sorted(chosen)]
         others = [path for path in used if path not in names]
@@ -234,11 +231,11 @@ def rows_of(
   """Yields what is known of each module, in the order of the function."""
   paths = {*forward, *pairs}
   for path in (path for path in flops if path in paths):
-    inside = [other for other in paths if is_inside(other, path)]
-    gradient = relative_error(x for other in (path, *inside) for x in pairs.get(other, ()))
-    share, is_stream = flops[path] / max(sum(flops.values()), 1), bool(path and inside)
-    is_stream = is_stream and not flops[path]
-    yield ModuleReport(path, forward.get(path, math.nan), gradient, share, is_stream)
+    inside = [other for other in paths if path in prefixes(other)]  # Itself is one.
+    gradient = relative_error(pair for other in inside for pair in pairs.get(other, ()))
+    share = flops[path] / max(sum(flops.values()), 1)
+    stream = bool(path) and len(inside) > 1 and not share
+    yield ModuleReport(path, forward.get(path, math.nan), gradient, share, stream)
 
 
 def modules_of(body: Body) -> dict[str, int]:
@@ -271,15 +268,10 @@ def rules_for(
   wide, rules = {**dict.fromkeys(chosen, True), **dict.fromkeys(others, False)}, list[Rule]()
   for path, is_wide in wide.items():
     # A module has the rule of the nearest one around it.
-    around = [other for other in wide if is_inside(path, other)]
+    around = [other for other in prefixes(path) & wide.keys() if other != path]
     if is_wide != (bool(around) and wide[max(around, key=len)]):
       rules.append(Rule("float32" if is_wide else policy, path=selector(path, scopes)))
   return tuple(rules)
-
-
-def is_inside(path: str, other: str) -> bool:
-  """Whether a module is inside of another one."""
-  return path != other and (not other or path.startswith(f"{other}/"))
 
 
 def relative_error(pairs: Iterable[Pair]) -> float:
@@ -298,29 +290,28 @@ def relative_error(pairs: Iterable[Pair]) -> float:
 
 def forward_errors(exact: Body, low: Body, operands: Sequence[Array]) -> dict[str, float]:
   """Returns by module the error of the worst matmul or sum of a loss under a policy."""
-  rounded, worst = _results(low, operands), dict[str, float]()
-  for alike, values in _results(exact, operands).items():
+
+  def results(body: Body) -> Mapping[Hashable, list[tuple[str, Array]]]:
+    # By primitive and shape: autocast changes neither, nor the order of those that have both alike,
+    # but it may put what it changes into calls, whose scopes are others.
+    arrays = collections.defaultdict[Hashable, list[tuple[str, Array]]](list)
+
+    def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
+      return outs[:1] if _is_matmul(step) or facts_of(step.eqn).role == "sum" else ()
+
+    def see(step: Step, picked: Sequence[Array]) -> None:
+      alike = step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
+      arrays[alike].append((step.location.path, picked[0]))
+
+    run_on_host(body, operands, Look(pick=pick, see=see))
+    return arrays
+
+  rounded, worst = results(low), dict[str, float]()
+  for alike, values in results(exact).items():
     others = rounded[alike] if len(values) == len(rounded[alike]) else ()
     for (path, x), (_, y) in zip(values, others, strict=False):
       worst[path] = max(worst.get(path, 0.0), relative_error([(x, y)]))
   return worst
-
-
-def _results(body: Body, operands: Sequence[Array]) -> Mapping[Hashable, list[tuple[str, Array]]]:
-  """Returns what matmuls and sums return, each with its module, by primitive and shape."""
-  # Autocast changes neither, nor the order of those that have both alike, but it may put what it
-  # changes into calls, whose scopes are others.
-  results = collections.defaultdict[Hashable, list[tuple[str, Array]]](list)
-
-  def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
-    return outs[:1] if _is_matmul(step) or facts_of(step.eqn).role == "sum" else ()
-
-  def see(step: Step, picked: Sequence[Array]) -> None:
-    alike = step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
-    results[alike].append((step.location.path, picked[0]))
-
-  run_on_host(body, operands, Look(pick=pick, see=see))
-  return results
 
 
 @jax.custom_jvp
@@ -400,7 +391,7 @@ def selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
   # counts neither the class of the model nor a module that only calls what another one has: the
   # last names decide.
   others = [other for other in scopes if other not in ("", path)]
-  if path and others and all(is_inside(other, path) for other in others):
+  if path and others and all(path in prefixes(other) for other in others):
     return re.compile(f"({re.escape(path)})?")
   # JAX moves a constant out of a scan without the scopes around that: it is in a tail of the path.
   others = [other for other in scopes if other != path and not path.endswith(f"/{other}")]
@@ -421,24 +412,21 @@ def most_evaluations(count: int) -> int:
 
 
 def search(
-  flops: Sequence[int], alone: NumpyArray, tolerance: float, evaluate: Callable[[Chosen], float]
-) -> Chosen | None:
-  """Returns the cheapest choice found within the tolerance; None where there is none.
+  flops: Sequence[int],
+  alone: NumpyArray,
+  tolerance: float,
+  evaluate: Callable[[frozenset[int]], float],
+) -> frozenset[int] | None:
+  """Returns the numbers of the modules that are to compute in float32."""
+  # `alone` is the error that each module is expected to cause, and `evaluate` measures a choice.
+  count, errors = len(flops), dict[frozenset[int], float]()
 
-  Args:
-    flops: those of each module.
-    alone: the error that rounding in each module alone is expected to cause.
-    tolerance: the error that is allowed.
-    evaluate: measures the error of a choice; inf where the gradient is not finite.
-  """
-  count, errors = len(flops), dict[Chosen, float]()
-
-  def is_good(chosen: Chosen) -> bool:
+  def is_good(chosen: frozenset[int]) -> bool:
     if chosen not in errors:
       errors[chosen] = evaluate(chosen)
     return errors[chosen] <= tolerance
 
-  def cost(chosen: Chosen) -> tuple[int, int]:
+  def cost(chosen: frozenset[int]) -> tuple[int, int]:
     return sum(flops[i] for i in chosen), len(chosen)
 
   if is_good(frozenset()):
@@ -475,7 +463,7 @@ def search(
 
 
 def _expected(
-  alone: NumpyArray, errors: Mapping[Chosen, float], choices: Sequence[Chosen]
+  alone: NumpyArray, errors: Mapping[frozenset[int], float], choices: Sequence[frozenset[int]]
 ) -> NumpyArray:
   """Returns the errors that choices are expected to have."""
   # The square of an error is taken to be a sum over the modules that round, and a rest. Each term
@@ -484,7 +472,7 @@ def _expected(
   # goes into.
   measured = {chosen: error for chosen, error in errors.items() if math.isfinite(error)}
 
-  def table(choices: Sequence[Chosen]) -> NumpyArray:
+  def table(choices: Sequence[frozenset[int]]) -> NumpyArray:
     rounded = [[i not in chosen for i in range(len(alone))] + [True] for chosen in choices]
     return np.asarray(rounded, np.float64)
 

@@ -16,7 +16,6 @@ from mpjax._diagnostics.ranges.measure import gradient_of
 from mpjax._diagnostics.tune.tuning import (
   errors_alone,
   forward_errors,
-  is_inside,
   modules_of,
   most_evaluations,
   relative_error,
@@ -293,9 +292,6 @@ def test_modules_inside_of_a_chosen_one_keep_the_policy():
   assert [rule.path for rule in rules] == ["**/a"]
   rules = rules_for(["Net", "Net/a/b"], ["Net/a"], SCOPES, HALF)
   assert [rule.path for rule in rules] == ["**/Net", "**/a/b", "**/a"]
-  assert is_inside("a/b", "a")
-  assert not is_inside("ab", "a")
-  assert is_inside("a", "")
 
 
 def test_rules_for_methods_select_the_same_in_linen_and_in_autocast():
