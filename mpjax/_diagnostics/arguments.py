@@ -96,8 +96,8 @@ def trace(
   positional, names = positional_names(fn, len(args)), list[Argument]()
   leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_nnx_variable)
   for (kind, argument, *path), node in leaves:
-    (name,) = key_names([argument])
-    parts = [name if kind.idx else positional[int(name)], *key_names(path)]
+    (name,) = key_names((argument,))
+    parts = [name if kind.idx else positional[int(name)], *key_names(tuple(path))]
     parts = [part for part in parts if part != "value"]  # That of a variable.
     # A single array called `params` is one too.
     inside = {"params", "parameters", "weights"}.intersection(parts[:-1] or parts)

@@ -105,8 +105,9 @@ class Report(abc.ABC):
   def _printed(self) -> Console:
     """Returns a console that has recorded the sections."""
     # A notebook would show an empty output beside the text.
-    options = {"record": True, "force_terminal": False, "force_jupyter": False}
-    console = Console(width=WIDTH, file=io.StringIO(), **options)
+    console = Console(
+      width=WIDTH, file=io.StringIO(), record=True, force_terminal=False, force_jupyter=False
+    )
     for title, lines, columns, rows in self.sections():
       if lines or rows:  # A heading says nothing alone.
         heading = [Text(), *[Text(title, style="bold")] * bool(title)]

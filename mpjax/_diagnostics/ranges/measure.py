@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, ParamSpec, TypeAlias
+from typing import NamedTuple, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -120,13 +120,10 @@ def counted(
   body, operands = body_of(program), [*map(jnp.asarray, call.arrays)]
   scales = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
   counting = plan(body, inputs_of(args, kwargs, scales), outputs)
-  groups: dict[Group, GroupRanges] = {}
-
-  def count(group: Group, x: Array, lost: Array | None = None) -> None:
-    add(groups.setdefault(group, GroupRanges(*group)), x, lost)
-
+  every = (*counting.inputs.values(), *counting.steps.values())
+  groups = {group: GroupRanges(*group) for group in every}
   for position, group in counting.inputs.items():
-    count(group, operands[position])
+    add(groups[group], operands[position])
   total, done = sum(step.times for step in body.every_step() if step.number in counting.steps), 0
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
@@ -143,11 +140,12 @@ def counted(
     done += picked[0].size // max(math.prod(shape_of(step.eqn.outvars[0])), 1)
     advance(done, total)
     for each in [picked] if step.number in counting.additions else zip(picked):
-      count(counting.steps[step.number], *each)
+      add(groups[counting.steps[step.number]], *each)
 
   run_on_host(body, operands, Look(pick=pick, see=see))
   in_use = float(scales[0]) if len(scales) == 1 and not np.ndim(scales[0]) else None
-  return RangesReport(getattr(fn, "__name__", type(fn).__name__), tuple(groups.values()), in_use)
+  rows = tuple(group for group in groups.values() if group.total)
+  return RangesReport(getattr(fn, "__name__", type(fn).__name__), rows, in_use)
 
 
 class Input(NamedTuple):
@@ -219,7 +217,7 @@ def plan(body: Body, inputs: Sequence[Input], outputs: Sequence[Path] = ()) -> P
   after = [*since]
   work = {each for each in after if where[each].direction == "forward" and not where[each].path}
 
-  # Backwards: which numbers matmuls take, moved or cast perhaps, and who reads one first.
+  # Backwards: which numbers matmuls take, moved or cast perhaps, and the first consumer of each.
   taken, read = set[Value](), dict[Value, Location]()
   for operation in [*reversed(graph.operations)] * (body.depth + 1):
     operands, results = operation.operands, operation.results
@@ -270,7 +268,7 @@ class _Held(NamedTuple):
 
   # "data" is float32 for a reason, "low" what a matmul returned and what is computed from it;
   # parameters, numbers and what is computed from these alone are "neutral".
-  kind: Literal["neutral", "low", "data"]
+  kind: str
   wide: bool  # a policy holds it in float32, or it is a number that float16 does not have
 
 
