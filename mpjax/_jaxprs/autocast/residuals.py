@@ -218,16 +218,13 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   # One equation for all of it, of the root as it is held.
   operand = rewriter.view(value, value.kind.current, first)
   dtypes = [kind.variable for kind in kinds]
-  last, root, aval = function.eqns[-1], function.root, aval_of(operand)
-  eqns = unscoped(function.eqns)
+  eqns, root, aval = unscoped(function.eqns), function.root, aval_of(operand)
   wide = jaxpr_of(eqns, [root], function.outs)
   invar = root if dtype_of(operand) == FLOAT32 else Var(aval)
   before = [] if invar is root else [cast_to(root, invar, eqns[-1])]
   pairs = list(zip(function.outs, dtypes, strict=True))
   outs = [v if dtype == FLOAT32 else retyped(v, dtype) for v, dtype in pairs]
-  after = [
-    cast_to(new, v, eqns[-1]) for new, v in zip(outs, function.outs, strict=True) if new is not v
-  ]
+  after = [cast_to(x, v, eqns[-1]) for x, v in zip(outs, function.outs, strict=True) if x is not v]
   body = jaxpr_of([*before, *eqns, *after], [invar], outs)
 
   def tangent(
@@ -244,8 +241,8 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
     saved = jax.lax.optimization_barrier(cast[1])
     return cast[0], [slope * t for slope, t in zip(saved, cast[2], strict=True)]
 
-  with context_of(last):
+  with context_of(function.eqns[-1]):
     call = differentiated(ClosedJaxpr(body, ()), tangent, [aval], "activation")
-  eqn = last.replace(primitive=call.primitive, outvars=list(function.outs), params=call.params)
-  rewriter.write(eqn, [operand], kinds)
+  changes = {"primitive": call.primitive, "outvars": list(function.outs), "params": call.params}
+  rewriter.write(function.eqns[-1].replace(**changes), [operand], kinds)
   return True
