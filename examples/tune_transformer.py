@@ -1,8 +1,5 @@
 """Ask which modules of a Transformer must stay in float32, for an error that is allowed.
 
-  python examples/tune_transformer.py                    # prints the report
-  python examples/tune_transformer.py --picture tune.png # draws it too
-
 The second block scales the logits of its attention by hand, after the matmul: they reach 1e5, which
 float16 does not represent. And the gradient is to be within 0.15 %, which float16 everywhere else
 does not reach either.
@@ -52,7 +49,6 @@ class Transformer(nn.Module):
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--tolerance", type=float, default=1.5e-3)
-  parser.add_argument("--picture", help="a file for the curve")
   args = parser.parse_args()
   model, ids = Transformer(), jax.random.randint(jax.random.key(0), (8, 17), 0, VOCABULARY)
   params = model.init(jax.random.key(1), ids)
@@ -63,8 +59,6 @@ def main():
 
   report = mpjax.tune(loss_fn, "mixed_float16", tolerance=args.tolerance)(params, ids)
   print(report)
-  if args.picture:
-    report.plot(args.picture)
 
 
 if __name__ == "__main__":

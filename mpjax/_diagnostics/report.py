@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -27,8 +27,6 @@ R = TypeVar("R")
 
 WIDTH = 80
 """Columns of a report as text."""
-
-Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
 
 class Column(NamedTuple):
@@ -87,73 +85,56 @@ class Report(abc.ABC):
     return vars(self)
 
   def __str__(self) -> str:
-    return as_text(self.sections())
+    lines = (line.rstrip() for line in self._printed().export_text().splitlines())
+    return "\n".join(lines).strip("\n")
 
   def _repr_html_(self) -> str:
-    return _as_html(self.sections(), _FRAGMENT)
+    # No colors: a page has those of the browser, light or dark.
+    plain = TerminalTheme((255, 255, 255), (0, 0, 0), [(0, 0, 0)] * 8)
+    return self._printed().export_html(code_format=_HTML, inline_styles=True, theme=plain)
 
   def to_html(self, path: str | pathlib.Path) -> None:
     """Writes a page of its own, which needs no network."""
-    page = _PAGE.replace("{title}", type(self).__name__)
-    pathlib.Path(path).write_text(_as_html(self.sections(), page), encoding="utf-8")
+    page = _PAGE.format(title=type(self).__name__, body=self._repr_html_())
+    pathlib.Path(path).write_text(page, encoding="utf-8")
 
   def to_json(self) -> str:
     """Returns what was found as JSON."""
     return json.dumps(_json(self.as_dict()), indent=2, allow_nan=False)
 
+  def _printed(self) -> Console:
+    """Returns a console that has recorded the sections."""
+    # A notebook would show an empty output beside the text.
+    console = Console(
+      width=WIDTH, file=io.StringIO(), record=True, force_terminal=False, force_jupyter=False
+    )
+    for title, lines, columns, rows in self.sections():
+      if lines or rows:  # A heading says nothing alone.
+        heading = [Text(), *[Text(title, style="bold")] * bool(title)]
+        table = [_table(columns, rows)] * bool(rows)
+        console.print(Group(*heading, *map(_paragraph, lines), *table), end="")
+    return console
 
-def _json(value: Any) -> Json:
+
+_HTML = "<pre style='line-height:1.4;overflow-x:auto'>{code}</pre>"
+_PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="color-scheme" content="light dark"></head><body>{body}</body></html>
+"""
+
+
+def _json(value: Any) -> Any:
   """Returns a value that JSON can hold: rows are objects; NaN, policies and the like are text."""
-  if isinstance(value, re.Pattern):
-    return value.pattern
-  if isinstance(value, (Source, Policy)):
-    return str(value)
-  if hasattr(value, "_asdict"):
+  if hasattr(value, "_asdict") and not isinstance(value, Source):
     value = value._asdict()
-  elif dataclasses.is_dataclass(value):
+  elif dataclasses.is_dataclass(value) and not isinstance(value, Policy):
     value = vars(value)
   if isinstance(value, Mapping):
     return {str(name): _json(each) for name, each in value.items()}
   if isinstance(value, (tuple, list)):
     return [_json(each) for each in value]
   number = isinstance(value, (int, float)) and math.isfinite(value)
-  return value if number or value is None else str(value)
-
-
-def as_text(sections: Sequence[Section]) -> str:
-  """Returns sections as text that no terminal of 80 columns breaks."""
-  lines = [line.rstrip() for line in _printed(sections).export_text().splitlines()]
-  return "\n".join(lines).strip("\n")
-
-
-def _as_html(sections: Sequence[Section], code_format: str) -> str:
-  """Returns the text as HTML, in a format as `rich.console.Console.export_html` has it."""
-  # No colors: a page has those of the browser, light or dark.
-  plain = TerminalTheme((255, 255, 255), (0, 0, 0), [(0, 0, 0)] * 8)
-  return _printed(sections).export_html(code_format=code_format, inline_styles=True, theme=plain)
-
-
-_FRAGMENT = "<pre style='line-height:1.35;overflow-x:auto'>{code}</pre>"
-
-_PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="color-scheme" content="light dark"></head>
-<body style="width:min-content;margin:2rem auto">
-<pre style="font:14px/1.4 ui-monospace,Menlo,Consolas,monospace">{code}</pre></body></html>
-"""
-
-
-def _printed(sections: Sequence[Section]) -> Console:
-  """Returns a console that has recorded sections."""
-  # A notebook would show an empty output beside the text.
-  console = Console(
-    width=WIDTH, file=io.StringIO(), record=True, force_terminal=False, force_jupyter=False
-  )
-  for title, lines, columns, rows in sections:
-    if lines or rows:  # A heading says nothing alone.
-      heading = [Text(), *([Text(title, style="bold")] if title else [])]
-      table = [_table(columns, rows)] if rows else []
-      console.print(Group(*heading, *map(_paragraph, lines), *table), end="")
-  return console
+  text = value.pattern if isinstance(value, re.Pattern) else str(value)
+  return value if number or value is None else text
 
 
 def _paragraph(line: str) -> Table:
@@ -161,7 +142,7 @@ def _paragraph(line: str) -> Table:
   text = re.sub(r"^(\d+\. )? *", "", line)
   indent = len(line) - len(text)
   grid = Table.grid()
-  margin = [line[:indent]] if indent else []
+  margin = [line[:indent]] * bool(indent)
   grid.add_row(*margin, _broken(text, WIDTH - indent))
   return grid
 
@@ -188,28 +169,25 @@ def _broken(text: str, width: int) -> Text:
 
 def amount(number: float, unit: str = "") -> str:
   """Returns a count in three digits, such as "1.23 G"."""
-  for prefix in ("", "k", "M", "G", "T", "P"):
-    if abs(number) < 999.5 or prefix == "P":
-      break
-    number /= 1000
-  text = f"{number:.0f}" if not prefix else f"{number:.3g}"
-  return f"{text} {prefix}{unit}".rstrip()
+  prefixes = ["", "k", "M", "G", "T", "P"]
+  while abs(number) >= 999.5 and len(prefixes) > 1:
+    number, (_, *prefixes) = number / 1000, prefixes
+  text = f"{number:.3g}" if prefixes[0] else f"{number:.0f}"
+  return f"{text} {prefixes[0]}{unit}".rstrip()
 
 
 def percent(share: float) -> str:
   """Returns a share as per cent; 0 and 100 mean exactly that; "-" for NaN."""
   if math.isnan(share):
     return "-"
-  text = f"{100 * share:.1f}"
-  if text == "100.0" and share < 1:
+  text = f"{100 * share:.1f} %"
+  if text == "100.0 %" and share < 1:
     return ">99.9 %"
-  return "<0.1 %" if text == "0.0" and share > 0 else f"{text} %"
+  return "<0.1 %" if text == "0.0 %" and share > 0 else text
 
 
 FIRST, EVERY, REDRAWN = 2.0, 5.0, 0.2
 """Seconds until something is shown, between the lines of a log, and until a bar is drawn again."""
-
-_BAR = 30
 
 
 @contextlib.contextmanager
@@ -217,25 +195,21 @@ def progress(task: str) -> Generator[Callable[[int, int], None]]:
   """Shows on stderr that a task runs, and what part of it is done."""
   # Yields a function to call with the number of steps that are done, and of all, if that is known.
   is_line = sys.stderr.isatty() or Console(stderr=True).is_jupyter
-  ended, start, done, total = threading.Event(), time.monotonic(), 0, 0
+  ended, start, steps = threading.Event(), time.monotonic(), [0, 0]
 
-  def advance(steps: int, of: int) -> None:
-    nonlocal done, total
-    done, total = steps, of
+  def advance(done: int, total: int) -> None:
+    steps[:] = done, total
 
   def show() -> None:
     wait, text = FIRST, ""
     while not ended.wait(wait):
-      wait = REDRAWN if is_line else EVERY
-      bar, share = "", f" {done} of {total}," if total else ""
-      if is_line and total:
-        bar = f" {'━' * min(_BAR * done // total, _BAR):{_BAR}}"
+      wait, (done, total) = REDRAWN if is_line else EVERY, steps
+      bar = f" {'━' * min(30 * done // max(total, 1), 30):30}" * (is_line and total > 0)
+      share = f" {done} of {total}," * (total > 0)
       text = f"{task}:{bar}{share} {time.monotonic() - start:.0f} s"
       sys.stderr.write(f"\r{text}" if is_line else f"{text}\n")
       sys.stderr.flush()
-    if is_line and text:
-      sys.stderr.write(f"\r{' ' * len(text)}\r")
-      sys.stderr.flush()
+    sys.stderr.write(f"\r{' ' * len(text)}\r" * (is_line and bool(text)))
 
   thread = threading.Thread(target=show, daemon=True)
   thread.start()

@@ -6,21 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax._diagnostics.arguments import (
-  Argument,
-  Call,
-  arguments,
-  check_function,
-  gradient_of,
-  trace,
-)
+from mpjax._diagnostics.arguments import Call, check_function, positional_names, trace
 from tests.errors import refused
 
 X = jnp.ones((2, 2))
 
 
 def names(fn, *args, **kwargs):
-  return [(each.name, each.is_parameter) for each in arguments(fn, args, kwargs)]
+  return [(each.name, each.is_parameter) for each in trace(fn, args, kwargs, "a test")[1]]
 
 
 def test_arguments_have_the_names_of_the_signature_and_their_paths():
@@ -32,8 +25,8 @@ def test_arguments_have_the_names_of_the_signature_and_their_paths():
     ("params/b/0", True),
     ("params/w", True),
     ("batch/x", False),
-    ("rest[0]", False),
-    ("rest[1]", False),
+    ("args[2]", False),
+    ("args[3]", False),
   ]
 
 
@@ -58,7 +51,7 @@ def test_variables_of_nnx_are_known_by_their_class():
 
 
 def test_a_function_without_a_signature():
-  assert arguments(lambda *a: a, (X,), {}) == [Argument("a[0]", False)]
+  assert positional_names(print, 1) == positional_names(lambda *a: a, 1) == ["args[0]"]
 
 
 def test_what_is_no_function():
@@ -114,18 +107,5 @@ def test_a_call_with_what_is_no_array():
   call = Call(({"x": np.ones(2, np.float32), "y": X}, 3), {"name": "a"})
   program, outputs = call.traced(fn)
   assert outputs == [("out",), ("y",)]
-  out, _ = jax.core.eval_jaxpr(program.jaxpr, program.consts, *call.operands)
+  out, _ = jax.core.eval_jaxpr(program.jaxpr, program.consts, *call.arrays)
   np.testing.assert_array_equal(out, [3, 3])
-  zeros = call.arrays_of((({"x": jnp.zeros(2), "y": X}, 3), {"name": "a"}))
-  np.testing.assert_array_equal(zeros[0], [0, 0])
-
-
-def test_the_gradient_of_a_loss_with_aux_and_integers():
-  def loss(tree, x):
-    return jnp.sum(tree["w"] * x), "text"
-
-  tree = {"n": jnp.arange(2), "w": jnp.ones(2), "flag": None}
-  (value, aux), grads = gradient_of(loss, 4.0)(tree, jnp.asarray([1.0, 2.0]))
-  assert value == 12
-  assert aux == []
-  np.testing.assert_array_equal(jax.tree.leaves(grads)[0], [4, 8])

@@ -5,13 +5,14 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._diagnostics.arguments import Call, gradient_of
+from mpjax._diagnostics.arguments import Call
 from mpjax._diagnostics.parameter_scopes import (
   name_by_parameters,
   parameter_trees,
   with_parameter_scopes,
 )
-from mpjax._diagnostics.tune.modules import modules_of
+from mpjax._diagnostics.ranges.measure import gradient_of
+from mpjax._diagnostics.tune.tuning import modules_of
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.steps import body_of
 

@@ -30,7 +30,8 @@ from mpjax._diagnostics.nonfinite.scales import Rescale, Scale, implied_scale, s
 from mpjax._diagnostics.nonfinite.uses import Uses, direction_of, not_finite
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.report import progress
-from mpjax._diagnostics.tune.modules import prefixes, selector, written
+from mpjax._diagnostics.tune.tune_report import written
+from mpjax._diagnostics.tune.tuning import prefixes, selector
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import path_of
 from mpjax._jaxprs.primitives import Holds

@@ -1,29 +1,34 @@
 """`ranges`: one instrumented run of a function, and what its numbers look like.
 
-All is read from the bits of the numbers: a CPU flushes subnormal numbers to zero in arithmetic and
-in comparisons.
+A number is an activation or a gradient where a policy would hold it in low precision: the results
+of matmuls and convolutions, what they take, and what is computed from such results alone. The rest
+stays in float32 whatever the policy says, so that a narrow dtype loses nothing of it: masks, the
+cotangent of a loss, softmax, and what is computed with float32 data: see `docs/concepts.md`.
 """
 
 import bisect
-import collections
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec
+from typing import NamedTuple, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import add_p, sub_p
 
-from mpjax._core.errors import check_call
-from mpjax._core.leaves import changes_nothing, key_names
+from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
+from mpjax._core.leaves import Path, are_floating, changes_nothing, key_names
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray
-from mpjax._diagnostics.arguments import Call, check_function, gradient_of, is_array
-from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
-from mpjax._diagnostics.ranges.plan import Group, Input, Plan, plan
-from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
+from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray, PyTree
+from mpjax._diagnostics.arguments import Call, check_function, is_array
+from mpjax._diagnostics.parameter_scopes import name_by_parameters, with_parameter_scopes
+from mpjax._diagnostics.ranges.ranges_report import GroupRanges, Kind, RangesReport
 from mpjax._diagnostics.report import Pending, progress
+from mpjax._jaxprs.graph import Graph, Operation, Value
+from mpjax._jaxprs.locations import Location
+from mpjax._jaxprs.primitives import OUTER_PRODUCT
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.runner import Look, run_on_host
 from mpjax._jaxprs.steps import Body, Step, body_of
@@ -33,25 +38,22 @@ P = ParamSpec("P")
 
 _FIX = "Write mpjax.ranges(step)(params, opt_state, batch), with a function and then its arguments."
 
+Group: TypeAlias = tuple[Kind, str]
+"""A heading: what numbers are, and the path of the module, or of a leaf of the arguments."""
+
 
 @check_call("mpjax.ranges(fn)", fix=_FIX)
-def ranges(
-  fn: Callable[P, object], *, differentiate: bool | None = None
-) -> Callable[P, RangesReport]:
+def ranges(fn: Callable[P, object]) -> Callable[P, RangesReport]:
   """Returns a function that runs `fn` once and reports what its numbers look like.
 
-  `fn` may be a training step, a gradient, a loss or a model, jitted or not. It runs one operation
-  after the other, inside of `scan`, `while`, `cond`, `remat`, custom derivatives and `shard_map`
-  too, and the exponents of all numbers are counted, exactly: of activations and gradients by module
-  (named scope), of parameters and optimizer state, and of updates, with the share of them that
-  change nothing, since they round away in the dtype that the parameter is stored in. A loss, which
-  returns a scalar (or one and aux) and contains no backward pass, is differentiated with respect to
-  its first argument, so that there are gradients to look at. docs/ranges.md says what is counted
-  under which heading.
+  It runs one operation after the other, and the exponents of all numbers are counted, exactly: of
+  activations and gradients by module (named scope), of parameters and optimizer state, and of
+  updates, with the share of them that change nothing, since they round away in the dtype that the
+  parameter is stored in. docs/ranges.md says what is counted where.
 
   Args:
-    fn: any function of trees of arrays. What it donates is not donated here.
-    differentiate: whether to differentiate `fn`; None decides as described above.
+    fn: a training step, a gradient, a model or a loss, jitted or not. A loss, which returns a
+      scalar (or one and aux), is differentiated with respect to its first argument.
 
   Returns:
     A function with the arguments of `fn`, which must be concrete arrays, that returns a report:
@@ -72,144 +74,279 @@ def ranges(
 
   def count(*args: P.args, **kwargs: P.kwargs) -> RangesReport:
     with progress("ranges") as advance:
-      return counted(fn, args, kwargs, differentiate, advance)
+      return counted(fn, args, kwargs, advance)
 
   return Pending(count, "ranges", fn)
 
 
+def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
+  """Returns the value and gradient of a loss by the floating arrays in its first argument."""
+
+  def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    call = Call(args[:1], {}, lambda x: is_array(x) and is_inexact(x))
+
+    def loss(moving: Sequence[Leaf]) -> tuple[Leaf, PyTree]:
+      returned = fn(*call.with_arrays(moving)[0], *args[1:], **kwargs)
+      value, *aux = returned if isinstance(returned, tuple) else (returned,)
+      if not args or getattr(value, "shape", None) != () or not is_inexact(value):
+        raise MpjaxTypeError(
+          "mpjax.tune(loss_fn)",
+          expected="a loss of parameters, by position, that returns a floating scalar",
+          got=f"one that returns {kind_of(value)}" if args else "no argument by position",
+          fix="Pass (params, x=x), and take the mean: jnp.mean(fn(params, x) ** 2).",
+        )
+      scaled = value if scale == 1 else scale * value
+      return scaled, [x for x in jax.tree.leaves(aux) if is_array(x)]
+
+    return jax.value_and_grad(loss, has_aux=True)(call.arrays)
+
+  return gradient
+
+
 def counted(
-  fn: Function,
-  args: Args,
-  kwargs: Kwargs,
-  differentiate: bool | None,
-  advance: Callable[[int, int], None],
+  fn: Function, args: Args, kwargs: Kwargs, advance: Callable[[int, int], None]
 ) -> RangesReport:
   """Returns the report of one call; `advance` takes the operations that are done, and all."""
   call = Call(args, kwargs)
   call.check_concrete("mpjax.ranges(fn)")
   program, outputs = call.traced(fn)
   backward = any(s.location.direction == "backward" for s in body_of(program).every_step())
-  if differentiate is None:  # A loss returns a floating scalar, or one and aux.
-    first = program.out_avals[0] if outputs[:1] in ([()], [("0",)]) else None
-    scalar = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
-    differentiate = bool(args) and scalar and not backward
-  scoped = with_parameter_scopes(fn)
-  if differentiate:
-    program, outputs = call.traced(gradient_of(scoped))
-  elif not backward:
-    program, outputs = call.traced(scoped)
+  if not backward:
+    # A loss returns a floating scalar, or one and aux.
+    first = program.out_avals[0] if args and outputs[:1] in ([()], [("0",)]) else None
+    is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
+    scoped = with_parameter_scopes(fn)
+    program, outputs = call.traced(gradient_of(scoped) if is_loss else scoped)
+  body, operands = body_of(program), [*map(jnp.asarray, call.arrays)]
   scales = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
-  inputs, body = inputs_of(args, kwargs, scales), body_of(program)
-  counting = plan(body, inputs, [*zip(outputs, program.out_avals, strict=True)])
-  groups = _groups(body, call.operands, counting, advance)
-  in_use = float(scales[0]) if len(scales) == 1 and not np.ndim(scales[0]) else None
-  return RangesReport(getattr(fn, "__name__", type(fn).__name__), groups, in_use)
-
-
-def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[Input | None]:
-  """Returns what the arrays among the leaves of arguments are; None where it is not floating."""
-  inputs: list[Input | None] = []
-  for position, one in enumerate((*args, *(kwargs[name] for name in sorted(kwargs)))):
-    held = hasattr(one, "params") or (isinstance(one, Mapping) and "params" in one)
-    for path, x in jax.tree_util.tree_leaves_with_path(one):
-      if not is_array(x):
-        continue
-      # "value" is that of a Variable of NNX.
-      names = tuple(name for name in key_names(path) if name != "value")
-      inside = position == 0 and held and names[:1] == ("params",)
-      text = "/".join(names[inside:]) or "(array)"
-      is_parameter = position == 0 and inside == held and not any(x is each for each in scales)
-      shown = text if position == 0 else f"args[{position}]/{text}"
-      floating = Input(shown, is_parameter, x.dtype, x.shape, names)
-      inputs.append(floating if is_inexact(x) else None)
-  return inputs
-
-
-def _groups(
-  body: Body, operands: Sequence[Array], counting: Plan, advance: Callable[[int, int], None]
-) -> tuple[GroupRanges, ...]:
-  """Runs a function, and returns what was counted."""
-  groups: dict[Group, GroupRanges] = {}
-
-  def count(group: Group, x: Array, lost: Array | None = None) -> None:
-    add(groups.setdefault(group, GroupRanges(kind=group.kind, path=group.path)), x, lost)
-
+  counting = plan(body, inputs_of(args, kwargs, scales), outputs)
+  every = (*counting.inputs.values(), *counting.steps.values())
+  groups = {group: GroupRanges(*group) for group in every}
   for position, group in counting.inputs.items():
-    count(group, operands[position])
-  counted = counting.additions.keys() | counting.results.keys()
-  total, done = sum(step.times for step in body.every_step() if step.number in counted), 0
+    add(groups[group], operands[position])
+  total, done = sum(step.times for step in body.every_step() if step.number in counting.steps), 0
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
-    addition = counting.additions.get(step.number)
-    if addition is None:
-      return [x for x in outs if is_inexact(x)] if step.number in counting.results else []
-    update = jnp.broadcast_to(jnp.asarray(ins[1 - addition.argument]), outs[0].shape)
+    if step.number not in counting.additions:
+      return [x for x in outs if are_floating(x) and step.number in counting.steps]
+    argument, dtype = counting.additions[step.number]
+    update = jnp.broadcast_to(jnp.asarray(ins[1 - argument]), outs[0].shape)
     # As it is stored: that is where it rounds away.
-    old, new = (x.astype(addition.dtype) for x in (ins[addition.argument], outs[0]))
-    return [update, changes_nothing(*map(_parts, (old, new, update)))]
+    old, new = (x.astype(dtype) for x in (ins[argument], outs[0]))
+    return [update, changes_nothing(old, new, update)]
 
   def see(step: Step, picked: Sequence[Array]) -> None:
     nonlocal done
     done += picked[0].size // max(math.prod(shape_of(step.eqn.outvars[0])), 1)
     advance(done, total)
-    if step.number in counting.additions:
-      count(counting.additions[step.number].group, *picked)
-    else:
-      for x in picked:
-        count(counting.results[step.number], x)
+    for each in [picked] if step.number in counting.additions else zip(picked):
+      add(groups[counting.steps[step.number]], *each)
 
   run_on_host(body, operands, Look(pick=pick, see=see))
-  return tuple(groups.values())
+  in_use = float(scales[0]) if len(scales) == 1 and not np.ndim(scales[0]) else None
+  rows = tuple(group for group in groups.values() if group.total)
+  return RangesReport(getattr(fn, "__name__", type(fn).__name__), rows, in_use)
+
+
+class Input(NamedTuple):
+  """An array among the arguments."""
+
+  path: str  # in the tree of arguments
+  is_parameter: bool  # whether it may be one: those that the optimizer alone reads are not
+  keys: Path = ()  # the names of its keys within its argument
+
+
+def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[Input]:
+  """Returns what the arrays among the leaves of arguments are; `scales` are no parameters."""
+  inputs: list[Input] = []
+  for position, one in enumerate((*args, *(kwargs[name] for name in sorted(kwargs)))):
+    held = hasattr(one, "params") or (isinstance(one, Mapping) and "params" in one)
+    for path, x in jax.tree_util.tree_leaves_with_path(one):
+      # "value" is that of a Variable of NNX.
+      keys = tuple(name for name in key_names(path) if name != "value")
+      inside = position == 0 and held and keys[:1] == ("params",)
+      text = "/".join(keys[inside:]) or "(array)"
+      path_of_x = text if position == 0 else f"args[{position}]/{text}"
+      is_parameter = position == 0 and inside == held and not any(x is each for each in scales)
+      inputs += [Input(path_of_x, is_parameter, keys)] * is_array(x)
+  return inputs
+
+
+class Plan(NamedTuple):
+  """What is to be counted."""
+
+  inputs: Mapping[int, Group]  # arguments that are parameters, or optimizer state
+  steps: Mapping[int, Group]  # the results of steps, by their numbers, or their updates
+  # Of the steps that add an update to an argument, which operand that is, and how it is stored.
+  additions: Mapping[int, tuple[int, DType]]
+  readers: Mapping[int, Location]  # where an argument is read first, but by the optimizer
+
+
+def plan(body: Body, inputs: Sequence[Input], outputs: Sequence[Path] = ()) -> Plan:
+  """Returns what is to be counted in a function; of its results, the names of their keys."""
+  graph = Graph(body)
+  pairs = zip(graph.arguments, inputs, strict=True)
+  floats = {v: one for v, one in pairs if v.is_floating}
+  keys_of = {v: one.keys for v, one in floats.items() if one.is_parameter}
+  name_by_parameters(graph, {v: k[k[:1] == ("params",) : -1] for v, k in keys_of.items()})
+  held, steps = _held(graph, floats, body.depth), dict[int, Group]()
+
+  # A result that is a sum with an argument is that one, updated.
+  additions = dict[int, tuple[int, DType]]()
+  for keys, result in zip(outputs, graph.results, strict=False):
+    # A momentum `0.9 * mu + grads` is no update of gradients that are an argument: another path.
+    stored = [
+      v
+      for v, one in floats.items()
+      if (v.dtype, v.aval.shape) == (result.dtype, getattr(result.aval, "shape", None))
+      and (one.is_parameter or (v.aval.shape and one.keys and one.keys in (keys, keys[1:])))
+    ]
+    for operation in (total.made_by for total in _copies(result)):
+      if operation is None or operation.eqn.primitive not in (add_p, sub_p):
+        continue
+      updated = operation.operands[: 1 if operation.eqn.primitive is sub_p else 2]
+      copies = [*enumerate(map(_copies, updated))]
+      # Of `a + b`, two arguments, the first is what is updated.
+      for v, i in [(v, i) for v in stored for i, values in copies if v in values][:1]:
+        steps.setdefault(operation.step.number, ("updates", floats[v].path))
+        additions.setdefault(operation.step.number, (i, v.aval.dtype))
+
+  # What follows the backward pass and is in no module is the work of the optimizer.
+  where = {each: each.step.location for each in graph.operations}
+  since = itertools.dropwhile(lambda each: where[each].direction != "backward", graph.computing())
+  after = [*since]
+  work = {each for each in after if where[each].direction == "forward" and not where[each].path}
+
+  # Backwards: which numbers matmuls take, moved or cast perhaps, and the first consumer of each.
+  taken, read = set[Value](), dict[Value, Location]()
+  for operation in [*reversed(graph.operations)] * (body.depth + 1):
+    operands, results = operation.operands, operation.results
+    moved = (operation.moves or operation.casts) and not taken.isdisjoint(results)
+    taken.update(operands if moved or _is_matmul(operation, held) else ())
+    if operation.joins:
+      read.update((v, read[out]) for out in results if out in read for v in operands)
+    elif operation not in work:
+      read.update(dict.fromkeys(operands, where[operation]))
+
+  for operation in graph.computing():
+    kinds = [held[v] for v in operation.results if v in held]
+    again = operation.moves or operation.casts or where[operation].direction == "recomputed"
+    if kinds and not again and operation not in work:
+      low = any(each.kind == "low" and not each.wide for each in kinds)
+      kind: Kind = "float32"
+      if low or not taken.isdisjoint(operation.results):
+        kind = "gradients" if operation.where.direction == "backward" else "activations"
+      steps.setdefault(operation.step.number, (kind, operation.where.path))
+  of_inputs: dict[int, Group] = {}
+  for i, v in enumerate(graph.arguments):
+    if v in floats and floats[v].is_parameter:
+      kind = "optimizer state" if after and v not in read else "parameters"
+      of_inputs[i] = kind, floats[v].path
+  readers = {i: read[v] for i, v in enumerate(graph.arguments) if v in read}
+  return Plan(of_inputs, steps, additions, readers)
+
+
+def _copies(value: Value) -> set[Value]:
+  """Returns what a value may be, element by element: selected, clipped, cast, out of a loop."""
+  values, pending = set[Value](), [value]
+  while pending:
+    each = pending.pop()
+    operation = each.made_by
+    if each not in values and operation is not None:
+      kept = operation.facts.exact or operation.casts
+      pending += (
+        v
+        for v in operation.operands
+        if operation.joins or (kept and v.is_floating and v.aval.shape == each.aval.shape)
+      )
+    values.add(each)
+  return values
+
+
+class _Held(NamedTuple):
+  """What the numbers of a floating value are."""
+
+  # "data" is float32 for a reason, "low" what a matmul returned and what is computed from it;
+  # parameters, numbers and what is computed from these alone are "neutral".
+  kind: str
+  wide: bool  # a policy holds it in float32, or it is a number that float16 does not have
+
+
+def _held(graph: Graph, floats: Mapping[Value, Input], depth: int) -> dict[Value, _Held]:
+  """Returns what the numbers of each floating value are."""
+  held = {
+    v: _Held("neutral" if one.is_parameter else "data", not one.is_parameter)
+    for v, one in floats.items()
+  }
+  held |= {v: _Held("low", False) for v in floats if v.is_low}
+  for _ in range(depth + 1):  # What a carry is that starts as zeros, the body says.
+    for operation in graph.operations:
+      for v in (*operation.operands, *operation.results):
+        if not v.is_floating:
+          continue
+        if v.kind == "constant":
+          held[v] = _Held("data", True)
+        elif v.kind == "literal":
+          with np.errstate(over="ignore"):
+            held[v] = _Held("neutral", bool(np.asarray(v.data).astype(np.float16) != v.data))
+        elif v.made_by is operation:
+          held[v] = _of_result(operation, v, held)
+  return held
+
+
+def _of_result(operation: Operation, out: Value, held: Mapping[Value, _Held]) -> _Held:
+  """Returns what a result of an operation is: the table of `docs/concepts.md`."""
+  facts = operation.facts
+  if out.is_low or _is_matmul(operation, held):
+    return _Held("low", False)
+  floats = [held[v] for v in operation.operands if v in held]
+  if not floats:  # Random numbers and masks are neutral, positions are data.
+    neutral = facts.neutral or np.dtype(np.bool_) in (v.dtype for v in operation.operands)
+    return _Held("neutral" if neutral else "data", not neutral)
+  strongest = ("low", "data", "neutral") if facts.role == "product" else ("data", "low", "neutral")
+  kind = min((each.kind for each in floats), key=strongest.index)
+  wide = any(each.wide for each in floats)
+  if operation.moves or operation.casts:
+    return _Held(kind, wide)
+  # Of a number that is computed from numbers, float16 may have it or not.
+  return _Held(kind, wide or kind == "neutral" or operation.part in ("float32", "opaque", None))
+
+
+def _is_matmul(operation: Operation, held: Mapping[Value, _Held]) -> bool:
+  """Whether an operation runs in low precision whatever its operands are."""
+  if operation.facts is OUTER_PRODUCT and operation.where.direction == "forward":
+    return any(held[v].kind == "low" for v in operation.operands if v in held)
+  return operation.part == "half"
 
 
 def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) -> None:
   """Counts the numbers of an array; of updates, `lost` says which change nothing."""
-  numbers = np.asarray(_parts(x)).reshape(-1)
-  dtype = np.dtype(np.float64 if numbers.dtype.itemsize > 4 else np.float32)
-  unsigned, digits = np.dtype(f"uint{8 * dtype.itemsize}").type, int(np.finfo(dtype).nmant)
-  bits = np.ascontiguousarray(numbers, dtype).view(unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
-  infinity = int(np.asarray(math.inf, dtype).view(unsigned))
-  fields = (bits >> unsigned(digits)).astype(np.intp)
-  counts = np.bincount(fields, minlength=(infinity >> digits) + 1)
-  below = np.cumsum(counts) - counts
-
-  def smaller(border: int) -> int:
-    """How many are smaller; few of the borders lie among the numbers of an array."""
-    field = border >> digits
-    return int(np.count_nonzero(bits < border) if counts[field] else below[field])
-
-  zero, finite, no_nan = map(smaller, (1, infinity, infinity + 1))
+  # On the host: XLA flushes subnormal numbers to zero in arithmetic and in comparisons.
+  numbers = np.asarray(x).reshape(-1)
+  numbers = numbers.astype(np.float64 if numbers.dtype.itemsize > 4 else np.float32)
+  numbers = np.sort(np.abs(numbers))  # NaN comes last.
+  one, info = numbers.dtype.type(1), np.finfo(numbers.dtype)
+  lowest = info.minexp - info.nmant  # The exponent of the smallest number.
+  borders = np.append(np.ldexp(one, np.arange(lowest, info.maxexp)), one * math.inf)
+  smaller = np.searchsorted(numbers, borders)
+  zero, finite = int(smaller[0]), int(smaller[-1])
+  no_nan = int(np.searchsorted(numbers, borders[-1], side="right"))
   group.zero += zero
   group.inf += no_nan - finite
-  group.nan += bits.size - no_nan
+  group.nan += numbers.size - no_nan
   group.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
-  largest = np.max(bits if finite == bits.size else bits[bits < infinity], initial=0)
-  group.largest = max(group.largest, float(largest.view(dtype)))
+  group.largest = max(group.largest, float(np.max(numbers[:finite], initial=0)))
+  counts = enumerate(np.diff(smaller).tolist(), lowest)
+  group.exponents.update({exponent: count for exponent, count in counts if count})
   for name, fates in group.lost.items():
-    to_zero, to_subnormal, to_finite = map(smaller, limits(name, dtype.name))
-    fates["zero"] += to_zero - zero
-    fates["subnormal"] += to_subnormal - to_zero
-    fates["overflow"] += finite - to_finite
-  bias, normal = 1 - int(np.finfo(dtype).minexp), np.flatnonzero(counts[1:-1]) + 1
-  exponents = collections.Counter({int(field) - bias: int(counts[field]) for field in normal})
-  if counts[0] > zero:
-    subnormal = bits[(bits > 0) & (fields == 0)].view(dtype)
-    exponents.update((np.frexp(subnormal)[1] - 1).tolist())
-  exponents += collections.Counter(group.exponents)
-  group.exponents = {e: exponents[e] for e in sorted(exponents)}
-
-
-def _parts(x: Leaf) -> Leaf:
-  """Returns the parts of complex numbers: each is a number of its own."""
-  return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+    first = np.searchsorted(numbers, limits(name, numbers.dtype.name)).tolist()
+    to_zero, subnormal, _, overflow = np.diff([zero, *first, finite]).tolist()
+    fates.update(zero=to_zero, subnormal=subnormal, overflow=overflow)
 
 
 @functools.cache
-def limits(name: str, source: str) -> tuple[int, ...]:
-  """Returns the bits of the smallest numbers whose cast is not zero, not subnormal, not finite.
-
-  The cast is to the dtype `name`, from "float32" or "float64".
-  """
+def limits(name: str, source: str) -> NumpyArray:
+  """Returns the smallest numbers of `source` that a cast makes subnormal, normal and infinite."""
   info, wide = jnp.finfo(name), np.dtype(source)
   unsigned = np.dtype(f"uint{8 * wide.itemsize}")
 
@@ -220,4 +357,5 @@ def limits(name: str, source: str) -> tuple[int, ...]:
 
   every = range(int(np.asarray(math.inf, wide).view(unsigned)) + 1)
   borders = map(float, (info.smallest_subnormal, info.smallest_normal, math.inf))
-  return tuple(bisect.bisect_left(every, border, key=cast) for border in borders)
+  bits = [bisect.bisect_left(every, border, key=cast) for border in borders]
+  return np.asarray(bits, unsigned).view(wide)

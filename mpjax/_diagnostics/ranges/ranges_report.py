@@ -1,35 +1,37 @@
 """What `mpjax.ranges` found: counts of exponents by module, as text, HTML, JSON and a picture."""
 
+import collections
 import dataclasses
-import functools
-import itertools
+import importlib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from mpjax._core.types import NumpyArray
 from mpjax._diagnostics.nonfinite.report import power
-from mpjax._diagnostics.ranges.heat_map import RANGES, heat_map
-from mpjax._diagnostics.ranges.plan import Kind
 from mpjax._diagnostics.report import Column, Report, Section, amount, percent, right
 
-KINDS: tuple[Kind, ...] = (
-  *("activations", "gradients", "parameters", "optimizer state", "updates"),
-)
+Kind: TypeAlias = Literal[
+  "activations", "gradients", "float32", "parameters", "optimizer state", "updates"
+]
+"""What numbers are: "gradients" are results of the backward pass, "float32" what stays in that."""
 
-FORMATS: tuple[str, ...] = tuple(RANGES)
+KINDS: Sequence[Kind] = ("activations", "gradients", "parameters", "optimizer state", "updates")
+
+FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """The dtypes for which it is counted what they would lose."""
 
-FATES: tuple[str, ...] = ("zero", "subnormal", "overflow")
-"""What becomes of a number that a dtype cannot represent."""
+_MOST_ROWS, _HEADROOM, _LARGEST = 20, 8, 65504.0
 
-_MOST_ROWS = 20
-_HEADROOM = 8
-_LARGEST = 65504.0
+_CURE = (
+  "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
+  'round stochastically (mpjax.apply_updates(..., rounding="stochastic", key=key)).'
+)
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class GroupRanges:
   """The numbers of one kind in one module, or of one leaf of the arguments.
 
@@ -37,7 +39,7 @@ class GroupRanges:
     kind: "activations", "gradients", "parameters", "optimizer state" or "updates"; "float32" for
       what a policy leaves in float32.
     path: the module (named scopes joined by "/"), or the path of the leaf.
-    exponents: how many numbers have the exponent `floor(log2(|x|))`, by exponent, without zeros.
+    exponents: how many finite nonzero numbers have which exponent, `floor(log2(|x|))`.
     zero: how many are zero.
     inf: how many are inf or -inf.
     nan: how many are NaN.
@@ -48,18 +50,18 @@ class GroupRanges:
   >>> import jax.numpy as jnp, mpjax
   >>> report = mpjax.ranges(jnp.dot)(jnp.eye(4), jnp.asarray([0.0, 1.0, 1.5, 2.0**-30]))
   >>> group = report.of("activations")[0]
-  >>> group.exponents, group.zero, group.lost["float16"]
-  ({-30: 1, 0: 2}, 1, {'zero': 1, 'subnormal': 0, 'overflow': 0})
+  >>> group.exponents, group.zero, group.lost["float16"]["zero"]
+  (Counter({0: 2, -30: 1}), 1, 1)
   """
 
   kind: Kind
   path: str
-  exponents: dict[int, int] = dataclasses.field(default_factory=dict)
+  exponents: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
   zero: int = 0
   inf: int = 0
   nan: int = 0
-  lost: dict[str, dict[str, int]] = dataclasses.field(
-    default_factory=lambda: {name: dict.fromkeys(FATES, 0) for name in FORMATS}
+  lost: dict[str, collections.Counter[str]] = dataclasses.field(
+    default_factory=lambda: {name: collections.Counter() for name in FORMATS}
   )
   lost_updates: int = 0
   largest: float = 0.0
@@ -73,14 +75,6 @@ class GroupRanges:
   def total(self) -> int:
     """How many numbers there are."""
     return self.nonzero + self.zero + self.inf + self.nan
-
-  @property
-  def note(self) -> str:
-    """What a picture says beside the row."""
-    if self.kind == "updates":
-      return f"{percent(_share(self.lost_updates, self.nonzero))} lost" if self.lost_updates else ""
-    share = self.lost_share("float16")
-    return f"{percent(share)} lost in float16" if share > 0 else ""
 
   def lost_share(self, dtype: str) -> float:
     """Returns the share of the finite nonzero numbers that become 0 or overflow in a dtype.
@@ -121,7 +115,7 @@ class RangesReport(Report):
     """Returns the groups of one kind that are not empty, in the order of the function.
 
     Args:
-      kind: "activations", "gradients", "parameters", "optimizer state", "updates" or "float32".
+      kind: one of those of `GroupRanges`.
 
     Returns:
       A tuple.
@@ -134,7 +128,7 @@ class RangesReport(Report):
     updates = self.of("updates")
     return _share(sum(g.lost_updates for g in updates), sum(g.nonzero for g in updates))
 
-  @functools.cached_property
+  @property
   def loss_scale(self) -> float | None:
     """The loss scale that would serve float16, a power of two from 1 to 2^24.
 
@@ -152,9 +146,7 @@ class RangesReport(Report):
     return largest / (self.loss_scale_in_use or 1.0)
 
   def lost_gradients(self, loss_scale: float) -> float:
-    """Returns the share of the nonzero gradients that float16 loses at a loss scale.
-
-    That is what lies below 2**-25 or from 2**16 on, once it is scaled.
+    """Returns the share of the nonzero gradients below 2**-25, or from 2**16 on, at a loss scale.
 
     Args:
       loss_scale: a power of two.
@@ -168,7 +160,7 @@ class RangesReport(Report):
     return _share(lost, sum(g.nonzero for g in gradients))
 
   def plot(self, path: str | None = None) -> Any:
-    """Draws a heat map of exponents by module, with the ranges of narrow dtypes.
+    """Draws a heat map of exponents by module, with the range of float16.
 
     Args:
       path: a file to write, such as "ranges.png"; None writes none.
@@ -177,23 +169,50 @@ class RangesReport(Report):
       The figure of matplotlib.
 
     Raises:
-      MpjaxRuntimeError: matplotlib is not installed.
+      ImportError: matplotlib is not installed.
     """
-    return heat_map(self.name, [(kind, self.of(kind)) for kind in KINDS], path)
-
-  def sections(self) -> list[Section]:
-    """Returns what is shown, in order."""
-    return [self._headline(), self._updates(), self._overview(), *map(self._table, KINDS)]
+    plt = importlib.import_module("matplotlib.pyplot")
+    rows = [(kind, group) for kind in KINDS for group in self.of(kind)]
+    rows = rows[:: len(rows) // 80 + 1]  # As many as can be read, evenly from all.
+    low = min([e for _, group in rows for e in group.exponents] + [-26])
+    high = max([e for _, group in rows for e in group.exponents] + [16]) + 1
+    shares: NumpyArray = np.full((len(rows), high - low), np.nan)
+    for share, (_, group) in zip(shares, rows, strict=True):
+      for exponent, count in group.exponents.items():
+        share[exponent - low] = count / group.nonzero
+    size = (10, 1.5 + 0.22 * len(rows))
+    figure, axis = plt.subplots(figsize=size, layout="constrained", facecolor="white")
+    norm = importlib.import_module("matplotlib.colors").LogNorm(1e-5, 1)
+    edges = np.arange(low, high + 1), np.arange(len(rows) + 1) - 0.5
+    image = axis.pcolormesh(*edges, shares, norm=norm, cmap="YlGnBu", edgecolors="white")
+    for exponent, what in zip((-24, -14, 16), ("smallest", "smallest normal", "end"), strict=True):
+      axis.axvline(exponent, color="C3", linewidth=1.1)
+      axis.text(exponent, -0.6, f"float16: {what}", fontsize=7, color="C3", rotation=20)
+    labels = [f"{kind}: {(group.path or '(no scope)')[-38:]}" for kind, group in rows]
+    axis.set_yticks(range(len(rows)), labels, fontsize=7.5)
+    axis.invert_yaxis()
+    axis.set_xlabel("exponent of |x|: a number in column e is from $2^e$ to $2^{e+1}$")
+    figure.colorbar(image, label="share of the row's nonzero numbers")
+    figure.suptitle(f"Ranges of {self.name}", x=0.01, ha="left", weight="bold")
+    if path is not None:
+      figure.savefig(path, dpi=150)
+    # A notebook would show an open one at the end of the cell, and as its result too.
+    plt.close(figure)
+    return figure
 
   def as_dict(self) -> Mapping[str, object]:
     """Returns what `to_json` writes."""
-    return {
-      "function": self.name,
-      "loss_scale_in_use": self.loss_scale_in_use,
-      "loss_scale": self.loss_scale,
-      "lost_updates": self.lost_updates,
-      "groups": self.groups,
-    }
+    return {**vars(self), "loss_scale": self.loss_scale, "lost_updates": self.lost_updates}
+
+  def sections(self) -> list[Section]:
+    """Returns what is shown, in order."""
+    lossy = [(_share(g.lost_updates, g.nonzero), g) for g in self.of("updates") if g.lost_updates]
+    lossy.sort(key=lambda each: -each[0])
+    counts = ((g.path, g.total, g.zero, g.lost_updates, share) for share, g in lossy)
+    updates = [(path, *map(amount, some), percent(share)) for path, *some, share in counts]
+    columns = ("parameter", "updates", "zero", "lost", "of nonzero")
+    table = _table("Updates that change nothing", columns, updates, _CURE)
+    return [self._headline(), table, *map(self._losses, KINDS)]
 
   def _headline(self) -> Section:
     lines: list[str] = []
@@ -202,17 +221,12 @@ class RangesReport(Report):
         f"{percent(self.lost_updates)} of the updates change nothing: they round away when they "
         "are added to the parameters as these are stored."
       )
-    bad = [
-      f"{g.kind} of {g.path or '(no scope)'} ({amount(g.inf)} inf, {amount(g.nan)} NaN)"
-      for g in self.groups
-      if g.inf or g.nan
-    ]
-    if bad:
-      lines.append(f"Not finite: {', '.join(bad[:4])}" + " …" * (len(bad) > 4))
-    if self.loss_scale is not None:
-      scale, largest = self.loss_scale, self._largest * self.loss_scale
-      room = f"stays {_LARGEST / largest:.0f} times below {_LARGEST:.0f}"
-      if largest > _LARGEST:
+    if bad := [g for g in self.groups if g.inf or g.nan]:
+      shown = (f"{g.kind} of {g.path or '(no scope)'} ({g.inf} inf, {g.nan} NaN)" for g in bad[:4])
+      lines.append(f"Not finite: {', '.join(shown)}" + " …" * (len(bad) > 4))
+    if (scale := self.loss_scale) is not None:
+      room = f"stays {_LARGEST / (self._largest * scale):.0f} times below {_LARGEST:.0f}"
+      if self._largest * scale > _LARGEST:
         room = f"overflows: float16 ends at {_LARGEST:.0f}"
       others = f"without a loss scale {percent(self.lost_gradients(1.0))}"
       if (used := self.loss_scale_in_use) is not None:
@@ -223,92 +237,38 @@ class RangesReport(Report):
         f"{room}, and {percent(self.lost_gradients(scale))} of the gradients are lost; {others}."
       )
     stay = sum(g.total for g in self.of("float32"))
-    low = sum(g.total for g in self.groups) - stay
     lines.append(
-      f"{amount(low)} numbers were counted; {amount(stay)} others, such as those of softmax, masks "
-      "and the loss, stay in float32 under a policy."
+      f"{amount(sum(g.total for g in self.groups) - stay)} numbers were counted; {amount(stay)} "
+      "others, such as those of softmax, masks and the loss, stay in float32 under a policy."
     )
     return Section(title=f"Ranges of {self.name}", lines=tuple(lines))
 
-  def _updates(self) -> Section:
-    lossy = [g for g in self.of("updates") if g.lost_updates]
-    lossy.sort(key=lambda g: -_share(g.lost_updates, g.nonzero))
-    cure = (
-      "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
-      'round stochastically (mpjax.apply_updates(..., rounding="stochastic", key=key)).'
-    )
-    rows = [
-      (
-        g.path,
-        amount(g.total),
-        amount(g.zero),
-        amount(g.lost_updates),
-        percent(_share(g.lost_updates, g.nonzero)),
-      )
-      for g in lossy[:_MOST_ROWS]
-    ]
-    return Section(
-      title="Updates that change nothing",
-      lines=(*_cut(len(lossy)), cure) if lossy else (),
-      columns=(Column("parameter", wide=True), *right("updates", "zero", "lost", "of nonzero")),
-      rows=tuple(rows),
-    )
-
-  def _overview(self) -> Section:
-    rows: list[tuple[str, ...]] = []
-    for kind, name in itertools.product(KINDS, FORMATS):
-      groups = self.of(kind)
-      counts = [sum(g.lost[name][fate] for g in groups) for fate in FATES]
-      if any(counts):
-        nonzero = sum(g.nonzero for g in groups)
-        rows.append((kind, name, *(percent(_share(count, nonzero)) for count in counts)))
-    return Section(
-      title="What narrow dtypes lose, of the finite nonzero numbers",
-      columns=(
-        *(Column("", wide=True), Column("in")),
-        *right("becomes 0", "subnormal", "overflows"),
-      ),
-      rows=tuple(rows),
-    )
-
-  def _table(self, kind: Kind) -> Section:
+  def _losses(self, kind: Kind) -> Section:
     """Returns the groups that lose something in float16 or bfloat16: in 8 bits all lose much."""
     lossy = [g for g in self.of(kind) if g.lost_share("float16") + g.lost_share("bfloat16") > 0]
-    worst = sorted(lossy, key=lambda g: -g.lost_share("float16"))[:_MOST_ROWS]
-    what = "module" if kind in ("activations", "gradients") else "leaf"
     rows = [
       (
         *(g.path or "(no scope)", amount(g.total), percent(_share(g.zero, g.total))),
-        _span(g.exponents),
+        f"{min(g.exponents)}…{max(g.exponents)}",
         *(percent(g.lost_share(name)) for name in FORMATS),
       )
-      for g in lossy
-      if g in worst
+      for g in sorted(lossy, key=lambda g: -g.lost_share("float16"))
     ]
-    return Section(
-      title=f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows",
-      lines=_cut(len(lossy)),
-      columns=(
-        Column(what, wide=True),
-        *right("values", "zero", "2^"),
-        *right(*(name.removeprefix("float8_")[:8] for name in FORMATS)),
-      ),
-      rows=tuple(rows),
-    )
+    what = "module" if kind in ("activations", "gradients") else "leaf"
+    names = (name.removeprefix("float8_")[:8] for name in FORMATS)
+    title = f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows"
+    return _table(title, (what, "values", "zero", "2^", *names), rows)
 
 
-def _cut(count: int) -> tuple[str, ...]:
-  if count <= _MOST_ROWS:
-    return ()
-  return (f"The {_MOST_ROWS} of {count} that lose most; .groups and to_json() have all.",)
-
-
-def _span(exponents: dict[int, int]) -> str:
-  """Returns the exponents between which 99.8 % of the numbers lie."""
-  keys = sorted(exponents)
-  share = np.cumsum([exponents[k] for k in keys]) / sum(exponents.values())
-  low, high = np.searchsorted(share, 0.001, side="right"), np.searchsorted(share, 0.999)
-  return f"{keys[min(low, len(keys) - 1)]}…{keys[min(high, len(keys) - 1)]}"
+def _table(
+  title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], *lines: str
+) -> Section:
+  """Returns a table of the first rows, which lose most."""
+  if len(rows) > _MOST_ROWS:
+    cut = f"The {_MOST_ROWS} of {len(rows)} that lose most; .groups and to_json() have all."
+    lines = (cut, *lines)
+  table = (Column(columns[0], wide=True), *right(*columns[1:]))
+  return Section(title, lines if rows else (), table, tuple(rows[:_MOST_ROWS]))
 
 
 def _share(part: int, total: int) -> float:

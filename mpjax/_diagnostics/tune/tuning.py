@@ -1,74 +1,82 @@
-"""`tune`: rules for what must stay in float32, for an error of the gradient that is allowed."""
+"""`tune`: rules for what must stay in float32, for an error of the gradient that is allowed.
 
+They are found by the sensitivities of modules, to first order, a bisection, and cheaper choices.
+"""
+
+import bisect
 import collections
+import contextlib
+import itertools
 import math
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec
+import warnings
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import ParamSpec, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.dtypes import HALVES
-from mpjax._core.errors import MpjaxValueError, check_call, check_value
+from mpjax._core.errors import REFUSALS, MpjaxValueError, check_call, check_value
 from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import Rule
-from mpjax._core.types import Args, Array, Function, Kwargs
-from mpjax._diagnostics.arguments import Call, check_function, gradient_of
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import Args, Array, DType, Function, Kwargs, NumpyArray
+from mpjax._diagnostics.arguments import Call, check_function
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
-from mpjax._diagnostics.ranges.measure import counted, inputs_of
-from mpjax._diagnostics.ranges.plan import Input, plan
+from mpjax._diagnostics.ranges.measure import counted, gradient_of, inputs_of, plan
 from mpjax._diagnostics.report import Pending, progress
-from mpjax._diagnostics.tune.modules import (
-  Pair,
-  errors_alone,
-  forward_errors,
-  is_inside,
-  modules_of,
-  overflows_of,
-  relative_error,
-  rules_for,
-  scopes_of,
-)
-from mpjax._diagnostics.tune.search import Chosen, Problem, most_evaluations, search
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._jaxprs.autocast import autocast
+from mpjax._jaxprs.compat import bind
+from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.graph import Graph
+from mpjax._jaxprs.primitives import facts_of
+from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.runner import Look, run_on_host
-from mpjax._jaxprs.steps import Body, body_of
+from mpjax._jaxprs.steps import Body, Step, body_of
 
 P = ParamSpec("P")
 
+_CALL = "mpjax.tune(loss_fn, policy)"
 _FIX = 'Write mpjax.tune(loss_fn, "mixed_float16", tolerance=1e-2)(params, batch).'
 
+PROJECTIONS = 16
+"""The error that a module causes is estimated within sqrt(1 / (2 * 16)), 18 %."""
 
-@check_call("mpjax.tune(loss_fn, policy)", fix=_FIX)
+MORE = 12
+"""Evaluations after the bisection, which look for a cheaper choice."""
+
+_CORE = 12
+"""Of so many modules, those around where the sorted list was cut, all subsets are looked at."""
+
+Pair: TypeAlias = tuple[Array | NumpyArray, Array | NumpyArray]
+"""What is exact, and the same with an error."""
+
+
+@check_call(_CALL, fix=_FIX)
 def tune(
   loss_fn: Callable[P, object], policy: PolicyLike = "mixed_bfloat16", *, tolerance: float
 ) -> Callable[P, TuneReport]:
   """Returns a function that finds out which modules of a loss must stay in float32.
 
   The gradient of `loss_fn` by its first argument is computed in float32, and under
-  `mpjax.autocast(loss_fn, policy, rules=rules)` for some choices of rules, until the cheapest was
-  found whose relative error, the norm of the difference over the norm of the gradient, is within
-  the tolerance. A choice is a set of named scopes with matmuls or convolutions, such as the layers
-  of a Flax model, that compute in float32. docs/tune.md says how it searches; how many choices it
-  may measure, log2 of the number of modules and a few, is printed first. The report begins with the
-  error of each module if none is in float32.
+  `mpjax.autocast(loss_fn, policy, rules=rules)` for some choices of modules in float32, until the
+  cheapest was found whose relative error, the norm of the difference over the norm of the gradient,
+  is within the tolerance. docs/tune.md says what the modules are and how it searches; how many
+  choices it may measure is printed first.
 
   Args:
-    loss_fn: the plain loss in float32, of trees of arrays: of a Linen model, an NNX model (an
-      argument, or merged from a state), or any JAX function. Returns a scalar, or one and aux. Its
-      named scopes are the modules: Linen writes them. Where there is none, as in NNX, an operation
-      is in the module whose parameter it takes, and one on what two modules return in the one
-      around both.
+    loss_fn: the plain loss in float32, of a Linen model, an NNX model (an argument, or merged from
+      a state), or any function of trees of arrays. Returns a scalar, or one and aux.
     policy: computes in bfloat16 or float16.
     tolerance: the relative error of the gradient that is allowed, such as 0.01.
 
   Returns:
     A function with the arguments of `loss_fn`, which must be concrete, that returns a report, with
-    `.rules`, `.error` and `.half_share`. Print it, or call `.plot()`.
+    `.rules`, `.error` and `.half_share`. Print it: it begins with the error of each module.
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: an argument is traced.
@@ -88,52 +96,28 @@ def tune(
   >>> report.rules
   (Rule('params=float32,compute=float32,output=float32', path='**/hot'),)
   """
-  parsed = _checked(loss_fn, policy, tolerance)
+  check_function(loss_fn, "mpjax.tune(loss_fn)", _FIX)
+  parsed = parse_policy(policy, "mpjax.tune(policy)")
+  check_value(
+    policy,
+    parsed.compute_dtype in HALVES,
+    "mpjax.tune(policy)",
+    expected="a policy that computes in bfloat16 or float16",
+    fix='Write "mixed_bfloat16" or "mixed_float16": what stays in float32 is to be found.',
+  )
+  check_value(
+    tolerance,
+    isinstance(tolerance, (int, float, np.floating)) and 0 < tolerance < math.inf,
+    "mpjax.tune(tolerance)",
+    expected="a positive number, the relative error of the gradient",
+    fix="Write tolerance=0.01 for one per cent.",
+  )
 
   def tuned(*args: P.args, **kwargs: P.kwargs) -> TuneReport:
     with progress("tune") as advance:
       return _tuned(loss_fn, parsed, tolerance, args, kwargs, advance)
 
   return Pending(tuned, "tune", loss_fn)
-
-
-def _checked(loss_fn: object, policy: PolicyLike, tolerance: object) -> Policy:
-  where = "mpjax.tune(loss_fn)"
-  check_function(loss_fn, where, _FIX)
-  parsed = parse_policy(policy, "mpjax.tune(policy)")
-  if parsed.compute_dtype not in HALVES:
-    raise MpjaxValueError(
-      "mpjax.tune(policy)",
-      expected="a policy that computes in bfloat16 or float16",
-      got=str(parsed),
-      fix='Write "mixed_bfloat16" or "mixed_float16": what stays in float32 is to be found.',
-    )
-  number: Any = tolerance
-  is_number = isinstance(number, (int, float, np.floating)) and not isinstance(number, bool)
-  check_value(
-    tolerance,
-    is_number and bool(math.isfinite(number) and number > 0),
-    "mpjax.tune(tolerance)",
-    expected="a positive number, the relative error of the gradient",
-    fix="Write tolerance=0.01 for one per cent.",
-  )
-  return parsed
-
-
-def _check_float32(program: ClosedJaxpr) -> None:
-  """Raises MpjaxValueError if a function has low precision already: its error is no news."""
-  graph = Graph(program)
-  results = (v for operation in graph.operations for v in operation.results)
-  for value in (*graph.arguments, *results):
-    if value.is_low:
-      where = "its arguments" if value.made_by is None else value.made_by.where.path
-      raise MpjaxValueError(
-        "mpjax.tune(loss_fn, policy)(*args)",
-        expected="a loss in float32, with arguments in float32, to compare low precision with",
-        got=f"{value.dtype} in {where or 'it'}",
-        fix="Pass the loss of the plain model: without with_policy or autocast, without dtype= and "
-        "param_dtype=, and its parameters and data as x.astype(jnp.float32).",
-      )
 
 
 def _tuned(
@@ -145,78 +129,90 @@ def _tuned(
   advance: Callable[[int, int], None],
 ) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
-  call, dtype, scale = Call(args, kwargs), policy.compute_dtype, 1.0
-  call.check_concrete("mpjax.tune(loss_fn, policy)")
-  # The loss alone: what a derivative of its own keeps in low precision is no policy's.
-  _check_float32(call.traced(loss_fn)[0])
-  if dtype == jnp.float16:
-    scale = counted(loss_fn, args, kwargs, True, advance).loss_scale or 1.0
+  call, dtype, scale, where = Call(args, kwargs), policy.compute_dtype, 1.0, f"{_CALL}(*args)"
+  call.check_concrete(_CALL)
 
-  # The gradient in float32, of ((loss, aux), gradients), and what overflows.
-  scoped = with_parameter_scopes(loss_fn)
+  # A loss that has low precision already, compared with itself, has no error. The loss alone: what
+  # a derivative of its own keeps in low precision is no policy's.
+  program = call.traced(loss_fn)[0]
+  graph, named = Graph(program), scopes_of(body_of(program))
+  results = (v for operation in graph.operations for v in operation.results)
+  for value in (*graph.arguments, *results):
+    if value.is_low:
+      path = "its arguments" if value.made_by is None else value.made_by.where.path
+      raise MpjaxValueError(
+        where,
+        expected="a loss in float32, with arguments in float32, to compare low precision with",
+        got=f"{value.dtype} in {path or 'it'}",
+        fix="Pass the loss of the plain model: without with_policy or autocast, without dtype= and "
+        "param_dtype=, and its parameters and data as x.astype(jnp.float32).",
+      )
+  if dtype == jnp.float16:
+    scale = counted(gradient_of(loss_fn), args, kwargs, advance).loss_scale or 1.0
+
+  # The gradient in float32, of ((loss, aux), gradients).
+  scoped, operands = with_parameter_scopes(loss_fn), [*map(jnp.asarray, call.arrays)]
   program, outputs = call.traced(gradient_of(scoped, scale))
-  gradients = slice(sum(keys[0] == "0" for keys in outputs), None)
-  body, operands = body_of(program), call.operands
+  body, gradients = body_of(program), slice(sum(keys[0] == "0" for keys in outputs), None)
   flops = modules_of(body)
   bound = most_evaluations(len(flops))
   sys.stdout.write(f"tune: {len(flops)} modules, at most {bound} measurements\n")
-  advance(0, bound)
-  results, overflows = overflows_of(body, operands, dtype)
-  exact = results[gradients]
+  steps = itertools.count(1)
+
+  def step() -> None:
+    advance(next(steps), 1 + PROJECTIONS + bound)
+
+  exact = run_on_host(body, operands, Look())[gradients]
+  step()
   norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in exact))
   if not (math.isfinite(norm) and norm > 0):
     raise MpjaxValueError(
-      "mpjax.tune(loss_fn, policy)(*args)",
+      where,
       expected="a gradient in float32 that is finite and not zero",
       got=f"one of norm {norm}",
       fix="Ask mpjax.ranges(loss_fn)(*args) what its numbers look like.",
     )
   evaluations: list[Evaluation] = []
 
-  def measure(names: tuple[str, ...], rules: tuple[Rule, ...]) -> list[Array]:
+  def measure(names: Sequence[str], rules: tuple[Rule, ...]) -> list[Array]:
     """Measures the error of the gradient under rules, and returns the gradient."""
     cast = autocast(scoped, policy, rules=rules)
     program, _ = call.traced(gradient_of(cast, scale))
     gradient = run_on_host(body_of(program), operands, Look())[gradients]
     error = relative_error(zip(exact, gradient, strict=True))
     runs = [(dtype.itemsize < 4, count) for _, dtype, count in Graph(program).matmuls()]
-    low = sum(count for is_low, count in runs if is_low)
-    share = low / max(sum(count for _, count in runs), 1)
-    evaluations.append(Evaluation(names, rules, error, share))
-    advance(len(evaluations), bound)
+    share = sum(is_low * count for is_low, count in runs) / max(sum(n for _, n in runs), 1)
+    evaluations.append(Evaluation(tuple(names), rules, error, share))
+    step()
     return gradient
 
   # The search, if there is an error that is too large.
-  low, alone = measure((), ()), dict[str, float]()
+  low, used = measure((), ()), [path for path in flops if flops[path]]
   if evaluations[0].error > tolerance:
-    alone = errors_alone(body, operands, gradients, flops, dtype)
-    used, scopes = [path for path in flops if flops[path] or path in overflows], scopes_of(body)
+    alone = errors_alone(body, operands, gradients, used, dtype, step)
 
-    def evaluate(chosen: Chosen) -> float:
+    def evaluate(chosen: frozenset[int]) -> float:
       if chosen:
         names = [used[i] for i in sorted(chosen)]
         others = [path for path in used if path not in names]
-        measure(tuple(names), rules_for(names, others, scopes, policy))
+        measure(names, rules_for(names, others, scopes_of(body), policy))
       return evaluations[-1 if chosen else 0].error
 
-    problem = Problem(
-      tuple(flops[path] for path in used),
-      np.asarray([alone[path] for path in used]),
-      np.asarray([overflows.get(path, 0) for path in used]),
-      tolerance,
-    )
-    if search(problem, evaluate) is None:
+    if search([flops[path] for path in used], alone, tolerance, evaluate) is None:
       # What is in no such module must stay in float32 too.
       measure(("**",), (Rule("float32", path="**"),))
   good = [each for each in evaluations if each.error <= tolerance]
   best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
 
-  # The errors by module, under the policy without rules.
+  # The errors by module, under the policy without rules. Gradients are those of the floating arrays
+  # in the first argument, the first ones of all.
   of_float32, of_policy = (body_of(call.traced(f)[0]) for f in (scoped, autocast(scoped, policy)))
-  forward = forward_errors(of_float32, of_policy, operands)
-  pairs = _by_module(body, inputs_of(args, kwargs), [*zip(exact, low, strict=True)])
-  # The named scopes of the function as the user wrote it.
-  named = scopes_of(body_of(call.traced(gradient_of(loss_fn))[0]))
+  forward, pairs = forward_errors(of_float32, of_policy, operands), dict[str, list[Pair]]()
+  readers = plan(body, inputs_of(args, kwargs)).readers
+  floats = (i for i, x in enumerate(operands) if is_inexact(x))
+  for i, *pair in zip(floats, exact, low, strict=False):
+    if i in readers:
+      pairs.setdefault(readers[i].path, []).append((pair[0], pair[1]))
   return TuneReport(
     policy=policy,
     tolerance=tolerance,
@@ -224,45 +220,268 @@ def _tuned(
     evaluations=tuple(evaluations),
     bound=bound,
     loss_scale=scale,
-    modules=tuple(rows_of(flops, forward, pairs, alone, overflows)),
+    modules=tuple(rows_of(flops, forward, pairs)),
     scopes=all(any(rule.matches(None, scope) for scope in named) for rule in best.rules),
   )
 
 
-def _by_module(
-  body: Body, inputs: Sequence[Input | None], pairs: Sequence[Pair]
-) -> Mapping[str, Sequence[Pair]]:
-  """Returns the gradients of the parameters of each module."""
-  # They are those of the floating arrays in the first argument, the first ones of all.
-  floats = [i for i, one in enumerate(inputs) if one is not None]
-  readers, modules = plan(body, inputs).readers, collections.defaultdict[str, list[Pair]](list)
-  for position, pair in zip(floats, pairs, strict=False):
-    if position in readers:
-      modules[readers[position].path].append(pair)
-  return modules
-
-
-_OVERFLOWS = ("no", "maybe", "yes")
-"""What the numbers of `overflows_of` mean."""
-
-
 def rows_of(
-  flops: Mapping[str, int],
-  forward: Mapping[str, float],
-  pairs: Mapping[str, Sequence[Pair]],
-  alone: Mapping[str, float],
-  overflows: Mapping[str, int],
+  flops: Mapping[str, int], forward: Mapping[str, float], pairs: Mapping[str, Sequence[Pair]]
 ) -> Iterator[ModuleReport]:
   """Yields what is known of each module, in the order of the function."""
-  total, paths = max(sum(flops.values()), 1), dict.fromkeys((*forward, *pairs))
+  paths = {*forward, *pairs}
   for path in (path for path in flops if path in paths):
-    inside = [other for other in paths if is_inside(other, path)]
-    yield ModuleReport(
-      path,
-      forward.get(path, math.nan),
-      relative_error(pair for other in (path, *inside) for pair in pairs.get(other, ())),
-      flops[path] / total,
-      alone.get(path, math.nan),
-      _OVERFLOWS[overflows.get(path, 0)],
-      bool(path and inside) and not flops[path],
+    inside = [other for other in paths if path in prefixes(other)]  # Itself is one.
+    gradient = relative_error(pair for other in inside for pair in pairs.get(other, ()))
+    share = flops[path] / max(sum(flops.values()), 1)
+    stream = bool(path) and len(inside) > 1 and not share
+    yield ModuleReport(path, forward.get(path, math.nan), gradient, share, stream)
+
+
+def modules_of(body: Body) -> dict[str, int]:
+  """Returns the modules of a gradient function that compute, and the FLOPs of their matmuls."""
+  flops: dict[str, int] = {}
+  for step in body.every_step():
+    moves = step.bodies or facts_of(step.eqn).moves
+    if _is_matmul(step) or (step.location.direction == "forward" and not moves):
+      path = step.location.path
+      flops[path] = flops.get(path, 0) + (flops_of(step.eqn) or 0) * step.times
+  return flops
+
+
+def _is_matmul(step: Step) -> bool:
+  return facts_of(step.eqn).flops is not None
+
+
+def scopes_of(body: Body) -> set[str]:
+  """Returns all paths in a function."""
+  return {""}.union(*(prefixes(step.location.path) for step in body.every_step()))
+
+
+def rules_for(
+  chosen: Collection[str], others: Collection[str], scopes: Collection[str], policy: Policy
+) -> tuple[Rule, ...]:
+  """Returns rules by which chosen modules compute in float32, and others as the policy says."""
+  # In Linen a model of one module has no name that selects it.
+  if not others:
+    return (Rule("float32", path="**"),)
+  wide, rules = {**dict.fromkeys(chosen, True), **dict.fromkeys(others, False)}, list[Rule]()
+  for path, is_wide in wide.items():
+    # A module has the rule of the nearest one around it.
+    around = [other for other in prefixes(path) & wide.keys() if other != path]
+    if is_wide != (bool(around) and wide[max(around, key=len)]):
+      rules.append(Rule("float32" if is_wide else policy, path=selector(path, scopes)))
+  return tuple(rules)
+
+
+def relative_error(pairs: Iterable[Pair]) -> float:
+  """Returns the length of the difference over the length of the first ones; NaN of nothing."""
+  difference = total = 0.0
+  for exact, x in pairs:
+    wide = complex if np.iscomplexobj(exact) else float
+    a, b = np.asarray(exact).astype(wide), np.asarray(x).astype(wide)
+    with np.errstate(invalid="ignore", over="ignore"):
+      difference += float(np.sum(np.abs(b - a) ** 2))
+      total += float(np.sum(np.abs(a) ** 2))
+  if not math.isfinite(difference):
+    return math.inf
+  return math.sqrt(difference / total) if total else math.nan
+
+
+def forward_errors(exact: Body, low: Body, operands: Sequence[Array]) -> dict[str, float]:
+  """Returns by module the error of the worst matmul or sum of a loss under a policy."""
+
+  def results(body: Body) -> Mapping[Hashable, list[tuple[str, Array]]]:
+    # By primitive and shape: autocast changes neither, nor the order of those that have both alike,
+    # but it may put what it changes into calls, whose scopes are others.
+    arrays = collections.defaultdict[Hashable, list[tuple[str, Array]]](list)
+
+    def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
+      return outs[:1] if _is_matmul(step) or facts_of(step.eqn).role == "sum" else ()
+
+    def see(step: Step, picked: Sequence[Array]) -> None:
+      alike = step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
+      arrays[alike].append((step.location.path, picked[0]))
+
+    run_on_host(body, operands, Look(pick=pick, see=see))
+    return arrays
+
+  rounded, worst = results(low), dict[str, float]()
+  for alike, values in results(exact).items():
+    others = rounded[alike] if len(values) == len(rounded[alike]) else ()
+    for (path, x), (_, y) in zip(values, others, strict=False):
+      worst[path] = max(worst.get(path, 0.0), relative_error([(x, y)]))
+  return worst
+
+
+@jax.custom_jvp
+def _moved(x: Array, eps: Array, error: Array) -> Array:
+  """Returns `x + eps * error` at `eps` 0, where the error may be infinite."""
+  return x
+
+
+@_moved.defjvp
+def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+  return primals[0], tangents[0] + tangents[1] * primals[2]
+
+
+def errors_alone(
+  body: Body,
+  operands: Sequence[Array],
+  gradients: slice,
+  modules: Sequence[str],
+  dtype: DType,
+  advance: Callable[[], None] = lambda: None,
+) -> NumpyArray:
+  """Returns how far the gradient in float32 moves if a module rounds, and nothing else does."""
+  # That is infinite where an operand or result of a matmul overflows.
+  # To first order, for all modules together: every matmul of the forward and backward pass takes
+  # and returns `x + eps * (rounded(x) - x)`, with one `eps` for each module, which is 0. The
+  # derivative of the gradient with respect to `eps` is the error that the module causes. It has the
+  # size of the gradient, for each module; so instead the derivatives of a few random projections of
+  # the gradient are computed, by one forward pass and one backward pass for each of them.
+  order = {path: i for i, path in enumerate(modules)}
+
+  def perturbed(eps: Array) -> list[Array]:
+    def rounded(x: Array, module: int) -> Array:
+      if x.dtype != jnp.float32:
+        return x
+      fixed = jax.lax.stop_gradient(x)
+      error = fixed.astype(dtype).astype(jnp.float32) - fixed
+      return _moved(x, eps[module], jnp.where(jnp.isfinite(fixed), error, jnp.zeros_like(x)))
+
+    def compute(step: Step, values: Sequence[Array]) -> list[Array]:
+      module = order.get(step.location.path)
+      if not _is_matmul(step) or module is None:
+        return bind(step.eqn, values)
+      first, *rest = bind(step.eqn, [*(rounded(x, module) for x in values[:2]), *values[2:]])
+      return [rounded(first, module), *rest]
+
+    return run_on_host(body, operands, Look(compute))[gradients]
+
+  try:
+    grads, pullback = jax.vjp(perturbed, jnp.zeros((len(modules),), jnp.float32))
+  except REFUSALS as error:
+    warnings.warn(
+      "mpjax.tune(loss_fn, policy): the gradient cannot be differentiated, so that modules with "
+      f"few FLOPs are tried first ({type(error).__name__}: {str(error).splitlines()[0]}). What is "
+      "returned is measured all the same.",
+      UserWarning,
+      stacklevel=2,
     )
+    return np.ones(len(modules))
+  norm, squares = math.sqrt(sum(float(jnp.sum(jnp.abs(g) ** 2)) for g in grads)), 0.0
+  for key in jax.random.split(jax.random.key(0), PROJECTIONS):
+    noise = (jax.random.normal(jax.random.fold_in(key, i), g.shape) for i, g in enumerate(grads))
+    directions = [x.astype(g.dtype) for x, g in zip(noise, grads, strict=True)]
+    squares += (np.asarray(pullback(directions)[0], np.float64) / norm) ** 2
+    advance()
+  return np.sqrt(np.nan_to_num(squares, nan=math.inf, posinf=math.inf) / PROJECTIONS)
+
+
+def prefixes(path: str) -> set[str]:
+  """Returns a path and those around it: "", "Net" and "Net/up"."""
+  names = path.split("/")
+  return {"/".join(names[:depth]) for depth in range(len(names) + 1)}
+
+
+def selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
+  """Returns what selects a path, and none else."""
+  # What is around all other paths is the root of a model, which is "" for `mpjax.with_policy`. That
+  # counts neither the class of the model nor a module that only calls what another one has: the
+  # last names decide.
+  others = [other for other in scopes if other not in ("", path)]
+  if path and others and all(path in prefixes(other) for other in others):
+    return re.compile(f"({re.escape(path)})?")
+  # JAX moves a constant out of a scan without the scopes around that: it is in a tail of the path.
+  others = [other for other in scopes if other != path and not path.endswith(f"/{other}")]
+  names = path.split("/")
+  for glob in (*(f"**/{'/'.join(names[i:])}" for i in reversed(range(len(names)))), path):
+    with contextlib.suppress(ValueError):  # A name with brackets is not the glob it looks like.
+      rule = Rule("float32", path=glob)
+      if rule.matches(None, path) and not any(rule.matches(None, other) for other in others):
+        return glob
+  return re.compile(re.escape(path))
+
+
+def most_evaluations(count: int) -> int:
+  """Returns how often a choice among so many modules is evaluated at most."""
+  # Nothing in float32, what overflows, all modules, all of the function; the steps between; and
+  # those that look for something cheaper.
+  return 4 + math.ceil(math.log2(max(count, 1))) + MORE
+
+
+def search(
+  flops: Sequence[int],
+  alone: NumpyArray,
+  tolerance: float,
+  evaluate: Callable[[frozenset[int]], float],
+) -> frozenset[int] | None:
+  """Returns the numbers of the modules that are to compute in float32."""
+  # `alone` is the error that each module is expected to cause, and `evaluate` measures a choice.
+  count, errors = len(flops), dict[frozenset[int], float]()
+
+  def is_good(chosen: frozenset[int]) -> bool:
+    if chosen not in errors:
+      errors[chosen] = evaluate(chosen)
+    return errors[chosen] <= tolerance
+
+  def cost(chosen: frozenset[int]) -> tuple[int, int]:
+    return sum(flops[i] for i in chosen), len(chosen)
+
+  if is_good(frozenset()):
+    return frozenset()
+  # The modules that overflow, and those that help most for what they cost.
+  ratio = alone**2 / np.maximum(np.asarray(flops, np.float64), 1)
+  order = sorted(range(count), key=lambda i: (-ratio[i], i))
+  # What overflows goes together: with a part of it in float32 the gradient is still not finite.
+  sure = int(np.sum(np.isinf(alone)))
+  lists = [frozenset(order[:size]) for size in range(sure, count + 1)]
+  cut = 0 if is_good(lists[0]) else bisect.bisect_left(lists, True, lo=1, key=is_good)
+  if cut == len(lists):
+    return None
+  best = lists[cut]
+  start = max(min(sure + cut - _CORE // 2, count - _CORE), sure)
+  core, always = order[start : start + _CORE], frozenset(order[:start])
+  subsets = (itertools.combinations(core, size) for size in range(len(core) + 1))
+  choices = [always.union(some) for some in itertools.chain(*subsets)]
+  for _ in range(MORE):
+    expected = _expected(np.where(np.isinf(alone), 0, alone), errors, choices)
+    ranked = [
+      (float(error), cost(chosen), sorted(chosen), chosen)
+      for chosen, error in zip(choices, expected, strict=True)
+      if chosen not in errors and cost(chosen) < cost(best)
+    ]
+    if not ranked:
+      break
+    good = [each for each in ranked if each[0] <= tolerance]
+    # Where none is expected to be good, the one that is expected to miss least.
+    *_, chosen = min(good, key=lambda each: each[1:3]) if good else min(ranked)
+    if is_good(chosen):
+      best = chosen
+  return best
+
+
+def _expected(
+  alone: NumpyArray, errors: Mapping[frozenset[int], float], choices: Sequence[frozenset[int]]
+) -> NumpyArray:
+  """Returns the errors that choices are expected to have."""
+  # The square of an error is taken to be a sum over the modules that round, and a rest. Each term
+  # is expected to be what the sensitivities say, within a factor of about two, and is fitted to
+  # what was measured: a module in float32 also keeps the operations in float32 that its result
+  # goes into.
+  measured = {chosen: error for chosen, error in errors.items() if math.isfinite(error)}
+
+  def table(choices: Sequence[frozenset[int]]) -> NumpyArray:
+    rounded = [[i not in chosen for i in range(len(alone))] + [True] for chosen in choices]
+    return np.asarray(rounded, np.float64)
+
+  rows, squares = table(list(measured)), np.asarray(list(measured.values())) ** 2
+  worst, terms = int(np.argmax(rows.sum(axis=1))), alone**2
+  total = max(float(np.sum(terms * rows[worst, :-1])), np.finfo(float).tiny)
+  prior = np.append(terms, 0.1 * total) * (squares[worst] / total)
+  spread = (prior + 0.3 * prior.mean()) ** 2
+  noise = np.diag((0.05 * squares + 0.01 * squares.max()) ** 2 + np.finfo(float).tiny)
+  gain = (rows * spread).T @ np.linalg.pinv((rows * spread) @ rows.T + noise, hermitian=True)
+  fitted = np.maximum(prior + gain @ (squares - rows @ prior), 0)
+  return np.sqrt(table(choices) @ fitted)

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.types import Array, DType, Leaf
 from mpjax._jaxprs.autocast.rewriter import FACTOR, HELD, MATMUL, Rewriter, only_float32
-from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of, remembered_off_mesh
+from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of, remembered_off_mesh, unscoped
 from mpjax._jaxprs.autocast.values import Kind, Value, cached_per_jaxpr
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
@@ -218,16 +218,14 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   # One equation for all of it, of the root as it is held.
   operand = rewriter.view(value, value.kind.current, first)
   dtypes = [kind.variable for kind in kinds]
-  last, root, aval = function.eqns[-1], function.root, aval_of(operand)
-  wide = jaxpr_of(function.eqns, [root], function.outs)
+  eqns, root, aval = unscoped(function.eqns), function.root, aval_of(operand)
+  wide = jaxpr_of(eqns, [root], function.outs)
   invar = root if dtype_of(operand) == FLOAT32 else Var(aval)
-  before = [] if invar is root else [cast_to(root, invar, last)]
+  before = [] if invar is root else [cast_to(root, invar, eqns[-1])]
   pairs = list(zip(function.outs, dtypes, strict=True))
   outs = [v if dtype == FLOAT32 else retyped(v, dtype) for v, dtype in pairs]
-  after = [
-    cast_to(new, v, last) for new, v in zip(outs, function.outs, strict=True) if new is not v
-  ]
-  body = jaxpr_of([*before, *function.eqns, *after], [invar], outs)
+  after = [cast_to(x, v, eqns[-1]) for x, v in zip(outs, function.outs, strict=True) if x is not v]
+  body = jaxpr_of([*before, *eqns, *after], [invar], outs)
 
   def tangent(
     primals: Sequence[Array], tangents: Sequence[Array]
@@ -243,8 +241,8 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
     saved = jax.lax.optimization_barrier(cast[1])
     return cast[0], [slope * t for slope, t in zip(saved, cast[2], strict=True)]
 
-  with context_of(last):
+  with context_of(function.eqns[-1]):
     call = differentiated(ClosedJaxpr(body, ()), tangent, [aval], "activation")
-  eqn = last.replace(primitive=call.primitive, outvars=list(function.outs), params=call.params)
-  rewriter.write(eqn, [operand], kinds)
+  changes = {"primitive": call.primitive, "outvars": list(function.outs), "params": call.params}
+  rewriter.write(function.eqns[-1].replace(**changes), [operand], kinds)
   return True

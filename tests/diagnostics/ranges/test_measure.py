@@ -1,5 +1,3 @@
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,8 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._diagnostics.ranges.measure import add
+from mpjax._diagnostics.ranges.measure import Input, add, gradient_of, plan
+from mpjax._jaxprs.steps import body_of
 from tests.diagnostics.ranges import oracle
 from tests.errors import refused
 
@@ -42,7 +41,6 @@ def test_every_number_of_a_function_is_counted_exactly():
   check_equal(group(report, "parameters", "(array)"), w)
   assert not report.of("updates")
   assert np.isnan(report.lost_updates)
-  assert not mpjax.ranges(loss, differentiate=False)(w, x).of("gradients")
   # A gradient is not differentiated again.
   again = mpjax.ranges(jax.value_and_grad(loss))(w, x)
   check_equal(group(again, "gradients", "layer"), x.T @ jnp.ones((5, 3)))
@@ -113,6 +111,29 @@ def test_a_training_step_with_a_loss_scale():
   }
   assert report.of("updates")
   assert report.lost_updates == 0
+
+
+class Layer(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return x + nn.Dense(4, name="down")(nn.gelu(nn.Dense(8, name="up")(x))), None
+
+
+class Scanned(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    return nn.scan(nn.remat(Layer), length=3, **axes)(name="layers")(x, None)[0]
+
+
+def test_rows_are_modules_that_there_are_inside_of_scan_and_remat():
+  model, x = Scanned(), jnp.linspace(-1, 1, 8).reshape(2, 4)
+  variables = model.init(jax.random.key(0), x)
+  low = mpjax.linen.with_policy(model, "mixed_float16")
+  report = mpjax.ranges(lambda v, x: jnp.sum(low.apply(v, x)))(variables, x)
+  modules = {f"Scanned/layers{inner}" for inner in ("", "/up", "/down")}
+  assert {g.path for g in report.of("activations")} <= modules | {"layers", ""}
+  assert modules <= {g.path for g in report.groups}
 
 
 def attention(w, x):
@@ -226,21 +247,12 @@ def test_a_scalar_in_a_dict_is_no_loss():
 def test_errors():
   traced = jax.jit(mpjax.ranges(jnp.sin))
   where, fix = "mpjax.ranges(fn)(*args)", "Call it on the host"
-  with refused(TypeError, where, "concrete arrays", "a traced one", fix):
+  with refused(TypeError, where, "concrete arrays", "a traced array", fix):
     traced(jnp.ones(3))
-  loss = functools.partial(mpjax.ranges(lambda w, x: x @ w, differentiate=True), jnp.ones((3, 2)))
-  where, fix = "mpjax.ranges(fn) or mpjax.tune(loss_fn)", "Take the mean"
-  with refused(TypeError, where, "a floating scalar", "float32[4, 2]", fix):
-    loss(jnp.ones((4, 3)))
 
 
-def test_a_loss_without_arguments_by_position():
-  def loss(*, w):
-    return jnp.sum(w)
-
-  assert not mpjax.ranges(loss)(w=jnp.ones(2)).of("gradients")
-  with pytest.raises(mpjax.errors.MpjaxTypeError, match="no argument by position"):
-    mpjax.ranges(loss, differentiate=True)(w=jnp.ones(2))
+def test_a_loss_without_arguments_by_position_is_not_differentiated():
+  assert not mpjax.ranges(lambda *, w: jnp.sum(w))(w=jnp.ones(2)).of("gradients")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +269,159 @@ def test_counts_are_those_of_numpy(dtype):
   assert counts.largest == np.max(np.abs(wide[np.isfinite(wide)]))
 
 
-def test_parts_of_complex_numbers_and_lost_updates():
+def test_updates_that_are_lost_and_complex_numbers_which_no_policy_casts():
   counts = mpjax.reports.GroupRanges(kind="updates", path="")
-  add(counts, np.asarray([3 + 0.5j, 0 + 1j], np.complex64), np.asarray([True, False]))
-  assert (counts.exponents, counts.zero, counts.lost_updates) == ({1: 1, -1: 1, 0: 1}, 1, 1)
+  add(counts, np.asarray([3, 1.5, 0], np.float32), np.asarray([True, False, False]))
+  assert (counts.exponents, counts.zero, counts.lost_updates) == ({1: 1, 0: 1}, 1, 1)
+  report = mpjax.ranges(lambda x: jnp.fft.fft(x) * 2j)(jnp.ones(4, jnp.complex64))
+  assert not report.groups
+
+
+def test_the_gradient_of_a_loss_with_aux_and_integers():
+  def loss(tree, x):
+    return jnp.sum(tree["w"] * x), "text"
+
+  tree = {"n": jnp.arange(2), "w": jnp.ones(2), "flag": None}
+  (value, aux), grads = gradient_of(loss, 4.0)(tree, jnp.asarray([1.0, 2.0]))
+  assert value == 12
+  assert aux == []
+  np.testing.assert_array_equal(jax.tree.leaves(grads)[0], [4, 8])
+
+
+def planned(fn, *args):
+  leaves = jax.tree.leaves(args)
+  # The second argument is not returned under its path.
+  inputs = [Input(f"leaf{i}", i == 0, ("wu"[i],)) for i in range(len(leaves))]
+  flat = jax.tree.structure(args)
+  program = jax.make_jaxpr(lambda *x: jax.tree.leaves(fn(*jax.tree.unflatten(flat, x))))(*leaves)
+  return plan(body_of(program), inputs, [("w",)] * len(program.out_avals))
+
+
+def updated(fn, *args):
+  counted = planned(fn, *args)
+  return [counted.steps[number][1] for number in counted.additions]
+
+
+def test_activations_and_gradients_by_module_without_the_optimizer():
+  def step(w, x):
+    def loss(w):
+      with jax.named_scope("layer"):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    return w - 0.1 * jax.grad(loss)(w) ** 2
+
+  counted = planned(step, jnp.ones((3, 3)), jnp.ones((2, 3)))
+  assert set(counted.steps.values()) == {
+    ("activations", "layer"),
+    ("gradients", "layer"),
+    ("float32", "layer"),  # The sum.
+    ("updates", "leaf0"),
+  }
+  assert counted.inputs == {0: ("parameters", "leaf0")}
+  assert [counted.steps[number][0] for number in counted.additions] == ["updates"]
+
+
+def mask(n):
+  return jnp.where(jnp.tril(jnp.ones((n, n), bool)), 0.0, -1e9)
+
+
+ROLES = {  # In float32, of matmuls that a policy runs in low precision: what follows the matmul.
+  "result": (lambda y: y, [True]),
+  "activation": (lambda y: jnp.tanh(y), [True, True]),
+  "residual": (lambda y: y + jnp.tanh(y), [True, True, True]),
+  "relu": (lambda y: jnp.maximum(y, 0), [True, True]),
+  "exact factor": (lambda y: y / 8, [True, True]),
+  "sum": (lambda y: jnp.sum(y), [True, False]),
+  "exp": (lambda y: jnp.exp(y) * 2, [True, False, False]),
+  "exp, and a matmul": (lambda y: jnp.exp(y) @ y, [True, True, True]),
+  "masked": (lambda y: 2 * jnp.where(y > 0, y, -1e9), [True, False]),
+  "mask that is added": (lambda y: y + mask(3), [True, False]),
+  "mask": (lambda y: (y, mask(3) * 2), [True, False]),
+  "positions": (lambda y: (y, jnp.arange(3.0) * 2), [True, False, False]),
+  "angles": (lambda y: (y, jnp.einsum("i,j->ij", *[jnp.arange(3.0)] * 2)), [True, False, False]),
+  "in a loop": (lambda y: jax.lax.scan(lambda c, _: (c + y, None), y * 0, None, 2)[0], [True] * 3),
+  "carried": (
+    lambda y: jax.lax.scan(lambda c, _: (c + y, None), jnp.zeros((3, 3)), None, 2)[0],
+    [True, True],
+  ),
+  "of a branch": (lambda y: jax.lax.cond(y[0, 0] > 0, jnp.tanh, jnp.exp, y), [True, False, True]),
+}
+
+
+def test_what_a_policy_would_hold_in_low_precision():
+  for name, (fn, low) in ROLES.items():
+    counted = planned(lambda w, x, fn=fn: fn(x @ w), jnp.ones((3, 3)), jnp.ones((3, 3)))
+    floats = [counted.steps[key][0] == "activations" for key in sorted(counted.steps)]
+    assert floats == low, name
+
+
+STEPS = {
+  "added": lambda p, u: optax.apply_updates(p, u),
+  "subtracted": lambda p, u: p - u,
+  "other order": lambda p, u: u + p,
+  "jitted": jax.jit(lambda p, u: optax.apply_updates(p, u)),
+  "clipped": lambda p, u: jnp.clip(p + u, -1, 1),
+  "selected": lambda p, u: jnp.where(jnp.all(u == u), p + u, p),
+  "skipped": lambda p, u: jax.lax.cond(jnp.all(u == u), lambda p: p + u, lambda p: p, p),
+  "twice": lambda p, u: jax.lax.scan(lambda p, _: (p + u, None), p, None, 2)[0],
+  "wide": lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype),
+}
+
+
+def test_updates_are_found():
+  p = jnp.ones(3, jnp.bfloat16)
+  for name, step in STEPS.items():
+    assert updated(step, p, p) == ["leaf0"], name
+
+
+OTHERS = {
+  "low rank": lambda w, u: (w + u) @ w,
+  "decayed": lambda p, u: 0.9 * p + u,
+  "broadcast": lambda p, u: p[0, 0] + u,
+  "from it": lambda p, u: u - p,
+  "unchanged": lambda p, u: p,
+}
+
+
+def test_what_is_no_update():
+  p = jnp.ones((3, 3))
+  for name, step in OTHERS.items():
+    assert updated(step, p, 2 * p) == [], name
+
+
+def gathered(x):
+  """Casts a copy for each device, which computes nothing, and gathers them."""
+  mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+  local = lambda x: jax.lax.all_gather(jax.lax.pcast(x, "i", to="varying"), "i")  # noqa: E731
+  return jax.shard_map(local, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("i"))(x)
+
+
+MOVES = {
+  "moved and cast": lambda x: x.T.reshape(-1)[:2].astype(jnp.bfloat16),
+  "named": lambda x: jax.ad_checkpoint.checkpoint_name(x, "x"),
+  "repeated": lambda x: jnp.tile(x, (2, 1)),
+  "written": lambda x: jax.lax.dynamic_update_slice(jnp.zeros((4, 4)), x, (0, 0)),
+  "sorted": jnp.sort,
+  "padded": lambda x: jnp.pad(x, 1),
+  "sent": gathered,
+}
+
+
+def test_what_is_only_moved_sorted_or_cast_is_not_counted_again():
+  for name, fn in MOVES.items():
+    assert not planned(fn, jnp.ones((2, 2))).steps, name
+  assert planned(lambda x: jnp.maximum(x, 0), jnp.ones((2, 2))).steps
+
+
+def test_what_remat_repeats_is_not_counted_again():
+  @jax.checkpoint
+  def layer(x):
+    with jax.named_scope("layer"):
+      return jnp.tanh(jnp.tanh(x @ x))
+
+  def activations(fn):
+    groups = planned(fn, jnp.ones((3, 3))).steps.values()
+    return sum(group == ("activations", "layer") for group in groups)
+
+  assert activations(lambda x: jnp.sum(layer(x))) == 3
+  assert activations(jax.grad(lambda x: jnp.sum(layer(x)))) <= 3

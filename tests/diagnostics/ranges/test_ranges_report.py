@@ -1,4 +1,5 @@
 import dataclasses
+import importlib
 import json
 
 import jax.numpy as jnp
@@ -72,3 +73,18 @@ def test_a_gradient_that_no_loss_scale_keeps_from_overflowing():
   report = mpjax.ranges(lambda w, x: jnp.sum(x @ w))(jnp.ones(2), jnp.full((1, 2), 1e6))
   text = " ".join(str(report).split())
   assert "The largest gradient, 1e+06, overflows: float16 ends at 65504" in text
+
+
+def test_a_picture_is_written_and_not_left_open(tmp_path):
+  matplotlib = pytest.importorskip("matplotlib")
+  matplotlib.use("Agg")
+  rows = [group("activations", "a" * 60, {-30: 1, 3: 9}), group("activations", "", {})]
+  rows[1].zero = 1
+  rows += [group("updates", f"layer_{i}", {0: 1}) for i in range(90)]
+  figure = RangesReport("step", tuple(rows), None).plot(str(tmp_path / "ranges.png"))
+  assert (tmp_path / "ranges.png").stat().st_size > 10_000
+  labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+  assert labels[:2] == ["activations: " + "a" * 38, "updates: layer_0"]
+  assert len(labels) == 46  # Every second one.
+  # A notebook would show an open one beside what the cell returns.
+  assert not importlib.import_module("matplotlib.pyplot").get_fignums()

@@ -13,9 +13,9 @@ def report():
   best = Evaluation(("Net/hot",), (rule,), 0.004, 0.9)
   others = [Evaluation((), (), math.inf, 1.0), Evaluation(("Net/a",) * 9, (rule,), 0.02, 0.95)]
   modules = [
-    ModuleReport("Net/hot", math.inf, 0.01, 0.1, 0.0, "yes"),
-    ModuleReport("Net/" + "long" * 30, 0.002, math.nan, 0.9, 0.003, "no", is_stream=True),
-    ModuleReport("Net/exact", 0.0, math.nan, 0.0, 0.0, "no"),
+    ModuleReport("Net/hot", math.inf, 0.01, 0.1),
+    ModuleReport("Net/" + "long" * 30, 0.002, math.nan, 0.9, is_stream=True),
+    ModuleReport("Net/exact", 0.0, math.nan, 0.0),
   ]
   return TuneReport(
     policy=mpjax.Policy.parse("mixed_float16"),
@@ -35,16 +35,8 @@ def test_text_and_json(report):
   assert "Net/exact" not in text
   parts = ("(residual stream)", "90.0 %", "0.004", "3 of at most 17", "loss scale 4096")
   for part in (*parts, "not finite", "chosen", "mpjax.Rule"):
-    assert part in text, part
+    assert part in " ".join(text.split()), part
   found = json.loads(report.to_json())
   assert found["rules"][0]["path"] == "**/decoder/a_long_name/of_a_module"
   assert found["evaluations"][0]["error"] == "inf"
   assert repr(report) == "<TuneReport: 1 rules, error 0.004, 90.0 % in low precision>"
-
-
-def test_the_picture(report, tmp_path):
-  matplotlib = pytest.importorskip("matplotlib")
-  matplotlib.use("Agg")
-  report.plot(str(tmp_path / "tune.png"))
-  assert (tmp_path / "tune.png").stat().st_size > 10_000
-  assert not matplotlib.pyplot.get_fignums()
