@@ -51,8 +51,7 @@ def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> Mapping[Ke
   """Gives operations without a path that of a module, given those of parameters; returns them."""
   owners = {v: path for v, path in owners.items() if path}  # and of what parameters alone give
   homes: dict[Value, Path] = {}  # where other values are, if what computes them is in a module
-  lines: dict[Source | None, set[Path]] = {}
-  modules: dict[Key, Path] = {}
+  modules, lines = dict[Key, Path](), dict[Source | None, set[Path]]()
   for operation in graph.operations:
     operands, where = [v for v in operation.operands if v.kind != "literal"], operation.where
     own = [owners[v] for v in operands if v in owners]
