@@ -45,7 +45,7 @@ class Finding(NamedTuple):
       the `dtype` that its policy overrules; "" for a matmul that is in float8.
     kind: of a leak, what its cause is: "parameter", "argument", "constant", "number" (with a dtype,
       such as `np.float32(2)`), "filled" (an array of one), "cast" (by hand), "matmul" (that has a
-      `preferred_element_type`), "call" (that casts the operands of a matmul), or "operation".
+      `preferred_element_type`), "promotion" (by the call of a matmul), or "operation".
     cause: of a leak, the path of an argument, the shape of a constant, the name of an operation.
     fix: of a leak, what to change.
     params: of a module: the dtypes of its parameters, that of the most elements first.
@@ -241,8 +241,8 @@ def _lost_number(value: Value, result: Value) -> str:
       continue
     seen.add(each)
     made_by, data = each.made_by, each.data
-    known = not isinstance(data, Tracer) and getattr(data, "is_fully_addressable", True)
-    if data is not None and known and 0 < each.size <= _LARGEST:
+    is_readable = not isinstance(data, Tracer) and getattr(data, "is_fully_addressable", True)
+    if data is not None and is_readable and 0 < each.size <= _LARGEST:
       # Of a constant it is the largest number, regardless of its sign.
       array = np.asarray(data, np.float64)
       number = array.flat[np.argmax(np.abs(array))]

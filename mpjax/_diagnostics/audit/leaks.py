@@ -23,13 +23,13 @@ _SMALL = 0.01
 _REASONS = {
   "number": "of the {dtype} scalar {name}",
   "cast": "of a cast to {dtype}",
-  **dict.fromkeys(("matmul", "call", "operation"), "{name} computes {dtype}"),
+  **dict.fromkeys(("matmul", "promotion", "operation"), "{name} computes {dtype}"),
 }
 _FIXES = {
   "number": "Make it a Python number, float(...), which takes the dtype of what it meets.",
   "cast": "Cast the result back where float32 is no longer needed: .astype({low}).",
   "matmul": "It asks for preferred_element_type=float32: cast its result, .astype({low}).",
-  "call": "That call casts its operands: give it dtype={low}, or operands of one dtype.",
+  "promotion": "That call casts its operands: give it dtype={low}, or operands of one dtype.",
   "operation": "Cast the operands of that {entry}: .astype({low}).",
 }
 
@@ -134,7 +134,7 @@ def _own(operation: Operation, result: Value) -> Why:
   """Returns that an operation is the cause itself."""
   kind = "operation"
   if operation.facts.flops is not None:
-    kind = "call" if any(v.is_wide for v in operation.operands) else "matmul"
+    kind = "promotion" if any(v.is_wide for v in operation.operands) else "matmul"
   return Why(kind, operation.name, str(result.dtype), operation.where.source)
 
 
@@ -147,11 +147,11 @@ def better_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Va
   for _ in range(2):  # Again, for what loops carry.
     for operation in reversed(graph.operations):
       passes = operation.casts or operation.joins or operation.part in ("promote", "keep")
-      wanted = passes and not low.isdisjoint(operation.results)
+      useful = passes and not low.isdisjoint(operation.results)
       # What makes all that it meets float32 deliberately: the statistics of a norm.
       causing = [why for why in map(causes.why, operation.operands) if why is not None]
       meant = any(why.deliberate or why.anyway for why in causing)
-      if (wanted or operation.facts.flops is not None) and not meant:
+      if (useful or operation.facts.flops is not None) and not meant:
         direction = operation.where.direction
         pairs = ((v, v.made_by) for v in operation.operands if v.is_floating)
         low.update(v for v, by in pairs if by is None or by.where.direction == direction)
@@ -240,7 +240,7 @@ def find_leaks(
         continue
       # Under a policy RoPE is to be float32, by its positions, and so are the sums of a matmul that
       # are its result.
-      meant = why.kind in ("matmul", "call") or why.entry.facts.role == "product"
+      meant = why.kind in ("matmul", "promotion") or why.entry.facts.role == "product"
       if (marked and meant) or large[0] not in (low_for_ops if why.kind == "cast" else low):
         continue
       if not causes.widens(why.entry, why.kind):
