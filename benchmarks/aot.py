@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from models import Case
 
 import mpjax
+from mpjax._jaxprs.graph import Graph
 
 VERSIONS = ("float32", "by hand", "by hand, exact", "policy", "autocast")
 """All take float32 parameters and inputs. `by hand, exact` sums the gradients of biases in float32,
@@ -122,7 +123,7 @@ def compiled_step(
     "conditionals": program.count("conditional"),
     # A compiler for a CPU makes float32 products of half ones.
     "half_share_traced": audit.half_share,
-    "flops": flops_of(audit),
+    "flops": flops_of(traced.jaxpr),
     "product_bytes": sum(program.moved(each) for each in kernels if program.is_product(each)),
     "fusions": program.count("fusion"),
     "accessed_bytes": int((compiled.cost_analysis() or {}).get("bytes accessed", 0)),
@@ -134,11 +135,10 @@ def compiled_step(
   return figures, text
 
 
-def flops_of(audit: mpjax.reports.AuditReport) -> dict[str, int]:
+def flops_of(program: Any) -> dict[str, int]:
   """Returns the FLOPs of matmuls and convolutions by the unit that a GPU computes them with."""
   found: collections.Counter[str] = collections.Counter()
-  for (_, dtype), count in audit.flops.items():
-    found[dtype] += count
-  found["float32"] -= audit.tf32_flops
-  found["tf32"] += audit.tf32_flops
+  for operation, dtype, count in Graph(program).matmuls():
+    exact = dtype.itemsize < 4 or "HIGHEST" in str(operation.eqn.params.get("precision"))
+    found[dtype.name if exact else "tf32"] += count
   return {unit: count for unit, count in found.items() if count}

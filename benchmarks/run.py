@@ -8,6 +8,7 @@ folder for what is compared and for recorded results.
 """
 
 import argparse
+import collections
 import functools
 import json
 import pathlib
@@ -25,6 +26,7 @@ from models import SIZES, Case
 from rich.console import Console
 
 import mpjax
+from mpjax._jaxprs.reader import walk
 
 OUT = pathlib.Path(__file__).parent.parent / "out" / "benchmarks.json"
 
@@ -80,8 +82,8 @@ def flax_step(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, 
 
 def count_program(fun: Callable[..., Any], *args: Any) -> dict[str, Any]:
   """Returns what the traced program holds, before any compiler saw it."""
-  audit = mpjax.audit(fun)(*args)
-  operations = audit.operations
+  audit, program = mpjax.audit(fun)(*args), jax.make_jaxpr(fun)(*args)
+  operations = collections.Counter(eqn.primitive.name for eqn in walk(program))
   products = ("dot_general", "conv_general_dilated", "ragged_dot_general")
   return {
     "equations": sum(operations.values()),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
   from mpjax import states as states
   from mpjax._compositions.by_framework import policy_scope, value_and_grad, with_policy
   from mpjax._compositions.opt_level import OptLevel, opt_level
-  from mpjax._diagnostics.audit.transform import audit
+  from mpjax._diagnostics.audit.audit_report import audit
   from mpjax._diagnostics.nonfinite.find import find_nonfinite
   from mpjax._diagnostics.ranges.measure import ranges
   from mpjax._diagnostics.tune.tuning import tune
@@ -68,7 +68,7 @@ _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
 """What `import *` leaves out: `errors` and `states` are names that users have themselves."""
 
 _ON_FIRST_USE = {
-  "audit": "mpjax._diagnostics.audit.transform",
+  "audit": "mpjax._diagnostics.audit.audit_report",
   "find_nonfinite": "mpjax._diagnostics.nonfinite.find",
   "ranges": "mpjax._diagnostics.ranges.measure",
   "tune": "mpjax._diagnostics.tune.tuning",

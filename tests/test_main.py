@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from mpjax.__main__ import main
@@ -36,11 +37,21 @@ def test_a_process_of_its_own():
   assert json.loads(found.stdout)["devices"]
 
 
-def test_a_file_that_cannot_be_written_is_a_line_and_status_2(capsys):
+def test_errors_are_a_line_and_status_2(capsys, monkeypatch):
+  """A file that cannot be written, and a driver that JAX does not find, whose fix JAX names."""
   status, out, err = ran(capsys, "doctor", "--html", "no/such/folder.html")
   assert (status, out) == (2, "")
   assert "No such file" in err
-  assert "Traceback" not in err
+
+  def devices():
+    raise RuntimeError("Unable to initialize backend 'cuda': set JAX_PLATFORMS=cpu\nand so on")
+
+  monkeypatch.setattr(jax, "devices", devices)
+  status, out, err = ran(capsys, "doctor")
+  assert (status, out) == (2, "")
+  assert (
+    err == "python -m mpjax doctor: Unable to initialize backend 'cuda': set JAX_PLATFORMS=cpu\n"
+  )
 
 
 def test_help_names_the_command_and_an_unknown_one_has_status_2(capsys):

@@ -5,27 +5,33 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from mpjax._core.dtypes import Hardware, hardware_of
-from mpjax._core.errors import MpjaxRuntimeError
 from mpjax._diagnostics.report import Column, Report, Section
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpjax")
-_RAISES = "On, an overflow raises where loss scaling would skip the step."
-
 OPTIONS = {
-  "jax_default_matmul_precision": "",  # It depends on the device: see `_precision`.
-  "jax_optimization_level": "UNKNOWN leaves it to XLA; O0 compiles fast and runs slowly, O3 the "
-  "other way round.",
+  "jax_default_matmul_precision": "{precision}",
   "jax_enable_x64": "On, NumPy's float64 arrays stay float64, which no policy casts.",
-  "jax_debug_nans": _RAISES,
-  "jax_debug_infs": _RAISES,
+  "jax_debug_nans": "On, an overflow raises where loss scaling would skip the step.",
+  "jax_debug_infs": "On, an overflow raises where loss scaling would skip the step.",
 }
-"""The options of `jax.config` that change numbers or speed, and what they mean."""
+"""The options of `jax.config` that change numbers, and what they mean."""
+
+_WHY = {
+  "mixed_bfloat16": "{device} multiplies bfloat16 several times as fast as float32, and bfloat16 "
+  "has the range of float32: it needs no loss scale. Parameters stay float32.",
+  "mixed_float16": "{device} multiplies float16 several times as fast as float32, and has no units "
+  "for bfloat16. Gradients in float16 underflow without a loss scale: wrap the optimizer in "
+  "mpjax.loss_scaling.",
+  "float32": "No units for low precision are known of {device}: it gains no speed from it. Where "
+  'memory is short, "mixed_bfloat16" keeps most activations in half of the bytes.',
+}
+"""Why a policy fits a device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,19 +58,9 @@ class Diagnosis(Report):
 
 
 def doctor() -> Diagnosis:
-  """Returns what is known of this machine; raises MpjaxRuntimeError if JAX finds no device."""
-  try:
-    devices = jax.devices()
-  except RuntimeError as error:
-    raise MpjaxRuntimeError(
-      "python -m mpjax doctor",
-      expected="a device that JAX can use",
-      got=str(error).splitlines()[0],
-      fix="Run it with JAX_PLATFORMS=cpu to see the rest, and check the driver and the jax[cuda12] "
-      "or jax[tpu] that is installed.",
-    ) from error
-  config: Any = jax.config  # Its attributes have no types.
-  return diagnosis(devices, {name: getattr(config, name, None) for name in OPTIONS}, os.environ)
+  """Returns what is known of this machine; raises RuntimeError if JAX finds no device."""
+  options = {name: getattr(jax.config, name, None) for name in OPTIONS}
+  return diagnosis(jax.devices(), options, os.environ)
 
 
 def diagnosis(
@@ -74,74 +70,42 @@ def diagnosis(
   keys = [(d.device_kind, d.platform, getattr(d, "compute_capability", None)) for d in devices]
   units = {key: hardware_of(*key[1:]) for key in keys}
   first, hardware = keys[0][0], units[keys[0]]
-  preset, why = _preset(first, hardware)
+  preset = f"mixed_{hardware.dtypes[0]}" if hardware.dtypes else "float32"
   debugging = [name for name in ("jax_debug_nans", "jax_debug_infs") if options.get(name)]
   warnings = [f"{name} is on: overflows that loss scaling expects raise." for name in debugging]
   if len(units) > 1:
     warnings.append(f"There are devices of {len(units)} kinds; the policy is for {first}.")
-  if options.get("jax_optimization_level") in ("O0", "O1"):
-    level = options["jax_optimization_level"]
-    warnings.append(f"jax_optimization_level is {level}: XLA optimizes little.")
+  precision, settings = _precision(hardware, options["jax_default_matmul_precision"]), list[Any]()
+  for name, meaning in OPTIONS.items():
+    value = "not set" if options[name] is None else str(options[name])
+    settings.append((name, value, meaning.format(precision=precision)))
+  flags = environment.get("XLA_FLAGS", "not set")
+  (excess,) = re.findall(r"--xla_allow_excess_precision=(\S*)", flags)[-1:] or ["not set (true)"]
+  rounding = (
+    "XLA may leave out a cast to low precision and back: results can be more exact than the jaxpr "
+    "says, and differ from those on another device."
+  )
+  if excess.lower() in ("false", "0"):
+    rounding = "Each cast to low precision rounds, as the jaxpr says."
+  settings += [
+    ("xla_allow_excess_precision", excess, rounding),
+    ("XLA_FLAGS", flags, "All other flags of XLA are in it."),
+  ]
+  installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
   return Diagnosis(
     preset=preset,
-    why=why,
+    why=_WHY[preset].format(device=first),
     warnings=tuple(warnings),
     devices=tuple(
       (key[0], key[1], str(keys.count(key)), one.units, ", ".join(one.dtypes) or "-")
       for key, one in units.items()
     ),
-    versions=(("python", platform.python_version()), *((x, _version(x)) for x in PACKAGES)),
-    settings=tuple(_settings(hardware, options, environment)),
+    versions=(
+      ("python", platform.python_version()),
+      *((x, installed.get(x, "-")) for x in PACKAGES),
+    ),
+    settings=tuple(settings),
   )
-
-
-def _preset(name: str, hardware: Hardware) -> tuple[str, str]:
-  """Returns the name of the policy that fits a device, and why."""
-  if hardware.dtypes[:1] == ("bfloat16",):
-    return "mixed_bfloat16", (
-      f"{name} multiplies bfloat16 several times as fast as float32, and bfloat16 has the "
-      "range of float32: it needs no loss scale. Parameters stay float32."
-    )
-  if hardware.dtypes:
-    return "mixed_float16", (
-      f"{name} multiplies float16 several times as fast as float32, and has no units for "
-      "bfloat16. Gradients in float16 underflow without a loss scale: wrap the optimizer in "
-      "mpjax.loss_scaling."
-    )
-  return "float32", (
-    f"No units for low precision are known of {name}: it gains no speed from it. Where memory is "
-    'short, "mixed_bfloat16" keeps most activations in half of the bytes.'
-  )
-
-
-def _version(package: str) -> str:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    return "-"
-
-
-def _settings(
-  hardware: Hardware, options: Mapping[str, object], environment: Mapping[str, str]
-) -> Iterable[tuple[str, str, str]]:
-  """Yields the settings and what they mean on a device."""
-  for name, meaning in OPTIONS.items():
-    value = options.get(name)
-    shown = "not set" if value is None else str(value)
-    yield name, shown, meaning or _precision(hardware, value)
-  flags = environment.get("XLA_FLAGS", "")
-  excess = re.findall(r"--xla_allow_excess_precision=(\S*)", flags)[-1:] or ["not set (true)"]
-  meaning = (
-    "XLA may leave out a cast to low precision and back: results can be more exact than the jaxpr "
-    "says, and differ from those on another device."
-  )
-  if excess[0].lower() in ("false", "0"):
-    meaning = "Each cast to low precision rounds, as the jaxpr says."
-  yield "xla_allow_excess_precision", excess[0], meaning
-  yield "XLA_FLAGS", flags or "not set", "All other flags of XLA are in it."
-  if "NVIDIA_TF32_OVERRIDE" in environment:
-    value = environment["NVIDIA_TF32_OVERRIDE"]
-    yield "NVIDIA_TF32_OVERRIDE", value, "0: NVIDIA's libraries never use TF32."
 
 
 def _precision(hardware: Hardware, precision: object) -> str:

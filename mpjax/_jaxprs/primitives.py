@@ -83,7 +83,6 @@ class Row(NamedTuple):
       contain.
     dtype_param: the parameter that names the dtype, or holds a jaxpr in it.
     flops: the formula for its floating-point operations.
-    collective: it sends arrays between devices.
     holds: how it runs the jaxprs that it holds; None if it holds none.
     saves: its operands are what is saved for the derivative.
     jaxpr_params: the parameters that hold the jaxprs which are replaced, separated by spaces;
@@ -102,7 +101,6 @@ class Row(NamedTuple):
   degree: Degree | None = None
   dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None
   flops: Literal["dot", "ragged_dot", "convolution"] | None = None
-  collective: bool = False
   holds: Holds | None = None
   jaxpr_params: str = ""
   saves: bool = False
@@ -223,8 +221,8 @@ FAMILIES: tuple[Family, ...] = (
     "Sums over devices, of gradients most of all: in low precision every hop rounds, and float16 "
     "overflows. In float32 they send twice the bytes; where that is the bottleneck, move them to "
     '"keep".',
-    Row("psum psum_invariant reduce_scatter", collective=True),
-    Row("unreduced_psum unreduced_reduce_scatter", collective=True),
+    Row("psum psum_invariant reduce_scatter"),
+    Row("unreduced_psum unreduced_reduce_scatter"),
   ),
   # promote
   Family(
@@ -299,7 +297,7 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "They choose among the values of their operand, exactly in its own type.",
     "approx_top_k reduce_window_max reduce_window_min",
-    Row("pmax pmin unreduced_pmax unreduced_pmin", collective=True),
+    Row("pmax pmin unreduced_pmax unreduced_pmin"),
     Row("argmax argmin cummax cummin top_k", exact=True),
     Row("reduce_max reduce_min", gradient="chosen"),
   ),
@@ -321,8 +319,8 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "They move numbers between devices and compute none; low precision sends half of the bytes.",
     "preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
-    Row("all_gather all_gather_invariant all_gather_reduced", moves=True, collective=True),
-    Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", moves=True, collective=True),
+    Row("all_gather all_gather_invariant all_gather_reduced", moves=True),
+    Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", moves=True),
     Row("pvary", **_MOVES),
   ),
   Family(

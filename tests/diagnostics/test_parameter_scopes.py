@@ -171,14 +171,11 @@ FLOPS = {"blocks/0": 2 * 16 * 8 * 8, "blocks/1": 2 * 16 * 8 * 8, "head": 2 * 16 
 
 
 def audited(fn, *args):
-  return {row.path: sum(row.flops.values()) for row in mpjax.audit(fn)(*args).modules}
+  return {row.path: row.flops for row in mpjax.audit(fn)(*args).modules}
 
 
 def test_modules_of_nnx_without_a_policy():
-  assert audited(lambda model, x: model(x), Net(nnx.Rngs(0)), WIDE) == {
-    "blocks/*": FLOPS["blocks/0"] + FLOPS["blocks/1"],
-    "head": FLOPS["head"],
-  }
+  assert audited(lambda model, x: model(x), Net(nnx.Rngs(0)), WIDE) == FLOPS
 
 
 def test_the_backward_pass_has_the_paths_of_the_lines_of_the_forward_pass():
@@ -205,7 +202,7 @@ def test_a_scope_and_a_policy_say_it_better():
   def policied(model, x):
     return mpjax.nnx.with_policy(model, "mixed_bfloat16")(x)
 
-  assert set(audited(policied, Net(nnx.Rngs(0)), WIDE)) == {"blocks/*", "head"}
+  assert set(audited(policied, Net(nnx.Rngs(0)), WIDE)) == FLOPS.keys()
 
 
 @pytest.mark.standard_promotion
@@ -221,7 +218,7 @@ def test_a_leak_is_in_the_module_whose_parameter_it_takes():
   found = mpjax.audit(fn)(params, jax.ShapeDtypeStruct((16, 8), "bfloat16"))
   assert [row.path for row in found.modules] == ["up", "down"]
   (leak,) = found.leaks
-  assert (leak.path, leak.operation, leak.cause.name) == ("up", "add", "params/up/b")
+  assert (leak.path, leak.operation, leak.cause) == ("up", "add", "params/up/b")
 
 
 def test_parameters_that_devices_gather_are_those_of_their_module():
@@ -236,7 +233,7 @@ def test_parameters_that_devices_gather_are_those_of_their_module():
   params = {name: {"w": jnp.ones((4, 4))} for name in ("up", "down")}
   fn = jax.shard_map(lambda *args: local(*args), **specs)
   rows = mpjax.audit(lambda params, x: fn(params, x))(params, X).modules
-  assert [(row.path, row.parameters) for row in rows] == [
+  assert [(row.path, row.params) for row in rows] == [
     ("up", ("float32",)),
     ("down", ("float32",)),
   ]

@@ -84,7 +84,7 @@ BETWEEN: dict[str, tuple[Any, ...]] = {
   "captured_array": (lambda h: NOISE + h, (), "constant", "float32[16,8]", "add"),
   "zeros_without_a_dtype": (
     *(lambda h: jnp.zeros((16, 8)) + h, ()),
-    *("constant", "filled with 0", "add"),
+    *("filled", "of 0", "add"),
   ),
   "numpy_scalar": (lambda h: h * np.float32(0.5), (), "number", "0.5", "mul"),
   "square_root_of_numpy": (lambda h: h / np.sqrt(np.float32(8)), (), "number", "2.8", "div"),
@@ -148,7 +148,7 @@ def cast_by_hand():
   return fn, (X, W)
 
 
-@planted("", "operation", "dot_general", "dot_general")
+@planted("", "matmul", "dot_general", "dot_general")
 def preferred_element_type():
   def fn(x, w):
     h = jnp.dot(x, w, preferred_element_type=jnp.float32)
