@@ -8,12 +8,14 @@ from mpjax.transforms._loss_scale import DynamicLossScale, NoLossScale, StaticLo
 from mpjax.transforms._loss_scaling import loss_scaling
 from mpjax.transforms._masters import master_params, master_weights, set_master_params
 from mpjax.transforms._metrics import (
+  MonitorState,
   check_skipped_steps,
   last_step_finite,
   loss_scaling_metrics,
+  monitor,
+  monitor_counts,
   select_tree,
 )
-from mpjax.transforms._monitor import MonitorState, monitor, monitor_counts
 from mpjax.transforms._state import (
   AccumulationState,
   LossScalingState,

@@ -212,7 +212,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> tuple[bool, s
     "Take it back by mpjax.select_tree(mpjax.last_step_finite(opt_state), new, old), put momentum "
     "inside of mpjax.loss_scaling, or use mpjax.make_train_step."
   )
-  if scale.in_variables:
+  if any(plain_array(x) is not x for x in scale.stored):  # In an `nnx.Optimizer`.
     holder, update = "optimizer", "optimizer.update"
     to_update = (
       "Call optimizer.update(model, grads) in step, and compile it by nnx.jit: jax.jit drops what "
@@ -238,7 +238,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> tuple[bool, s
     return True, None
 
   # Steps that are applied: at several scales, unless the scale is always 1.
-  is_one = scale.says.fields == {"scale": 1}
+  is_one = scale.fields == {"scale": 1}
   high = 1.0 if is_one else _HIGH
   while not (first := run(before, high)).finite:
     if high <= 1 / _HIGH:

@@ -1,9 +1,9 @@
 """How the loss is scaled: not at all, by a constant, or by a factor that adapts."""
 
 import dataclasses
+import functools
 import math
 import warnings
-from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -72,6 +72,7 @@ class DynamicLossScale:
   The scale never leaves [`min_scale`, `max_scale`]. A step that overflowed is skipped, not run
   again. The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2;
   hysteresis is that of Megatron-LM, where a finite step alone restores nothing (in Apex it does).
+  Factors and limits that are powers of two are exact; others work and warn once.
 
   Args:
     init_scale: the scale at the first step.
@@ -82,8 +83,6 @@ class DynamicLossScale:
     max_scale: the ceiling.
     hysteresis: how many overflows it takes before the scale backs off. Each overflow after that
       backs off too, until `growth_interval` finite steps in a row restore the allowance.
-
-  Factors and limits that are powers of two are exact; others work and warn once.
 
   Raises:
     MpjaxTypeError: a field is not a plain number, or a count is not an integer.
@@ -104,46 +103,31 @@ class DynamicLossScale:
 
   def __post_init__(self) -> None:
     call = "mpjax.DynamicLossScale"
-    for field in ("init_scale", "min_scale", "max_scale"):
-      object.__setattr__(self, field, positive_scale(getattr(self, field), f"{call}({field})"))
-    for field in ("growth_factor", "backoff_factor"):
-      object.__setattr__(self, field, _number(getattr(self, field), f"{call}({field})"))
-    for field in ("growth_interval", "hysteresis"):
-      count = check_int(
-        getattr(self, field),
-        f"{call}({field})",
-        least=1,
-        most=INT32_MAX,
-        expected="an integer from 1 to 2^31 - 1, known before tracing",
-        fix="Use 1 to act on every step.",
-      )
-      object.__setattr__(self, field, count)
+    expected = "an integer from 1 to 2^31 - 1, known before tracing"
+    fix = "Use 1 to act on every step."
+    count = functools.partial(check_int, least=1, most=INT32_MAX, expected=expected, fix=fix)
+    checks = {
+      **dict.fromkeys(("growth_factor", "backoff_factor"), _number),
+      **dict.fromkeys(("growth_interval", "hysteresis"), count),
+    }
+    for field in dataclasses.fields(self):
+      check = checks.get(field.name, positive_scale)
+      value = check(getattr(self, field.name), f"{call}({field.name})")
+      object.__setattr__(self, field.name, value)
     low, high = self.min_scale, self.max_scale
     ranges = {
-      "growth_factor": (
-        1.0 < self.growth_factor <= LARGEST,
-        "a number above 1 (and at most 2^126)",
-        "Use 2, or StaticLossScale for a scale that never grows.",
-      ),
+      "growth_factor": (1 < self.growth_factor <= LARGEST, "a number above 1 (and at most 2^126)"),
       "backoff_factor": (
-        SMALLEST <= self.backoff_factor < 1.0,
+        SMALLEST <= self.backoff_factor < 1,
         "a number below 1 (and at least 2^-126)",
-        "Use 0.5, or StaticLossScale for a scale that never shrinks.",
       ),
-      "min_scale": (
-        low <= high,
-        f"at most max_scale={high:.9g}",
-        "Swap the two, or widen the range.",
-      ),
-      "init_scale": (
-        low <= self.init_scale <= high,
-        f"a scale in [{low:.9g}, {high:.9g}]",
-        "Move init_scale into the range, or widen min_scale and max_scale.",
-      ),
+      "min_scale": (low <= high, f"at most max_scale={high:.9g}"),
+      "init_scale": (low <= self.init_scale <= high, f"a scale in [{low:.9g}, {high:.9g}]"),
     }
-    for field, (allowed, expected, fix) in ranges.items():
-      where, value = f"{call}({field})", getattr(self, field)
-      check_value(value, allowed, where, expected=expected, fix=fix)
+    fix = "Take 2 and 0.5 as factors, and limits around init_scale; StaticLossScale never moves."
+    for field, (allowed, expected) in ranges.items():
+      value = getattr(self, field)
+      check_value(value, allowed, f"{call}({field})", expected=expected, fix=fix)
     values = {field: getattr(self, field) for field in (*ranges, "max_scale")}
     warn_unless_power_of_two(call, values, stacklevel=4)
 
@@ -190,29 +174,6 @@ def warn_unless_power_of_two(where: str, values: dict[str, float], stacklevel: i
     warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
 
 
-class Label(NamedTuple):
-  """What a key says."""
-
-  name: str | None
-  config: str  # the text of the configuration alone
-  fields: Mapping[str, float]  # those of the configuration; of a dynamic one with its defaults
-
-  @property
-  def dynamic(self) -> bool:
-    """Whether the scale moves."""
-    return self.config.startswith("dynamic")
-
-  @property
-  def limits(self) -> tuple[float, float]:
-    """The smallest and the largest scale that may be set."""
-    return self.fields.get("min_scale", SMALLEST), self.fields.get("max_scale", LARGEST)
-
-  @property
-  def largest(self) -> float:
-    """The largest scale that training comes to."""
-    return self.fields.get("scale", self.limits[1])
-
-
 def write_label(config: LossScale, name: str | None = None) -> str:
   """Returns the key for a configuration."""
   # `init_scale` is left out, since the state's own scale replaces it, and so are defaults: a field
@@ -230,23 +191,17 @@ _KINDS = {NoLossScale: "none", StaticLossScale: "static", DynamicLossScale: "dyn
 _DEFAULTS = dataclasses.asdict(DynamicLossScale())
 
 
-def parse_label(label: str) -> Label:
-  """Returns what a key says."""
-  name, colon, config = label.rpartition(":")
-  kind, _, text = config.removesuffix(")").partition("(")
+def read_label(label: str) -> dict[str, float]:
+  """Returns the fields of the configuration that a key names, a dynamic one's with defaults."""
+  kind, _, text = label.rpartition(":")[2].removesuffix(")").partition("(")
   pairs = (field.split("=") for field in text.split(",") if field)
   # Nine digits tell all float32 values apart, so this gives back the very number.
   fields = {key: float(np.float32(number)) for key, number in pairs}
-  return Label(
-    name if colon else None, config, (_DEFAULTS | fields) if kind == "dynamic" else fields
-  )
+  return _DEFAULTS | fields if kind == "dynamic" else fields
 
 
 class LossScaleState(NamedTuple):
-  """The scale and its counters; every field is a strongly typed scalar array.
-
-  Counters stop at 2^31 - 1 instead of wrapping round.
-  """
+  """The scale and its counters: strongly typed scalars, which stop at 2^31 - 1."""
 
   scale: Array  # float32: the factor on the next loss
   good_steps: Array  # int32: finite steps in a row since the scale last moved
@@ -295,13 +250,12 @@ def adjust(
   # `finite` is about the gradients (and the loss) of this loss, `all_finite` about those of all;
   # `first_bad` is the position of its first gradient leaf that is not finite.
   dynamic = isinstance(config, DynamicLossScale)
-  new = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
+  flags = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
   # A static scale is not computed from anything, and stays the array that it is.
-  unread = {"finite", "first_bad"} if dynamic else {"finite", "first_bad", "scale"}
-  old = {field: x for field, x in state._asdict().items() if field not in unread}
-  read = read_together(old | new)
+  old = {field: x for field, x in state._asdict().items() if dynamic or field != "scale"}
+  read = read_together(old | flags)
   state = state._replace(**{field: read[field] for field in old})
-  finite, applied, first_bad, all_finite = (read[name] for name in new)
+  finite, applied, first_bad, all_finite = (read[flag] for flag in flags)
   good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)
   scale, hysteresis, floor_hits = state.scale, state.hysteresis, state.floor_hits
   if dynamic:
@@ -338,19 +292,19 @@ def _count_up(count: Array, by_one: Array | bool) -> Array:
 
 def unscale_tree(grads: Grads, scale: Array | None) -> Grads:
   """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves as they are)."""
-  # The cast comes first: in float16 the quotient would underflow. XLA turns the division into a
-  # multiplication by 1/scale, which is exact for a power of two and otherwise within 1 ulp of the
-  # gradient; the limits of a scale keep the reciprocal a normal number. Leaves that are no floating
-  # or complex numbers are returned as they are. Without a scale, leaves are only cast.
-  return jax.tree.map(lambda g: _unscale_leaf(g, scale), grads)
 
+  # XLA turns the division into a multiplication by 1/scale, which is exact for a power of two and
+  # otherwise within 1 ulp of the gradient; the limits of a scale keep the reciprocal a normal
+  # number. Leaves that are no floating or complex numbers are returned as they are.
+  def unscaled(g: Leaf) -> Leaf:
+    if not is_inexact(g):
+      return g
+    # The cast comes first: in float16 the quotient would underflow.
+    g = strong(at_least_float32(g))
+    if scale is None:
+      return g
+    by = scale.astype(g.real.dtype)
+    # Part by part: a complex division squares the scale on the way, which overflows.
+    return jax.lax.complex(g.real / by, g.imag / by) if jnp.iscomplexobj(g) else g / by
 
-def _unscale_leaf(g: Leaf, scale: Array | None) -> Leaf:
-  if not is_inexact(g):
-    return g
-  g = strong(at_least_float32(g))
-  if scale is None:
-    return g
-  by = scale.astype(g.real.dtype)
-  # Part by part: a complex division squares the scale on the way, which overflows.
-  return jax.lax.complex(g.real / by, g.imag / by) if jnp.iscomplexobj(g) else g / by
+  return jax.tree.map(unscaled, grads)

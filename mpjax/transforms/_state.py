@@ -3,7 +3,7 @@
 import collections
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +23,18 @@ from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Array, Leaf, OptState, PyTree
 from mpjax.transforms._checks import check_state
 from mpjax.transforms._loss_scale import (
-  Label,
+  LARGEST,
+  SMALLEST,
   LossScale,
   LossScaleState,
   ScaleState,
   StaticLossScale,
   init_scale,
-  parse_label,
   positive_scale,
+  read_label,
   warn_unless_power_of_two,
 )
 from mpjax.transforms._trees import nodes_of, put_like
-
-LossScales: TypeAlias = dict[str, ScaleState]
-"""Labels and what belongs to them."""
 
 
 class LossScalingState(NamedTuple):
@@ -49,17 +47,12 @@ class LossScalingState(NamedTuple):
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
-  >>> isinstance(state, mpjax.states.LossScalingState), len(state.inner_state)
-  (True, 2)
+  >>> list(mpjax.loss_scaling(optax.sgd(0.1), name="actor").init(jnp.ones(2)).loss_scale)
+  ['actor:dynamic']
   """
 
-  loss_scale: LossScales
+  loss_scale: dict[str, ScaleState]
   inner_state: OptState
-
-
-class ChainedLossScalingState(LossScalingState):
-  """The same in `optax.chain`, whose state is a tuple, as those of two optimizers may be."""
 
 
 class AccumulationState(NamedTuple):
@@ -68,15 +61,14 @@ class AccumulationState(NamedTuple):
   Args:
     micro_batches: int32 of shape (), how many are in the open window.
     updates_done: int32 of shape (), the updates of the inner optimizer, which schedules count too.
-    total: float32 in the shapes of the parameters, the sum of the window's gradients; -0.0, which
-      changes nothing that is added to it, before the first.
+    total: float32 in the shapes of the parameters, the sum of the window's gradients; -0.0 before
+      the first.
     inner_state: the state of the inner optimizer.
     value: float32 of shape (), the sum of the window's `value=`; None unless `inner` takes it.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> state = mpjax.accumulate_gradients(optax.sgd(0.1), 4).init(jnp.ones(2))
-  >>> isinstance(state, mpjax.states.AccumulationState), int(state.micro_batches), state.total.dtype
-  (True, 0, dtype('float32'))
+  >>> mpjax.accumulate_gradients(optax.sgd(0.1), 4).init(jnp.ones(2)).total.dtype
+  dtype('float32')
   """
 
   micro_batches: Array
@@ -96,9 +88,8 @@ class MasterWeightsState(NamedTuple):
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> state = mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16))
-  >>> isinstance(state, mpjax.states.MasterWeightsState), state.master.dtype
-  (True, dtype('float32'))
+  >>> mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16)).master.dtype
+  dtype('float32')
   """
 
   master: PyTree
@@ -106,24 +97,13 @@ class MasterWeightsState(NamedTuple):
 
 
 class OwnedScale(NamedTuple):
-  """One loss scale, and the state that it is in."""
+  """One loss scale: the state that it is in, and what its label says."""
 
   owner: LossScalingState
   label: str
-
-  @property
-  def says(self) -> Label:
-    """What the label says: the name, or None, and the configuration."""
-    return parse_label(self.label)
-
-  @property
-  def name(self) -> str | None:
-    return self.says.name
-
-  @property
-  def stored(self) -> Any:
-    """The numbers as they are stored, in variables perhaps; () under `NoLossScale`."""
-    return self.owner.loss_scale[self.label]
+  name: str | None
+  stored: Any  # the numbers, in variables perhaps; () under `NoLossScale`
+  fields: Mapping[str, float]  # of the configuration
 
   @property
   def state(self) -> LossScaleState | None:
@@ -131,9 +111,19 @@ class OwnedScale(NamedTuple):
     return LossScaleState(*map(plain_array, self.stored)) if self.stored else None
 
   @property
-  def in_variables(self) -> bool:
-    """Whether it is in an `nnx.Optimizer`, which keeps its state in variables."""
-    return any(plain_array(x) is not x for x in self.stored)
+  def dynamic(self) -> bool:
+    """Whether the scale moves."""
+    return "growth_interval" in self.fields
+
+  @property
+  def limits(self) -> tuple[float, float]:
+    """The smallest and the largest scale that may be set."""
+    return self.fields.get("min_scale", SMALLEST), self.fields.get("max_scale", LARGEST)
+
+  @property
+  def largest(self) -> float:
+    """The largest scale that training comes to."""
+    return self.fields.get("scale", self.limits[1])
 
 
 def plain_array(x: Leaf) -> Leaf:
@@ -143,15 +133,15 @@ def plain_array(x: Leaf) -> Leaf:
 
 
 def scales_in(tree: PyTree) -> list[OwnedScale]:
-  """Returns every loss scale in `tree`, wherever it sits."""
+  """Returns every loss scale in `tree`, wherever it is."""
   return [
-    OwnedScale(owner, label)
+    OwnedScale(owner, label, label.rpartition(":")[0] or None, stored, read_label(label))
     for owner in nodes_of(tree, LossScalingState)
-    for label in owner.loss_scale
+    for label, stored in owner.loss_scale.items()
   ]
 
 
-def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> LossScales:
+def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, ScaleState]:
   """Returns the scales in the state of the transformation with these configurations, by label."""
   where = "mpjax.loss_scaling(inner).update(state)"
   scales = check_state(state, LossScalingState, where).loss_scale
@@ -180,21 +170,15 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
       "not tx. A checkpoint is restored into that structure.",
     )
   refuse_outside(opt_state, where, chains=True)
-  names = [one.name for one in scales]
-  if name is not None and name not in names:
-    raise MpjaxValueError(
-      f"{where} with name={name!r}",
-      expected="the name of a loss scale in this state",
-      got=f"one of the names {names}",
-      fix="Use the name that was given to mpjax.loss_scaling(..., name=...).",
-    )
   picked = [one for one in scales if name is None or one.name == name]
-  if len(picked) > 1:
-    raise MpjaxTypeError(
-      where,
-      expected="a state with one loss scale",
-      got=f"one with {len(picked)}, named {names}",
-      fix="Tell them apart by name=.",
+  if len(picked) != 1:
+    at = f"{where} with name={name!r}"
+    error, place = (MpjaxTypeError, where) if picked else (MpjaxValueError, at)
+    raise error(
+      place,
+      expected="a state with one loss scale, or the name of a loss scale in it",
+      got=f"one with {len(scales)}, named {[one.name for one in scales]}",
+      fix="Tell them apart by name=, with the names in mpjax.loss_scaling(..., name=...).",
     )
   return picked[0]
 
@@ -219,8 +203,7 @@ def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | No
   if not state:
     return lambda beside: None
   # Not all of the state: moments must not live on for the sake of the scale.
-  source, steps, seen = state.scale, state.good_steps, False
-  dynamic = owned.says.dynamic
+  source, steps, dynamic, seen = state.scale, state.good_steps, owned.dynamic, False
   may_go = dynamic and isinstance(steps, jax.Array) and not isinstance(steps, Tracer)
   witness = weakref.ref(steps) if may_go else lambda: source
 
@@ -261,8 +244,8 @@ def _stale(where: str, got: str) -> MpjaxRuntimeError:
 def refuse_scale_inside(inner_state: OptState, where: str, *, got: str, fix: str) -> None:
   """Raises if what a wrapper is around has a loss scale."""
   if scales_in(inner_state):
-    expected, got = "an optimizer without a loss scale", f"one that holds {got}"
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+    expected = "an optimizer without a loss scale"
+    raise MpjaxTypeError(where, expected=expected, got=f"one that holds {got}", fix=fix)
 
 
 _HARMLESS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAndImaginaryState)
@@ -272,26 +255,20 @@ _HARMLESS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAnd
 def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
   """Raises if a scale is inside of the state of a wrapper not known to be harmless there.
 
-  With `chains`, also if it is in a chain beside the state of something else, or another scale.
+  With `chains` a tuple is the state of a chain: nothing beside the scale may keep a state.
   """
   if isinstance(tree, LossScalingState) or not _any_scale(tree):
     return
-  got = ""
-  if _is_of_optax(tree) and not isinstance(tree, _HARMLESS):
-    got = f"one inside of the state optax.{type(tree).__name__}"
   parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
   scaled = [x for x in parts if _any_scale(x)]
-  # Two in masks, or a tuple of states that no chain has created, are of several optimizers.
-  chained = any(isinstance(x, ChainedLossScalingState) for x in parts)
-  is_chain = isinstance(tree, collections.OrderedDict) or (
-    type(tree) is tuple and (chained or any(isinstance(x, _HARMLESS) for x in scaled))
-  )
-  if chains and is_chain:
-    for x in parts:
-      beside = _is_of_optax(x) or (chained and isinstance(x, tuple))
-      if beside and not _any_scale(x) and jax.tree.leaves(x):
-        name = f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}"
-        got = f"one in a chain beside the state {name}"
+  got = ""
+  if _library(tree) == "optax" and not isinstance(tree, _HARMLESS):
+    got = f"one inside of the state optax.{type(tree).__name__}"
+  elif chains and type(tree) in (tuple, collections.OrderedDict):
+    others = [x for x in parts if not _any_scale(x)]
+    for x in jax.tree.leaves(others, is_leaf=lambda x: _library(x) != ""):
+      if _library(x) and jax.tree.leaves(x):
+        got = f"one in a chain beside the state {_library(x)}.{type(x).__name__}"
     if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
       got = f"a chain of {len(scaled)}, each of which divides the gradients again"
   if got:
@@ -306,8 +283,10 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
     refuse_outside(x, where, chains=chains)
 
 
-def _is_of_optax(x: object) -> bool:
-  return type(x).__module__.startswith("optax.")
+def _library(state: object) -> str:
+  """Returns the library whose state this is; "" where it is no state of optax or mpjax."""
+  library = type(state).__module__.partition(".")[0]
+  return library if library in ("optax", "mpjax") else ""
 
 
 def _any_scale(tree: PyTree) -> bool:
@@ -317,9 +296,8 @@ def _any_scale(tree: PyTree) -> bool:
 def set_loss_scale(
   opt_state: OptState, value: Array | float, *, name: str | None = None
 ) -> OptState:
-  """Returns `opt_state` with its loss scale set to `value`.
+  """Returns `opt_state` with its loss scale set to `value`, which starts a new window for growth.
 
-  The count of good steps starts again: the window for growth was observed at another scale.
   To carry a scale over to a larger tree of parameters, set it in the state that `init` makes.
 
   Args:
@@ -333,8 +311,7 @@ def set_loss_scale(
 
   Raises:
     MpjaxTypeError: `value` is no number, or the state has no scale, or has two.
-    MpjaxValueError: `value` is not positive or outside the limits, scaling is off, or no scale is
-      called `name`.
+    MpjaxValueError: `value` is outside the limits, scaling is off, or no scale is called `name`.
     MpjaxRuntimeError: `value` is traced, and the state is from outside of what is traced.
 
   >>> import jax.numpy as jnp, mpjax, optax
@@ -347,14 +324,11 @@ def set_loss_scale(
   target = find_scale(opt_state, where, name)
   state = target.state
   if state is None:
-    raise MpjaxValueError(
-      where,
-      expected="a state with a scale that can move",
-      got="one of NoLossScale(), whose scale is always 1",
-      fix="Build the optimizer with StaticLossScale or DynamicLossScale.",
-    )
+    expected, got = "a state with a scale that can move", "one of NoLossScale(), which is always 1"
+    fix = "Build the optimizer with StaticLossScale or DynamicLossScale."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   scale_reader(target, where)(value)
-  low, high = target.says.limits
+  low, high = target.limits
   where = "mpjax.set_loss_scale(value)"
   if isinstance(value, Tracer):
     fix = "Pass a number, one for all."
@@ -362,13 +336,9 @@ def set_loss_scale(
     scale: Array | float = jnp.clip(jnp.asarray(value, jnp.float32), low, high)
   else:
     scale = positive_scale(value, where)
-    check_value(
-      value,
-      low <= scale <= high,
-      where,
-      expected=f"a scale in [{low:.9g}, {high:.9g}], the limits of this state",
-      fix="Choose a value within, or widen min_scale and max_scale of DynamicLossScale.",
-    )
+    expected = f"a scale in [{low:.9g}, {high:.9g}], the limits of this state"
+    fix = "Choose a value within, or widen min_scale and max_scale of DynamicLossScale."
+    check_value(value, low <= scale <= high, where, expected=expected, fix=fix)
     warn_unless_power_of_two(where, {"value": scale}, stacklevel=2)
   good_steps = full_like(state.good_steps, 0)
   moved = state._replace(scale=full_like(state.scale, scale), good_steps=good_steps)
@@ -384,12 +354,8 @@ def full_like(x: Array, number: Array | float) -> Array:
 
 def replace_scale(opt_state: PyTree, target: OwnedScale, new: LossScaleState) -> PyTree:
   """Returns `opt_state` with `new` instead of the loss scale `target` in it."""
-
-  def replace(x: Leaf) -> Leaf:
-    if x is not target.owner:
-      return x
-    # In the structure of the old one: an `nnx.Optimizer` goes on with variables.
-    like_old = jax.tree.unflatten(jax.tree.structure(target.stored), new)
-    return x._replace(loss_scale={**x.loss_scale, target.label: like_old})
-
-  return jax.tree.map(replace, opt_state, is_leaf=lambda x: x is target.owner)
+  # In the structure of the old one: an `nnx.Optimizer` goes on with variables.
+  like_old = jax.tree.unflatten(jax.tree.structure(target.stored), new)
+  owner = target.owner._replace(loss_scale={**target.owner.loss_scale, target.label: like_old})
+  is_owner = lambda x: x is target.owner  # noqa: E731
+  return jax.tree.map(lambda x: owner if is_owner(x) else x, opt_state, is_leaf=is_owner)

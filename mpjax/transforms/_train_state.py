@@ -13,7 +13,7 @@ from mpjax._core.leaves import is_nnx_variable, path_text
 from mpjax._core.types import Array, OptState, Params, PyTree
 from mpjax.transforms._checks import refuse_integers
 from mpjax.transforms._masters import master_params
-from mpjax.transforms._monitor import MonitorState
+from mpjax.transforms._metrics import MonitorState
 from mpjax.transforms._state import (
   LossScalingState,
   MasterWeightsState,

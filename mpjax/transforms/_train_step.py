@@ -46,9 +46,14 @@ from mpjax.transforms._gradients import (
 )
 from mpjax.transforms._loss_scale import INT32_MAX, LossScaleState
 from mpjax.transforms._loss_scaling import AxisName
-from mpjax.transforms._masters import has_split, merged_masters
+from mpjax.transforms._masters import merged_masters
 from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
-from mpjax.transforms._state import AccumulationState, LossScalingState, replace_scale
+from mpjax.transforms._state import (
+  AccumulationState,
+  LossScalingState,
+  MasterWeightsState,
+  replace_scale,
+)
 from mpjax.transforms._train_state import TrainState, own_scale, trained_params
 from mpjax.transforms._trees import as_stored, float32_view, key_text, nodes_of
 from mpjax.transforms._value_and_grad import unscale
@@ -75,12 +80,12 @@ def check_call(
       got=f"ema_decay={ema_decay} and {'one' if has_average else 'none'}",
       fix="Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999).",
     )
-  label = own_scale(state.opt_state, f"{call}: step(state)").says
-  if max_retries and not label.dynamic:
+  scale = own_scale(state.opt_state, f"{call}: step(state)")
+  if max_retries and not scale.dynamic:
     raise MpjaxValueError(
       "mpjax.make_train_step(max_retries)",
       expected="0 with a loss scale that does not move",
-      got=f"{max_retries} with {label.config!r}",
+      got=f"{max_retries} with {scale.label!r}",
       fix="Use DynamicLossScale: the same batch at the same scale overflows again.",
     )
   if rounding == "stochastic" and state.rng is None:
@@ -90,7 +95,7 @@ def check_call(
       got="None",
       fix="Use TrainState.create(..., rng=jax.random.key(0)).",
     )
-  if rounding == "stochastic" and has_split(state.opt_state):
+  if rounding == "stochastic" and nodes_of(state.opt_state, MasterWeightsState):
     raise MpjaxValueError(
       "mpjax.make_train_step(rounding='stochastic'): step(state): opt_state",
       expected="no master: the parameters are its rounding to nearest",
@@ -351,7 +356,7 @@ def make_train_step(
     # With the scale outermost, parameters are updated in the branch that is not skipped.
     applied = scaled and isinstance(state.opt_state, LossScalingState)
     if applied:
-      params, opt_state = checked_update(tx, grads, state, **extra, apply=apply)
+      params, opt_state = checked_update(tx, grads, state, **extra, _apply=apply)
     else:
       if not scaled:
         # The optimizer is called as it is, which without a loss scale wants gradients in the dtypes
@@ -431,8 +436,8 @@ def _retried(
   # or where the updates alone were bad. Where no run helped, one was skipped: the batch is to
   # blame, not the scale, which then is as after a single skip.
   where = "mpjax.make_train_step(max_retries)"
-  label = own_scale(state.opt_state, "").says
-  factor, (low, high) = label.fields["backoff_factor"], label.limits
+  scale = own_scale(state.opt_state, "")
+  factor, (low, high) = scale.fields["backoff_factor"], scale.limits
   # The shapes of the metrics are asked for first, and the loop then takes the same trace.
   attempt = jax.jit(attempt, inline=True)
   shapes = jax.eval_shape(attempt, state, batch)[1]

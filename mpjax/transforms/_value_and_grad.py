@@ -104,7 +104,7 @@ def differentiate_scaled(
       fix=f"Write {call}(loss_fn, {state})(...).",
     )
   owned = find_scale(opt_state, f"{call}({state})", name)
-  read, largest = scale_reader(owned, f"{call}(fun, {state})"), owned.says.largest
+  read, largest = scale_reader(owned, f"{call}(fun, {state})"), owned.largest
   options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}
   options |= {"allow_int": True} if allow_int else {}
 
@@ -170,7 +170,7 @@ def scale_loss(loss: Array, opt_state: OptState, *, name: str | None = None) -> 
   where = "mpjax.scale_loss(opt_state)"
   owned = find_scale(opt_state, where, name)
   check_loss(loss, "mpjax.scale_loss(loss)")
-  scale, largest = scale_reader(owned, where)(loss), owned.says.largest
+  scale, largest = scale_reader(owned, where)(loss), owned.largest
   if isinstance(loss, Tracer) and scale is not None and _may_overflow(loss, largest):
     warnings.warn(
       "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, "

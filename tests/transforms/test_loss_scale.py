@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
 import mpjax
 from mpjax.transforms import _loss_scale
+from mpjax.transforms._state import scales_in
 from tests.errors import refused
 from tests.loss_scale_oracle import LIMIT, Oracle
 
@@ -396,17 +398,17 @@ def test_values_out_of_range():
   for field, value in itertools.product(COUNTS, WRONG["count"]):
     with refused(ValueError, f"{call}({field})", "from 1 to 2^31 - 1", str(value), "Use 1"):
       make(field, value)
-  for name, expected, fix in (("growth", "above 1", "Use 2"), ("backoff", "below 1", "0.5")):
+  for name, expected, fix in (("growth", "above 1", "Take 2"), ("backoff", "below 1", "0.5")):
     for value in WRONG[name]:
       got = repr(float(np.float32(value)))
       with refused(ValueError, f"{call}({name}_factor)", expected, got, fix):
         make(f"{name}_factor", value)
-  with refused(ValueError, f"{call}(min_scale)", "at most max_scale=8", "16", "Swap"):
+  with refused(ValueError, f"{call}(min_scale)", "at most max_scale=8", "16", "limits around"):
     mpjax.DynamicLossScale(min_scale=16, max_scale=8)
   mpjax.DynamicLossScale(init_scale=8, min_scale=8, max_scale=8)
   for scale in (1, 16):
     where, got = f"{call}(init_scale)", str(scale)
-    with refused(ValueError, where, "in [2, 8]", got, "Move init_scale"):
+    with refused(ValueError, where, "in [2, 8]", got, "limits around init_scale"):
       mpjax.DynamicLossScale(init_scale=scale, min_scale=2, max_scale=8)
 
 
@@ -447,11 +449,11 @@ def test_a_label_names_what_differs_from_the_defaults_and_says_what_its_configur
     (wide, text, hard, True, 2.0**126, 0.5),
     (other, backoff, (1.0, 2.0**20), True, 2.0**20, 0.25),
   ):
-    assert _loss_scale.write_label(config) == written
     for name in (None, "generator", "a=1,b"):
-      label = _loss_scale.parse_label(_loss_scale.write_label(config, name))
-      assert (label.name, label.config, label.limits) == (name, written, limits)
-      assert [label.dynamic, label.largest, label.fields.get("backoff_factor", 0.5)] == expected
+      (scale,) = scales_in(mpjax.loss_scaling(optax.sgd(0.1), config, name=name).init(jnp.ones(1)))
+      assert scale.label == (written if name is None else f"{name}:{written}")
+      assert (scale.name, scale.limits) == (name, limits)
+      assert [scale.dynamic, scale.largest, scale.fields.get("backoff_factor", 0.5)] == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*power of two")
@@ -459,5 +461,5 @@ def test_label_keeps_the_limits_exactly():
   for low, high in np.exp(np.random.default_rng(0).uniform(-80, 80, (300, 2))):
     low, high = sorted((low, high))
     config = mpjax.DynamicLossScale(init_scale=low, min_scale=low, max_scale=high)
-    label = _loss_scale.parse_label(_loss_scale.write_label(config))
-    assert label.limits == (config.min_scale, config.max_scale)
+    fields = _loss_scale.read_label(_loss_scale.write_label(config))
+    assert (fields["min_scale"], fields["max_scale"]) == (config.min_scale, config.max_scale)
