@@ -34,8 +34,14 @@ from mpjax._core.trees import is_inexact
 from mpjax._core.types import Function, KeyPath, Leaf, PyTree
 from mpjax._jaxprs.in_float32 import in_float32, is_low, to_float32
 from mpjax._jaxprs.reader import walk
-from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._state import OwnedScale, full_like, plain_array, refuse_outside, scales_in
+from mpjax.transforms._loss_scale import (
+  LossScaleState,
+  OwnedScale,
+  full_like,
+  plain_array,
+  refuse_outside,
+  scales_in,
+)
 from mpjax.transforms._trees import nodes_of
 
 P = ParamSpec("P")

@@ -17,15 +17,17 @@ from mpjax.transforms._checks import check_axes, check_inner
 from mpjax.transforms._loss_scale import (
   DynamicLossScale,
   LossScale,
+  LossScalingState,
   NoLossScale,
   StaticLossScale,
   adjust,
   init_scale,
+  own_scales,
+  refuse_scale_inside,
   unscale_tree,
   write_label,
 )
 from mpjax.transforms._masters import init_shown, masters_in, update_shown
-from mpjax.transforms._state import LossScalingState, own_scales, refuse_scale_inside
 from mpjax.transforms._trees import (
   align_gradients,
   arrays_only,
@@ -65,8 +67,8 @@ def loss_scaling(
   Wrap everything that has state or reads the size of gradients, clipping too:
   `loss_scaling(optax.chain(clip, adamw))`. The gradients must be those of the scaled loss: let
   `mpjax.value_and_grad` make them, and test a step by `mpjax.check_loss_scaling`. `inner` works in
-  float32, and its updates are float32. It sees neither integers, booleans nor keys; to freeze
-  parameters put `optax.set_to_zero()` inside, by `optax.multi_transform` or `optax.masked`.
+  float32, and sees neither integers, booleans nor keys. To freeze parameters put
+  `optax.set_to_zero()` inside, by `optax.multi_transform` or `optax.masked`.
 
   `update` also takes `loss=`, arrays that only have to be finite, and what `inner` takes. To that
   it adds `grads_finite` (bool of shape ()) and `loss_scale` (float32 of shape (), the one that
@@ -118,21 +120,15 @@ def loss_scaling(
   )
   for key, config in named.items():
     if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
-      raise wrong_type(
-        config,
-        where,
-        expected="a NoLossScale, StaticLossScale or DynamicLossScale",
-        fix="For a constant scale pass mpjax.StaticLossScale(1024); to start elsewhere, "
-        "mpjax.DynamicLossScale(init_scale=1024).",
-      )
+      expected = "a NoLossScale, StaticLossScale or DynamicLossScale"
+      fix = "Pass mpjax.StaticLossScale(1024), or mpjax.DynamicLossScale(init_scale=1024)."
+      raise wrong_type(config, where, expected=expected, fix=fix)
     if several or key is not None:
-      check_value(
-        key,
-        isinstance(key, str) and key != "" and not set(key) & set(":/"),
-        f"{where} with the key {key!r}" if several else f"{call}(name)",
-        expected="a non-empty string without ':' and '/', or None",
-        fix="It becomes a key of the state; a plain word such as 'generator' will do.",
-      )
+      is_word = isinstance(key, str) and key != "" and not set(key) & set(":/")
+      at = f"{where} with the key {key!r}" if several else f"{call}(name)"
+      expected = "a non-empty string without ':' and '/', or None"
+      fix = "It becomes a key of the state; a plain word such as 'generator' will do."
+      check_value(key, is_word, at, expected=expected, fix=fix)
   unscaled = {isinstance(config, NoLossScale) for config in named.values()}
   if several and (name is not None or len(unscaled) != 1):
     expected = "one scale for each loss, without name=, and either all or none NoLossScale()"
@@ -141,13 +137,13 @@ def loss_scaling(
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   scaled = True not in unscaled
   check_flag(check_updates, f"{call}(check_updates)")
-  if check_updates and not scaled:
-    expected = "False with NoLossScale(), which checks nothing"
-    fix = "Use StaticLossScale(1) to check and skip without scaling."
-    raise MpjaxValueError(f"{call}(check_updates)", expected=expected, got="True", fix=fix)
+  expected = "False with NoLossScale(), which checks nothing"
+  fix, possible = "Use StaticLossScale(1) to check and skip.", scaled or not check_updates
+  check_value(check_updates, possible, f"{call}(check_updates)", expected=expected, fix=fix)
   # By the labels that they have in a state, in the order of a tree.
   labels = {key: write_label(config, key) for key, config in named.items()}
-  configs = {label: named[key] for key, label in sorted(labels.items(), key=lambda x: x[1])}
+  labels = dict(sorted(labels.items(), key=lambda item: item[1]))
+  configs = {label: named[key] for key, label in labels.items()}
 
   def init(params: Params) -> LossScalingState:
     if scaled:
@@ -177,12 +173,10 @@ def loss_scaling(
     params = arrays_only(params) if scaled else params
     trained = differentiated(params)
     if "grad_fn" in extra_args and (scaled or several):
-      raise MpjaxTypeError(
-        f"{_CALL}(grad_fn)",
-        expected="an inner that takes gradients, and computes none",
-        got="a function whose gradients would be those of the scaled loss",
-        fix="Use optax.contrib.sam with its default opaque_mode=False, or NoLossScale().",
-      )
+      expected = "an inner that takes gradients, and computes none"
+      got = "a function whose gradients would be those of the scaled loss"
+      fix = "Use optax.contrib.sam with its default opaque_mode=False, or NoLossScale()."
+      raise MpjaxTypeError(f"{_CALL}(grad_fn)", expected=expected, got=got, fix=fix)
 
     # Gradients come by loss, and are computed with in the precision of the parameters.
     def by_label(tree: PyTree, argument: str) -> dict[str, PyTree]:
@@ -209,10 +203,12 @@ def loss_scaling(
       if not scaled and not several:
         return hide_untrained(*grads.values(), trained)
       parts = [unscale_tree(g, scales[k].scale if scaled else None) for k, g in grads.items()]
-      add = lambda x, y: x + y if is_inexact(x) else x  # noqa: E731
-      return float32_view(functools.reduce(functools.partial(jax.tree.map, add), parts))
+      add = lambda *g: functools.reduce(jnp.add, g) if is_inexact(g[0]) else g[0]  # noqa: E731
+      total = jax.tree.map(add, *parts)
+      return float32_view(total) if scaled else hide_untrained(as_stored(total, first), trained)
 
     grads = aligned(updates, "updates")
+    first = next(iter(grads.values()))
     if "grad" in extra_args:
       extra_args["grad"] = plain(aligned(extra_args["grad"], "grad"))
     # In a step of `make_train_step` nobody else has the gradients, and their quotients take over
@@ -254,10 +250,7 @@ def loss_scaling(
 
     def step_and_apply(old: PyTree) -> tuple[tuple[()], PyTree]:
       new, new_inner = step(*old)
-      return (), (new_inner, _apply(old[1], merged(new, old[1]), new_inner))
-
-    def merged(new: Updates, params: Params) -> Updates:
-      return merge_updates(next(iter(grads.values())), new, params)
+      return (), (new_inner, _apply(old[1], merge_updates(first, new, old[1]), new_inner))
 
     # The decision. With `check_updates` once to look at, and once more to apply: to decide first,
     # by updates that are never stored, takes less memory than the old and the new of everything.
@@ -272,7 +265,7 @@ def loss_scaling(
       new, new_inner = step_or_select(
         applied, lambda old: step(old, params), state.inner_state, where
       )
-      result = merged(new, params)
+      result = merge_updates(first, new, params)
     else:
       old = (state.inner_state, params)
       _, (new_inner, result) = step_or_select(applied, step_and_apply, old, where)
@@ -280,8 +273,8 @@ def loss_scaling(
     # And the scales move, each by what its own gradients were.
     flags = {"applied": applied, "all_finite": all_finite}
     moved = {
-      label: adjust(configs[label], scales[label], finite=finite[label], first_bad=first, **flags)
-      for label, first in first_bad.items()
+      label: adjust(configs[label], scales[label], finite=finite[label], first_bad=leaf, **flags)
+      for label, leaf in first_bad.items()
     }
     return result, state._replace(loss_scale=scales | moved, inner_state=new_inner)
 

@@ -5,7 +5,7 @@ A master is a float32 array, or split: the bfloat16 parameter and an int16 remai
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeAlias, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, ki
 from mpjax._core.trees import is_floating, is_half, round_to, saturate, tree_differences
 from mpjax._core.types import Array, DType, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import check_inner, check_params, check_state, refuse_integers
-from mpjax.transforms._state import MasterWeightsState
 from mpjax.transforms._trees import (
   align_gradients,
   arrays_only,
@@ -31,7 +30,6 @@ from mpjax.transforms._trees import (
 T = TypeVar("T")
 
 Numeric: TypeAlias = Callable[..., Array]
-Storage: TypeAlias = Literal["float32", "split"]
 
 _bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
 _number = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
@@ -106,6 +104,24 @@ def _rounded(master: Array, dtype: DType) -> Array:
   return jnp.where(jnp.isfinite(master), _number(nearest), master)
 
 
+class MasterWeightsState(NamedTuple):
+  """The state of `mpjax.master_weights`.
+
+  Args:
+    master: float32 in the shapes of the parameters, None for those that are not stored in low
+      precision, which are their own master. With `storage="split"` it is int16 for bfloat16
+      parameters: the bits of the master minus 2^16 times those of its parameter.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16)).master.dtype
+  dtype('float32')
+  """
+
+  master: PyTree
+  inner_state: OptState
+
+
 class SplitMasterWeightsState(MasterWeightsState):
   """The state of `storage="split"`: `master` has an int16 remainder for a bfloat16 parameter."""
 
@@ -142,7 +158,7 @@ def _trained(master: Leaf, param: Leaf) -> Leaf:
 
 
 def master_weights(
-  inner: optax.GradientTransformation, *, storage: Storage = "float32"
+  inner: optax.GradientTransformation, *, storage: Literal["float32", "split"] = "float32"
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it trains a float32 copy of parameters stored in 16 bits.
 
@@ -155,8 +171,7 @@ def master_weights(
   `mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))` makes the two equal
   bit for bit; `optax.apply_updates` does so but for the sign of zero, and for steps so large that a
   float32 `p + u` cannot reach the master, where the parameter follows on the next step. bfloat16
-  parameters are rounded to nearest, ties away from zero; masters end at what rounds to the largest
-  one. Derivatives take the rounding for the identity.
+  is rounded to nearest, ties away from zero. Derivatives take the rounding for the identity.
 
   With `storage="split"` the state has no copy of a bfloat16 parameter, but an int16 in its shape,
   what its rounding has cut off. Masters, updates and parameters are bit for bit the same, but where
@@ -190,7 +205,7 @@ def master_weights(
   """
   where = "mpjax.master_weights(inner)"
   inner = check_inner(inner, where)
-  check_choice(storage, get_args(Storage), "mpjax.master_weights(storage)")
+  check_choice(storage, ("float32", "split"), "mpjax.master_weights(storage)")
   kind = MasterWeightsState if storage == "float32" else SplitMasterWeightsState
 
   def init(params: Params) -> MasterWeightsState:
@@ -264,8 +279,6 @@ def _check_split(master: PyTree, params: Params, where: str) -> None:
 
 
 # How a wrapper calls its inner optimizer that shows it the parameters in float32.
-
-
 def init_shown(
   inner: optax.GradientTransformationExtraArgs, params: Params, where: str
 ) -> OptState:
@@ -285,12 +298,10 @@ def init_shown(
   try:
     return jax.tree.map(strong, map_states(adopted, state))
   except ValueError as error:
-    raise MpjaxTypeError(
-      where,
-      expected="master_weights to see the tree of the parameters",
-      got=f"a tree of another structure ({error})",
-      fix="Put master_weights around what reshapes the tree, such as optax.flatten.",
-    ) from error
+    expected = "master_weights to see the tree of the parameters"
+    got = f"a tree of another structure ({error})"
+    fix = "Put master_weights around what reshapes the tree, such as optax.flatten."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix) from error
 
 
 def update_shown(
@@ -326,9 +337,6 @@ def marked(opt_state: T, kind: type[SplitMasterWeightsState] = ShownMasterWeight
   return map_states(lambda x: kind(*x) if isinstance(x, SplitMasterWeightsState) else x, opt_state)
 
 
-# The masters in a state.
-
-
 def masters_in(opt_state: OptState, where: str) -> PyTree:
   """Returns the masters of all parts of a tree in one tree; None if there is no state of any."""
 
@@ -339,12 +347,10 @@ def masters_in(opt_state: OptState, where: str) -> PyTree:
     a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
     b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
     if treedef != other or any(child is a for child in a_children):
-      raise MpjaxValueError(
-        where,
-        expected="masters of separate parts of one tree",
-        got=f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}",
-        fix="Use master_weights once, or in the branches of one optax.multi_transform.",
-      )
+      expected = "masters of separate parts of one tree"
+      got = f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}"
+      fix = "Use master_weights once, or in the branches of one optax.multi_transform."
+      raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
     return treedef.unflatten(map(merge, a_children, b_children))
 
   states = nodes_of(opt_state, MasterWeightsState)
@@ -372,8 +378,7 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
 
   Raises:
     MpjaxTypeError: there is no `master_weights` in the state.
-    MpjaxValueError: a parameter has two masters, or `params` cannot be those of the state; with
-      `storage="split"` there are no `params`.
+    MpjaxValueError: a parameter has two masters, or `params` are missing or not those of the state.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
@@ -387,13 +392,12 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
     _check_split(masters, params, where)
     return map_masters(_trained, masters, params)
   if any(map(is_remainder, jax.tree.leaves(masters))):
-    raise MpjaxValueError(
-      where,
-      expected='the parameters: with storage="split" the state has the lower half of each master',
-      got="None",
-      fix="Pass mpjax.master_params(opt_state, params) with the parameters that belong to the "
-      "state; for mpjax.apply_updates(params, updates) no master is needed.",
+    expected = 'the parameters: with storage="split" the state has the lower half of each master'
+    fix = (
+      "Pass mpjax.master_params(opt_state, params) with the parameters that belong to the state; "
+      "for mpjax.apply_updates(params, updates) no master is needed."
     )
+    raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
   return merged_masters(opt_state)
 
 
@@ -438,9 +442,8 @@ def set_master_params(opt_state: T, params: Params) -> T:
     new = jax.tree_util.tree_map_with_path(put, state.master, params, is_leaf=is_hole)
     return state._replace(master=new)
 
-  new_state = opt_state
   try:
-    new_state = map_states(put_all, opt_state)
+    opt_state = map_states(put_all, opt_state)
   except ValueError as error:
     problems.append(f"another tree ({error})")
   if problems:
@@ -450,16 +453,13 @@ def set_master_params(opt_state: T, params: Params) -> T:
       got=listed(problems),
       fix="Pass the float32 parameters of the same model, with the tree that init was given.",
     )
-  return new_state
+  return opt_state
 
 
 def _check_masters(opt_state: OptState, where: str) -> None:
   """Raises if there are no masters in a state."""
   if not nodes_of(opt_state, MasterWeightsState):
-    raise MpjaxTypeError(
-      where,
-      expected="the state of an optimizer with mpjax.master_weights",
-      got=f"{kind_of(opt_state)} without masters",
-      fix="Wrap the optimizer, tx = mpjax.master_weights(tx); parameters that are stored in "
-      "float32 need none.",
-    )
+    expected = "the state of an optimizer with mpjax.master_weights"
+    got = f"{kind_of(opt_state)} without masters"
+    fix = "Wrap the optimizer, tx = mpjax.master_weights(tx), if parameters are stored in 16 bits."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)

@@ -13,7 +13,7 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from mpjax._core.dtypes import HALF_NAMES, parse_dtype
-from mpjax._core.errors import REFUSALS, MpjaxValueError, check_flag
+from mpjax._core.errors import REFUSALS, MpjaxValueError, check_choice, check_flag
 from mpjax._core.trees import is_floating, saturate
 from mpjax._core.types import (
   Array,
@@ -79,9 +79,7 @@ def state_dtype(
   moment by less than its rounding, and is lost; rounded stochastically, it is right on average.
   float16 has no numbers below 6e-8, as first moments often are. Second moments are refused for the
   same reasons; where they are allowed, `init` warns of a decay that is out of reach of the dtype.
-
-  `mpjax.loss_scaling` belongs around it; it may be inside of `mpjax.master_weights` or around it.
-  `mpjax.checkpoints.restore_like(..., cast=True)` reads what was saved without it.
+  `mpjax.loss_scaling` belongs around it; `mpjax.master_weights` may be inside or around.
 
   Args:
     inner: the optimizer.
@@ -112,19 +110,20 @@ def state_dtype(
   stochastic = rounding == "stochastic"
   check_flag(allow_second_moments, "mpjax.state_dtype(allow_second_moments)")
   if nu is not None and not allow_second_moments:
-    raise MpjaxValueError(
-      "mpjax.state_dtype(nu)",
-      expected="second moments in float32",
-      got=repr(nu),
-      fix="Leave nu out: with a decay of 0.999 a second moment no longer moves in bfloat16, and in "
-      "float16 small ones are 0, which gives inf or NaN. allow_second_moments=True stores them so.",
+    expected = "second moments in float32"
+    fix = (
+      "Leave nu out: with a decay of 0.999 a second moment no longer moves in bfloat16, and in "
+      "float16 small ones are 0, which gives inf or NaN. allow_second_moments=True stores them so."
     )
+    raise MpjaxValueError("mpjax.state_dtype(nu)", expected=expected, got=repr(nu), fix=fix)
   arguments: dict[Moment, DTypeLike | None] = {"mu": mu, "nu": nu}
-  dtypes = {
-    moment: _check_dtype(dtype, f"mpjax.state_dtype({moment})")
-    for moment, dtype in arguments.items()
-    if dtype is not None
-  }
+  dtypes: dict[Moment, DType] = {}
+  for moment, dtype in arguments.items():
+    if dtype is not None:
+      # Narrower numbers would need a scale for each block of a moment.
+      dtypes[moment] = parse_dtype(dtype, f"mpjax.state_dtype({moment})")
+      names = (*HALF_NAMES, "float32")
+      check_choice(dtypes[moment].name, names, f"mpjax.state_dtype({moment})")
   if not dtypes:
     expected, got = "a dtype for first moments", "None, and none for second ones"
     fix = 'Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.'
@@ -154,13 +153,10 @@ def state_dtype(
     _map_moments(lambda x, moment: moments.add(moment), inner_state, containers)
     missing = [moment for moment in dtypes if moment not in moments]
     if missing and jax.tree.leaves(params):
-      raise MpjaxValueError(
-        f"mpjax.state_dtype({', '.join(missing)})",
-        expected="an optimizer with such moments in its state",
-        got=f"one with {' and '.join(sorted(moments)) or 'none'}",
-        fix="Leave it out for this optimizer; moments are found by the names of fields, "
-        f"{', '.join(_FIELDS)}.",
-      )
+      at, expected = f"mpjax.state_dtype({', '.join(missing)})", "an optimizer with such moments"
+      got = f"one with {' and '.join(sorted(moments)) or 'none'}"
+      fix = f"Leave it out here; moments are found by the names of fields, {', '.join(_FIELDS)}."
+      raise MpjaxValueError(at, expected=expected, got=got, fix=fix)
     if "nu" in dtypes and not stochastic:
       _warn_of_decays(inner, params, dtypes["nu"])
     return stored(inner_state, containers, jnp.zeros((), jnp.int32))
@@ -220,15 +216,6 @@ def _warn_of_decays(
       UserWarning,
       stacklevel=3,
     )
-
-
-def _check_dtype(dtype: DTypeLike, where: str) -> DType:
-  expected = "'bfloat16', 'float16' or 'float32'"
-  fix = "Narrower numbers need a scale for each block of a moment, which is not done here."
-  parsed = parse_dtype(dtype, where)
-  if parsed.name not in (*HALF_NAMES, "float32"):
-    raise MpjaxValueError(where, expected=expected, got=repr(parsed.name), fix=fix)
-  return parsed
 
 
 def _types_in(tree: PyTree) -> set[Class]:

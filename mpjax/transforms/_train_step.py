@@ -44,16 +44,16 @@ from mpjax.transforms._gradients import (
   check_integer_state,
   check_signature,
 )
-from mpjax.transforms._loss_scale import INT32_MAX, LossScaleState
-from mpjax.transforms._loss_scaling import AxisName
-from mpjax.transforms._masters import merged_masters
-from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
-from mpjax.transforms._state import (
+from mpjax.transforms._loss_scale import (
+  INT32_MAX,
   AccumulationState,
+  LossScaleState,
   LossScalingState,
-  MasterWeightsState,
   replace_scale,
 )
+from mpjax.transforms._loss_scaling import AxisName
+from mpjax.transforms._masters import MasterWeightsState, merged_masters
+from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
 from mpjax.transforms._train_state import TrainState, own_scale, trained_params
 from mpjax.transforms._trees import as_stored, float32_view, key_text, nodes_of
 from mpjax.transforms._value_and_grad import unscale

@@ -1,6 +1,7 @@
 """What the wrappers do to trees before and after the inner optimizer sees them; skipping a step."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
@@ -206,7 +207,6 @@ def put_like(new: Array, old: Leaf) -> Array:
 
 
 Step: TypeAlias = Callable[[OptState], tuple[Updates, OptState]]
-"""From an old state to updates and a new state."""
 
 
 def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, OptState]:
@@ -236,10 +236,8 @@ def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, 
 def step_or_select(
   applied: Array | None, step: Step, old: OptState, where: str
 ) -> tuple[Updates, OptState]:
-  """Returns what `step_or_skip` does; where both are computed anyway, selects from them.
-
-  Nothing is skipped where `applied` is None. `where` is for the error about the new state.
-  """
+  """Returns what `step_or_skip` does; where both are computed anyway, selects from them."""
+  # Nothing is skipped where `applied` is None. `where` is for the error about the new state.
   if applied is None:
     return step(old)
   traced = isinstance(applied, Tracer)
@@ -289,8 +287,5 @@ def stored_first(grads: Grads) -> Grads:
   """Returns `grads`, each computed and stored on a CPU before its consumers run."""
   # Else XLA for CPU keeps the transposed gradient of a matmul and copies it for each of its
   # consumers (the branch, the check, the norm), and all copies of all gradients are there at once.
-  return jax.lax.platform_dependent(
-    grads,
-    cpu=lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree),
-    default=lambda tree: tree,
-  )
+  stored = functools.partial(jax.tree.map, jax.lax.optimization_barrier)
+  return jax.lax.platform_dependent(grads, cpu=stored, default=lambda tree: tree)

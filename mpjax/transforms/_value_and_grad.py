@@ -14,8 +14,7 @@ from mpjax._core.errors import MpjaxTypeError, check_call, check_scalar, kind_of
 from mpjax._core.frameworks import framework_of
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, PyTree
-from mpjax.transforms._loss_scale import unscale_tree
-from mpjax.transforms._state import find_scale, scale_reader
+from mpjax.transforms._loss_scale import find_scale, scale_reader, unscale_tree
 from mpjax.transforms._trees import at_least_float32
 
 P = ParamSpec("P")

@@ -13,7 +13,7 @@ from mpjax._core.types import Args, Array, Kwargs, Leaf
 from mpjax._diagnostics.nonfinite.uses import is_cast, is_move
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.steps import Body, Step
-from mpjax.transforms._state import scales_in
+from mpjax.transforms._loss_scale import scales_in
 
 _LEAST = 8
 """A smaller factor of a loss is rather a weight of it than a loss scale."""
