@@ -211,7 +211,6 @@ COUNTERS = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits",
 """The fields that are metrics."""
 
 ScaleState: TypeAlias = LossScaleState | tuple[()]
-"""What belongs to one loss; () for `NoLossScale`."""
 
 
 def init_scale(config: LossScale) -> ScaleState:

@@ -17,6 +17,7 @@ from mpjax.transforms._checks import check_axes, check_inner
 from mpjax.transforms._loss_scale import (
   DynamicLossScale,
   LossScale,
+  LossScaleState,
   LossScalingState,
   NoLossScale,
   StaticLossScale,
@@ -67,8 +68,7 @@ def loss_scaling(
   Wrap everything that has state or reads the size of gradients, clipping too:
   `loss_scaling(optax.chain(clip, adamw))`. The gradients must be those of the scaled loss: let
   `mpjax.value_and_grad` make them, and test a step by `mpjax.check_loss_scaling`. `inner` works in
-  float32, and sees neither integers, booleans nor keys. To freeze parameters put
-  `optax.set_to_zero()` inside, by `optax.multi_transform` or `optax.masked`.
+  float32, and sees neither integers, booleans nor keys.
 
   `update` also takes `loss=`, arrays that only have to be finite, and what `inner` takes. To that
   it adds `grads_finite` (bool of shape ()) and `loss_scale` (float32 of shape (), the one that
@@ -170,6 +170,7 @@ def loss_scaling(
     # `_apply` is for `make_train_step`, which knows that nothing is outside: there `update` returns
     # new parameters, and updates that are applied where they are computed need not be stored.
     scales = own_scales(state, configs)
+    moving = {k: one for k, one in scales.items() if isinstance(one, LossScaleState)}
     params = arrays_only(params) if scaled else params
     trained = differentiated(params)
     if "grad_fn" in extra_args and (scaled or several):
@@ -201,8 +202,8 @@ def loss_scaling(
     def plain(grads: Mapping[str, Grads]) -> Grads:
       # The gradient of the sum of the losses, as `inner` sees it.
       if not scaled and not several:
-        return hide_untrained(*grads.values(), trained)
-      parts = [unscale_tree(g, scales[k].scale if scaled else None) for k, g in grads.items()]
+        return hide_untrained(next(iter(grads.values())), trained)
+      parts = [unscale_tree(g, moving[k].scale if scaled else None) for k, g in grads.items()]
       add = lambda *g: functools.reduce(jnp.add, g) if is_inexact(g[0]) else g[0]  # noqa: E731
       total = jax.tree.map(add, *parts)
       return float32_view(total) if scaled else hide_untrained(as_stored(total, first), trained)
@@ -217,13 +218,13 @@ def loss_scaling(
 
     # What is looked at: where is the first number that is not finite?
     losses = by_label(loss, "loss") if scaled and loss is not None else {}
-    first_bad: dict[str, Array] = {}
-    finite: dict[str, Array] = {}
-    for label, config in configs.items() if scaled else ():
+    first_bad, finite = dict[str, Array](), dict[str, Array]()
+    for label, scale in moving.items():
       # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
       # gradients: then no quotient has to be kept in memory until the decision.
+      config = configs[label]
       exact = stored is None and isinstance(config, DynamicLossScale) and config.min_scale >= 1
-      looked_at = grads[label] if exact else unscale_tree(grads[label], scales[label].scale)
+      looked_at = grads[label] if exact else unscale_tree(grads[label], scale.scale)
       leaves = jax.tree.leaves((looked_at, losses.get(label)))
       first_bad[label] = _agree(first_nonfinite(leaves), axis_name)
       finite[label] = first_bad[label] == len(leaves)
@@ -234,7 +235,7 @@ def loss_scaling(
       all_finite = jnp.logical_and(all_finite, _all_finite(plain(grads), axis_name))
     # A line search calls value_fn with every argument that has another name.
     if "value_fn" not in extra_args:
-      divisors = {key: scales[label].scale for key, label in labels.items()} if scaled else {}
+      divisors = {key: moving[label].scale for key, label in labels.items() if label in moving}
       divisor = divisors if several and scaled else divisors.get(name, np.float32(1))
       extra_args = {"grads_finite": all_finite, "loss_scale": divisor} | extra_args
 
@@ -247,10 +248,6 @@ def loss_scaling(
       new, new_inner = inner.update(gradient, inner_state, view, **extra_args)
       # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
       return new, as_stored(new_inner, inner_state)
-
-    def step_and_apply(old: PyTree) -> tuple[tuple[()], PyTree]:
-      new, new_inner = step(*old)
-      return (), (new_inner, _apply(old[1], merge_updates(first, new, old[1]), new_inner))
 
     # The decision. With `check_updates` once to look at, and once more to apply: to decide first,
     # by updates that are never stored, takes less memory than the old and the new of everything.
@@ -267,13 +264,18 @@ def loss_scaling(
       )
       result = merge_updates(first, new, params)
     else:
+
+      def step_and_apply(old: PyTree) -> tuple[tuple[()], PyTree]:
+        new, new_inner = step(*old)
+        return (), (new_inner, _apply(old[1], merge_updates(first, new, old[1]), new_inner))
+
       old = (state.inner_state, params)
       _, (new_inner, result) = step_or_select(applied, step_and_apply, old, where)
 
     # And the scales move, each by what its own gradients were.
     flags = {"applied": applied, "all_finite": all_finite}
     moved = {
-      label: adjust(configs[label], scales[label], finite=finite[label], first_bad=leaf, **flags)
+      label: adjust(configs[label], moving[label], finite=finite[label], first_bad=leaf, **flags)
       for label, leaf in first_bad.items()
     }
     return result, state._replace(loss_scale=scales | moved, inner_state=new_inner)

@@ -129,15 +129,15 @@ def state_dtype(
     fix = 'Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.'
     raise MpjaxValueError("mpjax.state_dtype(mu)", expected=expected, got=got, fix=fix)
 
-  def is_stored(x: Leaf, moment: Moment) -> bool:
+  def is_stored(moment: Moment, x: Leaf) -> bool:
     return moment in dtypes and is_floating(x) and x.dtype.itemsize <= 4
 
   def stored(state: OptState, containers: set[Class], steps: Array) -> OptState:
     number = itertools.count()
     key = jax.random.fold_in(jax.random.key(0), steps) if stochastic else None
 
-    def one(x: Leaf, moment: Moment) -> Leaf:
-      if not is_stored(x, moment):
+    def one(moment: Moment, x: Leaf) -> Leaf:
+      if not is_stored(moment, x):
         return x
       x = saturate(x, dtypes[moment])
       if key is None:
@@ -150,7 +150,7 @@ def state_dtype(
   def init(params: Params) -> OptState:
     containers, moments = _types_in(params), set[Moment]()
     inner_state = inner.init(params)
-    _map_moments(lambda x, moment: moments.add(moment), inner_state, containers)
+    _map_moments(lambda moment, x: moments.add(moment), inner_state, containers)
     missing = [moment for moment in dtypes if moment not in moments]
     if missing and jax.tree.leaves(params):
       at, expected = f"mpjax.state_dtype({', '.join(missing)})", "an optimizer with such moments"
@@ -169,8 +169,8 @@ def state_dtype(
       state = check_state(state, StochasticState, f"{where}.update(state)")
       steps, state = optax.safe_increment(state.steps), state.inner_state
 
-    def widen(x: Leaf, moment: Moment) -> Leaf:
-      return x.astype(jnp.float32) if is_stored(x, moment) else x
+    def widen(moment: Moment, x: Leaf) -> Leaf:
+      return x.astype(jnp.float32) if is_stored(moment, x) else x
 
     wide = _map_moments(widen, state, containers)
     new_updates, new = inner.update(updates, wide, params, **extra_args)
@@ -192,9 +192,9 @@ def _warn_of_decays(
       zeros = jax.tree.map(jnp.zeros_like, single)
       # The first step of some optimizers sets their moments.
       _, state = inner.update(zeros, inner.init(single), single)
-      ones = lambda x, moment: jnp.ones_like(x) if moment == "nu" else x  # noqa: E731
+      ones = lambda moment, x: jnp.ones_like(x) if moment == "nu" else x  # noqa: E731
       _, state = inner.update(zeros, _map_moments(ones, state, containers), single)
-      note = lambda x, moment: decays.add(float(x.max())) if moment == "nu" else x  # noqa: E731
+      note = lambda moment, x: decays.add(float(x.max())) if moment == "nu" else x  # noqa: E731
       _map_moments(note, state, containers)
   except REFUSALS:  # It wants more arguments, other shapes, or a traced learning rate.
     return
@@ -226,9 +226,9 @@ def _types_in(tree: PyTree) -> set[Class]:
 
 
 def _map_moments(
-  f: Callable[[Leaf, Moment], Leaf], state: OptState, containers: set[Class]
+  f: Callable[[Moment, Leaf], Leaf], state: OptState, containers: set[Class]
 ) -> OptState:
-  """Returns a state with `f` of each array in a moment, and of which moment it is."""
+  """Returns a state with `f` of each moment's name and of each array in it."""
   # `containers` are types of the parameters' own: a NamedTuple of them may have a field `mu`.
   pairs, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
   if any(child is state for _, child in pairs):
@@ -240,5 +240,5 @@ def _map_moments(
     if moment is None:
       children.append(_map_moments(f, child, containers))
     else:
-      children.append(jax.tree.map(functools.partial(f, moment=moment), child))
+      children.append(jax.tree.map(functools.partial(f, moment), child))
   return treedef.unflatten(children)
