@@ -237,9 +237,8 @@ def adjust(
   all_finite: Array,
 ) -> LossScaleState:
   """Returns the state after a step."""
-  # The scale follows the gradients of its own loss alone; what counts as skipped follows `applied`.
-  # `finite` is about the gradients (and the loss) of this loss, `all_finite` about those of all;
-  # `first_bad` is the position of its first gradient leaf that is not finite.
+  # The scale follows the gradients (and the loss) of its own loss, `finite`; what counts as skipped
+  # follows `applied`. `first_bad` is the position of its first gradient leaf that is not finite.
   dynamic = isinstance(config, DynamicLossScale)
   flags = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
   # A static scale is not computed from anything, and stays the array that it is.
@@ -284,9 +283,8 @@ def _count_up(count: Array, by_one: Array | bool) -> Array:
 def unscale_tree(grads: Grads, scale: Array | None) -> Grads:
   """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves as they are)."""
 
-  # XLA turns the division into a multiplication by 1/scale, which is exact for a power of two and
-  # otherwise within 1 ulp of the gradient; the limits of a scale keep the reciprocal a normal
-  # number. Leaves that are no floating or complex numbers are returned as they are.
+  # XLA turns the division into a multiplication by 1/scale, exact for a power of two and otherwise
+  # within 1 ulp; the limits of a scale keep the reciprocal a normal number.
   def unscaled(g: Leaf) -> Leaf:
     if not is_inexact(g):
       return g
@@ -416,15 +414,14 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
     )
   refuse_outside(opt_state, where, chains=True)
   picked = [one for one in scales if name is None or one.name == name]
-  if len(picked) != 1:
-    at = f"{where} with name={name!r}"
-    error, place = (MpjaxTypeError, where) if picked else (MpjaxValueError, at)
-    raise error(
-      place,
-      expected="a state with one loss scale, or the name of a loss scale in it",
-      got=f"one with {len(scales)}, named {[one.name for one in scales]}",
-      fix="Tell them apart by name=, with the names in mpjax.loss_scaling(..., name=...).",
-    )
+  expected = "a state with one loss scale, or the name of a loss scale in it"
+  got = f"one with {len(scales)}, named {[one.name for one in scales]}"
+  fix = "Tell them apart by name=, with the names in mpjax.loss_scaling(..., name=...)."
+  if not picked:
+    where = f"{where} with name={name!r}"
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  if len(picked) > 1:
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   return picked[0]
 
 
@@ -441,9 +438,9 @@ def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleSt
 def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | None]:
   """Returns a function that reads a loss scale, and raises if it is not that of the step."""
   # It takes what the scale is for: a loss, gradients, parameters. A static scale is always right,
-  # and so is one in a variable, or in a state that is traced. Else two things show that it was
-  # built outside of the step: a constant scale where the rest is traced, and a state that was there
-  # at the first call and is not at a later one, since every update makes a new count of good steps.
+  # and so is one in a variable, or in a traced state. Else two things show that it was built
+  # outside of the step: a constant scale where the rest is traced, and a state that was there at
+  # the first call and is not at a later one, since every update makes a new count of good steps.
   state = owned.stored
   if not state:
     return lambda beside: None

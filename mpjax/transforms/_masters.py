@@ -1,7 +1,4 @@
-"""The optax wrapper that keeps float32 masters of parameters stored in 16 bits, and their trees.
-
-A master is a float32 array, or split: the bfloat16 parameter and an int16 remainder.
-"""
+"""Float32 masters of parameters stored in 16 bits: float32 arrays, or int16 remainders."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -284,12 +281,18 @@ def init_shown(
 ) -> OptState:
   """Returns the state of an `inner` that is shown `params` in float32, with all masters."""
 
+  def reshaped(got: str) -> MpjaxTypeError:
+    expected = "master_weights to see the tree of the parameters"
+    fix = "Put master_weights around what reshapes the tree, such as optax.flatten."
+    got = f"a tree of another structure ({got})"
+    return MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+
   # What is inside cannot tell which of them are stored in low precision: masters are added here.
   def adopted(state: MasterWeightsState) -> MasterWeightsState:
     def one(m: Leaf, p: Leaf) -> Leaf:
       # A None is a leaf of its own, while what optax masks out may be a subtree.
       if m is None and p is not None and not jax.tree_util.all_leaves([p]):
-        raise ValueError(f"one array for {jax.tree.structure(p)}")
+        raise reshaped(f"one array for {jax.tree.structure(p)}")
       return _first_master(p, type(state)) if m is None else m
 
     return state._replace(master=map_masters(one, state.master, params))
@@ -298,10 +301,7 @@ def init_shown(
   try:
     return jax.tree.map(strong, map_states(adopted, state))
   except ValueError as error:
-    expected = "master_weights to see the tree of the parameters"
-    got = f"a tree of another structure ({error})"
-    fix = "Put master_weights around what reshapes the tree, such as optax.flatten."
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix) from error
+    raise reshaped(str(error)) from error
 
 
 def update_shown(

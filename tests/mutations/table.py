@@ -616,7 +616,7 @@ tests/io/test_checkpoints_master_storage.py::test_what_does_not_cross_is_refused
 mpjax/transforms/_state_dtype.py::_map_moments
 
 66 which moment a field holds goes by its name alone, of all optimizers
-- _FIELDS_OF.get(type(x).__name__, _FIELDS)
+- _FIELDS_OF.get(type(state).__name__, _FIELDS)
 + _FIELDS
 tests/transforms/test_state_dtype.py::test_first_moments_are_found_and_nothing_else
 
