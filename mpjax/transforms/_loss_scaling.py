@@ -65,7 +65,7 @@ def loss_scaling(
   state stays as it was, counts of schedules included. Then the scale moves. An inf is part of the
   method: leave `jax_debug_nans` off, and ask `mpjax.check_skipped_steps` instead.
 
-  Wrap everything that has state or reads the size of gradients, clipping too:
+  It protects only what is inside: wrap everything that has state or reads the size of gradients,
   `loss_scaling(optax.chain(clip, adamw))`. The gradients must be those of the scaled loss: let
   `mpjax.value_and_grad` make them, and test a step by `mpjax.check_loss_scaling`. `inner` works in
   float32, and sees neither integers, booleans nor keys.

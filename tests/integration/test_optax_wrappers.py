@@ -58,7 +58,7 @@ def test_only_what_is_inside_is_protected():
     updates, state = after(mpjax.loss_scaling(optax.chain(mask, sgd), STATIC), grads)
     assert not mpjax.loss_scaling_metrics(state)["finite"]
     assert not any(np.any(u) for u in jax.tree.leaves(updates))
-  assert "protects only what is inside" in " ".join(mpjax.loss_scaling.__doc__.split())
+  assert "It protects only what is inside" in " ".join(mpjax.loss_scaling.__doc__.split())
 
 
 SGD = optax.sgd(0.1, momentum=0.9)
