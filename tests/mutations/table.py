@@ -567,7 +567,7 @@ mpjax/transforms/_masters.py::split
 59 the remainder of a split master is not clipped: at a tie it wraps around
 - jnp.clip(_bits(master) - _bits(base), -(2**15), 2**15 - 1)
 + _bits(master) - _bits(base)
-tests/transforms/test_masters_split.py
+tests/transforms/test_masters.py
 ::test_the_remainder_is_that_to_the_parameter_which_is_committed
 
 mpjax/transforms/_masters.py::join
@@ -575,7 +575,7 @@ mpjax/transforms/_masters.py::join
 60 a parameter that was set to 0 makes a NaN of a remainder below 0
 - jnp.abs(master) <= _LARGEST
 + jnp.isfinite(base)
-tests/transforms/test_masters_split.py::test_any_parameter_with_any_remainder
+tests/transforms/test_masters.py::test_any_parameter_with_any_remainder
 
 mpjax/transforms/_masters.py::_rounded
 
@@ -590,21 +590,21 @@ mpjax/transforms/_masters.py::master_weights
 62 a master is split from its rounding where the addition ends at another parameter
 - p.astype(jnp.float32) + u
 + m
-tests/transforms/test_masters_split.py::test_the_nearest_master_where_no_update_leads_to_the_rounded_one
+tests/transforms/test_masters.py::test_the_nearest_master_where_no_update_leads_to_the_rounded_one
 
 mpjax/transforms/_masters.py::_check_split
 
 64a split masters are read with any parameters
 - is_remainder(m)
 + False
-tests/transforms/test_masters_split.py::test_parameters_that_cannot_belong_to_the_state_raise
+tests/transforms/test_masters.py::test_parameters_that_cannot_belong_to_the_state_raise
 
 mpjax/transforms/_masters.py::update_shown
 
 64b float32 parameters pass for bfloat16 ones that a wrapper shows in float32
 - _check_split(one.master, params, f'{where}(params)')
 + pass
-tests/transforms/test_masters_split.py::test_parameters_of_another_dtype_never_give_masters
+tests/transforms/test_masters.py::test_parameters_of_another_dtype_never_give_masters
 
 mpjax/_io/checkpoints.py::_check_split
 
