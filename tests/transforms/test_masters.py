@@ -189,15 +189,6 @@ def test_masked_masters_leave_the_rest_alone():
   assert bits(again.master["w"]) == bits(np.ones(2, F32))
 
 
-@pytest.mark.parametrize("storage", ["float32", "split"])
-def test_n6_set_master_params_of_a_state_on_the_host(storage):
-  params = jnp.ones(3, jnp.bfloat16)
-  tx = mpjax.loss_scaling(mpjax.master_weights(optax.adam(0.1), storage=storage))
-  state = jax.device_get(tx.init(params))
-  new = mpjax.set_master_params(state, jnp.full(3, 1.001))
-  assert bits(mpjax.master_params(new, params)) == bits(np.full(3, 1.001, F32))
-
-
 def after_one_step(rate, start, storage):
   """A loss after one step: what a hypergradient is of."""
   tx = optax.sgd(rate)
@@ -250,29 +241,23 @@ def test_a_master_is_never_the_array_that_it_was_made_from():
   assert donated.master["w"].tolist() == [2, 2]
 
 
-def test_set_master_params_keeps_placement_and_works_under_jit(devices):
+def test_n6_set_master_params_keeps_placement_and_works_under_jit_and_on_the_host(devices):
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
   sharded = jax.NamedSharding(mesh, jax.P("data"))
-  params = jax.device_put(jnp.ones(8, jnp.bfloat16), sharded)
-  state = STEEP.init(params)
-  new = mpjax.set_master_params(state, np.full(8, 1.001))
-  assert state.master.sharding == new.master.sharding == sharded
-  loose = STEEP.init(jnp.ones(8, jnp.bfloat16))
-  assert not mpjax.set_master_params(loose, jnp.ones(8)).master.committed
-  jitted = jax.jit(mpjax.set_master_params)(loose, jnp.full(8, 1.001))
-  for found in (new, jitted):
-    np.testing.assert_array_equal(found.master, F32(1.001))
+  params = jnp.ones(8, BF16)
+  for tx in (STEEP, mpjax.loss_scaling(mpjax.master_weights(optax.adam(0.1), storage="split"))):
+    here, loose = jax.device_put(params, sharded), tx.init(params)
+    there = mpjax.set_master_params(tx.init(here), np.full(8, 1.001))
+    assert tx is not STEEP or there.master.sharding == sharded
+    host = mpjax.set_master_params(jax.device_get(loose), jnp.full(8, 1.001))
+    jitted = jax.jit(mpjax.set_master_params)(loose, jnp.full(8, 1.001))
+    for new in (there, host, jitted):
+      np.testing.assert_array_equal(mpjax.master_params(new, params), F32(1.001))
+  assert not mpjax.set_master_params(STEEP.init(params), params).master.committed
 
 
 BOTH_KINDS = {"w": jnp.ones(2, jnp.float16), "b": jnp.ones(1)}
 WHERE = "mpjax.master_weights(inner)"
-
-
-def test_what_update_is_called_with():
-  tx = mpjax.master_weights(optax.sgd(0.1))
-  state, fix = tx.init(BOTH_KINDS), "tx.update(grads, opt_state, params)"
-  with refused(ValueError, f"{WHERE}.update(params)", "the third argument", "None", fix):
-    tx.update(BOTH_KINDS, state)
 
 
 CALLS = {
@@ -281,14 +266,17 @@ CALLS = {
 }
 
 
-def test_states_without_masters_or_with_two():
+def test_what_is_not_there_or_twice():
   for state in (None, optax.adam(0.1).init(jnp.ones(1))):
     for name, call in CALLS.items():
       expected = "an optimizer with mpjax.master_weights"
       got, fix = f"{kind_of(state)} without masters", "tx = mpjax.master_weights(tx)"
       with refused(TypeError, f"{name}(opt_state)", expected, got, fix):
         call(state, jnp.ones(1))
-  twice = optax.chain(mpjax.master_weights(optax.sgd(0.1)), mpjax.master_weights(optax.sgd(0.1)))
+  masters, fix = mpjax.master_weights(optax.sgd(0.1)), "tx.update(grads, opt_state, params)"
+  with refused(ValueError, f"{WHERE}.update(params)", "the third argument", "None", fix):
+    masters.update(BOTH_KINDS, masters.init(BOTH_KINDS))
+  twice = optax.chain(masters, masters)
   where, expected = "mpjax.master_params(opt_state)", "masters of separate parts"
   with refused(ValueError, where, expected, "two for the same part", "optax.multi_transform"):
     mpjax.master_params(twice.init(BOTH_KINDS))
