@@ -208,7 +208,6 @@ class LossScaleState(NamedTuple):
 
 
 COUNTERS = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits", "bad_updates")
-"""The fields that are metrics."""
 
 ScaleState: TypeAlias = LossScaleState | tuple[()]
 

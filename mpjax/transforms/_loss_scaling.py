@@ -247,7 +247,8 @@ def loss_scaling(
       view = None if params is None else hide_untrained(params, params)
       new, new_inner = inner.update(gradient, inner_state, view, **extra_args)
       # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
-      return new, as_stored(new_inner, inner_state)
+      has_half = any(map(is_half, jax.tree.leaves(params)))
+      return new, as_stored(new_inner, inner_state) if has_half else new_inner
 
     # The decision. With `check_updates` once to look at, and once more to apply: to decide first,
     # by updates that are never stored, takes less memory than the old and the new of everything.
