@@ -27,9 +27,8 @@ from mpjax._core.leaves import (
   same_path,
 )
 from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree
-from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._masters import bounded, join, split
-from mpjax.transforms._state import LossScalingState, MasterWeightsState
+from mpjax.transforms._loss_scale import LossScaleState, LossScalingState
+from mpjax.transforms._masters import MasterWeightsState, bounded, join, split
 
 _KEY = "key:"
 

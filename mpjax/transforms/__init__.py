@@ -4,21 +4,29 @@ from mpjax.transforms._accumulation import accumulate_gradients
 from mpjax.transforms._apply_updates import apply_updates
 from mpjax.transforms._atomic_step import atomic_step
 from mpjax.transforms._check_loss_scaling import check_loss_scaling
-from mpjax.transforms._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from mpjax.transforms._loss_scale import (
+  AccumulationState,
+  DynamicLossScale,
+  LossScalingState,
+  NoLossScale,
+  StaticLossScale,
+  set_loss_scale,
+)
 from mpjax.transforms._loss_scaling import loss_scaling
-from mpjax.transforms._masters import master_params, master_weights, set_master_params
+from mpjax.transforms._masters import (
+  MasterWeightsState,
+  master_params,
+  master_weights,
+  set_master_params,
+)
 from mpjax.transforms._metrics import (
+  MonitorState,
   check_skipped_steps,
   last_step_finite,
   loss_scaling_metrics,
+  monitor,
+  monitor_counts,
   select_tree,
-)
-from mpjax.transforms._monitor import MonitorState, monitor, monitor_counts
-from mpjax.transforms._state import (
-  AccumulationState,
-  LossScalingState,
-  MasterWeightsState,
-  set_loss_scale,
 )
 from mpjax.transforms._state_dtype import state_dtype
 from mpjax.transforms._train_state import TrainState

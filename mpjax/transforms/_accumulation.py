@@ -11,8 +11,8 @@ from jax.core import Tracer
 from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, check_int, check_scalar
 from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import check_inner, check_state, refuse_integers
+from mpjax.transforms._loss_scale import AccumulationState, refuse_scale_inside
 from mpjax.transforms._masters import init_shown, marked, update_shown
-from mpjax.transforms._state import AccumulationState, refuse_scale_inside
 from mpjax.transforms._trees import (
   align_gradients,
   arrays_only,

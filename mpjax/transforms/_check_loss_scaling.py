@@ -18,7 +18,8 @@ from mpjax._core.trees import is_inexact
 from mpjax._core.types import Function, Leaf, NumpyArray, PyTree
 from mpjax._jaxprs.in_float32 import in_float32, to_float32
 from mpjax._jaxprs.reader import walk
-from mpjax.transforms._state import OwnedScale, full_like, plain_array, refuse_outside, scales_in
+from mpjax.transforms._loss_scale import OwnedScale, refuse_outside, scales_in
+from mpjax.transforms._trees import full_like, plain_array
 
 P = ParamSpec("P")
 WHERE = "mpjax.check_loss_scaling(step)"
@@ -120,7 +121,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
   # way round, behind a clip as well. Nor is a step applied at inf, which makes 0 of a plain
   # gradient and NaN of a scaled one, unless it is tried again at a lower scale, and then returns
   # the same; a NaN stays one. At a scale that is always 1 plain gradients are right.
-  is_one = scale.says.fields == {"scale": 1}
+  is_one = scale.fields == {"scale": 1}
   high, *others = [1.0] if is_one else [2.0**14, 2.0**-22] if eqns else [2.0**8, 2.0**6]
   runs = [run(high, before)]
   if runs[0][2] is None:

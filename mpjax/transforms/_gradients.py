@@ -117,7 +117,7 @@ def batch_gradients(
   And what has to be finite: the new model state, with 0 for what was there before the batch.
   """
   params, vary = localise(state.params, axes)
-  dynamic = own_scale(state.opt_state, "").says.dynamic
+  dynamic = own_scale(state.opt_state, "").dynamic
   seen = []  # Whether leaves of the model state are returned as they were given.
 
   def run(model_state: PyTree, batch: PyTree, rng: Array | None) -> tuple[PyTree, ...]:

@@ -1,11 +1,8 @@
-"""The optax wrapper that keeps float32 masters of parameters stored in 16 bits, and their trees.
-
-A master is a float32 array, or split: the bfloat16 parameter and an int16 remainder.
-"""
+"""Float32 masters of parameters stored in 16 bits: float32 arrays, or int16 remainders."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Literal, TypeAlias, TypeVar, get_args
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +10,9 @@ import numpy as np
 import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
-from mpjax._core.trees import is_array_like, is_floating, is_half, round_to, saturate
+from mpjax._core.trees import is_floating, is_half, round_to, saturate, tree_differences
 from mpjax._core.types import Array, DType, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
-from mpjax.transforms._checks import (
-  check_inner,
-  check_params,
-  check_state,
-  refuse_integers,
-)
-from mpjax.transforms._state import MasterWeightsState
+from mpjax.transforms._checks import check_inner, check_params, check_state, refuse_integers
 from mpjax.transforms._trees import (
   align_gradients,
   arrays_only,
@@ -35,19 +26,20 @@ from mpjax.transforms._trees import (
 
 T = TypeVar("T")
 
-Storage: TypeAlias = Literal["float32", "split"]
+Numeric: TypeAlias = Callable[..., Array]
+
+_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+_number = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
 
 _LARGEST = np.int32(0x7F7F7FFF).view(np.float32)
 """The largest master: the largest number that rounds to a finite bfloat16."""
 
 
-def differentiated_as(
-  exact: Callable[..., Array],
-) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
+def differentiated_as(exact: Numeric) -> Callable[[Numeric], Numeric]:
   """Gives a function that rounds the derivative of `exact`, which does not round."""
   # Within `jit` it is one equation for each array, and is traced once for all of one shape.
 
-  def decorate(function: Callable[..., Array]) -> Callable[..., Array]:
+  def decorate(function: Numeric) -> Numeric:
     rounding = jax.custom_jvp(function)
     rounding.defjvp(lambda x, dx: (rounding(*x), jax.jvp(exact, x, dx)[1]))
     return jax.jit(rounding)
@@ -109,12 +101,22 @@ def _rounded(master: Array, dtype: DType) -> Array:
   return jnp.where(jnp.isfinite(master), _number(nearest), master)
 
 
-def _bits(x: Array) -> Array:
-  return jax.lax.bitcast_convert_type(x, jnp.int32)
+class MasterWeightsState(NamedTuple):
+  """The state of `mpjax.master_weights`.
 
+  Args:
+    master: float32 in the shapes of the parameters, None for those that are not stored in low
+      precision, which are their own master. With `storage="split"` it is int16 for bfloat16
+      parameters: the bits of the master minus 2^16 times those of its parameter.
+    inner_state: the state of the inner optimizer.
 
-def _number(bits: Array) -> Array:
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16)).master.dtype
+  dtype('float32')
+  """
+
+  master: PyTree
+  inner_state: OptState
 
 
 class SplitMasterWeightsState(MasterWeightsState):
@@ -122,10 +124,7 @@ class SplitMasterWeightsState(MasterWeightsState):
 
 
 class ShownMasterWeightsState(SplitMasterWeightsState):
-  """The same as a wrapper passes it on that shows the parameters in float32.
-
-  Nothing else tells `update` whether it is right that they are not bfloat16.
-  """
+  """The same, passed on by a wrapper that has checked parameters, and shows them in float32."""
 
 
 def is_hole(x: object) -> bool:
@@ -144,65 +143,52 @@ def map_masters(f: Callable[..., PyTree], master: PyTree, *trees: PyTree) -> PyT
 
 def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state: T) -> T:
   """Returns `opt_state` with `f` of each `MasterWeightsState` in it."""
-
-  def is_state(x: object) -> bool:
-    return isinstance(x, MasterWeightsState)
-
+  is_state = lambda x: isinstance(x, MasterWeightsState)  # noqa: E731
   return jax.tree.map(lambda x: f(x) if is_state(x) else x, opt_state, is_leaf=is_state)
 
 
-def trained_of(master: PyTree, params: Params) -> Params:
-  """Returns what is trained: the master of each parameter, or the parameter itself."""
-
-  def one(m: Leaf, p: Leaf) -> Leaf:
-    if is_remainder(m):
-      return join(p, m)
-    return p if is_hole(m) else m
-
-  return map_masters(one, master, params)
+def _trained(master: Leaf, param: Leaf) -> Leaf:
+  """Returns what is trained: the master of a parameter, or the parameter itself."""
+  if is_remainder(master):
+    return join(param, master)
+  return param if is_hole(master) else master
 
 
 def master_weights(
-  inner: optax.GradientTransformation, *, storage: Storage = "float32"
+  inner: optax.GradientTransformation, *, storage: Literal["float32", "split"] = "float32"
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it trains a float32 copy of parameters stored in 16 bits.
 
   `inner` sees gradients, parameters and moments in float32, and its updates are added to the
   master: steps too small for 16 bits still add up, and weight decay does not underflow
   (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1). Parameters in float32 are
-  trained as without this wrapper, and have no copy. It may be inside `mpjax.loss_scaling` or around
-  it, and inside `optax.masked` and `optax.multi_transform`.
+  trained as without this wrapper. It may be inside `mpjax.loss_scaling` or around it.
 
   The updates that come out lead each 16-bit parameter to the rounded master.
   `mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))` makes the two equal
   bit for bit; `optax.apply_updates` does so but for the sign of zero, and for steps so large that a
   float32 `p + u` cannot reach the master, where the parameter follows on the next step. bfloat16
-  parameters are rounded to nearest, ties away from zero; masters end at 3.3961773e38, what rounds
-  to the largest one. Where a finite master is beyond the range of a parameter's dtype, the
-  parameter is the largest number there. Derivatives take the rounding for the identity.
+  is rounded to nearest, ties away from zero. Derivatives take the rounding for the identity.
 
-  With `storage="split"` the state has no copy of a bfloat16 parameter, but what its rounding has
-  cut off, an int16 in its shape: masters, updates and parameters are those of `storage="float32"`,
-  bit for bit. Then `mpjax.apply_updates(params, updates)` or `optax.apply_updates` gives the
-  rounded master, without `master=`, and nothing but these updates may change the parameters
-  (nothing that changes updates may follow this in an `optax.chain`). NaN masters come back as some
-  NaN. Where no float32 update leads to the rounded master (a step that brings a parameter 2^16
-  times nearer to zero), the master becomes the nearest number that rounds to the parameter.
+  With `storage="split"` the state has no copy of a bfloat16 parameter, but an int16 in its shape,
+  what its rounding has cut off. Masters, updates and parameters are bit for bit the same, but where
+  no float32 update leads to the rounded master: that becomes the nearest number that rounds to the
+  parameter. Apply the updates without `master=`; nothing else may change the parameters, nor may
+  anything that changes updates follow in an `optax.chain`.
 
   Args:
     inner: the optimizer. Consumers of parameters, such as weight decay, belong inside.
-    storage: "float32", or "split" for bfloat16 parameters; those in float16, whose exponents have
-      other sizes, have float32 masters in both.
+    storage: "float32", or "split" for bfloat16 parameters; those in float16 have float32 masters in
+      both. A state that exists is continued as it is stored.
 
   Returns:
     An optax transformation. `update` needs `params`, and passes extra arguments to `inner`; its
     updates are float32 in the shapes of the parameters. Its state is a `MasterWeightsState`.
 
   Raises:
-    MpjaxTypeError: `inner` is no optax transformation; `init`: a parameter is no floating array;
-      `update`: the state is not one of this transformation.
-    MpjaxValueError: an unknown `storage`; `update`: there are no parameters, or the gradients do
-      not match them, or with "split" they cannot be those of the state.
+    MpjaxTypeError: `inner` is no optax transformation; `init`: a parameter is no floating array.
+    MpjaxValueError: an unknown `storage`; `update`: there are no parameters, the gradients do not
+      match them, or they cannot be those of the state.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.master_weights(optax.sgd(0.5))
@@ -216,15 +202,14 @@ def master_weights(
   """
   where = "mpjax.master_weights(inner)"
   inner = check_inner(inner, where)
-  check_choice(storage, get_args(Storage), "mpjax.master_weights(storage)")
-  splits = storage != "float32"
+  check_choice(storage, ("float32", "split"), "mpjax.master_weights(storage)")
+  kind = MasterWeightsState if storage == "float32" else SplitMasterWeightsState
 
   def init(params: Params) -> MasterWeightsState:
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
-    masters = jax.tree.map(lambda p: _first_master(p, splits=splits), params)
-    inner_state = inner.init(trained_of(masters, params))
-    kind = SplitMasterWeightsState if splits else MasterWeightsState
+    masters = jax.tree.map(lambda p: _first_master(p, kind), params)
+    inner_state = inner.init(map_masters(_trained, masters, params))
     return place_like(params, kind(masters, jax.tree.map(strong, inner_state)))
 
   def update(
@@ -232,117 +217,91 @@ def master_weights(
   ) -> tuple[Updates, MasterWeightsState]:
     state = check_state(state, MasterWeightsState, f"{where}.update(state)")
     check_params(params, f"{where}.update(params)")
-    if isinstance(state, SplitMasterWeightsState) != splits:
-      raise MpjaxTypeError(
-        f"{where}.update(state)",
-        expected=f'the state of storage="{storage}"',
-        got="that of the other storage",
-        fix="Convert it together with the parameters, mpjax.checkpoints.restore_like("
-        "(params, tx.init(params)), (params, opt_state)).",
-      )
-    if "apply" in extra_args:
-      raise MpjaxTypeError(
-        f"{where}.update(apply)",
-        expected="no apply=, which is mpjax.loss_scaling's alone",
-        got="one",
-        fix="Its new parameters would be taken for updates here. Put the loss scaling outside, "
-        "loss_scaling(master_weights(inner)), or leave apply= out and apply the updates.",
-      )
-    params, is_shown = arrays_only(params), isinstance(state, ShownMasterWeightsState)
-    _check_split(state.master, params, f"{where}.update(params)", view=is_shown)
+    params = arrays_only(params)
+    if not isinstance(state, ShownMasterWeightsState):
+      _check_split(state.master, params, f"{where}.update(params)")
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
-    # A wrapper around this one shows bfloat16 parameters in float32.
-    old = map_masters(
-      lambda m, p: p.astype(jnp.bfloat16) if is_remainder(m) else p, state.master, params
-    )
-    trained = trained_of(state.master, old)
+    # A wrapper around this one, which has checked them, shows bfloat16 parameters in float32.
+    stored_as = lambda m, p: p.astype(jnp.bfloat16) if is_remainder(m) else p  # noqa: E731
+    old = map_masters(stored_as, state.master, params)
+    trained = map_masters(_trained, state.master, old)
     new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)
     moved = optax.apply_updates(trained, new_updates)
 
-    def to_master(kept: Leaf, m: Leaf, p: Leaf, u: Leaf) -> Leaf:
-      return u if is_hole(kept) else update_to(m, p)
+    new_updates = map_masters(
+      lambda m, new, p, u: u if is_hole(m) else update_to(new, p),
+      *(state.master, moved, old, new_updates),
+    )
 
-    def entry(kept: Leaf, m: Leaf, p: Leaf, u: Leaf) -> Leaf:
-      if is_remainder(kept):
+    def master_of(m: Leaf, new: Leaf, p: Leaf, u: Leaf) -> Leaf:
+      if is_remainder(m):
         # The sum that the addition of optax or mpjax.apply_updates ends at is a bfloat16 number.
-        return split(m, p.astype(jnp.float32) + u)
-      return kept if is_hole(kept) else bounded(m)
+        return split(new, p.astype(jnp.float32) + u)
+      return m if is_hole(m) else bounded(new)
 
-    new_updates = map_masters(to_master, state.master, moved, old, new_updates)
-    masters = map_masters(entry, state.master, moved, old, new_updates)
+    masters = map_masters(master_of, state.master, moved, old, new_updates)
     return new_updates, state._replace(master=masters, inner_state=inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _first_master(param: Leaf, *, splits: bool) -> Leaf:
+def _first_master(param: Leaf, kind: type[MasterWeightsState]) -> Leaf:
   """Returns the master of a parameter before the first step; None if that is its own."""
   if not is_half(param):
     return None
   master = jnp.asarray(param, jnp.float32)
-  return split(master, param) if splits and param.dtype == jnp.bfloat16 else master
+  splits = issubclass(kind, SplitMasterWeightsState) and param.dtype == jnp.bfloat16
+  return split(master, param) if splits else master
 
 
-def _check_split(master: PyTree, params: Params, where: str, *, view: bool) -> None:
-  """Raises if the parameters whose remainders a state holds are not there, or are others."""
-  # `view` says whether they may be bfloat16 in float32, as wrappers show it.
-  problems = []
-  dtypes = (jnp.bfloat16, jnp.float32) if view else (jnp.bfloat16,)
+def _check_split(master: PyTree, params: Params, where: str) -> None:
+  """Raises if the parameters whose masters a state holds are of another tree, shape or dtype."""
 
-  def check(m: Leaf, p: Leaf) -> None:
-    if is_remainder(m):
-      dtype, shape = getattr(p, "dtype", None), jnp.shape(p) if is_array_like(p) else None
-      if shape != m.shape or dtype not in dtypes:
-        got = type(p).__name__ if dtype is None else f"{dtype}{list(shape or ())}"
-        problems.append(f"{got} for bfloat16{list(m.shape)}")
+  def expected(m: Leaf, p: Leaf) -> Leaf:
+    return jax.ShapeDtypeStruct(m.shape, jnp.bfloat16) if is_remainder(m) else p
 
   try:
-    map_masters(check, master, params)
+    problems = tree_differences(map_masters(expected, master, params), params, dtypes=True)
   except ValueError as error:
-    problems.append(f"another tree ({error})")
+    problems = [f"another tree ({error})"]
   if problems:
     raise MpjaxValueError(
       where,
       expected='the parameters of this state: with storage="split" they are the upper half of it',
       got=listed(problems),
-      fix="Pass the bfloat16 parameters to which the updates of this very state were applied.",
+      fix="Pass those to which the updates of this very state were applied, bfloat16 parameters if "
+      "masters are split. Of Flax NNX pass state and parameters without their variables: "
+      "nnx.as_pure(optimizer.opt_state) and nnx.as_pure(nnx.state(model, nnx.Param)).",
     )
 
 
 # How a wrapper calls its inner optimizer that shows it the parameters in float32.
-
-
 def init_shown(
   inner: optax.GradientTransformationExtraArgs, params: Params, where: str
 ) -> OptState:
   """Returns the state of an `inner` that is shown `params` in float32, with all masters."""
+
+  def reshaped(got: str) -> MpjaxTypeError:
+    expected = "master_weights to see the tree of the parameters"
+    fix = "Put master_weights around what reshapes the tree, such as optax.flatten."
+    got = f"a tree of another structure ({got})"
+    return MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+
   # What is inside cannot tell which of them are stored in low precision: masters are added here.
-  problems = []
-
   def adopted(state: MasterWeightsState) -> MasterWeightsState:
-    splits = isinstance(state, SplitMasterWeightsState)
-
     def one(m: Leaf, p: Leaf) -> Leaf:
       # A None is a leaf of its own, while what optax masks out may be a subtree.
       if m is None and p is not None and not jax.tree_util.all_leaves([p]):
-        problems.append(f"one array for {jax.tree.structure(p)}")
-      return _first_master(p, splits=splits) if m is None else m
+        raise reshaped(f"one array for {jax.tree.structure(p)}")
+      return _first_master(p, type(state)) if m is None else m
 
-    try:
-      return state._replace(master=map_masters(one, state.master, params))
-    except ValueError as error:
-      problems.append(str(error))
-      return state
+    return state._replace(master=map_masters(one, state.master, params))
 
-  state = map_states(adopted, inner.init(float32_view(params)))
-  if problems:
-    raise MpjaxTypeError(
-      where,
-      expected="master_weights to see the tree of the parameters",
-      got=f"a tree of another structure ({'; '.join(problems)})",
-      fix="Put master_weights around what reshapes the tree, such as optax.flatten.",
-    )
-  return jax.tree.map(strong, state)
+  state = inner.init(float32_view(params))
+  try:
+    return jax.tree.map(strong, map_states(adopted, state))
+  except ValueError as error:
+    raise reshaped(str(error)) from error
 
 
 def update_shown(
@@ -361,9 +320,13 @@ def update_shown(
     new_updates, new = inner.update(grads, state, view, **extra_args)
   else:
     for one in states if params is not None else ():
-      _check_split(one.master, params, f"{where}(params)", view=False)
+      _check_split(one.master, params, f"{where}(params)")
     new_updates, new = inner.update(grads, marked(state), view, **extra_args)
     new = marked(new, SplitMasterWeightsState)
+
+  def reach(master: Leaf, param: Leaf, update: Leaf) -> Leaf:
+    return update if is_hole(master) or is_remainder(master) else update_to(master, param)
+
   for one in nodes_of(new, MasterWeightsState):
     new_updates = map_masters(reach, one.master, params, new_updates)
   return new_updates, new
@@ -374,12 +337,30 @@ def marked(opt_state: T, kind: type[SplitMasterWeightsState] = ShownMasterWeight
   return map_states(lambda x: kind(*x) if isinstance(x, SplitMasterWeightsState) else x, opt_state)
 
 
-def reach(master: Leaf, param: Leaf, update: Leaf) -> Leaf:
-  """Returns the update that leads a parameter to its rounded master, or `update` if it does."""
-  return update if is_hole(master) or is_remainder(master) else update_to(master, param)
+def masters_in(opt_state: OptState, where: str) -> PyTree:
+  """Returns the masters of all parts of a tree in one tree; None if there is no state of any."""
+
+  def merge(a: PyTree, b: PyTree) -> PyTree:
+    # Where one has a hole, which may replace an entire subtree, the other's subtree is taken.
+    if is_hole(a) or is_hole(b):
+      return b if is_hole(a) else a
+    a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
+    b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
+    if treedef != other or any(child is a for child in a_children):
+      expected = "masters of separate parts of one tree"
+      got = f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}"
+      fix = "Use master_weights once, or in the branches of one optax.multi_transform."
+      raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+    return treedef.unflatten(map(merge, a_children, b_children))
+
+  states = nodes_of(opt_state, MasterWeightsState)
+  return functools.reduce(merge, (state.master for state in states), None)
 
 
-# The masters in a state.
+def merged_masters(opt_state: OptState) -> Params:
+  """Returns the float32 masters in `opt_state`, with None for other parameters; or None."""
+  unless_float32 = lambda m: None if is_hole(m) or is_remainder(m) else m  # noqa: E731
+  return map_masters(unless_float32, masters_in(opt_state, "mpjax.master_weights(inner)"))
 
 
 def master_params(opt_state: OptState, params: Params = None) -> Params:
@@ -388,8 +369,8 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
   Args:
     opt_state: a state that holds one `mpjax.master_weights`, or several for parts of the tree.
     params: the parameters, for those that are their own master. With `storage="split"` they are
-      needed: those to which the last updates of this state were applied. Others give other masters,
-      and cannot be told from them but by their shapes and dtypes.
+      needed: those to which the last updates of this state were applied. Others of the same shapes
+      and dtypes give other masters.
 
   Returns:
     A tree like the parameters, float32 where a parameter is stored in 16 bits. Elsewhere it has the
@@ -397,41 +378,27 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
 
   Raises:
     MpjaxTypeError: there is no `master_weights` in the state.
-    MpjaxValueError: a parameter has two masters, or `params` is another tree; with
-      `storage="split"` there are no `params`, or they are of another shape or dtype.
+    MpjaxValueError: a parameter has two masters, or `params` are missing or not those of the state.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
-  >>> opt_state = mpjax.master_weights(optax.adam(1e-3)).init(params)
-  >>> mpjax.master_params(opt_state)
+  >>> mpjax.master_params(mpjax.master_weights(optax.adam(1e-3)).init(params))
   {'norm': None, 'w': Array([1., 1.], dtype=float32)}
   """
-  where = "mpjax.master_params(params)"
-  of_state = "mpjax.master_params(opt_state)"
-  merged = merge_masters(_states_in(opt_state, of_state), of_state)
-  if params is None:
-    if has_split(opt_state):
-      raise MpjaxValueError(
-        where,
-        expected='the parameters: with storage="split" the state has the lower half of each master',
-        got="None",
-        fix="Pass mpjax.master_params(opt_state, params) with the parameters that belong to the "
-        "state; for mpjax.apply_updates(params, updates) no master is needed.",
-      )
-    return merged_masters(opt_state)
-  try:
-    map_masters(lambda m, p: None, merged, params)
-  except ValueError as error:
-    raise MpjaxValueError(
-      where,
-      expected="the tree that the state was created for",
-      got=f"another one ({error})",
-      fix="Pass the parameters that are trained with this state. Of Flax NNX, pass state and "
-      "parameters without their variables: nnx.as_pure(optimizer.opt_state) and "
-      "nnx.as_pure(nnx.state(model, nnx.Param)).",
-    ) from error
-  _check_split(merged, params, where, view=False)
-  return trained_of(merged, params)
+  where, of_state = "mpjax.master_params(params)", "mpjax.master_params(opt_state)"
+  _check_masters(opt_state, of_state)
+  masters = masters_in(opt_state, of_state)
+  if params is not None:
+    _check_split(masters, params, where)
+    return map_masters(_trained, masters, params)
+  if any(map(is_remainder, jax.tree.leaves(masters))):
+    expected = 'the parameters: with storage="split" the state has the lower half of each master'
+    fix = (
+      "Pass mpjax.master_params(opt_state, params) with the parameters that belong to the state; "
+      "for mpjax.apply_updates(params, updates) no master is needed."
+    )
+    raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
+  return merged_masters(opt_state)
 
 
 def set_master_params(opt_state: T, params: Params) -> T:
@@ -441,8 +408,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
   `storage="split"` these, and no others, belong to the new state.
 
   Args:
-    opt_state: a state that holds `mpjax.master_weights`, created by `init` for the 16-bit
-      parameters. It is not changed.
+    opt_state: a state of `mpjax.master_weights`, from `init` of the 16-bit parameters.
     params: a tree like the parameters, in their shapes, of any floating dtype.
 
   Returns:
@@ -453,15 +419,12 @@ def set_master_params(opt_state: T, params: Params) -> T:
     MpjaxValueError: `params` has other leaves or shapes, or is not floating.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> trained = {"w": jnp.asarray([1.001])}
-  >>> params = mpjax.Policy.parse("bfloat16").cast_to_param(trained)
-  >>> opt_state = mpjax.master_weights(optax.adam(1e-3)).init(params)
-  >>> opt_state = mpjax.set_master_params(opt_state, trained)
-  >>> print(params["w"], mpjax.master_params(opt_state)["w"])
-  [1] [1.001]
+  >>> tx, params = mpjax.master_weights(optax.adam(1e-3)), jnp.ones(1, jnp.bfloat16)
+  >>> opt_state = mpjax.set_master_params(tx.init(params), jnp.asarray([1.001]))
+  >>> print(mpjax.master_params(opt_state))
+  [1.001]
   """
-  where = "mpjax.set_master_params(params)"
-  _states_in(opt_state, "mpjax.set_master_params(opt_state)")
+  _check_masters(opt_state, "mpjax.set_master_params(opt_state)")
   problems = []
 
   def put(path: KeyPath, old: Leaf, new: Leaf) -> Leaf:
@@ -479,59 +442,24 @@ def set_master_params(opt_state: T, params: Params) -> T:
     new = jax.tree_util.tree_map_with_path(put, state.master, params, is_leaf=is_hole)
     return state._replace(master=new)
 
-  fix = "Pass the float32 parameters of the same model, with the tree that init was given."
   try:
-    new_state = map_states(put_all, opt_state)
+    opt_state = map_states(put_all, opt_state)
   except ValueError as error:
-    expected, got = "the tree that the state was created for", f"another one ({error})"
-    raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
+    problems.append(f"another tree ({error})")
   if problems:
-    expected, got = "floating arrays in the shapes of the masters", listed(problems)
-    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  return new_state
-
-
-def merged_masters(opt_state: OptState) -> Params:
-  """Returns the float32 masters in `opt_state`, with None for other parameters; or None."""
-  merged = merge_masters(nodes_of(opt_state, MasterWeightsState), "")
-  return map_masters(lambda m: None if is_hole(m) or is_remainder(m) else m, merged)
-
-
-def has_split(opt_state: OptState) -> bool:
-  """Whether masters in `opt_state` need the parameters that they were split from."""
-  states = nodes_of(opt_state, MasterWeightsState)
-  return any(map(is_remainder, jax.tree.leaves([state.master for state in states])))
-
-
-def _states_in(opt_state: OptState, where: str) -> list[MasterWeightsState]:
-  states = nodes_of(opt_state, MasterWeightsState)
-  if not states:
-    raise MpjaxTypeError(
-      where,
-      expected="the state of an optimizer with mpjax.master_weights",
-      got=f"{kind_of(opt_state)} without masters",
-      fix="Wrap the optimizer, tx = mpjax.master_weights(tx); parameters that are stored in "
-      "float32 need none.",
+    raise MpjaxValueError(
+      "mpjax.set_master_params(params)",
+      expected="floating arrays in the tree and in the shapes of the masters",
+      got=listed(problems),
+      fix="Pass the float32 parameters of the same model, with the tree that init was given.",
     )
-  return states
+  return opt_state
 
 
-def merge_masters(states: Iterable[MasterWeightsState], where: str) -> PyTree:
-  """Returns the masters of states for parts of one tree in one tree; None if there is no state."""
-
-  def merge(a: PyTree, b: PyTree) -> PyTree:
-    # Where one has a hole, which may replace an entire subtree, the other's subtree is taken.
-    if is_hole(a) or is_hole(b):
-      return b if is_hole(a) else a
-    a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
-    b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
-    if treedef != other or any(child is a for child in a_children):
-      raise MpjaxValueError(
-        where,
-        expected="masters of separate parts of one tree",
-        got=f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}",
-        fix="Use master_weights once, or in the branches of one optax.multi_transform.",
-      )
-    return treedef.unflatten(map(merge, a_children, b_children))
-
-  return functools.reduce(merge, (state.master for state in states), None)
+def _check_masters(opt_state: OptState, where: str) -> None:
+  """Raises if there are no masters in a state."""
+  if not nodes_of(opt_state, MasterWeightsState):
+    expected = "the state of an optimizer with mpjax.master_weights"
+    got = f"{kind_of(opt_state)} without masters"
+    fix = "Wrap the optimizer, tx = mpjax.master_weights(tx), if parameters are stored in 16 bits."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)

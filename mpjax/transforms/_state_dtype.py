@@ -1,5 +1,6 @@
 """The optax wrapper that stores the moments of an optimizer in low precision."""
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from mpjax._core.dtypes import HALF_NAMES, parse_dtype
-from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, check_flag
+from mpjax._core.errors import REFUSALS, MpjaxValueError, check_choice, check_flag
 from mpjax._core.trees import is_floating, saturate
 from mpjax._core.types import (
   Array,
@@ -29,36 +30,32 @@ from mpjax._core.types import (
 from mpjax.transforms._apply_updates import check_rounding, round_stochastically
 from mpjax.transforms._checks import check_inner, check_state
 
-Order = Literal["first", "second"]
+Moment = Literal["mu", "nu"]
+"""A first or a second moment, by the argument that says how it is stored."""
 
-_FIELDS: dict[str, Order] = {
-  **dict.fromkeys(("mu", "trace", "m1", "exp_avg"), "first"),
-  **dict.fromkeys(("nu", "nu_max", "exp_avg_sq"), "second"),
+_FIELDS: dict[str, Moment] = {
+  **dict.fromkeys(("mu", "trace", "m1", "exp_avg"), "mu"),
+  **dict.fromkeys(("nu", "nu_max", "exp_avg_sq"), "nu"),
 }
 """Which moment a field of a state holds.
 
 Not m2 of AdEMAMix, which decays by 1e-4 a step.
 """
 
-_FIELDS_OF: dict[str, dict[str, Order]] = {
-  "ScaleBySM3State": {"mu": "second", "nu": "first"},
+_FIELDS_OF: dict[str, dict[str, Moment]] = {
+  "ScaleBySM3State": {"mu": "nu", "nu": "mu"},
   # The mean, whose square is subtracted from nu: rounded, the difference may be negative.
-  "ScaleByRStdDevState": {"mu": "second", "nu": "second"},
-  "ScaleByRStdDevWithCountState": {"mu": "second", "nu": "second"},
-  "ScaleByAdanState": {"m": "first", "v": "first", "n": "second"},
+  "ScaleByRStdDevState": {"mu": "nu", "nu": "nu"},
+  "ScaleByRStdDevWithCountState": {"mu": "nu", "nu": "nu"},
+  "ScaleByAdanState": {"m": "mu", "v": "mu", "n": "nu"},
 }
 """The same for states of optax that mean something else by a name, or have names of their own."""
 
 
 class StochasticState(NamedTuple):
-  """The state of `mpjax.state_dtype(..., rounding="stochastic")`.
+  """The state of `mpjax.state_dtype(..., rounding="stochastic")`."""
 
-  Args:
-    steps: int32 of shape (), the updates that were made, from which the random bits come.
-    inner_state: the state of the inner optimizer.
-  """
-
-  steps: Array
+  steps: Array  # int32 of shape (): the updates so far, from which the random bits come
   inner_state: OptState
 
 
@@ -75,23 +72,14 @@ def state_dtype(
   Each update reads the first moments in float32, computes with them as `inner` does, and rounds
   what it stores; what is beyond the range of the dtype is its largest number, not inf. (`mu_dtype`
   of optax decays the stored moment in its own dtype, and some optimizers have none.) Moments are
-  found by the names of fields, wherever they are in chains, masks, labels and injected
-  hyperparameters: `mu`, `trace` (the momentum of `optax.sgd`), `m1`, `exp_avg`, `m` and `v` of
-  `optax.adan`, and `nu` of `optax.sm3`, which is its momentum. `mu` of
-  `optax.rmsprop(centered=True)`, a part of its second moment, stays in float32, and so does the
-  slow `m2` of `optax.contrib.ademamix`.
+  found by the names of fields, wherever they are: `mu`, `trace` (the momentum of `optax.sgd`),
+  `m1`, `exp_avg`, `m` and `v` of `optax.adan`, and `nu` of `optax.sm3`, which is its momentum.
 
   Rounded to nearest, a decay of 0.9 or 0.95 does in bfloat16. From 0.998 on, a step changes a
   moment by less than its rounding, and is lost; rounded stochastically, it is right on average.
   float16 has no numbers below 6e-8, as first moments often are. Second moments are refused for the
-  same reasons: with a decay of 0.999 they stop in bfloat16 at a quarter of what they are; in
-  float16 small ones are 0, and the update is inf or NaN within steps. Where they are allowed,
-  `init` warns of a decay that is out of reach of the dtype, which two steps on arrays of one number
-  show.
-
-  `mpjax.loss_scaling` belongs around it; it may be inside of `mpjax.master_weights` or around it.
-  `mpjax.checkpoints.restore_like(..., cast=True)` reads what was saved without it, or with it
-  rounded to nearest.
+  same reasons; where they are allowed, `init` warns of a decay that is out of reach of the dtype.
+  `mpjax.loss_scaling` belongs around it; `mpjax.master_weights` may be inside or around.
 
   Args:
     inner: the optimizer.
@@ -108,8 +96,7 @@ def state_dtype(
     MpjaxTypeError: `inner` is no optax transformation, or an argument has the wrong type; `update`:
       the state is not one of this transformation.
     MpjaxValueError: a dtype that no moment is stored in; an unknown `rounding`; `nu` without
-      `allow_second_moments`; neither `mu` nor `nu`; `init`: there is no such moment in the state of
-      `inner`.
+      `allow_second_moments`; neither `mu` nor `nu`; `init`: there is no such moment.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.state_dtype(optax.adam(1e-3), mu="bfloat16")
@@ -123,58 +110,55 @@ def state_dtype(
   stochastic = rounding == "stochastic"
   check_flag(allow_second_moments, "mpjax.state_dtype(allow_second_moments)")
   if nu is not None and not allow_second_moments:
-    raise MpjaxValueError(
-      "mpjax.state_dtype(nu)",
-      expected="second moments in float32",
-      got=repr(nu),
-      fix="Leave nu out: with a decay of 0.999 a second moment no longer moves in bfloat16 (a step "
-      "is less than its rounding), and in float16 small ones are 0, which gives inf or NaN within "
-      "steps. allow_second_moments=True stores them so nevertheless.",
+    expected = "second moments in float32"
+    fix = (
+      "Leave nu out: with a decay of 0.999 a second moment no longer moves in bfloat16, and in "
+      "float16 small ones are 0, which gives inf or NaN. allow_second_moments=True stores them so."
     )
-  arguments = {"first": ("mu", mu), "second": ("nu", nu)}
-  dtypes = {
-    order: _check_dtype(dtype, f"mpjax.state_dtype({name})")
-    for order, (name, dtype) in arguments.items()
-    if dtype is not None
-  }
+    raise MpjaxValueError("mpjax.state_dtype(nu)", expected=expected, got=repr(nu), fix=fix)
+  arguments: dict[Moment, DTypeLike | None] = {"mu": mu, "nu": nu}
+  dtypes: dict[Moment, DType] = {}
+  for moment, dtype in arguments.items():
+    if dtype is not None:
+      # Narrower numbers would need a scale for each block of a moment.
+      dtypes[moment] = parse_dtype(dtype, f"mpjax.state_dtype({moment})")
+      names = (*HALF_NAMES, "float32")
+      check_choice(dtypes[moment].name, names, f"mpjax.state_dtype({moment})")
   if not dtypes:
-    raise MpjaxValueError(
-      "mpjax.state_dtype(mu)",
-      expected="a dtype for first moments",
-      got="None, and none for second ones",
-      fix='Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.',
-    )
+    expected, got = "a dtype for first moments", "None, and none for second ones"
+    fix = 'Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.'
+    raise MpjaxValueError("mpjax.state_dtype(mu)", expected=expected, got=got, fix=fix)
+
+  def is_stored(moment: Moment, x: Leaf) -> bool:
+    return moment in dtypes and is_floating(x) and x.dtype.itemsize <= 4
 
   def stored(state: OptState, containers: set[Class], steps: Array) -> OptState:
     number = itertools.count()
     key = jax.random.fold_in(jax.random.key(0), steps) if stochastic else None
 
-    def one(x: Leaf, order: Order) -> Leaf:
-      if order not in dtypes or not _is_stored(x):
+    def one(moment: Moment, x: Leaf) -> Leaf:
+      if not is_stored(moment, x):
         return x
-      x = saturate(x, dtypes[order])
+      x = saturate(x, dtypes[moment])
       if key is None:
-        return x.astype(dtypes[order])
-      return round_stochastically(x, dtypes[order], jax.random.fold_in(key, next(number)))
+        return x.astype(dtypes[moment])
+      return round_stochastically(x, dtypes[moment], jax.random.fold_in(key, next(number)))
 
     state = _map_moments(one, state, containers)
     return StochasticState(steps, state) if stochastic else state
 
   def init(params: Params) -> OptState:
-    containers, orders = _types_in(params), set()
+    containers, moments = _types_in(params), set[Moment]()
     inner_state = inner.init(params)
-    _map_moments(lambda x, order: orders.add(order), inner_state, containers)
-    missing = [arguments[order][0] for order in dtypes if order not in orders]
+    _map_moments(lambda moment, x: moments.add(moment), inner_state, containers)
+    missing = [moment for moment in dtypes if moment not in moments]
     if missing and jax.tree.leaves(params):
-      raise MpjaxValueError(
-        f"mpjax.state_dtype({', '.join(missing)})",
-        expected="an optimizer with such moments in its state",
-        got=f"one with {' and '.join(sorted(orders)) + ' moments' if orders else 'none'}",
-        fix="Leave it out for this optimizer; moments are found by the names of fields, "
-        f"{', '.join(_FIELDS)}.",
-      )
-    if "second" in dtypes and not stochastic:
-      _warn_of_decays(inner, params, dtypes["second"])
+      at, expected = f"mpjax.state_dtype({', '.join(missing)})", "an optimizer with such moments"
+      got = f"one with {' and '.join(sorted(moments)) or 'none'}"
+      fix = f"Leave it out here; moments are found by the names of fields, {', '.join(_FIELDS)}."
+      raise MpjaxValueError(at, expected=expected, got=got, fix=fix)
+    if "nu" in dtypes and not stochastic:
+      _warn_of_decays(inner, params, dtypes["nu"])
     return stored(inner_state, containers, jnp.zeros((), jnp.int32))
 
   def update(
@@ -185,8 +169,8 @@ def state_dtype(
       state = check_state(state, StochasticState, f"{where}.update(state)")
       steps, state = optax.safe_increment(state.steps), state.inner_state
 
-    def widen(x: Leaf, order: Order) -> Leaf:
-      return x.astype(jnp.float32) if order in dtypes and _is_stored(x) else x
+    def widen(moment: Moment, x: Leaf) -> Leaf:
+      return x.astype(jnp.float32) if is_stored(moment, x) else x
 
     wide = _map_moments(widen, state, containers)
     new_updates, new = inner.update(updates, wide, params, **extra_args)
@@ -201,20 +185,28 @@ def _warn_of_decays(
   """Warns if second moments of `inner` do not come near their value in `dtype`."""
   # What a step with a gradient of 0 leaves of a moment of 1 is its decay; of a maximum or a sum it
   # is all.
-  containers, decays = _types_in(params), set()
+  containers, decays = _types_in(params), set[float]()
   try:
     with jax.ensure_compile_time_eval():
       single = jax.tree.map(lambda p: jnp.ones((1,) * p.ndim, p.dtype), params)
       zeros = jax.tree.map(jnp.zeros_like, single)
       # The first step of some optimizers sets their moments.
       _, state = inner.update(zeros, inner.init(single), single)
-      ones = lambda x, order: jnp.ones_like(x) if order == "second" else x  # noqa: E731
+      ones = lambda moment, x: jnp.ones_like(x) if moment == "nu" else x  # noqa: E731
       _, state = inner.update(zeros, _map_moments(ones, state, containers), single)
-      note = lambda x, order: decays.add(float(x.max())) if order == "second" else x  # noqa: E731
+      note = lambda moment, x: decays.add(float(x.max())) if moment == "nu" else x  # noqa: E731
       _map_moments(note, state, containers)
   except REFUSALS:  # It wants more arguments, other shapes, or a traced learning rate.
     return
-  stops = ((_settled(decay, dtype), decay) for decay in decays if 0 < decay < 1)
+
+  def settled(decay: float) -> float:
+    # Where a moment that begins at 0 and should go to 1 stops.
+    old, new = -1.0, 0.0
+    while new != old:
+      old, new = new, float(np.asarray(decay * new + (1 - decay), dtype))
+    return new
+
+  stops = ((settled(decay), decay) for decay in decays if 0 < decay < 1)
   reached, decay = min(stops, default=(1.0, 0.0))
   if reached < 1 - 2.0**-5:
     warnings.warn(
@@ -226,31 +218,6 @@ def _warn_of_decays(
     )
 
 
-def _settled(decay: float, dtype: DType) -> float:
-  """Returns where a moment that begins at 0 and should go to 1 stops in `dtype`."""
-  old, new = -1.0, 0.0
-  while new != old:
-    old, new = new, float(np.asarray(decay * new + (1 - decay), dtype))
-  return new
-
-
-def _check_dtype(dtype: DTypeLike, where: str) -> DType:
-  expected = "'bfloat16', 'float16' or 'float32'"
-  fix = "Narrower numbers need a scale for each block of a moment, which is not done here."
-  try:
-    parsed = parse_dtype(dtype, where)
-  except MpjaxTypeError as error:
-    raise MpjaxTypeError(where, expected=expected, got=repr(dtype), fix=fix) from error
-  if parsed.name not in (*HALF_NAMES, "float32"):
-    raise MpjaxValueError(where, expected=expected, got=repr(parsed.name), fix=fix)
-  return parsed
-
-
-def _is_stored(x: Leaf) -> bool:
-  """Whether an array of a moment is: of 64 bits or complex it stays as it is."""
-  return is_floating(x) and x.dtype.itemsize <= 4
-
-
 def _types_in(tree: PyTree) -> set[Class]:
   """Returns the types of the containers in a tree of parameters, whose fields are no moments."""
   nodes = list[object]()
@@ -259,23 +226,19 @@ def _types_in(tree: PyTree) -> set[Class]:
 
 
 def _map_moments(
-  f: Callable[[Leaf, Order], Leaf], state: OptState, containers: set[Class]
+  f: Callable[[Moment, Leaf], Leaf], state: OptState, containers: set[Class]
 ) -> OptState:
-  """Returns a state with `f` of each array in a moment, and of that moment's name."""
+  """Returns a state with `f` of each moment's name and of each array in it."""
   # `containers` are types of the parameters' own: a NamedTuple of them may have a field `mu`.
-
-  def visit(x: PyTree) -> PyTree:
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
-    if any(child is x for _, child in pairs):
-      return x
-    fields = {} if type(x) in containers else _FIELDS_OF.get(type(x).__name__, _FIELDS)
-    children = []
-    for (*_, key), child in pairs:
-      order = fields.get(key.name) if isinstance(key, GetAttrKey) else None
-      children.append(visit(child) if order is None else each(child, order))
-    return treedef.unflatten(children)
-
-  def each(moment: PyTree, order: Order) -> PyTree:
-    return jax.tree.map(lambda x: f(x, order), moment)
-
-  return visit(state)
+  pairs, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
+  if any(child is state for _, child in pairs):
+    return state
+  fields = {} if type(state) in containers else _FIELDS_OF.get(type(state).__name__, _FIELDS)
+  children = []
+  for (*_, key), child in pairs:
+    moment = fields.get(key.name) if isinstance(key, GetAttrKey) else None
+    if moment is None:
+      children.append(_map_moments(f, child, containers))
+    else:
+      children.append(jax.tree.map(functools.partial(f, moment), child))
+  return treedef.unflatten(children)

@@ -12,15 +12,14 @@ from mpjax._core.frameworks import framework_of
 from mpjax._core.leaves import is_nnx_variable, path_text
 from mpjax._core.types import Array, OptState, Params, PyTree
 from mpjax.transforms._checks import refuse_integers
-from mpjax.transforms._masters import master_params
-from mpjax.transforms._monitor import MonitorState
-from mpjax.transforms._state import (
+from mpjax.transforms._loss_scale import (
   LossScalingState,
-  MasterWeightsState,
   OwnedScale,
   find_scale,
   scales_in,
 )
+from mpjax.transforms._masters import MasterWeightsState, master_params
+from mpjax.transforms._metrics import MonitorState
 from mpjax.transforms._trees import float32_view, nodes_of, place_like, strong
 
 

@@ -26,11 +26,16 @@ from mpjax._core.types import Array, Grads, KeyPath, OptState, Params, PyTree, U
 from mpjax.transforms._apply_updates import apply_updates, check_rounding
 from mpjax.transforms._checks import check_axes, refuse_other_state
 from mpjax.transforms._gradients import IntegerState, LossFn, Metrics, batch_gradients
-from mpjax.transforms._loss_scale import INT32_MAX, LossScaleState
+from mpjax.transforms._loss_scale import (
+  INT32_MAX,
+  AccumulationState,
+  LossScaleState,
+  LossScalingState,
+  replace_scale,
+)
 from mpjax.transforms._loss_scaling import AxisName
-from mpjax.transforms._masters import has_split, merged_masters
+from mpjax.transforms._masters import MasterWeightsState, merged_masters
 from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
-from mpjax.transforms._state import AccumulationState, LossScalingState, replace_scale
 from mpjax.transforms._train_state import TrainState, own_scale, trained_params
 from mpjax.transforms._trees import as_stored, float32_view, key_text, nodes_of
 from mpjax.transforms._value_and_grad import unscale
@@ -192,15 +197,15 @@ def make_train_step(
       got = f"ema_decay={ema_decay} and {'one' if has_average else 'none'}"
       fix = "Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)."
       raise MpjaxValueError(f"{where}: ema", expected=expected, got=got, fix=fix)
-    label = own_scale(state.opt_state, where).says
-    if max_retries and not label.dynamic:
-      expected, got = (
-        "0 with a loss scale that does not move",
-        f"{max_retries} with {label.config!r}",
-      )
+    scale = own_scale(state.opt_state, where)
+    if max_retries and not scale.dynamic:
+      expected = "0 with a loss scale that does not move"
+      got = f"{max_retries} with {scale.label!r}"
       fix = "Use DynamicLossScale: the same batch at the same scale overflows again."
       raise MpjaxValueError(f"{call}(max_retries)", expected=expected, got=got, fix=fix)
-    if rounding == "stochastic" and (state.rng is None or has_split(state.opt_state)):
+    if rounding == "stochastic" and (
+      state.rng is None or nodes_of(state.opt_state, MasterWeightsState)
+    ):
       raise MpjaxValueError(
         f"{call}(rounding='stochastic'): step(state)",
         expected="a PRNG key in the state, and parameters without masters, which round to nearest",
@@ -249,7 +254,7 @@ def make_train_step(
     # With the scale outermost, parameters are updated in the branch that is not skipped.
     applied = scaled and isinstance(state.opt_state, LossScalingState)
     if applied:
-      params, opt_state = checked_update(tx, grads, state, **extra, apply=apply)
+      params, opt_state = checked_update(tx, grads, state, **extra, _apply=apply)
     else:
       if not scaled:
         # The optimizer is called as it is, which without a loss scale wants gradients in the dtypes
@@ -316,8 +321,8 @@ def _retried(
   # or where the updates alone were bad. Where no run helped, one was skipped: the batch is to
   # blame, not the scale, which then is as after a single skip.
   where = "mpjax.make_train_step(max_retries)"
-  label = own_scale(state.opt_state, "").says
-  factor, (low, high) = label.fields["backoff_factor"], label.limits
+  scale = own_scale(state.opt_state, "")
+  factor, (low, high) = scale.fields["backoff_factor"], scale.limits
   # The shapes of the metrics are asked for first, and the loop then takes the same trace.
   attempt = jax.jit(attempt, inline=True)
   shapes = jax.eval_shape(attempt, state, batch)[1]

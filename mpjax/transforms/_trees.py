@@ -1,6 +1,7 @@
 """What the wrappers do to trees before and after the inner optimizer sees them; skipping a step."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
@@ -30,10 +31,7 @@ T = TypeVar("T")
 
 def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
   """Returns the nodes and leaves of `tree` that are a `kind`, but not those inside of them."""
-
-  def is_kind(x: object) -> bool:
-    return isinstance(x, kind)
-
+  is_kind = lambda x: isinstance(x, kind)  # noqa: E731
   return [x for x in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(x)]
 
 
@@ -50,12 +48,10 @@ def at_least_float32(x: Leaf) -> Array:
 
 def as_stored(new: PyTree, old: PyTree) -> PyTree:
   """Returns the tree `new` with its floating leaves in float16 or bfloat16 where `old` has them."""
-  # A tree of another structure is returned as it is.
   if jax.tree.structure(old) != jax.tree.structure(new):
     return new
-  return jax.tree.map(
-    lambda n, o: n.astype(o.dtype) if is_half(o) and is_inexact(n) else n, new, old
-  )
+  cast = lambda n, o: n.astype(o.dtype) if is_half(o) and is_inexact(n) else n  # noqa: E731
+  return jax.tree.map(cast, new, old)
 
 
 def float32_view(tree: PyTree) -> PyTree:
@@ -76,14 +72,11 @@ def hide_untrained(tree: PyTree, params: Params) -> PyTree:
   decisive = arrays_only(params)
   if all(map(is_inexact, jax.tree.leaves(decisive))):
     return tree
-
-  def one(x: Leaf, p: Leaf) -> Leaf:
-    return x if p is None or is_inexact(p) else optax.MaskedNode()
-
-  return jax.tree.map(one, tree, decisive, is_leaf=is_none)
+  shown = lambda x, p: x if p is None or is_inexact(p) else optax.MaskedNode()  # noqa: E731
+  return jax.tree.map(shown, tree, decisive, is_leaf=is_none)
 
 
-def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = True) -> Grads:
+def align_gradients(grads: Grads, params: Params, where: str) -> Grads:
   """Returns `grads` in the precision of `params`, with what cannot be trained where it has None."""
   # A gradient is 64-bit exactly where its parameter is: the moments, created from the parameters by
   # `init`, then never change dtype.
@@ -91,23 +84,32 @@ def align_gradients(grads: Grads, params: Params, where: str, *, strict: bool = 
     return grads
   refuse_none(grads, params, where, expected="a gradient for each parameter")
   params = arrays_only(params)
-  try:
+  with contextlib.suppress(ValueError):  # Another tree.
     grads = jax.tree.map(lambda g, p: p if g is None else g, grads, params, is_leaf=is_none)
-  except ValueError:  # Another tree.
-    if not strict:
-      return grads
-  if strict:
-    _check_gradients(grads, params, where)
+  problems = tree_differences(params, grads, dtypes=False)
 
-  def align(g: Leaf, p: Leaf) -> Leaf:
-    if not is_inexact(p) or not is_inexact(g):
+  def align(path: KeyPath, p: Leaf, g: Leaf) -> Leaf:
+    if not is_inexact(p):
+      return g
+    if not is_inexact(g):
+      problems.append(f"{jnp.result_type(g)} for {jnp.result_type(p)} at {key_text(path)}")
       return g
     own, bits = (jnp.finfo(jnp.result_type(x)).bits for x in (g, p))
     if (own == 64) == (bits == 64):
       return g
     return jnp.asarray(g, f"complex{2 * bits}" if jnp.iscomplexobj(g) else f"float{bits}")
 
-  return jax.tree.map(align, grads, params, is_leaf=is_none)
+  if not problems:
+    grads = jax.tree_util.tree_map_with_path(align, params, grads, is_leaf=is_none)
+  if problems:
+    raise MpjaxValueError(
+      where,
+      expected="gradients with the leaves of params",
+      got=listed(problems),
+      fix="Differentiate with respect to the very tree that is passed as params, and take the mean "
+      "over examples (for optax.contrib.dpsgd, which does that itself, leave params out).",
+    )
+  return grads
 
 
 def refuse_none(tree: PyTree, params: Params, where: str, *, expected: str) -> None:
@@ -132,26 +134,6 @@ def refuse_none(tree: PyTree, params: Params, where: str, *, expected: str) -> N
       "optax.chain(inner, optax.masked(optax.set_to_zero(), frozen)) instead of inner. What is "
       "None in params, gradients and state alike is left out.",
     )
-
-
-def _check_gradients(grads: Grads, params: Params, where: str) -> None:
-  def misfit(path: KeyPath, p: Leaf, g: Leaf) -> str | None:
-    if is_inexact(p) and not is_inexact(g):  # Integers for the gradient of a floating parameter.
-      return f"{jnp.result_type(g)} for {jnp.result_type(p)} at {jax.tree_util.keystr(path)}"
-    return None
-
-  problems = tree_differences(params, grads, dtypes=False)
-  if not problems:
-    pairs = jax.tree_util.tree_map_with_path(misfit, params, grads, is_leaf=is_none)
-    problems = jax.tree.leaves(pairs)
-  if problems:
-    fix = "Differentiate with respect to the very tree that is passed as params."
-    shapes, own = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (grads, params))
-    if shapes and all(shapes) and [shape[1:] for shape in shapes] == own:
-      fix = "Take the mean over the examples; "
-      fix += "for optax.contrib.dpsgd, which does, leave params out."
-    expected = "gradients with the leaves of params"
-    raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
 
 
 def differentiated(tree: PyTree) -> PyTree:
@@ -196,13 +178,9 @@ def place_like(params: Params, state: T) -> T:
   """Returns `state` with its own arrays where `params` are: replicated on their mesh."""
   # Scalars created by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and
   # the second step would be traced again for that.
-
-  def is_concrete(x: Leaf) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
-
-  placed = [x for x in jax.tree.leaves(params) if is_concrete(x)]
-  meshes = [x.sharding.mesh for x in placed if isinstance(x.sharding, jax.NamedSharding)]
-  committed = [x.sharding for x in placed if x.committed]
+  is_concrete = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer)  # noqa: E731
+  committed = [x.sharding for x in jax.tree.leaves(params) if is_concrete(x) and x.committed]
+  meshes = [sharding.mesh for sharding in committed if isinstance(sharding, jax.NamedSharding)]
   if meshes:
     where: jax.sharding.Sharding = jax.NamedSharding(meshes[0], jax.P())
   elif committed and len(committed[0].device_set) == 1:
@@ -228,36 +206,32 @@ def put_like(new: Array, old: Leaf) -> Array:
   return jax.device_put(new, old.sharding) if is_placed else new
 
 
-Step: TypeAlias = Callable[[OptState], tuple[Updates, OptState]]
-"""From an old state to updates and a new state."""
+def plain_array(x: Leaf) -> Leaf:
+  """Returns the array that a variable holds (`nnx.Optimizer` keeps its state in some), or `x`."""
+  held = None if isinstance(x, jax.Array) else getattr(x, "__jax_array__", None)
+  return x if held is None else held()
 
-_STATE_FIX = (
-  "Let inner return the same structure, shapes and dtypes as its init makes: nothing is cast or "
-  "broadcast here. optax.monitor begins with an empty state; optax.snapshot measures in init."
-)
+
+def full_like(x: Array, number: Array | float) -> Array:
+  """Returns an array of one number with the shape (of a vmapped state), dtype and place of `x`."""
+  # So the next step does not retrace. jnp.full_like itself fails of an array in host memory.
+  is_traced = isinstance(x, Tracer)
+  return jnp.full_like(x, number) if is_traced else put_like(jnp.full(x.shape, number, x.dtype), x)
+
+
+Step: TypeAlias = Callable[[OptState], tuple[Updates, OptState]]
 
 
 def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, OptState]:
   """Returns `step(old)`, or updates that change nothing and the old state."""
   # By `jax.lax.cond`, but outside of `jit` by a plain call: `cond` would compile both branches
   # again each time, since they are new functions.
-  if not isinstance(condition, Tracer):
-    if condition:
-      return step(old)
-    shapes = jax.eval_shape(step, old)
-    return nothing_like(shapes[0]), old
-  seen = []
-
-  def noted(old: OptState) -> tuple[Updates, OptState]:
-    out = step(old)
-    seen.append(jax.eval_shape(lambda: out))
-    return out
-
-  def skip(old: OptState) -> tuple[Updates, OptState]:
-    # `cond` traces one branch after the other; if it begins with this one, that costs a trace more.
-    shapes = seen[0] if seen else jax.eval_shape(step, old)
-    unchanged = jax.tree.map(varying_like, old, jax.eval_shape(lambda: old), shapes[1])
-    return nothing_like(shapes[0]), unchanged
+  traced = isinstance(condition, Tracer)
+  if not traced and condition:
+    return step(old)
+  # `jit` keeps the trace: the branch that steps is the one that the shapes are of.
+  step = jax.jit(step, inline=True) if traced else step
+  updates, new = jax.eval_shape(step, old)
 
   def varying_like(x: Leaf, own: object, other: jax.ShapeDtypeStruct) -> Leaf:
     # Over the same axes of a `shard_map` as the result of the other branch.
@@ -265,15 +239,18 @@ def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, 
       return x
     return jnp.where(False, jnp.full_like(other, 0), x)
 
-  return jax.lax.cond(condition, noted, skip, old)
+  def skip(old: OptState) -> tuple[Updates, OptState]:
+    unchanged = jax.tree.map(varying_like, old, jax.eval_shape(lambda: old), new)
+    return nothing_like(updates), unchanged
+
+  return jax.lax.cond(condition, step, skip, old) if traced else (nothing_like(updates), old)
 
 
 def step_or_select(
   applied: Array | None, step: Step, old: OptState, where: str
 ) -> tuple[Updates, OptState]:
   """Returns what `step_or_skip` does; where both are computed anyway, selects from them."""
-  # Nothing is skipped where `applied` is None. `where` is for the error about a new state that is
-  # unlike the old one.
+  # Nothing is skipped where `applied` is None. `where` is for the error about the new state.
   if applied is None:
     return step(old)
   traced = isinstance(applied, Tracer)
@@ -283,7 +260,11 @@ def step_or_select(
 
   def selected(old: OptState) -> tuple[Updates, OptState]:
     updates, new = step(old)
-    check_alike(new, old, where, fix=_STATE_FIX)
+    fix = (
+      "Let inner return the same structure, shapes and dtypes as its init makes (optax.monitor "
+      "begins with an empty state; optax.snapshot measures in init)."
+    )
+    check_alike(new, old, where, fix=fix)
     # In one call: what shares a mask, an update and the moments it comes from, shares a kernel.
     return pick(keep, (updates, new), (nothing_like(updates), old))
 
@@ -319,8 +300,5 @@ def stored_first(grads: Grads) -> Grads:
   """Returns `grads`, each computed and stored on a CPU before its consumers run."""
   # Else XLA for CPU keeps the transposed gradient of a matmul and copies it for each of its
   # consumers (the branch, the check, the norm), and all copies of all gradients are there at once.
-  return jax.lax.platform_dependent(
-    grads,
-    cpu=lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree),
-    default=lambda tree: tree,
-  )
+  stored = functools.partial(jax.tree.map, jax.lax.optimization_barrier)
+  return jax.lax.platform_dependent(grads, cpu=stored, default=lambda tree: tree)

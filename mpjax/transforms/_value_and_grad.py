@@ -14,8 +14,7 @@ from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, check
 from mpjax._core.frameworks import framework_of
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, PyTree
-from mpjax.transforms._loss_scale import unscale_tree
-from mpjax.transforms._state import find_scale, scale_reader
+from mpjax.transforms._loss_scale import find_scale, scale_reader, unscale_tree
 from mpjax.transforms._trees import at_least_float32
 
 P = ParamSpec("P")
@@ -74,7 +73,7 @@ def value_and_grad(
   fix = f"Write {call}(loss_fn, {state})(...)."
   check_callable(fun, f"{call}(fun)", expected=expected, fix=fix)
   owned = find_scale(opt_state, f"{call}({state})", name)
-  read, largest = scale_reader(owned, f"{call}(fun, {state})"), owned.says.largest
+  read, largest = scale_reader(owned, f"{call}(fun, {state})"), owned.largest
   options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}
   options |= {"allow_int": True} if allow_int else {}
 
@@ -137,7 +136,7 @@ def scale_loss(loss: Array, opt_state: OptState, *, name: str | None = None) -> 
   where = "mpjax.scale_loss(opt_state)"
   owned = find_scale(opt_state, where, name)
   check_loss(loss, "mpjax.scale_loss(loss)")
-  scale, largest = scale_reader(owned, where)(loss), owned.says.largest
+  scale, largest = scale_reader(owned, where)(loss), owned.largest
   if isinstance(loss, Tracer) and scale is not None and _may_overflow(loss, largest):
     warnings.warn(
       "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, "

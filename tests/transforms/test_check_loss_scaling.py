@@ -483,7 +483,7 @@ def test_what_cannot_be_checked():
   got, fix = "too many positional arguments", "mpjax.check_loss_scaling(step)(*args)"
   with refused(TypeError, WHERE, "arguments step", got, fix):
     mpjax.check_loss_scaling(step, PARAMS, opt_state, BATCH)
-  for got, kind in ((step(PARAMS, opt_state, BATCH), "a tuple"), (tx, "a LossScalingTransf")):
+  for got, kind in ((step(PARAMS, opt_state, BATCH), "a tuple"), (tx, "a GradientTransf")):
     with refused(TypeError, WHERE, "a training step", kind, fix):
       mpjax.check_loss_scaling(got)
   tx = optax.MultiSteps(tx, 2)

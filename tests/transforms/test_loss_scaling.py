@@ -19,7 +19,6 @@ WHERE = "mpjax.loss_scaling(inner)"
 BAD = [np.inf, -np.inf, np.nan]
 SGD = optax.sgd(0.1)
 DYNAMIC, STATIC4, OFF = mpjax.DynamicLossScale(), mpjax.StaticLossScale(4), mpjax.NoLossScale()
-EITHER = pytest.mark.parametrize("config", [STATIC4, OFF], ids=["scaled", "not scaled"])
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.01))
 PARAMS = {"w": jnp.asarray([1.0, -0.0, 3.0]), "b": jnp.asarray(-0.0, jnp.float32)}
 
@@ -319,14 +318,11 @@ def test_what_is_no_configuration():
 
 
 @pytest.mark.case("A59")
-def test_unknown_keywords():
-  names = "clipnorm", "weight_decay", "use_ema", "accumulate", "init", "growth_interval"
-  configs = DYNAMIC, {"a": DYNAMIC}
-  for config, unknown in itertools.product(configs, names):
-    where = f"mpjax.loss_scaling({unknown}=)"
-    expected = "loss_scale, axis_name, check_updates or name"
-    with refused(TypeError, where, expected, f"'{unknown}'", "are set on inner"):
-      mpjax.loss_scaling(SGD, config, **{unknown: 1})
+@pytest.mark.parametrize("unknown", ["clipnorm", "weight_decay", "use_ema", "accumulate"])
+def test_what_belongs_to_inner_is_no_keyword(unknown):
+  got = f"'{unknown}'"
+  with refused(TypeError, "mpjax.loss_scaling", "arguments inner", got, "are set on inner"):
+    mpjax.loss_scaling(SGD, **{unknown: 1})
 
 
 @pytest.mark.case("A49", "A58")
@@ -374,7 +370,7 @@ def test_an_axis_that_is_not_bound(devices):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_apply_returns_parameters_instead_of_updates(jit):
+def test_a_train_step_gets_parameters_instead_of_updates(jit):
   # Powers of two: whether a product and a sum are rounded once or twice makes no difference.
   tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), STATIC4)
   seen = []
@@ -384,7 +380,7 @@ def test_apply_returns_parameters_instead_of_updates(jit):
     return optax.apply_updates(params, updates)
 
   params, grads = jnp.asarray([1.0, 1e-40, -2.0]), jnp.asarray([4.0, 8.0, -4.0])
-  state, step = tx.init(params), functools.partial(tx.update, apply=apply)
+  state, step = tx.init(params), functools.partial(tx.update, _apply=apply)
   step = jax.jit(step) if jit else step
   stepped, after = step(grads, state, params)
   updates, expected = jax.jit(tx.update)(grads, state, params)
@@ -394,52 +390,14 @@ def test_apply_returns_parameters_instead_of_updates(jit):
   assert_bit_equal((skipped, after.inner_state), (params, state.inner_state))
 
 
-def moved_by(config):
-  """The update of a gradient of 1 at rate 0.5."""
-  return -0.5 / (1 if isinstance(config, mpjax.NoLossScale) else config.scale)
-
-
-@EITHER
-def test_apply_inside_of_another_transformation_is_refused(config):
-  # It would take the new parameters for updates.
-  tx = mpjax.loss_scaling(optax.sgd(0.5), config)
-  params = {"a": jnp.ones(2), "b": jnp.ones(1)}
-  other, part = optax.scale(0.5), "a part of the parameters"
-  along = "one that is part of an optax.chain, or was unpacked"
-  by_label = optax.multi_transform({"a": tx, "b": other}, {"a": "a", "b": "b"})
-  for wrapped, got, factor in (
-    (optax.chain(tx, other), along, 0.5),
-    (optax.GradientTransformationExtraArgs(*tx), along, 1),
-    (optax.masked(tx, {"a": True, "b": False}), part, 1),
-    (by_label, part, 1),
-  ):
-    state, fix = wrapped.init(params), "mpjax.loss_scaling(optax.chain(...))"
-    with refused(TypeError, f"{WHERE}.update(apply)", "to be outermost", got, fix):
-      wrapped.update(params, state, params, apply=lambda p, u, s: optax.apply_updates(p, u))
-    updates, _ = wrapped.update(params, state, params)
-    assert updates["a"].tolist() == [moved_by(config) * factor] * 2
-
-
-@EITHER
-def test_what_replaces_update_is_what_is_called(config):
-  tx = mpjax.loss_scaling(optax.sgd(0.5), config)
-  calls, params = [], jnp.ones(2)
-
-  def logged(*args, **kwargs):
-    calls.append(1)
-    return tx.update(*args, **kwargs)
-
-  wrapped, jitted = functools.wraps(tx.update)(logged), jax.jit(functools.wraps(tx[1])(logged))
-  partial = functools.partial(logged, loss=None)
-  for count, update in enumerate((wrapped, jitted, partial, logged)):
-    replaced = tx._replace(update=update)
-    updates, _ = replaced.update(params, replaced.init(params), params)
-    assert len(calls) == count + 1
-    assert updates.tolist() == [moved_by(config)] * 2
-  # With another init it is still the optimizer that it was.
-  again = tx._replace(init=lambda params: tx.init(params))
-  found, _ = again.update(params, again.init(params), params, apply=lambda p, u, s: p + u)
-  assert found.tolist() == [1 + moved_by(config)] * 2
+@pytest.mark.parametrize("config", [STATIC4, {"a": STATIC4}, {"a": OFF, "b": OFF}], ids=str)
+def test_a_function_that_computes_gradients_is_refused(config):
+  # What it returns was taken for unscaled gradients: steps four times too large.
+  tx = mpjax.loss_scaling(SGD, config)
+  grads = dict.fromkeys(config, PARAMS) if isinstance(config, dict) else PARAMS
+  where, got = f"{WHERE}.update(grad_fn)", "those of the scaled loss"
+  with refused(TypeError, where, "takes gradients", got, "opaque_mode=False"):
+    tx.update(grads, tx.init(PARAMS), PARAMS, grad_fn=lambda params, step: params)
 
 
 # Several losses: gradients and configurations that are refused

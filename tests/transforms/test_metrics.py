@@ -1,3 +1,4 @@
+import collections
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax._jaxprs.reader import walk
 from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
 from tests.programs import bits
@@ -85,18 +87,9 @@ def test_check_skipped_steps_names_no_path_of_what_may_have_more_leaves(optimize
   variables = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(2)}}
   for params in (variables, nnx.Linear(1, 1, rngs=nnx.Rngs(0))):
     mpjax.check_skipped_steps(tx.init(PARAMS), params=params)
-    got = "gradient leaf 1 (in the order of jax.tree.leaves; those that this loss scale sees)"
+    got = "gradient leaf 1 (in the order of jax.tree.leaves of the parameters that this loss scale"
     fix = 'Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
     blamed(state, got, fix=fix, params=params)
-
-
-def test_check_skipped_steps_takes_a_submodule_called_params():
-  # Its tree looks like variables; the moments of the optimizer show that it is what is trained.
-  params = {"params": jnp.ones(3), "x": jnp.ones(2)}
-  _, state = TX.update(params | {"x": jnp.full(2, jnp.nan)}, TX.init(params), params)
-  with pytest.raises(RuntimeError, match=r"in the gradient of \['x'\]\. ") as error:
-    mpjax.check_skipped_steps(state, 1, params=params)
-  assert "Pass variables" not in str(error.value)
 
 
 @pytest.mark.case("B034")
@@ -142,7 +135,7 @@ def test_check_skipped_steps_names_no_path_behind_a_mask():
   tx = optax.multi_transform(scaled, {name: name for name in nets})
   _, state = tx.update(bad, tx.init(nets), nets)
   mpjax.check_skipped_steps(state, 1, params=nets, name="critic")
-  got = "gradient leaf 0 (in the order of jax.tree.leaves; those that this loss"
+  got = "gradient leaf 0 (in the order of jax.tree.leaves of the parameters that this loss scale"
   blamed(state, got, fix="look for", params=nets, name="generator")
 
 
@@ -161,8 +154,8 @@ def test_check_skipped_steps_names_the_other_loss_whose_gradients_were_bad():
 
 def test_check_skipped_steps_sees_the_nan_of_a_run_without_loss_scaling():
   for optimizer, params, got in (
-    (optax.adam(0.1), None, "one in the optimizer's state at [0].mu['x']"),
-    (optax.sgd(0.1), PARAMS | {"x": BAD["x"]}, "one in params at ['x']"),
+    (optax.adam(0.1), None, "one at ['opt_state'][0].mu['x']"),
+    (optax.sgd(0.1), PARAMS | {"x": BAD["x"]}, "one at ['params']['x']"),
   ):
     tx = mpjax.loss_scaling(optimizer, mpjax.NoLossScale())
     _, state = tx.update(GOOD, tx.init(PARAMS), PARAMS)
@@ -255,3 +248,155 @@ def test_commit_wants_trees_alike():
   ):
     with refused(ValueError, SELECT, "like the old one", got, "same structure"):
       mpjax.select_tree(YES, new, {"a": jnp.ones(2), "b": jnp.ones(2)})
+
+
+# The monitor.
+
+
+def problem(dtype):
+  keys = jax.random.split(jax.random.key(0), 4)
+  params = {
+    "dense": {"kernel": jax.random.normal(keys[0], (8, 5), dtype), "bias": jnp.zeros(5, dtype)},
+    "steps": jnp.zeros((), jnp.int32),
+  }
+
+  def gradients(step):
+    # A third of the gradients are zero.
+    g = jax.random.normal(jax.random.fold_in(keys[1], step), (8, 5)).at[::3].set(0)
+    return {"dense": {"kernel": g, "bias": g[1]}, "steps": None}
+
+  return params, gradients
+
+
+HALF = pytest.mark.filterwarnings("ignore:.*stored in low precision")
+
+
+@HALF
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_counts_of_a_run_equal_those_of_numpy(dtype):
+  params, gradients = problem(dtype)
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8)))
+
+  @jax.jit
+  def step(params, opt_state, grads):
+    scaled = jax.tree.map(lambda g: (8 * g).astype(dtype), grads)
+    updates, opt_state = tx.update(scaled, opt_state, params)
+    return mpjax.apply_updates(params, updates), opt_state, updates
+
+  opt_state, seen = tx.init(params), 0
+  for number in range(4):
+    old = params
+    params, opt_state, updates = step(params, opt_state, gradients(number))
+    for leaf in ("kernel", "bias"):
+      counts = mpjax.monitor_counts(opt_state)[f"dense.{leaf}"]
+      before, after, u = (np.asarray(t["dense"][leaf]) for t in (old, params, updates))
+      lost = np.sum((before == after) & (u != 0))
+      seen += lost
+      zero = np.sum(np.asarray(gradients(number)["dense"][leaf]) == 0)
+      expected = {"size": u.size, "zero_gradients": zero, "updates": np.sum(u != 0)}
+      assert {key: int(n) for key, n in counts.items()} == expected | {"lost_updates": lost}
+  assert (seen > 0) == (dtype != jnp.float32)
+  assert set(mpjax.monitor_counts(opt_state)) == {"dense.kernel", "dense.bias"}
+
+
+def test_underflow_is_seen_as_zero_gradients():
+  params, small = {"w": jnp.ones(4)}, jnp.asarray([1e-8, 1e-8, 1.0, 1.0])
+  for scale, zeros in ((2.0, 2), (1024.0, 0)):
+    tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(scale)))
+    grads = {"w": (scale * small).astype(jnp.float16)}
+    _, state = tx.update(grads, tx.init(params), params)
+    assert int(mpjax.monitor_counts(state)["w"]["zero_gradients"]) == zeros
+
+
+def test_masters_lose_nothing():
+  params = {"w": jnp.ones(3, jnp.bfloat16), "norm": jnp.ones(3)}
+  grads = {"w": jnp.asarray([1e-4, 0.5, 0.0]), "norm": jnp.asarray([1e-4, 1e-9, 0.0])}
+  tx = mpjax.monitor(mpjax.loss_scaling(mpjax.master_weights(optax.sgd(1.0))))
+  _, state = jax.jit(tx.update)(jax.tree.map(lambda g: g * 2.0**15, grads), tx.init(params), params)
+  for path, updates, lost in (("w", 1, 0), ("norm", 2, 1)):
+    counts = {key: int(n) for key, n in mpjax.monitor_counts(state)[path].items()}
+    assert counts == {"size": 3, "zero_gradients": 1, "updates": updates, "lost_updates": lost}
+
+
+@HALF
+def test_in_a_train_step_without_a_scale_and_of_several_losses():
+  params, gradients = problem(jnp.bfloat16)
+  params, grads = ({"dense": tree["dense"]} for tree in (params, gradients(0)))
+
+  def loss_fn(params, model_state, batch, rng):
+    loss = sum(jnp.sum(p.astype(jnp.float32) * batch) for p in jax.tree.leaves(params))
+    return loss, (model_state, {})
+
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(8)))
+  state = mpjax.TrainState.create(params, tx)
+  for batch in (1.0, jnp.inf):  # The second is skipped.
+    state, _ = mpjax.make_train_step(loss_fn, tx, donate=False)(state, jnp.float32(batch))
+    counts = mpjax.monitor_counts(state.opt_state)["dense.bias"]
+    assert {key: int(n) for key, n in counts.items()} == {
+      "size": 5,
+      "zero_gradients": 0,
+      "updates": 5,
+      "lost_updates": 0,
+    }
+  several = {"a": mpjax.StaticLossScale(8), "b": mpjax.StaticLossScale(2)}
+  zeros = jax.tree.map(jnp.zeros_like, grads)
+  for inner, given in (
+    (optax.sgd(1e-3), grads),
+    (mpjax.loss_scaling(optax.sgd(1e-3), mpjax.NoLossScale()), grads),
+    (mpjax.loss_scaling(optax.sgd(1e-3), several), {"a": grads, "b": zeros}),
+    (mpjax.loss_scaling(optax.sgd(1e-3), {"a": several["a"]}), {"a": grads}),
+  ):
+    tx = mpjax.monitor(inner)
+    _, state = jax.jit(tx.update)(given, tx.init(params), params)
+    assert int(mpjax.monitor_counts(state)["dense.kernel"]["zero_gradients"]) == 15
+
+
+def test_in_an_nnx_optimizer_parameters_have_the_same_names_at_init_and_update():
+  model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(0.1)))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  _, grads = mpjax.value_and_grad(lambda m: jnp.sum(m(jnp.ones((1, 3)))), optimizer)(model)
+  optimizer.update(model, grads)
+  counts = mpjax.monitor_counts(optimizer)
+  assert {name: int(one["updates"]) for name, one in counts.items()} == {"bias": 2, "kernel": 6}
+
+
+def test_monitors_of_parts_of_a_tree_count_all_of_it():
+  # The first alone was reported.
+  params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3)}}
+  parts = {label: mpjax.monitor(optax.sgd(0.1)) for label in "xy"}
+  tx = mpjax.loss_scaling(optax.multi_transform(parts, {"a": "x", "b": "y"}))
+  _, state = tx.update(params, tx.init(params), params)
+  counts = mpjax.monitor_counts(state)
+  assert {name: int(one["size"]) for name, one in counts.items()} == {"a": 2, "b.c": 3}
+
+
+def test_errors_of_the_monitor():
+  params, fix = {"w": jnp.ones(2)}, "tx.update(grads, opt_state, params)"
+  plain = mpjax.loss_scaling(optax.sgd(0.1))
+  tx = mpjax.monitor(plain)
+  with refused(ValueError, "update(params)", "the parameters", "None", fix):
+    tx.update(params, tx.init(params))
+  where, got = "mpjax.monitor_counts(opt_state)", "without a monitor"
+  with refused(TypeError, where, "keeps counts", got, "mpjax.monitor(mpjax.loss_scaling(inner))"):
+    mpjax.monitor_counts(plain.init(params))
+  with refused(TypeError, "update(state)", "the state", "a LossScalingState", "init"):
+    tx.update(params, plain.init(params), params)
+  two, got = (tx.init(params), tx.init(params)), "2 that count the same parameters"
+  with refused(ValueError, where, "monitors of separate parts", got, "of one optimizer alone"):
+    mpjax.monitor_counts(two)
+
+
+def test_it_reads_each_array_in_one_pass():
+  params = {"a": jnp.ones(8), "b": jnp.ones((2, 4))}
+
+  def operations(monitor):
+    tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
+    tx = mpjax.monitor(tx) if monitor else tx
+    program = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    return collections.Counter(eqn.primitive.name for eqn in walk(program))
+
+  more = operations(True) - operations(False)
+  # Whatever is counted of a parameter, one reduction counts it: more of them would read it again.
+  assert more["reduce"] == len(params)
+  assert not {name for name in more if name.startswith("reduce_")}

@@ -309,11 +309,15 @@ def test_a_call_with_arguments_missing_unknown_or_swapped():
     (lambda: mpjax.value_and_grad(mlp), "arguments fun, opt_state", "'opt_state'"),
     (lambda: mpjax.value_and_grad(mlp, STATE, aux=True), "has_aux", "'aux'"),
     (lambda: mpjax.value_and_grad(STATE, mlp), "first argument", "a LossScalingState"),
-    (lambda: mpjax.value_and_grad(TX, STATE), "first argument", "a LossScalingTransformation"),
+    (
+      lambda: mpjax.value_and_grad(TX, STATE),
+      "first argument",
+      "a GradientTransformationExtraArgs",
+    ),
   ):
     fix = "mpjax.value_and_grad(loss_fn, opt_state)("
     with refused(TypeError, "mpjax.value_and_grad(fun", expected, got, fix):
       call()
-  where, got = "mpjax.value_and_grad(opt_state)", "a LossScalingTransformation"
+  where, got = "mpjax.value_and_grad(opt_state)", "a GradientTransformationExtraArgs"
   with refused(TypeError, where, "state", got, "tx.init(params)"):
     mpjax.value_and_grad(mlp, TX)

@@ -13,7 +13,7 @@ from mpjax._core.types import Args, Array, Kwargs, Leaf
 from mpjax._diagnostics.nonfinite.uses import is_cast, is_move
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.steps import Body, Step
-from mpjax.transforms._state import scales_in
+from mpjax.transforms._loss_scale import scales_in
 
 _LEAST = 8
 """A smaller factor of a loss is rather a weight of it than a loss scale."""
@@ -47,14 +47,14 @@ class Scale(NamedTuple):
 
 def scale_of(args: Args, kwargs: Kwargs, leaves: Sequence[Leaf]) -> Scale | None:
   """Returns the loss scale in the arguments of a function, if there is one."""
-  scales = [(one.says, one.state) for one in scales_in((args, kwargs)) if one.state is not None]
+  scales = [(one, one.state) for one in scales_in((args, kwargs)) if one.state is not None]
   if not scales:
     return None
-  says, largest = max(scales, key=lambda each: float(np.max(each[1].scale)))
+  owned, largest = max(scales, key=lambda each: float(np.max(each[1].scale)))
   held = {id(state.scale) for _, state in scales}
   return Scale(
     value=float(np.max(largest.scale)),
-    least=says.limits[0] if says.dynamic else 1.0,
+    least=owned.limits[0] if owned.dynamic else 1.0,
     step=int(np.max(largest.total)),
     arguments=frozenset(i for i, x in enumerate(leaves) if id(x) in held),
   )

@@ -32,7 +32,7 @@ from mpjax._jaxprs.primitives import OUTER_PRODUCT
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.runner import Look, run_on_host
 from mpjax._jaxprs.steps import Body, Step, body_of
-from mpjax.transforms._state import scales_in
+from mpjax.transforms._loss_scale import scales_in
 
 P = ParamSpec("P")
 
