@@ -1,42 +1,41 @@
 """What `find_nonfinite` looks at while a function runs, in three runs: each needs the one before.
 
-Flags: a small set of values whose finiteness implies that all values are finite. If x is inf or
-NaN, so is x + 1: where the sum is finite, x was. So a value needs no look if a step that passes on
-what is not finite reads it. In a training step a tenth of the values is enough, and only if one of
-these is not finite the steps are looked at which lead to it: for the first whose result is not
-finite though its operands are, and then for what the numbers were where it broke.
+`FlagProbe` looks at a small set of values whose finiteness implies that all values are finite. If x
+is inf or NaN, so is x + 1: where the sum is finite, x was. In a training step a tenth of the values
+is enough. Only if one of these is not finite, `FirstProbe` looks at the steps that lead to it, for
+the first whose result is not finite though its operands are, and `CaptureProbe` at the numbers of
+that one.
+
+An inf counts only if something reads it, other than a comparison, `is_finite`, or a `where` that
+discards it: of `jnp.where(x > 0, x * jnp.log(x), 0)` nobody sees log(0). `Uses` says which values
+may be discarded. Which of their elements are is known while the function runs: the number of the
+step that broke follows each element of them, until something computes with it.
 """
 
+import enum
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import primitives as p
 
 from mpjax._core.types import Array, NumpyArray
-from mpjax._diagnostics.nonfinite.scales import Rescale
-from mpjax._diagnostics.nonfinite.uses import (
-  Use,
-  Uses,
-  births,
-  can_break,
-  is_backward_factor,
-  is_cast,
-  is_elementwise,
-  is_inexact,
-  is_move,
-  is_nan,
-  is_select,
-  not_finite,
-)
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.in_float32 import is_low, results_in_float32, to_float32
 from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.reader import shape_of
+from mpjax._jaxprs.reader import Atom, aval_of, shape_of
 from mpjax._jaxprs.runner import Around, Observer
 from mpjax._jaxprs.steps import Body, Step
+
+Row: TypeAlias = dict[str, Array]
+"""What is known of an array: fields of `Range`."""
+
+Captured: TypeAlias = tuple[Array, Array, list[Row]]
 
 _PASS_ON = frozenset(
   (
@@ -49,17 +48,189 @@ _PASS_ON = frozenset(
 """Primitives whose result is not finite where an operand is not: 0 * inf is NaN."""
 
 
-def _passes_on(step: Step, position: int) -> bool:
-  eqn = step.eqn
-  if step.bodies or not eqn.outvars or not is_inexact(eqn.outvars[0]):
+def is_inexact(atom: Atom) -> bool:
+  """Whether a value holds floating or complex numbers."""
+  # A reference to memory that is written in place has a dtype too, and is no array.
+  array = isinstance(atom.aval, ShapedArray)
+  return array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
+
+
+def is_cast(step: Step) -> bool:
+  """Whether a step casts floating numbers to floating numbers."""
+  casts = step.eqn.primitive is p.convert_element_type_p
+  return casts and is_inexact(step.eqn.invars[0]) and is_inexact(step.eqn.outvars[0])
+
+
+def is_move(step: Step) -> bool:
+  """Whether a step only moves numbers: one that can do it to numbers of another type too."""
+  # A gather may fill in numbers of its own, and a `where` chooses.
+  fills = step.eqn.primitive in (p.gather_p, p.select_n_p)
+  return facts_of(step.eqn).moves and not fills
+
+
+def _is_elementwise(step: Step) -> bool:
+  """Whether each element of a result depends on the elements at its own position alone."""
+  return facts_of(step.eqn).elementwise or is_cast(step)
+
+
+def _chooses(step: Step) -> bool:
+  """Whether a step takes some numbers and discards others: what `jnp.where` becomes, and so on."""
+  return step.eqn.primitive in (p.select_n_p, p.max_p, p.min_p)
+
+
+def _is_backward_factor(step: Step) -> bool:
+  """Whether a step multiplies in the backward pass, where a factor that is inf may meet a 0."""
+  return step.eqn.primitive is p.mul_p and step.location.direction == "backward"
+
+
+def _sums(step: Step) -> bool:
+  """Whether a step adds up elements of an operand."""
+  adds = step.eqn.primitive in (p.reduce_sum_p, p.cumsum_p)
+  return adds or facts_of(step.eqn).flops is not None
+
+
+def _asks(step: Step) -> bool:
+  """Whether a step asks if numbers are finite, or NaN, or something inside of it does."""
+  same = step.eqn.primitive is p.ne_p and len(step.reads) == 2 and len({*step.reads}) == 1
+  inside = (each for body in step.bodies for each in body.every_step())
+  return same or step.eqn.primitive is p.is_finite_p or any(map(_asks, inside))
+
+
+def can_break(step: Step) -> bool:
+  """Whether a step may make an inf or a NaN of finite numbers, or a NaN of an inf."""
+  eqn, facts = step.eqn, facts_of(step.eqn)
+  if step.bodies or not any(map(is_inexact, eqn.outvars)):
     return False
-  if 0 in shape_of(eqn.outvars[0]):
-    return False
-  if eqn.primitive is p.div_p:
-    return position == 0
-  if eqn.primitive is p.integer_pow_p:
-    return eqn.params["y"] > 0
-  return eqn.primitive in _PASS_ON or is_cast(step)
+  if eqn.primitive is p.gather_p:
+    return "FILL" in str(eqn.params["mode"])
+  if eqn.primitive is p.convert_element_type_p:
+    old, new = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
+    if old == np.bool_:
+      return False
+    largest = jnp.iinfo(old).max if jnp.issubdtype(old, jnp.integer) else jnp.finfo(old).max
+    return float(largest) > float(jnp.finfo(new).max)
+  return not (facts.exact or facts.moves or facts.bounded)
+
+
+def not_finite(x: Array) -> Array:
+  """Returns where elements are inf or NaN."""
+  return jnp.logical_not(jnp.isfinite(_at_least_16_bits(x)))
+
+
+def is_nan(x: Array) -> Array:
+  """Returns where elements are NaN."""
+  return jnp.isnan(_at_least_16_bits(x))
+
+
+def _at_least_16_bits(x: Array) -> Array:
+  return x.astype(jnp.float32) if x.dtype.itemsize < 2 else x
+
+
+def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> dict[int, Array]:
+  """Returns where each result broke, of those that can."""
+  # An element broke if it is not finite and what it was computed from is, or if it is NaN and that
+  # is not: -inf - -inf, and 0 * inf. Of what is not computed element by element, all operands
+  # count. An inf that is added up is no mask: the sum broke, if nothing did before.
+  if not can_break(step):
+    return {}
+  pairs = zip(ins, step.eqn.invars, strict=True)
+  operands = [jnp.asarray(x) for x, v in pairs if is_inexact(v)]
+
+  def reaching(flags: Iterable[Array]) -> Array:
+    return functools.reduce(jnp.logical_or, (_reach(step, x) for x in flags), jnp.asarray(False))
+
+  nan = reaching(map(is_nan, operands))
+  bad = nan if _sums(step) else reaching(map(not_finite, operands))
+  results = zip(step.outs, outs, step.eqn.outvars, strict=True)
+  return {
+    slot: (not_finite(out) & ~bad) | (is_nan(out) & ~nan)
+    for slot, out, var in results
+    if is_inexact(var)
+  }
+
+
+def _reach(step: Step, flags: Array) -> Array:
+  """Returns for each element of the result, or for all at once, whether a flag reaches it."""
+  axes = step.eqn.params.get("axes")
+  if isinstance(axes, tuple) and {*axes} <= {*range(flags.ndim)}:
+    by_row = jnp.any(flags, axis=axes)
+    if by_row.shape == shape_of(step.eqn.outvars[0]):
+      return by_row
+  return flags if _is_elementwise(step) else jnp.any(flags)
+
+
+class Use(enum.IntEnum):
+  """What becomes of an inf in a value, given all that reads the value."""
+
+  COUNTS = 0  # Something computes with it.
+  # Nothing does but comparisons, what may discard it, and a multiplication of the backward pass: 0
+  # tells there that the value did not count in the forward pass.
+  COMPARED = 1
+  # Nothing does but what may discard it, also if the value was computed from an inf: then a
+  # comparison reads it, as in a training step that asks whether to skip.
+  HIDDEN = 2
+
+
+class Uses:
+  """What becomes of the values of a function, those in its loops and branches included."""
+
+  def __init__(self, top: Body) -> None:
+    """Goes through all steps, and again from the last to the first."""
+    bodies, steps = [*top.every_body()], [*top.every_step()]
+    arguments = {slot for body in bodies for slot in body.inputs}  # moved and cast, too
+    self.numbers: set[int] = set()  # that the code names, moved and cast
+    self._asked: dict[int, set[tuple[int, ...] | None]] = {}
+    for step in steps:
+      moves = is_move(step) or step.eqn.primitive is p.convert_element_type_p
+      if moves and step.ins and self.numbers.issuperset(step.reads):
+        self.numbers.update(step.outs)
+      if moves and arguments.issuperset(step.reads) and not can_break(step):
+        arguments.update(step.outs)
+      shapes = {shape for slot in step.reads for shape in self._asked.get(slot, ())}
+      if shapes or _asks(step):
+        for slot, v in zip(step.outs, step.eqn.outvars, strict=True):
+          if not is_inexact(v):
+            shape = None if step.bodies else getattr(v.aval, "shape", None)
+            self._asked[slot] = shapes | {shape}
+    outputs = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
+    self.returned = outputs.difference(*(step.reads for step in steps))  # that nothing else reads
+    # Whose elements are added up, moved, cast or scaled before at most: a mask's are not.
+    self.summed: set[int] = set()
+    # To return an argument computes nothing.
+    self._uses = dict.fromkeys(outputs - arguments, Use.COUNTS)
+    for step in reversed(steps):
+      scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
+      passes = is_move(step) or is_cast(step) or scales
+      if _sums(step) or (passes and not self.summed.isdisjoint(step.outs)):
+        self.summed.update(step.reads)
+      use = self._read(step)
+      self._uses.update((slot, min(self.of(slot), use)) for slot in step.reads)
+
+  def of(self, slot: int) -> Use:
+    """Returns what becomes of a value."""
+    return self._uses.get(slot, Use.HIDDEN)
+
+  def _read(self, step: Step) -> Use:
+    """Returns what becomes of an inf in an operand of a step."""
+    if step.bodies:
+      return Use.COUNTS
+    if facts_of(step.eqn).tests:
+      return Use.COMPARED
+    if _chooses(step):
+      return Use.COUNTS if self._is_skip(step) else Use.HIDDEN
+    results = min(map(self.of, step.outs), default=Use.HIDDEN)
+    if is_move(step) or is_cast(step):
+      return results
+    if _is_elementwise(step) and results is Use.HIDDEN:
+      return Use.HIDDEN
+    return Use.COMPARED if _is_backward_factor(step) else Use.COUNTS
+
+  def _is_skip(self, step: Step) -> bool:
+    """Whether a `where` discards since another value was not finite: a skipped step."""
+    # To ask for each element of a value by itself is to mask it.
+    predicate, shape = step.ins[0], shape_of(step.eqn.outvars[0])
+    answers = self._asked.get(predicate, set()) if isinstance(predicate, int) else set()
+    return any(answer != shape for answer in answers)
 
 
 def sentinels_of(top: Body) -> Mapping[int, int]:
@@ -75,6 +246,19 @@ def sentinels_of(top: Body) -> Mapping[int, int]:
         results = zip(step.outs, step.eqn.outvars, strict=True)
         covered += [slot for slot, v in results if is_inexact(v)]
   return {slot: ends.get(slot, slot) for slot in covered}
+
+
+def _passes_on(step: Step, position: int) -> bool:
+  eqn = step.eqn
+  if step.bodies or not eqn.outvars or not is_inexact(eqn.outvars[0]):
+    return False
+  if 0 in shape_of(eqn.outvars[0]):
+    return False
+  if eqn.primitive is p.div_p:
+    return position == 0
+  if eqn.primitive is p.integer_pow_p:
+    return eqn.params["y"] > 0
+  return eqn.primitive in _PASS_ON or is_cast(step)
 
 
 _CLOSELY = 64
@@ -103,17 +287,14 @@ def suspects(
 class FlagProbe(Observer):
   """Looks which of the sentinels are not finite, in any iteration and on any device."""
 
-  def __init__(self, top: Body, sentinels: Mapping[int, int], rescale: Rescale) -> None:
-    self.top, self.rescale = top, rescale
+  def __init__(self, top: Body, sentinels: Mapping[int, int]) -> None:
+    self.top = top
     self.numbers = {slot: i for i, slot in enumerate(dict.fromkeys(sentinels.values()))}
 
   def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
     self.flags = dict[int, Array]()
     if body is self.top:
       self._flag((*body.inputs, *body.consts), (*values, *body.consts.values()))
-
-  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    return super().results_of(step, self.rescale(step, ins))
 
   def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     self._flag(step.outs, outs)
@@ -141,9 +322,6 @@ class FlagProbe(Observer):
 NONE = 2**31 - 1
 """The number of no step, or position of no element: it comes after all others."""
 
-_TOGETHER = 16
-"""How many arrays of one type are reduced at once."""
-
 
 class FirstProbe(Observer):
   """Looks, among the steps and arguments `only`, for the first whose result is not finite.
@@ -153,17 +331,22 @@ class FirstProbe(Observer):
   position in the mesh of a `shard_map`, -1 outside of one.
   """
 
-  # Of a value that may be discarded, the number of the step that broke follows each element, until
-  # something computes with it.
-
-  def __init__(self, top: Body, uses: Uses, only: Collection[int], rescale: Rescale) -> None:
-    self.top, self.uses, self.only, self.rescale = top, uses, only, rescale
+  def __init__(self, top: Body, uses: Uses, only: Collection[int]) -> None:
+    self.top, self.uses, self.only = top, uses, only
 
   def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
     self.indices, self.followed = around.indices, dict[int, Array]()
-    self.counted, self.broken = dict[Any, list[Array]](), list[Array]()
-    if body is self.top:
-      self._look_at_arguments(body, values)
+    self.broken = list[Array]()  # the first step that broke, of each value that counts
+    if body is not self.top:
+      return
+    # An argument that holds a NaN or +inf is at fault; -inf may be a mask, if it is not added up,
+    # and so may each inf in a constant.
+    pairs = [*zip(body.inputs, values, strict=True), *body.consts.items()]
+    for number, (slot, x) in enumerate(pairs, -len(pairs)):
+      if number in self.only:
+        x = jnp.asarray(x)
+        masks = (jnp.real(x) < 0) & (slot not in self.uses.summed) | (slot in body.consts)
+        self._broke(slot, number, is_nan(x) | (not_finite(x) & ~masks))
 
   def nothing(self) -> Array:
     return jnp.asarray([NONE] + [-1] * (self.top.depth + 1), jnp.int32)
@@ -177,28 +360,13 @@ class FirstProbe(Observer):
     device = jnp.argmin(seen[:, 0]).astype(jnp.int32)
     return jnp.where(jnp.any(seen[:, 0] < NONE), seen[device].at[-1].set(device), self.nothing())
 
-  def _look_at_arguments(self, body: Body, values: Sequence[Any]) -> None:
-    """Looks at arguments: one that holds a NaN or +inf is at fault, -inf may be a mask."""
-    pairs = [*zip(body.inputs, values, strict=True), *body.consts.items()]
-    for number, (slot, x) in enumerate(pairs, -len(pairs)):
-      if number in self.only and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-        x = jnp.asarray(x)
-        # What is added up is no mask.
-        may_be_mask = (jnp.real(x) < 0) & (slot not in self.uses.summed)
-        inf_counts = slot not in body.consts
-        self._broke(slot, number, is_nan(x) | (inf_counts & not_finite(x) & ~may_be_mask))
-
-  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
-    return super().results_of(step, self.rescale(step, ins))
-
   def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     self._follow(step, ins, outs)
-    if step.number in self.only and not self.uses.constants.issuperset(step.outs):
+    if step.number in self.only and not self.uses.numbers.issuperset(step.outs):
       for slot, mask in births(step, ins, outs).items():
         self._broke(slot, step.number, mask)
 
   def all_seen(self) -> Array:
-    self.broken += [_first_of(some) for some in self.counted.values() if some]
     if not self.broken:
       return self.seen
     number = functools.reduce(jnp.minimum, self.broken)
@@ -209,24 +377,16 @@ class FirstProbe(Observer):
     """Takes which elements of a value broke."""
     numbers = jnp.where(mask, jnp.asarray(number, jnp.int32), NONE)
     if self.uses.of(slot) is Use.COUNTS:
-      self._count(numbers)
+      self.broken.append(jnp.min(numbers, initial=NONE))
     else:
       self.followed[slot] = jnp.minimum(self.followed.get(slot, NONE), numbers)
 
-  def _count(self, numbers: Array) -> None:
-    """Takes for each element which step broke, if something computes with it."""
-    # To reduce one array after the other would be as many kernels as steps.
-    some = self.counted.setdefault(jax.typeof(numbers), [])
-    some.append(numbers)
-    if len(some) == _TOGETHER:
-      self.broken.append(_first_of(some))
-      some.clear()
-
   def _follow(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
+    """Takes for each element of the results which step broke what it comes from."""
     numbers = [self.followed.get(slot) if isinstance(slot, int) else None for slot in step.ins]
     if all(each is None for each in numbers) or facts_of(step.eqn).tests:
       return
-    if is_backward_factor(step) and self.uses.of(step.outs[0]) is not Use.HIDDEN:
+    if _is_backward_factor(step) and self.uses.of(step.outs[0]) is not Use.HIDDEN:
       # A factor counts where it is NaN, or meets something else than 0. 0 * inf is NaN, and that it
       # is 0 tells that the value did not count in the forward pass: there, the multiplication is
       # what broke. 0 * NaN breaks nothing that was not broken before.
@@ -234,34 +394,24 @@ class FirstProbe(Observer):
       counts = [not_finite(x) & ~not_finite(y) & (is_nan(x) | (y != 0)) for x, y in both]
       pairs = zip(numbers, counts, strict=True)
       numbers = [None if each is None else jnp.where(c, each, NONE) for each, c in pairs]
-    passes = is_move(step) or is_cast(step) or is_select(step)
-    for slot, carried in _carried(step, ins, numbers, outs).items():
+    if _is_elementwise(step):
+      # What a maximum discards is gone, where its result is finite.
+      first = functools.reduce(jnp.minimum, [each for each in numbers if each is not None])
+      carried = [jnp.where(not_finite(outs[0]) | (not _chooses(step)), first, NONE)]
+    else:
+      operands = [
+        number if number is not None else _none_of(jnp.asarray(x)) if is_inexact(v) else x
+        for number, x, v in zip(numbers, ins, step.eqn.invars, strict=True)
+      ]
+      carried = bind(step.eqn, operands)
+    passes = is_move(step) or is_cast(step) or _chooses(step)
+    for slot, v, each in zip(step.outs, step.eqn.outvars, carried, strict=True):
       if self.uses.of(slot) > (Use.COUNTS if passes else Use.COMPARED):
-        self.followed[slot] = carried
-      else:
+        self.followed[slot] = each
+      elif is_inexact(v):
         if slot in self.uses.returned:  # An argument that is returned as it came.
-          carried = jnp.where(carried < 0, NONE, carried)
-        self._count(carried)
-
-
-def _first_of(numbers: Sequence[Array]) -> Array:
-  return jnp.min(functools.reduce(jnp.minimum, numbers), initial=NONE)
-
-
-def _carried(
-  step: Step, ins: Sequence[Any], numbers: Sequence[Array | None], outs: Sequence[Array]
-) -> Mapping[int, Array]:
-  """Returns which steps broke the elements of the results, given those of the operands."""
-  if is_elementwise(step):
-    followed = [each for each in numbers if each is not None]
-    return {step.outs[0]: functools.reduce(jnp.minimum, [*followed, _none_of(outs[0])])}
-  operands = [
-    number if number is not None else _none_of(jnp.asarray(x)) if is_inexact(v) else x
-    for number, x, v in zip(numbers, ins, step.eqn.invars, strict=True)
-  ]
-  moved = bind(step.eqn, operands)
-  pairs = zip(step.outs, step.eqn.outvars, moved, strict=True)
-  return {slot: each for slot, var, each in pairs if is_inexact(var)}
+          each = jnp.where(each < 0, NONE, each)
+        self.broken.append(jnp.min(each, initial=NONE))
 
 
 def _none_of(x: Array) -> Array:
@@ -273,20 +423,12 @@ BEFORE = 10
 """How many operations before the one that broke are shown."""
 
 
-class Seen(NamedTuple):
-  """What was seen, of all values that are looked at in a row."""
-
-  hit: Array  # whether the step was met in its iteration
-  # float32 of shape (values, 3): the least and the largest absolute value of those that are
-  # finite, and the value at the first element that broke.
-  sizes: Array
-  counts: Array  # int32 of shape (values, 2): how many are inf, and how many NaN
-  place: Array  # int32, the first element that broke, counted along the last axis first
-  broken: Array  # int32, how many did
-
-
 class CaptureProbe(Observer):
-  """Looks at the operands and results of one step, and at the results of those before it."""
+  """Looks at the operands and results of one step, and at the results of those before it.
+
+  It returns whether the step was met in its iteration, the position of the first element that
+  broke, counted along the last axis first, and a row of numbers for each value.
+  """
 
   # The device is that on which it broke, -1 outside of a `shard_map`.
 
@@ -297,62 +439,62 @@ class CaptureProbe(Observer):
     )
     earlier = (s for s in inside.steps if s.number < number and not s.bodies)
     self.before = [s for s in earlier if any(map(is_inexact, s.eqn.outvars[:1]))][-BEFORE:]
-    self.positions = tuple(i for i, v in enumerate(self.step.eqn.invars) if is_inexact(v))
+    self.positions = [i for i, v in enumerate(self.step.eqn.invars) if is_inexact(v)]
     self.result = next(i for i, v in enumerate(self.step.eqn.outvars) if is_inexact(v))
 
   def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
-    self.indices, self.rows = around.indices, list[tuple[Array, Array]]()
+    self.indices, self.rows = around.indices, list[Row]()
 
-  def nothing(self) -> Seen:
-    zero, rows = jnp.zeros((), jnp.int32), len(self.before) + len(self.positions) + 2
-    sizes, counts = jnp.zeros((rows, 3), jnp.float32), jnp.zeros((rows, 2), jnp.int32)
-    return Seen(jnp.asarray(False), sizes, counts, zero, zero)
+  def nothing(self) -> Captured:
+    rows = [row_of(jnp.zeros(()))] * (len(self.before) + len(self.positions) + 2)
+    return jnp.asarray(False), jnp.zeros((), jnp.int32), rows
 
-  def merge(self, one: Seen, other: Seen) -> Seen:
+  def merge(self, one: Captured, other: Captured) -> Captured:
     """Returns that in which something was seen."""
-    return jax.tree.map(lambda a, b: jnp.where(one.hit, a, b), one, other)
+    return jax.tree.map(lambda a, b: jnp.where(one[0], a, b), one, other)
 
-  def of_devices(self, seen: Seen) -> Seen:
+  def of_devices(self, seen: Captured) -> Captured:
     """Returns what the device saw on which the step broke."""
     return jax.tree.map(lambda x: x[max(self.device, 0)], seen)
 
   def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     if step in self.before:
       self.rows.append(row_of(outs[0]))
-    if step is self.step:
-      self.seen = self._captured(ins, outs)
-
-  def _captured(self, ins: Sequence[Any], outs: Sequence[Array]) -> Seen:
+    if step is not self.step:
+      return
     result = outs[self.result]
-    mask = births(self.step, ins, outs)[self.step.outs[self.result]]
+    mask = births(step, ins, outs)[step.outs[self.result]]
     # By reductions, which sharded arrays take as well: they may not be reshaped.
     places = jnp.arange(result.size, dtype=jnp.int32).reshape(result.shape)
-    index = jnp.min(jnp.where(mask, places, NONE), initial=NONE)
-    operands = [jnp.asarray(ins[position]) for position in self.positions]
-    in_float32 = None
-    if any(map(is_low, (*operands, result))):
-      in_float32 = results_in_float32(self.step.eqn, [*map(to_float32, ins)])
-    for x in (*operands, result, result if in_float32 is None else in_float32[self.result]):
+    first = jnp.min(jnp.where(mask, places, NONE), initial=NONE)
+    values = [*(jnp.asarray(ins[position]) for position in self.positions), result, result]
+    if any(map(is_low, values)):
+      wide = results_in_float32(step.eqn, [*map(to_float32, ins)])
+      values[-1] = result if wide is None else wide[self.result]
+    for x in values:
       number = jnp.real(x).astype(jnp.float32)
-      if not is_elementwise(self.step):
+      if not _is_elementwise(step):
         number = jnp.nan
       elif x.size == 1:
         number = jnp.reshape(number, ())
       else:
-        number = jnp.sum(jnp.where(places == index, number, 0))
+        number = jnp.sum(jnp.where(places == first, number, 0))
       self.rows.append(row_of(x, number))
-    sizes, counts = (jnp.stack(each) for each in zip(*self.rows, strict=True))
     hit = jnp.asarray(True)
     for now, then in zip(self.indices, self.iterations, strict=False):
       hit = hit & (now == then)
-    return Seen(hit, sizes, counts, index.astype(jnp.int32), jnp.sum(mask, dtype=jnp.int32))
+    self.seen = hit, first.astype(jnp.int32), self.rows
 
 
-def row_of(x: Array, value: Array | float = 0.0) -> tuple[Array, Array]:
-  """Returns a row of `Seen.sizes` and one of `Seen.counts`, given the value that broke."""
-  size = jnp.abs(x.astype(jnp.float32) if x.dtype.itemsize < 4 else x).astype(jnp.float32)
+def row_of(x: Array, value: Array | float = math.nan) -> Row:
+  """Returns the numbers of an array, given that at the element which broke."""
   bad, nan = not_finite(x), is_nan(x)
-  least = jnp.min(jnp.where(bad, jnp.inf, size), initial=jnp.inf)
-  most = jnp.max(jnp.where(bad, -1.0, size), initial=-1.0)
-  counts = jnp.sum(bad & ~nan, dtype=jnp.int32), jnp.sum(nan, dtype=jnp.int32)
-  return jnp.stack([least, most, jnp.float32(value)]), jnp.stack(counts)
+  size = jnp.abs(_at_least_16_bits(x)).astype(jnp.float32)
+  nothing = jnp.where(jnp.all(bad), jnp.nan, 0.0).astype(jnp.float32)
+  return {
+    "least": nothing + jnp.min(jnp.where(bad, jnp.inf, size), initial=jnp.inf),
+    "most": nothing + jnp.max(jnp.where(bad, 0.0, size), initial=0.0),
+    "inf": jnp.sum(bad & ~nan, dtype=jnp.int32),
+    "nan": jnp.sum(nan, dtype=jnp.int32),
+    "value": jnp.asarray(value, jnp.float32),
+  }
