@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,19 @@ from jax.core import ShapedArray
 
 from mpjax._core.errors import check_call
 from mpjax._core.leaves import key_names
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray
-from mpjax._diagnostics.arguments import Call, check_function, positional_names
+from mpjax._core.types import Args, Array, Function, Kwargs, NumpyArray
+from mpjax._diagnostics.arguments import Call, check_function, is_array, positional_names
 from mpjax._diagnostics.nonfinite.probes import (
-  CaptureProbe,
+  NONE,
   FirstProbe,
   FlagProbe,
   Row,
   Uses,
+  is_inexact,
   not_finite,
   row_of,
-  sentinels_of,
-  suspects,
 )
-from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, cause_and_cure, power
-from mpjax._diagnostics.nonfinite.scales import implied_scale, scale_of
+from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, cause_and_cure
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.report import progress
 from mpjax._diagnostics.tune.modules import scopes_of, selector, written
@@ -37,6 +35,7 @@ from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import aval_of, mapped_with
 from mpjax._jaxprs.runner import Observer, run
 from mpjax._jaxprs.steps import Step, body_of
+from mpjax.transforms._state import scales_in
 
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
 
@@ -48,9 +47,8 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   That is the first value, in the order of execution, which is not finite though the values that it
   is computed from are, or which is NaN though they are not (0 * inf). A mask of -inf is no fault
   until a sum reads it, nor is a value that nothing reads but comparisons and a `where` that
-  discards it. If the arguments hold the state of `mpjax.loss_scaling`, or the loss is multiplied by
-  a power of two, smaller scales are tried. docs/find_nonfinite.md says what counts, and what it
-  costs; donated arguments are not deleted.
+  discards it. Smaller loss scales are tried, too. docs/find_nonfinite.md says what counts, and what
+  it costs. Donated arguments are not deleted.
 
   Args:
     fn: a function of trees of arrays: a loss, a gradient, a training step, jitted or not.
@@ -87,14 +85,6 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   return find
 
 
-class _Broken(NamedTuple):
-  """The number of the step that broke first, in which iterations, and on which device."""
-
-  number: int
-  iterations: tuple[int, ...]
-  device: int
-
-
 class Finder:
   """Looks for the first step that breaks, at this loss scale or at another one."""
 
@@ -102,34 +92,42 @@ class Finder:
   # are looked at closely, in a second one: most often -inf in masks, and the fault.
 
   def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
-    call = Call(args, kwargs, _is_traced)
+    # A number may be a shape, and what is not finite is none.
+    is_bad = lambda x: isinstance(x, (float, np.inexact)) and not np.isfinite(x)  # noqa: E731
+    call = Call(args, kwargs, lambda x: is_array(x) or is_bad(x))
     call.check_concrete("mpjax.find_nonfinite(fn)")
     pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
     self.keys = [pairs[i][0] for i in call.positions]
     self.names = positional_names(fn, len(args))
     traced = call.traced(fn)[0]
     self.body, self.leaves = body_of(traced, compiled=True), call.arrays
-    self.scale = scale_of(args, kwargs, self.leaves)
-    if self.scale is None:
-      self.scale, self.body, self.leaves = implied_scale(self.body, self.leaves)
-    self.sentinels, self.uses = sentinels_of(self.body), Uses(self.body)
-    self.flags = self._looking(FlagProbe(self.body, self.sentinels))
-    self.closely: dict[frozenset[int], Callable[..., Array]] = {}
+    states = scales_in((args, kwargs))
+    scales = [(state, each.says) for each in states if (state := each.state) is not None]
+    self.nothing, self.factors = NonfiniteReport(), dict[float, float]()
+    if scales:
+      state, config = max(scales, key=lambda pair: float(np.max(pair[0].scale)))
+      scale, step = float(np.max(state.scale)), int(np.max(state.total))
+      self.nothing = NonfiniteReport(loss_scale=scale, step=step)
+      # Smaller ones. At the next power of two it breaks, or that is the scale.
+      low = math.ceil(math.log2(config.limits[0] if config.dynamic else 1))
+      self.factors = {2.0**i: 2.0**i / scale for i in range(low, math.ceil(math.log2(scale)))}
+    held = {id(state.scale) for state, _ in scales}
+    self.scales = {i for i, x in enumerate(self.leaves) if id(x) in held}
+    self.probe, self.uses = FlagProbe(self.body), Uses(self.body)
+    self.flags = self._looking(self.probe)
+    self.closely: dict[frozenset[int], Callable[..., Any]] = {}
     # With what is not compiled: a slope may be all that is left of what it is the slope of.
     self.graph = Graph(traced)
     owners = [tuple(n for n in key_names(path[2:]) if n != "value")[:-1] for path in self.keys]
     name_by_parameters(self.graph, dict(zip(self.graph.arguments, owners, strict=True)))
     # Of a loop, that of its first argument.
-    every = {each.step.key: each for each in reversed(self.graph.operations)}
-    steps = self.body.every_step()
-    self.operations = {step.number: every[step.key] for step in steps if step.key in every}
+    self.operations = {each.step.key: each for each in reversed(self.graph.operations)}
 
   def _looking(self, observer: Observer) -> Callable[..., Any]:
     """Returns a function of a factor of the loss scale, and arguments, that says what is seen."""
-    scales = () if self.scale is None else self.scale.positions
 
     def looking(factor: Array, *leaves: Array) -> Any:
-      scaled = [x * factor.astype(x.dtype) if i in scales else x for i, x in enumerate(leaves)]
+      scaled = [x * factor if i in self.scales else x for i, x in enumerate(leaves)]
       return run(self.body, scaled, observer)[1]
 
     # Every cast as it is written: else XLA may leave out a cast to float16 and back, with the
@@ -140,62 +138,30 @@ class Finder:
       options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(looking, compiler_options=options)
 
-  def flagged(self, factor: float = 1.0) -> NumpyArray:
+  def flagged(self, factor: float) -> NumpyArray:
     """Returns which of the sentinels are not finite with the loss scale multiplied by a factor."""
     return np.asarray(self.flags(jnp.float32(factor), *self.leaves))
 
-  def first(self, factor: float = 1.0) -> _Broken | None:
-    """Returns what breaks first with the loss scale multiplied by a factor."""
-    for some in suspects(self.body, self.sentinels, self.flagged(factor)):
+  def first(self, factor: float = 1.0) -> list[int]:
+    """Returns what `FirstProbe` sees first with the loss scale multiplied by a factor, or []."""
+    for some in self.probe.suspects(self.flagged(factor)):
       # One that was compiled for another scale will do if it looks at these among others.
       only = next((each for each in self.closely if some <= each), some)
       if only not in self.closely:
         self.closely[only] = self._looking(FirstProbe(self.body, self.uses, only))
-      first = jax.device_get(self.closely[only](jnp.float32(factor), *self.leaves))
-      number, *iterations, device = map(int, first)
-      if number in some:
-        return _Broken(number, tuple(i for i in iterations if i >= 0), device)
-    return None
+      first, *_ = self.closely[only](jnp.float32(factor), *self.leaves)
+      if int(first[0]) in some:
+        return np.asarray(first).tolist()
+    return []
 
   def report(self) -> NonfiniteReport:
-    broken, scale = self.first(), self.scale
-    report = NonfiniteReport()
-    if scale is not None:
-      report = dataclasses.replace(report, loss_scale=scale.value, step=scale.step)
-    if broken is None:
-      return report
-    if broken.number < 0:
-      return self._of_argument(broken.number, report)
-    finite_at, notes = self._finite_at(broken)
-    return self._of_step(broken, dataclasses.replace(report, finite_at=finite_at, notes=notes))
+    """Returns what is said of the first step that breaks."""
+    broken = self.first()
+    if not broken:
+      return self.nothing
+    return self._of_argument(broken[0]) if broken[0] < 0 else self._of_step(broken)
 
-  def _finite_at(self, broken: _Broken) -> tuple[float | None, tuple[str, ...]]:
-    """Returns the largest power of two, as loss scale, at which all of the function is finite."""
-    # Where there is none since another value breaks then, a note says which, and at which scale.
-    scale = self.scale
-    if scale is None:
-      return None, ()
-    # It breaks at the highest, or that is no power of two.
-    low, high = math.ceil(math.log2(scale.least)), math.ceil(math.log2(scale.value))
-    factor = 2.0**low / scale.value
-    other = self.first(factor) if low < high else broken
-    if other is not None and other.number == broken.number:
-      return None, ()
-    # What is not finite where nothing breaks does no harm, such as the -inf of masks.
-    harmless = self.flagged(factor) if other is None else np.asarray(False)
-    for exponent in reversed(range(low + 1, high)):
-      if not np.any(self.flagged(2.0**exponent / scale.value) & ~harmless):
-        return 2.0**exponent, ()
-    if other is None:
-      return 2.0**low, ()
-    if other.number < broken.number:
-      return None, ()  # Of what runs later it is not known whether it is finite.
-    operation = self.operations[other.number]
-    direction = direction_of(self.graph, operation)
-    place = " · ".join(filter(None, (operation.where.path, operation.name, direction)))
-    return None, (f"At loss scale {power(2.0**low)} this value is finite, and {place} is not.",)
-
-  def _of_argument(self, number: int, report: NonfiniteReport) -> NonfiniteReport:
+  def _of_argument(self, number: int) -> NonfiniteReport:
     """Returns the report of an argument or a constant that came so."""
     slots = (*self.body.inputs, *self.body.consts)
     slot, position = slots[number], number + len(slots)
@@ -206,12 +172,12 @@ class Finder:
       path = name = f"{argument}{jax.tree_util.keystr(tuple(rest))}"
     else:
       kind, x = "constant", jnp.asarray(self.body.consts[slot])
-      readers = (self.operations.get(s.number) for s in self.body.every_step() if slot in s.reads)
+      readers = (self.operations.get(s.key) for s in self.body.every_step() if slot in s.reads)
       path = next((each.where.path for each in readers if each), "")
       name = f"an array that the function closes over, {x.dtype}{[*x.shape]}"
     result = _range(kind, x, jax.device_get(row_of(x)))
     return dataclasses.replace(
-      report,
+      self.nothing,
       operation=kind,
       path=path,
       direction="forward",
@@ -222,39 +188,50 @@ class Finder:
       cure="mpjax.all_finite(x)  # of the data, or restore a checkpoint if it is a parameter",
     )
 
-  def _of_step(self, broken: _Broken, report: NonfiniteReport) -> NonfiniteReport:
+  def _of_step(self, broken: list[int]) -> NonfiniteReport:
     """Returns the report of a step that broke."""
-    probe = CaptureProbe(self.body, *broken)
-    _, index, rows = jax.device_get(self._looking(probe)(jnp.float32(1), *self.leaves))
-    step, iterations, eqn = probe.step, broken.iterations, probe.step.eqn
-    operation = self.operations[step.number]
-    direction = direction_of(self.graph, operation)
-    out = eqn.outvars[probe.result]
-    values = [
-      *((s.eqn.primitive.name, s.eqn.outvars[0], s.location.path) for s in probe.before),
-      *((f"operand {i}", eqn.invars[i], "") for i in probe.positions),
-      *(("result", out, ""), ("in float32", out, "")),
-    ]
-    pairs = zip(values, rows, strict=True)
-    *others, result, wide = [_range(name, aval_of(v), row, at) for (name, v, at), row in pairs]
+    number, *iterations, device = broken
+    step = next(each for each in self.body.every_step() if each.number == number)
+    looking = self._looking(FirstProbe(self.body, self.uses, {number}, step))
+    _, index, rows = jax.device_get(looking(jnp.float32(1), *self.leaves))
+    eqn, operation, finite_at = step.eqn, self.operations[step.key], self._finite_at(number)
+    out = next(v for v in eqn.outvars if is_inexact(v))
+    operands = ((f"operand {i}", v) for i, v in enumerate(eqn.invars) if is_inexact(v))
+    values = zip([*operands, ("result", out), ("in float32", out)], rows, strict=True)
+    *ranges, result, wide = [_range(name, aval_of(v), row) for (name, v), row in values]
+    loops = tuple(i for i in iterations if i >= 0)
     report = dataclasses.replace(
-      report,
+      self.nothing,
       operation=eqn.primitive.name,
       path=operation.where.path,
-      direction=direction,
+      direction=direction_of(self.graph, operation),
       source=str(step.location.source) if step.location.source else None,
-      iteration=iterations[0] if len(iterations) == 1 else iterations or None,
-      verdict="value" if report.finite_at is None else "scale",
-      index=tuple(map(int, np.unravel_index(index, result.shape))) if result.size else (),
-      device=_device(step, broken.device),
-      operands=tuple(others[len(probe.before) :]),
+      iteration=loops[0] if len(loops) == 1 else loops or None,
+      verdict="value" if finite_at is None else "scale",
+      finite_at=finite_at,
+      index=tuple(map(int, np.unravel_index(index, result.shape))) if index < NONE else (),
+      device=_device(step, device),
+      operands=tuple(ranges),
       result=result,
-      before=tuple(others[: len(probe.before)]),
     )
     rounded = _rounded_before(operation)
-    cure = self._in_float32(rounded or operation)
-    cause, cure = cause_and_cure(report, wide, rounded, cure)
+    cause, cure = cause_and_cure(report, wide, rounded, self._in_float32(rounded or operation))
     return dataclasses.replace(report, cause=cause, cure=cure)
+
+  def _finite_at(self, number: int) -> float | None:
+    """Returns the largest power of two, as loss scale, at which all of the function is finite."""
+    if not self.factors:
+      return None
+    lowest, *others = self.factors
+    broken = self.first(self.factors[lowest])
+    if broken[:1] == [number]:
+      return None
+    # What is not finite where nothing breaks does no harm, such as the -inf of masks.
+    harmless = np.asarray(False) if broken else self.flagged(self.factors[lowest])
+    for scale in reversed(others):
+      if not np.any(self.flagged(self.factors[scale]) & ~harmless):
+        return scale
+    return None if broken else lowest
 
   def _in_float32(self, operation: Operation) -> str:
     """Returns the code by which an operation is computed in float32, and begins a comment."""
@@ -270,53 +247,35 @@ class Finder:
     return f'Rule("float32", path={written(selects)})  #'
 
 
-def _is_traced(x: Leaf) -> bool:
-  """Whether a leaf is traced: an array. A number may be a shape, and what is not finite is none."""
-  if isinstance(x, float):
-    return not math.isfinite(x)
-  if isinstance(x, np.generic):
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-  if isinstance(x, np.ndarray):
-    return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
-  return isinstance(x, jax.Array)
-
-
-def _range(name: str, array: ShapedArray | Array, row: Row, path: str = "") -> Range:
+def _range(name: str, array: ShapedArray | Array, row: Row) -> Range:
   numbers = {field: x.item() for field, x in row.items()}
-  return Range(name=name, dtype=array.dtype.name, shape=array.shape, path=path, **numbers)
+  return Range(name=name, dtype=array.dtype.name, shape=array.shape, **numbers)
 
 
 def _device(step: Step, device: int) -> dict[str, int] | None:
   """Returns the positions of a device along the axes of the `shard_map` that a step is in."""
   if device < 0:
     return None
-  *_, outermost = (each.eqn for each in step.enclosing() if each.holds is Holds.SHARD_MAP)
-  arguments = mapped_with(outermost)
-  mesh = arguments["mesh"]
-  names = [name for name in mesh.axis_names if name in arguments["axis_names"]]
-  places = np.unravel_index(device, [mesh.shape[name] for name in names])
-  return {str(name): int(i) for name, i in zip(names, places, strict=True)}
+  *_, outermost = (mapped_with(s.eqn) for s in step.enclosing() if s.holds is Holds.SHARD_MAP)
+  sizes = {k: n for k, n in outermost["mesh"].shape.items() if k in outermost["axis_names"]}
+  places = np.unravel_index(device, [*sizes.values()])
+  return {str(name): int(i) for name, i in zip(sizes, places, strict=True)}
 
 
 def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "backward"]:
   """Returns the pass of an operation: what `remat` computes again is part of the forward pass."""
-  # The slope of a square root, 0.5 / sqrt(x), is computed beside the root, by the same call and of
-  # what the root takes or returns, and only the backward pass reads it.
   if operation.where.direction != "forward":
     return "backward" if operation.where.direction == "backward" else "forward"
+  # The slope of a square root, 0.5 / sqrt(x), is computed beside the root: by the same call, of
+  # what the root takes or returns. Only the backward pass reads it.
   call, operands = call_of(operation.eqn), set(operation.operands)
   earlier = graph.operations[: graph.operations.index(operation)]
-  is_beside = any(
-    each.facts.elementwise
-    and call_of(each.eqn) == call
-    and not operands.isdisjoint((*each.operands, *each.results))
-    for each in earlier
-  )
-  if not (call and is_beside):
+  beside = (each for each in earlier if each.facts.elementwise and call_of(each.eqn) == call)
+  if all(operands.isdisjoint((*each.operands, *each.results)) for each in beside):
     return "forward"
   returned, seen, pending = set(graph.results), {operation}, [operation]
-  while pending:
-    for value in pending.pop().results:
+  for each in pending:
+    for value in each.results:
       if value in returned or not value.consumers:
         return "forward"
       readers = {each for each in value.consumers if each.where.direction != "backward"} - seen
@@ -327,10 +286,11 @@ def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "back
 
 def _rounded_before(operation: Operation) -> Operation | None:
   """Returns the last operation in low precision before one of linear algebra."""
-  seen, pending = set[Operation](), [operation] * (operation.facts.role == "linear algebra")
+  pending = [operation] if operation.facts.role == "linear algebra" else []
+  seen = set(pending)
   for each in pending:
-    rounds = any(v.is_low for v in (*each.operands, *each.results))
-    if rounds and not (each.moves or each.casts):
+    is_low = any(v.is_low for v in (*each.operands, *each.results))
+    if is_low and not (each.moves or each.casts):
       return each
     before = {v.made_by for v in each.operands if v.made_by is not None} - seen
     seen |= before

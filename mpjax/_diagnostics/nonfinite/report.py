@@ -18,7 +18,7 @@ class Range:
   """The numbers of an array.
 
   Fields:
-    name: what it is: an operand, the result, or the operation that it came from.
+    name: what it is: an operand or the result.
     dtype: its dtype.
     shape: its shape; on one device, inside of a `shard_map`.
     least: the least absolute value of those that are finite; NaN if none is.
@@ -26,7 +26,6 @@ class Range:
     inf: how many are inf.
     nan: how many are NaN.
     value: the value at the element that broke; NaN where operands have no such element.
-    path: the module or scope of the operation that it came from.
   """
 
   name: str
@@ -37,12 +36,6 @@ class Range:
   inf: int
   nan: int
   value: float
-  path: str = ""
-
-  @property
-  def size(self) -> int:
-    """How many numbers there are."""
-    return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -66,12 +59,10 @@ class NonfiniteReport(Report):
     device: which device of a `shard_map`, as its positions along the axes of the mesh.
     operands: the ranges of the operands.
     result: that of the result, with its dtype and shape.
-    before: those of the results of the last operations before, the last one last.
     loss_scale: the loss scale, if one is in the arguments.
     step: how many steps it has seen.
     cause: why it is not finite, a sentence.
     cure: what to change, a line of code.
-    notes: what else is to be known.
 
   >>> import jax.numpy as jnp, mpjax
   >>> found = mpjax.find_nonfinite(lambda x: jnp.sum(x * x))(jnp.asarray([300.0], jnp.float16))
@@ -90,12 +81,10 @@ class NonfiniteReport(Report):
   device: Mapping[str, int] | None = None
   operands: tuple[Range, ...] = ()
   result: Range | None = None
-  before: tuple[Range, ...] = ()
   loss_scale: float | None = None
   step: int | None = None
   cause: str = ""
   cure: str = ""
-  notes: tuple[str, ...] = ()
 
   def __bool__(self) -> bool:
     return self.operation is not None
@@ -117,23 +106,29 @@ class NonfiniteReport(Report):
     """Returns what is printed."""
     scale = ()
     if self.loss_scale is not None:
-      step = "Loss" if self.step is None else f"Step {self.step}, loss"
-      scale = (f"{step} scale {power(self.loss_scale)}.",)
+      scale = (f"Step {self.step}, loss scale {power(self.loss_scale)}.",)
     if not self:
-      text = "Every value that something computes with is finite."
-      return [Section(lines=(text, *scale, *self.notes))]
+      return [Section(lines=("Every value that something computes with is finite.", *scale))]
     verdict = "The value's own: no loss scale helps."
     if self.finite_at is not None:
       verdict = f"The scale's fault: all is finite at {power(self.finite_at)}."
-    elif self.operation in ("argument", "constant"):
-      verdict = "The value's own: it came so, and no loss scale helps."
+    elif self.loss_scale is None:
+      verdict = (
+        "The value's own. If the loss is scaled, pass the state of mpjax.loss_scaling as an "
+        "argument: smaller scales are tried then."
+      )
     about = f"First value that is not finite: {self._place()}"
-    values = self.operands if self.result is None else (*self.operands, self.result)
+    numbers = right("least", "largest", "inf", "NaN")
+    columns = (Column("value", wide=True), Column("dtype and shape"), *numbers)
+    rows = []
+    for each in (*self.operands, *filter(None, [self.result])):
+      shape = f"{each.dtype}[{','.join(map(str, each.shape))}]"
+      numbers = ("-" if math.isnan(x) else f"{x:.3g}" for x in (each.least, each.most))
+      rows.append((each.name, shape, *numbers, f"{each.inf}", f"{each.nan}"))
     return [
       Section(lines=(about, *scale, self.cause)),
-      _table("Values", "value", values),
-      _table("The operations before it", "operation", self.before),
-      Section("Verdict", lines=(verdict, *self.notes)),
+      Section("Values", columns=columns, rows=tuple(rows)),
+      Section("Verdict", lines=(verdict,)),
       Section("Cure", lines=(self.cure,)),
     ]
 
@@ -144,74 +139,45 @@ def power(scale: float) -> str:
   return f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
 
 
-def _table(title: str, column: str, values: Sequence[Range]) -> Section:
-  numbers = right("least", "largest", "inf", "NaN")
-  columns = (Column(column, wide=True), Column("dtype and shape"), *numbers)
-  rows = []
-  for each in values:
-    name = f"{each.path} · {each.name}" if each.path else each.name
-    shape = ",".join(map(str, each.shape))
-    numbers = ("-" if math.isnan(x) else f"{x:.3g}" for x in (each.least, each.most))
-    rows.append((name, f"{each.dtype}[{shape}]", *numbers, f"{each.inf}", f"{each.nan}"))
-  return Section(title, columns=columns, rows=tuple(rows))
-
-
 def cause_and_cure(
   report: NonfiniteReport, wide: Range, rounded: Operation | None, in_float32: str
 ) -> tuple[str, str]:
   """Returns why the result of a step is not finite, and what to change.
 
   `wide` is its range computed in float32, `rounded` what was computed in low precision before an
-  operation of linear algebra, and `in_float32` how that, or else the step, is in float32.
+  operation of linear algebra, and `in_float32` the code by which that, or else the step, is not.
   """
-  operation, operands = report.operation, report.operands
-  result = report.result or wide
+  operation, operands, result = report.operation, report.operands, report.result or wide
   dtype, largest = result.dtype, float(jnp.finfo(jnp.dtype(result.dtype)).max)
   if report.finite_at is not None:
-    text, lower = f"It overflows {dtype} at this loss scale.", f"{report.finite_at:g}"
-    if report.step is None:
-      return text, f"loss_scale = {lower}  # {power(report.finite_at)}, or mpjax.DynamicLossScale()"
-    call = f"opt_state = mpjax.set_loss_scale(opt_state, {lower})"
-    return text, f"{call}  # {power(report.finite_at)}; DynamicLossScale gets there by itself"
+    text, exponent = f"It overflows {dtype} at this loss scale.", power(report.finite_at)
+    call = f"opt_state = mpjax.set_loss_scale(opt_state, {report.finite_at:g})"
+    return text, f"{call}  # {exponent}; DynamicLossScale gets there by itself"
 
-  # What came of an inf which is itself no fault.
-  bad, values = [x for x in operands if x.inf or x.nan], [x.value for x in operands]
+  values, infs = [x.value for x in operands], [x for x in operands if x.inf or x.nan]
   mask = f"jnp.where(mask, x, jnp.finfo(jnp.{dtype}).min)"
-  if bad and not result.nan:
-    text = "It adds up an inf that was no fault before, as of a mask, or of a label that is masked."
-    return text, "jnp.where(jnp.isfinite(x), x, 0)  # before the sum, or other labels"
-  if bad and 0 in values:
-    text = (
-      "It is 0 * inf. The inf itself did no harm before: it was discarded, or is a constant that "
-      f"{dtype} cannot hold. Multiplied by 0, as a mask or a gradient is, it becomes NaN."
-    )
-    return text, (
-      "x = jnp.where(mask, x, 1.0)  # before the operation whose inf is masked, or mask by "
-      f"{mask} instead of a multiplication"
-    )
-  if len(bad) >= 2 or (bad and math.isinf(bad[0].value)):
-    text = (
-      "It is inf - inf: a row in which everything is masked by -inf has no largest element that "
-      "is finite."
-    )
+  if infs and result.nan and 0 in values:
+    text = "It is 0 * inf, of an inf that did no harm before: discarded, or a constant beyond "
+    cure = "x = jnp.where(mask, x, 1.0)  # before the operation whose inf is masked, or mask by "
+    return f"{text}{dtype}.", f"{cure}{mask} instead of a multiplication"
+  if infs and result.nan and (len(infs) > 1 or math.isinf(infs[0].value)):
+    text = "It is inf - inf: a row all of which is masked by -inf has no finite element."
     return text, f"x = {mask}  # instead of -jnp.inf"
-  if bad:
-    text = "A NaN came of operands that hold an inf."
-    return text, "jnp.where(jnp.isfinite(x), x, 0)  # before it"
+  if infs:
+    text = "It adds up an inf that was no fault before, as of a mask, or of a label that is masked."
+    return text, "jnp.where(jnp.isfinite(x), x, 0)  # before it, or other labels"
 
-  # What float32 helps.
   if is_low_precision(jnp.dtype(dtype)) and wide.inf + wide.nan < result.inf + result.nan:
-    text = (
-      f"It overflows {dtype}: in float32 the largest of these values is {wide.most:.3g}, "
-      f"and {dtype} ends at {largest:.5g}."
+    text = f"It overflows {dtype}: in float32 the largest of these values is {wide.most:.3g}"
+    return (
+      f"{text}, and {dtype} ends at {largest:.5g}.",
+      f"{in_float32} or the policy mixed_bfloat16",
     )
-    return text, f"{in_float32} or the policy mixed_bfloat16"
   if rounded is not None:
     low = next(v for v in (*rounded.results, *rounded.operands) if v.is_low)
     text = (
       f"{operation} is not defined for these operands, as for a matrix without an inverse. "
-      f"{low.dtype} may be why: {rounded.name} of {rounded.where.path or 'this function'} rounds "
-      "to it what they are computed from."
+      f"Rounding may be why: they come from {rounded.name} of {rounded.where.path}, in {low.dtype}."
     )
     return text, f"{in_float32} or x + epsilon * jnp.eye(n)"
 
@@ -230,7 +196,7 @@ def cause_and_cure(
       return text, "jnp.exp(x - jnp.max(x))  # in a softmax; else jnp.minimum(x, limit) before it"
     return text, "jnp.clip(x, -limit, limit)  # of the operands, or another learning rate"
   if not values:
-    text = f"{text} is {kind}: not defined, as a matrix without an inverse, or beyond its dtype."
+    text = f"{text} is {kind}: not defined, as of a matrix without an inverse, or beyond its dtype."
     return text, "x + epsilon * jnp.eye(n)  # of a matrix; else smaller operands, an index inside"
   text = f"{text} is {kind} in every precision."
   # In a backward pass it is a slope, and the line has the operation whose slope it is.
