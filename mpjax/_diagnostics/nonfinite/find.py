@@ -111,8 +111,8 @@ class Finder:
       # Smaller ones. At the next power of two it breaks, or that is the scale.
       low = math.ceil(math.log2(config.limits[0] if config.dynamic else 1))
       self.factors = {2.0**i: 2.0**i / scale for i in range(low, math.ceil(math.log2(scale)))}
-    held = {id(state.scale) for state, _ in scales}
-    self.scales = {i for i, x in enumerate(self.leaves) if id(x) in held}
+    held = [state.scale for state, _ in scales]
+    self.scales = {i for i, x in enumerate(self.leaves) if any(x is scale for scale in held)}
     self.probe, self.uses = FlagProbe(self.body), Uses(self.body)
     self.flags = self._looking(self.probe)
     self.closely: dict[frozenset[int], Callable[..., Any]] = {}
@@ -148,7 +148,7 @@ class Finder:
       # One that was compiled for another scale will do if it looks at these among others.
       only = next((each for each in self.closely if some <= each), some)
       if only not in self.closely:
-        self.closely[only] = self._looking(FirstProbe(self.body, self.uses, only))
+        self.closely[only] = self._looking(FirstProbe(self.uses, only))
       first, *_ = self.closely[only](jnp.float32(factor), *self.leaves)
       if int(first[0]) in some:
         return np.asarray(first).tolist()
@@ -159,7 +159,7 @@ class Finder:
     broken = self.first()
     if not broken:
       return self.nothing
-    return self._of_argument(broken[0]) if broken[0] < 0 else self._of_step(broken)
+    return self._of_step(broken) if broken[0] >= 0 else self._of_argument(broken[0])
 
   def _of_argument(self, number: int) -> NonfiniteReport:
     """Returns the report of an argument or a constant that came so."""
@@ -192,7 +192,7 @@ class Finder:
     """Returns the report of a step that broke."""
     number, *iterations, device = broken
     step = next(each for each in self.body.every_step() if each.number == number)
-    looking = self._looking(FirstProbe(self.body, self.uses, {number}, step))
+    looking = self._looking(FirstProbe(self.uses, {number}, step))
     _, index, rows = jax.device_get(looking(jnp.float32(1), *self.leaves))
     eqn, operation, finite_at = step.eqn, self.operations[step.key], self._finite_at(number)
     out = next(v for v in eqn.outvars if is_inexact(v))

@@ -128,12 +128,12 @@ def _reach(step: Step, flags: Array) -> Array:
 
 
 class Uses:
-  """What reads the values of a function, those in its loops and branches included.
+  """How values of a function are used, those in its loops and branches included.
 
   Attributes:
     outputs: the values that a jaxpr returns.
-    counted: those that something computes with, other than element by element. To return a value
-      computes it, unless it is an argument.
+    counted: those in which an inf counts: something computes with it. To return it does, unless it
+      is an argument.
     compared: those that a comparison reads, or a multiplication of the backward pass: there an inf
       does no harm, but what is computed from one does.
     numbers: those that the code names, moved and cast.
@@ -141,16 +141,19 @@ class Uses:
   """
 
   def __init__(self, top: Body) -> None:
-    bodies, steps = [*top.every_body()], [*top.every_step()]
+    self.top, bodies, steps = top, [*top.every_body()], [*top.every_step()]
     self.outputs = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
-    self.counted = self.outputs.difference(*(body.inputs for body in bodies))
-    self.compared, self.numbers, self.summed = set[int](), set[int](), set[int]()
+    inputs = {slot for body in bodies for slot in body.inputs}  # moved and cast, too
+    self.counted, self.compared = set[int](), set[int]()
+    self.numbers, self.summed = set[int](), set[int]()
     # Of what comes from asking whether values are finite, the shapes of the answers; None in loops.
     asked: dict[int, set[tuple[int, ...] | None]] = {}
     for step in steps:
       kind, shapes = kind_of(step), {x for slot in step.reads for x in asked.get(slot, ())}
       if kind in ("moves", "casts") and step.ins and self.numbers.issuperset(step.reads):
         self.numbers.update(step.outs)
+      if kind in ("moves", "casts") and inputs.issuperset(step.reads) and not can_break(step):
+        inputs.update(step.outs)
       inside = (each for body in step.bodies for each in body.every_step())
       if shapes or "asks" in (kind, *map(kind_of, inside)):
         for slot, v in zip(step.outs, step.eqn.outvars, strict=True):
@@ -164,10 +167,16 @@ class Uses:
         self.counted.update(step.reads)
       elif kind in ("asks", "tests", "factor"):
         self.compared.update(step.reads)
+    self.counted |= self.outputs - inputs
     for step in reversed(steps):
-      scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
-      passes = scales or kind_of(step) in ("moves", "casts")
-      if kind_of(step) == "sums" or (passes and not self.summed.isdisjoint(step.outs)):
+      kind, compares = kind_of(step), not self.compared.isdisjoint(step.outs)
+      passes = kind in ("moves", "casts")
+      if (passes or kind == "each") and not self.counted.isdisjoint(step.outs):
+        self.counted.update(step.reads)
+      elif compares and (passes or kind == "each"):
+        (self.compared if passes else self.counted).update(step.reads)
+      passes = passes or (step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1)
+      if kind == "sums" or (passes and not self.summed.isdisjoint(step.outs)):
         self.summed.update(step.reads)
 
 
@@ -191,10 +200,7 @@ class FlagProbe(Observer):
     self.numbers = {slot: i for i, slot in enumerate(dict.fromkeys(self.sentinels.values()))}
 
   def suspects(self, flags: NumpyArray) -> Iterator[frozenset[int]]:
-    """Yields numbers of steps that may not be finite, few at first: it is most often one of them.
-
-    Arguments and constants have negative numbers.
-    """
+    """Yields numbers of steps, negative ones of arguments, that may not be finite: few at first."""
     bad = {slot for slot, sentinel in self.sentinels.items() if flags[self.numbers[sentinel]]}
     slots = (*self.top.inputs, *self.top.consts)
     some, most = {n for n, slot in enumerate(slots, -len(slots)) if slot in bad}, _CLOSELY
@@ -257,14 +263,11 @@ class FirstProbe(Observer):
   each operand, for the result and for the result in float32.
   """
 
-  def __init__(
-    self, top: Body, uses: Uses, only: Collection[int], shown: Step | None = None
-  ) -> None:
-    self.top, self.uses, self.only, self.shown = top, uses, only, shown
+  def __init__(self, uses: Uses, only: Collection[int], shown: Step | None = None) -> None:
+    self.top, self.uses, self.only, self.shown = uses.top, uses, only, shown
 
   def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
-    # Of a value that broke, or (True) that was computed from one.
-    self.indices, self.followed = around.indices, dict[tuple[int, bool], Array]()
+    self.indices, self.followed = around.indices, dict[int, Array]()
     self.broken = list[Array]()  # the first step that broke, of each value that counts
     _, self.place, self.rows = self.nothing()
     if body is not self.top:
@@ -295,8 +298,7 @@ class FirstProbe(Observer):
     return jnp.where(first[0] < NONE, first.at[-1].set(device), first), place, rows
 
   def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
-    self._follow(step, ins, outs, computed=False)
-    self._follow(step, ins, outs, computed=True)
+    self._follow(step, ins, outs)
     if step.number in self.only and not self.uses.numbers.issuperset(step.outs):
       masks = births(step, ins, outs)
       for slot, mask in masks.items():
@@ -317,13 +319,12 @@ class FirstProbe(Observer):
     if slot in self.uses.counted or (computed and slot in self.uses.compared):
       self.broken.append(jnp.min(numbers, initial=NONE))
     else:
-      other = self.followed.get((slot, computed), NONE)
-      self.followed[slot, computed] = jnp.minimum(other, numbers)
+      self.followed[slot] = jnp.minimum(self.followed.get(slot, NONE), numbers)
 
-  def _follow(self, step: Step, ins: Sequence[Any], outs: Sequence[Array], computed: bool) -> None:
+  def _follow(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     """Takes for each element of the results which step broke what it comes from."""
-    kind, slots = kind_of(step), [x if isinstance(x, int) else -1 for x in step.ins]
-    numbers = [self.followed.get((slot, computed)) for slot in slots]
+    kind = kind_of(step)
+    numbers = [self.followed.get(slot) if isinstance(slot, int) else None for slot in step.ins]
     if kind in ("asks", "tests") or all(each is None for each in numbers):
       return
     if kind == "factor":
@@ -345,12 +346,11 @@ class FirstProbe(Observer):
       # What a maximum discards is gone, where its result is finite.
       first = functools.reduce(jnp.minimum, [each for each in numbers if each is not None])
       carried = [jnp.where(not_finite(outs[0]) | (kind != "chooses"), first, NONE)]
-    computed = computed or kind in ("each", "factor")
     for slot, v, number in zip(step.outs, step.eqn.outvars, carried, strict=True):
       if is_inexact(v):
         # An argument that is returned as it came breaks nothing.
-        came = (number < 0) & (not computed and slot in self.uses.outputs)
-        self._take(slot, jnp.where(came, NONE, number), computed)
+        came = (number < 0) & (kind == "chooses" and slot in self.uses.outputs)
+        self._take(slot, jnp.where(came, NONE, number), computed=kind == "factor")
 
   def _show(self, step: Step, ins: Sequence[Any], outs: Sequence[Array], mask: Array) -> None:
     """Takes the numbers of a step, of whose first result some elements broke."""

@@ -113,11 +113,7 @@ class NonfiniteReport(Report):
     if self.finite_at is not None:
       verdict = f"The scale's fault: all is finite at {power(self.finite_at)}."
     elif self.loss_scale is None:
-      verdict = (
-        "The value's own. If the loss is scaled, pass the state of mpjax.loss_scaling as an "
-        "argument: smaller scales are tried then."
-      )
-    about = f"First value that is not finite: {self._place()}"
+      verdict = "The value's own, unless the loss is scaled: no argument holds a loss scale to try."
     numbers = right("least", "largest", "inf", "NaN")
     columns = (Column("value", wide=True), Column("dtype and shape"), *numbers)
     rows = []
@@ -126,7 +122,7 @@ class NonfiniteReport(Report):
       numbers = ("-" if math.isnan(x) else f"{x:.3g}" for x in (each.least, each.most))
       rows.append((each.name, shape, *numbers, f"{each.inf}", f"{each.nan}"))
     return [
-      Section(lines=(about, *scale, self.cause)),
+      Section(lines=(f"First value that is not finite: {self._place()}", *scale, self.cause)),
       Section("Values", columns=columns, rows=tuple(rows)),
       Section("Verdict", lines=(verdict,)),
       Section("Cure", lines=(self.cure,)),

@@ -56,7 +56,7 @@ def test_only_steps_that_lead_to_an_inf_are_suspects():
 
 def first(fn, *args, only=range(-9, 100)):
   body = body_of(jax.make_jaxpr(fn)(*args), compiled=True)
-  return run(body, args, FirstProbe(body, Uses(body), only))[1][0], body
+  return run(body, args, FirstProbe(Uses(body), only))[1][0], body
 
 
 def test_only_the_steps_that_are_asked_for_are_looked_at():
@@ -88,7 +88,7 @@ def test_operands_and_results_of_one_iteration():
   xs = jnp.asarray([2, 3, 100, 100], jnp.float16)
   made = body_of(jax.make_jaxpr(fn)(xs), compiled=True)
   step = list(made.every_step())[-1]
-  first, place, rows = run(made, [xs], FirstProbe(made, Uses(made), {step.number}, step))[1]
+  first, place, rows = run(made, [xs], FirstProbe(Uses(made), {step.number}, step))[1]
   assert ([*map(int, first)], int(place)) == ([step.number, 3, -1], 0)
   # 10 * 2 * 3 * 100, what it is multiplied by, the inf, and what float32 makes of it.
   np.testing.assert_array_equal([row["most"] for row in rows], [6000, 100, np.nan, 600000])
