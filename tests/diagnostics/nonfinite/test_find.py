@@ -194,52 +194,48 @@ def test_arguments_have_names():
   check_argument("n", lambda x, n: x * n, jnp.ones(2), np.inf)  # A number is static otherwise.
 
 
-def directions(fn, *args):
-  graph = Graph(body_of(jax.make_jaxpr(fn)(*args), compiled=True))
-  return [(each.name, direction_of(graph, each)) for each in graph.computing()]
+@jax.custom_vjp
+def root(x):
+  return jnp.sqrt(x)
 
 
-def test_a_slope_that_leaves_a_scan_belongs_to_the_backward_pass():
-  def fn(xs):
-    return jax.lax.scan(lambda c, x: (c + jnp.sqrt(x), None), 0.0, xs)[0]
-
-  assert ("div", "backward") in directions(jax.grad(fn), jnp.ones(3))
-
-
-def test_comparisons_and_what_has_no_derivative_have_no_slope():
-  def fn(x):
-    above = jax.lax.nextafter(*[jax.lax.stop_gradient(x)] * 2)
-    return jnp.sin(jnp.where((x > 0) & (x < above), x, jax.lax.sqrt(x)))
-
-  assert ("div", "backward") in directions(jax.grad(fn), 2.0)
+def root_forward(x):
+  root = jax.lax.sqrt(x)
+  kept = 0.5 / root
+  return root, kept
 
 
-def test_what_a_forward_rule_keeps_for_the_backward_pass_is_no_slope():
+root.defvjp(root_forward, lambda kept, g: (g * kept,))
+
+
+def discards(x):
+  above = jax.lax.nextafter(*[jax.lax.stop_gradient(x)] * 2)
+  return jnp.sin(jnp.where((x > 0) & (x < above), x, jax.lax.sqrt(x)))
+
+
+SLOPE = {("sqrt", "forward"), ("div", "backward")}
+DIRECTIONS = {
+  # Of the gradient alone nothing in the forward pass reads the exponential, its own slope.
+  "a value that is its own slope": (jax.grad(jnp.exp), 1.0, {("exp", "forward")}),
+  "one in a call": (jax.grad(jax.jit(jnp.exp)), 1.0, {("exp", "forward")}),
+  "a root": (jax.grad(jnp.sqrt), 1.0, {("sqrt", "forward")}),
+  "a slope": (jax.grad(jax.lax.sqrt), 1.0, SLOPE),
+  "a slope in a call": (jax.grad(jax.jit(jax.lax.sqrt)), 1.0, SLOPE),
+  "a slope that leaves a scan": (
+    jax.grad(lambda xs: jax.lax.scan(lambda c, x: (c + jnp.sqrt(x), None), 0.0, xs)[0]),
+    np.ones(3, np.float32),
+    SLOPE,
+  ),
+  "comparisons and what has no derivative": (jax.grad(discards), 2.0, {("div", "backward")}),
   # It is what the derivative of a root is, on a line of its own.
-  @jax.custom_vjp
-  def root(x):
-    return jnp.sqrt(x)
-
-  def forward(x):
-    root = jax.lax.sqrt(x)
-    kept = 0.5 / root
-    return root, kept
-
-  root.defvjp(forward, lambda kept, g: (g * kept,))
-  assert ("div", "forward") in directions(jax.grad(root), 2.0)
+  "what a forward rule keeps": (jax.grad(root), 2.0, {("div", "forward")}),
+  "no gradient": (lambda x: 0.5 / jnp.sqrt(x), 1.0, {("sqrt", "forward"), ("div", "forward")}),
+}
 
 
-def test_without_a_gradient_all_is_forward():
-  assert set(directions(lambda x: 0.5 / jnp.sqrt(x), 1.0)) == {
-    ("sqrt", "forward"),
-    ("div", "forward"),
-  }
-
-
-def test_a_value_that_is_its_own_slope_belongs_to_the_forward_pass():
-  for wrap in (lambda f: f, jax.jit):
-    # Of the gradient alone nothing in the forward pass reads the exponential.
-    assert ("exp", "forward") in directions(jax.grad(wrap(jnp.exp)), 1.0)
-    assert ("sqrt", "forward") in directions(jax.grad(wrap(jnp.sqrt)), 1.0)
-    found = directions(jax.grad(wrap(jax.lax.sqrt)), 1.0)
-    assert {("sqrt", "forward"), ("div", "backward")} <= set(found)
+def test_a_slope_belongs_to_the_backward_pass_and_nothing_else_does():
+  for name, (fn, x, expected) in DIRECTIONS.items():
+    graph = Graph(body_of(jax.make_jaxpr(fn)(x), compiled=True))
+    found = {(each.name, direction_of(graph, each)) for each in graph.computing()}
+    assert expected <= found, name
+    assert not {(op, "backward") for op, way in expected if way == "forward"} & found, name
