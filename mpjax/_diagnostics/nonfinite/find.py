@@ -1,11 +1,10 @@
 """`find_nonfinite`: where the first inf or NaN came from."""
 
-import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,122 +13,30 @@ from jax.core import ShapedArray
 
 from mpjax._core.errors import check_call
 from mpjax._core.leaves import key_names
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray
-from mpjax._diagnostics.arguments import Call, check_function, positional_names
+from mpjax._core.types import Args, Array, Function, Kwargs, NumpyArray
+from mpjax._diagnostics.arguments import Call, check_function, is_array, positional_names
 from mpjax._diagnostics.nonfinite.probes import (
-  CaptureProbe,
+  NONE,
   FirstProbe,
   FlagProbe,
-  Seen,
+  Row,
+  Uses,
+  is_inexact,
+  not_finite,
   row_of,
-  sentinels_of,
-  suspects,
 )
-from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, cause_and_cure, power
-from mpjax._diagnostics.nonfinite.scales import Rescale, Scale, implied_scale, scale_of
-from mpjax._diagnostics.nonfinite.uses import Uses, direction_of, not_finite
+from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, cause_and_cure
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.report import progress
 from mpjax._diagnostics.tune.tune_report import written
 from mpjax._diagnostics.tune.tuning import prefixes, selector
-from mpjax._jaxprs.graph import Graph
-from mpjax._jaxprs.locations import path_of
+from mpjax._jaxprs.graph import Graph, Operation
+from mpjax._jaxprs.locations import call_of
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import aval_of, mapped_with
 from mpjax._jaxprs.runner import Observer, run
 from mpjax._jaxprs.steps import Step, body_of
-
-_NO_SCALE = (
-  "No loss scale was found in the arguments: pass the optimizer's state, as a training step does, "
-  "if the gradients are scaled."
-)
-
-
-class _Broken(NamedTuple):
-  """The number of the step that broke first, in which iterations, and on which device."""
-
-  number: int
-  iterations: tuple[int, ...]
-  device: int
-
-
-class Finder:
-  """Looks for the first step that breaks, at this loss scale or at another one."""
-
-  # One run says which values are not finite. Only if there are some, the steps that lead to them
-  # are looked at closely, in a second one: most often -inf in masks, and the fault.
-
-  def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
-    call = Call(args, kwargs, _is_traced)
-    call.check_concrete("mpjax.find_nonfinite(fn)")
-    pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    self.leaves, self.keys = call.arrays, [pairs[i][0] for i in call.positions]
-    traced = call.traced(fn)[0]
-    self.body = body_of(traced, compiled=True)
-    self.scale = scale_of(args, kwargs, self.leaves) or implied_scale(self.body, self.leaves)
-    self.sentinels, self.uses = sentinels_of(self.body), Uses(self.body)
-    self.flags = self._looking(functools.partial(FlagProbe, self.body, self.sentinels))
-    self.closely: dict[frozenset[int], Callable[..., Array]] = {}
-    # With what is not compiled: a slope may be all that is left of what it is the slope of.
-    self.graph = Graph(traced)
-    names = ([name for name in key_names(path[2:]) if name != "value"] for path in self.keys)
-    owners = zip(self.graph.arguments, (tuple(each[:-1]) for each in names), strict=True)
-    name_by_parameters(self.graph, dict(owners))
-    # Of a loop, that of its first argument.
-    every = {each.step.key: each for each in reversed(self.graph.operations)}
-    steps = self.body.every_step()
-    self.operations = {step.number: every[step.key] for step in steps if step.key in every}
-
-  def _looking(self, probe: Callable[[Rescale], Observer]) -> Callable[..., Any]:
-    """Returns a function of a factor of the scale, and arguments, that returns what a probe saw."""
-    scale = self.scale or Scale()
-
-    def looking(factor: Array, *leaves: Array) -> Any:
-      observer = probe(functools.partial(scale.of_operands, factor))
-      return run(self.body, scale.of_arguments(factor, leaves), observer)[1]
-
-    return compiled(looking)
-
-  def flagged(self, factor: float = 1.0) -> NumpyArray:
-    """Returns which of the sentinels are not finite with the loss scale multiplied by a factor."""
-    return np.asarray(self.flags(jnp.float32(factor), *self.leaves))
-
-  def first(self, factor: float = 1.0) -> _Broken | None:
-    """Returns what breaks first with the loss scale multiplied by a factor."""
-    for some in suspects(self.body, self.sentinels, self.flagged(factor)):
-      # One that was compiled for another scale will do if it looks at these among others.
-      only = next((each for each in self.closely if some <= each), some)
-      if only not in self.closely:
-        self.closely[only] = self._looking(
-          functools.partial(FirstProbe, self.body, self.uses, only)
-        )
-      first = jax.device_get(self.closely[only](jnp.float32(factor), *self.leaves))
-      number, *iterations, device = map(int, first)
-      if number in some:
-        return _Broken(number, tuple(i for i in iterations if i >= 0), device)
-    return None
-
-
-def _is_traced(x: Leaf) -> bool:
-  """Whether a leaf is traced: an array. A number may be a shape, and what is not finite is none."""
-  if isinstance(x, float):
-    return not math.isfinite(x)
-  if isinstance(x, np.generic):
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-  if isinstance(x, np.ndarray):
-    return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
-  return isinstance(x, jax.Array)
-
-
-def compiled(fn: Function) -> Function:
-  """Returns a function that XLA compiles with every cast as it is written."""
-  # Else it may leave out a cast to float16 and back, with the overflow that is looked for. What
-  # runs once need not be fast, and LLVM takes half of the time that compiling takes for a CPU.
-  options: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
-  if jax.default_backend() == "cpu":
-    options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-  return jax.jit(fn, compiler_options=options)
-
+from mpjax.transforms._loss_scale import scales_in
 
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
 
@@ -139,22 +46,17 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   """Returns a function that runs `fn`, and says where the first inf or NaN came from.
 
   That is the first value, in the order of execution, which is not finite though the values that it
-  is computed from are, or which is NaN though they are not (0 * inf). inf counts as NaN does. A
-  constant that is -inf on purpose, as in a mask, is no fault until a sum reads it, nor is a value
-  that nothing reads but comparisons and a `where` that discards it.
-
-  Loops, branches, `remat`, functions with derivatives of their own, `vmap` and `shard_map` are
-  looked into, and donated arguments are not deleted. If the arguments hold the state of
-  `mpjax.loss_scaling`, or the loss is multiplied by a power of two, smaller scales are tried: the
-  verdict says whether one helps.
+  is computed from are, or which is NaN though they are not (0 * inf). A mask of -inf is no fault
+  until a sum reads it, nor is a value that nothing reads but comparisons and a `where` that
+  discards it. Smaller loss scales are tried, too. docs/find_nonfinite.md says what counts, and what
+  it costs. Donated arguments are not deleted.
 
   Args:
     fn: a function of trees of arrays: a loss, a gradient, a training step, jitted or not.
 
   Returns:
     `find(*args, **kwargs)`, which takes the arguments of `fn` and returns a `NonfiniteReport`. It
-    is false if nothing was found. Print it; `operation`, `path`, `direction`, `source`, `iteration`
-    and `verdict` are for code.
+    is false if nothing was found. Print it; its fields are for code.
 
   Raises:
     MpjaxTypeError: `fn` is not a function, or one that is compiled already; when called: an
@@ -179,161 +81,220 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   def find(*args: object, **kwargs: object) -> NonfiniteReport:
     # Compiling a training step takes as long as the step's own.
     with progress("find_nonfinite: compiling and running the function"):
-      return _find(fn, args, kwargs)
+      return Finder(fn, args, kwargs).report()
 
   return find
 
 
-def _find(fn: Function, args: Args, kwargs: Kwargs) -> NonfiniteReport:
-  finder = Finder(fn, args, kwargs)
-  broken, scale = finder.first(), finder.scale
-  report = NonfiniteReport(
-    loss_scale=None if scale is None else scale.value, step=None if scale is None else scale.step
-  )
-  if broken is None:
-    return report
-  if broken.number < 0:
-    return _of_argument(finder, broken.number, positional_names(fn, len(args)), report)
-  if scale is not None:
-    finite_at, notes = _finite_at(finder, scale, broken)
-    report = dataclasses.replace(report, finite_at=finite_at, notes=notes)
-  probe = CaptureProbe(finder.body, *broken)
-  seen = compiled(lambda *xs: run(finder.body, xs, probe)[1])(*finder.leaves)
-  return _of_step(finder, broken, probe, jax.device_get(seen), report)
+class Finder:
+  """Looks for the first step that breaks, at this loss scale or at another one."""
+
+  # One run says which values are not finite. Only if there are some, the steps that lead to them
+  # are looked at closely, in a second one: most often -inf in masks, and the fault.
+
+  def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
+    # A number may be a shape, and what is not finite is none.
+    is_bad = lambda x: isinstance(x, (float, np.inexact)) and not np.isfinite(x)  # noqa: E731
+    call = Call(args, kwargs, lambda x: is_array(x) or is_bad(x))
+    call.check_concrete("mpjax.find_nonfinite(fn)")
+    pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    self.keys = [pairs[i][0] for i in call.positions]
+    self.names = positional_names(fn, len(args))
+    traced = call.traced(fn)[0]
+    self.body, self.leaves = body_of(traced, compiled=True), call.arrays
+    states = scales_in((args, kwargs))
+    scales = [(state, each) for each in states if (state := each.state) is not None]
+    self.nothing, self.factors = NonfiniteReport(), dict[float, float]()
+    if scales:
+      state, owned = max(scales, key=lambda pair: float(np.max(pair[0].scale)))
+      scale, step = float(np.max(state.scale)), int(np.max(state.total))
+      self.nothing = NonfiniteReport(loss_scale=scale, step=step)
+      # Smaller ones. At the next power of two it breaks, or that is the scale.
+      low = math.ceil(math.log2(owned.limits[0] if owned.dynamic else 1))
+      self.factors = {2.0**i: 2.0**i / scale for i in range(low, math.ceil(math.log2(scale)))}
+    held = [state.scale for state, _ in scales]
+    self.scales = {i for i, x in enumerate(self.leaves) if any(x is scale for scale in held)}
+    self.probe, self.uses = FlagProbe(self.body), Uses(self.body)
+    self.flags = self._looking(self.probe)
+    self.closely: dict[frozenset[int], Callable[..., Any]] = {}
+    # With what is not compiled: a slope may be all that is left of what it is the slope of.
+    self.graph = Graph(traced)
+    owners = [tuple(n for n in key_names(path[2:]) if n != "value")[:-1] for path in self.keys]
+    name_by_parameters(self.graph, dict(zip(self.graph.arguments, owners, strict=True)))
+    # Of a loop, that of its first argument.
+    self.operations = {each.step.key: each for each in reversed(self.graph.operations)}
+
+  def _looking(self, observer: Observer) -> Callable[..., Any]:
+    """Returns a function of a factor of the loss scale, and arguments, that says what is seen."""
+
+    def looking(factor: Array, *leaves: Array) -> Any:
+      scaled = [x * factor if i in self.scales else x for i, x in enumerate(leaves)]
+      return run(self.body, scaled, observer)[1]
+
+    # Every cast as it is written: else XLA may leave out a cast to float16 and back, with the
+    # overflow that is looked for. What runs once need not be fast, and LLVM takes half of the time
+    # that compiling takes for a CPU.
+    options: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
+    if jax.default_backend() == "cpu":
+      options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(looking, compiler_options=options)
+
+  def flagged(self, factor: float) -> NumpyArray:
+    """Returns which of the sentinels are not finite with the loss scale multiplied by a factor."""
+    return np.asarray(self.flags(jnp.float32(factor), *self.leaves))
+
+  def first(self, factor: float = 1.0) -> list[int]:
+    """Returns what `FirstProbe` sees first with the loss scale multiplied by a factor, or []."""
+    for some in self.probe.suspects(self.flagged(factor)):
+      # One that was compiled for another scale will do if it looks at these among others.
+      only = next((each for each in self.closely if some <= each), some)
+      if only not in self.closely:
+        self.closely[only] = self._looking(FirstProbe(self.uses, only))
+      first, *_ = self.closely[only](jnp.float32(factor), *self.leaves)
+      if int(first[0]) in some:
+        return np.asarray(first).tolist()
+    return []
+
+  def report(self) -> NonfiniteReport:
+    """Returns what is said of the first step that breaks."""
+    broken = self.first()
+    if not broken:
+      return self.nothing
+    return self._of_step(broken) if broken[0] >= 0 else self._of_argument(broken[0])
+
+  def _of_argument(self, number: int) -> NonfiniteReport:
+    """Returns the report of an argument or a constant that came so."""
+    slots = (*self.body.inputs, *self.body.consts)
+    slot, position = slots[number], number + len(slots)
+    if position < len(self.keys):
+      kind, x = "argument", jnp.asarray(self.leaves[position])
+      part, first, *rest = self.keys[position]
+      argument = self.names[first.idx] if part.idx == 0 else first.key
+      path = name = f"{argument}{jax.tree_util.keystr(tuple(rest))}"
+    else:
+      kind, x = "constant", jnp.asarray(self.body.consts[slot])
+      readers = (self.operations.get(s.key) for s in self.body.every_step() if slot in s.reads)
+      path = next((each.where.path for each in readers if each), "")
+      name = f"an array that the function closes over, {x.dtype}{[*x.shape]}"
+    result = _range(kind, x, jax.device_get(row_of(x)))
+    return dataclasses.replace(
+      self.nothing,
+      operation=kind,
+      path=path,
+      direction="forward",
+      verdict="value",
+      index=tuple(map(int, np.argwhere(not_finite(x))[0])),
+      result=result,
+      cause=f"{name} holds {result.inf} inf and {result.nan} NaN before anything is computed.",
+      cure="mpjax.all_finite(x)  # of the data, or restore a checkpoint if it is a parameter",
+    )
+
+  def _of_step(self, broken: list[int]) -> NonfiniteReport:
+    """Returns the report of a step that broke."""
+    number, *iterations, device = broken
+    step = next(each for each in self.body.every_step() if each.number == number)
+    looking = self._looking(FirstProbe(self.uses, {number}, step))
+    _, index, rows = jax.device_get(looking(jnp.float32(1), *self.leaves))
+    eqn, operation, finite_at = step.eqn, self.operations[step.key], self._finite_at(number)
+    out = next(v for v in eqn.outvars if is_inexact(v))
+    operands = ((f"operand {i}", v) for i, v in enumerate(eqn.invars) if is_inexact(v))
+    values = zip([*operands, ("result", out), ("in float32", out)], rows, strict=True)
+    *ranges, result, wide = [_range(name, aval_of(v), row) for (name, v), row in values]
+    loops = tuple(i for i in iterations if i >= 0)
+    report = dataclasses.replace(
+      self.nothing,
+      operation=eqn.primitive.name,
+      path=operation.where.path,
+      direction=direction_of(self.graph, operation),
+      source=str(step.location.source) if step.location.source else None,
+      iteration=loops[0] if len(loops) == 1 else loops or None,
+      verdict="value" if finite_at is None else "scale",
+      finite_at=finite_at,
+      index=tuple(map(int, np.unravel_index(index, result.shape))) if index < NONE else (),
+      device=_device(step, device),
+      operands=tuple(ranges),
+      result=result,
+    )
+    rounded = _rounded_before(operation)
+    cause, cure = cause_and_cure(report, wide, rounded, self._in_float32(rounded or operation))
+    return dataclasses.replace(report, cause=cause, cure=cure)
+
+  def _finite_at(self, number: int) -> float | None:
+    """Returns the largest power of two, as loss scale, at which all of the function is finite."""
+    if not self.factors:
+      return None
+    lowest, *others = self.factors
+    broken = self.first(self.factors[lowest])
+    if broken[:1] == [number]:
+      return None
+    # What is not finite where nothing breaks does no harm, such as the -inf of masks.
+    harmless = np.asarray(False) if broken else self.flagged(self.factors[lowest])
+    for scale in reversed(others):
+      if not np.any(self.flagged(self.factors[scale]) & ~harmless):
+        return scale
+    return None if broken else lowest
+
+  def _in_float32(self, operation: Operation) -> str:
+    """Returns the code by which an operation is computed in float32, and begins a comment."""
+    path = operation.where.path
+    if not path:
+      return "a jax.named_scope here and a Rule with its path  #"
+    # The outermost scope of a Flax model is called by its class. A rule on that would put all of
+    # the model into float32, and in Linen it has no name.
+    if "/" not in path and path[:1].isupper():
+      return f"mpjax.full_precision(fn)(x)  # for the code of {operation.where.source},"
+    of_parameter = operation.step.location.path != path  # As rules for NNX have it.
+    scopes = {""}.union(*(prefixes(each.location.path) for each in self.body.every_step()))
+    selects = f"**/{path}" if of_parameter else selector(path, scopes)
+    return f'Rule("float32", path={written(selects)})  #'
 
 
-def _finite_at(
-  finder: Finder, scale: Scale, broken: _Broken
-) -> tuple[float | None, tuple[str, ...]]:
-  """Returns the largest power of two, as loss scale, at which all of the function is finite."""
-  # Where there is none since another value breaks then, a note says which, and at which scale.
-  low = math.ceil(math.log2(scale.least))
-  high = math.ceil(math.log2(scale.value))  # It breaks there, or is not a power of two.
-  other = finder.first(2.0**low / scale.value) if low < high else broken
-  if other is not None and other.number == broken.number:
-    return None, ()
-  # What is not finite where nothing breaks does no harm, such as the -inf of masks.
-  harmless = finder.flagged(2.0**low / scale.value) if other is None else np.asarray(False)
-
-  def overflows(exponent: int) -> bool:
-    return bool(np.any(finder.flagged(2.0**exponent / scale.value) & ~harmless))
-
-  exponents = range(low + 1, high)
-  if other is None:
-    return 2.0 ** (low + bisect.bisect(exponents, False, key=overflows)), ()
-  between = next((each for each in reversed(exponents) if not overflows(each)), None)
-  if between is not None:
-    return 2.0**between, ()
-  if other.number < broken.number:
-    return None, ()  # Of what runs later it is not known whether it is finite.
-  operation = finder.operations[other.number]
-  direction = direction_of(finder.graph, operation)
-  place = " · ".join(filter(None, (operation.where.path, operation.name, direction)))
-  return None, (f"At loss scale {power(2.0**low)} this value is finite, and {place} is not.",)
-
-
-def _of_argument(
-  finder: Finder, number: int, names: Sequence[str], report: NonfiniteReport
-) -> NonfiniteReport:
-  """Returns the report of an argument or a constant that came so."""
-  body = finder.body
-  slots = (*body.inputs, *body.consts)
-  slot, position = slots[number], number + len(slots)
-  if position < len(finder.leaves):
-    kind, x = "argument", jnp.asarray(finder.leaves[position])
-    part, first, *rest = finder.keys[position]
-    argument = names[first.idx] if part.idx == 0 else first.key
-    path = name = f"{argument}{jax.tree_util.keystr(tuple(rest))}"
-  else:
-    kind, x = "constant", jnp.asarray(body.consts[slot])
-    readers = (finder.operations.get(s.number) for s in body.every_step() if slot in s.reads)
-    path = next((each.where.path for each in readers if each), "")
-    name = f"an array that the function closes over, {x.dtype}{[*x.shape]}"
-  result = _range(kind, x, *jax.device_get(row_of(x, jnp.nan)))
-  return dataclasses.replace(
-    report,
-    operation=kind,
-    path=path,
-    direction="forward",
-    verdict="value",
-    index=tuple(map(int, np.argwhere(not_finite(x))[0])),
-    count=result.inf + result.nan,
-    dtype=result.dtype,
-    shape=result.shape,
-    result=result,
-    cause=f"{name} holds {result.inf} inf and {result.nan} NaN before anything is computed.",
-    cure="mpjax.all_finite(x)  # of the data, or restore a checkpoint if it is a parameter",
-  )
-
-
-def _of_step(
-  finder: Finder, broken: _Broken, probe: CaptureProbe, seen: Seen, report: NonfiniteReport
-) -> NonfiniteReport:
-  """Returns the report of a step that broke."""
-  step, iterations = probe.step, broken.iterations
-  operation, eqn = finder.operations[step.number], step.eqn
-  path, direction = operation.where.path, direction_of(finder.graph, operation)
-  out = eqn.outvars[probe.result]
-  values = [
-    *((s.eqn.primitive.name, s.eqn.outvars[0], s.location.path) for s in probe.before),
-    *((f"operand {i}", eqn.invars[i], "") for i in probe.positions),
-    *(("result", out, ""), ("in float32", out, "")),
-  ]
-  rows = zip(values, seen.sizes, seen.counts, strict=True)
-  *others, result, wide = [_range(name, aval_of(v), a, b, at) for (name, v, at), a, b in rows]
-  report = dataclasses.replace(
-    report,
-    operation=eqn.primitive.name,
-    path=path,
-    direction=direction,
-    source=str(step.location.source) if step.location.source else None,
-    iteration=iterations[0] if len(iterations) == 1 else iterations or None,
-    verdict="value" if report.finite_at is None else "scale",
-    index=tuple(map(int, np.unravel_index(seen.place, result.shape))) if result.size else (),
-    count=int(seen.broken),
-    device=_device(step, broken.device),
-    dtype=result.dtype,
-    shape=result.shape,
-    operands=tuple(others[len(probe.before) :]),
-    result=result,
-    before=tuple(others[: len(probe.before)]),
-    float32_value=wide.most if not wide.inf + wide.nan else math.inf,
-    notes=(_NO_SCALE,) if report.loss_scale is None and direction == "backward" else report.notes,
-  )
-  if path_of(step.location.scopes) == path:
-    every = [prefixes(each.location.path) for each in finder.body.every_step()]
-    selects = selector(path, set[str]().union(*every))
-  else:
-    selects = f"**/{path}"  # That of a parameter, as rules for NNX have it.
-  cause, cure = cause_and_cure(report, result, wide, written(selects))
-  return dataclasses.replace(report, cause=cause, cure=cure)
-
-
-def _range(
-  name: str, array: ShapedArray | Array, sizes: NumpyArray, counts: NumpyArray, path: str = ""
-) -> Range:
-  """Returns the range of an array that a probe has seen, as a row."""
-  (least, most, value), (inf, nan) = map(float, sizes), map(int, counts)
-  return Range(
-    name=name,
-    dtype=array.dtype.name,
-    shape=array.shape,
-    least=least if most >= 0 else math.nan,
-    most=most if most >= 0 else math.nan,
-    inf=inf,
-    nan=nan,
-    path=path,
-    value=None if math.isnan(value) else value,
-  )
+def _range(name: str, array: ShapedArray | Array, row: Row) -> Range:
+  numbers = {field: x.item() for field, x in row.items()}
+  return Range(name=name, dtype=array.dtype.name, shape=array.shape, **numbers)
 
 
 def _device(step: Step, device: int) -> dict[str, int] | None:
   """Returns the positions of a device along the axes of the `shard_map` that a step is in."""
   if device < 0:
     return None
-  *_, outermost = (each.eqn for each in step.enclosing() if each.holds is Holds.SHARD_MAP)
-  arguments = mapped_with(outermost)
-  mesh = arguments["mesh"]
-  names = [name for name in mesh.axis_names if name in arguments["axis_names"]]
-  places = np.unravel_index(device, [mesh.shape[name] for name in names])
-  return {str(name): int(i) for name, i in zip(names, places, strict=True)}
+  *_, outermost = (mapped_with(s.eqn) for s in step.enclosing() if s.holds is Holds.SHARD_MAP)
+  sizes = {k: n for k, n in outermost["mesh"].shape.items() if k in outermost["axis_names"]}
+  places = np.unravel_index(device, [*sizes.values()])
+  return {str(name): int(i) for name, i in zip(sizes, places, strict=True)}
+
+
+def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "backward"]:
+  """Returns the pass of an operation: what `remat` computes again is part of the forward pass."""
+  if operation.where.direction != "forward":
+    return "backward" if operation.where.direction == "backward" else "forward"
+  # The slope of a square root, 0.5 / sqrt(x), is computed beside the root: by the same call, of
+  # what the root takes or returns. Only the backward pass reads it.
+  call, operands = call_of(operation.eqn), set(operation.operands)
+  earlier = graph.operations[: graph.operations.index(operation)]
+  beside = (each for each in earlier if each.facts.elementwise and call_of(each.eqn) == call)
+  if all(operands.isdisjoint((*each.operands, *each.results)) for each in beside):
+    return "forward"
+  returned, seen, pending = set(graph.results), {operation}, [operation]
+  for each in pending:
+    for value in each.results:
+      if value in returned or not value.consumers:
+        return "forward"
+      readers = {each for each in value.consumers if each.where.direction != "backward"} - seen
+      seen |= readers
+      pending += readers
+  return "backward"
+
+
+def _rounded_before(operation: Operation) -> Operation | None:
+  """Returns the last operation in low precision before one of linear algebra."""
+  pending = [operation] if operation.facts.role == "linear algebra" else []
+  seen = set(pending)
+  for each in pending:
+    is_low = any(v.is_low for v in (*each.operands, *each.results))
+    if is_low and not (each.moves or each.casts):
+      return each
+    before = {v.made_by for v in each.operands if v.made_by is not None} - seen
+    seen |= before
+    pending += before
+  return None
