@@ -6,9 +6,9 @@ container that was an argument is that argument again, with what the call has pu
 """
 
 import dataclasses
-import functools
+import gc
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,11 +55,11 @@ def in_order(x: Any, order: Any) -> Any:
 
 
 class Boundary:
-  """The arguments of a call: the leaves, each once, and the containers that they are in.
+  """The arguments of a call.
 
   Attributes:
     leaves: the distinct objects that are leaves.
-    containers: by identity, and their contents with the number of each leaf.
+    containers: those that the leaves are in, by identity, and their contents with leaves' numbers.
     order: the containers, in their own order, and no leaf.
   """
 
@@ -90,20 +90,20 @@ class Boundary:
     built: dict[int, Any] = {}
     args = _around(leaves, self.order, built)
     pairs = [(x, built[id(numbered)]) for x, numbered in self.containers.values()]
-    return Inside(args, pairs, Contents(new for _, new in pairs), self._is_leaf)
+    return Inside(args, pairs, Contents([new for _, new in pairs]), self._is_leaf)
 
   def contents(self) -> "Contents":
     """Returns what the containers hold now."""
-    return Contents(x for x, _ in self.containers.values())
+    return Contents([x for x, _ in self.containers.values()])
 
 
 class Contents:
   """What containers hold at one time."""
 
-  def __init__(self, containers: Iterable[Any]) -> None:
-    self._containers = list(containers)
-    self._ids = set(map(id, self._containers))
-    self._before = list(map(self._now, self._containers))
+  def __init__(self, containers: Sequence[Any]) -> None:
+    self._containers = containers
+    self._ids = set(map(id, containers))
+    self._before = list(map(self._now, containers))
 
   def _now(self, x: Any) -> Content | None:
     # Of others than lists and dicts all leaves: they may give new containers at each look.
@@ -190,26 +190,9 @@ def _holds_tracer(x: object) -> bool:
     x = pending.pop()
     if isinstance(x, (Tracer, types.GeneratorType)):
       return True
-    if id(x) not in met:
+    if id(x) not in met and not isinstance(x, (type, types.ModuleType, types.TracebackType)):
       met.add(id(x))
-      pending += _parts(x)
+      # Items, attributes, what a function closes over; not all that its module holds.
+      around = (x.__globals__, x.__builtins__) if isinstance(x, types.FunctionType) else ()
+      pending += [each for each in gc.get_referents(x) if not any(each is a for a in around)]
   return False
-
-
-def _parts(x: object) -> Iterable[object]:
-  """Returns what an object holds: items, attributes, and what a function closes over."""
-  if isinstance(x, (type, types.ModuleType)):
-    return ()
-  if isinstance(x, Mapping):
-    return x.values()
-  if isinstance(x, (list, tuple, set, frozenset)):
-    return x
-  if isinstance(x, functools.partial):
-    return (x.func, *x.args, *x.keywords.values())
-  if isinstance(x, types.MethodType):
-    return (x.__self__, x.__func__)
-  if isinstance(x, types.FunctionType):
-    filled = [cell for cell in x.__closure__ or () if cell != types.CellType()]
-    return (*(cell.cell_contents for cell in filled), *(x.__defaults__ or ()))
-  slots = [name for cls in type(x).__mro__ for name in getattr(cls, "__slots__", ())]
-  return (*getattr(x, "__dict__", {}).values(), *(getattr(x, name, None) for name in slots))

@@ -23,7 +23,7 @@ import numpy as np
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.float8 import MULTIPLE, Float8
 from mpjax._core.types import Array, DType
-from mpjax._jaxprs.autocast.recipes import Multiply, Recipe, Scaled
+from mpjax._jaxprs.autocast.matmuls import Multiply, Recipe, Scaled
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 

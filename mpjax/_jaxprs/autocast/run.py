@@ -7,7 +7,7 @@ a jaxpr that was traced has no such functions any more. Here parts of it become 
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -61,63 +61,66 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
 class _Part(NamedTuple):
   """What equations that follow one another read, and what others read of them.
 
-  The key is equal for parts that compute the same of what they read.
+  The key is equal for parts that compute the same of what they read; None for one of its own.
   """
 
+  eqns: Sequence[JaxprEqn]
   key: Hashable
   invars: list[Var]
   outvars: list[Var]
 
 
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
-  """Returns the same jaxpr, with one jaxpr for all parts that are the same.
+  """Returns the same jaxpr, with one jaxpr for all parts that are the same, in calls.
 
-  They are calls. JAX writes the equations inside instead, where it traces a jaxpr.
-  So the jaxpr that it traces is the same, but for the lines of code that profiles show: each
-  operation has that of the first of its part.
+  JAX writes the equations inside instead, where it traces a jaxpr: that is the same, but for the
+  lines of code that profiles show. Each operation has that of the first of its part.
   """
   # Equations that follow one another in one scope. Alone is one that has effects (two prints of
   # equal text are two, and JAX keeps their order by the effects of the equations), and one that
   # holds jaxprs: these are shared by JAX already, and to compare two of them takes long.
-  groups: list[tuple[object, list[JaxprEqn]]] = []
+  groups: list[list[JaxprEqn]] = []
+  before = None
   for eqn in jaxpr.eqns:
-    alone = bool(eqn.effects) or is_higher_order(eqn)
+    alone = eqn.effects or is_higher_order(eqn)
     place = None if alone else (eqn.source_info.name_stack, eqn.ctx)
-    if alone or not groups or place != groups[-1][0]:
-      groups.append((place, []))
-    groups[-1][1].append(eqn)
-  last_read: dict[Var, int] = {}
-  for number, (_, group) in enumerate(groups):
-    last_read |= {v: number for eqn in group for v in eqn.invars if not isinstance(v, Literal)}
-  last_read |= {v: len(groups) for v in jaxpr.outvars if not isinstance(v, Literal)}
-  parts = [
-    None if place is None else _part(group, number, last_read)
-    for number, (place, group) in enumerate(groups)
-  ]
-  counts = Counter(part.key for part in parts if part is not None)
+    if place is None or place != before:
+      groups.append([])
+    groups[-1].append(eqn)
+    before = place
+  last_read: dict[Atom, int] = {}
+  for number, group in enumerate(groups):
+    last_read |= {v: number for eqn in group for v in variables(eqn.invars)}
+  last_read |= dict.fromkeys(variables(jaxpr.outvars), len(groups))
+  parts = [_part(group, number, last_read) for number, group in enumerate(groups)]
+  counts = Counter(part.key for part in parts)
   calls: dict[Hashable, JaxprEqn] = {}
   eqns: list[JaxprEqn] = []
-  for part, (_, group) in zip(parts, groups, strict=True):
-    if part is None or counts[part.key] == 1:
-      eqns += group
+  for part in parts:
+    if part.key is None or counts[part.key] == 1:
+      eqns += part.eqns
       continue
-    first = group[0]
+    info = part.eqns[0].source_info
     if part.key not in calls:
       # The call is in the scope, and its jaxpr in none. With both, a profile would show
       # `layer_0/layer_0/tanh` for the first layer, and `layer_1/layer_0/tanh` for the next one.
-      names = without_scopes(first.source_info.name_stack, "")
-      infos = [eqn.source_info.replace(name_stack=names) for eqn in group]
-      bare = [e.replace(source_info=info) for e, info in zip(group, infos, strict=True)]
+      names = without_scopes(info.name_stack, "")
+      bare = [e.replace(source_info=e.source_info.replace(name_stack=names)) for e in part.eqns]
       closed = ClosedJaxpr(jaxpr_of(bare, part.invars, part.outvars), ())
       calls[part.key] = call_of(closed, part.invars, part.outvars, "part", inline=True)
-    place = {"source_info": first.source_info, "ctx": first.ctx}
-    eqns.append(calls[part.key].replace(invars=[*part.invars], outvars=part.outvars, **place))
+    place = {"source_info": info, "ctx": part.eqns[0].ctx}
+    eqns.append(calls[part.key].replace(invars=part.invars, outvars=part.outvars, **place))
   return jaxpr.replace(eqns=eqns)
 
 
-def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Var, int]) -> _Part | None:
+def variables(atoms: Iterable[Atom]) -> set[Var]:
+  """Returns those of some atoms that are no literals."""
+  return {v for v in atoms if not isinstance(v, Literal)}
+
+
+def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]) -> _Part:
   """Returns the part number `place`; `last_read` are the numbers of the last part for a value."""
-  numbers: dict[Var, int] = {}
+  numbers: dict[Atom, int] = {}
   invars: list[Var] = []
 
   def number(atom: Atom) -> Hashable:
@@ -128,18 +131,19 @@ def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Var, int]) ->
       invars.append(atom)
     return numbers[atom]
 
+  if eqns[0].effects or is_higher_order(eqns[0]):
+    return _Part(eqns, None, [], [])
   key: list[Hashable] = [eqns[0].ctx]
   for eqn in eqns:
-    operands = tuple(map(number, eqn.invars))
+    key.append((eqn.primitive, *map(number, eqn.invars), *eqn.params.items()))
     numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
-    key.append((eqn.primitive, operands, tuple(eqn.params.items())))
   outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) > place]
   key += [(numbers[v], v.aval) for v in (*invars, *outvars)]
   try:
     hash(tuple(key))
   except TypeError:  # Some parameter is not comparable.
-    return None
-  return _Part(tuple(key), invars, outvars)
+    key = []
+  return _Part(eqns, tuple(key) or None, invars, outvars)
 
 
 R = TypeVar("R")
@@ -240,13 +244,9 @@ def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:
 
 
 def differentiated(
-  body: ClosedJaxpr | Function, rule: Function, avals: Sequence[ShapedArray], name: str
+  body: ClosedJaxpr, rule: Function, avals: Sequence[ShapedArray], name: str
 ) -> JaxprEqn:
-  """Returns an equation that runs a jaxpr, or a function, with a derivative of its own.
-
-  `rule` is for `jax.custom_jvp`, with symbolic zeros.
-  """
-  body = body if isinstance(body, ClosedJaxpr) else jaxpr_for(body, *avals)
+  """Returns an equation that runs a jaxpr with a rule for `jax.custom_jvp`, with symbolic zeros."""
 
   def call(*operands: Array) -> list[Array]:
     return typed(body, operands, name)

@@ -23,7 +23,7 @@ from mpjax._jaxprs.autocast.rewriter import (
   MATMUL,
   RETURNED,
   SUMMED,
-  in_precision,
+  in_default,
   of_inputs,
   of_loop,
   retype,
@@ -203,10 +203,11 @@ def test_a_multiplication_that_names_its_dtype_is_the_users_choice():
 
 def test_a_program_in_which_a_precision_changes_nothing_is_not_kept():
   # What is kept for a program is kept as long as the program is: it may not be the program.
-  (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x + 1.0))(1.0).eqns
-  inner = weakref.ref(eqn.params["jaxpr"])
-  assert in_precision(eqn, HIGHEST)["jaxpr"] is inner()
-  del eqn
+  jaxpr = jax.make_jaxpr(jax.jit(lambda x: x + 1.0))(1.0).jaxpr
+  inner = weakref.ref(jaxpr.eqns[0].params["jaxpr"])
+  with jax.default_matmul_precision("highest"):
+    assert in_default(jaxpr) is jaxpr
+  del jaxpr
   jax.clear_caches()
   gc.collect()
   assert inner() is None
