@@ -55,20 +55,14 @@ def in_order(x: Any, order: Any) -> Any:
 
 
 class Boundary:
-  """The arguments of a call.
-
-  Attributes:
-    leaves: the distinct objects that are leaves.
-    containers: those that the leaves are in, by identity, and their contents with leaves' numbers.
-    order: the containers, in their own order, and no leaf.
-  """
+  """The arguments of a call: their leaves, each once, and the containers that these are in."""
 
   def __init__(self, args: PyTree, is_leaf: IsLeaf | None = None) -> None:
     self.leaves: list[Leaf] = []
-    self.containers: dict[int, tuple[Any, Content]] = {}
+    self.containers: dict[int, tuple[Any, Content]] = {}  # by identity
     self._is_leaf = is_leaf
     self._numbers: dict[int, int] = {}
-    self.order = self.numbered(args)
+    self.order = self.numbered(args)  # the containers, in their own order, and no leaf
 
   def numbered(self, x: Any) -> Any:
     """Returns the content of a tree, with the content of containers and the number of each leaf."""
@@ -110,11 +104,7 @@ class Contents:
     return content_of(x, lambda y: id(y) in self._ids)
 
   def changed(self) -> Iterator[tuple[int, Content]]:
-    """Yields the position of each list and dict that holds something else now, and what.
-
-    Raises:
-      NotTraceable: another container does.
-    """
+    """Yields the position of each list and dict that holds something else now, and what."""
     for i, (x, before) in enumerate(zip(self._containers, self._before, strict=True)):
       now = self._now(x)
       if before is None or now is None:
@@ -128,18 +118,11 @@ class Contents:
 
 
 class Inside(NamedTuple):
-  """The arguments as the traced function sees them.
-
-  Fields:
-    args: the tree.
-    containers: the user's containers, and their copies.
-    before: what the copies were given.
-    is_leaf: as for `Boundary`.
-  """
+  """The arguments as the traced function sees them."""
 
   args: PyTree
-  containers: Sequence[tuple[Any, Any]]
-  before: Contents
+  containers: Sequence[tuple[Any, Any]]  # the user's, and their copies
+  before: Contents  # what the copies were given
   is_leaf: IsLeaf | None
 
   def leave(
@@ -149,10 +132,6 @@ class Inside(NamedTuple):
 
     That takes others instead of these, and returns what the function did. It changes the user's
     containers as the function has changed their copies, those of `others` too, and holds no tracer.
-
-    Raises:
-      NotTraceable: the function changed an argument that is no dict and no list, or returned an
-        object that hides a tracer.
     """
     result = Boundary(None, self.is_leaf)
     for original, new in (pair for each in (self, *others) for pair in each.containers):

@@ -42,21 +42,7 @@ from mpjax._core.types import DType
 from mpjax._jaxprs.autocast.float8 import recipe_of
 from mpjax._jaxprs.autocast.matmuls import by_rule, why_not
 from mpjax._jaxprs.autocast.residuals import saving_low
-from mpjax._jaxprs.autocast.rewriter import (
-  ALGEBRA,
-  ANGLE,
-  CALLER,
-  DIGITS,
-  FACTOR,
-  HELD,
-  INDEX,
-  RETURNED,
-  SUMMED,
-  Rewriter,
-  only_float32,
-  retype,
-  wants_precision,
-)
+from mpjax._jaxprs.autocast.rewriter import By, Rewriter, only_float32, retype, wants_precision
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, Place
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -73,9 +59,6 @@ from mpjax._jaxprs.reader import LARGEST, Atom, aval_of, dtype_of, inner_jaxprs,
 
 Operands = Sequence[Value | None]
 """What is known of each operand: None for what is no floating value."""
-
-_FEW = 8
-"""More numbers than a mask has are not noted: they are part of the key of a rewritten jaxpr."""
 
 
 def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
@@ -118,7 +101,7 @@ def _end_of_module(rewriter: Rewriter, eqn: JaxprEqn, place: Place) -> None:
   if place.output is not None:
     atom = value.atom if place.output == FLOAT32 else rewriter.view(value, place.output, eqn)
     value = Value(atom, Kind(place.output))
-  elif kind.is_low and rewriter.consumers(eqn) & CALLER:
+  elif kind.is_low and rewriter.consumers(eqn) & By.CALLER:
     value.kind = kind._replace(widened=kind.held)  # Not rounded before it leaves in float32.
   elif place.rest is not None:
     atom = rewriter.view(value, place.rest, eqn)
@@ -160,11 +143,11 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
   multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
   data, alone = any(k.is_data for k in kinds), all(k.is_data or k.numbers for k in kinds)
   # Linear algebra multiplies a rounding by a condition number.
-  algebra = readers & ALGEBRA or any(k.solved for k in kinds)
+  algebra = readers & By.ALGEBRA or any(k.solved for k in kinds)
   named = rewriter.explained(eqn, "low", "positions, angles, ranks or linear algebra")
-  if (multiplies and readers & HELD) or (alone and (readers & INDEX or not data)) or algebra:
+  if (multiplies and readers & By.HELD) or (alone and (readers & By.INDEX or not data)) or algebra:
     return rewriter.untouched(named)
-  if data and readers & ANGLE and dtype_of(eqn.outvars[0]) == FLOAT32:
+  if data and readers & By.ANGLE and dtype_of(eqn.outvars[0]) == FLOAT32:
     operands = [rewriter.view(v, FLOAT32, eqn) for v in values if v is not None]
     return rewriter.write(named, operands, [Kind(half, held=True)])
   policy, recipe = place.policy, None
@@ -177,7 +160,7 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
     return rewriter.untouched(eqn)  # The user's own choice, again.
   eqn = eqn.replace(params=rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars)))
   # What leaves in float32 is the sum that the matmul has, and a bias is added to that.
-  sums = recipe is None and facts_of(eqn).dtype_param is not None and bool(readers & CALLER)
+  sums = recipe is None and facts_of(eqn).dtype_param is not None and bool(readers & By.CALLER)
   wide = FLOAT32 if recipe is not None else None if policy is None else policy.weight_grad_dtype
   if product := by_rule(rewriter, eqn, values, half, FLOAT32 if sums else half, wide, recipe):
     return rewriter.write(product, product.invars, [Kind(half, held=sums, widened=sums)])
@@ -208,7 +191,15 @@ def _elementwise(
   repeats = facts.gradient == "repeated" and not eqn.params.get("unique_indices")
   if dtype != FLOAT32 and repeats and type(eqn.invars[0]) is not Literal:
     dtype, params, kind = FLOAT32, eqn.params, kind._replace(carried=FLOAT32)
-  summed = [_is_summed(eqn, value, dtype) for value in values]
+  # An operation in low precision that reads one number often adds up its derivative.
+  broadcasts, shape = facts.gradient in ("added", "multiplied"), shape_of(eqn.outvars[0])
+  summed = [
+    v is not None
+    and dtype != FLOAT32
+    and (v.kind.parameter or not v.kind.neutral)
+    and (shape_of(v.atom) != shape if broadcasts else facts.gradient == "chosen")
+    for v in values
+  ]
   at_once = any(summed) and facts.role != "sum"
   saved = _saved_low(eqn, floats, FLOAT32 if at_once else dtype, kind, readers)
   if any(saved):
@@ -239,9 +230,9 @@ def _elementwise(
       for var in eqn.outvars:
         rewriter.values[var].moved = eqn
     added = all(v.kind.added for v in arrays)
-    # The numbers that the elements of one of several values are among.
+    # The numbers that elements are among, if few: they are part of the key of a rewritten jaxpr.
     among = sorted({number for value in floats for number in value.kind.numbers or ()})
-    numbers = None if arrays or len(among) > _FEW else tuple(among)
+    numbers = None if arrays or len(among) > 8 else tuple(among)
     result.kind = result.kind._replace(added=added, numbers=numbers)
   elif facts.gradient == "added" and len(arrays) == 2:
     streams = all(v.kind.added or v.kind.neutral or v.kind.rests for v in arrays)
@@ -279,29 +270,29 @@ def _rule(
   own = dtype_of(eqn.outvars[0]) == FLOAT32  # Else the user has chosen low precision.
   more = facts.role == "product" or (facts.role == "sum" and len(arrays + others) == 1)
   biased = all(k.rests or k.neutral for k in deciding)
-  dtype, held = half, bool(readers & (HELD | FACTOR))
+  dtype, held = half, bool(readers & (By.HELD | By.FACTOR))
   if part == "float32":
     dtype = FLOAT32
-  elif readers & (SUMMED | CALLER) and own and (facts.bounded or more):
+  elif readers & (By.SUMMED | By.CALLER) and own and (facts.bounded or more):
     # A rounding before a sum may be all of it, and the operand knows more: of a gate near 1, say.
     # What the caller computes of a float32 result is not known.
     dtype = FLOAT32
-  elif facts.role == "sum" and exact and biased and not readers & HELD:
+  elif facts.role == "sum" and exact and biased and not readers & By.HELD:
     dtype = half  # A bias, as by hand: it is as large as what is rounded.
   elif computes and not all(k.rests for k in deciding):
     dtype = FLOAT32
     if facts.gradient == "multiplied" and _scaled(eqn, arrays) is not None:
       # It is as large as an activation: bfloat16 has the range for what is multiplied by it.
-      held = bool(readers & (HELD if spans_float32(half) else HELD | FACTOR))
+      held = bool(readers & (By.HELD if spans_float32(half) else By.HELD | By.FACTOR))
   elif computes and not exact:
     dtype = FLOAT32
   elif not computes:
     # Rounding commutes with a choice: a neutral operand may be rounded if the result may be.
     # The largest number of float32 is a mask: that of the compute dtype, if no caller gets it.
-    chosen = [k for k in deciding if not k.rests and (readers & HELD or not k.neutral)]
-    masks = [] if readers & (CALLER | RETURNED) else [-LARGEST, LARGEST]
+    chosen = [k for k in deciding if not k.rests and (readers & By.HELD or not k.neutral)]
+    masks = [] if readers & (By.CALLER | By.RETURNED) else [-LARGEST, LARGEST]
     sizes = [x for v in values if v and v.number not in masks for x in v.kind.numbers or ()]
-    fits = all(survives(x, half) and (is_exact(x, half) or not readers & HELD) for x in sizes)
+    fits = all(survives(x, half) and (is_exact(x, half) or not readers & By.HELD) for x in sizes)
     dtype = FLOAT32 if chosen or not fits else half
   if only_float32(readers) and not facts.exact:
     dtype = FLOAT32
@@ -323,18 +314,16 @@ def _scaled(eqn: JaxprEqn, values: Sequence[Value]) -> int | None:
 def _saved_low(
   eqn: JaxprEqn, values: Sequence[Value], dtype: DType, kind: Kind, readers: int
 ) -> list[DType | None]:
-  """Returns in which low-precision dtype each factor in float32 is saved for the gradients.
-
-  One that is at rest has such numbers. Another one may be rounded for the gradient of a sum alone,
-  where the other factor is a parameter, or repeated, and only if the result is rounded in the end:
-  else the parts of the gradient may cancel. Nor if it is saved in float32 anyway.
-  """
+  """Returns in which low-precision dtype each factor in float32 is saved for the gradients."""
   facts, kinds = facts_of(eqn), [value.kind for value in values]
   reads = facts.gradient in ("multiplied", "chosen") and facts.role != "sum"
   if dtype != FLOAT32 or not (reads or facts.role == "product") or any(k.numbers for k in kinds):
     return []
+  # One that is at rest has such numbers. Another one may be rounded for the gradient of a sum
+  # alone, where the other factor is a parameter, or repeated, and only if the result is rounded in
+  # the end: else the parts of the gradient may cancel. Nor if it is saved in float32 anyway.
   saved = [k.dtype if k.rests else None for k in kinds]
-  if any(saved) or len(values) != 2 or readers & DIGITS or kind.solved or not kind.is_low:
+  if any(saved) or len(values) != 2 or readers & By.DIGITS or kind.solved or not kind.is_low:
     return saved
   of_a_parameter = [i for i, k in enumerate(kinds) if k.is_low and kinds[1 - i].neutral]
   big = of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
@@ -347,27 +336,8 @@ def _saved_low(
   return saved
 
 
-# Sums of derivatives.
-
-
-def _is_summed(eqn: JaxprEqn, value: Value | None, dtype: DType) -> bool:
-  """Whether an operation in low precision adds up the derivative with respect to an operand.
-
-  Not of one that only moves numbers.
-  """
-  if value is None or dtype == FLOAT32 or (value.kind.neutral and not value.kind.parameter):
-    return False  # The last of these is a constant.
-  gradient = facts_of(eqn).gradient
-  if gradient in ("added", "multiplied"):  # They may broadcast axes of size 1.
-    return shape_of(value.atom) != shape_of(eqn.outvars[0])
-  return gradient == "chosen"
-
-
 def _repeated(rewriter: Rewriter, atom: Atom, dtype: DType, eqn: JaxprEqn) -> Atom:
-  """Returns an operand in `dtype` and in the shape of the result, repeated before it is rounded.
-
-  So its gradient is a float32 sum over the batch.
-  """
+  """Returns an operand in the shape of the result, repeated in float32: so its gradients add up."""
   wide = rewriter.read(atom, eqn, FLOAT32)
   aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None
   new = aval.update(shape=out.shape, weak_type=False)

@@ -29,17 +29,8 @@ from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.autocast.first_order import first_order
 from mpjax._jaxprs.autocast.residuals import powers, saving_rounded, write_powers
-from mpjax._jaxprs.autocast.rewriter import (
-  EXACT,
-  HELD,
-  RETURNED,
-  Rewriter,
-  Rewritten,
-  in_default,
-  of_loop,
-  traced,
-)
-from mpjax._jaxprs.autocast.run import jaxpr_of, typed
+from mpjax._jaxprs.autocast.rewriter import By, Rewriter, Rewritten, in_default, of_loop, traced
+from mpjax._jaxprs.autocast.run import called, jaxpr_of
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   Kind,
@@ -104,7 +95,7 @@ def rewrite(
     if value is None:
       continue
     kind = value.kind
-    dtype = dtype or (kind.dtype if kind.widened and readers[i] == RETURNED else kind.current)
+    dtype = dtype or (kind.dtype if kind.widened and readers[i] == By.RETURNED else kind.current)
     results[i] = view = rewriter.view(value, dtype, last)
     if dtype == asked.dtype and aval_of(view).weak_type != asked.weak_type:
       results[i] = rewriter.cast(view, Var(asked), last)
@@ -210,7 +201,7 @@ def _cond(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
     wide = [k for k in each if k is not None and not k.is_low]
     if kind is not None and kind.is_low and wide:  # See the table for a choice.
       fits = all(survives(x, kind.dtype) for k in wide for x in k.numbers or ())
-      kind = kind._replace(held=True) if readers & HELD or not fits else kind
+      kind = kind._replace(held=True) if readers & By.HELD or not fits else kind
     kinds.append(kind)
   new = [_inside(rewriter, eqn, branch, ins, _dtypes(kinds)) for branch in inners]
   rewriter.write(eqn, atoms, kinds, _params(eqn, inners, new))
@@ -259,7 +250,7 @@ def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   for i, kind in zip(body.carried, state, strict=True):
     if kind is not None:
       atoms[i] = rewriter.read(eqn.invars[i], eqn, kind.variable)
-  tested = [_inside(rewriter, eqn, test, kinds, readers=(EXACT,)) for test in tests]
+  tested = [_inside(rewriter, eqn, test, kinds, readers=(By.EXACT,)) for test in tests]
   outs = (*state, *new.outs[len(state) :])
   rewriter.write(eqn, atoms, outs, _params(eqn, inners, [*tested, new]))
 
@@ -334,7 +325,7 @@ class _Custom(NamedTuple):
       program.jaxpr,
       tuple(slot.kind for slot in ins),
       fixed,
-      [EXACT if dtype == FLOAT32 else 0 for dtype in fixed],
+      [By.EXACT if dtype == FLOAT32 else 0 for dtype in fixed],
       dataclasses.replace(self.settings, in_derivative=derivative or self.settings.in_derivative),
       self.scope,
     )
@@ -453,7 +444,7 @@ def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> Non
   closed = ClosedJaxpr(new.jaxpr, ())  # JAX passes what the body closes over as operands.
 
   def call(*operands: Array) -> list[Array]:
-    return typed(closed, operands, eqn.primitive.name)
+    return called(closed, operands, eqn.primitive.name)
 
   # What an audit reads is no instruction, and marks for the rule are in its own scope: the rule is
   # traced as it is without any.

@@ -1,21 +1,19 @@
 """Matmuls with a derivative of their own: into a wider dtype, or in the format of a recipe.
 
 A matmul adds up in float32 whatever its operands are. Where its result leaves a module in float32
-(`output_dtype="float32"`), it is the sum itself, without a rounding to the compute dtype. JAX would
-multiply its float32 gradient by the low-precision operands in float32, so that is cast first.
+(`output_dtype="float32"`), it is the sum itself. JAX would multiply its float32 gradient by the
+low-precision operands in float32, so that is cast first.
 
-`Policy(weight_grad_dtype=...)` is for gradients. A matmul casts its weight to the compute dtype,
-and JAX computes the gradient of the weight as a matmul in that dtype too. The partitioner adds up
-in it what the devices found, and only the sum is cast to the dtype of the weight, with a rounding
-for each addition. Here the matmul takes the weight as it is stored: its gradient is one matmul of
-the same operands in low precision into the wide dtype, and what is added up afterwards is wide.
+With `Policy(weight_grad_dtype=...)` the matmul takes the weight as it is stored, and the gradient
+of that is one matmul of low-precision operands into the wide dtype. JAX would compute it in the
+compute dtype, in which devices and uses would be added up, with a rounding for each addition.
 
 `Policy(matmul=...)` multiplies in float8 (`float8.py`), or in a format of a user's. Such a matmul
 is a `dot_general`, or a `ragged_dot` of rows in groups, as those of experts are.
 
-The rewritten jaxpr holds each of them inside of a `jax.custom_jvp`, so that all code that walks
-jaxprs finds it. Its derivative is a primitive of our own, linear in its tangent as a matmul is, of
-which only the transpose differs: a `jax.custom_vjp` would refuse forward mode, and the transpose of
+The rewritten jaxpr holds each inside of a `jax.custom_jvp`, so that all code that walks jaxprs
+finds it. Its derivative is a primitive of our own, linear in its tangent, of which only the
+transpose differs: a `jax.custom_vjp` would refuse forward mode, and the transpose of
 `jax.custom_derivatives.linear_call` cannot be batched.
 """
 
@@ -54,9 +52,6 @@ Levels: TypeAlias = tuple[tuple[bool, ...], ...]
 Multiply: TypeAlias = "Callable[[Scaled, Scaled, DType], Array]"
 """Returns the matmul of two scaled arrays in float32, which is in this dtype until it is scaled."""
 
-Product: TypeAlias = Callable[[JaxprEqn, Sequence[Array], Sequence[int]], Array]
-"""Computes a matmul, for operands of which those at some positions come from the other operand."""
-
 
 class Scaled(NamedTuple):
   """An operand in the format of a recipe, in low precision, or what it was divided by.
@@ -69,17 +64,9 @@ class Scaled(NamedTuple):
 
 
 class Recipe(Protocol):
-  """A low-precision format for matmuls: all that is known of one.
+  """A low-precision format for matmuls: all that is known of one, see docs/float8.md.
 
   It can be hashed, and `str(recipe)` leads back to it: "package.module:NAME".
-
-  Fields:
-    name: that of what is kept for the backward pass, for policies of `jax.checkpoint`.
-    why_not: why a matmul with sums of this length, and a weight of so many columns, is left in the
-      compute dtype; None if it is not.
-    multiplies_gradient: whether the gradient of an operand is multiplied in the format too.
-    quantise: an operand, or the gradient that comes in, to be summed over these axes.
-    dot: the matmul of two of them in `dtype`.
   """
 
   @property
@@ -240,14 +227,14 @@ class Matmul:
     return self.transposed(multiply, side, like, levels, cotangent, *low)
 
   def transposed(
-    self, multiply: Product, side: int, like: ShapedArray, levels: Levels, *args: Array
+    self, multiply: Callable[..., Array], side: int, like: ShapedArray, levels: Levels, *args: Array
   ) -> Array:
     """Returns the transpose for a cotangent and the other operands, multiplied by `multiply`.
 
     Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
     its own jaxpr is run. The other equations in it move elements, or add up over axes of the mesh,
     and take any type: in `x.T @ g` a transpose before the matmul moves bfloat16, and one after it
-    float32.
+    float32. `multiply` is told which operands of the matmul come from the other operand.
     """
     types = [jax.typeof(x) for x in args]
     types[:2] = (t.update(dtype=self.half, weak_type=False) for t in types[:2])
@@ -270,9 +257,6 @@ class Matmul:
         others.update(eqn.outvars if places else ())
       env.update(zip(eqn.outvars, results, strict=True))
     return read(jaxpr.outvars[0])
-
-  def check_second_order(self) -> None:
-    """Raises if the tangent has no derivative by what is kept."""
 
 
 @remembered_off_mesh
@@ -374,7 +358,7 @@ class RecipeMatmul(Matmul):
     with jax.named_scope(FLOAT8):
       return call(cotangent, *others)
 
-  def check_second_order(self) -> None:
+  def refuse_second_order(self) -> None:
     raise MpjaxTypeError(
       f"a matmul in {self.recipe.name}",
       expected="first derivatives",
@@ -417,7 +401,7 @@ def _multiplied(
 
 @_multiplied.defjvp
 def _multiplied_jvp(matmul: RecipeMatmul, *args: object) -> Any:
-  matmul.check_second_order()
+  matmul.refuse_second_order()
 
 
 _gradient = jax.jit(_multiplied, static_argnums=(0, 1, 2, 3), inline=WRITTEN_OUT)
@@ -488,8 +472,8 @@ def _jvp(
   result = tangent_p.bind(*primals, rule=rule, side=side, levels=levels)
   t, *others = range(len(primals))
   order = [*others[:side], t, *others[side:]]  # As the matmul has them.
-  if not all(isinstance(tangents[k], ad.Zero) for k in others):
-    rule.check_second_order()
+  if isinstance(rule, RecipeMatmul) and not all(isinstance(tangents[k], ad.Zero) for k in others):
+    rule.refuse_second_order()
   parts = []
   for i, k in enumerate(order):
     if not isinstance(tangents[k], ad.Zero):

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, DType, Leaf
-from mpjax._jaxprs.autocast.rewriter import FACTOR, HELD, MATMUL, Rewriter, only_float32
+from mpjax._jaxprs.autocast.rewriter import By, Rewriter, only_float32
 from mpjax._jaxprs.autocast.run import (
   differentiated,
   jaxpr_for,
@@ -77,10 +77,10 @@ def _product(
 def saving_rounded(
   eqn: JaxprEqn, jaxpr: Jaxpr, avals: Sequence[ShapedArray], saved: Sequence[DType | None]
 ) -> JaxprEqn:
-  """Returns a `jax.checkpoint` that saves some of its operands in low precision.
+  """Returns a `jax.checkpoint` that reads operands as they are held, and saves some of them low.
 
-  Forward they are read as they are held. The backward pass, which computes the jaxpr again, starts
-  from rounded ones: an error for each call, and none that a loop would add up.
+  The backward pass, which computes the jaxpr again, starts from rounded ones: an error for each
+  call, and none that a loop would add up.
   """
   fun, cse = functools.partial(eval_jaxpr, jaxpr, ()), eqn.params["prevent_cse"]
   return _saving(fun, ClosedJaxpr(jaxpr, ()), avals, saved, "saving_rounded", prevent_cse=cse)
@@ -145,10 +145,10 @@ class Powers(NamedTuple):
   """What is computed of one value, and grows faster than it, or is computed of what does."""
 
   root: Var
-  eqns: tuple[JaxprEqn, ...]  # The operations, with all that they need but the root.
-  places: frozenset[int]  # The positions of those whose results nothing else reads.
-  outs: tuple[Var, ...]  # What other equations read, and results.
-  single: bool  # It is one operation.
+  eqns: tuple[JaxprEqn, ...]  # the operations, with all that they need but the root
+  places: frozenset[int]  # the positions of those whose results nothing else reads
+  outs: tuple[Var, ...]  # what other equations read, and results
+  single: bool  # it is one operation
 
 
 @cached_per_jaxpr
@@ -210,11 +210,11 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   if apart or place.half is None or value is None or value.kind.dtype != place.half:
     return False
   readers = [rewriter.readers.get(v, 0) for v in outs]
-  if all(only_float32(each) or (function.single and each & MATMUL) for each in readers):
+  if all(only_float32(each) or (function.single and each & By.MATMUL) for each in readers):
     return False
   # The results are held as the value is; but in float32 if no matmul reads them.
-  harmed = HELD | FACTOR if value.kind.held else 0
-  kinds = [Kind(place.half, held=bool(r & harmed) or not r & MATMUL) for r in readers]
+  harmed = By.HELD | By.FACTOR if value.kind.held else 0
+  kinds = [Kind(place.half, held=bool(r & harmed) or not r & By.MATMUL) for r in readers]
 
   # One equation for all of it, of the root as it is held.
   operand = rewriter.view(value, value.kind.current, function.eqns[0])

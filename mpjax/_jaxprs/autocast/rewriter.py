@@ -58,45 +58,46 @@ Params = dict[str, Any]
 
 # The consumers of values.
 
-(MATMUL, FULL, SUMMED, UNROUNDED, FACTOR, CALLER, RETURNED, ANGLE, INDEX, ALGEBRA) = (
-  1 << bit for bit in range(10)
-)
-"""What may consume a value, each a bit: at once, or behind operations that are in neither list.
 
-  MATMUL, FULL: a matmul; an operation of the float32 list.
-  SUMMED: something that a rounding would change: a sum, a comparison, an index, a carry, an
-    operation of the float32 list; at once or behind multiplications and what keeps its dtype.
-  UNROUNDED: a reader for which nothing rounds the value, nor a sum with it.
-  FACTOR: a multiplication, at once or behind what keeps a dtype: rounded, a factor may overflow.
-  CALLER: the caller, who asks for float32: by the `output_dtype` of a module or of the function; at
-    once, behind what moves elements, or behind a sum that nothing else reads. A matmul that has
-    such a reader returns its float32 sum, to all of them.
-  RETURNED: a caller that takes the dtype that there is, likewise.
-  ANGLE: a sine or cosine.
-  INDEX: an integer, a complex number, a sine or an opaque operation, behind matmuls too.
-  ALGEBRA: linear algebra.
-"""
+class By:
+  """What may read a value, each a bit: at once, or behind operations that are in neither list.
 
-EXACT = SUMMED | UNROUNDED
-"""A comparison, an index, a carry."""
+    MATMUL, FULL: a matmul; an operation of the float32 list.
+    SUMMED: something that a rounding would change: a sum, a comparison, an index, a carry, an
+      operation of the float32 list; at once or behind multiplications and what keeps its dtype.
+    UNROUNDED: a reader for which nothing rounds the value, nor a sum with it.
+    FACTOR: a multiplication, at once or behind what keeps a dtype: rounded, a factor may overflow.
+    CALLER: the caller, who asks for float32: by the `output_dtype` of a module or of the function;
+      at once, behind what moves elements, or behind a sum that nothing else reads. A matmul that
+      has such a reader returns its float32 sum, to all of them.
+    RETURNED: a caller that takes the dtype that there is, likewise.
+    ANGLE: a sine or cosine.
+    INDEX: an integer, a complex number, a sine or an opaque operation, behind matmuls too.
+    ALGEBRA: linear algebra.
 
-HELD = SUMMED | CALLER | RETURNED
-"""All of these: a value that was computed in float32 is not rounded for them."""
+  Several of them: EXACT is a comparison, an index, a carry. For HELD a value that was computed in
+  float32 is not rounded, and DIGITS get all digits of a value, or of a sum with it.
+  """
 
-DIGITS = UNROUNDED | CALLER | RETURNED
-"""All of these: they get all digits of a value, or of a sum with it."""
+  MATMUL, FULL, SUMMED, UNROUNDED, FACTOR, CALLER, RETURNED, ANGLE, INDEX, ALGEBRA = (
+    1 << bit for bit in range(10)
+  )
+  EXACT = SUMMED | UNROUNDED
+  HELD = SUMMED | CALLER | RETURNED
+  DIGITS = UNROUNDED | CALLER | RETURNED
+
 
 _ROLES: Mapping[str | None, int] = {
-  "sum": SUMMED,
-  "product": FACTOR,
-  "angle": ANGLE | INDEX,
-  "linear algebra": ALGEBRA | INDEX,
+  "sum": By.SUMMED,
+  "product": By.FACTOR,
+  "angle": By.ANGLE | By.INDEX,
+  "linear algebra": By.ALGEBRA | By.INDEX,
 }
 
 
 def only_float32(readers: int) -> bool:
   """Whether operations of the float32 list read a value, and no matmul."""
-  return readers & (FULL | MATMUL) == FULL
+  return readers & (By.FULL | By.MATMUL) == By.FULL
 
 
 class Places:
@@ -138,41 +139,41 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
   """What an operation that holds no jaxpr is to its operands."""
   behind, place, facts = 0, places(eqn), facts_of(eqn)
   for var, readers in zip(eqn.outvars, results, strict=True):
-    counts = EXACT if facts.tests else EXACT | INDEX
+    counts = By.EXACT if facts.tests else By.EXACT | By.INDEX
     behind |= readers if dtype_of(var) in FLOATS else counts
   if eqn.primitive is reduce_precision_p:
     if place.rest is not None:
-      return CALLER if behind & CALLER else behind & MATMUL
+      return By.CALLER if behind & By.CALLER else behind & By.MATMUL
     if place.output is not None:
-      return CALLER if place.output == FLOAT32 else behind & MATMUL
+      return By.CALLER if place.output == FLOAT32 else behind & By.MATMUL
   part = part_of(eqn, places.settings.ops)
   exact = wants_precision(eqn.params) and FLOAT32 in map(dtype_of, eqn.invars)
   if place.half is None or eqn.params.get("out_dtype") is not None or (part == "half" and exact):
-    return FULL | EXACT
+    return By.FULL | By.EXACT
   if part == "half":
     # One that linear algebra reads is in float32, and so reads all digits of its operands.
-    return MATMUL | behind & INDEX | (EXACT if behind & ALGEBRA else 0)
+    return By.MATMUL | behind & By.INDEX | (By.EXACT if behind & By.ALGEBRA else 0)
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
     rounded = eqn.primitive is convert_element_type_p and eqn.params["new_dtype"] != FLOAT32
     if rounded and dtype_of(eqn.outvars[0]) in FLOATS:
-      return behind & MATMUL  # A cast of the user's.
+      return behind & By.MATMUL  # A cast of the user's.
     if facts.moves or eqn.primitive is convert_element_type_p:
       return behind
-    if facts.role == "sum" and behind & ~SUMMED == CALLER:
-      return CALLER | SUMMED
-    returned = RETURNED if behind & CALLER else 0
-    return behind & ~CALLER | returned | _ROLES.get(facts.role, 0)
-  return FULL | EXACT | _ROLES.get(facts.role, INDEX if part == "opaque" else 0)
+    if facts.role == "sum" and behind & ~By.SUMMED == By.CALLER:
+      return By.CALLER | By.SUMMED
+    returned = By.RETURNED if behind & By.CALLER else 0
+    return behind & ~By.CALLER | returned | _ROLES.get(facts.role, 0)
+  return By.FULL | By.EXACT | _ROLES.get(facts.role, By.INDEX if part == "opaque" else 0)
 
 
 def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], place: Places) -> Sequence[int]:
   """What an equation that holds jaxprs is to each operand."""
   inners = inner_jaxprs(eqn)
   if not inners or any(inner.operands is None for inner in inners):
-    return (FULL | EXACT | _ROLES.get(facts_of(eqn).role, INDEX),) * len(eqn.invars)
+    return (By.FULL | By.EXACT | _ROLES.get(facts_of(eqn).role, By.INDEX),) * len(eqn.invars)
   each, inside = [0] * len(eqn.invars), (place.settings, place(eqn).inside)
   for inner in inners:
-    results = outs if inner.returns else (EXACT,) * len(inner.jaxpr.outvars)
+    results = outs if inner.returns else (By.EXACT,) * len(inner.jaxpr.outvars)
     if inner.carry:
       results = of_loop(inner, results, *inside)
     readers = of_inputs(inner.jaxpr, results, *inside)
@@ -186,7 +187,7 @@ def of_loop(
 ) -> tuple[int, ...]:
   """Returns the consumers of the results of a loop's body, the next iteration among them."""
   carry = body.carry
-  outs = (*(readers | EXACT for readers in outs[: len(carry)]), *outs[len(carry) :])
+  outs = (*(readers | By.EXACT for readers in outs[: len(carry)]), *outs[len(carry) :])
   while True:
     carried = of_inputs(body.jaxpr, outs, settings, scope)[carry.start : carry.stop]
     again = tuple(a | b for a, b in zip(outs, carried, strict=False)) + outs[len(carry) :]
@@ -216,15 +217,7 @@ class Rewritten(NamedTuple):
 
 
 class Rewriter:
-  """The rewriting of one jaxpr; those inside of its equations are rewritten by others.
-
-  Fields:
-    place: from an equation to what applies where it is.
-    readers: the consumers of each variable, see `readers_of`.
-    shared: the variables that are read more than once.
-    eqns: what is written so far.
-    values: the floating values by the variables that held them. Variables of other dtypes stay.
-  """
+  """The rewriting of one jaxpr; those inside of its equations are rewritten by others."""
 
   def __init__(self, jaxpr: Jaxpr, settings: Settings, scope: Scope, outs: Sequence[int]) -> None:
     self.settings = settings
@@ -232,7 +225,8 @@ class Rewriter:
     self.readers = readers_of(jaxpr, outs, self.place)
     operands = (v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
     self.shared = {v for v, count in collections.Counter(operands).items() if count > 1}
-    self.eqns: list[JaxprEqn] = []
+    self.eqns: list[JaxprEqn] = []  # what is written so far
+    # The floating ones, by the variables that held them. Variables of other dtypes stay.
     self.values: dict[Var, Value] = {}
 
   def define(self, var: Var, kind: Kind) -> Var:
@@ -318,11 +312,10 @@ class Rewriter:
     eqns: list[JaxprEqn] = []
     for eqn in self.eqns:
       stack = eqn.source_info.name_stack
-      if id(stack) not in names:
-        names[id(stack)] = without_scopes(stack, PREFIX if AUDIT.value is None else REGION)
-        if AUDIT.value is not None:
-          region = REGION + region_of(self.place(eqn).policy)
-          names[id(stack)] = with_scope(names[id(stack)], region)
+      if id(stack) not in names and AUDIT.value is None:
+        names[id(stack)] = without_scopes(stack, PREFIX)
+      elif id(stack) not in names:
+        names[id(stack)] = with_scope(stack, REGION + region_of(self.place(eqn).policy))
       info = eqn.source_info.replace(name_stack=names[id(stack)])
       eqns.append(eqn if names[id(stack)] is stack else eqn.replace(source_info=info))
     return eqns
@@ -362,8 +355,7 @@ class Rewriter:
     solved = kind.solved or (facts.role == "linear algebra" and not kind.neutral)
     kind = kind._replace(parameter=False, held=kind.is_low, solved=solved)
     own: dict[DType | None, Kind] = {d: Kind(d) for d in FLOATS}
-    if not self.place(eqn).as_written:
-      own[FLOAT32] = kind
+    own |= {} if self.place(eqn).as_written else {FLOAT32: kind}
     self.write(eqn, operands, [own.get(dtype_of(v)) for v in eqn.outvars])
 
   def not_entered(self, eqn: JaxprEqn) -> None:

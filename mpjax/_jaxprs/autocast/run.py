@@ -34,11 +34,10 @@ _LONG = 64
 
 
 def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: str) -> list[Array]:
-  """Returns the results of a jaxpr.
+  """Returns the results of a jaxpr, which is one call where JAX is tracing another, if it is long.
 
-  Where JAX is tracing a jaxpr, a long one is put into it as one call of a jitted function, since
-  to write all its equations once more takes as long as to trace the function it came from. Else it
-  is run as the function would be: operation by operation, or under the active transformation.
+  To write all its equations once more takes as long as to trace the function that they came from.
+  Else it runs as the function would: operation by operation, or under the active transformation.
   """
   values = [*consts, *operands]
   tracers = [x for x in values if isinstance(x, Tracer)]
@@ -109,7 +108,7 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
       closed = ClosedJaxpr(jaxpr_of(bare, part.invars, part.outvars), ())
       calls[part.key] = call_of(closed, part.invars, part.outvars, "part", inline=True)
     place = {"source_info": info, "ctx": part.eqns[0].ctx}
-    eqns.append(calls[part.key].replace(invars=part.invars, outvars=part.outvars, **place))
+    eqns.append(calls[part.key].replace(invars=[*part.invars], outvars=part.outvars, **place))
   return jaxpr.replace(eqns=eqns)
 
 
@@ -150,14 +149,12 @@ R = TypeVar("R")
 
 
 def remembered_off_mesh(fun: Callable[..., R]) -> Callable[..., R]:
-  """Returns a function of types, and of more, that remembers its results off a mesh.
-
-  On a mesh the context counts too, and is no part of the key.
-  """
+  """Returns a function of types, and of more, that remembers its results off a mesh."""
   remembering = functools.lru_cache(maxsize=1024)(fun)
 
   @functools.wraps(fun)
   def call(*args: Any, **kwargs: Any) -> R:
+    # On a mesh the context counts too, and is no part of the key.
     on_mesh = any(isinstance(x, ShapedArray) and not x.sharding.mesh.empty for x in args)
     return (fun if on_mesh else remembering)(*args, **kwargs)
 
@@ -176,10 +173,7 @@ def _template(operands: int, results: int) -> Jaxpr:
 
 
 def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:
-  """Puts one call into the jaxpr that JAX is tracing, as it writes that of a jitted function.
-
-  The results have the types that `closed` says, and nothing of it is traced again.
-  """
+  """Puts one call into the jaxpr that JAX is tracing; nothing of `closed` is traced again."""
   jaxpr = closed.jaxpr
   invars, outvars = ([Var(v.aval) for v in each] for each in (jaxpr.invars, jaxpr.outvars))
   call = call_of(closed, invars, outvars, name)
@@ -197,10 +191,7 @@ def call_of(
   *,
   inline: bool = False,
 ) -> JaxprEqn:
-  """Returns an equation that calls a jaxpr.
-
-  With `inline` JAX writes the equations inside instead where it traces the call.
-  """
+  """Returns a call of a jaxpr; JAX writes the equations inside instead if it is `inline`."""
   with jax.disable_jit(False):  # Where it is disabled, no call is written.
     call = _trace_call(1.0).eqns[-1]
   params = call_params(call, closed, len(invars), len(outvars), name)
@@ -211,26 +202,13 @@ def call_of(
   )
 
 
-def typed(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:
-  """Returns values of the types of what a jaxpr returns: operands if they have them.
-
-  The jaxpr that JAX is tracing will get another body, and a call takes time to write.
-  """
-  same = {jax.typeof(x): x for x in operands}
-  if all(v.aval in same for v in closed.jaxpr.outvars) and not closed.effects:
-    return [same[v.aval] for v in closed.jaxpr.outvars]
-  return called(closed, operands, name)
-
-
 def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:
-  """Returns the jaxpr of a function, for operands that may vary over the axes of a `shard_map`.
-
-  These are not bound while the jaxpr around is rewritten: it is traced in a `shard_map` of its own.
-  """
+  """Returns the jaxpr of a function, for operands that may vary over the axes of a `shard_map`."""
   mesh, traced = avals[0].sharding.mesh, []
   if not varying_axes(avals[0]):
     return jax.make_jaxpr(call)(*avals)
 
+  # These are not bound while the jaxpr around is rewritten.
   def on_device() -> None:
     traced.append(jax.make_jaxpr(call)(*avals))
 
@@ -249,7 +227,7 @@ def differentiated(
   """Returns an equation that runs a jaxpr with a rule for `jax.custom_jvp`, with symbolic zeros."""
 
   def call(*operands: Array) -> list[Array]:
-    return typed(body, operands, name)
+    return called(body, operands, name)
 
   call.__name__ = name
   fun = jax.custom_jvp(call)

@@ -5,7 +5,6 @@ is a named scope, which goes through `jit`, `scan`, `grad` and `vmap` with the o
 a jaxpr takes the marks out.
 """
 
-import contextlib
 import functools
 import re
 from collections.abc import Sequence
@@ -60,11 +59,6 @@ def policy_of(region: str) -> Policy | None:
   return None if region == AS_IT_IS else Policy.parse(region)
 
 
-def mark(region: str) -> contextlib.AbstractContextManager[Any]:
-  """Returns a context in which operations are traced as part of a region."""
-  return jax.named_scope(REGION + region)
-
-
 def leaving(tree: PyTree, dtype: Any) -> PyTree:
   """Returns the results of a module where its policy ends: in `dtype` for all that read them."""
 
@@ -96,23 +90,15 @@ def names_of(stack: NameStack) -> Scope:
 
 
 class Place(NamedTuple):
-  """What the marks in a scope and the rules say.
-
-  Fields:
-    policy: the one that applies; None where all stays as it was traced.
-    half: its compute dtype, if that is a low-precision one.
-    as_written: all is as the user wrote it: what is computed there is data.
-    output, rest: the dtype that a mark says, if it is the innermost scope.
-    inside: what counts of the scope for jaxprs inside of an equation; all of it would split caches.
-  """
+  """What the marks in a scope and the rules say."""
 
   scope: Scope
-  policy: Policy | None
-  half: DType | None
-  as_written: bool
-  output: DType | None
-  rest: DType | None
-  inside: Scope
+  policy: Policy | None  # the one that applies; None where all stays as it was traced
+  half: DType | None  # its compute dtype, if that is a low-precision one
+  as_written: bool  # all is as the user wrote it: what is computed there is data
+  output: DType | None  # the dtype that such a mark says, if it is the innermost scope
+  rest: DType | None  # likewise
+  inside: Scope  # what counts for jaxprs inside of an equation; all of it would split caches
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,7 +121,7 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   as_written = full or (not low and region in (None, REGION + AS_IT_IS))
   own = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
   last = scope[-1] if scope else ""
-  ends = (
+  output, rest = (
     np.dtype(last.removeprefix(mark)) if last.startswith(mark) else None for mark in (OUTPUT, REST)
   )
   return Place(
@@ -143,7 +129,8 @@ def place_at(scope: Scope, settings: Settings) -> Place:
     policy,
     policy.compute_dtype if policy is not None and low else None,
     as_written,
-    *ends,
+    output,
+    rest,
     scope if settings.rules else own if region is None else (*own, region),
   )
 
@@ -160,13 +147,11 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
   for rule in rules:
     if not any(rule.matches(None, path) for path in paths):
       sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else str(rule.path)
-      named = [path for path in paths if path]
-      near = ", ".join(map(repr, nearest(sought, named)))
+      near = ", ".join(map(repr, nearest(sought, paths)))
       raise UnmatchedRuleError(
         f"{where}: {rule}",
         expected="a rule that picks out at least one named scope",
-        got=f"none of the {len(paths)} scopes of the jaxpr" if named else "a jaxpr without any",
-        fix=f'The nearest: {near}. A Flax model is the outermost scope: begin the path with "**/".'
-        if named
-        else "Write `with jax.named_scope(...):` where the rule is to hold.",
+        got=f"none of the {len(paths)} scopes of the jaxpr",
+        fix=f"Scopes are those of jax.named_scope; the nearest: {near}. A Flax model is the "
+        'outermost one, by its class: begin the path with "**/".',
       )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.active import AUDIT, in_region
 from mpjax._core.dtypes import FLOAT32, HALVES
@@ -24,13 +24,13 @@ from mpjax._core.rules import Rule, parse_rules, rewrites
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable
 from mpjax._jaxprs.autocast.higher_order import instantiated, rewrite
-from mpjax._jaxprs.autocast.rewriter import CALLER, RETURNED, UNROUNDED, in_default, traced
+from mpjax._jaxprs.autocast.rewriter import By, in_default, traced
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
-from mpjax._jaxprs.autocast.values import FLOATS, Kind, Kinds, Settings, constants
+from mpjax._jaxprs.autocast.values import FLOATS, Kind, Settings, constants
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import Holds, facts_of
-from mpjax._jaxprs.reader import closed_over, dtype_of, walk
+from mpjax._jaxprs.reader import closed_over, walk
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,8 +39,7 @@ DataLeaves: TypeAlias = Callable[[tuple[PyTree, ...]], Iterable[Leaf]]
 """From positional arguments to those of their leaves that decide the dtype of what they meet."""
 
 ResultDtypes: TypeAlias = Callable[[PyTree], PyTree]
-"""From the results of a function to the same with `InDtype` around leaves that have to have a
-dtype; the others have those that they are computed in."""
+"""From results to the same with `InDtype` around leaves that have to have another dtype."""
 
 _AS_FUNCTION = (
   'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
@@ -236,8 +235,14 @@ def with_settings(
       Kind(x.dtype, neutral=not each, parameter=not each) if x.dtype in FLOATS else None
       for x, each in zip(operands, decides, strict=True)
     ]
-    caller = CALLER if unrounded else RETURNED | UNROUNDED
-    new = rewrite_closed(program, settings, where, tuple(ins), dtypes, caller)
+    if settings.rules:
+      check_rules_match(program.jaxpr, settings.rules, where)
+    caller = By.CALLER if unrounded else By.RETURNED | By.UNROUNDED
+    outs = [dtype if dtype in FLOATS else None for dtype in dtypes]
+    readers = [By.RETURNED if d is None else 0 if d in HALVES else caller for d in outs]
+    consts = constants(program.consts, settings)
+    new = rewrite(program.jaxpr, tuple(ins), outs, readers, settings, (), consts).jaxpr
+    new = in_default(new)
 
     def call(*operands: Array) -> list[Array]:
       return run(new, program.consts, operands, name)
@@ -255,8 +260,8 @@ def with_settings(
           unrounded=unrounded,
         ),
       )
-    outs = iter(call(*operands))
-    return outside([next(outs) if x is _TRACED else x for x in leaves])
+    computed = iter(call(*operands))
+    return outside([next(computed) if x is _TRACED else x for x in leaves])
 
   return wrapped
 
@@ -278,29 +283,6 @@ def _is_argument(x: Leaf, modules: bool) -> bool:
   if np.issubdtype(x.dtype, np.integer) or x.dtype == bool:
     return not isinstance(x, np.generic)
   return np.issubdtype(x.dtype, np.number) or x.dtype in HALVES
-
-
-def rewrite_closed(
-  program: ClosedJaxpr,
-  settings: Settings,
-  where: str,
-  ins: Kinds,
-  results: Sequence[DType | None] | None = None,
-  caller: int = RETURNED | UNROUNDED,
-) -> Jaxpr:
-  """Returns an entire jaxpr rewritten, for arguments of these kinds.
-
-  `results` are the dtypes of the results, each None for the one that it is computed in; None
-  for those that they were traced with. `caller` is the reader of a result that is to be float32.
-  """
-  jaxpr = program.jaxpr
-  if settings.rules:
-    check_rules_match(jaxpr, settings.rules, where)
-  dtypes = [dtype_of(v) for v in jaxpr.outvars] if results is None else results
-  outs = [d if d in FLOATS else None for d in dtypes]
-  readers = [RETURNED if d is None else 0 if d in HALVES else caller for d in outs]
-  consts = constants(program.consts, settings)
-  return in_default(rewrite(jaxpr, ins, outs, readers, settings, (), consts).jaxpr)
 
 
 # Rules that close over values of the function.
@@ -327,10 +309,9 @@ def _differentiated_at_once(
 ) -> Callable[..., list[Array]]:
   """Returns `call`, whose gradient is all of that of `original`, cast.
 
-  A rule that closes over a value of the function, as a `custom_jvp` inside of a layer that reads
-  the weight of the layer, is out of reach once the function is traced: that value is gone. So it is
-  differentiated, rules and all, inside of one trace, and the derivative is rewritten. The backward
-  pass computes the forward pass once more; a compiler sees that the two are the same.
+  A rule that reads the weight of the layer that it is in, say, is out of reach once the layer is
+  traced: that value is gone. So it is differentiated, rules and all, inside of one trace, and the
+  derivative is rewritten. A compiler sees that the forward pass in it is the same.
   """
 
   def forward(*operands: PyTree) -> tuple[list[Array], dict[bool, dict[int, Array]]]:

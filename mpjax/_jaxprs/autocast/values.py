@@ -32,19 +32,14 @@ Scope = tuple[str, ...]
 class Settings:
   """What was asked for; part of the key under which a rewritten jaxpr is kept.
 
-  Fields:
-    policy: holds where no rule and no mark of a module says something else.
-    in_derivative: the jaxpr is that of a derivative rule, linear in tangents, of which it is not
-      known which they are: no matmul is in float8.
-    modules: the function is a call of modules, whose parameters are known: what it closes over is
-      data. Arguments in low precision are shown to modules as float32, and count as what they are.
-      Only a `jax.Array` is traced: what NumPy holds is a constant.
+  In a call of `modules` parameters are known: what is closed over is data. Arguments in low
+  precision are shown as float32, and count as what they are. What NumPy holds is a constant.
   """
 
-  policy: Policy
+  policy: Policy  # where no rule and no mark of a module says something else
   ops: OpLists
   rules: tuple[Rule, ...] = ()
-  in_derivative: bool = False
+  in_derivative: bool = False  # of a rule, linear in some arguments: no matmul is in float8
   modules: bool = False
 
 
@@ -111,25 +106,15 @@ Kinds: TypeAlias = tuple[Kind | None, ...]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Value:
-  """A floating value of the jaxpr being written.
+  """A floating value of the jaxpr being written."""
 
-  Fields:
-    atom: the variable or literal. That of a value at rest may be float32, of the same numbers.
-    kind: what it is.
-    counted: it was an integer.
-    producer: the equation that was written for it, if it is of elements alone.
-    stored: of a parameter that the function has cast, the variable before the cast.
-    moved: of numbers at rest that were moved, the equation, if several read what was moved.
-    views: what holds it in other dtypes.
-  """
-
-  atom: Atom
+  atom: Atom  # the variable, which may be float32 for numbers at rest, or the literal
   kind: Kind
-  counted: bool = False
-  producer: JaxprEqn | None = None
-  stored: Atom | None = None
-  moved: JaxprEqn | None = None
-  views: dict[DType, Atom] = dataclasses.field(default_factory=dict)
+  counted: bool = False  # it was an integer
+  producer: JaxprEqn | None = None  # the equation that was written for it
+  stored: Atom | None = None  # of a parameter that the function has cast, the variable before it
+  moved: JaxprEqn | None = None  # of numbers at rest that were moved, if several read what was
+  views: dict[DType, Atom] = dataclasses.field(default_factory=dict)  # by other dtypes
 
   @property
   def is_parameter(self) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._jaxprs.autocast import Settings, leaving, mark, region_of
+from mpjax._jaxprs.autocast import Settings, leaving, region_of
 from mpjax._jaxprs.autocast.scopes import (
   REGION,
   check_rules_match,
@@ -23,6 +23,12 @@ from tests.jaxprs.autocast.rig import matmuls, rewritten
 
 BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
 HALF = Settings(policy=mpjax.Policy(compute_dtype=BF16), ops=mpjax.OpLists())
+
+
+def mark(region):
+  return jax.named_scope(REGION + region)
+
+
 W, X = jnp.eye(3) + 0.1, jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 of_modules = functools.partial(
   rewritten, modules=True, data=lambda args: args[1:], results=lambda out: out
