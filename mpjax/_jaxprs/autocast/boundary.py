@@ -19,10 +19,7 @@ from mpjax._core.types import Array, DType, Leaf, PyTree
 
 
 class NotTraceable(Exception):
-  """A function changed an object in place, or returned one that hides a tracer from JAX.
-
-  It is raised where the caller can call the function in another way.
-  """
+  """A function changed an object in place, or returned one that hides a tracer from JAX."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +155,8 @@ def check_returned(leaves: Iterable[Leaf]) -> None:
   """Raises NotTraceable if one of the leaves is no array and hides a tracer."""
   for x in leaves:
     if not isinstance(x, (jax.Array, InDtype)) and _holds_tracer(x):
-      name = type(x).__name__
-      raise NotTraceable(f"returns a {name} with arrays in it, which is no tree: they are not cast")
+      text = f"returns a {type(x).__name__} with arrays in it, which is no tree: they are not cast"
+      raise NotTraceable(text)
 
 
 def _holds_tracer(x: object) -> bool:

@@ -57,27 +57,25 @@ from mpjax._jaxprs.op_lists import part_of
 from mpjax._jaxprs.primitives import OUTER_PRODUCT, facts_of
 from mpjax._jaxprs.reader import LARGEST, Atom, aval_of, dtype_of, inner_jaxprs, retyped, shape_of
 
-Operands = Sequence[Value | None]
-"""What is known of each operand: None for what is no floating value."""
+Operands = Sequence[Value | None]  # None for what is no floating value.
 
 
 def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds no jaxpr."""
   part = part_of(eqn, rewriter.settings.ops)
   place = rewriter.place(eqn)
-  half = place.half
   if eqn.primitive is reduce_precision_p and (place.output or place.rest):
     return _end_of_module(rewriter, eqn, place)
   # A multiplication that names its own dtype is the user's choice too.
-  if half is None or part is None or part == "opaque" or eqn.params.get("out_dtype") is not None:
-    unknown = half is not None and part is None and inner_jaxprs(eqn) is None
+  own = eqn.params.get("out_dtype") is not None
+  if place.half is None or part is None or part == "opaque" or own:
+    unknown = place.half is not None and part is None and inner_jaxprs(eqn) is None
     return rewriter.not_entered(eqn) if unknown else rewriter.untouched(eqn)
   if eqn.primitive is convert_element_type_p:
     return _convert(rewriter, eqn, place)
   values = [rewriter.value(atom) for atom in eqn.invars]
-  for atom, value in zip(eqn.invars, values, strict=True):
-    if value is not None and dtype_of(atom) != FLOAT32:
-      half = aval_of(atom).dtype  # The user's own choice.
+  # The last is the user's own choice.
+  half = [place.half, *(aval_of(v).dtype for v in eqn.invars if dtype_of(v) in HALVES)][-1]
   if part == "half":
     return _matmul(rewriter, eqn, values, place, half)
   if part != "float32" and eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
@@ -117,20 +115,17 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, place: Place) -> None:
     # Low precision cannot hold every index or count; of a mask it holds both numbers.
     is_mask = dtype_of(atom) == np.bool_
     neutral = is_mask or isinstance(atom, Literal)
-    numbers = (0.0, 1.0) if is_mask else None
-    kind = Kind(target, neutral and target == FLOAT32, numbers=numbers)
+    kind = Kind(target, neutral and target == FLOAT32, numbers=(0.0, 1.0) if is_mask else None)
     rewriter.write(eqn, [rewriter.read(atom, eqn)], [kind if target in FLOATS else None])
     if target in FLOATS:
       rewriter.values[var].counted = not neutral
     return
   if dtype_of(atom) != target:  # Else only the weak type goes.
     old, neutral = value, value.kind.neutral and target == FLOAT32
-    value = Value(old.atom, Kind(target, neutral, old.kind.parameter))
+    value = Value(old.atom, Kind(target, neutral, old.kind.parameter), stored=old.atom)
     if target != FLOAT32 or FLOAT32 in old.views:
       # A cast to low precision happens here for all; one to float32 where float32 is read.
       value.atom = rewriter.view(old, target, eqn)
-    if target in HALVES and old.kind.parameter:
-      value.stored = old.atom
   rewriter.values[var] = value
 
 

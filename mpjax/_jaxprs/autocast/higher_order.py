@@ -4,16 +4,13 @@ A function with a rule of its own for derivatives or batches is created again ar
 jaxpr, and its rule is reached by transforming the equation as it was traced, with `jax.jvp`,
 `jax.vjp` or `jax.vmap`; what that computes is rewritten. Nothing is traced before JAX asks for the
 rule: only then the axes of a `shard_map` are bound.
-
-Without this, differentiating the rewritten body would drop what the user wrote: the gradient of
-`jax.nn.relu` at 0 would be 0.5, that of a maximum, and a `custom_vjp` for attention would save the
-matrix that it was written to avoid. And with the rule unchanged, all that it saves is float32.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,19 +54,20 @@ from mpjax._jaxprs.reader import (
 )
 
 
+@cached_per_jaxpr  # The same function called twice is rewritten once, and compiled once.
 def rewrite(
   jaxpr: Jaxpr,
   ins: Kinds,
-  outs: Sequence[DType | None],
-  readers: Sequence[int],
+  outs: tuple[DType | None, ...],
+  readers: tuple[int, ...],
   settings: Settings,
   scope: Scope,
   consts: Kinds | None = None,
 ) -> Rewritten:
   """Returns a jaxpr rewritten for arguments of these kinds.
 
-  `outs` has the dtypes of its results, None for those that they are held in, and `readers` their
-  consumers; `consts` are the kinds of its constants, None where their values are not at hand.
+  `outs` has the dtypes of its results, None or missing for those that they are held in, and
+  `readers` their consumers; `consts` are the kinds of its constants, None if they are not at hand.
   """
   rewriter = Rewriter(jaxpr, settings, scope, readers)
   if consts is None:
@@ -90,7 +88,7 @@ def rewrite(
       first_order(rewriter, eqn)
   last = jaxpr.eqns[-1] if jaxpr.eqns else None
   results, kinds = list(jaxpr.outvars), list(map(rewriter.kind, jaxpr.outvars))
-  for i, (atom, dtype) in enumerate(zip(jaxpr.outvars, outs, strict=True)):
+  for i, (atom, dtype) in enumerate(itertools.zip_longest(jaxpr.outvars, outs)):
     value, asked = rewriter.value(atom), aval_of(atom)
     if value is None:
       continue
@@ -103,10 +101,6 @@ def rewrite(
       kinds[i] = kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
   new = jaxpr.replace(invars=invars, outvars=results, eqns=rewriter.shown())
   return Rewritten(new, tuple(kinds), None if new.constvars else ClosedJaxpr(new, ()))
-
-
-_cached_rewrite = cached_per_jaxpr(rewrite)
-"""The same function called twice is rewritten once, and compiled once."""
 
 
 def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
@@ -138,20 +132,16 @@ def _inside(
   eqn: JaxprEqn,
   inner: Inner,
   ins: Sequence[Kind | None],
-  outs: Sequence[DType | None] = (),
+  outs: tuple[DType | None, ...] = (),
   readers: tuple[int, ...] | None = None,
 ) -> Rewritten:
-  """Returns a jaxpr inside of an equation rewritten, for the kinds of all operands of that.
-
-  Results that `outs` lacks at the end are free. Their consumers are those of the equation's.
-  """
+  """Returns a jaxpr inside of an equation rewritten, for the kinds of all operands of that."""
   program, settings = inner.program, rewriter.settings
   consts = constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else None
-  free = (None,) * (len(inner.jaxpr.outvars) - len(outs))
   kinds = tuple(ins[i] for i in inner.operands or ())
   readers = _readers(rewriter, eqn) if readers is None else readers
   scope = rewriter.place(eqn).inside
-  return _cached_rewrite(inner.jaxpr, kinds, (*outs, *free), readers, settings, scope, consts)
+  return rewrite(inner.jaxpr, kinds, outs, readers, settings, scope, consts)
 
 
 def _readers(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
@@ -178,7 +168,7 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   atoms, ins = _operands(rewriter, eqn)
   # What a compiler may replace by something of the same name and types keeps its types.
   keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
-  outs = list(map(dtype_of, eqn.outvars)) if keeps_types else ()
+  outs = tuple(map(dtype_of, eqn.outvars)) if keeps_types else ()
   new = _inside(rewriter, eqn, inners[0], ins, outs)
   params = _params(eqn, inners, [new])
   saved = [k.dtype if k is not None and k.held and k.added else None for k in ins]
@@ -269,11 +259,8 @@ def _carried(state: Kind | None, returned: Kind | None, own: bool) -> Kind | Non
 # Functions with rules of their own.
 
 
-class _Slot(NamedTuple):
-  """What a rule takes or returns: the dtype that it was traced with, and its kind now."""
-
-  dtype: DType
-  kind: Kind | None
+# What a rule takes or returns: the dtype that it was traced with, and its kind now.
+_Slot: TypeAlias = tuple[DType, Kind | None]
 
 
 @jax.tree_util.register_static
@@ -281,9 +268,9 @@ class _Slot(NamedTuple):
 class _Saved:
   """What the forward rule leaves for the backward rule beside arrays, its residuals."""
 
-  slots: tuple[_Slot, ...]  # Of the residuals.
-  pullback: PyTree  # The structure of what `jax.vjp` returned, whose leaves the residuals are.
-  moving: tuple[int, ...]  # The positions of the operands that are differentiated.
+  slots: tuple[_Slot, ...]
+  pullback: PyTree  # the structure of what `jax.vjp` returned, whose leaves the residuals are
+  moving: tuple[int, ...]  # the positions of the operands that are differentiated
 
 
 class _Custom(NamedTuple):
@@ -317,18 +304,14 @@ class _Custom(NamedTuple):
     # The shapes are those of now: under `vmap`, an operand of a batch rule has an axis more.
     types = [cast(ShapedArray, jax.typeof(x)) for x in operands]
     pairs = zip(types, ins, strict=True)
-    program = traced(in_state)(*(t.update(dtype=s.dtype, weak_type=False) for t, s in pairs))
+    program = traced(in_state)(*(t.update(dtype=dtype, weak_type=False) for t, (dtype, _) in pairs))
     dtypes = [aval_of(v).dtype for v in program.jaxpr.outvars]
-    fixed = [None if s.kind is None else s.kind.variable for s in outs]
-    fixed += [None] * (len(dtypes) - len(fixed))
-    new = rewrite(
-      program.jaxpr,
-      tuple(slot.kind for slot in ins),
-      fixed,
-      [By.EXACT if dtype == FLOAT32 else 0 for dtype in fixed],
-      dataclasses.replace(self.settings, in_derivative=derivative or self.settings.in_derivative),
-      self.scope,
-    )
+    fixed = _dtypes([kind for _, kind in outs])
+    readers = [By.EXACT if dtype == FLOAT32 else 0 for dtype in fixed]
+    readers += [0] * (len(dtypes) - len(fixed))
+    kinds, derivative = tuple(kind for _, kind in ins), derivative or self.settings.in_derivative
+    settings = dataclasses.replace(self.settings, in_derivative=derivative)
+    new = rewrite(program.jaxpr, kinds, fixed, tuple(readers), settings, self.scope)
     try:
       values = eval_jaxpr(in_default(new.jaxpr), program.consts, *operands)
     except jax.errors.UnexpectedTracerError as error:
@@ -339,7 +322,7 @@ class _Custom(NamedTuple):
         fix="Pass that array to the function with the rule as an argument, or autocast the "
         "gradient: mpjax.autocast(jax.grad(fn)).",
       ) from error
-    return values, list(map(_Slot, dtypes, new.outs))
+    return values, list(zip(dtypes, new.outs, strict=True))
 
   def as_traced(self, *operands: Array) -> list[Array]:
     """The equation itself, in the dtypes that it was traced with."""
@@ -451,8 +434,8 @@ def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> Non
   names = without_scopes(eqn.source_info.name_stack, PREFIX)
   custom = _Custom(
     eqn.replace(source_info=eqn.source_info.replace(name_stack=names)),
-    [_Slot(aval_of(v).dtype, kind) for v, kind in zip(eqn.invars, ins, strict=True)],
-    [_Slot(aval_of(v).dtype, kind) for v, kind in zip(eqn.outvars, new.outs, strict=True)],
+    [(aval_of(v).dtype, kind) for v, kind in zip(eqn.invars, ins, strict=True)],
+    [(aval_of(v).dtype, kind) for v, kind in zip(eqn.outvars, new.outs, strict=True)],
     rewriter.settings,
     rewriter.place(eqn).inside,
     ACTIVE.value,

@@ -1,15 +1,9 @@
 """Matmuls with a derivative of their own: into a wider dtype, or in the format of a recipe.
 
-A matmul adds up in float32 whatever its operands are. Where its result leaves a module in float32
-(`output_dtype="float32"`), it is the sum itself. JAX would multiply its float32 gradient by the
-low-precision operands in float32, so that is cast first.
-
-With `Policy(weight_grad_dtype=...)` the matmul takes the weight as it is stored, and the gradient
-of that is one matmul of low-precision operands into the wide dtype. JAX would compute it in the
-compute dtype, in which devices and uses would be added up, with a rounding for each addition.
-
-`Policy(matmul=...)` multiplies in float8 (`float8.py`), or in a format of a user's. Such a matmul
-is a `dot_general`, or a `ragged_dot` of rows in groups, as those of experts are.
+Where a result leaves in float32 it is the sum itself, and its gradient is cast: JAX would multiply
+that in float32. With a `weight_grad_dtype` the matmul takes the weight as it is stored, and the
+gradient of that is a matmul of low-precision operands into the wide dtype: JAX would compute it in
+the compute dtype, and add up devices and uses in that.
 
 The rewritten jaxpr holds each inside of a `jax.custom_jvp`, so that all code that walks jaxprs
 finds it. Its derivative is a primitive of our own, linear in its tangent, of which only the
@@ -54,13 +48,10 @@ Multiply: TypeAlias = "Callable[[Scaled, Scaled, DType], Array]"
 
 
 class Scaled(NamedTuple):
-  """An operand in the format of a recipe, in low precision, or what it was divided by.
-
-  A scale is a float32 number, or an array with the axes of `values`, of size 1 where shared.
-  """
+  """An operand in the format of a recipe, and what it was divided by."""
 
   values: Array
-  scale: Array | None = None
+  scale: Array | None = None  # a float32 number, or with the axes of `values`, of size 1 if shared
 
 
 class Recipe(Protocol):
@@ -124,10 +115,7 @@ def by_rule(
   wide: DType | None,
   recipe: Recipe | None = None,
 ) -> JaxprEqn | None:
-  """Returns a matmul in `half`, or in the format of a recipe; None if it needs no rule.
-
-  `out` is the dtype of the result, `wide` that of the gradients of parameters.
-  """
+  """Returns a matmul into `out` with gradients of parameters in `wide`; None if it needs no rule."""
   wide = None if wide is None or wide.itemsize <= half.itemsize else wide
   each = [wide if v is not None and v.is_parameter else None for v in values]
   if recipe is None and out == half and not any(each):
@@ -136,19 +124,17 @@ def by_rule(
     value.atom if value is not None and keeps else rewriter.read(atom, eqn, half)
     for atom, value, keeps in zip(eqn.invars, values, each, strict=True)
   ]
-  params = retype(eqn, half)
   if recipe is None:
-    rule = Matmul(eqn.primitive, tuple(params.items()), half, out, tuple(each))
+    rule = Matmul(eqn.primitive, tuple(retype(eqn, half).items()), half, out, tuple(each))
   else:
-    weight, params = _weight_of(values), {**params, "precision": None}
-    parameter = values[weight]
+    weight = _weight_of(values)
+    parameter, each[weight] = values[weight], wide
     if parameter is not None and parameter.stored is not None:
       operands[weight] = parameter.stored
-    each[weight] = wide
-    left, right, *sizes = map(aval_of, operands)
-    types = (*(x.update(dtype=half, weak_type=False) for x in (left, right)), *sizes)
-    params = tuple({**params, "preferred_element_type": half}.items())
-    rule = RecipeMatmul(eqn.primitive, params, half, out, tuple(each), types, recipe, weight)
+    types = list(map(aval_of, operands))
+    types[:2] = (x.update(dtype=half, weak_type=False) for x in types[:2])
+    params = tuple({**eqn.params, "precision": None, "preferred_element_type": half}.items())
+    rule = RecipeMatmul(eqn.primitive, params, half, out, (*each,), (*types,), recipe, weight)
   with context_of(eqn):
     product = _equation(rule, eqn.ctx, *map(aval_of, operands))
   return eqn.replace(primitive=product.primitive, invars=operands, params=product.params)
@@ -157,9 +143,6 @@ def by_rule(
 @remembered_off_mesh
 def _equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
   """Returns an equation for operands of these types, which layers in one context share."""
-
-  def call(*operands: Array) -> Array | None:
-    return rule.with_kept((), *operands)[0]
 
   def tangent(
     primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
@@ -173,7 +156,8 @@ def _equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
     results = bind(eqn, primals) if result is None else [result]
     return results, [functools.reduce(operator.add, parts)]
 
-  eqn = differentiated(jaxpr_for(call, *avals), tangent, avals, "matmul")
+  body = jaxpr_for(lambda *operands: rule.with_kept((), *operands)[0], *avals)
+  eqn = differentiated(body, tangent, avals, "matmul")
   return eqn
 
 
@@ -233,8 +217,7 @@ class Matmul:
 
     Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
     its own jaxpr is run. The other equations in it move elements, or add up over axes of the mesh,
-    and take any type: in `x.T @ g` a transpose before the matmul moves bfloat16, and one after it
-    float32. `multiply` is told which operands of the matmul come from the other operand.
+    and take any type. `multiply` is told which of its operands come from the other operand.
     """
     types = [jax.typeof(x) for x in args]
     types[:2] = (t.update(dtype=self.half, weak_type=False) for t in types[:2])
@@ -462,12 +445,7 @@ def _abstract(*avals: ShapedArray, **params: Any) -> AbstractValue:
 
 
 def _jvp(
-  primals: Sequence[Array],
-  tangents: Sequence[Array | ad.Zero],
-  *,
-  rule: Matmul,
-  side: int,
-  levels: Levels,
+  primals: Sequence[Array], tangents: Sequence[Any], *, rule: Matmul, side: int, levels: Levels
 ) -> tuple[Array, Array]:
   result = tangent_p.bind(*primals, rule=rule, side=side, levels=levels)
   t, *others = range(len(primals))
@@ -520,15 +498,13 @@ where a transpose of the result became one of the operands. What is traced on a 
 something else has nothing there.
 """
 
-
-def _behind_barrier(x: Array) -> Array:
-  return jnp.reshape(jax.lax.optimization_barrier(jnp.reshape(x, -1)), x.shape)
-
-
 _as_laid_out_p.def_impl(lambda x: x)
 _as_laid_out_p.def_abstract_eval(lambda aval: aval)
 ad.deflinear2(_as_laid_out_p, lambda cotangent, _: [cotangent])
 batching.defvectorized(_as_laid_out_p)
 mlir.register_lowering(_as_laid_out_p, lambda _, x: [x])
-_on_cpu = mlir.lower_fun(_behind_barrier, multiple_results=False)
+_on_cpu = mlir.lower_fun(
+  lambda x: jnp.reshape(jax.lax.optimization_barrier(jnp.reshape(x, -1)), x.shape),
+  multiple_results=False,
+)
 mlir.register_lowering(_as_laid_out_p, _on_cpu, platform="cpu")

@@ -41,10 +41,9 @@ def saving_low(
 ) -> JaxprEqn:
   """Returns a float32 multiplication with a result in `dtype`, whose derivative saves factors low.
 
-  Gradients flow to the float32 operands, one for each value, in which those of all its readers
-  meet. A factor that is at rest is an operand once more as it rests, to be saved. Another one is
-  rounded for the derivative with respect to the other factor, which is a sum as that of a weight
-  is; the derivative with respect to itself, which may be one step of many, reads the float32 one.
+  Gradients flow to the float32 operands, in which those of all readers meet. A factor at rest is
+  an operand once more, to be saved. Another one is rounded for the derivative by the other factor,
+  a sum; the derivative by itself, which may be one step of many, reads the float32 one.
   """
   places = tuple(i for i, v in enumerate(values) if saved[i] and dtype_of(v.atom) == saved[i])
   operands = [rewriter.view(v, FLOAT32, eqn) for v in values] + [values[i].atom for i in places]
@@ -79,8 +78,7 @@ def saving_rounded(
 ) -> JaxprEqn:
   """Returns a `jax.checkpoint` that reads operands as they are held, and saves some of them low.
 
-  The backward pass, which computes the jaxpr again, starts from rounded ones: an error for each
-  call, and none that a loop would add up.
+  Its backward pass starts from rounded ones: an error for each call, and none that a loop adds up.
   """
   fun, cse = functools.partial(eval_jaxpr, jaxpr, ()), eqn.params["prevent_cse"]
   return _saving(fun, ClosedJaxpr(jaxpr, ()), avals, saved, "saving_rounded", prevent_cse=cse)
@@ -97,10 +95,10 @@ def _saving(
   apart: bool = False,
   prevent_cse: bool = False,
 ) -> JaxprEqn:
-  """Returns an equation of a function whose derivative is computed from operands as they are saved.
+  """Returns an equation whose derivative is computed from operands as they are `saved`.
 
-  `saved` has the dtype of each, None for its own. Operands at `places` come once more after them,
-  in that dtype. If those that move are differentiated `apart`, each is read as it is for itself.
+  Operands at `places` come once more after them, in that dtype. If those that move are
+  differentiated `apart`, each is read as it is for itself.
   """
   count = len(saved)
 

@@ -1,7 +1,7 @@
 """Writing a jaxpr in other dtypes, one equation after the other; nothing is executed.
 
-First the consumers of each value, which are looked up backwards before anything is written, then
-the rewriter itself, and at the end what an equation's parameters say of dtypes and precisions.
+First the consumers of each value, looked up backwards before anything is written, then the
+rewriter itself, and at the end what an equation's parameters say of dtypes and precisions.
 """
 
 import collections
@@ -63,13 +63,12 @@ class By:
   """What may read a value, each a bit: at once, or behind operations that are in neither list.
 
     MATMUL, FULL: a matmul; an operation of the float32 list.
-    SUMMED: something that a rounding would change: a sum, a comparison, an index, a carry, an
-      operation of the float32 list; at once or behind multiplications and what keeps its dtype.
+    SUMMED: what a rounding would change: a sum, a comparison, an index, a carry, the float32 list;
+      at once or behind multiplications and what keeps its dtype.
     UNROUNDED: a reader for which nothing rounds the value, nor a sum with it.
     FACTOR: a multiplication, at once or behind what keeps a dtype: rounded, a factor may overflow.
-    CALLER: the caller, who asks for float32: by the `output_dtype` of a module or of the function;
-      at once, behind what moves elements, or behind a sum that nothing else reads. A matmul that
-      has such a reader returns its float32 sum, to all of them.
+    CALLER: a caller that asks for float32, by an `output_dtype`; at once, behind what moves
+      elements, or behind a sum that nothing else reads. A matmul returns its float32 sum to it.
     RETURNED: a caller that takes the dtype that there is, likewise.
     ANGLE: a sine or cosine.
     INDEX: an integer, a complex number, a sine or an opaque operation, behind matmuls too.
@@ -247,9 +246,8 @@ class Rewriter:
     return value
 
   def kind(self, atom: Atom) -> Kind | None:
-    """Returns the kind of a floating operand, as it is held."""
     value = self.value(atom)
-    return None if value is None else value.kind
+    return value and value.kind
 
   def consumers(self, eqn: JaxprEqn) -> int:
     """Returns the consumers of the floating results of an equation."""
@@ -301,8 +299,6 @@ class Rewriter:
 
   def explained(self, eqn: JaxprEqn, precision: str, reason: str) -> JaxprEqn:
     """Returns a matmul that says, where an audit reads it, why it is not in a precision."""
-    if AUDIT.value is None:
-      return eqn
     names = with_scope(eqn.source_info.name_stack, NOT_IN[precision] + reason)
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
@@ -312,10 +308,9 @@ class Rewriter:
     eqns: list[JaxprEqn] = []
     for eqn in self.eqns:
       stack = eqn.source_info.name_stack
-      if id(stack) not in names and AUDIT.value is None:
-        names[id(stack)] = without_scopes(stack, PREFIX)
-      elif id(stack) not in names:
-        names[id(stack)] = with_scope(stack, REGION + region_of(self.place(eqn).policy))
+      if id(stack) not in names:
+        region = AUDIT.value is not None and REGION + region_of(self.place(eqn).policy)
+        names[id(stack)] = with_scope(stack, region) if region else without_scopes(stack, PREFIX)
       info = eqn.source_info.replace(name_stack=names[id(stack)])
       eqns.append(eqn if names[id(stack)] is stack else eqn.replace(source_info=info))
     return eqns
@@ -393,8 +388,7 @@ def wants_precision(params: EqnParams) -> bool:
 def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
   """Returns `jax.make_jaxpr(fun)`, with a precision only where the function itself asks for one.
 
-  `jax_default_matmul_precision` is a setting for an entire process, such as TensorFloat-32 for what
-  is in float32, and says nothing of one matmul. What stays in float32 gets it back: `in_default`.
+  `jax_default_matmul_precision` says nothing of one matmul. What stays in float32 gets it back.
   """
   if _default_precision() is None:
     return jax.make_jaxpr(fun)
@@ -430,8 +424,7 @@ def _default_precision() -> object:
 def in_default(jaxpr: Jaxpr) -> Jaxpr:
   """Returns a rewritten jaxpr with `jax_default_matmul_precision` for what runs in float32."""
   precision = _default_precision()
-  new = None if precision is None else _in_precision(jaxpr, precision)
-  return jaxpr if new is None else cast(Jaxpr, new)
+  return jaxpr if precision is None else cast(Jaxpr, _in_precision(jaxpr, precision) or jaxpr)
 
 
 @cached_per_jaxpr

@@ -1,14 +1,13 @@
 """Running a rewritten jaxpr: JAX differentiates what repeats in it, such as layers, once.
 
-JAX differentiates one equation after the other, which takes most of the time of tracing a gradient.
-What a jitted function holds, as those of `jax.numpy` are, it differentiates once and remembers; but
-a jaxpr that was traced has no such functions any more. Here parts of it become such again.
+JAX differentiates one equation after the other, which takes most of the time of tracing a gradient,
+but what a jitted function holds once. Here parts of a jaxpr that repeat become such functions.
 """
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,7 @@ from mpjax._jaxprs.compat import (
 from mpjax._jaxprs.primitives import is_higher_order
 from mpjax._jaxprs.reader import Atom, aval_of, call_params, with_inner
 
-_LONG = 64
-"""Equations. A shorter jaxpr is written out: for the eye, and since a call costs time too."""
+_LONG = 64  # Equations. A shorter jaxpr is written out: for the eye, and a call costs time too.
 
 
 def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: str) -> list[Array]:
@@ -57,18 +55,6 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
   return called(ClosedJaxpr(jaxpr, ()), values, name)
 
 
-class _Part(NamedTuple):
-  """What equations that follow one another read, and what others read of them.
-
-  The key is equal for parts that compute the same of what they read; None for one of its own.
-  """
-
-  eqns: Sequence[JaxprEqn]
-  key: Hashable
-  invars: list[Var]
-  outvars: list[Var]
-
-
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   """Returns the same jaxpr, with one jaxpr for all parts that are the same, in calls.
 
@@ -92,23 +78,23 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
     last_read |= {v: number for eqn in group for v in variables(eqn.invars)}
   last_read |= dict.fromkeys(variables(jaxpr.outvars), len(groups))
   parts = [_part(group, number, last_read) for number, group in enumerate(groups)]
-  counts = Counter(part.key for part in parts)
+  counts = Counter(key for key, *_ in parts)
   calls: dict[Hashable, JaxprEqn] = {}
   eqns: list[JaxprEqn] = []
-  for part in parts:
-    if part.key is None or counts[part.key] == 1:
-      eqns += part.eqns
+  for group, (key, invars, outvars) in zip(groups, parts, strict=True):
+    if key is None or counts[key] == 1:
+      eqns += group
       continue
-    info = part.eqns[0].source_info
-    if part.key not in calls:
+    info = group[0].source_info
+    if key not in calls:
       # The call is in the scope, and its jaxpr in none. With both, a profile would show
       # `layer_0/layer_0/tanh` for the first layer, and `layer_1/layer_0/tanh` for the next one.
       names = without_scopes(info.name_stack, "")
-      bare = [e.replace(source_info=e.source_info.replace(name_stack=names)) for e in part.eqns]
-      closed = ClosedJaxpr(jaxpr_of(bare, part.invars, part.outvars), ())
-      calls[part.key] = call_of(closed, part.invars, part.outvars, "part", inline=True)
-    place = {"source_info": info, "ctx": part.eqns[0].ctx}
-    eqns.append(calls[part.key].replace(invars=[*part.invars], outvars=part.outvars, **place))
+      bare = [e.replace(source_info=e.source_info.replace(name_stack=names)) for e in group]
+      closed = ClosedJaxpr(jaxpr_of(bare, invars, outvars), ())
+      calls[key] = call_of(closed, invars, outvars, "part", inline=True)
+    place = {"source_info": info, "ctx": group[0].ctx}
+    eqns.append(calls[key].replace(invars=[*invars], outvars=outvars, **place))
   return jaxpr.replace(eqns=eqns)
 
 
@@ -117,8 +103,13 @@ def variables(atoms: Iterable[Atom]) -> set[Var]:
   return {v for v in atoms if not isinstance(v, Literal)}
 
 
-def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]) -> _Part:
-  """Returns the part number `place`; `last_read` are the numbers of the last part for a value."""
+def _part(
+  eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]
+) -> tuple[Hashable, list[Var], list[Var]]:
+  """Returns a key, what the part number `place` reads, and what others read of it.
+
+  The key is that of parts that compute the same of what they read; None for one of its own.
+  """
   numbers: dict[Atom, int] = {}
   invars: list[Var] = []
 
@@ -131,7 +122,7 @@ def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]) -
     return numbers[atom]
 
   if eqns[0].effects or is_higher_order(eqns[0]):
-    return _Part(eqns, None, [], [])
+    return None, [], []
   key: list[Hashable] = [eqns[0].ctx]
   for eqn in eqns:
     key.append((eqn.primitive, *map(number, eqn.invars), *eqn.params.items()))
@@ -142,7 +133,7 @@ def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]) -
     hash(tuple(key))
   except TypeError:  # Some parameter is not comparable.
     key = []
-  return _Part(eqns, tuple(key) or None, invars, outvars)
+  return tuple(key) or None, invars, outvars
 
 
 R = TypeVar("R")

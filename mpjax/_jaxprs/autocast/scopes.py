@@ -1,8 +1,7 @@
 """The named scopes of an equation: marks of ours, and what they and the rules say.
 
 A mark says in which region of a jaxpr a policy applies, or in which dtype a result leaves one. It
-is a named scope, which goes through `jit`, `scan`, `grad` and `vmap` with the operations. Rewriting
-a jaxpr takes the marks out.
+goes through `jit`, `scan`, `grad` and `vmap` with the operations; rewriting a jaxpr takes it out.
 """
 
 import functools
@@ -26,22 +25,18 @@ from mpjax._jaxprs.compat import NameStack, scopes_of
 from mpjax._jaxprs.locations import PREFIX, path_of
 from mpjax._jaxprs.reader import inner_jaxprs
 
-REGION, OUTPUT = PREFIX + "region=", PREFIX + "output="
+REGION, OUTPUT, REST = (PREFIX + name for name in ("region=", "output=", "rest="))
+AS_GIVEN, FLOAT8, TABLE = (PREFIX + name for name in ("as-given", "float8", "table"))
+"""The marks.
 
-REST = PREFIX + "rest="
-"""The scope of the result of a layer that rounds it, with the dtype."""
-
-AS_GIVEN = PREFIX + "as-given"
-"""The scope of a layer that returns the dtype that it is given, such as a dropout."""
+  REGION: a module with a policy, as text; `AS_IT_IS` if a rule leaves it so.
+  OUTPUT, REST: the result of a module whose policy ends, and of a layer that rounds it; the dtype.
+  AS_GIVEN: a layer that returns the dtype that it is given, such as a dropout.
+  FLOAT8: a matmul in float8, with the scaling of its operands.
+  TABLE: a module whose own matmuls are not in float8. No dtype depends on it otherwise.
+"""
 
 AS_IT_IS = "as-it-is"
-"""The region of a module that a rule leaves as it is."""
-
-FLOAT8 = PREFIX + "float8"
-"""The scope of a matmul in float8, with the scaling of its operands."""
-
-TABLE = PREFIX + "table"
-"""The scope of a module whose own matmuls are not in float8. No dtype depends on it otherwise."""
 
 NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("float8", "low")}
 """Why a matmul is not in a precision, in the jaxpr that `mpjax.audit` traces."""

@@ -6,7 +6,7 @@ the same arguments.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, flax
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.policy import PolicyLike, parse_policy
 from mpjax._core.rules import Rule, parse_rules, rewrites
-from mpjax._core.types import Array, DType, Function, Leaf, PyTree
+from mpjax._core.types import Args, Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable
 from mpjax._jaxprs.autocast.higher_order import instantiated, rewrite
 from mpjax._jaxprs.autocast.rewriter import By, in_default, traced
@@ -34,12 +34,6 @@ from mpjax._jaxprs.reader import closed_over, walk
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-DataLeaves: TypeAlias = Callable[[tuple[PyTree, ...]], Iterable[Leaf]]
-"""From positional arguments to those of their leaves that decide the dtype of what they meet."""
-
-ResultDtypes: TypeAlias = Callable[[PyTree], PyTree]
-"""From results to the same with `InDtype` around leaves that have to have another dtype."""
 
 _AS_FUNCTION = (
   'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
@@ -79,8 +73,8 @@ def autocast(
     rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path, as a profile
       shows them. The innermost scope that a rule matches decides, and there the first rule. None or
       a float32 policy leaves everything inside as it was traced.
-    data_argnums: the positions of arguments that are no parameters, such as coordinates, box
-      anchors and timesteps: float32 arrays in them stay float32 until a matmul, as constants do.
+    data_argnums: the positions of arguments that are no parameters, such as coordinates and
+      timesteps: float32 arrays in them stay float32 until a matmul, as constants do.
 
   Returns:
     A function with the signature of `fn`. Like `fn`, it can be jitted, differentiated, mapped,
@@ -88,9 +82,8 @@ def autocast(
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: `fn` changed an argument.
-    MpjaxValueError: the policy, or that of a rule, computes in something else than float32,
-      bfloat16 and float16, or a rule has something else than a path; when called: no positional
-      argument is at one of `data_argnums`.
+    MpjaxValueError: a policy computes in something else than float32, bfloat16 and float16, a rule
+      has no path; when called: no positional argument is at one of `data_argnums`.
     UnmatchedRuleError: when called: no scope has the path of a rule.
 
   >>> import jax, jax.numpy as jnp, mpjax
@@ -137,7 +130,7 @@ def autocast(
   return with_settings(fn, settings, where, data=data, unrounded=unrounded)
 
 
-def _data_leaves(data_argnums: Any) -> DataLeaves | None:
+def _data_leaves(data_argnums: Any) -> Callable[[Args], Iterable[Leaf]] | None:
   """Returns what says which leaves are in the arguments at these positions; None for none."""
   numbers = tuple(data_argnums) if isinstance(data_argnums, Sequence) else (data_argnums,)
   integers = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
@@ -170,15 +163,16 @@ def with_settings(
   settings: Settings,
   where: str,
   *,
-  data: DataLeaves | None = None,
-  results: ResultDtypes | None = None,
+  data: Callable[[Args], Iterable[Leaf]] | None = None,
+  results: Callable[[R], PyTree] | None = None,
   unrounded: bool = False,
 ) -> Callable[..., R]:
   """Returns `fn`, a function of trees of arrays, traced and rewritten at each call.
 
   `where` is the public call, for errors; `data` are the leaves that decide the dtype of what they
-  meet, `results` the dtypes of the results, None for those that the function gives them. If
-  `unrounded`, a float32 result that a matmul computes is the sum that it has, see `CALLER`.
+  meet, and `results` puts `InDtype` around results that have to have a dtype; without it they have
+  those that the function gives them. If `unrounded`, a float32 result that a matmul computes is the
+  sum that it has, see `By.CALLER`.
 
   Raises:
     NotTraceable: when called, where no jaxpr can do what `fn` does; of a function that is no call
@@ -204,10 +198,8 @@ def with_settings(
       computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
       # A tracer of the trace that is over may not be kept.
       rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
-      dtypes = [
-        x.dtype if isinstance(x, InDtype) else x.dtype if results is None else None
-        for x in computed
-      ]
+      asked = [results is None or isinstance(x, InDtype) for x in computed]
+      dtypes = [x.dtype if each else None for x, each in zip(computed, asked, strict=True)]
       left.append((rest, outside, dtypes))
       return [x.array if isinstance(x, InDtype) else x for x in computed]
 
@@ -215,7 +207,11 @@ def with_settings(
     name = getattr(fn, "__name__", type(fn).__name__)
     flat.__name__ = name  # It is what JAX's errors say.
     try:
-      program = traced(flat)(*map(_as_float32, operands) if settings.modules else operands)
+      avals = [cast(ShapedArray, jax.typeof(x)) for x in operands]
+      if settings.modules:  # They are shown float32.
+        low = {"dtype": FLOAT32, "weak_type": False}
+        avals = [aval.update(**low) if aval.dtype in HALVES else aval for aval in avals]
+      program = traced(flat)(*avals)
     except (NotTraceable, *flax_errors("TraceContextError")) as error:
       if settings.modules:
         raise
@@ -238,42 +234,25 @@ def with_settings(
     if settings.rules:
       check_rules_match(program.jaxpr, settings.rules, where)
     caller = By.CALLER if unrounded else By.RETURNED | By.UNROUNDED
-    outs = [dtype if dtype in FLOATS else None for dtype in dtypes]
-    readers = [By.RETURNED if d is None else 0 if d in HALVES else caller for d in outs]
+    outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
+    readers = tuple(By.RETURNED if d is None else 0 if d in HALVES else caller for d in outs)
     consts = constants(program.consts, settings)
-    new = rewrite(program.jaxpr, tuple(ins), outs, readers, settings, (), consts).jaxpr
-    new = in_default(new)
+    new = rewrite(program.jaxpr, tuple(ins), outs, readers, settings, (), consts)
+    new = in_default(new.jaxpr)
 
     def call(*operands: Array) -> list[Array]:
       return run(new, program.consts, operands, name)
 
     if _has_rule_that_closes_over(program):
-      call = _differentiated_at_once(
-        call,
-        flat,
-        lambda fun, chosen: with_settings(
-          fun,
-          settings,
-          where,
-          data=lambda args: [x for number, x in args[0].items() if decides[number]],
-          results=chosen,
-          unrounded=unrounded,
-        ),
-      )
+      again = functools.partial(with_settings, settings=settings, where=where, unrounded=unrounded)
+      call = _differentiated_at_once(call, flat, decides, again)
     computed = iter(call(*operands))
     return outside([next(computed) if x is _TRACED else x for x in leaves])
 
   return wrapped
 
 
-_TRACED = object()
-"""Replaces a tracer whose trace is over."""
-
-
-def _as_float32(x: Array) -> ShapedArray:
-  """Returns the type of an array; float32 for float16 and bfloat16."""
-  aval = cast(ShapedArray, jax.typeof(x))
-  return aval.update(dtype=FLOAT32, weak_type=False) if aval.dtype in HALVES else aval
+_TRACED = object()  # Replaces a tracer whose trace is over.
 
 
 def _is_argument(x: Leaf, modules: bool) -> bool:
@@ -305,21 +284,22 @@ def _has_rule_that_closes_over(program: ClosedJaxpr) -> bool:
 def _differentiated_at_once(
   call: Callable[..., list[Array]],
   original: Callable[..., list[Array]],
-  cast: Callable[[Function, ResultDtypes], Function],
+  decides: Sequence[bool],
+  cast: Callable[..., Function],
 ) -> Callable[..., list[Array]]:
-  """Returns `call`, whose gradient is all of that of `original`, cast.
+  """Returns `call`, whose gradient is all of that of `original`, `cast`; some operands are data.
 
-  A rule that reads the weight of the layer that it is in, say, is out of reach once the layer is
-  traced: that value is gone. So it is differentiated, rules and all, inside of one trace, and the
-  derivative is rewritten. A compiler sees that the forward pass in it is the same.
+  A rule that reads the weight of its layer is out of reach once the layer is traced: that value is
+  gone. So all is differentiated inside of one trace, and the derivative is rewritten.
   """
 
   def forward(*operands: PyTree) -> tuple[list[Array], dict[bool, dict[int, Array]]]:
     # The arguments, not residuals: those of `original` are in the dtypes without autocast.
-    parts: dict[bool, dict[int, Array]] = {True: {}, False: {}}
-    for i, operand in enumerate(operands):
-      parts[operand.perturbed][i] = operand.value
-    return call(*(operand.value for operand in operands)), parts
+    parts = {
+      moves: {i: x.value for i, x in enumerate(operands) if x.perturbed == moves}
+      for moves in (True, False)
+    }
+    return call(*(x.value for x in operands)), parts
 
   def backward(
     parts: dict[bool, dict[int, Array]], cotangents: Sequence[Array | SymbolicZero]
@@ -327,8 +307,7 @@ def _differentiated_at_once(
     moving = parts[True]
 
     def gradients(values: dict[int, Array], changes: list[Array]) -> dict[int, Array]:
-      # What is not differentiated may be closed over.
-      def of_moving(moving: dict[int, Array]) -> list[Array]:
+      def of_moving(moving: dict[int, Array]) -> list[Array]:  # The others may be closed over.
         return original(*((values | moving)[i] for i in range(len(values))))
 
       return jax.vjp(of_moving, {i: values[i] for i in moving})[1](changes)[0]
@@ -336,8 +315,12 @@ def _differentiated_at_once(
     def with_dtypes(returned: dict[int, Array]) -> PyTree:  # A gradient has that of its argument.
       return {i: InDtype(x, moving[i].dtype) for i, x in returned.items()}
 
+    def data(args: Args) -> list[Leaf]:
+      return [x for i, x in args[0].items() if decides[i]]
+
     values = moving | parts[False]
-    by_place = cast(gradients, with_dtypes)(values, [*map(instantiated, cotangents)])
+    cast_gradients = cast(gradients, data=data, results=with_dtypes)
+    by_place = cast_gradients(values, [*map(instantiated, cotangents)])
     return tuple(by_place.get(i) for i in range(len(values)))
 
   with_vjp = jax.custom_vjp(call)

@@ -24,8 +24,7 @@ FLOATS = HALVES | {FLOAT32}
 
 R = TypeVar("R")
 
-Scope = tuple[str, ...]
-"""The names of `jax.named_scope`s, the outermost first."""
+Scope = tuple[str, ...]  # The names of `jax.named_scope`s, the outermost first.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,12 +53,11 @@ class Kind(NamedTuple):
     dtype: the one that it has at rest: a low-precision dtype if it is low, else float32.
     neutral: it is neutral, or a parameter that is stored in low precision.
     parameter: it is an argument or closed over, perhaps moved or scaled, and neutral, or cast to
-      low precision by the function. Each reader of a neutral one casts it, so that its gradients
-      are added in float32; of other values one cast is shared by all.
+      low precision. Each reader casts a neutral one, so that its gradients are added in float32.
     held: it is low and was just computed in float32, which is what its readers read.
     carried: the dtype of the variable that brings it, if it is another one than they read.
-    widened: it is held for its readers alone: all that it was computed of is at rest. A caller that
-      takes any dtype gets it at rest, as JAX's own promotion would have it.
+    widened: it is held for its readers alone: all that it was computed of is at rest, and so is
+      what a caller gets that takes any dtype.
     added: it is a sum of what is at rest, of parameters and of such sums, as a stream is that
       layers add to: by hand it would be in low precision, whatever its range.
     solved: linear algebra returned it, of data or activations, or it is computed from such a value.
@@ -100,8 +98,7 @@ class Kind(NamedTuple):
     return self.carried or self.current
 
 
-Kinds: TypeAlias = tuple[Kind | None, ...]
-"""Those of several values; None for what is no floating value of ours."""
+Kinds: TypeAlias = tuple[Kind | None, ...]  # None for what is no floating value of ours.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -181,11 +178,8 @@ def joined(kinds: Iterable[Kind | None]) -> Kind | None:
 
 def survives(number: float, dtype: DType) -> bool:
   """Whether a number becomes neither inf nor zero nor subnormal in a low-precision dtype."""
-  size = abs(number)
-  if size == 0 or not np.isfinite(size):
-    return True
-  limits = jnp.finfo(dtype)
-  return float(limits.tiny) <= size <= float(limits.max)
+  size, limits = abs(number), jnp.finfo(dtype)
+  return not 0 < size < np.inf or float(limits.tiny) <= size <= float(limits.max)
 
 
 def spans_float32(dtype: DType) -> bool:
