@@ -1,8 +1,8 @@
 """The boundary of a traced call: the user's objects inside of it, and the way back outside.
 
 Inside, each container is built once more, in its own order and of its own type, around one tracer
-for each array: `q is kv` says what it says without a trace. The way back is the same map: a
-container that was an argument is that argument again, with what the call has put into it.
+for each array. The way back is the same map: a container that was an argument is that argument
+again, with what the call has put into it.
 """
 
 import dataclasses

@@ -115,7 +115,7 @@ def by_rule(
   wide: DType | None,
   recipe: Recipe | None = None,
 ) -> JaxprEqn | None:
-  """Returns a matmul into `out` with gradients of parameters in `wide`; None if it needs no rule."""
+  """Returns a matmul into `out`, with gradients of weights in `wide`; None if it needs no rule."""
   wide = None if wide is None or wide.itemsize <= half.itemsize else wide
   each = [wide if v is not None and v.is_parameter else None for v in values]
   if recipe is None and out == half and not any(each):
@@ -259,7 +259,6 @@ def _transpose_of(
 
 
 def _mapped_over(call: Callable[..., Any], levels: Levels) -> Callable[..., Any]:
-  """Returns a function inside of the `vmap`s."""
   for level in levels:
     call = jax.vmap(call, in_axes=[0 if each else None for each in level])
   return call

@@ -95,7 +95,6 @@ _ROLES: Mapping[str | None, int] = {
 
 
 def only_float32(readers: int) -> bool:
-  """Whether operations of the float32 list read a value, and no matmul."""
   return readers & (By.FULL | By.MATMUL) == By.FULL
 
 
@@ -355,8 +354,7 @@ class Rewriter:
 
   def not_entered(self, eqn: JaxprEqn) -> None:
     """Writes an equation as it was, since it is not known how it runs the jaxprs that it holds."""
-    instead = "It runs as it was traced, in the dtypes that it was traced with."
-    warn_not_entered(eqn, "mpjax.autocast", instead)
+    warn_not_entered(eqn, "mpjax.autocast", "It runs as it was traced, in the dtypes that it had.")
     self.untouched(eqn)
 
 

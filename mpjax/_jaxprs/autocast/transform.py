@@ -67,8 +67,7 @@ def autocast(
       and integers of NumPy) is handed to it as it is. It must not change its arguments in place.
     policy: parameters are yours to store, and results keep their dtypes: `param_dtype` does not
       count, and an `output_dtype` of float32 says that a result which is a matmul, perhaps with a
-      bias, is its float32 sum. With a `weight_grad_dtype` every neutral argument counts as a
-      weight. In float32, without a precision, `fn` itself is returned.
+      bias, is its float32 sum. In float32, without a precision, `fn` itself is returned.
     ops: the lists, an edited `OpLists()`; None for the standard.
     rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path, as a profile
       shows them. The innermost scope that a rule matches decides, and there the first rule. None or
