@@ -3,7 +3,7 @@
 Layers of Linen and of NNX, alike to the bit. The numbers are integers small enough that every value
 of a half program is exact, except for sums over many rows: those are what float32 weight gradients
 are for. Other matmuls, derivatives of all orders, meshes and inner jaxprs are in
-tests/jaxprs/autocast/test_wide_sums.py.
+tests/jaxprs/autocast/test_matmuls.py.
 """
 
 import functools
@@ -122,7 +122,7 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], Callable[..., nnx.Module]]] 
     made(nnx.Conv, 3, 6, (3,), feature_group_count=3),
   ),
 }
-"""How matmuls are written, and of one row, is swept in tests/jaxprs/autocast/test_wide_sums.py."""
+"""How matmuls are written, and of one row, is swept in tests/jaxprs/autocast/test_matmuls.py."""
 NAMES = [(name, framework) for name in LAYERS for framework in ("linen", "nnx")]
 
 

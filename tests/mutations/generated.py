@@ -49,7 +49,6 @@ CACHE = ROOT / ".cache" / "mutations"
 RECORDED = (
   *("mpjax/transforms", "mpjax/_core", "mpjax/_io"),
   *("mpjax/_jaxprs/primitives.py", "mpjax/_jaxprs/reader.py", "mpjax/_jaxprs/locations.py"),
-  "mpjax/_jaxprs/autocast/custom_derivatives.py",
   "mpjax/_jaxprs/autocast/higher_order.py",
 )
 """The code of the draw that docs/design/reliability.md records."""

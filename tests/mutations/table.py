@@ -498,12 +498,13 @@ tests/transforms/test_train_step.py::test_retries_equal_the_oracle
 
 # Precision.
 
-mpjax/_jaxprs/autocast/higher_order.py::_entered
+mpjax/_jaxprs/autocast/rewriter.py::_in_precision
 
-53 a rule's precision is not that of matmuls in jaxprs which stay in float32
-- rewrites(policy_at(place, settings))
-+ is_low(policy_at(place, settings))
-tests/integration/test_matmul_precision.py::test_matmuls_in_inner_jaxprs
+53 the setting for all matmuls of a process is that of those in low precision too
+- eqn.params.get("precision", 0) is None and dtype_of(eqn.invars[0]) not in HALVES
++ eqn.params.get("precision", 0) is None
+tests/jaxprs/autocast/test_rewriter_parts.py
+::test_a_setting_for_the_whole_process_does_not_switch_autocast_off
 
 # float8.
 
@@ -528,7 +529,7 @@ mpjax/_jaxprs/autocast/float8.py::Float8Recipe.quantise
 + E4M3
 tests/jaxprs/autocast/test_float8_dot.py::test_all_three_matmuls_have_operands_in_float8
 
-mpjax/_jaxprs/autocast/recipes.py::_only_in_groups
+mpjax/_jaxprs/autocast/matmuls.py::_only_in_groups
 
 56b what is in rows of no group reaches the scale of the experts' matmuls
 - axis is None

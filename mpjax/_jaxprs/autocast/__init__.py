@@ -1,7 +1,7 @@
 """Mixed precision for any JAX function, by lists of operations."""
 
 from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable, check_returned
-from mpjax._jaxprs.autocast.scopes import at_rest, leaving, mark, region_of
+from mpjax._jaxprs.autocast.scopes import at_rest, leaving, region_of
 from mpjax._jaxprs.autocast.transform import autocast, with_settings
 from mpjax._jaxprs.autocast.values import Settings
 
@@ -14,7 +14,6 @@ __all__ = [
   "autocast",
   "check_returned",
   "leaving",
-  "mark",
   "region_of",
   "with_settings",
 ]

@@ -1,14 +1,14 @@
 """The boundary of a traced call: the user's objects inside of it, and the way back outside.
 
 Inside, each container is built once more, in its own order and of its own type, around one tracer
-for each array: `q is kv` says what it says without a trace. The way back is the same map: a
-container that was an argument is that argument again, with what the call has put into it.
+for each array. The way back is the same map: a container that was an argument is that argument
+again, with what the call has put into it.
 """
 
 import dataclasses
-import functools
+import gc
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +19,7 @@ from mpjax._core.types import Array, DType, Leaf, PyTree
 
 
 class NotTraceable(Exception):
-  """A function changed an object in place, or returned one that hides a tracer from JAX.
-
-  It is raised where the caller can call the function in another way.
-  """
+  """A function changed an object in place, or returned one that hides a tracer from JAX."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,20 +52,14 @@ def in_order(x: Any, order: Any) -> Any:
 
 
 class Boundary:
-  """The arguments of a call: the leaves, each once, and the containers that they are in.
-
-  Attributes:
-    leaves: the distinct objects that are leaves.
-    containers: by identity, and their contents with the number of each leaf.
-    order: the containers, in their own order, and no leaf.
-  """
+  """The arguments of a call: their leaves, each once, and the containers that these are in."""
 
   def __init__(self, args: PyTree, is_leaf: IsLeaf | None = None) -> None:
     self.leaves: list[Leaf] = []
-    self.containers: dict[int, tuple[Any, Content]] = {}
+    self.containers: dict[int, tuple[Any, Content]] = {}  # by identity
     self._is_leaf = is_leaf
     self._numbers: dict[int, int] = {}
-    self.order = self.numbered(args)
+    self.order = self.numbered(args)  # the containers, in their own order, and no leaf
 
   def numbered(self, x: Any) -> Any:
     """Returns the content of a tree, with the content of containers and the number of each leaf."""
@@ -90,31 +81,27 @@ class Boundary:
     built: dict[int, Any] = {}
     args = _around(leaves, self.order, built)
     pairs = [(x, built[id(numbered)]) for x, numbered in self.containers.values()]
-    return Inside(args, pairs, Contents(new for _, new in pairs), self._is_leaf)
+    return Inside(args, pairs, Contents([new for _, new in pairs]), self._is_leaf)
 
   def contents(self) -> "Contents":
     """Returns what the containers hold now."""
-    return Contents(x for x, _ in self.containers.values())
+    return Contents([x for x, _ in self.containers.values()])
 
 
 class Contents:
   """What containers hold at one time."""
 
-  def __init__(self, containers: Iterable[Any]) -> None:
-    self._containers = list(containers)
-    self._ids = set(map(id, self._containers))
-    self._before = list(map(self._now, self._containers))
+  def __init__(self, containers: Sequence[Any]) -> None:
+    self._containers = containers
+    self._ids = set(map(id, containers))
+    self._before = list(map(self._now, containers))
 
   def _now(self, x: Any) -> Content | None:
     # Of others than lists and dicts all leaves: they may give new containers at each look.
     return content_of(x, lambda y: id(y) in self._ids)
 
   def changed(self) -> Iterator[tuple[int, Content]]:
-    """Yields the position of each list and dict that holds something else now, and what.
-
-    Raises:
-      NotTraceable: another container does.
-    """
+    """Yields the position of each list and dict that holds something else now, and what."""
     for i, (x, before) in enumerate(zip(self._containers, self._before, strict=True)):
       now = self._now(x)
       if before is None or now is None:
@@ -128,18 +115,11 @@ class Contents:
 
 
 class Inside(NamedTuple):
-  """The arguments as the traced function sees them.
-
-  Fields:
-    args: the tree.
-    containers: the user's containers, and their copies.
-    before: what the copies were given.
-    is_leaf: as for `Boundary`.
-  """
+  """The arguments as the traced function sees them."""
 
   args: PyTree
-  containers: Sequence[tuple[Any, Any]]
-  before: Contents
+  containers: Sequence[tuple[Any, Any]]  # the user's, and their copies
+  before: Contents  # what the copies were given
   is_leaf: IsLeaf | None
 
   def leave(
@@ -149,10 +129,6 @@ class Inside(NamedTuple):
 
     That takes others instead of these, and returns what the function did. It changes the user's
     containers as the function has changed their copies, those of `others` too, and holds no tracer.
-
-    Raises:
-      NotTraceable: the function changed an argument that is no dict and no list, or returned an
-        object that hides a tracer.
     """
     result = Boundary(None, self.is_leaf)
     for original, new in (pair for each in (self, *others) for pair in each.containers):
@@ -179,8 +155,8 @@ def check_returned(leaves: Iterable[Leaf]) -> None:
   """Raises NotTraceable if one of the leaves is no array and hides a tracer."""
   for x in leaves:
     if not isinstance(x, (jax.Array, InDtype)) and _holds_tracer(x):
-      name = type(x).__name__
-      raise NotTraceable(f"returns a {name} with arrays in it, which is no tree: they are not cast")
+      text = f"returns a {type(x).__name__} with arrays in it, which is no tree: they are not cast"
+      raise NotTraceable(text)
 
 
 def _holds_tracer(x: object) -> bool:
@@ -190,26 +166,9 @@ def _holds_tracer(x: object) -> bool:
     x = pending.pop()
     if isinstance(x, (Tracer, types.GeneratorType)):
       return True
-    if id(x) not in met:
+    if id(x) not in met and not isinstance(x, (type, types.ModuleType, types.TracebackType)):
       met.add(id(x))
-      pending += _parts(x)
+      # Items, attributes, what a function closes over; not all that its module holds.
+      around = (x.__globals__, x.__builtins__) if isinstance(x, types.FunctionType) else ()
+      pending += [each for each in gc.get_referents(x) if not any(each is a for a in around)]
   return False
-
-
-def _parts(x: object) -> Iterable[object]:
-  """Returns what an object holds: items, attributes, and what a function closes over."""
-  if isinstance(x, (type, types.ModuleType)):
-    return ()
-  if isinstance(x, Mapping):
-    return x.values()
-  if isinstance(x, (list, tuple, set, frozenset)):
-    return x
-  if isinstance(x, functools.partial):
-    return (x.func, *x.args, *x.keywords.values())
-  if isinstance(x, types.MethodType):
-    return (x.__self__, x.__func__)
-  if isinstance(x, types.FunctionType):
-    filled = [cell for cell in x.__closure__ or () if cell != types.CellType()]
-    return (*(cell.cell_contents for cell in filled), *(x.__defaults__ or ()))
-  slots = [name for cls in type(x).__mro__ for name in getattr(cls, "__slots__", ())]
-  return (*getattr(x, "__dict__", {}).values(), *(getattr(x, name, None) for name in slots))

@@ -40,98 +40,74 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.autocast.float8 import recipe_of
-from mpjax._jaxprs.autocast.recipes import in_recipe, is_weight, why_not
+from mpjax._jaxprs.autocast.matmuls import by_rule, why_not
 from mpjax._jaxprs.autocast.residuals import saving_low
-from mpjax._jaxprs.autocast.rewriter import (
-  ALGEBRA,
-  ANGLE,
-  CALLER,
-  DIGITS,
-  FACTOR,
-  HELD,
-  INDEX,
-  RETURNED,
-  SUMMED,
-  Rewriter,
-  only_float32,
-  retype,
-  wants_precision,
-)
-from mpjax._jaxprs.autocast.scopes import AS_GIVEN, OUTPUT, REST, dtype_marked, policy_at
+from mpjax._jaxprs.autocast.rewriter import By, Rewriter, only_float32, retype, wants_precision
+from mpjax._jaxprs.autocast.scopes import AS_GIVEN, Place
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   Kind,
-  Scope,
   Value,
   is_exact,
   joined,
   spans_float32,
   survives,
 )
-from mpjax._jaxprs.autocast.wide_sums import with_wide_sums
 from mpjax._jaxprs.op_lists import part_of
 from mpjax._jaxprs.primitives import OUTER_PRODUCT, facts_of
 from mpjax._jaxprs.reader import LARGEST, Atom, aval_of, dtype_of, inner_jaxprs, retyped, shape_of
 
-Operands = Sequence[Value | None]
-"""What is known of each operand: None for what is no floating value."""
-
-_FEW = 8
-"""More numbers than a mask has are not noted: they are part of the key of a rewritten jaxpr."""
+Operands = Sequence[Value | None]  # None for what is no floating value.
 
 
 def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds no jaxpr."""
   part = part_of(eqn, rewriter.settings.ops)
-  scope, half = rewriter.place(eqn)
-  if eqn.primitive is reduce_precision_p:
-    output, rest = dtype_marked(scope, OUTPUT), dtype_marked(scope, REST)
-    if output is not None or rest is not None:
-      return _end_of_module(rewriter, eqn, output, rest)
+  place = rewriter.place(eqn)
+  if eqn.primitive is reduce_precision_p and (place.output or place.rest):
+    return _end_of_module(rewriter, eqn, place)
   # A multiplication that names its own dtype is the user's choice too.
-  if half is None or part is None or part == "opaque" or eqn.params.get("out_dtype") is not None:
-    unknown = half is not None and part is None and inner_jaxprs(eqn) is None
+  own = eqn.params.get("out_dtype") is not None
+  if place.half is None or part is None or part == "opaque" or own:
+    unknown = place.half is not None and part is None and inner_jaxprs(eqn) is None
     return rewriter.not_entered(eqn) if unknown else rewriter.untouched(eqn)
   if eqn.primitive is convert_element_type_p:
-    return _convert(rewriter, eqn, scope)
+    return _convert(rewriter, eqn, place)
   values = [rewriter.value(atom) for atom in eqn.invars]
-  for atom, value in zip(eqn.invars, values, strict=True):
-    if value is not None and dtype_of(atom) != FLOAT32:
-      half = aval_of(atom).dtype  # The user's own choice.
+  # The last is the user's own choice.
+  half = [place.half, *(aval_of(v).dtype for v in eqn.invars if dtype_of(v) in HALVES)][-1]
   if part == "half":
-    return _matmul(rewriter, eqn, values, scope, half)
+    return _matmul(rewriter, eqn, values, place, half)
   if part != "float32" and eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
     # Its results are its operands, moved, and each keeps its own dtype: a float32 key stays
     # float32, and the bfloat16 values that are sorted with it stay bfloat16.
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
     kinds = [rewriter.kind(atom) if dtype_of(var) in FLOATS else None for atom, var in pairs]
-    recast = any(value is not None and value.recast for value in values)
-    return rewriter.write(eqn, [rewriter.read(v, eqn) for v in eqn.invars], kinds, recast=recast)
+    return rewriter.write(eqn, [rewriter.read(v, eqn) for v in eqn.invars], kinds)
   return _elementwise(rewriter, eqn, values, part, half)
 
 
 # What names its dtype itself: marks and casts.
 
 
-def _end_of_module(
-  rewriter: Rewriter, eqn: JaxprEqn, output: DType | None, rest: DType | None
-) -> None:
-  """Ends a policy, in the dtype `output` for all readers; or a layer, whose result rests."""
+def _end_of_module(rewriter: Rewriter, eqn: JaxprEqn, place: Place) -> None:
+  """Ends a policy, in the dtype `place.output` for all readers; or a layer, whose result rests."""
   value = rewriter.value(eqn.invars[0])
   if value is None:
     return rewriter.untouched(eqn)
   kind = value.kind
-  if output is not None:
-    atom = value.atom if output == FLOAT32 else rewriter.view(value, output, eqn)
-    value = Value(atom, Kind(output))
-  elif kind.is_low and rewriter.readers_of(eqn) & CALLER:
+  if place.output is not None:
+    atom = value.atom if place.output == FLOAT32 else rewriter.view(value, place.output, eqn)
+    value = Value(atom, Kind(place.output))
+  elif kind.is_low and rewriter.consumers(eqn) & By.CALLER:
     value.kind = kind._replace(widened=kind.held)  # Not rounded before it leaves in float32.
-  elif rest is not None:
-    value = Value(rewriter.view(value, rest, eqn), Kind(rest, kind.neutral and kind.is_low))
+  elif place.rest is not None:
+    atom = rewriter.view(value, place.rest, eqn)
+    value = Value(atom, Kind(place.rest, kind.neutral and kind.is_low))
   rewriter.values[eqn.outvars[0]] = value
 
 
-def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope) -> None:
+def _convert(rewriter: Rewriter, eqn: JaxprEqn, place: Place) -> None:
   """Writes a cast of the user's, or of promotion; none to a dtype that is there."""
   (atom,), (var,) = eqn.invars, eqn.outvars
   target, value = eqn.params["new_dtype"], rewriter.value(atom)
@@ -139,57 +115,50 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, scope: Scope) -> None:
     # Low precision cannot hold every index or count; of a mask it holds both numbers.
     is_mask = dtype_of(atom) == np.bool_
     neutral = is_mask or isinstance(atom, Literal)
-    numbers = (0.0, 1.0) if is_mask else None
-    kind = Kind(target, neutral and target == FLOAT32, numbers=numbers)
+    kind = Kind(target, neutral and target == FLOAT32, numbers=(0.0, 1.0) if is_mask else None)
     rewriter.write(eqn, [rewriter.read(atom, eqn)], [kind if target in FLOATS else None])
     if target in FLOATS:
       rewriter.values[var].counted = not neutral
     return
   if dtype_of(atom) != target:  # Else only the weak type goes.
-    old = value
-    value = Value(old.atom, Kind(target, old.kind.neutral and target == FLOAT32), old.recast)
-    if target != FLOAT32 or FLOAT32 in (old.views or ()):
+    old, neutral = value, value.kind.neutral and target == FLOAT32
+    value = Value(old.atom, Kind(target, neutral, old.kind.parameter), stored=old.atom)
+    if target != FLOAT32 or FLOAT32 in old.views:
       # A cast to low precision happens here for all; one to float32 where float32 is read.
       value.atom = rewriter.view(old, target, eqn)
-    policy = policy_at(scope, rewriter.settings)
-    if target in HALVES and is_weight(old) and policy is not None and policy.matmul is not None:
-      value.kind, value.stored = value.kind._replace(weight=True), old.atom
   rewriter.values[var] = value
 
 
 # Matmuls.
 
 
-def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, scope: Scope, half: DType) -> None:
+def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, half: DType) -> None:
   """Writes a matmul or convolution, in low precision: what it returns is low, and at rest."""
-  kinds, readers = [v.kind for v in values if v is not None], rewriter.readers_of(eqn)
+  kinds, readers = [v.kind for v in values if v is not None], rewriter.consumers(eqn)
   multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
   data, alone = any(k.is_data for k in kinds), all(k.is_data or k.numbers for k in kinds)
   # Linear algebra multiplies a rounding by a condition number.
-  algebra = readers & ALGEBRA or any(k.solved for k in kinds)
+  algebra = readers & By.ALGEBRA or any(k.solved for k in kinds)
   named = rewriter.explained(eqn, "low", "positions, angles, ranks or linear algebra")
-  if (multiplies and readers & HELD) or (alone and (readers & INDEX or not data)) or algebra:
+  if (multiplies and readers & By.HELD) or (alone and (readers & By.INDEX or not data)) or algebra:
     return rewriter.untouched(named)
-  if data and readers & ANGLE and dtype_of(eqn.outvars[0]) == FLOAT32:
+  if data and readers & By.ANGLE and dtype_of(eqn.outvars[0]) == FLOAT32:
     operands = [rewriter.view(v, FLOAT32, eqn) for v in values if v is not None]
     return rewriter.write(named, operands, [Kind(half, held=True)])
-  policy = policy_at(scope, rewriter.settings)
+  policy, recipe = place.policy, None
   if policy is not None and policy.matmul is not None:
     recipe = recipe_of(policy.matmul)
-    reason = why_not(eqn, values, recipe, scope, rewriter.settings)
-    if reason is None:
-      product = in_recipe(rewriter, eqn, values, half, recipe)
-      return rewriter.write(product, product.invars, [Kind(half)])
-    eqn = rewriter.explained(eqn, "float8", reason)
-  if FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params):
+    reason = why_not(eqn, values, recipe, place.scope, rewriter.settings)
+    if reason is not None:
+      eqn, recipe = rewriter.explained(eqn, "float8", reason), None
+  if recipe is None and (FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params)):
     return rewriter.untouched(eqn)  # The user's own choice, again.
   eqn = eqn.replace(params=rewriter.precise(eqn, eqn.params, [half] * len(eqn.invars)))
-  wide_grads = None if policy is None else policy.weight_grad_dtype
   # What leaves in float32 is the sum that the matmul has, and a bias is added to that.
-  sums = facts_of(eqn).dtype_param is not None and bool(readers & CALLER)
-  out = FLOAT32 if sums else half
-  if wide := with_wide_sums(rewriter, eqn, values, half, out, wide_grads):
-    return rewriter.write(wide, wide.invars, [Kind(half, held=sums, widened=sums)])
+  sums = recipe is None and facts_of(eqn).dtype_param is not None and bool(readers & By.CALLER)
+  wide = FLOAT32 if recipe is not None else None if policy is None else policy.weight_grad_dtype
+  if product := by_rule(rewriter, eqn, values, half, FLOAT32 if sums else half, wide, recipe):
+    return rewriter.write(product, product.invars, [Kind(half, held=sums, widened=sums)])
   operands = [rewriter.read(atom, eqn, half) for atom in eqn.invars]
   return rewriter.write(eqn, operands, [Kind(half)], retype(eqn, half))
 
@@ -201,7 +170,7 @@ def _elementwise(
   rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, half: DType
 ) -> None:
   """Writes an operation that is no matmul, by the table above."""
-  facts, readers = facts_of(eqn), rewriter.readers_of(eqn)
+  facts, readers = facts_of(eqn), rewriter.consumers(eqn)
   floats = [value for value in values if value is not None]
   arrays = [value for value in floats if value.kind.numbers is None]
   dtype, kind = _rule(rewriter, eqn, values, part, half)
@@ -209,19 +178,28 @@ def _elementwise(
   if floats and (FLOAT32 in map(dtype_of, eqn.invars)) != (dtype == FLOAT32):
     params = retype(eqn, dtype)
   # What is computed of a parameter is no parameter; one that was moved or scaled is.
-  recast = part != "float32" and bool(arrays) and all(value.recast for value in arrays)
+  scaled = part != "float32" and bool(arrays) and all(v.kind.parameter for v in arrays)
+  kind = kind._replace(parameter=scaled and (kind.neutral or facts.moves))
 
   # The rows of an embedding, say: read in low precision, the gradient of a frequent token would
   # be a sum of thousands of rows in it. So the operand is widened before: a rounding commutes.
   repeats = facts.gradient == "repeated" and not eqn.params.get("unique_indices")
   if dtype != FLOAT32 and repeats and type(eqn.invars[0]) is not Literal:
     dtype, params, kind = FLOAT32, eqn.params, kind._replace(carried=FLOAT32)
-  summed = [_is_summed(eqn, value, dtype) for value in values]
+  # An operation in low precision that reads one number often adds up its derivative.
+  broadcasts, shape = facts.gradient in ("added", "multiplied"), shape_of(eqn.outvars[0])
+  summed = [
+    v is not None
+    and dtype != FLOAT32
+    and (v.kind.parameter or not v.kind.neutral)
+    and (shape_of(v.atom) != shape if broadcasts else facts.gradient == "chosen")
+    for v in values
+  ]
   at_once = any(summed) and facts.role != "sum"
   saved = _saved_low(eqn, floats, FLOAT32 if at_once else dtype, kind, readers)
   if any(saved):
     product = saving_low(rewriter, eqn, floats, saved, kind.variable)
-    return rewriter.write(product, product.invars, [kind], recast=recast)
+    return rewriter.write(product, product.invars, [kind])
 
   operands = [
     _repeated(rewriter, atom, dtype, eqn) if repeated else rewriter.read(atom, eqn, dtype)
@@ -230,7 +208,7 @@ def _elementwise(
   rounds = dtype == FLOAT32 and kind.rests and kind.carried is None
   out = kind._replace(held=True) if rounds else kind
   floating = [dtype_of(v) in FLOATS for v in eqn.outvars]
-  rewriter.write(eqn, operands, [out if each else None for each in floating], params, recast=recast)
+  rewriter.write(eqn, operands, [out if each else None for each in floating], params)
   producer = rewriter.eqns[-1]
   for var in (v for v, each in zip(eqn.outvars, floating, strict=True) if each and rounds):
     value = rewriter.values[var]  # Rounded once for all its readers.
@@ -246,11 +224,11 @@ def _elementwise(
     if all(v.kind.rests for v in (result, *floats)) and (several or any(v.moved for v in floats)):
       for var in eqn.outvars:
         rewriter.values[var].moved = eqn
-    added, weight = all(v.kind.added for v in arrays), floats[0].kind.weight
-    # The numbers that the elements of one of several values are among.
+    added = all(v.kind.added for v in arrays)
+    # The numbers that elements are among, if few: they are part of the key of a rewritten jaxpr.
     among = sorted({number for value in floats for number in value.kind.numbers or ()})
-    numbers = None if arrays or len(among) > _FEW else tuple(among)
-    result.kind = result.kind._replace(added=added, weight=weight, numbers=numbers)
+    numbers = None if arrays or len(among) > 8 else tuple(among)
+    result.kind = result.kind._replace(added=added, numbers=numbers)
   elif facts.gradient == "added" and len(arrays) == 2:
     streams = all(v.kind.added or v.kind.neutral or v.kind.rests for v in arrays)
     result.kind = result.kind._replace(added=streams)
@@ -260,7 +238,7 @@ def _rule(
   rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, half: DType
 ) -> tuple[DType, Kind]:
   """Returns the dtype in which an operation that is no matmul runs, and the kind of its results."""
-  facts, readers = facts_of(eqn), rewriter.readers_of(eqn)
+  facts, readers = facts_of(eqn), rewriter.consumers(eqn)
   arrays = [v for v in values if v is not None and v.kind.numbers is None]
   numbers = [x for v in values if v is not None for x in v.kind.numbers or ()]
   # A buffer that low numbers are written to keeps its dtype. And `jnp.pad` passes 0 as an integer,
@@ -287,37 +265,37 @@ def _rule(
   own = dtype_of(eqn.outvars[0]) == FLOAT32  # Else the user has chosen low precision.
   more = facts.role == "product" or (facts.role == "sum" and len(arrays + others) == 1)
   biased = all(k.rests or k.neutral for k in deciding)
-  dtype, held = half, bool(readers & (HELD | FACTOR))
+  dtype, held = half, bool(readers & (By.HELD | By.FACTOR))
   if part == "float32":
     dtype = FLOAT32
-  elif readers & (SUMMED | CALLER) and own and (facts.bounded or more):
+  elif readers & (By.SUMMED | By.CALLER) and own and (facts.bounded or more):
     # A rounding before a sum may be all of it, and the operand knows more: of a gate near 1, say.
     # What the caller computes of a float32 result is not known.
     dtype = FLOAT32
-  elif facts.role == "sum" and exact and biased and not readers & HELD:
+  elif facts.role == "sum" and exact and biased and not readers & By.HELD:
     dtype = half  # A bias, as by hand: it is as large as what is rounded.
   elif computes and not all(k.rests for k in deciding):
     dtype = FLOAT32
     if facts.gradient == "multiplied" and _scaled(eqn, arrays) is not None:
       # It is as large as an activation: bfloat16 has the range for what is multiplied by it.
-      held = bool(readers & (HELD if spans_float32(half) else HELD | FACTOR))
+      held = bool(readers & (By.HELD if spans_float32(half) else By.HELD | By.FACTOR))
   elif computes and not exact:
     dtype = FLOAT32
   elif not computes:
     # Rounding commutes with a choice: a neutral operand may be rounded if the result may be.
     # The largest number of float32 is a mask: that of the compute dtype, if no caller gets it.
-    chosen = [k for k in deciding if not k.rests and (readers & HELD or not k.neutral)]
-    masks = [] if readers & (CALLER | RETURNED) else [-LARGEST, LARGEST]
+    chosen = [k for k in deciding if not k.rests and (readers & By.HELD or not k.neutral)]
+    masks = [] if readers & (By.CALLER | By.RETURNED) else [-LARGEST, LARGEST]
     sizes = [x for v in values if v and v.number not in masks for x in v.kind.numbers or ()]
-    fits = all(survives(x, half) and (is_exact(x, half) or not readers & HELD) for x in sizes)
+    fits = all(survives(x, half) and (is_exact(x, half) or not readers & By.HELD) for x in sizes)
     dtype = FLOAT32 if chosen or not fits else half
   if only_float32(readers) and not facts.exact:
     dtype = FLOAT32
-  if AS_GIVEN in rewriter.place(eqn)[0]:
+  if AS_GIVEN in rewriter.place(eqn).scope:
     held = any(k.held for k in deciding)
   held = (held or kind.solved) and dtype == FLOAT32
   widened = held and widened and part != "float32" and exact
-  return dtype, Kind(half, kind.neutral, held, widened=widened, solved=kind.solved)
+  return dtype, Kind(half, kind.neutral, held=held, widened=widened, solved=kind.solved)
 
 
 def _scaled(eqn: JaxprEqn, values: Sequence[Value]) -> int | None:
@@ -331,18 +309,16 @@ def _scaled(eqn: JaxprEqn, values: Sequence[Value]) -> int | None:
 def _saved_low(
   eqn: JaxprEqn, values: Sequence[Value], dtype: DType, kind: Kind, readers: int
 ) -> list[DType | None]:
-  """Returns in which low-precision dtype each factor in float32 is saved for the gradients.
-
-  One that is at rest has such numbers. Another one may be rounded for the gradient of a sum alone,
-  where the other factor is a parameter, or repeated, and only if the result is rounded in the end:
-  else the parts of the gradient may cancel. Nor if it is saved in float32 anyway.
-  """
+  """Returns in which low-precision dtype each factor in float32 is saved for the gradients."""
   facts, kinds = facts_of(eqn), [value.kind for value in values]
   reads = facts.gradient in ("multiplied", "chosen") and facts.role != "sum"
   if dtype != FLOAT32 or not (reads or facts.role == "product") or any(k.numbers for k in kinds):
     return []
+  # One that is at rest has such numbers. Another one may be rounded for the gradient of a sum
+  # alone, where the other factor is a parameter, or repeated, and only if the result is rounded in
+  # the end: else the parts of the gradient may cancel. Nor if it is saved in float32 anyway.
   saved = [k.dtype if k.rests else None for k in kinds]
-  if any(saved) or len(values) != 2 or readers & DIGITS or kind.solved or not kind.is_low:
+  if any(saved) or len(values) != 2 or readers & By.DIGITS or kind.solved or not kind.is_low:
     return saved
   of_a_parameter = [i for i, k in enumerate(kinds) if k.is_low and kinds[1 - i].neutral]
   big = of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
@@ -355,27 +331,8 @@ def _saved_low(
   return saved
 
 
-# Sums of derivatives.
-
-
-def _is_summed(eqn: JaxprEqn, value: Value | None, dtype: DType) -> bool:
-  """Whether an operation in low precision adds up the derivative with respect to an operand.
-
-  Not of one that only moves numbers.
-  """
-  if value is None or dtype == FLOAT32 or (value.kind.neutral and not value.recast):
-    return False  # The last of these is a constant.
-  gradient = facts_of(eqn).gradient
-  if gradient in ("added", "multiplied"):  # They may broadcast axes of size 1.
-    return shape_of(value.atom) != shape_of(eqn.outvars[0])
-  return gradient == "chosen"
-
-
 def _repeated(rewriter: Rewriter, atom: Atom, dtype: DType, eqn: JaxprEqn) -> Atom:
-  """Returns an operand in `dtype` and in the shape of the result, repeated before it is rounded.
-
-  So its gradient is a float32 sum over the batch.
-  """
+  """Returns an operand in the shape of the result, repeated in float32: so its gradients add up."""
   wide = rewriter.read(atom, eqn, FLOAT32)
   aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None
   new = aval.update(shape=out.shape, weak_type=False)

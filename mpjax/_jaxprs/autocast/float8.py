@@ -1,14 +1,12 @@
 """The recipe of float8: how operands are scaled and cast, and multiplied.
 
-`Policy(matmul=mpjax.Float8())`. The forward pass multiplies e4m3 by e4m3. In the backward pass the
-gradient that comes in is e5m2, and the operand that it meets is one that the forward pass cast:
-nothing wider is kept. e4m3 has a range of 2^-9 to 448, e5m2 of 2^-16 to 57344, both with less than
-two digits. So an array is divided by a scale that brings its largest element to the end of the
-range. A cast alone would not do: e4m3 has no inf, and JAX casts what is above 464 to NaN.
+The forward pass multiplies e4m3 by e4m3. In the backward pass the gradient that comes in is e5m2,
+and the operand that it meets is one that the forward pass cast: nothing wider is kept. e4m3 has a
+range of 2^-9 to 448, e5m2 of 2^-16 to 57344. So an array is divided by a scale that brings its
+largest element to the end of the range; JAX casts what is above 464 to NaN.
 
-All scales are computed from the operands at hand, and applied to the result. So the operands of
-`dot_general` itself are float8: XLA finds no float8 where they are multiplied by a scale on their
-way to it, if Triton takes the matmul.
+Scales are applied to the result: XLA finds no float8 where the operands of a `dot_general` are
+multiplied by a scale on their way to it, if Triton takes the matmul.
 """
 
 import dataclasses
@@ -23,7 +21,7 @@ import numpy as np
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.float8 import MULTIPLE, Float8
 from mpjax._core.types import Array, DType
-from mpjax._jaxprs.autocast.recipes import Multiply, Recipe, Scaled
+from mpjax._jaxprs.autocast.matmuls import Multiply, Recipe, Scaled
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
@@ -67,9 +65,8 @@ def recipe_of(matmul: Any) -> Recipe:
 def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: bool) -> Scaled:
   """Returns an array scaled so that its largest element is the largest number of a float8 dtype.
 
-  An inf makes the scale inf and a NaN NaN, and with it all that is multiplied by the scale. An
-  array of zeros has a small scale, which gives nothing but zeros. `axes` are those whose
-  elements share a scale, None for one scale, which may be rounded up to a power of two.
+  Elements of one index along the other axes than `axes` share a scale; all do for None. An inf or
+  NaN is in the scale, and so in all that is multiplied by it.
   """
   largest = jax.lax.reduce_max(jax.lax.abs(x), tuple(range(x.ndim) if axes is None else axes))
   if x.dtype != FLOAT32:
@@ -79,8 +76,7 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
     # numbers before they are rounded, it is the same once it is rounded itself.
     x, largest = jax.lax.optimization_barrier((x, largest))
   most, wide = float(jnp.finfo(dtype).max), jax.lax.convert_element_type(x, FLOAT32)
-  largest = jax.lax.convert_element_type(largest, FLOAT32)
-  largest = largest if axes is None else jax.lax.expand_dims(largest, axes)
+  largest = jax.lax.convert_element_type(jax.lax.expand_dims(largest, axes or ()), FLOAT32)
   # Multiplied by reciprocals: XLA makes that of some divisions, and the last digit another.
   if power_of_two:
     exponent = 2.0 ** math.floor(math.log2(most))
@@ -96,10 +92,8 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
 
 
 def _rounded_up(x: Array, mantissa: float) -> Array:
-  """Returns the least powers of two that are no less than `x / mantissa`, for 1 <= mantissa < 2.
-
-  By the bits of the number: a logarithm is not exact on every device.
-  """
+  """Returns the least powers of two that are no less than `x / mantissa`, for 1 <= mantissa < 2."""
+  # By the bits of the number: a logarithm is not exact on every device.
   bits = jax.lax.bitcast_convert_type(x, np.int32)
   carry = np.int32((1 << 23) - 1 - int((mantissa - 1) * (1 << 23)))
   up = jax.lax.bitcast_convert_type((bits + carry) & np.int32(0xFF << 23), FLOAT32)

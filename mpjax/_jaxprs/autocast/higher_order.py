@@ -1,19 +1,33 @@
-"""Jaxprs inside jaxprs: each is rewritten for the dtypes in which its operands come."""
+"""Jaxprs inside jaxprs: each is rewritten for the kinds in which its operands come.
+
+A function with a rule of its own for derivatives or batches is created again around the rewritten
+jaxpr, and its rule is reached by transforming the equation as it was traced, with `jax.jvp`,
+`jax.vjp` or `jax.vmap`; what that computes is rewritten. Nothing is traced before JAX asks for the
+rule: only then the axes of a `shard_map` are bound.
+"""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray, eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from mpjax._core.active import ACTIVE, Active
 from mpjax._core.dtypes import FLOAT32, HALVES
-from mpjax._core.rules import rewrites
-from mpjax._core.types import DType
-from mpjax._jaxprs.autocast.custom_derivatives import with_rule
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.autocast.first_order import first_order
 from mpjax._jaxprs.autocast.residuals import powers, saving_rounded, write_powers
-from mpjax._jaxprs.autocast.rewriter import EXACT, HELD, RETURNED, Rewriter, Rewritten, of_loop
-from mpjax._jaxprs.autocast.scopes import names_of, policy_at
+from mpjax._jaxprs.autocast.rewriter import By, Rewriter, Rewritten, in_default, of_loop, traced
+from mpjax._jaxprs.autocast.run import called, jaxpr_of
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
   Kind,
@@ -25,48 +39,47 @@ from mpjax._jaxprs.autocast.values import (
   joined,
   survives,
 )
+from mpjax._jaxprs.compat import context_of, without_scopes
+from mpjax._jaxprs.locations import PREFIX
 from mpjax._jaxprs.primitives import Holds, facts_of, is_higher_order
 from mpjax._jaxprs.reader import (
   Atom,
   Inner,
-  Program,
   aval_of,
   donated,
   dtype_of,
   inner_jaxprs,
+  name_of,
   with_inner,
 )
 
 
+@cached_per_jaxpr  # The same function called twice is rewritten once, and compiled once.
 def rewrite(
   jaxpr: Jaxpr,
   ins: Kinds,
-  outs: Sequence[DType | None],
-  readers: Sequence[int],
+  outs: tuple[DType | None, ...],
+  readers: tuple[int, ...],
   settings: Settings,
   scope: Scope,
   consts: Kinds | None = None,
 ) -> Rewritten:
-  """Returns a jaxpr rewritten.
+  """Returns a jaxpr rewritten for arguments of these kinds.
 
-  `ins` are the kinds of its arguments, None for what is no floating value of ours; `outs` has the
-  dtypes of its results, None for those that they are held in, and `readers` their consumers;
-  `consts` are the kinds of its constants, None where their values are not at hand.
+  `outs` has the dtypes of its results, None or missing for those that they are held in, and
+  `readers` their consumers; `consts` are the kinds of its constants, None if they are not at hand.
   """
   rewriter = Rewriter(jaxpr, settings, scope, readers)
   if consts is None:
     dtypes = map(dtype_of, jaxpr.constvars)
     consts = tuple(Kind(d) if d is not None and d in FLOATS else None for d in dtypes)
-  for var, kind in zip(jaxpr.constvars, consts, strict=True):
-    if kind is not None:
-      rewriter.define(var, kind, recast=kind.numbers is None)
   invars = [
-    var if kind is None else rewriter.define(var, kind, recast=True)
-    for var, kind in zip(jaxpr.invars, ins, strict=True)
-  ]
+    var if kind is None else rewriter.define(var, kind)
+    for var, kind in zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
+  ][len(consts) :]
   functions = powers(jaxpr, settings.ops)
   done: frozenset[int] = frozenset()
-  for place, eqn in enumerate(map(rewriter.shown, jaxpr.eqns)):
+  for place, eqn in enumerate(jaxpr.eqns):
     if place in functions and write_powers(rewriter, functions[place]):
       done |= functions[place].places
     if is_higher_order(eqn):
@@ -75,60 +88,37 @@ def rewrite(
       first_order(rewriter, eqn)
   last = jaxpr.eqns[-1] if jaxpr.eqns else None
   results, kinds = list(jaxpr.outvars), list(map(rewriter.kind, jaxpr.outvars))
-  for i, (atom, dtype) in enumerate(zip(jaxpr.outvars, outs, strict=True)):
+  for i, (atom, dtype) in enumerate(itertools.zip_longest(jaxpr.outvars, outs)):
     value, asked = rewriter.value(atom), aval_of(atom)
     if value is None:
       continue
     kind = value.kind
-    dtype = dtype or (kind.dtype if kind.widened and readers[i] == RETURNED else kind.current)
+    dtype = dtype or (kind.dtype if kind.widened and readers[i] == By.RETURNED else kind.current)
     results[i] = view = rewriter.view(value, dtype, last)
     if dtype == asked.dtype and aval_of(view).weak_type != asked.weak_type:
       results[i] = rewriter.cast(view, Var(asked), last)
     if dtype != kind.current:
       kinds[i] = kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
-  new = jaxpr.replace(invars=invars, outvars=results, eqns=rewriter.eqns)
-  closed = None if new.constvars else ClosedJaxpr(new, ())
-  return Rewritten(new, tuple(kinds), closed)
-
-
-_cached_rewrite = cached_per_jaxpr(rewrite)
-"""The same function called twice is rewritten once, and compiled once."""
+  new = jaxpr.replace(invars=invars, outvars=results, eqns=rewriter.shown())
+  return Rewritten(new, tuple(kinds), None if new.constvars else ClosedJaxpr(new, ()))
 
 
 def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
-  scope, half = rewriter.place(eqn)
-  inner = inner_jaxprs(eqn)
-  if inner is None:
-    return rewriter.untouched(eqn) if half is None else rewriter.not_entered(eqn)
-  rule = _RULES.get(facts_of(eqn).holds)
-  if half is None and not any(_entered(i.jaxpr, scope, rewriter.settings) for i in inner):
-    rule = None
-  if rule is None:
-    return rewriter.untouched(eqn)
-  return rule(rewriter, eqn, inner)
-
-
-@cached_per_jaxpr
-def _entered(jaxpr: Jaxpr, scope: Scope, settings: Settings) -> bool:
-  """Whether something changes in a jaxpr that stays as it is: a scope inside has a rule."""
-  if settings.precision is not None:
-    return True  # What is left as it is needs the precision that was taken from it.
-  for eqn in jaxpr.eqns:
-    place = scope + names_of(eqn.source_info.name_stack)
-    inner = inner_jaxprs(eqn) or ()
-    if rewrites(policy_at(place, settings)) or any(
-      _entered(each.jaxpr, place, settings) for each in inner
-    ):
-      return True
-  return False
+  """Writes an equation that holds jaxprs."""
+  inners, rule = inner_jaxprs(eqn), _RULES.get(facts_of(eqn).holds)
+  if inners is None and rewriter.place(eqn).half is not None:
+    return rewriter.not_entered(eqn)
+  return rewriter.untouched(eqn) if inners is None or rule is None else rule(rewriter, eqn, inners)
 
 
 def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
   """The operands as the jaxprs inside read them, and their kinds: as they are held."""
-  half, keeps_types = rewriter.place(eqn)[1], facts_of(eqn).holds is Holds.COMPOSITE
+  half, keeps_types = rewriter.place(eqn).half, facts_of(eqn).holds is Holds.COMPOSITE
   atoms, kinds = list(eqn.invars), list(map(rewriter.kind, eqn.invars))
   for i, (atom, kind, gone) in enumerate(zip(eqn.invars, kinds, donated(eqn), strict=True)):
     if kind is not None:
+      # What is an argument inside may be a parameter there.
+      kind = kind._replace(parameter=kind.parameter or kind.neutral)
       if half is None and dtype_of(atom) == FLOAT32 and not keeps_types:
         kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
       if keeps_types or gone:  # The memory of one that is donated has the old size.
@@ -142,26 +132,16 @@ def _inside(
   eqn: JaxprEqn,
   inner: Inner,
   ins: Sequence[Kind | None],
-  outs: Sequence[DType | None] = (),
+  outs: tuple[DType | None, ...] = (),
   readers: tuple[int, ...] | None = None,
 ) -> Rewritten:
-  """Returns a jaxpr inside of an equation rewritten, for the kinds of all operands of that.
-
-  The dtypes of the results are `outs`, None or missing where they are free. Their consumers are
-  those of the results of the equation, unless `readers` says otherwise.
-  """
+  """Returns a jaxpr inside of an equation rewritten, for the kinds of all operands of that."""
   program, settings = inner.program, rewriter.settings
   consts = constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else None
-  free = (None,) * (len(inner.jaxpr.outvars) - len(outs))
   kinds = tuple(ins[i] for i in inner.operands or ())
   readers = _readers(rewriter, eqn) if readers is None else readers
-  scope = rewriter.place.inside(eqn)
-  return _cached_rewrite(inner.jaxpr, kinds, (*outs, *free), readers, settings, scope, consts)
-
-
-def _recast(rewriter: Rewriter, eqn: JaxprEqn) -> bool:
-  """Whether an operand is a parameter, which a result that is as neutral would be too."""
-  return any(value is not None and value.recast for value in map(rewriter.value, eqn.invars))
+  scope = rewriter.place(eqn).inside
+  return rewrite(inner.jaxpr, kinds, outs, readers, settings, scope, consts)
 
 
 def _readers(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
@@ -170,14 +150,13 @@ def _readers(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
 
 def _params(eqn: JaxprEqn, inners: Sequence[Inner], new: Sequence[Rewritten]) -> dict[str, Any]:
   """Returns the parameters of an equation with its jaxprs rewritten, closed where they were."""
-
-  def program(inner: Inner, new: Rewritten) -> Program:
-    if not isinstance(inner.program, ClosedJaxpr):
-      return new.jaxpr
-    consts = inner.program.consts
-    return new.closed if new.closed and not consts else ClosedJaxpr(new.jaxpr, consts)
-
-  return with_inner(eqn, [program(*pair) for pair in zip(inners, new, strict=True)])
+  programs = [
+    rewritten.jaxpr
+    if not isinstance(inner.program, ClosedJaxpr)
+    else rewritten.closed or ClosedJaxpr(rewritten.jaxpr, inner.program.consts)
+    for inner, rewritten in zip(inners, new, strict=True)
+  ]
+  return with_inner(eqn, programs)
 
 
 def _dtypes(kinds: Sequence[Kind | None]) -> tuple[DType | None, ...]:
@@ -189,7 +168,7 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   atoms, ins = _operands(rewriter, eqn)
   # What a compiler may replace by something of the same name and types keeps its types.
   keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
-  outs = list(map(dtype_of, eqn.outvars)) if keeps_types else ()
+  outs = tuple(map(dtype_of, eqn.outvars)) if keeps_types else ()
   new = _inside(rewriter, eqn, inners[0], ins, outs)
   params = _params(eqn, inners, [new])
   saved = [k.dtype if k is not None and k.held and k.added else None for k in ins]
@@ -199,23 +178,7 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
     # held, for its last digits.
     remat = saving_rounded(eqn, new.jaxpr, list(map(aval_of, atoms)), saved)
     eqn, params = eqn.replace(primitive=remat.primitive), remat.params
-  recast = _recast(rewriter, eqn) and not keeps_types
-  rewriter.write(eqn, atoms, new.outs, params, recast=recast)
-
-
-def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
-  """A function with a rule of its own for derivatives or batches."""
-  atoms, ins = _operands(rewriter, eqn)
-  settings, scope = rewriter.settings, rewriter.place.inside(eqn)
-  new = _inside(rewriter, eqn, inners[0], ins)
-
-  def again(jaxpr: Jaxpr, ins: Kinds, outs: Sequence[DType | None], derivative: bool) -> Rewritten:
-    there = dataclasses.replace(settings, in_derivative=True) if derivative else settings
-    readers = [EXACT if dtype == FLOAT32 else 0 for dtype in outs]
-    return rewrite(jaxpr, ins, outs, readers, there, scope)
-
-  call = with_rule(eqn, tuple(ins), atoms, new, again)
-  rewriter.write(call, call.invars, new.outs, recast=_recast(rewriter, eqn))
+  rewriter.write(eqn, atoms, new.outs, params)
 
 
 def _cond(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
@@ -228,19 +191,14 @@ def _cond(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
     wide = [k for k in each if k is not None and not k.is_low]
     if kind is not None and kind.is_low and wide:  # See the table for a choice.
       fits = all(survives(x, kind.dtype) for k in wide for x in k.numbers or ())
-      kind = kind._replace(held=True) if readers & HELD or not fits else kind
+      kind = kind._replace(held=True) if readers & By.HELD or not fits else kind
     kinds.append(kind)
   new = [_inside(rewriter, eqn, branch, ins, _dtypes(kinds)) for branch in inners]
-  rewriter.write(eqn, atoms, kinds, _params(eqn, inners, new), recast=_recast(rewriter, eqn))
+  rewriter.write(eqn, atoms, kinds, _params(eqn, inners, new))
 
 
 def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
-  """A scan or a while. A carry is held in float32 if it starts so, or is returned so.
-
-  What the body returns depends on how the carry comes in, so the body is rewritten again until
-  nothing changes. Kinds only go from neutral to low to data, and from low at rest to held in
-  float32: that ends.
-  """
+  """A scan or a while. A carry is held in float32 if it starts so, or is returned so."""
   *tests, body = inners
   atoms, kinds = _operands(rewriter, eqn)
   if tests:
@@ -250,7 +208,7 @@ def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
       kind = kinds[i]
       if kind is not None and dtype_of(eqn.invars[i]) == FLOAT32:
         kinds[i] = kind._replace(held=kind.is_low)
-  elif rewriter.place(eqn)[1] is not None:
+  elif rewriter.place(eqn).half is not None:
     # Constants come in float32, to be cast in each iteration. Their gradients are sums over all of
     # them: in bfloat16, they stop growing after 256 equal ones.
     for i in range(body.carry.start):
@@ -259,13 +217,17 @@ def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
         atoms[i] = rewriter.read(eqn.invars[i], eqn, FLOAT32)
         kinds[i] = kind._replace(carried=FLOAT32)
 
-  scope, carry = rewriter.place.inside(eqn), body.carry
-  readers = of_loop(body, _readers(rewriter, eqn), rewriter.settings, scope)
+  carry = body.carry
+  readers = of_loop(body, _readers(rewriter, eqn), rewriter.settings, rewriter.place(eqn).inside)
   # A carry that the user has cast to low precision stays in it.
   own = [dtype_of(v) != FLOAT32 for v in body.jaxpr.invars[carry.start : carry.stop]]
-  start = [kinds[i] for i in body.carried]
   # The next iteration may have another value.
-  state = [kind and kind._replace(carried=None, weight=False, numbers=None) for kind in start]
+  state = [
+    kind and kind._replace(carried=None, parameter=kind.neutral, numbers=None)
+    for kind in (kinds[i] for i in body.carried)
+  ]
+  # What the body returns depends on how the carry comes in, so it is rewritten until nothing
+  # changes. Kinds only go from neutral to low to data, and from rest to held: that ends.
   while True:
     for i, kind in zip(body.carried, state, strict=True):
       kinds[i] = kind
@@ -278,7 +240,7 @@ def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   for i, kind in zip(body.carried, state, strict=True):
     if kind is not None:
       atoms[i] = rewriter.read(eqn.invars[i], eqn, kind.variable)
-  tested = [_inside(rewriter, eqn, test, kinds, readers=(EXACT,)) for test in tests]
+  tested = [_inside(rewriter, eqn, test, kinds, readers=(By.EXACT,)) for test in tests]
   outs = (*state, *new.outs[len(state) :])
   rewriter.write(eqn, atoms, outs, _params(eqn, inners, [*tested, new]))
 
@@ -287,10 +249,211 @@ def _carried(state: Kind | None, returned: Kind | None, own: bool) -> Kind | Non
   """Returns the kind of a carry that comes in as `state` and is returned as `returned`."""
   carry = joined((state, returned))
   if carry is None or not carry.is_low:
-    return carry
+    return carry and carry._replace(parameter=carry.neutral)
   started = state is not None and not state.is_low  # As a neutral one.
   held = (started or carry.held) and not own
-  return carry._replace(neutral=False, held=held, widened=held and carry.widened and not started)
+  widened = held and carry.widened and not started
+  return carry._replace(neutral=False, parameter=False, held=held, widened=widened)
+
+
+# Functions with rules of their own.
+
+
+# What a rule takes or returns: the dtype that it was traced with, and its kind now.
+_Slot: TypeAlias = tuple[DType, Kind | None]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+  """What the forward rule leaves for the backward rule beside arrays, its residuals."""
+
+  slots: tuple[_Slot, ...]
+  pullback: PyTree  # the structure of what `jax.vjp` returned, whose leaves the residuals are
+  moving: tuple[int, ...]  # the positions of the operands that are differentiated
+
+
+class _Custom(NamedTuple):
+  """An equation with a rule as it was traced, its operands and results, and where it is."""
+
+  eqn: JaxprEqn
+  ins: Sequence[_Slot]
+  outs: Sequence[_Slot]
+  settings: Settings
+  scope: Scope
+  # The state of policies in which it was traced. The rule is called when that was left: a Flax
+  # module in the rule would run under no policy, or under that of another module.
+  state: Active | None
+
+  def run(
+    self,
+    rule: Function,
+    operands: Sequence[Array],
+    ins: Sequence[_Slot],
+    outs: Sequence[_Slot],
+    *,
+    derivative: bool = False,
+  ) -> tuple[list[Array], list[_Slot]]:
+    """Traces a rule for operands as they were traced, rewrites its jaxpr and runs that."""
+
+    @functools.wraps(rule)
+    def in_state(*args: PyTree) -> PyTree:
+      with ACTIVE(self.state):
+        return rule(*args)
+
+    # The shapes are those of now: under `vmap`, an operand of a batch rule has an axis more.
+    types = [cast(ShapedArray, jax.typeof(x)) for x in operands]
+    pairs = zip(types, ins, strict=True)
+    program = traced(in_state)(*(t.update(dtype=dtype, weak_type=False) for t, (dtype, _) in pairs))
+    dtypes = [aval_of(v).dtype for v in program.jaxpr.outvars]
+    fixed = _dtypes([kind for _, kind in outs])
+    readers = [By.EXACT if dtype == FLOAT32 else 0 for dtype in fixed]
+    readers += [0] * (len(dtypes) - len(fixed))
+    kinds, derivative = tuple(kind for _, kind in ins), derivative or self.settings.in_derivative
+    settings = dataclasses.replace(self.settings, in_derivative=derivative)
+    new = rewrite(program.jaxpr, kinds, fixed, tuple(readers), settings, self.scope)
+    try:
+      values = eval_jaxpr(in_default(new.jaxpr), program.consts, *operands)
+    except jax.errors.UnexpectedTracerError as error:
+      raise MpjaxTypeError(
+        f"mpjax.autocast(fn), the derivative rule of {name_of(self.eqn)}",
+        expected="a rule that uses its own arguments, and constants",
+        got="one that closes over an array of fn, which is gone when JAX calls the rule",
+        fix="Pass that array to the function with the rule as an argument, or autocast the "
+        "gradient: mpjax.autocast(jax.grad(fn)).",
+      ) from error
+    return values, list(zip(dtypes, new.outs, strict=True))
+
+  def as_traced(self, *operands: Array) -> list[Array]:
+    """The equation itself, in the dtypes that it was traced with."""
+    # New variables: an operand may be there twice, or be a literal.
+    variables = [Var(atom.aval) for atom in self.eqn.invars]
+    alone = self.eqn.replace(invars=[*variables])
+    return eval_jaxpr(jaxpr_of([alone], variables, alone.outvars), (), *operands)
+
+  def jvp(
+    self, primals: Sequence[Array], tangents: Sequence[Array]
+  ) -> tuple[list[Array], list[PyTree]]:
+    # Tangents of integers are of `float0`, which no jaxpr computes with: they are left out of it.
+    moving, smooth = _smooth(tangents), _smooth([v.aval for v in self.eqn.outvars])
+
+    def rule(*args: Array) -> list[Array]:
+      every = _replaced(tangents, moving, args[len(primals) :])
+      outs, changes = jax.jvp(self.as_traced, [*args[: len(primals)]], every)
+      return _with_some(outs, changes, smooth)
+
+    operands = _with_some(primals, tangents, moving)
+    ins, outs = _with_some(self.ins, self.ins, moving), _with_some(self.outs, self.outs, smooth)
+    results, _ = self.run(rule, operands, ins, outs, derivative=True)
+    values, changes = results[: len(self.outs)], results[len(self.outs) :]
+    zeros = [np.zeros(np.shape(v), jax.dtypes.float0) for v in values]
+    return values, _replaced(zeros, smooth, changes)
+
+  def forward(self, *operands: PyTree) -> tuple[list[Array], tuple[list[Array], _Saved]]:
+    # No gradient may flow to what the rule closes over. If one does, JAX's own error comes from the
+    # user's rule.
+    primals: list[Array] = [p.value for p in operands]
+    moving = [i for i in _smooth(primals) if operands[i].perturbed]
+    trees: list[PyTree] = []
+
+    def rule(*primals: Array) -> PyTree:
+      def of_moving(*some: Array) -> list[Array]:
+        return self.as_traced(*_replaced(primals, moving, some))
+
+      outs, pullback = jax.vjp(of_moving, *(primals[i] for i in moving))
+      leaves, tree = jax.tree.flatten(pullback)
+      trees.append(tree)
+      return [*outs, *leaves]
+
+    # What is saved may have any dtype: low precision, where it is the result of a matmul.
+    values, slots = self.run(rule, primals, self.ins, self.outs)
+    count = len(self.outs)
+    return values[:count], (values[count:], _Saved((*slots[count:],), trees[-1], (*moving,)))
+
+  def backward(
+    self, residuals: tuple[list[Array], _Saved], cotangents: Sequence[Array | SymbolicZero]
+  ) -> tuple[Array | None, ...]:
+    (arrays, saved), changes = residuals, list(map(instantiated, cotangents))
+    smooth = _smooth(changes)
+
+    def rule(*args: Array) -> PyTree:
+      leaves, some = args[: len(arrays)], args[len(arrays) :]
+      return jax.tree.unflatten(saved.pullback, leaves)(_replaced(changes, smooth, some))
+
+    # The user's backward rule is shown the dtypes that its forward rule left.
+    operands = _with_some(arrays, changes, smooth)
+    ins = _with_some(saved.slots, self.outs, smooth)
+    outs = [self.ins[i] for i in saved.moving]
+    gradients, _ = self.run(rule, operands, ins, outs, derivative=True)
+    return tuple(_replaced([None] * len(self.ins), saved.moving, gradients))
+
+  def batch(
+    self, size: int, batched: Sequence[bool], *operands: Array
+  ) -> tuple[list[Array], list[bool]]:
+    axes = [0 if each else None for each in batched]
+    rule = jax.vmap(self.as_traced, in_axes=axes, axis_size=size)
+    values, _ = self.run(rule, operands, self.ins, self.outs)
+    return values, [True] * len(values)
+
+
+def _smooth(values: Iterable[Any]) -> list[int]:
+  """Returns the positions of what has a derivative."""
+  return [i for i, x in enumerate(values) if is_inexact(x)]
+
+
+def _with_some(values: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> list[Any]:
+  return [*values, *(others[i] for i in places)]
+
+
+def _replaced(values: Sequence[Any], places: Sequence[int], some: Sequence[Any]) -> list[Any]:
+  by_place = dict(zip(places, some, strict=True))
+  return [by_place.get(i, x) for i, x in enumerate(values)]
+
+
+def instantiated(cotangent: Array | SymbolicZero) -> Leaf:
+  """Returns a cotangent as an array, also where JAX gives a backward rule an object for zeros."""
+  if not isinstance(cotangent, SymbolicZero):
+    return cotangent
+  aval = cast(ShapedArray, cotangent.aval)
+  # That of an integer is of `float0`, and `jnp` makes no such arrays.
+  number = np if aval.dtype == jax.dtypes.float0 else jnp
+  return number.zeros(aval.shape, aval.dtype)
+
+
+def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
+  """A function with a rule of its own for derivatives or batches."""
+  atoms, ins = _operands(rewriter, eqn)
+  new = _inside(rewriter, eqn, inners[0], ins)
+  closed = ClosedJaxpr(new.jaxpr, ())  # JAX passes what the body closes over as operands.
+
+  def call(*operands: Array) -> list[Array]:
+    return called(closed, operands, eqn.primitive.name)
+
+  # What an audit reads is no instruction, and marks for the rule are in its own scope: the rule is
+  # traced as it is without any.
+  names = without_scopes(eqn.source_info.name_stack, PREFIX)
+  custom = _Custom(
+    eqn.replace(source_info=eqn.source_info.replace(name_stack=names)),
+    [(aval_of(v).dtype, kind) for v, kind in zip(eqn.invars, ins, strict=True)],
+    [(aval_of(v).dtype, kind) for v, kind in zip(eqn.outvars, new.outs, strict=True)],
+    rewriter.settings,
+    rewriter.place(eqn).inside,
+    ACTIVE.value,
+  )
+  match facts_of(eqn).holds:
+    case Holds.CUSTOM_JVP:
+      fun = jax.custom_jvp(call)
+      fun.defjvp(custom.jvp)
+    case Holds.CUSTOM_VJP:
+      fun = jax.custom_vjp(call)
+      fun.defvjp(custom.forward, custom.backward, symbolic_zeros=True)
+    case _:
+      fun = jax.custom_batching.custom_vmap(call)
+      fun.def_vmap(custom.batch)
+  with context_of(eqn):
+    traced_call = jax.make_jaxpr(fun)(*map(aval_of, atoms)).jaxpr.eqns[-1]
+  # `make_jaxpr` has traced only a stand-in for the body; what is kept of it are the rules.
+  rewriter.write(eqn, atoms, new.outs, with_inner(traced_call, [closed]))
 
 
 _RULES: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, tuple[Inner, ...]], None]] = {

@@ -1,29 +1,36 @@
 """What runs in float32 and is saved for the backward pass in low precision.
 
-Single operations, and activation functions that hold powers, like GELU.
+Single operations, what a `remat` recomputes, and activation functions that hold powers, like GELU.
 """
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from mpjax._core.dtypes import FLOAT32
+from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, DType, Leaf
-from mpjax._jaxprs.autocast.rewriter import FACTOR, HELD, MATMUL, Rewriter, only_float32
-from mpjax._jaxprs.autocast.run import differentiated, jaxpr_of, remembered_off_mesh, unscoped
+from mpjax._jaxprs.autocast.rewriter import By, Rewriter, only_float32
+from mpjax._jaxprs.autocast.run import (
+  differentiated,
+  jaxpr_for,
+  jaxpr_of,
+  remembered_off_mesh,
+  unscoped,
+  variables,
+)
 from mpjax._jaxprs.autocast.values import Kind, Value, cached_per_jaxpr
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.reader import Atom, aval_of, cast_to, dtype_of, retyped, shape_of
+from mpjax._jaxprs.reader import aval_of, cast_to, dtype_of, retyped, shape_of
 
 
 def saving_low(
@@ -33,28 +40,22 @@ def saving_low(
   saved: Sequence[DType | None],
   dtype: DType,
 ) -> JaxprEqn:
-  """Returns a float32 multiplication whose derivative saves factors in low precision.
+  """Returns a float32 multiplication with a result in `dtype`, whose derivative saves factors low.
 
-  Gradients flow to the float32 operands, one for each value, in which those of all its readers
-  meet. A factor that is at rest is an operand once more as it rests, to be saved. Another one is
-  rounded for the derivative with respect to the other factor, which is a sum as that of a weight
-  is; the derivative with respect to itself, which may be one step of many, reads the float32 one.
-
-  `saved` has the dtype in which each of one or two operands is saved, None for float32; `dtype` is
-  that of the result.
+  Gradients flow to the float32 operands, in which those of all readers meet. A factor at rest is
+  an operand once more, to be saved. Another one is rounded for the derivative by the other factor,
+  a sum; the derivative by itself, which may be one step of many, reads the float32 one.
   """
   places = tuple(i for i, v in enumerate(values) if saved[i] and dtype_of(v.atom) == saved[i])
-  # In float32, where the gradients of all readers of a value are added.
   operands = [rewriter.view(v, FLOAT32, eqn) for v in values] + [values[i].atom for i in places]
-  avals = map(aval_of, operands)
-  params = tuple(eqn.params.items())
+  key = eqn.primitive, tuple(eqn.params.items()), eqn.ctx, tuple(saved), places, dtype
   with context_of(eqn):
-    call = _with_rule(eqn.primitive, params, eqn.ctx, tuple(saved), places, dtype, *avals)
+    call = _product(*key, *map(aval_of, operands))
   return eqn.replace(primitive=call.primitive, invars=operands, params=call.params)
 
 
 @remembered_off_mesh
-def _with_rule(
+def _product(
   primitive: Primitive,
   params: tuple[tuple[str, Any], ...],
   _: object,
@@ -64,83 +65,89 @@ def _with_rule(
   *avals: ShapedArray,
 ) -> JaxprEqn:
   """Returns an equation with a derivative rule that all multiplications of a context share."""
-  count = len(saved)
 
-  def product(*factors: Array) -> Array:
-    return jax.lax.convert_element_type(primitive.bind(*factors, **dict(params)), dtype)
+  def product(*factors: Array) -> list[Array]:
+    result = primitive.bind(*factors[: len(saved)], **dict(params))
+    return [jax.lax.convert_element_type(result, dtype)]
 
-  def along(place: int, factors: Sequence[Array], change: Array) -> Array:
-    wide = [jax.lax.convert_element_type(x, FLOAT32) for x in factors]
-
-    def of_one(x: Array) -> Array:
-      return product(*wide[:place], x, *wide[place + 1 :])
-
-    return jax.jvp(of_one, (wide[place],), (change,))[1]
-
-  def tangent(
-    primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
-  ) -> tuple[list[Array], list[Array]]:
-    resting = dict(zip(places, primals[count:], strict=True))
-    parts: list[Array] = []
-    for place, change in enumerate(tangents[:count]):
-      if isinstance(change, SymbolicZero):
-        continue
-      factors = [
-        resting[i] if i in resting else x if half is None or i == place else x.astype(half)
-        for i, (x, half) in enumerate(zip(primals[:count], saved, strict=True))
-      ]
-      saving = jax.checkpoint(functools.partial(along, place), prevent_cse=False)
-      parts.append(saving(factors, change))
-    return [product(*primals[:count])], [functools.reduce(operator.add, parts)]
-
-  return differentiated(lambda *args: product(*args[:count]), tangent, avals, primitive.name)
+  body = jaxpr_for(product, *avals)
+  return _saving(product, body, avals, saved, primitive.name, places=places, apart=True)
 
 
 def saving_rounded(
   eqn: JaxprEqn, jaxpr: Jaxpr, avals: Sequence[ShapedArray], saved: Sequence[DType | None]
 ) -> JaxprEqn:
-  """Returns a `jax.checkpoint` that saves some of its operands in low precision.
+  """Returns a `jax.checkpoint` that reads operands as they are held, and saves some of them low.
 
-  Forward they are read as they are held. The backward pass, which computes the jaxpr again, starts
-  from rounded ones: an error for each call, and none that a loop would add up.
-
-  `saved` has the dtype in which each operand is saved, None for its own.
+  Its backward pass starts from rounded ones: an error for each call, and none that a loop adds up.
   """
+  fun, cse = functools.partial(eval_jaxpr, jaxpr, ()), eqn.params["prevent_cse"]
+  return _saving(fun, ClosedJaxpr(jaxpr, ()), avals, saved, "saving_rounded", prevent_cse=cse)
+
+
+def _saving(
+  fun: Callable[..., list[Array]],
+  body: ClosedJaxpr,
+  avals: Sequence[ShapedArray],
+  saved: Sequence[DType | None],
+  name: str,
+  *,
+  places: Sequence[int] = (),
+  apart: bool = False,
+  prevent_cse: bool = False,
+) -> JaxprEqn:
+  """Returns an equation whose derivative is computed from operands as they are `saved`.
+
+  Operands at `places` come once more after them, in that dtype. If those that move are
+  differentiated `apart`, each is read as it is for itself.
+  """
+  count = len(saved)
 
   def tangent(
     primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
   ) -> tuple[list[Array], list[Leaf]]:
-    moving = [i for i, change in enumerate(tangents) if not isinstance(change, SymbolicZero)]
-    outs: list[Array] = eval_jaxpr(jaxpr, (), *primals)
+    resting = dict(zip(places, primals[count:], strict=True))
+    moving = [i for i, t in enumerate(tangents[:count]) if not isinstance(t, SymbolicZero)]
 
-    def along(low: Sequence[Array], changes: Sequence[Array]) -> list[Array]:
-      wide = [x.astype(p.dtype) if h else x for x, p, h in zip(low, primals, saved, strict=True)]
+    def along(group: list[int], factors: Sequence[Array], changes: Sequence[Array]) -> list[Array]:
+      pairs = zip(factors, primals, strict=False)
+      wide = [x if x.dtype == p.dtype else x.astype(p.dtype) for x, p in pairs]
 
-      def of_moving(*some: Array) -> list[Array]:
-        by_place = dict(zip(moving, some, strict=True))
-        return eval_jaxpr(jaxpr, (), *(by_place.get(i, x) for i, x in enumerate(wide)))
+      def of_group(*some: Array) -> list[Array]:
+        by_place = dict(zip(group, some, strict=True))
+        return fun(*(by_place.get(i, x) for i, x in enumerate(wide)))
 
-      out = jax.jvp(of_moving, [wide[i] for i in moving], changes)[1]
+      out = jax.jvp(of_group, [wide[i] for i in group], list(changes))[1]
       return [x for x in out if x.dtype != jax.dtypes.float0]
 
-    low = [x if half is None else x.astype(half) for x, half in zip(primals, saved, strict=True)]
-    saving = jax.checkpoint(along, prevent_cse=eqn.params["prevent_cse"])
-    changes = iter(saving(low, [tangents[i] for i in moving]))
-    smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in outs]
-    zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in outs]
-    return outs, [next(changes) if s else zero for s, zero in zip(smooth, zeros, strict=True)]
+    parts: list[list[Array]] = []
+    for group in [[i] for i in moving] if apart else [moving]:
+      own = group if apart else ()
+      factors = [
+        resting[i] if i in resting else x if half is None or i in own else x.astype(half)
+        for i, (x, half) in enumerate(zip(primals, saved, strict=False))
+      ]
+      saving = jax.checkpoint(functools.partial(along, group), prevent_cse=prevent_cse)
+      parts.append(saving(factors, [tangents[i] for i in group]))
+    outs = fun(*primals[:count])
+    changes = (functools.reduce(operator.add, each) for each in zip(*parts, strict=True))
+    zeros = [None if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in outs]
+    return outs, [next(changes) if zero is None else zero for zero in zeros]
 
-  return differentiated(ClosedJaxpr(jaxpr, ()), tangent, avals, "saving_rounded")
+  return differentiated(body, tangent, avals, name)
+
+
+# Activation functions.
 
 
 class Powers(NamedTuple):
   """What is computed of one value, and grows faster than it, or is computed of what does."""
 
   root: Var
-  eqns: tuple[JaxprEqn, ...]  # The operations, with all that they need but the root.
-  places: frozenset[int]  # The positions of those whose results nothing else reads.
-  outs: tuple[Var, ...]  # What other equations read, and results.
-  single: bool  # It is one operation.
+  eqns: tuple[JaxprEqn, ...]  # the operations, with all that they need but the root
+  places: frozenset[int]  # the positions of those whose results nothing else reads
+  outs: tuple[Var, ...]  # what other equations read, and results
+  single: bool  # it is one operation
 
 
 @cached_per_jaxpr
@@ -149,51 +156,45 @@ def powers(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Powers]:
   # Chains: the operations on one value alone, and how fast the result of each grows.
   roots: dict[Var, Var] = {}
   degrees: dict[Var, float] = {}
-  chains: dict[Var, list[int]] = {}
+  chain: list[int] = []
+  after: set[Var] = set()  # Powers, and what is computed of them.
+  readers: dict[Var, set[int]] = {v: {len(jaxpr.eqns)} for v in variables(jaxpr.outvars)}
   for place, eqn in enumerate(jaxpr.eqns):
-    values = {roots.get(v, v) for v in _variables(eqn.invars)}
-    degree = facts_of(eqn).degree
-    if len(values) != 1 or degree is None:
-      continue
-    if ops.part_of(eqn.primitive.name, eqn.params) not in ("promote", "keep", "float32"):
+    operands, degree = variables(eqn.invars), facts_of(eqn).degree
+    for v in operands:
+      readers.setdefault(v, set()).add(place)
+    values = {roots.get(v, v) for v in operands}
+    part = ops.part_of(eqn.primitive.name, eqn.params)
+    if len(values) != 1 or degree is None or part not in ("promote", "keep", "float32"):
       continue
     (root,), (out,) = values, eqn.outvars
     if all(dtype_of(v) == FLOAT32 and shape_of(v) == shape_of(out) for v in (root, out)):
       grows = [0 if isinstance(v, Literal) else degrees.get(v, 1) for v in eqn.invars]
       roots[out], degrees[out] = root, degree(grows, eqn.params)
-      chains.setdefault(root, []).append(place)
-  grown = {root for out, root in roots.items() if degrees[out] > 1}
-  if not grown:
-    return {}
-  readers: dict[Var, set[int]] = {}
-  for place, atoms in enumerate([*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]):
-    for v in _variables(atoms):
-      readers.setdefault(v, set()).add(place)
+      chain.append(place)
+      if degrees[out] > 1 or not after.isdisjoint(operands):
+        after.add(out)
 
+  # Backwards: what else they need, and what of it nothing else reads.
+  needed: set[Var] = set()
+  members: dict[Var, list[int]] = {}
+  mine: dict[Var, set[int]] = {}
+  for place in reversed(chain):
+    (out,) = jaxpr.eqns[place].outvars
+    if out in after or out in needed:
+      members.setdefault(roots[out], []).insert(0, place)
+      needed |= variables(jaxpr.eqns[place].invars)
+      own = mine.setdefault(roots[out], set())
+      if out in after or readers[out] <= own:
+        own.add(place)
   functions: dict[int, Powers] = {}
-  for root in grown:
-    out = {place: jaxpr.eqns[place].outvars[0] for place in chains[root]}
-    after: set[int] = set()  # A power, and what is computed of it.
-    for place in out:
-      if degrees[out[place]] > 1 or place in after:
-        after |= {place, *(i for i in readers.get(out[place], ()) if i in out)}
-    needed = {v for i in after for v in _variables(jaxpr.eqns[i].invars)}
-    before: set[int] = set()  # What else that needs.
-    mine = set(after)
-    for place in reversed(out):
-      if place not in after and out[place] in needed:
-        before.add(place)
-        needed.update(_variables(jaxpr.eqns[place].invars))
-        if mine.issuperset(readers[out[place]]):
-          mine.add(place)
-    eqns = tuple(jaxpr.eqns[i] for i in sorted(after | before))
-    outs = tuple(out[i] for i in sorted(after) if not after.issuperset(readers.get(out[i], ())))
-    functions[min(mine)] = Powers(root, eqns, frozenset(mine), outs, len(after) == 1)
+  for root, places in members.items():
+    out = {i: jaxpr.eqns[i].outvars[0] for i in places}
+    grown = {i for i in places if out[i] in after}
+    outs = tuple(out[i] for i in places if i in grown and not readers.get(out[i], set()) <= grown)
+    eqns = tuple(jaxpr.eqns[i] for i in places)
+    functions[min(mine[root])] = Powers(root, eqns, frozenset(mine[root]), outs, len(grown) == 1)
   return functions
-
-
-def _variables(atoms: Sequence[Atom]) -> list[Var]:
-  return [v for v in atoms if not isinstance(v, Literal)]
 
 
 def write_powers(rewriter: Rewriter, function: Powers) -> bool:
@@ -202,30 +203,27 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   It stays if float32 operations read all of it, which is then in float32 anyway; and if it is one
   power that operations of the `half` list read: it has to fit into their dtype.
   """
-  first = function.eqns[0]
-  scope, half = rewriter.place(first)
-  value = rewriter.value(function.root)
-  apart = any(rewriter.place(eqn)[0] != scope for eqn in function.eqns)
-  if apart or half is None or value is None or value.kind.dtype != half:
+  root, outs, last = function.root, function.outs, function.eqns[-1]
+  place, value = rewriter.place(last), rewriter.value(root)
+  apart = any(rewriter.place(eqn).scope != place.scope for eqn in function.eqns)
+  if apart or place.half is None or value is None or value.kind.dtype != place.half:
     return False
-  readers = [rewriter.readers.get(v, 0) for v in function.outs]
-  if all(only_float32(each) or (function.single and each & MATMUL) for each in readers):
+  readers = [rewriter.readers.get(v, 0) for v in outs]
+  if all(only_float32(each) or (function.single and each & By.MATMUL) for each in readers):
     return False
   # The results are held as the value is; but in float32 if no matmul reads them.
-  harmed = HELD | FACTOR if value.kind.held else 0
-  kinds = [Kind(half, held=bool(each & harmed) or not each & MATMUL) for each in readers]
+  harmed = By.HELD | By.FACTOR if value.kind.held else 0
+  kinds = [Kind(place.half, held=bool(r & harmed) or not r & By.MATMUL) for r in readers]
 
   # One equation for all of it, of the root as it is held.
-  operand = rewriter.view(value, value.kind.current, first)
-  dtypes = [kind.variable for kind in kinds]
-  eqns, root, aval = unscoped(function.eqns), function.root, aval_of(operand)
-  wide = jaxpr_of(eqns, [root], function.outs)
-  invar = root if dtype_of(operand) == FLOAT32 else Var(aval)
+  operand = rewriter.view(value, value.kind.current, function.eqns[0])
+  invar = root if dtype_of(operand) == FLOAT32 else Var(aval_of(operand))
+  eqns = unscoped(function.eqns)
+  wide = jaxpr_of(eqns, [root], outs)
+  new = [v if k.held else retyped(v, k.dtype) for v, k in zip(outs, kinds, strict=True)]
+  casts = [cast_to(v, out, eqns[-1]) for v, out in zip(new, outs, strict=True) if v is not out]
   before = [] if invar is root else [cast_to(root, invar, eqns[-1])]
-  pairs = list(zip(function.outs, dtypes, strict=True))
-  outs = [v if dtype == FLOAT32 else retyped(v, dtype) for v, dtype in pairs]
-  after = [cast_to(x, v, eqns[-1]) for x, v in zip(outs, function.outs, strict=True) if x is not v]
-  body = jaxpr_of([*before, *eqns, *after], [invar], outs)
+  body = jaxpr_of([*before, *eqns, *casts], [invar], new)
 
   def tangent(
     primals: Sequence[Array], tangents: Sequence[Array]
@@ -233,16 +231,16 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
     x = jax.lax.convert_element_type(primals[0], FLOAT32)
     one = jax.lax.full_like(x, 1)
     values, slopes = jax.jvp(lambda x: eval_jaxpr(wide, (), x), (x,), (one,))
-    cast = [
-      [jax.lax.convert_element_type(x, d) for x, d in zip(xs, dtypes, strict=True)]
+    values, slopes, changes = [
+      [jax.lax.convert_element_type(x, k.current) for x, k in zip(xs, kinds, strict=True)]
       for xs in (values, slopes, [tangents[0]] * len(values))
     ]
     # Else XLA keeps what is expensive in it, such as a tanh in float32, and finishes it later.
-    saved = jax.lax.optimization_barrier(cast[1])
-    return cast[0], [slope * t for slope, t in zip(saved, cast[2], strict=True)]
+    slopes = jax.lax.optimization_barrier(slopes)
+    return values, [slope * t for slope, t in zip(slopes, changes, strict=True)]
 
-  with context_of(function.eqns[-1]):
-    call = differentiated(ClosedJaxpr(body, ()), tangent, [aval], "activation")
-  changes = {"primitive": call.primitive, "outvars": list(function.outs), "params": call.params}
-  rewriter.write(function.eqns[-1].replace(**changes), [operand], kinds)
+  with context_of(last):
+    call = differentiated(ClosedJaxpr(body, ()), tangent, [aval_of(operand)], "activation")
+  eqn = last.replace(primitive=call.primitive, outvars=list(outs), params=call.params)
+  rewriter.write(eqn, [operand], kinds)
   return True

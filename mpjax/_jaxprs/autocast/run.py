@@ -1,14 +1,13 @@
 """Running a rewritten jaxpr: JAX differentiates what repeats in it, such as layers, once.
 
-JAX differentiates one equation after the other, which takes most of the time of tracing a gradient.
-What a jitted function holds, as those of `jax.numpy` are, it differentiates once and remembers; but
-a jaxpr that was traced has no such functions any more. Here parts of it become such again.
+JAX differentiates one equation after the other, which takes most of the time of tracing a gradient,
+but what a jitted function holds once. Here parts of a jaxpr that repeat become such functions.
 """
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +28,14 @@ from mpjax._jaxprs.compat import (
 from mpjax._jaxprs.primitives import is_higher_order
 from mpjax._jaxprs.reader import Atom, aval_of, call_params, with_inner
 
-_LONG = 64
-"""Equations. A shorter jaxpr is written out: for the eye, and since a call costs time too."""
+_LONG = 64  # Equations. A shorter jaxpr is written out: for the eye, and a call costs time too.
 
 
 def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: str) -> list[Array]:
-  """Returns the results of a jaxpr.
+  """Returns the results of a jaxpr, which is one call where JAX is tracing another, if it is long.
 
-  Where JAX is tracing a jaxpr, a long one is put into it as one call of a jitted function, since
-  to write all its equations once more takes as long as to trace the function it came from. Else it
-  is run as the function would be: operation by operation, or under the active transformation.
+  To write all its equations once more takes as long as to trace the function that they came from.
+  Else it runs as the function would: operation by operation, or under the active transformation.
   """
   values = [*consts, *operands]
   tracers = [x for x in values if isinstance(x, Tracer)]
@@ -58,54 +55,42 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
   return called(ClosedJaxpr(jaxpr, ()), values, name)
 
 
-class _Part(NamedTuple):
-  """What equations that follow one another read, and what others read of them.
-
-  The key is equal for parts that compute the same of what they read.
-  """
-
-  key: Hashable
-  invars: list[Var]
-  outvars: list[Var]
-
-
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
-  """Returns the same jaxpr, with one jaxpr for all parts that are the same.
+  """Returns the same jaxpr, with one jaxpr for all parts that are the same, in calls.
 
-  They are calls. JAX writes the equations inside instead, where it traces a jaxpr.
-  So the jaxpr that it traces is the same, but for the lines of code that profiles show: each
-  operation has that of the first of its part.
+  JAX writes the equations inside instead, where it traces a jaxpr: that is the same, but for the
+  lines of code that profiles show. Each operation has that of the first of its part.
   """
   # Equations that follow one another in one scope. Alone is one that has effects (two prints of
   # equal text are two, and JAX keeps their order by the effects of the equations), and one that
   # holds jaxprs: these are shared by JAX already, and to compare two of them takes long.
-  groups: list[tuple[object, list[JaxprEqn]]] = []
+  groups: list[list[JaxprEqn]] = []
+  before = None
   for eqn in jaxpr.eqns:
-    alone = bool(eqn.effects) or is_higher_order(eqn)
+    alone = eqn.effects or is_higher_order(eqn)
     place = None if alone else (eqn.source_info.name_stack, eqn.ctx)
-    if alone or not groups or place != groups[-1][0]:
-      groups.append((place, []))
-    groups[-1][1].append(eqn)
-  last_read: dict[Var, int] = {}
-  for number, (_, group) in enumerate(groups):
-    last_read |= {v: number for eqn in group for v in eqn.invars if not isinstance(v, Literal)}
-  last_read |= {v: len(groups) for v in jaxpr.outvars if not isinstance(v, Literal)}
-  parts = [
-    None if place is None else _part(group, number, last_read)
-    for number, (place, group) in enumerate(groups)
-  ]
-  counts = Counter(part.key for part in parts if part is not None)
+    if place is None or place != before:
+      groups.append([])
+    groups[-1].append(eqn)
+    before = place
+  last_read: dict[Atom, int] = {}
+  for number, group in enumerate(groups):
+    last_read |= {v: number for eqn in group for v in variables(eqn.invars)}
+  last_read |= dict.fromkeys(variables(jaxpr.outvars), len(groups))
+  parts = [_part(group, number, last_read) for number, group in enumerate(groups)]
+  counts = Counter(key for key, *_ in parts)
   calls: dict[Hashable, JaxprEqn] = {}
   eqns: list[JaxprEqn] = []
-  for part, (_, group) in zip(parts, groups, strict=True):
-    if part is None or counts[part.key] == 1:
+  for group, (key, invars, outvars) in zip(groups, parts, strict=True):
+    if key is None or counts[key] == 1:
       eqns += group
       continue
-    if part.key not in calls:
-      closed = ClosedJaxpr(jaxpr_of(unscoped(group), part.invars, part.outvars), ())
-      calls[part.key] = call_of(closed, part.invars, part.outvars, "part", inline=True)
-    place = {"source_info": group[0].source_info, "ctx": group[0].ctx}
-    eqns.append(calls[part.key].replace(invars=[*part.invars], outvars=part.outvars, **place))
+    info = group[0].source_info
+    if key not in calls:
+      closed = ClosedJaxpr(jaxpr_of(unscoped(group), invars, outvars), ())
+      calls[key] = call_of(closed, invars, outvars, "part", inline=True)
+    place = {"source_info": info, "ctx": group[0].ctx}
+    eqns.append(calls[key].replace(invars=[*invars], outvars=outvars, **place))
   return jaxpr.replace(eqns=eqns)
 
 
@@ -117,9 +102,19 @@ def unscoped(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
   return [eqn.replace(source_info=eqn.source_info.replace(name_stack=names)) for eqn in eqns]
 
 
-def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Var, int]) -> _Part | None:
-  """Returns the part number `place`; `last_read` are the numbers of the last part for a value."""
-  numbers: dict[Var, int] = {}
+def variables(atoms: Iterable[Atom]) -> set[Var]:
+  """Returns those of some atoms that are no literals."""
+  return {v for v in atoms if not isinstance(v, Literal)}
+
+
+def _part(
+  eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]
+) -> tuple[Hashable, list[Var], list[Var]]:
+  """Returns a key, what the part number `place` reads, and what others read of it.
+
+  The key is that of parts that compute the same of what they read; None for one of its own.
+  """
+  numbers: dict[Atom, int] = {}
   invars: list[Var] = []
 
   def number(atom: Atom) -> Hashable:
@@ -130,32 +125,31 @@ def _part(eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Var, int]) ->
       invars.append(atom)
     return numbers[atom]
 
+  if eqns[0].effects or is_higher_order(eqns[0]):
+    return None, [], []
   key: list[Hashable] = [eqns[0].ctx]
   for eqn in eqns:
-    operands = tuple(map(number, eqn.invars))
+    key.append((eqn.primitive, *map(number, eqn.invars), *eqn.params.items()))
     numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
-    key.append((eqn.primitive, operands, tuple(eqn.params.items())))
   outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) > place]
   key += [(numbers[v], v.aval) for v in (*invars, *outvars)]
   try:
     hash(tuple(key))
   except TypeError:  # Some parameter is not comparable.
-    return None
-  return _Part(tuple(key), invars, outvars)
+    key = []
+  return tuple(key) or None, invars, outvars
 
 
 R = TypeVar("R")
 
 
 def remembered_off_mesh(fun: Callable[..., R]) -> Callable[..., R]:
-  """Returns a function of types, and of more, that remembers its results off a mesh.
-
-  On a mesh the context counts too, and is no part of the key.
-  """
+  """Returns a function of types, and of more, that remembers its results off a mesh."""
   remembering = functools.lru_cache(maxsize=1024)(fun)
 
   @functools.wraps(fun)
   def call(*args: Any, **kwargs: Any) -> R:
+    # On a mesh the context counts too, and is no part of the key.
     on_mesh = any(isinstance(x, ShapedArray) and not x.sharding.mesh.empty for x in args)
     return (fun if on_mesh else remembering)(*args, **kwargs)
 
@@ -174,10 +168,7 @@ def _template(operands: int, results: int) -> Jaxpr:
 
 
 def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:
-  """Puts one call into the jaxpr that JAX is tracing, as it writes that of a jitted function.
-
-  The results have the types that `closed` says, and nothing of it is traced again.
-  """
+  """Puts one call into the jaxpr that JAX is tracing; nothing of `closed` is traced again."""
   jaxpr = closed.jaxpr
   invars, outvars = ([Var(v.aval) for v in each] for each in (jaxpr.invars, jaxpr.outvars))
   call = call_of(closed, invars, outvars, name)
@@ -195,10 +186,7 @@ def call_of(
   *,
   inline: bool = False,
 ) -> JaxprEqn:
-  """Returns an equation that calls a jaxpr.
-
-  With `inline` JAX writes the equations inside instead where it traces the call.
-  """
+  """Returns a call of a jaxpr; JAX writes the equations inside instead if it is `inline`."""
   with jax.disable_jit(False):  # Where it is disabled, no call is written.
     call = _trace_call(1.0).eqns[-1]
   params = call_params(call, closed, len(invars), len(outvars), name)
@@ -209,26 +197,13 @@ def call_of(
   )
 
 
-def typed(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:
-  """Returns values of the types of what a jaxpr returns: operands if they have them.
-
-  The jaxpr that JAX is tracing will get another body, and a call takes time to write.
-  """
-  same = {jax.typeof(x): x for x in operands}
-  if all(v.aval in same for v in closed.jaxpr.outvars) and not closed.effects:
-    return [same[v.aval] for v in closed.jaxpr.outvars]
-  return called(closed, operands, name)
-
-
 def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:
-  """Returns the jaxpr of a function, for operands that may vary over the axes of a `shard_map`.
-
-  These are not bound while the jaxpr around is rewritten: it is traced in a `shard_map` of its own.
-  """
+  """Returns the jaxpr of a function, for operands that may vary over the axes of a `shard_map`."""
   mesh, traced = avals[0].sharding.mesh, []
   if not varying_axes(avals[0]):
     return jax.make_jaxpr(call)(*avals)
 
+  # These are not bound while the jaxpr around is rewritten.
   def on_device() -> None:
     traced.append(jax.make_jaxpr(call)(*avals))
 
@@ -242,16 +217,12 @@ def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:
 
 
 def differentiated(
-  body: ClosedJaxpr | Function, rule: Function, avals: Sequence[ShapedArray], name: str
+  body: ClosedJaxpr, rule: Function, avals: Sequence[ShapedArray], name: str
 ) -> JaxprEqn:
-  """Returns an equation that runs a jaxpr, or a function, with a derivative of its own.
-
-  `rule` is for `jax.custom_jvp`, with symbolic zeros.
-  """
-  body = body if isinstance(body, ClosedJaxpr) else jaxpr_for(body, *avals)
+  """Returns an equation that runs a jaxpr with a rule for `jax.custom_jvp`, with symbolic zeros."""
 
   def call(*operands: Array) -> list[Array]:
-    return typed(body, operands, name)
+    return called(body, operands, name)
 
   call.__name__ = name
   fun = jax.custom_jvp(call)

@@ -1,15 +1,13 @@
 """The named scopes of an equation: marks of ours, and what they and the rules say.
 
 A mark says in which region of a jaxpr a policy applies, or in which dtype a result leaves one. It
-is a named scope, which goes through `jit`, `scan`, `grad` and `vmap` with the operations. Rewriting
-a jaxpr takes the marks out.
+goes through `jit`, `scan`, `grad` and `vmap` with the operations; rewriting a jaxpr takes it out.
 """
 
-import contextlib
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,28 +25,21 @@ from mpjax._jaxprs.compat import NameStack, scopes_of
 from mpjax._jaxprs.locations import PREFIX, path_of
 from mpjax._jaxprs.reader import inner_jaxprs
 
-REGION, OUTPUT = PREFIX + "region=", PREFIX + "output="
+REGION, OUTPUT, REST = (PREFIX + name for name in ("region=", "output=", "rest="))
+AS_GIVEN, FLOAT8, TABLE = (PREFIX + name for name in ("as-given", "float8", "table"))
+"""The marks.
 
-REST = PREFIX + "rest="
-"""The scope of the result of a layer that rounds it, with the dtype."""
-
-AS_GIVEN = PREFIX + "as-given"
-"""The scope of a layer that returns the dtype that it is given, such as a dropout."""
+  REGION: a module with a policy, as text; `AS_IT_IS` if a rule leaves it so.
+  OUTPUT, REST: the result of a module whose policy ends, and of a layer that rounds it; the dtype.
+  AS_GIVEN: a layer that returns the dtype that it is given, such as a dropout.
+  FLOAT8: a matmul in float8, with the scaling of its operands.
+  TABLE: a module whose own matmuls are not in float8. No dtype depends on it otherwise.
+"""
 
 AS_IT_IS = "as-it-is"
-"""The region of a module that a rule leaves as it is."""
-
-FLOAT8 = PREFIX + "float8"
-"""The scope of a matmul in float8, with the scaling of its operands."""
-
-TABLE = PREFIX + "table"
-"""The scope of a module whose own matmuls are not in float8. No dtype depends on it otherwise."""
 
 NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("float8", "low")}
 """Why a matmul is not in a precision, in the jaxpr that `mpjax.audit` traces."""
-
-_BITS = {"exponent_bits": 8, "mantissa_bits": 23}
-"""Those of float32, which round nothing."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -63,11 +54,6 @@ def policy_of(region: str) -> Policy | None:
   return None if region == AS_IT_IS else Policy.parse(region)
 
 
-def mark(region: str) -> contextlib.AbstractContextManager[Any]:
-  """Returns a context in which operations are traced as part of a region."""
-  return jax.named_scope(REGION + region)
-
-
 def leaving(tree: PyTree, dtype: Any) -> PyTree:
   """Returns the results of a module where its policy ends: in `dtype` for all that read them."""
 
@@ -80,10 +66,7 @@ def leaving(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def at_rest(tree: PyTree, dtype: str) -> PyTree:
-  """Returns the results of a layer, rounded to `dtype`: see `REST`.
-
-  What leaves in float32 right after it is not rounded first.
-  """
+  """Returns the results of a layer, rounded to `dtype`, but for what leaves in float32 then."""
   return mapped(lambda x: _marked(x, REST + dtype), tree)
 
 
@@ -91,8 +74,8 @@ def _marked(x: Any, name: str) -> Any:
   """Returns an array, still float32, behind an operation that represents a cast in the trace."""
   if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
     return x
-  with jax.named_scope(name):
-    return jax.lax.reduce_precision(x.astype(FLOAT32), **_BITS)
+  with jax.named_scope(name):  # Bits of float32, which round nothing.
+    return jax.lax.reduce_precision(x.astype(FLOAT32), exponent_bits=8, mantissa_bits=23)
 
 
 def names_of(stack: NameStack) -> Scope:
@@ -101,54 +84,50 @@ def names_of(stack: NameStack) -> Scope:
   return tuple(part for name in names for part in name.split("/") if part)
 
 
-@functools.lru_cache(maxsize=4096)
-def policy_at(scope: Scope, settings: Settings) -> Policy | None:
-  """Returns the policy in a scope; None where all stays as it was traced."""
-  if FULL_PRECISION in scope:
-    return None
-  region = marked(scope)  # The innermost mark of a policy decides.
-  if region is not None:
-    return policy_of(region)
-  # Else the innermost scope that a rule matches, and there the first of the rules.
-  for depth in range(len(scope), -1, -1) if settings.rules else ():
-    rule = first_match(settings.rules, None, path_of(scope[:depth]))
-    if rule is not None:
-      return rule.policy
-  return settings.policy
+class Place(NamedTuple):
+  """What the marks in a scope and the rules say."""
 
-
-def low_dtype(policy: Policy | None) -> DType | None:
-  """Returns the compute dtype of a policy if it is a low-precision one."""
-  return policy.compute_dtype if policy is not None and policy.compute_dtype in HALVES else None
-
-
-def marked(scope: Scope) -> str | None:
-  """Returns what the innermost mark of a region says; None if there is none."""
-  return next((n.removeprefix(REGION) for n in reversed(scope) if n.startswith(REGION)), None)
+  scope: Scope
+  policy: Policy | None  # the one that applies; None where all stays as it was traced
+  half: DType | None  # its compute dtype, if that is a low-precision one
+  as_written: bool  # all is as the user wrote it: what is computed there is data
+  output: DType | None  # the dtype that such a mark says, if it is the innermost scope
+  rest: DType | None  # likewise
+  inside: Scope  # what counts for jaxprs inside of an equation; all of it would split caches
 
 
 @functools.lru_cache(maxsize=4096)
-def as_written(scope: Scope, settings: Settings) -> bool:
-  """Whether all in a scope is as the user wrote it: what is computed there is data."""
-  if FULL_PRECISION in scope:  # Also inside of a module that has a policy of its own.
-    return True
-  low = low_dtype(policy_at(scope, settings))
-  return low is None and marked(scope) in (None, AS_IT_IS)
-
-
-def dtype_marked(scope: Scope, mark: str) -> DType | None:
-  """Returns the dtype that a mark right in this scope says, `OUTPUT` or `REST`; None without."""
-  name = scope[-1] if scope else ""
-  return np.dtype(name[len(mark) :]) if name.startswith(mark) else None
-
-
-def scope_inside(scope: Scope, settings: Settings) -> Scope:
-  """Returns what counts of the scope of an equation inside of its jaxprs: else it splits caches."""
-  if settings.rules or settings.precision is not None:
-    return scope
-  mark = marked(scope)
+def place_at(scope: Scope, settings: Settings) -> Place:
+  """Returns what applies in a scope."""
+  full = FULL_PRECISION in scope  # Also inside of a module that has a policy of its own.
+  region = next((name for name in reversed(scope) if name.startswith(REGION)), None)
+  policy = settings.policy
+  if full:
+    policy = None
+  elif region is not None:  # The innermost mark of a policy decides.
+    policy = policy_of(region.removeprefix(REGION))
+  else:  # Else the innermost scope that a rule matches, and there the first of the rules.
+    for depth in range(len(scope), -1, -1) if settings.rules else ():
+      rule = first_match(settings.rules, None, path_of(scope[:depth]))
+      if rule is not None:
+        policy = rule.policy
+        break
+  low = policy is not None and policy.compute_dtype in HALVES
+  as_written = full or (not low and region in (None, REGION + AS_IT_IS))
   own = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
-  return own if mark is None else (*own, REGION + mark)
+  last = scope[-1] if scope else ""
+  output, rest = (
+    np.dtype(last.removeprefix(mark)) if last.startswith(mark) else None for mark in (OUTPUT, REST)
+  )
+  return Place(
+    scope,
+    policy,
+    policy.compute_dtype if policy is not None and low else None,
+    as_written,
+    output,
+    rest,
+    scope if settings.rules else own if region is None else (*own, region),
+  )
 
 
 def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
@@ -163,14 +142,11 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
   for rule in rules:
     if not any(rule.matches(None, path) for path in paths):
       sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else str(rule.path)
-      named = [path for path in paths if path]
-      near = ", ".join(map(repr, nearest(sought, named)))
+      near = ", ".join(map(repr, nearest(sought, paths)))
       raise UnmatchedRuleError(
         f"{where}: {rule}",
         expected="a rule that picks out at least one named scope",
-        got=f"none of the {len(paths)} scopes of the jaxpr" if named else "a jaxpr without any",
-        fix="The jaxpr has none: write `with jax.named_scope(...):` where the rule is to hold."
-        if not named
-        else f"The nearest: {near}. A Flax model is the outermost scope, by its class: begin the "
-        'path with "**/".',
+        got=f"none of the {len(paths)} scopes of the jaxpr",
+        fix=f"Scopes are those of jax.named_scope; the nearest: {near}. A Flax model is the "
+        'outermost one, by its class: begin the path with "**/".',
       )

@@ -4,16 +4,16 @@ A function of trees is traced as a function of arrays, its jaxpr is rewritten, a
 the same arguments.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.active import AUDIT, in_region
 from mpjax._core.dtypes import FLOAT32, HALVES
@@ -21,27 +21,19 @@ from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, flax
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.policy import PolicyLike, parse_policy
 from mpjax._core.rules import Rule, parse_rules, rewrites
-from mpjax._core.types import Array, DType, Function, Leaf, PyTree
+from mpjax._core.types import Args, Array, DType, Function, Leaf, PyTree
 from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable
-from mpjax._jaxprs.autocast.custom_derivatives import differentiated_at_once
-from mpjax._jaxprs.autocast.higher_order import rewrite
-from mpjax._jaxprs.autocast.rewriter import CALLER, RETURNED, UNROUNDED, default_precision, traced
+from mpjax._jaxprs.autocast.higher_order import instantiated, rewrite
+from mpjax._jaxprs.autocast.rewriter import By, in_default, traced
 from mpjax._jaxprs.autocast.run import run
 from mpjax._jaxprs.autocast.scopes import check_rules_match
-from mpjax._jaxprs.autocast.values import FLOATS, Kind, Kinds, Settings, constants
+from mpjax._jaxprs.autocast.values import FLOATS, Kind, Settings, constants
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import Holds, facts_of
-from mpjax._jaxprs.reader import aval_of, closed_over, dtype_of, walk
+from mpjax._jaxprs.reader import closed_over, walk
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-DataLeaves: TypeAlias = Callable[[tuple[PyTree, ...]], Iterable[Leaf]]
-"""From positional arguments to those of their leaves that decide the dtype of what they meet."""
-
-ResultDtypes: TypeAlias = Callable[[PyTree], PyTree]
-"""From the results of a function to the same with `InDtype` around leaves that have to have a
-dtype; the others have those that they are computed in."""
 
 _AS_FUNCTION = (
   'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
@@ -64,31 +56,24 @@ def autocast(
   `fn` is traced as it is, in float32, and its jaxpr is rewritten, also inside of `jit`, `scan`,
   `cond`, `remat`, `custom_vjp`, `shard_map` and so on: matmuls and convolutions run in the compute
   dtype of the policy, exponentials, logarithms, sums and losses in float32, and what lies between
-  follows its operands (`mpjax.OpLists`, docs/op_lists.md). Each value is data, low or neutral
-  (docs/concepts.md): arguments and literals are neutral, so that a float32 bias does not widen its
-  layer; constant arrays, computed grids, integers that become floats, and the arguments that
-  `data_argnums` names are data, and float32 until a matmul; what a matmul returned, and what is
-  computed from it, is low. Parameters are cast where they are used, and their gradients added in
-  float32. Results have the dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16,
-  `precision="highest"`, integers, complex numbers, float64 and random keys stay as they are.
+  follows its operands, which are data, low or neutral (docs/concepts.md, docs/autocast.md).
+  Parameters are cast where they are used, and their gradients added in float32. Results have the
+  dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16, `precision="highest"`,
+  integers, complex numbers, float64 and random keys stay as they are.
   `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
 
   Args:
     fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
       and integers of NumPy) is handed to it as it is. It must not change its arguments in place.
-    policy: parameters are yours to store, and results keep their dtypes, so that `param_dtype` does
-      not count, and an `output_dtype` of float32 says only that a result is not rounded before: a
-      matmul that is one, perhaps with a bias, returns its float32 sum. With a `weight_grad_dtype`
-      every neutral argument counts as a weight. In float32, without a precision, `fn` itself is
-      returned.
+    policy: parameters are yours to store, and results keep their dtypes: `param_dtype` does not
+      count, and an `output_dtype` of float32 says that a result which is a matmul, perhaps with a
+      bias, is its float32 sum. In float32, without a precision, `fn` itself is returned.
     ops: the lists, an edited `OpLists()`; None for the standard.
-    rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path. The names
-      are those of a profile: the class of a Flax model comes first, so write `"**/head"`. The
-      innermost scope that a rule matches decides, and there the first rule. None or a float32
-      policy leaves everything inside as it was traced.
-    data_argnums: the positions of arguments that are no parameters, such as coordinates, box
-      anchors and timesteps: float32 arrays in them stay float32 until a matmul, as constants do.
-      For matmuls in float8 they are no weights.
+    rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path, as a profile
+      shows them. The innermost scope that a rule matches decides, and there the first rule. None or
+      a float32 policy leaves everything inside as it was traced.
+    data_argnums: the positions of arguments that are no parameters, such as coordinates and
+      timesteps: float32 arrays in them stay float32 until a matmul, as constants do.
 
   Returns:
     A function with the signature of `fn`. Like `fn`, it can be jitted, differentiated, mapped,
@@ -96,14 +81,11 @@ def autocast(
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: `fn` changed an argument.
-    MpjaxValueError: the policy, or that of a rule, computes in something else than float32,
-      bfloat16 and float16, or a rule has something else than a path; when called: no positional
-      argument is at one of `data_argnums`.
+    MpjaxValueError: a policy computes in something else than float32, bfloat16 and float16, a rule
+      has no path; when called: no positional argument is at one of `data_argnums`.
     UnmatchedRuleError: when called: no scope has the path of a rule.
 
   >>> import jax, jax.numpy as jnp, mpjax
-  >>> def loss_fn(w, x):
-  ...   return jnp.mean(jax.nn.softmax(x @ w) ** 2)
   >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
   >>> for eqn in jax.make_jaxpr(mpjax.autocast(lambda w, x: jnp.exp(x @ w)))(w, x).eqns:
   ...   print(eqn.primitive, eqn.outvars[0].aval.dtype)
@@ -112,49 +94,42 @@ def autocast(
   dot_general bfloat16
   convert_element_type float32
   exp float32
-  >>> loss, grads = jax.value_and_grad(mpjax.autocast(loss_fn))(w, x)
-  >>> loss.dtype, grads.dtype
-  (dtype('float32'), dtype('float32'))
   """
-  settings = _settings(fn, policy, ops, rules)
-  data = _data_leaves(data_argnums)
-  if not any(map(rewrites, (settings.policy, *(rule.policy for rule in settings.rules)))):
-    return fn
-  unrounded = settings.policy is not None and settings.policy.output_dtype == FLOAT32
-  return with_settings(fn, settings, "mpjax.autocast(fn)", data=data, unrounded=unrounded)
-
-
-def _settings(fn: object, policy: PolicyLike, ops: object, rules: Iterable[Rule]) -> Settings:
-  where = "mpjax.autocast(fn)"
+  where, of_rules = "mpjax.autocast(fn)", "mpjax.autocast(rules=...)"
   if not callable(fn):
     raise MpjaxTypeError(where, expected="a function", got=repr(fn), fix=_AS_FUNCTION)
   check_no_linen_model(fn, where)
   if ops is not None and not isinstance(ops, OpLists):
-    where, fix = "mpjax.autocast(ops=...)", 'Write ops=mpjax.OpLists().replace(float32=["tanh"]).'
-    raise MpjaxTypeError(where, expected="an mpjax.OpLists", got=repr(ops), fix=fix)
-  parsed_rules = parse_rules(rules, "mpjax.autocast(rules=...)")
-  for rule in parsed_rules:
+    of_ops, fix = "mpjax.autocast(ops=...)", 'Write ops=mpjax.OpLists().replace(float32=["tanh"]).'
+    raise MpjaxTypeError(of_ops, expected="an mpjax.OpLists", got=repr(ops), fix=fix)
+  policy, rules = parse_policy(policy, "mpjax.autocast(policy)"), parse_rules(rules, of_rules)
+  for rule in rules:
     if rule.path is None:
       raise MpjaxValueError(
-        "mpjax.autocast(rules=...)",
+        of_rules,
         expected="rules with path=",
         got=repr(rule),
         fix="A traced function has no modules, only named scopes: see jax.named_scope. For rules "
         "by class or instance put a policy on the model with mpjax.with_policy.",
       )
-  parsed = parse_policy(policy, "mpjax.autocast(policy)")
-  for one, where in [(parsed, "policy"), *((r.policy, "rules=...") for r in parsed_rules)]:
-    if one is not None and one.compute_dtype not in FLOATS:
+  policies = [("mpjax.autocast(policy)", policy), *((of_rules, rule.policy) for rule in rules)]
+  for of_policy, each in policies:
+    if each is not None and each.compute_dtype not in FLOATS:
       raise MpjaxValueError(
-        f"mpjax.autocast({where})",
+        of_policy,
         expected="a policy that computes in bfloat16, float16 or float32",
-        got=str(one),
+        got=str(each),
         fix="Operations in other dtypes are left as they are; no policy is needed for them.",
       )
-  return Settings(policy=parsed, ops=ops or OpLists(), rules=parsed_rules)
+  data = _data_leaves(data_argnums)
+  if not any(rewrites(each) for _, each in policies):
+    return fn
+  settings = Settings(policy=policy, ops=ops or OpLists(), rules=rules)
+  unrounded = policy is not None and policy.output_dtype == FLOAT32
+  return with_settings(fn, settings, where, data=data, unrounded=unrounded)
 
 
-def _data_leaves(data_argnums: Any) -> DataLeaves | None:
+def _data_leaves(data_argnums: Any) -> Callable[[Args], Iterable[Leaf]] | None:
   """Returns what says which leaves are in the arguments at these positions; None for none."""
   numbers = tuple(data_argnums) if isinstance(data_argnums, Sequence) else (data_argnums,)
   integers = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
@@ -187,19 +162,16 @@ def with_settings(
   settings: Settings,
   where: str,
   *,
-  data: DataLeaves | None = None,
-  results: ResultDtypes | None = None,
+  data: Callable[[Args], Iterable[Leaf]] | None = None,
+  results: Callable[[R], PyTree] | None = None,
   unrounded: bool = False,
 ) -> Callable[..., R]:
   """Returns `fn`, a function of trees of arrays, traced and rewritten at each call.
 
-  Args:
-    fn: the function.
-    settings: how to rewrite it.
-    where: the public call, for errors.
-    data: which of the leaves decide the dtype of what they meet; None if none does.
-    results: the dtypes of the results; None for those that the function gives them.
-    unrounded: a float32 result that a matmul computes is the sum that it has, see `CALLER`.
+  `where` is the public call, for errors; `data` are the leaves that decide the dtype of what they
+  meet, and `results` puts `InDtype` around results that have to have a dtype; without it they have
+  those that the function gives them. If `unrounded`, a float32 result that a matmul computes is the
+  sum that it has, see `By.CALLER`.
 
   Raises:
     NotTraceable: when called, where no jaxpr can do what `fn` does; of a function that is no call
@@ -215,26 +187,30 @@ def with_settings(
     boundary = Boundary((args, kwargs))
     leaves = enumerate(boundary.leaves)
     arrays = {i: x for i, x in leaves if _is_argument(x, settings.modules)}
-    left: list[tuple[list[Leaf], Callable[[Sequence[Leaf]], R], list[DType | None] | None]] = []
+    left: list[tuple[list[Leaf], Callable[[Sequence[Leaf]], R], list[DType | None]]] = []
 
     def flat(*operands: Array) -> list[Array]:
       by_leaf = dict(zip(arrays, operands, strict=True))
       inside = boundary.inside([by_leaf.get(i, x) for i, x in enumerate(boundary.leaves)])
       returned = fn(*inside.args[0], **inside.args[1])
-      asked = returned if results is None else results(returned)
-      leaves, outside = inside.leave(asked)
+      leaves, outside = inside.leave(returned if results is None else results(returned))
       computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
-      dtypes = [x.dtype if isinstance(x, InDtype) else None for x in computed]
       # A tracer of the trace that is over may not be kept.
       rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
-      left.append((rest, outside, None if results is None else dtypes))
+      asked = [results is None or isinstance(x, InDtype) for x in computed]
+      dtypes = [x.dtype if each else None for x, each in zip(computed, asked, strict=True)]
+      left.append((rest, outside, dtypes))
       return [x.array if isinstance(x, InDtype) else x for x in computed]
 
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays.values()]
     name = getattr(fn, "__name__", type(fn).__name__)
     flat.__name__ = name  # It is what JAX's errors say.
     try:
-      program = traced(flat)(*map(_as_float32, operands) if settings.modules else operands)
+      avals = [cast(ShapedArray, jax.typeof(x)) for x in operands]
+      if settings.modules:  # They are shown float32.
+        low = {"dtype": FLOAT32, "weak_type": False}
+        avals = [aval.update(**low) if aval.dtype in HALVES else aval for aval in avals]
+      program = traced(flat)(*avals)
     except (NotTraceable, *flax_errors("TraceContextError")) as error:
       if settings.modules:
         raise
@@ -248,49 +224,34 @@ def with_settings(
         "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
       ) from error
     leaves, outside, dtypes = left.pop()
-    now = dataclasses.replace(settings, precision=default_precision())
     deciding = set(map(id, () if data is None else data(args)))
     decides = [id(x) in deciding for x in arrays.values()]
     ins = [
-      Kind(x.dtype, neutral=not each) if x.dtype in FLOATS else None
+      Kind(x.dtype, neutral=not each, parameter=not each) if x.dtype in FLOATS else None
       for x, each in zip(operands, decides, strict=True)
     ]
-    caller = CALLER if unrounded else RETURNED | UNROUNDED
-    new = rewrite_closed(program, now, where, tuple(ins), dtypes, caller)
+    if settings.rules:
+      check_rules_match(program.jaxpr, settings.rules, where)
+    caller = By.CALLER if unrounded else By.RETURNED | By.UNROUNDED
+    outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
+    readers = tuple(By.RETURNED if d is None else 0 if d in HALVES else caller for d in outs)
+    consts = constants(program.consts, settings)
+    new = rewrite(program.jaxpr, tuple(ins), outs, readers, settings, (), consts)
+    new = in_default(new.jaxpr)
 
     def call(*operands: Array) -> list[Array]:
       return run(new, program.consts, operands, name)
 
-    kinds = _rules_that_close_over(program)
-    if kinds:
-
-      def decided(args: tuple[PyTree, ...]) -> Iterable[Leaf]:
-        # The first arguments of a derivative are two dicts of operands by number.
-        return [x for part in args[:2] for number, x in part.items() if decides[number]]
-
-      # Of a derivative in forward mode JAX transposes a part; of one in reverse mode it is done.
-      forward = Holds.CUSTOM_VJP not in kinds
-      there = dataclasses.replace(settings, in_derivative=forward)
-
-      def rewritten(fun: Function, results: ResultDtypes | None) -> Function:
-        return with_settings(fun, there, where, data=decided, results=results, unrounded=unrounded)
-
-      result_dtypes = None if dtypes is None else [aval_of(v).dtype for v in new.outvars]
-      call = differentiated_at_once(call, flat, kinds, rewritten, result_dtypes)
-    outs = iter(call(*operands))
-    return outside([next(outs) if x is _TRACED else x for x in leaves])
+    if _has_rule_that_closes_over(program):
+      again = functools.partial(with_settings, settings=settings, where=where, unrounded=unrounded)
+      call = _differentiated_at_once(call, flat, decides, again)
+    computed = iter(call(*operands))
+    return outside([next(computed) if x is _TRACED else x for x in leaves])
 
   return wrapped
 
 
-_TRACED = object()
-"""Replaces a tracer whose trace is over."""
-
-
-def _as_float32(x: Array) -> ShapedArray:
-  """Returns the type of an array; float32 for float16 and bfloat16."""
-  aval = cast(ShapedArray, jax.typeof(x))
-  return aval.update(dtype=FLOAT32, weak_type=False) if aval.dtype in HALVES else aval
+_TRACED = object()  # Replaces a tracer whose trace is over.
 
 
 def _is_argument(x: Leaf, modules: bool) -> bool:
@@ -302,39 +263,65 @@ def _is_argument(x: Leaf, modules: bool) -> bool:
   return np.issubdtype(x.dtype, np.number) or x.dtype in HALVES
 
 
-def rewrite_closed(
-  program: ClosedJaxpr,
-  settings: Settings,
-  where: str,
-  ins: Kinds,
-  results: Sequence[DType | None] | None = None,
-  caller: int = RETURNED | UNROUNDED,
-) -> Jaxpr:
-  """Returns an entire jaxpr rewritten, for arguments of these kinds.
-
-  `results` are the dtypes of the results, each None for the one that it is computed in; None
-  for those that they were traced with. `caller` is the reader of a result that is to be float32.
-  """
-  jaxpr = program.jaxpr
-  if settings.rules:
-    check_rules_match(jaxpr, settings.rules, where)
-  dtypes = [dtype_of(v) for v in jaxpr.outvars] if results is None else results
-  outs = [d if d in FLOATS else None for d in dtypes]
-  readers = [RETURNED if d is None else 0 if d in HALVES else caller for d in outs]
-  consts = constants(program.consts, settings)
-  return rewrite(jaxpr, ins, outs, readers, settings, (), consts).jaxpr
+# Rules that close over values of the function.
 
 
-def _rules_that_close_over(program: ClosedJaxpr) -> set[Holds]:
-  """Returns the kinds of functions with a rule that close over a value of the jaxpr."""
+def _has_rule_that_closes_over(program: ClosedJaxpr) -> bool:
+  """Whether a function with a derivative rule closes over a value of the jaxpr."""
   # An autocast function inside of a loss that is differentiated: gradients flow to what it closes
   # over too, and one that is differentiated at once knows its arguments alone.
   if any(isinstance(const, Tracer) for const in program.consts):
-    return set()
+    return False
   constants = set(program.jaxpr.constvars)
-  return {
-    holds
-    for eqn in walk(program)
-    if (holds := facts_of(eqn).holds) in (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
+  return any(
+    facts_of(eqn).holds in (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
     and not constants.issuperset(eqn.invars[: closed_over(eqn)])
-  }
+    for eqn in walk(program)
+  )
+
+
+def _differentiated_at_once(
+  call: Callable[..., list[Array]],
+  original: Callable[..., list[Array]],
+  decides: Sequence[bool],
+  cast: Callable[..., Function],
+) -> Callable[..., list[Array]]:
+  """Returns `call`, whose gradient is all of that of `original`, `cast`; some operands are data.
+
+  A rule that reads the weight of its layer is out of reach once the layer is traced: that value is
+  gone. So all is differentiated inside of one trace, and the derivative is rewritten.
+  """
+
+  def forward(*operands: PyTree) -> tuple[list[Array], dict[bool, dict[int, Array]]]:
+    # The arguments, not residuals: those of `original` are in the dtypes without autocast.
+    parts = {
+      moves: {i: x.value for i, x in enumerate(operands) if x.perturbed == moves}
+      for moves in (True, False)
+    }
+    return call(*(x.value for x in operands)), parts
+
+  def backward(
+    parts: dict[bool, dict[int, Array]], cotangents: Sequence[Array | SymbolicZero]
+  ) -> tuple[Array | None, ...]:
+    moving = parts[True]
+
+    def gradients(values: dict[int, Array], changes: list[Array]) -> dict[int, Array]:
+      def of_moving(moving: dict[int, Array]) -> list[Array]:  # The others may be closed over.
+        return original(*((values | moving)[i] for i in range(len(values))))
+
+      return jax.vjp(of_moving, {i: values[i] for i in moving})[1](changes)[0]
+
+    def with_dtypes(returned: dict[int, Array]) -> PyTree:  # A gradient has that of its argument.
+      return {i: InDtype(x, moving[i].dtype) for i, x in returned.items()}
+
+    def data(args: Args) -> list[Leaf]:
+      return [x for i, x in args[0].items() if decides[i]]
+
+    values = moving | parts[False]
+    cast_gradients = cast(gradients, data=data, results=with_dtypes)
+    by_place = cast_gradients(values, [*map(instantiated, cotangents)])
+    return tuple(by_place.get(i) for i in range(len(values)))
+
+  with_vjp = jax.custom_vjp(call)
+  with_vjp.defvjp(forward, backward, symbolic_zeros=True)
+  return with_vjp

@@ -24,32 +24,21 @@ FLOATS = HALVES | {FLOAT32}
 
 R = TypeVar("R")
 
-Scope = tuple[str, ...]
-"""The names of `jax.named_scope`s, the outermost first."""
+Scope = tuple[str, ...]  # The names of `jax.named_scope`s, the outermost first.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
   """What was asked for; part of the key under which a rewritten jaxpr is kept.
 
-  Fields:
-    policy: holds where no rule and no mark of a module says something else.
-    ops: the lists.
-    rules: tried in order against scopes; the policy of the first that matches applies there.
-    precision: what `jax_default_matmul_precision` asks for. A matmul that is left as it is gets it,
-      unless the function or a policy says something else.
-    in_derivative: the jaxpr is that of a derivative, such as the rule of a `jax.custom_jvp`. It has
-      to be linear in tangents, of which it is not known which they are: no matmul is in float8.
-    modules: the function is a call of modules, whose parameters are known: what it closes over is
-      data. Arguments in low precision are shown to modules as float32, and count as what they are.
-      Only a `jax.Array` is traced: what NumPy holds is a constant.
+  In a call of `modules` parameters are known: what is closed over is data. Arguments in low
+  precision are shown as float32, and count as what they are. What NumPy holds is a constant.
   """
 
-  policy: Policy
+  policy: Policy  # where no rule and no mark of a module says something else
   ops: OpLists
   rules: tuple[Rule, ...] = ()
-  precision: object = None
-  in_derivative: bool = False
+  in_derivative: bool = False  # of a rule, linear in some arguments: no matmul is in float8
   modules: bool = False
 
 
@@ -62,38 +51,41 @@ class Kind(NamedTuple):
 
   Fields:
     dtype: the one that it has at rest: a low-precision dtype if it is low, else float32.
-    neutral: it is computed from parameters, literals, masks and random numbers alone.
+    neutral: it is neutral, or a parameter that is stored in low precision.
+    parameter: it is an argument or closed over, perhaps moved or scaled, and neutral, or cast to
+      low precision. Each reader casts a neutral one, so that its gradients are added in float32.
     held: it is low and was just computed in float32, which is what its readers read.
     carried: the dtype of the variable that brings it, if it is another one than they read.
-    widened: it is held for its readers alone: all that it was computed of is at rest. A caller that
-      takes any dtype gets it at rest, as JAX's own promotion would have it.
+    widened: it is held for its readers alone: all that it was computed of is at rest, and so is
+      what a caller gets that takes any dtype.
     added: it is a sum of what is at rest, of parameters and of such sums, as a stream is that
       layers add to: by hand it would be in low precision, whatever its range.
-    weight: it is a parameter that the function has cast to low precision, and perhaps moved. Noted
-      for matmuls in float8 alone.
     solved: linear algebra returned it, of data or activations, or it is computed from such a value.
     numbers: those that its elements are among, if that is known: of literals, and of masks.
   """
 
   dtype: DType
   neutral: bool = False
+  parameter: bool = False
   held: bool = False
   carried: DType | None = None
   widened: bool = False
   added: bool = False
-  weight: bool = False
   solved: bool = False
   numbers: tuple[float, ...] | None = None
 
   @property
   def is_low(self) -> bool:
-    """Whether it is low, at rest or held in float32."""
     return self.dtype != FLOAT32
 
   @property
   def is_data(self) -> bool:
-    """Whether it is float32 for a reason."""
     return self.dtype == FLOAT32 and not self.neutral
+
+  @property
+  def rests(self) -> bool:
+    """Whether it is low and at rest: its readers read low precision."""
+    return self.is_low and not self.held
 
   @property
   def current(self) -> DType:
@@ -101,49 +93,30 @@ class Kind(NamedTuple):
     return FLOAT32 if self.held else self.dtype
 
   @property
-  def rests(self) -> bool:
-    """Whether it is low and at rest: its readers read low precision."""
-    return self.dtype != FLOAT32 and not self.held
-
-  @property
   def variable(self) -> DType:
     """The dtype of the variable."""
     return self.carried or self.current
 
 
-Kinds: TypeAlias = tuple[Kind | None, ...]
-"""Those of several values; None for what is no floating value of ours."""
+Kinds: TypeAlias = tuple[Kind | None, ...]  # None for what is no floating value of ours.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Value:
-  """A floating value of the jaxpr being written.
+  """A floating value of the jaxpr being written."""
 
-  Fields:
-    atom: the variable or literal. That of a value at rest may be float32, of the same numbers.
-    kind: what it is.
-    recast: each reader casts it, as of a parameter: the gradients are then added in float32. Of
-      other values one cast is shared by all.
-    counted: it was an integer.
-    producer: the equation that was written for it, if it is of elements alone.
-    stored: of a parameter that the function has cast, the variable before the cast.
-    moved: of numbers at rest that were moved, the equation, if several read what was moved.
-    views: variables of the same numbers in other dtypes; None for none.
-  """
-
-  atom: Atom
+  atom: Atom  # the variable, which may be float32 for numbers at rest, or the literal
   kind: Kind
-  recast: bool = False
-  counted: bool = False
-  producer: JaxprEqn | None = None
-  stored: Atom | None = None
-  moved: JaxprEqn | None = None
-  views: dict[DType, Atom] | None = None
+  counted: bool = False  # it was an integer
+  producer: JaxprEqn | None = None  # the equation that was written for it
+  stored: Atom | None = None  # of a parameter that the function has cast, the variable before it
+  moved: JaxprEqn | None = None  # of numbers at rest that were moved, if several read what was
+  views: dict[DType, Atom] = dataclasses.field(default_factory=dict)  # by other dtypes
 
   @property
   def is_parameter(self) -> bool:
-    """Whether it was computed from parameters alone, and has the dtype of these."""
-    return self.recast and self.kind.neutral
+    """Whether it is a parameter that no cast of the function has rounded."""
+    return self.kind.parameter and self.kind.neutral
 
   @property
   def is_repeated(self) -> bool:
@@ -166,10 +139,7 @@ class Value:
 
 
 def cached_per_jaxpr(fun: Callable[..., R]) -> Callable[..., R]:
-  """Returns a function of a jaxpr, and of more, that remembers its results as long as the jaxpr is.
-
-  So what a jaxpr closes over lives no longer than it would without.
-  """
+  """Returns a function of a jaxpr, and of more, that remembers results as long as the jaxpr is."""
   caches: weakref.WeakKeyDictionary[Jaxpr, dict[Any, R]] = weakref.WeakKeyDictionary()
 
   @functools.wraps(fun)
@@ -183,24 +153,22 @@ def cached_per_jaxpr(fun: Callable[..., R]) -> Callable[..., R]:
 
 
 def joined(kinds: Iterable[Kind | None]) -> Kind | None:
-  """Returns the kind of a value that is one of several: data if one is, else low if one is.
-
-  A low one is held in float32 if one of those that are low is.
-  """
+  """Returns the kind of a value that is one of several: see the table in `first_order.py`."""
   several = [kind for kind in kinds if kind is not None]
-  lows = [kind for kind in several if kind.is_low]
   if not several:
     return None
+  neutral = all(kind.neutral for kind in several)
+  parameter = all(kind.parameter for kind in several)
   solved = any(kind.solved for kind in several)
-  if any(kind.is_data for kind in several):
-    return Kind(FLOAT32, solved=solved)
-  if not lows:
-    return Kind(FLOAT32, neutral=True)
+  lows = [kind for kind in several if kind.is_low]
+  if not lows or any(kind.is_data for kind in several):
+    return Kind(FLOAT32, neutral, parameter and neutral, solved=solved)
   held = [kind for kind in lows if kind.held]
   return Kind(
     # By name, should both float16 and bfloat16 occur.
     min((kind.dtype for kind in lows), key=lambda dtype: dtype.name),
-    neutral=all(kind.neutral for kind in several),
+    neutral,
+    parameter,
     held=bool(held),
     widened=bool(held) and all(kind.widened for kind in held),
     added=all(kind.added for kind in lows),
@@ -210,11 +178,8 @@ def joined(kinds: Iterable[Kind | None]) -> Kind | None:
 
 def survives(number: float, dtype: DType) -> bool:
   """Whether a number becomes neither inf nor zero nor subnormal in a low-precision dtype."""
-  size = abs(number)
-  if size == 0 or not np.isfinite(size):
-    return True
-  limits = jnp.finfo(dtype)
-  return float(limits.tiny) <= size <= float(limits.max)
+  size, limits = abs(number), jnp.finfo(dtype)
+  return not 0 < size < np.inf or float(limits.tiny) <= size <= float(limits.max)
 
 
 def spans_float32(dtype: DType) -> bool:
@@ -229,7 +194,6 @@ def is_exact(number: float, dtype: DType) -> bool:
 
 
 def literal_value(literal: Literal) -> Value:
-  """Returns the value of a floating literal."""
   return Value(literal, Kind(aval_of(literal).dtype, True, numbers=_numbers(literal.val)))
 
 
@@ -248,7 +212,7 @@ def constants(values: Sequence[Any], settings: Settings) -> Kinds:
     if dtype not in FLOATS:
       return None
     if isinstance(value, Tracer):  # A value of a trace around this one, perhaps a parameter.
-      return Kind(dtype, neutral=not settings.modules)
+      return Kind(dtype, neutral=not settings.modules, parameter=not settings.modules)
     if np.ndim(value) > 0 or dtype != FLOAT32:
       return Kind(dtype)
     return Kind(dtype, neutral=True, numbers=_numbers(value))

@@ -10,12 +10,12 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
 import mpjax
-from mpjax._jaxprs.autocast.transform import rewrite_closed
+from mpjax._jaxprs.autocast.higher_order import rewrite
 from mpjax._jaxprs.autocast.values import Kind, Settings
 from tests import programs
 from tests.jaxprs.autocast import checks
@@ -555,10 +555,9 @@ def test_a_scan_of_a_later_jax_is_no_key_error():
   odd = eqns[-1].replace(params={**eqns[-1].params, "ft_in": None, "jaxpr": None})
   jaxpr = program(X, W).jaxpr.replace(eqns=[*eqns[:-1], odd])
   settings = Settings(policy=mpjax.Policy(compute_dtype="bfloat16"), ops=mpjax.OpLists())
-  closed = ClosedJaxpr(jaxpr, ())
   ins = (Kind(np.dtype("float32"), neutral=True),) * len(jaxpr.invars)
   with pytest.warns(UserWarning, match="'scan' holds a jaxpr in its parameters"):
-    new = rewrite_closed(closed, settings, "here", ins)
+    new = rewrite(jaxpr, ins, (None,), (0,), settings, ()).jaxpr
   assert new.eqns[-1].params == odd.params
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import mpjax
-from mpjax._jaxprs.autocast.recipes import Scaled
+from mpjax._jaxprs.autocast.matmuls import Scaled
 from tests.errors import refused
 from tests.float8_oracle import E4M3, E5M2, normal, quantised
 from tests.jaxprs.autocast.rig import matmuls

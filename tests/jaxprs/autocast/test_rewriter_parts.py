@@ -13,17 +13,8 @@ from jax import lax
 
 import mpjax
 from mpjax._jaxprs.autocast.rewriter import (
-  ALGEBRA,
-  ANGLE,
-  CALLER,
-  EXACT,
-  FACTOR,
-  FULL,
-  INDEX,
-  MATMUL,
-  RETURNED,
-  SUMMED,
-  in_precision,
+  By,
+  in_default,
   of_inputs,
   of_loop,
   retype,
@@ -203,10 +194,11 @@ def test_a_multiplication_that_names_its_dtype_is_the_users_choice():
 
 def test_a_program_in_which_a_precision_changes_nothing_is_not_kept():
   # What is kept for a program is kept as long as the program is: it may not be the program.
-  (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x + 1.0))(1.0).eqns
-  inner = weakref.ref(eqn.params["jaxpr"])
-  assert in_precision(eqn, HIGHEST)["jaxpr"] is inner()
-  del eqn
+  jaxpr = jax.make_jaxpr(jax.jit(lambda x: x + 1.0))(1.0).jaxpr
+  inner = weakref.ref(jaxpr.eqns[0].params["jaxpr"])
+  with jax.default_matmul_precision("highest"):
+    assert in_default(jaxpr) is jaxpr
+  del jaxpr
   jax.clear_caches()
   gc.collect()
   assert inner() is None
@@ -215,7 +207,7 @@ def test_a_program_in_which_a_precision_changes_nothing_is_not_kept():
 # What reads a value, found backwards.
 
 SETTINGS = Settings(policy=mpjax.Policy(compute_dtype="float16"), ops=mpjax.OpLists())
-LIST = FULL | EXACT
+LIST = By.FULL | By.EXACT
 """What an operation of the float32 list is."""
 
 
@@ -231,43 +223,43 @@ def readers(fun, *args, results=None, ops=None):
   [
     (lambda x: x, 0),
     (lambda x: jnp.ones(3), 0),
-    (lambda x: x @ x, MATMUL),
+    (lambda x: x @ x, By.MATMUL),
     (jnp.exp, LIST),
     (lambda x: x.sum(), LIST),
-    (lambda x: lax.reduce_precision(x, 5, 5), LIST | INDEX),
-    (lambda x: (jnp.exp(x), x @ x), LIST | MATMUL),
+    (lambda x: lax.reduce_precision(x, 5, 5), LIST | By.INDEX),
+    (lambda x: (jnp.exp(x), x @ x), LIST | By.MATMUL),
     # Sums, comparisons, indices and integers take their operands as they are held; products too.
-    (lambda x: x + 1, SUMMED),
-    (lambda x: x > 0, EXACT),
-    (lambda x: jnp.argmax(x), EXACT | INDEX),
-    (lambda x: lax.top_k(x, 2)[1], EXACT | INDEX),
-    (lambda x: x.astype(int), EXACT | INDEX),
-    (lambda x: 2 * x, FACTOR),
+    (lambda x: x + 1, By.SUMMED),
+    (lambda x: x > 0, By.EXACT),
+    (lambda x: jnp.argmax(x), By.EXACT | By.INDEX),
+    (lambda x: lax.top_k(x, 2)[1], By.EXACT | By.INDEX),
+    (lambda x: x.astype(int), By.EXACT | By.INDEX),
+    (lambda x: 2 * x, By.FACTOR),
     # Behind operations in neither list, of any number; a sum alone ends what a rounding harms.
-    (lambda x: jnp.tanh(2 * x.T)[:2] @ X, MATMUL | FACTOR),
-    (lambda x: jnp.exp(jnp.tanh(2 * x.T)[:2]), LIST | FACTOR),
-    (lambda x: lax.concatenate([x, jnp.exp(x)], 0) @ X, LIST | MATMUL),
-    (lambda x: (x + 1) @ X, SUMMED | MATMUL),
+    (lambda x: jnp.tanh(2 * x.T)[:2] @ X, By.MATMUL | By.FACTOR),
+    (lambda x: jnp.exp(jnp.tanh(2 * x.T)[:2]), LIST | By.FACTOR),
+    (lambda x: lax.concatenate([x, jnp.exp(x)], 0) @ X, LIST | By.MATMUL),
+    (lambda x: (x + 1) @ X, By.SUMMED | By.MATMUL),
     # A cast of the user's rounds.
     (lambda x: jnp.exp(x.astype("bfloat16")), 0),
-    (lambda x: x.astype("bfloat16") @ X.astype("bfloat16"), MATMUL),
+    (lambda x: x.astype("bfloat16") @ X.astype("bfloat16"), By.MATMUL),
     # What reads the result of an operation of a list does not read its operands.
     (lambda x: jnp.exp(x) @ X, LIST),
-    (lambda x: jnp.exp(x @ x), MATMUL),
+    (lambda x: jnp.exp(x @ x), By.MATMUL),
     # What is thrown away is read by nothing.
     (lambda x: (jnp.tanh(x), x)[1], 0),
     # Bodies.
-    (jax.jit(lambda x: x @ x), MATMUL),
-    (lambda x: jax.jit(lambda x: 2 * x)(x) @ x, MATMUL | FACTOR),
-    (lambda x: lax.cond(True, lambda x: x @ x, lambda x: x, x), MATMUL),
-    (lambda x: lax.cond(True, jnp.exp, lambda x: x, x) @ X, LIST | MATMUL),
-    (jax.checkpoint(lambda x: jnp.exp(x) + x @ x), LIST | MATMUL),
+    (jax.jit(lambda x: x @ x), By.MATMUL),
+    (lambda x: jax.jit(lambda x: 2 * x)(x) @ x, By.MATMUL | By.FACTOR),
+    (lambda x: lax.cond(True, lambda x: x @ x, lambda x: x, x), By.MATMUL),
+    (lambda x: lax.cond(True, jnp.exp, lambda x: x, x) @ X, LIST | By.MATMUL),
+    (jax.checkpoint(lambda x: jnp.exp(x) + x @ x), LIST | By.MATMUL),
     # Decisions are as sums.
-    (lambda x: jnp.floor(2 * x) @ X, SUMMED | FACTOR | MATMUL),
+    (lambda x: jnp.floor(2 * x) @ X, By.SUMMED | By.FACTOR | By.MATMUL),
     (lambda x: jnp.exp(x - 1), LIST),
     # What says where something is, behind a matmul too.
-    (lambda x: jnp.argmax(x @ X), MATMUL | INDEX),
-    (lambda x: jnp.cos(2 * x.T), LIST | FACTOR | ANGLE | INDEX),
+    (lambda x: jnp.argmax(x @ X), By.MATMUL | By.INDEX),
+    (lambda x: jnp.cos(2 * x.T), LIST | By.FACTOR | By.ANGLE | By.INDEX),
   ],
 )
 def test_of_an_argument(fun, want):
@@ -275,8 +267,8 @@ def test_of_an_argument(fun, want):
 
 
 def test_of_what_reads_the_results():
-  for outside in (0, MATMUL, FULL, EXACT, MATMUL | FULL):
-    assert readers(lambda x: (-x, jnp.exp(x)), results=(outside, MATMUL)) == (outside | LIST,)
+  for outside in (0, By.MATMUL, By.FULL, By.EXACT, By.MATMUL | By.FULL):
+    assert readers(lambda x: (-x, jnp.exp(x)), results=(outside, By.MATMUL)) == (outside | LIST,)
     assert readers(lambda x: x, results=(outside,)) == (outside,)
     assert readers(jax.jit(lambda x: -x), results=(outside,)) == (outside,)
     assert readers(jax.checkpoint(lambda x: -x), results=(outside,)) == (outside,)
@@ -285,16 +277,16 @@ def test_of_what_reads_the_results():
 def test_of_a_caller():
   # One that asks for float32 is seen through sums and what moves elements, and nothing else.
   for fun, want in (
-    (lambda x: x.T, CALLER),
-    (lambda x: x + 1, CALLER | SUMMED),
-    (lambda x: x + 1 + x.T, CALLER | SUMMED),
-    (lambda x: (x + 1, -x), RETURNED | CALLER | SUMMED),
-    (lambda x: 2 * x, RETURNED | FACTOR),
-    (lambda x: (x + 1) @ X, SUMMED | MATMUL),
+    (lambda x: x.T, By.CALLER),
+    (lambda x: x + 1, By.CALLER | By.SUMMED),
+    (lambda x: x + 1 + x.T, By.CALLER | By.SUMMED),
+    (lambda x: (x + 1, -x), By.RETURNED | By.CALLER | By.SUMMED),
+    (lambda x: 2 * x, By.RETURNED | By.FACTOR),
+    (lambda x: (x + 1) @ X, By.SUMMED | By.MATMUL),
   ):
     outs = jax.tree.leaves(jax.eval_shape(fun, X))
-    assert readers(fun, results=(CALLER,) * len(outs)) == (want,)
-  assert readers(lambda x: x + 1, results=(RETURNED,)) == (RETURNED | SUMMED,)
+    assert readers(fun, results=(By.CALLER,) * len(outs)) == (want,)
+  assert readers(lambda x: x + 1, results=(By.RETURNED,)) == (By.RETURNED | By.SUMMED,)
 
 
 def chain(x, y, z):
@@ -309,29 +301,29 @@ def chain(x, y, z):
 
 def test_of_a_carry_in_all_turns():
   # The third is what comes out after it was the second, which was the first. All are carried.
-  held = (LIST | MATMUL, EXACT | MATMUL, EXACT | MATMUL)
-  assert readers(chain, X, X, X, results=(0, 0, 0, MATMUL)) == (*held[:2], MATMUL)
-  assert readers(chain, X, X, X, results=(0, 0, 0, 0)) == (LIST, EXACT, 0)
+  held = (LIST | By.MATMUL, By.EXACT | By.MATMUL, By.EXACT | By.MATMUL)
+  assert readers(chain, X, X, X, results=(0, 0, 0, By.MATMUL)) == (*held[:2], By.MATMUL)
+  assert readers(chain, X, X, X, results=(0, 0, 0, 0)) == (LIST, By.EXACT, 0)
   found = inner_jaxprs(jax.make_jaxpr(chain)(X, X, X).eqns[0])
   assert found is not None
   (body,) = found
-  assert of_loop(body, (0, 0, 0, MATMUL), SETTINGS, ()) == (*held, MATMUL)
+  assert of_loop(body, (0, 0, 0, By.MATMUL), SETTINGS, ()) == (*held, By.MATMUL)
 
 
 def test_of_what_a_while_loop_tests_and_turns():
   def fun(limit, w, y):
     return lax.while_loop(lambda y: y.sum() < jnp.exp(limit), lambda y: y @ w, y)
 
-  assert readers(fun, 1.0, X, X) == (LIST, MATMUL, LIST | MATMUL)
+  assert readers(fun, 1.0, X, X) == (LIST, By.MATMUL, LIST | By.MATMUL)
 
 
 def test_of_a_solver():
   def fun(a, b):
     return lax.custom_linear_solve(lambda v: a @ v, b, lambda _, b: b / jnp.diag(a))
 
-  both = LIST | INDEX | ALGEBRA
+  both = LIST | By.INDEX | By.ALGEBRA
   assert readers(fun, X, X[0]) == (both, both)
   # Not behind a matmul, whose operands are not rounded for it either.
-  assert readers(lambda w, a, b: fun(a @ w, 2 * b), X, X, X[0]) == (MATMUL | EXACT | INDEX,) * 2 + (
-    both | FACTOR,
-  )
+  assert readers(lambda w, a, b: fun(a @ w, 2 * b), X, X, X[0]) == (
+    By.MATMUL | By.EXACT | By.INDEX,
+  ) * 2 + (both | By.FACTOR,)

@@ -10,17 +10,12 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._jaxprs.autocast import Settings, leaving, mark, region_of
+from mpjax._jaxprs.autocast import Settings, leaving, region_of
 from mpjax._jaxprs.autocast.scopes import (
-  OUTPUT,
   REGION,
-  as_written,
   check_rules_match,
-  dtype_marked,
-  low_dtype,
-  marked,
   names_of,
-  policy_at,
+  place_at,
   policy_of,
 )
 from tests import programs
@@ -28,6 +23,12 @@ from tests.jaxprs.autocast.rig import matmuls, rewritten
 
 BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
 HALF = Settings(policy=mpjax.Policy(compute_dtype=BF16), ops=mpjax.OpLists())
+
+
+def mark(region):
+  return jax.named_scope(REGION + region)
+
+
 W, X = jnp.eye(3) + 0.1, jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 of_modules = functools.partial(
   rewritten, modules=True, data=lambda args: args[1:], results=lambda out: out
@@ -66,18 +67,17 @@ def test_a_region_names_its_policy(policy):
 )
 def test_the_innermost_mark_decides(regions, dtype, stays):
   scope = ("Net", *(name for r in regions for name in (f"mpjax.region={r}", "layer")))
-  assert marked(scope) == (regions[-1] if regions else None)
-  assert low_dtype(policy_at(scope, HALF)) == dtype
   # Float32 by a policy is rounded on its way to a product elsewhere; what is left as it is, is not.
-  assert as_written(scope, HALF) is stays
+  place = place_at(scope, HALF)
+  assert (place.half, place.as_written) == (dtype, stays)
 
 
 def test_full_precision_is_stronger_than_a_mark_and_scopes_of_the_users_are_none():
   for scope in itertools.permutations(("mpjax.full_precision", "mpjax.region=bfloat16")):
-    assert policy_at(scope, HALF) is None
+    assert place_at(scope, HALF).policy is None
   for name in ("mpjax.region", "region=float16", "my mpjax.region=float16"):
-    assert marked((name,)) is None
-    assert dtype_marked((name,), OUTPUT) is None
+    place = place_at((name,), HALF)
+    assert (place.policy, place.output, place.inside) == (HALF.policy, None, ())
 
 
 def two_regions(w, x):
@@ -193,5 +193,5 @@ def test_scopes_in_all_bodies_are_known(path):
 @pytest.mark.parametrize("mark", [(), ("mpjax.region=float16",), ("mpjax.region=float32",)])
 def test_what_full_precision_returns_stays_float32_in_any_region(mark):
   settings = Settings(policy=mpjax.Policy(compute_dtype=BF16), ops=mpjax.OpLists())
-  assert as_written((*mark, "mpjax.full_precision"), settings)
-  assert not as_written(("mpjax.region=float32",), settings)
+  assert place_at((*mark, "mpjax.full_precision"), settings).as_written
+  assert not place_at(("mpjax.region=float32",), settings).as_written
