@@ -17,8 +17,9 @@ from mpjax._core.types import Args, Array, Function, Kwargs, Leaf
 
 
 def is_array(x: Leaf) -> bool:
-  """Whether a leaf is an array with a dtype; a Python number is not."""
-  return isinstance(x, (jax.Array, np.ndarray))
+  """Whether a leaf is an array that JAX takes; a Python number, or an array of text, is not."""
+  # Those of `ml_dtypes`, such as bfloat16, are of kind "V".
+  return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind in "biufcV")
 
 
 class Call:
@@ -43,9 +44,9 @@ class Call:
     if abstract:
       raise MpjaxTypeError(
         f"{where}(*args)",
-        expected="concrete arrays, with whose values it computes",
+        expected="concrete arrays",
         got=kind_of(abstract[0]),
-        fix="Call it on the host, outside of jax.jit and jax.grad.",
+        fix="Call it on the host, outside of jax.jit and jax.grad: it computes with their values.",
       )
 
   def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Path]]:
@@ -55,7 +56,9 @@ class Call:
     def flat(*arrays: Array) -> list[Leaf]:
       args, kwargs = call = self.with_arrays(arrays)
       before = {id(x): x for x in jax.tree.leaves(call)}
-      results = jax.tree_util.tree_leaves_with_path(fn(*args, **kwargs))
+      returned = fn(*args, **kwargs)
+      self.has_aux = isinstance(returned, tuple)  # if it is a loss
+      results = jax.tree_util.tree_leaves_with_path(returned)
       # Objects that the function wrote to, such as a model of NNX, hold what it computed.
       after = jax.tree_util.tree_leaves_with_path(call)
       results += [(path[2:], x) for path, x in after if id(x) not in before]
@@ -107,13 +110,14 @@ def trace(
 
 
 def positional_names(fn: Function, count: int) -> list[str]:
-  """Returns what positional arguments are called: "args[2]" is one of `*args`."""
+  """Returns what positional arguments are called: "rest[0]" is the first of `*rest`."""
   try:
-    parameters = inspect.signature(fn).parameters.values()
+    parameters = list(inspect.signature(fn).parameters.values())
   except (TypeError, ValueError):
-    parameters = ()
+    parameters = []
   names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-  return [*names[:count], *(f"args[{i}]" for i in range(len(names), count))]
+  rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+  return [*names[:count], *(f"{rest}[{i}]" for i in range(count - len(names)))]
 
 
 def check_function(fn: object, where: str, fix: str) -> None:

@@ -4,8 +4,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
+import mpjax
 from mpjax._diagnostics.arguments import Call, check_function, positional_names, trace
 from tests.errors import refused
 
@@ -25,8 +27,8 @@ def test_arguments_have_the_names_of_the_signature_and_their_paths():
     ("params/b/0", True),
     ("params/w", True),
     ("batch/x", False),
-    ("args[2]", False),
-    ("args[3]", False),
+    ("rest[0]", False),
+    ("rest[1]", False),
   ]
 
 
@@ -51,7 +53,7 @@ def test_variables_of_nnx_are_known_by_their_class():
 
 
 def test_a_function_without_a_signature():
-  assert positional_names(print, 1) == positional_names(lambda *a: a, 1) == ["args[0]"]
+  assert (positional_names(print, 1), positional_names(lambda *a: a, 1)) == (["args[0]"], ["a[0]"])
 
 
 def test_what_is_no_function():
@@ -109,3 +111,13 @@ def test_a_call_with_what_is_no_array():
   assert outputs == [("out",), ("y",)]
   out, _ = jax.core.eval_jaxpr(program.jaxpr, program.consts, *call.arrays)
   np.testing.assert_array_equal(out, [3, 3])
+
+
+@pytest.mark.parametrize("names", [np.asarray(["a", "b"]), np.asarray([None, "b"])])
+def test_arrays_of_text_and_objects_are_passed_as_they_are(names):
+  def fn(x, names):
+    assert names[1] == "b"
+    return jnp.sum(jnp.log(x))
+
+  assert mpjax.find_nonfinite(fn)(0 * X, names).operation == "log"
+  assert mpjax.ranges(fn)(X, names)

@@ -170,10 +170,10 @@ def test_a_function_is_expected_and_its_arguments_must_be_concrete(tool):
   with refused(TypeError, f"{name}(fn)", "a function", "an array", f"{name}(step)"):
     tool(x)
   with pytest.raises(
-    mpjax.errors.MpjaxTypeError, match=r"expected concrete arrays, got a traced one"
+    mpjax.errors.MpjaxTypeError, match=r"expected concrete arrays, got a traced array float32\[2\]"
   ):
     jax.jit(lambda x: len(str(tool(jnp.sin)(x))))(x)
-  with pytest.raises(mpjax.errors.MpjaxTypeError, match=r"got a jax\.ShapeDtypeStruct"):
+  with pytest.raises(mpjax.errors.MpjaxTypeError, match=r"got a ShapeDtypeStruct float32\[2\]"):
     tool(jnp.sin)(jax.ShapeDtypeStruct((2,), jnp.float32))
 
 
