@@ -113,7 +113,8 @@ def counted(
   backward = any(s.location.direction == "backward" for s in body_of(program).every_step())
   if not backward:
     # A loss returns a floating scalar, or one and aux.
-    first = program.out_avals[0] if args and outputs[:1] in ([()], [("0",)]) else None
+    is_first = args and outputs[:1] == [("0",) if call.has_aux else ()]
+    first = program.out_avals[0] if is_first else None
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
     scoped = with_parameter_scopes(fn)
     program, outputs = call.traced(gradient_of(scoped) if is_loss else scoped)

@@ -240,8 +240,10 @@ def test_rows_of_a_step_without_scopes_are_those_of_its_parameters():
   assert {g.path for g in report.of("updates")} == {"mlp/up/w", "mlp/down/w"}
 
 
-def test_a_scalar_in_a_dict_is_no_loss():
-  assert not mpjax.ranges(lambda w: {"loss": jnp.sum(w)})(jnp.ones(2)).of("gradients")
+def test_a_scalar_in_a_dict_or_list_is_no_loss():
+  for fn in (lambda w: {"loss": jnp.sum(w)}, lambda w: [jnp.sum(w)], lambda w: {"0": jnp.sum(w)}):
+    assert not mpjax.ranges(fn)(jnp.ones(2)).of("gradients")
+  assert mpjax.ranges(lambda w: (w @ w, w))(jnp.ones(2)).of("gradients")
 
 
 def test_errors():
