@@ -112,7 +112,7 @@ class NonfiniteReport(Report):
     verdict = "The value's own: no loss scale helps."
     if self.finite_at is not None:
       verdict = f"The scale's fault: all is finite at {power(self.finite_at)}."
-    elif self.loss_scale is None:
+    elif self.loss_scale is None and self.direction == "backward":
       verdict = "The value's own, unless the loss is scaled: no argument holds a loss scale to try."
     numbers = right("least", "largest", "inf", "NaN")
     columns = (Column("value", wide=True), Column("dtype and shape"), *numbers)

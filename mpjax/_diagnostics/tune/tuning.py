@@ -107,7 +107,9 @@ def tune(
   )
   check_value(
     tolerance,
-    isinstance(tolerance, (int, float, np.floating)) and 0 < tolerance < math.inf,
+    isinstance(tolerance, (int, float, np.floating))
+    and 0 < tolerance < math.inf
+    and tolerance is not True,
     "mpjax.tune(tolerance)",
     expected="a positive number, the relative error of the gradient",
     fix="Write tolerance=0.01 for one per cent.",

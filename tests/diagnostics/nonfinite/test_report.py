@@ -37,6 +37,12 @@ def test_a_report_fits_80_columns_and_is_json():
   assert "exp" in report._repr_html_()
 
 
+def test_a_gradient_may_be_scaled_by_hand_and_a_value_of_the_forward_pass_is_not():
+  x = jnp.zeros(2)
+  assert "unless the loss is scaled" in str(mpjax.find_nonfinite(jax.grad(jnp.linalg.norm))(x))
+  assert "no loss scale helps" in str(mpjax.find_nonfinite(jnp.log)(x))
+
+
 MASK = jnp.asarray([-jnp.inf, 1])
 # Each cure is obeyed, on the operand.
 CURES = [
