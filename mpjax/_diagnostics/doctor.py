@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from mpjax._core.dtypes import Hardware, hardware_of
-from mpjax._diagnostics.report import Column, Report, Section
+from mpjax._diagnostics.report import Report, Section
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpjax")
 OPTIONS = {
@@ -47,13 +47,12 @@ class Diagnosis(Report):
 
   def sections(self) -> Sequence[Section]:
     first = (f'Policy for this machine: "{self.preset}"', self.why)
-    kinds = (Column("Kind"), Column("Platform"), Column("Count", "right"))
-    meaning = Column("Meaning", wide=True)
+    kinds = ("Kind", "Platform", "Count", "Units", "Dtypes")
     return (
       Section("", (*first, *(f"Warning: {text}" for text in self.warnings))),
-      Section("Devices", (), (*kinds, Column("Units", wide=True), Column("Dtypes")), self.devices),
-      Section("Versions", (), (Column("Package"), Column("Installed")), self.versions),
-      Section("Settings", (), (Column("Setting"), Column("Value"), meaning), self.settings),
+      Section("Devices", (), kinds, self.devices),
+      Section("Versions", (), ("Package", "Installed"), self.versions),
+      Section("Settings", (), ("Setting", "Value", "Meaning"), self.settings),
     )
 
 

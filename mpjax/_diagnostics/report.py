@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -29,32 +29,19 @@ WIDTH = 80
 """Columns of a report as text."""
 
 
-class Column(NamedTuple):
-  """A column of a table."""
-
-  name: str
-  align: Literal["left", "right"] = "left"
-  wide: bool = False  # It takes the width that the others leave, and breaks its lines.
-
-
-def right(*names: str) -> tuple[Column, ...]:
-  """Returns columns of numbers."""
-  return tuple(Column(name, "right") for name in names)
-
-
 class Section(NamedTuple):
   """A part of a report.
 
   Fields:
     title: its heading; "" for none.
     lines: sentences, each a paragraph.
-    columns: those of its table; () for none.
+    columns: the names of those of its table; () for none. One without a cell is not shown.
     rows: the rows of the table, as many cells each as there are columns.
   """
 
   title: str = ""
   lines: tuple[str, ...] = ()
-  columns: tuple[Column, ...] = ()
+  columns: tuple[str, ...] = ()
   rows: tuple[tuple[str, ...], ...] = ()
 
 
@@ -147,14 +134,21 @@ def _paragraph(line: str) -> Table:
   return grid
 
 
-def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Table:
+_NUMBER = re.compile(r"[<>]?\d|2\^|not finite|-?$")
+"""How a cell of a column of numbers begins."""
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
   table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-  left = WIDTH - 2 * (len(columns) - 1)
-  for (name, align, wide), *cells in zip(columns, *rows, strict=True):
-    table.add_column(name, justify=align, overflow="fold", ratio=1 if wide else None)
-    left -= 0 if wide else max(map(len, (name, *cells)))
-  width = max(left // max(sum(column.wide for column in columns), 1), 1)
-  for row in rows:
+  shown = [column for column in zip(columns, *rows, strict=True) if any(column[1:])]
+  for name, *cells in shown:
+    align = "right" if all(map(_NUMBER.match, cells)) else "left"
+    table.add_column(name, justify=align, overflow="fold")
+  # Columns that are wider than their share have what the others leave.
+  left, widths = WIDTH - 2 * (len(shown) - 1), [max(map(len, column)) for column in shown]
+  narrow = [width for width in widths if width * len(shown) <= left]
+  width = max((left - sum(narrow)) // max(len(shown) - len(narrow), 1), 1)
+  for row in [*zip(*shown, strict=True)][1:]:
     table.add_row(*(_broken(cell, width) for cell in row))
   return table
 

@@ -15,7 +15,6 @@ import mpjax
 from mpjax._diagnostics import report
 from mpjax._diagnostics.report import (
   WIDTH,
-  Column,
   Report,
   Section,
   amount,
@@ -28,7 +27,7 @@ SECTIONS = (
   Section(
     "Title <1>",
     ("a line", f"   indented {LONG} and words that go on and on, " * 2),
-    (Column("module", wide=True), Column("n", "right"), Column("note", wide=True)),
+    ("module", "n", "note"),
     ((LONG, "1.5 k", "a & b"), ("b", "2", "x" * 90)),
   ),
   Section("", ("no title",)),
@@ -59,7 +58,7 @@ def test_no_line_is_longer_than_a_terminal_and_nothing_is_lost():
 
 def test_paths_break_at_slashes_and_empty_sections_have_no_heading():
   path = "/".join(f"a_module_with_a_name_{i}" for i in range(6))
-  columns = (Column("module", wide=True), Column("n", "right"))
+  columns = ("module", "n")
   sections = [Section("nothing", (), columns), Section("some", (path,), columns, ((path, "1"),))]
   title, *lines = str(Example(sections)).splitlines()
   assert title == "some"

@@ -28,7 +28,7 @@ from mpjax._diagnostics.audit.findings import (
 )
 from mpjax._diagnostics.audit.leaks import find_leaks
 from mpjax._diagnostics.parameter_scopes import name_by_parameters, parameter_trees
-from mpjax._diagnostics.report import Column, Pending, Report, Section, amount, percent
+from mpjax._diagnostics.report import Pending, Report, Section, amount, percent
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import Direction
 from mpjax._jaxprs.primitives import Holds
@@ -47,8 +47,6 @@ _LISTS = {
   "collectives": ("Between devices", "module, operation, dtype, bytes, times"),
 }
 """The heading of a list, and its columns."""
-
-_WIDE = ("module", "because of", "risk", "not in float8 because", "rule", "decided by")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -196,15 +194,10 @@ def _rest(rows: Sequence[object]) -> list[str]:
 def _table(
   title: str, names: str, rows: Sequence[Sequence[str]], lines: Sequence[str] = ()
 ) -> Section:
-  """Returns a table of the first rows, without the columns that say nothing."""
-  said = [(x, *cells) for x, *cells in zip(names.split(", "), *rows, strict=True) if any(cells)]
-  columns: list[Column] = []
-  for name, *cells in said:
-    is_number = all(cell[:1] in "<>0123456789" for cell in cells[:_MOST])
-    columns.append(Column(name, "right" if is_number else "left", name in _WIDE))
-  shown = [*zip(*(cells[:_MOST] for _, *cells in said), strict=True)]
-  shown += [(text, *[""] * (len(said) - 1)) for text in _rest(rows)]
-  return Section(title, tuple(lines), tuple(columns), tuple(shown))
+  """Returns a table of the first rows."""
+  columns = tuple(names.split(", "))
+  rest = [(text, *[""] * (len(columns) - 1)) for text in _rest(rows)]
+  return Section(title, tuple(lines), columns, (*map(tuple, rows[:_MOST]), *rest))
 
 
 _FIX = "Write mpjax.audit(step)(state, batch): the arguments come in a second call."

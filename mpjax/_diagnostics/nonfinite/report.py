@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import primitives as p
 
 from mpjax._core.dtypes import is_low_precision
-from mpjax._diagnostics.report import Column, Report, Section, right
+from mpjax._diagnostics.report import Report, Section
 from mpjax._jaxprs.graph import Operation
 
 
@@ -114,8 +114,7 @@ class NonfiniteReport(Report):
       verdict = f"The scale's fault: all is finite at {power(self.finite_at)}."
     elif self.loss_scale is None and self.direction == "backward":
       verdict = "The value's own, unless the loss is scaled: no argument holds a loss scale to try."
-    numbers = right("least", "largest", "inf", "NaN")
-    columns = (Column("value", wide=True), Column("dtype and shape"), *numbers)
+    columns = ("value", "dtype and shape", "least", "largest", "inf", "NaN")
     rows = []
     for each in (*self.operands, *filter(None, [self.result])):
       shape = f"{each.dtype}[{','.join(map(str, each.shape))}]"

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax._core.types import NumpyArray
 from mpjax._diagnostics.nonfinite.report import power
-from mpjax._diagnostics.report import Column, Report, Section, amount, percent, right
+from mpjax._diagnostics.report import Report, Section, amount, percent
 
 Kind: TypeAlias = Literal[
   "activations", "gradients", "float32", "parameters", "optimizer state", "updates"
@@ -261,14 +261,13 @@ class RangesReport(Report):
 
 
 def _table(
-  title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], *lines: str
+  title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], *lines: str
 ) -> Section:
   """Returns a table of the first rows, which lose most."""
   if len(rows) > _MOST_ROWS:
     cut = f"The {_MOST_ROWS} of {len(rows)} that lose most; .groups and to_json() have all."
     lines = (cut, *lines)
-  table = (Column(columns[0], wide=True), *right(*columns[1:]))
-  return Section(title, lines if rows else (), table, tuple(rows[:_MOST_ROWS]))
+  return Section(title, lines if rows else (), columns, tuple(rows[:_MOST_ROWS]))
 
 
 def _share(part: int, total: int) -> float:

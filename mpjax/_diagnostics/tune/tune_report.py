@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
-from mpjax._diagnostics.report import Column, Report, Section, percent, right
+from mpjax._diagnostics.report import Report, Section, percent
 
 
 class Evaluation(NamedTuple):
@@ -103,14 +103,13 @@ class TuneReport(Report):
     about = (
       "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
     )
-    columns = Column("module", wide=True), *right("forward", "gradient", "FLOPs"), Column("")
+    columns = ("module", "forward", "gradient", "FLOPs", "")
     for each in sorted(self.evaluations, key=lambda each: (each.half_share, -each.error)):
       verdict = "good" if each.error <= self.tolerance else ""
       verdict = "chosen" if each.float32 == self.float32 else verdict
       paths = ", ".join(path or "(no scope)" for path in each.float32[:3]) or "nothing"
       paths += f" and {len(each.float32) - 3} more" * (len(each.float32) > 3)
       ranked.append((percent(each.half_share), _text(each.error), verdict, paths))
-    choice = *right("share", "error"), Column(""), Column("in float32", wide=True)
     title = f"Error of each module in {low} against float32"
     share = f"{percent(self.half_share)} of the FLOPs of matmuls run in {low}"
     errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
@@ -138,7 +137,9 @@ class TuneReport(Report):
     return [
       Section(title, (f"{about}those inside.",) * bool(modules), columns, tuple(modules)),
       Section("Rules", tuple(lines)),
-      Section(curve, (), choice, tuple(ranked) if len(ranked) > 1 else ()),
+      Section(
+        curve, (), ("share", "error", "", "in float32"), tuple(ranked) if len(ranked) > 1 else ()
+      ),
     ]
 
 
