@@ -13,7 +13,7 @@ from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.leaves import Path, is_nnx_variable, key_names
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 
 
 def is_array(x: Leaf) -> bool:
@@ -31,6 +31,7 @@ class Call:
     self._leaves, self._tree = jax.tree.flatten((args, kwargs))
     self.positions = [i for i, x in enumerate(self._leaves) if is_traced(x)]
     self.arrays = [self._leaves[i] for i in self.positions]
+    self.returned: PyTree = None  # what the function that was traced last returned
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
     """Returns the arguments with other arrays for those that are traced."""
@@ -56,9 +57,8 @@ class Call:
     def flat(*arrays: Array) -> list[Leaf]:
       args, kwargs = call = self.with_arrays(arrays)
       before = {id(x): x for x in jax.tree.leaves(call)}
-      returned = fn(*args, **kwargs)
-      self.has_aux = isinstance(returned, tuple)  # if it is a loss
-      results = jax.tree_util.tree_leaves_with_path(returned)
+      self.returned = fn(*args, **kwargs)
+      results = jax.tree_util.tree_leaves_with_path(self.returned)
       # Objects that the function wrote to, such as a model of NNX, hold what it computed.
       after = jax.tree_util.tree_leaves_with_path(call)
       results += [(path[2:], x) for path, x in after if id(x) not in before]

@@ -12,8 +12,8 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from mpjax._core.leaves import Path, leaf_paths
-from mpjax._core.types import Array, Function, PyTree
-from mpjax._diagnostics.arguments import Call, is_array
+from mpjax._core.types import Function, PyTree
+from mpjax._diagnostics.arguments import Call
 from mpjax._jaxprs.compat import within_scopes
 from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.locations import Source
@@ -27,22 +27,14 @@ def with_parameter_scopes(fn: Function) -> Function:
 
   def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
     call = Call(args, kwargs)
-    returned: list[PyTree] = []
-
-    def flat(*operands: Array) -> list[Array]:
-      new_args, new_kwargs = call.with_arrays(operands)
-      returned[:] = [fn(*new_args, **new_kwargs)]
-      return [x for x in jax.tree.leaves(returned) if is_array(x)]
-
-    closed = jax.make_jaxpr(flat)(*call.arrays)
+    closed, _ = call.traced(fn)
     graph = Graph(closed)
     paths = [path[1 + (path[1:2] == ("params",)) : -1] for path in leaf_paths(args[:1])]
     arguments = zip(call.positions, graph.arguments, strict=True)
     owners = {v: paths[i] for i, v in arguments if i < len(paths)}
     jaxpr = opened(_scoped(closed, name_by_parameters(graph, owners)))
     results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
-    (result,) = jax.tree.map(lambda x: next(results) if is_array(x) else x, returned)
-    return result
+    return jax.tree.map(lambda x: next(results) if isinstance(x, jax.Array) else x, call.returned)
 
   return scoped
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -20,10 +20,14 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from mpjax._core.policy import Policy
+from mpjax._core.types import Args, Function, Kwargs
 from mpjax._jaxprs.locations import Source
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Advance: TypeAlias = Callable[[int, int], None]
+"""Takes the number of steps that are done, and of all, if that is known."""
 
 WIDTH = 80
 """Columns of a report as text."""
@@ -48,16 +52,19 @@ class Section(NamedTuple):
 class Pending(Generic[P, R]):
   """A function that returns a report of a call, and says so where it is printed."""
 
-  def __init__(self, call: Callable[P, R], name: str, fn: object) -> None:
-    self._call, self._name = call, name
-    self._fn = getattr(fn, "__name__", type(fn).__name__)
+  def __init__(
+    self, tool: str, fn: Callable[P, object], report: Callable[[Function, Args, Kwargs, Advance], R]
+  ) -> None:
+    self._tool, self._fn, self._report = tool, fn, report
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-    return self._call(*args, **kwargs)
+    with progress(self._tool) as advance:
+      return self._report(self._fn, args, kwargs, advance)
 
   def __repr__(self) -> str:
-    call = f"mpjax.{self._name}({self._fn})"
-    return f"<{call}: call it with the arguments of {self._fn}, as in {call}(*args)>"
+    name = getattr(self._fn, "__name__", type(self._fn).__name__)
+    call = f"mpjax.{self._tool}({name})"
+    return f"<{call}: call it with the arguments of {name}, as in {call}(*args)>"
 
 
 class Report(abc.ABC):
@@ -185,9 +192,8 @@ FIRST, EVERY, REDRAWN = 2.0, 5.0, 0.2
 
 
 @contextlib.contextmanager
-def progress(task: str) -> Generator[Callable[[int, int], None]]:
+def progress(task: str) -> Generator[Advance]:
   """Shows on stderr that a task runs, and what part of it is done."""
-  # Yields a function to call with the number of steps that are done, and of all, if that is known.
   is_line = sys.stderr.isatty() or Console(stderr=True).is_jupyter
   ended, start, steps = threading.Event(), time.monotonic(), [0, 0]
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.rules import Rule
+from mpjax._core.types import Args, Function, Kwargs
 from mpjax._diagnostics.arguments import check_function, trace
 from mpjax._diagnostics.audit.findings import (
   DTYPES,
@@ -28,7 +29,7 @@ from mpjax._diagnostics.audit.findings import (
 )
 from mpjax._diagnostics.audit.leaks import find_leaks
 from mpjax._diagnostics.parameter_scopes import name_by_parameters, parameter_trees
-from mpjax._diagnostics.report import Pending, Report, Section, amount, percent
+from mpjax._diagnostics.report import Advance, Pending, Report, Section, amount, percent
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import Direction
 from mpjax._jaxprs.primitives import Holds
@@ -237,7 +238,7 @@ def audit(
   """
   check_function(fn, "mpjax.audit(fn)", _FIX)
 
-  def call(*args: P.args, **kwargs: P.kwargs) -> AuditReport:
+  def audited(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> AuditReport:
     record = AuditRecord()
     with AUDIT(record):
       program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
@@ -277,4 +278,4 @@ def audit(
       rules={rule: (n, record.hidden.get(rule, 0)) for rule, n in record.rules.items()},
     )
 
-  return Pending(call, "audit", fn)
+  return Pending("audit", fn, audited)

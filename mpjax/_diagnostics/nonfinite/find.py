@@ -1,7 +1,6 @@
 """`find_nonfinite`: where the first inf or NaN came from."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -27,9 +26,9 @@ from mpjax._diagnostics.nonfinite.probes import (
 )
 from mpjax._diagnostics.nonfinite.report import NonfiniteReport, Range, cause_and_cure
 from mpjax._diagnostics.parameter_scopes import name_by_parameters
-from mpjax._diagnostics.report import progress
+from mpjax._diagnostics.report import Pending
 from mpjax._diagnostics.tune.tune_report import written
-from mpjax._diagnostics.tune.tuning import prefixes, selector
+from mpjax._diagnostics.tune.tuning import scopes_of, selector
 from mpjax._jaxprs.graph import Graph, Operation
 from mpjax._jaxprs.locations import call_of
 from mpjax._jaxprs.primitives import Holds
@@ -76,14 +75,9 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   False
   """
   check_function(fn, "mpjax.find_nonfinite(fn)", _FIX)
-
-  @functools.wraps(fn)
-  def find(*args: object, **kwargs: object) -> NonfiniteReport:
-    # Compiling a training step takes as long as the step's own.
-    with progress("find_nonfinite: compiling and running the function"):
-      return Finder(fn, args, kwargs).report()
-
-  return find
+  return Pending(
+    "find_nonfinite", fn, lambda fn, args, kwargs, _: Finder(fn, args, kwargs).report()
+  )
 
 
 class Finder:
@@ -244,8 +238,7 @@ class Finder:
     if "/" not in path and path[:1].isupper():
       return f"mpjax.full_precision(fn)(x)  # for the code of {operation.where.source},"
     of_parameter = operation.step.location.path != path  # As rules for NNX have it.
-    scopes = {""}.union(*(prefixes(each.location.path) for each in self.body.every_step()))
-    selects = f"**/{path}" if of_parameter else selector(path, scopes)
+    selects = f"**/{path}" if of_parameter else selector(path, scopes_of(self.body))
     return f'Rule("float32", path={written(selects)})  #'
 
 

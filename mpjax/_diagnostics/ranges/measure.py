@@ -25,7 +25,7 @@ from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyA
 from mpjax._diagnostics.arguments import Call, check_function, is_array
 from mpjax._diagnostics.parameter_scopes import name_by_parameters, with_parameter_scopes
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, Kind, RangesReport
-from mpjax._diagnostics.report import Pending, progress
+from mpjax._diagnostics.report import Advance, Pending
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.primitives import OUTER_PRODUCT
@@ -71,12 +71,7 @@ def ranges(fn: Callable[P, object]) -> Callable[P, RangesReport]:
   1.0
   """
   check_function(fn, "mpjax.ranges(fn)", _FIX)
-
-  def count(*args: P.args, **kwargs: P.kwargs) -> RangesReport:
-    with progress("ranges") as advance:
-      return counted(fn, args, kwargs, advance)
-
-  return Pending(count, "ranges", fn)
+  return Pending("ranges", fn, counted)
 
 
 def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
@@ -103,9 +98,7 @@ def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
   return gradient
 
 
-def counted(
-  fn: Function, args: Args, kwargs: Kwargs, advance: Callable[[int, int], None]
-) -> RangesReport:
+def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> RangesReport:
   """Returns the report of one call; `advance` takes the operations that are done, and all."""
   call = Call(args, kwargs)
   call.check_concrete("mpjax.ranges(fn)")
@@ -113,7 +106,7 @@ def counted(
   backward = any(s.location.direction == "backward" for s in body_of(program).every_step())
   if not backward:
     # A loss returns a floating scalar, or one and aux.
-    is_first = args and outputs[:1] == [("0",) if call.has_aux else ()]
+    is_first = args and outputs[:1] == [("0",) if isinstance(call.returned, tuple) else ()]
     first = program.out_avals[0] if is_first else None
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
     scoped = with_parameter_scopes(fn)

@@ -6,6 +6,7 @@ They are found by the sensitivities of modules, to first order, a bisection, and
 import bisect
 import collections
 import contextlib
+import functools
 import itertools
 import math
 import re
@@ -27,7 +28,7 @@ from mpjax._core.types import Args, Array, DType, Function, Kwargs, NumpyArray
 from mpjax._diagnostics.arguments import Call, check_function
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.ranges.measure import counted, gradient_of, inputs_of, plan
-from mpjax._diagnostics.report import Pending, progress
+from mpjax._diagnostics.report import Advance, Pending
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.compat import bind
@@ -114,21 +115,16 @@ def tune(
     expected="a positive number, the relative error of the gradient",
     fix="Write tolerance=0.01 for one per cent.",
   )
-
-  def tuned(*args: P.args, **kwargs: P.kwargs) -> TuneReport:
-    with progress("tune") as advance:
-      return _tuned(loss_fn, parsed, tolerance, args, kwargs, advance)
-
-  return Pending(tuned, "tune", loss_fn)
+  return Pending("tune", loss_fn, functools.partial(_tuned, parsed, tolerance))
 
 
 def _tuned(
-  loss_fn: Function,
   policy: Policy,
   tolerance: float,
+  loss_fn: Function,
   args: Args,
   kwargs: Kwargs,
-  advance: Callable[[int, int], None],
+  advance: Advance,
 ) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
   call, dtype, scale, where = Call(args, kwargs), policy.compute_dtype, 1.0, f"{_CALL}(*args)"
