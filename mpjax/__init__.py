@@ -18,8 +18,7 @@ if TYPE_CHECKING:
   from mpjax import nnx as nnx
   from mpjax import reports as reports
   from mpjax import states as states
-  from mpjax._compositions.by_framework import policy_scope, value_and_grad, with_policy
-  from mpjax._compositions.opt_level import OptLevel, opt_level
+  from mpjax._compositions import OptLevel, opt_level, value_and_grad, with_policy
   from mpjax._diagnostics.audit.audit_report import audit
   from mpjax._diagnostics.nonfinite.find import find_nonfinite
   from mpjax._diagnostics.ranges.measure import ranges
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
   from mpjax._io.conversion import convert
   from mpjax._jaxprs.autocast import autocast
   from mpjax._jaxprs.op_lists import OpLists
+  from mpjax.linen import policy_scope
   from mpjax.transforms import (
     DynamicLossScale,
     NoLossScale,
@@ -75,11 +75,11 @@ _ON_FIRST_USE = {
   "convert": "mpjax._io.conversion",
   "autocast": "mpjax._jaxprs.autocast",
   "OpLists": "mpjax._jaxprs.op_lists",
-  "OptLevel": "mpjax._compositions.opt_level",
-  "opt_level": "mpjax._compositions.opt_level",
-  "value_and_grad": "mpjax._compositions.by_framework",
-  "policy_scope": "mpjax._compositions.by_framework",
-  "with_policy": "mpjax._compositions.by_framework",
+  "OptLevel": "mpjax._compositions",
+  "opt_level": "mpjax._compositions",
+  "value_and_grad": "mpjax._compositions",
+  "policy_scope": "mpjax.linen",
+  "with_policy": "mpjax._compositions",
 }
 """The module of a name that is imported when it is first used, unless it is `mpjax.transforms`."""
 
@@ -91,7 +91,9 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
   def __getattr__(name: str) -> object:
     if name not in (*__all__, *_MODULES):
-      inner = [f"{m}.{n}" for m in _MODULES if m in globals() for n in globals()[m].__all__]
+      # Where other classes are. A name that Python itself asks for loads nothing.
+      homes = ("errors", "reports", "states") if name[0].isupper() else ()
+      inner = [f"{m}.{n}" for m in homes for n in importlib.import_module(f"mpjax.{m}").__all__]
       near = ", ".join(nearest(name, [*__all__, *_MODULES, *inner]))
       raise AttributeError(f"module 'mpjax' has no attribute {name!r}; the nearest are {near}")
     module = f"mpjax.{name}" if name in _MODULES else _ON_FIRST_USE.get(name, "mpjax.transforms")

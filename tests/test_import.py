@@ -95,3 +95,12 @@ def test_import_needs_no_extra_and_touches_no_device():
 def test_unknown_attribute_is_an_attribute_error():
   with pytest.raises(AttributeError, match=r"'mpjax' has no attribute 'grad'.* value_and_grad"):
     _ = mpjax.grad
+
+
+@pytest.mark.parametrize(
+  "name", ["errors.MpjaxTypeError", "reports.AuditReport", "states.MonitorState"]
+)
+def test_the_error_for_a_class_names_the_module_that_has_it(name):
+  # Also before anything else has imported that module.
+  program = f"import mpjax\ntry:\n  mpjax.{name.split('.')[1]}\nexcept AttributeError as error:\n"
+  assert name in run(program + "  print(error)").stdout

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, ParamSpec, Self, TypeVar
 
@@ -133,8 +134,7 @@ class AuditRecord:
   def __init__(self) -> None:
     self.autocast = self.scaled = False
     self.modules: dict[str, AuditedModule] = {}
-    self.rules: dict[Rule, int] = {}
-    self.hidden: dict[Rule, int] = {}
+    self.rules, self.hidden = Counter[Rule](), Counter[Rule]()
 
   def note_autocast(self) -> None:
     self.autocast = True
@@ -144,16 +144,14 @@ class AuditRecord:
 
   def note(self, path: str, module: AuditedModule) -> None:
     if path not in self.modules and module.rule is not None:
-      self.rules[module.rule] = self.rules.get(module.rule, 0) + 1
-      for rule in module.hidden:
-        self.rules.setdefault(rule, 0)
-        self.hidden[rule] = self.hidden.get(rule, 0) + 1
+      self.rules[module.rule] += 1
+      self.hidden.update(module.hidden)
+      self.note_rules(module.hidden)
     self.modules[path] = module
 
   def note_rules(self, rules: Iterable[Rule]) -> None:
     """Notes rules that the user gave, whether they pick a module or not."""
-    for rule in rules:
-      self.rules.setdefault(rule, 0)
+    self.rules.update(dict.fromkeys(rules, 0))
 
 
 P = ParamSpec("P")

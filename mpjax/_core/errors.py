@@ -145,7 +145,9 @@ def kind_of(value: object) -> str:
   if value is None or isinstance(value, (str, int, float)):
     return repr(value)
   is_array = isinstance(value, (jax.Array, np.ndarray))
-  name = "traced " * isinstance(value, Tracer) + ("array" if is_array else type(value).__name__)
+  name = "array" if is_array else type(value).__name__
+  if isinstance(value, Tracer):
+    name = "traced array"
   dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
   contents = "" if dtype is None or shape is None else f" {dtype}{list(shape)}"
   return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}{contents}"

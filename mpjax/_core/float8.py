@@ -73,15 +73,17 @@ class Float8:
     return _TOO_SMALL[self.scaling] if self.skip is None else self.skip
 
   def __str__(self) -> str:
-    parts = {self.scaling: self.scaling != "tensor", "power_of_two": self.power_of_two}
-    parts[f"weight_grad={self.weight_grad}"] = self.weight_grad != "float8"
-    sizes = (f"{_text(k)}x{_text(n)}" for k, n in self.skip or ())
-    parts[f"skip={'|'.join(sizes) or 'none'}"] = self.skip is not None
-    return ":".join(("float8", *(text for text, is_set in parts.items() if is_set)))
-
-
-def _text(size: Size) -> str:
-  return "*" if size is None else str(size)
+    parts = ["float8"]
+    if self.scaling != "tensor":
+      parts.append(self.scaling)
+    if self.power_of_two:
+      parts.append("power_of_two")
+    if self.weight_grad != "float8":
+      parts.append(f"weight_grad={self.weight_grad}")
+    if self.skip is not None:
+      sizes = ("x".join("*" if n is None else str(n) for n in pair) for pair in self.skip)
+      parts.append(f"skip={'|'.join(sizes) or 'none'}")
+    return ":".join(parts)
 
 
 def _is_pair(x: Any) -> bool:

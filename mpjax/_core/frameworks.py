@@ -2,21 +2,20 @@
 
 from mpjax._core.errors import MpjaxTypeError, kind_of
 
-_HAIKU = ("Module", "Transformed", "TransformedWithState", "MultiTransformed")
-
 _CLASSES = {
   "Linen": ("flax.linen.Module", "mpjax.linen.PolicyModule"),
   "NNX": ("flax.nnx.Module", "flax.nnx.Optimizer"),
   "Equinox": ("equinox.Module",),
-  "Haiku": tuple(f"haiku.{name}" for name in (*_HAIKU, "MultiTransformedWithState")),
+  "Haiku": (
+    *("haiku.Module", "haiku.Transformed", "haiku.TransformedWithState"),
+    *("haiku.MultiTransformed", "haiku.MultiTransformedWithState"),
+  ),
 }
 """The public classes that the models of a library inherit from."""
 
 _CALL = 'mpjax.with_policy({}, "mixed_bfloat16")'
 
 _WAYS = {
-  "Linen": f"Use {_CALL.format('model')}.",
-  "NNX": f"Use {_CALL.format('model')}.",
   "Equinox": f"Use {_CALL.format('loss_fn')} on the function that calls the model.",
   "Haiku": f"Use {_CALL.format('transformed.apply')}, on the pure function.",
 }
@@ -40,7 +39,7 @@ def not_a_model(x: object) -> tuple[str, str]:
     return f"the class {x.__name__}", f"Pass an instance: {call}."
   name = x.__name__ if isinstance(x, type) else type(x).__name__
   if library is not None:
-    return f"a model of {library} ({name})", _WAYS[library]
+    return f"a model of {library} ({name})", _WAYS.get(library, f"Use {_CALL.format('model')}.")
   fix = f"Write {_CALL.format('model')}, or for a function of arrays {_CALL.format('fn')}."
   return kind_of(x), fix
 

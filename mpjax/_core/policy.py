@@ -105,11 +105,10 @@ class Policy:
         got=f"{wide.name} with compute_dtype={compute.name}",
         fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise.",
       )
-    vars(self).update(precision=None, matmul=None)
-    if precision is not None:
-      vars(self)["precision"] = parse_precision(precision, compute, wide)
-    if matmul is not None:
-      vars(self)["matmul"] = parse_recipe(matmul, compute, "mpjax.Policy(matmul=...)")
+    vars(self).update(
+      precision=None if precision is None else parse_precision(precision, compute, wide),
+      matmul=None if matmul is None else parse_recipe(matmul, compute, "mpjax.Policy(matmul=...)"),
+    )
 
   @classmethod
   def parse(cls, policy: "PolicyLike") -> "Policy":

@@ -66,23 +66,17 @@ class Rule:
         got=" and ".join(f"{name}=" for name in names) or "none of them",
         fix="Write one rule for each selector; where= can combine conditions.",
       )
-    (name,) = names
-    value, classes = selectors[name], module if isinstance(module, tuple) else (module,)
-    fits, expected = {
-      "path": (isinstance(value, (str, re.Pattern)), "a glob or a compiled regular expression"),
-      "module": (_are_classes(classes), "a class or a non-empty tuple of classes"),
-      "where": (callable(value), "a predicate on the bound module"),
-    }[name]
-    if not fits:
-      where_given, fix = f"mpjax.Rule({name}=...)", "See mpjax.Rule for what each selector takes."
-      raise MpjaxTypeError(where_given, expected=expected, got=repr(value), fix=fix)
+    classes = module if isinstance(module, tuple) else (module,)
     if isinstance(path, str):
       _check_glob(path)
-    where_policy, fix = (
-      "mpjax.Rule(policy)",
-      'The policy comes first: Rule("float32", path="head").',
-    )
-    parsed = None if policy is None else parse_policy(policy, where_policy, fix)
+    elif path is not None and not isinstance(path, re.Pattern):
+      raise _wrong_selector("path", "a glob or a compiled regular expression", path)
+    elif module is not None and not (classes and all(isinstance(x, type) for x in classes)):
+      raise _wrong_selector("module", "a class or a non-empty tuple of classes", module)
+    elif where is not None and not callable(where):
+      raise _wrong_selector("where", "a predicate on the bound module", where)
+    example = 'The policy comes first: Rule("float32", path="head").'
+    parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)", example)
     for name, value in {"policy": parsed, **selectors}.items():
       object.__setattr__(self, name, value)
 
@@ -118,8 +112,9 @@ class Rule:
       raise
 
 
-def _are_classes(classes: tuple[Any, ...]) -> bool:
-  return bool(classes) and all(isinstance(cls, type) for cls in classes)
+def _wrong_selector(name: str, expected: str, got: object) -> MpjaxTypeError:
+  fix = "See mpjax.Rule for what each selector takes."
+  return MpjaxTypeError(f"mpjax.Rule({name}=...)", expected=expected, got=repr(got), fix=fix)
 
 
 _NOT_IN_GLOBS = frozenset(r".\()|+^${}")

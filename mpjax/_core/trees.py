@@ -190,18 +190,15 @@ def all_finite(tree: PyTree) -> Array:
 
 def tree_differences(expected: PyTree, got: PyTree, *, dtypes: bool) -> list[str]:
   """Returns what keeps `got` from being like `expected`, by path. None counts as a leaf."""
-  expected_leaves, expected_def = _flatten(expected)
-  got_leaves, got_def = _flatten(got)
-  missing = [f"nothing at {path}" for path in expected_leaves if path not in got_leaves]
-  extra = [f"an extra leaf at {path}" for path in got_leaves if path not in expected_leaves]
+  wants, treedef = _described(expected, dtypes)
+  gives, other = _described(got, dtypes)
+  missing = [f"nothing at {path}" for path in wants if path not in gives]
+  extra = [f"an extra leaf at {path}" for path in gives if path not in wants]
   if missing or extra:
     return missing + extra
-  if expected_def != got_def:
+  if treedef != other:
     return [_other_container(expected, got)]
-  texts = (
-    (p, _describe(x, dtypes), _describe(got_leaves[p], dtypes)) for p, x in expected_leaves.items()
-  )
-  return [f"{give} for {want} at {path}" for path, want, give in texts if want != give]
+  return [f"{gives[p]} for {want} at {p}" for p, want in wants.items() if want != gives[p]]
 
 
 def _other_container(expected: PyTree, got: PyTree, path: str = "") -> str:
@@ -224,15 +221,18 @@ def is_none(x: object) -> bool:
   return x is None
 
 
-def _flatten(tree: PyTree) -> tuple[dict[str, Leaf], object]:
+def _described(tree: PyTree, dtypes: bool) -> tuple[dict[str, str], object]:
+  """Returns what each leaf of a tree is, by path, and the structure of the tree."""
+  texts: dict[str, str] = {}
   leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
-  return {jax.tree_util.keystr(path) or "the root": x for path, x in leaves}, treedef
-
-
-def _describe(x: Leaf, dtypes: bool) -> str:
-  if not is_array_like(x):
-    return "None" if x is None else type(x).__name__
-  return f"{jnp.result_type(x) if dtypes else 'shape '}{list(jnp.shape(x))}"
+  for path, x in leaves:
+    text = type(x).__name__
+    if x is None:
+      text = "None"
+    elif is_array_like(x):
+      text = f"{jnp.result_type(x) if dtypes else 'shape '}{list(jnp.shape(x))}"
+    texts[jax.tree_util.keystr(path) or "the root"] = text
+  return texts, treedef
 
 
 def is_array_like(x: object) -> bool:

@@ -14,12 +14,7 @@ from flax.core import Scope, freeze, lift
 from flax.linen.transforms import lift_direct_transform
 
 from mpjax._core import active
-from mpjax._core.active import (
-  ACTIVE,
-  AUDIT,
-  EVERY,
-  in_region,
-)
+from mpjax._core.active import ACTIVE, AUDIT, EVERY, in_region
 from mpjax._core.errors import REFUSALS
 from mpjax._core.policy import Policy
 from mpjax._core.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy

@@ -13,12 +13,7 @@ import jax
 from flax.core import FrozenDict
 from flax.core.scope import CollectionFilter
 
-from mpjax._core.active import (
-  ScopeToken,
-  activate_scope,
-  in_region,
-  leave_scopes,
-)
+from mpjax._core.active import ScopeToken, activate_scope, in_region, leave_scopes
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.leaves import node_paths
@@ -27,15 +22,7 @@ from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, parse_config, sh
 from mpjax._core.trees import mapped
 from mpjax._core.types import Args, Function, Kwargs, Params, PyTree, Variables
 from mpjax._jaxprs.used_dtypes import store_as_used
-from mpjax.linen._intercept import (
-  abstract,
-  activate,
-  applied,
-  begin,
-  current,
-  intercept,
-  under,
-)
+from mpjax.linen._intercept import abstract, activate, applied, begin, current, intercept, under
 
 Keys: TypeAlias = jax.Array | dict[str, jax.Array]
 """What `nn.Module.init` takes: one random key, or one for each name."""
@@ -296,18 +283,26 @@ def with_policy(
 def policy_scope(
   policy: PolicyLike | None, rules: Iterable[Rule] = ()
 ) -> contextlib.AbstractContextManager[None]:
-  """Runs every Linen model called inside under a policy: it is `mpjax.policy_scope`.
+  """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
+
+  The scope belongs to the thread that enters it, and to every function that is traced or called
+  inside: `jax.jit` traces once for each policy. Flax's NNX has no hook for calls: give
+  `mpjax.with_policy(model, policy)` to the code that calls an NNX model.
 
   Args:
     policy: as for `with_policy`.
-    rules: as for `with_policy`; one that picks out nothing is no error here.
+    rules: as for `with_policy`, with paths relative to each root; a rule that picks out nothing is
+      never an error here.
 
   Returns:
-    A context manager, for `with`; also a decorator.
+    A context manager, for `with`; also a decorator. It can be entered repeatedly, but not by a
+    module that is running under a policy (MpjaxRuntimeError).
 
-  >>> import mpjax
-  >>> with mpjax.linen.policy_scope("bfloat16"):
-  ...   pass
+  >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
+  >>> variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
+  >>> with mpjax.policy_scope("c=bf16"):
+  ...   nn.Dense(2).apply(variables, jnp.ones((1, 3))).dtype
+  dtype(bfloat16)
   """
   return _Scope(parse_config("mpjax.policy_scope", policy, rules, unmatched="ignore"))
 

@@ -5,8 +5,7 @@
 >>> model = mpjax.with_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
 """
 
-from mpjax.nnx._value_and_grad import value_and_grad
-from mpjax.nnx._with_policy import convert, with_policy
+from mpjax.nnx._with_policy import convert, value_and_grad, with_policy
 from mpjax.transforms import atomic_step
 
 __all__ = ["atomic_step", "convert", "value_and_grad", "with_policy"]

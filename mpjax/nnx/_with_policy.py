@@ -1,20 +1,21 @@
-"""`with_policy`: a view of an NNX model that runs under a policy; `convert`: one for inference."""
+"""`with_policy`: a view of an NNX model that runs under a policy; and what takes such a view."""
 
 import functools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 
-from mpjax._core.errors import MpjaxTypeError, kind_of
+from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.policy import PolicyLike
 from mpjax._core.rules import ModulePolicy, ModuleRecord, Rule, parse_config, resolve_policy, shown
-from mpjax._core.types import KeyPath, Params, PyTree
+from mpjax._core.types import Function, Grads, KeyPath, OptState, Params, PyTree
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.nnx import _view
+from mpjax.transforms import value_and_grad as value_and_grad_of_arrays
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -163,3 +164,56 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
 
   new = store_as_used(call, params, args, kwargs, "mpjax.nnx.convert(view)")
   return nnx.merge(graphdef, new, rest, copy=True)
+
+
+_WHERE = "mpjax.nnx.value_and_grad(fun, optimizer)"
+_CALL = "Write mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch), inside of the step."
+
+
+@check_call(_WHERE, fix=_CALL)
+def value_and_grad(
+  fun: Function,
+  optimizer: nnx.Optimizer[nnx.Module] | OptState,
+  argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+  has_aux: bool = False,
+  *,
+  name: str | None = None,
+) -> Callable[..., tuple[PyTree, Grads]]:
+  """Like `nnx.value_and_grad`, for a loss that is scaled before it is differentiated.
+
+  The gradients go to `optimizer.update(model, grads)`, which unscales them and skips a step that
+  overflowed; `mpjax.nnx.atomic_step` takes back what its forward pass has written.
+
+  Args:
+    fun: a function of a model that returns a floating scalar, or that and anything else if
+      `has_aux`. Call the model under a policy inside.
+    optimizer: an `nnx.Optimizer` around what `mpjax.loss_scaling` returned, or a state of that.
+    argnums: what to differentiate with respect to, as for `nnx.value_and_grad`.
+    has_aux: `fun` returns a pair of the loss and something else, which is returned as it is.
+    name: which of several loss scales to use.
+
+  Returns:
+    A function that returns the loss as `fun` computed it (or `(loss, aux)`) and the *scaled*
+    gradients, an `nnx.State`.
+
+  Raises:
+    MpjaxTypeError: `fun` is a method of a model, or as for `mpjax.value_and_grad`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> from flax import nnx
+  >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+  >>> optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
+  >>> def loss_fn(model, x):
+  ...   return jnp.mean(mpjax.with_policy(model, "mixed_float16")(x) ** 2)
+  >>> loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, jnp.ones((2, 3)))
+  >>> updates = optimizer.update(model, grads)
+  """
+  if isinstance(fun, types.MethodType) and isinstance(fun.__self__, nnx.Module):
+    raise MpjaxTypeError(
+      _WHERE,
+      expected="a function that is given the model as an argument",
+      got=f"a method of the model ({fun.__qualname__})",
+      fix="Write lambda model, x: model.loss(x), so that the model is differentiated.",
+    )
+  options = {"name": name, "differentiator": nnx.value_and_grad}
+  return value_and_grad_of_arrays(fun, optimizer, argnums, has_aux, **options)
