@@ -229,8 +229,7 @@ def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   # What the body returns depends on how the carry comes in, so it is rewritten until nothing
   # changes. Kinds only go from neutral to low to data, and from rest to held: that ends.
   while True:
-    for i, kind in zip(body.carried, state, strict=True):
-      kinds[i] = kind
+    kinds = _replaced(kinds, body.carried, state)
     new = _inside(rewriter, eqn, body, kinds, readers=readers)
     back = list(map(_carried, state, new.outs[: len(state)], own))
     if back == state:

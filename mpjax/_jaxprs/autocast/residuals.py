@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, DType, Leaf
-from mpjax._jaxprs.autocast.rewriter import By, Rewriter, only_float32
+from mpjax._jaxprs.autocast.rewriter import By, Rewriter, in_default, only_float32
 from mpjax._jaxprs.autocast.run import (
   differentiated,
   jaxpr_for,
@@ -81,7 +81,11 @@ def saving_rounded(
 
   Its backward pass starts from rounded ones: an error for each call, and none that a loop adds up.
   """
-  fun, cse = functools.partial(eval_jaxpr, jaxpr, ()), eqn.params["prevent_cse"]
+
+  def fun(*operands: Array) -> list[Array]:
+    return eval_jaxpr(in_default(jaxpr), (), *operands)
+
+  cse = eqn.params["prevent_cse"]
   return _saving(fun, ClosedJaxpr(jaxpr, ()), avals, saved, "saving_rounded", prevent_cse=cse)
 
 

@@ -42,6 +42,7 @@ from mpjax._jaxprs.reader import (
   Atom,
   Inner,
   Program,
+  aval_of,
   cast_to,
   dtype_of,
   hides_matmul,
@@ -431,7 +432,8 @@ def _in_precision(program: Program, precision: object) -> Program | None:
   eqns = opened(program).eqns
   params = [with_each(eqn, lambda each: _in_precision(each, precision) or each) for eqn in eqns]
   for i, eqn in enumerate(eqns):
-    if eqn.params.get("precision", 0) is None and dtype_of(eqn.invars[0]) not in HALVES:
+    # Not where operands were cast: to low precision, or to the format of a recipe.
+    if eqn.params.get("precision", 0) is None and aval_of(eqn.invars[0]).dtype.itemsize >= 4:
       params[i] = {**params[i], "precision": precision}
   if all(new is eqn.params for eqn, new in zip(eqns, params, strict=True)):
     return None

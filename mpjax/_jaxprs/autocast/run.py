@@ -5,6 +5,7 @@ but what a jitted function holds once. Here parts of a jaxpr that repeat become 
 """
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -61,18 +62,15 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   JAX writes the equations inside instead, where it traces a jaxpr: that is the same, but for the
   lines of code that profiles show. Each operation has that of the first of its part.
   """
+
   # Equations that follow one another in one scope. Alone is one that has effects (two prints of
   # equal text are two, and JAX keeps their order by the effects of the equations), and one that
   # holds jaxprs: these are shared by JAX already, and to compare two of them takes long.
-  groups: list[list[JaxprEqn]] = []
-  before = None
-  for eqn in jaxpr.eqns:
+  def place(eqn: JaxprEqn) -> Hashable:
     alone = eqn.effects or is_higher_order(eqn)
-    place = None if alone else (eqn.source_info.name_stack, eqn.ctx)
-    if place is None or place != before:
-      groups.append([])
-    groups[-1].append(eqn)
-    before = place
+    return id(eqn) if alone else (eqn.source_info.name_stack, eqn.ctx)
+
+  groups = [list(group) for _, group in itertools.groupby(jaxpr.eqns, place)]
   last_read: dict[Atom, int] = {}
   for number, group in enumerate(groups):
     last_read |= {v: number for eqn in group for v in variables(eqn.invars)}
@@ -85,12 +83,11 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
     if key is None or counts[key] == 1:
       eqns += group
       continue
-    info = group[0].source_info
     if key not in calls:
       closed = ClosedJaxpr(jaxpr_of(unscoped(group), invars, outvars), ())
       calls[key] = call_of(closed, invars, outvars, "part", inline=True)
-    place = {"source_info": info, "ctx": group[0].ctx}
-    eqns.append(calls[key].replace(invars=[*invars], outvars=outvars, **place))
+    where = {"source_info": group[0].source_info, "ctx": group[0].ctx}
+    eqns.append(calls[key].replace(invars=[*invars], outvars=outvars, **where))
   return jaxpr.replace(eqns=eqns)
 
 
@@ -210,9 +207,8 @@ def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:
   around = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
   with jax.sharding.use_abstract_mesh(around):
     spec = PartitionSpec()
-    jax.eval_shape(
-      jax.shard_map(on_device, in_specs=spec, out_specs=spec, axis_names={*mesh.manual_axes})
-    )
+    here = jax.shard_map(on_device, in_specs=spec, out_specs=spec, axis_names={*mesh.manual_axes})
+    jax.eval_shape(here)
   return traced[0]
 
 

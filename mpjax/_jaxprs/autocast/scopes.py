@@ -101,19 +101,16 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   """Returns what applies in a scope."""
   full = FULL_PRECISION in scope  # Also inside of a module that has a policy of its own.
   region = next((name for name in reversed(scope) if name.startswith(REGION)), None)
-  policy = settings.policy
   if full:
     policy = None
   elif region is not None:  # The innermost mark of a policy decides.
     policy = policy_of(region.removeprefix(REGION))
   else:  # Else the innermost scope that a rule matches, and there the first of the rules.
-    for depth in range(len(scope), -1, -1) if settings.rules else ():
-      rule = first_match(settings.rules, None, path_of(scope[:depth]))
-      if rule is not None:
-        policy = rule.policy
-        break
-  low = policy is not None and policy.compute_dtype in HALVES
-  as_written = full or (not low and region in (None, REGION + AS_IT_IS))
+    paths = (path_of(scope[:depth]) for depth in range(len(scope), -1, -1))
+    rules = (first_match(settings.rules, None, path) for path in paths)
+    policy = next((rule.policy for rule in rules if rule is not None), settings.policy)
+  half = policy.compute_dtype if policy is not None and policy.compute_dtype in HALVES else None
+  as_written = full or (half is None and region in (None, REGION + AS_IT_IS))
   own = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
   last = scope[-1] if scope else ""
   output, rest = (
@@ -122,7 +119,7 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   return Place(
     scope,
     policy,
-    policy.compute_dtype if policy is not None and low else None,
+    half,
     as_written,
     output,
     rest,
@@ -142,11 +139,11 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
   for rule in rules:
     if not any(rule.matches(None, path) for path in paths):
       sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else str(rule.path)
-      near = ", ".join(map(repr, nearest(sought, paths)))
+      near = ", ".join(map(repr, nearest(sought, paths[1:])))  # The first is that of no scope.
       raise UnmatchedRuleError(
         f"{where}: {rule}",
         expected="a rule that picks out at least one named scope",
         got=f"none of the {len(paths)} scopes of the jaxpr",
-        fix=f"Scopes are those of jax.named_scope; the nearest: {near}. A Flax model is the "
-        'outermost one, by its class: begin the path with "**/".',
+        fix=f"Scopes are those of jax.named_scope; the nearest: {near or 'none'}. A Flax model is "
+        'the outermost one, by its class: begin the path with "**/".',
       )

@@ -197,8 +197,7 @@ def with_settings(
       computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
       # A tracer of the trace that is over may not be kept.
       rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
-      asked = [results is None or isinstance(x, InDtype) for x in computed]
-      dtypes = [x.dtype if each else None for x, each in zip(computed, asked, strict=True)]
+      dtypes = [x.dtype if results is None or isinstance(x, InDtype) else None for x in computed]
       left.append((rest, outside, dtypes))
       return [x.array if isinstance(x, InDtype) else x for x in computed]
 
@@ -236,8 +235,7 @@ def with_settings(
     outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
     readers = tuple(By.RETURNED if d is None else 0 if d in HALVES else caller for d in outs)
     consts = constants(program.consts, settings)
-    new = rewrite(program.jaxpr, tuple(ins), outs, readers, settings, (), consts)
-    new = in_default(new.jaxpr)
+    new = in_default(rewrite(program.jaxpr, tuple(ins), outs, readers, settings, (), consts).jaxpr)
 
     def call(*operands: Array) -> list[Array]:
       return run(new, program.consts, operands, name)

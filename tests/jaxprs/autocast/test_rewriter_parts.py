@@ -180,6 +180,29 @@ def test_what_counts_under_a_setting_for_the_whole_process():
     assert of_rule == [("bfloat16", None)] * 2
 
 
+def test_a_setting_for_the_whole_process_is_not_for_float8():
+  policy = mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(skip=()))
+  w = jnp.eye(16)
+  with jax.default_matmul_precision("highest"):
+    found = matmuls(mpjax.autocast(lambda w, x: x @ w, policy), w, w)
+  assert found == [("float8_e4m3fn", None)]
+
+
+def test_a_remat_that_saves_low_precision_has_the_setting_for_the_whole_process():
+  def fun(w, x):
+    def step(c, row):
+      return c + (c + mpjax.full_precision(jnp.dot)(row, w)) @ (0.1 * w), None
+
+    return lax.scan(jax.checkpoint(step, prevent_cse=False), jnp.zeros(3), x)[0].sum()
+
+  grad = jax.grad(mpjax.autocast(fun, "c=bf16"))
+  with jax.default_matmul_precision("highest"):
+    found = matmuls(grad, X, X)
+  # In the forward pass, and in the backward pass, where it is computed again.
+  assert {asked for dtype, asked in found if dtype == "float32"} == {(HIGHEST, HIGHEST)}
+  assert {asked for _, asked in matmuls(grad, X, X)} == {None}
+
+
 def test_a_multiplication_that_names_its_dtype_is_the_users_choice():
   if "out_dtype" not in inspect.signature(lax.mul).parameters:
     pytest.skip("jax.lax.mul has no out_dtype before jax 0.12")

@@ -19,6 +19,7 @@ from mpjax._jaxprs.autocast.scopes import (
   policy_of,
 )
 from tests import programs
+from tests.errors import refused
 from tests.jaxprs.autocast.rig import matmuls, rewritten
 
 BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
@@ -188,6 +189,13 @@ def program():
 @pytest.mark.parametrize("path", ["net", "net/step", "**", "**/step", re.compile("net/.*")])
 def test_scopes_in_all_bodies_are_known(path):
   check_rules_match(program(), [mpjax.Rule(None, path=path)], "here")
+
+
+def test_a_function_without_scopes_is_told_that_there_are_none():
+  fun = mpjax.autocast(lambda w, x: x @ w, rules=[mpjax.Rule("float32", path="a/b")])
+  scopes = "a rule that picks out at least one named scope", "none of the 1 scopes of the jaxpr"
+  with refused(ValueError, "mpjax.autocast(fn): Rule(", *scopes, "the nearest: none."):
+    fun(W, X)
 
 
 @pytest.mark.parametrize("mark", [(), ("mpjax.region=float16",), ("mpjax.region=float32",)])
