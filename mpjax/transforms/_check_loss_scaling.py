@@ -64,11 +64,10 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
       got = "traced ones" if traced else "no such state in the arguments"
       raise MpjaxTypeError(WHERE, expected=expected, got=got, fix=fix)
     refuse_outside(call, WHERE)
-    updated = 0  # Of several optimizers a step may update one alone.
+    # Of several optimizers a step may update one alone.
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-      for scale in scales:
-        updated += _check_one(step, call, scale)
-    if not updated:
+      updated = [_check_one(step, call, scale) for scale in scales]
+    if not any(updated):
       raise _not_updated(scales[0])
 
   return check
@@ -85,7 +84,8 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     *args, kwargs = jax.tree.map(lambda x: new.get(id(x), x), call, is_leaf=is_nnx_variable)
     # Not what the step has added to a module: that is no new version, and may be of any type.
     written = {path: new[id(x)] for path, x in flat.items() if is_nnx_variable(x)}
-    return {p: plain_array(x) for p, x in (_leaves(step(*args, **kwargs)) | written).items()}
+    # A state of NNX is returned as arrays are.
+    return {p: plain_array(x) for p, x in (written | _leaves(step(*args, **kwargs))).items()}
 
   # In float32, where to scale by a power of two rounds nothing. What is wrong with a step that
   # cannot be traced, it raises again where it runs.
@@ -103,44 +103,48 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
       raise MpjaxValueError(WHERE, expected=expected, got="NoLossScale()", fix=fix)
     return True
 
-  def run(number: float, start: dict[Path, Leaf]) -> tuple[float, dict[Path, Leaf], bool | None]:
-    # Whether it was applied; None if it has not updated the scale, which a count tells. An inf or
-    # NaN belongs to all losses: of several one alone may be skipped.
+  def run(number: float, start: dict[Path, Leaf]) -> tuple[float, dict[Path, Leaf], int | None]:
+    # How many steps were applied, of a loop some perhaps; None if none has updated the scale. An
+    # inf or NaN belongs to all losses: of several one alone may be skipped.
     moving = [scale] if np.isfinite(number) else [one for one in scales_in(call) if one.stored]
-    new = {id(one.stored.scale): number for one in moving} | {id(scale.stored.total): 2**30}
+    new = {id(one.stored.scale): number for one in moving}
+    new |= {id(one.stored.finite): False for one in moving}
+    new |= {id(x): 2**30 for x in (scale.stored.total, scale.stored.skipped)}
     values = {p: full_like(start[p], new[id(x)]) for p, x in flat.items() if id(x) in new}
     after = {p: _numbers(x) for p, x in execute(jax.tree.map(jnp.copy, start | values)).items()}
     states = [p[:-1] for p in after if p[-1:] == (".total",) and f"[{scale.label!r}]" in p]
     updated = [state for state in states if np.max(after[*state, ".total"]) > 2**30]
     if not states or not (updated or np.isfinite(number)):
       raise _not_updated(scale)
-    return number, after, all(np.all(after[*x, ".finite"]) for x in updated) if updated else None
+    counts = [int(np.sum(after[*x, ".total"] - after[*x, ".skipped"])) for x in updated]
+    return number, after, sum(counts) if updated else None
 
   # A right step returns the very same at each scale, but for float16, which overflows and
   # underflows. Far below 1 a mistake is all that is left, and far above it is gone, or the other
   # way round, behind a clip as well. Nor is a step applied at inf, which makes 0 of a plain
   # gradient and NaN of a scaled one, unless it is tried again at a lower scale, and then returns
   # the same; a NaN stays one. At a scale that is always 1 plain gradients are right.
-  is_one = scale.fields == {"scale": 1}
-  high, *others = [1.0] if is_one else [2.0**14, 2.0**-22] if eqns else [2.0**8, 2.0**6]
-  runs = [run(high, before)]
+  usual = [2.0**14, 2.0**-22] if eqns else [2.0**8, 2.0**6]
+  numbers = [1.0] if scale.fields == {"scale": 1} else [*usual, np.inf, np.nan]
+  runs = [run(numbers[0], before)]
   if runs[0][2] is None:
     return False
-  runs += [run(number, before) for number in (() if is_one else (*others, np.inf, np.nan))]
-  applied = [after for _, after, is_applied in runs if is_applied]
-  finite = [after for number, after, is_applied in runs if is_applied and np.isfinite(number)]
+  runs += [run(number, before) for number in numbers[1:]]
+  most = max(count or 0 for _, _, count in runs) or None
+  applied = [after for _, after, count in runs if count == most]
+  finite = [after for number, after, count in runs if count == most and np.isfinite(number)]
   if not finite:
     expected = "a step whose gradients are finite at some loss scale"
-    got = f"an inf or NaN at {', '.join(f'{number:.9g}' for number in (high, *others))}"
+    got = f"an inf or NaN at {', '.join(f'{number:.9g}' for number in numbers[:2])}"
     fix = "Call it with another batch; mpjax.check_skipped_steps says which gradient it is."
     raise MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 
-  # One that is skipped. Momentum that is 0 stays 0, so here nothing is.
+  # One that is skipped, by all losses. Momentum that is 0 stays 0, so here nothing is.
   first, old = finite[0], {x: _numbers(v) for x, v in before.items()}
   states = sorted(x for x in old if ".loss_scale" in x)
   zeros = [x for x in set(old) - set(states) if is_inexact(old[x]) and not np.any(old[x])]
   start = before | {x: full_like(before[x], 0.6875) for x in zeros}
-  _, skipped, is_applied = run(np.nan, start)
+  _, skipped, _ = run(np.nan, start)
 
   # What is returned for each argument, and is it kept when the step is skipped? That has its type,
   # and its path or name. A number behind the optimizer's state may be a loss, what follows a log.
@@ -157,8 +161,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     if is_inexact(old[x]):
       is_free = not all(np.any(skipped[path]) for path in paths)
     changed += [] if kept or is_free else paths
-    # What depends on the scale? Far below 1 a mistake is all that is left, and far above it is
-    # gone, or the other way round. Beside what falls other things may rise: a clip makes them.
+    # What depends on the scale? Beside what falls other things may rise: a clip makes them.
     for path in (kept or paths) if is_inexact(old[x]) else []:
       moved = [_distance(old[x], after[path]) for after in finite]
       moves = moves or moved[0] > 0
@@ -176,7 +179,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     expected = f"{''.join(path)} to be the same at every value of the loss scale {scale.label!r}"
     grads = f"mpjax.value_and_grad(loss_fn, {'optimizer' if nnx else 'opt_state'}{name})"
     fix = f"Pass what {grads} returns to update; clip in mpjax.loss_scaling, penalise in loss_fn."
-  elif changed and not is_applied:
+  elif changed and not any(np.any(x) for p, x in skipped.items() if p[-1:] == (".finite",)):
     expected = "a step that changes nothing when it is skipped"
     got = f"another {''.join(changed[0])}"
     fix = "Wrap it by @mpjax.nnx.atomic_step." if nnx else "Keep the old one by mpjax.select_tree."

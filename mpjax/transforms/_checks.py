@@ -131,7 +131,7 @@ def _first_state(inner: optax.GradientTransformation, params: Params) -> OptStat
 
 def check_state(state: object, kind: type[T], where: str) -> T:
   """Raises unless `state` is a `kind`, which `init` of the same transformation makes."""
-  fix = "Pass the opt_state of this very transformation; restore checkpoints into its structure."
+  fix = "Pass the opt_state of this very transformation; restore checkpoints into tx.init(params)."
   return check_type(state, kind, where, expected="the state that init created", fix=fix)
 
 

@@ -515,13 +515,15 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
   parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
   scaled = [x for x in parts if is_scaled(x)]
   got = ""
-  if _library(tree) == "optax" and not isinstance(tree, _HARMLESS):
+  if type(tree).__module__.startswith("optax.") and not isinstance(tree, _HARMLESS):
     got = f"one inside of the state optax.{type(tree).__name__}"
   elif chains and type(tree) in (tuple, collections.OrderedDict):
+    # States are NamedTuples, users' own too.
     others = [x for x in parts if not is_scaled(x)]
-    for x in jax.tree.leaves(others, is_leaf=lambda x: _library(x) != ""):
-      if _library(x) and jax.tree.leaves(x):
-        got = f"one in a chain beside the state {_library(x)}.{type(x).__name__}"
+    for x in jax.tree.leaves(others, is_leaf=lambda x: hasattr(x, "_fields")):
+      if isinstance(x, tuple) and jax.tree.leaves(x):
+        library = type(x).__module__.partition(".")[0]
+        got = f"one in a chain beside the state {library}.{type(x).__name__}"
     if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
       got = f"a chain of {len(scaled)}, each of which divides the gradients again"
   if got:
@@ -534,12 +536,6 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   for x in scaled:
     refuse_outside(x, where, chains=chains)
-
-
-def _library(state: object) -> str:
-  """Returns the library whose state this is; "" where it is no state of optax or mpjax."""
-  library = type(state).__module__.partition(".")[0]
-  return library if library in ("optax", "mpjax") else ""
 
 
 def set_loss_scale(

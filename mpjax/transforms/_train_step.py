@@ -203,15 +203,15 @@ def make_train_step(
       got = f"{max_retries} with {scale.label!r}"
       fix = "Use DynamicLossScale: the same batch at the same scale overflows again."
       raise MpjaxValueError(f"{call}(max_retries)", expected=expected, got=got, fix=fix)
-    if rounding == "stochastic" and (
-      state.rng is None or nodes_of(state.opt_state, MasterWeightsState)
-    ):
+    has_masters = bool(nodes_of(state.opt_state, MasterWeightsState))
+    if rounding == "stochastic" and (has_masters or state.rng is None):
+      field = "opt_state" if has_masters else "rng"
       raise MpjaxValueError(
-        f"{call}(rounding='stochastic'): step(state)",
-        expected="a PRNG key in the state, and parameters without masters, which round to nearest",
-        got="None for rng" if state.rng is None else "the state of mpjax.master_weights",
-        fix="Use TrainState.create(..., rng=jax.random.key(0)), and one of the two, masters or "
-        "stochastic rounding.",
+        f"{call}(rounding='stochastic'): step(state): {field}",
+        expected="a PRNG key in the state, and no masters, which are rounded to nearest",
+        got="the state of mpjax.master_weights" if has_masters else "None for rng",
+        fix="Use one of the two, mpjax.master_weights or stochastic rounding, which takes its bits "
+        "from TrainState.create(..., rng=jax.random.key(0)).",
       )
     leaves = jax.tree_util.tree_leaves_with_path(batch) if accumulate > 1 else []
     rows = {jnp.shape(x)[:1] for _, x in leaves}

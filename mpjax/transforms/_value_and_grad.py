@@ -141,7 +141,7 @@ def scale_loss(loss: Array, opt_state: OptState, *, name: str | None = None) -> 
     warnings.warn(
       "mpjax.scale_loss(loss): the loss is float16. Its derivative starts with the loss scale, "
       f"which in float16 is inf from 2^16 on, and this one may be {largest:.9g}: such steps are "
-      "skipped. Let mpjax.value_and_grad scale it, or cast losses to float32 before their mean.",
+      "skipped. Let mpjax.value_and_grad scale it, or cast to float32 before the mean over losses.",
       stacklevel=2,
     )
   return loss if scale is None else _scaled(loss, scale)

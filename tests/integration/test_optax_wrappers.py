@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,25 @@ def test_only_what_is_inside_is_protected():
     assert not mpjax.loss_scaling_metrics(state)["finite"]
     assert not any(np.any(u) for u in jax.tree.leaves(updates))
   assert "It protects only what is inside" in " ".join(mpjax.loss_scaling.__doc__.split())
+
+
+class Momentum(NamedTuple):
+  momentum: jax.Array
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_state_of_a_users_own_transformation_in_a_chain_is_refused(named):
+  def update(grads, state, params=None):
+    momentum = state.momentum + grads
+    return momentum, Momentum(momentum)
+
+  own = optax.GradientTransformation(Momentum, update)
+  scaling = mpjax.loss_scaling(optax.sgd(0.1), STATIC)
+  chain = optax.named_chain(("own", own), ("scaling", scaling)) if named else None
+  state = (chain or optax.chain(own, scaling)).init(jnp.zeros(2))
+  got, fix = "in a chain beside the state tests.Momentum", "mpjax.loss_scaling(optax.chain(...))"
+  with refused(TypeError, "(opt_state)", "around the entire optimizer", got, fix):
+    mpjax.loss_scaling_metrics(state)
 
 
 SGD = optax.sgd(0.1, momentum=0.9)

@@ -576,6 +576,52 @@ def test_a_step_that_tries_again_may_count_how_often():
   mpjax.check_loss_scaling(step)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.asarray(3, jnp.int32))
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_several_steps_in_one_call(wrong):
+  # At the scale inf the first of them is skipped, and the next is applied at a lower one.
+  tx = mpjax.loss_scaling(optax.adam(0.1))
+  step = make_step(tx, never if wrong else right)
+
+  def run(carry, batches):
+    body = lambda carry, batch: (step(*carry, batch)[:2], None)  # noqa: E731
+    return jax.lax.scan(body, carry, batches)[0]
+
+  batches = jax.tree.map(lambda x: jnp.stack([x, x + 1]), BATCH)
+  with ends("never scaled" if wrong else None):
+    mpjax.check_loss_scaling(run)((PARAMS, tx.init(PARAMS)), batches)
+
+
+def test_of_two_optimizers_the_one_whose_gradients_are_plain_is_found():
+  # At the scale NaN it is applied, while the other one is skipped.
+  tx = mpjax.loss_scaling(optax.adam(0.1))
+
+  def step(params, opt_states, batch):
+    new = {k: make_step(tx, way)(params[k], opt_states[k], batch) for k, way in WAYS.items()}
+    return {k: x[0] for k, x in new.items()}, {k: x[1] for k, x in new.items()}
+
+  with refused(ValueError, WHERE, "the same at every", "never scaled", "mpjax.value_and_grad"):
+    both = dict.fromkeys(WAYS, PARAMS), {k: tx.init(PARAMS) for k in WAYS}
+    mpjax.check_loss_scaling(step)(*both, BATCH)
+
+
+WAYS = {"a": right, "b": never}
+
+
+@pytest.mark.parametrize("way", [right, never])
+def test_a_state_of_nnx_that_is_returned_is_compared(way):
+  # Its leaves are variables, to which nothing is written.
+  model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+  graph, params = nnx.split(model)
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+
+  def loss(params, batch, dtype):
+    return jnp.mean((nnx.merge(graph, params)(batch[0])[:, 0] - batch[1]) ** 2)
+
+  with ends(FOUND[way]):
+    step = make_step(tx, way, loss_fn=loss)
+    mpjax.check_loss_scaling(step)(params, tx.init(params), BATCH)
+
+
 def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
   def step(model, optimizer, x):
     loss, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)

@@ -83,6 +83,7 @@ def scenario(flags, expected, **config):
 
 
 @pytest.mark.case("A01", "A06", "A07", "A14", "A17", "A20", "A22", "B020")
+@pytest.mark.filterwarnings("ignore:.*power of two")
 def test_growth():
   # Of an interval, in the tests of other libraries.
   found = scenario([1, 1, 0], [4, 8, 2], init_scale=4, backoff_factor=0.25, growth_interval=2)
@@ -107,6 +108,7 @@ def test_growth():
 @pytest.mark.case(
   "A02", "A03", "A05", "A08", "A16", "A18", "A19", "B023", "B030", "A09", "B021", "B022", "B034"
 )
+@pytest.mark.filterwarnings("ignore:.*power of two")
 def test_limits():
   # Growth ends at the maximum, and halving at the minimum, where overflows are counted.
   found = scenario([0] * 6, [32, 16, 8, 8, 8, 8], init_scale=64, min_scale=8)
@@ -140,6 +142,7 @@ def test_only_growth_refills_the_hysteresis():
 
 
 @pytest.mark.case("A26")
+@pytest.mark.filterwarnings("ignore:.*power of two")
 def test_static_scale_is_constant():
   config = mpjax.StaticLossScale(3)
   flags = np.random.default_rng(0).random(10_000) < 0.5
@@ -457,6 +460,7 @@ def test_a_label_names_what_differs_from_the_defaults_and_says_what_its_configur
       assert [scale.dynamic, scale.largest, scale.fields.get("backoff_factor", 0.5)] == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*power of two")
 def test_label_keeps_the_limits_exactly():
   for low, high in np.exp(np.random.default_rng(0).uniform(-80, 80, (300, 2))):
     low, high = sorted((low, high))
