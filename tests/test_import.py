@@ -49,6 +49,14 @@ def test_a_name_loads_what_it_needs():
     assert names.split() == sorted(loaded), line
 
 
+def test_names_that_moved_are_found_and_say_where_they_are():
+  for name, new in (("MpjaxTypeError", "errors.MpjaxTypeError"), ("Audit", "reports.AuditReport")):
+    with pytest.warns(DeprecationWarning, match=f"mpjax.{name} is mpjax.{new}"):
+      found = getattr(mpjax, name)
+    module, rest = new.split(".")
+    assert found is getattr(getattr(mpjax, module), rest)
+
+
 def test_type_checkers_and_python_import_the_same_names():
   with open(mpjax.__file__, encoding="utf-8") as file:
     module = ast.parse(file.read())
@@ -95,12 +103,3 @@ def test_import_needs_no_extra_and_touches_no_device():
 def test_unknown_attribute_is_an_attribute_error():
   with pytest.raises(AttributeError, match=r"'mpjax' has no attribute 'grad'.* value_and_grad"):
     _ = mpjax.grad
-
-
-@pytest.mark.parametrize(
-  "name", ["errors.MpjaxTypeError", "reports.AuditReport", "states.MonitorState"]
-)
-def test_the_error_for_a_class_names_the_module_that_has_it(name):
-  # Also before anything else has imported that module.
-  program = f"import mpjax\ntry:\n  mpjax.{name.split('.')[1]}\nexcept AttributeError as error:\n"
-  assert name in run(program + "  print(error)").stdout
