@@ -501,7 +501,7 @@ tests/transforms/test_train_step.py::test_retries_equal_the_oracle
 mpjax/_jaxprs/autocast/rewriter.py::_in_precision
 
 53 the setting for all matmuls of a process is that of those in low precision too
-- eqn.params.get("precision", 0) is None and dtype_of(eqn.invars[0]) not in HALVES
+- eqn.params.get("precision", 0) is None and aval_of(eqn.invars[0]).dtype.itemsize >= 4
 + eqn.params.get("precision", 0) is None
 tests/jaxprs/autocast/test_rewriter_parts.py
 ::test_a_setting_for_the_whole_process_does_not_switch_autocast_off

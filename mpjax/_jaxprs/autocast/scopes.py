@@ -106,7 +106,7 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   elif region is not None:  # The innermost mark of a policy decides.
     policy = policy_of(region.removeprefix(REGION))
   else:  # Else the innermost scope that a rule matches, and there the first of the rules.
-    paths = (path_of(scope[:depth]) for depth in range(len(scope), -1, -1))
+    paths = (path_of(scope[:depth]) for depth in range(len(scope), -1, -1) if settings.rules)
     rules = (first_match(settings.rules, None, path) for path in paths)
     policy = next((rule.policy for rule in rules if rule is not None), settings.policy)
   half = policy.compute_dtype if policy is not None and policy.compute_dtype in HALVES else None
