@@ -28,30 +28,29 @@ if TYPE_CHECKING:
   from mpjax._jaxprs.autocast import autocast
   from mpjax._jaxprs.op_lists import OpLists
   from mpjax.linen import policy_scope
-  from mpjax.transforms import (
+  from mpjax.transforms._accumulation import accumulate_gradients
+  from mpjax.transforms._apply_updates import apply_updates
+  from mpjax.transforms._check_loss_scaling import check_loss_scaling
+  from mpjax.transforms._loss_scale import (
     DynamicLossScale,
     NoLossScale,
     StaticLossScale,
-    TrainState,
-    accumulate_gradients,
-    apply_updates,
-    check_loss_scaling,
+    set_loss_scale,
+  )
+  from mpjax.transforms._loss_scaling import loss_scaling
+  from mpjax.transforms._masters import master_params, master_weights, set_master_params
+  from mpjax.transforms._metrics import (
     check_skipped_steps,
     last_step_finite,
-    loss_scaling,
     loss_scaling_metrics,
-    make_train_step,
-    master_params,
-    master_weights,
     monitor,
     monitor_counts,
-    scale_loss,
     select_tree,
-    set_loss_scale,
-    set_master_params,
-    state_dtype,
-    unscale,
   )
+  from mpjax.transforms._state_dtype import state_dtype
+  from mpjax.transforms._train_state import TrainState
+  from mpjax.transforms._train_step import make_train_step
+  from mpjax.transforms._value_and_grad import scale_loss, unscale
 
 __version__ = "0.1.0"
 
@@ -69,20 +68,32 @@ _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
 """What `import *` leaves out: `errors` and `states` are names that users have themselves."""
 
 _ON_FIRST_USE = {
-  "audit": "mpjax._diagnostics.audit.audit_report",
-  "find_nonfinite": "mpjax._diagnostics.nonfinite.find",
-  "ranges": "mpjax._diagnostics.ranges.measure",
-  "tune": "mpjax._diagnostics.tune.tuning",
-  "convert": "mpjax._io.conversion",
-  "autocast": "mpjax._jaxprs.autocast",
-  "OpLists": "mpjax._jaxprs.op_lists",
-  "OptLevel": "mpjax._compositions",
-  "opt_level": "mpjax._compositions",
-  "value_and_grad": "mpjax._compositions",
-  "policy_scope": "mpjax.linen",
-  "with_policy": "mpjax._compositions",
+  "_compositions": "OptLevel opt_level value_and_grad with_policy",
+  "_diagnostics.audit.audit_report": "audit",
+  "_diagnostics.nonfinite.find": "find_nonfinite",
+  "_diagnostics.ranges.measure": "ranges",
+  "_diagnostics.tune.tuning": "tune",
+  "_io.conversion": "convert",
+  "_jaxprs.autocast": "autocast",
+  "_jaxprs.op_lists": "OpLists",
+  "linen": "policy_scope",
+  "transforms._accumulation": "accumulate_gradients",
+  "transforms._apply_updates": "apply_updates",
+  "transforms._check_loss_scaling": "check_loss_scaling",
+  "transforms._loss_scale": "DynamicLossScale NoLossScale StaticLossScale set_loss_scale",
+  "transforms._loss_scaling": "loss_scaling",
+  "transforms._masters": "master_params master_weights set_master_params",
+  "transforms._metrics": "check_skipped_steps last_step_finite loss_scaling_metrics monitor "
+  "monitor_counts select_tree",
+  "transforms._state_dtype": "state_dtype",
+  "transforms._train_state": "TrainState",
+  "transforms._train_step": "make_train_step",
+  "transforms._value_and_grad": "scale_loss unscale",
 }
-"""The module of a name that is imported when it is first used, unless it is `mpjax.transforms`."""
+"""The modules that are imported when one of their names is first used. The type checkers' imports
+are the same list."""
+
+_HOMES = {name: f"mpjax.{home}" for home, names in _ON_FIRST_USE.items() for name in names.split()}
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while modules are imported: two threads that import modules of one package may deadlock."""
@@ -103,7 +114,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
         nearest(name, [*__all__, *_MODULES, *(f"{m}.{n}" for n, m in inner.items())])
       )
       raise AttributeError(f"module 'mpjax' has no attribute {name!r}; the nearest are {near}")
-    module = f"mpjax.{name}" if name in _MODULES else _ON_FIRST_USE.get(name, "mpjax.transforms")
+    module = f"mpjax.{name}" if name in _MODULES else _HOMES[name]
     with _ONE_AT_A_TIME:
       imported = importlib.import_module(module)
     return imported if name in _MODULES else getattr(imported, name)

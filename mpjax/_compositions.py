@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from mpjax import transforms
 from mpjax._core.dtypes import HALF_NAMES, hardware_of, parse_dtype
 from mpjax._core.errors import MpjaxTypeError, check_call, check_choice
 from mpjax._core.frameworks import framework_of, not_a_model
@@ -18,6 +17,7 @@ from mpjax._core.rules import Rule, is_flax_norm
 from mpjax._core.types import DTypeLike, Grads, PyTree
 from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.op_lists import OpLists
+from mpjax.transforms import _value_and_grad
 from mpjax.transforms._loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 
 T = TypeVar("T")
@@ -86,13 +86,13 @@ def with_policy(
   raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
 
-@functools.wraps(transforms.value_and_grad)
+@functools.wraps(_value_and_grad.value_and_grad)
 def value_and_grad(*args: Any, **options: Any) -> Callable[..., tuple[PyTree, Grads]]:
   state = args[1] if len(args) > 1 else options.get("opt_state")
   if framework_of(options.get("optimizer", state)) == "NNX":
     options = {"optimizer" if key == "opt_state" else key: x for key, x in options.items()}
     return importlib.import_module("mpjax.nnx").value_and_grad(*args, **options)
-  return transforms.value_and_grad(*args, **options)
+  return _value_and_grad.value_and_grad(*args, **options)
 
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")

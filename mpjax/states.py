@@ -5,6 +5,8 @@
 True
 """
 
-from mpjax.transforms import AccumulationState, LossScalingState, MasterWeightsState, MonitorState
+from mpjax.transforms._loss_scale import AccumulationState, LossScalingState
+from mpjax.transforms._masters import MasterWeightsState
+from mpjax.transforms._metrics import MonitorState
 
 __all__ = ["AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"]

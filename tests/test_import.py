@@ -70,7 +70,7 @@ def test_type_checkers_and_python_import_the_same_names():
     for imported in node.names
   }
   lazy = set(mpjax.__all__) - vars(mpjax).keys()
-  assert said == {(name, mpjax._ON_FIRST_USE.get(name, "mpjax.transforms")) for name in lazy}
+  assert said == {(name, mpjax._HOMES[name]) for name in lazy}
 
 
 def test_threads_use_names_for_the_first_time_at_once():

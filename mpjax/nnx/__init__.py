@@ -6,6 +6,6 @@
 """
 
 from mpjax.nnx._with_policy import convert, value_and_grad, with_policy
-from mpjax.transforms import atomic_step
+from mpjax.transforms._atomic_step import atomic_step
 
 __all__ = ["atomic_step", "convert", "value_and_grad", "with_policy"]

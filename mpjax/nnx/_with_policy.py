@@ -15,7 +15,7 @@ from mpjax._core.rules import ModulePolicy, ModuleRecord, Rule, parse_config, re
 from mpjax._core.types import Function, Grads, KeyPath, OptState, Params, PyTree
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.nnx import _view
-from mpjax.transforms import value_and_grad as value_and_grad_of_arrays
+from mpjax.transforms._value_and_grad import value_and_grad as value_and_grad_of_arrays
 
 M = TypeVar("M", bound=nnx.Module)
 

@@ -188,7 +188,7 @@ def test_the_line_of_the_user_is_found_wherever_the_code_is():
 
 
 def test_every_part_of_mpjax_is_a_library_and_a_users_model_is_not():
-  for module in (mpjax, mpjax.linen, mpjax.transforms, jax, functools):
+  for module in (mpjax, mpjax.linen, mpjax.states, jax, functools):
     assert errors.is_library(str(module.__file__))
   assert errors.is_library("/venv/lib/python3.11/site-packages/flax/linen/linear.py")
   assert errors.is_library("<frozen importlib._bootstrap>")
