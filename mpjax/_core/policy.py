@@ -131,8 +131,8 @@ class Policy:
     for key, name in _KEYS.items():
       value = getattr(self, name)
       if value is not None and len(key) > 1:
-        precision = name == "precision"
-        texts[key] = written(value) if precision else getattr(value, "name", value)
+        is_dtype = name.endswith("_dtype")  # A recipe of a user's may have another name too.
+        texts[key] = value.name if is_dtype else written(value) if name == "precision" else value
     return ",".join(f"{key}={text}" for key, text in texts.items())
 
   def cast_to_param(self, tree: PyTree) -> PyTree:
