@@ -215,5 +215,7 @@ def value_and_grad(
       got=f"a method of the model ({fun.__qualname__})",
       fix="Write lambda model, x: model.loss(x), so that the model is differentiated.",
     )
-  options = {"name": name, "differentiator": nnx.value_and_grad}
-  return value_and_grad_of_arrays(fun, optimizer, argnums, has_aux, **options)
+  differentiator: Any = nnx.value_and_grad
+  return value_and_grad_of_arrays(
+    fun, optimizer, argnums, has_aux, name=name, differentiator=differentiator
+  )

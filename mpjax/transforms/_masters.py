@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from mpjax.transforms._trees import (
 
 T = TypeVar("T")
 
+Storage: TypeAlias = Literal["float32", "split"]
 Numeric: TypeAlias = Callable[..., Array]
 
 _bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
@@ -155,7 +156,7 @@ def _trained(master: Leaf, param: Leaf) -> Leaf:
 
 
 def master_weights(
-  inner: optax.GradientTransformation, *, storage: Literal["float32", "split"] = "float32"
+  inner: optax.GradientTransformation, *, storage: Storage = "float32"
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it trains a float32 copy of parameters stored in 16 bits.
 
@@ -202,7 +203,7 @@ def master_weights(
   """
   where = "mpjax.master_weights(inner)"
   inner = check_inner(inner, where)
-  check_choice(storage, ("float32", "split"), "mpjax.master_weights(storage)")
+  check_choice(storage, get_args(Storage), "mpjax.master_weights(storage)")
   kind = MasterWeightsState if storage == "float32" else SplitMasterWeightsState
 
   def init(params: Params) -> MasterWeightsState:

@@ -107,7 +107,7 @@ def align_gradients(grads: Grads, params: Params, where: str) -> Grads:
       expected="gradients with the leaves of params",
       got=listed(problems),
       fix="Differentiate with respect to the very tree that is passed as params, and take the mean "
-      "over examples (for optax.contrib.dpsgd, which does that itself, leave params out).",
+      "over the examples; for optax.contrib.dpsgd, which does, leave params out.",
     )
   return grads
 

@@ -267,9 +267,12 @@ def test_order_of_operations():
       found = [not hasattr(v, "val") and v in carriers for v in eqn.invars]
       if not any(found):
         continue
-      if eqn.primitive.name == "cond":  # the branch in which the step is not skipped
-        taken = eqn.params["branches"][1].jaxpr
-        follow(taken, {v for v, f in zip(taken.invars, found[1:], strict=True) if f})
+      # The branch in which the step is not skipped, and the call in it, which new JAX shows.
+      if eqn.primitive.name == "cond" or eqn.params.get("name") == "selected":
+        branches = eqn.params.get("branches", (eqn.params.get("jaxpr"),))
+        taken = branches[-1].jaxpr
+        reach = found[-len(taken.invars) :]
+        follow(taken, {v for v, f in zip(taken.invars, reach, strict=True) if f})
         # The gradient ends here: what comes out are updates.
         continue
       carriers |= set(eqn.outvars)
