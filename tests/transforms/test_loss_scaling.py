@@ -322,7 +322,7 @@ def test_what_is_no_configuration():
 
 @pytest.mark.case("A59")
 @pytest.mark.parametrize("unknown", ["clipnorm", "weight_decay", "use_ema", "accumulate"])
-def test_what_belongs_to_inner_is_no_keyword(unknown):
+def test_unknown_keywords(unknown):
   got = f"'{unknown}'"
   with refused(TypeError, "mpjax.loss_scaling", "arguments inner", got, "are set on inner"):
     mpjax.loss_scaling(SGD, **{unknown: 1})
