@@ -240,14 +240,7 @@ def is_array_like(x: object) -> bool:
   return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
-def select(
-  condition: Array,
-  on_true: PyTree,
-  on_false: PyTree,
-  where: str,
-  *,
-  fix: str = "Give both the same structure, shapes and dtypes: nothing is cast or broadcast here.",
-) -> PyTree:
+def select(condition: Array, on_true: PyTree, on_false: PyTree, where: str) -> PyTree:
   """Returns `on_true` where the scalar `condition` holds and `on_false` where it does not."""
   if jnp.shape(condition) != ():
     raise MpjaxValueError(
@@ -256,6 +249,7 @@ def select(
       got=f"one of shape {jnp.shape(condition)}",
       fix="Reduce it first, or jax.vmap the entire call: one flag decides for all leaves.",
     )
+  fix = "Give both the same structure, shapes and dtypes: nothing is cast or broadcast here."
   check_alike(on_true, on_false, where, fix=fix)
   # Never a multiplication by a mask: 0 * NaN is NaN.
   return pick(condition, on_true, on_false)

@@ -506,15 +506,15 @@ def test_check_can_fail(check, sources):
 
 
 LINES = {
-  "_core and root files": 2_552,
+  "_core and root files": 2_546,
   "_jaxprs without autocast": 2_840,
   "_jaxprs/autocast": 3_100,
   "linen and nnx": 1_479,
   "transforms": 3_887,
   "_io": 571,
-  "_diagnostics": 3_478,
-  "all of mpjax": 17_907,
-  "tests": 45_039,
+  "_diagnostics": 3_511,
+  "all of mpjax": 17_934,
+  "tests": 45_062,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 

@@ -2,17 +2,18 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend.core.primitives import mul_p
 
 from mpjax._core.errors import check_call
 from mpjax._core.leaves import key_names
-from mpjax._core.types import Args, Array, Function, Kwargs, NumpyArray
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray
 from mpjax._diagnostics.arguments import Call, check_function, is_array, positional_names
 from mpjax._diagnostics.nonfinite.probes import (
   NONE,
@@ -38,6 +39,9 @@ from mpjax._jaxprs.steps import Step, body_of
 from mpjax.transforms._loss_scale import scales_in
 
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
+
+_LEAST = 8
+"""A smaller factor of a loss is rather a weight of it than a loss scale."""
 
 
 @check_call("mpjax.find_nonfinite(fn)", fix=_FIX)
@@ -96,23 +100,29 @@ class Finder:
     self.names = positional_names(fn, len(args))
     traced = call.traced(fn)[0]
     self.body, self.leaves = body_of(traced, compiled=True), call.arrays
+    # With what is not compiled: a slope may be all that is left of what it is the slope of.
+    self.graph = Graph(traced)
     states = scales_in((args, kwargs))
     scales = [(state, each) for each in states if (state := each.state) is not None]
-    self.nothing, self.factors = NonfiniteReport(), dict[float, float]()
+    self.nothing, self.factors, least = NonfiniteReport(), dict[float, float](), 1.0
+    held = [state.scale for state, _ in scales]
+    self.scales = {i for i, x in enumerate(self.leaves) if any(x is scale for scale in held)}
     if scales:
       state, owned = max(scales, key=lambda pair: float(np.max(pair[0].scale)))
       scale, step = float(np.max(state.scale)), int(np.max(state.total))
       self.nothing = NonfiniteReport(loss_scale=scale, step=step)
+      least = owned.limits[0] if owned.dynamic else 1.0
+    else:
+      self.scales = scale_by_hand(self.graph, self.leaves)
+      for i in self.scales:
+        self.nothing = NonfiniteReport(loss_scale=float(self.leaves[i]))
+    if scale := self.nothing.loss_scale:
       # Smaller ones. At the next power of two it breaks, or that is the scale.
-      low = math.ceil(math.log2(owned.limits[0] if owned.dynamic else 1))
-      self.factors = {2.0**i: 2.0**i / scale for i in range(low, math.ceil(math.log2(scale)))}
-    held = [state.scale for state, _ in scales]
-    self.scales = {i for i, x in enumerate(self.leaves) if any(x is scale for scale in held)}
+      powers = range(math.ceil(math.log2(least)), math.ceil(math.log2(scale)))
+      self.factors = {2.0**i: 2.0**i / scale for i in powers}
     self.probe, self.uses = FlagProbe(self.body), Uses(self.body)
     self.flags = self._looking(self.probe)
     self.closely: dict[frozenset[int], Callable[..., Any]] = {}
-    # With what is not compiled: a slope may be all that is left of what it is the slope of.
-    self.graph = Graph(traced)
     owners = [tuple(n for n in key_names(path[2:]) if n != "value")[:-1] for path in self.keys]
     name_by_parameters(self.graph, dict(zip(self.graph.arguments, owners, strict=True)))
     # Of a loop, that of its first argument.
@@ -122,7 +132,9 @@ class Finder:
     """Returns a function of a factor of the loss scale, and arguments, that says what is seen."""
 
     def looking(factor: Array, *leaves: Array) -> Any:
-      scaled = [x * factor if i in self.scales else x for i, x in enumerate(leaves)]
+      scaled = list(leaves)
+      for i in self.scales:
+        scaled[i] = (leaves[i] * factor).astype(leaves[i].dtype)
       return run(self.body, scaled, observer)[1]
 
     # Every cast as it is written: else XLA may leave out a cast to float16 and back, with the
@@ -240,6 +252,25 @@ class Finder:
     of_parameter = operation.step.location.path != path  # As rules for NNX have it.
     selects = f"**/{path}" if of_parameter else selector(path, scopes_of(self.body))
     return f'Rule("float32", path={written(selects)})  #'
+
+
+def scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> set[int]:
+  """Returns the position of a loss scale among the arguments that no `mpjax.loss_scaling` has."""
+  # It is a power of two that multiplies scalars in both passes: the loss, and its cotangent.
+  for position, argument in enumerate(graph.arguments):
+    number = float(leaves[position]) if argument.is_floating and argument.aval.shape == () else 0.0
+    if number < _LEAST or not math.isfinite(number) or not math.log2(number).is_integer():
+      continue
+    versions, passes = {argument}, set[bool]()
+    for each in graph.operations:
+      if not versions.isdisjoint(each.operands):
+        if each.moves or each.casts:
+          versions |= {*each.results}
+        elif each.eqn.primitive is mul_p and each.results[0].aval.shape == ():
+          passes.add(each.where.direction == "backward")
+    if len(passes) == 2:
+      return {position}
+  return set()
 
 
 def _range(name: str, array: ShapedArray | Array, row: Row) -> Range:

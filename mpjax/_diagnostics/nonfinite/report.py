@@ -106,7 +106,8 @@ class NonfiniteReport(Report):
     """Returns what is printed."""
     scale = ()
     if self.loss_scale is not None:
-      scale = (f"Step {self.step}, loss scale {power(self.loss_scale)}.",)
+      step = "Loss" if self.step is None else f"Step {self.step}, loss"
+      scale = (f"{step} scale {power(self.loss_scale)}.",)
     if not self:
       return [Section(lines=("Every value that something computes with is finite.", *scale))]
     verdict = "The value's own: no loss scale helps."
@@ -147,6 +148,8 @@ def cause_and_cure(
   if report.finite_at is not None:
     text, exponent = f"It overflows {dtype} at this loss scale.", power(report.finite_at)
     call = f"opt_state = mpjax.set_loss_scale(opt_state, {report.finite_at:g})"
+    if report.step is None:
+      return text, f"loss_scale = {report.finite_at:g}  # {exponent}, or mpjax.DynamicLossScale()"
     return text, f"{call}  # {exponent}; DynamicLossScale gets there by itself"
 
   values, infs = [x.value for x in operands], [x for x in operands if x.inf or x.nan]

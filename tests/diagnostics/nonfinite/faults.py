@@ -146,6 +146,7 @@ FORWARD = {
   "a logarithm that is summed and hidden": at(
     "log", lambda x: jnp.where(x > 0, jnp.sum(log(x)), 0.0), f32(0, 1)
   ),
+  "a logarithm that is computed with and compared": at("log", lambda x: log(x) * 2 > 0, f32(0, 1)),
   "a logarithm that is computed with, moved and compared": at(
     "log", lambda x: (log(x) * 2)[::-1] > 0, f32(0, 1)
   ),
@@ -336,8 +337,7 @@ def _takes_a_root(grads, mean):
   return grads / (sqrt(second - mean * mean) + 1e-8)
 
 
-def _scaled(w, opt_state):
-  scale = mpjax.loss_scaling_metrics(opt_state)["loss_scale"].astype(w.dtype)
+def _scaled(w, scale):
   loss, grads = jax.value_and_grad(lambda w: multiply(jnp.sum(w * 4), scale))(w)
   return loss, grads / scale
 
@@ -363,7 +363,7 @@ STEPS = {
   ),
   "an optimizer takes a root": at("sqrt", _takes_a_root, f32(1, 2), f32(3, 3)),
   "the multiplication by the scale": at(
-    "mul", _scaled, f16(3), _STATE.opt_state, verdict="scale", finite_at=2.0**12
+    "mul", _scaled, f16(3), F16(2**14), verdict="scale", finite_at=2.0**12
   ),
   # The gradient is 2^15 * 8, and 65504 is the largest number.
   "the scale of a training step": _of_scale(

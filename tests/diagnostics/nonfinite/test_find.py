@@ -120,6 +120,22 @@ def test_a_scale_is_proposed_only_if_all_is_finite_there(least, finite_at):
     assert not mpjax.find_nonfinite(step)(w, mpjax.set_loss_scale(opt_state, finite_at))
 
 
+def test_a_factor_of_the_loss_and_of_its_cotangent_is_a_scale_and_a_weight_is_none():
+  def step(w, scale):
+    return jax.value_and_grad(lambda w: jnp.sum(w * 4) * scale.astype(w.dtype))(w)
+
+  w = jnp.full(3, 3, jnp.float16)
+  report = mpjax.find_nonfinite(step)(w, jnp.float32(2**14))
+  assert (report.loss_scale, report.step, report.finite_at) == (2**14, None, 2**10)
+  assert report.cure == "loss_scale = 1024  # 2^10, or mpjax.DynamicLossScale()"
+  assert "Loss scale 2^14." in str(report)
+  clean = mpjax.find_nonfinite(step)(w, jnp.float32(1024))
+  assert (bool(clean), clean.loss_scale) == (False, 1024)
+  for weight in (4, 1000, 0.5):
+    assert mpjax.find_nonfinite(step)(w, jnp.float32(weight)).loss_scale is None
+  assert mpjax.find_nonfinite(lambda x, y: x * y)(jnp.ones(3), jnp.float32(16)).loss_scale is None
+
+
 def test_the_pass_of_the_first_of_more_operations_than_python_recurses():
   def fn(x):
     x = jnp.exp(x)
