@@ -41,7 +41,10 @@ class MpjaxError(Exception):
 
   def __init__(self, where: str, *, expected: str, got: str, fix: str) -> None:
     super().__init__(message(where, expected=expected, got=got, fix=fix))
-    self.where, self.expected, self.got, self.fix = where, expected, got, fix
+    self.where: str = where
+    self.expected: str = expected
+    self.got: str = got
+    self.fix: str = fix
 
   def __reduce__(self) -> tuple[Callable[[], Self], tuple[()], dict[str, object]]:
     # Exceptions are copied and pickled by calling the class with `args`, which are the text here.
