@@ -92,6 +92,14 @@ def update_to(master: Array, param: Array) -> Array:
   return jnp.where(_bits(goal) == _bits(old), np.float32(-0.0), goal - old)
 
 
+@jax.jit
+def split_update(master: Array, param: Array) -> tuple[Array, Array]:
+  """Returns the update that leads a bfloat16 parameter to its rounded master, and the remainder."""
+  update = update_to(master, param)
+  # The sum that the addition of optax or mpjax.apply_updates ends at is a bfloat16 number.
+  return update, split(master, param.astype(jnp.float32) + update)
+
+
 def _rounded(master: Array, dtype: DType) -> Array:
   """Returns float32 numbers rounded to nearest in `dtype`, still in float32."""
   # Beyond its range they are the largest number: from an inf no update would lead to a number.
@@ -229,18 +237,14 @@ def master_weights(
     new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)
     moved = optax.apply_updates(trained, new_updates)
 
-    new_updates = map_masters(
-      lambda m, new, p, u: u if is_hole(m) else update_to(new, p),
-      *(state.master, moved, old, new_updates),
-    )
-
-    def master_of(m: Leaf, new: Leaf, p: Leaf, u: Leaf) -> Leaf:
+    def committed(m: Leaf, new: Leaf, p: Leaf, u: Leaf) -> tuple[Leaf, Leaf]:
       if is_remainder(m):
-        # The sum that the addition of optax or mpjax.apply_updates ends at is a bfloat16 number.
-        return split(new, p.astype(jnp.float32) + u)
-      return m if is_hole(m) else bounded(new)
+        return split_update(new, p)
+      return (u, m) if is_hole(m) else (update_to(new, p), bounded(new))
 
-    masters = map_masters(master_of, state.master, moved, old, new_updates)
+    pairs = map_masters(committed, state.master, moved, old, new_updates)
+    new_updates = map_masters(lambda _, pair: pair[0], state.master, pairs)
+    masters = map_masters(lambda _, pair: pair[1], state.master, pairs)
     return new_updates, state._replace(master=masters, inner_state=inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
