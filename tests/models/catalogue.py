@@ -180,7 +180,6 @@ def _whole(make: Any, *inputs: Any, **flags: Any) -> Model:
 
 _IDS = integers(3, 6, below=11)
 _PADDED = np.arange(6) < np.asarray([[6], [4], [5]])
-_X, _MASK = normal(2, 6, 8), np.asarray([[1] * 4 + [0] * 2, [1] * 6], np.float32)
 
 LAYERS: dict[str, Model] = _layers()
 """Those that Flax ships, by "linen/name" and "nnx/name"."""
@@ -190,8 +189,6 @@ LINEN: dict[str, Model] = {
   **{name: paper(found, in_vmap=name == "field_by_its_hessian") for name, found in PAPERS.items()},
   "resnet": _whole(classics.ResNet, normal(4, 8, 8, 3)),
   "bert": _whole(classics.Bert, integers(3, 6, below=17), _IDS % 2, _PADDED, attention=True),
-  "lstm": _whole(classics.LstmLanguageModel, _IDS),
-  "mask_by_product": _whole(classics.MaskByProduct, _X, _MASK, attention=True),
   **{
     name: linen(functools.partial(part.linen, None), inputs, applied())
     for name, (part, inputs) in REACHED.items()

@@ -1,4 +1,4 @@
-"""Linen models that everybody knows, without a dtype: a residual network, BERT, an LSTM."""
+"""Linen models that everybody knows, without a dtype: a residual network and BERT."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -48,22 +48,3 @@ class Bert(nn.Module):
     pooled = nn.tanh(nn.Dense(self.width, name="pooler")(x[:, 0]))
     h = nn.LayerNorm()(nn.gelu(nn.Dense(self.width)(x)))
     return table.attend(h), nn.Dense(2)(pooled)
-
-
-class LstmLanguageModel(nn.Module):
-  """An embedding, an LSTM over time, and a projection to the vocabulary."""
-
-  @nn.compact
-  def __call__(self, ids):
-    x = nn.Embed(13, 8)(ids)
-    return nn.Dense(13)(nn.RNN(nn.OptimizedLSTMCell(8))(x))
-
-
-class MaskByProduct(nn.Module):
-  """Masks by `(1 - mask) * -1e9` with a mask of floats: 0 times -inf in float16."""
-
-  @nn.compact
-  def __call__(self, x, mask):
-    q, k, v = jnp.split(nn.Dense(24)(x), 3, axis=-1)
-    scores = jnp.einsum("btd,bsd->bts", q, k) / 8**0.5 + (1.0 - mask[:, None]) * -1e9
-    return nn.Dense(8)(jnp.einsum("bts,bsd->btd", nn.softmax(scores), v))
