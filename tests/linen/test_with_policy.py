@@ -242,17 +242,6 @@ def test_a_wrapper_is_a_value():
   for name in ("__wrapped__", "no_such_thing"):
     with pytest.raises(AttributeError):
       getattr(one, name)
-  # So it can be a static argument.
-  traces = []
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def forward(model, variables):
-    traces.append(model)
-    return model.apply(variables, X)
-
-  for policy in ("mixed_bfloat16", "p=f32,c=bf16,o=f32", "mixed_float16"):
-    assert forward(with_policy(Net(), policy), plain_variables()).dtype == F32
-  assert len(traces) == 2
 
 
 def test_the_text_of_a_wrapper_shows_all_that_was_given():

@@ -1,10 +1,13 @@
-"""Language models as research code writes them: raw parameters, own attention, tied heads."""
+"""Language models as research code writes them: raw parameters, own attention, tied heads; BERT."""
 
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
+
+from tests.models.parts import module
 
 NORMAL = nn.initializers.normal(0.2)
 
@@ -87,31 +90,38 @@ class TextModel:
     return found
 
 
-class Expert(nn.Module):
+EXPERTS, CAPACITY = 4, 3
+
+
+def _routed(m, x):
   """A feed-forward layer of experts: top-1 routing, dispatch by einsum, a balancing loss sown.
 
   Its activation is smooth: the slope of a relu depends on the last bit of what is nearly 0.
   """
+  gates = jax.nn.softmax(x @ m.router[...])
+  chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS)
+  place = (jnp.cumsum(chosen, axis=1) * chosen).sum(-1).astype(int) - 1
+  dispatch = chosen[..., None] * jax.nn.one_hot(place, CAPACITY)[:, :, None]
+  dispatch = dispatch.astype(x.dtype)
+  inside = jnp.einsum("btec,btd->becd", dispatch, x)
+  inside = nn.gelu(jnp.einsum("becd,edf->becf", inside, m.up[...]))
+  inside = jnp.einsum("becf,efd->becd", inside, m.down[...])
+  balance = EXPERTS * jnp.mean(gates.mean(1) * chosen.mean(1))
+  if isinstance(m, nn.Module):
+    m.sow("losses", "balance", balance)
+  else:
+    m.balance = nnx.Intermediate(balance)
+  return jnp.einsum("btec,becd->btd", dispatch * gates[..., None], inside)
 
-  experts: int = 4
-  capacity: int = 3
 
-  @nn.compact
-  def __call__(self, x):
-    width = x.shape[-1]
-    router = self.param("router", NORMAL, (width, self.experts))
-    up = self.param("up", NORMAL, (self.experts, width, 32))
-    down = self.param("down", NORMAL, (self.experts, 32, width))
-    gates = jax.nn.softmax(x @ router)
-    chosen = jax.nn.one_hot(jnp.argmax(gates, -1), self.experts)
-    place = (jnp.cumsum(chosen, axis=1) * chosen).sum(-1).astype(int) - 1
-    dispatch = chosen[..., None] * jax.nn.one_hot(place, self.capacity)[:, :, None]
-    dispatch = dispatch.astype(x.dtype)
-    inside = jnp.einsum("btec,btd->becd", dispatch, x)
-    inside = jnp.einsum("becf,efd->becd", nn.gelu(jnp.einsum("becd,edf->becf", inside, up)), down)
-    combine = dispatch * gates[..., None]
-    self.sow("losses", "balance", self.experts * jnp.mean(gates.mean(1) * chosen.mean(1)))
-    return jnp.einsum("btec,becd->btd", combine, inside)
+EXPERT = module(
+  _routed,
+  {
+    "router": (NORMAL, (16, EXPERTS)),
+    "up": (NORMAL, (EXPERTS, 16, 32)),
+    "down": (NORMAL, (EXPERTS, 32, 16)),
+  },
+)
 
 
 class Switch(nn.Module):
@@ -125,5 +135,28 @@ class Switch(nn.Module):
     x = nn.Embed(17, 16)(ids)
     axes = {"params": 0, "losses": 0}
     stack = nn.scan(layer, variable_axes=axes, split_rngs={"params": True}, length=2)
-    x, _ = stack(Expert(), x, None)
+    x, _ = stack(EXPERT.linen(None), x, None)
     return nn.Dense(17)(x)
+
+
+class Bert(nn.Module):
+  """Two layers that normalise after adding, a padding mask, and a tied head for masked tokens."""
+
+  vocabulary: int = 17
+  width: int = 8
+
+  @nn.compact
+  def __call__(self, ids, segments, is_token):
+    table = nn.Embed(self.vocabulary, self.width, name="tokens")
+    places = nn.Embed(ids.shape[1], self.width, name="positions")(jnp.arange(ids.shape[1]))
+    x = table(ids) + places[None] + nn.Embed(2, self.width, name="segments")(segments)
+    x = nn.LayerNorm()(x)
+    mask = nn.make_attention_mask(is_token, is_token, dtype=bool)
+    for i in range(2):
+      attention = nn.MultiHeadDotProductAttention(2, name=f"attention_{i}")
+      x = nn.LayerNorm()(x + attention(x, mask=mask))
+      h = nn.gelu(nn.Dense(2 * self.width)(x), approximate=False)
+      x = nn.LayerNorm()(x + nn.Dense(self.width)(h))
+    pooled = nn.tanh(nn.Dense(self.width, name="pooler")(x[:, 0]))
+    h = nn.LayerNorm()(nn.gelu(nn.Dense(self.width)(x)))
+    return table.attend(h), nn.Dense(2)(pooled)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.models import signals
+from tests.models import language, parts, signals
 from tests.models.values import integers, normal
 
 NORMAL = nnx.initializers.normal(0.2)
@@ -109,27 +109,10 @@ def generate(model: Any, ids: Any) -> Any:
   return found
 
 
-class Experts(nnx.Module):
-  """Feed-forward experts: top-1 routing, dispatch by einsum, a balancing loss as a variable."""
-
-  def __init__(self, rngs, width=16, experts=4):
-    self.router = raw(rngs, width, experts)
-    self.up, self.down = raw(rngs, experts, width, 32), raw(rngs, experts, 32, width)
-
-  def __call__(self, x):
-    gates = jax.nn.softmax(x @ self.router)
-    chosen = jax.nn.one_hot(jnp.argmax(gates, -1), gates.shape[-1], dtype=x.dtype)
-    self.balance = nnx.Intermediate(jnp.mean(gates.mean(1) * chosen.mean(1)))
-    inside = jnp.einsum("bte,btd->betd", chosen, x)
-    inside = nnx.relu(jnp.einsum("betd,edf->betf", inside, self.up[...]))
-    inside = jnp.einsum("betf,efd->betd", inside, self.down[...])
-    return jnp.einsum("bte,betd->btd", chosen * gates, inside)
-
-
 class Switch(nnx.Module):
   def __init__(self, rngs):
     self.embed = nnx.Embed(17, 16, rngs=rngs)
-    self.experts = nnx.List([Experts(rngs), Experts(rngs)])
+    self.experts = nnx.List([language.EXPERT.nnx(self, rngs) for _ in range(2)])
     self.head = nnx.Linear(16, 17, rngs=rngs)
 
   def __call__(self, ids):
@@ -174,34 +157,9 @@ def with_divergence(model: Any, x: Any) -> Any:
   return model(x), nnx.as_pure(nnx.pop(model, nnx.Intermediate)), model.decode(model.encode(x)[0])
 
 
-class StateSpace(nnx.Module):
-  """A diagonal state space with input-dependent gates, its state float32 through `lax.scan`."""
-
-  def __init__(self, rngs, width=8, states=4):
-    self.log_decay = nnx.Param(jnp.log(jnp.arange(1.0, states + 1)))
-    self.readout = raw(rngs, states, width)
-    self.step, self.drive = (nnx.Linear(width, n, rngs=rngs) for n in (width, states))
-
-  def __call__(self, u):
-    step, drive = jax.nn.softplus(self.step(u)), self.drive(u)
-    return signals.states_over_time(u, step, drive, self.log_decay[...], self.readout[...])
-
-
-class Field(nnx.Module):
-  """A network of coordinates, whose derivatives the loss looks at."""
-
-  def __init__(self, rngs):
-    self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in ((2, 8), (8, 8), (8, 1))])
-
-  def __call__(self, x):
-    for layer in self.layers:
-      x = nnx.tanh(layer(x))
-    return x[..., 0]
-
-
 def slopes(model: Any, points: Any) -> Any:
   graphdef, state = nnx.split(model)
-  return jax.vmap(jax.grad(lambda point: nnx.merge(graphdef, state)(point)))(points)
+  return jax.vmap(jax.grad(lambda point: nnx.merge(graphdef, state)(point)[0]))(points)
 
 
 class Hypernetwork(nnx.Module):
@@ -216,12 +174,16 @@ class Hypernetwork(nnx.Module):
     return nnx.tanh(nnx.merge(graphdef, params)(points))
 
 
+def _of_nnx(part: parts.Part) -> Callable[[nnx.Rngs], nnx.Module]:
+  return lambda rngs: part.nnx(None, rngs)
+
+
 MODELS: dict[str, Model] = {
   "gpt": Model(Gpt, (integers(2, 8, below=17),)),
   "gpt_decode": Model(Gpt, (integers(2, 8, below=17),), generate),
   "experts": Model(Switch, (integers(2, 8, below=17),), with_balance),
   "vae": Model(Vae, (normal(3, 8, 8, 3),), with_divergence),
-  "state_space": Model(StateSpace, (normal(3, 12, 8),)),
-  "field_by_its_gradient": Model(Field, (normal(20, 2),), slopes),
+  "state_space": Model(_of_nnx(signals.STATE_SPACE), (normal(3, 12, 8),)),
+  "field_by_its_gradient": Model(_of_nnx(signals.FIELD), (normal(20, 2),), slopes),
   "hypernetwork": Model(Hypernetwork, (normal(3, 6), normal(5, 2))),
 }
