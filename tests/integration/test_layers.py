@@ -177,7 +177,8 @@ def test_a_fully_masked_row_stays_finite(framework, half):
 @FRAMEWORKS
 def test_a_computed_weight_is_computed_from_what_is_stored_and_used_in_half(framework, name):
   layer = LAYERS[f"{framework}/{name}"]
-  params, start, inputs = layer.arguments()
+  # Those of NumPy could not be written to while NNX is traced.
+  params, start, inputs = jax.tree.map(jnp.asarray, layer.arguments())
   program, out = traced(layer, "mixed_bfloat16", inputs)
   assert out.dtype == F32
   # The layer itself is in half, and it comes last; all before it is float32.

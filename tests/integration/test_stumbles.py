@@ -233,15 +233,8 @@ def test_a_loss_of_many_rows(framework):
 # Sums over many rows.
 
 
-def test_the_gradient_of_a_hand_written_embedding_counts(framework, half):
-  form = Form(models.embedded(), half, (stumbles.TOKENS,))
-  ((_, (grads, _)),) = ran(framework, form, grads=True, kernel=np.eye(4))
-  expected = np.repeat([[10], [3590], [0], [0]], 4, 1)
-  np.testing.assert_array_equal(leaf(grads, "table"), expected)
-
-
 def test_tied_embeddings(framework):
-  ids = stumbles.TOKENS[:600] % 16 * 3
+  ids = np.repeat([0, 3], [10, 590])
   ids[::7] = 5
   made = [(models.tied(how), (ids,)) for how in ("embedding.T", "attend")]
   for half, *both in compared(framework, made, grads=True):

@@ -133,11 +133,6 @@ LOUD = np.asarray([[-1000, -60, -3, -0.5], [0, 0.5, 3, 1000]], np.float32)
 """Inputs of activations, exact in both half types."""
 
 
-# Sums over many rows.
-
-TOKENS = np.repeat([0, 1], [10, 3590])
-"""One token far more often than bfloat16 (256) or float16 (2,048) can count."""
-
 # Kernels that take nothing but half.
 
 

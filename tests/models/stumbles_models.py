@@ -164,11 +164,6 @@ def trained(place: str) -> Part:
 # Sums over many rows.
 
 
-def embedded() -> Part:
-  table = module(lambda m, ids: m.table[ids], {"table": (NORMAL, (4, 4))})
-  return module(lambda m, ids: m.last(m.embed(ids)), embed=table, last=dense(4, 4))
-
-
 def tied(how: str) -> Part:
   def call(m, ids):
     x = jnp.tanh(m.mix(m.wte(ids)))
