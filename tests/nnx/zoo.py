@@ -1,7 +1,7 @@
 """Models as research code writes them in NNX: raw parameters, own attention, tied heads, loops.
 
 None of them names a dtype or knows of mpjax. Here is what is written in another way than in Linen;
-architectures in NNX that differ in nothing but their layers are in `by_hand` and `stumbles_models`.
+what differs in nothing but its layers is described for both in `tests/models`.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,6 @@ from flax import nnx
 
 from tests.models import language, parts, signals
 from tests.models.values import integers, normal
-
-NORMAL = nnx.initializers.normal(0.2)
 
 
 class Model(NamedTuple):
@@ -31,76 +29,11 @@ class Model(NamedTuple):
   run: Callable[..., Any] = lambda model, *inputs: model(*inputs)
 
 
-def raw(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
-  return nnx.Param(NORMAL(rngs.params(), shape))
-
-
-class Norm(nnx.Module):
-  """Root-mean-square normalisation, written by the model's author."""
-
-  def __init__(self, width):
-    self.scale = nnx.Param(jnp.ones((1, 1, width)))
-
-  def __call__(self, x):
-    return self.scale * x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
-
-
-class CausalAttention(nnx.Module):
-  """Fused projection in one raw parameter, a -1e9 mask, a cache in variables of its own."""
-
-  def __init__(self, width, heads, length, rngs):
-    self.qkv = raw(rngs, width, 3, heads, width // heads)
-    self.out = raw(rngs, heads, width // heads, width)
-    self.length = length
-
-  def start(self, batch):
-    shape = (batch, self.length, *self.out.shape[:2])
-    self.keys, self.values = nnx.Cache(jnp.zeros(shape)), nnx.Cache(jnp.zeros(shape))
-
-  def __call__(self, x, index=None):
-    q, k, v = jnp.moveaxis(jnp.einsum("btd,dnhk->btnhk", x, self.qkv[...]), 2, 0)
-    if index is None:
-      seen = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool))
-    else:
-      self.keys[...] = k = self.keys.at[:, index].set(k[:, 0])
-      self.values[...] = v = self.values.at[:, index].set(v[:, 0])
-      seen = (jnp.arange(self.length) <= index)[None, None, None]
-    scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e9), axis=-1)
-    return jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, self.out[...])
-
-
-class Gpt(nnx.Module):
-  """Decoder with learned positions; the head reads the table of the embedding."""
-
-  def __init__(self, rngs, vocabulary=17, width=16, layers=2):
-    self.wte = nnx.Embed(vocabulary, width, rngs=rngs)
-    self.positions = raw(rngs, 8, width)
-    self.attention = nnx.List([CausalAttention(width, 2, 8, rngs) for _ in range(layers)])
-    self.mlp = nnx.List(
-      [
-        nnx.Sequential(nnx.Linear(width, 32, rngs=rngs), nnx.gelu, nnx.Linear(32, width, rngs=rngs))
-        for _ in range(layers)
-      ]
-    )
-    self.norms = nnx.List([Norm(width) for _ in range(2 * layers + 1)])
-
-  def start(self, batch):
-    for attention in self.attention:
-      attention.start(batch)
-
-  def __call__(self, ids, index=None):
-    at = self.positions[: ids.shape[1]] if index is None else self.positions[index][None]
-    x = self.wte(ids) + at[None]
-    for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
-      x = x + attention(self.norms[2 * i](x), index)
-      x = x + mlp(self.norms[2 * i + 1](x))
-    return self.norms[-1](x) @ self.wte.embedding.T
-
-
 def generate(model: Any, ids: Any) -> Any:
   """Writes tokens chosen greedily, through float32 caches."""
-  model.start(ids.shape[0])
+  for block in (model.block_0, model.block_1):
+    block.attention.keys.start(ids.shape[0])
+    block.attention.values.start(ids.shape[0])
   token, found = ids[:, :1], []
   for index in range(3):
     logits = model(token, index)
@@ -179,8 +112,8 @@ def _of_nnx(part: parts.Part) -> Callable[[nnx.Rngs], nnx.Module]:
 
 
 MODELS: dict[str, Model] = {
-  "gpt": Model(Gpt, (integers(2, 8, below=17),)),
-  "gpt_decode": Model(Gpt, (integers(2, 8, below=17),), generate),
+  "gpt": Model(_of_nnx(language.GPT), (integers(2, 8, below=17),)),
+  "gpt_decode": Model(_of_nnx(language.GPT), (integers(2, 8, below=17),), generate),
   "experts": Model(Switch, (integers(2, 8, below=17),), with_balance),
   "vae": Model(Vae, (normal(3, 8, 8, 3),), with_divergence),
   "state_space": Model(_of_nnx(signals.STATE_SPACE), (normal(3, 12, 8),)),
