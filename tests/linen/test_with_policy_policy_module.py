@@ -166,11 +166,11 @@ class Parts(nn.Module):
     return self.body(x) + self.auxiliary(x) + self.other(x)
 
   def decode(self, x):
-    return self.other(x)
+    return self.other(x), {"name": "decoded"}  # And something that is no array.
 
   def __call__(self, x, train=False):
     x = self.drop(self.body(x), deterministic=not train)
-    return (self.auxiliary(x) if train else x), {"name": "parts"}  # And something that is no array.
+    return self.auxiliary(x) if train else x
 
 
 @functools.cache
