@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 import mpjax
-from tests.models import by_hand, classics, papers, vision
+from tests.models import by_hand, language, papers, vision
 from tests.models.values import filled, integers, normal, shapes
 from tests.nnx import rig, zoo
 
@@ -284,8 +284,10 @@ MODELS: Mapping[str, Model] = {
   "Linen GPT": linen(language_by_hand.Gpt, _TOKENS, ways=("care",)),
   "Linen BERT": linen(language_by_hand.Bert, _TOKENS, ways=("care",)),
   "Linen LSTM language model": linen(language_by_hand.Lstm, _TOKENS, ways=("care",)),
-  "Linen ResNet, SiLU": without_dtype(classics.ResNet, (normal(4, 8, 8, 3),)),
-  "Linen BERT, masked": without_dtype(classics.Bert, (_TOKENS, _TOKENS % 2, _IS_TOKEN)),
+  "Linen ResNet, SiLU": without_dtype(
+    functools.partial(by_hand.linen, "resnet", activation=jax.nn.silu), (normal(4, 8, 8, 3),)
+  ),
+  "Linen BERT, masked": without_dtype(language.Bert, (_TOKENS, _TOKENS % 2, _IS_TOKEN)),
   # Of the loop that decodes, and keeps a cache in float32, there is no version in float64.
   **{f"Linen {name}": paper(name) for name in papers.PAPERS if name != "gpt_decode_loop"},
   "Linen vae": without_dtype(vision.Vae, (normal(3, 8, 8, 3),), _outputs_without_noise),

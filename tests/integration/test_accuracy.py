@@ -125,7 +125,7 @@ def test_layers_are_as_near_to_float32_as_their_type_allows(which):
 
 # Complete models.
 
-WITHOUT_LOSS = ("resnet", "bert", "lstm", "mask_by_product")
+WITHOUT_LOSS = ("resnet", "bert")
 WHOLE = {**{name: LINEN[name] for name in (*PAPERS, *WITHOUT_LOSS)}, **FUNCTIONS}
 """Those of the catalogue that compute a loss, or logits."""
 

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from tests.models.parts import module
 from tests.programs import Derivatives, bits
 
 # The models are written as their users write them.
@@ -265,15 +266,8 @@ def mixes(x, buffer=jnp.bfloat16):
   return jax.lax.dynamic_update_slice(jnp.zeros((4, 4), buffer), x, (0, 0))
 
 
-class Mixes(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return mixes(x)
-
-
-class MixesNnx(nnx.Module):
-  def __call__(self, x):
-    return mixes(x)
+MIXES = module(lambda m, x: mixes(x))
+KERNEL = module(lambda m, x: takes_half_alone(jnp.tanh, x))
 
 
 def linen_call(model):
@@ -283,7 +277,7 @@ def linen_call(model):
 def nnx_call(model):
   def under(policy, *rules):
     # Equal modules have one class between them, and each has its own path.
-    mpjax.nnx.with_policy(MixesNnx(), policy)
+    mpjax.nnx.with_policy(MIXES.nnx(None, None), policy)
     return mpjax.nnx.with_policy(model, policy, rules)(X)
 
   return under
@@ -293,20 +287,21 @@ def jit_call(model):
   return lambda policy: nnx.jit(lambda view: view(X))(mpjax.nnx.with_policy(model, policy))
 
 
+OF_LINEN, OF_NNX = MIXES.linen(None), MIXES.nnx(None, None)
 MIXING = {
-  # The call under a policy and rules, the name of the module, its path.
-  "linen": (linen_call(nn.Sequential([Mixes()])), "Mixes", "layers_0"),
-  "linen, remat": (linen_call(nn.Sequential([nn.remat(Mixes)()])), "Mixes", "layers_0"),
-  "nnx": (nnx_call(nnx.Sequential(jnp.tanh, MixesNnx())), "MixesNnx", "layers/1"),
-  "nnx.jit": (jit_call(nnx.Sequential(MixesNnx())), "MixesNnx", "layers/0"),
-  "linen, the root": (linen_call(Mixes()), "Mixes", ""),
-  "nnx, the root": (nnx_call(MixesNnx()), "MixesNnx", ""),
+  # The call under a policy and rules, the path of the module.
+  "linen": (linen_call(nn.Sequential([OF_LINEN])), "layers_0"),
+  "linen, remat": (linen_call(nn.Sequential([nn.remat(type(OF_LINEN))()])), "layers_0"),
+  "nnx": (nnx_call(nnx.Sequential(jnp.tanh, OF_NNX)), "layers/1"),
+  "nnx.jit": (jit_call(nnx.Sequential(OF_NNX)), "layers/0"),
+  "linen, the root": (linen_call(OF_LINEN), ""),
+  "nnx, the root": (nnx_call(OF_NNX), ""),
 }
 
 
 @pytest.mark.parametrize("name", MIXING)
 def test_a_type_error_gets_a_note_that_names_the_module(name):
-  under, module, path = MIXING[name]
+  under, path = MIXING[name]
   with pytest.raises(TypeError) as excinfo:
     under("mixed_float16")
   # It is the user's own error, with one note.
@@ -314,7 +309,7 @@ def test_a_type_error_gets_a_note_that_names_the_module(name):
   (note,) = [note for note in excinfo.value.__notes__ if "mpjax" in note]
   for part in (
     f"'{path}' (" if path else "the root",
-    f"{module})",
+    "Linen)" if "linen" in name else "(Nnx)",
     "compute=float16",
     "cast there",
   ):
@@ -327,23 +322,12 @@ def test_a_type_error_gets_a_note_that_names_the_module(name):
     assert under("mixed_float16", mpjax.Rule("bfloat16", path=path)).dtype == F32
 
 
-class Kernel(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return takes_half_alone(jnp.tanh, x)
-
-
-class KernelNnx(nnx.Module):
-  def __call__(self, x):
-    return takes_half_alone(jnp.tanh, x)
-
-
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
 @pytest.mark.parametrize(
   ("under", "path"),
   [
-    (linen_call(nn.Sequential([Kernel()])), "layers_0"),
-    (nnx_call(nnx.Sequential(KernelNnx())), "layers/0"),
+    (linen_call(nn.Sequential([KERNEL.linen(None)])), "layers_0"),
+    (nnx_call(nnx.Sequential(KERNEL.nnx(None, None))), "layers/0"),
   ],
   ids=["linen", "nnx"],
 )

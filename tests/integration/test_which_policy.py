@@ -1,11 +1,10 @@
 """Which policy each module has: rules, fields of modules, exemption, and where a policy begins.
 
-Each model is written in Linen and in NNX, with the same paths.
+Each model is described once, for Linen and for NNX.
 """
 
 import re
 import types
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,113 +13,54 @@ import pytest
 from flax import nnx
 
 import mpjax
-from tests.linen.probes import noted_as, seen
+from tests.linen.probes import noted, noted_as
+from tests.models.parts import module
 from tests.programs import products
 
 Rule = mpjax.Rule
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 PATHS = ("", "one", "one/leaf", "between", "two", "two/leaf")
+"""In the order in which the modules of a net run, each of which shows the dtype of its products."""
+
+LEAF = module(lambda m, x: noted_as("", x))
 
 
-class Leaf(nn.Module):
-  """Shows in which dtype its products are, as all modules here do."""
-
-  @nn.compact
-  def __call__(self, x):
-    return noted_as("/".join(self.path), x)
+def block(own=None):
+  return module(lambda m, x: m.leaf(noted_as("", x)), own=own, leaf=LEAF)
 
 
-class Block(nn.Module):
-  policy: Any = None
-
-  @nn.compact
-  def __call__(self, x):
-    return Leaf(name="leaf")(noted_as("/".join(self.path), x))
+BLOCK = block()
 
 
-class Net(nn.Module):
-  """Two equal blocks, and a leaf between them."""
-
-  of_two: Any = None
-
-  @nn.compact
-  def __call__(self, x):
-    x = Leaf(name="between")(Block(name="one")(noted_as("", x)))
-    return Block(self.of_two, name="two")(x)
+def net(of_two=None):
+  """Two blocks, equal if no field is set, and a leaf between them."""
+  two = BLOCK if of_two is None else block(of_two)
+  call = lambda m, x: m.two(m.between(m.one(noted_as("", x))))  # noqa: E731
+  return module(call, one=BLOCK, between=LEAF, two=two)
 
 
-class Gram(nn.Module):
-  """Computes a product, so that what it returns has the dtype of its policy."""
+def keeping(of_block=None):
+  """Keeps what its block returns: a product, which has the dtype of its policy."""
 
-  policy: Any = None
-
-  @nn.compact
-  def __call__(self, x):
-    return x @ x.T
-
-
-class Root(nn.Module):
-  """Keeps what its block returns."""
-
-  of_block: Any = None
-
-  @nn.compact
-  def __call__(self, x):
-    x = Gram(self.of_block, name="block")(x)
-    self.sow("kept", "x", x)
+  def call(m, x):
+    x = m.block(x)
+    if isinstance(m, nn.Module):
+      m.sow("kept", "x", x)
+    else:
+      m.kept = nnx.Intermediate(x)
     return x
 
-
-class NnxLeaf(nnx.Module):
-  def __init__(self, path):
-    self.path, self.name = path, path.rpartition("/")[-1]
-
-  def __call__(self, x):
-    return noted_as(self.path, x)
+  return module(call, block=module(lambda m, x: x @ x.T, own=of_block))
 
 
-class NnxBlock(NnxLeaf):
-  def __init__(self, path, policy=None):
-    super().__init__(path)
-    self.policy, self.leaf = policy, NnxLeaf(f"{path}/leaf")
-
-  def __call__(self, x):
-    return self.leaf(super().__call__(x))
-
-
-class NnxNet(NnxLeaf):
-  def __init__(self, of_two=None):
-    super().__init__("")
-    self.one, self.between, self.two = NnxBlock("one"), NnxLeaf("between"), NnxBlock("two", of_two)
-
-  def __call__(self, x):
-    return self.two(self.between(self.one(super().__call__(x))))
-
-
-class NnxGram(nnx.Module):
-  def __init__(self, policy):
-    self.policy = policy
-
-  def __call__(self, x):
-    return x @ x.T
-
-
-class NnxRoot(nnx.Module):
-  def __init__(self, policy=None):
-    self.block = NnxGram(policy)
-
-  def __call__(self, x):
-    x = self.block(x)
-    self.kept = nnx.Intermediate(x)
-    return x
-
-
-def linen_call(model, policy, rules, **options):
-  wrapped = mpjax.linen.with_policy(model, policy, rules, **options)
+def linen_call(part, policy, rules, **options):
+  wrapped = mpjax.linen.with_policy(part.linen(None), policy, rules, **options)
   return lambda x: wrapped.apply({}, x, mutable=["kept"])
 
 
-def nnx_call(model, policy, rules, **options):
+def nnx_call(part, policy, rules, **options):
+  model = part.nnx(None, nnx.Rngs(0))
+
   def call(x):
     view = mpjax.nnx.with_policy(nnx.clone(model), policy, rules, **options)
     out = view(x)
@@ -130,9 +70,13 @@ def nnx_call(model, policy, rules, **options):
 
 
 LIBRARIES = {
-  "linen": types.SimpleNamespace(call=linen_call, Net=Net, Block=Block, Leaf=Leaf, Root=Root),
+  "linen": types.SimpleNamespace(
+    call=linen_call, Block=type(BLOCK.linen(None)), Leaf=type(LEAF.linen(None))
+  ),
   "nnx": types.SimpleNamespace(
-    call=nnx_call, Net=NnxNet, Block=NnxBlock, Leaf=NnxLeaf, Root=NnxRoot
+    call=nnx_call,
+    Block=type(BLOCK.nnx(None, nnx.Rngs(0))),
+    Leaf=type(LEAF.nnx(None, nnx.Rngs(0))),
   ),
 }
 
@@ -140,6 +84,11 @@ LIBRARIES = {
 @pytest.fixture(params=LIBRARIES)
 def lib(request):
   return LIBRARIES[request.param]
+
+
+def seen(call):
+  """Returns the dtype in which each module of a net computes."""
+  return dict(zip(PATHS, (dtype for _, dtype in noted(call, X)), strict=True))
 
 
 def everywhere(dtype, **others):
@@ -179,8 +128,8 @@ RULES = {
     everywhere("float16", between="bfloat16") | {"": "bfloat16"},
   ),
   "where": (
-    lambda lib: [Rule("float16", where=lambda m: m.name == "two")],
-    everywhere("bfloat16", two="float16", two__leaf="float16"),
+    lambda lib: [Rule("float16", where=lambda m: isinstance(m, lib.Leaf))],
+    everywhere("bfloat16", one__leaf="float16", between="float16", two__leaf="float16"),
   ),
   # The first rule that matches a module wins; one on the module beats one on what encloses it.
   "first": (
@@ -193,11 +142,11 @@ RULES = {
   ),
   "first by class": (
     lambda lib: [
-      Rule("float32", where=lambda m: m.name == "between"),
+      Rule("float32", where=lambda m: isinstance(m, lib.Leaf)),
       Rule("float16", module=lib.Block),
       Rule("float32", module=(lib.Block, dict)),
     ],
-    everywhere("float16", between="float32") | {"": "bfloat16"},
+    everywhere("float32", one="float16", two="float16") | {"": "bfloat16"},
   ),
   "exempt": (
     lambda lib: [Rule(None, path="one"), Rule("float16", path="one/leaf")],
@@ -210,15 +159,15 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_rules(lib, name):
   rules, wanted = RULES[name]
-  call = lib.call(lib.Net(), "bfloat16", rules(lib), unmatched="ignore")
-  assert seen(call, X) == wanted
+  call = lib.call(net(), "bfloat16", rules(lib), unmatched="ignore")
+  assert seen(call) == wanted
 
 
 def test_none_leaves_all_but_what_rules_pick_out(lib):
   rules = [Rule("mixed_float16", path="one")]
   wanted = everywhere("float32", one="float16", one__leaf="float16")
-  assert seen(lib.call(lib.Net(), None, rules), X) == wanted
-  assert seen(lib.call(lib.Net(), None, ()), X) == everywhere("float32")
+  assert seen(lib.call(net(), None, rules)) == wanted
+  assert seen(lib.call(net(), None, ())) == everywhere("float32")
 
 
 def test_a_policy_in_the_modules_own_field_beats_rules(lib):
@@ -230,10 +179,10 @@ def test_a_policy_in_the_modules_own_field_beats_rules(lib):
     ("float16", "float32"),
     (7, "float32"),
   ):
-    found = seen(lib.call(lib.Net(policy), "bfloat16", [Rule("float32", path="two")]), X)
+    found = seen(lib.call(net(policy), "bfloat16", [Rule("float32", path="two")]))
     assert found == everywhere("bfloat16", two=inside, two__leaf=inside), policy
   # But inside of an exempt module it is exempt.
-  found = seen(lib.call(lib.Net(own), "bfloat16", [Rule(None, path="")]), X)
+  found = seen(lib.call(net(own), "bfloat16", [Rule(None, path="")]))
   assert found == everywhere("float32")
 
 
@@ -262,7 +211,7 @@ BEGINS = [
 @pytest.mark.case("B052", "A98")
 def test_output_dtypes_are_for_where_a_policy_begins(lib):
   def dtypes(policy, rules, own=None):
-    call = lib.call(lib.Root(own), policy, rules)
+    call = lib.call(keeping(own), policy, rules)
     program, (out, kept) = jax.make_jaxpr(call, return_shape=True)(X)
     (product,), (inner,) = products(program), jax.tree.leaves(kept)
     assert product.dtypes[0] == product.dtypes[1]

@@ -1,6 +1,7 @@
 """Which policy a module of Linen has: by its maker, under lifted transforms, in nested calls."""
 
 import copy
+import functools
 import os
 import pickle
 import subprocess
@@ -58,11 +59,18 @@ def test_a_module_has_the_policy_of_where_it_was_made_not_of_who_calls_it():
   assert found == {"": "bfloat16", "held": "bfloat16", "held/leaf": "float16"}
 
 
+VMAP = functools.partial(nn.vmap, variable_axes={"params": None}, split_rngs={"params": False})
 LIFTED = {
   "remat": nn.remat,
   "jit": nn.jit,
   "vmap": lambda cls: nn.vmap(cls, variable_axes={"params": 0}, split_rngs={"params": True}),
   "map_variables": lambda cls: nn.map_variables(cls, "params", lambda x: x),
+  **{
+    f"method under {name}": lambda cls, lift=lift: type(
+      "Lifted", (cls,), {"__call__": lift(cls.__call__)}
+    )
+    for name, lift in {"remat": nn.remat, "jit": nn.jit, "vmap": VMAP}.items()
+  },
   "add_metadata_axis": lambda cls: nn.add_metadata_axis(cls, variable_axes={"params": 0}),
 }
 LIFTED_RULES = [

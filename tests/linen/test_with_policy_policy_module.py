@@ -155,22 +155,6 @@ def test_errors():
       model.convert(given, jnp.ones((1, 3)))
 
 
-class Coder(nn.Module):
-  """Two methods that use a table of their own each, and something that is no array."""
-
-  def setup(self):
-    self.encoder, self.decoder = nn.Dense(2), nn.Dense(3)
-
-  def __call__(self, x):
-    return self.decode(self.encode(x)), {"name": "coder"}
-
-  def encode(self, x):
-    return self.encoder(x)
-
-  def decode(self, x):
-    return self.decoder(x)
-
-
 class Parts(nn.Module):
   """A part without parameters, one that only training calls, one that another method calls."""
 
@@ -182,7 +166,7 @@ class Parts(nn.Module):
     return self.body(x) + self.auxiliary(x) + self.other(x)
 
   def decode(self, x):
-    return self.other(x)
+    return self.other(x), {"name": "decoded"}  # And something that is no array.
 
   def __call__(self, x, train=False):
     x = self.drop(self.body(x), deterministic=not train)
@@ -201,25 +185,17 @@ def modules_in(variables, dtype):
 
 @pytest.mark.case("B140")
 def test_rules_are_checked_where_the_whole_model_is_called():
-  x = jnp.ones((1, 3))
-  variables = Coder().init(jax.random.key(0), x)
-  model = with_policy(Coder(), "mixed_bfloat16", [Rule("float32", path="decodr")])
-  with pytest.warns(UserWarning, match="The nearest module paths: 'decoder', "):
+  x, variables = parts()
+  model = with_policy(Parts(), "mixed_bfloat16", [Rule("float32", path="boddy")])
+  with pytest.warns(UserWarning, match="The nearest module paths: 'body', "):
     model.convert(variables, x)
   # A module that this call does not pass is there all the same.
-  x_of_parts, variables_of_parts = parts()
   model = with_policy(Parts(), "mixed_bfloat16", [Rule("float32", path="auxiliary")])
-  found = model.convert(variables_of_parts, x_of_parts)
-  assert modules_in(found, "bfloat16") == {"body"}
+  assert modules_in(model.convert(variables, x), "bfloat16") == {"body"}
   # Of one method nobody knows what is in the rest of the model.
-  half = with_policy(Coder(), "mixed_bfloat16", [Rule("float32", path="decoder")])
-  found = half.convert(variables, x, method="encode")
-  assert modules_in(found, "bfloat16") == {"encoder"}
-  kernels = [
-    {path: dtype for path, dtype in stored(each).items() if path.endswith("kernel")}
-    for each in (half.convert(variables, x), found)
-  ]
-  assert kernels[0] == kernels[1]
+  model = with_policy(Parts(), "mixed_bfloat16", [Rule("float32", path="body")])
+  assert modules_in(model.convert(variables, x, method="decode"), "bfloat16") == {"other"}
+  assert modules_in(model.convert(variables, x), "bfloat16") == set()
 
 
 class Prediction:

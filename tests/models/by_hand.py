@@ -75,7 +75,7 @@ def hard_coded(half: Any = None, careful: bool = False) -> Part:
   )
 
 
-def resnet(half: Any = None, careful: bool = False) -> Part:
+def resnet(half: Any = None, careful: bool = False, activation: Any = jax.nn.relu) -> Part:
   def convolved(inputs, features, stride=1, size=3):
     return module(
       lambda m, x: m.norm(m.conv(x)),
@@ -84,11 +84,11 @@ def resnet(half: Any = None, careful: bool = False) -> Part:
     )
 
   def residual(m, x):
-    y = m.second(jax.nn.relu(m.first(x)))
-    return jax.nn.relu(y + (m.short(x) if hasattr(m, "short") else x))
+    y = m.second(activation(m.first(x)))
+    return activation(y + (m.short(x) if hasattr(m, "short") else x))
 
   def call(m, x):
-    x = m.larger(m.block(jax.nn.relu(m.stem(cast(x, half)))))
+    x = m.larger(m.block(activation(m.stem(cast(x, half)))))
     return m.head(x.mean((1, 2)))
 
   return module(

@@ -57,7 +57,7 @@ def generated(model: language.TextModel, params: Any, ids: Any) -> Any:
 
 def switch(model: Any, params: Any, ids: Any) -> Any:
   logits, state = model.apply({"params": params}, ids, mutable=["losses"])
-  (balance,) = state["losses"]["Expert_0"]["balance"]
+  (balance,) = jax.tree.leaves(state["losses"])
   return _next_token(logits, ids) + 0.01 * balance.mean()
 
 
@@ -101,7 +101,7 @@ PAPERS: dict[str, Paper] = {
     (normal(7, 5), normal(12, 2), integers(12, below=7), integers(12, below=7, seed=1)),
     _squared(10 * normal(3, seed=1)),
   ),
-  "field_by_its_hessian": Paper(signals.Field, (normal(20, 2),), residual),
+  "field_by_its_hessian": Paper(lambda: signals.FIELD.linen(None), (normal(20, 2),), residual),
   "hypernetwork": Paper(
     signals.Implicit, (normal(3, 6), normal(5, 2)), _squared(normal(3, 5, 1, seed=1))
   ),

@@ -17,10 +17,15 @@ class Part(NamedTuple):
   nnx: Callable[[Any, Any], nnx.Module]
 
 
-def module(call: Callable[..., Any], params: Any = None, **parts: Part) -> Part:
-  """Returns a module: `call(module, *inputs)`, and initialisers and shapes of its parameters."""
+def module(call: Callable[..., Any], params: Any = None, own: Any = None, **parts: Part) -> Part:
+  """Returns a module: `call(module, *inputs)`, and initialisers and shapes of its parameters.
+
+  `own` is what its field `policy` holds.
+  """
 
   class Linen(nn.Module):
+    policy: Any = own
+
     def setup(self) -> None:
       for name, part in parts.items():
         setattr(self, name, part.linen(self))
@@ -35,6 +40,7 @@ def module(call: Callable[..., Any], params: Any = None, **parts: Part) -> Part:
 
   class Nnx(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
+      self.policy = own
       for name, part in parts.items():
         setattr(self, name, part.nnx(self, rngs))
       for name, (init, shape) in (params or {}).items():

@@ -84,13 +84,9 @@ def attend_blockwise(params, batch):
   return jnp.mean((out - batch["y"]) ** 2), out
 
 
-def attention_params() -> Any:
-  names = ("query", "key", "value", "out")
-  return {name: dense(8, 8, seed) for seed, name in enumerate(names)}
-
-
-def attention_batch() -> Any:
-  return {"x": normal(2, 12, 8, seed=9), "y": normal(2, 12, 8, seed=10)}
+def attention_values() -> Any:
+  params = {name: dense(8, 8, i) for i, name in enumerate(("query", "key", "value", "out"))}
+  return params, {"x": normal(2, 12, 8, seed=9), "y": normal(2, 12, 8, seed=10)}
 
 
 # A decoder: layers stacked under `scan` and `checkpoint`, one table at both ends.
@@ -121,7 +117,7 @@ def decoder(params, batch):
   return cross_entropy(logits[:, :-1], batch["ids"][:, 1:]), logits
 
 
-def decoder_params() -> Any:
+def decoder_values() -> Any:
   layers = {
     "norm_1": np.ones((3, 8), np.float32),
     "norm_2": np.ones((3, 8), np.float32),
@@ -131,16 +127,13 @@ def decoder_params() -> Any:
     "up": dense(8, 16, 4, 3),
     "down": dense(16, 8, 5, 3),
   }
-  return {
+  params = {
     "table": normal(17, 8),
     "positions": normal(6, 8, seed=7) / 4,
     "layers": layers,
     "norm": np.ones(8, np.float32),
   }
-
-
-def decoder_batch() -> Any:
-  return {"ids": integers(3, 6, below=17)}
+  return params, {"ids": integers(3, 6, below=17)}
 
 
 # Differential equations: the state and the time are added up over many steps.
@@ -175,12 +168,9 @@ def solve_adaptively(params, batch, until=2.0, tolerance=3e-2):
   return jnp.mean(final["y"] ** 2), {"y": final["y"], "t": final["t"]}
 
 
-def solver_params() -> Any:
-  return {"in": dense(4, 8), "bias": normal(8, seed=3) / 4, "out": dense(8, 4, 1)}
-
-
-def solver_batch() -> Any:
-  return {"y": normal(5, 4, seed=2)}
+def solver_values() -> Any:
+  params = {"in": dense(4, 8), "bias": normal(8, seed=3) / 4, "out": dense(8, 4, 1)}
+  return params, {"y": normal(5, 4, seed=2)}
 
 
 # Experts: one branch for each, and all at once.
@@ -218,12 +208,9 @@ def experts_by_group(params, batch):
   return jnp.mean((out - batch["y"]) ** 2) + 0.01 * balance, out
 
 
-def experts_params() -> Any:
-  return {"router": dense(8, 3, 3), "up": dense(8, 16, 0, 3), "down": dense(16, 8, 1, 3)}
-
-
-def experts_batch() -> Any:
-  return {"x": normal(7, 8, seed=5), "y": normal(7, 8, seed=6)}
+def experts_values() -> Any:
+  params = {"router": dense(8, 3, 3), "up": dense(8, 16, 0, 3), "down": dense(16, 8, 1, 3)}
+  return params, {"x": normal(7, 8, seed=5), "y": normal(7, 8, seed=6)}
 
 
 # A convolutional network, its batch normalisation written out.
@@ -255,7 +242,7 @@ def convnet(params, batch):
   return cross_entropy(logits, batch["labels"]), (logits, running)
 
 
-def convnet_params() -> Any:
+def convnet_values() -> Any:
   def layer(inputs, seed):
     return {
       "kernel": normal(3, 3, inputs, 4, seed=seed) / np.sqrt(9 * inputs, dtype=np.float32),
@@ -263,12 +250,9 @@ def convnet_params() -> Any:
       "offset": normal(4, seed=seed) / 4,
     }
 
-  return {"layers": [layer(3, 0), layer(4, 1)], "head": dense(16, 5, 2), "bias": normal(5) / 4}
-
-
-def convnet_batch() -> Any:
+  params = {"layers": [layer(3, 0), layer(4, 1)], "head": dense(16, 5, 2), "bias": normal(5) / 4}
   running = [(np.zeros(4, np.float32), np.ones(4, np.float32)) for _ in range(2)]
-  return {
+  return params, {
     "images": normal(6, 8, 8, 3, seed=5),  # no two are equal after rounding where pooling chooses
     "labels": integers(6, below=5),
     "running": running,
@@ -296,9 +280,6 @@ def online_softmax(params, batch):
   return jnp.mean(log_total - jnp.sum(x * wanted.T, axis=-1)), log_total
 
 
-def online_softmax_params() -> Any:
-  return {"in": dense(6, 8), "out": 2 * dense(8, 5, 1, 4)}
-
-
-def online_softmax_batch() -> Any:
-  return {"x": normal(9, 6, seed=2), "labels": integers(9, below=20)}
+def online_softmax_values() -> Any:
+  params = {"in": dense(6, 8), "out": 2 * dense(8, 5, 1, 4)}
+  return params, {"x": normal(9, 6, seed=2), "labels": integers(9, below=20)}

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.models.parts import dense, module
+
 NORMAL = nn.initializers.normal(0.3)
 
 
@@ -52,18 +54,21 @@ class WaveNet(nn.Module):
     return nn.Dense(4)(nn.relu(skips))
 
 
-class StateSpace(nn.Module):
+def _diagonal(m, u):
   """A diagonal state space with input-dependent gates, its state float32 through `lax.scan`."""
+  step, drive = jax.nn.softplus(m.step(u)), m.drive(u)
+  return states_over_time(u, step, drive, m.log_decay[...], m.readout[...])
 
-  states: int = 4
 
-  @nn.compact
-  def __call__(self, u):
-    width = u.shape[-1]
-    log_decay = self.param("log_decay", lambda _: jnp.log(jnp.arange(1.0, self.states + 1)))
-    readout = self.param("readout", NORMAL, (self.states, width))
-    step = jax.nn.softplus(nn.Dense(width)(u))
-    return states_over_time(u, step, nn.Dense(self.states)(u), log_decay, readout)
+STATE_SPACE = module(
+  _diagonal,
+  {
+    "log_decay": (lambda _, shape: jnp.log(jnp.arange(1.0, shape[0] + 1)), (4,)),
+    "readout": (NORMAL, (4, 8)),
+  },
+  step=dense(8, 8, bias=True),
+  drive=dense(8, 4, bias=True),
+)
 
 
 class Mamba(nn.Module):
@@ -72,7 +77,9 @@ class Mamba(nn.Module):
     x = nn.Dense(8)(x)
     for _ in range(2):
       h = nn.RMSNorm()(x)
-      x = x + nn.Dense(8)(StateSpace()(nn.silu(nn.Dense(8)(h))) * nn.silu(nn.Dense(8)(h)))
+      x = x + nn.Dense(8)(
+        STATE_SPACE.linen(None)(nn.silu(nn.Dense(8)(h))) * nn.silu(nn.Dense(8)(h))
+      )
     return nn.Dense(4)(x)
 
 
@@ -94,18 +101,22 @@ class GraphNetwork(nn.Module):
     return nn.Dense(3)(nodes.sum(axis=0))
 
 
-class Field(nn.Module):
+def _coloured(m, points):
   """A coordinate network: positional encoding, a skip connection, density and colour."""
+  angles = points[..., None] * 2.0 ** np.arange(3)
+  x = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+  x = start = x.reshape(*points.shape[:-1], -1)
+  x = nn.softplus(m.second(nn.softplus(m.first(x))))
+  return m.head(nn.softplus(m.third(jnp.concatenate([x, start], axis=-1))))
 
-  @nn.compact
-  def __call__(self, points):
-    angles = points[..., None] * 2.0 ** np.arange(3)
-    x = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-    x = start = x.reshape(*points.shape[:-1], -1)
-    for i in range(3):
-      x = jnp.concatenate([x, start], axis=-1) if i == 2 else x
-      x = nn.softplus(nn.Dense(16)(x))
-    return nn.Dense(4)(x)
+
+FIELD = module(
+  _coloured,
+  first=dense(12, 16, bias=True),
+  second=dense(16, 16, bias=True),
+  third=dense(28, 16, bias=True),
+  head=dense(16, 4, bias=True),
+)
 
 
 class Implicit(nn.Module):

@@ -1,12 +1,12 @@
 """Situations in which a policy must reach every product: modules as people write them.
 
-None of these modules names a dtype. `SITUATIONS` holds for each the module, its inputs, and how it
-is run on bound variables (`model.apply(variables, *inputs)`, unless said otherwise).
+None of these modules names a dtype. `SITUATIONS` holds for each what makes the module, and how it
+is run: `(model, variables, x) -> outputs`.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,24 +20,8 @@ INIT = nn.initializers.normal(0.3)
 RNGS = {"dropout": jax.random.key(2)}
 
 
-def apply(model: Any, variables: Any, *inputs: Any) -> Any:
-  return model.apply(variables, *inputs, rngs=RNGS)
-
-
-class Situation(NamedTuple):
-  """One module and how it is run.
-
-  Fields:
-    make: returns the module.
-    run: `(model, variables, *inputs) -> outputs`.
-    inputs: floating arrays, which gradients are taken of too.
-    backward: whether it has a gradient (a while loop has none).
-  """
-
-  make: Callable[[], nn.Module]
-  run: Callable[..., Any] = apply
-  inputs: tuple[Any, ...] = (X,)
-  backward: bool = True
+def apply(model: Any, variables: Any, x: Any) -> Any:
+  return model.apply(variables, x, rngs=RNGS)
 
 
 class Block(nn.Module):
@@ -121,19 +105,6 @@ class LowRank(nn.Module):
     return self.base(x) + x @ low @ self.param("high", INIT, (2, 8))
 
 
-class RawCompact(nn.Module):
-  """Raw parameters in a tree, an all-zero start, a convolution from `jax.lax`."""
-
-  @nn.compact
-  def __call__(self, x):
-    tree = self.param("tree", lambda key: {"a": INIT(key, (8, 8)), "b": [INIT(key, (8,))]})
-    kernel = self.param("kernel", INIT, (3, 8, 4))
-    x = jnp.tanh(x @ tree["a"] + tree["b"][0])
-    return jax.lax.conv_general_dilated(
-      x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-    )
-
-
 class Promotes(nn.Module):
   """Hands on float32, because of a NumPy scalar."""
 
@@ -159,18 +130,17 @@ def own_loop(model: Any, variables: Any, x: Any) -> Any:
 
 _VMAP = functools.partial(nn.vmap, variable_axes={"params": 0}, split_rngs={"params": True})
 
-SITUATIONS: dict[str, Situation] = {
-  "scan": Situation(Scan),
-  "scan_remat": Situation(lambda: Scan(remat=True)),
-  "scan_of_a_function": Situation(ScanBody),
-  "remat": Situation(lambda: Lifted(nn.remat)),
-  "jit": Situation(lambda: Lifted(nn.jit)),
-  "vmap": Situation(lambda: Lifted(_VMAP)),
-  "inner_jit": Situation(Block, inner_jit),
-  "lax_loop": Situation(Block, own_loop),
-  "cond_and_switch": Situation(Conditional),
-  "while_loop": Situation(WhileLoop, backward=False),
-  "share_scope": Situation(LowRank),
-  "raw_in_compact": Situation(RawCompact),
-  "after_a_child_that_promotes": Situation(MultipliesWhatPromotes),
+SITUATIONS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
+  "scan": (Scan, apply),
+  "scan_remat": (lambda: Scan(remat=True), apply),
+  "scan_of_a_function": (ScanBody, apply),
+  "remat": (lambda: Lifted(nn.remat), apply),
+  "jit": (lambda: Lifted(nn.jit), apply),
+  "vmap": (lambda: Lifted(_VMAP), apply),
+  "inner_jit": (Block, inner_jit),
+  "lax_loop": (Block, own_loop),
+  "cond_and_switch": (Conditional, apply),
+  "while_loop": (WhileLoop, apply),
+  "share_scope": (LowRank, apply),
+  "after_a_child_that_promotes": (MultipliesWhatPromotes, apply),
 }

@@ -71,20 +71,6 @@ def interpolate(features: Any, places: Any) -> Any:
   return features[i] * (1 - share) + features[i + 1] * share
 
 
-def decode(anchors: Any, deltas: Any) -> Any:
-  """Returns boxes (centre, size) from anchors and what a network predicts."""
-  centres = anchors[:, :2] + anchors[:, 2:] * 0.1 * deltas[:, :2]
-  return jnp.concatenate([centres, anchors[:, 2:] * jnp.exp(0.2 * deltas[:, 2:])], -1)
-
-
-ANCHORS = np.stack(
-  [*np.divmod(np.arange(SIZE, dtype=np.float32) * 7.3, 23), *np.full((2, SIZE), 16, np.float32)], -1
-).astype(np.float32) * np.asarray([[8, 40, 1, 1]], np.float32)
-"""Boxes of 16 by 16 pixels, their centres up to 1,300 and 900 pixels from the corner."""
-
-ANCHORS_BY = {"np": lambda: ANCHORS, "jnp": lambda: jnp.asarray(ANCHORS)}
-"""Constant anchors, by how they are made inside of a module."""
-
 FEATURES = normal(SIZE, 8, seed=3)
 
 GRIDS = {
@@ -146,11 +132,6 @@ ACTIVATIONS = {
 LOUD = np.asarray([[-1000, -60, -3, -0.5], [0, 0.5, 3, 1000]], np.float32)
 """Inputs of activations, exact in both half types."""
 
-
-# Sums over many rows.
-
-TOKENS = np.repeat([0, 1], [10, 3590])
-"""One token far more often than bfloat16 (256) or float16 (2,048) can count."""
 
 # Kernels that take nothing but half.
 

@@ -76,17 +76,6 @@ def deformable(grid: str) -> Part:
   )
 
 
-def detector(grid: str) -> Part:
-  """Boxes, as far as they are from their anchors, and what another layer makes of them."""
-
-  def call(m, features, anchors):
-    anchors = stumbles.ANCHORS_BY.get(grid, lambda: anchors)()
-    boxes = m.decode(anchors, m.deltas(features))
-    return boxes - anchors, m.last(boxes)
-
-  return module(call, deltas=dense(8, 4, bias=True), last=dense(4, 4), decode=function("decode"))
-
-
 # Probabilities, masks, norms, losses.
 
 
@@ -175,11 +164,6 @@ def trained(place: str) -> Part:
 # Sums over many rows.
 
 
-def embedded() -> Part:
-  table = module(lambda m, ids: m.table[ids], {"table": (NORMAL, (4, 4))})
-  return module(lambda m, ids: m.last(m.embed(ids)), embed=table, last=dense(4, 4))
-
-
 def tied(how: str) -> Part:
   def call(m, ids):
     x = jnp.tanh(m.mix(m.wte(ids)))
@@ -259,7 +243,6 @@ REACHED: dict[str, tuple[Part, tuple[Any, ...]]] = {
   "denoiser": (denoiser(), (normal(1024, 4), TIMES)),
   "nerf": (nerf(), RAYS),
   "deformable": (deformable("np.arange"), (stumbles.FEATURES, PLACES)),
-  "detector": (detector("np"), (stumbles.FEATURES, stumbles.ANCHORS)),
   "softmax": (ends("by hand"), (normal(2, 8),)),
   "masked": (masked(-1e9, "where"), (normal(2, 4, 8), stumbles.mask_argument(-1e9, "where"))),
   "normed": (normed(), (normal(2, 16),)),

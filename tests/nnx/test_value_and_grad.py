@@ -54,15 +54,27 @@ def assert_equal(found, expected):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("wrap", "has_aux"), [(lambda f: f, False), (nnx.jit, True)])
-def test_it_is_nnx_value_and_grad_with_scaled_gradients(wrap, has_aux):
+HEAD = nnx.PathContains("head")
+SCALED = {
+  # What is differentiated, options, what is done to the call, which parameters the optimizer has,
+  # what is given of it.
+  "a loss": (loss_fn, {}, lambda call: call, nnx.Param, lambda optimizer: optimizer),
+  "with aux, in jit": (loss_and_aux, {"has_aux": True}, nnx.jit, nnx.Param, lambda o: o),
+  "some": (loss_fn, {"argnums": nnx.DiffState(0, HEAD)}, lambda call: call, HEAD, lambda o: o),
+  "pure state": (loss_fn, {}, nnx.jit, nnx.Param, lambda o: nnx.as_pure(o.opt_state)),
+  "state of optax": (loss_fn, {}, nnx.jit, nnx.Param, lambda o: TX.init({"w": jnp.ones(2)})),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_it_is_nnx_value_and_grad_with_scaled_gradients(name):
   # Loss, aux, gradients, batch statistics and random counters, all equal to the bit.
-  fun = loss_and_aux if has_aux else loss_fn
+  fun, options, wrap, wrt, given = SCALED[name]
   ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-  optimizer = nnx.Optimizer(ours, TX, wrt=nnx.Param)
-  call = wrap(lambda m, o, x: mpjax.nnx.value_and_grad(fun, o, has_aux=has_aux)(m, x))
+  optimizer = nnx.Optimizer(ours, TX, wrt=wrt)
+  call = wrap(lambda m, o, x: mpjax.nnx.value_and_grad(fun, given(o), **options)(m, x))
   found, grads = call(ours, optimizer, X)
-  expected, plain = wrap(lambda m, x: nnx.value_and_grad(fun, has_aux=has_aux)(m, x))(theirs, X)
+  expected, plain = wrap(lambda m, x: nnx.value_and_grad(fun, **options)(m, x))(theirs, X)
   assert_equal(jax.tree.leaves(found), jax.tree.leaves(expected))
   assert isinstance(grads, nnx.State)
   assert jax.tree.structure(grads) == jax.tree.structure(plain)
@@ -70,30 +82,7 @@ def test_it_is_nnx_value_and_grad_with_scaled_gradients(wrap, has_aux):
   assert_equal(numbers(ours), numbers(theirs))
   assert int(ours.drop.rngs.count[...]) == 1
   assert np.any(np.asarray(ours.norm.mean[...]))
-
-
-@pytest.mark.parametrize("filter_", [nnx.Param, nnx.PathContains("head")])
-def test_diff_state_says_what_is_differentiated(filter_):
-  ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-  optimizer = nnx.Optimizer(ours, TX, wrt=filter_)
-  argnums = nnx.DiffState(1, filter_)
-  fun = lambda x, model: loss_fn(model, x)  # noqa: E731
-  _, grads = mpjax.nnx.value_and_grad(fun, optimizer, argnums=argnums)(X, ours)
-  _, plain = nnx.value_and_grad(fun, argnums=argnums)(X, theirs)
-  assert jax.tree.structure(grads) == jax.tree.structure(plain)
-  assert_equal(jax.tree.leaves(grads), [g * SCALE for g in jax.tree.leaves(plain)])
   optimizer.update(ours, grads)
-
-
-@pytest.mark.parametrize("state", ["pure", "optax"])
-def test_a_state_will_do(state):
-  model = Net(nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-  pure = nnx.as_pure(optimizer.opt_state)
-  given = pure if state == "pure" else TX.init({"w": jnp.ones(2)})
-  _, grads = mpjax.nnx.value_and_grad(loss_fn, given)(model, X)
-  _, plain = nnx.value_and_grad(loss_fn)(Net(nnx.Rngs(0)), X)
-  assert_equal(jax.tree.leaves(grads), [g * SCALE for g in jax.tree.leaves(plain)])
 
 
 def train(tx, policy, steps=30):

@@ -357,37 +357,6 @@ def test_a_float32_module_that_returns_its_output_and_a_loss_returns_float32():
   np.testing.assert_allclose(y, exact, rtol=1e-6)
 
 
-registered = {}
-
-
-class Registered(nnx.Module):
-  """A base with a hook: it keeps a table of its subclasses, and sets flags on them."""
-
-  def __init_subclass__(cls, *, key, gated=False, **kwargs):
-    super().__init_subclass__(**kwargs)
-    cls.gated = gated
-    assert key not in registered
-    registered[key] = cls
-
-
-class Gated(Registered, Generic[TypeVar("T")], key="gated", gated=True):
-  def __init__(self):
-    self.layer = linear()
-
-  def __call__(self, x):
-    return self.layer(x) * (2.0 if self.gated else 0.0)
-
-
-def test_a_view_does_not_run_the_hook_of_the_users_classes():
-  model = Gated()
-  view = with_policy(model, "mixed_bfloat16")
-  assert registered == {"gated": Gated}
-  assert isinstance(view, Gated)
-  assert view.gated
-  np.testing.assert_allclose(view(X), model(X), atol=0.05)
-  np.testing.assert_array_equal(pickle.loads(pickle.dumps(view))(X), view(X))
-
-
 OF_T = Generic[TypeVar("T")]
 listed = {}
 
@@ -401,8 +370,11 @@ class WithHook:
 
 
 class HookOfNnx(nnx.Module):
-  def __init_subclass__(cls, **kwargs):
+  """Takes an argument that each subclass must give, and sets a flag by it."""
+
+  def __init_subclass__(cls, *, gain, **kwargs):
     super().__init_subclass__(**kwargs)
+    cls.gain = gain
     listed.setdefault(cls.__name__, cls)
 
 
@@ -426,11 +398,12 @@ def test_views_of_classes_with_a_hook_in_any_order_of_bases(order):
     self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
 
   def __call__(self, x):
-    return self.layer(x)
+    return self.layer(x) * getattr(self, "gain", 1.0)
 
   name = f"In{order.title().replace(' ', '')}"
   namespace = {"__init__": __init__, "__call__": __call__}
-  cls = types.new_class(name, ORDERS[order], exec_body=lambda ns: ns.update(namespace))
+  arguments = {"gain": 2.0} if HookOfNnx in ORDERS[order] else {}
+  cls = types.new_class(name, ORDERS[order], arguments, lambda ns: ns.update(namespace))
   assert listed.pop(name) is cls
   view = with_policy(cls(), "mixed_bfloat16")
   assert listed == {}

@@ -219,42 +219,6 @@ def test_threads_do_not_meet():
     list(pool.map(work, views))
 
 
-# Errors
-
-
-def view_of(**options):
-  return with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF, **options)
-
-
-MODEL, MODULE = "mpjax.with_policy(model)", "a flax.nnx.Module"
-A_VIEW = "a view already (Linear under 'params=float32,compute=bfloat16')"
-READY = "Call it as it is. For another policy make a view of the plain model."
-IN_LINEN = "a Linen module (Dense) inside nnx.bridge.ToNNX"
-MODELS = [
-  # What is made a view, what the error calls it, what to do.
-  (lambda: nnx.Linear, "the class Linear", "Pass an instance: mpjax.with_policy(Linear(...)"),
-  (lambda: None, "None", "mpjax.with_policy(fn"),
-  (lambda: view_of(), A_VIEW, READY),
-  (lambda: mpjax.nnx.convert(view_of(), X), A_VIEW, READY),
-  (lambda: HoldsLinen(nnx.Rngs(0)).linen, IN_LINEN, "mpjax.policy_scope"),
-]
-OPTIONS = [
-  # The option, what was expected, what came, what to do, which builtin.
-  ({"rules": ["x"]}, "mpjax.Rule", "'x'", "Write [", TypeError),
-  ({"unmatched": "no"}, "'warn' or 'ignore'", "'no'", "Did you mean", ValueError),
-]
-
-
-def test_errors():
-  for make, got, fix in MODELS:
-    model = make()
-    with refused(TypeError, MODEL, MODULE, got, fix):
-      with_policy(model, HALF)
-  for options, expected, got, fix, builtin in OPTIONS:
-    with refused(builtin, f"mpjax.with_policy({next(iter(options))}=...)", expected, got, fix):
-      view_of(**options)
-
-
 class HoldsLinen(nnx.Module):
   def __init__(self, rngs):
     self.linen = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs).lazy_init(X)

@@ -1,7 +1,7 @@
 """Models as research code writes them in NNX: raw parameters, own attention, tied heads, loops.
 
 None of them names a dtype or knows of mpjax. Here is what is written in another way than in Linen;
-architectures in NNX that differ in nothing but their layers are in `by_hand` and `stumbles_models`.
+what differs in nothing but its layers is described for both in `tests/models`.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.models import signals
+from tests.models import language, parts, signals
 from tests.models.values import integers, normal
-
-NORMAL = nnx.initializers.normal(0.2)
 
 
 class Model(NamedTuple):
@@ -31,76 +29,11 @@ class Model(NamedTuple):
   run: Callable[..., Any] = lambda model, *inputs: model(*inputs)
 
 
-def raw(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
-  return nnx.Param(NORMAL(rngs.params(), shape))
-
-
-class Norm(nnx.Module):
-  """Root-mean-square normalisation, written by the model's author."""
-
-  def __init__(self, width):
-    self.scale = nnx.Param(jnp.ones((1, 1, width)))
-
-  def __call__(self, x):
-    return self.scale * x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
-
-
-class CausalAttention(nnx.Module):
-  """Fused projection in one raw parameter, a -1e9 mask, a cache in variables of its own."""
-
-  def __init__(self, width, heads, length, rngs):
-    self.qkv = raw(rngs, width, 3, heads, width // heads)
-    self.out = raw(rngs, heads, width // heads, width)
-    self.length = length
-
-  def start(self, batch):
-    shape = (batch, self.length, *self.out.shape[:2])
-    self.keys, self.values = nnx.Cache(jnp.zeros(shape)), nnx.Cache(jnp.zeros(shape))
-
-  def __call__(self, x, index=None):
-    q, k, v = jnp.moveaxis(jnp.einsum("btd,dnhk->btnhk", x, self.qkv[...]), 2, 0)
-    if index is None:
-      seen = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool))
-    else:
-      self.keys[...] = k = self.keys.at[:, index].set(k[:, 0])
-      self.values[...] = v = self.values.at[:, index].set(v[:, 0])
-      seen = (jnp.arange(self.length) <= index)[None, None, None]
-    scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e9), axis=-1)
-    return jnp.einsum("bhqs,bshk,hkd->bqd", weights, v, self.out[...])
-
-
-class Gpt(nnx.Module):
-  """Decoder with learned positions; the head reads the table of the embedding."""
-
-  def __init__(self, rngs, vocabulary=17, width=16, layers=2):
-    self.wte = nnx.Embed(vocabulary, width, rngs=rngs)
-    self.positions = raw(rngs, 8, width)
-    self.attention = nnx.List([CausalAttention(width, 2, 8, rngs) for _ in range(layers)])
-    self.mlp = nnx.List(
-      [
-        nnx.Sequential(nnx.Linear(width, 32, rngs=rngs), nnx.gelu, nnx.Linear(32, width, rngs=rngs))
-        for _ in range(layers)
-      ]
-    )
-    self.norms = nnx.List([Norm(width) for _ in range(2 * layers + 1)])
-
-  def start(self, batch):
-    for attention in self.attention:
-      attention.start(batch)
-
-  def __call__(self, ids, index=None):
-    at = self.positions[: ids.shape[1]] if index is None else self.positions[index][None]
-    x = self.wte(ids) + at[None]
-    for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
-      x = x + attention(self.norms[2 * i](x), index)
-      x = x + mlp(self.norms[2 * i + 1](x))
-    return self.norms[-1](x) @ self.wte.embedding.T
-
-
 def generate(model: Any, ids: Any) -> Any:
   """Writes tokens chosen greedily, through float32 caches."""
-  model.start(ids.shape[0])
+  for block in (model.block_0, model.block_1):
+    block.attention.keys.start(ids.shape[0])
+    block.attention.values.start(ids.shape[0])
   token, found = ids[:, :1], []
   for index in range(3):
     logits = model(token, index)
@@ -109,27 +42,10 @@ def generate(model: Any, ids: Any) -> Any:
   return found
 
 
-class Experts(nnx.Module):
-  """Feed-forward experts: top-1 routing, dispatch by einsum, a balancing loss as a variable."""
-
-  def __init__(self, rngs, width=16, experts=4):
-    self.router = raw(rngs, width, experts)
-    self.up, self.down = raw(rngs, experts, width, 32), raw(rngs, experts, 32, width)
-
-  def __call__(self, x):
-    gates = jax.nn.softmax(x @ self.router)
-    chosen = jax.nn.one_hot(jnp.argmax(gates, -1), gates.shape[-1], dtype=x.dtype)
-    self.balance = nnx.Intermediate(jnp.mean(gates.mean(1) * chosen.mean(1)))
-    inside = jnp.einsum("bte,btd->betd", chosen, x)
-    inside = nnx.relu(jnp.einsum("betd,edf->betf", inside, self.up[...]))
-    inside = jnp.einsum("betf,efd->betd", inside, self.down[...])
-    return jnp.einsum("bte,betd->btd", chosen * gates, inside)
-
-
 class Switch(nnx.Module):
   def __init__(self, rngs):
     self.embed = nnx.Embed(17, 16, rngs=rngs)
-    self.experts = nnx.List([Experts(rngs), Experts(rngs)])
+    self.experts = nnx.List([language.EXPERT.nnx(self, rngs) for _ in range(2)])
     self.head = nnx.Linear(16, 17, rngs=rngs)
 
   def __call__(self, ids):
@@ -174,34 +90,9 @@ def with_divergence(model: Any, x: Any) -> Any:
   return model(x), nnx.as_pure(nnx.pop(model, nnx.Intermediate)), model.decode(model.encode(x)[0])
 
 
-class StateSpace(nnx.Module):
-  """A diagonal state space with input-dependent gates, its state float32 through `lax.scan`."""
-
-  def __init__(self, rngs, width=8, states=4):
-    self.log_decay = nnx.Param(jnp.log(jnp.arange(1.0, states + 1)))
-    self.readout = raw(rngs, states, width)
-    self.step, self.drive = (nnx.Linear(width, n, rngs=rngs) for n in (width, states))
-
-  def __call__(self, u):
-    step, drive = jax.nn.softplus(self.step(u)), self.drive(u)
-    return signals.states_over_time(u, step, drive, self.log_decay[...], self.readout[...])
-
-
-class Field(nnx.Module):
-  """A network of coordinates, whose derivatives the loss looks at."""
-
-  def __init__(self, rngs):
-    self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in ((2, 8), (8, 8), (8, 1))])
-
-  def __call__(self, x):
-    for layer in self.layers:
-      x = nnx.tanh(layer(x))
-    return x[..., 0]
-
-
 def slopes(model: Any, points: Any) -> Any:
   graphdef, state = nnx.split(model)
-  return jax.vmap(jax.grad(lambda point: nnx.merge(graphdef, state)(point)))(points)
+  return jax.vmap(jax.grad(lambda point: nnx.merge(graphdef, state)(point)[0]))(points)
 
 
 class Hypernetwork(nnx.Module):
@@ -216,12 +107,16 @@ class Hypernetwork(nnx.Module):
     return nnx.tanh(nnx.merge(graphdef, params)(points))
 
 
+def _of_nnx(part: parts.Part) -> Callable[[nnx.Rngs], nnx.Module]:
+  return lambda rngs: part.nnx(None, rngs)
+
+
 MODELS: dict[str, Model] = {
-  "gpt": Model(Gpt, (integers(2, 8, below=17),)),
-  "gpt_decode": Model(Gpt, (integers(2, 8, below=17),), generate),
+  "gpt": Model(_of_nnx(language.GPT), (integers(2, 8, below=17),)),
+  "gpt_decode": Model(_of_nnx(language.GPT), (integers(2, 8, below=17),), generate),
   "experts": Model(Switch, (integers(2, 8, below=17),), with_balance),
   "vae": Model(Vae, (normal(3, 8, 8, 3),), with_divergence),
-  "state_space": Model(StateSpace, (normal(3, 12, 8),)),
-  "field_by_its_gradient": Model(Field, (normal(20, 2),), slopes),
+  "state_space": Model(_of_nnx(signals.STATE_SPACE), (normal(3, 12, 8),)),
+  "field_by_its_gradient": Model(_of_nnx(signals.FIELD), (normal(20, 2),), slopes),
   "hypernetwork": Model(Hypernetwork, (normal(3, 6), normal(5, 2))),
 }

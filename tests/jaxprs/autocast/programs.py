@@ -22,8 +22,8 @@ class Program(NamedTuple):
   backward: bool = True  # whether the loss has a gradient, and does not take its own
 
 
-def plain_jax(fun: Any, params: Callable[[], Any], batch: Callable[[], Any]) -> Any:
-  return lambda: Model(fun, params(), batch())
+def plain_jax(fun: Any, values: Callable[[], Any]) -> Any:
+  return lambda: Model(fun, *values())
 
 
 # Data parallel training on eight devices.
@@ -63,34 +63,23 @@ def sharded_step(params: Any, batch: Any) -> Any:
   return fun(params, batch["x"], batch["y"])
 
 
-def _sharded_params() -> Any:
-  return {"up": plain.dense(4, 8), "bias": normal(8) / 4, "down": plain.dense(8, 4, 1)}
+def _sharded_values() -> Any:
+  params = {"up": plain.dense(4, 8), "bias": normal(8) / 4, "down": plain.dense(8, 4, 1)}
+  return params, {"x": normal(16, 4, seed=2), "y": normal(16, 4, seed=3)}
 
-
-def _sharded_batch() -> Any:
-  return {"x": normal(16, 4, seed=2), "y": normal(16, 4, seed=3)}
-
-
-_EXPERTS = (plain.experts_params, plain.experts_batch)
 
 PROGRAMS: dict[str, Program] = {
   # Other libraries.
   "equinox": Program(other_libraries.equinox_encoder, True),
   "haiku": Program(other_libraries.haiku_language_model, True),
   # Plain JAX.
-  "solver": Program(
-    plain_jax(plain.solve_adaptively, plain.solver_params, plain.solver_batch), backward=False
-  ),
-  "custom_vjp_attention": Program(
-    plain_jax(plain.attend_blockwise, plain.attention_params, plain.attention_batch), True
-  ),
-  "decoder": Program(plain_jax(plain.decoder, plain.decoder_params, plain.decoder_batch), True),
-  "experts_by_branch": Program(plain_jax(plain.experts_by_branch, *_EXPERTS)),
-  "experts_by_group": Program(plain_jax(plain.experts_by_group, *_EXPERTS)),
-  "convnet": Program(plain_jax(plain.convnet, plain.convnet_params, plain.convnet_batch)),
-  "online_softmax": Program(
-    plain_jax(plain.online_softmax, plain.online_softmax_params, plain.online_softmax_batch)
-  ),
-  "sharded_loss": Program(plain_jax(sharded_loss, _sharded_params, _sharded_batch)),
-  "sharded_step": Program(plain_jax(sharded_step, _sharded_params, _sharded_batch), backward=False),
+  "solver": Program(plain_jax(plain.solve_adaptively, plain.solver_values), backward=False),
+  "custom_vjp_attention": Program(plain_jax(plain.attend_blockwise, plain.attention_values), True),
+  "decoder": Program(plain_jax(plain.decoder, plain.decoder_values), True),
+  "experts_by_branch": Program(plain_jax(plain.experts_by_branch, plain.experts_values)),
+  "experts_by_group": Program(plain_jax(plain.experts_by_group, plain.experts_values)),
+  "convnet": Program(plain_jax(plain.convnet, plain.convnet_values)),
+  "online_softmax": Program(plain_jax(plain.online_softmax, plain.online_softmax_values)),
+  "sharded_loss": Program(plain_jax(sharded_loss, _sharded_values)),
+  "sharded_step": Program(plain_jax(sharded_step, _sharded_values), backward=False),
 }
