@@ -20,9 +20,7 @@ from mpjax._jaxprs.primitives import (
   FAMILIES,
   HIGHER_ORDER,
   PARTS,
-  Family,
   Holds,
-  Row,
   integer_pow_part,
 )
 from tests import op_lists_page, registered_primitives
@@ -178,10 +176,3 @@ def test_the_page_shows_the_lists():
   assert op_lists_page.with_tables(changed) == page
   for name in (*NAMES, *HIGHER_ORDER):
     assert f"`{name}`" in page, command
-
-
-def test_a_family():
-  made = Family("keep", "They do.", "tanh abs", Row("neg", exact=True))
-  assert made.names == ("abs", "neg", "tanh")
-  assert [(row.names, row.exact) for row in made.rows] == [("tanh abs", False), ("neg", True)]
-  assert (made.part, made.fixed, made.decides) == ("keep", False, "")

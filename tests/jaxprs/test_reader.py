@@ -236,22 +236,19 @@ def doubled(c):
 
 
 REPLACED = {
-  "jit": jax.jit(doubled),
-  "remat": jax.checkpoint(doubled),
-  "composite": lax.composite(doubled, name="mpjax.doubled"),
-  "scan": lambda x: lax.scan(lambda c, _: (doubled(c), None), x, length=5)[0],
-  "cond": lambda x: lax.cond(x[0] > 0, lambda c: c, doubled, x),
-  "while": lambda x: lax.while_loop(lambda c: jnp.sum(c) < 100, doubled, x),
+  "jit": (jax.jit(doubled), 9),
+  "remat": (jax.checkpoint(doubled), 9),
+  "composite": (lax.composite(doubled, name="mpjax.doubled"), 9),
+  "scan": (lambda x: lax.scan(lambda c, _: (doubled(c), None), x, length=5)[0], 3**6),
+  "cond": (lambda x: lax.cond(x[0] > 0, lambda c: c, doubled, x), 9),
+  "while": (lambda x: lax.while_loop(lambda c: jnp.sum(c) < 100, doubled, x), 243),
 }
 
 
-@pytest.mark.parametrize(
-  ("name", "want"),
-  [("jit", 9), ("remat", 9), ("composite", 9), ("scan", 3**6), ("cond", 9), ("while", 243)],
-)
-def test_an_equation_with_other_jaxprs_runs_them(name, want):
+@pytest.mark.parametrize(("fun", "want"), REPLACED.values(), ids=REPLACED)
+def test_an_equation_with_other_jaxprs_runs_them(fun, want):
   # Where it doubled or kept a number, it is multiplied by three.
-  program = jax.make_jaxpr(REPLACED[name])(s(1))
+  program = jax.make_jaxpr(fun)(s(1))
   *before, eqn = program.jaxpr.eqns
   tripled = jax.make_jaxpr(lambda c: 3 * c)(s(1))
   made = [tripled if inner.returns else inner.program for inner in read(eqn)]

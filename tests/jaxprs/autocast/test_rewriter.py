@@ -11,7 +11,7 @@ from jax import lax
 
 import mpjax
 from tests import programs
-from tests.jaxprs.autocast.rig import BOTH
+from tests.jaxprs.autocast.rig import BOTH, with_jvp
 from tests.models.values import normal
 
 HALVES = ("bfloat16", "float16")
@@ -82,10 +82,9 @@ SHARED = {
   "joined": lambda w: jnp.concatenate([w, w])[:3],
   "moved by a function": jax.jit(lambda w: w[:, ::-1][:, ::-1]),
   "chosen by a branch": lambda w: lax.cond(w[0, 0] > 0, lambda w: w * 1.0, lambda w: w, w),
-  "by a rule": jax.custom_jvp(lambda w: w * 1.0),
+  "by a rule": with_jvp(lambda w: w * 1.0),
   "behind a barrier": lambda w: lax.optimization_barrier((w, w))[0],
 }
-SHARED["by a rule"].defjvp(lambda primals, tangents: (primals[0] * 1.0, tangents[0]))
 
 
 @BOTH
@@ -235,6 +234,10 @@ def factorized(w, x, b):
   return low @ y, lax.reduce_precision(y, 5, 4)
 
 
+def scanned(turn, start):
+  return lax.scan(lambda c, _: turn(c), start, None, length=2)
+
+
 HALF, F32 = "bfloat16", "float32"
 COMPUTED = {
   # name: a function of parameters w, x and b, and the dtypes of all that its operations read and
@@ -292,6 +295,32 @@ COMPUTED = {
   "linear algebra": (
     factorized,
     {"cholesky": F32, "reduce_precision": F32, "dot_general": (HALF, F32, F32)},
+  ),
+  # A stream that starts in low precision stays in it.
+  "a stream": (
+    lambda w, x, b: scanned(lambda y: (y + jax.nn.relu(y @ w), None), x @ w)[0],
+    {"add": HALF, "max": HALF},
+  ),
+  # The state of a while loop is in float32: nothing is kept of it for a backward pass, and whether
+  # it ends may hang on its last bits.
+  "a while loop": (
+    lambda w, x, b: lax.while_loop(lambda y: y[0, 0] < 1, lambda y: y - jnp.tanh(y @ w), x @ w),
+    {"sub": F32, "dot_general": HALF},
+  ),
+  "a loop of a number": (
+    lambda w, x, b: lax.fori_loop(0, jnp.int32(2), lambda i, y: y - jnp.tanh(y @ w), x @ w),
+    {"sub": F32, "dot_general": HALF},
+  ),
+  # What the next iteration alone reads, in an exponential.
+  "read by the next step": (
+    lambda w, x, b: scanned(lambda c: ((x @ w) * 3.0, jnp.exp(c)), x @ w)[1],
+    {"mul": F32, "dot_general": HALF},
+  ),
+  "read by the next iteration": (
+    lambda w, x, b: lax.while_loop(
+      lambda s: s[1][0, 0] > 2, lambda s: ((x @ w) * 3.0, jnp.exp(s[0])), (x @ w, x)
+    )[1],
+    {"mul": F32, "dot_general": HALF},
   ),
 }
 
