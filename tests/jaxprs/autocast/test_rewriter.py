@@ -316,10 +316,6 @@ COMPUTED = {
     lambda w, x, b: scanned(lambda c: ((x @ w) * 3.0, jnp.exp(c)), x @ w)[1],
     {"mul": F32, "dot_general": HALF},
   ),
-  "read by the step after the next": (
-    lambda w, x, b: scanned(lambda c: (((x @ w) * 3.0, c[0]), jnp.exp(c[1])), (x @ w, x))[1],
-    {"mul": F32, "dot_general": HALF},
-  ),
   "read by the next iteration": (
     lambda w, x, b: lax.while_loop(
       lambda s: s[1][0, 0] > 2, lambda s: ((x @ w) * 3.0, jnp.exp(s[0])), (x @ w, x)

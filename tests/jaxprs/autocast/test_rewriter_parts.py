@@ -284,3 +284,27 @@ def test_of_a_caller():
     outs = jax.tree.leaves(jax.eval_shape(fun, X))
     assert readers(fun, results=(By.CALLER,) * len(outs)) == (want,)
   assert readers(lambda x: x + 1, results=(By.RETURNED,)) == (By.RETURNED | By.SUMMED,)
+
+
+def test_of_what_loops_and_solvers_take():
+  def chain(x, y, z):  # What reads the first reads the last, two iterations later.
+    turn = lambda c, _: ((jnp.exp(c[0]), -c[0], -c[1]), c[2])  # noqa: E731
+    return lax.scan(turn, (x, y, z), None, length=3)
+
+  def until(limit, w, y):
+    return lax.while_loop(lambda y: y.sum() < jnp.exp(limit), lambda y: y @ w, y)
+
+  def solved(a, b):
+    return lax.custom_linear_solve(lambda v: a @ v, b, lambda _, b: b / jnp.diag(a))
+
+  # All are carried: their consumers take them as they are held.
+  held = (LIST | By.MATMUL, By.EXACT | By.MATMUL, By.MATMUL)
+  assert readers(chain, X, X, X, results=(0, 0, 0, By.MATMUL)) == held
+  assert readers(chain, X, X, X, results=(0, 0, 0, 0)) == (LIST, By.EXACT, 0)
+  assert readers(until, 1.0, X, X) == (LIST, By.MATMUL, LIST | By.MATMUL)
+  both = LIST | By.INDEX | By.ALGEBRA
+  assert readers(solved, X, X[0]) == (both, both)
+  # Not behind a matmul, whose operands are not rounded for it either.
+  assert readers(lambda w, a, b: solved(a @ w, 2 * b), X, X, X[0]) == (
+    By.MATMUL | By.EXACT | By.INDEX,
+  ) * 2 + (both | By.FACTOR,)
