@@ -10,6 +10,7 @@ from mpjax._jaxprs.autocast.values import (
   Settings,
   constants,
   is_exact,
+  joined,
   literal_value,
   survives,
 )
@@ -70,6 +71,26 @@ def test_numbers_that_a_dtype_has():
   assert not is_exact(1e5, FLOAT16)
   assert is_exact(1 + 2.0**-7, BFLOAT16)
   assert not is_exact(1 + 2.0**-8, BFLOAT16)
+
+
+def test_the_kind_of_a_value():
+  data, low, held = Kind(FLOAT32), Kind(FLOAT16), Kind(FLOAT16, held=True)
+  carried = Kind(FLOAT16, carried=FLOAT32)
+  kinds = (data, low, held, carried)
+  assert [k.is_low for k in kinds] == [False, True, True, True]
+  assert [k.rests for k in kinds] == [False, True, False, True]
+  assert [k.current for k in kinds] == [FLOAT32, FLOAT16, FLOAT32, FLOAT16]
+  assert [k.variable for k in kinds] == [FLOAT32, FLOAT16, FLOAT32, FLOAT32]
+
+
+def test_the_kind_of_one_of_several():
+  data, neutral, low = Kind(FLOAT32), Kind(FLOAT32, neutral=True), Kind(FLOAT16)
+  held = Kind(FLOAT16, held=True)
+  assert joined([low, data, neutral]) == data
+  assert joined([neutral, low]) == low
+  assert joined([neutral, held, low]) == held
+  assert joined([neutral, None]) == neutral
+  assert joined([None]) is None
 
 
 def test_a_literal_is_neutral_and_its_number_known():
