@@ -1,6 +1,7 @@
 """`mixed_float8` in Linen, NNX and autocast: layers, training, and what a GPU would run."""
 
 import collections
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -19,13 +20,10 @@ from tests.models.values import filled, shapes
 from tests.programs import bits, products
 from tests.scripts import benchmark
 
-ALL = mpjax.Float8(skip=())
-POLICY = mpjax.Policy(compute_dtype="bfloat16", output_dtype="float32", matmul=ALL)
-EXACT = mpjax.Policy(
-  compute_dtype="bfloat16",
-  output_dtype="float32",
-  matmul=mpjax.Float8(skip=(), power_of_two=True),
+POLICY = mpjax.Policy(
+  compute_dtype="bfloat16", output_dtype="float32", matmul=mpjax.Float8(skip=())
 )
+EXACT = dataclasses.replace(POLICY, matmul=mpjax.Float8(skip=(), power_of_two=True))
 FORWARD = ("float8_e4m3fn", "float8_e4m3fn")
 BACKWARD = ("float8_e5m2", "float8_e4m3fn")
 HALF = ("bfloat16", "bfloat16")
@@ -151,9 +149,7 @@ def test_the_preset_leaves_out_what_is_too_small(face):
 
 
 def test_parameters_stored_in_bfloat16():
-  policy = mpjax.Policy(
-    param_dtype="bfloat16", compute_dtype="bfloat16", output_dtype="float32", matmul=ALL
-  )
+  policy = dataclasses.replace(POLICY, param_dtype="bfloat16")
   loss, variables = of_linen(policy)
   stored = policy.cast_to_param(variables)
   assert counted(loss, stored) == {FORWARD: 8, BACKWARD: 16, HALF: 12}
@@ -267,11 +263,7 @@ def matmuls(gpu_hlo, h200, request):
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_a_gpu_multiplies_in_float8(matmuls, scaling):
-  policy = mpjax.Policy(
-    compute_dtype="bfloat16",
-    output_dtype="float32",
-    matmul=mpjax.Float8(skip=(), scaling=scaling),
-  )
+  policy = dataclasses.replace(POLICY, matmul=mpjax.Float8(skip=(), scaling=scaling))
   loss, params = of_linen(policy)
   found = matmuls(jax.grad(loss), params)
   # XLA joins the projections of one input, of which there are three, in one matmul or not.

@@ -25,35 +25,48 @@ def xla_flops(fun, *args) -> float:
   return analysis["flops"]
 
 
-CONVOLUTIONS = {
-  "valid": ((2, 3, 9), (5, 3, 4), [1], "VALID", {}),
-  "same": ((2, 3, 9), (5, 3, 4), [1], "SAME", {}),
-  "strides": ((2, 3, 9, 8), (5, 3, 3, 2), [2, 3], "SAME", {}),
-  "negative padding": ((1, 1, 9), (1, 1, 3), [1], [(-2, 3)], {}),
+def convolution(strides, padding, **how):
+  return lambda x, k: lax.conv_general_dilated(x, k, strides, padding, **how)
+
+
+def einsum(subscripts):
+  return lambda x, y: jnp.einsum(subscripts, x, y)
+
+
+CALLS = {
+  # name: the function, and the shapes of both operands
+  "valid": (convolution([1], "VALID"), (2, 3, 9), (5, 3, 4)),
+  "same": (convolution([1], "SAME"), (2, 3, 9), (5, 3, 4)),
+  "strides": (convolution([2, 3], "SAME"), (2, 3, 9, 8), (5, 3, 3, 2)),
+  "negative padding": (convolution([1], [(-2, 3)]), (1, 1, 9), (1, 1, 3)),
   "holes in the input": (
-    *((1, 3, 8, 8), (5, 3, 3, 3), [2, 2], [(1, 1), (1, 2)], {"lhs_dilation": (2, 1)}),
+    convolution([2, 2], [(1, 1), (1, 2)], lhs_dilation=(2, 1)),
+    *((1, 3, 8, 8), (5, 3, 3, 3)),
   ),
-  "holes in the kernel": ((1, 3, 9, 9), (5, 3, 3, 3), [1, 1], "SAME", {"rhs_dilation": (2, 3)}),
-  "feature groups": ((2, 6, 5), (4, 3, 3), [1], "SAME", {"feature_group_count": 2}),
-  "depthwise": ((2, 6, 5), (6, 1, 3), [1], "SAME", {"feature_group_count": 6}),
-  "batch groups": ((4, 3, 5), (6, 3, 3), [1], "SAME", {"batch_group_count": 2}),
+  "holes in the kernel": (
+    convolution([1, 1], "SAME", rhs_dilation=(2, 3)),
+    *((1, 3, 9, 9), (5, 3, 3, 3)),
+  ),
+  "feature groups": (convolution([1], "SAME", feature_group_count=2), (2, 6, 5), (4, 3, 3)),
+  "depthwise": (convolution([1], "SAME", feature_group_count=6), (2, 6, 5), (6, 1, 3)),
+  "batch groups": (convolution([1], "SAME", batch_group_count=2), (4, 3, 5), (6, 3, 3)),
   "other layout": (
-    *((2, 9, 8, 3), (3, 2, 3, 5), [1, 1], "SAME"),
-    {"dimension_numbers": ("NHWC", "HWIO", "NHWC")},
+    convolution([1, 1], "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+    *((2, 9, 8, 3), (3, 2, 3, 5)),
   ),
+  "matrix": (einsum("ij,jk->ik"), (2, 3), (3, 5)),
+  "batch": (einsum("bij,bjk->bik"), (6, 2, 3), (6, 3, 5)),
+  "two contracted": (einsum("ijk,kjl->il"), (2, 3, 4), (4, 3, 5)),
 }
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_flops_of_convolutions_are_those_of_xla(name):
-  lhs, rhs, strides, padding, how = CONVOLUTIONS[name]
+@pytest.mark.parametrize(("fun", "left", "right"), CALLS.values(), ids=CALLS)
+def test_flops_are_those_of_xla(fun, left, right):
+  assert flops(fun, s(*left), s(*right)) == [xla_flops(fun, s(*left), s(*right))]
 
-  def fun(x, k):
-    return lax.conv_general_dilated(x, k, strides, padding, **how)
 
-  assert flops(fun, s(*lhs), s(*rhs)) == [xla_flops(fun, s(*lhs), s(*rhs))]
-  # What sums nothing is a multiplication.
-  assert flops(jnp.outer, s(2), s(3)) == flops(lambda x, y: jnp.einsum("i,j->ij", x, y), s(2), s(3))
+def test_what_sums_nothing_is_a_multiplication():
+  assert flops(jnp.outer, s(2), s(3)) == flops(einsum("i,j->ij"), s(2), s(3))
 
 
 @pytest.mark.parametrize("argnum", [0, 1])
@@ -68,23 +81,6 @@ def test_flops_of_a_convolutions_gradients_are_those_of_xla(argnum):
   args = s(2, 3, 9, 8), s(5, 3, 3, 3), s(2, 5, 5, 4)
   # The forward product is written there too; XLA drops it, as its result is not used.
   assert flops(gradient, *args)[-1] == xla_flops(gradient, *args)
-
-
-DOTS = {
-  "matrix": ((2, 3), (3, 5), "ij,jk->ik"),
-  "batch": ((6, 2, 3), (6, 3, 5), "bij,bjk->bik"),
-  "two contracted": ((2, 3, 4), (4, 3, 5), "ijk,kjl->il"),
-}
-
-
-@pytest.mark.parametrize("name", DOTS)
-def test_flops_of_matrix_products_are_those_of_xla(name):
-  lhs, rhs, subscripts = DOTS[name]
-
-  def fun(x, y):
-    return jnp.einsum(subscripts, x, y)
-
-  assert flops(fun, s(*lhs), s(*rhs)) == [xla_flops(fun, s(*lhs), s(*rhs))]
 
 
 def test_flops_of_a_ragged_product_do_not_grow_with_the_groups():

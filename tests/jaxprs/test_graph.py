@@ -6,6 +6,7 @@ import numpy as np
 
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.reader import inner_jaxprs
+from tests.jaxprs.autocast.rig import with_jvp, with_vjp
 
 X = jnp.ones((4, 4))
 
@@ -28,18 +29,6 @@ def ancestors(value, seen=()):
       known.add(value)
       pending += value.made_by.operands if value.made_by else []
   return known
-
-
-def with_jvp(f):
-  made = jax.custom_jvp(f)
-  made.defjvp(lambda primals, tangents: (f(*primals), tangents[0]))
-  return made
-
-
-def with_vjp(f):
-  made = jax.custom_vjp(f)
-  made.defvjp(lambda *x: (f(*x), x), lambda kept, bar: (bar, bar))
-  return made
 
 
 def check_call(wrap):

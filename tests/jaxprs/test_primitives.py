@@ -20,9 +20,7 @@ from mpjax._jaxprs.primitives import (
   FAMILIES,
   HIGHER_ORDER,
   PARTS,
-  Family,
   Holds,
-  Row,
   integer_pow_part,
 )
 from tests import op_lists_page, registered_primitives
@@ -111,19 +109,6 @@ def test_a_primitive_is_named_in_the_table_and_nowhere_else():
     assert list(named(file.read_text(encoding="utf-8"))) == [], file
 
 
-@pytest.mark.parametrize(
-  ("source", "found"),
-  [
-    ('if name == "dot_general": pass', ["dot_general"]),
-    ('NAMES = "add sub".split()', ["add", "sub"]),
-    ('f("jit", x="exp")', ["jit", "exp"]),
-    ('def f():\n  "name"\nx = f"{kind}tanh"\ny = "to add"', []),
-  ],
-)
-def test_a_second_table_would_be_noticed(source, found):
-  assert list(named(source)) == found
-
-
 def test_every_row_with_a_fact_of_first_order_has_a_sample():
   for row in {row for row in FACTS.values() if row != type(row)(row.names)}:
     names = set(row.names.split())
@@ -191,15 +176,3 @@ def test_the_page_shows_the_lists():
   assert op_lists_page.with_tables(changed) == page
   for name in (*NAMES, *HIGHER_ORDER):
     assert f"`{name}`" in page, command
-
-
-def test_a_page_without_the_marks_is_refused():
-  with pytest.raises(ValueError, match="lacks"):
-    op_lists_page.with_tables("# Operation lists")
-
-
-def test_a_family():
-  made = Family("keep", "They do.", "tanh abs", Row("neg", exact=True))
-  assert made.names == ("abs", "neg", "tanh")
-  assert [(row.names, row.exact) for row in made.rows] == [("tanh abs", False), ("neg", True)]
-  assert (made.part, made.fixed, made.decides) == ("keep", False, "")

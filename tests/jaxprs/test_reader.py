@@ -26,6 +26,7 @@ from mpjax._jaxprs.reader import (
   with_inner,
 )
 from mpjax._jaxprs.steps import body_of
+from tests.jaxprs.autocast.rig import with_jvp, with_vjp
 from tests.programs import s
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(d) for d in (jnp.bfloat16, "float16", "float32"))
@@ -63,22 +64,6 @@ def test_the_dtype_of_anything():
 def square(x):
   """One product of 4x4 matrices: 128 operations."""
   return x @ x
-
-
-@jax.custom_jvp
-def with_jvp(x):
-  return square(x)
-
-
-with_jvp.defjvp(lambda x, dx: (square(x[0]), dx[0]))
-
-
-@jax.custom_vjp
-def with_vjp(x):
-  return square(x)
-
-
-with_vjp.defvjp(lambda x: (square(x), x), lambda x, g: (g @ x,))
 
 
 @custom_vmap
@@ -128,8 +113,8 @@ NESTED = {
     False,
   ),
   "cond": (lambda x: lax.cond(x[0, 0] > 0, square, lambda y: square(y) @ y, x), 384, False),
-  "custom_jvp": (with_jvp, 128, True),
-  "custom_vjp": (with_vjp, 128, True),
+  "custom_jvp": (with_jvp(square), 128, True),
+  "custom_vjp": (with_vjp(square), 128, True),
   "custom_vmap": (with_vmap, 128, True),
   "composite": (lax.composite(square, name="mpjax.square"), 128, True),
   "linear_call": (
@@ -216,70 +201,13 @@ def scanned(w, start, xs):
   return lax.scan(step, (start, 0), xs)
 
 
-def scan_parts(eqn):
-  """The shapes of the constants, of the carry, and of one step's inputs."""
-  (body,) = read(eqn)
-  shapes = [v.aval.shape for v in body.jaxpr.invars]
-  carry = body.carry
-  return shapes[: carry.start], shapes[carry.start : carry.stop], shapes[carry.stop :]
-
-
-def test_parts_of_a_scan():
-  eqn = only(scanned, W, s(3), X, name="scan")
-  assert scan_parts(eqn) == ([(3, 3)], [(3,), ()], [(3,)])
-  (body,) = read(eqn)
-  assert body.times == 5
-  assert body.operands == (0, 1, 2, 3)
-  assert body.returns
-  only_inputs = only(lambda x: lax.map(jnp.sin, x), X, name="scan")
-  assert scan_parts(only_inputs) == ([], [], [(3,)])
-
-
-def test_parts_of_a_scan_that_jax_wrote():
-  # The backward pass: its constants, carry and inputs come from JAX's own bookkeeping.
-  def loss(w, start, xs):
-    return jnp.sum(scanned(w, start, xs)[0][0])
-
-  program = jax.make_jaxpr(jax.grad(loss))(W, s(3), X)
-  eqns = [eqn for eqn in walk(program) if eqn.primitive.name == "scan"]
-  assert len(eqns) == 2
-  consts, carry, _ = scan_parts(eqns[1])
-  assert (3, 3) in consts
-  # The gradients of the carry and of the constant are carried; no step may change their shapes.
-  assert sorted(carry)[-2:] == [(3,), (3, 3)]
-  for eqn in eqns:
-    (body,) = read(eqn)
-    before = [v.aval for v in body.jaxpr.invars][body.carry.start : body.carry.stop]
-    after = [v.aval for v in body.jaxpr.outvars][: len(body.carry)]
-    assert [(a.shape, a.dtype) for a in before] == [(a.shape, a.dtype) for a in after]
-
-
-def test_parts_of_a_while_loop():
-  def fun(a, b, x):
-    return lax.while_loop(lambda c: c.sum() < a.sum(), lambda c: c @ b + c, x)
-
-  eqn = only(fun, s(2), W, s(3), name="while")
-  test, body = read(eqn)
-  assert [eqn.invars[i].aval.shape for i in test.operands or ()] == [(2,), (3,)]
-  assert [eqn.invars[i].aval.shape for i in body.operands or ()] == [(3, 3), (3,)]
-  assert (test.carry, body.carry) == (range(0), range(1, 2))
-  assert (test.returns, body.returns) == (False, True)
-  assert test.times is body.times is None
-
-
-def test_parts_of_a_cond():
-  eqn = only(lambda x: lax.cond(x[0] > 0, jnp.sin, lambda y: -y, x), s(3), name="cond")
-  no, yes = read(eqn)
-  assert [e.primitive.name for e in no.jaxpr.eqns] == ["neg"]
-  assert [e.primitive.name for e in yes.jaxpr.eqns] == ["sin"]
-  assert no.operands == yes.operands == (1,)
-
-
-@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("name", [*NESTED, "gradient of a scan"])
 def test_every_operand_that_is_read_has_the_type_that_is_expected_inside(name):
   # An independent check of the positions: shapes, but for the axis of a scan or of a device.
+  gradient = jax.grad(lambda *args: jnp.sum(scanned(*args)[0][0]))
+  fun, args = (gradient, (W, s(3), X)) if name not in NESTED else (NESTED[name][0], (s(4, 4),))
   seen = 0
-  for eqn in walk(jax.make_jaxpr(lambda x: NESTED[name][0](x))(s(4, 4))):
+  for eqn in walk(jax.make_jaxpr(lambda *args: fun(*args))(*args)):
     for inner in read(eqn):
       assert isinstance(opened(inner.program).eqns, list | tuple)
       for place, var in zip(inner.operands or (), inner.jaxpr.invars, strict=False):
@@ -288,6 +216,17 @@ def test_every_operand_that_is_read_has_the_type_that_is_expected_inside(name):
         assert given.dtype == var.aval.dtype
         if eqn.primitive.name not in ("scan", "shard_map"):
           assert given.shape == var.aval.shape
+      # What is carried comes out as it went in, and nothing else can: a step of a scan takes the
+      # elements of its inputs, and a test of a loop has one result.
+      carried = inner.jaxpr.invars[inner.carry.start : inner.carry.stop]
+      after = inner.jaxpr.outvars[: len(carried)]
+      assert [str(v.aval) for v in carried] == [str(v.aval) for v in after]
+      if eqn.primitive.name == "scan":
+        elements = inner.jaxpr.invars[inner.carry.stop :]
+        assert [v.aval.shape[1:] for v in eqn.invars[inner.carry.stop :]] == [
+          v.aval.shape for v in elements
+        ]
+        assert len(carried) + len(eqn.outvars[len(carried) :]) == len(inner.jaxpr.outvars)
   # Until jax 0.11 what was traced before is written out.
   assert seen or name in ("plain", "traced", "custom_linear_solve")
 
@@ -297,22 +236,19 @@ def doubled(c):
 
 
 REPLACED = {
-  "jit": jax.jit(doubled),
-  "remat": jax.checkpoint(doubled),
-  "composite": lax.composite(doubled, name="mpjax.doubled"),
-  "scan": lambda x: lax.scan(lambda c, _: (doubled(c), None), x, length=5)[0],
-  "cond": lambda x: lax.cond(x[0] > 0, lambda c: c, doubled, x),
-  "while": lambda x: lax.while_loop(lambda c: jnp.sum(c) < 100, doubled, x),
+  "jit": (jax.jit(doubled), 9),
+  "remat": (jax.checkpoint(doubled), 9),
+  "composite": (lax.composite(doubled, name="mpjax.doubled"), 9),
+  "scan": (lambda x: lax.scan(lambda c, _: (doubled(c), None), x, length=5)[0], 3**6),
+  "cond": (lambda x: lax.cond(x[0] > 0, lambda c: c, doubled, x), 9),
+  "while": (lambda x: lax.while_loop(lambda c: jnp.sum(c) < 100, doubled, x), 243),
 }
 
 
-@pytest.mark.parametrize(
-  ("name", "want"),
-  [("jit", 9), ("remat", 9), ("composite", 9), ("scan", 3**6), ("cond", 9), ("while", 243)],
-)
-def test_an_equation_with_other_jaxprs_runs_them(name, want):
+@pytest.mark.parametrize(("fun", "want"), REPLACED.values(), ids=REPLACED)
+def test_an_equation_with_other_jaxprs_runs_them(fun, want):
   # Where it doubled or kept a number, it is multiplied by three.
-  program = jax.make_jaxpr(REPLACED[name])(s(1))
+  program = jax.make_jaxpr(fun)(s(1))
   *before, eqn = program.jaxpr.eqns
   tripled = jax.make_jaxpr(lambda c: 3 * c)(s(1))
   made = [tripled if inner.returns else inner.program for inner in read(eqn)]

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from mpjax._jaxprs.runner import Look, Observer, _joined, run, run_on_host
 from mpjax._jaxprs.steps import body_of
+from tests.jaxprs.autocast.rig import with_jvp
 
 
 def observed(fn, x):
@@ -50,14 +51,6 @@ def with_keys(x):
   return jnp.sin(x), jax.random.normal(keys[0])
 
 
-@jax.custom_jvp
-def custom(x):
-  return jnp.sin(x)
-
-
-custom.defjvp(lambda p, t: (custom(*p), t[0]))
-
-
 @jax.custom_vjp
 def custom_back(x):
   return jnp.sin(x)
@@ -81,7 +74,7 @@ CASES = {
   "cond": (branches, 3),
   "switch": (switched, 6),
   "remat": (jax.checkpoint(jnp.sin), 3),
-  "custom_jvp": (custom, 3),
+  "custom_jvp": (with_jvp(jnp.sin), 3),
   "custom_vjp": (custom_back, 3),
   "backward rule": (jax.grad(lambda x: custom_back(x).sum()), 9),
   "lanes of a while": (lambda x: jax.vmap(lambda x: while_loop(x)[1])(x), 12),

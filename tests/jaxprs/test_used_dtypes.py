@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpjax._jaxprs.used_dtypes import used_dtypes
+from tests.jaxprs.autocast.rig import with_vjp
 
 W, X = jnp.ones((4, 4)), jnp.ones((3, 4))
 F16, BF16 = np.dtype("float16"), np.dtype("bfloat16")
@@ -36,13 +37,6 @@ def looped(w, x):
   return jax.lax.while_loop(more, lambda c: c @ half(w), half(x))
 
 
-@jax.custom_vjp
-def own(w):
-  return half(w)
-
-
-own.defvjp(lambda w: (half(w), None), lambda _, g: (g.astype(jnp.float32),))
-
 CASES = {
   "a product in half": (lambda w, x: half(x) @ half(w), BF16),
   "used twice": (lambda w, x: half(x) @ half(w) @ half(w).T, BF16),
@@ -61,7 +55,7 @@ CASES = {
   "out of jit, then used": (lambda w, x: jnp.take(w, jnp.array([0, 1]), axis=0) + 1, None),
   "out of jit, and handed on": (lambda w, x: jax.jit(jnp.transpose)(w), None),
   "remat": (lambda w, x: jax.checkpoint(half)(w), BF16),
-  "custom_vjp": (lambda w, x: own(w), BF16),
+  "custom_vjp": (lambda w, x: with_vjp(half)(w), BF16),
   "scan, constant": (scanned, BF16),
   "scan, rows": (over_rows, BF16),
   "scan, carried": (carried, None),

@@ -33,16 +33,18 @@ def eight() -> Any:
   return jax.make_mesh((8,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:8])
 
 
-def _mean_loss(params: Any, x: Any, y: Any) -> tuple[Any, Any]:
+def _loss(params: Any, x: Any, y: Any) -> tuple[Any, Any]:
   out = jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"]
-  return jax.lax.pmean(((out - y) ** 2).mean(), "data"), out
+  return ((out - y) ** 2).mean(), out
 
 
 def sharded_loss(params: Any, batch: Any) -> Any:
+  def mean(params, x, y):
+    loss, out = _loss(params, x, y)
+    return jax.lax.pmean(loss, "data"), out
+
   spec = jax.P("data")
-  fun = jax.shard_map(
-    _mean_loss, mesh=eight(), in_specs=(jax.P(), spec, spec), out_specs=(jax.P(), spec)
-  )
+  fun = jax.shard_map(mean, mesh=eight(), in_specs=(jax.P(), spec, spec), out_specs=(jax.P(), spec))
   return fun(params, batch["x"], batch["y"])
 
 
@@ -50,12 +52,8 @@ def sharded_step(params: Any, batch: Any) -> Any:
   """Loss and new parameters; each device takes the gradient of its own rows."""
 
   def local(params, x, y):
-    def mine(params):
-      out = jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"]
-      return ((out - y) ** 2).mean()
-
     varying = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-    loss, grads = jax.lax.pmean(jax.value_and_grad(mine)(varying), "data")
+    loss, grads = jax.lax.pmean(jax.value_and_grad(lambda p: _loss(p, x, y)[0])(varying), "data")
     return loss, jax.tree.map(lambda p, g: p - g, params, grads)
 
   spec = jax.P("data")

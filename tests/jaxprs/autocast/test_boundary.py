@@ -30,11 +30,20 @@ def recursive(x):
   return holds
 
 
+def undefined():
+  def first():
+    return second()  # pyright: ignore[reportUndefinedVariable]
+
+  return first
+  second = None
+
+
 RETURNED = {
   "array": (lambda x: x, True),
   "tree": (lambda x: {"a": [x, (x, None)]}, True),
   "others": (lambda x: ("text", 1, str, types, object(), nn.relu, Holds("text", jnp.sum)), True),
   "NumPy": (lambda x: Holds(np.ones(2)), True),
+  "function that is not defined yet": (lambda x: undefined(), True),
   "object": (Holds, False),
   "object in object": (lambda x: Holds(Holds({"a": x})), False),
   "object that holds itself": (recursive, False),
@@ -63,17 +72,6 @@ def test_what_is_returned(fn, fits):
         crossed(fn, x)
 
   jax.eval_shape(call, jnp.ones(2))
-
-
-def test_a_function_that_is_not_defined_yet():
-  def fn():
-    def first():
-      return second()  # pyright: ignore[reportUndefinedVariable]
-
-    return first
-    second = None
-
-  assert crossed(fn).__name__ == "first"
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ from jax import lax
 
 import mpjax
 from tests import programs
-from tests.jaxprs.autocast.rig import BOTH
+from tests.jaxprs.autocast.rig import BOTH, with_jvp
 from tests.models.values import normal
 
 HALVES = ("bfloat16", "float16")
@@ -82,10 +82,9 @@ SHARED = {
   "joined": lambda w: jnp.concatenate([w, w])[:3],
   "moved by a function": jax.jit(lambda w: w[:, ::-1][:, ::-1]),
   "chosen by a branch": lambda w: lax.cond(w[0, 0] > 0, lambda w: w * 1.0, lambda w: w, w),
-  "by a rule": jax.custom_jvp(lambda w: w * 1.0),
+  "by a rule": with_jvp(lambda w: w * 1.0),
   "behind a barrier": lambda w: lax.optimization_barrier((w, w))[0],
 }
-SHARED["by a rule"].defjvp(lambda primals, tangents: (primals[0] * 1.0, tangents[0]))
 
 
 @BOTH
@@ -166,20 +165,6 @@ def test_a_number_survives_in_each_type_that_is_computed_in():
   assert types(cast(fun, W, X, rules=[rule]), "mul") == [("float32",) * 3]
 
 
-def test_a_mask_by_the_largest_number_is_low_unless_the_caller_gets_it():
-  least = np.finfo(np.float32).min
-
-  def masked(w, x):
-    return jnp.where(x[:, :1] > 0, x @ w, least)
-
-  def of_two(w, x):  # A cast would make -inf of one of them, and NaN of a row of these.
-    return jax.nn.softmax(jnp.where(x > 9, x @ w, jnp.where(x > 0, 0, least)))
-
-  low = lambda w, x: jax.nn.softmax(masked(w, x))  # noqa: E731
-  for fun, dtype in ((masked, "float32"), (of_two, "float32"), (low, "bfloat16")):
-    assert result(cast(fun, W, X), "select_n") == dtype
-
-
 @pytest.mark.case("B018")
 @BOTH
 def test_masked_softmax_stays_finite(half):
@@ -214,29 +199,9 @@ def test_masked_softmax_stays_finite(half):
     assert np.isfinite(gradient).all()
 
 
-# What decides a promotion.
+# In which dtype an operation is computed.
 
-
-def test_what_is_no_number_of_the_data_decides_nothing():
-  # A float32 bias does not widen its layer, nor a mask that becomes a number.
-  program = cast(lambda w, x, b: jnp.tanh(x @ w + b[None]) @ w, W, X, jnp.ones(3))
-  assert types(program, "add") == [("bfloat16",) * 3]
-  assert types(program, "tanh") == [("bfloat16",) * 2]
-
-  def masked(w, x, mask):
-    return (x @ w) * mask.astype("float32")[None]
-
-  assert types(cast(masked, W, X, jnp.arange(3) > 0), "mul") == [("bfloat16",) * 3]
-
-
-@pytest.mark.parametrize("draw", [jax.random.normal, jax.random.uniform, jax.random.gumbel])
-def test_random_numbers_are_neutral(draw):
-  # Noise does not widen what it is added to.
-  key = jax.random.key(0)
-  noisy = cast(lambda w, x: (x @ w + draw(key, x.shape)) @ w, W, X)
-  assert types(noisy, "add")[-1] == ("bfloat16",) * 3
-
-
+LEAST = np.finfo(np.float32).min
 GRID = jnp.arange(3.0)
 GRIDS = {
   "numpy": lambda: np.arange(3, dtype=np.float32),
@@ -246,42 +211,136 @@ GRIDS = {
 }
 
 
-def test_a_grid_is_not_rounded_before_a_matmul():
-  for name, make in GRIDS.items():
-    program = cast(lambda w, x: (x @ w + make()[None]) @ w, W, X)  # noqa: B023
-    assert types(program, "add")[-1] == ("float32",) * 3, name
+def softmax_by_hand(w, x, b):
+  y = x @ w
+  return jnp.exp(y - lax.stop_gradient(y.max(-1, keepdims=True)))
+
+
+def read_by_both(w, x, b):
+  y = (x @ w) * (x @ w)
+  return jnp.exp(y), y @ w
+
+
+def asked_for_float32(w, x, b):
+  # `preferred_element_type` is what every jnp product has, so that it says nothing.
+  how = {"dimension_numbers": ("NWC", "WIO", "NWC"), "preferred_element_type": jnp.float32}
+  found = lax.conv_general_dilated(x[None], w[None], (1,), "SAME", **how)
+  return lax.dot(x, w, preferred_element_type=jnp.float32), found
+
+
+def factorized(w, x, b):
+  y = x @ w
+  low = jnp.linalg.cholesky(y[:, :2] @ y[:, :2].T + 5 * jnp.eye(2))
+  return low @ y, lax.reduce_precision(y, 5, 4)
+
+
+def scanned(turn, start):
+  return lax.scan(lambda c, _: turn(c), start, None, length=2)
+
+
+HALF, F32 = "bfloat16", "float32"
+COMPUTED = {
+  # name: a function of parameters w, x and b, and the dtypes of all that its operations read and
+  # return: of all of a name, or one by one.
+  "a mask by the largest number, returned": (
+    lambda w, x, b: jnp.where(x[:, :1] > 0, x @ w, LEAST),
+    {"select_n": F32},
+  ),
+  "a mask by the largest number, inside": (
+    lambda w, x, b: jax.nn.softmax(jnp.where(x[:, :1] > 0, x @ w, LEAST)),
+    {"select_n": HALF},
+  ),
+  # A cast would make -inf of one of them, and NaN of a row of these.
+  "a mask by two numbers": (
+    lambda w, x, b: jax.nn.softmax(jnp.where(x > 9, x @ w, jnp.where(x > 0, 0, LEAST))),
+    {"select_n": F32},
+  ),
+  # What is no number of the data decides nothing.
+  "a bias": (lambda w, x, b: jnp.tanh(x @ w + b[None]) @ w, {"add": HALF, "tanh": HALF}),
+  "flags": (lambda w, x, b: (x @ w) * (b > 0).astype("float32")[None], {"mul": HALF}),
+  **{
+    f"noise, {draw.__name__}": (
+      lambda w, x, b, draw=draw: jnp.minimum(x @ w, draw(jax.random.key(0), x.shape)) @ w,
+      {"min": HALF},
+    )
+    for draw in (jax.random.normal, jax.random.uniform, jax.random.gumbel)
+  },
+  # It is not rounded before a matmul.
+  **{
+    f"a grid, {name}": (
+      lambda w, x, b, make=make: jnp.minimum(x @ w, make()[None]) @ w,
+      {"min": F32},
+    )
+    for name, make in GRIDS.items()
+  },
+  "an activation": (lambda w, x, b: jnp.tanh(jax.nn.relu(x @ w)), {"max": HALF, "tanh": HALF}),
+  "an activation of a sum": (
+    lambda w, x, b: jnp.tanh(jax.nn.relu(lax.reduce_sum(x[None], (0,)))) @ w,
+    {"max": F32, "tanh": F32},
+  ),
+  # What reads a value decides in what it is computed.
+  "a softmax": (softmax_by_hand, {"reduce_max": F32, "sub": F32, "exp": F32}),
+  "read by a matmul and an exponential": (read_by_both, {"mul": F32}),
+  "read by a matmul": (lambda w, x, b: ((x @ w) * (x @ w)) @ w, {"mul": HALF}),
+  "a sum decides": (lambda w, x, b: (x @ w) - x.sum(-1, keepdims=True), {"sub": F32}),
+  # An assignment keeps the dtype of its buffer.
+  "set in low": (lambda w, x, b: (x @ w).at[0].set(jnp.exp(x[0])), {"scatter": HALF}),
+  "set in float32": (lambda w, x, b: jnp.exp(x).at[0].set((x @ w)[0]), {"scatter": F32}),
+  "a slice set in low": (
+    lambda w, x, b: lax.dynamic_update_slice(x @ w, jnp.exp(x), (0, 0)),
+    {"dynamic_update_slice": HALF},
+  ),
+  "results in float32": (asked_for_float32, {"dot_general": HALF, "conv_general_dilated": HALF}),
+  # Operations of no list stay in the dtypes that they were traced with, and matmuls beside them.
+  "linear algebra": (
+    factorized,
+    {"cholesky": F32, "reduce_precision": F32, "dot_general": (HALF, F32, F32)},
+  ),
+  # A stream that starts in low precision stays in it.
+  "a stream": (
+    lambda w, x, b: scanned(lambda y: (y + jax.nn.relu(y @ w), None), x @ w)[0],
+    {"add": HALF, "max": HALF},
+  ),
+  # The state of a while loop is in float32: nothing is kept of it for a backward pass, and whether
+  # it ends may hang on its last bits.
+  "a while loop": (
+    lambda w, x, b: lax.while_loop(lambda y: y[0, 0] < 1, lambda y: y - jnp.tanh(y @ w), x @ w),
+    {"sub": F32, "dot_general": HALF},
+  ),
+  "a loop of a number": (
+    lambda w, x, b: lax.fori_loop(0, jnp.int32(2), lambda i, y: y - jnp.tanh(y @ w), x @ w),
+    {"sub": F32, "dot_general": HALF},
+  ),
+  # What the next iteration alone reads, in an exponential.
+  "read by the next step": (
+    lambda w, x, b: scanned(lambda c: ((x @ w) * 3.0, jnp.exp(c)), x @ w)[1],
+    {"mul": F32, "dot_general": HALF},
+  ),
+  "read by the next iteration": (
+    lambda w, x, b: lax.while_loop(
+      lambda s: s[1][0, 0] > 2, lambda s: ((x @ w) * 3.0, jnp.exp(s[0])), (x @ w, x)
+    )[1],
+    {"mul": F32, "dot_general": HALF},
+  ),
+}
+
+
+@pytest.mark.case("A77", "A78")
+@pytest.mark.parametrize(("fun", "wanted"), COMPUTED.values(), ids=COMPUTED)
+def test_operations_are_computed_in(fun, wanted):
+  program = cast(fun, W, X, jnp.ones(3))
+  for name, dtypes in wanted.items():
+    found = [{d for d in each if "float" in d} for each in types(program, name)]
+    dtypes = (dtypes,) * len(found) if isinstance(dtypes, str) else dtypes
+    assert found, name
+    assert found == [{d} for d in dtypes], name
 
 
 @pytest.mark.case("A77")
-def test_an_activation_follows_its_input_and_the_gradient_of_an_input_has_its_dtype():
-  for fun, primitive in ((jax.nn.relu, "max"), (jnp.tanh, "tanh")):
-    assert result(cast(lambda w, x: fun(x @ w), W, X), primitive) == "bfloat16"  # noqa: B023
-    behind_a_sum = cast(lambda w, x: fun(lax.reduce_sum(x[None], (0,))) @ w, W, X)  # noqa: B023
-    assert result(behind_a_sum, primitive) == "float32"
-    for given in ("float32", "bfloat16"):
-      gradient = jax.grad(lambda x: mpjax.autocast(fun)(x).astype("float32").sum())  # noqa: B023
-      assert jax.eval_shape(gradient, jax.ShapeDtypeStruct((3, 4), given)).dtype == given
-
-
-def test_what_reads_a_value_decides_in_what_it_is_computed():
-  def exp(w, x):
-    y = x @ w
-    return jnp.exp(y - lax.stop_gradient(y.max(-1, keepdims=True)))
-
-  program = cast(exp, W, X)
-  assert types(program, "reduce_max") == [("float32",) * 2]
-  assert types(program, "sub") == [("float32",) * 3]
-  assert types(program, "exp") == [("float32",) * 2]
-
-  def product_too(w, x):
-    y = (x @ w) * (x @ w)
-    return jnp.exp(y), y @ w
-
-  assert types(cast(product_too, W, X), "mul") == [("float32",) * 3]
-  rounded = cast(lambda w, x: ((x @ w) * (x @ w)) @ w, W, X)
-  assert types(rounded, "mul") == [("bfloat16",) * 3]
-  program = cast(lambda w, x: (x @ w) - x.sum(-1, keepdims=True), W, X)
-  assert types(program, "sub") == [("float32",) * 3], "a sum decides"
+@pytest.mark.parametrize("given", ["float32", "bfloat16"])
+def test_the_gradient_of_an_input_has_its_dtype(given):
+  gradient = jax.grad(lambda x: mpjax.autocast(jnp.tanh)(x).astype("float32").sum())
+  assert jax.eval_shape(gradient, jax.ShapeDtypeStruct((3, 4), given)).dtype == given
 
 
 READERS = {
@@ -305,17 +364,6 @@ def test_the_order_of_operations_does_not_change_the_casts():
 
     counts.add(tuple(sorted(programs.converts(cast(fun, x, w)).items())))
   assert len(counts) == 1
-
-
-@pytest.mark.case("A78")
-def test_an_assignment_keeps_the_type_of_its_buffer():
-  half = "bfloat16"
-  program = cast(lambda w, x, row: (x @ w).at[0].set(jnp.exp(row)), W, X, X[0])
-  assert types(program, "scatter") == [(half, "int32", half, half)]
-  program = cast(lambda w, x: jnp.exp(x).at[0].set((x @ w)[0]), W, X)
-  assert types(program, "scatter") == [("float32", "int32", "float32", "float32")]
-  program = cast(lambda w, x: lax.dynamic_update_slice(x @ w, jnp.exp(x), (0, 0)), W, X)
-  assert types(program, "dynamic_update_slice") == [(half, half, "int32", "int32", half)]
 
 
 @pytest.mark.case("B050")
@@ -363,18 +411,6 @@ def test_of_a_value_in_half_only_a_cast_to_another_half_type_is_left():
   assert found == {"float32->bfloat16": 4, "bfloat16->float16": 1}
 
 
-def test_a_product_that_is_to_give_float32_is_rounded_like_any_other():
-  # `preferred_element_type` is what every jnp product has, so that it says nothing.
-  def fun(w, x, kernel):
-    how = {"dimension_numbers": ("NWC", "WIO", "NWC"), "preferred_element_type": jnp.float32}
-    found = lax.conv_general_dilated(x[None], kernel, (1,), "SAME", **how)
-    return lax.dot(x, w, preferred_element_type=jnp.float32), found
-
-  program = cast(fun, W, X, jnp.ones((2, 3, 3)))
-  assert types(program, "dot_general") == [("bfloat16",) * 3]
-  assert types(program, "conv_general_dilated") == [("bfloat16",) * 3]
-
-
 # What autocast never touches.
 
 
@@ -410,8 +446,6 @@ def test_float64_is_left_alone():
 
 
 # The lists decide: ours unless the user's say otherwise, and nothing is refused.
-
-HALF, F32 = "bfloat16", "float32"
 
 
 def operands(fn, name, ops, x):
@@ -490,20 +524,6 @@ def test_dead_results_are_written_as_they_were():
 
   assert types(cast(fun, W, X), "sort") == [("bfloat16", "float32", "bfloat16")]
   assert jax.eval_shape(mpjax.autocast(fun), W, X).dtype == "float32"
-
-
-def test_operations_of_no_list_stay_in_the_types_they_were_traced_with():
-  def fun(w, x):
-    y = x @ w
-    low = jnp.linalg.cholesky(y[:, :2] @ y[:, :2].T + 5 * jnp.eye(2))
-    return low @ y, lax.reduce_precision(y, 5, 4)
-
-  program = cast(fun, W, X)
-  assert types(program, "cholesky") == [("float32", "float32")]
-  assert types(program, "reduce_precision") == [("float32", "float32")]
-  # A layer, and two matmuls beside linear algebra.
-  layer, *beside = types(program, "dot_general")
-  assert (set(layer), set().union(*beside)) == ({"bfloat16"}, {"float32"})
 
 
 # Scopes.

@@ -7,7 +7,6 @@ import weakref
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
@@ -16,24 +15,14 @@ from mpjax._jaxprs.autocast.rewriter import (
   By,
   in_default,
   of_inputs,
-  of_loop,
-  retype,
   wants_precision,
 )
 from mpjax._jaxprs.autocast.values import Settings
-from mpjax._jaxprs.reader import hides_matmul, inner_jaxprs, walk
+from mpjax._jaxprs.reader import hides_matmul, walk
 from tests import programs
 
 HIGHEST = lax.Precision.HIGHEST
 X = jnp.ones((3, 3))
-BFLOAT16 = np.dtype(jnp.bfloat16)
-
-
-def eqn_of(fun, *args):
-  (eqn,) = [
-    e for e in jax.make_jaxpr(fun)(*args).eqns if "update_jaxpr" in e.params or is_product(e)
-  ]
-  return eqn
 
 
 def is_product(eqn):
@@ -54,15 +43,6 @@ def test_a_wish_for_precision():
   assert not wants_precision({})
 
 
-def test_other_parameters_are_left():
-  silent = eqn_of(lambda x: lax.dot(x, x), X)
-  assert retype(silent, BFLOAT16)["preferred_element_type"] is None, "it goes on saying nothing"
-  scatter = eqn_of(lambda x, u: x.at[0].set(u), X, X[0])
-  assert retype(scatter, BFLOAT16) == scatter.params
-  (eqn,) = jax.make_jaxpr(lambda x: lax.reduce_max(x, (0,)))(X).eqns
-  assert retype(eqn, BFLOAT16) is eqn.params
-
-
 MATMULS = {
   "dot_general": lambda x: x @ x,
   "conv_general_dilated": lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"),
@@ -71,8 +51,8 @@ MATMULS = {
 
 
 def matmuls(fun, *args):
-  """The dtype and the precision of each matmul of a function."""
-  eqns = [eqn for eqn in walk(jax.make_jaxpr(fun)(*args)) if is_product(eqn)]
+  """The dtype and the precision of each matmul, also of programs for derivatives."""
+  eqns = [e for e, _ in programs.equations(jax.make_jaxpr(fun)(*args)) if is_product(e)]
   return [(str(e.invars[0].aval.dtype), e.params["precision"]) for e in eqns]
 
 
@@ -108,12 +88,6 @@ SOLVERS = {
 }
 
 
-def all_matmuls(fun, *args):
-  """The dtype and the precision of each matmul, also of programs for derivatives."""
-  eqns = [e for e, _ in programs.equations(jax.make_jaxpr(fun)(*args)) if is_product(e)]
-  return [(str(e.invars[0].aval.dtype), e.params["precision"]) for e in eqns]
-
-
 @pytest.mark.parametrize("name", SOLVERS)
 def test_programs_that_are_left_alone_have_the_setting_for_the_whole_process(name):
   def gradient(fun):
@@ -122,15 +96,15 @@ def test_programs_that_are_left_alone_have_the_setting_for_the_whole_process(nam
   fun, args = SOLVERS[name], (X, X[0])
   for wrapped in (lambda f: f, gradient):
     with jax.default_matmul_precision("high"):
-      plain = all_matmuls(wrapped(fun), *args)
-      found = all_matmuls(wrapped(mpjax.autocast(fun)), *args)
-      left = all_matmuls(wrapped(mpjax.autocast(mpjax.full_precision(fun))), *args)
+      plain = matmuls(wrapped(fun), *args)
+      found = matmuls(wrapped(mpjax.autocast(fun)), *args)
+      left = matmuls(wrapped(mpjax.autocast(mpjax.full_precision(fun))), *args)
     assert ("float32", (lax.Precision.HIGH,) * 2) in plain
     assert plain == left
     assert {each for each in found if each[0] == "float32"} == set(plain)
     assert (("bfloat16", None) in found) == (name == "custom_linear_solve")
   # Without a setting nothing is written anew.
-  assert all_matmuls(mpjax.autocast(mpjax.full_precision(fun)), *args) == all_matmuls(fun, *args)
+  assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), *args) == matmuls(fun, *args)
 
 
 def root(a, b):
@@ -312,41 +286,25 @@ def test_of_a_caller():
   assert readers(lambda x: x + 1, results=(By.RETURNED,)) == (By.RETURNED | By.SUMMED,)
 
 
-def chain(x, y, z):
-  """Passes on what it carries, so that what reads the first reads the last."""
+def test_of_what_loops_and_solvers_take():
+  def chain(x, y, z):  # What reads the first reads the last, two iterations later.
+    turn = lambda c, _: ((jnp.exp(c[0]), -c[0], -c[1]), c[2])  # noqa: E731
+    return lax.scan(turn, (x, y, z), None, length=3)
 
-  def turn(carry, _):
-    a, b, c = carry
-    return (jnp.exp(a), -a, -b), c
-
-  return lax.scan(turn, (x, y, z), None, length=3)
-
-
-def test_of_a_carry_in_all_turns():
-  # The third is what comes out after it was the second, which was the first. All are carried.
-  held = (LIST | By.MATMUL, By.EXACT | By.MATMUL, By.EXACT | By.MATMUL)
-  assert readers(chain, X, X, X, results=(0, 0, 0, By.MATMUL)) == (*held[:2], By.MATMUL)
-  assert readers(chain, X, X, X, results=(0, 0, 0, 0)) == (LIST, By.EXACT, 0)
-  found = inner_jaxprs(jax.make_jaxpr(chain)(X, X, X).eqns[0])
-  assert found is not None
-  (body,) = found
-  assert of_loop(body, (0, 0, 0, By.MATMUL), SETTINGS, ()) == (*held, By.MATMUL)
-
-
-def test_of_what_a_while_loop_tests_and_turns():
-  def fun(limit, w, y):
+  def until(limit, w, y):
     return lax.while_loop(lambda y: y.sum() < jnp.exp(limit), lambda y: y @ w, y)
 
-  assert readers(fun, 1.0, X, X) == (LIST, By.MATMUL, LIST | By.MATMUL)
-
-
-def test_of_a_solver():
-  def fun(a, b):
+  def solved(a, b):
     return lax.custom_linear_solve(lambda v: a @ v, b, lambda _, b: b / jnp.diag(a))
 
+  # All are carried: their consumers take them as they are held.
+  held = (LIST | By.MATMUL, By.EXACT | By.MATMUL, By.MATMUL)
+  assert readers(chain, X, X, X, results=(0, 0, 0, By.MATMUL)) == held
+  assert readers(chain, X, X, X, results=(0, 0, 0, 0)) == (LIST, By.EXACT, 0)
+  assert readers(until, 1.0, X, X) == (LIST, By.MATMUL, LIST | By.MATMUL)
   both = LIST | By.INDEX | By.ALGEBRA
-  assert readers(fun, X, X[0]) == (both, both)
+  assert readers(solved, X, X[0]) == (both, both)
   # Not behind a matmul, whose operands are not rounded for it either.
-  assert readers(lambda w, a, b: fun(a @ w, 2 * b), X, X, X[0]) == (
+  assert readers(lambda w, a, b: solved(a @ w, 2 * b), X, X, X[0]) == (
     By.MATMUL | By.EXACT | By.INDEX,
   ) * 2 + (both | By.FACTOR,)

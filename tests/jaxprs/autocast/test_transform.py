@@ -20,7 +20,7 @@ from mpjax._jaxprs.autocast import InDtype
 from tests import programs
 from tests.errors import refused
 from tests.jaxprs.autocast.checks import Counted
-from tests.jaxprs.autocast.rig import BODIES, BOTH, rewritten
+from tests.jaxprs.autocast.rig import BODIES, rewritten
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
@@ -444,32 +444,6 @@ KERNEL, ROWS = jnp.eye(3) + 0.25, jnp.arange(6.0).reshape(2, 3) / 4
 BF16 = np.dtype(jnp.bfloat16)
 
 
-def free(returned):
-  return returned
-
-
-def all_data(args):
-  return jax.tree.leaves(args)
-
-
-@BOTH
-def test_widened_arguments_show_as_float32_and_count_as_half(half):
-  seen = []
-
-  def fun(x):
-    seen.append(x.dtype)
-    return x * 2, jax.lax.dynamic_update_slice(jnp.zeros((2, 3)), x, (0, 0))
-
-  twice, buffer = rewritten(fun, half, data=all_data, results=free, modules=True)(ROWS.astype(half))
-  assert seen == [np.float32]
-  assert twice.dtype == half
-  np.testing.assert_array_equal(twice, ROWS.astype(half) * 2)
-  np.testing.assert_array_equal(buffer, ROWS)
-  # Without, they are what they are.
-  rewritten(lambda x: seen.append(x.dtype), half)(ROWS.astype(half))
-  assert seen[1:] == [half]
-
-
 def test_only_arrays_of_jax_are_traced_where_that_is_asked_for():
   seen = []
   given = (np.ones(3, np.float32), np.float32(2), np.arange(2), 3, "a", None)
@@ -477,14 +451,6 @@ def test_only_arrays_of_jax_are_traced_where_that_is_asked_for():
   assert all(a is b for a, b in zip(seen[0], given, strict=True))
   rewritten(lambda *args: seen.append(args))(*given)
   assert [isinstance(x, jax.core.Tracer) for x in seen[1]] == [True] * 3 + [False] * 3
-
-
-def test_a_constant_of_numpy_decides_as_other_constants_do():
-  grid = np.arange(6, dtype=np.float32).reshape(2, 3)
-  fun = rewritten(lambda w, x, grid: ((x @ w) + grid) @ w, results=free, modules=True)
-  for given, dtype in ((grid, "float32"), (0 * grid, "float32"), (jnp.asarray(grid), "bfloat16")):
-    program = jax.make_jaxpr(functools.partial(fun, grid=given))(KERNEL, ROWS)
-    assert programs.dtypes_of(program, "add") == {dtype}
 
 
 def test_results_have_the_dtypes_that_are_asked_for():
