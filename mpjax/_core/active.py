@@ -57,13 +57,10 @@ class Active:
   failed: list[Class] | None = dataclasses.field(default=None, compare=False)
   token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 
-  @functools.cached_property
-  def _hash(self) -> int:
-    # JAX hashes it at each call of a function that is jitted, those of jax.numpy included.
-    return hash(tuple(getattr(self, x.name) for x in dataclasses.fields(self) if x.compare))
-
   def __hash__(self) -> int:
-    return self._hash
+    # JAX hashes it at each call of a function that is jitted, those of jax.numpy included: of all
+    # fields takes ten times as long, and few states of one region differ.
+    return hash(self.region)
 
   def outside(self) -> Self:
     """Returns the state inside of `mpjax.full_precision`."""
@@ -71,7 +68,6 @@ class Active:
 
 
 def in_region() -> bool:
-  """Whether this runs inside of `full_precision`, where no policy and no autocast begins."""
   return ACTIVE.value is not None and ACTIVE.value.in_region
 
 
@@ -135,12 +131,6 @@ class AuditRecord:
     self.autocast = self.scaled = False
     self.modules: dict[str, AuditedModule] = {}
     self.rules, self.hidden = Counter[Rule](), Counter[Rule]()
-
-  def note_autocast(self) -> None:
-    self.autocast = True
-
-  def note_scaled(self) -> None:
-    self.scaled = True
 
   def note(self, path: str, module: AuditedModule) -> None:
     if path not in self.modules and module.rule is not None:
