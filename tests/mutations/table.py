@@ -392,8 +392,8 @@ tests/transforms/test_masters.py::test_a_master_is_never_the_array_that_it_was_m
 mpjax/_core/leaves.py::misfit
 
 40a a checkpoint is cast to the dtypes of the target unasked
-- cast and are_floating(x, want)
-+ are_floating(x, want)
+- cast and floats
++ floats
 tests/io/test_checkpoints_restore.py::test_another_dtype_is_an_error_that_names_every_leaf
 
 mpjax/_core/rules.py::ModuleRecord.check
