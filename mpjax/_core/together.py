@@ -114,16 +114,9 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
   shapes = [shape for shape, count in counts.items() if count > 1]
   if not shapes or not isinstance(condition, Tracer):
     return [condition] * len(leaves)
-
-  def alone(flag: Array) -> list[Array]:
-    return [jnp.broadcast_to(flag, shape) for shape in shapes]
-
-  def stored(flag: Array) -> list[Array]:
-    longest = max(map(math.prod, shapes))
-    mask = jax.lax.optimization_barrier(jnp.broadcast_to(flag, (longest,)))
-    return [mask[: math.prod(shape)].reshape(shape) for shape in shapes]
-
-  masks = dict(zip(shapes, _on_gpu(condition, stored, alone), strict=True))
+  row = jnp.broadcast_to(condition, (max(map(math.prod, shapes)),))
+  mask = _on_gpu(row, jax.lax.optimization_barrier, lambda row: row)
+  masks = {shape: mask[: math.prod(shape)].reshape(shape) for shape in shapes}
   return [masks.get(small.get(i), condition) for i in range(len(leaves))]
 
 
