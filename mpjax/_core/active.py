@@ -132,6 +132,12 @@ class AuditRecord:
     self.modules: dict[str, AuditedModule] = {}
     self.rules, self.hidden = Counter[Rule](), Counter[Rule]()
 
+  def note_autocast(self) -> None:
+    self.autocast = True
+
+  def note_scaled(self) -> None:
+    self.scaled = True
+
   def note(self, path: str, module: AuditedModule) -> None:
     if path not in self.modules and module.rule is not None:
       self.rules[module.rule] += 1
