@@ -57,13 +57,10 @@ class Active:
   failed: list[Class] | None = dataclasses.field(default=None, compare=False)
   token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 
-  @functools.cached_property
-  def _hash(self) -> int:
-    # JAX hashes it at each call of a function that is jitted, those of jax.numpy included.
-    return hash(tuple(getattr(self, x.name) for x in dataclasses.fields(self) if x.compare))
-
   def __hash__(self) -> int:
-    return self._hash
+    # JAX hashes it at each call of a function that is jitted, those of jax.numpy included: of all
+    # fields takes ten times as long, and few states of one region differ.
+    return hash(self.region)
 
   def outside(self) -> Self:
     """Returns the state inside of `mpjax.full_precision`."""
@@ -71,7 +68,6 @@ class Active:
 
 
 def in_region() -> bool:
-  """Whether this runs inside of `full_precision`, where no policy and no autocast begins."""
   return ACTIVE.value is not None and ACTIVE.value.in_region
 
 

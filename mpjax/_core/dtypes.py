@@ -9,13 +9,11 @@ import numpy as np
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, alternatives, nearest
 from mpjax._core.types import DType, DTypeLike
 
-_FLOAT8 = tuple(
-  f"float8_{form}"
-  for form in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
-)
+_FLOAT8 = ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
 
 NAMES: dict[str, str] = {
-  **{name: name for name in ("float16", "bfloat16", "float32", "float64", *_FLOAT8)},
+  **{name: name for name in ("float16", "bfloat16", "float32", "float64")},
+  **{f"float8_{form}": f"float8_{form}" for form in _FLOAT8},
   **{"f16": "float16", "fp16": "float16", "half": "float16", "bf16": "bfloat16"},
   **{"f32": "float32", "fp32": "float32", "full": "float32", "f64": "float64", "fp64": "float64"},
 }
@@ -66,11 +64,6 @@ HALF_NAMES = tuple(sorted(dtype.name for dtype in HALVES))
 def is_low_precision(dtype: DType) -> bool:
   """Whether `dtype` is floating and narrower than float32: bfloat16, float16 or 8 bits."""
   return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < FLOAT32.itemsize
-
-
-def is_float8(dtype: DType) -> bool:
-  """Whether `dtype` is one of the 8-bit floating formats."""
-  return dtype.name in _FLOAT8
 
 
 MatmulPrecision: TypeAlias = jax.lax.Precision | jax.lax.DotAlgorithmPreset

@@ -233,9 +233,7 @@ def shown_file(file: str) -> str:
   """Returns how reports and errors write the file of a line: its path, or "cell" in a notebook."""
   # The file of a cell is named by a hash of its text, which no reader could look up.
   cell = _CELL.search(file)
-  if cell is None:
-    return file
-  return f"cell {cell['number']}" if cell["number"] else "cell"
+  return file if cell is None else f"cell {cell['number'] or ''}".rstrip()
 
 
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
@@ -255,7 +253,6 @@ def is_library(file: str) -> bool:
 
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., object])
 
 # Each raises unless its argument is allowed: MpjaxTypeError for the type, else MpjaxValueError.
 
@@ -266,24 +263,20 @@ def wrong_type(value: object, where: str, *, expected: str, fix: str) -> MpjaxTy
   return MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
 
-def check_type(
-  value: object, kind: type[T] | tuple[type[T], ...], where: str, *, expected: str, fix: str
-) -> T:
+def check_type(value: object, kind: type[T], where: str, *, expected: str, fix: str) -> T:
   if not isinstance(value, kind):
     raise MpjaxTypeError(where, expected=expected, got=kind_of(value), fix=fix)
   return value
 
 
-def check_callable(value: F, where: str, *, expected: str, fix: str) -> F:
+def check_callable(value: object, where: str, *, expected: str, fix: str) -> None:
   if not callable(value):
     raise MpjaxTypeError(where, expected=expected, got=kind_of(value), fix=fix)
-  return value
 
 
-def check_flag(value: object, where: str) -> bool:
+def check_flag(value: object, where: str) -> None:
   if not isinstance(value, bool):
     raise wrong_type(value, where, expected="a bool", fix="Pass True or False.")
-  return value
 
 
 def check_number(value: object, where: str, *, expected: str, fix: str) -> numbers.Real:

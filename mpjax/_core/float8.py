@@ -73,17 +73,14 @@ class Float8:
     return _TOO_SMALL[self.scaling] if self.skip is None else self.skip
 
   def __str__(self) -> str:
-    parts = ["float8"]
-    if self.scaling != "tensor":
-      parts.append(self.scaling)
-    if self.power_of_two:
-      parts.append("power_of_two")
-    if self.weight_grad != "float8":
-      parts.append(f"weight_grad={self.weight_grad}")
-    if self.skip is not None:
-      sizes = ("x".join("*" if n is None else str(n) for n in pair) for pair in self.skip)
-      parts.append(f"skip={'|'.join(sizes) or 'none'}")
-    return ":".join(parts)
+    sizes = ("x".join("*" if n is None else str(n) for n in pair) for pair in self.skip or ())
+    differs = {
+      self.scaling: self.scaling != "tensor",
+      "power_of_two": self.power_of_two,
+      f"weight_grad={self.weight_grad}": self.weight_grad != "float8",
+      f"skip={'|'.join(sizes) or 'none'}": self.skip is not None,
+    }
+    return ":".join(["float8", *(text for text, shown in differs.items() if shown)])
 
 
 def _is_pair(x: Any) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of, listed
-from mpjax._core.trees import is_array_like
+from mpjax._core.trees import is_array_like, is_floating
 from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree
 
 Path: TypeAlias = tuple[str, ...]
@@ -36,14 +36,11 @@ def leaf_paths(tree: PyTree) -> list[Path]:
   # `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A
   # name with slashes in it, as Haiku's are, is several.
   paths: list[Path] = []
-  for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_box):
+  is_box = lambda x: hasattr(type(x), "replace_boxed") or is_nnx_variable(x)  # noqa: E731
+  for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
     names = tuple(path_text(path).split("/")) if path else ()
     paths += [names] * len(jax.tree.leaves(node))
   return paths
-
-
-def _is_box(x: object) -> bool:
-  return hasattr(type(x), "replace_boxed") or is_nnx_variable(x)
 
 
 def node_paths(tree: PyTree) -> set[str]:
@@ -121,14 +118,10 @@ def misfit(x: Leaf, want: jax.ShapeDtypeStruct, *, cast: bool) -> str | None:
     return f"{kind_of(x)} for {spec}"
   if is_key(want.dtype) and x.dtype == np.uint32:  # Plain key data are as good.
     want = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(want.shape, want.dtype))
-  if x.shape == want.shape and (x.dtype == want.dtype or (cast and are_floating(x, want))):
+  floats = is_floating(x) and is_floating(want)
+  if x.shape == want.shape and (x.dtype == want.dtype or (cast and floats)):
     return None
   return f"{x.dtype}{list(x.shape)} for {spec}"
-
-
-def are_floating(*leaves: Leaf) -> bool:
-  """Whether all leaves are arrays with a floating dtype."""
-  return all(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
 
 
 def convert(x: Array, dtype: DType) -> Array:
@@ -153,7 +146,7 @@ def refuse_overflow(casts: Mapping[str, tuple[Leaf, Leaf]], where: str) -> None:
   wrong: list[str] = []
   for path, (before, after) in casts.items():
     abstract = isinstance(after, (Tracer, jax.ShapeDtypeStruct))
-    if before is not after and not abstract and are_floating(before, after):
+    if before is not after and not abstract and is_floating(before) and is_floating(after):
       finite = np.isfinite if isinstance(before, np.ndarray) else jnp.isfinite
       if not (finite(after) | ~finite(before)).all():
         wrong.append(f"{before.dtype} beyond {after.dtype} at {path or 'the root'}")

@@ -67,14 +67,19 @@ class Rule:
         fix="Write one rule for each selector; where= can combine conditions.",
       )
     classes = module if isinstance(module, tuple) else (module,)
+    expected, (name,) = "", names
     if isinstance(path, str):
       _check_glob(path)
     elif path is not None and not isinstance(path, re.Pattern):
-      raise _wrong_selector("path", "a glob or a compiled regular expression", path)
+      expected = "a glob or a compiled regular expression"
     elif module is not None and not (classes and all(isinstance(x, type) for x in classes)):
-      raise _wrong_selector("module", "a class or a non-empty tuple of classes", module)
+      expected = "a class or a non-empty tuple of classes"
     elif where is not None and not callable(where):
-      raise _wrong_selector("where", "a predicate on the bound module", where)
+      expected = "a predicate on the bound module"
+    if expected:
+      call, got = f"mpjax.Rule({name}=...)", repr(selectors[name])
+      fix = "See mpjax.Rule for what each selector takes."
+      raise MpjaxTypeError(call, expected=expected, got=got, fix=fix)
     example = 'The policy comes first: Rule("float32", path="head").'
     parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)", example)
     for name, value in {"policy": parsed, **selectors}.items():
@@ -110,11 +115,6 @@ class Rule:
         f"({type(module).__name__}). It is asked about every module; the root has no name."
       )
       raise
-
-
-def _wrong_selector(name: str, expected: str, got: object) -> MpjaxTypeError:
-  fix = "See mpjax.Rule for what each selector takes."
-  return MpjaxTypeError(f"mpjax.Rule({name}=...)", expected=expected, got=repr(got), fix=fix)
 
 
 _NOT_IN_GLOBS = frozenset(r".\()|+^${}")

@@ -4,10 +4,10 @@ The bits are those of leaf by leaf (a sum but for its order), as other devices c
 has nothing to launch. Which of the two is decided where the function is lowered.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,6 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from mpjax._core.types import Array, DTypeLike, Leaf, PyTree
-
-Groups: TypeAlias = Sequence[Sequence[int]]
-"""Positions of leaves, those that are reduced together in one group."""
 
 _MOST = 32
 """Leaves in one reduction: a fusion of XLA takes at most 96 arrays, all that it reads included."""
@@ -44,57 +41,55 @@ def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
   # integers, unlike for floating values, no NaN gets past.
   none, inexact = np.int32(len(leaves)), [i for i, x in enumerate(leaves) if is_inexact(x)]
 
-  def first(groups: Groups, arrays: Sequence[Array]) -> Array:
-    position = jnp.asarray(none)
-    for group in groups:
-      members = [inexact[i] for i in group]
-      if len(group) > 1:
-        bad = _first_bad([arrays[i] for i in group], members, none)
-      else:
-        x = arrays[group[0]]
-        finite = jnp.all(jnp.isfinite(x))
-        bad = jnp.where(finite, none, np.int32(members[0]))
-      position = jnp.minimum(position, bad)
-    return position
+  def first(group: Sequence[int], arrays: Sequence[Array]) -> Array:
+    positions = [inexact[i] for i in group]
+    if len(arrays) == 1:
+      finite = jnp.all(jnp.isfinite(arrays[0]))
+      return jnp.where(finite, none, np.int32(positions[0]))
+    finite = jnp.all(jnp.isfinite(_rows(arrays)), 1)
+    ends = np.cumsum([-(-x.size // _ROW) for x in arrays], dtype=np.int32)
+    rows = jnp.where(finite, ends[-1], jnp.arange(ends[-1], dtype=jnp.int32))
+    row = jnp.min(rows, initial=ends[-1])
+    return jnp.min(jnp.where(row < ends, np.asarray(positions, np.int32), none))
 
-  return _reduced([leaves[i] for i in inexact], first)
-
-
-def _first_bad(arrays: Sequence[Array], positions: Sequence[int], none: np.int32) -> Array:
-  """Returns the position of the first array with an inf or a NaN; `none` without any."""
-  finite = jnp.all(jnp.isfinite(_rows(arrays)), 1)
-  ends = np.cumsum([-(-x.size // _ROW) for x in arrays], dtype=np.int32)
-  rows = jnp.where(finite, ends[-1], jnp.arange(ends[-1], dtype=jnp.int32))
-  row = jnp.min(rows, initial=ends[-1])
-  return jnp.min(jnp.where(row < ends, np.asarray(positions, np.int32), none))
+  return _reduced([leaves[i] for i in inexact], first, jnp.minimum, jnp.asarray(none))
 
 
 def sum_of_squares(leaves: Sequence[Array]) -> Array:
   """Returns the sum of the squares of all absolute values, at least in float32."""
 
-  def total(groups: Groups, arrays: Sequence[Array]) -> Array:
-    sums = jnp.zeros((), jnp.float32)
-    for group in groups:
-      # What is alone may be divided among devices, and keeps its shape.
-      alone = len(group) == 1
-      x = arrays[group[0]] if alone else _rows([arrays[i] for i in group])
-      size = jnp.abs(x)
-      # The square of 256 is more than float16 holds.
-      wide = size if size.dtype == jnp.float64 else size.astype(jnp.float32)
-      squares = jnp.square(wide)
-      sums += jnp.sum(squares if alone else jnp.sum(squares, 1))
-    return sums
+  def total(group: Sequence[int], arrays: Sequence[Array]) -> Array:
+    # What is alone may be divided among devices, and keeps its shape.
+    alone = len(group) == 1
+    size = jnp.abs(arrays[0] if alone else _rows(arrays))
+    # The square of 256 is more than float16 holds.
+    wide = size if size.dtype == jnp.float64 else size.astype(jnp.float32)
+    squares = jnp.square(wide)
+    return jnp.sum(squares if alone else jnp.sum(squares, 1))
 
-  return _reduced(leaves, total)
+  return _reduced(leaves, total, jnp.add, jnp.zeros((), jnp.float32))
 
 
-def _reduced(leaves: Sequence[Leaf], fun: Callable[[Groups, Any], Array]) -> Array:
-  """Returns `fun` of the leaves: in groups on a GPU, and elsewhere of each by itself."""
-  alone = functools.partial(fun, [[i] for i in range(len(leaves))])
-  groups = _grouped(leaves, jnp.result_type)
-  if len(groups) == len(leaves):
+def _reduced(
+  leaves: Sequence[Leaf],
+  fun: Callable[[Sequence[int], Sequence[Array]], Array],
+  combine: Callable[[Array, Array], Array],
+  initial: Array,
+) -> Array:
+  """Combines `fun` of groups, their positions and leaves: on a GPU of many, elsewhere of one."""
+  joins, groups = _joins(leaves), collections.defaultdict[object, list[int]](list)
+  for i, x in enumerate(leaves):
+    groups[jnp.result_type(x) if joins[i] else ("alone", i)].append(i)
+  together = [g[k : k + _MOST] for g in groups.values() for k in range(0, len(g), _MOST)]
+
+  def over(groups: Sequence[Sequence[int]], leaves: Sequence[Leaf]) -> Array:
+    results = (fun(group, [leaves[i] for i in group]) for group in groups)
+    return functools.reduce(combine, results, initial)
+
+  alone = functools.partial(over, [[i] for i in range(len(leaves))])
+  if len(together) == len(leaves):
     return alone(leaves)
-  return _on_gpu(list(map(jnp.asarray, leaves)), functools.partial(fun, groups), alone)
+  return _on_gpu(list(map(jnp.asarray, leaves)), functools.partial(over, together), alone)
 
 
 def _rows(arrays: Sequence[Array]) -> Array:
@@ -108,55 +103,42 @@ def _rows(arrays: Sequence[Array]) -> Array:
 
 
 def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
-  """Returns `condition` for each leaf: the scalar, or on a GPU a mask that small ones share."""
+  """Returns `condition` for each leaf: the scalar, or on a GPU a part of a mask in memory."""
   # XLA for GPU puts operations of one shape that read the same array into one kernel, but not for
   # the sake of a scalar: AdamW then updates 53 scales of norms in 6 kernels, and otherwise in 53.
-  masks = [condition] * len(leaves)
-  if not isinstance(condition, Tracer):
-    return masks
-  arrays = [i for i, x in enumerate(leaves) if jnp.ndim(x) and not _is_symbolic(x)]
-  small = [i for i in arrays if 0 < jnp.size(leaves[i]) <= _SMALL]
-  groups = [g for g in _grouped([leaves[i] for i in small], jnp.shape, most=None) if len(g) > 1]
-  if not groups:
-    return masks
-  shapes = [jnp.shape(leaves[small[group[0]]]) for group in groups]
-
-  def alone(flag: Array) -> list[Array]:
-    return [jnp.broadcast_to(flag, shape) for shape in shapes]
-
-  def stored(flag: Array) -> list[Array]:
-    longest = max(map(math.prod, shapes))
-    mask = jax.lax.optimization_barrier(jnp.broadcast_to(flag, (longest,)))
-    return [mask[: math.prod(shape)].reshape(shape) for shape in shapes]
-
-  for group, mask in zip(groups, _on_gpu(condition, stored, alone), strict=True):
-    for i in group:
-      masks[small[i]] = mask
-  return masks
+  sizes = [
+    math.prod(x.shape) if joins else 0 for x, joins in zip(leaves, _joins(leaves), strict=True)
+  ]
+  small = {i: leaves[i].shape for i, n in enumerate(sizes) if 0 < n <= _SMALL and leaves[i].ndim}
+  counts = collections.Counter(small.values())
+  shapes = [shape for shape, count in counts.items() if count > 1]
+  if not shapes or not isinstance(condition, Tracer):
+    return [condition] * len(leaves)
+  row = jnp.broadcast_to(condition, (max(map(math.prod, shapes)),))
+  mask = _on_gpu(row, jax.lax.optimization_barrier, lambda row: row)
+  masks = {shape: mask[: math.prod(shape)].reshape(shape) for shape in shapes}
+  return [masks.get(small.get(i), condition) for i in range(len(leaves))]
 
 
 def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
   """Returns the same scalars (bool, int32, float32), on a GPU read from one array."""
   # XLA launches a kernel for each number that is computed from scalars, a copy for each that is
   # overwritten while another still reads it, and one for all that read the same array.
-  arrays = list({id(x): x for x in scalars.values()}.values())
+  arrays = list(scalars.values())
   plain = all(isinstance(x, Tracer) and not jnp.ndim(x) for x in arrays)
   # Within a shard_map some may vary from device to device, and in one array all would.
   if not plain or jax.sharding.get_abstract_mesh().manual_axes:
     return dict(scalars)
 
+  def through_int32(x: Array, dtype: DTypeLike) -> Array:
+    by_bits = x.dtype == jnp.float32 or dtype == jnp.float32
+    return jax.lax.bitcast_convert_type(x, dtype) if by_bits else x.astype(dtype)
+
   def stored(arrays: Sequence[Array]) -> list[Array]:
-    row = jax.lax.optimization_barrier(jnp.stack([_through_int32(x, jnp.int32) for x in arrays]))
-    return [_through_int32(row[i], x.dtype) for i, x in enumerate(arrays)]
+    row = jax.lax.optimization_barrier(jnp.stack([through_int32(x, jnp.int32) for x in arrays]))
+    return [through_int32(row[i], x.dtype) for i, x in enumerate(arrays)]
 
-  read = dict(zip(map(id, arrays), _on_gpu(arrays, stored, lambda x: list(x)), strict=True))
-  return {name: read[id(x)] for name, x in scalars.items()}
-
-
-def _through_int32(x: Array, dtype: DTypeLike) -> Array:
-  """Returns `x` cast to int32 or back from it, a float32 number by its bits."""
-  by_bits = x.dtype == jnp.float32 or dtype == jnp.float32
-  return jax.lax.bitcast_convert_type(x, dtype) if by_bits else x.astype(dtype)
+  return dict(zip(scalars, _on_gpu(arrays, stored, list), strict=True))
 
 
 def _on_gpu(
@@ -166,35 +148,22 @@ def _on_gpu(
   return jax.lax.platform_dependent(operand, cuda=together, rocm=together, default=alone)
 
 
-def _grouped(
-  leaves: Sequence[Leaf], key: Callable[[Leaf], object], most: int | None = _MOST
-) -> list[list[int]]:
-  """Returns positions of leaves in groups of one key, of at most `most`; some are alone."""
-  # Concrete leaves are, since operations on them run one by one, and so are those of symbolic
-  # shapes, and those that may be divided among devices: to stack two that are divided differently
-  # takes a collective for all of one.
-  groups: dict[object, list[int]] = {}
-  unknown = any(_divided(x, AxisType.Auto) for x in leaves)
+def _joins(leaves: Sequence[Leaf]) -> list[bool]:
+  """Returns which leaves may be read with others: not those that XLA may divide among devices.
+
+  Nor concrete ones, on which operations run one by one, nor those of a length that is a symbol of
+  `jax.export`, which is not compared, nor divided into rows.
+  """
+  joins = [False] * len(leaves)
   for i, x in enumerate(leaves):
-    alone = unknown or not isinstance(x, Tracer) or _divided(x, AxisType.Explicit)
-    groups.setdefault(("alone", i) if alone or _is_symbolic(x) else key(x), []).append(i)
-  step = most or max(len(leaves), 1)
-  return [
-    group[start : start + step] for group in groups.values() for start in range(0, len(group), step)
-  ]
-
-
-def _is_symbolic(x: Leaf) -> bool:
-  """Whether a length is a symbol of `jax.export`, which is not compared, nor divided into rows."""
-  return not all(isinstance(n, int) for n in jnp.shape(x))
-
-
-def _divided(x: Leaf, kind: AxisType) -> bool:
-  """Whether XLA may divide an array among the devices of a mesh, along axes of this kind."""
-  if not isinstance(x, Tracer):
-    return False
-  sharding = jax.typeof(x).sharding
-  axes = zip(sharding.mesh.axis_types, sharding.mesh.axis_sizes, strict=True)
-  # Of an automatic axis the type shows that it is there, and not whether the array is divided.
-  divided = kind == AxisType.Auto or any(axis is not None for axis in sharding.spec)
-  return divided and any(k == kind and n > 1 for k, n in axes)
+    if isinstance(x, Tracer):
+      sharding = jax.typeof(x).sharding
+      axes = zip(sharding.mesh.axis_types, sharding.mesh.axis_sizes, strict=True)
+      kinds = {kind for kind, n in axes if n > 1}
+      # Of an automatic axis the type shows that it is there, and not whether the array is divided.
+      # To stack two that are divided differently takes a collective for all of one.
+      if AxisType.Auto in kinds:
+        return [False] * len(leaves)
+      divided = AxisType.Explicit in kinds and any(axis is not None for axis in sharding.spec)
+      joins[i] = not divided and all(isinstance(n, int) for n in x.shape)
+  return joins

@@ -14,7 +14,6 @@ import orbax.checkpoint as ocp
 
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.leaves import (
-  are_floating,
   as_array,
   check_leaves,
   convert,
@@ -26,6 +25,7 @@ from mpjax._core.leaves import (
   refuse_overflow,
   same_path,
 )
+from mpjax._core.trees import is_floating
 from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree
 from mpjax.transforms._loss_scale import LossScaleState, LossScalingState
 from mpjax.transforms._masters import MasterWeightsState, bounded, join, split
@@ -395,7 +395,7 @@ def _resolve(name: str, x: Leaf, expected: _Expected) -> tuple[str, Leaf]:
 
 
 def _advice(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
-  if all(are_floating(x, want) and x.shape == want.shape for x, want in pairs):
+  if all(is_floating(x) and is_floating(want) and x.shape == want.shape for x, want in pairs):
     return (
       "Pass cast=True to convert them, or restore into a target with the dtypes of what was saved."
     )

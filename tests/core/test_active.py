@@ -10,10 +10,8 @@ import pytest
 from flax import nnx
 
 import mpjax
-import mpjax.linen._intercept
 from mpjax._core import active
 from mpjax._core.rules import ModulePolicy, Rule
-from mpjax.nnx._view import current
 from tests.jaxprs.autocast.rig import matmuls
 from tests.linen.probes import Does
 from tests.nnx import rig
@@ -29,25 +27,6 @@ def test_equal_states_are_one_key():
   assert states[0] == states[1]
   assert hash(states[0]) == hash(states[1])
   assert states[0] != active.Active(**fields, casting=frozenset({nnx.Linear}))
-
-
-def test_outside_of_policies_inside_of_it_is_the_same_state_and_linens_is_another():
-  outside = active.Active().outside()
-  assert (active.Active().in_region, outside.in_region) == (False, True)
-  assert outside.outside() is outside
-  assert not active.in_region()
-  with active.ACTIVE(outside):
-    assert active.in_region()
-  linen = mpjax.linen._intercept.Active()
-  assert linen != active.Active()
-  assert isinstance(linen.outside(), type(linen))
-  assert linen.outside() != outside
-  # Current is what is active here, and nothing elsewhere.
-  assert current() is None
-  with active.ACTIVE(active.Active()):
-    assert current() == active.Active()
-  with mpjax.linen.policy_scope("float16"):
-    assert current() is None
 
 
 def test_a_linen_model_in_a_view_and_a_view_in_a_linen_scope_have_policies_of_their_own():

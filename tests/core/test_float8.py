@@ -43,23 +43,13 @@ def test_a_recipe_reads_what_it_writes_and_a_policy_keeps_it():
     without = dataclasses.replace(policy, matmul=None)
     assert without == mpjax.Policy(compute_dtype="bfloat16") != policy
   assert len(policies) == len(TEXTS)
+  preset = mpjax.Policy.parse("mixed_float8")
+  assert dataclasses.replace(preset, matmul=None) == mpjax.Policy.parse("mixed_bfloat16") != preset
   # Recipes are frozen, and take keywords only.
   with pytest.raises(dataclasses.FrozenInstanceError):
     Float8().scaling = "row"
   with pytest.raises(TypeError):
     Float8("row")
-
-
-def test_the_preset_is_mixed_bfloat16_with_the_recipe_by_default():
-  policy = mpjax.Policy.parse("mixed_float8")
-  assert policy.matmul == Float8()
-  assert dataclasses.replace(policy, matmul=None) == mpjax.Policy.parse("mixed_bfloat16")
-  assert mpjax.Policy.parse("mixed_bfloat16").matmul is None
-  assert mpjax.Policy().matmul is None
-  # A policy that is no recipe is read as before.
-  fields = {"compute_dtype": "bfloat16", "weight_grad_dtype": "float32", "precision": "high"}
-  written = mpjax.Policy.parse("c=bf16,w=f32,precision=high,matmul=float8:row")
-  assert written == mpjax.Policy(**fields, matmul=Float8(scaling="row"))
 
 
 TENSOR, PAIRS, AS_TEXT = "'tensor' or 'row'", "pairs of sizes", "str(mpjax.Float8(...))"

@@ -104,14 +104,6 @@ def test_floating_leaves_are_rounded_once_to_nearest(kind):
   assert leaves.convert(found, np.dtype("bfloat16")) is found
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_key_data_become_keys(impl):
-  keys = jax.random.split(jax.random.key(1, impl=impl), 3)
-  found = leaves.convert(np.asarray(jax.random.key_data(keys)), keys.dtype)
-  assert found.dtype == keys.dtype
-  np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
-
-
 OVERFLOWS = [
   ([65504.0, np.inf, np.nan], "float16", False),
   ([1.0, 65520.0], "float16", True),
@@ -160,28 +152,6 @@ def test_places(devices):
       found = leaves.put(x, where, alias=False)
       np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
       assert found.committed is (where is not None)
-
-
-@pytest.mark.case("B124")
-def test_a_weak_type_becomes_strong():
-  weak = jnp.asarray(1.5)
-  assert jax.typeof(weak).weak_type
-  for where in (None, jax.sharding.SingleDeviceSharding(jax.devices()[0])):
-    found = leaves.put(weak, where, alias=False)
-    assert not jax.typeof(found).weak_type
-    assert (found.dtype, float(found)) == (np.float32, 1.5)
-
-
-@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize("committed", [False, True])
-def test_a_donated_result_leaves_the_source_alone(kind, committed):
-  x = kind(np.arange(4096, dtype=np.float32))
-  if committed and isinstance(x, jax.Array):
-    x = jax.device_put(x, jax.devices()[0])
-  where = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if committed else None
-  found = leaves.put(x, where, alias=False)
-  jax.block_until_ready(jax.jit(lambda y: y * 0, donate_argnums=0)(found))
-  np.testing.assert_array_equal(x, np.arange(4096, dtype=np.float32))
 
 
 class Pair(NamedTuple):

@@ -1,6 +1,5 @@
 """`Rule`: what each selector picks out, which rule wins, and what a wrong one is told."""
 
-import functools
 import pickle
 import re
 
@@ -11,13 +10,11 @@ import pytest
 
 import mpjax
 from mpjax._core.rules import (
-  ModulePolicy,
   ModuleRecord,
   first_match,
   is_flax_norm,
   parse_config,
   parse_rules,
-  resolve_policy,
 )
 from tests.errors import check_error, refused
 
@@ -322,24 +319,8 @@ def test_a_glob_takes_no_longer_for_many_wildcards():
     assert (matches(glob, no), matches(glob, yes)) == (False, True)
 
 
-HALF, OTHER = mpjax.Policy.parse("c=bf16"), mpjax.Policy.parse("c=f16")
-DENSE = {"module": nn.Dense}
-
-
 def given(policy="c=bf16", rules=(), unmatched="raise"):
   return parse_config("mpjax.f", policy, rules, unmatched=unmatched)
-
-
-def test_what_is_given_is_parsed():
-  found = given("mixed_float16")
-  assert found.policy == mpjax.Policy.parse("mixed_float16")
-  with pytest.raises(mpjax.errors.MpjaxValueError, match="unmatched"):
-    given(unmatched="never")
-  # Equal ones are one key and can be pickled.
-  first, second = (given(rules=[Rule(None, path="a")]) for _ in range(2))
-  assert first == second
-  assert hash(first) == hash(second)
-  assert pickle.loads(pickle.dumps(first)) == first
 
 
 def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere():
@@ -347,7 +328,7 @@ def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere
   for selector, by_path in (
     ({"path": "a"}, True),
     ({"where": callable}, True),
-    (DENSE, False),
+    ({"module": nn.Dense}, False),
     norms,
   ):
     assert given(rules=[Rule(None, **selector)]).by_path == by_path
@@ -360,41 +341,3 @@ def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere
     (None, [Rule("c=f32,precision=highest", path="a")], True),
   ]:
     assert given(policy, rules).rewrites == rewrites, (policy, rules)
-
-
-def test_the_policy_of_a_module_comes_with_the_rule_that_picked_it():
-  around, of_other, exempt = ModulePolicy(HALF), Rule(OTHER, path="a"), Rule(None, module=nn.Dense)
-  picked = functools.partial(ModulePolicy, begins=True)
-  for rules, own, wanted in (
-    ([Rule(OTHER, path="b")], None, around),
-    ([Rule("float32", path="b"), of_other, exempt], None, picked(OTHER, of_other)),
-    ([exempt, of_other], None, picked(None, exempt, exempt=True)),
-    # A field of its own beats rules.
-    ([exempt], OTHER, picked(OTHER)),
-    ([], HALF, around),
-  ):
-    assert resolve_policy(given(rules=rules), nn.Dense(2), "a", own, around) == wanted
-  # Those that it hides are found where they are asked for.
-  config = given(rules=[Rule("float32", path="b"), of_other, exempt])
-  found = resolve_policy(config, nn.Dense(2), "a", None, around, all_matches=True)
-  assert found == picked(OTHER, of_other, hidden=(exempt,))
-  # Inside of what a rule picks it begins no more, and inside of what one exempts nothing does.
-  inside = found.inherited()
-  assert inside == ModulePolicy(OTHER, of_other)
-  assert resolve_policy(config, nn.Dense(2), "a", None, inside) == inside
-  left = picked(None, exempt, exempt=True).inherited()
-  assert resolve_policy(config, nn.Dense(2), "a", OTHER, left) == left
-
-
-def test_the_outermost_module_returns_what_its_policy_or_that_around_the_model_says():
-  rule = Rule("c=f16,o=f16", path="a")
-  for policy, rules, dtype in [
-    ("mixed_bfloat16", (), "float32"),
-    ("c=bf16", (), None),
-    ("mixed_bfloat16", [Rule("c=f16", path="a")], "float32"),
-    ("mixed_bfloat16", [rule], "float16"),
-    (None, [rule], "float16"),
-  ]:
-    config = given(policy, rules)
-    resolved = resolve_policy(config, None, "a", None, ModulePolicy(config.policy))
-    assert resolved.output_dtype == dtype, (policy, rules)

@@ -221,24 +221,6 @@ def test_it_is_decided_where_it_is_lowered_and_leaves_no_branch():
   assert first_nonfinite(leaves) == 2
 
 
-@pytest.mark.case("I23")
-def test_select_is_wheres(both):
-  rng = np.random.default_rng(0)
-  new, old = leaves_of(rng, 40), None
-  old = [(x * 0 + 1).astype(x.dtype) for x in new]
-  new += [np.full(3, np.nan, np.float32), np.full(3, -0.0, np.float32)]
-  old += [np.full(3, -0.0, np.float32), np.full(3, np.inf, np.float32)]
-  keys = jax.random.split(jax.random.key(0), 4).reshape(2, 2)
-  pick = jax.jit(lambda flag, new, old: select(flag, new, old, "here"))
-  for flag, wanted in ((True, new), (False, old)):
-    got, chosen = pick(flag, (new, [keys[0], keys[1]]), (old, [keys[1], keys[0]]))
-    assert all(
-      np.asarray(g).tobytes() == w.tobytes() and g.dtype == w.dtype
-      for g, w in zip(got, wanted, strict=True)
-    )
-    assert (chosen[0] == (keys[0] if flag else keys[1])).all()
-
-
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_functions_of_symbolic_shapes_are_exported(platform):
   # A length that is a symbol is neither compared nor divided into rows.

@@ -38,6 +38,9 @@ class Everything(NamedTuple):
   keys: object
 
 
+GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
 def everything(seed):
   """A tree with each kind of container, of empty state and of dtype."""
   rng = np.random.default_rng(seed)
@@ -57,7 +60,7 @@ def everything(seed):
       (),
     ),
     nothing=None,
-    keys=jax.random.split(jax.random.key(seed), 2),
+    keys=[jax.random.split(jax.random.key(seed, impl=impl), 2) for impl in GENERATORS],
   )
 
 
@@ -119,12 +122,8 @@ def test_everything_comes_back(through, tmp_path):
   restored = through(SAVED, tmp_path / "state")
   for target in (TARGET, jax.eval_shape(lambda: TARGET)):
     assert_same(restore_like(target, restored), SAVED)
-
-
-def test_a_single_array_is_a_tree(tmp_path):
-  for through in (as_it_is, npz, msgpack):
-    found = restore_like(jnp.zeros(2), through(jnp.ones(2), tmp_path / "x"))
-    assert_same(found, jnp.ones(2))
+  if through not in (orbax_path, orbax_raw):  # Orbax saves no single array.
+    assert_same(restore_like(jnp.zeros(2), through(jnp.ones(2), tmp_path / "x")), jnp.ones(2))
 
 
 def test_a_path_may_be_a_text_or_relative(tmp_path, monkeypatch):
@@ -132,15 +131,6 @@ def test_a_path_may_be_a_text_or_relative(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   for spelt in (str(path), "state", pathlib.Path("state")):
     assert_same(restore_like({"w": jnp.zeros(2)}, spelt), W)
-
-
-def test_steps_of_a_manager_are_checkpoints(tmp_path):
-  with ocp.CheckpointManager(tmp_path) as manager:
-    manager.save(40, args=ocp.args.StandardSave(SAVED))
-    manager.wait_until_finished()
-    restored = manager.restore(40, args=ocp.args.StandardRestore())
-  assert_same(restore_like(TARGET, restored), SAVED)
-  assert_same(restore_like(TARGET, tmp_path / "40" / "default"), SAVED)
 
 
 @pytest.mark.case("B124")
@@ -183,26 +173,6 @@ def test_a_misfit_is_seen_before_anything_is_read(tmp_path, monkeypatch):
     restore_like(WIDE, path)
   with pytest.raises(mpjax.errors.MpjaxValueError, match="float32\\[2\\] for bfloat16\\[2\\] at a"):
     restore_like(HALF, path)
-
-
-NEVER_CAST = {
-  "size": (np.ones((2, 2), "float32"), np.ones(4, "float32"), "float32[2, 2] for float32[4]"),
-  "rank": (np.ones(1, "float32"), np.ones((), "float32"), "float32[1] for float32[]"),
-  "to_floating": (np.ones(2, "int32"), np.ones(2, "float32"), "int32[2] for float32[2]"),
-  "to_integer": (np.ones(2, "float32"), np.ones(2, "int32"), "float32[2] for int32[2]"),
-  "width": (np.ones(2, "int16"), np.ones(2, "int32"), "int16[2] for int32[2]"),
-  "bool": (np.ones(2, "bool"), np.ones(2, "int32"), "bool[2] for int32[2]"),
-}
-
-
-@pytest.mark.case("B119")
-@KINDS
-def test_what_is_never_cast(through, tmp_path):
-  for name, (saved, target, got) in NEVER_CAST.items():
-    restored, target = through({"x": jnp.asarray(saved)}, tmp_path / name), jnp.asarray(target)
-    for cast in (False, True):
-      fix = "cast=True is for floating dtypes alone"
-      misfit({"x": target}, restored, f"{got} at x", fix, cast=cast)
 
 
 @pytest.mark.parametrize("through", [as_it_is, orbax_path, npz])
@@ -314,9 +284,7 @@ def test_a_broken_scale_is_an_error(through, tmp_path):
   for scale in (float("nan"), float("inf"), 0.0, -2.0):
     broken = through((with_scale(*target, scale),), tmp_path / f"scale_{scale}")
     misfit(target, broken, str(scale), fix, expected, where, cast=False)
-
-
-def test_one_broken_scale_of_an_ensemble_is_an_error():
+  # One of an ensemble is enough.
   states = jax.tree.map(lambda x: jnp.stack([x, x]), DYNAMIC)
   assert_same(restore_like(states, states), states)
   with pytest.raises(mpjax.errors.MpjaxValueError, match="a positive finite loss scale"):
@@ -329,6 +297,7 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
   with ocp.CheckpointManager(tmp_path / "manager") as manager:
     manager.save(1, args=ocp.args.StandardSave(W))
     manager.wait_until_finished()
+  assert_same(restore_like({"w": jnp.zeros(2)}, tmp_path / "manager" / "1" / "default"), W)
   for kind in ("nothing", "empty", "file", "manager"):
     got, expected = f"{tmp_path / kind}, which is none", "the path of an Orbax checkpoint"
     misfit(W, tmp_path / kind, got, "directory/step/default", expected, OF_RESTORED, cast=False)

@@ -19,8 +19,8 @@ import numpy as np
 from jax.extend.core.primitives import add_p, sub_p
 
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
-from mpjax._core.leaves import Path, are_floating, changes_nothing, key_names
-from mpjax._core.trees import is_inexact
+from mpjax._core.leaves import Path, changes_nothing, key_names
+from mpjax._core.trees import is_floating, is_inexact
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray, PyTree
 from mpjax._diagnostics.arguments import Call, check_function, is_array
 from mpjax._diagnostics.parameter_scopes import name_by_parameters, with_parameter_scopes
@@ -122,7 +122,7 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
     if step.number not in counting.additions:
-      return [x for x in outs if are_floating(x) and step.number in counting.steps]
+      return [x for x in outs if is_floating(x) and step.number in counting.steps]
     argument, dtype = counting.additions[step.number]
     update = jnp.broadcast_to(jnp.asarray(ins[1 - argument]), outs[0].shape)
     # As it is stored: that is where it rounds away.
