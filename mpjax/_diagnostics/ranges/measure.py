@@ -318,7 +318,7 @@ def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) ->
   # On the host: XLA flushes subnormal numbers to zero in arithmetic and in comparisons.
   numbers = np.asarray(x).reshape(-1)
   numbers = numbers.astype(np.float64 if numbers.dtype.itemsize > 4 else np.float32)
-  numbers = np.sort(np.abs(numbers))  # NaN comes last.
+  np.abs(numbers, out=numbers).sort()  # NaN comes last.
   one, info = numbers.dtype.type(1), np.finfo(numbers.dtype)
   lowest = info.minexp - info.nmant  # The exponent of the smallest number.
   borders = np.append(np.ldexp(one, np.arange(lowest, info.maxexp)), one * math.inf)
@@ -329,7 +329,7 @@ def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) ->
   group.inf += no_nan - finite
   group.nan += numbers.size - no_nan
   group.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
-  group.largest = max(group.largest, float(np.max(numbers[:finite], initial=0)))
+  group.largest = max(group.largest, *map(float, numbers[:finite][-1:]))
   counts = enumerate(np.diff(smaller).tolist(), lowest)
   group.exponents.update({exponent: count for exponent, count in counts if count})
   for name, fates in group.lost.items():
