@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, ParamSpec, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyA
 from mpjax._diagnostics.arguments import Call, check_function, is_array
 from mpjax._diagnostics.parameter_scopes import name_by_parameters, with_parameter_scopes
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, Kind, RangesReport
-from mpjax._diagnostics.report import Advance, Pending
+from mpjax._diagnostics.report import Advance, P, Pending
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.primitives import OUTER_PRODUCT
@@ -33,8 +33,6 @@ from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.runner import Look, run_on_host
 from mpjax._jaxprs.steps import Body, Step, body_of
 from mpjax.transforms._loss_scale import scales_in
-
-P = ParamSpec("P")
 
 _FIX = "Write mpjax.ranges(step)(params, opt_state, batch), with a function and then its arguments."
 
@@ -143,8 +141,6 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
 
 
 class Input(NamedTuple):
-  """An array among the arguments."""
-
   path: str  # in the tree of arguments
   is_parameter: bool  # whether it may be one: those that the optimizer alone reads are not
   keys: Path = ()  # the names of its keys within its argument
@@ -167,8 +163,6 @@ def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[I
 
 
 class Plan(NamedTuple):
-  """What is to be counted."""
-
   inputs: Mapping[int, Group]  # arguments that are parameters, or optimizer state
   steps: Mapping[int, Group]  # the results of steps, by their numbers, or their updates
   # Of the steps that add an update to an argument, which operand that is, and how it is stored.

@@ -62,11 +62,9 @@ class TuneReport(Report):
     modules: what is known of each module.
     scopes: whether each rule selects a named scope; if not, the path of parameters.
 
-  >>> import jax, jax.numpy as jnp, mpjax
-  >>> def loss_fn(w, x):
-  ...   with jax.named_scope("layer"):
-  ...     return jnp.mean((x @ w) ** 2)
-  >>> report = mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=0.1)(jnp.eye(4), jnp.ones((2, 4)))
+  >>> import jax.numpy as jnp, mpjax
+  >>> tune = mpjax.tune(lambda w, x: jnp.mean((x @ w) ** 2), tolerance=0.1)
+  >>> report = tune(jnp.eye(4), jnp.ones((2, 4)))
   tune: 1 modules, at most 16 measurements
   >>> report.rules, report.error, report.half_share
   ((), 0.0, 1.0)
@@ -89,7 +87,6 @@ class TuneReport(Report):
     return f"<TuneReport: {summary}, {percent(self.half_share)} in low precision>"
 
   def sections(self) -> list[Section]:
-    """Returns what is shown, in order."""
     low, ranked = self.policy.compute_dtype.name, list[tuple[str, ...]]()
     modules = [
       (
@@ -137,9 +134,7 @@ class TuneReport(Report):
     return [
       Section(title, (f"{about}those inside.",) * bool(modules), columns, tuple(modules)),
       Section("Rules", tuple(lines)),
-      Section(
-        curve, (), ("share", "error", "", "in float32"), tuple(ranked) if len(ranked) > 1 else ()
-      ),
+      Section(curve, (), ("share", "error", "", "in float32"), tuple(ranked) * (len(ranked) > 1)),
     ]
 
 
