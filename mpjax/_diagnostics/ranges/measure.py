@@ -323,7 +323,7 @@ def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) ->
   group.inf += no_nan - finite
   group.nan += numbers.size - no_nan
   group.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
-  group.largest = max(group.largest, *map(float, numbers[:finite][-1:]))
+  group.largest = max(group.largest, float(numbers[finite - 1]) if finite else 0.0)
   counts = enumerate(np.diff(smaller).tolist(), lowest)
   group.exponents.update({exponent: count for exponent, count in counts if count})
   for name, fates in group.lost.items():
