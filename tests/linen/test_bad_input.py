@@ -62,7 +62,7 @@ WRAPPED = wrap()
 SUBMODULE = "a wrapped model used as a submodule"
 
 
-def test_what_is_wrapped_is_an_unbound_model():
+def test_d18_what_is_wrapped_is_an_unbound_model():
   again, once = "PolicyModule, which is under a policy already", "Wrap the plain model once"
   for model, got, fix in (
     (nn.Dense, "class Dense", "mpjax.with_policy("),
