@@ -210,15 +210,12 @@ def audit(
     MpjaxTypeError: `fn` is no function, or a Linen model without its variables.
 
   >>> import jax, jax.numpy as jnp, mpjax
-  >>> def fn(params, x):
-  ...   return (x @ params["kernel"] + params["table"]) @ params["kernel"]
+  >>> fn = lambda params, x: (x @ params["kernel"] + params["table"]) @ params["kernel"]
   >>> half = jax.ShapeDtypeStruct((8, 8), "bfloat16")
   >>> params = {"kernel": half, "table": jax.ShapeDtypeStruct((8, 8), "float32")}
   >>> report = mpjax.audit(fn)(params, half)
-  >>> report.half_share
-  0.5
-  >>> report.leaks[0].operation, report.leaks[0].cause
-  ('add', 'params/table')
+  >>> report.half_share, report.leaks[0].operation, report.leaks[0].cause
+  (0.5, 'add', 'params/table')
   """
   check_function(fn, "mpjax.audit(fn)", _FIX)
 

@@ -252,8 +252,6 @@ def _copies(value: Value) -> set[Value]:
 
 
 class _Held(NamedTuple):
-  """What the numbers of a floating value are."""
-
   # "data" is float32 for a reason, "low" what a matmul returned and what is computed from it;
   # parameters, numbers and what is computed from these alone are "neutral".
   kind: str
@@ -261,7 +259,6 @@ class _Held(NamedTuple):
 
 
 def _held(graph: Graph, floats: Mapping[Value, Input], depth: int) -> dict[Value, _Held]:
-  """Returns what the numbers of each floating value are."""
   held = {
     v: _Held("neutral" if one.is_parameter else "data", not one.is_parameter)
     for v, one in floats.items()

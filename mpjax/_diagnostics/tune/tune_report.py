@@ -97,9 +97,7 @@ class TuneReport(Report):
       for each in self.modules
       if each.forward > 0 or each.gradient > 0
     ]
-    about = (
-      "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
-    )
+    about = "forward: of the worst of its own matmuls and sums. gradient: of its parameters"
     columns = ("module", "forward", "gradient", "FLOPs", "")
     for each in sorted(self.evaluations, key=lambda each: (each.half_share, -each.error)):
       verdict = "good" if each.error <= self.tolerance else ""
@@ -132,7 +130,7 @@ class TuneReport(Report):
     lines += rules if self.rules else ["rules = ()  # none is needed"]
     curve = "Error of the gradient by share in low precision"
     return [
-      Section(title, (f"{about}those inside.",) * bool(modules), columns, tuple(modules)),
+      Section(title, (f"{about}, and of those inside.",) * bool(modules), columns, tuple(modules)),
       Section("Rules", tuple(lines)),
       Section(curve, (), ("share", "error", "", "in float32"), tuple(ranked) * (len(ranked) > 1)),
     ]

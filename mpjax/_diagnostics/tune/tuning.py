@@ -244,7 +244,6 @@ def _is_matmul(step: Step) -> bool:
 
 
 def scopes_of(body: Body) -> set[str]:
-  """Returns all paths in a function."""
   return {""}.union(*(prefixes(step.location.path) for step in body.every_step()))
 
 
@@ -455,7 +454,6 @@ def search(
 def _expected(
   alone: NumpyArray, errors: Mapping[frozenset[int], float], choices: Sequence[frozenset[int]]
 ) -> NumpyArray:
-  """Returns the errors that choices are expected to have."""
   # The square of an error is taken to be a sum over the modules that round, and a rest. Each term
   # is expected to be what the sensitivities say, within a factor of about two, and is fitted to
   # what was measured: a module in float32 also keeps the operations in float32 that its result
