@@ -563,6 +563,10 @@ NO_FAULT = {
     lambda x: (lambda y: jnp.where(jnp.isfinite(y), y, 0.0))(jnp.log(x)),
     f32(0, 1),
   ),
+  "a logarithm that one number hides": (
+    lambda x: jnp.where(jnp.sum(x) > 5, jnp.log(x), 0.0),
+    f32(0, 1),
+  ),
   "a value that is only compared": (lambda x: jnp.log(x) > -1, f32(0, 1)),
   "a value that is only checked": (lambda x: mpjax.all_finite(jnp.log(x)), f32(0, 1)),
   "a value that nan to num takes": (lambda x: jnp.nan_to_num(jnp.log(x)), f32(0, 1)),
