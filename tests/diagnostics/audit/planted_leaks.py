@@ -286,17 +286,6 @@ def second_input_under_a_policy():
   return fn, (model, {"x": WIDE, "memory": WIDE})
 
 
-@planted("head", "constant", "float32[16,8]", "add")
-def grid_under_autocast():
-  def fn(w, x):
-    h = x @ w
-    with jax.named_scope("head"):
-      h = h + TABLE  # LEAK
-      return h @ w
-
-  return mpjax.autocast(fn), (jax.ShapeDtypeStruct((8, 8), F32), WIDE)
-
-
 # Other frameworks, by hand.
 
 

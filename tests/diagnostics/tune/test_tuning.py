@@ -233,6 +233,7 @@ def test_a_model_of_nnx_without_named_scopes():
   [
     ("float32", 0.1, "policy", "bfloat16 or float16", "float32", "Write"),
     ("mixed_bfloat16", 0, "tolerance", "positive", "0", "tolerance=0.01"),
+    ("mixed_bfloat16", math.inf, "tolerance", "positive", "inf", "tolerance=0.01"),
     ("mixed_bfloat16", True, "tolerance", "positive", "True", "tolerance=0.01"),
     ("mixed_bfloat16", "a", "tolerance", "positive", "'a'", "Write"),
   ],
