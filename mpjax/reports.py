@@ -6,7 +6,7 @@ True
 """
 
 from mpjax._diagnostics.audit.audit_report import AuditReport
-from mpjax._diagnostics.nonfinite.report import NonfiniteReport
+from mpjax._diagnostics.nonfinite.find import NonfiniteReport
 from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
 from mpjax._diagnostics.tune.tune_report import TuneReport
 

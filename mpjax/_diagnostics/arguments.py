@@ -34,7 +34,6 @@ class Call:
     self.returned: PyTree = None  # what the function that was traced last returned
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
-    """Returns the arguments with other arrays for those that are traced."""
     traced = dict(zip(self.positions, arrays, strict=True))
     leaves = [traced.get(i, x) for i, x in enumerate(self._leaves)]
     return jax.tree.unflatten(self._tree, leaves)
@@ -73,8 +72,6 @@ class Call:
 
 
 class Argument(NamedTuple):
-  """A leaf of the arguments of a function."""
-
   name: str  # that of the argument and the path in it, such as "params/Dense_0/kernel"
   is_parameter: bool  # it is in a tree called `params`, or an `nnx.Param`
 

@@ -75,7 +75,6 @@ def _shared(paths: Sequence[Sequence[str]]) -> Path:
 
 
 def _scoped(program: Program, modules: Mapping[Key, Path], at: Key = ()) -> Program:
-  """Returns a jaxpr with its operations in named scopes."""
   jaxpr, eqns = opened(program), list[JaxprEqn]()
   for position, eqn in enumerate(jaxpr.eqns):
     key, source = (*at, position), eqn.source_info

@@ -97,7 +97,6 @@ class Report(abc.ABC):
     return json.dumps(_json(self.as_dict()), indent=2, allow_nan=False)
 
   def _printed(self) -> Console:
-    """Returns a console that has recorded the sections."""
     # A notebook would show an empty output beside the text.
     console = Console(
       width=WIDTH, file=io.StringIO(), record=True, force_terminal=False, force_jupyter=False
@@ -185,6 +184,12 @@ def percent(share: float) -> str:
   if text == "100.0 %" and share < 1:
     return ">99.9 %"
   return "<0.1 %" if text == "0.0 %" and share > 0 else text
+
+
+def power(scale: float) -> str:
+  """Returns a loss scale as a power of two, if it is one."""
+  exponent = math.log2(scale) if scale > 0 else math.nan
+  return f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
 
 
 FIRST, EVERY, REDRAWN = 2.0, 5.0, 0.2

@@ -68,19 +68,6 @@ def test_what_is_no_function():
       check_function(fn, "mpjax.audit(fn)", "Pass it.")
 
 
-def test_what_is_no_array_is_passed_as_it_is():
-  seen = []
-
-  def fn(x, *, train, name, rate, mask=None):
-    seen.append((train, name, rate, mask))
-    return x * rate if train else x
-
-  program, names = trace(fn, (X,), {"train": True, "name": "a", "rate": 0.5}, "a test")
-  assert seen == [(True, "a", 0.5, None)]
-  assert [each.name for each in names] == ["x"]
-  assert len(program.in_avals) == 1
-
-
 def test_static_arguments_are_none_and_numbers_of_numpy_are_arrays():
   fn = jax.jit(lambda x, axis: x.sum(axis), static_argnames="axis")
   program, names = trace(fn, (X, 1), {}, "a test")

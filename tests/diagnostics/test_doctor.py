@@ -1,6 +1,7 @@
 """What the doctor says of devices, versions and settings. Devices are plain objects."""
 
 import json
+import platform
 import types
 
 import jax
@@ -89,6 +90,7 @@ def test_what_gets_in_the_way():
   found = of(H100, jax_debug_nans=True, jax_debug_infs=True)
   assert [text.split()[0] for text in found.warnings] == ["jax_debug_nans", "jax_debug_infs"]
   assert str(found).count("Warning: ") == 2
+  assert [meaning(found, f"jax_debug_{name}")[0] for name in ("nans", "infs")] == ["True", "True"]
 
 
 def test_the_report_is_80_columns_wide_and_json_has_all_of_it():
@@ -108,5 +110,6 @@ def test_this_machine():
   found = doctor()
   assert sum(int(row[2]) for row in found.devices) == len(jax.devices())
   assert dict(found.versions)["jax"].startswith(jax.__version__)
+  assert dict(found.versions)["python"] == platform.python_version()
   with jax.default_matmul_precision("highest"):
     assert meaning(doctor(), "jax_default_matmul_precision")[0] == "highest"

@@ -94,7 +94,7 @@ MODELS = [
 ]
 
 
-def test_what_is_put_under_a_policy_is_an_unbound_model_without_one():
+def test_d18_what_is_put_under_a_policy_is_an_unbound_model_without_one():
   for model, expected, got, fix in MODELS:
     of = mpjax.linen.with_policy if expected == LINEN else mpjax.nnx.with_policy
     with refused(TypeError, "mpjax.with_policy(model)", expected, got, fix):

@@ -317,7 +317,7 @@ KINDS = [
 
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_skipped_step_changes(kind, guarded):
+def test_d6_what_a_skipped_step_changes(kind, guarded):
   # It was NaN after one bad batch, and stayed so. Momentum that is 0 at first stays 0 once.
   tx = mpjax.loss_scaling(optax.sgd(0.1))
   rest = {"mean": jnp.zeros(4), "average": PARAMS, "count": jnp.zeros((), jnp.int32)}

@@ -336,8 +336,13 @@ def test_any_plain_number_is_stored_as_the_same_float(value):
   assert type(mpjax.DynamicLossScale(growth_interval=np.int64(3)).growth_interval) is int
   with pytest.warns(UserWarning, match="not a power of two"):
     assert mpjax.StaticLossScale(scale=0.1).scale == float(np.float32(0.1)), "rounded to float32"
-  with pytest.raises(TypeError):
-    mpjax.DynamicLossScale(value)  # type: ignore[misc]
+
+
+def test_d23_a_keyword_too_many_or_none_is_refused_with_those_that_there_are():
+  where, expected = "mpjax.DynamicLossScale", "arguments init_scale"
+  for args, kwargs, got in (((), {"init": 4}, "'init'"), ((4,), {}, "positional")):
+    with refused(TypeError, where, expected, got, "init_scale=2**15"):
+      mpjax.DynamicLossScale(*args, **kwargs)
 
 
 @pytest.mark.case("B031")

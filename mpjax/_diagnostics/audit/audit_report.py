@@ -5,7 +5,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +15,15 @@ from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.rules import Rule
 from mpjax._core.types import Args, Function, Kwargs
 from mpjax._diagnostics.arguments import check_function, trace
-from mpjax._diagnostics.audit.findings import (
-  DTYPES,
-  Finding,
-  compiled_collectives,
-  find_float8,
-  find_modules,
-  find_risks,
-  residuals,
-  sizes_of,
-  summed,
-  unnumbered,
-)
+from mpjax._diagnostics.audit import findings
+from mpjax._diagnostics.audit.findings import Finding, summed, unnumbered
 from mpjax._diagnostics.audit.leaks import find_leaks
 from mpjax._diagnostics.parameter_scopes import name_by_parameters, parameter_trees
-from mpjax._diagnostics.report import Advance, Pending, Report, Section, amount, percent
+from mpjax._diagnostics.report import Advance, P, Pending, Report, Section, amount, percent
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import Direction
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import inner_jaxprs, warn_not_entered
-
-P = ParamSpec("P")
 
 _MOST = 12
 """Rows of a table as text: JSON and the attributes of the audit have all."""
@@ -119,7 +107,6 @@ class AuditReport(Report):
       )
 
   def as_dict(self) -> Mapping[str, object]:
-    """Returns what `to_json` writes; FLOPs and bytes are integers."""
     flops = {" ".join(key): n for key, n in self.flops.items()}
     return {**vars(self), "half_share": self.half_share, "flops": flops}
 
@@ -127,7 +114,6 @@ class AuditReport(Report):
     return f"AuditReport(half_share={self.half_share:.4f}, leaks={len(self.leaks)})"
 
   def sections(self) -> Sequence[Section]:
-    """Returns what is shown, in order."""
     total, leaks = max(sum(self.flops.values()), 1), summed(self.leaks, layers=True)
     count = len(self.leaks)
     share = f"{percent(self.half_share)} of the matmuls' FLOPs in low precision"
@@ -164,10 +150,9 @@ class AuditReport(Report):
           "FLOPs": percent(x.flops / total),
           "bytes": amount(x.nbytes, "B"),
           "times": str(x.times),
+          # The two dtypes of the most elements, as jaxprs write them.
+          **{y: " ".join(getattr(x, y)[:2]).replace("float", "f") for y in findings.DTYPES},
         }
-        # The two dtypes of the most elements, as jaxprs write them.
-        for column in DTYPES:
-          cells[column] = " ".join(getattr(x, column)[:2]).replace("float", "f")
         rows.append([cells.get(column, x.reason) for column in columns.split(", ")])
       lists.append(_table(title, columns, rows))
     rules = [
@@ -195,7 +180,6 @@ def _rest(rows: Sequence[object]) -> list[str]:
 def _table(
   title: str, names: str, rows: Sequence[Sequence[str]], lines: Sequence[str] = ()
 ) -> Section:
-  """Returns a table of the first rows."""
   columns = tuple(names.split(", "))
   rest = [(text, *[""] * (len(columns) - 1)) for text in _rest(rows)]
   return Section(title, tuple(lines), columns, (*map(tuple, rows[:_MOST]), *rest))
@@ -226,15 +210,12 @@ def audit(
     MpjaxTypeError: `fn` is no function, or a Linen model without its variables.
 
   >>> import jax, jax.numpy as jnp, mpjax
-  >>> def fn(params, x):
-  ...   return (x @ params["kernel"] + params["table"]) @ params["kernel"]
+  >>> fn = lambda params, x: (x @ params["kernel"] + params["table"]) @ params["kernel"]
   >>> half = jax.ShapeDtypeStruct((8, 8), "bfloat16")
   >>> params = {"kernel": half, "table": jax.ShapeDtypeStruct((8, 8), "float32")}
   >>> report = mpjax.audit(fn)(params, half)
-  >>> report.half_share
-  0.5
-  >>> report.leaks[0].operation, report.leaks[0].cause
-  ('add', 'params/table')
+  >>> report.half_share, report.leaks[0].operation, report.leaks[0].cause
+  (0.5, 'add', 'params/table')
   """
   check_function(fn, "mpjax.audit(fn)", _FIX)
 
@@ -256,7 +237,7 @@ def audit(
       if inner_jaxprs(x.eqn) is None:
         warn_not_entered(x.eqn, "mpjax.audit", "What it runs is not shown.")
       if x.facts.holds is Holds.KERNEL:
-        dtypes = " x ".join(sizes_of(x.operands)) or "no floats"
+        dtypes = " x ".join(findings.sizes_of(x.operands)) or "no floats"
         notes.append(f"{unnumbered(x.where.path)}: {x.name} is not entered; it gets {dtypes}.")
     if ("backward", "float16") in flops and not record.scaled:
       notes.append(
@@ -267,14 +248,14 @@ def audit(
       notes.append("A while loop counts as one iteration, and each branch of a cond as taken.")
     return AuditReport(
       flops=dict(+flops),
-      residual_bytes=residuals(graph),
+      residual_bytes=findings.residuals(graph),
       notes=tuple(dict.fromkeys(notes)),
       leaks=leaks,
       on_purpose=on_purpose,
-      risks=find_risks(graph),
-      float8=find_float8(graph),
-      collectives=compiled_collectives((compiled and compiled.as_text()) or "", graph),
-      modules=find_modules(graph, record, parameters),
+      risks=findings.find_risks(graph),
+      float8=findings.find_float8(graph),
+      collectives=findings.compiled_collectives((compiled and compiled.as_text()) or "", graph),
+      modules=findings.find_modules(graph, record, parameters),
       rules={rule: (n, record.hidden.get(rule, 0)) for rule, n in record.rules.items()},
     )
 

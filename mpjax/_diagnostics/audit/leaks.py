@@ -35,8 +35,6 @@ _FIXES = {
 
 
 class Why(NamedTuple):
-  """How a value came to be float32."""
-
   kind: str  # of the cause, as `Finding` has it
   name: str
   dtype: str

@@ -91,11 +91,6 @@ def can_break(step: Step) -> bool:
   return not (facts.exact or facts.moves or facts.bounded)
 
 
-def not_finite(x: Array) -> Array:
-  """Returns where elements are inf or NaN."""
-  return jnp.logical_not(jnp.isfinite(x))
-
-
 def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> dict[int, Array]:
   """Returns where each result broke, of those that can."""
   # An element broke if it is not finite and what it was computed from is, or if it is NaN and that
@@ -107,11 +102,11 @@ def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> dict[int,
   for x, v in zip(ins, step.eqn.invars, strict=True):
     if is_inexact(v):
       nan = nan | _reach(step, jnp.isnan(jnp.asarray(x)))
-      bad = bad | _reach(step, not_finite(jnp.asarray(x)))
+      bad = bad | _reach(step, ~jnp.isfinite(jnp.asarray(x)))
   bad = nan if kind_of(step) == "sums" else bad
   results = zip(step.outs, outs, step.eqn.outvars, strict=True)
   return {
-    slot: (not_finite(out) & ~bad) | (jnp.isnan(out) & ~nan)
+    slot: (~jnp.isfinite(out) & ~bad) | (jnp.isnan(out) & ~nan)
     for slot, out, var in results
     if is_inexact(var)
   }
@@ -223,7 +218,7 @@ class FlagProbe(Observer):
   def _flag(self, slots: Sequence[int], values: Sequence[Any]) -> None:
     for slot, x in zip(slots, values, strict=True):
       if slot in self.numbers and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-        self.flags[self.numbers[slot]] = jnp.any(not_finite(jnp.asarray(x)))
+        self.flags[self.numbers[slot]] = jnp.any(~jnp.isfinite(jnp.asarray(x)))
 
   def all_seen(self) -> Array:
     if not self.flags:
@@ -279,7 +274,7 @@ class FirstProbe(Observer):
       if number in self.only:
         x = jnp.asarray(x)
         masks = (jnp.real(x) < 0) & (slot not in self.uses.summed) | (slot in body.consts)
-        mask = jnp.isnan(x) | (not_finite(x) & ~masks)
+        mask = jnp.isnan(x) | (~jnp.isfinite(x) & ~masks)
         self._take(slot, jnp.where(mask, jnp.asarray(number, jnp.int32), NONE))
 
   def nothing(self) -> Seen:
@@ -288,7 +283,6 @@ class FirstProbe(Observer):
     return first, jnp.zeros((), jnp.int32), [row_of(jnp.zeros(()))] * count
 
   def merge(self, one: Seen, other: Seen) -> Seen:
-    """Returns what ran first."""
     return jax.tree.map(lambda a, b: jnp.where(one[0][0] < NONE, a, b), one, other)
 
   def of_devices(self, seen: Seen) -> Seen:
@@ -333,19 +327,19 @@ class FirstProbe(Observer):
       # what broke. 0 * NaN breaks nothing that was not broken before.
       for i, (number, *factors) in enumerate(zip(numbers, ins, ins[::-1], strict=True)):
         x, y = map(jnp.asarray, factors)
-        counts = not_finite(x) & ~not_finite(y) & (jnp.isnan(x) | (y != 0))
+        counts = ~jnp.isfinite(x) & jnp.isfinite(y) & (jnp.isnan(x) | (y != 0))
         numbers[i] = None if number is None else jnp.where(counts, number, NONE)
     if kind == "moves" or step.eqn.primitive is p.select_n_p:
       none, operands = jnp.asarray(NONE, jnp.int32), [*ins]
       for i, (number, v) in enumerate(zip(numbers, step.eqn.invars, strict=True)):
         if is_inexact(v):  # On the devices that it is on.
-          empty = jnp.where(not_finite(jnp.asarray(ins[i])), none, none)
+          empty = jnp.where(~jnp.isfinite(jnp.asarray(ins[i])), none, none)
           operands[i] = empty if number is None else number
       carried = bind(step.eqn, operands)
     else:
       # What a maximum discards is gone, where its result is finite.
       first = functools.reduce(jnp.minimum, [each for each in numbers if each is not None])
-      carried = [jnp.where(not_finite(outs[0]) | (kind != "chooses"), first, NONE)]
+      carried = [jnp.where(~jnp.isfinite(outs[0]) | (kind != "chooses"), first, NONE)]
     for slot, v, number in zip(step.outs, step.eqn.outvars, carried, strict=True):
       if is_inexact(v):
         # An argument that is returned as it came breaks nothing.
@@ -373,7 +367,7 @@ class FirstProbe(Observer):
 
 def row_of(x: Array, value: Array | float = math.nan) -> Row:
   """Returns what is known of an array, given the number at the element that broke."""
-  bad, nan = not_finite(x), jnp.isnan(x)
+  bad, nan = ~jnp.isfinite(x), jnp.isnan(x)
   size = jnp.abs(x).astype(jnp.float32)
   unknown = jnp.where(jnp.all(bad), jnp.float32(jnp.nan), 0)
   return {

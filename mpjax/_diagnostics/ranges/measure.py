@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, ParamSpec, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ from mpjax._core.trees import is_floating, is_inexact
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray, PyTree
 from mpjax._diagnostics.arguments import Call, check_function, is_array
 from mpjax._diagnostics.parameter_scopes import name_by_parameters, with_parameter_scopes
-from mpjax._diagnostics.ranges.ranges_report import GroupRanges, Kind, RangesReport
-from mpjax._diagnostics.report import Advance, Pending
+from mpjax._diagnostics.ranges.ranges_report import FORMATS, GroupRanges, Kind, RangesReport
+from mpjax._diagnostics.report import Advance, P, Pending
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.primitives import OUTER_PRODUCT
@@ -34,9 +34,10 @@ from mpjax._jaxprs.runner import Look, run_on_host
 from mpjax._jaxprs.steps import Body, Step, body_of
 from mpjax.transforms._loss_scale import scales_in
 
-P = ParamSpec("P")
-
 _FIX = "Write mpjax.ranges(step)(params, opt_state, batch), with a function and then its arguments."
+
+_TOGETHER = 2**18
+"""Numbers that are counted together: they fit into the cache of a core."""
 
 Group: TypeAlias = tuple[Kind, str]
 """A heading: what numbers are, and the path of the module, or of a leaf of the arguments."""
@@ -143,8 +144,6 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
 
 
 class Input(NamedTuple):
-  """An array among the arguments."""
-
   path: str  # in the tree of arguments
   is_parameter: bool  # whether it may be one: those that the optimizer alone reads are not
   keys: Path = ()  # the names of its keys within its argument
@@ -167,8 +166,6 @@ def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[I
 
 
 class Plan(NamedTuple):
-  """What is to be counted."""
-
   inputs: Mapping[int, Group]  # arguments that are parameters, or optimizer state
   steps: Mapping[int, Group]  # the results of steps, by their numbers, or their updates
   # Of the steps that add an update to an argument, which operand that is, and how it is stored.
@@ -258,8 +255,6 @@ def _copies(value: Value) -> set[Value]:
 
 
 class _Held(NamedTuple):
-  """What the numbers of a floating value are."""
-
   # "data" is float32 for a reason, "low" what a matmul returned and what is computed from it;
   # parameters, numbers and what is computed from these alone are "neutral".
   kind: str
@@ -267,7 +262,6 @@ class _Held(NamedTuple):
 
 
 def _held(graph: Graph, floats: Mapping[Value, Input], depth: int) -> dict[Value, _Held]:
-  """Returns what the numbers of each floating value are."""
   held = {
     v: _Held("neutral" if one.is_parameter else "data", not one.is_parameter)
     for v, one in floats.items()
@@ -317,39 +311,60 @@ def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) ->
   """Counts the numbers of an array; of updates, `lost` says which change nothing."""
   # On the host: XLA flushes subnormal numbers to zero in arithmetic and in comparisons.
   numbers = np.asarray(x).reshape(-1)
-  numbers = numbers.astype(np.float64 if numbers.dtype.itemsize > 4 else np.float32)
-  numbers = np.sort(np.abs(numbers))  # NaN comes last.
-  one, info = numbers.dtype.type(1), np.finfo(numbers.dtype)
-  lowest = info.minexp - info.nmant  # The exponent of the smallest number.
-  borders = np.append(np.ldexp(one, np.arange(lowest, info.maxexp)), one * math.inf)
-  smaller = np.searchsorted(numbers, borders)
-  zero, finite = int(smaller[0]), int(smaller[-1])
-  no_nan = int(np.searchsorted(numbers, borders[-1], side="right"))
+  numbers = numbers.astype(np.float64 if numbers.dtype.itemsize > 4 else np.float32, copy=False)
+  lowest, borders = _borders(numbers.dtype.name)
+  parts = np.split(numbers.view(borders.dtype), range(_TOGETHER, numbers.size, _TOGETHER))
+  smaller = np.sum([_smaller(part, borders) for part in parts], axis=0)
+  count = 3 * len(FORMATS)
+  *by_exponent, no_nan = smaller[:-count].tolist()
+  zero, finite = by_exponent[0], by_exponent[-1]
   group.zero += zero
   group.inf += no_nan - finite
   group.nan += numbers.size - no_nan
   group.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
-  group.largest = max(group.largest, float(np.max(numbers[:finite], initial=0)))
-  counts = enumerate(np.diff(smaller).tolist(), lowest)
+  kept = numbers if finite == numbers.size else numbers[np.isfinite(numbers)]
+  group.largest = max(group.largest, float(np.max(np.abs(kept), initial=0)))
+  counts = enumerate(np.diff(by_exponent).tolist(), lowest)
   group.exponents.update({exponent: count for exponent, count in counts if count})
-  for name, fates in group.lost.items():
-    first = np.searchsorted(numbers, limits(name, numbers.dtype.name)).tolist()
+  for fates, first in zip(group.lost.values(), smaller[-count:].reshape(-1, 3), strict=True):
     to_zero, subnormal, _, overflow = np.diff([zero, *first, finite]).tolist()
     fates.update(zero=to_zero, subnormal=subnormal, overflow=overflow)
 
 
-@functools.cache
-def limits(name: str, source: str) -> NumpyArray:
-  """Returns the smallest numbers of `source` that a cast makes subnormal, normal and infinite."""
-  info, wide = jnp.finfo(name), np.dtype(source)
-  unsigned = np.dtype(f"uint{8 * wide.itemsize}")
+def _smaller(bits: NumpyArray, borders: NumpyArray) -> NumpyArray:
+  """Returns how many numbers have a smaller magnitude than each border, given their bits."""
+  # Integers are in the same order. Those whose upper 14 bits are equal are counted together, which
+  # takes a third of the time of sorting. Only where a border is among them, they are sorted.
+  bits, shift = bits << 1 >> 1, borders.dtype.type(8 * borders.itemsize - 14)
+  upper, first = (bits >> shift).astype(np.intp), borders >> shift
+  counts, zeros = np.bincount(upper, minlength=2**13), bits.size - np.count_nonzero(bits)
+  is_divided = np.zeros(2**13, bool)
+  is_divided[first[first << shift < borders]] = True
+  is_divided[0] = zeros < counts[0]  # Zeros may be many, the smallest numbers are rare.
+  few = np.sort(bits[is_divided[upper]])
+  before = np.append(0 if is_divided[0] else zeros, np.cumsum(counts))
+  return before[first] + np.searchsorted(few, borders) - np.searchsorted(few, first << shift)
 
-  def cast(bits: int) -> float:
+
+@functools.cache
+def _borders(source: str) -> tuple[int, NumpyArray]:
+  """Returns the least exponent of a dtype, and the bits of the numbers where a count begins."""
+  # Those are the powers of two, inf and NaN, and for each of `FORMATS` the smallest numbers that a
+  # cast makes subnormal, normal and infinite.
+  wide, info = np.dtype(source), np.finfo(source)
+  unsigned, lowest = np.dtype(f"uint{8 * wide.itemsize}"), info.minexp - info.nmant
+  powers = np.ldexp(wide.type(1), np.arange(lowest, info.maxexp))
+  borders = np.append(powers, wide.type(math.inf)).view(unsigned).tolist()
+  every = range(borders[-1] + 1)
+  borders.append(every.stop)
+
+  def cast(name: str, bits: int) -> float:
     with np.errstate(all="ignore"):
       number = float(np.asarray(bits, unsigned).view(wide).astype(name))
     return number if math.isfinite(number) else math.inf  # One of 8 bits has NaN alone.
 
-  every = range(int(np.asarray(math.inf, wide).view(unsigned)) + 1)
-  borders = map(float, (info.smallest_subnormal, info.smallest_normal, math.inf))
-  bits = [bisect.bisect_left(every, border, key=cast) for border in borders]
-  return np.asarray(bits, unsigned).view(wide)
+  for name in FORMATS:
+    narrow = jnp.finfo(name)
+    for border in map(float, (narrow.smallest_subnormal, narrow.smallest_normal, math.inf)):
+      borders.append(bisect.bisect_left(every, border, key=functools.partial(cast, name)))
+  return lowest, np.asarray(borders, unsigned)

@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from mpjax._core.types import NumpyArray
-from mpjax._diagnostics.nonfinite.report import power
-from mpjax._diagnostics.report import Report, Section, amount, percent
+from mpjax._diagnostics.report import Report, Section, amount, percent, power
 
 Kind: TypeAlias = Literal[
   "activations", "gradients", "float32", "parameters", "optimizer state", "updates"
@@ -201,11 +200,9 @@ class RangesReport(Report):
     return figure
 
   def as_dict(self) -> Mapping[str, object]:
-    """Returns what `to_json` writes."""
     return {**vars(self), "loss_scale": self.loss_scale, "lost_updates": self.lost_updates}
 
   def sections(self) -> list[Section]:
-    """Returns what is shown, in order."""
     lossy = [(_share(g.lost_updates, g.nonzero), g) for g in self.of("updates") if g.lost_updates]
     lossy.sort(key=lambda each: -each[0])
     counts = ((g.path, g.total, g.zero, g.lost_updates, share) for share, g in lossy)

@@ -62,11 +62,9 @@ class TuneReport(Report):
     modules: what is known of each module.
     scopes: whether each rule selects a named scope; if not, the path of parameters.
 
-  >>> import jax, jax.numpy as jnp, mpjax
-  >>> def loss_fn(w, x):
-  ...   with jax.named_scope("layer"):
-  ...     return jnp.mean((x @ w) ** 2)
-  >>> report = mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=0.1)(jnp.eye(4), jnp.ones((2, 4)))
+  >>> import jax.numpy as jnp, mpjax
+  >>> tune = mpjax.tune(lambda w, x: jnp.mean((x @ w) ** 2), tolerance=0.1)
+  >>> report = tune(jnp.eye(4), jnp.ones((2, 4)))
   tune: 1 modules, at most 16 measurements
   >>> report.rules, report.error, report.half_share
   ((), 0.0, 1.0)
@@ -89,7 +87,6 @@ class TuneReport(Report):
     return f"<TuneReport: {summary}, {percent(self.half_share)} in low precision>"
 
   def sections(self) -> list[Section]:
-    """Returns what is shown, in order."""
     low, ranked = self.policy.compute_dtype.name, list[tuple[str, ...]]()
     modules = [
       (
@@ -100,9 +97,7 @@ class TuneReport(Report):
       for each in self.modules
       if each.forward > 0 or each.gradient > 0
     ]
-    about = (
-      "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
-    )
+    about = "forward: of the worst of its own matmuls and sums. gradient: of its parameters"
     columns = ("module", "forward", "gradient", "FLOPs", "")
     for each in sorted(self.evaluations, key=lambda each: (each.half_share, -each.error)):
       verdict = "good" if each.error <= self.tolerance else ""
@@ -135,11 +130,9 @@ class TuneReport(Report):
     lines += rules if self.rules else ["rules = ()  # none is needed"]
     curve = "Error of the gradient by share in low precision"
     return [
-      Section(title, (f"{about}those inside.",) * bool(modules), columns, tuple(modules)),
+      Section(title, (f"{about}, and of those inside.",) * bool(modules), columns, tuple(modules)),
       Section("Rules", tuple(lines)),
-      Section(
-        curve, (), ("share", "error", "", "in float32"), tuple(ranked) if len(ranked) > 1 else ()
-      ),
+      Section(curve, (), ("share", "error", "", "in float32"), tuple(ranked) * (len(ranked) > 1)),
     ]
 
 

@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import ParamSpec, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from mpjax._core.types import Args, Array, DType, Function, Kwargs, NumpyArray
 from mpjax._diagnostics.arguments import Call, check_function
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
 from mpjax._diagnostics.ranges.measure import counted, gradient_of, inputs_of, plan
-from mpjax._diagnostics.report import Advance, Pending
+from mpjax._diagnostics.report import Advance, P, Pending
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.compat import bind
@@ -38,8 +38,6 @@ from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.runner import Look, run_on_host
 from mpjax._jaxprs.steps import Body, Step, body_of
-
-P = ParamSpec("P")
 
 _CALL = "mpjax.tune(loss_fn, policy)"
 _FIX = 'Write mpjax.tune(loss_fn, "mixed_float16", tolerance=1e-2)(params, batch).'
@@ -119,12 +117,7 @@ def tune(
 
 
 def _tuned(
-  policy: Policy,
-  tolerance: float,
-  loss_fn: Function,
-  args: Args,
-  kwargs: Kwargs,
-  advance: Advance,
+  policy: Policy, tolerance: float, loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance
 ) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
   call, dtype, scale, where = Call(args, kwargs), policy.compute_dtype, 1.0, f"{_CALL}(*args)"
@@ -173,7 +166,6 @@ def _tuned(
   evaluations: list[Evaluation] = []
 
   def measure(names: Sequence[str], rules: tuple[Rule, ...]) -> list[Array]:
-    """Measures the error of the gradient under rules, and returns the gradient."""
     cast = autocast(scoped, policy, rules=rules)
     program, _ = call.traced(gradient_of(cast, scale))
     gradient = run_on_host(body_of(program), operands, Look())[gradients]
@@ -252,7 +244,6 @@ def _is_matmul(step: Step) -> bool:
 
 
 def scopes_of(body: Body) -> set[str]:
-  """Returns all paths in a function."""
   return {""}.union(*(prefixes(step.location.path) for step in body.every_step()))
 
 
@@ -463,7 +454,6 @@ def search(
 def _expected(
   alone: NumpyArray, errors: Mapping[frozenset[int], float], choices: Sequence[frozenset[int]]
 ) -> NumpyArray:
-  """Returns the errors that choices are expected to have."""
   # The square of an error is taken to be a sum over the modules that round, and a rest. Each term
   # is expected to be what the sensitivities say, within a factor of about two, and is fitted to
   # what was measured: a module in float32 also keeps the operations in float32 that its result

@@ -1,4 +1,4 @@
-"""Functions with one float32 leak each, on a line marked `# LEAK` or of its own, in all frameworks.
+"""Functions with one float32 leak each, on a line marked `# LEAK` or of its own.
 
 Each maker returns the function and its arguments, as shapes or arrays. What is in low precision
 otherwise is there by hand, by a policy, or by autocast.
@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -87,7 +86,6 @@ BETWEEN: dict[str, tuple[Any, ...]] = {
     *("filled", "of 0", "add"),
   ),
   "numpy_scalar": (lambda h: h * np.float32(0.5), (), "number", "0.5", "mul"),
-  "square_root_of_numpy": (lambda h: h / np.sqrt(np.float32(8)), (), "number", "2.8", "div"),
   "float32_mask": (lambda h, mask: jnp.tanh(h) * mask, (WIDE,), "argument", "args[0]", "mul"),
   "positional_table": (
     *(lambda h: h + jnp.sin(jnp.arange(16.0)[:, None] / 10000 ** (jnp.arange(8.0) / 8)), ()),
@@ -180,17 +178,6 @@ def float32_carry():
   return fn, (WIDE, jax.ShapeDtypeStruct((4, 16, 8), BF16), W)
 
 
-@planted("head", "parameter", "head/bias", "add")
-def bias_of_one_layer():
-  def fn(params, x):
-    h = x @ params["body"]
-    with jax.named_scope("head"):
-      h = h + params["head"]["bias"]  # LEAK
-    return h @ params["body"]
-
-  return fn, ({"body": W, "head": {"bias": jax.ShapeDtypeStruct((8,), F32)}}, X)
-
-
 @planted("block_2", "argument", "scale", "mul")
 def inside_of_jit_and_remat():
   def fn(x, w, scale):
@@ -257,16 +244,6 @@ def norm_without_a_dtype():
   return linen(body)
 
 
-@planted("Net_0", "number", "2.8", "div")
-def attention_by_hand():
-  def attention(net, x):
-    q, k, v = (half_dense(name=name)(x) for name in "qkv")
-    scores = q @ k.T / np.sqrt(8.0).astype(np.float32)  # LEAK
-    return (jax.nn.softmax(scores) @ v).astype(BF16)
-
-  return linen(lambda net, x: half_dense()(Net(attention)(x)))
-
-
 # Linen, NNX and plain functions under a policy.
 
 
@@ -309,17 +286,6 @@ def second_input_under_a_policy():
   return fn, (model, {"x": WIDE, "memory": WIDE})
 
 
-@planted("head", "constant", "float32[16,8]", "add")
-def grid_under_autocast():
-  def fn(w, x):
-    h = x @ w
-    with jax.named_scope("head"):
-      h = h + TABLE  # LEAK
-      return h @ w
-
-  return mpjax.autocast(fn), (jax.ShapeDtypeStruct((8, 8), F32), WIDE)
-
-
 # Other frameworks, by hand.
 
 
@@ -336,21 +302,3 @@ def haiku_by_hand():
   layers = {"body": params["body"], "last": params["last"]}
   half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, BF16), layers)
   return net.apply, ({**params, **half}, X)
-
-
-@planted("", "number", "3.0", "mul")
-def equinox_by_hand():
-  class Net(eqx.Module):
-    first: eqx.nn.Linear
-    second: eqx.nn.Linear
-
-    def __call__(self, x):
-      h = jax.vmap(self.first)(x)
-      h = h * np.float32(3.0)  # LEAK
-      return jax.vmap(self.second)(h)
-
-  keys = jax.random.split(jax.random.key(0))
-  model = Net(eqx.nn.Linear(8, 8, key=keys[0]), eqx.nn.Linear(8, 8, key=keys[1]))
-  half = jax.tree.map(lambda x: x.astype(BF16) if eqx.is_array(x) else x, model)
-  arrays, static = eqx.partition(half, eqx.is_array)
-  return (lambda arrays, x: eqx.combine(arrays, static)(x)), (arrays, X)

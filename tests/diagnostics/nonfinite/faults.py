@@ -28,16 +28,7 @@ MESH, EXPLICIT = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-  """A function with a fault, or without one, if `operation` is None.
-
-  Fields:
-    fn: the function.
-    args: its arguments.
-    operation, path, direction, iteration, verdict: what the report must say.
-    index: the first element that breaks, where it is asked.
-    device: the device that it breaks on.
-    finite_at: the largest loss scale that would do.
-  """
+  """A function with a fault, or without one, if `operation` is None; what the report must say."""
 
   fn: Callable[..., Any]
   args: tuple[Any, ...]
@@ -216,6 +207,13 @@ BACKWARD = {
   ),
   "the gradient of a hidden root": at(
     "mul", lambda x: jnp.sum(jnp.where(x > 0, sqrt(x), 0.0)), f32(0, 1), index=(0,)
+  ),
+  # The slope of a root of 0 is inf, times the 0 of `where` NaN, and that times an input of 0.
+  "a nan that meets zeros alone": at(
+    "mul",
+    lambda scale, x: planted(lambda: jnp.sum(jnp.where(x > 0, jnp.sqrt(scale * x), 0.0))),
+    *(jnp.ones(3), f32(1, 0, 4)),
+    index=(1,),
   ),
   "a hidden slope that is moved": at(
     "mul", lambda x: jnp.sum(jnp.where(x > 0, planted(_moved_slope, x), 0.0)), f32(0, 1)
@@ -563,6 +561,10 @@ NO_FAULT = {
   ),
   "a value that is its own mask": (
     lambda x: (lambda y: jnp.where(jnp.isfinite(y), y, 0.0))(jnp.log(x)),
+    f32(0, 1),
+  ),
+  "a logarithm that one number hides": (
+    lambda x: jnp.where(jnp.sum(x) > 5, jnp.log(x), 0.0),
     f32(0, 1),
   ),
   "a value that is only compared": (lambda x: jnp.log(x) > -1, f32(0, 1)),
