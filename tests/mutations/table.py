@@ -263,7 +263,7 @@ mpjax/transforms/_trees.py::step_or_select
 + if hasattr(new, "micro_batches"):
 +   held = held._replace(micro_batches=new.micro_batches)
 + return kept, held
-tests/integration/test_accumulation_is_one_step.py::test_step_by_step_outside_of_jit
+tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big_step
 
 mpjax/transforms/_accumulation.py::accumulate_gradients
 

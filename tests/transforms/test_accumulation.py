@@ -145,17 +145,6 @@ def test_the_loss_that_an_optimizer_reads_is_the_mean_over_the_window(inner):
   assert bits(state.inner_state.inner_state) == bits(plain)
 
 
-def test_an_optimizer_that_asserts_what_it_is_given():
-  def update(updates, state, params=None, *, key=None, **extra_args):
-    assert key is not None
-    return updates, state
-
-  inner = optax.GradientTransformationExtraArgs(optax.identity().init, update)
-  tx = mpjax.accumulate_gradients(inner, 1)
-  updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0, key=jax.random.key(0))
-  assert bits(updates) == bits(PARAMS)
-
-
 WHERE = "mpjax.accumulate_gradients(inner)"
 EVERY = "mpjax.accumulate_gradients(every)"
 
