@@ -72,15 +72,6 @@ def test_a_scale_adds_two_equations_and_no_loss_scale_none():
   assert mpjax.scale_loss(loss, off) is loss
 
 
-@pytest.mark.case("B026", "A37", "A38")
-def test_loss_comes_back_in_its_own_dtype():
-  for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-    fun = lambda params, dtype=dtype: (params * 3).astype(dtype)  # noqa: E731
-    loss, grads = mpjax.value_and_grad(fun, STATE)(jnp.asarray(5.0))
-    assert (loss.dtype, loss) == (dtype, 15)
-    assert (grads.dtype, grads) == (jnp.float32, 3 * SCALE)
-
-
 @pytest.mark.case("A43")
 def test_gradient_penalty():
   # The gradient inside the loss is of the plain loss; only the sum is scaled.
