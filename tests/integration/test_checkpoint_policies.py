@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mpjax
-from tests.programs import compilations
+from tests.programs import bits, compilations
 
 NONE = mpjax.NoLossScale()
 ADAM = optax.adam(0.05)
@@ -98,10 +98,6 @@ def begin_from(policy, old):
 
   opt_state = jax.tree.map(put, opt_state, is_leaf=lambda x: hasattr(x, "mu"))
   return old._replace(params=params, opt_state=opt_state)
-
-
-def bits(tree):
-  return jax.tree.map(lambda x: (x.dtype.name, x.shape, np.asarray(x).tobytes()), tree)
 
 
 @pytest.mark.case("A65")

@@ -71,13 +71,6 @@ def stacked(*draws: Any) -> Any:
   return np.stack([np.asarray(x, np.float64) for x in draws])
 
 
-def error(got: Any, want: Any) -> float:
-  """The error of all leaves together, relative to their norm."""
-  pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
-  difference = sum(np.sum((np.float64(a) - np.float64(b)) ** 2) for a, b in pairs)
-  return float(np.sqrt(difference / sum(np.sum(np.float64(b) ** 2) for _, b in pairs)))
-
-
 @pytest.mark.parametrize("names", [list(CASES)[i::4] for i in range(4)], ids=lambda n: n[0])
 def test_errors_are_at_most_those_of_dtypes_by_hand(names):
   @programs.jitted
@@ -99,7 +92,7 @@ def test_errors_are_at_most_those_of_dtypes_by_hand(names):
   for (name, found), half in itertools.product(jax.tree.map(stacked, *draws).items(), HALF):
     forms = found[half], found[f"{half} by hand"], found["plain"]
     for what, got, hand, want in zip(("result", "gradient"), *forms, strict=True):
-      ours, by_hand = error(got, want), error(hand, want)
+      ours, by_hand = programs.relative_error(got, want), programs.relative_error(hand, want)
       if np.isfinite(by_hand) and not np.isfinite(ours):
         wrong.append(f"{name}, {half}, {what}: not finite, as it is by hand")
       # Gradients in float16 that are not scaled overflow and underflow, and that of a norm is zero:
@@ -111,13 +104,6 @@ def test_errors_are_at_most_those_of_dtypes_by_hand(names):
   assert wrong == []
 
 
-def operations(program: Any) -> list[Any]:
-  return [
-    (eqn.primitive.name, *(v.aval.str_short() for v in (*eqn.invars, *eqn.outvars)))
-    for eqn, _ in programs.equations(program)
-  ]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_autocast_a_scope_and_nnx_compute_the_same(name):
   fun, params, x = CASES[name]
@@ -125,13 +111,15 @@ def test_autocast_a_scope_and_nnx_compute_the_same(name):
     "linen": policied(name, "bfloat16"),
     "autocast": mpjax.autocast(lambda p, x: fun(p, x, None), data_argnums=1),
   }
-  found = {way: operations(jax.make_jaxpr(call)(dict(params), x)) for way, call in ways.items()}
+  found = {
+    way: programs.operations(jax.make_jaxpr(call)(dict(params), x)) for way, call in ways.items()
+  }
   with mpjax.linen.policy_scope("mixed_bfloat16"):
     call = lambda p, x: Linen(name).apply({"params": p}, x)  # noqa: E731
-    found["scope"] = operations(jax.make_jaxpr(call)(dict(params), x))
+    found["scope"] = programs.operations(jax.make_jaxpr(call)(dict(params), x))
   view = mpjax.nnx.with_policy(Nnx(name), "mixed_bfloat16")
   graph, state = nnx.split(view)
   called = jax.make_jaxpr(lambda s, x: nnx.merge(graph, s)(x))(state, x)
-  found["nnx"] = operations(called)
+  found["nnx"] = programs.operations(called)
   differ = [way for way, each in found.items() if sorted(each) != sorted(found["linen"])]
   assert differ == []

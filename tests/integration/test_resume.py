@@ -1,8 +1,6 @@
 """A run that was saved, in whatever phase, and resumed is the run that was never interrupted."""
 
 import itertools
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 
 import flax.serialization
 import jax
@@ -86,26 +84,6 @@ def test_resumed_in_each_phase(through, every, tmp_path):
     assert {0, 1, 2} <= {counts[name] for counts in seen}, name
   scales = [counts["scale"] for counts in seen]
   assert any(after > before for before, after in itertools.pairwise(scales))
-
-
-def run(state, begin, end):
-  """Returns the state after step `end - 1`, and its metrics."""
-  step, metrics = mpjax.make_train_step(loss_fn, TX, ema_decay=0.9), None
-  for k in range(begin, end):
-    state, metrics = step(state, batch(k))
-  return state, metrics
-
-
-def resumed(saved, start):
-  return bits(run(mpjax.checkpoints.restore_like(begin(), saved), start, STEPS))
-
-
-@pytest.mark.case("I5")
-def test_resumed_in_a_new_process(tmp_path):
-  state, _ = run(begin(), 0, 11)  # in the middle of a growth window and of an accumulation
-  saved = through_orbax(state, tmp_path / "11")
-  with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-    assert pool.submit(resumed, saved, 11).result() == bits(run(state, 11, STEPS))
 
 
 # Which states restore into which.
