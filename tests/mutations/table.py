@@ -271,13 +271,12 @@ mpjax/transforms/_accumulation.py::accumulate_gradients
   it waits)
 - jax.tree.map(lambda t, n: jnp.where(full, n, t), total, nothing_like(total))
 + total
-tests/transforms/test_accumulation.py
-::test_nothing_moves_until_the_last_micro_batch_and_then_by_the_mean
+tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big_step
 
 30 the sum is divided by one more than was added
 - t / count.astype(t.real.dtype)
 + t / (count + 1).astype(t.real.dtype)
-tests/transforms/test_accumulation.py::test_nothing_moves_until_the_last_micro_batch_and_then_by_the_mean
+tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big_step
 
 # Devices.
 

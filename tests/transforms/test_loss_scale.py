@@ -463,24 +463,19 @@ PARAMS = {"w": jnp.ones(3), "b": jnp.ones(1)}
 SCALED = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
 
 
-def nests():
-  """Every place in which optax can put a state."""
-  first, identity = {"w": "a", "b": "b"}, optax.identity()
-  return {
-    "alone": SCALED,
-    "chain": optax.chain(identity, optax.chain(SCALED, identity)),
-    "named chain": optax.named_chain(("one", identity), ("two", SCALED)),
-    "masked": optax.masked(SCALED, {"w": True, "b": False}),
-    "partition": optax.partition({"a": SCALED, "b": optax.set_to_zero()}, first),
-    "flatten": optax.flatten(SCALED),
-  }
-
-
 def test_the_scale_is_found_wherever_it_sits():
-  loss = jnp.asarray(2.0)
-  for name, tx in nests().items():
+  # In every place in which optax can put a state.
+  first, identity, loss = {"w": "a", "b": "b"}, optax.identity(), jnp.asarray(2.0)
+  for tx in (
+    SCALED,
+    optax.chain(identity, optax.chain(SCALED, identity)),
+    optax.named_chain(("one", identity), ("two", SCALED)),
+    optax.masked(SCALED, {"w": True, "b": False}),
+    optax.partition({"a": SCALED, "b": optax.set_to_zero()}, first),
+    optax.flatten(SCALED),
+  ):
     state = tx.init(PARAMS)
-    assert mpjax.scale_loss(loss, state) == 16, name
+    assert mpjax.scale_loss(loss, state) == 16
     assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 8
     moved = mpjax.set_loss_scale(state, 4)
     assert jax.tree.structure(moved) == jax.tree.structure(state)
