@@ -68,6 +68,14 @@ def equations(program: ClosedJaxpr | Jaxpr, runs: int = 1) -> Iterator[tuple[Any
       yield from equations(sub, runs * length)
 
 
+def operations(program: ClosedJaxpr) -> list[Any]:
+  """Returns each operation with the types of its operands and results, in the order they run in."""
+  return [
+    (eqn.primitive.name, *(var.aval.str_short() for var in (*eqn.invars, *eqn.outvars)), runs)
+    for eqn, runs in equations(program)
+  ]
+
+
 def inner_jaxprs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
   """Yields the programs in the parameters of an equation."""
   if isinstance(value, (ClosedJaxpr, Jaxpr)):
@@ -246,6 +254,13 @@ def error(got: Any, want: Any) -> float:
   largest = np.max([np.max(np.abs(x)) for x in true])
   worst = np.max([np.max(np.abs(x - y)) for x, y in zip(ours, true, strict=True)])
   return float(worst / largest)
+
+
+def relative_error(got: Any, want: Any) -> float:
+  """Returns the norm of the difference of two trees, over that of `want`, in float64."""
+  pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+  difference = sum(np.sum((np.float64(a) - np.float64(b)) ** 2) for a, b in pairs)
+  return float(np.sqrt(difference / sum(np.sum(np.float64(b) ** 2) for _, b in pairs)))
 
 
 class Derivatives:

@@ -7,9 +7,7 @@ all that is wrong with it. For the numbers see tests/integration/test_accuracy.p
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import pytest
 
 import mpjax
@@ -17,7 +15,6 @@ from tests import programs
 from tests.jaxprs.autocast import checks
 from tests.jaxprs.autocast.programs import PROGRAMS
 from tests.models.catalogue import LAYERS, MODELS
-from tests.models.values import normal, shapes
 from tests.nnx.rig import is_float, total
 
 # As people run them: dtypes and ranks are promoted in every other line of other libraries.
@@ -89,14 +86,6 @@ def wrong_matmuls(name: str, way: str, program: Any, own: int) -> list[str]:
   return [str(p) for p in found if set(p.dtypes) != {HALF if p in mine else "float32"}]
 
 
-def operations(program: Any) -> list[Any]:
-  """Returns each operation with the types of its operands and results, in the order they run in."""
-  return [
-    (eqn.primitive.name, *(var.aval.str_short() for var in (*eqn.invars, *eqn.outvars)), runs)
-    for eqn, runs in programs.equations(program)
-  ]
-
-
 def on_float32_list(program: Any) -> set[str]:
   return {eqn.primitive.name for eqn, _ in programs.equations(program)} & checks.FLOAT32
 
@@ -116,7 +105,7 @@ def test_matmuls_are_low_precision_and_sums_float32(name, way):
   }
   if "policy_scope" in model.ways and way == "with_policy" and name not in LAYERS:
     scoped = jax.make_jaxpr(model.call("policy_scope", f"mixed_{HALF}"))(*values(name))
-    assert operations(scoped) == operations(forward)
+    assert programs.operations(scoped) == programs.operations(forward)
   if name not in ONE_RESULT_INTO_ANOTHER_CALL | FLOAT32_BESIDE_A_MATMUL:
     wrong["casts"] = checks.wasted_casts(forward)
   if model.backward:
@@ -181,23 +170,3 @@ def test_norms_compute_their_statistics_in_float32_and_round_once(name):
   if not name.endswith("running"):
     assert programs.dtypes_of(forward, "reduce_sum") == {"float32"}
   assert programs.converts(forward) == {f"float32->{HALF}": 1}
-
-
-def test_a_float32_matmul_takes_more_than_to_ask_for_a_float32_result():
-  class Matmuls(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      kernel = self.param("kernel", nn.initializers.ones, (8, 4))
-
-      def matmul(x):
-        # In the float32 that the body is traced in, this says nothing; the `output_dtype` does.
-        return jnp.einsum("bd,df->bf", x, kernel, preferred_element_type=jnp.float32)
-
-      return matmul(x), mpjax.full_precision(matmul)(x), nn.Dense(4, precision="highest")(x)
-
-  x = normal(3, 8)
-  model = mpjax.linen.with_policy(Matmuls(), f"mixed_{HALF}")
-  found = programs.products(jax.make_jaxpr(model.apply)(shapes(Matmuls(), x), x))
-  assert [p.dtypes for p in found] == [(HALF, HALF), *[("float32", "float32")] * 2]
-  assert [p.result for p in found] == ["float32[3,4]"] * 3
-  assert "HIGHEST" in found[2].layout

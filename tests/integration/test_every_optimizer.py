@@ -6,8 +6,10 @@ without is compared with plain optax, which divides by no scale and selects noth
 compiled program.
 """
 
+import contextlib
 import functools
 import inspect
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +23,11 @@ from tests.errors import refused
 from tests.programs import bits
 
 SCALE = 1024.0
+STATIC = mpjax.StaticLossScale(SCALE)
 PARAMS = {
   "w": jnp.asarray([[1.0, -2.0, 0.5], [0.25, 3.0, -1.0], [2.0, 0.5, 1.0]]),
   "b": jnp.asarray([0.5, -0.25, 2.0]),
 }
-LABELS = {"w": "a", "b": "z"}
 RNG = np.random.default_rng(0)
 GRADS = [
   jax.tree.map(lambda p: jnp.asarray(RNG.normal(size=p.shape), jnp.float32), PARAMS)
@@ -35,60 +37,34 @@ BAD = [GRADS[0] | {"w": GRADS[0]["w"].at[1, 1].set(bad)} for bad in (jnp.inf, jn
 
 ADAM = optax.adam(0.1)
 KEY = jax.random.key(0)
-EVERY_OTHER = lambda step, **_: step % 2 == 0  # noqa: E731
-OWN = {
-  "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
-  "add_decayed_weights": lambda: optax.add_decayed_weights(0.1),
-  "add_noise": lambda: optax.add_noise(0.1, 0.5, KEY),
-  "apply_every": lambda: optax.apply_every(2),
-  "apply_if_finite": lambda: optax.apply_if_finite(ADAM, 2),
-  "chain": lambda: optax.chain(optax.clip(1.0), ADAM),
-  "clip": lambda: optax.clip(0.5),
-  "clip_by_block_rms": lambda: optax.clip_by_block_rms(0.5),
-  "clip_by_global_norm": lambda: optax.clip_by_global_norm(0.5),
-  "conditionally_mask": lambda: optax.conditionally_mask(ADAM, EVERY_OTHER),
-  "conditionally_transform": lambda: optax.conditionally_transform(ADAM, EVERY_OTHER),
-  "differentially_private_aggregate": lambda: optax.chain(
-    optax.contrib.differentially_private_aggregate(1.0, 0.1, key=KEY), optax.sgd(0.1)
+MASK = {"w": True, "b": False}
+WRAPPERS = {
+  "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+  "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+  "chain": lambda tx: optax.chain(tx, optax.identity()),
+  "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda n: n < 3),
+  "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda n: n < 3),
+  "flatten": optax.flatten,
+  "galore": lambda tx: optax.contrib.galore(0.1, rank=1, base_optimizer=tx),
+  "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda lr: tx)(lr=0.5),
+  "inject_stateful_hyperparams": lambda tx: optax.inject_stateful_hyperparams(lambda lr: tx)(lr=1),
+  "lbfgs": lambda tx: optax.lbfgs(0.1, linesearch=tx),
+  "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+  "masked": lambda tx: optax.chain(
+    optax.masked(tx, MASK), optax.masked(optax.set_to_zero(), {"w": False, "b": True})
   ),
-  "dog": lambda: optax.contrib.dog(1.0),
-  "dowg": lambda: optax.contrib.dowg(1.0),
-  "ema": lambda: optax.ema(0.9),
-  "flatten": lambda: optax.flatten(ADAM),
-  "freeze": lambda: optax.freeze({"w": False, "b": True}),
-  "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
-    optax.linear_schedule(0.1, 0.01, 4)
-  ),
-  "keep_params_nonnegative": lambda: optax.chain(ADAM, optax.keep_params_nonnegative()),
-  "lbfgs": lambda: optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(4)),
-  "lookahead": lambda: optax.lookahead(ADAM, 2, 0.5),
-  "masked": lambda: optax.masked(ADAM, {"w": True, "b": False}),
-  "mechanize": lambda: optax.contrib.mechanize(ADAM),
-  "multi_transform": lambda: optax.multi_transform({"a": ADAM, "z": optax.sgd(0.1)}, LABELS),
-  "MultiSteps": lambda: optax.MultiSteps(ADAM, 2).gradient_transformation(),
-  "named_chain": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("i", ADAM)),
-  "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=KEY),
-  "partition": lambda: optax.partition({"a": ADAM, "z": optax.sgd(0.1)}, LABELS),
-  "reduce_on_plateau": lambda: optax.chain(ADAM, optax.contrib.reduce_on_plateau(patience=1)),
-  "sam": lambda: optax.contrib.sam(ADAM, optax.sgd(0.05)),
-  "scale": lambda: optax.scale(-0.1),
-  "scale_by_backtracking_linesearch": lambda: optax.chain(
-    optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5, store_grad=True)
-  ),
-  "scale_by_schedule": lambda: optax.scale_by_schedule(optax.linear_schedule(0.1, 0.01, 4)),
-  "schedule_free": lambda: optax.contrib.schedule_free(ADAM, 0.1),
-  "selective_transform": lambda: optax.selective_transform(
-    ADAM, freeze_mask={"w": False, "b": True}
-  ),
-  "snapshot": lambda: optax.snapshot("norm", optax.tree.norm),
-  "split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(ADAM),
-  "state_dtype": lambda: mpjax.state_dtype(ADAM, mu="bfloat16"),
-  "stateless": lambda: optax.stateless(lambda u, p: jax.tree.map(lambda u: -0.1 * u, u)),
-  "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda u, p: -0.1 * u),
-  "trace": lambda: optax.trace(0.9),
-  "with_extra_args_support": lambda: optax.with_extra_args_support(ADAM),
+  "mechanize": optax.contrib.mechanize,
+  "multi_transform": lambda tx: optax.multi_transform({True: tx, False: optax.set_to_zero()}, MASK),
+  "named_chain": lambda tx: optax.named_chain(("first", tx), ("second", optax.identity())),
+  "partition": lambda tx: optax.partition({True: tx, False: optax.set_to_zero()}, MASK),
+  "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.05)),
+  "scale_by_galore": lambda tx: optax.contrib.scale_by_galore(rank=1, base_optimizer=tx),
+  "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
+  "selective_transform": lambda tx: optax.selective_transform(tx, freeze_mask=MASK),
+  "split_real_and_imaginary": optax.contrib.split_real_and_imaginary,
+  "with_extra_args_support": optax.with_extra_args_support,
 }
-"""Those that take other arguments than a learning rate, or none, and what they are tried with."""
+"""What takes an optimizer, and how it is tried: inside of a loss scale, and outside."""
 
 LEFT_OUT = {
   "dpsgd": "it is made with a seed, which is deprecated",
@@ -97,8 +73,47 @@ LEFT_OUT = {
   "monitor": "refused: see below",
   "optimistic_adam": "the old form of optimistic_adam_v2",
   "scale_by_distance_over_gradients": "it promotes ranks, which the tests forbid",
+  "scale_by_galore": "tried in galore",
   "scale_by_zoom_linesearch": "tried in lbfgs",
 }
+
+OWN = {
+  **{
+    name: functools.partial(wrap, ADAM) for name, wrap in WRAPPERS.items() if name not in LEFT_OUT
+  },
+  "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
+  "add_decayed_weights": lambda: optax.add_decayed_weights(0.1),
+  "add_noise": lambda: optax.add_noise(0.1, 0.5, KEY),
+  "apply_every": lambda: optax.apply_every(2),
+  "clip": lambda: optax.clip(0.5),
+  "clip_by_block_rms": lambda: optax.clip_by_block_rms(0.5),
+  "clip_by_global_norm": lambda: optax.clip_by_global_norm(0.5),
+  "differentially_private_aggregate": lambda: optax.chain(
+    optax.contrib.differentially_private_aggregate(1.0, 0.1, key=KEY), optax.sgd(0.1)
+  ),
+  "dog": lambda: optax.contrib.dog(1.0),
+  "dowg": lambda: optax.contrib.dowg(1.0),
+  "ema": lambda: optax.ema(0.9),
+  "freeze": lambda: optax.freeze({"w": False, "b": True}),
+  "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
+    optax.linear_schedule(0.1, 0.01, 4)
+  ),
+  "keep_params_nonnegative": lambda: optax.chain(ADAM, optax.keep_params_nonnegative()),
+  "lbfgs": lambda: optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(4)),
+  "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=KEY),
+  "reduce_on_plateau": lambda: optax.chain(ADAM, optax.contrib.reduce_on_plateau(patience=1)),
+  "scale": lambda: optax.scale(-0.1),
+  "scale_by_backtracking_linesearch": lambda: optax.chain(
+    optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5, store_grad=True)
+  ),
+  "scale_by_schedule": lambda: optax.scale_by_schedule(optax.linear_schedule(0.1, 0.01, 4)),
+  "snapshot": lambda: optax.snapshot("norm", optax.tree.norm),
+  "state_dtype": lambda: mpjax.state_dtype(ADAM, mu="bfloat16"),
+  "stateless": lambda: optax.stateless(lambda u, p: jax.tree.map(lambda u: -0.1 * u, u)),
+  "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda u, p: -0.1 * u),
+  "trace": lambda: optax.trace(0.9),
+}
+"""Those that take other arguments than a learning rate, or none, and what they are tried with."""
 
 
 def makers():
@@ -189,7 +204,7 @@ def by_optimizer(found):
 @pytest.mark.case("B117", "I1", "B110", "I20")
 def test_a_skipped_step_is_a_deleted_step_and_the_rest_is_plain_optax():
   inner = {"the rest": together()} | {name: ALL[name]() for name in ALONE}
-  scaled = {n: mpjax.loss_scaling(tx, mpjax.StaticLossScale(SCALE)) for n, tx in inner.items()}
+  scaled = {n: mpjax.loss_scaling(tx, STATIC) for n, tx in inner.items()}
   streams = [[*BAD, *GRADS[:2], BAD[1], *GRADS[2:]], GRADS]
   times_scale = [[jax.tree.map(lambda g: g * SCALE, g) for g in stream] for stream in streams]
   with_bad, without = runs(scaled, *times_scale)
@@ -229,3 +244,182 @@ def test_what_is_refused_says_what_to_use_instead():
   tx = mpjax.loss_scaling(ALL[PER_EXAMPLE](), one)
   with refused(ValueError, f"{where}(updates)", "gradients with the leaves of params", got, fix):
     tx.update(jnp.ones((4, 2)), tx.init(params), params)
+
+
+# Outside of a wrapper, and beside one.
+
+SMALL = {"w": jnp.asarray([1.0, -2.0]), "b": jnp.asarray([0.5])}
+SMALL_GRADS = {"w": jnp.asarray([0.25, 1.0]), "b": jnp.asarray([2.0])}
+
+
+def scaled(grads, bad=None):
+  grads = jax.tree.map(lambda g: g * 1024, grads)
+  return grads if bad is None else grads | {"b": jnp.asarray([bad])}
+
+
+def after(tx, *gradients):
+  """Returns the last updates, and the state, after these gradients."""
+  state = tx.init(SMALL)
+  for grads in gradients:
+    updates, state = tx.update(grads, state, SMALL)
+  return updates, state
+
+
+@pytest.mark.case("B106", "B146", "B105")
+def test_only_what_is_inside_is_protected():
+  # Momentum before the wrapper would keep a NaN for ever: refused; a clip hides an inf.
+  momentum, rate = optax.trace(0.9), optax.scale(-0.1)
+  stream = scaled(SMALL_GRADS), scaled(SMALL_GRADS, np.nan), scaled(SMALL_GRADS)
+  _, outside = after(optax.chain(momentum, mpjax.loss_scaling(rate, STATIC)), *stream)
+  _, inside = after(mpjax.loss_scaling(optax.chain(momentum, rate), STATIC), *stream)
+  assert not mpjax.all_finite(outside), "for ever"
+  got, fix = "beside the state optax.TraceState", "mpjax.loss_scaling(optax.chain(...))"
+  with refused(TypeError, "(opt_state)", "around the entire optimizer", got, fix):
+    mpjax.loss_scaling_metrics(outside)
+  assert mpjax.loss_scaling_metrics(inside)["skipped"] == 1
+  assert mpjax.all_finite(inside)
+  for mask, bad, applied in ((optax.clip(1.0), np.inf, -1 / 1024), (optax.zero_nans(), np.nan, 0)):
+    grads, sgd = scaled(SMALL_GRADS, bad), optax.sgd(1.0)
+    updates, state = after(optax.chain(mask, mpjax.loss_scaling(sgd, STATIC)), grads)
+    assert mpjax.loss_scaling_metrics(state[1])["finite"], "hidden"
+    assert updates["b"] == applied
+    assert np.any(updates["w"]), "the rest of a bad gradient was applied"
+    updates, state = after(mpjax.loss_scaling(optax.chain(mask, sgd), STATIC), grads)
+    assert not mpjax.loss_scaling_metrics(state)["finite"]
+    assert not any(np.any(u) for u in jax.tree.leaves(updates))
+  assert "It protects only what is inside" in " ".join(mpjax.loss_scaling.__doc__.split())
+
+
+class Momentum(NamedTuple):
+  momentum: jax.Array
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_state_of_a_users_own_transformation_in_a_chain_is_refused(named):
+  def update(grads, state, params=None):
+    momentum = state.momentum + grads
+    return momentum, Momentum(momentum)
+
+  own = optax.GradientTransformation(Momentum, update)
+  scaling = mpjax.loss_scaling(optax.sgd(0.1), STATIC)
+  chain = optax.named_chain(("own", own), ("scaling", scaling)) if named else None
+  state = (chain or optax.chain(own, scaling)).init(jnp.zeros(2))
+  got, fix = "in a chain beside the state tests.Momentum", "mpjax.loss_scaling(optax.chain(...))"
+  with refused(TypeError, "(opt_state)", "around the entire optimizer", got, fix):
+    mpjax.loss_scaling_metrics(state)
+
+
+SGD = optax.sgd(0.1, momentum=0.9)
+HARMLESS = {
+  *("chain", "flatten", "masked", "multi_transform", "named_chain", "partition"),
+  *("selective_transform", "split_real_and_imaginary", "with_extra_args_support"),
+}
+
+
+def test_every_wrapper_of_optax_is_in_the_table():
+  # A new one has to be tried outside of a loss scale, and inside.
+  of_optax = set()
+  for name, function in {**vars(optax), **vars(optax.contrib)}.items():
+    if callable(function) and not name.startswith("_"):
+      with contextlib.suppress(TypeError, ValueError):
+        taken = inspect.signature(function).parameters.values()
+        if any("GradientTransformation" in str(one.annotation) for one in taken):
+          of_optax.add(name)
+  take_something_else = {"monitor", "sophia"}
+  assert of_optax - take_something_else <= set(WRAPPERS)
+
+
+def trained(tx, batches, lookahead):
+  """Returns parameters and the state, but for the loss scale, after these batches."""
+  params = optax.LookaheadParams.init_synced(SMALL) if lookahead else SMALL
+  state = tx.init(params)
+  for batch in batches:
+    of_batch = lambda p, batch=batch: loss(jax.tree.map(lambda x: x * batch, p))  # noqa: E731
+    _, grads = mpjax.value_and_grad(of_batch, state)(params.fast if lookahead else params)
+    if lookahead:
+      grads = optax.LookaheadParams(grads, jax.tree.map(jnp.zeros_like, grads))
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  is_scaling = lambda x: isinstance(x, mpjax.states.LossScalingState)  # noqa: E731
+  plain = jax.tree.map(lambda x: x.inner_state if is_scaling(x) else x, state, is_leaf=is_scaling)
+  return params, plain
+
+
+@pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams is deprecated")
+@pytest.mark.case("B146", "B107", "B108")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_n2_outside_of_a_scale_a_wrapper_is_refused_or_exact(name):
+  # A skipped step equals a deleted one, bit for bit, or nothing is read at all.
+  wrap, lookahead = WRAPPERS[name], name == "lookahead"
+  good, with_bad = (1.0, 0.5, 1.0), (1.0, np.inf, np.inf, 0.5, 1.0)
+  outside = wrap(mpjax.loss_scaling(SGD, STATIC))
+  if name in HARMLESS:
+    assert bits(trained(outside, with_bad, lookahead)) == bits(trained(outside, good, lookahead))
+    return
+  fix = "mpjax.loss_scaling(optax.chain(...)), once"
+  with refused(TypeError, "(opt_state)", "around the entire optimizer", "state optax.", fix):
+    trained(outside, good, lookahead)
+  # Without a scale there is nothing to see, and nothing to count.
+  trained(wrap(mpjax.loss_scaling(SGD, mpjax.NoLossScale())), good, lookahead)
+
+
+@pytest.mark.parametrize(
+  "chain", [optax.chain, lambda a, b: optax.named_chain(("first", a), ("second", b))]
+)
+def test_n8_two_scales_in_one_chain_are_refused(chain):
+  # Updates were 64 times too small.
+  clip, sgd = (mpjax.loss_scaling(*args) for args in ((optax.clip(10.0), STATIC), (SGD, STATIC)))
+  state = chain(clip, sgd).init(SMALL)
+  got, fix = "a chain of 2, each of which divides the gradients again", "optax.chain(...)), once"
+  with refused(TypeError, "mpjax.value_and_grad(opt_state)", "around the entire", got, fix):
+    mpjax.value_and_grad(loss, state, name="a")
+  masks = (optax.masked(clip, MASK), optax.masked(sgd, {"w": False, "b": True}))
+  with pytest.raises(TypeError, match="one with 2, named"):  # Each sees parameters of its own.
+    mpjax.value_and_grad(loss, optax.chain(*masks).init(SMALL))
+  # A tuple that no chain has created is of a step: a state beside a pair of its own.
+  beside = (masks[0].init(SMALL), (jnp.zeros(2), jnp.ones(2)))
+  assert int(mpjax.loss_scaling_metrics(beside)["total"]) == 0
+
+
+@pytest.mark.case("B113")
+@pytest.mark.parametrize("where", ["mask inside", "mask outside", "partition inside"])
+def test_frozen_leaves(where):
+  trained = {"w": True, "b": False}
+  sgd = optax.sgd(1.0)
+  freeze = optax.partition({"t": sgd, "f": optax.set_to_zero()}, {"w": "t", "b": "f"})
+  tx = {
+    "mask inside": mpjax.loss_scaling(optax.masked(sgd, trained), STATIC),
+    "mask outside": optax.masked(mpjax.loss_scaling(sgd, STATIC), trained),
+    "partition inside": mpjax.loss_scaling(freeze, STATIC),
+  }[where]
+  updates, state = tx.update(scaled(SMALL_GRADS), tx.init(SMALL), SMALL)
+  # masked hands the gradient itself on; partition with set_to_zero is what freezes.
+  assert updates["b"] == {"mask inside": 2, "mask outside": 2048, "partition inside": 0}[where]
+  bad, state = tx.update(scaled(SMALL_GRADS, np.nan), state, SMALL)
+  finite = mpjax.loss_scaling_metrics(state)["finite"]
+  if where == "mask outside":
+    assert finite, "the frozen leaf is outside of the check"
+    assert np.isnan(bad["b"])
+  else:
+    assert not finite
+    assert bad["b"] == 0
+
+
+@pytest.mark.case("A68")
+def test_growing_the_tree_in_the_middle_of_a_run():
+  tx = mpjax.loss_scaling(optax.adam(0.1))
+  _, state = tx.update(scaled(SMALL_GRADS, np.inf), tx.init(SMALL), SMALL)
+  grown = SMALL | {"new": jnp.ones(2)}
+  with pytest.raises(mpjax.errors.MpjaxValueError, match=r"nothing at \['new'\]"):
+    tx.update(SMALL_GRADS, state, grown)
+  fresh = tx.init(grown)
+  assert mpjax.loss_scaling_metrics(fresh)["loss_scale"] == 2.0**15, "nothing is carried silently"
+  scale = float(mpjax.loss_scaling_metrics(state)["loss_scale"])
+  carried = mpjax.set_loss_scale(fresh, scale)
+  assert mpjax.loss_scaling_metrics(carried)["loss_scale"] == 2.0**14
+  start = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=2.0**14)).init(
+    grown
+  )
+  assert jax.tree.structure(carried) == jax.tree.structure(start)
+  assert bits(carried) == bits(start), "the rest equals a run that starts there"
+  assert "set it in the state that `init` makes" in " ".join(mpjax.set_loss_scale.__doc__.split())

@@ -6,18 +6,19 @@ The control is optax on float32 parameters, fed with the good gradients alone.
 import functools
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.loss_scale_oracle import Oracle
-from tests.programs import bits, run
+from tests.programs import assert_bit_equal, bits, compilations, jitted, mesh_of, run
 
-HALF = ("bfloat16", "float16")
-LEAVES = (*HALF, "float32")
+LEAVES = ("bfloat16", "float16", "float32")
 STEPS = 60
 CONFIG = {"init_scale": 2.0**5, "growth_interval": 4, "max_scale": 2.0**8}
 F32 = np.float32
@@ -37,13 +38,13 @@ def params():
 
 
 @functools.cache
-def stream():
+def stream(steps=STEPS):
   """Gradients in the dtypes of the parameters, and a fault for one leaf at each step, or 0."""
   rng = np.random.default_rng(1)
-  grads = {name: rng.normal(size=(STEPS, 8)).astype(name) for name in LEAVES}
-  bad = rng.random(STEPS) < 0.3
-  faults = np.where(bad, rng.choice([np.inf, -np.inf, np.nan], STEPS), 0).astype(F32)
-  return grads, faults, rng.integers(0, 3, STEPS)
+  grads = {name: rng.normal(size=(steps, 8)).astype(name) for name in LEAVES}
+  bad = rng.random(steps) < 0.3
+  faults = np.where(bad, rng.choice([np.inf, -np.inf, np.nan], steps), 0).astype(F32)
+  return grads, faults, rng.integers(0, 3, steps)
 
 
 def injected(grads, fault, leaf, scale):
@@ -118,7 +119,7 @@ COMPOSITIONS = {
 
 
 def trained(tx, start, stream):
-  """Runs all steps; returns parameters, their sums with the updates, masters, metrics of each."""
+  """Runs all steps; returns parameters, updates, masters and metrics of each."""
   state = tx.init(start)
   has_scale = "LossScalingState" in str(jax.tree.structure(state))
   split = "Split" in str(jax.tree.structure(state))
@@ -128,12 +129,11 @@ def trained(tx, start, stream):
     grads, fault, leaf = now
     scale = mpjax.loss_scaling_metrics(state)["loss_scale"] if has_scale else jnp.ones(())
     updates, state = tx.update(injected(grads, fault, leaf, scale), state, params)
-    sums = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, params, updates)
     # With split masters nothing but the updates is applied.
     master = None if split else mpjax.master_params(state)
     params = mpjax.apply_updates(params, updates, master=master)
     metrics = mpjax.loss_scaling_metrics(state) if has_scale else {}
-    return (params, state), (params, sums, mpjax.master_params(state, params), metrics)
+    return (params, state), (params, updates, mpjax.master_params(state, params), metrics)
 
   return jax.lax.scan(step, (start, state), stream)[1]
 
@@ -183,7 +183,7 @@ def test_parameters_are_the_rounded_masters_of_a_float32_run(storage):
   all_found = jax.device_get(run(train_all, start, streams))
   violations = []
   for name, this in COMPOSITIONS.items():
-    found, sums, master, metrics = all_found[name]
+    found, updates, master, metrics = all_found[name]
     flags = good if this.scaled else good[good]
     updates_done = np.cumsum(flags) // this.window
     assert updates_done[-1] >= 8
@@ -192,11 +192,12 @@ def test_parameters_are_the_rounded_masters_of_a_float32_run(storage):
       if leaf in this.frozen:
         right = {"frozen": (found[leaf], np.stack([start[leaf]] * STEPS))}
       else:
+        before = np.concatenate([start[leaf][None], found[leaf][:-1]]).astype(F32)
         right = {
           "master": (master[leaf], expected[leaf]),
           "parameter": (found[leaf], expected[leaf].astype(leaf)),
           # Already in float32, so that nothing depends on how a sum is rounded.
-          "sum with the update": (sums[leaf], found[leaf].astype(F32)),
+          "sum with the update": (before + updates[leaf], found[leaf].astype(F32)),
         }
         assert bits(found[leaf][-1]) != bits(start[leaf])
       violations += [
@@ -208,3 +209,149 @@ def test_parameters_are_the_rounded_masters_of_a_float32_run(storage):
         if metrics[key].tolist() != [n[other] for n in numbers]:
           violations.append(f"{name}: {key}")
   assert violations == []
+
+
+OPTIMIZERS = {
+  "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(3e-3, 1000)),
+  "lion": lambda: optax.lion(1e-4),
+  "adafactor": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-2)),
+}
+
+
+@pytest.mark.case("I16", "I19", "A67", "I1")
+@pytest.mark.filterwarnings("ignore:.*1 parameters are stored in low precision")
+def test_1000_steps_with_split_masters_are_those_with_float32_masters():
+  # Of three optimizers in one program: parameters, updates and masters after each step.
+  def train_all(start, stream):
+    return {
+      storage: {
+        name: trained(scaling(masters(storage)(make())), start, stream)
+        for name, make in OPTIMIZERS.items()
+      }
+      for storage in STORAGES
+    }
+
+  found = jax.device_get(run(train_all, params(), stream(1000)))
+  assert_bit_equal(*found.values())
+  for after, _, master, metrics in found["split"].values():
+    assert 200 < metrics["skipped"][-1] < 400
+    assert np.mean(master["bfloat16"] != after["bfloat16"].astype(F32)) > 0.9
+
+
+def train_loss(params, model_state, batch, rng):
+  out = sum(batch.astype(jnp.float16) @ p.astype(jnp.float16) for p in params.values())
+  return jnp.mean(jnp.square(out.astype(jnp.float32) - 1)), (model_state, {})
+
+
+@pytest.mark.case("I19", "I4")
+def test_a_train_step_with_micro_batches_average_retries_and_donation():
+  batches, outs = np.random.default_rng(2).normal(size=(15, 16, 8)), []
+  batches[[3, 8, 9], 3, 3] = np.inf
+  for storage in STORAGES:
+    tx = mpjax.loss_scaling(masters(storage)(optax.adamw(1e-2)))
+    step = mpjax.make_train_step(train_loss, tx, accumulate=2, ema_decay=0.9, max_retries=2)
+    state = mpjax.TrainState.create(jax.tree.map(jnp.asarray, params()), tx, ema=True)
+    types = jax.tree.map(jax.typeof, state)
+    with compilations() as compiled:
+      for batch in batches.astype(F32):
+        old = state
+        state, metrics = step(state, batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.opt_state.inner_state))
+    assert jax.tree.map(jax.typeof, state) == types
+    assert compiled["train_step"] == 1
+    all_masters = mpjax.master_params(state.opt_state, state.params)
+    outs.append((state.params, all_masters, state.ema, metrics))
+  assert metrics["skipped"] >= 3
+  assert_bit_equal(*outs)
+
+
+@pytest.mark.case("I19")
+def test_an_optimizer_of_nnx():
+  outs = []
+  for storage in STORAGES:
+    model = nnx.Linear(8, 16, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    tx = mpjax.loss_scaling(masters(storage)(optax.adam(1e-2)))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for factor in range(3):
+      x = jnp.full((1, 8), factor, jnp.bfloat16)
+      loss = lambda model, x=x: jnp.mean(model(x).astype(jnp.float32) ** 2)  # noqa: E731
+      _, grads = mpjax.nnx.value_and_grad(loss, optimizer)(model)
+      optimizer.update(model, grads)
+    all_params = nnx.as_pure(nnx.state(model, nnx.Param))
+    all_masters = mpjax.master_params(nnx.as_pure(optimizer.opt_state), all_params)
+    outs.append((nnx.to_pure_dict(all_params), nnx.to_pure_dict(all_masters)))
+  assert_bit_equal(*outs)
+
+
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+BY_ROWS, BY_COLUMNS = jax.P("data"), jax.P(None, "data")
+
+
+@pytest.mark.case("I19")
+@pytest.mark.parametrize(
+  ("kind", "spec", "mapped"),
+  [
+    (AUTO, BY_ROWS, {}),
+    (EXPLICIT, BY_COLUMNS, {}),
+    (AUTO, BY_ROWS, {"check_vma": True}),
+    (AUTO, BY_COLUMNS, {"check_vma": False}),
+  ],
+  ids=str,
+)
+def test_n9_eight_devices_have_parts_of_each_parameter(kind, spec, mapped, eight_devices):
+  # By the sharding of the arguments, or in a shard_map; on the host all masters are right.
+  mesh = mesh_of(eight_devices, kind)
+  grads = np.random.default_rng(2).normal(size=(20, 16, 24)).astype(np.float32)
+  grads[::7, 2, 2] = np.nan
+
+  def in_shard_map(step, state):
+    specs = spec, jax.tree.map(lambda x: spec if x.ndim else jax.P(), state)
+    return jax.shard_map(step, mesh=mesh, in_specs=(*specs, spec), out_specs=specs, **mapped)
+
+  def train(storage, place, wrap=lambda step, state: step, **options):
+    tx = mpjax.loss_scaling(masters(storage)(optax.adamw(1e-2)), **options)
+    params = jax.device_put(jnp.ones((16, 24), jnp.bfloat16), place)
+    state = tx.init(params)
+    where = jax.tree.map(lambda x: x.sharding, (params, state))
+    types = jax.tree.map(jax.typeof, (params, state))
+
+    def step(params, state, grads):
+      updates, state = tx.update(grads, state, params)
+      return mpjax.apply_updates(params, updates), state
+
+    step = jitted(wrap(step, state))
+    for g in grads:
+      # Steps of eight devices in the queue of two busy cores, and XLA ends the process: a device
+      # has waited 40 s for the others.
+      params, state = jax.block_until_ready(step(params, state, jax.device_put(g, place)))
+    assert jax.tree.map(jax.typeof, (params, state)) == types
+    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), (params, state), where)
+    assert jax.tree.all(same)
+    params, state = jax.device_get((params, state))
+    return mpjax.master_params(state, params), mpjax.loss_scaling_metrics(state)["skipped"]
+
+  expected = train("float32", jax.devices()[0])
+  assert expected[1] == 3
+  options = {"wrap": in_shard_map, "axis_name": "data"} if mapped else {}
+  assert bits(train("split", jax.NamedSharding(mesh, spec), **options)) == bits(expected)
+
+
+@pytest.mark.case("I19")
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_n11_partitioned_parameters_of_flax(axis_type, eight_devices):
+  # Both frameworks give the metadata of a parameter to its remainder, whose shape is the same.
+  mesh = jax.make_mesh((2, 4), ("d", "m"), (axis_type,) * 2, devices=eight_devices)
+  init, names, dtype = nn.initializers.lecun_normal(), ("d", "m"), jnp.bfloat16
+  layer = nn.Dense(16, param_dtype=dtype, kernel_init=nn.with_partitioning(init, names))
+  variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))["params"]
+  where = jax.NamedSharding(mesh, jax.P(*names))
+  for storage in STORAGES:
+    tx = mpjax.loss_scaling(masters(storage)(optax.adam(0.1)))
+    shardings = nn.get_sharding(jax.eval_shape(tx.init, variables), mesh)
+    state = jax.jit(tx.init, out_shardings=shardings)(variables)
+    assert state.inner_state.master["kernel"].value.sharding == where
+    with jax.set_mesh(mesh):
+      kernel = nnx.with_partitioning(init, names)
+      model = nnx.Linear(8, 16, param_dtype=dtype, kernel_init=kernel, rngs=nnx.Rngs(0))
+      optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    assert optimizer.opt_state.inner_state.master["kernel"].sharding == where

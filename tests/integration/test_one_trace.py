@@ -8,15 +8,23 @@ import pytest
 import mpjax
 
 CONFIG = mpjax.DynamicLossScale(init_scale=2.0**10, growth_interval=3, max_scale=2.0**12)
+ADAMW = optax.adamw(optax.cosine_decay_schedule(1e-2, 100))
+INJECTED = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
 
 
-def avals(tree):
+def types(tree):
   return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type, x.committed), tree)
 
 
-def thousand_steps(tx, params, grads, steps=1000):
-  """Runs them, every seventh bad, and returns the number of traces and the last state."""
-  traces = []
+@pytest.mark.case("I4", "B027", "A117", "B042", "A11")
+@pytest.mark.parametrize(
+  ("inner", "dtype"), [(ADAMW, "float32"), (INJECTED, "float32"), (ADAMW, "float64")]
+)
+def test_one_trace_for_a_thousand_steps(set_flag, inner, dtype):
+  # Every seventh is bad; then the scale is set by hand, and the state comes back from the host.
+  set_flag("jax_enable_x64", dtype == "float64")
+  params = grads = {"w": jnp.ones((3, 2), dtype), "b": jnp.ones(2, "float32")}
+  tx, traces = mpjax.loss_scaling(inner, CONFIG), []
 
   @jax.jit
   def step(params, state, grads):
@@ -24,73 +32,24 @@ def thousand_steps(tx, params, grads, steps=1000):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  state = tx.init(params)
   bad = jax.tree.map(lambda g: g * jnp.nan, grads)
-  params, state = jax.block_until_ready(step(params, state, grads))
-  before = avals((params, state))
-  structure = jax.tree.structure(state)
-  for i in range(1, steps):
-    # Waiting: devices that share a few cores must not get programs ahead of each other.
-    params, state = jax.block_until_ready(step(params, state, bad if i % 7 == 6 else grads))
+  params, state = step(params, tx.init(params), grads)
+  before = types((params, state))
+  for i in range(1, 1000):
+    params, state = step(params, state, bad if i % 7 == 6 else grads)
     if i % 100 < 10:
-      assert avals((params, state)) == before
-      assert jax.tree.structure(state) == structure
+      assert types((params, state)) == before
   metrics = mpjax.loss_scaling_metrics(state)
-  assert (metrics["total"], metrics["skipped"]) == (steps, steps // 7)
-  return len(traces), state
-
-
-ADAMW = optax.adamw(optax.cosine_decay_schedule(1e-2, 100))
-INJECTED = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
-
-
-@pytest.mark.case("I4", "B027", "A117", "B042")
-@pytest.mark.parametrize(
-  ("inner", "dtype"), [(ADAMW, "float32"), (INJECTED, "float32"), (ADAMW, "float64")]
-)
-def test_one_trace_for_a_thousand_steps(set_flag, inner, dtype):
-  set_flag("jax_enable_x64", dtype == "float64")
-  params = {"w": jnp.ones((3, 2), dtype), "b": jnp.ones(2, "float32")}
-  traces, state = thousand_steps(mpjax.loss_scaling(inner, CONFIG), params, params)
-  assert traces == 1
+  assert (metrics["total"], metrics["skipped"]) == (1000, 1000 // 7)
+  for other in (mpjax.set_loss_scale(state, 2), jax.device_get(state)):
+    step(params, other, grads)
+  step(params, jax.tree.map(jnp.asarray, jax.device_get(state)), grads)
+  assert len(traces) == 1
   (scale,) = state.loss_scale.values()
   assert {x.dtype.name for x in scale} == {"float32", "int32", "bool"}
   if inner is ADAMW:
     mu = state.inner_state[0].mu
     assert (mu["w"].dtype, mu["b"].dtype) == (dtype, "float32")
-
-
-@pytest.mark.case("I4", "B151", "B065")
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_one_trace_on_a_mesh(devices, axis_type):
-  mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=devices)
-  params = {
-    "w": jax.device_put(jnp.ones((8, 2)), jax.NamedSharding(mesh, jax.P("data"))),
-    "b": jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, jax.P())),
-  }
-  tx = mpjax.loss_scaling(ADAMW, CONFIG)
-  traces, state = thousand_steps(tx, params, params, 15)
-  assert traces == 1
-  mu = state.inner_state[0].mu["w"]
-  assert mu.sharding.is_equivalent_to(params["w"].sharding, mu.ndim)
-
-
-@pytest.mark.case("I4", "A11")
-def test_setting_and_restoring_the_scale_do_not_trace_again():
-  params = jnp.ones(3)
-  tx = mpjax.loss_scaling(optax.adam(1e-2), CONFIG)
-  traces = []
-
-  @jax.jit
-  def step(state):
-    traces.append(1)
-    return tx.update(params, state, params)[1]
-
-  state = step(tx.init(params))
-  state = step(mpjax.set_loss_scale(state, 2))
-  state = step(jax.tree.map(jnp.asarray, jax.device_get(state)))
-  state = step(jax.device_get(state))
-  assert len(traces) == 1
 
 
 DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64]
@@ -113,9 +72,8 @@ def test_no_optimizer_changes_a_dtype(set_flag, name):
     for given in {stored, jnp.float32} if stored != jnp.float32 else DTYPES[:3]:
       grads = jax.tree.map(lambda p, d=given: p.astype(d), params)
       updates, new = jax.eval_shape(tx.update, grads, state, params)
-      assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), state
-      )
+      shapes = jax.eval_shape(lambda state: state, state)
+      assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, shapes)
       # Updates are as wide as what inner works in, never half.
       assert all(u.dtype in (jnp.float32, jnp.float64) for u in jax.tree.leaves(updates))
       applied = jax.eval_shape(optax.apply_updates, params, updates)

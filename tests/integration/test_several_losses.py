@@ -191,34 +191,6 @@ def test_what_counts_for_each_scale():
   assert violations == []
 
 
-def test_gradients_by_name_from_half_losses():
-  # On exact data the update is that of the sum of the losses in float32.
-  params = {"shared": jnp.asarray([1.0, -2.0]), "only a": jnp.asarray(0.5)}
-  scales = {"a": mpjax.StaticLossScale(2.0**3), "b": mpjax.StaticLossScale(2.0**10)}
-  tx = mpjax.loss_scaling(optax.sgd(1.0), scales)
-  state = tx.init(params)
-
-  def loss_a(p, dtype):
-    return jnp.sum(p["shared"].astype(dtype) * 3 * p["only a"].astype(dtype))
-
-  def loss_b(p, dtype):
-    return jnp.sum(p["shared"].astype(dtype) ** 2) * jnp.asarray(2.0**-6, dtype)
-
-  found = {}
-  for name, loss in (("a", loss_a), ("b", loss_b)):
-    half = functools.partial(loss, dtype=jnp.float16)
-    value, found[name] = run(mpjax.value_and_grad(half, state, name=name), params)
-    wide, expected = run(jax.value_and_grad(functools.partial(loss, dtype=jnp.float32)), params)
-    assert value == wide
-    assert bits(mpjax.unscale(found[name], state, name=name)) == bits(expected)
-
-  def total(params):
-    return -loss_a(params, jnp.float32) - loss_b(params, jnp.float32)
-
-  updates, _ = run(tx.update, found, state, params)
-  assert bits(updates) == bits(run(jax.grad(total), params))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_scaling_the_sum_is_all_that_is_added(dtype):
   # And half gradients stay half, as those of one loss: inner has made its state for them.

@@ -12,43 +12,30 @@ import optax
 import pytest
 
 import mpjax
-from tests.integration.sharded_rig import (
-  AUTO,
-  EXPLICIT,
-  PARTS,
-  STEPS,
-  Engine,
-  data,
-  expected,
-  loss_fn,
-  mesh_of,
-  place,
-  prepare,
-  replicas,
-)
+from tests.integration import sharded_rig as rig
 from tests.partitioned import Collective, collectives
-from tests.programs import compilations, data_of_keys, equations
-from tests.transforms.losses import loss_of, over_devices
+from tests.programs import compilations, data_of_keys, equations, mesh_of
+from tests.transforms.losses import AUTO, loss_of, over_devices
 
 DEVICES = 8
 XLA = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 ENGINES = {
   "one device": None,
-  "automatic": Engine(AUTO),
-  "automatic, explicit axes": Engine(EXPLICIT, stored=jnp.float16),
-  "sharded parameters": Engine(AUTO, params=jax.P("data"), stored=jnp.float16),
-  "sharded parameters, explicit axes": Engine(EXPLICIT, params=jax.P("data", None)),
-  "shard_map": Engine(mapped="shard_map", stored=jnp.float16),
-  "shard_map, unchecked": Engine(mapped="shard_map unchecked"),
-  "pmap": Engine(mapped="pmap"),
+  "automatic": rig.Engine(AUTO),
+  "automatic, explicit axes": rig.Engine(rig.EXPLICIT, stored=jnp.float16),
+  "sharded parameters": rig.Engine(AUTO, params=jax.P("data"), stored=jnp.float16),
+  "sharded parameters, explicit axes": rig.Engine(rig.EXPLICIT, params=jax.P("data", None)),
+  "shard_map": rig.Engine(mapped="shard_map", stored=jnp.float16),
+  "shard_map, unchecked": rig.Engine(mapped="shard_map unchecked"),
+  "pmap": rig.Engine(mapped="pmap"),
 }
 
 
 def check_replicas(tree, sharded=()):
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     if x.shape not in sharded:
-      assert len(set(replicas(x))) == 1, jax.tree_util.keystr(path)
+      assert len(set(rig.replicas(x))) == 1, jax.tree_util.keystr(path)
 
 
 # --- all engines agree ---------------------------------------------------------------------------
@@ -63,16 +50,16 @@ def test_200_steps_with_faults_on_single_devices(name, eight_devices):
 
   def counting(*args):
     traces.append(0)
-    return loss_fn(*args)
+    return rig.loss_fn(*args)
 
-  state, step, put = prepare(engine, eight_devices, counting)
+  state, step, put = rig.prepare(engine, eight_devices, counting)
   mapped = engine is not None and bool(engine.mapped)
-  (w, momentum, mean, steps), history = expected(DEVICES if mapped else 0)
+  (w, momentum, mean, steps), history = rig.expected(DEVICES if mapped else 0)
   placed = jax.tree.map(lambda x: (x.sharding, x.committed, x.aval.weak_type), state)
   found = []
   with compilations() as compiled:
-    for i in range(STEPS):
-      batch = put({key: x[i] for key, x in data().items()})
+    for i in range(rig.STEPS):
+      batch = put({key: x[i] for key, x in rig.data().items()})
       state, metrics = jax.block_until_ready(step(state, batch))
       found.append(metrics)
       if i == (name == "pmap"):  # To whose devices nobody has moved the state before.
@@ -94,7 +81,7 @@ def test_200_steps_with_faults_on_single_devices(name, eight_devices):
     state, found = jax.tree.map(lambda x: x[0], (state, found))
   elif engine is not None:
     check_replicas((state, found), cut)
-    assert {len(replicas(x)) for x in jax.tree.leaves(state)} == {DEVICES}
+    assert {len(rig.replicas(x)) for x in jax.tree.leaves(state)} == {DEVICES}
 
   masters = state.params["w"]
   if engine is not None and engine.stored != jnp.float32:
@@ -110,7 +97,7 @@ def test_200_steps_with_faults_on_single_devices(name, eight_devices):
     assert metrics["loss_scale"] == numbers["scale"]
     counters = ("finite", "good_steps", "total", "skipped", "consecutive_skips", "floor_hits")
     assert [metrics[key] for key in counters] == [numbers[key] for key in counters]
-    faults = {part: np.any(~np.isfinite(data()[part][i])) for part in PARTS}
+    faults = {part: np.any(~np.isfinite(rig.data()[part][i])) for part in rig.PARTS}
     # What is not finite is reported as it was computed.
     assert np.isfinite(metrics["loss"]) == (not faults["loss"])
     assert np.isfinite(metrics["grad_norm"]) == (not faults["gradients"])
@@ -135,10 +122,10 @@ def mapped_step(devices, stored, compute, check_vma, **options):
   """Returns a step under `shard_map` at scale 1, its state, and a function that places batches."""
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(1))
   mesh = mesh_of(devices)
-  state = mpjax.TrainState.create(place(mesh, {"w": jnp.zeros((3, 2), stored)}, jax.P()), tx)
+  state = mpjax.TrainState.create(rig.place(mesh, {"w": jnp.zeros((3, 2), stored)}, jax.P()), tx)
   step = mpjax.make_train_step(product(compute), tx, axis_name="data", **options)
   step = over_devices(step, devices, check_vma=check_vma)
-  return step, state, lambda batch: place(mesh, batch, jax.P("data"))
+  return step, state, lambda batch: rig.place(mesh, batch, jax.P("data"))
 
 
 @pytest.mark.case("A92", "B127")
@@ -180,15 +167,15 @@ def test_float16_gradients_of_eight_devices_do_not_overflow(eight_devices, check
 
 
 @pytest.mark.case("A52", "B127")
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=lambda a: a.name)
+@pytest.mark.parametrize("axis_type", [AUTO, rig.EXPLICIT], ids=lambda a: a.name)
 def test_an_overflow_in_an_automatic_reduction_is_seen(eight_devices, axis_type):
   # Under automatic sharding the partitioner sums half gradients in half. The inf is one step that
   # is skipped, and a smaller scale for the next.
   mesh = mesh_of(eight_devices, axis_type)
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=16.0))
-  state = mpjax.TrainState.create(place(mesh, {"w": jnp.zeros((3, 2))}, jax.P()), tx)
+  state = mpjax.TrainState.create(rig.place(mesh, {"w": jnp.zeros((3, 2))}, jax.P()), tx)
   step = mpjax.make_train_step(product(jnp.float16), tx)
-  batch = place(mesh, jnp.full((8, 3), 1000.0), jax.P("data"))
+  batch = rig.place(mesh, jnp.full((8, 3), 1000.0), jax.P("data"))
   reduced = [c for c in collectives(step, state, batch) if len(c.shape) == 2]
   assert [(op, dtype) for op, dtype, _ in reduced] == [("all-reduce", "f16")]
   # 16 times 1000 is fine on each device, 16 times 8000 is not; 8 times 8000 is.
@@ -210,9 +197,9 @@ def test_all_devices_run_a_batch_again(eight_devices, check_vma):
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=16.0))
   step = mpjax.make_train_step(product(jnp.float16), tx, axis_name="data", max_retries=3)
   step = over_devices(step, eight_devices, check_vma=check_vma)
-  state = mpjax.TrainState.create(place(mesh, {"w": jnp.zeros((3, 2))}, jax.P()), tx)
+  state = mpjax.TrainState.create(rig.place(mesh, {"w": jnp.zeros((3, 2))}, jax.P()), tx)
   batch = jnp.zeros((8, 3)).at[5].set(8192.0)  # times 16 and 8 is inf in float16, times 4 is not
-  state, metrics = step(state, place(mesh, batch, jax.P("data")))
+  state, metrics = step(state, rig.place(mesh, batch, jax.P("data")))
   check_replicas((state, metrics))
   numbers = [int(metrics[key]) for key in ("retries", "loss_scale", "skipped", "finite")]
   assert numbers == [2, 4, 2, 1]
@@ -232,7 +219,7 @@ def test_stochastic_rounding_is_the_same_on_all_devices(eight_devices):
     params, rows = {"w": jnp.ones((16, 2), jnp.bfloat16)}, batch / 8
     if axis:
       step = over_devices(step, eight_devices)
-      params, rows = place(mesh, params, jax.P()), place(mesh, batch, jax.P("data"))
+      params, rows = rig.place(mesh, params, jax.P()), rig.place(mesh, batch, jax.P("data"))
     state = mpjax.TrainState.create(params, tx, rng=jax.random.key(2))
     for _ in range(5):
       state, _ = jax.block_until_ready(step(state, rows))
@@ -246,10 +233,10 @@ def test_where_the_new_state_is_can_be_said(eight_devices):
   # Adafactor keeps means of rows, made replicated; XLA would leave them where the rows are.
   mesh = mesh_of(eight_devices)
   tx = mpjax.loss_scaling(optax.adafactor(1e-2, min_dim_size_to_factor=8), mpjax.StaticLossScale(8))
-  batch = place(mesh, jnp.ones((8, 16)), jax.P("data"))
+  batch = rig.place(mesh, jnp.ones((8, 16)), jax.P("data"))
 
   def start():
-    return mpjax.TrainState.create(place(mesh, {"w": jnp.ones((16, 8))}, jax.P("data")), tx)
+    return mpjax.TrainState.create(rig.place(mesh, {"w": jnp.ones((16, 8))}, jax.P("data")), tx)
 
   def moved(step):
     before = jax.tree.map(lambda x: x.sharding, start())
@@ -263,9 +250,6 @@ def test_where_the_new_state_is_can_be_said(eight_devices):
   shardings = jax.tree.map(lambda x: x.sharding, start())
   step = mpjax.make_train_step(product(jnp.float16), tx, state_shardings=shardings)
   assert moved(step) == (False, 0)
-
-
-AUTO = jax.sharding.AxisType.Auto
 
 
 @pytest.mark.case("B129", "I6")

@@ -166,18 +166,6 @@ def gradients(short: str) -> dict[str, Any]:
   return jax.tree.map(lambda *draws: np.stack(draws), *found)
 
 
-def errors(got: Any, want: Any, draws: int) -> Any:
-  """Returns the root of the summed squares of the difference, over that of `want`, for each draw.
-
-  With one draw all are summed up together.
-  """
-
-  def squares(tree: Any) -> Any:
-    return sum(np.sum(np.square(np.reshape(x, (draws, -1))), axis=1) for x in jax.tree.leaves(tree))
-
-  return np.sqrt(squares(jax.tree.map(np.subtract, got, want)) / squares(want))
-
-
 @functools.cache
 def error_over_by_hand(name: str, half: str) -> float:
   """Returns the error of the gradients under a policy, over that of the model written by hand.
@@ -187,10 +175,12 @@ def error_over_by_hand(name: str, half: str) -> float:
   does. What errs by a ten-thousandth and more is measured against float32, which errs by a
   millionth.
   """
-  found = gradients(name.partition("/")[2])[name]
-  draws, least = (1, 2e-4) if name.startswith("linen") else (SEEDS, 5e-5)
+  found, least = gradients(name.partition("/")[2])[name], 2e-4
+  draws = [found]
+  if name.startswith("nnx"):
+    draws, least = [jax.tree.map(lambda x, i=i: x[i], found) for i in range(SEEDS)], 5e-5
   ours, theirs = (
-    errors(found[f"{who} {half}"], found["plain"], draws)
+    np.asarray([programs.relative_error(d[f"{who} {half}"], d["plain"]) for d in draws])
     for who in ("policy", written_with_care(name))
   )
   assert np.all(theirs > least)

@@ -144,32 +144,6 @@ def replaced(params, opt_state, batch, loss_fn):
   return loss, jax.tree.map(jnp.nan_to_num, grads)
 
 
-MISTAKES = {
-  "never": (never, "gradients that were never scaled"),
-  "twice": (twice, "gradients that were unscaled twice"),
-  # As in PyTorch: unscale_, clip, step.
-  "torch": (functools.partial(clipped_outside, gradients=twice), "unscaled twice"),
-  "clip outside": (clipped_outside, "clipped while scaled"),
-  "scaled twice": (scaled_twice, "carry it twice"),
-  "beside": (penalised_beside, "in part never scaled"),
-  "replaced": (replaced, "whose inf and NaN were replaced"),
-}
-NAMED = [(mistake, "sgd", F16) for mistake in MISTAKES]
-NAMED += [(mistake, "adam", BF16) for mistake in ("never", "twice", "scaled twice")]
-NAMED += [("beside", "adamw", BF16), ("beside", "momentum", F16), ("beside", "clip and adamw", F32)]
-
-
-@pytest.mark.parametrize(("mistake", "name", "dtype"), NAMED)
-def test_each_mistake_is_named(mistake, name, dtype):
-  gradients, got = MISTAKES[mistake]
-  if mistake == "beside":
-    check(OPTIMIZERS[name], penalised, dtype)
-  expected = "the same at every value of the loss scale 'dynamic'"
-  fix = "mpjax.value_and_grad(loss_fn, opt_state) returns to update; clip in mpjax.loss_scaling"
-  with refused(ValueError, WHERE, expected, got, fix):
-    check(OPTIMIZERS[name], gradients, dtype)
-
-
 def linear(params, batch, dtype):
   return jnp.sum(params)
 
@@ -204,6 +178,14 @@ def squared(params, opt_state, batch, loss_fn):
   return mpjax.value_and_grad(penalised, opt_state)(params, batch)
 
 
+def named(got):
+  """The error of a step that depends on the loss scale, with all of its parts."""
+  fix = r"mpjax.value_and_grad\(loss_fn, opt_state\) returns to update; clip in mpjax.loss_scaling"
+  return f"the same at every value of the loss scale 'dynamic'.* got gradients .*{got}.*{fix}"
+
+
+NEVER, TWICE, CARRY = map(named, ("that were never scaled", "that were unscaled twice", "carry it"))
+BESIDE = {penalised: None, penalised_beside: named("in part never scaled")}
 FOUND = {right: None, never: "never scaled"}
 ANY = FOUND | {twice: "unscaled twice"}
 AT_INF = dict.fromkeys((never, replaced), "never scaled, are all zero, or whose inf and NaN were")
@@ -216,6 +198,18 @@ HALF = jax.tree.map(lambda p: jnp.ones_like(p, BF16), PARAMS)
 ZERO, TWO = jnp.zeros(()), {"w": jnp.zeros(()), "b": jnp.zeros(())}
 CLIPPED, SGD, ADAM = (OPTIMIZERS[name] for name in ("clip and sgd", "sgd", "adam"))
 LOOPS = {
+  "float16": (
+    *(SGD, F16, loss_fn, PARAMS),
+    {never: NEVER, twice: TWICE, scaled_twice: CARRY, replaced: named("whose inf and NaN were")}
+    | {clipped_outside: named("clipped while scaled")}
+    # As in PyTorch: unscale_, clip, step.
+    | {functools.partial(clipped_outside, gradients=twice): TWICE}
+    | BESIDE,
+  ),
+  "bfloat16": (ADAM, BF16, loss_fn, PARAMS, {never: NEVER, twice: TWICE, scaled_twice: CARRY}),
+  "beside, decayed": (OPTIMIZERS["adamw"], BF16, loss_fn, PARAMS, BESIDE),
+  "beside, with momentum": (OPTIMIZERS["momentum"], F16, loss_fn, PARAMS, BESIDE),
+  "beside, clipped": (OPTIMIZERS["clip and adamw"], F32, loss_fn, PARAMS, BESIDE),
   "a warmup with moments": (optax.adam(WARMUP), F32, loss_fn, PARAMS, FOUND),
   "from zero": (SGD, F32, linear, jnp.zeros(3), {right: None, scaled_twice: "carry it twice"}),
   "a scalar from zero": (optax.sgd(0.1), F32, line, ZERO, ANY),
@@ -500,15 +494,26 @@ NNX_KINDS = {
   "unscaled twice": f"unscaled twice{TOLD}",
   "warmup": f"never scaled, are all zero{TOLD}",
   "unused": f"never scaled, are all zero{TOLD}",
+  "keeps": None,
+  "keeps, unscaled twice": f"unscaled twice{TOLD}",
   "no update": r"the new loss scale.*optimizer\.update\(model, grads\).* by nnx\.jit",
   "jax.jit": r"the new loss scale.*optimizer\.update\(model, grads\).* by nnx\.jit: jax\.jit drops",
 }
 
 
+class Keeps(nnx.Linear):
+  """Holds what it has computed, which is not compared: a tuple, as `sow` creates, and a number."""
+
+  def __call__(self, inputs):
+    outputs = super().__call__(inputs)
+    self.kept, self.bias_norm = nnx.Intermediate((outputs,)), nnx.Variable(jnp.sum(outputs))
+    return outputs
+
+
 @pytest.mark.parametrize("kind", NNX_KINDS)
 def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
   # Users of NNX are told the names of their functions.
-  model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+  model = (Keeps if kind.startswith("keeps") else nnx.Linear)(3, 1, rngs=nnx.Rngs(0))
   tx = mpjax.loss_scaling(optax.sgd(WARMUP if kind == "warmup" else 0.1))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -523,7 +528,7 @@ def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
     plain = kind in ("never scaled", "warmup", "no update")
     scaled = mpjax.value_and_grad(loss_fn, optimizer)
     loss, grads = (nnx.value_and_grad(loss_fn) if plain else scaled)(model)
-    if kind == "unscaled twice":
+    if kind.endswith("unscaled twice"):
       grads = mpjax.unscale(grads, optimizer)
     if kind != "no update":
       optimizer.update(model, grads)
@@ -533,28 +538,7 @@ def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
   with ends(NNX_KINDS[kind]):
     mpjax.check_loss_scaling(step)(model, optimizer, jnp.ones((2, 3)))
   assert jnp.array_equal(model.kernel[...], before)
-
-
-def test_what_a_step_of_nnx_adds_to_a_module_is_not_compared():
-  # A module that keeps what it has computed holds a tuple, as `sow` creates, or a new number.
-  class Keeps(nnx.Linear):
-    def __call__(self, inputs):
-      outputs = super().__call__(inputs)
-      self.kept, self.bias_norm = nnx.Intermediate((outputs,)), nnx.Variable(jnp.sum(outputs))
-      return outputs
-
-  def step(model, optimizer, x, wrong):
-    grad_fn = mpjax.value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)
-    grads = grad_fn(model)[1]
-    optimizer.update(model, mpjax.unscale(grads, optimizer) if wrong else grads)
-
-  for wrong, how in ((False, None), (True, "unscaled twice.*mpjax")):
-    model = Keeps(3, 1, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(0.1)), wrt=nnx.Param)
-    jitted = nnx.jit(functools.partial(step, wrong=wrong))
-    with ends(how):
-      mpjax.check_loss_scaling(jitted)(model, optimizer, jnp.ones((2, 3)))
-    assert not hasattr(model, "kept")
+  assert not hasattr(model, "kept")
 
 
 def test_a_step_that_tries_again_may_count_how_often():
@@ -591,20 +575,27 @@ def test_several_steps_in_one_call(wrong):
     mpjax.check_loss_scaling(run)((PARAMS, tx.init(PARAMS)), batches)
 
 
-def test_of_two_optimizers_the_one_whose_gradients_are_plain_is_found():
-  # At the scale NaN it is applied, while the other one is skipped.
-  tx = mpjax.loss_scaling(optax.adam(0.1))
+@pytest.mark.parametrize("kind", ["right", "one never scales", "one state is dropped"])
+def test_of_two_optimizers_the_wrong_one_is_found(kind):
+  # At the scale NaN the one with plain gradients is applied, while the other one is skipped.
+  txs = {name: mpjax.loss_scaling(optax.adam(0.1), name=name) for name in "ab"}
+  ways = {"a": right, "b": never if kind == "one never scales" else right}
 
   def step(params, opt_states, batch):
-    new = {k: make_step(tx, way)(params[k], opt_states[k], batch) for k, way in WAYS.items()}
-    return {k: x[0] for k, x in new.items()}, {k: x[1] for k, x in new.items()}
+    new = {k: make_step(tx, ways[k])(params[k], opt_states[k], batch) for k, tx in txs.items()}
+    returned = "a" if kind == "one state is dropped" else "ab"
+    return {k: x[0] for k, x in new.items()}, {k: new[k][1] for k in returned}
 
-  with refused(ValueError, WHERE, "the same at every", "never scaled", "mpjax.value_and_grad"):
-    both = dict.fromkeys(WAYS, PARAMS), {k: tx.init(PARAMS) for k in WAYS}
-    mpjax.check_loss_scaling(step)(*both, BATCH)
-
-
-WAYS = {"a": right, "b": never}
+  named = {
+    "right": contextlib.nullcontext(),
+    "one never scales": refused(ValueError, WHERE, "the same at every", "never scaled", "name='b'"),
+    "one state is dropped": refused(
+      ValueError, WHERE, "the new loss scale 'b:dynamic'", "none", "Return"
+    ),
+  }[kind]
+  with named:
+    opt_states = {k: tx.init(PARAMS) for k, tx in txs.items()}
+    mpjax.check_loss_scaling(step)(dict.fromkeys("ab", PARAMS), opt_states, BATCH)
 
 
 @pytest.mark.parametrize("way", [right, never])
@@ -678,16 +669,3 @@ def test_of_two_optimizers_the_step_may_update_one():
   keep = lambda params, opt_state, batch: (step(params, opt_state, batch)[0], opt_state)  # noqa: E731
   with ends("the new loss scale.*the old one.*Return the opt_state"):
     mpjax.check_loss_scaling(keep)(params, tx.init(params), batch)
-
-
-def test_of_two_named_optimizers_the_state_that_is_not_returned_is_named():
-  txs = {name: mpjax.loss_scaling(optax.sgd(0.1), name=name) for name in "ab"}
-  opt_states = {name: tx.init(PARAMS) for name, tx in txs.items()}
-
-  def step(params, opt_states, batch, returned):
-    new = {name: make_step(txs[name], right)(params, opt_states[name], batch) for name in "ab"}
-    return new["a"][0], {name: new[name][1] for name in returned}
-
-  mpjax.check_loss_scaling(functools.partial(step, returned="ab"))(PARAMS, opt_states, BATCH)
-  with refused(ValueError, WHERE, "the new loss scale 'b:dynamic'", "none", "Return"):
-    mpjax.check_loss_scaling(functools.partial(step, returned="a"))(PARAMS, opt_states, BATCH)

@@ -13,7 +13,7 @@ import mpjax
 from mpjax.transforms import _trees
 from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
-from tests.programs import assert_bit_equal, bits
+from tests.programs import assert_bit_equal, bits, equations
 
 WHERE = "mpjax.loss_scaling(inner)"
 BAD = [np.inf, -np.inf, np.nan]
@@ -260,32 +260,19 @@ def test_order_of_operations():
   inner = optax.chain(optax.clip(0.5), optax.scale_by_learning_rate(0.125))
   tx = mpjax.loss_scaling(inner, STATIC4, check_updates=True)
   jaxpr = jax.make_jaxpr(tx.update)(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
-  on_the_way = []  # the equations that the gradient passes through, in order
-
-  def follow(jaxpr, carriers):
-    for eqn in jaxpr.eqns:
-      found = [not hasattr(v, "val") and v in carriers for v in eqn.invars]
-      if not any(found):
-        continue
-      # The branch in which the step is not skipped, and the call in it, which new JAX shows.
-      if eqn.primitive.name == "cond" or eqn.params.get("name") == "selected":
-        branches = eqn.params.get("branches", (eqn.params.get("jaxpr"),))
-        taken = branches[-1].jaxpr
-        reach = found[-len(taken.invars) :]
-        follow(taken, {v for v, f in zip(taken.invars, reach, strict=True) if f})
-        # The gradient ends here: what comes out are updates.
-        continue
-      carriers |= set(eqn.outvars)
-      if eqn.outvars[0].aval.shape == (3,):
-        on_the_way.append(eqn.params.get("name", eqn.primitive.name))
-
-  follow(jaxpr.jaxpr, {jaxpr.jaxpr.invars[0]})
+  # Where a step is skipped there are constants alone.
+  on_the_way = [
+    eqn
+    for eqn, _ in equations(jaxpr)
+    if eqn.outvars[0].aval.shape == (3,) and eqn.primitive.name != "broadcast_in_dim"
+  ]
   # What is checked is the quotient; the optimizer reads one that is computed beside it: once for
   # updates that are only looked at, and in the branch for those that are applied.
-  assert on_the_way in [
-    ["div", "is_finite", "div", *clip, "mul", "is_finite", "div", *clip, "mul", "_where"]
-    for clip in (["clip"], ["max", "min"])
-  ]
+  inner = ["div", "max", "min", "mul"]
+  names = [eqn.primitive.name for eqn in on_the_way]
+  assert names == ["div", "is_finite", *inner, "is_finite", *inner, "select_n"]
+  first, second, *_ = on_the_way
+  assert second.invars == first.outvars
 
 
 @pytest.mark.case("A56", "B146", "A60")
@@ -321,11 +308,11 @@ def test_what_is_no_configuration():
 
 
 @pytest.mark.case("A59")
-@pytest.mark.parametrize("unknown", ["clipnorm", "weight_decay", "use_ema", "accumulate"])
-def test_unknown_keywords(unknown):
-  got = f"'{unknown}'"
-  with refused(TypeError, "mpjax.loss_scaling", "arguments inner", got, "are set on inner"):
-    mpjax.loss_scaling(SGD, **{unknown: 1})
+def test_unknown_keywords():
+  for unknown in ("clipnorm", "weight_decay", "use_ema", "accumulate"):
+    got = f"'{unknown}'"
+    with refused(TypeError, "mpjax.loss_scaling", "arguments inner", got, "are set on inner"):
+      mpjax.loss_scaling(SGD, **{unknown: 1})
 
 
 @pytest.mark.case("A49", "A58")
@@ -349,16 +336,6 @@ def test_a_state_of_another_configuration_is_refused():
   assert (metric(state, "loss_scale"), metric(state, "skipped")) == (32, 1)
 
 
-def test_an_inner_state_that_changes_dtype_is_refused():
-  inner = optax.GradientTransformation(
-    lambda p: jnp.zeros(2, jnp.int32), lambda u, s, p=None: (u, s + 0.5)
-  )
-  tx = mpjax.loss_scaling(inner)
-  where, got = f"{WHERE}.update: the state of inner", "float32[2] for int32[2] at the root"
-  with refused(ValueError, where, "like the old one", got, "same structure, shapes and dtypes"):
-    tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-
-
 @pytest.mark.case("B130")
 def test_an_axis_that_is_not_bound(devices):
   tx = mpjax.loss_scaling(SGD, axis_name="bacth")
@@ -370,27 +347,6 @@ def test_an_axis_that_is_not_bound(devices):
     where, expected = "mpjax.loss_scaling(axis_name='bacth')", "the name of an axis that is mapped"
     with refused(ValueError, where, expected, got, "Under plain jit leave axis_name out"):
       jax.eval_shape(call, PARAMS, tx.init(PARAMS))
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_a_train_step_gets_parameters_instead_of_updates(jit):
-  # Powers of two: whether a product and a sum are rounded once or twice makes no difference.
-  tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), STATIC4)
-  seen = []
-
-  def apply(params, updates, inner_state):
-    seen.append(jax.tree.structure(inner_state))
-    return optax.apply_updates(params, updates)
-
-  params, grads = jnp.asarray([1.0, 1e-40, -2.0]), jnp.asarray([4.0, 8.0, -4.0])
-  state, step = tx.init(params), functools.partial(tx.update, _apply=apply)
-  step = jax.jit(step) if jit else step
-  stepped, after = step(grads, state, params)
-  updates, expected = jax.jit(tx.update)(grads, state, params)
-  assert_bit_equal((stepped, after.inner_state), (params + updates, expected.inner_state))
-  assert set(seen) == {jax.tree.structure(state.inner_state)}
-  skipped, after = step(grads.at[1].set(jnp.nan), state, params)
-  assert_bit_equal((skipped, after.inner_state), (params, state.inner_state))
 
 
 @pytest.mark.parametrize("config", [STATIC4, {"a": STATIC4}, {"a": OFF, "b": OFF}], ids=str)

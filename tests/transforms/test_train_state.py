@@ -43,18 +43,6 @@ def test_numbers_become_strong_arrays():
   assert state.rng.dtype == jnp.uint32
 
 
-def test_the_average_is_that_of_the_masters():
-  # Half parameters as such would be averaged from values that rounding has moved.
-  exact = {"w": jnp.asarray([1.001, -2.003]), "norm": jnp.asarray([0.3])}
-  params = {"w": exact["w"].astype(jnp.bfloat16), "norm": exact["norm"]}
-  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1)))
-  state = mpjax.TrainState.create(params, tx, ema=True)
-  assert {x.dtype.name for x in state.ema.values()} == {"float32"}
-  # Without masters to set, those are the parameters.
-  np.testing.assert_array_equal(state.ema["w"], params["w"].astype(jnp.float32))
-  np.testing.assert_array_equal(state.ema["norm"], exact["norm"])
-
-
 @pytest.mark.case("B151", "A67")
 @pytest.mark.parametrize("axis_type", AXES, ids=lambda a: a.name)
 def test_on_a_mesh(devices, axis_type):

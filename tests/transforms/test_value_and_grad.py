@@ -72,15 +72,6 @@ def test_a_scale_adds_two_equations_and_no_loss_scale_none():
   assert mpjax.scale_loss(loss, off) is loss
 
 
-@pytest.mark.case("B026", "A37", "A38")
-def test_loss_comes_back_in_its_own_dtype():
-  for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-    fun = lambda params, dtype=dtype: (params * 3).astype(dtype)  # noqa: E731
-    loss, grads = mpjax.value_and_grad(fun, STATE)(jnp.asarray(5.0))
-    assert (loss.dtype, loss) == (dtype, 15)
-    assert (grads.dtype, grads) == (jnp.float32, 3 * SCALE)
-
-
 @pytest.mark.case("A43")
 def test_gradient_penalty():
   # The gradient inside the loss is of the plain loss; only the sum is scaled.
@@ -128,22 +119,17 @@ def test_allow_int():
 
 
 def test_what_is_no_loss():
-  # The rest of them in test_state.py.
-  p, where = jnp.asarray(1.0), "mpjax.value_and_grad(fun): the loss"
-  with refused(ValueError, where, "a floating scalar", "shape (2,)", "jnp.mean"):
-    mpjax.value_and_grad(lambda p: jnp.ones(2) * p, STATE)(p)
-  for loss in (3, (p, 1), None, {"loss": p}):
-    with refused(TypeError, where, "a floating scalar", kind_of(loss), "jnp.mean"):
-      mpjax.value_and_grad(lambda p, loss=loss: loss, STATE)(p)
-
-
-def test_has_aux_wants_a_pair():
-  for out in (1.0, (1.0, 2.0, 3.0)):
-    where = "mpjax.value_and_grad(fun): the loss"
-    with refused(TypeError, where, "a pair (loss, aux)", kind_of(out), "Return both"):
-      mpjax.value_and_grad(lambda p, out=out: out, STATE, has_aux=True)(1.0)
-  with refused(TypeError, where, "a floating scalar", "a tuple", "has_aux=True"):
-    mpjax.value_and_grad(lambda p: (jnp.sum(p), {"aux": 1}), STATE)(jnp.ones(2))
+  # The rest of them in test_loss_scale.py.
+  p, floating = jnp.asarray(1.0), ("a floating scalar", "jnp.mean")
+  pair, aux = ("a pair (loss, aux)", "Return both"), {"aux": 1}
+  for out, has_aux, builtin, (expected, fix), got in (
+    (jnp.ones(2), False, ValueError, floating, "shape (2,)"),
+    *((x, False, TypeError, floating, kind_of(x)) for x in (3, (p, 1), None, {"loss": p})),
+    *((x, True, TypeError, pair, kind_of(x)) for x in (1.0, (1.0, 2.0, 3.0))),
+    ((p, aux), False, TypeError, ("a floating scalar", "has_aux=True"), "a tuple"),
+  ):
+    with refused(builtin, "mpjax.value_and_grad(fun): the loss", expected, got, fix):
+      mpjax.value_and_grad(lambda p, out=out: out, STATE, has_aux=has_aux)(p)
 
 
 GROWING = mpjax.DynamicLossScale(init_scale=64, growth_interval=2)
