@@ -9,7 +9,6 @@ any guard would have met something that is not finite.
 import copy
 import functools
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -103,18 +102,6 @@ def compiled(run: Callable[..., Any], lanes: bool) -> Any:
     return jax.vmap(one)(args[:-1]) if lanes else jax.lax.map(one, args[:-1])
 
   return jax.jit(all_runs)
-
-
-def once(make: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `make` with a memory, for jobs in several threads."""
-  lock, remembered = threading.Lock(), functools.cache(make)
-
-  @functools.wraps(make)
-  def get(*args):
-    with lock:
-      return remembered(*args)
-
-  return get
 
 
 def attack(setup, sizes, classes, rng, *, guard, plan=network.plan) -> list[Outcome]:
@@ -228,7 +215,7 @@ def scale_arguments(setup: Setup) -> dict[str, Any]:
   return {"init_scale": 64.0, "growth_interval": 3, "hysteresis": setup.hysteresis, **limits}
 
 
-@once
+@functools.cache
 def run_program(setup: Setup, guard: bool) -> Any:
   """Returns the runs over (params, key, index, faults, batches), as a user of mpjax writes them."""
   # Without the guard nothing is looked at, or batches are not run again, or only the optimizer
@@ -307,7 +294,7 @@ def observe(setup: Setup, state: mpjax.TrainState) -> tuple[Any, Any, Any]:
   return digest(*parts), control.is_finite(parts), agree
 
 
-@once
+@functools.cache
 def control_program(setup: Setup) -> Any:
   """Returns the control: the last state, and from the start on digests and phases of windows."""
   inner, every = OPTIMIZERS[setup.optimizer](), WINDOWS[setup.window]
@@ -339,7 +326,7 @@ def control_program(setup: Setup) -> Any:
   return compiled(run, setup.lanes)
 
 
-@once
+@functools.cache
 def witness_program(compute: str) -> Any:
   """Returns a jitted function: were loss, gradients and statistics finite, without any guard?"""
   # Of the whole batch, whatever micro-batches it was cut into: a fault comes with one of its rows.
