@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -144,7 +144,7 @@ def mutated(source: str, mutation: Mutation) -> str:
 
 
 @contextlib.contextmanager
-def applied(file: pathlib.Path, changed: str) -> Iterator[None]:
+def applied(file: pathlib.Path, changed: str) -> Generator[None]:
   """Replaces a module of a copy of the project, until the block ends."""
   source = file.read_text(encoding="utf-8")
   try:
