@@ -105,10 +105,10 @@ mpjax/transforms/_loss_scaling.py::loss_scaling
 9 gradients are divided by the scale of the next step
 - return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
 + flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
-+ old = dict(scales)
-+ scales.update({k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old})
++ old = dict(moving)
++ moving.update({k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old})
 + gradient = plain(grads)
-+ scales.update(old)
++ moving.update(old)
 + return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
 ::test_momentum_is_exact_while_the_scale_changes_every_step
 
@@ -573,7 +573,7 @@ mpjax/transforms/_masters.py::master_weights
 
 62 a master is split from its rounding where the addition ends at another parameter
 - p.astype(jnp.float32) + u
-+ m
++ new.astype(p.dtype)
 ::test_the_nearest_master_where_no_update_leads_to_the_rounded_one
 
 mpjax/transforms/_masters.py::_check_split
