@@ -1,5 +1,7 @@
-"""What tests of examples/ and benchmarks/ share: scripts as fixtures, and what a plot shows."""
+"""What tests of pages and scripts share: scripts as fixtures, what a plot shows, ids of tests."""
 
+import ast
+import functools
 import importlib
 import pathlib
 from collections.abc import Iterable
@@ -8,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+ROOT = pathlib.Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def benchmark(script: str, name: str | None = None) -> Any:
@@ -35,3 +38,14 @@ def assert_colors(path: pathlib.Path, colors: Iterable[str]) -> None:
   for color in colors:
     wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     assert (np.abs(pixels[..., :3] - wanted).max(-1) < 0.02).sum() > 50, color
+
+
+@functools.cache
+def is_test(name: str) -> bool:
+  """Whether `name` is the id of a test, as pytest has it, without parameters."""
+  path, _, function = name.partition("::")
+  file = ROOT / path
+  if not (path.startswith("tests/") and function.startswith("test_") and file.exists()):
+    return False
+  tree = ast.parse(file.read_text(encoding="utf-8"))
+  return any(isinstance(x, ast.FunctionDef) and x.name == function for x in tree.body)

@@ -1,14 +1,12 @@
 """What became of injected faults: states compared step by step, and what was lost put down."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from tests.loss_scale_oracle import LIMIT, Oracle
 
 
 @dataclasses.dataclass
@@ -20,7 +18,7 @@ class Outcome:
   lost: int = 0
   seconds: float = 0.0
   first: str = ""  # where the first loss showed
-  part: str = ""  # the module that it comes from
+  part: str = ""  # of the campaign
 
   def lose(self, count: int, where: str) -> None:
     """Puts down lost faults, if there are some."""
@@ -33,13 +31,6 @@ class Outcome:
     self.lost += other.lost
     self.seconds += other.seconds
     self.first = self.first or other.first
-
-
-class Job(NamedTuple):
-  """A piece of the campaign: some programs and the faults that they meet."""
-
-  part: str  # the module that it is of
-  run: Callable[[np.random.Generator], list[Outcome]]
 
 
 class BrokenCampaign(Exception):
@@ -89,34 +80,6 @@ def differing(found: Any, expected: Any) -> np.ndarray:
   return wrong
 
 
-def good_steps(planted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns what the control of each run is fed, and which of its states belongs to which step.
-
-  Args:
-    planted: bool [runs, steps], the steps to delete.
-
-  Returns:
-    The good steps of each run in their order, then its bad ones to fill it up; bool, whether it is
-    a good one; how many good steps a run has seen after each step. All [runs, steps].
-  """
-  order = np.argsort(planted, axis=1, kind="stable")
-  active = np.arange(planted.shape[1])[None] < (~planted).sum(1, keepdims=True)
-  return order, active, np.cumsum(~planted, axis=1)
-
-
-def unlike_digests(found: Any, control: Any, seen: np.ndarray, fields: Any) -> dict[str, Any]:
-  """Returns where digests differ from those of the control, bool [runs, steps] for each field.
-
-  Args:
-    found: uint32 [runs, steps, fields], after each step.
-    control: uint32 [runs, 1 + steps, fields], before the first good step and after each.
-    seen: how many good steps the run has seen after each step, [runs, steps].
-    fields: their names, or more.
-  """
-  expected = control[np.arange(len(seen))[:, None], seen]
-  return dict(zip(fields, np.moveaxis(found != expected, -1, 0), strict=False))
-
-
 def judge(
   outcome: Outcome, planted: np.ndarray, wrong: Mapping[str, np.ndarray], where: str
 ) -> np.ndarray:
@@ -146,28 +109,3 @@ def judge(
   names = [name for name, found in wrong.items() if found[run, step]]
   outcome.lose(lost, f"{where}, run {run}: first wrong after step {step}: {', '.join(names)}")
   return right
-
-
-def check_clean(clean: Outcome, outcome: Outcome, guard: bool) -> None:
-  """Sees to what was wrong in runs without a fault: a loss, unless nothing was guarded anyway."""
-  text = f"without any fault: {clean.first}"
-  require(guard or not clean.lost, text)
-  outcome.lose(clean.lost, text)
-
-
-SCALE_FIELDS = (
-  *("scale", "good_steps", "hysteresis", "total", "skipped", "consecutive_skips"),
-  *("floor_hits", "bad_updates"),
-)
-
-
-def oracle_numbers(oracle: Oracle) -> list[float]:
-  """Returns the numbers of the oracle now; counters of ours stop at 2^31 - 1."""
-  numbers = oracle.numbers()
-  return [numbers["scale"], *(min(numbers[field], LIMIT) for field in SCALE_FIELDS[1:])]
-
-
-def unlike_oracle(found: Any, expected: Any) -> np.ndarray:
-  """Whether the numbers of a `LossScaleState` differ from [runs, steps, fields] of the oracle."""
-  numbers = [np.asarray(getattr(found, field), np.float64) for field in SCALE_FIELDS]
-  return np.any(np.stack(numbers, axis=-1) != np.asarray(expected), axis=-1)

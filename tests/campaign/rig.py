@@ -9,7 +9,6 @@ any guard would have met something that is not finite.
 import copy
 import functools
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,19 +20,8 @@ import optax
 import mpjax
 from tests.campaign import control, network
 from tests.campaign.network import GRADIENT, INPUT, LARGE, LOSS, NOWHERE, STATISTICS, Faults
-from tests.campaign.outcome import (
-  Outcome,
-  check_clean,
-  differing,
-  digest,
-  good_steps,
-  judge,
-  oracle_numbers,
-  require,
-  unlike_digests,
-  unlike_oracle,
-)
-from tests.loss_scale_oracle import Oracle
+from tests.campaign.outcome import Outcome, differing, digest, judge, require
+from tests.loss_scale_oracle import NUMBERS, Oracle
 from tests.programs import stored
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -116,18 +104,6 @@ def compiled(run: Callable[..., Any], lanes: bool) -> Any:
   return jax.jit(all_runs)
 
 
-def once(make: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `make` with a memory, for jobs in several threads."""
-  lock, remembered = threading.Lock(), functools.cache(make)
-
-  @functools.wraps(make)
-  def get(*args):
-    with lock:
-      return remembered(*args)
-
-  return get
-
-
 def attack(setup, sizes, classes, rng, *, guard, plan=network.plan) -> list[Outcome]:
   """Lets runs of one setup meet no faults, and then one kind of place after the other.
 
@@ -147,7 +123,10 @@ def attack(setup, sizes, classes, rng, *, guard, plan=network.plan) -> list[Outc
     data = draw(setup, sizes, rng)
     final, trail = program(*data[:3], faults, data[3])
     hit |= judge_trail(outcome, setup, faults, data, final, trail, guard)
-  check_clean(clean, outcomes[0], guard)
+  # What is wrong without a fault is a loss, unless nothing was guarded anyway.
+  text = f"without any fault: {clean.first}"
+  require(guard or not clean.lost, text)
+  outcomes[0].lose(clean.lost, text)
   # Each phase of a window was hit; if batches are run again, some were saved by that and some not.
   phases, ends = range(int(setup.window[-1:] or 1)), {False, setup.retries > 0}
   require(hit == set(itertools.product(phases, ends)), f"{setup.name}: only {hit} were hit")
@@ -174,7 +153,10 @@ def judge_trail(outcome, setup, faults, data, final, trail, guard):
   params, keys, index, batches = data
   digests, finite, agree, scale, flags, before = jax.device_get(trail)
   story = tell(setup, faults)
-  order, active, seen = good_steps(~story.applied)
+  # The control is fed the good steps of a run in their order, and its bad ones to fill it up.
+  order = np.argsort(~story.applied, axis=1, kind="stable")
+  active = np.take_along_axis(story.applied, order, 1)
+  seen = np.cumsum(story.applied, axis=1)
   scales = np.take_along_axis(story.scale if guard else before[-1], order, 1).astype(np.float32)
   if setup.compute != "float16":  # Only there does a scale round differently, among subnormals.
     scales = np.ones_like(scales)
@@ -184,12 +166,15 @@ def judge_trail(outcome, setup, faults, data, final, trail, guard):
   program = control_program(setup._replace(hysteresis=1, retries=0, by_hand=False))
   plain, rows = program(params, keys, shown, given, scales, active, batches)
   expected, phases = jax.device_get(rows)
-  wrong = unlike_digests(digests, expected, seen, FIELDS)
+  unlike = digests != expected[np.arange(len(seen))[:, None], seen]
+  wrong = dict(zip(FIELDS, np.moveaxis(unlike, -1, 0), strict=False))  # Without a window, five.
   wrong |= {"not finite": ~finite, "masters": ~agree}
   wrong["the last state"] = np.zeros_like(story.met)
   wrong["the last state"][:, -1] = differing(final, plain)
   if guard:
-    wrong |= {"flag": flags != story.applied, "scale": unlike_oracle(scale, story.numbers)}
+    numbers = np.stack([getattr(scale, field) for field in NUMBERS], axis=-1)
+    wrong["flag"] = flags != story.applied
+    wrong["scale"] = np.any(numbers != story.numbers, axis=-1)
   right = judge(outcome, story.met, wrong, setup.name)
   if guard:
     witness = witness_program(setup.compute)
@@ -220,7 +205,7 @@ def tell(setup: Setup, faults: Faults) -> Story:
           oracle.scale = scale * oracle.factors[1]
       if not finite:  # Nothing helped: the batch was to blame, and costs one step of the scale.
         oracle = after[0]
-      steps.append((len(after) > 1 or not finite, finite, scale, oracle_numbers(oracle)))
+      steps.append((len(after) > 1 or not finite, finite, scale, [*oracle.numbers().values()]))
   shape = faults.place.shape
   return Story(*(np.reshape(x, (*shape, *np.shape(x)[1:])) for x in zip(*steps, strict=True)))
 
@@ -230,7 +215,7 @@ def scale_arguments(setup: Setup) -> dict[str, Any]:
   return {"init_scale": 64.0, "growth_interval": 3, "hysteresis": setup.hysteresis, **limits}
 
 
-@once
+@functools.cache
 def run_program(setup: Setup, guard: bool) -> Any:
   """Returns the runs over (params, key, index, faults, batches), as a user of mpjax writes them."""
   # Without the guard nothing is looked at, or batches are not run again, or only the optimizer
@@ -309,7 +294,7 @@ def observe(setup: Setup, state: mpjax.TrainState) -> tuple[Any, Any, Any]:
   return digest(*parts), control.is_finite(parts), agree
 
 
-@once
+@functools.cache
 def control_program(setup: Setup) -> Any:
   """Returns the control: the last state, and from the start on digests and phases of windows."""
   inner, every = OPTIMIZERS[setup.optimizer](), WINDOWS[setup.window]
@@ -341,7 +326,7 @@ def control_program(setup: Setup) -> Any:
   return compiled(run, setup.lanes)
 
 
-@once
+@functools.cache
 def witness_program(compute: str) -> Any:
   """Returns a jitted function: were loss, gradients and statistics finite, without any guard?"""
   # Of the whole batch, whatever micro-batches it was cut into: a fault comes with one of its rows.

@@ -1,6 +1,7 @@
-"""A small piece of the fault campaign, and that it would notice if something were lost.
+"""The fault campaign would notice if something were lost.
 
-`make campaign` runs all of it.
+`make campaign` runs all of it; that nothing is lost in a piece of it is tested by
+tests/integration/test_train_step_is_atomic.py.
 """
 
 import re
@@ -11,28 +12,17 @@ import numpy as np
 import pytest
 
 from tests.campaign import run
-from tests.campaign.outcome import Job, Outcome, differing, digest, judge, require
-from tests.campaign.rig import PLACES
+from tests.campaign.outcome import Outcome, differing, digest, judge, require
+from tests.campaign.rig import Sizes
 
-CLASSES = {
-  *(f"{kind}: {place}" for kind in ("train step", "by hand") for place in PLACES.values()),
-  *(f"scale: {kind}" for kind in ("hysteresis", "interval 1", "restored counters")),
-}
-
-
-@pytest.mark.case("I1", "I16")
-def test_no_fault_is_lost():
-  outcomes = {outcome.name: outcome for outcome in run.campaign(0, small=True)}
-  assert {name: outcome.first for name, outcome in outcomes.items() if outcome.lost} == {}
-  assert set(outcomes) == CLASSES
-  assert min(outcome.injected for outcome in outcomes.values()) > 5
-  assert sum(outcome.injected for outcome in outcomes.values()) > 300
+SMALL = [job._replace(sizes=Sizes(4, 12)) for job in (run.JOBS[0], run.JOBS[len(run.SETUPS) + 3])]
 
 
 def test_without_the_guards_every_class_is_lost():
-  outcomes = run.campaign(0, small=True, guard=False)
-  assert {outcome.name for outcome in outcomes} == CLASSES
-  assert [outcome.name for outcome in outcomes if not outcome.lost] == []
+  outcomes = run.campaign(0, SMALL, guard=False)
+  assert [outcome.name for outcome in outcomes if outcome.lost] == [
+    name for job in SMALL for name in job.classes.values()
+  ]
 
 
 def test_a_fault_is_lost_if_anything_is_wrong_before_the_next_one():
@@ -64,18 +54,18 @@ def test_every_bit_is_compared(dtype):
 def test_exit_status(monkeypatch, capsys):
   # Of a campaign of one part and one class, and of the self-check, which must lose something.
   def status(outcome, *arguments, broken=False):
-    def job(rng):
+    def attack(*args, **options):
       require(not broken, "something else was planted")
       return [outcome]
 
-    monkeypatch.setattr(run, "PARTS", {"part": lambda small, guard: [Job("part", job)]})
-    return run.main(list(arguments)), re.sub(r"\s+", " ", capsys.readouterr().out)
+    monkeypatch.setattr(run.rig, "attack", attack)
+    return run.main(arguments, SMALL[:1]), re.sub(r"\s+", " ", capsys.readouterr().out)
 
   lost = Outcome("values", 30_000, 1, first="run 3, step 5")
   for outcome, broken, expected, said in (
     (Outcome("values", 20_000), False, 0, "20,000 faults injected, 0 lost"),
     (Outcome("values", 19_999), False, 1, "Fewer than 20,000"),
-    (lost, False, 1, "values: run 3, step 5 (--fault-seed 3 --only part)"),
+    (lost, False, 1, "values: run 3, step 5 (--fault-seed 3 --only train_steps)"),
     (lost, True, 2, "broken, seed 3: something else was planted"),
   ):
     found, text = status(outcome, "--fault-seed", "3", broken=broken)

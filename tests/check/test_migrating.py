@@ -5,7 +5,6 @@ run by test_docs.py.
 """
 
 import ast
-import functools
 import inspect
 import pathlib
 import re
@@ -13,13 +12,19 @@ import runpy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import flax.training.dynamic_scale
 import haiku as hk
+import jax
+import jax.numpy as jnp
 import jmp
+import optax
 import pytest
+from flax import nnx
 
+import mpjax
 from tests.lint.test_public_api import NAMES, resolve
-from tests.migrating_lines import NOT_RUN, failures, worlds
+from tests.scripts import is_test
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("docs/migrating/*.md"))
@@ -125,42 +130,19 @@ def rows(markdown: str) -> Iterator[Row]:
       yield Row(number, header, split(line))
 
 
-@functools.cache
-def functions(path: str) -> frozenset[str]:
-  """The names of the functions of a test file; none if there is no such file."""
-  file = ROOT / path
-  if not re.fullmatch(r"tests/(\w+/)*test_\w+\.py", path) or not file.exists():
-    return frozenset()
-  body = ast.parse(file.read_text(encoding="utf-8")).body
-  return frozenset(node.name for node in body if isinstance(node, ast.FunctionDef))
-
-
-def is_test(name: str) -> bool:
-  """Whether `name` is the id of a test, as pytest has it, without parameters."""
-  path, _, function = name.partition("::")
-  return function.startswith("test_") and function in functions(path)
-
-
 def spans(cell: str) -> list[str]:
   return re.findall(r"`([^`]+)`", cell)
 
 
-def public(name: str) -> Any:
-  """Returns what a public name, or an attribute of one, is; None if it is neither."""
+def is_public(name: str) -> bool:
+  """Whether `name` is a public name, or an attribute of one."""
   pieces = name.split(".")
   if not any(".".join(pieces[:n]) in NAMES for n in range(2, len(pieces) + 1)):
-    return None
+    return False
   try:
-    return resolve(name)
+    return resolve(name) is not None
   except AttributeError:
-    return None
-
-
-def code_faults(code: str) -> Iterator[str]:
-  """Yields the names in a line of code that are not public; the line itself runs, or does not."""
-  for name in re.findall(r"\bmpjax(?:\.\w+)+", code):
-    if public(name) is None:
-      yield f"{name} is not public"
+    return False
 
 
 def faults(row: Row) -> list[str]:
@@ -177,7 +159,8 @@ def faults(row: Row) -> list[str]:
     return found if test == NONE else [*found, "a test of what is not offered"]
   if not spans(line):
     found.append("no line of code")
-  found += [fault for code in spans(line) for fault in code_faults(code)]
+  names = [name for code in spans(line) for name in re.findall(r"\bmpjax(?:\.\w+)+", code)]
+  found += [f"{name} is not public" for name in names if not is_public(name)]
   if not spans(test):
     found.append("no test")
   return found + [f"{name} is no test" for name in spans(test) if not is_test(name)]
@@ -215,6 +198,72 @@ def test_every_system_has_a_page():
   overview = (ROOT / "docs/migrating/features.md").read_text(encoding="utf-8")
   assert "(docs/migrating/features.md)" in readme
   assert [page.name for page in PAGES if f"({page.name})" not in overview] == ["features.md"]
+
+
+NOT_RUN = {
+  "state, metrics = update(state, next(data))": "compiles a training step",
+  "tx.update(grads, opt_state, params, value=value, grad=grads, value_fn=value_fn)": (
+    "compiles a line search"
+  ),
+  'jax.lax.psum(grads, "data")': "has to be inside of shard_map",
+}
+"""The lines that nothing here runs, and why: a new one is to be run, or to be named here."""
+
+
+def worlds() -> list[dict[str, Any]]:
+  """Returns what the names of the lines are: a line must hold in one of these worlds.
+
+  A line that gives back a function has run when it has given it back: nothing is trained here.
+  The guides write `tx` for the optimizer inside of `mpjax.loss_scaling(tx)` and for what comes out.
+  """
+  net = nn.Sequential([nn.Dense(2), nn.Dense(2)])
+  layer = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+  params = {"head": {"kernel": jnp.ones((2, 2))}, "dense1": jnp.ones(2)}
+  half = mpjax.Policy.parse("float16").cast_to_compute(params)
+  layer_of_nnx = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  x, sgd = jnp.ones((1, 2)), optax.sgd(0.1, momentum=0.9)
+  tx = mpjax.loss_scaling(mpjax.master_weights(sgd))
+  several = mpjax.loss_scaling(sgd, {"a": mpjax.DynamicLossScale(), "b": mpjax.StaticLossScale(8)})
+  state = mpjax.TrainState.create(half, tx)
+  plain = {
+    **{"mpjax": mpjax, "jax": jax, "jnp": jnp, "nn": nn, "optax": optax, "re": re},
+    **{"model": net, "net": net, "MyModule": nn.Dense, "MyLayer": nn.Dense},
+    **{"variables": {"params": {"layers_0": layer, "layers_1": layer}}, "x": x, "batch": {"x": x}},
+    **{"params": params, "half": half, "grads": half, "updates": half},
+    **{"weights": params, "tree": params, "new": params, "old": params, "finite": jnp.array(True)},
+    **{"tx": sgd, "solver": sgd, "inner": sgd, "hook": optax.clip(1.0), "max_norm": 1.0},
+    **{"opt_state": state.opt_state, "state": state, "path": state, "loss": jnp.float32(1)},
+    **{"policy": mpjax.Policy(), "level": mpjax.opt_level("O1", "float16"), "primitive": "tanh"},
+    **dict.fromkeys(("fn", "loss_fn", "forward"), jnp.sum),
+    "keep": lambda module, method, call, cast: call,
+    "loss_scale": mpjax.NoLossScale(),
+    "view": mpjax.nnx.with_policy(layer_of_nnx, "mixed_float16"),
+  }
+  other = {"model": layer_of_nnx, "opt_state": several.init(params), "path": params}
+  return [plain, {**plain, "tx": tx, "params": half}, {**plain, **other}]
+
+
+def failure(code: str, names: dict[str, Any]) -> str:
+  """Runs a line; returns why it failed, or an empty text."""
+  try:
+    exec(code, names)
+  except Exception as error:
+    return f"{type(error).__name__}: {error}"
+  return ""
+
+
+def failures(lines: list[str], objects: list[dict[str, Any]]) -> dict[str, list[str]]:
+  """Runs the lines of a row, in order; returns those that fail in every world, with each error.
+
+  A line that calls nothing, as a name alone or the type of a field, has nothing to run.
+  """
+  own = [dict(names) for names in objects]
+  found = {}
+  for code in lines:
+    statement = f"{code}\n  pass" if code.endswith(":") else code  # That of a `with` has a body.
+    if any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(statement))):
+      found[code] = [failure(statement, names) for names in own]
+  return {code: why for code, why in found.items() if all(why)}
 
 
 @pytest.mark.filterwarnings("ignore:mpjax.opt_level")

@@ -16,12 +16,11 @@ after a change tries again what the change may have decided.
 """
 
 import argparse
-import concurrent.futures
+import functools
 import hashlib
 import json
 import os
 import pathlib
-import queue
 import subprocess
 import sys
 import tempfile
@@ -30,19 +29,21 @@ from typing import NamedTuple
 
 import coverage
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tests.mutations.equivalent import EQUIVALENT
 from tests.mutations.generate import Mutant, mutants, mutated
 from tests.mutations.run import (
   ROOT,
+  applied,
   copy_project,
+  in_copies,
   project_files,
   read_report,
   reported_to,
   run_tests,
 )
+from tests.mutations.table import own_tests
 
 CACHE = ROOT / ".cache" / "mutations"
 
@@ -126,8 +127,7 @@ class Suite:
     tests = set().union(*(by_line.get(line, set()) for line in range(first, last + 1)))
     if mutant.runs_on_import:
       tests = set().union(*by_line.values()) if "def " in source else set(self.seconds)
-    *folders, name = mutant.file.removeprefix("mpjax/").split("/")
-    own = "/".join(("tests", *(each.lstrip("_") for each in folders), f"test_{name.lstrip('_')}::"))
+    own = f"{own_tests(mutant.file)}::"
     return sorted(tests, key=lambda test: (not test.startswith(own), self.seconds[test], test))
 
   def digest_of(self, killed_by: str | None) -> str:
@@ -136,19 +136,15 @@ class Suite:
     return f"{self.library}-{self.rest}-{digest(files & self.test_files)}"
 
 
-def try_mutant(root: pathlib.Path, suite: Suite, mutant: Mutant) -> Result:
+def try_mutant(suite: Suite, root: pathlib.Path, mutant: Mutant) -> Result:
   """Runs tests on the copy in `root`, which is as before afterwards."""
   file = root / mutant.file
   source = file.read_text(encoding="utf-8")
   tests = suite.tests_of(mutant, source)
-  attempts = [tests[:FIRST], suite.changed, tests[FIRST:]]
-  try:
-    _write(file, mutated(mutant, source))
-    killed_by = None
-    for attempt in filter(None, attempts):
+  killed_by = None
+  with applied(file, mutated(mutant, source)):
+    for attempt in filter(None, (tests[:FIRST], suite.changed, tests[FIRST:])):
       killed_by = killed_by or _killed_by(root, suite, attempt)
-  finally:
-    _write(file, source)
   return Result(killed_by, len(tests), suite.digest_of(killed_by))
 
 
@@ -164,13 +160,6 @@ def _killed_by(root: pathlib.Path, suite: Suite, tests: list[str]) -> str | None
     return "import"
   wrong = [test for test, outcome in outcomes.items() if outcome in ("failure", "error")]
   return wrong[0] if wrong else None
-
-
-def _write(file: pathlib.Path, source: str) -> None:
-  """Writes a module so that Python compiles it again, whatever its size and the clock."""
-  before = int(file.stat().st_mtime)
-  file.write_text(source, encoding="utf-8")
-  os.utime(file, (before + 2, before + 2))
 
 
 def all_mutants(paths: Iterable[str]) -> list[Mutant]:
@@ -205,29 +194,11 @@ def try_all(
     if mutant.name in known
     and known[mutant.name].digest == suite.digest_of(known[mutant.name].killed_by)
   }
-  copies: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()
-  for job in range(jobs):
-    copy_project(base / f"copy{job}")
-    copies.put(base / f"copy{job}")
-
-  def run(mutant: Mutant) -> Result:
-    root = copies.get()
-    try:
-      return try_mutant(root, suite, mutant)
-    finally:
-      copies.put(root)
-
-  columns = TextColumn("mutants"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-  with Progress(*columns, console=console) as progress:
-    left = [m for m in drawn if m not in results and m.name not in EQUIVALENT]
-    task = progress.add_task("", total=len(results) + len(left), completed=len(results))
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-      futures = {pool.submit(run, mutant): mutant for mutant in left}
-      for future in concurrent.futures.as_completed(futures):
-        results[futures[future]] = future.result()
-        known[futures[future].name] = future.result()
-        path.write_text(json.dumps(known, indent=1))
-        progress.advance(task)
+  left = [m for m in drawn if m not in results and m.name not in EQUIVALENT]
+  attempt = functools.partial(try_mutant, suite)
+  for mutant, result in in_copies(console, base, jobs, left, attempt):
+    results[mutant] = known[mutant.name] = result
+    path.write_text(json.dumps(known, indent=1))
   return results
 
 

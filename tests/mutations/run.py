@@ -1,11 +1,11 @@
 """Breaks our own code in many ways, one at a time, and sees whether the test named for each fails.
 
 make mutations                                 # all, two at a time
-python -m tests.mutations.run --only 7,12      # some of them
+python -m tests.mutations.run --only 7 17a     # some of them
 python -m tests.mutations.run --jobs 1
 
 The project is copied to a temporary directory, and each mutation of `table.py` is applied to a
-copy of its own; nothing here is changed. A mutation names a function, and an expression or
+copy; nothing here is changed. A mutation names a function, and an expression or
 statements to replace in it; they are looked for in the syntax tree, not in the text. First the
 named tests run on an unchanged copy, where all must pass. Then a mutation is caught if its test
 fails there, in a process of its own, within a minute; that another test fails does not count, nor
@@ -15,17 +15,19 @@ does a program that no longer imports. The exit status is 0 if every mutation wa
 import argparse
 import ast
 import concurrent.futures
+import contextlib
 import enum
 import functools
 import os
 import pathlib
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from rich.console import Console
@@ -141,11 +143,22 @@ def mutated(source: str, mutation: Mutation) -> str:
   return ast.unparse(tree) + "\n"
 
 
-def mutate(root: pathlib.Path, mutation: Mutation) -> None:
-  """Applies a mutation to the copy of the project in `root`."""
-  file = root / mutation.file
+@contextlib.contextmanager
+def applied(file: pathlib.Path, changed: str) -> Generator[None]:
+  """Replaces a module of a copy of the project, until the block ends."""
   source = file.read_text(encoding="utf-8")
-  file.write_text(mutated(source, mutation), encoding="utf-8")
+  try:
+    _write(file, changed)
+    yield
+  finally:
+    _write(file, source)
+
+
+def _write(file: pathlib.Path, source: str) -> None:
+  """Writes a module so that Python compiles it again, whatever its size and the clock."""
+  before = int(file.stat().st_mtime)
+  file.write_text(source, encoding="utf-8")
+  os.utime(file, (before + 2, before + 2))
 
 
 def run_tests(
@@ -201,19 +214,51 @@ def judge(test: str, outcomes: dict[str, str]) -> Verdict:
   return Verdict.MISSED if own and set(own) == {"passed"} else Verdict.BROKEN
 
 
-def try_mutation(base: pathlib.Path, mutation: Mutation) -> Result:
-  """Runs the test of a mutation on a copy of `base` that it was applied to."""
+def try_mutation(root: pathlib.Path, mutation: Mutation) -> Result:
+  """Runs the test of a mutation on the copy in `root`, which is as before afterwards."""
   start = time.perf_counter()
-  with tempfile.TemporaryDirectory(prefix=f"mutation_{mutation.name}_") as folder:
-    root = pathlib.Path(folder).resolve() / "project"
-    # Python goes by size and second: a compiled file of before could hide the mutation.
-    shutil.copytree(base, root, ignore=shutil.ignore_patterns("__pycache__"))
-    mutate(root, mutation)
+  file = root / mutation.file
+  with applied(file, mutated(file.read_text(encoding="utf-8"), mutation)):
     try:
       outcomes, output = run_tests(root, [mutation.test], LIMIT, "-x")
     except subprocess.TimeoutExpired:
       return Result(Verdict.SLOW, time.perf_counter() - start, "")
   return Result(judge(mutation.test, outcomes), time.perf_counter() - start, output)
+
+
+def in_copies(
+  console: Console,
+  folder: pathlib.Path,
+  jobs: int,
+  mutants: Sequence[Any],
+  attempt: Callable[[pathlib.Path, Any], Any],
+) -> Iterator[tuple[Any, Any]]:
+  """Yields each mutant and what `attempt(root, mutant)` returned, as soon as it is there.
+
+  Each of the `jobs` that run at the same time has a copy of the project in `folder`.
+  """
+  copies: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()
+  for job in range(jobs):
+    copy_project(folder / f"copy{job}")
+    copies.put(folder / f"copy{job}")
+
+  def in_one(mutant: Any) -> Any:
+    root = copies.get()
+    try:
+      return attempt(root, mutant)
+    finally:
+      copies.put(root)
+
+  columns = TextColumn("mutants"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+  with (
+    Progress(*columns, console=console) as progress,
+    concurrent.futures.ThreadPoolExecutor(jobs) as pool,
+  ):
+    task = progress.add_task("", total=len(mutants))
+    futures = {pool.submit(in_one, mutant): mutant for mutant in mutants}
+    for future in concurrent.futures.as_completed(futures):
+      progress.advance(task)
+      yield futures[future], future.result()
 
 
 def check_unmutated(base: pathlib.Path, mutations: list[Mutation], jobs: int) -> None:
@@ -225,57 +270,38 @@ def check_unmutated(base: pathlib.Path, mutations: list[Mutation], jobs: int) ->
     sys.exit(f"{output[-6000:]}\nnot passed without any mutation: {', '.join(wrong)}")
 
 
-def chosen(only: str | None) -> list[Mutation]:
-  """Returns the mutations whose numbers `only` lists ("7,12"), all of them if it is None."""
-  if only is None:
-    return list(MUTATIONS)
-  numbers = [int(number) for number in only.split(",")]
-  unknown = set(numbers) - {mutation.number for mutation in MUTATIONS}
-  if unknown:
-    sys.exit(f"no mutation has the number {', '.join(map(str, sorted(unknown)))}")
-  return [mutation for mutation in MUTATIONS if mutation.number in numbers]
-
-
 def report(console: Console, results: dict[Mutation, Result]) -> bool:
   """Prints the table and the count; returns whether every mutation was caught."""
+  lost = {m: result for m, result in results.items() if result.verdict is not Verdict.CAUGHT}
   table = Table("no.", "mutation", "test", "", "s")
   for mutation, result in results.items():
-    style = "green" if result.verdict is Verdict.CAUGHT else "bold red"
+    style = "bold red" if mutation in lost else "green"
     verdict = f"[{style}]{result.verdict.value}[/]"
     test = mutation.test.removeprefix("tests/").replace("::", "\n")
     table.add_row(mutation.name, mutation.breaks, test, verdict, f"{result.seconds:.0f}")
   console.print(table, highlight=False)
-  for mutation, result in results.items():
-    if result.verdict is not Verdict.CAUGHT:
-      console.rule(f"{mutation.name}: {result.verdict.value}")
-      console.print(result.output[-3000:], markup=False, highlight=False)
-  numbers = {mutation.number for mutation in results}
-  lost = {m.number for m, result in results.items() if result.verdict is not Verdict.CAUGHT}
-  console.print(f"{len(numbers - lost)}/{len(numbers)} caught")
+  for mutation, result in lost.items():
+    console.rule(f"{mutation.name}: {result.verdict.value}")
+    console.print(result.output[-3000:], markup=False, highlight=False)
+  console.print(f"{len(results) - len(lost)}/{len(results)} caught")
   return not lost
 
 
 def main() -> int:
   """Runs the mutations; returns the exit status."""
+  names = [mutation.name for mutation in MUTATIONS]
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-  parser.add_argument("--only", metavar="N,M", help="only the mutations of these numbers")
+  parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="N")
   parser.add_argument("--jobs", type=int, default=2, choices=(1, 2), help="at the same time")
   arguments = parser.parse_args()
-  mutations = chosen(arguments.only)
+  mutations = [mutation for mutation in MUTATIONS if mutation.name in arguments.only]
   console = Console()
-  columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
   with tempfile.TemporaryDirectory(prefix="mutations_") as folder:
-    base = pathlib.Path(folder).resolve() / "project"
-    copy_project(base)
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-      task = progress.add_task("the tests, unmutated", total=len(mutations))
-      check_unmutated(base, mutations, arguments.jobs)
-      progress.update(task, description="mutations")
-      with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        futures = {mutation: pool.submit(try_mutation, base, mutation) for mutation in mutations}
-        for _ in concurrent.futures.as_completed(futures.values()):
-          progress.advance(task)
-  return int(not report(console, {m: future.result() for m, future in futures.items()}))
+    base = pathlib.Path(folder).resolve()
+    copy_project(base / "project")
+    check_unmutated(base / "project", mutations, arguments.jobs)
+    found = dict(in_copies(console, base, arguments.jobs, mutations, try_mutation))
+  return int(not report(console, {mutation: found[mutation] for mutation in mutations}))
 
 
 if __name__ == "__main__":

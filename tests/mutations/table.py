@@ -1,8 +1,7 @@
 """The mutations: mistakes that a developer of this project could really make.
 
 Most of them have been made, in this kind of library. Where our code has no place for one, the
-nearest mistake that it has a place for is here, and its description says so. A number of two
-mistakes has a letter for each.
+nearest mistake that it has a place for is here, and its description says so.
 """
 
 from typing import NamedTuple
@@ -15,32 +14,33 @@ class Mutation(NamedTuple):
   make no difference, nor does where in the function it is, functions defined in it included.
   """
 
-  number: int
+  name: str  # a number, and the letter
   breaks: str  # what is wrong with the changed code
   function: str  # "file::function" or "file::Class.method"; nothing after "::": the module level
   old: str  # an expression or statements, in the function exactly once
   new: str  # what replaces it; "" deletes statements
   test: str  # the id of a test function, without parameters
-  letter: str = ""
 
   @property
   def file(self) -> str:
     """The file of the function."""
     return self.function.partition("::")[0]
 
-  @property
-  def name(self) -> str:
-    """The number and the letter."""
-    return f"{self.number}{self.letter}"
+
+def own_tests(file: str) -> str:
+  """Returns the test file of a module: that of its name."""
+  *folders, name = file.removeprefix("mpjax/").split("/")
+  return "/".join(("tests", *(each.lstrip("_") for each in folders), f"test_{name.lstrip('_')}"))
 
 
 def parsed(text: str) -> tuple[Mutation, ...]:
   """Returns the mutations of a table, which are separated by empty lines.
 
-  Each has its name and what it breaks, the change as in a diff, and its test. A function that has
-  an entry of its own is that of the mutations after it, up to the next one.
+  Each has its name and what it breaks, the change as in a diff, and its test: `::test` alone is
+  one of the module's own test file, and without any it is that of the mutation before. A function
+  that has an entry of its own is that of the mutations after it, up to the next one.
   """
-  found, function = [], ""
+  found, function, test = [], "", ""
   for entry in text.strip().split("\n\n"):
     lines = [line for line in entry.splitlines() if not line.startswith("#")]
     if len(lines) == 1:
@@ -48,12 +48,12 @@ def parsed(text: str) -> tuple[Mutation, ...]:
     elif lines:
       code = {sign: [line[2:] for line in lines if line[0] == sign] for sign in "-+"}
       old, new = ("\n".join(code[sign]) for sign in "-+")
-      test = "".join(line for line in lines if line.startswith(("tests/", "::")))
+      test = "".join(line for line in lines if line.startswith(("tests/", "::"))) or test
+      if test.startswith("::"):
+        test = own_tests(function.partition("::")[0]) + test
       title = [line.strip() for line in lines if line[0].isdigit() or line.startswith("  ")]
       name, _, breaks = " ".join(title).partition(" ")
-      number = name.rstrip("ab")
-      letter = name.removeprefix(number)
-      found.append(Mutation(int(number), breaks, function, old, new, test, letter))
+      found.append(Mutation(name, breaks, function, old, new, test))
   return tuple(found)
 
 
@@ -65,36 +65,32 @@ mpjax/transforms/_loss_scale.py::adjust
 1 growth one step late: `>` for `>=`
 - good_steps >= config.growth_interval
 + good_steps > config.growth_interval
-tests/transforms/test_loss_scale.py::test_growth
+::test_growth
 
 2 an overflow does not restart the window for growth
 - jnp.where(finite, _count_up(state.good_steps, finite), 0)
 + _count_up(state.good_steps, finite)
-tests/transforms/test_loss_scale.py::test_growth
 
 3 growth does not restart the window
 - good_steps = jnp.where(grow, 0, good_steps)
-tests/transforms/test_loss_scale.py::test_growth
 
 4 backoff multiplies twice
 - jnp.float32(config.backoff_factor)
 + jnp.float32(config.backoff_factor) ** 2
-tests/transforms/test_loss_scale.py::test_limits
+::test_limits
 
 5 no floor under the scale
 - jnp.maximum(scale * factor, low)
 + scale * factor
-tests/transforms/test_loss_scale.py::test_limits
 
 6 no ceiling over the scale
 - jnp.minimum(jnp.maximum(scale * factor, low), high)
 + jnp.maximum(scale * factor, low)
-tests/transforms/test_loss_scale.py::test_limits
 
 7 growth does not refill the hysteresis
 - jnp.where(grow, config.hysteresis, left)
 + left
-tests/transforms/test_loss_scale.py::test_only_growth_refills_the_hysteresis
+::test_only_growth_refills_the_hysteresis
 
 mpjax/transforms/_loss_scale.py::read_label
 
@@ -102,19 +98,19 @@ mpjax/transforms/_loss_scale.py::read_label
   tree_unflatten; our limits are no leaves, but part of the structure)
 - _DEFAULTS | fields
 + fields | _DEFAULTS
-tests/transforms/test_loss_scale.py::test_label_keeps_the_limits_exactly
+::test_label_keeps_the_limits_exactly
 
 mpjax/transforms/_loss_scaling.py::loss_scaling
 
 9 gradients are divided by the scale of the next step
 - return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
 + flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
-+ old = dict(scales)
-+ scales.update({k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old})
++ old = dict(moving)
++ moving.update({k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old})
 + gradient = plain(grads)
-+ scales.update(old)
++ moving.update(old)
 + return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
-tests/transforms/test_loss_scaling.py::test_momentum_is_exact_while_the_scale_changes_every_step
+::test_momentum_is_exact_while_the_scale_changes_every_step
 
 mpjax/transforms/_loss_scale.py::
 
@@ -128,7 +124,7 @@ mpjax/transforms/_loss_scale.py::unscale_tree
 11 half gradients are divided in half, and cast afterwards
 - g = strong(at_least_float32(g))
 + return at_least_float32(g / scale.astype(g.dtype))
-tests/transforms/test_loss_scale.py::test_the_cast_comes_before_the_division
+::test_the_cast_comes_before_the_division
 
 mpjax/transforms/_value_and_grad.py::_scaled
 
@@ -162,17 +158,14 @@ tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 16 only NaN is looked for
 - jnp.all(jnp.isfinite(x))
 + jnp.logical_not(jnp.any(jnp.isnan(x)))
-tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 
 17a the first leaf is not checked
 - _reduced([leaves[i] for i in inexact], first)
 + _reduced([leaves[i] for i in inexact[1:]], first)
-tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 
 17b the last leaf is not checked
 - _reduced([leaves[i] for i in inexact], first)
 + _reduced([leaves[i] for i in inexact[:-1]], first)
-tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 
 mpjax/transforms/_loss_scaling.py::loss_scaling
 
@@ -188,7 +181,7 @@ tests/integration/test_several_losses.py
 + (unchanged,) = grads.values()
 + new, new_inner = update_shown(inner, unchanged, inner_state, params, extra_args, _CALL)
 + return plain({label: new for label in grads}), new_inner
-tests/transforms/test_loss_scaling.py::test_clipping_does_not_depend_on_the_scale
+::test_clipping_does_not_depend_on_the_scale
 
 mpjax/transforms/_trees.py::step_or_select
 
@@ -207,7 +200,6 @@ tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted
 22 the average of parameters goes on at a skipped step
 - ("step", "model_state", "ema", *(() if applied else ("params",)))
 + ("step", "model_state", *(() if applied else ("params",)))
-tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted_step
 
 mpjax/transforms/_trees.py::step_or_select
 
@@ -237,7 +229,7 @@ mpjax/transforms/_loss_scaling.py::loss_scaling
 25 check_updates looks at nothing, unless there are several losses
 - _all_finite(looked_at, axis_name)
 + _all_finite(looked_at, axis_name) if several else True
-tests/transforms/test_loss_scaling.py::test_updates_that_are_not_finite
+::test_updates_that_are_not_finite
 
 # Micro-batches.
 
@@ -246,14 +238,14 @@ mpjax/transforms/_accumulation.py::accumulate_gradients
 26 accumulate lets a loss scale in, and adds up scaled gradients
 - refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
 + refuse_scale_inside(params, where, got="mpjax.loss_scaling", fix=fix)
-tests/transforms/test_accumulation.py::test_a_loss_scale_inside_is_refused
+::test_a_loss_scale_inside_is_refused
 
 mpjax/transforms/_gradients.py::batch_gradients
 
 27 micro-batches are added up in the dtype of the parameters
 - jax.tree.map(jnp.add, total, grads)
 + jax.tree.map(lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, grads, params)
-tests/transforms/test_gradients.py::test_sums_are_float32
+::test_sums_are_float32
 
 mpjax/transforms/_trees.py::step_or_select
 
@@ -295,15 +287,13 @@ mpjax/transforms/_loss_scaling.py::loss_scaling
 + if axis_name is not None:
 +   leaves = [jax.lax.pmax(x, axis_name) for x in leaves]
 + first_bad[label] = first_nonfinite(leaves)
-tests/integration/test_sharded_training.py
-::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
 
 mpjax/transforms/_gradients.py::batch_gradients
 
 33 gradients are averaged over devices in the dtype that they came in
 - return at_least_float32(loss), vary(new), metrics, jax.tree.map(at_least_float32, grads)
 + return at_least_float32(loss), vary(new), metrics, grads
-tests/transforms/test_gradients.py::test_sums_are_float32
+::test_sums_are_float32
 
 # Policies.
 
@@ -336,26 +326,23 @@ mpjax/linen/_with_policy.py::_Scope.__exit__
 - leave_scopes(last)
 + if exception == (None, None, None):
 +   leave_scopes(last)
-tests/linen/test_never_stale.py::test_scopes_that_are_entered_and_left_in_any_order
 
 mpjax/_core/trees.py::is_floating
 
 36a integers are cast
 - jnp.issubdtype(x.dtype, jnp.floating)
 + jnp.issubdtype(x.dtype, jnp.number)
-tests/core/test_trees.py::test_which_leaves_are_cast
+::test_which_leaves_are_cast
 
 36b NumPy decides what is floating: bfloat16 is not
 - jnp.issubdtype(x.dtype, jnp.floating)
 + np.issubdtype(x.dtype, np.floating)
-tests/core/test_trees.py::test_which_leaves_are_cast
 
 mpjax/_jaxprs/module_calls.py::ModuleCall.run
 
 37 a module that is traced is told the compute dtype, and rounds what operations decide
 - dtype_field(self.module, dtype, always=casts)
 + dtype_field(self.module, policy.compute_dtype, always=True)
-tests/jaxprs/test_module_calls.py
 ::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype
 
 mpjax/linen/_intercept.py::intercept.call
@@ -386,7 +373,7 @@ mpjax/transforms/_masters.py::set_master_params
 39 a master may be the very array that it was set from: donated, both are gone
 - bounded(jnp.asarray(new, jnp.float32))
 + jnp.asarray(new, jnp.float32)
-tests/transforms/test_masters.py::test_a_master_is_never_the_array_that_it_was_made_from
+::test_a_master_is_never_the_array_that_it_was_made_from
 
 mpjax/_core/leaves.py::misfit
 
@@ -422,7 +409,7 @@ mpjax/nnx/_view.py::outermost
 42 a variable that a call writes to takes the dtype that was computed
 - variable.set_raw_value(leaving(new, dtype))
 + variable.set_raw_value(new)
-tests/nnx/test_view.py::test_variables_that_a_call_makes_or_changes_are_the_models
+::test_variables_that_a_call_makes_or_changes_are_the_models
 
 43 a tracer is left in the user's model
 - changed and _hides_tracer(copies)
@@ -435,7 +422,7 @@ mpjax/nnx/_with_policy.py::with_policy
 44 the user's model itself becomes the view
 - nnx.clone(model, variables=False, graph=True)
 + model
-tests/nnx/test_with_policy.py::test_a_view_holds_the_very_variables_and_leaves_the_model_alone
+::test_a_view_holds_the_very_variables_and_leaves_the_model_alone
 
 mpjax/_jaxprs/module_calls.py::ModuleCall.output_dtype
 
@@ -486,14 +473,14 @@ mpjax/transforms/_train_step.py::_average
 51 the average of parameters that accumulate trains moves with each micro-batch
 - moved if flag is None else jnp.where(flag, moved, e)
 + moved
-tests/transforms/test_train_step.py::test_the_average_moves_with_updates_not_with_micro_batches
+::test_the_average_moves_with_updates_not_with_micro_batches
 
 mpjax/transforms/_train_step.py::_retried
 
 52 with hysteresis a batch is run again at the same scale
 - jnp.where(metrics["finite"], after.scale, lower)
 + after.scale
-tests/transforms/test_train_step.py::test_retries_equal_the_oracle
+::test_retries_equal_the_oracle
 
 # Precision.
 
@@ -567,7 +554,6 @@ mpjax/transforms/_masters.py::split
 59 the remainder of a split master is not clipped: at a tie it wraps around
 - jnp.clip(_bits(master) - _bits(base), -(2**15), 2**15 - 1)
 + _bits(master) - _bits(base)
-tests/transforms/test_masters.py
 ::test_the_remainder_is_that_to_the_parameter_which_is_committed
 
 mpjax/transforms/_masters.py::join
@@ -575,36 +561,35 @@ mpjax/transforms/_masters.py::join
 60 a parameter that was set to 0 makes a NaN of a remainder below 0
 - jnp.abs(master) <= _LARGEST
 + jnp.isfinite(base)
-tests/transforms/test_masters.py::test_any_parameter_with_any_remainder
+::test_any_parameter_with_any_remainder
 
 mpjax/transforms/_masters.py::_rounded
 
 61 a master beyond the range of bfloat16 is rounded to an inf, which no update leaves
 - bounded(master)
 + master
-tests/transforms/test_apply_updates.py
-::test_from_a_master_is_its_rounding_whatever_the_update
+tests/transforms/test_apply_updates.py::test_from_a_master_is_its_rounding_whatever_the_update
 
 mpjax/transforms/_masters.py::master_weights
 
 62 a master is split from its rounding where the addition ends at another parameter
 - p.astype(jnp.float32) + u
-+ m
-tests/transforms/test_masters.py::test_the_nearest_master_where_no_update_leads_to_the_rounded_one
++ new.astype(p.dtype)
+::test_the_nearest_master_where_no_update_leads_to_the_rounded_one
 
 mpjax/transforms/_masters.py::_check_split
 
 64a split masters are read with any parameters
 - is_remainder(m)
 + False
-tests/transforms/test_masters.py::test_parameters_that_cannot_belong_to_the_state_raise
+::test_parameters_that_cannot_belong_to_the_state_raise
 
 mpjax/transforms/_masters.py::update_shown
 
 64b float32 parameters pass for bfloat16 ones that a wrapper shows in float32
 - _check_split(one.master, params, f'{where}(params)')
 + pass
-tests/transforms/test_masters.py::test_parameters_of_another_dtype_never_give_masters
+::test_parameters_of_another_dtype_never_give_masters
 
 mpjax/_io/checkpoints.py::_check_split
 
@@ -618,19 +603,19 @@ mpjax/transforms/_state_dtype.py::_map_moments
 66 which moment a field holds goes by its name alone, of all optimizers
 - _FIELDS_OF.get(type(state).__name__, _FIELDS)
 + _FIELDS
-tests/transforms/test_state_dtype.py::test_first_moments_are_found_and_nothing_else
+::test_first_moments_are_found_and_nothing_else
 
 mpjax/transforms/_state_dtype.py::state_dtype
 
 67 second moments are stored in low precision without a word
 - nu is not None and not allow_second_moments
 + False
-tests/transforms/test_state_dtype.py::test_second_moments_are_refused_unless_asked_for
+::test_second_moments_are_refused_unless_asked_for
 
 68 first moments are computed in the dtype that they are stored in
 - inner.update(updates, wide, params, **extra_args)
 + inner.update(updates, state, params, **extra_args)
-tests/transforms/test_state_dtype.py::test_momentum_is_numpys_to_the_bit
+::test_momentum_is_numpys_to_the_bit
 """
 
 MUTATIONS = parsed(TABLE)
