@@ -55,7 +55,7 @@ from mpjax._jaxprs.autocast.values import (
 )
 from mpjax._jaxprs.op_lists import part_of
 from mpjax._jaxprs.primitives import OUTER_PRODUCT, facts_of
-from mpjax._jaxprs.reader import LARGEST, Atom, aval_of, dtype_of, inner_jaxprs, retyped, shape_of
+from mpjax._jaxprs.reader import LARGEST, Atom, aval_of, dtype_of, retyped, shape_of
 
 Operands = Sequence[Value | None]  # None for what is no floating value.
 
@@ -69,8 +69,7 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   # A multiplication that names its own dtype is the user's choice too.
   own = eqn.params.get("out_dtype") is not None
   if place.half is None or part is None or part == "opaque" or own:
-    unknown = place.half is not None and part is None and inner_jaxprs(eqn) is None
-    return rewriter.not_entered(eqn) if unknown else rewriter.untouched(eqn)
+    return rewriter.untouched(eqn)
   if eqn.primitive is convert_element_type_p:
     return _convert(rewriter, eqn, place)
   values = [rewriter.value(atom) for atom in eqn.invars]

@@ -102,8 +102,6 @@ def rewrite(
 def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds jaxprs."""
   inners, rule = inner_jaxprs(eqn), _RULES.get(facts_of(eqn).holds)
-  if inners is None and rewriter.place(eqn).half is not None:
-    return rewriter.not_entered(eqn)
   return rewriter.untouched(eqn) if inners is None or rule is None else rule(rewriter, eqn, inners)
 
 

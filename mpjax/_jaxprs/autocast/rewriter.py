@@ -343,7 +343,11 @@ class Rewriter:
     return {**params, "precision": asked} if takes_it else params
 
   def untouched(self, eqn: JaxprEqn) -> None:
-    """Writes an equation as it was; its results are of the kind of the operands, else data."""
+    """Writes an equation as it was; its results are of the kind of the operands, if it has some."""
+    unknown = part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
+    if unknown and self.place(eqn).half is not None:
+      text = "It runs as it was traced, in the dtypes that it had."
+      warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     facts = facts_of(eqn)
     kind = joined(map(self.kind, eqn.invars)) or Kind(FLOAT32, facts.neutral)
@@ -352,11 +356,6 @@ class Rewriter:
     own: dict[DType | None, Kind] = {d: Kind(d) for d in FLOATS}
     own |= {} if self.place(eqn).as_written else {FLOAT32: kind}
     self.write(eqn, operands, [own.get(dtype_of(v)) for v in eqn.outvars])
-
-  def not_entered(self, eqn: JaxprEqn) -> None:
-    """Writes an equation as it was, since it is not known how it runs the jaxprs that it holds."""
-    warn_not_entered(eqn, "mpjax.autocast", "It runs as it was traced, in the dtypes that it had.")
-    self.untouched(eqn)
 
 
 # What parameters say of dtypes and precisions.
