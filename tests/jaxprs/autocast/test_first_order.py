@@ -38,8 +38,19 @@ def test_a_padded_array_keeps_its_dtype():
 def test_what_leaves_a_module_has_its_dtype_for_its_readers_and_is_cast_once():
   for dtype in ("float32", "bfloat16"):
     assert result(lambda x, w: leaving(x @ w, jnp.dtype(dtype)) + 1) == dtype  # noqa: B023
-  program = jax.make_jaxpr(cast(lambda x, w: leaving(x @ w, jnp.dtype("bfloat16"))))(X, W)
-  assert programs.converts(program) == {"float32->bfloat16": 2}
+  for fun, dtype, casts in (
+    (lambda left, x, w: left(x @ w), "bfloat16", {"float32->bfloat16": 2}),
+    # What is read in float32 is rounded, too, and what is low is not cast there and back.
+    (
+      lambda left, x, w: jnp.exp(left(jnp.exp(x))),
+      "bfloat16",
+      {"float32->bfloat16": 1, "bfloat16->float32": 1},
+    ),
+    (lambda left, x, w: left(jax.nn.relu(x @ w)) @ w, "float32", {"float32->bfloat16": 3}),
+  ):
+    left = functools.partial(leaving, dtype=jnp.dtype(dtype))
+    program = jax.make_jaxpr(cast(functools.partial(fun, left)))(X, W)
+    assert programs.converts(program) == casts
 
 
 def test_the_result_of_a_layer_is_rounded_unless_it_leaves_in_float32():
