@@ -55,7 +55,7 @@ from mpjax._jaxprs.autocast.values import (
 )
 from mpjax._jaxprs.op_lists import part_of
 from mpjax._jaxprs.primitives import OUTER_PRODUCT, facts_of
-from mpjax._jaxprs.reader import LARGEST, Atom, aval_of, dtype_of, inner_jaxprs, retyped, shape_of
+from mpjax._jaxprs.reader import LARGEST, Atom, aval_of, dtype_of, retyped, shape_of
 
 Operands = Sequence[Value | None]  # None for what is no floating value.
 
@@ -64,13 +64,12 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds no jaxpr."""
   part = part_of(eqn, rewriter.settings.ops)
   place = rewriter.place(eqn)
-  if eqn.primitive is reduce_precision_p and (place.output or place.rest):
-    return _end_of_module(rewriter, eqn, place)
+  if eqn.primitive is reduce_precision_p and (dtype := place.output or place.rest):
+    return _end_of_module(rewriter, eqn, place, dtype)
   # A multiplication that names its own dtype is the user's choice too.
   own = eqn.params.get("out_dtype") is not None
   if place.half is None or part is None or part == "opaque" or own:
-    unknown = place.half is not None and part is None and inner_jaxprs(eqn) is None
-    return rewriter.not_entered(eqn) if unknown else rewriter.untouched(eqn)
+    return rewriter.untouched(eqn)
   if eqn.primitive is convert_element_type_p:
     return _convert(rewriter, eqn, place)
   values = [rewriter.value(atom) for atom in eqn.invars]
@@ -90,20 +89,17 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
 # What names its dtype itself: marks and casts.
 
 
-def _end_of_module(rewriter: Rewriter, eqn: JaxprEqn, place: Place) -> None:
-  """Ends a policy, in the dtype `place.output` for all readers; or a layer, whose result rests."""
+def _end_of_module(rewriter: Rewriter, eqn: JaxprEqn, place: Place, dtype: DType) -> None:
+  """Ends a policy, in `dtype` for all readers; or a layer, whose result rests in it."""
   value = rewriter.value(eqn.invars[0])
   if value is None:
     return rewriter.untouched(eqn)
-  kind = value.kind
-  if place.output is not None:
-    atom = value.atom if place.output == FLOAT32 else rewriter.view(value, place.output, eqn)
-    value = Value(atom, Kind(place.output))
-  elif kind.is_low and rewriter.consumers(eqn) & By.CALLER:
+  kind, rests = value.kind, place.rest is not None
+  if rests and kind.is_low and rewriter.consumers(eqn) & By.CALLER:
     value.kind = kind._replace(widened=kind.held)  # Not rounded before it leaves in float32.
-  elif place.rest is not None:
-    atom = rewriter.view(value, place.rest, eqn)
-    value = Value(atom, Kind(place.rest, kind.neutral and kind.is_low))
+  else:
+    atom = value.atom if dtype == FLOAT32 else rewriter.view(value, dtype, eqn)
+    value = Value(atom, Kind(dtype, rests and kind.neutral and kind.is_low))
   rewriter.values[eqn.outvars[0]] = value
 
 

@@ -1,9 +1,10 @@
 """The recipe of float8: how operands are scaled and cast, and multiplied.
 
 The forward pass multiplies e4m3 by e4m3. In the backward pass the gradient that comes in is e5m2,
-and the operand that it meets is one that the forward pass cast: nothing wider is kept. e4m3 has a
-range of 2^-9 to 448, e5m2 of 2^-16 to 57344. So an array is divided by a scale that brings its
-largest element to the end of the range; JAX casts what is above 464 to NaN.
+and the operand that it meets is one that the forward pass cast: nothing wider is kept, unless
+`weight_grad` asks for it. e4m3 has a range of 2^-9 to 448, e5m2 of 2^-16 to 57344. So an array is
+divided by a scale that brings its largest element to the end of the range; JAX casts what is above
+464 to NaN.
 
 Scales are applied to the result: XLA finds no float8 where the operands of a `dot_general` are
 multiplied by a scale on their way to it, if Triton takes the matmul.

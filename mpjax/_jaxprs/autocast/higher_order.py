@@ -29,7 +29,6 @@ from mpjax._jaxprs.autocast.residuals import powers, saving_rounded, write_power
 from mpjax._jaxprs.autocast.rewriter import By, Rewriter, Rewritten, in_default, of_loop, traced
 from mpjax._jaxprs.autocast.run import called, jaxpr_of
 from mpjax._jaxprs.autocast.values import (
-  FLOATS,
   Kind,
   Kinds,
   Scope,
@@ -62,17 +61,14 @@ def rewrite(
   readers: tuple[int, ...],
   settings: Settings,
   scope: Scope,
-  consts: Kinds | None = None,
+  consts: Kinds = (),
 ) -> Rewritten:
   """Returns a jaxpr rewritten for arguments of these kinds.
 
   `outs` has the dtypes of its results, None or missing for those that they are held in, and
-  `readers` their consumers; `consts` are the kinds of its constants, None if they are not at hand.
+  `readers` their consumers; `consts` are the kinds of its constants.
   """
   rewriter = Rewriter(jaxpr, settings, scope, readers)
-  if consts is None:
-    dtypes = map(dtype_of, jaxpr.constvars)
-    consts = tuple(Kind(d) if d is not None and d in FLOATS else None for d in dtypes)
   invars = [
     var if kind is None else rewriter.define(var, kind)
     for var, kind in zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
@@ -106,8 +102,6 @@ def rewrite(
 def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds jaxprs."""
   inners, rule = inner_jaxprs(eqn), _RULES.get(facts_of(eqn).holds)
-  if inners is None and rewriter.place(eqn).half is not None:
-    return rewriter.not_entered(eqn)
   return rewriter.untouched(eqn) if inners is None or rule is None else rule(rewriter, eqn, inners)
 
 
@@ -137,7 +131,7 @@ def _inside(
 ) -> Rewritten:
   """Returns a jaxpr inside of an equation rewritten, for the kinds of all operands of that."""
   program, settings = inner.program, rewriter.settings
-  consts = constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else None
+  consts = constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else ()
   kinds = tuple(ins[i] for i in inner.operands or ())
   readers = _readers(rewriter, eqn) if readers is None else readers
   scope = rewriter.place(eqn).inside
@@ -310,7 +304,8 @@ class _Custom(NamedTuple):
     readers += [0] * (len(dtypes) - len(fixed))
     kinds, derivative = tuple(kind for _, kind in ins), derivative or self.settings.in_derivative
     settings = dataclasses.replace(self.settings, in_derivative=derivative)
-    new = rewrite(program.jaxpr, kinds, fixed, tuple(readers), settings, self.scope)
+    consts = constants(program.consts, settings)
+    new = rewrite(program.jaxpr, kinds, fixed, tuple(readers), settings, self.scope, consts)
     try:
       values = eval_jaxpr(in_default(new.jaxpr), program.consts, *operands)
     except jax.errors.UnexpectedTracerError as error:

@@ -72,7 +72,8 @@ class By:
       elements, or behind a sum that nothing else reads. A matmul returns its float32 sum to it.
     RETURNED: a caller that takes the dtype that there is, likewise.
     ANGLE: a sine or cosine.
-    INDEX: an integer, a complex number, a sine or an opaque operation, behind matmuls too.
+    INDEX: an integer, a complex number, a sine, linear algebra or another opaque operation, behind
+      matmuls too.
     ALGEBRA: linear algebra.
 
   Several of them: EXACT is a comparison, an index, a carry. For HELD a value that was computed in
@@ -153,10 +154,10 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
     # One that linear algebra reads is in float32, and so reads all digits of its operands.
     return By.MATMUL | behind & By.INDEX | (By.EXACT if behind & By.ALGEBRA else 0)
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
-    rounded = eqn.primitive is convert_element_type_p and eqn.params["new_dtype"] != FLOAT32
-    if rounded and dtype_of(eqn.outvars[0]) in FLOATS:
+    casts = eqn.primitive is convert_element_type_p
+    if casts and eqn.params["new_dtype"] in HALVES:
       return behind & By.MATMUL  # A cast of the user's.
-    if facts.moves or eqn.primitive is convert_element_type_p:
+    if facts.moves or casts:
       return behind
     if facts.role == "sum" and behind & ~By.SUMMED == By.CALLER:
       return By.CALLER | By.SUMMED
@@ -237,13 +238,9 @@ class Rewriter:
 
   def value(self, atom: Atom) -> Value | None:
     """Returns what is known of a floating operand; None for everything else."""
-    dtype = dtype_of(atom)
-    if isinstance(atom, Literal):
-      return literal_value(atom) if dtype in FLOATS else None
-    value = self.values.get(atom)
-    if value is None and dtype is not None and dtype in HALVES:  # A cast of the user's.
-      value = self.values[atom] = Value(atom, Kind(dtype))
-    return value
+    if not isinstance(atom, Literal):
+      return self.values.get(atom)
+    return literal_value(atom) if dtype_of(atom) in FLOATS else None
 
   def kind(self, atom: Atom) -> Kind | None:
     value = self.value(atom)
@@ -343,7 +340,11 @@ class Rewriter:
     return {**params, "precision": asked} if takes_it else params
 
   def untouched(self, eqn: JaxprEqn) -> None:
-    """Writes an equation as it was; its results are of the kind of the operands, else data."""
+    """Writes an equation as it was; its results are of the kind of the operands, if it has some."""
+    unknown = part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
+    if unknown and self.place(eqn).half is not None:
+      text = "It runs as it was traced, in the dtypes that it had."
+      warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     facts = facts_of(eqn)
     kind = joined(map(self.kind, eqn.invars)) or Kind(FLOAT32, facts.neutral)
@@ -352,11 +353,6 @@ class Rewriter:
     own: dict[DType | None, Kind] = {d: Kind(d) for d in FLOATS}
     own |= {} if self.place(eqn).as_written else {FLOAT32: kind}
     self.write(eqn, operands, [own.get(dtype_of(v)) for v in eqn.outvars])
-
-  def not_entered(self, eqn: JaxprEqn) -> None:
-    """Writes an equation as it was, since it is not known how it runs the jaxprs that it holds."""
-    warn_not_entered(eqn, "mpjax.autocast", "It runs as it was traced, in the dtypes that it had.")
-    self.untouched(eqn)
 
 
 # What parameters say of dtypes and precisions.

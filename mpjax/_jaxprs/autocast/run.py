@@ -130,11 +130,7 @@ def _part(
     numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
   outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) > place]
   key += [(numbers[v], v.aval) for v in (*invars, *outvars)]
-  try:
-    hash(tuple(key))
-  except TypeError:  # Some parameter is not comparable.
-    key = []
-  return tuple(key) or None, invars, outvars
+  return tuple(key), invars, outvars
 
 
 R = TypeVar("R")

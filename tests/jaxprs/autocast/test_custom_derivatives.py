@@ -241,6 +241,16 @@ def test_a_float32_rule_stays_in_float32():
   assert types(mpjax.autocast(product), X, W) == (3, {"float32"})
 
 
+def test_a_number_that_a_rule_closes_over_decides_nothing():
+  # As in the function itself: 0.5 is exact in low precision, written as an array or not.
+  for number in (0.5, jnp.float32(0.5)):
+    ruled = jax.custom_jvp(lambda y: y)
+    ruled.defjvp(lambda ys, dys: (ys[0], jnp.abs(ys[0] + number) * dys[0]))  # noqa: B023
+    cast = mpjax.autocast(lambda x, w: ruled(x @ w) @ w)  # noqa: B023
+    program = jax.make_jaxpr(lambda *args: jax.jvp(cast, args, args))(X, W)  # noqa: B023
+    assert programs.dtypes_of(program, "abs") == {"bfloat16"}
+
+
 # Other derivatives.
 
 

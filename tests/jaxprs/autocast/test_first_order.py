@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import mpjax
-from mpjax._jaxprs.autocast import leaving
+from mpjax._jaxprs.autocast import at_rest, leaving
 from tests import programs
 from tests.jaxprs.autocast import checks
 from tests.jaxprs.autocast.rig import BOTH, rewritten
@@ -38,8 +38,30 @@ def test_a_padded_array_keeps_its_dtype():
 def test_what_leaves_a_module_has_its_dtype_for_its_readers_and_is_cast_once():
   for dtype in ("float32", "bfloat16"):
     assert result(lambda x, w: leaving(x @ w, jnp.dtype(dtype)) + 1) == dtype  # noqa: B023
-  program = jax.make_jaxpr(cast(lambda x, w: leaving(x @ w, jnp.dtype("bfloat16"))))(X, W)
-  assert programs.converts(program) == {"float32->bfloat16": 2}
+  for fun, dtype, casts in (
+    (lambda left, x, w: left(x @ w), "bfloat16", {"float32->bfloat16": 2}),
+    # What is read in float32 is rounded, too, and what is low is not cast there and back.
+    (
+      lambda left, x, w: jnp.exp(left(jnp.exp(x))),
+      "bfloat16",
+      {"float32->bfloat16": 1, "bfloat16->float32": 1},
+    ),
+    (lambda left, x, w: left(jax.nn.relu(x @ w)) @ w, "float32", {"float32->bfloat16": 3}),
+  ):
+    left = functools.partial(leaving, dtype=jnp.dtype(dtype))
+    program = jax.make_jaxpr(cast(functools.partial(fun, left)))(X, W)
+    assert programs.converts(program) == casts
+
+
+def test_the_result_of_a_layer_is_rounded_unless_it_leaves_in_float32():
+  # Of a parameter alone, and of a parameter into which something low is written.
+  for layer in (lambda x, w: x / 3, lambda x, w: x.at[0].set((x @ w)[0])):
+    read = jax.make_jaxpr(cast(lambda x, w: jnp.tanh(at_rest(layer(x, w), "bfloat16"))))(X, W)  # noqa: B023
+    assert programs.dtypes_of(read, "tanh") == {"bfloat16"}
+  left = lambda x, w: leaving(at_rest((x @ w) / 3, "bfloat16"), jnp.dtype("float32"))  # noqa: E731
+  # Of the operands of the matmul, and of what it returns.
+  found = programs.converts(jax.make_jaxpr(cast(left))(X, W))
+  assert found == {"float32->bfloat16": 2, "bfloat16->float32": 1}
 
 
 @pytest.mark.parametrize("number", [0.0, 1.5])
