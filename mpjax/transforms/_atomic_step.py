@@ -2,19 +2,18 @@
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from mpjax._core.errors import MpjaxTypeError, check_callable
+from mpjax._core.errors import MpjaxTypeError, P, check_callable
 from mpjax._core.leaves import is_nnx_variable
 from mpjax._core.trees import select
 from mpjax._core.types import PyTree
 from mpjax.transforms._loss_scale import scales_in
 from mpjax.transforms._trees import plain_array
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
