@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core import errors
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, P
 from mpjax._core.leaves import Path, is_key, is_nnx_variable
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Function, Leaf, NumpyArray, PyTree
@@ -25,7 +26,7 @@ _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
 
 
 @errors.check_call(WHERE, fix=_TWO_CALLS)
-def check_loss_scaling(step: Callable[errors.P, PyTree]) -> Callable[errors.P, None]:
+def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
   """Returns a function that raises unless `step` is right: at every scale the same, or no step.
 
   It runs `step` in float32, at several loss scales and at an overflow, and warns where nothing
@@ -52,7 +53,7 @@ def check_loss_scaling(step: Callable[errors.P, PyTree]) -> Callable[errors.P, N
   """
   errors.check_callable(step, WHERE, expected="a training step", fix=_TWO_CALLS)
 
-  def check(*args: errors.P.args, **kwargs: errors.P.kwargs) -> None:
+  def check(*args: P.args, **kwargs: P.kwargs) -> None:
     call = (*args, kwargs)
     scales = scales_in(call)
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(call))
@@ -60,7 +61,7 @@ def check_loss_scaling(step: Callable[errors.P, PyTree]) -> Callable[errors.P, N
       expected = "concrete arguments, with the state of an optimizer created by mpjax.loss_scaling"
       fix = "Wrap the optimizer, tx = mpjax.loss_scaling(tx), and call it on the host."
       got = "traced ones" if traced else "no such state in the arguments"
-      raise errors.MpjaxTypeError(WHERE, expected=expected, got=got, fix=fix)
+      raise MpjaxTypeError(WHERE, expected=expected, got=got, fix=fix)
     refuse_outside(call, WHERE)
     # Of several optimizers a step may update one alone. A comprehension would be a frame of its own
     # before Python 3.12, and the warning counts frames.
@@ -99,7 +100,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     if any(getattr(v.aval, "dtype", None) == jnp.float16 for x in eqns for v in x.outvars):
       expected = "a loss scale, since the step computes in float16, whose gradients underflow"
       fix = "Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16."
-      raise errors.MpjaxValueError(WHERE, expected=expected, got="NoLossScale()", fix=fix)
+      raise MpjaxValueError(WHERE, expected=expected, got="NoLossScale()", fix=fix)
     return True
 
   def run(number: float, start: dict[Path, Leaf]) -> tuple[float, dict[Path, Leaf], int | None]:
@@ -136,7 +137,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     expected = "a step whose gradients are finite at some loss scale"
     got = f"an inf or NaN at {', '.join(f'{number:.9g}' for number in numbers[:2])}"
     fix = "Call it with another batch; mpjax.check_skipped_steps says which gradient it is."
-    raise errors.MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
+    raise MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 
   # One that is skipped, by all losses. Momentum that is 0 stays 0, so here nothing is.
   first, old = finite[0], {x: _numbers(v) for x, v in before.items()}
@@ -190,15 +191,15 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
       fix = "After a step or two there may be more; else gradients are zero, or updates are lost."
       warnings.warn(errors.message(WHERE, expected=expected, got=got, fix=fix), stacklevel=3)
     return True
-  raise errors.MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
+  raise MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 
 
-def _not_updated(scale: OwnedScale) -> errors.MpjaxValueError:
+def _not_updated(scale: OwnedScale) -> MpjaxValueError:
   expected = f"a step that returns the new loss scale {scale.label!r}, when it is skipped too"
   fix = "Return the opt_state that tx.update of mpjax.loss_scaling returned, and never select it."
   if scale.in_variables:
     fix = "Call optimizer.update(model, grads), and compile step by nnx.jit: jax.jit drops writes."
-  return errors.MpjaxValueError(WHERE, expected=expected, got="none, or the old one", fix=fix)
+  return MpjaxValueError(WHERE, expected=expected, got="none, or the old one", fix=fix)
 
 
 def _leaves(tree: PyTree) -> dict[Path, Leaf]:

@@ -156,16 +156,16 @@ tests/transforms/test_loss_scaling.py::test_what_counts_as_bad
 tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 
 16 only NaN is looked for
-- jnp.all(jnp.isfinite(x))
-+ jnp.logical_not(jnp.any(jnp.isnan(x)))
+- jnp.all(jnp.isfinite(arrays[0]))
++ jnp.logical_not(jnp.any(jnp.isnan(arrays[0])))
 
 17a the first leaf is not checked
-- _reduced([leaves[i] for i in inexact], first)
-+ _reduced([leaves[i] for i in inexact[1:]], first)
+- [leaves[i] for i in inexact]
++ [leaves[i] for i in inexact[1:]]
 
 17b the last leaf is not checked
-- _reduced([leaves[i] for i in inexact], first)
-+ _reduced([leaves[i] for i in inexact[:-1]], first)
+- [leaves[i] for i in inexact]
++ [leaves[i] for i in inexact[:-1]]
 
 mpjax/transforms/_loss_scaling.py::loss_scaling
 
@@ -570,11 +570,11 @@ mpjax/transforms/_masters.py::_rounded
 + master
 tests/transforms/test_apply_updates.py::test_from_a_master_is_its_rounding_whatever_the_update
 
-mpjax/transforms/_masters.py::master_weights
+mpjax/transforms/_masters.py::split_update
 
 62 a master is split from its rounding where the addition ends at another parameter
-- p.astype(jnp.float32) + u
-+ new.astype(p.dtype)
+- param.astype(jnp.float32) + update
++ master.astype(param.dtype)
 ::test_the_nearest_master_where_no_update_leads_to_the_rounded_one
 
 mpjax/transforms/_masters.py::_check_split
