@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+import warnings
 from typing import TYPE_CHECKING
 
 from mpjax import errors as errors
@@ -102,7 +103,16 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
   def __getattr__(name: str) -> object:
     if name not in (*__all__, *_MODULES):
-      near = ", ".join(nearest(name, [*__all__, *_MODULES]))
+      # Names that have moved. One that Python itself asks for loads nothing.
+      homes = ("errors", "reports", "states") if name[0].isupper() else ()
+      inner = {n: m for m in homes for n in importlib.import_module(f"mpjax.{m}").__all__}
+      new = "AuditReport" if name == "Audit" else name
+      if new in inner:
+        warnings.warn(f"mpjax.{name} is mpjax.{inner[new]}.{new}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f"mpjax.{inner[new]}"), new)
+      near = ", ".join(
+        nearest(name, [*__all__, *_MODULES, *(f"{m}.{n}" for n, m in inner.items())])
+      )
       raise AttributeError(f"module 'mpjax' has no attribute {name!r}; the nearest are {near}")
     module = f"mpjax.{name}" if name in _MODULES else _HOMES[name]
     with _ONE_AT_A_TIME:
