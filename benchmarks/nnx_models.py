@@ -12,7 +12,11 @@ from flax import nnx
 
 from tests.models import signals, vision
 from tests.models.values import integers, normal
-from tests.nnx.zoo import Model, StateSpace, raw
+from tests.nnx.zoo import Model
+
+
+def raw(rngs, *shape):
+  return nnx.Param(nnx.initializers.normal(0.2)(rngs.params(), shape))
 
 
 class SelfAttention(nnx.Module):
@@ -172,7 +176,7 @@ class Mamba(nnx.Module):
   def __init__(self, rngs):
     self.into, self.out = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
     self.norms = nnx.List([nnx.RMSNorm(8, rngs=rngs) for _ in range(2)])
-    self.spaces = nnx.List([StateSpace(rngs) for _ in range(2)])
+    self.spaces = nnx.List([signals.STATE_SPACE.nnx(None, rngs) for _ in range(2)])
     self.both = nnx.List([nnx.Linear(8, 16, rngs=rngs) for _ in range(2)])
     self.back = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
 
