@@ -6,7 +6,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, ParamSpec, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import jax
 
@@ -14,7 +14,7 @@ from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.policy import Policy
 from mpjax._core.rules import NO_POLICY, ModulePolicy, Rule
 from mpjax._core.trees import half_to_float32, map_arrays
-from mpjax._core.types import Class
+from mpjax._core.types import Class, P
 
 # The one mechanism JAX has for a value that is part of every jit cache key; it is local to the
 # thread and restored when its `with` block is left.
@@ -150,7 +150,6 @@ class AuditRecord:
     self.rules.update(dict.fromkeys(rules, 0))
 
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 SCOPE = "mpjax.full_precision"

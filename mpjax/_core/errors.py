@@ -10,16 +10,15 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mpjax._core.types import Leaf
+from mpjax._core.types import Leaf, P
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -233,7 +232,9 @@ def shown_file(file: str) -> str:
   """Returns how reports and errors write the file of a line: its path, or "cell" in a notebook."""
   # The file of a cell is named by a hash of its text, which no reader could look up.
   cell = _CELL.search(file)
-  return file if cell is None else f"cell {cell['number'] or ''}".rstrip()
+  if cell is None:
+    return file
+  return f"cell {cell['number']}" if cell["number"] else "cell"
 
 
 _PACKAGE = str(pathlib.Path(__file__).parents[1])

@@ -5,7 +5,7 @@ Equinox model or a dataclass is not, and which cannot be indexed.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias
 
 import jax
 import numpy as np
@@ -29,3 +29,5 @@ Class: TypeAlias = type[Any]
 Function: TypeAlias = Callable[..., Any]  # of a user: nothing is known but that it is called
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
+
+P = ParamSpec("P")  # the arguments of a function that a decorator gives back

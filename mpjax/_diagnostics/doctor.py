@@ -13,7 +13,7 @@ import jax
 from mpjax._core.dtypes import Hardware, hardware_of
 from mpjax._diagnostics.report import Report, Section
 
-PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "mpjax")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpjax")
 OPTIONS = {
   "jax_default_matmul_precision": "{precision}",
   "jax_enable_x64": "On, NumPy's float64 arrays stay float64, which no policy casts.",
@@ -91,7 +91,6 @@ def diagnosis(
     ("XLA_FLAGS", flags, "All other flags of XLA are in it."),
   ]
   installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
-  installed["python"] = platform.python_version()
   return Diagnosis(
     preset=preset,
     why=_WHY[preset].format(device=first),
@@ -100,7 +99,10 @@ def diagnosis(
       (key[0], key[1], str(keys.count(key)), one.units, ", ".join(one.dtypes) or "-")
       for key, one in units.items()
     ),
-    versions=tuple((x, installed.get(x, "-")) for x in PACKAGES),
+    versions=(
+      ("python", platform.python_version()),
+      *((x, installed.get(x, "-")) for x in PACKAGES),
+    ),
     settings=tuple(settings),
   )
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -20,10 +20,9 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from mpjax._core.policy import Policy
-from mpjax._core.types import Args, Function, Kwargs
+from mpjax._core.types import Args, Function, Kwargs, P
 from mpjax._jaxprs.locations import Source
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 Advance: TypeAlias = Callable[[int, int], None]

@@ -7,10 +7,10 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from mpjax._core.errors import MpjaxTypeError, P, check_callable
+from mpjax._core.errors import MpjaxTypeError, check_callable
 from mpjax._core.leaves import is_nnx_variable
 from mpjax._core.trees import select
-from mpjax._core.types import PyTree
+from mpjax._core.types import P, PyTree
 from mpjax.transforms._loss_scale import scales_in
 from mpjax.transforms._trees import plain_array
 

@@ -12,10 +12,10 @@ from jax.core import Tracer
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core import errors
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, P
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
 from mpjax._core.leaves import Path, is_key, is_nnx_variable
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Function, Leaf, NumpyArray, PyTree
+from mpjax._core.types import Function, Leaf, NumpyArray, P, PyTree
 from mpjax._jaxprs.in_float32 import in_float32, to_float32
 from mpjax._jaxprs.reader import walk
 from mpjax.transforms._loss_scale import OwnedScale, refuse_outside, scales_in

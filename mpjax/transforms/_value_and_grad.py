@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from mpjax._core.active import AUDIT
-from mpjax._core.errors import MpjaxTypeError, P, check_call, check_callable, check_scalar, kind_of
+from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, check_scalar, kind_of
 from mpjax._core.frameworks import framework_of
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, PyTree
+from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, P, PyTree
 from mpjax.transforms._loss_scale import find_scale, scale_reader, unscale_tree
 from mpjax.transforms._trees import at_least_float32
 

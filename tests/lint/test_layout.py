@@ -493,14 +493,14 @@ def test_check_can_fail(check, sources):
 
 
 LINES = {
-  "_core and root files": 2_491,
+  "_core and root files": 2_493,
   "_jaxprs without autocast": 2_840,
-  "_jaxprs/autocast": 3_084,
+  "_jaxprs/autocast": 3_083,
   "linen and nnx": 1_479,
-  "transforms": 3_887,
+  "transforms": 3_886,
   "_io": 571,
-  "_diagnostics": 3_438,
-  "all of mpjax": 17_789,
+  "_diagnostics": 3_444,
+  "all of mpjax": 17_796,
   "tests": 42_573,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.rules import Rule
-from mpjax._core.types import Args, Function, Kwargs
+from mpjax._core.types import Args, Function, Kwargs, P
 from mpjax._diagnostics.arguments import check_function, trace
 from mpjax._diagnostics.audit import findings
 from mpjax._diagnostics.audit.findings import Finding, summed, unnumbered
 from mpjax._diagnostics.audit.leaks import find_leaks
 from mpjax._diagnostics.parameter_scopes import name_by_parameters, parameter_trees
-from mpjax._diagnostics.report import Advance, P, Pending, Report, Section, amount, percent
+from mpjax._diagnostics.report import Advance, Pending, Report, Section, amount, percent
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import Direction
 from mpjax._jaxprs.primitives import Holds
@@ -210,7 +210,8 @@ def audit(
     MpjaxTypeError: `fn` is no function, or a Linen model without its variables.
 
   >>> import jax, jax.numpy as jnp, mpjax
-  >>> fn = lambda params, x: (x @ params["kernel"] + params["table"]) @ params["kernel"]
+  >>> def fn(params, x):
+  ...   return (x @ params["kernel"] + params["table"]) @ params["kernel"]
   >>> half = jax.ShapeDtypeStruct((8, 8), "bfloat16")
   >>> params = {"kernel": half, "table": jax.ShapeDtypeStruct((8, 8), "float32")}
   >>> report = mpjax.audit(fn)(params, half)

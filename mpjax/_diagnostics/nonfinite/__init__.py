@@ -1,0 +1,1 @@
+"""`find_nonfinite`: where the first inf or NaN came from."""

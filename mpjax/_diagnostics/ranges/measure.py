@@ -21,11 +21,11 @@ from jax.extend.core.primitives import add_p, sub_p
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.leaves import Path, changes_nothing, key_names
 from mpjax._core.trees import is_floating, is_inexact
-from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray, PyTree
+from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray, P, PyTree
 from mpjax._diagnostics.arguments import Call, check_function, is_array
 from mpjax._diagnostics.parameter_scopes import name_by_parameters, with_parameter_scopes
 from mpjax._diagnostics.ranges.ranges_report import FORMATS, GroupRanges, Kind, RangesReport
-from mpjax._diagnostics.report import Advance, P, Pending
+from mpjax._diagnostics.report import Advance, Pending
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.primitives import OUTER_PRODUCT
@@ -322,8 +322,8 @@ def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) ->
   group.inf += no_nan - finite
   group.nan += numbers.size - no_nan
   group.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
-  kept = numbers if finite == numbers.size else numbers[np.isfinite(numbers)]
-  group.largest = max(group.largest, float(np.max(np.abs(kept), initial=0)))
+  finite_numbers = numbers if finite == numbers.size else numbers[np.isfinite(numbers)]
+  group.largest = max(group.largest, float(np.max(np.abs(finite_numbers), initial=0)))
   counts = enumerate(np.diff(by_exponent).tolist(), lowest)
   group.exponents.update({exponent: count for exponent, count in counts if count})
   for fates, first in zip(group.lost.values(), smaller[-count:].reshape(-1, 3), strict=True):

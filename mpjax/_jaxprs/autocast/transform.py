@@ -6,7 +6,7 @@ the same arguments.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, flax
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.policy import PolicyLike, parse_policy
 from mpjax._core.rules import Rule, parse_rules, rewrites
-from mpjax._core.types import Args, Array, DType, Function, Leaf, PyTree
+from mpjax._core.types import Args, Array, DType, Function, Leaf, P, PyTree
 from mpjax._jaxprs.autocast.boundary import Boundary, InDtype, NotTraceable
 from mpjax._jaxprs.autocast.higher_order import instantiated, rewrite
 from mpjax._jaxprs.autocast.rewriter import By, in_default, traced
@@ -32,7 +32,6 @@ from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import Holds, facts_of
 from mpjax._jaxprs.reader import closed_over, walk
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _AS_FUNCTION = (
