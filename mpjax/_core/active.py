@@ -81,29 +81,6 @@ class ScopeToken:
   thread: int = dataclasses.field(default_factory=threading.get_ident)
 
 
-def activate_scope(state: Active, opened: contextlib.ExitStack) -> ScopeToken:
-  """Makes a state active for a scope that may be left in any order."""
-  # A generator that yields inside a scope leaves it when it ends, which may be after another scope
-  # was entered. That one stays active, and when it is left too what was before both is restored.
-  # Left as a `with` block is, the scope of the generator would restore what was before it, and a
-  # model called next in the other scope would run without a policy.
-  token = ScopeToken(ACTIVE.value, opened)
-  ACTIVE(dataclasses.replace(state, token=token)).__enter__()
-  return token
-
-
-def leave_scopes(token: ScopeToken | None = None) -> None:
-  """Leaves a scope, and restores what was before the innermost scopes that have been left."""
-  if token is not None:
-    token.left = True
-  active = ACTIVE.value
-  while active is not None and active.token is not None and active.token.left:
-    innermost = active.token
-    active = innermost.before
-    ACTIVE(active).__enter__()
-    innermost.opened.close()
-
-
 class AuditedModule(NamedTuple):
   """A module that was called under a policy, which overrules its `own_dtype`: `ModulePolicy`."""
 

@@ -4,11 +4,7 @@ import difflib
 import functools
 import inspect
 import numbers
-import os
-import pathlib
-import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, TypeVar
 
@@ -155,31 +151,6 @@ def kind_of(value: object) -> str:
   return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}{contents}"
 
 
-_NOTE = "mpjax: raised inside"
-
-
-def note_module(error: Exception, path: str, name: str, policy: str) -> None:
-  """Tells an error the innermost module under a policy that it was raised in, and what to do."""
-  if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
-    return
-  as_it_is = f"mpjax.Rule(None, path={path!r})"
-  if isinstance(error, NotImplementedError):
-    advice = (
-      f'If a kernel takes low precision alone, put mpjax.Rule("bfloat16", path={path!r}) before '
-      f"other rules, or {as_it_is} if it casts its arguments itself. Some have another for "
-      'float32: jax.nn.dot_product_attention(implementation="xla").'
-    )
-  else:
-    # A rule that leaves the root as it is leaves everything as it is.
-    rule = f", or leave the module as it is with {as_it_is}" if path else ""
-    advice = (
-      "If it is about dtypes, the module's own code mixes them where jax.numpy would promote: cast "
-      f"there, and start what a loop carries in the dtype of what it meets (x.dtype){rule}."
-    )
-  module = f"{path or 'the root'!r} ({name})"
-  error.add_note(f"{_NOTE} {module}, which runs under the policy {policy!r}. {advice}")
-
-
 def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Returns a decorator: a call of `where` that does not fit the signature is an error of ours."""
 
@@ -213,44 +184,6 @@ def check_init(fix: str) -> Callable[[type[R]], type[R]]:
     return cls
 
   return decorate
-
-
-def line_of_user(error: BaseException) -> str:
-  """Returns the file and line of the user's code that an error came from, with what it says."""
-  frames = traceback.extract_tb(error.__traceback__)
-  frame = ([f for f in frames if not is_library(f.filename)] or frames)[-1]
-  return f"{shown_file(frame.filename)}:{frame.lineno}: {frame.line}"
-
-
-# Jupyter: /tmp/ipykernel_17/2194308582.py; IPython and Colab: <ipython-input-3-a5b1f>
-_CELL = re.compile(
-  r"[/\\]ipykernel_\d+[/\\]\d+\.py$|(?:^<|[/\\])ipython-input-(?:(?P<number>\d+)-)?\w+(?:>|\.py)$"
-)
-
-
-def shown_file(file: str) -> str:
-  """Returns how reports and errors write the file of a line: its path, or "cell" in a notebook."""
-  # The file of a cell is named by a hash of its text, which no reader could look up.
-  cell = _CELL.search(file)
-  if cell is None:
-    return file
-  return f"cell {cell['number']}" if cell["number"] else "cell"
-
-
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
-_STANDARD = str(pathlib.Path(os.__file__).parent)
-_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-_LIBRARIES = "chex|einops|equinox|flax|haiku|jax|jaxlib|jaxtyping|numpy|optax"
-_BELOW = re.compile(_INSTALLED.pattern + rf"({_LIBRARIES})[/\\]")
-
-
-@functools.lru_cache(maxsize=4096)
-def is_library(file: str) -> bool:
-  """Whether a file is of mpjax, of what it depends on, or of Python itself."""
-  # A user's model may be an installed package, and a checkout may be called anything.
-  standard = file.startswith(_STANDARD) and not _INSTALLED.search(file)
-  ours = file.startswith((_PACKAGE + os.sep, "<frozen"))
-  return ours or standard or bool(_BELOW.search(file))
 
 
 T = TypeVar("T")

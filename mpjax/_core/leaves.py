@@ -48,30 +48,6 @@ def node_paths(tree: PyTree) -> set[str]:
   return {"/".join(path[:n]) for path in leaf_paths(tree) for n in range(len(path))}
 
 
-def leaves_by_path(tree: PyTree, where: str) -> dict[str, Leaf]:
-  """Returns the leaves of `tree`, in its order, by path; two of one path as text are an error."""
-  # A path does not tell a field of a class from the key of a dict, nor a position from its digits:
-  # checkpoints turn one into the other.
-  if isinstance(tree, Mapping) and jax.tree_util.all_leaves([tree]):
-    tree = dict(tree)  # one that JAX does not know, such as numpy.load of an npz file
-  leaves: dict[str, Leaf] = {}
-  for path, x in jax.tree_util.tree_leaves_with_path(tree):
-    text = path_text(path)
-    if text in leaves:
-      raise same_path(where, text)
-    leaves[text] = x
-  return leaves
-
-
-def same_path(where: str, name: str) -> MpjaxValueError:
-  return MpjaxValueError(
-    where,
-    expected="leaves with different paths",
-    got=f"two at {name!r}",
-    fix="Rename a key that contains '/' or '@'.",
-  )
-
-
 def check_leaves(leaves: Mapping[str, Leaf], where: str, *, abstract: bool) -> None:
   """Raises MpjaxTypeError unless all leaves are arrays, not traced; abstract ones if asked."""
   refused = (Tracer,) if abstract else (Tracer, jax.ShapeDtypeStruct)

@@ -18,12 +18,10 @@ from mpjax._core.leaves import (
   check_leaves,
   convert,
   is_key,
-  leaves_by_path,
   misfit,
   path_text,
   put,
   refuse_overflow,
-  same_path,
 )
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree
@@ -78,6 +76,30 @@ def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
       raise same_path(where, name)
     arrays[name] = array
   return arrays
+
+
+def leaves_by_path(tree: PyTree, where: str) -> dict[str, Leaf]:
+  """Returns the leaves of `tree`, in its order, by path; two of one path as text are an error."""
+  # A path does not tell a field of a class from the key of a dict, nor a position from its digits:
+  # checkpoints turn one into the other.
+  if isinstance(tree, Mapping) and jax.tree_util.all_leaves([tree]):
+    tree = dict(tree)  # one that JAX does not know, such as numpy.load of an npz file
+  leaves: dict[str, Leaf] = {}
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    text = path_text(path)
+    if text in leaves:
+      raise same_path(where, text)
+    leaves[text] = x
+  return leaves
+
+
+def same_path(where: str, name: str) -> MpjaxValueError:
+  return MpjaxValueError(
+    where,
+    expected="leaves with different paths",
+    got=f"two at {name!r}",
+    fix="Rename a key that contains '/' or '@'.",
+  )
 
 
 def _is_registered(dtype: DType) -> bool:

@@ -2,11 +2,13 @@
 
 import functools
 import os
+import pathlib
+import re
+import traceback
 from typing import Literal, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
 
-from mpjax._core.errors import is_library, shown_file
 from mpjax._jaxprs.compat import Frame, Traceback, frames_of, scopes_of
 
 PREFIX = "mpjax."
@@ -143,3 +145,41 @@ def _source(traceback: Traceback) -> Source | None:
   """Returns the innermost line outside of libraries; None if unknown."""
   own = (Source(*frame) for frame in frames_of(traceback) if not is_library(frame.file))
   return next(own, None)
+
+
+def line_of_user(error: BaseException) -> str:
+  """Returns the file and line of the user's code that an error came from, with what it says."""
+  frames = traceback.extract_tb(error.__traceback__)
+  frame = ([f for f in frames if not is_library(f.filename)] or frames)[-1]
+  return f"{shown_file(frame.filename)}:{frame.lineno}: {frame.line}"
+
+
+# Jupyter: /tmp/ipykernel_17/2194308582.py; IPython and Colab: <ipython-input-3-a5b1f>
+_CELL = re.compile(
+  r"[/\\]ipykernel_\d+[/\\]\d+\.py$|(?:^<|[/\\])ipython-input-(?:(?P<number>\d+)-)?\w+(?:>|\.py)$"
+)
+
+
+def shown_file(file: str) -> str:
+  """Returns how reports and errors write the file of a line: its path, or "cell" in a notebook."""
+  # The file of a cell is named by a hash of its text, which no reader could look up.
+  cell = _CELL.search(file)
+  if cell is None:
+    return file
+  return f"cell {cell['number']}" if cell["number"] else "cell"
+
+
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
+_STANDARD = str(pathlib.Path(os.__file__).parent)
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_LIBRARIES = "chex|einops|equinox|flax|haiku|jax|jaxlib|jaxtyping|numpy|optax"
+_BELOW = re.compile(_INSTALLED.pattern + rf"({_LIBRARIES})[/\\]")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(file: str) -> bool:
+  """Whether a file is of mpjax, of what it depends on, or of Python itself."""
+  # A user's model may be an installed package, and a checkout may be called anything.
+  standard = file.startswith(_STANDARD) and not _INSTALLED.search(file)
+  ours = file.startswith((_PACKAGE + os.sep, "<frozen"))
+  return ours or standard or bool(_BELOW.search(file))

@@ -14,14 +14,7 @@ import numpy as np
 
 from mpjax._core.active import ACTIVE, AUDIT, EVERY, Active, AuditedModule
 from mpjax._core.dtypes import FLOAT32
-from mpjax._core.errors import (
-  REFUSALS,
-  MpjaxError,
-  flax_errors,
-  line_of_user,
-  message,
-  note_module,
-)
+from mpjax._core.errors import REFUSALS, MpjaxError, flax_errors, message
 from mpjax._core.policy import Policy
 from mpjax._core.rules import ModulePolicy, is_flax_norm, is_low, rewrites
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
@@ -35,7 +28,7 @@ from mpjax._jaxprs.autocast import (
   with_settings,
 )
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, REGION, TABLE
-from mpjax._jaxprs.locations import MODULE
+from mpjax._jaxprs.locations import MODULE, line_of_user
 from mpjax._jaxprs.op_lists import OpLists
 
 R = TypeVar("R")
@@ -285,6 +278,31 @@ class ModuleCall(NamedTuple):
         step, sent = body.send, (yield self.result(yielded))
       except BaseException as error:  # GeneratorExit too: the body is to close.
         step, sent = body.throw, error
+
+
+_NOTE = "mpjax: raised inside"
+
+
+def note_module(error: Exception, path: str, name: str, policy: str) -> None:
+  """Tells an error the innermost module under a policy that it was raised in, and what to do."""
+  if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+    return
+  as_it_is = f"mpjax.Rule(None, path={path!r})"
+  if isinstance(error, NotImplementedError):
+    advice = (
+      f'If a kernel takes low precision alone, put mpjax.Rule("bfloat16", path={path!r}) before '
+      f"other rules, or {as_it_is} if it casts its arguments itself. Some have another for "
+      'float32: jax.nn.dot_product_attention(implementation="xla").'
+    )
+  else:
+    # A rule that leaves the root as it is leaves everything as it is.
+    rule = f", or leave the module as it is with {as_it_is}" if path else ""
+    advice = (
+      "If it is about dtypes, the module's own code mixes them where jax.numpy would promote: cast "
+      f"there, and start what a loop carries in the dtype of what it meets (x.dtype){rule}."
+    )
+  module = f"{path or 'the root'!r} ({name})"
+  error.add_note(f"{_NOTE} {module}, which runs under the policy {policy!r}. {advice}")
 
 
 def call_of(

@@ -13,7 +13,7 @@ import jax
 from flax.core import FrozenDict
 from flax.core.scope import CollectionFilter
 
-from mpjax._core.active import ScopeToken, activate_scope, in_region, leave_scopes
+from mpjax._core.active import ACTIVE, Active, ScopeToken, in_region
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.leaves import node_paths
@@ -352,3 +352,26 @@ class _Scope(contextlib.ContextDecorator):
     last = next((x for x in reversed(self._entered) if x.thread == here), self._entered[-1])
     self._entered.remove(last)
     leave_scopes(last)
+
+
+def activate_scope(state: Active, opened: contextlib.ExitStack) -> ScopeToken:
+  """Makes a state active for a scope that may be left in any order."""
+  # A generator that yields inside a scope leaves it when it ends, which may be after another scope
+  # was entered. That one stays active, and when it is left too what was before both is restored.
+  # Left as a `with` block is, the scope of the generator would restore what was before it, and a
+  # model called next in the other scope would run without a policy.
+  token = ScopeToken(ACTIVE.value, opened)
+  ACTIVE(dataclasses.replace(state, token=token)).__enter__()
+  return token
+
+
+def leave_scopes(token: ScopeToken | None = None) -> None:
+  """Leaves a scope, and restores what was before the innermost scopes that have been left."""
+  if token is not None:
+    token.left = True
+  active = ACTIVE.value
+  while active is not None and active.token is not None and active.token.left:
+    innermost = active.token
+    active = innermost.before
+    ACTIVE(active).__enter__()
+    innermost.opened.close()

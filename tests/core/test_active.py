@@ -1,7 +1,5 @@
 """The state in force inside a call, what an audit is told of it, and regions outside of it."""
 
-import contextlib
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -41,23 +39,6 @@ def test_a_linen_model_in_a_view_and_a_view_in_a_linen_scope_have_policies_of_th
   view = mpjax.nnx.with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "c=bf16")
   with mpjax.linen.policy_scope("float16"):
     assert view(X).dtype == jnp.bfloat16
-
-
-def test_scopes_are_left_in_any_order():
-  closed = []
-
-  def enter(policy):
-    opened = contextlib.ExitStack()
-    opened.callback(closed.append, policy)
-    return active.activate_scope(active.Active(region=policy), opened)
-
-  one, two, three = enter("one"), enter("two"), enter("three")
-  active.leave_scopes(one)
-  assert (active.ACTIVE.value.region, closed) == ("three", [])
-  active.leave_scopes(three)
-  assert (active.ACTIVE.value.region, closed) == ("two", ["three"])
-  active.leave_scopes(two)
-  assert (active.ACTIVE.value, closed) == (None, ["three", "two", "one"])
 
 
 def test_a_rule_counts_modules_and_not_calls():

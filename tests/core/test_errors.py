@@ -2,7 +2,6 @@
 
 import copy
 import fractions
-import functools
 import inspect
 import pickle
 import traceback
@@ -120,15 +119,6 @@ def test_a_configuration_with_an_unknown_field_says_which_there_are(config):
     config(nit=1)
 
 
-def error_in(file, line, **names):
-  """Returns what a line of a function in some file raises."""
-  exec(compile(f"def ask(x):\n  {line}\n", file, "exec"), names)
-  with pytest.raises(Exception) as excinfo:
-    jax.jit(names["ask"])(1.0)
-  return excinfo.value
-
-
-FILES = ["/home/me/mpjax/model.py", "/env/lib/python3.11/site-packages/zoo/net.py"]
 KINDS = [
   (None, "None"),
   (True, "True"),
@@ -147,38 +137,6 @@ def test_a_value_is_named_by_what_a_reader_knows_of_it():
   traced = []
   jax.eval_shape(lambda x: traced.append(errors.kind_of(x)), 1.0)
   assert traced == ["a traced array float32[]"]
-
-
-CELLS = {
-  "/tmp/ipykernel_4242/2194308582.py": "cell",
-  "C:\\Users\\me\\AppData\\Local\\Temp\\ipykernel_4242\\2194308582.py": "cell",
-  "<ipython-input-12-0a1b2c3d4e5f>": "cell 12",
-  "/tmp/ipython-input-2938354417.py": "cell",
-  "/tmp/ipython-input-3-4282502808.py": "cell 3",
-}
-"""The files of cells, as Jupyter, IPython and Colab name them, and what a reader is shown."""
-
-
-def test_the_line_of_the_user_is_found_wherever_the_code_is():
-  # A checkout may be called anything, and a model may be an installed package.
-  for file in (*FILES, "/srv/jax/train.py"):
-    assert errors.line_of_user(error_in(file, "return 1 if x else 2")).startswith(f"{file}:2: ")
-  for file, shown in CELLS.items():
-    assert errors.line_of_user(error_in(file, "raise ValueError")).startswith(f"{shown}:2: ")
-    assert not errors.is_library(file)
-
-
-def test_every_part_of_mpjax_is_a_library_and_a_users_model_is_not():
-  for module in (mpjax, mpjax.linen, mpjax.states, jax, functools):
-    assert errors.is_library(str(module.__file__))
-  assert errors.is_library("/venv/lib/python3.11/site-packages/flax/linen/linear.py")
-  assert errors.is_library("<frozen importlib._bootstrap>")
-  assert not errors.is_library("/venv/lib/python3.11/site-packages/transformers/models/bert.py")
-  assert not errors.is_library("<ipython-input-1>")
-  assert not errors.is_library(__file__)
-  # A file of another kind has its own name.
-  files = ["/home/me/ipykernel_4242/train.py", "/home/me/2194308582.py", "ipykernel_4242.py"]
-  assert [errors.shown_file(file) for file in (*files, "<stdin>")] == [*files, "<stdin>"]
 
 
 CALL = "mpjax.something(argument)"

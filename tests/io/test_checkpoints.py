@@ -1,5 +1,7 @@
 """Leaves by path, and as arrays that files can hold."""
 
+from typing import NamedTuple
+
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._io.checkpoints import decode
+from mpjax._io.checkpoints import decode, leaves_by_path
 from tests.errors import refused
 
 PLAIN = ("float16", "float32", "int8", "int32", "uint32", "bool", "complex64")
@@ -77,3 +79,17 @@ def test_leaves_that_hold_no_numbers_are_an_error():
   got = "a ShapeDtypeStruct float32[] at a; 'adam' at s; a traced array float32[] at t"
   with refused(TypeError, WHERE, "arrays as leaves", got, "outside of jit"):
     jax.eval_shape(trace, 1.0)
+
+
+class Pair(NamedTuple):
+  left: object
+  right: object
+
+
+def test_paths_do_not_tell_classes_apart():
+  tree = {"a": Pair([1, (2,)], {"x": 3, "none": None}), "b": ()}
+  plain = {"a": {"left": {"0": 1, "1": [2]}, "right": {"x": 3}}}
+  paths = {"a/left/0": 1, "a/left/1/0": 2, "a/right/x": 3}
+  assert leaves_by_path(tree, "f") == leaves_by_path(plain, "f") == paths
+  assert leaves_by_path(paths, "f") == paths
+  assert leaves_by_path(7, "f") == {"": 7}

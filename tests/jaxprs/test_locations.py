@@ -1,5 +1,6 @@
 """The module, pass and line of an equation."""
 
+import functools
 import inspect
 
 import flax.linen as nn
@@ -7,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax._jaxprs.locations import Location, call_of, location
+import mpjax
+from mpjax._jaxprs.locations import (
+  Location,
+  call_of,
+  is_library,
+  line_of_user,
+  location,
+  shown_file,
+)
 from mpjax._jaxprs.reader import inner_jaxprs, opened
 
 
@@ -169,3 +178,44 @@ def test_equations_of_one_call_of_a_library():
   asked, promotes, add, mul = calls
   assert promotes == add
   assert asked not in (add, mul, ())
+
+
+FILES = ["/home/me/mpjax/model.py", "/env/lib/python3.11/site-packages/zoo/net.py"]
+CELLS = {
+  "/tmp/ipykernel_4242/2194308582.py": "cell",
+  "C:\\Users\\me\\AppData\\Local\\Temp\\ipykernel_4242\\2194308582.py": "cell",
+  "<ipython-input-12-0a1b2c3d4e5f>": "cell 12",
+  "/tmp/ipython-input-2938354417.py": "cell",
+  "/tmp/ipython-input-3-4282502808.py": "cell 3",
+}
+"""The files of cells, as Jupyter, IPython and Colab name them, and what a reader is shown."""
+
+
+def error_in(file, line, **names):
+  """Returns what a line of a function in some file raises."""
+  exec(compile(f"def ask(x):\n  {line}\n", file, "exec"), names)
+  with pytest.raises(Exception) as excinfo:
+    jax.jit(names["ask"])(1.0)
+  return excinfo.value
+
+
+def test_the_line_of_the_user_is_found_wherever_the_code_is():
+  # A checkout may be called anything, and a model may be an installed package.
+  for file in (*FILES, "/srv/jax/train.py"):
+    assert line_of_user(error_in(file, "return 1 if x else 2")).startswith(f"{file}:2: ")
+  for file, shown in CELLS.items():
+    assert line_of_user(error_in(file, "raise ValueError")).startswith(f"{shown}:2: ")
+    assert not is_library(file)
+
+
+def test_every_part_of_mpjax_is_a_library_and_a_users_model_is_not():
+  for module in (mpjax, mpjax.linen, mpjax.states, jax, functools):
+    assert is_library(str(module.__file__))
+  assert is_library("/venv/lib/python3.11/site-packages/flax/linen/linear.py")
+  assert is_library("<frozen importlib._bootstrap>")
+  assert not is_library("/venv/lib/python3.11/site-packages/transformers/models/bert.py")
+  assert not is_library("<ipython-input-1>")
+  assert not is_library(__file__)
+  # A file of another kind has its own name.
+  files = ["/home/me/ipykernel_4242/train.py", "/home/me/2194308582.py", "ipykernel_4242.py"]
+  assert [shown_file(file) for file in (*files, "<stdin>")] == [*files, "<stdin>"]

@@ -493,15 +493,15 @@ def test_check_can_fail(check, sources):
 
 
 LINES = {
-  "_core and root files": 2_493,
-  "_jaxprs without autocast": 2_840,
+  "_core and root files": 2_389,
+  "_jaxprs without autocast": 2_894,
   "_jaxprs/autocast": 3_083,
-  "linen and nnx": 1_479,
+  "linen and nnx": 1_498,
   "transforms": 3_886,
-  "_io": 571,
+  "_io": 591,
   "_diagnostics": 3_444,
-  "all of mpjax": 17_796,
-  "tests": 42_573,
+  "all of mpjax": 17_785,
+  "tests": 42_563,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 
