@@ -12,7 +12,6 @@ from jax.core import Tracer
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core import errors
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError
 from mpjax._core.leaves import Path, is_key, is_nnx_variable
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Function, Leaf, NumpyArray, P, PyTree
@@ -61,7 +60,7 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
       expected = "concrete arguments, with the state of an optimizer created by mpjax.loss_scaling"
       fix = "Wrap the optimizer, tx = mpjax.loss_scaling(tx), and call it on the host."
       got = "traced ones" if traced else "no such state in the arguments"
-      raise MpjaxTypeError(WHERE, expected=expected, got=got, fix=fix)
+      raise errors.MpjaxTypeError(WHERE, expected=expected, got=got, fix=fix)
     refuse_outside(call, WHERE)
     # Of several optimizers a step may update one alone. A comprehension would be a frame of its own
     # before Python 3.12, and the warning counts frames.
@@ -100,7 +99,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     if any(getattr(v.aval, "dtype", None) == jnp.float16 for x in eqns for v in x.outvars):
       expected = "a loss scale, since the step computes in float16, whose gradients underflow"
       fix = "Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16."
-      raise MpjaxValueError(WHERE, expected=expected, got="NoLossScale()", fix=fix)
+      raise errors.MpjaxValueError(WHERE, expected=expected, got="NoLossScale()", fix=fix)
     return True
 
   def run(number: float, start: dict[Path, Leaf]) -> tuple[float, dict[Path, Leaf], int | None]:
@@ -137,7 +136,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     expected = "a step whose gradients are finite at some loss scale"
     got = f"an inf or NaN at {', '.join(f'{number:.9g}' for number in numbers[:2])}"
     fix = "Call it with another batch; mpjax.check_skipped_steps says which gradient it is."
-    raise MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
+    raise errors.MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 
   # One that is skipped, by all losses. Momentum that is 0 stays 0, so here nothing is.
   first, old = finite[0], {x: _numbers(v) for x, v in before.items()}
@@ -157,10 +156,9 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     paths = [x] if x in alike and (_name(x) or x < loss) else paths
     kept = [path for path in paths if _numbers(start[x]).tobytes() == skipped[path].tobytes()]
     # What is beside the optimizer's state may count all steps; zeros are the updates of one.
-    is_free = any(path[: len(x) - 1] == x[:-1] for path in states)
-    if is_inexact(old[x]):
-      is_free = not all(np.any(skipped[path]) for path in paths)
-    changed += [] if kept or is_free else paths
+    is_beside = any(path[: len(x) - 1] == x[:-1] for path in states)
+    has_zeros = not all(np.any(skipped[path]) for path in paths)
+    changed += [] if kept or (has_zeros if is_inexact(old[x]) else is_beside) else paths
     # What depends on the scale? Beside what falls other things may rise: a clip makes them.
     for path in (kept or paths) if is_inexact(old[x]) else []:
       moved = [_distance(old[x], after[path]) for after in finite]
@@ -191,15 +189,15 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
       fix = "After a step or two there may be more; else gradients are zero, or updates are lost."
       warnings.warn(errors.message(WHERE, expected=expected, got=got, fix=fix), stacklevel=3)
     return True
-  raise MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
+  raise errors.MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 
 
-def _not_updated(scale: OwnedScale) -> MpjaxValueError:
+def _not_updated(scale: OwnedScale) -> errors.MpjaxValueError:
   expected = f"a step that returns the new loss scale {scale.label!r}, when it is skipped too"
   fix = "Return the opt_state that tx.update of mpjax.loss_scaling returned, and never select it."
   if scale.in_variables:
     fix = "Call optimizer.update(model, grads), and compile step by nnx.jit: jax.jit drops writes."
-  return MpjaxValueError(WHERE, expected=expected, got="none, or the old one", fix=fix)
+  return errors.MpjaxValueError(WHERE, expected=expected, got="none, or the old one", fix=fix)
 
 
 def _leaves(tree: PyTree) -> dict[Path, Leaf]:
