@@ -281,7 +281,9 @@ def check_errors_are_ours(sources: Sources) -> list[str]:
   """
   texts = sources.values()
   functions = [node for x in texts for _, node in nodes(x) if isinstance(node, ast.FunctionDef)]
-  makers = {f.name for f in functions if f.returns and ast.unparse(f.returns) in OUR_ERRORS}
+  makers = {
+    f.name for f in functions if f.returns and (dotted(f.returns) or [""])[-1] in OUR_ERRORS
+  }
 
   @for_each(nodes)
   def faults(path: str, node: ast.AST, _: object) -> Iterator[str]:
@@ -495,13 +497,13 @@ def test_check_can_fail(check, sources):
 LINES = {
   "_core and root files": 2_389,
   "_jaxprs without autocast": 2_894,
-  "_jaxprs/autocast": 3_083,
+  "_jaxprs/autocast": 3_092,
   "linen and nnx": 1_498,
-  "transforms": 3_886,
+  "transforms": 3_884,
   "_io": 591,
   "_diagnostics": 3_444,
-  "all of mpjax": 17_785,
-  "tests": 42_563,
+  "all of mpjax": 17_792,
+  "tests": 42_604,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 

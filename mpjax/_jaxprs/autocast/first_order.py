@@ -11,9 +11,10 @@ One rule decides, by what an operation is and by the kinds of its operands: data
   other          float32, if an operand is data or held in float32   data, else low, else neutral
 
 A caller that asks for float32 counts as a sum. A matmul that sums nothing is a multiplication where
-no operand is low and more than matmuls read the result; one without free axes is a sum. One of data
-is in float32 where it computes an angle, or from data alone an index; so is one of masks alone, and
-one that linear algebra reads, at once, or that is computed with its results.
+no operand is low and more than matmuls read the result; one without free axes is a sum. In float32
+is one of data that computes an angle, one of data alone that computes an index or a condition, one
+that becomes an index and nothing else where an operand is in float32, one of masks alone, and one
+that linear algebra reads, at once, or that is computed with its results.
 
 A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
 compute dtype. What only float32 operations read is computed in float32. A low value that was
@@ -133,13 +134,17 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
   kinds, readers = [v.kind for v in values if v is not None], rewriter.consumers(eqn)
   multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
   data, alone = any(k.is_data for k in kinds), all(k.is_data or k.numbers for k in kinds)
+  # What only decides, as a comparison or an index, has no gradient, and a rounding may change it.
+  decides = bool(readers & By.UNROUNDED) and not readers & ~By.DECISIONS
+  positions = alone and (readers & By.INDEX or decides or not data)
   # Linear algebra multiplies a rounding by a condition number.
   algebra = readers & By.ALGEBRA or any(k.solved for k in kinds)
-  named = rewriter.explained(eqn, "low", "positions, angles, ranks or linear algebra")
-  if (multiplies and readers & By.HELD) or (alone and (readers & By.INDEX or not data)) or algebra:
+  named = rewriter.explained(eqn, "low", "positions, angles, indices or linear algebra")
+  if (multiplies and readers & By.HELD) or positions or algebra:
     return rewriter.untouched(named)
-  if data and readers & By.ANGLE and dtype_of(eqn.outvars[0]) == FLOAT32:
-    operands = [rewriter.view(v, FLOAT32, eqn) for v in values if v is not None]
+  chosen = decides and readers & By.INDEX and not all(k.rests for k in kinds)
+  if (chosen or (data and readers & By.ANGLE)) and dtype_of(eqn.outvars[0]) == FLOAT32:
+    operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
     return rewriter.write(named, operands, [Kind(half, held=True)])
   policy, recipe = place.policy, None
   if policy is not None and policy.matmul is not None:

@@ -300,7 +300,7 @@ class _Custom(NamedTuple):
     program = traced(in_state)(*(t.update(dtype=dtype, weak_type=False) for t, (dtype, _) in pairs))
     dtypes = [aval_of(v).dtype for v in program.jaxpr.outvars]
     fixed = _dtypes([kind for _, kind in outs])
-    readers = [By.EXACT if dtype == FLOAT32 else 0 for dtype in fixed]
+    readers = [By.UNKNOWN if dtype == FLOAT32 else 0 for dtype in fixed]
     readers += [0] * (len(dtypes) - len(fixed))
     kinds, derivative = tuple(kind for _, kind in ins), derivative or self.settings.in_derivative
     settings = dataclasses.replace(self.settings, in_derivative=derivative)

@@ -76,16 +76,19 @@ class By:
       matmuls too.
     ALGEBRA: linear algebra.
 
-  Several of them: EXACT is a comparison, an index, a carry. For HELD a value that was computed in
-  float32 is not rounded, and DIGITS get all digits of a value, or of a sum with it.
+  Several of them: EXACT is a comparison, an index, a carry; UNKNOWN what may be any of these, and
+  read the number as well. For HELD a value that was computed in float32 is not rounded, and DIGITS
+  get all digits of a value, or of a sum with it. What has no reader but DECISIONS has no gradient.
   """
 
   MATMUL, FULL, SUMMED, UNROUNDED, FACTOR, CALLER, RETURNED, ANGLE, INDEX, ALGEBRA = (
     1 << bit for bit in range(10)
   )
   EXACT = SUMMED | UNROUNDED
+  UNKNOWN = EXACT | RETURNED
   HELD = SUMMED | CALLER | RETURNED
   DIGITS = UNROUNDED | CALLER | RETURNED
+  DECISIONS = EXACT | FACTOR | INDEX
 
 
 _ROLES: Mapping[str | None, int] = {
@@ -139,8 +142,11 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
   """What an operation that holds no jaxpr is to its operands."""
   behind, place, facts = 0, places(eqn), facts_of(eqn)
   for var, readers in zip(eqn.outvars, results, strict=True):
-    counts = By.EXACT if facts.tests else By.EXACT | By.INDEX
-    behind |= readers if dtype_of(var) in FLOATS else counts
+    dtype = dtype_of(var)
+    # A complex number, or one in float64, has the digits of what it is computed from.
+    has_digits = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    other = (By.UNKNOWN if has_digits else By.EXACT) | (0 if facts.tests else By.INDEX)
+    behind |= readers if dtype in FLOATS else other
   if eqn.primitive is reduce_precision_p:
     if place.rest is not None:
       return By.CALLER if behind & By.CALLER else behind & By.MATMUL
@@ -173,7 +179,7 @@ def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], place: Places) -> Sequenc
     return (By.FULL | By.EXACT | _ROLES.get(facts_of(eqn).role, By.INDEX),) * len(eqn.invars)
   each, inside = [0] * len(eqn.invars), (place.settings, place(eqn).inside)
   for inner in inners:
-    results = outs if inner.returns else (By.EXACT,) * len(inner.jaxpr.outvars)
+    results = outs if inner.returns else (By.UNKNOWN,) * len(inner.jaxpr.outvars)
     if inner.carry:
       results = of_loop(inner, results, *inside)
     readers = of_inputs(inner.jaxpr, results, *inside)

@@ -277,7 +277,7 @@ def test_what_code_keeps_in_float32_is_on_purpose():
   assert audit.leaks == ()
   reasons = [
     "mpjax.full_precision",
-    "positions, angles, ranks or linear algebra",
+    "positions, angles, indices or linear algebra",
     'precision="highest"',
   ]
   assert sorted(x.reason for x in audit.on_purpose) == reasons

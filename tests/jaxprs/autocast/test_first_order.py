@@ -292,6 +292,44 @@ def test_a_matmul_of_data_that_becomes_an_angle_is_low_and_in_float32():
   network = mpjax.autocast(lambda x, w: jnp.sin(jnp.sin(x @ w) @ w), data_argnums=0)
   dtypes = [p.dtypes for p in programs.products(jax.make_jaxpr(network)(GRID, W))]
   assert [set(d) for d in dtypes] == [{"float32"}, {"bfloat16"}]
-  # An index of what layers make is of low precision, as by hand.
-  ranks = mpjax.autocast(lambda x, w: jnp.argmax((x @ w) @ x.T), data_argnums=0)
-  assert programs.half_share(jax.make_jaxpr(ranks)(GRID, W)) == 1
+
+
+NEAREST = {
+  "argmin": lambda d: jnp.argmin(d, -1),
+  "argsort": lambda d: jnp.argsort(d, -1),
+  "top_k": lambda d: jax.lax.top_k(-d, 2)[1],
+}
+
+
+@pytest.mark.parametrize("chosen", NEAREST)
+@pytest.mark.parametrize("codebook", ["state", "parameter", "low"])
+def test_a_matmul_that_becomes_an_index_alone_is_in_float32_unless_all_is_low(chosen, codebook):
+  # As by hand, where JAX promotes a low activation and a float32 codebook.
+  def codes(w, codes, x):
+    z = (x @ w).astype("bfloat16") if codebook == "low" else x @ w
+    codes = (codes @ w).astype("bfloat16") if codebook == "low" else codes
+    squares = jnp.sum(z**2, -1, keepdims=True) + jnp.sum(codes**2, -1)[None]
+    return NEAREST[chosen](squares - 2 * z @ codes.T)
+
+  data = (1, 2) if codebook == "state" else 2
+  program = jax.make_jaxpr(mpjax.autocast(codes, data_argnums=data))(W, X, GRID)
+  *layers, distances = [p.dtypes for p in programs.products(program)]
+  assert {dtype for dtypes in layers for dtype in dtypes} == {"bfloat16"}
+  assert set(distances) == ({"bfloat16"} if codebook == "low" else {"float32"})
+
+
+def test_what_is_also_read_as_a_number_is_low_though_an_index_is_chosen_of_it():
+  # The logits of a classifier, of which the loss and the accuracy are computed.
+  def loss(w, x):
+    logits = x @ w
+    return jax.nn.log_softmax(logits)[..., 0].sum(), jnp.argmax(logits, -1)
+
+  program = jax.make_jaxpr(mpjax.autocast(loss, data_argnums=1))(W, GRID)
+  assert programs.half_share(program) == 1
+
+
+def test_a_comparison_of_data_alone_reads_a_float32_matmul():
+  near = mpjax.autocast(lambda x: (x**2).sum(-1)[None] - 2 * x @ x.T < 8.0, data_argnums=0)
+  assert programs.half_share(jax.make_jaxpr(near)(GRID)) == 0
+  gate = mpjax.autocast(lambda w, x: jnp.where(x @ w > 0, x, 0.0), data_argnums=1)
+  assert programs.half_share(jax.make_jaxpr(gate)(W, GRID)) == 1
