@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
-from mpjax._core.leaves import Path, is_nnx_variable, key_names
+from mpjax._core.leaves import Path, is_nnx_variable, key_names, leaf_paths
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
 
 
@@ -20,6 +20,18 @@ def is_array(x: Leaf) -> bool:
   """Whether a leaf is an array that JAX takes; a Python number, or an array of text, is not."""
   # Those of `ml_dtypes`, such as bfloat16, are of kind "V".
   return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind in "biufcV")
+
+
+class Argument(NamedTuple):
+  name: str  # that of the argument and the path in it, such as "params/Dense_0/kernel"
+  keys: Path  # those of the path in it
+  is_first: bool  # it is in the first argument: in its `params`, if there are such
+  is_parameter: bool  # it is in a tree called `params`, or an `nnx.Param`
+
+  @property
+  def module(self) -> Path:
+    """The path of the module whose parameter it is, if it is one."""
+    return self.keys[self.keys[:1] == ("params",) : -1]
 
 
 class Call:
@@ -37,6 +49,23 @@ class Call:
     traced = dict(zip(self.positions, arrays, strict=True))
     leaves = [traced.get(i, x) for i, x in enumerate(self._leaves)]
     return jax.tree.unflatten(self._tree, leaves)
+
+  def arguments(self, fn: Function) -> list[Argument]:
+    """Returns what the leaves that are traced are for a function."""
+    args, _ = call = self.with_arrays(self.arrays)
+    names, arguments = positional_names(fn, len(args)), list[Argument]()
+    variables = jax.tree.leaves(call, is_leaf=is_nnx_variable)
+    nodes = [node for node in variables for _ in jax.tree.leaves(node)]
+    paths = leaf_paths(call)
+    has_params = any(path[:3] == ("0", "0", "params") for path in paths)
+    for (kind, argument, *keys), node in zip(paths, nodes, strict=True):
+      parts = [names[int(argument)] if kind == "0" else argument, *keys]
+      is_first = kind == argument == "0" and (not has_params or keys[:1] == ["params"])
+      # A single array called `params` is one too.
+      inside = {"params", "parameters", "weights"}.intersection(parts[:-1] or parts)
+      is_param = bool(inside) or any(base.__name__ == "Param" for base in type(node).__mro__)
+      arguments.append(Argument("/".join(parts), tuple(keys), is_first, is_param))
+    return [arguments[i] for i in self.positions]
 
   def check_concrete(self, where: str) -> None:
     """Raises MpjaxTypeError if a leaf has no value; `where` is the public call."""
@@ -71,15 +100,10 @@ class Call:
       return jax.make_jaxpr(flat)(*self.arrays), paths
 
 
-class Argument(NamedTuple):
-  name: str  # that of the argument and the path in it, such as "params/Dense_0/kernel"
-  is_parameter: bool  # it is in a tree called `params`, or an `nnx.Param`
-
-
 def trace(
   fn: Function, args: Args, kwargs: Kwargs, where: str
 ) -> tuple[ClosedJaxpr, list[Argument]]:
-  """Returns the jaxpr of a function, and what the leaves of its arguments are called."""
+  """Returns the jaxpr of a function, and what the leaves of its arguments are."""
   # Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as `mpjax.autocast`
   # does it: `model.apply(variables, x, train=True)` asks whether `train` is true.
   call = Call(args, kwargs, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"))
@@ -93,17 +117,7 @@ def trace(
       fix="Pass the model as an argument: "
       f"{where.replace('fn', 'lambda model, x: model(x)')}(model, x).",
     ) from error
-  positional, names = positional_names(fn, len(args)), list[Argument]()
-  leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_nnx_variable)
-  for (kind, argument, *path), node in leaves:
-    (name,) = key_names((argument,))
-    parts = [name if kind.idx else positional[int(name)], *key_names(tuple(path))]
-    parts = [part for part in parts if part != "value"]  # That of a variable.
-    # A single array called `params` is one too.
-    inside = {"params", "parameters", "weights"}.intersection(parts[:-1] or parts)
-    is_param = bool(inside) or any(base.__name__ == "Param" for base in type(node).__mro__)
-    names += [Argument("/".join(parts), is_param)] * len(jax.tree.leaves(node))
-  return program, [names[i] for i in call.positions]
+  return program, call.arguments(fn)
 
 
 def positional_names(fn: Function, count: int) -> list[str]:

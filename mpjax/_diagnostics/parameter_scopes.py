@@ -11,7 +11,7 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from mpjax._core.leaves import Path, leaf_paths
+from mpjax._core.leaves import Path
 from mpjax._core.types import Function, PyTree
 from mpjax._diagnostics.arguments import Call
 from mpjax._jaxprs.compat import within_scopes
@@ -23,15 +23,13 @@ from mpjax._jaxprs.steps import Key
 
 def with_parameter_scopes(fn: Function) -> Function:
   """Returns a function whose operations without a named scope are in that of a module."""
-  # Its parameters are the arrays in its first argument.
 
   def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
     call = Call(args, kwargs)
     closed, _ = call.traced(fn)
     graph = Graph(closed)
-    paths = [path[1 + (path[1:2] == ("params",)) : -1] for path in leaf_paths(args[:1])]
-    arguments = zip(call.positions, graph.arguments, strict=True)
-    owners = {v: paths[i] for i, v in arguments if i < len(paths)}
+    arguments = zip(graph.arguments, call.arguments(fn), strict=True)
+    owners = {v: one.module for v, one in arguments if one.is_first}
     jaxpr = opened(_scoped(closed, name_by_parameters(graph, owners)))
     results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
     return jax.tree.map(lambda x: next(results) if isinstance(x, jax.Array) else x, call.returned)

@@ -34,11 +34,11 @@ def test_arguments_have_the_names_of_the_signature_and_their_paths():
 
 def test_variables_of_linen_and_keyword_arguments():
   assert names(lambda params, x: x, X, X) == [("params", True), ("x", False)]
-  tree = {"params": {"Dense_0": {"kernel": X}}, "batch_stats": {"mean": X}}
+  tree = {"params": {"value": {"kernel": X}}, "batch_stats": {"mean": X}}
   found = names(lambda variables, **kwargs: variables, tree, z=X, y=X)
   assert found == [
     ("variables/batch_stats/mean", False),
-    ("variables/params/Dense_0/kernel", True),
+    ("variables/params/value/kernel", True),
     ("y", False),
     ("z", False),
   ]

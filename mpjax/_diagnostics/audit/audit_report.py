@@ -223,12 +223,12 @@ def audit(
   def audited(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> AuditReport:
     record = AuditRecord()
     with AUDIT(record):
-      program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
-    graph = Graph(program, [x.name for x in names])
+      program, arguments = trace(fn, args, kwargs, "mpjax.audit(fn)")
+    graph = Graph(program, [x.name for x in arguments])
     trees = tuple(parameter_trees(graph))
-    parameters = frozenset(x.name for x in names if x.is_parameter or x.name.startswith(trees))
-    owners = {v: tuple(v.label.split("/")[1:-1]) for v in graph.arguments if v.label in parameters}
-    name_by_parameters(graph, owners)
+    parameters = frozenset(x.name for x in arguments if x.is_parameter or x.name.startswith(trees))
+    pairs = zip(graph.arguments, arguments, strict=True)
+    name_by_parameters(graph, {v: x.module for v, x in pairs if v.label in parameters})
     leaks, on_purpose = find_leaks(graph, record, parameters)
     flops = collections.Counter[tuple[Direction, str]]()
     for operation, dtype, count in graph.matmuls():

@@ -27,7 +27,7 @@ from mpjax._core.trees import is_inexact
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, NumpyArray, P
 from mpjax._diagnostics.arguments import Call, check_function
 from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
-from mpjax._diagnostics.ranges.measure import counted, gradient_of, inputs_of, plan
+from mpjax._diagnostics.ranges.measure import counted, gradient_of, plan
 from mpjax._diagnostics.report import Advance, Pending
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._jaxprs.autocast import autocast
@@ -198,7 +198,7 @@ def _tuned(
   # in the first argument, the first ones of all.
   of_float32, of_policy = (body_of(call.traced(f)[0]) for f in (scoped, autocast(scoped, policy)))
   forward, pairs = forward_errors(of_float32, of_policy, operands), dict[str, list[Pair]]()
-  readers = plan(body, inputs_of(args, kwargs)).readers
+  readers = plan(body, call.arguments(loss_fn)).readers
   floats = (i for i, x in enumerate(operands) if is_inexact(x))
   for i, *pair in zip(floats, exact, low, strict=False):
     if i in readers:
