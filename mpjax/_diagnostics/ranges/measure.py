@@ -148,7 +148,7 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
 
 
 class Plan(NamedTuple):
-  inputs: Mapping[int, Group]  # arguments that are parameters, or optimizer state
+  inputs: Mapping[int, Group]  # arguments: parameters, and what the optimizer alone reads
   steps: Mapping[int, Group]  # the results of steps, by their numbers, or their updates
   # Of the steps that add an update to an argument, which operand that is, and how it is stored.
   additions: Mapping[int, tuple[int, DType]]
@@ -211,9 +211,9 @@ def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()
       steps.setdefault(operation.step.number, (kind, operation.where.path))
   of_inputs: dict[int, Group] = {}
   for i, v in enumerate(graph.arguments):
-    if v in floats and floats[v].is_first:
-      kind = "optimizer state" if after and v not in read else "parameters"
-      of_inputs[i] = kind, floats[v].name
+    of_optimizer = bool(after and v.consumers) and v not in read
+    if v in floats and (of_optimizer or floats[v].is_first):
+      of_inputs[i] = "optimizer state" if of_optimizer else "parameters", floats[v].name
   readers = {i: read[v] for i, v in enumerate(graph.arguments) if v in read}
   return Plan(of_inputs, steps, additions, readers)
 

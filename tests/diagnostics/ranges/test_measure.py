@@ -212,23 +212,32 @@ def test_the_scale_that_the_report_proposes_keeps_gradients():
 
 
 @pytest.mark.standard_promotion
-def test_d15_moments_in_the_first_argument_are_optimizer_state():
+def test_d15_moments_are_optimizer_state_in_any_argument():
   tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8))
-  params = {"w": jnp.ones((4, 3))}
+  params = {"w": jax.random.normal(jax.random.key(0), (4, 3))}
+  batch = {"x": jnp.ones((2, 4)), "y": jnp.ones((2, 3)), "unread": jnp.ones(2)}
 
-  def step(state, x):
-    params, opt_state, ema = state
-    _, grads = mpjax.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), opt_state)(params, x)
+  def step(params, opt_state, ema, batch):
+    def loss(params):
+      return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+    _, grads = mpjax.value_and_grad(loss, opt_state)(params)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
     return params, opt_state, optax.incremental_update(params, ema, 0.1)
 
-  report = mpjax.ranges(step)((params, tx.init(params), params), jnp.ones((2, 4)))
-  paths = {kind: [g.path for g in report.of(kind)] for kind in ("parameters", "optimizer state")}
-  assert paths["parameters"] == ["state/0/w"]
-  assert [path.split("/")[-2:] for path in paths["optimizer state"]] == [
-    *(["mu", "w"], ["nu", "w"], ["2", "w"]),
-  ]
+  state = step(params, tx.init(params), params, batch)
+  apart = mpjax.ranges(step)(*state, batch)
+  together = mpjax.ranges(lambda state, batch: step(*state, batch))(state, batch)
+  moments = [optax.tree.get(state[1], name)["w"] for name in ("mu", "nu")]
+  for report in (apart, together):
+    (found,) = report.of("parameters")
+    check_equal(found, state[0]["w"])
+    for group, x in zip(report.of("optimizer state"), (*moments, state[2]["w"]), strict=True):
+      check_equal(group, x)
+  names = [group.path for group in apart.of("optimizer state")]
+  assert names[0].startswith("opt_state/")
+  assert [name.split("/")[-2:] for name in names] == [["mu", "w"], ["nu", "w"], ["ema", "w"]]
 
 
 @pytest.mark.standard_promotion
