@@ -38,8 +38,9 @@ class Call:
   """The arguments of a call: some leaves are traced, and the others stay as they are."""
 
   def __init__(
-    self, args: Args, kwargs: Kwargs, is_traced: Callable[[Leaf], bool] = is_array
+    self, args: Args, kwargs: Kwargs, where: str = "", is_traced: Callable[[Leaf], bool] = is_array
   ) -> None:
+    self._where = where
     self._leaves, self._tree = jax.tree.flatten((args, kwargs))
     self.positions = [i for i, x in enumerate(self._leaves) if is_traced(x)]
     self.arrays = [self._leaves[i] for i in self.positions]
@@ -67,12 +68,12 @@ class Call:
       arguments.append(Argument("/".join(parts), tuple(keys), is_first, is_param))
     return [arguments[i] for i in self.positions]
 
-  def check_concrete(self, where: str) -> None:
-    """Raises MpjaxTypeError if a leaf has no value; `where` is the public call."""
+  def check_concrete(self) -> None:
+    """Raises MpjaxTypeError if a leaf has no value."""
     abstract = [x for x in self._leaves if isinstance(x, (Tracer, jax.ShapeDtypeStruct))]
     if abstract:
       raise MpjaxTypeError(
-        f"{where}(*args)",
+        f"{self._where}(*args)",
         expected="concrete arrays",
         got=kind_of(abstract[0]),
         fix="Call it on the host, outside of jax.jit and jax.grad: it computes with their values.",
@@ -96,28 +97,16 @@ class Call:
 
     flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
     # With the marks of modules under a policy: those of NNX leave no other scope.
-    with AUDIT(AUDIT.value or AuditRecord()):
-      return jax.make_jaxpr(flat)(*self.arrays), paths
-
-
-def trace(
-  fn: Function, args: Args, kwargs: Kwargs, where: str
-) -> tuple[ClosedJaxpr, list[Argument]]:
-  """Returns the jaxpr of a function, and what the leaves of its arguments are."""
-  # Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as `mpjax.autocast`
-  # does it: `model.apply(variables, x, train=True)` asks whether `train` is true.
-  call = Call(args, kwargs, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"))
-  try:
-    program, _ = call.traced(fn)
-  except flax_errors("TraceContextError") as error:
-    raise MpjaxTypeError(
-      where,
-      expected="a function that changes nothing but its arguments",
-      got=f"one that writes to a model of NNX that it closes over: {error}",
-      fix="Pass the model as an argument: "
-      f"{where.replace('fn', 'lambda model, x: model(x)')}(model, x).",
-    ) from error
-  return program, call.arguments(fn)
+    try:
+      with AUDIT(AUDIT.value or AuditRecord()):
+        return jax.make_jaxpr(flat)(*self.arrays), paths
+    except flax_errors("TraceContextError") as error:
+      raise MpjaxTypeError(
+        self._where,
+        expected="a function that changes nothing but its arguments",
+        got=f"one that writes to a model of NNX that it closes over: {error}",
+        fix="Pass the model as an argument: fn = lambda model, x: model(x), called as (model, x).",
+      ) from error
 
 
 def positional_names(fn: Function, count: int) -> list[str]:

@@ -1,5 +1,7 @@
 """What the arguments of a function are called."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,14 +10,14 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._diagnostics.arguments import Call, check_function, positional_names, trace
+from mpjax._diagnostics.arguments import Call, check_function, positional_names
 from tests.errors import refused
 
 X = jnp.ones((2, 2))
 
 
 def names(fn, *args, **kwargs):
-  return [(each.name, each.is_parameter) for each in trace(fn, args, kwargs, "a test")[1]]
+  return [(each.name, each.is_parameter) for each in Call(args, kwargs).arguments(fn)]
 
 
 def test_arguments_have_the_names_of_the_signature_and_their_paths():
@@ -70,20 +72,27 @@ def test_what_is_no_function():
 
 def test_static_arguments_are_none_and_numbers_of_numpy_are_arrays():
   fn = jax.jit(lambda x, axis: x.sum(axis), static_argnames="axis")
-  program, names = trace(fn, (X, 1), {}, "a test")
-  assert [v.shape for v in program.out_avals] == [(2,)]
-  assert [each.name for each in names] == ["x"]
-  program, names = trace(lambda x, n: x * n, (X, np.float32(2)), {}, "a test")
-  assert [each.name for each in names] == ["x", "n"]
-  assert len(program.in_avals) == 2
+  assert mpjax.audit(fn)(X, 1).modules == ()
+  assert names(fn, X, 1) == [("x", False)]
+  taken = []
+  mpjax.audit(lambda *args: taken.extend(args))(X, np.float32(2), 3)
+  assert [isinstance(x, jax.core.Tracer) for x in taken] == [True, True, False]
 
 
-def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument():
+@pytest.mark.parametrize(
+  "tool",
+  [
+    *(mpjax.audit, mpjax.ranges, mpjax.find_nonfinite),
+    functools.partial(mpjax.tune, tolerance=0.1),
+  ],
+  ids=["audit", "ranges", "find_nonfinite", "tune"],
+)
+def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument(tool):
   model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-  fix = "mpjax.audit(lambda model, x: model(x))(model, x)"
-  with refused(TypeError, "mpjax.audit(fn)", "nothing but its arguments", "BatchStat", fix):
-    trace(lambda x: model(x), (X,), {}, "mpjax.audit(fn)")
-  program, _ = trace(lambda model, x: model(x), (model, X), {}, "mpjax.audit(fn)")
+  fix = "Pass the model as an argument: fn = lambda model, x"
+  with refused(TypeError, "mpjax.", "nothing but its arguments", "BatchStat", fix):
+    tool(lambda x: jnp.sum(model(x)))(X)
+  program, _ = Call((model, X), {}).traced(lambda model, x: model(x))
   assert len(program.in_avals) == 5
 
 

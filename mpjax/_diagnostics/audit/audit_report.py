@@ -14,7 +14,7 @@ from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.rules import Rule
 from mpjax._core.types import Args, Function, Kwargs, P
-from mpjax._diagnostics.arguments import check_function, trace
+from mpjax._diagnostics.arguments import Call, check_function
 from mpjax._diagnostics.audit import findings
 from mpjax._diagnostics.audit.findings import Finding, summed, unnumbered
 from mpjax._diagnostics.audit.leaks import find_leaks
@@ -221,9 +221,12 @@ def audit(
   check_function(fn, "mpjax.audit(fn)", _FIX)
 
   def audited(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> AuditReport:
-    record = AuditRecord()
+    # Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as
+    # `mpjax.autocast` does it: `model.apply(variables, x, train=True)` asks if `train` is true.
+    is_traced = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")  # noqa: E731
+    record, call = AuditRecord(), Call(args, kwargs, "mpjax.audit(fn)", is_traced)
     with AUDIT(record):
-      program, arguments = trace(fn, args, kwargs, "mpjax.audit(fn)")
+      program, arguments = call.traced(fn)[0], call.arguments(fn)
     graph = Graph(program, [x.name for x in arguments])
     trees = tuple(parameter_trees(graph))
     parameters = frozenset(x.name for x in arguments if x.is_parameter or x.name.startswith(trees))

@@ -198,8 +198,8 @@ class Finder:
   def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
     # A number may be a shape, and what is not finite is none.
     is_bad = lambda x: isinstance(x, (float, np.inexact)) and not np.isfinite(x)  # noqa: E731
-    call = Call(args, kwargs, lambda x: is_array(x) or is_bad(x))
-    call.check_concrete("mpjax.find_nonfinite(fn)")
+    call = Call(args, kwargs, "mpjax.find_nonfinite(fn)", lambda x: is_array(x) or is_bad(x))
+    call.check_concrete()
     self.arguments = call.arguments(fn)
     traced = call.traced(fn)[0]
     self.body, self.leaves = body_of(traced, compiled=True), call.arrays

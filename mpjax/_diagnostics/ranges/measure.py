@@ -79,7 +79,7 @@ def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
   """Returns the value and gradient of a loss by the floating arrays in its first argument."""
 
   def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    call = Call(args[:1], {}, lambda x: is_array(x) and is_inexact(x))
+    call = Call(args[:1], {}, is_traced=lambda x: is_array(x) and is_inexact(x))
 
     def loss(moving: Sequence[Leaf]) -> tuple[Leaf, PyTree]:
       returned = fn(*call.with_arrays(moving)[0], *args[1:], **kwargs)
@@ -101,8 +101,8 @@ def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
 
 def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> RangesReport:
   """Returns the report of one call; `advance` takes the operations that are done, and all."""
-  call = Call(args, kwargs)
-  call.check_concrete("mpjax.ranges(fn)")
+  call = Call(args, kwargs, "mpjax.ranges(fn)")
+  call.check_concrete()
   program, outputs = call.traced(fn)
   backward = any(s.location.direction == "backward" for s in body_of(program).every_step())
   if not backward:

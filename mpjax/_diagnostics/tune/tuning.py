@@ -120,8 +120,13 @@ def _tuned(
   policy: Policy, tolerance: float, loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance
 ) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
-  call, dtype, scale, where = Call(args, kwargs), policy.compute_dtype, 1.0, f"{_CALL}(*args)"
-  call.check_concrete(_CALL)
+  call, dtype, scale, where = (
+    Call(args, kwargs, _CALL),
+    policy.compute_dtype,
+    1.0,
+    f"{_CALL}(*args)",
+  )
+  call.check_concrete()
 
   # A loss that has low precision already, compared with itself, has no error. The loss alone: what
   # a derivative of its own keeps in low precision is no policy's.
