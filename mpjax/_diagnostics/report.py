@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -28,8 +28,8 @@ R = TypeVar("R")
 Advance: TypeAlias = Callable[[int, int], None]
 """Takes the number of steps that are done, and of all, if that is known."""
 
-WIDTH = 80
-"""Columns of a report as text."""
+WIDTH, MOST = 80, 12
+"""Columns of a report as text, and rows of a table in it: JSON and the attributes have all."""
 
 
 class Section(NamedTuple):
@@ -46,6 +46,19 @@ class Section(NamedTuple):
   lines: tuple[str, ...] = ()
   columns: tuple[str, ...] = ()
   rows: tuple[tuple[str, ...], ...] = ()
+
+  @classmethod
+  def cut(
+    cls, title: str, columns: str, rows: Sequence[Sequence[str]], lines: Sequence[str] = ()
+  ) -> Self:
+    """Returns one with the first rows, and how many more there are; `columns` have commas."""
+    names = tuple(columns.split(", "))
+    last = [(text, *[""] * (len(names) - 1)) for text in rest(rows)]
+    return cls(title, tuple(lines), names, (*map(tuple, rows[:MOST]), *last))
+
+
+def rest(rows: Sequence[object]) -> list[str]:
+  return [f"… and {len(rows) - MOST} more"] if len(rows) > MOST else []
 
 
 class Pending(Generic[P, R]):

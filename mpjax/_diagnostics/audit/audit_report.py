@@ -19,14 +19,11 @@ from mpjax._diagnostics.audit import findings
 from mpjax._diagnostics.audit.findings import Finding, summed, unnumbered
 from mpjax._diagnostics.audit.leaks import find_leaks
 from mpjax._diagnostics.parameter_scopes import name_by_parameters, parameter_trees
-from mpjax._diagnostics.report import Advance, Pending, Report, Section, amount, percent
+from mpjax._diagnostics.report import MOST, Advance, Pending, Report, Section, amount, percent, rest
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import Direction
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import inner_jaxprs, warn_not_entered
-
-_MOST = 12
-"""Rows of a table as text: JSON and the attributes of the audit have all."""
 
 _LISTS = {
   "on_purpose": ("Float32 on purpose", "module, because of, FLOPs"),
@@ -131,7 +128,7 @@ class AuditReport(Report):
       shares = (percent(_share(flops, *nbytes)) for nbytes in ((2,), (1,), (4, 8)))
       passes.append((direction, amount(sum(flops.values()), "FLOP"), *shares))
     causes: list[str] = []
-    for number, x in enumerate(leaks[:_MOST], 1):
+    for number, x in enumerate(leaks[:MOST], 1):
       flops, nbytes = f"{percent(x.flops / total)} of FLOPs", amount(x.nbytes, "B of results")
       where = f"{x.path} · {x.operation} · {x.direction} · {x.source or 'unknown line'}"
       causes.append(f"{number}. {where} · {flops if x.flops else nbytes}, operations: {x.times}")
@@ -154,16 +151,16 @@ class AuditReport(Report):
           **{y: " ".join(getattr(x, y)[:2]).replace("float", "f") for y in findings.DTYPES},
         }
         rows.append([cells.get(column, x.reason) for column in columns.split(", ")])
-      lists.append(_table(title, columns, rows))
+      lists.append(Section.cut(title, columns, rows))
     rules = [
       (repr(rule), str(picked or "never used"), str(hidden or ""))
       for rule, (picked, hidden) in self.rules.items()
     ]
     return (
-      _table("Precision audit", "pass, matmuls, 16 bit, 8 bit, float32", passes, lines),
-      Section("Float32 where low precision was asked for", (*causes, *_rest(leaks))),
+      Section.cut("Precision audit", "pass, matmuls, 16 bit, 8 bit, float32", passes, lines),
+      Section("Float32 where low precision was asked for", (*causes, *rest(leaks))),
       *lists,
-      _table("Rules", "rule, modules, earlier rule wins", rules),
+      Section.cut("Rules", "rule, modules, earlier rule wins", rules),
     )
 
 
@@ -171,18 +168,6 @@ def _share(flops: Mapping[tuple[Direction, str], int], *nbytes: int) -> float:
   """Returns the share of FLOPs in dtypes of so many bytes; NaN without FLOPs."""
   part = sum(n for (_, dtype), n in flops.items() if jnp.dtype(dtype).itemsize in nbytes)
   return part / sum(flops.values()) if any(flops.values()) else math.nan
-
-
-def _rest(rows: Sequence[object]) -> list[str]:
-  return [f"… and {len(rows) - _MOST} more"] if len(rows) > _MOST else []
-
-
-def _table(
-  title: str, names: str, rows: Sequence[Sequence[str]], lines: Sequence[str] = ()
-) -> Section:
-  columns = tuple(names.split(", "))
-  rest = [(text, *[""] * (len(columns) - 1)) for text in _rest(rows)]
-  return Section(title, tuple(lines), columns, (*map(tuple, rows[:_MOST]), *rest))
 
 
 _FIX = "Write mpjax.audit(step)(state, batch): the arguments come in a second call."
