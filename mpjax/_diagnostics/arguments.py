@@ -14,6 +14,7 @@ from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.leaves import Path, is_nnx_variable, key_names, leaf_paths
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
+from mpjax.transforms._loss_scale import scales_in
 
 
 def is_array(x: Leaf) -> bool:
@@ -25,7 +26,7 @@ def is_array(x: Leaf) -> bool:
 class Argument(NamedTuple):
   name: str  # that of the argument and the path in it, such as "params/Dense_0/kernel"
   keys: Path  # those of the path in it
-  is_first: bool  # it is in the first argument: in its `params`, if there are such
+  is_first: bool  # it is in the first argument: in its `params`, if any; it is no loss scale
   is_parameter: bool  # it is in a tree called `params`, or an `nnx.Param`
 
   @property
@@ -57,11 +58,13 @@ class Call:
     names, arguments = positional_names(fn, len(args)), list[Argument]()
     variables = jax.tree.leaves(call, is_leaf=is_nnx_variable)
     nodes = [node for node in variables for _ in jax.tree.leaves(node)]
-    paths = leaf_paths(call)
-    has_params = any(path[:3] == ("0", "0", "params") for path in paths)
-    for (kind, argument, *keys), node in zip(paths, nodes, strict=True):
+    scales = {id(each.state.scale) for each in scales_in(call) if each.state is not None}
+    paths, first = leaf_paths(call), ("0", "0", "params")
+    first = first if any(path[:3] == first for path in paths) else first[:2]
+    for path, node, x in zip(paths, nodes, self._leaves, strict=True):
+      kind, argument, *keys = path
       parts = [names[int(argument)] if kind == "0" else argument, *keys]
-      is_first = kind == argument == "0" and (not has_params or keys[:1] == ["params"])
+      is_first = path[: len(first)] == first and id(x) not in scales
       # A single array called `params` is one too.
       inside = {"params", "parameters", "weights"}.intersection(parts[:-1] or parts)
       is_param = bool(inside) or any(base.__name__ == "Param" for base in type(node).__mro__)

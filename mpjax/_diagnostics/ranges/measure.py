@@ -114,11 +114,7 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
     program, outputs = call.traced(gradient_of(scoped) if is_loss else scoped)
   body, operands = body_of(program), [*map(jnp.asarray, call.arrays)]
   scales = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
-  arguments = call.arguments(fn)
-  for i, x in enumerate(call.arrays):
-    if any(x is scale for scale in scales):
-      arguments[i] = arguments[i]._replace(is_first=False)  # It is no parameter.
-  counting = plan(body, arguments, outputs)
+  counting = plan(body, call.arguments(fn), outputs)
   every = (*counting.inputs.values(), *counting.steps.values())
   groups = {group: GroupRanges(*group) for group in every}
   for position, group in counting.inputs.items():
