@@ -14,11 +14,10 @@ from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.rules import Rule
 from mpjax._core.types import Args, Function, Kwargs, P
-from mpjax._diagnostics.arguments import Call, check_function
+from mpjax._diagnostics.arguments import Call, check_function, name_by_parameters, parameter_trees
 from mpjax._diagnostics.audit import findings
 from mpjax._diagnostics.audit.findings import Finding, summed, unnumbered
 from mpjax._diagnostics.audit.leaks import find_leaks
-from mpjax._diagnostics.parameter_scopes import name_by_parameters, parameter_trees
 from mpjax._diagnostics.report import MOST, Advance, Pending, Report, Section, amount, percent, rest
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import Direction

@@ -14,9 +14,8 @@ from jax.extend.core import primitives as p
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.errors import check_call
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray
-from mpjax._diagnostics.arguments import Call, check_function, is_array
+from mpjax._diagnostics.arguments import Call, check_function, is_array, name_by_parameters
 from mpjax._diagnostics.nonfinite import probes
-from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.report import Pending, Report, Section, power
 from mpjax._diagnostics.tune.tune_report import written
 from mpjax._diagnostics.tune.tuning import scopes_of, selector

@@ -22,8 +22,14 @@ from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.leaves import Path, changes_nothing
 from mpjax._core.trees import is_floating, is_inexact
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray, P, PyTree
-from mpjax._diagnostics.arguments import Argument, Call, check_function, is_array
-from mpjax._diagnostics.parameter_scopes import name_by_parameters, with_parameter_scopes
+from mpjax._diagnostics.arguments import (
+  Argument,
+  Call,
+  check_function,
+  is_array,
+  name_by_parameters,
+  with_parameter_scopes,
+)
 from mpjax._diagnostics.ranges.ranges_report import FORMATS, GroupRanges, Kind, RangesReport
 from mpjax._diagnostics.report import Advance, Pending
 from mpjax._jaxprs.graph import Graph, Operation, Value

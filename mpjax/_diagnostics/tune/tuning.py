@@ -25,8 +25,7 @@ from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import Rule
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, NumpyArray, P
-from mpjax._diagnostics.arguments import Call, check_function
-from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
+from mpjax._diagnostics.arguments import Call, check_function, with_parameter_scopes
 from mpjax._diagnostics.ranges.measure import counted, gradient_of, plan
 from mpjax._diagnostics.report import Advance, Pending
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
