@@ -150,8 +150,7 @@ def with_parameter_scopes(fn: Function) -> Function:
     call = Call(args, kwargs)
     closed, _ = call.traced(fn)
     graph = Graph(closed)
-    arguments = zip(graph.arguments, call.arguments(fn), strict=True)
-    owners = {v: one.module for v, one in arguments if one.is_first}
+    owners = [one.module if one.is_first else () for one in call.arguments(fn)]
     jaxpr = opened(_scoped(closed, name_by_parameters(graph, owners)))
     results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
     return jax.tree.map(lambda x: next(results) if isinstance(x, jax.Array) else x, call.returned)
@@ -159,11 +158,12 @@ def with_parameter_scopes(fn: Function) -> Function:
   return scoped
 
 
-def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> Mapping[Key, Path]:
-  """Gives operations without a path that of a module, given those of parameters; returns them."""
-  owners = {v: path for v, path in owners.items() if path}  # and of what parameters alone give
+def name_by_parameters(graph: Graph, modules: Sequence[Path]) -> Mapping[Key, Path]:
+  """Gives operations without a path that of a module, given those of arguments; returns them."""
+  pairs = zip(graph.arguments, modules, strict=True)
+  owners = {v: path for v, path in pairs if path}  # and of what parameters alone give
   homes: dict[Value, Path] = {}  # where other values are, if what computes them is in a module
-  modules, lines = dict[Key, Path](), dict[Source | None, set[Path]]()
+  named, lines = dict[Key, Path](), dict[Source | None, set[Path]]()
   for operation in graph.operations:
     operands, where = [v for v in operation.operands if v.kind != "literal"], operation.where
     own = [owners[v] for v in operands if v in owners]
@@ -178,14 +178,14 @@ def name_by_parameters(graph: Graph, owners: Mapping[Value, Path]) -> Mapping[Ke
     if where.path:
       continue
     if path and not operation.joins:  # What comes into a loop, or out of it, is where it was.
-      modules[operation.step.key] = path
+      named[operation.step.key] = path
       operation.where = where._replace(scopes=(*where.scopes, *path))
     if own and len(own) == len(operands):
       owners.update(dict.fromkeys(results, path))
     elif own or inside:  # What a layer returns is where the layer is.
       is_layer = len(set(own)) == 1 and not operation.joins
       homes.update(dict.fromkeys(results, path[:-1] if is_layer else path))
-  return modules
+  return named
 
 
 def _shared(paths: Sequence[Sequence[str]]) -> Path:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from mpjax._core.policy import Policy
 from mpjax._core.types import Args, Function, Kwargs, P
+from mpjax._diagnostics.arguments import check_function
 from mpjax._jaxprs.locations import Source
 
 R = TypeVar("R")
@@ -65,9 +66,15 @@ class Pending(Generic[P, R]):
   """A function that returns a report of a call, and says so where it is printed."""
 
   def __init__(
-    self, tool: str, fn: Callable[P, object], report: Callable[[Function, Args, Kwargs, Advance], R]
+    self,
+    where: str,
+    fn: Callable[P, object],
+    report: Callable[[Function, Args, Kwargs, Advance], R],
+    fix: str,
   ) -> None:
-    self._tool, self._fn, self._report = tool, fn, report
+    check_function(fn, where, fix)
+    self._tool = where.removeprefix("mpjax.").partition("(")[0]
+    self._fn, self._report = fn, report
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
     with progress(self._tool) as advance:

@@ -346,7 +346,7 @@ def test_casts_and_loops_are_in_the_module_whose_parameter_they_take():
 
   x = jnp.ones((2, 3), jnp.float16)
   graph = Graph(jax.make_jaxpr(fn)({"up": {"w": jnp.ones((3, 3))}}, x), ["tree/up/w", "x"])
-  name_by_parameters(graph, {graph.arguments[0]: ("up",)})
+  name_by_parameters(graph, [("up",), ()])
   named = {each.name: each.where.path for each in graph.computing()}
   assert named == {"convert_element_type": "up", "dot_general": "up"}
   assert {*parameter_trees(graph)} == {"tree/"}  # What is in it too, of any name, is a parameter.

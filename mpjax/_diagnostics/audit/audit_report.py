@@ -14,7 +14,7 @@ from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.rules import Rule
 from mpjax._core.types import Args, Function, Kwargs, P
-from mpjax._diagnostics.arguments import Call, check_function, name_by_parameters, parameter_trees
+from mpjax._diagnostics.arguments import Call, name_by_parameters, parameter_trees
 from mpjax._diagnostics.audit import findings
 from mpjax._diagnostics.audit.findings import Finding, summed, unnumbered
 from mpjax._diagnostics.audit.leaks import find_leaks
@@ -202,7 +202,6 @@ def audit(
   >>> report.half_share, report.leaks[0].operation, report.leaks[0].cause
   (0.5, 'add', 'params/table')
   """
-  check_function(fn, "mpjax.audit(fn)", _FIX)
 
   def audited(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> AuditReport:
     # Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as
@@ -214,8 +213,7 @@ def audit(
     graph = Graph(program, [x.name for x in arguments])
     trees = tuple(parameter_trees(graph))
     parameters = frozenset(x.name for x in arguments if x.is_parameter or x.name.startswith(trees))
-    pairs = zip(graph.arguments, arguments, strict=True)
-    name_by_parameters(graph, {v: x.module for v, x in pairs if v.label in parameters})
+    name_by_parameters(graph, [x.module if x.name in parameters else () for x in arguments])
     leaks, on_purpose = find_leaks(graph, record, parameters)
     flops = collections.Counter[tuple[Direction, str]]()
     for operation, dtype, count in graph.matmuls():
@@ -247,4 +245,4 @@ def audit(
       rules={rule: (n, record.hidden.get(rule, 0)) for rule, n in record.rules.items()},
     )
 
-  return Pending("audit", fn, audited)
+  return Pending("mpjax.audit(fn)", fn, audited, _FIX)

@@ -14,7 +14,7 @@ from jax.extend.core import primitives as p
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.errors import check_call
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray
-from mpjax._diagnostics.arguments import Call, check_function, is_array, name_by_parameters
+from mpjax._diagnostics.arguments import Call, is_array, name_by_parameters
 from mpjax._diagnostics.nonfinite import probes
 from mpjax._diagnostics.report import Pending, Report, Section, power
 from mpjax._diagnostics.tune.tune_report import written
@@ -182,10 +182,8 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   >>> bool(mpjax.find_nonfinite(jax.grad(loss_fn))(w / 2, x))
   False
   """
-  check_function(fn, "mpjax.find_nonfinite(fn)", _FIX)
-  return Pending(
-    "find_nonfinite", fn, lambda fn, args, kwargs, _: Finder(fn, args, kwargs).report()
-  )
+  report = lambda fn, args, kwargs, _: Finder(fn, args, kwargs).report()  # noqa: E731
+  return Pending("mpjax.find_nonfinite(fn)", fn, report, _FIX)
 
 
 class Finder:
@@ -225,8 +223,7 @@ class Finder:
     self.probe, self.uses = probes.FlagProbe(self.body), probes.Uses(self.body)
     self.flags = self._looking(self.probe)
     self.closely: dict[frozenset[int], Callable[..., Any]] = {}
-    owners = zip(self.graph.arguments, self.arguments, strict=True)
-    name_by_parameters(self.graph, {v: argument.module for v, argument in owners})
+    name_by_parameters(self.graph, [argument.module for argument in self.arguments])
     # Of a loop, that of its first argument.
     self.operations = {each.step.key: each for each in reversed(self.graph.operations)}
 

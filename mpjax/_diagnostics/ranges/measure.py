@@ -22,14 +22,7 @@ from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.leaves import Path, changes_nothing
 from mpjax._core.trees import is_floating, is_inexact
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray, P, PyTree
-from mpjax._diagnostics.arguments import (
-  Argument,
-  Call,
-  check_function,
-  is_array,
-  name_by_parameters,
-  with_parameter_scopes,
-)
+from mpjax._diagnostics.arguments import Argument, Call, name_by_parameters, with_parameter_scopes
 from mpjax._diagnostics.ranges.ranges_report import FORMATS, GroupRanges, Kind, RangesReport
 from mpjax._diagnostics.report import Advance, Pending
 from mpjax._jaxprs.graph import Graph, Operation, Value
@@ -77,15 +70,14 @@ def ranges(fn: Callable[P, object]) -> Callable[P, RangesReport]:
   >>> report.lost_updates  # 1 - 0.001 is 1 in bfloat16
   1.0
   """
-  check_function(fn, "mpjax.ranges(fn)", _FIX)
-  return Pending("ranges", fn, counted)
+  return Pending("mpjax.ranges(fn)", fn, counted, _FIX)
 
 
 def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
   """Returns the value and gradient of a loss by the floating arrays in its first argument."""
 
   def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    call = Call(args[:1], {}, is_traced=lambda x: is_array(x) and is_inexact(x))
+    call = Call(args[:1], {}, is_traced=lambda x: isinstance(x, jax.Array) and is_inexact(x))
 
     def loss(moving: Sequence[Leaf]) -> tuple[Leaf, PyTree]:
       returned = fn(*call.with_arrays(moving)[0], *args[1:], **kwargs)
@@ -98,7 +90,7 @@ def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
           fix="Pass (params, x=x), and take the mean: jnp.mean(fn(params, x) ** 2).",
         )
       scaled = value if scale == 1 else scale * value
-      return scaled, [x for x in jax.tree.leaves(aux) if is_array(x)]
+      return scaled, [x for x in jax.tree.leaves(aux) if isinstance(x, jax.Array)]
 
     return jax.value_and_grad(loss, has_aux=True)(call.arrays)
 
@@ -160,9 +152,13 @@ class Plan(NamedTuple):
 def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()) -> Plan:
   """Returns what is to be counted in a function; of its results, the names of their keys."""
   graph = Graph(body)
+  # What follows the backward pass and is in no module is the work of the optimizer.
+  since = itertools.dropwhile(lambda each: each.where.direction != "backward", graph.computing())
+  after = [*since]
+  work = {each for each in after if each.where.direction == "forward" and not each.where.path}
+  name_by_parameters(graph, [one.module if one.is_first else () for one in arguments])
   pairs = zip(graph.arguments, arguments, strict=True)
   floats = {v: one for v, one in pairs if v.is_floating}
-  name_by_parameters(graph, {v: one.module for v, one in floats.items() if one.is_first})
   held, steps = _held(graph, floats, body.depth), dict[int, Group]()
 
   # A result that is a sum with an argument is that one, updated.
@@ -185,12 +181,6 @@ def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()
         steps.setdefault(operation.step.number, ("updates", floats[v].name))
         additions.setdefault(operation.step.number, (i, v.aval.dtype))
 
-  # What follows the backward pass and is in no module is the work of the optimizer.
-  where = {each: each.step.location for each in graph.operations}
-  since = itertools.dropwhile(lambda each: where[each].direction != "backward", graph.computing())
-  after = [*since]
-  work = {each for each in after if where[each].direction == "forward" and not where[each].path}
-
   # Backwards: which numbers matmuls take, moved or cast perhaps, and the first consumer of each.
   taken, read = set[Value](), dict[Value, Location]()
   for operation in [*reversed(graph.operations)] * (body.depth + 1):
@@ -200,11 +190,11 @@ def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()
     if operation.joins:
       read.update((v, read[out]) for out in results if out in read for v in operands)
     elif operation not in work:
-      read.update(dict.fromkeys(operands, where[operation]))
+      read.update(dict.fromkeys(operands, operation.where))
 
   for operation in graph.computing():
     kinds = [held[v] for v in operation.results if v in held]
-    again = operation.moves or operation.casts or where[operation].direction == "recomputed"
+    again = operation.moves or operation.casts or operation.where.direction == "recomputed"
     if kinds and not again and operation not in work:
       low = any(each.kind == "low" and not each.wide for each in kinds)
       kind: Kind = "float32"

@@ -25,7 +25,7 @@ from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import Rule
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, NumpyArray, P
-from mpjax._diagnostics.arguments import Call, check_function, with_parameter_scopes
+from mpjax._diagnostics.arguments import Call, with_parameter_scopes
 from mpjax._diagnostics.ranges.measure import counted, gradient_of, plan
 from mpjax._diagnostics.report import Advance, Pending
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
@@ -94,7 +94,6 @@ def tune(
   >>> report.rules
   (Rule('params=float32,compute=float32,output=float32', path='**/hot'),)
   """
-  check_function(loss_fn, "mpjax.tune(loss_fn)", _FIX)
   parsed = parse_policy(policy, "mpjax.tune(policy)")
   check_value(
     policy,
@@ -112,7 +111,7 @@ def tune(
     expected="a positive number, the relative error of the gradient",
     fix="Write tolerance=0.01 for one per cent.",
   )
-  return Pending("tune", loss_fn, functools.partial(_tuned, parsed, tolerance))
+  return Pending("mpjax.tune(loss_fn)", loss_fn, functools.partial(_tuned, parsed, tolerance), _FIX)
 
 
 def _tuned(
