@@ -94,8 +94,9 @@ class Report(abc.ABC):
     """Returns what is shown, in order."""
 
   def as_dict(self) -> Mapping[str, object]:
-    """Returns what `to_json` writes: the fields, whose rows become objects."""
-    return vars(self)
+    """Returns what `to_json` writes: the fields and properties, whose rows become objects."""
+    computed = (k for k, x in vars(type(self)).items() if isinstance(x, property) and k[0] != "_")
+    return {**vars(self), **{name: getattr(self, name) for name in computed}}
 
   def __str__(self) -> str:
     lines = (line.rstrip() for line in self._printed().export_text().splitlines())
@@ -141,7 +142,8 @@ def _json(value: Any) -> Any:
   elif dataclasses.is_dataclass(value) and not isinstance(value, Policy):
     value = vars(value)
   if isinstance(value, Mapping):
-    return {str(name): _json(each) for name, each in value.items()}
+    names = (" ".join(name) if isinstance(name, tuple) else str(name) for name in value)
+    return dict(zip(names, map(_json, value.values()), strict=True))
   if isinstance(value, (tuple, list)):
     return [_json(each) for each in value]
   number = isinstance(value, (int, float)) and math.isfinite(value)

@@ -102,10 +102,6 @@ class AuditReport(Report):
         fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
       )
 
-  def as_dict(self) -> Mapping[str, object]:
-    flops = {" ".join(key): n for key, n in self.flops.items()}
-    return {**vars(self), "half_share": self.half_share, "flops": flops}
-
   def __repr__(self) -> str:
     return f"AuditReport(half_share={self.half_share:.4f}, leaks={len(self.leaks)})"
 

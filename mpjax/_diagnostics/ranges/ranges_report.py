@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -198,9 +198,6 @@ class RangesReport(Report):
     # A notebook would show an open one at the end of the cell, and as its result too.
     plt.close(figure)
     return figure
-
-  def as_dict(self) -> Mapping[str, object]:
-    return {**vars(self), "loss_scale": self.loss_scale, "lost_updates": self.lost_updates}
 
   def sections(self) -> list[Section]:
     lossy = [(_share(g.lost_updates, g.nonzero), g) for g in self.of("updates") if g.lost_updates]

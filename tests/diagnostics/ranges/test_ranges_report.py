@@ -66,7 +66,7 @@ def test_json_has_all(report):
   first = found["groups"][0]
   assert {int(e): n for e, n in first["exponents"].items()} == report.groups[0].exponents
   assert first["lost"].keys() == set(FORMATS)
-  assert found["loss_scale_in_use"] == 65536
+  assert (found["loss_scale_in_use"], found["loss_scale"]) == (65536, report.loss_scale)
 
 
 def test_a_gradient_that_no_loss_scale_keeps_from_overflowing():
