@@ -1,19 +1,31 @@
-"""The arguments of a call: which are traced, the jaxpr for them, and what each is called."""
+"""The arguments of a call: which are traced, what each is called, and the modules they name.
+
+In Flax NNX and plain functions, which name no modules, the parameters do that their operations
+take: a matmul with `params["mlp"]["up"]` is put into "mlp/up", and an operation on what "mlp/up"
+and "mlp/gate" return into "mlp".
+"""
 
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
-from mpjax._core.leaves import Path, is_nnx_variable, key_names
+from mpjax._core.leaves import Path, is_nnx_variable, key_names, leaf_paths
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
+from mpjax._jaxprs.compat import within_scopes
+from mpjax._jaxprs.graph import Graph, Value
+from mpjax._jaxprs.locations import Source
+from mpjax._jaxprs.reader import Program, inner_jaxprs, opened, with_inner
+from mpjax._jaxprs.steps import Key
+from mpjax.transforms._loss_scale import scales_in
 
 
 def is_array(x: Leaf) -> bool:
@@ -22,12 +34,25 @@ def is_array(x: Leaf) -> bool:
   return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind in "biufcV")
 
 
+class Argument(NamedTuple):
+  name: str  # that of the argument and the path in it, such as "params/Dense_0/kernel"
+  keys: Path  # those of the path in it
+  is_first: bool  # it is in the first argument: in its `params`, if any; it is no loss scale
+  is_parameter: bool  # it is in a tree called `params`, or an `nnx.Param`
+
+  @property
+  def module(self) -> Path:
+    """The path of the module whose parameter it is, if it is one."""
+    return self.keys[self.keys[:1] == ("params",) : -1]
+
+
 class Call:
   """The arguments of a call: some leaves are traced, and the others stay as they are."""
 
   def __init__(
-    self, args: Args, kwargs: Kwargs, is_traced: Callable[[Leaf], bool] = is_array
+    self, args: Args, kwargs: Kwargs, where: str = "", is_traced: Callable[[Leaf], bool] = is_array
   ) -> None:
+    self._where = where
     self._leaves, self._tree = jax.tree.flatten((args, kwargs))
     self.positions = [i for i, x in enumerate(self._leaves) if is_traced(x)]
     self.arrays = [self._leaves[i] for i in self.positions]
@@ -38,12 +63,31 @@ class Call:
     leaves = [traced.get(i, x) for i, x in enumerate(self._leaves)]
     return jax.tree.unflatten(self._tree, leaves)
 
-  def check_concrete(self, where: str) -> None:
-    """Raises MpjaxTypeError if a leaf has no value; `where` is the public call."""
+  def arguments(self, fn: Function) -> list[Argument]:
+    """Returns what the leaves that are traced are for a function."""
+    args, _ = call = self.with_arrays(self.arrays)
+    names, arguments = positional_names(fn, len(args)), list[Argument]()
+    variables = jax.tree.leaves(call, is_leaf=is_nnx_variable)
+    nodes = [node for node in variables for _ in jax.tree.leaves(node)]
+    scales = {id(each.state.scale) for each in scales_in(call) if each.state is not None}
+    paths, first = leaf_paths(call), ("0", "0", "params")
+    first = first if any(path[:3] == first for path in paths) else first[:2]
+    for path, node, x in zip(paths, nodes, self._leaves, strict=True):
+      kind, argument, *keys = path
+      parts = [names[int(argument)] if kind == "0" else argument, *keys]
+      is_first = path[: len(first)] == first and id(x) not in scales
+      # A single array called `params` is one too.
+      inside = {"params", "parameters", "weights"}.intersection(parts[:-1] or parts)
+      is_param = bool(inside) or any(base.__name__ == "Param" for base in type(node).__mro__)
+      arguments.append(Argument("/".join(parts), tuple(keys), is_first, is_param))
+    return [arguments[i] for i in self.positions]
+
+  def check_concrete(self) -> None:
+    """Raises MpjaxTypeError if a leaf has no value."""
     abstract = [x for x in self._leaves if isinstance(x, (Tracer, jax.ShapeDtypeStruct))]
     if abstract:
       raise MpjaxTypeError(
-        f"{where}(*args)",
+        f"{self._where}(*args)",
         expected="concrete arrays",
         got=kind_of(abstract[0]),
         fix="Call it on the host, outside of jax.jit and jax.grad: it computes with their values.",
@@ -67,43 +111,16 @@ class Call:
 
     flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
     # With the marks of modules under a policy: those of NNX leave no other scope.
-    with AUDIT(AUDIT.value or AuditRecord()):
-      return jax.make_jaxpr(flat)(*self.arrays), paths
-
-
-class Argument(NamedTuple):
-  name: str  # that of the argument and the path in it, such as "params/Dense_0/kernel"
-  is_parameter: bool  # it is in a tree called `params`, or an `nnx.Param`
-
-
-def trace(
-  fn: Function, args: Args, kwargs: Kwargs, where: str
-) -> tuple[ClosedJaxpr, list[Argument]]:
-  """Returns the jaxpr of a function, and what the leaves of its arguments are called."""
-  # Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as `mpjax.autocast`
-  # does it: `model.apply(variables, x, train=True)` asks whether `train` is true.
-  call = Call(args, kwargs, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"))
-  try:
-    program, _ = call.traced(fn)
-  except flax_errors("TraceContextError") as error:
-    raise MpjaxTypeError(
-      where,
-      expected="a function that changes nothing but its arguments",
-      got=f"one that writes to a model of NNX that it closes over: {error}",
-      fix="Pass the model as an argument: "
-      f"{where.replace('fn', 'lambda model, x: model(x)')}(model, x).",
-    ) from error
-  positional, names = positional_names(fn, len(args)), list[Argument]()
-  leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_nnx_variable)
-  for (kind, argument, *path), node in leaves:
-    (name,) = key_names((argument,))
-    parts = [name if kind.idx else positional[int(name)], *key_names(tuple(path))]
-    parts = [part for part in parts if part != "value"]  # That of a variable.
-    # A single array called `params` is one too.
-    inside = {"params", "parameters", "weights"}.intersection(parts[:-1] or parts)
-    is_param = bool(inside) or any(base.__name__ == "Param" for base in type(node).__mro__)
-    names += [Argument("/".join(parts), is_param)] * len(jax.tree.leaves(node))
-  return program, [names[i] for i in call.positions]
+    try:
+      with AUDIT(AUDIT.value or AuditRecord()):
+        return jax.make_jaxpr(flat)(*self.arrays), paths
+    except flax_errors("TraceContextError") as error:
+      raise MpjaxTypeError(
+        self._where,
+        expected="a function that changes nothing but its arguments",
+        got=f"one that writes to a model of NNX that it closes over: {error}",
+        fix="Pass the model as an argument: fn = lambda model, x: model(x), called as (model, x).",
+      ) from error
 
 
 def positional_names(fn: Function, count: int) -> list[str]:
@@ -124,3 +141,84 @@ def check_function(fn: object, where: str, fix: str) -> None:
   if compiled or not callable(fn):
     got, expected = "a compiled one" if compiled else kind_of(fn), "a function of arrays"
     raise MpjaxTypeError(where, expected=f"{expected} that JAX can trace", got=got, fix=fix)
+
+
+def with_parameter_scopes(fn: Function) -> Function:
+  """Returns a function whose operations without a named scope are in that of a module."""
+
+  def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    call = Call(args, kwargs)
+    closed, _ = call.traced(fn)
+    graph = Graph(closed)
+    owners = [one.module if one.is_first else () for one in call.arguments(fn)]
+    jaxpr = opened(_scoped(closed, name_by_parameters(graph, owners)))
+    results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
+    return jax.tree.map(lambda x: next(results) if isinstance(x, jax.Array) else x, call.returned)
+
+  return scoped
+
+
+def name_by_parameters(graph: Graph, modules: Sequence[Path]) -> Mapping[Key, Path]:
+  """Gives operations without a path that of a module, given those of arguments; returns them."""
+  pairs = zip(graph.arguments, modules, strict=True)
+  owners = {v: path for v, path in pairs if path}  # and of what parameters alone give
+  homes: dict[Value, Path] = {}  # where other values are, if what computes them is in a module
+  named, lines = dict[Key, Path](), dict[Source | None, set[Path]]()
+  for operation in graph.operations:
+    operands, where = [v for v in operation.operands if v.kind != "literal"], operation.where
+    own = [owners[v] for v in operands if v in owners]
+    inside = [homes[v] for v in operands if v in homes]
+    path, results = _shared(own or inside), operation.results
+    # In a backward pass it is that of the matmul on the same line, if there is one only.
+    on_line = lines.setdefault(where.source, set())
+    if where.direction == "forward" and operation.facts.flops is not None:
+      on_line.add(tuple(where.path.split("/")) if where.path else path)
+    elif where.direction != "forward" and where.source and len(on_line) == 1:
+      (path,) = on_line
+    if where.path:
+      continue
+    if path and not operation.joins:  # What comes into a loop, or out of it, is where it was.
+      named[operation.step.key] = path
+      operation.where = where._replace(scopes=(*where.scopes, *path))
+    if own and len(own) == len(operands):
+      owners.update(dict.fromkeys(results, path))
+    elif own or inside:  # What a layer returns is where the layer is.
+      is_layer = len(set(own)) == 1 and not operation.joins
+      homes.update(dict.fromkeys(results, path[:-1] if is_layer else path))
+  return named
+
+
+def _shared(paths: Sequence[Sequence[str]]) -> Path:
+  """Returns what paths begin with, all of them."""
+  alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+  return tuple(first for first, *_ in alike)
+
+
+def _scoped(program: Program, modules: Mapping[Key, Path], at: Key = ()) -> Program:
+  jaxpr, eqns = opened(program), list[JaxprEqn]()
+  for position, eqn in enumerate(jaxpr.eqns):
+    key, source = (*at, position), eqn.source_info
+    inner = [_scoped(x.program, modules, (*key, i)) for i, x in enumerate(inner_jaxprs(eqn) or ())]
+    # Around the scopes that it has: "bqhd,bkhd->bhqk" of `jnp.einsum` is no module.
+    stack = within_scopes(source.name_stack, modules.get(key, ()))
+    params = with_inner(eqn, inner) if inner else eqn.params
+    eqns.append(eqn.replace(source_info=source.replace(name_stack=stack), params=params))
+  jaxpr = jaxpr.replace(eqns=eqns)
+  return jaxpr if isinstance(program, Jaxpr) else program.replace(jaxpr=jaxpr)
+
+
+def moved_from(value: Value) -> Value:
+  """Returns the argument, or the result, whose numbers a value has, moved, gathered or cast."""
+  while value.made_by is not None and (value.made_by.moves or value.made_by.casts):
+    value = value.made_by.operands[0]
+  return value
+
+
+def parameter_trees(graph: Graph) -> Iterator[str]:
+  """Yields the trees among arguments that have, at the path of a module, what its matmul takes."""
+  for operation, *_ in graph.matmuls():
+    for v in map(moved_from, operation.operands[:2]):
+      *tree, _ = v.label.split("/")
+      shared = _shared([tree[::-1], operation.where.path.split("/")[::-1]])
+      if v.kind == "argument" and 0 < len(shared) < len(tree):
+        yield "/".join(tree[: -len(shared)]) + "/"

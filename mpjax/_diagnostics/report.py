@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -21,6 +21,7 @@ from rich.text import Text
 
 from mpjax._core.policy import Policy
 from mpjax._core.types import Args, Function, Kwargs, P
+from mpjax._diagnostics.arguments import check_function
 from mpjax._jaxprs.locations import Source
 
 R = TypeVar("R")
@@ -28,8 +29,8 @@ R = TypeVar("R")
 Advance: TypeAlias = Callable[[int, int], None]
 """Takes the number of steps that are done, and of all, if that is known."""
 
-WIDTH = 80
-"""Columns of a report as text."""
+WIDTH, MOST = 80, 12
+"""Columns of a report as text, and rows of a table in it: JSON and the attributes have all."""
 
 
 class Section(NamedTuple):
@@ -47,14 +48,33 @@ class Section(NamedTuple):
   columns: tuple[str, ...] = ()
   rows: tuple[tuple[str, ...], ...] = ()
 
+  @classmethod
+  def cut(
+    cls, title: str, columns: str, rows: Sequence[Sequence[str]], lines: Sequence[str] = ()
+  ) -> Self:
+    """Returns one with the first rows, and how many more there are; `columns` have commas."""
+    names = tuple(columns.split(", "))
+    last = [(text, *[""] * (len(names) - 1)) for text in rest(rows)]
+    return cls(title, tuple(lines), names, (*map(tuple, rows[:MOST]), *last))
+
+
+def rest(rows: Sequence[object]) -> list[str]:
+  return [f"… and {len(rows) - MOST} more"] if len(rows) > MOST else []
+
 
 class Pending(Generic[P, R]):
   """A function that returns a report of a call, and says so where it is printed."""
 
   def __init__(
-    self, tool: str, fn: Callable[P, object], report: Callable[[Function, Args, Kwargs, Advance], R]
+    self,
+    where: str,
+    fn: Callable[P, object],
+    report: Callable[[Function, Args, Kwargs, Advance], R],
+    fix: str,
   ) -> None:
-    self._tool, self._fn, self._report = tool, fn, report
+    check_function(fn, where, fix)
+    self._tool = where.removeprefix("mpjax.").partition("(")[0]
+    self._fn, self._report = fn, report
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
     with progress(self._tool) as advance:
@@ -74,8 +94,9 @@ class Report(abc.ABC):
     """Returns what is shown, in order."""
 
   def as_dict(self) -> Mapping[str, object]:
-    """Returns what `to_json` writes: the fields, whose rows become objects."""
-    return vars(self)
+    """Returns what `to_json` writes: the fields and properties, whose rows become objects."""
+    computed = (k for k, x in vars(type(self)).items() if isinstance(x, property) and k[0] != "_")
+    return {**vars(self), **{name: getattr(self, name) for name in computed}}
 
   def __str__(self) -> str:
     lines = (line.rstrip() for line in self._printed().export_text().splitlines())
@@ -121,7 +142,8 @@ def _json(value: Any) -> Any:
   elif dataclasses.is_dataclass(value) and not isinstance(value, Policy):
     value = vars(value)
   if isinstance(value, Mapping):
-    return {str(name): _json(each) for name, each in value.items()}
+    names = (" ".join(name) if isinstance(name, tuple) else str(name) for name in value)
+    return dict(zip(names, map(_json, value.values()), strict=True))
   if isinstance(value, (tuple, list)):
     return [_json(each) for each in value]
   number = isinstance(value, (int, float)) and math.isfinite(value)

@@ -600,7 +600,7 @@ def test_updates_of_lora_vanish_without_masters(example, monkeypatch):
   first, last, plain = lora.train(masters=False)
   assert plain.lost_updates > 0.7
   assert {g.path for g in plain.of("updates") if g.lost_updates} == {
-    f"{layer}/lora_{matrix}" for layer in ("up", "mid", "down") for matrix in "ab"
+    f"params/{layer}/lora_{matrix}" for layer in ("up", "mid", "down") for matrix in "ab"
   }
   _, better, wide = lora.train(masters=True)
   assert wide.lost_updates == 0

@@ -14,19 +14,15 @@ from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.rules import Rule
 from mpjax._core.types import Args, Function, Kwargs, P
-from mpjax._diagnostics.arguments import check_function, trace
+from mpjax._diagnostics.arguments import Call, name_by_parameters, parameter_trees
 from mpjax._diagnostics.audit import findings
 from mpjax._diagnostics.audit.findings import Finding, summed, unnumbered
 from mpjax._diagnostics.audit.leaks import find_leaks
-from mpjax._diagnostics.parameter_scopes import name_by_parameters, parameter_trees
-from mpjax._diagnostics.report import Advance, Pending, Report, Section, amount, percent
+from mpjax._diagnostics.report import MOST, Advance, Pending, Report, Section, amount, percent, rest
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.locations import Direction
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import inner_jaxprs, warn_not_entered
-
-_MOST = 12
-"""Rows of a table as text: JSON and the attributes of the audit have all."""
 
 _LISTS = {
   "on_purpose": ("Float32 on purpose", "module, because of, FLOPs"),
@@ -106,10 +102,6 @@ class AuditReport(Report):
         fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
       )
 
-  def as_dict(self) -> Mapping[str, object]:
-    flops = {" ".join(key): n for key, n in self.flops.items()}
-    return {**vars(self), "half_share": self.half_share, "flops": flops}
-
   def __repr__(self) -> str:
     return f"AuditReport(half_share={self.half_share:.4f}, leaks={len(self.leaks)})"
 
@@ -131,7 +123,7 @@ class AuditReport(Report):
       shares = (percent(_share(flops, *nbytes)) for nbytes in ((2,), (1,), (4, 8)))
       passes.append((direction, amount(sum(flops.values()), "FLOP"), *shares))
     causes: list[str] = []
-    for number, x in enumerate(leaks[:_MOST], 1):
+    for number, x in enumerate(leaks[:MOST], 1):
       flops, nbytes = f"{percent(x.flops / total)} of FLOPs", amount(x.nbytes, "B of results")
       where = f"{x.path} · {x.operation} · {x.direction} · {x.source or 'unknown line'}"
       causes.append(f"{number}. {where} · {flops if x.flops else nbytes}, operations: {x.times}")
@@ -154,16 +146,16 @@ class AuditReport(Report):
           **{y: " ".join(getattr(x, y)[:2]).replace("float", "f") for y in findings.DTYPES},
         }
         rows.append([cells.get(column, x.reason) for column in columns.split(", ")])
-      lists.append(_table(title, columns, rows))
+      lists.append(Section.cut(title, columns, rows))
     rules = [
       (repr(rule), str(picked or "never used"), str(hidden or ""))
       for rule, (picked, hidden) in self.rules.items()
     ]
     return (
-      _table("Precision audit", "pass, matmuls, 16 bit, 8 bit, float32", passes, lines),
-      Section("Float32 where low precision was asked for", (*causes, *_rest(leaks))),
+      Section.cut("Precision audit", "pass, matmuls, 16 bit, 8 bit, float32", passes, lines),
+      Section("Float32 where low precision was asked for", (*causes, *rest(leaks))),
       *lists,
-      _table("Rules", "rule, modules, earlier rule wins", rules),
+      Section.cut("Rules", "rule, modules, earlier rule wins", rules),
     )
 
 
@@ -171,18 +163,6 @@ def _share(flops: Mapping[tuple[Direction, str], int], *nbytes: int) -> float:
   """Returns the share of FLOPs in dtypes of so many bytes; NaN without FLOPs."""
   part = sum(n for (_, dtype), n in flops.items() if jnp.dtype(dtype).itemsize in nbytes)
   return part / sum(flops.values()) if any(flops.values()) else math.nan
-
-
-def _rest(rows: Sequence[object]) -> list[str]:
-  return [f"… and {len(rows) - _MOST} more"] if len(rows) > _MOST else []
-
-
-def _table(
-  title: str, names: str, rows: Sequence[Sequence[str]], lines: Sequence[str] = ()
-) -> Section:
-  columns = tuple(names.split(", "))
-  rest = [(text, *[""] * (len(columns) - 1)) for text in _rest(rows)]
-  return Section(title, tuple(lines), columns, (*map(tuple, rows[:_MOST]), *rest))
 
 
 _FIX = "Write mpjax.audit(step)(state, batch): the arguments come in a second call."
@@ -218,17 +198,18 @@ def audit(
   >>> report.half_share, report.leaks[0].operation, report.leaks[0].cause
   (0.5, 'add', 'params/table')
   """
-  check_function(fn, "mpjax.audit(fn)", _FIX)
 
   def audited(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> AuditReport:
-    record = AuditRecord()
+    # Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as
+    # `mpjax.autocast` does it: `model.apply(variables, x, train=True)` asks if `train` is true.
+    is_traced = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")  # noqa: E731
+    record, call = AuditRecord(), Call(args, kwargs, "mpjax.audit(fn)", is_traced)
     with AUDIT(record):
-      program, names = trace(fn, args, kwargs, "mpjax.audit(fn)")
-    graph = Graph(program, [x.name for x in names])
+      program, arguments = call.traced(fn)[0], call.arguments(fn)
+    graph = Graph(program, [x.name for x in arguments])
     trees = tuple(parameter_trees(graph))
-    parameters = frozenset(x.name for x in names if x.is_parameter or x.name.startswith(trees))
-    owners = {v: tuple(v.label.split("/")[1:-1]) for v in graph.arguments if v.label in parameters}
-    name_by_parameters(graph, owners)
+    parameters = frozenset(x.name for x in arguments if x.is_parameter or x.name.startswith(trees))
+    name_by_parameters(graph, [x.module if x.name in parameters else () for x in arguments])
     leaks, on_purpose = find_leaks(graph, record, parameters)
     flops = collections.Counter[tuple[Direction, str]]()
     for operation, dtype, count in graph.matmuls():
@@ -260,4 +241,4 @@ def audit(
       rules={rule: (n, record.hidden.get(rule, 0)) for rule, n in record.rules.items()},
     )
 
-  return Pending("audit", fn, audited)
+  return Pending("mpjax.audit(fn)", fn, audited, _FIX)

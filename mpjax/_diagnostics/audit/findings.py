@@ -13,7 +13,7 @@ from jax.extend.core import primitives as p
 
 from mpjax._core.active import AuditRecord
 from mpjax._core.types import DType
-from mpjax._diagnostics.parameter_scopes import moved_from
+from mpjax._diagnostics.arguments import moved_from
 from mpjax._jaxprs.autocast.scopes import FLOAT8, NOT_IN
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import MODULE, Direction, Source

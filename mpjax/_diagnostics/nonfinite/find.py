@@ -13,11 +13,9 @@ from jax.extend.core import primitives as p
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.errors import check_call
-from mpjax._core.leaves import key_names
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray
-from mpjax._diagnostics.arguments import Call, check_function, is_array, positional_names
+from mpjax._diagnostics.arguments import Call, is_array, name_by_parameters
 from mpjax._diagnostics.nonfinite import probes
-from mpjax._diagnostics.parameter_scopes import name_by_parameters
 from mpjax._diagnostics.report import Pending, Report, Section, power
 from mpjax._diagnostics.tune.tune_report import written
 from mpjax._diagnostics.tune.tuning import scopes_of, selector
@@ -69,7 +67,7 @@ class NonfiniteReport(Report):
   Args:
     operation: the primitive, as `jax.make_jaxpr` prints it; "argument" for an argument that came
       so, "constant" for an array that the function closes over; None if nothing was found.
-    path: the module or named scope; of an argument its name, such as "params['w']".
+    path: the module or named scope; of an argument its name, such as "params/w".
     direction: "forward" or "backward".
     source: the line of code, "model.py:57"; None if it is not known.
     iteration: that of the loop, counted from 0 along its inputs (so that the backward pass of a
@@ -184,10 +182,8 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   >>> bool(mpjax.find_nonfinite(jax.grad(loss_fn))(w / 2, x))
   False
   """
-  check_function(fn, "mpjax.find_nonfinite(fn)", _FIX)
-  return Pending(
-    "find_nonfinite", fn, lambda fn, args, kwargs, _: Finder(fn, args, kwargs).report()
-  )
+  report = lambda fn, args, kwargs, _: Finder(fn, args, kwargs).report()  # noqa: E731
+  return Pending("mpjax.find_nonfinite(fn)", fn, report, _FIX)
 
 
 class Finder:
@@ -199,11 +195,9 @@ class Finder:
   def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
     # A number may be a shape, and what is not finite is none.
     is_bad = lambda x: isinstance(x, (float, np.inexact)) and not np.isfinite(x)  # noqa: E731
-    call = Call(args, kwargs, lambda x: is_array(x) or is_bad(x))
-    call.check_concrete("mpjax.find_nonfinite(fn)")
-    pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    self.keys = [pairs[i][0] for i in call.positions]
-    self.names = positional_names(fn, len(args))
+    call = Call(args, kwargs, "mpjax.find_nonfinite(fn)", lambda x: is_array(x) or is_bad(x))
+    call.check_concrete()
+    self.arguments = call.arguments(fn)
     traced = call.traced(fn)[0]
     self.body, self.leaves = body_of(traced, compiled=True), call.arrays
     # With what is not compiled: a slope may be all that is left of what it is the slope of.
@@ -229,8 +223,7 @@ class Finder:
     self.probe, self.uses = probes.FlagProbe(self.body), probes.Uses(self.body)
     self.flags = self._looking(self.probe)
     self.closely: dict[frozenset[int], Callable[..., Any]] = {}
-    owners = [tuple(n for n in key_names(path[2:]) if n != "value")[:-1] for path in self.keys]
-    name_by_parameters(self.graph, dict(zip(self.graph.arguments, owners, strict=True)))
+    name_by_parameters(self.graph, [argument.module for argument in self.arguments])
     # Of a loop, that of its first argument.
     self.operations = {each.step.key: each for each in reversed(self.graph.operations)}
 
@@ -276,11 +269,9 @@ class Finder:
   def _of_argument(self, number: int) -> NonfiniteReport:
     slots = (*self.body.inputs, *self.body.consts)
     slot, position = slots[number], number + len(slots)
-    if position < len(self.keys):
+    if position < len(self.arguments):
       kind, x = "argument", jnp.asarray(self.leaves[position])
-      part, first, *rest = self.keys[position]
-      argument = self.names[first.idx] if part.idx == 0 else first.key
-      path = name = f"{argument}{jax.tree_util.keystr(tuple(rest))}"
+      path = name = self.arguments[position].name
     else:
       kind, x = "constant", jnp.asarray(self.body.consts[slot])
       readers = (self.operations.get(s.key) for s in self.body.every_step() if slot in s.reads)

@@ -19,11 +19,10 @@ import numpy as np
 from jax.extend.core.primitives import add_p, sub_p
 
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
-from mpjax._core.leaves import Path, changes_nothing, key_names
+from mpjax._core.leaves import Path, changes_nothing
 from mpjax._core.trees import is_floating, is_inexact
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyArray, P, PyTree
-from mpjax._diagnostics.arguments import Call, check_function, is_array
-from mpjax._diagnostics.parameter_scopes import name_by_parameters, with_parameter_scopes
+from mpjax._diagnostics.arguments import Argument, Call, name_by_parameters, with_parameter_scopes
 from mpjax._diagnostics.ranges.ranges_report import FORMATS, GroupRanges, Kind, RangesReport
 from mpjax._diagnostics.report import Advance, Pending
 from mpjax._jaxprs.graph import Graph, Operation, Value
@@ -71,15 +70,14 @@ def ranges(fn: Callable[P, object]) -> Callable[P, RangesReport]:
   >>> report.lost_updates  # 1 - 0.001 is 1 in bfloat16
   1.0
   """
-  check_function(fn, "mpjax.ranges(fn)", _FIX)
-  return Pending("ranges", fn, counted)
+  return Pending("mpjax.ranges(fn)", fn, counted, _FIX)
 
 
 def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
   """Returns the value and gradient of a loss by the floating arrays in its first argument."""
 
   def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    call = Call(args[:1], {}, lambda x: is_array(x) and is_inexact(x))
+    call = Call(args[:1], {}, is_traced=lambda x: isinstance(x, jax.Array) and is_inexact(x))
 
     def loss(moving: Sequence[Leaf]) -> tuple[Leaf, PyTree]:
       returned = fn(*call.with_arrays(moving)[0], *args[1:], **kwargs)
@@ -92,7 +90,7 @@ def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
           fix="Pass (params, x=x), and take the mean: jnp.mean(fn(params, x) ** 2).",
         )
       scaled = value if scale == 1 else scale * value
-      return scaled, [x for x in jax.tree.leaves(aux) if is_array(x)]
+      return scaled, [x for x in jax.tree.leaves(aux) if isinstance(x, jax.Array)]
 
     return jax.value_and_grad(loss, has_aux=True)(call.arrays)
 
@@ -101,8 +99,8 @@ def gradient_of(fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
 
 def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> RangesReport:
   """Returns the report of one call; `advance` takes the operations that are done, and all."""
-  call = Call(args, kwargs)
-  call.check_concrete("mpjax.ranges(fn)")
+  call = Call(args, kwargs, "mpjax.ranges(fn)")
+  call.check_concrete()
   program, outputs = call.traced(fn)
   backward = any(s.location.direction == "backward" for s in body_of(program).every_step())
   if not backward:
@@ -114,7 +112,7 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
     program, outputs = call.traced(gradient_of(scoped) if is_loss else scoped)
   body, operands = body_of(program), [*map(jnp.asarray, call.arrays)]
   scales = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
-  counting = plan(body, inputs_of(args, kwargs, scales), outputs)
+  counting = plan(body, call.arguments(fn), outputs)
   every = (*counting.inputs.values(), *counting.steps.values())
   groups = {group: GroupRanges(*group) for group in every}
   for position, group in counting.inputs.items():
@@ -143,43 +141,24 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
   return RangesReport(getattr(fn, "__name__", type(fn).__name__), rows, in_use)
 
 
-class Input(NamedTuple):
-  path: str  # in the tree of arguments
-  is_parameter: bool  # whether it may be one: those that the optimizer alone reads are not
-  keys: Path = ()  # the names of its keys within its argument
-
-
-def inputs_of(args: Args, kwargs: Kwargs, scales: Sequence[Leaf] = ()) -> list[Input]:
-  """Returns what the arrays among the leaves of arguments are; `scales` are no parameters."""
-  inputs: list[Input] = []
-  for position, one in enumerate((*args, *(kwargs[name] for name in sorted(kwargs)))):
-    held = hasattr(one, "params") or (isinstance(one, Mapping) and "params" in one)
-    for path, x in jax.tree_util.tree_leaves_with_path(one):
-      # "value" is that of a Variable of NNX.
-      keys = tuple(name for name in key_names(path) if name != "value")
-      inside = position == 0 and held and keys[:1] == ("params",)
-      text = "/".join(keys[inside:]) or "(array)"
-      path_of_x = text if position == 0 else f"args[{position}]/{text}"
-      is_parameter = position == 0 and inside == held and not any(x is each for each in scales)
-      inputs += [Input(path_of_x, is_parameter, keys)] * is_array(x)
-  return inputs
-
-
 class Plan(NamedTuple):
-  inputs: Mapping[int, Group]  # arguments that are parameters, or optimizer state
+  inputs: Mapping[int, Group]  # arguments: parameters, and what the optimizer alone reads
   steps: Mapping[int, Group]  # the results of steps, by their numbers, or their updates
   # Of the steps that add an update to an argument, which operand that is, and how it is stored.
   additions: Mapping[int, tuple[int, DType]]
   readers: Mapping[int, Location]  # where an argument is read first, but by the optimizer
 
 
-def plan(body: Body, inputs: Sequence[Input], outputs: Sequence[Path] = ()) -> Plan:
+def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()) -> Plan:
   """Returns what is to be counted in a function; of its results, the names of their keys."""
   graph = Graph(body)
-  pairs = zip(graph.arguments, inputs, strict=True)
+  # What follows the backward pass and is in no module is the work of the optimizer.
+  since = itertools.dropwhile(lambda each: each.where.direction != "backward", graph.computing())
+  after = [*since]
+  work = {each for each in after if each.where.direction == "forward" and not each.where.path}
+  name_by_parameters(graph, [one.module if one.is_first else () for one in arguments])
+  pairs = zip(graph.arguments, arguments, strict=True)
   floats = {v: one for v, one in pairs if v.is_floating}
-  keys_of = {v: one.keys for v, one in floats.items() if one.is_parameter}
-  name_by_parameters(graph, {v: k[k[:1] == ("params",) : -1] for v, k in keys_of.items()})
   held, steps = _held(graph, floats, body.depth), dict[int, Group]()
 
   # A result that is a sum with an argument is that one, updated.
@@ -190,7 +169,7 @@ def plan(body: Body, inputs: Sequence[Input], outputs: Sequence[Path] = ()) -> P
       v
       for v, one in floats.items()
       if (v.dtype, v.aval.shape) == (result.dtype, getattr(result.aval, "shape", None))
-      and (one.is_parameter or (v.aval.shape and one.keys and one.keys in (keys, keys[1:])))
+      and (one.is_first or (v.aval.shape and one.keys and one.keys in (keys, keys[1:])))
     ]
     for operation in (total.made_by for total in _copies(result)):
       if operation is None or operation.eqn.primitive not in (add_p, sub_p):
@@ -199,14 +178,8 @@ def plan(body: Body, inputs: Sequence[Input], outputs: Sequence[Path] = ()) -> P
       copies = [*enumerate(map(_copies, updated))]
       # Of `a + b`, two arguments, the first is what is updated.
       for v, i in [(v, i) for v in stored for i, values in copies if v in values][:1]:
-        steps.setdefault(operation.step.number, ("updates", floats[v].path))
+        steps.setdefault(operation.step.number, ("updates", floats[v].name))
         additions.setdefault(operation.step.number, (i, v.aval.dtype))
-
-  # What follows the backward pass and is in no module is the work of the optimizer.
-  where = {each: each.step.location for each in graph.operations}
-  since = itertools.dropwhile(lambda each: where[each].direction != "backward", graph.computing())
-  after = [*since]
-  work = {each for each in after if where[each].direction == "forward" and not where[each].path}
 
   # Backwards: which numbers matmuls take, moved or cast perhaps, and the first consumer of each.
   taken, read = set[Value](), dict[Value, Location]()
@@ -217,11 +190,11 @@ def plan(body: Body, inputs: Sequence[Input], outputs: Sequence[Path] = ()) -> P
     if operation.joins:
       read.update((v, read[out]) for out in results if out in read for v in operands)
     elif operation not in work:
-      read.update(dict.fromkeys(operands, where[operation]))
+      read.update(dict.fromkeys(operands, operation.where))
 
   for operation in graph.computing():
     kinds = [held[v] for v in operation.results if v in held]
-    again = operation.moves or operation.casts or where[operation].direction == "recomputed"
+    again = operation.moves or operation.casts or operation.where.direction == "recomputed"
     if kinds and not again and operation not in work:
       low = any(each.kind == "low" and not each.wide for each in kinds)
       kind: Kind = "float32"
@@ -230,9 +203,9 @@ def plan(body: Body, inputs: Sequence[Input], outputs: Sequence[Path] = ()) -> P
       steps.setdefault(operation.step.number, (kind, operation.where.path))
   of_inputs: dict[int, Group] = {}
   for i, v in enumerate(graph.arguments):
-    if v in floats and floats[v].is_parameter:
-      kind = "optimizer state" if after and v not in read else "parameters"
-      of_inputs[i] = kind, floats[v].path
+    of_optimizer = bool(after and v.consumers) and v not in read
+    if v in floats and (of_optimizer or floats[v].is_first):
+      of_inputs[i] = "optimizer state" if of_optimizer else "parameters", floats[v].name
   readers = {i: read[v] for i, v in enumerate(graph.arguments) if v in read}
   return Plan(of_inputs, steps, additions, readers)
 
@@ -261,10 +234,9 @@ class _Held(NamedTuple):
   wide: bool  # a policy holds it in float32, or it is a number that float16 does not have
 
 
-def _held(graph: Graph, floats: Mapping[Value, Input], depth: int) -> dict[Value, _Held]:
+def _held(graph: Graph, floats: Mapping[Value, Argument], depth: int) -> dict[Value, _Held]:
   held = {
-    v: _Held("neutral" if one.is_parameter else "data", not one.is_parameter)
-    for v, one in floats.items()
+    v: _Held("neutral" if one.is_first else "data", not one.is_first) for v, one in floats.items()
   }
   held |= {v: _Held("low", False) for v in floats if v.is_low}
   for _ in range(depth + 1):  # What a carry is that starts as zeros, the body says.

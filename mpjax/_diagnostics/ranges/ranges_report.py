@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ KINDS: Sequence[Kind] = ("activations", "gradients", "parameters", "optimizer st
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """The dtypes for which it is counted what they would lose."""
 
-_MOST_ROWS, _HEADROOM, _LARGEST = 20, 8, 65504.0
+_HEADROOM, _LARGEST = 8, 65504.0
 
 _CURE = (
   "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
@@ -199,17 +199,14 @@ class RangesReport(Report):
     plt.close(figure)
     return figure
 
-  def as_dict(self) -> Mapping[str, object]:
-    return {**vars(self), "loss_scale": self.loss_scale, "lost_updates": self.lost_updates}
-
   def sections(self) -> list[Section]:
     lossy = [(_share(g.lost_updates, g.nonzero), g) for g in self.of("updates") if g.lost_updates]
     lossy.sort(key=lambda each: -each[0])
     counts = ((g.path, g.total, g.zero, g.lost_updates, share) for share, g in lossy)
     updates = [(path, *map(amount, some), percent(share)) for path, *some, share in counts]
-    columns = ("parameter", "updates", "zero", "lost", "of nonzero")
-    table = _table("Updates that change nothing", columns, updates, _CURE)
-    return [self._headline(), table, *map(self._losses, KINDS)]
+    columns, cure = "parameter, updates, zero, lost, of nonzero", [_CURE] * bool(updates)
+    lost = Section.cut("Updates that change nothing", columns, updates, cure)
+    return [self._headline(), lost, *map(self._losses, KINDS)]
 
   def _headline(self) -> Section:
     lines: list[str] = []
@@ -252,19 +249,9 @@ class RangesReport(Report):
       for g in sorted(lossy, key=lambda g: -g.lost_share("float16"))
     ]
     what = "module" if kind in ("activations", "gradients") else "leaf"
-    names = (name.removeprefix("float8_")[:8] for name in FORMATS)
+    names = ", ".join(name.removeprefix("float8_")[:8] for name in FORMATS)
     title = f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows"
-    return _table(title, (what, "values", "zero", "2^", *names), rows)
-
-
-def _table(
-  title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], *lines: str
-) -> Section:
-  """Returns a table of the first rows, which lose most."""
-  if len(rows) > _MOST_ROWS:
-    cut = f"The {_MOST_ROWS} of {len(rows)} that lose most; .groups and to_json() have all."
-    lines = (cut, *lines)
-  return Section(title, lines if rows else (), columns, tuple(rows[:_MOST_ROWS]))
+    return Section.cut(title, f"{what}, values, zero, 2^, {names}", rows)
 
 
 def _share(part: int, total: int) -> float:

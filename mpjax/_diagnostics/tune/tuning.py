@@ -25,9 +25,8 @@ from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import Rule
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, NumpyArray, P
-from mpjax._diagnostics.arguments import Call, check_function
-from mpjax._diagnostics.parameter_scopes import with_parameter_scopes
-from mpjax._diagnostics.ranges.measure import counted, gradient_of, inputs_of, plan
+from mpjax._diagnostics.arguments import Call, with_parameter_scopes
+from mpjax._diagnostics.ranges.measure import counted, gradient_of, plan
 from mpjax._diagnostics.report import Advance, Pending
 from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._jaxprs.autocast import autocast
@@ -95,7 +94,6 @@ def tune(
   >>> report.rules
   (Rule('params=float32,compute=float32,output=float32', path='**/hot'),)
   """
-  check_function(loss_fn, "mpjax.tune(loss_fn)", _FIX)
   parsed = parse_policy(policy, "mpjax.tune(policy)")
   check_value(
     policy,
@@ -113,15 +111,20 @@ def tune(
     expected="a positive number, the relative error of the gradient",
     fix="Write tolerance=0.01 for one per cent.",
   )
-  return Pending("tune", loss_fn, functools.partial(_tuned, parsed, tolerance))
+  return Pending("mpjax.tune(loss_fn)", loss_fn, functools.partial(_tuned, parsed, tolerance), _FIX)
 
 
 def _tuned(
   policy: Policy, tolerance: float, loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance
 ) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
-  call, dtype, scale, where = Call(args, kwargs), policy.compute_dtype, 1.0, f"{_CALL}(*args)"
-  call.check_concrete(_CALL)
+  call, dtype, scale, where = (
+    Call(args, kwargs, _CALL),
+    policy.compute_dtype,
+    1.0,
+    f"{_CALL}(*args)",
+  )
+  call.check_concrete()
 
   # A loss that has low precision already, compared with itself, has no error. The loss alone: what
   # a derivative of its own keeps in low precision is no policy's.
@@ -198,7 +201,7 @@ def _tuned(
   # in the first argument, the first ones of all.
   of_float32, of_policy = (body_of(call.traced(f)[0]) for f in (scoped, autocast(scoped, policy)))
   forward, pairs = forward_errors(of_float32, of_policy, operands), dict[str, list[Pair]]()
-  readers = plan(body, inputs_of(args, kwargs)).readers
+  readers = plan(body, call.arguments(loss_fn)).readers
   floats = (i for i, x in enumerate(operands) if is_inexact(x))
   for i, *pair in zip(floats, exact, low, strict=False):
     if i in readers:

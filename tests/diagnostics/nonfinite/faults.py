@@ -110,7 +110,7 @@ FORWARD = {
     index=(1, 0),
   ),
   "a standardized input is minus inf": at(
-    "argument", standardized, {"x": f32(1, -jnp.inf, 3)}, path="batch['x']", index=(1,)
+    "argument", standardized, {"x": f32(1, -jnp.inf, 3)}, path="batch/x", index=(1,)
   ),
   "a constant is nan": at("constant", lambda x: jnp.sum(multiply(x, _CLOSED_OVER)), f32(1, 2)),
   "a constant of an inner jit is nan": at(

@@ -173,7 +173,7 @@ def test_arguments_have_names():
 
   bad, good = jnp.asarray([jnp.nan, 1]), jnp.ones(2)
   for each in (fn, functools.partial(fn, flag=True)):
-    check_argument("params['w']", each, {"w": np.asarray([np.inf, 1])}, 1.0, good)
+    check_argument("params/w", each, {"w": np.asarray([np.inf, 1])}, 1.0, good)
     check_argument("rest[1]", each, {"w": good}, 1.0, bad)
   check_argument("x", lambda **kwargs: jnp.sum(kwargs["x"]), x=bad)
   check_argument("n", lambda x, n: x * n, jnp.ones(2), np.inf)  # A number is static otherwise.

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._diagnostics.ranges.measure import Input, add, gradient_of, plan
+from mpjax._diagnostics.arguments import Argument
+from mpjax._diagnostics.ranges.measure import add, gradient_of, plan
 from mpjax._jaxprs.steps import body_of
 
 
@@ -71,7 +72,7 @@ def test_every_number_of_a_function_is_counted_exactly():
   check_equal(group(report, "activations", "layer"), x @ w)
   check_equal(group(report, "float32", "end"), jnp.sum(x @ w))
   check_equal(group(report, "gradients", "layer"), x.T @ jnp.ones((5, 3)))
-  check_equal(group(report, "parameters", "(array)"), w)
+  check_equal(group(report, "parameters", "w"), w)
   assert not report.of("updates")
   assert np.isnan(report.lost_updates)
   # A gradient is not differentiated again.
@@ -103,7 +104,7 @@ def test_lost_updates_equal_those_of_numpy():
   p, u = np.asarray(params["a"]), np.asarray(updates["a"])
   lost = np.sum((p + u == p) & (u != 0))
   assert 0 < lost < 45
-  found = group(report, "updates", "a")
+  found = group(report, "updates", "params/a")
   assert (found.lost_updates, found.zero) == (lost, 5)
   check_equal(found, u)
   assert report.lost_updates == lost / 45
@@ -140,7 +141,7 @@ def test_d2_a_training_step_with_a_loss_scale():
     scaled, own = (group(r, "gradients", path) for r in (report, plain))
     assert scaled.exponents == {e + 10: n for e, n in own.exponents.items()}
   assert {g.path for g in report.of("parameters")} == {
-    f"{layer}/{leaf}" for layer in ("first", "last") for leaf in ("kernel", "bias")
+    f"variables/params/{layer}/{leaf}" for layer in ("first", "last") for leaf in ("kernel", "bias")
   }
   assert report.of("updates")
   assert report.lost_updates == 0
@@ -211,23 +212,28 @@ def test_the_scale_that_the_report_proposes_keeps_gradients():
 
 
 @pytest.mark.standard_promotion
-def test_d15_moments_in_the_first_argument_are_optimizer_state():
+def test_d15_moments_are_optimizer_state_in_any_argument():
   tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8))
-  params = {"w": jnp.ones((4, 3))}
+  params = {"w": jax.random.normal(jax.random.key(0), (4, 3))}
+  batch = {"x": jnp.ones((2, 4)), "y": jnp.ones((2, 3)), "unread": jnp.ones(2)}
 
-  def step(state, x):
-    params, opt_state, ema = state
-    _, grads = mpjax.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), opt_state)(params, x)
+  def step(params, opt_state, ema, batch):
+    loss = lambda params: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)  # noqa: E731
+    _, grads = mpjax.value_and_grad(loss, opt_state)(params)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
     return params, opt_state, optax.incremental_update(params, ema, 0.1)
 
-  report = mpjax.ranges(step)((params, tx.init(params), params), jnp.ones((2, 4)))
-  paths = {kind: [g.path for g in report.of(kind)] for kind in ("parameters", "optimizer state")}
-  assert paths["parameters"] == ["0/w"]
-  assert [path.split("/")[-2:] for path in paths["optimizer state"]] == [
-    *(["mu", "w"], ["nu", "w"], ["2", "w"]),
-  ]
+  state = step(params, tx.init(params), params, batch)
+  apart = mpjax.ranges(step)(*state, batch)
+  together = mpjax.ranges(lambda state, batch: step(*state, batch))(state, batch)
+  moments = [optax.tree.get(state[1], name)["w"] for name in ("mu", "nu")]
+  for report in (apart, together):
+    groups = (*report.of("parameters"), *report.of("optimizer state"))
+    for group, x in zip(groups, (state[0]["w"], *moments, state[2]["w"]), strict=True):
+      check_equal(group, x)
+  ends = [(g.path.split("/")[0], *g.path.split("/")[-2:]) for g in apart.of("optimizer state")]
+  assert ends == [("opt_state", "mu", "w"), ("opt_state", "nu", "w"), ("ema", "ema", "w")]
 
 
 @pytest.mark.standard_promotion
@@ -247,14 +253,14 @@ def test_masters_take_the_updates_that_half_parameters_would_lose():
   assert lossy(params, plain.init(params), grads).lost_updates == 1
   report = mpjax.ranges(step(wide))(params, wide.init(params), grads)
   assert report.lost_updates == 0
-  assert [g.path for g in report.of("updates")] == ["args[1]/master/w"]
+  assert [g.path for g in report.of("updates")] == ["opt_state/master/w"]
 
 
 def test_a_model_of_nnx():
   model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
   graph, state = nnx.split(model)
   report = mpjax.ranges(lambda s, x: jnp.sum(nnx.merge(graph, s)(x)))(state, jnp.ones((4, 3)))
-  assert {g.path for g in report.of("parameters")} == {"kernel", "bias"}
+  assert {g.path for g in report.of("parameters")} == {"s/kernel", "s/bias"}
   assert report.of("gradients")
 
 
@@ -270,7 +276,7 @@ def test_rows_of_a_step_without_scopes_are_those_of_its_parameters():
   report = mpjax.ranges(step)(params, jnp.ones((3, 4)))
   for kind in ("activations", "gradients"):
     assert {g.path for g in report.of(kind)} >= {"mlp/up", "mlp/down"}
-  assert {g.path for g in report.of("updates")} == {"mlp/up/w", "mlp/down/w"}
+  assert {g.path for g in report.of("updates")} == {"params/mlp/up/w", "params/mlp/down/w"}
 
 
 def test_a_scalar_in_a_dict_or_list_and_one_of_keywords_alone_is_no_loss():
@@ -316,7 +322,7 @@ def test_the_gradient_of_a_loss_with_aux_and_integers():
 def planned(fn, *args):
   leaves = jax.tree.leaves(args)
   # The second argument is not returned under its path.
-  inputs = [Input(f"leaf{i}", i == 0, ("wu"[i],)) for i in range(len(leaves))]
+  inputs = [Argument(f"leaf{i}", ("wu"[i],), i == 0, False) for i in range(len(leaves))]
   flat = jax.tree.structure(args)
   program = jax.make_jaxpr(lambda *x: jax.tree.leaves(fn(*jax.tree.unflatten(flat, x))))(*leaves)
   return plan(body_of(program), inputs, [("w",)] * len(program.out_avals))
