@@ -204,6 +204,8 @@ def _risks(operation: Operation) -> Iterator[tuple[DType | None, str]]:
     yield from [(result.dtype, lost)] if lost else []
   if low is None:
     return
+  if by_hand := operation.where.marked(NOT_IN["float32"]):
+    yield low.dtype, by_hand
   # What the float32 list computes. JAX shows no accumulator: a sum whose result is low is added up
   # in low precision. An add of two gradients rounds once, as any other.
   if result.is_low and operation.part == "float32" and eqn.primitive is not p.add_jaxvals_p:

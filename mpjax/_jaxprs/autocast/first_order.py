@@ -146,6 +146,10 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
   if (chosen or (data and readers & By.ANGLE)) and dtype_of(eqn.outvars[0]) == FLOAT32:
     operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
     return rewriter.write(named, operands, [Kind(half, held=True)])
+  if alone:
+    eqn = rewriter.explained(
+      eqn, "float32", "its operands are inputs and constants: by hand float32"
+    )
   policy, recipe = place.policy, None
   if policy is not None and policy.matmul is not None:
     recipe = recipe_of(policy.matmul)

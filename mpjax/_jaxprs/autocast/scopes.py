@@ -38,7 +38,7 @@ AS_GIVEN, FLOAT8, TABLE = (PREFIX + name for name in ("as-given", "float8", "tab
 
 AS_IT_IS = "as-it-is"
 
-NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("float8", "low")}
+NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("float8", "low", "float32")}
 """Why a matmul is not in a precision, in the jaxpr that `mpjax.audit` traces."""
 
 

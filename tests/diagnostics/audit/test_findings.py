@@ -257,6 +257,16 @@ def test_numbers_that_low_precision_does_not_hold():
   assert risks(lambda x: jnp.maximum(x, jnp.float16(jnp.inf))) == [("max", *masked[0][1:])]
 
 
+def test_a_matmul_of_data_alone_is_a_risk_unless_it_is_in_float32():
+  def distances(x, w):
+    squares = jnp.sum(x**2, -1)[None]
+    return jnp.argmin(squares - 2 * x @ x.T), jnp.sqrt(squares - 2 * x @ x.T) @ w
+
+  found = mpjax.audit(mpjax.autocast(distances, data_argnums=0))(jnp.ones((4, 3)), jnp.ones((4, 2)))
+  reason = "its operands are inputs and constants: by hand float32"
+  assert [(x.operation, x.reason) for x in found.risks] == [("dot_general", reason)]
+
+
 @pytest.mark.case("B019")
 def test_an_epsilon_that_becomes_zero():
   add = ("add", "float16", "a number may have become 0 in low precision")
