@@ -109,19 +109,6 @@ def compared(
     yield half, found[i * count : (i + 1) * count], found[:count]
 
 
-def matmuls(framework: str, form: Form, rules: Any = ()) -> list[programs.Product]:
-  """Returns those of a model with its gradients."""
-  fun = with_gradients(call_of(framework, form, rules))
-  return programs.products(jax.make_jaxpr(fun)(params_of(framework, form), form.args))
-
-
-def leaf(tree: Any, name: str) -> Any:
-  """Returns the one leaf with a name in its path."""
-  paths = jax.tree_util.tree_leaves_with_path(tree)
-  (found,) = [x for path, x in paths if f"'{name}'" in jax.tree_util.keystr(path)]
-  return np.asarray(found)
-
-
 def assert_close(got: Any, want: Any, bound: float) -> None:
   """Compares each leaf by its norm."""
   pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
@@ -195,62 +182,6 @@ def test_masks_with_padded_rows(framework):
       # But for the gradient by the mask itself: sums of what cancels, times -1e9.
       got, want = ((out, params, inputs[0]) for out, (params, inputs) in each)
       assert_close(got, want, 8 * EPS[half])
-
-
-def test_a_segment_of_many_ones_is_their_number(framework, half):
-  # A sum in bfloat16 ends at 256, one in float16 at 2,048.
-  args = np.ones((2600, 1), np.float32), np.repeat([0, 1], [2500, 100])
-  (totals,) = ran(framework, Form(models.graph(), half, args), kernel=1)
-  for total in totals:
-    np.testing.assert_array_equal(total, [[2500], [100]])
-
-
-@pytest.mark.parametrize("part", [models.normed(), models.STACKED], ids=["one", "in a stack"])
-def test_norms_by_any_name_of_inputs_whose_squares_overflow(part, framework):
-  for half, got, want in compared(framework, [(part, (normal(8, 16) * 300,))]):
-    assert_close(got, want, 4 * EPS[half])
-
-
-def test_activations_of_a_thousand(framework):
-  made = [(models.activated(name), (stumbles.LOUD,)) for name in stumbles.ACTIVATIONS]
-  for half, *both in compared(framework, made, grads=True, kernel=np.eye(4)):
-    for got, want in zip(*both, strict=True):
-      for ours, true in ((got[0], want[0]), (got[1][1], want[1][1])):
-        np.testing.assert_allclose(ours, true, rtol=4 * EPS[half], atol=2 * EPS[half])
-
-
-def test_a_loss_of_many_rows(framework):
-  args = normal(stumbles.ROWS, 4) * 3, stumbles.LABELS
-  # Weights that both half types hold: rounding them would be an error of every row, and add up.
-  kernel = np.round(8 * normal(4, 10)) / 8
-  made = [(models.trained(place), args) for place in ("helper", "module")]
-  for half, got, want in compared(framework, made, kernel=kernel):
-    assert min(want) > np.finfo(np.float16).max
-    for each in zip(got, want, strict=True):
-      assert stumbles.error(*each) < EPS[half] / 50
-
-
-# Sums over many rows.
-
-
-def test_tied_embeddings(framework):
-  ids = np.repeat([0, 3], [10, 590])
-  ids[::7] = 5
-  made = [(models.tied(how), (ids,)) for how in ("embedding.T", "attend")]
-  for half, *both in compared(framework, made, grads=True):
-    for (part, args), got, want in zip(made, *both, strict=True):
-      products = matmuls(framework, Form(part, half, args))
-      assert len(products) == 6  # Two layers, and the two derivatives of each.
-      assert all(product.is_low_precision for product in products)
-      assert_close(got, want, 4 * EPS[half])
-
-
-def test_the_gradient_of_a_parameter_used_often_counts(framework, half):
-  # In any order: 4096 + 39 is no number of either half type.
-  x = np.asarray([[4096.0]] + [[1]] * 39, np.float32)
-  form = Form(models.shared(), half, (x,))
-  ((_, (grads, _)),) = ran(framework, form, grads=True, kernel=1, w=1)
-  np.testing.assert_array_equal(leaf(grads, "w"), 4096 + 39)
 
 
 # Where products must stay in float32, or must not.

@@ -109,30 +109,6 @@ def mask_argument(big: float, style: str) -> Any:
   return np.where(VALID, 0, big).astype(np.float32) if style == "bias" else VALID.astype(np.float32)
 
 
-def mean_square_norm(x: Any) -> Any:
-  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-
-
-ROWS = 20_000
-LABELS = np.arange(ROWS) % 10
-
-
-def cross_entropy(logits: Any, labels: Any) -> Any:
-  """Returns the sum over all rows, which float16 cannot hold."""
-  logp = jax.nn.log_softmax(logits.astype(jnp.float32))
-  return -jnp.take_along_axis(logp, labels[:, None], 1).sum()
-
-
-ACTIVATIONS = {
-  "gelu, tanh": lambda x: jax.nn.gelu(x, approximate=True),
-  "gelu, erf": lambda x: jax.nn.gelu(x, approximate=False),
-  "cube": lambda x: 1e-6 * x**3,
-  "gelu by hand": lambda x: 0.5 * x * (1 + jnp.tanh(0.79788456 * (x + 0.044715 * x**3))),
-}
-LOUD = np.asarray([[-1000, -60, -3, -0.5], [0, 0.5, 3, 1000]], np.float32)
-"""Inputs of activations, exact in both half types."""
-
-
 # Kernels that take nothing but half.
 
 
