@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.models.values import normal
-
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Half a unit in the last place: the relative error of one rounding."""
 
@@ -58,55 +56,12 @@ def encode(points: Any, octaves: int = 8) -> Any:
   return jnp.concatenate([points, *waves], -1)
 
 
-SIZE = 512
-"""How many places a grid has: too many for bfloat16, and float16 keeps only quarters of them."""
-
-
-def interpolate(features: Any, places: Any) -> Any:
-  """Returns rows between the rows of `features`."""
-  places = jnp.clip(places, 0.0, SIZE - 1.5)
-  low = jnp.floor(places)
-  share = (places - low)[:, None]
-  i = low.astype(jnp.int32)
-  return features[i] * (1 - share) + features[i + 1] * share
-
-
-FEATURES = normal(SIZE, 8, seed=3)
-
-GRIDS = {
-  "np.arange": lambda: np.arange(SIZE, dtype=np.float32),
-  "jnp.arange": lambda: jnp.arange(SIZE, dtype=jnp.float32),
-  "jnp.arange of integers": lambda: jnp.arange(SIZE).astype(jnp.float32),
-}
-"""Constant grids, by how they are made inside of a module."""
-
-
-# Softmax, masks, norms, losses.
+# Softmax.
 
 
 def softmax(x: Any) -> Any:
   e = jnp.exp(x - x.max(-1, keepdims=True))
   return e / e.sum(-1, keepdims=True)
-
-
-BIG = {"-1e9": -1e9, "-2.38e38": float(jnp.finfo(jnp.float32).min) * 0.7}
-"""What a mask puts where nothing may be read."""
-
-VALID = np.asarray([[True, True, True, False], [False] * 4])
-"""Which tokens are there; the second sequence is only padding."""
-
-
-def masked(scores: Any, valid: Any, big: float, style: str) -> Any:
-  """Returns scores with a mask applied in one of three ways; `valid` is float but for "where"."""
-  if style == "where":
-    return jnp.where(valid[:, None] > 0, scores, big)
-  if style == "product":
-    return scores + (1.0 - valid[:, None]) * big
-  return scores + valid[:, None]  # The float32 bias itself was the argument.
-
-
-def mask_argument(big: float, style: str) -> Any:
-  return np.where(VALID, 0, big).astype(np.float32) if style == "bias" else VALID.astype(np.float32)
 
 
 # Kernels that take nothing but half.

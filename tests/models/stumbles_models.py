@@ -60,23 +60,7 @@ def nerf(hand: Any = None) -> Part:
   )
 
 
-def deformable(grid: str) -> Part:
-  """Features between the places of a grid, moved by what is predicted."""
-
-  def call(m, features, places):
-    places = stumbles.GRIDS.get(grid, lambda: places)()
-    sampled = m.interpolate(features, places + m.offsets(features)[:, 0])
-    return sampled, m.last(sampled)
-
-  return module(
-    call,
-    offsets=dense(8, 1, bias=True),
-    last=dense(8, 4),
-    interpolate=function("interpolate"),
-  )
-
-
-# Probabilities, masks, norms, losses.
+# Probabilities.
 
 
 def ends(end: str) -> Part:
@@ -92,20 +76,6 @@ def ends(end: str) -> Part:
     }[end](m.logits(x))
 
   return module(call, logits=dense(8, 10), inner=function("softmax"))
-
-
-def masked(big: float, style: str) -> Part:
-  def attend(m, x, valid):
-    q, k, v = m.q(x), m.k(x), m.v(x)
-    scores = jnp.einsum("btd,bsd->bts", q, k) / 8**0.5
-    weights = jax.nn.softmax(stumbles.masked(scores, valid, big, style))
-    return jnp.einsum("bts,bsd->btd", weights, v)
-
-  return module(
-    lambda m, x, valid: m.last(x + m.attention(x, valid)),
-    attention=module(attend, **{name: dense(8, 8) for name in "qkv"}),
-    last=dense(8, 4),
-  )
 
 
 # Where products must stay in float32, or must not.
@@ -158,14 +128,11 @@ def fused_block(kernel: str, hand: Any = None) -> Part:
 
 RAYS = normal(256, 3), normal(256, 3, seed=1), np.linspace(0, 4, 256, dtype=np.float32)
 TIMES = np.linspace(0, 999, 1024, dtype=np.float32)
-PLACES = np.arange(stumbles.SIZE, dtype=np.float32)
 
 REACHED: dict[str, tuple[Part, tuple[Any, ...]]] = {
   "rotary": (rotary("helper"), (normal(4, 16),)),
   "denoiser": (denoiser(), (normal(1024, 4), TIMES)),
   "nerf": (nerf(), RAYS),
-  "deformable": (deformable("np.arange"), (stumbles.FEATURES, PLACES)),
   "softmax": (ends("by hand"), (normal(2, 8),)),
-  "masked": (masked(-1e9, "where"), (normal(2, 4, 8), stumbles.mask_argument(-1e9, "where"))),
 }
 """Models with inputs for which structure is read."""
