@@ -133,9 +133,13 @@ def test_what_is_gathered_of_sharded_parameters_is_float8(devices, scaling):
     {"params": placed(mesh, params, lambda p: ("data",) if p.ndim > 1 else ())},
     placed(mesh, x, lambda x: ("data",)),
   )
-  gathered = [c for c in collectives(apply, *args) if c.op == "all-gather" and len(c.shape) > 1]
+  found = collectives(apply, *args)
+  gathered = [c for c in found if c.op == "all-gather" and len(c.shape) > 1]
   kernels = {c.shape for c in gathered if c.dtype == "f8e4m3fn"}
   assert kernels == {(16, 32), (32, 16)}
   assert sum(int(np.prod(c.shape)) for c in gathered if c.dtype != "f8e4m3fn") <= 48, "scales"
+  # The largest element of all devices is a maximum over them, of one number each.
+  largest = {c.shape for c in found if c.op == "all-reduce" and c.dtype in ("f32", "bf16")}
+  assert (largest == {()}) == (scaling == "tensor")
   # The bits are those of quantising what was gathered.
   assert bits(apply(*args)) == bits(apply({"params": params}, x))
