@@ -282,25 +282,20 @@ def test_a_level_trains(name, dtype):
   tx = mpjax.master_weights(optax.sgd(0.05)) if level.master_weights else optax.sgd(0.05)
   tx = mpjax.loss_scaling(tx, level.loss_scale)
   variables = model.init(jax.random.key(0), INPUTS)
-  params, stats = variables["params"], variables["batch_stats"]
-  opt_state = tx.init(params)
 
-  def loss_fn(params):
-    out, _ = model.apply({"params": params, "batch_stats": stats}, INPUTS, mutable=["batch_stats"])
+  def loss_fn(params, model_state, batch, rng):
+    variables = {"params": params, "batch_stats": model_state}
+    out, new = model.apply(variables, INPUTS, mutable=["batch_stats"])
     assert out.dtype == jnp.float32
-    return jnp.mean((out - TARGETS) ** 2)
+    return jnp.mean((out - TARGETS) ** 2), (new["batch_stats"], {})
 
-  @jax.jit
-  def step(params, opt_state):
-    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    master = mpjax.master_params(opt_state) if level.master_weights else None
-    return mpjax.apply_updates(params, updates, master=master), opt_state, loss
-
-  losses = []
+  step = mpjax.make_train_step(loss_fn, tx)
+  stats = variables["batch_stats"]
+  state, losses = mpjax.TrainState.create(variables["params"], tx, model_state=stats), []
   for _ in range(20):
-    params, opt_state, loss = step(params, opt_state)
-    losses.append(float(loss))
+    state, metrics = step(state, ())
+    losses.append(float(metrics["loss"]))
+  params, opt_state = state.params, state.opt_state
   assert losses[-1] < 0.5 * losses[0]
   half = jnp.dtype("float32" if name == "O0" else dtype)
   of_norms = half if name == "O3" else jnp.dtype("float32")
