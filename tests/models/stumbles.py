@@ -17,14 +17,6 @@ ALMOST_ONE = np.float32(1 + 2**-12)
 """1 in both half types."""
 
 
-def error(got: Any, want: Any) -> float:
-  """Returns the norm of the difference over the norm of `want`, in float64; NaN and inf are not."""
-  got, want = (np.asarray(x, np.float64) for x in (got, want))
-  assert got.shape == want.shape
-  assert np.isfinite(got).all()
-  return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
 # Positions, times, coordinates.
 
 
