@@ -183,22 +183,17 @@ def test_projections_of_a_kernel_that_takes_low_precision_alone():
 # Training.
 
 
-class MLP(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(16)(nn.tanh(nn.Dense(32)(x)))
-
-
+MLP = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(16)])
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
 
 def mlp():
-  model = mpjax.linen.with_policy(MLP(), EXACT)
+  model = mpjax.linen.with_policy(MLP, EXACT)
 
   def loss_fn(params, x):
     return jnp.mean((model.apply(params, x) - x) ** 2)
 
-  return loss_fn, filled(shapes(MLP(), X))
+  return loss_fn, filled(shapes(MLP, X))
 
 
 def trained(tx, steps=4, spoil=None):

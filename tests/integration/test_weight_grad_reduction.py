@@ -49,20 +49,12 @@ def sizes(found):
   return collections.Counter(int(np.prod(shape)) for _, _, shape in found)
 
 
-class Layers(nn.Module):
-  """What both kinds of meshes take."""
-
-  @nn.compact
-  def __call__(self, x):
-    x = nn.Conv(3, (3,))(x)
-    x = nn.LayerNorm()(x)
-    return nn.Dense(5)(x)
-
-
 @pytest.mark.case("B127")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_gradients_are_added_up_in_float32(devices, kind):
-  model, mesh = Layers(), mesh_of(devices, kind)
+  # Layers that both kinds of meshes take.
+  model = nn.Sequential([nn.Conv(3, (3,)), nn.LayerNorm(), nn.Dense(5)])
+  mesh = mesh_of(devices, kind)
   x = jnp.ones((BATCH, 6, 2))
   params = params_of(model, x)
   args = placed(mesh, params), placed(mesh, x, lambda x: ("data",))
@@ -77,7 +69,7 @@ def test_gradients_are_added_up_in_float32(devices, kind):
   assert sizes(in_float32) == sizes((0, 0, x.shape) for x in jax.tree.leaves(params))
   # Without it, kernels are added up in half; biases and the norm's parameters never are.
   in_half, in_float32 = found(None)
-  kernels = [params["Conv_0"]["kernel"], params["Dense_0"]["kernel"]]
+  kernels = [params["layers_0"]["kernel"], params["layers_2"]["kernel"]]
   assert sizes(in_half) == sizes((0, 0, x.shape) for x in kernels)
   assert sizes(in_float32) == {3: 3, 5: 1}
 
