@@ -264,12 +264,8 @@ INPUTS = jax.random.normal(jax.random.key(1), (16, 4))
 TARGETS = jnp.sum(INPUTS, axis=1, keepdims=True)
 
 
-class Model(nn.Module):
-  """Two layers with a norm between them."""
-
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(1)(nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))))
+NORM = nn.BatchNorm(use_running_average=False)
+NORMED = nn.Sequential([nn.Dense(8), NORM, nn.relu, nn.Dense(1)])
 
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")  # That is what O3 is.
@@ -278,37 +274,32 @@ class Model(nn.Module):
 )
 def test_a_level_trains(name, dtype):
   level = mpjax.opt_level(name, dtype)
-  model = mpjax.linen.with_policy(Model(), level.policy, level.rules, unmatched="ignore")
+  model = mpjax.linen.with_policy(NORMED, level.policy, level.rules, unmatched="ignore")
   tx = mpjax.master_weights(optax.sgd(0.05)) if level.master_weights else optax.sgd(0.05)
   tx = mpjax.loss_scaling(tx, level.loss_scale)
   variables = model.init(jax.random.key(0), INPUTS)
-  params, stats = variables["params"], variables["batch_stats"]
-  opt_state = tx.init(params)
 
-  def loss_fn(params):
-    out, _ = model.apply({"params": params, "batch_stats": stats}, INPUTS, mutable=["batch_stats"])
+  def loss_fn(params, model_state, batch, rng):
+    variables = {"params": params, "batch_stats": model_state}
+    out, new = model.apply(variables, INPUTS, mutable=["batch_stats"])
     assert out.dtype == jnp.float32
-    return jnp.mean((out - TARGETS) ** 2)
+    return jnp.mean((out - TARGETS) ** 2), (new["batch_stats"], {})
 
-  @jax.jit
-  def step(params, opt_state):
-    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    master = mpjax.master_params(opt_state) if level.master_weights else None
-    return mpjax.apply_updates(params, updates, master=master), opt_state, loss
-
-  losses = []
+  step = mpjax.make_train_step(loss_fn, tx)
+  stats = variables["batch_stats"]
+  state, losses = mpjax.TrainState.create(variables["params"], tx, model_state=stats), []
   for _ in range(20):
-    params, opt_state, loss = step(params, opt_state)
-    losses.append(float(loss))
+    state, metrics = step(state, ())
+    losses.append(float(metrics["loss"]))
+  params, opt_state = state.params, state.opt_state
   assert losses[-1] < 0.5 * losses[0]
   half = jnp.dtype("float32" if name == "O0" else dtype)
   of_norms = half if name == "O3" else jnp.dtype("float32")
-  assert {p.dtype for p in jax.tree.leaves(params.pop("BatchNorm_0"))} == {of_norms}
+  assert {p.dtype for p in jax.tree.leaves(params.pop("layers_1"))} == {of_norms}
   assert {p.dtype for p in jax.tree.leaves(params)} == {half}
   if level.master_weights:
     master = mpjax.master_params(opt_state)
-    assert jax.tree.leaves(master.pop("BatchNorm_0")) == []  # In float32: its own master.
+    assert jax.tree.leaves(master.pop("layers_1")) == []  # In float32: its own master.
     assert {m.dtype for m in jax.tree.leaves(master)} == {jnp.dtype("float32")}
     jax.tree.map(lambda p, m: np.testing.assert_array_equal(p, stored(m, half)), params, master)
 

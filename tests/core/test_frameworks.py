@@ -1,7 +1,6 @@
 """Mistakes across libraries: each is told the function that takes what was given."""
 
 import equinox as eqx
-import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -9,19 +8,12 @@ from flax import nnx
 
 import mpjax
 from tests.errors import refused
-
-
-class LinenNet(nn.Module):
-  """A user's model: a subclass of a library's class."""
-
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(2)(x)
+from tests.linen.probes import Probe
 
 
 def models():
   return {
-    "Linen": LinenNet(),
+    "Linen": Probe(),
     "NNX": nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
     "Equinox": eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)),
     "Haiku": hk.transform(lambda x: hk.Linear(2)(x)),
@@ -40,7 +32,7 @@ FIXES = {
 CLASSES = [
   # What is given to the function of which library, what the error calls it, what to do.
   ("linen", nnx.Linear, "the class Linear", "mpjax.with_policy(Linear(...)"),
-  ("nnx", LinenNet, "the class LinenNet", "mpjax.with_policy(LinenNet(...)"),
+  ("nnx", Probe, "the class Probe", "mpjax.with_policy(Probe(...)"),
   ("nnx", jnp.tanh, "a PjitFunction", "mpjax.with_policy(fn"),
   ("linen", lambda x: x, "function", "mpjax.with_policy(fn"),
 ]

@@ -133,7 +133,7 @@ WITHOUT_LOSS = ("resnet", "bert")
 WHOLE = {**{name: LINEN[name] for name in (*PAPERS, *WITHOUT_LOSS)}, **FUNCTIONS}
 """Those of the catalogue that compute a loss, or logits."""
 
-MAKE_FLOAT32 = ("gpt_decode_loop", "unet", "vae", "field_by_its_hessian")
+MAKE_FLOAT32 = ("gpt_decode_loop", "unet", "field_by_its_hessian")
 """Papers whose model makes an array in float32: in half arguments it is not all in half."""
 
 

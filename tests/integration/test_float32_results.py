@@ -20,21 +20,13 @@ W = np.random.default_rng(1).integers(-128, 129, (64, 3)).astype(np.float32)
 BIAS = np.asarray([1 / 3, 1e-3, 300.5], np.float32)
 
 
-class Head(nn.Module):
-  """A model whose last layer is its result."""
-
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(3)(x)
-
-
 def of_linen(rule):
   """Returns a function of kernel, bias and input, under a policy of the root or by a rule."""
   policy, rules = (
-    ("c=bf16", [mpjax.Rule("mixed_bfloat16", path="Dense_0")]) if rule else ("mixed_bfloat16", ())
+    ("c=bf16", [mpjax.Rule("mixed_bfloat16", path="layers_0")]) if rule else ("mixed_bfloat16", ())
   )
-  model = mpjax.linen.with_policy(Head(), policy, rules)
-  return lambda w, b, x: model.apply({"params": {"Dense_0": {"kernel": w, "bias": b}}}, x)
+  model = mpjax.linen.with_policy(nn.Sequential([nn.Dense(3)]), policy, rules)
+  return lambda w, b, x: model.apply({"params": {"layers_0": {"kernel": w, "bias": b}}}, x)
 
 
 def of_nnx(w, b, x):

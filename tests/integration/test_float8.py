@@ -16,6 +16,8 @@ from jax.sharding import SingleDeviceSharding
 
 import mpjax
 from tests.errors import refused
+from tests.models import parts
+from tests.models.parts import Part, module
 from tests.models.values import filled, shapes
 from tests.programs import bits, products
 from tests.scripts import benchmark
@@ -29,53 +31,46 @@ BACKWARD = ("float8_e5m2", "float8_e4m3fn")
 HALF = ("bfloat16", "bfloat16")
 
 
-class Linen(nn.Module):
-  """Every layer that is in float8, and those that are not."""
-
-  size: int = 32
-
-  @nn.compact
-  def __call__(self, ids):
-    n = self.size
-    embed = nn.Embed(2 * n, n, name="embed")
-    x = embed(ids)
-    h = nn.LayerNorm()(x)
-    x = x + nn.MultiHeadDotProductAttention(num_heads=2, name="attention")(h, h)
-    h = nn.gelu(nn.Dense(2 * n, name="up")(nn.LayerNorm()(x)))
-    h = nn.DenseGeneral((2, n), name="general")(h)
-    x = x + nn.Einsum((2, n, n), "bthd,hde->bte", name="einsum")(h)
-    x = nn.Conv(n, (3,), name="conv")(x)
-    return nn.Dense(2 * n, name="head")(x) + embed.attend(x)
+def _logits(m, ids):
+  x = m.embed(ids)
+  h = m.norm(x)
+  x = x + m.attention(h, h)
+  x = x + m.einsum(m.general(jax.nn.gelu(m.up(m.last(x)))))
+  x = m.conv(x)
+  return m.head(x) + m.embed.attend(x)
 
 
-class OfNnx(nnx.Module):
-  def __init__(self, n=32):
-    rngs = nnx.Rngs(0)
-    self.embed = nnx.Embed(2 * n, n, rngs=rngs)
-    self.norm, self.last = nnx.LayerNorm(n, rngs=rngs), nnx.LayerNorm(n, rngs=rngs)
-    self.attention = nnx.MultiHeadAttention(2, n, decode=False, rngs=rngs)
-    self.up, self.head = nnx.Linear(n, 2 * n, rngs=rngs), nnx.Linear(n, 2 * n, rngs=rngs)
-    self.general = nnx.LinearGeneral(2 * n, (2, n), rngs=rngs)
-    self.einsum = nnx.Einsum("bthd,hde->bte", (2, n, n), (n,), rngs=rngs)
-    self.conv = nnx.Conv(n, n, (3,), rngs=rngs)
-
-  def __call__(self, ids):
-    x = self.embed(ids)
-    x = x + self.attention(self.norm(x))
-    x = x + self.einsum(self.general(nnx.gelu(self.up(self.last(x)))))
-    x = self.conv(x)
-    return self.head(x) + self.embed.attend(x)
-
+MODEL = module(
+  _logits,
+  embed=Part(lambda _: nn.Embed(64, 32), lambda _, rngs: nnx.Embed(64, 32, rngs=rngs)),
+  norm=parts.norm("LayerNorm", 32),
+  attention=Part(
+    lambda _: nn.MultiHeadDotProductAttention(2),
+    lambda _, rngs: nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs),
+  ),
+  last=parts.norm("LayerNorm", 32),
+  up=parts.dense(32, 64, bias=True),
+  general=Part(
+    lambda _: nn.DenseGeneral((2, 32)), lambda _, rngs: nnx.LinearGeneral(64, (2, 32), rngs=rngs)
+  ),
+  einsum=Part(
+    lambda _: nn.Einsum((2, 32, 32), "bthd,hde->bte"),
+    lambda _, rngs: nnx.Einsum("bthd,hde->bte", (2, 32, 32), (32,), rngs=rngs),
+  ),
+  conv=Part(lambda _: nn.Conv(32, (3,)), lambda _, rngs: nnx.Conv(32, 32, (3,), rngs=rngs)),
+  head=parts.dense(32, 64, bias=True),
+)
+"""Every layer that is in float8, and those that are not."""
 
 IDS = np.arange(16, dtype=np.int32).reshape(2, 8) % 11
 
 
 @functools.cache
 def linen_variables():
-  return Linen().init(jax.random.key(0), IDS)
+  return MODEL.linen(None).init(jax.random.key(0), IDS)
 
 
-split_of_nnx = functools.cache(lambda: nnx.split(OfNnx()))
+split_of_nnx = functools.cache(lambda: nnx.split(MODEL.nnx(None, nnx.Rngs(0))))
 
 
 def of_first_token(logits):
@@ -84,7 +79,7 @@ def of_first_token(logits):
 
 def of_linen(policy):
   """A loss of parameters, and the parameters."""
-  model = mpjax.linen.with_policy(Linen(), policy)
+  model = mpjax.linen.with_policy(MODEL.linen(None), policy)
   return lambda v: of_first_token(model.apply(v, IDS)), linen_variables()
 
 
@@ -101,7 +96,7 @@ def of_nnx(policy):
 def in_scope(policy):
   def loss(v):
     with mpjax.linen.policy_scope(policy):
-      return of_first_token(Linen().apply(v, IDS))
+      return of_first_token(MODEL.linen(None).apply(v, IDS))
 
   return loss, linen_variables()
 
@@ -188,22 +183,17 @@ def test_projections_of_a_kernel_that_takes_low_precision_alone():
 # Training.
 
 
-class MLP(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(16)(nn.tanh(nn.Dense(32)(x)))
-
-
+MLP = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(16)])
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
 
 def mlp():
-  model = mpjax.linen.with_policy(MLP(), EXACT)
+  model = mpjax.linen.with_policy(MLP, EXACT)
 
   def loss_fn(params, x):
     return jnp.mean((model.apply(params, x) - x) ** 2)
 
-  return loss_fn, filled(shapes(MLP(), X))
+  return loss_fn, filled(shapes(MLP, X))
 
 
 def trained(tx, steps=4, spoil=None):
@@ -301,7 +291,7 @@ def test_the_traps_that_are_avoided(matmuls):
 
 
 OWG = "_overwrite_with_gradient"
-MODEL = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp, dtype=jnp.float16)
+FP8 = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp, dtype=jnp.float16)
 BATCH = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float16)
 WRAPPERS = {
   "loss_scaling": mpjax.loss_scaling,
@@ -311,11 +301,11 @@ WRAPPERS = {
 
 
 def loss(variables, batch):
-  return jnp.mean(jnp.square(MODEL.apply(variables, batch).astype(jnp.float32)))
+  return jnp.mean(jnp.square(FP8.apply(variables, batch).astype(jnp.float32)))
 
 
 def variables():
-  return MODEL.init(jax.random.key(0), BATCH)
+  return FP8.init(jax.random.key(0), BATCH)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -350,7 +340,7 @@ def test_the_way_out_takes_them_over_and_a_skipped_step_does_not():
 
 def test_the_train_state_of_flax_keeps_them_apart_by_itself():
   tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.StaticLossScale(2.0**10))
-  state = TrainState.create(apply_fn=MODEL.apply, params=variables(), tx=tx)
+  state = TrainState.create(apply_fn=FP8.apply, params=variables(), tx=tx)
   grads = mpjax.value_and_grad(loss, state.opt_state)(state.params, BATCH)[1]
   new = state.apply_gradients(grads=grads)
   assert bits(new.params[OWG]) == bits(grads[OWG])

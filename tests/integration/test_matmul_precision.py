@@ -11,6 +11,8 @@ from jax.lax import DotAlgorithmPreset, Precision
 
 import mpjax
 from mpjax._jaxprs.reader import walk
+from tests.models import parts
+from tests.models.parts import module
 from tests.models.values import filled, shapes
 
 X = jnp.linspace(-1.0, 1.0, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
@@ -20,26 +22,14 @@ FLOAT32 = mpjax.Policy(precision="highest")
 HALF = mpjax.Policy(compute_dtype="bfloat16", precision="BF16_BF16_F32", output_dtype="float32")
 
 
-class Linen(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = jnp.mean(nn.Conv(4, (3, 3), name="conv")(x), (1, 2))
-    x = nn.Dense(4, precision="high", name="own")(nn.Dense(4, name="body")(x))
-    return nn.Dense(4, name="head")(x)
-
-
-class NNX(nnx.Module):
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.conv = nnx.Conv(3, 4, (3, 3), rngs=rngs)
-    self.body, self.head = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
-    self.own = nnx.Linear(4, 4, precision="high", rngs=rngs)
-
-  def __call__(self, x):
-    return self.head(self.own(self.body(jnp.mean(self.conv(x), (1, 2)))))
-
-
-MODEL = Linen()
+NET = module(
+  lambda m, x: m.head(m.precise(m.body(jnp.mean(m.conv(x), (1, 2))))),
+  conv=parts.conv(3, 4, 3),
+  body=parts.dense(4, 4),
+  precise=parts.dense(4, 4, precision="high"),
+  head=parts.dense(4, 4),
+)
+MODEL = NET.linen(None)
 VARIABLES = filled(shapes(MODEL, X))
 
 
@@ -48,7 +38,7 @@ def linen(policy, rules):
 
 
 def of_nnx(policy, rules):
-  return mpjax.nnx.with_policy(NNX(), policy, rules)
+  return mpjax.nnx.with_policy(NET.nnx(None, nnx.Rngs(0)), policy, rules)
 
 
 def autocast(policy, rules):

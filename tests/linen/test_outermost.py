@@ -280,19 +280,6 @@ def test_the_same_numbers_are_dropped_as_without_a_policy():
 # What surrounds a call
 
 
-def test_no_tracer_is_left_behind():
-  def sows(module, x):
-    module.sow("seen", "x", nn.Dense(3)(x))
-    return nn.Dense(3)(x)
-
-  variables = {"params": {"Dense_0": ones(3), "Dense_1": ones(3)}}
-  model = with_policy(Does(sows), "mixed_bfloat16")
-  with jax.check_tracer_leaks():
-    out, changed = jax.jit(lambda v, x: model.apply(v, x, mutable=["seen"]))(variables, X)
-  assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((out, changed)))
-  assert dtypes(changed) == {"seen": {"x": ("bfloat16",)}}
-
-
 def test_full_precision_is_the_same_in_a_module_that_a_rule_picked():
   def inside(module, x):
     """What full_precision returns is an operand of an addition, and that of a matmul."""

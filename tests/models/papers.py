@@ -93,7 +93,7 @@ PAPERS: dict[str, Paper] = {
     (normal(2, 8, 8, 3), normal(2) * 100),
     _squared(normal(2, 8, 8, 3, seed=1)),
   ),
-  "vae": Paper(vision.Vae, (normal(3, 8, 8, 3),), evidence),
+  "vae": Paper(lambda: vision.VAE.linen(None), (normal(3, 8, 8, 3),), evidence),
   "wavenet": Paper(signals.WaveNet, (normal(3, 12, 4),), _squared(normal(3, 12, 4, seed=1))),
   "state_space": Paper(signals.Mamba, (normal(3, 12, 4),), _squared(normal(3, 12, 4, seed=1))),
   "graph_network": Paper(

@@ -10,21 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.models.values import normal
-
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Half a unit in the last place: the relative error of one rounding."""
 
 ALMOST_ONE = np.float32(1 + 2**-12)
 """1 in both half types."""
-
-
-def error(got: Any, want: Any) -> float:
-  """Returns the norm of the difference over the norm of `want`, in float64; NaN and inf are not."""
-  got, want = (np.asarray(x, np.float64) for x in (got, want))
-  assert got.shape == want.shape
-  assert np.isfinite(got).all()
-  return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 # Positions, times, coordinates.
@@ -58,79 +48,12 @@ def encode(points: Any, octaves: int = 8) -> Any:
   return jnp.concatenate([points, *waves], -1)
 
 
-SIZE = 512
-"""How many places a grid has: too many for bfloat16, and float16 keeps only quarters of them."""
-
-
-def interpolate(features: Any, places: Any) -> Any:
-  """Returns rows between the rows of `features`."""
-  places = jnp.clip(places, 0.0, SIZE - 1.5)
-  low = jnp.floor(places)
-  share = (places - low)[:, None]
-  i = low.astype(jnp.int32)
-  return features[i] * (1 - share) + features[i + 1] * share
-
-
-FEATURES = normal(SIZE, 8, seed=3)
-
-GRIDS = {
-  "np.arange": lambda: np.arange(SIZE, dtype=np.float32),
-  "jnp.arange": lambda: jnp.arange(SIZE, dtype=jnp.float32),
-  "jnp.arange of integers": lambda: jnp.arange(SIZE).astype(jnp.float32),
-}
-"""Constant grids, by how they are made inside of a module."""
-
-
-# Softmax, masks, norms, losses.
+# Softmax.
 
 
 def softmax(x: Any) -> Any:
   e = jnp.exp(x - x.max(-1, keepdims=True))
   return e / e.sum(-1, keepdims=True)
-
-
-BIG = {"-1e9": -1e9, "-2.38e38": float(jnp.finfo(jnp.float32).min) * 0.7}
-"""What a mask puts where nothing may be read."""
-
-VALID = np.asarray([[True, True, True, False], [False] * 4])
-"""Which tokens are there; the second sequence is only padding."""
-
-
-def masked(scores: Any, valid: Any, big: float, style: str) -> Any:
-  """Returns scores with a mask applied in one of three ways; `valid` is float but for "where"."""
-  if style == "where":
-    return jnp.where(valid[:, None] > 0, scores, big)
-  if style == "product":
-    return scores + (1.0 - valid[:, None]) * big
-  return scores + valid[:, None]  # The float32 bias itself was the argument.
-
-
-def mask_argument(big: float, style: str) -> Any:
-  return np.where(VALID, 0, big).astype(np.float32) if style == "bias" else VALID.astype(np.float32)
-
-
-def mean_square_norm(x: Any) -> Any:
-  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-
-
-ROWS = 20_000
-LABELS = np.arange(ROWS) % 10
-
-
-def cross_entropy(logits: Any, labels: Any) -> Any:
-  """Returns the sum over all rows, which float16 cannot hold."""
-  logp = jax.nn.log_softmax(logits.astype(jnp.float32))
-  return -jnp.take_along_axis(logp, labels[:, None], 1).sum()
-
-
-ACTIVATIONS = {
-  "gelu, tanh": lambda x: jax.nn.gelu(x, approximate=True),
-  "gelu, erf": lambda x: jax.nn.gelu(x, approximate=False),
-  "cube": lambda x: 1e-6 * x**3,
-  "gelu by hand": lambda x: 0.5 * x * (1 + jnp.tanh(0.79788456 * (x + 0.044715 * x**3))),
-}
-LOUD = np.asarray([[-1000, -60, -3, -0.5], [0, 0.5, 3, 1000]], np.float32)
-"""Inputs of activations, exact in both half types."""
 
 
 # Kernels that take nothing but half.

@@ -13,10 +13,10 @@ from flax import nnx
 
 import mpjax
 from tests.models import stumbles
-from tests.models.parts import Part, dense, module, stack
+from tests.models.parts import Part, dense, module
 from tests.models.values import normal
 
-NORMAL, ONES, ZEROS = nn.initializers.normal(), nn.initializers.ones, nn.initializers.zeros
+NORMAL = nn.initializers.normal()
 
 
 def function(name: str) -> Part:
@@ -60,23 +60,7 @@ def nerf(hand: Any = None) -> Part:
   )
 
 
-def deformable(grid: str) -> Part:
-  """Features between the places of a grid, moved by what is predicted."""
-
-  def call(m, features, places):
-    places = stumbles.GRIDS.get(grid, lambda: places)()
-    sampled = m.interpolate(features, places + m.offsets(features)[:, 0])
-    return sampled, m.last(sampled)
-
-  return module(
-    call,
-    offsets=dense(8, 1, bias=True),
-    last=dense(8, 4),
-    interpolate=function("interpolate"),
-  )
-
-
-# Probabilities, masks, norms, losses.
+# Probabilities.
 
 
 def ends(end: str) -> Part:
@@ -92,98 +76,6 @@ def ends(end: str) -> Part:
     }[end](m.logits(x))
 
   return module(call, logits=dense(8, 10), inner=function("softmax"))
-
-
-def masked(big: float, style: str) -> Part:
-  def attend(m, x, valid):
-    q, k, v = m.q(x), m.k(x), m.v(x)
-    scores = jnp.einsum("btd,bsd->bts", q, k) / 8**0.5
-    weights = jax.nn.softmax(stumbles.masked(scores, valid, big, style))
-    return jnp.einsum("bts,bsd->btd", weights, v)
-
-  return module(
-    lambda m, x, valid: m.last(x + m.attention(x, valid)),
-    attention=module(attend, **{name: dense(8, 8) for name in "qkv"}),
-    last=dense(8, 4),
-  )
-
-
-def graph() -> Part:
-  def call(m, x, ids):
-    return jax.ops.segment_sum(x, ids, 2), jax.ops.segment_sum(m.dense(x), ids, 2)
-
-  return module(lambda m, *args: m.messages(*args), messages=module(call, dense=dense(1, 1)))
-
-
-WHITEN = module(
-  lambda m, x: stumbles.mean_square_norm(x) * m.scale.reshape(1, -1), {"scale": (ONES, (16,))}
-)
-"""A norm by another name."""
-
-
-def normed() -> Part:
-  return module(
-    lambda m, x: m.last(m.norm(m.first(x))),
-    norm=WHITEN,
-    first=dense(16, 16),
-    last=dense(16, 4),
-  )
-
-
-def _loud_layer(m: Any, x: Any, *_: Any) -> Any:
-  y = m.dense(x)
-  return y + 100 * m.norm(y)
-
-
-LOUD_LAYER = module(_loud_layer, dense=dense(16, 16), norm=WHITEN)
-
-
-STACKED = stack(LOUD_LAYER, 2)
-"""Norms in a stack of layers."""
-
-
-def activated(name: str) -> Part:
-  return module(
-    lambda m, x: m.last(stumbles.ACTIVATIONS[name](m.first(x))),
-    first=dense(4, 4),
-    last=dense(4, 4),
-  )
-
-
-def trained(place: str) -> Part:
-  """A classifier that computes its own loss."""
-
-  def call(m, x, labels):
-    if place == "helper":
-      return m.helper(stumbles.cross_entropy, m.logits(x), labels)
-    return m.inner(m.logits(x), labels)
-
-  return module(call, logits=dense(4, 10), inner=function("cross_entropy"))
-
-
-# Sums over many rows.
-
-
-def tied(how: str) -> Part:
-  def call(m, ids):
-    x = jnp.tanh(m.mix(m.wte(ids)))
-    return x @ m.wte.embedding.T if how == "embedding.T" else m.wte.attend(x)
-
-  table = Part(lambda around: nn.Embed(16, 8), lambda around, rngs: nnx.Embed(16, 8, rngs=rngs))
-  return module(call, wte=table, mix=dense(8, 8))
-
-
-MULTIPLY = module(lambda m, x: x * m.w, {"w": (ONES, ())})
-
-
-def shared() -> Part:
-  """One layer, called for each of many rows."""
-
-  def call(m, x):
-    h = m.first(x)
-    return sum(jnp.sum(m.layer(h[i])) for i in range(x.shape[0]))
-
-  return module(call, first=dense(1, 1), layer=MULTIPLY)
 
 
 # Where products must stay in float32, or must not.
@@ -236,18 +128,11 @@ def fused_block(kernel: str, hand: Any = None) -> Part:
 
 RAYS = normal(256, 3), normal(256, 3, seed=1), np.linspace(0, 4, 256, dtype=np.float32)
 TIMES = np.linspace(0, 999, 1024, dtype=np.float32)
-PLACES = np.arange(stumbles.SIZE, dtype=np.float32)
 
 REACHED: dict[str, tuple[Part, tuple[Any, ...]]] = {
   "rotary": (rotary("helper"), (normal(4, 16),)),
   "denoiser": (denoiser(), (normal(1024, 4), TIMES)),
   "nerf": (nerf(), RAYS),
-  "deformable": (deformable("np.arange"), (stumbles.FEATURES, PLACES)),
   "softmax": (ends("by hand"), (normal(2, 8),)),
-  "masked": (masked(-1e9, "where"), (normal(2, 4, 8), stumbles.mask_argument(-1e9, "where"))),
-  "normed": (normed(), (normal(2, 16),)),
-  "stacked": (STACKED, (normal(2, 16),)),
-  "activated": (activated("gelu by hand"), (normal(2, 4),)),
-  "trained": (trained("module"), (normal(6, 4), stumbles.LABELS[:6])),
 }
 """Models with inputs for which structure is read."""

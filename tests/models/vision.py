@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.models.parts import conv, dense, dropout, module
+
 NORMAL = nn.initializers.normal(0.2)
 
 
@@ -74,22 +76,19 @@ class UNet(nn.Module):
     return nn.Conv(x.shape[-1], (3, 3))(nn.swish(nn.GroupNorm(2)(h)))
 
 
-class Vae(nn.Module):
-  """A variational autoencoder: several methods, noise from an RNG of its own."""
+def _vae(m, x):
+  h = nn.relu(m.encoder(x))
+  mean, log_variance = jnp.split(m.statistics(h.reshape(h.shape[0], -1)), 2, axis=-1)
+  z = mean + jnp.exp(log_variance / 2) * m.noise(jnp.ones_like(mean))
+  return jax.nn.sigmoid(m.last(nn.relu(m.first(z)))).reshape(x.shape), mean, log_variance
 
-  def setup(self):
-    self.encoder = nn.Sequential([nn.Conv(4, (3, 3), strides=(2, 2)), nn.relu])
-    self.statistics = nn.Dense(8)
-    self.decoder = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(192)])
 
-  def encode(self, x):
-    h = self.encoder(x)
-    return jnp.split(self.statistics(h.reshape(h.shape[0], -1)), 2, axis=-1)
-
-  def decode(self, z):
-    return jax.nn.sigmoid(self.decoder(z)).reshape(-1, 8, 8, 3)
-
-  def __call__(self, x):
-    mean, log_variance = self.encode(x)
-    noise = jax.random.normal(self.make_rng("dropout"), mean.shape)
-    return self.decode(mean + jnp.exp(log_variance / 2) * noise), mean, log_variance
+VAE = module(
+  _vae,
+  encoder=conv(3, 4, 3, 2),
+  statistics=dense(64, 8, bias=True),
+  noise=dropout(0.5),
+  first=dense(4, 64, bias=True),
+  last=dense(64, 192, bias=True),
+)
+"""A variational autoencoder."""

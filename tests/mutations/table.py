@@ -90,7 +90,7 @@ mpjax/transforms/_loss_scale.py::adjust
 7 growth does not refill the hysteresis
 - jnp.where(grow, config.hysteresis, left)
 + left
-::test_only_growth_refills_the_hysteresis
+::test_growth
 
 mpjax/transforms/_loss_scale.py::read_label
 
@@ -443,7 +443,7 @@ mpjax/nnx/_view.py::outermost
 47 what a call did to variables is lost
 - return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
 + return any(map(is_node, leaves)), {}, nnx.to_tree(done, ctxtag=_TAG)
-tests/nnx/test_outermost.py::test_statistics_and_counters_move_where_nothing_but_arrays_comes_out
+tests/nnx/test_outermost.py::test_an_argument_that_nnx_holds_may_be_changed_in_place
 
 # Training steps.
 

@@ -108,16 +108,6 @@ def test_what_a_call_does_to_variables_is_what_it_does_without(name):
   assert hasattr(models[0], "first") == hasattr(models[1], "first")
 
 
-def test_statistics_and_counters_move_where_nothing_but_arrays_comes_out():
-  models = [nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))]
-  plain = [nnx.clone(model) for model in models]
-  for ours, other in zip(models, plain, strict=True):
-    out = with_policy(ours, "c=bf16")(X4)
-    assert bits(out) == bits(other(X4).astype(out.dtype))
-  assert bits(models[0].mean[...]) == bits(plain[0].mean[...]) != bits(jnp.zeros(4))
-  assert int(models[1].rngs.count[...]) == 1
-
-
 def test_modules_and_variables_among_the_arguments():
   def body(module, x, layer, variable, rngs, act):
     variable[...] = layer(x).sum()

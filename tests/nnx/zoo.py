@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.models import language, parts, signals
+from tests.models import language, parts, signals, vision
 from tests.models.values import integers, normal
 
 
@@ -60,36 +60,6 @@ def with_balance(model: Any, ids: Any) -> Any:
   return out, nnx.as_pure(nnx.pop(model, nnx.Intermediate))
 
 
-class Vae(nnx.Module):
-  """A variational autoencoder: several methods, noise of its own, its divergence in a variable."""
-
-  def __init__(self, rngs):
-    self.encoder = nnx.Sequential(nnx.Conv(3, 4, (3, 3), strides=(2, 2), rngs=rngs), nnx.relu)
-    self.statistics = nnx.Linear(64, 8, rngs=rngs)
-    self.decoder = nnx.Sequential(
-      nnx.Linear(4, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 192, rngs=rngs)
-    )
-    self.rngs = rngs.fork()
-
-  def encode(self, x):
-    h = self.encoder(x)
-    return jnp.split(self.statistics(h.reshape(h.shape[0], -1)), 2, axis=-1)
-
-  def decode(self, z):
-    return jax.nn.sigmoid(self.decoder(z)).reshape(-1, 8, 8, 3)
-
-  def __call__(self, x):
-    mean, log_variance = self.encode(x)
-    kl = 0.5 * jnp.mean(mean**2 + jnp.exp(log_variance) - log_variance - 1)
-    self.kl = nnx.Intermediate(kl)
-    noise = jax.random.normal(self.rngs.noise(), mean.shape)
-    return self.decode(mean + jnp.exp(log_variance / 2) * noise)
-
-
-def with_divergence(model: Any, x: Any) -> Any:
-  return model(x), nnx.as_pure(nnx.pop(model, nnx.Intermediate)), model.decode(model.encode(x)[0])
-
-
 def slopes(model: Any, points: Any) -> Any:
   graphdef, state = nnx.split(model)
   return jax.vmap(jax.grad(lambda point: nnx.merge(graphdef, state)(point)[0]))(points)
@@ -115,7 +85,7 @@ MODELS: dict[str, Model] = {
   "gpt": Model(_of_nnx(language.GPT), (integers(2, 8, below=17),)),
   "gpt_decode": Model(_of_nnx(language.GPT), (integers(2, 8, below=17),), generate),
   "experts": Model(Switch, (integers(2, 8, below=17),), with_balance),
-  "vae": Model(Vae, (normal(3, 8, 8, 3),), with_divergence),
+  "vae": Model(_of_nnx(vision.VAE), (normal(3, 8, 8, 3),)),
   "state_space": Model(_of_nnx(signals.STATE_SPACE), (normal(3, 12, 8),)),
   "field_by_its_gradient": Model(_of_nnx(signals.FIELD), (normal(20, 2),), slopes),
   "hypernetwork": Model(Hypernetwork, (normal(3, 6), normal(5, 2))),

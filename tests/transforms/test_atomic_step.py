@@ -64,6 +64,8 @@ def test_of_two_optimizers_the_one_that_is_updated_decides():
   (model, optimizer), (other, skipped) = training(), training()
   plain_step(other, skipped, BAD)
   assert not mpjax.last_step_finite(skipped)
+  with pytest.raises(mpjax.errors.MpjaxRuntimeError, match="skipped steps in a row"):
+    mpjax.check_skipped_steps(skipped, 1)
   step = mpjax.nnx.atomic_step(lambda m, o, unused, x: plain_step(m, o, x))
   step(model, optimizer, skipped, GOOD)
   assert int(model.layers[3].rngs.count[...]) == int(optimizer.step[...]) == 1

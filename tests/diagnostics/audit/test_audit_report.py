@@ -14,6 +14,8 @@ from flax import nnx
 
 import mpjax
 from tests.errors import refused
+from tests.models import parts
+from tests.models.parts import module
 from tests.models.values import filled, shapes
 from tests.programs import s
 
@@ -291,40 +293,33 @@ def test_one_line_in_several_layers_is_one_entry_with_a_cause_and_a_cure(cause):
   assert "layer_0" not in text
 
 
-class Linear(nnx.Module):
-  def __init__(self, rngs):
-    self.first, self.second = (nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
-
-  def __call__(self, x):
-    return self.second(self.first(x))
-
-
-class Dense(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(8, name="second")(nn.Dense(8, name="first")(x))
+TWO = module(
+  lambda m, x: m.second(m.first(x)),
+  first=parts.dense(8, 8, bias=True),
+  second=parts.dense(8, 8, bias=True),
+)
 
 
-def policied(module, rules):
+def policied(cls, rules):
   """Models under rules of which two match a layer: a view made outside of the call, and inside."""
-  rules = [*rules, mpjax.Rule("float16", module=module)]
-  if module is nnx.Linear:
-    model = Linear(nnx.Rngs(0))
+  rules = [*rules, mpjax.Rule("float16", module=cls)]
+  if cls is nnx.Linear:
+    model = TWO.nnx(None, nnx.Rngs(0))
     view = mpjax.nnx.with_policy(model, "mixed_bfloat16", rules=rules)
     inside = mpjax.audit(
       lambda model, x: mpjax.nnx.with_policy(model, "mixed_bfloat16", rules=rules)(x)
     )
     return rules, [mpjax.audit(lambda x: view(x))(WIDE), inside(model, WIDE)]
-  variables = jax.eval_shape(Dense().init, jax.random.key(0), WIDE)
-  model = mpjax.linen.with_policy(Dense(), "mixed_bfloat16", rules=rules)
+  variables = jax.eval_shape(TWO.linen(None).init, jax.random.key(0), WIDE)
+  model = mpjax.linen.with_policy(TWO.linen(None), "mixed_bfloat16", rules=rules)
   return rules, [mpjax.audit(model.apply)(variables, WIDE)]
 
 
 @pytest.mark.case("B141")
-@pytest.mark.parametrize("module", [nn.Dense, nnx.Linear])
-def test_rules_that_an_earlier_one_hides_are_listed(module):
+@pytest.mark.parametrize("cls", [nn.Dense, nnx.Linear])
+def test_rules_that_an_earlier_one_hides_are_listed(cls):
   paths = mpjax.Rule("float32", path="first"), mpjax.Rule("mixed_bfloat16", path="*")
-  rules, audits = policied(module, paths)
+  rules, audits = policied(cls, paths)
   for audit in audits:
     assert audit.rules == dict(zip(rules, [(1, 0), (1, 1), (0, 2)], strict=True))
     assert "never used" in str(audit)

@@ -358,24 +358,6 @@ def test_under_shard_map(check_vma):
   assert all(d.startswith("float8") for d, _ in matmuls(mpjax.autocast(fun, policy()), WS, x))
 
 
-def test_scales_are_those_of_entire_arrays_on_a_mesh():
-  here = mesh(AxisType.Auto)
-  rows, columns = (NamedSharding(here, PartitionSpec(*p)) for p in (("d",), (None, "d")))
-  fun = mpjax.autocast(lambda w, x: x @ w, policy(EXACT))
-  x, w = normal(0, 16, 32), normal(1, 32, 32)
-  x[9:], w[:, 17:] = 16 * x[9:], w[:, 17:] / 16  # One device has the large ones.
-  both = jax.jit(lambda w, x: jax.vjp(fun, w, x)[1](jnp.ones((16, 32))))
-  wanted = both(w, x)
-  found = jax.jit(both, in_shardings=(columns, rows))(w, x)
-  for one, other in zip(found, wanted, strict=True):
-    np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-4)
-  lowered = jax.jit(fun, in_shardings=(columns, rows)).lower(w, x)
-  text = lowered.compile().as_text()
-  reduced = [line for line in text.splitlines() if " all-reduce(" in line]
-  assert reduced, "the largest element of all devices is a maximum over them"
-  assert all("f32[]" in line for line in reduced)
-
-
 def test_on_an_explicit_mesh():
   here = mesh(AxisType.Explicit)
   with jax.set_mesh(here):

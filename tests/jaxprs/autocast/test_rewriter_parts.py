@@ -263,14 +263,6 @@ def test_of_an_argument(fun, want):
   assert readers(fun)[-1] == want
 
 
-def test_of_what_reads_the_results():
-  for outside in (0, By.MATMUL, By.FULL, By.EXACT, By.MATMUL | By.FULL):
-    assert readers(lambda x: (-x, jnp.exp(x)), results=(outside, By.MATMUL)) == (outside | LIST,)
-    assert readers(lambda x: x, results=(outside,)) == (outside,)
-    assert readers(jax.jit(lambda x: -x), results=(outside,)) == (outside,)
-    assert readers(jax.checkpoint(lambda x: -x), results=(outside,)) == (outside,)
-
-
 def test_of_a_caller():
   # One that asks for float32 is seen through sums and what moves elements, and nothing else.
   for fun, want in (
