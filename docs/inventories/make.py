@@ -43,6 +43,7 @@ LIBRARIES = {
         library/collections.abc.html collections.abc.Callable collections.abc.Hashable
         library/collections.abc.html collections.abc.Iterable collections.abc.Iterator
         library/collections.abc.html collections.abc.Mapping collections.abc.Sequence
+        library/collections.html collections.Counter
         library/contextlib.html contextlib.AbstractContextManager
         library/functions.html bool float int type
         library/pathlib.html pathlib.Path

@@ -7,8 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core import dtypes
-from mpjax._core.dtypes import HALF_NAMES, NAMES, parse_dtype, parse_precision, written
+from mpjax._core.dtypes import (
+  HALF_NAMES,
+  NAMES,
+  MatmulPrecision,
+  parse_dtype,
+  parse_precision,
+  written,
+)
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest, shortened
 from mpjax._core.float8 import parse_recipe
 from mpjax._core.trees import cast_leaf, is_floating
@@ -70,7 +76,7 @@ class Policy:
   compute_dtype: DType
   output_dtype: DType | None
   weight_grad_dtype: DType | None
-  precision: dtypes.MatmulPrecision | None
+  precision: MatmulPrecision | None
   matmul: Any
 
   @check_call("mpjax.Policy(...)", fix=_AS_STRING)
@@ -81,7 +87,7 @@ class Policy:
     compute_dtype: DTypeLike = "float32",
     output_dtype: DTypeLike | None = None,
     weight_grad_dtype: DTypeLike | None = None,
-    precision: str | dtypes.MatmulPrecision | None = None,
+    precision: str | MatmulPrecision | None = None,
     matmul: Any = None,
   ) -> None:
     needed = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}

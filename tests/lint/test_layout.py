@@ -495,14 +495,14 @@ def test_check_can_fail(check, sources):
 
 
 LINES = {
-  "_core and root files": 2_389,
+  "_core and root files": 2_395,
   "_jaxprs without autocast": 2_894,
   "_jaxprs/autocast": 3_096,
   "linen and nnx": 1_498,
   "transforms": 3_884,
   "_io": 591,
   "_diagnostics": 3_444,
-  "all of mpjax": 17_750,
+  "all of mpjax": 17_756,
   "tests": 41_995,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
