@@ -25,7 +25,6 @@ from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.locations import Source
 from mpjax._jaxprs.reader import Program, inner_jaxprs, opened, with_inner
 from mpjax._jaxprs.steps import Key
-from mpjax.transforms._loss_scale import scales_in
 
 
 def is_array(x: Leaf) -> bool:
@@ -63,19 +62,18 @@ class Call:
     leaves = [traced.get(i, x) for i, x in enumerate(self._leaves)]
     return jax.tree.unflatten(self._tree, leaves)
 
-  def arguments(self, fn: Function) -> list[Argument]:
-    """Returns what the leaves that are traced are for a function."""
+  def arguments(self, fn: Function, scales: Sequence[Leaf] = ()) -> list[Argument]:
+    """Returns what the leaves that are traced are for a function; `scales` are loss scales."""
     args, _ = call = self.with_arrays(self.arrays)
     names, arguments = positional_names(fn, len(args)), list[Argument]()
     variables = jax.tree.leaves(call, is_leaf=is_nnx_variable)
     nodes = [node for node in variables for _ in jax.tree.leaves(node)]
-    scales = {id(each.state.scale) for each in scales_in(call) if each.state is not None}
     paths, first = leaf_paths(call), ("0", "0", "params")
     first = first if any(path[:3] == first for path in paths) else first[:2]
     for path, node, x in zip(paths, nodes, self._leaves, strict=True):
       kind, argument, *keys = path
       parts = [names[int(argument)] if kind == "0" else argument, *keys]
-      is_first = path[: len(first)] == first and id(x) not in scales
+      is_first = path[: len(first)] == first and not any(x is scale for scale in scales)
       # A single array called `params` is one too.
       inside = {"params", "parameters", "weights"}.intersection(parts[:-1] or parts)
       is_param = bool(inside) or any(base.__name__ == "Param" for base in type(node).__mro__)

@@ -112,7 +112,7 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
     program, outputs = call.traced(gradient_of(scoped) if is_loss else scoped)
   body, operands = body_of(program), [*map(jnp.asarray, call.arrays)]
   scales = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
-  counting = plan(body, call.arguments(fn), outputs)
+  counting = plan(body, call.arguments(fn, scales), outputs)
   every = (*counting.inputs.values(), *counting.steps.values())
   groups = {group: GroupRanges(*group) for group in every}
   for position, group in counting.inputs.items():
