@@ -30,11 +30,11 @@ Rule = Callable[..., Iterator[str]]
 RANKS = {
   "_core": 0,  # nothing of ours
   "_jaxprs": 1,  # programs: reading them, and the rewriter that casts
-  "transforms": 3_884,  # the adapter to optax, and the training step
+  "transforms": 2,  # the adapter to optax, and the training step
   "linen": 3,  # adapters, each to one framework for models, neither of which imports the other
   "nnx": 3,
-  "_diagnostics": 3_398,  # what a function does with numbers: audit, first non-finite value, ranges
-  "_io": 591,  # what goes to files, or is made for inference
+  "_diagnostics": 3,  # what a function does with numbers: audit, first non-finite value, ranges
+  "_io": 4,  # what goes to files, or is made for inference
   "_compositions": 5,
   "__init__": 6,  # and the other public modules
   "__main__": 7,  # the command line
