@@ -140,7 +140,7 @@ def make_train_step(
       changes of all devices, "same" is the same on all; or a dict from paths or branches to these.
     max_retries: run a batch that overflowed again, each time at a lower scale, up to so many times.
     ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step.
-    donate: let the new state take over the memory of the old one, which must not be used again.
+    donate: let the new state take over the memory of the old one, which JAX then calls deleted.
     rounding: how 16-bit parameters without a master are rounded, see `mpjax.apply_updates`.
     state_shardings: where the new state is to be, `jax.tree.map(lambda x: x.sharding, state)`.
 
