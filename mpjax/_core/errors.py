@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 import numbers
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, TypeVar
@@ -129,7 +130,9 @@ def listed(problems: Sequence[str], *, most: int = 20) -> str:
 
 def nearest(name: str, valid: Iterable[str], *, count: int = 3, least: float = 0.0) -> list[str]:
   """Returns the `count` strings of `valid` most like `name`; `least` is the least ratio for it."""
-  alike = {x: difflib.SequenceMatcher(None, name.lower(), x.lower()).ratio() for x in valid}
+  # Words in any order: by "bf16-mixed" others mean "mixed_bfloat16".
+  words = lambda x: " ".join(sorted(re.split(r"[-_\s]+", x.lower())))  # noqa: E731
+  alike = {x: difflib.SequenceMatcher(None, words(name), words(x)).ratio() for x in valid}
   ranked = sorted(alike, key=lambda x: (-alike[x], x))
   return [x for x in ranked[:count] if alike[x] >= least]
 
@@ -163,7 +166,7 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
         signature.bind(*args, **kwargs)
       except TypeError as error:
         names = [name for name in signature.parameters if name not in ("self", "cls")]
-        meant = [near for k in kwargs if k not in names for near in nearest(k, names, count=1)]
+        meant = [x for k in kwargs if k not in names for x in nearest(k, names, count=1, least=0.5)]
         near = f"Did you mean {' and '.join(f'{name}=' for name in meant)}? " if meant else ""
         raise MpjaxTypeError(
           where,

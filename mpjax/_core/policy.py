@@ -179,7 +179,8 @@ def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> 
 
   `example` is what to write instead of something that is nothing like a preset.
   """
-  expected = f"a preset ({', '.join(map(repr, _PRESETS))}) or 'params=...,compute=...,output=...'"
+  presets = f"a preset ({', '.join(map(repr, _PRESETS))}; 'bf16', 'fp16' and 'half' are short)"
+  expected = f"{presets} or 'params=...,compute=...,output=...'"
   if isinstance(policy, Policy):
     return policy
   if not isinstance(policy, str):

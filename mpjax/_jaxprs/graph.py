@@ -167,13 +167,22 @@ class Graph:
     ]
     self._conditions: list[Value] = []
     self.results = self._run(body, self.arguments)
-    pending = [v.made_by for v in (*self.results, *self._conditions)]
-    pending += [each for each in self.operations if each.eqn.effects and not each.joins]
-    while pending:
-      operation = pending.pop()
+    needed = [v.made_by for v in (*self.results, *self._conditions)]
+    needed += [each for each in self.operations if each.eqn.effects and not each.joins]
+    for operation in needed:
       if operation is not None and not operation.used:
         operation.used = True
-        pending += [v.made_by for v in operation.operands]
+        needed += [v.made_by for v in operation.operands]
+
+  def depends_on(self, which: Sequence[bool]) -> list[bool]:
+    """Returns which results depend on some arguments otherwise than by a bool, a condition."""
+    pending = [v for v, is_one in zip(self.arguments, which, strict=True) if is_one]
+    found = set(pending)
+    for value in pending:
+      new = {x for each in value.consumers for x in each.results if x.dtype != np.bool_} - found
+      found |= new
+      pending += new
+    return [x in found for x in self.results]
 
   def computing(self) -> Iterator[Operation]:
     """Yields the operations that compute something."""

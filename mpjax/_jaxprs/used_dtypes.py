@@ -77,23 +77,19 @@ def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyT
 
 def _uses(value: Value, returned: Collection[Value]) -> set[DType | None]:
   """Returns the dtypes that a value is rounded to; None is among them for any other use."""
-  uses: set[DType | None] = set()
-  seen, left = set[Value](), [value]
-  while left:
-    value = left.pop()
-    if value not in seen:
-      seen.add(value)
-      if value in returned:
+  uses, moved = set[DType | None](), [value]
+  for value in moved:
+    if value in returned:
+      uses.add(None)
+    for operation in value.consumers:
+      if _moves(operation):
+        moved += [v for v in operation.results if v not in moved]
+      elif operation.casts and operation.results[0].is_floating and value.is_floating:
+        (new,) = operation.results
+        narrows = new.aval.dtype.itemsize < value.aval.dtype.itemsize
+        uses.add(new.dtype if narrows else None)
+      else:
         uses.add(None)
-      for operation in value.consumers:
-        if _moves(operation):
-          left += operation.results
-        elif operation.casts and operation.results[0].is_floating and value.is_floating:
-          (new,) = operation.results
-          narrows = new.aval.dtype.itemsize < value.aval.dtype.itemsize
-          uses.add(new.dtype if narrows else None)
-        else:
-          uses.add(None)
   return uses
 
 

@@ -166,8 +166,8 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
   return nnx.merge(graphdef, new, rest, copy=True)
 
 
-_WHERE = "mpjax.nnx.value_and_grad(fun, optimizer)"
-_CALL = "Write mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch), inside of the step."
+_WHERE = "mpjax.value_and_grad(fun, optimizer)"
+_CALL = "Write mpjax.value_and_grad(loss_fn, optimizer)(model, batch), inside of the step."
 
 
 @check_call(_WHERE, fix=_CALL)

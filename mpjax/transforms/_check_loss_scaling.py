@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core import errors
 from mpjax._core.leaves import Path, is_key, is_nnx_variable
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Function, Leaf, NumpyArray, P, PyTree
+from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.in_float32 import in_float32, to_float32
-from mpjax._jaxprs.reader import walk
 from mpjax.transforms._loss_scale import OwnedScale, refuse_outside, scales_in
 from mpjax.transforms._trees import full_like, plain_array
 
@@ -65,9 +64,8 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
     # Of several optimizers a step may update one alone. A comprehension would be a frame of its own
     # before Python 3.12, and the warning counts frames.
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-      updated = [*map(functools.partial(_check_one, step, call), scales)]
-    if not any(updated):
-      raise _not_updated(scales[0])
+      if not any([*map(functools.partial(_check_one, step, call), scales)]):
+        raise _not_updated(scales[0])
 
   return check
 
@@ -88,15 +86,20 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
 
   # In float32, where to scale by a power of two rounds nothing. What is wrong with a step that
   # cannot be traced, it raises again where it runs.
-  execute, eqns = outcome, []
+  execute, computed, depends = outcome, [], dict[Path, bool]()
   with contextlib.suppress(*errors.REFUSALS, *errors.flax_errors()):
     jaxpr, shapes = jax.make_jaxpr(outcome, return_shape=True)(before)
     wide, structure = jax.jit(in_float32(jaxpr)), jax.tree.structure(shapes)
     execute = lambda x: structure.unflatten(wide(*map(to_float32, jax.tree.leaves(x))))  # noqa: E731
-    eqns = [x for x in walk(jaxpr) if x.primitive is not convert_element_type_p]
+    graph = Graph(jaxpr)
+    computed = [x for each in graph.operations if not each.casts for x in each.results]
+    # On gradients, which update divides by the scale. Statistics depend on no more than whether the
+    # step is applied.
+    is_scale = [any(flat[path] is x for x in scale.stored[:1]) for path in sorted(before)]
+    depends = structure.unflatten(graph.depends_on(is_scale))
   if scale.state is None:
     # Nothing scales the gradients. What is only cast to float16 and back is not computed in it.
-    if any(getattr(v.aval, "dtype", None) == jnp.float16 for x in eqns for v in x.outvars):
+    if any(x.dtype == jnp.float16 for x in computed):
       expected = "a loss scale, since the step computes in float16, whose gradients underflow"
       fix = "Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16."
       raise errors.MpjaxValueError(WHERE, expected=expected, got="NoLossScale()", fix=fix)
@@ -106,9 +109,8 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     # How many steps were applied, of a loop some perhaps; None if none has updated the scale. An
     # inf or NaN belongs to all losses: of several one alone may be skipped.
     moving = [scale] if np.isfinite(number) else [one for one in scales_in(call) if one.stored]
-    new = {id(one.stored.scale): number for one in moving}
-    new |= {id(one.stored.finite): False for one in moving}
-    new |= {id(x): 2**30 for x in (scale.stored.total, scale.stored.skipped)}
+    fields = {"scale": number, "finite": False, "total": 2**30, "skipped": 2**30}
+    new = {id(getattr(one.stored, field)): x for one in moving for field, x in fields.items()}
     values = {p: full_like(start[p], new[id(x)]) for p, x in flat.items() if id(x) in new}
     after = {p: _numbers(x) for p, x in execute(jax.tree.map(jnp.copy, start | values)).items()}
     states = [p[:-1] for p in after if p[-1:] == (".total",) and f"[{scale.label!r}]" in p]
@@ -123,7 +125,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
   # way round, behind a clip as well. Nor is a step applied at inf, which makes 0 of a plain
   # gradient and NaN of a scaled one, unless it is tried again at a lower scale, and then returns
   # the same; a NaN stays one. At a scale that is always 1 plain gradients are right.
-  usual = [2.0**14, 2.0**-22] if eqns else [2.0**8, 2.0**6]
+  usual = [2.0**14, 2.0**-22] if computed else [2.0**8, 2.0**6]
   numbers = [1.0] if scale.fields == {"scale": 1} else [*usual, np.inf, np.nan]
   runs = [run(numbers[0], before)]
   if runs[0][2] is None:
@@ -162,7 +164,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     # What depends on the scale? Beside what falls other things may rise: a clip makes them.
     for path in (kept or paths) if is_inexact(old[x]) else []:
       moved = [_distance(old[x], after[path]) for after in finite]
-      moves = moves or moved[0] > 0
+      moves = moves or (moved[0] > 0 and depends.get(path, True))
       # In low precision a step rounds.
       if max(_distance(first[path], after[path]) for after in applied) > 0.25 * max(moved):
         wrong.append((moved[0] > moved[-1], path))
@@ -173,7 +175,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     if rises:
       got = "gradients that still carry the loss scale, or carry it twice"
     elif len(applied) > len(finite):
-      got = "gradients that were never scaled, are all zero, or whose inf and NaN were replaced"
+      got = "gradients that were never scaled, clipped, all zero, or had inf and NaN replaced"
     expected = f"{''.join(path)} to be the same at every value of the loss scale {scale.label!r}"
     grads = f"mpjax.value_and_grad(loss_fn, {'optimizer' if nnx else 'opt_state'}{name})"
     fix = f"Pass what {grads} returns to update; clip in mpjax.loss_scaling, penalise in loss_fn."

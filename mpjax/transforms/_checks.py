@@ -1,6 +1,7 @@
 """The checks that the wrappers of optimizers share."""
 
 import inspect
+import warnings
 from collections.abc import Hashable, Iterable
 from typing import TypeVar
 
@@ -124,7 +125,8 @@ def refuse_other_state(
 
 def _first_state(inner: optax.GradientTransformation, params: Params) -> OptState:
   try:
-    return jax.eval_shape(inner.init, params)
+    with warnings.catch_warnings(action="ignore"):  # It has warned where the state was made.
+      return jax.eval_shape(inner.init, params)
   except REFUSALS:
     return None
 

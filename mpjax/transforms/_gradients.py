@@ -1,5 +1,6 @@
 """The gradients of one batch: the loss as a jaxpr, over micro-batches one by one, over devices."""
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -65,9 +66,14 @@ def trace_loss(
   try:
     jaxpr = traced.trace(params, model_state, batch, rng).jaxpr
   except Exception as error:
-    if rng is None and not isinstance(error, MpjaxError):
-      call = "TrainState.create(..., rng=jax.random.key(0))"
-      error.add_note(f"mpjax.make_train_step: rng is None, since the state has no key: {call}.")
+    if not isinstance(error, MpjaxError):
+      note = "model_state is () without TrainState.create(..., model_state=...)"
+      with contextlib.suppress(Exception):
+        if rng is None:  # Does it work with a key?
+          jax.eval_shape(loss_fn, params, model_state, batch, jax.random.key(0))
+          note = "the state has no key: TrainState.create(..., rng=jax.random.key(0))"
+      call = "mpjax.make_train_step calls loss_fn(params, model_state, batch, rng)"
+      error.add_note(f"{call}, and {note}.")
     raise
   # Leaves of the arguments are those of params, then of model_state; of the results, the loss comes
   # first.

@@ -228,7 +228,7 @@ def master_weights(
     check_params(params, f"{where}.update(params)")
     params = arrays_only(params)
     if not isinstance(state, ShownMasterWeightsState):
-      _check_split(state.master, params, f"{where}.update(params)")
+      _check_params_of(state.master, params, f"{where}.update(params)")
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
     # A wrapper around this one, which has checked them, shows bfloat16 parameters in float32.
     stored_as = lambda m, p: p.astype(jnp.bfloat16) if is_remainder(m) else p  # noqa: E731
@@ -259,11 +259,14 @@ def _first_master(param: Leaf, kind: type[MasterWeightsState]) -> Leaf:
   return split(master, param) if splits else master
 
 
-def _check_split(master: PyTree, params: Params, where: str) -> None:
+def _check_params_of(master: PyTree, params: Params, where: str) -> None:
   """Raises if the parameters whose masters a state holds are of another tree, shape or dtype."""
 
+  # Another shape would be broadcast. With float32 masters the dtype is free, since a wrapper shows
+  # parameters in float32.
   def expected(m: Leaf, p: Leaf) -> Leaf:
-    return jax.ShapeDtypeStruct(m.shape, jnp.bfloat16) if is_remainder(m) else p
+    dtype = jnp.bfloat16 if is_remainder(m) else getattr(p, "dtype", jnp.bfloat16)
+    return p if is_hole(m) else jax.ShapeDtypeStruct(m.shape, dtype)
 
   try:
     problems = tree_differences(map_masters(expected, master, params), params, dtypes=True)
@@ -272,7 +275,8 @@ def _check_split(master: PyTree, params: Params, where: str) -> None:
   if problems:
     raise MpjaxValueError(
       where,
-      expected='the parameters of this state: with storage="split" they are the upper half of it',
+      expected="the parameters of this state, in the shapes of their masters; with "
+      'storage="split" they are the upper half of it',
       got=listed(problems),
       fix="Pass those to which the updates of this very state were applied, bfloat16 parameters if "
       "masters are split. Of Flax NNX pass state and parameters without their variables: "
@@ -325,7 +329,7 @@ def update_shown(
     new_updates, new = inner.update(grads, state, view, **extra_args)
   else:
     for one in states if params is not None else ():
-      _check_split(one.master, params, f"{where}(params)")
+      _check_params_of(one.master, params, f"{where}(params)")
     new_updates, new = inner.update(grads, marked(state), view, **extra_args)
     new = marked(new, SplitMasterWeightsState)
 
@@ -394,7 +398,7 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
   _check_masters(opt_state, of_state)
   masters = masters_in(opt_state, of_state)
   if params is not None:
-    _check_split(masters, params, where)
+    _check_params_of(masters, params, where)
     return map_masters(_trained, masters, params)
   if any(map(is_remainder, jax.tree.leaves(masters))):
     expected = 'the parameters: with storage="split" the state has the lower half of each master'

@@ -377,10 +377,8 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
   each = [item for state in states for item in state.counts.items()]
   if len(dict(each)) < len(each):
     expected = "monitors of separate parts of one tree, as in optax.multi_transform"
-    got, fix = (
-      f"{len(states)} that count the same parameters",
-      "Pass the state of one optimizer alone.",
-    )
+    got = f"{len(states)} that count the same parameters"
+    fix = "Pass the state of one optimizer alone."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   keys = ("size", "zero_gradients", "updates", "lost_updates")
   return {

@@ -12,12 +12,7 @@ from mpjax._core.frameworks import framework_of
 from mpjax._core.leaves import is_nnx_variable, path_text
 from mpjax._core.types import Array, OptState, Params, PyTree
 from mpjax.transforms._checks import refuse_integers
-from mpjax.transforms._loss_scale import (
-  LossScalingState,
-  OwnedScale,
-  find_scale,
-  scales_in,
-)
+from mpjax.transforms._loss_scale import LossScalingState, OwnedScale, find_scale, scales_in
 from mpjax.transforms._masters import MasterWeightsState, master_params
 from mpjax.transforms._metrics import MonitorState
 from mpjax.transforms._trees import float32_view, nodes_of, place_like, strong
@@ -46,6 +41,14 @@ class TrainState(NamedTuple):
   model_state: PyTree
   ema: Params
   rng: Array | None
+
+  def replace(self, **changes: PyTree) -> "TrainState":
+    """Returns the state with other fields, as `_replace` does and `replace` of Flax's state.
+
+    Args:
+      changes: new values by the names of fields.
+    """
+    return self._replace(**changes)
 
   @classmethod
   @check_call("mpjax.TrainState.create", fix="Write mpjax.TrainState.create(params, tx).")

@@ -1,5 +1,6 @@
 """A full training step: everything that it changes commits together, or not at all."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Literal, cast
 
@@ -34,7 +35,7 @@ from mpjax.transforms._loss_scale import (
   replace_scale,
 )
 from mpjax.transforms._loss_scaling import AxisName
-from mpjax.transforms._masters import MasterWeightsState, merged_masters
+from mpjax.transforms._masters import MasterWeightsState, map_states, merged_masters
 from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
 from mpjax.transforms._train_state import TrainState, own_scale, trained_params
 from mpjax.transforms._trees import as_stored, float32_view, key_text, nodes_of
@@ -45,17 +46,20 @@ def checked_update(
   tx: optax.GradientTransformationExtraArgs, grads: Grads, state: TrainState, **extra: PyTree
 ) -> tuple[Updates, OptState]:
   """Returns what `tx.update` does, and raises if it fails or gives another kind of state."""
-  where = "mpjax.make_train_step(tx): step(state)"
+  # Masters are continued as they are stored.
+  alike = functools.partial(map_states, lambda x: MasterWeightsState(*x))
+  own = tx._replace(init=lambda params: alike(tx.init(params)))
+  where, given = "mpjax.make_train_step(tx): step(state)", alike(state.opt_state)
   try:
     result, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
   except (MpjaxError, jax.errors.JAXTypeError):
     raise
   except REFUSALS as error:
-    refuse_other_state(tx, state.params, state.opt_state, where, error)
+    refuse_other_state(own, state.params, given, where, error)
     got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     raise _needs_more(got) from error
-  if jax.tree.structure(opt_state) != jax.tree.structure(state.opt_state):
-    refuse_other_state(tx, state.params, state.opt_state, where, None)
+  # What has no state itself, such as sgd, passes on that of another.
+  refuse_other_state(own, state.params, given, where, None)
   check_alike(
     opt_state,
     state.opt_state,
@@ -136,7 +140,7 @@ def make_train_step(
       changes of all devices, "same" is the same on all; or a dict from paths or branches to these.
     max_retries: run a batch that overflowed again, each time at a lower scale, up to so many times.
     ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step.
-    donate: let the new state take over the memory of the old one, which must not be used again.
+    donate: let the new state take over the memory of the old one, which JAX then calls deleted.
     rounding: how 16-bit parameters without a master are rounded, see `mpjax.apply_updates`.
     state_shardings: where the new state is to be, `jax.tree.map(lambda x: x.sharding, state)`.
 

@@ -63,14 +63,14 @@ def value_and_grad(
   >>> print(loss, grads, tx.update(grads, opt_state, params)[0])
   5.0 [16. 32.] [-1. -2.]
   """
-  # Called by `mpjax.nnx.value_and_grad`, errors have its names.
+  # Called by `mpjax.nnx.value_and_grad`, errors have its argument.
   is_nnx = str(getattr(differentiator, "__module__", "")).startswith("flax.nnx")
-  call, state = ("mpjax.nnx.value_and_grad", "optimizer") if is_nnx else (_CALL, "opt_state")
+  state = "optimizer" if is_nnx else "opt_state"
   expected = "the function that computes the loss as the first argument"
-  fix = f"Write {call}(loss_fn, {state})(...)."
-  check_callable(fun, f"{call}(fun)", expected=expected, fix=fix)
-  owned = find_scale(opt_state, f"{call}({state})", name)
-  read, largest = scale_reader(owned, f"{call}(fun, {state})"), owned.largest
+  fix = f"Write {_CALL}(loss_fn, {state})(...)."
+  check_callable(fun, f"{_CALL}(fun)", expected=expected, fix=fix)
+  owned = find_scale(opt_state, f"{_CALL}({state})", name)
+  read, largest = scale_reader(owned, f"{_CALL}(fun, {state})"), owned.largest
   options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}
   options |= {"allow_int": True} if allow_int else {}
 
@@ -200,8 +200,9 @@ def _loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Leaf, PyTree]:
   """Returns what `fun` returned as a loss, checked, and the rest."""
   where = f"{_CALL}(fun): the loss"
   if has_aux != (isinstance(out, (tuple, list)) and len(out) == 2):
-    expected = "fun to return a pair (loss, aux)" if has_aux else "a floating scalar"
-    fix = f"Return both under has_aux=True alone. {_ONE_NUMBER}"
+    expected, fix = "a floating scalar", "Pass has_aux=True, or return the loss alone."
+    if has_aux:
+      expected, fix = "a pair (loss, aux)", "Drop has_aux=True, or return (loss, aux)."
     raise MpjaxTypeError(where, expected=expected, got=kind_of(out), fix=fix)
   loss, aux = out if has_aux else (out, None)
   check_loss(loss, where)

@@ -91,12 +91,16 @@ def test_a_policy_written_otherwise_is_told_how():
       mpjax.Policy(*given, **fields)
 
 
-PRESET, ITEMS = "a preset ('float32', 'bfloat16'", "'params=...,compute=...,output=...'"
+PRESET, ITEMS = (
+  "'mixed_float8'; 'bf16', 'fp16' and 'half' are short)",
+  "'params=...,compute=...,output=...'",
+)
 
 
 NEAR = {
   **{"mixed_bflota16": "'mixed_bfloat16'", "mixed_f16": "'mixed_float16'", "bf61": "'bfloat16'"},
   **{"f64": "'float16'", "MIXED_FLOAT16": "'mixed_float16'", "float61": "'float16'"},
+  **{"16-mixed": "mean 'mixed_float16'", "bf16-mixed": "mean 'mixed_bfloat16'", "16": "Write"},
   **{"mixed": "'mixed_float16'", "": 'Write "mixed_bfloat16"', "encoder/head": "Write"},
 }
 

@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._core.rules import (
-  ModuleRecord,
-  first_match,
-  is_flax_norm,
-  parse_config,
-  parse_rules,
-)
+from mpjax._core.rules import ModuleRecord, first_match, is_flax_norm, parse_config, parse_rules
 from tests.errors import check_error, refused
 
 Rule = mpjax.Rule

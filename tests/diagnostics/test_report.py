@@ -13,14 +13,7 @@ import pytest
 
 import mpjax
 from mpjax._diagnostics import report
-from mpjax._diagnostics.report import (
-  WIDTH,
-  Report,
-  Section,
-  amount,
-  percent,
-  progress,
-)
+from mpjax._diagnostics.report import WIDTH, Report, Section, amount, percent, progress
 
 LONG = "decoder/" * 20 + "attention"
 SECTIONS = (

@@ -15,14 +15,7 @@ import pytest
 from jax.extend.core import Primitive
 
 import mpjax
-from mpjax._jaxprs.primitives import (
-  FACTS,
-  FAMILIES,
-  HIGHER_ORDER,
-  PARTS,
-  Holds,
-  integer_pow_part,
-)
+from mpjax._jaxprs.primitives import FACTS, FAMILIES, HIGHER_ORDER, PARTS, Holds, integer_pow_part
 from tests import op_lists_page, registered_primitives
 from tests.jaxprs.autocast import samples
 

@@ -577,7 +577,7 @@ mpjax/transforms/_masters.py::split_update
 + master.astype(param.dtype)
 ::test_the_nearest_master_where_no_update_leads_to_the_rounded_one
 
-mpjax/transforms/_masters.py::_check_split
+mpjax/transforms/_masters.py::_check_params_of
 
 64a split masters are read with any parameters
 - is_remainder(m)
@@ -587,7 +587,7 @@ mpjax/transforms/_masters.py::_check_split
 mpjax/transforms/_masters.py::update_shown
 
 64b float32 parameters pass for bfloat16 ones that a wrapper shows in float32
-- _check_split(one.master, params, f'{where}(params)')
+- _check_params_of(one.master, params, f'{where}(params)')
 + pass
 ::test_parameters_of_another_dtype_never_give_masters
 

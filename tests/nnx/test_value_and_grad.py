@@ -129,7 +129,7 @@ def test_the_scale_of_an_optimizer_is_read_at_each_call_and_can_be_set():
 
 # Mistakes
 
-CALL, NO_SCALE = "mpjax.nnx.value_and_grad(fun, optimizer)", "without a loss scale"
+CALL, NO_SCALE = "mpjax.value_and_grad(fun, optimizer)", "without a loss scale"
 PASS = "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)"
 MISTAKES = {
   # What is called with a model and its optimizer, where, what was expected, what came, what to do.
@@ -141,21 +141,21 @@ MISTAKES = {
   "no optimizer": (
     lambda m, o: mpjax.nnx.value_and_grad(loss_fn),
     *(CALL, "arguments fun, optimizer", "'optimizer'"),
-    "mpjax.nnx.value_and_grad(loss_fn, optimizer)(model, batch)",
+    "mpjax.value_and_grad(loss_fn, optimizer)(model, batch)",
   ),
   "no scale": (
     lambda m, o: mpjax.nnx.value_and_grad(loss_fn, nnx.Optimizer(m, optax.sgd(1), wrt=nnx.Param)),
-    *("mpjax.nnx.value_and_grad(optimizer)", "mpjax.loss_scaling"),
+    *("mpjax.value_and_grad(optimizer)", "mpjax.loss_scaling"),
     *(f"an Optimizer {NO_SCALE}", PASS),
   ),
   "the model": (
     lambda m, o: mpjax.nnx.value_and_grad(loss_fn, m),
-    *("mpjax.nnx.value_and_grad(optimizer)", "mpjax.loss_scaling", f"a Net {NO_SCALE}", PASS),
+    *("mpjax.value_and_grad(optimizer)", "mpjax.loss_scaling", f"a Net {NO_SCALE}", PASS),
   ),
   "swapped": (
     lambda m, o: mpjax.nnx.value_and_grad(o, loss_fn),
-    *("mpjax.nnx.value_and_grad(fun)", "as the first argument", "an Optimizer"),
-    "mpjax.nnx.value_and_grad(loss_fn, optimizer)(...)",
+    *("mpjax.value_and_grad(fun)", "as the first argument", "an Optimizer"),
+    "mpjax.value_and_grad(loss_fn, optimizer)(...)",
   ),
   "from outside of a compiled step": (
     lambda m, o: nnx.jit(mpjax.nnx.value_and_grad(loss_fn, o))(m, X),

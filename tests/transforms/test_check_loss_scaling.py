@@ -144,6 +144,11 @@ def replaced(params, opt_state, batch, loss_fn):
   return loss, jax.tree.map(jnp.nan_to_num, grads)
 
 
+def clipped_by_value(params, opt_state, batch, loss_fn):
+  loss, grads = right(params, opt_state, batch, loss_fn)
+  return loss, jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)
+
+
 def linear(params, batch, dtype):
   return jnp.sum(params)
 
@@ -188,7 +193,7 @@ NEVER, TWICE, CARRY = map(named, ("that were never scaled", "that were unscaled 
 BESIDE = {penalised: None, penalised_beside: named("in part never scaled")}
 FOUND = {right: None, never: "never scaled"}
 ANY = FOUND | {twice: "unscaled twice"}
-AT_INF = dict.fromkeys((never, replaced), "never scaled, are all zero, or whose inf and NaN were")
+AT_INF = dict.fromkeys((never, replaced), "scaled, clipped, all zero, or had inf and NaN replaced")
 UNSCALED = r"the step computes in float16, .* got NoLossScale\(\)\. .*mpjax.DynamicLossScale\(\)"
 NONE, ONE, STATIC = mpjax.NoLossScale(), mpjax.StaticLossScale(1), mpjax.StaticLossScale(1024)
 NOTHING = f"{INCONCLUSIVE}.*nothing was checked.*gradients are zero, or updates are lost"
@@ -200,7 +205,7 @@ CLIPPED, SGD, ADAM = (OPTIMIZERS[name] for name in ("clip and sgd", "sgd", "adam
 LOOPS = {
   "float16": (
     *(SGD, F16, loss_fn, PARAMS),
-    {never: NEVER, twice: TWICE, scaled_twice: CARRY, replaced: named("whose inf and NaN were")}
+    {never: NEVER, twice: TWICE, scaled_twice: CARRY, replaced: named("had inf and NaN replaced")}
     | {clipped_outside: named("clipped while scaled")}
     # As in PyTorch: unscale_, clip, step.
     | {functools.partial(clipped_outside, gradients=twice): TWICE}
@@ -211,7 +216,10 @@ LOOPS = {
   "beside, with momentum": (OPTIMIZERS["momentum"], F16, loss_fn, PARAMS, BESIDE),
   "beside, clipped": (OPTIMIZERS["clip and adamw"], F32, loss_fn, PARAMS, BESIDE),
   "a warmup with moments": (optax.adam(WARMUP), F32, loss_fn, PARAMS, FOUND),
-  "from zero": (SGD, F32, linear, jnp.zeros(3), {right: None, scaled_twice: "carry it twice"}),
+  "from zero": (
+    *(SGD, F32, linear, jnp.zeros(3)),
+    {right: None, scaled_twice: "carry it twice", clipped_by_value: "never scaled, clipped"},
+  ),
   "a scalar from zero": (optax.sgd(0.1), F32, line, ZERO, ANY),
   "scalars from zero": (optax.sgd(0.1), F32, line, TWO, ANY),
   # All gradients are alike to these, which does not hide that they were not scaled.
@@ -223,7 +231,7 @@ LOOPS = {
     F32,
     constant,
     PARAMS,
-    dict.fromkeys((right, never), "are all zero"),
+    dict.fromkeys((right, never), "all zero"),
   ),
   "lost updates": (optax.sgd(1e-9), F32, loss_fn, HALF, LOST),
   # At one scale or another these are all that is left, whatever float16 makes of the rest.
@@ -492,8 +500,8 @@ NNX_KINDS = {
   "right": None,
   "never scaled": f"never scaled{TOLD}",
   "unscaled twice": f"unscaled twice{TOLD}",
-  "warmup": f"never scaled, are all zero{TOLD}",
-  "unused": f"never scaled, are all zero{TOLD}",
+  "warmup": f"never scaled.* all zero{TOLD}",
+  "unused": f"never scaled.* all zero{TOLD}",
   "keeps": None,
   "keeps, unscaled twice": f"unscaled twice{TOLD}",
   "no update": r"the new loss scale.*optimizer\.update\(model, grads\).* by nnx\.jit",
@@ -642,6 +650,15 @@ def test_a_warmup_from_zero_is_inconclusive_at_its_first_step_and_found_after_it
   assert [one.filename for one in caught] == [__file__]
   with ends("never scaled"):  # At the scale NaN it is applied.
     mpjax.check_loss_scaling(forgetful)(params, opt_state, batch)
+
+  def with_statistics(params, mean, opt_state, batch):
+    # Those of a batch move in each step that is applied, whatever the gradients are.
+    params, opt_state, _ = step(params, opt_state, batch)
+    new, finite = 0.9 * mean + jnp.mean(batch[0], axis=0), mpjax.last_step_finite(opt_state)
+    return params, mpjax.select_tree(finite, new, mean), opt_state
+
+  with pytest.warns(UserWarning, match=told):
+    mpjax.check_loss_scaling(with_statistics)(params, jnp.ones(4), opt_state, batch)
   for _ in range(3):  # In float16 the first may overflow: a skipped step does not warm up.
     params, opt_state, _ = step(params, opt_state, batch)
   mpjax.check_loss_scaling(step)(params, opt_state, batch)

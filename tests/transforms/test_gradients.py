@@ -397,6 +397,12 @@ def test_a_key_that_is_wanted_and_not_there(accumulate):
       gradients(loss_fn, jnp.ones(4), jnp.ones(()), accumulate=accumulate)
     (note,) = [note for note in failed.value.__notes__ if note.startswith("mpjax")]
     assert "the state has no key: TrainState.create(..., rng=jax.random.key(0))" in note
+  # Which is not to blame for what fails with a key too.
+  for loss_fn in (lambda params, batch: 0, lambda *args: args[1]["mean"]):
+    with pytest.raises(TypeError, match=r"takes 2 pos|indices must") as failed:
+      gradients(loss_fn, jnp.ones(4), jnp.ones(()), accumulate=accumulate)
+    (note,) = [note for note in failed.value.__notes__ if note.startswith("mpjax")]
+    assert "loss_fn(params, model_state, batch, rng), and model_state is () without" in note
 
 
 @pytest.mark.parametrize("jit", [True, False])

@@ -343,11 +343,14 @@ def test_parameters_of_another_dtype_never_give_masters():
         update(params, state, {"b": jnp.full(2, 1.003, dtype)})
     new = jax.eval_shape(tx.update, params, state, params)[1]
     assert jax.tree.structure(new) == jax.tree.structure(state)
-  other = {"b": jnp.ones((2, 2), jnp.bfloat16)}
-  tx = split_tx(optax.sgd(0.1))
-  where, got = "mpjax.master_weights(inner).update(params)", "bfloat16[2, 2] for bfloat16[2]"
-  with refused(ValueError, where, "of this state", got, FIX):
-    tx.update(other, tx.init(params), other)
+  # Of another shape, which would be broadcast, however masters are stored.
+  for shape, inner in itertools.product(((2, 2), (1,)), (split_tx, mpjax.master_weights)):
+    other, tx = {"b": jnp.ones(shape, jnp.bfloat16)}, inner(optax.sgd(0.1))
+    where, got = "(inner).update(params)", f"bfloat16{list(shape)} for bfloat16[2]"
+    with refused(ValueError, where, "of this state, in the shapes", got, FIX):
+      tx.update(other, tx.init(params), other)
+    with refused(ValueError, OF_PARAMS, "of this state, in the shapes", got, FIX):
+      mpjax.master_params(tx.init(params), other)
 
 
 def test_variables_of_nnx_have_to_be_left_out():

@@ -27,6 +27,7 @@ def test_fields():
   assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
   bare = mpjax.TrainState.create(params, ADAM)
   assert (bare.model_state, bare.ema, bare.rng) == ((), (), None)
+  assert bare.replace(step=3) == bare._replace(step=3)
 
 
 @pytest.mark.case("B064")
@@ -109,7 +110,7 @@ def test_arguments_that_are_taken_for_others():
     with refused(TypeError, f"{call}(tx)", expected, got, fix):
       create(given, tx)
   expected, got = "arguments params, tx, model_state, rng, ema", "an unexpected keyword argument"
-  with refused(TypeError, call, expected, f"{got} 'apply_fn'", made):
+  with refused(TypeError, call, expected, f"{got} 'apply_fn'. Write", made):
     create(apply_fn=print, params=params, tx=ADAM)
 
 

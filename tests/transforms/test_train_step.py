@@ -522,12 +522,16 @@ def test_moments_that_would_change_their_dtype():
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
 def test_an_optimizer_that_did_not_make_the_state():
   # Of an unwrapped sgd both accept the other: it would never unscale.
-  state = mpjax.TrainState.create(jnp.ones(3), mpjax.loss_scaling(optax.sgd(0.1)))
-  for tx in (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1)):
+  sgd, adam = (mpjax.loss_scaling(tx) for tx in (optax.sgd(0.1), optax.adam(0.1)))
+  txs = (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1))
+  # And a scaled one, which has no state, passes on any.
+  for tx, own in (*((tx, sgd) for tx in txs), (sgd, adam)):
     where, got = "mpjax.make_train_step(tx): step(state)", "one of another optimizer: "
     expected = "the state that init of this very transformation created"
     with refused(TypeError, where, expected, got, "wrapped by mpjax.loss_scaling and configured"):
-      mpjax.make_train_step(squares, tx)(state, jnp.ones((2, 3)))
+      mpjax.make_train_step(squares, tx)(
+        mpjax.TrainState.create(jnp.ones(3), own), jnp.ones((2, 3))
+      )
 
 
 LINE_SEARCH = optax.scale_by_backtracking_linesearch(5)

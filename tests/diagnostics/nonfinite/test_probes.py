@@ -2,13 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._diagnostics.nonfinite.probes import (
-  FirstProbe,
-  FlagProbe,
-  Uses,
-  births,
-  can_break,
-)
+from mpjax._diagnostics.nonfinite.probes import FirstProbe, FlagProbe, Uses, births, can_break
 from mpjax._jaxprs.runner import run
 from mpjax._jaxprs.steps import body_of
 

@@ -11,12 +11,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.autocast.rewriter import (
-  By,
-  in_default,
-  of_inputs,
-  wants_precision,
-)
+from mpjax._jaxprs.autocast.rewriter import By, in_default, of_inputs, wants_precision
 from mpjax._jaxprs.autocast.values import Settings
 from mpjax._jaxprs.reader import hides_matmul, walk
 from tests import programs

@@ -9,12 +9,7 @@ import pytest
 
 import mpjax
 from mpjax._jaxprs.autocast import Settings, leaving, region_of
-from mpjax._jaxprs.autocast.scopes import (
-  REGION,
-  names_of,
-  place_at,
-  policy_of,
-)
+from mpjax._jaxprs.autocast.scopes import REGION, names_of, place_at, policy_of
 from tests import programs
 from tests.errors import refused
 from tests.jaxprs.autocast.rig import matmuls, rewritten
