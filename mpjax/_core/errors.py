@@ -131,8 +131,10 @@ def listed(problems: Sequence[str], *, most: int = 20) -> str:
 def nearest(name: str, valid: Iterable[str], *, count: int = 3, least: float = 0.0) -> list[str]:
   """Returns the `count` strings of `valid` most like `name`; `least` is the least ratio for it."""
   # Words in any order: by "bf16-mixed" others mean "mixed_bfloat16".
-  words = lambda x: " ".join(sorted(re.split(r"[-_\s]+", x.lower())))  # noqa: E731
-  alike = {x: difflib.SequenceMatcher(None, words(name), words(x)).ratio() for x in valid}
+  words = lambda x: " ".join(sorted(re.split(r"[-_\s]+", x)))  # noqa: E731
+  ratio = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()  # noqa: E731
+  pairs = {x: (name.lower(), x.lower()) for x in valid}
+  alike = {x: max(ratio(a, b), ratio(words(a), words(b))) for x, (a, b) in pairs.items()}
   ranked = sorted(alike, key=lambda x: (-alike[x], x))
   return [x for x in ranked[:count] if alike[x] >= least]
 

@@ -177,12 +177,12 @@ class Graph:
   def depends_on(self, which: Sequence[bool]) -> list[bool]:
     """Returns which results depend on some arguments otherwise than by a bool, a condition."""
     pending = [v for v, is_one in zip(self.arguments, which, strict=True) if is_one]
-    found = set(pending)
+    dependent = set(pending)
     for value in pending:
-      new = {x for each in value.consumers for x in each.results if x.dtype != np.bool_} - found
-      found |= new
+      new = {x for each in value.consumers for x in each.results if x.dtype != np.bool_} - dependent
+      dependent |= new
       pending += new
-    return [x in found for x in self.results]
+    return [x in dependent for x in self.results]
 
   def computing(self) -> Iterator[Operation]:
     """Yields the operations that compute something."""

@@ -49,17 +49,17 @@ def checked_update(
   # Masters are continued as they are stored.
   alike = functools.partial(map_states, lambda x: MasterWeightsState(*x))
   own = tx._replace(init=lambda params: alike(tx.init(params)))
-  where, given = "mpjax.make_train_step(tx): step(state)", alike(state.opt_state)
+  where, arguments = "mpjax.make_train_step(tx): step(state)", alike(state.opt_state)
   try:
     result, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
   except (MpjaxError, jax.errors.JAXTypeError):
     raise
   except REFUSALS as error:
-    refuse_other_state(own, state.params, given, where, error)
+    refuse_other_state(own, state.params, arguments, where, error)
     got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     raise _needs_more(got) from error
   # What has no state itself, such as sgd, passes on that of another.
-  refuse_other_state(own, state.params, given, where, None)
+  refuse_other_state(own, state.params, arguments, where, None)
   check_alike(
     opt_state,
     state.opt_state,

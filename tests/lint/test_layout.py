@@ -495,14 +495,14 @@ def test_check_can_fail(check, sources):
 
 
 LINES = {
-  "_core and root files": 2_398,
+  "_core and root files": 2_400,
   "_jaxprs without autocast": 2_899,
   "_jaxprs/autocast": 3_096,
   "linen and nnx": 1_498,
   "transforms": 3_898,
   "_io": 591,
   "_diagnostics": 3_396,
-  "all of mpjax": 17_776,
+  "all of mpjax": 17_778,
   "tests": 41_992,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
