@@ -1,6 +1,5 @@
 """The gradients of one batch: the loss as a jaxpr, over micro-batches one by one, over devices."""
 
-import contextlib
 import functools
 import inspect
 import warnings
@@ -67,13 +66,11 @@ def trace_loss(
     jaxpr = traced.trace(params, model_state, batch, rng).jaxpr
   except Exception as error:
     if not isinstance(error, MpjaxError):
-      note = "model_state is () without TrainState.create(..., model_state=...)"
-      with contextlib.suppress(Exception):
-        if rng is None:  # Does it work with a key?
-          jax.eval_shape(loss_fn, params, model_state, batch, jax.random.key(0))
-          note = "the state has no key: TrainState.create(..., rng=jax.random.key(0))"
+      options = {"model_state=": not jax.tree.leaves(model_state), "rng=": rng is None}
+      absent = " and ".join(name for name, is_absent in options.items() if is_absent)
+      of_state = f"; TrainState.create made this state without {absent}" if absent else ""
       call = "mpjax.make_train_step calls loss_fn(params, model_state, batch, rng)"
-      error.add_note(f"{call}, and {note}.")
+      error.add_note(f"{call}{of_state}.")
     raise
   # Leaves of the arguments are those of params, then of model_state; of the results, the loss comes
   # first.

@@ -118,12 +118,8 @@ def _tuned(
   policy: Policy, tolerance: float, loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance
 ) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
-  call, dtype, scale, where = (
-    Call(args, kwargs, _CALL),
-    policy.compute_dtype,
-    1.0,
-    f"{_CALL}(*args)",
-  )
+  call, where = Call(args, kwargs, _CALL), f"{_CALL}(*args)"
+  dtype, scale = policy.compute_dtype, 1.0
   call.check_concrete()
 
   # A loss that has low precision already, compared with itself, has no error. The loss alone: what

@@ -292,6 +292,9 @@ def test_a_matmul_of_data_that_becomes_an_angle_is_low_and_in_float32():
   network = mpjax.autocast(lambda x, w: jnp.sin(jnp.sin(x @ w) @ w), data_argnums=0)
   dtypes = [p.dtypes for p in programs.products(jax.make_jaxpr(network)(GRID, W))]
   assert [set(d) for d in dtypes] == [{"float32"}, {"bfloat16"}]
+  # The sizes of groups are no floating operand.
+  grouped = lambda x, w: jnp.sin(jax.lax.ragged_dot(x, w[None], jnp.asarray([4])))  # noqa: E731
+  np.testing.assert_array_equal(mpjax.autocast(grouped, data_argnums=0)(GRID, W), grouped(GRID, W))
 
 
 NEAREST = {
@@ -306,8 +309,8 @@ NEAREST = {
 def test_a_matmul_that_becomes_an_index_alone_is_in_float32_unless_all_is_low(chosen, codebook):
   # As by hand, where JAX promotes a low activation and a float32 codebook.
   def codes(w, codes, x):
-    z = (x @ w).astype("bfloat16") if codebook == "low" else x @ w
-    codes = (codes @ w).astype("bfloat16") if codebook == "low" else codes
+    z = x @ w
+    codes = codes @ w if codebook == "low" else codes
     squares = jnp.sum(z**2, -1, keepdims=True) + jnp.sum(codes**2, -1)[None]
     return NEAREST[chosen](squares - 2 * z @ codes.T)
 
