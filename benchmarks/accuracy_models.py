@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 import mpjax
-from tests.models import by_hand, language, papers, vision
+from tests.models import by_hand, language, papers
 from tests.models.values import filled, integers, normal, shapes
 from tests.nnx import rig, zoo
 
@@ -194,15 +194,6 @@ def paper(name: str) -> Model:
   return without_dtype(found.make, found.inputs, scalar)
 
 
-def reconstructed(model: Any, x: Any) -> Any:
-  """Returns what an autoencoder makes of its mean: noise is drawn anew in every dtype."""
-  return model.decode(model.encode(x)[0])
-
-
-def _outputs_without_noise(model: Any, variables: Any, x: Any) -> Any:
-  return to_scalar(model.apply(variables, x, method=reconstructed))
-
-
 # NNX
 
 
@@ -290,11 +281,9 @@ MODELS: Mapping[str, Model] = {
   "Linen BERT, masked": without_dtype(language.Bert, (_TOKENS, _TOKENS % 2, _IS_TOKEN)),
   # Of the loop that decodes, and keeps a cache in float32, there is no version in float64.
   **{f"Linen {name}": paper(name) for name in papers.PAPERS if name != "gpt_decode_loop"},
-  "Linen vae": without_dtype(vision.Vae, (normal(3, 8, 8, 3),), _outputs_without_noise),
   **{
     f"NNX {name}": nnx_model(functools.partial(by_hand.of_nnx, key), (x,), ways=ways)
     for name, (key, x, ways) in BY_HAND.items()
   },
   **{f"NNX {name}": nnx_model(*each) for name, each in {**zoo.MODELS, **nnx_models.MODELS}.items()},
-  "NNX vae": nnx_model(zoo.Vae, (normal(3, 8, 8, 3),), reconstructed),
 }

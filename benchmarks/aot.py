@@ -36,7 +36,7 @@ def exact_biases(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: 
   if not (isinstance(layer, (nn.Dense, nn.DenseGeneral)) and layer.use_bias):
     return next_fun(*args, **kwargs)
   product = layer.clone(parent=None, use_bias=False)
-  out = product.apply({"params": {"kernel": layer.get_variable("params", "kernel")}}, *args)
+  out: Any = product.apply({"params": {"kernel": layer.get_variable("params", "kernel")}}, *args)
   bias = jnp.broadcast_to(layer.get_variable("params", "bias"), out.shape)
   return out + bias.astype(out.dtype)
 

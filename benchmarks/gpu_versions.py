@@ -134,7 +134,7 @@ def described(model: str, size: str, half: str) -> dict[str, Any]:
   made = case.make()
   fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.init}
   left_out = ("parent", "name", "dtype", "attention")
-  flat = flatten_dict(dict(shapes(case)), sep="/")
+  flat: Any = flatten_dict(dict(shapes(case)), sep="/")
   return {
     "kind": type(made).__name__,
     "fields": {name: value for name, value in fields.items() if name not in left_out},

@@ -15,7 +15,7 @@ import mpjax
 from docs.figures import style
 from docs.figures.flow import Box, Flow, Point
 from docs.figures.style import SMALL, Theme, text
-from mpjax._diagnostics.arguments import trace
+from mpjax._diagnostics.arguments import Call
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.primitives import facts_of
 
@@ -95,12 +95,13 @@ def facts() -> Facts:
   tokens = jax.ShapeDtypeStruct((2, 16), "int32")
   variables = jax.eval_shape(Model().init, jax.random.key(0), tokens)
   apply = mpjax.with_policy(Model(), "p=f32,c=bf16").apply
-  program, names = trace(apply, (variables, tokens), {}, "docs.figures")
+  call = Call((variables, tokens), {}, is_traced=lambda x: hasattr(x, "dtype"))
+  program, _ = call.traced(apply)
   nodes: dict[str, set[str]] = {}
   edges: dict[tuple[str, str], set[tuple[str, str]]] = {}
   params: dict[str, set[tuple[str, str]]] = {}
   casts = [0, 0]
-  for operation in Graph(program, [each.name for each in names]).computing():
+  for operation in Graph(program, [each.name for each in call.arguments(apply)]).computing():
     node, floats = _node(operation), [v for v in operation.operands if _is_float(v)]
     if "second" not in operation.where.path.split("/"):
       continue

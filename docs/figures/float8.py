@@ -4,7 +4,7 @@ All of it is read from the jaxpr of a layer under a policy with `mpjax.Float8`.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,7 @@ import mpjax
 from docs.figures import style
 from docs.figures.flow import Box, Flow
 from docs.figures.style import SMALL, Theme, text
-from mpjax._diagnostics.arguments import trace
+from mpjax._diagnostics.arguments import Call
 from mpjax._jaxprs.graph import Graph, Operation, Value
 
 RECIPE = mpjax.Float8(skip=())
@@ -66,16 +66,17 @@ class Network(nn.Module):
 def facts() -> dict[str, Matmul]:
   """Returns the forward matmul, "y", and those of the gradients: "x" and "w"."""
   policy = mpjax.Policy(compute_dtype="bfloat16", matmul=RECIPE)
-  model = mpjax.with_policy(Network(), policy)
+  model: Any = mpjax.with_policy(Network(), policy)
   x = jax.ShapeDtypeStruct((32, 64), "float32")
   variables = jax.eval_shape(model.init, jax.random.key(0), x)
 
   def loss_fn(variables, x):
     return model.apply(variables, x).astype("float32").sum()
 
-  program, names = trace(jax.grad(loss_fn), (variables, x), {}, "docs.figures")
+  call = Call((variables, x), {}, is_traced=lambda x: hasattr(x, "dtype"))
+  program, _ = call.traced(jax.grad(loss_fn))
   found: dict[str, Matmul] = {}
-  for each in Graph(program, [name.name for name in names]).computing():
+  for each in Graph(program, [each.name for each in call.arguments(loss_fn)]).computing():
     if each.name == "dot_general" and "drawn" in each.where.path.split("/"):
       lhs, rhs = (_operand(value) for value in each.operands)
       result, (direct,) = each.results[0], each.results
