@@ -12,6 +12,7 @@ import jax
 
 from mpjax._core.dtypes import Hardware, hardware_of
 from mpjax._diagnostics.report import Report, Section
+from mpjax._jaxprs.autocast.rewriter import asked_precision
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpjax")
 OPTIONS = {
@@ -111,7 +112,7 @@ def _precision(hardware: Hardware, precision: object) -> str:
   """Returns what `jax_default_matmul_precision` means for float32 matmuls on a device."""
   if hardware.float32_as == "float32":
     return "Without effect here: float32 matmuls are multiplied as float32."
-  if precision in (None, "default", "fastest", "bfloat16"):
+  if not asked_precision(precision):
     return (
       f"float32 matmuls and convolutions are multiplied in {hardware.float32_as}. For float32: "
       'mpjax.Policy(precision="highest"), for a model or by a rule.'

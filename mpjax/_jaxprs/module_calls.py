@@ -27,6 +27,7 @@ from mpjax._jaxprs.autocast import (
   region_of,
   with_settings,
 )
+from mpjax._jaxprs.autocast.rewriter import asked_precision
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, REGION, TABLE
 from mpjax._jaxprs.locations import MODULE, line_of_user
 from mpjax._jaxprs.op_lists import OpLists
@@ -254,10 +255,8 @@ class ModuleCall(NamedTuple):
       dtype = plain_attribute(self.module, "preferred_element_type")
       if dtype is None:
         # As with its own `dtype=`, but for a layer in a high precision.
-        precision = plain_attribute(self.module, "precision")
-        each = precision if isinstance(precision, tuple) else (precision,)
-        usual = {str(p).rpartition(".")[2].lower() for p in each} <= _USUAL
-        return at_rest(outputs, policy.compute_dtype.name) if usual else outputs
+        asked = asked_precision(plain_attribute(self.module, "precision"))
+        return outputs if asked else at_rest(outputs, policy.compute_dtype.name)
     if dtype is None:
       return outputs
     to, marks = DType(dtype), traced and self.state.casting != EVERY
@@ -321,10 +320,6 @@ def call_of(
     casting=EVERY if casts else state.casting,
   )
   return ModuleCall(module, path, resolved, state, inner, layers)
-
-
-_USUAL = {"none", "default", "fastest", "bfloat16"}
-"""The precisions of a matmul, as Flax's layers take them, that say nothing of float32."""
 
 
 @contextlib.contextmanager

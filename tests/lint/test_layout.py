@@ -496,14 +496,14 @@ def test_check_can_fail(check, sources):
 
 LINES = {
   "_core and root files": 2_400,
-  "_jaxprs without autocast": 2_899,
-  "_jaxprs/autocast": 3_096,
+  "_jaxprs without autocast": 2_900,
+  "_jaxprs/autocast": 3_100,
   "linen and nnx": 1_498,
   "transforms": 3_895,
   "_io": 591,
-  "_diagnostics": 3_392,
-  "all of mpjax": 17_771,
-  "tests": 41_991,
+  "_diagnostics": 3_393,
+  "all of mpjax": 17_777,
+  "tests": 42_000,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 

@@ -13,6 +13,7 @@ from mpjax._core.active import AuditRecord
 from mpjax._core.dtypes import is_low_precision, written
 from mpjax._core.types import DType
 from mpjax._diagnostics.audit.findings import Finding, summed
+from mpjax._jaxprs.autocast.rewriter import asked_precision
 from mpjax._jaxprs.autocast.scopes import FLOAT8, NOT_IN, REGION, policy_of
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import MODULE, Source, call_of
@@ -31,7 +32,9 @@ _FIXES = {
   "matmul": "It asks for preferred_element_type=float32: cast its result, .astype({low}).",
   "promotion": "That call casts its operands: give it dtype={low}, or operands of one dtype.",
   "operation": "Cast the operands of that {entry}: .astype({low}).",
+  "float64": "No policy casts float64: cast the batch to float32.",
 }
+_FIX = "Cast it where it is used: .astype({low})."
 
 
 class Why(NamedTuple):
@@ -92,7 +95,8 @@ class Causes:
     # Of two numbers it is the one that a low-precision value met before: in `where(mask, x16 *
     # np.float32(2), -1e9)` the other one is float32 because of it.
     is_number, is_cast = why.kind in ("number", "filled"), why.kind == "cast"
-    return why.kind in self.neutral, is_number, why.deliberate, is_cast, why.entry is None
+    neutral = why.kind in self.neutral and why.dtype != "float64"  # Which nothing takes.
+    return neutral, is_number, why.deliberate, is_cast, why.entry is None
 
   def _of_result(self, operation: Operation, result: Value, low_before: bool) -> Why | None:
     operands, own = operation.operands, _own(operation, result)
@@ -130,9 +134,8 @@ class Causes:
 
 def _own(operation: Operation, result: Value) -> Why:
   """Returns that an operation is the cause itself."""
-  kind = "operation"
-  if operation.facts.flops is not None:
-    kind = "promotion" if any(v.is_wide for v in operation.operands) else "matmul"
+  kind = "promotion" if any(v.is_wide for v in operation.operands) else "matmul"
+  kind = "operation" if operation.facts.flops is None else kind
   return Why(kind, operation.name, str(result.dtype), operation.where.source)
 
 
@@ -187,13 +190,14 @@ class Expectations:
     dtype = self.used if policy is None else policy.compute_dtype
     precision = None if policy is None else policy.precision
     asked = "" if precision is None else f", precision={written(precision)}"
+    own = asked_precision(operation.eqn.params.get("precision"))
     module = self._record.modules.get(where.marked(MODULE) or "")
     reasons = {
       "mpjax.full_precision": FULL_PRECISION in where.scopes,
       "the scaling of float8": FLOAT8 in where.scopes and not matmul,
       f"{not_low}": not_low is not None,
       # The code asks for it, no policy.
-      'precision="highest"': not asked and "HIGHEST" in str(operation.eqn.params.get("precision")),
+      f'precision="{own}"': bool(own) and not asked,
       "the optimizer": operation in self._after,
       "no low precision anywhere": not self.marked and dtype is None,
       "outside of every policy": self.marked and region is None,
@@ -254,7 +258,7 @@ def find_leaks(
       words = {**why._asdict(), "entry": entry.name, "low": f"jnp.{dtype.name}"}
       reason = _REASONS.get(why.kind, "of {name} ({kind}, {dtype})").format(**words)
       reason += f" at {why.source or 'an unknown line'}"
-      fix = _FIXES.get(why.kind, "Cast it where it is used: .astype({low}).").format(**words)
+      fix = _FIXES.get(why.kind, _FIXES.get(why.dtype, _FIX)).format(**words)
       path, direction, source = entry.where.path, entry.where.direction, entry.where.source
       leak = Finding(path, entry.name, direction, dtypes, source, reason, why.kind, why.name, fix)
     if not backward:

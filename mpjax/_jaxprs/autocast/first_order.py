@@ -41,7 +41,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.types import DType
 from mpjax._jaxprs.autocast.float8 import recipe_of
-from mpjax._jaxprs.autocast.matmuls import by_rule, why_not
+from mpjax._jaxprs.autocast.matmuls import by_rule, why_in_half
 from mpjax._jaxprs.autocast.residuals import saving_low
 from mpjax._jaxprs.autocast.rewriter import By, Rewriter, only_float32, retype, wants_precision
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, Place
@@ -133,7 +133,8 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
   """Writes a matmul or convolution, in low precision: what it returns is low, and at rest."""
   kinds, readers = [v.kind for v in values if v is not None], rewriter.consumers(eqn)
   multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
-  data, alone = any(k.is_data for k in kinds), all(k.is_data or k.numbers for k in kinds)
+  # Integers, complex numbers and float64 have none.
+  data, alone = any(k.is_data for k in kinds), all(k.is_data or k.numbers for k in kinds) and kinds
   # What only decides, as a comparison or an index, has no gradient, and a rounding may change it.
   decides = bool(readers & By.UNROUNDED) and not readers & ~By.DECISIONS
   positions = alone and (readers & By.INDEX or decides or not data)
@@ -146,14 +147,12 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
   if (chosen or (data and readers & By.ANGLE)) and dtype_of(eqn.outvars[0]) == FLOAT32:
     operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
     return rewriter.write(named, operands, [Kind(half, held=True)])
-  if alone:
-    eqn = rewriter.explained(
-      eqn, "float32", "its operands are inputs and constants: by hand float32"
-    )
+  by_hand = "its operands are inputs and constants: by hand float32"
+  eqn = rewriter.explained(eqn, "float32", by_hand) if alone else eqn
   policy, recipe = place.policy, None
   if policy is not None and policy.matmul is not None:
     recipe = recipe_of(policy.matmul)
-    reason = why_not(eqn, values, recipe, place.scope, rewriter.settings)
+    reason = why_in_half(eqn, values, recipe, place.scope, rewriter.settings)
     if reason is not None:
       eqn, recipe = rewriter.explained(eqn, "float8", reason), None
   if recipe is None and (FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params)):

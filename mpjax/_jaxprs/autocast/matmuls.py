@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType
-from mpjax._jaxprs.autocast.rewriter import Rewriter, retype, wants_precision
+from mpjax._jaxprs.autocast.rewriter import Rewriter, asked_precision, retype
 from mpjax._jaxprs.autocast.run import differentiated, jaxpr_for, remembered_off_mesh
 from mpjax._jaxprs.autocast.scopes import FLOAT8, TABLE
 from mpjax._jaxprs.autocast.values import Scope, Settings, Value
@@ -71,7 +71,7 @@ class Recipe(Protocol):
 # Which matmuls have a rule, and their equations.
 
 
-def why_not(
+def why_in_half(
   eqn: JaxprEqn, values: Sequence[Value | None], recipe: Recipe, scope: Scope, settings: Settings
 ) -> str | None:
   """Returns why a matmul is left in the compute dtype; None if it is to be in the recipe's."""
@@ -79,8 +79,7 @@ def why_not(
     return "it is an embedding" if TABLE in scope else "it is no dot_general"
   dtypes, params = {dtype_of(v) for v in eqn.invars[:2]}, eqn.params
   plain = (None, FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=str))
-  precise = wants_precision({"precision": params["precision"]})
-  if precise or params["preferred_element_type"] not in plain:
+  if asked_precision(params["precision"]) or params["preferred_element_type"] not in plain:
     return "the code asks for its precision"
   if settings.in_derivative:
     # JAX transposes what is linear in a tangent, and an operand that is rounded is not linear.
@@ -272,7 +271,7 @@ def into(primitive: Primitive, operands: Sequence[Array], params: Mapping[str, A
     return result
   # A CPU may turn a matmul round. One of shards has a result of a type of its own.
   sharded = any(any(jax.typeof(x).sharding.spec) for x in operands)
-  return result if sharded else _as_laid_out_p.bind(result)
+  return result if sharded else as_laid_out_p.bind(result)
 
 
 # In the format of a recipe.
@@ -489,7 +488,7 @@ ad.primitive_transposes[tangent_p] = _transpose
 batching.primitive_batchers[tangent_p] = _batch
 mlir.register_lowering(tangent_p, mlir.lower_fun(_evaluate, multiple_results=False))
 
-_as_laid_out_p = Primitive("as_laid_out")
+as_laid_out_p = Primitive("as_laid_out")
 """The operand. On a CPU XLA does not see through it, to turn the matmul that made it round.
 
 It leaves some matmuls of bfloat16 into float32 to a library that takes one layout alone, and fails
@@ -497,13 +496,13 @@ where a transpose of the result became one of the operands. What is traced on a 
 something else has nothing there.
 """
 
-_as_laid_out_p.def_impl(lambda x: x)
-_as_laid_out_p.def_abstract_eval(lambda aval: aval)
-ad.deflinear2(_as_laid_out_p, lambda cotangent, _: [cotangent])
-batching.defvectorized(_as_laid_out_p)
-mlir.register_lowering(_as_laid_out_p, lambda _, x: [x])
+as_laid_out_p.def_impl(lambda x: x)
+as_laid_out_p.def_abstract_eval(lambda aval: aval)
+ad.deflinear2(as_laid_out_p, lambda cotangent, _: [cotangent])
+batching.defvectorized(as_laid_out_p)
+mlir.register_lowering(as_laid_out_p, lambda _, x: [x])
 _on_cpu = mlir.lower_fun(
   lambda x: jnp.reshape(jax.lax.optimization_barrier(jnp.reshape(x, -1)), x.shape),
   multiple_results=False,
 )
-mlir.register_lowering(_as_laid_out_p, _on_cpu, platform="cpu")
+mlir.register_lowering(as_laid_out_p, _on_cpu, platform="cpu")

@@ -345,10 +345,10 @@ class Rewriter:
     takes_it = eqn.primitive is dot_general_p and all(takes(asked, dtype) for dtype in dtypes)
     return {**params, "precision": asked} if takes_it else params
 
-  def untouched(self, eqn: JaxprEqn) -> None:
+  def untouched(self, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = ()) -> None:
     """Writes an equation as it was; its results are of the kind of the operands, if it has some."""
     unknown = part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
-    if unknown and self.place(eqn).half is not None:
+    if (unknown or inners is None) and self.place(eqn).half is not None:
       text = "It runs as it was traced, in the dtypes that it had."
       warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
@@ -378,12 +378,17 @@ def retype(eqn: JaxprEqn, dtype: DType) -> Params:
   return {**params, "update_jaxpr": new.jaxpr, "update_consts": tuple(new.consts)}
 
 
+def asked_precision(precision: object) -> str:
+  """Returns what asks for more than the usual precision, in an equation or a setting; else ""."""
+  each = precision if isinstance(precision, tuple) else (precision,)
+  names = dict.fromkeys(str(x).rpartition(".")[2].lower() for x in each)
+  return ", ".join(x for x in names if x not in ("none", "default", "fastest", "bfloat16"))
+
+
 def wants_precision(params: EqnParams) -> bool:
   """Whether a matmul was asked for in a precision, or with a result, that is not the usual one."""
-  result, precision = params.get("preferred_element_type"), params.get("precision")
-  each = precision if isinstance(precision, tuple) else (precision,)
-  asked = any(p is not None and p != Precision.DEFAULT for p in each)
-  return asked or (result is not None and result != np.float32)
+  result, asked = params.get("preferred_element_type"), asked_precision(params.get("precision"))
+  return asked != "" or (result is not None and result != FLOAT32)
 
 
 def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
@@ -399,7 +404,7 @@ def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
       program = jax.make_jaxpr(fun)(*args)
     if not any(map(hides_matmul, walk(program))):
       return program
-    if wants_precision({"precision": _default_precision()}):
+    if asked_precision(_default_precision()):
       warnings.warn(_OBJECT, UserWarning, stacklevel=2)
     return jax.make_jaxpr(fun)(*args)
 

@@ -255,7 +255,7 @@ def test_what_a_rule_keeps_in_float32_is_on_purpose(reason):
 def test_what_code_keeps_in_float32_is_on_purpose():
   def fn(x, w):
     y = mpjax.full_precision(jnp.matmul)(x, w)
-    z = jnp.matmul(x, w, precision="highest")
+    z = jnp.matmul(x, w, precision="highest") + jnp.matmul(x, w, precision="high")
     return y + z + jnp.sin(x @ w) + x @ w
 
   w = jax.ShapeDtypeStruct((8, 8), "float32")
@@ -264,10 +264,20 @@ def test_what_code_keeps_in_float32_is_on_purpose():
   reasons = [
     "mpjax.full_precision",
     "positions, angles, indices or linear algebra",
+    'precision="high"',
     'precision="highest"',
   ]
   assert sorted(x.reason for x in audit.on_purpose) == reasons
-  assert audit.half_share == 1 / 4
+  assert audit.half_share == 1 / 5
+
+
+def test_a_batch_in_float64_is_a_leak(set_flag):
+  set_flag("jax_enable_x64", True)
+  fast = mpjax.autocast(lambda w, x: w.astype(x.dtype) @ x)
+  x = jax.ShapeDtypeStruct((8, 16), "float64")
+  (leak,) = mpjax.audit(fast)(X.update(shape=(8, 8), dtype="float32"), x).leaks
+  assert (leak.cause, leak.fix) == ("x", "No policy casts float64: cast the batch to float32.")
+  assert_no_leak(fast, X.update(shape=(8, 8), dtype="float32"), x.update(dtype="float32"))
 
 
 def test_an_optimizer_that_multiplies_in_float32_is_on_purpose():
