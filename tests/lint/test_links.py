@@ -8,6 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import optax
 import pytest
 
 import mpjax
@@ -24,6 +25,11 @@ SOURCES = {
 ELSEWHERE = ("comparison.md", "op_lists.md", "reliability.md")
 """Pages that name files of other projects."""
 
+_OURS = (f for f in SOURCES if f.startswith("mpjax/"))
+WORDS = set(re.findall(r"\w+", " ".join((ROOT / f).read_text(encoding="utf-8") for f in _OURS)))
+"""What pages about the design may name: all words of our code."""
+
+FOLDER = ROOT / "docs" / "design"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 
 
@@ -59,6 +65,12 @@ def dead(page: pathlib.Path, text: str) -> Iterator[str]:
   for file in re.findall(r"`([\w/]+\.py)`", text) if page.name not in ELSEWHERE else ():
     if not any(f"/{source}".endswith(f"/{file}") for source in SOURCES):
       yield file
+  if page.parent == FOLDER and page.name not in ELSEWHERE:
+    folders = [ROOT / folder for folder in re.findall(r"`(mpjax/[\w/]*)`", text)]
+    files = re.findall(r"`(\w+\.py)`", text)
+    yield from (x for x in files if not any((folder / x).exists() for folder in folders))
+    names = re.findall(r"`(\w*[a-z]_\w+)`", text)
+    yield from (x for x in names if x not in WORDS and not hasattr(optax, x))
   for name in re.findall(r"\bmpjax\.(\w+)", text) if page.name != "CHANGELOG.md" else ():
     if not (hasattr(mpjax, name) or any(f"mpjax/{name}" in source for source in SOURCES)):
       yield name
@@ -85,9 +97,10 @@ def test_what_leads_nowhere_is_found():
     "git",
     "make tset",
   ]
+  text = "In `mpjax/nnx/`, `_view.py` and `_value_and_grad.py`: `body_of`, `body_off`, `zero_nans`."
+  assert list(dead(FOLDER / "nnx.md", text)) == ["_value_and_grad.py", "body_off"]
 
 
-FOLDER = pathlib.Path(__file__).parents[2] / "docs/design"
 picture = types.SimpleNamespace(**runpy.run_path(str(FOLDER / "architecture_picture.py")))
 
 
