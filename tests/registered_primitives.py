@@ -2,9 +2,9 @@
 
 python -m tests.registered_primitives
 
-The first are those that exist once every public module of JAX is imported, but for Pallas,
-Mosaic and Thunky: most of theirs are instructions of a kernel or an executable. The second are
-those after `import jax.experimental.pallas` too. In a process of its own, since a test may make
+The first are those that exist once every public module of JAX and ours are imported, but for
+Pallas, Mosaic and Thunky: most of theirs are instructions of a kernel or an executable. The second
+are those after `import jax.experimental.pallas` too. In a process of its own, since a test may make
 primitives as well.
 """
 
@@ -46,6 +46,7 @@ def registered() -> tuple[set[str], set[str]]:
       importlib.import_module(name)
     except ImportError:  # It needs a package that is not installed.
       continue
+  importlib.import_module("mpjax._jaxprs.autocast.transform")
   before = alive()
   importlib.import_module("jax.experimental.pallas")
   return before, alive()

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.core import ShapedArray, Tracer
@@ -85,15 +85,7 @@ Traceback: TypeAlias = Any
 """The Python traceback of an equation: JAX exports no class for it."""
 
 
-class Frame(NamedTuple):
-  """A line of a traceback."""
-
-  file: str
-  line: int
-  function: str
-
-
-def frames_of(traceback: Traceback) -> tuple[Frame, ...]:
-  """Returns the lines of a traceback, the innermost first; none of one that is not known."""
+def frames_of(traceback: Traceback) -> list[tuple[str, int, str]]:
+  """Returns the file, line and function of the frames of a traceback, the innermost first."""
   frames = () if traceback is None else traceback.frames
-  return tuple(Frame(f.file_name, f.line_num, f.function_name) for f in frames)
+  return [(f.file_name, f.line_num, f.function_name) for f in frames]

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
 
-from mpjax._jaxprs.compat import Frame, Traceback, frames_of, scopes_of
+from mpjax._jaxprs.compat import Traceback, frames_of, scopes_of
 
 PREFIX = "mpjax."
 """What the scopes of this library begin with: marks in a name stack, which no path shows."""
@@ -125,7 +125,7 @@ def _joined(names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
   return more if more[: len(names)] == names else names + more
 
 
-def call_of(eqn: JaxprEqn) -> tuple[Frame, ...]:
+def call_of(eqn: JaxprEqn) -> tuple[Source, ...]:
   """Returns which call wrote an equation: the user's line, and what that called of a library.
 
   Where one of them is not known, there is no call: ().
@@ -134,8 +134,8 @@ def call_of(eqn: JaxprEqn) -> tuple[Frame, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _call(traceback: Traceback) -> tuple[Frame, ...]:
-  frames = frames_of(traceback)
+def _call(traceback: Traceback) -> tuple[Source, ...]:
+  frames = tuple(Source(*frame) for frame in frames_of(traceback))
   own = next((i for i, frame in enumerate(frames) if not is_library(frame.file)), 0)
   return frames[own - 1 : own + 1] if own else ()
 
@@ -143,8 +143,8 @@ def _call(traceback: Traceback) -> tuple[Frame, ...]:
 @functools.lru_cache(maxsize=4096)
 def _source(traceback: Traceback) -> Source | None:
   """Returns the innermost line outside of libraries; None if unknown."""
-  own = (Source(*frame) for frame in frames_of(traceback) if not is_library(frame.file))
-  return next(own, None)
+  frames = (Source(*frame) for frame in frames_of(traceback))
+  return next((frame for frame in frames if not is_library(frame.file)), None)
 
 
 def line_of_user(error: BaseException) -> str:

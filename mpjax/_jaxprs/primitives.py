@@ -60,6 +60,10 @@ class Holds(enum.Enum):
   """A kernel written by hand. It is not entered."""
 
 
+NESTED = frozenset((Holds.SCAN, Holds.WHILE, Holds.COND, Holds.SHARD_MAP))
+"""What a handler in `runner.py` enters. All else that is entered is a call: it runs once."""
+
+
 class Row(NamedTuple):
   """Primitives with the same facts.
 
@@ -139,8 +143,7 @@ def integer_pow_part(params: EqnParams) -> Part:
 
 
 _MOVES: Mapping[str, Any] = {"exact": True, "moves": True}
-_POWER: Mapping[str, Any] = {"elementwise": True, "role": "product"}
-_FACTORS: Mapping[str, Any] = {**_POWER, "gradient": "multiplied"}
+_FACTORS: Mapping[str, Any] = {"elementwise": True, "role": "product", "gradient": "multiplied"}
 FAMILIES: tuple[Family, ...] = (
   # half list
   Family(
@@ -313,7 +316,7 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "They say where numbers are to be.",
     "layout_constraint relayout with_memory_space_constraint",
-    Row("reshard sharding_constraint", **_MOVES),
+    Row("as_laid_out reshard sharding_constraint", **_MOVES),
   ),
   Family(
     "keep",
@@ -459,7 +462,7 @@ FAMILIES: tuple[Family, ...] = (
     "memory of the largest activations. The fourth power overflows float16 from 16 on, and "
     "negative ones for small operands. All of an activation function with a power in it, also one "
     "written as x * x, is computed in float32, and its slope is kept in low precision.",
-    Row("integer_pow", **_POWER, degree=lambda d, params: params["y"] * d[0]),
+    Row("integer_pow", elementwise=True, role="product", degree=lambda d, p: p["y"] * d[0]),
     decides="keep for the powers 0 to 3, float32 for others",
   ),
   # higher-order
@@ -488,7 +491,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("call_hi_primitive", holds=Holds.OBJECT),
     # Of its four jaxprs the others are for differentiating and checking.
     Row("custom_linear_solve", holds=Holds.LINEAR_SOLVE, role="linear algebra"),
-    Row("linear_call", holds=Holds.LINEAR_CALL),
+    Row("linear_call matmul_tangent", holds=Holds.LINEAR_CALL),
   ),
 )
 """Every primitive of each supported JAX, in exactly one row."""

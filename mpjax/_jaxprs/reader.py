@@ -15,7 +15,8 @@ from jax.numpy import finfo
 
 from mpjax._core.errors import REFUSALS
 from mpjax._core.types import DType
-from mpjax._jaxprs.primitives import Holds, facts_of
+from mpjax._jaxprs.compat import context_of
+from mpjax._jaxprs.primitives import NESTED, Holds, facts_of
 
 Atom: TypeAlias = Var | Literal
 """An operand, or a result of a jaxpr."""
@@ -82,6 +83,7 @@ class Inner(NamedTuple):
     operands: the positions of the operands of the equation that are its inputs, in order; None
       where that is not known.
     carry: which of its inputs are replaced by its first outputs, each time it runs again.
+    reverse: whether it starts at the end of the inputs after the carry.
     returns: whether its outputs are those of the equation, in order.
   """
 
@@ -89,6 +91,7 @@ class Inner(NamedTuple):
   times: int | None = 1
   operands: tuple[int, ...] | None = None
   carry: range = range(0)
+  reverse: bool = False
   returns: bool = True
 
   @property
@@ -132,7 +135,8 @@ def _scan(eqn: JaxprEqn) -> tuple[Inner, ...]:
     consts, carry = (len(part) for part in params["ft_in"].unpack()[:2])
   else:
     consts, carry = params["num_consts"], params["num_carry"]
-  return (body._replace(times=params["length"], carry=range(consts, consts + carry)),)
+  carried, reverse = range(consts, consts + carry), params["reverse"]
+  return (body._replace(times=params["length"], carry=carried, reverse=reverse),)
 
 
 def _while(eqn: JaxprEqn) -> tuple[Inner, ...]:
@@ -159,6 +163,15 @@ def _shard_map(eqn: JaxprEqn) -> tuple[Inner, ...]:
   return (_call(eqn)[0]._replace(times=devices),)
 
 
+def _linear(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  params = eqn.params
+  if "callee" not in params:  # Of our own primitive, whose implementation is what it runs.
+    with context_of(eqn):
+      run = functools.partial(eqn.primitive.impl, **params)
+      params = {"callee": jax.make_jaxpr(run)(*map(aval_of, eqn.invars))}
+  return (Inner(params["callee"], 1, (*range(len(eqn.invars)),)),)
+
+
 def _object(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
   # It may have derivative rules of its own, which what it expands to has not. The search for a root
   # is in no network, and is left alone like `custom_linear_solve`.
@@ -171,7 +184,7 @@ _READERS: Mapping[Holds | None, Callable[[JaxprEqn], tuple[Inner, ...] | None]] 
   **dict.fromkeys((Holds.BINARY, Holds.KERNEL), lambda eqn: ()),
   **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _call),
   Holds.COND: _cond,
-  Holds.LINEAR_CALL: lambda eqn: (Inner(eqn.params["callee"], 1, (*range(len(eqn.invars)),)),),
+  Holds.LINEAR_CALL: _linear,
   Holds.LINEAR_SOLVE: lambda eqn: (Inner(eqn.params["jaxprs"].solve),),
   Holds.OBJECT: _object,
   Holds.SCAN: _scan,
@@ -194,6 +207,10 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
     # outputs. Without, autocast would give the values of a scan to the wrong variables, and where
     # the shapes fit nobody would notice.
     for inner in jaxprs or ():
+      # A call is written out: of another kind, one iteration would count for all.
+      is_call = inner.times == len(jaxprs or ()) == 1 and not inner.carry
+      if not is_call and facts_of(eqn).holds not in NESTED:
+        return None
       inputs, outputs = len(inner.jaxpr.invars), len(inner.jaxpr.outvars)
       fits = not inner.returns or outputs == len(eqn.outvars)
       if inner.operands is not None and not (fits and inputs == len(inner.operands)):

@@ -141,7 +141,7 @@ def _varying(seen: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
 
 def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
   length = step.inner[0].times or 0
-  start = jnp.asarray(length - 1 if step.eqn.params["reverse"] else 0, jnp.int32)
+  start = jnp.asarray(length - 1 if step.inner[0].reverse else 0, jnp.int32)
   return _iterations(step, ins, observer, around, start, length)
 
 
@@ -149,7 +149,7 @@ def _iterations(
   step: Step, ins: Sequence[Any], observer: Observer, around: Around, start: Array, length: int
 ) -> Ran:
   """Runs some iterations of a scan, the first of which has the number `start`."""
-  (body,), (inner,), reverse = step.bodies, step.inner, step.eqn.params["reverse"]
+  (body,), (inner,), reverse = step.bodies, step.inner, step.inner[0].reverse
   first, last = inner.carry.start, inner.carry.stop
 
   def iteration(state: Any, x: Sequence[Any]) -> tuple[Any, Any]:
@@ -282,7 +282,7 @@ _TOGETHER = 2**20
 
 
 def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
-  (body,), (inner,), reverse = step.bodies, step.inner, step.eqn.params["reverse"]
+  (body,), (inner,), reverse = step.bodies, step.inner, step.inner[0].reverse
   first, last, length = inner.carry.start, inner.carry.stop, inner.times or 0
   constants, carry, xs = ins[:first], ins[first:last], ins[last:]
   if not length:

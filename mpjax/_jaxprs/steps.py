@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from mpjax._core.types import Array
 from mpjax._jaxprs.locations import Location, location
-from mpjax._jaxprs.primitives import Holds, facts_of
+from mpjax._jaxprs.primitives import NESTED, Holds, facts_of
 from mpjax._jaxprs.reader import Atom, Inner, Program, aval_of, inner_jaxprs, opened, shape_of
 
 Slot: TypeAlias = int | Literal
@@ -25,9 +25,6 @@ Slot: TypeAlias = int | Literal
 
 Key: TypeAlias = tuple[int, ...]
 """Which equation: its number, or that of the one it is in, the inner jaxpr, its number."""
-
-_NESTED = frozenset((Holds.SCAN, Holds.WHILE, Holds.COND, Holds.SHARD_MAP))
-"""What holds lists of its own. All else that runs a jaxpr on known operands is a call."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,7 +177,7 @@ class _Writer:
     for position, eqn in enumerate(jaxpr.eqns):
       step = Step(-1, (*at, position), eqn, around, times, certain, tuple(map(read, eqn.invars)))
       inner, holds = inner_jaxprs(eqn) or (), facts_of(eqn).holds
-      if inner and inner[0].operands is not None and holds not in _NESTED:
+      if inner and inner[0].operands is not None and holds not in NESTED:
         ins = step.ins
         if self.compiled and eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
           # What `remat` computes again the compiler must not take from the first time.
@@ -190,7 +187,7 @@ class _Writer:
           ins = self._step(dataclasses.replace(step, eqn=barrier), ())
         outs = self._write(inner[0].program, ins, step)
       else:
-        outs = self._step(step, inner if holds in _NESTED else ())
+        outs = self._step(step, inner if holds in NESTED else ())
       env.update(zip(eqn.outvars, outs, strict=True))
     return tuple(map(read, jaxpr.outvars))
 

@@ -10,7 +10,6 @@ from mpjax._core.leaves import path_text, refuse_overflow
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import Array, DType, Function, Leaf, Params, PyTree
 from mpjax._jaxprs.graph import Graph, Operation, Value
-from mpjax._jaxprs.reader import inner_jaxprs
 
 
 def used_dtypes(fun: Function, tree: PyTree, *args: PyTree) -> list[DType | None]:
@@ -97,8 +96,7 @@ def _moves(operation: Operation) -> bool:
   """Whether an operation moves one operand, which may be so in any dtype."""
   if operation.joins:
     # What a loop carries, or a branch returns, has the dtype of the other values that join it.
-    inner = inner_jaxprs(operation.eqn) or ()
-    fixed = any(each.times is None or each.carry for each in inner)
+    fixed = any(each.times is None or each.carry for each in operation.step.inner)
     return operation.joins == "enter" or (operation.joins == "leave" and not fixed)
   floating = {v for v in operation.operands if v.is_floating}
   return operation.moves and len(floating) <= 1

@@ -133,26 +133,3 @@ def test_widths_and_the_dtype_of_a_matmul():
     program = jax.make_jaxpr(lambda a, b: jax.lax.dot(a, b, preferred_element_type=a.dtype))
     (dot,) = Graph(program(avals[lhs], avals[rhs])).computing()
     assert dot.matmul_dtype == dtype
-
-
-PASSING = {
-  "as it is": (lambda a, b: (b, a, b), [1, 0, 1]),
-  "computed": (lambda a, b: (a + 1, b, a * 1), [None, 1, None]),
-  "a constant": (lambda a, b: (1, b, jnp.ones(2)), [None, 1, None]),
-  "jit": (lambda a, b: jax.jit(lambda x, y: (y, x + 1))(a, b), [1, None]),
-  "checkpoint": (jax.checkpoint(lambda a, b: (jnp.sin(a), b)), [None, 1]),
-  "one of them moved": (lambda a, b: jax.jit(lambda x, y: (y, x))(a + 1, b), [1, None]),
-  # A loop may give back what it was given, or what it was given the time before.
-  "scan": (
-    lambda a, b: jax.lax.scan(lambda c, _: ((c[1], c[1] + 1), None), (b, a), length=3)[0],
-    [None, None],
-  ),
-  "cond": (lambda a, b: jax.lax.cond(a > 0, lambda: a, lambda: b), [None]),
-}
-
-
-def test_which_results_are_arguments():
-  for name, (fun, expected) in PASSING.items():
-    found = Graph(jax.make_jaxpr(fun)(1.0, 2.0))
-    places = {v: i for i, v in enumerate(found.arguments)}
-    assert [places.get(v) for v in found.results] == expected, name

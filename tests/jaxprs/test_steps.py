@@ -38,14 +38,3 @@ def test_a_step_knows_what_it_is_in():
   assert [[each.number for each in step.enclosing()][-1] for step in inside] == [branch.number] * 2
   assert [step.holds for step in inside[0].enclosing()][-1] is branch.holds
   assert [*branch.enclosing()] == [branch]
-
-
-def test_on_the_host_all_steps_are_there_and_each_says_how_often_it_runs():
-  def fn(x):
-    return jax.lax.scan(lambda c, _: (jnp.sin(c), None), jnp.cos(x), None, length=3)[1]
-
-  closed = jax.make_jaxpr(fn)(1.0)
-  assert [(s.eqn.primitive.name, s.times) for s in body_of(closed).every_step()] == [
-    *(("cos", 1), ("scan", 1), ("sin", 3)),
-  ]
-  assert not body_of(closed, compiled=True).steps

@@ -232,14 +232,10 @@ def modules_of(body: Body) -> dict[str, int]:
   flops: dict[str, int] = {}
   for step in body.every_step():
     moves = step.bodies or facts_of(step.eqn).moves
-    if _is_matmul(step) or (step.location.direction == "forward" and not moves):
+    if facts_of(step.eqn).flops or (step.location.direction == "forward" and not moves):
       path = step.location.path
       flops[path] = flops.get(path, 0) + (flops_of(step.eqn) or 0) * step.times
   return flops
-
-
-def _is_matmul(step: Step) -> bool:
-  return facts_of(step.eqn).flops is not None
 
 
 def scopes_of(body: Body) -> set[str]:
@@ -285,7 +281,7 @@ def forward_errors(exact: Body, low: Body, operands: Sequence[Array]) -> dict[st
     arrays = collections.defaultdict[Hashable, list[tuple[str, Array]]](list)
 
     def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
-      return outs[:1] if _is_matmul(step) or facts_of(step.eqn).role == "sum" else ()
+      return outs[:1] if facts_of(step.eqn).flops or facts_of(step.eqn).role == "sum" else ()
 
     def see(step: Step, picked: Sequence[Array]) -> None:
       alike = step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
@@ -340,7 +336,7 @@ def errors_alone(
 
     def compute(step: Step, values: Sequence[Array]) -> list[Array]:
       module = order.get(step.location.path)
-      if not _is_matmul(step) or module is None:
+      if not facts_of(step.eqn).flops or module is None:
         return bind(step.eqn, values)
       first, *rest = bind(step.eqn, [*(rounded(x, module) for x in values[:2]), *values[2:]])
       return [rounded(first, module), *rest]

@@ -101,8 +101,9 @@ def rewrite(
 
 def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation that holds jaxprs."""
-  inners, rule = inner_jaxprs(eqn), _RULES.get(facts_of(eqn).holds)
-  return rewriter.untouched(eqn) if inners is None or rule is None else rule(rewriter, eqn, inners)
+  holds = facts_of(eqn).holds
+  inners = inner_jaxprs(eqn) if holds in _RULES else None
+  return rewriter.untouched(eqn, None) if inners is None else _RULES[holds](rewriter, eqn, inners)
 
 
 def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
@@ -455,4 +456,6 @@ _RULES: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, tuple[Inner, ...]], 
   **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _custom),
   Holds.COND: _cond,
   **dict.fromkeys((Holds.SCAN, Holds.WHILE), _loop),
+  # What has to match another jaxpr, or is an object of JAX, runs as it was traced.
+  **dict.fromkeys((Holds.LINEAR_CALL, Holds.LINEAR_SOLVE, Holds.OBJECT), Rewriter.untouched),
 }

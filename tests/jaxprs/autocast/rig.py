@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import pytest
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 
 import mpjax
 from mpjax._jaxprs.autocast import Settings, with_settings
@@ -51,3 +53,19 @@ BODIES: dict[str, Callable[[Any], Any]] = {
   "custom_jvp": with_jvp,
   "custom_vjp": with_vjp,
 }
+
+repeat_p = Primitive("repeat_times")
+"""A loop of another library: it computes `x` from `w` and `x`, some times."""
+
+repeat_p.multiple_results = True
+repeat_p.def_abstract_eval(lambda *avals, jaxpr, **_: jaxpr.out_avals)
+
+
+@repeat_p.def_impl
+def _repeat(w: Any, x: Any, *, jaxpr: Any, times: int) -> list[Any]:
+  for _ in range(times):
+    (x,) = jaxpr_as_fun(jaxpr)(w, x)
+  return [x]
+
+
+mlir.register_lowering(repeat_p, mlir.lower_fun(_repeat))

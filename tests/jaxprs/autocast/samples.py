@@ -17,6 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 
+from mpjax._jaxprs.autocast.matmuls import as_laid_out_p
+
 
 class Sample(NamedTuple):
   """One call."""
@@ -230,6 +232,7 @@ KEEP: dict[str, Sample] = {
   "approx_top_k": _elementwise(lambda x: lax.approx_max_k(x, 2)[0]),
   "argmax": _elementwise(lambda x: lax.argmax(x, 1, jnp.int32), smooth=()),
   "argmin": _elementwise(lambda x: lax.argmin(x, 1, jnp.int32), smooth=()),
+  "as_laid_out": _elementwise(as_laid_out_p.bind),
   "broadcast_in_dim": _elementwise(lambda x: lax.broadcast(x, (2,))),
   "copy": _elementwise(jnp.copy),
   "cummax": _elementwise(lambda x: lax.cummax(x, 1)),

@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 import mpjax
+from mpjax._jaxprs.graph import Graph
 from tests import programs
 from tests.models.values import normal
 
@@ -136,38 +137,26 @@ def test_a_boundary_changes_no_bit(half, before, after):
     np.testing.assert_array_equal(got, found["inline"], err_msg=way)
 
 
-def name_of(eqn: Any) -> str:
-  """Returns the name of a primitive; that of a matmul for one with a derivative rule of ours."""
-  inside = getattr(eqn.params.get("call_jaxpr"), "jaxpr", None)
-  names = [each.primitive.name for each in inside.eqns] if inside else []
-  return "dot_general" if "as_laid_out" in names else eqn.primitive.name
-
-
-def casts_for_some(jaxpr: Any, params: set[Any]) -> list[str]:
+def casts_for_some(graph: Graph) -> list[str]:
   """Returns the casts to low precision of what is read in float32 too, other than by a matmul.
 
   A parameter, and what is moved or computed of parameters alone, may be rounded for a sum with what
   is rounded itself.
   """
-  readers: dict[Any, list[Any]] = {}
-  for eqn in jaxpr.eqns:
-    for atom in eqn.invars:
-      if not isinstance(atom, Literal):
-        readers.setdefault(atom, []).append(eqn)
-    if all(isinstance(atom, Literal) or atom in params for atom in eqn.invars):
-      params |= set(eqn.outvars)
-  wrong = []
-  for eqn in jaxpr.eqns:
-    (source, *_), (result, *_) = (*eqn.invars, None), (*eqn.outvars, None)
-    if eqn.primitive.name != "convert_element_type" or isinstance(source, Literal):
+  params, wrong = set(graph.arguments[:1]), []
+  for each in graph.operations:
+    if all(v.kind == "literal" or v in params for v in each.operands):
+      params |= set(each.results)
+  for each in graph.operations:
+    source, result = each.operands[0], each.results[0]
+    if not (each.casts and source.is_wide and result.is_low) or source.kind == "literal":
       continue
-    rounds = str(source.aval.dtype) == "float32" and result.aval.dtype.itemsize == 2
-    if not rounds or source in params:
+    by = {reader.name for reader in result.consumers}
+    if source in params or by <= {"dot_general"}:
       continue
-    by = {name_of(reader) for reader in readers.get(result, [])}
-    if len(readers[source]) > 1 and not by <= {"dot_general"}:
+    if len(source.consumers) > 1:
       wrong.append(f"{source.aval.str_short()} is rounded for {sorted(by)}")
-    if source in jaxpr.invars and not by <= {"dot_general"}:
+    if source in graph.arguments:
       wrong.append(f"data is rounded for {sorted(by)}")
   return wrong
 
@@ -178,5 +167,5 @@ def test_what_is_held_in_float32_is_rounded_for_matmuls_alone_or_for_all(steps):
   def fun(w, x):
     return extended([x, w, x @ w], steps, w)[-1]
 
-  made = jax.make_jaxpr(mpjax.autocast(fun, "mixed_bfloat16", data_argnums=1))(W, X).jaxpr
-  assert casts_for_some(made, {made.invars[0]}) == []
+  made = jax.make_jaxpr(mpjax.autocast(fun, "mixed_bfloat16", data_argnums=1))(W, X)
+  assert casts_for_some(Graph(made)) == []
