@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.errors import MpjaxError, MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, flax_errors, listed
 from mpjax._core.leaves import is_key, path_text
 from mpjax._core.trees import check_alike, is_inexact
 from mpjax._core.types import Array, Grads, Leaf, Params, PyTree
@@ -42,7 +42,16 @@ def trace_loss(
 
   @functools.wraps(loss_fn)
   def checked(params: Params, model_state: PyTree, batch: PyTree, rng: Array | None) -> PyTree:
-    where, out = "mpjax.make_train_step(loss_fn)", loss_fn(params, model_state, batch, rng)
+    where = "mpjax.make_train_step(loss_fn)"
+    try:
+      out = loss_fn(params, model_state, batch, rng)
+    except (*REFUSALS, *flax_errors()) as error:
+      options = {"model_state=": not jax.tree.leaves(model_state), "rng=": rng is None}
+      absent = " and ".join(name for name, is_absent in options.items() if is_absent)
+      of_state = f"; TrainState.create made this state without {absent}" if absent else ""
+      call = "mpjax.make_train_step calls loss_fn(params, model_state, batch, rng)"
+      error.add_note(f"{call}{of_state}.")
+      raise
     aux: PyTree = out[1] if isinstance(out, tuple) and len(out) == 2 else None
     if not (isinstance(aux, tuple) and len(aux) == 2 and isinstance(aux[1], Mapping)):
       expected = "it to return (loss, (model_state, metrics)) with a dict of metrics"
@@ -62,16 +71,7 @@ def trace_loss(
 
   # JAX keeps the trace: the step differentiates, looks at and runs what it has called once.
   traced = jax.jit(checked, inline=True)
-  try:
-    jaxpr = traced.trace(params, model_state, batch, rng).jaxpr
-  except Exception as error:
-    if not isinstance(error, MpjaxError):
-      options = {"model_state=": not jax.tree.leaves(model_state), "rng=": rng is None}
-      absent = " and ".join(name for name, is_absent in options.items() if is_absent)
-      of_state = f"; TrainState.create made this state without {absent}" if absent else ""
-      call = "mpjax.make_train_step calls loss_fn(params, model_state, batch, rng)"
-      error.add_note(f"{call}{of_state}.")
-    raise
+  jaxpr = traced.trace(params, model_state, batch, rng).jaxpr
   # Leaves of the arguments are those of params, then of model_state; of the results, the loss comes
   # first.
   leaves, structure = jax.tree.flatten(model_state)
