@@ -79,7 +79,7 @@ def diagnosis(
   for name, meaning in OPTIONS.items():
     value = "not set" if options[name] is None else str(options[name])
     settings.append((name, value, meaning.format(precision=precision)))
-  flags = environment.get("XLA_FLAGS", "not set")
+  flags = environment.get("XLA_FLAGS", "")
   (excess,) = re.findall(r"--xla_allow_excess_precision=(\S*)", flags)[-1:] or ["not set (true)"]
   rounding = (
     "XLA may leave out a cast to low precision and back: results can be more exact than the jaxpr "
@@ -87,10 +87,7 @@ def diagnosis(
   )
   if excess.lower() in ("false", "0"):
     rounding = "Each cast to low precision rounds, as the jaxpr says."
-  settings += [
-    ("xla_allow_excess_precision", excess, rounding),
-    ("XLA_FLAGS", flags, "All other flags of XLA are in it."),
-  ]
+  settings.append(("xla_allow_excess_precision", excess, rounding))
   installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
   return Diagnosis(
     preset=preset,

@@ -98,6 +98,10 @@ class Report(abc.ABC):
     computed = (k for k, x in vars(type(self)).items() if isinstance(x, property) and k[0] != "_")
     return {**vars(self), **{name: getattr(self, name) for name in computed}}
 
+  def __repr__(self) -> str:
+    first = next(line for section in self.sections() for line in section.lines)
+    return f"<{type(self).__name__}: {first}>"
+
   def __str__(self) -> str:
     lines = (line.rstrip() for line in self._printed().export_text().splitlines())
     return "\n".join(lines).strip("\n")

@@ -125,12 +125,12 @@ def _joined(names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
   return more if more[: len(names)] == names else names + more
 
 
-def call_of(eqn: JaxprEqn) -> tuple[Source, ...]:
+def call_of(*eqns: JaxprEqn) -> tuple[Source, ...]:
   """Returns which call wrote an equation: the user's line, and what that called of a library.
 
-  Where one of them is not known, there is no call: ().
+  It is that of the first of `eqns` of which both are known: an equation, then what it is in; or ().
   """
-  return _call(eqn.source_info.traceback)
+  return next(filter(None, (_call(eqn.source_info.traceback) for eqn in eqns)), ())
 
 
 @functools.lru_cache(maxsize=4096)

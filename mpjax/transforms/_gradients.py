@@ -70,7 +70,7 @@ def trace_loss(
     return out
 
   # JAX keeps the trace: the step differentiates, looks at and runs what it has called once.
-  traced = jax.jit(checked, inline=True)
+  traced = jax.jit(checked)
   jaxpr = traced.trace(params, model_state, batch, rng).jaxpr
   # Leaves of the arguments are those of params, then of model_state; of the results, the loss comes
   # first.

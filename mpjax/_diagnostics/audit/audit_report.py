@@ -102,9 +102,6 @@ class AuditReport(Report):
         fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
       )
 
-  def __repr__(self) -> str:
-    return f"AuditReport(half_share={self.half_share:.4f}, leaks={len(self.leaks)})"
-
   def sections(self) -> Sequence[Section]:
     total, leaks = max(sum(self.flops.values()), 1), summed(self.leaks, layers=True)
     count = len(self.leaks)

@@ -32,6 +32,7 @@ _FIXES = {
   "matmul": "It asks for preferred_element_type=float32: cast its result, .astype({low}).",
   "promotion": "That call casts its operands: give it dtype={low}, or operands of one dtype.",
   "operation": "Cast the operands of that {entry}: .astype({low}).",
+  "parameter": "Give its layer dtype={low}, or cast it where it is used: .astype({low}).",
   "float64": "No policy casts float64: cast the batch to float32.",
 }
 _FIX = "Cast it where it is used: .astype({low})."
@@ -92,11 +93,13 @@ class Causes:
 
   def _rank(self, why: Why) -> tuple[bool, ...]:
     """Orders causes by what decides: arrays, casts, operations that are to be float32, numbers."""
+    # A number that made a low-precision value float32 comes before a cast, as `w.astype(x.dtype)`.
     # Of two numbers it is the one that a low-precision value met before: in `where(mask, x16 *
     # np.float32(2), -1e9)` the other one is float32 because of it.
     is_number, is_cast = why.kind in ("number", "filled"), why.kind == "cast"
     neutral = why.kind in self.neutral and why.dtype != "float64"  # Which nothing takes.
-    return neutral, is_number, why.deliberate, is_cast, why.entry is None
+    alone = is_number and why.entry is None
+    return neutral, alone, why.deliberate, is_cast, is_number, why.entry is None
 
   def _of_result(self, operation: Operation, result: Value, low_before: bool) -> Why | None:
     operands, own = operation.operands, _own(operation, result)

@@ -1,6 +1,7 @@
 """`find_nonfinite`: where the first inf or NaN came from."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from mpjax._diagnostics.nonfinite import probes
 from mpjax._diagnostics.report import Pending, Report, Section, power
 from mpjax._diagnostics.tune.tune_report import written
 from mpjax._diagnostics.tune.tuning import scopes_of, selector
+from mpjax._jaxprs.autocast.scopes import REGION
 from mpjax._jaxprs.graph import Graph, Operation
 from mpjax._jaxprs.locations import call_of
 from mpjax._jaxprs.primitives import Holds
@@ -109,19 +111,6 @@ class NonfiniteReport(Report):
   def __bool__(self) -> bool:
     return self.operation is not None
 
-  def __repr__(self) -> str:
-    if not self:
-      return "NonfiniteReport(nothing found)"
-    return f"NonfiniteReport({self._place()}, verdict={self.verdict!r})"
-
-  def _place(self) -> str:
-    parts = [part for part in (self.path, self.operation, self.direction, self.source) if part]
-    if self.iteration is not None:
-      parts.append(f"iteration {self.iteration}")
-    if self.device is not None:
-      parts.append("device " + ", ".join(f"{axis}={i}" for axis, i in self.device.items()))
-    return " · ".join(parts)
-
   def sections(self) -> Sequence[Section]:
     scale = ()
     if self.loss_scale is not None:
@@ -134,6 +123,12 @@ class NonfiniteReport(Report):
       verdict = f"The scale's fault: all is finite at {power(self.finite_at)}."
     elif self.loss_scale is None and self.direction == "backward":
       verdict = "The value's own, unless the loss is scaled: no argument holds a loss scale to try."
+    parts = [part for part in (self.path, self.operation, self.direction, self.source) if part]
+    if self.iteration is not None:
+      parts.append(f"iteration {self.iteration}")
+    if self.device is not None:
+      parts.append("device " + ", ".join(f"{axis}={i}" for axis, i in self.device.items()))
+    place = f"First value that is not finite: {' · '.join(parts)}"
     columns = ("value", "dtype and shape", "least", "largest", "inf", "NaN")
     rows = []
     for each in (*self.operands, *filter(None, [self.result])):
@@ -141,7 +136,7 @@ class NonfiniteReport(Report):
       numbers = ("-" if math.isnan(x) else f"{x:.3g}" for x in (each.least, each.most))
       rows.append((each.name, shape, *numbers, f"{each.inf}", f"{each.nan}"))
     return [
-      Section(lines=(f"First value that is not finite: {self._place()}", *scale, self.cause)),
+      Section(lines=(place, *scale, self.cause)),
       Section("Values", columns=columns, rows=tuple(rows)),
       Section("Verdict", lines=(verdict,)),
       Section("Cure", lines=(self.cure,)),
@@ -177,8 +172,8 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   >>> found = mpjax.find_nonfinite(jax.grad(loss_fn))(w, x)
   >>> found.path, found.operation, found.direction, found.verdict
   ('head', 'exp', 'forward', 'value')
-  >>> found.cure
-  'Rule("float32", path="**/head")  # or the policy mixed_bfloat16'
+  >>> found.cure.split("  ")[0]
+  'x.astype(jnp.float32)'
   >>> bool(mpjax.find_nonfinite(jax.grad(loss_fn))(w / 2, x))
   False
   """
@@ -223,7 +218,8 @@ class Finder:
     self.probe, self.uses = probes.FlagProbe(self.body), probes.Uses(self.body)
     self.flags = self._looking(self.probe)
     self.closely: dict[frozenset[int], Callable[..., Any]] = {}
-    name_by_parameters(self.graph, [argument.module for argument in self.arguments])
+    modules = [x.module if x.is_first or x.is_parameter else () for x in self.arguments]
+    name_by_parameters(self.graph, modules)
     # Of a loop, that of its first argument.
     self.operations = {each.step.key: each for each in reversed(self.graph.operations)}
 
@@ -337,6 +333,8 @@ class Finder:
   def _in_float32(self, operation: Operation) -> str:
     """Returns the code by which an operation is computed in float32, and begins a comment."""
     path = operation.where.path
+    if operation.where.marked(REGION) is None:  # No rule is for what has no policy.
+      return f"x.astype(jnp.float32)  # the operands at {operation.where.source},"
     if not path:
       return "a jax.named_scope here and a Rule with its path  #"
     # The outermost scope of a Flax model is called by its class. A rule on that would put all of
@@ -383,14 +381,24 @@ def _device(step: Step, device: int) -> dict[str, int] | None:
 
 
 def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "backward"]:
-  """Returns the pass of an operation: what `remat` computes again is part of the forward pass."""
-  if operation.where.direction != "forward":
-    return "backward" if operation.where.direction == "backward" else "forward"
-  # The slope of a square root, 0.5 / sqrt(x), is computed beside the root: by the same call, of
-  # what the root takes or returns. Only the backward pass reads it.
-  call, operands = call_of(operation.eqn), set(operation.operands)
-  earlier = graph.operations[: graph.operations.index(operation)]
-  beside = (each for each in earlier if each.facts.elementwise and call_of(each.eqn) == call)
+  """Returns the pass of an operation: what `remat` computes again is part of the forward pass.
+
+  A slope, such as the 0.5 / sqrt(x) of a root, is of the backward pass, wherever it is computed.
+  """
+  if operation.where.direction == "backward":
+    return "backward"
+  # What the same call of the user's code, such as `jnp.sqrt(x)`, computed before.
+  calls = {x: call_of(*(step.eqn for step in x.step.enclosing())) for x in graph.operations}
+  earlier = itertools.takewhile(lambda each: each is not operation, graph.operations)
+  before = [each for each in earlier if calls[each] == calls[operation]]
+  if operation.where.direction == "recomputed":
+    # What is computed again was computed before, of as many arrays and the same numbers.
+    numbers = [v.label for v in operation.operands]
+    again = (x.name == operation.name and [v.label for v in x.operands] == numbers for x in before)
+    return "forward" if any(again) or not before else "backward"
+  # It takes what the root takes or returns, and only the backward pass reads it.
+  operands = set(operation.operands)
+  beside = (each for each in before if each.facts.elementwise)
   if all(operands.isdisjoint((*each.operands, *each.results)) for each in beside):
     return "forward"
   returned, seen, pending = set(graph.results), {operation}, [operation]
@@ -437,6 +445,10 @@ def cause_and_cure(
 
   values, infs = [x.value for x in operands], [x for x in operands if x.inf or x.nan]
   mask = f"jnp.where(mask, x, jnp.finfo(jnp.{dtype}).min)"
+  around = "# as the operand, or divisor, of this line, and a jnp.where around its result"
+  if infs and result.nan and 0 in values and report.direction == "backward":
+    text = "It is 0 * inf: a gradient of 0, and a slope at a pole, as of a root at 0."
+    return text, f"jnp.where(allowed, x, safe)  {around}"
   if infs and result.nan and 0 in values:
     text = "It is 0 * inf, of an inf that did no harm before: discarded, or a constant beyond "
     cure = "x = jnp.where(mask, x, 1.0)  # before the operation whose inf is masked, or mask by "
@@ -481,8 +493,5 @@ def cause_and_cure(
     return text, "x + epsilon * jnp.eye(n)  # of a matrix; else smaller operands, an index inside"
   text = f"{text} is {kind} in every precision."
   # In a backward pass it is a slope, and the line has the operation whose slope it is.
-  zero = 0 in values and report.direction == "forward"
-  if zero and operation == p.div_p.name:
-    return text, "x / jnp.where(y == 0, 1, y)  # or add an epsilon to the divisor"
-  where = "jnp.where(x != 0, x, 1)" if zero else "jnp.where(allowed, x, safe)"
-  return text, f"{where}  # as the operand of this line, and a jnp.where around its result"
+  number = "x != 0, x, 1" if 0 in values and report.direction == "forward" else "allowed, x, safe"
+  return text, f"jnp.where({number})  {around}"

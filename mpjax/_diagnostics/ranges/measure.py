@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core.primitives import add_p, sub_p
+from jax.extend.core.primitives import add_p, scatter_add_p, sub_p
 
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.leaves import Path, changes_nothing
@@ -25,6 +25,7 @@ from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, NumpyA
 from mpjax._diagnostics.arguments import Argument, Call, name_by_parameters, with_parameter_scopes
 from mpjax._diagnostics.ranges.ranges_report import FORMATS, GroupRanges, Kind, RangesReport
 from mpjax._diagnostics.report import Advance, Pending
+from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.graph import Graph, Operation, Value
 from mpjax._jaxprs.locations import Location
 from mpjax._jaxprs.primitives import OUTER_PRODUCT
@@ -123,7 +124,9 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
     if step.number not in counting.additions:
       return [x for x in outs if is_floating(x) and step.number in counting.steps]
     argument, dtype = counting.additions[step.number]
-    update = jnp.broadcast_to(jnp.asarray(ins[1 - argument]), outs[0].shape)
+    # What it makes of zeros: that of a scatter is an update of some elements.
+    nothing = [jnp.zeros_like(x) if i == argument else x for i, x in enumerate(ins)]
+    (update,) = bind(step.eqn, nothing)
     # As it is stored: that is where it rounds away.
     old, new = (x.astype(dtype) for x in (ins[argument], outs[0]))
     return [update, changes_nothing(old, new, update)]
@@ -172,12 +175,15 @@ def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()
       and (one.is_first or (v.aval.shape and one.keys and one.keys in (keys, keys[1:])))
     ]
     for operation in (total.made_by for total in _copies(result)):
-      if operation is None or operation.eqn.primitive not in (add_p, sub_p):
+      if operation is None or operation.eqn.primitive not in (add_p, sub_p, scatter_add_p):
         continue
-      updated = operation.operands[: 1 if operation.eqn.primitive is sub_p else 2]
+      updated = operation.operands[: 2 if operation.eqn.primitive is add_p else 1]
       copies = [*enumerate(map(_copies, updated))]
       # Of `a + b`, two arguments, the first is what is updated.
       for v, i in [(v, i) for v in stored for i, values in copies if v in values][:1]:
+        makers = [each.made_by for each in _copies(operation.operands[1 - i])]
+        if any(x and x.eqn.primitive is sub_p and v in _copies(x.operands[1]) for x in makers):
+          continue  # `p + (master - p)`: it is the master that an update is added to.
         steps.setdefault(operation.step.number, ("updates", floats[v].name))
         additions.setdefault(operation.step.number, (i, v.aval.dtype))
 

@@ -107,9 +107,6 @@ class RangesReport(Report):
   groups: tuple[GroupRanges, ...]
   loss_scale_in_use: float | None
 
-  def __repr__(self) -> str:
-    return f"<RangesReport of {self.name}: {len(self.groups)} groups>"
-
   def of(self, kind: Kind) -> tuple[GroupRanges, ...]:
     """Returns the groups of one kind that are not empty, in the order of the function.
 

@@ -82,10 +82,6 @@ class TuneReport(Report):
   modules: tuple[ModuleReport, ...]
   scopes: bool = True
 
-  def __repr__(self) -> str:
-    summary = f"{len(self.rules)} rules, error {_text(self.error)}"
-    return f"<TuneReport: {summary}, {percent(self.half_share)} in low precision>"
-
   def sections(self) -> list[Section]:
     low, ranked = self.policy.compute_dtype.name, list[tuple[str, ...]]()
     modules = [
@@ -109,8 +105,8 @@ class TuneReport(Report):
     share = f"{percent(self.half_share)} of the FLOPs of matmuls run in {low}"
     errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
     scale = f", at loss scale {self.loss_scale:.0f}" if self.loss_scale != 1 else ""
+    summary = f"{share}; the relative error of the gradient is {errors}."
     lines = [
-      f"{share}; the relative error of the gradient is {errors}.",
       f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}.",
     ]
     if {module.path for module in self.modules} == {""}:
@@ -130,7 +126,7 @@ class TuneReport(Report):
     lines += rules if self.rules else ["rules = ()  # none is needed"]
     curve = "Error of the gradient by share in low precision"
     return [
-      Section(title, (f"{about}, and of those inside.",) * bool(modules), columns, tuple(modules)),
+      Section(title, (summary, f"{about}, and of those inside."), columns, tuple(modules)),
       Section("Rules", tuple(lines)),
       Section(curve, (), ("share", "error", "", "in float32"), tuple(ranked) * (len(ranked) > 1)),
     ]

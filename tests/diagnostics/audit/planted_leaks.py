@@ -107,6 +107,10 @@ BETWEEN: dict[str, tuple[Any, ...]] = {
     *(lambda h, key: h + jax.random.normal(key, h.shape), (KEY,)),
     *("operation", "bitcast_convert_type", "add"),
   ),
+  "number_before_a_cast": (
+    *(lambda h, w: (y := h * np.float32(3)) @ w.T.astype(y.dtype) @ w.astype(y.dtype), (W,)),
+    *("number", "3", "mul"),
+  ),
   "scaled_or_0": (lambda h: jnp.where(h > 0, h * np.float32(2), 0), (), "number", "2", "mul"),
   "mean_by_hand": (
     *(lambda h: h - h.astype(F32).mean(0, keepdims=True), ()),

@@ -144,7 +144,7 @@ def test_the_headline_of_a_policied_model_and_of_one_outside_of_its_policy():
   assert audit.float8_share == 0
   assert audit.leaks == ()
   assert set(audit.flops) == {("forward", "bfloat16"), ("backward", "bfloat16")}
-  assert repr(audit) == "AuditReport(half_share=1.0000, leaks=0)"
+  assert repr(audit) == "<AuditReport: 100.0 % of the matmuls' FLOPs in low precision, no leaks>"
   assert "100.0 % of the matmuls' FLOPs in low precision, no leaks" in str(audit)
   data = json.loads(audit.to_json())
   assert data["flops"] == {" ".join(key): n for key, n in audit.flops.items()}

@@ -108,6 +108,8 @@ def test_lost_updates_equal_those_of_numpy():
   assert (found.lost_updates, found.zero) == (lost, 5)
   check_equal(found, u)
   assert report.lost_updates == lost / 45
+  sparse = mpjax.ranges(lambda p, u: p.at[np.arange(50)].add(u))
+  assert sparse(params["a"], updates["a"]).lost_updates == lost / 45
 
 
 class Model(nn.Module):
@@ -241,19 +243,21 @@ def test_masters_take_the_updates_that_half_parameters_would_lose():
   params = {"w": jnp.ones(8, jnp.bfloat16)}
   grads = {"w": jnp.full(8, 1e-4, jnp.float32)}
 
-  def step(tx):
+  def step(tx, exactly):
     def one(params, opt_state, grads):
       updates, opt_state = tx.update(grads, opt_state, params)
-      return mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state)), opt_state
+      master = mpjax.master_params(opt_state) if exactly else None
+      return mpjax.apply_updates(params, updates, master=master), opt_state
 
     return one
 
   plain, wide = optax.sgd(1.0), mpjax.master_weights(optax.sgd(1.0))
   lossy = mpjax.ranges(lambda p, s, g: optax.apply_updates(p, plain.update(g, s, p)[0]))
   assert lossy(params, plain.init(params), grads).lost_updates == 1
-  report = mpjax.ranges(step(wide))(params, wide.init(params), grads)
-  assert report.lost_updates == 0
-  assert [g.path for g in report.of("updates")] == ["opt_state/master/w"]
+  for exactly in (True, False):
+    report = mpjax.ranges(step(wide, exactly))(params, wide.init(params), grads)
+    assert report.lost_updates == 0
+    assert [g.path for g in report.of("updates")] == ["opt_state/master/w"]
 
 
 def test_a_model_of_nnx():
