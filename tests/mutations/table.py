@@ -117,7 +117,7 @@ mpjax/transforms/_loss_scale.py::
 10 a scale of 2^127 is allowed, whose reciprocal XLA flushes to 0
 - SMALLEST, LARGEST = 2.0**-126, 2.0**126
 + SMALLEST, LARGEST = 2.0**-126, 2.0**127
-tests/transforms/test_loss_scale.py::test_numbers_that_are_refused
+::test_numbers_that_are_refused
 
 mpjax/transforms/_loss_scale.py::unscale_tree
 
@@ -173,8 +173,7 @@ mpjax/transforms/_loss_scaling.py::loss_scaling
   check before the reduction; over devices they are averaged before they get there)
 - _all_finite(plain(grads), axis_name)
 + _all_finite(plain(grads), axis_name) if check_updates else True
-tests/integration/test_several_losses.py
-::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame
+tests/integration/test_several_losses.py::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame
 
 19 clipping, inside, sees scaled gradients; its result is unscaled
 - return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
@@ -183,12 +182,27 @@ tests/integration/test_several_losses.py
 + return plain({label: new for label in grads}), new_inner
 ::test_clipping_does_not_depend_on_the_scale
 
+25 check_updates looks at nothing, unless there are several losses
+- _all_finite(looked_at, axis_name)
++ _all_finite(looked_at, axis_name) if several else True
+::test_updates_that_are_not_finite
+
 mpjax/transforms/_trees.py::step_or_select
 
 20 a skipped step keeps the parameters and moves the optimizer
 - pick(keep, (updates, new), (nothing_like(updates), old))
 + pick(keep, updates, nothing_like(updates)), new
 tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
+
+23a the counts of schedules go on at a skipped step
+- return pick(keep, (updates, new), (nothing_like(updates), old))
++ kept, held = pick(keep, (updates, new), (nothing_like(updates), old))
++ counted = jax.tree.map(lambda n, h: n if n.dtype == jnp.int32 else h, new, held)
++ return kept, counted
+
+24 updates are multiplied by the flag: NaN times 0 is NaN
+- pick(keep, (updates, new), (nothing_like(updates), old))
++ jax.tree.map(lambda u: u * keep.astype(u.dtype), updates), pick(keep, new, old)
 
 mpjax/transforms/_train_step.py::make_train_step
 
@@ -201,35 +215,9 @@ tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted
 - ("step", "model_state", "ema", *(() if applied else ("params",)))
 + ("step", "model_state", *(() if applied else ("params",)))
 
-mpjax/transforms/_trees.py::step_or_select
-
-23a the counts of schedules go on at a skipped step
-- return pick(keep, (updates, new), (nothing_like(updates), old))
-+ kept, held = pick(keep, (updates, new), (nothing_like(updates), old))
-+ counted = jax.tree.map(lambda n, h: n if n.dtype == jnp.int32 else h, new, held)
-+ return kept, counted
-tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
-
-mpjax/transforms/_train_step.py::make_train_step
-
 23b a skipped step is counted as a step
 - ("step", "model_state", "ema", *(() if applied else ("params",)))
 + ("model_state", "ema", *(() if applied else ("params",)))
-tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted_step
-
-mpjax/transforms/_trees.py::step_or_select
-
-24 updates are multiplied by the flag: NaN times 0 is NaN
-- pick(keep, (updates, new), (nothing_like(updates), old))
-+ jax.tree.map(lambda u: u * keep.astype(u.dtype), updates), pick(keep, new, old)
-tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
-
-mpjax/transforms/_loss_scaling.py::loss_scaling
-
-25 check_updates looks at nothing, unless there are several losses
-- _all_finite(looked_at, axis_name)
-+ _all_finite(looked_at, axis_name) if several else True
-::test_updates_that_are_not_finite
 
 # Micro-batches.
 
@@ -239,6 +227,16 @@ mpjax/transforms/_accumulation.py::accumulate_gradients
 - refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
 + refuse_scale_inside(params, where, got="mpjax.loss_scaling", fix=fix)
 ::test_a_loss_scale_inside_is_refused
+
+29 the sum is not cleared when a window ends (the list: when it is dropped; ours is never dropped,
+  it waits)
+- jax.tree.map(lambda t, n: jnp.where(full, n, t), total, nothing_like(total))
++ total
+tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big_step
+
+30 the sum is divided by one more than was added
+- t / count.astype(t.real.dtype)
++ t / (count + 1).astype(t.real.dtype)
 
 mpjax/transforms/_gradients.py::batch_gradients
 
@@ -257,19 +255,6 @@ mpjax/transforms/_trees.py::step_or_select
 + return kept, held
 tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big_step
 
-mpjax/transforms/_accumulation.py::accumulate_gradients
-
-29 the sum is not cleared when a window ends (the list: when it is dropped; ours is never dropped,
-  it waits)
-- jax.tree.map(lambda t, n: jnp.where(full, n, t), total, nothing_like(total))
-+ total
-tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big_step
-
-30 the sum is divided by one more than was added
-- t / count.astype(t.real.dtype)
-+ t / (count + 1).astype(t.real.dtype)
-tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big_step
-
 # Devices.
 
 mpjax/transforms/_loss_scaling.py::_agree
@@ -277,8 +262,7 @@ mpjax/transforms/_loss_scaling.py::_agree
 31 each device decides for itself
 - jax.lax.pmin(first_bad, tuple(names))
 + first_bad
-tests/integration/test_sharded_training.py
-::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
+tests/integration/test_sharded_training.py::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
 
 mpjax/transforms/_loss_scaling.py::loss_scaling
 
@@ -363,8 +347,7 @@ mpjax/linen/_intercept.py::_lifted
 - restore()
 - raise
 + raise
-tests/linen/test_outermost.py
-::test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype
+tests/linen/test_outermost.py::test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype
 
 # What is stored.
 
@@ -387,8 +370,7 @@ mpjax/_core/rules.py::ModuleRecord.check
 40b a rule that picks out no module is ignored
 - self.config.unmatched != "ignore"
 + self.config.unmatched == "warn"
-tests/linen/test_with_policy.py
-::test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed
+tests/linen/test_with_policy.py::test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed
 
 # NNX.
 
@@ -414,8 +396,12 @@ mpjax/nnx/_view.py::outermost
 43 a tracer is left in the user's model
 - changed and _hides_tracer(copies)
 + False
-tests/nnx/test_outermost.py
-::test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model
+tests/nnx/test_outermost.py::test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model
+
+47 what a call did to variables is lost
+- return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
++ return any(map(is_node, leaves)), {}, nnx.to_tree(done, ctxtag=_TAG)
+tests/nnx/test_outermost.py::test_an_argument_that_nnx_holds_may_be_changed_in_place
 
 mpjax/nnx/_with_policy.py::with_policy
 
@@ -437,13 +423,6 @@ mpjax/_jaxprs/module_calls.py::rewritten
 - Settings(policy=policy or Policy(), ops=_OPS, modules=True)
 + Settings(policy=Policy(), ops=_OPS, modules=True)
 tests/integration/test_weight_grads.py::test_one_product_of_half_numbers_into_float32
-
-mpjax/nnx/_view.py::outermost
-
-47 what a call did to variables is lost
-- return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
-+ return any(map(is_node, leaves)), {}, nnx.to_tree(done, ctxtag=_TAG)
-tests/nnx/test_outermost.py::test_an_argument_that_nnx_holds_may_be_changed_in_place
 
 # Training steps.
 
@@ -489,8 +468,7 @@ mpjax/_jaxprs/autocast/rewriter.py::_in_precision
 53 the setting for all matmuls of a process is that of those in low precision too
 - eqn.params.get("precision", 0) is None and aval_of(eqn.invars[0]).dtype.itemsize >= 4
 + eqn.params.get("precision", 0) is None
-tests/jaxprs/autocast/test_rewriter_parts.py
-::test_a_setting_for_the_whole_process_does_not_switch_autocast_off
+tests/jaxprs/autocast/test_rewriter_parts.py::test_a_setting_for_the_whole_process_does_not_switch_autocast_off
 
 # float8.
 
@@ -520,16 +498,14 @@ mpjax/_jaxprs/autocast/matmuls.py::_only_in_groups
 56b what is in rows of no group reaches the scale of the experts' matmuls
 - axis is None
 + True
-tests/jaxprs/autocast/test_recipes.py
-::test_groups_and_their_gradients_are_those_of_each_expert_by_numpy
+tests/jaxprs/autocast/test_recipes.py::test_groups_and_their_gradients_are_those_of_each_expert_by_numpy
 
 mpjax/_jaxprs/module_calls.py::ModuleCall.run
 
 57 the matmul of an embedding is in float8
 - state.tracing and in_float8 and isinstance(self.module, self.layers.tables)
 + False
-tests/integration/test_float8.py
-::test_dense_layers_and_projections_are_in_float8_forward_and_backward
+tests/integration/test_float8.py::test_dense_layers_and_projections_are_in_float8_forward_and_backward
 
 # Kernels on a GPU.
 
@@ -538,14 +514,14 @@ mpjax/_core/together.py::first_nonfinite
 58a on a GPU the position of the first bad gradient does not count integers
 - [inexact[i] for i in group]
 + list(group)
-tests/core/test_together.py::test_the_first_bad_leaf_is_numpys
+::test_the_first_bad_leaf_is_numpys
 
 mpjax/_core/together.py::_joins
 
 58b leaves on a mesh are stacked, which gathers those that are divided differently
 - AxisType.Auto in kinds
 + False
-tests/core/test_together.py::test_leaves_on_a_mesh_are_not_gathered
+::test_leaves_on_a_mesh_are_not_gathered
 
 # Split masters, and first moments in low precision.
 
