@@ -117,10 +117,7 @@ PYTHON = {
   "format": (shown, TRACED),
   "sharding": (lambda x: x.sharding and x, TRACED),
 }
-CALLED = {
-  "wrapper": "mpjax.with_policy(model, policy)",
-  "view": "mpjax.with_policy(model, policy)",
-}
+CALLED = {"wrapper": "mpjax.with_policy(model, policy)", "view": "mpjax.with_policy(model, policy)"}
 
 
 @pytest.mark.parametrize("name", PYTHON)

@@ -80,6 +80,13 @@ def nucleus(p, x, low):
   return jnp.where(kept, weights, 0.0)
 
 
+@case(kernels("w", outputs=6) | {"out": normal(3, 2)}, ROWS)
+def best_of_those_that_are_not_masked(p, x, low):
+  least, valid = jnp.finfo(jnp.float32).min, jnp.arange(6) <= jnp.arange(64)[:, None] % 6
+  best = jax.lax.top_k(jnp.where(valid, mm(x, p["w"], low), least), 3)[0]
+  return mm(jnp.where(best > least, best, 0.0), p["out"], low)
+
+
 # Differences of coordinates.
 
 
@@ -185,6 +192,13 @@ def aligned_points(p, x, low):
   left, right = moved - moved.mean(0), x - x.mean(0)
   u, _, v = jnp.linalg.svd(left.T @ right)
   return left @ (u @ v) - right
+
+
+@case(kernels("w", outputs=16) | kernels("v"), ROWS / 4)
+def kernel_before_cholesky(p, x, low):
+  h = _features(p, x, low)
+  half = (h * h).sum(-1) / 2
+  return jnp.linalg.cholesky(jnp.exp(h @ h.T - half[:, None] - half) + 1e-2 * jnp.eye(64))
 
 
 # Parameters that a rounding would change.
@@ -491,3 +505,10 @@ def ranks_by_a_triangle(p, x, low):
 def values_over_their_deviation(p, x, low):
   h = wide(mm(x, p["w"], low))
   return mm((h - h.mean(0)) / h.std(0), p["out"], low)
+
+
+@case(kernels("w", "d") | {"out": normal(8, 4)}, ROWS)
+def deviation_of_two_heads(p, x, low):
+  heads = [wide(mm(x, p["w"] + step * p["d"], low)) for step in (0, 0.1)]
+  variance = sum(y**2 for y in heads) / 2 - (sum(heads) / 2) ** 2
+  return mm(jnp.sqrt(jnp.maximum(variance, 0) + 1e-6), p["out"], low)

@@ -227,12 +227,7 @@ def test_commit_wants_one_flag():
   with refused(ValueError, SELECT, "a scalar flag", "shape (2,)", "jax.vmap"):
     mpjax.select_tree(several, jnp.ones(2), jnp.zeros(2))
   assert jax.vmap(mpjax.select_tree)(several, jnp.ones(2), jnp.zeros(2)).tolist() == [1, 0]
-  for flag, got in (
-    (1, "1"),
-    (jnp.asarray(1), "an array int32[]"),
-    (None, "None"),
-    ({}, "a dict"),
-  ):
+  for flag, got in ((1, "1"), (jnp.asarray(1), "an array int32[]"), (None, "None"), ({}, "a dict")):
     with refused(TypeError, SELECT, "a bool flag", got, "mpjax.last_step_finite(opt_state)"):
       mpjax.select_tree(flag, jnp.ones(2), jnp.zeros(2))
 

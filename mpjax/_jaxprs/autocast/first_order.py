@@ -287,9 +287,10 @@ def _rule(
     dtype = FLOAT32
   elif not computes:
     # Rounding commutes with a choice: a neutral operand may be rounded if the result may be.
-    # The largest number of float32 is a mask: that of the compute dtype, if no caller gets it.
+    # The largest number of float32 is a mask: that of the compute dtype, if neither a caller gets
+    # it nor a comparison, which asks for that of float32.
     chosen = [k for k in deciding if not k.rests and (readers & By.HELD or not k.neutral)]
-    masks = [] if readers & (By.CALLER | By.RETURNED) else [-LARGEST, LARGEST]
+    masks = [] if readers & (By.CALLER | By.RETURNED | By.COMPARED) else [-LARGEST, LARGEST]
     sizes = [x for v in values if v and v.number not in masks for x in v.kind.numbers or ()]
     fits = all(survives(x, half) and (is_exact(x, half) or not readers & By.HELD) for x in sizes)
     dtype = FLOAT32 if chosen or not fits else half

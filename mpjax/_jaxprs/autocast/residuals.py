@@ -216,11 +216,12 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   if all(only_float32(each) or (function.single and each & By.MATMUL) for each in readers):
     return False
   # The results are held as the value is; but in float32 if no matmul reads them.
-  harmed = By.HELD | By.FACTOR if value.kind.held else 0
+  harmed = By.HELD | (By.FACTOR if value.kind.held else 0)
   kinds = [Kind(place.half, held=bool(r & harmed) or not r & By.MATMUL) for r in readers]
 
-  # One equation for all of it, of the root as it is held.
-  operand = rewriter.view(value, value.kind.current, function.eqns[0])
+  # One equation for all of it, of the root as it is held; or in float32, where gradients are added.
+  taken = FLOAT32 if any(k.held for k in kinds) else value.kind.current
+  operand = rewriter.view(value, taken, function.eqns[0])
   invar = root if dtype_of(operand) == FLOAT32 else Var(aval_of(operand))
   eqns = unscoped(function.eqns)
   wide = jaxpr_of(eqns, [root], outs)

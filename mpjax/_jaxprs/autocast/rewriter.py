@@ -71,24 +71,23 @@ class By:
     CALLER: a caller that asks for float32, by an `output_dtype`; at once, behind what moves
       elements, or behind a sum that nothing else reads. A matmul returns its float32 sum to it.
     RETURNED: a caller that takes the dtype that there is, likewise.
-    ANGLE: a sine or cosine.
-    INDEX: an integer, a complex number, a sine, linear algebra or another opaque operation, behind
-      matmuls too.
-    ALGEBRA: linear algebra.
+    ANGLE, COMPARED: a sine or cosine; a comparison, at once or behind what keeps a dtype.
+    INDEX: an integer, a complex number, a sine, linear algebra, an opaque one; behind matmuls too.
+    ALGEBRA: linear algebra, behind operations of the float32 list too.
 
   Several of them: EXACT is a comparison, an index, a carry; UNKNOWN what may be any of these, and
   read the number as well. For HELD a value that was computed in float32 is not rounded, and DIGITS
   get all digits of a value, or of a sum with it. What has no reader but DECISIONS has no gradient.
   """
 
-  MATMUL, FULL, SUMMED, UNROUNDED, FACTOR, CALLER, RETURNED, ANGLE, INDEX, ALGEBRA = (
-    1 << bit for bit in range(10)
+  MATMUL, FULL, SUMMED, UNROUNDED, FACTOR, CALLER, RETURNED, ANGLE, INDEX, ALGEBRA, COMPARED = (
+    1 << bit for bit in range(11)
   )
   EXACT = SUMMED | UNROUNDED
-  UNKNOWN = EXACT | RETURNED
+  UNKNOWN = EXACT | RETURNED | COMPARED
   HELD = SUMMED | CALLER | RETURNED
   DIGITS = UNROUNDED | CALLER | RETURNED
-  DECISIONS = EXACT | FACTOR | INDEX
+  DECISIONS = EXACT | FACTOR | INDEX | COMPARED
 
 
 _ROLES: Mapping[str | None, int] = {
@@ -141,11 +140,10 @@ def readers_of(jaxpr: Jaxpr, outs: Sequence[int], place: Places) -> dict[Atom, i
 def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
   """What an operation that holds no jaxpr is to its operands."""
   behind, place, facts = 0, places(eqn), facts_of(eqn)
-  for var, readers in zip(eqn.outvars, results, strict=True):
-    dtype = dtype_of(var)
+  for dtype, readers in zip(map(dtype_of, eqn.outvars), results, strict=True):
     # A complex number, or one in float64, has the digits of what it is computed from.
     has_digits = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-    other = (By.UNKNOWN if has_digits else By.EXACT) | (0 if facts.tests else By.INDEX)
+    other = (By.UNKNOWN if has_digits else By.EXACT) | (By.COMPARED if facts.tests else By.INDEX)
     behind |= readers if dtype in FLOATS else other
   if eqn.primitive is reduce_precision_p:
     if place.rest is not None:
@@ -169,7 +167,9 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
       return By.CALLER | By.SUMMED
     returned = By.RETURNED if behind & By.CALLER else 0
     return behind & ~By.CALLER | returned | _ROLES.get(facts.role, 0)
-  return By.FULL | By.EXACT | _ROLES.get(facts.role, By.INDEX if part == "opaque" else 0)
+  # Of linear algebra behind it, as of a kernel matrix, a matmul is told.
+  own = _ROLES.get(facts.role, By.INDEX if part == "opaque" else 0)
+  return By.FULL | By.EXACT | behind & By.ALGEBRA | own
 
 
 def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], place: Places) -> Sequence[int]:

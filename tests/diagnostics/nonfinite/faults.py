@@ -146,9 +146,7 @@ FORWARD = {
     *(jnp.full((2, 4), 200, F16), jnp.full((4, 3), 100, F16)),
   ),
   "a flag of all that is no mask": at(
-    "log",
-    lambda x: (lambda y: jnp.where(jnp.all(jnp.isfinite(y)), y, 0.0))(log(x)),
-    f32(0, 1),
+    "log", lambda x: (lambda y: jnp.where(jnp.all(jnp.isfinite(y)), y, 0.0))(log(x)), f32(0, 1)
   ),
   "a norm without epsilon": at(
     "rsqrt", lambda x: x * planted(jax.lax.rsqrt, x), f32(1, 0), index=(1,)
@@ -311,10 +309,7 @@ LOOPS = {
   ),
   "a branch in a loop": at("log", _branch_in_a_loop, f32(3, 0), iteration=2),
   "a scan over layers with remat": at(
-    "dot_general",
-    jax.grad(_layers_with_remat),
-    *(jnp.ones((3, 2, 2), F16), f16(1, 1)),
-    iteration=1,
+    "dot_general", jax.grad(_layers_with_remat), *(jnp.ones((3, 2, 2), F16), f16(1, 1)), iteration=1
   ),
 }
 
@@ -541,10 +536,7 @@ def _gathered(x):
 
 NO_FAULT = {
   "a hidden logarithm": (lambda x: jnp.where(x > 0, jnp.log(x), 0.0), f32(0, 1)),
-  "an entropy hidden later": (
-    lambda x: jnp.sum(jnp.where(x > 0, x * jnp.log(x), 0.0)),
-    f32(0, 1),
-  ),
+  "an entropy hidden later": (lambda x: jnp.sum(jnp.where(x > 0, x * jnp.log(x), 0.0)), f32(0, 1)),
   "a logarithm hidden twice": (
     jax.grad(lambda x: jnp.sum(jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1.0)), 0.0))),
     f32(0, 1),

@@ -254,7 +254,7 @@ def nested(jaxpr):
       yield from nested(getattr(inner, "jaxpr", inner))
 
 
-def test_what_else_reads_a_part_of_it_gets_it_rounded():
+def test_what_else_reads_a_part_of_it_and_a_sum_that_reads_it():
   def fun(w, x):
     y = x @ w
     doubled = 2 * y
@@ -265,7 +265,8 @@ def test_what_else_reads_a_part_of_it_gets_it_rounded():
   found = run(mpjax.autocast(fun, "float16"), W, SMALL)
   for one, other in zip(found, run(fun, W, SMALL), strict=True):
     np.testing.assert_allclose(one, other, rtol=2**-10)
-  assert activation(mpjax.autocast(fun, "float16"), W, SMALL)[1:-2] == ["mul", "mul", "add", "tanh"]
+  # Each is computed from float32 and leaves in it, and is rounded for the matmuls alone.
+  assert activation(mpjax.autocast(fun, "float16"), W, SMALL) == []
 
 
 def in_a_scope(w, x):

@@ -72,7 +72,7 @@ def linear_call(a, b):
 
 
 def linear_solve(a, b):
-  back = jnp.exp(lax.cond(b[0] > 0, lambda b: b @ a, lambda b: a @ b, b))
+  back = jnp.exp(lax.cond(b[0] > 0, lambda b: b @ a @ a, lambda b: a @ b, b))
   return lax.custom_linear_solve(lambda x: a @ x, back, lambda _, b: b @ a, lambda _, b: b @ a.T)
 
 
@@ -222,7 +222,7 @@ def readers(fun, *args, results=None, ops=None):
     (lambda x: (jnp.exp(x), x @ x), LIST | By.MATMUL),
     # Sums, comparisons, indices and integers take their operands as they are held; products too.
     (lambda x: x + 1, By.SUMMED),
-    (lambda x: x > 0, By.EXACT),
+    (lambda x: x > 0, By.EXACT | By.COMPARED),
     (lambda x: jnp.argmax(x), By.EXACT | By.INDEX),
     (lambda x: lax.top_k(x, 2)[1], By.EXACT | By.INDEX),
     (lambda x: x.astype(int), By.EXACT | By.INDEX),
