@@ -32,7 +32,7 @@ _FIXES = {
   "matmul": "It asks for preferred_element_type=float32: cast its result, .astype({low}).",
   "promotion": "That call casts its operands: give it dtype={low}, or operands of one dtype.",
   "operation": "Cast the operands of that {entry}: .astype({low}).",
-  "parameter": "Give its layer dtype={low}, or cast it where it is used: .astype({low}).",
+  "parameter": "Cast it, .astype({low}), or give its layer dtype={low}.",
   "float64": "No policy casts float64: cast the batch to float32.",
 }
 _FIX = "Cast it where it is used: .astype({low})."
