@@ -321,10 +321,7 @@ def test_parameters_that_devices_gather_are_those_of_their_module():
   params = {name: {"w": jnp.ones((4, 4))} for name in ("up", "down")}
   fn = jax.shard_map(lambda *args: local(*args), **specs)
   rows = mpjax.audit(lambda params, x: fn(params, x))(params, ROWS).modules
-  assert [(row.path, row.params) for row in rows] == [
-    ("up", ("float32",)),
-    ("down", ("float32",)),
-  ]
+  assert [(row.path, row.params) for row in rows] == [("up", ("float32",)), ("down", ("float32",))]
   ranges = mpjax.ranges(lambda params, x: fn(params, x))(params, ROWS)
   assert [(g.path, g.total) for g in ranges.of("activations")] == [("up", 8), ("down", 8)]
 

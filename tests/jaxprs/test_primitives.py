@@ -142,6 +142,9 @@ def test_every_group_is_of_a_part_and_says_why():
 
 @pytest.mark.case("B075")
 def test_what_holds_a_program_is_entered_or_left_alone_on_purpose():
+  assert {"jit", "closed_call", "custom_vjp_call"} <= HIGHER_ORDER
+  assert {"while", "scan", "cond", "shard_map"} <= HIGHER_ORDER
+  assert {"ffi_call", "pallas_call", "custom_partitioning", "call_exported", "core_map"} <= OPAQUE
   kernels = {name for name, row in FACTS.items() if row.holds is Holds.KERNEL}
   assert kernels <= FIXED <= OPAQUE
 
