@@ -110,9 +110,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
       if new in inner:
         warnings.warn(f"mpjax.{name} is mpjax.{inner[new]}.{new}", DeprecationWarning, stacklevel=2)
         return getattr(importlib.import_module(f"mpjax.{inner[new]}"), new)
-      near = ", ".join(
-        nearest(name, [*__all__, *_MODULES, *(f"{m}.{n}" for n, m in inner.items())])
-      )
+      names = [*__all__, *_MODULES, *(f"{m}.{n}" for n, m in inner.items())]
+      near = ", ".join(nearest(name, names))
       raise AttributeError(f"module 'mpjax' has no attribute {name!r}; the nearest are {near}")
     module = f"mpjax.{name}" if name in _MODULES else _HOMES[name]
     with _ONE_AT_A_TIME:

@@ -8,11 +8,7 @@ from mpjax._diagnostics.doctor import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs a command, and returns its exit status: 2 for an error.
-
-  Args:
-    argv: the arguments; None for those of this process.
-  """
+  """Runs a command, and returns its exit status: 2 for an error."""
   parser = argparse.ArgumentParser("python -m mpjax", description="Mixed precision in JAX.")
   about = "devices, versions and settings, and the policy that fits"
   parser.add_argument("command", choices=["doctor"], help=about)

@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 
@@ -15,11 +16,6 @@ from mpjax._core.policy import Policy
 from mpjax._core.rules import NO_POLICY, ModulePolicy, Rule
 from mpjax._core.trees import half_to_float32, map_arrays
 from mpjax._core.types import Class, P
-
-# The one mechanism JAX has for a value that is part of every jit cache key; it is local to the
-# thread and restored when its `with` block is left.
-ACTIVE = jax.make_user_context(None)
-"""The active state of this thread, an `Active`; None outside of every model under a policy."""
 
 AUDIT = jax.make_user_context(None)
 """The record of the audit that traces in this thread; None outside of one."""
@@ -57,14 +53,40 @@ class Active:
   failed: list[Class] | None = dataclasses.field(default=None, compare=False)
   token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 
-  def __hash__(self) -> int:
-    # JAX hashes it at each call of a function that is jitted, those of jax.numpy included: of all
-    # fields takes ten times as long, and few states of one region differ.
-    return hash(self.region)
 
-  def outside(self) -> Self:
-    """Returns the state inside of `mpjax.full_precision`."""
-    return self if self.in_region else type(self)(in_region=True)
+class _Number(int):
+  """An active state, as JAX compares it: equal states have one number."""
+
+  # JAX looks for a compiled function in a table of C++, without a lock. Python code that compares
+  # or hashes there lets another thread change the table, and the process crashes: int has none.
+  state: Active
+
+
+class _ActiveState:
+  """The active state of each thread; a `with` block of a call sets it."""
+
+  # The one mechanism JAX has for a value that is part of every jit cache key.
+  _number = jax.make_user_context(None)
+
+  @property
+  def value(self) -> Active | None:
+    return getattr(self._number.value, "state", None)
+
+  def __call__(self, state: Active | None) -> contextlib.AbstractContextManager[None]:
+    if state is None:
+      return self._number(None)
+    compared = [getattr(state, f.name) for f in dataclasses.fields(state) if f.compare]
+    number = _Number(_number_of(type(state), *compared))
+    number.state = state
+    return self._number(number)
+
+
+_numbers = itertools.count()
+# One that is forgotten is never given again.
+_number_of = functools.lru_cache(maxsize=1024)(lambda *_: next(_numbers))
+
+ACTIVE = _ActiveState()
+"""The active state of this thread, an `Active`; None outside of every model under a policy."""
 
 
 def in_region() -> bool:
@@ -100,20 +122,14 @@ class AuditRecord:
   Attributes:
     modules: the modules by path.
     rules: how many modules each rule picked; `hidden` those that an earlier rule picked instead.
-    autocast: `mpjax.autocast` was called, whose arguments take the dtype of what they meet.
-    scaled: a loss was multiplied by a loss scale.
+    uses: "autocast", whose arguments take the dtype of what they meet, was called; "loss scale",
+      which a loss was multiplied by.
   """
 
   def __init__(self) -> None:
-    self.autocast = self.scaled = False
+    self.uses: set[str] = set()
     self.modules: dict[str, AuditedModule] = {}
     self.rules, self.hidden = Counter[Rule](), Counter[Rule]()
-
-  def note_autocast(self) -> None:
-    self.autocast = True
-
-  def note_scaled(self) -> None:
-    self.scaled = True
 
   def note(self, path: str, module: AuditedModule) -> None:
     if path not in self.modules and module.rule is not None:
@@ -164,8 +180,8 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
     around, call = ACTIVE.value or Active(in_region=True), (args, kwargs)
     if not around.in_region:
-      call = map_arrays(half_to_float32, call)
-    with jax.named_scope(SCOPE), ACTIVE(around.outside()):
+      call, around = map_arrays(half_to_float32, call), type(around)(in_region=True)
+    with jax.named_scope(SCOPE), ACTIVE(around):
       return fn(*call[0], **call[1])
 
   return wrapped

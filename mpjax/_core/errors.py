@@ -218,12 +218,6 @@ def check_flag(value: object, where: str) -> None:
     raise wrong_type(value, where, expected="a bool", fix="Pass True or False.")
 
 
-def check_number(value: object, where: str, *, expected: str, fix: str) -> numbers.Real:
-  if isinstance(value, bool) or not isinstance(value, numbers.Real):
-    raise wrong_type(value, where, expected=expected, fix=fix)
-  return value
-
-
 def check_int(
   value: object,
   where: str,

@@ -83,14 +83,11 @@ class Float8:
     return ":".join(["float8", *(text for text, shown in differs.items() if shown)])
 
 
-def _is_pair(x: Any) -> bool:
-  if not isinstance(x, (tuple, list)) or len(x) != 2:
-    return False
-  return all(n is None or (type(n) is int and n >= 0) for n in x)
-
-
 def _parse_skip(skip: Any) -> tuple[tuple[Size, Size], ...]:
-  if not isinstance(skip, (tuple, list)) or not all(map(_is_pair, skip)):
+  pairs = isinstance(skip, (tuple, list)) and all(isinstance(x, (tuple, list)) for x in skip)
+  sizes = [n for x in skip for n in x] if pairs else ()
+  integers = all(n is None or (type(n) is int and n >= 0) for n in sizes)
+  if not (pairs and integers and all(len(x) == 2 for x in skip)):
     raise MpjaxValueError(
       "mpjax.Float8(skip=...)",
       expected="pairs of sizes (K, N), None for any size",

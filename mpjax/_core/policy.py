@@ -28,6 +28,8 @@ _PRESETS = {
 }
 """The mixed ones output float32, so that the loss is computed in it."""
 
+_MIXED = {name: f"mixed_{name}" for name in HALF_NAMES}
+
 _AS_STRING = (
   'Write mpjax.Policy.parse("mixed_bfloat16"), or dtypes by keyword: '
   "mpjax.Policy(compute_dtype='bfloat16')."
@@ -186,13 +188,14 @@ def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> 
   if not isinstance(policy, str):
     scalar = isinstance(policy, type) and issubclass(policy, np.generic)
     dtype = np.dtype(policy) if scalar else getattr(policy, "dtype", policy)
-    meant = _mixed(dtype.name) if isinstance(dtype, np.dtype) else "mixed_bfloat16"
+    name = dtype.name if isinstance(dtype, np.dtype) else "bfloat16"
+    meant = _MIXED.get(name, name)
     got = shortened(" ".join(repr(policy).split()), 80)
     fix = f'Pass a string, such as "{meant}", or a mpjax.Policy.'
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   name = policy.strip()
   if name in NAMES.keys() - _PRESETS.keys():  # a short name of a dtype
-    name = _mixed(NAMES[name])
+    name = _MIXED.get(NAMES[name], NAMES[name])
   name = _PRESETS.get(name, name)
   fields: dict[str, str] = {}
   for position, item in enumerate(name.split(","), start=1):
@@ -212,11 +215,6 @@ def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> 
       fix = f"Did you mean {' or '.join(map(repr, near))}?"
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return Policy(**fields)
-
-
-def _mixed(dtype: str) -> str:
-  """Returns the preset that computes in a dtype, where parameters are to be float32."""
-  return f"mixed_{dtype}" if dtype in HALF_NAMES else dtype
 
 
 def _cast(tree: PyTree, dtype: DType) -> PyTree:

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
+import numbers
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -22,10 +23,10 @@ from mpjax._core.errors import (
   MpjaxValueError,
   check_init,
   check_int,
-  check_number,
   check_scalar,
   check_value,
   kind_of,
+  wrong_type,
 )
 from mpjax._core.together import read_together
 from mpjax._core.trees import is_inexact, is_nnx_object
@@ -158,14 +159,12 @@ def positive_scale(value: object, where: str) -> float:
 def _number(value: object, where: str) -> float:
   if isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer):
     value = value.item() if value.shape == () else value
-  expected = "a plain number that is known before tracing"
-  fix = (
-    "For a scale that is an input of the step pass any number here, and call "
-    "mpjax.set_loss_scale(opt_state, scale) in the step."
-  )
-  number = check_number(value, where, expected=expected, fix=fix)
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    expected = "a plain number that is known before tracing"
+    fix = "pass any number here, and call mpjax.set_loss_scale(opt_state, scale) in the step."
+    raise wrong_type(value, where, expected=expected, fix=f"If it is an input of the step {fix}")
   with np.errstate(over="ignore", under="ignore"):
-    rounded = float(np.float32(number))
+    rounded = float(np.float32(value))
   expected, fix = "a finite number that float32 can hold", "Choose a power of two such as 2**15."
   check_value(value, math.isfinite(rounded), where, expected=expected, fix=fix)
   return rounded

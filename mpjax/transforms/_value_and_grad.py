@@ -176,7 +176,7 @@ def _may_overflow(loss: Leaf, largest: float) -> bool:
 def _scaled(x: Leaf, scale: Array) -> Array:
   """Returns a loss, or a gradient, times a factor, multiplied in float32 at least."""
   if AUDIT.value is not None:
-    AUDIT.value.note_scaled()
+    AUDIT.value.uses.add("loss scale")
   wide = at_least_float32(x)
   return wide * scale.astype(wide.real.dtype)
 

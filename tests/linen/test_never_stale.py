@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
+import sys
 import threading
 
 import flax.linen as nn
@@ -310,9 +311,10 @@ JITTED = {name: jax.jit(model.apply) for name, model in MODELS.items()}
 
 
 @pytest.mark.case("B067")
-def test_threads_at_the_same_time():
+def test_threads_at_the_same_time(request):
   # Two of them are in each scope. When one has left it, the other is still inside.
   model, variables, wanted = case("Plain")
+  jax.clear_caches()  # They fill the tables of JAX at the same time, in turns as short as can be.
   scopes = {policy: scope(policy) for policy in POLICIES}
   inside = threading.Barrier(2 * len(POLICIES), timeout=60)
 
@@ -328,6 +330,8 @@ def test_threads_at_the_same_time():
       inside.wait()
     return found
 
+  request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
+  sys.setswitchinterval(1e-6)
   with concurrent.futures.ThreadPoolExecutor(inside.parties) as pool:
     found = pool.map(work, *zip(*itertools.product(POLICIES, (True, False)), strict=True))
   for pair in itertools.chain(*found):

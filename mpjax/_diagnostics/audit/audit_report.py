@@ -218,7 +218,7 @@ def audit(
       if x.facts.holds is Holds.KERNEL:
         dtypes = " x ".join(findings.sizes_of(x.operands)) or "no floats"
         notes.append(f"{unnumbered(x.where.path)}: {x.name} is not entered; it gets {dtypes}.")
-    if ("backward", "float16") in flops and not record.scaled:
+    if ("backward", "float16") in flops and "loss scale" not in record.uses:
       notes.append(
         "Float16 gradients without a loss scale: those below 6e-8 become 0. Wrap the optimizer in "
         "mpjax.loss_scaling, and differentiate with mpjax.value_and_grad."

@@ -182,7 +182,7 @@ class Expectations:
         self._after |= {operation} if forward else set()
     self.used = max(elements, key=elements.__getitem__, default=None)
     # What takes the dtype of what it meets, and so is not why something is float32.
-    arguments = ("argument",) if record.autocast and not record.modules else ()
+    arguments = ("argument",) if "autocast" in record.uses and not record.modules else ()
     self.neutral = ("parameter", "number", "filled", *arguments) if self.marked else ()
 
   def of(self, operation: Operation) -> tuple[DType | None, str]:

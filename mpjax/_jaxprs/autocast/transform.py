@@ -182,7 +182,7 @@ def with_settings(
     if in_region():
       return fn(*args, **kwargs)
     if AUDIT.value is not None and not settings.modules:
-      AUDIT.value.note_autocast()
+      AUDIT.value.uses.add("autocast")
     boundary = Boundary((args, kwargs))
     leaves = enumerate(boundary.leaves)
     arrays = {i: x for i, x in leaves if _is_argument(x, settings.modules)}
