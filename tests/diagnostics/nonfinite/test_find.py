@@ -234,6 +234,14 @@ def test_a_slope_belongs_to_the_backward_pass_and_nothing_else_does():
     assert not {(op, "backward") for op, way in expected if way == "forward"} & found, name
 
 
+def test_a_slope_under_remat_is_not_what_was_computed_of_the_same_numbers():
+  # 1 - x^2 is what no operation before it was, `atanh(x)` is of the same number.
+  fn = jax.value_and_grad(jax.checkpoint(lambda x: jnp.arctanh(x)))
+  graph = Graph(body_of(jax.make_jaxpr(fn)(0.5), compiled=True))
+  again = [each for each in graph.computing() if each.where.direction == "recomputed"]
+  assert {direction_of(graph, each) for each in again} == {"backward"}
+
+
 # What is reported.
 
 
