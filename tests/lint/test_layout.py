@@ -503,7 +503,7 @@ LINES = {
   "_io": 591,
   "_diagnostics": 3_399,
   "all of mpjax": 17_780,
-  "tests": 41_997,
+  "tests": 42_000,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 

@@ -10,8 +10,9 @@ import pytest
 from jax import lax
 
 import mpjax
+from mpjax._jaxprs.reader import walk
 from tests.jaxprs.autocast.rig import BODIES, BOTH
-from tests.programs import bits, equations, inner_jaxprs, residual_bytes, run
+from tests.programs import bits, equations, residual_bytes, run
 
 
 def eye_like(x):
@@ -239,19 +240,12 @@ def test_over_devices(devices, check_vma):
 
 def activation(fun, *args, first="convert_element_type"):
   """Returns the operations of what is computed as a whole in a function, from half by default."""
-  for eqn in nested(jax.make_jaxpr(fun)(*args).jaxpr):
+  for eqn in walk(jax.make_jaxpr(fun)(*args)):
     if eqn.primitive.name == "custom_jvp_call":
       names = [e.primitive.name for e, _ in equations(eqn.params["call_jaxpr"])]
       if names[0] == first:
         return names
   return []
-
-
-def nested(jaxpr):
-  for eqn in jaxpr.eqns:
-    yield eqn
-    for inner in inner_jaxprs(eqn.params):
-      yield from nested(getattr(inner, "jaxpr", inner))
 
 
 def test_what_else_reads_a_part_of_it_and_a_sum_that_reads_it():
@@ -268,6 +262,18 @@ def test_what_else_reads_a_part_of_it_and_a_sum_that_reads_it():
   # Each is computed from float32 and leaves in it, and is rounded for the matmuls alone.
   operations = activation(mpjax.autocast(fun, "float16"), W, SMALL, first="mul")
   assert operations == ["mul", "mul", "add", "tanh"]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_a_product_reads_of_it_is_held_as_its_root_is(held):
+  def gate(w, x):
+    y = jnp.exp(x @ w) if held else x @ w
+    y = jnp.tanh(y * y * y)
+    return y @ w, (y * (x @ w)) @ w
+
+  eqns = walk(jax.make_jaxpr(mpjax.autocast(gate, "float16"))(W, SMALL))
+  first = next(eqn for eqn in eqns if eqn.primitive.name == "custom_jvp_call")
+  assert first.outvars[0].aval.dtype == ("float32" if held else "float16")
 
 
 def in_a_scope(w, x):
