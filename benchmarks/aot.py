@@ -52,7 +52,9 @@ def exact(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, *,
   if not isinstance(layer, (nn.Dense, nn.DenseGeneral)):
     return next_fun(*args, **kwargs)
   if layer.features == head:
-    out = float32_product(args[0].astype(layer.dtype), get("params", "kernel").astype(layer.dtype))
+    out: Any = float32_product(
+      args[0].astype(layer.dtype), get("params", "kernel").astype(layer.dtype)
+    )
   elif layer.use_bias:
     product = layer.clone(parent=None, use_bias=False)
     out = product.apply({"params": {"kernel": get("params", "kernel")}}, *args)

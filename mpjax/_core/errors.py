@@ -4,7 +4,6 @@ import difflib
 import functools
 import inspect
 import numbers
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, TypeVar
@@ -130,11 +129,7 @@ def listed(problems: Sequence[str], *, most: int = 20) -> str:
 
 def nearest(name: str, valid: Iterable[str], *, count: int = 3, least: float = 0.0) -> list[str]:
   """Returns the `count` strings of `valid` most like `name`; `least` is the least ratio for it."""
-  # Words in any order: by "bf16-mixed" others mean "mixed_bfloat16".
-  words = lambda x: " ".join(sorted(re.split(r"[-_\s]+", x)))  # noqa: E731
-  ratio = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()  # noqa: E731
-  pairs = {x: (name.lower(), x.lower()) for x in valid}
-  alike = {x: max(ratio(a, b), ratio(words(a), words(b))) for x, (a, b) in pairs.items()}
+  alike = {x: difflib.SequenceMatcher(None, name.lower(), x.lower()).ratio() for x in valid}
   ranked = sorted(alike, key=lambda x: (-alike[x], x))
   return [x for x in ranked[:count] if alike[x] >= least]
 

@@ -194,15 +194,20 @@ def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> 
     fix = f'Pass a string, such as "{meant}", or a mpjax.Policy.'
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   name = policy.strip()
-  if name in NAMES.keys() - _PRESETS.keys():  # a short name of a dtype
-    name = _MIXED.get(NAMES[name], NAMES[name])
+  if (short := name.lower()) in NAMES.keys() - _PRESETS.keys():  # of a dtype
+    name = _MIXED.get(NAMES[short], NAMES[short])
   name = _PRESETS.get(name, name)
   fields: dict[str, str] = {}
   for position, item in enumerate(name.split(","), start=1):
     key, _, value = (part.strip() for part in item.partition("="))
     got, near, fix = f"{item.strip()!r} as item {position} of {policy!r}", nearest(key, _KEYS), ""
     if "=" not in name:
-      got, near = repr(policy), nearest(name, _PRESETS, least=0.5)
+      # By "bf16-mixed" and "16-true" Lightning means "mixed_bfloat16" and "float16".
+      lower = f"f{name}" if name.startswith("16-") else name.lower().replace("fp8", "float8")
+      words = {NAMES.get(word, word) for word in lower.split("-")} - {"true"}
+      meant = [preset for preset in _PRESETS if words <= {*preset.split("_")}]
+      near = meant[:1] if words != {"mixed"} else meant
+      got, near = repr(policy), near or nearest(lower, _PRESETS, least=0.5)
       fix = example or 'Write "mixed_bfloat16", or dtypes, as in "params=f32,compute=bf16".'
     elif not value:
       near, fix = [], "Write every item as key=dtype, with one comma between items."

@@ -78,7 +78,7 @@ class Rule:
       expected = "a predicate on the bound module"
     if expected:
       call, got = f"mpjax.Rule({name}=...)", repr(selectors[name])
-      fix = "See mpjax.Rule for what each selector takes."
+      fix = "See mpjax.Rule for what each selector takes, such as module=nn.Dense."
       raise MpjaxTypeError(call, expected=expected, got=got, fix=fix)
     example = 'The policy comes first: Rule("float32", path="head").'
     parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)", example)

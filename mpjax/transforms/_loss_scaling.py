@@ -131,7 +131,7 @@ def loss_scaling(
   for key, config in named.items():
     if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
       expected = "a NoLossScale, StaticLossScale or DynamicLossScale"
-      fix = "Pass mpjax.StaticLossScale(1024), or mpjax.DynamicLossScale(init_scale=1024)."
+      fix = "Pass an instance: mpjax.StaticLossScale(1024), or mpjax.DynamicLossScale()."
       raise wrong_type(config, where, expected=expected, fix=fix)
     if several or key is not None:
       is_word = isinstance(key, str) and key != "" and not set(key) & set(":/")

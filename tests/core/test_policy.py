@@ -100,7 +100,8 @@ PRESET, ITEMS = (
 NEAR = {
   **{"mixed_bflota16": "'mixed_bfloat16'", "mixed_f16": "'mixed_float16'", "bf61": "'bfloat16'"},
   **{"f64": "'float16'", "MIXED_FLOAT16": "'mixed_float16'", "float61": "'float16'"},
-  **{"16-mixed": "mean 'mixed_float16'", "bf16-mixed": "mean 'mixed_bfloat16'", "16": "Write"},
+  **{"bf16-true": "mean 'bfloat16'?", "16-true": "mean 'float16'?", "fp8": "mean 'mixed_float8'?"},
+  **{"16-mixed": "mean 'mixed_float16'?", "bf16-mixed": "mean 'mixed_bfloat16'?", "16": "Write"},
   **{"mixed": "'mixed_float16'", "": 'Write "mixed_bfloat16"', "encoder/head": "Write"},
 }
 

@@ -25,8 +25,9 @@ FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _HEADROOM, _LARGEST = 8, 65504.0
 
 _CURE = (
-  "Store these parameters in float32, keep float32 masters (tx = mpjax.master_weights(tx)), or "
-  'round stochastically (mpjax.apply_updates(..., rounding="stochastic", key=key)).'
+  "Parameters in 16 bits: store them in float32, keep float32 masters (tx = "
+  "mpjax.master_weights(tx)), or round stochastically (mpjax.apply_updates(..., "
+  'rounding="stochastic", key=key)). In float32: the updates are too small for it.'
 )
 
 
