@@ -33,7 +33,6 @@ def inner_product(x, kernel):
 
 
 def inner_jit(module, x):
-  """Calls a jitted function of its own, which knows nothing of policies."""
   kernel = module.param("kernel", nn.initializers.ones, (x.shape[-1], 2))
 
   @jax.jit
@@ -67,7 +66,6 @@ def by_hand(name, policy):
 
 @functools.cache
 def case(name):
-  """Returns a model, its variables, and what it gives under each policy."""
   wanted = {policy: by_hand(name, policy) for policy in POLICIES}
   # They differ, so that a stale one would show.
   assert len({np.asarray(x, np.float32).tobytes() for x in wanted.values()}) == 3
@@ -80,7 +78,6 @@ def equal(found, wanted):
 
 
 def elsewhere(work):
-  """Returns what a function returns in another thread."""
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     return pool.submit(work).result()
 

@@ -30,14 +30,12 @@ def rewritten(
 
 
 def with_jvp(fun: Any) -> Any:
-  """Returns a function with a rule of its own, which is the right one."""
   ruled = jax.custom_jvp(fun)
   ruled.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
   return ruled
 
 
 def with_vjp(fun: Any) -> Any:
-  """Returns a function with a backward rule of its own, which is the right one."""
   ruled = jax.custom_vjp(fun)
   ruled.defvjp(lambda *args: jax.vjp(fun, *args), lambda pull, cotangent: pull(cotangent))
   return ruled

@@ -13,6 +13,7 @@ from jax.experimental import pallas
 from jax.sharding import AxisType
 
 import mpjax
+from mpjax._jaxprs.reader import walk
 from tests import programs
 from tests.jaxprs.autocast import checks
 from tests.jaxprs.autocast.rig import matmuls, repeat_p
@@ -23,17 +24,11 @@ X = jnp.arange(6.0).reshape(2, 3)
 
 
 def cast(fun, *args):
-  """Returns the jaxpr of `fun` under autocast."""
   return jax.make_jaxpr(mpjax.autocast(fun, "bfloat16"))(*args)
 
 
 def find(program, name):
-  """Returns the equations of one name, in all bodies."""
-  found = [eqn for eqn in program.eqns if eqn.primitive.name == name]
-  for eqn in program.eqns:
-    for body in programs.inner_jaxprs(eqn.params):
-      found += find(body, name)
-  return found
+  return [eqn for eqn in walk(program) if eqn.primitive.name == name]
 
 
 def one(program, name):
@@ -56,6 +51,17 @@ def same(fun, *args):
 
 
 # Bodies that run once.
+
+
+def test_what_is_read_in_float32_outside_too_enters_a_call_in_it():
+  # Of a confident row the two gradients of `h`, p and -1, cancel: rounded first, p - 1 is 0.
+  def entropy(w, x):
+    h = x @ w
+    labels = jnp.ones((2, 1), "int32")
+    return jnp.mean(jax.nn.logsumexp(h, -1)[:, None] - jnp.take_along_axis(h, labels, -1))
+
+  calls = {eqn.params["name"]: dtypes(eqn.invars[:1]) for eqn in find(cast(entropy, W, X), "jit")}
+  assert calls["take_along_axis"] == ["float32"]
 
 
 def test_jit_takes_and_gives_half_and_keeps_its_parameters():
