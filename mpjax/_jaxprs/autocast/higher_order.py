@@ -100,6 +100,7 @@ def rewrite(
 
 
 def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
+  """Writes an equation that holds jaxprs."""
   holds = facts_of(eqn).holds
   inners = inner_jaxprs(eqn) if holds in _RULES else None
   return rewriter.untouched(eqn, None) if inners is None else _RULES[holds](rewriter, eqn, inners)
@@ -108,7 +109,6 @@ def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
 def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
   """The operands as the jaxprs inside read them, and their kinds: as they are held."""
   half, keeps_types = rewriter.place(eqn).half, facts_of(eqn).holds is Holds.COMPOSITE
-  stays = half is None or facts_of(eqn).saves or facts_of(eqn).holds in (Holds.SCAN, Holds.WHILE)
   atoms, kinds = list(eqn.invars), list(map(rewriter.kind, eqn.invars))
   for i, (atom, kind, gone) in enumerate(zip(eqn.invars, kinds, donated(eqn), strict=True)):
     if kind is not None:
@@ -116,10 +116,6 @@ def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind 
       kind = kind._replace(parameter=kind.parameter or kind.neutral)
       if half is None and dtype_of(atom) == FLOAT32 and not keeps_types:
         kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
-      read = 0 if stays or not kind.rests else rewriter.readers.get(atom, 0)
-      if read & By.FULL and atom in rewriter.shared and dtype_of(atom) == FLOAT32:
-        # It is read outside too: gradients, which may cancel, are added before they are rounded.
-        kind = kind._replace(carried=FLOAT32)
       if keeps_types or gone:  # The memory of one that is donated has the old size.
         kind = kind._replace(carried=dtype_of(atom))
       atoms[i], kinds[i] = rewriter.read(atom, eqn, kind.variable), kind
@@ -396,6 +392,7 @@ class _Custom(NamedTuple):
 
 
 def _smooth(values: Iterable[Any]) -> list[int]:
+  """Returns the positions of what has a derivative."""
   return [i for i, x in enumerate(values) if is_inexact(x)]
 
 

@@ -53,17 +53,6 @@ def same(fun, *args):
 # Bodies that run once.
 
 
-def test_what_is_read_in_float32_outside_too_enters_a_call_in_it():
-  # Of a confident row the two gradients of `h`, p and -1, cancel: rounded first, p - 1 is 0.
-  def entropy(w, x):
-    h = x @ w
-    labels = jnp.ones((2, 1), "int32")
-    return jnp.mean(jax.nn.logsumexp(h, -1)[:, None] - jnp.take_along_axis(h, labels, -1))
-
-  calls = {eqn.params["name"]: dtypes(eqn.invars[:1]) for eqn in find(cast(entropy, W, X), "jit")}
-  assert calls["take_along_axis"] == ["float32"]
-
-
 def test_jit_takes_and_gives_half_and_keeps_its_parameters():
   @functools.partial(jax.jit, keep_unused=True)
   def inner(y, w, unused):
