@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -53,12 +53,14 @@ class Active:
   failed: list[Class] | None = dataclasses.field(default=None, compare=False)
   token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 
+  def __hash__(self) -> int:
+    return hash(self.region)  # A predicate of a rule may have no hash.
+
 
 class _Number(int):
-  """An active state, as JAX compares it: equal states have one number."""
-
-  # JAX looks for a compiled function in a table of C++, without a lock. Python code that compares
-  # or hashes there lets another thread change the table, and the process crashes: int has none.
+  # An active state, as JAX compares it: equal states have one number. JAX looks for a compiled
+  # function in a table of C++, without a lock. Python code that compares or hashes there lets
+  # another thread change the table, and the process crashes: int has none.
   state: Active
 
 
@@ -75,8 +77,8 @@ class _ActiveState:
   def __call__(self, state: Active | None) -> contextlib.AbstractContextManager[None]:
     if state is None:
       return self._number(None)
-    compared = [getattr(state, f.name) for f in dataclasses.fields(state) if f.compare]
-    number = _Number(_number_of(type(state), *compared))
+    rest: dict[str, Any] = {f.name: None for f in dataclasses.fields(state) if not f.compare}
+    number = _Number(_number_of(dataclasses.replace(state, **rest)))
     number.state = state
     return self._number(number)
 
@@ -122,8 +124,7 @@ class AuditRecord:
   Attributes:
     modules: the modules by path.
     rules: how many modules each rule picked; `hidden` those that an earlier rule picked instead.
-    uses: "autocast", whose arguments take the dtype of what they meet, was called; "loss scale",
-      which a loss was multiplied by.
+    uses: "autocast", whose arguments take the dtype of what they meet, and "loss scale".
   """
 
   def __init__(self) -> None:

@@ -57,6 +57,8 @@ class Active(active.Active):
   met: ModuleRecord | None = dataclasses.field(default=None, compare=False)
   again: list[TracedCall] = dataclasses.field(default_factory=list, compare=False)
 
+  __hash__ = active.Active.__hash__
+
 
 def current() -> Active | None:
   """Returns the active state of this thread; None where a Linen model is under no policy."""

@@ -284,7 +284,7 @@ mpjax/transforms/_gradients.py::batch_gradients
 mpjax/_core/active.py::_ActiveState.__call__
 
 34 the policy in force is no part of the key of a jitted function
-- number = _Number(_number_of(type(state), *compared))
+- number = _Number(_number_of(dataclasses.replace(state, **rest)))
 + number = _Number(0)
 tests/linen/test_never_stale.py::test_scopes_that_are_entered_and_left_in_any_order
 
