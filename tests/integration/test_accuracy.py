@@ -35,11 +35,9 @@ dtype set by hand too."""
 
 
 def drawn(tree: Any, seed: int, largest: float) -> Any:
-  """Returns normal values in place of the floating arrays of a tree, none above `largest`.
-
-  They are multiples of 1/16, which both half types hold: what is measured is the layer, and a
-  maximum is where it is in float32.
-  """
+  """Returns normal values in place of the floating arrays of a tree, none above `largest`."""
+  # They are multiples of 1/16, which both half types hold: what is measured is the layer, and a
+  # maximum is where it is in float32.
   rng = np.random.default_rng(seed)
 
   def leaf(x: Any) -> Any:

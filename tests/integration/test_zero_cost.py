@@ -88,11 +88,9 @@ def traced(name: str, who: str, half: str = "bfloat16", **fields: Any) -> Any:
 
 
 def multiplied(name: str, who: str) -> collections.Counter[Any]:
-  """Returns the products of a model.
-
-  Those of NNX's transformer by their size: given bfloat16, Flax's attention makes float32 logits,
-  whose gradients are operands.
-  """
+  """Returns the products of a model."""
+  # Those of NNX's transformer by their size: given bfloat16, Flax's attention makes float32 logits,
+  # whose gradients are operands.
   found = programs.products(traced(name, who))
   if name == "nnx/transformer":
     return collections.Counter(p.flops for p in found)
@@ -168,13 +166,11 @@ def gradients(short: str) -> dict[str, Any]:
 
 @functools.cache
 def error_over_by_hand(name: str, half: str) -> float:
-  """Returns the error of the gradients under a policy, over that of the model written by hand.
-
-  In NNX it is the geometric mean of all draws: in one of them a single rounding, as of a number
-  near the edge of a ReLU, may outweigh all others, and it is chance in which of the two models it
-  does. What errs by a ten-thousandth and more is measured against float32, which errs by a
-  millionth.
-  """
+  """Returns the error of the gradients under a policy, over that of the model written by hand."""
+  # In NNX it is the geometric mean of all draws: in one of them a single rounding, as of a number
+  # near the edge of a ReLU, may outweigh all others, and it is chance in which of the two models it
+  # does. What errs by a ten-thousandth and more is measured against float32, which errs by a
+  # millionth.
   found, least = gradients(name.partition("/")[2])[name], 2e-4
   draws = [found]
   if name.startswith("nnx"):

@@ -224,8 +224,8 @@ def _elementwise(
   result = rewriter.values[eqn.outvars[0]]
   result.producer = producer
   if facts.moves:
-    several = [v for v in eqn.invars if type(v) is not Literal and v in rewriter.shared]
-    if all(v.kind.rests for v in (result, *floats)) and (several or any(v.moved for v in floats)):
+    shared = any(map(rewriter.is_shared, eqn.invars))
+    if shared and all(v.kind.rests for v in (result, *floats)):
       for var in eqn.outvars:
         rewriter.values[var].moved = eqn
     added = all(v.kind.added for v in arrays)
@@ -296,6 +296,9 @@ def _rule(
     dtype = FLOAT32 if chosen or not fits else half
   if only_float32(readers) and not facts.exact:
     dtype = FLOAT32
+  wide = all(v.kind.rests and dtype_of(v.atom) == FLOAT32 for v in arrays + others)
+  if wide and dtype == half and (facts.exact or facts.tests):
+    return FLOAT32, Kind(half, kind.neutral, carried=FLOAT32, solved=kind.solved)
   if AS_GIVEN in rewriter.place(eqn).scope:
     held = any(k.held for k in deciding)
   held = (held or kind.solved) and dtype == FLOAT32

@@ -100,22 +100,28 @@ def rewrite(
 
 
 def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
-  """Writes an equation that holds jaxprs."""
   holds = facts_of(eqn).holds
   inners = inner_jaxprs(eqn) if holds in _RULES else None
   return rewriter.untouched(eqn, None) if inners is None else _RULES[holds](rewriter, eqn, inners)
 
 
-def _operands(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
+def _operands(
+  rewriter: Rewriter, eqn: JaxprEqn, joins: bool = True
+) -> tuple[list[Atom], list[Kind | None]]:
   """The operands as the jaxprs inside read them, and their kinds: as they are held."""
+  # What `joins` the code around it takes what that reads in float32 so too: gradients of several
+  # readers, which may cancel, are added before they are rounded.
   half, keeps_types = rewriter.place(eqn).half, facts_of(eqn).holds is Holds.COMPOSITE
   atoms, kinds = list(eqn.invars), list(map(rewriter.kind, eqn.invars))
   for i, (atom, kind, gone) in enumerate(zip(eqn.invars, kinds, donated(eqn), strict=True)):
     if kind is not None:
       # What is an argument inside may be a parameter there.
       kind = kind._replace(parameter=kind.parameter or kind.neutral)
-      if half is None and dtype_of(atom) == FLOAT32 and not keeps_types:
-        kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
+      if dtype_of(atom) == FLOAT32 and not keeps_types:
+        if half is None:
+          kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
+        elif joins and kind.rests and rewriter.is_shared(atom):
+          kind = kind._replace(carried=FLOAT32)
       if keeps_types or gone:  # The memory of one that is donated has the old size.
         kind = kind._replace(carried=dtype_of(atom))
       atoms[i], kinds[i] = rewriter.read(atom, eqn, kind.variable), kind
@@ -160,15 +166,16 @@ def _dtypes(kinds: Sequence[Kind | None]) -> tuple[DType | None, ...]:
 
 def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """A jaxpr that runs once, between the operands and the results."""
-  atoms, ins = _operands(rewriter, eqn)
+  facts = facts_of(eqn)
+  rounds = facts.saves and eqn.params["policy"] is None and not inners[0].jaxpr.effects
+  joins = facts.holds is Holds.CALL and (rounds or not facts.saves)
+  atoms, ins = _operands(rewriter, eqn, joins)
   # What a compiler may replace by something of the same name and types keeps its types.
-  keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
-  outs = tuple(map(dtype_of, eqn.outvars)) if keeps_types else ()
+  outs = tuple(map(dtype_of, eqn.outvars)) if facts.holds is Holds.COMPOSITE else ()
   new = _inside(rewriter, eqn, inners[0], ins, outs)
   params = _params(eqn, inners, [new])
-  saved = [k.dtype if k is not None and k.held and k.added else None for k in ins]
-  saves = facts_of(eqn).saves and eqn.params["policy"] is None and not new.jaxpr.effects
-  if saves and any(saved):
+  saved = [k.dtype if k and (k.added if k.held else k.carried) else None for k in ins]
+  if rounds and any(saved):
     # A `remat` saves at rest, as by hand, a stream that layers add to. A gate is saved as it is
     # held, for its last digits.
     remat = saving_rounded(eqn, new.jaxpr, list(map(aval_of, atoms)), saved)
@@ -195,7 +202,7 @@ def _cond(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
 def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   """A scan or a while. A carry is held in float32 if it starts so, or is returned so."""
   *tests, body = inners
-  atoms, kinds = _operands(rewriter, eqn)
+  atoms, kinds = _operands(rewriter, eqn, joins=False)
   if tests:
     # Nothing is kept of a while for a backward pass, and whether it ends may depend on its last
     # bits: an iteration until the change is below 1e-4 never ends in bfloat16.
@@ -392,7 +399,6 @@ class _Custom(NamedTuple):
 
 
 def _smooth(values: Iterable[Any]) -> list[int]:
-  """Returns the positions of what has a derivative."""
   return [i for i, x in enumerate(values) if is_inexact(x)]
 
 

@@ -245,7 +245,6 @@ class Matmul:
 def _transpose_of(
   rule: Matmul, side: int, like: ShapedArray, levels: Levels, *avals: ShapedArray
 ) -> ClosedJaxpr:
-  """Returns the jaxpr of the gradient of an operand, in low precision."""
 
   def linear(x: Array, *others: Array) -> Array:
     return rule.primitive.bind(*others[:side], x, *others[side:], **dict(rule.params))
@@ -396,7 +395,6 @@ def _product(
   right: Scaled,
   sums: DType,
 ) -> Array:
-  """Returns the matmul of two scaled arrays, in float32."""
   axes, pair = dot_axes(params), (left, right)
   if sums.itemsize < 4 and (axes.batch[0] or axes.ragged in axes.contracted[0]):
     sums = FLOAT32  # A CPU adds up some batches of matrices in the dtype of the result.

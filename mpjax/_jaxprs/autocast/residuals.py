@@ -77,10 +77,9 @@ def _product(
 def saving_rounded(
   eqn: JaxprEqn, jaxpr: Jaxpr, avals: Sequence[ShapedArray], saved: Sequence[DType | None]
 ) -> JaxprEqn:
-  """Returns a `jax.checkpoint` that reads operands as they are held, and saves some of them low.
-
-  Its backward pass starts from rounded ones: an error for each call, and none that a loop adds up.
-  """
+  """Returns a `jax.checkpoint` that reads operands as they are held, and saves some of them low."""
+  # Its backward pass starts from rounded ones: an error for each call, and none that a loop adds
+  # up.
 
   def fun(*operands: Array) -> list[Array]:
     return eval_jaxpr(in_default(jaxpr), (), *operands)
@@ -100,11 +99,9 @@ def _saving(
   apart: bool = False,
   prevent_cse: bool = False,
 ) -> JaxprEqn:
-  """Returns an equation whose derivative is computed from operands as they are `saved`.
-
-  Operands at `places` come once more after them, in that dtype. If those that move are
-  differentiated `apart`, each is read as it is for itself.
-  """
+  """Returns an equation whose derivative is computed from operands as they are `saved`."""
+  # Operands at `places` come once more after them, in that dtype. If those that move are
+  # differentiated `apart`, each is read as it is for itself.
   count = len(saved)
 
   def tangent(

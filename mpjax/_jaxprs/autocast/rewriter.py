@@ -230,7 +230,7 @@ class Rewriter:
     self.place = Places(settings, scope)
     self.readers = readers_of(jaxpr, outs, self.place)
     operands = (v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
-    self.shared = {v for v, count in collections.Counter(operands).items() if count > 1}
+    self.shared: set[Atom] = {v for v, count in collections.Counter(operands).items() if count > 1}
     self.eqns: list[JaxprEqn] = []  # what is written so far
     # The floating ones, by the variables that held them. Variables of other dtypes stay.
     self.values: dict[Var, Value] = {}
@@ -256,6 +256,14 @@ class Rewriter:
     """Returns the consumers of the floating results of an equation."""
     each = (self.readers.get(v, 0) for v in eqn.outvars if dtype_of(v) in FLOATS)
     return functools.reduce(operator.or_, each, 0)
+
+  def is_shared(self, atom: Atom) -> bool:
+    """Whether several that have gradients read an operand in float32, or what it was moved from."""
+    value = None if isinstance(atom, Literal) else self.values.get(atom)
+    if value is None or not (atom in self.shared or value.moved):
+      return False
+    readers = self.readers.get(atom, 0)
+    return bool(readers & (By.FULL | By.HELD) and readers & ~By.DECISIONS)
 
   def read(self, atom: Atom, eqn: JaxprEqn, dtype: DType | None = None) -> Atom:
     """Returns a floating operand in `dtype`, None for the one that it is held in."""
@@ -291,7 +299,8 @@ class Rewriter:
       self.cast(value.atom, view, eqn)
     # Three casts of one weight, for the projections of attention: their gradients are cast to
     # float32 one by one and then added. With one cast for all, they would be added in bfloat16.
-    if not value.is_parameter:
+    # Likewise of data that is computed, as an input is with learned positions.
+    if not (value.is_parameter or (value.kind.is_data and value.producer)):
       value.views[dtype] = view
     return view
 

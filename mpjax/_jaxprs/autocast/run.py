@@ -107,10 +107,8 @@ def variables(atoms: Iterable[Atom]) -> set[Var]:
 def _part(
   eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]
 ) -> tuple[Hashable, list[Var], list[Var]]:
-  """Returns a key, what the part number `place` reads, and what others read of it.
-
-  The key is that of parts that compute the same of what they read; None for one of its own.
-  """
+  """Returns a key, what the part number `place` reads, and what others read of it."""
+  # The key is that of parts that compute the same of what they read; None for one of its own.
   numbers: dict[Atom, int] = {}
   invars: list[Var] = []
 

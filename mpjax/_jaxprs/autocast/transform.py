@@ -283,11 +283,9 @@ def _differentiated_at_once(
   decides: Sequence[bool],
   cast: Callable[..., Function],
 ) -> Callable[..., list[Array]]:
-  """Returns `call`, whose gradient is all of that of `original`, `cast`; some operands are data.
-
-  A rule that reads the weight of its layer is out of reach once the layer is traced: that value is
-  gone. So all is differentiated inside of one trace, and the derivative is rewritten.
-  """
+  """Returns `call`, whose gradient is all of that of `original`, `cast`; some operands are data."""
+  # A rule that reads the weight of its layer is out of reach once the layer is traced: that value
+  # is gone. So all is differentiated inside of one trace, and the derivative is rewritten.
 
   def forward(*operands: PyTree) -> tuple[list[Array], dict[bool, dict[int, Array]]]:
     # The arguments, not residuals: those of `original` are in the dtypes without autocast.

@@ -16,7 +16,7 @@ import mpjax
 from mpjax._jaxprs.reader import walk
 from tests import programs
 from tests.jaxprs.autocast import checks
-from tests.jaxprs.autocast.rig import matmuls, repeat_p
+from tests.jaxprs.autocast.rig import BOTH, matmuls, repeat_p, with_jvp, with_vjp
 from tests.programs import compilations
 
 W = jnp.eye(3)
@@ -51,6 +51,33 @@ def same(fun, *args):
 
 
 # Bodies that run once.
+
+
+ENTERED = {
+  "jit": jax.jit,
+  "jit of what was moved": lambda fun: lambda h: jax.jit(fun)(h.T),
+  "remat": jax.checkpoint,
+  "jvp": with_jvp,
+  "vjp": with_vjp,
+  "cond": lambda fun: lambda h: lax.cond(h[0, 0] > 1e9, lambda h: 0.0, fun, h),
+}
+
+
+@BOTH
+def test_gradients_of_a_call_and_of_what_is_beside_it_add_in_float32(half):
+  # In low precision 2^k + 1 is 2^k, and nothing is left of the difference.
+  big = {"bfloat16": 2.0**9, "float16": 2.0**12}[half]
+
+  def gradients(w, x):
+    def loss(w, x, entered):
+      h = x @ w
+      return ((big + 1) * h).sum() - entered(lambda h: (big * h).sum())(h)
+
+    cast = {name: functools.partial(loss, entered=way) for name, way in ENTERED.items()}
+    return {name: jax.grad(mpjax.autocast(fun, half))(w, x) for name, fun in cast.items()}
+
+  for name, found in programs.run(gradients, W, jnp.ones((1, 3))).items():
+    np.testing.assert_array_equal(found, np.ones((3, 3)), err_msg=name)
 
 
 def test_jit_takes_and_gives_half_and_keeps_its_parameters():

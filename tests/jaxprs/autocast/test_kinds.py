@@ -138,11 +138,9 @@ def test_a_boundary_changes_no_bit(half, before, after):
 
 
 def casts_for_some(graph: Graph) -> list[str]:
-  """Returns the casts to low precision of what is read in float32 too, other than by a matmul.
-
-  A parameter, and what is moved or computed of parameters alone, may be rounded for a sum with what
-  is rounded itself.
-  """
+  """Returns the casts to low precision of what is read in float32 too, other than by a matmul."""
+  # A parameter, and what is moved or computed of parameters alone, may be rounded for a sum with
+  # what is rounded itself.
   params, wrong = set(graph.arguments[:1]), []
   for each in graph.operations:
     if all(v.kind == "literal" or v in params for v in each.operands):

@@ -80,6 +80,7 @@ SHARED = {
   "reshaped": lambda w: w.reshape(9).reshape(3, 3),
   "scaled": lambda w: 1.0 * w,
   "joined": lambda w: jnp.concatenate([w, w])[:3],
+  "added to data": lambda w: w + np.zeros((3, 3), np.float32),
   "moved by a function": jax.jit(lambda w: w[:, ::-1][:, ::-1]),
   "chosen by a branch": lambda w: lax.cond(w[0, 0] > 0, lambda w: w * 1.0, lambda w: w, w),
   "by a rule": with_jvp(lambda w: w * 1.0),
