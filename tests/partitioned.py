@@ -31,11 +31,9 @@ class Collective(NamedTuple):
 
 
 def partitioned(fun: Any, *args: Any) -> str:
-  """Returns the text of a program for one device, as the partitioner leaves it.
-
-  The arguments are sharded over several devices, `jax.ShapeDtypeStruct` will do. One that is closed
-  over is a constant, which XLA may fold away.
-  """
+  """Returns the text of a program for one device, as the partitioner leaves it."""
+  # The arguments are sharded over several devices, `jax.ShapeDtypeStruct` will do. One that is
+  # closed over is a constant, which XLA may fold away.
   jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
   with tempfile.TemporaryDirectory() as folder:
     # What was compiled before, in this run or an earlier one, would come from a cache and leave no

@@ -144,8 +144,8 @@ def half_share(program: ClosedJaxpr) -> float:
 
 def residual_bytes(fun: Any, *args: Any) -> int:
   """Returns how many bytes a function keeps from its forward pass for its backward pass."""
-  # These are the arrays that `jax.vjp` saves, without the arguments and closed-over constants, which
-  # exist anyway. A compiler may keep fewer, by computing them again, but it starts from these.
+  # These are the arrays that `jax.vjp` saves, without the arguments and closed-over constants,
+  # which exist anyway. A compiler may keep fewer, by computing them again.
 
   def saved(*args: Any) -> list[Any]:
     return jax.tree.leaves(jax.vjp(fun, *args)[1])

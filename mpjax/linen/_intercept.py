@@ -317,11 +317,9 @@ def _lifted(
   policy: Policy | None,
   python: Callable[[Active], PyTree],
 ) -> PyTree:
-  """Returns the result of a bound module's method, with the operations inside rewritten.
-
-  Flax's own lifting makes the method a function of variables, random keys and arguments, and puts
-  back what it changed, as it does for `nn.jit`.
-  """
+  """Returns the result of a bound module's method, with the operations inside rewritten."""
+  # Flax's own lifting makes the method a function of variables, random keys and arguments, and puts
+  # back what it changed, as it does for `nn.jit`.
   inputs = (args, kwargs)
   has_modules = next(instances_in(inputs, nn.Module), None) is not None
 

@@ -311,11 +311,9 @@ _TAG = "mpjax.policy"
 
 
 def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]) -> PyTree:
-  """Returns `call(*inputs)`, with the operations of all modules inside rewritten.
-
-  Copies of the module and of all that is given to it are called, with tracers as variables. What
-  they have become is a result, and is put back into the objects, as by NNX's own transforms.
-  """
+  """Returns `call(*inputs)`, with the operations of all modules inside rewritten."""
+  # Copies of the module and of all that is given to it are called, with tracers as variables. What
+  # they have become is a result, and is put back into the objects, as by NNX's own transforms.
   module = inputs[0]
   policy = resolved_policy(module).policy
 

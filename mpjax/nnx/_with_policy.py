@@ -82,6 +82,18 @@ def with_policy(
   return view
 
 
+def views_of(tree: PyTree, policy: PolicyLike, rules: Iterable[Rule]) -> PyTree:
+  """Returns a tree with views in place of the models in it."""
+
+  def is_plain(x: Any) -> bool:
+    return isinstance(x, nnx.Module) and _is_module(x) and not _view.is_view(x)
+
+  def view(x: Any) -> Any:
+    return with_policy(x, policy, rules, unmatched="ignore") if is_plain(x) else x
+
+  return jax.tree.map(view, tree, is_leaf=is_plain)
+
+
 def _rebound(value: Any, counterparts: Mapping[int, object]) -> Any:
   """Returns a method, also in a partial, as that of the counterpart of its object, by identity."""
   if isinstance(value, types.MethodType):
@@ -112,19 +124,16 @@ def _check_model(model: Any) -> None:
 
 def _modules(model: nnx.Module) -> dict[KeyPath, nnx.Pytree]:
   """Returns the modules of a model by path, outer ones first; one that is shared has one path."""
-  modules = {path: node for path, node in nnx.iter_graph(model, graph=True) if _is_module(node)}
-  return {path: modules[path] for path in sorted(modules, key=len)}
+  modules = [(path, node) for path, node in nnx.iter_graph(model, graph=True) if _is_module(node)]
+  return dict(sorted(modules, key=lambda each: len(each[0])))
 
 
 def _is_module(node: object) -> bool:
-  """Whether a node runs under a policy: a module, or an object of a class of the user's own.
-
-  A Linen module in the clothes of an NNX one does not: it takes its parameters out by itself.
-  """
-  if isinstance(node, nnx.bridge.ToNNX):
-    return False
+  """Whether a node runs under a policy: a module, or an object of a class of the user's own."""
+  # A Linen module in the clothes of an NNX one does not: it takes its parameters out by itself.
+  is_linen = isinstance(node, nnx.bridge.ToNNX)
   users = isinstance(node, nnx.Pytree) and type(node).__module__.split(".")[0] != "flax"
-  return isinstance(node, nnx.Module) or users
+  return not is_linen and (isinstance(node, nnx.Module) or users)
 
 
 def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:

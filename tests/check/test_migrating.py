@@ -211,11 +211,10 @@ NOT_RUN = {
 
 
 def worlds() -> list[dict[str, Any]]:
-  """Returns what the names of the lines are: a line must hold in one of these worlds.
-
-  A line that gives back a function has run when it has given it back: nothing is trained here.
-  The guides write `tx` for the optimizer inside of `mpjax.loss_scaling(tx)` and for what comes out.
-  """
+  """Returns what the names of the lines are: a line must hold in one of these worlds."""
+  # A line that gives back a function has run when it has given it back: nothing is trained here.
+  # The guides write `tx` for the optimizer inside of `mpjax.loss_scaling(tx)` and for what comes
+  # out.
   net = nn.Sequential([nn.Dense(2), nn.Dense(2)])
   layer = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
   params = {"head": {"kernel": jnp.ones((2, 2))}, "dense1": jnp.ones(2)}
@@ -253,10 +252,8 @@ def failure(code: str, names: dict[str, Any]) -> str:
 
 
 def failures(lines: list[str], objects: list[dict[str, Any]]) -> dict[str, list[str]]:
-  """Runs the lines of a row, in order; returns those that fail in every world, with each error.
-
-  A line that calls nothing, as a name alone or the type of a field, has nothing to run.
-  """
+  """Runs the lines of a row, in order; returns those that fail in every world, with each error."""
+  # A line that calls nothing, as a name alone or the type of a field, has nothing to run.
   own = [dict(names) for names in objects]
   found = {}
   for code in lines:

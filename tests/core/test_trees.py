@@ -80,10 +80,8 @@ def test_cast_leaves_numpy_numpy():
 
 
 def around_every_number(half):
-  """Every finite number of a half type, halfway to the next, and float32 just beside each.
-
-  Left out is what XLA for CPU takes for 0: float32's own subnormal numbers.
-  """
+  """Every finite number of a half type, halfway to the next, and float32 just beside each."""
+  # Left out is what XLA for CPU takes for 0: float32's own subnormal numbers.
   numbers = np.arange(2**16, dtype=np.uint16).view(half).astype(np.float32)
   numbers = np.sort(numbers[np.isfinite(numbers)])
   found = np.concatenate([numbers, numbers[:-1] + np.diff(numbers / 2)])

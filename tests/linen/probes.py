@@ -86,11 +86,9 @@ class Probe(nn.Module):
 
 
 def noted(fun: Any, *args: Any) -> list[tuple[str, str]]:
-  """Returns (path, dtype) of the product of each probe, in the order of the jaxpr.
-
-  The path is that which the module had when it was traced: in a jaxpr that `nn.jit` traced once
-  for two modules, that of the first.
-  """
+  """Returns (path, dtype) of the product of each probe, in the order of the jaxpr."""
+  # The path is that which the module had when it was traced: in a jaxpr that `nn.jit` traced once
+  # for two modules, that of the first.
   found = []
   for eqn, _ in equations(jax.make_jaxpr(fun)(*args)):
     _, probe, path = str(eqn.source_info.name_stack).rpartition(PROBE)

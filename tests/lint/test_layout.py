@@ -33,7 +33,7 @@ RANKS = {
   "transforms": 2,  # the adapter to optax, and the training step
   "linen": 3,  # adapters, each to one framework for models, neither of which imports the other
   "nnx": 3,
-  "_diagnostics": 3,  # what a function does with numbers: audit, first non-finite value, ranges
+  "_diagnostics": 4,  # what a function does with numbers: audit, first non-finite value, ranges
   "_io": 4,  # what goes to files, or is made for inference
   "_compositions": 5,
   "__init__": 6,  # and the other public modules
@@ -393,7 +393,7 @@ def check_tests_mirror(sources: Sources) -> list[str]:
 CHECKS: dict[Check, dict[str, Sources | str]] = {
   check_import_direction: {
     "upwards": "from mpjax._jaxprs.reader import walk",
-    "sideways": {"mpjax/_diagnostics/x.py": "import mpjax.linen._y"},
+    "sideways": {"mpjax/nnx/x.py": "import mpjax.linen._y"},
     "between adapters": {"mpjax/linen/_x.py": "from mpjax.nnx._y import f"},
     "the root": "from mpjax import all_finite",
     "the plain root": "import mpjax",

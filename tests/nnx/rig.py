@@ -84,11 +84,9 @@ def total(tree: Any) -> Any:
 
 
 def functions(graphdef: Any, policy: Any, run: Any, **options: Any) -> tuple[Any, Any]:
-  """Returns pure functions of (params, rest, inputs): forward, and with gradients.
-
-  Forward returns the outputs and the state afterwards; the other one both and the gradients of
-  parameters and inputs.
-  """
+  """Returns pure functions of (params, rest, inputs): forward, and with gradients."""
+  # Forward returns the outputs and the state afterwards; the other one both and the gradients of
+  # parameters and inputs.
 
   def forward(params, rest, inputs):
     plain = nnx.merge(graphdef, params, rest, copy=True)

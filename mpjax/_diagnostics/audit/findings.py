@@ -74,10 +74,8 @@ class Finding(NamedTuple):
 
 
 def summed(rows: Iterable[Finding], *, layers: bool = False) -> tuple[Finding, ...]:
-  """Returns one row for those that are alike, with the sums of their counts; the largest first.
-
-  With `layers`, rows that differ in numbers in their texts alone are alike: "block_* (4)".
-  """
+  """Returns one row for those that are alike, with the sums of their counts; the largest first."""
+  # With `layers`, rows that differ in numbers in their texts alone are alike: "block_* (4)".
   groups: dict[Finding, list[Finding]] = {}
   for row in rows:
     alike = row._replace(flops=0, nbytes=0, times=0)
@@ -111,10 +109,8 @@ def merged(names: Sequence[str]) -> str:
 def find_modules(
   graph: Graph, record: AuditRecord, parameters: Collection[str]
 ) -> tuple[Finding, ...]:
-  """Returns the modules with matmuls, those of the most FLOPs first.
-
-  Where no argument is known to be one of `parameters`, all may be.
-  """
+  """Returns the modules with matmuls, those of the most FLOPs first."""
+  # Where no argument is known to be one of `parameters`, all may be.
   counts = collections.defaultdict[tuple[str, str], Sizes](Sizes)  # by path and column
   deciders, read = dict[str, str](), dict[tuple[str, Value], None]()
   for operation in graph.computing():
@@ -274,10 +270,8 @@ _KINDS = {"pred": "bool", "bf": "bfloat", "f": "float", "s": "int", "u": "uint"}
 
 
 def compiled_collectives(text: str, graph: Graph) -> tuple[Finding, ...]:
-  """Returns the collectives in HLO, by the modules of its graph, those of the most bytes first.
-
-  A loop whose number of iterations the text does not show counts as one iteration.
-  """
+  """Returns the collectives in HLO, by the modules of its graph, those of the most bytes first."""
+  # A loop whose number of iterations the text does not show counts as one iteration.
   computations, times = dict[str, list[str]](), collections.Counter[str]()
   lines: list[str] = []
   for line in text.splitlines():

@@ -381,10 +381,8 @@ def _device(step: Step, device: int) -> dict[str, int] | None:
 
 
 def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "backward"]:
-  """Returns the pass of an operation: what `remat` computes again is part of the forward pass.
-
-  A slope, such as the 0.5 / sqrt(x) of a root, is of the backward pass, wherever it is computed.
-  """
+  """Returns the pass of an operation: what `remat` computes again is part of the forward pass."""
+  # A slope, such as the 0.5 / sqrt(x) of a root, is of the backward pass, wherever it is computed.
   if operation.where.direction == "backward":
     return "backward"
   # What the same call of the user's code, such as `jnp.sqrt(x)`, computed before.
@@ -429,11 +427,9 @@ def _rounded_before(operation: Operation) -> Operation | None:
 def cause_and_cure(
   report: NonfiniteReport, wide: Range, rounded: Operation | None, in_float32: str
 ) -> tuple[str, str]:
-  """Returns why the result of a step is not finite, and what to change.
-
-  `wide` is its range computed in float32, `rounded` what was computed in low precision before an
-  operation of linear algebra, and `in_float32` the code by which that, or else the step, is not.
-  """
+  """Returns why the result of a step is not finite, and what to change."""
+  # `wide` is its range computed in float32, `rounded` what was computed in low precision before an
+  # operation of linear algebra, and `in_float32` the code by which that, or else the step, is not.
   operation, operands, result = report.operation, report.operands, report.result or wide
   dtype, largest = result.dtype, float(jnp.finfo(jnp.dtype(result.dtype)).max)
   if report.finite_at is not None:

@@ -52,11 +52,9 @@ def is_inexact(atom: Atom) -> bool:
 
 
 def kind_of(step: Step) -> str:
-  """Returns what a step does: it "enters" inner lists, "asks" if numbers are finite, and so on.
-
-  It computes "each" element from those at its own position, or "all" from others too. A "factor" is
-  one of a multiplication in the backward pass, where an inf may meet a 0.
-  """
+  """Returns what a step does: it "enters" inner lists, "asks" if numbers are finite, and so on."""
+  # It computes "each" element from those at its own position, or "all" from others too. A "factor"
+  # is one of a multiplication in the backward pass, where an inf may meet a 0.
   eqn, facts = step.eqn, facts_of(step.eqn)
   if step.bodies:
     return "enters"
@@ -249,14 +247,13 @@ Seen: TypeAlias = tuple[Array, Array, list[Row]]
 
 
 class FirstProbe(Observer):
-  """Looks, among the steps and arguments `only`, for the first whose result is not finite.
+  """Looks, among the steps and arguments `only`, for the first whose result is not finite."""
 
-  It returns in int32 the number of that step, negative for arguments and constants, and `NONE` if
-  no value broke; the iterations of the loops inside of one another, -1 where there is no loop; and
-  the position in the mesh of a `shard_map`, -1 outside of one. If `shown` is the step, also the
-  position of the first element of it that broke, counted along the last axis first, and a row for
-  each operand, for the result and for the result in float32.
-  """
+  # It returns in int32 the number of that step, negative for arguments and constants, and `NONE` if
+  # no value broke; the iterations of the loops inside of one another, -1 where there is no loop;
+  # and the position in the mesh of a `shard_map`, -1 outside of one. If `shown` is the step, also
+  # the position of the first element of it that broke, counted along the last axis first, and a row
+  # for each operand, for the result and for the result in float32.
 
   def __init__(self, uses: Uses, only: Collection[int], shown: Step | None = None) -> None:
     self.top, self.uses, self.only, self.shown = uses.top, uses, only, shown

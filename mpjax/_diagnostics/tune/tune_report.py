@@ -61,6 +61,7 @@ class TuneReport(Report):
     loss_scale: the loss scale with which float16 was measured; 1 for bfloat16.
     modules: what is known of each module.
     scopes: whether each rule selects a named scope; if not, the path of parameters.
+    models: whether models ran as under `mpjax.with_policy`; if not, all of the loss was autocast.
 
   >>> import jax.numpy as jnp, mpjax
   >>> tune = mpjax.tune(lambda w, x: jnp.mean((x @ w) ** 2), tolerance=0.1)
@@ -81,6 +82,7 @@ class TuneReport(Report):
   loss_scale: float
   modules: tuple[ModuleReport, ...]
   scopes: bool = True
+  models: bool = False
 
   def sections(self) -> list[Section]:
     low, ranked = self.policy.compute_dtype.name, list[tuple[str, ...]]()
@@ -106,9 +108,9 @@ class TuneReport(Report):
     errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
     scale = f", at loss scale {self.loss_scale:.0f}" if self.loss_scale != 1 else ""
     summary = f"{share}; the relative error of the gradient is {errors}."
-    lines = [
-      f"{len(self.evaluations)} of at most {self.bound} choices were measured{scale}.",
-    ]
+    by = "mpjax.with_policy" if self.models else "mpjax.autocast"
+    choices = f"{len(self.evaluations)} of at most {self.bound} choices"
+    lines = [f"{choices} were measured with {by}{scale}."]
     if {module.path for module in self.modules} == {""}:
       lines.append(
         "The function has no named scopes, and its parameters are in no modules, so that all of "

@@ -24,7 +24,7 @@ from mpjax._core.errors import REFUSALS, MpjaxValueError, check_call, check_valu
 from mpjax._core.policy import Policy, PolicyLike, parse_policy
 from mpjax._core.rules import Rule
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Args, Array, DType, Function, Kwargs, NumpyArray, P
+from mpjax._core.types import Args, Array, DType, Function, Kwargs, NumpyArray, P, PyTree
 from mpjax._diagnostics.arguments import Call, with_parameter_scopes
 from mpjax._diagnostics.ranges.measure import counted, gradient_of, plan
 from mpjax._diagnostics.report import Advance, Pending
@@ -32,11 +32,13 @@ from mpjax._diagnostics.tune.tune_report import Evaluation, ModuleReport, TuneRe
 from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.count import flops_of
-from mpjax._jaxprs.graph import Graph
+from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.runner import Look, run_on_host
 from mpjax._jaxprs.steps import Body, Step, body_of
+from mpjax.linen import policy_scope
+from mpjax.nnx._with_policy import views_of
 
 _CALL = "mpjax.tune(loss_fn, policy)"
 _FIX = 'Write mpjax.tune(loss_fn, "mixed_float16", tolerance=1e-2)(params, batch).'
@@ -60,11 +62,12 @@ def tune(
 ) -> Callable[P, TuneReport]:
   """Returns a function that finds out which modules of a loss must stay in float32.
 
-  The gradient of `loss_fn` by its first argument is computed in float32, and under
-  `mpjax.autocast(loss_fn, policy, rules=rules)` for some choices of modules in float32, until the
-  cheapest was found whose relative error, the norm of the difference over the norm of the gradient,
-  is within the tolerance. docs/tune.md says what the modules are and how it searches; how many
-  choices it may measure is printed first.
+  The gradient of `loss_fn` by its first argument is computed in float32, and under the policy for
+  some choices of modules in float32, until the cheapest was found whose relative error, the norm of
+  the difference over the norm of the gradient, is within the tolerance. Models of Linen, and of NNX
+  in the arguments, run as `mpjax.with_policy` runs them; a loss without any as `mpjax.autocast`
+  does. docs/tune.md says what the modules are and how it searches; how many choices it may measure
+  is printed first.
 
   Args:
     loss_fn: the plain loss in float32, of a Linen model, an NNX model (an argument, or merged from
@@ -125,18 +128,17 @@ def _tuned(
   # A loss that has low precision already, compared with itself, has no error. The loss alone: what
   # a derivative of its own keeps in low precision is no policy's.
   program = call.traced(loss_fn)[0]
-  graph, named = Graph(program), scopes_of(body_of(program))
-  results = (v for operation in graph.operations for v in operation.results)
-  for value in (*graph.arguments, *results):
-    if value.is_low:
-      path = "its arguments" if value.made_by is None else value.made_by.where.path
-      raise MpjaxValueError(
-        where,
-        expected="a loss in float32, with arguments in float32, to compare low precision with",
-        got=f"{value.dtype} in {path or 'it'}",
-        fix="Pass the loss of the plain model: without with_policy or autocast, without dtype= and "
-        "param_dtype=, and its parameters and data as x.astype(jnp.float32).",
-      )
+  named = scopes_of(body_of(program))
+  for value in lows_of(Graph(program)):
+    path = "its arguments" if value.made_by is None else value.made_by.where.path
+    raise MpjaxValueError(
+      where,
+      expected="a loss in float32, with arguments in float32, to compare low precision with",
+      got=f"{value.dtype} in {path or 'it'}",
+      fix="Pass the loss of the plain model: without with_policy or autocast, without dtype= and "
+      "param_dtype=, and its parameters and data as x.astype(jnp.float32).",
+    )
+  models = bool(lows_of(Graph(call.traced(with_models_under(loss_fn, policy, ()))[0])))
   if dtype == jnp.float16:
     scale = counted(gradient_of(loss_fn), args, kwargs, advance).loss_scale or 1.0
 
@@ -164,9 +166,13 @@ def _tuned(
     )
   evaluations: list[Evaluation] = []
 
+  def under(rules: tuple[Rule, ...]) -> Function:
+    if models:
+      return with_models_under(loss_fn, policy, rules)
+    return autocast(scoped, policy, rules=rules)
+
   def measure(names: Sequence[str], rules: tuple[Rule, ...]) -> list[Array]:
-    cast = autocast(scoped, policy, rules=rules)
-    program, _ = call.traced(gradient_of(cast, scale))
+    program, _ = call.traced(gradient_of(under(rules), scale))
     gradient = run_on_host(body_of(program), operands, Look())[gradients]
     error = relative_error(zip(exact, gradient, strict=True))
     runs = [(dtype.itemsize < 4, count) for _, dtype, count in Graph(program).matmuls()]
@@ -195,7 +201,7 @@ def _tuned(
 
   # The errors by module, under the policy without rules. Gradients are those of the floating arrays
   # in the first argument, the first ones of all.
-  of_float32, of_policy = (body_of(call.traced(f)[0]) for f in (scoped, autocast(scoped, policy)))
+  of_float32, of_policy = (body_of(call.traced(f)[0]) for f in (scoped, under(())))
   forward, pairs = forward_errors(of_float32, of_policy, operands), dict[str, list[Pair]]()
   readers = plan(body, call.arguments(loss_fn)).readers
   floats = (i for i, x in enumerate(operands) if is_inexact(x))
@@ -211,7 +217,24 @@ def _tuned(
     loss_scale=scale,
     modules=tuple(rows_of(flops, forward, pairs)),
     scopes=all(any(rule.matches(None, scope) for scope in named) for rule in best.rules),
+    models=models,
   )
+
+
+def lows_of(graph: Graph) -> list[Value]:
+  results = (v for operation in graph.operations for v in operation.results)
+  return [v for v in (*graph.arguments, *results) if v.is_low]
+
+
+def with_models_under(fn: Function, policy: Policy, rules: tuple[Rule, ...]) -> Function:
+  """Returns a function whose models of Flax run under a policy, as `mpjax.with_policy` has them."""
+
+  def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    args, kwargs = views_of((args, kwargs), policy, rules)
+    with policy_scope(policy, rules):
+      return fn(*args, **kwargs)
+
+  return run
 
 
 def rows_of(

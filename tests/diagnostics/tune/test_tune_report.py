@@ -34,7 +34,7 @@ def test_text_and_json(report):
   assert max(map(len, text.splitlines())) <= 80
   assert text.startswith("Error of each module in float16 against float32")
   assert "Net/exact" not in text
-  parts = ("(residual stream)", "90.0 %", "0.004", "4 of at most 17", "loss scale 4096")
+  parts = ("(residual stream)", "90.0 %", "0.004", "4 of at most 17", "autocast, at loss")
   curve = "50.0 % 0.01 good (no scope)", "0.004 chosen Net/hot", "not finite nothing"
   for part in (*parts, *curve, "95.0 % 0.02 Net/a, Net/a, Net/a and 6 more", "mpjax.Rule"):
     assert part in " ".join(text.split()), part

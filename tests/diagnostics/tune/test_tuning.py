@@ -28,7 +28,7 @@ from mpjax._diagnostics.tune.tuning import (
 from mpjax._jaxprs.steps import body_of
 from tests import programs
 from tests.errors import refused
-from tests.models.values import filled, shapes
+from tests.models.values import filled, normal, shapes
 from tests.programs import bits
 
 
@@ -117,6 +117,31 @@ def test_d10_printed_rules_paste_into_linen_and_autocast(capsys):
     jax.grad(lambda v, m=m: 64 * loss_fn(v, args[1], m))(args[0]) for m in (Root(), model)
   )
   assert relative_error(zip(*map(jax.tree.leaves, (exact, low)), strict=True)) < 0.01
+
+
+def test_the_error_is_that_of_the_model_under_with_policy():
+  # A layer rounds what it returns, bias and all, and the loss is of a small difference of it.
+  x, kernel, bias = normal(16, 8), normal(8, 1, seed=1), jnp.full(1, 100.0)
+  variables, linen = {"params": {"kernel": kernel, "bias": bias}}, nn.Dense(1)
+  model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+  nnx.update(model, {"kernel": kernel, "bias": bias})
+
+  def loss(y):
+    return jnp.mean((y - 100 - 0.9 * x @ kernel) ** 2)
+
+  def gradient(fn):
+    return jax.tree.leaves(jax.grad(lambda v: loss(fn.apply(v, x)))(variables))
+
+  pairs = zip(*map(gradient, (linen, mpjax.with_policy(linen, "mixed_bfloat16"))), strict=True)
+  error = relative_error(pairs)
+  tune = mpjax.tune(lambda v: loss(linen.apply(v, x)), tolerance=1e3)(variables)
+  of_nnx = mpjax.tune(lambda model: loss(model(x)), tolerance=1e3)(model)
+  cast = mpjax.tune(
+    lambda v: loss(x @ v["params"]["kernel"] + v["params"]["bias"][None]), tolerance=1e3
+  )
+  assert [tune.error, of_nnx.error] == pytest.approx([error, error], rel=0.01)
+  assert cast(variables).error != pytest.approx(error, rel=0.1)
+  assert (tune.models, of_nnx.models, cast(variables).models) == (True, True, False)
 
 
 def test_the_rule_for_a_model_of_one_module_is_one_for_all():
