@@ -81,9 +81,9 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   if part != "float32" and eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
     # Its results are its operands, moved, and each keeps its own dtype: a float32 key stays
     # float32, and the bfloat16 values that are sorted with it stay bfloat16.
-    pairs = zip(eqn.invars, eqn.outvars, strict=True)
-    kinds = [rewriter.kind(atom) if dtype_of(var) in FLOATS else None for atom, var in pairs]
-    return rewriter.write(eqn, [rewriter.read(v, eqn) for v in eqn.invars], kinds)
+    kinds = [v and v.kind._replace(carried=FLOAT32 if v.is_wide else None) for v in values]
+    pairs = zip(eqn.invars, kinds, strict=True)
+    return rewriter.write(eqn, [rewriter.read(v, eqn, k and k.variable) for v, k in pairs], kinds)
   return _elementwise(rewriter, eqn, values, part, half)
 
 
@@ -296,7 +296,7 @@ def _rule(
     dtype = FLOAT32 if chosen or not fits else half
   if only_float32(readers) and not facts.exact:
     dtype = FLOAT32
-  wide = all(v.kind.rests and dtype_of(v.atom) == FLOAT32 for v in arrays + others)
+  wide = all(v.is_wide for v in arrays + others)
   if wide and dtype == half and (facts.exact or facts.tests):
     return FLOAT32, Kind(half, kind.neutral, carried=FLOAT32, solved=kind.solved)
   if AS_GIVEN in rewriter.place(eqn).scope:

@@ -93,7 +93,7 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
 
 
 def _rounded_up(x: Array, mantissa: float) -> Array:
-  """Returns the least powers of two that are no less than `x / mantissa`, for 1 <= mantissa < 2."""
+  # Returns the least powers of two that are no less than `x / mantissa`, for 1 <= mantissa < 2.
   # By the bits of the number: a logarithm is not exact on every device.
   bits = jax.lax.bitcast_convert_type(x, np.int32)
   carry = np.int32((1 << 23) - 1 - int((mantissa - 1) * (1 << 23)))

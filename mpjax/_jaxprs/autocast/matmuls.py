@@ -141,7 +141,7 @@ def by_rule(
 
 @remembered_off_mesh
 def _equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
-  """Returns an equation for operands of these types, which layers in one context share."""
+  # Returns an equation for operands of these types, which layers in one context share.
 
   def tangent(
     primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
@@ -416,7 +416,7 @@ def _product(
 
 
 def _only_in_groups(x: Array, axis: int | None, sizes: Sequence[Array]) -> Array:
-  """Returns an array with zeros for the rows of no group: they count for no scale either."""
+  # Returns an array with zeros for the rows of no group: they count for no scale either.
   if axis is None:
     return x
   row = jax.lax.broadcasted_iota(sizes[0].dtype, x.shape, axis)

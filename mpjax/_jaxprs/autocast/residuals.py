@@ -64,7 +64,7 @@ def _product(
   dtype: DType,
   *avals: ShapedArray,
 ) -> JaxprEqn:
-  """Returns an equation with a derivative rule that all multiplications of a context share."""
+  # Returns an equation with a derivative rule that all multiplications of a context share.
 
   def product(*factors: Array) -> list[Array]:
     result = primitive.bind(*factors[: len(saved)], **dict(params))

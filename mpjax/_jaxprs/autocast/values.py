@@ -119,6 +119,11 @@ class Value:
     return self.kind.parameter and self.kind.neutral
 
   @property
+  def is_wide(self) -> bool:
+    """Whether it is at rest in a float32 variable: it is moved, chosen and compared there."""
+    return self.kind.rests and aval_of(self.atom).dtype == FLOAT32
+
+  @property
   def is_repeated(self) -> bool:
     """Whether a `broadcast_in_dim` produced it: its derivative is a sum."""
     return self.producer is not None and self.producer.primitive is broadcast_in_dim_p
