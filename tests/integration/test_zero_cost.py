@@ -88,7 +88,6 @@ def traced(name: str, who: str, half: str = "bfloat16", **fields: Any) -> Any:
 
 
 def multiplied(name: str, who: str) -> collections.Counter[Any]:
-  """Returns the products of a model."""
   # Those of NNX's transformer by their size: given bfloat16, Flax's attention makes float32 logits,
   # whose gradients are operands.
   found = programs.products(traced(name, who))

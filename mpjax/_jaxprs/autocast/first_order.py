@@ -224,7 +224,7 @@ def _elementwise(
   result = rewriter.values[eqn.outvars[0]]
   result.producer = producer
   if facts.moves:
-    shared = any(map(rewriter.is_shared, eqn.invars))
+    shared = any(map(rewriter.adds_gradients, eqn.invars))
     if shared and all(v.kind.rests for v in (result, *floats)):
       for var in eqn.outvars:
         rewriter.values[var].moved = eqn

@@ -109,8 +109,8 @@ def _operands(
   rewriter: Rewriter, eqn: JaxprEqn, joins: bool = True
 ) -> tuple[list[Atom], list[Kind | None]]:
   """The operands as the jaxprs inside read them, and their kinds: as they are held."""
-  # What `joins` the code around it takes what that reads in float32 so too: gradients of several
-  # readers, which may cancel, are added before they are rounded.
+  # A body that `joins` the code around it reads in float32 what that reads so: their gradients,
+  # which may cancel, are added before they are rounded.
   half, keeps_types = rewriter.place(eqn).half, facts_of(eqn).holds is Holds.COMPOSITE
   atoms, kinds = list(eqn.invars), list(map(rewriter.kind, eqn.invars))
   for i, (atom, kind, gone) in enumerate(zip(eqn.invars, kinds, donated(eqn), strict=True)):
@@ -120,7 +120,7 @@ def _operands(
       if dtype_of(atom) == FLOAT32 and not keeps_types:
         if half is None:
           kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
-        elif joins and kind.rests and rewriter.is_shared(atom):
+        elif joins and kind.rests and rewriter.adds_gradients(atom):
           kind = kind._replace(carried=FLOAT32)
       if keeps_types or gone:  # The memory of one that is donated has the old size.
         kind = kind._replace(carried=dtype_of(atom))

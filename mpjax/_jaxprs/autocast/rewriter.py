@@ -257,8 +257,8 @@ class Rewriter:
     each = (self.readers.get(v, 0) for v in eqn.outvars if dtype_of(v) in FLOATS)
     return functools.reduce(operator.or_, each, 0)
 
-  def is_shared(self, atom: Atom) -> bool:
-    """Whether several that have gradients read an operand in float32, or what it was moved from."""
+  def adds_gradients(self, atom: Atom) -> bool:
+    """Whether an operand is read twice, or moved, and something in float32 has a gradient by it."""
     value = None if isinstance(atom, Literal) else self.values.get(atom)
     if value is None or not (atom in self.shared or value.moved):
       return False

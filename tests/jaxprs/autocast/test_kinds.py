@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import Literal
@@ -160,6 +160,7 @@ def casts_for_some(graph: Graph) -> list[str]:
 
 
 @pytest.mark.standard_promotion
+@example(steps=[(0, 0, 0), (0, 0, 0), (11, 0, 0), (0, 0, 0), (1, 9, 0)])
 @given(steps=STEPS)
 def test_what_is_held_in_float32_is_rounded_for_matmuls_alone_or_for_all(steps):
   def fun(w, x):
