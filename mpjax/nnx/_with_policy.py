@@ -82,7 +82,7 @@ def with_policy(
   return view
 
 
-def views_of(tree: PyTree, policy: PolicyLike, rules: Iterable[Rule]) -> PyTree:
+def views_of(tree: PyTree, policy: PolicyLike | None, rules: Iterable[Rule]) -> PyTree:
   """Returns a tree with views in place of the models in it."""
 
   def is_plain(x: Any) -> bool:

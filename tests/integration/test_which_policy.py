@@ -74,9 +74,7 @@ LIBRARIES = {
     call=linen_call, Block=type(BLOCK.linen(None)), Leaf=type(LEAF.linen(None))
   ),
   "nnx": types.SimpleNamespace(
-    call=nnx_call,
-    Block=type(BLOCK.nnx(None, nnx.Rngs(0))),
-    Leaf=type(LEAF.nnx(None, nnx.Rngs(0))),
+    call=nnx_call, Block=type(BLOCK.nnx(None, nnx.Rngs(0))), Leaf=type(LEAF.nnx(None, nnx.Rngs(0)))
   ),
 }
 

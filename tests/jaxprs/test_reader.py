@@ -291,10 +291,7 @@ def test_of_the_objects_of_jax_only_the_search_for_a_root_is_left_alone_on_purpo
 
 def test_a_jaxpr_of_as_many_inputs_or_outputs_alone_does_not_fit():
   eqn = only(jax.checkpoint(lambda x, y: x + y), s(3), s(3), name="remat2")
-  for fun, args in (
-    (lambda x, y: (x, y), (s(3), s(3))),
-    (lambda x: x, (s(3),)),
-  ):
+  for fun, args in ((lambda x, y: (x, y), (s(3), s(3))), (lambda x: x, (s(3),))):
     changed = {**eqn.params, "jaxpr": jax.make_jaxpr(fun)(*args).jaxpr}
     assert inner_jaxprs(eqn.replace(params=changed)) is None
   assert inner_jaxprs(eqn) is not None

@@ -155,8 +155,7 @@ def test_a_cache_has_the_dtype_of_what_is_written_to_it_and_keeps_it(way):
 
   for kind in (half, "float32"):
     cache = jax.tree.map(
-      lambda c, kind=kind: c.update(dtype=jnp.dtype(kind)) if c.dtype == half else c,
-      found["cache"],
+      lambda c, kind=kind: c.update(dtype=jnp.dtype(kind)) if c.dtype == half else c, found["cache"]
     )
     after = jax.eval_shape(over_time, {**found, "cache": cache}, jnp.ones((4, 1, 1, 4)))
     assert dtypes(after) == dtypes(cache)

@@ -34,7 +34,7 @@ PUBLIC = {
   "mpjax.nnx": ["atomic_step", "convert", "value_and_grad", "with_policy"],
   "mpjax.reports": ["AuditReport", "GroupRanges", "NonfiniteReport", "RangesReport", "TuneReport"],
   "mpjax.states": [
-    *("AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"),
+    *("AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState")
   ],
 }
 """A name is added here on purpose: from then on it cannot change without a deprecation."""

@@ -71,10 +71,7 @@ def _gpt(m, ids, index=None):
 
 _CACHE = Part(lambda around: Cache(), lambda around, rngs: NnxCache())
 _ATTENTION = module(
-  _attend,
-  {"qkv": (NORMAL, (16, 3, 2, 8)), "out": (NORMAL, (2, 8, 16))},
-  keys=_CACHE,
-  values=_CACHE,
+  _attend, {"qkv": (NORMAL, (16, 3, 2, 8)), "out": (NORMAL, (2, 8, 16))}, keys=_CACHE, values=_CACHE
 )
 """Fused projection in one raw parameter, a -1e9 mask, a cache."""
 

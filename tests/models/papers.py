@@ -89,9 +89,7 @@ PAPERS: dict[str, Paper] = {
   "switch_experts": Paper(language.Switch, (integers(2, 8, below=17),), switch),
   "vit": Paper(vision.Vit, (normal(3, 8, 8, 3),), classified, True),
   "unet": Paper(
-    vision.UNet,
-    (normal(2, 8, 8, 3), normal(2) * 100),
-    _squared(normal(2, 8, 8, 3, seed=1)),
+    vision.UNet, (normal(2, 8, 8, 3), normal(2) * 100), _squared(normal(2, 8, 8, 3, seed=1))
   ),
   "vae": Paper(lambda: vision.VAE.linen(None), (normal(3, 8, 8, 3),), evidence),
   "wavenet": Paper(signals.WaveNet, (normal(3, 12, 4),), _squared(normal(3, 12, 4, seed=1))),

@@ -261,8 +261,7 @@ def backward_in_float16(x):
 
 
 backward_in_float16.defvjp(
-  lambda x: (jnp.sum(x), x),
-  lambda x, ct: ((ct * x.astype(jnp.float16).astype(jnp.float32)),),
+  lambda x: (jnp.sum(x), x), lambda x, ct: ((ct * x.astype(jnp.float16).astype(jnp.float32)),)
 )
 INSIDE = {
   "the open": plain_half,

@@ -19,10 +19,10 @@ from mpjax._diagnostics.arguments import Call, is_array, name_by_parameters
 from mpjax._diagnostics.nonfinite import probes
 from mpjax._diagnostics.report import Pending, Report, Section, power
 from mpjax._diagnostics.tune.tune_report import written
-from mpjax._diagnostics.tune.tuning import scopes_of, selector
+from mpjax._diagnostics.tune.tuning import homes_of, selector
 from mpjax._jaxprs.autocast.scopes import REGION
 from mpjax._jaxprs.graph import Graph, Operation
-from mpjax._jaxprs.locations import call_of
+from mpjax._jaxprs.locations import MODULE, call_of
 from mpjax._jaxprs.primitives import Holds
 from mpjax._jaxprs.reader import aval_of, mapped_with
 from mpjax._jaxprs.runner import Observer, run
@@ -332,18 +332,16 @@ class Finder:
 
   def _in_float32(self, operation: Operation) -> str:
     """Returns the code by which an operation is computed in float32, and begins a comment."""
-    path = operation.where.path
-    if operation.where.marked(REGION) is None:  # No rule is for what has no policy.
-      return f"x.astype(jnp.float32)  # the operands at {operation.where.source},"
+    where, source = operation.where, operation.where.source
+    if where.marked(REGION) is None:  # No rule is for what has no policy.
+      return f"x.astype(jnp.float32)  # the operands at {source},"
+    path, module = where.path, where.marked(MODULE)
+    # A rule for the root of a model, whose scope is called by its class, is one for all of it.
+    if module == "" or (module is None and "/" not in path and path[:1].isupper()):
+      return f"mpjax.full_precision(fn)(x)  # for the code of {source},"
     if not path:
       return "a jax.named_scope here and a Rule with its path  #"
-    # The outermost scope of a Flax model is called by its class. A rule on that would put all of
-    # the model into float32, and in Linen it has no name.
-    if "/" not in path and path[:1].isupper():
-      return f"mpjax.full_precision(fn)(x)  # for the code of {operation.where.source},"
-    of_parameter = operation.step.location.path != path  # As rules for NNX have it.
-    selects = f"**/{path}" if of_parameter else selector(path, scopes_of(self.body))
-    return f'Rule("float32", path={written(selects)})  #'
+    return f'Rule("float32", path={written(selector(module or path, homes_of(self.graph)))})  #'
 
 
 def scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> set[int]:

@@ -60,7 +60,6 @@ class TuneReport(Report):
     bound: how many it might have been.
     loss_scale: the loss scale with which float16 was measured; 1 for bfloat16.
     modules: what is known of each module.
-    scopes: whether each rule selects a named scope; if not, the path of parameters.
     models: whether models ran as under `mpjax.with_policy`; if not, all of the loss was autocast.
 
   >>> import jax.numpy as jnp, mpjax
@@ -81,7 +80,6 @@ class TuneReport(Report):
   bound: int
   loss_scale: float
   modules: tuple[ModuleReport, ...]
-  scopes: bool = True
   models: bool = False
 
   def sections(self) -> list[Section]:
@@ -98,8 +96,8 @@ class TuneReport(Report):
     about = "forward: of the worst of its own matmuls and sums. gradient: of its parameters"
     columns = ("module", "forward", "gradient", "FLOPs", "")
     for each in sorted(self.evaluations, key=lambda each: (each.half_share, -each.error)):
-      verdict = "good" if each.error <= self.tolerance else ""
-      verdict = "chosen" if each.float32 == self.float32 else verdict
+      is_chosen, is_good = each.float32 == self.float32, each.error <= self.tolerance
+      verdict = "chosen" if is_chosen else "good" * is_good
       paths = ", ".join(path or "(no scope)" for path in each.float32[:3]) or "nothing"
       paths += f" and {len(each.float32) - 3} more" * (len(each.float32) > 3)
       ranked.append((percent(each.half_share), _text(each.error), verdict, paths))
@@ -111,17 +109,16 @@ class TuneReport(Report):
     by = "mpjax.with_policy" if self.models else "mpjax.autocast"
     choices = f"{len(self.evaluations)} of at most {self.bound} choices"
     lines = [f"{choices} were measured with {by}{scale}."]
-    if {module.path for module in self.modules} == {""}:
+    if not self.models and {module.path for module in self.modules} == {""}:
       lines.append(
-        "The function has no named scopes, and its parameters are in no modules, so that all of "
-        'it counts as one module: write with jax.named_scope("name"): around the calls that '
-        "should be told apart."
+        "The function has no named scopes and no modules of parameters, and counts as one module: "
+        'write with jax.named_scope("name"): around the calls that should be told apart.'
       )
-    if not self.scopes:
+    elif not self.models and self.rules:
       lines.append(
-        "Paths are those of the parameters, since the function has no such named scopes: the rules "
-        "are for mpjax.with_policy; for mpjax.autocast write with jax.named_scope(path): "
-        "around what computes with these parameters."
+        "A path that is no named scope is that of parameters: for mpjax.autocast write with "
+        "jax.named_scope(path): there. For mpjax.with_policy, which also rounds what layers of "
+        "Flax return, measure with the model as an argument, instead of its state."
       )
     lines += ["import re"] * any(isinstance(rule.path, re.Pattern) for rule in self.rules)
     rules = ["rules = (", *(f"  {_line(rule)}," for rule in self.rules), ")"]

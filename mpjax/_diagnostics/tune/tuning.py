@@ -33,6 +33,7 @@ from mpjax._jaxprs.autocast import autocast
 from mpjax._jaxprs.compat import bind
 from mpjax._jaxprs.count import flops_of
 from mpjax._jaxprs.graph import Graph, Value
+from mpjax._jaxprs.locations import MODULE
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.reader import shape_of
 from mpjax._jaxprs.runner import Look, run_on_host
@@ -127,9 +128,7 @@ def _tuned(
 
   # A loss that has low precision already, compared with itself, has no error. The loss alone: what
   # a derivative of its own keeps in low precision is no policy's.
-  program = call.traced(loss_fn)[0]
-  named = scopes_of(body_of(program))
-  for value in lows_of(Graph(program)):
+  for value in lows_of(Graph(call.traced(loss_fn)[0])):
     path = "its arguments" if value.made_by is None else value.made_by.where.path
     raise MpjaxValueError(
       where,
@@ -143,10 +142,12 @@ def _tuned(
     scale = counted(gradient_of(loss_fn), args, kwargs, advance).loss_scale or 1.0
 
   # The gradient in float32, of ((loss, aux), gradients).
-  scoped, operands = with_parameter_scopes(loss_fn), [*map(jnp.asarray, call.arrays)]
-  program, outputs = call.traced(gradient_of(scoped, scale))
+  operands = [*map(jnp.asarray, call.arrays)]
+  # A policy of None is none, but names the modules as rules do.
+  named = with_models_under(loss_fn, None, ()) if models else with_parameter_scopes(loss_fn)
+  program, outputs = call.traced(gradient_of(named, scale))
   body, gradients = body_of(program), slice(sum(keys[0] == "0" for keys in outputs), None)
-  flops = modules_of(body)
+  flops, homes = modules_of(body), homes_of(Graph(body))
   bound = most_evaluations(len(flops))
   sys.stdout.write(f"tune: {len(flops)} modules, at most {bound} measurements\n")
   steps = itertools.count(1)
@@ -154,7 +155,10 @@ def _tuned(
   def step() -> None:
     advance(next(steps), 1 + PROJECTIONS + bound)
 
-  exact = run_on_host(body, operands, Look())[gradients]
+  def gradient(program: Body, look: Look) -> list[Array]:
+    return run_on_host(program, operands, look)[gradients]
+
+  exact = gradient(body, Look())
   step()
   norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in exact))
   if not (math.isfinite(norm) and norm > 0):
@@ -169,31 +173,37 @@ def _tuned(
   def under(rules: tuple[Rule, ...]) -> Function:
     if models:
       return with_models_under(loss_fn, policy, rules)
-    return autocast(scoped, policy, rules=rules)
+    return autocast(named, policy, rules=rules)
 
-  def measure(names: Sequence[str], rules: tuple[Rule, ...]) -> list[Array]:
+  def measure(names: Iterable[str], rules: tuple[Rule, ...]) -> list[Array]:
     program, _ = call.traced(gradient_of(under(rules), scale))
-    gradient = run_on_host(body_of(program), operands, Look())[gradients]
-    error = relative_error(zip(exact, gradient, strict=True))
+    low = gradient(body_of(program), Look())
+    error = relative_error(zip(exact, low, strict=True))
     runs = [(dtype.itemsize < 4, count) for _, dtype, count in Graph(program).matmuls()]
     share = sum(is_low * count for is_low, count in runs) / max(sum(n for _, n in runs), 1)
     evaluations.append(Evaluation(tuple(names), rules, error, share))
     step()
-    return gradient
+    return low
 
-  # The search, if there is an error that is too large.
-  low, used = measure((), ()), [path for path in flops if flops[path]]
+  # The search, if there is an error that is too large, among what a rule selects and runs low.
+  low, used = measure((), ()), dict[str, list[str]]()
+  of_float32, of_policy = (call.traced(fn)[0] for fn in (named, under(())))
+  lows = {each.where.path for each, x, _ in Graph(of_policy).matmuls() if x.itemsize < 4}
+  for path in (path for path in flops if flops[path] and path in lows):
+    used.setdefault(homes[path], []).append(path)
+
+  def evaluate(chosen: frozenset[int]) -> float:
+    if chosen:
+      names = [name for i, name in enumerate(used) if i in chosen]
+      others = [name for name in used if name not in names]
+      paths = (path for name in names for path in used[name])
+      measure(paths, rules_for(names, others, homes, policy))
+    return evaluations[-1 if chosen else 0].error
+
   if evaluations[0].error > tolerance:
-    alone = errors_alone(body, operands, gradients, used, dtype, step)
-
-    def evaluate(chosen: frozenset[int]) -> float:
-      if chosen:
-        names = [used[i] for i in sorted(chosen)]
-        others = [path for path in used if path not in names]
-        measure(names, rules_for(names, others, scopes_of(body), policy))
-      return evaluations[-1 if chosen else 0].error
-
-    if search([flops[path] for path in used], alone, tolerance, evaluate) is None:
+    costs = [sum(flops[path] for path in paths) for paths in used.values()]
+    alone = errors_alone(functools.partial(gradient, body), used.values(), dtype, step)
+    if search(costs, alone, tolerance, evaluate) is None:
       # What is in no such module must stay in float32 too.
       measure(("**",), (Rule("float32", path="**"),))
   good = [each for each in evaluations if each.error <= tolerance]
@@ -201,8 +211,8 @@ def _tuned(
 
   # The errors by module, under the policy without rules. Gradients are those of the floating arrays
   # in the first argument, the first ones of all.
-  of_float32, of_policy = (body_of(call.traced(f)[0]) for f in (scoped, under(())))
-  forward, pairs = forward_errors(of_float32, of_policy, operands), dict[str, list[Pair]]()
+  programs = body_of(of_float32), body_of(of_policy)
+  forward, pairs = forward_errors(*programs, operands), dict[str, list[Pair]]()
   readers = plan(body, call.arguments(loss_fn)).readers
   floats = (i for i, x in enumerate(operands) if is_inexact(x))
   for i, *pair in zip(floats, exact, low, strict=False):
@@ -216,7 +226,6 @@ def _tuned(
     bound=bound,
     loss_scale=scale,
     modules=tuple(rows_of(flops, forward, pairs)),
-    scopes=all(any(rule.matches(None, scope) for scope in named) for rule in best.rules),
     models=models,
   )
 
@@ -226,7 +235,7 @@ def lows_of(graph: Graph) -> list[Value]:
   return [v for v in (*graph.arguments, *results) if v.is_low]
 
 
-def with_models_under(fn: Function, policy: Policy, rules: tuple[Rule, ...]) -> Function:
+def with_models_under(fn: Function, policy: Policy | None, rules: tuple[Rule, ...]) -> Function:
   """Returns a function whose models of Flax run under a policy, as `mpjax.with_policy` has them."""
 
   def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -243,7 +252,7 @@ def rows_of(
   """Yields what is known of each module, in the order of the function."""
   paths = {*forward, *pairs}
   for path in (path for path in flops if path in paths):
-    inside = [other for other in paths if path in prefixes(other)]  # Itself is one.
+    inside = [other for other in paths if path in around([other])]  # Itself is one.
     gradient = relative_error(pair for other in inside for pair in pairs.get(other, ()))
     share = flops[path] / max(sum(flops.values()), 1)
     stream = bool(path) and len(inside) > 1 and not share
@@ -252,21 +261,25 @@ def rows_of(
 
 def modules_of(body: Body) -> dict[str, int]:
   """Returns the modules of a gradient function that compute, and the FLOPs of their matmuls."""
-  flops: dict[str, int] = {}
+  flops = collections.Counter[str]()
   for step in body.every_step():
     moves = step.bodies or facts_of(step.eqn).moves
     if facts_of(step.eqn).flops or (step.location.direction == "forward" and not moves):
-      path = step.location.path
-      flops[path] = flops.get(path, 0) + (flops_of(step.eqn) or 0) * step.times
+      flops[step.location.path] += (flops_of(step.eqn) or 0) * step.times
   return flops
 
 
-def scopes_of(body: Body) -> set[str]:
-  return {""}.union(*(prefixes(step.location.path) for step in body.every_step()))
+def homes_of(graph: Graph) -> dict[str, str]:
+  """Returns by scope the path that rules match there: in a model its own, relative to the root."""
+  homes = {each.where.path: each.where.marked(MODULE) for each in graph.operations}
+  # JAX moves a constant out of a scan without the scopes around that: it is in a tail of the path.
+  tails = {path for path in homes if any(other.endswith(f"/{path}") for other in homes)}
+  tails -= {each.where.path for each, *_ in graph.matmuls()}
+  return {k: k if home is None else home for k, home in homes.items() if k not in tails}
 
 
 def rules_for(
-  chosen: Collection[str], others: Collection[str], scopes: Collection[str], policy: Policy
+  chosen: Collection[str], others: Collection[str], homes: Mapping[str, str], policy: Policy
 ) -> tuple[Rule, ...]:
   """Returns rules by which chosen modules compute in float32, and others as the policy says."""
   # In Linen a model of one module has no name that selects it.
@@ -275,9 +288,9 @@ def rules_for(
   wide, rules = {**dict.fromkeys(chosen, True), **dict.fromkeys(others, False)}, list[Rule]()
   for path, is_wide in wide.items():
     # A module has the rule of the nearest one around it.
-    around = [other for other in prefixes(path) & wide.keys() if other != path]
-    if is_wide != (bool(around) and wide[max(around, key=len)]):
-      rules.append(Rule("float32" if is_wide else policy, path=selector(path, scopes)))
+    outside = [other for other in around([path]) & wide.keys() if other != path]
+    if is_wide != (bool(outside) and wide[max(outside, key=len)]):
+      rules.append(Rule("float32" if is_wide else policy, path=selector(path, homes)))
   return tuple(rules)
 
 
@@ -333,12 +346,7 @@ def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array
 
 
 def errors_alone(
-  body: Body,
-  operands: Sequence[Array],
-  gradients: slice,
-  modules: Sequence[str],
-  dtype: DType,
-  advance: Callable[[], None] = lambda: None,
+  gradient: Function, modules: Collection[Sequence[str]], dtype: DType, advance: Function
 ) -> NumpyArray:
   """Returns how far the gradient in float32 moves if a module rounds, and nothing else does."""
   # That is infinite where an operand or result of a matmul overflows.
@@ -347,7 +355,7 @@ def errors_alone(
   # derivative of the gradient with respect to `eps` is the error that the module causes. It has the
   # size of the gradient, for each module; so instead the derivatives of a few random projections of
   # the gradient are computed, by one forward pass and one backward pass for each of them.
-  order = {path: i for i, path in enumerate(modules)}
+  order = {path: i for i, paths in enumerate(modules) for path in paths}
 
   def perturbed(eps: Array) -> list[Array]:
     def rounded(x: Array, module: int) -> Array:
@@ -364,10 +372,10 @@ def errors_alone(
       first, *rest = bind(step.eqn, [*(rounded(x, module) for x in values[:2]), *values[2:]])
       return [rounded(first, module), *rest]
 
-    return run_on_host(body, operands, Look(compute))[gradients]
+    return gradient(Look(compute))
 
   try:
-    grads, pullback = jax.vjp(perturbed, jnp.zeros((len(modules),), jnp.float32))
+    grads, pullback = jax.vjp(perturbed, jnp.zeros(len(modules), jnp.float32))
   except REFUSALS as error:
     warnings.warn(
       "mpjax.tune(loss_fn, policy): the gradient cannot be differentiated, so that modules with "
@@ -386,29 +394,24 @@ def errors_alone(
   return np.sqrt(np.nan_to_num(squares, nan=math.inf, posinf=math.inf) / PROJECTIONS)
 
 
-def prefixes(path: str) -> set[str]:
-  """Returns a path and those around it: "", "Net" and "Net/up"."""
-  names = path.split("/")
-  return {"/".join(names[:depth]) for depth in range(len(names) + 1)}
+def around(paths: Iterable[str]) -> set[str]:
+  """Returns paths and those around them: of "Net/up" it is "", "Net" and "Net/up"."""
+  several = (path.split("/") for path in paths)
+  return {"/".join(names[:depth]) for names in several for depth in range(len(names) + 1)}
 
 
-def selector(path: str, scopes: Collection[str]) -> str | re.Pattern[str]:
-  """Returns what selects a path, and none else."""
-  # What is around all other paths is the root of a model, which is "" for `mpjax.with_policy`. That
-  # counts neither the class of the model nor a module that only calls what another one has: the
-  # last names decide.
-  others = [other for other in scopes if other not in ("", path)]
-  if path and others and all(path in prefixes(other) for other in others):
-    return re.compile(f"({re.escape(path)})?")
-  # JAX moves a constant out of a scan without the scopes around that: it is in a tail of the path.
-  others = [other for other in scopes if other != path and not path.endswith(f"/{other}")]
-  names = path.split("/")
-  for glob in (*(f"**/{'/'.join(names[i:])}" for i in reversed(range(len(names)))), path):
+def selector(path: str, homes: Mapping[str, str]) -> str | re.Pattern[str]:
+  """Returns what selects a path, and the scopes that it is home to if it can, and none else."""
+  own = {path, *(scope for scope, home in homes.items() if home == path)}
+  every = around([*homes, *homes.values()]) | own
+  names, scopes = path.split("/"), "|".join(map(re.escape, sorted(own - {""})))
+  globs = (f"**/{'/'.join(names[i:])}" for i in reversed(range(len(names) if path else 0)))
+  for glob in (*globs, path):
     with contextlib.suppress(ValueError):  # A name with brackets is not the glob it looks like.
       rule = Rule("float32", path=glob)
-      if rule.matches(None, path) and not any(rule.matches(None, other) for other in others):
+      if {scope for scope in every if rule.matches(None, scope)} == own:
         return glob
-  return re.compile(re.escape(path))
+  return re.compile(f"({scopes})?" if "" in own else scopes)
 
 
 def most_evaluations(count: int) -> int:

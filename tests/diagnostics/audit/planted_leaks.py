@@ -81,10 +81,7 @@ MEAN = functools.partial(jnp.mean, axis=-1, keepdims=True, dtype=jnp.float32)
 BETWEEN: dict[str, tuple[Any, ...]] = {
   "float32_constant": (lambda h: h + TABLE, (), "constant", "float32[16,8]", "add"),
   "captured_array": (lambda h: NOISE + h, (), "constant", "float32[16,8]", "add"),
-  "zeros_without_a_dtype": (
-    *(lambda h: jnp.zeros((16, 8)) + h, ()),
-    *("filled", "of 0", "add"),
-  ),
+  "zeros_without_a_dtype": (*(lambda h: jnp.zeros((16, 8)) + h, ()), *("filled", "of 0", "add")),
   "numpy_scalar": (lambda h: h * np.float32(0.5), (), "number", "0.5", "mul"),
   "float32_mask": (lambda h, mask: jnp.tanh(h) * mask, (WIDE,), "argument", "args[0]", "mul"),
   "positional_table": (

@@ -16,15 +16,17 @@ from mpjax._diagnostics.ranges.measure import gradient_of
 from mpjax._diagnostics.tune.tuning import (
   errors_alone,
   forward_errors,
+  homes_of,
   modules_of,
   most_evaluations,
   relative_error,
   rows_of,
   rules_for,
-  scopes_of,
   search,
   selector,
 )
+from mpjax._jaxprs.graph import Graph
+from mpjax._jaxprs.runner import run_on_host
 from mpjax._jaxprs.steps import body_of
 from tests import programs
 from tests.errors import refused
@@ -72,7 +74,8 @@ def test_a_budget_is_met_by_the_cheapest_of_all_choices():
   assert len(report.evaluations) <= report.bound
   paths, good = ("Root", "Root/a", "Root/b"), []
   for chosen in (set(some) for n in range(4) for some in itertools.combinations(paths, n)):
-    rules = rules_for(chosen, {*paths} - chosen, ("", *paths), mpjax.Policy.parse("mixed_bfloat16"))
+    homes = {path: path for path in ("", *paths)}
+    rules = rules_for(chosen, {*paths} - chosen, homes, mpjax.Policy.parse("mixed_bfloat16"))
     if error_of(loss_fn, args, rules, "mixed_bfloat16") <= budget:
       cast = mpjax.autocast(loss_fn, "mixed_bfloat16", rules=rules)
       good.append(programs.half_share(jax.make_jaxpr(jax.grad(cast))(*args)))
@@ -144,13 +147,30 @@ def test_the_error_is_that_of_the_model_under_with_policy():
   assert (tune.models, of_nnx.models, cast(variables).models) == (True, True, False)
 
 
+class Head(Root): ...  # Another model, whose modules have the same paths.
+
+
+def test_a_rule_is_for_all_modules_that_it_picks_out_and_for_no_other_matmul():
+  x, models = normal(4, 8), (Root(1.0), Head())
+  variables = [filled(shapes(model, x)) for model in models]
+
+  def loss_fn(variables, models=models, scale=1):
+    y = (1e6 * models[0].apply(variables[0], x)) @ jnp.eye(8) / 1e6  # In no model: in float32.
+    return scale * jnp.mean(models[1].apply(variables[1], y) ** 2)
+
+  report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(variables)
+  assert [rule.path for rule in report.rules] == [re.compile("(Head|Root)?"), "**/a", "**/b"]
+  assert report.float32 == ("Root", "Head")
+  low = [mpjax.with_policy(model, "mixed_float16", pasted(report)) for model in models]
+  exact, rounded = (jax.tree.leaves(jax.grad(loss_fn)(variables, m, 64)) for m in (models, low))
+  assert relative_error(zip(exact, rounded, strict=True)) < 0.01
+
+
 def test_the_rule_for_a_model_of_one_module_is_one_for_all():
   model, x = nn.Dense(4), jnp.linspace(0, 1, 8).reshape(2, 4)
   variables = model.init(jax.random.key(0), x)
   report = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=1e-9)(variables, x)
-  (rule,) = pasted(report)
-  low = mpjax.linen.with_policy(model, "mixed_bfloat16", [rule], unmatched="raise")
-  assert low.apply(variables, x).dtype == jnp.float32
+  low = mpjax.with_policy(model, "mixed_bfloat16", pasted(report))
   assert bits(low.apply(variables, x)) == bits(model.apply(variables, x))
 
 
@@ -182,22 +202,17 @@ def test_a_row_has_the_gradients_of_what_is_inside_too():
   assert (a.path, np.isnan(a.forward), *a[3:]) == ("net/a", True, 0.75, False)
 
 
-def dense(**dtypes):
-  return nn.Dense(4, **dtypes)
-
-
 CALL = "mpjax.tune(loss_fn, policy)(*args)"
 LOW = {
-  "a policy": (lambda: mpjax.linen.with_policy(dense(), "mixed_bfloat16"), "bfloat16 in Dense"),
-  "a dtype": (lambda: dense(dtype=jnp.float16), "float16 in Dense"),
-  "parameters": (lambda: dense(param_dtype=jnp.float16), "float16 in its arguments"),
+  "a policy": (lambda: mpjax.with_policy(nn.Dense(4), "mixed_bfloat16"), "bfloat16 in Dense"),
+  "a dtype": (lambda: nn.Dense(4, dtype=jnp.float16), "float16 in Dense"),
+  "parameters": (lambda: nn.Dense(4, param_dtype=jnp.float16), "float16 in its arguments"),
 }
 
 
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize(("build", "got"), LOW.values(), ids=LOW)
 @pytest.mark.standard_promotion
-def test_d3_d11_what_is_low_already_is_refused(name):
-  build, got = LOW[name]
+def test_d3_d11_what_is_low_already_is_refused(build, got):
   model, x = build(), jnp.ones((2, 4))
   tune = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=0.1)
   with refused(ValueError, CALL, "a loss in float32", got, "the plain model"):
@@ -239,17 +254,16 @@ class Layers(nnx.Module):
     return self.last(nnx.relu(self.hot(nnx.relu(self.first(x)))))
 
 
-def test_a_model_of_nnx_without_named_scopes():
+def test_models_of_nnx_without_named_scopes():
   model, x = Layers(nnx.Rngs(0)), jnp.full((2, 4), 2.5)
 
-  def loss_fn(model, x):
-    return jnp.sum(model(x) ** 2)
+  def loss_fn(models, x):
+    return jnp.sum(models[0](models[1](x)) ** 2)
 
-  report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.02)(model, x)
+  report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.02)([model, Layers(nnx.Rngs(1))], x)
   assert report.rules == (mpjax.Rule("float32", path="**/hot"),)
   assert "mpjax.with_policy" in " ".join(str(report).split())
-  policied = mpjax.nnx.with_policy(model, "mixed_float16", report.rules)
-  assert np.isfinite(policied(x)).all()
+  assert np.isfinite(mpjax.with_policy(model, "mixed_float16", report.rules)(x)).all()
   assert not np.isfinite(mpjax.nnx.with_policy(model, "mixed_float16")(x)).all()
 
 
@@ -305,19 +319,17 @@ def test_modules_with_their_flops_forward_and_backward():
   assert flops[""] == 0
 
 
-SCOPES = (
-  *("", "Net", "Net/a", "Net/a/b", "Net/b", "Net/c(1)", "head"),
-  *("Net/rnn", "Net/rnn/cell", "Net/rnn/cell/hi"),
-)
+SCOPES = ("", "Net", "Net/a", "Net/a/b", "Net/b", "Net/c(1)", "head", "Net/rnn/cell/hi")
+HOMES = dict(zip(SCOPES, SCOPES, strict=True))
 
 
 def test_modules_inside_of_a_chosen_one_keep_the_policy():
-  rules = rules_for(["Net/a"], ["Net/a/b", "Net/b"], SCOPES, HALF)
+  rules = rules_for(["Net/a"], ["Net/a/b", "Net/b"], HOMES, HALF)
   assert [rule.path for rule in rules] == ["**/a", "**/a/b"]
   assert rules[1].policy == HALF
-  rules = rules_for(["Net/a", "Net/a/b"], ["Net/b"], SCOPES, HALF)
+  rules = rules_for(["Net/a", "Net/a/b"], ["Net/b"], HOMES, HALF)
   assert [rule.path for rule in rules] == ["**/a"]
-  rules = rules_for(["Net", "Net/a/b"], ["Net/a"], SCOPES, HALF)
+  rules = rules_for(["Net", "Net/a/b"], ["Net/a"], HOMES, HALF)
   assert [rule.path for rule in rules] == ["**/Net", "**/a/b", "**/a"]
 
 
@@ -335,11 +347,10 @@ def test_rules_for_methods_select_the_same_in_linen_and_in_autocast():
 
   x = jnp.ones((1, 2), int)
   variables = jax.eval_shape(Net().init, jax.random.key(0), x)
-  loss = jax.value_and_grad(lambda v: jnp.sum(Net().apply(v, x)))
-  body = body_of(jax.make_jaxpr(loss)(variables))
+  body = body_of(jax.make_jaxpr(jax.grad(lambda v: jnp.sum(Net().apply(v, x))))(variables))
   chosen = ["Net/emb", "Net/enc", "Net/rnn/LSTMCell_0/hi"]
   others = [path for path in modules_of(body) if path not in chosen]
-  rules = rules_for(chosen, others, scopes_of(body), HALF)
+  rules = rules_for(chosen, others, homes_of(Graph(body)), HALF)
   for apply in (
     mpjax.with_policy(Net(), HALF, rules=rules, unmatched="raise").apply,
     mpjax.autocast(Net().apply, HALF, rules=rules),
@@ -395,7 +406,11 @@ def alone(loss, *args, dtype="bfloat16"):
   call = Call(args, {})
   body = body_of(call.traced(gradient_of(loss))[0])
   modules = [*modules_of(body)]
-  errors = errors_alone(body, call.arrays, slice(1, None), modules, jnp.dtype(dtype))
+
+  def gradient(look):
+    return run_on_host(body, call.arrays, look)[1:]
+
+  errors = errors_alone(gradient, [[path] for path in modules], jnp.dtype(dtype), lambda: None)
   return dict(zip(modules, errors.tolist(), strict=True))
 
 
@@ -491,7 +506,7 @@ def test_a_gradient_without_a_derivative_is_said_to_have_none():
   ],
 )
 def test_a_selector_selects_one_path(path, expected):
-  found = selector(path, SCOPES)
+  found = selector(path, HOMES)
   assert found == expected
   rule = mpjax.Rule("float32", path=found)
   assert [scope for scope in SCOPES if rule.matches(None, scope)] == [path]
