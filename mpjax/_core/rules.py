@@ -321,12 +321,12 @@ class ModuleRecord:
         near += f' Paths begin at the root: "**/{sought}" is at any depth.'
     # Flax names the root in profiles and reports, by its own name or by its class.
     first, _, below = (sought or "").partition("/")
-    root = next((item for item in self.classes.items() if item[1]), ())
-    if below and first in root:
+    if below and first in next((item for item in self.classes.items() if item[1]), ()):
       near += f" The name of the root, {first!r}, is no part of paths: write {below!r}."
+    ignore = ', or pass unmatched="ignore"' * (kind != "jax.named_scope")
     return UnmatchedRuleError(
       f"rules: {rule}",
       expected=f"a rule that picks out at least one {kind}",
       got=f"none of the {len(self.classes)} {kind}s {origin}",
-      fix=f'{near} Fix the selector, or pass unmatched="ignore".',
+      fix=f"{near} Fix the selector{ignore}.",
     )

@@ -47,6 +47,8 @@ def _retyped(aval: ShapedArray, dtype: DType) -> ShapedArray:
   return aval.update(dtype=dtype, weak_type=False)
 
 
+# The parameters of a call that have an item for each operand.
+PER_OPERAND = frozenset(("in_shardings", "in_layouts", "donated_invars"))
 LARGEST = float(np.finfo(np.float32).max)
 """The largest number of float32: "as much as there is", as in a mask, and not a size."""
 
@@ -233,10 +235,8 @@ def call_params(
 ) -> dict[str, Any]:
   """Returns the parameters of a call: those of `eqn`, but that has one operand and one result."""
   params = dict(eqn.params)
-  for key in ("in_shardings", "in_layouts", "donated_invars"):
-    params[key] *= operands
-  for key in ("out_shardings", "out_layouts"):
-    params[key] *= results
+  for key in (*PER_OPERAND, "out_shardings", "out_layouts"):
+    params[key] *= operands if key in PER_OPERAND else results
   return dict(params, jaxpr=program, name=name)
 
 

@@ -42,6 +42,7 @@ from mpjax._jaxprs.compat import context_of, without_scopes
 from mpjax._jaxprs.locations import PREFIX
 from mpjax._jaxprs.primitives import Holds, facts_of, is_higher_order
 from mpjax._jaxprs.reader import (
+  PER_OPERAND,
   Atom,
   Inner,
   aval_of,
@@ -49,6 +50,7 @@ from mpjax._jaxprs.reader import (
   dtype_of,
   inner_jaxprs,
   name_of,
+  retyped,
   with_inner,
 )
 
@@ -73,6 +75,10 @@ def rewrite(
     var if kind is None else rewriter.define(var, kind)
     for var, kind in zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
   ][len(consts) :]
+  for var, kind in zip(jaxpr.invars, ins, strict=True):
+    if kind is not None and kind.saved:
+      rewriter.values[var].saved = low = retyped(var, kind.dtype)
+      invars.append(low)
   functions = powers(jaxpr, settings.ops)
   done: frozenset[int] = frozenset()
   for place, eqn in enumerate(jaxpr.eqns):
@@ -110,22 +116,26 @@ def _operands(
 ) -> tuple[list[Atom], list[Kind | None]]:
   """The operands as the jaxprs inside read them, and their kinds: as they are held."""
   # A body that `joins` the code around it reads in float32 what that reads so: their gradients,
-  # which may cancel, are added before they are rounded.
-  half, keeps_types = rewriter.place(eqn).half, facts_of(eqn).holds is Holds.COMPOSITE
-  atoms, kinds = list(eqn.invars), list(map(rewriter.kind, eqn.invars))
-  for i, (atom, kind, gone) in enumerate(zip(eqn.invars, kinds, donated(eqn), strict=True)):
-    if kind is not None:
+  # which may cancel, are added before they are rounded. A call gets what is saved of them, too, so
+  # that it is what the code around saves.
+  half, facts = rewriter.place(eqn).half, facts_of(eqn)
+  keeps_types, calls = facts.holds is Holds.COMPOSITE, facts.holds is Holds.CALL and not facts.saves
+  atoms, kinds, saved = list(eqn.invars), list(map(rewriter.kind, eqn.invars)), list[Atom]()
+  for i, (atom, gone) in enumerate(zip(eqn.invars, donated(eqn), strict=True)):
+    value = rewriter.value(atom)
+    if value is not None:
       # What is an argument inside may be a parameter there.
-      kind = kind._replace(parameter=kind.parameter or kind.neutral)
+      kind = value.kind._replace(parameter=value.kind.parameter or value.kind.neutral)
       if dtype_of(atom) == FLOAT32 and not keeps_types:
         if half is None:
           kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
-        elif joins and kind.rests and rewriter.adds_gradients(atom):
-          kind = kind._replace(carried=FLOAT32)
+        elif joins and kind.rests and not gone and rewriter.adds_gradients(atom):
+          saved += [value.at_rest] if calls and value.at_rest is not None else []
+          kind = kind._replace(carried=FLOAT32, saved=calls and value.at_rest is not None)
       if keeps_types or gone:  # The memory of one that is donated has the old size.
         kind = kind._replace(carried=dtype_of(atom))
       atoms[i], kinds[i] = rewriter.read(atom, eqn, kind.variable), kind
-  return atoms, kinds
+  return [*atoms, *saved], kinds
 
 
 def _inside(
@@ -174,6 +184,9 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   outs = tuple(map(dtype_of, eqn.outvars)) if facts.holds is Holds.COMPOSITE else ()
   new = _inside(rewriter, eqn, inners[0], ins, outs)
   params = _params(eqn, inners, [new])
+  again = [i for i, kind in enumerate(ins) if kind and kind.saved]
+  for name in PER_OPERAND & params.keys():
+    params[name] += tuple(params[name][i] for i in again)
   saved = [k.dtype if k and (k.added if k.held else k.carried) else None for k in ins]
   if rounds and any(saved):
     # A `remat` saves at rest, as by hand, a stream that layers add to. A gate is saved as it is

@@ -46,9 +46,9 @@ def saving_low(
   an operand once more, to be saved. Another one is rounded for the derivative by the other factor,
   a sum; the derivative by itself, which may be one step of many, reads the float32 one.
   """
-  places = tuple(i for i, v in enumerate(values) if saved[i] and dtype_of(v.atom) == saved[i])
-  operands = [rewriter.view(v, FLOAT32, eqn) for v in values] + [values[i].atom for i in places]
-  key = eqn.primitive, tuple(eqn.params.items()), eqn.ctx, tuple(saved), places, dtype
+  resting = {i: x for i, v in enumerate(values) if saved[i] and (x := v.at_rest) is not None}
+  operands = [*(rewriter.view(v, FLOAT32, eqn) for v in values), *resting.values()]
+  key = eqn.primitive, tuple(eqn.params.items()), eqn.ctx, tuple(saved), tuple(resting), dtype
   with context_of(eqn):
     call = _product(*key, *map(aval_of, operands))
   return eqn.replace(primitive=call.primitive, invars=operands, params=call.params)

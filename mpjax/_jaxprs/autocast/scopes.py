@@ -5,8 +5,6 @@ goes through `jit`, `scan`, `grad` and `vmap` with the operations; rewriting a j
 """
 
 import functools
-import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +13,8 @@ from jax.extend.core import Jaxpr
 
 from mpjax._core.active import SCOPE as FULL_PRECISION
 from mpjax._core.dtypes import FLOAT32, HALVES
-from mpjax._core.errors import UnmatchedRuleError, nearest
 from mpjax._core.policy import Policy
-from mpjax._core.rules import Rule, first_match
+from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, first_match
 from mpjax._core.trees import mapped
 from mpjax._core.types import DType, PyTree
 from mpjax._jaxprs.autocast.values import FLOATS, Scope, Settings
@@ -127,7 +124,7 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   )
 
 
-def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
+def check_rules_match(jaxpr: Jaxpr, rules: tuple[Rule, ...]) -> None:
   """Raises UnmatchedRuleError if the path of a rule is that of no scope of the jaxpr."""
   scopes: set[Scope] = set()
   pending: list[tuple[Jaxpr, Scope]] = [(jaxpr, ())]
@@ -135,15 +132,6 @@ def check_rules_match(jaxpr: Jaxpr, rules: Sequence[Rule], where: str) -> None:
     for eqn in inside.eqns:
       scopes.add(scope := around + names_of(eqn.source_info.name_stack))
       pending += [(inner.jaxpr, scope) for inner in inner_jaxprs(eqn) or ()]
-  paths = sorted({path_of(s[:depth]) for s in scopes for depth in range(len(s) + 1)})
-  for rule in rules:
-    if not any(rule.matches(None, path) for path in paths):
-      sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else str(rule.path)
-      near = ", ".join(map(repr, nearest(sought, paths[1:])))  # The first is that of no scope.
-      raise UnmatchedRuleError(
-        f"{where}: {rule}",
-        expected="a rule that picks out at least one named scope",
-        got=f"none of the {len(paths)} scopes of the jaxpr",
-        fix=f"Scopes are those of jax.named_scope; the nearest: {near or 'none'}. A Flax model is "
-        'the outermost one, by its class: begin the path with "**/".',
-      )
+  record = ModuleRecord(PolicyConfig(policy=None, rules=rules, unmatched="raise"))
+  record.note_paths({path_of(s[:depth]) for s in scopes for depth in range(len(s) + 1)})
+  record.check("of the function", 1, kind="jax.named_scope")

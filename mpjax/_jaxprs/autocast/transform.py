@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.active import AUDIT, in_region
 from mpjax._core.dtypes import FLOAT32, HALVES
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, flax_errors
+from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.policy import PolicyLike, parse_policy
 from mpjax._core.rules import Rule, parse_rules, rewrites
@@ -103,23 +103,23 @@ def autocast(
     raise MpjaxTypeError(of_ops, expected="an mpjax.OpLists", got=repr(ops), fix=fix)
   policy, rules = parse_policy(policy, "mpjax.autocast(policy)"), parse_rules(rules, of_rules)
   for rule in rules:
-    if rule.path is None:
-      raise MpjaxValueError(
-        of_rules,
-        expected="rules with path=",
-        got=repr(rule),
-        fix="A traced function has no modules, only named scopes: see jax.named_scope. For rules "
-        "by class or instance put a policy on the model with mpjax.with_policy.",
-      )
+    check_value(
+      rule,
+      rule.path is not None,
+      of_rules,
+      expected="rules with path=",
+      fix="A traced function has no modules, only named scopes: see jax.named_scope. For rules "
+      "by class or instance put a policy on the model with mpjax.with_policy.",
+    )
   policies = [("mpjax.autocast(policy)", policy), *((of_rules, rule.policy) for rule in rules)]
   for of_policy, each in policies:
-    if each is not None and each.compute_dtype not in FLOATS:
-      raise MpjaxValueError(
-        of_policy,
-        expected="a policy that computes in bfloat16, float16 or float32",
-        got=str(each),
-        fix="Operations in other dtypes are left as they are; no policy is needed for them.",
-      )
+    check_value(
+      each,
+      each is None or each.compute_dtype in FLOATS,
+      of_policy,
+      expected="a policy that computes in bfloat16, float16 or float32",
+      fix="Operations in other dtypes are left as they are; no policy is needed for them.",
+    )
   data = _data_leaves(data_argnums)
   if not any(rewrites(each) for _, each in policies):
     return fn
@@ -131,23 +131,14 @@ def autocast(
 def _data_leaves(data_argnums: Any) -> Callable[[Args], Iterable[Leaf]] | None:
   """Returns what says which leaves are in the arguments at these positions; None for none."""
   numbers = tuple(data_argnums) if isinstance(data_argnums, Sequence) else (data_argnums,)
-  integers = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
-  if not integers or min(numbers, default=0) < 0:
-    raise MpjaxTypeError(
-      "mpjax.autocast(data_argnums=...)",
-      expected="the position of a positional argument, counted from 0, or several",
-      got=repr(data_argnums),
-      fix="Write data_argnums=(1,) for x in a function of (params, x).",
-    )
+  where, fix = "mpjax.autocast(data_argnums=...)", "Write data_argnums=(1,) for x in (params, x)."
+  for number in numbers:
+    check_int(number, where, least=0, fix=fix, fix_type=fix)
 
   def leaves(args: tuple[Any, ...]) -> list[Leaf]:
-    if max(numbers) >= len(args):
-      raise MpjaxValueError(
-        "mpjax.autocast(data_argnums=...)",
-        expected="positions of arguments that the function is called with by position",
-        got=f"{max(numbers)}, and {len(args)} positional arguments",
-        fix="Pass that argument by position, or take its number out of data_argnums.",
-      )
+    fix = "Pass that argument by position, or take its number out of data_argnums."
+    expected = f"positions of arguments that are passed by position, {len(args)} of them"
+    check_value(numbers, max(numbers) < len(args), where, expected=expected, fix=fix)
     return Boundary([x for i, x in enumerate(args) if i in numbers]).leaves
 
   return leaves if numbers else None
@@ -229,7 +220,7 @@ def with_settings(
       for x, each in zip(operands, decides, strict=True)
     ]
     if settings.rules:
-      check_rules_match(program.jaxpr, settings.rules, where)
+      check_rules_match(program.jaxpr, settings.rules)
     caller = By.CALLER if unrounded else By.RETURNED | By.UNROUNDED
     outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
     readers = tuple(By.RETURNED if d is None else 0 if d in HALVES else caller for d in outs)

@@ -242,20 +242,18 @@ def test_lists_and_rules_that_are_refused():
       mpjax.autocast(len, rules=[rule])
   with refused(TypeError, where, "a sequence of mpjax.Rule", "head", "mpjax.Rule("):
     mpjax.autocast(len, rules="head")
-  for path, fix in (("net/haed", "'net/head'"), (re.compile("head"), 'begin the path with "**/"')):
-    where, expected = f"{FN}: Rule(None, path={path!r})", "at least one named scope"
-    with refused(ValueError, where, expected, "none of the 5 scopes", fix):
+  for path, fix in (("net/haed", "'net/head'"), (re.compile("head"), '"**/head" is at any depth')):
+    where, expected = f"rules: Rule(None, path={path!r})", "at least one jax.named_scope"
+    with refused(ValueError, where, expected, "none of the 5 jax.named_scopes", fix):
       mpjax.autocast(scoped, rules=[mpjax.Rule(None, path=path)])(X)
 
 
 def test_data_arguments_that_are_refused():
-  where, got = "mpjax.autocast(data_argnums=...)", "1, and 1 positional arguments"
-  fix = "Pass that argument by position"
-  with refused(ValueError, where, "called with by position", got, fix):
+  where, fix = "mpjax.autocast(data_argnums=...)", "Pass that argument by position"
+  with refused(ValueError, where, "passed by position, 1 of them", "(1,)", fix):
     mpjax.autocast(lambda w, x: x @ w, data_argnums=1)(W, x=X)
-  expected = "the position of a positional argument, counted from 0, or several"
-  for value in (-1, "x", (0, 1.0), True, None):
-    with refused(TypeError, where, expected, repr(value), "Write data_argnums=(1,)"):
+  for value, got in ((-1, "-1"), ("x", "'x'"), ((0, 1.0), "1.0"), (True, "True"), (None, "None")):
+    with refused([TypeError, ValueError][value == -1], where, "at least 0", got, "argnums=(1,)"):
       mpjax.autocast(lambda w, x: w @ x, data_argnums=value)
 
 
