@@ -19,7 +19,9 @@ from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.leaves import Path, is_nnx_variable, key_names, leaf_paths
+from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
+from mpjax._jaxprs.autocast import Boundary
 from mpjax._jaxprs.compat import within_scopes
 from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.locations import Source
@@ -52,32 +54,36 @@ class Call:
     self, args: Args, kwargs: Kwargs, where: str = "", is_traced: Callable[[Leaf], bool] = is_array
   ) -> None:
     self._where = where
-    self._leaves, self._tree = jax.tree.flatten((args, kwargs))
-    self.positions = [i for i, x in enumerate(self._leaves) if is_traced(x)]
+    # What is shared in a model of NNX is one; all else is as JAX has it, in its order.
+    self._boundary = Boundary((args, kwargs), ties=is_nnx_object)
+    self._leaves = self._boundary.leaves
+    self._order = jax.tree.leaves(self._boundary.inside(range(len(self._leaves))).args)
+    self.positions = [i for i in dict.fromkeys(self._order) if is_traced(self._leaves[i])]
     self.arrays = [self._leaves[i] for i in self.positions]
     self.returned: PyTree = None  # what the function that was traced last returned
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
     traced = dict(zip(self.positions, arrays, strict=True))
     leaves = [traced.get(i, x) for i, x in enumerate(self._leaves)]
-    return jax.tree.unflatten(self._tree, leaves)
+    return self._boundary.inside(leaves).args
 
   def arguments(self, fn: Function, scales: Sequence[Leaf] = ()) -> list[Argument]:
     """Returns what the leaves that are traced are for a function; `scales` are loss scales."""
     args, _ = call = self.with_arrays(self.arrays)
-    names, arguments = positional_names(fn, len(args)), list[Argument]()
+    names, arguments = positional_names(fn, len(args)), dict[int, Argument]()
     variables = jax.tree.leaves(call, is_leaf=is_nnx_variable)
     nodes = [node for node in variables for _ in jax.tree.leaves(node)]
     paths, first = leaf_paths(call), ("0", "0", "params")
     first = first if any(path[:3] == first for path in paths) else first[:2]
-    for path, node, x in zip(paths, nodes, self._leaves, strict=True):
+    for i, path, node in zip(self._order, paths, nodes, strict=True):
       kind, argument, *keys = path
       parts = [names[int(argument)] if kind == "0" else argument, *keys]
-      is_first = path[: len(first)] == first and not any(x is scale for scale in scales)
+      is_scale = any(self._leaves[i] is scale for scale in scales)
+      is_first = path[: len(first)] == first and not is_scale
       # A single array called `params` is one too.
       inside = {"params", "parameters", "weights"}.intersection(parts[:-1] or parts)
       is_param = bool(inside) or any(base.__name__ == "Param" for base in type(node).__mro__)
-      arguments.append(Argument("/".join(parts), tuple(keys), is_first, is_param))
+      arguments.setdefault(i, Argument("/".join(parts), tuple(keys), is_first, is_param))
     return [arguments[i] for i in self.positions]
 
   def check_concrete(self) -> None:
@@ -117,7 +123,7 @@ class Call:
         self._where,
         expected="a function that changes nothing but its arguments",
         got=f"one that writes to a model of NNX that it closes over: {error}",
-        fix="Pass the model as an argument: fn = lambda model, x: model(x), called as (model, x).",
+        fix="Pass the model as an argument: fn = lambda model, x: model(x); of a loss, the first.",
       ) from error
 
 
@@ -147,9 +153,8 @@ def with_parameter_scopes(fn: Function) -> Function:
   def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
     call = Call(args, kwargs)
     closed, _ = call.traced(fn)
-    graph = Graph(closed)
     owners = [one.module if one.is_first else () for one in call.arguments(fn)]
-    jaxpr = opened(_scoped(closed, name_by_parameters(graph, owners)))
+    jaxpr = opened(_scoped(closed, name_by_parameters(Graph(closed), owners)))
     results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
     return jax.tree.map(lambda x: next(results) if isinstance(x, jax.Array) else x, call.returned)
 

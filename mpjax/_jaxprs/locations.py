@@ -1,6 +1,7 @@
 """Where an equation is: its module or named scope, its pass, and the line of the user's code."""
 
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -72,14 +73,15 @@ def path_of(scopes: tuple[str, ...]) -> str:
 
   The method in "Encoder.encode", which Flax adds for all but `__call__`, does not count.
   """
-  names: list[str] = []
-  method = ""
-  for scope in scopes:
+  names, method = list[str](), ""
+  for scope, inside in itertools.pairwise((*scopes, "")):
     around = method
     if scope.startswith(PREFIX) or "->" in scope:  # The formula of an einsum is no module.
       continue
     name, _, method = scope.partition(".")
-    if not (name and method.isidentifier()):
+    # A mark tells a module that has a dot in its name from a method.
+    is_module = inside.rpartition("/")[2].removeprefix(MODULE) == scope
+    if is_module or not (name and method.isidentifier()):
       name, method = scope, ""
       if around and names[-1] == name:
         continue  # "cell.scan_fn/cell": the module itself, which the method calls.

@@ -118,6 +118,7 @@ def test_scopes_around_what_is_computed_again_are_not_repeated():
     (("Net", "a.encode", "b", "b"), "Net/a/b/b"),
     (("a", "block", "block"), "a/block/block"),
     (("layer.0", "x"), "layer.0/x"),
+    (("Net", "a.up", "mpjax.module=a.up"), "Net/a.up"),
     (("Net", "bqhd,bkhd->bhqk"), "Net"),
   ],
 )

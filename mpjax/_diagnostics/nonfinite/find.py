@@ -470,13 +470,13 @@ def cause_and_cure(
 
   # What no wider dtype would help: operands that the operation does not take, or too large.
   values = [x for x in values if not math.isnan(x)]
-  kind = "NaN" if result.nan and math.isnan(result.value) else "inf"
+  kind = "NaN" if result.nan and math.isnan(result.value) else "-inf" if result.value < 0 else "inf"
   text = f"{operation} of {' and '.join(f'{x:.3g}' for x in values) or 'these operands'}"
   # No sum or matmul of small numbers overflows. Of one that does, parts may be inf - inf.
   overflows = any(x.most**2 * math.prod(x.shape) > largest for x in operands)
   if values:
     # Of ordinary numbers inf is a pole, as that of `log1p` at -1.
-    overflows = kind == "inf" and not (0 in values or all(1e-3 < abs(x) <= 1 for x in values))
+    overflows = kind != "NaN" and not (0 in values or all(1e-3 < abs(x) <= 1 for x in values))
   if overflows:
     text = f"{text} overflows {dtype}, which ends at {largest:.3g}."
     if operation == p.exp_p.name:

@@ -114,7 +114,9 @@ class TuneReport(Report):
         "The function has no named scopes and no modules of parameters, and counts as one module: "
         'write with jax.named_scope("name"): around the calls that should be told apart.'
       )
-    elif not self.models and self.rules:
+    elif self.models and self.rules:
+      lines.append('Several models: pass unmatched="ignore" for those without such a module.')
+    elif self.rules:
       lines.append(
         "A path that is no named scope is that of parameters: for mpjax.autocast write with "
         "jax.named_scope(path): there. For mpjax.with_policy, which also rounds what layers of "

@@ -148,9 +148,11 @@ def _tuned(
   program, outputs = call.traced(gradient_of(named, scale))
   body, gradients = body_of(program), slice(sum(keys[0] == "0" for keys in outputs), None)
   flops, homes = modules_of(body), homes_of(Graph(body))
-  bound = most_evaluations(len(flops))
+  # Nothing in float32, what overflows, all modules, all of the function; the steps between; and
+  # those that look for something cheaper.
+  bound = 4 + math.ceil(math.log2(max(len(flops), 1))) + MORE
   sys.stdout.write(f"tune: {len(flops)} modules, at most {bound} measurements\n")
-  steps = itertools.count(1)
+  steps, evaluations = itertools.count(1), list[Evaluation]()
 
   def step() -> None:
     advance(next(steps), 1 + PROJECTIONS + bound)
@@ -168,7 +170,6 @@ def _tuned(
       got=f"one of norm {norm}",
       fix="Ask mpjax.ranges(loss_fn)(*args) what its numbers look like.",
     )
-  evaluations: list[Evaluation] = []
 
   def under(rules: tuple[Rule, ...]) -> Function:
     if models:
@@ -412,13 +413,6 @@ def selector(path: str, homes: Mapping[str, str]) -> str | re.Pattern[str]:
       if {scope for scope in every if rule.matches(None, scope)} == own:
         return glob
   return re.compile(f"({scopes})?" if "" in own else scopes)
-
-
-def most_evaluations(count: int) -> int:
-  """Returns how often a choice among so many modules is evaluated at most."""
-  # Nothing in float32, what overflows, all modules, all of the function; the steps between; and
-  # those that look for something cheaper.
-  return 4 + math.ceil(math.log2(max(count, 1))) + MORE
 
 
 def search(

@@ -52,28 +52,34 @@ def in_order(x: Any, order: Any) -> Any:
 
 
 class Boundary:
-  """The arguments of a call: their leaves, each once, and the containers that these are in."""
+  """The arguments of a call: their leaves, each once, and the containers that these are in.
 
-  def __init__(self, args: PyTree, is_leaf: IsLeaf | None = None) -> None:
+  With `ties`, only objects for which it is true are one where they are met again.
+  """
+
+  def __init__(
+    self, args: PyTree, is_leaf: IsLeaf | None = None, ties: IsLeaf | None = None
+  ) -> None:
     self.leaves: list[Leaf] = []
-    self.containers: dict[int, tuple[Any, Content]] = {}  # by identity
-    self._is_leaf = is_leaf
-    self._numbers: dict[int, int] = {}
+    self.containers: dict[Any, tuple[Any, Content]] = {}  # by identity
+    self._is_leaf, self._ties = is_leaf, ties
+    self._numbers: dict[Any, int] = {}
     self.order = self.numbered(args)  # the containers, in their own order, and no leaf
 
   def numbered(self, x: Any) -> Any:
     """Returns the content of a tree, with the content of containers and the number of each leaf."""
     if x is None:
       return None
-    if id(x) in self.containers:
-      return self.containers[id(x)][1]
+    key = id(x) if self._ties is None or self._ties(x) else object()
+    if key in self.containers:
+      return self.containers[key][1]
     content = None if self._is_leaf is not None and self._is_leaf(x) else content_of(x)
     if content is None:
-      if self._numbers.setdefault(id(x), len(self.leaves)) == len(self.leaves):
+      if self._numbers.setdefault(key, len(self.leaves)) == len(self.leaves):
         self.leaves.append(x)
-      return self._numbers[id(x)]
+      return self._numbers[key]
     content = content._replace(parts=[self.numbered(part) for part in content.parts])
-    self.containers[id(x)] = (x, content)
+    self.containers[key] = (x, content)
     return content
 
   def inside(self, leaves: Sequence[Leaf]) -> "Inside":

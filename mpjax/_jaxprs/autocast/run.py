@@ -170,21 +170,16 @@ _trace_call = jax.make_jaxpr(jax.jit(lambda x: x))
 
 
 def call_of(
-  closed: ClosedJaxpr,
-  invars: Sequence[Atom],
-  outvars: Sequence[Var],
-  name: str,
-  *,
-  inline: bool = False,
+  closed: ClosedJaxpr, invars: Sequence[Atom], outs: Sequence[Var], name: str, inline: bool = False
 ) -> JaxprEqn:
   """Returns a call of a jaxpr; JAX writes the equations inside instead if it is `inline`."""
   with jax.disable_jit(False):  # Where it is disabled, no call is written.
     call = _trace_call(1.0).eqns[-1]
-  params = call_params(call, closed, len(invars), len(outvars), name)
+  params = call_params(call, closed, len(invars), len(outs), name)
   if inline:
     params["inline"] = WRITTEN_OUT
   return call.replace(
-    invars=list(invars), outvars=list(outvars), params=params, effects=closed.effects
+    invars=list(invars), outvars=list(outs), params=params, effects=closed.effects
   )
 
 
