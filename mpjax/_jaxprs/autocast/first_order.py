@@ -218,24 +218,21 @@ def _elementwise(
     value = rewriter.values[var]  # Rounded once for all its readers.
     rewriter.values[var] = Value(rewriter.view(value, kind.dtype, eqn), kind)
 
-  # What is noted of the result.
-  if not floating[0]:
-    return
-  result = rewriter.values[eqn.outvars[0]]
-  result.producer = producer
-  if facts.moves:
-    shared = any(map(rewriter.adds_gradients, eqn.invars))
+  # What is noted of the results.
+  shared = facts.moves and any(map(rewriter.adds_gradients, eqn.invars))
+  for result in (rewriter.values[v] for v in eqn.outvars if v in rewriter.values):
+    result.producer = producer
     if shared and all(v.kind.rests for v in (result, *floats)):
-      for var in eqn.outvars:
-        rewriter.values[var].moved = eqn
-    added = all(v.kind.added for v in arrays)
-    # The numbers that elements are among, if few: they are part of the key of a rewritten jaxpr.
-    among = sorted({number for value in floats for number in value.kind.numbers or ()})
-    numbers = None if arrays or len(among) > 8 else tuple(among)
-    result.kind = result.kind._replace(added=added, numbers=numbers)
-  elif facts.gradient == "added" and len(arrays) == 2:
-    streams = all(v.kind.added or v.kind.neutral or v.kind.rests for v in arrays)
-    result.kind = result.kind._replace(added=streams)
+      result.moved = eqn
+    if facts.moves:
+      added, raw = all(v.kind.added for v in arrays), all(v.kind.raw for v in arrays)
+      # The numbers that elements are among, if few: they are part of the key of a rewritten jaxpr.
+      among = sorted({number for value in floats for number in value.kind.numbers or ()})
+      numbers = None if arrays or len(among) > 8 else tuple(among)
+      result.kind = result.kind._replace(added=added, raw=raw, numbers=numbers)
+    elif facts.gradient == "added" and len(arrays) == 2:
+      streams = all(v.kind.added or v.kind.neutral or v.kind.rests for v in arrays)
+      result.kind = result.kind._replace(added=streams)
 
 
 def _rule(

@@ -60,18 +60,15 @@ def test_another_value_is_cast_once_for_all_who_read_it():
     total = jnp.exp(x)
     return total @ w, total @ (w + 1)
 
-  dots = [
-    e for e, _ in programs.equations(cast(narrowed, W, X)) if e.primitive.name == "dot_general"
-  ]
-  (read,) = {eqn.invars[0] for eqn in dots}
+  eqns = (eqn for eqn, _ in programs.equations(cast(narrowed, W, X)))
+  (read,) = {eqn.invars[0] for eqn in eqns if eqn.primitive.name == "dot_general"}
   assert str(read.aval.dtype) == "bfloat16"
 
   def widened(w, x):
     y = x @ w
     return jnp.exp(y), jnp.log(y), y.sum()
 
-  found = programs.converts(cast(widened, W, X))
-  assert found == {"float32->bfloat16": 2, "bfloat16->float32": 1}
+  assert programs.converts(cast(widened, W, X)) == {"float32->bfloat16": 2, "bfloat16->float32": 1}
 
 
 SHARED = {
@@ -81,6 +78,8 @@ SHARED = {
   "scaled": lambda w: 1.0 * w,
   "joined": lambda w: jnp.concatenate([w, w])[:3],
   "added to data": lambda w: w + np.zeros((3, 3), np.float32),
+  "added to data by a function": jax.jit(lambda w: w + np.zeros((3, 3), np.float32)),
+  "split off data": lambda w: jnp.split(jnp.tile(w, (2, 1)) + np.zeros((6, 3), np.float32), 2)[1],
   "moved by a function": jax.jit(lambda w: w[:, ::-1][:, ::-1]),
   "chosen by a branch": lambda w: lax.cond(w[0, 0] > 0, lambda w: w * 1.0, lambda w: w, w),
   "by a rule": with_jvp(lambda w: w * 1.0),
