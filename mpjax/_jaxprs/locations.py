@@ -22,7 +22,8 @@ Direction: TypeAlias = Literal["forward", "backward", "recomputed"]
 """The pass that an operation belongs to; "recomputed": forward work that `remat` repeats."""
 
 _RECOMPUTED = "rematted_computation"
-_BACKWARD = "transpose()"  # As JAX prints it, to tell it from the operation.
+# With brackets: without, it is the name of a primitive, which only the table has.
+_BACKWARD = "transpose()"
 
 
 class Source(NamedTuple):

@@ -57,7 +57,7 @@ class Holds(enum.Enum):
   BINARY = enum.auto()
   """The operation on two numbers that combines elements. It is not entered."""
   KERNEL = enum.auto()
-  """A kernel written by hand. It is not entered."""
+  """A kernel, or what is compiled or placed elsewhere. It is not entered."""
 
 
 NESTED = frozenset((Holds.SCAN, Holds.WHILE, Holds.COND, Holds.SHARD_MAP))
@@ -450,9 +450,9 @@ FAMILIES: tuple[Family, ...] = (
     "opaque",
     "They hold a jaxpr of their own that is deliberately not entered: a kernel written by hand, "
     "or one that has been compiled or placed elsewhere.",
-    "call_exported call_hi_primitive_linearized compute_on core_map cudnn_fusion "
-    "custom_jvp_call_jaxpr custom_partitioning fused_call remat_opt run_state xla_metadata_call",
-    Row("pallas_call", holds=Holds.KERNEL),
+    Row("call_exported call_hi_primitive_linearized compute_on core_map", holds=Holds.KERNEL),
+    Row("cudnn_fusion custom_jvp_call_jaxpr custom_partitioning fused_call", holds=Holds.KERNEL),
+    Row("mpmd_map pallas_call remat_opt run_state xla_metadata_call", holds=Holds.KERNEL),
     fixed=True,
   ),
   # conditional

@@ -201,7 +201,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
 
   Returns:
     None if it holds some, and this version does not know how they run: a primitive or parameters of
-    a newer JAX, or of another library. An empty tuple for one that holds none, or an opaque one.
+    a newer JAX, or of another library. An empty tuple for one that holds none, or is not entered.
   """
   try:
     jaxprs = _READERS[facts_of(eqn).holds](eqn)

@@ -41,7 +41,7 @@ def key_text(path: KeyPath) -> str:
 
 
 def at_least_float32(x: Leaf) -> Array:
-  """Returns `x` as float32 if it is floating and narrower (float8 too), or a Python number."""
+  """Returns `x` as an array, in float32 if it is floating and narrower (float8 too)."""
   x = jnp.asarray(x)
   return x.astype(jnp.float32) if is_low_precision(x.dtype) else x
 

@@ -23,7 +23,7 @@ NAMES = [name for family in FAMILIES for name in family.names if family.part is 
 
 SAMPLES = samples.HALF | samples.FLOAT32 | samples.PROMOTE | samples.KEEP | samples.CONDITIONAL
 NOT_IN_EVERY_JAX = {
-  # Newer than 0.10.0, the oldest that is supported.
+  # Newer than the oldest that is supported.
   *("log2", "mulhi", "one_minus_square", "pbroadcast_dynamic", "philox2x32", "philox4x32"),
   *("polynomial", "reduced_vary_cast", "relayout", "stack", "stage", "threefry4x32"),
   *("unreduced_pmax", "unreduced_pmin", "unstack", "vary_unreduced_cast"),

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import pallas
+from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Literal, Primitive
 from jax.sharding import PartitionSpec
 
@@ -156,11 +157,12 @@ def kernel(x, y):
 OPAQUE_PROGRAMS = {
   "reduce": lambda x: lax.reduce(x, jnp.float32(0), lambda a, b: a + 2 * b, (0,)),
   "reduce_window": lambda x: lax.reduce_window(
-    x, jnp.float32(0), lambda a, b: a + 2 * b, (2, 2), (1, 1), "VALID"
+    x, 0.0, lambda a, b: a + 2 * b, (2, 2), (1, 1), "SAME"
   ),
   "scatter-add": lambda x: x.at[0].add(1),
   "scatter": lambda x: x.at[0].set(1),
   "pallas_call": lambda x: pallas.pallas_call(kernel, out_shape=x)(x),
+  "mpmd_map": lambda x: mosaic_gpu.kernel(kernel, out_type=x)(x),
 }
 
 

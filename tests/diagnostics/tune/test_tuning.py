@@ -99,8 +99,7 @@ def test_a_budget_that_no_module_meets():
 
 def pasted(report):
   """Returns the rules of a report as its printed lines give them."""
-  names: dict[str, Any] = {"mpjax": mpjax}
-  text = str(report)
+  text, names = str(report), dict[str, Any](mpjax=mpjax)
   start = text.index("import re\n") if "import re\n" in text else text.index("rules = (")
   exec(text[start : text.index("\n)") + 2], names)
   return names["rules"]
@@ -394,9 +393,8 @@ def test_what_autocast_puts_into_calls_is_compared_with_what_it_was():
 
 
 def test_errors_of_nothing_and_of_what_is_not_finite():
-  one, bad = np.ones(2), np.asarray([1, math.nan])
   assert math.isnan(relative_error([]))
-  assert relative_error([(one, bad)]) == math.inf
+  assert relative_error([(np.ones(2), np.asarray([1, math.nan]))]) == math.inf
   assert relative_error([(np.asarray([3j, 4]), np.asarray([3j, 9]))]) == 1
 
 
