@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.active import SCOPE as FULL_PRECISION
 from mpjax._core.dtypes import FLOAT32, HALVES
@@ -20,7 +20,7 @@ from mpjax._core.types import DType, PyTree
 from mpjax._jaxprs.autocast.values import FLOATS, Scope, Settings
 from mpjax._jaxprs.compat import NameStack, scopes_of
 from mpjax._jaxprs.locations import PREFIX, path_of
-from mpjax._jaxprs.reader import inner_jaxprs
+from mpjax._jaxprs.steps import body_of
 
 REGION, OUTPUT, REST = (PREFIX + name for name in ("region=", "output=", "rest="))
 AS_GIVEN, FLOAT8, TABLE = (PREFIX + name for name in ("as-given", "float8", "table"))
@@ -124,14 +124,9 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   )
 
 
-def check_rules_match(jaxpr: Jaxpr, rules: tuple[Rule, ...]) -> None:
-  """Raises UnmatchedRuleError if the path of a rule is that of no scope of the jaxpr."""
-  scopes: set[Scope] = set()
-  pending: list[tuple[Jaxpr, Scope]] = [(jaxpr, ())]
-  for inside, around in pending:
-    for eqn in inside.eqns:
-      scopes.add(scope := around + names_of(eqn.source_info.name_stack))
-      pending += [(inner.jaxpr, scope) for inner in inner_jaxprs(eqn) or ()]
+def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...]) -> None:
+  """Raises UnmatchedRuleError if the path of a rule is that of no scope of a function."""
   record = ModuleRecord(PolicyConfig(policy=None, rules=rules, unmatched="raise"))
-  record.note_paths({path_of(s[:depth]) for s in scopes for depth in range(len(s) + 1)})
+  paths = (step.location.path.split("/") for step in body_of(program).every_step())
+  record.note_paths({"/".join(names[:depth]) for names in paths for depth in range(len(names) + 1)})
   record.check("of the function", 1, kind="jax.named_scope")
