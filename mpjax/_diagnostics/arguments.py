@@ -56,10 +56,13 @@ class Call:
     self._where = where
     # What is shared in a model of NNX is one; all else is as JAX has it, in its order.
     self._boundary = Boundary((args, kwargs), ties=is_nnx_object)
-    self._leaves = self._boundary.leaves
-    self._order = jax.tree.leaves(self._boundary.inside(range(len(self._leaves))).args)
-    self.positions = [i for i in dict.fromkeys(self._order) if is_traced(self._leaves[i])]
-    self.arrays = [self._leaves[i] for i in self.positions]
+    self._leaves = leaves = self._boundary.leaves
+    # Numbers instead would not be what a class of the user's checks that it holds.
+    twins = [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x for x in leaves]
+    numbers = {id(x): i for i, x in enumerate(twins)}
+    self._order = [numbers[id(x)] for x in jax.tree.leaves(self._boundary.inside(twins).args)]
+    self.positions = [i for i in dict.fromkeys(self._order) if is_traced(leaves[i])]
+    self.arrays = [leaves[i] for i in self.positions]
     self.returned: PyTree = None  # what the function that was traced last returned
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
@@ -75,11 +78,10 @@ class Call:
     nodes = [node for node in variables for _ in jax.tree.leaves(node)]
     paths, first = leaf_paths(call), ("0", "0", "params")
     first = first if any(path[:3] == first for path in paths) else first[:2]
-    for i, path, node in zip(self._order, paths, nodes, strict=True):
+    for i, x, path, node in zip(self._order, jax.tree.leaves(call), paths, nodes, strict=True):
       kind, argument, *keys = path
       parts = [names[int(argument)] if kind == "0" else argument, *keys]
-      is_scale = any(self._leaves[i] is scale for scale in scales)
-      is_first = path[: len(first)] == first and not is_scale
+      is_first = path[: len(first)] == first and not any(x is scale for scale in scales)
       # A single array called `params` is one too.
       inside = {"params", "parameters", "weights"}.intersection(parts[:-1] or parts)
       is_param = bool(inside) or any(base.__name__ == "Param" for base in type(node).__mro__)

@@ -188,7 +188,7 @@ def _tuned(
 
   # The search, if there is an error that is too large, among what a rule selects and runs low.
   low, used = measure((), ()), dict[str, list[str]]()
-  of_float32, of_policy = (call.traced(fn)[0] for fn in (named, under(())))
+  of_float32, of_policy = (body_of(call.traced(fn)[0]) for fn in (named, under(())))
   lows = {each.where.path for each, x, _ in Graph(of_policy).matmuls() if x.itemsize < 4}
   for path in (path for path in flops if flops[path] and path in lows):
     used.setdefault(homes[path], []).append(path)
@@ -212,8 +212,7 @@ def _tuned(
 
   # The errors by module, under the policy without rules. Gradients are those of the floating arrays
   # in the first argument, the first ones of all.
-  programs = body_of(of_float32), body_of(of_policy)
-  forward, pairs = forward_errors(*programs, operands), dict[str, list[Pair]]()
+  forward, pairs = forward_errors(of_float32, of_policy, operands), dict[str, list[Pair]]()
   readers = plan(body, call.arguments(loss_fn)).readers
   floats = (i for i, x in enumerate(operands) if is_inexact(x))
   for i, *pair in zip(floats, exact, low, strict=False):
