@@ -76,8 +76,8 @@ def rewrite(
     for var, kind in zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
   ][len(consts) :]
   for var, kind in zip(jaxpr.invars, ins, strict=True):
-    if kind is not None and kind.saved:
-      rewriter.values[var].saved = low = retyped(var, kind.dtype)
+    if kind is not None and kind.paired:
+      rewriter.values[var].pair = low = retyped(var, kind.dtype)
       invars.append(low)
   functions = powers(jaxpr, settings.ops)
   done: frozenset[int] = frozenset()
@@ -120,7 +120,7 @@ def _operands(
   # that it is what the code around saves.
   half, facts = rewriter.place(eqn).half, facts_of(eqn)
   keeps_types, calls = facts.holds is Holds.COMPOSITE, facts.holds is Holds.CALL and not facts.saves
-  atoms, kinds, saved = list(eqn.invars), list(map(rewriter.kind, eqn.invars)), list[Atom]()
+  atoms, kinds, pairs = list(eqn.invars), list(map(rewriter.kind, eqn.invars)), list[Atom]()
   for i, (atom, gone) in enumerate(zip(eqn.invars, donated(eqn), strict=True)):
     value = rewriter.value(atom)
     if value is not None:
@@ -130,12 +130,12 @@ def _operands(
         if half is None:
           kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
         elif joins and kind.rests and not gone and rewriter.adds_gradients(atom):
-          saved += [value.at_rest] if calls and value.at_rest is not None else []
-          kind = kind._replace(carried=FLOAT32, saved=calls and value.at_rest is not None)
+          pairs += [value.at_rest] if calls and value.at_rest is not None else []
+          kind = kind._replace(carried=FLOAT32, paired=calls and value.at_rest is not None)
       if keeps_types or gone:  # The memory of one that is donated has the old size.
         kind = kind._replace(carried=dtype_of(atom))
       atoms[i], kinds[i] = rewriter.read(atom, eqn, kind.variable), kind
-  return [*atoms, *saved], kinds
+  return [*atoms, *pairs], kinds
 
 
 def _inside(
@@ -184,7 +184,7 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   outs = tuple(map(dtype_of, eqn.outvars)) if facts.holds is Holds.COMPOSITE else ()
   new = _inside(rewriter, eqn, inners[0], ins, outs)
   params = _params(eqn, inners, [new])
-  again = [i for i, kind in enumerate(ins) if kind and kind.saved]
+  again = [i for i, kind in enumerate(ins) if kind and kind.paired]
   for name in PER_OPERAND & params.keys():
     params[name] += tuple(params[name][i] for i in again)
   saved = [k.dtype if k and (k.added if k.held else k.carried) else None for k in ins]

@@ -239,7 +239,7 @@ class Rewriter:
     """Notes what a variable is from now on, and returns the variable of the dtype that it has."""
     # A variable that keeps its dtype stays, and so do the equations that are left as they are.
     atom = var if kind.variable == dtype_of(var) else retyped(var, kind.variable)
-    self.values[var] = Value(atom, kind._replace(carried=None, saved=False))
+    self.values[var] = Value(atom, kind._replace(carried=None, paired=False))
     return atom
 
   def value(self, atom: Atom) -> Value | None:

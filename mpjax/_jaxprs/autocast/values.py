@@ -56,7 +56,7 @@ class Kind(NamedTuple):
       low precision. Each reader casts a neutral one, so that its gradients are added in float32.
     held: it is low and was just computed in float32, which is what its readers read.
     carried: the dtype of the variable that brings it, if it is another one than they read.
-    saved: it is carried in float32 for its gradient, and comes once more at rest, to be saved.
+    paired: it is carried in float32 for its gradient, and comes once more at rest, to be saved.
     widened: it is held for its readers alone: all that it was computed of is at rest, and so is
       what a caller gets that takes any dtype.
     added: it is a sum of what is at rest, of parameters and of such sums, as a stream is that
@@ -71,7 +71,7 @@ class Kind(NamedTuple):
   parameter: bool = False
   held: bool = False
   carried: DType | None = None
-  saved: bool = False
+  paired: bool = False
   widened: bool = False
   added: bool = False
   raw: bool = False
@@ -116,12 +116,12 @@ class Value:
   stored: Atom | None = None  # of a parameter that the function has cast, the variable before it
   moved: JaxprEqn | None = None  # of numbers at rest that were moved, if several read what was
   views: dict[DType, Atom] = dataclasses.field(default_factory=dict)  # by other dtypes
-  saved: Atom | None = None  # of numbers at rest in a float32 variable, one of the dtype at rest
+  pair: Atom | None = None  # of numbers at rest in a float32 variable, one of the dtype at rest
 
   @property
   def at_rest(self) -> Atom | None:
     """What holds it in the dtype that it rests in, to be saved; None if nothing does."""
-    return self.atom if aval_of(self.atom).dtype == self.kind.dtype else self.saved
+    return self.atom if aval_of(self.atom).dtype == self.kind.dtype else self.pair
 
   @property
   def is_parameter(self) -> bool:
