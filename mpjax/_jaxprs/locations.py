@@ -81,7 +81,7 @@ def path_of(scopes: tuple[str, ...]) -> str:
       continue
     name, _, method = scope.partition(".")
     # A mark tells a module that has a dot in its name from a method.
-    is_module = inside.rpartition("/")[2].removeprefix(MODULE) == scope
+    is_module = inside.startswith(MODULE) and inside[len(MODULE) :].endswith(scope)
     if is_module or not (name and method.isidentifier()):
       name, method = scope, ""
       if around and names[-1] == name:

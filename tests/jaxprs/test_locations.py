@@ -119,6 +119,7 @@ def test_scopes_around_what_is_computed_again_are_not_repeated():
     (("a", "block", "block"), "a/block/block"),
     (("layer.0", "x"), "layer.0/x"),
     (("Net", "a.up", "mpjax.module=a.up"), "Net/a.up"),
+    (("Net.encode", "Net.encode", "a"), "Net/a"),
     (("Net", "bqhd,bkhd->bhqk"), "Net"),
   ],
 )

@@ -111,8 +111,8 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, place: Place) -> None:
   if value is None or target not in FLOATS:
     # Low precision cannot hold every index or count; of a mask it holds both numbers.
     is_mask = dtype_of(atom) == np.bool_
-    neutral = is_mask or isinstance(atom, Literal)
-    kind = Kind(target, neutral and target == FLOAT32, numbers=(0.0, 1.0) if is_mask else None)
+    neutral, numbers = is_mask or isinstance(atom, Literal), (0.0, 1.0) if is_mask else None
+    kind = Kind(target, neutral and target == FLOAT32, raw=not neutral, numbers=numbers)
     rewriter.write(eqn, [rewriter.read(atom, eqn)], [kind if target in FLOATS else None])
     if target in FLOATS:
       rewriter.values[var].counted = not neutral

@@ -122,8 +122,7 @@ def _operands(
   keeps_types, calls = facts.holds is Holds.COMPOSITE, facts.holds is Holds.CALL and not facts.saves
   atoms, kinds, pairs = list(eqn.invars), list(map(rewriter.kind, eqn.invars)), list[Atom]()
   for i, (atom, gone) in enumerate(zip(eqn.invars, donated(eqn), strict=True)):
-    value = rewriter.value(atom)
-    if value is not None:
+    if (value := rewriter.value(atom)) is not None:
       # What is an argument inside may be a parameter there.
       kind = value.kind._replace(parameter=value.kind.parameter or value.kind.neutral)
       if dtype_of(atom) == FLOAT32 and not keeps_types:
@@ -185,8 +184,7 @@ def _call(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   new = _inside(rewriter, eqn, inners[0], ins, outs)
   params = _params(eqn, inners, [new])
   again = [i for i, kind in enumerate(ins) if kind and kind.paired]
-  for name in PER_OPERAND & params.keys():
-    params[name] += tuple(params[name][i] for i in again)
+  params |= {k: (*params[k], *(params[k][i] for i in again)) for k in PER_OPERAND & params.keys()}
   saved = [k.dtype if k and (k.added if k.held else k.carried) else None for k in ins]
   if rounds and any(saved):
     # A `remat` saves at rest, as by hand, a stream that layers add to. A gate is saved as it is

@@ -124,9 +124,9 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   )
 
 
-def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...]) -> None:
+def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...], where: str) -> None:
   """Raises UnmatchedRuleError if the path of a rule is that of no scope of a function."""
   record = ModuleRecord(PolicyConfig(policy=None, rules=rules, unmatched="raise"))
   paths = (step.location.path.split("/") for step in body_of(program).every_step())
   record.note_paths({"/".join(names[:depth]) for names in paths for depth in range(len(names) + 1)})
-  record.check("of the function", 1, kind="jax.named_scope")
+  record.check(f"of {where}", 1, kind="jax.named_scope")

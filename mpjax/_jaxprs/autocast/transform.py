@@ -220,7 +220,7 @@ def with_settings(
       for x, each in zip(operands, decides, strict=True)
     ]
     if settings.rules:
-      check_rules_match(program, settings.rules)
+      check_rules_match(program, settings.rules, where)
     caller = By.CALLER if unrounded else By.RETURNED | By.UNROUNDED
     outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
     readers = tuple(By.RETURNED if d is None else 0 if d in HALVES else caller for d in outs)
