@@ -21,11 +21,6 @@ def path_text(path: KeyPath) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def key_names(path: KeyPath) -> Path:
-  """Returns the names of the keys of a path of JAX, whatever the containers are."""
-  return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
 def is_nnx_variable(x: object) -> bool:
   """Whether `x` is a variable of Flax NNX, which need not be installed."""
   return hasattr(type(x), "get_raw_value")

@@ -45,7 +45,7 @@ def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
   """Returns what a container holds; None for a leaf. `is_leaf` is for parts of registered nodes."""
   cls: Any = type(x)
   if cls in DICTS:
-    keys = list(x)
+    keys: Any = tuple(x) if cls is collections.OrderedDict else list(x)  # JAX sorts a list.
     more: list[Any] = [x.default_factory] if cls is collections.defaultdict else []
     make: Any = cls
     return Content(list(x.values()), keys, lambda parts: make(*more, zip(keys, parts, strict=True)))

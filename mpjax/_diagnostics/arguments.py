@@ -18,10 +18,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
-from mpjax._core.leaves import Path, is_nnx_variable, key_names, leaf_paths
+from mpjax._core.leaves import Path, is_nnx_variable, leaf_paths
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
-from mpjax._jaxprs.autocast import Boundary
+from mpjax._jaxprs.autocast.boundary import Boundary, jax_order
 from mpjax._jaxprs.compat import within_scopes
 from mpjax._jaxprs.graph import Graph, Value
 from mpjax._jaxprs.locations import Source
@@ -55,12 +55,9 @@ class Call:
   ) -> None:
     self._where = where
     # What is shared in a model of NNX is one; all else is as JAX has it, in its order.
-    self._boundary = Boundary((args, kwargs), ties=is_nnx_object)
+    self._boundary = Boundary((args, kwargs), tie=is_nnx_object)
     self._leaves = leaves = self._boundary.leaves
-    # Numbers instead would not be what a class of the user's checks that it holds.
-    twins = [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x for x in leaves]
-    numbers = {id(x): i for i, x in enumerate(twins)}
-    self._order = [numbers[id(x)] for x in jax.tree.leaves(self._boundary.inside(twins).args)]
+    self._order = list(jax_order(self._boundary.order))
     self.positions = [i for i in dict.fromkeys(self._order) if is_traced(leaves[i])]
     self.arrays = [leaves[i] for i in self.positions]
     self.returned: PyTree = None  # what the function that was traced last returned
@@ -107,12 +104,12 @@ class Call:
       args, kwargs = call = self.with_arrays(arrays)
       before = {id(x): x for x in jax.tree.leaves(call)}
       self.returned = fn(*args, **kwargs)
-      results = jax.tree_util.tree_leaves_with_path(self.returned)
+      results = [*zip(leaf_paths(self.returned), jax.tree.leaves(self.returned), strict=True)]
       # Objects that the function wrote to, such as a model of NNX, hold what it computed.
-      after = jax.tree_util.tree_leaves_with_path(call)
+      after = zip(leaf_paths(call), jax.tree.leaves(call), strict=True)
       results += [(path[2:], x) for path, x in after if id(x) not in before]
       results = [(path, x) for path, x in results if isinstance(x, jax.Array)]
-      paths[:] = [key_names(path) for path, _ in results]
+      paths[:] = [path for path, _ in results]
       return [x for _, x in results]
 
     flat.__name__ = getattr(fn, "__name__", type(fn).__name__)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mpjax
 from mpjax._core import leaves
 from tests.errors import refused
 
@@ -151,12 +150,6 @@ def test_places(devices):
       found = leaves.put(x, where, alias=False)
       np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
       assert found.committed is (where is not None)
-
-
-def test_names_of_keys():
-  tree = {"a/b": [1, (mpjax.TrainState,)]}
-  paths = jax.tree_util.tree_leaves_with_path(tree)
-  assert [leaves.key_names(path) for path, _ in paths] == [("a/b", "0"), ("a/b", "1", "0")]
 
 
 def numbers(dtype):

@@ -204,7 +204,8 @@ def audit(
     with AUDIT(record):
       program, arguments = call.traced(fn)[0], call.arguments(fn)
     graph = Graph(program, [x.name for x in arguments])
-    trees = tuple(parameter_trees(graph))
+    # Where a name or a class tells which are parameters, nothing is guessed.
+    trees = () if any(x.is_parameter for x in arguments) else tuple(parameter_trees(graph))
     parameters = frozenset(x.name for x in arguments if x.is_parameter or x.name.startswith(trees))
     name_by_parameters(graph, [x.module if x.name in parameters else () for x in arguments])
     leaks, on_purpose = find_leaks(graph, record, parameters)

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core.primitives import add_p, scatter_add_p, sub_p
+from jax.extend.core.primitives import add_p, bitcast_convert_type_p, scatter_add_p, sub_p
 
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.leaves import Path, changes_nothing
@@ -109,8 +109,8 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
     is_first = args and outputs[:1] == [("0",) if isinstance(call.returned, tuple) else ()]
     first = program.out_avals[0] if is_first else None
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
-    scoped = with_parameter_scopes(fn)
-    program, outputs = call.traced(gradient_of(scoped) if is_loss else scoped)
+    if is_loss:
+      program, outputs = call.traced(gradient_of(with_parameter_scopes(fn)))
   body, operands = body_of(program), [*map(jnp.asarray, call.arrays)]
   scales = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
   counting = plan(body, call.arguments(fn, scales), outputs)
@@ -174,15 +174,17 @@ def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()
       if (v.dtype, v.aval.shape) == (result.dtype, getattr(result.aval, "shape", None))
       and (one.is_first or (v.aval.shape and one.keys and one.keys in (keys, keys[1:])))
     ]
-    for operation in (total.made_by for total in _copies(result)):
-      if operation is None or operation.eqn.primitive not in (add_p, sub_p, scatter_add_p):
+    makers = [v.made_by for v in _copies(result) if v.made_by is not None]
+    # Stochastic rounding computes with the bits of a sum, and loses nothing of many.
+    for operation in makers * (bitcast_convert_type_p not in {x.eqn.primitive for x in makers}):
+      if operation.eqn.primitive not in (add_p, sub_p, scatter_add_p):
         continue
       updated = operation.operands[: 2 if operation.eqn.primitive is add_p else 1]
       copies = [*enumerate(map(_copies, updated))]
       # Of `a + b`, two arguments, the first is what is updated.
       for v, i in [(v, i) for v in stored for i, values in copies if v in values][:1]:
-        makers = [each.made_by for each in _copies(operation.operands[1 - i])]
-        if any(x and x.eqn.primitive is sub_p and v in _copies(x.operands[1]) for x in makers):
+        others = [each.made_by for each in _copies(operation.operands[1 - i])]
+        if any(x and x.eqn.primitive is sub_p and v in _copies(x.operands[1]) for x in others):
           continue  # `p + (master - p)`: it is the master that an update is added to.
         steps.setdefault(operation.step.number, ("updates", floats[v].name))
         additions.setdefault(operation.step.number, (i, v.aval.dtype))

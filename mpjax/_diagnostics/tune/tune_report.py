@@ -115,7 +115,7 @@ class TuneReport(Report):
         'write with jax.named_scope("name"): around the calls that should be told apart.'
       )
     elif self.models and self.rules:
-      lines.append('Several models: pass unmatched="ignore" for those without such a module.')
+      lines.append('Of several models, pass unmatched="ignore" for one without such a module.')
     elif self.rules:
       lines.append(
         "A path that is no named scope is that of parameters: for mpjax.autocast write with "

@@ -51,26 +51,34 @@ def in_order(x: Any, order: Any) -> Any:
   return x if same else order.build(parts)
 
 
+def jax_order(x: Any) -> Iterator[int]:
+  """Yields the numbers in `Boundary.order` as JAX orders leaves: it sorts the keys of dicts."""
+  if isinstance(x, Content):
+    keys = x.like if isinstance(x.like, list) else range(len(x.parts))
+    for _, part in sorted(zip(keys, x.parts, strict=True), key=lambda item: item[0]):
+      yield from jax_order(part)
+  elif x is not None:
+    yield x
+
+
 class Boundary:
   """The arguments of a call: their leaves, each once, and the containers that these are in.
 
-  With `ties`, only objects for which it is true are one where they are met again.
+  With `tie`, only objects for which it is true are one where they are met again.
   """
 
-  def __init__(
-    self, args: PyTree, is_leaf: IsLeaf | None = None, ties: IsLeaf | None = None
-  ) -> None:
+  def __init__(self, x: PyTree, is_leaf: IsLeaf | None = None, tie: IsLeaf | None = None) -> None:
     self.leaves: list[Leaf] = []
     self.containers: dict[Any, tuple[Any, Content]] = {}  # by identity
-    self._is_leaf, self._ties = is_leaf, ties
+    self._is_leaf, self._tie = is_leaf, tie
     self._numbers: dict[Any, int] = {}
-    self.order = self.numbered(args)  # the containers, in their own order, and no leaf
+    self.order = self.numbered(x)  # the containers, in their own order, and no leaf
 
   def numbered(self, x: Any) -> Any:
     """Returns the content of a tree, with the content of containers and the number of each leaf."""
     if x is None:
       return None
-    key = id(x) if self._ties is None or self._ties(x) else object()
+    key = id(x) if self._tie is None or self._tie(x) else object()
     if key in self.containers:
       return self.containers[key][1]
     content = None if self._is_leaf is not None and self._is_leaf(x) else content_of(x)

@@ -267,7 +267,7 @@ def positions_under_a_policy():
   return jax.jit(fn), args
 
 
-@planted("", "argument", "x/memory", "add")
+@planted("", "argument", "x/up/memory", "add")
 def second_input_under_a_policy():
   class Net(nnx.Module):
     def __init__(self, rngs):
@@ -275,8 +275,8 @@ def second_input_under_a_policy():
       self.down = nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x):
-      h = self.up(x["x"])
-      h = h + x["memory"]  # LEAK
+      h = self.up(x["up"]["x"])  # It is named as a module is.
+      h = h + x["up"]["memory"]  # LEAK
       return self.down(nnx.relu(h))
 
   model = Net(nnx.Rngs(0))
@@ -284,7 +284,7 @@ def second_input_under_a_policy():
   def fn(model, x):
     return mpjax.nnx.with_policy(model, "mixed_bfloat16")(x)
 
-  return fn, (model, {"x": WIDE, "memory": WIDE})
+  return fn, (model, {"up": {"x": WIDE, "memory": WIDE}})
 
 
 # Other frameworks, by hand.

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax._core.leaves import key_names
+from mpjax._core.leaves import path_text
 from mpjax._diagnostics.nonfinite.find import NonfiniteReport, direction_of
 from mpjax._diagnostics.report import power
 from mpjax._jaxprs.graph import Graph
@@ -342,10 +342,12 @@ class Named(nn.Module):
 
 def large(params):
   """Returns parameters of which those of one layer make its matmul overflow float16."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: np.full(x.shape, 3e4 if {"up", "hi"} & set(key_names(path)) else 0.5, x.dtype),
-    params,
-  )
+
+  def fill(path, x):
+    names = path_text(path).split("/")
+    return np.full(x.shape, 3e4 if {"up", "hi"}.intersection(names) else 0.5, x.dtype)
+
+  return jax.tree_util.tree_map_with_path(fill, params)
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,8 @@ def test_masters_take_the_updates_that_half_parameters_would_lose():
   plain, wide = optax.sgd(1.0), mpjax.master_weights(optax.sgd(1.0))
   lossy = mpjax.ranges(lambda p, s, g: optax.apply_updates(p, plain.update(g, s, p)[0]))
   assert lossy(params, plain.init(params), grads).lost_updates == 1
+  noise = {"rounding": "stochastic", "key": jax.random.key(0)}
+  assert not mpjax.ranges(mpjax.apply_updates)(params, grads, **noise).of("updates")
   for exactly in (True, False):
     report = mpjax.ranges(step(wide, exactly))(params, wide.init(params), grads)
     assert report.lost_updates == 0
@@ -263,6 +265,8 @@ def test_masters_take_the_updates_that_half_parameters_would_lose():
 def test_a_model_of_nnx():
   model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
   graph, state = nnx.split(model)
+  report = mpjax.ranges(lambda u, m: m.bias.__setitem__(..., m.bias[...] + u))(jnp.ones(()), model)
+  assert [each.path for each in report.of("updates")] == ["m/bias"]
   report = mpjax.ranges(lambda s, x: jnp.sum(nnx.merge(graph, s)(x)))(state, jnp.ones((4, 3)))
   assert {g.path for g in report.of("parameters")} == {"s/kernel", "s/bias"}
   assert report.of("gradients")
