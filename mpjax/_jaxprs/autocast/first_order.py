@@ -112,7 +112,7 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, place: Place) -> None:
     # Low precision cannot hold every index or count; of a mask it holds both numbers.
     is_mask = dtype_of(atom) == np.bool_
     neutral, numbers = is_mask or isinstance(atom, Literal), (0.0, 1.0) if is_mask else None
-    kind = Kind(target, neutral and target == FLOAT32, raw=not neutral, numbers=numbers)
+    kind = Kind(target, neutral and target == FLOAT32, numbers=numbers)
     rewriter.write(eqn, [rewriter.read(atom, eqn)], [kind if target in FLOATS else None])
     if target in FLOATS:
       rewriter.values[var].counted = not neutral
@@ -225,11 +225,11 @@ def _elementwise(
     if shared and all(v.kind.rests for v in (result, *floats)):
       result.moved = eqn
     if facts.moves:
-      added, raw = all(v.kind.added for v in arrays), all(v.kind.raw for v in arrays)
+      added = all(v.kind.added for v in arrays)
       # The numbers that elements are among, if few: they are part of the key of a rewritten jaxpr.
       among = sorted({number for value in floats for number in value.kind.numbers or ()})
       numbers = None if arrays or len(among) > 8 else tuple(among)
-      result.kind = result.kind._replace(added=added, raw=raw, numbers=numbers)
+      result.kind = result.kind._replace(added=added, numbers=numbers)
     elif facts.gradient == "added" and len(arrays) == 2:
       streams = all(v.kind.added or v.kind.neutral or v.kind.rests for v in arrays)
       result.kind = result.kind._replace(added=streams)

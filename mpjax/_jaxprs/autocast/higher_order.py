@@ -236,7 +236,7 @@ def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   own = [dtype_of(v) != FLOAT32 for v in body.jaxpr.invars[carry.start : carry.stop]]
   # The next iteration may have another value.
   state = [
-    kind and kind._replace(carried=None, raw=False, parameter=kind.neutral, numbers=None)
+    kind and kind._replace(carried=None, parameter=kind.neutral, numbers=None)
     for kind in (kinds[i] for i in body.carried)
   ]
   # What the body returns depends on how the carry comes in, so it is rewritten until nothing

@@ -300,7 +300,7 @@ class Rewriter:
     # Three casts of one weight, for the projections of attention: their gradients are cast to
     # float32 one by one and then added. With one cast for all, they would be added in bfloat16.
     # Likewise of data that is computed, as an input is with learned positions.
-    if not (value.is_parameter or (value.kind.is_data and not value.kind.raw)):
+    if not (value.is_parameter or (value.kind.is_data and value.producer)):
       value.views[dtype] = view
     return view
 

@@ -216,7 +216,7 @@ def with_settings(
     deciding = set(map(id, () if data is None else data(args)))
     decides = [id(x) in deciding for x in arrays.values()]
     ins = [
-      Kind(x.dtype, neutral=not each, parameter=not each, raw=each) if x.dtype in FLOATS else None
+      Kind(x.dtype, neutral=not each, parameter=not each) if x.dtype in FLOATS else None
       for x, each in zip(operands, decides, strict=True)
     ]
     if settings.rules:

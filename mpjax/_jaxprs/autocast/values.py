@@ -61,7 +61,6 @@ class Kind(NamedTuple):
       what a caller gets that takes any dtype.
     added: it is a sum of what is at rest, of parameters and of such sums, as a stream is that
       layers add to: by hand it would be in low precision, whatever its range.
-    raw: it is data that came so, an argument of the entire function or a constant, or is moved.
     solved: linear algebra returned it, of data or activations, or it is computed from such a value.
     numbers: those that its elements are among, if that is known: of literals, and of masks.
   """
@@ -74,7 +73,6 @@ class Kind(NamedTuple):
   paired: bool = False
   widened: bool = False
   added: bool = False
-  raw: bool = False
   solved: bool = False
   numbers: tuple[float, ...] | None = None
 
@@ -229,7 +227,7 @@ def constants(values: Sequence[Any], settings: Settings) -> Kinds:
     if isinstance(value, Tracer):  # A value of a trace around this one, perhaps a parameter.
       return Kind(dtype, neutral=not settings.modules, parameter=not settings.modules)
     if np.ndim(value) > 0 or dtype != FLOAT32:
-      return Kind(dtype, raw=True)
+      return Kind(dtype)
     return Kind(dtype, neutral=True, numbers=_numbers(value))
 
   return tuple(map(one, values))

@@ -78,7 +78,6 @@ SHARED = {
   "scaled": lambda w: 1.0 * w,
   "joined": lambda w: jnp.concatenate([w, w])[:3],
   "added to data": lambda w: w + np.zeros((3, 3), np.float32),
-  "added to data by a function": jax.jit(lambda w: w + np.zeros((3, 3), np.float32)),
   "split off data": lambda w: jnp.split(jnp.tile(w, (2, 1)) + np.zeros((6, 3), np.float32), 2)[1],
   "moved by a function": jax.jit(lambda w: w[:, ::-1][:, ::-1]),
   "chosen by a branch": lambda w: lax.cond(w[0, 0] > 0, lambda w: w * 1.0, lambda w: w, w),

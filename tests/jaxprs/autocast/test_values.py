@@ -102,7 +102,6 @@ def test_a_literal_is_neutral_and_its_number_known():
 
 def test_constant_arrays_are_data_whatever_their_numbers():
   mask, number = np.zeros(4, np.float32), jnp.float32(0.5)
-  data = Kind(FLOAT32, raw=True)
-  assert constants([mask, mask + 3, np.int32(3)], SETTINGS) == (data, data, None)
+  assert constants([mask, mask + 3, np.int32(3)], SETTINGS) == (Kind(FLOAT32), Kind(FLOAT32), None)
   assert constants([number], SETTINGS) == (Kind(FLOAT32, neutral=True, numbers=(0.5,)),)
   assert constants([NotHere()], SETTINGS) == (Kind(FLOAT32, neutral=True),)
