@@ -278,6 +278,11 @@ def resolve_policy(
   return resolved._replace(output_dtype=next(filter(None, dtypes), None))
 
 
+def around(paths: Iterable[str]) -> set[str]:
+  """Returns paths and those around them: of "Net/up" it is "", "Net" and "Net/up"."""
+  return {"/".join(x[:n]) for x in (path.split("/") for path in paths) for n in range(len(x) + 1)}
+
+
 class ModuleRecord:
   """The classes of a model's modules by path, and the rules that match one, the first or not."""
 

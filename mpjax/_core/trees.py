@@ -25,7 +25,7 @@ DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 class Content(NamedTuple):
   """The parts of a container in its own order, and what makes one of other parts.
 
-  `like` tells it from another container of the same parts: keys, or its structure to JAX.
+  `like` tells it from another of the same parts: keys, a list if JAX sorts them, or its structure.
   """
 
   parts: list[Any]
@@ -45,7 +45,7 @@ def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
   """Returns what a container holds; None for a leaf. `is_leaf` is for parts of registered nodes."""
   cls: Any = type(x)
   if cls in DICTS:
-    keys: Any = tuple(x) if cls is collections.OrderedDict else list(x)  # JAX sorts a list.
+    keys: Any = tuple(x) if cls is collections.OrderedDict else list(x)
     more: list[Any] = [x.default_factory] if cls is collections.defaultdict else []
     make: Any = cls
     return Content(list(x.values()), keys, lambda parts: make(*more, zip(keys, parts, strict=True)))

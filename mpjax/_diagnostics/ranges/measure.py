@@ -176,7 +176,8 @@ def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()
     ]
     makers = [v.made_by for v in _copies(result) if v.made_by is not None]
     # Stochastic rounding computes with the bits of a sum, and loses nothing of many.
-    for operation in makers * (bitcast_convert_type_p not in {x.eqn.primitive for x in makers}):
+    rounds = any(each.eqn.primitive is bitcast_convert_type_p for each in makers)
+    for operation in [] if rounds else makers:
       if operation.eqn.primitive not in (add_p, sub_p, scatter_add_p):
         continue
       updated = operation.operands[: 2 if operation.eqn.primitive is add_p else 1]

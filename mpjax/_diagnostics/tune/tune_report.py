@@ -96,8 +96,8 @@ class TuneReport(Report):
     about = "forward: of the worst of its own matmuls and sums. gradient: of its parameters"
     columns = ("module", "forward", "gradient", "FLOPs", "")
     for each in sorted(self.evaluations, key=lambda each: (each.half_share, -each.error)):
-      is_chosen, is_good = each.float32 == self.float32, each.error <= self.tolerance
-      verdict = "chosen" if is_chosen else "good" * is_good
+      verdict = "good" * (each.error <= self.tolerance)
+      verdict = "chosen" if each.float32 == self.float32 else verdict
       paths = ", ".join(path or "(no scope)" for path in each.float32[:3]) or "nothing"
       paths += f" and {len(each.float32) - 3} more" * (len(each.float32) > 3)
       ranked.append((percent(each.half_share), _text(each.error), verdict, paths))

@@ -22,7 +22,7 @@ import numpy as np
 from mpjax._core.dtypes import HALVES
 from mpjax._core.errors import REFUSALS, MpjaxValueError, check_call, check_value
 from mpjax._core.policy import Policy, PolicyLike, parse_policy
-from mpjax._core.rules import Rule
+from mpjax._core.rules import Rule, around
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, NumpyArray, P, PyTree
 from mpjax._diagnostics.arguments import Call, with_parameter_scopes
@@ -392,12 +392,6 @@ def errors_alone(
     squares += (np.asarray(pullback(directions)[0], np.float64) / norm) ** 2
     advance()
   return np.sqrt(np.nan_to_num(squares, nan=math.inf, posinf=math.inf) / PROJECTIONS)
-
-
-def around(paths: Iterable[str]) -> set[str]:
-  """Returns paths and those around them: of "Net/up" it is "", "Net" and "Net/up"."""
-  several = (path.split("/") for path in paths)
-  return {"/".join(names[:depth]) for names in several for depth in range(len(names) + 1)}
 
 
 def selector(path: str, homes: Mapping[str, str]) -> str | re.Pattern[str]:

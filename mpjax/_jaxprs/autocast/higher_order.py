@@ -129,8 +129,9 @@ def _operands(
         if half is None:
           kind = kind._replace(held=kind.is_low)  # Only a scope inside changes anything.
         elif joins and kind.rests and not gone and rewriter.adds_gradients(atom):
-          pairs += [value.at_rest] if calls and value.at_rest is not None else []
-          kind = kind._replace(carried=FLOAT32, paired=calls and value.at_rest is not None)
+          low = value.at_rest if calls else None
+          pairs += [] if low is None else [low]
+          kind = kind._replace(carried=FLOAT32, paired=low is not None)
       if keeps_types or gone:  # The memory of one that is donated has the old size.
         kind = kind._replace(carried=dtype_of(atom))
       atoms[i], kinds[i] = rewriter.read(atom, eqn, kind.variable), kind

@@ -178,9 +178,7 @@ def call_of(
   params = call_params(call, closed, len(invars), len(outs), name)
   if inline:
     params["inline"] = WRITTEN_OUT
-  return call.replace(
-    invars=list(invars), outvars=list(outs), params=params, effects=closed.effects
-  )
+  return call.replace(invars=[*invars], outvars=[*outs], params=params, effects=closed.effects)
 
 
 def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._core.active import SCOPE as FULL_PRECISION
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.policy import Policy
-from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, first_match
+from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, around, first_match
 from mpjax._core.trees import mapped
 from mpjax._core.types import DType, PyTree
 from mpjax._jaxprs.autocast.values import FLOATS, Scope, Settings
@@ -127,6 +127,5 @@ def place_at(scope: Scope, settings: Settings) -> Place:
 def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...], where: str) -> None:
   """Raises UnmatchedRuleError if the path of a rule is that of no scope of a function."""
   record = ModuleRecord(PolicyConfig(policy=None, rules=rules, unmatched="raise"))
-  paths = (step.location.path.split("/") for step in body_of(program).every_step())
-  record.note_paths({"/".join(names[:depth]) for names in paths for depth in range(len(names) + 1)})
+  record.note_paths(around(step.location.path for step in body_of(program).every_step()))
   record.check(f"of {where}", 1, kind="jax.named_scope")

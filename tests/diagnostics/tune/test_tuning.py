@@ -168,7 +168,9 @@ def test_the_rule_for_a_model_of_one_module_is_one_for_all():
   model, x = nn.Dense(4), jnp.linspace(0, 1, 8).reshape(2, 4)
   variables = model.init(jax.random.key(0), x)
   report = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=1e-9)(variables, x)
-  low = mpjax.with_policy(model, "mixed_bfloat16", pasted(report))
+  (rule,) = pasted(report)
+  low = mpjax.with_policy(model, "mixed_bfloat16", [rule])
+  assert low.apply(variables, x).dtype == jnp.float32
   assert bits(low.apply(variables, x)) == bits(model.apply(variables, x))
 
 
