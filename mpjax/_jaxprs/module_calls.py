@@ -149,8 +149,9 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
   try:
     with ACTIVE(state):
       outputs = python(state)
-  except REFUSALS:
-    if first is None:
+  except REFUSALS as error:
+    # The same error has numbers here, where the traced one has tracers.
+    if first is None or type(error) is type(first):
       raise
     raise first from None
   where = _WHERE if state.token is None else "mpjax.policy_scope(policy)"
