@@ -208,9 +208,8 @@ def with_settings(
         where,
         expected="a function that returns what it computes",
         got=f"one that {error}" if isinstance(error, NotTraceable) else of_nnx,
-        fix='Return the new values. With flax.nnx, use mpjax.with_policy(model, "mixed_bfloat16"), '
-        "or split the model outside and merge it inside: "
-        "lambda state, x: nnx.merge(graphdef, state, copy=True)(x).",
+        fix="Return new values, in trees of arrays. With flax.nnx, use mpjax.with_policy(model, "
+        "policy), or split the model outside and nnx.merge(graphdef, state, copy=True) inside.",
       ) from error
     leaves, outside, dtypes = left.pop()
     deciding = set(map(id, () if data is None else data(args)))
@@ -243,12 +242,10 @@ _TRACED = object()  # Replaces a tracer whose trace is over.
 
 
 def _is_argument(x: Leaf, modules: bool) -> bool:
-  """Whether a leaf is traced. A number or flag is not: `fn` may use it as a shape, or ask it."""
+  """Whether a leaf is traced. NumPy's integers and flags are not: `fn` may ask for their values."""
   if modules or not isinstance(x, (np.ndarray, np.generic)):
     return isinstance(x, jax.Array)
-  if np.issubdtype(x.dtype, np.integer) or x.dtype == bool:
-    return not isinstance(x, np.generic)
-  return np.issubdtype(x.dtype, np.number) or x.dtype in HALVES
+  return np.issubdtype(x.dtype, np.inexact) or x.dtype in HALVES
 
 
 # Rules that close over values of the function.

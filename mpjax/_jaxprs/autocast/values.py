@@ -15,7 +15,7 @@ from jax.extend.core.primitives import broadcast_in_dim_p
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.policy import Policy
 from mpjax._core.rules import Rule
-from mpjax._core.types import DType
+from mpjax._core.types import Array, DType
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
 from mpjax._jaxprs.reader import Atom, aval_of, shape_of
@@ -226,7 +226,8 @@ def constants(values: Sequence[Any], settings: Settings) -> Kinds:
       return None
     if isinstance(value, Tracer):  # A value of a trace around this one, perhaps a parameter.
       return Kind(dtype, neutral=not settings.modules, parameter=not settings.modules)
-    if np.ndim(value) > 0 or dtype != FLOAT32:
+    is_number = isinstance(value, (Array, np.ndarray, np.generic))  # No reference to one.
+    if not is_number or np.ndim(value) > 0 or dtype != FLOAT32:
       return Kind(dtype)
     return Kind(dtype, neutral=True, numbers=_numbers(value))
 
