@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import types
 from typing import Any
 
 import flax.linen as nn
@@ -324,19 +325,20 @@ class Context:
   z: Any
 
 
-@pytest.mark.parametrize("way", ["scope", "bound"])
-def test_an_object_that_is_changed_is_changed_by_python(way):
-  # Flax counts the names of submodules, and they are called again.
+@WAYS
+@pytest.mark.parametrize("kind", [Context, lambda z: types.SimpleNamespace(z=z)])
+def test_an_object_that_is_changed_is_changed_by_python(way, kind):
+  # Flax counts the names of submodules, and they are called again. One is no tree to JAX.
   def body(module, context):
     context.z = nn.Dense(3)(context.z)
     return context.z
 
-  model, context = Does(body), Context(X)
-  variables = model.init(KEY, Context(X))
+  model, context = Does(body), kind(X)
+  variables = model.init(KEY, kind(X))
   with pytest.warns(UserWarning, match="got one that changes an argument in place"):
     out = call(way, model, "c=bf16", variables, context)
   assert context.z is out
-  np.testing.assert_allclose(out, model.apply(variables, Context(X)), atol=0.02)
+  np.testing.assert_allclose(out, model.apply(variables, kind(X)), atol=0.02)
 
 
 class Keyed(nn.Module):

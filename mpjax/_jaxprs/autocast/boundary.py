@@ -70,7 +70,7 @@ class Boundary:
   def __init__(self, x: PyTree, is_leaf: IsLeaf | None = None, tie: IsLeaf | None = None) -> None:
     self.leaves: list[Leaf] = []
     self.containers: dict[Any, tuple[Any, Content]] = {}  # by identity
-    self._is_leaf, self._tie = is_leaf, tie
+    self._is_leaf, self._tie = is_leaf or (lambda _: False), tie
     self._numbers: dict[Any, int] = {}
     self.order = self.numbered(x)  # the containers, in their own order, and no leaf
 
@@ -81,7 +81,7 @@ class Boundary:
     key = id(x) if self._tie is None or self._tie(x) else object()
     if key in self.containers:
       return self.containers[key][1]
-    content = None if self._is_leaf is not None and self._is_leaf(x) else content_of(x)
+    content = None if self._is_leaf(x) else content_of(x)
     if content is None:
       if self._numbers.setdefault(key, len(self.leaves)) == len(self.leaves):
         self.leaves.append(x)
@@ -95,35 +95,41 @@ class Boundary:
     built: dict[int, Any] = {}
     args = _around(leaves, self.order, built)
     pairs = [(x, built[id(numbered)]) for x, numbered in self.containers.values()]
-    return Inside(args, pairs, Contents([new for _, new in pairs]), self._is_leaf)
+    return Inside(args, pairs, self.contents([new for _, new in pairs]), self._is_leaf)
 
-  def contents(self) -> "Contents":
-    """Returns what the containers hold now."""
-    return Contents([x for x, _ in self.containers.values()])
+  def contents(self, containers: Sequence[Any] | None = None) -> "Contents":
+    """Returns what the containers hold now, or these instead, and objects that are no trees."""
+    objects = [x for x in self.leaves if not (isinstance(x, jax.Array) or self._is_leaf(x))]
+    own = [x for x, _ in self.containers.values()]
+    return Contents(own if containers is None else containers, objects)
 
 
 class Contents:
-  """What containers hold at one time."""
+  """What containers hold at one time; of objects that are no trees to JAX the tracers."""
 
-  def __init__(self, containers: Sequence[Any]) -> None:
-    self._containers = containers
+  def __init__(self, containers: Sequence[Any], objects: Sequence[Any]) -> None:
+    self._containers = (*containers, *objects)
     self._ids = set(map(id, containers))
-    self._before = list(map(self._now, containers))
+    self._before = list(map(self._now, self._containers))
+    own = [getattr(x, "__dict__", None) for x in objects]
+    self._attributes = [(x, dict(x)) for x in own if isinstance(x, dict)]
 
-  def _now(self, x: Any) -> Content | None:
+  def _now(self, x: Any) -> Content:
     # Of others than lists and dicts all leaves: they may give new containers at each look.
-    return content_of(x, lambda y: id(y) in self._ids)
+    content = content_of(x, lambda y: id(y) in self._ids)
+    return content or Content(_tracers_in(x), None, list)
 
   def changed(self) -> Iterator[tuple[int, Content]]:
     """Yields the position of each list and dict that holds something else now, and what."""
     for i, (x, before) in enumerate(zip(self._containers, self._before, strict=True)):
       now = self._now(x)
-      if before is None or now is None:
-        continue
       # NNX drops what is set on a copy of a module.
       same = is_nnx_object(x) or now.like == before.like
       if not (same and same_objects(now.parts, before.parts)):
         if type(x) not in (list, *DICTS):
+          for attributes, old in self._attributes:  # It is called again.
+            attributes.clear()
+            attributes.update(old)
           raise NotTraceable("changes an argument in place")
         yield i, now
 
@@ -134,27 +140,23 @@ class Inside(NamedTuple):
   args: PyTree
   containers: Sequence[tuple[Any, Any]]  # the user's, and their copies
   before: Contents  # what the copies were given
-  is_leaf: IsLeaf | None
+  is_leaf: IsLeaf
 
-  def leave(
-    self, returned: PyTree, *others: "Inside"
-  ) -> tuple[list[Leaf], Callable[[Sequence[Leaf]], PyTree]]:
+  def leave(self, returned: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Leaf]], PyTree]]:
     """Returns the leaves of what the function returned, each once, and the way back outside.
 
     That takes others instead of these, and returns what the function did. It changes the user's
-    containers as the function has changed their copies, those of `others` too, and holds no tracer.
+    containers as the function has changed their copies, and holds no tracer.
     """
     result = Boundary(None, self.is_leaf)
-    for original, new in (pair for each in (self, *others) for pair in each.containers):
+    for original, new in self.containers:
       result.containers[id(new)] = (new, Content([], None, lambda _, itself=original: itself))
     changed = [
-      (each.containers[i][0], now._replace(parts=[result.numbered(x) for x in now.parts]))
-      for each in (self, *others)
-      for i, now in each.before.changed()
+      (self.containers[i][0], now._replace(parts=[result.numbered(x) for x in now.parts]))
+      for i, now in self.before.changed()
     ]
     numbered = result.numbered(returned)
-    is_leaf = self.is_leaf or (lambda _: False)
-    check_returned(x for x in result.leaves if not is_leaf(x))
+    check_returned(x for x in result.leaves if not self.is_leaf(x))
 
     def outside(leaves: Sequence[Leaf]) -> PyTree:
       built: dict[int, Any] = {}
@@ -168,21 +170,21 @@ class Inside(NamedTuple):
 def check_returned(leaves: Iterable[Leaf]) -> None:
   """Raises NotTraceable if one of the leaves is no array and hides a tracer."""
   for x in leaves:
-    if not isinstance(x, (jax.Array, InDtype)) and _holds_tracer(x):
+    if not isinstance(x, (jax.Array, InDtype)) and _tracers_in(x):
       text = f"returns a {type(x).__name__} with arrays in it, which is no tree: they are not cast"
       raise NotTraceable(text)
 
 
-def _holds_tracer(x: object) -> bool:
-  """Whether what is no tree to JAX holds a tracer, or will: a generator runs later."""
-  pending, met = [x], set[int]()
+def _tracers_in(x: object) -> list[object]:
+  """Returns the tracers that what is no tree to JAX holds, and generators, which run later."""
+  pending, met, tracers = [x], set[int](), dict[int, object]()
   while pending:
     x = pending.pop()
     if isinstance(x, (Tracer, types.GeneratorType)):
-      return True
-    if id(x) not in met and not isinstance(x, (type, types.ModuleType, types.TracebackType)):
+      tracers[id(x)] = x
+    elif id(x) not in met and not isinstance(x, (type, types.ModuleType, types.TracebackType)):
       met.add(id(x))
       # Items, attributes, what a function closes over; not all that its module holds.
       around = (x.__globals__, x.__builtins__) if isinstance(x, types.FunctionType) else ()
       pending += [each for each in gc.get_referents(x) if not any(each is a for a in around)]
-  return False
+  return [tracers[i] for i in sorted(tracers)]

@@ -129,16 +129,11 @@ def test_one_object_is_one_object():
   assert held[0] is x
 
 
-def put_back(notes, x):
-  notes["new"] = x
-  del notes["new"]
-
-
 EDITS = {
   # name: a call, and the container after it. Values are 1 more inside, and twice as much outside.
   "add": (lambda notes, x: notes.update(x=x), {"old": 8, "list": [0], "x": 10}),
   "replace": (lambda notes, x: notes.update(old=x), {"old": 10, "list": [0]}),
-  "put back": (put_back, {"old": 3, "list": [0]}),
+  "put back": (lambda notes, x: [notes.update(x=x), notes.pop("x")], {"old": 3, "list": [0]}),
   "remove": (lambda notes, x: notes.pop("old"), {"list": [0]}),
   "move": (lambda notes, x: notes["list"].append(notes.pop("old")), {"list": [0, 8]}),
 }
