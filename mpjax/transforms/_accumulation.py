@@ -131,10 +131,7 @@ def _reads_value(
   """Whether `inner` reads `value=`; only then the state holds a sum of it."""
   # A chain takes any extra argument, so that no signature says it, but the jaxpr of `update` does.
   ours = {"grads_finite": True, "loss_scale": np.float32(1)}
-
-  def update(params: Params, state: OptState, value: Array) -> PyTree:
-    return inner.update(params, state, params, value=value, **ours)
-
+  update = lambda p, state, value: inner.update(p, state, p, value=value, **ours)  # noqa: E731
   try:
     jaxpr = jax.make_jaxpr(update)(params, inner_state, np.float32(1)).jaxpr
   except REFUSALS:  # It wants more arguments, which only update will have.

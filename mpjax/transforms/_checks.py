@@ -73,9 +73,7 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
         alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
         return _first_state(plain, treedef.unflatten(alone)) is None
 
-      bad = (
-        [] if fails(None) else [key_text(path) for i, (path, _) in enumerate(leaves) if fails(i)]
-      )
+      bad = [] if fails(None) else [key_text(p) for i, (p, _) in enumerate(leaves) if fails(i)]
       raise MpjaxValueError(
         f"{where}.init(params)",
         expected="parameters that inner takes",

@@ -254,8 +254,8 @@ def loss_scaling(
       gradient = plain(grads) if stored is None else stored
       if scaled:
         return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
-      view = None if params is None else hide_untrained(params, params)
-      new, new_inner = inner.update(gradient, inner_state, view, **extra_args)
+      shown = hide_untrained(params, params)
+      new, new_inner = inner.update(gradient, inner_state, shown, **extra_args)
       # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
       has_half = any(map(is_half, jax.tree.leaves(params)))
       return new, as_stored(new_inner, inner_state) if has_half else new_inner

@@ -323,15 +323,12 @@ def update_shown(
 ) -> tuple[Updates, OptState]:
   """Returns `inner.update` where `inner` is shown `params` in float32: updates lead to masters."""
   states = nodes_of(state, MasterWeightsState)
-  view = None if params is None else float32_view(params)
-  if any(isinstance(one, ShownMasterWeightsState) for one in states):
-    # A wrapper around this one shows them, and has looked at them.
-    new_updates, new = inner.update(grads, state, view, **extra_args)
-  else:
-    for one in states if params is not None else ():
-      _check_params_of(one.master, params, f"{where}(params)")
-    new_updates, new = inner.update(grads, marked(state), view, **extra_args)
-    new = marked(new, SplitMasterWeightsState)
+  # Or a wrapper around this one shows them, and has looked at them.
+  outermost = not any(isinstance(one, ShownMasterWeightsState) for one in states)
+  for one in states if outermost and params is not None else ():
+    _check_params_of(one.master, params, f"{where}(params)")
+  new_updates, new = inner.update(grads, marked(state), float32_view(params), **extra_args)
+  new = marked(new, SplitMasterWeightsState) if outermost else new
 
   def reach(master: Leaf, param: Leaf, update: Leaf) -> Leaf:
     return update if is_hole(master) or is_remainder(master) else update_to(master, param)

@@ -122,8 +122,7 @@ def state_dtype(
     if dtype is not None:
       # Narrower numbers would need a scale for each block of a moment.
       dtypes[moment] = parse_dtype(dtype, f"mpjax.state_dtype({moment})")
-      names = (*HALF_NAMES, "float32")
-      check_choice(dtypes[moment].name, names, f"mpjax.state_dtype({moment})")
+      check_choice(dtypes[moment].name, (*HALF_NAMES, "float32"), f"mpjax.state_dtype({moment})")
   if not dtypes:
     expected, got = "a dtype for first moments", "None, and none for second ones"
     fix = 'Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.'
@@ -168,10 +167,7 @@ def state_dtype(
     if stochastic:
       state = check_state(state, StochasticState, f"{where}.update(state)")
       steps, state = optax.safe_increment(state.steps), state.inner_state
-
-    def widen(moment: Moment, x: Leaf) -> Leaf:
-      return x.astype(jnp.float32) if is_stored(moment, x) else x
-
+    widen = lambda moment, x: x.astype(jnp.float32) if is_stored(moment, x) else x  # noqa: E731
     wide = _map_moments(widen, state, containers)
     new_updates, new = inner.update(updates, wide, params, **extra_args)
     return new_updates, stored(new, containers, jnp.asarray(steps))

@@ -417,9 +417,8 @@ def test_growing_the_tree_in_the_middle_of_a_run():
   scale = float(mpjax.loss_scaling_metrics(state)["loss_scale"])
   carried = mpjax.set_loss_scale(fresh, scale)
   assert mpjax.loss_scaling_metrics(carried)["loss_scale"] == 2.0**14
-  start = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=2.0**14)).init(
-    grown
-  )
+  lower = mpjax.DynamicLossScale(init_scale=2.0**14)
+  start = mpjax.loss_scaling(optax.adam(0.1), lower).init(grown)
   assert jax.tree.structure(carried) == jax.tree.structure(start)
   assert bits(carried) == bits(start), "the rest equals a run that starts there"
   assert "set it in the state that `init` makes" in " ".join(mpjax.set_loss_scale.__doc__.split())

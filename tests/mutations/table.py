@@ -570,7 +570,7 @@ mpjax/transforms/_state_dtype.py::state_dtype
 67 second moments are stored in low precision without a word
 - nu is not None and not allow_second_moments
 + False
-::test_second_moments_are_refused_unless_asked_for
+::test_arguments
 
 68 first moments are computed in the dtype that they are stored in
 - inner.update(updates, wide, params, **extra_args)

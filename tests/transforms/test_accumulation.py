@@ -142,12 +142,8 @@ def test_windows_of_no_number():
 
 def test_extra_arguments_reach_the_inner_optimizer():
   # Also a loss that it names but does not read.
-  def reads(updates, state, params=None, *, value, **extra_args):
-    return updates * value, state
-
-  def names(updates, state, params=None, *, value):
-    return updates, state
-
+  reads = lambda u, state, params=None, *, value, **extra_args: (u * value, state)  # noqa: E731
+  names = lambda updates, state, params=None, *, value: (updates, state)  # noqa: E731
   for update, expected in ((reads, [0, 1.5, 0, 3.5]), (names, [0, 1, 0, 1])):
     inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
     tx = mpjax.accumulate_gradients(inner, 2)

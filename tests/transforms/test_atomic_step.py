@@ -35,9 +35,8 @@ def plain_step(model, optimizer, x):
 def numbers(model, optimizer):
   """Everything but the loss scale."""
   state = nnx.state((model, optimizer.opt_state.inner_state, optimizer.step))
-  return bits(
-    [nnx.as_pure(x) for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "type"))]
-  )
+  leaves = jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "type"))
+  return bits([nnx.as_pure(x) for x in leaves])
 
 
 GOOD, BAD = jnp.arange(8.0).reshape(2, 4), jnp.full((2, 4), jnp.inf)

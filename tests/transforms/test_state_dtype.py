@@ -157,14 +157,6 @@ def test_in_labels_in_a_train_step_and_in_a_checkpoint():
   assert bits(mpjax.checkpoints.restore_like(state, wide, cast=True)) == bits(state)
 
 
-@pytest.mark.case("B154")
-def test_second_moments_are_refused_unless_asked_for():
-  for nu in ("bfloat16", "float16", "int8", jnp.float32):
-    where, expected = "mpjax.state_dtype(nu)", "second moments in float32"
-    with refused(ValueError, where, expected, repr(nu), "inf or NaN"):
-      mpjax.state_dtype(optax.adam(0.1), mu="bfloat16", nu=nu)
-
-
 def after(tx, gradient, length, start):
 
   def run(state):
@@ -201,13 +193,8 @@ def test_what_has_no_decay_is_not_named():
 
 def test_moments_rounded_stochastically_are_right_on_average():
   # Of a mean with decay 0.999, which rounded to nearest stops at 0.25.
-  tx = mpjax.state_dtype(
-    optax.scale_by_adam(),
-    mu="float16",
-    nu="bfloat16",
-    allow_second_moments=True,
-    rounding="stochastic",
-  )
+  options = {"nu": "bfloat16", "allow_second_moments": True, "rounding": "stochastic"}
+  tx = mpjax.state_dtype(optax.scale_by_adam(), mu="float16", **options)
   start = jnp.zeros(1000)
   end = after(tx, jnp.ones(1000), 1000, start)
   assert end.steps == 1000
@@ -244,7 +231,10 @@ def test_n7_n13_a_large_finite_gradient_saturates_a_float16_moment(check_updates
   assert mpjax.loss_scaling_metrics(state)["skipped"] == 0
 
 
+@pytest.mark.case("B154")
 def test_arguments():
+  seconds = ("bfloat16", "float16", "int8", jnp.float32)
+  refusal = ValueError, "nu", "second moments in float32"
   stored, flag = "'bfloat16' or 'float16' or", {"mu": "bfloat16", "allow_second_moments": 1}
   for kwargs, builtin, name, expected, got, fix in (
     ({}, ValueError, "mu", "a dtype for first moments", "None", "leave the wrapper out"),
@@ -253,6 +243,7 @@ def test_arguments():
     ({"mu": "float8_e4m3fn"}, ValueError, "mu", stored, "float8_e4m3fn", "Did you mean"),
     ({"mu": "bf16", "rounding": "up"}, ValueError, "rounding", "'nearest' or", "'up'", "'nearest'"),
     (flag, TypeError, "allow_second_moments", "a bool", "1 of type int", "True or False"),
+    *(({"mu": "bfloat16", "nu": nu}, *refusal, repr(nu), "inf or NaN") for nu in seconds),
   ):
     with refused(builtin, f"mpjax.state_dtype({name})", expected, got, fix):
       mpjax.state_dtype(optax.adam(0.1), **kwargs)
