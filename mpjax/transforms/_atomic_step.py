@@ -4,15 +4,14 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxTypeError, check_callable
 from mpjax._core.leaves import is_nnx_variable
 from mpjax._core.trees import select
-from mpjax._core.types import P, PyTree
+from mpjax._core.types import P
 from mpjax.transforms._loss_scale import scales_in
-from mpjax.transforms._trees import plain_array
+from mpjax.transforms._trees import leaves_with_path, plain_array
 
 R = TypeVar("R")
 
@@ -64,8 +63,8 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
     totals = [one.state and one.state.total for one in scales]
     # An only optimizer has kept its own state, in place; of several one may have been applied.
     kept = [one.owner if len(scales) == 1 else one.stored for one in scales]
-    own = {id(x) for x in jax.tree.leaves(kept, is_leaf=is_nnx_variable)}
-    leaves: list[PyTree] = jax.tree.leaves((args, kwargs), is_leaf=is_nnx_variable)
+    own = {id(x) for _, x in leaves_with_path(kept)}
+    leaves = [x for _, x in leaves_with_path((args, kwargs))]
     variables = [x for x in leaves if is_nnx_variable(x) and id(x) not in own]
     old = [plain_array(x) for x in variables]
     result = step(*args, **kwargs)

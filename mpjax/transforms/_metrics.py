@@ -1,7 +1,7 @@
 """What happened to the last step: metrics, the flag for other state, an alarm, and the monitor."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -19,7 +19,7 @@ from mpjax._core.errors import (
 )
 from mpjax._core.leaves import changes_nothing, is_nonzero
 from mpjax._core.trees import is_inexact, is_nnx_object, pick, select
-from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import check_inner, check_params, check_state
 from mpjax.transforms._loss_scale import (
   COUNTERS,
@@ -30,9 +30,9 @@ from mpjax.transforms._loss_scale import (
   scales_in,
 )
 from mpjax.transforms._trees import (
-  arrays_only,
   differentiated,
   key_text,
+  leaves_with_path,
   nodes_of,
   place_like,
   plain_array,
@@ -291,11 +291,7 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
   inner = check_inner(inner, where)
 
   def init(params: Params) -> MonitorState:
-    # Those of NNX come in variables.
-    is_variable = lambda x: plain_array(x) is not x  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(differentiated(params), is_leaf=is_variable)
-    names = [_name(path) for path, x in leaves if is_inexact(plain_array(x))]
-    counts = {name: jnp.zeros((4,), jnp.int32) for name in names}
+    counts = {k: jnp.zeros((4,), jnp.int32) for k, x in _by_name(params).items() if is_inexact(x)}
     return MonitorState(place_like(params, counts), inner.init(params))
 
   def update(
@@ -308,7 +304,7 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
     by_loss = isinstance(updates, Mapping) and set(updates) == {one.name for one in scales}
     if by_loss and jax.tree.structure(updates) != jax.tree.structure(params):
       updates = functools.reduce(functools.partial(jax.tree.map, jnp.add), updates.values())
-    counts = _count(updates, arrays_only(params), new_updates, old.counts)
+    counts = _count(updates, params, new_updates, old.counts)
     for state in (one.state for one in scales):
       counts = counts if state is None else pick(state.finite, counts, old.counts)
     return new_updates, MonitorState(counts, new)
@@ -316,19 +312,24 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _name(path: KeyPath) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator=".") or "params"
+def _by_name(tree: PyTree) -> dict[str, Leaf]:
+  """Returns the arrays of a tree by their paths as text, which differ where the paths do."""
+
+  def part(entry: Hashable) -> str:
+    # With quotes where it might be read as several.
+    text = jax.tree_util.keystr((entry,), simple=True)
+    return jax.tree_util.keystr((entry,)) if set(text) & set(".[") else text
+
+  leaves = leaves_with_path(differentiated(tree))
+  return {".".join(map(part, path)) or "params": plain_array(x) for path, x in leaves}
 
 
 def _count(
   grads: Grads, params: Params, updates: Updates, counted: Iterable[str]
 ) -> dict[str, Array]:
   """Returns the counts of a step, for the parameters as they are stored."""
-  each: dict[str, Array] = {}
 
-  def note(path: KeyPath, p: Leaf, g: Leaf, u: Leaf) -> None:
-    if not is_inexact(p):
-      return
+  def count(p: Leaf, g: Leaf, u: Leaf) -> Array:
     p, g, u = map(jnp.asarray, (p, g, u))
     wide = jnp.promote_types(p.dtype, u.dtype)
     new = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
@@ -339,12 +340,11 @@ def _count(
     numbers, zeros = tuple(mask.astype(jnp.int32) for mask in masks), (np.int32(0),) * len(masks)
     add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
     sums = jax.lax.reduce(numbers, zeros, add, tuple(range(p.ndim)))
-    each[_name(path)] = jnp.stack([jnp.full((), p.size, jnp.int32), *sums])
+    return jnp.stack([jnp.full((), p.size, jnp.int32), *sums])
 
-  trees = map(differentiated, (params, grads, updates))
-  jax.tree_util.tree_map_with_path(note, *trees)
+  trees = tuple(map(_by_name, (params, grads, updates)))
   # In the order of the old ones: a dict of another order is another tree to `jax.lax.cond`.
-  return {name: each[name] for name in counted}
+  return {name: count(*(tree[name] for tree in trees)) for name in counted}
 
 
 def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:

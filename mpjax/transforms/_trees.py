@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from mpjax._core.dtypes import is_low_precision
 from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.leaves import is_key
+from mpjax._core.leaves import is_key, is_nnx_variable
 from mpjax._core.trees import (
   check_alike,
   half_to_float32,
@@ -210,6 +210,13 @@ def plain_array(x: Leaf) -> Leaf:
   """Returns the array that a variable holds (`nnx.Optimizer` keeps its state in some), or `x`."""
   held = None if isinstance(x, jax.Array) else getattr(x, "__jax_array__", None)
   return x if held is None else held()
+
+
+def leaves_with_path(tree: PyTree) -> list[tuple[KeyPath, Leaf]]:
+  """Returns the leaves of a tree; of NNX these are variables, but for those that hold no array."""
+  # Optimizers hide a parameter with an `optax.MaskedNode`, which a variable holds like any value.
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx_variable)
+  return [(path, x) for path, x in leaves if jax.tree.leaves(x)]
 
 
 def full_like(x: Array, number: Array | float) -> Array:

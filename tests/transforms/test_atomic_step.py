@@ -20,9 +20,12 @@ def network():
   return model
 
 
-def training():
+ADAM = optax.adam(0.1)
+
+
+def training(inner=ADAM):
   model = network()
-  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=8))
+  tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(init_scale=8))
   return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
@@ -78,10 +81,12 @@ def both(one, x, other, y):
 
 def test_where_one_of_two_optimizers_has_skipped_the_other_keeps_its_moments_as_well():
   # Else they were of a step that the parameters have not made; split masters were others.
-  one, other = training(), training()
-  before = numbers(*one)
-  both(one, GOOD, other, BAD)
-  assert numbers(*one) == before
+  labels = lambda params: jax.tree.map(lambda p: p.ndim, params)  # noqa: E731
+  for inner in (ADAM, optax.multi_transform({1: optax.set_to_zero(), 2: ADAM}, labels)):
+    one, other = training(inner), training()
+    before = numbers(*one)
+    both(one, GOOD, other, BAD)
+    assert numbers(*one) == before
 
 
 def test_without_a_scale():

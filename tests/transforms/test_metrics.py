@@ -349,18 +349,22 @@ def test_in_an_nnx_optimizer_parameters_have_the_same_names_at_init_and_update()
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   _, grads = mpjax.value_and_grad(lambda m: jnp.sum(m(jnp.ones((1, 3)))), optimizer)(model)
   optimizer.update(model, grads)
-  counts = mpjax.monitor_counts(optimizer)
-  assert {name: int(one["updates"]) for name, one in counts.items()} == {"bias": 2, "kernel": 6}
+  params = nnx.state(model, nnx.Param)  # And in their variables.
+  _, state = tx.update(params, tx.init(params), params)
+  for counts in map(mpjax.monitor_counts, (optimizer, state)):
+    assert {name: int(one["updates"]) for name, one in counts.items()} == {"bias": 2, "kernel": 6}
 
 
 def test_monitors_of_parts_of_a_tree_count_all_of_it():
-  # The first alone was reported.
-  params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3)}}
+  # The first alone was reported; two paths with one text were one parameter.
+  params = {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(3), "['a": {"b']": jnp.ones(4)}}
   parts = {label: mpjax.monitor(optax.sgd(0.1)) for label in "xy"}
-  tx = mpjax.loss_scaling(optax.multi_transform(parts, {"a": "x", "b": "y"}))
-  _, state = tx.update(params, tx.init(params), params)
-  counts = mpjax.monitor_counts(state)
-  assert {name: int(one["size"]) for name, one in counts.items()} == {"a": 2, "b.c": 3}
+  several = optax.multi_transform(parts, {"a": "x", "a.b": "y", "['a": "x"})
+  for inner in (several, parts["x"]):
+    tx = mpjax.loss_scaling(inner)
+    _, state = tx.update(params, tx.init(params), params)
+    sizes = {name: int(one["size"]) for name, one in mpjax.monitor_counts(state).items()}
+    assert sizes == {"a.b": 2, "['a.b']": 3, """["['a"].b']""": 4}
 
 
 def test_errors_of_the_monitor():
