@@ -19,7 +19,7 @@ from mpjax._core.errors import (
 )
 from mpjax._core.trees import is_array_like, is_inexact, tree_differences
 from mpjax._core.types import Grads, OptState, Params, PyTree, Updates
-from mpjax.transforms._trees import key_text
+from mpjax.transforms._trees import MasterWeightsState, key_text, map_states
 
 T = TypeVar("T")
 
@@ -109,8 +109,10 @@ def refuse_other_state(
   cause: Exception | None,
 ) -> None:
   """Raises if a state is not like that which `inner` makes; says nothing if that cannot be told."""
-  own = _first_state(inner, params)
-  problems = [] if own is None else tree_differences(own, state, dtypes=False)
+  # Without masters, which are compared with the parameters: a wrapper around adds and marks them.
+  bare = lambda t: map_states(lambda x: MasterWeightsState(None, x.inner_state), t)  # noqa: E731
+  own = bare(_first_state(inner, params))
+  problems = [] if own is None else tree_differences(own, bare(state), dtypes=False)
   if problems:
     raise MpjaxTypeError(
       where,

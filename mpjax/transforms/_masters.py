@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,12 @@ from mpjax._core.trees import is_floating, is_half, round_to, saturate, tree_dif
 from mpjax._core.types import Array, DType, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import check_inner, check_params, check_state, refuse_integers
 from mpjax.transforms._trees import (
+  MasterWeightsState,
   align_gradients,
   arrays_only,
   float32_view,
   key_text,
+  map_states,
   nodes_of,
   place_like,
   put_like,
@@ -110,24 +112,6 @@ def _rounded(master: Array, dtype: DType) -> Array:
   return jnp.where(jnp.isfinite(master), _number(nearest), master)
 
 
-class MasterWeightsState(NamedTuple):
-  """The state of `mpjax.master_weights`.
-
-  Args:
-    master: float32 in the shapes of the parameters, None for those that are not stored in low
-      precision, which are their own master. With `storage="split"` it is int16 for bfloat16
-      parameters: the bits of the master minus 2^16 times those of its parameter.
-    inner_state: the state of the inner optimizer.
-
-  >>> import jax.numpy as jnp, mpjax, optax
-  >>> mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16)).master.dtype
-  dtype('float32')
-  """
-
-  master: PyTree
-  inner_state: OptState
-
-
 class SplitMasterWeightsState(MasterWeightsState):
   """The state of `storage="split"`: `master` has an int16 remainder for a bfloat16 parameter."""
 
@@ -148,12 +132,6 @@ def is_remainder(x: Leaf) -> bool:
 
 def map_masters(f: Callable[..., PyTree], master: PyTree, *trees: PyTree) -> PyTree:
   return jax.tree.map(f, master, *trees, is_leaf=is_hole)
-
-
-def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state: T) -> T:
-  """Returns `opt_state` with `f` of each `MasterWeightsState` in it."""
-  is_state = lambda x: isinstance(x, MasterWeightsState)  # noqa: E731
-  return jax.tree.map(lambda x: f(x) if is_state(x) else x, opt_state, is_leaf=is_state)
 
 
 def _trained(master: Leaf, param: Leaf) -> Leaf:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,30 @@ def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
   """Returns the nodes and leaves of `tree` that are a `kind`, but not those inside of them."""
   is_kind = lambda x: isinstance(x, kind)  # noqa: E731
   return [x for x in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(x)]
+
+
+class MasterWeightsState(NamedTuple):
+  """The state of `mpjax.master_weights`.
+
+  Args:
+    master: float32 in the shapes of the parameters, None for those that are not stored in low
+      precision, which are their own master. With `storage="split"` it is int16 for bfloat16
+      parameters: the bits of the master minus 2^16 times those of its parameter.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16)).master.dtype
+  dtype('float32')
+  """
+
+  master: PyTree
+  inner_state: OptState
+
+
+def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state: T) -> T:
+  """Returns `opt_state` with `f` of each `MasterWeightsState` in it."""
+  is_state = lambda x: isinstance(x, MasterWeightsState)  # noqa: E731
+  return jax.tree.map(lambda x: f(x) if is_state(x) else x, opt_state, is_leaf=is_state)
 
 
 def key_text(path: KeyPath) -> str:

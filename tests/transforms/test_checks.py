@@ -152,9 +152,13 @@ def test_other_errors_come_through_as_they_are(name):
       with pytest.raises(error, match="of its own") as found:
         WRAPPERS[name](optax.GradientTransformation(raising, optax.sgd(0.1).update)).init(PARAMS)
       assert not isinstance(found.value, mpjax.MpjaxError)
-    tx = WRAPPERS[name](optax.GradientTransformation(empty, raising))
-    with pytest.raises(error, match="of its own"):
-      tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    inner = optax.GradientTransformation(empty, raising)
+    half = jax.tree.map(jnp.bfloat16, PARAMS)
+    masters = (mpjax.master_weights(inner, storage=storage) for storage in ("float32", "split"))
+    for params, inside in ((PARAMS, inner), *((half, optax.chain(one)) for one in masters)):
+      tx = WRAPPERS[name](inside)
+      with pytest.raises(error, match="of its own"):
+        tx.update(PARAMS, tx.init(params), params)
   inner = mpjax.accumulate_gradients(branches(labels_of), 2)
   where = r"^mpjax.accumulate_gradients\(inner\).init\(params\): expected"
   with pytest.raises(ValueError, match=where):
