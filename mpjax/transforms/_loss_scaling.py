@@ -268,11 +268,8 @@ def loss_scaling(
       applied = jnp.logical_and(all_finite, _all_finite(looked_at, axis_name))
 
     # The step, or nothing.
-    where = f"{_CALL}: the state of inner"
     if _apply is None:
-      new, new_inner = step_or_select(
-        applied, lambda old: step(old, params), state.inner_state, where
-      )
+      new, new_inner = step_or_select(applied, lambda old: step(old, params), state.inner_state)
       result = merge_updates(first, new, params)
     else:
 
@@ -280,8 +277,7 @@ def loss_scaling(
         new, new_inner = step(*old)
         return (), (new_inner, _apply(old[1], merge_updates(first, new, old[1]), new_inner))
 
-      old = (state.inner_state, params)
-      _, (new_inner, result) = step_or_select(applied, step_and_apply, old, where)
+      _, (new_inner, result) = step_or_select(applied, step_and_apply, (state.inner_state, params))
 
     # And the scales move, each by what its own gradients were.
     flags = {"applied": applied, "all_finite": all_finite}

@@ -10,7 +10,14 @@ import numpy as np
 import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
-from mpjax._core.trees import is_floating, is_half, round_to, saturate, tree_differences
+from mpjax._core.trees import (
+  check_alike,
+  is_floating,
+  is_half,
+  round_to,
+  saturate,
+  tree_differences,
+)
 from mpjax._core.types import Array, DType, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax.transforms._checks import check_inner, check_params, check_state, refuse_integers
 from mpjax.transforms._trees import (
@@ -307,6 +314,10 @@ def update_shown(
     _check_params_of(one.master, params, f"{where}(params)")
   new_updates, new = inner.update(grads, marked(state), float32_view(params), **extra_args)
   new = marked(new, SplitMasterWeightsState) if outermost else new
+
+  # The caller takes the new state or the old one.
+  fix = "Let init make all that update returns: optax.snapshot measures in init, optax.monitor not."
+  check_alike(new, state, f"{where}: the state of inner", fix=fix)
 
   def reach(master: Leaf, param: Leaf, update: Leaf) -> Leaf:
     return update if is_hole(master) or is_remainder(master) else update_to(master, param)

@@ -15,7 +15,6 @@ from mpjax._core.dtypes import is_low_precision
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.leaves import is_key, is_nnx_variable
 from mpjax._core.trees import (
-  check_alike,
   half_to_float32,
   is_array_like,
   is_half,
@@ -277,11 +276,9 @@ def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, 
   return jax.lax.cond(condition, step, skip, old) if traced else (nothing_like(updates), old)
 
 
-def step_or_select(
-  applied: Array | None, step: Step, old: OptState, where: str
-) -> tuple[Updates, OptState]:
+def step_or_select(applied: Array | None, step: Step, old: OptState) -> tuple[Updates, OptState]:
   """Returns what `step_or_skip` does; where both are computed anyway, selects from them."""
-  # Nothing is skipped where `applied` is None. `where` is for the error about the new state.
+  # Nothing is skipped where `applied` is None.
   if applied is None:
     return step(old)
   traced = isinstance(applied, Tracer)
@@ -291,11 +288,6 @@ def step_or_select(
 
   def selected(old: OptState) -> tuple[Updates, OptState]:
     updates, new = step(old)
-    fix = (
-      "Let inner return the same structure, shapes and dtypes as its init makes (optax.monitor "
-      "begins with an empty state; optax.snapshot measures in init)."
-    )
-    check_alike(new, old, where, fix=fix)
     # In one call: what shares a mask, an update and the moments it comes from, shares a kernel.
     return pick(keep, (updates, new), (nothing_like(updates), old))
 

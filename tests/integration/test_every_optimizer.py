@@ -234,15 +234,15 @@ def test_a_skipped_step_is_a_deleted_step_and_the_rest_is_plain_optax():
 
 def test_what_is_refused_says_what_to_use_instead():
   params = jnp.ones(2)
-  where, one = "mpjax.loss_scaling(inner).update", mpjax.StaticLossScale(1)
   monitor = optax.chain(optax.monitor({"norm": optax.tree.norm}), optax.sgd(0.1))
   got, fix = "an extra leaf at [0].measurements['norm']", "optax.snapshot measures in init"
-  tx = mpjax.loss_scaling(monitor, one)
-  with refused(ValueError, f"{where}: the state of inner", "like the old one", got, fix):
-    tx.update(params, tx.init(params), params)
+  for wrap in (mpjax.loss_scaling, lambda inner: mpjax.accumulate_gradients(inner, 2)):
+    tx = wrap(monitor)
+    with refused(ValueError, "update: the state of inner", "like the old one", got, fix):
+      tx.update(params, tx.init(params), params)
   got, fix = "shape [4, 2] for shape [2]", "for optax.contrib.dpsgd, which does, leave params out"
-  tx = mpjax.loss_scaling(ALL[PER_EXAMPLE](), one)
-  with refused(ValueError, f"{where}(updates)", "gradients with the leaves of params", got, fix):
+  tx, where = mpjax.loss_scaling(ALL[PER_EXAMPLE]()), "mpjax.loss_scaling(inner).update(updates)"
+  with refused(ValueError, where, "gradients with the leaves of params", got, fix):
     tx.update(jnp.ones((4, 2)), tx.init(params), params)
 
 
