@@ -44,9 +44,11 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
   """
   kind, expected = optax.GradientTransformation, "an optax.GradientTransformation"
   fix = "Pass an optimizer such as optax.adamw(1e-3), or MultiSteps(...).gradient_transformation()."
-  plain = optax.with_extra_args_support(check_type(inner, kind, where, expected=expected, fix=fix))
-  parameters = inspect.signature(plain.update).parameters
-  takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+  inner = check_type(inner, kind, where, expected=expected, fix=fix)
+  # Not by the class: MultiSteps passes on any, and is no GradientTransformationExtraArgs.
+  parameters = list(inspect.signature(inner.update).parameters.values())
+  names = {p.name for p in parameters[3:]}
+  takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
   def init(params: Params) -> OptState:
     # The collection of Flax's float8 layers: what comes as its gradient is its next value.
@@ -62,7 +64,7 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
           f"mpjax.select_tree(finite, grads[{collection!r}], variables[{collection!r}]).",
         )
     try:
-      return plain.init(params)
+      return inner.init(params)
     except MpjaxError:
       raise
     except ValueError as error:
@@ -71,7 +73,7 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
       # tree of labels that was fixed beforehand fails even without parameters.
       def fails(kept: int | None) -> bool:
         alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
-        return _first_state(plain, treedef.unflatten(alone)) is None
+        return _first_state(inner, treedef.unflatten(alone)) is None
 
       bad = [] if fails(None) else [key_text(p) for i, (p, _) in enumerate(leaves) if fails(i)]
       raise MpjaxValueError(
@@ -88,14 +90,14 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
     # optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it
     # knows, and the others are ignored.
     if not takes_any:
-      extra_args = {name: x for name, x in extra_args.items() if name in parameters}
+      extra_args = {name: x for name, x in extra_args.items() if name in names}
     try:
-      return plain.update(updates, state, params, **extra_args)
+      return inner.update(updates, state, params, **extra_args)
     except MpjaxError:
       raise
     except REFUSALS as error:
       like = updates if params is None else params
-      refuse_other_state(plain, like, state, f"{where}.update(state)", error)
+      refuse_other_state(inner, like, state, f"{where}.update(state)", error)
       raise
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -80,9 +80,9 @@ def loss_scaling(
   `mpjax.value_and_grad` make them, and test a step by `mpjax.check_loss_scaling`. `inner` works in
   float32, and sees neither integers, booleans nor keys.
 
-  `update` also takes `loss=`, arrays that only have to be finite, and what `inner` takes. To that
-  it adds `grads_finite` (bool of shape ()) and `loss_scale` (float32 of shape (), the one that
-  these gradients were divided by), but not beside the `value_fn=` of a line search, which calls it
+  `update` also looks at `loss=`, arrays that have to be finite. It passes on all arguments and adds
+  `grads_finite` (bool of shape ()) and `loss_scale` (float32 of shape (), the one that these
+  gradients were divided by), but not beside the `value_fn=` of a line search, which calls it
   with all the rest; its `grad=` is unscaled like the gradients.
 
   Several losses into one optimizer have a scale each, `loss_scaling(inner, {"a": ..., "b": ...})`:
@@ -173,7 +173,6 @@ def loss_scaling(
     state: OptState,
     params: Params = None,
     *,
-    loss: PyTree = None,
     _apply: Callable[[Params, Updates, OptState], Params] | None = None,
     **extra_args: PyTree,
   ) -> tuple[Updates, LossScalingState]:
@@ -183,6 +182,8 @@ def loss_scaling(
     moving = {k: one for k, one in scales.items() if isinstance(one, LossScaleState)}
     params = arrays_only(params) if scaled else params
     trained = differentiated(params)
+    # That of `make_train_step`, which has the model state in it, comes to inner as value=.
+    loss = extra_args.get("loss") if _apply is None else extra_args.pop("loss", None)
     if "grad_fn" in extra_args and (scaled or several):
       expected = "an inner that takes gradients, and computes none"
       got = "a function whose gradients would be those of the scaled loss"

@@ -18,6 +18,8 @@ WRAPPERS = {
   "mpjax.master_weights(inner)": mpjax.master_weights,
   "mpjax.accumulate_gradients(inner)": lambda inner: mpjax.accumulate_gradients(inner, 2),
 }
+GROWING = mpjax.DynamicLossScale(init_scale=8, growth_interval=1)
+EXTRA = optax.GradientTransformationExtraArgs
 ALL = pytest.mark.parametrize("name", WRAPPERS)
 OWN_TREES = pytest.mark.parametrize("name", list(WRAPPERS)[1:])
 
@@ -165,20 +167,30 @@ def test_other_errors_come_through_as_they_are(name):
     mpjax.loss_scaling(inner).init(PARAMS)
 
 
-@pytest.mark.parametrize("scale", [mpjax.StaticLossScale(8), mpjax.NoLossScale()])
-def test_extra_arguments_reach_only_an_update_that_names_them(scale):
-  seen = {}
+@pytest.mark.case("A47")
+@pytest.mark.parametrize("kind", [optax.GradientTransformation, EXTRA])
+@pytest.mark.parametrize("scale", [GROWING, mpjax.NoLossScale()])
+def test_extra_arguments_reach_an_update_that_names_them_through_all_wrappers(scale, kind):
+  # A plain transformation may take any too: MultiSteps does.
+  seen, params = {}, jnp.ones(2)
 
-  def update(updates, state, params=None, *, grads_finite, loss_scale, value):
-    seen.update(finite=bool(grads_finite), scale=float(loss_scale), value=float(value))
+  def names(updates, state, params=None, *, grads_finite, loss_scale, value, loss):
+    seen.update(flag=bool(grads_finite), scale=float(loss_scale), value=float(value), loss=loss)
     return updates, state
 
-  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
-  tx = mpjax.loss_scaling(mpjax.accumulate_gradients(mpjax.master_weights(inner), 1), scale)
-  params = jnp.ones(2)
-  tx.update(params, tx.init(params), params, value=3.0, unknown="to it")
-  used = 8.0 if isinstance(scale, mpjax.StaticLossScale) else 1.0
-  assert seen == {"finite": True, "scale": used, "value": 3.0}
+  def takes_any(updates, state, params=None, *, other, **extra_args):
+    return names(updates, state, **extra_args | {"loss": other})
+
+  for update, loss in ((names, 2.0), (takes_any, "other")):
+    inner = mpjax.master_weights(kind(optax.trace(0.9).init, update))
+    inner = mpjax.accumulate_gradients(mpjax.state_dtype(inner, mu="bfloat16"), 1)
+    tx = mpjax.monitor(mpjax.loss_scaling(optax.chain(optax.identity(), inner), scale))
+    state = tx.init(params)
+    for grads, *expected in ((params, True, 8.0), (params * jnp.nan, False, 16.0)):
+      _, state = tx.update(grads, state, params, value=3.0, loss=2.0, other="other")
+      # The flag and the scale of these very gradients.
+      expected = expected if scale is GROWING else [True, 1.0]
+      assert list(seen.values()) == [*expected, 3.0, loss]
 
 
 @pytest.mark.case("B064")

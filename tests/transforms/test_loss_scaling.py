@@ -144,24 +144,6 @@ def test_updates_that_are_not_finite():
   assert metric(unchecked.state, "bad_updates") == 0
 
 
-@pytest.mark.case("A47")
-def test_inner_may_ask_for_the_scale_and_the_flag():
-  seen = {}
-
-  def update(updates, state, params=None, *, grads_finite, loss_scale, value=None, **rest):
-    seen.update(finite=grads_finite, scale=loss_scale, value=value, rest=rest)
-    return updates, state
-
-  inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
-  chain = optax.chain(optax.identity(), inner)
-  tx = mpjax.loss_scaling(chain, mpjax.DynamicLossScale(init_scale=8, growth_interval=1))
-  _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=3, other="text")
-  assert (seen["finite"], seen["scale"], seen["value"]) == (True, 8, 3)
-  assert seen["rest"] == {"other": "text"}, "loss= is not passed on"
-  tx.update(jnp.asarray([jnp.nan, 0]), state, loss=1.0)
-  assert (seen["finite"], seen["scale"]) == (False, 16), "the scale that these gradients had"
-
-
 @pytest.mark.case("A39", "A53", "B028", "A23", "A48")
 @pytest.mark.parametrize("skipped", [None, 2])
 def test_momentum_is_exact_while_the_scale_changes_every_step(skipped):
