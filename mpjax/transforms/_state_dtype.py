@@ -29,6 +29,7 @@ from mpjax._core.types import (
 )
 from mpjax.transforms._apply_updates import check_rounding, round_stochastically
 from mpjax.transforms._checks import check_inner, check_state
+from mpjax.transforms._loss_scale import refuse_scale_inside
 
 Moment = Literal["mu", "nu"]
 """A first or a second moment, by the argument that says how it is stored."""
@@ -94,7 +95,7 @@ def state_dtype(
 
   Raises:
     MpjaxTypeError: `inner` is no optax transformation, or an argument has the wrong type; `update`:
-      the state is not one of this transformation.
+      the state is not one of this transformation; `init`: stochastic, with a `loss_scaling` inside.
     MpjaxValueError: a dtype that no moment is stored in; an unknown `rounding`; `nu` without
       `allow_second_moments`; neither `mu` nor `nu`; `init`: there is no such moment.
 
@@ -138,10 +139,11 @@ def state_dtype(
     def one(moment: Moment, x: Leaf) -> Leaf:
       if not is_stored(moment, x):
         return x
-      x = saturate(x, dtypes[moment])
-      if key is None:
-        return x.astype(dtypes[moment])
-      return round_stochastically(x, dtypes[moment], jax.random.fold_in(key, next(number)))
+      dtype = dtypes[moment]
+      x = saturate(x.astype(jnp.float32), dtype)
+      if key is None or dtype == jnp.float32:
+        return x.astype(dtype)
+      return round_stochastically(x, dtype, jax.random.fold_in(key, next(number)))
 
     state = _map_moments(one, state, containers)
     return StochasticState(steps, state) if stochastic else state
@@ -149,6 +151,9 @@ def state_dtype(
   def init(params: Params) -> OptState:
     containers, moments = _types_in(params), set[Moment]()
     inner_state = inner.init(params)
+    if stochastic:
+      fix = "Swap the two, loss_scaling(state_dtype(inner)): a skipped step takes no random bits."
+      refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
     _map_moments(lambda moment, x: moments.add(moment), inner_state, containers)
     missing = [moment for moment in dtypes if moment not in moments]
     if missing and jax.tree.leaves(params):

@@ -577,10 +577,15 @@ mpjax/transforms/_state_dtype.py::state_dtype
 + False
 ::test_arguments
 
-68 first moments are computed in the dtype that they are stored in
+68a first moments are computed in the dtype that they are stored in
 - inner.update(updates, wide, params, **extra_args)
 + inner.update(updates, state, params, **extra_args)
 ::test_momentum_is_numpys_to_the_bit
+
+68b random bits are taken by skipped steps too, around a loss scale
+- refuse_scale_inside(inner_state, where, got='mpjax.loss_scaling', fix=fix)
++ pass
+::test_moments_rounded_stochastically_are_right_on_average
 """
 
 MUTATIONS = parsed(TABLE)

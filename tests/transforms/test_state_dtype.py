@@ -211,8 +211,29 @@ def test_moments_rounded_stochastically_are_right_on_average():
   good = scaling.update(jnp.full(1000, 0.3), state)[1]
   skipped = scaling.update(jnp.full(1000, jnp.inf), state)[1]
   assert bits(scaling.update(jnp.full(1000, 0.3), skipped)[1].inner_state) == bits(good.inner_state)
-  with refused(TypeError, "mpjax.state_dtype(inner).update(state)", "init", "ScaleBy", "tx.init"):
+  where = "mpjax.state_dtype(inner)"
+  with refused(TypeError, f"{where}.update(state)", "init", "ScaleBy", "tx.init"):
     tx.update(start, optax.scale_by_adam().init(start))
+  # A number outside of the scale goes on.
+  outside = mpjax.state_dtype(scaling, mu="bfloat16", rounding="stochastic")
+  with refused(
+    TypeError, where, "without a loss scale", "holds mpjax.loss_scaling", "Swap the two"
+  ):
+    outside.init(start)
+
+
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
+@pytest.mark.parametrize("mu", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_moments_keep_their_dtype_whatever_that_of_the_parameters_is(mu, rounding):
+  inner = mpjax.state_dtype(optax.sgd(0.1, 0.9), mu=mu, rounding=rounding)
+  for tx in (inner, mpjax.loss_scaling(inner, mpjax.NoLossScale()), mpjax.loss_scaling(inner)):
+    for dtype in (F32, BF16, jnp.float16):
+      params = jnp.ones(3, dtype)
+      state = tx.init(params)
+      _, new = tx.update(params, state, params)
+      assert names(arrays(state)) == {mu}
+      assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
 
 
 @pytest.mark.parametrize("check_updates", [False, True])
