@@ -23,10 +23,11 @@ from mpjax._core.leaves import (
   put,
   refuse_overflow,
 )
-from mpjax._core.trees import is_floating
-from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree
+from mpjax._core.trees import is_floating, is_half
+from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree
 from mpjax.transforms._loss_scale import LossScaleState, LossScalingState
-from mpjax.transforms._masters import MasterWeightsState, bounded, join, split
+from mpjax.transforms._masters import MasterWeightsState, bounded, is_hole, join, split
+from mpjax.transforms._train_state import TrainState
 
 _KEY = "key:"
 
@@ -142,72 +143,76 @@ def crossings(
 ) -> dict[str, str]:
   """Returns the paths of masters in another form than in `stored`, each with its parameter's."""
   result = {}
-  for place, _ in nodes_with_path(target, MasterWeightsState):
-    root = f"{place}/master".lstrip("/")
-    if any(f"{path}/".startswith(f"{root}/parity/") and path not in expected for path in stored):
+  leaves = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_state)
+  params = {_keys(path): x for path, x in leaves if not _is_state(x)}
+  shapes = {path: x.shape for path, x in params.items() if is_half(x)}
+  nodes = {path[:n] for path in params for n in range(len(path) + 1)}
+  for place, state in nodes_with_path(target, MasterWeightsState):
+    at = f"{place}/master".lstrip("/")
+    if any(f"{path}/".startswith(f"{at}/parity/") and path not in expected for path in stored):
       raise MpjaxValueError(
         where,
         expected="split masters as int16 remainders",
-        got=f"two arrays of their 17 bits, remainder and parity, at {root}",
+        got=f"two arrays of their 17 bits, remainder and parity, at {at}",
         fix='Restore it with the version that saved it into a state of storage="float32", save '
         "that, and restore it here.",
       )
-    inside = [path for path in expected if f"{path}/".startswith(f"{root}/")]
-    suffixes = {path: path.removeprefix(root).lstrip("/") for path in inside}
-    halves = {path for path in inside if _params(expected, suffixes[path], expected[path].shape)}
-    both = {
-      path: {str(getattr(x.get(path), "dtype", "")) for x in (expected, stored)} for path in inside
-    }
-    crossed = {path for path in inside if both[path] == {"float32", "int16"}}
+    # The tree of the parameters has one in 16 bits for each master, at the same path in it, and
+    # something wherever optax has masked a master. None is the master of what has no other.
+    masters = jax.tree_util.tree_leaves_with_path(state.master, is_leaf=is_hole)
+    held = {_keys(path): m for path, m in masters if m is not None}
+    fits = lambda x, m: x in nodes if is_hole(m) else shapes.get(x) == m.shape  # noqa: E731
+    roots = sorted(root for root in nodes if all(fits(root + x, m) for x, m in held.items()))
+    inside = {"/".join((at, *path)): path for path, m in held.items() if not is_hole(m)}
+    dtypes = {x: {str(getattr(y.get(x), "dtype", "")) for y in (expected, stored)} for x in inside}
+    crossed = {x for x in inside if dtypes[x] == {"float32", "int16"}}
     # A storage has all masters of bfloat16 in one form: a single leaf of the other is damage.
-    result |= {path: suffixes[path] for path in crossed if halves <= crossed}
+    halves = {x for x in inside for r in roots if params[r + inside[x]].dtype == jnp.bfloat16}
+    if crossed and halves <= crossed:
+      if len(roots) != 1 or halves < crossed:
+        names = listed(["/".join(root) or "the root" for root in roots]) or "none"
+        raise MpjaxValueError(
+          where,
+          expected="the bfloat16 parameters beside the masters, which are split over both",
+          got=f"{names} for those at {at}",
+          fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
+          '{"params": params, "opt_state": opt_state}; several models one by one.',
+        )
+      result |= {x: "/".join(roots[0] + inside[x]) for x in crossed}
   return result
 
 
-def _params(leaves: Mapping[str, Leaf], suffix: str, shape: tuple[int, ...]) -> list[Leaf]:
-  """Returns what can be the parameter of a master, by its path."""
-  return [
-    x
-    for path, x in leaves.items()
-    if not suffix or f"/{path}".endswith(f"/{suffix}")
-    if getattr(x, "dtype", None) == jnp.bfloat16 and x.shape == shape
-  ]
+def _is_state(x: object) -> bool:
+  """Whether a node is a state of an optimizer, which may hold copies of the parameters."""
+  library = type(x).__module__.partition(".")[0]
+  return hasattr(x, "_fields") and library in ("mpjax", "optax") and not isinstance(x, TrainState)
 
 
-def cross(leaves: Mapping[str, Leaf], crossed: Mapping[str, str], where: str) -> dict[str, Leaf]:
-  """Returns leaves as the target stores them; raises without the parameters that belong to them."""
+def _keys(path: KeyPath) -> tuple[str, ...]:
+  return tuple(path_text((key,)) for key in path)
+
+
+def cross(leaves: Mapping[str, Leaf], crossed: Mapping[str, str]) -> dict[str, Leaf]:
+  """Returns leaves as the target stores them; raises for parameters that no master rounds to."""
   result = dict(leaves)
-  for path, suffix in crossed.items():
-    master = jnp.asarray(leaves[path])
-    params = list(map(jnp.asarray, _params(leaves, suffix, master.shape)))
-    if len(params) != 1:
-      raise MpjaxValueError(
-        where,
-        expected="the bfloat16 parameters beside the masters, which are split over both",
-        got=f"none, or several, for the one at {path}",
-        fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
-        '{"params": params, "opt_state": opt_state}.',
-      )
+  for path, owner in crossed.items():
+    master, param = jnp.asarray(leaves[path]), jnp.asarray(leaves[owner])
     if master.dtype == jnp.int16:
-      result[path] = join(params[0], master)
-    else:
-      result[path] = split(master, params[0])
-      _check_split(master, join(params[0], result[path]), path, where)
+      result[path] = join(param, master)
+      continue
+    result[path] = split(master, param)
+    # Half-way between two parameters it may be an ulp less.
+    number, back = (np.asarray(x) for x in (bounded(master), join(param, result[path])))
+    is_near = np.abs(back - number) <= np.spacing(np.abs(number))
+    if not np.all(is_near | (back == number) | np.isnan(number)):
+      raise MpjaxValueError(
+        _WHERE,
+        expected="the parameters that belong to the masters, which are split over both",
+        got=f"others than the rounded masters at {path}",
+        fix="Restore into a state of storage='float32' first, and take the parameters from "
+        "policy.cast_to_param(mpjax.master_params(opt_state, params)).",
+      )
   return result
-
-
-def _check_split(master: Array, joined: Array, path: str, where: str) -> None:
-  """Raises unless a master was split. Half-way between two parameters it may be an ulp less."""
-  number, back = (np.asarray(x) for x in (bounded(master), joined))
-  is_near = np.abs(back - number) <= np.spacing(np.abs(number))
-  if not np.all(is_near | (back == number) | np.isnan(number)):
-    raise MpjaxValueError(
-      where,
-      expected="the parameters that belong to the masters, which are split over both",
-      got=f"others than the rounded masters at {path}",
-      fix="Restore into a state of storage='float32' first, and take the parameters from "
-      "policy.cast_to_param(mpjax.master_params(opt_state, params)).",
-    )
 
 
 _WHERE = "mpjax.checkpoints.restore_like(target, restored)"
@@ -272,7 +277,7 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   converted = {path: convert(matched[path], want.dtype) for path, want in saved.items()}
   casts = {path: (matched[path], x) for path, x in converted.items()}
   refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
-  converted = cross(converted, crossed, _WHERE)
+  converted = cross(converted, crossed)
   placed = [put(converted[path], want.sharding, alias=own) for path, want in expected.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), placed)
   for _, state in nodes_with_path(result, LossScaleState):
@@ -350,11 +355,9 @@ def _read(path: str, stored: PyTree, target: PyTree, expected: _Expected, cast: 
 
     def where_to(key_path: KeyPath, x: Leaf) -> Leaf:
       want = expected[_resolve(path_text(key_path), x, expected)[0]]
-      if not isinstance(x, np.ndarray):
-        return x
       if is_key(want.dtype):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_everywhere(want.sharding))
-      if want.sharding is None:
+      if want.sharding is None or not isinstance(x, np.ndarray):
         return x
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=want.sharding)
 

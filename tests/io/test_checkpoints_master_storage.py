@@ -17,12 +17,14 @@ pytestmark = pytest.mark.standard_promotion  # optax adds float32 to what is sto
 STORAGES = ("float32", "split")
 restore_like = mpjax.checkpoints.restore_like
 WHERE = "mpjax.checkpoints.restore_like(target, restored)"
+ADAM = mpjax.state_dtype(optax.adam(1e-2), mu="bfloat16")  # Moments that could be parameters.
 
 
 def start():
   rng = np.random.default_rng(0)
   return {
     "layer": {"w": jnp.asarray(rng.normal(size=(8, 16)), jnp.bfloat16)},
+    "deep": {"layer": {"w": jnp.ones((8, 16), jnp.bfloat16)}},
     "b": jnp.zeros(16, jnp.bfloat16),
     "scalar": jnp.ones((), jnp.bfloat16),
     "half": jnp.ones(16, jnp.float16),
@@ -38,7 +40,7 @@ def start_with_empty():
 @functools.cache
 def transformation(storage):
   """Returns the transformation, and its step compiled."""
-  masters = mpjax.master_weights(optax.adam(1e-2), storage=storage)
+  masters = mpjax.master_weights(ADAM, storage=storage)
   tx = mpjax.loss_scaling(optax.chain(optax.clip(1.0), masters))
 
   @jax.jit
@@ -96,30 +98,33 @@ def test_training_goes_on_in_the_other_storage(into, storage, tmp_path):
   assert bits(again[0]) == bits(end[0])
   assert bits(masters_of(again)) == bits(masters_of(end))
   # The same from files.
-  arrays = npz(state, tmp_path / "file")
-  assert bits(restore_like(target, arrays)) == bits(found)
+  assert bits(restore_like(target, npz(state, tmp_path / "file"))) == bits(found)
   path = orbax_path(without_empty(state), tmp_path / "orbax")
-  of_orbax = restore_like(without_empty(target), path)
-  assert bits(of_orbax) == bits(without_empty(found))
+  assert bits(restore_like(without_empty(target), path)) == bits(without_empty(found))
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_what_crosses_is_placed_as_in_target(storage, devices):
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
   where = jax.NamedSharding(mesh, jax.P("data"))
-  params = {"w": jax.device_put(start()["layer"]["w"], where)}
-  txs = (mpjax.master_weights(optax.sgd(0.1), storage=one) for one in (storage, *STORAGES))
+  # Under a mask, with the path of what has a master inside of what is frozen.
+  sgd, mask, w = optax.sgd(0.1), {"w": True, "frozen": False}, start()["layer"]["w"]
+  params = jax.device_put({"w": w, "frozen": {"w": 2 * w}}, where)
+  masters = (mpjax.master_weights(sgd, storage=one) for one in (storage, *STORAGES))
+  txs = (optax.masked(tx, mask) for tx in masters)
   state, *targets = ((params, tx.init(params)) for tx in txs)
   for target in targets:
     found = restore_like(target, state)
-    assert found[1].master["w"].sharding == where
+    assert found[1].inner_state.master["w"].sharding == where
     assert bits(masters_of(found)) == bits(masters_of(state))
 
 
 def test_one_array_for_all_parameters():
   states = []
   for storage in STORAGES:
-    tx, params = mpjax.master_weights(optax.sgd(1e-3), storage=storage), jnp.ones(3, jnp.bfloat16)
+    # In a chain after a copy of the parameters, which are an array: no path tells them apart.
+    copy, params = optax.trace(0.9, accumulator_dtype=jnp.bfloat16), jnp.ones(3, jnp.bfloat16)
+    tx = optax.chain(copy, mpjax.master_weights(optax.sgd(1e-3), storage=storage))
     updates, state = tx.update(jnp.ones(3), tx.init(params), params)
     states.append({"p": optax.apply_updates(params, updates), "s": state})
   for target, saved in (states, states[::-1]):
@@ -138,12 +143,7 @@ def test_masters_whose_parameters_have_ties_to_even_are_split():
 
 def begun(storage):
   """Returns a state before the first step, beside its parameters."""
-  return {"p": start(), "s": mpjax.master_weights(optax.sgd(0.1), storage=storage).init(start())}
-
-
-def of_17_bits(target):
-  master = {"remainder": {"w": np.zeros(8, np.int16)}, "parity": {"w": np.zeros(1, np.uint8)}}
-  return target | {"s": {"master": master}}
+  return {"p": start(), "s": mpjax.master_weights(ADAM, storage=storage).init(start())}
 
 
 def other_form(target):
@@ -153,20 +153,22 @@ def other_form(target):
 
 
 SPLIT, WIDE = begun("split"), begun("float32")
+BITS_17 = {"remainder": {"w": np.zeros(8, np.int16)}, "parity": {"w": np.zeros(1, np.uint8)}}
+OLD = SPLIT | {"s": {"master": BITS_17}}
 TWICE = {"a": start(), "b": start()}
 DAMAGED = WIDE | {"p": start() | {"b": jnp.ones(16, jnp.bfloat16)}}
 CONVERT = 'a state of storage="float32", save that, and restore it here'
 FITS = "leaves of the dtype and shape of target", "[16] at s/master/b", "Build target as the state"
 BESIDE = "the bfloat16 parameters beside the masters"
-ALONE = BESIDE, "none, or several, for the one at s/master/", "in one tree"
+ALONE, SEVERAL = ((BESIDE, f"{x} for those at s/master", "in one tree") for x in ("none", "a; b"))
 ROUNDED = "the parameters that belong to the masters", "at s/master/b", "cast_to_param"
 REFUSED = {
-  "a 17th bit in files of old": (SPLIT, of_17_bits(SPLIT), "int16 remainders", "s/master", CONVERT),
+  "a 17th bit in files of old": (SPLIT, OLD, "int16 remainders", "s/master", CONVERT),
   "one split master in the form of float32": (SPLIT, other_form(SPLIT), *FITS),
   "one float32 master in the form of split": (WIDE, other_form(WIDE), *FITS),
   "to float32 without the parameters": ({"s": WIDE["s"]}, {"s": SPLIT["s"]}, *ALONE),
   "to split without the parameters": ({"s": SPLIT["s"]}, {"s": WIDE["s"]}, *ALONE),
-  "with the parameters twice": (TWICE | {"s": SPLIT["s"]}, TWICE | {"s": WIDE["s"]}, *ALONE),
+  "with the parameters twice": (TWICE | {"s": SPLIT["s"]}, TWICE | {"s": WIDE["s"]}, *SEVERAL),
   "parameters that are not the rounded masters": (SPLIT, DAMAGED, *ROUNDED),
 }
 """What is restored into what, and what the error says."""

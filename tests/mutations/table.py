@@ -556,7 +556,7 @@ mpjax/transforms/_masters.py::update_shown
 + pass
 tests/integration/test_every_optimizer.py::test_what_is_refused_says_what_to_use_instead
 
-mpjax/_io/checkpoints.py::_check_split
+mpjax/_io/checkpoints.py::cross
 
 65 float32 masters of a checkpoint are split from parameters that are not their rounding
 - not np.all(is_near | (back == number) | np.isnan(number))
