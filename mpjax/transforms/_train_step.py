@@ -20,7 +20,6 @@ from mpjax._core.errors import (
   check_value,
   listed,
 )
-from mpjax._core.leaves import path_text
 from mpjax._core.together import sum_of_squares
 from mpjax._core.trees import all_finite, check_alike, select, tree_differences
 from mpjax._core.types import Array, Grads, KeyPath, OptState, Params, PyTree, Updates
@@ -300,14 +299,14 @@ def _average(old: Params, new: Params, decay: float, opt_state: OptState) -> Par
   """Returns the average one step later."""
   # What `mpjax.accumulate_gradients` trains stays as it is between two updates, and so does this.
   updated = {
-    path_text(path): window.micro_batches == 0
+    path: window.micro_batches == 0
     for window in nodes_of(opt_state, AccumulationState)
     for path, _ in jax.tree_util.tree_leaves_with_path(window.total)
   }
 
   def one(path: KeyPath, e: Array, p: Array) -> Array:
     moved = e + (p - e) * jnp.asarray(1 - decay, e.dtype)
-    flag = updated.get(path_text(path))
+    flag = updated.get(path)
     return moved if flag is None else jnp.where(flag, moved, e)
 
   return jax.tree_util.tree_map_with_path(one, old, new)
