@@ -23,6 +23,7 @@ from mpjax._core.errors import (
 from mpjax._core.together import sum_of_squares
 from mpjax._core.trees import all_finite, check_alike, select, tree_differences
 from mpjax._core.types import Array, Grads, KeyPath, OptState, Params, PyTree, Updates
+from mpjax._jaxprs.compat import varying_axes
 from mpjax.transforms._apply_updates import apply_updates, check_rounding
 from mpjax.transforms._checks import check_axes, refuse_other_state
 from mpjax.transforms._gradients import IntegerState, LossFn, Metrics, batch_gradients
@@ -85,23 +86,14 @@ def check_decision(new: OptState, old: OptState) -> None:
   """Raises if devices that had one state decide differently, each by its own loss."""
   # A `shard_map` with `check_vma=False`, and a `pmap`, do not tell.
   decisions = [own_scale(x, "").state for x in (new, old)]
-  after, before = (scale.finite for scale in decisions if scale is not None)
-  names = jax.sharding.get_abstract_mesh().manual_axes
-  apart = [name for name in names if _varies(after, name) and not _varies(before, name)]
+  after, before = ({*varying_axes(jax.typeof(x.finite))} for x in decisions if x is not None)
+  apart = sorted(after - before)
   if apart:
     where = "mpjax.make_train_step(axis_name=None)"
     expected = f"the name of the axis that the batch is divided over, one of {apart}"
     got = "None inside of a shard_map: each device would take a step of its own"
     fix = f"Pass axis_name={apart[0]!r}, and gradients, loss and state are averaged over it."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-
-
-def _varies(x: Array, axis: Hashable) -> bool:
-  try:
-    jax.lax.pcast(x, axis, to="varying")
-  except ValueError:
-    return True
-  return False
 
 
 _ROUNDING = 2**32 - 1
