@@ -298,8 +298,7 @@ def _average(old: Params, new: Params, decay: float, opt_state: OptState) -> Par
 
   def one(path: KeyPath, e: Array, p: Array) -> Array:
     moved = e + (p - e) * jnp.asarray(1 - decay, e.dtype)
-    flag = updated.get(path)
-    return moved if flag is None else jnp.where(flag, moved, e)
+    return jnp.where(updated[path], moved, e) if path in updated else moved
 
   return jax.tree_util.tree_map_with_path(one, old, new)
 

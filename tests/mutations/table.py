@@ -434,7 +434,7 @@ tests/transforms/test_train_step.py::test_what_was_infinite_before_skips_no_step
 mpjax/transforms/_train_step.py::_average
 
 51 the average of parameters that accumulate trains moves with each micro-batch
-- moved if flag is None else jnp.where(flag, moved, e)
+- jnp.where(updated[path], moved, e) if path in updated else moved
 + moved
 ::test_the_average_moves_with_updates_not_with_micro_batches
 
