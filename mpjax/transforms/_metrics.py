@@ -316,8 +316,8 @@ def _by_name(tree: PyTree) -> dict[str, Leaf]:
   """Returns the arrays of a tree by their paths as text, which differ where the paths do."""
 
   def part(entry: Hashable) -> str:
-    # With quotes where it might be read as several.
     text = jax.tree_util.keystr((entry,), simple=True)
+    # With quotes where it might be read as several.
     return jax.tree_util.keystr((entry,)) if set(text) & set(".[") else text
 
   leaves = leaves_with_path(differentiated(tree))

@@ -1,6 +1,5 @@
 """A full training step: everything that it changes commits together, or not at all."""
 
-import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Literal, cast
 
@@ -35,7 +34,7 @@ from mpjax.transforms._loss_scale import (
   replace_scale,
 )
 from mpjax.transforms._loss_scaling import AxisName
-from mpjax.transforms._masters import MasterWeightsState, map_states, merged_masters
+from mpjax.transforms._masters import MasterWeightsState, merged_masters
 from mpjax.transforms._metrics import loss_scaling_metrics, select_tree
 from mpjax.transforms._train_state import TrainState, own_scale, trained_params
 from mpjax.transforms._trees import as_stored, float32_view, key_text, nodes_of
@@ -46,20 +45,17 @@ def checked_update(
   tx: optax.GradientTransformationExtraArgs, grads: Grads, state: TrainState, **extra: PyTree
 ) -> tuple[Updates, OptState]:
   """Returns what `tx.update` does, and raises if it fails or gives another kind of state."""
-  # Masters are continued as they are stored.
-  alike = functools.partial(map_states, lambda x: MasterWeightsState(*x))
-  own = tx._replace(init=lambda params: alike(tx.init(params)))
-  where, arguments = "mpjax.make_train_step(tx): step(state)", alike(state.opt_state)
+  where = "mpjax.make_train_step(tx): step(state)"
   try:
     result, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
   except (MpjaxError, jax.errors.JAXTypeError):
     raise
   except REFUSALS as error:
-    refuse_other_state(own, state.params, arguments, where, error)
+    refuse_other_state(tx, state.params, state.opt_state, where, error)
     got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     raise _needs_more(got) from error
   # What has no state itself, such as sgd, passes on that of another.
-  refuse_other_state(own, state.params, arguments, where, None)
+  refuse_other_state(tx, state.params, state.opt_state, where, None)
   check_alike(
     opt_state,
     state.opt_state,
@@ -245,7 +241,8 @@ def make_train_step(
       )
 
     scaled = own_scale(state.opt_state, "").state is not None
-    extra = {"loss": forward, "value": loss}
+    # What is checked beside the gradients is for the loss scale, and no loss to an inner optimizer.
+    extra = {"value": loss} | ({"loss": forward} if scaled else {})
     # With the scale outermost, parameters are updated in the branch that is not skipped.
     applied = scaled and isinstance(state.opt_state, LossScalingState)
     if applied:
