@@ -16,8 +16,8 @@ from mpjax._core.trees import is_inexact
 from mpjax._core.types import Function, Leaf, NumpyArray, P, PyTree
 from mpjax._jaxprs.graph import Graph
 from mpjax._jaxprs.in_float32 import in_float32, to_float32
-from mpjax.transforms._loss_scale import OwnedScale, refuse_outside, scales_in
-from mpjax.transforms._trees import full_like, plain_array
+from mpjax.transforms._loss_scale import LossScalingState, OwnedScale, refuse_outside, scales_in
+from mpjax.transforms._trees import full_like, last_name, leaves_of, plain_array
 
 WHERE = "mpjax.check_loss_scaling(step)"
 _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
@@ -63,26 +63,30 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
     refuse_outside(call, WHERE)
     # Of several optimizers a step may update one alone. A comprehension would be a frame of its own
     # before Python 3.12, and the warning counts frames.
+    owns = lambda x: isinstance(x, LossScalingState)  # noqa: E731
+    roots = [p for p, x in leaves_of(call, owns).items() if owns(x) for _ in x.loss_scale]
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-      if not any([*map(functools.partial(_check_one, step, call), scales)]):
+      if not any([*map(functools.partial(_check_one, step, call), scales, roots)]):
         raise _not_updated(scales[0])
 
   return check
 
 
-def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
-  """Checks the use of one loss scale, and returns whether the step updates it."""
-  flat = _leaves(call)
-  before = {path: jnp.asarray(plain_array(x)) for path, x in flat.items()}
+def _check_one(step: Function, call: PyTree, scale: OwnedScale, root: Path) -> bool:
+  """Checks the use of the loss scale at `root`, and returns whether the step updates it."""
+  flat, own = leaves_of(call), (*root, ".loss_scale", f"[{scale.label!r}]")
+  before = {path: jnp.asarray(x) for path, x in _arrays(flat).items()}
 
   def outcome(values: dict[Path, Leaf]) -> dict[Path, Leaf]:
+    new = {p: jax.tree.map(lambda x, p=p: values.get(p, x), node) for p, node in flat.items()}
     # By identity: a variable that is tied stays so.
-    new = {id(x): jax.tree.unflatten(jax.tree.structure(x), [values[p]]) for p, x in flat.items()}
-    *args, kwargs = jax.tree.map(lambda x: new.get(id(x), x), call, is_leaf=is_nnx_variable)
-    # Not what the step has added to a module: that is no new version, and may be of any type.
-    written = {path: new[id(x)] for path, x in flat.items() if is_nnx_variable(x)}
-    # A state of NNX is returned as arrays are.
-    return {p: plain_array(x) for p, x in (written | _leaves(step(*args, **kwargs))).items()}
+    tied = {id(x): new[path] for path, x in flat.items() if is_nnx_variable(x)}
+    new |= {path: tied[id(x)] for path, x in flat.items() if id(x) in tied}
+    *args, kwargs = jax.tree.structure(call, is_leaf=is_nnx_variable).unflatten(new.values())
+    # A state of NNX is returned as arrays are. What the step has added to a module is no new
+    # version, and may be of any type.
+    results = leaves_of(step(*args, **kwargs))
+    return _arrays({p: x for p, x in new.items() if is_nnx_variable(x)} | results)
 
   # In float32, where to scale by a power of two rounds nothing. What is wrong with a step that
   # cannot be traced, it raises again where it runs.
@@ -95,8 +99,8 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     computed = [x for each in graph.operations if not each.casts for x in each.results]
     # On gradients, which update divides by the scale. Statistics depend on no more than whether the
     # step is applied.
-    is_scale = [any(flat[path] is x for x in scale.stored[:1]) for path in sorted(before)]
-    depends = structure.unflatten(graph.depends_on(is_scale))
+    depends = structure.unflatten(graph.depends_on([p == (*own, ".scale") for p in sorted(before)]))
+  states = sorted(x for x in before if ".loss_scale" in x)
   if scale.state is None:
     # Nothing scales the gradients. What is only cast to float16 and back is not computed in it.
     if any(x.dtype == jnp.float16 for x in computed):
@@ -107,15 +111,16 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
 
   def run(number: float, start: dict[Path, Leaf]) -> tuple[float, dict[Path, Leaf], int | None]:
     # How many steps were applied, of a loop some perhaps; None if none has updated the scale. An
-    # inf or NaN belongs to all losses: of several one alone may be skipped.
-    moving = [scale] if np.isfinite(number) else [one for one in scales_in(call) if one.stored]
-    fields = {"scale": number, "finite": False, "total": 2**30, "skipped": 2**30}
-    new = {id(getattr(one.stored, field)): x for one in moving for field, x in fields.items()}
-    values = {p: full_like(start[p], new[id(x)]) for p, x in flat.items() if id(x) in new}
+    # inf or NaN belongs to all losses: of several one alone may be skipped. Results may have other
+    # paths: there a scale is told apart by a count that no other has.
+    mine = {".scale": number, ".finite": False, ".total": 2**30, ".skipped": 2**30}
+    rest = {} if np.isfinite(number) else mine | {".total": 0, ".skipped": 0}
+    new = {path: (mine if path[:-1] == own else rest).get(path[-1]) for path in states}
+    values = {path: full_like(start[path], x) for path, x in new.items() if x is not None}
     after = {p: _numbers(x) for p, x in execute(jax.tree.map(jnp.copy, start | values)).items()}
-    states = [p[:-1] for p in after if p[-1:] == (".total",) and f"[{scale.label!r}]" in p]
-    updated = [state for state in states if np.max(after[*state, ".total"]) > 2**30]
-    if not states or not (updated or np.isfinite(number)):
+    totals = {p: np.max(x) for p, x in after.items() if ".loss_scale" in p and p[-1] == ".total"}
+    updated = [path[:-1] for path, total in totals.items() if total > 2**30]
+    if max(totals.values(), default=0) < 2**30 or not (updated or np.isfinite(number)):
       raise _not_updated(scale)
     counts = [int(np.sum(after[*x, ".total"] - after[*x, ".skipped"])) for x in updated]
     return number, after, sum(counts) if updated else None
@@ -140,34 +145,41 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale) -> bool:
     fix = "Call it with another batch; mpjax.check_skipped_steps says which gradient it is."
     raise errors.MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 
-  # One that is skipped, by all losses. Momentum that is 0 stays 0, so here nothing is.
-  first, old = finite[0], {x: _numbers(v) for x, v in before.items()}
-  states = sorted(x for x in old if ".loss_scale" in x)
-  zeros = [x for x in set(old) - set(states) if is_inexact(old[x]) and not np.any(old[x])]
-  start = before | {x: full_like(before[x], 0.6875) for x in zeros}
+  # What may be the new version of an argument? It has its type, and its name, or its position if it
+  # has none: a number behind the optimizer's state may be a loss, what follows a log. Of several it
+  # has the path that differs least, as seen from the leaf.
+  first, old = finite[0], {x: _numbers(v) for x, v in before.items() if x not in states}
+  bare = {p: x for p, x in first.items() if p > states[-1] and not last_name(p) and is_inexact(x)}
+  loss = min((path for path, x in bare.items() if x.shape == ()), default=("~",))
+  kind = lambda path, x: (last_name(path) or path, x.dtype, x.shape)  # noqa: E731
+  apart = lambda x, path: len({*enumerate(x[::-1])} ^ {*enumerate(path[::-1])})  # noqa: E731
+  pairs, wrong, moves = list[tuple[Path, Path]](), list[tuple[bool, Path]](), False
+  for x in (x for x in sorted(old) if last_name(x) or x < loss):
+    alike = {p: apart(x, p) for p, value in first.items() if kind(p, value) == kind(x, old[x])}
+    pairs += [(x, path) for path, n in alike.items() if n == min(alike.values())]
+
+  # One that is skipped, by all losses, a step later: an average that begins as a copy is none then.
+  # Momentum that is 0 may stay 0, so there nothing is.
+  later = {x: first[path] for x, path in pairs if not is_key(before[x].dtype)}
+  later |= {x: 0.6875 for x in old if is_inexact(old[x]) and not np.any(later.get(x, old[x]))}
+  start = before | {x: full_like(before[x], value) for x, value in later.items()}
   _, skipped, _ = run(np.nan, start)
 
-  # What is returned for each argument, and is it kept when the step is skipped? That has its type,
-  # and its path or name. A number behind the optimizer's state may be a loss, what follows a log.
-  bare = {p: x for p, x in first.items() if p > states[-1] and not _name(p) and is_inexact(x)}
-  loss = min((path for path, x in bare.items() if x.shape == ()), default=("~",))
-  changed, wrong, moves = list[Path](), list[tuple[bool, Path]](), False
-  for x in sorted(set(old) - set(states)):
-    alike = [path for path in first if jax.typeof(first[path]) == jax.typeof(old[x])]
-    paths = [path for path in alike if _name(path) == _name(x) != ()]
-    paths = [x] if x in alike and (_name(x) or x < loss) else paths
-    kept = [path for path in paths if _numbers(start[x]).tobytes() == skipped[path].tobytes()]
-    # What is beside the optimizer's state may count all steps; zeros are the updates of one.
-    is_beside = any(path[: len(x) - 1] == x[:-1] for path in states)
-    has_zeros = not all(np.any(skipped[path]) for path in paths)
-    changed += [] if kept or (has_zeros if is_inexact(old[x]) else is_beside) else paths
-    # What depends on the scale? Beside what falls other things may rise: a clip makes them.
-    for path in (kept or paths) if is_inexact(old[x]) else []:
-      moved = [_distance(old[x], after[path]) for after in finite]
-      moves = moves or (moved[0] > 0 and depends.get(path, True))
-      # In low precision a step rounds.
-      if max(_distance(first[path], after[path]) for after in applied) > 0.25 * max(moved):
-        wrong.append((moved[0] > moved[-1], path))
+  # Is it kept when the step is skipped? What holds the value of one argument is no new version of
+  # another: one that is not returned, such as a frozen network, has none.
+  kept = [(x, path) for x, path in pairs if _numbers(start[x]).tobytes() == skipped[path].tobytes()]
+  lost = [(x, path) for x, path in pairs if all(x != a and path != b for a, b in kept)]
+  # What is beside the optimizer's state may count all steps; zeros are the updates of one.
+  beside = {path[:n] for path in states for n in range(len(path))}
+  free = [x[:-1] in beside if not is_inexact(old[x]) else not np.any(skipped[p]) for x, p in lost]
+  changed = [path for (_, path), is_free in zip(lost, free, strict=True) if not is_free]
+  # What depends on the scale? Beside what falls other things may rise: a clip makes them.
+  for x, path in ((x, path) for x, path in kept + lost if is_inexact(old[x])):
+    moved = [_distance(old[x], after[path]) for after in finite]
+    moves = moves or (moved[0] > 0 and depends.get(path, True))
+    # In low precision a step rounds.
+    if max(_distance(first[path], after[path]) for after in applied) > 0.25 * max(moved):
+      wrong.append((moved[0] > moved[-1], path))
   nnx, name = scale.in_variables, "" if scale.name is None else f", name={scale.name!r}"
   if wrong:
     rises, path = min(wrong)
@@ -202,16 +214,8 @@ def _not_updated(scale: OwnedScale) -> errors.MpjaxValueError:
   return errors.MpjaxValueError(WHERE, expected=expected, got="none, or the old one", fix=fix)
 
 
-def _leaves(tree: PyTree) -> dict[Path, Leaf]:
-  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx_variable)
-  leaves = [(path, x) for path, x in leaves if is_nnx_variable(x) or hasattr(x, "dtype")]
-  return {tuple(jax.tree_util.keystr((key,)) for key in path): x for path, x in leaves}
-
-
-def _name(path: Path) -> Path:
-  """Returns the last name on a path and what follows it; nothing if there are only positions."""
-  names = [i for i, key in enumerate(path) if not key[1:-1].isdigit()]
-  return path[names[-1] :] if names else ()
+def _arrays(leaves: dict[Path, Leaf]) -> dict[Path, Leaf]:
+  return {path: y for path, x in leaves.items() if hasattr(y := plain_array(x), "dtype")}
 
 
 def _numbers(x: Leaf) -> NumpyArray:

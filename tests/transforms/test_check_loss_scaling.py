@@ -39,6 +39,7 @@ def data(rows=6, small=1.0):
 
 
 PARAMS, BATCH = data()
+FROZEN = jax.tree.map(lambda p: 2 * p + 1, PARAMS)
 
 
 def loss_fn(params, batch, dtype=F32):
@@ -226,13 +227,7 @@ LOOPS = {
   "signs": (optax.sign_sgd(0.1), F16, loss_fn, PARAMS, FOUND),
   "clipped": (optax.chain(optax.clip(1e-9), optax.sgd(1)), F16, loss_fn, PARAMS, FOUND),
   "a dead loss": (optax.adam(0.1), F32, dead, PARAMS, {right: NOTHING}),
-  "unused parameters": (
-    optax.adam(0.1),
-    F32,
-    constant,
-    PARAMS,
-    dict.fromkeys((right, never), "all zero"),
-  ),
+  "unused parameters": (ADAM, F32, constant, PARAMS, dict.fromkeys((right, never), "all zero")),
   "lost updates": (optax.sgd(1e-9), F32, loss_fn, HALF, LOST),
   # At one scale or another these are all that is left, whatever float16 makes of the rest.
   "beside": (CLIPPED, F16, loss_fn, PARAMS, {forgotten_beside: "in part never scaled"}),
@@ -266,10 +261,8 @@ def test_n12_the_name_of_another_loss():
 
   def step(names, params, opt_state):
     square = lambda x: jnp.sum(x.astype(F16).astype(F32) ** 2)  # noqa: E731
-    grads = {
-      k: mpjax.value_and_grad(square, opt_state, name=name)(params[k])[1]
-      for k, name in names.items()
-    }
+    grad = lambda name: mpjax.value_and_grad(square, opt_state, name=name)  # noqa: E731
+    grads = {k: grad(name)(params[k])[1] for k, name in names.items()}
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
@@ -306,25 +299,18 @@ def test_the_state_of_an_optimizer_in_host_memory():
   mpjax.check_loss_scaling(step)(PARAMS, jax.device_put(tx.init(PARAMS), host), BATCH)
 
 
-KINDS = [
-  "statistics",
-  "average",
-  "count",
-  "reset",
-  "scale",
-  "momentum of updates",
-  "momentum of gradients",
-]
+KINDS = ["statistics", "average", "count", "reset", "scale"]
+KINDS += ["momentum of updates", "momentum of gradients"]
 
 
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_d6_what_a_skipped_step_changes(kind, guarded):
-  # It was NaN after one bad batch, and stayed so. Momentum that is 0 at first stays 0 once.
+  # It was NaN after one bad batch, and stayed so. Momentum that is 0 at first stays 0 once, and an
+  # average that begins as the very arrays of the parameters is at rest.
   tx = mpjax.loss_scaling(optax.sgd(0.1))
   rest = {"mean": jnp.zeros(4), "average": PARAMS, "count": jnp.zeros((), jnp.int32)}
-  rest["age"] = jnp.asarray(5, jnp.int32)
-  rest["momentum"] = jax.tree.map(jnp.zeros_like, PARAMS)
+  rest |= {"age": jnp.asarray(5, jnp.int32), "momentum": jax.tree.map(jnp.zeros_like, PARAMS)}
 
   def step(variables, opt_state, batch):
     old, before, change = variables, opt_state, right(variables[0], opt_state, batch, loss_fn)[1]
@@ -339,7 +325,7 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
     if kind == "statistics":
       new["mean"] = add(new["mean"], 0.1 * jnp.mean(batch[0], axis=0))
     elif kind == "average":
-      new["average"] = jax.tree.map(lambda e, p: 0.9 * e + 0.2 * p, new["average"], params)
+      new["average"] = jax.tree.map(lambda e, p: e + 0.1 * (p - e), new["average"], params)
     elif kind == "count":
       new["count"] = new["count"] + 1
     elif kind == "reset":  # To the zero that an update is, when a step is skipped.
@@ -410,7 +396,7 @@ def test_keys_and_cursors_may_move_beside_the_state_of_the_optimizer(inside):
   fix = "A key that may move belongs beside the optimizer's state"
   changed = refused(ValueError, WHERE, "when it is skipped", "another ['data']['cursor']", fix)
   with changed if inside else contextlib.nullcontext():
-    mpjax.check_loss_scaling(step)(state, BATCH)
+    mpjax.check_loss_scaling(lambda state, batch, frozen: step(state, batch))(state, BATCH, FROZEN)
 
 
 def test_a_step_that_looks_at_values_runs_as_it_is():
@@ -435,18 +421,22 @@ def test_a_step_that_looks_at_values_runs_as_it_is():
 
 
 def test_what_is_logged_may_depend_on_the_scale():
-  # Updates, gradients in the tree of the parameters, norms of them, and the scale itself.
+  # Updates, gradients in the tree of the parameters, norms of them, and the scale itself. What is
+  # frozen, wherever it is among the arguments, has no new version, and no log is one.
   tx = mpjax.loss_scaling(optax.adam(1e-3))
 
   @jax.jit
-  def step(params, opt_state, batch, rate):
+  def step(params, frozen, opt_state, batch, rate):
     loss, grads = right(params, opt_state, batch, loss_fn)
     scale = mpjax.loss_scaling_metrics(opt_state)["loss_scale"]
     updates, opt_state = tx.update(grads, opt_state, params)
     log = {"grads": grads, "updates": updates, "scale": scale, "inverse": 1 / scale}
     return log, optax.apply_updates(params, updates), opt_state, scale * loss
 
-  mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH, F32(0.5))
+  swapped = lambda frozen, params, *rest: step(params, frozen, *rest)  # noqa: E731
+  rest = tx.init(PARAMS), BATCH, F32(0.5)
+  mpjax.check_loss_scaling(step)(PARAMS, FROZEN, *rest)
+  mpjax.check_loss_scaling(swapped)(FROZEN, PARAMS, *rest)
 
 
 @pytest.mark.parametrize("wrong", [None, "b"])
@@ -583,26 +573,40 @@ def test_several_steps_in_one_call(wrong):
     mpjax.check_loss_scaling(run)((PARAMS, tx.init(PARAMS)), batches)
 
 
-@pytest.mark.parametrize("kind", ["right", "one never scales", "one state is dropped"])
-def test_of_two_optimizers_the_wrong_one_is_found(kind):
+OLD_STATE = (
+  "that returns the new loss scale '{}dynamic'.* got none, or the old one.* never select it"
+)
+OF_TWO = {
+  "right": None,
+  "one is updated twice": None,
+  "one never scales": "the same at every value of the loss scale '{}dynamic'.* never scaled",
+  "one state is dropped": OLD_STATE,
+  "one state is selected": OLD_STATE,
+}
+
+
+@pytest.mark.parametrize("names", ["ab", (None, None)], ids=["named", "unnamed"])
+@pytest.mark.parametrize("kind", OF_TWO)
+def test_of_two_optimizers_the_wrong_one_is_found(kind, names):
   # At the scale NaN the one with plain gradients is applied, while the other one is skipped.
-  txs = {name: mpjax.loss_scaling(optax.adam(0.1), name=name) for name in "ab"}
+  txs = {k: mpjax.loss_scaling(SGD, name=name) for k, name in zip("ab", names, strict=True)}
   ways = {"a": right, "b": never if kind == "one never scales" else right}
 
-  def step(params, opt_states, batch):
-    new = {k: make_step(tx, ways[k])(params[k], opt_states[k], batch) for k, tx in txs.items()}
-    returned = "a" if kind == "one state is dropped" else "ab"
-    return {k: x[0] for k, x in new.items()}, {k: new[k][1] for k in returned}
+  def step(params, old, batch):
+    new = {k: make_step(tx, ways[k])(params[k], old[k], batch)[:2] for k, tx in txs.items()}
+    if kind == "one is updated twice":
+      new["b"] = make_step(txs["b"], right)(*new["b"], batch)[:2]
+    params, states = ({k: pair[i] for k, pair in new.items()} for i in (0, 1))
+    if kind == "one state is dropped":
+      del states["b"]
+    elif kind == "one state is selected":
+      states["b"] = mpjax.select_tree(mpjax.last_step_finite(states["b"]), states["b"], old["b"])
+    return params, states
 
-  named = {
-    "right": contextlib.nullcontext(),
-    "one never scales": refused(ValueError, WHERE, "the same at every", "never scaled", "name='b'"),
-    "one state is dropped": refused(
-      ValueError, WHERE, "the new loss scale 'b:dynamic'", "none", "Return"
-    ),
-  }[kind]
-  with named:
-    opt_states = {k: tx.init(PARAMS) for k, tx in txs.items()}
+  opt_states = {k: tx.init(PARAMS) for k, tx in txs.items()}
+  if kind == "right" and names != "ab":  # One state for both: their paths alone tell them apart.
+    opt_states["b"] = opt_states["a"]
+  with ends(OF_TWO[kind] and OF_TWO[kind].format("b:" if names == "ab" else "")):
     mpjax.check_loss_scaling(step)(dict.fromkeys("ab", PARAMS), opt_states, BATCH)
 
 
@@ -632,7 +636,8 @@ def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
     layers = [nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)]
     model = nnx.Sequential(*layers, nnx.Dropout(dropout, rngs=rngs))
     model.layers[1].kernel = model.layers[0].kernel
-    optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
+    kernels = optax.masked(ADAM, lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
+    optimizer = nnx.Optimizer(model, mpjax.loss_scaling(kernels), wrt=nnx.Param)
     expected, got = "changes nothing when it is skipped", "rngs.count"
     moves = refused(ValueError, WHERE, expected, got, "@mpjax.nnx.atomic_step")
     with moves if dropout and wrap is not mpjax.nnx.atomic_step else contextlib.nullcontext():
@@ -683,6 +688,3 @@ def test_of_two_optimizers_the_step_may_update_one():
   mpjax.check_loss_scaling(one_of_two)(params, opt_states, batch)
   skipped = step(params, opt_states[1], (batch[0] * jnp.nan, batch[1]))[1]
   mpjax.check_loss_scaling(one_of_two)(params, (opt_states[0], skipped), batch)
-  keep = lambda params, opt_state, batch: (step(params, opt_state, batch)[0], opt_state)  # noqa: E731
-  with ends("the new loss scale.*the old one.*Return the opt_state"):
-    mpjax.check_loss_scaling(keep)(params, tx.init(params), batch)
