@@ -326,11 +326,12 @@ class Context:
 
 
 @WAYS
-@pytest.mark.parametrize("kind", [Context, lambda z: types.SimpleNamespace(z=z)])
+@pytest.mark.parametrize("kind", [Context, lambda z: types.SimpleNamespace(z=z, log=[])])
 def test_an_object_that_is_changed_is_changed_by_python(way, kind):
   # Flax counts the names of submodules, and they are called again. One is no tree to JAX.
   def body(module, context):
     context.z = nn.Dense(3)(context.z)
+    vars(context).get("log", []).append(context.z)
     return context.z
 
   model, context = Does(body), kind(X)
@@ -338,6 +339,7 @@ def test_an_object_that_is_changed_is_changed_by_python(way, kind):
   with pytest.warns(UserWarning, match="got one that changes an argument in place"):
     out = call(way, model, "c=bf16", variables, context)
   assert context.z is out
+  assert vars(context).get("log", [out]) == [out]
   np.testing.assert_allclose(out, model.apply(variables, kind(X)), atol=0.02)
 
 

@@ -111,8 +111,8 @@ class Contents:
     self._containers = (*containers, *objects)
     self._ids = set(map(id, containers))
     self._before = list(map(self._now, self._containers))
-    own = [getattr(x, "__dict__", None) for x in objects]
-    self._attributes = [(x, dict(x)) for x in own if isinstance(x, dict)]
+    own = [y for x in objects for d in [getattr(x, "__dict__", {})] for y in (d, *d.values())]
+    self._attributes = [(x, c) for x in own if type(x) in (dict, list) and (c := content_of(x))]
 
   def _now(self, x: Any) -> Content:
     # Of others than lists and dicts all leaves: they may give new containers at each look.
@@ -128,8 +128,7 @@ class Contents:
       if not (same and same_objects(now.parts, before.parts)):
         if type(x) not in (list, *DICTS):
           for attributes, old in self._attributes:  # It is called again.
-            attributes.clear()
-            attributes.update(old)
+            old.refill(attributes)
           raise NotTraceable("changes an argument in place")
         yield i, now
 
@@ -185,6 +184,7 @@ def _tracers_in(x: object) -> list[object]:
     elif id(x) not in met and not isinstance(x, (type, types.ModuleType, types.TracebackType)):
       met.add(id(x))
       # Items, attributes, what a function closes over; not all that its module holds.
-      around = (x.__globals__, x.__builtins__) if isinstance(x, types.FunctionType) else ()
-      pending += [each for each in gc.get_referents(x) if not any(each is a for a in around)]
+      # And no strings and numbers, which a collector does not track.
+      around = {id(x.__globals__), id(x.__builtins__)} if isinstance(x, types.FunctionType) else ()
+      pending += [y for y in filter(gc.is_tracked, gc.get_referents(x)) if id(y) not in around]
   return [tracers[i] for i in sorted(tracers)]
