@@ -114,13 +114,15 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale, root: Path) -> b
     # inf or NaN belongs to all losses: of several one alone may be skipped. Results may have other
     # paths: there a scale is told apart by a count that no other has.
     mine = {".scale": number, ".finite": False, ".total": 2**30, ".skipped": 2**30}
-    rest = {} if np.isfinite(number) else mine | {".total": 0, ".skipped": 0}
-    new = {path: (mine if path[:-1] == own else rest).get(path[-1]) for path in states}
+    others = {} if np.isfinite(number) else mine | {".total": 0, ".skipped": 0}
+    new = {path: (mine if path[:-1] == own else others).get(path[-1]) for path in states}
     values = {path: full_like(start[path], x) for path, x in new.items() if x is not None}
     after = {p: _numbers(x) for p, x in execute(jax.tree.map(jnp.copy, start | values)).items()}
     totals = {p: np.max(x) for p, x in after.items() if ".loss_scale" in p and p[-1] == ".total"}
     updated = [path[:-1] for path, total in totals.items() if total > 2**30]
-    if max(totals.values(), default=0) < 2**30 or not (updated or np.isfinite(number)):
+    # One that is read for another number than a scale has to be updated.
+    used = any(x for path, x in depends.items() if ".loss_scale" not in path)
+    if not updated and (used or not np.isfinite(number)):
       raise _not_updated(scale)
     counts = [int(np.sum(after[*x, ".total"] - after[*x, ".skipped"])) for x in updated]
     return number, after, sum(counts) if updated else None

@@ -581,6 +581,7 @@ OF_TWO = {
   "one is updated twice": None,
   "one never scales": "the same at every value of the loss scale '{}dynamic'.* never scaled",
   "one state is dropped": OLD_STATE,
+  "one state is the old one": OLD_STATE,
   "one state is selected": OLD_STATE,
 }
 
@@ -599,6 +600,8 @@ def test_of_two_optimizers_the_wrong_one_is_found(kind, names):
     params, states = ({k: pair[i] for k, pair in new.items()} for i in (0, 1))
     if kind == "one state is dropped":
       del states["b"]
+    elif kind == "one state is the old one":
+      states["b"] = old["b"]
     elif kind == "one state is selected":
       states["b"] = mpjax.select_tree(mpjax.last_step_finite(states["b"]), states["b"], old["b"])
     return params, states
@@ -686,5 +689,7 @@ def test_of_two_optimizers_the_step_may_update_one():
 
   opt_states = tx.init(params), tx.init(params)
   mpjax.check_loss_scaling(one_of_two)(params, opt_states, batch)
+  alone = lambda *args: (one_of_two(*args)[0], one_of_two(*args)[1][0])  # noqa: E731
+  mpjax.check_loss_scaling(alone)(params, opt_states, batch)
   skipped = step(params, opt_states[1], (batch[0] * jnp.nan, batch[1]))[1]
   mpjax.check_loss_scaling(one_of_two)(params, (opt_states[0], skipped), batch)
