@@ -176,7 +176,7 @@ def crossings(
           expected="the bfloat16 parameters beside the masters, which are split over both",
           got=f"{names} for those at {at}",
           fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
-          '{"params": params, "opt_state": opt_state}; several models one by one.',
+          '{"params": params, "opt_state": opt_state}; models, or copies in bfloat16, one by one.',
         )
       result |= {x: "/".join(roots[0] + inside[x]) for x in crossed}
   return result

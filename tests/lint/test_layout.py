@@ -497,13 +497,13 @@ def test_check_can_fail(check, sources):
 LINES = {
   "_core and root files": 2_400,
   "_jaxprs without autocast": 2_900,
-  "_jaxprs/autocast": 3_096,
+  "_jaxprs/autocast": 3_095,
   "linen and nnx": 1_498,
-  "transforms": 3_894,
+  "transforms": 3_892,
   "_io": 591,
   "_diagnostics": 3_394,
-  "all of mpjax": 17_773,
-  "tests": 41_998,
+  "all of mpjax": 17_770,
+  "tests": 41_997,
 }
 """The most lines of each part, as ruff formats them; those with nothing but a comment are free.
 
