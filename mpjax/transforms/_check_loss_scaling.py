@@ -169,14 +169,14 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale, root: Path) -> b
 
   # Is it kept when the step is skipped? What holds the value of one argument is no new version of
   # another: one that is not returned, such as a frozen network, has none.
-  kept = [(x, path) for x, path in pairs if _numbers(start[x]).tobytes() == skipped[path].tobytes()]
-  lost = [(x, path) for x, path in pairs if all(x != a and path != b for a, b in kept)]
+  same = [(x, path) for x, path in pairs if _numbers(start[x]).tobytes() == skipped[path].tobytes()]
+  other = [(x, path) for x, path in pairs if all(x != a and path != b for a, b in same)]
   # What is beside the optimizer's state may count all steps; zeros are the updates of one.
   beside = {path[:n] for path in states for n in range(len(path))}
-  free = [x[:-1] in beside if not is_inexact(old[x]) else not np.any(skipped[p]) for x, p in lost]
-  changed = [path for (_, path), is_free in zip(lost, free, strict=True) if not is_free]
+  free = [x[:-1] in beside if not is_inexact(old[x]) else not np.any(skipped[p]) for x, p in other]
+  changed = [path for (_, path), is_free in zip(other, free, strict=True) if not is_free]
   # What depends on the scale? Beside what falls other things may rise: a clip makes them.
-  for x, path in ((x, path) for x, path in kept + lost if is_inexact(old[x])):
+  for x, path in ((x, path) for x, path in same + other if is_inexact(old[x])):
     moved = [_distance(old[x], after[path]) for after in finite]
     moves = moves or (moved[0] > 0 and depends.get(path, True))
     # In low precision a step rounds.

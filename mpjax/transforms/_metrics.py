@@ -1,7 +1,7 @@
 """What happened to the last step: metrics, the flag for other state, an alarm, and the monitor."""
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -314,12 +314,9 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
 
 def _by_name(tree: PyTree) -> dict[str, Leaf]:
   """Returns the arrays of a tree by their paths as text, which differ where the paths do."""
-
-  def part(entry: Hashable) -> str:
-    text = jax.tree_util.keystr((entry,), simple=True)
-    # With quotes where it might be read as several.
-    return jax.tree_util.keystr((entry,)) if set(text) & set(".[") else text
-
+  # A key that might be read as several is in quotes.
+  plain = lambda key: jax.tree_util.keystr((key,), simple=True)  # noqa: E731
+  part = lambda key: jax.tree_util.keystr((key,)) if {*plain(key)} & {*".["} else plain(key)  # noqa: E731
   leaves = leaves_with_path(differentiated(tree))
   return {".".join(map(part, path)) or "params": plain_array(x) for path, x in leaves}
 

@@ -34,6 +34,7 @@ def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
   return [x for x in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(x)]
 
 
+# Here, and not beside `master_weights`: the checks of every wrapper leave masters out.
 class MasterWeightsState(NamedTuple):
   """The state of `mpjax.master_weights`.
 
@@ -64,6 +65,7 @@ def key_text(path: KeyPath) -> str:
 
 
 def leaves_of(tree: PyTree, is_leaf: Callable[..., bool] = is_nnx_variable) -> dict[Path, Leaf]:
+  """Returns all leaves of a tree by their paths, each key as Python writes it."""
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
   return {tuple(jax.tree_util.keystr((key,)) for key in path): x for path, x in leaves}
 

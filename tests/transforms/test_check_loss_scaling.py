@@ -573,9 +573,7 @@ def test_several_steps_in_one_call(wrong):
     mpjax.check_loss_scaling(run)((PARAMS, tx.init(PARAMS)), batches)
 
 
-OLD_STATE = (
-  "that returns the new loss scale '{}dynamic'.* got none, or the old one.* never select it"
-)
+OLD_STATE = "the new loss scale '{}dynamic'.* got none, or the old one.* never select it"
 OF_TWO = {
   "right": None,
   "one is updated twice": None,

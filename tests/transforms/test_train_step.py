@@ -370,12 +370,13 @@ def test_a_batch_that_cannot_be_cut():
       mpjax.make_train_step(quadratic, SGD, accumulate=4)(create(SGD), batch)
 
 
-@pytest.mark.standard_promotion
-def test_the_loss_is_passed_as_value():
-  inner = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1))
-  step, state = begin(quadratic, mpjax.loss_scaling(inner, STATIC))
+@pytest.mark.parametrize("scale", [STATIC, mpjax.NoLossScale()])
+def test_the_loss_is_passed_as_value_alone(scale):
+  takes = lambda u, _, params=None, *, value, loss=0.0, **rest: (u, value + loss)  # noqa: E731
+  inner = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), takes)
+  step, state = begin(quadratic, mpjax.loss_scaling(inner, scale))
   state, metrics = step(state, rows(8))
-  assert state.opt_state.inner_state[1].best_value == metrics["loss"]
+  assert state.opt_state.inner_state == metrics["loss"]
 
 
 MASK = jnp.asarray([[0.0, -np.inf], [np.nan, 0.0]])
