@@ -99,24 +99,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _compile_once() -> Iterator[None]:
-  """Compiles a program once, however many tests and later runs trace it.
-
-  Each worker has a cache of its own, since one that reads what another is writing would fail. It
-  starts with what earlier runs compiled and adds to that at the end, by hard links.
-  """
+@pytest.fixture(scope="session")
+def _compiled() -> Iterator[list[pathlib.Path]]:
+  """The folder of what this worker has compiled, and that of all workers and earlier runs."""
   key = "\0".join([platform.machine(), _JAXLIB, os.environ["XLA_FLAGS"]])
   shared = _TESTS.parent / ".cache" / "compiled" / hashlib.sha256(key.encode()).hexdigest()[:16]
   shared.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=shared.parent) as folder:
-    own = pathlib.Path(folder)
-    _link_files(shared, own)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    yield
-    _link_files(own, shared)
+    yield [pathlib.Path(folder), shared]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(_compiled: list[pathlib.Path]) -> Iterator[None]:
+  """Compiles a program once, however many tests, workers and later runs trace it."""
+  # A cache in common would have files that the other worker is still writing: they are linked, once
+  # they are complete, before and after each file of tests.
+  own, shared = _compiled
+  _link_files(shared, own)
+  yield
+  _link_files(own, shared)
 
 
 def _link_files(source: pathlib.Path, target: pathlib.Path) -> None:
