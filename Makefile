@@ -19,7 +19,7 @@ NEWEST ?= 3.13 3.12
 help:
 	@echo "make demo        train a real model three ways and compare"
 	@echo "make test        run the tests: is the library right? (PYTEST_ARGS='-k policy' to choose)"
-	@echo "make check       run examples, pages, figures, benchmark scripts, the wheel, and properties on more examples"
+	@echo "make check       run examples, pages, figures, benchmark scripts, the wheel, properties on more examples, and errors of complete models"
 	@echo "make convergence train the examples until they have learned, in float32 and in low precision"
 	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
 	@echo "make smoke       install the wheel and the sdist into clean environments, and use them there"
@@ -61,7 +61,7 @@ test: $(STAMP)
 
 check: export JAX_PLATFORMS ?= cpu
 check: $(STAMP)
-	$(PYTEST) -m hypothesis --hypothesis-profile=full $(PYTEST_ARGS)
+	$(PYTEST) -m "hypothesis or accuracy" --hypothesis-profile=full $(PYTEST_ARGS)
 	$(PYTEST) tests/check $(PYTEST_ARGS)
 
 # Long trainings gain more from XLA's optimization than it takes.

@@ -83,10 +83,11 @@ _FLAGS = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Leaves out tests marked `gpu` where there is no GPU, and refuses ids that change by process.
 
-  Leaves out `convergence` too, unless `-m` or the id of a test asks for it.
+  Leaves out `convergence` and `accuracy` too, unless `-m` or the id of a test asks for them.
   """
-  asked = "convergence" in config.option.markexpr or any("::" in arg for arg in config.args)
-  long = [] if asked else [item for item in items if item.get_closest_marker("convergence")]
+  by_id = any("::" in arg for arg in config.args)
+  left = [m for m in ("convergence", "accuracy") if not (by_id or m in config.option.markexpr)]
+  long = [item for item in items if any(map(item.get_closest_marker, left))]
   if long:
     config.hook.pytest_deselected(items=long)
     items[:] = [item for item in items if item not in long]

@@ -164,6 +164,7 @@ def all_cast_outside(model: Model, half: str) -> Any:
   return lambda params, rest, inputs: call(cast(params, half), rest, cast(inputs, half))
 
 
+@pytest.mark.accuracy
 @pytest.mark.case("I15")
 @pytest.mark.parametrize("name", WHOLE)
 def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name):
