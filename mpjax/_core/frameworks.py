@@ -52,6 +52,6 @@ def check_no_linen_model(fn: object, where: str) -> None:
     raise MpjaxTypeError(
       where,
       expected="a function of arrays",
-      got=f"a model of Linen ({type(fn).__name__}) without its variables",
+      got=f"a model of Linen ({type(fn).__name__}), which is called through apply",
       fix=f"Pass model.apply. For a policy on its modules: {_CALL.format('model')}.",
     )

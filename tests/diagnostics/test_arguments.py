@@ -75,7 +75,7 @@ def test_what_is_no_function():
     (3, "3"),
     ("fn", "'fn'"),
     ({}, "dict"),
-    (nn.Dense(2), "a model of Linen (Dense) without its variables"),
+    (nn.Dense(2), "a model of Linen (Dense), which is called through apply"),
     (jax.jit(jnp.sin).lower(X).compile(), "a compiled one"),
   ]:
     with refused(TypeError, "mpjax.audit(fn)", "a function of arrays", got, "Pass"):

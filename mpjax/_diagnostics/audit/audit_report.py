@@ -184,7 +184,7 @@ def audit(
     A function with the signature of `fn` that returns an `AuditReport`.
 
   Raises:
-    MpjaxTypeError: `fn` is no function, or a Linen model without its variables.
+    MpjaxTypeError: `fn` is no function, or a Linen model instead of its `apply`.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def fn(params, x):
@@ -221,7 +221,7 @@ def audit(
         notes.append(f"{unnumbered(x.where.path)}: {x.name} is not entered; it gets {dtypes}.")
     if ("backward", "float16") in flops and "loss scale" not in record.uses:
       notes.append(
-        "Float16 gradients without a loss scale: those below 6e-8 become 0. Wrap the optimizer in "
+        "Float16 gradients without a loss scale: those below 3e-8 become 0. Wrap the optimizer in "
         "mpjax.loss_scaling, and differentiate with mpjax.value_and_grad."
       )
     if not all(operation.step.certain for operation, *_ in graph.matmuls()):
