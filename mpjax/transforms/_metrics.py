@@ -315,8 +315,8 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
 def _by_name(tree: PyTree) -> dict[str, Leaf]:
   """Returns the arrays of a tree by their paths as text, which differ where the paths do."""
   # A key that might be read as several is in quotes.
-  plain = lambda key: jax.tree_util.keystr((key,), simple=True)  # noqa: E731
-  part = lambda key: jax.tree_util.keystr((key,)) if {*plain(key)} & {*".["} else plain(key)  # noqa: E731
+  text = jax.tree_util.keystr
+  part = lambda key: text((key,), simple=not set(text((key,), simple=True)) & set(".["))  # noqa: E731
   leaves = leaves_with_path(differentiated(tree))
   return {".".join(map(part, path)) or "params": plain_array(x) for path, x in leaves}
 
