@@ -251,9 +251,9 @@ def _rule(
 
   # The kind. A mask or a coordinate times an activation is an activation.
   lows = [k for k in deciding if k.is_low]
-  kind = joined(lows if facts.role == "product" and lows else deciding)
+  kind = joined(*(lows if facts.role == "product" and lows else deciding))
   kind = kind or Kind(FLOAT32, neutral=bool(numbers))  # The size of a complex number is data.
-  written = joined([kind, *(v.kind for v in others)]) or kind
+  written = joined(kind, *(v.kind for v in others)) or kind if others else kind
   if kind.neutral and not kind.is_low and written.is_low:
     return FLOAT32, Kind(half, held=True)
   if not written.is_low:  # Coordinates among features, too.

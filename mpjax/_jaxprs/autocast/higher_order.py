@@ -201,7 +201,7 @@ def _cond(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
   free = [_inside(rewriter, eqn, branch, ins).outs for branch in inners]
   kinds: list[Kind | None] = []
   for readers, *each in zip(_readers(rewriter, eqn), *free, strict=True):
-    kind = joined(each)
+    kind = joined(*each)
     wide = [k for k in each if k is not None and not k.is_low]
     if kind is not None and kind.is_low and wide:  # See the table for a choice.
       fits = all(survives(x, kind.dtype) for k in wide for x in k.numbers or ())
@@ -260,7 +260,7 @@ def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
 
 def _carried(state: Kind | None, returned: Kind | None, own: bool) -> Kind | None:
   """Returns the kind of a carry that comes in as `state` and is returned as `returned`."""
-  carry = joined((state, returned))
+  carry = joined(state, returned)
   if carry is None or not carry.is_low:
     return carry and carry._replace(parameter=carry.neutral)
   started = state is not None and not state.is_low  # As a neutral one.

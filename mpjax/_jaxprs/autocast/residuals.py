@@ -20,6 +20,7 @@ from mpjax._core.types import Array, DType, Leaf
 from mpjax._jaxprs.autocast.rewriter import By, Rewriter, in_default, only_float32
 from mpjax._jaxprs.autocast.run import (
   differentiated,
+  first_like,
   jaxpr_for,
   jaxpr_of,
   remembered_off_mesh,
@@ -30,7 +31,7 @@ from mpjax._jaxprs.autocast.values import Kind, Value, cached_per_jaxpr
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of
-from mpjax._jaxprs.reader import aval_of, cast_to, dtype_of, retyped, shape_of
+from mpjax._jaxprs.reader import aval_of, dtype_of, shape_of
 
 
 def saving_low(
@@ -219,30 +220,33 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   # One equation for all of it, of the root as it is held; or in float32, where gradients are added.
   taken = FLOAT32 if any(k.held for k in kinds) else value.kind.current
   operand = rewriter.view(value, taken, function.eqns[0])
-  invar = root if dtype_of(operand) == FLOAT32 else Var(aval_of(operand))
-  eqns = unscoped(function.eqns)
-  wide = jaxpr_of(eqns, [root], outs)
-  new = [v if k.held else retyped(v, k.dtype) for v, k in zip(outs, kinds, strict=True)]
-  casts = [cast_to(v, out, eqns[-1]) for v, out in zip(new, outs, strict=True) if v is not out]
-  before = [] if invar is root else [cast_to(root, invar, eqns[-1])]
-  body = jaxpr_of([*before, *eqns, *casts], [invar], new)
-
-  def tangent(
-    primals: Sequence[Array], tangents: Sequence[Array]
-  ) -> tuple[list[Array], list[Array]]:
-    x = jax.lax.convert_element_type(primals[0], FLOAT32)
-    one = jax.lax.full_like(x, 1)
-    values, slopes = jax.jvp(lambda x: eval_jaxpr(wide, (), x), (x,), (one,))
-    values, slopes, changes = [
-      [jax.lax.convert_element_type(x, k.current) for x, k in zip(xs, kinds, strict=True)]
-      for xs in (values, slopes, [tangents[0]] * len(values))
-    ]
-    # Else XLA keeps what is expensive in it, such as a tanh in float32, and finishes it later.
-    slopes = jax.lax.optimization_barrier(slopes)
-    return values, [slope * t for slope, t in zip(slopes, changes, strict=True)]
-
+  wide = first_like(jaxpr_of(unscoped(function.eqns), [root], outs))
   with context_of(last):
-    call = differentiated(ClosedJaxpr(body, ()), tangent, [aval_of(operand)], "activation")
+    call = _activation(wide, tuple(kinds), last.ctx, aval_of(operand))
   eqn = last.replace(primitive=call.primitive, outvars=list(outs), params=call.params)
   rewriter.write(eqn, [operand], kinds)
   return True
+
+
+@remembered_off_mesh
+def _activation(wide: Jaxpr, kinds: Sequence[Kind], _: object, aval: ShapedArray) -> JaxprEqn:
+  # Returns an equation that all layers with these operations share, of an operand with `aval`.
+  exact = functools.partial(eval_jaxpr, wide, ())
+
+  def held(values: Sequence[Array]) -> list[Array]:
+    pairs = zip(values, kinds, strict=True)
+    return [jax.lax.convert_element_type(x, kind.current) for x, kind in pairs]
+
+  def activation(x: Array) -> list[Array]:
+    return held(exact(jax.lax.convert_element_type(x, FLOAT32)))
+
+  def tangent(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], Any]:
+    x = jax.lax.convert_element_type(primals[0], FLOAT32)
+    values, slopes = jax.jvp(exact, (x,), (jax.lax.full_like(x, 1),))
+    # Else XLA keeps what is expensive in it, such as a tanh in float32, and finishes it later.
+    slopes = jax.lax.optimization_barrier(held(slopes))
+    return held(values), [
+      a * b for a, b in zip(slopes, held([*tangents] * len(kinds)), strict=True)
+    ]
+
+  return differentiated(jaxpr_for(activation, aval), tangent, [aval], "activation")

@@ -362,7 +362,7 @@ class Rewriter:
       warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     facts = facts_of(eqn)
-    kind = joined(map(self.kind, eqn.invars)) or Kind(FLOAT32, facts.neutral)
+    kind = joined(*map(self.kind, eqn.invars)) or Kind(FLOAT32, facts.neutral)
     solved = kind.solved or (facts.role == "linear algebra" and not kind.neutral)
     kind = kind._replace(parameter=False, held=kind.is_low, solved=solved)
     own: dict[DType | None, Kind] = {d: Kind(d) for d in FLOATS}
@@ -387,6 +387,7 @@ def retype(eqn: JaxprEqn, dtype: DType) -> Params:
   return {**params, "update_jaxpr": new.jaxpr, "update_consts": tuple(new.consts)}
 
 
+@functools.cache
 def asked_precision(precision: object) -> str:
   """Returns what asks for more than the usual precision, in an equation or a setting; else ""."""
   each = precision if isinstance(precision, tuple) else (precision,)

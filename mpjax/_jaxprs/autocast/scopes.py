@@ -53,13 +53,9 @@ def policy_of(region: str) -> Policy | None:
 
 def leaving(tree: PyTree, dtype: Any) -> PyTree:
   """Returns the results of a module where its policy ends: in `dtype` for all that read them."""
-
-  def leaf(x: Any) -> Any:
-    if isinstance(x, jax.Array) and x.dtype == "float64":
-      return x.astype(dtype)  # It stays as it is until here.
-    return _marked(x, OUTPUT + dtype.name)
-
-  return mapped(leaf, tree)
+  # One in float64 stays as it is until here.
+  wide = lambda x: isinstance(x, jax.Array) and x.dtype == "float64"  # noqa: E731
+  return mapped(lambda x: x.astype(dtype) if wide(x) else _marked(x, OUTPUT + dtype.name), tree)
 
 
 def at_rest(tree: PyTree, dtype: str) -> PyTree:
@@ -113,15 +109,8 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   output, rest = (
     np.dtype(last.removeprefix(mark)) if last.startswith(mark) else None for mark in (OUTPUT, REST)
   )
-  return Place(
-    scope,
-    policy,
-    half,
-    as_written,
-    output,
-    rest,
-    scope if settings.rules else own if region is None else (*own, region),
-  )
+  inside = scope if settings.rules else own if region is None else (*own, region)
+  return Place(scope, policy, half, as_written, output, rest, inside)
 
 
 def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...], where: str) -> None:

@@ -102,24 +102,18 @@ def autocast(
     of_ops, fix = "mpjax.autocast(ops=...)", 'Write ops=mpjax.OpLists().replace(float32=["tanh"]).'
     raise MpjaxTypeError(of_ops, expected="an mpjax.OpLists", got=repr(ops), fix=fix)
   policy, rules = parse_policy(policy, "mpjax.autocast(policy)"), parse_rules(rules, of_rules)
+  fix = (
+    "A traced function has no modules, only named scopes: see jax.named_scope. For rules by class "
+    "or instance put a policy on the model with mpjax.with_policy."
+  )
   for rule in rules:
-    check_value(
-      rule,
-      rule.path is not None,
-      of_rules,
-      expected="rules with path=",
-      fix="A traced function has no modules, only named scopes: see jax.named_scope. For rules "
-      "by class or instance put a policy on the model with mpjax.with_policy.",
-    )
+    check_value(rule, rule.path is not None, of_rules, expected="rules with path=", fix=fix)
   policies = [("mpjax.autocast(policy)", policy), *((of_rules, rule.policy) for rule in rules)]
+  expected = "a policy that computes in bfloat16, float16 or float32"
+  fix = "Operations in other dtypes are left as they are; no policy is needed for them."
   for of_policy, each in policies:
-    check_value(
-      each,
-      each is None or each.compute_dtype in FLOATS,
-      of_policy,
-      expected="a policy that computes in bfloat16, float16 or float32",
-      fix="Operations in other dtypes are left as they are; no policy is needed for them.",
-    )
+    allowed = each is None or each.compute_dtype in FLOATS
+    check_value(each, allowed, of_policy, expected=expected, fix=fix)
   data = _data_leaves(data_argnums)
   if not any(rewrites(each) for _, each in policies):
     return fn

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
@@ -165,7 +165,8 @@ def cached_per_jaxpr(fun: Callable[..., R]) -> Callable[..., R]:
   return remembering
 
 
-def joined(kinds: Iterable[Kind | None]) -> Kind | None:
+@functools.lru_cache(maxsize=1024)
+def joined(*kinds: Kind | None) -> Kind | None:
   """Returns the kind of a value that is one of several: see the table in `first_order.py`."""
   several = [kind for kind in kinds if kind is not None]
   if not several:

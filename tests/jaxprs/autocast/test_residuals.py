@@ -250,6 +250,13 @@ def activation(fun, *args, first="convert_element_type"):
   return []
 
 
+def test_layers_alike_share_one_activation():
+  layers = lambda w, x: functools.reduce(lambda x, _: cubes(w, x), range(20), x)  # noqa: E731
+  program = jax.make_jaxpr(mpjax.autocast(layers, "float16"))(W, SMALL)
+  calls = [e.params["call_jaxpr"] for e in walk(program) if e.primitive.name == "custom_jvp_call"]
+  assert calls[0] is calls[1]  # The last is returned.
+
+
 def test_what_else_reads_a_part_of_it_and_a_sum_that_reads_it():
   def fun(w, x):
     y = x @ w

@@ -83,11 +83,11 @@ def test_the_kind_of_a_value():
 def test_the_kind_of_one_of_several():
   data, neutral, low = Kind(FLOAT32), Kind(FLOAT32, neutral=True), Kind(FLOAT16)
   held = Kind(FLOAT16, held=True)
-  assert joined([low, data, neutral]) == data
-  assert joined([neutral, low]) == low
-  assert joined([neutral, held, low]) == held
-  assert joined([neutral, None]) == neutral
-  assert joined([None]) is None
+  assert joined(low, data, neutral) == data
+  assert joined(neutral, low) == low
+  assert joined(neutral, held, low) == held
+  assert joined(neutral, None) == neutral
+  assert joined(None) is None
 
 
 def test_a_literal_is_neutral_and_its_number_known():
