@@ -76,9 +76,9 @@ class Row(NamedTuple):
     elementwise: each element of a result depends on the elements at its own position alone.
     bounded: its result is finite where its operands are.
     tests: its result is boolean, and says something about the size of numbers.
-    role: how errors of its operands go into its result: those of a sum, or of a `floor`, are
-      absolute, so that rounding an operand may be all of the result; those of a multiplication are
-      relative; those of an angle are absolute, too, however large it is.
+    role: how errors of its operands go into its result: those of a sum are absolute, so that
+      rounding an operand may be all of the result; those of a multiplication are relative; those of
+      an angle are absolute, too, however large it is, and those of a step, as of a `floor`, jump.
     neutral: its results are random numbers, which take the dtype of what they meet, unless it is
       given a floating operand.
     gradient: where the derivative is a sum over elements of the result, how the operand was used;
@@ -99,7 +99,7 @@ class Row(NamedTuple):
   elementwise: bool = False
   bounded: bool = False
   tests: bool = False
-  role: Literal["sum", "product", "angle", "linear algebra"] | None = None
+  role: Literal["sum", "step", "product", "angle", "linear algebra"] | None = None
   neutral: bool = False
   gradient: Literal["repeated", "added", "multiplied", "chosen", "result"] | None = None
   degree: Degree | None = None
@@ -191,7 +191,7 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "At an end of their domain the slope is infinite, and a rounding of the operand there is far "
     "more than one of the result.",
-    Row("acos acosh asin atanh", elementwise=True),
+    Row("acos acosh asin atanh", elementwise=True, role="angle"),
   ),
   Family(
     "float32",
@@ -235,7 +235,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("div", **_FACTORS, degree=lambda d, _: d[0] - d[1]),
     Row("max min", elementwise=True, exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
     Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1]),
-    Row("rem", elementwise=True, role="sum", gradient="multiplied"),
+    Row("rem", elementwise=True, role="step", gradient="multiplied"),
   ),
   Family(
     "promote",
@@ -271,7 +271,7 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "Exact in every type.",
     Row("abs neg", elementwise=True, exact=True, degree=lambda d, _: d[0]),
-    Row("ceil floor round", elementwise=True, bounded=True, role="sum"),
+    Row("ceil floor round", elementwise=True, bounded=True, role="step"),
     Row("is_finite", tests=True),
     Row("sign", elementwise=True, exact=True),
   ),

@@ -12,9 +12,9 @@ One rule decides, by what an operation is and by the kinds of its operands: data
 
 A caller that asks for float32 counts as a sum. A matmul that sums nothing is a multiplication where
 no operand is low and more than matmuls read the result; one without free axes is a sum. In float32
-is one of data that computes an angle, one of data alone that computes an index or a condition, one
-that becomes an index and nothing else where an operand is in float32, one of masks alone, and one
-that linear algebra reads, at once, or that is computed with its results.
+is one of data that computes an angle, one of data alone that computes an index or a condition, or
+is rounded to an integer, one that becomes an index and nothing else where an operand is in float32,
+one of masks alone, one that linear algebra reads, at once, and one computed with its results.
 
 A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
 compute dtype. What only float32 operations read is computed in float32. A low value that was
@@ -199,7 +199,7 @@ def _elementwise(
     and (shape_of(v.atom) != shape if broadcasts else facts.gradient == "chosen")
     for v in values
   ]
-  at_once = any(summed) and facts.role != "sum"
+  at_once = any(summed) and facts.role not in ("sum", "step")
   saved = _saved_low(eqn, floats, FLOAT32 if at_once else dtype, kind, readers)
   if any(saved):
     product = saving_low(rewriter, eqn, floats, saved, kind.variable)
@@ -264,7 +264,8 @@ def _rule(
   computes = facts.role is not None or facts.tests
   exact = all(is_exact(x, half) for x in numbers)
   own = dtype_of(eqn.outvars[0]) == FLOAT32  # Else the user has chosen low precision.
-  more = facts.role == "product" or (facts.role == "sum" and len(arrays + others) == 1)
+  sums = facts.role in ("sum", "step")
+  more = facts.role == "product" or (sums and len(arrays + others) == 1)
   biased = all(k.rests or k.neutral for k in deciding)
   dtype, held = half, bool(readers & (By.HELD | By.FACTOR))
   if part == "float32":
@@ -273,7 +274,7 @@ def _rule(
     # A rounding before a sum may be all of it, and the operand knows more: of a gate near 1, say.
     # What the caller computes of a float32 result is not known.
     dtype = FLOAT32
-  elif facts.role == "sum" and exact and biased and not readers & By.HELD:
+  elif sums and exact and biased and not readers & By.HELD:
     dtype = half  # A bias, as by hand: it is as large as what is rounded.
   elif computes and not all(k.rests for k in deciding):
     dtype = FLOAT32
@@ -316,7 +317,7 @@ def _saved_low(
 ) -> list[DType | None]:
   """Returns in which low-precision dtype each factor in float32 is saved for the gradients."""
   facts, kinds = facts_of(eqn), [value.kind for value in values]
-  reads = facts.gradient in ("multiplied", "chosen") and facts.role != "sum"
+  reads = facts.gradient in ("multiplied", "chosen") and facts.role not in ("sum", "step")
   if dtype != FLOAT32 or not (reads or facts.role == "product") or any(k.numbers for k in kinds):
     return []
   # One that is at rest has such numbers. Another one may be rounded for the gradient of a sum

@@ -72,7 +72,8 @@ class By:
       elements, or behind a sum that nothing else reads. A matmul returns its float32 sum to it.
     RETURNED: a caller that takes the dtype that there is, likewise.
     ANGLE, COMPARED: a sine or cosine; a comparison, at once or behind what keeps a dtype.
-    INDEX: an integer, a complex number, a sine, linear algebra, an opaque one; behind matmuls too.
+    INDEX: an integer, or a step to one, a complex number, a sine, linear algebra, an opaque one;
+      behind matmuls too.
     ALGEBRA: linear algebra, behind operations of the float32 list too.
 
   Several of them: EXACT is a comparison, an index, a carry; UNKNOWN what may be any of these, and
@@ -92,6 +93,7 @@ class By:
 
 _ROLES: Mapping[str | None, int] = {
   "sum": By.SUMMED,
+  "step": By.SUMMED | By.INDEX,
   "product": By.FACTOR,
   "angle": By.ANGLE | By.INDEX,
   "linear algebra": By.ALGEBRA | By.INDEX,

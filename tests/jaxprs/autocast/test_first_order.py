@@ -274,6 +274,10 @@ POSITIONS = {
   "phase": lambda y: jnp.exp(lax.complex(jnp.zeros_like(y), y)),
   "index": lambda y: jnp.arange(99)[jnp.floor(y).astype(int)],
   "rank": lambda y: lax.top_k(y, 2)[1],
+  "wrapped": lambda y: y % 1,
+  "nearest image": lambda y: y - jnp.round(y),
+  "sinc": jnp.sinc,
+  "arc": lambda y: jnp.arccos(1 - y / jnp.max(y) / 999),
   "factorization": lambda y: jnp.linalg.svd(y)[1],
   "solution": lambda y: jnp.linalg.solve(y.T @ y, y.T),
 }

@@ -20,10 +20,6 @@ HIGHEST = lax.Precision.HIGHEST
 X = jnp.ones((3, 3))
 
 
-def is_product(eqn):
-  return "preferred_element_type" in eqn.params
-
-
 def test_a_wish_for_precision():
   for precision, want in (
     (None, False),
@@ -47,7 +43,11 @@ MATMULS = {
 
 def matmuls(fun, *args):
   """The dtype and the precision of each matmul, also of programs for derivatives."""
-  eqns = [e for e, _ in programs.equations(jax.make_jaxpr(fun)(*args)) if is_product(e)]
+  eqns = [
+    e
+    for e, _ in programs.equations(jax.make_jaxpr(fun)(*args))
+    if "preferred_element_type" in e.params
+  ]
   return [(str(e.invars[0].aval.dtype), e.params["precision"]) for e in eqns]
 
 
@@ -247,7 +247,7 @@ def readers(fun, *args, results=None, ops=None):
     (lambda x: lax.cond(True, jnp.exp, lambda x: x, x) @ X, LIST | By.MATMUL),
     (jax.checkpoint(lambda x: jnp.exp(x) + x @ x), LIST | By.MATMUL),
     # Decisions are as sums.
-    (lambda x: jnp.floor(2 * x) @ X, By.SUMMED | By.FACTOR | By.MATMUL),
+    (lambda x: jnp.floor(2 * x) @ X, By.SUMMED | By.INDEX | By.FACTOR | By.MATMUL),
     (lambda x: jnp.exp(x - 1), LIST),
     # What says where something is, behind a matmul too.
     (lambda x: jnp.argmax(x @ X), By.MATMUL | By.INDEX),
