@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from mpjax._core.errors import MpjaxTypeError, check_callable
 from mpjax._core.leaves import is_nnx_variable
 from mpjax._core.trees import select
-from mpjax._core.types import P
-from mpjax.transforms._loss_scale import scales_in
+from mpjax._core.types import Array, P
+from mpjax.transforms._loss_scale import UPDATED, LossScaleState, scales_in
 from mpjax.transforms._trees import leaves_with_path, plain_array
 
 R = TypeVar("R")
@@ -21,7 +21,7 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
 
   What a step writes beside parameters and the optimizer's state (batch statistics, counts of random
   numbers, `optimizer.step`) this takes back, bit for bit, where an optimizer that it has updated
-  has skipped. Only the loss scale moves.
+  has skipped, and with it all other updates of the step. Only loss scales and their counters move.
 
   Args:
     step: a function of models, of an `nnx.Optimizer` around `mpjax.loss_scaling`, and of anything
@@ -55,26 +55,41 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
 
   @functools.wraps(step)
   def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-    scales = scales_in((args, kwargs))
+    scales = [one for one in scales_in((args, kwargs)) if one.in_variables or not one.stored]
     if not scales:
       fix = "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
       expected, got = "an optimizer with a loss scale among the arguments", "none"
       raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-    totals = [one.state and one.state.total for one in scales]
-    # An only optimizer has kept its own state, in place; of several one may have been applied.
-    kept = [one.owner if len(scales) == 1 else one.stored for one in scales]
-    own = {id(x) for _, x in leaves_with_path(kept)}
-    leaves = [x for _, x in leaves_with_path((args, kwargs))]
-    variables = [x for x in leaves if is_nnx_variable(x) and id(x) not in own]
+    before = [(one.stored, one.state) for one in scales if one.state]
+    variables = [x for _, x in leaves_with_path((args, kwargs)) if is_nnx_variable(x)]
     old = [plain_array(x) for x in variables]
-    result = step(*args, **kwargs)
+    updates: list[tuple[Array, Array]] = []
+    outer = UPDATED.set(lambda *counts: updates.append(counts))
+    try:
+      result = step(*args, **kwargs)
+    finally:
+      UPDATED.reset(outer)
+    # It was applied if each of its updates was.
     applied = jnp.asarray(True)
-    for one, total in zip(scales, totals, strict=True):
-      if one.state is not None:  # One that the step has not updated has no say.
-        applied &= one.state.finite | (one.state.total == total)
-    chosen = select(applied, [plain_array(x) for x in variables], old, where)
-    for variable, x in zip(variables, chosen, strict=True):
+    for stored, state in before:
+      applied &= plain_array(stored.skipped) == state.skipped
+    # An only optimizer that was updated once has kept its own state, in place. A loop updates
+    # other arrays than those that are here.
+    ends = [(state.total, plain_array(stored.total)) for stored, state in before]
+    once = len(ends) == 1 and any(x is ends[0][0] and y is ends[0][1] for x, y in updates)
+    kept = [one.owner if once else one.stored for one in scales]
+    own = {id(x) for _, x in leaves_with_path(kept)}
+    pairs = [(x, value) for x, value in zip(variables, old, strict=True) if id(x) not in own]
+    chosen = select(applied, [plain_array(x) for x, _ in pairs], [x for _, x in pairs], where)
+    for (variable, _), x in zip(pairs, chosen, strict=True):
       variable[...] = x
+    # An update that is taken back counts as skipped.
+    for stored, state in [] if once else before:
+      new = LossScaleState(*map(plain_array, stored))
+      count = new.total - state.total
+      undone = {field: getattr(state, field) + count for field in ("skipped", "consecutive_skips")}
+      for field, x in {**undone, "finite": new.finite & (count == 0)}.items():
+        getattr(stored, field)[...] = jnp.where(applied, getattr(new, field), x)
     return result
 
   return wrapper

@@ -8,6 +8,7 @@ import numbers
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -38,6 +39,9 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 """Outside, 1/scale or the scale itself is subnormal in float32, and XLA flushes it to 0."""
 
 INT32_MAX = 2**31 - 1
+
+UPDATED = ContextVar[Callable[[Array, Array], object]]("UPDATED", default=lambda *_: None)
+"""In a step that may undo them, what notes the counts that each update read and returned."""
 
 
 @check_init("Write mpjax.NoLossScale().")
@@ -249,7 +253,7 @@ def adjust(
   """Returns the state after a step."""
   # The scale follows the gradients (and the loss) of its own loss, `finite`; what counts as skipped
   # follows `applied`. `first_bad` is the position of its first gradient leaf that is not finite.
-  dynamic = isinstance(config, DynamicLossScale)
+  dynamic, total = isinstance(config, DynamicLossScale), state.total
   flags = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
   # A static scale is not computed from anything, and stays the array that it is.
   old = {field: x for field, x in state._asdict().items() if dynamic or field != "scale"}
@@ -272,11 +276,12 @@ def adjust(
     hysteresis = jnp.where(grow, config.hysteresis, left)
     good_steps = jnp.where(grow, 0, good_steps)
   skip = jnp.logical_not(applied)
+  UPDATED.get(lambda *_: None)(total, count := _count_up(total, True))
   return LossScaleState(
     scale=scale,
     good_steps=good_steps,
     hysteresis=hysteresis,
-    total=_count_up(state.total, True),
+    total=count,
     skipped=_count_up(state.skipped, skip),
     consecutive_skips=jnp.where(skip, _count_up(state.consecutive_skips, skip), 0),
     floor_hits=floor_hits,
@@ -398,13 +403,13 @@ def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, S
   where = "mpjax.loss_scaling(inner).update(state)"
   scales = check_state(state, LossScalingState, where).loss_scale
   if set(scales) != set(configs):
-    raise MpjaxValueError(
-      where,
-      expected=f"a state created with the configuration {', '.join(map(repr, configs))}",
-      got=f"one created with {', '.join(map(repr, scales))}",
-      fix="Build the optimizer as it was, or make a new state with init, put the old "
-      "inner_state into it (_replace) and carry the scale over with mpjax.set_loss_scale.",
+    expected = f"a state created with the configuration {', '.join(map(repr, configs))}"
+    got = f"one created with {', '.join(map(repr, scales))}"
+    fix = (
+      "Build the optimizer as it was, or make a new state with init, put the old inner_state into "
+      "it (_replace) and carry the scale over with mpjax.set_loss_scale."
     )
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return {label: scales[label] for label in configs}
 
 
@@ -419,7 +424,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
       fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
       if is_nnx_object(opt_state)
       else "Wrap the optimizer, tx = mpjax.loss_scaling(tx); pass opt_state = tx.init(params), "
-      "not tx. A checkpoint is restored into that structure.",
+      "not tx. A checkpoint is restored into that structure; what nnx.split takes apart is merged.",
     )
   refuse_outside(opt_state, where, chains=True)
   picked = [one for one in scales if name is None or one.name == name]

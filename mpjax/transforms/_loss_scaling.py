@@ -195,13 +195,11 @@ def loss_scaling(
       if not several:
         return dict.fromkeys(configs, tree)
       if not isinstance(tree, Mapping) or set(tree) != set(labels):
+        expected = f"a dict with one entry for each loss, {sorted(map(str, labels))}"
         is_dict = isinstance(tree, Mapping)
-        raise MpjaxValueError(
-          f"{_CALL}({argument})",
-          expected=f"a dict with one entry for each loss, {sorted(map(str, labels))}",
-          got=f"one with {sorted(map(str, tree))}" if is_dict else type(tree).__name__,
-          fix="Differentiate each loss by itself, and pass {name: gradients, ...}.",
-        )
+        got = f"one with {sorted(map(str, tree))}" if is_dict else type(tree).__name__
+        fix = "Differentiate each loss by itself, and pass {name: gradients, ...}."
+        raise MpjaxValueError(f"{_CALL}({argument})", expected=expected, got=got, fix=fix)
       return {label: tree[key] for key, label in labels.items()}
 
     def aligned(tree: Grads, argument: str) -> dict[str, Grads]:
@@ -319,10 +317,6 @@ def _agree(first_bad: Array, axis_name: AxisName | None) -> Array:
   if axis_name is None:
     return first_bad
   names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
-  check_axes(
-    names,
-    f"mpjax.loss_scaling(axis_name={axis_name!r})",
-    call="update",
-    fix="Call update inside the shard_map, pmap or vmap of that axis. Under plain jit",
-  )
+  fix = "Call update inside the shard_map, pmap or vmap of that axis. Under plain jit"
+  check_axes(names, f"mpjax.loss_scaling(axis_name={axis_name!r})", call="update", fix=fix)
   return jax.lax.pmin(first_bad, tuple(names))

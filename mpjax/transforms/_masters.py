@@ -258,15 +258,14 @@ def _check_params_of(master: PyTree, params: Params, where: str) -> None:
   except ValueError as error:
     problems = [f"another tree ({error})"]
   if problems:
-    raise MpjaxValueError(
-      where,
-      expected="the parameters of this state, in the shapes of their masters; with "
-      'storage="split" they are the upper half of it',
-      got=listed(problems),
-      fix="Pass those to which the updates of this very state were applied, bfloat16 parameters if "
+    expected = "the parameters of this state, in the shapes of their masters; with "
+    expected += 'storage="split" they are the upper half of it'
+    fix = (
+      "Pass those to which the updates of this very state were applied, bfloat16 parameters if "
       "masters are split. Of Flax NNX pass state and parameters without their variables: "
-      "nnx.as_pure(optimizer.opt_state) and nnx.as_pure(nnx.state(model, nnx.Param)).",
+      "nnx.as_pure(optimizer.opt_state) and nnx.as_pure(nnx.state(model, nnx.Param))."
     )
+    raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
 
 
 # How a wrapper calls its inner optimizer that shows it the parameters in float32.
@@ -442,12 +441,10 @@ def set_master_params(opt_state: T, params: Params) -> T:
   except ValueError as error:
     problems.append(f"another tree ({error})")
   if problems:
-    raise MpjaxValueError(
-      "mpjax.set_master_params(params)",
-      expected="floating arrays in the tree and in the shapes of the masters",
-      got=listed(problems),
-      fix="Pass the float32 parameters of the same model, with the tree that init was given.",
-    )
+    where, got = "mpjax.set_master_params(params)", listed(problems)
+    expected = "floating arrays in the tree and in the shapes of the masters"
+    fix = "Pass the float32 parameters of the same model, with the tree that init was given."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return opt_state
 
 

@@ -170,13 +170,10 @@ def check_skipped_steps(
   if variables or is_nnx_object(params):
     fix += ' Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
     params = None
-  raise MpjaxRuntimeError(
-    where,
-    expected=f"fewer than {most} skipped steps in a row",
-    got=f"{skips[worst]}, at loss scale {scales[worst]:.9g}; the last step's first non-finite "
-    f"value was in {_first_bad(opt_state, scale, worst, params)}",
-    fix=fix,
-  )
+  expected = f"fewer than {most} skipped steps in a row"
+  got = f"{skips[worst]}, at loss scale {scales[worst]:.9g}; the last step's first non-finite "
+  got += f"value was in {_first_bad(opt_state, scale, worst, params)}"
+  raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
 
 
 def _first_nan(tree: PyTree) -> str | None:

@@ -98,13 +98,13 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   while isinstance(outermost, (MasterWeightsState, MonitorState)):
     outermost = outermost.inner_state
   if not isinstance(outermost, LossScalingState) or len(scales) > 1:
-    raise MpjaxTypeError(
-      where,
-      expected="mpjax.loss_scaling around the entire optimizer, for one loss",
-      got=f"{len(scales)} loss scale(s) inside of {kind_of(outermost)}",
-      fix="Write mpjax.loss_scaling(optax.chain(...)); with several losses write the step with "
-      "mpjax.value_and_grad(..., name=...).",
+    expected = "mpjax.loss_scaling around the entire optimizer, for one loss"
+    got = f"{len(scales)} loss scale(s) inside of {kind_of(outermost)}"
+    fix = (
+      "Write mpjax.loss_scaling(optax.chain(...)); with several losses write the step with "
+      "mpjax.value_and_grad(..., name=...)."
     )
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   return scales[0]
 
 

@@ -166,11 +166,9 @@ def make_train_step(
   is_decay = ema_decay is None or (isinstance(ema_decay, float) and 0 <= ema_decay < 1)
   expected, fix = "a float in [0, 1), or None", "0.999 averages over about 1000 steps."
   check_value(ema_decay, is_decay, f"{call}(ema_decay)", expected=expected, fix=fix)
-  rules = [] if integer_state is None else [integer_state]
-  if isinstance(integer_state, Mapping):
-    rules = [*integer_state.values()]
+  rules = [*integer_state.values()] if isinstance(integer_state, Mapping) else [integer_state]
   expected = "'sum', 'same', a dict from paths of the model state to these, or None"
-  is_allowed = all(rule in ("sum", "same") for rule in rules)
+  is_allowed = integer_state is None or all(rule in ("sum", "same") for rule in rules)
   fix = "Use 'sum' for what counts rows or tokens, 'same' for what counts steps."
   check_value(integer_state, is_allowed, f"{call}(integer_state)", expected=expected, fix=fix)
   check_rounding(call, rounding)

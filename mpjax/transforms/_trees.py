@@ -138,13 +138,12 @@ def align_gradients(grads: Grads, params: Params, where: str) -> Grads:
   if not problems:
     grads = jax.tree_util.tree_map_with_path(align, params, grads, is_leaf=is_none)
   if problems:
-    raise MpjaxValueError(
-      where,
-      expected="gradients with the leaves of params",
-      got=listed(problems),
-      fix="Differentiate with respect to the very tree that is passed as params, and take the mean "
-      "over the examples; for optax.contrib.dpsgd, which does, leave params out.",
+    expected = "gradients with the leaves of params"
+    fix = (
+      "Differentiate with respect to the very tree that is passed as params, and take the mean "
+      "over the examples; for optax.contrib.dpsgd, which does, leave params out."
     )
+    raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
   return grads
 
 
@@ -161,15 +160,13 @@ def refuse_none(tree: PyTree, params: Params, where: str, *, expected: str) -> N
   with contextlib.suppress(ValueError):  # Another tree.
     jax.tree_util.tree_map_with_path(look, tree, params, is_leaf=is_none)
   if problems:
-    raise MpjaxValueError(
-      where,
-      expected=expected,
-      got=listed(problems),
-      fix="Differentiate with respect to all of params, or pass zeros. To freeze parameters, wrap "
+    fix = (
+      "Differentiate with respect to all of params, or pass zeros. To freeze parameters, wrap "
       'optax.multi_transform({"train": inner, "freeze": optax.set_to_zero()}, labels) or '
       "optax.chain(inner, optax.masked(optax.set_to_zero(), frozen)) instead of inner. What is "
-      "None in params, gradients and state alike is left out.",
+      "None in params, gradients and state alike is left out."
     )
+    raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
 
 
 def differentiated(tree: PyTree) -> PyTree:

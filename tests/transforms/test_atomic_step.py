@@ -42,6 +42,11 @@ def numbers(model, optimizer):
   return bits([nnx.as_pure(x) for x in leaves])
 
 
+def counts(optimizer):
+  metrics = mpjax.loss_scaling_metrics(optimizer)
+  return tuple(metrics[key] for key in ("total", "skipped", "consecutive_skips", "finite"))
+
+
 GOOD, BAD = jnp.arange(8.0).reshape(2, 4), jnp.full((2, 4), jnp.inf)
 
 
@@ -87,12 +92,37 @@ def test_where_one_of_two_optimizers_has_skipped_the_other_keeps_its_moments_as_
     before = numbers(*one)
     both(one, GOOD, other, BAD)
     assert numbers(*one) == before
+    assert counts(one[1]) == (1, 1, 1, False)
+    both(one, GOOD, other, GOOD)
+    assert counts(one[1]) == (2, 1, 0, True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_updates_of_a_step_are_applied_or_none(dtype):
+  # Of an only optimizer, which keeps its own state, but in each update by itself.
+  def each(model, optimizer, batches):
+    return [plain_step(model, optimizer, x) for x in batches]
+
+  def start():
+    model, tx = network(), mpjax.loss_scaling(mpjax.master_weights(ADAM, storage="split"))
+    nnx.update(model, jax.tree.map(lambda p: p.astype(dtype), nnx.state(model, nnx.Param)))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+  ours, plain = start(), start()
+  before, step = numbers(*ours), mpjax.nnx.atomic_step(each)
+  for batches in ([BAD, GOOD], [GOOD, BAD]):
+    nnx.jit(step)(*ours, batches)
+    assert numbers(*ours) == before
+  assert counts(ours[1]) == (4, 4, 4, False)
+  step(*ours, [GOOD, GOOD])
+  each(*plain, [GOOD, GOOD])
+  assert numbers(*ours) == numbers(*plain)
 
 
 def test_without_a_scale():
   where = "mpjax.nnx.atomic_step(step)"
   with refused(TypeError, where, "a loss scale among the arguments", "none", "nnx.Optimizer"):
-    mpjax.nnx.atomic_step(lambda x: x)(GOOD)
+    mpjax.nnx.atomic_step(lambda x: x)(mpjax.loss_scaling(ADAM).init(GOOD))  # in no variables
   with refused(TypeError, where, "a function", "3", "@mpjax.nnx.atomic_step"):
     mpjax.nnx.atomic_step(3)
   model = network()

@@ -48,7 +48,7 @@ def loss_fn(params, batch, dtype=F32):
 
 
 def make_step(tx, gradients, dtype=F32, loss_fn=loss_fn):
-  """A loop by hand; `gradients(params, opt_state, batch, loss_fn)` is where mistakes are made."""
+  # A loop by hand; `gradients(params, opt_state, batch, loss_fn)` is where mistakes are made.
 
   @jax.jit
   def step(params, opt_state, batch):

@@ -17,7 +17,7 @@ X = jnp.arange(6.0).reshape(2, 3)
 
 
 def long(x):
-  """A hundred operations on what half types hold exactly."""
+  # A hundred operations on what half types hold exactly.
   for _ in range(50):
     x = -(x @ W)
   return x, x.sum(), x.astype("float16"), x > 0
