@@ -57,7 +57,7 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(call))
     if traced or not scales:
       expected = "concrete arguments, with the state of an optimizer created by mpjax.loss_scaling"
-      fix = "Wrap the optimizer, tx = mpjax.loss_scaling(tx), and call it on the host."
+      fix = "Wrap tx by mpjax.loss_scaling. Pass its state or the merged nnx.Optimizer on the host."
       got = "traced ones" if traced else "no such state in the arguments"
       raise errors.MpjaxTypeError(WHERE, expected=expected, got=got, fix=fix)
     refuse_outside(call, WHERE)
@@ -129,11 +129,12 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale, root: Path) -> b
 
   # A right step returns the very same at each scale, but for float16, which overflows and
   # underflows. Far below 1 a mistake is all that is left, and far above it is gone, or the other
-  # way round, behind a clip as well. Nor is a step applied at inf, which makes 0 of a plain
-  # gradient and NaN of a scaled one, unless it is tried again at a lower scale, and then returns
-  # the same; a NaN stays one. At a scale that is always 1 plain gradients are right.
+  # way round, behind a clip as well: one of small gradients shows at the largest scale alone. Nor
+  # is a step applied at inf, which makes 0 of a plain gradient and NaN of a scaled one, unless it
+  # is tried again at a lower scale, and then returns the same; a NaN stays one. At a scale that is
+  # always 1 plain gradients are right.
   usual = [2.0**14, 2.0**-22] if computed else [2.0**8, 2.0**6]
-  numbers = [1.0] if scale.fields == {"scale": 1} else [*usual, np.inf, np.nan]
+  numbers = [1.0] if scale.fields == {"scale": 1} else [scale.largest, *usual, np.inf, np.nan]
   runs = [run(numbers[0], before)]
   if runs[0][2] is None:
     return False
@@ -143,7 +144,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale, root: Path) -> b
   finite = [after for number, after, count in runs if count == most and np.isfinite(number)]
   if not finite:
     expected = "a step whose gradients are finite at some loss scale"
-    got = f"an inf or NaN at {', '.join(f'{number:.9g}' for number in numbers[:2])}"
+    got = f"an inf or NaN at {', '.join(f'{number:.9g}' for number in numbers[:3])}"
     fix = "Call it with another batch; mpjax.check_skipped_steps says which gradient it is."
     raise errors.MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 
@@ -225,5 +226,6 @@ def _numbers(x: Leaf) -> NumpyArray:
 
 
 def _distance(a: NumpyArray, b: NumpyArray) -> float:
-  with np.errstate(invalid="ignore"):
-    return float(np.nan_to_num(np.sum(np.abs(a - b), where=a != b, dtype=np.float64), nan=np.inf))
+  # From 0 where it begins at inf, as the best loss so far does: all numbers are as far from that.
+  size = np.abs(np.where(np.isfinite(a), a, 0) - b)
+  return float(np.nan_to_num(np.sum(size, where=a != b, dtype=np.float64), nan=np.inf))

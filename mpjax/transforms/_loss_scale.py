@@ -582,7 +582,8 @@ def set_loss_scale(
   if isinstance(value, Tracer):
     fix = "Pass a number, one for all."
     check_scalar(value, where, expected="a scale of shape ()", fix=fix)
-    scale: Array | float = jnp.clip(jnp.asarray(value, jnp.float32), low, high)
+    # A NaN too: `clip` would keep it, and no step would be applied again.
+    scale: Array | float = jnp.minimum(jnp.fmax(jnp.asarray(value, jnp.float32), low), high)
   else:
     scale = positive_scale(value, where)
     expected = f"a scale in [{low:.9g}, {high:.9g}], the limits of this state"

@@ -140,31 +140,22 @@ def penalised_beside(params, opt_state, batch, loss_fn):
   return loss, jax.tree.map(jnp.add, grads, jax.grad(penalty)(params))
 
 
-def replaced(params, opt_state, batch, loss_fn):
+def mapped(function, params, opt_state, batch, loss_fn):
   loss, grads = right(params, opt_state, batch, loss_fn)
-  return loss, jax.tree.map(jnp.nan_to_num, grads)
+  return loss, jax.tree.map(function, grads)
 
 
-def clipped_by_value(params, opt_state, batch, loss_fn):
-  loss, grads = right(params, opt_state, batch, loss_fn)
-  return loss, jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)
-
-
-def linear(params, batch, dtype):
-  return jnp.sum(params)
+replaced = functools.partial(mapped, jnp.nan_to_num)
+clipped_by_value = functools.partial(mapped, lambda g: jnp.clip(g, -1, 1))
+linear = lambda params, batch, dtype: jnp.sum(params)  # noqa: E731
+dead = lambda params, batch, dtype: 0.0 * loss_fn(params, batch)  # noqa: E731
+small = lambda params, batch, dtype: 1e-7 * loss_fn(params, batch)  # noqa: E731
+constant = lambda params, batch, dtype: F32(1)  # noqa: E731
 
 
 def line(params, batch, dtype):
   w = params["w"] + params["b"] if isinstance(params, dict) else params
   return jnp.mean((w * batch[1] - 3) ** 2)
-
-
-def dead(params, batch, dtype):
-  return 0.0 * loss_fn(params, batch)
-
-
-def constant(params, batch, dtype):
-  return F32(1)
 
 
 def forgotten_beside(params, opt_state, batch, loss_fn):
@@ -203,6 +194,10 @@ WARMUP = optax.linear_schedule(0.0, 0.1, 100)
 HALF = jax.tree.map(lambda p: jnp.ones_like(p, BF16), PARAMS)
 ZERO, TWO = jnp.zeros(()), {"w": jnp.zeros(()), "b": jnp.zeros(())}
 CLIPPED, SGD, ADAM = (OPTIMIZERS[name] for name in ("clip and sgd", "sgd", "adam"))
+LEAST = optax.GradientTransformation(
+  lambda params: {"least": jnp.full((), jnp.inf)},
+  lambda g, s, params=None: (g, {"least": jnp.minimum(s["least"], jnp.max(g["w"] ** 2))}),
+)
 LOOPS = {
   "float16": (
     *(SGD, F16, loss_fn, PARAMS),
@@ -230,6 +225,14 @@ LOOPS = {
   "unused parameters": (ADAM, F32, constant, PARAMS, dict.fromkeys((right, never), "all zero")),
   "lost updates": (optax.sgd(1e-9), F32, loss_fn, HALF, LOST),
   # At one scale or another these are all that is left, whatever float16 makes of the rest.
+  "small, clipped": (SGD, F32, small, PARAMS, {clipped_outside: "clipped while scaled"}),
+  "from inf": (
+    optax.chain(LEAST, optax.sign_sgd(1)),
+    F32,
+    loss_fn,
+    PARAMS,
+    {right: None, scaled_twice: CARRY},
+  ),
   "beside": (CLIPPED, F16, loss_fn, PARAMS, {forgotten_beside: "in part never scaled"}),
   "squared": (SGD, F16, loss_fn, PARAMS, {squared: "carry it twice"}),
   "squared in adam": (ADAM, F16, loss_fn, PARAMS, {squared: "the same at every value"}),
