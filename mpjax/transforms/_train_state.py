@@ -10,6 +10,7 @@ import optax
 from mpjax._core.errors import MpjaxTypeError, check_call, check_type, kind_of, listed
 from mpjax._core.frameworks import framework_of
 from mpjax._core.leaves import is_nnx_variable, path_text
+from mpjax._core.trees import is_array_like
 from mpjax._core.types import Array, OptState, Params, PyTree
 from mpjax.transforms._checks import refuse_integers
 from mpjax.transforms._loss_scale import LossScalingState, OwnedScale, find_scale, scales_in
@@ -83,6 +84,10 @@ class TrainState(NamedTuple):
     own_scale(opt_state, f"{where}(tx)")
     average = float32_view(trained_params(params, opt_state)) if ema else ()
     state = cls(jnp.zeros((), jnp.int32), params, opt_state, model_state, average, rng)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    if wrong := [f"{kind_of(x)} at {path_text(p)}" for p, x in leaves if not is_array_like(x)]:
+      fix = "Of Equinox pass equinox.partition(model, equinox.is_inexact_array)[0]."
+      raise MpjaxTypeError(where, expected="arrays alone, for jit", got=listed(wrong), fix=fix)
     return place_like(params, jax.tree.map(lambda x: jnp.copy(strong(x)), state))
 
 
@@ -121,11 +126,8 @@ def _check_arguments(params: Params, tx: object, rng: Array | None, call: str) -
   is_nnx = lambda x: is_nnx_variable(x) or framework_of(x) == "NNX"  # noqa: E731
   leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx)
   kinds = [(type(x), path_text(path) or "the root") for path, x in leaves if is_nnx(x)]
-  others = [
-    f"{kind.__name__} at {path}"
-    for kind, path in kinds
-    if all(base.__name__ != "Param" for base in kind.__mro__)
-  ]
+  is_param = lambda kind: any(base.__name__ == "Param" for base in kind.__mro__)  # noqa: E731
+  others = [f"{kind.__name__} at {path}" for kind, path in kinds if not is_param(kind)]
   if any(framework_of(kind) == "NNX" for kind, _ in kinds) or 0 < len(others) < len(kinds):
     got = f"objects of NNX with {listed(others)}"
     fix = (

@@ -180,7 +180,7 @@ def make_train_step(
     expected, fix = "a mpjax.TrainState", "Make one with mpjax.TrainState.create(params, tx)."
     fix = "Swap the two: step(state, batch)." if isinstance(batch, TrainState) else fix
     state = check_type(state, TrainState, where, expected=expected, fix=fix)
-    has_average = not (isinstance(state.ema, tuple) and not state.ema)
+    has_average = bool(jax.tree.leaves(state.ema))
     if has_average != (ema_decay is not None):
       expected = "an average in the state exactly if ema_decay is given"
       got = f"ema_decay={ema_decay} and {'one' if has_average else 'none'}"
@@ -194,9 +194,8 @@ def make_train_step(
       raise MpjaxValueError(f"{call}(max_retries)", expected=expected, got=got, fix=fix)
     has_masters = bool(nodes_of(state.opt_state, MasterWeightsState))
     if rounding == "stochastic" and (has_masters or state.rng is None):
-      field = "opt_state" if has_masters else "rng"
       raise MpjaxValueError(
-        f"{call}(rounding='stochastic'): step(state): {field}",
+        f"{call}(rounding='stochastic'): step(state): {'opt_state' if has_masters else 'rng'}",
         expected="a PRNG key in the state, and no masters, which are rounded to nearest",
         got="the state of mpjax.master_weights" if has_masters else "None for rng",
         fix="Use one of the two, mpjax.master_weights or stochastic rounding, which takes its bits "

@@ -101,9 +101,8 @@ def value_and_grad(
 
     (_, (loss, aux, rest)), grads = differentiator(scaled, has_aux=True, **options)(*args, **kwargs)
     if rest is not None:
-      grads = jax.tree.map(
-        lambda g: _scaled(g, rest).astype(g.dtype) if is_inexact(g) else g, grads
-      )
+      scaled_up = lambda g: _scaled(g, rest).astype(g.dtype) if is_inexact(g) else g  # noqa: E731
+      grads = jax.tree.map(scaled_up, grads)
     return ((loss, aux) if has_aux else loss), grads
 
   return wrapper

@@ -79,6 +79,8 @@ def test_variables_that_are_trained_may_be_parameters():
 
 
 def test_arguments_that_are_taken_for_others():
+  with refused(TypeError, "TrainState.create", "arrays", "a PjitFunction at params/f", "Equinox"):
+    mpjax.TrainState.create({"f": jax.jit(jnp.tanh), "w": jnp.ones(2)}, ADAM)
   # Among them: weight decay would act on a running mean; a step has one loss.
   create, params, call = mpjax.TrainState.create, {"w": jnp.ones(2)}, "mpjax.TrainState.create"
   split = "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
