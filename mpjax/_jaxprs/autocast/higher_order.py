@@ -219,15 +219,13 @@ def _loop(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> None:
     # Nothing is kept of a while for a backward pass, and whether it ends may depend on its last
     # bits: an iteration until the change is below 1e-4 never ends in bfloat16.
     for i in body.carried:
-      kind = kinds[i]
-      if kind is not None and dtype_of(eqn.invars[i]) == FLOAT32:
+      if (kind := kinds[i]) is not None and dtype_of(eqn.invars[i]) == FLOAT32:
         kinds[i] = kind._replace(held=kind.is_low)
   elif rewriter.place(eqn).half is not None:
     # Constants come in float32, to be cast in each iteration. Their gradients are sums over all of
     # them: in bfloat16, they stop growing after 256 equal ones.
     for i in range(body.carry.start):
-      kind = kinds[i]
-      if kind is not None and kind.variable in HALVES:
+      if (kind := kinds[i]) is not None and kind.variable in HALVES:
         atoms[i] = rewriter.read(eqn.invars[i], eqn, FLOAT32)
         kinds[i] = kind._replace(carried=FLOAT32)
 
@@ -345,15 +343,20 @@ class _Custom(NamedTuple):
     alone = self.eqn.replace(invars=[*variables])
     return eval_jaxpr(jaxpr_of([alone], variables, alone.outvars), (), *operands)
 
+  def of_moving(self, operands: Sequence[Array], places: Sequence[int]) -> Function:
+    return lambda *some: self.as_traced(*_replaced(operands, places, some))
+
   def jvp(
-    self, primals: Sequence[Array], tangents: Sequence[Array]
+    self, primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
   ) -> tuple[list[Array], list[PyTree]]:
-    # Tangents of integers are of `float0`, which no jaxpr computes with: they are left out of it.
-    moving, smooth = _smooth(tangents), _smooth([v.aval for v in self.eqn.outvars])
+    # What does not move has no tangent in the user's rule either. Those of integers are `float0`,
+    # which no jaxpr computes with: they are left out of it.
+    moving = [i for i in _smooth(primals) if not isinstance(tangents[i], SymbolicZero)]
+    smooth, count = _smooth([v.aval for v in self.eqn.outvars]), len(primals)
 
     def rule(*args: Array) -> list[Array]:
-      every = _replaced(tangents, moving, args[len(primals) :])
-      outs, changes = jax.jvp(self.as_traced, [*args[: len(primals)]], every)
+      fun, some = self.of_moving(args[:count], moving), [args[i] for i in moving]
+      outs, changes = jax.jvp(fun, some, list(args[count:]))
       return _with_some(outs, changes, smooth)
 
     operands = _with_some(primals, tangents, moving)
@@ -371,10 +374,7 @@ class _Custom(NamedTuple):
     trees: list[PyTree] = []
 
     def rule(*primals: Array) -> PyTree:
-      def of_moving(*some: Array) -> list[Array]:
-        return self.as_traced(*_replaced(primals, moving, some))
-
-      outs, pullback = jax.vjp(of_moving, *(primals[i] for i in moving))
+      outs, pullback = jax.vjp(self.of_moving(primals, moving), *(primals[i] for i in moving))
       leaves, tree = jax.tree.flatten(pullback)
       trees.append(tree)
       return [*outs, *leaves]
@@ -456,7 +456,7 @@ def _custom(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...]) -> Non
   match facts_of(eqn).holds:
     case Holds.CUSTOM_JVP:
       fun = jax.custom_jvp(call)
-      fun.defjvp(custom.jvp)
+      fun.defjvp(custom.jvp, symbolic_zeros=True)
     case Holds.CUSTOM_VJP:
       fun = jax.custom_vjp(call)
       fun.defvjp(custom.forward, custom.backward, symbolic_zeros=True)

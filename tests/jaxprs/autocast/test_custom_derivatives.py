@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 import mpjax
 from tests import programs
@@ -20,7 +21,7 @@ X = jnp.asarray([[1.0, 2.0, 3.0], [-1.0, 0.0, 2.0]])
 
 
 def product_by_vjp(factor=1.0):
-  """Returns `x @ w` whose gradients are `factor` times what they should be."""
+  # Returns `x @ w` whose gradients are `factor` times what they should be.
   product = jax.custom_vjp(lambda x, w: x @ w)
   product.defvjp(
     lambda x, w: (x @ w, (x, w)),
@@ -44,13 +45,13 @@ def of_sum(fun):
 
 
 def gradients(fun, *args):
-  """Returns value and gradients of the sum of `fun` under autocast."""
+  # Returns value and gradients of the sum of `fun` under autocast.
   numbers = tuple(range(len(args)))
   return programs.run(jax.value_and_grad(of_sum(mpjax.autocast(fun)), numbers), *args)
 
 
 def types(fun, *args):
-  """Returns the dtypes of all products of the gradient, operands and results."""
+  # Returns the dtypes of all products of the gradient, operands and results.
   numbers = tuple(range(len(args)))
   program = jax.make_jaxpr(jax.grad(of_sum(fun), numbers))(*args)
   found = programs.products(program)
@@ -182,7 +183,7 @@ def test_integers_flags_keys_and_several_results():
 
 
 def same_gradients(fun, numbers, *args):
-  """Asserts the bits of value, results and gradients without autocast, and low precision."""
+  # Asserts the bits of value, results and gradients without autocast, and low precision.
   both = [jax.value_and_grad(f, numbers, has_aux=True) for f in (mpjax.autocast(fun), fun)]
   got, want = (programs.run(each, *args) for each in both)
   assert programs.bits(got) == programs.bits(want)
@@ -207,6 +208,20 @@ def test_a_rule_for_integers_by_jvp():
     return value.sum(), doubled
 
   same_gradients(whole, 0, X, jnp.int32(3))
+
+
+def test_a_rule_knows_which_operands_do_not_move():
+  # Else the derivative by the exponent, 0 times the logarithm of 0, is NaN.
+  def rule(primals, tangents):
+    (a, b), (da, db) = primals, tangents
+    by_exponent = 0 if isinstance(db, SymbolicZero) else db * a**b * jnp.log(a)
+    return a**b, da * b * a ** (b - 1) + by_exponent
+
+  power = jax.custom_jvp(lambda a, b: a**b)
+  power.defjvp(rule, symbolic_zeros=True)
+  layer = lambda x: power(jax.nn.relu(x @ W), jnp.float32(2))  # noqa: E731
+  plain, cast = (programs.run(jax.jacfwd(f), X) for f in (layer, mpjax.autocast(layer)))
+  np.testing.assert_array_equal(cast, plain)
 
 
 @EITHER
@@ -305,7 +320,7 @@ CHANGE = np.asarray([[1.5, -0.75, 0.25], [0.5, 1.0, -1.25]], np.float32)
 
 
 def by_vjp(factor=1.0, computed=False):
-  """Of `x @ w`, whose rule closes over `w` and gives `factor` times what it should."""
+  # Of `x @ w`, whose rule closes over `w` and gives `factor` times what it should.
 
   def fun(x, w):
     w = w * 1.0 if computed else w
