@@ -76,9 +76,10 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   values = [rewriter.value(atom) for atom in eqn.invars]
   # The last is the user's own choice.
   half = [place.half, *(aval_of(v).dtype for v in eqn.invars if dtype_of(v) in HALVES)][-1]
-  if part == "half":
+  if part == "half" and "preferred_element_type" in eqn.params:
     return _matmul(rewriter, eqn, values, place, half)
-  if part != "float32" and eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
+  moves = eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars)
+  if moves and part in ("promote", "keep"):
     # Its results are its operands, moved, and each keeps its own dtype: a float32 key stays
     # float32, and the bfloat16 values that are sorted with it stay bfloat16.
     kinds = [v and v.kind._replace(carried=FLOAT32 if v.is_wide else None) for v in values]
@@ -196,7 +197,7 @@ def _elementwise(
     v is not None
     and dtype != FLOAT32
     and (v.kind.parameter or not v.kind.neutral)
-    and (shape_of(v.atom) != shape if broadcasts else facts.gradient == "chosen")
+    and (shape_of(v.atom) != shape if broadcasts else facts.gradient == "chosen" and v.kind.rests)
     for v in values
   ]
   at_once = any(summed) and facts.role not in ("sum", "step")
@@ -240,6 +241,8 @@ def _rule(
 ) -> tuple[DType, Kind]:
   """Returns the dtype in which an operation that is no matmul runs, and the kind of its results."""
   facts, readers = facts_of(eqn), rewriter.consumers(eqn)
+  if part == "half":  # No matmul, but the user has moved it to their list.
+    return half, Kind(half)
   arrays = [v for v in values if v is not None and v.kind.numbers is None]
   numbers = [x for v in values if v is not None for x in v.kind.numbers or ()]
   # A buffer that low numbers are written to keeps its dtype. And `jnp.pad` passes 0 as an integer,

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import AbstractValue, ShapedArray
 from jax.custom_derivatives import SymbolicZero
+from jax.export import is_symbolic_dim
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
@@ -92,7 +93,8 @@ def why_in_half(
   if weight < 0:
     return "no operand is a parameter"
   *free, depth = matmul_sizes(eqn)
-  if min(*free, depth) < 2:
+  # A size that is a symbol, of what is exported, may be any.
+  if min((n for n in (*free, depth) if not is_symbolic_dim(n)), default=2) < 2:
     return "it has one row or column"
   return recipe.why_not(depth, free[weight])
 
@@ -245,7 +247,6 @@ class Matmul:
 def _transpose_of(
   rule: Matmul, side: int, like: ShapedArray, levels: Levels, *avals: ShapedArray
 ) -> ClosedJaxpr:
-
   def linear(x: Array, *others: Array) -> Array:
     return rule.primitive.bind(*others[:side], x, *others[side:], **dict(rule.params))
 

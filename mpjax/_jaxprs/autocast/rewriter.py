@@ -115,8 +115,7 @@ class Places:
     """Returns the scope of an equation, and what applies there."""
     stack = eqn.source_info.name_stack  # Kept, so that its id is its own.
     if id(stack) not in self._by_stack:
-      place = place_at(self._scope + names_of(stack), self.settings)
-      self._by_stack[id(stack)] = (stack, place)
+      self._by_stack[id(stack)] = stack, place_at(self._scope + names_of(stack), self.settings)
     return self._by_stack[id(stack)][1]
 
 

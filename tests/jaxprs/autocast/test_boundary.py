@@ -55,7 +55,7 @@ RETURNED = {
 
 
 def crossed(fn, *args):
-  """Returns what `fn` does of arguments that have crossed the boundary, and crosses it back."""
+  # Returns what `fn` does of arguments that have crossed the boundary, and crosses it back.
   boundary = Boundary(args)
   inside = boundary.inside([x + 1 if isinstance(x, jax.Array) else x for x in boundary.leaves])
   leaves, outside = inside.leave(fn(*inside.args))

@@ -22,7 +22,7 @@ def full(x):
 
 
 def read_by_all(x):
-  """Adds up the derivative with respect to `x` over the steps of a scan."""
+  # Adds up the derivative with respect to `x` over the steps of a scan.
   return jax.lax.scan(lambda c, row: (c, row @ x), 0.0, jnp.ones((3, 4), x.dtype))[1].sum()
 
 
@@ -63,7 +63,7 @@ def cast_for_a_scan(x):
 
 
 def at_each_use(w):
-  """A parameter is cast at each of its uses, and one branch of two runs."""
+  # A parameter is cast at each of its uses, and one branch of two runs.
 
   def step(c, row):
     return full(half(c) @ half(w)) @ full(half(w).T), half(row[None]) + half(row[None])
@@ -73,7 +73,7 @@ def at_each_use(w):
 
 
 def called(x):
-  """A function that is called casts for itself."""
+  # A function that is called casts for itself.
   inner = jax.jit(lambda z: jnp.tanh(half(z)))
   return (lambda y: inner(y) + inner(y) + half(y))(jnp.exp(x))
 

@@ -84,13 +84,13 @@ ONES = jnp.ones((ROWS, 3))
 
 
 def added_in_half(fun, *args):
-  """Returns the sums of low-precision numbers in a jaxpr: what JAX refuses, and other sums."""
+  # Returns the sums of low-precision numbers in a jaxpr: what JAX refuses, and other sums.
   with jax.allow_f16_reductions(False):
     return checks.sums(jax.make_jaxpr(fun)(*args))
 
 
 def check_gradients(losses, half, *args):
-  """Compares gradients with those in float32, where every term and every partial sum is exact."""
+  # Compares gradients with those in float32, where every term and every partial sum is exact.
   casts = {name: jax.grad(mpjax.autocast(fun, half)) for name, fun in losses.items()}
   for name, fun in casts.items():
     assert added_in_half(fun, *args) == [], name

@@ -23,7 +23,7 @@ def policy(recipe=ALL, half="bfloat16"):
 
 
 def reasons(fun, *args, recipe=ALL):
-  """What an audit says of each matmul: nothing of those that have operands in float8."""
+  # What an audit says of each matmul: nothing of those that have operands in float8.
   cast = mpjax.autocast(fun, policy(recipe))
   found = [x.reason for x in mpjax.audit(cast)(*args).float8]
   assert {left.startswith("float8") for left, _ in matmuls(cast, *args)} == {not x for x in found}
@@ -285,7 +285,7 @@ def test_other_ways_to_write_it_give_the_same_numbers():
 
 
 def saved(fun, *args):
-  """The dtypes and sizes of what is kept for the backward pass."""
+  # The dtypes and sizes of what is kept for the backward pass.
 
   def kept(*args):
     return jax.tree.leaves(jax.vjp(fun, *args)[1])
@@ -396,7 +396,7 @@ by_jvp, by_vjp = with_jvp(lambda w, x: x @ w), with_vjp(lambda w, x: x @ w)
 
 
 def between(rule):
-  """Returns a loss in which a function with a rule is between two other matmuls."""
+  # Returns a loss in which a function with a rule is between two other matmuls.
   return lambda w, x: jnp.sum(jnp.sin(rule(w, jnp.sin(x @ w)) @ w))
 
 

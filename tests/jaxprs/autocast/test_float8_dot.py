@@ -33,12 +33,12 @@ def policy(recipe, half="bfloat16"):
 
 
 def cast(fun, recipe):
-  """Returns `fun(w, x)` with its matmuls in float8: `w` is a parameter, and `x` is none."""
+  # Returns `fun(w, x)` with its matmuls in float8: `w` is a parameter, and `x` is none.
   return mpjax.autocast(fun, policy(recipe), data_argnums=1)
 
 
 def check(found, oracle, roundings):
-  """Compares with what float64 says: so many roundings to bfloat16, and sums in float32."""
+  # Compares with what float64 says: so many roundings to bfloat16, and sums in float32.
   wanted, terms = oracle
   found = np.asarray(found, np.float64)
   bound = roundings * 2.0**-8 * abs(wanted) + 2.0**-18 * terms
@@ -212,7 +212,7 @@ def test_a_loss_scale_is_invisible(recipe, exponent):
 
 
 def dots(program):
-  """The dtypes of the operands of each `dot_general`, and that of its result."""
+  # The dtypes of the operands of each `dot_general`, and that of its result.
   eqns = [eqn for eqn, _ in equations(program) if eqn.primitive.name == "dot_general"]
   assert all(eqn.params["preferred_element_type"] is not None for eqn in eqns)
   return [tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)) for eqn in eqns]

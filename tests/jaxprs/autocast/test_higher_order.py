@@ -45,7 +45,7 @@ def products(program):
 
 
 def same(fun, *args):
-  """Asserts equal values and dtypes with and without autocast, for numbers that half types hold."""
+  # Asserts equal values and dtypes with and without autocast, for numbers that half types hold.
   ours, theirs = programs.run(mpjax.autocast(fun), *args), programs.run(fun, *args)
   assert programs.bits(ours) == programs.bits(theirs)
 

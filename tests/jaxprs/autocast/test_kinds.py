@@ -78,7 +78,7 @@ def in_jit(fun, values):
 
 
 def in_scan(fun, values):
-  """The first two are scanned over, the others are constants of the body."""
+  # The first two are scanned over, the others are constants of the body.
   rows = [x[None] for x in values[:2]]
   return lax.scan(lambda _, rows: (None, fun(*rows, *values[2:])), None, rows)[1][0]
 

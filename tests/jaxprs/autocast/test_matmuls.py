@@ -22,7 +22,7 @@ FLOAT32 = np.dtype("float32")
 
 
 def cast(fun, half="bfloat16", wide=FLOAT32, rules=()):
-  """Returns `fun(w, x)` under autocast: `w` is a parameter, and `x` is none."""
+  # Returns `fun(w, x)` under autocast: `w` is a parameter, and `x` is none.
   return mpjax.autocast(fun, policy(wide, half), rules=rules, data_argnums=1)
 
 
@@ -31,7 +31,7 @@ def policy(wide, half="bfloat16"):
 
 
 def with_gradients(fun):
-  """Returns a function of (w, x): result, gradients of both of its weighted sum."""
+  # Returns a function of (w, x): result, gradients of both of its weighted sum.
 
   def value_and_gradients(w, x):
     y, pull = jax.vjp(fun, w, x)

@@ -48,14 +48,14 @@ def test_a_sample_calls_its_primitive():
 
 
 def cast(tree, dtype):
-  """Casts what is floating; the result of a comparison is not."""
+  # Casts what is floating; the result of a comparison is not.
   return jax.tree.map(
     lambda x: jnp.asarray(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
   )
 
 
 def forward_and_vjp(fun, args, smooth=None):
-  """Returns the outputs of `fun`, and the cotangents of the arguments that have any."""
+  # Returns the outputs of `fun`, and the cotangents of the arguments that have any.
   smooth = range(len(args)) if smooth is None else smooth
 
   def of_smooth(*some):
@@ -97,7 +97,7 @@ def differing(calls, backward=True):
 
 
 def result_types(calls):
-  """Returns the dtypes of the results of each primitive in the program of its call."""
+  # Returns the dtypes of the results of each primitive in the program of its call.
   return {
     name: {
       str(v.aval.dtype)
@@ -110,12 +110,12 @@ def result_types(calls):
 
 
 def behind_a_product(x):
-  """Returns `x` as a half operation hands it on: rounded, and in half under autocast."""
+  # Returns `x` as a half operation hands it on: rounded, and in half under autocast.
   return (jnp.broadcast_to(x[..., None], (*x.shape, 2)) @ jnp.full((2, 1), 0.5, x.dtype))[..., 0]
 
 
 def behind_a_sum(x):
-  """Returns `x` as an operation of the float32 list hands it on."""
+  # Returns `x` as an operation of the float32 list hands it on.
   return jax.lax.reduce_sum(x[None], (0,))
 
 

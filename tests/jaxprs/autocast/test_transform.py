@@ -350,15 +350,24 @@ def test_nothing_is_kept_from_a_trace(monkeypatch):
     jax.block_until_ready(jax.grad(lambda x: cast(x)[1])(X))
 
 
-def test_export_with_a_symbolic_size():
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float8"])
+def test_export_with_a_symbolic_size(policy):
   (n,) = jax.export.symbolic_shape("n,")
-  cast = mpjax.autocast(lambda x: jax.nn.softmax(x @ W, axis=-1).sum())
+  cast = mpjax.autocast(lambda x: jax.nn.softmax(x @ W, axis=-1).sum(), policy)
   exported = jax.export.export(jax.jit(cast))(jax.ShapeDtypeStruct((n, 3), jnp.float32))
   for rows in (1, 4):
     total = exported.call(jnp.ones((rows, 3)))
     assert total.dtype == F
     np.testing.assert_allclose(total, rows, rtol=1e-6)
   assert "bf16" in exported.mlir_module()
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float8", "c=bf16,w=f32"])
+def test_what_is_moved_to_the_list_of_matmuls_runs_in_low_precision(policy):
+  ops = mpjax.OpLists().replace(half=(moved := ["exp", "sort", "tanh"]))
+  fun = lambda w: jnp.exp(jnp.tanh(jnp.sort(w))).sum()  # noqa: E731
+  program = jax.make_jaxpr(jax.value_and_grad(mpjax.autocast(fun, policy, ops=ops)))(W)
+  assert all(programs.dtypes_of(program, name) >= {"bfloat16"} for name in moved)
 
 
 # Side effects.
