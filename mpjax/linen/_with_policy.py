@@ -160,12 +160,11 @@ class PolicyModule:
   copy = clone
 
   def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-    raise MpjaxTypeError(
-      f"{type(self.module).__name__} under mpjax.with_policy: __call__(...)",
-      expected="a call of apply, init or bind on the wrapped root model",
-      got="a wrapped model used as a submodule, or called without variables",
-      fix="Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x).",
-    )
+    where = f"{type(self.module).__name__} under mpjax.with_policy: __call__(...)"
+    expected = "a call of apply, init or bind on the wrapped root model"
+    got = "a wrapped model used as a submodule, or called without variables"
+    fix = "Wrap the root, pick submodules out with mpjax.Rule, call model.apply(variables, x)."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith("__") or name in ("module", "given"):
@@ -321,12 +320,11 @@ class _Scope(contextlib.ContextDecorator):
 
   def __del__(self) -> None:
     if not self._used:
-      warnings.warn(
+      text = (
         "mpjax.policy_scope(policy) was never entered: models run without that policy. Write "
-        "with mpjax.policy_scope(policy): and call them inside.",
-        UserWarning,
-        stacklevel=2,
+        "with mpjax.policy_scope(policy): and call them inside."
       )
+      warnings.warn(text, UserWarning, stacklevel=2)
 
   def __enter__(self) -> None:
     self._used = True
@@ -339,12 +337,10 @@ class _Scope(contextlib.ContextDecorator):
         opened.enter_context(nn.intercept_methods(intercept))
       token = activate_scope(begin(self._config), opened)
     else:
-      raise MpjaxRuntimeError(
-        "mpjax.policy_scope(policy)",
-        expected="to be entered outside of a forward pass",
-        got=f"a module that is running already, under the policy {shown(active.around.policy)}",
-        fix="Pick submodules out with mpjax.Rule, or apply a wrapped model of its own.",
-      )
+      where, expected = "mpjax.policy_scope(policy)", "to be entered outside of a forward pass"
+      got = f"a module that is running already, under the policy {shown(active.around.policy)}"
+      fix = "Pick submodules out with mpjax.Rule, or apply a wrapped model of its own."
+      raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
     self._entered.append(token)
 
   def __exit__(self, *exception: object) -> None:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from mpjax._core.active import ACTIVE, Active, in_region
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
+from mpjax._core.leaves import is_nnx_variable
 from mpjax._core.rules import ModulePolicy, shown
 from mpjax._core.trees import is_floating, same_objects
 from mpjax._core.types import Args, Class, Function, Kwargs, Leaf, PyTree
@@ -26,11 +27,11 @@ from mpjax._jaxprs.autocast.boundary import in_order
 from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewritten
 from mpjax.nnx import _layers
 
+# The class attribute that holds the `ModulePolicy` of a view's modules.
 SPEC = "mpjax_spec"
-"""The class attribute that holds the `ModulePolicy` of a view's modules."""
 
+# The attribute that leads from a view's module to the user's.
 LINK = "_mpjax_link"
-"""The attribute that leads from a view's module to the user's."""
 
 
 class Link:
@@ -90,12 +91,11 @@ def check_modes(module: nnx.Pytree) -> None:
   link, now = vars(module)[LINK], vars(model)
   for name, flag in link.modes.items():
     if now.get(name) is not flag:
-      raise MpjaxRuntimeError(
-        f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.with_policy",
-        expected="no mode of the model to change after the view was created",
-        got=f"{name}={now.get(name)} on the model, and {name}={flag} still on the view",
-        fix="Write view.eval() or view.train(), once, or make a new view.",
-      )
+      where = f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.with_policy"
+      expected = "no mode of the model to change after the view was created"
+      got = f"{name}={now.get(name)} on the model, and {name}={flag} still on the view"
+      fix = "Write view.eval() or view.train(), once, or make a new view."
+      raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
 
 
 def check_set(module: nnx.Pytree, name: str, value: object) -> None:
@@ -103,12 +103,11 @@ def check_set(module: nnx.Pytree, name: str, value: object) -> None:
   if not isinstance(value, nnx.Module) or is_view(value) or isinstance(value, nnx.bridge.ToNNX):
     return
   if any(isinstance(node, nnx.Param) for node in parts_of(value)[1]):
-    raise MpjaxTypeError(
-      f"{type(module).__name__}.{name}, set on a view of mpjax.with_policy",
-      expected="a variable, an array, or a module of the view",
-      got=f"a new {type(value).__name__}, which would run without the policy",
-      fix="Set it on the model, and then make a new view: with_policy(model, policy).",
-    )
+    where = f"{type(module).__name__}.{name}, set on a view of mpjax.with_policy"
+    expected = "a variable, an array, or a module of the view"
+    got = f"a new {type(value).__name__}, which would run without the policy"
+    fix = "Set it on the model, and then make a new view: with_policy(model, policy)."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
 
 def path_of(module: nnx.Pytree) -> str:
@@ -129,8 +128,10 @@ def calling_state() -> Active:
 
 # The classes of modules
 
-_NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, nnx.List, nnx.Dict)
-"""Classes whose methods are no part of a model."""
+CONTAINERS = (nnx.List, nnx.Dict)
+
+# Classes whose methods are no part of a model.
+_NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, *CONTAINERS)
 
 
 def _overrides(cls: Any) -> dict[str, Function]:
@@ -223,9 +224,9 @@ def _without_hooks(metaclass: Any) -> Any:
   return type(metaclass)(metaclass.__name__, (metaclass,), {"mro": mro})
 
 
+# What a class holds that can be called and is not given the module. A partial of Python 3.13 looks
+# like a method, and warns that it will be one.
 _NO_METHODS = (type, staticmethod, classmethod, functools.partial)
-"""What a class holds that can be called and is not given the module. A partial of Python 3.13
-looks like a method, and warns that it will be one."""
 
 
 def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
@@ -263,12 +264,11 @@ def _method(name: str, own: Any) -> Function:
       if isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
         if isinstance(outputs, types.CoroutineType):
           outputs.close()  # Else Python warns that nobody awaited it.
-        raise MpjaxTypeError(
-          f"{type(module).__name__}.{name}, a method of a view of mpjax.with_policy",
-          expected="a method that has run when it returns",
-          got="an async method, whose body would run later, without the policy",
-          fix="Write the async function around the view: let it call methods that are not async.",
-        )
+        where = f"{type(module).__name__}.{name}, a method of a view of mpjax.with_policy"
+        expected = "a method that has run when it returns"
+        got = "an async method, whose body would run later, without the policy"
+        fix = "Write the async function around the view: let it call methods that are not async."
+        raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
       return called.result(outputs)
 
     # A generator cannot be traced as one: its body runs between the steps of its caller.
@@ -314,16 +314,14 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
   """Returns `call(*inputs)`, with the operations of all modules inside rewritten."""
   # Copies of the module and of all that is given to it are called, with tracers as variables. What
   # they have become is a result, and is put back into the objects, as by NNX's own transforms.
-  module = inputs[0]
-  policy = resolved_policy(module).policy
+  policy = resolved_policy(module := inputs[0]).policy
 
   def attempt(state: Active) -> PyTree:
     boundary = Boundary(inputs[1:], is_node)
     everything = (module, boundary.leaves)
     nodes, variables = parts_of(everything)
-    held_before = [(node, dict(vars(node))) for node in nodes]
-    views = [(node, before) for node, before in held_before if is_view(node)]
-    for node, _ in views:
+    held_before, models = [(node, dict(vars(node))) for node in nodes], _models_of(nodes)
+    for node in filter(is_view, nodes):
       check_modes(node)  # The copies lead to no model.
     orders = orders_of(everything)
     attributes = (x for _, before in held_before for x in before.values())
@@ -370,16 +368,13 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
         return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
 
     def data(operands: Args) -> list[Leaf]:
-      values = jax.tree.leaves(operands, is_leaf=lambda x: isinstance(x, nnx.Variable))
+      values = jax.tree.leaves(operands, is_leaf=is_nnx_variable)
       return jax.tree.leaves([x for x in values if not _layers.kind_of(x).neutral])
 
     on_copies.__name__ = name  # It is what JAX's errors say.
     with nnx.update_context(_TAG):
-      copied = jax.tree.map(
-        lambda x: jax.tree.map(array, x) if isinstance(x, nnx.Variable) else x,
-        nnx.to_tree(everything, ctxtag=_TAG),
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-      )
+      arrays = lambda x: jax.tree.map(array, x) if is_nnx_variable(x) else x  # noqa: E731
+      copied = jax.tree.map(arrays, nnx.to_tree(everything, ctxtag=_TAG), is_leaf=is_nnx_variable)
       changed, written, done = rewritten(on_copies, (copied,), state, policy, data)
       if changed:
         try:
@@ -393,8 +388,8 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
       else:
         for i, new in written.items():
           variables[i].set_raw_value(new)
-    for node, before in views:
-      _copy_changes(node, before)
+    for node, before in held_before:
+      _copy_changes(node, before, models)
     return returned[0][0](done[0])
 
   state = dataclasses.replace(calling_state(), region=region_of(policy))
@@ -423,24 +418,47 @@ def _hides_tracer(tree: PyTree) -> bool:
   return any(isinstance(x, Tracer) and id(x) not in leaf_ids for x in attributes)
 
 
-def _copy_changes(module: nnx.Pytree, before: dict[str, object]) -> None:
+def _models_of(nodes: Iterable[nnx.Pytree]) -> dict[int, nnx.Pytree]:
+  """Returns the user's object behind each module of a view, and each `nnx.List` and `nnx.Dict`."""
+  # These have no link, which would be one of their items.
+  found, pending = dict[int, nnx.Pytree](), [(node, model_of(node)) for node in nodes]
+  while pending:
+    node, model = pending.pop()
+    if model is not None and id(node) not in found:
+      found[id(node)] = model
+      pairs = ((x, vars(model).get(name)) for name, x in vars(node).items())
+      pending += [pair for pair in pairs if all(isinstance(x, CONTAINERS) for x in pair)]
+  return found
+
+
+def _behind(x: Any, models: Mapping[int, nnx.Pytree]) -> Any:
+  """Returns what the user's module has where that of a view has `x`."""
+  if not isinstance(x, CONTAINERS) or id(x) in models:
+    return models.get(id(x), x)
+  new = object.__new__(type(x))
+  vars(new).update({name: _behind(part, models) for name, part in vars(x).items()})
+  return new
+
+
+def _copy_changes(
+  module: nnx.Pytree, before: dict[str, object], models: Mapping[int, nnx.Pytree]
+) -> None:
   """Sets on the user's module what a call has set on that of a view, or takes it out."""
-  model, now = model_of(module), dict(vars(module))
+  model, now = models.get(id(module)), dict(vars(module))
   for name in now.keys() | before.keys() if model is not None else ():
     old, new = before.get(name), now.get(name)
-    same = new is old and (name in now) == (name in before)
-    if same or name == LINK or isinstance(new, nnx.Pytree):
+    if (new is old and (name in now) == (name in before)) or name == LINK:
       continue
-    held = vars(model).get(name)
+    held, theirs = vars(model).get(name), _behind(new, models)
     if name not in now:
-      if held is old:
+      if held is models.get(id(old), old):
         delattr(model, name)
-    elif _is_plain(new):
-      setattr(model, name, new)
-      vars(module)[LINK].modes.pop(name, None)
+    elif _is_plain(new) or theirs is not new:
+      setattr(model, name, theirs)
+      getattr(vars(module).get(LINK), "modes", {}).pop(name, None)
     # A container of both, which NNX has copied for the view. Its own are none of the model.
     elif held is old and type(new) is type(held):
-      vars(module)[name] = _as_new(held, new)
+      vars(module)[name] = vars(model)[name] = _as_new(held, new)
 
 
 def _as_new(held: Any, new: Any) -> Any:

@@ -63,9 +63,8 @@ def with_policy(
       enclosing = (policies[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in policies)
       around = next(enclosing, ModulePolicy(config.policy))
       record.note(module, text)
-      policies[path] = resolve_policy(
-        config, module, text, attributes.get("policy"), around, all_matches=True
-      )
+      own = attributes.get("policy")
+      policies[path] = resolve_policy(config, module, text, own, around, all_matches=True)
       cls = _view.view_class(type(copy), _view.is_tree(copy), policies[path])
       object.__setattr__(copy, "__class__", cls)
     for name, value in list(vars(copy).items()):
@@ -73,10 +72,10 @@ def with_policy(
       # A method of the user's module, kept as an attribute, would run without the policy.
       if isinstance(value, (types.MethodType, functools.partial)):
         object.__setattr__(copy, name, _rebound(value, counterparts))
-      elif isinstance(value, (list, dict)) and not any(map(_is_module, leaves)):
+      elif isinstance(value, (list, dict, tuple)) and not any(map(_is_module, leaves)):
         # What a call puts into it counts.
         object.__setattr__(copy, name, attributes[name])
-    if not isinstance(copy, (nnx.List, nnx.Dict)):
+    if not isinstance(copy, _view.CONTAINERS):
       object.__setattr__(copy, _view.LINK, _view.Link(text, copy, module))
   record.check("of the model", 2)
   return view
@@ -160,12 +159,9 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
   dtype(bfloat16)
   """
   if not _view.is_view(view):
-    raise MpjaxTypeError(
-      "mpjax.nnx.convert(view)",
-      expected="a view that mpjax.with_policy returned",
-      got=kind_of(view),
-      fix="Write convert(with_policy(model, policy), *inputs): the policy says what is cast.",
-    )
+    where, expected = "mpjax.nnx.convert(view)", "a view that mpjax.with_policy returned"
+    fix = "Write convert(with_policy(model, policy), *inputs): the policy says what is cast."
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(view), fix=fix)
   graphdef, params, rest = nnx.split(view, nnx.Param, ...)
 
   def call(params: Params, *args: Any, **kwargs: Any) -> PyTree:
@@ -218,13 +214,9 @@ def value_and_grad(
   >>> updates = optimizer.update(model, grads)
   """
   if isinstance(fun, types.MethodType) and isinstance(fun.__self__, nnx.Module):
-    raise MpjaxTypeError(
-      _WHERE,
-      expected="a function that is given the model as an argument",
-      got=f"a method of the model ({fun.__qualname__})",
-      fix="Write lambda model, x: model.loss(x), so that the model is differentiated.",
-    )
-  differentiator: Any = nnx.value_and_grad
-  return value_and_grad_of_arrays(
-    fun, optimizer, argnums, has_aux, name=name, differentiator=differentiator
-  )
+    expected = "a function that is given the model as an argument"
+    got = f"a method of the model ({fun.__qualname__})"
+    fix = "Write lambda model, x: model.loss(x), so that the model is differentiated."
+    raise MpjaxTypeError(_WHERE, expected=expected, got=got, fix=fix)
+  options: Any = {"name": name, "differentiator": nnx.value_and_grad}
+  return value_and_grad_of_arrays(fun, optimizer, argnums, has_aux, **options)

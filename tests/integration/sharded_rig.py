@@ -26,7 +26,7 @@ PARTS = ["gradients", "loss", "statistics"]
 
 @jax.custom_vjp
 def poisoned(x, fault):
-  """Returns `x`, to whose gradient `fault` will be added."""
+  # Returns `x`, to whose gradient `fault` will be added.
   del fault
   return x
 

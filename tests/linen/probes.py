@@ -19,12 +19,12 @@ calls: list[tuple[str, str]] = []
 
 
 def operands(fun: Any, *args: Any) -> list[tuple[str, str]]:
-  """Returns the dtypes of both operands of every product of a function."""
+  # Returns the dtypes of both operands of every product of a function.
   return [p.dtypes for p in products(jax.make_jaxpr(fun)(*args))]
 
 
 def all_half(fun: Any, *args: Any, count: int | None = None) -> None:
-  """Asserts that a function has products, so many if it is said, and that all are in bfloat16."""
+  # Asserts that a function has products, so many if it is said, and that all are in bfloat16.
   found = operands(fun, *args)
   assert found
   assert count is None or len(found) == count
@@ -32,7 +32,7 @@ def all_half(fun: Any, *args: Any, count: int | None = None) -> None:
 
 
 def text(fun: Any, *args: Any) -> str:
-  """Returns the jaxpr as text, without the addresses that functions print."""
+  # Returns the jaxpr as text, without the addresses that functions print.
   return re.sub(r"0x[0-9a-f]+", "0x", str(jax.make_jaxpr(fun)(*args)))
 
 
@@ -51,7 +51,7 @@ class Does(nn.Module):
 
 
 def calling(body: Any, lift: Any = lambda method: method) -> Any:
-  """Returns a class of its own whose `__call__`, under `lift`, does what a function says."""
+  # Returns a class of its own whose `__call__`, under `lift`, does what a function says.
 
   class Calling(nn.Module):
     @lift
@@ -66,14 +66,14 @@ def calling(body: Any, lift: Any = lambda method: method) -> Any:
 
 
 def noted_as(path: str, x: Any) -> Any:
-  """Computes a product of `x`, named after the module with that path; returns `x` as it is."""
+  # Computes a product of `x`, named after the module with that path; returns `x` as it is.
   with jax.named_scope(PROBE + path.replace("/", ".")):
     jax.lax.dot(x.reshape(1, -1), x.reshape(-1, 1))
   return x
 
 
 def note(module: nn.Module, x: Any) -> Any:
-  """Computes a product of what a module is given, named after the module; returns `x` as it is."""
+  # Computes a product of what a module is given, named after the module; returns `x` as it is.
   return noted_as("/".join(module.path), x)
 
 
@@ -86,7 +86,7 @@ class Probe(nn.Module):
 
 
 def noted(fun: Any, *args: Any) -> list[tuple[str, str]]:
-  """Returns (path, dtype) of the product of each probe, in the order of the jaxpr."""
+  # Returns (path, dtype) of the product of each probe, in the order of the jaxpr.
   # The path is that which the module had when it was traced: in a jaxpr that `nn.jit` traced once
   # for two modules, that of the first.
   found = []
@@ -100,7 +100,7 @@ def noted(fun: Any, *args: Any) -> list[tuple[str, str]]:
 
 
 def seen(fun: Any, *args: Any) -> dict[str, str]:
-  """Returns the dtype of the product at each path; those of one path must agree."""
+  # Returns the dtype of the product at each path; those of one path must agree.
   found: dict[str, str] = {}
   for path, dtype in noted(fun, *args):
     assert found.setdefault(path, dtype) == dtype, f"{path}: {found[path]} and {dtype}"
@@ -108,6 +108,6 @@ def seen(fun: Any, *args: Any) -> dict[str, str]:
 
 
 def seen_under(model: nn.Module, policy: Any, rules: Any = (), **options: Any) -> dict[str, str]:
-  """Returns the dtype at each path of a model whose variables were made without a policy."""
+  # Returns the dtype at each path of a model whose variables were made without a policy.
   variables = jax.eval_shape(model.init, KEY, X)
   return seen(mpjax.linen.with_policy(model, policy, rules, **options).apply, variables, X)

@@ -24,7 +24,7 @@ F32, BF16, F16 = (jnp.dtype(name) for name in ("float32", "bfloat16", "float16")
 
 
 def program_of(model, policy, rules=(), *args, variables=None):
-  """Returns the jaxpr of a model's call, and the shape of its output."""
+  # Returns the jaxpr of a model's call, and the shape of its output.
   args = args or (X,)
   variables = jax.eval_shape(model.init, KEY, *args) if variables is None else variables
   apply = with_policy(model, policy, rules).apply
@@ -299,7 +299,7 @@ BROADCAST = {"variable_broadcast": "params", "split_rngs": {"params": False}}
 
 
 def accumulate(module, carry, x):
-  """The body of a scan over layers or over time."""
+  # The body of a scan over layers or over time.
   calls.append(("carry", str(carry.dtype)))
   y = nn.Dense(3)(x)
   return carry + y.astype(carry.dtype), y
@@ -414,7 +414,7 @@ def test_map_variables_that_runs_its_body_twice_at_init():
 
 
 def differentiates(way):
-  """Takes derivatives of a submodule inside of a forward pass, with the cotangent of a user."""
+  # Takes derivatives of a submodule inside of a forward pass, with the cotangent of a user.
 
   def body(module, x):
     dense = nn.Dense(3, name="dense")

@@ -190,7 +190,7 @@ def test_the_innermost_given_policy_wins_whole():
   scope, wrapped = mpjax.linen.policy_scope, mpjax.linen.with_policy
 
   def found(model, dtype="float32"):
-    """Returns the dtypes in which two modules and a product compute, and of the result."""
+    # Returns the dtypes in which two modules and a product compute, and of the result.
     x = X.astype(dtype)
     (product,) = products(jax.make_jaxpr(model.apply)({}, x))
     out = jax.eval_shape(model.apply, {}, x).dtype
@@ -267,7 +267,7 @@ GIVEN = calling(lambda module, layers, x: layers[0](x), nn.jit)
 
 
 def gives(module, x):
-  """Gives modules in a list to a jitted method, which calls what is elsewhere."""
+  # Gives modules in a list to a jitted method, which calls what is elsewhere.
   first, second = nn.Dense(3, name="first"), nn.Dense(3, name="second")
   return GIVEN(name="b")([second], GIVEN(name="a")([first], x))
 

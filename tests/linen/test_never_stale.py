@@ -54,7 +54,7 @@ def variables_of(name):
 
 
 def by_hand(name, policy):
-  """Returns what a model gives under a policy, computed without mpjax: dtypes written by hand."""
+  # Returns what a model gives under a policy, computed without mpjax: dtypes written by hand.
   dtype = jnp.dtype(DTYPES[policy])
   params, x = variables_of(name)["params"], X.astype(dtype)
   if name == "InnerJit":
@@ -122,7 +122,7 @@ def test_a_scope_inside_a_jitted_function(name):
 @pytest.mark.case("B068", "A89")
 def test_a_model_that_raises_leaves_nothing_behind():
   def fails(module, x, fail):
-    """Raises on the way, as a shape error in the middle of a model does."""
+    # Raises on the way, as a shape error in the middle of a model does.
     x = nn.Dense(2, name="first")(x)
     if fail:
       raise ZeroDivisionError
@@ -193,7 +193,7 @@ def test_the_policy_of_the_lowering_stays_with_what_was_compiled():
 
 
 def sign_grad(module, x):
-  """Replaces the gradients of a layer by their signs, as Flax's manual does."""
+  # Replaces the gradients of a layer by their signs, as Flax's manual does.
 
   def forward(module, x):
     return nn.vjp(lambda module, x: module(x), module, x)

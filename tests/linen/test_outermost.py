@@ -27,7 +27,7 @@ CONTAINERS = pytest.mark.parametrize("kind", [dict, freeze], ids=["dict", "Froze
 
 
 def call(way, model, policy, variables, *args, **kwargs):
-  """Calls a model under a policy, by one of the three ways that there are."""
+  # Calls a model under a policy, by one of the three ways that there are.
   if way == "wrapper":
     return with_policy(model, policy).apply(variables, *args, **kwargs)
   with scope(policy):
@@ -38,7 +38,7 @@ def call(way, model, policy, variables, *args, **kwargs):
 
 
 def ones(features, inputs=3):
-  """Returns the parameters of a Dense layer whose results are exact."""
+  # Returns the parameters of a Dense layer whose results are exact.
   return {"kernel": jnp.eye(inputs, features), "bias": jnp.full(features, 0.5)}
 
 
@@ -66,7 +66,7 @@ def test_a_submodule_that_looks_at_values_is_named_and_so_is_what_is_around_it(n
 @WAYS
 def test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype(way):
   def takes_half_alone(module, x):
-    """Draws a mask, and then calls what takes no float32, as a kernel may."""
+    # Draws a mask, and then calls what takes no float32, as a kernel may.
     x = nn.Dropout(0.5, deterministic=False)(x)
     if x.dtype == jnp.float32:
       raise NotImplementedError("this kernel takes low precision alone")
@@ -96,7 +96,7 @@ def test_variables_of_numpy_are_parameters_like_others_and_those_of_no_mapping_f
 
 
 def penalised(module, x):
-  """Computes a penalty on its own weights, as L2 terms in a forward pass do."""
+  # Computes a penalty on its own weights, as L2 terms in a forward pass do.
   x = nn.Dense(2, name="dense")(x)
   params = module.variables["params"]
   calls.append(("container", type(module.variables).__name__))
@@ -157,7 +157,7 @@ def test_parameters_returned_from_a_model_are_stored_ones():
 
 
 def writes(module, x):
-  """Keeps a cache, statistics and a parameter that it changes itself; sows something new."""
+  # Keeps a cache, statistics and a parameter that it changes itself; sows something new.
   is_there = module.has_variable("cache", "memory")
   memory = module.variable("cache", "memory", jnp.zeros, x.shape, jnp.float32)
   index = module.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
@@ -283,7 +283,7 @@ def test_the_same_numbers_are_dropped_as_without_a_policy():
 
 def test_full_precision_is_the_same_in_a_module_that_a_rule_picked():
   def inside(module, x):
-    """What full_precision returns is an operand of an addition, and that of a matmul."""
+    # What full_precision returns is an operand of an addition, and that of a matmul.
     y = mpjax.full_precision(lambda x: x * 3)(nn.Dense(2)(x))
     return nn.Dense(2)(y + 1e-3 * y)
 

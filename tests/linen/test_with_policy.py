@@ -52,7 +52,7 @@ def plain_variables():
 
 
 def products_in(apply, *args, shape="2,4"):
-  """Returns the dtypes that the product of the encoder, of this shape, may have been in."""
+  # Returns the dtypes that the product of the encoder, of this shape, may have been in.
   program = str(jax.make_jaxpr(apply)(*args))
   return {half for half in ("bf16", "f16", "f32") if f":{half}[{shape}] = dot_general" in program}
 

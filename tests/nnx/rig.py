@@ -36,12 +36,12 @@ class Does(nnx.Module):
 
 
 def shapes(make: Callable[[nnx.Rngs], nnx.Module]) -> Any:
-  """Returns a model whose variables are only shapes and dtypes; keys are real."""
+  # Returns a model whose variables are only shapes and dtypes; keys are real.
   return nnx.eval_shape(lambda: make(nnx.Rngs(0)))
 
 
 def split(make: Callable[[nnx.Rngs], nnx.Module], seed: int = 0) -> tuple[Any, Any, Any]:
-  """Returns graph definition, parameters and all other variables, with values made by NumPy."""
+  # Returns graph definition, parameters and all other variables, with values made by NumPy.
   try:
     abstract = shapes(make)
   except ValueError:
@@ -52,7 +52,7 @@ def split(make: Callable[[nnx.Rngs], nnx.Module], seed: int = 0) -> tuple[Any, A
 
 
 def by_name(state: Any, seed: int) -> Any:
-  """Returns a state with values that go by the names of its variables."""
+  # Returns a state with values that go by the names of its variables.
   values = filled(nnx.to_pure_dict(state), seed)
   return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(values))
 

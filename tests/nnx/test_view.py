@@ -223,6 +223,37 @@ def test_variables_that_a_call_makes_or_changes_are_the_models():
   assert model.mode == "train"
 
 
+class Holds(nnx.Module):
+  def __init__(self, rngs):
+    self.a, self.b = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+    self.items, self.pair = nnx.List([jnp.zeros(()), self.a]), nnx.data((jnp.zeros(()),))
+    self.named = nnx.Dict(n=jnp.zeros(()), of=nnx.List([1]))
+
+  def __call__(self, x):
+    self.a, self.b = self.b, self.a
+    self.items[0] += 1
+    self.items[1] = self.a
+    self.items.append(nnx.Cache(jnp.sign(x)))
+    self.named["n"] += 1
+    self.named["of"].append(2)
+    self.pair = nnx.data((self.pair[0] + 1,))
+    self.new = nnx.Dict(x=nnx.List([nnx.Cache(jnp.ones(()))]))
+    return self.a(x)
+
+
+@pytest.mark.parametrize("way", ["a view for each call", "in jit", "one view"])
+def test_what_a_call_puts_into_containers_and_rebinds_is_the_models(way):
+  plain, model = Holds(nnx.Rngs(0)), Holds(nnx.Rngs(0))
+  view = mpjax.with_policy(model, "mixed_bfloat16") if way == "one view" else None
+  step = lambda m: (view or mpjax.with_policy(m, "mixed_bfloat16"))(jnp.ones((1, 4)))  # noqa: E731
+  step = nnx.jit(step) if way == "in jit" else step
+  for _ in range(3):
+    plain(jnp.ones((1, 4)))
+    step(model)
+    assert model.items[1] is model.a
+    assert bits(nnx.to_pure_dict(nnx.state(model))) == bits(nnx.to_pure_dict(nnx.state(plain)))
+
+
 def test_what_is_taken_out_of_a_view_is_taken_out_of_the_model():
   model = Writes()
   view = with_policy(model, HALF)
