@@ -20,9 +20,9 @@ from mpjax._core.types import Array, DType, Leaf
 from mpjax._jaxprs.autocast.rewriter import By, Rewriter, in_default, only_float32
 from mpjax._jaxprs.autocast.run import (
   differentiated,
-  first_like,
   jaxpr_for,
   jaxpr_of,
+  key_of,
   remembered_off_mesh,
   unscoped,
   variables,
@@ -220,17 +220,18 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   # One equation for all of it, of the root as it is held; or in float32, where gradients are added.
   taken = FLOAT32 if any(k.held for k in kinds) else value.kind.current
   operand = rewriter.view(value, taken, function.eqns[0])
-  wide = first_like(jaxpr_of(unscoped(function.eqns), [root], outs))
-  with context_of(last):
-    call = _activation(wide, tuple(kinds), last.ctx, aval_of(operand))
+  wide = jaxpr_of(unscoped(function.eqns), [root], outs)
+  key = key_of(wide), tuple(kinds), aval_of(operand)
+  if key not in rewriter.activations:  # Layers alike share one.
+    with context_of(last):
+      rewriter.activations[key] = _activation(wide, kinds, aval_of(operand))
+  call = rewriter.activations[key]
   eqn = last.replace(primitive=call.primitive, outvars=list(outs), params=call.params)
   rewriter.write(eqn, [operand], kinds)
   return True
 
 
-@remembered_off_mesh
-def _activation(wide: Jaxpr, kinds: Sequence[Kind], _: object, aval: ShapedArray) -> JaxprEqn:
-  # Returns an equation that all layers with these operations share, of an operand with `aval`.
+def _activation(wide: Jaxpr, kinds: Sequence[Kind], aval: ShapedArray) -> JaxprEqn:
   exact = functools.partial(eval_jaxpr, wide, ())
 
   def held(values: Sequence[Array]) -> list[Array]:

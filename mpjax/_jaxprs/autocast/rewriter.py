@@ -8,7 +8,7 @@ import collections
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -233,6 +233,7 @@ class Rewriter:
     operands = (v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
     self.shared: set[Atom] = {v for v, count in collections.Counter(operands).items() if count > 1}
     self.eqns: list[JaxprEqn] = []  # what is written so far
+    self.activations: dict[Hashable, JaxprEqn] = {}
     # The floating ones, by the variables that held them. Variables of other dtypes stay.
     self.values: dict[Var, Value] = {}
 
