@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -37,8 +37,6 @@ LINK = "_mpjax_link"
 class Link:
   """Leads from a module of a view to the user's; that of a copy, by a transform, leads nowhere.
 
-  All links are equal: whose view it is makes no difference to a jaxpr.
-
   Attributes:
     path: that of the module in the model, for errors.
     modes: those of the user's module (`deterministic`, say) when the view was created, but for
@@ -53,6 +51,7 @@ class Link:
     flags = {} if model is None else vars(model)
     self.modes = {name: flags[name] for name in _layers.MODES if isinstance(flags.get(name), bool)}
 
+  # All are equal: whose view it is makes no difference to a jaxpr.
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Link)
 
@@ -111,7 +110,7 @@ def check_set(module: nnx.Pytree, name: str, value: object) -> None:
 
 
 def path_of(module: nnx.Pytree) -> str:
-  """Returns where a module is in the model, for rules and errors."""
+  # Where a module is in the model, for rules and errors.
   link = vars(module).get(LINK)
   return type(module).__name__ if link is None else link.path
 
@@ -421,30 +420,33 @@ def _hides_tracer(tree: PyTree) -> bool:
 def _models_of(nodes: Iterable[nnx.Pytree]) -> dict[int, nnx.Pytree]:
   """Returns the user's object behind each module of a view, and each `nnx.List` and `nnx.Dict`."""
   # These have no link, which would be one of their items.
-  found, pending = dict[int, nnx.Pytree](), [(node, model_of(node)) for node in nodes]
+  models, pending = dict[int, nnx.Pytree](), [(node, model_of(node)) for node in nodes]
   while pending:
     node, model = pending.pop()
-    if model is not None and id(node) not in found:
-      found[id(node)] = model
+    if model is not None and id(node) not in models:
+      models[id(node)] = model
       pairs = ((x, vars(model).get(name)) for name, x in vars(node).items())
       pending += [pair for pair in pairs if all(isinstance(x, CONTAINERS) for x in pair)]
-  return found
+  return models
 
 
-def _behind(x: Any, models: Mapping[int, nnx.Pytree]) -> Any:
+def _behind(x: Any, models: dict[int, nnx.Pytree]) -> Any:
   """Returns what the user's module has where that of a view has `x`."""
-  if not isinstance(x, CONTAINERS) or id(x) in models:
-    return models.get(id(x), x)
-  new = object.__new__(type(x))
-  vars(new).update({name: _behind(part, models) for name, part in vars(x).items()})
-  return new
+  if isinstance(x, CONTAINERS) and id(x) not in models:
+    models[id(x)] = new = object.__new__(type(x).__mro__[2 if is_view(x) else 0])
+    vars(new).update({name: _behind(part, models) for name, part in vars(x).items()})
+  return models.get(id(x), x)
 
 
-def _copy_changes(
-  module: nnx.Pytree, before: dict[str, object], models: Mapping[int, nnx.Pytree]
-) -> None:
+def _copy_changes(module: nnx.Pytree, before: dict[str, Any], models: dict[int, Any]) -> None:
   """Sets on the user's module what a call has set on that of a view, or takes it out."""
   model, now = models.get(id(module)), dict(vars(module))
+  if isinstance(model, CONTAINERS):  # As one: its length says which items it has.
+    for name in before.keys() - now.keys():
+      vars(model).pop(name, None)
+    moved = {name: x for name, x in now.items() if x is not before.get(name, module)}
+    vars(model).update({name: _behind(x, models) for name, x in moved.items()})
+    return
   for name in now.keys() | before.keys() if model is not None else ():
     old, new = before.get(name), now.get(name)
     if (new is old and (name in now) == (name in before)) or name == LINK:
@@ -455,7 +457,7 @@ def _copy_changes(
         delattr(model, name)
     elif _is_plain(new) or theirs is not new:
       setattr(model, name, theirs)
-      getattr(vars(module).get(LINK), "modes", {}).pop(name, None)
+      vars(module)[LINK].modes.pop(name, None)
     # A container of both, which NNX has copied for the view. Its own are none of the model.
     elif held is old and type(new) is type(held):
       vars(module)[name] = vars(model)[name] = _as_new(held, new)

@@ -218,5 +218,5 @@ def value_and_grad(
     got = f"a method of the model ({fun.__qualname__})"
     fix = "Write lambda model, x: model.loss(x), so that the model is differentiated."
     raise MpjaxTypeError(_WHERE, expected=expected, got=got, fix=fix)
-  options: Any = {"name": name, "differentiator": nnx.value_and_grad}
-  return value_and_grad_of_arrays(fun, optimizer, argnums, has_aux, **options)
+  options: Any = {"differentiator": nnx.value_and_grad}
+  return value_and_grad_of_arrays(fun, optimizer, argnums, has_aux, name=name, **options)
