@@ -76,15 +76,15 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
     # An only optimizer that was updated once has kept its own state, in place. A loop updates
     # other arrays than those that are here.
     ends = [(state.total, plain_array(stored.total)) for stored, state in before]
-    once = len(ends) == 1 and any(x is ends[0][0] and y is ends[0][1] for x, y in updates)
-    kept = [one.owner if once else one.stored for one in scales]
+    in_place = len(scales) == 1 and any(x is a and y is b for x, y in updates for a, b in ends)
+    kept = [one.owner if in_place else one.stored for one in scales]
     own = {id(x) for _, x in leaves_with_path(kept)}
     pairs = [(x, value) for x, value in zip(variables, old, strict=True) if id(x) not in own]
     chosen = select(applied, [plain_array(x) for x, _ in pairs], [x for _, x in pairs], where)
     for (variable, _), x in zip(pairs, chosen, strict=True):
       variable[...] = x
     # An update that is taken back counts as skipped.
-    for stored, state in [] if once else before:
+    for stored, state in [] if in_place else before:
       new = LossScaleState(*map(plain_array, stored))
       count = new.total - state.total
       undone = {field: getattr(state, field) + count for field in ("skipped", "consecutive_skips")}

@@ -133,8 +133,8 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale, root: Path) -> b
   # is a step applied at inf, which makes 0 of a plain gradient and NaN of a scaled one, unless it
   # is tried again at a lower scale, and then returns the same; a NaN stays one. At a scale that is
   # always 1 plain gradients are right.
-  usual = [2.0**14, 2.0**-22] if computed else [2.0**8, 2.0**6]
-  numbers = [1.0] if scale.fields == {"scale": 1} else [scale.largest, *usual, np.inf, np.nan]
+  usual = [max(scale.largest, 2.0**14), 2.0**14, 2.0**-22] if computed else [2.0**8, 2.0**6]
+  numbers = [1.0] if scale.fields == {"scale": 1} else [*usual, np.inf, np.nan]
   runs = [run(numbers[0], before)]
   if runs[0][2] is None:
     return False
@@ -144,7 +144,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale, root: Path) -> b
   finite = [after for number, after, count in runs if count == most and np.isfinite(number)]
   if not finite:
     expected = "a step whose gradients are finite at some loss scale"
-    got = f"an inf or NaN at {', '.join(f'{number:.9g}' for number in numbers[:3])}"
+    got = f"an inf or NaN at {', '.join(f'{x:.9g}' for x in numbers if np.isfinite(x))}"
     fix = "Call it with another batch; mpjax.check_skipped_steps says which gradient it is."
     raise errors.MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 

@@ -39,7 +39,6 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 """Outside, 1/scale or the scale itself is subnormal in float32, and XLA flushes it to 0."""
 
 INT32_MAX = 2**31 - 1
-
 UPDATED = ContextVar[Callable[[Array, Array], object]]("UPDATED", default=lambda *_: None)
 """In a step that may undo them, what notes the counts that each update read and returned."""
 
@@ -276,7 +275,7 @@ def adjust(
     hysteresis = jnp.where(grow, config.hysteresis, left)
     good_steps = jnp.where(grow, 0, good_steps)
   skip = jnp.logical_not(applied)
-  UPDATED.get(lambda *_: None)(total, count := _count_up(total, True))
+  UPDATED.get()(total, count := _count_up(total, True))
   return LossScaleState(
     scale=scale,
     good_steps=good_steps,
@@ -432,8 +431,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
   got = f"one with {len(scales)}, named {[one.name for one in scales]}"
   fix = "Tell them apart by name=, with the names in mpjax.loss_scaling(..., name=...)."
   if not picked:
-    where = f"{where} with name={name!r}"
-    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+    raise MpjaxValueError(f"{where} with name={name!r}", expected=expected, got=got, fix=fix)
   if len(picked) > 1:
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   return picked[0]
@@ -580,9 +578,7 @@ def set_loss_scale(
   low, high = target.limits
   where = "mpjax.set_loss_scale(value)"
   if isinstance(value, Tracer):
-    fix = "Pass a number, one for all."
-    check_scalar(value, where, expected="a scale of shape ()", fix=fix)
-    # A NaN too: `clip` would keep it, and no step would be applied again.
+    check_scalar(value, where, expected="a scale of shape ()", fix="Pass a number, one for all.")
     scale: Array | float = jnp.minimum(jnp.fmax(jnp.asarray(value, jnp.float32), low), high)
   else:
     scale = positive_scale(value, where)

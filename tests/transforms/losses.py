@@ -29,7 +29,7 @@ def loss_of(fun: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 @functools.cache
 def rows(n: int) -> dict[str, Any]:
-  """Returns a batch of integers over 16: sums of their products are exact in float32."""
+  # Returns a batch of integers over 16: sums of their products are exact in float32.
   # The targets can be divided by 3 as well, so that a third of a sum is exact too: XLA makes a
   # product with the rounded 1/3 of a division.
   rng = np.random.default_rng(n)
@@ -38,7 +38,7 @@ def rows(n: int) -> dict[str, Any]:
 
 
 def quadratic(params: Any, model_state: Any, batch: Any, rng: jax.Array | None) -> Any:
-  """Half the mean square of the errors of a linear model, and the largest error."""
+  # Half the mean square of the errors of a linear model, and the largest error.
   del rng
   error = batch["x"] @ params - batch["y"]
   loss = jnp.sum(error**2) * 0.5 / len(batch["y"])

@@ -21,7 +21,7 @@ KEY = jax.random.key(3)
 
 
 def every_number(half):
-  """All numbers of a half type but those that XLA for CPU flushes: bfloat16's subnormals."""
+  # All numbers of a half type but those that XLA for CPU flushes: bfloat16's subnormals.
   found = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(half))
   wide = found.astype(np.float32)
   return found[~(np.abs(wide) < 2.0**-126) | (wide == 0)]

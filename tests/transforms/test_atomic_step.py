@@ -126,10 +126,13 @@ def test_without_a_scale():
   with refused(TypeError, where, "a function", "3", "@mpjax.nnx.atomic_step"):
     mpjax.nnx.atomic_step(3)
   model = network()
-  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale())
+  tx = mpjax.loss_scaling(ADAM, mpjax.NoLossScale())
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   mpjax.nnx.atomic_step(plain_step)(model, optimizer, BAD)
   assert int(optimizer.step[...]) == 1, "nothing is skipped"
+  before = numbers(model, optimizer)
+  both((model, optimizer), GOOD, training(), BAD)
+  assert numbers(model, optimizer) == before
 
 
 def test_it_needs_no_more_memory():
