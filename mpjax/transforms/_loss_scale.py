@@ -252,7 +252,7 @@ def adjust(
   """Returns the state after a step."""
   # The scale follows the gradients (and the loss) of its own loss, `finite`; what counts as skipped
   # follows `applied`. `first_bad` is the position of its first gradient leaf that is not finite.
-  dynamic, total = isinstance(config, DynamicLossScale), state.total
+  dynamic = isinstance(config, DynamicLossScale)
   flags = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
   # A static scale is not computed from anything, and stays the array that it is.
   old = {field: x for field, x in state._asdict().items() if dynamic or field != "scale"}
@@ -275,7 +275,7 @@ def adjust(
     hysteresis = jnp.where(grow, config.hysteresis, left)
     good_steps = jnp.where(grow, 0, good_steps)
   skip = jnp.logical_not(applied)
-  UPDATED.get()(total, count := _count_up(total, True))
+  UPDATED.get()(old["total"], count := _count_up(state.total, True))
   return LossScaleState(
     scale=scale,
     good_steps=good_steps,

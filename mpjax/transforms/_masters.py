@@ -249,12 +249,12 @@ def _check_params_of(master: PyTree, params: Params, where: str) -> None:
 
   # Another shape would be broadcast. With float32 masters the dtype is free, since a wrapper shows
   # parameters in float32.
-  def expected(m: Leaf, p: Leaf) -> Leaf:
+  def stored_with(m: Leaf, p: Leaf) -> Leaf:
     dtype = jnp.bfloat16 if is_remainder(m) else getattr(p, "dtype", jnp.bfloat16)
     return p if is_hole(m) else jax.ShapeDtypeStruct(m.shape, dtype)
 
   try:
-    problems = tree_differences(map_masters(expected, master, params), params, dtypes=True)
+    problems = tree_differences(map_masters(stored_with, master, params), params, dtypes=True)
   except ValueError as error:
     problems = [f"another tree ({error})"]
   if problems:

@@ -109,9 +109,9 @@ def test_all_updates_of_a_step_are_applied_or_none(dtype):
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
   ours, plain = start(), start()
-  before, step = numbers(*ours), mpjax.nnx.atomic_step(each)
+  before, compiled = numbers(*ours), nnx.jit(step := mpjax.nnx.atomic_step(each))
   for batches in ([BAD, GOOD], [GOOD, BAD]):
-    nnx.jit(step)(*ours, batches)
+    compiled(*ours, batches)
     assert numbers(*ours) == before
   assert counts(ours[1]) == (4, 4, 4, False)
   step(*ours, [GOOD, GOOD])
