@@ -121,8 +121,9 @@ def test_all_updates_of_a_step_are_applied_or_none(dtype):
 
 def test_without_a_scale():
   where = "mpjax.nnx.atomic_step(step)"
-  with refused(TypeError, where, "a loss scale among the arguments", "none", "nnx.Optimizer"):
-    mpjax.nnx.atomic_step(lambda x: x)(mpjax.loss_scaling(ADAM).init(GOOD))  # in no variables
+  for other in (GOOD, mpjax.loss_scaling(ADAM).init(GOOD)):  # A state in no variables is returned.
+    with refused(TypeError, where, "a loss scale among the arguments", "none", "nnx.Optimizer"):
+      mpjax.nnx.atomic_step(lambda x: x)(other)
   with refused(TypeError, where, "a function", "3", "@mpjax.nnx.atomic_step"):
     mpjax.nnx.atomic_step(3)
   model = network()

@@ -194,9 +194,13 @@ WARMUP = optax.linear_schedule(0.0, 0.1, 100)
 HALF = jax.tree.map(lambda p: jnp.ones_like(p, BF16), PARAMS)
 ZERO, TWO = jnp.zeros(()), {"w": jnp.zeros(()), "b": jnp.zeros(())}
 CLIPPED, SGD, ADAM = (OPTIMIZERS[name] for name in ("clip and sgd", "sgd", "adam"))
+# Its updates are the signs of gradients; the least size of one so far begins at inf.
 LEAST = optax.GradientTransformation(
   lambda params: {"least": jnp.full((), jnp.inf)},
-  lambda g, s, params=None: (g, {"least": jnp.minimum(s["least"], jnp.max(g["w"] ** 2))}),
+  lambda g, s, params=None: (
+    jax.tree.map(jnp.sign, g),
+    {"least": jnp.minimum(s["least"], jnp.max(g["w"] ** 2))},
+  ),
 )
 LOOPS = {
   "float16": (
@@ -226,13 +230,7 @@ LOOPS = {
   "lost updates": (optax.sgd(1e-9), F32, loss_fn, HALF, LOST),
   # At one scale or another these are all that is left, whatever float16 makes of the rest.
   "small, clipped": (SGD, F32, small, PARAMS, {clipped_outside: "clipped while scaled"}),
-  "from inf": (
-    optax.chain(LEAST, optax.sign_sgd(1)),
-    F32,
-    loss_fn,
-    PARAMS,
-    {right: None, scaled_twice: CARRY},
-  ),
+  "from inf": (LEAST, F32, loss_fn, PARAMS, {right: None, scaled_twice: CARRY}),
   "beside": (CLIPPED, F16, loss_fn, PARAMS, {forgotten_beside: "in part never scaled"}),
   "squared": (SGD, F16, loss_fn, PARAMS, {squared: "carry it twice"}),
   "squared in adam": (ADAM, F16, loss_fn, PARAMS, {squared: "the same at every value"}),

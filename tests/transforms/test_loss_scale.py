@@ -673,8 +673,10 @@ def test_a_scale_that_is_an_array_or_an_input_of_the_step():
 
   state = jax.device_get(tx.init(PARAMS))  # A state on the host will do.
   # The limits of a static scale, where a NaN would stay one.
-  for scale, within in ((8, 8), (1024, 1024), (2.0**127, 2.0**126), (np.nan, 2.0**-126)):
-    grads, updates, state = step(PARAMS, state, np.float32(scale))
+  pairs = ((jnp.float32(8), 8), (1024, 1024), (2.0**127, 2.0**126), (np.nan, 2.0**-126))
+  for scale, within in pairs:
+    scale = scale if isinstance(scale, jax.Array) else np.float32(scale)
+    grads, updates, state = step(PARAMS, state, scale)
     np.testing.assert_array_equal(grads, np.float32([2 * within] * 3))
     np.testing.assert_array_equal(updates, np.float32([-1] * 3))
   host = jax.device_get(mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS))

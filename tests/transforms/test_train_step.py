@@ -320,7 +320,9 @@ def test_states_that_do_not_belong_to_the_step():
     fix = "mpjax.TrainState.create(params, tx)"
     with refused(TypeError, "step(state)", "a mpjax.TrainState", kind_of(given), fix):
       step(given, batch)
-  with refused(TypeError, "step(state)", "a mpjax.TrainState", "a dict", "Swap the two: step("):
+  with refused(
+    TypeError, "step(state)", "a mpjax.TrainState", "a dict", "Swap the two: step(state"
+  ):
     step(batch, state)
   two = mpjax.loss_scaling(optax.sgd(0.5), {"a": STATIC, "b": STATIC})
   for tx, expected, got, fix in (

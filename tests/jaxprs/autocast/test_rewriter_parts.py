@@ -43,11 +43,8 @@ MATMULS = {
 
 def matmuls(fun, *args):
   """The dtype and the precision of each matmul, also of programs for derivatives."""
-  eqns = [
-    e
-    for e, _ in programs.equations(jax.make_jaxpr(fun)(*args))
-    if "preferred_element_type" in e.params
-  ]
+  every = (e for e, _ in programs.equations(jax.make_jaxpr(fun)(*args)))
+  eqns = [e for e in every if "preferred_element_type" in e.params]
   return [(str(e.invars[0].aval.dtype), e.params["precision"]) for e in eqns]
 
 
