@@ -125,9 +125,9 @@ def _compile_once(_compiled: list[pathlib.Path]) -> Iterator[None]:
 
 
 def _link_files(source: pathlib.Path, target: pathlib.Path) -> None:
-  for file in source.iterdir():
+  for name in set(os.listdir(source)).difference(os.listdir(target)):
     with contextlib.suppress(FileExistsError):
-      (target / file.name).hardlink_to(file)
+      (target / name).hardlink_to(source / name)
 
 
 @pytest.fixture(autouse=True)

@@ -89,12 +89,16 @@ def arguments(name: str, seed: int) -> Any:
 
 def kind(name: str) -> str:
   """Layers of one kind have kernels of XLA in common, which are compiled once in one program."""
-  loops = name.endswith(("_cell", "_rnn", "/rnn_reversed", "/bidirectional"))
-  return "attention" if LAYERS[name].attention else "recurrent" if loops else "others"
+  if name.endswith(("_rnn", "/rnn_reversed", "/bidirectional")):
+    return "loops"
+  cells = "cells" if name.endswith("_cell") else "others"
+  return "attention" if LAYERS[name].attention else cells
 
 
 @pytest.mark.case("I15")
-@pytest.mark.parametrize("which", ["attention", "recurrent", "others"])
+@pytest.mark.parametrize(
+  "which", ["attention", "cells", pytest.param("loops", marks=pytest.mark.accuracy), "others"]
+)
 def test_layers_are_as_near_to_float32_as_their_type_allows(which):
   names = [name for name in LAYERS if kind(name) == which]
   calls = {
