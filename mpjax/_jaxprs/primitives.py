@@ -69,22 +69,21 @@ class Row(NamedTuple):
 
   Fields:
     names: the primitives, as `jax.make_jaxpr` prints them, separated by spaces.
-    exact: it chooses or moves numbers and computes none: in low precision it loses nothing of
-      low-precision operands. Not the maximum of an axis: its derivative counts the positions that
-      have it.
+    exact: it chooses or moves numbers: low precision loses nothing of low-precision operands. Not
+      the maximum of an axis: its derivative counts the positions that have it.
     moves: each element of a result is one of an operand: it may as well be cast before.
     elementwise: each element of a result depends on the elements at its own position alone.
     bounded: its result is finite where its operands are.
     tests: its result is boolean, and says something about the size of numbers.
     role: how errors of its operands go into its result: those of a sum are absolute, so that
-      rounding an operand may be all of the result; those of a multiplication are relative; those of
-      an angle are absolute, too, however large it is, and those of a step, as of a `floor`, jump.
+      rounding an operand may be all of it; those of a multiplication are relative; those of an
+      angle are absolute, too, however large it is.
+    jumps: its result is rounded to an integer, as by `floor`: it reads digits as an index does.
     neutral: its results are random numbers, which take the dtype of what they meet, unless it is
       given a floating operand.
     gradient: where the derivative is a sum over elements of the result, how the operand was used;
-      "result" where the derivative reads the result itself, which is saved for it.
-    degree: how fast the result grows, for an elementwise operation that an activation function may
-      contain.
+      "result" where the derivative reads the result, which is saved.
+    degree: how fast the result grows, for an elementwise operation of activation functions.
     dtype_param: the parameter that names the dtype, or holds a jaxpr in it.
     flops: the formula for its floating-point operations.
     holds: how it runs the jaxprs that it holds; None if it holds none.
@@ -99,7 +98,8 @@ class Row(NamedTuple):
   elementwise: bool = False
   bounded: bool = False
   tests: bool = False
-  role: Literal["sum", "step", "product", "angle", "linear algebra"] | None = None
+  role: Literal["sum", "product", "angle", "linear algebra"] | None = None
+  jumps: bool = False
   neutral: bool = False
   gradient: Literal["repeated", "added", "multiplied", "chosen", "result"] | None = None
   degree: Degree | None = None
@@ -235,7 +235,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("div", **_FACTORS, degree=lambda d, _: d[0] - d[1]),
     Row("max min", elementwise=True, exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
     Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1]),
-    Row("rem", elementwise=True, role="step", gradient="multiplied"),
+    Row("rem", elementwise=True, role="sum", jumps=True, gradient="multiplied"),
   ),
   Family(
     "promote",
@@ -271,7 +271,7 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "Exact in every type.",
     Row("abs neg", elementwise=True, exact=True, degree=lambda d, _: d[0]),
-    Row("ceil floor round", elementwise=True, bounded=True, role="step"),
+    Row("ceil floor round", elementwise=True, bounded=True, role="sum", jumps=True),
     Row("is_finite", tests=True),
     Row("sign", elementwise=True, exact=True),
   ),

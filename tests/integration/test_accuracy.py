@@ -28,6 +28,7 @@ pytestmark = pytest.mark.standard_promotion
 BOUNDS = {"bfloat16": 1.6e-2, "float16": 2.1e-3}
 SCALES = {"bfloat16": 1.0, "float16": 2.0**10}
 SEEDS = 5
+LOOPS = pytest.param("loops", marks=pytest.mark.accuracy)
 TWICE = {name for name in LAYERS if LAYERS[name].attention} | {"nnx/gru_cell"}
 """Layers whose gradients may be off by twice as much as the others': attention; and a cell of which
 one unit of one seed is saturated, so that 1 - tanh^2 cancels (2.6e-3 in float16). It does so with a
@@ -89,16 +90,13 @@ def arguments(name: str, seed: int) -> Any:
 
 def kind(name: str) -> str:
   """Layers of one kind have kernels of XLA in common, which are compiled once in one program."""
-  if name.endswith(("_rnn", "/rnn_reversed", "/bidirectional")):
-    return "loops"
-  cells = "cells" if name.endswith("_cell") else "others"
-  return "attention" if LAYERS[name].attention else cells
+  loops = name.endswith(("_rnn", "/rnn_reversed", "/bidirectional"))
+  others = "loops" if loops else "cells" if name.endswith("_cell") else "others"
+  return "attention" if LAYERS[name].attention else others
 
 
 @pytest.mark.case("I15")
-@pytest.mark.parametrize(
-  "which", ["attention", "cells", pytest.param("loops", marks=pytest.mark.accuracy), "others"]
-)
+@pytest.mark.parametrize("which", ["attention", "cells", "others", LOOPS])
 def test_layers_are_as_near_to_float32_as_their_type_allows(which):
   names = [name for name in LAYERS if kind(name) == which]
   calls = {
@@ -116,8 +114,7 @@ def test_layers_are_as_near_to_float32_as_their_type_allows(which):
 
   wrong = []
   for seed in range(SEEDS):
-    args = {name: arguments(name, seed) for name in names}
-    all_found = jax.device_get(every(args))
+    all_found = jax.device_get(every({name: arguments(name, seed) for name in names}))
     for name, half in itertools.product(names, BOUNDS):
       found, (out, grads) = all_found[name][half], all_found[name]["float32"]
       forward, backward = programs.error(found[0], out), 0.0

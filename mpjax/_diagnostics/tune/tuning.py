@@ -317,7 +317,7 @@ def forward_errors(exact: Body, low: Body, operands: Sequence[Array]) -> dict[st
     arrays = collections.defaultdict[Hashable, list[tuple[str, Array]]](list)
 
     def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
-      return outs[:1] if facts_of(step.eqn).flops or facts_of(step.eqn).role == "sum" else ()
+      return outs[:1] if facts_of(step.eqn).flops or facts_of(step.eqn).gradient == "added" else ()
 
     def see(step: Step, picked: Sequence[Array]) -> None:
       alike = step.eqn.primitive.name, shape_of(step.eqn.outvars[0])

@@ -200,7 +200,7 @@ def _elementwise(
     and (shape_of(v.atom) != shape if broadcasts else facts.gradient == "chosen" and v.kind.rests)
     for v in values
   ]
-  at_once = any(summed) and facts.role not in ("sum", "step")
+  at_once = any(summed) and facts.role != "sum"
   saved = _saved_low(eqn, floats, FLOAT32 if at_once else dtype, kind, readers)
   if any(saved):
     product = saving_low(rewriter, eqn, floats, saved, kind.variable)
@@ -267,7 +267,7 @@ def _rule(
   computes = facts.role is not None or facts.tests
   exact = all(is_exact(x, half) for x in numbers)
   own = dtype_of(eqn.outvars[0]) == FLOAT32  # Else the user has chosen low precision.
-  sums = facts.role in ("sum", "step")
+  sums = facts.role == "sum"
   more = facts.role == "product" or (sums and len(arrays + others) == 1)
   biased = all(k.rests or k.neutral for k in deciding)
   dtype, held = half, bool(readers & (By.HELD | By.FACTOR))
@@ -320,7 +320,7 @@ def _saved_low(
 ) -> list[DType | None]:
   """Returns in which low-precision dtype each factor in float32 is saved for the gradients."""
   facts, kinds = facts_of(eqn), [value.kind for value in values]
-  reads = facts.gradient in ("multiplied", "chosen") and facts.role not in ("sum", "step")
+  reads = facts.gradient in ("multiplied", "chosen") and facts.role != "sum"
   if dtype != FLOAT32 or not (reads or facts.role == "product") or any(k.numbers for k in kinds):
     return []
   # One that is at rest has such numbers. Another one may be rounded for the gradient of a sum

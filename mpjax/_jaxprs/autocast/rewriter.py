@@ -93,7 +93,6 @@ class By:
 
 _ROLES: Mapping[str | None, int] = {
   "sum": By.SUMMED,
-  "step": By.SUMMED | By.INDEX,
   "product": By.FACTOR,
   "angle": By.ANGLE | By.INDEX,
   "linear algebra": By.ALGEBRA | By.INDEX,
@@ -158,18 +157,18 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
   if part == "half":
     # One that linear algebra reads is in float32, and so reads all digits of its operands.
     return By.MATMUL | behind & By.INDEX | (By.EXACT if behind & By.ALGEBRA else 0)
+  own = _ROLES.get(facts.role, 0) | (By.INDEX if facts.jumps or part == "opaque" else 0)
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
     casts = eqn.primitive is convert_element_type_p
     if casts and eqn.params["new_dtype"] in HALVES:
       return behind & By.MATMUL  # A cast of the user's.
     if facts.moves or casts:
       return behind
-    if facts.role == "sum" and behind & ~By.SUMMED == By.CALLER:
+    if facts.gradient == "added" and behind & ~By.SUMMED == By.CALLER:
       return By.CALLER | By.SUMMED
     returned = By.RETURNED if behind & By.CALLER else 0
-    return behind & ~By.CALLER | returned | _ROLES.get(facts.role, 0)
+    return behind & ~By.CALLER | returned | own
   # Of linear algebra behind it, as of a kernel matrix, a matmul is told.
-  own = _ROLES.get(facts.role, By.INDEX if part == "opaque" else 0)
   return By.FULL | By.EXACT | behind & By.ALGEBRA | own
 
 
