@@ -270,10 +270,15 @@ def _method(name: str, own: Any) -> Function:
         raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
       return called.result(outputs)
 
+    state, inputs = calling_state(), (self, args, kwargs)
     # A generator cannot be traced as one: its body runs between the steps of its caller.
-    if later or not begins_trace(calling_state(), resolved.policy, path):
-      return call(self, args, kwargs)
-    return outermost(call, name, (self, args, kwargs))
+    traced = not later and begins_trace(state, resolved.policy, path)
+    held = [] if state.entered else _held_by(inputs)
+    try:
+      return outermost(call, name, inputs) if traced else call(*inputs)
+    finally:
+      for each in held:
+        _copy_changes(*each)
 
   return method
 
@@ -319,7 +324,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
     boundary = Boundary(inputs[1:], is_node)
     everything = (module, boundary.leaves)
     nodes, variables = parts_of(everything)
-    held_before, models = [(node, dict(vars(node))) for node in nodes], _models_of(nodes)
+    held_before = [(node, dict(vars(node))) for node in nodes]
     for node in filter(is_view, nodes):
       check_modes(node)  # The copies lead to no model.
     orders = orders_of(everything)
@@ -355,10 +360,8 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
         changed = not same_objects(_contents(copies), contents) or any(map(is_node, leaves))
         written = {}
         for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
-          new = variable.get_raw_value()
-          if new is not old and dtype is not None:
-            variable.set_raw_value(leaving(new, dtype))
-          if new is not old:
+          if (new := variable.get_raw_value()) is not old:
+            variable.set_raw_value(new if dtype is None else leaving(new, dtype))
             written[i] = variable.get_raw_value()
         done = (leaves, copies if changed else ())
         returned.append((outside, orders_of(done)))
@@ -387,8 +390,6 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
       else:
         for i, new in written.items():
           variables[i].set_raw_value(new)
-    for node, before in held_before:
-      _copy_changes(node, before, models)
     return returned[0][0](done[0])
 
   state = dataclasses.replace(calling_state(), region=region_of(policy))
@@ -417,9 +418,10 @@ def _hides_tracer(tree: PyTree) -> bool:
   return any(isinstance(x, Tracer) and id(x) not in leaf_ids for x in attributes)
 
 
-def _models_of(nodes: Iterable[nnx.Pytree]) -> dict[int, nnx.Pytree]:
-  """Returns the user's object behind each module of a view, and each `nnx.List` and `nnx.Dict`."""
-  # These have no link, which would be one of their items.
+def _held_by(tree: PyTree) -> list[tuple[nnx.Pytree, dict[str, Any], dict[int, nnx.Pytree]]]:
+  """Returns each module of a tree, what it holds, and the user's object behind each by its id."""
+  # An `nnx.List` or `nnx.Dict` has no link, which would be one of its items.
+  nodes = parts_of(tree)[0]
   models, pending = dict[int, nnx.Pytree](), [(node, model_of(node)) for node in nodes]
   while pending:
     node, model = pending.pop()
@@ -427,7 +429,7 @@ def _models_of(nodes: Iterable[nnx.Pytree]) -> dict[int, nnx.Pytree]:
       models[id(node)] = model
       pairs = ((x, vars(model).get(name)) for name, x in vars(node).items())
       pending += [pair for pair in pairs if all(isinstance(x, CONTAINERS) for x in pair)]
-  return models
+  return [(node, dict(vars(node)), models) for node in nodes]
 
 
 def _behind(x: Any, models: dict[int, nnx.Pytree]) -> Any:
@@ -444,9 +446,8 @@ def _copy_changes(module: nnx.Pytree, before: dict[str, Any], models: dict[int, 
   if isinstance(model, CONTAINERS):  # As one: its length says which items it has.
     for name in before.keys() - now.keys():
       vars(model).pop(name, None)
-    moved = {name: x for name, x in now.items() if x is not before.get(name, module)}
-    vars(model).update({name: _behind(x, models) for name, x in moved.items()})
-    return
+    moved = ((name, x) for name, x in now.items() if x is not before.get(name, module))
+    return vars(model).update({name: _behind(x, models) for name, x in moved})
   for name in now.keys() | before.keys() if model is not None else ():
     old, new = before.get(name), now.get(name)
     if (new is old and (name in now) == (name in before)) or name == LINK:

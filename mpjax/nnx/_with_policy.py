@@ -87,10 +87,8 @@ def views_of(tree: PyTree, policy: PolicyLike | None, rules: Iterable[Rule]) -> 
   def is_plain(x: Any) -> bool:
     return isinstance(x, nnx.Module) and _is_module(x) and not _view.is_view(x)
 
-  def view(x: Any) -> Any:
-    return with_policy(x, policy, rules, unmatched="ignore") if is_plain(x) else x
-
-  return jax.tree.map(view, tree, is_leaf=is_plain)
+  view = functools.partial(with_policy, policy=policy, rules=rules, unmatched="ignore")
+  return jax.tree.map(lambda x: view(x) if is_plain(x) else x, tree, is_leaf=is_plain)
 
 
 def _rebound(value: Any, counterparts: Mapping[int, object]) -> Any:
