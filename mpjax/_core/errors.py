@@ -142,10 +142,8 @@ def kind_of(value: object) -> str:
   """Returns what a value is, for errors: "a dict", "an array float32[2, 3]", "None", "1024"."""
   if value is None or isinstance(value, (str, int, float)):
     return repr(value)
-  is_array = isinstance(value, (jax.Array, np.ndarray))
-  name = "array" if is_array else type(value).__name__
-  if isinstance(value, Tracer):
-    name = "traced array"
+  name = "array" if isinstance(value, (jax.Array, np.ndarray)) else type(value).__name__
+  name = f"traced {name}" if isinstance(value, Tracer) else name
   dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
   contents = "" if dtype is None or shape is None else f" {dtype}{list(shape)}"
   return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}{contents}"

@@ -35,8 +35,7 @@ def not_a_model(x: object) -> tuple[str, str]:
   """Returns what `x` is and what to do with it, where a model of Flax was expected."""
   library = framework_of(x)
   if isinstance(x, type) and library in (None, "Linen", "NNX"):
-    call = _CALL.format(f"{x.__name__}(...)")
-    return f"the class {x.__name__}", f"Pass an instance: {call}."
+    return f"the class {x.__name__}", f"Pass an instance: {_CALL.format(f'{x.__name__}(...)')}."
   name = x.__name__ if isinstance(x, type) else type(x).__name__
   if library is not None:
     return f"a model of {library} ({name})", _WAYS.get(library, f"Use {_CALL.format('model')}.")

@@ -226,10 +226,8 @@ def _described(tree: PyTree, dtypes: bool) -> tuple[dict[str, str], object]:
   texts: dict[str, str] = {}
   leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
   for path, x in leaves:
-    text = type(x).__name__
-    if x is None:
-      text = "None"
-    elif is_array_like(x):
+    text = "None" if x is None else type(x).__name__
+    if x is not None and is_array_like(x):
       text = f"{jnp.result_type(x) if dtypes else 'shape '}{list(jnp.shape(x))}"
     texts[jax.tree_util.keystr(path) or "the root"] = text
   return texts, treedef

@@ -1,6 +1,5 @@
 """`jax.value_and_grad` with the loss scaled on the inside, and its parts for a loop by hand."""
 
-import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mpjax._core.active import AUDIT
+from mpjax._core.active import AUDIT, wraps
 from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, check_scalar, kind_of
 from mpjax._core.frameworks import framework_of
 from mpjax._core.trees import is_inexact
@@ -74,7 +73,7 @@ def value_and_grad(
   options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}
   options |= {"allow_int": True} if allow_int else {}
 
-  @functools.wraps(fun, updated=())
+  @wraps(fun, updated=())
   def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, Grads]:
     # What is differentiated; `nnx.DiffState` has its position in a field.
     several: Sequence[Leaf] = argnums if isinstance(argnums, Sequence) else [argnums]
@@ -84,7 +83,7 @@ def value_and_grad(
     if differentiator is jax.value_and_grad:
       _check_library(primals, allow_int)
 
-    @functools.wraps(fun, updated=())
+    @wraps(fun, updated=())
     def scaled(
       *args: P.args, **kwargs: P.kwargs
     ) -> tuple[Array, tuple[Array, PyTree, Array | None]]:
