@@ -414,8 +414,7 @@ def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, S
 
 def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
   """Returns the one loss scale in `opt_state` (called `name`, if one is given)."""
-  scales = scales_in(opt_state)
-  if not scales:
+  if not (scales := scales_in(opt_state)):
     raise MpjaxTypeError(
       where,
       expected="the state of an optimizer created by mpjax.loss_scaling",
@@ -439,8 +438,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
 
 def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleState:
   """Returns the numbers of the one loss scale in `opt_state`; `NoLossScale` has those of 1."""
-  state = find_scale(opt_state, where, name).state
-  if state is None:
+  if (state := find_scale(opt_state, where, name).state) is None:
     return LossScaleState(*init_scale(StaticLossScale(1)))
   if _is_constant(state.total):
     raise _stale(where, _CONSTANT)
@@ -548,7 +546,7 @@ def set_loss_scale(
   To carry a scale over to a larger tree of parameters, set it in the state that `init` makes.
 
   Args:
-    opt_state: a state that holds a loss scale. It is not changed.
+    opt_state: a state that holds a loss scale; an `nnx.Optimizer` is changed, and no other.
     value: a number, or an array of shape (), within the limits of the state's configuration. A
       power of two is exact; another warns once. A traced one is brought within the limits.
     name: which of several loss scales to set.
@@ -569,8 +567,7 @@ def set_loss_scale(
   """
   where = "mpjax.set_loss_scale(opt_state)"
   target = find_scale(opt_state, where, name)
-  state = target.state
-  if state is None:
+  if (state := target.state) is None:
     expected, got = "a state with a scale that can move", "one of NoLossScale(), which is always 1"
     fix = "Build the optimizer with StaticLossScale or DynamicLossScale."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
@@ -588,13 +585,15 @@ def set_loss_scale(
     _warn_unless_power_of_two(where, {"value": scale}, stacklevel=3)
   good_steps = full_like(state.good_steps, 0)
   moved = state._replace(scale=full_like(state.scale, scale), good_steps=good_steps)
-  return replace_scale(opt_state, target, moved)
+  if not target.in_variables:
+    return replace_scale(opt_state, target, moved)
+  for variable, x in zip(target.stored, moved, strict=True):
+    variable[...] = x  # A second optimizer would share the moments of this one.
+  return opt_state
 
 
 def replace_scale(opt_state: PyTree, target: OwnedScale, new: LossScaleState) -> PyTree:
   """Returns `opt_state` with `new` instead of the loss scale `target` in it."""
-  # In the structure of the old one: an `nnx.Optimizer` goes on with variables.
-  like_old = jax.tree.unflatten(jax.tree.structure(target.stored), new)
-  owner = target.owner._replace(loss_scale={**target.owner.loss_scale, target.label: like_old})
+  owner = target.owner._replace(loss_scale={**target.owner.loss_scale, target.label: new})
   is_owner = lambda x: x is target.owner  # noqa: E731
   return jax.tree.map(lambda x: owner if is_owner(x) else x, opt_state, is_leaf=is_owner)

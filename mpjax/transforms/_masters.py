@@ -418,8 +418,12 @@ def set_master_params(opt_state: T, params: Params) -> T:
   >>> print(mpjax.master_params(opt_state))
   [1.001]
   """
-  _check_masters(opt_state, "mpjax.set_master_params(opt_state)")
-  problems = []
+  of_state, problems = "mpjax.set_master_params(opt_state)", list[str]()
+  _check_masters(opt_state, of_state)
+  if hasattr(opt_state, "params"):
+    got = f"{kind_of(opt_state)}, whose params would stay as they are"
+    fix = "Set the masters in state.opt_state, and state.params to the same numbers, rounded."
+    raise MpjaxTypeError(of_state, expected="the state of an optimizer alone", got=got, fix=fix)
 
   def put(path: KeyPath, old: Leaf, new: Leaf) -> Leaf:
     if is_hole(old):

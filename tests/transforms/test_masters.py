@@ -227,10 +227,12 @@ def test_what_is_not_there_or_twice():
   masters, fix = mpjax.master_weights(optax.sgd(0.1)), "tx.update(grads, opt_state, params)"
   with refused(ValueError, f"{WHERE}.update(params)", "the third argument", "None", fix):
     masters.update(BOTH_KINDS, masters.init(BOTH_KINDS))
-  twice = optax.chain(masters, masters)
   where, expected = "mpjax.master_params(opt_state)", "masters of separate parts"
   with refused(ValueError, where, expected, "two for the same part", "optax.multi_transform"):
-    mpjax.master_params(twice.init(BOTH_KINDS))
+    mpjax.master_params(optax.chain(masters, masters).init(BOTH_KINDS))
+  state = mpjax.TrainState.create(BOTH_KINDS, mpjax.loss_scaling(masters))
+  with refused(TypeError, f"{name}(opt_state)", "alone", "params would stay", "state.params to"):
+    mpjax.set_master_params(state, BOTH_KINDS)
 
 
 def test_parameters_of_another_tree():
