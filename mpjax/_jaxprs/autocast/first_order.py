@@ -12,13 +12,13 @@ One rule decides, by what an operation is and by the kinds of its operands: data
 
 A caller that asks for float32 counts as a sum. A matmul that sums nothing is a multiplication where
 no operand is low and more than matmuls read the result; one without free axes is a sum. In float32
-is one of data that computes an angle, one of data alone that computes an index or a condition, or
-is rounded to an integer, one that becomes an index and nothing else where an operand is in float32,
-one of masks alone, one that linear algebra reads, at once, and one computed with its results.
+is one of data for an angle, of data alone for an index, a rounding to an integer or a condition, of
+data and no parameter for an index at once, of an operand in float32 for an index and nothing else,
+of masks alone, one that linear algebra reads, at once, and one computed with its results.
 
-A number that the compute dtype has takes no part; a bias whose sum is to be rounded is added in the
-compute dtype. What only float32 operations read is computed in float32. A low value that was
-computed in float32 is held in it for readers that a rounding would harm, else rounded.
+A number that the compute dtype has takes no part, but in a mask that is added before an index; a
+bias whose sum is to be rounded is added in the compute dtype. What only float32 operations read is
+computed in float32, and a low value that was is held in it for readers that a rounding would harm.
 
 Derivatives add up in float32 where one number is read several times: the transpose of a broadcast
 is a sum in the dtype of what is broadcast, that of a gather adds up in the dtype of what is
@@ -144,7 +144,9 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
   named = rewriter.explained(eqn, "low", "positions, angles, indices or linear algebra")
   if (multiplies and readers & By.HELD) or positions or algebra:
     return rewriter.untouched(named)
-  chosen = decides and readers & By.INDEX and not all(k.rests for k in kinds)
+  # By hand JAX promotes activations to data, while a layer casts data. Not behind other matmuls.
+  promoted = data and readers & By.DIGITS and not any(k.parameter for k in kinds)
+  chosen = readers & By.INDEX and (promoted or (decides and not all(k.rests for k in kinds)))
   if (chosen or (data and readers & By.ANGLE)) and dtype_of(eqn.outvars[0]) == FLOAT32:
     operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
     return rewriter.write(named, operands, [Kind(half, held=True)])
@@ -270,21 +272,24 @@ def _rule(
   sums = facts.role == "sum"
   more = facts.role == "product" or (sums and len(arrays + others) == 1)
   biased = all(k.rests or k.neutral for k in deciding)
-  dtype, held = half, bool(readers & (By.HELD | By.FACTOR))
+  # With a mask: by hand JAX promotes that sum, and an index is computed of all its digits.
+  masked = sums and any(v is not None and v.kind.numbers and v.number is None for v in values)
+  lasting = By.HELD | (By.INDEX if masked else 0)
+  dtype, held = half, bool(readers & (lasting | By.FACTOR))
   if part == "float32":
     dtype = FLOAT32
   elif readers & (By.SUMMED | By.CALLER) and own and (facts.bounded or more):
     # A rounding before a sum may be all of it, and the operand knows more: of a gate near 1, say.
     # What the caller computes of a float32 result is not known.
     dtype = FLOAT32
-  elif sums and exact and biased and not readers & By.HELD:
+  elif sums and exact and biased and not readers & lasting:
     dtype = half  # A bias, as by hand: it is as large as what is rounded.
   elif computes and not all(k.rests for k in deciding):
     dtype = FLOAT32
     if facts.gradient == "multiplied" and _scaled(eqn, arrays) is not None:
       # It is as large as an activation: bfloat16 has the range for what is multiplied by it.
       held = bool(readers & (By.HELD if spans_float32(half) else By.HELD | By.FACTOR))
-  elif computes and not exact:
+  elif computes and (masked or not exact):
     dtype = FLOAT32
   elif not computes:
     # Rounding commutes with a choice: a neutral operand may be rounded if the result may be.

@@ -250,8 +250,7 @@ class Rewriter:
     return literal_value(atom) if dtype_of(atom) in FLOATS else None
 
   def kind(self, atom: Atom) -> Kind | None:
-    value = self.value(atom)
-    return value and value.kind
+    return (value := self.value(atom)) and value.kind
 
   def consumers(self, eqn: JaxprEqn) -> int:
     """Returns the consumers of the floating results of an equation."""

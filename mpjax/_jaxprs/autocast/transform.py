@@ -169,8 +169,7 @@ def with_settings(
     if AUDIT.value is not None and not settings.modules:
       AUDIT.value.uses.add("autocast")
     boundary = Boundary((args, kwargs))
-    leaves = enumerate(boundary.leaves)
-    arrays = {i: x for i, x in leaves if _is_argument(x, settings.modules)}
+    arrays = {i: x for i, x in enumerate(boundary.leaves) if _is_argument(x, settings.modules)}
     left: list[tuple[list[Leaf], Callable[[Sequence[Leaf]], R], list[DType | None]]] = []
 
     def flat(*operands: Array) -> list[Array]:
