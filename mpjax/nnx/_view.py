@@ -220,31 +220,29 @@ def _without_hooks(metaclass: Any) -> Any:
     first, *others = metaclass.mro(cls)
     return [first, _OfNnx, *others]
 
-  return type(metaclass)(metaclass.__name__, (metaclass,), {"mro": mro})
+  # What is created by the class of a view, as by `type(self)(...)`, is of the user's class.
+  create = lambda cls, *args, **kwargs: cls.__mro__[2](*args, **kwargs)  # noqa: E731
+  return type(metaclass)(metaclass.__name__, (metaclass,), {"mro": mro, "__call__": create})
 
 
-# What a class holds that can be called and is not given the module. A partial of Python 3.13 looks
+# What a class holds that is no method, or is not given the module. A partial of Python 3.13 looks
 # like a method, and warns that it will be one.
-_NO_METHODS = (type, staticmethod, classmethod, functools.partial)
+_NO_METHODS = (type, staticmethod, classmethod, property, functools.partial)
 
 
 def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
   """Yields the methods of a class that are part of a model, each as the MRO finds it."""
-  names: set[str] = set()
-  for base in cls.__mro__:
+  for name, own in inspect.getmembers_static(cls):
+    base = next(base for base in cls.__mro__ if name in vars(base))
     library = base.__module__.split(".")[0]
     if base in _NOT_MODULES or library in ("builtins", "typing", "abc", "collections"):
       continue
-    for name, own in vars(base).items():
-      if name in names:
-        continue
-      names.add(name)
-      if name in _layers.OUTSIDE or (library == "flax" and name not in _layers.METHODS):
-        continue
-      dunder = name.startswith("__") and name != "__call__"
-      is_method = callable(own) and hasattr(own, "__get__")
-      if is_method and not dunder and not isinstance(own, _NO_METHODS):
-        yield name, own
+    dunder = name.startswith("__") and name != "__call__"
+    if dunder or name in _layers.OUTSIDE or (library == "flax" and name not in _layers.METHODS):
+      continue
+    is_bound = hasattr(own, "__get__")
+    if is_bound and not isinstance(own, _NO_METHODS) and callable(getattr(cls, name)):
+      yield name, own
 
 
 def _method(name: str, own: Any) -> Function:
@@ -328,8 +326,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
     for node in filter(is_view, nodes):
       check_modes(node)  # The copies lead to no model.
     orders = orders_of(everything)
-    attributes = (x for _, before in held_before for x in before.values())
-    containers = {id(x): x for x in attributes if isinstance(x, (list, dict))}
+    plain = {id(x) for node in nodes for x in vars(node).values() if isinstance(x, (list, dict))}
     raws = (v.get_raw_value() for v in variables)
     stored = [raw.dtype if is_floating(raw) else None for raw in raws]
     returned: list[tuple[Function, list[object]]] = []
@@ -345,7 +342,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
         # A container that a copy shares is static to NNX. The copy gets one of its own; what the
         # call puts into that goes to the original.
         each = [(items, key, x) for items in map(vars, nodes) for key, x in items.items()]
-        shared = [x for x in each if id(x[2]) in containers]
+        shared = [x for x in each if id(x[2]) in plain]
         both = Boundary((inputs[1:], [x for *_, x in shared]), is_node)
         inside = both.inside([*copies[1], *both.leaves[len(boundary.leaves) :]])
         for (items, key, _), x in zip(shared, inside.args[1], strict=True):
@@ -418,10 +415,10 @@ def _hides_tracer(tree: PyTree) -> bool:
   return any(isinstance(x, Tracer) and id(x) not in leaf_ids for x in attributes)
 
 
-def _held_by(tree: PyTree) -> list[tuple[nnx.Pytree, dict[str, Any], dict[int, nnx.Pytree]]]:
-  """Returns each module of a tree, what it holds, and the user's object behind each by its id."""
+def _held_by(inputs: PyTree) -> list[tuple[nnx.Pytree, dict[str, Any], dict[int, nnx.Pytree]]]:
+  """Returns each module in the inputs, what it holds, and the user's object behind each by id."""
   # An `nnx.List` or `nnx.Dict` has no link, which would be one of its items.
-  nodes = parts_of(tree)[0]
+  nodes = parts_of(Boundary(inputs, is_node).leaves)[0]
   models, pending = dict[int, nnx.Pytree](), [(node, model_of(node)) for node in nodes]
   while pending:
     node, model = pending.pop()

@@ -12,6 +12,7 @@ from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.policy import PolicyLike
 from mpjax._core.rules import ModulePolicy, ModuleRecord, Rule, parse_config, resolve_policy, shown
+from mpjax._core.trees import mapped
 from mpjax._core.types import Function, Grads, KeyPath, OptState, Params, PyTree
 from mpjax._jaxprs.used_dtypes import store_as_used
 from mpjax.nnx import _view
@@ -58,23 +59,22 @@ def with_policy(
   modules, copies = _modules(model), _modules(view)
   counterparts = {id(module): copies[path] for path, module in modules.items()}
   for path, module in modules.items():
-    text, copy, attributes = "/".join(map(str, path)), copies[path], vars(module)
+    text, copy = "/".join(map(str, path)), copies[path]
     if not _view.is_view(module):  # One of a view inside has its policy.
       enclosing = (policies[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in policies)
       around = next(enclosing, ModulePolicy(config.policy))
       record.note(module, text)
-      own = attributes.get("policy")
+      own = vars(module).get("policy")
       policies[path] = resolve_policy(config, module, text, own, around, all_matches=True)
       cls = _view.view_class(type(copy), _view.is_tree(copy), policies[path])
       object.__setattr__(copy, "__class__", cls)
-    for name, value in list(vars(copy).items()):
-      leaves = jax.tree.leaves(value, is_leaf=_view.is_node)
-      # A method of the user's module, kept as an attribute, would run without the policy.
-      if isinstance(value, (types.MethodType, functools.partial)):
+  for path, module in modules.items():
+    text, copy = "/".join(map(str, path)), copies[path]
+    for name, value in vars(module).items():
+      # What a call sets on what is no module of ours counts, as does what it puts into a list. But
+      # a method of the user's module, kept in an attribute, would run without the policy.
+      if not any(map(_is_module, jax.tree.leaves(value, is_leaf=_view.is_node))):
         object.__setattr__(copy, name, _rebound(value, counterparts))
-      elif isinstance(value, (list, dict, tuple)) and not any(map(_is_module, leaves)):
-        # What a call puts into it counts.
-        object.__setattr__(copy, name, attributes[name])
     if not isinstance(copy, _view.CONTAINERS):
       object.__setattr__(copy, _view.LINK, _view.Link(text, copy, module))
   record.check("of the model", 2)
@@ -91,16 +91,19 @@ def views_of(tree: PyTree, policy: PolicyLike | None, rules: Iterable[Rule]) -> 
   return jax.tree.map(lambda x: view(x) if is_plain(x) else x, tree, is_leaf=is_plain)
 
 
-def _rebound(value: Any, counterparts: Mapping[int, object]) -> Any:
-  """Returns a method, also in a partial, as that of the counterpart of its object, by identity."""
-  if isinstance(value, types.MethodType):
-    to = counterparts.get(id(value.__self__))
-    return value if to is None else getattr(to, value.__name__)
-  if isinstance(value, functools.partial):
-    args = [_rebound(x, counterparts) for x in value.args]
-    kwargs = {name: _rebound(x, counterparts) for name, x in value.keywords.items()}
-    return functools.partial(_rebound(value.func, counterparts), *args, **kwargs)
-  return counterparts.get(id(value), value)
+def _rebound(tree: PyTree, counterparts: Mapping[int, object]) -> PyTree:
+  """Returns a tree with methods, in partials too, of the counterparts of their objects."""
+
+  def leaf(x: Any) -> Any:
+    if isinstance(x, types.MethodType):
+      to = counterparts.get(id(x.__self__))
+      return x if to is None else getattr(to, x.__name__)
+    if isinstance(x, functools.partial):
+      func, args, kwargs = _rebound((x.func, x.args, x.keywords), counterparts)
+      return functools.partial(func, *args, **kwargs)
+    return counterparts.get(id(x), x)
+
+  return mapped(leaf, tree, lambda x: _view.is_node(x) or isinstance(x, functools.partial))
 
 
 def _check_model(model: Any) -> None:

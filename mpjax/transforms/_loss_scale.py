@@ -451,8 +451,7 @@ def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | No
   # and so is one in a variable, or in a traced state. Else two things show that it was built
   # outside of the step: a constant scale where the rest is traced, and a state that was there at
   # the first call and is not at a later one, since every update makes a new count of good steps.
-  state = owned.stored
-  if not state:
+  if not (state := owned.stored):
     return lambda beside: None
   # Not all of the state: moments must not live on for the sake of the scale.
   source, steps, dynamic, seen = state.scale, state.good_steps, owned.dynamic, False

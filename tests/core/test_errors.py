@@ -76,14 +76,11 @@ def test_a_list_of_problems_has_an_end():
   assert text.endswith("; a leaf at 19; and 980 more")
 
 
-LONG = "x" * 30_000
-
-
 @pytest.mark.parametrize(
   "long", [["got"], ["expected", "fix"], ["where", "expected", "got", "fix"]]
 )
 def test_a_long_message_is_cut_in_its_longest_parts_only(long):
-  parts = {name: LONG if name in long else f"the {name}" for name in PARTS}
+  parts = {name: "x" * 30_000 if name in long else f"the {name}" for name in PARTS}
   text = errors.message(**parts)
   assert 1500 < len(text) < 2000
   assert all(part in text for name, part in parts.items() if name not in long)

@@ -9,8 +9,6 @@ import jax
 import mpjax
 from mpjax._diagnostics.doctor import OPTIONS, diagnosis, doctor
 
-OFF = dict.fromkeys(OPTIONS)
-
 
 def device(platform="gpu", kind="NVIDIA H100", capability="9.0"):
   fields = {"platform": platform, "device_kind": kind}
@@ -24,7 +22,7 @@ V100, H100 = device(kind="Tesla V100", capability="7.0"), device()
 
 
 def of(*devices, environment=(), **options):
-  return diagnosis(devices, OFF | options, dict(environment))
+  return diagnosis(devices, dict.fromkeys(OPTIONS) | options, dict(environment))
 
 
 def meaning(found, name):

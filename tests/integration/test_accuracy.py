@@ -280,10 +280,6 @@ def near(x: Any, seed: int) -> Any:
   return x * np.float32(1 + 0.05 * np.random.default_rng(seed).standard_normal(np.shape(x)))
 
 
-def stacked(*draws: Any) -> Any:
-  return np.stack([np.asarray(x, np.float64) for x in draws])
-
-
 @pytest.mark.parametrize("names", [list(CASES)[i::4] for i in range(4)], ids=lambda n: n[0])
 def test_errors_are_at_most_those_of_dtypes_by_hand(names):
   @programs.jitted
@@ -302,7 +298,8 @@ def test_errors_are_at_most_those_of_dtypes_by_hand(names):
   params = {name: dict(CASES[name].params) for name in names}
   # In one draw alone it is chance which of two roundings is the larger one.
   draws = [every(params, {name: near(CASES[name].x, seed) for name in names}) for seed in range(4)]
-  for (name, found), half in itertools.product(jax.tree.map(stacked, *draws).items(), BOUNDS):
+  stacked = jax.tree.map(lambda *x: np.stack(x).astype(np.float64), *draws)
+  for (name, found), half in itertools.product(stacked.items(), BOUNDS):
     forms = found[half], found[f"{half} by hand"], found["plain"]
     for what, got, hand, want in zip(("result", "gradient"), *forms, strict=True):
       ours, by_hand = programs.relative_error(got, want), programs.relative_error(hand, want)

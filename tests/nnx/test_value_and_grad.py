@@ -41,10 +41,8 @@ def loss_and_aux(model, x):
 
 
 def numbers(tree):
-  return [np.asarray(x) for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(tree, nnx.Not(KEY))))]
-
-
-KEY = nnx.RngKey
+  state = nnx.state(tree, nnx.Not(nnx.RngKey))
+  return [np.asarray(x) for x in jax.tree.leaves(nnx.to_pure_dict(state))]
 
 
 def assert_equal(found, expected):

@@ -122,21 +122,26 @@ def test_a_shared_module_stays_shared():
 
 
 class Escaping(nnx.Module):
-  """Keeps methods of its layers, bare and in a partial function."""
+  """Keeps methods of its layers, bare and in a partial function; and has a method of another."""
 
   def __init__(self):
     self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     self.bare = self.layer.__call__
-    self.partial = functools.partial(lambda fun, x: fun(x), self.layer.__call__)
+    self.held = {"of": (functools.partial(lambda fun, x: fun(x), self.layer.__call__),)}
 
   def __call__(self, x):
-    return self.partial(self.bare(x))
+    return self.held["of"][0](self.bare(x))
+
+  again = functools.partialmethod(__call__)
 
 
 @pytest.mark.case("A110")
 def test_methods_kept_as_attributes_run_under_the_policy():
-  found = products(jax.make_jaxpr(with_policy(Escaping(), HALF))(X))
-  assert [product.dtypes for product in found] == [("bfloat16",) * 2] * 2
+  view = with_policy(Escaping(), HALF, [Rule("float16", path="layer")])
+  for call in (view, view.again):
+    found = products(jax.make_jaxpr(call)(X))
+    assert [product.dtypes for product in found] == [("float16",) * 2] * 2
+  assert type(type(view)()) is Escaping  # It is none of the view's.
 
 
 def test_a_view_inside_a_model_keeps_its_policy():
@@ -222,12 +227,13 @@ def test_threads_do_not_meet():
 class HoldsLinen(nnx.Module):
   def __init__(self, rngs):
     self.linen = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs).lazy_init(X)
+    self.norm = nnx.bridge.ToNNX(nn.BatchNorm(False), rngs=rngs).lazy_init(X)
     self.after = nnx.Linear(4, 3, rngs=rngs)
     self.scope = None
 
   def __call__(self, x):
     if self.scope is None:
-      return self.after(self.linen(x))
+      return self.after(self.linen(self.norm(x, mutable=["batch_stats"])))
     with mpjax.linen.policy_scope(self.scope):
       return self.after(self.linen(x))
 
@@ -248,6 +254,9 @@ def test_a_linen_module_inside_runs_under_the_policy_around_it_or_a_scope_inside
     assert inside() == [(policy, policy), ("bfloat16", "bfloat16")]
   with mpjax.linen.policy_scope("bfloat16"):
     assert model.linen(X).dtype == jnp.bfloat16
+  model.scope = None
+  with_policy(model, HALF)(X + 1)
+  assert model.norm.mean[...].all()
 
 
 # Conversion for inference: what is stored in half, and that nothing else changes
