@@ -150,13 +150,6 @@ SCOPE = "mpjax.full_precision"
 """The named scope by which autocast knows the region."""
 
 
-def wraps(fun: Callable[P, R], **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  # To JAX and Flax a partial has no signature. Of what wraps one they would read its own, in which
-  # a keyword that it has is one of the call.
-  is_partial = isinstance(fun, functools.partial)
-  return (lambda wrapper: wrapper) if is_partial else functools.wraps(fun, **options)
-
-
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   """Returns `fn` as a region that neither autocast nor a policy enters.
 
@@ -184,7 +177,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   """
   check_no_linen_model(fn, "mpjax.full_precision(fn)")
 
-  @wraps(fn)
+  @functools.wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
     around, call = ACTIVE.value or Active(in_region=True), (args, kwargs)
     if not around.in_region:

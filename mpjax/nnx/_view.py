@@ -220,14 +220,13 @@ def _without_hooks(metaclass: Any) -> Any:
     first, *others = metaclass.mro(cls)
     return [first, _OfNnx, *others]
 
-  # What is created by the class of a view, as by `type(self)(...)`, is of the user's class.
-  create = lambda cls, *args, **kwargs: cls.__mro__[2](*args, **kwargs)  # noqa: E731
-  return type(metaclass)(metaclass.__name__, (metaclass,), {"mro": mro, "__call__": create})
+  return type(metaclass)(metaclass.__name__, (metaclass,), {"mro": mro})
 
 
-# What a class holds that is no method, or is not given the module. A partial of Python 3.13 looks
+# What a class holds that can be called and is not given the module. A partial of Python 3.13 looks
 # like a method, and warns that it will be one.
-_NO_METHODS = (type, staticmethod, classmethod, property, functools.partial)
+_NO_METHODS = (type, staticmethod, classmethod, functools.partial)
+_MAKE_METHODS = (functools.partialmethod, functools.singledispatchmethod)
 
 
 def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
@@ -240,8 +239,8 @@ def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
     dunder = name.startswith("__") and name != "__call__"
     if dunder or name in _layers.OUTSIDE or (library == "flax" and name not in _layers.METHODS):
       continue
-    is_bound = hasattr(own, "__get__")
-    if is_bound and not isinstance(own, _NO_METHODS) and callable(getattr(cls, name)):
+    is_method = isinstance(own, _MAKE_METHODS) or (callable(own) and hasattr(own, "__get__"))
+    if is_method and not isinstance(own, _NO_METHODS):
       yield name, own
 
 
@@ -268,15 +267,10 @@ def _method(name: str, own: Any) -> Function:
         raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
       return called.result(outputs)
 
-    state, inputs = calling_state(), (self, args, kwargs)
     # A generator cannot be traced as one: its body runs between the steps of its caller.
-    traced = not later and begins_trace(state, resolved.policy, path)
-    held = [] if state.entered else _held_by(inputs)
-    try:
-      return outermost(call, name, inputs) if traced else call(*inputs)
-    finally:
-      for each in held:
-        _copy_changes(*each)
+    if later or not begins_trace(calling_state(), resolved.policy, path):
+      return call(self, args, kwargs)
+    return outermost(call, name, (self, args, kwargs))
 
   return method
 
@@ -322,11 +316,12 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
     boundary = Boundary(inputs[1:], is_node)
     everything = (module, boundary.leaves)
     nodes, variables = parts_of(everything)
-    held_before = [(node, dict(vars(node))) for node in nodes]
+    held_before, models = [(node, dict(vars(node))) for node in nodes], _models_of(nodes)
     for node in filter(is_view, nodes):
       check_modes(node)  # The copies lead to no model.
     orders = orders_of(everything)
-    plain = {id(x) for node in nodes for x in vars(node).values() if isinstance(x, (list, dict))}
+    attributes = (x for _, before in held_before for x in before.values())
+    containers = {id(x): x for x in attributes if isinstance(x, (list, dict))}
     raws = (v.get_raw_value() for v in variables)
     stored = [raw.dtype if is_floating(raw) else None for raw in raws]
     returned: list[tuple[Function, list[object]]] = []
@@ -342,7 +337,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
         # A container that a copy shares is static to NNX. The copy gets one of its own; what the
         # call puts into that goes to the original.
         each = [(items, key, x) for items in map(vars, nodes) for key, x in items.items()]
-        shared = [x for x in each if id(x[2]) in plain]
+        shared = [x for x in each if id(x[2]) in containers]
         both = Boundary((inputs[1:], [x for *_, x in shared]), is_node)
         inside = both.inside([*copies[1], *both.leaves[len(boundary.leaves) :]])
         for (items, key, _), x in zip(shared, inside.args[1], strict=True):
@@ -387,6 +382,8 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
       else:
         for i, new in written.items():
           variables[i].set_raw_value(new)
+    for node, before in held_before:
+      _copy_changes(node, before, models)
     return returned[0][0](done[0])
 
   state = dataclasses.replace(calling_state(), region=region_of(policy))
@@ -415,10 +412,9 @@ def _hides_tracer(tree: PyTree) -> bool:
   return any(isinstance(x, Tracer) and id(x) not in leaf_ids for x in attributes)
 
 
-def _held_by(inputs: PyTree) -> list[tuple[nnx.Pytree, dict[str, Any], dict[int, nnx.Pytree]]]:
-  """Returns each module in the inputs, what it holds, and the user's object behind each by id."""
-  # An `nnx.List` or `nnx.Dict` has no link, which would be one of its items.
-  nodes = parts_of(Boundary(inputs, is_node).leaves)[0]
+def _models_of(nodes: Iterable[nnx.Pytree]) -> dict[int, nnx.Pytree]:
+  """Returns the user's object behind each module of a view, and each `nnx.List` and `nnx.Dict`."""
+  # These have no link, which would be one of their items.
   models, pending = dict[int, nnx.Pytree](), [(node, model_of(node)) for node in nodes]
   while pending:
     node, model = pending.pop()
@@ -426,7 +422,7 @@ def _held_by(inputs: PyTree) -> list[tuple[nnx.Pytree, dict[str, Any], dict[int,
       models[id(node)] = model
       pairs = ((x, vars(model).get(name)) for name, x in vars(node).items())
       pending += [pair for pair in pairs if all(isinstance(x, CONTAINERS) for x in pair)]
-  return [(node, dict(vars(node)), models) for node in nodes]
+  return models
 
 
 def _behind(x: Any, models: dict[int, nnx.Pytree]) -> Any:

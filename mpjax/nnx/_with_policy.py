@@ -20,6 +20,8 @@ from mpjax.transforms._value_and_grad import value_and_grad as value_and_grad_of
 
 M = TypeVar("M", bound=nnx.Module)
 
+_SHARED = (list, dict, tuple, nnx.bridge.ToNNX)
+
 
 def with_policy(
   model: M,
@@ -71,9 +73,11 @@ def with_policy(
   for path, module in modules.items():
     text, copy = "/".join(map(str, path)), copies[path]
     for name, value in vars(module).items():
-      # What a call sets on what is no module of ours counts, as does what it puts into a list. But
-      # a method of the user's module, kept in an attribute, would run without the policy.
-      if not any(map(_is_module, jax.tree.leaves(value, is_leaf=_view.is_node))):
+      leaves = jax.tree.leaves(value, is_leaf=_view.is_node)
+      # What a call puts into a list counts, and what it sets on a Linen module. But a method of the
+      # user's module, kept in an attribute, would run without the policy.
+      shares = isinstance(value, _SHARED) and not any(map(_is_module, leaves))
+      if shares or isinstance(value, (types.MethodType, functools.partial)):
         object.__setattr__(copy, name, _rebound(value, counterparts))
     if not isinstance(copy, _view.CONTAINERS):
       object.__setattr__(copy, _view.LINK, _view.Link(text, copy, module))
@@ -97,10 +101,11 @@ def _rebound(tree: PyTree, counterparts: Mapping[int, object]) -> PyTree:
   def leaf(x: Any) -> Any:
     if isinstance(x, types.MethodType):
       to = counterparts.get(id(x.__self__))
-      return x if to is None else getattr(to, x.__name__)
+      return x if to is None else getattr(to, x.__name__, None) or types.MethodType(x.__func__, to)
     if isinstance(x, functools.partial):
-      func, args, kwargs = _rebound((x.func, x.args, x.keywords), counterparts)
-      return functools.partial(func, *args, **kwargs)
+      parts = x.func, x.args, x.keywords
+      func, args, kwargs = new = _rebound(parts, counterparts)
+      return x if new is parts else type(x)(func, *args, **kwargs)
     return counterparts.get(id(x), x)
 
   return mapped(leaf, tree, lambda x: _view.is_node(x) or isinstance(x, functools.partial))

@@ -420,7 +420,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
   """
   of_state, problems = "mpjax.set_master_params(opt_state)", list[str]()
   _check_masters(opt_state, of_state)
-  if hasattr(opt_state, "params"):
+  if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
     got = f"{kind_of(opt_state)}, whose params would stay as they are"
     fix = "Set the masters in state.opt_state, and state.params to the same numbers, rounded."
     raise MpjaxTypeError(of_state, expected="the state of an optimizer alone", got=got, fix=fix)

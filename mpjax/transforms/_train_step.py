@@ -83,8 +83,7 @@ def check_decision(new: OptState, old: OptState) -> None:
   # A `shard_map` with `check_vma=False`, and a `pmap`, do not tell.
   decisions = [own_scale(x, "").state for x in (new, old)]
   after, before = ({*varying_axes(jax.typeof(x.finite))} for x in decisions if x is not None)
-  apart = sorted(after - before)
-  if apart:
+  if apart := sorted(after - before):
     where = "mpjax.make_train_step(axis_name=None)"
     expected = f"the name of the axis that the batch is divided over, one of {apart}"
     got = "None inside of a shard_map: each device would take a step of its own"

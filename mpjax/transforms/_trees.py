@@ -213,8 +213,7 @@ def place_like(params: Params, state: T) -> T:
   # the second step would be traced again for that.
   is_concrete = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer)  # noqa: E731
   committed = [x.sharding for x in jax.tree.leaves(params) if is_concrete(x) and x.committed]
-  meshes = [sharding.mesh for sharding in committed if isinstance(sharding, jax.NamedSharding)]
-  if meshes:
+  if meshes := [sharding.mesh for sharding in committed if isinstance(sharding, jax.NamedSharding)]:
     where: jax.sharding.Sharding = jax.NamedSharding(meshes[0], jax.P())
   elif committed and len(committed[0].device_set) == 1:
     where = committed[0]

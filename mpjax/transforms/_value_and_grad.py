@@ -1,5 +1,6 @@
 """`jax.value_and_grad` with the loss scaled on the inside, and its parts for a loop by hand."""
 
+import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from mpjax._core.active import AUDIT, wraps
+from mpjax._core.active import AUDIT
 from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, check_scalar, kind_of
 from mpjax._core.frameworks import framework_of
 from mpjax._core.trees import is_inexact
@@ -73,7 +74,7 @@ def value_and_grad(
   options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}
   options |= {"allow_int": True} if allow_int else {}
 
-  @wraps(fun, updated=())
+  @functools.wraps(fun, updated=())
   def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, Grads]:
     # What is differentiated; `nnx.DiffState` has its position in a field.
     several: Sequence[Leaf] = argnums if isinstance(argnums, Sequence) else [argnums]
@@ -83,7 +84,7 @@ def value_and_grad(
     if differentiator is jax.value_and_grad:
       _check_library(primals, allow_int)
 
-    @wraps(fun, updated=())
+    @functools.wraps(fun, updated=())
     def scaled(
       *args: P.args, **kwargs: P.kwargs
     ) -> tuple[Array, tuple[Array, PyTree, Array | None]]:
@@ -98,6 +99,9 @@ def value_and_grad(
       # The plain loss leaves as aux: dividing the scaled one again would round or overflow.
       return product, (loss, aux, rest)
 
+    if isinstance(fun, functools.partial):
+      # Flax reads no signature of a partial, in which its keywords would be those of the call.
+      del scaled.__wrapped__
     (_, (loss, aux, rest)), grads = differentiator(scaled, has_aux=True, **options)(*args, **kwargs)
     if rest is not None:
       scaled_up = lambda g: _scaled(g, rest).astype(g.dtype) if is_inexact(g) else g  # noqa: E731

@@ -266,6 +266,36 @@ def test_what_is_plain_python_in_a_module_is_as_without_a_policy(jitted):
   np.testing.assert_allclose(ours.history, plain.history, rtol=0.05)
 
 
+class Counts(nnx.Module):
+  """Arrays in containers of Python that NNX takes for data, and a count of Python."""
+
+  def __init__(self, looks):
+    self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.named, self.listed = nnx.data({"n": jnp.zeros(())}), nnx.data([jnp.zeros(())])
+    self.looks, self.calls = looks, 0
+
+  def __call__(self, x):
+    self.named["n"] += 1
+    self.listed[0] += 1
+    self.calls += 1
+    y = self.layer(x) * self.named["n"]
+    return y if not self.looks or float(y.sum()) < 1e9 else None
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.filterwarnings("ignore:mpjax.with_policy:UserWarning")
+def test_what_a_call_leaves_in_containers_of_python_is_the_models(looks, policy):
+  # Where it is traced, and where it runs as Python, which looks at values twice.
+  model, plain = Counts(looks), Counts(False)
+  kept = model.named
+  for _ in range(3):
+    out, wanted = with_policy(model, policy)(X4), plain(X4)
+  np.testing.assert_allclose(out, wanted, atol=0.05)
+  assert model.named is kept
+  assert (float(kept["n"]), float(model.listed[0]), model.calls) == (3, 3, 3)
+
+
 def test_what_nnx_sets_inside_of_autocast_is_dropped_with_the_copy():
   model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
 

@@ -54,14 +54,13 @@ def assert_equal(found, expected):
 
 HEAD = nnx.PathContains("head")
 PARTIAL = jax.tree_util.Partial(loss_fn, power=2)  # Flax reads no signature of one.
-PRECISE = mpjax.full_precision(PARTIAL)
 SCALED = {
   # What is differentiated, options, what is done to the call, which parameters the optimizer has,
   # what is given of it.
   "a partial": (PARTIAL, {}, lambda call: call, nnx.Param, lambda optimizer: optimizer),
   "with aux, in jit": (loss_and_aux, {"has_aux": True}, nnx.jit, nnx.Param, lambda o: o),
   "some": (loss_fn, {"argnums": nnx.DiffState(0, HEAD)}, lambda call: call, HEAD, lambda o: o),
-  "pure state": (PRECISE, {}, nnx.jit, nnx.Param, lambda o: nnx.as_pure(o.opt_state)),
+  "pure state": (loss_fn, {}, nnx.jit, nnx.Param, lambda o: nnx.as_pure(o.opt_state)),
   "state of optax": (loss_fn, {}, nnx.jit, nnx.Param, lambda o: TX.init({"w": jnp.ones(2)})),
 }
 

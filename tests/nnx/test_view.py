@@ -228,37 +228,30 @@ class Holds(nnx.Module):
     self.a, self.b = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
     self.items, self.pair = nnx.List([jnp.zeros(()), self.a]), nnx.data((jnp.zeros(()),))
     self.named = nnx.Dict(n=jnp.zeros(()), of=nnx.List([1]))
-    self.data, self.calls = nnx.data({"n": jnp.zeros(()), "of": [jnp.zeros(())]}), 0
 
-  def __call__(self, x, looks=False):
+  def __call__(self, x):
     self.a, self.b = self.b, self.a
     self.items[0] += 1
     self.items[1] = self.a
     self.items.extend([nnx.Cache(jnp.sign(x)), nnx.Dropout(0.5)])
     self.named["n"] += 1
     self.named["of"].append(2)
-    self.data["n"] += 1
-    self.data["of"][0] += 1
-    self.calls += 1
     self.pair = nnx.data((self.pair[0] + 1,))
     self.new = self.again = nnx.Dict(x=nnx.List([nnx.Cache(jnp.ones(()))]))
-    return self.a(x) * float(x[0, 0] if looks else 1)
+    return self.a(x)
 
 
-@pytest.mark.parametrize("way", ["a view for each call", "in jit", "one view", "float32", "Python"])
-@pytest.mark.filterwarnings("ignore:.*needs the values of arrays:UserWarning")
+@pytest.mark.parametrize("way", ["a view for each call", "in jit", "one view"])
 def test_what_a_call_puts_into_containers_and_rebinds_is_the_models(way):
   plain, model = Holds(nnx.Rngs(0)), Holds(nnx.Rngs(0))
-  kept, under = model.data, lambda m: with_policy(m, "float32" if way == "float32" else HALF)
-  view = under(model) if way == "one view" else None
-  step = lambda m: (view or under(m))(jnp.ones((1, 4)), way == "Python")  # noqa: E731
+  view = mpjax.with_policy(model, "mixed_bfloat16") if way == "one view" else None
+  step = lambda m: (view or mpjax.with_policy(m, "mixed_bfloat16"))(jnp.ones((1, 4)))  # noqa: E731
   step = nnx.jit(step) if way == "in jit" else step
   for _ in range(3):
     plain(jnp.ones((1, 4)))
     step(model)
     assert nnx.graphdef(model) == nnx.graphdef(plain)
     assert bits(nnx.to_pure_dict(nnx.state(model))) == bits(nnx.to_pure_dict(nnx.state(plain)))
-  assert model.data is kept or way == "in jit"
 
 
 def test_what_is_taken_out_of_a_view_is_taken_out_of_the_model():

@@ -15,7 +15,7 @@ from jax.core import ShapedArray, Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.active import AUDIT, in_region, wraps
+from mpjax._core.active import AUDIT, in_region
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
 from mpjax._core.frameworks import check_no_linen_model
@@ -162,7 +162,7 @@ def with_settings(
       of modules, as an MpjaxTypeError.
   """
 
-  @wraps(fn)
+  @functools.wraps(fn)
   def wrapped(*args: PyTree, **kwargs: PyTree) -> R:
     if in_region():
       return fn(*args, **kwargs)

@@ -301,7 +301,7 @@ def test_a_matmul_of_data_that_becomes_an_angle_is_low_and_in_float32():
   np.testing.assert_array_equal(mpjax.autocast(grouped, data_argnums=0)(GRID, W), grouped(GRID, W))
 
 
-NEAREST = {"argmin": jnp.argmin, "argsort": jnp.argsort, "top_k": lambda d: lax.top_k(-d, 2)[1]}
+NEAREST = {"argmin": jnp.argmin, "argsort": jnp.argsort, "top_k": lambda d, _: lax.top_k(-d, 2)[1]}
 
 
 @pytest.mark.parametrize("chosen", NEAREST)
@@ -312,7 +312,7 @@ def test_a_matmul_that_becomes_an_index_alone_is_in_float32_unless_all_is_low(ch
     z = x @ w
     codes = codes @ w if codebook == "low" else codes
     squares = jnp.sum(z**2, -1, keepdims=True) + jnp.sum(codes**2, -1)[None]
-    return NEAREST[chosen](squares - 2 * z @ codes.T)
+    return NEAREST[chosen](squares - 2 * z @ codes.T, -1)
 
   data = (1, 2) if codebook == "state" else 2
   program = jax.make_jaxpr(mpjax.autocast(codes, data_argnums=data))(W, X, GRID)
