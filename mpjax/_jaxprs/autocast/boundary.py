@@ -42,8 +42,7 @@ def _around(leaves: Sequence[Leaf], numbered: Any, built: dict[int, Any]) -> Any
 
 def in_order(x: Any, order: Any) -> Any:
   """Returns a tree that JAX has mapped, which sorts keys, in its own order: `Boundary.order`."""
-  content = content_of(x) if isinstance(order, Content) else None
-  if content is None:
+  if (content := content_of(x) if isinstance(order, Content) else None) is None:
     return x
   parts = [x[key] for key in order.like] if type(x) in DICTS else content.parts
   parts = [in_order(part, inside) for part, inside in zip(parts, order.parts, strict=True)]
@@ -81,8 +80,7 @@ class Boundary:
     key = id(x) if self._tie is None or self._tie(x) else object()
     if key in self.containers:
       return self.containers[key][1]
-    content = None if self._is_leaf(x) else content_of(x)
-    if content is None:
+    if (content := None if self._is_leaf(x) else content_of(x)) is None:
       if self._numbers.setdefault(key, len(self.leaves)) == len(self.leaves):
         self.leaves.append(x)
       return self._numbers[key]

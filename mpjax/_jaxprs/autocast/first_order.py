@@ -13,10 +13,10 @@ One rule decides, by what an operation is and by the kinds of its operands: data
 A caller that asks for float32 counts as a sum. A matmul that sums nothing is a multiplication where
 no operand is low and more than matmuls read the result; one without free axes is a sum. In float32
 is one of data for an angle, of data alone for an index, a rounding to an integer or a condition, of
-data and no parameter for an index at once, of an operand in float32 for an index and nothing else,
+data and no parameter for such a rounding, of an operand in float32 for an index and nothing else,
 of masks alone, one that linear algebra reads, at once, and one computed with its results.
 
-A number that the compute dtype has takes no part, but in a mask that is added before an index; a
+A number that the compute dtype has takes no part, but in a mask that is added before a rounding; a
 bias whose sum is to be rounded is added in the compute dtype. What only float32 operations read is
 computed in float32, and a low value that was is held in it for readers that a rounding would harm.
 
@@ -93,8 +93,7 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
 
 def _end_of_module(rewriter: Rewriter, eqn: JaxprEqn, place: Place, dtype: DType) -> None:
   """Ends a policy, in `dtype` for all readers; or a layer, whose result rests in it."""
-  value = rewriter.value(eqn.invars[0])
-  if value is None:
+  if (value := rewriter.value(eqn.invars[0])) is None:
     return rewriter.untouched(eqn)
   kind, rests = value.kind, place.rest is not None
   if rests and kind.is_low and rewriter.consumers(eqn) & By.CALLER:
@@ -144,10 +143,10 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
   named = rewriter.explained(eqn, "low", "positions, angles, indices or linear algebra")
   if (multiplies and readers & By.HELD) or positions or algebra:
     return rewriter.untouched(named)
-  # By hand JAX promotes activations to data, while a layer casts data. Not behind other matmuls.
-  promoted = data and readers & By.DIGITS and not any(k.parameter for k in kinds)
-  chosen = readers & By.INDEX and (promoted or (decides and not all(k.rests for k in kinds)))
-  if (chosen or (data and readers & By.ANGLE)) and dtype_of(eqn.outvars[0]) == FLOAT32:
+  # By hand JAX promotes activations to data, while a layer casts data to its own dtype.
+  promoted = readers & By.ROUNDED and data and not any(k.parameter for k in kinds)
+  chosen = decides and readers & By.INDEX and not all(k.rests for k in kinds)
+  if (chosen or promoted or (data and readers & By.ANGLE)) and dtype_of(eqn.outvars[0]) == FLOAT32:
     operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
     return rewriter.write(named, operands, [Kind(half, held=True)])
   by_hand = "its operands are inputs and constants: by hand float32"
@@ -155,8 +154,7 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
   policy, recipe = place.policy, None
   if policy is not None and policy.matmul is not None:
     recipe = recipe_of(policy.matmul)
-    reason = why_in_half(eqn, values, recipe, place.scope, rewriter.settings)
-    if reason is not None:
+    if (reason := why_in_half(eqn, values, recipe, place.scope, rewriter.settings)) is not None:
       eqn, recipe = rewriter.explained(eqn, "float8", reason), None
   if recipe is None and (FLOAT32 not in map(dtype_of, eqn.invars) or wants_precision(eqn.params)):
     return rewriter.untouched(eqn)  # The user's own choice, again.
@@ -272,17 +270,17 @@ def _rule(
   sums = facts.role == "sum"
   more = facts.role == "product" or (sums and len(arrays + others) == 1)
   biased = all(k.rests or k.neutral for k in deciding)
-  # With a mask: by hand JAX promotes that sum, and an index is computed of all its digits.
+  # A sum with a mask, which by hand JAX promotes, before a rounding to an integer.
   masked = sums and any(v is not None and v.kind.numbers and v.number is None for v in values)
-  lasting = By.HELD | (By.INDEX if masked else 0)
-  dtype, held = half, bool(readers & (lasting | By.FACTOR))
+  harmed = readers & By.HELD or (masked and readers & By.ROUNDED)
+  dtype, held = half, bool(harmed or readers & By.FACTOR)
   if part == "float32":
     dtype = FLOAT32
   elif readers & (By.SUMMED | By.CALLER) and own and (facts.bounded or more):
     # A rounding before a sum may be all of it, and the operand knows more: of a gate near 1, say.
     # What the caller computes of a float32 result is not known.
     dtype = FLOAT32
-  elif sums and exact and biased and not readers & lasting:
+  elif sums and exact and biased and not harmed:
     dtype = half  # A bias, as by hand: it is as large as what is rounded.
   elif computes and not all(k.rests for k in deciding):
     dtype = FLOAT32
@@ -335,8 +333,7 @@ def _saved_low(
   if any(saved) or len(values) != 2 or readers & By.DIGITS or kind.solved or not kind.is_low:
     return saved
   of_a_parameter = [i for i, k in enumerate(kinds) if k.is_low and kinds[1 - i].neutral]
-  big = of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)
-  if big is None:
+  if (big := of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)) is None:
     return saved
   producer = values[big].producer
   is_saved = producer is not None and facts_of(producer).gradient == "result"

@@ -74,6 +74,7 @@ class By:
     ANGLE, COMPARED: a sine or cosine; a comparison, at once or behind what keeps a dtype.
     INDEX: an integer, or a step to one, a complex number, a sine, linear algebra, an opaque one;
       behind matmuls too.
+    ROUNDED: what rounds to an integer, behind matmuls too: a place on a grid.
     ALGEBRA: linear algebra, behind operations of the float32 list too.
 
   Several of them: EXACT is a comparison, an index, a carry; UNKNOWN what may be any of these, and
@@ -84,11 +85,12 @@ class By:
   MATMUL, FULL, SUMMED, UNROUNDED, FACTOR, CALLER, RETURNED, ANGLE, INDEX, ALGEBRA, COMPARED = (
     1 << bit for bit in range(11)
   )
+  ROUNDED = 1 << 11
   EXACT = SUMMED | UNROUNDED
   UNKNOWN = EXACT | RETURNED | COMPARED
   HELD = SUMMED | CALLER | RETURNED
   DIGITS = UNROUNDED | CALLER | RETURNED
-  DECISIONS = EXACT | FACTOR | INDEX | COMPARED
+  DECISIONS = EXACT | FACTOR | INDEX | COMPARED | ROUNDED
 
 
 _ROLES: Mapping[str | None, int] = {
@@ -156,15 +158,18 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
     return By.FULL | By.EXACT
   if part == "half":
     # One that linear algebra reads is in float32, and so reads all digits of its operands.
-    return By.MATMUL | behind & By.INDEX | (By.EXACT if behind & By.ALGEBRA else 0)
-  own = _ROLES.get(facts.role, 0) | (By.INDEX if facts.jumps or part == "opaque" else 0)
+    exact = By.EXACT if behind & By.ALGEBRA else 0
+    return By.MATMUL | behind & (By.INDEX | By.ROUNDED) | exact
+  own = _ROLES.get(facts.role, 0) | (By.INDEX if part == "opaque" else 0)
+  own |= By.INDEX | By.ROUNDED if facts.jumps else 0
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
     casts = eqn.primitive is convert_element_type_p
     if casts and eqn.params["new_dtype"] in HALVES:
       return behind & By.MATMUL  # A cast of the user's.
     if facts.moves or casts:
-      return behind
-    if facts.gradient == "added" and behind & ~By.SUMMED == By.CALLER:
+      integer = casts and jnp.issubdtype(eqn.params["new_dtype"], jnp.integer)
+      return behind | By.ROUNDED if integer else behind
+    if facts.role == "sum" and not facts.jumps and behind & ~By.SUMMED == By.CALLER:
       return By.CALLER | By.SUMMED
     returned = By.RETURNED if behind & By.CALLER else 0
     return behind & ~By.CALLER | returned | own
