@@ -229,7 +229,7 @@ _NO_METHODS = (type, staticmethod, classmethod, functools.partial)
 _MAKE_METHODS = (functools.partialmethod, functools.singledispatchmethod)
 
 
-def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
+def _methods(cls: Class) -> Iterator[tuple[str, Any]]:
   """Yields the methods of a class that are part of a model, each as the MRO finds it."""
   for name, own in inspect.getmembers_static(cls):
     base = next(base for base in cls.__mro__ if name in vars(base))

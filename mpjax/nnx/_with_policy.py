@@ -20,8 +20,6 @@ from mpjax.transforms._value_and_grad import value_and_grad as value_and_grad_of
 
 M = TypeVar("M", bound=nnx.Module)
 
-_SHARED = (list, dict, tuple, nnx.bridge.ToNNX)
-
 
 def with_policy(
   model: M,
@@ -74,11 +72,12 @@ def with_policy(
     text, copy = "/".join(map(str, path)), copies[path]
     for name, value in vars(module).items():
       leaves = jax.tree.leaves(value, is_leaf=_view.is_node)
-      # What a call puts into a list counts, and what it sets on a Linen module. But a method of the
-      # user's module, kept in an attribute, would run without the policy.
-      shares = isinstance(value, _SHARED) and not any(map(_is_module, leaves))
-      if shares or isinstance(value, (types.MethodType, functools.partial)):
+      # A method of the user's module, kept in an attribute, would run without the policy.
+      if isinstance(value, (types.MethodType, functools.partial, tuple)):
         object.__setattr__(copy, name, _rebound(value, counterparts))
+      elif isinstance(value, (list, dict, nnx.bridge.ToNNX)) and not any(map(_is_module, leaves)):
+        # What a call puts into it, or sets on it, counts.
+        object.__setattr__(copy, name, value)
     if not isinstance(copy, _view.CONTAINERS):
       object.__setattr__(copy, _view.LINK, _view.Link(text, copy, module))
   record.check("of the model", 2)

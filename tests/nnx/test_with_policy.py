@@ -127,10 +127,10 @@ class Escaping(nnx.Module):
   def __init__(self):
     self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     self.bare = self.layer.__call__
-    self.held = {"of": (functools.partial(lambda fun, x: fun(x), self.layer.__call__),)}
+    self.held = (functools.partial(lambda fun, x: fun(x), self.layer.__call__),)
 
   def __call__(self, x):
-    return self.held["of"][0](self.bare(x))
+    return self.held[0](self.bare(x))
 
   again = functools.partialmethod(__call__)
 
@@ -239,6 +239,8 @@ class HoldsLinen(nnx.Module):
 
 def test_a_linen_module_inside_runs_under_the_policy_around_it_or_a_scope_inside():
   model = HoldsLinen(nnx.Rngs(0))
+  with_policy(model, HALF)(X + 1)
+  assert model.norm.mean[...].all()
 
   def inside():
     graphdef, state = nnx.split(model)
@@ -253,9 +255,6 @@ def test_a_linen_module_inside_runs_under_the_policy_around_it_or_a_scope_inside
     assert inside() == [(policy, policy), ("bfloat16", "bfloat16")]
   with mpjax.linen.policy_scope("bfloat16"):
     assert model.linen(X).dtype == jnp.bfloat16
-  model.scope = None
-  with_policy(model, HALF)(X + 1)
-  assert model.norm.mean[...].all()
 
 
 # Conversion for inference: what is stored in half, and that nothing else changes

@@ -197,6 +197,7 @@ def test_a_program_in_which_a_precision_changes_nothing_is_not_kept():
 
 SETTINGS = Settings(policy=mpjax.Policy(compute_dtype="float16"), ops=mpjax.OpLists())
 LIST = By.FULL | By.EXACT
+PLACE = By.INDEX | By.ROUNDED
 """What an operation of the float32 list is."""
 
 
@@ -222,7 +223,7 @@ def readers(fun, *args, results=None, ops=None):
     (lambda x: x > 0, By.EXACT | By.COMPARED),
     (lambda x: jnp.argmax(x), By.EXACT | By.INDEX),
     (lambda x: lax.top_k(x, 2)[1], By.EXACT | By.INDEX),
-    (lambda x: x.astype(int), By.EXACT | By.INDEX),
+    (lambda x: x.astype(int), By.EXACT | PLACE),
     (lambda x: 2 * x, By.FACTOR),
     # Behind operations in neither list, of any number; a sum alone ends what a rounding harms.
     (lambda x: jnp.tanh(2 * x.T)[:2] @ X, By.MATMUL | By.FACTOR),
@@ -244,7 +245,7 @@ def readers(fun, *args, results=None, ops=None):
     (lambda x: lax.cond(True, jnp.exp, lambda x: x, x) @ X, LIST | By.MATMUL),
     (jax.checkpoint(lambda x: jnp.exp(x) + x @ x), LIST | By.MATMUL),
     # Decisions are as sums.
-    (lambda x: jnp.floor(2 * x) @ X, By.SUMMED | By.INDEX | By.FACTOR | By.MATMUL),
+    (lambda x: jnp.floor(2 * x) @ X, By.SUMMED | PLACE | By.FACTOR | By.MATMUL),
     (lambda x: jnp.exp(x - 1), LIST),
     # What says where something is, behind a matmul too.
     (lambda x: jnp.argmax(x @ X), By.MATMUL | By.INDEX),
