@@ -16,8 +16,6 @@ from tests.models import stumbles
 from tests.models.parts import Part, dense, module
 from tests.models.values import normal
 
-NORMAL = nn.initializers.normal()
-
 
 def function(name: str) -> Part:
   """Returns a function as a module of its own."""
@@ -81,7 +79,7 @@ def ends(end: str) -> Part:
 # Where products must stay in float32, or must not.
 
 
-OWNER = module(lambda m, x: x @ m.w, {"w": (NORMAL, (16, 4))})
+OWNER = module(lambda m, x: x @ m.w, {"w": (nn.initializers.normal(), (16, 4))})
 
 
 class Reader(nn.Module):

@@ -535,6 +535,13 @@ mpjax/transforms/_masters.py::update_shown
 + pass
 tests/integration/test_every_optimizer.py::test_what_is_refused_says_what_to_use_instead
 
+mpjax/_io/checkpoints.py::cross
+
+65 float32 masters of a checkpoint are split from parameters that are not their rounding
+- not np.all(is_near | (back == number) | np.isnan(number))
++ False
+tests/io/test_checkpoints_master_storage.py::test_what_does_not_cross_is_refused
+
 mpjax/transforms/_state_dtype.py::_map_moments
 
 66 which moment a field holds goes by its name alone, of all optimizers
@@ -543,6 +550,11 @@ mpjax/transforms/_state_dtype.py::_map_moments
 ::test_first_moments_are_found_and_nothing_else
 
 mpjax/transforms/_state_dtype.py::state_dtype
+
+67 second moments are stored in low precision without a word
+- nu is not None and not allow_second_moments
++ False
+::test_arguments
 
 68a first moments are computed in the dtype that they are stored in
 - inner.update(updates, wide, params, **extra_args)

@@ -535,16 +535,13 @@ def test_an_optimizer_that_did_not_make_the_state():
       )
 
 
-LINE_SEARCH = optax.scale_by_backtracking_linesearch(5)
-
-
 @pytest.mark.standard_promotion
 def test_optimizers_that_evaluate_the_loss_themselves():
   where, fix = "mpjax.make_train_step(tx): tx.update", "in a loop of your own: mpjax.value_and_grad"
   expected = "an optimizer that needs the parameters, the gradients of the mean loss and value="
   for inner, got in (
     (optax.lbfgs(), "missing 2 required keyword-only arguments"),
-    (optax.chain(optax.sgd(1.0), LINE_SEARCH), "missing"),
+    (optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)), "missing"),
     (
       optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
       "grad_fn must be provided",

@@ -123,9 +123,6 @@ class Net(nn.Module):
     return nn.Dense(5, name="head", dtype=self.dtype)(nn.LayerNorm()(x))
 
 
-HEAD = mpjax.Rule("float32", path="head")
-
-
 @functools.cache
 def audited(model, policy=None, rules=()):
   x = s(16, 8)
@@ -160,7 +157,7 @@ def test_the_headline_of_a_policied_model_and_of_one_outside_of_its_policy():
 
 
 def test_a_jitted_step_that_ran_before_shows_its_policies():
-  model = mpjax.linen.with_policy(Net(), "mixed_bfloat16", rules=[HEAD])
+  model = mpjax.linen.with_policy(Net(), "mixed_bfloat16", [mpjax.Rule("float32", path="head")])
   x = jnp.ones((16, 8))
   variables = filled(shapes(model, x))
   step = jax.jit(jax.grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2)))
