@@ -545,7 +545,7 @@ def set_loss_scale(
   To carry a scale over to a larger tree of parameters, set it in the state that `init` makes.
 
   Args:
-    opt_state: a state that holds a loss scale. It is changed if it is in variables, as of NNX.
+    opt_state: a state that holds a loss scale. Variables, as of an `nnx.Optimizer`, are written.
     value: a number, or an array of shape (), within the limits of the state's configuration. A
       power of two is exact; another warns once. A traced one is brought within the limits.
     name: which of several loss scales to set.

@@ -32,8 +32,6 @@ PAGES = sorted(ROOT.glob("docs/migrating/*.md"))
 NONE = "—"
 """In a cell of a system that does not have the feature, and where no test can be."""
 
-ENDING = ("mpjax", "test id")
-
 for_readers = runpy.run_path(str(ROOT / "docs/_ext/site_tables.py"))["for_readers"]
 
 WANTED = {
@@ -126,7 +124,7 @@ def rows(markdown: str) -> Iterator[Row]:
       header = ()
     elif not header:
       header = split(line)
-    elif header[-2:] == ENDING and not set(line) <= set("|-: "):
+    elif header[-2:] == ("mpjax", "test id") and not set(line) <= set("|-: "):
       yield Row(number, header, split(line))
 
 

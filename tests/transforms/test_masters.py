@@ -231,7 +231,8 @@ def test_what_is_not_there_or_twice():
   with refused(ValueError, where, expected, "two for the same part", "optax.multi_transform"):
     mpjax.master_params(optax.chain(masters, masters).init(BOTH_KINDS))
   state = mpjax.TrainState.create(BOTH_KINDS, mpjax.loss_scaling(masters))
-  with refused(TypeError, f"{name}(opt_state)", "alone", "params would stay", "state.params to"):
+  where, got = "mpjax.set_master_params(opt_state)", "a TrainState, whose params would stay"
+  with refused(TypeError, where, "an optimizer alone", got, "state.params to the same numbers"):
     mpjax.set_master_params(state, BOTH_KINDS)
 
 
