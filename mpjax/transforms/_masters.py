@@ -71,10 +71,11 @@ def split(master: Array, param: Array) -> Array:
   """Returns the remainder of a float32 master, to a parameter in bfloat16 or as float32."""
   # A compiler may compute a master twice, at a tie an ulp apart. So the remainder is that to the
   # parameter, and is clipped: as int16 it would wrap around, which is an ulp of bfloat16.
-  base = param.astype(jnp.float32)
-  # With the sign: where 0 has another one than the master, the remainder is clipped, and ignored.
-  rest = jnp.clip(_bits(master) - _bits(base), -(2**15), 2**15 - 1)
-  return jnp.where(jnp.isfinite(base), rest, 0).astype(jnp.int16)
+  #
+  # With the sign: where 0 has another one than the master, the remainder is clipped, and `join`
+  # ignores it, as it does any remainder to what is not finite.
+  rest = _bits(master) - _bits(param.astype(jnp.float32))
+  return jnp.clip(rest, -(2**15), 2**15 - 1).astype(jnp.int16)
 
 
 @differentiated_as(lambda param, remainder: param.astype(jnp.float32))
@@ -104,7 +105,8 @@ def update_to(master: Array, param: Array) -> Array:
 @jax.jit
 def split_update(master: Array, param: Array) -> tuple[Array, Array]:
   """Returns the update that leads a bfloat16 parameter to its rounded master, and the remainder."""
-  update = update_to(master, param)
+  # A wrapper around `master_weights` shows it in float32.
+  update = update_to(master, param.astype(jnp.bfloat16))
   # The sum that the addition of optax or mpjax.apply_updates ends at is a bfloat16 number.
   return update, split(master, param.astype(jnp.float32) + update)
 
@@ -215,10 +217,7 @@ def master_weights(
     if not isinstance(state, ShownMasterWeightsState):
       _check_params_of(state.master, params, f"{where}.update(params)")
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
-    # A wrapper around this one, which has checked them, shows bfloat16 parameters in float32.
-    stored_as = lambda m, p: p.astype(jnp.bfloat16) if is_remainder(m) else p  # noqa: E731
-    old = map_masters(stored_as, state.master, params)
-    trained = map_masters(_trained, state.master, old)
+    trained = map_masters(_trained, state.master, params)
     new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)
     moved = optax.apply_updates(trained, new_updates)
 
@@ -227,7 +226,7 @@ def master_weights(
         return split_update(new, p)
       return (u, m) if is_hole(m) else (update_to(new, p), bounded(new))
 
-    pairs = map_masters(committed, state.master, moved, old, new_updates)
+    pairs = map_masters(committed, state.master, moved, params, new_updates)
     new_updates = map_masters(lambda _, pair: pair[0], state.master, pairs)
     masters = map_masters(lambda _, pair: pair[1], state.master, pairs)
     return new_updates, state._replace(master=masters, inner_state=inner_state)

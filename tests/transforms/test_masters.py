@@ -79,16 +79,6 @@ def test_n14_the_sign_of_zero_is_that_of_the_sum_in_both_storages():
       assert np.signbit(x).tolist() == [False, True]
 
 
-def test_updates_that_change_nothing_are_minus_zero():
-  # Also where the master moved, but not far enough for another half number.
-  params = jnp.asarray([1.0, -0.0, 0.0, 2.0], jnp.bfloat16)
-  updates, state = STEEP.update(jnp.asarray([1e-6, 0, 0, 0]), STEEP.init(params), params)
-  assert not np.any(updates)
-  assert np.all(np.signbit(updates))
-  assert bits(optax.apply_updates(params, updates)) == bits(params)
-  assert mpjax.master_params(state)[0] < 1
-
-
 @pytest.mark.parametrize("half", HALF)
 def test_a_parameter_beyond_its_range_comes_back_when_its_master_does(half):
   # It is the largest number of its dtype meanwhile; as an inf it could never be left again.
@@ -473,7 +463,8 @@ def test_every_parameter_with_remainders_at_the_edges():
   assert same(param[~np.isnan(x)], number(nearest << 16, signs(x))[~np.isnan(x)])
   assert np.all(np.isnan(param[np.isnan(x)].astype(np.float32)))
   assert rest.dtype == np.int16
-  np.testing.assert_array_equal(rest, np.where(finite, size - (nearest << 16), 0))
+  # That of NaN may be any: `join` ignores it.
+  np.testing.assert_array_equal(rest * ~np.isnan(x), np.where(finite, size - (nearest << 16), 0))
 
 
 def test_any_parameter_with_any_remainder():
@@ -524,9 +515,11 @@ def test_an_update_leads_to_the_rounded_master():
   update = np.asarray(run(update_to, master, param))
   assert bits((param.astype(np.float32) + update).astype(BF16)) == bits(goal)
   finite = ALL[np.isfinite(ALL.astype(np.float32))]
-  update = np.asarray(run(update_to, finite.astype(np.float32), finite))
-  assert not np.any(update)
-  assert np.all(np.signbit(update))
+  # Also where the master moved, but not far enough for another half number.
+  for near, old in ((finite.astype(np.float32), finite), (master, goal)):
+    update = np.asarray(run(update_to, near, old))
+    assert not np.any(update)
+    assert np.all(np.signbit(update))
   # What is left of a step that brings a parameter too near to 0 is a bfloat16 number all the same.
   far = param.astype(np.float32) * 2.0 ** rng.integers(-40, 40, 2**16).astype(np.float32)
   total = param.astype(np.float32) + np.asarray(run(update_to, far, param))
