@@ -290,6 +290,8 @@ def test_figures_for_a_gpu_are_recorded(gpu_hlo):
       for name, one in each["versions"].items():
         short = {"float16": "f16", "bfloat16": "bf16"}[each["half"]]
         assert one["products"].keys() == {"f32" if name == "float32" else short}
+    by_hand, policy = (results["models"]["resnet"]["versions"][x] for x in ("by hand", "policy"))
+    assert all(policy[key] <= 1.01 * by_hand[key] for key in ("kernels", "bytes", "temp_bytes"))
 
 
 def test_recorded_ratios_are_within_the_bounds():

@@ -85,7 +85,11 @@ def rewrite(
     if place in functions and write_powers(rewriter, functions[place]):
       done |= functions[place].places
     if is_higher_order(eqn):
-      _enter(rewriter, eqn)
+      holds = facts_of(eqn).holds
+      if (inners := inner_jaxprs(eqn) if holds in _RULES else None) is None:
+        rewriter.untouched(eqn, None)
+      else:
+        _RULES[holds](rewriter, eqn, inners)
     elif place not in done:
       first_order(rewriter, eqn)
   last = jaxpr.eqns[-1] if jaxpr.eqns else None
@@ -103,12 +107,6 @@ def rewrite(
       kinds[i] = kind._replace(carried=FLOAT32) if dtype == FLOAT32 else Kind(dtype)
   new = jaxpr.replace(invars=invars, outvars=results, eqns=rewriter.shown())
   return Rewritten(new, tuple(kinds), None if new.constvars else ClosedJaxpr(new, ()))
-
-
-def _enter(rewriter: Rewriter, eqn: JaxprEqn) -> None:
-  holds = facts_of(eqn).holds
-  inners = inner_jaxprs(eqn) if holds in _RULES else None
-  return rewriter.untouched(eqn, None) if inners is None else _RULES[holds](rewriter, eqn, inners)
 
 
 def _operands(

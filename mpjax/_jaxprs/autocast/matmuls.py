@@ -32,9 +32,9 @@ from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType
 from mpjax._jaxprs.autocast.rewriter import Rewriter, asked_precision, retype
-from mpjax._jaxprs.autocast.run import differentiated, jaxpr_for, remembered_off_mesh
+from mpjax._jaxprs.autocast.run import differentiated, jaxpr_for
 from mpjax._jaxprs.autocast.scopes import FLOAT8, TABLE
-from mpjax._jaxprs.autocast.values import Scope, Settings, Value
+from mpjax._jaxprs.autocast.values import Scope, Settings, Value, remembered_off_mesh
 from mpjax._jaxprs.compat import WRITTEN_OUT, bind, context_of
 from mpjax._jaxprs.count import dot_axes, matmul_sizes
 from mpjax._jaxprs.locations import location

@@ -23,11 +23,10 @@ from mpjax._jaxprs.autocast.run import (
   jaxpr_for,
   jaxpr_of,
   key_of,
-  remembered_off_mesh,
   unscoped,
   variables,
 )
-from mpjax._jaxprs.autocast.values import Kind, Value, cached_per_jaxpr
+from mpjax._jaxprs.autocast.values import Kind, Value, cached_per_jaxpr, remembered_off_mesh
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
 from mpjax._jaxprs.primitives import facts_of

@@ -22,6 +22,7 @@ from jax.lax import Precision
 from mpjax._core.active import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES, takes
 from mpjax._core.types import DType, Function, PyTree
+from mpjax._jaxprs.autocast.run import variables
 from mpjax._jaxprs.autocast.scopes import NOT_IN, REGION, Place, names_of, place_at, region_of
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -32,7 +33,7 @@ from mpjax._jaxprs.autocast.values import (
   Value,
   cached_per_jaxpr,
   joined,
-  literal_value,
+  numbers_of,
 )
 from mpjax._jaxprs.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxprs.locations import PREFIX
@@ -237,6 +238,7 @@ class Rewriter:
     operands = (v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
     self.shared: set[Atom] = {v for v, count in collections.Counter(operands).items() if count > 1}
     self.eqns: list[JaxprEqn] = []  # what is written so far
+    self.summed: set[Atom] = set()  # of multiplications, what float32 operations alone read
     self.activations: dict[Hashable, JaxprEqn] = {}
     # The floating ones, by the variables that held them. Variables of other dtypes stay.
     self.values: dict[Var, Value] = {}
@@ -252,7 +254,9 @@ class Rewriter:
     """Returns what is known of a floating operand; None for everything else."""
     if not isinstance(atom, Literal):
       return self.values.get(atom)
-    return literal_value(atom) if dtype_of(atom) in FLOATS else None
+    if dtype_of(atom) not in FLOATS:
+      return None
+    return Value(atom, Kind(aval_of(atom).dtype, neutral=True, numbers=numbers_of(atom.val)))
 
   def kind(self, atom: Atom) -> Kind | None:
     return (value := self.value(atom)) and value.kind
@@ -323,7 +327,13 @@ class Rewriter:
     """Returns what was written as a profile is to show it: without marks, but for an audit's."""
     names: dict[int, NameStack] = {}
     eqns: list[JaxprEqn] = []
-    for eqn in self.eqns:
+    # A multiplication is right before the sum that reads it: so the gradients of a value and of its
+    # square are added before that of its mean, which is one number for many elements, and XLA for
+    # GPUs makes kernels of a batch norm that read less.
+    places = reversed([*enumerate(self.eqns)])
+    first = {v: i for i, eqn in places for v in self.summed & variables(eqn.invars)}
+    order = {i: first.get(v, i) for i, eqn in enumerate(self.eqns) for v in eqn.outvars[:1]}
+    for eqn in (self.eqns[i] for i in sorted(range(len(self.eqns)), key=lambda i: order.get(i, i))):
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
         region = AUDIT.value is not None and REGION + region_of(self.place(eqn).policy)

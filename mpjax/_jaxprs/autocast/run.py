@@ -7,8 +7,8 @@ but what a jitted function holds once. Here parts of a jaxpr that repeat become 
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,22 +136,6 @@ def key_of(jaxpr: Jaxpr) -> Hashable:
   # In what an audit shows, each operation has its own line.
   same = AUDIT.value is None
   return _part(jaxpr.eqns, 0, dict.fromkeys(jaxpr.outvars, 1))[0] if same else id(jaxpr)
-
-
-R = TypeVar("R")
-
-
-def remembered_off_mesh(fun: Callable[..., R]) -> Callable[..., R]:
-  """Returns a function of types, and of more, that remembers its results off a mesh."""
-  remembering = functools.lru_cache(maxsize=1024)(fun)
-
-  @functools.wraps(fun)
-  def call(*args: Any, **kwargs: Any) -> R:
-    # On a mesh the context counts too, and is no part of the key.
-    on_mesh = any(isinstance(x, ShapedArray) and not x.sharding.mesh.empty for x in args)
-    return (fun if on_mesh else remembering)(*args, **kwargs)
-
-  return call
 
 
 def jaxpr_of(eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Atom]) -> Jaxpr:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import broadcast_in_dim_p
 
@@ -165,6 +165,19 @@ def cached_per_jaxpr(fun: Callable[..., R]) -> Callable[..., R]:
   return remembering
 
 
+def remembered_off_mesh(fun: Callable[..., R]) -> Callable[..., R]:
+  """Returns a function of types, and of more, that remembers its results off a mesh."""
+  remembering = functools.lru_cache(maxsize=1024)(fun)
+
+  @functools.wraps(fun)
+  def call(*args: Any, **kwargs: Any) -> R:
+    # On a mesh the context counts too, and is no part of the key.
+    on_mesh = any(isinstance(x, ShapedArray) and not x.sharding.mesh.empty for x in args)
+    return (fun if on_mesh else remembering)(*args, **kwargs)
+
+  return call
+
+
 @functools.lru_cache(maxsize=1024)
 def joined(*kinds: Kind | None) -> Kind | None:
   """Returns the kind of a value that is one of several: see the table in `first_order.py`."""
@@ -207,11 +220,7 @@ def is_exact(number: float, dtype: DType) -> bool:
     return float(np.asarray(number, dtype)) == number
 
 
-def literal_value(literal: Literal) -> Value:
-  return Value(literal, Kind(aval_of(literal).dtype, True, numbers=_numbers(literal.val)))
-
-
-def _numbers(scalar: Any) -> tuple[float, ...] | None:
+def numbers_of(scalar: Any) -> tuple[float, ...] | None:
   if not getattr(scalar, "is_fully_addressable", True):
     return None
   number = float(np.asarray(scalar).item())
@@ -230,6 +239,6 @@ def constants(values: Sequence[Any], settings: Settings) -> Kinds:
     is_number = isinstance(value, (Array, np.ndarray, np.generic))  # No reference to one.
     if not is_number or np.ndim(value) > 0 or dtype != FLOAT32:
       return Kind(dtype)
-    return Kind(dtype, neutral=True, numbers=_numbers(value))
+    return Kind(dtype, neutral=True, numbers=numbers_of(value))
 
   return tuple(map(one, values))
