@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._core.errors import MpjaxTypeError, check_call, check_type, kind_of, listed
+from mpjax._core.errors import MpjaxTypeError, check_call, check_flag, check_type, kind_of, listed
 from mpjax._core.frameworks import framework_of
 from mpjax._core.leaves import is_nnx_variable, path_text
 from mpjax._core.trees import is_array_like
@@ -79,6 +79,7 @@ class TrainState(NamedTuple):
     """
     where = "mpjax.TrainState.create"
     _check_arguments(params, tx, rng, where)
+    check_flag(ema, f"{where}(ema)")
     params = jax.tree.map(strong, params)
     opt_state = tx.init(params)
     own_scale(opt_state, f"{where}(tx)")

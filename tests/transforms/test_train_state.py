@@ -84,8 +84,7 @@ def test_arguments_that_are_taken_for_others():
   # Among them: weight decay would act on a running mean; a step has one loss.
   create, params, call = mpjax.TrainState.create, {"w": jnp.ones(2)}, "mpjax.TrainState.create"
   split = "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
-  model, alone = normed(), "the parameters alone"
-  plain = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  model, alone, plain = normed(), "the parameters alone", nnx.Linear(3, 2, rngs=nnx.Rngs(0))
   variables = params | {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
   for given, expected, got, fix in (
     (params | {"n": jnp.arange(2)}, "floating parameters", "int32 at ['n']", "model_state"),
@@ -98,10 +97,12 @@ def test_arguments_that_are_taken_for_others():
   ):
     with refused(TypeError, f"{call}(params)", expected, got, fix):
       create(given, ADAM)
-  for rng in (42, jax.ShapeDtypeStruct((2, 2), jnp.uint32), np.ones(2)):
-    got = "42" if isinstance(rng, int) else "[2"
+  two = jax.ShapeDtypeStruct((2, 2), jnp.uint32)
+  for rng, got in ((42, "42"), (two, "[2"), (np.ones(2), "[2")):
     with refused(TypeError, f"{call}(rng)", "one PRNG key", got, "jax.random.key(0)"):
       create(params, ADAM, rng=rng)
+  with refused(TypeError, f"{call}(ema)", "a bool", "{", "Pass True or False."):
+    create(params, ADAM, ema=params)
   unscaled, made = "a tuple without a loss scale", f"{call}(params, tx)"
   optimizer = "the optimizer, an optax transformation"
   for given, tx, expected, got, fix in (
