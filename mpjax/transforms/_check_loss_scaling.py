@@ -180,8 +180,7 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale, root: Path) -> b
   for x, path in ((x, path) for x, path in same + other if is_inexact(old[x])):
     moved = [_distance(old[x], after[path]) for after in finite]
     moves = moves or (moved[0] > 0 and depends.get(path, True))
-    # In low precision a step rounds. What differs at finite scales is named first: at inf and NaN
-    # another optimizer, which is right, has skipped.
+    # In low precision a step rounds. At inf and NaN another optimizer may have skipped: named last.
     if any(far := [_distance(first[path], end[path]) > 0.25 * max(moved) for end in applied]):
       wrong.append((not any(far[: len(finite)]), moved[0] > moved[-1], path))
   nnx, name = scale.in_variables, "" if scale.name is None else f", name={scale.name!r}"

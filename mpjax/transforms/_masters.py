@@ -70,10 +70,8 @@ def bounded(master: Array) -> Array:
 def split(master: Array, param: Array) -> Array:
   """Returns the remainder of a float32 master, to a parameter in bfloat16 or as float32."""
   # A compiler may compute a master twice, at a tie an ulp apart. So the remainder is that to the
-  # parameter, and is clipped: as int16 it would wrap around, which is an ulp of bfloat16.
-  #
-  # With the sign: where 0 has another one than the master, the remainder is clipped, and `join`
-  # ignores it, as it does any remainder to what is not finite.
+  # parameter, and is clipped: as int16 it would wrap around, which is an ulp of bfloat16. With the
+  # sign: where 0 has another one it is clipped, and `join` ignores it, as where nothing is finite.
   rest = _bits(master) - _bits(param.astype(jnp.float32))
   return jnp.clip(rest, -(2**15), 2**15 - 1).astype(jnp.int16)
 
@@ -81,9 +79,9 @@ def split(master: Array, param: Array) -> Array:
 @differentiated_as(lambda param, remainder: param.astype(jnp.float32))
 def join(param: Array, remainder: Array) -> Array:
   """Returns the float32 master of a bfloat16 parameter."""
-  # It is the parameter where the sum is no master: where the parameter is not finite, or someone
-  # has set it to 0 with a remainder below 0.
-  base = param.astype(jnp.float32)
+  # It is the parameter, which wrappers show in float32, where the sum is no master: where it is not
+  # finite, or someone has set it to 0 with a remainder below 0.
+  base = param.astype(jnp.bfloat16).astype(jnp.float32)
   master = _number(_bits(base) + remainder.astype(jnp.int32))
   return jnp.where(jnp.abs(master) <= _LARGEST, master, base)
 
@@ -105,8 +103,8 @@ def update_to(master: Array, param: Array) -> Array:
 @jax.jit
 def split_update(master: Array, param: Array) -> tuple[Array, Array]:
   """Returns the update that leads a bfloat16 parameter to its rounded master, and the remainder."""
-  # A wrapper around `master_weights` shows it in float32.
-  update = update_to(master, param.astype(jnp.bfloat16))
+  param = param.astype(jnp.bfloat16)
+  update = update_to(master, param)
   # The sum that the addition of optax or mpjax.apply_updates ends at is a bfloat16 number.
   return update, split(master, param.astype(jnp.float32) + update)
 

@@ -578,7 +578,7 @@ OLD_STATE = "the new loss scale '{}dynamic'.* got none, or the old one.* never s
 OF_TWO = {
   "right": None,
   "one is updated twice": None,
-  "one never scales": r"\['b'\].* same at every value of the loss scale '{}dynamic'.* never scaled",
+  "one never scales": r"\[0\]\['b'\].* every value of the loss scale '{}dynamic'.* never scaled",
   "one state is dropped": OLD_STATE,
   "one state is the old one": OLD_STATE,
   "one state is selected": OLD_STATE,

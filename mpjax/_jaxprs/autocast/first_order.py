@@ -179,8 +179,7 @@ def _elementwise(
   floats = [value for value in values if value is not None]
   arrays = [value for value in floats if value.kind.numbers is None]
   dtype, kind = _rule(rewriter, eqn, values, part, half)
-  if facts.role == "product" and only_float32(readers):
-    rewriter.summed.add(eqn.outvars[0])
+  rewriter.late |= {*eqn.outvars} if facts.role == "product" and only_float32(readers) else set()
   params = eqn.params
   if floats and (FLOAT32 in map(dtype_of, eqn.invars)) != (dtype == FLOAT32):
     params = retype(eqn, dtype)

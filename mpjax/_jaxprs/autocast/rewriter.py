@@ -238,7 +238,7 @@ class Rewriter:
     operands = (v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
     self.shared: set[Atom] = {v for v, count in collections.Counter(operands).items() if count > 1}
     self.eqns: list[JaxprEqn] = []  # what is written so far
-    self.summed: set[Atom] = set()  # of multiplications, what float32 operations alone read
+    self.late: set[Var] = set()  # multiplications whose results float32 operations alone read
     self.activations: dict[Hashable, JaxprEqn] = {}
     # The floating ones, by the variables that held them. Variables of other dtypes stay.
     self.values: dict[Var, Value] = {}
@@ -327,13 +327,14 @@ class Rewriter:
     """Returns what was written as a profile is to show it: without marks, but for an audit's."""
     names: dict[int, NameStack] = {}
     eqns: list[JaxprEqn] = []
-    # A multiplication is right before the sum that reads it: so the gradients of a value and of its
-    # square are added before that of its mean, which is one number for many elements, and XLA for
-    # GPUs makes kernels of a batch norm that read less.
-    places = reversed([*enumerate(self.eqns)])
-    first = {v: i for i, eqn in places for v in self.summed & variables(eqn.invars)}
-    order = {i: first.get(v, i) for i, eqn in enumerate(self.eqns) for v in eqn.outvars[:1]}
-    for eqn in (self.eqns[i] for i in sorted(range(len(self.eqns)), key=lambda i: order.get(i, i))):
+    # A late one right before its first consumer: of a value whose square has a mean too, the
+    # mean's gradient, one number for many elements, is added last: XLA for GPUs reads less then.
+    late = {self.values[v].atom for v in self.late}
+    order, first = [0] * len(self.eqns), dict[Atom, int]()
+    for i, eqn in reversed([*enumerate(self.eqns)]):
+      order[i] = min((first.get(v, i) for v in late.intersection(eqn.outvars)), default=i)
+      first |= {v: min(order[i], first.get(v, order[i])) for v in late & variables(eqn.invars)}
+    for _, eqn in sorted(zip(order, self.eqns, strict=True), key=lambda pair: pair[0]):
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
         region = AUDIT.value is not None and REGION + region_of(self.place(eqn).policy)
