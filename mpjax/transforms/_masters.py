@@ -71,7 +71,7 @@ def split(master: Array, param: Array) -> Array:
   """Returns the remainder of a float32 master, to a parameter in bfloat16 or as float32."""
   # A compiler may compute a master twice, at a tie an ulp apart. So the remainder is that to the
   # parameter, and is clipped: as int16 it would wrap around, which is an ulp of bfloat16. With the
-  # sign: where 0 has another one it is clipped, and `join` ignores it, as where nothing is finite.
+  # sign: where 0 has another one it is clipped, and `join` ignores it, as of what is not finite.
   rest = _bits(master) - _bits(param.astype(jnp.float32))
   return jnp.clip(rest, -(2**15), 2**15 - 1).astype(jnp.int16)
 
