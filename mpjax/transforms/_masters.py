@@ -70,10 +70,11 @@ def bounded(master: Array) -> Array:
 def split(master: Array, param: Array) -> Array:
   """Returns the remainder of a float32 master, to a parameter in bfloat16 or as float32."""
   # A compiler may compute a master twice, at a tie an ulp apart. So the remainder is that to the
-  # parameter, and is clipped: as int16 it would wrap around, which is an ulp of bfloat16. With the
-  # sign: where 0 has another one it is clipped, and `join` ignores it, as of what is not finite.
-  rest = _bits(master) - _bits(param.astype(jnp.float32))
-  return jnp.clip(rest, -(2**15), 2**15 - 1).astype(jnp.int16)
+  # parameter, and is clipped: as int16 it would wrap around, which is an ulp of bfloat16. Where 0
+  # has another sign it is clipped too, and `join` ignores it. Where the parameter is not finite it
+  # is 0: two NaN of the same step may differ in their bits.
+  rest = jnp.clip(_bits(master) - _bits(param.astype(jnp.float32)), -(2**15), 2**15 - 1)
+  return jnp.where(jnp.isfinite(param), rest, 0).astype(jnp.int16)
 
 
 @differentiated_as(lambda param, remainder: param.astype(jnp.float32))

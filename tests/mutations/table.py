@@ -491,8 +491,8 @@ mpjax/_core/together.py::first_nonfinite
 mpjax/transforms/_masters.py::split
 
 59 the remainder of a split master is not clipped: at a tie it wraps around
-- jnp.clip(rest, -(2**15), 2**15 - 1)
-+ rest
+- jnp.clip(_bits(master) - _bits(param.astype(jnp.float32)), -(2**15), 2**15 - 1)
++ _bits(master) - _bits(param.astype(jnp.float32))
 ::test_the_remainder_is_that_to_the_parameter_which_is_committed
 
 mpjax/transforms/_masters.py::join
