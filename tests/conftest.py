@@ -125,9 +125,11 @@ def _compile_once(_compiled: list[pathlib.Path]) -> Iterator[None]:
 
 
 def _link_files(source: pathlib.Path, target: pathlib.Path) -> None:
+  # A folder is what the autotuner of a GPU knows, and cannot be linked.
   for name in set(os.listdir(source)).difference(os.listdir(target)):
     with contextlib.suppress(FileExistsError):
-      (target / name).hardlink_to(source / name)
+      if not (source / name).is_dir():
+        (target / name).hardlink_to(source / name)
 
 
 @pytest.fixture(autouse=True)
