@@ -42,7 +42,7 @@ CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 
 HALF = "bfloat16"
 VERSIONS = (
-  *("float32", "by hand, low softmax", "by hand", "policy", "autocast"),
+  *("float32", "by hand, low softmax", "by hand", "by hand, exact", "policy", "autocast"),
   *("dynamic scale", "flax DynamicScale", "masters", "split masters", "masters, dynamic"),
   "float32 head",
 )
