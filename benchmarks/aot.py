@@ -159,6 +159,21 @@ def compiled_step(
   return figures, text
 
 
+def compiled_versions(
+  found: Mapping[str, tuple[Callable[..., Any], Any]],
+  names: Sequence[str],
+  case: Case,
+  device: Any,
+  options: Mapping[str, Any],
+) -> list[tuple[dict[str, Any], hlo.Module]]:
+  """Compiles some of the versions that `steps` returns, and returns the figures and HLO of each."""
+  compiled = []
+  for step, state in (found[name] for name in names):
+    figures, text = compiled_step(step, arguments_of(case, device, state), options)
+    compiled.append((figures, hlo.parse(text)))
+  return compiled
+
+
 def flops_of(program: Any) -> dict[str, int]:
   """Returns the FLOPs of matmuls and convolutions by the unit that a GPU computes them with."""
   found: collections.Counter[str] = collections.Counter()

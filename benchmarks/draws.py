@@ -40,6 +40,8 @@ def _deviation(name: str, shape: Sequence[int]) -> float:
     return 0.02
   if last == "embedding":
     return 1 / math.sqrt(shape[-1])
+  if last in ("up", "down"):  # of experts, which are the first axis
+    return 1 / math.sqrt(shape[1])
   if layer.endswith("/out") and len(shape) == 3:  # heads and features of each, to the width
     return 1 / math.sqrt(shape[0] * shape[1])
   # Of a projection to heads the first axis is summed; of a convolution all but the last.

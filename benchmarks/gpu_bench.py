@@ -23,7 +23,7 @@ from typing import Any
 import gpu_groups
 import gpu_ratios
 import workers
-from gpu_versions import HALVES, NAMES
+from gpu_versions import HALVES, IN_PYTORCH, NAMES
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -177,6 +177,7 @@ def main(
     precision, keys = half or HALVES[model], keys_of(model)
     recorded = results["models"].get(model, {}).get("parts", {})
     parts = {name: x for name, x in recorded.items() if x["key"] == keys.get(name)}
+    parts = {name: x for name, x in parts.items() if complete(x, rounds)}
     entry = results["models"][model] = {"half": precision, "parts": parts}
     todo = [name for name in keys if name not in parts]
     if not todo:
@@ -187,14 +188,17 @@ def main(
       entry["parts"][part] = {"key": keys[part], **found}
       write(out, results)
 
+    other = torch if model in IN_PYTORCH else {"missing": "no PyTorch model for it"}
     run = functools.partial(
-      _measure, model, size, precision, jax_here["attention"], versions, torch, todo, rounds,
+      _measure, model, size, precision, jax_here["attention"], versions, other, todo, rounds,
       seconds,
     )  # fmt: skip
     starts = (functools.partial(start_jax, backend=backend), lambda: start_torch(torch_python))
     try:
       with _bar(console, f"{model}, {precision}", todo, rounds) as progress:
         run(compile_of(model), starts, deadline, entry, record, progress)
+      if not all(complete(part, rounds) for part in entry["parts"].values()):
+        unfinished.append(model)
     except workers.OutOfTimeError:
       unfinished.append(model)
       if not entry["parts"]:
@@ -288,6 +292,11 @@ def _part(
     for name in TORCH_VERSIONS:
       figures[name].setdefault("suspicions", []).append("another number of parameters")
   return found
+
+
+def complete(part: Mapping[str, Any], rounds: int) -> bool:
+  """Whether a part has all its rounds; what the end of the time left out is measured again."""
+  return "missing" in part or gpu_groups.rounds_of(part["versions"]) >= rounds
 
 
 def named(out: pathlib.Path, hardware: str) -> pathlib.Path:

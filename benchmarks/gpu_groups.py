@@ -4,6 +4,7 @@ What a version fails with (no memory, an operation that a GPU does not have, a p
 its figure, and the others go on.
 """
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ Progress = Callable[[str], None]
 
 COMPILED_BY_TORCH = "torch amp"
 """The version that `warm_up` compiles."""
+
+LEAST_ROUNDS = 3
+"""What is recorded where the time ends; with fewer a median says nothing."""
 
 TOLERANCES = {"float8": 0.02, "torch": 0.03}
 """How far a first loss may be from float32's, relative to it; 0.01 for all others. PyTorch pads
@@ -134,9 +138,12 @@ def take_turns(
 
   Args:
     groups: with names that differ.
-    rounds: how many measurements of each version.
+    rounds: how many measurements of each version; fewer where the time ends before.
     seconds: the least length of a measurement.
     progress: told what is measured.
+
+  Raises:
+    OutOfTimeError: not even `LEAST_ROUNDS` are complete.
   """
   of = {name: group for group in groups for name in group.figures}
   # The most memory first: once it is there in one piece, what needs less has a place in it.
@@ -151,8 +158,8 @@ def take_turns(
       repeats[name] = min(200, max(1, round(seconds / max(found["seconds"], 1e-6))))
       of[name].figures[name] |= {"losses": found["losses"], "seconds": [], "finite": True}
   names = [name for name in of if name in repeats]
-  for order in measure.orders(names, rounds) if names else ():
-    for name in order:
+  try:
+    for name in itertools.chain(*measure.orders(names, rounds)) if names else ():
       progress(f"measure {name}")
       if name not in of[name].alive:
         continue
@@ -160,6 +167,13 @@ def take_turns(
       if found is not None:
         of[name].figures[name]["seconds"].append(found["seconds"])
         of[name].figures[name]["finite"] &= found["finite"]
+  except workers.OutOfTimeError:
+    measured = [of[name].figures[name]["seconds"] for name in names if name in of[name].alive]
+    complete = min(map(len, measured), default=0)
+    if complete < LEAST_ROUNDS:
+      raise
+    for each in measured:
+      del each[complete:]
   return {name: group.figures[name] for name, group in of.items()}
 
 
@@ -188,6 +202,12 @@ def suspicions(figures: Figures, reference: Sequence[float] | None) -> dict[str,
       if learned < 0.25 * wanted - allowed:
         what.append(f"the loss fell by {learned:.3g}, in float32 by {wanted:.3g}")
   return {name: what for name, what in found.items() if what}
+
+
+def rounds_of(figures: Figures) -> int:
+  """Returns how many rounds are complete: fewer than were asked for where the time ended."""
+  each = [len(one["seconds"]) for one in figures.values() if "failed" not in one]
+  return min(each, default=0)
 
 
 def milliseconds(one: Mapping[str, Any]) -> float:

@@ -39,7 +39,7 @@ GPUS = {file.stem: file for file in sorted((FOLDER / "targets").glob("*.txtpb"))
 
 HALVES = {
   **{"resnet": "float16", "gpt": "bfloat16", "wide": "bfloat16"},
-  **{"mlp": "bfloat16", "lstm": "float16"},
+  **{"mlp": "bfloat16", "lstm": "float16", "after": "bfloat16", "experts": "bfloat16"},
 }
 OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """The autotuner would have to run kernels to choose one: every product is a call of cuBLAS."""

@@ -1,10 +1,17 @@
-"""What the figures of `gpu_bench.py` say beside what is promised: tables for the terminal."""
+"""What the figures of `gpu_bench.py` say beside what is promised: tables for the terminal.
+
+python benchmarks/gpu_ratios.py    writes the table of docs/gpu_programs.md, from results/gpu/
+"""
 
 import dataclasses
+import json
+import pathlib
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpu_groups import milliseconds
+import tables
+from gpu_groups import milliseconds, rounds_of
 from measure import Ratio, ratio, taken
 from rich import box
 from rich.console import Console
@@ -29,6 +36,23 @@ class Comparison:
   promised: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
   part: str = "jax"
 
+
+FOLDER = pathlib.Path(__file__).parent
+PAGE = FOLDER.parent / "docs" / "gpu_programs.md"
+TITLES = {
+  "resnet": "ResNet-50, batch 256",
+  "gpt": "GPT, 24 layers of width 1024",
+  "wide": "GPT slice, 2 layers of width 4096",
+  "mlp": "large MLP, width 8192",
+  "lstm": "LSTM, state 2048, batch 256",
+  "after": "post-norm GPT, 8 layers of width 1024, a custom LayerNorm",
+  "experts": "8 experts of 4096 x 8192, 8,192 tokens",
+}
+IN_WORDS = {
+  "torch float32 highest": "PyTorch, float32",
+  "torch TF32": "PyTorch, TF32",
+  "torch amp": "PyTorch, amp, compiled",
+}
 
 NO_LIMIT = float("inf")
 COMPARISONS = (
@@ -151,10 +175,53 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, str, str, str]:
 def conditions(results: Mapping[str, Any]) -> str:
   """Returns under what the figures were taken, as a sentence."""
   how = results["settings"]
+  parts = [part for each in results["models"].values() for part in each["parts"].values()]
+  counts = sorted({rounds_of(part["versions"]) for part in parts if part.get("versions")})
+  rounds = " or ".join(map(str, counts)) or how["rounds"]
   return (
-    f"{taken(results['environment'])}; sizes {how['size']!r}, {how['rounds']} rounds of at least "
+    f"{taken(results['environment'])}; sizes {how['size']!r}, {rounds} rounds of at least "
     f"{how['seconds']} s: median (quartiles) of the ratios of each round."
   )
+
+
+def page_rows(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+  """Yields the heading of the page's table, then a row for each version that was measured."""
+  yield "step", "ms, median (range)", "by hand = 1", "TF32 = 1", "GB temporary", ""
+  for model, title in TITLES.items():
+    if model not in results["models"]:
+      continue
+    each = results["models"][model]
+    first = f"{title}, {each['half']}: "
+    for part, found in each["parts"].items():
+      for name in found["versions"]:
+        # In the second part policy and dynamic are measured once more, beside PyTorch.
+        if part == "jax" or name.startswith("torch"):
+          yield first + IN_WORDS.get(name, name), *_page_cells(found["versions"], name)
+          first = ""
+
+
+def _page_cells(versions: Mapping[str, Any], name: str) -> tuple[str, ...]:
+  _, temporary, _, notes = _cells(versions[name])
+  times = [1e3 * x for x in versions[name].get("seconds", ())]
+  if not times:
+    return "", "", "", temporary, notes
+  ratios = []
+  for base in ("by hand", "torch TF32" if name.startswith("torch") else "TF32"):
+    other = versions.get(base, {}).get("seconds", ()) if base != name else ()
+    rounds = min(len(times), len(other))
+    by = [1e3 * x for x in other[:rounds]]
+    ratios.append(f"{ratio(times[:rounds], by).median:.3f}" if rounds else "")
+  milliseconds = f"{statistics.median(times):.1f} ({min(times):.1f}-{max(times):.1f})"
+  return milliseconds, *ratios, temporary, notes
+
+
+def updated(page: str) -> str:
+  """Returns the text of the page with the table of each GPU that is recorded."""
+  for file in sorted((FOLDER / "results" / "gpu").glob("*.json")):
+    results = json.loads(file.read_text(encoding="utf-8"))
+    text = f"{conditions(results)}\n\n{tables.table(list(page_rows(results)))}"
+    page = tables.replaced(page, file.stem, text)
+  return page
 
 
 def show(results: Mapping[str, Any], console: Console) -> None:
@@ -175,3 +242,7 @@ def _table(title: str, headings: Any, right: Any, lines: list[tuple[str, ...]]) 
     table.add_row(line[0] if line[0] != before else "", *line[1:])
     before = line[0]
   return table
+
+
+if __name__ == "__main__":
+  PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -21,9 +21,12 @@ import mpjax
 
 HALVES = {
   **{"resnet": "float16", "gpt": "bfloat16", "mlp": "bfloat16"},
-  **{"lstm": "float16", "wide": "bfloat16"},
+  **{"lstm": "float16", "wide": "bfloat16", "after": "bfloat16", "experts": "bfloat16"},
 }
 """The low precision of each model, in the order of their measurement."""
+
+IN_PYTORCH = ("resnet", "gpt", "mlp", "lstm", "wide")
+"""Those that `torch_models.py` has as well."""
 
 SCALE = 2.0**15
 """Where every loss scale begins: PyTorch's too."""
@@ -133,7 +136,7 @@ def described(model: str, size: str, half: str) -> dict[str, Any]:
   case = SIZES[size][model]
   made = case.make()
   fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.init}
-  left_out = ("parent", "name", "dtype", "attention")
+  left_out = ("parent", "name", "dtype", "attention", "norm", "norm_first", "embedded")
   flat: Any = flatten_dict(dict(shapes(case)), sep="/")
   return {
     "kind": type(made).__name__,

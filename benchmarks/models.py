@@ -138,12 +138,29 @@ class Experts(nn.Module):
     return jnp.einsum("nkd,nk->nd", y, gates).reshape(x.shape)
 
 
+class OwnLayerNorm(nn.Module):
+  """A layer norm as it is written out in the code of many models, statistics in float32."""
+
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
+    bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])
+    y = x.astype(jnp.float32)
+    y = y - y.mean(-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
+    return (y * scale + bias).astype(self.dtype or jnp.float32)
+
+
 class Layer(nn.Module):
-  """A layer of a transformer, norms first.
+  """A layer of a transformer.
 
   Fields:
     experts: how many there are in the place of its MLP; 0 for none.
     float32_softmax: whether softmax is float32 if there is a `dtype`.
+    norm: the class of its two norms.
+    norm_first: whether they are before attention and the MLP; else after the sums.
   """
 
   heads: int
@@ -151,6 +168,8 @@ class Layer(nn.Module):
   attention: Callable[..., Any] | None = None
   experts: int = 0
   float32_softmax: bool = True
+  norm: type[nn.Module] = nn.LayerNorm
+  norm_first: bool = True
 
   @nn.compact
   def __call__(self, x, mask):
@@ -163,14 +182,17 @@ class Layer(nn.Module):
         "qk_attn_weights_einsum_cls": _einsum,
         "attn_weights_value_einsum_cls": _cast_back_einsum,
       }
-    y = nn.LayerNorm(dtype=self.dtype)(x)
+    norms = [self.norm(dtype=self.dtype) for _ in range(2)]
+    y = norms[0](x) if self.norm_first else x
     y = nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype, **by_hand)(y, mask=mask)
-    x = x + y
-    y = nn.LayerNorm(dtype=self.dtype)(x)
+    x = x + y if self.norm_first else norms[0](x + y)
+    y = norms[1](x) if self.norm_first else x
     if self.experts:
-      return x + Experts(self.experts, self.dtype, self.float32_softmax)(y)
-    y = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=self.dtype)(y))
-    return x + nn.Dense(x.shape[-1], dtype=self.dtype)(y)
+      y = Experts(self.experts, self.dtype, self.float32_softmax)(y)
+    else:
+      y = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=self.dtype)(y))
+      y = nn.Dense(x.shape[-1], dtype=self.dtype)(y)
+    return x + y if self.norm_first else norms[1](x + y)
 
 
 class Gpt(nn.Module):
@@ -178,6 +200,8 @@ class Gpt(nn.Module):
 
   Fields:
     attention: a causal `attention_fn` for its layers; None takes Flax's, with a mask.
+    norm, norm_first: see `Layer`; the last norm is an `nn.LayerNorm`.
+    embedded: whether positions are an `nn.Embed`, and not a parameter.
   """
 
   layers: int
@@ -186,23 +210,43 @@ class Gpt(nn.Module):
   vocabulary: int
   dtype: Any = None
   attention: Callable[..., Any] | None = None
+  norm: type[nn.Module] = nn.LayerNorm
+  norm_first: bool = True
+  embedded: bool = False
 
   @nn.compact
   def __call__(self, tokens):
     length = tokens.shape[1]
     dtype = self.dtype or jnp.float32
-    init = nn.initializers.normal(0.02)
-    places = self.param("places", init, (1, length, self.width)).astype(dtype)
-    x = nn.Embed(self.vocabulary, self.width)(tokens).astype(dtype) + places
+    x = nn.Embed(self.vocabulary, self.width)(tokens).astype(dtype)
+    if self.embedded:
+      places = nn.Embed(length, self.width)(jnp.arange(length)[None])
+    else:
+      places = self.param("places", nn.initializers.normal(0.02), (1, length, self.width))
+    x += places.astype(dtype)
     mask = nn.make_causal_mask(tokens, dtype=bool)
     x = nn.LayerNorm(dtype=self.dtype)(self.through_layers(x, mask))
     return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x).astype(jnp.float32)
 
   def through_layers(self, x, mask):
     """Returns what comes out of the layers."""
+    norms = {"norm": self.norm, "norm_first": self.norm_first}
     for _ in range(self.layers):
-      x = Layer(self.heads, self.dtype, self.attention)(x, mask)
+      x = Layer(self.heads, self.dtype, self.attention, **norms)(x, mask)
     return x
+
+
+class Mixture(nn.Module):
+  """A classifier whose only large layer has experts. Input [batch, features]."""
+
+  experts: int
+  classes: int
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.LayerNorm(dtype=self.dtype)(Experts(self.experts, self.dtype)(x))
+    return nn.Dense(self.classes, dtype=self.dtype)(x).astype(jnp.float32)
 
 
 class ScannedGpt(Gpt):
@@ -234,7 +278,9 @@ class ScannedGpt(Gpt):
       split_rngs={"params": True},
       length=self.layers,
     )
-    layer = Layer(self.heads, self.dtype, self.attention, self.experts, self.float32_softmax)
+    norms = {"norm": self.norm, "norm_first": self.norm_first}
+    more = {"experts": self.experts, "float32_softmax": self.float32_softmax}
+    layer = Layer(self.heads, self.dtype, self.attention, **more, **norms)
     return stay(repeated(layer, x, None)[0])
 
 
@@ -285,6 +331,15 @@ def _mlp(batch: int, features: int, **fields: int) -> Case:
   )
 
 
+def _mixture(batch: int, features: int, **fields: int) -> Case:
+  return Case(
+    make=lambda dtype=None: Mixture(**fields, dtype=dtype),
+    inputs=jax.ShapeDtypeStruct((batch, features), jnp.float32),
+    classes=fields["classes"],
+    outputs=(batch,),
+  )
+
+
 def _resnet(batch: int, size: int, **fields: Any) -> Case:
   return Case(
     make=lambda dtype=None: ResNet(**fields, dtype=dtype),
@@ -314,6 +369,7 @@ def _lstm(batch: int, length: int, features: int, **fields: int) -> Case:
 
 _SMALL_RESNET = {"bottleneck": False, "large_images": False, "classes": 10}
 _RESNET_50 = {"bottleneck": True, "large_images": True, "classes": 1000}
+_OWN_NORMS_AFTER = {"norm": OwnLayerNorm, "norm_first": False}
 _GPT_OF_8 = {"layers": 8, "width": 1024, "heads": 16, "vocabulary": 32000}
 
 SIZES: Mapping[str, Mapping[str, Case]] = {
@@ -323,6 +379,8 @@ SIZES: Mapping[str, Mapping[str, Case]] = {
     "gpt": _gpt(2, 8, layers=1, width=16, heads=2, vocabulary=11),
     "wide": _gpt(2, 8, layers=1, width=32, heads=2, vocabulary=11),
     "lstm": _lstm(2, 3, 8, width=16, classes=3),
+    "after": _gpt(2, 8, layers=1, width=16, heads=2, vocabulary=11, **_OWN_NORMS_AFTER),
+    "experts": _mixture(4, 8, experts=2, classes=3),
   },
   "cpu": {
     "mlp": _mlp(256, 784, width=1024, layers=3, classes=10),
@@ -330,6 +388,8 @@ SIZES: Mapping[str, Mapping[str, Case]] = {
     "gpt": _gpt(4, 128, layers=4, width=128, heads=4, vocabulary=1024),
     "wide": _gpt(2, 64, layers=1, width=512, heads=4, vocabulary=1024),
     "lstm": _lstm(32, 32, 128, width=256, classes=10),
+    "after": _gpt(4, 128, layers=4, width=128, heads=4, vocabulary=1024, **_OWN_NORMS_AFTER),
+    "experts": _mixture(256, 256, experts=4, classes=10),
   },
   "gpu": {
     "mlp": _mlp(8192, 4096, width=8192, layers=6, classes=1024),
@@ -337,6 +397,8 @@ SIZES: Mapping[str, Mapping[str, Case]] = {
     "gpt": _gpt(8, 1024, layers=24, width=1024, heads=16, vocabulary=50304),
     "wide": _gpt(8, 1024, layers=2, width=4096, heads=32, vocabulary=50304),
     "lstm": _lstm(256, 64, 2048, width=2048, classes=1024),
+    "after": _gpt(8, 1024, layers=8, width=1024, heads=16, vocabulary=8192, **_OWN_NORMS_AFTER),
+    "experts": _mixture(8192, 4096, experts=8, classes=1024),
   },
   "tpu": {
     "gpt": _gpt(8, 1024, ScannedGpt, **_GPT_OF_8),

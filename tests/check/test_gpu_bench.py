@@ -4,6 +4,7 @@ What becomes of a version that has no memory, or ends its process, and what a se
 """
 
 import collections
+import contextlib
 import functools
 import importlib
 import io
@@ -154,6 +155,24 @@ def test_a_version_that_fails_is_a_figure_and_the_others_go_on(gpu_groups, worke
   assert measured == "bcd" + "cd" + "dc"
 
 
+def test_where_the_time_ends_complete_rounds_are_kept(gpu_bench, gpu_groups, workers):
+  class Slow(Fake):
+    def ask(self, deadline, question, **arguments):
+      if question == "measure" and not next(left, None):
+        raise workers.OutOfTimeError
+      return super().ask(deadline, question, **arguments)
+
+  fails = {("measure", "c"): {"failed": "out of memory"}}  # And is asked once.
+  for measured, rounds in ((8, 3), (7, 3), (6, None)):
+    left = iter([True] * measured)
+    group = gpu_groups.Group(lambda: Slow({}, fails), "abc", [("trace", {})], float("inf"))
+    group.then("compile")
+    with pytest.raises(workers.OutOfTimeError) if rounds is None else contextlib.nullcontext():
+      figures = gpu_groups.take_turns([group], 11, 0.1)
+      assert [len(figures[name]["seconds"]) for name in "abc"] == [rounds, rounds, 0]
+      assert [gpu_bench.complete({"versions": figures}, n) for n in (3, 4)] == [True, False]
+
+
 def test_losses_of_a_broken_step_are_suspicious(gpu_groups):
   for name, losses, finite, what in (
     ("policy", [2.001, 1.5], True, ""),
@@ -200,6 +219,8 @@ def test_both_parts_are_measured_and_recorded_by_the_name_of_the_gpu(call, tmp_p
   assert rows["mlp", "policy / float8"] == ("1.250 (1.250-1.250)", "≥ 1.5", "missed")
   assert rows["mlp", "policy / by hand"][1:] == ("0.99 to 1.01", "met")
   assert rows["mlp", "TF32 / policy"][1:] == ("", "")
+  page = list(gpu_bench.gpu_ratios.page_rows(results))
+  assert ("policy", "100.0 (100.0-100.0)", "1.000", "0.476", "0.00", "") in page
   assert "suspicious" not in text
   assert log.count(("close", None)) == 2 + 2 * 3
 
@@ -226,6 +247,8 @@ def test_what_pytorch_lacks_is_said_and_the_rest_is_measured(call, workers):
   assert "No module named 'torch'" in results["models"]["mlp"]["parts"]["torch"]["missing"]
   assert "PyTorch is not measured: no PyTorch in" in text
   assert len(results["models"]["mlp"]["parts"]["jax"]["versions"]["policy"]["seconds"]) == 3
+  parts = call(models=["after"])[0]["models"]["after"]["parts"]
+  assert parts["torch"]["missing"] == "no PyTorch model for it"
 
 
 def test_a_call_that_is_broken_off_leaves_what_it_measured(call, tmp_path):

@@ -3,7 +3,10 @@
 import collections
 import functools
 import io
+import itertools
 import json
+import operator
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +22,10 @@ from tests.scripts import BENCHMARKS, benchmark
 # As XLA writes it for a GPU, shortened. A convolution of cuDNN with its workspace, one of whose
 # operands was copied before; a product within a fusion, whose operand is given twice; bytes of a
 # tuple; names for bytes that are there.
-TEXT = r"""HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[]}
-
-%fused_dot (p0: bf16[4,4], p1: f32[4,4]) -> (f32[4], bf16[4,4]) {
-  %p0 = bf16[4,4]{1,0} parameter(0)
-  %p1 = f32[4,4]{1,0} parameter(1)
-  %narrow = bf16[4,4]{1,0} convert(%p1), metadata={op_name="jit(f)/convert(x) = y"}
-  %dot.1 = bf16[4,4]{1,0} dot(%p0, %narrow), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %wide = f32[4,4]{1,0} convert(%dot.1)
-  %zero = f32[] constant(0)
-  %reduce.1 = f32[4]{0} reduce(%wide, %zero), dimensions={1}, to_apply=%add
-  ROOT %tuple.1 = (f32[4]{0}, bf16[4,4]{1,0}) tuple(%reduce.1, %dot.1)
-}
-
-ENTRY %main (x: f16[2,8], w: f16[8,3], y: bf16[4,4]) -> (f32[4], bf16[4,4]) {
-  %x = f16[2,8]{1,0} parameter(0)
-  %w = f16[8,3]{1,0} parameter(1)
-  %y = bf16[4,4]{1,0} parameter(2), metadata={op_name="y"}
-  %w.copy = f16[8,3]{0,1} copy(%w)
-  %conv = (f16[2,3]{1,0}, u8[10]{0}) custom-call(%x, %w.copy), dim_labels=bf_io->bf, custom_call_target="__cudnn$convForward", metadata={op_name="jit(f)/jvp(M)/Layer_1/conv"}
-  %sort = f16[2]{0} custom-call(%x), custom_call_target="TopK", metadata={op_name="jit(f)/top"}
-  %first = f16[2,3]{1,0} get-tuple-element(%conv), index=0
-  %same = f16[6]{0} bitcast(%first)
-  %one = f32[4,4]{1,0} constant({...})
-  %start = ((bf16[4,4]{1,0}), bf16[4,4]{1,0}) all-reduce-start(%y), to_apply=%add
-  %done = bf16[4,4]{1,0} all-reduce-done(%start)
-  ROOT %fusion.1 = (f32[4]{0}, bf16[4,4]{1,0}, /*index=2*/pred[5]{0}) fusion(%y, %one, %y), kind=kCustom, calls=%fused_dot, metadata={op_name="jit(f)/jvp(M)/Layer_22/dot_general"}
-}
-"""  # noqa: E501
-
+TEXT = (pathlib.Path(__file__).parent / "kernels.hlo").read_text(encoding="utf-8")
 
 hlo, gpu_hlo, tpu_hlo = benchmark("hlo"), benchmark("gpu_hlo"), benchmark("tpu_hlo")
+models, gpu_ratios = benchmark("models"), benchmark("gpu_ratios")
 
 
 def test_kernels_move_their_operands_and_results(hlo):
@@ -180,23 +156,20 @@ def test_without_a_compiler_it_says_what_to_install(gpu_hlo, tpu_hlo, monkeypatc
     assert all(part in str(caught.value) for part in (name, jax.__version__, *parts))
 
 
+def versions(gpu_hlo, device, case, half, *names):
+  found = gpu_hlo.aot.steps(case, half)
+  return gpu_hlo.aot.compiled_versions(found, names, case, device, gpu_hlo.OPTIONS)
+
+
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("model", ["mlp", "resnet", "gpt", "lstm"])
 def test_a_policy_is_by_hand_on_an_h200(gpu_hlo, h200, model, half):
   # With exact sums by hand: the same kernels and memory, and not one sum in half.
   case = gpu_hlo.aot.shallower(gpu_hlo.SIZES["cpu"][model], 1)
-  found = gpu_hlo.aot.steps(case, half)
-  figures, programs = {}, {}
-  for name in ("by hand, exact", "policy"):
-    step, state = found[name]
-    args = gpu_hlo.aot.arguments_of(case, h200, state)
-    figures[name], text = gpu_hlo.aot.compiled_step(step, args, gpu_hlo.OPTIONS)
-    programs[name] = gpu_hlo.hlo.parse(text)
-  by_hand, policy = figures["by hand, exact"], figures["policy"]
+  (by_hand, _), (policy, program) = versions(gpu_hlo, h200, case, half, "by hand, exact", "policy")
   short = {"float16": "f16", "bfloat16": "bf16"}[half]
-  assert policy["products"].keys() == {short}
-  assert policy["conditionals"] == 0
+  assert (policy["products"].keys(), policy["conditionals"]) == ({short}, 0)
   if model == "lstm":
     # The gates are held in float32 for the sum that the state is: XLA takes one matmul of the input
     # and the state apart for that. By hand their biases add up in low precision, too.
@@ -209,10 +182,23 @@ def test_a_policy_is_by_hand_on_an_h200(gpu_hlo, h200, model, half):
     # The gradients of a norm's input are added in float32, by hand in low precision.
     assert policy["bytes"] <= 1.01 * by_hand["bytes"]
     assert policy["temp_bytes"] <= 1.02 * by_hand["temp_bytes"]
-  computations = programs["policy"].computations.values()
-  sums = [x for each in computations for x in each.values() if x.opcode == "reduce"]
+  parts = program.computations.values()
+  sums = [x for each in parts for x in each.values() if x.opcode == "reduce"]
   assert sums
   assert not [x.source for x in sums if gpu_hlo.hlo.dtype(x.type) == short]
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.standard_promotion  # As such norms are written: `y * scale`.
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("norm", ["nn.LayerNorm", "OwnLayerNorm"])
+def test_norms_before_and_after_are_by_hand_on_an_h200(gpu_hlo, h200, models, norm, norm_first):
+  # A post-norm of the model's own code is held in float32 for the sum that reads it.
+  size = {"layers": 4, "width": 512, "heads": 8, "vocabulary": 8192, "embedded": True}
+  case = models._gpt(8, 512, **size, norm=operator.attrgetter(norm)(models), norm_first=norm_first)
+  (by_hand, _), (policy, _) = versions(gpu_hlo, h200, case, "bfloat16", "by hand, exact", "policy")
+  assert policy["products"] == by_hand["products"]
+  assert all(policy[key] <= 1.03 * by_hand[key] for key in ("kernels", "bytes", "temp_bytes"))
 
 
 LAYERS, WIDTH = 12, 64
@@ -236,15 +222,12 @@ def test_what_loss_scaling_adds_to_a_step_on_an_h200(gpu_hlo, h200, half):
   # One reduction for 24 gradients of two sizes, and two updates for 24 parameters.
   layer = jnp.zeros((WIDTH, WIDTH)), jnp.zeros(WIDTH)
   params = [layer] * LAYERS
-  kernels, sources = {}, {}
-  configs = (mpjax.NoLossScale(), mpjax.StaticLossScale(8), mpjax.DynamicLossScale())
-  for config in configs:
+  kernels, sources, x = {}, {}, jnp.zeros((32, WIDTH), half)
+  for config in (mpjax.NoLossScale(), mpjax.StaticLossScale(8), mpjax.DynamicLossScale()):
     tx = mpjax.loss_scaling(optax.adamw(1e-3), config)
-    args = (params, tx.init(params), jnp.zeros((32, WIDTH), half))
-    args = gpu_hlo.aot.placed(args, SingleDeviceSharding(h200))
+    args = gpu_hlo.aot.placed((params, tx.init(params), x), SingleDeviceSharding(h200))
     step = jax.jit(functools.partial(small_step, tx, half), donate_argnums=(0, 1))
-    compiled = step.lower(*args).compile(compiler_options=gpu_hlo.OPTIONS)
-    program = gpu_hlo.hlo.parse(compiled.as_text())
+    program = gpu_hlo.hlo.parse(step.lower(*args).compile(gpu_hlo.OPTIONS).as_text())
     assert program.count("conditional") == 0
     found = list(program.kernels())
     name = type(config).__name__
@@ -261,16 +244,12 @@ def test_what_loss_scaling_adds_to_a_step_on_an_h200(gpu_hlo, h200, half):
 def test_a_model_of_many_sizes_gets_few_kernels_more_on_an_h200(gpu_hlo, h200):
   # A ResNet of one block in each stage: at most 12, and all that is multiplied in float16.
   case = gpu_hlo.aot.shallower(gpu_hlo.SIZES["cpu"]["resnet"], 1)
-  found = gpu_hlo.aot.steps(case, "float16")
-  figures = {}
-  for name in ("policy", "static scale", "dynamic scale"):
-    step, state = found[name]
-    args = gpu_hlo.aot.arguments_of(case, h200, state)
-    figures[name], _ = gpu_hlo.aot.compiled_step(step, args, gpu_hlo.OPTIONS)
-  for name in ("static scale", "dynamic scale"):
-    assert figures[name]["kernels"] <= figures["policy"]["kernels"] + 12
-    assert figures[name]["bytes"] <= 1.02 * figures["policy"]["bytes"]
-    assert figures[name]["products"] == figures["policy"]["products"]
+  names = "float16", "policy", "static scale", "dynamic scale"
+  policy, *scaled = (one for one, _ in versions(gpu_hlo, h200, case, *names))
+  for one in scaled:
+    assert one["kernels"] <= policy["kernels"] + 12
+    assert one["bytes"] <= 1.02 * policy["bytes"]
+    assert one["products"] == policy["products"]
 
 
 def recorded(folder):
@@ -279,7 +258,10 @@ def recorded(folder):
   return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-def test_figures_for_a_gpu_are_recorded(gpu_hlo):
+def test_figures_for_a_gpu_are_recorded(gpu_hlo, gpu_ratios):
+  assert {model for each in recorded("gpu") for model in each["models"]} <= gpu_ratios.TITLES.keys()
+  page = gpu_ratios.PAGE.read_text(encoding="utf-8")
+  assert gpu_ratios.updated(page) == page  # Else run `python benchmarks/gpu_ratios.py`.
   for results in recorded("gpu_hlo"):
     assert results["settings"]["target"] in gpu_hlo.GPUS
     assert results["settings"]["depth"] is None
@@ -297,17 +279,14 @@ def test_figures_for_a_gpu_are_recorded(gpu_hlo):
 def test_recorded_ratios_are_within_the_bounds():
   # Loss scaling adds at most 8 % kernels and 2 % bytes; no step has a branch. By the estimate the
   # large MLP takes at most two thirds of bfloat16's time in float8.
-  scaled = {
-    (model, name, key): most
-    for model in ("resnet", "gpt")
-    for name in ("static scale", "dynamic scale")
-    for key, most in (("kernels", 1.08), ("bytes", 1.02), ("conditionals", 0))
-  }
-  faster = {("mlp", 1 / 1.5), ("wide", 1 / 1.3)}
-  float8 = {(model, "float8", "estimated_seconds"): most for model, most in faster}
-  for folder, bounds in (("gpu_steps", scaled), ("gpu_float8", float8)):
+  scaling = {"kernels": 1.08, "bytes": 1.02, "conditionals": 0}
+  scaled = itertools.product(("resnet", "gpt"), ("static scale", "dynamic scale"))
+  faster = {"mlp": 1 / 1.5, "wide": 1 / 1.3}
+  float8 = {(model, "float8"): {"estimated_seconds": most} for model, most in faster.items()}
+  for folder, bounds in (("gpu_steps", dict.fromkeys(scaled, scaling)), ("gpu_float8", float8)):
     for results in recorded(folder):
-      assert results["models"].keys() == {model for model, *_ in bounds}
-      for (model, name, key), most in bounds.items():
+      assert results["models"].keys() == {model for model, _ in bounds}
+      for (model, name), most in bounds.items():
         versions = results["models"][model]["versions"]
-        assert versions[name][key] <= most * versions["policy"][key], (folder, model, name, key)
+        for key, ratio in most.items():
+          assert versions[name][key] <= ratio * versions["policy"][key], (folder, model, name, key)
