@@ -421,7 +421,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
       got=f"{kind_of(opt_state)} without a loss scale",
       fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
       if is_nnx_object(opt_state)
-      else "Wrap the optimizer, tx = mpjax.loss_scaling(tx); pass opt_state = tx.init(params), "
+      else "Wrap the optimizer: tx = mpjax.loss_scaling(tx). For a state pass tx.init(params), "
       "not tx. A checkpoint is restored into that structure; what nnx.split takes apart is merged.",
     )
   refuse_outside(opt_state, where, chains=True)
