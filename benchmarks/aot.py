@@ -160,7 +160,7 @@ def compiled_step(
 
 
 def compiled_versions(
-  found: Mapping[str, tuple[Callable[..., Any], Any]],
+  versions: Mapping[str, tuple[Callable[..., Any], Any]],
   names: Sequence[str],
   case: Case,
   device: Any,
@@ -168,7 +168,7 @@ def compiled_versions(
 ) -> list[tuple[dict[str, Any], hlo.Module]]:
   """Compiles some of the versions that `steps` returns, and returns the figures and HLO of each."""
   compiled = []
-  for step, state in (found[name] for name in names):
+  for step, state in (versions[name] for name in names):
     figures, text = compiled_step(step, arguments_of(case, device, state), options)
     compiled.append((figures, hlo.parse(text)))
   return compiled

@@ -295,8 +295,9 @@ def _part(
 
 
 def complete(part: Mapping[str, Any], rounds: int) -> bool:
-  """Whether a part has all its rounds; what the end of the time left out is measured again."""
-  return "missing" in part or gpu_groups.rounds_of(part["versions"]) >= rounds
+  """Whether all versions of a part that did not fail have all rounds: the time did not end."""
+  versions = part["versions"].values()
+  return all("failed" in one or len(one["seconds"]) >= rounds for one in versions)
 
 
 def named(out: pathlib.Path, hardware: str) -> pathlib.Path:

@@ -171,6 +171,7 @@ def test_where_the_time_ends_complete_rounds_are_kept(gpu_bench, gpu_groups, wor
       figures = gpu_groups.take_turns([group], 11, 0.1)
       assert [len(figures[name]["seconds"]) for name in "abc"] == [rounds, rounds, 0]
       assert [gpu_bench.complete({"versions": figures}, n) for n in (3, 4)] == [True, False]
+      assert gpu_bench.complete({"versions": {"c": figures["c"]}}, 11)  # None is left to measure.
 
 
 def test_losses_of_a_broken_step_are_suspicious(gpu_groups):
