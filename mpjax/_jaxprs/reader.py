@@ -16,7 +16,7 @@ from jax.numpy import finfo
 from mpjax._core.errors import REFUSALS
 from mpjax._core.types import DType
 from mpjax._jaxprs.compat import context_of
-from mpjax._jaxprs.primitives import NESTED, Holds, facts_of
+from mpjax._jaxprs.primitives import NESTED, Holds, facts_of, is_higher_order
 
 Atom: TypeAlias = Var | Literal
 """An operand, or a result of a jaxpr."""
@@ -322,5 +322,5 @@ def walk(program: Program) -> Iterator[JaxprEqn]:
   """
   for eqn in opened(program).eqns:
     yield eqn
-    for inner in inner_jaxprs(eqn) or ():
+    for inner in (is_higher_order(eqn) and inner_jaxprs(eqn)) or ():
       yield from walk(inner.program)

@@ -178,7 +178,7 @@ def _elementwise(
   facts, readers = facts_of(eqn), rewriter.consumers(eqn)
   floats = [value for value in values if value is not None]
   arrays = [value for value in floats if value.kind.numbers is None]
-  dtype, kind = _rule(rewriter, eqn, values, part, half)
+  dtype, kind = _rule(rewriter, eqn, values, part, half, readers)
   rewriter.late |= {*eqn.outvars} if facts.role == "product" and only_float32(readers) else set()
   params = eqn.params
   if floats and (FLOAT32 in map(dtype_of, eqn.invars)) != (dtype == FLOAT32):
@@ -195,8 +195,8 @@ def _elementwise(
   # An operation in low precision that reads one number often adds up its derivative.
   broadcasts, shape = facts.gradient in ("added", "multiplied"), shape_of(eqn.outvars[0])
   summed = [
-    v is not None
-    and dtype != FLOAT32
+    dtype != FLOAT32
+    and v is not None
     and (v.kind.parameter or not v.kind.neutral)
     and (shape_of(v.atom) != shape if broadcasts else facts.gradient == "chosen" and v.kind.rests)
     for v in values
@@ -208,8 +208,8 @@ def _elementwise(
     return rewriter.write(product, product.invars, [kind])
 
   operands = [
-    _repeated(rewriter, atom, dtype, eqn) if repeated else rewriter.read(atom, eqn, dtype)
-    for atom, repeated in zip(eqn.invars, summed, strict=True)
+    atom if v is None else (_repeated if repeated else Rewriter.view)(rewriter, v, dtype, eqn)
+    for atom, v, repeated in zip(eqn.invars, values, summed, strict=True)
   ]
   rounds = dtype == FLOAT32 and kind.rests and kind.carried is None
   out = kind._replace(held=True) if rounds else kind
@@ -238,10 +238,10 @@ def _elementwise(
 
 
 def _rule(
-  rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, half: DType
+  rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, half: DType, readers: int
 ) -> tuple[DType, Kind]:
   """Returns the dtype in which an operation that is no matmul runs, and the kind of its results."""
-  facts, readers = facts_of(eqn), rewriter.consumers(eqn)
+  facts = facts_of(eqn)
   if part == "half":  # No matmul, but the user has moved it to their list.
     return half, Kind(half)
   arrays = [v for v in values if v is not None and v.kind.numbers is None]
@@ -328,13 +328,12 @@ def _saved_low(
   if dtype != FLOAT32 or not (reads or facts.role == "product") or any(k.numbers for k in kinds):
     return []
   # One that is at rest has such numbers. Another one may be rounded for the gradient of a sum
-  # alone, where the other factor is a parameter, or repeated, and only if the result is rounded in
-  # the end: else the parts of the gradient may cancel. Nor if it is saved in float32 anyway.
+  # alone, where the other factor is repeated, and only if the result is rounded in the end: else
+  # the parts of the gradient may cancel. Nor if it is saved in float32 anyway.
   saved = [k.dtype if k.rests else None for k in kinds]
   if any(saved) or len(values) != 2 or readers & By.DIGITS or kind.solved or not kind.is_low:
     return saved
-  of_a_parameter = [i for i, k in enumerate(kinds) if k.is_low and kinds[1 - i].neutral]
-  if (big := of_a_parameter[0] if of_a_parameter else _scaled(eqn, values)) is None:
+  if (big := _scaled(eqn, values)) is None:
     return saved
   producer = values[big].producer
   is_saved = producer is not None and facts_of(producer).gradient == "result"
@@ -343,9 +342,9 @@ def _saved_low(
   return saved
 
 
-def _repeated(rewriter: Rewriter, atom: Atom, dtype: DType, eqn: JaxprEqn) -> Atom:
+def _repeated(rewriter: Rewriter, value: Value, dtype: DType, eqn: JaxprEqn) -> Atom:
   """Returns an operand in the shape of the result, repeated in float32: so its gradients add up."""
-  wide = rewriter.read(atom, eqn, FLOAT32)
+  wide = rewriter.view(value, FLOAT32, eqn)
   aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None
   new = aval.update(shape=out.shape, weak_type=False)
   if AxisType.Explicit in out.sharding.mesh.axis_types:

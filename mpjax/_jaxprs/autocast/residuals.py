@@ -110,7 +110,7 @@ def _saving(
     resting = dict(zip(places, primals[count:], strict=True))
     moving = [i for i, t in enumerate(tangents[:count]) if not isinstance(t, SymbolicZero)]
 
-    def along(group: list[int], factors: Sequence[Array], changes: Sequence[Array]) -> list[Array]:
+    def along(group: list[int], factors: Sequence[Array], changes: Sequence[Any]) -> list[Array]:
       pairs = zip(factors, primals, strict=False)
       wide = [x if x.dtype == p.dtype else x.astype(p.dtype) for x, p in pairs]
 
@@ -128,8 +128,10 @@ def _saving(
         resting[i] if i in resting else x if half is None or i in own else x.astype(half)
         for i, (x, half) in enumerate(zip(primals, saved, strict=False))
       ]
-      saving = jax.checkpoint(functools.partial(along, group), prevent_cse=prevent_cse)
-      parts.append(saving(factors, [tangents[i] for i in group]))
+      change = functools.partial(along, group)
+      if any(x.dtype != p.dtype for x, p in zip(factors, primals, strict=False)):
+        change = jax.checkpoint(change, prevent_cse=prevent_cse)
+      parts.append(change(factors, [tangents[i] for i in group]))
     outs = fun(*primals[:count])
     changes = (functools.reduce(operator.add, each) for each in zip(*parts, strict=True))
     zeros = [None if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in outs]
@@ -164,9 +166,9 @@ def powers(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Powers]:
     operands, degree = variables(eqn.invars), facts_of(eqn).degree
     for v in operands:
       readers.setdefault(v, set()).add(place)
-    values = {roots.get(v, v) for v in operands}
-    part = ops.part_of(eqn.primitive.name, eqn.params)
-    if len(values) != 1 or degree is None or part not in ("promote", "keep", "float32"):
+    part = degree and ops.part_of(eqn.primitive.name, eqn.params)
+    values = {roots.get(v, v) for v in operands} if part in ("promote", "keep", "float32") else ()
+    if degree is None or len(values) != 1:
       continue
     (root,), (out,) = values, eqn.outvars
     if all(dtype_of(v) == FLOAT32 and shape_of(v) == shape_of(out) for v in (root, out)):

@@ -121,9 +121,12 @@ class Places:
     return self._by_stack[id(stack)][1]
 
 
-def readers_of(jaxpr: Jaxpr, outs: Sequence[int], place: Places) -> dict[Atom, int]:
-  """Returns the consumers of each variable; `outs` has those of each result, outside."""
-  consumers: dict[Atom, int] = {}
+@cached_per_jaxpr
+def readers_of(
+  jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings, scope: Scope
+) -> tuple[Mapping[Atom, int], Places]:
+  """Returns the consumers of each variable, and the places; `outs` are those of each result."""
+  consumers, place = dict[Atom, int](), Places(settings, scope)
 
   def note(atoms: Sequence[Atom], each: Sequence[int]) -> None:
     for atom, readers in zip(atoms, each, strict=True):
@@ -137,7 +140,7 @@ def readers_of(jaxpr: Jaxpr, outs: Sequence[int], place: Places) -> dict[Atom, i
       note(eqn.invars, _of_operands(eqn, results, place))
     else:
       note(eqn.invars, (_of_operation(eqn, results, place),) * len(eqn.invars))
-  return consumers
+  return consumers, place
 
 
 def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
@@ -145,7 +148,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
   behind, place, facts = 0, places(eqn), facts_of(eqn)
   for dtype, readers in zip(map(dtype_of, eqn.outvars), results, strict=True):
     # A complex number, or one in float64, has the digits of what it is computed from.
-    has_digits = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    has_digits = dtype is not None and dtype not in FLOATS and jnp.issubdtype(dtype, jnp.inexact)
     other = (By.UNKNOWN if has_digits else By.EXACT) | (By.COMPARED if facts.tests else By.INDEX)
     behind |= readers if dtype in FLOATS else other
   if eqn.primitive is reduce_precision_p:
@@ -154,8 +157,8 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
     if place.output is not None:
       return By.CALLER if place.output == FLOAT32 else behind & By.MATMUL
   part = part_of(eqn, places.settings.ops)
-  exact = wants_precision(eqn.params) and FLOAT32 in map(dtype_of, eqn.invars)
-  if place.half is None or eqn.params.get("out_dtype") is not None or (part == "half" and exact):
+  asked = part == "half" and wants_precision(eqn.params) and FLOAT32 in map(dtype_of, eqn.invars)
+  if place.half is None or eqn.params.get("out_dtype") is not None or asked:
     return By.FULL | By.EXACT
   if part == "half":
     # One that linear algebra reads is in float32, and so reads all digits of its operands.
@@ -188,9 +191,9 @@ def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], place: Places) -> Sequenc
     results = outs if inner.returns else (By.UNKNOWN,) * len(inner.jaxpr.outvars)
     if inner.carry:
       results = of_loop(inner, results, *inside)
-    readers = of_inputs(inner.jaxpr, results, *inside)
-    for i, more in zip(inner.operands or (), readers, strict=True):
-      each[i] |= more
+    readers, _ = readers_of(inner.jaxpr, results, *inside)
+    for i, v in zip(inner.operands or (), inner.jaxpr.invars, strict=True):
+      each[i] |= readers.get(v, 0)
   return each
 
 
@@ -201,20 +204,12 @@ def of_loop(
   carry = body.carry
   outs = (*(readers | By.EXACT for readers in outs[: len(carry)]), *outs[len(carry) :])
   while True:
-    carried = of_inputs(body.jaxpr, outs, settings, scope)[carry.start : carry.stop]
-    again = tuple(a | b for a, b in zip(outs, carried, strict=False)) + outs[len(carry) :]
+    readers, _ = readers_of(body.jaxpr, outs, settings, scope)
+    back = [readers.get(v, 0) for v in body.jaxpr.invars[carry.start : carry.stop]]
+    again = tuple(a | b for a, b in zip(outs, back, strict=False)) + outs[len(carry) :]
     if again == outs:
       return outs
     outs = again
-
-
-@cached_per_jaxpr
-def of_inputs(
-  jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings, scope: Scope
-) -> tuple[int, ...]:
-  """Returns the consumers of the arguments of a jaxpr, from those of its results."""
-  readers = readers_of(jaxpr, outs, Places(settings, scope))
-  return tuple(readers.get(v, 0) for v in jaxpr.invars)
 
 
 # The rewriter.
@@ -231,10 +226,9 @@ class Rewritten(NamedTuple):
 class Rewriter:
   """The rewriting of one jaxpr; those inside of its equations are rewritten by others."""
 
-  def __init__(self, jaxpr: Jaxpr, settings: Settings, scope: Scope, outs: Sequence[int]) -> None:
+  def __init__(self, jaxpr: Jaxpr, settings: Settings, scope: Scope, outs: tuple[int, ...]) -> None:
     self.settings = settings
-    self.place = Places(settings, scope)
-    self.readers = readers_of(jaxpr, outs, self.place)
+    self.readers, self.place = readers_of(jaxpr, tuple(outs), settings, scope)
     operands = (v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
     self.shared: set[Atom] = {v for v, count in collections.Counter(operands).items() if count > 1}
     self.eqns: list[JaxprEqn] = []  # what is written so far
@@ -247,7 +241,8 @@ class Rewriter:
     """Notes what a variable is from now on, and returns the variable of the dtype that it has."""
     # A variable that keeps its dtype stays, and so do the equations that are left as they are.
     atom = var if kind.variable == dtype_of(var) else retyped(var, kind.variable)
-    self.values[var] = Value(atom, kind._replace(carried=None, paired=False))
+    plain = kind.carried is None and not kind.paired
+    self.values[var] = Value(atom, kind if plain else kind._replace(carried=None, paired=False))
     return atom
 
   def value(self, atom: Atom) -> Value | None:
@@ -330,11 +325,12 @@ class Rewriter:
     # A late one right before its first consumer: of a value whose square has a mean too, the
     # mean's gradient, one number for many elements, is added last: XLA for GPUs reads less then.
     late = {self.values[v].atom for v in self.late}
-    order, first = [0] * len(self.eqns), dict[Atom, int]()
-    for i, eqn in reversed([*enumerate(self.eqns)]):
+    order, first = [*range(len(self.eqns))], dict[Atom, int]()
+    for i, eqn in reversed([*enumerate(self.eqns)] if late else []):
       order[i] = min((first.get(v, i) for v in late.intersection(eqn.outvars)), default=i)
       first |= {v: min(order[i], first.get(v, order[i])) for v in late & variables(eqn.invars)}
-    for _, eqn in sorted(zip(order, self.eqns, strict=True), key=lambda pair: pair[0]):
+    for i in sorted(range(len(order)), key=order.__getitem__):
+      eqn = self.eqns[i]
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
         region = AUDIT.value is not None and REGION + region_of(self.place(eqn).policy)
@@ -360,9 +356,8 @@ class Rewriter:
 
   def precise(self, eqn: JaxprEqn, params: Params, dtypes: Iterable[DType | None]) -> Params:
     """Returns parameters with the precision of the policy, if a matmul of `dtypes` names none."""
-    policy = self.place(eqn).policy
-    asked = None if policy is None else policy.precision
-    if asked is None or params.get("precision", 0) is not None:
+    policy = self.place(eqn).policy if params.get("precision", 0) is None else None
+    if policy is None or (asked := policy.precision) is None:
       return params
     # As JAX has it: of both operands, or an algorithm for both, which is for few dtypes.
     if isinstance(asked, Precision):

@@ -59,28 +59,30 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   """Returns the same jaxpr, with one jaxpr for all parts that are the same, in calls.
 
-  JAX writes the equations inside instead, where it traces a jaxpr: that is the same, but for the
-  lines of code that profiles show. Each operation has that of the first of its part.
+  JAX writes the equations inside instead, where it traces a jaxpr: that is the same, but for what
+  profiles show: lines of code, which are those of the first part, and transformations around.
   """
-
   # Equations that follow one another in one scope. Alone is one that has effects (two prints of
   # equal text are two, and JAX keeps their order by the effects of the equations), and one that
-  # holds jaxprs: these are shared by JAX already, and to compare two of them takes long.
+  # holds jaxprs which no other one holds.
+  held = Counter(id(eqn.params) for eqn in jaxpr.eqns)
+
   def place(eqn: JaxprEqn) -> Hashable:
-    alone = eqn.effects or is_higher_order(eqn)
+    alone = eqn.effects or (is_higher_order(eqn) and held[id(eqn.params)] == 1)
     return id(eqn) if alone else (eqn.source_info.name_stack, eqn.ctx)
 
   groups = [list(group) for _, group in itertools.groupby(jaxpr.eqns, place)]
   last_read: dict[Atom, int] = {}
   for number, group in enumerate(groups):
-    last_read |= {v: number for eqn in group for v in variables(eqn.invars)}
+    read = (v for eqn in group for v in eqn.invars if not isinstance(v, Literal))
+    last_read |= dict.fromkeys(read, number)
   last_read |= dict.fromkeys(variables(jaxpr.outvars), len(groups))
   parts = [_part(group, number, last_read) for number, group in enumerate(groups)]
   counts = Counter(key for key, *_ in parts)
   calls: dict[Hashable, JaxprEqn] = {}
   eqns: list[JaxprEqn] = []
   for group, (key, invars, outvars) in zip(groups, parts, strict=True):
-    if key is None or counts[key] == 1:
+    if counts[key] == 1:
       eqns += group
       continue
     if key not in calls:
@@ -108,7 +110,7 @@ def _part(
   eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]
 ) -> tuple[Hashable, list[Var], list[Var]]:
   """Returns a key, what the part number `place` reads, and what others read of it."""
-  # The key is that of parts that compute the same of what they read; None for one of its own.
+  # The key is that of parts that compute the same of what they read.
   numbers: dict[Atom, int] = {}
   invars: list[Var] = []
 
@@ -120,11 +122,10 @@ def _part(
       invars.append(atom)
     return numbers[atom]
 
-  if eqns[0].effects or is_higher_order(eqns[0]):
-    return None, [], []
-  key: list[Hashable] = []
+  key: list[Hashable] = [id(eqns[0])] if eqns[0].effects else []
   for eqn in eqns:
-    key.append((eqn.primitive, eqn.ctx, *map(number, eqn.invars), *eqn.params.items()))
+    params = (id(eqn.params),) if is_higher_order(eqn) else eqn.params.items()
+    key.append((eqn.primitive, eqn.ctx, *map(number, eqn.invars), *params))
     numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
   outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) > place]
   key += [(numbers[v], v.aval) for v in (*invars, *outvars)]
@@ -153,11 +154,11 @@ def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Ar
   """Puts one call into the jaxpr that JAX is tracing; nothing of `closed` is traced again."""
   jaxpr = closed.jaxpr
   invars, outvars = ([Var(v.aval) for v in each] for each in (jaxpr.invars, jaxpr.outvars))
-  call = call_of(closed, invars, outvars, name)
-  return eval_jaxpr(jaxpr_of([call], invars, outvars), (), *operands)
+  call = jaxpr_of([call_of(closed, invars, outvars, name)], invars, outvars)
+  return eval_jaxpr(call, (), *operands, propagate_source_info=False)  # It is of another call.
 
 
-_trace_call = jax.make_jaxpr(jax.jit(lambda x: x))
+_trace_call = jax.jit(jax.jit(lambda x: x)).trace
 
 
 def call_of(
@@ -165,7 +166,7 @@ def call_of(
 ) -> JaxprEqn:
   """Returns a call of a jaxpr; JAX writes the equations inside instead if it is `inline`."""
   with jax.disable_jit(False):  # Where it is disabled, no call is written.
-    call = _trace_call(1.0).eqns[-1]
+    call = _trace_call(1.0).jaxpr.eqns[-1]
   params = call_params(call, closed, len(invars), len(outs), name)
   if inline:
     params["inline"] = WRITTEN_OUT

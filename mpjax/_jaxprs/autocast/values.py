@@ -203,6 +203,7 @@ def joined(*kinds: Kind | None) -> Kind | None:
   )
 
 
+@functools.lru_cache(maxsize=1024)
 def survives(number: float, dtype: DType) -> bool:
   """Whether a number becomes neither inf nor zero nor subnormal in a low-precision dtype."""
   size, limits = abs(number), jnp.finfo(dtype)
@@ -214,6 +215,7 @@ def spans_float32(dtype: DType) -> bool:
   return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(FLOAT32).maxexp)
 
 
+@functools.lru_cache(maxsize=1024)
 def is_exact(number: float, dtype: DType) -> bool:
   """Whether a low-precision dtype has a number."""
   with np.errstate(over="ignore"):

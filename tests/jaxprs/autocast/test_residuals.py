@@ -60,6 +60,10 @@ def test_what_is_saved_in_float32_is_not_saved_rounded_too():
   b, x = jnp.ones((64, 64)), jnp.ones((1024, 64))
   ours = residual_bytes(mpjax.autocast(fun, "bfloat16"), b, x)
   assert ours == 2 * (2 * b.size) + (2 + 4 + 2) * x.size + 2 * 1024 * 4
+  # Nor where no sum averages a rounding, as in the gradient of the scale of a BatchNorm.
+  norm = lambda b: jnp.sum(between(lambda y: y + jnp.mean(y, 0, keepdims=True) / 3 * b)(W, W))  # noqa: E731
+  gradient = run(jax.grad(mpjax.autocast(norm)), jnp.ones((1, 8)))
+  np.testing.assert_array_equal(gradient, np.full((1, 8), 8 * (np.float32(1 / 8) / 3)))
 
 
 def test_what_reads_a_factor_can_be_differentiated_in_any_mode():

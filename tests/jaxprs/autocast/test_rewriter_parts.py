@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.autocast.rewriter import By, in_default, of_inputs, wants_precision
+from mpjax._jaxprs.autocast.rewriter import By, in_default, readers_of, wants_precision
 from mpjax._jaxprs.autocast.values import Settings
 from mpjax._jaxprs.reader import hides_matmul, walk
 from tests import programs
@@ -205,7 +205,8 @@ def readers(fun, *args, results=None, ops=None):
   """Returns what reads each argument of `fun`."""
   jaxpr = jax.make_jaxpr(fun)(*(args or (X,))).jaxpr
   given = SETTINGS if ops is None else Settings(policy=SETTINGS.policy, ops=ops)
-  return of_inputs(jaxpr, tuple(results or (0,) * len(jaxpr.outvars)), given, ())
+  readers, _ = readers_of(jaxpr, tuple(results or (0,) * len(jaxpr.outvars)), given, ())
+  return tuple(readers.get(v, 0) for v in jaxpr.invars)
 
 
 @pytest.mark.parametrize(

@@ -144,16 +144,12 @@ def twice(x, w):
   return x.sum()
 
 
-def _batched(fun):
-  return jax.vmap(fun, in_axes=(0, None))
-
-
 TRANSFORMS = {
   "grad": (jax.grad, X),
   "jacfwd": (jax.jacfwd, X),
   "hessian": (jax.hessian, X),
-  "vmap": (_batched, X[None]),
-  "vmap(grad)": (lambda f: _batched(jax.grad(f)), X[None]),
+  "vmap": (lambda f: jax.vmap(f, in_axes=(0, None)), X[None]),
+  "vmap(grad)": (lambda f: jax.vmap(jax.grad(f), in_axes=(0, None)), X[None]),
 }
 
 
@@ -163,7 +159,8 @@ def test_what_is_differentiated_once_is_the_same_program(fun, transform, x, monk
   def lowered():
     made = jax.jit(transform(mpjax.autocast(fun))).lower(x, W)
     names = re.findall(r'loc\("(jit[^"]*)"', made.as_text(debug_info=True))
-    return made.as_text(), sorted(set(names))
+    # The scopes: of second derivatives JAX notes fewer of the transformations around a part.
+    return made.as_text(), {re.sub(r"(vmap|jvp|transpose)\(|\)", "", name) for name in names}
 
   shared = lowered()
   assert any("layer_2" in name for name in shared[1])
@@ -175,8 +172,7 @@ def test_functions_with_rules_run_where_jit_is_disabled():
   def fun(x):
     return jax.nn.relu(x @ jnp.eye(3)).sum()
 
-  x = jnp.arange(6.0).reshape(2, 3)
   with jax.disable_jit():
-    value, grad = jax.value_and_grad(mpjax.autocast(fun))(x)
+    value, grad = jax.value_and_grad(mpjax.autocast(fun))(X)
   assert value == 15
-  np.testing.assert_array_equal(grad, (x > 0).astype("float32"))
+  np.testing.assert_array_equal(grad, (X > 0).astype("float32"))
