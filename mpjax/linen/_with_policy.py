@@ -273,7 +273,7 @@ def with_policy(
     got, fix = not_a_model(model)
   elif model.scope is not None:
     got = f"one that is bound at {'/'.join(model.path)!r}"
-    fix = "Wrap the root model, and give submodules their policy by rules."
+    fix = "Wrap the root model and then bind that; give submodules their policy by rules."
   else:
     return PolicyModule(model, parse_config(where, policy, rules, unmatched=unmatched))
   raise MpjaxTypeError(f"{where}(model)", expected="an unbound flax.linen.Module", got=got, fix=fix)

@@ -119,9 +119,9 @@ def refuse_other_state(
     raise MpjaxTypeError(
       where,
       expected="the state that init of this very transformation created",
-      got=f"one of another optimizer: {listed(problems, most=4)}",
-      fix="Pass the tx that made it, wrapped by mpjax.loss_scaling and configured alike, or make a "
-      "new state.",
+      got=f"one of another optimizer, or of other parameters: {listed(problems, most=4)}",
+      fix="Pass the tx that made it, wrapped by mpjax.loss_scaling and configured alike, and the "
+      "params that it was made for, or make a new state.",
     ) from cause
 
 

@@ -50,7 +50,7 @@ def test_a_state_of_another_transformation(name):
   for other in (own, optax.sgd(0.1, momentum=0.9)):
     state = tx.init(PARAMS)._replace(inner_state=other.init(PARAMS))
     expected = "the state that init of this very transformation created"
-    where, got = f"{name}.update(state)", "of another optimizer: nothing at [0].count; nothing at"
+    where, got = f"{name}.update(state)", "or of other parameters: nothing at [0].count; nothing at"
     with refused(TypeError, where, expected, got, "Pass the tx that made"):
       tx.update(PARAMS, state, PARAMS)
 

@@ -527,7 +527,7 @@ def test_an_optimizer_that_did_not_make_the_state():
   txs = (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1))
   # And a scaled one, which has no state, passes on any.
   for tx, own in (*((tx, sgd) for tx in txs), (sgd, adam)):
-    where, got = "mpjax.make_train_step(tx): step(state)", "one of another optimizer: "
+    where, got = "mpjax.make_train_step(tx): step(state)", "or of other parameters: "
     expected = "the state that init of this very transformation created"
     with refused(TypeError, where, expected, got, "wrapped by mpjax.loss_scaling and configured"):
       mpjax.make_train_step(squares, tx)(
