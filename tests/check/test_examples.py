@@ -627,10 +627,10 @@ def test_the_demo_keeps_its_promises(example, short):
     if policy != "float32":
       # Two bytes less for each number that is kept: three activations and the three poolings of
       # them, what the norms take the squares of, and in bfloat16, which has the range, what they
-      # scale, and by what. But copies of the images and of the last two kernels are kept too.
+      # scale. But copies of the images and of the last two kernels are kept too.
       normed = 64 * (64 * 16 + 16 * 32 + 4 * 64)
       kept = 2 * normed + 64 * (16 * 16 + 4 * 32 + 64)
-      kept += normed + 16 + 32 + 64 if policy == "mixed_bfloat16" else 0
+      kept += normed if policy == "mixed_bfloat16" else 0
       copies = 64 * 64 + 9 * (16 * 32 + 32 * 64) + 64 * 10
       saved = reference["activation_bytes"] - row["activation_bytes"]
       assert saved == 2 * kept - 2 * copies
