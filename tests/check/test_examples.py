@@ -629,8 +629,7 @@ def test_the_demo_keeps_its_promises(example, short):
       # them, what the norms take the squares of, and in bfloat16, which has the range, what they
       # scale. But copies of the images and of the last two kernels are kept too.
       normed = 64 * (64 * 16 + 16 * 32 + 4 * 64)
-      kept = 2 * normed + 64 * (16 * 16 + 4 * 32 + 64)
-      kept += normed if policy == "mixed_bfloat16" else 0
+      kept = (3 if policy == "mixed_bfloat16" else 2) * normed + 64 * (16 * 16 + 4 * 32 + 64)
       copies = 64 * 64 + 9 * (16 * 32 + 32 * 64) + 64 * 10
       saved = reference["activation_bytes"] - row["activation_bytes"]
       assert saved == 2 * kept - 2 * copies

@@ -103,9 +103,8 @@ def of_half_results(products: list[programs.Product]) -> list[programs.Product]:
 
 
 MORE_CASTS = {
-  **{"linen/mlp": 6, "linen/hard_coded": 1, "linen/resnet": 6, "linen/mixer": 3},
-  **{"linen/lstm": 10, "linen/language_model": 17},
-  **{"nnx/lstm": 5, "nnx/gru": 23, "nnx/language_model": 30},
+  **{"linen/mlp": 6, "linen/hard_coded": 1, "linen/resnet": 6, "linen/mixer": 3, "linen/lstm": 10},
+  **{"linen/language_model": 17, "nnx/lstm": 5, "nnx/gru": 23, "nnx/language_model": 30},
 }
 """A norm saves what it scales in low precision, for the gradient of its scale alone: two casts for
 each multiplication, which a compiler fuses (tests/check/test_gpu_hlo.py counts the kernels). A gate

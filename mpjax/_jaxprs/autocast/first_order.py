@@ -96,9 +96,10 @@ def _end_of_module(rewriter: Rewriter, eqn: JaxprEqn, place: Place, dtype: DType
   if (value := rewriter.value(eqn.invars[0])) is None:
     return rewriter.untouched(eqn)
   kind, rests = value.kind, place.rest is not None
-  if rests and kind.is_low and rewriter.consumers(eqn) & By.CALLER:
+  readers = rewriter.consumers(eqn) if rests and kind.is_low else 0
+  if readers & By.CALLER:
     value.kind = kind._replace(widened=kind.held)  # Not rounded before it leaves in float32.
-  else:
+  elif not (readers & By.ANGLE and kind.held):
     atom = value.atom if dtype == FLOAT32 else rewriter.view(value, dtype, eqn)
     value = Value(atom, Kind(dtype, rests and kind.neutral and kind.is_low))
   rewriter.values[eqn.outvars[0]] = value
@@ -335,8 +336,7 @@ def _saved_low(
     return saved
   if (big := _scaled(eqn, values)) is None:
     return saved
-  producer = values[big].producer
-  is_saved = producer is not None and facts_of(producer).gradient == "result"
+  is_saved = (of := values[big].producer) and facts_of(of).gradient == "result"
   if not is_saved and (spans_float32(kinds[big].dtype) or kinds[big].added):
     saved[big] = kinds[big].dtype
   return saved

@@ -153,7 +153,8 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
     behind |= readers if dtype in FLOATS else other
   if eqn.primitive is reduce_precision_p:
     if place.rest is not None:
-      return By.CALLER if behind & By.CALLER else behind & By.MATMUL
+      # A consumer of an angle looks through the end of a layer: that of data is in float32.
+      return By.CALLER if behind & By.CALLER else behind & (-1 if behind & By.ANGLE else By.MATMUL)
     if place.output is not None:
       return By.CALLER if place.output == FLOAT32 else behind & By.MATMUL
   part = part_of(eqn, places.settings.ops)

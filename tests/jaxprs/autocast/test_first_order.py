@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -293,9 +294,11 @@ def test_matmuls_of_data_that_become_a_position_are_in_float32(fun, policy):
 
 
 def test_a_matmul_of_data_that_becomes_an_angle_is_low_and_in_float32():
-  network = mpjax.autocast(lambda x, w: jnp.sin(jnp.sin(x @ w) @ w), data_argnums=0)
-  dtypes = [p.dtypes for p in programs.products(jax.make_jaxpr(network)(GRID, W))]
-  assert [set(d) for d in dtypes] == [{"float32"}, {"bfloat16"}]
+  sines = mpjax.autocast(lambda x, w: jnp.sin(jnp.sin(x @ w) @ w), data_argnums=0)
+  layers = mpjax.with_policy(nn.Sequential([nn.Dense(3), jnp.sin] * 2), "mixed_bfloat16")
+  weights = layers.init(jax.random.key(0), GRID)
+  for program in (jax.make_jaxpr(sines)(GRID, W), jax.make_jaxpr(layers.apply)(weights, GRID)):
+    assert [set(p.dtypes) for p in programs.products(program)] == [{"float32"}, {"bfloat16"}]
   # The sizes of groups are no floating operand.
   grouped = lambda x, w: jnp.sin(jax.lax.ragged_dot(x, w[None], jnp.asarray([4])))  # noqa: E731
   np.testing.assert_array_equal(mpjax.autocast(grouped, data_argnums=0)(GRID, W), grouped(GRID, W))
