@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import inspect
 import types
 import warnings
 from collections.abc import Callable, Generator, Iterable
@@ -363,7 +362,8 @@ def plain_attribute(module: Module, name: str, default: object = None) -> Any:
   """Returns an attribute that is a value, without running code of the user's; else `default`."""
   # A property of a module may call one of its methods, read a parameter, or set up submodules. It
   # computes a dtype rather than holding one, so that there is nothing in it to set.
-  value = inspect.getattr_static(module, name, default)
+  places = (module, *type(module).__mro__)
+  value = next((vars(place)[name] for place in places if name in vars(place)), default)
   return default if hasattr(type(value), "__get__") else value
 
 

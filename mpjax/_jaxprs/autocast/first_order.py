@@ -186,7 +186,8 @@ def _elementwise(
     params = retype(eqn, dtype)
   # What is computed of a parameter is no parameter; one that was moved or scaled is.
   scaled = part != "float32" and bool(arrays) and all(v.kind.parameter for v in arrays)
-  kind = kind._replace(parameter=scaled and (kind.neutral or facts.moves))
+  if (parameter := scaled and (kind.neutral or facts.moves)) != kind.parameter:
+    kind = kind._replace(parameter=parameter)
 
   # The rows of an embedding, say: read in low precision, the gradient of a frequent token would
   # be a sum of thousands of rows in it. So the operand is widened before: a rounding commutes.
@@ -271,7 +272,6 @@ def _rule(
   own = dtype_of(eqn.outvars[0]) == FLOAT32  # Else the user has chosen low precision.
   sums = facts.role == "sum"
   more = facts.role == "product" or (sums and len(arrays + others) == 1)
-  biased = all(k.rests or k.neutral for k in deciding)
   # A sum with a mask, which by hand JAX promotes, before a rounding to an integer.
   masked = sums and any(v is not None and v.kind.numbers and v.number is None for v in values)
   harmed = readers & By.HELD or (masked and readers & By.ROUNDED)
@@ -282,7 +282,7 @@ def _rule(
     # A rounding before a sum may be all of it, and the operand knows more: of a gate near 1, say.
     # What the caller computes of a float32 result is not known.
     dtype = FLOAT32
-  elif sums and exact and biased and not harmed:
+  elif sums and exact and not harmed and all(k.rests or k.neutral for k in deciding):
     dtype = half  # A bias, as by hand: it is as large as what is rounded.
   elif computes and not all(k.rests for k in deciding):
     dtype = FLOAT32
@@ -332,9 +332,8 @@ def _saved_low(
   # alone, where the other factor is repeated, and only if the result is rounded in the end: else
   # the parts of the gradient may cancel. Nor if it is saved in float32 anyway.
   saved = [k.dtype if k.rests else None for k in kinds]
-  if any(saved) or len(values) != 2 or readers & By.DIGITS or kind.solved or not kind.is_low:
-    return saved
-  if (big := _scaled(eqn, values)) is None:
+  exact = readers & By.DIGITS or kind.solved or not kind.is_low
+  if any(saved) or len(values) != 2 or exact or (big := _scaled(eqn, values)) is None:
     return saved
   is_saved = (of := values[big].producer) and facts_of(of).gradient == "result"
   if not is_saved and (spans_float32(kinds[big].dtype) or kinds[big].added):

@@ -6,7 +6,6 @@ rewriter itself, and at the end what an equation's parameters say of dtypes and 
 
 import collections
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -22,7 +21,6 @@ from jax.lax import Precision
 from mpjax._core.active import AUDIT
 from mpjax._core.dtypes import FLOAT32, HALVES, takes
 from mpjax._core.types import DType, Function, PyTree
-from mpjax._jaxprs.autocast.run import variables
 from mpjax._jaxprs.autocast.scopes import NOT_IN, REGION, Place, names_of, place_at, region_of
 from mpjax._jaxprs.autocast.values import (
   FLOATS,
@@ -135,7 +133,7 @@ def readers_of(
 
   note(jaxpr.outvars, outs)
   for eqn in reversed(jaxpr.eqns):
-    results = tuple(consumers.get(v, 0) for v in eqn.outvars)
+    results = tuple([consumers.get(v, 0) for v in eqn.outvars])
     if is_higher_order(eqn):
       note(eqn.invars, _of_operands(eqn, results, place))
     else:
@@ -259,8 +257,10 @@ class Rewriter:
 
   def consumers(self, eqn: JaxprEqn) -> int:
     """Returns the consumers of the floating results of an equation."""
-    each = (self.readers.get(v, 0) for v in eqn.outvars if dtype_of(v) in FLOATS)
-    return functools.reduce(operator.or_, each, 0)
+    readers = 0
+    for v in eqn.outvars:
+      readers |= self.readers.get(v, 0) if dtype_of(v) in FLOATS else 0
+    return readers
 
   def adds_gradients(self, atom: Atom) -> bool:
     """Whether an operand is read twice, or moved, and something in float32 has a gradient by it."""
@@ -328,8 +328,10 @@ class Rewriter:
     late = {self.values[v].atom for v in self.late}
     order, first = [*range(len(self.eqns))], dict[Atom, int]()
     for i, eqn in reversed([*enumerate(self.eqns)] if late else []):
-      order[i] = min((first.get(v, i) for v in late.intersection(eqn.outvars)), default=i)
-      first |= {v: min(order[i], first.get(v, order[i])) for v in late & variables(eqn.invars)}
+      order[i] = first.get(eqn.outvars[0], i) if eqn.outvars else i
+      for v in eqn.invars:
+        if not isinstance(v, Literal) and v in late:
+          first[v] = min(order[i], first.get(v, order[i]))
     for i in sorted(range(len(order)), key=order.__getitem__):
       eqn = self.eqns[i]
       stack = eqn.source_info.name_stack

@@ -87,7 +87,7 @@ class Kind(NamedTuple):
   @property
   def rests(self) -> bool:
     """Whether it is low and at rest: its readers read low precision."""
-    return self.is_low and not self.held
+    return not self.held and self.dtype != FLOAT32
 
   @property
   def current(self) -> DType:
@@ -97,7 +97,7 @@ class Kind(NamedTuple):
   @property
   def variable(self) -> DType:
     """The dtype of the variable."""
-    return self.carried or self.current
+    return self.carried or (FLOAT32 if self.held else self.dtype)
 
 
 Kinds: TypeAlias = tuple[Kind | None, ...]  # None for what is no floating value of ours.
