@@ -143,6 +143,7 @@ def integer_pow_part(params: EqnParams) -> Part:
 
 
 _MOVES: Mapping[str, Any] = {"exact": True, "moves": True}
+_UPDATES: Mapping[str, Any] = {"dtype_param": "update_jaxpr", "holds": Holds.BINARY}
 _FACTORS: Mapping[str, Any] = {"elementwise": True, "role": "product", "gradient": "multiplied"}
 FAMILIES: tuple[Family, ...] = (
   # half list
@@ -216,7 +217,7 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "They add or multiply into a buffer: how many numbers an element gets depends on the data. The "
     "gradients of an embedding and of pooling are such sums.",
-    Row("scatter-add scatter-mul scatter-sub", dtype_param="update_jaxpr", holds=Holds.BINARY),
+    Row("scatter-add scatter-mul scatter-sub", **_UPDATES),
     "select_and_scatter_add",
   ),
   Family(
@@ -331,9 +332,9 @@ FAMILIES: tuple[Family, ...] = (
     "They write into a buffer, which keeps its type, as an array does on assignment: an update is "
     "cast to it. Data is not: coordinates among features make the buffer float32.",
     Row("dynamic_update_slice", **_MOVES),
-    Row(
-      "scatter scatter-max scatter-min", exact=True, dtype_param="update_jaxpr", holds=Holds.BINARY
-    ),
+    Row("scatter", exact=True, **_UPDATES),
+    # The derivative counts the updates that have the maximum, as `segment_max` takes it.
+    Row("scatter-max scatter-min", exact=True, gradient="repeated", **_UPDATES),
   ),
   Family(
     "keep",
