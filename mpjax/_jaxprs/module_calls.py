@@ -362,9 +362,10 @@ def plain_attribute(module: Module, name: str, default: object = None) -> Any:
   """Returns an attribute that is a value, without running code of the user's; else `default`."""
   # A property of a module may call one of its methods, read a parameter, or set up submodules. It
   # computes a dtype rather than holding one, so that there is nothing in it to set.
-  places = (module, *type(module).__mro__)
-  value = next((vars(place)[name] for place in places if name in vars(place)), default)
-  return default if hasattr(type(value), "__get__") else value
+  own = [x[name] for x in map(vars, (module, *type(module).__mro__)) if name in x] or [default]
+  # What the class sets by code of its own comes before what is in the module.
+  computed = (hasattr(type(x), "__get__" if x is own[0] else "__set__") for x in own)
+  return default if any(computed) else own[0]
 
 
 def _is_real(dtype: Any) -> bool:
