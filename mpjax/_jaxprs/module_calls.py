@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Generator, Iterable
@@ -362,10 +363,8 @@ def plain_attribute(module: Module, name: str, default: object = None) -> Any:
   """Returns an attribute that is a value, without running code of the user's; else `default`."""
   # A property of a module may call one of its methods, read a parameter, or set up submodules. It
   # computes a dtype rather than holding one, so that there is nothing in it to set.
-  own = [x[name] for x in map(vars, (module, *type(module).__mro__)) if name in x] or [default]
-  # What the class sets by code of its own comes before what is in the module.
-  computed = (hasattr(type(x), "__get__" if x is own[0] else "__set__") for x in own)
-  return default if any(computed) else own[0]
+  value = inspect.getattr_static(module, name, default)
+  return default if hasattr(type(value), "__get__") else value
 
 
 def _is_real(dtype: Any) -> bool:

@@ -24,7 +24,7 @@ Atom: TypeAlias = Var | Literal
 
 def aval_of(atom: Atom) -> ShapedArray:
   """Returns the type of an atom that holds an array; JAX declares it as that of anything."""
-  return atom.aval  # pyright: ignore[reportReturnType]
+  return cast(ShapedArray, atom.aval)
 
 
 def dtype_of(atom: Atom) -> DType | None:

@@ -328,6 +328,7 @@ class Rewriter:
     late = {self.values[v].atom for v in self.late}
     order, first = [*range(len(self.eqns))], dict[Atom, int]()
     for i, eqn in reversed([*enumerate(self.eqns)] if late else []):
+      # What is late is the one result of its equation.
       order[i] = first.get(eqn.outvars[0], i) if eqn.outvars else i
       for v in eqn.invars:
         if not isinstance(v, Literal) and v in late:

@@ -87,7 +87,7 @@ class Kind(NamedTuple):
   @property
   def rests(self) -> bool:
     """Whether it is low and at rest: its readers read low precision."""
-    return not self.held and self.dtype != FLOAT32
+    return self.is_low and not self.held
 
   @property
   def current(self) -> DType:
@@ -97,7 +97,7 @@ class Kind(NamedTuple):
   @property
   def variable(self) -> DType:
     """The dtype of the variable."""
-    return self.carried or (FLOAT32 if self.held else self.dtype)
+    return self.carried or self.current
 
 
 Kinds: TypeAlias = tuple[Kind | None, ...]  # None for what is no floating value of ours.
