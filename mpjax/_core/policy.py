@@ -21,7 +21,7 @@ from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import DType, DTypeLike, Leaf, PyTree
 
 _PRESETS = {
-  **{name: f"p={name},c={name},o={name}" for name in ("float32", "bfloat16", "float16")},
+  **{name: f"p={name},c={name},o={name}" for name in ("float32", "float64", *HALF_NAMES)},
   "mixed_bfloat16": "p=float32,c=bfloat16,o=float32",
   "mixed_float16": "p=float32,c=float16,o=float32",
   "mixed_float8": "p=float32,c=bfloat16,o=float32,matmul=float8",
@@ -123,10 +123,10 @@ class Policy:
     """Returns the policy that a string names; a `Policy` is returned as it is.
 
     Args:
-      policy: a preset, "float32", "bfloat16", "float16" (all three dtypes), "mixed_bfloat16" or
-        "mixed_float16" (float32 parameters and output; "bf16", "fp16" and "half" are short for
-        them) or "mixed_float8"; or dtypes by key, "params=float32,compute=float16" or "c=f16", to
-        which weight_grad=, precision= and matmul= may be added.
+      policy: a preset, "float32", "float64", "bfloat16", "float16" (all dtypes are that one),
+        "mixed_bfloat16", "mixed_float16" (float32 parameters and output; "bf16", "fp16" and "half"
+        are short for them) or "mixed_float8"; or dtypes by key, "params=float32,compute=float16" or
+        "c=f16", to which weight_grad=, precision= and matmul= may be added.
 
     >>> import mpjax
     >>> mpjax.Policy.parse("c=bf16").output_dtype is None

@@ -29,6 +29,7 @@ def dtypes(policy):
 # How a policy can be written, and its dtypes of parameters, computation and output.
 WRITTEN = {
   ("float32", "full", "f32", "fp32"): (F32, F32, F32),
+  ("float64", "f64", "fp64"): (F64, F64, F64),
   ("bfloat16", "params=bfloat16,compute=bfloat16,output=bfloat16"): (BF16, BF16, BF16),
   ("float16", "p=half,c=half,o=half"): (F16, F16, F16),
   ("mixed_float16", "fp16", "half", "f16", "p=f32,c=f16,o=f32"): (F32, F16, F32),
@@ -37,14 +38,14 @@ WRITTEN = {
     "  p = f32 , c=bf16,o =f32 ",
   ): (F32, BF16, F32),
   # What is left out is float32, and the output as computed.
-  ("c=bf16",): (F32, BF16, None),
-  ("compute=float16",): (F32, F16, None),
+  ("c=f16", "compute=float16"): (F32, F16, None),
   ("o=bf16",): (F32, F32, BF16),
 }
 
 
 @pytest.mark.case("A95", "B138")
-def test_presets_and_other_ways_to_write_them():
+def test_presets_and_other_ways_to_write_them(set_flag):
+  set_flag("jax_enable_x64", True)
   for texts, wanted in WRITTEN.items():
     for text in texts:
       policy = mpjax.Policy.parse(text)
@@ -99,10 +100,10 @@ PRESET, ITEMS = (
 
 NEAR = {
   **{"mixed_bflota16": "'mixed_bfloat16'", "mixed_f16": "'mixed_float16'", "bf61": "'bfloat16'"},
-  **{"f64": "'float16'", "MIXED_FLOAT16": "'mixed_float16'", "float61": "'float16'"},
+  **{"MIXED_FLOAT16": "'mixed_float16'", "float61": "'float16'", "mixed": "'mixed_float16'"},
   **{"bf16-true": "mean 'bfloat16'?", "16-true": "mean 'float16'?", "fp8": "mean 'mixed_float8'?"},
   **{"16-mixed": "mean 'mixed_float16'?", "bf16-mixed": "mean 'mixed_bfloat16'?", "16": "Write"},
-  **{"mixed": "'mixed_float16'", "": 'Write "mixed_bfloat16"', "encoder/head": "Write"},
+  **{"": 'Write "mixed_bfloat16"', "encoder/head": "Write"},
 }
 
 
@@ -115,7 +116,7 @@ def test_nearly_a_preset_and_what_is_no_policy():
   for value, preset in [
     *((value, "mixed_bfloat16") for value in (None, 16, ["bfloat16"], jnp.bfloat16)),
     *((value, "mixed_float16") for value in (jnp.float16, np.float16, np.dtype("float16"))),
-    (jnp.float32, "float32"),
+    *((value, value.__name__) for value in (jnp.float32, jnp.float64)),
   ]:
     with refused(TypeError, PARSE, "a preset", repr(value), f'Pass a string, such as "{preset}"'):
       mpjax.Policy.parse(value)
