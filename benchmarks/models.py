@@ -404,6 +404,7 @@ SIZES: Mapping[str, Mapping[str, Case]] = {
     "gpt": _gpt(8, 1024, ScannedGpt, **_GPT_OF_8),
     "mlp": _mlp(8192, 4096, width=8192, layers=4, classes=1024),
     "encoder": _gpt(8, 1024, ScannedGpt, **_GPT_OF_8, causal=False),
+    "embedded": _gpt(8, 1024, ScannedGpt, **_GPT_OF_8, embedded=True),
     "moe": _gpt(8, 1024, ScannedGpt, **_GPT_OF_8, experts=8),
     "resnet": _resnet(64, 224, stages=(3, 4, 6, 3), width=64, **_RESNET_50),
   },

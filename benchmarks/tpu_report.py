@@ -14,7 +14,8 @@ PAGE = FOLDER.parent / "docs" / "tpu_programs.md"
 MODELS = {
   "gpt": "GPT, 8 layers of width 1024, causal, batch 8",
   "encoder": "the same without a mask",
-  "moe": "MoE, the same with 8 experts each",
+  "embedded": "the GPT with places of nn.Embed",
+  "moe": "MoE, the GPT with 8 experts each",
   "mlp": "large MLP, width 8192, batch 8192",
   "resnet": "ResNet-50, batch 64",
 }
