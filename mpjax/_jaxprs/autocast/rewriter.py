@@ -70,7 +70,7 @@ class By:
     CALLER: a caller that asks for float32, by an `output_dtype`; at once, behind what moves
       elements, or behind a sum that nothing else reads. A matmul returns its float32 sum to it.
     RETURNED: a caller that takes the dtype that there is, likewise.
-    ANGLE, COMPARED: a sine or cosine; a comparison, at once or behind what keeps a dtype.
+    ANGLE, COMPARED: a sine, behind the float32 list too; a comparison, behind what keeps a dtype.
     INDEX: an integer, or a step to one, a complex number, a sine, linear algebra, an opaque one;
       behind matmuls too.
     ROUNDED: what rounds to an integer, behind matmuls too: a place on a grid.
@@ -161,8 +161,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
     return By.FULL | By.EXACT
   if part == "half":
     # One that linear algebra reads is in float32, and so reads all digits of its operands.
-    exact = By.EXACT if behind & By.ALGEBRA else 0
-    return By.MATMUL | behind & (By.INDEX | By.ROUNDED) | exact
+    return By.MATMUL | behind & (By.INDEX | By.ROUNDED) | (By.EXACT if behind & By.ALGEBRA else 0)
   own = _ROLES.get(facts.role, 0) | (By.INDEX if part == "opaque" else 0)
   own |= By.INDEX | By.ROUNDED if facts.jumps else 0
   if eqn.primitive is convert_element_type_p or part in ("promote", "keep"):
@@ -176,8 +175,8 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
       return By.CALLER | By.SUMMED
     returned = By.RETURNED if behind & By.CALLER else 0
     return behind & ~By.CALLER | returned | own
-  # Of linear algebra behind it, as of a kernel matrix, a matmul is told.
-  return By.FULL | By.EXACT | behind & By.ALGEBRA | own
+  # A matmul is told of linear algebra behind it, as of a kernel matrix, and of angles, of a norm.
+  return By.FULL | By.EXACT | behind & (By.ALGEBRA | By.ANGLE) | own
 
 
 def _of_operands(eqn: JaxprEqn, outs: tuple[int, ...], place: Places) -> Sequence[int]:

@@ -188,10 +188,7 @@ def test_a_factor_that_is_a_parameter_is_not_rounded(fun, oracle, half):
 def test_over_devices_these_sums_are_in_float32_too(name, axes):
   # The gradient of a replicated parameter is added up over the devices in the dtype of the sum.
   mesh = jax.make_mesh((4, 2), ("data", "model"), (axes,) * 2, devices=jax.devices("cpu")[:8])
-
-  def fun(b, x):
-    return jnp.sum(({**ADD, **MULTIPLY}[name](x @ jnp.eye(4), b) @ jnp.eye(4)) * 2.0**-8)
-
+  fun = lambda b, x: jnp.sum(({**ADD, **MULTIPLY}[name](x @ jnp.eye(4), b) @ jnp.eye(4)) * 2.0**-8)  # noqa: E731
   with jax.set_mesh(mesh):
     x = jax.device_put(jnp.ones((64, 4)), jax.P("data", None))
     for spec in [jax.P(None), jax.P("model")] if axes == AxisType.Explicit else [jax.P(None)]:
@@ -296,9 +293,13 @@ def test_a_matmul_of_data_that_becomes_an_angle_is_low_and_in_float32():
   weights = layers.init(jax.random.key(0), GRID)
   for program in (jax.make_jaxpr(sines)(GRID, W), jax.make_jaxpr(layers.apply)(weights, GRID)):
     assert [set(p.dtypes) for p in programs.products(program)] == [{"float32"}, {"bfloat16"}]
-  # The sizes of groups are no floating operand.
-  grouped = lambda x, w: jnp.sin(jax.lax.ragged_dot(x, w[None], jnp.asarray([4])))  # noqa: E731
-  np.testing.assert_array_equal(mpjax.autocast(grouped, data_argnums=0)(GRID, W), grouped(GRID, W))
+  for angle in (
+    lambda x, w: lax.ragged_dot(x, w[None], jnp.asarray([4])),  # Sizes are no floating operand.
+    lambda x, w: jnp.linalg.norm(x @ w, axis=-1),
+    lambda x, w: jnp.cumsum(x @ w, axis=0),
+  ):
+    fun = lambda x, w, angle=angle: jnp.sin(angle(x, w))  # noqa: E731
+    np.testing.assert_array_equal(mpjax.autocast(fun, data_argnums=0)(GRID, W), fun(GRID, W))
 
 
 NEAREST = {"argmin": jnp.argmin, "argsort": jnp.argsort, "top_k": lambda d, _: lax.top_k(-d, 2)[1]}
@@ -337,8 +338,10 @@ def test_what_is_also_read_as_a_number_is_low_though_an_index_is_chosen_of_it():
   np.testing.assert_array_equal(found, fraction(by_hand))
 
 
-def test_a_comparison_of_data_alone_reads_a_float32_matmul():
-  near = mpjax.autocast(lambda x: (x**2).sum(-1)[None] - 2 * x @ x.T < 8.0, data_argnums=0)
-  assert programs.half_share(jax.make_jaxpr(near)(GRID)) == 0
-  gate = mpjax.autocast(lambda w, x: jnp.where(x @ w > 0, x, 0.0), data_argnums=1)
-  assert programs.half_share(jax.make_jaxpr(gate)(W, GRID)) == 1
+def test_a_matmul_that_is_compared_alone_is_in_float32_unless_all_is_low():
+  near = lambda w, x: (x**2).sum(-1)[None] - 2 * x @ x.T < 8.0  # noqa: E731
+  codes = lambda w, x: jnp.where(x @ w > 0, x, 0.0)  # noqa: E731
+  low = lambda w, x: (x @ w) @ (w @ w) > 0  # noqa: E731
+  for fun, share in (near, 0), (codes, 0), (low, 1):
+    program = jax.make_jaxpr(mpjax.autocast(fun, data_argnums=1))(W, GRID)
+    assert programs.half_share(program) == share

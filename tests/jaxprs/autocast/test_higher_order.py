@@ -85,9 +85,7 @@ def test_jit_takes_and_gives_half_and_keeps_its_parameters():
   def inner(y, w, unused):
     return jnp.tanh(y @ w)
 
-  def fun(w, x):
-    return inner(x @ w, w, x) @ w
-
+  fun = lambda w, x: inner(x @ w, w, x) @ w  # noqa: E731
   program = cast(fun, W, X)
   eqn = one(program, "jit")
   assert dtypes(eqn.invars) == ["bfloat16", "float32", "float32"]
