@@ -12,8 +12,6 @@ from mpjax._core.rules import ModuleRecord, Rule, first_match, parse_config
 from mpjax._core.trees import is_floating
 from mpjax._core.types import DType, Leaf, Params
 from mpjax._jaxprs.used_dtypes import cast_leaves
-from mpjax.transforms._loss_scale import LossScaleState
-from mpjax.transforms._trees import nodes_of
 
 _WHERE = "mpjax.convert"
 
@@ -96,6 +94,8 @@ def convert(
 
 def _check_params(params: object) -> None:
   """Raises for what has parameters in it and is no tree of them."""
+  libraries = ("mpjax", "optax")  # The states of optimizers are classes of these.
+  is_state = lambda x: type(x).__module__.split(".")[0] in libraries or hasattr(x, "opt_state")  # noqa: E731
   nnx = any(c.__module__.startswith("flax.nnx.") for c in type(params).__mro__)
   if nnx and not isinstance(params, Mapping):
     got = f"the NNX module {type(params).__name__}"
@@ -103,8 +103,8 @@ def _check_params(params: object) -> None:
   elif hasattr(params, "apply") and hasattr(params, "init"):
     got = f"a model ({type(params).__name__})"
     fix = "Pass its variables, or write with_policy(model, policy).convert(variables, *inputs)."
-  elif nodes_of(params, LossScaleState):
-    got = "a training state: there is a loss scale in it"
+  elif states := [x for x in jax.tree.leaves(params, is_leaf=is_state) if is_state(x)]:
+    got = f"a training state, with the {type(states[0]).__name__} of an optimizer"
     fix = "Pass state.params: the optimizer's state is not for inference."
   else:
     return

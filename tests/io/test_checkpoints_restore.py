@@ -365,10 +365,7 @@ def test_a_checkpoint_moves_to_another_mesh(through, tmp_path, devices):
   saved = through(state, tmp_path / "state")
   mesh = jax.sharding.Mesh(np.asarray(devices[:2]), ("m",))
   sharding = jax.sharding.NamedSharding(mesh, P("m"))
-
-  def target(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if x.ndim else None)
-
+  target = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if x.ndim else None)  # noqa: E731
   restored = restore_like(jax.tree.map(target, state), saved)
   assert_same(restored, state)
   for x in jax.tree.leaves(restored["params"]):
