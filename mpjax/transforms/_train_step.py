@@ -153,14 +153,12 @@ def make_train_step(
   [0.1 0.3] 5.0 3.1622777 1
   """
   call = "mpjax.make_train_step"
-  fix = "Pass the function itself."
-  check_callable(loss_fn, f"{call}(loss_fn)", expected="a function", fix=fix)
+  check_callable(loss_fn, f"{call}(loss_fn)", expected="a function", fix="Pass the function.")
   expected, fix = "an optax transformation", "Pass mpjax.loss_scaling(optax.adamw(1e-3))."
   check_type(tx, optax.GradientTransformation, f"{call}(tx)", expected=expected, fix=fix)
   fix = "1 does not cut the batch."
   accumulate = check_int(accumulate, f"{call}(accumulate)", least=1, fix=fix)
-  fix = "0 never runs a batch again."
-  max_retries = check_int(max_retries, f"{call}(max_retries)", least=0, fix=fix)
+  max_retries = check_int(max_retries, f"{call}(max_retries)", least=0, fix="0 never retries.")
   check_flag(donate, f"{call}(donate)")
   is_decay = ema_decay is None or (isinstance(ema_decay, float) and 0 <= ema_decay < 1)
   expected, fix = "a float in [0, 1), or None", "0.999 averages over about 1000 steps."
@@ -288,6 +286,13 @@ def _average(old: Params, new: Params, decay: float, opt_state: OptState) -> Par
     for window in nodes_of(opt_state, AccumulationState)
     for path, _ in jax.tree_util.tree_leaves_with_path(window.total)
   }
+  if not updated.keys() <= {path for path, _ in jax.tree_util.tree_leaves_with_path(old)}:
+    raise MpjaxValueError(
+      "mpjax.make_train_step(ema_decay)",
+      expected="an optimizer that adds up gradients in the tree of the parameters",
+      got="mpjax.accumulate_gradients inside of what changes the tree, such as optax.flatten",
+      fix="Swap the two: mpjax.accumulate_gradients(optax.flatten(inner), every).",
+    )
 
   def one(path: KeyPath, e: Array, p: Array) -> Array:
     moved = e + (p - e) * jnp.asarray(1 - decay, e.dtype)
@@ -339,8 +344,8 @@ def _retried(
 
 
 def _scale(state: TrainState) -> LossScaleState:
-  scale = own_scale(state.opt_state, "").state
-  return cast("LossScaleState", scale)  # The step has checked that it is one that moves.
+  # The step has checked that it is one that moves.
+  return cast("LossScaleState", own_scale(state.opt_state, "").state)
 
 
 def _with_scale(state: TrainState, scale: LossScaleState) -> TrainState:

@@ -298,14 +298,14 @@ def test_a_dynamic_scale_without_float16(how):
 
 def test_bad_arguments():
   for name, value, builtin, expected, got, fix in (
-    ("loss_fn", 3, TypeError, "a function", "3", "the function itself"),
+    ("loss_fn", 3, TypeError, "a function", "3", "Pass the function"),
     ("tx", optax.sgd, TypeError, "an optax transformation", "a function", "mpjax.loss_scaling("),
     ("accumulate", 2.0, TypeError, "an integer", "2.0 of type float", "a Python int"),
     ("max_retries", True, TypeError, "an integer", "True of type bool", "a Python int"),
     ("ema_decay", "0.9", ValueError, "a float in [0, 1), or None", "'0.9'", "0.999 averages"),
     ("donate", 1, TypeError, "a bool", "1 of type int", "True or False"),
     ("accumulate", 0, ValueError, "at least 1", "0", "1 does not cut the batch"),
-    ("max_retries", -1, ValueError, "at least 0", "-1", "0 never runs a batch again"),
+    ("max_retries", -1, ValueError, "at least 0", "-1", "0 never retries"),
     ("ema_decay", 1.0, ValueError, "a float in [0, 1)", "1.0", "0.999 averages"),
     ("ema_decay", float("nan"), ValueError, "a float in [0, 1)", "nan", "0.999 averages"),
     ("rounding", "random", ValueError, "'nearest' or 'stochastic'", "'random'", "Did you mean"),
@@ -464,6 +464,12 @@ def test_the_average_of_what_is_not_accumulated_moves_each_time():
   for average in ((1.0, 0.875), (0.875, 0.6875), (0.875, 0.46875), (0.6875, 0.234375)):
     state, _ = step(state, 0.0)
     assert (state.ema["x/y"], state.ema["x"]["y"]) == average
+  # A window in another tree does not say which of the parameters it moves.
+  flat = optax.flatten(mpjax.accumulate_gradients(optax.sgd(0.25), 2))
+  step, state = begin(loss_fn, mpjax.loss_scaling(flat, STATIC), params, ema=True, ema_decay=0.5)
+  where, expected = "mpjax.make_train_step(ema_decay)", "in the tree of the parameters"
+  with refused(ValueError, where, expected, "optax.flatten", "Swap the two"):
+    step(state, 0.0)
 
 
 def test_masters_without_a_scale_take_float32_gradients():
