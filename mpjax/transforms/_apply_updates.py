@@ -67,10 +67,7 @@ def apply_updates(
     expected = "a key and no master for 'stochastic', and no key for 'nearest'"
     fix = "Pass another key for each step, jax.random.fold_in(key, step)."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-
-  def filled_in(p: Leaf, u: Leaf) -> Leaf:
-    return p if u is None and p is not None and _is_untrained(p) else u
-
+  filled_in = lambda p, u: p if u is None and p is not None and _is_untrained(p) else u  # noqa: E731
   with contextlib.suppress(ValueError):  # Of another tree check_alike says where it differs.
     updates = jax.tree.map(filled_in, params, updates, is_leaf=is_none)
   where, expected = f"{call}(updates)", "updates like the parameters"
@@ -78,13 +75,16 @@ def apply_updates(
   refuse_none(updates, params, where, expected=expected)
   check_alike(updates, params, where, expected=expected, fix=fix, dtypes=False)
   leaves, treedef = jax.tree.flatten(params)
+  # A parameter that is passed as its own master would never move.
+  of_master = lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32) if is_half(p) else p  # noqa: E731
   try:
-    filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
-    problems = tree_differences(params, filled, dtypes=False)
+    wanted = jax.tree.map(of_master, params)
+    filled = jax.tree.map(lambda m, p: p if m is None else m, master, wanted, is_leaf=is_none)
+    problems = tree_differences(wanted, filled, dtypes=True)
   except ValueError as error:
     problems = [str(error)]
   if problems:
-    expected = "a tree like the parameters, with None where there is no master"
+    expected = "float32 in a tree like the parameters, with None where there is no master"
     fix = "Pass mpjax.master_params(opt_state) with the state that update returned."
     raise MpjaxValueError(f"{call}(master)", expected=expected, got=listed(problems), fix=fix)
   # One hole may replace a subtree.

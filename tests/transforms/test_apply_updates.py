@@ -237,10 +237,7 @@ def test_from_a_master_half_way_between_two_bfloat16_it_is_the_larger_one():
 @BOTH
 def test_n1_stochastic_rounding_has_the_derivative_of_a_sum(half):
   params = jnp.ones(3, half)
-
-  def total(rate):
-    return jnp.sum(STOCHASTIC(params, -rate * jnp.ones(3), key=KEY).astype(jnp.float32))
-
+  total = lambda rate: jnp.sum(STOCHASTIC(params, -rate * jnp.ones(3), key=KEY).astype(jnp.float32))  # noqa: E731
   assert jax.grad(total)(0.1) == -3
 
 
@@ -275,13 +272,14 @@ def test_updates_and_masters_of_another_tree():
       with refused(ValueError, where, "updates like the parameters", got, fix):
         mpjax.apply_updates(PARAMS, updates, **options)
   for master, got in (
-    ({"w": jnp.ones(3), "b": None}, "shape [3] for shape [2] at ['w']"),
+    ({"w": jnp.ones(3), "b": None}, "float32[3] for float32[2] at ['w']"),
+    (PARAMS, "bfloat16[2] for float32[2] at ['w']"),  # Its own master: it would never move.
     ({"w": jnp.ones(2)}, "b"),
     ({"w": jnp.ones(2), "v": None}, "v"),
     ([jnp.ones(2), None], "list"),
     (jnp.ones(2), "leaf"),
   ):
-    expected = "a tree like the parameters, with None where there is no master"
+    expected = "float32 in a tree like the parameters, with None where there is no master"
     where, fix = "mpjax.apply_updates(master)", "mpjax.master_params(opt_state)"
     with refused(ValueError, where, expected, got, fix):
       mpjax.apply_updates(PARAMS, {"w": jnp.ones(2), "b": jnp.ones(3)}, master=master)
