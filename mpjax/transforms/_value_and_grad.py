@@ -69,6 +69,13 @@ def value_and_grad(
   expected = "the function that computes the loss as the first argument"
   fix = f"Write {_CALL}(loss_fn, {state})(...)."
   check_callable(fun, f"{_CALL}(fun)", expected=expected, fix=fix)
+  # What is differentiated; `nnx.DiffState` has its position in a field.
+  several: Sequence[Leaf] = argnums if isinstance(argnums, Sequence) else [argnums]
+  positions = [getattr(one, "argnum", one) for one in several]
+  if not all(isinstance(x, (int, jnp.integer)) for x in [*positions, has_aux]):
+    where, expected = f"{_CALL}(argnums, has_aux)", "positions of arguments, and a bool"
+    got = f"{kind_of(argnums)} and {kind_of(has_aux)}"
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   owned = find_scale(opt_state, f"{_CALL}({state})", name)
   read, largest = scale_reader(owned, f"{_CALL}(fun, {state})"), owned.largest
   options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}
@@ -76,9 +83,6 @@ def value_and_grad(
 
   @functools.wraps(fun, updated=())
   def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, Grads]:
-    # What is differentiated; `nnx.DiffState` has its position in a field.
-    several: Sequence[Leaf] = argnums if isinstance(argnums, Sequence) else [argnums]
-    positions = [getattr(one, "argnum", one) for one in several]
     primals = [args[i] for i in positions if -len(args) <= i < len(args)]
     scale = read(primals)
     if differentiator is jax.value_and_grad:

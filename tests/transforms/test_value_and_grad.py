@@ -129,6 +129,11 @@ def test_what_is_no_loss():
   ):
     with refused(builtin, "mpjax.value_and_grad(fun): the loss", expected, got, fix):
       mpjax.value_and_grad(lambda p, out=out: out, STATE, has_aux=has_aux)(p)
+  # The arguments of the loss in the wrong place.
+  where, expected = "mpjax.value_and_grad(argnums, has_aux)", "positions of arguments, and a bool"
+  for rest, got in ((p, p), "an array float32[] and an array"), (("params",), "'params' and False"):
+    with refused(TypeError, where, expected, got, "Write mpjax.value_and_grad(loss_fn, opt_state)"):
+      mpjax.value_and_grad(lambda p: p, STATE, *rest)
 
 
 GROWING = mpjax.DynamicLossScale(init_scale=64, growth_interval=2)
