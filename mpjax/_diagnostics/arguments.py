@@ -60,7 +60,7 @@ class Call:
     self._order = list(jax_order(self._boundary.order))
     self.positions = [i for i in dict.fromkeys(self._order) if is_traced(leaves[i])]
     self.arrays = [leaves[i] for i in self.positions]
-    self.returned: PyTree = None  # what the function that was traced last returned
+    self.returned: PyTree = None  # by the function that was traced last; the class for each array
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
     traced = dict(zip(self.positions, arrays, strict=True))
@@ -103,8 +103,10 @@ class Call:
     def flat(*arrays: Array) -> list[Leaf]:
       args, kwargs = call = self.with_arrays(arrays)
       before = {id(x): x for x in jax.tree.leaves(call)}
-      self.returned = fn(*args, **kwargs)
-      results = [*zip(leaf_paths(self.returned), jax.tree.leaves(self.returned), strict=True)]
+      returned = fn(*args, **kwargs)
+      # No tracer is kept beyond its trace: `jax.checking_leaks` would tell.
+      self.returned = jax.tree.map(lambda x: jax.Array if isinstance(x, jax.Array) else x, returned)
+      results = [*zip(leaf_paths(returned), jax.tree.leaves(returned), strict=True)]
       # Objects that the function wrote to, such as a model of NNX, hold what it computed.
       after = zip(leaf_paths(call), jax.tree.leaves(call), strict=True)
       results += [(path[2:], x) for path, x in after if id(x) not in before]
@@ -155,7 +157,7 @@ def with_parameter_scopes(fn: Function) -> Function:
     owners = [one.module if one.is_first else () for one in call.arguments(fn)]
     jaxpr = opened(_scoped(closed, name_by_parameters(Graph(closed), owners)))
     results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
-    return jax.tree.map(lambda x: next(results) if isinstance(x, jax.Array) else x, call.returned)
+    return jax.tree.map(lambda x: next(results) if x is jax.Array else x, call.returned)
 
   return scoped
 

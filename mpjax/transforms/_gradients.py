@@ -205,9 +205,7 @@ def localise(
   except ValueError as error:
     where = f"mpjax.make_train_step(axis_name={axes!r})"
     expected, got = "parameters that are the same on all devices along it", "some that differ"
-    fix = (
-      "Pass them with in_specs=jax.P(); for sharded ones use jit over a Mesh, without axis_name."
-    )
+    fix = "Pass them with in_specs=jax.P(); if sharded, use jit over a Mesh, without axis_name."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
   flag = jax.lax.pcast(jnp.asarray(True), manual, to="varying")
   # Also for what varies already: a scan wants the same from all that it carries.

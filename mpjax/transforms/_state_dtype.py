@@ -128,9 +128,7 @@ def state_dtype(
     expected, got = "a dtype for first moments", "None, and none for second ones"
     fix = 'Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.'
     raise MpjaxValueError("mpjax.state_dtype(mu)", expected=expected, got=got, fix=fix)
-
-  def is_stored(moment: Moment, x: Leaf) -> bool:
-    return moment in dtypes and is_floating(x) and x.dtype.itemsize <= 4
+  is_stored = lambda moment, x: moment in dtypes and is_floating(x) and x.dtype.itemsize <= 4  # noqa: E731
 
   def stored(state: OptState, containers: set[Class], steps: Array) -> OptState:
     number = itertools.count()

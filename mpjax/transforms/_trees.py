@@ -310,9 +310,8 @@ def nothing_like(updates: Updates) -> Updates:
   # `updates` may be what `jax.eval_shape` says of them.
 
   def one(u: Leaf) -> Array:
-    if jnp.issubdtype(u.dtype, jnp.complexfloating):
-      return jnp.full_like(u, complex(-0.0, -0.0))
-    return jnp.full_like(u, -0.0 if jnp.issubdtype(u.dtype, jnp.floating) else 0)
+    zero = complex(-0.0, -0.0) if jnp.issubdtype(u.dtype, jnp.complexfloating) else -0.0
+    return jnp.full_like(u, zero if jnp.issubdtype(u.dtype, jnp.inexact) else 0)
 
   return jax.tree.map(one, updates)
 
@@ -323,9 +322,7 @@ def compiled_for_cpu() -> Array:
   # read the old state, a donated buffer is then copied before it is overwritten; in a branch of its
   # own the choice between old and new is gone, and with it the copies. A GPU writes all results in
   # one pass, and would have to wait for the host to take a branch.
-  return jax.lax.platform_dependent(
-    cpu=lambda: jnp.asarray(True), default=lambda: jnp.asarray(False)
-  )
+  return jax.lax.platform_dependent(cpu=lambda: jnp.bool_(True), default=lambda: jnp.bool_(False))
 
 
 def stored_first(grads: Grads) -> Grads:

@@ -238,15 +238,15 @@ def test_the_same_numbers(wrap):
     assert name == "b"  # What is no array is passed and returned as it is.
     return jnp.sum(jax.jit(dense)(params["second"], x)), {"name": name, "steps": 3}
 
-  def plain(params):
-    return loss(params, ROWS, name="b")[0]
+  plain = lambda params: loss(params, ROWS, name="b")[0]  # noqa: E731
 
   def scoped(params):
     value, aux = with_parameter_scopes(loss)(params, ROWS, name="b")
     assert aux == {"name": "b", "steps": 3}
     return value
 
-  want, got = (jax.tree.leaves(wrap(f)(params)) for f in (plain, scoped))
+  with jax.checking_leaks():  # No tracer is kept beyond its trace.
+    want, got = (jax.tree.leaves(wrap(f)(params)) for f in (plain, scoped))
   for a, b in zip(got, want, strict=True):
     np.testing.assert_array_equal(a, b)
 

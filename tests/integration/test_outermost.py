@@ -124,10 +124,7 @@ CALLED = {"wrapper": "mpjax.with_policy(model, policy)", "view": "mpjax.with_pol
 @WAYS
 def test_what_cannot_be_traced_runs_as_python_and_its_submodules_are_rewritten(way, name):
   do, warning = PYTHON[name]
-
-  def body(layer, x):
-    return layer(do(layer(x)))
-
+  body = lambda layer, x: layer(do(layer(x)))  # noqa: E731
   with pytest.warns(UserWarning, match=warning) as record:
     out, count = call(way, "c=bf16", body, X)
   (text,) = (str(w.message) for w in record)

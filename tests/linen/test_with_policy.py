@@ -336,10 +336,7 @@ def test_a_scope_serves_code_that_never_shows_its_apply():
 def test_a_scope_can_be_entered_again_and_is_a_decorator():
   model, entered = nn.Dense(2), scope("bfloat16")
   variables = {"params": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
-
-  def dtype():
-    return model.apply(variables, X).dtype
-
+  dtype = lambda: model.apply(variables, X).dtype  # noqa: E731
   for _ in range(2):
     with entered:
       assert dtype() == BF16
@@ -469,10 +466,7 @@ def test_dtypes_under_transforms():
 @pytest.mark.case("A80", "B076")
 def test_second_derivatives_and_those_with_respect_to_the_input_under_vmap():
   model = with_policy(Net(), "mixed_bfloat16")
-
-  def energy(x):
-    return jnp.sum(jnp.square(model.apply(plain_variables(), x[None])))
-
+  energy = lambda x: jnp.sum(jnp.square(model.apply(plain_variables(), x[None])))  # noqa: E731
   hessian = jax.eval_shape(jax.hessian(energy), X[0])
   assert (hessian.dtype, hessian.shape) == (F32, (3, 3))
   forces = jax.vmap(jax.grad(energy))

@@ -200,10 +200,7 @@ def test_one_bad_element_anywhere_in_mixed_dtypes():
   # Rows of an embedding are summed before the check.
   table = jnp.zeros((3, 2), jnp.float16)
   tx = mpjax.loss_scaling(SGD, mpjax.StaticLossScale(1))
-
-  def loss(table, ids):
-    return 40000.0 * jnp.sum(table[ids].astype(jnp.float32))
-
+  loss = lambda table, ids: 40000.0 * jnp.sum(table[ids].astype(jnp.float32))  # noqa: E731
   for ids, finite in (([0, 1], True), ([1, 1], False)):
     _, after = tx.update(jax.grad(loss)(table, jnp.asarray(ids)), tx.init(table), table)
     assert metric(after, "finite") == finite

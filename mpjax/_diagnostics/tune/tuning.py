@@ -157,9 +157,7 @@ def _tuned(
   def step() -> None:
     advance(next(steps), 1 + PROJECTIONS + bound)
 
-  def gradient(program: Body, look: Look) -> list[Array]:
-    return run_on_host(program, operands, look)[gradients]
-
+  gradient = lambda program, look: run_on_host(program, operands, look)[gradients]  # noqa: E731
   exact = gradient(body, Look())
   step()
   norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in exact))
@@ -167,8 +165,8 @@ def _tuned(
     raise MpjaxValueError(
       where,
       expected="a gradient in float32 that is finite and not zero",
-      got=f"one of norm {norm}",
-      fix="Ask mpjax.ranges(loss_fn)(*args) what its numbers look like.",
+      got=f"one of norm {norm}" if exact else "no floating array in the first argument",
+      fix="Pass the parameters first. Ask mpjax.ranges(loss_fn)(*args) what its numbers look like.",
     )
 
   def under(rules: tuple[Rule, ...]) -> Function:

@@ -281,10 +281,10 @@ def test_errors(policy, tolerance, where, expected, got, fix):
     mpjax.tune(jnp.sum, policy, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
-def test_a_gradient_of_zero_or_of_no_parameter(dtype):
+@pytest.mark.parametrize(("dtype", "got"), [("float32", "norm 0.0"), ("int32", "no floating")])
+def test_a_gradient_of_zero_or_of_no_parameter(dtype, got):
   tune = mpjax.tune(lambda w: jnp.sum(0.0 * w.astype(jnp.float32)), tolerance=0.1)
-  with refused(ValueError, CALL, "not zero", "norm 0.0", "mpjax.ranges"):
+  with refused(ValueError, CALL, "not zero", got, "mpjax.ranges"):
     tune(jnp.ones(3, dtype))
 
 
