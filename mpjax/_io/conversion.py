@@ -104,7 +104,7 @@ def _check_params(params: object) -> None:
     got = f"a model ({type(params).__name__})"
     fix = "Pass its variables, or write with_policy(model, policy).convert(variables, *inputs)."
   elif states := [x for x in jax.tree.leaves(params, is_leaf=is_state) if is_state(x)]:
-    got = f"a training state, with the {type(states[0]).__name__} of an optimizer"
+    got = f"a training state: there is a {type(states[0]).__name__} in it"
     fix = "Pass state.params: the optimizer's state is not for inference."
   else:
     return

@@ -78,9 +78,9 @@ def apply_updates(
   # A parameter that is passed as its own master would never move.
   of_master = lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32) if is_half(p) else p  # noqa: E731
   try:
-    wanted = jax.tree.map(of_master, params)
-    filled = jax.tree.map(lambda m, p: p if m is None else m, master, wanted, is_leaf=is_none)
-    problems = tree_differences(wanted, filled, dtypes=True)
+    templates = jax.tree.map(of_master, params)
+    filled = jax.tree.map(lambda m, p: p if m is None else m, master, templates, is_leaf=is_none)
+    problems = tree_differences(templates, filled, dtypes=True)
   except ValueError as error:
     problems = [str(error)]
   if problems:

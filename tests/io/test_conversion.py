@@ -204,7 +204,7 @@ def test_what_is_no_tree_of_parameters():
   for given, got, fix in [
     (model, "NNX module", "Pass nnx.state(model), or write"),
     (mpjax.linen.with_policy(Small(), "float16"), "model", "Pass its variables, or write"),
-    (state, "training state, with the TrainState", "Pass state.params"),
+    (state, "training state: there is a TrainState", "Pass state.params"),
     (optax.adam(0.1).init(state.params), "ScaleByAdamState", "Pass state.params"),
   ]:
     with refused(TypeError, WHERE, "a tree of parameters", got, fix):
