@@ -20,7 +20,7 @@ from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.leaves import Path, is_nnx_variable, leaf_paths
 from mpjax._core.trees import is_nnx_object
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, PyTree
+from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
 from mpjax._jaxprs.autocast.boundary import Boundary, jax_order
 from mpjax._jaxprs.compat import within_scopes
 from mpjax._jaxprs.graph import Graph, Value
@@ -60,7 +60,9 @@ class Call:
     self._order = list(jax_order(self._boundary.order))
     self.positions = [i for i in dict.fromkeys(self._order) if is_traced(leaves[i])]
     self.arrays = [leaves[i] for i in self.positions]
-    self.returned: PyTree = None  # by the function that was traced last; the class for each array
+    # Type, structure and leaves of what the function traced last returned, the class for an array:
+    # no tracer is kept beyond its trace, as `jax.checking_leaks` would tell.
+    self.returned: tuple[Class, PyTree, list[Leaf]] = (type(None), None, [])
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
     traced = dict(zip(self.positions, arrays, strict=True))
@@ -104,9 +106,10 @@ class Call:
       args, kwargs = call = self.with_arrays(arrays)
       before = {id(x): x for x in jax.tree.leaves(call)}
       returned = fn(*args, **kwargs)
-      # No tracer is kept beyond its trace: `jax.checking_leaks` would tell.
-      self.returned = jax.tree.map(lambda x: jax.Array if isinstance(x, jax.Array) else x, returned)
-      results = [*zip(leaf_paths(returned), jax.tree.leaves(returned), strict=True)]
+      leaves, structure = jax.tree.flatten(returned)
+      kept = [jax.Array if isinstance(x, jax.Array) else x for x in leaves]
+      self.returned = type(returned), structure, kept
+      results = [*zip(leaf_paths(returned), leaves, strict=True)]
       # Objects that the function wrote to, such as a model of NNX, hold what it computed.
       after = zip(leaf_paths(call), jax.tree.leaves(call), strict=True)
       results += [(path[2:], x) for path, x in after if id(x) not in before]
@@ -157,7 +160,8 @@ def with_parameter_scopes(fn: Function) -> Function:
     owners = [one.module if one.is_first else () for one in call.arguments(fn)]
     jaxpr = opened(_scoped(closed, name_by_parameters(Graph(closed), owners)))
     results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
-    return jax.tree.map(lambda x: next(results) if x is jax.Array else x, call.returned)
+    _, structure, leaves = call.returned
+    return structure.unflatten([next(results) if x is jax.Array else x for x in leaves])
 
   return scoped
 

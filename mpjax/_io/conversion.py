@@ -12,6 +12,7 @@ from mpjax._core.rules import ModuleRecord, Rule, first_match, parse_config
 from mpjax._core.trees import is_floating
 from mpjax._core.types import DType, Leaf, Params
 from mpjax._jaxprs.used_dtypes import cast_leaves
+from mpjax.transforms._trees import differentiated
 
 _WHERE = "mpjax.convert"
 
@@ -42,15 +43,13 @@ def convert(
     unmatched: "raise", "warn" or "ignore": what to do about a rule that matches nothing.
 
   Returns:
-    A tree of the same structure. Leaves without a floating dtype are the same objects, an array
-    with two paths (tied weights) stays one, in the wider dtype if they differ, and all
-    keep their shardings.
+    A tree of the same structure and shardings. Leaves of no floating dtype are the same objects,
+    an array with two paths (tied weights) stays one, in the wider dtype if they differ.
 
   Raises:
     MpjaxTypeError: rules of the wrong type; a model or an entire training state for `params`.
-    MpjaxValueError: an unknown policy; a rule without a path; a finite value that the new dtype
-      cannot hold (under `jit` nobody can see that: it becomes inf); a value of `unmatched` that is
-      not listed.
+    MpjaxValueError: an unknown policy or `unmatched`; a rule without a path; a finite value the
+      new dtype cannot hold (under `jit` nobody can see that: it becomes inf).
     UnmatchedRuleError: a rule matches nothing in the tree (with `unmatched="raise"`).
 
   >>> import jax, jax.numpy as jnp, mpjax
@@ -70,14 +69,14 @@ def convert(
       f"{_WHERE}(rules=...)",
       expected="rules with path=",
       got=listed(wrong),
-      fix="A tree knows no modules: write mpjax.with_policy(model, policy, rules)"
-      ".convert(variables, *args), or mpjax.nnx.convert.",
+      fix="For others write mpjax.with_policy(model, policy, rules).convert(variables, *args).",
     )
-  _check_params(params)
+  # With other collections of a Linen model; a State of NNX may have an attribute of that name.
+  of_linen = (isinstance(params, dict) or hasattr(params, "unfreeze")) and "params" in params
+  _check_params(params["params"] if of_linen else params)
   leaves = jax.tree.leaves(params)
   paths: list[Path | None] = list(leaf_paths(params))
-  # The other collections of a Linen model; a State of NNX may have an attribute of that name.
-  if (isinstance(params, dict) or hasattr(params, "unfreeze")) and "params" in params:
+  if of_linen:
     paths = [path[1:] if path and path[0] == "params" else None for path in paths]
   ours = {path: x for path, x in zip(paths, leaves, strict=True) if path is not None}
   nodes = sorted({"/".join(path[:n]) for path in ours for n in range(len(path) + 1)})
@@ -94,8 +93,11 @@ def convert(
 
 def _check_params(params: object) -> None:
   """Raises for what has parameters in it and is no tree of them."""
-  libraries = ("mpjax", "optax")  # The states of optimizers are classes of these.
-  is_state = lambda x: type(x).__module__.split(".")[0] in libraries or hasattr(x, "opt_state")  # noqa: E731
+  # Classes of these libraries are states of optimizers, but for a MaskedNode, which has no fields,
+  # and LookaheadParams; Flax's TrainState holds one.
+  is_tree = lambda x: getattr(x, "_fields", None) == () or differentiated(x) is not x  # noqa: E731
+  is_own = lambda x: type(x).__module__[:5] in ("mpjax", "optax") and not is_tree(x)  # noqa: E731
+  is_state = lambda x: is_own(x) or (hasattr(x, "opt_state") and not isinstance(x, Mapping))  # noqa: E731
   nnx = any(c.__module__.startswith("flax.nnx.") for c in type(params).__mro__)
   if nnx and not isinstance(params, Mapping):
     got = f"the NNX module {type(params).__name__}"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._core.errors import MpjaxValueError, check_choice, listed
+from mpjax._core.errors import MpjaxValueError, check_choice, kind_of, listed
 from mpjax._core.leaves import is_key
 from mpjax._core.trees import check_alike, is_array_like, is_half, is_none, tree_differences
 from mpjax._core.types import Array, DType, Leaf, Params, Updates
@@ -38,8 +38,8 @@ def apply_updates(
     params: the parameters. Those in float16 and bfloat16 are rounded, others are added to.
     updates: a tree like `params`, in its shapes, in float32 (as all of mpjax gives) or any dtype.
       Keys and what is no array stay as they are, and may have None here.
-    master: `mpjax.master_params(opt_state)` after `update`: each 16-bit parameter becomes its
-      rounded master, bit for bit. None with `storage="split"`, where the updates lead there.
+    master: `mpjax.master_params(opt_state)` after `update`, float32: each 16-bit parameter becomes
+      its rounded master, bit for bit. None with `storage="split"`, where the updates lead there.
     rounding: "nearest" (ties to even) or "stochastic".
     key: a PRNG key for stochastic rounding; another one for each step.
 
@@ -75,20 +75,22 @@ def apply_updates(
   refuse_none(updates, params, where, expected=expected)
   check_alike(updates, params, where, expected=expected, fix=fix, dtypes=False)
   leaves, treedef = jax.tree.flatten(params)
-  # A parameter that is passed as its own master would never move.
-  of_master = lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32) if is_half(p) else p  # noqa: E731
+  problems, masters = list[str](), list[Leaf]()
   try:
-    templates = jax.tree.map(of_master, params)
-    filled = jax.tree.map(lambda m, p: p if m is None else m, master, templates, is_leaf=is_none)
-    problems = tree_differences(templates, filled, dtypes=True)
+    filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
+    problems = tree_differences(params, filled, dtypes=False)
+    # One hole may replace a subtree.
+    masters = treedef.flatten_up_to(jax.tree.broadcast(master, params, is_leaf=is_none))
   except ValueError as error:
-    problems = [str(error)]
+    problems = problems or [str(error)]
+  # In float32: a parameter given as its own master would never move.
+  problems = problems or [
+    kind_of(m) for m in masters if m is not None and jnp.result_type(m).itemsize < 4
+  ]
   if problems:
     expected = "float32 in a tree like the parameters, with None where there is no master"
     fix = "Pass mpjax.master_params(opt_state) with the state that update returned."
     raise MpjaxValueError(f"{call}(master)", expected=expected, got=listed(problems), fix=fix)
-  # One hole may replace a subtree.
-  masters = treedef.flatten_up_to(jax.tree.broadcast(master, params, is_leaf=is_none))
   new = [
     stored(jnp.asarray(m, jnp.float32), p)
     if m is not None and is_half(p)

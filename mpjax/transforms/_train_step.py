@@ -287,12 +287,11 @@ def _average(old: Params, new: Params, decay: float, opt_state: OptState) -> Par
     for path, _ in jax.tree_util.tree_leaves_with_path(window.total)
   }
   if not updated.keys() <= {path for path, _ in jax.tree_util.tree_leaves_with_path(old)}:
-    raise MpjaxValueError(
-      "mpjax.make_train_step(ema_decay)",
-      expected="an optimizer that adds up gradients in the tree of the parameters",
-      got="mpjax.accumulate_gradients inside of what changes the tree, such as optax.flatten",
-      fix="Swap the two: mpjax.accumulate_gradients(optax.flatten(inner), every).",
-    )
+    where = "mpjax.make_train_step(ema_decay)"
+    expected = "an optimizer that adds up gradients in the tree of the parameters"
+    got = "mpjax.accumulate_gradients inside of what changes the tree, such as optax.flatten"
+    fix = "Put it outside of that: mpjax.accumulate_gradients(optax.flatten(inner), every)."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
 
   def one(path: KeyPath, e: Array, p: Array) -> Array:
     moved = e + (p - e) * jnp.asarray(1 - decay, e.dtype)

@@ -72,10 +72,9 @@ def value_and_grad(
   # What is differentiated; `nnx.DiffState` has its position in a field.
   several: Sequence[Leaf] = argnums if isinstance(argnums, Sequence) else [argnums]
   positions = [getattr(one, "argnum", one) for one in several]
-  if not all(isinstance(x, (int, jnp.integer)) for x in [*positions, has_aux]):
-    where, expected = f"{_CALL}(argnums, has_aux)", "positions of arguments, and a bool"
-    got = f"{kind_of(argnums)} and {kind_of(has_aux)}"
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  if not all(isinstance(x, (int, jnp.integer)) for x in positions):
+    where, expected = f"{_CALL}(argnums)", "positions of arguments"
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(argnums), fix=fix)
   owned = find_scale(opt_state, f"{_CALL}({state})", name)
   read, largest = scale_reader(owned, f"{_CALL}(fun, {state})"), owned.largest
   options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState as FlaxState
 
 import mpjax
 from tests.errors import refused
@@ -205,10 +206,16 @@ def test_what_is_no_tree_of_parameters():
     (model, "NNX module", "Pass nnx.state(model), or write"),
     (mpjax.linen.with_policy(Small(), "float16"), "model", "Pass its variables, or write"),
     (state, "training state: there is a TrainState", "Pass state.params"),
+    (FlaxState.create(apply_fn=None, params={}, tx=optax.sgd(0.1)), "TrainState", "Pass state"),
     (optax.adam(0.1).init(state.params), "ScaleByAdamState", "Pass state.params"),
+    (mpjax.master_weights(optax.sgd(0.1)).init(state.params), "MasterWeightsState", "Pass state"),
   ]:
     with refused(TypeError, WHERE, "a tree of parameters", got, fix):
       convert(given, "float16")
+  # These are: what optax puts into trees of parameters, and what is beside those of a Linen model.
+  beside = {"params": state.params, "opt_state": optax.adam(0.1).init(state.params)}
+  for tree in ({"w": jnp.ones(2), "v": optax.MaskedNode()}, beside):
+    assert jax.tree.structure(convert(tree, "float16")) == jax.tree.structure(tree)
 
 
 def test_under_jit_and_abstract():

@@ -272,8 +272,8 @@ def test_updates_and_masters_of_another_tree():
       with refused(ValueError, where, "updates like the parameters", got, fix):
         mpjax.apply_updates(PARAMS, updates, **options)
   for master, got in (
-    ({"w": jnp.ones(3), "b": None}, "float32[3] for float32[2] at ['w']"),
-    (PARAMS, "bfloat16[2] for float32[2] at ['w']"),  # Its own master: it would never move.
+    ({"w": jnp.ones(3), "b": None}, "shape [3] for shape [2] at ['w']"),
+    (PARAMS, "an array bfloat16[2]"),  # Its own master: it would never move.
     ({"w": jnp.ones(2)}, "b"),
     ({"w": jnp.ones(2), "v": None}, "v"),
     ([jnp.ones(2), None], "list"),

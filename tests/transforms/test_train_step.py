@@ -468,7 +468,7 @@ def test_the_average_of_what_is_not_accumulated_moves_each_time():
   flat = optax.flatten(mpjax.accumulate_gradients(optax.sgd(0.25), 2))
   step, state = begin(loss_fn, mpjax.loss_scaling(flat, STATIC), params, ema=True, ema_decay=0.5)
   where, expected = "mpjax.make_train_step(ema_decay)", "in the tree of the parameters"
-  with refused(ValueError, where, expected, "optax.flatten", "Swap the two"):
+  with refused(ValueError, where, expected, "optax.flatten", "Put it outside"):
     step(state, 0.0)
 
 

@@ -130,9 +130,9 @@ def test_what_is_no_loss():
     with refused(builtin, "mpjax.value_and_grad(fun): the loss", expected, got, fix):
       mpjax.value_and_grad(lambda p, out=out: out, STATE, has_aux=has_aux)(p)
   # The arguments of the loss in the wrong place.
-  where, expected = "mpjax.value_and_grad(argnums, has_aux)", "positions of arguments, and a bool"
-  for rest, got in ((p, p), "an array float32[] and an array"), (("params",), "'params' and False"):
-    with refused(TypeError, where, expected, got, "Write mpjax.value_and_grad(loss_fn, opt_state)"):
+  where, fix = "mpjax.value_and_grad(argnums)", "Write mpjax.value_and_grad(loss_fn, opt_state)"
+  for rest, got in ((p, p), "an array float32[]"), (("params",), "'params'"):
+    with refused(TypeError, where, "positions of arguments", got, fix):
       mpjax.value_and_grad(lambda p: p, STATE, *rest)
 
 

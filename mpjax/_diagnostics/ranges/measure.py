@@ -106,7 +106,7 @@ def counted(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> Range
   backward = any(s.location.direction == "backward" for s in body_of(program).every_step())
   if not backward:
     # A loss returns a floating scalar, or one and aux.
-    is_first = args and outputs[:1] == [("0",) if isinstance(call.returned, tuple) else ()]
+    is_first = args and outputs[:1] == [("0",) if issubclass(call.returned[0], tuple) else ()]
     first = program.out_avals[0] if is_first else None
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
     if is_loss:

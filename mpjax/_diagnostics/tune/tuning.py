@@ -166,7 +166,7 @@ def _tuned(
       where,
       expected="a gradient in float32 that is finite and not zero",
       got=f"one of norm {norm}" if exact else "no floating array in the first argument",
-      fix="Pass the parameters first. Ask mpjax.ranges(loss_fn)(*args) what its numbers look like.",
+      fix="Ask mpjax.ranges(loss_fn)(*args) what its numbers look like; pass parameters first.",
     )
 
   def under(rules: tuple[Rule, ...]) -> Function:
@@ -421,9 +421,7 @@ def search(
       errors[chosen] = evaluate(chosen)
     return errors[chosen] <= tolerance
 
-  def cost(chosen: frozenset[int]) -> tuple[int, int]:
-    return sum(flops[i] for i in chosen), len(chosen)
-
+  cost = lambda chosen: (sum(flops[i] for i in chosen), len(chosen))  # noqa: E731
   if is_good(frozenset()):
     return frozenset()
   # The modules that overflow, and those that help most for what they cost.

@@ -146,7 +146,7 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
     return rewriter.untouched(named)
   # By hand JAX promotes activations to data, while a layer casts data to its own dtype.
   promoted = readers & By.ROUNDED and data and not any(k.parameter for k in kinds)
-  chosen = decides and readers & (By.INDEX | By.COMPARED) and not all(k.rests for k in kinds)
+  chosen = decides and readers & By.INDEX and not all(k.rests for k in kinds)
   if (chosen or promoted or (data and readers & By.ANGLE)) and dtype_of(eqn.outvars[0]) == FLOAT32:
     operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
     return rewriter.write(named, operands, [Kind(half, held=True)])

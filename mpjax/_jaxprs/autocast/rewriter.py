@@ -70,7 +70,8 @@ class By:
     CALLER: a caller that asks for float32, by an `output_dtype`; at once, behind what moves
       elements, or behind a sum that nothing else reads. A matmul returns its float32 sum to it.
     RETURNED: a caller that takes the dtype that there is, likewise.
-    ANGLE, COMPARED: a sine, behind the float32 list too; a comparison, behind what keeps a dtype.
+    ANGLE, COMPARED: what takes an angle, also behind the float32 list; a comparison, behind what
+      keeps a dtype.
     INDEX: an integer, or a step to one, a complex number, a sine, linear algebra, an opaque one;
       behind matmuls too.
     ROUNDED: what rounds to an integer, behind matmuls too: a place on a grid.
