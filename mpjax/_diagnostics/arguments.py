@@ -60,8 +60,8 @@ class Call:
     self._order = list(jax_order(self._boundary.order))
     self.positions = [i for i in dict.fromkeys(self._order) if is_traced(leaves[i])]
     self.arrays = [leaves[i] for i in self.positions]
-    # Type, structure and leaves of what the function traced last returned, the class for an array:
-    # no tracer is kept beyond its trace, as `jax.checking_leaks` would tell.
+    # Type, structure and leaves of what the function that was traced last returned. Instead of an
+    # array there is its class: no tracer outlives its trace, see `jax.checking_leaks`.
     self.returned: tuple[Class, PyTree, list[Leaf]] = (type(None), None, [])
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
@@ -107,8 +107,8 @@ class Call:
       before = {id(x): x for x in jax.tree.leaves(call)}
       returned = fn(*args, **kwargs)
       leaves, structure = jax.tree.flatten(returned)
-      kept = [jax.Array if isinstance(x, jax.Array) else x for x in leaves]
-      self.returned = type(returned), structure, kept
+      markers = [jax.Array if isinstance(x, jax.Array) else x for x in leaves]
+      self.returned = type(returned), structure, markers
       results = [*zip(leaf_paths(returned), leaves, strict=True)]
       # Objects that the function wrote to, such as a model of NNX, hold what it computed.
       after = zip(leaf_paths(call), jax.tree.leaves(call), strict=True)

@@ -69,7 +69,7 @@ def convert(
       f"{_WHERE}(rules=...)",
       expected="rules with path=",
       got=listed(wrong),
-      fix="For others write mpjax.with_policy(model, policy, rules).convert(variables, *args).",
+      fix="Such rules need mpjax.with_policy(model, policy, rules).convert(variables, *args).",
     )
   # With other collections of a Linen model; a State of NNX may have an attribute of that name.
   of_linen = (isinstance(params, dict) or hasattr(params, "unfreeze")) and "params" in params
@@ -93,10 +93,10 @@ def convert(
 
 def _check_params(params: object) -> None:
   """Raises for what has parameters in it and is no tree of them."""
-  # Classes of these libraries are states of optimizers, but for a MaskedNode, which has no fields,
-  # and LookaheadParams; Flax's TrainState holds one.
+  # Nodes whose classes are of optax or mpjax are states of optimizers, but for MaskedNode (without
+  # fields) and LookaheadParams (parameters); other training states have an `opt_state`.
   is_tree = lambda x: getattr(x, "_fields", None) == () or differentiated(x) is not x  # noqa: E731
-  is_own = lambda x: type(x).__module__[:5] in ("mpjax", "optax") and not is_tree(x)  # noqa: E731
+  is_own = lambda x: type(x).__module__.split(".")[0] in ("mpjax", "optax") and not is_tree(x)  # noqa: E731
   is_state = lambda x: is_own(x) or (hasattr(x, "opt_state") and not isinstance(x, Mapping))  # noqa: E731
   nnx = any(c.__module__.startswith("flax.nnx.") for c in type(params).__mro__)
   if nnx and not isinstance(params, Mapping):

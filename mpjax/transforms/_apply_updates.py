@@ -48,7 +48,7 @@ def apply_updates(
 
   Raises:
     MpjaxValueError: an unknown `rounding`; no `key` where one is needed, or one where none is;
-      `master` together with stochastic rounding; trees that do not match.
+      `master` together with stochastic rounding, or not float32; trees that do not match.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> params, updates = jnp.ones(10000, jnp.bfloat16), jnp.full(10000, 1e-3)

@@ -50,8 +50,8 @@ def value_and_grad(
     its own dtype; or `(loss, aux)`) and the *scaled* gradients, like the arguments.
 
   Raises:
-    MpjaxTypeError: `fun` is no function, or the state has not one scale; when called: the loss is
-      no floating number, or a model needs the differentiator of its own library.
+    MpjaxTypeError: `fun` is no function, `argnums` no position, or the state has no one scale;
+      when called: the loss is no floating number, or a model needs that of its own library.
     MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
     MpjaxRuntimeError: when called: the dynamic scale is not that of the step.
 

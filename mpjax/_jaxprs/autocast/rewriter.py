@@ -176,7 +176,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
       return By.CALLER | By.SUMMED
     returned = By.RETURNED if behind & By.CALLER else 0
     return behind & ~By.CALLER | returned | own
-  # A matmul is told of linear algebra behind it, as of a kernel matrix, and of angles, of a norm.
+  # A matmul sees linear algebra behind these, as of a kernel matrix, and angles, as of a distance.
   return By.FULL | By.EXACT | behind & (By.ALGEBRA | By.ANGLE) | own
 
 
