@@ -28,8 +28,9 @@ float32, and their result is rounded, which loses nothing.
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.core.primitives import (
   broadcast_in_dim_p,
   convert_element_type_p,
@@ -68,8 +69,7 @@ def first_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   if eqn.primitive is reduce_precision_p and (dtype := place.output or place.rest):
     return _end_of_module(rewriter, eqn, place, dtype)
   # A multiplication that names its own dtype is the user's choice too.
-  own = eqn.params.get("out_dtype") is not None
-  if place.half is None or part is None or part == "opaque" or own:
+  if place.half is None or part in (None, "opaque") or eqn.params.get("out_dtype") is not None:
     return rewriter.untouched(eqn)
   if eqn.primitive is convert_element_type_p:
     return _convert(rewriter, eqn, place)
@@ -110,13 +110,11 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, place: Place) -> None:
   (atom,), (var,) = eqn.invars, eqn.outvars
   target, value = eqn.params["new_dtype"], rewriter.value(atom)
   if value is None or target not in FLOATS:
-    # Low precision cannot hold every index or count; of a mask it holds both numbers.
-    is_mask = dtype_of(atom) == np.bool_
-    neutral, numbers = is_mask or isinstance(atom, Literal), (0.0, 1.0) if is_mask else None
-    kind = Kind(target, neutral and target == FLOAT32, numbers=numbers)
+    counts = _kind_of_counts(atom)
+    kind = counts._replace(dtype=target, neutral=counts.neutral and target == FLOAT32)
     rewriter.write(eqn, [rewriter.read(atom, eqn)], [kind if target in FLOATS else None])
     if target in FLOATS:
-      rewriter.values[var].counted = not neutral
+      rewriter.values[var].counted = not counts.neutral
     return
   if dtype_of(atom) != target:  # Else only the weak type goes.
     old, neutral = value, value.kind.neutral and target == FLOAT32
@@ -127,14 +125,23 @@ def _convert(rewriter: Rewriter, eqn: JaxprEqn, place: Place) -> None:
   rewriter.values[var] = value
 
 
+def _kind_of_counts(atom: Atom) -> Kind:
+  """Returns the kind of what is no float, once it becomes float32."""
+  # Low precision cannot hold every index or count; of a mask it holds both numbers.
+  mask = dtype_of(atom) == np.bool_
+  return Kind(FLOAT32, mask or isinstance(atom, Literal), numbers=(0.0, 1.0) if mask else None)
+
+
 # Matmuls.
 
 
 def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, half: DType) -> None:
   """Writes a matmul or convolution, in low precision: what it returns is low, and at rest."""
   kinds, readers = [v.kind for v in values if v is not None], rewriter.consumers(eqn)
+  # Of floats and integers the matmul itself makes floats. Complex numbers and float64 have no kind.
+  integers = [v for v in eqn.invars[:2] if not jnp.issubdtype(aval_of(v).dtype, jnp.inexact)]
+  kinds += map(_kind_of_counts, integers) if kinds else ()
   multiplies = facts_of(eqn) is OUTER_PRODUCT and not any(k.is_low for k in kinds)
-  # Integers, complex numbers and float64 have none.
   data, alone = any(k.is_data for k in kinds), all(k.is_data or k.numbers for k in kinds) and kinds
   # What only decides, as a comparison or an index, has no gradient, and a rounding may change it.
   decides = bool(readers & By.UNROUNDED) and not readers & ~By.DECISIONS
@@ -181,9 +188,8 @@ def _elementwise(
   arrays = [value for value in floats if value.kind.numbers is None]
   dtype, kind = _rule(rewriter, eqn, values, part, half, readers)
   rewriter.late |= {*eqn.outvars} if facts.role == "product" and only_float32(readers) else set()
-  params = eqn.params
-  if floats and (FLOAT32 in map(dtype_of, eqn.invars)) != (dtype == FLOAT32):
-    params = retype(eqn, dtype)
+  changes = floats and (FLOAT32 in map(dtype_of, eqn.invars)) != (dtype == FLOAT32)
+  params = retype(eqn, dtype) if changes else eqn.params
   # What is computed of a parameter is no parameter; one that was moved or scaled is.
   scaled = part != "float32" and bool(arrays) and all(v.kind.parameter for v in arrays)
   if (parameter := scaled and (kind.neutral or facts.moves)) != kind.parameter:
@@ -355,6 +361,6 @@ def _repeated(rewriter: Rewriter, value: Value, dtype: DType, eqn: JaxprEqn) -> 
     new = new.update(sharding=sharding)
   var, dimensions = Var(new), tuple(range(aval.ndim))
   params = {"shape": out.shape, "broadcast_dimensions": dimensions, "sharding": sharding}
-  place = (eqn.source_info, eqn.ctx)
-  rewriter.eqns.append(new_jaxpr_eqn([wide], [var], broadcast_in_dim_p, params, no_effects, *place))
+  fields = {"primitive": broadcast_in_dim_p, "invars": [wide], "outvars": [var], "params": params}
+  rewriter.eqns.append(eqn.replace(**fields))
   return rewriter.cast(var, retyped(var, dtype), eqn)

@@ -26,8 +26,6 @@ from mpjax._jaxprs.autocast.matmuls import Multiply, Recipe, Scaled
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
-_TINY = float(np.finfo(np.float32).tiny)
-
 
 @dataclasses.dataclass(frozen=True)
 class Float8Recipe:
@@ -85,7 +83,7 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   else:
     scale = largest * (1 / most)
   # The reciprocal of a smaller one is none that float32 has.
-  scale = jnp.maximum(scale, _TINY)
+  scale = jnp.maximum(scale, np.finfo(np.float32).tiny)
   # Clipped first: a cast to e4m3 makes NaN of what is above its range.
   # Bounds of one dtype with what they bound: of Python numbers JAX makes float64 where it has that.
   values = jax.lax.clamp(np.float32(-most), wide * (1 / scale), np.float32(most))

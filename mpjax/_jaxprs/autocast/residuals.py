@@ -247,8 +247,7 @@ def _activation(wide: Jaxpr, kinds: Sequence[Kind], aval: ShapedArray) -> JaxprE
     values, slopes = jax.jvp(exact, (x,), (jax.lax.full_like(x, 1),))
     # Else XLA keeps what is expensive in it, such as a tanh in float32, and finishes it later.
     slopes = jax.lax.optimization_barrier(held(slopes))
-    return held(values), [
-      a * b for a, b in zip(slopes, held([*tangents] * len(kinds)), strict=True)
-    ]
+    steps = held([*tangents] * len(kinds))
+    return held(values), [a * b for a, b in zip(slopes, steps, strict=True)]
 
   return differentiated(jaxpr_for(activation, aval), tangent, [aval], "activation")

@@ -168,8 +168,7 @@ def call_of(
   with jax.disable_jit(False):  # Where it is disabled, no call is written.
     call = _trace_call(1.0).jaxpr.eqns[-1]
   params = call_params(call, closed, len(invars), len(outs), name)
-  if inline:
-    params["inline"] = WRITTEN_OUT
+  params |= {"inline": WRITTEN_OUT} if inline else {}
   return call.replace(invars=[*invars], outvars=[*outs], params=params, effects=closed.effects)
 
 

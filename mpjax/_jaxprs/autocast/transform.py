@@ -185,8 +185,8 @@ def with_settings(
       return [x.array if isinstance(x, InDtype) else x for x in computed]
 
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays.values()]
-    name = getattr(fn, "__name__", type(fn).__name__)
-    flat.__name__ = name  # It is what JAX's errors say.
+    # It is what JAX's errors say.
+    flat.__name__ = name = getattr(fn, "__name__", type(fn).__name__)
     try:
       avals = [cast(ShapedArray, jax.typeof(x)) for x in operands]
       if settings.modules:  # They are shown float32.
@@ -279,7 +279,7 @@ def _differentiated_at_once(
   def backward(
     parts: dict[bool, dict[int, Array]], cotangents: Sequence[Array | SymbolicZero]
   ) -> tuple[Array | None, ...]:
-    moving = parts[True]
+    moving, values = parts[True], parts[True] | parts[False]
 
     def gradients(values: dict[int, Array], changes: list[Array]) -> dict[int, Array]:
       def of_moving(moving: dict[int, Array]) -> list[Array]:  # The others may be closed over.
@@ -293,7 +293,6 @@ def _differentiated_at_once(
     def data(args: Args) -> list[Leaf]:
       return [x for i, x in args[0].items() if decides[i]]
 
-    values = moving | parts[False]
     cast_gradients = cast(gradients, data=data, results=with_dtypes)
     by_place = cast_gradients(values, [*map(instantiated, cotangents)])
     return tuple(by_place.get(i) for i in range(len(values)))

@@ -296,7 +296,7 @@ def test_a_matmul_of_data_that_becomes_an_angle_is_low_and_in_float32():
   for angle in (
     lambda x, w: lax.ragged_dot(x, w[None], jnp.asarray([4])),  # Sizes are no floating operand.
     lambda x, w: jnp.linalg.norm(x @ w, axis=-1),
-    lambda x, w: jnp.cumsum(x @ w, axis=0),
+    lambda x, w: jnp.cumsum(x @ w, axis=0) + lax.dot(jnp.cumsum(x > 1, axis=0), w),
   ):
     fun = lambda x, w, angle=angle: jnp.sin(angle(x, w))  # noqa: E731
     args = GRID / 7, W / 3  # In no low precision.
