@@ -287,20 +287,15 @@ def note_module(error: Exception, path: str, name: str, policy: str) -> None:
   """Tells an error the innermost module under a policy that it was raised in, and what to do."""
   if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
     return
-  as_it_is = f"mpjax.Rule(None, path={path!r})"
-  if isinstance(error, NotImplementedError):
-    advice = (
-      f'If a kernel takes low precision alone, put mpjax.Rule("bfloat16", path={path!r}) before '
-      f"other rules, or {as_it_is} if it casts its arguments itself. Some have another for "
-      'float32: jax.nn.dot_product_attention(implementation="xla").'
-    )
-  else:
-    # A rule that leaves the root as it is leaves everything as it is.
-    rule = f", or leave the module as it is with {as_it_is}" if path else ""
-    advice = (
-      "If it is about dtypes, the module's own code mixes them where jax.numpy would promote: cast "
-      f"there, and start what a loop carries in the dtype of what it meets (x.dtype){rule}."
-    )
+  # A rule that leaves the root as it is leaves everything as it is.
+  rule = f" mpjax.Rule(None, path={path!r}) leaves the module as it is." if path else ""
+  advice = (
+    "If it is about dtypes, the module's own code mixes them where jax.numpy would promote: cast "
+    "there, and start what a loop carries in the dtype of what it meets (x.dtype). For a kernel "
+    f'that takes low precision alone put mpjax.Rule("bfloat16", path={path!r}) before other rules, '
+    'or choose another one: jax.nn.dot_product_attention(implementation="xla") takes float32.'
+    f"{rule}"
+  )
   module = f"{path or 'the root'!r} ({name})"
   error.add_note(f"{_NOTE} {module}, which runs under the policy {policy!r}. {advice}")
 
