@@ -46,15 +46,7 @@ from mpjax._jaxprs.autocast.matmuls import by_rule, why_in_half
 from mpjax._jaxprs.autocast.residuals import saving_low
 from mpjax._jaxprs.autocast.rewriter import By, Rewriter, only_float32, retype, wants_precision
 from mpjax._jaxprs.autocast.scopes import AS_GIVEN, Place
-from mpjax._jaxprs.autocast.values import (
-  FLOATS,
-  Kind,
-  Value,
-  is_exact,
-  joined,
-  spans_float32,
-  survives,
-)
+from mpjax._jaxprs.autocast.values import FLOATS, Kind, Value, is_exact, joined, survives
 from mpjax._jaxprs.op_lists import part_of
 from mpjax._jaxprs.primitives import OUTER_PRODUCT, facts_of
 from mpjax._jaxprs.reader import LARGEST, Atom, aval_of, dtype_of, retyped, shape_of
@@ -155,7 +147,7 @@ def _matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, place: Place, h
   promoted = readers & By.ROUNDED and data and not any(k.parameter for k in kinds)
   chosen = decides and readers & By.INDEX and not all(k.rests for k in kinds)
   if (chosen or promoted or (data and readers & By.ANGLE)) and dtype_of(eqn.outvars[0]) == FLOAT32:
-    operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
+    operands = [rewriter.unrounded(atom, eqn) for atom in eqn.invars]
     return rewriter.write(named, operands, [Kind(half, held=True)])
   by_hand = "its operands are inputs and constants: by hand float32"
   eqn = rewriter.explained(eqn, "float32", by_hand) if alone else eqn
@@ -226,7 +218,7 @@ def _elementwise(
   producer = rewriter.eqns[-1]
   for var in (v for v, each in zip(eqn.outvars, floating, strict=True) if each and rounds):
     value = rewriter.values[var]  # Rounded once for all its readers.
-    rewriter.values[var] = Value(rewriter.view(value, kind.dtype, eqn), kind)
+    rewriter.values[var] = Value(rewriter.view(value, kind.dtype, eqn), kind, unrounded=value.atom)
 
   # What is noted of the results.
   shared = facts.moves and any(map(rewriter.adds_gradients, eqn.invars))
@@ -235,6 +227,7 @@ def _elementwise(
     if shared and all(v.kind.rests for v in (result, *floats)):
       result.moved = eqn
     if facts.moves:
+      result.unrounded = result.unrounded or next((eqn for v in floats if v.unrounded), None)
       added = all(v.kind.added for v in arrays)
       # The numbers that elements are among, if few: they are part of the key of a rewritten jaxpr.
       among = sorted({number for value in floats for number in value.kind.numbers or ()})
@@ -294,7 +287,7 @@ def _rule(
     dtype = FLOAT32
     if facts.gradient == "multiplied" and _scaled(eqn, arrays) is not None:
       # It is as large as an activation: bfloat16 has the range for what is multiplied by it.
-      held = bool(readers & (By.HELD if spans_float32(half) else By.HELD | By.FACTOR))
+      held = bool(readers & (By.HELD if Kind(half).spans_float32 else By.HELD | By.FACTOR))
   elif computes and (masked or not exact):
     dtype = FLOAT32
   elif not computes:
@@ -342,7 +335,7 @@ def _saved_low(
   if any(saved) or len(values) != 2 or exact or (big := _scaled(eqn, values)) is None:
     return saved
   is_saved = (of := values[big].producer) and facts_of(of).gradient == "result"
-  if not is_saved and (spans_float32(kinds[big].dtype) or kinds[big].added):
+  if not is_saved and (kinds[big].spans_float32 or kinds[big].added):
     saved[big] = kinds[big].dtype
   return saved
 

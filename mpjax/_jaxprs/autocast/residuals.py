@@ -18,14 +18,7 @@ from mpjax._core.dtypes import FLOAT32
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, DType, Leaf
 from mpjax._jaxprs.autocast.rewriter import By, Rewriter, in_default, only_float32
-from mpjax._jaxprs.autocast.run import (
-  differentiated,
-  jaxpr_for,
-  jaxpr_of,
-  key_of,
-  unscoped,
-  variables,
-)
+from mpjax._jaxprs.autocast.run import differentiated, jaxpr_for, variables, with_key
 from mpjax._jaxprs.autocast.values import Kind, Value, cached_per_jaxpr, remembered_off_mesh
 from mpjax._jaxprs.compat import context_of
 from mpjax._jaxprs.op_lists import OpLists
@@ -221,8 +214,8 @@ def write_powers(rewriter: Rewriter, function: Powers) -> bool:
   # One equation for all of it, of the root as it is held; or in float32, where gradients are added.
   taken = FLOAT32 if any(k.held for k in kinds) else value.kind.current
   operand = rewriter.view(value, taken, function.eqns[0])
-  wide = jaxpr_of(unscoped(function.eqns), [root], outs)
-  key = key_of(wide), tuple(kinds), aval_of(operand)
+  wide, same = with_key(function.eqns, root, outs)
+  key = same, tuple(kinds), aval_of(operand)
   if key not in rewriter.activations:  # Layers alike share one.
     with context_of(last):
       rewriter.activations[key] = _activation(wide, kinds, aval_of(operand))

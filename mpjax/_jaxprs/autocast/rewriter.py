@@ -286,12 +286,8 @@ class Rewriter:
     if value.moved is not None and dtype == FLOAT32:
       # A cast commutes with a move. Of all float32 readers of what was moved there is one cast, so
       # their gradients, which may cancel, are added before they are rounded: `v[1:] - v[:-1]`.
-      moved = value.moved
-      operands = [self.read(atom, moved, FLOAT32) for atom in moved.invars]
-      outs = [retyped(self.values[v].atom, FLOAT32) for v in moved.outvars]
-      self.eqns.append(moved.replace(invars=operands, outvars=outs))
-      for v, out in zip(moved.outvars, outs, strict=True):
-        self.values[v].views[FLOAT32] = out
+      for v, out in self._moved_wide(value.moved, self.read):
+        v.views[FLOAT32] = out
       return value.views[FLOAT32]
     view, producer, number = retyped(value.atom, dtype), value.producer, value.number
     if producer is not None and number is not None:
@@ -308,6 +304,22 @@ class Rewriter:
     if not (value.is_parameter or (value.kind.is_data and value.producer)):
       value.views[dtype] = view
     return view
+
+  def unrounded(self, atom: Atom, eqn: JaxprEqn, dtype: DType = FLOAT32) -> Atom:
+    """Returns a floating operand in float32, as it was before it was rounded for its readers."""
+    if (value := self.value(atom)) is None or value.unrounded is None:
+      return self.read(atom, eqn, dtype)
+    if isinstance(value.unrounded, JaxprEqn):
+      for v, out in self._moved_wide(value.unrounded, self.unrounded):
+        v.unrounded = out
+    return cast(Atom, value.unrounded)
+
+  def _moved_wide(self, eqn: JaxprEqn, read: Callable[..., Atom]) -> list[tuple[Value, Var]]:
+    """Writes what moves numbers once more, in float32; returns its results, and the variables."""
+    operands, values = [read(atom, eqn, FLOAT32) for atom in eqn.invars], self.values
+    outs = [retyped(values[v].atom, FLOAT32) for v in eqn.outvars]
+    self.eqns.append(eqn.replace(invars=operands, outvars=outs))
+    return [(values[v], out) for v, out in zip(eqn.outvars, outs, strict=True)]
 
   def cast(self, atom: Atom, var: Var, eqn: JaxprEqn | None) -> Var:
     """Writes a cast of `atom` to the dtype of `var`, for an equation that reads it."""

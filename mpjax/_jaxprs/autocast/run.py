@@ -132,11 +132,12 @@ def _part(
   return tuple(key), invars, outvars
 
 
-def key_of(jaxpr: Jaxpr) -> Hashable:
-  """Returns a key of jaxprs that compute the same of their operands."""
+def with_key(eqns: Sequence[JaxprEqn], root: Var, outs: Sequence[Var]) -> tuple[Jaxpr, Hashable]:
+  """Returns a jaxpr of equations, and a key of those that compute the same of their operand."""
+  jaxpr = jaxpr_of(unscoped(eqns), [root], outs)
   # In what an audit shows, each operation has its own line.
   same = AUDIT.value is None
-  return _part(jaxpr.eqns, 0, dict.fromkeys(jaxpr.outvars, 1))[0] if same else id(jaxpr)
+  return jaxpr, _part(jaxpr.eqns, 0, dict.fromkeys(outs, 1))[0] if same else id(jaxpr)
 
 
 def jaxpr_of(eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Atom]) -> Jaxpr:

@@ -85,6 +85,11 @@ class Kind(NamedTuple):
     return self.dtype == FLOAT32 and not self.neutral
 
   @property
+  def spans_float32(self) -> bool:
+    """Whether its dtype has the range of float32: a rounding is never inf nor zero."""
+    return bool(jnp.finfo(self.dtype).maxexp >= jnp.finfo(FLOAT32).maxexp)
+
+  @property
   def rests(self) -> bool:
     """Whether it is low and at rest: its readers read low precision."""
     return self.is_low and not self.held
@@ -115,6 +120,8 @@ class Value:
   moved: JaxprEqn | None = None  # of numbers at rest that were moved, if several read what was
   views: dict[DType, Atom] = dataclasses.field(default_factory=dict)  # by other dtypes
   pair: Atom | None = None  # of numbers at rest in a float32 variable, one of the dtype at rest
+  # Of numbers at rest, the float32 variable before they were rounded, or what moved it.
+  unrounded: Atom | JaxprEqn | None = None
 
   @property
   def at_rest(self) -> Atom | None:
@@ -208,11 +215,6 @@ def survives(number: float, dtype: DType) -> bool:
   """Whether a number becomes neither inf nor zero nor subnormal in a low-precision dtype."""
   size, limits = abs(number), jnp.finfo(dtype)
   return not 0 < size < np.inf or float(limits.tiny) <= size <= float(limits.max)
-
-
-def spans_float32(dtype: DType) -> bool:
-  """Whether a low-precision dtype has the range of float32: a rounding is never inf nor zero."""
-  return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(FLOAT32).maxexp)
 
 
 @functools.lru_cache(maxsize=1024)
