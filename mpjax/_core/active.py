@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from mpjax._core.frameworks import check_no_linen_model
+from mpjax._core.frameworks import check_function
 from mpjax._core.policy import Policy
 from mpjax._core.rules import NO_POLICY, ModulePolicy, Rule
 from mpjax._core.trees import half_to_float32, map_arrays
@@ -165,7 +165,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
     A function with the signature of `fn`.
 
   Raises:
-    MpjaxTypeError: `fn` is a Linen model without variables.
+    MpjaxTypeError: `fn` is no function, or a Linen model without variables.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> @mpjax.full_precision
@@ -175,7 +175,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   >>> [eqn.primitive.name for eqn in jaxpr.eqns]
   ['dot_general']
   """
-  check_no_linen_model(fn, "mpjax.full_precision(fn)")
+  check_function(fn, "mpjax.full_precision(fn)", "Write mpjax.full_precision(jnp.matmul)(x, w).")
 
   @functools.wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,5 +1,7 @@
 """Which library a model comes from, by the names of classes: nothing is imported for it."""
 
+import jax
+
 from mpjax._core.errors import MpjaxTypeError, kind_of
 
 _CLASSES = {
@@ -43,14 +45,15 @@ def not_a_model(x: object) -> tuple[str, str]:
   return kind_of(x), fix
 
 
-def check_no_linen_model(fn: object, where: str) -> None:
-  """Raises for a Linen model instead of a function: it cannot be called without variables."""
-  if framework_of(fn) != "Linen" or isinstance(fn, type):
-    return
-  if getattr(fn, "scope", None) is None and getattr(fn, "parent", None) is None:
-    raise MpjaxTypeError(
-      where,
-      expected="a function of arrays",
-      got=f"a model of Linen ({type(fn).__name__}), which is called through apply",
-      fix=f"Pass model.apply. For a policy on its modules: {_CALL.format('model')}.",
-    )
+def check_function(fn: object, where: str, fix: str) -> None:
+  """Raises MpjaxTypeError unless `fn` is a function of arrays that JAX can trace."""
+  expected, compiled = "a function of arrays", isinstance(fn, jax.stages.Compiled)
+  if compiled or not callable(fn):
+    got = "a compiled one" if compiled else kind_of(fn)
+    raise MpjaxTypeError(where, expected=f"{expected} that JAX can trace", got=got, fix=fix)
+  # It cannot be called without variables.
+  is_model = framework_of(fn) == "Linen" and not isinstance(fn, type)
+  if is_model and getattr(fn, "scope", None) is None and getattr(fn, "parent", None) is None:
+    got = f"a model of Linen ({type(fn).__name__}), which is called through apply"
+    fix = f"Pass model.apply. For a policy on its modules: {_CALL.format('model')}."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)

@@ -122,12 +122,9 @@ def refuse_overflow(casts: Mapping[str, tuple[Leaf, Leaf]], where: str) -> None:
       if not (finite(after) | ~finite(before)).all():
         wrong.append(f"{before.dtype} beyond {after.dtype} at {path or 'the root'}")
   if wrong:
-    raise MpjaxValueError(
-      where,
-      expected="values that the new dtype can hold",
-      got=listed(wrong),
-      fix="They would be inf or NaN: keep these leaves in float32 or bfloat16.",
-    )
+    fix = "They would be inf or NaN: keep these leaves in float32 or bfloat16."
+    expected = "values that the new dtype can hold"
+    raise MpjaxValueError(where, expected=expected, got=listed(wrong), fix=fix)
 
 
 def put(x: Array | NumpyArray, sharding: jax.sharding.Sharding | None, *, alias: bool) -> jax.Array:

@@ -156,12 +156,8 @@ def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
   parsed: tuple[Any, ...] = tuple(rules) if many else (rules,)
   wrong = [rule for rule in parsed if not isinstance(rule, Rule)] if many else parsed
   if wrong:
-    raise MpjaxTypeError(
-      where,
-      expected="a sequence of mpjax.Rule",
-      got=repr(wrong[0]),
-      fix='Write [mpjax.Rule("float32", path="head")].',
-    )
+    expected, fix = "a sequence of mpjax.Rule", 'Write [mpjax.Rule("float32", path="head")].'
+    raise MpjaxTypeError(where, expected=expected, got=repr(wrong[0]), fix=fix)
   return parsed
 
 

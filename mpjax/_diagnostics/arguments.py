@@ -17,7 +17,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._core.active import AUDIT, AuditRecord
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
-from mpjax._core.frameworks import check_no_linen_model
 from mpjax._core.leaves import Path, is_nnx_variable, leaf_paths
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
@@ -140,15 +139,6 @@ def positional_names(fn: Function, count: int) -> list[str]:
   names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
   rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
   return [*names[:count], *(f"{rest}[{i}]" for i in range(count - len(names)))]
-
-
-def check_function(fn: object, where: str, fix: str) -> None:
-  """Raises MpjaxTypeError unless `fn` is a function of arrays that JAX can trace."""
-  check_no_linen_model(fn, where)
-  compiled = isinstance(fn, jax.stages.Compiled)
-  if compiled or not callable(fn):
-    got, expected = "a compiled one" if compiled else kind_of(fn), "a function of arrays"
-    raise MpjaxTypeError(where, expected=f"{expected} that JAX can trace", got=got, fix=fix)
 
 
 def with_parameter_scopes(fn: Function) -> Function:

@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
+from mpjax._core.frameworks import check_function
 from mpjax._core.policy import Policy
 from mpjax._core.types import Args, Function, Kwargs, P
-from mpjax._diagnostics.arguments import check_function
 from mpjax._jaxprs.locations import Source
 
 R = TypeVar("R")

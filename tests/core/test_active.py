@@ -179,12 +179,9 @@ def test_nothing_that_is_given_inside_a_region_begins(wrap, inside):
     with mpjax.linen.policy_scope("bfloat16"):
       return nn.Dense(4).apply(variables, x)
 
-  def bound(x):
-    return model.bind(variables)(x)
-
   calls = {
     "apply": lambda x: model.apply(variables, x),
-    "bound": bound,
+    "bound": lambda x: model.bind(variables)(x),
     "scope": scoped,
     "view": mpjax.nnx.with_policy(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "bfloat16"),
     "autocast": mpjax.autocast(lambda x: x @ x.T, "bfloat16"),

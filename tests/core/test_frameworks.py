@@ -4,9 +4,11 @@ import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 
 import mpjax
+from mpjax._core.frameworks import check_function
 from tests.errors import refused
 from tests.linen.probes import Probe
 
@@ -22,8 +24,7 @@ def models():
 
 
 FIXES = {
-  "Linen": "mpjax.with_policy(model",
-  "NNX": "mpjax.with_policy(model",
+  **dict.fromkeys(("Linen", "NNX"), "mpjax.with_policy(model"),
   "Equinox": "mpjax.with_policy(loss_fn",
   "Haiku": "mpjax.with_policy(transformed.apply",
 }
@@ -51,3 +52,13 @@ def test_a_model_of_another_library_is_told_what_to_write():
   for taken, given, got, fix in CLASSES:
     with refused(TypeError, where, "a", got, fix):
       getattr(mpjax, taken).with_policy(given, "mixed_bfloat16")
+
+
+def test_what_is_no_function():
+  model = (nn.Dense(2), "a model of Linen (Dense), which is called through apply")
+  compiled = (jax.jit(jnp.sin).lower(1.0).compile(), "a compiled one")
+  for fn, got in [(3, "3"), ("fn", "'fn'"), ({}, "dict"), model, compiled]:
+    with refused(TypeError, "mpjax.audit(fn)", "a function of arrays", got, "Pass"):
+      check_function(fn, "mpjax.audit(fn)", "Pass it.")
+  with refused(TypeError, "mpjax.full_precision(fn)", "a function", "an array", "jnp.matmul"):
+    mpjax.full_precision(jnp.ones(2))

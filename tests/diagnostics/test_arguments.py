@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,6 @@ from flax import nnx
 import mpjax
 from mpjax._diagnostics.arguments import (
   Call,
-  check_function,
   name_by_parameters,
   parameter_trees,
   positional_names,
@@ -68,18 +66,6 @@ def test_variables_of_nnx_are_known_by_their_class():
 
 def test_a_function_without_a_signature():
   assert (positional_names(print, 1), positional_names(lambda *a: a, 1)) == (["args[0]"], ["a[0]"])
-
-
-def test_what_is_no_function():
-  for fn, got in [
-    (3, "3"),
-    ("fn", "'fn'"),
-    ({}, "dict"),
-    (nn.Dense(2), "a model of Linen (Dense), which is called through apply"),
-    (jax.jit(jnp.sin).lower(X).compile(), "a compiled one"),
-  ]:
-    with refused(TypeError, "mpjax.audit(fn)", "a function of arrays", got, "Pass"):
-      check_function(fn, "mpjax.audit(fn)", "Pass it.")
 
 
 def test_static_arguments_are_none_and_numbers_of_numpy_are_arrays():

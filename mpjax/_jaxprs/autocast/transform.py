@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._core.active import AUDIT, in_region
 from mpjax._core.dtypes import FLOAT32, HALVES
 from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
-from mpjax._core.frameworks import check_no_linen_model
+from mpjax._core.frameworks import check_function
 from mpjax._core.policy import PolicyLike, parse_policy
 from mpjax._core.rules import Rule, parse_rules, rewrites
 from mpjax._core.types import Args, Array, DType, Function, Leaf, P, PyTree
@@ -95,9 +95,7 @@ def autocast(
   exp float32
   """
   where, of_rules = "mpjax.autocast(fn)", "mpjax.autocast(rules=...)"
-  if not callable(fn):
-    raise MpjaxTypeError(where, expected="a function", got=repr(fn), fix=_AS_FUNCTION)
-  check_no_linen_model(fn, where)
+  check_function(fn, where, _AS_FUNCTION)
   if ops is not None and not isinstance(ops, OpLists):
     of_ops, fix = "mpjax.autocast(ops=...)", 'Write ops=mpjax.OpLists().replace(float32=["tanh"]).'
     raise MpjaxTypeError(of_ops, expected="an mpjax.OpLists", got=repr(ops), fix=fix)

@@ -155,9 +155,8 @@ def test_a_function_is_expected_and_its_arguments_must_be_concrete(tool):
   name = f"mpjax.{tool.__name__}"
   with refused(TypeError, f"{name}(fn)", "a function", "an array", f"{name}(step)"):
     tool(x)
-  with pytest.raises(
-    mpjax.errors.MpjaxTypeError, match=r"expected concrete arrays, got a traced array float32\[2\]"
-  ):
+  got = r"expected concrete arrays, got a traced array float32\[2\]"
+  with pytest.raises(mpjax.errors.MpjaxTypeError, match=got):
     jax.jit(lambda x: len(str(tool(jnp.sin)(x))))(x)
   with pytest.raises(mpjax.errors.MpjaxTypeError, match=r"got a ShapeDtypeStruct float32\[2\]"):
     tool(jnp.sin)(jax.ShapeDtypeStruct((2,), jnp.float32))

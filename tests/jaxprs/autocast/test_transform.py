@@ -228,8 +228,6 @@ def test_what_is_no_function():
     mpjax.autocast(policy="mixed_float16")
   with refused(TypeError, FN, "arguments fn, policy", "'dtype'", NO_FUNCTION):
     mpjax.autocast(jnp.tanh, dtype="float16")
-  with refused(TypeError, FN, "a function", "Array", 'mpjax.autocast(fn, "mixed_bfloat16")'):
-    mpjax.autocast(W)
   with refused(TypeError, FN, RETURNS, "writes to variables of a model", "mpjax.with_policy"):
     mpjax.autocast(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))(X)
 
