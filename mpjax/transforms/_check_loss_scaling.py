@@ -113,7 +113,9 @@ def _check_one(step: Function, call: PyTree, scale: OwnedScale, root: Path) -> b
     # How many steps were applied, of a loop some perhaps; None if none has updated the scale. An
     # inf or NaN belongs to all losses: of several one alone may be skipped. Results may have other
     # paths: there a scale is told apart by a count that no other has.
-    mine = {".scale": number, ".finite": False, ".total": 2**30, ".skipped": 2**30}
+    # The flag of the step before is the opposite: one that reads it changes what is to stay.
+    mine = {".scale": number, ".finite": not np.isfinite(number)}
+    mine |= {".total": 2**30, ".skipped": 2**30}
     others = {} if np.isfinite(number) else mine | {".total": 0, ".skipped": 0}
     new = {path: (mine if path[:-1] == own else others).get(path[-1]) for path in states}
     values = {path: full_like(start[path], x) for path, x in new.items() if x is not None}

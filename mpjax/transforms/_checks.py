@@ -29,7 +29,7 @@ def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> 
   for name in axes:
     try:
       jax.lax.axis_size(name)
-    except NameError as error:
+    except (NameError, ValueError) as error:  # An integer is an axis of no mesh.
       names = jax.sharding.get_abstract_mesh().axis_names
       expected = f"the name of an axis that is mapped where {call} is called"
       got = f"none of that name ({error}; the axes of the mesh here: {names})"

@@ -121,7 +121,8 @@ def _check_arguments(params: Params, tx: object, rng: Array | None, call: str) -
   # What nobody trains, among what is trained: collections of Linen, and models and variables of
   # NNX. Only nnx.Param is known to be trained, so a tree of other variables alone is left to the
   # caller.
-  got, fix = "", 'Pass variables["params"], and the other collections as model_state.'
+  fix = 'Pass variables["params"], and the other collections as model_state.'
+  got = kind_of(params) if params is None or framework_of(params) == "Linen" else ""
   if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
     got = f"all variables, with the collections {sorted(map(str, params))}"
   is_nnx = lambda x: is_nnx_variable(x) or framework_of(x) == "NNX"  # noqa: E731
@@ -131,10 +132,8 @@ def _check_arguments(params: Params, tx: object, rng: Array | None, call: str) -
   others = [f"{kind.__name__} at {path}" for kind, path in kinds if not is_param(kind)]
   if any(framework_of(kind) == "NNX" for kind, _ in kinds) or 0 < len(others) < len(kinds):
     got = f"objects of NNX with {listed(others)}"
-    fix = (
-      "graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes a model apart: pass "
-      "nnx.as_pure(params), and nnx.as_pure(rest) as model_state."
-    )
+    fix = "graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes a model apart: pass "
+    fix += "nnx.as_pure(params), and nnx.as_pure(rest) as model_state."
   if got:
     expected = "the parameters alone: weight decay would act on running statistics too"
     raise MpjaxTypeError(f"{call}(params)", expected=expected, got=got, fix=fix)

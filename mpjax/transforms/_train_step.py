@@ -280,16 +280,15 @@ def make_train_step(
 
 def _average(old: Params, new: Params, decay: float, opt_state: OptState) -> Params:
   """Returns the average one step later."""
-  # What `mpjax.accumulate_gradients` trains stays as it is between two updates, and so does this.
-  updated = {
-    path: window.micro_batches == 0
-    for window in nodes_of(opt_state, AccumulationState)
-    for path, _ in jax.tree_util.tree_leaves_with_path(window.total)
-  }
-  if not updated.keys() <= {path for path, _ in jax.tree_util.tree_leaves_with_path(old)}:
+  # What is trained in windows stays as it is between two updates, and so does this.
+  windows = [(w.micro_batches, w.total) for w in nodes_of(opt_state, AccumulationState)]
+  windows += [(w.mini_step, w.acc_grads) for w in nodes_of(opt_state, optax.MultiStepsState)]
+  leaves = jax.tree_util.tree_leaves_with_path
+  updated = {path: count == 0 for count, total in windows for path, _ in leaves(total)}
+  if not updated.keys() <= {path for path, _ in leaves(old)}:
     where = "mpjax.make_train_step(ema_decay)"
     expected = "an optimizer that adds up gradients in the tree of the parameters"
-    got = "mpjax.accumulate_gradients inside of what changes the tree, such as optax.flatten"
+    got = "a window of micro-batches inside of what changes the tree, such as optax.flatten"
     fix = "Put it outside of that: mpjax.accumulate_gradients(optax.flatten(inner), every)."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
 

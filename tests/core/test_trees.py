@@ -219,15 +219,16 @@ def test_every_value_of_the_small_formats():
 def test_differences_between_containers():
   assert tree_differences([1.0], [2.0], dtypes=True) == []
   assert tree_differences(jnp.ones(2), jnp.ones(2, jnp.int32), dtypes=False) == []
-  assert tree_differences(jnp.ones(2), jnp.ones(3), dtypes=False) == [
-    "shape [3] for shape [2] at the root"
-  ]
+  shapes = tree_differences(jnp.ones(2), jnp.ones(3), dtypes=False)
+  assert shapes == ["shape [3] for shape [2] at the root"]
   for wanted, given, text in [
     ((1.0, 2.0), [1.0, 2.0], "list for tuple at the root"),
     ({"a": 1.0, "b": (2.0,)}, {"a": 1.0, "b": [2.0]}, "list for tuple at ['b']"),
     ({"a": 1.0, "b": ()}, {"a": 1.0, "b": []}, "list for tuple at ['b']"),
   ]:
     assert tree_differences(wanted, given, dtypes=True) == [f"other containers: {text}"]
+  parts = tree_differences((1.0, ()), (1.0,), dtypes=True)  # Without leaves.
+  assert parts == ["1 parts for 2 of a tuple at the root"]
   (text,) = tree_differences([OnlyAux(1.0, 3)], [OnlyAux(1.0, 4)], dtypes=True)
   assert text == "other static parts of a OnlyAux at [0]"
   assert tree_differences([None], [1.0], dtypes=True) == ["float32[] for None at [0]"]

@@ -301,7 +301,7 @@ def test_the_state_of_an_optimizer_in_host_memory():
 
 
 KINDS = ["statistics", "average", "count", "reset", "scale"]
-KINDS += ["momentum of updates", "momentum of gradients"]
+KINDS += ["momentum of updates", "momentum of gradients", "old flag"]
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -323,7 +323,7 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
     if kind == "momentum of updates":
       change = new["momentum"] = jax.tree.map(add, new["momentum"], change)
     params = optax.apply_updates(params, change)
-    if kind == "statistics":
+    if kind in ("statistics", "old flag"):
       new["mean"] = add(new["mean"], 0.1 * jnp.mean(batch[0], axis=0))
     elif kind == "average":
       new["average"] = jax.tree.map(lambda e, p: e + 0.1 * (p - e), new["average"], params)
@@ -333,7 +333,8 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
       new["age"] = jnp.where(mpjax.last_step_finite(opt_state), new["age"], 0)
     if guarded:
       old = old, before if kind == "scale" else opt_state
-      return mpjax.select_tree(mpjax.last_step_finite(opt_state), ((params, new), opt_state), old)
+      flag = mpjax.last_step_finite(before if kind == "old flag" else opt_state)
+      return mpjax.select_tree(flag, ((params, new), opt_state), old)
     return (params, new), opt_state
 
   ends = contextlib.nullcontext()
@@ -341,7 +342,7 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
     ends = refused(ValueError, WHERE, "the same at every", "still carry the loss scale", "clip in")
   elif guarded and kind == "scale":  # Which then never falls, and counts no skipped step.
     ends = refused(ValueError, WHERE, "when it is skipped too", "the old one", "never select it")
-  elif not guarded and kind != "scale":
+  elif kind == "old flag" or (not guarded and kind != "scale"):
     ends = refused(ValueError, WHERE, "changes nothing when it is skipped", "another ", "select_")
   with ends:
     mpjax.check_loss_scaling(jax.jit(step))((PARAMS, rest), tx.init(PARAMS), BATCH)

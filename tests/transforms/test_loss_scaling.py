@@ -316,14 +316,15 @@ def test_a_state_of_another_configuration_is_refused():
 
 
 @pytest.mark.case("B130")
-def test_an_axis_that_is_not_bound(devices):
-  tx = mpjax.loss_scaling(SGD, axis_name="bacth")
+@pytest.mark.parametrize("name", ["bacth", 0])
+def test_an_axis_that_is_not_bound(devices, name):
+  tx = mpjax.loss_scaling(SGD, axis_name=name)
   update = functools.partial(tx.update, params=PARAMS)
   mesh = jax.make_mesh((4,), ("batch",), devices=devices)
   mapped = jax.shard_map(update, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
   here = "the axes of the mesh here: ('batch',)"
   for call, got in ((update, "none of that name"), (mapped, here)):
-    where, expected = "mpjax.loss_scaling(axis_name='bacth')", "the name of an axis that is mapped"
+    where, expected = f"loss_scaling(axis_name={name!r})", "the name of an axis that is mapped"
     with refused(ValueError, where, expected, got, "Under plain jit leave axis_name out"):
       jax.eval_shape(call, PARAMS, tx.init(PARAMS))
 

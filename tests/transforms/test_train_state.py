@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import mpjax
@@ -89,6 +90,8 @@ def test_arguments_that_are_taken_for_others():
   for given, expected, got, fix in (
     (params | {"n": jnp.arange(2)}, "floating parameters", "int32 at ['n']", "model_state"),
     (variables, alone, "['batch_stats', 'params', 'w']", 'variables["params"]'),
+    (nn.Dense(2), alone, "a Dense", 'variables["params"]'),
+    (None, alone, "None", 'variables["params"]'),
     (model, alone, "objects of NNX with Sequential at the root", split),
     (nnx.state(model), alone, "BatchStat at layers/1/mean", split),
     ({"a": model}, alone, "Sequential at a", split),

@@ -436,9 +436,12 @@ def test_what_becomes_infinite_skips_the_step_and_is_named():
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_the_average_moves_with_updates_not_with_micro_batches(every):
+@pytest.mark.parametrize("windows", [mpjax.accumulate_gradients, optax.MultiSteps])
+@pytest.mark.standard_promotion
+def test_the_average_moves_with_updates_not_with_micro_batches(every, windows):
   # As if each window were one batch: NumPy, in float64.
-  tx = mpjax.loss_scaling(mpjax.accumulate_gradients(optax.sgd(0.25), every), STATIC)
+  inner = windows(optax.sgd(0.25), every)
+  tx = mpjax.loss_scaling(getattr(inner, "gradient_transformation", lambda: inner)(), STATIC)
   loss_fn = loss_of(lambda params, batch: jnp.sum((params - batch) ** 2))
   step, state = begin(loss_fn, tx, jnp.ones(1), ema=True, ema_decay=0.75)
   params = average = 1.0
