@@ -459,8 +459,8 @@ tests/jaxprs/autocast/test_rewriter_parts.py::test_a_setting_for_the_whole_proce
 mpjax/_jaxprs/autocast/float8.py::quantise
 
 54 an inf in an operand of a matmul in float8 is clipped, and the step goes on
-- jnp.maximum(scale, _TINY)
-+ jnp.clip(jnp.nan_to_num(scale), _TINY, 1e30)
+- jnp.maximum(scale, np.finfo(np.float32).tiny)
++ jnp.clip(jnp.nan_to_num(scale), np.finfo(np.float32).tiny, 1e30)
 tests/jaxprs/autocast/test_float8_dot.py::test_what_is_not_finite_is_not_clipped
 
 mpjax/_jaxprs/autocast/float8.py::Float8Recipe.dot

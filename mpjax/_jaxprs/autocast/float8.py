@@ -77,11 +77,7 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   most, wide = float(jnp.finfo(dtype).max), jax.lax.convert_element_type(x, FLOAT32)
   largest = jax.lax.convert_element_type(jax.lax.expand_dims(largest, axes or ()), FLOAT32)
   # Multiplied by reciprocals: XLA makes that of some divisions, and the last digit another.
-  if power_of_two:
-    exponent = 2.0 ** math.floor(math.log2(most))
-    scale = _rounded_up(largest * (1 / exponent), most / exponent)
-  else:
-    scale = largest * (1 / most)
+  scale = _rounded_up(largest, most) if power_of_two else largest * (1 / most)
   # The reciprocal of a smaller one is none that float32 has.
   scale = jnp.maximum(scale, np.finfo(np.float32).tiny)
   # Clipped first: a cast to e4m3 makes NaN of what is above its range.
@@ -90,8 +86,10 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   return Scaled(jax.lax.convert_element_type(values, dtype), scale)
 
 
-def _rounded_up(x: Array, mantissa: float) -> Array:
-  # Returns the least powers of two that are no less than `x / mantissa`, for 1 <= mantissa < 2.
+def _rounded_up(x: Array, most: float) -> Array:
+  # Returns the least powers of two that are no less than `x / most`.
+  exponent = 2.0 ** math.floor(math.log2(most))
+  x, mantissa = x * (1 / exponent), most / exponent
   # By the bits of the number: a logarithm is not exact on every device.
   bits = jax.lax.bitcast_convert_type(x, np.int32)
   carry = np.int32((1 << 23) - 1 - int((mantissa - 1) * (1 << 23)))

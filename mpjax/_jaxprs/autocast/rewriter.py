@@ -293,9 +293,8 @@ class Rewriter:
     if producer is not None and number is not None:
       # The array is filled with the number in another dtype, as by hand: with a cast of the float32
       # array a mask of the size of attention's logits would be in memory twice.
-      scalar, *sizes = producer.invars
-      filled = literal_as(scalar, dtype, number)
-      self.eqns.append(producer.replace(invars=[filled, *sizes], outvars=[view]))
+      invars = [literal_as(producer.invars[0], dtype, number), *producer.invars[1:]]
+      self.eqns.append(producer.replace(invars=invars, outvars=[view]))
     else:
       self.cast(value.atom, view, eqn)
     # Three casts of one weight, for the projections of attention: their gradients are cast to
@@ -305,12 +304,17 @@ class Rewriter:
       value.views[dtype] = view
     return view
 
-  def unrounded(self, atom: Atom, eqn: JaxprEqn, dtype: DType = FLOAT32) -> Atom:
-    """Returns a floating operand in float32, as it was before it was rounded for its readers."""
-    if (value := self.value(atom)) is None or value.unrounded is None:
+  def unrounded(self, atom: Atom, eqn: JaxprEqn, dtype: DType | None = FLOAT32) -> Atom:
+    """Returns an operand in `dtype`; in float32 as it was before it was rounded for its readers."""
+    value = self.value(atom) if dtype == FLOAT32 else None
+    if value is None or value.unrounded is None:
       return self.read(atom, eqn, dtype)
-    if isinstance(value.unrounded, JaxprEqn):
-      for v, out in self._moved_wide(value.unrounded, self.unrounded):
+    moves = [value.unrounded] if isinstance(value.unrounded, JaxprEqn) else []
+    for moved in moves:  # More are added. They may be more than Python's stack is deep.
+      before = [x.unrounded for x in map(self.value, moved.invars) if x is not None]
+      moves += [x for x in before if isinstance(x, JaxprEqn) and x not in moves]
+    for moved in reversed(moves):
+      for v, out in self._moved_wide(moved, self.unrounded):
         v.unrounded = out
     return cast(Atom, value.unrounded)
 
@@ -387,7 +391,7 @@ class Rewriter:
     if (unknown or inners is None) and self.place(eqn).half is not None:
       text = "It runs as it was traced, in the dtypes that it had."
       warn_not_entered(eqn, "mpjax.autocast", text)
-    operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
+    operands = [self.unrounded(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     facts = facts_of(eqn)
     kind = joined(*map(self.kind, eqn.invars)) or Kind(FLOAT32, facts.neutral)
     solved = kind.solved or (facts.role == "linear algebra" and not kind.neutral)

@@ -120,7 +120,7 @@ class Value:
   moved: JaxprEqn | None = None  # of numbers at rest that were moved, if several read what was
   views: dict[DType, Atom] = dataclasses.field(default_factory=dict)  # by other dtypes
   pair: Atom | None = None  # of numbers at rest in a float32 variable, one of the dtype at rest
-  # Of numbers at rest, the float32 variable before they were rounded, or what moved it.
+  # The float32 variable before it was rounded, or what moved such numbers, perhaps among others.
   unrounded: Atom | JaxprEqn | None = None
 
   @property

@@ -332,12 +332,12 @@ def test_what_is_also_read_as_a_number_is_low_though_an_index_is_chosen_of_it():
   program = jax.make_jaxpr(mpjax.autocast(loss, data_argnums=1))(W, GRID)
   assert programs.half_share(program) == 1
   # But places in an image, of a frame that a layer predicts: by hand JAX promotes it, and its sum.
-  # What is computed in float32 is not rounded before, though it is moved.
-  for frame in (lambda y: y / 4096 + jnp.eye(4, 3), lambda y: jnp.tanh(y / 999).T[::-1].T / 3):
+  # What is computed in float32 is not rounded before, though it is moved, and more than once.
+  turned = lambda y: functools.reduce(lambda y, _: y.T, range(500), y / 999)  # noqa: E731
+  for frame in (lambda y: y / 4096 + jnp.eye(4, 3), turned):
     at = lambda y, x, frame=frame: (frame(y.astype("float32")) @ x.T) % 1.0  # noqa: E731
     found = mpjax.autocast(lambda w, x, at=at: at(x @ w, x), data_argnums=1)(W, GRID)
-    by_hand = at(GRID.astype("bfloat16") @ W.astype("bfloat16"), GRID)
-    np.testing.assert_array_equal(found, by_hand)
+    np.testing.assert_array_equal(found, at(GRID.astype("bfloat16") @ W.astype("bfloat16"), GRID))
 
 
 def test_a_comparison_of_data_alone_reads_a_float32_matmul():
