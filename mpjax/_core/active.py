@@ -175,7 +175,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   >>> [eqn.primitive.name for eqn in jaxpr.eqns]
   ['dot_general']
   """
-  check_function(fn, "mpjax.full_precision(fn)", "Write mpjax.full_precision(jnp.matmul)(x, w).")
+  check_function(fn, "mpjax.full_precision(fn)", "Pass it: mpjax.full_precision(jnp.matmul)(x, w).")
 
   @functools.wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -211,7 +211,7 @@ def _other_container(expected: PyTree, got: PyTree, path: str = "") -> str:
     for tree in (expected, got)
   ]
   if (n := len(children[1])) != len(children[0]):
-    return f"{n} parts for {len(children[0])} of a {kinds[0]} at {path or 'the root'}"
+    return f"other containers: {kinds[0]} of {n} for {len(children[0])} at {path or 'the root'}"
   for (key, want), (_, give) in zip(*children, strict=True):
     if jax.tree.structure(want, is_leaf=is_none) != jax.tree.structure(give, is_leaf=is_none):
       return _other_container(want, give, path + jax.tree_util.keystr(key))

@@ -116,13 +116,11 @@ def refuse_other_state(
   own = bare(_first_state(inner, params))
   problems = [] if own is None else tree_differences(own, bare(state), dtypes=False)
   if problems:
-    raise MpjaxTypeError(
-      where,
-      expected="the state that init of this very transformation created",
-      got=f"one of another optimizer, or of other parameters: {listed(problems, most=4)}",
-      fix="Pass the tx that made it, wrapped by mpjax.loss_scaling and configured alike, and the "
-      "params that it was made for, or make a new state.",
-    ) from cause
+    expected = "the state that init of this very transformation created"
+    got = f"one of another optimizer, or of other parameters: {listed(problems, most=4)}"
+    fix = "Pass the tx that made it, wrapped by mpjax.loss_scaling and configured alike, and the "
+    fix += "params that it was made for, or make a new state."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix) from cause
 
 
 def _first_state(inner: optax.GradientTransformation, params: Params) -> OptState:

@@ -255,7 +255,7 @@ def make_train_step(
     new = TrainState(step, params, opt_state, model_state, state.ema, state.rng)
     if ema_decay is not None:
       target = float32_view(trained_params(params, opt_state))
-      new = new._replace(ema=_average(state.ema, target, ema_decay, opt_state))
+      new = new._replace(ema=_average(state, target, ema_decay, opt_state))
     if scaled:  # Else nothing is checked or skipped.
       # Parameters too: -0.0 leaves them alone, but for subnormals, which a CPU flushes to 0.
       kept = ("step", "model_state", "ema", *(() if applied else ("params",)))
@@ -278,13 +278,17 @@ def make_train_step(
   )
 
 
-def _average(old: Params, new: Params, decay: float, opt_state: OptState) -> Params:
+def _average(state: TrainState, new: Params, decay: float, opt_state: OptState) -> Params:
   """Returns the average one step later."""
-  # What is trained in windows stays as it is between two updates, and so does this.
-  windows = [(w.micro_batches, w.total) for w in nodes_of(opt_state, AccumulationState)]
-  windows += [(w.mini_step, w.acc_grads) for w in nodes_of(opt_state, optax.MultiStepsState)]
-  leaves = jax.tree_util.tree_leaves_with_path
-  updated = {path: count == 0 for count, total in windows for path, _ in leaves(total)}
+  # What is trained in windows stays as it is between two updates, and so does this. optax may
+  # skip a batch, and then begins no window.
+  old, kind, leaves = state.ema, optax.MultiStepsState, jax.tree_util.tree_leaves_with_path
+  windows = [(w.micro_batches == 0, w.total) for w in nodes_of(opt_state, AccumulationState)]
+  for was, w in zip(nodes_of(state.opt_state, kind), nodes_of(opt_state, kind), strict=True):
+    windows.append((w.gradient_step != was.gradient_step, w.acc_grads))
+  updated = dict[KeyPath, Array]()
+  for ended, (path, _) in ((ended, leaf) for ended, total in windows for leaf in leaves(total)):
+    updated[path] = updated.get(path, True) & ended  # A window may be inside of another one.
   if not updated.keys() <= {path for path, _ in leaves(old)}:
     where = "mpjax.make_train_step(ema_decay)"
     expected = "an optimizer that adds up gradients in the tree of the parameters"

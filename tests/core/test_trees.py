@@ -228,7 +228,7 @@ def test_differences_between_containers():
   ]:
     assert tree_differences(wanted, given, dtypes=True) == [f"other containers: {text}"]
   parts = tree_differences((1.0, ()), (1.0,), dtypes=True)  # Without leaves.
-  assert parts == ["1 parts for 2 of a tuple at the root"]
+  assert parts == ["other containers: tuple of 1 for 2 at the root"]
   (text,) = tree_differences([OnlyAux(1.0, 3)], [OnlyAux(1.0, 4)], dtypes=True)
   assert text == "other static parts of a OnlyAux at [0]"
   assert tree_differences([None], [1.0], dtypes=True) == ["float32[] for None at [0]"]
