@@ -285,7 +285,7 @@ def _average(state: TrainState, new: Params, decay: float, opt_state: OptState) 
   old, kind, leaves = state.ema, optax.MultiStepsState, jax.tree_util.tree_leaves_with_path
   windows = [(w.micro_batches == 0, w.total) for w in nodes_of(opt_state, AccumulationState)]
   for was, w in zip(nodes_of(state.opt_state, kind), nodes_of(opt_state, kind), strict=True):
-    windows.append((w.gradient_step != was.gradient_step, w.acc_grads))
+    windows.append((jnp.not_equal(w.gradient_step, was.gradient_step), w.acc_grads))
   updated = dict[KeyPath, Array]()
   for ended, (path, _) in ((ended, leaf) for ended, total in windows for leaf in leaves(total)):
     updated[path] = updated.get(path, True) & ended  # A window may be inside of another one.
