@@ -287,8 +287,8 @@ def _average(state: TrainState, new: Params, decay: float, opt_state: OptState) 
   for was, w in zip(nodes_of(state.opt_state, kind), nodes_of(opt_state, kind), strict=True):
     windows.append((jnp.not_equal(w.gradient_step, was.gradient_step), w.acc_grads))
   updated = dict[KeyPath, Array]()
-  for ended, (path, _) in ((ended, leaf) for ended, total in windows for leaf in leaves(total)):
-    updated[path] = updated.get(path, True) & ended  # A window may be inside of another one.
+  for ended, total in windows:  # One may be inside of another.
+    updated |= {path: updated.get(path, True) & ended for path, _ in leaves(total)}
   if not updated.keys() <= {path for path, _ in leaves(old)}:
     where = "mpjax.make_train_step(ema_decay)"
     expected = "an optimizer that adds up gradients in the tree of the parameters"

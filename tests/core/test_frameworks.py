@@ -23,11 +23,8 @@ def models():
   }
 
 
-FIXES = {
-  **dict.fromkeys(("Linen", "NNX"), "mpjax.with_policy(model"),
-  "Equinox": "mpjax.with_policy(loss_fn",
-  "Haiku": "mpjax.with_policy(transformed.apply",
-}
+FIXES = dict.fromkeys(("Linen", "NNX"), "mpjax.with_policy(model")
+FIXES |= {"Equinox": "mpjax.with_policy(loss_fn", "Haiku": "mpjax.with_policy(transformed.apply"}
 
 
 CLASSES = [

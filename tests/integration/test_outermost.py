@@ -342,11 +342,8 @@ def test_errors_of_other_kinds_and_without_a_policy_get_no_note(way):
     raise error
 
   abstract = NotImplementedError()
-  for policy, error in (
-    ("bfloat16", ValueError("x")),
-    (None, TypeError("x")),
-    ("float16", abstract),
-  ):
+  cases = ("bfloat16", ValueError("x")), (None, TypeError("x")), ("float16", abstract)
+  for policy, error in cases:
     with pytest.raises(type(error)) as excinfo:
       call(way, policy, raises, error)
     assert not [note for note in getattr(excinfo.value, "__notes__", ()) if "mpjax" in note]

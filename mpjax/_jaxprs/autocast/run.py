@@ -134,10 +134,9 @@ def _part(
 
 def with_key(eqns: Sequence[JaxprEqn], root: Var, outs: Sequence[Var]) -> tuple[Jaxpr, Hashable]:
   """Returns a jaxpr of equations, and a key of those that compute the same of their operand."""
-  jaxpr = jaxpr_of(unscoped(eqns), [root], outs)
+  new = jaxpr_of(unscoped(eqns), [root], outs)
   # In what an audit shows, each operation has its own line.
-  same = AUDIT.value is None
-  return jaxpr, _part(jaxpr.eqns, 0, dict.fromkeys(outs, 1))[0] if same else id(jaxpr)
+  return new, _part(new.eqns, 0, dict.fromkeys(outs, 1))[0] if AUDIT.value is None else id(new)
 
 
 def jaxpr_of(eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Atom]) -> Jaxpr:
