@@ -51,8 +51,6 @@ ONLY_IN = {
 }
 """Who may import what is not ours; the longest prefix decides."""
 
-MOST_PARTS, MOST_ARROWS = 12, 35
-
 OPTIONAL_DEPENDENCIES = ("sklearn", "matplotlib", "hypothesis", "pytest")
 
 WITHOUT_TESTS = {"__init__", "checkpoints", "errors", "reports", "states", "types"}
@@ -154,24 +152,6 @@ def check_import_direction(sources: Sources) -> list[str]:
         inside = here == there and (path.count("/") > 1 or here == "__init__")
         if not inside and RANKS.get(there, 99) >= RANKS[here]:
           wrong.append(f"{place}: {here} (rank {RANKS[here]}) imports {there}, not below it")
-  return wrong
-
-
-def check_size_of_the_map(sources: Sources) -> list[str]:
-  """Returns what a newcomer cannot hold in the head: too many parts, or arrows between them."""
-  parts = {part(path) for path in sources}
-  arrows = {
-    (part(path), part(module.replace(".", "/")))
-    for path in sources
-    for _, module in imported_modules(path, sources)
-    if "." in module
-  }
-  arrows = {(a, b) for a, b in arrows if a != b}
-  wrong = []
-  if len(parts) > MOST_PARTS:
-    wrong.append(f"{len(parts)} parts in mpjax/, the limit is {MOST_PARTS}: {sorted(parts)}")
-  if len(arrows) > MOST_ARROWS:
-    wrong.append(f"{len(arrows)} arrows between parts, the limit is {MOST_ARROWS}")
   return wrong
 
 
@@ -352,13 +332,6 @@ FILLERS = {"found", "given", "known", "made", "how", "once", "wanted", "whole"}
 NAMED_BY = {ast.FunctionDef: "name", ast.arg: "arg", ast.Name: "id", ast.Attribute: "attr"}
 
 
-def check_length(sources: Sources) -> list[str]:
-  counts = {path: len(source.splitlines()) for path, source in sources.items()}
-  return [
-    f"{path}: {n} lines, the limit is 600: two ideas?" for path, n in counts.items() if n > 600
-  ]
-
-
 def check_tests_mirror(sources: Sources) -> list[str]:
   """Returns the modules without a test file of their name, and the test files without a module.
 
@@ -398,12 +371,6 @@ CHECKS: dict[Check, dict[str, Sources | str]] = {
     "the root": "from mpjax import all_finite",
     "the plain root": "import mpjax",
     "no rank": {"mpjax/_new.py": ""},
-  },
-  check_size_of_the_map: {
-    "parts": {f"mpjax/_{k}.py": "" for k in range(MOST_PARTS + 1)},
-    "arrows": {
-      f"mpjax/_{k}.py": "\n".join(f"from mpjax._{j} import f" for j in range(k)) for k in range(9)
-    },
   },
   check_no_cycles: {
     "inside a folder": {
@@ -454,7 +421,6 @@ CHECKS: dict[Check, dict[str, Sources | str]] = {
     "a callback": "import jax\ndef f(x):\n  jax.pure_callback(print, x)",
   },
   check_names: {"a parameter": "def f(given): ...", "an attribute": "def f(x):\n  x.made = 1"},
-  check_length: {"601 lines": {"mpjax/_core/x.py": "\n" * 601}},
   check_tests_mirror: {
     "no test": "",
     "no test in its folder": {"mpjax/linen/_tree.py": "", "tests/test_import.py": ""},
@@ -494,52 +460,7 @@ def test_check_can_fail(check, sources):
   assert len(check(sources)) == 1
 
 
-LINES = {
-  "_core and root files": 2_392,
-  "_jaxprs without autocast": 2_895,
-  "_jaxprs/autocast": 3_094,
-  "linen and nnx": 1_497,
-  "transforms": 3_889,
-  "_io": 591,
-  "_diagnostics": 3_384,
-  "all of mpjax": 17_742,
-  "tests": 41_981,
-}
-"""The most lines of each part, as ruff formats them; those with nothing but a comment are free.
-
-An issue lowers its row. None is raised without a line in the commit that says for what.
-"""
-
-FILES_BEHIND_APPLY = 20
-PUBLIC_NAMES = 40
-
-
-def budget_row(path: str) -> str:
-  """Returns the row of `LINES` that counts a file."""
-  folder = path.split("/")[1]
-  if path.startswith("tests/"):
-    return "tests"
-  if folder == "_jaxprs":
-    return "_jaxprs/autocast" if "/autocast/" in path else "_jaxprs without autocast"
-  if folder in ("linen", "nnx"):
-    return "linen and nnx"
-  return folder if folder in LINES else "_core and root files"
-
-
-def test_lines_are_within_the_budget():
-  counts = dict.fromkeys(LINES, 0)
-  for path, source in {**library(), **read("tests")}.items():
-    lines = sum(not line.lstrip().startswith("#") for line in source.splitlines())
-    counts[budget_row(path)] += lines
-    counts["all of mpjax"] += lines * path.startswith("mpjax/")
-  assert {row: n for row, n in counts.items() if n > LINES[row]} == {}
-
-
-def test_public_names_are_within_the_budget():
-  assert len(mpjax.__all__) <= PUBLIC_NAMES
-
-
-def test_one_apply_is_short_and_its_page_names_the_functions_in_order():
+def test_the_page_of_one_apply_names_its_functions_in_order():
   # Layers that a policy casts, and some that it does not.
   x, net = jnp.ones((2, 4)), nn.Sequential([nn.Dense(4), nn.gelu, nn.LayerNorm(), nn.Dense(4)])
   applied = mpjax.linen.with_policy(net, "mixed_bfloat16")
@@ -557,8 +478,6 @@ def test_one_apply_is_short_and_its_page_names_the_functions_in_order():
     applied.apply(variables, x)
   finally:
     sys.setprofile(None)
-  files = {file for _, file in calls}
-  assert 0 < len(files) <= FILES_BEHIND_APPLY, sorted(files)
   page = (ROOT / "docs/design/apply.md").read_text(encoding="utf-8")
   named = re.findall(r"\| `(\w+)` in `([\w/.]+)`", page)
   assert len(named) == 10
