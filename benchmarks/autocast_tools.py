@@ -32,7 +32,7 @@ SCALES = {"bfloat16": 1.0, "float16": 2.0**10}
 """What a loss is multiplied by, outside of what the tool sees."""
 
 BOUNDS = {"bfloat16": 1.6e-2, "float16": 2e-3}
-"""Of the error of gradients, and half of it with attention: invariant I15 of the design."""
+"""Of the error of gradients, and half of it with attention."""
 
 
 def _by_hand(program: Program, half: Any) -> Loss:

@@ -116,7 +116,6 @@ F32, DYNAMIC, NONE = "float32", mpjax.DynamicLossScale(), mpjax.NoLossScale()
 # --- the table ------------------------------------------------------------------------------------
 
 
-@pytest.mark.case("A110")
 @pytest.mark.parametrize(
   ("level", "dtype", "stored", "compute", "output", "loss_scale", "lists", "masters"),
   [
@@ -160,7 +159,6 @@ def test_the_norms_that_o2_stores_in_float32():
 # --- the device -----------------------------------------------------------------------------------
 
 
-@pytest.mark.case("A103")
 def test_auto_warns_once_of_a_half_type_without_units():
   with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("default")  # What Python does unless told otherwise.
@@ -184,7 +182,6 @@ DEVICES = {
 }
 
 
-@pytest.mark.case("A103")
 def test_what_auto_makes_of_a_device():
   for devices, native in DEVICES.items():
     for device in devices:
@@ -304,7 +301,6 @@ def test_a_level_trains(name, dtype):
     jax.tree.map(lambda p, m: np.testing.assert_array_equal(p, stored(m, half)), params, master)
 
 
-@pytest.mark.case("A110")
 def test_a_level_scales_once():
   tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.opt_level("O1", "float16").loss_scale)
   assert mpjax.loss_scaling_metrics(tx.init({"w": jnp.ones(2)}))["loss_scale"] == 2**15

@@ -254,7 +254,6 @@ def test_recorded_figures_of_autocast_are_within_the_bounds(
 FEW = ("Linen MLP", "Linen LSTM", "NNX transformer block")
 
 
-@pytest.mark.case("I15")
 @pytest.mark.standard_promotion
 def test_gradients_are_as_near_to_float64_as_those_by_hand(accuracy, accuracy_report, tmp_path):
   found = accuracy.main(FEW, seeds=6, out=tmp_path / "accuracy.json", console=quiet())

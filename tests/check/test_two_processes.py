@@ -13,7 +13,6 @@ import sys
 import time
 
 import numpy as np
-import pytest
 
 from tests.check import two_processes_worker as worker
 from tests.integration.sharded_rig import PARTS, ROWS, data, expected
@@ -62,7 +61,6 @@ def run_both(folder, command, again=True):
   return texts
 
 
-@pytest.mark.case("I6", "B131", "A51", "A93", "A67", "B129", "B151")
 def test_two_processes_and_one_agree_to_the_bit(tmp_path, devices):
   # All of the state, and the metrics of each step: the bytes that each of four devices has.
   # One test, so that the processes are started once.

@@ -84,7 +84,6 @@ def test_each_audit_traces_anew():
 LOW, FULL = ("bfloat16",) * 2, ("float32",) * 2
 
 
-@pytest.mark.case("A73")
 def test_a_policy_does_not_enter():
   # Half arrays come in as float32, and the policy is active again afterwards.
   seen = []
@@ -106,7 +105,6 @@ def test_a_policy_does_not_enter():
   assert [x.dtype for x in seen] == [jnp.float32, jnp.int32, jnp.float32]
 
 
-@pytest.mark.case("A73")
 def test_nothing_changes_where_nothing_is_in_force():
   def fn(x, flag, *, y):
     assert flag is True
@@ -117,7 +115,6 @@ def test_nothing_changes_where_nothing_is_in_force():
   assert str(jax.make_jaxpr(lambda x: mpjax.full_precision(fn)(x, True, y=x))(x)) == str(plain)
 
 
-@pytest.mark.case("A73")
 def test_autocast_does_not_enter():
   @mpjax.full_precision
   def inner(tree):

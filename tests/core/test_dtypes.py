@@ -20,7 +20,6 @@ SPELLINGS = {
 FLOAT8 = sorted(name for name in dir(ml_dtypes) if name.startswith("float8_"))
 
 
-@pytest.mark.case("A102", "B043", "B137")
 def test_every_spelling_of_a_dtype(set_flag):
   for name, spellings in SPELLINGS.items():
     for spelling in spellings:
@@ -50,7 +49,6 @@ NEAR = {
 }
 
 
-@pytest.mark.case("A96", "A102", "B043", "B137", "B139")
 def test_what_is_no_floating_dtype_is_refused():
   for name, near in NEAR.items():
     check_dtype(name, ValueError, repr(name), f"Did you mean {near}")
@@ -73,7 +71,6 @@ def test_what_is_no_floating_dtype_is_refused():
     check_dtype(value, TypeError, repr(value), fix)
 
 
-@pytest.mark.case("B044")
 @pytest.mark.parametrize("value", ["float64", "f64", "fp64", jnp.float64, np.dtype("float64")])
 def test_float64_needs_64_bit_enabled(value, set_flag):
   set_flag("jax_enable_x64", False)

@@ -37,7 +37,6 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.case("B124")
 def test_a_python_number_is_what_jax_makes_of_it():
   for x, want, dtype in NUMBERS:
     found = leaves.as_array(x, struct(want))

@@ -43,7 +43,6 @@ WRITTEN = {
 }
 
 
-@pytest.mark.case("A95", "B138")
 def test_presets_and_other_ways_to_write_them(set_flag):
   set_flag("jax_enable_x64", True)
   for texts, wanted in WRITTEN.items():
@@ -56,7 +55,6 @@ def test_presets_and_other_ways_to_write_them(set_flag):
   assert mpjax.Policy() == mpjax.Policy.parse("p=f32,c=f32")
 
 
-@pytest.mark.case("A95", "B044", "B080")
 def test_parsing_the_text_of_a_policy_gives_it_back():
   for param, compute, output in itertools.product(DTYPES, DTYPES[:3], [None, *DTYPES[:3]]):
     for weight_grad in (None, compute, F32):
@@ -107,7 +105,6 @@ NEAR = {
 }
 
 
-@pytest.mark.case("A96", "B137")
 def test_nearly_a_preset_and_what_is_no_policy():
   for text, near in NEAR.items():
     with refused(ValueError, PARSE, PRESET, repr(text), near):
@@ -125,7 +122,6 @@ def test_nearly_a_preset_and_what_is_no_policy():
 TWICE, KEY = "compute_dtype is given twice", "key=dtype"
 
 
-@pytest.mark.case("A96", "B137", "B138", "B139")
 @pytest.mark.parametrize(
   ("text", "where", "expected", "got", "fix"),
   [
@@ -171,7 +167,6 @@ def test_weight_gradients_in_a_dtype_that_rounds_them(set_flag):
       assert policy.weight_grad_dtype == wide
 
 
-@pytest.mark.case("B080")
 def test_a_policy_is_a_value():
   one = mpjax.Policy(compute_dtype="bf16", output_dtype=jnp.float32)
   two = mpjax.Policy(output_dtype="float32", compute_dtype=np.dtype(jnp.bfloat16))
@@ -205,7 +200,6 @@ def tree():
   }
 
 
-@pytest.mark.case("A97", "B055", "B056", "B058")
 @pytest.mark.parametrize("method", ["param", "compute", "output"])
 def test_casts_reach_the_floating_arrays_only(method):
   policy = mpjax.Policy(**{f"{method}_dtype": BF16})
@@ -238,7 +232,6 @@ TREES = st.recursive(
 )
 
 
-@pytest.mark.case("I10", "A97", "B055", "B056", "B057", "B058", "B061")
 @hypothesis.given(tree=TREES, dtype=st.sampled_from(HALF))
 def test_casts_of_random_trees(tree, dtype):
   after = mpjax.Policy(compute_dtype=dtype).cast_to_compute(tree)
@@ -251,7 +244,6 @@ def test_casts_of_random_trees(tree, dtype):
       assert new is old
 
 
-@pytest.mark.case("B065")
 def test_casts_keep_arrays_where_they_are(devices):
   mesh = jax.sharding.Mesh(np.asarray(devices).reshape(2, 2), ("x", "y"))
   policy = mpjax.Policy(compute_dtype=BF16)

@@ -63,7 +63,6 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.case("A111")
 def test_globs_and_regular_expressions_match_in_full():
   patterns = [(re.compile(pattern), yes, no) for pattern, yes, no in PATTERNS]
   for path, yes, no in [*GLOBS, *patterns]:
@@ -90,7 +89,6 @@ class Net(nn.Module):
     return nn.Dense(2, name="head")(nn.Dense(2, name="body")(x))
 
 
-@pytest.mark.case("A100")
 def test_classes_of_one_name_stay_apart():
   # As those of a module that is loaded again do.
   def factory():
@@ -147,7 +145,6 @@ EXACT = Rule("float32", path="encoder/head")
 PATTERN = Rule("float16", path="**/head")
 
 
-@pytest.mark.case("A111")
 def test_the_first_rule_that_matches_wins():
   for rules, path, wanted in [
     ((EXACT, PATTERN), "encoder/head", EXACT),
@@ -158,7 +155,6 @@ def test_the_first_rule_that_matches_wins():
     assert first_match(rules, Plain(), path) is wanted, (rules, path)
 
 
-@pytest.mark.case("B080")
 def test_a_rule_is_a_value_and_so_is_a_list_of_rules():
   pairs = [
     [Rule("mixed_float16", path="a/*"), Rule("p=f32,c=f16,o=f32", path="a/*")],
@@ -195,7 +191,6 @@ def test_the_text_of_a_rule():
   assert repr(Rule(None, path=re.compile("a+"))) == "Rule(None, path=re.compile('a+'))"
 
 
-@pytest.mark.case("B142")
 def test_selectors_that_select_nothing():
   expected = "exactly one of path=, module= and where="
   for selectors, got in [
@@ -273,7 +268,6 @@ def unmatched_error(rule, classes=CLASSES):
   return record.unmatched(rule, "that init passed")
 
 
-@pytest.mark.case("B140")
 def test_the_error_for_a_rule_that_matches_nothing():
   of_classes = "The model's classes: Attention, Dense, Encoder, Net."
   similar = "The nearest module paths: 'encoder/attention', 'encoder', 'encoder/mlp'."

@@ -73,7 +73,6 @@ def oracle(leaves):
   return min(bad, default=len(leaves))
 
 
-@pytest.mark.case("A27", "A30", "B034", "I23")
 def test_the_first_bad_leaf_is_numpys(both):
   rng = np.random.default_rng(0)
   leaves = leaves_of(rng, 80)
@@ -119,7 +118,6 @@ def test_a_sum_of_squares_is_numpys(both):
   np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
-@pytest.mark.case("I23")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("members", [None, 3])
 def test_a_step_keeps_or_moves_the_same_bits(members, monkeypatch):
@@ -192,7 +190,6 @@ def test_scalars_of_a_shard_map_stay_what_they_are(devices):
   assert (found == flags).all()
 
 
-@pytest.mark.case("I23")
 def test_it_is_decided_where_it_is_lowered_and_leaves_no_branch():
   # Sizes 6 (of two shapes), 4, and 5: one reduction for a GPU, seven for a CPU.
   shapes = [(2, 3), (4,), (3, 2), (4,), (2, 3), (5,), (4,)]
@@ -245,7 +242,6 @@ def test_functions_of_symbolic_shapes_are_exported(platform):
 SPECS = {"rows": P("x"), "columns": P(None, "x"), "both": P("x", "y"), "all": P(), "all2": P()}
 
 
-@pytest.mark.case("B158")
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_leaves_on_a_mesh_are_not_gathered(devices, kind):

@@ -67,7 +67,6 @@ def micro_step(k, dtype):
   return compiled(jax.jit(step).lower(w, tx.init(w), x[:rows], y[:rows], w)), tx.init(w)
 
 
-@pytest.mark.case("I12", "B108", "A44", "A112", "A113", "B107")
 @pytest.mark.parametrize(
   ("k", "dtype", "windows"),
   [*((k, jnp.float32, 2) for k in (1, 2, 3, 8)), (2, jnp.float16, 1), (8, jnp.float16, 1)],
@@ -127,7 +126,6 @@ def test_members_of_an_ensemble_have_windows_of_their_own():
   assert found[1].inner_state.updates_done.tolist() == [3, 4, 3]
 
 
-@pytest.mark.case("A114", "B109")
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_the_sum_is_float32_whatever_the_dtypes():
   # 4 x 20000 is an inf in float16, and 256 + 1 is 256 in bfloat16.

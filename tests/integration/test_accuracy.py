@@ -1,4 +1,4 @@
-"""How far models are from float32 under a policy, in Linen, in NNX and by autocast: I15.
+"""How far models are from float32 under a policy, in Linen, in NNX and by autocast.
 
 Everything that is compared comes out of one compiled program for each model.
 """
@@ -95,7 +95,6 @@ def kind(name: str) -> str:
   return "attention" if LAYERS[name].attention else others
 
 
-@pytest.mark.case("I15")
 @pytest.mark.parametrize("which", ["attention", "cells", "others", LOOPS])
 def test_layers_are_as_near_to_float32_as_their_type_allows(which):
   names = [name for name in LAYERS if kind(name) == which]
@@ -166,7 +165,6 @@ def all_cast_outside(model: Model, half: str) -> Any:
 
 
 @pytest.mark.accuracy
-@pytest.mark.case("I15")
 @pytest.mark.parametrize("name", WHOLE)
 def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name):
   model = WHOLE[name]
@@ -204,7 +202,6 @@ def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name)
   assert wrong == []
 
 
-@pytest.mark.case("A74", "A80", "B085", "B086")
 @pytest.mark.parametrize("name", [name for name in LAYERS if name.endswith("_cell")])
 def test_cells_agree_with_an_all_half_cell_for_eight_mixes_of_dtypes(name):
   model = LAYERS[name]

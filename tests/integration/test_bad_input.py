@@ -30,7 +30,6 @@ WAYS = {
 }
 
 
-@pytest.mark.case("A96", "B137", "B138", "B139", "I18")
 @pytest.mark.parametrize("way", WAYS)
 def test_policies_rules_and_options(way):
   # For all that is no policy and no rule see the tests of these.

@@ -87,7 +87,6 @@ def on_float32_list(program: Any) -> set[str]:
   return {eqn.primitive.name for eqn, _ in programs.equations(program)} & checks.FLOAT32
 
 
-@pytest.mark.case("B038", "B073", "B082", "B085", "B086", "B087", "B088", "B089", "B092", "B094")
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_matmuls_are_low_precision_and_sums_float32(name, way):
   model, call = MODELS[name], MODELS[name].call(way, f"mixed_{HALF}")
@@ -140,7 +139,6 @@ def test_autocast_of_a_gradient_has_its_sums_in_float32_too(name):
 # What a policy without an output dtype shows.
 
 
-@pytest.mark.case("A80", "B086")
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_layers_return_the_dtype_that_they_compute(framework):
   wrong = []
@@ -158,7 +156,6 @@ def test_layers_return_the_dtype_that_they_compute(framework):
 NORMS = [name for name, model in LAYERS.items() if model.norm]
 
 
-@pytest.mark.case("B083", "B084")
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_compute_their_statistics_in_float32_and_round_once(name):
   call = LAYERS[name].call("with_policy", mpjax.Policy(compute_dtype=HALF, output_dtype=HALF))

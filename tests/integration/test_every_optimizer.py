@@ -201,7 +201,6 @@ def by_optimizer(found):
   return {name: (params[name], state[name]) for name in REST} | {n: found[n] for n in ALONE}
 
 
-@pytest.mark.case("B117", "I1", "B110", "I20")
 def test_a_skipped_step_is_a_deleted_step_and_the_rest_is_plain_optax():
   inner = {"the rest": together()} | {name: ALL[name]() for name in ALONE}
   scaled = {n: mpjax.loss_scaling(tx, STATIC) for n, tx in inner.items()}
@@ -265,7 +264,6 @@ def after(tx, *gradients):
   return updates, state
 
 
-@pytest.mark.case("B106", "B146", "B105")
 def test_only_what_is_inside_is_protected():
   # Momentum before the wrapper would keep a NaN for ever: refused; a clip hides an inf.
   momentum, rate = optax.trace(0.9), optax.scale(-0.1)
@@ -346,7 +344,6 @@ def trained(tx, batches, lookahead):
 
 
 @pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams is deprecated")
-@pytest.mark.case("B146", "B107", "B108")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_n2_outside_of_a_scale_a_wrapper_is_refused_or_exact(name):
   # A skipped step equals a deleted one, bit for bit, or nothing is read at all.
@@ -381,7 +378,6 @@ def test_n8_two_scales_in_one_chain_are_refused(chain):
   assert int(mpjax.loss_scaling_metrics(beside)["total"]) == 0
 
 
-@pytest.mark.case("B113")
 @pytest.mark.parametrize("where", ["mask inside", "mask outside", "partition inside"])
 def test_frozen_leaves(where):
   trained = {"w": True, "b": False}
@@ -405,7 +401,6 @@ def test_frozen_leaves(where):
     assert bad["b"] == 0
 
 
-@pytest.mark.case("A68")
 def test_growing_the_tree_in_the_middle_of_a_run():
   tx = mpjax.loss_scaling(optax.adam(0.1))
   _, state = tx.update(scaled(SMALL_GRADS, np.inf), tx.init(SMALL), SMALL)

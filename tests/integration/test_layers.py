@@ -45,7 +45,6 @@ def operands(program):
 # Tables
 
 
-@pytest.mark.case("B081")
 @pytest.mark.parametrize("half", HALF)
 @FRAMEWORKS
 def test_embed_gathers_what_is_stored_and_casts_the_rows(framework, half):
@@ -91,7 +90,6 @@ def finely(tree):
   return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-@pytest.mark.case("B083", "B084", "A81")
 def test_norms_reduce_in_float32_and_use_what_they_store_unrounded():
   states, ways = {}, {}
   for name, layer in NORMS.items():
@@ -149,7 +147,6 @@ def test_what_is_told_of_a_cell_over_time_before_it_runs():
 # Attention
 
 
-@pytest.mark.case("B088")
 @pytest.mark.parametrize("half", HALF)
 @FRAMEWORKS
 def test_a_fully_masked_row_stays_finite(framework, half):
@@ -172,7 +169,6 @@ def test_a_fully_masked_row_stays_finite(framework, half):
 # Layers around layers
 
 
-@pytest.mark.case("B094")
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
 @FRAMEWORKS
 def test_a_computed_weight_is_computed_from_what_is_stored_and_used_in_half(framework, name):
@@ -205,7 +201,6 @@ def test_a_computed_weight_is_computed_from_what_is_stored_and_used_in_half(fram
 # Dropout
 
 
-@pytest.mark.case("B090", "I11")
 @FRAMEWORKS
 def test_a_dropout_mask_does_not_depend_on_the_policy_nor_on_the_kind_of_its_rate(framework):
   ones = np.ones((4, 8), np.float32)

@@ -161,7 +161,6 @@ def control(make, window):
   return {name: np.concatenate([start[name][None], x]) for name, x in after.items()}
 
 
-@pytest.mark.case("A67", "I16", "B103", "B115", "I1", "I19")
 @pytest.mark.filterwarnings("ignore:.*1 parameters are stored in low precision")
 @pytest.mark.parametrize("storage", STORAGES)
 def test_parameters_are_the_rounded_masters_of_a_float32_run(storage):
@@ -218,7 +217,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.case("I16", "I19", "A67", "I1")
 @pytest.mark.filterwarnings("ignore:.*1 parameters are stored in low precision")
 def test_1000_steps_with_split_masters_are_those_with_float32_masters():
   # Of three optimizers in one program: parameters, updates and masters after each step.
@@ -243,7 +241,6 @@ def train_loss(params, model_state, batch, rng):
   return jnp.mean(jnp.square(out.astype(jnp.float32) - 1)), (model_state, {})
 
 
-@pytest.mark.case("I19", "I4")
 def test_a_train_step_with_micro_batches_average_retries_and_donation():
   batches, outs = np.random.default_rng(2).normal(size=(15, 16, 8)), []
   batches[[3, 8, 9], 3, 3] = np.inf
@@ -265,7 +262,6 @@ def test_a_train_step_with_micro_batches_average_retries_and_donation():
   assert_bit_equal(*outs)
 
 
-@pytest.mark.case("I19")
 def test_an_optimizer_of_nnx():
   outs = []
   for storage in STORAGES:
@@ -287,7 +283,6 @@ AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 BY_ROWS, BY_COLUMNS = jax.P("data"), jax.P(None, "data")
 
 
-@pytest.mark.case("I19")
 @pytest.mark.parametrize(
   ("kind", "spec", "mapped"),
   [
@@ -336,7 +331,6 @@ def test_n9_eight_devices_have_parts_of_each_parameter(kind, spec, mapped, eight
   assert bits(train("split", jax.NamedSharding(mesh, spec), **options)) == bits(expected)
 
 
-@pytest.mark.case("I19")
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 def test_n11_partitioned_parameters_of_flax(axis_type, eight_devices):
   # Both frameworks give the metadata of a parameter to its remainder, whose shape is the same.

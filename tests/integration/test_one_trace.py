@@ -16,7 +16,6 @@ def types(tree):
   return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type, x.committed), tree)
 
 
-@pytest.mark.case("I4", "B027", "A117", "B042", "A11")
 @pytest.mark.parametrize(
   ("inner", "dtype"), [(ADAMW, "float32"), (INJECTED, "float32"), (ADAMW, "float64")]
 )
@@ -59,7 +58,6 @@ nadamw novograd optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3
 """
 
 
-@pytest.mark.case("A117", "I4", "B102")
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("name", NAMES.split())
 def test_no_optimizer_changes_a_dtype(set_flag, name):

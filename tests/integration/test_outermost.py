@@ -355,7 +355,6 @@ def test_errors_of_other_kinds_and_without_a_policy_get_no_note(way):
 # Dtypes of what goes in and out
 
 
-@pytest.mark.case("B061")
 @HALF
 @WAYS
 def test_arguments_in_low_precision_show_as_float32_and_count_as_low_precision(way, half):

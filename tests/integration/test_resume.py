@@ -65,7 +65,6 @@ def through_orbax(state, path):
   return path
 
 
-@pytest.mark.case("B122", "I5")
 @pytest.mark.parametrize(("through", "every"), [(through_orbax, 4), (through_msgpack, 1)])
 def test_resumed_in_each_phase(through, every, tmp_path):
   # A step from what was saved is the step of the run, whose later ones are then the same too.
@@ -115,7 +114,6 @@ def by_orbax(state, target, tmp_path):
     return checkpointer.restore(tmp_path / "state", target)
 
 
-@pytest.mark.case("A49", "A58", "A39", "A40", "A64")
 @pytest.mark.parametrize("through", [by_flax, by_orbax])
 def test_only_a_state_of_the_same_configuration_restores(through, tmp_path):
   # Whatever its start; also one without a scale.
@@ -160,7 +158,6 @@ def test_every_layout_has_its_folder():
   assert sorted(path.parent.name for path in make.FOLDER.glob("*/next.npz")) == sorted(make.LAYOUTS)
 
 
-@pytest.mark.case("A63", "B123", "I5")
 @pytest.mark.parametrize("file", ["orbax", "npz"])
 @pytest.mark.parametrize("name", make.LAYOUTS)
 def test_a_frozen_checkpoint_loads_and_goes_on(name, file):
@@ -196,7 +193,6 @@ def test_they_were_saved_in_the_middle_of_everything():
     assert counts.get("micro_batches", 3) == 3
 
 
-@pytest.mark.case("B123")
 def test_an_old_state_moves_to_another_configuration():
   # As the error says: restored as it was, then carried over.
   name = "0.1.0-loss_scaling"
@@ -308,7 +304,6 @@ def begin_from(policy, old):
   return old._replace(params=params, opt_state=opt_state)
 
 
-@pytest.mark.case("A65")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_saved_for_weights_is_float32(policy, checkpoints):
   # And under the same policy the next five outputs are the same.
@@ -331,7 +326,6 @@ def test_what_is_saved_for_weights_is_float32(policy, checkpoints):
   assert compiled["train_step"] == 0
 
 
-@pytest.mark.case("A65", "B123")
 @pytest.mark.parametrize("old", POLICIES)
 @pytest.mark.parametrize("new", POLICIES)
 def test_any_policy_goes_on_from_any_other(old, new, checkpoints):
@@ -360,7 +354,6 @@ def test_any_policy_goes_on_from_any_other(old, new, checkpoints):
   assert bits(weights(begin_from(old, after))) == bits(weights(after))
 
 
-@pytest.mark.case("B120", "B123")
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_float32_weights_train_on_in_half_with_exact_masters(half, checkpoints):
   full = training("float32")[0].params

@@ -66,7 +66,6 @@ def differing(one, other):
   )
 
 
-@pytest.mark.case("I2", "A13", "A53")
 @pytest.mark.parametrize(
   ("inner", "dtype"),
   [(CLIPPED, jnp.float32), (optax.lamb(1e-2, weight_decay=0.01), jnp.bfloat16)],
@@ -79,7 +78,6 @@ def test_every_power_of_two_from_0_to_24(inner, dtype):
   assert [differing(other, first) for other in others] == [0] * 24
 
 
-@pytest.mark.case("I2", "B015", "B016")
 def test_float16_inside_and_outside_the_safe_band():
   # Below the band gradients round among the subnormals; above it they overflow.
   tx = mpjax.loss_scaling(optax.sgd(0.05, momentum=0.9), CONFIG)

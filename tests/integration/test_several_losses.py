@@ -103,7 +103,6 @@ def check_like_oracle(name, metrics, flags, applied):
 # Two optimizers.
 
 
-@pytest.mark.case("A45", "B036")
 def test_only_the_optimizer_with_the_bad_gradients_skips():
   # As in a GAN: two parts of a model, each with its optimizer.
   names = ("generator", "critic")
@@ -125,7 +124,6 @@ def test_only_the_optimizer_with_the_bad_gradients_skips():
 # One optimizer.
 
 
-@pytest.mark.case("A66", "B036")
 @pytest.mark.parametrize("names", [("critic", "generator"), ("critic", "generator", "prior")])
 def test_updates_are_those_of_the_float32_sum_and_each_scale_follows_its_own_loss(names):
   # The order of a dict is of no account: the sum is in that of the names.

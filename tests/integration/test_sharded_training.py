@@ -41,9 +41,6 @@ def check_replicas(tree, sharded=()):
 # --- all engines agree ---------------------------------------------------------------------------
 
 
-@pytest.mark.case(
-  "I6", "B003", "B004", "B128", "B131", "A93", "A67", "I16", "I4", "B151", "B065", "A51", "B007"
-)
 @pytest.mark.parametrize("name", ENGINES)
 def test_200_steps_with_faults_on_single_devices(name, eight_devices):
   engine, traces = ENGINES[name], []
@@ -128,7 +125,6 @@ def mapped_step(devices, stored, compute, check_vma, **options):
   return step, state, lambda batch: rig.place(mesh, batch, jax.P("data"))
 
 
-@pytest.mark.case("A92", "B127")
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_averages_are_float32_whatever_is_stored_and_computed(eight_devices):
   violations = []
@@ -149,7 +145,6 @@ def test_averages_are_float32_whatever_is_stored_and_computed(eight_devices):
   assert violations == []
 
 
-@pytest.mark.case("A92", "B127", "A52")
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_float16_gradients_of_eight_devices_do_not_overflow(eight_devices, check_vma):
@@ -166,7 +161,6 @@ def test_float16_gradients_of_eight_devices_do_not_overflow(eight_devices, check
   assert metrics["grad_norm"] == np.float32(np.sqrt(6 * 40000.0**2))
 
 
-@pytest.mark.case("A52", "B127")
 @pytest.mark.parametrize("axis_type", [AUTO, rig.EXPLICIT], ids=lambda a: a.name)
 def test_an_overflow_in_an_automatic_reduction_is_seen(eight_devices, axis_type):
   # Under automatic sharding the partitioner sums half gradients in half. The inf is one step that
@@ -252,7 +246,6 @@ def test_where_the_new_state_is_can_be_said(eight_devices):
   assert moved(step) == (False, 0)
 
 
-@pytest.mark.case("B129", "I6")
 @pytest.mark.parametrize("how", ["automatic", "shard_map"])
 def test_sharded_parameters_a_nan_on_one_device_skips_everywhere(devices, how):
   # No averaging here: each device owns a part, and only the flag has to travel.
@@ -277,7 +270,6 @@ def test_sharded_parameters_a_nan_on_one_device_skips_everywhere(devices, how):
   assert np.all(np.asarray(updates) < 0)
 
 
-@pytest.mark.case("B126", "A51")
 def test_two_axes_and_check_updates(devices):
   mesh = jax.make_mesh((2, 2), ("x", "y"), (AUTO, AUTO), devices=devices)
   tx = mpjax.loss_scaling(

@@ -149,7 +149,6 @@ X = np.ones((2, 16), np.float32)
 IN_HALF, IN_FULL = np.float32(16), 16 * ALMOST_ONE  # What X makes of weights that are almost one.
 
 
-@pytest.mark.case("B093")
 def test_a_layer_called_in_half_and_in_full_precision(framework, half):
   # Its weights are 1 in half only; a module that a rule keeps in float32 reads them as well.
   orders = ("half full read", "full read half", "read half full")

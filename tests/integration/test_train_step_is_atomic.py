@@ -20,9 +20,6 @@ SETUPS = [
 """Each dtype to compute in and to store; micro-batches, averages, lanes, clips and a schedule."""
 
 
-@pytest.mark.case(
-  "I1", "A44", "A67", "I16", "B009", "B010", "B111", "B112", "B116", "B144", "A39", "A113"
-)
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 def test_a_skipped_step_is_a_deleted_step(setup):
@@ -32,7 +29,6 @@ def test_a_skipped_step_is_a_deleted_step(setup):
   assert all(outcome.injected > 3 * SIZES.runs for outcome in outcomes)
 
 
-@pytest.mark.case("B144")
 def test_examples_guard_their_batch_statistics():
   # Each that has some commits them by the flag, or leaves that to the step.
   sources = {file.name: file.read_text() for file in (ROOT / "examples").glob("*.py")}

@@ -100,7 +100,6 @@ CASES = {
 }
 
 
-@pytest.mark.case("B136")
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_holds_its_state_and_one_more_gradient(name):

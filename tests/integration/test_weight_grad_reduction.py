@@ -49,7 +49,6 @@ def sizes(found):
   return collections.Counter(int(np.prod(shape)) for _, _, shape in found)
 
 
-@pytest.mark.case("B127")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_gradients_are_added_up_in_float32(devices, kind):
   # Layers that both kinds of meshes take.
@@ -74,7 +73,6 @@ def test_gradients_are_added_up_in_float32(devices, kind):
   assert sizes(in_float32) == {3: 3, 5: 1}
 
 
-@pytest.mark.case("A92")
 def test_the_dtype_asked_for(devices):
   # Or that of the compute; the bias has a float32 sum in any case.
   model, mesh = nn.Dense(5), mesh_of(devices)

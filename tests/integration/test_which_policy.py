@@ -153,7 +153,6 @@ RULES = {
 }
 
 
-@pytest.mark.case("A86", "A98", "A99", "A108")
 @pytest.mark.parametrize("name", RULES)
 def test_rules(lib, name):
   rules, wanted = RULES[name]
@@ -206,7 +205,6 @@ BEGINS = [
 ]
 
 
-@pytest.mark.case("B052", "A98")
 def test_output_dtypes_are_for_where_a_policy_begins(lib):
   def dtypes(policy, rules, own=None):
     call = lib.call(keeping(own), policy, rules)

@@ -115,7 +115,6 @@ scan takes its start in the dtype that it has. By hand, JAX 0.12 casts the param
 where JAX 0.10 does twice."""
 
 
-@pytest.mark.case("B038", "A75", "B086")
 @ALL
 def test_same_products_and_few_casts_more_than_by_hand(name):
   ours = traced(name, "policy")
@@ -181,7 +180,6 @@ def error_over_by_hand(name: str, half: str) -> float:
 
 
 @pytest.mark.accuracy
-@pytest.mark.case("I15")
 def test_gradients_err_no_more_than_those_of_the_model_written_by_hand():
   for (framework, most), half in itertools.product({"linen": 1.1, "nnx": 1.0}.items(), HALF):
     errors = {n: error_over_by_hand(n, half) for n in MODELS if n.startswith(framework)}
@@ -189,7 +187,6 @@ def test_gradients_err_no_more_than_those_of_the_model_written_by_hand():
     assert np.exp(np.mean(np.log(list(errors.values())))) <= 0.9
 
 
-@pytest.mark.case("I8")
 @ALL
 def test_a_float32_policy_leaves_the_program_as_it_is(name):
   ours, plain = (
@@ -211,7 +208,6 @@ PINNED = {
 }
 
 
-@pytest.mark.case("A83")
 @pytest.mark.parametrize("name", PINNED)
 def test_numbers_of_casts_and_half_products_are_pinned(name):
   jaxpr = traced(f"linen/{name}", "policy")
@@ -226,7 +222,6 @@ def test_numbers_of_casts_and_half_products_are_pinned(name):
   assert found == PINNED[name]
 
 
-@pytest.mark.case("A76")
 def test_remat_changes_neither_dtypes_nor_gradients():
   name, found, saved = "linen/language_model", [], list[int]()
   for remat in (True, False):

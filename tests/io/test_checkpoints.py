@@ -26,7 +26,6 @@ def through_msgpack(arrays, tmp_path):
   return flax.serialization.msgpack_restore(flax.serialization.msgpack_serialize(arrays))
 
 
-@pytest.mark.case("B121")
 @pytest.mark.parametrize("through", [through_npz, through_msgpack])
 def test_every_dtype_survives_files(through, tmp_path):
   shapes = [(), (0,), (3, 2)]

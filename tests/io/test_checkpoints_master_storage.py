@@ -84,7 +84,6 @@ def without_empty(tree):
   return jax.tree.map(drop, tree, is_leaf=is_params)
 
 
-@pytest.mark.case("B153", "I19")
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("into", STORAGES)
 def test_training_goes_on_in_the_other_storage(into, storage, tmp_path):
@@ -174,7 +173,6 @@ REFUSED = {
 """What is restored into what, and what the error says."""
 
 
-@pytest.mark.case("B155")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_cross_is_refused(name):
   target, saved, expected, got, fix = REFUSED[name]

@@ -116,7 +116,6 @@ def misfit(target, restored, got, fix, expected=DTYPE_AND_SHAPE, where=WHERE, ca
   return str(excinfo.value)
 
 
-@pytest.mark.case("B121")
 @pytest.mark.parametrize("through", FORMATS)
 def test_everything_comes_back(through, tmp_path):
   restored = through(SAVED, tmp_path / "state")
@@ -133,7 +132,6 @@ def test_a_path_may_be_a_text_or_relative(tmp_path, monkeypatch):
     assert_same(restore_like({"w": jnp.zeros(2)}, spelt), W)
 
 
-@pytest.mark.case("B124")
 @pytest.mark.parametrize("through", [as_it_is, orbax_path, orbax_raw, npz])
 def test_python_numbers_become_arrays(through, tmp_path):
   target = {"count": jnp.asarray(0, jnp.int32), "rate": jnp.zeros(()), "on": jnp.asarray(True)}
@@ -150,7 +148,6 @@ WIDE = {"a": jnp.asarray([1 / 3, 2.5]), "b": [jnp.zeros(3)], "c": jnp.ones((2, 2
 HALF = {"a": jnp.zeros(2, jnp.bfloat16), "b": [jnp.zeros(3)], "c": jnp.zeros((2, 2), jnp.float16)}
 
 
-@pytest.mark.case("B119", "B120")
 @pytest.mark.parametrize("through", FORMATS)
 def test_another_dtype_is_an_error_that_names_every_leaf(through, tmp_path):
   # And a cast that is asked for rounds to nearest.
@@ -185,7 +182,6 @@ def test_a_cast_that_overflows_is_an_error(through, tmp_path):
   misfit(target, through(saved, tmp_path / "state"), **parts)
 
 
-@pytest.mark.case("B121")
 def test_bfloat16_without_a_name_is_an_error(tmp_path):
   np.savez(tmp_path / "x.npz", w=np.ones(2, ml_dtypes.bfloat16))
   target = {"w": jnp.zeros(2, jnp.bfloat16)}
@@ -214,7 +210,6 @@ OF_RESTORED = "mpjax.checkpoints.restore_like(restored)"
 LEAVES = "the leaves of target"
 
 
-@pytest.mark.case("B125")
 def test_what_does_not_fit_is_refused(tmp_path):
   ocp.PyTreeCheckpointer().save(tmp_path / "text", W | {"name": "adam"})
   twice = {"w": np.ones(2, np.float32), "w@bfloat16": np.ones(2, np.uint16)}
@@ -234,7 +229,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
       restore_like(W | {"x": leaf}, {})
 
 
-@pytest.mark.case("B123")
 @KINDS
 def test_missing_and_extra_leaves_are_an_error_that_names_them(through, tmp_path):
   saved = {"params": {"w": jnp.ones(2), "old": jnp.ones(1)}, "step": jnp.asarray(1)}
@@ -259,7 +253,6 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.case("B123")
 @KINDS
 def test_another_configuration_is_an_error_that_names_both(through, tmp_path):
   for name, (saved, target, expected, got) in CONFIGURATIONS.items():
@@ -276,7 +269,6 @@ def with_scale(opt_state, scale):
   return opt_state._replace(loss_scale={label: state._replace(scale=jnp.asarray(scale))})
 
 
-@pytest.mark.case("B125")
 @KINDS
 def test_a_broken_scale_is_an_error(through, tmp_path):
   target, fix = (DYNAMIC,), "restore another checkpoint"
@@ -330,7 +322,6 @@ def python_numbers(state, path):
   return dict(msgpack(state, path), step=int(state["step"]))
 
 
-@pytest.mark.case("B124")
 @pytest.mark.parametrize("place", [uncommitted, committed, on_mesh, on_explicit_mesh])
 def test_one_trace_and_one_program_across_a_resume(place, tmp_path):
   traces = []

@@ -234,7 +234,6 @@ def test_values_that_do_not_fit():
   assert convert(tree, "bfloat16")["a"]["w"].dtype == jnp.bfloat16
 
 
-@pytest.mark.case("B140")
 def test_a_rule_that_matches_nothing():
   rule = Rule("float32", path="hed")
   expected, got = "a rule that picks out at least one node", "none of the 22 nodes in the tree"

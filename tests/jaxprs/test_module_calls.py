@@ -141,7 +141,6 @@ NOT_SET = {
 }
 
 
-@pytest.mark.case("B099", "A108")
 def test_a_dtype_that_means_what_it_says_is_not_set():
   for name, module in NOT_SET.items():
     for dtype in (BF16, F32):

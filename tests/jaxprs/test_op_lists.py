@@ -75,7 +75,6 @@ def test_what_is_conditional_can_be_set_and_taken_back():
   assert ops.replace(float32=["exp"]) == STANDARD
 
 
-@pytest.mark.case("A85")
 def test_the_order_of_edits_does_not_matter():
   edits = [
     {"half": ["tanh"]},

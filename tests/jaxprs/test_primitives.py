@@ -53,20 +53,17 @@ def unlisted(names):
   return sorted(set(names) - {*NAMES, *HIGHER_ORDER})
 
 
-@pytest.mark.case("A82", "I14")
 def test_every_primitive_of_jax_is_listed(registered):
   everywhere, _ = registered
   assert len(everywhere) > 300, "the primitives were not found"
   assert unlisted(everywhere) == []
 
 
-@pytest.mark.case("A82", "I14")
 def test_a_new_primitive_would_be_noticed():
   new = Primitive("a_primitive_of_next_year")
   assert new.name in unlisted(registered_primitives.alive())
 
 
-@pytest.mark.case("A82", "I14")
 def test_every_name_is_in_one_place():
   counts = collections.Counter([*NAMES, *HIGHER_ORDER])
   assert [name for name, count in counts.items() if count > 1] == []
@@ -126,7 +123,6 @@ def test_what_is_elementwise_reads_its_own_position_alone():
       )
 
 
-@pytest.mark.case("A82")
 def test_every_name_is_a_primitive(registered):
   _, with_pallas = registered
   assert sorted(set(NAMES) - with_pallas - NOT_IN_EVERY_JAX) == []
@@ -140,7 +136,6 @@ def test_every_group_is_of_a_part_and_says_why():
     assert len(entry.reason) > 15, entry
 
 
-@pytest.mark.case("B075")
 def test_what_holds_a_program_is_entered_or_left_alone_on_purpose():
   assert {"jit", "closed_call", "custom_vjp_call"} <= HIGHER_ORDER
   assert {"while", "scan", "cond", "shard_map"} <= HIGHER_ORDER

@@ -85,7 +85,6 @@ MODELS = {
 }
 
 
-@pytest.mark.case("A98", "A108", "B069", "B091", "I11")
 @WAYS
 def test_initial_values_are_drawn_in_float32(way):
   # Drawn in half they would be other numbers, not the rounded ones.
@@ -131,7 +130,6 @@ def test_each_module_stores_its_own_parameters_in_its_own_dtype(way):
   assert found["stats"] == {"count": "int32"}
 
 
-@pytest.mark.case("B087")
 @WAYS
 def test_a_cache_has_the_dtype_of_what_is_written_to_it_and_keeps_it(way):
   model, x, half = nn.MultiHeadDotProductAttention(2, decode=True), jnp.ones((1, 4, 4)), "bfloat16"
@@ -199,7 +197,6 @@ def test_an_initialiser_that_asks_for_half_gets_it():
   assert bits(found) == bits(jax.tree.map(lambda p: p.astype("float32"), plain))
 
 
-@pytest.mark.case("B099", "A106", "B058")
 def test_complex_and_integer_parameters_are_never_cast():
   seen = set()
 
@@ -234,7 +231,6 @@ def boxed(module, x):
 
 @pytest.mark.parametrize("mesh", [False, True], ids=["no mesh", "mesh"])
 @pytest.mark.parametrize("how", ["wrapper", "scope"])
-@pytest.mark.case("B092", "B065")
 def test_boxed_parameters(devices, how, mesh):
   model = Does(boxed)
   variables = model.init(KEY, X)

@@ -81,7 +81,6 @@ ARRAYS = {
 }
 
 
-@pytest.mark.case("B059", "B061", "B062", "B096", "A106", "B055", "B056", "B058", "I10")
 def test_what_a_method_is_given():
   # An array of NumPy is a constant: code may look at it while it is traced.
   found = []
@@ -102,7 +101,6 @@ def test_what_a_method_is_given():
         assert not is_array or (ours.dtype, ours.shape) == (given.dtype, given.shape), name
 
 
-@pytest.mark.case("B061")
 @pytest.mark.parametrize("lift", [nn.jit, nn.remat], ids=["jit", "remat"])
 def test_static_arguments_stay_static(lift):
   def body(module, x, deterministic, sizes, name):
@@ -117,7 +115,6 @@ def test_static_arguments_stay_static(lift):
 # Outputs
 
 
-@pytest.mark.case("B053")
 def test_outputs_without_floating_arrays_are_the_same_objects():
   for value in (None, 3, "name", True, jnp.arange(3), jnp.ones(2, jnp.complex64), jax.nn.relu):
     assert with_policy(Does(lambda module, value=value: value), "bfloat16").apply({}) is value
@@ -173,7 +170,6 @@ class HardCoded(nn.Module):
     return nn.Dense(3, dtype=jnp.float32, name="last")(x)
 
 
-@pytest.mark.case("A108", "A86", "B038", "B096")
 def test_a_policy_beats_a_hard_coded_dtype_but_in_an_exempt_module():
   assert found_in(HardCoded()) == [BF16] * 3
   assert found_in(HardCoded(), [Rule(None, path="two")]) == [BF16, F32, BF16]
@@ -207,7 +203,6 @@ class WithSub(nn.Module):
     return self.cls(name="excluded")(x.astype("float32"))
 
 
-@pytest.mark.case("A86", "A108")
 def test_the_program_of_an_excluded_module_is_unchanged():
   model, rules = WithSub(nn.jit(Excluded)), [Rule(None, path="excluded")]
   variables = jax.eval_shape(model.init, KEY, X)
@@ -256,7 +251,6 @@ def test_what_setup_makes_of_the_dtype_field_is_traced_in_float32():
 # Mixed and integer inputs
 
 
-@pytest.mark.case("A118", "A91")
 @pytest.mark.parametrize("half", HALF)
 def test_inputs_and_parameters_of_any_dtype_give_what_dtype_by_hand_gives(half):
   floats = ("float32", "bfloat16", "float16")
@@ -272,7 +266,6 @@ def test_inputs_and_parameters_of_any_dtype_give_what_dtype_by_hand_gives(half):
   assert plain == [jnp.promote_types(*pair) for pair in pairs]
 
 
-@pytest.mark.case("B099")
 def test_complex_and_integer_modules_are_untouched():
   def fourier(module, z):
     return nn.Dense(3, dtype=jnp.complex64, param_dtype=jnp.complex64)(jnp.fft.fft(z))
@@ -324,7 +317,6 @@ SCANS = {
 }
 
 
-@pytest.mark.case("B073", "A76")
 @pytest.mark.parametrize("carry", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SCANS)
 def test_a_carry_keeps_its_dtype(name, carry):
@@ -350,7 +342,6 @@ def test_a_carry_keeps_its_dtype(name, carry):
   assert dtypes(grads) == dtypes(variables)
 
 
-@pytest.mark.case("B073")
 def test_a_while_loop_that_starts_in_low_precision_goes_on_in_it():
   # Its layer would return float32 while it is traced: the module is called in half instead.
   def body(module, x):
@@ -369,7 +360,6 @@ def test_a_while_loop_that_starts_in_low_precision_goes_on_in_it():
   assert set(calls) == {("out", "bfloat16")}
 
 
-@pytest.mark.case("B072", "A76")
 def test_a_function_under_remat_is_no_module():
   def body(module, x):
     x, n = nn.remat(lambda module, x: (nn.Dense(3, name="dense")(x), jnp.arange(2)))(module, x)
@@ -392,7 +382,6 @@ def two_layers(module, x):
   return nn.Dense(3)(nn.Dense(3)(x))
 
 
-@pytest.mark.case("B087", "A106")
 def test_map_variables_that_runs_its_body_twice_at_init():
   # A cache must not look initialised when the body runs again.
   def caches(module, x):
@@ -436,7 +425,6 @@ def differentiates(way):
   return Does(body)
 
 
-@pytest.mark.case("A72", "B076")
 @pytest.mark.parametrize("half", HALF)
 def test_derivatives_inside_of_a_forward_pass(half):
   variables = differentiates("method").init(KEY, X)
@@ -472,7 +460,6 @@ def observed(module, x):
 OBSERVED = Does(observed)
 
 
-@pytest.mark.case("B097")
 def test_what_is_sown_and_captured_is_in_the_dtype_it_has_inside():
   variables = jax.eval_shape(OBSERVED.init, KEY, X)
   variables = {name: variables[name] for name in ("params", "perturbations")}
@@ -505,7 +492,6 @@ def test_what_is_sown_and_captured_is_in_the_dtype_it_has_inside():
 # Interceptors of the user's own
 
 
-@pytest.mark.case("A101")
 def test_the_users_interceptors_run_inside_and_outside_of_a_policy():
   def logger(name):
     def log(next_fun, args, kwargs, context):
@@ -543,7 +529,6 @@ def test_the_users_interceptors_run_inside_and_outside_of_a_policy():
   assert bits(found) == bits(by_hand)
 
 
-@pytest.mark.case("A101")
 @pytest.mark.parametrize("module", [False, True], ids=["arrays", "with a module"])
 def test_an_interceptor_that_replaces_arguments_and_outputs(module):
   def double(next_fun, args, kwargs, context):
@@ -576,7 +561,6 @@ UNCHANGED = {
 }
 
 
-@pytest.mark.case("I8")
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_an_all_float32_policy_changes_no_program(name):
   model = UNCHANGED[name]

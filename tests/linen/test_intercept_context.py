@@ -87,7 +87,6 @@ LIFTED_RULES = [
 ]
 
 
-@pytest.mark.case("B072", "B095")
 @pytest.mark.parametrize("lift", LIFTED)
 def test_resolution_across_lifted_transforms(lift):
   # A lifted class hides the parent of what is inside; paths and classes are as without it.
@@ -98,7 +97,6 @@ def test_resolution_across_lifted_transforms(lift):
     assert found == dict(zip(("lifted", "lifted/leaf", "other"), wanted, strict=True)), rules
 
 
-@pytest.mark.case("B095")
 def test_paths_of_a_module_that_shares_a_scope():
   def shares(module, x):
     inner = Block(name="inner")
@@ -111,7 +109,6 @@ def test_paths_of_a_module_that_shares_a_scope():
   assert found == {"shares": "bfloat16", "shares/leaf": "float16"}
 
 
-@pytest.mark.case("B095", "B072")
 def test_a_module_called_twice_matches_each_time():
   def twice(module, x):
     block = Block(name="block")
@@ -164,7 +161,6 @@ def test_apply_of_a_named_child_is_at_its_name():
     assert noted(model.apply, {}, X) == [("", wanted)]
 
 
-@pytest.mark.case("A98", "A99")
 def test_a_wrapper_inside_a_forward_pass_wins_and_is_undone():
   def mixed(module, x):
     note(module, x)
@@ -185,7 +181,6 @@ def test_a_wrapper_inside_a_forward_pass_wins_and_is_undone():
   assert [str(x.dtype) for x in jax.tree.leaves(state)] == ["float16"]
 
 
-@pytest.mark.case("A89", "A98", "A104", "B052")
 def test_the_innermost_given_policy_wins_whole():
   scope, wrapped = mpjax.linen.policy_scope, mpjax.linen.with_policy
 

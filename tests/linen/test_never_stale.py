@@ -85,7 +85,6 @@ def elsewhere(work):
 ROUND = [*POLICIES, *reversed(POLICIES), "bfloat16", "float32", "float16"]
 
 
-@pytest.mark.case("B066", "B149")
 @CASES
 def test_wrappers_in_turn_through_one_jitted_function(name):
   model, variables, wanted = case(name)
@@ -101,7 +100,6 @@ def test_wrappers_in_turn_through_one_jitted_function(name):
   assert compiled["forward"] == len(POLICIES)
 
 
-@pytest.mark.case("B068", "B066")
 @CASES
 def test_a_scope_inside_a_jitted_function(name):
   model, variables, wanted = case(name)
@@ -119,7 +117,6 @@ def test_a_scope_inside_a_jitted_function(name):
     equal(model.apply(variables, X), wanted[None])
 
 
-@pytest.mark.case("B068", "A89")
 def test_a_model_that_raises_leaves_nothing_behind():
   def fails(module, x, fail):
     # Raises on the way, as a shape error in the middle of a model does.
@@ -140,7 +137,6 @@ def test_a_model_that_raises_leaves_nothing_behind():
     equal(call(variables, X, False), before)
 
 
-@pytest.mark.case("B066")
 def test_1000_scopes_trace_once():
   # Equal policies are one program: the key is the value, not the object.
   traces = []
@@ -158,7 +154,6 @@ def test_1000_scopes_trace_once():
   assert len(traces) == 1
 
 
-@pytest.mark.case("A79")
 def test_changed_weights_are_seen():
   model = with_policy(Plain(), "bfloat16")
   train, evaluate = (jax.jit(model.apply) for _ in range(2))
@@ -176,7 +171,6 @@ def test_changed_weights_are_seen():
     equal(forward(weights, X), one)
 
 
-@pytest.mark.case("B079")
 def test_the_policy_of_the_lowering_stays_with_what_was_compiled():
   model, variables = MODELS["Plain"], variables_of("Plain")
   with scope("bfloat16"):
@@ -208,7 +202,6 @@ def sign_grad(module, x):
   return nn.Dense(2, name="last")(signs(nn.Dense(3, name="sign"), x))
 
 
-@pytest.mark.case("A72")
 @pytest.mark.parametrize("way", ["wrapper", "scope", "scope around jit"])
 def test_a_custom_backward_of_linen_runs_as_its_forward_did(way):
   # Also when it is traced after the scope was left, or inside another one.
@@ -238,7 +231,6 @@ def test_a_custom_backward_of_linen_runs_as_its_forward_did(way):
   assert np.any(inside[0]["params"]["first"]["kernel"])
 
 
-@pytest.mark.case("A72")
 def test_a_custom_backward_of_jax_around_a_policied_model():
   # It calls the model again, after the forward pass, and inside the scope of another policy.
   model = with_policy(Plain(), "bfloat16")
@@ -266,7 +258,6 @@ def test_a_custom_backward_of_jax_around_a_policied_model():
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-@pytest.mark.case("A99")
 def test_a_scope_inside_a_running_call_is_refused():
   def enters(module, x):
     note(module, x)
@@ -291,7 +282,6 @@ def held(policy):
     yield
 
 
-@pytest.mark.case("B067")
 def test_a_generator_that_ends_in_another_thread():
   model, variables = MODELS["Plain"], variables_of("Plain")
   generator = held("bfloat16")
@@ -307,7 +297,6 @@ def test_a_generator_that_ends_in_another_thread():
 JITTED = {name: jax.jit(model.apply) for name, model in MODELS.items()}
 
 
-@pytest.mark.case("B067")
 def test_threads_at_the_same_time(request):
   # Two of them are in each scope. When one has left it, the other is still inside.
   model, variables, wanted = case("Plain")
@@ -350,7 +339,6 @@ IN_TURN = [
 ]
 
 
-@pytest.mark.case("I9", "B066", "B067", "B068", "B149", "A89", "A104")
 @hypothesis.given(operations=st.lists(OPERATIONS, min_size=3, max_size=10))
 @hypothesis.example(operations=IN_TURN)
 @hypothesis.example(operations=[("enter", "bfloat16"), *2 * [("raise", "float16")], ("leave", 0)])

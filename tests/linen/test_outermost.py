@@ -107,7 +107,6 @@ def penalised(module, x):
   return x
 
 
-@pytest.mark.case("A107")
 @CONTAINERS
 @pytest.mark.parametrize("how", ["wrapper", "scope", "neither"])
 def test_a_penalty_on_weights_is_computed_on_the_stored_ones(how, kind):
@@ -134,7 +133,6 @@ def test_a_penalty_on_weights_is_computed_on_the_stored_ones(how, kind):
   assert {dtype for name, dtype in calls if name != "container"} == {"float32"}
 
 
-@pytest.mark.case("B092")
 def test_parameters_returned_from_a_model_are_stored_ones():
   def body(module, x):
     out = nn.Dense(2, name="dense")(x)
@@ -183,7 +181,6 @@ def written(stored):
   return {"params": params, "cache": cache, "statistics": {"total": jnp.zeros(X.shape)}}
 
 
-@pytest.mark.case("B087", "A106", "B083")
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @CONTAINERS
 def test_a_cache_is_kept_in_the_dtype_that_it_came_in(stored, kind):

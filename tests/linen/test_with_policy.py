@@ -121,7 +121,6 @@ METHODS = {
 }
 
 
-@pytest.mark.case("B052")
 def test_public_methods_by_any_name_and_their_output_dtypes():
   policied = with_policy(Net(), "mixed_bfloat16")
   for name, method in METHODS.items():
@@ -183,7 +182,6 @@ LIFTS = {
 }
 
 
-@pytest.mark.case("I11", "B090", "B091")
 @pytest.mark.parametrize("lift", LIFTS)
 def test_randomness_under_lifted_transforms(lift):
   def layer(module, x):
@@ -210,7 +208,6 @@ def test_randomness_under_lifted_transforms(lift):
 # The wrapper as an object
 
 
-@pytest.mark.case("B061")
 def test_a_wrapper_is_a_value():
   one, two = (with_policy(Net(), p) for p in ("mixed_bfloat16", "p=f32,c=bf16,o=f32"))
   assert one == two
@@ -251,7 +248,6 @@ def test_the_text_of_a_wrapper_shows_all_that_was_given():
 # bind
 
 
-@pytest.mark.case("A98")
 def test_bind_puts_methods_submodules_and_attributes_under_the_policy():
   model = with_policy(Net(), "mixed_bfloat16")
   bound, plain = model.bind(plain_variables()), Net().bind(plain_variables())
@@ -307,7 +303,6 @@ def test_submodules_in_containers_of_a_bound_model_run_under_the_policy():
 # Functional ways in, and scopes
 
 
-@pytest.mark.case("B095", "A98")
 def test_a_scope_serves_code_that_never_shows_its_apply():
   def fun(module, x):
     note(module, module.encode(x))
@@ -360,7 +355,6 @@ UNMATCHED = [
 ]
 
 
-@pytest.mark.case("B140")
 def test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed():
   for rule, near in UNMATCHED:
     model = with_policy(Net(), "mixed_bfloat16", [Rule("float16", path="decoder"), rule])
@@ -372,7 +366,6 @@ def test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed():
         way(KEY, X)
 
 
-@pytest.mark.case("B140")
 def test_unmatched_rules_can_warn_or_be_ignored_and_scopes_never_complain():
   model = with_policy(Net(), "mixed_bfloat16", [TYPO], unmatched="warn")
   with pytest.warns(UserWarning, match="The nearest module paths: 'encoder'") as record:
@@ -397,7 +390,6 @@ def test_unmatched_rules_can_warn_or_be_ignored_and_scopes_never_complain():
   jax.eval_shape(with_policy(Net(), "mixed_bfloat16", rules).init, KEY, X)
 
 
-@pytest.mark.case("B140")
 @pytest.mark.parametrize("lift", [nn.remat, nn.jit], ids=["remat", "jit"])
 def test_modules_inside_transforms_are_seen_the_second_time_too(lift):
   # A cached trace must not hide the modules that a rule looks for.
@@ -413,7 +405,6 @@ def test_modules_inside_transforms_are_seen_the_second_time_too(lift):
 # Transforms
 
 
-@pytest.mark.case("B069", "A98")
 @pytest.mark.parametrize("half", HALF)
 def test_gradients_are_those_of_the_float32_parameters(half):
   model = with_policy(Net(), f"mixed_{half}")
@@ -428,7 +419,6 @@ def test_gradients_are_those_of_the_float32_parameters(half):
   assert np.any(np.asarray(decoder["kernel"]) != 0) == (half == "bfloat16")
 
 
-@pytest.mark.case("A105", "A109")
 def test_small_steps_move_float32_parameters_under_half_compute():
   scale = Does(lambda module, x: x @ module.param("w", nn.initializers.ones, (2, 1)))
   model = with_policy(scale, "mixed_float16")
@@ -444,7 +434,6 @@ def test_small_steps_move_float32_parameters_under_half_compute():
   assert float(stepped["params"]["w"][0, 0]) == 1 - 2**-14
 
 
-@pytest.mark.case("B076")
 def test_dtypes_under_transforms():
   def of_each_transform(apply, x):
     return {
@@ -463,7 +452,6 @@ def test_dtypes_under_transforms():
     assert found == dict.fromkeys(found, dtype), policy
 
 
-@pytest.mark.case("A80", "B076")
 def test_second_derivatives_and_those_with_respect_to_the_input_under_vmap():
   model = with_policy(Net(), "mixed_bfloat16")
   energy = lambda x: jnp.sum(jnp.square(model.apply(plain_variables(), x[None])))  # noqa: E731

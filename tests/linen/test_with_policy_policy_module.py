@@ -66,7 +66,6 @@ def variables():
   return found
 
 
-@pytest.mark.case("A84", "A81")
 def test_what_only_half_is_made_of_is_stored_in_half(variables):
   half = "bfloat16"
   model = with_policy(Tagger(), f"mixed_{half}")
@@ -87,7 +86,6 @@ def test_what_only_half_is_made_of_is_stored_in_half(variables):
   assert after < before
 
 
-@pytest.mark.case("A84")
 def test_a_float32_rule_counts_also_for_what_is_shared(variables):
   def found(*rules):
     model = with_policy(Tagger(), "mixed_bfloat16", rules)
@@ -183,7 +181,6 @@ def modules_in(variables, dtype):
   return {path.split("/")[1] for path, each in stored(variables).items() if each == dtype}
 
 
-@pytest.mark.case("B140")
 def test_rules_are_checked_where_the_whole_model_is_called():
   x, variables = parts()
   model = with_policy(Parts(), "mixed_bfloat16", [Rule("float32", path="boddy")])

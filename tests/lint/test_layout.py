@@ -433,10 +433,7 @@ CHECKS: dict[Check, dict[str, Sources | str]] = {
 
 @pytest.mark.parametrize(
   "check",
-  [
-    pytest.param(check, marks=pytest.mark.case("I18")) if check is check_errors_are_ours else check
-    for check in CHECKS
-  ],
+  CHECKS,
   ids=lambda check: check.__name__,
 )
 def test_house_rule(check):

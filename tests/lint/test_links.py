@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import optax
-import pytest
 
 import mpjax
-from tests import uncovered_cases
 from tests.lint.test_layout import RANKS, part
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -22,7 +20,7 @@ SOURCES = {
   for name in ("mpjax", "tests", "docs", "examples", "benchmarks")
   for f in (ROOT / name).rglob("*.py")
 }
-ELSEWHERE = ("comparison.md", "op_lists.md", "reliability.md")
+ELSEWHERE = ("comparison.md", "op_lists.md")
 """Pages that name files of other projects."""
 
 _OURS = (f for f in SOURCES if f.startswith("mpjax/"))
@@ -125,44 +123,3 @@ def test_every_part_is_drawn_below_what_imports_it():
     *("from mpjax._core.errors import MpjaxError", "from mpjaxlib import other"),
   )
   assert list(picture.imported("\n".join(lines))) == ["__init__", "linen", "_core"]
-
-
-FINISHED = ("policy", "linen", "scaling", "training", "autocast", "nnx")
-"""Parts that the library has. A part is added here with the work that builds it."""
-
-ROW = "| A01 | scaling | text with a | in it |"
-
-
-def test_tests_carry_the_ids_of_the_table_and_finished_parts_leave_none_out():
-  table = uncovered_cases.read_table(uncovered_cases.TABLE.read_text(encoding="utf-8"))
-  wanted = [f"A{i:02}" for i in range(1, 119)]
-  wanted += [f"B{i:03}" for i in range(1, 159)]
-  wanted += [f"I{i}" for i in range(1, 24)]
-  assert sorted(table) == sorted(wanted)
-  carried = uncovered_cases.carried_by_tests()
-  assert {id_: files for id_, files in carried.items() if id_ not in table} == {}
-  left = uncovered_cases.uncovered()
-  assert [id_ for id_, case in left.items() if case.part in FINISHED] == []
-
-
-def test_read_table_finds_rows_and_refuses_bad_ones():
-  assert uncovered_cases.read_table(f"| id | part | x |\n{ROW}\n") == {
-    "A01": ("scaling", "text with a | in it")
-  }
-  with pytest.raises(ValueError, match="A01 stands twice"):
-    uncovered_cases.read_table(f"{ROW}\n{ROW}")
-  with pytest.raises(ValueError, match="A01: no part is called 'scalling'"):
-    uncovered_cases.read_table(ROW.replace("scaling", "scalling"))
-
-
-def test_ids_are_found_wherever_a_mark_is_and_must_be_written_out():
-  source = """
-import pytest
-pytestmark = [pytest.mark.case("A01")]
-@pytest.mark.case("A02", "B003")
-@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.case("B004"))])
-def test_f(x): "A99"
-"""
-  assert sorted(uncovered_cases.carried_ids(source)) == ["A01", "A02", "B003", "B004"]
-  with pytest.raises(ValueError, match="line 2: write the id out, not id_"):
-    uncovered_cases.carried_ids("import pytest\npytest.mark.case(id_)")

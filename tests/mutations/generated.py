@@ -52,7 +52,7 @@ RECORDED = (
   *("mpjax/_jaxprs/primitives.py", "mpjax/_jaxprs/reader.py", "mpjax/_jaxprs/locations.py"),
   "mpjax/_jaxprs/autocast/higher_order.py",
 )
-"""The code of the draw that docs/design/reliability.md records."""
+"""The code that a draw without arguments mutates."""
 
 FIRST = 40
 """Tests of the first attempt. Most mutants are killed by these, and collecting more takes time."""

@@ -81,7 +81,6 @@ AROUND = {
 X4 = jnp.asarray(normal(2, 4))
 
 
-@pytest.mark.case("I10", "B063")
 @pytest.mark.parametrize("name", AROUND)
 def test_what_a_call_does_to_variables_is_what_it_does_without(name):
   models = [Busy(nnx.Rngs(0)) for _ in range(2)]

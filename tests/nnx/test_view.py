@@ -56,7 +56,6 @@ class Echo(nnx.Module):
     return self.named(x)
 
 
-@pytest.mark.case("A71", "A73")
 def test_only_floating_arrays_get_the_output_dtype_and_only_where_a_policy_names_one():
   echo = with_policy(Echo(), "bfloat16")
   module, variable, flags = linear(), nnx.Param(X), (True, 3, "s", None)
@@ -132,7 +131,6 @@ LOOPS = {
 }
 
 
-@pytest.mark.case("B092")
 @pytest.mark.parametrize("kind", LOOPS)
 def test_a_loop_that_starts_from_a_float32_literal_just_works(kind):
   graphdef, state = nnx.split(nnx.Sequential(Does(LOOPS[kind])))
@@ -163,7 +161,6 @@ def twice(m, x):
   return nnx.cond(x[0, 0] < 99, every, lambda _, x: jnp.zeros((3, *x.shape)), m.layers, x)
 
 
-@pytest.mark.case("A76", "B073")
 def test_gradients_and_state_through_scan_remat_cond_and_vmap():
   graphdef, *state = rig.split(lambda rngs: Does(twice, layers=nnx.vmap(layer)(rngs.split(3))))
   args = *state, (jnp.asarray(normal(16, 4)),)
@@ -203,7 +200,6 @@ class Writes(nnx.Module):
     return x
 
 
-@pytest.mark.case("A61")
 def test_variables_that_a_call_makes_or_changes_are_the_models():
   model = Writes()
   view = with_policy(model, HALF)

@@ -95,7 +95,6 @@ def test_paths_lead_through_lists_and_dicts_and_a_submodule_called_by_itself_is_
   assert shown(with_policy(Net(), "bfloat16").between) == ({"between": "bfloat16"}, "bfloat16")
 
 
-@pytest.mark.case("B140")
 def test_a_rule_that_picks_out_nothing():
   classes = "The model's classes: List, Net, Probe"
   for selector, fix in (({"path": "listed/2"}, "'listed/1'"), ({"module": nnx.Conv}, classes)):
@@ -135,7 +134,6 @@ class Escaping(nnx.Module):
   again = functools.partialmethod(__call__)
 
 
-@pytest.mark.case("A110")
 def test_methods_kept_as_attributes_run_under_the_policy():
   view = with_policy(Escaping(), HALF, [Rule("float16", path="layer")])
   for call in (view, view.again):
@@ -191,7 +189,6 @@ def test_copies_of_a_view_run_under_the_policy():
 # Programs and caches
 
 
-@pytest.mark.case("I9", "I4")
 def test_one_trace_for_views_that_are_made_anew_and_another_for_another_policy():
   model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
   traces = []
@@ -210,7 +207,6 @@ def test_one_trace_for_views_that_are_made_anew_and_another_for_another_policy()
   assert len(traces) == 3
 
 
-@pytest.mark.case("A106")
 def test_threads_do_not_meet():
   model = Net()
   views = {dtype: with_policy(model, dtype) for dtype in ("float16", "bfloat16")}
@@ -277,7 +273,6 @@ class Normed(nnx.Module):
     return self.last(self.norm(self.first(x)))
 
 
-@pytest.mark.case("A84", "A81")
 def test_a_view_of_other_variables_that_stores_in_half_what_it_only_uses_so():
   # What is rounded, and that nothing else changes, is a matter of the jaxpr: `store_as_used`.
   view, x = with_policy(rig.model(Normed), "c=bf16"), normal(3, 4)
@@ -290,7 +285,6 @@ def test_a_view_of_other_variables_that_stores_in_half_what_it_only_uses_so():
   assert type(inference) is type(view)
 
 
-@pytest.mark.case("A84")
 def test_what_a_float32_operation_uses_too_stays_also_when_it_is_shared():
   class Shared(nnx.Module):
     def __init__(self, rngs):

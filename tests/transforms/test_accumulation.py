@@ -22,7 +22,6 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.case("A112")
 @pytest.mark.parametrize("every", SCHEDULES.values(), ids=SCHEDULES)
 def test_the_length_of_a_window_may_depend_on_the_updates_done(every):
   tx = mpjax.accumulate_gradients(optax.identity(), every)

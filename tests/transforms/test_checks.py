@@ -24,7 +24,6 @@ ALL = pytest.mark.parametrize("name", WRAPPERS)
 OWN_TREES = pytest.mark.parametrize("name", list(WRAPPERS)[1:])
 
 
-@pytest.mark.case("A56")
 @ALL
 def test_what_is_no_optimizer(name):
   for inner in (optax.sgd, "adam", 0.1, None, PARAMS, optax.MultiSteps(optax.sgd(0.1), 2)):
@@ -102,7 +101,6 @@ def branches(labels):
   return optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, labels)
 
 
-@pytest.mark.case("B114")
 @ALL
 def test_an_unknown_label_is_named_with_its_path(name):
   with pytest.raises(ValueError) as plain:
@@ -167,7 +165,6 @@ def test_other_errors_come_through_as_they_are(name):
     mpjax.loss_scaling(inner).init(PARAMS)
 
 
-@pytest.mark.case("A47")
 @pytest.mark.parametrize("kind", [optax.GradientTransformation, EXTRA])
 @pytest.mark.parametrize("scale", [GROWING, mpjax.NoLossScale()])
 def test_extra_arguments_reach_an_update_that_names_them_through_all_wrappers(scale, kind):
@@ -193,7 +190,6 @@ def test_extra_arguments_reach_an_update_that_names_them_through_all_wrappers(sc
       assert list(seen.values()) == [*expected, 3.0, loss]
 
 
-@pytest.mark.case("B064")
 @ALL
 def test_python_numbers_in_the_state_of_inner_are_strong_from_the_start(name):
   inner = optax.GradientTransformation(

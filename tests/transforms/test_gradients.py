@@ -31,7 +31,6 @@ def gradients(loss_fn, batch, params=None, tx=SGD, model_state=(), **options):
   return jax.tree.map(lambda p: -p, state.params), state, jax.device_get(metrics)
 
 
-@pytest.mark.case("I12")
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_accumulation_is_the_exact_mean(k):
   # Against NumPy in float64, to the bit; the numbers of the metrics too.
@@ -46,7 +45,6 @@ def test_accumulation_is_the_exact_mean(k):
   np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(np.sum(exact**2)), rtol=2**-22)
 
 
-@pytest.mark.case("B109", "A114")
 @pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_sums_are_float32(half):
@@ -276,7 +274,6 @@ def product(params, model_state, batch, rng):
 OPTIONS = {"plain": {}, "all": {"max_retries": 2, "accumulate": 2, "ema_decay": 0.9}}
 
 
-@pytest.mark.case("I4")
 @pytest.mark.parametrize("how", ["jit", "shard_map", "shard_map without check_vma", "vmap"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_with_a_dynamic_scale_calls_loss_fn_once(name, how, devices):

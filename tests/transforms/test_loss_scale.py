@@ -80,7 +80,6 @@ def check_scenarios(*scenarios):
     assert [step["scale"] for step in steps[-len(scales) :]] == scales
 
 
-@pytest.mark.case("A01", "A04", "A05", "A06", "A07", "A14", "A17", "A20", "A22", "B020")
 @pytest.mark.filterwarnings("ignore:.*power of two")
 def test_growth():
   # Of an interval, in the tests of other libraries: on its last step; overflows restart it.
@@ -107,9 +106,6 @@ def test_growth():
   )
 
 
-@pytest.mark.case(
-  "A02", "A03", "A05", "A08", "A16", "A18", "A19", "B023", "B030", "A09", "B021", "B022", "B034"
-)
 @pytest.mark.filterwarnings("ignore:.*power of two")
 def test_limits():
   # Growth ends at the maximum, and halving at the minimum, where the oracle counts overflows.
@@ -130,7 +126,6 @@ def test_limits():
   assert float(jnp.float32(1) / jnp.float32(2.0**126)) > 0
 
 
-@pytest.mark.case("A26")
 @pytest.mark.filterwarnings("ignore:.*power of two")
 def test_static_scale_is_constant():
   config = mpjax.StaticLossScale(3)
@@ -141,7 +136,6 @@ def test_static_scale_is_constant():
   assert final.floor_hits == 0
 
 
-@pytest.mark.case("B029")
 @pytest.mark.parametrize("finite", [True, False])
 def test_counters_saturate(finite):
   config = mpjax.DynamicLossScale(growth_interval=LIMIT, init_scale=1)
@@ -194,7 +188,6 @@ def random_configs(rng, n):
   }
 
 
-@pytest.mark.case("I3", "A03", "A05", "B035")
 def test_scale_and_counters_equal_the_oracle_on_10_000_sequences():
   n, steps = 10_000, 200
   rng = np.random.default_rng(2)
@@ -217,7 +210,6 @@ def test_scale_and_counters_equal_the_oracle_on_10_000_sequences():
     assert {key: getattr(state, key)[i].item() for key in oracle.numbers()} == oracle.numbers()
 
 
-@pytest.mark.case("A13", "B017")
 def test_unscaling_undoes_scaling():
   rng = np.random.default_rng(0)
   x = (rng.normal(size=4096) * 2.0 ** rng.integers(-30, 30, 4096)).astype(np.float32)
@@ -231,7 +223,6 @@ def test_unscaling_undoes_scaling():
       assert np.all(np.abs(found - x) <= np.spacing(np.abs(x)))
 
 
-@pytest.mark.case("A28", "A35", "B100")
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
 def test_the_cast_comes_before_the_division(dtype):
   x = np.asarray([1.0, 2.0**-10, -3.0], dtype)
@@ -242,7 +233,6 @@ def test_the_cast_comes_before_the_division(dtype):
   np.testing.assert_array_equal(_loss_scale.unscale_tree(x, None), x.astype(np.float32))
 
 
-@pytest.mark.case("B011", "B024", "B025", "B058")
 @pytest.mark.parametrize("exponent", [126, -126, 125, -125, 120, -120, 15])
 def test_unscaling_at_the_hard_limits(exponent):
   # Complex gradients part by part.
@@ -258,7 +248,6 @@ def test_unscaling_at_the_hard_limits(exponent):
   np.testing.assert_array_equal([found.real, found.imag], [expected, expected[::-1]])
 
 
-@pytest.mark.case("B017")
 def test_extreme_values():
   largest = np.finfo(np.float32).max
   x = jnp.asarray([largest, -largest, -0.0, np.inf, -np.inf, np.nan], jnp.float32)
@@ -281,7 +270,6 @@ def test_float64_gradients_and_losses_stay_float64(set_flag):
 DYNAMIC, OFF = mpjax.DynamicLossScale(), mpjax.NoLossScale()
 
 
-@pytest.mark.case("A21", "A23", "B023")
 def test_defaults():
   assert dataclasses.asdict(mpjax.DynamicLossScale()) == {
     "init_scale": 2.0**15,
@@ -294,7 +282,6 @@ def test_defaults():
   }
 
 
-@pytest.mark.case("A11")
 @pytest.mark.parametrize("config", [OFF, mpjax.StaticLossScale(8), DYNAMIC])
 def test_configuration_is_a_static_value(config):
   same = dataclasses.replace(config)
@@ -306,7 +293,6 @@ def test_configuration_is_a_static_value(config):
   assert jax.jit(lambda c: len(repr(c)), static_argnums=0)(config) == len(repr(config))
 
 
-@pytest.mark.case("A10")
 @pytest.mark.parametrize(
   "value", [8, 8.0, np.float32(8), np.float64(8), np.int64(8), fractions.Fraction(8)]
 )
@@ -331,7 +317,6 @@ def test_d23_a_keyword_too_many_or_none_is_refused_with_those_that_there_are():
       mpjax.DynamicLossScale(*args, **kwargs)
 
 
-@pytest.mark.case("B031")
 def test_other_than_powers_of_two_warn_once():
   dynamic, several = mpjax.DynamicLossScale, {"backoff_factor": 0.25, "min_scale": 0.37}
   state = SCALED.init(PARAMS)
@@ -399,7 +384,6 @@ def make(field, value):
   return kind(**{field: value})
 
 
-@pytest.mark.case("A09", "A10", "A25", "A57", "B022", "B024", "B025", "B032")
 def test_numbers_that_are_refused():
   for fields, values, builtin, expected, got, fix in WRONG:
     for field, value in itertools.product(fields, values):
@@ -479,7 +463,6 @@ def test_the_scale_is_found_wherever_it_sits():
     assert mpjax.scale_loss(loss, state) == 16, "the old state is as it was"
 
 
-@pytest.mark.case("A37", "B026")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.filterwarnings("ignore:.*the loss is float16")
 def test_half_loss_is_cast_before_it_is_multiplied(wrap):
@@ -517,7 +500,6 @@ def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once():
     jax.grad(scaled)(PARAMS, state, dtype)
 
 
-@pytest.mark.case("A38")
 @pytest.mark.parametrize("several", [False, True], ids=["one loss", "several"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
@@ -541,7 +523,6 @@ def test_value_and_grad_of_a_float16_loss_takes_any_scale(dtype, several):
     assert grads["w"].dtype == dtype
 
 
-@pytest.mark.case("B046")
 def test_under_strict_promotion():
   with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
     tx = mpjax.loss_scaling(optax.sgd(0.1), check_updates=True)
@@ -582,7 +563,6 @@ CALLS = {
 }
 
 
-@pytest.mark.case("A60", "B146")
 def test_states_without_a_scale_and_with_two():
   pair = {"actor": SCALED.init(PARAMS), "critic": SCALED.init(PARAMS)}
   none = optax.adam(1e-3).init(PARAMS), PARAMS, None, ()
@@ -596,7 +576,6 @@ def test_states_without_a_scale_and_with_two():
         call(state)
 
 
-@pytest.mark.case("A66")
 def test_names_tell_scales_apart():
   one = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(2), name="actor")
   two = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(4), name="critic")
@@ -632,7 +611,6 @@ def test_a_tuple_is_taken_for_a_chain():
           read(in_a_chain, name="g")
 
 
-@pytest.mark.case("A10", "B032")
 def test_set_loss_scale_refuses():
   state, where = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS), "mpjax.set_loss_scale(value)"
   for value, builtin, expected in (
@@ -700,7 +678,6 @@ def test_set_loss_scale_under_jit_and_vmap_and_in_host_memory():
   assert {x.sharding for x in jax.tree.leaves(moved)} == {host}
 
 
-@pytest.mark.case("A11", "A40")
 def test_golden_tree():
   tx = mpjax.loss_scaling(optax.sgd(0.1, momentum=0.9), name="all")
   state = tx.init({"w": jnp.ones(3)})

@@ -157,7 +157,6 @@ def test_n1_hypergradients_of_both_storages_are_those_without_masters():
   np.testing.assert_allclose(small, np.sum(-2 * start**2), rtol=1e-5)
 
 
-@pytest.mark.case("B133", "B134")
 def test_a_master_is_never_the_array_that_it_was_made_from():
   # So both may be donated, together too; and no step deletes the parameters of another tree.
   source = {"w": jnp.asarray([1.001, 2.002])}
@@ -290,7 +289,6 @@ def test_only_bfloat16_is_split_and_its_masters_need_the_parameters():
   assert found["n"] is PARAMS["n"]
 
 
-@pytest.mark.case("B152")
 def test_parameters_that_cannot_belong_to_the_state_raise():
   # float32 is a wrapper's view, and for users another dtype.
   state = split_tx(optax.sgd(0.1)).init(PARAMS)
@@ -309,7 +307,6 @@ def test_parameters_that_cannot_belong_to_the_state_raise():
     assert (str(error).count("expected"), error.__cause__) == (1, None), "one inside of another"
 
 
-@pytest.mark.case("B152")
 def test_parameters_of_another_dtype_never_give_masters():
   # float32 parameters have lower bits of their own, which a master would be read with.
   params = {"b": jnp.asarray([1.0, -2.0], jnp.bfloat16)}

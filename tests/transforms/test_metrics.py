@@ -47,7 +47,6 @@ def test_metrics_are_these_scalars():
     assert {np.shape(value) for value in found.values()} == {()}
 
 
-@pytest.mark.case("A33", "A54", "A115", "B111")
 def test_metrics_equal_the_oracle():
   state, oracle, step = TX.init(PARAMS), Oracle(init_scale=4, growth_interval=2), jnp.int32(0)
   for flag in [1, 0, 0, 0, 1, 1, 1, 0, 1]:
@@ -64,7 +63,6 @@ def test_metrics_equal_the_oracle():
   assert state.inner_state[0].count == step == 5, "adam counts the applied steps only"
 
 
-@pytest.mark.case("A18", "B034", "B118")
 def test_check_skipped_steps_raises_after_so_many_skips():
   state = after(GOOD, *[BAD] * 4)
   mpjax.check_skipped_steps(state)
@@ -92,7 +90,6 @@ def test_check_skipped_steps_names_no_path_of_what_may_have_more_leaves(optimize
     blamed(state, got, fix=fix, params=params)
 
 
-@pytest.mark.case("B034")
 def test_check_skipped_steps_names_the_gradient_by_its_path_or_the_parameters():
   # The parameters if they are NaN, where their values can be looked at.
   nan, donated = {"w": PARAMS["w"].at[0].set(jnp.nan)}, jnp.full(2, jnp.nan)
@@ -113,7 +110,6 @@ def test_check_skipped_steps_names_the_gradient_by_its_path_or_the_parameters():
   blamed(mpjax.TrainState.create(PARAMS, TX)._replace(opt_state=twice), "gradient of ['x']", 2)
 
 
-@pytest.mark.case("B007", "B118")
 @pytest.mark.parametrize("why", ["loss", "updates"])
 def test_check_skipped_steps_does_not_blame_the_gradients_for_what_they_did_not_do(why):
   tx = mpjax.loss_scaling(optax.scale_by_adam(), check_updates=True)
@@ -126,7 +122,6 @@ def test_check_skipped_steps_does_not_blame_the_gradients_for_what_they_did_not_
   assert mpjax.loss_scaling_metrics(state)["bad_updates"] == (1 if why == "updates" else 0)
 
 
-@pytest.mark.case("B034")
 def test_check_skipped_steps_names_no_path_behind_a_mask():
   # Each optimizer sees its part of the parameters, where the first gradient is another one.
   nets = {"critic": {"b": jnp.ones(1), "w": jnp.ones(2)}, "generator": {"b": jnp.ones(1)}}
@@ -139,7 +134,6 @@ def test_check_skipped_steps_names_no_path_behind_a_mask():
   blamed(state, got, fix="look for", params=nets, name="generator")
 
 
-@pytest.mark.case("B034")
 def test_check_skipped_steps_names_the_other_loss_whose_gradients_were_bad():
   scales = dict.fromkeys(("box", "class"), mpjax.StaticLossScale(2))
   tx = mpjax.loss_scaling(optax.sgd(0.1), scales)
@@ -175,7 +169,6 @@ def with_scale(state, **fields):
   return state._replace(loss_scale={label: scale._replace(**fields)})
 
 
-@pytest.mark.case("B125")
 def test_check_skipped_steps_finds_a_damaged_scale():
   for scale in (np.nan, np.inf, 0.0, -1.0):
     expected, got = "a positive finite loss scale", str(np.float32(scale))
@@ -183,7 +176,6 @@ def test_check_skipped_steps_finds_a_damaged_scale():
       mpjax.check_skipped_steps(with_scale(TX.init(PARAMS), scale=jnp.float32(scale)))
 
 
-@pytest.mark.case("B037")
 def test_check_skipped_steps_looks_at_the_worst_member():
   states = jax.vmap(TX.init)(jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS))
   states = with_scale(states, consecutive_skips=jnp.asarray([0, 7, 2], jnp.int32))
@@ -194,7 +186,6 @@ def test_check_skipped_steps_looks_at_the_worst_member():
 YES, NO = jnp.asarray(True), jnp.asarray(False)
 
 
-@pytest.mark.case("A32", "B005", "B009", "B055", "B056", "I10")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_commit_takes_the_one_or_the_other(wrap, bad):
@@ -221,7 +212,6 @@ def test_commit_takes_any_bool_and_python_numbers():
 SELECT = "mpjax.select_tree(finite, new, old)"
 
 
-@pytest.mark.case("A32", "B037", "B150")
 def test_commit_wants_one_flag():
   several = jnp.asarray([True, False])
   with refused(ValueError, SELECT, "a scalar flag", "shape (2,)", "jax.vmap"):

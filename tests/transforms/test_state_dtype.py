@@ -38,7 +38,6 @@ def arrays(state):
 OF_MU = (optax.adam, optax.amsgrad, optax.lion, optax.lamb, optax.novograd, optax.adabelief)
 
 
-@pytest.mark.case("I20")
 def test_first_moments_are_found_and_nothing_else():
   # The fields whose arrays are in bfloat16.
   for tx, fields in (
@@ -114,7 +113,6 @@ def test_states_of_others_are_found_too():
     _, state = tx.update(grads(0), state, PARAMS)
 
 
-@pytest.mark.case("I20")
 def test_momentum_is_numpys_to_the_bit():
   # Outside of jit, where each operation rounds.
   tx = mpjax.state_dtype(optax.sgd(0.5, momentum=0.9), mu="bfloat16")
@@ -165,7 +163,6 @@ def after(tx, gradient, length, start):
   return jitted(run)(tx.init(start))
 
 
-@pytest.mark.case("B154")
 def test_a_decay_of_second_moments_that_is_out_of_reach_is_named():
   # With where they settle at a true 1, measured here; whatever the optimizer is called.
   for decay, text in ((0.9, None), (0.95, "0.96"), (0.99, "0.80"), (0.999, "0.25")):
@@ -252,7 +249,6 @@ def test_n7_n13_a_large_finite_gradient_saturates_a_float16_moment(check_updates
   assert mpjax.loss_scaling_metrics(state)["skipped"] == 0
 
 
-@pytest.mark.case("B154")
 def test_arguments():
   seconds = ("bfloat16", "float16", "int8", jnp.float32)
   refusal = ValueError, "nu", "second moments in float32"

@@ -31,7 +31,6 @@ def test_fields():
   assert bare.replace(step=3) == bare._replace(step=3)
 
 
-@pytest.mark.case("B064")
 def test_numbers_become_strong_arrays():
   # A NumPy leaf or a Python number would be another type after the first step.
   params = {"np": np.ones(2, np.float32), "number": 2.0, "weak": jnp.asarray(1.0) * 1}
@@ -45,7 +44,6 @@ def test_numbers_become_strong_arrays():
   assert state.rng.dtype == jnp.uint32
 
 
-@pytest.mark.case("B151", "A67")
 @pytest.mark.parametrize("axis_type", AXES, ids=lambda a: a.name)
 def test_on_a_mesh(devices, axis_type):
   # What is made from a sharded parameter is sharded like it; what is new is on all devices.

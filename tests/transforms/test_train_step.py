@@ -121,7 +121,6 @@ def test_masters_may_be_around_the_scale():
   assert bits(state.params) == bits(stored(mpjax.master_params(state.opt_state), jnp.bfloat16))
 
 
-@pytest.mark.case("A67")
 def test_parameters_are_set_to_masters_that_no_addition_reaches():
   # -0.0 is not 1 + (-0.0 - 1), and a float32 sum of 2^60 and anything is not 1.
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.5)), STATIC)
@@ -155,7 +154,6 @@ def retry_oracle(config, largest, max_retries):
   return history
 
 
-@pytest.mark.case("A24")
 @pytest.mark.parametrize(("max_retries", "hysteresis"), [(0, 1), (1, 2), (3, 1), (3, 3)])
 def test_retries_equal_the_oracle(max_retries, hysteresis):
   config = {"init_scale": 2.0**12, "growth_interval": 3, "min_scale": 4.0, "hysteresis": hysteresis}
@@ -221,7 +219,6 @@ ALIASING = {
 }
 
 
-@pytest.mark.case("B077", "B133", "B134", "B135")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", ALIASING)
 def test_donation(name):
@@ -276,7 +273,6 @@ INSIDE = {
 """Losses with float16 somewhere inside, but for the last two."""
 
 
-@pytest.mark.case("B033")
 @pytest.mark.parametrize("how", INSIDE)
 def test_a_dynamic_scale_without_float16(how):
   # One warning, when the step is traced, and no more.

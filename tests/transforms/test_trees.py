@@ -21,7 +21,6 @@ def aligned(grads, params):
   return ADAM.update(grads, ADAM.init(params), params)
 
 
-@pytest.mark.case("B100", "B101", "B143", "B148")
 def test_half_parameters_warn_once_and_train_in_float32():
   params = {"b": jnp.ones(2), "w": jnp.ones(3, jnp.float16), "x": jnp.ones(1, jnp.bfloat16)}
   with pytest.warns(UserWarning, match="2 parameters are stored in low precision") as caught:
@@ -42,7 +41,6 @@ def test_half_parameters_warn_once_and_train_in_float32():
   assert bits(updates) == bits(ADAM.update(wide[0], ADAM.init(wide[1]), wide[1])[0])
 
 
-@pytest.mark.case("A94", "B012", "B011")
 @DROP_IN
 def test_hidden_leaves_come_through_untouched(config):
   key = jax.random.key(0)
@@ -67,7 +65,6 @@ def test_hidden_leaves_come_through_untouched(config):
     assert bits(params) == bits(new)
 
 
-@pytest.mark.case("B012", "A36")
 def test_without_parameters_hidden_gradients_are_passed_through():
   tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(4))
   grads = {"indices": jnp.asarray([3, 1]), "values": jnp.asarray([8.0, 2.0])}
@@ -77,7 +74,6 @@ def test_without_parameters_hidden_gradients_are_passed_through():
   assert updates["values"].tolist() == [-2.0, -0.5]
 
 
-@pytest.mark.case("A94", "B013")
 def test_parameters_that_are_none_or_keys_and_one_whose_gradient_is_zero():
   params = {"w": jnp.ones(2), "unused": jnp.ones(3), "none": {"a": None}, "key": jax.random.key(0)}
   grads = params | {"unused": jnp.zeros(3), "key": np.zeros((), jax.dtypes.float0)}
@@ -88,7 +84,6 @@ def test_parameters_that_are_none_or_keys_and_one_whose_gradient_is_zero():
   assert updates["none"] == mpjax.apply_updates(params, updates)["none"] == {"a": None}
 
 
-@pytest.mark.case("B013")
 def test_odd_trees():
   for params in ({}, (), None, jnp.ones(()), jnp.ones((0, 3)), [jnp.ones(1)]):
     updates, state = aligned(params, params)
@@ -96,7 +91,6 @@ def test_odd_trees():
     assert mpjax.loss_scaling_metrics(state)["finite"]
 
 
-@pytest.mark.case("B047")
 def test_gradients_of_another_dtype_are_float32_before_inner_sees_them():
   @jax.custom_vjp
   def cube(x):
@@ -123,7 +117,6 @@ def test_states_are_placed_with_the_parameters_and_others_left_alone(devices):
   assert _trees.place_like(params, {"a": there})["a"] is there
 
 
-@pytest.mark.case("A117", "B102")
 def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
   set_flag("jax_enable_x64", True)
   params = {"d": np.ones(1), "f": np.ones(1, np.float32), "c": np.ones(1, np.complex64)}
@@ -138,7 +131,6 @@ def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
     _trees.align_gradients({"w": 1.0}, {"w": None}, "test")
 
 
-@pytest.mark.case("B001")
 def test_a_gradient_that_overflows_when_it_is_narrowed_is_bad(set_flag):
   set_flag("jax_enable_x64", True)
   tx, params = mpjax.loss_scaling(optax.identity()), jnp.ones(1, jnp.float32)
@@ -201,7 +193,6 @@ NONE = {
 SCALED = "mpjax.loss_scaling(inner).update(updates)"
 
 
-@pytest.mark.case("A94")
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("name", NONE)
 def test_n15_none_for_the_gradient_of_a_trained_parameter_is_refused(name):

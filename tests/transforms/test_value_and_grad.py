@@ -35,7 +35,6 @@ def scaled(grads):
   return jax.tree.map(lambda g: g * SCALE, grads)
 
 
-@pytest.mark.case("A39", "A55", "B145", "B028")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_loss_is_plain_and_gradients_are_scaled_exactly(wrap):
   loss, grads = wrap(mpjax.value_and_grad(mlp, STATE))(PARAMS, X, shift=0.5)
@@ -60,7 +59,6 @@ def test_same_arguments_as_jax(has_aux):
   assert mpjax.value_and_grad(functools.partial(mlp, shift=1.0), STATE)(PARAMS, X)[0].shape == ()
 
 
-@pytest.mark.case("A12", "I8")
 def test_a_scale_adds_two_equations_and_no_loss_scale_none():
   # The loss times the scale, and the cotangent times the scale.
   off = mpjax.loss_scaling(optax.adam(1e-3), mpjax.NoLossScale()).init(PARAMS)
@@ -72,7 +70,6 @@ def test_a_scale_adds_two_equations_and_no_loss_scale_none():
   assert mpjax.scale_loss(loss, off) is loss
 
 
-@pytest.mark.case("A43")
 def test_gradient_penalty():
   # The gradient inside the loss is of the plain loss; only the sum is scaled.
   def penalised(params, x):
@@ -91,7 +88,6 @@ def test_gradient_penalty():
   assert_bit_equal(found, scaled(scaled(jax.grad(norm(jax.grad(mlp)))(PARAMS))))
 
 
-@pytest.mark.case("B037")
 def test_vmap_over_members_and_over_data():
   tx = mpjax.loss_scaling(optax.sgd(1.0))
   members = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), PARAMS)
@@ -107,7 +103,6 @@ def test_vmap_over_members_and_over_data():
   assert per_example[0].shape == (4,)
 
 
-@pytest.mark.case("B012")
 def test_allow_int():
   params = {"w": jnp.asarray(2.0), "n": jnp.asarray(3)}
   fun = lambda p: p["w"] * p["n"]  # noqa: E731

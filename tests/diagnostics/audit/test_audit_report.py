@@ -134,7 +134,6 @@ def audited(model, policy=None, rules=()):
   )
 
 
-@pytest.mark.case("B147")
 def test_the_headline_of_a_policied_model_and_of_one_outside_of_its_policy():
   audit = audited(Net(), "mixed_bfloat16")
   assert audit.half_share == 1
@@ -191,7 +190,6 @@ def test_assert_no_leaks_names_the_first_and_takes_globs():
   audit.assert_no_leaks(ignore="stem")
 
 
-@pytest.mark.case("A108")
 def test_the_dtype_of_a_module_that_a_policy_overrules_is_shown():
   rows = {row.path: row for row in audited(Net(dtype="float32"), "mixed_bfloat16").modules}
   assert rows["Net/head"].reason == "the policy over dtype=float32"
@@ -312,7 +310,6 @@ def policied(cls, rules):
   return rules, [mpjax.audit(model.apply)(variables, WIDE)]
 
 
-@pytest.mark.case("B141")
 @pytest.mark.parametrize("cls", [nn.Dense, nnx.Linear])
 def test_rules_that_an_earlier_one_hides_are_listed(cls):
   paths = mpjax.Rule("float32", path="first"), mpjax.Rule("mixed_bfloat16", path="*")

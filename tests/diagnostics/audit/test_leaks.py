@@ -36,7 +36,6 @@ REASONS = {
 }
 
 
-@pytest.mark.case("B039", "B040", "B041")
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_planted_leak_is_found_where_it_is_and_why(name):
   planted = LEAKS[name]
@@ -102,7 +101,6 @@ def test_d1_each_cure_ends_its_leak_and_costs_no_more_than_low_precision():
     assert error < 0.03 * np.abs(exact).max(), fix
 
 
-@pytest.mark.case("B039", "B041")
 def test_numbers_and_two_low_precisions_are_no_leak_under_autocast():
   """A float64 of NumPy is one by hand, as a float32 is, and a Python number is none."""
 
@@ -127,7 +125,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.case("B038")
 @pytest.mark.parametrize("name", LAYERS)
 def test_arguments_that_are_cast_alone(name):
   layer, x = LAYERS[name], jax.ShapeDtypeStruct((2, 16, 8), "float32")

@@ -81,7 +81,6 @@ RULES_OF_JAX = {
 }
 
 
-@pytest.mark.case("B074")
 def test_rules_that_jax_comes_with_are_kept():
   eye = np.eye(3, dtype=np.float32)
 

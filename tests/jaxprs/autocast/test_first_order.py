@@ -121,7 +121,6 @@ ADDED = {
 }
 
 
-@pytest.mark.case("B051")
 @BOTH
 def test_sums_do_not_lose_what_half_accumulation_loses(half):
   def fun(ones, one, zeros):

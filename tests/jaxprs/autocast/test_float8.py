@@ -190,7 +190,6 @@ def test_rules_take_it_away_and_give_it():
   }
 
 
-@pytest.mark.case("B045")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("other", ["float32", "bfloat16", "float8_e5m2"])
 @pytest.mark.parametrize("operation", [jnp.add, jnp.matmul], ids=["add", "matmul"])

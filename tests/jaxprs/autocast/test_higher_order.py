@@ -157,7 +157,6 @@ BRANCHES = {
 }
 
 
-@pytest.mark.case("B070")
 def test_branches_agree():
   def fun(w, x, which, branches):
     return lax.switch(which, branches, x @ w, w)
@@ -220,7 +219,6 @@ STARTS = {
 }
 
 
-@pytest.mark.case("B070")
 @pytest.mark.parametrize("kind", ["scan", "while", "fori", "cond"])
 def test_what_is_carried_has_one_type(kind):
   # A loop or a branch whose types differ is an error of JAX's.
@@ -234,7 +232,6 @@ def test_what_is_carried_has_one_type(kind):
     assert checks.halves(jax.make_jaxpr(ours)(W, X), "bfloat16") == [], (step, start)
 
 
-@pytest.mark.case("B070")
 def test_carries_of_two_types_that_are_the_users_mistake_are_named_by_jax():
   body = lambda c, _: ({"h": c["h"].astype(int)}, None)  # noqa: E731
   with pytest.raises(TypeError, match=r"c\['h'\]"):
@@ -296,7 +293,6 @@ def test_the_state_of_a_solver_stays_in_float32():
   np.testing.assert_array_equal(found, 1 + 2.0**-11)
 
 
-@pytest.mark.case("B054")
 def test_parameters_of_a_loop_are_cast_inside_so_that_gradients_add_in_float32():
   # 1000 times one, and half types do not count so far.
   def fun(w, x):
@@ -418,7 +414,6 @@ LEFT = {
 }
 
 
-@pytest.mark.case("B075")
 @pytest.mark.parametrize("name", LEFT)
 def test_a_kernel_has_the_types_that_it_expects(name):
   def around(x, w):
@@ -434,7 +429,6 @@ def test_a_kernel_has_the_types_that_it_expects(name):
   assert programs.error(programs.run(cast, X, W), around(X, W)) <= 1.6e-2
 
 
-@pytest.mark.case("B075")
 @pytest.mark.parametrize("setting", [None, "highest"])
 def test_a_stranger_runs_as_it_was_traced_and_is_reported(setting):
   def fn(x, w):
@@ -458,7 +452,6 @@ def test_a_stranger_runs_as_it_was_traced_and_is_reported(setting):
   assert first.params["precision"] is last.params["precision"] is None
 
 
-@pytest.mark.case("B075")
 def test_checkpoint_of_a_later_jax_runs_as_it_was_traced_and_is_reported(set_flag):
   set_flag("jax_remat3", True)  # There it is an object.
 

@@ -1,4 +1,4 @@
-"""Invariant I13: autocast of an operation is the operation on operands cast by hand, bit for bit.
+"""Autocast of an operation is the operation on operands cast by hand, bit for bit.
 
 The table of sample calls is tests/jaxprs/autocast/samples.py. Casting by hand is done here by
 `astype`. All calls of a table are in one program, which is compiled once for each dtype.
@@ -119,7 +119,6 @@ def behind_a_sum(x):
   return jax.lax.reduce_sum(x[None], (0,))
 
 
-@pytest.mark.case("I13", "A69", "A77", "A87")
 @BOTH
 def test_half_operations(half):
   calls = {
@@ -146,7 +145,6 @@ def is_power(name):
   return degree is not None and degree([1], {}) > 1
 
 
-@pytest.mark.case("I13", "A69", "A77", "A78")
 @BOTH
 @pytest.mark.parametrize("part", ["float32", "promote", "keep"])
 def test_operations_of_half_operands(part, half):
@@ -179,7 +177,6 @@ def test_operations_of_half_operands(part, half):
       assert found in ({dtype}, {"bool"}), name
 
 
-@pytest.mark.case("I13", "A69", "A78", "A88")
 @BOTH
 def test_promoting_operations_of_both_take_the_widest(half):
   def behind(fun, first, *rest):
@@ -203,7 +200,6 @@ def test_promoting_operations_of_both_take_the_widest(half):
     assert found in (wanted, {"bool"}), name
 
 
-@pytest.mark.case("I13")
 def test_a_parameter_decides_products_and_nothing_else_that_promotes():
   # A product is rounded once; a sum or a choice between what is rounded is, as by hand.
   def between(sample, first, parameter):

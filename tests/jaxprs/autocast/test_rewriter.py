@@ -120,7 +120,6 @@ def test_gradients_of_a_shared_parameter_add_in_float32(half):
     np.testing.assert_array_equal(gradient, total, err_msg=name)
 
 
-@pytest.mark.case("B054")
 def test_a_constant_is_cast_once_for_all_matmuls_and_not_rounded_elsewhere():
   kernel, shift = normal(4, 4, seed=1) / 2, normal(1, 4, seed=2)
 
@@ -174,7 +173,6 @@ def test_a_number_survives_in_each_type_that_is_computed_in():
   assert types(cast(fun, W, X, rules=[rule]), "mul") == [("float32",) * 3]
 
 
-@pytest.mark.case("B018")
 @BOTH
 def test_masked_softmax_stays_finite(half):
   # A row without any allowed key too, but for -inf, where there is no number to give.
@@ -334,7 +332,6 @@ COMPUTED = {
 }
 
 
-@pytest.mark.case("A77", "A78")
 @pytest.mark.parametrize(("fun", "wanted"), COMPUTED.values(), ids=COMPUTED)
 def test_operations_are_computed_in(fun, wanted):
   program = cast(fun, W, X, jnp.ones(3))
@@ -345,7 +342,6 @@ def test_operations_are_computed_in(fun, wanted):
     assert found == [{d} for d in dtypes], name
 
 
-@pytest.mark.case("A77")
 @pytest.mark.parametrize("given", ["float32", "bfloat16"])
 def test_the_gradient_of_an_input_has_its_dtype(given):
   gradient = jax.grad(lambda x: mpjax.autocast(jnp.tanh)(x).astype("float32").sum())
@@ -360,7 +356,6 @@ READERS = {
 }
 
 
-@pytest.mark.case("A85")
 def test_the_order_of_operations_does_not_change_the_casts():
   counts = set()
   x, w = normal(3, 4), normal(4, 4, seed=1)
@@ -375,7 +370,6 @@ def test_the_order_of_operations_does_not_change_the_casts():
   assert len(counts) == 1
 
 
-@pytest.mark.case("B050")
 def test_operands_of_different_types_are_unified():
   program = cast(lambda w, x: lax.select(x > 0, lax.dot(x, w), lax.exp(x)), W, X)
   assert types(program, "select_n") == [("bool", "float32", "float32", "float32")]
@@ -423,7 +417,6 @@ def test_of_a_value_in_half_only_a_cast_to_another_half_type_is_left():
 # What autocast never touches.
 
 
-@pytest.mark.case("A71")
 def test_other_types_are_left_alone():
   def fun(key, whole, flags, z):
     new, used = jax.random.split(key)
@@ -439,7 +432,6 @@ def test_other_types_are_left_alone():
   assert str(cast(fun, *args)) == str(jax.make_jaxpr(fun)(*args))
 
 
-@pytest.mark.case("A71")
 def test_float64_is_left_alone():
   with jax.enable_x64(True):
     x = jnp.asarray(np.eye(3), "float64")
@@ -463,7 +455,6 @@ def operands(fn, name, ops, x):
   return {dtype for *each, _ in found for dtype in each if "float" in dtype}
 
 
-@pytest.mark.case("A90")
 @pytest.mark.parametrize(
   ("name", "fn", "standard", "part", "edited"),
   [
@@ -495,7 +486,6 @@ def test_the_users_list_wins_both_ways(name, fn, standard, part, edited):
     assert operands(both, name, ops, jnp.eye(4)) == {dtype}
 
 
-@pytest.mark.case("A70")
 def test_a_loss_that_is_unsafe_in_half_runs_in_float32():
   # PyTorch refuses binary cross entropy of probabilities: 1 - p is 0 in half above 0.998.
   def loss(x):
