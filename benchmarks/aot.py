@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from models import Case
 
 import mpjax
-from mpjax._jaxprs.graph import Graph
+from mpjax._jaxpr.graph import Graph
 
 VERSIONS = ("float32", "by hand", "by hand, exact", "policy", "autocast")
 """All take float32 parameters and inputs. `by hand, exact` rounds no more than a policy does: the

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 import mpjax
-from mpjax._jaxprs.reader import walk
+from mpjax._jaxpr.reader import walk
 
 COUNTS = (100, 300, 1000, 3000, 10_000)
 

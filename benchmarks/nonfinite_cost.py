@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import mpjax
 from benchmarks.models import Gpt
-from mpjax._diagnostics.nonfinite.find import Finder
+from mpjax._debug.find_nonfinite import Finder
 
 
 def training(layers: int, width: int, length: int, batch: int, vocabulary: int, policy: str):

@@ -26,7 +26,7 @@ from models import SIZES, Case
 from rich.console import Console
 
 import mpjax
-from mpjax._jaxprs.reader import walk
+from mpjax._jaxpr.reader import walk
 
 OUT = pathlib.Path(__file__).parent.parent / "out" / "benchmarks.json"
 

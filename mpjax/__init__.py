@@ -6,12 +6,12 @@ import warnings
 from typing import TYPE_CHECKING
 
 from mpjax import errors as errors
-from mpjax._core.active import full_precision
 from mpjax._core.errors import MpjaxError, nearest
-from mpjax._core.float8 import Float8
-from mpjax._core.policy import Policy
-from mpjax._core.rules import Rule
 from mpjax._core.trees import all_finite
+from mpjax._policy.active import full_precision
+from mpjax._policy.float8 import Float8
+from mpjax._policy.policy import Policy
+from mpjax._policy.rules import Rule
 
 if TYPE_CHECKING:
   from mpjax import checkpoints as checkpoints
@@ -19,27 +19,21 @@ if TYPE_CHECKING:
   from mpjax import nnx as nnx
   from mpjax import reports as reports
   from mpjax import states as states
+  from mpjax._autocast import autocast
   from mpjax._compositions import OptLevel, opt_level, value_and_grad, with_policy
-  from mpjax._diagnostics.audit.audit_report import audit
-  from mpjax._diagnostics.nonfinite.find import find_nonfinite
-  from mpjax._diagnostics.ranges.measure import ranges
-  from mpjax._diagnostics.tune.tuning import tune
+  from mpjax._debug.audit_report import audit
+  from mpjax._debug.find_nonfinite import find_nonfinite
+  from mpjax._debug.ranges_measure import ranges
+  from mpjax._debug.tuning import tune
   from mpjax._io.conversion import convert
-  from mpjax._jaxprs.autocast import autocast
-  from mpjax._jaxprs.op_lists import OpLists
-  from mpjax.linen import policy_scope
-  from mpjax.transforms._accumulation import accumulate_gradients
-  from mpjax.transforms._apply_updates import apply_updates
-  from mpjax.transforms._check_loss_scaling import check_loss_scaling
-  from mpjax.transforms._loss_scale import (
-    DynamicLossScale,
-    NoLossScale,
-    StaticLossScale,
-    set_loss_scale,
-  )
-  from mpjax.transforms._loss_scaling import loss_scaling
-  from mpjax.transforms._masters import master_params, master_weights, set_master_params
-  from mpjax.transforms._metrics import (
+  from mpjax._jaxpr.op_lists import OpLists
+  from mpjax._optim.accumulation import accumulate_gradients
+  from mpjax._optim.apply_updates import apply_updates
+  from mpjax._optim.check_loss_scaling import check_loss_scaling
+  from mpjax._optim.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, set_loss_scale
+  from mpjax._optim.loss_scaling import loss_scaling
+  from mpjax._optim.masters import master_params, master_weights, set_master_params
+  from mpjax._optim.metrics import (
     check_skipped_steps,
     last_step_finite,
     loss_scaling_metrics,
@@ -47,10 +41,11 @@ if TYPE_CHECKING:
     monitor_counts,
     select_tree,
   )
-  from mpjax.transforms._state_dtype import state_dtype
-  from mpjax.transforms._train_state import TrainState
-  from mpjax.transforms._train_step import make_train_step
-  from mpjax.transforms._value_and_grad import scale_loss, unscale
+  from mpjax._optim.state_dtype import state_dtype
+  from mpjax._optim.train_state import TrainState
+  from mpjax._optim.train_step import make_train_step
+  from mpjax._optim.value_and_grad import scale_loss, unscale
+  from mpjax.linen import policy_scope
 
 __version__ = "0.1.0"
 
@@ -69,26 +64,26 @@ _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
 
 _ON_FIRST_USE = {
   "_compositions": "OptLevel opt_level value_and_grad with_policy",
-  "_diagnostics.audit.audit_report": "audit",
-  "_diagnostics.nonfinite.find": "find_nonfinite",
-  "_diagnostics.ranges.measure": "ranges",
-  "_diagnostics.tune.tuning": "tune",
+  "_debug.audit_report": "audit",
+  "_debug.find_nonfinite": "find_nonfinite",
+  "_debug.ranges_measure": "ranges",
+  "_debug.tuning": "tune",
   "_io.conversion": "convert",
-  "_jaxprs.autocast": "autocast",
-  "_jaxprs.op_lists": "OpLists",
+  "_autocast": "autocast",
+  "_jaxpr.op_lists": "OpLists",
   "linen": "policy_scope",
-  "transforms._accumulation": "accumulate_gradients",
-  "transforms._apply_updates": "apply_updates",
-  "transforms._check_loss_scaling": "check_loss_scaling",
-  "transforms._loss_scale": "DynamicLossScale NoLossScale StaticLossScale set_loss_scale",
-  "transforms._loss_scaling": "loss_scaling",
-  "transforms._masters": "master_params master_weights set_master_params",
-  "transforms._metrics": "check_skipped_steps last_step_finite loss_scaling_metrics monitor "
+  "_optim.accumulation": "accumulate_gradients",
+  "_optim.apply_updates": "apply_updates",
+  "_optim.check_loss_scaling": "check_loss_scaling",
+  "_optim.loss_scale": "DynamicLossScale NoLossScale StaticLossScale set_loss_scale",
+  "_optim.loss_scaling": "loss_scaling",
+  "_optim.masters": "master_params master_weights set_master_params",
+  "_optim.metrics": "check_skipped_steps last_step_finite loss_scaling_metrics monitor "
   "monitor_counts select_tree",
-  "transforms._state_dtype": "state_dtype",
-  "transforms._train_state": "TrainState",
-  "transforms._train_step": "make_train_step",
-  "transforms._value_and_grad": "scale_loss unscale",
+  "_optim.state_dtype": "state_dtype",
+  "_optim.train_state": "TrainState",
+  "_optim.train_step": "make_train_step",
+  "_optim.value_and_grad": "scale_loss unscale",
 }
 """The modules that are imported when one of their names is first used. The type checkers' imports
 are the same list."""

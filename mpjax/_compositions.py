@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 
 import jax
 
-from mpjax._core.dtypes import HALF_NAMES, hardware_of, parse_dtype
+from mpjax._autocast import autocast
 from mpjax._core.errors import MpjaxTypeError, check_call, check_choice
 from mpjax._core.frameworks import framework_of, not_a_model
-from mpjax._core.policy import Policy, PolicyLike
-from mpjax._core.rules import Rule, is_flax_norm
-from mpjax._core.types import DTypeLike, Grads, PyTree
-from mpjax._jaxprs.autocast import autocast
-from mpjax._jaxprs.op_lists import OpLists
-from mpjax.transforms import _value_and_grad
-from mpjax.transforms._loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from mpjax._core.types import HALF_NAMES, DTypeLike, Grads, PyTree
+from mpjax._jaxpr.op_lists import OpLists
+from mpjax._optim.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from mpjax._optim.value_and_grad import value_and_grad as plain_value_and_grad
+from mpjax._policy.dtypes import hardware_of, parse_dtype
+from mpjax._policy.policy import Policy, PolicyLike
+from mpjax._policy.rules import Rule, is_flax_norm
 
 T = TypeVar("T")
 
@@ -86,13 +86,13 @@ def with_policy(
   raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
 
-@functools.wraps(_value_and_grad.value_and_grad)
+@functools.wraps(plain_value_and_grad)
 def value_and_grad(*args: Any, **options: Any) -> Callable[..., tuple[PyTree, Grads]]:
   state = args[1] if len(args) > 1 else options.get("opt_state")
   if framework_of(options.get("optimizer", state)) == "NNX":
     options = {"optimizer" if key == "opt_state" else key: x for key, x in options.items()}
     return importlib.import_module("mpjax.nnx").value_and_grad(*args, **options)
-  return _value_and_grad.value_and_grad(*args, **options)
+  return plain_value_and_grad(*args, **options)
 
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")

@@ -5,9 +5,9 @@
 True
 """
 
-from mpjax._diagnostics.audit.audit_report import AuditReport
-from mpjax._diagnostics.nonfinite.find import NonfiniteReport
-from mpjax._diagnostics.ranges.ranges_report import GroupRanges, RangesReport
-from mpjax._diagnostics.tune.tune_report import TuneReport
+from mpjax._debug.audit_report import AuditReport
+from mpjax._debug.find_nonfinite import NonfiniteReport
+from mpjax._debug.ranges_report import GroupRanges, RangesReport
+from mpjax._debug.tune_report import TuneReport
 
 __all__ = ["AuditReport", "GroupRanges", "NonfiniteReport", "RangesReport", "TuneReport"]

@@ -5,8 +5,8 @@
 True
 """
 
-from mpjax.transforms._loss_scale import AccumulationState, LossScalingState
-from mpjax.transforms._masters import MasterWeightsState
-from mpjax.transforms._metrics import MonitorState
+from mpjax._optim.loss_scale import AccumulationState, LossScalingState
+from mpjax._optim.masters import MasterWeightsState
+from mpjax._optim.metrics import MonitorState
 
 __all__ = ["AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"]

@@ -56,7 +56,7 @@ gc.set_threshold(200_000, 20, 50)
 
 _TESTS = pathlib.Path(__file__).parent
 
-_ADAPTERS = ("transforms", "linen", "nnx", "integration", "check", "flax_suite")
+_ADAPTERS = ("optim", "linen", "nnx", "integration", "check", "flax_suite")
 """Folders whose tests run Flax and optax, which promote dtypes on purpose
 (`optax.apply_updates` adds bfloat16 and float32): ranks are strict there, dtypes are not."""
 

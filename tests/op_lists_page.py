@@ -5,7 +5,7 @@ python -m tests.op_lists_page
 
 import pathlib
 
-from mpjax._jaxprs.primitives import FAMILIES, PARTS
+from mpjax._jaxpr.primitives import FAMILIES, PARTS
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "op_lists.md"
 BEGIN, END = "<!-- lists -->", "<!-- end of lists -->"

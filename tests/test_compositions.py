@@ -15,7 +15,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._compositions import LEVELS, _for_device
-from mpjax._core.rules import is_flax_norm
+from mpjax._policy.rules import is_flax_norm
 from tests.errors import refused
 from tests.programs import stored
 

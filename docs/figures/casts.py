@@ -15,9 +15,9 @@ import mpjax
 from docs.figures import style
 from docs.figures.flow import Box, Flow, Point
 from docs.figures.style import SMALL, Theme, text
-from mpjax._diagnostics.arguments import Call
-from mpjax._jaxprs.graph import Graph, Operation, Value
-from mpjax._jaxprs.primitives import facts_of
+from mpjax._debug.arguments import Call
+from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.primitives import facts_of
 
 NODES = {
   "norm_1": "LayerNorm",

@@ -1,1 +1,1 @@
-"""Errors, dtypes, trees, policies and rules: what everything else is built on."""
+"""Errors, trees, leaves and types: what everything else is built on."""

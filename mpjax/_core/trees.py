@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import default_registry
 
-from mpjax._core.dtypes import FLOAT32, HALF_NAMES
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.together import first_nonfinite as first_nonfinite
 from mpjax._core.together import is_inexact as is_inexact
 from mpjax._core.together import masks_of
-from mpjax._core.types import Array, DType, Leaf, PyTree
+from mpjax._core.types import FLOAT32, HALF_NAMES, Array, DType, Leaf, PyTree
 
 IsLeaf: TypeAlias = Callable[[Any], bool]
 

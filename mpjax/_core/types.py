@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 PyTree: TypeAlias = Any  # any nesting of containers that `jax.tree` understands
@@ -31,3 +32,10 @@ Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 
 P = ParamSpec("P")  # the arguments of a function that a decorator gives back
+
+FLOAT32 = np.dtype("float32")
+
+HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
+"""The dtypes of 16 bits. A dtype is of low precision if it is one of them, or narrower."""
+
+HALF_NAMES = tuple(sorted(dtype.name for dtype in HALVES))

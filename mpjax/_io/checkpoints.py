@@ -25,9 +25,9 @@ from mpjax._core.leaves import (
 )
 from mpjax._core.trees import is_floating, is_half
 from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree
-from mpjax.transforms._loss_scale import LossScaleState, LossScalingState
-from mpjax.transforms._masters import MasterWeightsState, bounded, is_hole, join, split
-from mpjax.transforms._train_state import TrainState
+from mpjax._optim.loss_scale import LossScaleState, LossScalingState
+from mpjax._optim.masters import MasterWeightsState, bounded, is_hole, join, split
+from mpjax._optim.train_state import TrainState
 
 _KEY = "key:"
 

@@ -4,15 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 
-from mpjax._core.dtypes import FLOAT32
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.leaves import Path, leaf_paths
-from mpjax._core.policy import PolicyLike, parse_policy
-from mpjax._core.rules import ModuleRecord, Rule, first_match, parse_config
 from mpjax._core.trees import is_floating
-from mpjax._core.types import DType, Leaf, Params
-from mpjax._jaxprs.used_dtypes import cast_leaves
-from mpjax.transforms._trees import differentiated
+from mpjax._core.types import FLOAT32, DType, Leaf, Params
+from mpjax._jaxpr.used_dtypes import cast_leaves
+from mpjax._optim.trees import differentiated
+from mpjax._policy.policy import PolicyLike, parse_policy
+from mpjax._policy.rules import ModuleRecord, Rule, first_match, parse_config
 
 _WHERE = "mpjax.convert"
 

@@ -13,15 +13,15 @@ import jax
 from flax.core import Scope, freeze, lift
 from flax.linen.transforms import lift_direct_transform
 
-from mpjax._core import active
-from mpjax._core.active import ACTIVE, AUDIT, EVERY, in_region
+from mpjax._autocast import Boundary, InDtype, check_returned, region_of
+from mpjax._autocast.module_calls import array, attempts, begins_trace, call_of, rewritten
 from mpjax._core.errors import REFUSALS
-from mpjax._core.policy import Policy
-from mpjax._core.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
-from mpjax._jaxprs.autocast import Boundary, InDtype, check_returned, region_of
-from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewritten
+from mpjax._policy import active
+from mpjax._policy.active import ACTIVE, AUDIT, EVERY, in_region
+from mpjax._policy.policy import Policy
+from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax.linen import _layers
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import flax.linen as nn
 
-from mpjax._jaxprs.module_calls import Layers, StateKind
+from mpjax._autocast.module_calls import Layers, StateKind
 
 STATE: Mapping[str, StateKind] = {
   "params": StateKind(neutral=True, stored="param_dtype"),

@@ -13,15 +13,15 @@ import jax
 from flax.core import FrozenDict
 from flax.core.scope import CollectionFilter
 
-from mpjax._core.active import ACTIVE, Active, ScopeToken, in_region
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.leaves import node_paths
-from mpjax._core.policy import PolicyLike
-from mpjax._core.rules import ModuleRecord, PolicyConfig, Rule, parse_config, shown
 from mpjax._core.trees import mapped
 from mpjax._core.types import Args, Function, Kwargs, Params, PyTree, Variables
-from mpjax._jaxprs.used_dtypes import store_as_used
+from mpjax._jaxpr.used_dtypes import store_as_used
+from mpjax._policy.active import ACTIVE, Active, ScopeToken, in_region
+from mpjax._policy.policy import PolicyLike
+from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config, shown
 from mpjax.linen._intercept import abstract, activate, applied, begin, current, intercept, under
 
 Keys: TypeAlias = jax.Array | dict[str, jax.Array]

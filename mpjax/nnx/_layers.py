@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from flax import nnx
 
+from mpjax._autocast.module_calls import Layers, StateKind
 from mpjax._core.types import Leaf
-from mpjax._jaxprs.module_calls import Layers, StateKind
 
 STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
   nnx.Param: StateKind(neutral=True, stored="param_dtype"),

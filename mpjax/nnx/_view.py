@@ -16,15 +16,15 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from mpjax._core.active import ACTIVE, Active, in_region
+from mpjax._autocast import Boundary, NotTraceable, leaving, region_of
+from mpjax._autocast.boundary import in_order
+from mpjax._autocast.module_calls import array, attempts, begins_trace, call_of, rewritten
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
 from mpjax._core.leaves import is_nnx_variable
-from mpjax._core.rules import ModulePolicy, shown
 from mpjax._core.trees import is_floating, same_objects
 from mpjax._core.types import Args, Class, Function, Kwargs, Leaf, PyTree
-from mpjax._jaxprs.autocast import Boundary, NotTraceable, leaving, region_of
-from mpjax._jaxprs.autocast.boundary import in_order
-from mpjax._jaxprs.module_calls import array, attempts, begins_trace, call_of, rewritten
+from mpjax._policy.active import ACTIVE, Active, in_region
+from mpjax._policy.rules import ModulePolicy, shown
 from mpjax.nnx import _layers
 
 # The class attribute that holds the `ModulePolicy` of a view's modules.

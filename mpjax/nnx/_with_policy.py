@@ -10,13 +10,20 @@ from flax import nnx
 
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.frameworks import not_a_model
-from mpjax._core.policy import PolicyLike
-from mpjax._core.rules import ModulePolicy, ModuleRecord, Rule, parse_config, resolve_policy, shown
 from mpjax._core.trees import mapped
 from mpjax._core.types import Function, Grads, KeyPath, OptState, Params, PyTree
-from mpjax._jaxprs.used_dtypes import store_as_used
+from mpjax._jaxpr.used_dtypes import store_as_used
+from mpjax._optim.value_and_grad import value_and_grad as value_and_grad_of_arrays
+from mpjax._policy.policy import PolicyLike
+from mpjax._policy.rules import (
+  ModulePolicy,
+  ModuleRecord,
+  Rule,
+  parse_config,
+  resolve_policy,
+  shown,
+)
 from mpjax.nnx import _view
-from mpjax.transforms._value_and_grad import value_and_grad as value_and_grad_of_arrays
 
 M = TypeVar("M", bound=nnx.Module)
 

@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from tests.errors import refused
-from tests.transforms.losses import AUTO, loss_of, over_devices
+from tests.optim.losses import AUTO, loss_of, over_devices
 
 DEVICES = 4
 SGD = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8))

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._core.active import ACTIVE
+from mpjax._policy.active import ACTIVE
 from tests.errors import refused
 from tests.linen.probes import KEY, Does, X
 from tests.nnx.rig import HALF, linear

@@ -12,8 +12,8 @@ import pytest
 
 import mpjax
 from tests import programs
-from tests.jaxprs.autocast import checks
-from tests.jaxprs.autocast.programs import PROGRAMS
+from tests.autocast import checks
+from tests.autocast.programs import PROGRAMS
 from tests.models.catalogue import LAYERS, MODELS
 from tests.nnx.rig import is_float, total
 

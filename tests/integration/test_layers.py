@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._jaxprs.module_calls import StateKind
+from mpjax._autocast.module_calls import StateKind
 from tests.linen.probes import KEY, X, dtypes
 from tests.models import layers
 from tests.models.catalogue import LAYERS, applied, linen, nnx_

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.lax import DotAlgorithmPreset, Precision
 
 import mpjax
-from mpjax._jaxprs.reader import walk
+from mpjax._jaxpr.reader import walk
 from tests.models import parts
 from tests.models.parts import module
 from tests.models.values import filled, shapes

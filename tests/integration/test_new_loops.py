@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._jaxprs import primitives, reader, runner
-from mpjax._jaxprs.autocast import higher_order
-from mpjax._jaxprs.primitives import HIGHER_ORDER, Holds
-from tests.jaxprs.autocast.rig import repeat_p
+from mpjax._autocast import higher_order
+from mpjax._jaxpr import primitives, reader, runner
+from mpjax._jaxpr.primitives import HIGHER_ORDER, Holds
+from tests.autocast.rig import repeat_p
 from tests.programs import dtypes_of
 
 W, X = np.eye(4, dtype=np.float32), np.ones((2, 4), np.float32)

@@ -10,8 +10,8 @@ import pytest
 
 import mpjax
 from tests.loss_scale_oracle import Oracle
+from tests.optim.losses import over_devices
 from tests.programs import bits, run
-from tests.transforms.losses import over_devices
 
 STEPS = 60
 CONFIGS = {

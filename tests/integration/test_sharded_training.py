@@ -13,9 +13,9 @@ import pytest
 
 import mpjax
 from tests.integration import sharded_rig as rig
+from tests.optim.losses import AUTO, loss_of, over_devices
 from tests.partitioned import Collective, collectives
 from tests.programs import compilations, data_of_keys, equations, mesh_of
-from tests.transforms.losses import AUTO, loss_of, over_devices
 
 DEVICES = 8
 XLA = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}

@@ -2,7 +2,7 @@
 
 Layers of Linen and of NNX, read in their jaxprs. That a matmul is exact on whole numbers, other
 matmuls, derivatives of all orders, meshes and inner jaxprs are in
-tests/jaxprs/autocast/test_matmuls.py.
+tests/matmul/test_matmul.py.
 """
 
 import collections
@@ -117,7 +117,7 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], Callable[..., nnx.Module]]] 
     made(nnx.Conv, 3, 6, (3,), feature_group_count=3),
   ),
 }
-"""How matmuls are written, and of one row, is swept in tests/jaxprs/autocast/test_matmuls.py."""
+"""How matmuls are written, and of one row, is swept in tests/matmul/test_matmul.py."""
 
 # What is built of layers
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._core.active import ACTIVE
+from mpjax._policy.active import ACTIVE
 from tests.errors import refused
 from tests.linen.probes import KEY, Does, Probe, X, calling, calls, note, seen
 from tests.programs import compilations, products

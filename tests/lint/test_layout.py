@@ -28,26 +28,29 @@ Check = Callable[[Sources], list[str]]
 Rule = Callable[..., Iterator[str]]
 
 RANKS = {
-  "_core": 0,  # nothing of ours
-  "_jaxprs": 1,  # programs: reading them, and the rewriter that casts
-  "transforms": 2,  # the adapter to optax, and the training step
-  "linen": 3,  # adapters, each to one framework for models, neither of which imports the other
-  "nnx": 3,
-  "_diagnostics": 4,  # what a function does with numbers: audit, first non-finite value, ranges
-  "_io": 4,  # what goes to files, or is made for inference
-  "_compositions": 5,
-  "__init__": 6,  # and the other public modules
-  "__main__": 7,  # the command line
+  "_core": 0,  # nothing of ours: errors, trees, leaves, types
+  "_policy": 1,  # policies, rules, dtypes, and which policy is active
+  "_jaxpr": 2,  # reading jaxprs, running them, and the table of primitives
+  "_matmul": 3,  # matmuls with derivative rules, and recipes
+  "_autocast": 4,  # the rewriter that casts
+  "_optim": 5,  # the adapter to optax, and the training step
+  "linen": 6,  # adapters, each to one framework for models, neither of which imports the other
+  "nnx": 6,
+  "_debug": 7,  # what a function does with numbers: audit, first non-finite value, ranges
+  "_io": 7,  # what goes to files, or is made for inference
+  "_compositions": 8,
+  "__init__": 9,  # and the other public modules
+  "__main__": 10,  # the command line
 }
 """The folders of the library, by what may import what: only from a lower rank."""
 
 ONLY_IN = {
-  "optax": {"transforms"},
+  "optax": {"_optim"},
   "flax.linen": {"linen"},
   "flax.nnx": {"nnx"},
   "flax": {"linen", "nnx"},
   "orbax": {"_io"},
-  "importlib": {"__init__", "_diagnostics", "_jaxprs", "_compositions"},
+  "importlib": {"__init__", "_debug", "_compositions"},
 }
 """Who may import what is not ours; the longest prefix decides."""
 
@@ -210,7 +213,7 @@ def check_no_private_imports(path: str, full: str, _: object) -> Iterator[str]:
 
 @for_each(nodes)
 def check_versions_in_compat(path: str, node: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
-  if path == "mpjax/_jaxprs/compat.py":
+  if path == "mpjax/_jaxpr/compat.py":
     return
   if isinstance(node, ast.Attribute) and node.attr in ("__version__", "__version_info__"):
     yield "a version is read outside of compat.py"
@@ -230,9 +233,9 @@ def check_parameters_in_the_reader(path: str, node: ast.AST, _: object) -> Itera
     keys = list(node.keys)
   elif isinstance(node, ast.Call) and called(node) in ("get", "pop"):
     keys = list(node.args[:1])
-  for key in keys if path != "mpjax/_jaxprs/reader.py" else ():
+  for key in keys if path != "mpjax/_jaxpr/reader.py" else ():
     if isinstance(key, ast.Constant) and key.value in INNER_PARAMETERS:
-      yield f"the parameter {key.value!r}; ask mpjax/_jaxprs/reader.py"
+      yield f"the parameter {key.value!r}; ask mpjax/_jaxpr/reader.py"
 
 
 INNER_PARAMETERS = {
@@ -365,7 +368,7 @@ def check_tests_mirror(sources: Sources) -> list[str]:
 
 CHECKS: dict[Check, dict[str, Sources | str]] = {
   check_import_direction: {
-    "upwards": "from mpjax._jaxprs.reader import walk",
+    "upwards": "from mpjax._policy.policy import Policy",
     "sideways": {"mpjax/nnx/x.py": "import mpjax.linen._y"},
     "between adapters": {"mpjax/linen/_x.py": "from mpjax.nnx._y import f"},
     "the root": "from mpjax import all_finite",
@@ -397,9 +400,7 @@ CHECKS: dict[Check, dict[str, Sources | str]] = {
   },
   check_parameters_in_the_reader: {
     "a subscript": "def f(eqn):\n  return eqn.params['num_carry']",
-    "of a name": {
-      "mpjax/_jaxprs/autocast/_x.py": "def f(params):\n  return params['ft_in'].unpack()"
-    },
+    "of a name": {"mpjax/_autocast/_x.py": "def f(params):\n  return params['ft_in'].unpack()"},
     "get": "def f(eqn):\n  return eqn.params.get('branches', ())",
     "a new dict": "def f(eqn, new):\n  return {**eqn.params, 'jaxpr': new}",
   },
@@ -514,6 +515,6 @@ def test_no_function_is_written_twice_for_linen_and_nnx():
 def test_what_goes_before_what_is_known_in_one_place():
   # A policy of a module's own, rules and the module around: one function reads them.
   reads = [
-    name for name, code in functions("_core", "linen", "nnx") if "first_match" in code.co_names
+    name for name, code in functions("_policy", "linen", "nnx") if "first_match" in code.co_names
   ]
-  assert reads == ["_core/rules.py::resolve_policy"]
+  assert reads == ["_policy/rules.py::resolve_policy"]

@@ -87,7 +87,7 @@ def test_links_and_commands_lead_somewhere():
 
 def test_what_leads_nowhere_is_found():
   text = "[a](README.md#x) [b](https://c.d) [e](f.md)\n```bash\nmake test\nmake tset\n```\n"
-  text += "`_core/policy.py` `_core/polcy.py` mpjax.audit mpjax.adit mpjax.git"
+  text += "`_policy/policy.py` `_core/polcy.py` mpjax.audit mpjax.adit mpjax.git"
   assert list(dead(ROOT / "README.md", text)) == [
     "f.md",
     "_core/polcy.py",
@@ -95,8 +95,8 @@ def test_what_leads_nowhere_is_found():
     "git",
     "make tset",
   ]
-  text = "In `mpjax/nnx/`, `_view.py` and `_value_and_grad.py`: `body_of`, `body_off`, `zero_nans`."
-  assert list(dead(FOLDER / "nnx.md", text)) == ["_value_and_grad.py", "body_off"]
+  text = "In `mpjax/nnx/`, `_view.py` and `value_and_grad.py`: `body_of`, `body_off`, `zero_nans`."
+  assert list(dead(FOLDER / "nnx.md", text)) == ["value_and_grad.py", "body_off"]
 
 
 picture = types.SimpleNamespace(**runpy.run_path(str(FOLDER / "architecture_picture.py")))

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 import mpjax
-from tests.jaxprs.autocast.programs import PROGRAMS
+from tests.autocast.programs import PROGRAMS
 from tests.models import by_hand, language, layers, situations
 from tests.models.papers import PAPERS
 from tests.models.stumbles_models import REACHED

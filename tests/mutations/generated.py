@@ -1,7 +1,7 @@
 """Draws generated mutants, and runs the tests that execute their lines until one of them fails.
 
 python -m tests.mutations.generated                               # the recorded draw
-python -m tests.mutations.generated --draw 50 mpjax/_diagnostics  # 50 of another folder
+python -m tests.mutations.generated --draw 50 mpjax/_debug  # 50 of another folder
 python -m tests.mutations.generated --draw 0 --only adjust        # all with this text in their name
 
 One run of `make test` with coverage says which tests execute which lines. Each mutant is applied
@@ -48,9 +48,9 @@ from tests.mutations.table import own_tests
 CACHE = ROOT / ".cache" / "mutations"
 
 RECORDED = (
-  *("mpjax/transforms", "mpjax/_core", "mpjax/_io"),
-  *("mpjax/_jaxprs/primitives.py", "mpjax/_jaxprs/reader.py", "mpjax/_jaxprs/locations.py"),
-  "mpjax/_jaxprs/autocast/higher_order.py",
+  *("mpjax/_optim", "mpjax/_core", "mpjax/_policy", "mpjax/_io"),
+  *("mpjax/_jaxpr/primitives.py", "mpjax/_jaxpr/reader.py", "mpjax/_jaxpr/locations.py"),
+  "mpjax/_autocast/higher_order.py",
 )
 """The code that a draw without arguments mutates."""
 

@@ -60,7 +60,7 @@ def parsed(text: str) -> tuple[Mutation, ...]:
 TABLE = """
 # How the scale moves, and what is multiplied by it.
 
-mpjax/transforms/_loss_scale.py::adjust
+mpjax/_optim/loss_scale.py::adjust
 
 1 growth one step late: `>` for `>=`
 - good_steps >= config.growth_interval
@@ -92,7 +92,7 @@ mpjax/transforms/_loss_scale.py::adjust
 + left
 ::test_growth
 
-mpjax/transforms/_loss_scale.py::read_label
+mpjax/_optim/loss_scale.py::read_label
 
 8 min_scale is its default again once it is read from the structure of a state (the list: reset in
   tree_unflatten; our limits are no leaves, but part of the structure)
@@ -100,7 +100,7 @@ mpjax/transforms/_loss_scale.py::read_label
 + fields | _DEFAULTS
 ::test_label_keeps_the_limits_exactly
 
-mpjax/transforms/_loss_scaling.py::loss_scaling
+mpjax/_optim/loss_scaling.py::loss_scaling
 
 9 gradients are divided by the scale of the next step
 - return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
@@ -112,28 +112,28 @@ mpjax/transforms/_loss_scaling.py::loss_scaling
 + return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
 ::test_momentum_is_exact_while_the_scale_changes_every_step
 
-mpjax/transforms/_loss_scale.py::
+mpjax/_optim/loss_scale.py::
 
 10 a scale of 2^127 is allowed, whose reciprocal XLA flushes to 0
 - SMALLEST, LARGEST = 2.0**-126, 2.0**126
 + SMALLEST, LARGEST = 2.0**-126, 2.0**127
 ::test_numbers_that_are_refused
 
-mpjax/transforms/_loss_scale.py::unscale_tree
+mpjax/_optim/loss_scale.py::unscale_tree
 
 11 half gradients are divided in half, and cast afterwards
 - g = strong(at_least_float32(g))
 + return at_least_float32(g / scale.astype(g.dtype))
 ::test_the_cast_comes_before_the_division
 
-mpjax/transforms/_value_and_grad.py::_scaled
+mpjax/_optim/value_and_grad.py::_scaled
 
 12 a half loss is multiplied in half
 - wide * scale.astype(wide.real.dtype)
 + (x * scale.astype(x.dtype)).astype(wide.dtype)
-tests/transforms/test_loss_scale.py::test_half_loss_is_cast_before_it_is_multiplied
+tests/optim/test_loss_scale.py::test_half_loss_is_cast_before_it_is_multiplied
 
-mpjax/transforms/_loss_scale.py::init_scale
+mpjax/_optim/loss_scale.py::init_scale
 
 13 the first scale is weakly typed: the second step is another program
 - jnp.asarray(config.init_scale if dynamic else config.scale, jnp.float32)
@@ -147,13 +147,13 @@ mpjax/_core/together.py::first_nonfinite
 14 a sum is checked, which overflows where no element does
 - jnp.all(jnp.isfinite(arrays[0]))
 + jnp.isfinite(jnp.sum(arrays[0]))
-tests/transforms/test_loss_scaling.py::test_what_counts_as_bad
+tests/optim/test_loss_scaling.py::test_what_counts_as_bad
 
 15 a comparison with the largest number is the check: NaN passes
 - finite = jnp.all(jnp.isfinite(arrays[0]))
 + x = jnp.asarray(arrays[0])
 + finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))
-tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
+tests/optim/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 
 16 only NaN is looked for
 - jnp.all(jnp.isfinite(arrays[0]))
@@ -167,7 +167,7 @@ tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 - [leaves[i] for i in inexact]
 + [leaves[i] for i in inexact[:-1]]
 
-mpjax/transforms/_loss_scaling.py::loss_scaling
+mpjax/_optim/loss_scaling.py::loss_scaling
 
 18 gradients of several losses are checked, and not their sum, which may overflow (the list: a
   check before the reduction; over devices they are averaged before they get there)
@@ -187,12 +187,12 @@ tests/integration/test_several_losses.py::test_a_sum_that_overflows_is_skipped_a
 + _all_finite(looked_at, axis_name) if several else True
 ::test_updates_that_are_not_finite
 
-mpjax/transforms/_trees.py::step_or_select
+mpjax/_optim/trees.py::step_or_select
 
 20 a skipped step keeps the parameters and moves the optimizer
 - pick(keep, (updates, new), (nothing_like(updates), old))
 + pick(keep, updates, nothing_like(updates)), new
-tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
+tests/optim/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 
 23a the counts of schedules go on at a skipped step
 - return pick(keep, (updates, new), (nothing_like(updates), old))
@@ -204,7 +204,7 @@ tests/transforms/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 - pick(keep, (updates, new), (nothing_like(updates), old))
 + jax.tree.map(lambda u: u * keep.astype(u.dtype), updates), pick(keep, new, old)
 
-mpjax/transforms/_train_step.py::make_train_step
+mpjax/_optim/train_step.py::make_train_step
 
 21 batch statistics of a skipped step are kept
 - ("step", "model_state", "ema", *(() if applied else ("params",)))
@@ -221,7 +221,7 @@ tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted
 
 # Micro-batches.
 
-mpjax/transforms/_accumulation.py::accumulate_gradients
+mpjax/_optim/accumulation.py::accumulate_gradients
 
 26 accumulate lets a loss scale in, and adds up scaled gradients
 - refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
@@ -238,14 +238,14 @@ tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big
 - t / count.astype(t.real.dtype)
 + t / (count + 1).astype(t.real.dtype)
 
-mpjax/transforms/_gradients.py::batch_gradients
+mpjax/_optim/gradients.py::batch_gradients
 
 27 micro-batches are added up in the dtype of the parameters
 - jax.tree.map(jnp.add, total, grads)
 + jax.tree.map(lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, grads, params)
 ::test_sums_are_float32
 
-mpjax/transforms/_trees.py::step_or_select
+mpjax/_optim/trees.py::step_or_select
 
 28 a bad micro-batch is counted, though nothing of it is in the sum
 - return pick(keep, (updates, new), (nothing_like(updates), old))
@@ -257,14 +257,14 @@ tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big
 
 # Devices.
 
-mpjax/transforms/_loss_scaling.py::_agree
+mpjax/_optim/loss_scaling.py::_agree
 
 31 each device decides for itself
 - jax.lax.pmin(first_bad, tuple(names))
 + first_bad
 tests/integration/test_sharded_training.py::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
 
-mpjax/transforms/_loss_scaling.py::loss_scaling
+mpjax/_optim/loss_scaling.py::loss_scaling
 
 32 the largest values are checked instead of the flags reduced: a maximum drops NaN
 - first_bad[label] = _agree(first_nonfinite(leaves), axis_name)
@@ -272,7 +272,7 @@ mpjax/transforms/_loss_scaling.py::loss_scaling
 +   leaves = [jax.lax.pmax(x, axis_name) for x in leaves]
 + first_bad[label] = first_nonfinite(leaves)
 
-mpjax/transforms/_gradients.py::batch_gradients
+mpjax/_optim/gradients.py::batch_gradients
 
 33 gradients are averaged over devices in the dtype that they came in
 - return at_least_float32(loss), vary(new), metrics, jax.tree.map(at_least_float32, grads)
@@ -281,7 +281,7 @@ mpjax/transforms/_gradients.py::batch_gradients
 
 # Policies.
 
-mpjax/_core/active.py::_ActiveState.__call__
+mpjax/_policy/active.py::_ActiveState.__call__
 
 34 the policy in force is no part of the key of a jitted function
 - number = _Number(_number_of(dataclasses.replace(state, **rest)))
@@ -306,7 +306,7 @@ mpjax/_core/trees.py::is_floating
 - jnp.issubdtype(x.dtype, jnp.floating)
 + np.issubdtype(x.dtype, np.floating)
 
-mpjax/_jaxprs/module_calls.py::ModuleCall.run
+mpjax/_autocast/module_calls.py::ModuleCall.run
 
 37 a module that is traced is told the compute dtype, and rounds what operations decide
 - dtype_field(self.module, dtype, always=casts)
@@ -335,7 +335,7 @@ tests/linen/test_outermost.py::test_a_module_that_raises_in_float32_draws_the_sa
 
 # What is stored.
 
-mpjax/transforms/_masters.py::set_master_params
+mpjax/_optim/masters.py::set_master_params
 
 39 a master may be the very array that it was set from: donated, both are gone
 - bounded(jnp.asarray(new, jnp.float32))
@@ -349,7 +349,7 @@ mpjax/_core/leaves.py::misfit
 + floats
 tests/io/test_checkpoints_restore.py::test_another_dtype_is_an_error_that_names_every_leaf
 
-mpjax/_core/rules.py::ModuleRecord.check
+mpjax/_policy/rules.py::ModuleRecord.check
 
 40b a rule that picks out no module is ignored
 - self.config.unmatched != "ignore"
@@ -394,14 +394,14 @@ mpjax/nnx/_with_policy.py::with_policy
 + model
 ::test_a_view_holds_the_very_variables_and_leaves_the_model_alone
 
-mpjax/_jaxprs/module_calls.py::ModuleCall.output_dtype
+mpjax/_autocast/module_calls.py::ModuleCall.output_dtype
 
 45 the output dtype is for every module, not for the outermost one called
 - not self.state.entered
 + not self.state.entered or outermost is not None
 tests/integration/test_which_policy.py::test_output_dtypes_are_for_where_a_policy_begins
 
-mpjax/_jaxprs/module_calls.py::rewritten
+mpjax/_autocast/module_calls.py::rewritten
 
 46 what a policy says of weight gradients is forgotten where a call is rewritten
 - Settings(policy=policy or Policy(), ops=_OPS, modules=True)
@@ -410,35 +410,35 @@ tests/integration/test_weight_grads.py::test_one_product_of_half_numbers_into_fl
 
 # Training steps.
 
-mpjax/transforms/_gradients.py::batch_gradients
+mpjax/_optim/gradients.py::batch_gradients
 
 48 a loss that loss_fn has averaged over devices is differentiated as one number for all
 - return vary(loss), aux
 + return loss, aux
 tests/integration/test_across_devices.py::test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient
 
-mpjax/transforms/_gradients.py::_combine
+mpjax/_optim/gradients.py::_combine
 
 49 a counter of local tokens becomes the largest of all devices
 - rule == "sum"
 + rule == "both"
 tests/integration/test_across_devices.py::test_a_token_counter_beside_a_step_counter
 
-mpjax/transforms/_gradients.py::_unless_there_before
+mpjax/_optim/gradients.py::_unless_there_before
 
 50 a mask that holds -inf skips every step
 - jnp.logical_or(new == old, both_nan)
 + both_nan
-tests/transforms/test_train_step.py::test_what_was_infinite_before_skips_no_step
+tests/optim/test_train_step.py::test_what_was_infinite_before_skips_no_step
 
-mpjax/transforms/_train_step.py::_average
+mpjax/_optim/train_step.py::_average
 
 51 the average of parameters that accumulate trains moves with each micro-batch
 - jnp.where(updated[path], moved, e) if path in updated else moved
 + moved
 ::test_the_average_moves_with_updates_not_with_micro_batches
 
-mpjax/transforms/_train_step.py::_retried
+mpjax/_optim/train_step.py::_retried
 
 52 with hysteresis a batch is run again at the same scale
 - jnp.where(metrics["finite"], after.scale, lower)
@@ -447,35 +447,35 @@ mpjax/transforms/_train_step.py::_retried
 
 # Precision.
 
-mpjax/_jaxprs/autocast/rewriter.py::_in_precision
+mpjax/_autocast/rewriter.py::_in_precision
 
 53 the setting for all matmuls of a process is that of those in low precision too
 - eqn.params.get("precision", 0) is None and aval_of(eqn.invars[0]).dtype.itemsize >= 4
 + eqn.params.get("precision", 0) is None
-tests/jaxprs/autocast/test_rewriter_parts.py::test_a_setting_for_the_whole_process_does_not_switch_autocast_off
+tests/autocast/test_rewriter_parts.py::test_a_setting_for_the_whole_process_does_not_switch_autocast_off
 
 # float8.
 
-mpjax/_jaxprs/autocast/float8.py::quantise
+mpjax/_matmul/float8.py::quantise
 
 54 an inf in an operand of a matmul in float8 is clipped, and the step goes on
 - jnp.maximum(scale, np.finfo(np.float32).tiny)
 + jnp.clip(jnp.nan_to_num(scale), np.finfo(np.float32).tiny, 1e30)
-tests/jaxprs/autocast/test_float8_dot.py::test_what_is_not_finite_is_not_clipped
+tests/matmul/test_float8.py::test_what_is_not_finite_is_not_clipped
 
-mpjax/_jaxprs/autocast/float8.py::Float8Recipe.dot
+mpjax/_matmul/float8.py::Float8Recipe.dot
 
 55 float16 overflows in a matmul in float8 before its scales are applied
 - dtype if float(jnp.finfo(dtype).max) > 1e38 else FLOAT32
 + dtype
-tests/jaxprs/autocast/test_float8_dot.py::test_results_before_scaling_are_no_result_of_float16
+tests/matmul/test_float8.py::test_results_before_scaling_are_no_result_of_float16
 
-mpjax/_jaxprs/autocast/float8.py::Float8Recipe.quantise
+mpjax/_matmul/float8.py::Float8Recipe.quantise
 
 56 a gradient is e4m3 as what it meets is, and small gradients become 0
 - E5M2 if is_gradient else E4M3
 + E4M3
-tests/jaxprs/autocast/test_float8_dot.py::test_all_three_matmuls_have_operands_in_float8
+tests/matmul/test_float8.py::test_all_three_matmuls_have_operands_in_float8
 
 # Kernels on a GPU.
 
@@ -488,42 +488,42 @@ mpjax/_core/together.py::first_nonfinite
 
 # Split masters, and first moments in low precision.
 
-mpjax/transforms/_masters.py::split
+mpjax/_optim/masters.py::split
 
 59 the remainder of a split master is not clipped: at a tie it wraps around
 - jnp.clip(_bits(master) - _bits(param.astype(jnp.float32)), -(2**15), 2**15 - 1)
 + _bits(master) - _bits(param.astype(jnp.float32))
 ::test_the_remainder_is_that_to_the_parameter_which_is_committed
 
-mpjax/transforms/_masters.py::join
+mpjax/_optim/masters.py::join
 
 60 a parameter that was set to 0 makes a NaN of a remainder below 0
 - jnp.abs(master) <= _LARGEST
 + jnp.isfinite(base)
 ::test_any_parameter_with_any_remainder
 
-mpjax/transforms/_masters.py::_rounded
+mpjax/_optim/masters.py::_rounded
 
 61 a master beyond the range of bfloat16 is rounded to an inf, which no update leaves
 - bounded(master)
 + master
-tests/transforms/test_apply_updates.py::test_from_a_master_is_its_rounding_whatever_the_update
+tests/optim/test_apply_updates.py::test_from_a_master_is_its_rounding_whatever_the_update
 
-mpjax/transforms/_masters.py::split_update
+mpjax/_optim/masters.py::split_update
 
 62 a master is split from its rounding where the addition ends at another parameter
 - param.astype(jnp.float32) + update
 + master.astype(param.dtype)
 ::test_the_nearest_master_where_no_update_leads_to_the_rounded_one
 
-mpjax/transforms/_masters.py::_check_params_of
+mpjax/_optim/masters.py::_check_params_of
 
 64a split masters are read with any parameters
 - is_remainder(m)
 + False
 ::test_parameters_that_cannot_belong_to_the_state_raise
 
-mpjax/transforms/_masters.py::update_shown
+mpjax/_optim/masters.py::update_shown
 
 64b float32 parameters pass for bfloat16 ones that a wrapper shows in float32
 - _check_params_of(one.master, params, f'{where}(params)')
@@ -542,14 +542,14 @@ mpjax/_io/checkpoints.py::cross
 + False
 tests/io/test_checkpoints_master_storage.py::test_what_does_not_cross_is_refused
 
-mpjax/transforms/_state_dtype.py::_map_moments
+mpjax/_optim/state_dtype.py::_map_moments
 
 66 which moment a field holds goes by its name alone, of all optimizers
 - _FIELDS_OF.get(type(state).__name__, _FIELDS)
 + _FIELDS
 ::test_first_moments_are_found_and_nothing_else
 
-mpjax/transforms/_state_dtype.py::state_dtype
+mpjax/_optim/state_dtype.py::state_dtype
 
 67 second moments are stored in low precision without a word
 - nu is not None and not allow_second_moments

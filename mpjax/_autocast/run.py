@@ -1,0 +1,136 @@
+"""Running a rewritten jaxpr: JAX differentiates what repeats in it, such as layers, once.
+
+JAX differentiates one equation after the other, which takes most of the time of tracing a gradient,
+but what a jitted function holds once. Here parts of a jaxpr that repeat become such functions.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from mpjax._core.types import Array
+from mpjax._jaxpr.calls import call_of, called, jaxpr_of
+from mpjax._jaxpr.compat import (
+  comes_from_program,
+  is_in_program,
+  without_scopes,
+)
+from mpjax._jaxpr.primitives import is_higher_order
+from mpjax._jaxpr.reader import Atom, aval_of
+from mpjax._policy.active import AUDIT
+
+_LONG = 64  # Equations. A shorter jaxpr is written out: for the eye, and a call costs time too.
+
+
+def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: str) -> list[Array]:
+  """Returns the results of a jaxpr, which is one call where JAX is tracing another, if it is long.
+
+  To write all its equations once more takes as long as to trace the function that they came from.
+  Else it runs as the function would: operation by operation, or under the active transformation.
+  """
+  values = [*consts, *operands]
+  tracers = [x for x in values if isinstance(x, Tracer)]
+  if len(jaxpr.eqns) < _LONG or not tracers or not all(map(is_in_program, tracers)):
+    # Inside of `jit`, what is differentiated or batched is traced equation by equation; parts that
+    # repeat are traced once. With concrete values nothing is traced: each part would be compiled.
+    # In what an audit shows, each operation has its own line.
+    if tracers and all(map(comes_from_program, tracers)) and AUDIT.value is None:
+      jaxpr = with_shared_parts(jaxpr)
+    outs: list[Any] = eval_jaxpr(jaxpr, consts, *operands)
+    for i, (x, aval) in enumerate(zip(outs, map(aval_of, jaxpr.outvars), strict=True)):
+      if not isinstance(x, jax.Array):  # A literal comes back as a number of Python's or NumPy's.
+        number = np.asarray(x)
+        outs[i] = jnp.asarray(number.item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
+    return outs
+  jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+  return called(ClosedJaxpr(jaxpr, ()), values, name)
+
+
+def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
+  """Returns the same jaxpr, with one jaxpr for all parts that are the same, in calls.
+
+  JAX writes the equations inside instead, where it traces a jaxpr: that is the same, but for what
+  profiles show: lines of code, which are those of the first part, and transformations around.
+  """
+  # Equations that follow one another in one scope. Alone is one that has effects (two prints of
+  # equal text are two, and JAX keeps their order by the effects of the equations), and one that
+  # holds jaxprs which no other one holds.
+  held = Counter(id(eqn.params) for eqn in jaxpr.eqns)
+
+  def place(eqn: JaxprEqn) -> Hashable:
+    alone = eqn.effects or (is_higher_order(eqn) and held[id(eqn.params)] == 1)
+    return id(eqn) if alone else (eqn.source_info.name_stack, eqn.ctx)
+
+  groups = [list(group) for _, group in itertools.groupby(jaxpr.eqns, place)]
+  last_read: dict[Atom, int] = {}
+  for number, group in enumerate(groups):
+    read = (v for eqn in group for v in eqn.invars if not isinstance(v, Literal))
+    last_read |= dict.fromkeys(read, number)
+  last_read |= dict.fromkeys(variables(jaxpr.outvars), len(groups))
+  parts = [_part(group, number, last_read) for number, group in enumerate(groups)]
+  counts = Counter(key for key, *_ in parts)
+  calls: dict[Hashable, JaxprEqn] = {}
+  eqns: list[JaxprEqn] = []
+  for group, (key, invars, outvars) in zip(groups, parts, strict=True):
+    if counts[key] == 1:
+      eqns += group
+      continue
+    if key not in calls:
+      closed = ClosedJaxpr(jaxpr_of(unscoped(group), invars, outvars), ())
+      calls[key] = call_of(closed, invars, outvars, "part", inline=True)
+    where = {"source_info": group[0].source_info, "ctx": group[0].ctx}
+    eqns.append(calls[key].replace(invars=[*invars], outvars=outvars, **where))
+  return jaxpr.replace(eqns=eqns)
+
+
+def unscoped(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+  """Returns equations without their scope, for the jaxpr of a call that is in it."""
+  # With both, a profile would show `layer_0/layer_0/tanh` for the first layer, and
+  # `layer_1/layer_0/tanh` for the next one.
+  names = without_scopes(eqns[0].source_info.name_stack, "")
+  return [eqn.replace(source_info=eqn.source_info.replace(name_stack=names)) for eqn in eqns]
+
+
+def variables(atoms: Iterable[Atom]) -> set[Var]:
+  """Returns those of some atoms that are no literals."""
+  return {v for v in atoms if not isinstance(v, Literal)}
+
+
+def _part(
+  eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]
+) -> tuple[Hashable, list[Var], list[Var]]:
+  """Returns a key, what the part number `place` reads, and what others read of it."""
+  # The key is that of parts that compute the same of what they read.
+  numbers: dict[Atom, int] = {}
+  invars: list[Var] = []
+
+  def number(atom: Atom) -> Hashable:
+    if isinstance(atom, Literal):
+      return atom.aval, np.asarray(atom.val).tobytes()
+    if atom not in numbers:
+      numbers[atom] = len(numbers)
+      invars.append(atom)
+    return numbers[atom]
+
+  key: list[Hashable] = [id(eqns[0])] if eqns[0].effects else []
+  for eqn in eqns:
+    params = (id(eqn.params),) if is_higher_order(eqn) else eqn.params.items()
+    key.append((eqn.primitive, eqn.ctx, *map(number, eqn.invars), *params))
+    numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
+  outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) > place]
+  key += [(numbers[v], v.aval) for v in (*invars, *outvars)]
+  return tuple(key), invars, outvars
+
+
+def with_key(eqns: Sequence[JaxprEqn], root: Var, outs: Sequence[Var]) -> tuple[Jaxpr, Hashable]:
+  """Returns a jaxpr of equations, and a key of those that compute the same of their operand."""
+  new = jaxpr_of(unscoped(eqns), [root], outs)
+  # In what an audit shows, each operation has its own line.
+  return new, _part(new.eqns, 0, dict.fromkeys(outs, 1))[0] if AUDIT.value is None else id(new)

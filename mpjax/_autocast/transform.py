@@ -1,0 +1,299 @@
+"""`autocast`: mixed precision for any JAX function, by lists of operations.
+
+A function of trees is traced as a function of arrays, its jaxpr is rewritten, and that runs with
+the same arguments.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray, Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr
+
+from mpjax._autocast.boundary import Boundary, InDtype, NotTraceable
+from mpjax._autocast.higher_order import instantiated, rewrite
+from mpjax._autocast.rewriter import By, in_default, traced
+from mpjax._autocast.run import run
+from mpjax._autocast.scopes import check_rules_match
+from mpjax._autocast.values import FLOATS, Kind, Settings, constants
+from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
+from mpjax._core.frameworks import check_function
+from mpjax._core.types import FLOAT32, HALVES, Args, Array, DType, Function, Leaf, P, PyTree
+from mpjax._jaxpr.op_lists import OpLists
+from mpjax._jaxpr.primitives import Holds, facts_of
+from mpjax._jaxpr.reader import closed_over, walk
+from mpjax._policy.active import AUDIT, in_region
+from mpjax._policy.policy import PolicyLike, parse_policy
+from mpjax._policy.rules import Rule, parse_rules, rewrites
+
+R = TypeVar("R")
+
+_AS_FUNCTION = (
+  'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
+  '@functools.partial(mpjax.autocast, policy="mixed_bfloat16"). It is no context manager: code '
+  "that calls Linen models runs under a policy in mpjax.policy_scope."
+)
+
+
+@check_call("mpjax.autocast(fn)", fix=_AS_FUNCTION)
+def autocast(
+  fn: Callable[P, R],
+  policy: PolicyLike = "mixed_bfloat16",
+  *,
+  ops: OpLists | None = None,
+  rules: Iterable[Rule] = (),
+  data_argnums: int | Sequence[int] = (),
+) -> Callable[P, R]:
+  """Returns a function that computes what `fn` does, with a dtype chosen for each operation.
+
+  `fn` is traced as it is, in float32, and its jaxpr is rewritten, also inside of `jit`, `scan`,
+  `cond`, `remat`, `custom_vjp`, `shard_map` and so on: matmuls and convolutions run in the compute
+  dtype of the policy, exponentials, logarithms, sums and losses in float32, and what lies between
+  follows its operands, which are data, low or neutral (docs/concepts.md, docs/autocast.md).
+  Parameters are cast where they are used, and their gradients added in float32. Results have the
+  dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16, `precision="highest"`,
+  integers, complex numbers, float64 and random keys stay as they are.
+  `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
+
+  Args:
+    fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
+      and integers of NumPy) is handed to it as it is. It must not change its arguments in place.
+    policy: parameters are yours to store, and results keep their dtypes: `param_dtype` does not
+      count, and an `output_dtype` of float32 says that a result which is a matmul, perhaps with a
+      bias, is its float32 sum. In float32, without a precision, `fn` itself is returned.
+    ops: the lists, an edited `OpLists()`; None for the standard.
+    rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path, as a profile
+      shows them. The innermost scope that a rule matches decides, and there the first rule. None or
+      a float32 policy leaves everything inside as it was traced.
+    data_argnums: the positions of arguments that are no parameters, such as coordinates and
+      timesteps: float32 arrays in them stay float32 until a matmul, as constants do.
+
+  Returns:
+    A function with the signature of `fn`. Like `fn`, it can be jitted, differentiated, mapped,
+    sharded and exported.
+
+  Raises:
+    MpjaxTypeError: an argument has the wrong type; when called: `fn` changed an argument.
+    MpjaxValueError: a policy computes in something else than float32, bfloat16 and float16, a rule
+      has no path; when called: no positional argument is at one of `data_argnums`.
+    UnmatchedRuleError: when called: no scope has the path of a rule.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
+  >>> for eqn in jax.make_jaxpr(mpjax.autocast(lambda w, x: jnp.exp(x @ w)))(w, x).eqns:
+  ...   print(eqn.primitive, eqn.outvars[0].aval.dtype)
+  convert_element_type bfloat16
+  convert_element_type bfloat16
+  dot_general bfloat16
+  convert_element_type float32
+  exp float32
+  """
+  where, of_rules = "mpjax.autocast(fn)", "mpjax.autocast(rules=...)"
+  check_function(fn, where, _AS_FUNCTION)
+  if ops is not None and not isinstance(ops, OpLists):
+    of_ops, fix = "mpjax.autocast(ops=...)", 'Write ops=mpjax.OpLists().replace(float32=["tanh"]).'
+    raise MpjaxTypeError(of_ops, expected="an mpjax.OpLists", got=repr(ops), fix=fix)
+  policy, rules = parse_policy(policy, "mpjax.autocast(policy)"), parse_rules(rules, of_rules)
+  fix = (
+    "A traced function has no modules, only named scopes: see jax.named_scope. For rules by class "
+    "or instance put a policy on the model with mpjax.with_policy."
+  )
+  for rule in rules:
+    check_value(rule, rule.path is not None, of_rules, expected="rules with path=", fix=fix)
+  policies = [("mpjax.autocast(policy)", policy), *((of_rules, rule.policy) for rule in rules)]
+  expected = "a policy that computes in bfloat16, float16 or float32"
+  fix = "Operations in other dtypes are left as they are; no policy is needed for them."
+  for of_policy, each in policies:
+    allowed = each is None or each.compute_dtype in FLOATS
+    check_value(each, allowed, of_policy, expected=expected, fix=fix)
+  data = _data_leaves(data_argnums)
+  if not any(rewrites(each) for _, each in policies):
+    return fn
+  settings = Settings(policy=policy, ops=ops or OpLists(), rules=rules)
+  unrounded = policy is not None and policy.output_dtype == FLOAT32
+  return with_settings(fn, settings, where, data=data, unrounded=unrounded)
+
+
+def _data_leaves(data_argnums: Any) -> Callable[[Args], Iterable[Leaf]] | None:
+  """Returns what says which leaves are in the arguments at these positions; None for none."""
+  numbers = tuple(data_argnums) if isinstance(data_argnums, Sequence) else (data_argnums,)
+  where, fix = "mpjax.autocast(data_argnums=...)", "Write data_argnums=(1,) for x in (params, x)."
+  for number in numbers:
+    check_int(number, where, least=0, fix=fix, fix_type=fix)
+
+  def leaves(args: tuple[Any, ...]) -> list[Leaf]:
+    fix = "Pass that argument by position, or take its number out of data_argnums."
+    expected = f"positions of arguments that are passed by position, {len(args)} of them"
+    check_value(numbers, max(numbers) < len(args), where, expected=expected, fix=fix)
+    return Boundary([x for i, x in enumerate(args) if i in numbers]).leaves
+
+  return leaves if numbers else None
+
+
+# Functions of trees, of autocast and of calls of modules.
+
+
+def with_settings(
+  fn: Callable[..., R],
+  settings: Settings,
+  where: str,
+  *,
+  data: Callable[[Args], Iterable[Leaf]] | None = None,
+  results: Callable[[R], PyTree] | None = None,
+  unrounded: bool = False,
+) -> Callable[..., R]:
+  """Returns `fn`, a function of trees of arrays, traced and rewritten at each call.
+
+  `where` is the public call, for errors; `data` are the leaves that decide the dtype of what they
+  meet, and `results` puts `InDtype` around results that have to have a dtype; without it they have
+  those that the function gives them. If `unrounded`, a float32 result that a matmul computes is the
+  sum that it has, see `By.CALLER`.
+
+  Raises:
+    NotTraceable: when called, where no jaxpr can do what `fn` does; of a function that is no call
+      of modules, as an MpjaxTypeError.
+  """
+
+  @functools.wraps(fn)
+  def wrapped(*args: PyTree, **kwargs: PyTree) -> R:
+    if in_region():
+      return fn(*args, **kwargs)
+    if AUDIT.value is not None and not settings.modules:
+      AUDIT.value.uses.add("autocast")
+    boundary = Boundary((args, kwargs))
+    arrays = {i: x for i, x in enumerate(boundary.leaves) if _is_argument(x, settings.modules)}
+    left: list[tuple[list[Leaf], Callable[[Sequence[Leaf]], R], list[DType | None]]] = []
+
+    def flat(*operands: Array) -> list[Array]:
+      by_leaf = dict(zip(arrays, operands, strict=True))
+      inside = boundary.inside([by_leaf.get(i, x) for i, x in enumerate(boundary.leaves)])
+      returned = fn(*inside.args[0], **inside.args[1])
+      leaves, outside = inside.leave(returned if results is None else results(returned))
+      computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
+      # A tracer of the trace that is over may not be kept.
+      rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
+      dtypes = [x.dtype if results is None or isinstance(x, InDtype) else None for x in computed]
+      left.append((rest, outside, dtypes))
+      return [x.array if isinstance(x, InDtype) else x for x in computed]
+
+    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays.values()]
+    # It is what JAX's errors say.
+    flat.__name__ = name = getattr(fn, "__name__", type(fn).__name__)
+    try:
+      avals = [cast(ShapedArray, jax.typeof(x)) for x in operands]
+      if settings.modules:  # They are shown float32.
+        low = {"dtype": FLOAT32, "weak_type": False}
+        avals = [aval.update(**low) if aval.dtype in HALVES else aval for aval in avals]
+      program = traced(flat)(*avals)
+    except (NotTraceable, *flax_errors("TraceContextError")) as error:
+      if settings.modules:
+        raise
+      of_nnx = "one that writes to variables of a model of NNX (statistics, random counters)"
+      raise MpjaxTypeError(
+        where,
+        expected="a function that returns what it computes",
+        got=f"one that {error}" if isinstance(error, NotTraceable) else of_nnx,
+        fix="Return new values, in trees of arrays. With flax.nnx, use mpjax.with_policy(model, "
+        "policy), or split the model outside and nnx.merge(graphdef, state, copy=True) inside.",
+      ) from error
+    leaves, outside, dtypes = left.pop()
+    deciding = set(map(id, () if data is None else data(args)))
+    decides = [id(x) in deciding for x in arrays.values()]
+    ins = [
+      Kind(x.dtype, neutral=not each, parameter=not each) if x.dtype in FLOATS else None
+      for x, each in zip(operands, decides, strict=True)
+    ]
+    if settings.rules:
+      check_rules_match(program, settings.rules, where)
+    caller = By.CALLER if unrounded else By.RETURNED | By.UNROUNDED
+    outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
+    readers = tuple(By.RETURNED if d is None else 0 if d in HALVES else caller for d in outs)
+    consts = constants(program.consts, settings)
+    new = in_default(rewrite(program.jaxpr, tuple(ins), outs, readers, settings, (), consts).jaxpr)
+
+    def call(*operands: Array) -> list[Array]:
+      return run(new, program.consts, operands, name)
+
+    if _has_rule_that_closes_over(program):
+      again = functools.partial(with_settings, settings=settings, where=where, unrounded=unrounded)
+      call = _differentiated_at_once(call, flat, decides, again)
+    computed = iter(call(*operands))
+    return outside([next(computed) if x is _TRACED else x for x in leaves])
+
+  return wrapped
+
+
+_TRACED = object()  # Replaces a tracer whose trace is over.
+
+
+def _is_argument(x: Leaf, modules: bool) -> bool:
+  """Whether a leaf is traced. NumPy's integers and flags are not: `fn` may ask for their values."""
+  if modules or not isinstance(x, (np.ndarray, np.generic)):
+    return isinstance(x, jax.Array)
+  return np.issubdtype(x.dtype, np.inexact) or x.dtype in HALVES
+
+
+# Rules that close over values of the function.
+
+
+def _has_rule_that_closes_over(program: ClosedJaxpr) -> bool:
+  """Whether a function with a derivative rule closes over a value of the jaxpr."""
+  # An autocast function inside of a loss that is differentiated: gradients flow to what it closes
+  # over too, and one that is differentiated at once knows its arguments alone.
+  if any(isinstance(const, Tracer) for const in program.consts):
+    return False
+  constants = set(program.jaxpr.constvars)
+  return any(
+    facts_of(eqn).holds in (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
+    and not constants.issuperset(eqn.invars[: closed_over(eqn)])
+    for eqn in walk(program)
+  )
+
+
+def _differentiated_at_once(
+  call: Callable[..., list[Array]],
+  original: Callable[..., list[Array]],
+  decides: Sequence[bool],
+  cast: Callable[..., Function],
+) -> Callable[..., list[Array]]:
+  """Returns `call`, whose gradient is all of that of `original`, `cast`; some operands are data."""
+  # A rule that reads the weight of its layer is out of reach once the layer is traced: that value
+  # is gone. So all is differentiated inside of one trace, and the derivative is rewritten.
+
+  def forward(*operands: PyTree) -> tuple[list[Array], dict[bool, dict[int, Array]]]:
+    # The arguments, not residuals: those of `original` are in the dtypes without autocast.
+    parts = {
+      moves: {i: x.value for i, x in enumerate(operands) if x.perturbed == moves}
+      for moves in (True, False)
+    }
+    return call(*(x.value for x in operands)), parts
+
+  def backward(
+    parts: dict[bool, dict[int, Array]], cotangents: Sequence[Array | SymbolicZero]
+  ) -> tuple[Array | None, ...]:
+    moving, values = parts[True], parts[True] | parts[False]
+
+    def gradients(values: dict[int, Array], changes: list[Array]) -> dict[int, Array]:
+      def of_moving(moving: dict[int, Array]) -> list[Array]:  # The others may be closed over.
+        return original(*((values | moving)[i] for i in range(len(values))))
+
+      return jax.vjp(of_moving, {i: values[i] for i in moving})[1](changes)[0]
+
+    def with_dtypes(returned: dict[int, Array]) -> PyTree:  # A gradient has that of its argument.
+      return {i: InDtype(x, moving[i].dtype) for i, x in returned.items()}
+
+    def data(args: Args) -> list[Leaf]:
+      return [x for i, x in args[0].items() if decides[i]]
+
+    cast_gradients = cast(gradients, data=data, results=with_dtypes)
+    by_place = cast_gradients(values, [*map(instantiated, cotangents)])
+    return tuple(by_place.get(i) for i in range(len(values)))
+
+  with_vjp = jax.custom_vjp(call)
+  with_vjp.defvjp(forward, backward, symbolic_zeros=True)
+  return with_vjp

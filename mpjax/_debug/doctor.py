@@ -1,0 +1,118 @@
+"""What this machine and its settings mean for mixed precision: `python -m mpjax doctor`."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from mpjax._autocast.rewriter import asked_precision
+from mpjax._debug.report import Report, Section
+from mpjax._policy.dtypes import Hardware, hardware_of
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpjax")
+OPTIONS = {
+  "jax_default_matmul_precision": "{precision}",
+  "jax_enable_x64": "On, NumPy's float64 arrays stay float64, which no policy casts.",
+  "jax_debug_nans": "On, an overflow raises where loss scaling would skip the step.",
+  "jax_debug_infs": "On, an overflow raises where loss scaling would skip the step.",
+}
+"""The options of `jax.config` that change numbers, and what they mean."""
+
+_WHY = {
+  "mixed_bfloat16": "{device} multiplies bfloat16 several times as fast as float32, and bfloat16 "
+  "has the range of float32: it needs no loss scale. Parameters stay float32.",
+  "mixed_float16": "{device} multiplies float16 several times as fast as float32, and has no units "
+  "for bfloat16. Gradients in float16 underflow without a loss scale: wrap the optimizer in "
+  "mpjax.loss_scaling.",
+  "float32": "No units for low precision are known of {device}: it gains no speed from it. Where "
+  'memory is short, "mixed_bfloat16" keeps most activations in half of the bytes.',
+}
+"""Why a policy fits a device."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis(Report):
+  """What `python -m mpjax doctor` prints: tables of text, and the name of a policy."""
+
+  preset: str  # the name of the policy that fits the first device
+  why: str  # the reason, in sentences
+  warnings: tuple[str, ...]  # what should be changed
+  devices: tuple[tuple[str, ...], ...]  # kind, platform, count, units and dtypes
+  versions: tuple[tuple[str, str], ...]  # package and version; "-" for what is not installed
+  settings: tuple[tuple[str, str, str], ...]  # name, value and meaning
+
+  def sections(self) -> Sequence[Section]:
+    first = (f'Policy for this machine: "{self.preset}"', self.why)
+    kinds = ("Kind", "Platform", "Count", "Units", "Dtypes")
+    return (
+      Section("", (*first, *(f"Warning: {text}" for text in self.warnings))),
+      Section("Devices", (), kinds, self.devices),
+      Section("Versions", (), ("Package", "Installed"), self.versions),
+      Section("Settings", (), ("Setting", "Value", "Meaning"), self.settings),
+    )
+
+
+def doctor() -> Diagnosis:
+  """Returns what is known of this machine; raises RuntimeError if JAX finds no device."""
+  options = {name: getattr(jax.config, name, None) for name in OPTIONS}
+  return diagnosis(jax.devices(), options, os.environ)
+
+
+def diagnosis(
+  devices: Sequence[Any], options: Mapping[str, object], environment: Mapping[str, str]
+) -> Diagnosis:
+  """Returns what devices and settings mean; the policy is for the first device."""
+  keys = [(d.device_kind, d.platform, getattr(d, "compute_capability", None)) for d in devices]
+  units = {key: hardware_of(*key[1:]) for key in keys}
+  first, hardware = keys[0][0], units[keys[0]]
+  preset = f"mixed_{hardware.dtypes[0]}" if hardware.dtypes else "float32"
+  debugging = [name for name in ("jax_debug_nans", "jax_debug_infs") if options.get(name)]
+  warnings = [f"{name} is on: overflows that loss scaling expects raise." for name in debugging]
+  if len(units) > 1:
+    warnings.append(f"There are devices of {len(units)} kinds; the policy is for {first}.")
+  precision, settings = _precision(hardware, options["jax_default_matmul_precision"]), list[Any]()
+  for name, meaning in OPTIONS.items():
+    value = "not set" if options[name] is None else str(options[name])
+    settings.append((name, value, meaning.format(precision=precision)))
+  flags = environment.get("XLA_FLAGS", "")
+  (excess,) = re.findall(r"--xla_allow_excess_precision=(\S*)", flags)[-1:] or ["not set (true)"]
+  rounding = (
+    "XLA may leave out a cast to low precision and back: results can be more exact than the jaxpr "
+    "says, and differ from those on another device."
+  )
+  if excess.lower() in ("false", "0"):
+    rounding = "Each cast to low precision rounds, as the jaxpr says."
+  settings.append(("xla_allow_excess_precision", excess, rounding))
+  installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+  return Diagnosis(
+    preset=preset,
+    why=_WHY[preset].format(device=first),
+    warnings=tuple(warnings),
+    devices=tuple(
+      (key[0], key[1], str(keys.count(key)), one.units, ", ".join(one.dtypes) or "-")
+      for key, one in units.items()
+    ),
+    versions=(
+      ("python", platform.python_version()),
+      *((x, installed.get(x, "-")) for x in PACKAGES),
+    ),
+    settings=tuple(settings),
+  )
+
+
+def _precision(hardware: Hardware, precision: object) -> str:
+  """Returns what `jax_default_matmul_precision` means for float32 matmuls on a device."""
+  if hardware.float32_as == "float32":
+    return "Without effect here: float32 matmuls are multiplied as float32."
+  if not asked_precision(precision):
+    return (
+      f"float32 matmuls and convolutions are multiplied in {hardware.float32_as}. For float32: "
+      'mpjax.Policy(precision="highest"), for a model or by a rule.'
+    )
+  exactly = "as float32" if precision in ("highest", "float32") else "so"
+  return f"float32 matmuls are multiplied {exactly}, everywhere. Low precision is unaffected."

@@ -1,0 +1,256 @@
+"""What `mpjax.ranges` found: counts of exponents by module, as text, HTML, JSON and a picture."""
+
+import collections
+import dataclasses
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from mpjax._core.types import NumpyArray
+from mpjax._debug.report import Report, Section, amount, percent, power
+
+Kind: TypeAlias = Literal[
+  "activations", "gradients", "float32", "parameters", "optimizer state", "updates"
+]
+"""What numbers are: "gradients" are results of the backward pass, "float32" what stays in that."""
+
+KINDS: Sequence[Kind] = ("activations", "gradients", "parameters", "optimizer state", "updates")
+
+FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""The dtypes for which it is counted what they would lose."""
+
+_HEADROOM, _LARGEST = 8, 65504.0
+
+_CURE = (
+  "Parameters in 16 bits: store them in float32, keep float32 masters (tx = "
+  "mpjax.master_weights(tx)), or round stochastically (mpjax.apply_updates(..., "
+  'rounding="stochastic", key=key)). In float32: the updates are too small for it.'
+)
+
+
+@dataclasses.dataclass(eq=False)
+class GroupRanges:
+  """The numbers of one kind in one module, or of one leaf of the arguments.
+
+  Args:
+    kind: "activations", "gradients", "parameters", "optimizer state" or "updates"; "float32" for
+      what a policy leaves in float32.
+    path: the module (named scopes joined by "/"), or the path of the leaf.
+    exponents: how many finite nonzero numbers have which exponent, `floor(log2(|x|))`.
+    zero: how many are zero.
+    inf: how many are inf or -inf.
+    nan: how many are NaN.
+    lost: for each dtype, how many finite numbers become "zero" or "subnormal", or "overflow" there.
+    lost_updates: of updates, how many are not zero and change nothing.
+    largest: the largest finite magnitude.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> report = mpjax.ranges(jnp.dot)(jnp.eye(4), jnp.asarray([0.0, 1.0, 1.5, 2.0**-30]))
+  >>> group = report.of("activations")[0]
+  >>> group.exponents, group.zero, group.lost["float16"]["zero"]
+  (Counter({0: 2, -30: 1}), 1, 1)
+  """
+
+  kind: Kind
+  path: str
+  exponents: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+  zero: int = 0
+  inf: int = 0
+  nan: int = 0
+  lost: dict[str, collections.Counter[str]] = dataclasses.field(
+    default_factory=lambda: {name: collections.Counter() for name in FORMATS}
+  )
+  lost_updates: int = 0
+  largest: float = 0.0
+
+  @property
+  def nonzero(self) -> int:
+    """How many are finite and not zero."""
+    return sum(self.exponents.values())
+
+  @property
+  def total(self) -> int:
+    """How many numbers there are."""
+    return self.nonzero + self.zero + self.inf + self.nan
+
+  def lost_share(self, dtype: str) -> float:
+    """Returns the share of the finite nonzero numbers that become 0 or overflow in a dtype.
+
+    Args:
+      dtype: "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+
+    Returns:
+      From 0 to 1; NaN where there is no such number.
+    """
+    fates = self.lost[dtype]
+    return _share(fates["zero"] + fates["overflow"], self.nonzero)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class RangesReport(Report):
+  """What the numbers of a function look like, see `mpjax.ranges`.
+
+  Args:
+    name: that of the function.
+    groups: what was counted, a row for each kind and module.
+    loss_scale_in_use: the loss scale in the arguments, which the gradients carry; None without.
+
+  >>> import jax.numpy as jnp, mpjax
+  >>> report = mpjax.ranges(lambda w, x: jnp.sum(w @ x))(jnp.eye(2), jnp.asarray([1.0, 2.0**-30]))
+  >>> report.loss_scale, report.lost_gradients(1.0)
+  (4096.0, 0.5)
+  """
+
+  name: str
+  groups: tuple[GroupRanges, ...]
+  loss_scale_in_use: float | None
+
+  def of(self, kind: Kind) -> tuple[GroupRanges, ...]:
+    """Returns the groups of one kind that are not empty, in the order of the function.
+
+    Args:
+      kind: one of those of `GroupRanges`.
+
+    Returns:
+      A tuple.
+    """
+    return tuple(group for group in self.groups if group.kind == kind and group.total)
+
+  @property
+  def lost_updates(self) -> float:
+    """The share of the nonzero updates that change nothing; NaN where nothing is updated."""
+    updates = self.of("updates")
+    return _share(sum(g.lost_updates for g in updates), sum(g.nonzero for g in updates))
+
+  @property
+  def loss_scale(self) -> float | None:
+    """The loss scale that would serve float16, a power of two from 1 to 2^24.
+
+    The largest gradient, times 8 for worse steps to come, stays below 65504. None where there is
+    no gradient but 0.
+    """
+    if not self._largest:
+      return None
+    return 2.0 ** min(max(math.floor(math.log2(_LARGEST / _HEADROOM / self._largest)), 0), 24)
+
+  @property
+  def _largest(self) -> float:
+    """The largest gradient, without the loss scale."""
+    largest = max((g.largest for g in self.of("gradients")), default=0.0)
+    return largest / (self.loss_scale_in_use or 1.0)
+
+  def lost_gradients(self, loss_scale: float) -> float:
+    """Returns the share of the nonzero gradients below 2**-25, or from 2**16 on, at a loss scale.
+
+    Args:
+      loss_scale: a power of two.
+
+    Returns:
+      From 0 to 1; NaN where all gradients are zero.
+    """
+    moved = math.log2(loss_scale / (self.loss_scale_in_use or 1.0))
+    gradients = self.of("gradients")
+    lost = sum(n for g in gradients for e, n in g.exponents.items() if not -25 <= e + moved < 16)
+    return _share(lost, sum(g.nonzero for g in gradients))
+
+  def plot(self, path: str | None = None) -> Any:
+    """Draws a heat map of exponents by module, with the range of float16.
+
+    Args:
+      path: a file to write, such as "ranges.png"; None writes none.
+
+    Returns:
+      The figure of matplotlib.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    plt = importlib.import_module("matplotlib.pyplot")
+    rows = [(kind, group) for kind in KINDS for group in self.of(kind)]
+    rows = rows[:: len(rows) // 80 + 1]  # As many as can be read, evenly from all.
+    low = min([e for _, group in rows for e in group.exponents] + [-26])
+    high = max([e for _, group in rows for e in group.exponents] + [16]) + 1
+    shares: NumpyArray = np.full((len(rows), high - low), np.nan)
+    for share, (_, group) in zip(shares, rows, strict=True):
+      for exponent, count in group.exponents.items():
+        share[exponent - low] = count / group.nonzero
+    size = (10, 1.5 + 0.22 * len(rows))
+    figure, axis = plt.subplots(figsize=size, layout="constrained", facecolor="white")
+    norm = importlib.import_module("matplotlib.colors").LogNorm(1e-5, 1)
+    edges = np.arange(low, high + 1), np.arange(len(rows) + 1) - 0.5
+    image = axis.pcolormesh(*edges, shares, norm=norm, cmap="YlGnBu", edgecolors="white")
+    for exponent, what in zip((-24, -14, 16), ("smallest", "smallest normal", "end"), strict=True):
+      axis.axvline(exponent, color="C3", linewidth=1.1)
+      axis.text(exponent, -0.6, f"float16: {what}", fontsize=7, color="C3", rotation=20)
+    labels = [f"{kind}: {(group.path or '(no scope)')[-38:]}" for kind, group in rows]
+    axis.set_yticks(range(len(rows)), labels, fontsize=7.5)
+    axis.invert_yaxis()
+    axis.set_xlabel("exponent of |x|: a number in column e is from $2^e$ to $2^{e+1}$")
+    figure.colorbar(image, label="share of the row's nonzero numbers")
+    figure.suptitle(f"Ranges of {self.name}", x=0.01, ha="left", weight="bold")
+    if path is not None:
+      figure.savefig(path, dpi=150)
+    # A notebook would show an open one at the end of the cell, and as its result too.
+    plt.close(figure)
+    return figure
+
+  def sections(self) -> list[Section]:
+    lossy = [(_share(g.lost_updates, g.nonzero), g) for g in self.of("updates") if g.lost_updates]
+    lossy.sort(key=lambda each: -each[0])
+    counts = ((g.path, g.total, g.zero, g.lost_updates, share) for share, g in lossy)
+    updates = [(path, *map(amount, some), percent(share)) for path, *some, share in counts]
+    columns, cure = "parameter, updates, zero, lost, of nonzero", [_CURE] * bool(updates)
+    lost = Section.cut("Updates that change nothing", columns, updates, cure)
+    return [self._headline(), lost, *map(self._losses, KINDS)]
+
+  def _headline(self) -> Section:
+    lines: list[str] = []
+    if not math.isnan(self.lost_updates):
+      lines.append(
+        f"{percent(self.lost_updates)} of the updates change nothing: they round away when they "
+        "are added to the parameters as these are stored."
+      )
+    if bad := [g for g in self.groups if g.inf or g.nan]:
+      shown = (f"{g.kind} of {g.path or '(no scope)'} ({g.inf} inf, {g.nan} NaN)" for g in bad[:4])
+      lines.append(f"Not finite: {', '.join(shown)}" + " …" * (len(bad) > 4))
+    if (scale := self.loss_scale) is not None:
+      room = f"stays {_LARGEST / (self._largest * scale):.0f} times below {_LARGEST:.0f}"
+      if self._largest * scale > _LARGEST:
+        room = f"overflows: float16 ends at {_LARGEST:.0f}"
+      others = f"without a loss scale {percent(self.lost_gradients(1.0))}"
+      if (used := self.loss_scale_in_use) is not None:
+        others += f", with {power(used)}, the one in use, {percent(self.lost_gradients(used))}"
+      ends = ", where mpjax.DynamicLossScale ends" * (scale == 2.0**24)
+      lines.append(
+        f"Loss scale for float16: {power(scale)}{ends}. The largest gradient, {self._largest:.3g}, "
+        f"{room}, and {percent(self.lost_gradients(scale))} of the gradients are lost; {others}."
+      )
+    stay = sum(g.total for g in self.of("float32"))
+    lines.append(
+      f"{amount(sum(g.total for g in self.groups) - stay)} numbers were counted; {amount(stay)} "
+      "others, such as those of softmax, masks and the loss, stay in float32 under a policy."
+    )
+    return Section(title=f"Ranges of {self.name}", lines=tuple(lines))
+
+  def _losses(self, kind: Kind) -> Section:
+    """Returns the groups that lose something in float16 or bfloat16: in 8 bits all lose much."""
+    lossy = [g for g in self.of(kind) if g.lost_share("float16") + g.lost_share("bfloat16") > 0]
+    rows = [
+      (
+        *(g.path or "(no scope)", amount(g.total), percent(_share(g.zero, g.total))),
+        f"{min(g.exponents)}…{max(g.exponents)}",
+        *(percent(g.lost_share(name)) for name in FORMATS),
+      )
+      for g in sorted(lossy, key=lambda g: -g.lost_share("float16"))
+    ]
+    what = "module" if kind in ("activations", "gradients") else "leaf"
+    names = ", ".join(name.removeprefix("float8_")[:8] for name in FORMATS)
+    title = f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows"
+    return Section.cut(title, f"{what}, values, zero, 2^, {names}", rows)
+
+
+def _share(part: int, total: int) -> float:
+  return part / total if total else math.nan

@@ -1,1 +1,0 @@
-"""`find_nonfinite`: where the first inf or NaN came from."""

@@ -1,1 +1,0 @@
-"""What must stay in float32: found by ranges, first-order sensitivities and a bisection."""

@@ -1,0 +1,1 @@
+"""Reading jaxprs, and the table of primitives."""

@@ -1,0 +1,79 @@
+"""Jaxprs and calls that are written without tracing, and equations with a rule for derivatives."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+from jax.core import ShapedArray, eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.sharding import AxisType, PartitionSpec
+
+from mpjax._core.types import Array, Function
+from mpjax._jaxpr.compat import WRITTEN_OUT, varying_axes
+from mpjax._jaxpr.reader import Atom, call_params, with_inner
+
+
+def jaxpr_of(eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Atom]) -> Jaxpr:
+  """Returns a jaxpr of equations, without their effects. Nothing is traced."""
+  like = _template(len(invars), len(outvars))
+  return like.replace(invars=[*invars], outvars=[*outvars], eqns=[*eqns])
+
+
+@functools.cache
+def _template(operands: int, results: int) -> Jaxpr:
+  return jax.make_jaxpr(lambda *args: [0.0] * results)(*[1.0] * operands).jaxpr
+
+
+def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Array]:
+  """Puts one call into the jaxpr that JAX is tracing; nothing of `closed` is traced again."""
+  jaxpr = closed.jaxpr
+  invars, outvars = ([Var(v.aval) for v in each] for each in (jaxpr.invars, jaxpr.outvars))
+  call = jaxpr_of([call_of(closed, invars, outvars, name)], invars, outvars)
+  return eval_jaxpr(call, (), *operands, propagate_source_info=False)  # It is of another call.
+
+
+_trace_call = jax.jit(jax.jit(lambda x: x)).trace
+
+
+def call_of(
+  closed: ClosedJaxpr, invars: Sequence[Atom], outs: Sequence[Var], name: str, inline: bool = False
+) -> JaxprEqn:
+  """Returns a call of a jaxpr; JAX writes the equations inside instead if it is `inline`."""
+  with jax.disable_jit(False):  # Where it is disabled, no call is written.
+    call = _trace_call(1.0).jaxpr.eqns[-1]
+  params = call_params(call, closed, len(invars), len(outs), name)
+  params |= {"inline": WRITTEN_OUT} if inline else {}
+  return call.replace(invars=[*invars], outvars=[*outs], params=params, effects=closed.effects)
+
+
+def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:
+  """Returns the jaxpr of a function, for operands that may vary over the axes of a `shard_map`."""
+  mesh, traced = avals[0].sharding.mesh, []
+  if not varying_axes(avals[0]):
+    return jax.make_jaxpr(call)(*avals)
+
+  # These are not bound while the jaxpr around is rewritten.
+  def on_device() -> None:
+    traced.append(jax.make_jaxpr(call)(*avals))
+
+  around = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
+  with jax.sharding.use_abstract_mesh(around):
+    spec = PartitionSpec()
+    here = jax.shard_map(on_device, in_specs=spec, out_specs=spec, axis_names={*mesh.manual_axes})
+    jax.eval_shape(here)
+  return traced[0]
+
+
+def differentiated(
+  body: ClosedJaxpr, rule: Function, avals: Sequence[ShapedArray], name: str
+) -> JaxprEqn:
+  """Returns an equation that runs a jaxpr with a rule for `jax.custom_jvp`, with symbolic zeros."""
+
+  def call(*operands: Array) -> list[Array]:
+    return called(body, operands, name)
+
+  call.__name__ = name
+  fun = jax.custom_jvp(call)
+  fun.defjvp(rule, symbolic_zeros=True)
+  eqn = jax.make_jaxpr(fun)(*avals).jaxpr.eqns[-1]
+  return eqn.replace(params=with_inner(eqn, [body]))

@@ -1,0 +1,267 @@
+"""A jaxpr as one graph of operations and values, with those of all inner jaxprs in it.
+
+It is built from the steps of `steps.py`, which are what runs. What a loop carries is one value that
+comes from where it starts and from each iteration. Nothing runs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core.primitives import convert_element_type_p
+
+from mpjax._core.types import DType
+from mpjax._jaxpr.count import flops_of
+from mpjax._jaxpr.locations import FLOAT8, Location
+from mpjax._jaxpr.op_lists import OpLists, part_of
+from mpjax._jaxpr.primitives import Row, facts_of
+from mpjax._jaxpr.reader import aval_of
+from mpjax._jaxpr.steps import Body, Slot, Step, body_of
+from mpjax._policy.dtypes import is_low_precision
+
+Kind: TypeAlias = Literal["argument", "constant", "literal", "operation"]
+Joins: TypeAlias = Literal["enter", "carry", "leave"]
+
+_LISTS = OpLists()
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+  """An array of the graph.
+
+  Attributes:
+    aval: its shape and dtype.
+    kind: where it comes from.
+    label: of an argument, its path; of a constant or literal, what it looks like.
+    made_by: the operation that computes it; None for what is no result.
+    data: of a constant or literal, what it holds, if that is known.
+    consumers: the operations that take it.
+  """
+
+  aval: ShapedArray
+  kind: Kind
+  label: str = ""
+  made_by: "Operation | None" = None
+  data: object = None
+  consumers: list["Operation"] = dataclasses.field(default_factory=list)
+
+  @property
+  def dtype(self) -> DType | None:
+    """The dtype; None for a token."""
+    return getattr(self.aval, "dtype", None)
+
+  @property
+  def is_floating(self) -> bool:
+    return self.dtype is not None and jnp.issubdtype(self.dtype, jnp.floating)
+
+  @property
+  def is_low(self) -> bool:
+    """Whether it is a floating array in low precision."""
+    return self.dtype is not None and is_low_precision(self.dtype)
+
+  @property
+  def is_wide(self) -> bool:
+    """Whether it is a floating array of float32 or wider."""
+    return self.is_floating and not self.is_low
+
+  @property
+  def size(self) -> int:
+    return int(np.prod(self.aval.shape)) if hasattr(self.aval, "shape") else 0
+
+  @property
+  def nbytes(self) -> int:
+    return self.size * getattr(self.dtype, "itemsize", 0)
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+  """An operation of the graph: a first-order equation, or the way into a loop or out of it.
+
+  Attributes:
+    step: the step that it is; that of the loop for `joins`.
+    times: how often it runs, as far as the jaxpr says.
+    operands: the values that it takes.
+    joins: nothing is computed: values come into a loop, out of it, or out of a branch.
+    results: those that it computes.
+    used: a result or an effect depends on it; a compiler drops what is not.
+  """
+
+  step: Step
+  times: int
+  operands: list[Value]
+  joins: Joins | None = None
+  results: list[Value] = dataclasses.field(default_factory=list)
+  used: bool = False
+
+  @property
+  def eqn(self) -> JaxprEqn:
+    """The equation; that of the loop for `joins`."""
+    return self.step.eqn
+
+  @functools.cached_property
+  def where(self) -> Location:
+    """Its module or named scope, its pass and its line."""
+    return self.step.location
+
+  @property
+  def name(self) -> str:
+    return self.eqn.primitive.name
+
+  @property
+  def facts(self) -> Row:
+    return facts_of(self.eqn)
+
+  @property
+  def part(self) -> str | None:
+    return part_of(self.eqn, _LISTS)
+
+  @property
+  def moves(self) -> bool:
+    """Whether each element of a result is one of an operand: it is moved, or sorted."""
+    chosen = self.facts.exact and not self.facts.elementwise
+    return self.joins is not None or self.facts.moves or chosen
+
+  @property
+  def casts(self) -> bool:
+    return self.eqn.primitive is convert_element_type_p
+
+  @property
+  def flops(self) -> int | None:
+    """Those of a matmul in all its runs, 0 for one that is not used; None for all else."""
+    flops = flops_of(self.eqn)
+    return None if flops is None else flops * self.times * self.used
+
+  @property
+  def matmul_dtype(self) -> DType | None:
+    """The dtype of a matmul of floats, or of a recipe: float32 if one operand is; else None."""
+    operands = self.operands[:2]
+    floats = all(v.is_floating for v in operands) or FLOAT8 in self.where.scopes
+    if self.facts.flops is None or not floats:
+      return None
+    return max(operands, key=lambda v: v.is_wide).dtype
+
+
+class Graph:
+  """The operations of a jaxpr.
+
+  Attributes:
+    operations: in the order of the jaxpr, those of inner jaxprs at the position of their equation.
+    arguments: the values of the arguments.
+    results: the values that are returned.
+  """
+
+  def __init__(self, program: ClosedJaxpr | Body, names: Sequence[str] = ()) -> None:
+    """Builds the graph of a jaxpr or of its steps; `names` are those of its arguments."""
+    body = program if isinstance(program, Body) else body_of(program)
+    labels = names or [""] * len(body.inputs)
+    self.operations: list[Operation] = []
+    self.arguments = [
+      Value(body.avals[slot], "argument", name)
+      for slot, name in zip(body.inputs, labels, strict=True)
+    ]
+    self._conditions: list[Value] = []
+    self.results = self._run(body, self.arguments)
+    needed = [v.made_by for v in (*self.results, *self._conditions)]
+    needed += [each for each in self.operations if each.eqn.effects and not each.joins]
+    for operation in needed:
+      if operation is not None and not operation.used:
+        operation.used = True
+        needed += [v.made_by for v in operation.operands]
+
+  def depends_on(self, which: Sequence[bool]) -> list[bool]:
+    """Returns which results depend on some arguments otherwise than by a bool, a condition."""
+    pending = [v for v, is_one in zip(self.arguments, which, strict=True) if is_one]
+    dependent = set(pending)
+    for value in pending:
+      new = {x for each in value.consumers for x in each.results if x.dtype != np.bool_} - dependent
+      dependent |= new
+      pending += new
+    return [x in dependent for x in self.results]
+
+  def computing(self) -> Iterator[Operation]:
+    """Yields the operations that compute something."""
+    return (each for each in self.operations if not each.joins)
+
+  def matmuls(self) -> Iterator[tuple[Operation, DType, int]]:
+    """Yields the matmuls and convolutions of floats that are used, their dtypes and FLOPs."""
+    for each in self.computing():
+      dtype, flops = each.matmul_dtype, each.flops
+      if each.used and dtype is not None and flops is not None:
+        yield each, dtype, flops
+
+  def _run(self, body: Body, values: Sequence[Value]) -> list[Value]:
+    env = dict(zip(body.inputs, values, strict=True))
+    env |= {slot: _constant(body.avals[slot], x) for slot, x in body.consts.items()}
+
+    def read(slot: Slot) -> Value:
+      if isinstance(slot, int):
+        return env[slot]
+      if np.ndim(slot.val):
+        return _constant(aval_of(slot), slot.val)
+      return Value(aval_of(slot), "literal", f"{slot.val}", data=slot.val)
+
+    for step in body.steps:
+      operands, avals = [*map(read, step.ins)], [*map(aval_of, step.eqn.outvars)]
+      add = self._enter if step.bodies else self._add
+      env |= zip(step.outs, add(step, operands, avals), strict=True)
+    return [*map(read, body.outputs)]
+
+  def _add(
+    self,
+    step: Step,
+    operands: list[Value],
+    avals: Sequence[ShapedArray],
+    times: int | None = None,
+    joins: Joins | None = None,
+  ) -> list[Value]:
+    operation = Operation(step, step.times if times is None else times, operands, joins)
+    operation.results = [Value(aval, "operation", made_by=operation) for aval in avals]
+    for each in operands:
+      each.consumers.append(operation)
+    self.operations.append(operation)
+    return operation.results
+
+  def _enter(self, step: Step, operands: list[Value], avals: Sequence[ShapedArray]) -> list[Value]:
+    """Adds the operations inside of a loop and the like, and returns its results."""
+    outs: list[list[Value]] = []
+    asked: list[Value] = []  # what the condition of a `while` says
+    for inner, body in zip(step.inner, step.bodies, strict=True):
+      times = step.times * (1 if inner.times is None else inner.times)
+      # Under `vmap` the body takes it too, for each lane.
+      ins = [*(operands[i] for i in inner.operands or ()), *asked][: len(body.inputs)]
+      carried: list[Operation] = []
+      for position, slot in enumerate(body.inputs):
+        carries = position in inner.carry
+        if carries or body.avals[slot] != ins[position].aval:
+          joins = "carry" if carries else "enter"
+          (ins[position],) = self._add(step, [ins[position]], [body.avals[slot]], times, joins)
+          carried += self.operations[-1:] * carries
+      results = self._run(body, ins)
+      for join, again in zip(carried, results, strict=False):
+        join.operands.append(again)
+        again.consumers.append(join)
+      if inner.returns:
+        outs.append(results)
+      else:
+        asked = results
+        self._conditions += results
+    if len(outs) == 1 and [x.aval for x in outs[0]] == avals:
+      return outs[0]
+    # What comes out of branches, or of a loop that stacks it.
+    joined = zip(avals, zip(*outs, strict=True), strict=True)
+    return [self._add(step, [*each], [aval], joins="leave")[0] for aval, each in joined]
+
+
+def _constant(aval: ShapedArray, data: Any) -> Value:
+  """Returns a constant, called by its number or else by its type, such as "float32[2,3]"."""
+  dtype = getattr(aval, "dtype", None)
+  is_number = dtype is not None and (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_)
+  if is_number and data is not None and np.ndim(data) == 0:
+    return Value(aval, "constant", f"{np.asarray(data).item()}", data=data)
+  text = aval.str_short(short_dtypes=False) if hasattr(aval, "str_short") else str(aval)
+  return Value(aval, "constant", text, data=data)

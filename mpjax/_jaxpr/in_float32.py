@@ -1,0 +1,97 @@
+"""A jaxpr in float32: it is traced again, since each primitive says by itself what it returns."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from mpjax._core.errors import REFUSALS
+from mpjax._core.trees import cast_leaf
+from mpjax._core.types import FLOAT32, Array, Leaf
+from mpjax._jaxpr.compat import bind
+from mpjax._jaxpr.primitives import Holds, facts_of
+from mpjax._jaxpr.reader import (
+  Atom,
+  Program,
+  dtype_of,
+  inner_jaxprs,
+  mapped_with,
+  opened,
+  retyped,
+  shape_of,
+  with_each,
+)
+from mpjax._policy.dtypes import is_low_precision
+
+
+def is_low(x: object) -> bool:
+  """Whether an array or a type of arrays is in a floating dtype below float32."""
+  dtype = getattr(x, "dtype", None)
+  return dtype is not None and is_low_precision(dtype)
+
+
+def to_float32(x: Leaf) -> Leaf:
+  """Returns an array of low precision in float32, and all else as it is."""
+  return cast_leaf(x, FLOAT32) if is_low(x) else x
+
+
+def in_float32(program: Program) -> Callable[..., list[Array]]:
+  """Returns a function that runs a jaxpr, with float32 for each value of low precision."""
+  # What takes no float32, a kernel or an operation on bits, runs as it was written.
+  jaxpr, consts = opened(program), getattr(program, "consts", ())
+
+  def run(*operands: Leaf) -> list[Array]:
+    pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True)
+    values: dict[Atom, Any] = {v: to_float32(x) for v, x in pairs}
+
+    def read(atom: Atom) -> Leaf:
+      if not isinstance(atom, Literal):
+        return values[atom]
+      return to_float32(jnp.asarray(atom.val, dtype_of(atom))) if is_low(atom.aval) else atom.val
+
+    for eqn in jaxpr.eqns:
+      values.update(zip(eqn.outvars, _results(eqn, [*map(read, eqn.invars)]), strict=True))
+    return [jnp.asarray(read(v)) for v in jaxpr.outvars]
+
+  return run
+
+
+def _results(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array]:
+  inner, holds = inner_jaxprs(eqn), facts_of(eqn).holds
+  if inner and holds is Holds.SHARD_MAP:
+    body = in_float32(inner[0].program)
+    return jax.shard_map(lambda *xs: tuple(body(*xs)), **mapped_with(eqn))(*operands)
+  results = results_in_float32(eqn, operands)
+  if results is None:
+    pairs = zip(operands, eqn.invars, strict=True)
+    narrow = [jnp.asarray(x, dtype_of(v)) if is_low(v.aval) else x for x, v in pairs]
+    results = [*map(to_float32, bind(eqn, narrow))]
+  return results
+
+
+def results_in_float32(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array] | None:
+  """Returns what an equation makes of operands in float32; None where it takes none."""
+  if facts_of(eqn).holds is Holds.KERNEL:
+    return None
+  try:
+    params = {
+      name: FLOAT32 if isinstance(value, np.dtype) and is_low_precision(value) else value
+      for name, value in with_each(eqn, _retraced).items()
+    }
+    results = bind(eqn.replace(params=params), operands)
+  except REFUSALS:
+    return None
+  for x, v in zip(results, eqn.outvars, strict=True):
+    dtype = FLOAT32 if is_low(v.aval) else dtype_of(v)
+    if dtype is not None and (jnp.shape(x), x.dtype) != (shape_of(v), dtype):
+      return None
+  return results
+
+
+def _retraced(program: Program) -> Program:
+  invars = [retyped(v, jnp.float32) if is_low(v.aval) else v for v in opened(program).invars]
+  closed = jax.make_jaxpr(in_float32(program))(*[v.aval for v in invars])
+  return closed if isinstance(program, ClosedJaxpr) else closed.jaxpr

@@ -1,0 +1,314 @@
+"""Which primitives run in which precision under autocast, as a value that can be edited."""
+
+import dataclasses
+import functools
+import textwrap
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from jax.extend.core import JaxprEqn, Primitive
+
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, nearest
+from mpjax._jaxpr.primitives import (
+  FAMILIES,
+  HIGHER_ORDER,
+  INNER_PRODUCT,
+  PARTS,
+  EqnParams,
+  Part,
+  Predicate,
+  facts_of,
+)
+
+Ops: TypeAlias = Iterable[str | Primitive]
+"""Primitives, by name or as objects."""
+
+_Parts: TypeAlias = Mapping[str, Part | Predicate]
+"""From a primitive to its part, or to what decides it."""
+
+_STANDARD: _Parts = {
+  name: family.part for family in FAMILIES if family.part is not None for name in family.names
+}
+
+_FIXED = frozenset(name for family in FAMILIES if family.fixed for name in family.names)
+
+_DECIDES = {family.part: family.decides for family in FAMILIES if family.decides}
+
+
+def _names(parts: _Parts, part: Part) -> frozenset[str]:
+  return frozenset(name for name, where in parts.items() if where == part)
+
+
+def _pairs(parts: _Parts) -> tuple[tuple[str, Predicate], ...]:
+  return tuple((name, part) for name, part in sorted(parts.items()) if not isinstance(part, str))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class OpLists:
+  """In which precision each primitive operation of JAX runs under `mpjax.autocast`.
+
+  `OpLists()` is the standard, and `replace` moves primitives from there. A primitive that is in no
+  part runs as one that is opaque. The five parts, the standard lists and the reason for each entry
+  are in docs/op_lists.md; the sources are the lists of MXNet's AMP, PyTorch's autocast and
+  TensorFlow's automatic mixed precision, which agree on most.
+
+  Args:
+    half: primitives whose operands are cast to the compute dtype, and that give it.
+    float32: primitives whose operands are cast to float32, and that give float32.
+    promote: primitives that run in the widest type among their operands.
+    keep: primitives that run in the type of their operand.
+    opaque: primitives that run in the types in which the jaxpr was written.
+    conditional: pairs of a primitive and a function from the parameters of its equation to the
+      name of one of the five parts, sorted by primitive. Two of these are equal if the functions
+      are the same objects, so define them once, at the top of a module.
+
+  Raises:
+    MpjaxValueError: a primitive is in two parts at once, or is a higher-order one, whose body is
+      entered.
+    MpjaxTypeError: a part is not a frozenset of strings.
+
+  >>> import mpjax
+  >>> ops = mpjax.OpLists()
+  >>> ops.part_of("dot_general", {}), ops.part_of("exp", {}), ops.part_of("add", {})
+  ('half', 'float32', 'promote')
+  >>> ops.replace(half=["add", "mul"])
+  OpLists().replace(half=["add", "mul"])
+  """
+
+  half: frozenset[str] = _names(_STANDARD, "half")
+  float32: frozenset[str] = _names(_STANDARD, "float32")
+  promote: frozenset[str] = _names(_STANDARD, "promote")
+  keep: frozenset[str] = _names(_STANDARD, "keep")
+  opaque: frozenset[str] = _names(_STANDARD, "opaque")
+  conditional: tuple[tuple[str, Predicate], ...] = _pairs(_STANDARD)
+
+  def __post_init__(self) -> None:
+    for part in PARTS:
+      names = getattr(self, part)
+      if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
+        raise MpjaxTypeError(
+          f"OpLists({part}=...)",
+          expected="a frozenset of names",
+          got=repr(names),
+          fix="OpLists().replace(...) takes any sequence, and moves names out of other parts.",
+        )
+    if not isinstance(self.conditional, tuple) or not all(map(_is_pair, self.conditional)):
+      raise MpjaxTypeError(
+        "OpLists(conditional=...)",
+        expected="a tuple of pairs of a name and a hashable function",
+        got=repr(self.conditional),
+        fix="OpLists().replace(conditional={...}) takes a dict.",
+      )
+    seen: set[str] = set()
+    names = {part: sorted(getattr(self, part)) for part in PARTS}
+    for part, each in {**names, "conditional": [name for name, _ in self.conditional]}.items():
+      where = f"OpLists({part}=...)"
+      for name in each:
+        if name in HIGHER_ORDER:
+          raise _higher_order(where, name)
+        if name in seen:
+          raise MpjaxValueError(
+            where,
+            expected="every primitive in one place",
+            got=f"{name!r}, which is in another one too",
+            fix=f'Write OpLists().replace({part}=["{name}"]), which takes it out of there.',
+          )
+        seen.add(name)
+    # As `replace` writes them: lists that differ in the order of the pairs are equal.
+    object.__setattr__(self, "conditional", _pairs(dict(self.conditional)))
+
+  @functools.cached_property
+  def _parts(self) -> _Parts:
+    return {
+      **{name: part for part in PARTS for name in getattr(self, part)},
+      **dict(self.conditional),
+    }
+
+  def part_of(self, name: str, params: EqnParams) -> str | None:
+    """Returns the part that an equation is in.
+
+    Args:
+      name: the name of its primitive.
+      params: the parameters of the equation; only conditional primitives need them.
+
+    Returns:
+      "half", "float32", "promote", "keep", "opaque", or None for a primitive in no part.
+
+    Raises:
+      MpjaxValueError: the function of a conditional primitive returned anything else.
+
+    >>> import mpjax
+    >>> ops = mpjax.OpLists()
+    >>> ops.part_of("integer_pow", {"y": 3}), ops.part_of("integer_pow", {"y": -1})
+    ('keep', 'float32')
+    """
+    part = self._parts.get(name)
+    if part is None or isinstance(part, str):
+      return part
+    chosen = part(params)
+    if not isinstance(chosen, str) or chosen not in PARTS:
+      raise MpjaxValueError(
+        f"the function for {name!r} in OpLists.conditional",
+        expected="one of " + ", ".join(map(repr, PARTS)),
+        got=repr(chosen),
+        fix=f"Let it return one of these for the parameters {sorted(params)}.",
+      )
+    return chosen
+
+  def replace(
+    self,
+    *,
+    half: Ops = (),
+    float32: Ops = (),
+    promote: Ops = (),
+    keep: Ops = (),
+    opaque: Ops = (),
+    conditional: Mapping[str | Primitive, Predicate] | None = None,
+  ) -> "OpLists":
+    """Returns a copy in which the given primitives are in the given parts, and in no others.
+
+    A primitive of your own is not known by name: pass the `Primitive` object itself.
+
+    Args:
+      half: primitives to run in the compute dtype.
+      float32: primitives to run in float32.
+      promote: primitives to run in the widest type of their operands.
+      keep: primitives to run in the type of their operand.
+      opaque: primitives to run as without autocast.
+      conditional: functions by primitive, from the parameters of an equation to the name of one of
+        the parts above.
+
+    Raises:
+      MpjaxValueError: a name is no primitive, one that cannot be moved, or given for two parts.
+      MpjaxTypeError: a part is given as one string, or holds neither names nor primitives.
+
+    >>> import mpjax
+    >>> ops = mpjax.OpLists().replace(half=["tanh", "logistic"], float32=["div"])
+    >>> ops.part_of("tanh", {}), ops.part_of("div", {})
+    ('half', 'float32')
+    >>> ops = ops.replace(conditional={"sort": lambda params: "keep"})
+    >>> ops.part_of("sort", {"dimension": 0})
+    'keep'
+    """
+    by_part = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
+    conditional = {} if conditional is None else conditional
+    if not isinstance(conditional, Mapping) or not all(map(_is_predicate, conditional.values())):
+      raise MpjaxTypeError(
+        "OpLists.replace(conditional=...)",
+        expected="a dict from a primitive to a hashable function of the parameters of its equation",
+        got=repr(conditional),
+        fix='conditional={"integer_pow": lambda params: "keep"}, for example. A class that defines '
+        "__eq__ needs a __hash__ too: the lists are part of the key of jit.",
+      )
+    moved: dict[str, Any] = {}
+    fields: dict[str, str] = {}
+    for field, ops in {**by_part, "conditional": conditional}.items():
+      where = f"OpLists.replace({field}=...)"
+      if isinstance(ops, (str, Primitive)):
+        raise MpjaxTypeError(
+          where,
+          expected="several primitives, as a list",
+          got=repr(ops),
+          fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
+        )
+      for op in list(ops) if isinstance(ops, Iterable) else [ops]:
+        name = self._movable(where, op)
+        if fields.setdefault(name, field) != field:
+          raise MpjaxValueError(
+            where,
+            expected="every primitive in one part",
+            got=f"{name!r}, which is given for {fields[name]} too",
+            fix="Take it out of one of the two.",
+          )
+        moved[name] = conditional[op] if field == "conditional" else field
+    parts = {**self._parts, **moved}
+    lists: dict[str, Any] = {part: _names(parts, part) for part in PARTS}
+    return OpLists(**lists, conditional=_pairs(parts))
+
+  def _movable(self, where: str, op: str | Primitive) -> str:
+    """Returns the name of a primitive, which may be moved."""
+    if not isinstance(op, (str, Primitive)):
+      raise MpjaxTypeError(
+        where,
+        expected="names of primitives, or Primitive objects",
+        got=repr(op),
+        fix="jax.make_jaxpr(f)(x) prints the names of the primitives that a function f uses.",
+      )
+    name = op.name if isinstance(op, Primitive) else op
+    if name in HIGHER_ORDER:
+      raise _higher_order(where, name)
+    if name in _FIXED:
+      raise MpjaxValueError(
+        where,
+        expected="a primitive whose types can be chosen",
+        got=f"{name!r}, which holds a jaxpr or memory in types of its own",
+        fix="Write the function in it in the types that you want.",
+      )
+    if isinstance(op, str) and name not in self._parts:
+      raise MpjaxValueError(
+        where,
+        expected="primitives as jax.make_jaxpr prints them",
+        got=f"{name!r}, which is none",
+        fix="The nearest are "
+        + ", ".join(map(repr, nearest(name, self._parts)))
+        + ". Of a primitive of your own pass the Primitive object.",
+      )
+    return name
+
+  def __repr__(self) -> str:
+    """What differs from the standard; `dropped` are its primitives that are in no part here."""
+    moved: _Parts = dict(self._parts.items() - _STANDARD.items())
+    edits = {part: _names(moved, part) for part in PARTS}
+    arguments = [f"{part}={_quoted(names)}" for part, names in edits.items() if names]
+    if chosen := _pairs(moved):
+      texts = (f'"{name}": {_name(f)}' for name, f in chosen)
+      arguments.append("conditional={" + ", ".join(texts) + "}")
+    if dropped := _STANDARD.keys() - self._parts.keys():
+      arguments.append(f"dropped={_quoted(dropped)}")
+    return f"OpLists().replace({', '.join(arguments)})" if arguments else "OpLists()"
+
+  def __str__(self) -> str:
+    """The primitives of each part, and what decides on those that are conditional."""
+    rows = {part: ", ".join(sorted(_names(self._parts, part))) for part in PARTS}
+    standard = _names(_STANDARD, "opaque")
+    added = sorted(self.opaque - standard)
+    rows["opaque"] = ", ".join([*added, f"{len(self.opaque & standard)} of the standard list"])
+    decisions = [f"{name}: {_DECIDES.get(f) or _name(f)}" for name, f in self.conditional]
+    wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * 13
+    rows["conditional"] = "; ".join(decisions)
+    return "\n".join(wrapper.fill(f"{part:<13}{text or '-'}") for part, text in rows.items())
+
+
+def _name(predicate: Predicate) -> str:
+  return getattr(predicate, "__name__", repr(predicate))
+
+
+def _is_pair(pair: object) -> bool:
+  if not isinstance(pair, tuple) or len(pair) != 2:
+    return False
+  return isinstance(pair[0], str) and _is_predicate(pair[1])
+
+
+def _is_predicate(x: object) -> bool:
+  return callable(x) and isinstance(x, Hashable)
+
+
+def _quoted(names: Iterable[str]) -> str:
+  return "[" + ", ".join(f'"{name}"' for name in sorted(names)) + "]"
+
+
+def _higher_order(where: str, name: str) -> MpjaxValueError:
+  return MpjaxValueError(
+    where,
+    expected="a first-order primitive",
+    got=f"{name!r}, which holds a jaxpr",
+    fix="The jaxpr in it is entered: move the primitives that are used there, or mark the "
+    "function with mpjax.full_precision.",
+  )
+
+
+def part_of(eqn: JaxprEqn, ops: OpLists) -> str | None:
+  """Returns the part that an equation is in: a matmul that is an inner product is a sum."""
+  part = ops.part_of(eqn.primitive.name, eqn.params)
+  return "float32" if part == "half" and facts_of(eqn) is INNER_PRODUCT else part

@@ -1,0 +1,326 @@
+"""Reading jaxprs: variables and literals, the jaxprs inside of equations, and a walk over all."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, no_effects
+from jax.extend.core.primitives import convert_element_type_p
+from jax.numpy import finfo
+
+from mpjax._core.errors import REFUSALS
+from mpjax._core.types import DType
+from mpjax._jaxpr.compat import context_of
+from mpjax._jaxpr.primitives import NESTED, Holds, facts_of, is_higher_order
+
+Atom: TypeAlias = Var | Literal
+"""An operand, or a result of a jaxpr."""
+
+
+def aval_of(atom: Atom) -> ShapedArray:
+  """Returns the type of an atom that holds an array; JAX declares it as that of anything."""
+  return cast(ShapedArray, atom.aval)
+
+
+def dtype_of(atom: Atom) -> DType | None:
+  """Returns the dtype of an atom; None for tokens and the like."""
+  return getattr(atom.aval, "dtype", None)
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+  """Returns the shape of an atom that holds an array."""
+  return aval_of(atom).shape
+
+
+def retyped(atom: Atom, dtype: DType) -> Var:
+  """Returns a new variable like an atom, of another dtype."""
+  return Var(_retyped(aval_of(atom), dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _retyped(aval: ShapedArray, dtype: DType) -> ShapedArray:
+  return aval.update(dtype=dtype, weak_type=False)
+
+
+# The parameters of a call that have an item for each operand.
+PER_OPERAND = frozenset(("in_shardings", "in_layouts", "donated_invars"))
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number of float32: "as much as there is", as in a mask, and not a size."""
+
+
+def literal_as(literal: Atom, dtype: DType, number: float | None = None) -> Literal:
+  """Returns a literal in another dtype, or one of a number instead of a scalar."""
+  number = cast(Literal, literal).val if number is None else number
+  value = np.asarray(number, np.float32)
+  if abs(value) == LARGEST:
+    value = np.sign(value) * np.float32(finfo(dtype).max)
+  return Literal(np.asarray(value, dtype), _retyped(aval_of(literal), dtype))
+
+
+def cast_to(var: Var, atom: Atom, reader: JaxprEqn | None) -> JaxprEqn:
+  """Returns an equation that casts an atom to a new variable, for an equation that reads it.
+
+  A profile shows the cast where the reader is, and the mesh of its context is that of the cast.
+  """
+  aval = aval_of(var)
+  params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+  place = () if reader is None else (reader.source_info, reader.ctx)
+  return new_jaxpr_eqn([atom], [var], convert_element_type_p, params, no_effects, *place)
+
+
+Program: TypeAlias = Jaxpr | ClosedJaxpr
+
+
+class Inner(NamedTuple):
+  """A jaxpr inside an equation.
+
+  Fields:
+    program: as the equation holds it, closed or not.
+    times: how often it runs each time the equation does; None where that depends on values.
+    operands: the positions of the operands of the equation that are its inputs, in order; None
+      where that is not known.
+    carry: which of its inputs are replaced by its first outputs, each time it runs again.
+    reverse: whether it starts at the end of the inputs after the carry.
+    returns: whether its outputs are those of the equation, in order.
+  """
+
+  program: Program
+  times: int | None = 1
+  operands: tuple[int, ...] | None = None
+  carry: range = range(0)
+  reverse: bool = False
+  returns: bool = True
+
+  @property
+  def jaxpr(self) -> Jaxpr:
+    """Without the constants that may come with it."""
+    return opened(self.program)
+
+  @property
+  def carried(self) -> tuple[int, ...]:
+    """The positions of the operands of the equation with which the carry starts."""
+    return (self.operands or ())[self.carry.start : self.carry.stop]
+
+
+def opened(program: Program) -> Jaxpr:
+  """Returns a jaxpr without the constants that it may come with."""
+  return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+
+
+def holds_jaxpr(values: Iterable[object]) -> bool:
+  """Whether one of the parameters of an equation is a jaxpr, or a sequence with one in it."""
+  return any(
+    isinstance(value, (Jaxpr, ClosedJaxpr))
+    or (isinstance(value, (tuple, list)) and holds_jaxpr(value))
+    for value in values
+  )
+
+
+def _keys(eqn: JaxprEqn) -> list[str]:
+  """Returns the parameters that hold the jaxprs which are replaced, by their names in this JAX."""
+  each = [names.split("|") for names in facts_of(eqn).jaxpr_params.split()]
+  return [next((name for name in names if name in eqn.params), names[0]) for names in each]
+
+
+def _call(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  return (Inner(eqn.params[_keys(eqn)[0]], operands=tuple(range(len(eqn.invars)))),)
+
+
+def _scan(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  (body,), params = _call(eqn), eqn.params
+  if "ft_in" in params:  # From jax 0.11 on: a tree of constants, carry and inputs of each step.
+    consts, carry = (len(part) for part in params["ft_in"].unpack()[:2])
+  else:
+    consts, carry = params["num_consts"], params["num_carry"]
+  carried, reverse = range(consts, consts + carry), params["reverse"]
+  return (body._replace(times=params["length"], carry=carried, reverse=reverse),)
+
+
+def _while(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  params = eqn.params
+  tested, looped = params["cond_nconsts"], params["body_nconsts"]
+  carry = tuple(range(tested + looped, len(eqn.invars)))
+  body = (*range(tested, tested + looped), *carry)
+  return (
+    Inner(params["cond_jaxpr"], None, (*range(tested), *carry), returns=False),
+    Inner(params["body_jaxpr"], None, body, range(looped, len(body))),
+  )
+
+
+def _cond(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  # The first operand is the number of the branch.
+  operands = tuple(range(1, len(eqn.invars)))
+  return tuple(Inner(branch, None, operands) for branch in eqn.params["branches"])
+
+
+def _shard_map(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  # The jaxpr is written for one device; the others run it too.
+  sizes = eqn.params["mesh"].shape
+  devices = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
+  return (_call(eqn)[0]._replace(times=devices),)
+
+
+def _linear(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  params = eqn.params
+  if "callee" not in params:  # Of our own primitive, whose implementation is what it runs.
+    with context_of(eqn):
+      run = functools.partial(eqn.primitive.impl, **params)
+      params = {"callee": jax.make_jaxpr(run)(*map(aval_of, eqn.invars))}
+  return (Inner(params["callee"], 1, (*range(len(eqn.invars)),)),)
+
+
+def _object(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
+  # It may have derivative rules of its own, which what it expands to has not. The search for a root
+  # is in no network, and is left alone like `custom_linear_solve`.
+  alone = type(eqn.params["_prim"]).__name__ == "CustomRoot"
+  return () if alone or not hides_matmul(eqn) else None
+
+
+_READERS: Mapping[Holds | None, Callable[[JaxprEqn], tuple[Inner, ...] | None]] = {
+  **dict.fromkeys((Holds.CALL, Holds.COMPOSITE), _call),
+  **dict.fromkeys((Holds.BINARY, Holds.KERNEL), lambda eqn: ()),
+  **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _call),
+  Holds.COND: _cond,
+  Holds.LINEAR_CALL: _linear,
+  Holds.LINEAR_SOLVE: lambda eqn: (Inner(eqn.params["jaxprs"].solve),),
+  Holds.OBJECT: _object,
+  Holds.SCAN: _scan,
+  Holds.SHARD_MAP: _shard_map,
+  Holds.WHILE: _while,
+  None: lambda eqn: None if holds_jaxpr(eqn.params.values()) else (),
+}
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
+  """Returns the jaxprs that an equation runs.
+
+  Returns:
+    None if it holds some, and this version does not know how they run: a primitive or parameters of
+    a newer JAX, or of another library. An empty tuple for one that holds none, or is not entered.
+  """
+  try:
+    jaxprs = _READERS[facts_of(eqn).holds](eqn)
+    # A parameter that keeps its name and changes its meaning is found by the number of inputs and
+    # outputs. Without, autocast would give the values of a scan to the wrong variables, and where
+    # the shapes fit nobody would notice.
+    for inner in jaxprs or ():
+      # A call is written out: of another kind, one iteration would count for all.
+      is_call = inner.times == len(jaxprs or ()) == 1 and not inner.carry
+      if not is_call and facts_of(eqn).holds not in NESTED:
+        return None
+      inputs, outputs = len(inner.jaxpr.invars), len(inner.jaxpr.outvars)
+      fits = not inner.returns or outputs == len(eqn.outvars)
+      if inner.operands is not None and not (fits and inputs == len(inner.operands)):
+        return None
+    return jaxprs
+  except (KeyError, AttributeError, TypeError, ValueError):  # A newer JAX keeps them elsewhere.
+    return None
+
+
+def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
+  """Returns the parameters of an equation with other jaxprs, in the order of `inner_jaxprs`."""
+  values = [tuple(new)] if facts_of(eqn).holds is Holds.COND else new
+  # What is not replaced names no parameters: the transpose of a `linear_call` is float32, and a
+  # body in low precision would not match it.
+  return {**eqn.params, **dict(zip(_keys(eqn), values, strict=False))}
+
+
+def call_params(
+  eqn: JaxprEqn, program: Program, operands: int, results: int, name: str
+) -> dict[str, Any]:
+  """Returns the parameters of a call: those of `eqn`, but that has one operand and one result."""
+  params = dict(eqn.params)
+  for key in (*PER_OPERAND, "out_shardings", "out_layouts"):
+    params[key] *= operands if key in PER_OPERAND else results
+  return dict(params, jaxpr=program, name=name)
+
+
+def with_each(eqn: JaxprEqn, change: Callable[[Program], Program]) -> dict[str, Any]:
+  """Returns the parameters of an equation with every jaxpr in them changed.
+
+  Also those that `inner_jaxprs` leaves out: of derivatives, of primitives that are not known. What
+  `change` returns has the same inputs and outputs, and is closed if the jaxpr is.
+  """
+  new = {name: _changed(value, change) for name, value in eqn.params.items()}
+  return new if any(new[name] is not value for name, value in eqn.params.items()) else eqn.params
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+  if isinstance(value, (Jaxpr, ClosedJaxpr)):
+    return change(value)
+  if not isinstance(value, (tuple, list)):
+    return value
+  new = [_changed(each, change) for each in value]
+  if all(a is b for a, b in zip(new, value, strict=True)):
+    return value
+  return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+
+
+def mapped_with(eqn: JaxprEqn) -> dict[str, Any]:
+  """Returns what `jax.shard_map` takes to run another function as an equation runs its own."""
+  params = eqn.params
+  options = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
+  return {**options, "axis_names": params["newly_manual_axes"]}
+
+
+def hides_matmul(eqn: JaxprEqn) -> bool:
+  """Whether an equation runs a matmul in an object of JAX, in which nothing can be changed."""
+  avals = tuple(map(aval_of, eqn.invars))
+  return facts_of(eqn).holds is Holds.OBJECT and _multiplies(eqn.params["_prim"], avals)
+
+
+@functools.lru_cache(maxsize=1024)
+def _multiplies(prim: Any, avals: tuple[ShapedArray, ...]) -> bool:
+  """Whether an object of JAX may run a matmul on arrays of these types."""
+  # JAX runs what it expands to, a search or a count of `jax.numpy` for example.
+  try:
+    eqns = walk(jax.make_jaxpr(prim.expand)(*prim.in_avals))
+  except REFUSALS:
+    return True
+  return any(inner_jaxprs(eqn) is None or facts_of(eqn).flops is not None for eqn in eqns)
+
+
+def donated(eqn: JaxprEqn) -> tuple[bool, ...]:
+  """Returns for each operand whether its memory may be taken over by the results."""
+  return eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
+
+
+def closed_over(eqn: JaxprEqn) -> int:
+  """Returns how many operands, the first ones, a function with its own derivative closes over."""
+  return eqn.params.get("num_consts", 0)
+
+
+def name_of(eqn: JaxprEqn) -> str:
+  """Returns the name, file and line of the function that an equation calls, where it is known."""
+  inner = inner_jaxprs(eqn)
+  debug = getattr(inner[0].jaxpr, "debug_info", None) if inner else None
+  return getattr(debug, "func_src_info", None) or eqn.primitive.name
+
+
+def warn_not_entered(eqn: JaxprEqn, what: str, instead: str) -> None:
+  """Warns that `what` does not enter an equation, and what happens instead, in a sentence."""
+  warnings.warn(
+    f"{what}: the primitive {eqn.primitive.name!r} holds a jaxpr in its parameters "
+    f"{sorted(eqn.params)}, and this version of mpjax does not know how to enter it. {instead} "
+    "Take the function that uses it out of what is traced here, or report the name with your "
+    "version of JAX.",
+    UserWarning,
+    stacklevel=2,
+  )
+
+
+def walk(program: Program) -> Iterator[JaxprEqn]:
+  """Yields every equation of a jaxpr, those inside of others after the one that holds them.
+
+  Every branch of a `cond` is walked, and the body of a `while` once. A primitive of a newer JAX or
+  of another library is not entered if it is not known how it runs the jaxprs that it holds.
+  """
+  for eqn in opened(program).eqns:
+    yield eqn
+    for inner in (is_higher_order(eqn) and inner_jaxprs(eqn)) or ():
+      yield from walk(inner.program)

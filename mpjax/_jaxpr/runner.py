@@ -1,0 +1,348 @@
+"""Running a list of steps while something watches the values: the one runner of the diagnostics.
+
+Under `jit` all of it is traced once more, and what was seen in loops is carried along. On the host
+it runs one step after the other: single steps are compiled, which JAX remembers, and what loops
+repeat. No number lives longer than something reads it: that is what a function costs without `jit`.
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+from mpjax._core.types import Array, PyTree
+from mpjax._jaxpr.compat import bind, context_of, varying_axes
+from mpjax._jaxpr.primitives import Holds
+from mpjax._jaxpr.reader import aval_of, dtype_of, mapped_with, shape_of
+from mpjax._jaxpr.steps import Body, Step
+
+
+class Around(NamedTuple):
+  """What is around a body."""
+
+  indices: tuple[Array, ...] = ()  # the iterations of the loops, the outermost first
+  axes: tuple[Hashable, ...] = ()  # those of the devices that run it
+  on_host: bool = False
+
+  def in_loop(self, index: Array) -> Self:
+    return self._replace(indices=(*self.indices, index))
+
+
+_TRACED = Around()
+
+
+class Observer:
+  """What looks at the values of a function while it runs: this one at none.
+
+  Each body has one of its own. What it has seen is a tree of arrays, which loops carry along. If
+  that does not merge, it is returned for each iteration of a loop, and `while` and `cond` run as
+  one step where they are compiled.
+  """
+
+  merges: ClassVar[bool] = True
+  seen: PyTree = None
+
+  def of(self, body: Body, values: Sequence[Any], around: Around) -> Self:
+    """Returns the one of a body, which runs with these arguments."""
+    one = copy.copy(self)
+    one.seen = self.nothing()
+    one.begin(body, values, around)
+    return one
+
+  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+    """Looks at a body before it runs."""
+
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+    """Returns the results of a step for these operands, and looks at them."""
+    outs = bind(step.eqn, ins)
+    self.look(step, ins, outs)
+    return outs
+
+  def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
+    """Looks at the operands and results of a step."""
+
+  def inside(self, seen: PyTree) -> None:
+    """Takes what was seen inside of a step."""
+    self.seen = self.merge(self.seen, seen)
+
+  def all_seen(self) -> PyTree:
+    """Returns what was seen, at the end of the body."""
+    return self.seen
+
+  def nothing(self) -> PyTree:
+    """Returns what is seen in no step."""
+
+  def merge(self, one: PyTree, other: PyTree) -> PyTree:
+    """Returns what was seen in `one`, which ran before `other`, and in that."""
+    return other
+
+  def of_devices(self, seen: PyTree) -> PyTree:
+    """Returns what was seen by all devices, given what each has seen in a row."""
+    return seen
+
+
+Ran: TypeAlias = tuple[list[Any], PyTree]
+"""The results of a body or of a step, and what was seen."""
+
+
+def run(body: Body, values: Sequence[Any], observer: Observer, around: Around = _TRACED) -> Ran:
+  """Returns the results of a body for some arguments, and what the observer saw."""
+  env: dict[int, Any] = {**body.consts, **dict(zip(body.inputs, values, strict=True))}
+  watch = observer.of(body, values, around)
+  for step, unread in zip(body.steps, body.last_reads, strict=True):
+    pairs = zip(step.ins, step.eqn.invars, strict=True)
+    ins = [_typed(slot, v) if isinstance(slot, Literal) else env[slot] for slot, v in pairs]
+    depends = step.holds in (Holds.COND, Holds.WHILE)
+    if step.bodies and (observer.merges or around.on_host or not depends):
+      enter = _ENTER[step.holds][around.on_host]
+      # A loop goes on in the types that it starts with.
+      pairs = zip(ins, step.eqn.invars, strict=True)
+      ins = [x if hasattr(x, "dtype") else _array(x, v) for x, v in pairs]
+      with context_of(step.eqn):
+        outs, seen = enter(step, ins, watch, around)
+      watch.inside(seen)
+      del seen
+    else:
+      outs = watch.results_of(step, ins)
+    env.update(zip(step.outs, outs, strict=True))
+    del ins, outs, pairs
+    for slot in unread:
+      env.pop(slot, None)
+  outs = [slot.val if isinstance(slot, Literal) else env[slot] for slot in body.outputs]
+  return outs, _varying(watch.all_seen(), around.axes) if observer.merges else watch.all_seen()
+
+
+def _typed(literal: Literal, var: Any) -> Any:
+  """Returns the value of a literal in the dtype that the equation was traced with."""
+  dtype = dtype_of(literal)
+  # Arguments of a call that was written out meet equations that were traced for their types.
+  return literal.val if dtype is None or dtype == dtype_of(var) else jnp.asarray(literal.val, dtype)
+
+
+def _array(x: Any, var: Any) -> Any:
+  return x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(var).dtype)
+
+
+def _varying(seen: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
+  """Returns what was seen in a type that says that each device has its own."""
+  if not axes:
+    return seen
+  zero = jax.lax.axis_index(axes) * 0
+  return jax.tree.map(lambda x: x + zero.astype(x.dtype), seen)
+
+
+def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  length = step.inner[0].times or 0
+  start = jnp.asarray(length - 1 if step.inner[0].reverse else 0, jnp.int32)
+  return _iterations(step, ins, observer, around, start, length)
+
+
+def _iterations(
+  step: Step, ins: Sequence[Any], observer: Observer, around: Around, start: Array, length: int
+) -> Ran:
+  """Runs some iterations of a scan, the first of which has the number `start`."""
+  (body,), (inner,), reverse = step.bodies, step.inner, step.inner[0].reverse
+  first, last = inner.carry.start, inner.carry.stop
+
+  def iteration(state: Any, x: Sequence[Any]) -> tuple[Any, Any]:
+    index, seen, carry = state
+    outs, new = run(body, [*ins[:first], *carry, *x], observer, around.in_loop(index))
+    seen, each = (observer.merge(seen, new), None) if observer.merges else (seen, new)
+    state = index - 1 if reverse else index + 1, seen, outs[: len(carry)]
+    return state, (outs[len(carry) :], each)
+
+  state = (start, _varying(observer.nothing(), around.axes), [*ins[first:last]])
+  (_, seen, carry), (ys, of_each) = jax.lax.scan(iteration, state, [*ins[last:]], length, reverse)
+  return [*carry, *ys], seen if observer.merges else of_each
+
+
+def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  # The condition is looked at too: it is computed at the end of an iteration, for the next one.
+  test, body = step.bodies
+  of_test, of_body, carry = _parts_of(step, ins)
+
+  def goes_on(carry: Sequence[Any], index: Array, seen: PyTree) -> tuple[Any, PyTree]:
+    (again,), new = run(test, [*of_test, *carry], observer, around.in_loop(index))
+    return again, observer.merge(seen, new)
+
+  def iteration(state: Any) -> Any:
+    again, index, seen, carry = state
+    operands = [*of_body, *carry, *_lanes(again)]
+    carry, new = run(body, operands, observer, around.in_loop(index))
+    again, seen = goes_on(carry, index + 1, observer.merge(seen, new))
+    return again, index + 1, seen, carry
+
+  zero = jnp.zeros((), jnp.int32)
+  again, seen = goes_on(carry, zero, _varying(observer.nothing(), around.axes))
+  state = (again, zero, seen, carry)
+  _, _, seen, carry = jax.lax.while_loop(lambda state: jnp.any(state[0]), iteration, state)
+  return carry, seen
+
+
+def _parts_of(step: Step, ins: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+  """Returns the constants of the condition of a while, those of its body, and its carry."""
+  carried = len(step.inner[1].carry)
+  tested = len(step.bodies[0].inputs) - carried
+  return [*ins[:tested]], [*ins[tested : len(ins) - carried]], [*ins[len(ins) - carried :]]
+
+
+def _lanes(again: Any) -> list[Any]:
+  """Returns the last argument of the body of a while under `vmap`: which lanes go on."""
+  return [again] if np.ndim(again) else []
+
+
+def _cond(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  def branch(body: Body, *operands: Any) -> Ran:
+    outs, seen = run(body, operands, observer, around)
+    return [_array(x, v) for x, v in zip(outs, step.eqn.outvars, strict=True)], seen
+
+  index, *operands = ins
+  branches = [functools.partial(branch, body) for body in step.bodies]
+  return jax.lax.switch(index.astype(jnp.int32), branches, *operands)
+
+
+def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  arguments, (body,) = mapped_with(step.eqn), step.bodies
+  axes = tuple(name for name in arguments["mesh"].axis_names if name in arguments["axis_names"])
+
+  def one_device(indices: tuple[Array, ...], *operands: Any) -> Any:
+    outs, seen = run(body, operands, observer, Around(indices, (*around.axes, *axes)))
+    return outs, jax.tree.map(lambda x: _of_device(x, axes), seen)
+
+  arguments["in_specs"] = (jax.P(), *arguments["in_specs"])
+  arguments["out_specs"] = (list(arguments["out_specs"]), jax.P(axes))
+  outs, seen = jax.jit(jax.shard_map(one_device, **arguments))(around.indices, *ins)
+  return outs, observer.of_devices(_gathered(seen, arguments["mesh"]))
+
+
+def _of_device(x: Any, axes: tuple[Hashable, ...]) -> Array:
+  """Returns an array with a first axis for the devices: each has its own."""
+  x = jnp.asarray(x)[None]
+  return jax.lax.pcast(x, tuple(set(axes) - set(varying_axes(jax.typeof(x)))), to="varying")
+
+
+def _gathered(seen: PyTree, mesh: Any) -> PyTree:
+  """Returns what all devices have seen on each of them."""
+  # One of an array that is sharded by an explicit mesh cannot be taken by its index.
+  if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+    return seen
+  everywhere = jax.sharding.NamedSharding(mesh, jax.P())
+  return jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), seen)
+
+
+@dataclasses.dataclass
+class Look(Observer):
+  """An observer on the host, as three functions: what it picks is seen once it is computed."""
+
+  merges: ClassVar[bool] = False
+  # Computes the results of a step.
+  compute: Callable[[Step, Sequence[Any]], list[Array]] = lambda step, ins: bind(step.eqn, ins)
+  # Chooses arrays among its operands and results, or computes some from these.
+  pick: Callable[[Step, Sequence[Any], Sequence[Array]], Sequence[Array]] = lambda *_: ()
+  # Takes them, if there are any: of a loop perhaps those of several iterations together, and of a
+  # `shard_map` those of all devices, with one more axis in front.
+  see: Callable[[Step, Sequence[Array]], None] = lambda *_: None
+  steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)
+  on_host: bool = False
+
+  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+    self.seen, self.on_host = {}, around.on_host
+
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+    outs = self.compute(step, ins)
+    picked = self.pick(step, ins, outs)
+    if picked:
+      self.inside({step.number: [*picked]})
+    return outs
+
+  def inside(self, seen: Mapping[int, Sequence[Array]]) -> None:
+    for number, picked in seen.items():
+      if self.on_host:
+        self.see(self.steps[number], picked)
+      else:
+        self.seen[number] = picked
+
+
+def run_on_host(body: Body, values: Sequence[Any], look: Look) -> list[Any]:
+  """Returns the results of a function. The condition of a `while` runs unobserved."""
+  look = dataclasses.replace(look, steps={step.number: step for step in body.every_step()})
+  return run(body, values, look, Around(on_host=True))[0]
+
+
+_TOGETHER = 2**20
+"""How many numbers that a loop takes and returns are seen together: as many under a policy."""
+
+
+def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  (body,), (inner,), reverse = step.bodies, step.inner, step.inner[0].reverse
+  first, last, length = inner.carry.start, inner.carry.stop, inner.times or 0
+  constants, carry, xs = ins[:first], ins[first:last], ins[last:]
+  if not length:
+    return bind(step.eqn, ins), {}
+  size = 1
+  if body.is_straight:
+    each = (*inner.jaxpr.invars[first:], *inner.jaxpr.outvars)
+    most = max(min(_TOGETHER // max(sum(math.prod(shape_of(v)) for v in each), 1), length), 1)
+    # What is left over would be compiled too.
+    size = next((count for count in range(most, most // 2, -1) if length % count == 0), most)
+
+  @functools.partial(jax.jit, static_argnums=2)
+  def together(ins: Sequence[Any], start: Array, count: int) -> Ran:
+    return _iterations(step, ins, observer, _TRACED, start, count)
+
+  parts = list[Any]()
+  for start in range(0, length, size)[:: -1 if reverse else 1]:
+    count = min(size, length - start)
+    if body.is_straight:
+      some = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
+      outs, picked = together([*constants, *carry, *some], start, count)
+      observer.inside(picked)
+      del picked, some
+    else:
+      outs, _ = run(body, [*constants, *carry, *(x[start] for x in xs)], observer, around)
+      outs[len(carry) :] = [jnp.asarray(y)[None] for y in outs[len(carry) :]]
+    carry, ys = outs[: len(carry)], outs[len(carry) :]
+    parts.append(ys)
+  return [*carry, *map(_joined, zip(*parts[:: -1 if reverse else 1], strict=True))], {}
+
+
+def _joined(parts: Sequence[Any]) -> Array:
+  traced = any(isinstance(part, Tracer) for part in parts)  # The first may be a constant.
+  if traced or jnp.issubdtype(parts[0].dtype, jax.dtypes.extended):
+    return jnp.concatenate(parts)
+  # XLA would compile an operation of as many operands.
+  return parts[0] if len(parts) == 1 else jnp.asarray(np.concatenate(parts))
+
+
+def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  test, body = step.bodies
+  of_test, of_body, carry = _parts_of(step, ins)
+  goes_on = jax.jit(lambda values: run(test, values, Look())[0][0])
+  advance = functools.partial(run, body, observer=observer)
+  advance = jax.jit(advance) if body.is_straight else functools.partial(advance, around=around)
+  while bool(jnp.any(again := goes_on([*of_test, *carry]))):
+    carry, picked = advance([*of_body, *carry, *_lanes(again)])
+    observer.inside(picked)
+  return carry, {}
+
+
+def _cond_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  index, *operands = ins
+  return run(step.bodies[min(max(int(index), 0), len(step.bodies) - 1)], operands, observer, around)
+
+
+_ENTER: Mapping[Holds | None, tuple[Callable[..., Ran], Callable[..., Ran]]] = {
+  Holds.SCAN: (_scan, _scan_on_host),
+  Holds.WHILE: (_while, _while_on_host),
+  Holds.COND: (_cond, _cond_on_host),
+  Holds.SHARD_MAP: (_shard_map, _shard_map),
+}
+"""How what holds jaxprs is entered, under `jit` and on the host."""

@@ -1,0 +1,226 @@
+"""A jaxpr as a list of steps: calls are written out, loops and branches hold lists of their own.
+
+Values have numbers instead of variables: a function that is called twice has one jaxpr, and its
+values are not the same in both calls.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray, eval_jaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from mpjax._core.types import Array
+from mpjax._jaxpr.locations import Location, location
+from mpjax._jaxpr.primitives import NESTED, Holds, facts_of
+from mpjax._jaxpr.reader import Atom, Inner, Program, aval_of, inner_jaxprs, opened, shape_of
+
+Slot: TypeAlias = int | Literal
+"""A value: its number, or what it is."""
+
+Key: TypeAlias = tuple[int, ...]
+"""Which equation: its number, or that of the one it is in, the inner jaxpr, its number."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+  """An equation that runs as it is, or a loop, a branch or a map over devices."""
+
+  number: int  # in the order of execution; those inside a loop come after that of the loop
+  key: Key
+  eqn: JaxprEqn
+  around: "Step | None"  # what holds the jaxpr: a call, which is in no list, too
+  times: int = 1  # how often it runs, as far as the jaxpr says
+  certain: bool = True  # whether that is all: not so inside of a `while` or a branch
+  ins: tuple[Slot, ...] = ()
+  outs: tuple[int, ...] = ()
+  inner: tuple[Inner, ...] = ()  # what `inner_jaxprs` says of a loop and the like
+  bodies: tuple["Body", ...] = ()  # the jaxprs of `inner`, as lists of steps
+
+  @functools.cached_property
+  def location(self) -> Location:
+    """Its module or named scope, its pass and its line."""
+    return location(self.eqn, None if self.around is None else self.around.location)
+
+  @property
+  def holds(self) -> Holds | None:
+    """How it runs its inner lists."""
+    return facts_of(self.eqn).holds
+
+  def enclosing(self) -> Iterator["Step"]:
+    """Yields the step, and what it is in: calls have the number -1."""
+    yield self
+    if self.around is not None:
+      yield from self.around.enclosing()
+
+  @property
+  def reads(self) -> tuple[int, ...]:
+    """The numbers of its operands, those that are no literals."""
+    return tuple(slot for slot in self.ins if isinstance(slot, int))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+  """A list of steps."""
+
+  inputs: tuple[int, ...]
+  consts: Mapping[int, Array]  # values by their numbers
+  avals: Mapping[int, ShapedArray]  # the types of the inputs and constants
+  steps: tuple[Step, ...]
+  outputs: tuple[Slot, ...]
+
+  @functools.cached_property
+  def last_reads(self) -> Sequence[Sequence[int]]:
+    """The values that nothing reads after each step."""
+    last: dict[int, int] = {}
+    for place, step in enumerate(self.steps):
+      last.update(dict.fromkeys((*step.reads, *step.outs), place))
+    lists: list[list[int]] = [[] for _ in self.steps]
+    for slot in last.keys() - set(filter(lambda slot: isinstance(slot, int), self.outputs)):
+      lists[last[slot]].append(slot)
+    return lists
+
+  @functools.cached_property
+  def is_straight(self) -> bool:
+    """Whether no number decides what runs: it can be compiled for any."""
+    return not any(step.holds in (Holds.COND, Holds.WHILE) for step in self.every_step())
+
+  @functools.cached_property
+  def depth(self) -> int:
+    """How many loops are inside of one another, at most."""
+    loops = (Holds.SCAN, Holds.WHILE)
+    inside = (body.depth + (step.holds in loops) for step in self.steps for body in step.bodies)
+    return max(inside, default=0)
+
+  def every_step(self) -> Iterator[Step]:
+    """Yields all steps, those of inner lists included, by their numbers."""
+    for step in self.steps:
+      yield step
+      for body in step.bodies:
+        yield from body.every_step()
+
+  def every_body(self) -> Iterator["Body"]:
+    """Yields this list, and those inside of it."""
+    yield self
+    for step in self.steps:
+      for body in step.bodies:
+        yield from body.every_body()
+
+
+def body_of(closed: ClosedJaxpr, *, compiled: bool = False) -> Body:
+  """Returns a jaxpr as a list of steps.
+
+  If it is to be `compiled` at once, steps that nothing reads are left out, and what `remat`
+  computes again is kept apart from the first time.
+  """
+  return _Writer(compiled).body(closed)
+
+
+class _Writer:
+  """Writes the lists of a function."""
+
+  def __init__(self, compiled: bool) -> None:
+    self.numbers, self.slots, self.compiled = itertools.count(), itertools.count(), compiled
+    self.consts: dict[int, Array] = {}
+    self.avals: dict[int, ShapedArray] = {}
+    self.steps: list[Step] = []
+
+  def body(
+    self, program: Program, around: Step | None = None, place: int = 0, runs: int | None = 1
+  ) -> Body:
+    """Returns a jaxpr as a list of its own: number `place` of those in `around`."""
+    outer, self.consts, self.avals, self.steps = (self.consts, self.avals, self.steps), {}, {}, []
+    inputs = tuple(map(self._typed, opened(program).invars))
+    outputs = self._write(program, inputs, around, place, runs)
+    steps = list[Step]()
+    read = {slot for slot in outputs if isinstance(slot, int)}
+    for step in reversed(self.steps):
+      if not self.compiled or step.eqn.effects or not read.isdisjoint(step.outs):
+        steps.append(step)
+        read.update(step.reads)
+    body = Body(inputs, self.consts, self.avals, tuple(reversed(steps)), outputs)
+    self.consts, self.avals, self.steps = outer
+    return body
+
+  def _typed(self, var: Var) -> int:
+    slot = next(self.slots)
+    self.avals[slot] = aval_of(var)
+    return slot
+
+  def _write(
+    self,
+    program: Program,
+    args: Sequence[Slot],
+    around: Step | None,
+    place: int = 0,
+    runs: int | None = 1,
+  ) -> tuple[Slot, ...]:
+    """Writes a jaxpr for these arguments, and returns its results."""
+    at, times, certain = (), 1, True
+    if around is not None:
+      at, times = (*around.key, place), around.times * (1 if runs is None else runs)
+      certain = around.certain and runs is not None
+    jaxpr, consts = opened(program), getattr(program, "consts", ())
+    env: dict[Var, Slot] = dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Atom) -> Slot:
+      return atom if isinstance(atom, Literal) else env[atom]
+
+    for var, value in zip(jaxpr.constvars, consts, strict=True):
+      env[var] = slot = self._typed(var)
+      self.consts[slot] = value
+    for position, eqn in enumerate(jaxpr.eqns):
+      step = Step(-1, (*at, position), eqn, around, times, certain, tuple(map(read, eqn.invars)))
+      inner, holds = inner_jaxprs(eqn) or (), facts_of(eqn).holds
+      if inner and inner[0].operands is not None and holds not in NESTED:
+        ins = step.ins
+        if self.compiled and eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
+          # What `remat` computes again the compiler must not take from the first time.
+          avals = [v.aval for v in eqn.invars]
+          (barrier,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*avals).eqns
+          barrier = barrier.replace(source_info=eqn.source_info)
+          ins = self._step(dataclasses.replace(step, eqn=barrier), ())
+        outs = self._write(inner[0].program, ins, step)
+      else:
+        outs = self._step(step, inner if holds in NESTED else ())
+      env.update(zip(eqn.outvars, outs, strict=True))
+    return tuple(map(read, jaxpr.outvars))
+
+  def _step(self, step: Step, inner: tuple[Inner, ...]) -> tuple[int, ...]:
+    step = dataclasses.replace(step, number=next(self.numbers))
+    if inner and step.holds is Holds.WHILE:
+      inner = (inner[0], _of_lanes(*inner))
+    bodies = tuple(
+      self.body(each.program, step, place, each.times) for place, each in enumerate(inner)
+    )
+    outs = tuple(next(self.slots) for _ in step.eqn.outvars)
+    self.steps.append(dataclasses.replace(step, outs=outs, inner=inner, bodies=bodies))
+    return outs
+
+
+def _of_lanes(test: Inner, body: Inner) -> Inner:
+  """Returns the body of a while, which under `vmap` keeps the values of lanes that have ended.
+
+  The condition of each lane is then one more argument of it.
+  """
+  (goes_on,) = test.jaxpr.outvars
+  if shape_of(goes_on) == ():
+    return body
+  carried = len(body.carry)
+
+  def new_where_going(*args: Array) -> list[Array]:
+    *operands, going = args
+    new = eval_jaxpr(body.jaxpr, getattr(body.program, "consts", ()), *operands)
+    pairs = zip(operands[len(operands) - carried :], new, strict=True)
+    return [
+      jnp.where(jax.lax.broadcast_in_dim(going, x.shape, [*range(going.ndim)]), y, x)
+      for x, y in pairs
+    ]
+
+  avals = [v.aval for v in (*body.jaxpr.invars, goes_on)]
+  return body._replace(program=jax.make_jaxpr(new_where_going)(*avals))

@@ -1,0 +1,101 @@
+"""In which dtype a jaxpr uses what it is given, and storing it in that: less, at no change."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from mpjax._core.leaves import path_text, refuse_overflow
+from mpjax._core.trees import cast_leaf, is_floating
+from mpjax._core.types import FLOAT32, Array, DType, Function, Leaf, Params, PyTree
+from mpjax._jaxpr.graph import Graph, Operation, Value
+
+
+def used_dtypes(fun: Function, tree: PyTree, *args: PyTree) -> list[DType | None]:
+  """Returns for each leaf of `tree` the one floating dtype that `fun(tree, *args)` rounds it to.
+
+  None for a leaf that some operation uses as it is, or that is rounded to several dtypes, or never
+  used. Arguments are trees of arrays, or of their shapes and dtypes.
+  """
+  graph = Graph(jax.make_jaxpr(fun)(tree, *args))
+  leaves = graph.arguments[: len(jax.tree.leaves(tree))]
+  uses = [_uses(v, set(graph.results)) for v in leaves]
+  return [next(iter(dtypes)) if len(dtypes) == 1 else None for dtypes in uses]
+
+
+def store_as_used(
+  fun: Function,
+  params: Params,
+  args: tuple[PyTree, ...],
+  kwargs: Mapping[str, PyTree],
+  where: str,
+) -> Params:
+  """Returns parameters with each in the dtype that `fun(params, *args, **kwargs)` rounds it to.
+
+  Arrays among the arguments may have any values, or none; all else is given to `fun` as it is.
+  A finite value that does not fit raises MpjaxValueError; `where` is the public call.
+  """
+  leaves, treedef = jax.tree.flatten((args, kwargs))
+  kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+  arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, kinds)}
+
+  def call(params: Params, arrays: dict[int, Array]) -> list[Leaf]:
+    args, kwargs = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])
+    # What else a model returns, such as the name of something, is no result of a jaxpr.
+    return [x for x in jax.tree.leaves(fun(params, *args, **kwargs)) if hasattr(x, "dtype")]
+
+  return cast_leaves(params, used_dtypes(call, params, arrays), where)
+
+
+def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyTree:
+  """Returns a tree with each floating leaf in its dtype; an array that is at two paths stays one.
+
+  None leaves a leaf as it is. If two dtypes are asked of one array, it gets one that holds both.
+  Arrays keep their sharding, and NumPy's stay NumPy's. A finite value that does not fit raises
+  MpjaxValueError; `where` is the public call.
+  """
+  paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+  # Weights that are tied are one array.
+  asked: dict[int, list[DType]] = {}
+  for (_, x), dtype in zip(paths, dtypes, strict=True):
+    if is_floating(x):
+      asked.setdefault(id(x), []).append(x.dtype if dtype is None else dtype)
+  new: dict[int, Leaf] = {}
+  casts: dict[str, tuple[Leaf, Leaf]] = {}
+  for path, x in paths:
+    if id(x) in asked and id(x) not in new:
+      # Of two narrow types neither holds the other (bfloat16 and float16, say).
+      distinct = {*asked[id(x)]}
+      several = {*distinct, FLOAT32} if len(distinct) > 1 else distinct
+      new[id(x)] = cast_leaf(x, max(several, key=lambda dtype: dtype.itemsize))
+      casts[path_text(path)] = x, new[id(x)]
+  refuse_overflow(casts, where)
+  return jax.tree.unflatten(treedef, [new.get(id(x), x) for _, x in paths])
+
+
+def _uses(value: Value, returned: Collection[Value]) -> set[DType | None]:
+  """Returns the dtypes that a value is rounded to; None is among them for any other use."""
+  uses, moved = set[DType | None](), [value]
+  for value in moved:
+    if value in returned:
+      uses.add(None)
+    for operation in value.consumers:
+      if _moves(operation):
+        moved += [v for v in operation.results if v not in moved]
+      elif operation.casts and operation.results[0].is_floating and value.is_floating:
+        (new,) = operation.results
+        narrows = new.aval.dtype.itemsize < value.aval.dtype.itemsize
+        uses.add(new.dtype if narrows else None)
+      else:
+        uses.add(None)
+  return uses
+
+
+def _moves(operation: Operation) -> bool:
+  """Whether an operation moves one operand, which may be so in any dtype."""
+  if operation.joins:
+    # What a loop carries, or a branch returns, has the dtype of the other values that join it.
+    fixed = any(each.times is None or each.carry for each in operation.step.inner)
+    return operation.joins == "enter" or (operation.joins == "leave" and not fixed)
+  floating = {v for v in operation.operands if v.is_floating}
+  return operation.moves and len(floating) <= 1

@@ -1,1 +1,0 @@
-"""Reading jaxprs, the table of primitives, and the rewriter that casts."""

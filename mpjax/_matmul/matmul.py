@@ -1,0 +1,430 @@
+"""Matmuls with a derivative of their own: into a wider dtype, or in the format of a recipe.
+
+Where a result leaves in float32 it is the sum itself, and its gradient is cast: JAX would multiply
+that in float32. With a `weight_grad_dtype` the matmul takes the weight as it is stored, and the
+gradient of that is a matmul of low-precision operands into the wide dtype: JAX would compute it in
+the compute dtype, and add up devices and uses in that.
+
+The rewritten jaxpr holds each inside of a `jax.custom_jvp`, so that all code that walks jaxprs
+finds it. Its derivative is a primitive of our own, linear in its tangent, of which only the
+transpose differs: a `jax.custom_vjp` would refuse forward mode, and the transpose of
+`jax.custom_derivatives.linear_call` cannot be batched.
+"""
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import AbstractValue, ShapedArray
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core.primitives import dot_general_p
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.types import FLOAT32, Array, DType
+from mpjax._jaxpr.caches import remembered_off_mesh
+from mpjax._jaxpr.calls import differentiated, jaxpr_for
+from mpjax._jaxpr.compat import WRITTEN_OUT, bind
+from mpjax._jaxpr.count import dot_axes
+from mpjax._jaxpr.locations import FLOAT8
+from mpjax._jaxpr.reader import Atom
+
+Levels: TypeAlias = tuple[tuple[bool, ...], ...]
+"""For each `vmap` around, the innermost first, which operands have a first axis for it."""
+
+Multiply: TypeAlias = "Callable[[Scaled, Scaled, DType], Array]"
+"""Returns the matmul of two scaled arrays in float32, which is in this dtype until it is scaled."""
+
+
+class Scaled(NamedTuple):
+  """An operand in the format of a recipe, and what it was divided by."""
+
+  values: Array
+  scale: Array | None = None  # a float32 number, or with the axes of `values`, of size 1 if shared
+
+
+class Recipe(Protocol):
+  """A low-precision format for matmuls: all that is known of one, see docs/float8.md.
+
+  It can be hashed, and `str(recipe)` leads back to it: "package.module:NAME".
+  """
+
+  @property
+  def name(self) -> str: ...
+  def why_not(self, depth: int, columns: int) -> str | None: ...
+  def multiplies_gradient(self, *, of_weight: bool) -> bool: ...
+  def quantise(self, x: Array, summed: Sequence[int], *, is_gradient: bool) -> Scaled: ...
+  def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array: ...
+
+
+@remembered_off_mesh
+def equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
+  """Returns an equation for operands of these types, which layers in one context share."""
+
+  def tangent(
+    primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
+  ) -> tuple[list[Array], list[Array]]:
+    moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
+    result, kept = rule.with_kept(moving, *primals)
+    parts = [
+      tangent_p.bind(tangents[side], *each, rule=rule, side=side, levels=())
+      for side, each in zip(moving, kept, strict=True)
+    ]
+    results = bind(eqn, primals) if result is None else [result]
+    return results, [functools.reduce(operator.add, parts)]
+
+  body = jaxpr_for(lambda *operands: rule.with_kept((), *operands)[0], *avals)
+  eqn = differentiated(body, tangent, avals, "matmul")
+  return eqn
+
+
+# A matmul and its derivatives.
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+  """A matmul with a derivative of its own, part of the key of what JAX keeps."""
+
+  primitive: Primitive
+  params: tuple[tuple[str, Any], ...]  # for operands and a result in `half`
+  half: DType  # the dtype to multiply in
+  out: DType  # that of the result
+  # Of operands that keep their own dtype until here, as weights do, that of their gradients.
+  wide: tuple[DType | None, ...]
+
+  def _low(self, operands: Sequence[Array], wide: Sequence[DType | None]) -> list[Array]:
+    pairs = zip(operands, wide, strict=True)
+    return [x if w is None else jax.lax.convert_element_type(x, self.half) for x, w in pairs]
+
+  def __call__(self, *operands: Array) -> Array:
+    wide = {} if self.out == self.half else {"preferred_element_type": self.out}
+    return into(self.primitive, self._low(operands, self.wide), {**dict(self.params), **wide})
+
+  def with_kept(
+    self, moving: tuple[int, ...], *operands: Array
+  ) -> tuple[Array | None, Sequence[Sequence[Array]]]:
+    """Returns the matmul, and for operands that have tangents what is kept of the others."""
+    kept = [(*operands[:side], *operands[side + 1 :]) for side in moving]
+    # A policy of `jax.checkpoint` such as `dots_saveable` sees the matmul, if it has no equation of
+    # its own. Of one that leaves in a wider dtype a second derivative needs the rule too: None is
+    # that equation once more.
+    return None if moving and self.out != self.half else self(*operands), kept
+
+  def tangent(self, side: int, t: Array, *others: Array) -> Array:
+    """Returns the matmul of a tangent of the operand `side`, and of what is kept of the others."""
+    return self(*others[:side], t, *others[side:])
+
+  def gradient(
+    self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
+  ) -> Array:
+    """Returns the gradient of an operand `like` this, added up over the `vmap`s that it lacks."""
+    low = self._low(others, self.wide[:side] + self.wide[side + 1 :])
+    cotangent = jax.lax.convert_element_type(cotangent, self.half)
+    wide = {} if self.wide[side] is None else {"preferred_element_type": self.wide[side]}
+
+    def multiply(eqn: JaxprEqn, operands: Sequence[Array], _: Sequence[int]) -> Array:
+      return into(eqn.primitive, operands, {**eqn.params, **wide})
+
+    return self.transposed(multiply, side, like, levels, cotangent, *low)
+
+  def transposed(
+    self, multiply: Callable[..., Array], side: int, like: ShapedArray, levels: Levels, *args: Array
+  ) -> Array:
+    """Returns the transpose for a cotangent and the other operands, multiplied by `multiply`.
+
+    Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
+    its own jaxpr is run. The other equations in it move elements, or add up over axes of the mesh,
+    and take any type. `multiply` is told which of its operands come from the other operand.
+    """
+    types = [jax.typeof(x) for x in args]
+    types[:2] = (t.update(dtype=self.half, weak_type=False) for t in types[:2])
+    program = _transpose_of(self, side, like.update(dtype=self.half), levels, *types)
+    jaxpr = program.jaxpr
+    env: dict[Atom, Array] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    env |= zip(jaxpr.invars, args, strict=True)
+    others: set[Atom] = {jaxpr.invars[1]}
+
+    def read(atom: Atom) -> Array:
+      return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+      operands = list(map(read, eqn.invars))
+      places = [i for i, v in enumerate(eqn.invars) if v in others]
+      if "preferred_element_type" in eqn.params:
+        results = [multiply(eqn, operands, places)]
+      else:
+        results = bind(eqn, operands)
+        others.update(eqn.outvars if places else ())
+      env.update(zip(eqn.outvars, results, strict=True))
+    return read(jaxpr.outvars[0])
+
+
+@remembered_off_mesh
+def _transpose_of(
+  rule: Matmul, side: int, like: ShapedArray, levels: Levels, *avals: ShapedArray
+) -> ClosedJaxpr:
+  def linear(x: Array, *others: Array) -> Array:
+    return rule.primitive.bind(*others[:side], x, *others[side:], **dict(rule.params))
+
+  def pull(cotangent: Array, *others: Array) -> Array:
+    call = _mapped_over(linear, levels)
+    return jax.linear_transpose(lambda x: call(x, *others), like)(cotangent)[0]
+
+  return jax.make_jaxpr(pull)(*avals)
+
+
+def _mapped_over(call: Callable[..., Any], levels: Levels) -> Callable[..., Any]:
+  for level in levels:
+    call = jax.vmap(call, in_axes=[0 if each else None for each in level])
+  return call
+
+
+def into(primitive: Primitive, operands: Sequence[Array], params: Mapping[str, Any]) -> Array:
+  """Returns the result of a matmul, which may be of a wider dtype than the operands."""
+  result: Array = primitive.bind(*operands, **params)
+  wider = result.dtype.itemsize > max(x.dtype.itemsize for x in operands)
+  if not wider or primitive is not dot_general_p:
+    return result
+  # A CPU may turn a matmul round. One of shards has a result of a type of its own.
+  sharded = any(any(jax.typeof(x).sharding.spec) for x in operands)
+  return result if sharded else as_laid_out_p.bind(result)
+
+
+# In the format of a recipe.
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeMatmul(Matmul):
+  """A matmul in the format of a recipe."""
+
+  operands: tuple[ShapedArray, ...]  # their types in `half`; the third are the sizes of groups
+  recipe: Recipe
+  weight: int  # which operand it is
+
+  # A model has many layers of few kinds, and JAX traces what is jitted once for each: the matmuls
+  # of 60 layers are traced in a third of the time. They are written out in the jaxpr around.
+
+  @functools.partial(jax.jit, static_argnums=(0, 1), inline=WRITTEN_OUT)
+  @jax.named_scope(FLOAT8)
+  def with_kept(  # pyright: ignore[reportIncompatibleMethodOverride]
+    self, moving: tuple[int, ...], x: Array, w: Array, *sizes: Array
+  ) -> tuple[Array, Sequence[Sequence[Array]]]:
+    axes = dot_axes(dict(self.params))
+    pair = (_only_in_groups(x, axes.ragged, sizes), w)
+    summed = zip(pair, axes.contracted, strict=True)
+    left, right = (self.recipe.quantise(x, each, is_gradient=False) for x, each in summed)
+    multiply = functools.partial(_product, self.primitive, dict(self.params), sizes)
+    kept: list[list[Array]] = []
+    for side in moving:  # The gradient of an operand is computed from the other one.
+      other, scaled = 1 - side, (right, left)[side]
+      if not self.recipe.multiplies_gradient(of_weight=side == self.weight):
+        scaled = Scaled(jax.lax.convert_element_type(pair[other], self.half))
+      elif scaled.scale is not None and scaled.scale.ndim > 0:
+        # The gradient adds up over other axes of it than the result: it has other rows.
+        free = axes.own(other, pair[other])
+        scaled = self.recipe.quantise(pair[other], free, is_gradient=False)
+      named = [checkpoint_name(x, self.recipe.name) for x in scaled if x is not None]
+      kept.append([*named, *sizes])
+    return self.recipe.dot(multiply, left, right, self.half), kept
+
+  def split(self, others: Sequence[Array]) -> tuple[Scaled, Sequence[Array]]:
+    """Returns what is kept of the other operand, and the sizes of groups."""
+    count = len(others) - len(self.operands[2:])
+    return Scaled(*others[:count]), others[count:]
+
+  def tangent(self, side: int, t: Array, *others: Array) -> Array:
+    other, sizes = self.split(others)
+    values = jax.lax.convert_element_type(other.values, FLOAT32)
+    values = values if other.scale is None else values * other.scale
+    pair = [jax.lax.convert_element_type(each, self.half) for each in (t, values)]
+    with jax.named_scope(FLOAT8):
+      return self.primitive.bind(*(pair[::-1] if side else pair), *sizes, **dict(self.params))
+
+  def gradient(
+    self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
+  ) -> Array:
+    like, sums = self.operands[side] if levels else like, 0
+    other, sizes = self.split(others)
+    if not sizes and (other.scale is None or other.scale.ndim == sum(lv[2] for lv in levels)):
+      # The innermost `vmap`s that do not map over the operand: one matmul adds up over them too.
+      sums = len(list(itertools.takewhile(lambda level: not level[0], levels)))
+    call = functools.partial(_gradient, self, side, like, sums)
+    for mapped, *kept in levels[sums:]:
+      each = jax.vmap(call, in_axes=[0, *(0 if axis else None for axis in kept)])
+      call = each if mapped else lambda *args, each=each: jnp.sum(each(*args), axis=0)
+    with jax.named_scope(FLOAT8):
+      return call(cotangent, *others)
+
+  def refuse_second_order(self) -> None:
+    raise MpjaxTypeError(
+      f"a matmul in {self.recipe.name}",
+      expected="first derivatives",
+      got="a derivative of its gradient, or of its tangent",
+      fix="Second derivatives are for low precision or float32: take them of the function under "
+      '"mixed_bfloat16", or put a rule for the module before others.',
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+def _multiplied(
+  matmul: RecipeMatmul, side: int, like: ShapedArray, sums: int, cotangent: Array, *others: Array
+) -> Array:
+  """Returns the gradient of an operand, inside of all `vmap`s but for the first `sums`."""
+  other, sizes = matmul.split(others)
+  axes = dot_axes(dict(matmul.params))
+  rows = axes.of_result(*matmul.operands[:2])[0]
+  cotangent = _only_in_groups(cotangent, rows.get(axes.ragged), sizes)
+  if sums and other.scale is not None:
+    # The scales of what is added up go to the gradient before it.
+    scale = jax.lax.expand_dims(other.scale, range(sums, cotangent.ndim))
+    cotangent = jax.lax.convert_element_type(cotangent, FLOAT32) * scale
+    other = Scaled(other.values, jnp.ones((), FLOAT32))
+  out = matmul.wide[side] or matmul.half
+
+  def multiply(eqn: JaxprEqn, operands: Sequence[Array], places: Sequence[int]) -> Array:
+    if not matmul.recipe.multiplies_gradient(of_weight=side == matmul.weight):
+      return into(eqn.primitive, operands, {**eqn.params, "preferred_element_type": out})
+    product = functools.partial(_product, eqn.primitive, eqn.params, operands[2:])
+    summed = dot_axes(eqn.params).contracted
+    left, right = (
+      Scaled(x, other.scale) if i in places else matmul.recipe.quantise(x, axes, is_gradient=True)
+      for i, (x, axes) in enumerate(zip(operands, summed, strict=False))
+    )
+    return matmul.recipe.dot(product, left, right, out)
+
+  levels = ((False, True),) * sums
+  return matmul.transposed(multiply, side, like, levels, cotangent, other.values, *sizes)
+
+
+@_multiplied.defjvp
+def _multiplied_jvp(matmul: RecipeMatmul, *args: object) -> Any:
+  matmul.refuse_second_order()
+
+
+_gradient = jax.jit(_multiplied, static_argnums=(0, 1, 2, 3), inline=WRITTEN_OUT)
+
+
+def _product(
+  primitive: Primitive,
+  params: Mapping[str, Any],
+  sizes: Sequence[Array],
+  left: Scaled,
+  right: Scaled,
+  sums: DType,
+) -> Array:
+  axes, pair = dot_axes(params), (left, right)
+  if sums.itemsize < 4 and (axes.batch[0] or axes.ragged in axes.contracted[0]):
+    sums = FLOAT32  # A CPU adds up some batches of matrices in the dtype of the result.
+  params = {**params, "precision": None, "preferred_element_type": sums}
+  result = primitive.bind(*(x.values for x in pair), *sizes, **params)
+  result = jax.lax.convert_element_type(result, FLOAT32)
+  for places, (values, scale) in zip(axes.of_result(left.values, right.values), pair, strict=True):
+    if scale is None or scale.ndim == 0:
+      result = result if scale is None else result * scale
+      continue
+    for axis in axes.groups if values is right.values else ():  # Each row has that of its group.
+      row = jax.lax.iota(sizes[0].dtype, result.shape[places[axis]])
+      group = jnp.sum(row[:, None] >= jax.lax.cumsum(sizes[0])[None], axis=1)
+      scale = jnp.take(scale, group, axis=axis, mode="fill", fill_value=0)
+    sized = {place: scale.shape[axis] for axis, place in places.items()}
+    order = sorted(range(scale.ndim), key=lambda axis, places=places: places.get(axis, -1))
+    result = result * jax.lax.reshape(scale, [sized.get(i, 1) for i in range(result.ndim)], order)
+  return result
+
+
+def _only_in_groups(x: Array, axis: int | None, sizes: Sequence[Array]) -> Array:
+  # Returns an array with zeros for the rows of no group: they count for no scale either.
+  if axis is None:
+    return x
+  row = jax.lax.broadcasted_iota(sizes[0].dtype, x.shape, axis)
+  return jnp.where(row < jnp.sum(sizes[0]), x, jnp.zeros((), x.dtype))
+
+
+# The derivative of a matmul by one operand, linear in its tangent.
+
+
+tangent_p = Primitive("matmul_tangent")
+"""Takes the tangent of the operand `side` of the `Matmul` that is its `rule`, and what is kept of
+the others, inside of the `vmap`s `levels`."""
+
+
+def _evaluate(*operands: Array, rule: Matmul, side: int, levels: Levels) -> Array:
+  return _mapped_over(functools.partial(rule.tangent, side), levels)(*operands)
+
+
+@remembered_off_mesh
+def _abstract(*avals: ShapedArray, **params: Any) -> AbstractValue:
+  return jax.make_jaxpr(functools.partial(_evaluate, **params))(*avals).jaxpr.outvars[0].aval
+
+
+def _jvp(
+  primals: Sequence[Array], tangents: Sequence[Any], *, rule: Matmul, side: int, levels: Levels
+) -> tuple[Array, Array]:
+  result = tangent_p.bind(*primals, rule=rule, side=side, levels=levels)
+  t, *others = range(len(primals))
+  order = [*others[:side], t, *others[side:]]  # As the matmul has them.
+  if isinstance(rule, RecipeMatmul) and not all(isinstance(tangents[k], ad.Zero) for k in others):
+    rule.refuse_second_order()
+  parts = []
+  for i, k in enumerate(order):
+    if not isinstance(tangents[k], ad.Zero):
+      rest = [j for j in order if j != k]
+      mapped = tuple((level[k], *(level[j] for j in rest)) for level in levels)
+      operands = (tangents[k], *(primals[j] for j in rest))
+      parts.append(tangent_p.bind(*operands, rule=rule, side=i, levels=mapped))
+  return result, functools.reduce(operator.add, parts)
+
+
+def _batch(
+  operands: Sequence[Array], dims: Sequence[int | None], *, levels: Levels, **params: Any
+) -> tuple[Array, int]:
+  pairs = zip(operands, dims, strict=True)
+  moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
+  level = tuple(axis is not None for axis in dims)
+  return tangent_p.bind(*moved, levels=(*levels, level), **params), 0
+
+
+def _transpose(
+  cotangent: Array | ad.Zero, tangent: Any, *others: Any, rule: Matmul, side: int, levels: Levels
+) -> list[Array | ad.Zero | None]:
+  none = [None] * len(others)
+  if isinstance(cotangent, ad.Zero):
+    return [ad.Zero(tangent.aval), *none]
+  bar = rule.gradient(side, tangent.aval, levels, cotangent, *others)
+  # Cast last: a cast to the dtype of the weight before the sums over the axes that it lacks, those
+  # of the mesh too, would be one to bfloat16 if the weight is stored so.
+  return [jax.lax.convert_element_type(bar, tangent.aval.dtype), *none]
+
+
+tangent_p.def_impl(_evaluate)
+tangent_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[tangent_p] = _jvp
+ad.primitive_transposes[tangent_p] = _transpose
+batching.primitive_batchers[tangent_p] = _batch
+mlir.register_lowering(tangent_p, mlir.lower_fun(_evaluate, multiple_results=False))
+
+as_laid_out_p = Primitive("as_laid_out")
+"""The operand. On a CPU XLA does not see through it, to turn the matmul that made it round.
+
+It leaves some matmuls of bfloat16 into float32 to a library that takes one layout alone, and fails
+where a transpose of the result became one of the operands. What is traced on a CPU and lowered for
+something else has nothing there.
+"""
+
+as_laid_out_p.def_impl(lambda x: x)
+as_laid_out_p.def_abstract_eval(lambda aval: aval)
+ad.deflinear2(as_laid_out_p, lambda cotangent, _: [cotangent])
+batching.defvectorized(as_laid_out_p)
+mlir.register_lowering(as_laid_out_p, lambda _, x: [x])
+_on_cpu = mlir.lower_fun(
+  lambda x: jnp.reshape(jax.lax.optimization_barrier(jnp.reshape(x, -1)), x.shape),
+  multiple_results=False,
+)
+mlir.register_lowering(as_laid_out_p, _on_cpu, platform="cpu")

@@ -1,0 +1,140 @@
+"""The optax wrapper that adds up gradients of several micro-batches for one update."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, check_int, check_scalar
+from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
+from mpjax._optim.checks import check_inner, check_state, refuse_integers
+from mpjax._optim.loss_scale import AccumulationState, refuse_scale_inside
+from mpjax._optim.masters import init_shown, marked, update_shown
+from mpjax._optim.trees import (
+  align_gradients,
+  arrays_only,
+  float32_view,
+  nothing_like,
+  place_like,
+  step_or_skip,
+)
+
+
+def accumulate_gradients(
+  inner: optax.GradientTransformation, every: int | Callable[[Array], Array | int]
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it makes one update from the mean gradient of several micro-batches.
+
+  Until the window is full the updates are -0.0, which changes no parameter's bits, and nothing of
+  the inner optimizer moves. Gradients are added in float32 and the sum is divided once, and so are
+  the losses that come as `value=`, if `inner` reads them. Other extra arguments are those of the
+  micro-batch that ends the window; what a line search or opaque sam needs is refused.
+
+  With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`: the window
+  waits for `every` micro-batches that are finite. One decision for all of them is
+  `mpjax.make_train_step(accumulate=...)`.
+
+  Args:
+    inner: the optimizer.
+    every: how many micro-batches make a window, or a function from the number of updates done
+      (int32 of shape ()) to that (under `jit` a fraction is rounded up, and less than 1 is 1).
+
+  Returns:
+    An optax transformation, with an `AccumulationState`. Its updates have the shapes of the
+    parameters, and are float32 (64-bit and complex ones as the parameters).
+
+  Raises:
+    MpjaxTypeError: an argument has the wrong type; `init`: there is a `loss_scaling` inside.
+    MpjaxValueError: `every` is less than 1; `update`: the gradients do not match the parameters.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> inner = mpjax.accumulate_gradients(optax.sgd(1.0), 2)
+  >>> tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(8))
+  >>> params = jnp.asarray([1.0])
+  >>> opt_state = tx.init(params)
+  >>> for gradient in (8.0, jnp.inf, 24.0):
+  ...   updates, opt_state = tx.update(jnp.asarray([gradient]), opt_state, params)
+  >>> print(updates)
+  [-2.]
+  """
+  where = "mpjax.accumulate_gradients(inner)"
+  inner = check_inner(inner, where)
+  where_every = "mpjax.accumulate_gradients(every)"
+  if not callable(every):
+    expected = "an integer, at least 1, or a function of the number of updates"
+    fix = "Pass how many micro-batches make one update."
+    every = check_int(every, where_every, least=1, expected=expected, fix=fix, fix_type=fix)
+
+  def init(params: Params) -> AccumulationState:
+    refuse_integers(params, f"{where}.init(params)")
+    params = arrays_only(params)
+    inner_state = init_shown(inner, params, where)
+    fix = "Swap the two, loss_scaling(accumulate_gradients(inner, every)), to add what is unscaled."
+    refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
+    zero, view = jnp.zeros((), jnp.int32), float32_view(params)
+    value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, marked(inner_state)) else None
+    new = AccumulationState(zero, zero, nothing_like(view), inner_state, value)
+    return place_like(params, new)
+
+  def update(
+    updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, AccumulationState]:
+    state = check_state(state, AccumulationState, f"{where}.update(state)")
+    params = arrays_only(params)
+    alone = [f"{name}=" for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
+    if alone:
+      expected = "value= and what does not depend on the batch"
+      got = "a gradient or a function of one micro-batch, for an update from all of a window"
+      fix = "Leave them out, or add the gradients up yourself, without accumulate_gradients."
+      call = f"{where}.update({', '.join(alone)})"
+      raise MpjaxTypeError(call, expected=expected, got=got, fix=fix)
+    expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
+    check_scalar(extra_args.get("value", 0), f"{where}.update(value)", expected=expected, fix=fix)
+    # Without parameters the sum knows what the gradients have to be like.
+    like = state.total if params is None else params
+    grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
+    total = jax.tree.map(jnp.add, state.total, grads)
+    count = state.micro_batches + 1
+    window = every(state.updates_done) if callable(every) else every
+    if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
+      expected, fix = "a function that returns an integer, at least 1", "Round what it returns."
+      raise MpjaxValueError(where_every, expected=expected, got=str(window), fix=fix)
+    # >=, not ==: a state restored into a shorter window may be past it already.
+    full = count >= window
+    value = state.value
+    if value is not None and extra_args.get("value") is not None:
+      value = value + jnp.asarray(extra_args["value"], jnp.float32)
+      extra_args["value"] = value / count.astype(jnp.float32)
+
+    def step(inner_state: OptState) -> tuple[Updates, OptState]:
+      mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
+      return update_shown(inner, mean, inner_state, params, extra_args, f"{where}.update")
+
+    new_updates, inner_state = step_or_skip(full, step, state.inner_state)
+    return new_updates, AccumulationState(
+      micro_batches=jnp.where(full, 0, count),
+      updates_done=jnp.where(full, optax.safe_increment(state.updates_done), state.updates_done),
+      total=jax.tree.map(lambda t, n: jnp.where(full, n, t), total, nothing_like(total)),
+      inner_state=inner_state,
+      value=None if value is None else jnp.where(full, jnp.zeros_like(value), value),
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _reads_value(
+  inner: optax.GradientTransformationExtraArgs, params: Params, inner_state: OptState
+) -> bool:
+  """Whether `inner` reads `value=`; only then the state holds a sum of it."""
+  # A chain takes any extra argument, so that no signature says it, but the jaxpr of `update` does.
+  ours = {"grads_finite": True, "loss_scale": np.float32(1)}
+  update = lambda p, state, value: inner.update(p, state, p, value=value, **ours)  # noqa: E731
+  try:
+    jaxpr = jax.make_jaxpr(update)(params, inner_state, np.float32(1)).jaxpr
+  except REFUSALS:  # It wants more arguments, which only update will have.
+    return True
+  used = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
+  return any(v is jaxpr.invars[-1] for v in used)

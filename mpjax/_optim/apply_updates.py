@@ -1,0 +1,152 @@
+"""Adding updates to parameters: from the master, to nearest, or rounded stochastically."""
+
+import contextlib
+from typing import Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._core.errors import MpjaxValueError, check_choice, kind_of, listed
+from mpjax._core.leaves import is_key
+from mpjax._core.trees import check_alike, is_array_like, is_half, is_none, tree_differences
+from mpjax._core.types import Array, DType, Leaf, Params, Updates
+from mpjax._optim.masters import differentiated_as, stored
+from mpjax._optim.trees import refuse_none
+
+_DROPPED_BITS = {"bfloat16": 16, "float16": 13}
+"""How many more bits of mantissa float32 has."""
+
+
+def apply_updates(
+  params: Params,
+  updates: Updates,
+  *,
+  master: Params = None,
+  rounding: Literal["nearest", "stochastic"] = "nearest",
+  key: Array | None = None,
+) -> Params:
+  """Adds updates to parameters, as `optax.apply_updates`, with a say in how sums are rounded.
+
+  Stochastic rounding (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015) goes to
+  one of the two neighbours in the 16-bit dtype, to the nearer one more often, so that the mean is
+  the exact sum. The same key gives the same parameters, however they are sharded; inside a
+  `shard_map` over sharded parameters fold the device's index into the key.
+
+  Args:
+    params: the parameters. Those in float16 and bfloat16 are rounded, others are added to.
+    updates: a tree like `params`, in its shapes, in float32 (as all of mpjax gives) or any dtype.
+      Keys and what is no array stay as they are, and may have None here.
+    master: `mpjax.master_params(opt_state)` after `update`, float32: each 16-bit parameter becomes
+      its rounded master, bit for bit. None with `storage="split"`, where the updates lead there.
+    rounding: "nearest" (ties to even) or "stochastic".
+    key: a PRNG key for stochastic rounding; another one for each step.
+
+  Returns:
+    A tree like `params`, with the same shapes and dtypes.
+
+  Raises:
+    MpjaxValueError: an unknown `rounding`; no `key` where one is needed, or one where none is;
+      `master` together with stochastic rounding, or not float32; trees that do not match.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> params, updates = jnp.ones(10000, jnp.bfloat16), jnp.full(10000, 1e-3)
+  >>> float(jnp.mean(mpjax.apply_updates(params, updates), dtype=jnp.float32))
+  1.0
+  >>> rounded = mpjax.apply_updates(params, updates, rounding="stochastic", key=jax.random.key(0))
+  >>> round(float(jnp.mean(rounded, dtype=jnp.float32)), 3)
+  1.001
+  """
+  call = "mpjax.apply_updates"
+  check_rounding(call, rounding)
+  if (rounding == "stochastic") != (key is not None) or (key is not None and master is not None):
+    passed = [name for name, x in (("a key", key), ("a master", master)) if x is not None]
+    got = " and ".join(passed) or "None for both"
+    where = f"{call}(rounding={rounding!r}, key, master)"
+    expected = "a key and no master for 'stochastic', and no key for 'nearest'"
+    fix = "Pass another key for each step, jax.random.fold_in(key, step)."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  filled_in = lambda p, u: p if u is None and p is not None and _is_untrained(p) else u  # noqa: E731
+  with contextlib.suppress(ValueError):  # Of another tree check_alike says where it differs.
+    updates = jax.tree.map(filled_in, params, updates, is_leaf=is_none)
+  where, expected = f"{call}(updates)", "updates like the parameters"
+  fix = "Pass what tx.update returned for these parameters."
+  refuse_none(updates, params, where, expected=expected)
+  check_alike(updates, params, where, expected=expected, fix=fix, dtypes=False)
+  leaves, treedef = jax.tree.flatten(params)
+  problems, masters = list[str](), list[Leaf]()
+  try:
+    filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
+    problems = tree_differences(params, filled, dtypes=False)
+    # One hole may replace a subtree.
+    masters = treedef.flatten_up_to(jax.tree.broadcast(master, params, is_leaf=is_none))
+  except ValueError as error:
+    problems = problems or [str(error)]
+  # In float32: a parameter given as its own master would never move.
+  problems = problems or [
+    kind_of(m) for m in masters if m is not None and jnp.result_type(m).itemsize < 4
+  ]
+  if problems:
+    expected = "float32 in a tree like the parameters, with None where there is no master"
+    fix = "Pass mpjax.master_params(opt_state) with the state that update returned."
+    raise MpjaxValueError(f"{call}(master)", expected=expected, got=listed(problems), fix=fix)
+  new = [
+    stored(jnp.asarray(m, jnp.float32), p)
+    if m is not None and is_half(p)
+    else _add(p, u, None if key is None else jax.random.fold_in(key, position))
+    for position, (p, u, m) in enumerate(
+      zip(leaves, jax.tree.leaves(updates), masters, strict=True)
+    )
+  ]
+  return treedef.unflatten(new)
+
+
+def check_rounding(call: str, rounding: object) -> None:
+  """Raises unless `rounding` is one of the two."""
+  check_choice(rounding, ("nearest", "stochastic"), f"{call}(rounding)")
+
+
+def _is_untrained(param: Leaf) -> bool:
+  """Whether nothing can be added to a leaf: a key, or no array at all (a function in a model)."""
+  return not is_array_like(param) or is_key(jnp.result_type(param))
+
+
+def _add(param: Leaf, update: Leaf, key: Array | None) -> Array:
+  if _is_untrained(param):
+    return cast("Array", param)
+  if not is_half(param):
+    return cast("Array", optax.apply_updates(param, update))
+  # A weakly typed update would be added, and lost, in low precision.
+  exact = jnp.asarray(param, jnp.float32) + jnp.asarray(update, jnp.float32)
+  if key is None:
+    return exact.astype(param.dtype)
+  return round_stochastically(exact, param.dtype, key)
+
+
+def round_stochastically(exact: Array, dtype: DType, key: Array) -> Array:
+  """Returns float32 numbers in a 16-bit dtype, each one of its two neighbours there, by chance."""
+  noise = jax.random.bits(key, exact.shape, jnp.uint32)
+  return _add_noise(exact, noise, np.zeros((), dtype))
+
+
+@differentiated_as(lambda exact, noise, like: exact.astype(like.dtype))
+def _add_noise(exact: Array, noise: Array, like: Array) -> Array:
+  dtype, dropped = like.dtype, _DROPPED_BITS[like.dtype.name]
+  # Noise below the last bit that stays carries into it as often as what is dropped is large.
+  bits = jax.lax.bitcast_convert_type(exact, jnp.uint32) + (noise >> np.uint32(32 - dropped))
+  kept = np.uint32(2**32 - 2**dropped)
+  rounded = jax.lax.bitcast_convert_type(bits & kept, jnp.float32)
+  if dtype == jnp.float16:
+    # Below 2^-14 its numbers are 2^-24 apart, and more bits are dropped than noise was added to.
+    units = exact * np.float32(2.0**24)
+    below = jnp.floor(units)
+    uniform = (noise >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
+    steps = jnp.where(uniform < units - below, below + np.float32(1), below)
+    small = jnp.abs(exact) < np.float32(2.0**-14)
+    rounded = jnp.where(small, steps * np.float32(2.0**-24), rounded)
+  half = rounded.astype(dtype)
+  # Noise must not make an inf of the largest numbers, nor something else of an inf or NaN.
+  nearest_half = exact.astype(dtype)
+  usable = jnp.logical_and(jnp.isfinite(exact), jnp.isfinite(half))
+  return jnp.where(usable, half, nearest_half)

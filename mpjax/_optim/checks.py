@@ -1,0 +1,157 @@
+"""The checks that the wrappers of optimizers share."""
+
+import inspect
+import warnings
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._core.errors import (
+  REFUSALS,
+  MpjaxError,
+  MpjaxTypeError,
+  MpjaxValueError,
+  check_type,
+  listed,
+)
+from mpjax._core.trees import is_array_like, is_inexact, tree_differences
+from mpjax._core.types import Grads, OptState, Params, PyTree, Updates
+from mpjax._optim.trees import MasterWeightsState, key_text, map_states
+
+T = TypeVar("T")
+
+
+def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:
+  """Raises unless all `axes` are mapped where `call` is called: `pmin` has an AssertionError."""
+  for name in axes:
+    try:
+      jax.lax.axis_size(name)
+    except (NameError, ValueError) as error:  # An integer is an axis of no mesh.
+      names = jax.sharding.get_abstract_mesh().axis_names
+      expected = f"the name of an axis that is mapped where {call} is called"
+      got = f"none of that name ({error}; the axes of the mesh here: {names})"
+      fix = f"{fix} leave axis_name out: one jitted function already sees all devices."
+      raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
+
+
+def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraArgs:
+  """Returns `inner` as a wrapper calls it; raises if it is no optax transformation.
+
+  It takes any extra arguments, and where it fails it says for which parameters, or whose state.
+  """
+  kind, expected = optax.GradientTransformation, "an optax.GradientTransformation"
+  fix = "Pass an optimizer such as optax.adamw(1e-3), or MultiSteps(...).gradient_transformation()."
+  inner = check_type(inner, kind, where, expected=expected, fix=fix)
+  # Not by the class: MultiSteps passes on any, and is no GradientTransformationExtraArgs.
+  parameters = list(inspect.signature(inner.update).parameters.values())
+  names = {p.name for p in parameters[3:]}
+  takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+  def init(params: Params) -> OptState:
+    # The collection of Flax's float8 layers: what comes as its gradient is its next value.
+    collection = "_overwrite_with_gradient"
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    for path, _ in leaves:
+      if any(getattr(entry, "key", None) == collection for entry in path):
+        raise MpjaxValueError(
+          f"{where}.init(params)",
+          expected="parameters that follow their gradients",
+          got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
+          fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
+          f"mpjax.select_tree(finite, grads[{collection!r}], variables[{collection!r}]).",
+        )
+    try:
+      return inner.init(params)
+    except MpjaxError:
+      raise
+    except ValueError as error:
+      # optax says which labels of a `multi_transform` have no transformation, but not where they
+      # are, and returns neither labels nor their function. So each parameter is tried by itself; a
+      # tree of labels that was fixed beforehand fails even without parameters.
+      def fails(kept: int | None) -> bool:
+        alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
+        return _first_state(inner, treedef.unflatten(alone)) is None
+
+      bad = [] if fails(None) else [key_text(p) for i, (p, _) in enumerate(leaves) if fails(i)]
+      raise MpjaxValueError(
+        f"{where}.init(params)",
+        expected="parameters that inner takes",
+        got=f"{' '.join(str(error).split())} (for {', '.join(bad) or 'all of them together'})",
+        fix="Give each label of optax.multi_transform a transformation; where labels are computed "
+        "from params this names the paths, and a fixed tree of labels is to be searched.",
+      ) from error
+
+  def update(
+    updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, OptState]:
+    # optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it
+    # knows, and the others are ignored.
+    if not takes_any:
+      extra_args = {name: x for name, x in extra_args.items() if name in names}
+    try:
+      return inner.update(updates, state, params, **extra_args)
+    except MpjaxError:
+      raise
+    except REFUSALS as error:
+      like = updates if params is None else params
+      refuse_other_state(inner, like, state, f"{where}.update(state)", error)
+      raise
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def refuse_other_state(
+  inner: optax.GradientTransformation,
+  params: Params,
+  state: OptState,
+  where: str,
+  cause: Exception | None,
+) -> None:
+  """Raises if a state is not like that which `inner` makes; says nothing if that cannot be told."""
+  # Without masters, which are compared with the parameters: a wrapper around adds and marks them.
+  bare = lambda t: map_states(lambda x: MasterWeightsState(None, x.inner_state), t)  # noqa: E731
+  own = bare(_first_state(inner, params))
+  problems = [] if own is None else tree_differences(own, bare(state), dtypes=False)
+  if problems:
+    expected = "the state that init of this very transformation created"
+    got = f"one of another optimizer, or of other parameters: {listed(problems, most=4)}"
+    fix = "Pass the tx that made it, wrapped by mpjax.loss_scaling and configured alike, and the "
+    fix += "params that it was made for, or make a new state."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix) from cause
+
+
+def _first_state(inner: optax.GradientTransformation, params: Params) -> OptState:
+  try:
+    with warnings.catch_warnings(action="ignore"):  # It has warned where the state was made.
+      return jax.eval_shape(inner.init, params)
+  except REFUSALS:
+    return None
+
+
+def check_state(state: object, kind: type[T], where: str) -> T:
+  """Raises unless `state` is a `kind`, which `init` of the same transformation makes."""
+  fix = "Pass the opt_state of this very transformation; restore checkpoints into tx.init(params)."
+  return check_type(state, kind, where, expected="the state that init created", fix=fix)
+
+
+def check_params(params: Params, where: str) -> None:
+  """Raises if `update` was not given the parameters."""
+  if params is None:
+    expected = "the parameters as the third argument of update"
+    fix = "Write tx.update(grads, opt_state, params)."
+    raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
+
+
+def refuse_integers(params: Params, where: str) -> None:
+  """Raises if a leaf of `params` is an array that cannot be trained."""
+  integers = [
+    f"{jnp.result_type(x)} at {key_text(path)}"
+    for path, x in jax.tree_util.tree_leaves_with_path(params)
+    if is_array_like(x) and not is_inexact(x)
+  ]
+  if integers:
+    fix = "Keep counters, tables of integers and keys out of params: in model_state, say."
+    raise MpjaxTypeError(where, expected="floating parameters", got=listed(integers), fix=fix)

@@ -1,0 +1,598 @@
+"""The loss scale: its configurations, its state, and finding, reading and setting it in others."""
+
+import collections
+import dataclasses
+import functools
+import math
+import numbers
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from jax.core import Tracer
+
+from mpjax._core.errors import (
+  MpjaxRuntimeError,
+  MpjaxTypeError,
+  MpjaxValueError,
+  check_init,
+  check_int,
+  check_scalar,
+  check_value,
+  kind_of,
+  wrong_type,
+)
+from mpjax._core.together import read_together
+from mpjax._core.trees import is_inexact, is_nnx_object
+from mpjax._core.types import Array, Grads, Leaf, OptState, PyTree
+from mpjax._optim.checks import check_state
+from mpjax._optim.trees import at_least_float32, full_like, nodes_of, plain_array, strong
+
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+"""Outside, 1/scale or the scale itself is subnormal in float32, and XLA flushes it to 0."""
+
+INT32_MAX = 2**31 - 1
+UPDATED = ContextVar[Callable[[Array, Array], object]]("UPDATED", default=lambda *_: None)
+"""In a step that may undo them, what notes the counts that each update read and returned."""
+
+
+@check_init("Write mpjax.NoLossScale().")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoLossScale:
+  """No scaling, no check and no skipped step: nothing is added to the jaxpr.
+
+  For float32 and bfloat16, whose gradients do not underflow. All else works with it, with a scale
+  of 1, so that a script can switch scaling off by one argument.
+
+  >>> import mpjax
+  >>> mpjax.NoLossScale()
+  NoLossScale()
+  """
+
+
+@check_init("Write mpjax.StaticLossScale(128).")
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
+  """A scale that stays as it is; steps with non-finite gradients are still skipped.
+
+  Args:
+    scale: the factor on the loss, a number or an array of one, in [2^-126, 2^126]. Powers of two
+      are exact; another value works and warns once.
+
+  Raises:
+    MpjaxTypeError: `scale` is no number, a bool, or traced.
+    MpjaxValueError: `scale` is NaN, not positive, or outside the limits.
+
+  >>> import mpjax
+  >>> mpjax.StaticLossScale(1024)
+  StaticLossScale(scale=1024.0)
+  """
+
+  scale: float
+
+  def __post_init__(self) -> None:
+    call = "mpjax.StaticLossScale"
+    object.__setattr__(self, "scale", positive_scale(self.scale, f"{call}(scale)"))
+    # Between the user and here: __post_init__, the generated __init__, and the check of its call.
+    _warn_unless_power_of_two(call, {"scale": self.scale}, stacklevel=5)
+
+
+@check_init("Write mpjax.DynamicLossScale(init_scale=2**15).")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicLossScale:
+  """A scale that halves on overflow and doubles after a long run of finite steps.
+
+  The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2;
+  hysteresis is that of Megatron-LM, where a finite step alone restores nothing (in Apex it does).
+  Factors and limits that are powers of two are exact; others round gradients.
+
+  Args:
+    init_scale: the scale at the first step.
+    growth_factor: what the scale is multiplied by when it grows, above 1.
+    backoff_factor: what the scale is multiplied by on overflow, between 0 and 1.
+    growth_interval: the scale grows when this many steps in a row were finite.
+    min_scale: the floor; below 1 helps where the loss itself overflows.
+    max_scale: the ceiling.
+    hysteresis: how many overflows it takes before the scale backs off. Each overflow after that
+      backs off too, until `growth_interval` finite steps in a row restore the allowance.
+
+  Raises:
+    MpjaxTypeError: a field is not a plain number, or a count is not an integer.
+    MpjaxValueError: a field is out of its range, or `init_scale` lies outside the limits.
+
+  >>> import mpjax
+  >>> mpjax.DynamicLossScale(growth_interval=500).init_scale
+  32768.0
+  """
+
+  init_scale: float = 2.0**15
+  growth_factor: float = 2.0
+  backoff_factor: float = 0.5
+  growth_interval: int = 2000
+  min_scale: float = 1.0
+  max_scale: float = 2.0**24
+  hysteresis: int = 1
+
+  def __post_init__(self) -> None:
+    call = "mpjax.DynamicLossScale"
+    expected = "an integer from 1 to 2^31 - 1, known before tracing"
+    fix = "Use 1 to act on every step."
+    count = functools.partial(check_int, least=1, most=INT32_MAX, expected=expected, fix=fix)
+    checks = {
+      **dict.fromkeys(("growth_factor", "backoff_factor"), _number),
+      **dict.fromkeys(("growth_interval", "hysteresis"), count),
+    }
+    for field in dataclasses.fields(self):
+      check = checks.get(field.name, positive_scale)
+      value = check(getattr(self, field.name), f"{call}({field.name})")
+      object.__setattr__(self, field.name, value)
+    low, high, backoff = self.min_scale, self.max_scale, self.backoff_factor
+    ranges = {
+      "growth_factor": (1 < self.growth_factor <= LARGEST, "a number above 1 (and at most 2^126)"),
+      "backoff_factor": (SMALLEST <= backoff < 1, "a number below 1 (and at least 2^-126)"),
+      "min_scale": (low <= high, f"at most max_scale={high:.9g}"),
+      "init_scale": (low <= self.init_scale <= high, f"a scale in [{low:.9g}, {high:.9g}]"),
+    }
+    fix = "Take 2 and 0.5 as factors, and limits around init_scale; StaticLossScale never moves."
+    for field, (allowed, expected) in ranges.items():
+      value = getattr(self, field)
+      check_value(value, allowed, f"{call}({field})", expected=expected, fix=fix)
+    floats = {name: x for name, x in vars(self).items() if isinstance(x, float)}
+    _warn_unless_power_of_two(call, floats, stacklevel=5)
+
+
+LossScale: TypeAlias = NoLossScale | StaticLossScale | DynamicLossScale
+
+
+def positive_scale(value: object, where: str) -> float:
+  """Returns `value` rounded to float32, or raises if it is no usable scale."""
+  scale, expected = _number(value, where), "a positive number in [2^-126, 2^126]"
+  fix = "Choose a power of two such as 2**15: beyond these limits 1/scale is 0 in float32."
+  check_value(value, SMALLEST <= scale <= LARGEST, where, expected=expected, fix=fix)
+  return scale
+
+
+def _number(value: object, where: str) -> float:
+  if isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer):
+    value = value.item() if value.shape == () else value
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    expected = "a plain number that is known before tracing"
+    fix = "pass any number here, and call mpjax.set_loss_scale(opt_state, scale) in the step."
+    raise wrong_type(value, where, expected=expected, fix=f"If it is an input of the step {fix}")
+  with np.errstate(over="ignore", under="ignore"):
+    rounded = float(np.float32(value))
+  expected, fix = "a finite number that float32 can hold", "Choose a power of two such as 2**15."
+  check_value(value, math.isfinite(rounded), where, expected=expected, fix=fix)
+  return rounded
+
+
+def _warn_unless_power_of_two(where: str, values: Mapping[str, float], stacklevel: int) -> None:
+  inexact = [f"{name}={x:.9g}" for name, x in values.items() if math.frexp(x)[0] != 0.5]
+  if inexact:
+    text = f"{where}: {', '.join(inexact)} is not a power of two, so that scaling rounds gradients."
+    warnings.warn(text, UserWarning, stacklevel=stacklevel)
+
+
+def write_label(config: LossScale, name: str | None = None) -> str:
+  """Returns the key for a configuration."""
+  # `init_scale` is left out, since the state's own scale replaces it, and so are defaults: a field
+  # that a later version adds does not change the text of older states.
+  changed = [
+    f"{field.name}={getattr(config, field.name):.9g}"
+    for field in dataclasses.fields(config)
+    if field.name != "init_scale" and getattr(config, field.name) != field.default
+  ]
+  text = _KINDS[type(config)] + (f"({','.join(changed)})" if changed else "")
+  return text if name is None else f"{name}:{text}"
+
+
+_KINDS = {NoLossScale: "none", StaticLossScale: "static", DynamicLossScale: "dynamic"}
+_DEFAULTS = dataclasses.asdict(DynamicLossScale())
+
+
+def read_label(label: str) -> dict[str, float]:
+  """Returns the fields of the configuration that a key names, a dynamic one's with defaults."""
+  kind, _, text = label.rpartition(":")[2].removesuffix(")").partition("(")
+  pairs = (field.split("=") for field in text.split(",") if field)
+  # Nine digits tell all float32 values apart, so this gives back the very number.
+  fields = {key: float(np.float32(number)) for key, number in pairs}
+  return _DEFAULTS | fields if kind == "dynamic" else fields
+
+
+class LossScaleState(NamedTuple):
+  """The scale and its counters: strongly typed scalars, which stop at 2^31 - 1."""
+
+  scale: Array  # float32: the factor on the next loss
+  good_steps: Array  # int32: finite steps in a row since the scale last moved
+  hysteresis: Array  # int32: overflows left before the scale backs off
+  total: Array  # int32: calls of update
+  skipped: Array  # int32: steps that were not applied, for whatever reason
+  consecutive_skips: Array  # int32: the skipped steps since the last applied one
+  floor_hits: Array  # int32: overflows that found the scale at its minimum already
+  bad_updates: Array  # int32: steps skipped for their updates alone
+  first_bad: Array  # int32: the last step's first non-finite leaf; their number if none was
+  finite: Array  # bool: the last step was applied
+
+
+COUNTERS = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits", "bad_updates")
+
+ScaleState: TypeAlias = LossScaleState | tuple[()]
+
+
+def init_scale(config: LossScale) -> ScaleState:
+  """Returns the state before the first step."""
+  if isinstance(config, NoLossScale):
+    return ()
+  dynamic = isinstance(config, DynamicLossScale)
+  counters = {field: jnp.asarray(0, jnp.int32) for field in (*COUNTERS, "first_bad")}
+  return LossScaleState(
+    scale=jnp.asarray(config.init_scale if dynamic else config.scale, jnp.float32),
+    hysteresis=jnp.asarray(config.hysteresis if dynamic else 0, jnp.int32),
+    finite=jnp.asarray(True, jnp.bool_),
+    **counters,
+  )
+
+
+def adjust(
+  config: LossScale,
+  state: LossScaleState,
+  *,
+  finite: Array,
+  applied: Array,
+  first_bad: Array,
+  all_finite: Array,
+) -> LossScaleState:
+  """Returns the state after a step."""
+  # The scale follows the gradients (and the loss) of its own loss, `finite`; what counts as skipped
+  # follows `applied`. `first_bad` is the position of its first gradient leaf that is not finite.
+  dynamic = isinstance(config, DynamicLossScale)
+  flags = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
+  # A static scale is not computed from anything, and stays the array that it is.
+  old = {field: x for field, x in state._asdict().items() if dynamic or field != "scale"}
+  read = read_together(old | flags)
+  state = state._replace(**{field: read[field] for field in old})
+  finite, applied, first_bad, all_finite = (read[flag] for flag in flags)
+  good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)
+  scale, hysteresis, floor_hits = state.scale, state.hysteresis, state.floor_hits
+  if dynamic:
+    low, high = jnp.float32(config.min_scale), jnp.float32(config.max_scale)
+    left = jnp.where(finite, hysteresis, jnp.maximum(hysteresis - 1, 0))
+    back_off = jnp.logical_and(jnp.logical_not(finite), left == 0)
+    # >=, not ==: a state restored into a shorter interval may be past it already.
+    grow = jnp.logical_and(finite, good_steps >= config.growth_interval)
+    factor = jnp.where(back_off, jnp.float32(config.backoff_factor), jnp.float32(1))
+    factor = jnp.where(grow, jnp.float32(config.growth_factor), factor)
+    floor_hits = _count_up(floor_hits, jnp.logical_and(back_off, scale <= low))
+    # A multiplication that overflows is inf, one that underflows is 0: the limits catch both.
+    scale = jnp.minimum(jnp.maximum(scale * factor, low), high)
+    hysteresis = jnp.where(grow, config.hysteresis, left)
+    good_steps = jnp.where(grow, 0, good_steps)
+  skip = jnp.logical_not(applied)
+  UPDATED.get()(old["total"], count := _count_up(state.total, True))
+  return LossScaleState(
+    scale=scale,
+    good_steps=good_steps,
+    hysteresis=hysteresis,
+    total=count,
+    skipped=_count_up(state.skipped, skip),
+    consecutive_skips=jnp.where(skip, _count_up(state.consecutive_skips, skip), 0),
+    floor_hits=floor_hits,
+    bad_updates=_count_up(state.bad_updates, jnp.logical_and(all_finite, skip)),
+    first_bad=first_bad,
+    finite=applied,
+  )
+
+
+def _count_up(count: Array, by_one: Array | bool) -> Array:
+  return jnp.where(jnp.logical_and(by_one, count < INT32_MAX), count + 1, count)
+
+
+def unscale_tree(grads: Grads, scale: Array | None) -> Grads:
+  """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves as they are)."""
+
+  # XLA turns the division into a multiplication by 1/scale, exact for a power of two and otherwise
+  # within 1 ulp; the limits of a scale keep the reciprocal a normal number.
+  def unscaled(g: Leaf) -> Leaf:
+    if not is_inexact(g):
+      return g
+    # The cast comes first: in float16 the quotient would underflow.
+    g = strong(at_least_float32(g))
+    if scale is None:
+      return g
+    by = scale.astype(g.real.dtype)
+    # Part by part: a complex division squares the scale on the way, which overflows.
+    return jax.lax.complex(g.real / by, g.imag / by) if jnp.iscomplexobj(g) else g / by
+
+  return jax.tree.map(unscaled, grads)
+
+
+class LossScalingState(NamedTuple):
+  """The state of `mpjax.loss_scaling`.
+
+  Args:
+    loss_scale: one entry for each loss, of scalars (`scale` in float32, `finite` bool, counts in
+      int32). Its key holds the name and the configuration: static under `jit` as part of the tree's
+      structure, so that a checkpoint of another configuration does not fit.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> list(mpjax.loss_scaling(optax.sgd(0.1), name="actor").init(jnp.ones(2)).loss_scale)
+  ['actor:dynamic']
+  """
+
+  loss_scale: dict[str, ScaleState]
+  inner_state: OptState
+
+
+class AccumulationState(NamedTuple):
+  """The state of `mpjax.accumulate_gradients`.
+
+  Args:
+    micro_batches: int32 of shape (), how many are in the open window.
+    updates_done: int32 of shape (), the updates of the inner optimizer, which schedules count too.
+    total: float32 in the shapes of the parameters, the sum of the window's gradients.
+    inner_state: the state of the inner optimizer.
+    value: float32 of shape (), the sum of the window's `value=`; None unless `inner` takes it.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> mpjax.accumulate_gradients(optax.sgd(0.1), 4).init(jnp.ones(2)).total.dtype
+  dtype('float32')
+  """
+
+  micro_batches: Array
+  updates_done: Array
+  total: PyTree
+  inner_state: OptState
+  value: PyTree = None
+
+
+class OwnedScale(NamedTuple):
+  """One loss scale: the state that it is in, and what its label says."""
+
+  owner: LossScalingState
+  label: str
+  name: str | None
+  stored: Any  # the numbers, in variables perhaps; () under `NoLossScale`
+  fields: Mapping[str, float]  # of the configuration
+
+  @property
+  def state(self) -> LossScaleState | None:
+    """The numbers, or None under `NoLossScale`."""
+    return LossScaleState(*map(plain_array, self.stored)) if self.stored else None
+
+  @property
+  def dynamic(self) -> bool:
+    """Whether the scale moves."""
+    return "growth_interval" in self.fields
+
+  @property
+  def in_variables(self) -> bool:
+    """Whether it is in an `nnx.Optimizer`, which keeps its state in variables."""
+    return any(plain_array(x) is not x for x in self.stored)
+
+  @property
+  def limits(self) -> tuple[float, float]:
+    """The smallest and the largest scale that may be set."""
+    return self.fields.get("min_scale", SMALLEST), self.fields.get("max_scale", LARGEST)
+
+  @property
+  def largest(self) -> float:
+    """The largest scale that training comes to."""
+    return self.fields.get("scale", self.limits[1])
+
+
+def scales_in(tree: PyTree) -> list[OwnedScale]:
+  """Returns every loss scale in `tree`, wherever it is."""
+  return [
+    OwnedScale(owner, label, label.rpartition(":")[0] or None, stored, read_label(label))
+    for owner in nodes_of(tree, LossScalingState)
+    for label, stored in owner.loss_scale.items()
+  ]
+
+
+def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, ScaleState]:
+  """Returns the scales in the state of the transformation with these configurations, by label."""
+  where = "mpjax.loss_scaling(inner).update(state)"
+  scales = check_state(state, LossScalingState, where).loss_scale
+  if set(scales) != set(configs):
+    expected = f"a state created with the configuration {', '.join(map(repr, configs))}"
+    got = f"one created with {', '.join(map(repr, scales))}"
+    fix = (
+      "Build the optimizer as it was, or make a new state with init, put the old inner_state into "
+      "it (_replace) and carry the scale over with mpjax.set_loss_scale."
+    )
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  return {label: scales[label] for label in configs}
+
+
+def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
+  """Returns the one loss scale in `opt_state` (called `name`, if one is given)."""
+  if not (scales := scales_in(opt_state)):
+    raise MpjaxTypeError(
+      where,
+      expected="the state of an optimizer created by mpjax.loss_scaling",
+      got=f"{kind_of(opt_state)} without a loss scale",
+      fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
+      if is_nnx_object(opt_state)
+      else "Wrap the optimizer: tx = mpjax.loss_scaling(tx). For a state pass tx.init(params), "
+      "not tx. A checkpoint is restored into that structure; what nnx.split takes apart is merged.",
+    )
+  refuse_outside(opt_state, where, chains=True)
+  picked = [one for one in scales if name is None or one.name == name]
+  expected = "a state with one loss scale, or the name of a loss scale in it"
+  got = f"one with {len(scales)}, named {[one.name for one in scales]}"
+  fix = "Tell them apart by name=, with the names in mpjax.loss_scaling(..., name=...)."
+  if not picked:
+    raise MpjaxValueError(f"{where} with name={name!r}", expected=expected, got=got, fix=fix)
+  if len(picked) > 1:
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  return picked[0]
+
+
+def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleState:
+  """Returns the numbers of the one loss scale in `opt_state`; `NoLossScale` has those of 1."""
+  if (state := find_scale(opt_state, where, name).state) is None:
+    return LossScaleState(*init_scale(StaticLossScale(1)))
+  if _is_constant(state.total):
+    raise _stale(where, _CONSTANT)
+  return state
+
+
+def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | None]:
+  """Returns a function that reads a loss scale, and raises if it is not that of the step."""
+  # It takes what the scale is for: a loss, gradients, parameters. A static scale is always right,
+  # and so is one in a variable, or in a traced state. Else two things show that it was built
+  # outside of the step: a constant scale where the rest is traced, and a state that was there at
+  # the first call and is not at a later one, since every update makes a new count of good steps.
+  if not (state := owned.stored):
+    return lambda beside: None
+  # Not all of the state: moments must not live on for the sake of the scale.
+  source, steps, dynamic, seen = state.scale, state.good_steps, owned.dynamic, False
+  may_go = dynamic and isinstance(steps, jax.Array) and not isinstance(steps, Tracer)
+  witness = weakref.ref(steps) if may_go else lambda: source
+
+  def read(beside: PyTree) -> Array:
+    nonlocal seen
+    if seen and witness() is None:
+      raise _stale(where, "one of a state that is gone since the first call")
+    seen = witness() is not None
+    scale = plain_array(source)
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(beside))
+    if dynamic and traced and _is_constant(scale):
+      raise _stale(where, _CONSTANT)
+    return scale
+
+  return read
+
+
+_CONSTANT = "one from outside of the function that is being traced, where it would be a constant"
+
+
+def _is_constant(x: Leaf) -> bool:
+  """Whether `x` is a constant of a function that is traced."""
+  # Under `vmap` or `grad` alone what is computed from a constant is an array again.
+  return not isinstance(x, Tracer) and isinstance(jax.lax.neg(x), Tracer)
+
+
+def _stale(where: str, got: str) -> MpjaxRuntimeError:
+  return MpjaxRuntimeError(
+    where,
+    expected="the loss scale of the state that this step updates",
+    got=got,
+    fix="Build it inside of the step, from the state that the step is given: "
+    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch), opt_state or an nnx.Optimizer. To "
+    "jit, scan, checkpoint or eval_shape that state is an argument or the carry, as params are.",
+  )
+
+
+def refuse_scale_inside(inner_state: OptState, where: str, *, got: str, fix: str) -> None:
+  """Raises if what a wrapper is around has a loss scale."""
+  if scales_in(inner_state):
+    expected = "an optimizer without a loss scale"
+    raise MpjaxTypeError(where, expected=expected, got=f"one that holds {got}", fix=fix)
+
+
+_HARMLESS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAndImaginaryState)
+"""The states of those wrappers of optax that count nothing and compute nothing: they pick parts."""
+
+
+def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
+  """Raises if a scale is inside of the state of a wrapper not known to be harmless there.
+
+  With `chains` a tuple is the state of a chain: nothing beside the scale may keep a state.
+  """
+  is_scaled = lambda x: any(one.stored for one in scales_in(x))  # noqa: E731
+  if isinstance(tree, LossScalingState) or not is_scaled(tree):
+    return
+  parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
+  scaled = [x for x in parts if is_scaled(x)]
+  got = ""
+  if type(tree).__module__.startswith("optax.") and not isinstance(tree, _HARMLESS):
+    got = f"one inside of the state optax.{type(tree).__name__}"
+  elif chains and type(tree) in (tuple, collections.OrderedDict):
+    # States are NamedTuples, users' own too.
+    others = [x for x in parts if not is_scaled(x)]
+    for x in jax.tree.leaves(others, is_leaf=lambda x: hasattr(x, "_fields")):
+      if isinstance(x, tuple) and jax.tree.leaves(x):
+        library = type(x).__module__.partition(".")[0]
+        got = f"one in a chain beside the state {library}.{type(x).__name__}"
+    if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
+      got = f"a chain of {len(scaled)}, each of which divides the gradients again"
+  if got:
+    expected = "mpjax.loss_scaling around the entire optimizer"
+    fix = (
+      "Put all of it inside, mpjax.loss_scaling(optax.chain(...)), once. To read one of several "
+      "optimizers, pass its state alone, or keep them in a dict."
+    )
+    got += ": it would see scaled gradients, or steps that are skipped"
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  for x in scaled:
+    refuse_outside(x, where, chains=chains)
+
+
+def set_loss_scale(
+  opt_state: OptState, value: Array | float, *, name: str | None = None
+) -> OptState:
+  """Returns `opt_state` with its loss scale set to `value`, which starts a new window for growth.
+
+  To carry a scale over to a larger tree of parameters, set it in the state that `init` makes.
+
+  Args:
+    opt_state: a state that holds a loss scale. Variables, as of an `nnx.Optimizer`, are written.
+    value: a number, or an array of shape (), within the limits of the state's configuration. A
+      power of two is exact; another warns once. A traced one is brought within the limits.
+    name: which of several loss scales to set.
+
+  Returns:
+    A state of the same structure, shapes, dtypes and shardings.
+
+  Raises:
+    MpjaxTypeError: `value` is no number, or the state has no scale, or has two.
+    MpjaxValueError: `value` is outside the limits, scaling is off, or no scale is called `name`.
+    MpjaxRuntimeError: `value` is traced, and the state is from outside of what is traced.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
+  >>> opt_state = mpjax.set_loss_scale(opt_state, 1024)
+  >>> float(mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
+  1024.0
+  """
+  where = "mpjax.set_loss_scale(opt_state)"
+  target = find_scale(opt_state, where, name)
+  if (state := target.state) is None:
+    expected, got = "a state with a scale that can move", "one of NoLossScale(), which is always 1"
+    fix = "Build the optimizer with StaticLossScale or DynamicLossScale."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  scale_reader(target, where)(value)
+  low, high = target.limits
+  where = "mpjax.set_loss_scale(value)"
+  if isinstance(value, Tracer):
+    check_scalar(value, where, expected="a scale of shape ()", fix="Pass a number, one for all.")
+    scale: Array | float = jnp.minimum(jnp.fmax(jnp.asarray(value, jnp.float32), low), high)
+  else:
+    scale = positive_scale(value, where)
+    expected = f"a scale in [{low:.9g}, {high:.9g}], the limits of this state"
+    fix = "Choose a value within, or widen min_scale and max_scale of DynamicLossScale."
+    check_value(value, low <= scale <= high, where, expected=expected, fix=fix)
+    _warn_unless_power_of_two(where, {"value": scale}, stacklevel=3)
+  good_steps = full_like(state.good_steps, 0)
+  moved = state._replace(scale=full_like(state.scale, scale), good_steps=good_steps)
+  if not target.in_variables:
+    return replace_scale(opt_state, target, moved)
+  for variable, x in zip(target.stored, moved, strict=True):
+    variable[...] = x  # A second optimizer would share the moments of this one.
+  return opt_state
+
+
+def replace_scale(opt_state: PyTree, target: OwnedScale, new: LossScaleState) -> PyTree:
+  """Returns `opt_state` with `new` instead of the loss scale `target` in it."""
+  owner = target.owner._replace(loss_scale={**target.owner.loss_scale, target.label: new})
+  is_owner = lambda x: x is target.owner  # noqa: E731
+  return jax.tree.map(lambda x: owner if is_owner(x) else x, opt_state, is_leaf=is_owner)

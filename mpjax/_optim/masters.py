@@ -1,0 +1,459 @@
+"""Float32 masters of parameters stored in 16 bits: float32 arrays, or int16 remainders."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
+from mpjax._core.trees import (
+  check_alike,
+  is_floating,
+  is_half,
+  round_to,
+  saturate,
+  tree_differences,
+)
+from mpjax._core.types import Array, DType, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
+from mpjax._optim.checks import check_inner, check_params, check_state, refuse_integers
+from mpjax._optim.trees import (
+  MasterWeightsState,
+  align_gradients,
+  arrays_only,
+  float32_view,
+  key_text,
+  map_states,
+  nodes_of,
+  place_like,
+  put_like,
+  strong,
+)
+
+T = TypeVar("T")
+
+Storage: TypeAlias = Literal["float32", "split"]
+Numeric: TypeAlias = Callable[..., Array]
+
+_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+_number = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+
+_LARGEST = np.int32(0x7F7F7FFF).view(np.float32)
+"""The largest master: the largest number that rounds to a finite bfloat16."""
+
+
+def differentiated_as(exact: Numeric) -> Callable[[Numeric], Numeric]:
+  """Gives a function that rounds the derivative of `exact`, which does not round."""
+  # Within `jit` it is one equation for each array, and is traced once for all of one shape.
+
+  def decorate(function: Numeric) -> Numeric:
+    rounding = jax.custom_jvp(function)
+    rounding.defjvp(lambda x, dx: (rounding(*x), jax.jvp(exact, x, dx)[1]))
+    return jax.jit(rounding)
+
+  return decorate
+
+
+@differentiated_as(lambda master: master)
+def bounded(master: Array) -> Array:
+  """Returns a float32 master no larger than what rounds to a finite bfloat16; an inf stays."""
+  nearest = jnp.clip(master, -_LARGEST, _LARGEST)
+  # Where it is the same, `master` itself: a CPU takes a subnormal number for zero here.
+  is_beyond = jnp.logical_and(jnp.isfinite(master), nearest != master)
+  return jnp.where(is_beyond, nearest, master)
+
+
+@jax.jit
+def split(master: Array, param: Array) -> Array:
+  """Returns the remainder of a float32 master, to a parameter in bfloat16 or as float32."""
+  # A compiler may compute a master twice, at a tie an ulp apart. So the remainder is that to the
+  # parameter, and is clipped: as int16 it would wrap around, which is an ulp of bfloat16. Where 0
+  # has another sign it is clipped too, and `join` ignores it. Where the parameter is not finite it
+  # is 0: two NaN of the same step may differ in their bits.
+  rest = jnp.clip(_bits(master) - _bits(param.astype(jnp.float32)), -(2**15), 2**15 - 1)
+  return jnp.where(jnp.isfinite(param), rest, 0).astype(jnp.int16)
+
+
+@differentiated_as(lambda param, remainder: param.astype(jnp.float32))
+def join(param: Array, remainder: Array) -> Array:
+  """Returns the float32 master of a bfloat16 parameter."""
+  # It is the parameter, which wrappers show in float32, where the sum is no master: where it is not
+  # finite, or someone has set it to 0 with a remainder below 0.
+  base = param.astype(jnp.bfloat16).astype(jnp.float32)
+  master = _number(_bits(base) + remainder.astype(jnp.int32))
+  return jnp.where(jnp.abs(master) <= _LARGEST, master, base)
+
+
+@differentiated_as(lambda master, param: master.astype(param.dtype))
+def stored(master: Array, param: Array) -> Array:
+  """Returns a float32 master as it is stored in the dtype of `param`."""
+  return _rounded(master, param.dtype).astype(param.dtype)
+
+
+@differentiated_as(lambda master, param: master - param.astype(jnp.float32))
+def update_to(master: Array, param: Array) -> Array:
+  """Returns the float32 update that leads a parameter to its rounded master."""
+  # It is -0.0, which leaves all bits alone, where the parameter is there already.
+  goal, old = _rounded(master, param.dtype), param.astype(jnp.float32)
+  return jnp.where(_bits(goal) == _bits(old), np.float32(-0.0), goal - old)
+
+
+@jax.jit
+def split_update(master: Array, param: Array) -> tuple[Array, Array]:
+  """Returns the update that leads a bfloat16 parameter to its rounded master, and the remainder."""
+  param = param.astype(jnp.bfloat16)
+  update = update_to(master, param)
+  # The sum that the addition of optax or mpjax.apply_updates ends at is a bfloat16 number.
+  return update, split(master, param.astype(jnp.float32) + update)
+
+
+def _rounded(master: Array, dtype: DType) -> Array:
+  """Returns float32 numbers rounded to nearest in `dtype`, still in float32."""
+  # Beyond its range they are the largest number: from an inf no update would lead to a number.
+  if dtype != jnp.bfloat16:
+    return round_to(saturate(master, dtype), dtype).astype(jnp.float32)
+  nearest = (_bits(bounded(master)) + np.int32(2**15)) & np.int32(-(2**16))
+  # An inf or NaN stays. In integers a NaN could become 0.
+  return jnp.where(jnp.isfinite(master), _number(nearest), master)
+
+
+class SplitMasterWeightsState(MasterWeightsState):
+  """The state of `storage="split"`: `master` has an int16 remainder for a bfloat16 parameter."""
+
+
+class ShownMasterWeightsState(SplitMasterWeightsState):
+  """The same, passed on by a wrapper that has checked parameters, and shows them in float32."""
+
+
+def is_hole(x: object) -> bool:
+  """Whether a leaf of a tree of masters is none: its own master, or masked out by optax."""
+  return x is None or isinstance(x, optax.MaskedNode)
+
+
+def is_remainder(x: Leaf) -> bool:
+  """Whether a leaf of a tree of masters is what a bfloat16 parameter lacks of its master."""
+  return not is_hole(x) and x.dtype == jnp.int16
+
+
+def map_masters(f: Callable[..., PyTree], master: PyTree, *trees: PyTree) -> PyTree:
+  return jax.tree.map(f, master, *trees, is_leaf=is_hole)
+
+
+def _trained(master: Leaf, param: Leaf) -> Leaf:
+  """Returns what is trained: the master of a parameter, or the parameter itself."""
+  if is_remainder(master):
+    return join(param, master)
+  return param if is_hole(master) else master
+
+
+def master_weights(
+  inner: optax.GradientTransformation, *, storage: Storage = "float32"
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it trains a float32 copy of parameters stored in 16 bits.
+
+  `inner` sees gradients, parameters and moments in float32, and its updates are added to the
+  master: steps too small for 16 bits still add up, and weight decay does not underflow
+  (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1). Parameters in float32 are
+  trained as without this wrapper. It may be inside `mpjax.loss_scaling` or around it.
+
+  The updates that come out lead each 16-bit parameter to the rounded master.
+  `mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))` makes the two equal
+  bit for bit; `optax.apply_updates` does so but for the sign of zero, and for steps so large that a
+  float32 `p + u` cannot reach the master, where the parameter follows on the next step. bfloat16
+  is rounded to nearest, ties away from zero. Derivatives take the rounding for the identity.
+
+  With `storage="split"` the state has no copy of a bfloat16 parameter, but an int16 in its shape,
+  what its rounding has cut off. Masters, updates and parameters are bit for bit the same, but where
+  no float32 update leads to the rounded master: that becomes the nearest number that rounds to the
+  parameter. Apply the updates without `master=`; nothing else may change the parameters, nor may
+  anything that changes updates follow in an `optax.chain`.
+
+  Args:
+    inner: the optimizer. Consumers of parameters, such as weight decay, belong inside.
+    storage: "float32", or "split" for bfloat16 parameters; those in float16 have float32 masters in
+      both. A state that exists is continued as it is stored.
+
+  Returns:
+    An optax transformation. `update` needs `params`, and passes extra arguments to `inner`; its
+    updates are float32 in the shapes of the parameters. Its state is a `MasterWeightsState`.
+
+  Raises:
+    MpjaxTypeError: `inner` is no optax transformation; `init`: a parameter is no floating array.
+    MpjaxValueError: an unknown `storage`; `update`: there are no parameters, the gradients do not
+      match them, or they cannot be those of the state.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.master_weights(optax.sgd(0.5))
+  >>> params = jnp.asarray([1.0], jnp.bfloat16)
+  >>> opt_state = tx.init(params)
+  >>> for _ in range(3):  # each step is less than half of what bfloat16 can show
+  ...   updates, opt_state = tx.update(jnp.asarray([0.003]), opt_state, params)
+  ...   params = mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))
+  >>> print(params, mpjax.master_params(opt_state))
+  [0.996094] [0.99549997]
+  """
+  where = "mpjax.master_weights(inner)"
+  inner = check_inner(inner, where)
+  check_choice(storage, get_args(Storage), "mpjax.master_weights(storage)")
+  kind = MasterWeightsState if storage == "float32" else SplitMasterWeightsState
+
+  def init(params: Params) -> MasterWeightsState:
+    refuse_integers(params, f"{where}.init(params)")
+    params = arrays_only(params)
+    masters = jax.tree.map(lambda p: _first_master(p, kind), params)
+    inner_state = inner.init(map_masters(_trained, masters, params))
+    return place_like(params, kind(masters, jax.tree.map(strong, inner_state)))
+
+  def update(
+    updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, MasterWeightsState]:
+    state = check_state(state, MasterWeightsState, f"{where}.update(state)")
+    check_params(params, f"{where}.update(params)")
+    params = arrays_only(params)
+    if not isinstance(state, ShownMasterWeightsState):
+      _check_params_of(state.master, params, f"{where}.update(params)")
+    grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
+    trained = map_masters(_trained, state.master, params)
+    new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)
+    moved = optax.apply_updates(trained, new_updates)
+
+    def committed(m: Leaf, new: Leaf, p: Leaf, u: Leaf) -> tuple[Leaf, Leaf]:
+      if is_remainder(m):
+        return split_update(new, p)
+      return (u, m) if is_hole(m) else (update_to(new, p), bounded(new))
+
+    pairs = map_masters(committed, state.master, moved, params, new_updates)
+    new_updates = map_masters(lambda _, pair: pair[0], state.master, pairs)
+    masters = map_masters(lambda _, pair: pair[1], state.master, pairs)
+    return new_updates, state._replace(master=masters, inner_state=inner_state)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _first_master(param: Leaf, kind: type[MasterWeightsState]) -> Leaf:
+  """Returns the master of a parameter before the first step; None if that is its own."""
+  if not is_half(param):
+    return None
+  master = jnp.asarray(param, jnp.float32)
+  splits = issubclass(kind, SplitMasterWeightsState) and param.dtype == jnp.bfloat16
+  return split(master, param) if splits else master
+
+
+def _check_params_of(master: PyTree, params: Params, where: str) -> None:
+  """Raises if the parameters whose masters a state holds are of another tree, shape or dtype."""
+
+  # Another shape would be broadcast. With float32 masters the dtype is free, since a wrapper shows
+  # parameters in float32.
+  def stored_with(m: Leaf, p: Leaf) -> Leaf:
+    dtype = jnp.bfloat16 if is_remainder(m) else getattr(p, "dtype", jnp.bfloat16)
+    return p if is_hole(m) else jax.ShapeDtypeStruct(m.shape, dtype)
+
+  try:
+    problems = tree_differences(map_masters(stored_with, master, params), params, dtypes=True)
+  except ValueError as error:
+    problems = [f"another tree ({error})"]
+  if problems:
+    expected = "the parameters of this state, in the shapes of their masters; with "
+    expected += 'storage="split" they are the upper half of it'
+    fix = (
+      "Pass those to which the updates of this very state were applied, bfloat16 parameters if "
+      "masters are split. Of Flax NNX pass state and parameters without their variables: "
+      "nnx.as_pure(optimizer.opt_state) and nnx.as_pure(nnx.state(model, nnx.Param))."
+    )
+    raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
+
+
+# How a wrapper calls its inner optimizer that shows it the parameters in float32.
+def init_shown(
+  inner: optax.GradientTransformationExtraArgs, params: Params, where: str
+) -> OptState:
+  """Returns the state of an `inner` that is shown `params` in float32, with all masters."""
+
+  def reshaped(got: str) -> MpjaxTypeError:
+    expected = "master_weights to see the tree of the parameters"
+    fix = "Put master_weights around what reshapes the tree, such as optax.flatten."
+    got = f"a tree of another structure ({got})"
+    return MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+
+  # What is inside cannot tell which of them are stored in low precision: masters are added here.
+  def adopted(state: MasterWeightsState) -> MasterWeightsState:
+    def one(m: Leaf, p: Leaf) -> Leaf:
+      # A None is a leaf of its own, while what optax masks out may be a subtree.
+      if m is None and p is not None and not jax.tree_util.all_leaves([p]):
+        raise reshaped(f"one array for {jax.tree.structure(p)}")
+      return _first_master(p, type(state)) if m is None else m
+
+    return state._replace(master=map_masters(one, state.master, params))
+
+  state = inner.init(float32_view(params))
+  try:
+    return jax.tree.map(strong, map_states(adopted, state))
+  except ValueError as error:
+    raise reshaped(str(error)) from error
+
+
+def update_shown(
+  inner: optax.GradientTransformationExtraArgs,
+  grads: Grads,
+  state: OptState,
+  params: Params,
+  extra_args: Mapping[str, PyTree],
+  where: str,
+) -> tuple[Updates, OptState]:
+  """Returns `inner.update` where `inner` is shown `params` in float32: updates lead to masters."""
+  states = nodes_of(state, MasterWeightsState)
+  # Or a wrapper around this one shows them, and has looked at them.
+  outermost = not any(isinstance(one, ShownMasterWeightsState) for one in states)
+  for one in states if outermost and params is not None else ():
+    _check_params_of(one.master, params, f"{where}(params)")
+  new_updates, new = inner.update(grads, marked(state), float32_view(params), **extra_args)
+  new = marked(new, SplitMasterWeightsState) if outermost else new
+
+  # The caller takes the new state or the old one.
+  fix = "Let init make all that update returns: optax.snapshot measures in init, optax.monitor not."
+  check_alike(new, state, f"{where}: the state of inner", fix=fix)
+
+  def reach(master: Leaf, param: Leaf, update: Leaf) -> Leaf:
+    return update if is_hole(master) or is_remainder(master) else update_to(master, param)
+
+  for one in nodes_of(new, MasterWeightsState):
+    new_updates = map_masters(reach, one.master, params, new_updates)
+  return new_updates, new
+
+
+def marked(opt_state: T, kind: type[SplitMasterWeightsState] = ShownMasterWeightsState) -> T:
+  """Returns `opt_state` with all that is split in a `kind`."""
+  return map_states(lambda x: kind(*x) if isinstance(x, SplitMasterWeightsState) else x, opt_state)
+
+
+def masters_in(opt_state: OptState, where: str) -> PyTree:
+  """Returns the masters of all parts of a tree in one tree; None if there is no state of any."""
+
+  def merge(a: PyTree, b: PyTree) -> PyTree:
+    # Where one has a hole, which may replace an entire subtree, the other's subtree is taken.
+    if is_hole(a) or is_hole(b):
+      return b if is_hole(a) else a
+    a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
+    b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
+    if treedef != other or any(child is a for child in a_children):
+      expected = "masters of separate parts of one tree"
+      got = f"two for the same part, {jax.tree.structure(a)} and {jax.tree.structure(b)}"
+      fix = "Use master_weights once, or in the branches of one optax.multi_transform."
+      raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+    return treedef.unflatten(map(merge, a_children, b_children))
+
+  states = nodes_of(opt_state, MasterWeightsState)
+  return functools.reduce(merge, (state.master for state in states), None)
+
+
+def merged_masters(opt_state: OptState) -> Params:
+  """Returns the float32 masters in `opt_state`, with None for other parameters; or None."""
+  unless_float32 = lambda m: None if is_hole(m) or is_remainder(m) else m  # noqa: E731
+  return map_masters(unless_float32, masters_in(opt_state, "mpjax.master_weights(inner)"))
+
+
+def master_params(opt_state: OptState, params: Params = None) -> Params:
+  """Returns the float32 masters in an optimizer state: what to export, average or compare.
+
+  Args:
+    opt_state: a state that holds one `mpjax.master_weights`, or several for parts of the tree.
+    params: the parameters, for those that are their own master. With `storage="split"` they are
+      needed: those to which the last updates of this state were applied. Others of the same shapes
+      and dtypes give other masters.
+
+  Returns:
+    A tree like the parameters, float32 where a parameter is stored in 16 bits. Elsewhere it has the
+    leaf of `params`, or None without them.
+
+  Raises:
+    MpjaxTypeError: there is no `master_weights` in the state.
+    MpjaxValueError: a parameter has two masters, or `params` are missing or not those of the state.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
+  >>> mpjax.master_params(mpjax.master_weights(optax.adam(1e-3)).init(params))
+  {'norm': None, 'w': Array([1., 1.], dtype=float32)}
+  """
+  where, of_state = "mpjax.master_params(params)", "mpjax.master_params(opt_state)"
+  _check_masters(opt_state, of_state)
+  masters = masters_in(opt_state, of_state)
+  if params is not None:
+    _check_params_of(masters, params, where)
+    return map_masters(_trained, masters, params)
+  if any(map(is_remainder, jax.tree.leaves(masters))):
+    expected = 'the parameters: with storage="split" the state has the lower half of each master'
+    fix = (
+      "Pass mpjax.master_params(opt_state, params) with the parameters that belong to the state; "
+      "for mpjax.apply_updates(params, updates) no master is needed."
+    )
+    raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
+  return merged_masters(opt_state)
+
+
+def set_master_params(opt_state: T, params: Params) -> T:
+  """Returns `opt_state` with its masters set to `params`: how 16-bit training starts from float32.
+
+  The parameters themselves are the caller's to round: `policy.cast_to_param(params)`. With
+  `storage="split"` these, and no others, belong to the new state.
+
+  Args:
+    opt_state: a state of `mpjax.master_weights`, from `init` of the 16-bit parameters.
+    params: a tree like the parameters, in their shapes, of any floating dtype.
+
+  Returns:
+    A state like `opt_state`, with float32 masters that share no memory with `params`.
+
+  Raises:
+    MpjaxTypeError: there is no `master_weights` in the state.
+    MpjaxValueError: `params` has other leaves or shapes, or is not floating.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx, params = mpjax.master_weights(optax.adam(1e-3)), jnp.ones(1, jnp.bfloat16)
+  >>> opt_state = mpjax.set_master_params(tx.init(params), jnp.asarray([1.001]))
+  >>> print(mpjax.master_params(opt_state))
+  [1.001]
+  """
+  of_state, problems = "mpjax.set_master_params(opt_state)", list[str]()
+  _check_masters(opt_state, of_state)
+  if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
+    got = f"{kind_of(opt_state)}, whose params would stay as they are"
+    fix = "Set the masters in state.opt_state, and state.params to the same numbers, rounded."
+    raise MpjaxTypeError(of_state, expected="the state of an optimizer alone", got=got, fix=fix)
+
+  def put(path: KeyPath, old: Leaf, new: Leaf) -> Leaf:
+    if is_hole(old):
+      return old
+    if not is_floating(new) or jnp.shape(new) != old.shape:
+      problems.append(f"{jax.typeof(new)} for float32{list(old.shape)} at {key_text(path)}")
+      return old
+    # A new array: an alias could not be donated with its source.
+    new = bounded(jnp.asarray(new, jnp.float32))
+    # The parameter is the one that the caller has by a cast, ties to even.
+    return put_like(split(new, new.astype(jnp.bfloat16)) if is_remainder(old) else new, old)
+
+  def put_all(state: MasterWeightsState) -> MasterWeightsState:
+    new = jax.tree_util.tree_map_with_path(put, state.master, params, is_leaf=is_hole)
+    return state._replace(master=new)
+
+  try:
+    opt_state = map_states(put_all, opt_state)
+  except ValueError as error:
+    problems.append(f"another tree ({error})")
+  if problems:
+    where, got = "mpjax.set_master_params(params)", listed(problems)
+    expected = "floating arrays in the tree and in the shapes of the masters"
+    fix = "Pass the float32 parameters of the same model, with the tree that init was given."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  return opt_state
+
+
+def _check_masters(opt_state: OptState, where: str) -> None:
+  """Raises if there are no masters in a state."""
+  if not nodes_of(opt_state, MasterWeightsState):
+    expected = "the state of an optimizer with mpjax.master_weights"
+    got = f"{kind_of(opt_state)} without masters"
+    fix = "Wrap the optimizer, tx = mpjax.master_weights(tx), if parameters are stored in 16 bits."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)

@@ -1,0 +1,244 @@
+"""The optax wrapper that stores the moments of an optimizer in low precision."""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import GetAttrKey
+
+from mpjax._core.errors import REFUSALS, MpjaxValueError, check_choice, check_flag
+from mpjax._core.trees import is_floating, saturate
+from mpjax._core.types import (
+  HALF_NAMES,
+  Array,
+  Class,
+  DType,
+  DTypeLike,
+  Grads,
+  Leaf,
+  OptState,
+  Params,
+  PyTree,
+  Updates,
+)
+from mpjax._optim.apply_updates import check_rounding, round_stochastically
+from mpjax._optim.checks import check_inner, check_state
+from mpjax._optim.loss_scale import refuse_scale_inside
+from mpjax._policy.dtypes import parse_dtype
+
+Moment = Literal["mu", "nu"]
+"""A first or a second moment, by the argument that says how it is stored."""
+
+_FIELDS: dict[str, Moment] = {
+  **dict.fromkeys(("mu", "trace", "m1", "exp_avg"), "mu"),
+  **dict.fromkeys(("nu", "nu_max", "exp_avg_sq"), "nu"),
+}
+"""Which moment a field of a state holds.
+
+Not m2 of AdEMAMix, which decays by 1e-4 a step.
+"""
+
+_FIELDS_OF: dict[str, dict[str, Moment]] = {
+  "ScaleBySM3State": {"mu": "nu", "nu": "mu"},
+  # The mean, whose square is subtracted from nu: rounded, the difference may be negative.
+  "ScaleByRStdDevState": {"mu": "nu", "nu": "nu"},
+  "ScaleByRStdDevWithCountState": {"mu": "nu", "nu": "nu"},
+  "ScaleByAdanState": {"m": "mu", "v": "mu", "n": "nu"},
+}
+"""The same for states of optax that mean something else by a name, or have names of their own."""
+
+
+class StochasticState(NamedTuple):
+  """The state of `mpjax.state_dtype(..., rounding="stochastic")`."""
+
+  steps: Array  # int32 of shape (): the updates so far, from which the random bits come
+  inner_state: OptState
+
+
+def state_dtype(
+  inner: optax.GradientTransformation,
+  *,
+  mu: DTypeLike | None = None,
+  nu: DTypeLike | None = None,
+  allow_second_moments: bool = False,
+  rounding: Literal["nearest", "stochastic"] = "nearest",
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that its first moments are stored in 16 bits, and computed in float32.
+
+  Each update reads the first moments in float32, computes with them as `inner` does, and rounds
+  what it stores; what is beyond the range of the dtype is its largest number, not inf. (`mu_dtype`
+  of optax decays the stored moment in its own dtype, and some optimizers have none.) Moments are
+  found by the names of fields, wherever they are: `mu`, `trace` (the momentum of `optax.sgd`),
+  `m1`, `exp_avg`, `m` and `v` of `optax.adan`, and `nu` of `optax.sm3`, which is its momentum.
+
+  Rounded to nearest, a decay of 0.9 or 0.95 does in bfloat16. From 0.998 on, a step changes a
+  moment by less than its rounding, and is lost; rounded stochastically, it is right on average.
+  float16 has no numbers below 6e-8, as first moments often are. Second moments are refused for the
+  same reasons; where they are allowed, `init` warns of a decay that is out of reach of the dtype.
+  `mpjax.loss_scaling` belongs around it; `mpjax.master_weights` may be inside or around.
+
+  Args:
+    inner: the optimizer.
+    mu: "bfloat16", "float16" or "float32", for first moments; None leaves them.
+    nu: the same for second moments (`nu`, `nu_max`, `exp_avg_sq`); refused without the next.
+    allow_second_moments: store second moments in `nu` nevertheless.
+    rounding: "nearest" or "stochastic", by random bits from a number of steps in the state.
+
+  Returns:
+    An optax transformation. Its state is that of `inner` (with stochastic rounding the
+    `inner_state` beside `steps`), with these moments in the dtype but for complex and 64-bit ones.
+
+  Raises:
+    MpjaxTypeError: `inner` is no optax transformation, or an argument has the wrong type; `update`:
+      the state is not one of this transformation; `init`: stochastic, with a `loss_scaling` inside.
+    MpjaxValueError: a dtype that no moment is stored in; an unknown `rounding`; `nu` without
+      `allow_second_moments`; neither `mu` nor `nu`; `init`: there is no such moment.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.state_dtype(optax.adam(1e-3), mu="bfloat16")
+  >>> state = tx.init({"w": jnp.ones(2)})
+  >>> state[0].mu["w"].dtype, state[0].nu["w"].dtype
+  (dtype(bfloat16), dtype('float32'))
+  """
+  where = "mpjax.state_dtype(inner)"
+  inner = check_inner(inner, where)
+  check_rounding("mpjax.state_dtype", rounding)
+  stochastic = rounding == "stochastic"
+  check_flag(allow_second_moments, "mpjax.state_dtype(allow_second_moments)")
+  if nu is not None and not allow_second_moments:
+    expected = "second moments in float32"
+    fix = (
+      "Leave nu out: with a decay of 0.999 a second moment no longer moves in bfloat16, and in "
+      "float16 small ones are 0, which gives inf or NaN. allow_second_moments=True stores them so."
+    )
+    raise MpjaxValueError("mpjax.state_dtype(nu)", expected=expected, got=repr(nu), fix=fix)
+  arguments: dict[Moment, DTypeLike | None] = {"mu": mu, "nu": nu}
+  dtypes: dict[Moment, DType] = {}
+  for moment, dtype in arguments.items():
+    if dtype is not None:
+      # Narrower numbers would need a scale for each block of a moment.
+      dtypes[moment] = parse_dtype(dtype, f"mpjax.state_dtype({moment})")
+      check_choice(dtypes[moment].name, (*HALF_NAMES, "float32"), f"mpjax.state_dtype({moment})")
+  if not dtypes:
+    expected, got = "a dtype for first moments", "None, and none for second ones"
+    fix = 'Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.'
+    raise MpjaxValueError("mpjax.state_dtype(mu)", expected=expected, got=got, fix=fix)
+  is_stored = lambda moment, x: moment in dtypes and is_floating(x) and x.dtype.itemsize <= 4  # noqa: E731
+
+  def stored(state: OptState, containers: set[Class], steps: Array) -> OptState:
+    number = itertools.count()
+    key = jax.random.fold_in(jax.random.key(0), steps) if stochastic else None
+
+    def one(moment: Moment, x: Leaf) -> Leaf:
+      if not is_stored(moment, x):
+        return x
+      dtype = dtypes[moment]
+      x = saturate(x.astype(jnp.float32), dtype)
+      if key is None or dtype == jnp.float32:
+        return x.astype(dtype)
+      return round_stochastically(x, dtype, jax.random.fold_in(key, next(number)))
+
+    state = _map_moments(one, state, containers)
+    return StochasticState(steps, state) if stochastic else state
+
+  def init(params: Params) -> OptState:
+    containers, moments = _types_in(params), set[Moment]()
+    inner_state = inner.init(params)
+    if stochastic:
+      fix = "Swap the two, loss_scaling(state_dtype(inner)): a skipped step takes no random bits."
+      refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
+    _map_moments(lambda moment, x: moments.add(moment), inner_state, containers)
+    missing = [moment for moment in dtypes if moment not in moments]
+    if missing and jax.tree.leaves(params):
+      at, expected = f"mpjax.state_dtype({', '.join(missing)})", "an optimizer with such moments"
+      got = f"one with {' and '.join(sorted(moments)) or 'none'}"
+      fix = f"Leave it out here; moments are found by the names of fields, {', '.join(_FIELDS)}."
+      raise MpjaxValueError(at, expected=expected, got=got, fix=fix)
+    if "nu" in dtypes and not stochastic:
+      _warn_of_decays(inner, params, dtypes["nu"])
+    return stored(inner_state, containers, jnp.zeros((), jnp.int32))
+
+  def update(
+    updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, OptState]:
+    containers, steps = _types_in(updates if params is None else params), 0
+    if stochastic:
+      state = check_state(state, StochasticState, f"{where}.update(state)")
+      steps, state = optax.safe_increment(state.steps), state.inner_state
+    widen = lambda moment, x: x.astype(jnp.float32) if is_stored(moment, x) else x  # noqa: E731
+    wide = _map_moments(widen, state, containers)
+    new_updates, new = inner.update(updates, wide, params, **extra_args)
+    return new_updates, stored(new, containers, jnp.asarray(steps))
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _warn_of_decays(
+  inner: optax.GradientTransformationExtraArgs, params: Params, dtype: DType
+) -> None:
+  """Warns if second moments of `inner` do not come near their value in `dtype`."""
+  # What a step with a gradient of 0 leaves of a moment of 1 is its decay; of a maximum or a sum it
+  # is all.
+  containers, decays = _types_in(params), set[float]()
+  try:
+    with jax.ensure_compile_time_eval():
+      single = jax.tree.map(lambda p: jnp.ones((1,) * p.ndim, p.dtype), params)
+      zeros = jax.tree.map(jnp.zeros_like, single)
+      # The first step of some optimizers sets their moments.
+      _, state = inner.update(zeros, inner.init(single), single)
+      ones = lambda moment, x: jnp.ones_like(x) if moment == "nu" else x  # noqa: E731
+      _, state = inner.update(zeros, _map_moments(ones, state, containers), single)
+      note = lambda moment, x: decays.add(float(x.max())) if moment == "nu" else x  # noqa: E731
+      _map_moments(note, state, containers)
+  except REFUSALS:  # It wants more arguments, other shapes, or a traced learning rate.
+    return
+
+  def settled(decay: float) -> float:
+    # Where a moment that begins at 0 and should go to 1 stops.
+    old, new = -1.0, 0.0
+    while new != old:
+      old, new = new, float(np.asarray(decay * new + (1 - decay), dtype))
+    return new
+
+  stops = ((settled(decay), decay) for decay in decays if 0 < decay < 1)
+  reached, decay = min(stops, default=(1.0, 0.0))
+  if reached < 1 - 2.0**-5:
+    warnings.warn(
+      f"mpjax.state_dtype(nu): second moments that decay by {decay:.6g} settle in {dtype} at "
+      f"{reached:.2f} of their value: nearer to it a step is less than their rounding. Pass "
+      "rounding='stochastic', or leave nu out.",
+      UserWarning,
+      stacklevel=3,
+    )
+
+
+def _types_in(tree: PyTree) -> set[Class]:
+  """Returns the types of the containers in a tree of parameters, whose fields are no moments."""
+  nodes = list[object]()
+  jax.tree.leaves(tree, is_leaf=lambda x: nodes.append(x) or False)
+  return set(map(type, nodes))
+
+
+def _map_moments(
+  f: Callable[[Moment, Leaf], Leaf], state: OptState, containers: set[Class]
+) -> OptState:
+  """Returns a state with `f` of each moment's name and of each array in it."""
+  # `containers` are types of the parameters' own: a NamedTuple of them may have a field `mu`.
+  pairs, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
+  if any(child is state for _, child in pairs):
+    return state
+  fields = {} if type(state) in containers else _FIELDS_OF.get(type(state).__name__, _FIELDS)
+  children = []
+  for (*_, key), child in pairs:
+    moment = fields.get(key.name) if isinstance(key, GetAttrKey) else None
+    if moment is None:
+      children.append(_map_moments(f, child, containers))
+    else:
+      children.append(jax.tree.map(functools.partial(f, moment), child))
+  return treedef.unflatten(children)

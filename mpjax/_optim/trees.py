@@ -1,0 +1,333 @@
+"""What the wrappers do to trees before and after the inner optimizer sees them; skipping a step."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.leaves import Path, is_key, is_nnx_variable
+from mpjax._core.trees import (
+  half_to_float32,
+  is_array_like,
+  is_half,
+  is_inexact,
+  is_none,
+  pick,
+  tree_differences,
+)
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
+from mpjax._policy.dtypes import is_low_precision
+
+T = TypeVar("T")
+
+
+def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
+  """Returns the nodes and leaves of `tree` that are a `kind`, but not those inside of them."""
+  is_kind = lambda x: isinstance(x, kind)  # noqa: E731
+  return [x for x in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(x)]
+
+
+# Here, and not beside `master_weights`: the checks of every wrapper leave masters out.
+class MasterWeightsState(NamedTuple):
+  """The state of `mpjax.master_weights`.
+
+  Args:
+    master: float32 in the shapes of the parameters, None for those that are not stored in low
+      precision, which are their own master. With `storage="split"` it is int16 for bfloat16
+      parameters: the bits of the master minus 2^16 times those of its parameter.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16)).master.dtype
+  dtype('float32')
+  """
+
+  master: PyTree
+  inner_state: OptState
+
+
+def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state: T) -> T:
+  """Returns `opt_state` with `f` of each `MasterWeightsState` in it."""
+  is_state = lambda x: isinstance(x, MasterWeightsState)  # noqa: E731
+  return jax.tree.map(lambda x: f(x) if is_state(x) else x, opt_state, is_leaf=is_state)
+
+
+def key_text(path: KeyPath) -> str:
+  """Returns a path as Python writes it, "['layers'][0]", for an error."""
+  return jax.tree_util.keystr(path) or "the root"
+
+
+def leaves_of(tree: PyTree, is_leaf: Callable[..., bool] = is_nnx_variable) -> dict[Path, Leaf]:
+  """Returns all leaves of a tree by their paths, each key as Python writes it."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+  return {tuple(jax.tree_util.keystr((key,)) for key in path): x for path, x in leaves}
+
+
+def last_name(path: Path) -> Path:
+  """Returns the last name on a path and what follows it; nothing if there are only positions."""
+  names = [i for i, key in enumerate(path) if not key[1:-1].isdigit()]
+  return path[names[-1] :] if names else ()
+
+
+def at_least_float32(x: Leaf) -> Array:
+  """Returns `x` as an array, in float32 if it is floating and narrower (float8 too)."""
+  x = jnp.asarray(x)
+  return x.astype(jnp.float32) if is_low_precision(x.dtype) else x
+
+
+def as_stored(new: PyTree, old: PyTree) -> PyTree:
+  """Returns the tree `new` with its floating leaves in float16 or bfloat16 where `old` has them."""
+  if jax.tree.structure(old) != jax.tree.structure(new):
+    return new
+  cast = lambda n, o: n.astype(o.dtype) if is_half(o) and is_inexact(n) else n  # noqa: E731
+  return jax.tree.map(cast, new, old)
+
+
+def float32_view(tree: PyTree) -> PyTree:
+  """Returns the tree as an inner optimizer sees it that works in float32."""
+  # Moments take the dtype of what is trained: in bfloat16 0.999 rounds to 1, in float16 1e-8 to 0.
+  return jax.tree.map(half_to_float32, hide_untrained(tree, tree))
+
+
+def arrays_only(params: Params) -> Params:
+  """Returns `params` with None for what is no array: the functions in a model of Equinox."""
+  return jax.tree.map(lambda x: x if is_array_like(x) else None, params)
+
+
+def hide_untrained(tree: PyTree, params: Params) -> PyTree:
+  """Returns `tree` with an `optax.MaskedNode` for each array that is no floating or complex one."""
+  # As under `optax.masked`: optimizers fail on `float0` and on keys. Where there is nothing to
+  # hide, gradients may have another tree.
+  decisive = arrays_only(params)
+  if all(map(is_inexact, jax.tree.leaves(decisive))):
+    return tree
+  shown = lambda x, p: x if p is None or is_inexact(p) else optax.MaskedNode()  # noqa: E731
+  return jax.tree.map(shown, tree, decisive, is_leaf=is_none)
+
+
+def align_gradients(grads: Grads, params: Params, where: str) -> Grads:
+  """Returns `grads` in the precision of `params`, with what cannot be trained where it has None."""
+  # A gradient is 64-bit exactly where its parameter is: the moments, created from the parameters by
+  # `init`, then never change dtype.
+  if params is None:
+    return grads
+  refuse_none(grads, params, where, expected="a gradient for each parameter")
+  params = arrays_only(params)
+  with contextlib.suppress(ValueError):  # Another tree.
+    grads = jax.tree.map(lambda g, p: p if g is None else g, grads, params, is_leaf=is_none)
+  problems = tree_differences(params, grads, dtypes=False)
+
+  def align(path: KeyPath, p: Leaf, g: Leaf) -> Leaf:
+    if not is_inexact(p):
+      return g
+    if not is_inexact(g):
+      problems.append(f"{jnp.result_type(g)} for {jnp.result_type(p)} at {key_text(path)}")
+      return g
+    own, bits = (jnp.finfo(jnp.result_type(x)).bits for x in (g, p))
+    if (own == 64) == (bits == 64):
+      return g
+    return jnp.asarray(g, f"complex{2 * bits}" if jnp.iscomplexobj(g) else f"float{bits}")
+
+  if not problems:
+    grads = jax.tree_util.tree_map_with_path(align, params, grads, is_leaf=is_none)
+  if problems:
+    expected = "gradients with the leaves of params"
+    fix = (
+      "Differentiate with respect to the very tree that is passed as params, and take the mean "
+      "over the examples; for optax.contrib.dpsgd, which does, leave params out."
+    )
+    raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
+  return grads
+
+
+def refuse_none(tree: PyTree, params: Params, where: str, *, expected: str) -> None:
+  """Raises if `tree` has None where `params` have what is trained, or a tree with that."""
+  problems = []
+
+  def look(path: KeyPath, x: Leaf, param: Params) -> None:
+    for rest, p in jax.tree_util.tree_leaves_with_path(param) if x is None else ():
+      if is_inexact(p):
+        dtype, shape = jnp.result_type(p), list(jnp.shape(p))
+        problems.append(f"None for {dtype}{shape} at {key_text((*path, *rest))}")
+
+  with contextlib.suppress(ValueError):  # Another tree.
+    jax.tree_util.tree_map_with_path(look, tree, params, is_leaf=is_none)
+  if problems:
+    fix = (
+      "Differentiate with respect to all of params, or pass zeros. To freeze parameters, wrap "
+      'optax.multi_transform({"train": inner, "freeze": optax.set_to_zero()}, labels) or '
+      "optax.chain(inner, optax.masked(optax.set_to_zero(), frozen)) instead of inner. What is "
+      "None in params, gradients and state alike is left out."
+    )
+    raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
+
+
+def differentiated(tree: PyTree) -> PyTree:
+  """Returns that part of parameters, or of their gradients, that optax differentiates."""
+  # Of `optax.lookahead` it is the fast parameters.
+  return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
+
+
+def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
+  """Returns `updates` with something instead of what was hidden from the inner optimizer."""
+  # That is a zero of the parameter's own dtype, which `optax.apply_updates` can add; without
+  # parameters, and for keys, the leaf that came as the gradient. Of a key that had none it is None,
+  # which `mpjax.apply_updates` and Equinox leave alone; optax can add nothing to a key.
+
+  def merge(g: Leaf, u: Leaf, p: Leaf = None) -> Leaf:
+    if not isinstance(u, optax.MaskedNode):
+      return u
+    if p is not None and not is_key(jnp.result_type(p)):
+      return jnp.zeros(jnp.shape(p), jnp.result_type(p))
+    return None if p is not None and is_key(jnp.result_type(g)) else g
+
+  if isinstance(updates, optax.LookaheadParams):
+    pairs = ((updates.fast, params.fast), (updates.slow, params.slow))
+    return optax.LookaheadParams(*(merge_updates(grads, u, p) for u, p in pairs))
+  if not nodes_of(updates, optax.MaskedNode):
+    return updates
+  return jax.tree.map(merge, grads, updates, *([] if params is None else [arrays_only(params)]))
+
+
+def strong(x: Leaf) -> Leaf:
+  """Returns a leaf of a state as a strongly typed array: else the second step is a new trace."""
+  if isinstance(x, jax.Array):
+    return jnp.asarray(x, x.dtype) if jax.typeof(x).weak_type else x
+  if isinstance(x, (np.ndarray, np.generic)):
+    return x if x.dtype == jax.dtypes.float0 else jnp.asarray(x)
+  # Whether or not 64-bit is enabled.
+  numbers = {bool: jnp.bool_, int: jnp.int32, float: jnp.float32}
+  return jnp.asarray(x, numbers[type(x)]) if type(x) in numbers else x
+
+
+def place_like(params: Params, state: T) -> T:
+  """Returns `state` with its own arrays where `params` are: replicated on their mesh."""
+  # Scalars created by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and
+  # the second step would be traced again for that.
+  is_concrete = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer)  # noqa: E731
+  committed = [x.sharding for x in jax.tree.leaves(params) if is_concrete(x) and x.committed]
+  if meshes := [sharding.mesh for sharding in committed if isinstance(sharding, jax.NamedSharding)]:
+    where: jax.sharding.Sharding = jax.NamedSharding(meshes[0], jax.P())
+  elif committed and len(committed[0].device_set) == 1:
+    where = committed[0]
+  else:
+    return state
+
+  def place(x: Leaf) -> Leaf:
+    if not is_concrete(x) or x.committed:
+      return x
+    if is_key(x.dtype):  # As keys they cannot be put onto the devices of other processes.
+      data = jax.device_put(jax.random.key_data(x), where)
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.device_put(x, where)
+
+  return jax.tree.map(place, state)
+
+
+def put_like(new: Array, old: Leaf) -> Array:
+  """Returns `new` on the devices, and in the memory, where `old` is."""
+  # To put it where an uncommitted one is would commit it, and compile the next step once more.
+  is_placed = not isinstance(new, Tracer) and getattr(old, "committed", False)
+  return jax.device_put(new, old.sharding) if is_placed else new
+
+
+def plain_array(x: Leaf) -> Leaf:
+  """Returns the array that a variable holds (`nnx.Optimizer` keeps its state in some), or `x`."""
+  held = None if isinstance(x, jax.Array) else getattr(x, "__jax_array__", None)
+  return x if held is None else held()
+
+
+def leaves_with_path(tree: PyTree) -> list[tuple[KeyPath, Leaf]]:
+  """Returns the leaves of a tree; of NNX these are variables, but for those that hold no array."""
+  # Optimizers hide a parameter with an `optax.MaskedNode`, which a variable holds like any value.
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx_variable)
+  return [(path, x) for path, x in leaves if jax.tree.leaves(x)]
+
+
+def full_like(x: Array, number: Array | float) -> Array:
+  """Returns an array of one number with the shape (of a vmapped state), dtype and place of `x`."""
+  # So the next step does not retrace. jnp.full_like itself fails of an array in host memory.
+  is_traced = isinstance(x, Tracer)
+  return jnp.full_like(x, number) if is_traced else put_like(jnp.full(x.shape, number, x.dtype), x)
+
+
+Step: TypeAlias = Callable[[OptState], tuple[Updates, OptState]]
+
+
+def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, OptState]:
+  """Returns `step(old)`, or updates that change nothing and the old state."""
+  # By `jax.lax.cond`, but outside of `jit` by a plain call: `cond` would compile both branches
+  # again each time, since they are new functions.
+  traced = isinstance(condition, Tracer)
+  if not traced and condition:
+    return step(old)
+  # `jit` keeps the trace: the branch that steps is the one that the shapes are of.
+  step = jax.jit(step, inline=True) if traced else step
+  updates, new = jax.eval_shape(step, old)
+
+  def varying_like(x: Leaf, own: object, other: jax.ShapeDtypeStruct) -> Leaf:
+    # Over the same axes of a `shard_map` as the result of the other branch.
+    if own == other or not jnp.issubdtype(other.dtype, jnp.number):
+      return x
+    return jnp.where(False, jnp.full_like(other, 0), x)
+
+  def skip(old: OptState) -> tuple[Updates, OptState]:
+    unchanged = jax.tree.map(varying_like, old, jax.eval_shape(lambda: old), new)
+    return nothing_like(updates), unchanged
+
+  return jax.lax.cond(condition, step, skip, old) if traced else (nothing_like(updates), old)
+
+
+def step_or_select(applied: Array | None, step: Step, old: OptState) -> tuple[Updates, OptState]:
+  """Returns what `step_or_skip` does; where both are computed anyway, selects from them."""
+  # Nothing is skipped where `applied` is None.
+  if applied is None:
+    return step(old)
+  traced = isinstance(applied, Tracer)
+  cpu = compiled_for_cpu() if traced else False
+  # In a branch that is only taken when the step applies, there is nothing to select.
+  keep = jnp.logical_or(applied, cpu)
+
+  def selected(old: OptState) -> tuple[Updates, OptState]:
+    updates, new = step(old)
+    # In one call: what shares a mask, an update and the moments it comes from, shares a kernel.
+    return pick(keep, (updates, new), (nothing_like(updates), old))
+
+  if not traced:
+    return selected(old)
+  return step_or_skip(jnp.logical_or(applied, jnp.logical_not(cpu)), selected, old)
+
+
+def nothing_like(updates: Updates) -> Updates:
+  """Returns updates that leave all bits of parameters alone: p + -0.0 is p, -0.0 + 0.0 is not."""
+  # `updates` may be what `jax.eval_shape` says of them.
+
+  def one(u: Leaf) -> Array:
+    zero = complex(-0.0, -0.0) if jnp.issubdtype(u.dtype, jnp.complexfloating) else -0.0
+    return jnp.full_like(u, zero if jnp.issubdtype(u.dtype, jnp.inexact) else 0)
+
+  return jax.tree.map(one, updates)
+
+
+def compiled_for_cpu() -> Array:
+  """Returns whether the step is compiled for a CPU, a constant once it is compiled."""
+  # There XLA does not compute several results in one loop. Where both the new state and the updates
+  # read the old state, a donated buffer is then copied before it is overwritten; in a branch of its
+  # own the choice between old and new is gone, and with it the copies. A GPU writes all results in
+  # one pass, and would have to wait for the host to take a branch.
+  return jax.lax.platform_dependent(cpu=lambda: jnp.bool_(True), default=lambda: jnp.bool_(False))
+
+
+def stored_first(grads: Grads) -> Grads:
+  """Returns `grads`, each computed and stored on a CPU before its consumers run."""
+  # Else XLA for CPU keeps the transposed gradient of a matmul and copies it for each of its
+  # consumers (the branch, the check, the norm), and all copies of all gradients are there at once.
+  stored = functools.partial(jax.tree.map, jax.lax.optimization_barrier)
+  return jax.lax.platform_dependent(grads, cpu=stored, default=lambda tree: tree)

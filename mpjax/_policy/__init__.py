@@ -1,0 +1,1 @@
+"""Policies, rules and dtypes, and which policy is active."""

@@ -1,0 +1,69 @@
+"""What tests of the rewriter share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+import mpjax
+from mpjax._autocast import Settings, with_settings
+from tests import programs
+
+BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+
+
+def matmuls(fun: Any, *args: Any) -> list[tuple[str, str]]:
+  """Returns the dtypes of the operands of each matmul of a function."""
+  return [product.dtypes for product in programs.products(jax.make_jaxpr(fun)(*args))]
+
+
+def rewritten(
+  fun: Any, compute: Any = "bfloat16", modules: bool = False, data: Any = None, results: Any = None
+) -> Any:
+  """Returns a function under a compute dtype, as a framework's adapter asks for it."""
+  policy = mpjax.Policy(compute_dtype=compute)
+  settings = Settings(policy=policy, ops=mpjax.OpLists(), modules=modules)
+  return with_settings(fun, settings, "a test", data=data, results=results)
+
+
+def with_jvp(fun: Any) -> Any:
+  ruled = jax.custom_jvp(fun)
+  ruled.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+  return ruled
+
+
+def with_vjp(fun: Any) -> Any:
+  ruled = jax.custom_vjp(fun)
+  ruled.defvjp(lambda *args: jax.vjp(fun, *args), lambda pull, cotangent: pull(cotangent))
+  return ruled
+
+
+BODIES: dict[str, Callable[[Any], Any]] = {
+  # name: a function of a matrix inside of another jaxpr
+  "jit": jax.jit,
+  "remat": jax.checkpoint,
+  "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
+  "while": lambda f: lambda x: jax.lax.while_loop(lambda c: c[0, 0] > 9, f, x),
+  "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] < 1, f, lambda c: c, x),
+  "custom_jvp": with_jvp,
+  "custom_vjp": with_vjp,
+}
+
+repeat_p = Primitive("repeat_times")
+"""A loop of another library: it computes `x` from `w` and `x`, some times."""
+
+repeat_p.multiple_results = True
+repeat_p.def_abstract_eval(lambda *avals, jaxpr, **_: jaxpr.out_avals)
+
+
+@repeat_p.def_impl
+def _repeat(w: Any, x: Any, *, jaxpr: Any, times: int) -> list[Any]:
+  for _ in range(times):
+    (x,) = jaxpr_as_fun(jaxpr)(w, x)
+  return [x]
+
+
+mlir.register_lowering(repeat_p, mlir.lower_fun(_repeat))

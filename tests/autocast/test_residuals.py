@@ -1,0 +1,320 @@
+"""No more is saved for the backward pass than in low precision."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpjax
+from mpjax._jaxpr.reader import walk
+from tests.autocast.rig import BODIES, BOTH
+from tests.programs import bits, equations, residual_bytes, run
+
+
+def eye_like(x):
+  return jnp.eye(64).astype(x.dtype)
+
+
+def over_steps(b, x):
+  keys = jnp.tanh(x @ eye_like(x))
+  return lax.scan(lambda state, row: (state, row @ keys.T), 0.0, b[None, None])[1]
+
+
+def unit(h):
+  return h / jnp.linalg.norm(h, axis=-1, keepdims=True)
+
+
+SAVED = {
+  # Broadcast beforehand a factor would be as large as what it multiplies.
+  "scale": lambda b, x: ((x @ eye_like(x)) * b[None]) @ eye_like(x),
+  "divisor": lambda b, x: ((x @ eye_like(x)) / b[None]) @ eye_like(x),
+  "maximum": lambda b, x: jnp.maximum(x @ eye_like(x) - 1, b[None]) @ eye_like(x),
+  "maximum of an axis": lambda b, x: jnp.max(x @ eye_like(x), -1, keepdims=True) @ b[None],
+  "rows": lambda b, x: jnp.tanh((x @ eye_like(x))[jnp.arange(1024) // 2]) @ eye_like(x) + b[None],
+  "what every step reads": over_steps,
+  "a call": lambda b, x: lax.scan(lambda h, _: (unit(h @ eye_like(x)), 0), x, None, 4)[0] + b[None],
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_no_more_is_saved_than_in_low_precision(name):
+  b, x = jnp.ones(64), jnp.ones((1024, 64))
+  by_hand = residual_bytes(SAVED[name], b.astype("bfloat16"), x.astype("bfloat16"))
+  # One more kernel of 64 x 64 in low precision.
+  assert residual_bytes(mpjax.autocast(SAVED[name], "bfloat16"), b, x) <= by_hand + 8192
+
+
+def test_what_is_saved_in_float32_is_not_saved_rounded_too():
+  # The derivative of `exp` reads its result, which a softmax written by hand divides.
+  def weights(y):
+    shares = jnp.exp(y - lax.stop_gradient(y.max(-1, keepdims=True)))
+    return shares / shares.sum(-1, keepdims=True)
+
+  def fun(b, x):
+    return weights(x @ b) @ b
+
+  b, x = jnp.ones((64, 64)), jnp.ones((1024, 64))
+  ours = residual_bytes(mpjax.autocast(fun, "bfloat16"), b, x)
+  assert ours == 2 * (2 * b.size) + (2 + 4 + 2) * x.size + 2 * 1024 * 4
+  # Nor where no sum averages a rounding, as in the gradient of the scale of a BatchNorm.
+  norm = lambda b: jnp.sum(between(lambda y: y + jnp.mean(y, 0, keepdims=True) / 3 * b)(W, W))  # noqa: E731
+  gradient = run(jax.grad(mpjax.autocast(norm)), jnp.ones((1, 8)))
+  np.testing.assert_array_equal(gradient, np.full((1, 8), 8 * (np.float32(1 / 8) / 3)))
+
+
+def test_what_reads_a_factor_can_be_differentiated_in_any_mode():
+  def fun(b, x):
+    return jnp.sum(((x @ jnp.eye(3)) * b[None]) ** 2)
+
+  def modes(b, x):
+    cast = mpjax.autocast(fun)
+    forward = jax.vmap(jax.jacfwd(cast), (0, None))(b[None], x)
+    return jax.hessian(cast)(b, x), forward, jax.vmap(jax.grad(cast), (None, 0))(b, x[:, None])
+
+  found = run(modes, jnp.full(3, 0.5), jnp.ones((4, 3)))
+  for one, wanted in zip(found, (8 * np.eye(3), [[4.0] * 3], np.ones((4, 3))), strict=True):
+    np.testing.assert_array_equal(one, wanted)
+
+
+W = jnp.eye(8)
+X = jnp.asarray([[-1000.0, -40.0, -3.0, -0.5, 0.0, 0.5, 3.0, 1000.0]])
+
+
+def by_hand(x):
+  return 0.5 * x * (1 + jnp.tanh(0.7978845608 * (x + 0.044715 * x * x * x)))
+
+
+def with_pow(x):
+  return 0.5 * x * (1 + jnp.tanh(0.7978845608 * (x + 0.044715 * jnp.power(x, 3))))
+
+
+ACTIVATIONS = {
+  "jax.nn.gelu": functools.partial(jax.nn.gelu, approximate=True),
+  "gelu by hand": by_hand,
+  "gelu with pow": with_pow,
+  "squareplus": jax.nn.squareplus,
+  "a cube that is scaled": lambda x: 1e-6 * x**3,
+  "a cube by hand that is scaled": lambda x: x * x * x * 1e-6,
+  "the fourth power, scaled": lambda x: x**4 * 1e-9,
+  "a ratio of squares": lambda x: x * x / (1 + jnp.square(x)),
+  "a difference of squares": lambda x: (x - 1) * (x - 1) - x**2,
+}
+
+
+def between(fun):
+  """Returns a function that reads the results of one matmul, and is read by another."""
+  return lambda w, x: fun(x @ w) @ w
+
+
+def value_and_gradient(fun):
+  def both(w, x):
+    y, pull = jax.vjp(lambda x: fun(w, x), x)
+    return y, pull(jnp.ones_like(y))[0]
+
+  return both
+
+
+@BOTH
+def test_an_activation_is_that_of_float32_rounded_once(half):
+  # Also at 1000, of which float16 holds neither the square nor the slope of the cube.
+  def each(w, x):
+    return {
+      name: [
+        value_and_gradient(f)(w, x) for f in (mpjax.autocast(between(fun), half), between(fun))
+      ]
+      for name, fun in ACTIVATIONS.items()
+    }
+
+  eps = float(jnp.finfo(half).eps)
+  tiny = float(jnp.finfo(half).smallest_subnormal)
+  for name, (found, wanted) in run(each, W, X).items():
+    for one, other in zip(found, wanted, strict=True):
+      assert one.dtype == jnp.float32
+      np.testing.assert_allclose(one, other, rtol=eps, atol=tiny, err_msg=name)
+
+
+def test_no_more_is_kept_than_by_hand():
+  half, x = "float16", jnp.ones((64, 8))
+  for name, fun in ACTIVATIONS.items():
+
+    def written(w, x, fun=fun):
+      y = fun(x.astype(half) @ w.astype(half))
+      return (y @ w.astype(half)).astype(jnp.float32)
+
+    ours = residual_bytes(mpjax.autocast(between(fun), half), W, x)
+    assert ours <= residual_bytes(written, W, x), name
+  # Operands of two matmuls, the weight twice, and one number for each result: the slope.
+  ours = residual_bytes(mpjax.autocast(between(by_hand), half), W, x)
+  assert ours == 2 * (2 * x.size + 2 * W.size + x.size)
+
+
+@BOTH
+def test_a_slope_is_finished_in_the_forward_pass(half):
+  # A GPU compiler would rather keep the tanh of GELU, in float32, than compute it once more.
+  _, pull = jax.vjp(mpjax.autocast(between(by_hand), half), W, jnp.ones((64, 8)))
+  forward = jax.make_jaxpr(lambda w, x: jax.vjp(mpjax.autocast(between(by_hand), half), w, x)[1])
+  kept = [
+    v.aval
+    for eqn, _ in equations(forward(W, jnp.ones((64, 8))))
+    if eqn.primitive.name == "optimization_barrier"
+    for v in eqn.outvars
+  ]
+  assert [(str(x.dtype), x.shape) for x in kept] == [(half, (64, 8))]
+  backward = jax.make_jaxpr(pull)(jnp.ones((64, 8)))
+  assert not any(eqn.primitive.name == "tanh" for eqn, _ in equations(backward))
+
+
+POWERS = {
+  "x**3": lambda x: x**3,
+  "x*x*x": lambda x: x * x * x,
+  "relu**2": lambda x: jax.nn.relu(x) ** 2,
+  "0.001 * x**4": lambda x: 0.001 * x**4,
+}
+
+
+def test_a_power_that_is_returned_in_float32_does_not_overflow():
+  def each(w, x):
+    found = {}
+    for name, fun in POWERS.items():
+      for cast in (lambda f: f, functools.partial(mpjax.autocast, policy="float16")):
+        apply = cast(lambda w, x, fun=fun: fun(x @ w))
+        # A loss that is averaged has a gradient that fits.
+        gradient = jax.grad(lambda x, apply=apply: jnp.mean(apply(w, x)) * 1e-6)(x)
+        found.setdefault(name, []).append((apply(w, x), gradient))
+    return found
+
+  for name, ((y, slope), (found, gradient)) in run(each, W, X).items():
+    np.testing.assert_allclose(found, y, rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(gradient, slope, rtol=2e-3, atol=6e-8, err_msg=name)
+
+
+# Inside of JAX's transformations: whole numbers, of which all is exact
+
+
+def cubes(w, x):
+  y = x @ w
+  return (y * y * y - y) @ w
+
+
+SMALL = jnp.arange(-4.0, 4.0)[None] % 3 - 1
+
+
+def test_inside_of_transformations():
+  inside = {
+    name: lambda w, x, around=around: around(lambda x: cubes(w, x) % 3)(x)
+    for name, around in BODIES.items()
+    if name not in ("while", "custom_jvp", "custom_vjp")
+  }
+  inside["vmap"] = lambda w, x: jax.vmap(cubes, (None, 0))(w, x[None])[0]
+  pairs = {name: (fun, mpjax.autocast(fun, "float16")) for name, fun in inside.items()}
+  assert all(activation(cast, W, SMALL) for _, cast in pairs.values())
+  made = {name: [value_and_gradient(f) for f in pair] for name, pair in pairs.items()}
+  for inner, outer in itertools.product((jax.jacfwd, jax.jacrev), repeat=2):
+    made[f"{outer.__name__} of {inner.__name__}"] = [
+      lambda w, x, f=f, inner=inner, outer=outer: outer(inner(lambda x: f(w, x)))(x)
+      for f in (cubes, mpjax.autocast(cubes, "float16"))
+    ]
+  found = run(lambda w, x: {name: [f(w, x) for f in pair] for name, pair in made.items()}, W, SMALL)
+  for name, (one, other) in found.items():
+    assert bits(one) == bits(other), name
+
+
+ROWS = jnp.concatenate([SMALL, -SMALL, 0 * SMALL, SMALL])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_over_devices(devices, check_vma):
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices[:4])
+  data = jax.P("data")
+  how = {"mesh": mesh, "in_specs": (jax.P(), data), "out_specs": data, "check_vma": check_vma}
+  cast = functools.partial(mpjax.autocast, policy="float16")
+  wanted = bits(run(value_and_gradient(cubes), W, ROWS))
+  for fun in (jax.shard_map(cast(cubes), **how), cast(jax.shard_map(cubes, **how))):
+    assert bits(run(value_and_gradient(fun), W, ROWS)) == wanted
+  mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Explicit,), devices=devices[:4])
+  with jax.set_mesh(mesh):
+    placed = jax.device_put(ROWS, jax.NamedSharding(mesh, data))
+    assert bits(run(value_and_gradient(cast(cubes)), W, placed)) == wanted
+
+
+# What is computed so, and what is not
+
+
+def activation(fun, *args, first="convert_element_type"):
+  """Returns the operations of what is computed as a whole in a function, from half by default."""
+  for eqn in walk(jax.make_jaxpr(fun)(*args)):
+    if eqn.primitive.name == "custom_jvp_call":
+      names = [e.primitive.name for e, _ in equations(eqn.params["call_jaxpr"])]
+      if names[0] == first:
+        return names
+  return []
+
+
+def test_layers_alike_share_one_activation():
+  layers = lambda w, x: functools.reduce(lambda x, _: cubes(w, x), range(20), x)  # noqa: E731
+  program = jax.make_jaxpr(mpjax.autocast(layers, "float16"))(W, SMALL)
+  calls = [e.params["call_jaxpr"] for e in walk(program) if e.primitive.name == "custom_jvp_call"]
+  assert calls[0] is calls[1]  # The last is returned.
+
+
+def test_what_else_reads_a_part_of_it_and_a_sum_that_reads_it():
+  def fun(w, x):
+    y = x @ w
+    doubled = 2 * y
+    square = doubled * y
+    scaled = jnp.tanh(square + doubled)
+    return doubled @ w, square @ w, scaled @ w, jnp.sum(scaled)
+
+  found = run(mpjax.autocast(fun, "float16"), W, SMALL)
+  for one, other in zip(found, run(fun, W, SMALL), strict=True):
+    np.testing.assert_allclose(one, other, rtol=2**-10)
+  # Each is computed from float32 and leaves in it, and is rounded for the matmuls alone.
+  operations = activation(mpjax.autocast(fun, "float16"), W, SMALL, first="mul")
+  assert operations == ["mul", "mul", "add", "tanh"]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_a_product_reads_of_it_is_held_as_its_root_is(held):
+  def gate(w, x):
+    y = jnp.exp(x @ w) if held else x @ w
+    y = jnp.tanh(y * y * y)
+    return y @ w, (y * (x @ w)) @ w
+
+  eqns = walk(jax.make_jaxpr(mpjax.autocast(gate, "float16"))(W, SMALL))
+  first = next(eqn for eqn in eqns if eqn.primitive.name == "custom_jvp_call")
+  assert first.outvars[0].aval.dtype == ("float32" if held else "float16")
+
+
+def in_a_scope(w, x):
+  y = x @ w
+  with jax.named_scope("powers"):
+    y = y * y * y
+  return (y - 1) @ w
+
+
+LEFT_ALONE = {
+  "no power": lambda w, x: jax.nn.silu(x @ w) @ w,
+  "one power that half reads": lambda w, x: (x @ w) ** 3 @ w,
+  "a statistic": lambda w, x: jnp.mean(jnp.square(x @ w) + 1e-6) * w,
+  "of a parameter": lambda w, x: x @ (w * w * 0.5),
+  "of two values": lambda w, x: jnp.tanh((x @ w) * (x @ w.T)) @ w,
+  "float32": lambda w, x: jnp.tanh(jnp.exp(x @ w) ** 2 * 0.5) @ w,
+  "traced in half": lambda w, x: jnp.tanh((x.astype("float16") @ w.astype("float16")) ** 3 / 2),
+  "full_precision": mpjax.full_precision(cubes),
+}
+
+
+@pytest.mark.standard_promotion
+def test_what_is_left_alone():
+  for name, fun in LEFT_ALONE.items():
+    assert activation(mpjax.autocast(fun, "float16"), W, X) == [], name
+  # Operations that were moved to another list, and a part with a rule of its own.
+  for moved in ({"half": ["mul"]}, {"opaque": ["mul"]}):
+    ours = mpjax.autocast(cubes, "float16", ops=mpjax.OpLists().replace(**moved))
+    assert activation(ours, W, SMALL) == []
+  rules = [mpjax.Rule(None, path="powers")]
+  assert activation(mpjax.autocast(in_a_scope, "float16", rules=rules), W, SMALL) == []

@@ -1,0 +1,154 @@
+"""Named scopes: the marks of regions and results, where an equation is, and what the rules say."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._autocast import Settings, leaving, region_of
+from mpjax._autocast.scopes import REGION, names_of, place_at, policy_of
+from tests import programs
+from tests.autocast.rig import matmuls, rewritten
+from tests.errors import refused
+
+BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
+HALF = Settings(policy=mpjax.Policy(compute_dtype=BF16), ops=mpjax.OpLists())
+
+
+def mark(region):
+  return jax.named_scope(REGION + region)
+
+
+W, X = jnp.eye(3) + 0.1, jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+of_modules = functools.partial(
+  rewritten, modules=True, data=lambda args: args[1:], results=lambda out: out
+)
+
+
+@pytest.mark.parametrize(
+  "policy",
+  [
+    *("mixed_bfloat16", "p=f32,c=f16,o=f32", "float32", "mixed_float8", "c=f32,precision=highest"),
+    "c=bf16,w=f32,precision=BF16_BF16_F32",
+    "c=bf16,precision=high,matmul=float8:row:weight_grad=bfloat16:skip=8x*|4x8",
+    None,
+  ],
+)
+def test_a_region_names_its_policy(policy):
+  given = None if policy is None else mpjax.Policy.parse(policy)
+  name = region_of(given)
+  assert policy_of(name) == given
+  (eqn,) = jax.make_jaxpr(jax.named_scope("Net")(lambda x: mark(name)(jnp.sin)(x)))(1.0).eqns
+  assert names_of(eqn.source_info.name_stack) == ("Net", REGION + name)
+
+
+EXACT, FLOAT32 = "mpjax.full_precision", "mpjax.region=float32"
+
+
+@pytest.mark.parametrize(
+  ("marks", "dtype", "stays"),
+  [
+    (("mpjax.region=float16",), F16, False),
+    (("mpjax.region=bfloat16", "mpjax.region=float16"), F16, False),
+    # Float32 by a policy is rounded on its way to a product elsewhere.
+    (("mpjax.region=float16", FLOAT32), None, False),
+    ((FLOAT32, "mpjax.region=bfloat16"), BF16, False),
+    (("mpjax.region=bfloat16", "mpjax.region=c=f32,precision=highest"), None, False),
+    ((FLOAT32, "mpjax.region=c=bf16,w=f32,precision=high"), BF16, False),
+    # What is left as it is, is not, nor what full_precision returns, which no mark changes.
+    (("mpjax.region=float16", "mpjax.region=as-it-is"), None, True),
+    ((EXACT,), None, True),
+    (("mpjax.region=float16", EXACT), None, True),
+    ((FLOAT32, EXACT), None, True),
+    ((EXACT, "mpjax.region=bfloat16"), None, True),
+    # Scopes of the user's are no marks.
+    ((), BF16, False),
+    (("mpjax.region", "region=float16", "my mpjax.region=float16"), BF16, False),
+  ],
+)
+def test_the_innermost_mark_decides(marks, dtype, stays):
+  place = place_at(("Net", *(name for mark in marks for name in (mark, "layer"))), HALF)
+  assert (place.half, place.as_written) == (dtype, stays)
+
+
+def two_regions(w, x):
+  with mark("float16"):
+    x = jnp.tanh(x @ w)
+    with mark("as-it-is"):
+      x = x @ w
+  with mark("float32"):
+    x = x @ w
+  with jax.named_scope("Net/blocks(0)"), jax.named_scope("jvp(head)"):
+    return jnp.sum(x @ w)
+
+
+WAYS = {
+  "plain": lambda f: f,
+  "jit": jax.jit,
+  "grad": lambda f: lambda w, x: jax.grad(f)(w, x).sum(),
+  "remat": jax.checkpoint,
+  "vmap": lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[None]).sum(),
+  "scan": lambda f: (
+    lambda w, x: jax.lax.scan(lambda c, _: (c + f(w, x), None), 0.0, None, length=2)[0]
+  ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
+def test_marks_go_through_transformations(way, outside):
+  half, full, base = ("float16",) * 2, ("float32",) * 2, ("bfloat16",) * 2
+  fun = WAYS[way](of_modules(two_regions)) if outside else of_modules(WAYS[way](two_regions))
+  found = matmuls(fun, W, X)
+  assert found[:4] == [half, full, full, base]
+  wanted = {half, full, base}
+  assert set(found) == wanted
+  # Each product has two of its own in a derivative, of x and of w; of the first there is no x.
+  counts = {kind: found.count(kind) for kind in wanted}
+  assert counts == ({half: 2, full: 6, base: 3} if way == "grad" else {half: 1, full: 2, base: 1})
+  # Marks are gone then, and scopes of the user are not, whatever they are.
+  equations = programs.equations(jax.make_jaxpr(fun)(W, X))
+  stacks = [eqn.source_info.name_stack for eqn, _ in equations]
+  assert not any("mpjax." in str(stack) for stack in stacks)
+  assert {names_of(stack) for stack in stacks} == {(), ("Net", "blocks(0)", "jvp(head)")}
+
+
+# Results
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_leaving_changes_nothing_until_it_is_rewritten(dtype):
+  tree = {"x": X, "ids": jnp.arange(3), "n": 3, "name": "a", "none": None}
+  tree["z"] = jnp.ones(2, "complex64")
+  found = leaving(tree, dtype)
+  np.testing.assert_array_equal(found["x"], X)
+  assert found["x"].dtype == F32
+  rest = {k: v for k, v in found.items() if k != "x"}
+  assert all(rest[k] is tree[k] for k in rest)
+  # Its derivative is 1, also where float32 has no more digits.
+  grad = jax.grad(lambda x: jnp.sum(leaving(x, dtype) * X))(X)
+  np.testing.assert_array_equal(grad, X)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_a_result_leaves_in_the_dtype_that_is_asked_for(dtype):
+  def fun(w, x):
+    return leaving(x @ w, dtype), leaving(jnp.exp(x), dtype)
+
+  product, exp = of_modules(fun)(W, X)
+  assert product.dtype == exp.dtype == dtype
+  # The product is the float32 sum where that is asked for, else what was computed, cast.
+  sums = np.dot(*(np.asarray(x.astype("bfloat16"), np.float32) for x in (X, W)))
+  wanted = sums if dtype == F32 else sums.astype("bfloat16").astype(dtype)
+  np.testing.assert_allclose(product, wanted, rtol=1e-6 if dtype == F32 else 0)
+  np.testing.assert_array_equal(exp, np.asarray(jnp.exp(X)).astype(dtype))
+
+
+def test_a_function_without_scopes_is_told_that_there_are_none():
+  fun = mpjax.autocast(lambda w, x: x @ w, rules=[mpjax.Rule("float32", path="a/b")])
+  scopes = "at least one jax.named_scope", "none of the 1 jax.named_scopes of mpjax.autocast(fn)"
+  with refused(ValueError, "rules: Rule(", *scopes, "The only jax.named_scope is the root"):
+    fun(W, X)

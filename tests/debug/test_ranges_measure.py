@@ -1,0 +1,466 @@
+import collections
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax._debug.arguments import Argument
+from mpjax._debug.ranges_measure import add, gradient_of, plan
+from mpjax._jaxpr.steps import body_of
+
+
+def exponents(x):
+  """Returns how many finite nonzero numbers have which exponent."""
+  x = np.asarray(x).astype(np.float64).reshape(-1)
+  x = x[np.isfinite(x) & (x != 0)]
+  return dict(collections.Counter((np.frexp(x)[1] - 1).tolist()))
+
+
+def fates(x, name):
+  """Returns how many finite nonzero numbers become what in a narrow dtype, by casting them."""
+  x = np.asarray(x)
+  wide = x.astype(np.float64).reshape(-1)
+  kept = np.isfinite(wide) & (wide != 0)
+  with np.errstate(all="ignore"):
+    narrow = x.reshape(-1)[kept].astype(jnp.dtype(name)).astype(np.float64)
+  tiny = float(jnp.finfo(name).smallest_normal)
+  return {
+    "zero": int(np.sum(narrow == 0)),
+    "subnormal": int(np.sum((narrow != 0) & (np.abs(narrow) < tiny))),
+    "overflow": int(np.sum(~np.isfinite(narrow))),
+  }
+
+
+def awkward(dtype):
+  """Returns numbers of a dtype at and beside all borders, subnormal ones, zeros, inf and NaN."""
+  dtype = jnp.dtype(dtype)
+  powers = np.ldexp(1.0, np.arange(-1074, 1024, dtype=np.int64))
+  borders = [1 + 2.0**-23, 1.5, 1.75, 1.96875, 1 - 2.0**-24, 1.8125, 1.9997]
+  exact = np.concatenate([powers, *(b * powers for b in borders)])
+  special = [0.0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519, 65520, 448, 464, 465, 57344, 61440]
+  with np.errstate(all="ignore"):
+    return np.concatenate([exact, -exact[::3], special]).astype(dtype)
+
+
+def group(report, kind, path):
+  (found,) = [g for g in report.of(kind) if g.path == path]
+  return found
+
+
+def check_equal(group, x):
+  assert group.exponents == exponents(x)
+  assert group.lost == {name: fates(x, name) for name in group.lost}
+  assert group.total == np.size(x)
+
+
+def test_every_number_of_a_function_is_counted_exactly():
+  w = jax.random.normal(jax.random.key(0), (4, 3)) * 2.0**-30
+  x = jax.random.normal(jax.random.key(1), (5, 4))
+
+  def loss(w, x):
+    with jax.named_scope("layer"):
+      y = x @ w
+    with jax.named_scope("end"):
+      return jnp.sum(y)
+
+  report = mpjax.ranges(loss)(w, x)
+  check_equal(group(report, "activations", "layer"), x @ w)
+  check_equal(group(report, "float32", "end"), jnp.sum(x @ w))
+  check_equal(group(report, "gradients", "layer"), x.T @ jnp.ones((5, 3)))
+  check_equal(group(report, "parameters", "w"), w)
+  assert not report.of("updates")
+  assert np.isnan(report.lost_updates)
+  # A gradient is not differentiated again.
+  again = mpjax.ranges(jax.value_and_grad(loss))(w, x)
+  check_equal(group(again, "gradients", "layer"), x.T @ jnp.ones((5, 3)))
+
+
+def test_what_a_loop_carries_is_counted_as_if_it_were_written_out():
+  def written_out(w, x):
+    h = x @ w
+    for _ in range(4):
+      h = jnp.tanh(h) * 3
+    return jnp.sum(h * h)
+
+  def looped(w, x):
+    h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h) * 3, None), x @ w, length=4)
+    return jnp.sum(h * h)
+
+  reports = [mpjax.ranges(f)(jnp.eye(4) / 3, jnp.ones((2, 4))) for f in (written_out, looped)]
+  out, loop = (group(report, "activations", "") for report in reports)
+  assert (loop.total, loop.exponents, loop.lost) == (out.total, out.exponents, out.lost)
+
+
+def test_lost_updates_equal_those_of_numpy():
+  params = {"a": jax.random.normal(jax.random.key(0), (50,), jnp.bfloat16)}
+  updates = {"a": jax.random.normal(jax.random.key(1), (50,), jnp.bfloat16) * 0.01}
+  updates["a"] = updates["a"].at[:5].set(0)
+  report = mpjax.ranges(jax.jit(optax.apply_updates))(params, updates)
+  p, u = np.asarray(params["a"]), np.asarray(updates["a"])
+  lost = np.sum((p + u == p) & (u != 0))
+  assert 0 < lost < 45
+  found = group(report, "updates", "params/a")
+  assert (found.lost_updates, found.zero) == (lost, 5)
+  check_equal(found, u)
+  assert report.lost_updates == lost / 45
+  sparse = mpjax.ranges(lambda p, u: p.at[np.arange(50)].add(u))
+  assert sparse(params["a"], updates["a"]).lost_updates == lost / 45
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Dense(4, name="first")(x))
+    return nn.Dense(2, name="last")(x)
+
+
+@pytest.mark.standard_promotion
+def test_d2_a_training_step_with_a_loss_scale():
+  model, x = Model(), jax.random.normal(jax.random.key(0), (3, 4))
+  variables = model.init(jax.random.key(1), x)
+  tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(1024))
+
+  @jax.jit
+  def step(variables, opt_state, x):
+    def loss(variables):
+      return 1e-6 * jnp.mean(model.apply(variables, x) ** 2)
+
+    _, grads = mpjax.value_and_grad(loss, opt_state)(variables)
+    updates, opt_state = tx.update(grads, opt_state, variables)
+    return optax.apply_updates(variables, updates), opt_state
+
+  report = mpjax.ranges(step)(variables, tx.init(variables), x)
+  assert report.loss_scale_in_use == 1024
+  plain = mpjax.ranges(lambda v, x: 1e-6 * jnp.mean(model.apply(v, x) ** 2))(variables, x)
+  assert (plain.loss_scale or 0) > 2**15
+  assert report.loss_scale == plain.loss_scale  # Not that of the loss itself.
+  for path in ("Model/first", "Model/last"):
+    scaled, own = (group(r, "gradients", path) for r in (report, plain))
+    assert scaled.exponents == {e + 10: n for e, n in own.exponents.items()}
+  assert {g.path for g in report.of("parameters")} == {
+    f"variables/params/{layer}/{leaf}" for layer in ("first", "last") for leaf in ("kernel", "bias")
+  }
+  assert report.of("updates")
+  assert report.lost_updates == 0
+
+
+class Layer(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return x + nn.Dense(4, name="down")(nn.gelu(nn.Dense(8, name="up")(x))), None
+
+
+class Scanned(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    return nn.scan(nn.remat(Layer), length=3, **axes)(name="layers")(x, None)[0]
+
+
+def test_rows_are_modules_that_there_are_inside_of_scan_and_remat():
+  model, x = Scanned(), jnp.linspace(-1, 1, 8).reshape(2, 4)
+  variables = model.init(jax.random.key(0), x)
+  low = mpjax.linen.with_policy(model, "mixed_float16")
+  report = mpjax.ranges(lambda v, x: jnp.sum(low.apply(v, x)))(variables, x)
+  modules = {f"Scanned/layers{inner}" for inner in ("", "/up", "/down")}
+  assert {g.path for g in report.of("activations")} <= modules | {"layers", ""}
+  assert modules <= {g.path for g in report.groups}
+
+
+def attention(w, x):
+  q = x @ w
+  scores = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), q @ q.T / 8, -1e9)
+  return jax.nn.softmax(scores) @ q
+
+
+def test_d14_masks_and_float32_softmax_are_no_losses():
+  w = jax.random.normal(jax.random.key(0), (8, 8))
+  x = jax.random.normal(jax.random.key(1), (16, 8)) / 4
+  report = mpjax.ranges(attention)(w, x)
+  (low,), (wide,) = report.of("activations"), report.of("float32")
+  assert jnp.all(jnp.isfinite(attention(w.astype("float16"), x.astype("float16"))))
+  assert low.lost["float16"] == {
+    "zero": 0,
+    "subnormal": low.lost["float16"]["subnormal"],
+    "overflow": 0,
+  }
+  assert wide.lost["float16"]["overflow"] >= 120  # Half of the scores.
+  assert low.largest < 100
+
+
+def test_the_scale_that_the_report_proposes_keeps_gradients():
+  w = jax.random.normal(jax.random.key(0), (2, 16, 16))
+  x = jax.random.normal(jax.random.key(1), (32, 16), jnp.float16)
+
+  def loss(w, x):
+    return 1e-6 * jnp.mean(((nn.relu(x @ w[0]) @ w[1]).astype(jnp.float32)) ** 2)
+
+  report = mpjax.ranges(loss)(w.astype("float16"), x)
+
+  def in_float16(scale):
+    """Returns how many gradients are 0 that are not in float32, and how many are not finite."""
+    gradient = jax.grad(lambda w, x: scale * loss(w, x))
+    exact, low = gradient(w, x.astype("float32")), gradient(w.astype("float16"), x)
+    return int(jnp.sum((low == 0) & (exact != 0))), int(jnp.sum(~jnp.isfinite(low)))
+
+  zeros, bad = in_float16(report.loss_scale)
+  assert bad == 0
+  assert 10 * zeros < in_float16(1.0)[0]
+
+
+@pytest.mark.standard_promotion
+def test_d15_moments_are_optimizer_state_in_any_argument():
+  tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8))
+  params = {"w": jax.random.normal(jax.random.key(0), (4, 3))}
+  batch = {"x": jnp.ones((2, 4)), "y": jnp.ones((2, 3)), "unread": jnp.ones(2)}
+
+  def step(params, opt_state, ema, batch):
+    loss = lambda params: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)  # noqa: E731
+    _, grads = mpjax.value_and_grad(loss, opt_state)(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    return params, opt_state, optax.incremental_update(params, ema, 0.1)
+
+  state = step(params, tx.init(params), params, batch)
+  apart = mpjax.ranges(step)(*state, batch)
+  together = mpjax.ranges(lambda state, batch: step(*state, batch))(state, batch)
+  moments = [optax.tree.get(state[1], name)["w"] for name in ("mu", "nu")]
+  for report in (apart, together):
+    groups = (*report.of("parameters"), *report.of("optimizer state"))
+    for group, x in zip(groups, (state[0]["w"], *moments, state[2]["w"]), strict=True):
+      check_equal(group, x)
+  ends = [(g.path.split("/")[0], *g.path.split("/")[-2:]) for g in apart.of("optimizer state")]
+  assert ends == [("opt_state", "mu", "w"), ("opt_state", "nu", "w"), ("ema", "ema", "w")]
+
+
+@pytest.mark.standard_promotion
+def test_masters_take_the_updates_that_half_parameters_would_lose():
+  params = {"w": jnp.ones(8, jnp.bfloat16)}
+  grads = {"w": jnp.full(8, 1e-4, jnp.float32)}
+
+  def step(tx, exactly):
+    def one(params, opt_state, grads):
+      updates, opt_state = tx.update(grads, opt_state, params)
+      master = mpjax.master_params(opt_state) if exactly else None
+      return mpjax.apply_updates(params, updates, master=master), opt_state
+
+    return one
+
+  plain, wide = optax.sgd(1.0), mpjax.master_weights(optax.sgd(1.0))
+  lossy = mpjax.ranges(lambda p, s, g: optax.apply_updates(p, plain.update(g, s, p)[0]))
+  assert lossy(params, plain.init(params), grads).lost_updates == 1
+  noise = {"rounding": "stochastic", "key": jax.random.key(0)}
+  assert not mpjax.ranges(mpjax.apply_updates)(params, grads, **noise).of("updates")
+  for exactly in (True, False):
+    report = mpjax.ranges(step(wide, exactly))(params, wide.init(params), grads)
+    assert report.lost_updates == 0
+    assert [g.path for g in report.of("updates")] == ["opt_state/master/w"]
+
+
+def test_a_model_of_nnx():
+  model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  graph, state = nnx.split(model)
+  report = mpjax.ranges(lambda u, m: m.bias.__setitem__(..., m.bias[...] + u))(jnp.ones(()), model)
+  assert [each.path for each in report.of("updates")] == ["m/bias"]
+  report = mpjax.ranges(lambda s, x: jnp.sum(nnx.merge(graph, s)(x)))(state, jnp.ones((4, 3)))
+  assert {g.path for g in report.of("parameters")} == {"s/kernel", "s/bias"}
+  assert report.of("gradients")
+
+
+def test_rows_of_a_step_without_scopes_are_those_of_its_parameters():
+  def step(params, x):
+    def loss(params):
+      y = x @ params["mlp"]["up"]["w"]
+      return jnp.mean((y @ params["mlp"]["down"]["w"]) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+  params = {"mlp": {"up": {"w": jnp.ones((4, 8))}, "down": {"w": jnp.ones((8, 2))}}}
+  report = mpjax.ranges(step)(params, jnp.ones((3, 4)))
+  for kind in ("activations", "gradients"):
+    assert {g.path for g in report.of(kind)} >= {"mlp/up", "mlp/down"}
+  assert {g.path for g in report.of("updates")} == {"params/mlp/up/w", "params/mlp/down/w"}
+
+
+def test_a_scalar_in_a_dict_or_list_and_one_of_keywords_alone_is_no_loss():
+  assert not mpjax.ranges(lambda *, w: jnp.sum(w))(w=jnp.ones(2)).of("gradients")
+  for fn in (lambda w: {"loss": jnp.sum(w)}, lambda w: [jnp.sum(w)], lambda w: {"0": jnp.sum(w)}):
+    assert not mpjax.ranges(fn)(jnp.ones(2)).of("gradients")
+  assert mpjax.ranges(lambda w: (w @ w, w))(jnp.ones(2)).of("gradients")
+
+
+@pytest.mark.parametrize(
+  "dtype", ["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+)
+def test_counts_are_those_of_numpy(dtype):
+  x = awkward(dtype)
+  counts, wide = mpjax.reports.GroupRanges(kind="float32", path=""), x.astype(np.float64)
+  for each in (x[:1000], x[1000:], x[:0]):
+    add(counts, each if dtype == "float64" else jnp.asarray(each))
+  check_equal(counts, x)
+  special = np.sum(wide == 0), np.sum(np.isinf(wide)), np.sum(np.isnan(wide)), 0
+  assert (counts.zero, counts.inf, counts.nan, counts.lost_updates) == special
+  assert counts.largest == np.max(np.abs(wide[np.isfinite(wide)]))
+
+
+def test_updates_that_are_lost_and_complex_numbers_which_no_policy_casts():
+  counts = mpjax.reports.GroupRanges(kind="updates", path="")
+  add(counts, np.asarray([3, 1.5, 0], np.float32), np.asarray([True, False, False]))
+  assert (counts.exponents, counts.zero, counts.lost_updates) == ({1: 1, 0: 1}, 1, 1)
+  report = mpjax.ranges(lambda x: jnp.fft.fft(x) * 2j)(jnp.ones(4, jnp.complex64))
+  assert not report.groups
+
+
+def test_the_gradient_of_a_loss_with_aux_and_integers():
+  def loss(tree, x):
+    return jnp.sum(tree["w"] * x), "text"
+
+  tree = {"n": jnp.arange(2), "w": jnp.ones(2), "flag": None}
+  (value, aux), grads = gradient_of(loss, 4.0)(tree, jnp.asarray([1.0, 2.0]))
+  assert value == 12
+  assert aux == []
+  np.testing.assert_array_equal(jax.tree.leaves(grads)[0], [4, 8])
+
+
+def planned(fn, *args):
+  leaves = jax.tree.leaves(args)
+  # The second argument is not returned under its path.
+  inputs = [Argument(f"leaf{i}", ("wu"[i],), i == 0, False) for i in range(len(leaves))]
+  flat = jax.tree.structure(args)
+  program = jax.make_jaxpr(lambda *x: jax.tree.leaves(fn(*jax.tree.unflatten(flat, x))))(*leaves)
+  return plan(body_of(program), inputs, [("w",)] * len(program.out_avals))
+
+
+def updated(fn, *args):
+  counted = planned(fn, *args)
+  return [counted.steps[number][1] for number in counted.additions]
+
+
+def test_activations_and_gradients_by_module_without_the_optimizer():
+  def step(w, x):
+    def loss(w):
+      with jax.named_scope("layer"):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    return w - 0.1 * jax.grad(loss)(w) ** 2
+
+  counted = planned(step, jnp.ones((3, 3)), jnp.ones((2, 3)))
+  assert set(counted.steps.values()) == {
+    ("activations", "layer"),
+    ("gradients", "layer"),
+    ("float32", "layer"),  # The sum.
+    ("updates", "leaf0"),
+  }
+  assert counted.inputs == {0: ("parameters", "leaf0")}
+  assert [counted.steps[number][0] for number in counted.additions] == ["updates"]
+
+
+def mask(n):
+  return jnp.where(jnp.tril(jnp.ones((n, n), bool)), 0.0, -1e9)
+
+
+ROLES = {  # In float32, of matmuls that a policy runs in low precision: what follows the matmul.
+  "result": (lambda y: y, [True]),
+  "activation": (lambda y: jnp.tanh(y), [True, True]),
+  "residual": (lambda y: y + jnp.tanh(y), [True, True, True]),
+  "relu": (lambda y: jnp.maximum(y, 0), [True, True]),
+  "exact factor": (lambda y: y / 8, [True, True]),
+  "sum": (lambda y: jnp.sum(y), [True, False]),
+  "exp": (lambda y: jnp.exp(y) * 2, [True, False, False]),
+  "exp, and a matmul": (lambda y: jnp.exp(y) @ y, [True, True, True]),
+  "masked": (lambda y: 2 * jnp.where(y > 0, y, -1e9), [True, False]),
+  "mask that is added": (lambda y: y + mask(3), [True, False]),
+  "mask": (lambda y: (y, mask(3) * 2), [True, False]),
+  "positions": (lambda y: (y, jnp.arange(3.0) * 2), [True, False, False]),
+  "angles": (lambda y: (y, jnp.einsum("i,j->ij", *[jnp.arange(3.0)] * 2)), [True, False, False]),
+  "in a loop": (lambda y: jax.lax.scan(lambda c, _: (c + y, None), y * 0, None, 2)[0], [True] * 3),
+  "carried": (
+    lambda y: jax.lax.scan(lambda c, _: (c + y, None), jnp.zeros((3, 3)), None, 2)[0],
+    [True, True],
+  ),
+  "of a branch": (lambda y: jax.lax.cond(y[0, 0] > 0, jnp.tanh, jnp.exp, y), [True, False, True]),
+}
+
+
+def test_what_a_policy_would_hold_in_low_precision():
+  for name, (fn, low) in ROLES.items():
+    counted = planned(lambda w, x, fn=fn: fn(x @ w), jnp.ones((3, 3)), jnp.ones((3, 3)))
+    floats = [counted.steps[key][0] == "activations" for key in sorted(counted.steps)]
+    assert floats == low, name
+
+
+STEPS = {
+  "added": lambda p, u: optax.apply_updates(p, u),
+  "subtracted": lambda p, u: p - u,
+  "other order": lambda p, u: u + p,
+  "jitted": jax.jit(lambda p, u: optax.apply_updates(p, u)),
+  "clipped": lambda p, u: jnp.clip(p + u, -1, 1),
+  "selected": lambda p, u: jnp.where(jnp.all(u == u), p + u, p),
+  "skipped": lambda p, u: jax.lax.cond(jnp.all(u == u), lambda p: p + u, lambda p: p, p),
+  "twice": lambda p, u: jax.lax.scan(lambda p, _: (p + u, None), p, None, 2)[0],
+  "wide": lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype),
+}
+
+
+def test_updates_are_found():
+  p = jnp.ones(3, jnp.bfloat16)
+  for name, step in STEPS.items():
+    assert updated(step, p, p) == ["leaf0"], name
+
+
+OTHERS = {
+  "low rank": lambda w, u: (w + u) @ w,
+  "decayed": lambda p, u: 0.9 * p + u,
+  "broadcast": lambda p, u: p[0, 0] + u,
+  "from it": lambda p, u: u - p,
+  "unchanged": lambda p, u: p,
+}
+
+
+def test_what_is_no_update():
+  p = jnp.ones((3, 3))
+  for name, step in OTHERS.items():
+    assert updated(step, p, 2 * p) == [], name
+
+
+def gathered(x):
+  """Casts a copy for each device, which computes nothing, and gathers them."""
+  mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+  local = lambda x: jax.lax.all_gather(jax.lax.pcast(x, "i", to="varying"), "i")  # noqa: E731
+  return jax.shard_map(local, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("i"))(x)
+
+
+MOVES = {
+  "moved and cast": lambda x: x.T.reshape(-1)[:2].astype(jnp.bfloat16),
+  "named": lambda x: jax.ad_checkpoint.checkpoint_name(x, "x"),
+  "repeated": lambda x: jnp.tile(x, (2, 1)),
+  "written": lambda x: jax.lax.dynamic_update_slice(jnp.zeros((4, 4)), x, (0, 0)),
+  "sorted": jnp.sort,
+  "padded": lambda x: jnp.pad(x, 1),
+  "sent": gathered,
+}
+
+
+def test_what_is_only_moved_sorted_or_cast_is_not_counted_again():
+  for name, fn in MOVES.items():
+    assert not planned(fn, jnp.ones((2, 2))).steps, name
+  assert planned(lambda x: jnp.maximum(x, 0), jnp.ones((2, 2))).steps
+
+
+def test_what_remat_repeats_is_not_counted_again():
+  @jax.checkpoint
+  def layer(x):
+    with jax.named_scope("layer"):
+      return jnp.tanh(jnp.tanh(x @ x))
+
+  def activations(fn):
+    groups = planned(fn, jnp.ones((3, 3))).steps.values()
+    return sum(group == ("activations", "layer") for group in groups)
+
+  assert activations(lambda x: jnp.sum(layer(x))) == 3
+  assert activations(jax.grad(lambda x: jnp.sum(layer(x)))) <= 3

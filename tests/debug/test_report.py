@@ -1,0 +1,142 @@
+"""Sections as text, HTML and JSON."""
+
+import html
+import io
+import json
+import math
+import re
+import sys
+import time
+
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax._debug import report
+from mpjax._debug.report import WIDTH, Report, Section, amount, percent, progress
+
+LONG = "decoder/" * 20 + "attention"
+SECTIONS = (
+  Section(
+    "Title <1>",
+    ("a line", f"   indented {LONG} and words that go on and on, " * 2),
+    ("module", "n", "note"),
+    ((LONG, "1.5 k", "a & b"), ("b", "2", "x" * 90)),
+  ),
+  Section("", ("no title",)),
+  Section("last", ("line",)),
+)
+
+
+class Example(Report):
+  def __init__(self, sections=SECTIONS):
+    self._sections = sections
+
+  def sections(self):
+    return self._sections
+
+  def as_dict(self):
+    return {"nan": math.nan, "rows": [{"inf": math.inf, "n": 2**60}], "text": "a", "none": None}
+
+
+def test_no_line_is_longer_than_a_terminal_and_nothing_is_lost():
+  text = str(Example())
+  assert max(map(len, text.splitlines())) <= WIDTH
+  assert "".join(text.split()).count("x") >= 90
+  assert "Title <1>" in text
+  assert "no title" in text
+  indented = [line for line in text.splitlines() if "decoder/decoder" in line and "1.5" not in line]
+  assert indented[0].startswith("   ")
+
+
+def test_d20_d21_paths_break_at_slashes_and_empty_sections_have_no_heading():
+  path = "/".join(f"a_module_with_a_name_{i}" for i in range(6))
+  columns = ("module", "n")
+  sections = [Section("nothing", (), columns), Section("some", (path,), columns, ((path, "1"),))]
+  title, *lines = str(Example(sections)).splitlines()
+  assert title == "some"
+  broken = [line.split()[0] for line in lines if line.startswith("a_module")]
+  assert len(broken) == 4
+  assert all(line.endswith(("/", "name_5")) for line in broken)
+
+
+def test_d22_what_waits_for_arguments_says_so_where_it_is_printed():
+  for tool in (mpjax.ranges(len), mpjax.tune(len, tolerance=0.1)):
+    assert re.fullmatch(r"<mpjax.(\w+)\(len\): call it .* as in mpjax.\1\(len\).*>", repr(tool))
+
+
+def test_html_is_the_text_escaped(tmp_path):
+  Example().to_html(tmp_path / "page.html")
+  page = (tmp_path / "page.html").read_text(encoding="utf-8")
+  for source in (page, Example()._repr_html_()):
+    tags = r"</?(?:pre|span|body|html|head|meta|title)[^>]*>|<!doctype html>"
+    text = html.unescape(re.sub(tags, "", re.sub("<title>.*</title>", "", source)))
+    assert "".join(text.split()) == "".join(str(Example()).split())
+  assert page.startswith("<!doctype html>")
+  assert "<title>Example</title>" in page
+  assert "http" not in page
+  assert "src=" not in page
+
+
+def test_text_of_a_numbered_item_is_indented():
+  text = str(Example([Section("", (f"1. {LONG}", "   cause"))])).splitlines()
+  assert text[0].startswith("1. decoder/")
+  assert all(line.startswith("   ") for line in text[1 : text.index("   cause") + 1])
+
+
+def test_json_has_no_nan():
+  assert json.loads(Example().to_json()) == {
+    "nan": "nan",
+    "rows": [{"inf": "inf", "n": 2**60}],
+    "text": "a",
+    "none": None,
+  }
+
+
+def test_amounts_and_percents():
+  numbers = {0: "0 B", 999: "999 B", 999.6: "1 kB", 1234: "1.23 kB", 19.5e9: "19.5 GB"}
+  assert [amount(number, "B") for number in numbers] == list(numbers.values())
+  shares = {0.0: "0.0 %", 1e-6: "<0.1 %", 0.978: "97.8 %", 1 - 1e-6: ">99.9 %", 1.0: "100.0 %"}
+  assert [percent(share) for share in shares] == list(shares.values())
+  assert percent(math.nan) == "-"
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+  for name in ("FIRST", "EVERY", "REDRAWN"):
+    monkeypatch.setattr(report, name, 0.05)
+
+
+def shown(monkeypatch, stream, lasts=True):
+  monkeypatch.setattr(sys, "stderr", stream)
+  with progress("work") as advance:
+    advance(5, 10)
+    while lasts and not stream.getvalue():
+      time.sleep(0.01)
+  return stream.getvalue()
+
+
+def test_a_log_gets_a_line_now_and_then(monkeypatch, hurried):
+  assert shown(monkeypatch, io.StringIO(), lasts=False) == ""
+  lines = shown(monkeypatch, io.StringIO()).splitlines()
+  assert set(lines) == {"work: 5 of 10, 0 s"}
+
+
+def test_a_terminal_gets_a_bar_that_goes_at_the_end(monkeypatch, hurried):
+  text = shown(monkeypatch, Terminal())
+  assert re.search(r"\rwork: ━{15} {15} 5 of 10, 0 s\r", text)
+  assert text.endswith("\r")
+  assert "\n" not in text
+
+
+@pytest.mark.parametrize("tool", ["ranges", "tune", "find_nonfinite"])
+def test_d16_every_tool_that_runs_a_function_shows_its_progress(tool, monkeypatch, capsys):
+  monkeypatch.setattr(report, "FIRST", 1e-3)
+  options = {"tolerance": 0.1} if tool == "tune" else {}
+  getattr(mpjax, tool)(lambda w, x: jnp.sum((x @ w) ** 2), **options)(jnp.eye(4), jnp.ones((2, 4)))
+  assert f"{tool}:" in capsys.readouterr().err

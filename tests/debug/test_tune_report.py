@@ -1,0 +1,44 @@
+import json
+import math
+
+import pytest
+
+import mpjax
+from mpjax._debug.tune_report import Evaluation, ModuleReport, TuneReport
+
+
+@pytest.fixture
+def report():
+  rule = mpjax.Rule("float32", path="**/decoder/a_long_name/of_a_module")
+  best = Evaluation(("Net/hot",), (rule,), 0.004, 0.9)
+  others = [Evaluation((), (), math.inf, 1.0), Evaluation(("Net/a",) * 9, (rule,), 0.02, 0.95)]
+  others.append(Evaluation(("",), (rule,), 0.01, 0.5))
+  modules = [
+    ModuleReport("Net/hot", math.inf, 0.01, 0.1),
+    ModuleReport("Net/" + "long" * 30, 0.002, math.nan, 0.9, is_stream=True),
+    ModuleReport("Net/exact", 0.0, math.nan, 0.0),
+  ]
+  return TuneReport(
+    policy=mpjax.Policy.parse("mixed_float16"),
+    tolerance=0.01,
+    **best._asdict(),
+    evaluations=[*others, best],
+    bound=17,
+    loss_scale=4096.0,
+    modules=modules,
+  )
+
+
+def test_text_and_json(report):
+  text = str(report)
+  assert max(map(len, text.splitlines())) <= 80
+  assert text.startswith("Error of each module in float16 against float32")
+  assert "Net/exact" not in text
+  parts = ("(residual stream)", "90.0 %", "0.004", "4 of at most 17", "autocast, at loss")
+  curve = "50.0 % 0.01 good (no scope)", "0.004 chosen Net/hot", "not finite nothing"
+  for part in (*parts, *curve, "95.0 % 0.02 Net/a, Net/a, Net/a and 6 more", "mpjax.Rule"):
+    assert part in " ".join(text.split()), part
+  found = json.loads(report.to_json())
+  assert found["rules"][0]["path"] == "**/decoder/a_long_name/of_a_module"
+  assert found["evaluations"][0]["error"] == "inf"
+  assert repr(report).startswith("<TuneReport: 90.0 % of the FLOPs of matmuls run in float16; ")

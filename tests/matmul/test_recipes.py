@@ -1,0 +1,240 @@
+"""Recipes: matmuls of groups in float8, and a format of a user's, all of which is in this file."""
+
+import dataclasses
+import functools
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import mpjax
+from mpjax._matmul.matmul import Scaled
+from tests.autocast.rig import matmuls
+from tests.errors import refused
+from tests.float8_oracle import E4M3, E5M2, normal, quantised
+
+# A recipe for int8: forward only, with the gradient of the matmul in the compute dtype.
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8:
+  name = "int8"
+
+  def __str__(self):
+    return f"{__name__}:INT8"
+
+  def why_not(self, depth, columns):
+    return "too short" if depth < 8 else None
+
+  def multiplies_gradient(self, *, of_weight):
+    return False
+
+  def quantise(self, x, summed, *, is_gradient):
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=summed, keepdims=True) / 127, 1e-30)
+    return Scaled(jnp.round(x / scale).astype(jnp.int8), scale)
+
+  def dot(self, multiply, left, right, dtype):
+    return multiply(left, right, jnp.dtype("int32")).astype(dtype)
+
+
+INT8 = Int8()
+POLICY = mpjax.Policy(compute_dtype="bfloat16", output_dtype="float32", matmul=INT8)
+
+
+def of_linen(policy, rules):
+  model = nn.Sequential([nn.Dense(32), nn.Dense(16)])
+  variables = model.init(jax.random.key(0), np.ones((4, 16), np.float32))
+  return mpjax.linen.with_policy(model, policy, rules).apply, variables
+
+
+def of_nnx(policy, rules):
+  rngs = nnx.Rngs(0)
+  model = nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs))
+  graphdef, state = nnx.split(model)
+  return lambda s, x: mpjax.nnx.with_policy(nnx.merge(graphdef, s), policy, rules)(x), state
+
+
+def of_function(policy, rules):
+  def fun(w, x):
+    with jax.named_scope("last"):
+      return x @ w[:, :16] @ w[:, 16:]
+
+  return mpjax.autocast(fun, policy, rules=rules, data_argnums=1), normal(1, (16, 32))
+
+
+FACES = {
+  "linen": (of_linen, "layers_1"),
+  "nnx": (of_nnx, "layers/1"),
+  "autocast": (of_function, "last"),
+}
+
+
+@pytest.mark.parametrize(("face", "last"), FACES.values(), ids=FACES)
+@pytest.mark.parametrize("given", [POLICY, str(POLICY)], ids=["policy", "text"])
+def test_a_recipe_of_a_users_runs_and_is_audited(face, last, given):
+  every = 2 if face is of_function else 1
+  for policy, rules, int8 in (
+    (given, (), 2),
+    (given, [mpjax.Rule("mixed_bfloat16", path=f"**/{last}")], 2 - every),
+    ("mixed_bfloat16", [mpjax.Rule(given, path=f"**/{last}")], every),
+  ):
+    fun, params = face(policy, rules)
+    grad = jax.value_and_grad(lambda p, x, fun=fun: jnp.sum(fun(p, x) ** 2))
+    x = normal(0, (4, 16))
+    audit = mpjax.audit(grad)(params, x)
+    flops = 2 * 4 * 16 * (16 if face is of_function else 32)
+    assert audit.flops.get(("forward", "int8"), 0) == flops * int8
+    assert any("int8" in row.dtype for row in audit.modules) is bool(int8)
+    assert (audit.half_share, audit.float8_share, audit.leaks) == (1.0, int8 / 5, ())
+    assert matmuls(grad, params, x) == [("bfloat16", "bfloat16")] * (5 - int8)
+    assert str(jax.make_jaxpr(grad)(params, x)).count("preferred_element_type=int32") == int8
+
+
+def test_what_int8_computes():
+  # Small integers are exact, but for the largest number of an operand, which says the scale.
+  x, w = (
+    np.rint(127 * np.clip(normal(i, shape), -1, 1)) for i, shape in enumerate(((4, 16), (16, 32)))
+  )
+  x[:, 0] = w[0] = 127
+  fun = mpjax.autocast(lambda w, x: (x @ w).astype(jnp.float32), POLICY, data_argnums=1)
+  found, pull = jax.vjp(fun, w.astype(np.float32), x.astype(np.float32))
+  np.testing.assert_array_equal(found, (x @ w).astype(ml_dtypes.bfloat16))
+  half = mpjax.autocast(lambda w, x: (x @ w).astype(jnp.float32), "mixed_bfloat16", data_argnums=1)
+  _, wanted = jax.vjp(half, w.astype(np.float32), x.astype(np.float32))
+  for one, other in zip(pull(jnp.ones((4, 32))), wanted(jnp.ones((4, 32))), strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+def test_a_recipe_has_to_be_found_by_its_text():
+  assert mpjax.Policy.parse(str(POLICY)) == pickle.loads(pickle.dumps(POLICY)) == POLICY
+  other = dataclasses.make_dataclass("Other", [], bases=(Int8,), frozen=True, eq=True)()
+  where, expected = "mpjax.Policy(matmul=...)", "a recipe 'package.module:NAME'"
+  for matmul, builtin in (
+    (other, TypeError),
+    (f"{__name__}:NONE", ValueError),
+    ("no:X", ValueError),
+  ):
+    with refused(builtin, where, expected, repr(matmul), "matmul=" if matmul is other else "str("):
+      mpjax.Policy(compute_dtype="bfloat16", matmul=matmul)
+
+
+# Matmuls of groups in float8.
+
+SIZES = np.array([5, 0, 7, 1], np.int32)  # Of 16 rows, of which three are in no group.
+RECIPES = {
+  "tensor": mpjax.Float8(skip=()),
+  "row": mpjax.Float8(skip=(), scaling="row"),
+  "row, half": mpjax.Float8(skip=(), scaling="row", power_of_two=True, weight_grad="half"),
+}
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def grouped(w, x, sizes):
+  return lax.ragged_dot(x.astype(jnp.float32), w, sizes)
+
+
+def cast(fun, recipe):
+  policy = mpjax.Policy(compute_dtype="bfloat16", matmul=recipe)
+  return mpjax.autocast(fun, policy, data_argnums=(1, 2))
+
+
+def with_gradients(fun):
+  """Returns a function of (w, x, sizes, g): result and gradients, for a gradient `g`."""
+
+  def call(w, x, sizes, g):
+    y, pull = jax.vjp(lambda w, x: fun(w, x, sizes).astype(jnp.bfloat16), w, x)
+    return y, *pull(g)
+
+  return call
+
+
+def operands():
+  experts = np.exp2(np.arange(4)).astype(np.float32)[:, None, None]
+  x, g = normal(0, (16, 32)), normal(2, (16, 48), 1e-3)
+  return normal(1, (4, 32, 48), 0.03) * experts, *(a.astype(ml_dtypes.bfloat16) for a in (x, g))
+
+
+@recipes
+def test_groups_and_their_gradients_are_those_of_each_expert_by_numpy(recipe):
+  w, x, g = operands()
+  x[13:], g[13:] = np.nan, np.inf  # Rows of no group reach no result and no scale.
+  y, of_w, of_x = jax.jit(with_gradients(cast(grouped, recipe)))(w, x, SIZES, g)
+
+  def stands_for(a, dtype, axis):
+    axis = (axis,) if recipe.scaling == "row" else None
+    return quantised(a.astype(np.float32), dtype, axis, recipe.power_of_two)
+
+  x[13:], g[13:] = 0, 0
+  half = recipe.weight_grad == "half"
+  rows, columns = (
+    a.astype(np.float64) if half else stands_for(a, dtype, 0) for a, dtype in ((x, E4M3), (g, E5M2))
+  )
+  wanted = [np.zeros(a.shape) for a in (y, of_w, of_x)]
+  for i, end in enumerate(np.cumsum(SIZES)):
+    here = slice(end - SIZES[i], end)
+    wanted[0][here] = stands_for(x, E4M3, 1)[here] @ stands_for(w, E4M3, 1)[i]
+    wanted[1][i] = rows[here].T @ columns[here]
+    wanted[2][here] = stands_for(g, E5M2, 1)[here] @ stands_for(w, E4M3, 2)[i].T
+  assert [a.dtype.name for a in (y, of_w, of_x)] == ["bfloat16", "float32", "bfloat16"]
+  for found, right, roundings in zip((y, of_w, of_x), wanted, (2, 0, 2), strict=True):
+    error = np.abs(np.asarray(found, np.float64) - right)
+    assert np.all(error <= roundings * 2.0**-8 * np.abs(right) + 2.0**-18 * np.max(np.abs(right)))
+    assert np.array_equal(found == 0, right == 0)
+
+
+def test_groups_under_transformations():
+  recipe, (w, x, g) = RECIPES["row"], operands()
+  fun, remat = (with_gradients(f(cast(grouped, recipe))) for f in (jax.jit, jax.checkpoint))
+  args = [jnp.stack([a, 2 * a]) for a in (w, x, SIZES, g)]
+  args[2] = jnp.stack([SIZES, SIZES[::-1]])
+  wanted = jax.tree.map(lambda *a: jnp.stack(a), *(fun(*(a[i] for a in args)) for i in range(2)))
+  mesh, spec = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec("d")
+  on_shards = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+
+  def one(fun):  # Of the one example that a device has.
+    return on_shards(lambda *args: jax.tree.map(lambda a: a[None], fun(*(a[0] for a in args))))
+
+  for name, mapped in {
+    "vmap": jax.vmap(fun),
+    "vmap of remat": jax.vmap(remat),
+    "scan": lambda *args: lax.scan(lambda _, each: (None, fun(*each)), None, args)[1],
+    "shard_map": one(fun),
+    "shard_map inside": with_gradients(cast(one(grouped), recipe)),
+  }.items():
+    for found, right in zip(jax.jit(mapped)(*args), wanted, strict=True):
+      # The compiler may leave out a rounding to bfloat16 in one of them.
+      found, right = (np.asarray(a, np.float32) for a in (found, right))
+      np.testing.assert_allclose(found, right, rtol=2**-7, atol=1e-6, err_msg=name)
+  # The result is linear in the weights: its tangent along them is itself, but for e4m3.
+  y, change = jax.jvp(lambda w: cast(grouped, recipe)(w, x, SIZES), (w,), (w,))
+  assert np.linalg.norm(change - y) < 0.1 * np.linalg.norm(y)
+
+
+def test_which_groups_qualify():
+  w, x, _ = operands()
+
+  def of_experts(w, x, sizes):
+    return jax.nn.relu(grouped(w["up"], x, sizes)) @ w["down"]
+
+  w = {"up": w, "down": normal(3, (48, 16))}
+  grad = jax.grad(lambda w, x: jnp.sum(cast(of_experts, RECIPES["tensor"])(w, x, SIZES) ** 2))
+  audit = mpjax.audit(grad)(w, x)
+  assert (audit.float8_share, audit.leaks) == (1.0, ())
+  assert {each.reason for each in audit.float8} == {""}
+
+  def reasons(fun, w):
+    return [each.reason for each in mpjax.audit(cast(fun, RECIPES["tensor"]))(w, x, SIZES).float8]
+
+  def by_batch(w, x, sizes):
+    return jax.vmap(grouped)(jnp.stack([w, w]), jnp.stack([x, x]), jnp.stack([sizes, sizes]))
+
+  assert reasons(grouped, normal(1, (4, 32, 20))) == ["N=20 is no multiple of 16"]
+  assert reasons(by_batch, w["up"]) == ["its groups are others than those of lax.ragged_dot"]

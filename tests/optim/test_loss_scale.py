@@ -1,0 +1,697 @@
+"""The scale against the oracle, gradients against NumPy; where a scale is found, read and set."""
+
+import dataclasses
+import fractions
+import functools
+import itertools
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState as FlaxState
+
+import mpjax
+from mpjax._core.errors import kind_of
+from mpjax._optim import loss_scale
+from mpjax._optim.loss_scale import find_scale, scales_in
+from tests.errors import refused
+from tests.loss_scale_oracle import LIMIT, Oracle
+
+DTYPES = dict.fromkeys(loss_scale.LossScaleState._fields, jnp.int32) | {
+  "scale": jnp.float32,
+  "finite": jnp.bool_,
+}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(config, finite, state, applied=None):
+  """Returns the final state, and that after each step; without `applied`, all finite ones are."""
+
+  def step(state, both):
+    finite, applied = both
+    flags = {"finite": finite, "all_finite": finite, "applied": applied}
+    state = loss_scale.adjust(config, state, first_bad=jnp.int32(finite), **flags)
+    return state, state
+
+  return jax.lax.scan(step, state, (finite, finite if applied is None else applied))
+
+
+def numbers(states):
+  columns = [np.asarray(getattr(states, key)).tolist() for key in Oracle().numbers()]
+  return [dict(zip(Oracle().numbers(), row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def with_traced_fields(fields):
+  """A configuration whose numbers are traced, so that one compilation serves all of them."""
+  config = object.__new__(mpjax.DynamicLossScale)
+  for name, value in fields.items():
+    object.__setattr__(config, name, value)
+  return config
+
+
+def typed(fields):
+  return {
+    key: jnp.asarray(value, jnp.int32 if key in ("growth_interval", "hysteresis") else jnp.float32)
+    for key, value in fields.items()
+  }
+
+
+@jax.jit
+def run_any(fields, finite, applied):
+  config = with_traced_fields(fields)
+  return run.__wrapped__(config, finite, loss_scale.init_scale(config), applied)
+
+
+def check_scenarios(*scenarios):
+  """Compares with the oracle; the scales after all steps, or the last ones, are given as well."""
+  for flags, scales, config in scenarios:  # 1 for a finite step.
+    dynamic = mpjax.DynamicLossScale(**config)
+    # Of one length, so that all of them are one program.
+    padded = np.zeros(256, bool)
+    padded[: len(flags)] = flags
+    _, states = run_any(typed(dataclasses.asdict(dynamic)), padded, padded)
+    steps = numbers(states)[: len(flags)]
+    assert steps == Oracle(**config).run(flags)
+    assert [step["scale"] for step in steps[-len(scales) :]] == scales
+
+
+@pytest.mark.filterwarnings("ignore:.*power of two")
+def test_growth():
+  # Of an interval, in the tests of other libraries: on its last step; overflows restart it.
+  def periods(factor, period):
+    scales = [10] * (period - 1) + [10 * factor] * period + [10 * factor**2]
+    config = {"growth_factor": factor, "growth_interval": period, "init_scale": 10}
+    return [1] * (2 * period), scales, config
+
+  every_2 = {"growth_interval": 2}
+  falling = [2.0**7, 2.0**6, 2.0**6, 2.0**7, 2.0**7, 2.0**6]
+  restarted = {"init_scale": 4, "growth_interval": 3, "hysteresis": 9}
+  # A finite step does not refill the hysteresis, as it would by Apex's rule: the second overflow
+  # halves. Growth does.
+  refilled = {"init_scale": 64, "growth_interval": 3, "hysteresis": 2}
+  check_scenarios(
+    ([1, 1, 0], [4, 8, 2], {"init_scale": 4, "backoff_factor": 0.25} | every_2),
+    ([1] * 10, [2.0 ** (8 + n // 2) for n in range(1, 11)], {"init_scale": 2.0**8} | every_2),
+    ([1, 1, 0, 1, 1, 1], [4, 4, 4, 4, 4, 8], restarted),
+    ([0, 1, 0, 1, 1, 1, 0, 0], [64, 64, 32, 32, 32, 64, 64, 32], refilled),
+    *itertools.starmap(periods, itertools.product([2, 3], [20, 30])),
+    ([0, 0, 1, 1, 1, 0], falling, {"init_scale": 2.0**8} | every_2),
+    ([1] * 8, [32], {"init_scale": 2} | every_2),
+    ([1, 0], [4, 2], {"init_scale": 2, "growth_interval": 1}),
+  )
+
+
+@pytest.mark.filterwarnings("ignore:.*power of two")
+def test_limits():
+  # Growth ends at the maximum, and halving at the minimum, where the oracle counts overflows.
+  growing = {"growth_interval": 1, "init_scale": 1}
+  hard = {"init_scale": 2.0**125, "max_scale": 2.0**126, "growth_factor": 16}
+  to_a_quarter = [8, 4, 2, 1, 0.5, 0.25, 0.25, 0.25]
+  check_scenarios(
+    ([0] * 6, [32, 16, 8, 8, 8, 8], {"init_scale": 64, "min_scale": 8}),
+    ([0, 1, 0, 0], [1], {"init_scale": 2}),
+    ([0] * 200, [2.0**-126] * 9, {"min_scale": 2.0**-126}),
+    ([0] * 8, to_a_quarter, {"init_scale": 2.0**4, "min_scale": 0.25}),
+    ([0] * 4, [25], {"init_scale": 400}),
+    *(([0] * 100, [1], {"backoff_factor": 1 / factor}) for factor in (2, 3)),
+    ([1] * 200, [2.0**100], growing | {"growth_factor": 8, "max_scale": 2.0**100}),
+    ([1] * 50, [2.0**24] * 50, growing | {"init_scale": 2.0**24}),
+    ([1] * 40, [2.0**126] * 40, growing | hard),
+  )
+  assert float(jnp.float32(1) / jnp.float32(2.0**126)) > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*power of two")
+def test_static_scale_is_constant():
+  config = mpjax.StaticLossScale(3)
+  flags = np.random.default_rng(0).random(10_000) < 0.5
+  final, states = run(config, flags, loss_scale.init_scale(config))
+  assert np.unique(states.scale).tolist() == [3.0]
+  assert (final.total, final.skipped) == (10_000, np.sum(~flags))
+  assert final.floor_hits == 0
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_counters_saturate(finite):
+  config = mpjax.DynamicLossScale(growth_interval=LIMIT, init_scale=1)
+  near = {key: jnp.int32(LIMIT - 1) for key in DTYPES if DTYPES[key] == jnp.int32}
+  state = loss_scale.init_scale(config)._replace(**near | {"hysteresis": jnp.int32(1)})
+  _, states = run(config, jnp.full(4, finite), state)
+  stopped = ["total"] if finite else ["total", "skipped", "consecutive_skips", "floor_hits"]
+  assert all(getattr(states, field).tolist() == [LIMIT] * 4 for field in stopped)
+  if finite:
+    # The window is complete on the first step, and a new one starts.
+    assert states.good_steps.tolist() == [0, 1, 2, 3]
+  static = mpjax.StaticLossScale(1)
+  start = loss_scale.init_scale(static)._replace(good_steps=near["total"])
+  _, states = run(static, jnp.full(4, True), start)
+  assert states.good_steps.tolist() == [LIMIT] * 4
+  yes, flags = jnp.asarray(True), {"applied": jnp.asarray(False), "first_bad": jnp.int32(0)}
+  for _ in range(3):
+    state = loss_scale.adjust(config, state, finite=yes, all_finite=yes, **flags)
+    assert state.bad_updates == LIMIT
+
+
+@pytest.mark.parametrize(
+  ("restored", "expected"),
+  [
+    ({"good_steps": 7}, {"scale": 8, "good_steps": 0}),  # A window of a longer interval.
+    ({"scale": 1.0}, {"scale": 2}),
+    ({"scale": 64.0}, {"scale": 8}),
+  ],
+  ids=str,
+)
+def test_a_state_restored_from_another_configuration(restored, expected):
+  config = mpjax.DynamicLossScale(init_scale=4, growth_interval=2, min_scale=2, max_scale=8)
+  restored = {field: jnp.asarray(value, DTYPES[field]) for field, value in restored.items()}
+  final, _ = run(config, jnp.asarray([True]), loss_scale.init_scale(config)._replace(**restored))
+  assert {field: getattr(final, field) for field in expected} == expected
+
+
+def random_configs(rng, n):
+  low = 2.0 ** rng.integers(-20, 10, n)
+  init = low * 2.0 ** rng.integers(0, 20, n)
+  power = rng.random(n) < 0.5
+  return {
+    "init_scale": init,
+    "growth_factor": np.where(power, 2.0 ** rng.integers(1, 5, n), rng.uniform(1.001, 9, n)),
+    "backoff_factor": np.where(power, 0.5 ** rng.integers(1, 5, n), rng.uniform(0.1, 0.99, n)),
+    "growth_interval": rng.integers(1, 30, n),
+    "min_scale": low,
+    "max_scale": init * 2.0 ** rng.integers(0, 30, n),
+    "hysteresis": rng.integers(1, 5, n),
+  }
+
+
+def test_scale_and_counters_equal_the_oracle_on_10_000_sequences():
+  n, steps = 10_000, 200
+  rng = np.random.default_rng(2)
+  configs = random_configs(rng, n)
+  share = rng.choice([0, 0.01, 0.2, 0.9, 1], (n, 1))
+  finite = rng.random((n, steps)) >= share
+  updates = rng.random((n, steps)) >= 0.05
+
+  @jax.jit
+  @jax.vmap
+  def program(*args):
+    state, states = run_any(*args)
+    return state, states.scale
+
+  state, history = jax.device_get(program(typed(configs), finite, finite & updates))
+  for i in range(n):
+    oracle = Oracle(**{key: value[i].item() for key, value in configs.items()})
+    flags = zip(finite[i].tolist(), updates[i].tolist(), strict=True)
+    assert history[i].tolist() == [oracle.step(*both).scale for both in flags]
+    assert {key: getattr(state, key)[i].item() for key in oracle.numbers()} == oracle.numbers()
+
+
+def test_unscaling_undoes_scaling():
+  rng = np.random.default_rng(0)
+  x = (rng.normal(size=4096) * 2.0 ** rng.integers(-30, 30, 4096)).astype(np.float32)
+  x[:3] = [-0.0, 0.0, 1.0]
+  for scale in (2.0, 4.0, 2.0**15, 2.0**-3, 3.0, 1e5, 0.7):
+    scaled = jnp.asarray(x, jnp.float32) * jnp.float32(scale)
+    found = np.asarray(loss_scale.unscale_tree(scaled, jnp.float32(scale)))
+    if np.frexp(scale)[0] == 0.5:
+      np.testing.assert_array_equal(found.view(np.uint32), x.view(np.uint32))
+    else:
+      assert np.all(np.abs(found - x) <= np.spacing(np.abs(x)))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_the_cast_comes_before_the_division(dtype):
+  x = np.asarray([1.0, 2.0**-10, -3.0], dtype)
+  found = loss_scale.unscale_tree({"a": jnp.asarray(x), "none": None}, jnp.float32(2.0**24))
+  assert found["none"] is None
+  assert found["a"].dtype == jnp.float32
+  np.testing.assert_array_equal(found["a"], x.astype(np.float32) / np.float32(2.0**24))
+  np.testing.assert_array_equal(loss_scale.unscale_tree(x, None), x.astype(np.float32))
+
+
+@pytest.mark.parametrize("exponent", [126, -126, 125, -125, 120, -120, 15])
+def test_unscaling_at_the_hard_limits(exponent):
+  # Complex gradients part by part.
+  scale = np.float32(2.0) ** np.float32(exponent)
+  x = np.asarray([1.5, -0.75], np.float32)
+  # 0.75 at 2^126 is 1.5 * 2^-127: the one subnormal, which XLA flushes.
+  expected = np.where(np.abs(x / scale) < np.finfo(np.float32).tiny, 0, x / scale)
+  assert expected[0] == 1.5 * 2.0**-exponent
+  found = loss_scale.unscale_tree(jnp.asarray(x), jnp.asarray(scale))
+  np.testing.assert_array_equal(found, expected)
+  found = loss_scale.unscale_tree(jax.lax.complex(x, x[::-1]), jnp.asarray(scale))
+  assert found.dtype == jnp.complex64
+  np.testing.assert_array_equal([found.real, found.imag], [expected, expected[::-1]])
+
+
+def test_extreme_values():
+  largest = np.finfo(np.float32).max
+  x = jnp.asarray([largest, -largest, -0.0, np.inf, -np.inf, np.nan], jnp.float32)
+  found = np.asarray(loss_scale.unscale_tree(x, jnp.float32(4)))
+  np.testing.assert_array_equal(found, [largest / 4, -largest / 4, -0.0, np.inf, -np.inf, np.nan])
+  assert np.signbit(found[2])
+  assert np.isinf(np.asarray(loss_scale.unscale_tree(x, jnp.float32(0.5)))[:2]).all()
+
+
+def test_float64_gradients_and_losses_stay_float64(set_flag):
+  set_flag("jax_enable_x64", True)
+  tree = [jnp.asarray([1.0]), jnp.asarray([2j]), jnp.ones(1, jnp.float16)]
+  found = loss_scale.unscale_tree(tree, jnp.float32(3))
+  assert [leaf.dtype.name for leaf in found] == ["float64", "complex128", "float32"]
+  assert found[0][0] == 1 / 3
+  scaled = mpjax.scale_loss(jnp.asarray(1 / 3), SCALED.init(PARAMS))
+  assert (scaled.dtype, scaled) == (jnp.float64, 8 / 3)
+
+
+DYNAMIC, OFF = mpjax.DynamicLossScale(), mpjax.NoLossScale()
+
+
+def test_defaults():
+  assert dataclasses.asdict(mpjax.DynamicLossScale()) == {
+    "init_scale": 2.0**15,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "min_scale": 1.0,
+    "max_scale": 2.0**24,
+    "hysteresis": 1,
+  }
+
+
+@pytest.mark.parametrize("config", [OFF, mpjax.StaticLossScale(8), DYNAMIC])
+def test_configuration_is_a_static_value(config):
+  same = dataclasses.replace(config)
+  assert same == config is not same
+  assert hash(same) == hash(config)
+  assert jax.tree.leaves(config) == [config], "a pytree would be traced"
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    config.scale = 1.0
+  assert jax.jit(lambda c: len(repr(c)), static_argnums=0)(config) == len(repr(config))
+
+
+@pytest.mark.parametrize(
+  "value", [8, 8.0, np.float32(8), np.float64(8), np.int64(8), fractions.Fraction(8)]
+)
+def test_any_plain_number_is_stored_as_the_same_float(value):
+  for scale in (
+    mpjax.StaticLossScale(value).scale,
+    mpjax.DynamicLossScale(init_scale=value).init_scale,
+    mpjax.DynamicLossScale(max_scale=value, init_scale=1).max_scale,
+  ):
+    assert scale == 8.0
+    assert type(scale) is float
+  assert mpjax.DynamicLossScale(init_scale=value) == mpjax.DynamicLossScale(init_scale=8)
+  assert type(mpjax.DynamicLossScale(growth_interval=np.int64(3)).growth_interval) is int
+  with pytest.warns(UserWarning, match="not a power of two"):
+    assert mpjax.StaticLossScale(scale=0.1).scale == float(np.float32(0.1)), "rounded to float32"
+
+
+def test_d23_a_keyword_too_many_or_none_is_refused_with_those_that_there_are():
+  where, expected = "mpjax.DynamicLossScale", "arguments init_scale"
+  for args, kwargs, got in (((), {"init": 4}, "'init'"), ((4,), {}, "positional")):
+    with refused(TypeError, where, expected, got, "init_scale=2**15"):
+      mpjax.DynamicLossScale(*args, **kwargs)
+
+
+def test_other_than_powers_of_two_warn_once():
+  dynamic, several = mpjax.DynamicLossScale, {"backoff_factor": 0.25, "min_scale": 0.37}
+  state = SCALED.init(PARAMS)
+  for make, fields, *named in (
+    (mpjax.StaticLossScale, {"scale": 400}, "scale=400"),
+    (dynamic, {"init_scale": 1e5}, "init_scale=100000"),
+    (functools.partial(mpjax.set_loss_scale, state), {"value": 1000}, "value=1000"),
+    (dynamic, several | {"growth_factor": 1.5}, "min_scale=0.370000005", "growth_factor=1.5"),
+  ):
+    with pytest.warns(UserWarning, match="not a power of two") as caught:
+      make(**fields)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__, "the warning points at the caller"
+    assert all(field in str(caught[0].message) for field in named)
+  # A warning would be an error here.
+  mpjax.DynamicLossScale(init_scale=2.0**-126, min_scale=2.0**-126, backoff_factor=0.125)
+  mpjax.StaticLossScale(2**126)
+
+
+SCALES = ("init_scale", "min_scale", "max_scale", "scale")
+NUMBERS = (*SCALES, "growth_factor", "backoff_factor")
+COUNTS = ("growth_interval", "hysteresis")
+
+
+def rounded(value):
+  return repr(float(np.float32(value)))
+
+
+def kind(value):
+  return f"of type {type(value).__name__}"
+
+
+WRONG = [
+  (
+    *(NUMBERS, [True, "8", None, [8], np.ones(2), jnp.ones(1), 1j, np.bool_(1)]),
+    *(TypeError, "a plain number", kind, "pass any number here"),
+  ),
+  (
+    *(COUNTS, [True, 2.0, "2", None, jnp.asarray(2), np.ones((), int)]),
+    *(TypeError, "an integer", kind, "int"),
+  ),
+  (
+    *(SCALES, [0, -1.0, 0.0, 2.0**-127, 2.0**127, 1e-300]),
+    *(ValueError, "positive number in [2^-126, 2^126]", repr, "power of two"),
+  ),
+  (
+    *(NUMBERS, [math.nan, math.inf, -math.inf, 1e300, np.float32("nan")]),
+    *(ValueError, "finite", repr, "power of two"),
+  ),
+  (COUNTS, [0, -1, 2**31], ValueError, "from 1 to 2^31 - 1", str, "Use 1"),
+  (
+    *(["growth_factor"], [1.0, 0.5, 0.0, -2.0, 1 + 1e-12, 2.0**127]),
+    *(ValueError, "above 1", rounded, "Take 2"),
+  ),
+  (
+    *(["backoff_factor"], [1.0, 2.0, 0.0, -0.5, 1 - 1e-12, 2.0**-127]),
+    *(ValueError, "below 1", rounded, "0.5"),
+  ),
+]
+"""Fields, values that are wrong for each of them, and the error: its type, expected, got, fix."""
+
+
+def make(field, value):
+  kind = mpjax.StaticLossScale if field == "scale" else mpjax.DynamicLossScale
+  return kind(**{field: value})
+
+
+def test_numbers_that_are_refused():
+  for fields, values, builtin, expected, got, fix in WRONG:
+    for field, value in itertools.product(fields, values):
+      with refused(builtin, f"LossScale({field})", expected, got(value), fix):
+        make(field, value)
+  for field in NUMBERS:
+    fix = "mpjax.set_loss_scale(opt_state, scale) in the step"
+    with refused(TypeError, f"LossScale({field})", "known before tracing", "Tracer", fix):
+      jax.eval_shape(lambda x, field=field: make(field, x) and x, 1.0)
+  limits, call = {"min_scale": 2, "max_scale": 8}, "mpjax.DynamicLossScale"
+  mpjax.DynamicLossScale(init_scale=8, **limits | {"min_scale": 8})
+  with refused(ValueError, f"{call}(min_scale)", "at most max_scale=8", "16", "limits around"):
+    mpjax.DynamicLossScale(**limits | {"min_scale": 16})
+  for scale in (1, 16):
+    fix = "limits around init_scale"
+    with refused(ValueError, f"{call}(init_scale)", "in [2, 8]", str(scale), fix):
+      mpjax.DynamicLossScale(init_scale=scale, **limits)
+
+
+# Labels: what is written there is read again.
+
+
+def test_a_label_names_what_differs_from_the_defaults_and_says_what_its_configuration_is():
+  hard = (2.0**-126, 2.0**126)
+  wide = mpjax.DynamicLossScale(min_scale=hard[0], max_scale=hard[1], hysteresis=2)
+  text = "dynamic(min_scale=1.17549435e-38,max_scale=8.50705917e+37,hysteresis=2)"
+  other = mpjax.DynamicLossScale(max_scale=2.0**20, backoff_factor=0.25)
+  backoff = "dynamic(backoff_factor=0.25,max_scale=1048576)"
+  for config, written, limits, *expected in (
+    (OFF, "none", hard, False, 2.0**126, 0.5),
+    (mpjax.StaticLossScale(0.125), "static(scale=0.125)", hard, False, 0.125, 0.5),
+    (DYNAMIC, "dynamic", (1.0, 2.0**24), True, 2.0**24, 0.5),
+    (mpjax.DynamicLossScale(init_scale=4), "dynamic", (1.0, 2.0**24), True, 2.0**24, 0.5),
+    (wide, text, hard, True, 2.0**126, 0.5),
+    (other, backoff, (1.0, 2.0**20), True, 2.0**20, 0.25),
+  ):
+    for name in (None, "generator", "a=1,b"):
+      (scale,) = scales_in(mpjax.loss_scaling(optax.sgd(0.1), config, name=name).init(jnp.ones(1)))
+      assert scale.label == (written if name is None else f"{name}:{written}")
+      assert (scale.name, scale.limits) == (name, limits)
+      assert [scale.dynamic, scale.largest, scale.fields.get("backoff_factor", 0.5)] == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*power of two")
+def test_label_keeps_the_limits_exactly():
+  for low, high in np.exp(np.random.default_rng(0).uniform(-80, 80, (300, 2))):
+    low, high = sorted((low, high))
+    config = mpjax.DynamicLossScale(init_scale=low, min_scale=low, max_scale=high)
+    fields = loss_scale.read_label(loss_scale.write_label(config))
+    assert (fields["min_scale"], fields["max_scale"]) == (config.min_scale, config.max_scale)
+
+
+# The scale in a state.
+
+PARAMS = {"w": jnp.ones(3), "b": jnp.ones(1)}
+SCALED = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
+
+
+def test_the_scale_is_found_wherever_it_sits():
+  # In every place in which optax can put a state, and in one of Flax.
+  first, identity, loss = {"w": "a", "b": "b"}, optax.identity(), jnp.asarray(2.0)
+  for tx in (
+    SCALED,
+    optax.chain(identity, optax.chain(SCALED, identity)),
+    optax.named_chain(("one", identity), ("two", SCALED)),
+    optax.masked(SCALED, {"w": True, "b": False}),
+    optax.partition({"a": SCALED, "b": optax.set_to_zero()}, first),
+    optax.flatten(SCALED),
+    None,
+  ):
+    state = tx.init(PARAMS) if tx else FlaxState.create(apply_fn=None, params=PARAMS, tx=SCALED)
+    assert mpjax.scale_loss(loss, state) == 16
+    assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 8
+    moved = mpjax.set_loss_scale(state, 4)
+    assert jax.tree.structure(moved) == jax.tree.structure(state)
+    assert (mpjax.scale_loss(loss, moved), mpjax.unscale(loss, moved)) == (8, 0.5)
+    assert mpjax.scale_loss(loss, state) == 16, "the old state is as it was"
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.filterwarnings("ignore:.*the loss is float16")
+def test_half_loss_is_cast_before_it_is_multiplied(wrap):
+  state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
+  half = jnp.asarray(5, jnp.float16)
+  for loss in (half, half.astype(jnp.bfloat16), np.float16(5), 5.0):
+    found = wrap(mpjax.scale_loss)(loss, state)
+    assert found == 163840
+    assert jax.typeof(found) == jax.typeof(jnp.float32(0)), "strongly typed"
+
+
+WIDE = mpjax.DynamicLossScale()
+EXCEEDS = WIDE, mpjax.DynamicLossScale(init_scale=1, max_scale=2**16), mpjax.StaticLossScale(2**16)
+FITS = mpjax.DynamicLossScale(max_scale=2**15), mpjax.StaticLossScale(2**15), mpjax.NoLossScale()
+
+
+def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once():
+  # The cotangent of a float16 loss is the scale in float16, inf from 2^16 on.
+  def scaled(params, state, dtype=jnp.float16):
+    return mpjax.scale_loss(jnp.mean(params["w"].astype(dtype)), state)
+
+  for config in EXCEEDS:
+    state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
+    with pytest.warns(UserWarning, match="the loss is float16.*cast to float32") as found:
+      jax.eval_shape(jax.grad(scaled), PARAMS, state)
+    assert len(found) == 1
+    # What it says is so.
+    with pytest.warns(UserWarning, match="the loss is float16"):
+      grads = jax.grad(scaled)(PARAMS, mpjax.set_loss_scale(state, 2**16))
+    assert not mpjax.all_finite(grads)
+  # Another warning would be an error here.
+  fits = [(config, jnp.float16) for config in FITS]
+  for config, dtype in [*fits, (WIDE, jnp.float32), (WIDE, jnp.bfloat16)]:
+    state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
+    jax.grad(scaled)(PARAMS, state, dtype)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one loss", "several"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
+def test_value_and_grad_of_a_float16_loss_takes_any_scale(dtype, several):
+  # A step was lost at each growth beyond 2^15, for ever.
+  name = "a" if several else None
+  params = {"w": jnp.asarray([1.0, 3.0], dtype)}
+
+  def fun(params):
+    return jnp.sum(params["w"].astype(jnp.float16) ** 2 / 2**14)
+
+  grad_fn = jax.jit(lambda p, s: mpjax.value_and_grad(fun, s, name=name)(p))
+  losses = {"a": WIDE, "b": mpjax.StaticLossScale(1)}
+  tx = mpjax.loss_scaling(optax.sgd(0.1), losses if several else WIDE)
+  for scale in (2.0**14, 2.0**16, 2.0**24):
+    state = mpjax.set_loss_scale(tx.init(params), scale, name=name)
+    loss, grads = grad_fn(params, state)
+    assert loss.dtype == jnp.float16
+    expected = np.asarray([1.0, 3.0]) * 2 / 2**14 * scale
+    np.testing.assert_array_equal(grads["w"], expected.astype(dtype))
+    assert grads["w"].dtype == dtype
+
+
+def test_under_strict_promotion():
+  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    tx = mpjax.loss_scaling(optax.sgd(0.1), check_updates=True)
+    state = tx.init(PARAMS)
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+      fun = lambda p, dtype=dtype: jnp.sum(p["w"] * p["w"]).astype(dtype)  # noqa: E731
+      _, grads = mpjax.value_and_grad(fun, state)(PARAMS)
+      _, new = tx.update(grads, state, PARAMS, loss=jnp.ones((), dtype))
+      mpjax.unscale(grads, new)
+      mpjax.loss_scaling_metrics(mpjax.set_loss_scale(new, 2))
+      mpjax.check_skipped_steps(new)
+      mpjax.select_tree(new.loss_scale["dynamic"].finite, PARAMS, PARAMS)
+
+
+def test_what_is_no_loss():
+  state = SCALED.init(PARAMS)
+  for loss, builtin, got in (
+    (jnp.ones(2), ValueError, "shape (2,)"),
+    (jnp.ones((1, 1)), ValueError, "shape (1, 1)"),
+    (jnp.asarray(2), TypeError, "int32[]"),
+    (jnp.asarray(2j), TypeError, "complex64[]"),
+    (2, TypeError, "2"),
+    (True, TypeError, "True"),
+    ("2", TypeError, "'2'"),
+    (jax.random.key(0), TypeError, "key<fry>[]"),
+  ):
+    with refused(builtin, "mpjax.scale_loss(loss)", "a floating scalar", got, "jnp.mean"):
+      mpjax.scale_loss(loss, state)
+
+
+CALLS = {
+  "scale_loss": lambda state, **kw: mpjax.scale_loss(jnp.asarray(1.0), state, **kw),
+  "unscale": lambda state, **kw: mpjax.unscale(jnp.asarray(1.0), state, **kw),
+  "set_loss_scale": lambda state, **kw: mpjax.set_loss_scale(state, 4, **kw),
+  "loss_scaling_metrics": mpjax.loss_scaling_metrics,
+  "check_skipped_steps": mpjax.check_skipped_steps,
+  "value_and_grad": lambda state, **kw: mpjax.value_and_grad(jnp.sum, state, **kw),
+}
+
+
+def test_states_without_a_scale_and_with_two():
+  pair = {"actor": SCALED.init(PARAMS), "critic": SCALED.init(PARAMS)}
+  none = optax.adam(1e-3).init(PARAMS), PARAMS, None, ()
+  made, wrap = "created by mpjax.loss_scaling", "tx = mpjax.loss_scaling(tx)"
+  for state, expected, got, fix in (
+    (pair, "one loss scale", "one with 2, named [None, None]", "by name="),
+    *((x, made, f"{kind_of(x)} without a loss scale", wrap) for x in none),
+  ):
+    for name, call in CALLS.items():
+      with refused(TypeError, f"mpjax.{name}(opt_state)", expected, got, fix):
+        call(state)
+
+
+def test_names_tell_scales_apart():
+  one = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(2), name="actor")
+  two = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(4), name="critic")
+  state = {"a": one.init(PARAMS), "c": two.init(PARAMS)}
+  assert find_scale(state, "test", "critic").label == "critic:static(scale=4)"
+  for call in CALLS.values():
+    call(state, name="actor")
+    where, got = "(opt_state) with name='citric'", "['actor', 'critic']"
+    with refused(ValueError, where, "the name of a loss scale", got, "name="):
+      call(state, name="citric")
+  moved = mpjax.set_loss_scale(state, 16, name="critic")
+  scales = [mpjax.loss_scaling_metrics(moved, name=n)["loss_scale"] for n in ("actor", "critic")]
+  assert scales == [2, 16]
+  assert mpjax.value_and_grad(lambda w: w, moved, name="critic")(1.0) == (1, 16)
+
+
+@pytest.mark.standard_promotion
+def test_a_tuple_is_taken_for_a_chain():
+  # What is in a chain may see scaled gradients and skipped steps; parameters are no state.
+  tx = {name: mpjax.loss_scaling(optax.adam(0.1), name=name) for name in "gd"}
+  trace, adam = optax.trace(0.9), optax.adam(0.1)
+  beside = adam, mpjax.accumulate_gradients(adam, 2), optax.chain(trace), tx["d"]
+  states = {name: one.init(PARAMS) for name, one in tx.items()}
+  for read in (mpjax.loss_scaling_metrics, mpjax.last_step_finite, mpjax.check_skipped_steps):
+    for name in tx:
+      read(states, name=name)
+      read((PARAMS, states[name]), name=name)
+    for other in beside:
+      state = optax.chain(optax.clip(1.0), tx["g"], other).init(PARAMS)
+      _, state = optax.chain(optax.clip(1.0), tx["g"], other).update(PARAMS, state, PARAMS)
+      for in_a_chain in (state, (states["g"], other.init(PARAMS))):
+        with pytest.raises(mpjax.MpjaxError, match=r"entire optimizer, got .* in a dict\."):
+          read(in_a_chain, name="g")
+
+
+def test_set_loss_scale_refuses():
+  state, where = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS), "mpjax.set_loss_scale(value)"
+  for value, builtin, expected in (
+    (0, ValueError, "positive"),
+    (-2.0, ValueError, "positive"),
+    (float("nan"), ValueError, "finite"),
+    (float("inf"), ValueError, "finite"),
+    (2.0**127, ValueError, "[2^-126, 2^126]"),
+    (2.0**25, ValueError, "[1, 16777216], the limits of this state"),
+    (0.5, ValueError, "[1, 16777216], the limits of this state"),
+    (True, TypeError, "a plain number"),
+    ("8", TypeError, "a plain number"),
+    (np.ones(2), TypeError, "a plain number"),
+  ):
+    with refused(builtin, where, expected, repr(value), ". "):
+      mpjax.set_loss_scale(state, value)
+  with refused(ValueError, where, "a scale of shape ()", "shape (2,)", "one for all"):
+    jax.eval_shape(mpjax.set_loss_scale, state, jnp.ones(2))
+  state = mpjax.loss_scaling(optax.sgd(0.1), OFF).init(PARAMS)
+  where, fix = "mpjax.set_loss_scale(opt_state)", "StaticLossScale or DynamicLossScale"
+  with refused(ValueError, where, "a scale that can move", "NoLossScale()", fix):
+    mpjax.set_loss_scale(state, 1)
+
+
+def test_a_scale_that_is_an_array_or_an_input_of_the_step():
+  # As MindSpore's `sens`: each call scales by its own number, and update divides by it.
+  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(jnp.float32(4)))
+
+  @jax.jit
+  def step(params, state, scale):
+    state = mpjax.set_loss_scale(state, scale)
+    _, grads = mpjax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2), state)(params)
+    updates, state = tx.update(grads, state, params)
+    return grads["w"], updates["w"], state
+
+  state = jax.device_get(tx.init(PARAMS))  # A state on the host will do.
+  # The limits of a static scale, where a NaN would stay one.
+  pairs = ((jnp.float32(8), 8), (1024, 1024), (2.0**127, 2.0**126), (np.nan, 2.0**-126))
+  for scale, within in pairs:
+    scale = scale if isinstance(scale, jax.Array) else np.float32(scale)
+    grads, updates, state = step(PARAMS, state, scale)
+    np.testing.assert_array_equal(grads, np.float32([2 * within] * 3))
+    np.testing.assert_array_equal(updates, np.float32([-1] * 3))
+  host = jax.device_get(mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS))
+  assert mpjax.loss_scaling_metrics(mpjax.set_loss_scale(host, jnp.float32(4)))["loss_scale"] == 4
+
+
+def test_set_loss_scale_starts_a_new_window_and_keeps_the_rest():
+  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(growth_interval=3))
+  _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+  moved = mpjax.set_loss_scale(state, 4)
+  (old,), (new,) = state.loss_scale.values(), moved.loss_scale.values()
+  assert old.good_steps == 1
+  assert new == old._replace(scale=new.scale, good_steps=new.good_steps)
+  assert (new.scale, new.good_steps) == (4, 0)
+
+
+def test_set_loss_scale_under_jit_and_vmap_and_in_host_memory():
+  state = jax.vmap(mpjax.loss_scaling(optax.sgd(0.1)).init)(jnp.ones((3, 2)))
+  for wrap in (lambda f: f, jax.jit):
+    moved = wrap(lambda s: mpjax.set_loss_scale(s, 2))(state)
+    assert mpjax.loss_scaling_metrics(moved)["loss_scale"].tolist() == [2, 2, 2]
+  host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+  moved = mpjax.set_loss_scale(jax.device_put(state, host), 2)
+  assert {x.sharding for x in jax.tree.leaves(moved)} == {host}
+
+
+def test_golden_tree():
+  tx = mpjax.loss_scaling(optax.sgd(0.1, momentum=0.9), name="all")
+  state = tx.init({"w": jnp.ones(3)})
+  paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+  label = ".loss_scale['all:dynamic']"
+  fields = "scale good_steps hysteresis total skipped consecutive_skips floor_hits bad_updates"
+  assert paths == [
+    *(f"{label}.{field}" for field in [*fields.split(), "first_bad", "finite"]),
+    ".inner_state[0].trace['w']",
+  ]
+  leaves = jax.tree.leaves(state)
+  assert not any(x.weak_type for x in leaves)
+  assert [x.dtype.name for x in leaves] == ["float32", *["int32"] * 8, "bool", "float32"]
+  assert jax.tree.structure(pickle.loads(pickle.dumps(state))) == jax.tree.structure(state)
+  off = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()).init({"w": jnp.ones(3)})
+  assert off.loss_scale == {"none": ()}
+  assert jax.tree.leaves(off) == []

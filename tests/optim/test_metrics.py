@@ -1,0 +1,388 @@
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax._jaxpr.reader import walk
+from tests.errors import refused
+from tests.loss_scale_oracle import Oracle
+from tests.programs import bits
+
+PARAMS = {"w": jnp.ones(3), "x": jnp.ones(2)}
+TX = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=4, growth_interval=2))
+GOOD = jax.tree.map(jnp.ones_like, PARAMS)
+WHERE = "mpjax.check_skipped_steps(opt_state)"
+BAD = {"w": jnp.ones(3), "x": jnp.asarray([0.0, jnp.nan])}
+
+
+@jax.jit
+def update(grads, state):
+  return TX.update(grads, state, PARAMS)[1]
+
+
+def after(*grads, state=None):
+  return functools.reduce(lambda s, g: update(g, s), grads, state or TX.init(PARAMS))
+
+
+def blamed(state, got, skips=1, fix="look for an inf or NaN in the data", **options):
+  """Asserts that so many skipped steps raise, and what is blamed for the last one."""
+  with refused(RuntimeError, WHERE, f"fewer than {skips} skipped steps in a row", got, fix):
+    mpjax.check_skipped_steps(state, skips, **options)
+
+
+def test_metrics_are_these_scalars():
+  metrics = mpjax.loss_scaling_metrics(after(GOOD, BAD, BAD))
+  counters = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits", "bad_updates")
+  dtypes = {"loss_scale": "float32", "finite": "bool"} | dict.fromkeys(counters, "int32")
+  off = mpjax.loss_scaling(optax.sgd(1.0), mpjax.NoLossScale()).init(PARAMS)
+  for found in (metrics, mpjax.loss_scaling_metrics(off)):
+    assert {key: value.dtype.name for key, value in found.items()} == dtypes
+    assert list(found) == list(metrics)
+    assert {np.shape(value) for value in found.values()} == {()}
+
+
+def test_metrics_equal_the_oracle():
+  state, oracle, step = TX.init(PARAMS), Oracle(init_scale=4, growth_interval=2), jnp.int32(0)
+  for flag in [1, 0, 0, 0, 1, 1, 1, 0, 1]:
+    old, state = state, update(GOOD if flag else BAD, state)
+    step = mpjax.select_tree(mpjax.last_step_finite(state), step + 1, step)
+    numbers = oracle.step(bool(flag)).numbers()
+    metrics = mpjax.loss_scaling_metrics(state, before=old)
+    moved = metrics["loss_scale"] != mpjax.loss_scaling_metrics(old)["loss_scale"]
+    assert bool(metrics.pop("scale_changed")) is bool(moved)
+    assert bool(metrics.pop("finite")) == bool(mpjax.last_step_finite(state)) == bool(flag)
+    assert float(metrics.pop("loss_scale")) == numbers.pop("scale")
+    numbers.pop("hysteresis")
+    assert {key: int(value) for key, value in metrics.items()} == numbers
+  assert state.inner_state[0].count == step == 5, "adam counts the applied steps only"
+
+
+def test_check_skipped_steps_raises_after_so_many_skips():
+  state = after(GOOD, *[BAD] * 4)
+  mpjax.check_skipped_steps(state)
+  mpjax.check_skipped_steps(state, max_consecutive_skips=5)
+  last = "the last step's first non-finite value was in gradient leaf 1"
+  blamed(state, f"4, at loss scale 1; {last}", 4)
+  mpjax.check_skipped_steps(after(GOOD, state=state), max_consecutive_skips=1)
+  for wrong in (0, -1, 1.5, "5", True):
+    with pytest.raises(mpjax.MpjaxError) as error:
+      mpjax.check_skipped_steps(state, wrong)
+    assert error.value.where == "mpjax.check_skipped_steps(max_consecutive_skips)"
+    assert error.value.expected == "an integer, at least 1"
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1)], ids=["moments", "none"])
+def test_check_skipped_steps_names_no_path_of_what_may_have_more_leaves(optimizer):
+  # The first leaf of variables is a batch statistic, the first gradient that of a parameter.
+  tx = mpjax.loss_scaling(optimizer)
+  _, state = tx.update(BAD, tx.init(PARAMS), PARAMS)
+  variables = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(2)}}
+  for params in (variables, nnx.Linear(1, 1, rngs=nnx.Rngs(0))):
+    mpjax.check_skipped_steps(tx.init(PARAMS), params=params)
+    got = "gradient leaf 1 (in the order of jax.tree.leaves of the parameters that this loss scale"
+    fix = 'Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
+    blamed(state, got, fix=fix, params=params)
+
+
+def test_check_skipped_steps_names_the_gradient_by_its_path_or_the_parameters():
+  # The parameters if they are NaN, where their values can be looked at.
+  nan, donated = {"w": PARAMS["w"].at[0].set(jnp.nan)}, jnp.full(2, jnp.nan)
+  donated.delete()
+  gone = [{"x": x} for x in (donated, jax.ShapeDtypeStruct((2,), jnp.float32))]
+  data, checkpoint = "in the data and the loss, log(0), a division by 0", "restore a checkpoint"
+  twice, parameters = after(BAD, BAD), "hold a NaN at ['w'], "
+  for state, params, got, fix in (
+    (twice, PARAMS, "in the gradient of ['x']", data),
+    (after(*[BAD | {"w": jnp.full(3, jnp.inf)}] * 2), PARAMS, "the gradient of ['w']", data),
+    (twice, PARAMS | nan, parameters, checkpoint),
+    (twice, PARAMS | nan | {"step": 3, "rate": 0.5}, parameters, checkpoint),
+    *((twice, PARAMS | x, "in the gradient of ['x']", data) for x in gone),
+    *((twice, nan | x, parameters, checkpoint) for x in gone),
+  ):
+    blamed(state, got, 2, fix, params=params)
+  # The parameters of a train state are its own.
+  blamed(mpjax.TrainState.create(PARAMS, TX)._replace(opt_state=twice), "gradient of ['x']", 2)
+
+
+@pytest.mark.parametrize("why", ["loss", "updates"])
+def test_check_skipped_steps_does_not_blame_the_gradients_for_what_they_did_not_do(why):
+  tx = mpjax.loss_scaling(optax.scale_by_adam(), check_updates=True)
+  state = tx.init(PARAMS)
+  if why == "updates":  # a state that was restored with a NaN in it
+    damaged = state.inner_state._replace(mu=jax.tree.map(lambda x: x * jnp.nan, PARAMS))
+    state = state._replace(inner_state=damaged)
+  _, state = tx.update(GOOD, state, PARAMS, loss=jnp.nan if why == "loss" else None)
+  blamed(state, "the loss, the model state or the updates, not the gradients", params=PARAMS)
+  assert mpjax.loss_scaling_metrics(state)["bad_updates"] == (1 if why == "updates" else 0)
+
+
+def test_check_skipped_steps_names_no_path_behind_a_mask():
+  # Each optimizer sees its part of the parameters, where the first gradient is another one.
+  nets = {"critic": {"b": jnp.ones(1), "w": jnp.ones(2)}, "generator": {"b": jnp.ones(1)}}
+  bad = nets | {"generator": {"b": jnp.full(1, jnp.nan)}}
+  scaled = {name: mpjax.loss_scaling(optax.adam(0.1), name=name) for name in nets}
+  tx = optax.multi_transform(scaled, {name: name for name in nets})
+  _, state = tx.update(bad, tx.init(nets), nets)
+  mpjax.check_skipped_steps(state, 1, params=nets, name="critic")
+  got = "gradient leaf 0 (in the order of jax.tree.leaves of the parameters that this loss scale"
+  blamed(state, got, fix="look for", params=nets, name="generator")
+
+
+def test_check_skipped_steps_names_the_other_loss_whose_gradients_were_bad():
+  scales = dict.fromkeys(("box", "class"), mpjax.StaticLossScale(2))
+  tx = mpjax.loss_scaling(optax.sgd(0.1), scales)
+  _, state = tx.update({"box": GOOD, "class": BAD}, tx.init(PARAMS), PARAMS)
+  for name, params, got in (
+    ("box", PARAMS, "the gradient of ['x'], of the loss 'class'"),
+    ("box", None, "params= gives its path), or leaf 1 of the loss 'class'"),
+    ("class", PARAMS, "in the gradient of ['x']. "),
+  ):
+    blamed(state, got, fix="look for", params=params, name=name)
+
+
+def test_check_skipped_steps_sees_the_nan_of_a_run_without_loss_scaling():
+  for optimizer, params, got in (
+    (optax.adam(0.1), None, "one at ['opt_state'][0].mu['x']"),
+    (optax.sgd(0.1), PARAMS | {"x": BAD["x"]}, "one at ['params']['x']"),
+  ):
+    tx = mpjax.loss_scaling(optimizer, mpjax.NoLossScale())
+    _, state = tx.update(GOOD, tx.init(PARAMS), PARAMS)
+    # An inf is not yet a NaN, and may be meant: a mask, or the best value so far.
+    mpjax.check_skipped_steps(state, params=PARAMS | {"x": jnp.full(2, -jnp.inf)})
+    _, state = tx.update(BAD, state, PARAMS)
+    with refused(RuntimeError, WHERE, "no NaN", got, "mpjax.StaticLossScale(1)"):
+      mpjax.check_skipped_steps(state, params=params)
+    with pytest.raises(TypeError, match="got a traced one"):
+      jax.eval_shape(lambda s: mpjax.check_skipped_steps(s, params=PARAMS["w"] * 1), state)
+  with refused(TypeError, WHERE, "a concrete state", "traced", "after the jitted step"):
+    jax.eval_shape(mpjax.check_skipped_steps, TX.init(PARAMS))
+
+
+def with_scale(state, **fields):
+  ((label, scale),) = state.loss_scale.items()
+  return state._replace(loss_scale={label: scale._replace(**fields)})
+
+
+def test_check_skipped_steps_finds_a_damaged_scale():
+  for scale in (np.nan, np.inf, 0.0, -1.0):
+    expected, got = "a positive finite loss scale", str(np.float32(scale))
+    with refused(RuntimeError, WHERE, expected, got, "restore another checkpoint"):
+      mpjax.check_skipped_steps(with_scale(TX.init(PARAMS), scale=jnp.float32(scale)))
+
+
+def test_check_skipped_steps_looks_at_the_worst_member():
+  states = jax.vmap(TX.init)(jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS))
+  states = with_scale(states, consecutive_skips=jnp.asarray([0, 7, 2], jnp.int32))
+  mpjax.check_skipped_steps(states, 8)
+  blamed(states, "7, at loss scale 4", 7)
+
+
+YES, NO = jnp.asarray(True), jnp.asarray(False)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_commit_takes_the_one_or_the_other(wrap, bad):
+  # And lets nothing through from the other.
+  rest = {"none": None, "nothing": np.zeros(2, jax.dtypes.float0)}
+  new = {"mean": jnp.asarray([bad, 1.0]), "n": jnp.asarray(4), "key": jax.random.key(1)} | rest
+  old = {"mean": jnp.asarray([0.5, -0.0]), "n": jnp.asarray(3), "key": jax.random.key(0)} | rest
+  for kept in (wrap(mpjax.select_tree)(NO, new, old), wrap(mpjax.select_tree)(YES, old, new)):
+    assert kept.pop("key") == old["key"]
+    assert kept["nothing"].dtype == jax.dtypes.float0
+    assert bits(kept) == bits({name: x for name, x in old.items() if name != "key"})
+    assert kept["none"] is None
+  both = wrap(lambda new, old: mpjax.select_tree(YES & mpjax.all_finite(new), new, old))(new, old)
+  assert both["n"] == 3
+
+
+def test_commit_takes_any_bool_and_python_numbers():
+  for flag in (True, np.bool_(True), np.asarray(True)):
+    assert mpjax.select_tree(flag, jnp.asarray(1.0), jnp.asarray(2.0)) == 1
+  old = {"step": 3, "rate": 0.25, "text": "a"}
+  assert mpjax.select_tree(NO, old | {"step": 4, "rate": 0.5}, old) == old
+
+
+SELECT = "mpjax.select_tree(finite, new, old)"
+
+
+def test_commit_wants_one_flag():
+  several = jnp.asarray([True, False])
+  with refused(ValueError, SELECT, "a scalar flag", "shape (2,)", "jax.vmap"):
+    mpjax.select_tree(several, jnp.ones(2), jnp.zeros(2))
+  assert jax.vmap(mpjax.select_tree)(several, jnp.ones(2), jnp.zeros(2)).tolist() == [1, 0]
+  for flag, got in ((1, "1"), (jnp.asarray(1), "an array int32[]"), (None, "None"), ({}, "a dict")):
+    with refused(TypeError, SELECT, "a bool flag", got, "mpjax.last_step_finite(opt_state)"):
+      mpjax.select_tree(flag, jnp.ones(2), jnp.zeros(2))
+
+
+def test_commit_wants_trees_alike():
+  for new, got in (
+    ({"a": jnp.ones(2)}, "nothing at ['b']"),
+    ({"a": jnp.ones(2), "b": jnp.ones(2, jnp.float16)}, "float16[2] for float32[2] at ['b']"),
+    ({"a": jnp.ones(3), "b": jnp.ones(2)}, "float32[3] for float32[2] at ['a']"),
+    ({"a": jnp.ones(1), "b": jnp.arange(2)}, "float32[1] for float32[2] at ['a']; int32[2]"),
+    ({"a": jnp.ones(2), "b": jnp.ones(2), "c": 1.0}, "an extra leaf at ['c']"),
+    ({"a": jnp.ones(2), "b": None}, "None for float32[2] at ['b']"),
+  ):
+    with refused(ValueError, SELECT, "like the old one", got, "same structure"):
+      mpjax.select_tree(YES, new, {"a": jnp.ones(2), "b": jnp.ones(2)})
+
+
+# The monitor.
+
+
+def problem(dtype):
+  keys = jax.random.split(jax.random.key(0), 4)
+  params = {
+    "dense": {"kernel": jax.random.normal(keys[0], (8, 5), dtype), "bias": jnp.zeros(5, dtype)},
+    "steps": jnp.zeros((), jnp.int32),
+  }
+
+  def gradients(step):
+    # A third of the gradients are zero.
+    g = jax.random.normal(jax.random.fold_in(keys[1], step), (8, 5)).at[::3].set(0)
+    return {"dense": {"kernel": g, "bias": g[1]}, "steps": None}
+
+  return params, gradients
+
+
+def counts_of(opt_state, path):
+  """Returns its size, zero gradients, updates and lost updates."""
+  counts = mpjax.monitor_counts(opt_state)[path]
+  assert list(counts) == ["size", "zero_gradients", "updates", "lost_updates"]
+  return [int(n) for n in counts.values()]
+
+
+HALF = pytest.mark.filterwarnings("ignore:.*stored in low precision")
+
+
+@HALF
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_counts_of_a_run_equal_those_of_numpy(dtype):
+  params, gradients = problem(dtype)
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8)))
+
+  @jax.jit
+  def step(params, opt_state, grads):
+    scaled = jax.tree.map(lambda g: (8 * g).astype(dtype), grads)
+    updates, opt_state = tx.update(scaled, opt_state, params)
+    return mpjax.apply_updates(params, updates), opt_state, updates
+
+  opt_state, seen = tx.init(params), 0
+  for number in range(4):
+    old = params
+    params, opt_state, updates = step(params, opt_state, gradients(number))
+    for leaf in ("kernel", "bias"):
+      before, after, u = (np.asarray(t["dense"][leaf]) for t in (old, params, updates))
+      lost = np.sum((before == after) & (u != 0))
+      seen += lost
+      zero = np.sum(np.asarray(gradients(number)["dense"][leaf]) == 0)
+      assert counts_of(opt_state, f"dense.{leaf}") == [u.size, zero, np.sum(u != 0), lost]
+  assert (seen > 0) == (dtype != jnp.float32)
+  assert set(mpjax.monitor_counts(opt_state)) == {"dense.kernel", "dense.bias"}
+
+
+def test_underflow_is_seen_as_zero_gradients():
+  params, small = {"w": jnp.ones(4)}, jnp.asarray([1e-8, 1e-8, 1.0, 1.0])
+  for scale, zeros in ((2.0, 2), (1024.0, 0)):
+    tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(scale)))
+    grads = {"w": (scale * small).astype(jnp.float16)}
+    _, state = tx.update(grads, tx.init(params), params)
+    assert counts_of(state, "w")[1] == zeros
+
+
+def test_masters_lose_nothing():
+  params = {"w": jnp.ones(3, jnp.bfloat16), "norm": jnp.ones(3)}
+  grads = {"w": jnp.asarray([1e-4, 0.5, 0.0]), "norm": jnp.asarray([1e-4, 1e-9, 0.0])}
+  tx = mpjax.monitor(mpjax.loss_scaling(mpjax.master_weights(optax.sgd(1.0))))
+  _, state = jax.jit(tx.update)(jax.tree.map(lambda g: g * 2.0**15, grads), tx.init(params), params)
+  assert (counts_of(state, "w"), counts_of(state, "norm")) == ([3, 1, 1, 0], [3, 1, 2, 1])
+
+
+@HALF
+def test_in_a_train_step_without_a_scale_and_of_several_losses():
+  params, gradients = problem(jnp.bfloat16)
+  params, grads = ({"dense": tree["dense"]} for tree in (params, gradients(0)))
+
+  def loss_fn(params, model_state, batch, rng):
+    loss = sum(jnp.sum(p.astype(jnp.float32) * batch) for p in jax.tree.leaves(params))
+    return loss, (model_state, {})
+
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(8)))
+  state = mpjax.TrainState.create(params, tx)
+  for batch in (1.0, jnp.inf):  # The second is skipped.
+    state, _ = mpjax.make_train_step(loss_fn, tx, donate=False)(state, jnp.float32(batch))
+    assert counts_of(state.opt_state, "dense.bias") == [5, 0, 5, 0]
+  several = {"a": mpjax.StaticLossScale(8), "b": mpjax.StaticLossScale(2)}
+  zeros = jax.tree.map(jnp.zeros_like, grads)
+  for inner, given in (
+    (optax.sgd(1e-3), grads),
+    (mpjax.loss_scaling(optax.sgd(1e-3), mpjax.NoLossScale()), grads),
+    (mpjax.loss_scaling(optax.sgd(1e-3), several), {"a": grads, "b": zeros}),
+    (mpjax.loss_scaling(optax.sgd(1e-3), {"a": several["a"]}), {"a": grads}),
+  ):
+    tx = mpjax.monitor(inner)
+    _, state = jax.jit(tx.update)(given, tx.init(params), params)
+    assert counts_of(state, "dense.kernel")[1] == 15
+
+
+def test_in_an_nnx_optimizer_parameters_have_the_same_names_at_init_and_update():
+  model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(0.1)))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  _, grads = mpjax.value_and_grad(lambda m: jnp.sum(m(jnp.ones((1, 3)))), optimizer)(model)
+  optimizer.update(model, grads)
+  params = nnx.state(model, nnx.Param)  # And in their variables.
+  _, state = tx.update(params, tx.init(params), params)
+  for counts in map(mpjax.monitor_counts, (optimizer, state)):
+    assert {name: int(one["updates"]) for name, one in counts.items()} == {"bias": 2, "kernel": 6}
+
+
+def test_monitors_of_parts_of_a_tree_count_all_of_it():
+  # The first alone was reported; two paths with one text were one parameter.
+  params = {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(3), "['a": {"b']": jnp.ones(4)}}
+  parts = {label: mpjax.monitor(optax.sgd(0.1)) for label in "xy"}
+  several = optax.multi_transform(parts, {"a": "x", "a.b": "y", "['a": "x"})
+  for inner in (several, parts["x"]):
+    tx = mpjax.loss_scaling(inner)
+    _, state = tx.update(params, tx.init(params), params)
+    sizes = {name: int(one["size"]) for name, one in mpjax.monitor_counts(state).items()}
+    assert sizes == {"a.b": 2, "['a.b']": 3, """["['a"].b']""": 4}
+
+
+def test_errors_of_the_monitor():
+  params, fix = {"w": jnp.ones(2)}, "tx.update(grads, opt_state, params)"
+  plain = mpjax.loss_scaling(optax.sgd(0.1))
+  tx = mpjax.monitor(plain)
+  with refused(ValueError, "update(params)", "the parameters", "None", fix):
+    tx.update(params, tx.init(params))
+  where, got = "mpjax.monitor_counts(opt_state)", "without a monitor"
+  with refused(TypeError, where, "keeps counts", got, "mpjax.monitor(mpjax.loss_scaling(inner))"):
+    mpjax.monitor_counts(plain.init(params))
+  with refused(TypeError, "update(state)", "the state", "a LossScalingState", "init"):
+    tx.update(params, plain.init(params), params)
+  two, got = (tx.init(params), tx.init(params)), "2 that count the same parameters"
+  with refused(ValueError, where, "monitors of separate parts", got, "of one optimizer alone"):
+    mpjax.monitor_counts(two)
+
+
+def test_it_reads_each_array_in_one_pass():
+  params = {"a": jnp.ones(8), "b": jnp.ones((2, 4))}
+
+  def operations(monitor):
+    tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
+    tx = mpjax.monitor(tx) if monitor else tx
+    program = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    return collections.Counter(eqn.primitive.name for eqn in walk(program))
+
+  more = operations(True) - operations(False)
+  # Whatever is counted of a parameter, one reduction counts it: more of them would read it again.
+  assert more["reduce"] == len(params)
+  assert not {name for name in more if name.startswith("reduce_")}

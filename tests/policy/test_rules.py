@@ -1,0 +1,331 @@
+"""`Rule`: what each selector picks out, which rule wins, and what a wrong one is told."""
+
+import pickle
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax._policy.rules import ModuleRecord, first_match, is_flax_norm, parse_config, parse_rules
+from tests.errors import check_error, refused
+
+Rule = mpjax.Rule
+X = jnp.ones((1, 2))
+
+
+class Plain:
+  """A module, as far as a path or a class rule looks at one."""
+
+
+class Derived(Plain):
+  """A subclass of it."""
+
+
+class Other:
+  """A class of its own."""
+
+
+def matches(path, module_path):
+  return Rule(None, path=path).matches(Plain(), module_path)
+
+
+# A glob or regular expression, the paths that it matches, and others that it does not.
+GLOBS = [
+  ("encoder/attention", ["encoder/attention"], ["encoder/attention/query", "my/encoder/attention"]),
+  ("encoder", ["encoder"], ["encoder_2", "Encoder"]),
+  ("coder", [], ["encoder"]),
+  # one level
+  ("encoder/*/attention", ["encoder/layer_0/attention"], ["encoder/attention"]),
+  ("encoder/*/attention", [], ["encoder/a/b/attention"]),
+  ("*", ["encoder"], ["", "encoder/attention"]),
+  ("block_*", ["block_12"], ["block_1/mlp"]),
+  ("block_?", ["block_1"], ["block_12"]),
+  ("block_[02]", ["block_2"], ["block_1"]),
+  ("block_[!02]", ["block_1"], ["block_2"]),
+  # any number of levels
+  ("**", ["", "a/b/c"], []),
+  ("**/head", ["head", "a/b/head"], ["a/head/b", "a/overhead"]),
+  ("encoder/**", ["encoder", "encoder/a/b"], ["encoders/a"]),
+  ("a/**/z", ["a/z", "a/b/c/z"], ["a/b"]),
+  ("a/**/**/z", ["a/z"], ["z"]),
+  ("**/a/**", ["x/a/y"], ["x/y"]),
+  # the root
+  ("", [""], ["a"]),
+]
+PATTERNS = [
+  (r"block_\d+/mlp", ["block_12/mlp"], ["block_12/mlp/x"]),
+  (r".*mlp", ["block_12/mlp"], []),
+  (r"", [""], ["a"]),
+  (r"(encoder|decoder)/.*", ["decoder/x/y"], ["x/decoder/y"]),
+]
+
+
+def test_globs_and_regular_expressions_match_in_full():
+  patterns = [(re.compile(pattern), yes, no) for pattern, yes, no in PATTERNS]
+  for path, yes, no in [*GLOBS, *patterns]:
+    found = [matches(path, name) for name in yes + no]
+    assert found == [True] * len(yes) + [False] * len(no), path
+
+
+def test_classes():
+  for selector, module, wanted in [
+    (Plain, Plain(), True),
+    (Plain, Derived(), True),
+    (Derived, Plain(), False),
+    (Plain, Other(), False),
+    ((Derived, Other), Other(), True),
+    ((Derived, Other), Plain(), False),
+    (Plain, Plain, False),
+  ]:
+    assert Rule(None, module=selector).matches(module, "anywhere") is wanted, (selector, module)
+
+
+class Net(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(2, name="head")(nn.Dense(2, name="body")(x))
+
+
+def test_classes_of_one_name_stay_apart():
+  # As those of a module that is loaded again do.
+  def factory():
+    class Block(nn.Module):
+      pass
+
+    return Block
+
+  one, two = factory(), factory()
+  assert one.__module__ == two.__module__
+  assert one.__qualname__ == two.__qualname__
+  rule = Rule("float16", module=one)
+  assert rule.matches(one(), "")
+  assert not rule.matches(two(), "")
+
+
+def test_what_a_predicate_raises_names_the_module():
+  rule = Rule(None, where=lambda module: module.missing)
+  for path, name in (("encoder/head", "'encoder/head'"), ("", "'at the root'")):
+    with pytest.raises(AttributeError) as caught:
+      rule.matches(Plain(), path)
+    (note,) = caught.value.__notes__
+    assert f"for the module {name} (Plain)" in note
+    assert "the root has no name" in note
+  # What it returns counts by its truth.
+  assert Rule(None, where=lambda m: "yes").matches(Plain(), "") is True
+  assert Rule(None, where=lambda m: None).matches(Plain(), "") is False
+
+
+def is_head(module):
+  return module.name == "head"
+
+
+def test_a_predicate_created_in_each_step_is_traced_in_each_step():
+  traces, variables = [], Net().init(jax.random.key(0), X)
+
+  @jax.jit
+  def apply(variables, x):
+    traces.append(None)
+    return Net().apply(variables, x)
+
+  def step(predicate):
+    rules = [Rule("float32", where=predicate)]
+    with mpjax.linen.policy_scope("params=float32,compute=bfloat16", rules):
+      return apply(variables, X).dtype
+
+  assert [step(is_head) for _ in range(3)] == [jnp.float32] * 3
+  assert len(traces) == 1
+  assert [step(lambda m: m.name == "head") for _ in range(2)] == [jnp.float32] * 2
+  assert len(traces) == 3
+
+
+EXACT = Rule("float32", path="encoder/head")
+PATTERN = Rule("float16", path="**/head")
+
+
+def test_the_first_rule_that_matches_wins():
+  for rules, path, wanted in [
+    ((EXACT, PATTERN), "encoder/head", EXACT),
+    ((PATTERN, EXACT), "encoder/head", PATTERN),
+    ((EXACT, PATTERN), "decoder/head", PATTERN),
+    ((EXACT, PATTERN), "encoder/heads", None),
+  ]:
+    assert first_match(rules, Plain(), path) is wanted, (rules, path)
+
+
+def test_a_rule_is_a_value_and_so_is_a_list_of_rules():
+  pairs = [
+    [Rule("mixed_float16", path="a/*"), Rule("p=f32,c=f16,o=f32", path="a/*")],
+    [Rule(None, module=Plain), Rule(None, module=Plain)],
+    [Rule(None, where=is_head), Rule(None, where=is_head)],
+    [Rule(None, path=re.compile("a")), Rule(None, path=re.compile("a"))],
+  ]
+  for one, two in pairs:
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one is not two
+  assert len({rule for pair in pairs for rule in pair}) == len(pairs)
+  assert Rule(None, path="a") != Rule("float32", path="a")
+  assert Rule(None, path="a") != Rule(None, path=re.compile("a"))
+  assert Rule(None, module=Plain) != Rule(None, module=(Plain,))
+  with pytest.raises(AttributeError):
+    pairs[0][0].path = "b"
+  # A predicate is the function itself, and pickled by its name.
+  assert pickle.loads(pickle.dumps(pairs[2][0])) == pairs[2][0]
+  others = [Rule("float32", where=lambda m: m.name == "head") for _ in range(2)]
+  assert others[0] != others[1]
+  # Another order of rules is another value.
+  one, two, three = (
+    mpjax.linen.with_policy(nn.Dense(2), "bfloat16", rules)
+    for rules in ([EXACT, PATTERN], (EXACT, PATTERN), [PATTERN, EXACT])
+  )
+  assert one == two != three
+
+
+def test_the_text_of_a_rule():
+  policy = "params=float32,compute=float32,output=float32"
+  assert repr(EXACT) == f"Rule('{policy}', path='encoder/head')"
+  assert repr(Rule(None, module=Plain)) == f"Rule(None, module={Plain!r})"
+  assert repr(Rule(None, path=re.compile("a+"))) == "Rule(None, path=re.compile('a+'))"
+
+
+def test_selectors_that_select_nothing():
+  expected = "exactly one of path=, module= and where="
+  for selectors, got in [
+    ({}, "none of them"),
+    ({"path": "a", "module": Plain}, "path= and module="),
+    ({"path": "a", "module": Plain, "where": callable}, "path= and module= and where="),
+    ({"module": Plain, "where": callable}, "module= and where="),
+  ]:
+    with refused(ValueError, "mpjax.Rule(...)", expected, got, "one rule for each selector"):
+      Rule("float32", **selectors)
+  expected = "a glob of module names joined by single slashes"
+  globs = ["encoder/", "/encoder", "a//b", "/", "blocks[0", "block0]"]
+  for path in globs + [f"a{sign}" for sign in r".\()|+^${}"]:
+    where, fix = "mpjax.Rule(path=...)", "pass re.compile(...)"
+    with refused(ValueError, where, expected, repr(path), fix):
+      Rule("float32", path=path)
+  classes = "a class or a non-empty tuple of classes"
+  for selector, expected, values in [
+    ("path", "a glob or a compiled regular expression", [3, ("encoder", "head"), Plain]),
+    ("module", classes, ["Dense", Plain(), (), [Plain], (Plain, "Dense")]),
+    ("where", "a predicate on the bound module", ["head", 3]),
+  ]:
+    for value in values:
+      where, fix = f"mpjax.Rule({selector}=...)", "what each selector takes"
+      with refused(TypeError, where, expected, repr(value), fix):
+        Rule("float32", **{selector: value})
+
+
+def test_a_wrong_policy_is_told_as_anywhere_and_a_rule_written_otherwise_is_told_how():
+  with refused(ValueError, "mpjax.Rule(policy)", "a preset", "'float61'", "'float16'"):
+    Rule("float61", path="a")
+  # What is nothing like a policy is not taken for the nearest one.
+  for path in ("head", "encoder/mlp", "**/attention"):
+    fix = 'The policy comes first: Rule("float32", path="head").'
+    with refused(ValueError, "mpjax.Rule(policy)", "a preset", repr(path), fix) as caught:
+      Rule(path, path="float32")
+    assert "Did you mean" not in str(caught.value)
+  expected, fix = "arguments policy, path, module, where", 'mpjax.Rule("float32", path="head")'
+  for args, kwargs in [
+    (("head", "float32"), {}),
+    (("float32", "head"), {}),
+    ((), {"path": "head"}),
+    (("float32",), {"paths": "head"}),
+  ]:
+    with refused(TypeError, "mpjax.Rule(...)", expected, "argument", fix):
+      Rule(*args, **kwargs)
+
+
+def test_any_iterable_of_rules_will_do_and_nothing_else():
+  assert parse_rules(iter([EXACT, PATTERN]), "f") == (EXACT, PATTERN)
+  assert parse_rules((), "f") == ()
+  where, fix = "mpjax.with_policy(rules=...)", "Write [mpjax.Rule("
+  for rules, got in [
+    (EXACT, repr(EXACT)),
+    (3, "3"),
+    ([EXACT, "float32"], "'float32'"),
+    ([("head", "float32")], "('head', 'float32')"),
+    ("head", "'head'"),
+    ({"head": "float32"}, "'head'"),
+    (None, "None"),
+  ]:
+    with refused(TypeError, where, "a sequence of mpjax.Rule", got, fix):
+      parse_rules(rules, where)
+
+
+CLASSES = {
+  **{"": "Net", "encoder": "Encoder", "encoder/attention": "Attention"},
+  **{"encoder/mlp": "Dense", "decoder": "Dense"},
+}
+
+
+def unmatched_error(rule, classes=CLASSES):
+  record = ModuleRecord(given())
+  record.classes = classes
+  return record.unmatched(rule, "that init passed")
+
+
+def test_the_error_for_a_rule_that_matches_nothing():
+  of_classes = "The model's classes: Attention, Dense, Encoder, Net."
+  similar = "The nearest module paths: 'encoder/attention', 'encoder', 'encoder/mlp'."
+  for rule, near in (
+    (Rule(None, path="encoder/atention"), similar),
+    (Rule(None, path=re.compile("decodr")), "The nearest module paths: 'decoder', "),
+    (Rule(None, module=Plain), of_classes),
+    (Rule(None, where=callable), "The nearest module paths: '', 'decoder', 'encoder'."),
+  ):
+    error = unmatched_error(rule)
+    fix = f'{near} Fix the selector, or pass unmatched="ignore".' if near.endswith(".") else near
+    expected = "a rule that picks out at least one module"
+    got = "none of the 5 modules that init passed"
+    check_error(error, ValueError, f"rules: {rule!r}", expected, got, fix)
+    assert isinstance(error, mpjax.errors.UnmatchedRuleError)
+  # Profiles and reports begin paths with the root, by its name or its class.
+  for path in ("Net/decoder", "GT/decoder"):
+    classes = {"GT": "Net", **CLASSES} if path.startswith("GT") else CLASSES
+    fix = unmatched_error(Rule(None, path=path), classes).fix
+    assert f"The name of the root, {path[:-8]!r}, is no part of paths: write 'decoder'." in fix
+  assert "root" not in unmatched_error(Rule(None, path="encoder/at")).fix
+  for rule in (Rule(None, path="head"), Rule(None, where=callable)):
+    fix = unmatched_error(rule, {"": "Dense"}).fix
+    assert fix.startswith("The only module is the root, path ''. Fix the selector")
+
+
+WILDCARDS = [
+  ("*a" * 12 + "b", "a" * 40, "a" * 40 + "b"),
+  ("**/a/" * 12 + "x", "/".join(["a"] * 40), "/".join(["a"] * 40) + "/x"),
+  ("**/*a*/" * 6 + "x", "/".join(["aa"] * 40), "/".join(["aa"] * 40) + "/x"),
+]
+
+
+def test_a_glob_takes_no_longer_for_many_wildcards():
+  # Trying each wildcard at each position takes minutes.
+  for glob, no, yes in WILDCARDS:
+    assert (matches(glob, no), matches(glob, yes)) == (False, True)
+
+
+def given(policy="c=bf16", rules=(), unmatched="raise"):
+  return parse_config("mpjax.f", policy, rules, unmatched=unmatched)
+
+
+def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere():
+  norms = ({"where": is_flax_norm}, False)
+  for selector, by_path in (
+    ({"path": "a"}, True),
+    ({"where": callable}, True),
+    ({"module": nn.Dense}, False),
+    norms,
+  ):
+    assert given(rules=[Rule(None, **selector)]).by_path == by_path
+  for policy, rules, rewrites in [
+    ("c=bf16", (), True),
+    ("float32", (), False),
+    (None, (), False),
+    ("float32", [Rule("c=f16", path="a")], True),
+    ("c=f32,precision=default", (), True),
+    (None, [Rule("c=f32,precision=highest", path="a")], True),
+  ]:
+    assert given(policy, rules).rewrites == rewrites, (policy, rules)
