@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
+import by_hand
 import gpu_steps
 import hlo
 import jax
@@ -20,72 +20,38 @@ from jax.sharding import SingleDeviceSharding
 from models import Case
 
 import mpjax
-from mpjax._jaxpr.graph import Graph
 
 VERSIONS = ("float32", "by hand", "by hand, exact", "policy", "autocast")
 """All take float32 parameters and inputs. `by hand, exact` rounds no more than a policy does: the
 gradients of biases are float32 sums, and so are the logits, which the loss reads in float32."""
 
-
-@jax.custom_vjp
-def float32_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Returns `x @ kernel` as the float32 sums that it is; its gradients are products in half."""
-  return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
-
-
-def _gradients(saved: Any, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
-  (x, kernel), half = saved, sums.astype(saved[0].dtype)
-  rows = (a.reshape(-1, a.shape[-1]) for a in (x, half))
-  return half @ kernel.T, jnp.matmul(next(rows).T, next(rows))
-
-
-float32_product.defvjp(lambda *args: (float32_product(*args), args), _gradients)
-
-
-def exact(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, *, head: int) -> Any:
-  """An interceptor for dense layers: biases are broadcast in float32, and then cast.
-
-  With Flax's `dtype` they are cast first, and so their gradients add up in half, over the batch.
-  The layer with `head` features returns float32.
-  """
-  layer, get = context.module, context.module.get_variable
-  if not isinstance(layer, (nn.Dense, nn.DenseGeneral)):
-    return next_fun(*args, **kwargs)
-  if layer.features == head:
-    out: Any = float32_product(
-      args[0].astype(layer.dtype), get("params", "kernel").astype(layer.dtype)
-    )
-  elif layer.use_bias:
-    product = layer.clone(parent=None, use_bias=False)
-    out = product.apply({"params": {"kernel": get("params", "kernel")}}, *args)
-  else:
-    return next_fun(*args, **kwargs)
-  if not layer.use_bias:
-    return out
-  return out + jnp.broadcast_to(get("params", "bias"), out.shape).astype(out.dtype)
+FLOAT32_LOGITS = "by hand, float32 logits"
+"""A version beside `VERSIONS`: `by hand`, with logits that are the float32 sums of their matmul."""
 
 
 def losses(case: Case, half: str) -> dict[str, Callable[..., Any]]:
-  """Returns the loss of `run.loss_fn` in every one of `VERSIONS`."""
-  float32, by_hand, policy = (
+  """Returns the loss of `run.loss_fn` in every one of `VERSIONS`, and as `FLOAT32_LOGITS`."""
+  float32, low, policy = (
     functools.partial(run.loss_fn, apply) for apply in run.variants(case, half).values()
   )
+  exact, logits = (
+    by_hand.intercepted(low, how, case.classes) for how in (by_hand.exact, by_hand.float32_logits)
+  )
+  found = (float32, low, exact, policy, mpjax.autocast(float32, half))
+  return {**dict(zip(VERSIONS, found, strict=True)), FLOAT32_LOGITS: logits}
 
-  def by_hand_exact(*args: Any) -> Any:
-    with nn.intercept_methods(functools.partial(exact, head=case.classes)):
-      return by_hand(*args)
 
-  found = (float32, by_hand, by_hand_exact, policy, mpjax.autocast(float32, half))
-  return dict(zip(VERSIONS, found, strict=True))
+def plain_steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
+  """Returns the step of each of `losses`, and its state."""
+  state = state_of(case)
+  return {
+    name: (functools.partial(run.step_of, loss), state) for name, loss in losses(case, half).items()
+  }
 
 
 def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
-  """Returns the step of every version, of `VERSIONS` and `gpu_steps.BASES`, and its state."""
-  state = state_of(case)
-  found = {
-    name: (functools.partial(run.step_of, loss), state) for name, loss in losses(case, half).items()
-  }
-  return found | gpu_steps.steps(case, half)
+  """Returns the step of each of `losses` and of `gpu_steps.BASES`, and its state."""
+  return plain_steps(case, half) | gpu_steps.steps(case, half)
 
 
 def state_of(case: Case) -> Any:
@@ -147,7 +113,7 @@ def compiled_step(
     "conditionals": program.count("conditional"),
     # A compiler for a CPU makes float32 products of half ones.
     "half_share_traced": audit.half_share,
-    "flops": flops_of(traced.jaxpr),
+    "flops": flops_of(audit),
     "product_bytes": sum(program.moved(each) for each in kernels if program.is_product(each)),
     "fusions": program.count("fusion"),
     "accessed_bytes": int((compiled.cost_analysis() or {}).get("bytes accessed", 0)),
@@ -174,10 +140,12 @@ def compiled_versions(
   return compiled
 
 
-def flops_of(program: Any) -> dict[str, int]:
-  """Returns the FLOPs of matmuls and convolutions by the unit that a GPU computes them with."""
+def flops_of(audit: mpjax.reports.AuditReport) -> dict[str, int]:
+  """Returns the FLOPs of matmuls and convolutions by the unit that a GPU computes them with.
+
+  No step here asks for `jax.lax.Precision.HIGHEST`, so Tensor Cores round float32 to TF32.
+  """
   found: collections.Counter[str] = collections.Counter()
-  for operation, dtype, count in Graph(program).matmuls():
-    exact = dtype.itemsize < 4 or "HIGHEST" in str(operation.eqn.params.get("precision"))
-    found[dtype.name if exact else "tf32"] += count
-  return {unit: count for unit, count in found.items() if count}
+  for (_, dtype), count in audit.flops.items():
+    found["tf32" if dtype == "float32" else dtype] += count
+  return dict(found)

@@ -6,12 +6,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jaxprs
 import measure
 import numpy as np
 from jax import lax
 
 import mpjax
-from mpjax._jaxpr.reader import walk
 
 COUNTS = (100, 300, 1000, 3000, 10_000)
 
@@ -99,7 +99,7 @@ KINDS: Mapping[str, tuple[Build, Wrap, Wrap]] = {
 
 def equations(fun: Callable[..., Any], args: Sequence[Any]) -> int:
   """Returns how many equations a program has, those inside of others too, as they are written."""
-  return sum(1 for _ in walk(jax.make_jaxpr(fun)(*args)))
+  return sum(1 for _ in jaxprs.walk(jax.make_jaxpr(fun)(*args)))
 
 
 def sized(kind: str, count: int) -> tuple[Callable[..., Any], Sequence[Any], int]:

@@ -1,4 +1,4 @@
-"""Measure training steps on a GPU: JAX in nine versions, PyTorch in three.
+"""Measure training steps on a GPU: JAX in ten versions, PyTorch in three.
 
   make bench                                  on a machine with a GPU
   python benchmarks/gpu_bench.py --size tiny  the same script on a CPU, to see it work

@@ -1,7 +1,7 @@
 """Compile the benchmark models for a GPU that is not there, and count what it would run.
 
   make gpu-hlo
-  make gpu-hlo ARGS="--models gpt --depth 2"    a quick one
+  make gpu-hlo ARGS="--size quick"              small models, in a few minutes
   python benchmarks/gpu_hlo.py --gpu none       for this machine's CPU, at the sizes of a CPU
 
 One whole training step of each model: float32, dtypes by hand, under a policy, and with autocast
@@ -24,7 +24,7 @@ import jax
 import measure
 import roofline
 from jax.experimental import topologies
-from models import SIZES
+from models import SIZES, Case
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -43,6 +43,10 @@ HALVES = {
 }
 OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """The autotuner would have to run kernels to choose one: every product is a call of cuBLAS."""
+
+
+WITHOUT_MPJAX = ("float32", "by hand", "by hand, exact", aot.FLOAT32_LOGITS)
+"""Versions whose programs stay as they are when mpjax changes."""
 
 
 def gpu_device(name: str) -> Any:
@@ -78,7 +82,7 @@ def estimate(gpu: str | None, figures: Mapping[str, Any], program: hlo.Module) -
 
 
 def main(
-  models: Sequence[str] = tuple(HALVES),
+  models: Sequence[str] | None = None,
   gpu: str | None = "h200",
   size: str | None = None,
   depth: int | None = None,
@@ -87,67 +91,116 @@ def main(
   triton: bool = False,
   differences: int = 0,
   texts: pathlib.Path | None = None,
+  by_hand: pathlib.Path | None = None,
   out: pathlib.Path = OUT,
   console: Console | None = None,
 ) -> dict[str, Any]:
   """Compiles, prints tables, writes JSON, and returns what it wrote.
 
   Args:
-    models: names of `SIZES`.
+    models: names of `SIZES`; by default all of the size "quick", `HALVES` of another.
     gpu: one of `GPUS`; None compiles for this machine's CPU.
     size: one of `SIZES`; by default the one for what is compiled for.
     depth: at most so many layers, or blocks in a stage.
     half: of every model; by default of each its own, see `HALVES`.
-    versions: which of `VERSIONS` and `gpu_steps.BASES`.
+    versions: which of `VERSIONS`, `FLOAT32_LOGITS` and `gpu_steps.BASES`.
     triton: whether Triton may take products from cuBLAS, and fuse what stands around them.
     differences: how many lines about what a version has more or less than the one by hand.
     texts: a folder for the text of every compiled program.
+    by_hand: a file for the figures of `WITHOUT_MPJAX`. Those that it has for these settings are not
+      compiled again, whatever changed in mpjax; the others are added to it.
     out: the file for all figures.
     console: where to print.
   """
   console = console or Console()
   size = size or ("cpu" if gpu is None else "gpu")
+  models = models or tuple(SIZES[size] if size == "quick" else HALVES)
   options = {} if gpu is None else OPTIONS | {"xla_gpu_enable_triton_gemm": triton}
   device = jax.devices("cpu")[0] if gpu is None else gpu_device(gpu)
-  environment = measure.environment(
-    {"mpjax": mpjax.__version__}, ("jax", "jaxlib", "flax", "optax", "numpy")
-  )
-  for left_out in ("load_average", "backend", "hardware"):  # nothing runs on this machine
-    environment.pop(left_out)
+  environment = environment_here()
   settings = {"target": gpu or "cpu", "size": size, "depth": depth, "options": options}
   results: dict[str, Any] = {"environment": environment, "settings": settings, "models": {}}
   programs: dict[tuple[str, str], hlo.Module] = {}
+  known = Known(by_hand, settings, environment["versions"])
   columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
   with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
     task = bar.add_task("compile", total=len(models) * len(versions))
     for model in models:
       case = aot.shallower(SIZES[size][model], depth)
-      precision = half or HALVES[model]
+      precision = half or HALVES.get(model, "bfloat16")
       found = results["models"][model] = {"half": precision, "versions": {}}
-      for name, (step, state) in aot.steps(case, precision).items():
-        if name not in versions:
-          continue
-        args = aot.arguments_of(case, device, state)
+      for name, (step, state) in steps(case, precision, versions).items():
         bar.update(task, description=f"{model}, {name}")
-        found["versions"][name], text = aot.compiled_step(step, args, options)
-        programs[model, name] = hlo.parse(text)
-        one = found["versions"][name]
-        one["estimated_seconds"] = estimate(gpu, one, programs[model, name])
-        if texts:
-          texts.mkdir(parents=True, exist_ok=True)
-          file = texts / f"{model}_{name.replace(' ', '_').replace(',', '')}.txt"
-          file.write_text(text, encoding="utf-8")
+        one = known.get(model, precision, name)
+        if one is None:
+          args = aot.arguments_of(case, device, state)
+          one, text = aot.compiled_step(step, args, options)
+          programs[model, name] = program = hlo.parse(text)
+          one["estimated_seconds"] = estimate(gpu, one, program)
+          known.put(model, precision, name, one)
+          write_text(texts, model, name, text)
+        found["versions"][name] = one
         bar.advance(task)
     bar.update(task, description="compiled")
   out.parent.mkdir(parents=True, exist_ok=True)
   out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
   show(results, console)
-  for (model, name), program in programs.items():
-    by_hand = programs.get((model, "by hand"))
-    if differences and by_hand is not None and name in ("policy", "autocast"):
-      show_differences(f"{model}: {name} minus by hand", program, by_hand, differences, console)
+  if differences:
+    show_all_differences(programs, differences, console)
   console.print(f"All figures: {out}")
   return results
+
+
+def environment_here() -> dict[str, Any]:
+  """Returns the versions that figures depend on, without this machine, on which nothing runs."""
+  environment = measure.environment(
+    {"mpjax": mpjax.__version__}, ("jax", "jaxlib", "flax", "optax", "numpy")
+  )
+  left_out = ("load_average", "backend", "hardware")
+  return {name: each for name, each in environment.items() if name not in left_out}
+
+
+def steps(case: Case, half: str, names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+  """Returns the named steps and their states, in the order of `aot.steps`."""
+  needs_more = not {*names} <= {*aot.VERSIONS, aot.FLOAT32_LOGITS}
+  found = aot.steps(case, half) if needs_more else aot.plain_steps(case, half)
+  return {name: each for name, each in found.items() if name in names}
+
+
+def write_text(folder: pathlib.Path | None, model: str, version: str, text: str) -> None:
+  """Writes the text of a program, if there is a folder for it."""
+  if folder is not None:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{model}_{version.replace(' ', '_').replace(',', '')}.txt"
+    file.write_text(text, encoding="utf-8")
+
+
+class Known:
+  """Figures of `WITHOUT_MPJAX` in a file, by model and all that they depend on."""
+
+  def __init__(
+    self, file: pathlib.Path | None, settings: Mapping[str, Any], versions: Mapping[str, str]
+  ) -> None:
+    """Reads the file, if there is one."""
+    self.file = file
+    packages = {name: version for name, version in versions.items() if name != "mpjax"}
+    self.where = json.dumps([settings, packages])
+    exists = file is not None and file.exists()
+    self.figures = json.loads(file.read_text(encoding="utf-8")) if file and exists else {}
+
+  def _key(self, model: str, half: str, version: str) -> str:
+    return " | ".join((model, half, version, self.where))
+
+  def get(self, model: str, half: str, version: str) -> dict[str, Any] | None:
+    """Returns the figures of a version, or None."""
+    return self.figures.get(self._key(model, half, version))
+
+  def put(self, model: str, half: str, version: str, figures: Mapping[str, Any]) -> None:
+    """Adds figures to the file, if there is one and nothing in them is mpjax's."""
+    if self.file is not None and version in WITHOUT_MPJAX:
+      self.figures[self._key(model, half, version)] = figures
+      self.file.parent.mkdir(parents=True, exist_ok=True)
+      self.file.write_text(json.dumps(self.figures, indent=1) + "\n", encoding="utf-8")
 
 
 def show(results: dict[str, Any], console: Console) -> None:
@@ -164,6 +217,7 @@ def show(results: dict[str, Any], console: Console) -> None:
       table.add_row(f"  {name}", *cells(one, each["versions"].get(base)))
     table.add_section()
   console.print(table)
+  show_ratios(results, console)
   settings, versions = results["settings"], results["environment"]["versions"]
   depth = "" if settings["depth"] is None else f", at most {settings['depth']} layers or blocks"
   console.print(
@@ -172,6 +226,25 @@ def show(results: dict[str, Any], console: Console) -> None:
     "a measurement. " + ", ".join(f"{name} {version}" for name, version in versions.items()),
     highlight=False,
   )
+
+
+def show_ratios(results: dict[str, Any], console: Console) -> None:
+  """Prints the bytes and temporaries of mpjax's versions as ratios to `FLOAT32_LOGITS`.
+
+  Bytes of a loop count as often as it runs. Models without that version are left out.
+  """
+  table = Table(box=box.SIMPLE, pad_edge=False)
+  table.add_column(f"{aot.FLOAT32_LOGITS} = 1")
+  for name in ("bytes", "temporaries"):
+    table.add_column(name, justify="right")
+  for model, each in results["models"].items():
+    base = each["versions"].get(aot.FLOAT32_LOGITS)
+    for name, one in each["versions"].items():
+      if base is not None and name not in WITHOUT_MPJAX:
+        ratios = (one[key] / base[key] for key in ("traffic_bytes", "temp_bytes"))
+        table.add_row(f"{model}, {name}", *(f"{ratio:.3f}" for ratio in ratios))
+  if table.row_count:
+    console.print(table)
 
 
 def cells(one: dict[str, Any], by_hand: dict[str, Any] | None) -> list[str]:
@@ -186,6 +259,16 @@ def cells(one: dict[str, Any], by_hand: dict[str, Any] | None) -> list[str]:
   if seconds is not None and base and one is not by_hand:
     shown[-1] += f" ({seconds / base:.3f})"
   return [*shown, "\n".join(f"{count} {kind}" for kind, count in one["products"].items())]
+
+
+def show_all_differences(
+  programs: Mapping[tuple[str, str], hlo.Module], count: int, console: Console
+) -> None:
+  """Prints the differences of each `policy` and `autocast` to the version by hand beside it."""
+  for (model, name), program in programs.items():
+    by_hand = programs.get((model, "by hand"), programs.get((model, aot.FLOAT32_LOGITS)))
+    if by_hand is not None and name in ("policy", "autocast"):
+      show_differences(f"{model}: {name} minus by hand", program, by_hand, count, console)
 
 
 def show_differences(
@@ -205,15 +288,17 @@ def show_differences(
 def arguments() -> dict[str, Any]:
   """Returns what the command line asks for."""
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--models", nargs="+", default=list(HALVES), choices=HALVES)
+  every = dict.fromkeys((*HALVES, *SIZES["quick"]))
+  parser.add_argument("--models", nargs="+", choices=every, help="default: all of the size")
   parser.add_argument("--gpu", default="h200", choices=[*GPUS, "none"], help="none: for this CPU")
   parser.add_argument("--size", choices=list(SIZES), help="default: by what it compiles for")
   parser.add_argument("--depth", type=int, help="at most so many layers, or blocks in a stage")
   parser.add_argument("--half", choices=["bfloat16", "float16"], help="default: each its own")
-  known = (*aot.VERSIONS, *gpu_steps.BASES)
+  known = (*aot.VERSIONS, aot.FLOAT32_LOGITS, *gpu_steps.BASES)
   parser.add_argument(
     "--versions", nargs="+", default=list(aot.VERSIONS), choices=[*known, "steps"]
   )
+  parser.add_argument("--by-hand", type=pathlib.Path, help="a file that keeps what has no mpjax")
   parser.add_argument("--triton", action="store_true", help="products by Triton, not cuBLAS")
   parser.add_argument("--differences", type=int, default=0, help="show what makes them up: lines")
   parser.add_argument("--texts", type=pathlib.Path, help="a folder for the programs themselves")

@@ -57,6 +57,10 @@ IN_WORDS = {
 NO_LIMIT = float("inf")
 COMPARISONS = (
   Comparison(title="policy / by hand", times="policy", by="by hand", promised={"": (0.99, 1.01)}),
+  Comparison(
+    title="policy / by hand, float32 logits", times="policy", by="by hand, float32 logits",
+    promised={"gpt": (0, 1.02)},
+  ),
   Comparison(title="autocast / by hand", times="autocast", by="by hand"),
   Comparison(
     title="static scale / none", times="static", by="policy", promised={"": (0, 1.02)}

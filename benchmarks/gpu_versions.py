@@ -1,4 +1,4 @@
-"""The training steps that a GPU is measured with: one model in nine ways.
+"""The training steps that a GPU is measured with: one model in ten ways.
 
 All begin from the same float32 parameters and compute the same update. `none`, of the versions of
 loss scaling, is `policy`: the same step.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import by_hand
 import jax
 import jax.numpy as jnp
 import run
@@ -32,7 +33,7 @@ SCALE = 2.0**15
 """Where every loss scale begins: PyTorch's too."""
 
 NAMES = (
-  *("float32 highest", "TF32", "by hand", "policy", "autocast"),
+  *("float32 highest", "TF32", "by hand", "by hand, float32 logits", "policy", "autocast"),
   *("static", "dynamic", "flax DynamicScale", "float8"),
 )
 LEADERS = ("float32 highest", "TF32", "policy", "float8")
@@ -92,6 +93,7 @@ def versions(case: Case, half: str, attention: str = "xla") -> dict[str, Version
   by_policy = mpjax.with_policy(plain, policy).apply
   by_float8 = mpjax.with_policy(plain, dataclasses.replace(policy, matmul=mpjax.Float8())).apply
   float32 = model("xla").apply
+  low = model(attention, jnp.dtype(half).type).apply
   traced = functools.partial(run.loss_fn, model(attention, cast_to=half).apply)
   autocast = functools.partial(run.step_of, mpjax.autocast(traced, half))
 
@@ -115,7 +117,8 @@ def versions(case: Case, half: str, attention: str = "xla") -> dict[str, Version
   found = (
     unscaled(float32, "highest"),
     unscaled(float32, "default"),
-    unscaled(model(attention, jnp.dtype(half).type).apply),
+    unscaled(low),
+    unscaled(by_hand.intercepted(low, by_hand.float32_logits, case.classes)),
     unscaled(by_policy),
     Version(step=autocast, begin=begin),
     scaled(mpjax.StaticLossScale(SCALE)),

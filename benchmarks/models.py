@@ -249,6 +249,21 @@ class Mixture(nn.Module):
     return nn.Dense(self.classes, dtype=self.dtype)(x).astype(jnp.float32)
 
 
+class LoopedGpt(Gpt):
+  """The same with one layer, which `nn.scan` repeats; the backward pass reads what it saved."""
+
+  def through_layers(self, x, mask):
+    """Returns what comes out of the layers."""
+    repeated = nn.scan(
+      lambda layer, x, _: (layer(x, mask), None),
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=self.layers,
+    )
+    norms = {"norm": self.norm, "norm_first": self.norm_first}
+    return repeated(Layer(self.heads, self.dtype, self.attention, **norms), x, None)[0]
+
+
 class ScannedGpt(Gpt):
   """The same with one layer, which `nn.scan` repeats and the backward pass computes once more.
 
@@ -371,6 +386,7 @@ _SMALL_RESNET = {"bottleneck": False, "large_images": False, "classes": 10}
 _RESNET_50 = {"bottleneck": True, "large_images": True, "classes": 1000}
 _OWN_NORMS_AFTER = {"norm": OwnLayerNorm, "norm_first": False}
 _GPT_OF_8 = {"layers": 8, "width": 1024, "heads": 16, "vocabulary": 32000}
+_GPT_OF_4 = {"layers": 4, "width": 512, "heads": 8, "vocabulary": 1024}
 
 SIZES: Mapping[str, Mapping[str, Case]] = {
   "tiny": {
@@ -391,6 +407,15 @@ SIZES: Mapping[str, Mapping[str, Case]] = {
     "after": _gpt(4, 128, layers=4, width=128, heads=4, vocabulary=1024, **_OWN_NORMS_AFTER),
     "experts": _mixture(256, 256, experts=4, classes=10),
   },
+  "quick": {
+    "pre-norm": _gpt(8, 512, **_GPT_OF_4, embedded=True),
+    "post-norm": _gpt(8, 512, **_GPT_OF_4, embedded=True, norm_first=False),
+    "own post-norm": _gpt(8, 512, **_GPT_OF_4, embedded=True, **_OWN_NORMS_AFTER),
+    "positions": _gpt(8, 512, **_GPT_OF_4),
+    "scan": _gpt(8, 512, LoopedGpt, **_GPT_OF_4, embedded=True),
+    "scan and remat": _gpt(8, 512, ScannedGpt, **_GPT_OF_4, embedded=True),
+    "convolutions": _resnet(64, 32, stages=(2, 2, 2), width=64, **_SMALL_RESNET),
+  },
   "gpu": {
     "mlp": _mlp(8192, 4096, width=8192, layers=6, classes=1024),
     "resnet": _resnet(256, 224, stages=(3, 4, 6, 3), width=64, **_RESNET_50),
@@ -409,6 +434,8 @@ SIZES: Mapping[str, Mapping[str, Case]] = {
     "resnet": _resnet(64, 224, stages=(3, 4, 6, 3), width=64, **_RESNET_50),
   },
 }
-"""The same code at three sizes: for the tests, for two cores, and for a GPU, where `resnet` is
-ResNet-50 (25.6 million parameters), `gpt` has 24 layers (406 million), and `wide` is a slice of a
-model with 7 billion. What fits on a TPU v5e has layers that are scanned; `moe` has experts."""
+"""The same code at several sizes: for the tests, for two cores, for a GPU's compiler to take
+seconds, and for a GPU, where `resnet` is ResNet-50 (25.6 million parameters), `gpt` has 24 layers
+(406 million), and `wide` is a slice of a model with 7 billion. Of the quick ones only `positions`
+has positions that are a parameter. What fits on a TPU v5e has layers that are scanned; `moe` has
+experts."""

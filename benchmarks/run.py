@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import measure
 import optax
 import report
@@ -26,7 +27,6 @@ from models import SIZES, Case
 from rich.console import Console
 
 import mpjax
-from mpjax._jaxpr.reader import walk
 
 OUT = pathlib.Path(__file__).parent.parent / "out" / "benchmarks.json"
 
@@ -83,7 +83,7 @@ def flax_step(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, 
 def count_program(fun: Callable[..., Any], *args: Any) -> dict[str, Any]:
   """Returns what the traced program holds, before any compiler saw it."""
   audit, program = mpjax.audit(fun)(*args), jax.make_jaxpr(fun)(*args)
-  operations = collections.Counter(eqn.primitive.name for eqn in walk(program))
+  operations = collections.Counter(eqn.primitive.name for eqn in jaxprs.walk(program))
   products = ("dot_general", "conv_general_dilated", "ragged_dot_general")
   return {
     "equations": sum(operations.values()),

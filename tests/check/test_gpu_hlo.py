@@ -95,7 +95,7 @@ def test_one_version_differs_from_another_by_its_dtypes_alone(gpu_hlo):
   args = gpu_hlo.aot.arguments_of(case, device)
   assert {x.dtype for x in jax.tree.leaves(args) if x.dtype != jnp.int32} == {jnp.dtype("float32")}
   found, bases = gpu_hlo.aot.steps(case, "float16"), gpu_hlo.gpu_steps.BASES
-  assert tuple(found) == (*gpu_hlo.aot.VERSIONS, *bases)
+  assert tuple(found) == (*gpu_hlo.aot.VERSIONS, gpu_hlo.aot.FLOAT32_LOGITS, *bases)
   assert set(bases.values()) < set(found)
   shares = {}
   for name, (step, state) in found.items():
@@ -120,6 +120,39 @@ def test_exact_by_hand_sums_the_gradients_of_biases_in_float32(gpu_hlo, model, l
     sums = [eqn.invars[0].aval.dtype for eqn in found if eqn.primitive.name == "reduce_sum"]
     in_half[name] = sums.count(jnp.dtype("bfloat16"))
   assert in_half["by hand"] > in_half["by hand, exact"] == left
+
+
+def test_float32_logits_by_hand_are_the_sums_of_a_low_precision_matmul(gpu_hlo):
+  case = gpu_hlo.SIZES["tiny"]["mlp"]
+  args = gpu_hlo.aot.arguments_of(case, jax.devices()[0])
+  results = {}
+  for name in ("by hand", gpu_hlo.aot.FLOAT32_LOGITS):
+    step, _ = gpu_hlo.aot.plain_steps(case, "bfloat16")[name]
+    found = programs.products(jax.make_jaxpr(step)(*args))
+    assert {each.dtypes for each in found} == {("bfloat16", "bfloat16")}
+    results[name] = [each.result for each in found if each.result.startswith("float32")]
+  assert results == {"by hand": [], gpu_hlo.aot.FLOAT32_LOGITS: ["float32[4,3]"]}
+
+
+def test_programs_without_mpjax_are_compiled_once(gpu_hlo, tmp_path, monkeypatch):
+  by_hand, base = tmp_path / "by_hand.json", gpu_hlo.aot.FLOAT32_LOGITS
+  compiled, compile_step = [], gpu_hlo.aot.compiled_step
+
+  def counted(*args):
+    compiled.append(args)
+    return compile_step(*args)
+
+  monkeypatch.setattr(gpu_hlo.aot, "compiled_step", counted)
+  for programs_compiled in (2, 3):
+    text = io.StringIO()
+    results = gpu_hlo.main(
+      models=["mlp"], gpu=None, size="tiny", versions=[base, "policy"], by_hand=by_hand,
+      out=tmp_path / "figures.json", console=Console(file=text, width=80),
+    )  # fmt: skip
+    assert len(compiled) == programs_compiled
+    found = results["models"]["mlp"]["versions"]
+    ratio = found["policy"]["temp_bytes"] / found[base]["temp_bytes"]
+    assert f"{ratio:.3f}" in text.getvalue().split("mlp, policy")[1]
 
 
 def test_programs_of_this_cpu_are_compared_and_written(gpu_hlo, tmp_path):
@@ -199,6 +232,30 @@ def test_norms_before_and_after_are_by_hand_on_an_h200(gpu_hlo, h200, models, no
   (by_hand, _), (policy, _) = versions(gpu_hlo, h200, case, "bfloat16", "by hand, exact", "policy")
   assert policy["products"] == by_hand["products"]
   assert all(policy[key] <= 1.03 * by_hand[key] for key in ("kernels", "bytes", "temp_bytes"))
+
+
+QUICK = {
+  "pre-norm": (1.00, 0.93),
+  "post-norm": (1.01, 0.93),
+  "own post-norm": (1.06, 0.96),
+  "positions": (1.03, 0.97),
+  "scan": (0.94, 0.82),
+  "scan and remat": (1.05, 0.96),
+  "convolutions": (1.01, 1.02),
+}
+"""Upper bounds of bytes and temporaries under a policy, as ratios to dtypes by hand with the same
+float32 logits."""
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.standard_promotion  # Custom norms multiply `y * scale`.
+@pytest.mark.parametrize("model", QUICK)
+def test_bytes_and_temporaries_of_a_policy_on_an_h200(gpu_hlo, h200, model):
+  case, names = gpu_hlo.SIZES["quick"][model], (gpu_hlo.aot.FLOAT32_LOGITS, "policy")
+  (by_hand, _), (policy, _) = versions(gpu_hlo, h200, case, "bfloat16", *names)
+  most_bytes, most_temporaries = QUICK[model]
+  assert policy["traffic_bytes"] <= most_bytes * by_hand["traffic_bytes"]
+  assert policy["temp_bytes"] <= most_temporaries * by_hand["temp_bytes"]
 
 
 LAYERS, WIDTH = 12, 64
