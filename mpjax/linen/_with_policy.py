@@ -115,10 +115,10 @@ class PolicyModule:
     return BoundPolicyModule(self.module.bind(variables, *args, **kwargs), self.given)
 
   def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
-    """Returns variables for inference: in low precision what is only ever used so.
+    """Returns variables for inference, with parameters in the low precision in which they are used.
 
-    A parameter that `apply(variables, *args, **kwargs)` does nothing with but round it to one
-    16-bit dtype is stored in that dtype; all others and other collections stay as they are.
+    A parameter that `apply(variables, *args, **kwargs)` only rounds to one 16-bit dtype is stored
+    in that dtype. Other parameters and other collections stay as they are.
 
     Args:
       variables: the model's variables, arrays or `jax.ShapeDtypeStruct`.

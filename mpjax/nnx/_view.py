@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from mpjax._autocast import Boundary, NotTraceable, leaving, region_of
+from mpjax._autocast import Boundary, NotTraceable, end_of_policy, region_of
 from mpjax._autocast.boundary import in_order
 from mpjax._autocast.module_calls import array, attempts, begins_trace, call_of, rewritten
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
@@ -144,7 +144,7 @@ def _overrides(cls: Any) -> dict[str, Function]:
     policy = active.around.policy if active is not None and active.tracing else None
     if policy is not None and _layers.kind_of(value).stored == "param_dtype":
       # A parameter that a call creates.
-      value.set_raw_value(leaving(value.get_raw_value(), policy.param_dtype))
+      value.set_raw_value(end_of_policy(value.get_raw_value(), policy.param_dtype))
     cls.__setattr__(self, name, value)
     model = model_of(self)
     if model is None:
@@ -353,7 +353,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
         written = {}
         for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
           if (new := variable.get_raw_value()) is not old:
-            variable.set_raw_value(new if dtype is None else leaving(new, dtype))
+            variable.set_raw_value(new if dtype is None else end_of_policy(new, dtype))
             written[i] = variable.get_raw_value()
         done = (leaves, copies if changed else ())
         returned.append((outside, orders_of(done)))
@@ -361,15 +361,15 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
           raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
         return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
 
-    def data(operands: Args) -> list[Leaf]:
+    def inputs_of(operands: Args) -> list[Leaf]:
       values = jax.tree.leaves(operands, is_leaf=is_nnx_variable)
-      return jax.tree.leaves([x for x in values if not _layers.kind_of(x).neutral])
+      return jax.tree.leaves([x for x in values if not _layers.kind_of(x).is_parameter])
 
     on_copies.__name__ = name  # It is what JAX's errors say.
     with nnx.update_context(_TAG):
       arrays = lambda x: jax.tree.map(array, x) if is_nnx_variable(x) else x  # noqa: E731
       copied = jax.tree.map(arrays, nnx.to_tree(everything, ctxtag=_TAG), is_leaf=is_nnx_variable)
-      changed, written, done = rewritten(on_copies, (copied,), state, policy, data)
+      changed, written, done = rewritten(on_copies, (copied,), state, policy, inputs_of)
       if changed:
         try:
           done = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
