@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 @jax.custom_vjp
 def float32_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Returns `x @ kernel` as the float32 sums that it is; its gradients are products in half."""
+  """Returns a float32 matmul of low-precision operands, with gradients in low precision."""
   return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
 
 
