@@ -23,7 +23,7 @@ help:
 	@echo "make convergence train the examples until they have learned, in float32 and in low precision"
 	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
 	@echo "make smoke       install the wheel and the sdist into clean environments, and use them there"
-	@echo "make lint        ruff, pyright, the layout, the public API and links"
+	@echo "make lint        ruff, pyright, the layout, complexity, the public API and links"
 	@echo "make format      let ruff repair what it can"
 	@echo "make docs        build the documentation site into build/site, strictly"
 	@echo "make docs-linkcheck  ask every address outside of the site whether it is there"

@@ -19,15 +19,15 @@ from mpjax._policy.rules import is_flax_norm
 from tests.errors import refused
 from tests.programs import stored
 
-X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+X = jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
 TX = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
-W = jnp.linspace(0.0, 1.0, 6).reshape(3, 2)
+W = jnp.linspace(0.0, 1.0, 16).reshape(8, 2)
 VARIABLES = {"params": {"kernel": W, "bias": jnp.zeros(2)}}
 EXACT = np.asarray(X.astype("bfloat16") @ W.astype("bfloat16"))
 
 
 def linear():
-  model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  model = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
   nnx.update(model, VARIABLES["params"])
   return model
 

@@ -1,19 +1,19 @@
 """Mixed precision for any JAX function, by lists of operations."""
 
 from mpjax._autocast.boundary import Boundary, InDtype, NotTraceable, check_returned
-from mpjax._autocast.scopes import at_rest, leaving, region_of
+from mpjax._autocast.scopes import end_of_layer, end_of_policy, region_of
+from mpjax._autocast.settings import Settings
 from mpjax._autocast.transform import autocast, with_settings
-from mpjax._autocast.values import Settings
 
 __all__ = [
   "Boundary",
   "InDtype",
   "NotTraceable",
   "Settings",
-  "at_rest",
   "autocast",
   "check_returned",
-  "leaving",
+  "end_of_layer",
+  "end_of_policy",
   "region_of",
   "with_settings",
 ]

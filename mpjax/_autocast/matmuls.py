@@ -1,86 +1,211 @@
-"""Which matmuls have a rule, and their equations."""
+"""Choose the dtype of each matmul and convolution, and which need a derivative rule of ours."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
+import jax.numpy as jnp
+import numpy as np
 from jax.export import is_symbolic_dim
 from jax.extend.core import JaxprEqn
 
-from mpjax._autocast.rewriter import Rewriter, asked_precision, retype
-from mpjax._autocast.scopes import TABLE
-from mpjax._autocast.values import Scope, Settings, Value
+from mpjax._autocast.consumers import Flag, runs_as_written
+from mpjax._autocast.kinds import Kind, Role
+from mpjax._autocast.precision import asked_precision, retype
+from mpjax._autocast.rewriter import Rewriter
+from mpjax._autocast.scopes import TABLE, Place
+from mpjax._autocast.settings import Settings
+from mpjax._autocast.values import Value
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.compat import context_of
 from mpjax._jaxpr.count import dot_axes, matmul_sizes
 from mpjax._jaxpr.locations import location
 from mpjax._jaxpr.primitives import facts_of
-from mpjax._jaxpr.reader import aval_of, dtype_of
+from mpjax._jaxpr.reader import Atom, aval_of, dtype_of, shape_of
+from mpjax._matmul.float8 import recipe_of
 from mpjax._matmul.matmul import Matmul, Recipe, RecipeMatmul, equation
 
+Operands: TypeAlias = Sequence[Value | None]
+"""The operands of an equation; None for what is no floating value."""
 
-def why_in_half(
-  eqn: JaxprEqn, values: Sequence[Value | None], recipe: Recipe, scope: Scope, settings: Settings
+FEWEST_PRODUCTS = 8
+"""A matmul of an input sums at least so many products in low precision.
+
+Tensor Cores gain nothing from fewer, and coordinates, angles and cameras are computed so.
+"""
+
+
+OF_INPUTS = "its operands are inputs and constants"
+"""Why a matmul runs as written, where nobody has asked for that."""
+
+
+def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
+  """Writes a matmul or a convolution. Its dtype depends on its operands alone."""
+  kinds = _kinds_of_operands(rewriter, eqn, values)
+  if not kinds:  # Of complex numbers or float64.
+    return rewriter.untouched(eqn)
+  if all(kind.role in (Role.NUMBER, Role.INPUT) for kind in kinds):
+    return rewriter.untouched(rewriter.explained(eqn, "low", OF_INPUTS))
+  if any(kind.role == Role.INPUT for kind in kinds) and _products(eqn) < FEWEST_PRODUCTS:
+    return _in_float32(rewriter, eqn, low)
+  return _in_low_precision(rewriter, eqn, values, low)
+
+
+def _kinds_of_operands(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> list[Kind]:
+  """Returns the kinds of the operands; a matmul makes floats of integers itself."""
+  kinds = [v.kind for v in values if v is not None]
+  integers = [v for v in eqn.invars[:2] if not jnp.issubdtype(aval_of(v).dtype, jnp.inexact)]
+  return kinds + [rewriter.kind_of_integers(v, FLOAT32) for v in integers if kinds]
+
+
+def _products(eqn: JaxprEqn) -> float:
+  """Returns how many products each element of a matmul is the sum of; inf for convolutions."""
+  if facts_of(eqn).flops != "dot":
+    return np.inf
+  (contracted, _), _ = eqn.params["dimension_numbers"]
+  sizes = [shape_of(eqn.invars[0])[axis] for axis in contracted]
+  # A size that is a symbol, of a function that is exported, may be any.
+  return np.inf if any(map(is_symbolic_dim, sizes)) else float(np.prod(sizes))
+
+
+def _in_float32(rewriter: Rewriter, eqn: JaxprEqn, low: DType) -> None:
+  reason = f"it sums fewer than {FEWEST_PRODUCTS} products of an input"
+  eqn = rewriter.explained(eqn, "low", reason)
+  operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
+  kinds = [Kind(Role.ACTIVATION, FLOAT32)]
+  rewriter.write_rounding(eqn, operands, kinds, low, retype(eqn, FLOAT32))
+
+
+def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
+  place = rewriter.place(eqn)
+  policy, recipe = place.policy, None
+  if policy is not None and policy.matmul is not None:
+    recipe = recipe_of(policy.matmul)
+    reason = _why_no_recipe(eqn, values, recipe, place, rewriter.settings)
+    if reason is not None:
+      eqn, recipe = rewriter.explained(eqn, "float8", reason), None
+  if recipe is None and _has_own_precision(eqn, place):
+    return rewriter.untouched(eqn, role=Role.ACTIVATION)
+  eqn = eqn.replace(params=rewriter.precise(eqn, eqn.params, [low] * len(eqn.invars)))
+  # A result that leaves in float32 is the sum that the matmul has, and a bias is added to that.
+  leaves = bool(rewriter.flags_of_results(eqn) & Flag.OUTPUT)
+  returns_sum = leaves and recipe is None and facts_of(eqn).dtype_param is not None
+  out = FLOAT32 if returns_sum else low
+  gradients = None if policy is None else policy.weight_grad_dtype
+  if recipe is not None:
+    rule = _in_recipe(rewriter, eqn, values, low, recipe)
+    return rewriter.write(rule, rule.invars, [Kind(Role.ACTIVATION, low)])
+  if (rule := _with_rule(rewriter, eqn, values, low, out, gradients)) is not None:
+    return rewriter.write(rule, rule.invars, [Kind(Role.ACTIVATION, out)])
+  operands = [rewriter.read(atom, eqn, low) for atom in eqn.invars]
+  return rewriter.write(eqn, operands, [Kind(Role.ACTIVATION, low)], retype(eqn, low))
+
+
+def _has_own_precision(eqn: JaxprEqn, place: Place) -> bool:
+  """Whether the user has asked for a precision, or has cast all operands."""
+  return FLOAT32 not in map(dtype_of, eqn.invars) or runs_as_written(eqn, place)
+
+
+# Matmuls with a derivative rule.
+
+
+def _why_no_recipe(
+  eqn: JaxprEqn, values: Operands, recipe: Recipe, place: Place, settings: Settings
 ) -> str | None:
   """Returns why a matmul is left in the compute dtype; None if it is to be in the recipe's."""
-  if TABLE in scope or facts_of(eqn).flops == "convolution":
-    return "it is an embedding" if TABLE in scope else "it is no dot_general"
-  dtypes, params = {dtype_of(v) for v in eqn.invars[:2]}, eqn.params
-  plain = (None, FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=str))
-  if asked_precision(params["precision"]) or params["preferred_element_type"] not in plain:
+  if TABLE in place.scope:
+    return "it is an embedding"
+  if facts_of(eqn).flops == "convolution":
+    return "it is no dot_general"
+  if _asks_for_precision(eqn):
     return "the code asks for its precision"
   if settings.in_derivative:
-    # JAX transposes what is linear in a tangent, and an operand that is rounded is not linear.
+    # JAX transposes a function that is linear in a tangent, and a rounded operand is not linear.
     return "it is in a derivative rule"
   if location(eqn).direction != "forward":
     return "its gradient is taken inside"
-  if len(eqn.invars) > 2 and (not dot_axes(params).groups or aval_of(eqn.invars[2]).ndim > 1):
+  if _has_other_groups(eqn):
     return "its groups are others than those of lax.ragged_dot"
   weight = _weight_of(values)
   if weight < 0:
     return "no operand is a parameter"
   *free, depth = matmul_sizes(eqn)
-  # A size that is a symbol, of what is exported, may be any.
+  # A size that is a symbol, of a function that is exported, may be any.
   if min((n for n in (*free, depth) if not is_symbolic_dim(n)), default=2) < 2:
     return "it has one row or column"
   return recipe.why_not(depth, free[weight])
 
 
-def _weight_of(values: Sequence[Value | None]) -> int:
+def _asks_for_precision(eqn: JaxprEqn) -> bool:
+  dtypes, params = {dtype_of(v) for v in eqn.invars[:2]}, eqn.params
+  plain = (None, FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=str))
+  return asked_precision(params["precision"]) != "" or params["preferred_element_type"] not in plain
+
+
+def _has_other_groups(eqn: JaxprEqn) -> bool:
+  """Whether a matmul of groups is another one than `jax.lax.ragged_dot` with one list of sizes."""
+  if len(eqn.invars) < 3:
+    return False
+  return not dot_axes(eqn.params).groups or aval_of(eqn.invars[2]).ndim > 1
+
+
+def _weight_of(values: Operands) -> int:
   """Returns which operand is the weight; of two parameters, or arguments, it is the right one."""
   # Under autocast a batch is an argument too, unless the user names it as data. No rule tells the
   # batch in `x @ (w + a @ b)` from the weight in `w @ relu(x)`, nor the attention of a batch,
   # `softmax(x @ x.T) @ x`, from a weight that is used twice.
-  return max((i for i, v in enumerate(values) if v is not None and v.kind.parameter), default=-1)
+  return max((i for i, v in enumerate(values) if v is not None and v.kind.weight), default=-1)
 
 
-def by_rule(
+def _with_rule(
   rewriter: Rewriter,
   eqn: JaxprEqn,
-  values: Sequence[Value | None],
-  half: DType,
+  values: Operands,
+  low: DType,
   out: DType,
-  wide: DType | None,
-  recipe: Recipe | None = None,
+  gradients: DType | None,
 ) -> JaxprEqn | None:
-  """Returns a matmul into `out`, with gradients of weights in `wide`; None if it needs no rule."""
-  wide = None if wide is None or wide.itemsize <= half.itemsize else wide
-  each = [wide if v is not None and v.is_parameter else None for v in values]
-  if recipe is None and out == half and not any(each):
+  """Returns a matmul into `out` with `gradients` of weights in a dtype; None if JAX's rule does."""
+  widens = gradients is not None and gradients.itemsize > low.itemsize
+  wide = [gradients if widens and v is not None and _is_uncast(v) else None for v in values]
+  if out == low and not any(wide):
     return None
-  operands = [
-    value.atom if value is not None and keeps else rewriter.read(atom, eqn, half)
-    for atom, value, keeps in zip(eqn.invars, values, each, strict=True)
+  operands = _operands(rewriter, eqn, values, low, wide)
+  rule = Matmul(eqn.primitive, tuple(retype(eqn, low).items()), low, out, tuple(wide))
+  return _equation(eqn, rule, operands)
+
+
+def _in_recipe(
+  rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType, recipe: Recipe
+) -> JaxprEqn:
+  """Returns a matmul in the format of a recipe, with gradients of weights in float32."""
+  wide = [FLOAT32 if v is not None and _is_uncast(v) else None for v in values]
+  operands, index = _operands(rewriter, eqn, values, low, wide), _weight_of(values)
+  weight, wide[index] = values[index], FLOAT32
+  if weight is not None and weight.stored is not None:
+    operands[index] = weight.stored
+  types = list(map(aval_of, operands))
+  types[:2] = (x.update(dtype=low, weak_type=False) for x in types[:2])
+  params = tuple({**eqn.params, "precision": None, "preferred_element_type": low}.items())
+  rule = RecipeMatmul(eqn.primitive, params, low, low, (*wide,), (*types,), recipe, index)
+  return _equation(eqn, rule, operands)
+
+
+def _operands(
+  rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType, wide: Sequence[DType | None]
+) -> list[Atom]:
+  """Returns the operands; a weight is cast inside of the rule, so that its gradient is `wide`."""
+  return [
+    v.atom if v is not None and dtype is not None else rewriter.read(atom, eqn, low)
+    for atom, v, dtype in zip(eqn.invars, values, wide, strict=True)
   ]
-  if recipe is None:
-    rule = Matmul(eqn.primitive, tuple(retype(eqn, half).items()), half, out, tuple(each))
-  else:
-    weight = _weight_of(values)
-    parameter, each[weight] = values[weight], wide
-    if parameter is not None and parameter.stored is not None:
-      operands[weight] = parameter.stored
-    types = list(map(aval_of, operands))
-    types[:2] = (x.update(dtype=half, weak_type=False) for x in types[:2])
-    params = tuple({**eqn.params, "precision": None, "preferred_element_type": half}.items())
-    rule = RecipeMatmul(eqn.primitive, params, half, out, (*each,), (*types,), recipe, weight)
+
+
+def _equation(eqn: JaxprEqn, rule: Matmul, operands: Sequence[Atom]) -> JaxprEqn:
   with context_of(eqn):
     product = equation(rule, eqn.ctx, *map(aval_of, operands))
-  return eqn.replace(primitive=product.primitive, invars=operands, params=product.params)
+  return eqn.replace(primitive=product.primitive, invars=list(operands), params=product.params)
+
+
+def _is_uncast(value: Value) -> bool:
+  """Whether it is a weight that the function has not cast to low precision."""
+  return value.kind.weight and value.kind.role == Role.PARAMETER

@@ -1,4 +1,4 @@
-"""A call of a module under a policy, of any framework: what all of them do, and the outermost."""
+"""Calls of modules under a policy, in any framework; the outermost call is traced and rewritten."""
 
 import contextlib
 import dataclasses
@@ -6,14 +6,21 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast import NotTraceable, Settings, at_rest, leaving, region_of, with_settings
-from mpjax._autocast.rewriter import asked_precision
+from mpjax._autocast import (
+  NotTraceable,
+  Settings,
+  end_of_layer,
+  end_of_policy,
+  region_of,
+  with_settings,
+)
+from mpjax._autocast.precision import asked_precision
 from mpjax._autocast.scopes import AS_GIVEN, REGION, TABLE
 from mpjax._core.errors import REFUSALS, MpjaxError, flax_errors, message
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
@@ -30,10 +37,10 @@ S = TypeVar("S", bound=Active)
 _OPS = OpLists()
 
 _OF_DTYPES = (TypeError, NotImplementedError, jax.dtypes.TypePromotionError)
-"""Those of JAX and of kernels that are about dtypes, and get a note that says the policy."""
+"""Errors of JAX and of kernels that may be about dtypes. They get a note that names the policy."""
 
 _NOT_NOTED = (MpjaxError, jax.errors.JAXTypeError)
-"""What says by itself what is wrong."""
+"""Errors whose own text says what is wrong."""
 
 _NEEDS_VALUES = (
   jax.errors.ConcretizationTypeError,
@@ -41,22 +48,25 @@ _NEEDS_VALUES = (
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-"""What JAX raises where a body asks a tracer for its values."""
+"""Errors that JAX raises if a body asks a tracer for its values."""
 
+_CHANGES_OTHERS = ("JaxTransformError", "TraceContextError")
+"""Errors that Flax raises if a body changes a module that is not among its arguments."""
 
 _WHERE = "mpjax.with_policy(model, policy)"
 
 
 class Layers(NamedTuple):
-  """What is known of the layers of a framework. The results of others stay held in float32.
+  """Classes of layers of a framework that are treated in a way of their own.
 
   Fields:
-    rounded: they have a `dtype`, and their results are in the compute dtype.
-    as_given: they return the dtype that they get, so that a result is held only if that is.
-    iterates: they start each step from their own last result, which drifts where it is rounded:
-      their own operations are in float32.
-    tables: their rows are looked up, which a matmul in float8 would move more than others: their
-      own matmuls stay in the compute dtype.
+    rounded: layers with a `dtype`. Their results are rounded to the compute dtype.
+    as_given: layers that return the dtype of their argument, such as dropout. Consumers that run in
+      float32 do not make them return float32.
+    iterates: layers that start each step from their last result, where errors of rounding add up.
+      Their own operations run in float32.
+    tables: layers that look up rows. Float8 changes such matmuls more than others, so their own
+      matmuls run in the compute dtype.
   """
 
   rounded: tuple[Class, ...] = ()
@@ -67,16 +77,16 @@ class Layers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateKind:
-  """What becomes of one kind of state: a collection of Linen, a class of variables of NNX.
+  """How one kind of state is treated: a collection of Linen, or a class of variables of NNX.
 
   Fields:
-    neutral: it takes the dtype of what it meets, as parameters do. Other state decides that dtype,
-      as arguments do: a float32 table that is added to activations makes them float32.
-    stored: the dtype that new state has. "param_dtype" is that of the policy, "computed" the one
-      that the model computes it in under the policy, "declared" the one that its code says.
+    is_parameter: its arrays are parameters, which are cast at each use. Other state is an input: an
+      operation on a float32 table and an activation runs in float32.
+    stored: the dtype of new state. "param_dtype" is that of the policy, "computed" the dtype in
+      which the model computes it under the policy, "declared" the dtype that its code names.
   """
 
-  neutral: bool = False
+  is_parameter: bool = False
   stored: Literal["param_dtype", "computed", "declared"] = "declared"
 
 
@@ -92,66 +102,54 @@ def rewritten(
   args: Args,
   state: Active,
   policy: Policy | None,
-  data: Callable[[Args], Iterable[Leaf]],
+  inputs: Callable[[Args], Iterable[Leaf]],
   results: Callable[[R], PyTree] = lambda returned: returned,
 ) -> R:
   """Returns `fn(*args)`, where `fn` calls modules in `state`, with its operations rewritten.
 
-  `policy` applies where no module marks another. See `with_settings` for the others.
+  Args:
+    fn: the function.
+    args: its arguments, trees of arrays.
+    state: the active state of the call.
+    policy: the policy of operations outside of the modules with a policy of their own.
+    inputs: returns the leaves of the arguments that are inputs; the others are parameters.
+    results: see `with_settings`.
   """
   settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
   with ACTIVE(state):
-    return with_settings(fn, settings, _WHERE, data=data, results=results)(*args)
+    return with_settings(fn, settings, _WHERE, data=inputs, results=results)(*args)
 
 
 def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path: str) -> R:
-  """Returns the result of a call that is traced, in another way where tracing it raises."""
-  # What is refused in float32 is traced again with the class of module that raised in its compute
-  # dtype: a kernel may take low precision alone. What needs Python runs as Python, and there each
-  # module that it calls is traced by itself: where it looks at values, where it changes what is not
-  # its own, and where it is refused in both dtypes, perhaps because of the tracers. If Python is
-  # refused too, the error is the user's: the first of them.
-  first: Exception | None = None
-  lines = {cls.__qualname__: "" for cls in state.casting}
-  while True:
+  """Returns the result of a call of a module: traced if that is possible, else run as Python.
+
+  A class of module that raises in float32 is called in its compute dtype in the next attempt: there
+  are kernels for low precision alone. A body that cannot be traced at all runs as Python, and the
+  modules that it calls are traced one by one. If Python raises too, the caller gets the first error
+  of the attempts. An error of the same class is taken from Python, where it shows numbers, not
+  tracers.
+
+  Args:
+    attempt: traces the call in a state.
+    python: runs the call in a state without tracing it.
+    state: the state of the first attempt.
+    path: the path of the module, for the warning.
+  """
+  tracing = _Tracing(state)
+  while tracing.problem is None:
     failed: list[Class] = []
     try:
-      return attempt(dataclasses.replace(state, tracing=True, failed=failed))
-    except _NEEDS_VALUES as error:
-      reason = f"needs the values of arrays: {line_of_user(error)}"
-    except flax_errors("JaxTransformError", "TraceContextError") as error:
-      reason = f"changes what it is not given: {line_of_user(error)}"
-    except NotTraceable as error:
-      reason = str(error)
-    except REFUSALS as error:
-      first = first or error
-      line = line_of_user(error)
-      # By name: a class that the call defines is another one in each attempt.
-      name = failed[0].__qualname__ if failed else ""
-      if name and name not in lines:
-        lines[name] = line
-        state = dataclasses.replace(state, casting=state.casting | {failed[0]})
-        continue
-      if lines.get(name) == line:  # Low precision is of no use to this class: it is not cast.
-        casting = frozenset(cls for cls in state.casting if cls.__qualname__ != name)
-        state = dataclasses.replace(state, casting=casting)
-      reason = f"raises {type(error).__name__} where it is traced: {line}"
-    break
-  state = dataclasses.replace(state, as_python=state.as_python | {path})
-  try:
-    with ACTIVE(state):
-      outputs = python(state)
-  except REFUSALS as error:
-    # The same error has numbers here, where the traced one has tracers.
-    if first is None or type(error) is type(first):
-      raise
-    raise first from None
+      return attempt(dataclasses.replace(tracing.state, tracing=True, failed=failed))
+    except (*_NEEDS_VALUES, *flax_errors(*_CHANGES_OTHERS), NotTraceable, *REFUSALS) as error:
+      tracing.note(error, failed)
+  state = dataclasses.replace(tracing.state, as_python=tracing.state.as_python | {path})
+  outputs = _result_of_python(python, state, tracing.first_refusal)
   where = _WHERE if state.token is None else "mpjax.policy_scope(policy)"
   warnings.warn(
     message(
       f"{where}: {path or 'the root'}",
       expected="a body that can be traced as a jaxpr",
-      got=f"one that {reason}",
+      got=f"one that {tracing.problem}",
       fix="It runs as Python now, and the modules that it calls are rewritten one by one. Write it "
       "with jax.numpy and jax.lax, and return arrays or trees of them.",
     ),
@@ -161,8 +159,71 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
   return outputs
 
 
+class _Tracing(Generic[S]):
+  """The attempts to trace a call: the state of the next one, and what failed before.
+
+  Attributes:
+    state: the state of the next attempt.
+    problem: why the body cannot be traced, for the warning; None if another attempt may succeed.
+    first_refusal: the first error that says that something does not accept its arguments.
+  """
+
+  def __init__(self, state: S) -> None:
+    self.state = state
+    self.problem: str | None = None
+    self.first_refusal: Exception | None = None
+    # Where each class that is cast raised before it was. A class that the call itself defines is
+    # a new class in each attempt, so names are compared.
+    self._lines = {cls.__qualname__: "" for cls in state.casting}
+
+  def note(self, error: Exception, failed: list[Class]) -> None:
+    """Notes why an attempt failed, and the class of the innermost module that raised."""
+    self.problem = _problem_of_body(error)
+    if self.problem is None:
+      self._note_refusal(error, failed[0] if failed else None)
+
+  def _note_refusal(self, error: Exception, cls: Class | None) -> None:
+    self.first_refusal = self.first_refusal or error
+    line = line_of_user(error)
+    if cls is not None and cls.__qualname__ not in self._lines:
+      self._lines[cls.__qualname__] = line
+      self.state = dataclasses.replace(self.state, casting=self.state.casting | {cls})
+      return
+    if cls is not None and self._lines[cls.__qualname__] == line:
+      self._stop_casting(cls.__qualname__)  # The compute dtype did not help.
+    # Refused in both dtypes, perhaps because of the tracers.
+    self.problem = f"raises {type(error).__name__} where it is traced: {line}"
+
+  def _stop_casting(self, name: str) -> None:
+    casting = frozenset(cls for cls in self.state.casting if cls.__qualname__ != name)
+    self.state = dataclasses.replace(self.state, casting=casting)
+
+
+def _problem_of_body(error: Exception) -> str | None:
+  """Returns why a body that raised an error can never be traced; None if it may be."""
+  if isinstance(error, _NEEDS_VALUES):
+    return f"needs the values of arrays: {line_of_user(error)}"
+  if isinstance(error, flax_errors(*_CHANGES_OTHERS)):
+    return f"changes what it is not given: {line_of_user(error)}"
+  if isinstance(error, NotTraceable):
+    return str(error)
+  return None
+
+
+def _result_of_python(python: Callable[[S], R], state: S, refusal: Exception | None) -> R:
+  """Returns `python(state)`; if that raises an error of another class, raises the first refusal."""
+  try:
+    with ACTIVE(state):
+      return python(state)
+  except REFUSALS as error:
+    first = refusal or error
+    if type(error) is type(first):
+      raise
+    raise first from None
+
+
 def array(x: Leaf) -> Leaf:
-  """Returns an array of JAX where a variable is one of NumPy: variables are never constants."""
+  """Returns a NumPy array as an array of JAX, so that a variable is no constant of the trace."""
   return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
@@ -179,54 +240,96 @@ class ModuleCall(NamedTuple):
   def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
     """Calls a method, or a step of its body, in the region of the module; errors name the module.
 
-    While it is `initializing`, parameters are drawn, perhaps in the dtype that its field says.
+    `initializing` keeps the module's own `dtype`, in which it may draw its parameters.
     """
-    state, policy, around = self.inner, self.resolved.policy, ACTIVE.value
-    call, fields, casts = (args, kwargs), {}, state.casting == EVERY
-    if policy is not None:
-      arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, (jax.Array, np.ndarray))]
-      # A real `dtype` would drop the imaginary part of a complex array.
-      if casts and not any(map(jnp.iscomplexobj, arrays)):
-        call = cast_arrays(call, policy.compute_dtype)
-      elif policy.compute_dtype == FLOAT32:
-        call = map_arrays(half_to_float32, call)
-      if casts or not initializing:
-        dtype = policy.compute_dtype if casts else FLOAT32
-        fields = dtype_field(self.module, dtype, always=casts)
-    names: list[str] = []
-    if AUDIT.value is not None:
-      own = plain_attribute(self.module, "dtype")
-      shown = None if own is None else str(getattr(own, "__name__", own))
-      name, rule, norm = type(self.module).__name__, self.resolved.rule, is_flax_norm(self.module)
-      module = AuditedModule(name, policy, rule, shown, norm, self.resolved.hidden)
-      AUDIT.value.note(self.path, module)
-      names.append(MODULE + self.path)
-    marked = around is not None and around.region == state.region
-    # What is traced is rewritten, and the rewriter tells an audit the region of each operation.
-    if not marked if state.tracing else AUDIT.value is not None:
-      names.append(REGION + state.region)
-    in_float8 = policy is not None and policy.matmul is not None
-    if state.tracing and in_float8 and isinstance(self.module, self.layers.tables):
-      names.append(TABLE)
-    if state.tracing and isinstance(self.module, self.layers.as_given):
-      names.append(AS_GIVEN)
+    args, kwargs = self._arguments(args, kwargs)
+    fields = self._fields_to_set(initializing)
+    self._note_in_audit()
+    names = list(self._marks())
     with contextlib.ExitStack() as scopes:
-      for context in (ACTIVE(state), *map(jax.named_scope, names), _set(self.module, fields)):
-        scopes.enter_context(context)
+      scopes.enter_context(ACTIVE(self.inner))
+      for name in names:
+        scopes.enter_context(jax.named_scope(name))
+      scopes.enter_context(_set(self.module, fields))
       try:
-        return method(*call[0], **call[1])
+        return method(*args, **kwargs)
       except REFUSALS as error:
-        if policy is not None and state.failed is not None:
-          state.failed.append(type(self.module))
-        of_dtypes = isinstance(error, _OF_DTYPES) and not isinstance(error, _NOT_NOTED)
-        # One without a text, such as an abstract method raises, says nothing about dtypes.
-        if policy is not None and of_dtypes and error.args:
-          note_module(error, self.path, type(self.module).__name__, str(policy))
+        self._note_error(error)
         raise
 
   @property
+  def _is_cast(self) -> bool:
+    """Whether the module is called in its compute dtype, not in float32."""
+    return self.inner.casting == EVERY
+
+  def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Returns the arguments in the dtypes in which the module gets them."""
+    policy, call = self.resolved.policy, (args, kwargs)
+    if policy is None:
+      return call
+    arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, (jax.Array, np.ndarray))]
+    # A real `dtype` would drop the imaginary part of a complex array.
+    if self._is_cast and not any(map(jnp.iscomplexobj, arrays)):
+      return cast_arrays(call, policy.compute_dtype)
+    if policy.compute_dtype == FLOAT32:
+      return map_arrays(half_to_float32, call)
+    return call
+
+  def _fields_to_set(self, initializing: bool) -> dict[str, object]:
+    """Returns the fields of the module to set for the length of the call."""
+    policy = self.resolved.policy
+    if policy is None:
+      return {}
+    if self._is_cast:
+      return dtype_field(self.module, policy.compute_dtype, always=True)
+    return {} if initializing else dtype_field(self.module, FLOAT32, always=False)
+
+  def _note_in_audit(self) -> None:
+    if AUDIT.value is None:
+      return
+    own = plain_attribute(self.module, "dtype")
+    shown = None if own is None else str(getattr(own, "__name__", own))
+    name, norm = type(self.module).__name__, is_flax_norm(self.module)
+    policy, rule, hidden = self.resolved.policy, self.resolved.rule, self.resolved.hidden
+    AUDIT.value.note(self.path, AuditedModule(name, policy, rule, shown, norm, hidden))
+
+  def _marks(self) -> Generator[str]:
+    """Yields the named scopes that tell the rewriter and an audit about the operations."""
+    if AUDIT.value is not None:
+      yield MODULE + self.path
+    if self._marks_region:
+      yield REGION + self.inner.region
+    if not self.inner.tracing:
+      return
+    policy = self.resolved.policy
+    in_float8 = policy is not None and policy.matmul is not None
+    if in_float8 and isinstance(self.module, self.layers.tables):
+      yield TABLE
+    if isinstance(self.module, self.layers.as_given):
+      yield AS_GIVEN
+
+  @property
+  def _marks_region(self) -> bool:
+    if not self.inner.tracing:  # Nothing is rewritten: only an audit reads the mark.
+      return AUDIT.value is not None
+    around = ACTIVE.value
+    return around is None or around.region != self.inner.region
+
+  def _note_error(self, error: Exception) -> None:
+    """Notes the class of a module that raised, and adds the policy to an error about dtypes."""
+    policy = self.resolved.policy
+    if policy is None:
+      return
+    if self.inner.failed is not None:
+      self.inner.failed.append(type(self.module))
+    of_dtypes = isinstance(error, _OF_DTYPES) and not isinstance(error, _NOT_NOTED)
+    # An abstract method raises an error without a text. It is not about dtypes.
+    if of_dtypes and error.args:
+      note_module(error, self.path, type(self.module).__name__, str(policy))
+
+  @property
   def output_dtype(self) -> DType | None:
-    """The dtype that the policy gives the results; None leaves what was computed."""
+    """The dtype that the policy gives the results; None leaves them in the computed dtype."""
     policy = self.resolved.policy
     if policy is None:
       return None
@@ -235,27 +338,47 @@ class ModuleCall(NamedTuple):
     return policy.output_dtype if self.resolved.begins else None
 
   def result(self, outputs: PyTree) -> PyTree:
-    """Returns what the method returned, or a step of it yielded, in the dtype it is to have."""
-    policy, dtype, traced = self.resolved.policy, self.output_dtype, self.state.tracing
-    rounds = traced and is_low(policy) and isinstance(self.module, self.layers.rounded)
+    """Returns what the method returned, or a step of it yielded, in the dtype of the results."""
     if isinstance(outputs, types.GeneratorType):  # Its body runs later, as the method does.
       return self._steps(outputs)
+    dtype = self._result_dtype
+    if dtype is not None:
+      return self._in_dtype(outputs, DType(dtype))
+    policy = self.resolved.policy
+    if policy is None or not self._is_rounded:
+      return outputs
+    # With its own `dtype=`, a layer in a high precision would be rounded too. Here it is not.
+    in_high_precision = asked_precision(plain_attribute(self.module, "precision"))
+    return outputs if in_high_precision else end_of_layer(outputs, policy.compute_dtype.name)
+
+  @property
+  def _result_dtype(self) -> Any:
+    """The dtype that all consumers of the results get; None if each may get another."""
+    policy = self.resolved.policy
     if policy is None:
-      return outputs
-    if dtype is None and self.inner.casting == EVERY:
-      dtype = policy.compute_dtype
-    elif dtype is None and rounds:
-      dtype = plain_attribute(self.module, "preferred_element_type")
-      if dtype is None:
-        # As with its own `dtype=`, but for a layer in a high precision.
-        asked = asked_precision(plain_attribute(self.module, "precision"))
-        return outputs if asked else at_rest(outputs, policy.compute_dtype.name)
-    if dtype is None:
-      return outputs
-    to, marks = DType(dtype), traced and self.state.casting != EVERY
+      return None
+    if self.output_dtype is not None:
+      return self.output_dtype
+    if self._is_cast:
+      return policy.compute_dtype
+    if self._is_rounded:
+      return plain_attribute(self.module, "preferred_element_type")
+    return None
+
+  @property
+  def _is_rounded(self) -> bool:
+    """Whether the results are rounded to the compute dtype, as those of a layer with `dtype=`."""
+    is_layer = isinstance(self.module, self.layers.rounded)
+    return self.state.tracing and is_low(self.resolved.policy) and is_layer
+
+  def _in_dtype(self, outputs: PyTree, dtype: DType) -> PyTree:
+    # The rewriter casts what is traced, unless the whole call is in the compute dtype.
+    is_rewritten = self.state.tracing and self.state.casting != EVERY
 
     def leaf(x: Leaf) -> Leaf:
-      return leaving(x, to) if marks and isinstance(x, jax.Array) else cast_leaf(x, to)
+      if is_rewritten and isinstance(x, jax.Array):
+        return end_of_policy(x, dtype)
+      return cast_leaf(x, dtype)
 
     return map_arrays(leaf, outputs)
 
@@ -276,7 +399,7 @@ _NOTE = "mpjax: raised inside"
 
 
 def note_module(error: Exception, path: str, name: str, policy: str) -> None:
-  """Tells an error the innermost module under a policy that it was raised in, and what to do."""
+  """Adds a note to an error: the innermost module under a policy that raised, and remedies."""
   if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
     return
   # A rule that leaves the root as it is leaves everything as it is.
@@ -296,7 +419,7 @@ def call_of(
   module: Module, path: str, resolved: ModulePolicy, state: Active, layers: Layers
 ) -> ModuleCall:
   policy = resolved.policy
-  # In float64 there is no jaxpr to rewrite: all there is has to be cast.
+  # Float64 is not rewritten: the module is called with arguments that are cast.
   wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
   casts = wide or not state.casting.isdisjoint({object, type(module)})
   iterates = isinstance(module, layers.iterates) and is_low(policy)
@@ -312,7 +435,7 @@ def call_of(
 
 @contextlib.contextmanager
 def _set(module: Module, fields: dict[str, object]) -> Generator[None]:
-  """Sets attributes of a module for the length of a call, without what its class does then."""
+  """Sets attributes of a module for the length of a call, without its `__setattr__`."""
   attributes = vars(module)
   before = {name: attributes[name] for name in fields if name in attributes}
   attributes.update(fields)
@@ -326,9 +449,8 @@ def _set(module: Module, fields: dict[str, object]) -> Generator[None]:
 
 def dtype_field(module: Module, dtype: DType, *, always: bool) -> dict[str, object]:
   """Returns the field `dtype` to set for the length of a call, if the module has one to set."""
-  # A module whose own dtype (or `param_dtype`) is complex or an integer means what it says, and so
-  # does one whose field is no dtype. Unless `always` one in low precision is set, which would
-  # round.
+  # A dtype (or `param_dtype`) that is complex or an integer stays, and so does a field that is no
+  # dtype. Without `always`, only a dtype in low precision is replaced, since it would round.
   own = plain_attribute(module, "dtype", _MISSING)
   if own is _MISSING or (own is None and not always):
     return {}
@@ -348,8 +470,8 @@ _MISSING = object()
 
 def plain_attribute(module: Module, name: str, default: object = None) -> Any:
   """Returns an attribute that is a value, without running code of the user's; else `default`."""
-  # A property of a module may call one of its methods, read a parameter, or set up submodules. It
-  # computes a dtype rather than holding one, so that there is nothing in it to set.
+  # A property of a module may call one of its methods, read a parameter, or set up submodules. Its
+  # dtype is computed and cannot be set.
   value = inspect.getattr_static(module, name, default)
   return default if hasattr(type(value), "__get__") else value
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mpjax._core.types import Array
@@ -37,43 +37,33 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
   """
   values = [*consts, *operands]
   tracers = [x for x in values if isinstance(x, Tracer)]
-  if len(jaxpr.eqns) < _LONG or not tracers or not all(map(is_in_program, tracers)):
-    # Inside of `jit`, what is differentiated or batched is traced equation by equation; parts that
-    # repeat are traced once. With concrete values nothing is traced: each part would be compiled.
-    # In what an audit shows, each operation has its own line.
-    if tracers and all(map(comes_from_program, tracers)) and AUDIT.value is None:
-      jaxpr = with_shared_parts(jaxpr)
-    outs: list[Any] = eval_jaxpr(jaxpr, consts, *operands)
-    for i, (x, aval) in enumerate(zip(outs, map(aval_of, jaxpr.outvars), strict=True)):
-      if not isinstance(x, jax.Array):  # A literal comes back as a number of Python's or NumPy's.
-        number = np.asarray(x)
-        outs[i] = jnp.asarray(number.item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
-    return outs
-  jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-  return called(ClosedJaxpr(jaxpr, ()), values, name)
+  if len(jaxpr.eqns) >= _LONG and tracers and all(map(is_in_program, tracers)):
+    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return called(ClosedJaxpr(jaxpr, ()), values, name)
+  # Inside of `jit`, a function that is differentiated or batched is traced equation by equation,
+  # and parts that repeat are traced once. With concrete values nothing is traced: each part would
+  # be compiled. In the jaxpr that an audit shows, each operation has its own line.
+  if tracers and all(map(comes_from_program, tracers)) and AUDIT.value is None:
+    jaxpr = with_shared_parts(jaxpr)
+  outs = eval_jaxpr(jaxpr, consts, *operands)
+  return [_as_array(x, aval_of(v)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
+
+
+def _as_array(x: Any, aval: ShapedArray) -> Array:
+  """Returns a result as an array; a literal comes back as a number of Python's or NumPy's."""
+  if isinstance(x, jax.Array):
+    return x
+  return jnp.asarray(np.asarray(x).item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
 
 
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   """Returns the same jaxpr, with one jaxpr for all parts that are the same, in calls.
 
-  JAX writes the equations inside instead, where it traces a jaxpr: that is the same, but for what
-  profiles show: lines of code, which are those of the first part, and transformations around.
+  JAX writes the equations inside instead, where it traces a jaxpr. That is the same, except for
+  profiles: they show the lines of the first part, and the transformations around it.
   """
-  # Equations that follow one another in one scope. Alone is one that has effects (two prints of
-  # equal text are two, and JAX keeps their order by the effects of the equations), and one that
-  # holds jaxprs which no other one holds.
-  held = Counter(id(eqn.params) for eqn in jaxpr.eqns)
-
-  def place(eqn: JaxprEqn) -> Hashable:
-    alone = eqn.effects or (is_higher_order(eqn) and held[id(eqn.params)] == 1)
-    return id(eqn) if alone else (eqn.source_info.name_stack, eqn.ctx)
-
-  groups = [list(group) for _, group in itertools.groupby(jaxpr.eqns, place)]
-  last_read: dict[Atom, int] = {}
-  for number, group in enumerate(groups):
-    read = (v for eqn in group for v in eqn.invars if not isinstance(v, Literal))
-    last_read |= dict.fromkeys(read, number)
-  last_read |= dict.fromkeys(variables(jaxpr.outvars), len(groups))
+  groups = _groups(jaxpr.eqns)
+  last_read = _last_reads(groups, jaxpr.outvars)
   parts = [_part(group, number, last_read) for number, group in enumerate(groups)]
   counts = Counter(key for key, *_ in parts)
   calls: dict[Hashable, JaxprEqn] = {}
@@ -88,6 +78,29 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
     where = {"source_info": group[0].source_info, "ctx": group[0].ctx}
     eqns.append(calls[key].replace(invars=[*invars], outvars=outvars, **where))
   return jaxpr.replace(eqns=eqns)
+
+
+def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
+  """Returns the equations in groups that follow one another in one scope.
+
+  An equation is alone if it has effects: two prints of equal text are two, and JAX keeps their
+  order by the effects of the equations. So is one that holds jaxprs which no other one holds.
+  """
+  held = Counter(id(eqn.params) for eqn in eqns)
+
+  def group(eqn: JaxprEqn) -> Hashable:
+    alone = eqn.effects or (is_higher_order(eqn) and held[id(eqn.params)] == 1)
+    return id(eqn) if alone else (eqn.source_info.name_stack, eqn.ctx)
+
+  return [list(each) for _, each in itertools.groupby(eqns, group)]
+
+
+def _last_reads(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Atom]) -> dict[Atom, int]:
+  """Returns the number of the last group that reads each variable; past the end for results."""
+  last: dict[Atom, int] = {}
+  for number, group in enumerate(groups):
+    last |= dict.fromkeys((v for eqn in group for v in variables(eqn.invars)), number)
+  return last | dict.fromkeys(variables(results), len(groups))
 
 
 def unscoped(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
@@ -129,7 +142,7 @@ def _part(
   return tuple(key), invars, outvars
 
 
-def with_key(eqns: Sequence[JaxprEqn], root: Var, outs: Sequence[Var]) -> tuple[Jaxpr, Hashable]:
+def with_key(eqns: Sequence[JaxprEqn], root: Var, outs: Sequence[Atom]) -> tuple[Jaxpr, Hashable]:
   """Returns a jaxpr of equations, and a key of those that compute the same of their operand."""
   new = jaxpr_of(unscoped(eqns), [root], outs)
   # In what an audit shows, each operation has its own line.

@@ -1,7 +1,7 @@
 """The named scopes of an equation: marks of ours, and what they and the rules say.
 
-A mark says in which region of a jaxpr a policy applies, or in which dtype a result leaves one. It
-goes through `jit`, `scan`, `grad` and `vmap` with the operations; rewriting a jaxpr takes it out.
+A mark names the policy of a region of a jaxpr, or the end of a layer or a policy. It passes through
+`jit`, `scan`, `grad` and `vmap` with the operations. Rewriting a jaxpr takes it out.
 """
 
 import functools
@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._autocast.values import FLOATS, Scope, Settings
+from mpjax._autocast.kinds import FLOATS
+from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.trees import mapped
 from mpjax._core.types import FLOAT32, HALVES, DType, PyTree
 from mpjax._jaxpr.compat import NameStack, scopes_of
@@ -21,19 +22,22 @@ from mpjax._policy.active import SCOPE as FULL_PRECISION
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, around, first_match
 
-REGION, OUTPUT, REST = (PREFIX + name for name in ("region=", "output=", "rest="))
+REGION, POLICY_ENDS, LAYER_ENDS = (
+  PREFIX + name for name in ("region=", "policy-ends=", "layer-ends=")
+)
 AS_GIVEN, TABLE = (PREFIX + name for name in ("as-given", "table"))
 """The marks, beside `FLOAT8`.
 
   REGION: a module with a policy, as text; `AS_IT_IS` if a rule leaves it so.
-  OUTPUT, REST: the result of a module whose policy ends, and of a layer that rounds it; the dtype.
+  POLICY_ENDS: the result of a module where a policy ends, and its dtype.
+  LAYER_ENDS: the result of a Flax layer that has a `dtype`, and the compute dtype.
   AS_GIVEN: a layer that returns the dtype that it is given, such as a dropout.
   TABLE: a module whose own matmuls are not in float8. No dtype depends on it otherwise.
 """
 
 AS_IT_IS = "as-it-is"
 
-NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("float8", "low", "float32")}
+NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("float8", "low")}
 """Why a matmul is not in a precision, in the jaxpr that `mpjax.audit` traces."""
 
 
@@ -49,24 +53,30 @@ def policy_of(region: str) -> Policy | None:
   return None if region == AS_IT_IS else Policy.parse(region)
 
 
-def leaving(tree: PyTree, dtype: Any) -> PyTree:
-  """Returns the results of a module where its policy ends: in `dtype` for all that read them."""
-  # One in float64 stays as it is until here.
-  wide = lambda x: isinstance(x, jax.Array) and x.dtype == "float64"  # noqa: E731
-  return mapped(lambda x: x.astype(dtype) if wide(x) else _marked(x, OUTPUT + dtype.name), tree)
+def end_of_policy(tree: PyTree, dtype: Any) -> PyTree:
+  """Returns the results of a module where its policy ends: in `dtype` for all consumers."""
+
+  def leaf(x: Any) -> Any:
+    # Float64 is not rewritten, so it is cast here.
+    if isinstance(x, jax.Array) and x.dtype == "float64":
+      return x.astype(dtype)
+    return _marked(x, POLICY_ENDS + dtype.name)
+
+  return mapped(leaf, tree)
 
 
-def at_rest(tree: PyTree, dtype: str) -> PyTree:
-  """Returns the results of a layer, rounded to `dtype`, but for what leaves in float32 then."""
-  return mapped(lambda x: _marked(x, REST + dtype), tree)
+def end_of_layer(tree: PyTree, dtype: str) -> PyTree:
+  """Returns the results of a layer, rounded to `dtype` unless they leave the policy in float32."""
+  return mapped(lambda x: _marked(x, LAYER_ENDS + dtype), tree)
 
 
 def _marked(x: Any, name: str) -> Any:
-  """Returns an array, still float32, behind an operation that represents a cast in the trace."""
+  """Returns an array, still float32, behind an operation that stands for a cast in the trace."""
   if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
     return x
-  with jax.named_scope(name):  # Bits of float32, which round nothing.
-    return jax.lax.reduce_precision(x.astype(FLOAT32), exponent_bits=8, mantissa_bits=23)
+  with jax.named_scope(name):  # It has the bits of float32, so it rounds nothing.
+    wide = x if x.dtype == FLOAT32 else x.astype(FLOAT32)
+    return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23)
 
 
 def names_of(stack: NameStack) -> Scope:
@@ -76,39 +86,67 @@ def names_of(stack: NameStack) -> Scope:
 
 
 class Place(NamedTuple):
-  """What the marks in a scope and the rules say."""
+  """What the marks in a scope and the rules say.
+
+  Fields:
+    policy: the one that applies; None where all runs as it was traced.
+    compute_dtype: that of the policy, if it is a low-precision one.
+    as_written: the user asked for float32 here, so results are inputs for what follows.
+    as_given: a layer that returns the dtype that it is given: no consumer widens it.
+    ends: the dtype that the mark of an end says, if the innermost scope is one.
+    ends_policy: that mark is the end of a policy, not of a layer.
+    inside: the scope that counts for inner jaxprs; all names of it would split caches.
+  """
 
   scope: Scope
-  policy: Policy | None  # the one that applies; None where all stays as it was traced
-  half: DType | None  # its compute dtype, if that is a low-precision one
-  as_written: bool  # all is as the user wrote it: what is computed there is data
-  output: DType | None  # the dtype that such a mark says, if it is the innermost scope
-  rest: DType | None  # likewise
-  inside: Scope  # what counts for jaxprs inside of an equation; all of it would split caches
+  policy: Policy | None
+  compute_dtype: DType | None
+  as_written: bool
+  as_given: bool
+  ends: DType | None
+  ends_policy: bool
+  inside: Scope
 
 
 @functools.lru_cache(maxsize=4096)
 def place_at(scope: Scope, settings: Settings) -> Place:
   """Returns what applies in a scope."""
-  full = FULL_PRECISION in scope  # Also inside of a module that has a policy of its own.
   region = next((name for name in reversed(scope) if name.startswith(REGION)), None)
-  if full:
-    policy = None
-  elif region is not None:  # The innermost mark of a policy decides.
-    policy = policy_of(region.removeprefix(REGION))
-  else:  # Else the innermost scope that a rule matches, and there the first of the rules.
-    paths = (path_of(scope[:depth]) for depth in range(len(scope), -1, -1) if settings.rules)
-    rules = (first_match(settings.rules, None, path) for path in paths)
-    policy = next((rule.policy for rule in rules if rule is not None), settings.policy)
-  half = policy.compute_dtype if policy is not None and policy.compute_dtype in HALVES else None
-  as_written = full or (half is None and region in (None, REGION + AS_IT_IS))
+  full = FULL_PRECISION in scope  # Also inside of a module that has a policy of its own.
+  policy = None if full else _policy_at(scope, region, settings)
+  low = policy is not None and policy.compute_dtype in HALVES
   own = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
-  last = scope[-1] if scope else ""
-  output, rest = (
-    np.dtype(last.removeprefix(mark)) if last.startswith(mark) else None for mark in (OUTPUT, REST)
+  ends, ends_policy = _end_at(scope)
+  return Place(
+    scope=scope,
+    policy=policy,
+    compute_dtype=policy.compute_dtype if policy is not None and low else None,
+    as_written=full or (not low and region in (None, REGION + AS_IT_IS)),
+    as_given=AS_GIVEN in scope,
+    ends=ends,
+    ends_policy=ends_policy,
+    inside=scope if settings.rules else own if region is None else (*own, region),
   )
-  inside = scope if settings.rules else own if region is None else (*own, region)
-  return Place(scope, policy, half, as_written, output, rest, inside)
+
+
+def _policy_at(scope: Scope, region: str | None, settings: Settings) -> Policy | None:
+  """Returns the policy of the innermost mark; else of the innermost scope that a rule matches."""
+  if region is not None:
+    return policy_of(region.removeprefix(REGION))
+  for depth in range(len(scope), -1, -1) if settings.rules else ():
+    rule = first_match(settings.rules, None, path_of(scope[:depth]))
+    if rule is not None:
+      return rule.policy
+  return settings.policy
+
+
+def _end_at(scope: Scope) -> tuple[DType | None, bool]:
+  """Returns the dtype that the mark of an end says, and whether a policy ends there."""
+  last = scope[-1] if scope else ""
+  for mark in (POLICY_ENDS, LAYER_ENDS):
+    if last.startswith(mark):
+      return np.dtype(last.removeprefix(mark)), mark == POLICY_ENDS
+  return None, False
 
 
 def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...], where: str) -> None:

@@ -6,24 +6,28 @@ the same arguments.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from mpjax._autocast.advice import warn_without_line
 from mpjax._autocast.boundary import Boundary, InDtype, NotTraceable
-from mpjax._autocast.higher_order import instantiated, rewrite
-from mpjax._autocast.rewriter import By, in_default, traced
+from mpjax._autocast.consumers import flags_of_result
+from mpjax._autocast.custom_rules import instantiated
+from mpjax._autocast.kinds import FLOATS, Kind, Role, kind_of_input, kinds_of_constants
+from mpjax._autocast.precision import in_default, traced
+from mpjax._autocast.rewrite import rewrite
 from mpjax._autocast.run import run
 from mpjax._autocast.scopes import check_rules_match
-from mpjax._autocast.values import FLOATS, Kind, Settings, constants
+from mpjax._autocast.settings import Settings
 from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
 from mpjax._core.frameworks import check_function
-from mpjax._core.types import FLOAT32, HALVES, Args, Array, DType, Function, Leaf, P, PyTree
+from mpjax._core.types import FLOAT32, HALVES, Args, Array, DType, Function, Kwargs, Leaf, P, PyTree
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import closed_over, walk
@@ -51,11 +55,10 @@ def autocast(
 ) -> Callable[P, R]:
   """Returns a function that computes what `fn` does, with a dtype chosen for each operation.
 
-  `fn` is traced as it is, in float32, and its jaxpr is rewritten, also inside of `jit`, `scan`,
-  `cond`, `remat`, `custom_vjp`, `shard_map` and so on: matmuls and convolutions run in the compute
-  dtype of the policy, exponentials, logarithms, sums and losses in float32, and what lies between
-  follows its operands, which are data, low or neutral (docs/concepts.md, docs/autocast.md).
-  Parameters are cast where they are used, and their gradients added in float32. Results have the
+  `fn` is traced in float32, and its jaxpr is rewritten, also inside `jit`, `scan`, `cond`, `remat`,
+  `custom_vjp` and `shard_map`. Matmuls and convolutions run in the compute dtype of the policy.
+  Exponentials, logarithms, sums and losses run in float32. docs/concepts.md has all rules.
+  Parameters are cast at each use, and their gradients are summed in float32. Results have the
   dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16, `precision="highest"`,
   integers, complex numbers, float64 and random keys stay as they are.
   `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
@@ -115,8 +118,8 @@ def autocast(
   if not any(rewrites(each) for _, each in policies):
     return fn
   settings = Settings(policy=policy, ops=ops or OpLists(), rules=rules)
-  unrounded = policy is not None and policy.output_dtype == FLOAT32
-  return with_settings(fn, settings, where, data=data, unrounded=unrounded)
+  returns_sums = policy is not None and policy.output_dtype == FLOAT32
+  return with_settings(fn, settings, where, data=data, returns_sums=returns_sums)
 
 
 def _data_leaves(data_argnums: Any) -> Callable[[Args], Iterable[Leaf]] | None:
@@ -145,14 +148,18 @@ def with_settings(
   *,
   data: Callable[[Args], Iterable[Leaf]] | None = None,
   results: Callable[[R], PyTree] | None = None,
-  unrounded: bool = False,
+  returns_sums: bool = False,
 ) -> Callable[..., R]:
   """Returns `fn`, a function of trees of arrays, traced and rewritten at each call.
 
-  `where` is the public call, for errors; `data` are the leaves that decide the dtype of what they
-  meet, and `results` puts `InDtype` around results that have to have a dtype; without it they have
-  those that the function gives them. If `unrounded`, a float32 result that a matmul computes is the
-  sum that it has, see `By.CALLER`.
+  Args:
+    fn: the function.
+    settings: the policy, the lists and the rules.
+    where: the public call, for errors.
+    data: returns the leaves of the arguments that are inputs, not parameters.
+    results: puts `InDtype` around results that have to have a dtype; without it they have the
+      dtypes that the function gives them.
+    returns_sums: a matmul returns its float32 sum to a float32 result: see `Flag.OUTPUT`.
 
   Raises:
     NotTraceable: when called, where no jaxpr can do what `fn` does; of a function that is no call
@@ -165,33 +172,100 @@ def with_settings(
       return fn(*args, **kwargs)
     if AUDIT.value is not None and not settings.modules:
       AUDIT.value.uses.add("autocast")
-    boundary = Boundary((args, kwargs))
-    arrays = {i: x for i, x in enumerate(boundary.leaves) if _is_argument(x, settings.modules)}
-    left: list[tuple[list[Leaf], Callable[[Sequence[Leaf]], R], list[DType | None]]] = []
+    call = _Call(fn, args, kwargs, settings, results)
+    program, returned = call.traced(where)
+    if settings.rules:
+      check_rules_match(program, settings.rules, where)
+    inputs = set(map(id, () if data is None else data(args)))
+    decides = [id(x) in inputs for x in call.arrays.values()]
+    new = call.rewritten(program, decides, returned.dtypes, returns_sums=returns_sums)
+
+    def run_rewritten(*operands: Array) -> list[Array]:
+      return run(new, program.consts, operands, call.name)
+
+    computed = run_rewritten
+    if _has_rule_that_closes_over(program):
+      again = functools.partial(
+        with_settings, settings=settings, where=where, returns_sums=returns_sums
+      )
+      computed = _differentiated_at_once(run_rewritten, call.flat, decides, again)
+    return returned.around(computed(*call.operands))
+
+  return wrapped
+
+
+class _Returned(NamedTuple):
+  """The result of a function that was traced.
+
+  Fields:
+    leaves: its leaves, with `_TRACED` for each tracer, whose trace is over.
+    outside: builds the user's tree from other leaves.
+    dtypes: the dtypes that the traced leaves are to have; None for any.
+  """
+
+  leaves: list[Leaf]
+  outside: Callable[[Sequence[Leaf]], Any]
+  dtypes: list[DType | None]
+
+  def around(self, computed: Sequence[Array]) -> Any:
+    """Returns the user's result around the arrays that were computed."""
+    arrays = iter(computed)
+    return self.outside([next(arrays) if x is _TRACED else x for x in self.leaves])
+
+
+class _Call:
+  """A call of a function of trees, as one of a function of arrays."""
+
+  def __init__(
+    self,
+    fn: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    settings: Settings,
+    results: Callable[[Any], PyTree] | None,
+  ) -> None:
+    self.fn, self.settings, self.results = fn, settings, results
+    self.boundary = Boundary((args, kwargs))
+    leaves = enumerate(self.boundary.leaves)
+    self.arrays = {i: x for i, x in leaves if _is_argument(x, settings.modules)}
+    each = self.arrays.values()
+    self.operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in each]
+    self.name = getattr(fn, "__name__", type(fn).__name__)
+
+  def flat(self, *operands: Array) -> list[Array]:
+    """Calls the function with other arrays; returns those that it computes."""
+    return self._run(*operands)[0]
+
+  def _run(self, *operands: Array) -> tuple[list[Array], _Returned]:
+    by_leaf = dict(zip(self.arrays, operands, strict=True))
+    leaves = [by_leaf.get(i, x) for i, x in enumerate(self.boundary.leaves)]
+    inside = self.boundary.inside(leaves)
+    returned = self.fn(*inside.args[0], **inside.args[1])
+    leaves, outside = inside.leave(returned if self.results is None else self.results(returned))
+    computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
+    # A tracer of the trace that is over may not be kept.
+    rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
+    arrays = [x.array if isinstance(x, InDtype) else x for x in computed]
+    return arrays, _Returned(rest, outside, list(map(self._dtype, computed)))
+
+  def _dtype(self, result: Array | InDtype) -> DType | None:
+    fixed = self.results is None or isinstance(result, InDtype)
+    return result.dtype if fixed else None
+
+  def traced(self, where: str) -> tuple[ClosedJaxpr, _Returned]:
+    """Returns the jaxpr of the function, traced in float32, and the result around its arrays."""
+    results: list[_Returned] = []
 
     def flat(*operands: Array) -> list[Array]:
-      by_leaf = dict(zip(arrays, operands, strict=True))
-      inside = boundary.inside([by_leaf.get(i, x) for i, x in enumerate(boundary.leaves)])
-      returned = fn(*inside.args[0], **inside.args[1])
-      leaves, outside = inside.leave(returned if results is None else results(returned))
-      computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
-      # A tracer of the trace that is over may not be kept.
-      rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
-      dtypes = [x.dtype if results is None or isinstance(x, InDtype) else None for x in computed]
-      left.append((rest, outside, dtypes))
-      return [x.array if isinstance(x, InDtype) else x for x in computed]
+      arrays, returned = self._run(*operands)
+      results.append(returned)
+      return arrays
 
-    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays.values()]
-    # It is what JAX's errors say.
-    flat.__name__ = name = getattr(fn, "__name__", type(fn).__name__)
+    flat.__name__ = self.name  # It is in the errors of JAX.
     try:
-      avals = [cast(ShapedArray, jax.typeof(x)) for x in operands]
-      if settings.modules:  # They are shown float32.
-        low = {"dtype": FLOAT32, "weak_type": False}
-        avals = [aval.update(**low) if aval.dtype in HALVES else aval for aval in avals]
-      program = traced(flat)(*avals)
+      return traced(flat)(*map(self._type, self.operands)), results[-1]
     except (NotTraceable, *flax_errors("TraceContextError")) as error:
-      if settings.modules:
+      if self.settings.modules:
         raise
       of_nnx = "one that writes to variables of a model of NNX (statistics, random counters)"
       raise MpjaxTypeError(
@@ -201,31 +275,36 @@ def with_settings(
         fix="Return new values, in trees of arrays. With flax.nnx, use mpjax.with_policy(model, "
         "policy), or split the model outside and nnx.merge(graphdef, state, copy=True) inside.",
       ) from error
-    leaves, outside, dtypes = left.pop()
-    deciding = set(map(id, () if data is None else data(args)))
-    decides = [id(x) in deciding for x in arrays.values()]
-    ins = [
-      Kind(x.dtype, neutral=not each, parameter=not each) if x.dtype in FLOATS else None
-      for x, each in zip(operands, decides, strict=True)
-    ]
-    if settings.rules:
-      check_rules_match(program, settings.rules, where)
-    caller = By.CALLER if unrounded else By.RETURNED | By.UNROUNDED
+
+  def _type(self, operand: Array) -> ShapedArray:
+    aval = cast(ShapedArray, jax.typeof(operand))
+    # Modules are shown float32.
+    shown = self.settings.modules and aval.dtype in HALVES
+    return aval.update(dtype=FLOAT32, weak_type=False) if shown else aval
+
+  def rewritten(
+    self,
+    program: ClosedJaxpr,
+    decides: Sequence[bool],
+    dtypes: Sequence[DType | None],
+    *,
+    returns_sums: bool,
+  ) -> Jaxpr:
+    """Returns the jaxpr in the dtypes of the policy; some operands are inputs, which decide."""
+    pairs = zip(self.operands, decides, strict=True)
+    ins = tuple(_kind_of_argument(x.dtype, each) for x, each in pairs)
     outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
-    readers = tuple(By.RETURNED if d is None else 0 if d in HALVES else caller for d in outs)
-    consts = constants(program.consts, settings)
-    new = in_default(rewrite(program.jaxpr, tuple(ins), outs, readers, settings, (), consts).jaxpr)
+    flags = tuple(flags_of_result(dtype, output=returns_sums) for dtype in outs)
+    consts = kinds_of_constants(program.consts, self.settings)
+    new = rewrite(program.jaxpr, ins, outs, flags, self.settings, (), consts)
+    warn_without_line(new.linear_algebra)
+    return in_default(new.jaxpr)
 
-    def call(*operands: Array) -> list[Array]:
-      return run(new, program.consts, operands, name)
 
-    if _has_rule_that_closes_over(program):
-      again = functools.partial(with_settings, settings=settings, where=where, unrounded=unrounded)
-      call = _differentiated_at_once(call, flat, decides, again)
-    computed = iter(call(*operands))
-    return outside([next(computed) if x is _TRACED else x for x in leaves])
-
-  return wrapped
+def _kind_of_argument(dtype: DType, decides: bool) -> Kind | None:
+  if dtype not in FLOATS:
+    return None
+  return kind_of_input(dtype) if decides else Kind(Role.PARAMETER, dtype, weight=True)
 
 
 _TRACED = object()  # Replaces a tracer whose trace is over.

@@ -17,6 +17,7 @@ from mpjax._debug.arguments import Call, name_by_parameters, parameter_trees
 from mpjax._debug.findings import Finding, summed, unnumbered
 from mpjax._debug.leaks import find_leaks
 from mpjax._debug.report import MOST, Advance, Pending, Report, Section, amount, percent, rest
+from mpjax._debug.risks import Risk, risk_lines, risks_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import Direction
 from mpjax._jaxpr.primitives import Holds
@@ -26,7 +27,7 @@ from mpjax._policy.rules import Rule
 
 _LISTS = {
   "on_purpose": ("Float32 on purpose", "module, because of, FLOPs"),
-  "risks": ("Low precision where float32 is safer", "module, operation, pass, line, risk"),
+  "lossy": ("Low precision where float32 is safer", "module, operation, pass, line, risk"),
   "modules": ("Modules", "module, params, activations, gradients, FLOPs, decided by"),
   "float8": ("float8", "module, FLOPs, not in float8 because"),
   "collectives": ("Between devices", "module, operation, dtype, bytes, times"),
@@ -44,7 +45,8 @@ class AuditReport(Report):
     notes: what else is to be known, a sentence each.
     leaks: float32 operations where low precision was asked for, the costliest first.
     on_purpose: matmuls that are float32 because a rule, or the code, asks for it.
-    risks: operations in low precision for which float32 would be safer.
+    risks: low-precision values that reach an operation which magnifies their error.
+    lossy: operations in low precision for which float32 would be safer.
     float8: each matmul, and why it is not in float8; () where nothing asks for float8.
     collectives: what devices send to one another, by module; () unless `compiled=` was given.
     modules: dtypes and FLOPs by module, that of the most FLOPs first.
@@ -63,7 +65,8 @@ class AuditReport(Report):
   notes: tuple[str, ...]
   leaks: tuple[Finding, ...]
   on_purpose: tuple[Finding, ...]
-  risks: tuple[Finding, ...]
+  risks: tuple[Risk, ...]
+  lossy: tuple[Finding, ...]
   float8: tuple[Finding, ...]
   collectives: tuple[Finding, ...]
   modules: tuple[Finding, ...]
@@ -151,6 +154,7 @@ class AuditReport(Report):
     return (
       Section.cut("Precision audit", "pass, matmuls, 16 bit, 8 bit, float32", passes, lines),
       Section("Float32 where low precision was asked for", (*causes, *rest(leaks))),
+      Section("Risks", risk_lines(self.risks, MOST)),
       *lists,
       Section.cut("Rules", "rule, modules, earlier rule wins", rules),
     )
@@ -232,7 +236,8 @@ def audit(
       notes=tuple(dict.fromkeys(notes)),
       leaks=leaks,
       on_purpose=on_purpose,
-      risks=findings.find_risks(graph),
+      risks=tuple(risks_of(graph, parameters)),
+      lossy=findings.find_lossy(graph),
       float8=findings.find_float8(graph),
       collectives=findings.compiled_collectives((compiled and compiled.as_text()) or "", graph),
       modules=findings.find_modules(graph, record, parameters),

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mpjax._autocast.rewriter import asked_precision
+from mpjax._autocast.precision import asked_precision
 from mpjax._debug.report import Report, Section
 from mpjax._policy.dtypes import Hardware, hardware_of
 

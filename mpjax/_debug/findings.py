@@ -170,16 +170,16 @@ def residuals(graph: Graph) -> Mapping[str, int]:
   return dict(nbytes.most_common())
 
 
-def find_risks(graph: Graph) -> tuple[Finding, ...]:
+def find_lossy(graph: Graph) -> tuple[Finding, ...]:
   """Returns what runs in low precision and would be safer in float32, in the order it runs."""
   return summed(
     Finding(x.where.path, x.name, x.where.direction, str(dtype), x.where.source, reason)
     for x in graph.computing()
-    for dtype, reason in (_risks(x) if x.results else ())
+    for dtype, reason in (_lossy(x) if x.results else ())
   )
 
 
-def _risks(operation: Operation) -> Iterator[tuple[DType | None, str]]:
+def _lossy(operation: Operation) -> Iterator[tuple[DType | None, str]]:
   """Yields the dtypes in which numbers of an operation are lost, and how."""
   operands, eqn, result = operation.operands, operation.eqn, operation.results[0]
   low = next((v for v in operands if v.is_low), None)
@@ -200,8 +200,6 @@ def _risks(operation: Operation) -> Iterator[tuple[DType | None, str]]:
     yield from [(result.dtype, lost)] if lost else []
   if low is None:
     return
-  if by_hand := operation.where.marked(NOT_IN["float32"]):
-    yield low.dtype, by_hand
   # What the float32 list computes. JAX shows no accumulator: a sum whose result is low is added up
   # in low precision. An add of two gradients rounds once, as any other.
   if result.is_low and operation.part == "float32" and eqn.primitive is not p.add_jaxvals_p:

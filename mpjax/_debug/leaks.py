@@ -8,7 +8,7 @@ import collections
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from mpjax._autocast.rewriter import asked_precision
+from mpjax._autocast.precision import asked_precision
 from mpjax._autocast.scopes import NOT_IN, REGION, policy_of
 from mpjax._core.types import DType
 from mpjax._debug.findings import Finding, summed
@@ -244,8 +244,9 @@ def find_leaks(
       if why is None or why.entry is None or why.kind in neutral or why.deliberate:
         continue
       # Under a policy RoPE is to be float32, by its positions, and so are the sums of a matmul that
-      # are its result.
+      # are its result, and what follows a matmul that sums few products of an input.
       meant = why.kind in ("matmul", "promotion") or why.entry.facts.role == "product"
+      meant = meant or expectations.of(why.entry)[0] is None
       if (marked and meant) or large[0] not in (low_for_ops if why.kind == "cast" else low):
         continue
       if not causes.widens(why.entry, why.kind):

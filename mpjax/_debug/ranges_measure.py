@@ -237,8 +237,7 @@ def _copies(value: Value) -> set[Value]:
 
 
 class _Held(NamedTuple):
-  # "data" is float32 for a reason, "low" what a matmul returned and what is computed from it;
-  # parameters, numbers and what is computed from these alone are "neutral".
+  # Inputs are "data", activations are "low", parameters and numbers are "neutral".
   kind: str
   wide: bool  # a policy holds it in float32, or it is a number that float16 does not have
 
@@ -270,10 +269,9 @@ def _of_result(operation: Operation, out: Value, held: Mapping[Value, _Held]) ->
     return _Held("low", False)
   floats = [held[v] for v in operation.operands if v in held]
   if not floats:  # Random numbers and masks are neutral, positions are data.
-    neutral = facts.neutral or np.dtype(np.bool_) in (v.dtype for v in operation.operands)
+    neutral = facts.draws or np.dtype(np.bool_) in (v.dtype for v in operation.operands)
     return _Held("neutral" if neutral else "data", not neutral)
-  strongest = ("low", "data", "neutral") if facts.role == "product" else ("data", "low", "neutral")
-  kind = min((each.kind for each in floats), key=strongest.index)
+  kind = min((each.kind for each in floats), key=("low", "data", "neutral").index)
   wide = any(each.wide for each in floats)
   if operation.moves or operation.casts:
     return _Held(kind, wide)
@@ -282,10 +280,11 @@ def _of_result(operation: Operation, out: Value, held: Mapping[Value, _Held]) ->
 
 
 def _is_matmul(operation: Operation, held: Mapping[Value, _Held]) -> bool:
-  """Whether an operation runs in low precision whatever its operands are."""
+  """Whether an operation is a matmul in low precision: not of inputs alone."""
+  kinds = {held[v].kind for v in operation.operands if v in held}
   if operation.facts is OUTER_PRODUCT and operation.where.direction == "forward":
-    return any(held[v].kind == "low" for v in operation.operands if v in held)
-  return operation.part == "half"
+    return "low" in kinds
+  return operation.part == "half" and kinds != {"data"}
 
 
 def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) -> None:

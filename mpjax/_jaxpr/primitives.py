@@ -1,6 +1,7 @@
 """What is known of each primitive of JAX: the one table, which all else derives from."""
 
 import enum
+import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -12,13 +13,15 @@ Part: TypeAlias = Literal["half", "float32", "promote", "keep", "opaque"]
 
 PARTS: Mapping[Part, str] = types.MappingProxyType(
   {
-    "half": "Its operands are cast to the compute dtype, and its result is in it.",
+    "half": "Its operands and its result are in the compute dtype. docs/concepts.md has the "
+    "matmuls that run in float32.",
     "float32": "Its operands are cast to float32, and its result is float32.",
-    "promote": "It runs in float32 unless all operands are low and at rest, or neutral: see "
-    "docs/concepts.md for what these words mean, and for sums, multiplications and choices.",
-    "keep": "It runs in the type that its operand has. Where it writes into a buffer, that is the "
-    "first operand, unless it is low and data is written into it.",
-    "opaque": "It runs in the types in which the jaxpr was written, as without autocast.",
+    "promote": "It runs in float32 if an operand is an input or a float32 activation, or if a "
+    "number leaves the range of the compute dtype. Else it runs in the compute dtype, unless a "
+    "consumer widens it: see docs/concepts.md.",
+    "keep": "It runs in the dtype of its operand, unless a consumer widens it. With several "
+    "floating operands it runs as in `promote`.",
+    "opaque": "It runs in the dtypes in which it was traced.",
   }
 )
 """What each part means."""
@@ -60,6 +63,9 @@ class Holds(enum.Enum):
   """A kernel, or what is compiled or placed elsewhere. It is not entered."""
 
 
+AS_TRACED = frozenset((Holds.LINEAR_CALL, Holds.LINEAR_SOLVE, Holds.OBJECT))
+"""What a policy leaves as it was traced: a jaxpr in it has to match another, or is in an object."""
+
 NESTED = frozenset((Holds.SCAN, Holds.WHILE, Holds.COND, Holds.SHARD_MAP))
 """What a handler in `runner.py` enters. All else that is entered is a call: it runs once."""
 
@@ -74,20 +80,21 @@ class Row(NamedTuple):
     moves: each element of a result is one of an operand: it may as well be cast before.
     elementwise: each element of a result depends on the elements at its own position alone.
     bounded: its result is finite where its operands are.
+    arithmetic: a consumer in float32 makes it run in float32 too: see `Flag` in `_autocast`.
     tests: its result is boolean, and says something about the size of numbers.
+    orders: the order of its results depends on the size of numbers.
+    folds: what computes it of numbers that are known.
     role: how errors of its operands go into its result: those of a sum are absolute, so that
       rounding an operand may be all of it; those of a multiplication are relative; those of an
       angle are absolute, too, however large it is.
-    jumps: its result is rounded to an integer, as by `floor`: it reads digits as an index does.
-    neutral: its results are random numbers, which take the dtype of what they meet, unless it is
-      given a floating operand.
+    draws: its results are random numbers, unless it is given a floating operand.
     gradient: where the derivative is a sum over elements of the result, how the operand was used;
+      "placed" where it is placed among zeros, and so added to that of other parts of the operand;
       "result" where the derivative reads the result, which is saved.
     degree: how fast the result grows, for an elementwise operation of activation functions.
     dtype_param: the parameter that names the dtype, or holds a jaxpr in it.
     flops: the formula for its floating-point operations.
     holds: how it runs the jaxprs that it holds; None if it holds none.
-    saves: its operands are what is saved for the derivative.
     jaxpr_params: the parameters that hold the jaxprs which are replaced, separated by spaces;
       "a|b" for one whose name depends on the version of JAX.
   """
@@ -97,17 +104,18 @@ class Row(NamedTuple):
   moves: bool = False
   elementwise: bool = False
   bounded: bool = False
+  arithmetic: bool = False
   tests: bool = False
+  orders: bool = False
+  folds: Callable[..., Any] | None = None
   role: Literal["sum", "product", "angle", "linear algebra"] | None = None
-  jumps: bool = False
-  neutral: bool = False
-  gradient: Literal["repeated", "added", "multiplied", "chosen", "result"] | None = None
+  draws: bool = False
+  gradient: Literal["repeated", "added", "multiplied", "chosen", "placed", "result"] | None = None
   degree: Degree | None = None
   dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None
   flops: Literal["dot", "ragged_dot", "convolution"] | None = None
   holds: Holds | None = None
   jaxpr_params: str = ""
-  saves: bool = False
 
 
 class Family:
@@ -144,7 +152,15 @@ def integer_pow_part(params: EqnParams) -> Part:
 
 _MOVES: Mapping[str, Any] = {"exact": True, "moves": True}
 _UPDATES: Mapping[str, Any] = {"dtype_param": "update_jaxpr", "holds": Holds.BINARY}
-_FACTORS: Mapping[str, Any] = {"elementwise": True, "role": "product", "gradient": "multiplied"}
+_ARITHMETIC: Mapping[str, Any] = {"elementwise": True, "arithmetic": True}
+_FACTORS: Mapping[str, Any] = {**_ARITHMETIC, "role": "product", "gradient": "multiplied"}
+_SUMS: Mapping[str, Any] = {
+  **_ARITHMETIC,
+  "role": "sum",
+  "gradient": "added",
+  "degree": lambda degrees, _: max(degrees),
+}
+_BOUNDED: Mapping[str, Any] = {**_ARITHMETIC, "bounded": True}
 FAMILIES: tuple[Family, ...] = (
   # half list
   Family(
@@ -231,12 +247,13 @@ FAMILIES: tuple[Family, ...] = (
   # promote
   Family(
     "promote",
-    "One rounding of the result: what is in float32 for a reason stays there.",
-    Row("add sub", elementwise=True, role="sum", gradient="added", degree=lambda d, _: max(d)),
+    "Low precision rounds the result once. An input and a float32 activation stay in float32.",
+    Row("add", **_SUMS, folds=operator.add),
+    Row("sub", **_SUMS, folds=operator.sub),
     Row("div", **_FACTORS, degree=lambda d, _: d[0] - d[1]),
     Row("max min", elementwise=True, exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
-    Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1]),
-    Row("rem", elementwise=True, role="sum", jumps=True, gradient="multiplied"),
+    Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1], folds=operator.mul),
+    Row("rem", **_ARITHMETIC, role="sum", gradient="multiplied"),
   ),
   Family(
     "promote",
@@ -245,34 +262,35 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "promote",
-    "Comparisons: both sides as they are held. The result is boolean.",
+    "Comparisons: both sides have one dtype, float32 if one of them has it. The result is boolean.",
     Row("eq eq_to ge gt le le_to lt lt_to ne", tests=True),
   ),
   Family(
     "promote",
-    "They choose among or join values without computing any: the widest keeps all of them exact.",
+    "They select or join values: the widest dtype keeps all of them exact.",
     "stack",
     Row("clamp", elementwise=True),
     Row("concatenate pad select_n", **_MOVES),
   ),
   Family(
     "promote",
-    "They pass on each of their operands, as it is or sorted: in its own or a wider type, exactly.",
+    "They return each operand, as it is or sorted, in its own dtype.",
     "device_put shard_alike tie",
     Row("optimization_barrier", **_MOVES),
-    Row("sort", exact=True),
+    Row("sort", exact=True, orders=True),
   ),
   Family(
     "promote",
-    "It writes what other devices send into a buffer: the widest keeps both exact.",
+    "It writes values of other devices into a buffer: the widest dtype keeps both exact.",
     "ragged_all_to_all",
   ),
   # keep
   Family(
     "keep",
     "Exact in every type.",
-    Row("abs neg", elementwise=True, exact=True, degree=lambda d, _: d[0]),
-    Row("ceil floor round", elementwise=True, bounded=True, role="sum", jumps=True),
+    Row("abs", elementwise=True, exact=True, degree=lambda d, _: d[0]),
+    Row("neg", elementwise=True, exact=True, degree=lambda d, _: d[0], folds=operator.neg),
+    Row("ceil floor round", **_BOUNDED, role="sum"),
     Row("is_finite", tests=True),
     Row("sign", elementwise=True, exact=True),
   ),
@@ -280,26 +298,26 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "Activation functions and their kin: slopes of at most about one, results that stay in range. "
     "These hold the largest activations of a network, and float32 would double their memory.",
-    Row("asinh atan", elementwise=True, bounded=True),
-    Row("erf erfc logistic", elementwise=True, bounded=True, degree=lambda d, _: 0),
-    Row("tanh", elementwise=True, bounded=True, gradient="result", degree=lambda d, _: 0),
+    Row("asinh atan", **_BOUNDED),
+    Row("erf erfc logistic", **_BOUNDED, degree=lambda d, _: 0),
+    Row("tanh", **_BOUNDED, gradient="result", degree=lambda d, _: 0),
   ),
   Family(
     "keep",
     "Roots bring numbers of any size nearer to 1, and the gradient stays in range even for the "
-    "smallest float16. After a sum they run in float32 anyway.",
-    Row("cbrt", elementwise=True, bounded=True),
-    Row("sqrt", elementwise=True, degree=lambda d, _: d[0] / 2),
+    "smallest float16. After a sum, as in a norm, their operand is float32.",
+    Row("cbrt", **_BOUNDED),
+    Row("sqrt", **_ARITHMETIC, degree=lambda d, _: d[0] / 2),
   ),
   Family(
     "keep",
-    "Exact but for one rounding; part of activation functions and of their gradients. Before a "
-    "sum they run in float32, because their reader does.",
-    Row("one_minus_square square", elementwise=True, role="product", degree=lambda d, _: 2 * d[0]),
+    "One rounding of the result; part of activation functions and of their gradients. Before a "
+    "sum they run in float32, since the sum widens them.",
+    Row("one_minus_square square", **_ARITHMETIC, role="product", degree=lambda d, _: 2 * d[0]),
   ),
   Family(
     "keep",
-    "They choose among the values of their operand, exactly in its own type.",
+    "They select among the values of their operand, which is exact in its own dtype.",
     "approx_top_k reduce_window_max reduce_window_min",
     Row("pmax pmin unreduced_pmax unreduced_pmin"),
     Row("argmax argmin cummax cummin top_k", exact=True),
@@ -307,21 +325,23 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "keep",
-    "They move numbers and compute none.",
+    "They move values, which is exact in every dtype.",
     Row("broadcast_in_dim gather", **_MOVES, gradient="repeated"),
     Row("broadcast_to tile", moves=True, gradient="repeated"),
-    Row("copy dynamic_slice reshape rev slice split squeeze stop_gradient transpose", **_MOVES),
-    Row("name stage unstack xla_metadata_value", moves=True),
+    Row("copy reshape rev squeeze stop_gradient transpose", **_MOVES),
+    Row("dynamic_slice slice split", **_MOVES, gradient="placed"),
+    Row("unstack", moves=True, gradient="placed"),
+    Row("name stage xla_metadata_value", moves=True),
   ),
   Family(
     "keep",
-    "They say where numbers are to be.",
+    "They say where values are stored.",
     "layout_constraint relayout with_memory_space_constraint",
     Row("as_laid_out reshard sharding_constraint", **_MOVES),
   ),
   Family(
     "keep",
-    "They move numbers between devices and compute none; low precision sends half of the bytes.",
+    "They move values between devices; low precision sends half of the bytes.",
     "preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
     Row("all_gather all_gather_invariant all_gather_reduced", moves=True),
     Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", moves=True),
@@ -329,8 +349,8 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "keep",
-    "They write into a buffer, which keeps its type, as an array does on assignment: an update is "
-    "cast to it. Data is not: coordinates among features make the buffer float32.",
+    "They write into a buffer. An input that is written among activations makes it float32, and a "
+    "buffer of zeros takes the dtype of the update.",
     Row("dynamic_update_slice", **_MOVES),
     Row("scatter", exact=True, **_UPDATES),
     # The derivative counts the updates that have the maximum, as `segment_max` takes it.
@@ -338,8 +358,8 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "keep",
-    "A cast that the jaxpr asks for: one between real types it was written with is carried out, "
-    "and one to float32 of what is float32 without autocast says nothing about precision.",
+    "A cast of your code to low precision is carried out. A cast to float32 of a value that was "
+    "traced in float32 changes nothing.",
     "convert_element_type",
   ),
   # opaque
@@ -360,7 +380,7 @@ FAMILIES: tuple[Family, ...] = (
     "Random numbers: the samples are those that the jaxpr draws without autocast.",
     "philox2x32 philox4x32 random_bits random_clone random_fold_in random_seed random_split "
     "random_unwrap random_wrap rng_bit_generator threefry2x32 threefry4x32",
-    Row("random_gamma rng_uniform", neutral=True),
+    Row("random_gamma rng_uniform", draws=True),
   ),
   Family(
     "opaque",
@@ -371,7 +391,7 @@ FAMILIES: tuple[Family, ...] = (
     "opaque",
     "They are about the bits of a type: in another one they would mean something else.",
     "nextafter reduce_precision",
-    Row("bitcast_convert_type", neutral=True),
+    Row("bitcast_convert_type", draws=True),
   ),
   Family("opaque", "There is no complex dtype of low precision.", "complex conj fft imag real"),
   Family(
@@ -463,7 +483,7 @@ FAMILIES: tuple[Family, ...] = (
     "memory of the largest activations. The fourth power overflows float16 from 16 on, and "
     "negative ones for small operands. All of an activation function with a power in it, also one "
     "written as x * x, is computed in float32, and its slope is kept in low precision.",
-    Row("integer_pow", elementwise=True, role="product", degree=lambda d, p: p["y"] * d[0]),
+    Row("integer_pow", **_ARITHMETIC, role="product", degree=lambda d, p: p["y"] * d[0]),
     decides="keep for the powers 0 to 3, float32 for others",
   ),
   # higher-order
@@ -471,7 +491,7 @@ FAMILIES: tuple[Family, ...] = (
     None,
     "Their jaxprs are entered.",
     Row("call closed_call program_order", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
-    Row("checkpoint remat2", holds=Holds.CALL, jaxpr_params="jaxpr", saves=True),
+    Row("checkpoint remat2", holds=Holds.CALL, jaxpr_params="jaxpr"),
     Row("jit", holds=Holds.CALL, jaxpr_params="jaxpr"),
     # `jax.jit(f).trace(x)` that is called again.
     Row("eval_jaxpr", holds=Holds.CALL, jaxpr_params="call_jaxpr|jaxpr"),
@@ -508,9 +528,21 @@ HIGHER_ORDER = frozenset(
 )
 """Those whose part is that of what is inside; `inner_jaxprs` is None for what cannot be entered."""
 
+# Groups by what they do to the error of a rounding, for the risks that an audit lists.
+
+ADDITIONS = frozenset(("add", "add_any", "complex", "imag", "real", "sub"))
+CLIPS = frozenset(("clamp", "max", "min"))
+EXTREMES = frozenset(("cummax", "cummin", "reduce_max", "reduce_min"))
+ORDERS = EXTREMES | {"approx_top_k", "reduce_window_max", "reduce_window_min", "sort", "top_k"}
+SUMS = frozenset(("cumsum", "psum", "reduce_sum", "reduce_window_sum"))
+SQUARES = frozenset(("integer_pow", "square"))
+ROUNDINGS = frozenset(("ceil", "floor", "round"))
+EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "pow"))
+INVERSES = frozenset(("div", "integer_pow", "rsqrt", "pow"))
+
 _UNKNOWN = Row("")
 
-OUTER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product")
+OUTER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product", arithmetic=True)
 """A `dot_general` that sums nothing: a multiplication, as `einsum("i,j->ij")` writes it, or the
 matmul of a column and a row."""
 

@@ -319,24 +319,38 @@ def _product(
   right: Scaled,
   sums: DType,
 ) -> Array:
-  axes, pair = dot_axes(params), (left, right)
+  axes = dot_axes(params)
   if sums.itemsize < 4 and (axes.batch[0] or axes.ragged in axes.contracted[0]):
     sums = FLOAT32  # A CPU adds up some batches of matrices in the dtype of the result.
   params = {**params, "precision": None, "preferred_element_type": sums}
-  result = primitive.bind(*(x.values for x in pair), *sizes, **params)
+  result = primitive.bind(left.values, right.values, *sizes, **params)
   result = jax.lax.convert_element_type(result, FLOAT32)
-  for places, (values, scale) in zip(axes.of_result(left.values, right.values), pair, strict=True):
-    if scale is None or scale.ndim == 0:
-      result = result if scale is None else result * scale
-      continue
-    for axis in axes.groups if values is right.values else ():  # Each row has that of its group.
-      row = jax.lax.iota(sizes[0].dtype, result.shape[places[axis]])
-      group = jnp.sum(row[:, None] >= jax.lax.cumsum(sizes[0])[None], axis=1)
-      scale = jnp.take(scale, group, axis=axis, mode="fill", fill_value=0)
-    sized = {place: scale.shape[axis] for axis, place in places.items()}
-    order = sorted(range(scale.ndim), key=lambda axis, places=places: places.get(axis, -1))
-    result = result * jax.lax.reshape(scale, [sized.get(i, 1) for i in range(result.ndim)], order)
-  return result
+  of_left, of_right = axes.of_result(left.values, right.values)
+  result = _scaled(result, left.scale, of_left)
+  if right.scale is None or right.scale.ndim == 0:
+    return _scaled(result, right.scale, of_right)
+  scale = right.scale
+  for axis in axes.groups:
+    scale = _of_rows(scale, axis, sizes[0], result.shape[of_right[axis]])
+  return _scaled(result, scale, of_right)
+
+
+def _of_rows(scale: Array, axis: int, sizes: Array, rows: int) -> Array:
+  """Returns the scales of groups, one for each row of the result."""
+  row = jax.lax.iota(sizes.dtype, rows)
+  group = jnp.sum(row[:, None] >= jax.lax.cumsum(sizes)[None], axis=1)
+  return jnp.take(scale, group, axis=axis, mode="fill", fill_value=0)
+
+
+def _scaled(result: Array, scale: Array | None, places: Mapping[int, int]) -> Array:
+  """Returns a result times the scale of an operand, whose axes are at `places` of the result."""
+  if scale is None:
+    return result
+  if scale.ndim == 0:
+    return result * scale
+  sized = {place: scale.shape[axis] for axis, place in places.items()}
+  order = sorted(range(scale.ndim), key=lambda axis: places.get(axis, -1))
+  return result * jax.lax.reshape(scale, [sized.get(i, 1) for i in range(result.ndim)], order)
 
 
 def _only_in_groups(x: Array, axis: int | None, sizes: Sequence[Array]) -> Array:

@@ -231,7 +231,7 @@ def intercept(
 
 
 def _collections(**kinds: object) -> tuple[str, ...]:
-  """Returns the collections of which these fields are known."""
+  """Returns the collections whose `StateKind` has these fields."""
   return tuple(col for col, kind in _layers.STATE.items() if kinds.items() <= vars(kind).items())
 
 
@@ -249,8 +249,8 @@ def _store(scope: Scope, policy: Policy) -> None:
 
 
 def _store_caches(scope: Any, init: Callable[[PyTree], Variables], state: Active) -> None:
-  """Casts the caches that a root has initialised to the dtypes that they have by hand."""
-  # Nothing but the modules themselves tells them: traced in float32, they create the decode cache
+  """Casts the caches that a root has initialised to the dtypes of a model with `dtype=` fields."""
+  # Only the modules themselves know these dtypes. Traced in float32, they create the decode cache
   # of a bfloat16 model in float32, twice as large.
   caches = {col: scope.variables().get(col, {}) for col in _collections(stored="computed")}
   floating = any(map(is_floating, jax.tree.leaves(caches)))
@@ -284,9 +284,9 @@ def applied(
   """Returns what `model.apply` does, with the operations of all its modules rewritten."""
   pair = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
 
-  def data(operands: Args) -> list[Leaf]:
-    neutral = _collections(neutral=True)
-    state = [tree for col, tree in operands[0].items() if col not in neutral]
+  def inputs(operands: Args) -> list[Leaf]:
+    parameters = _collections(is_parameter=True)
+    state = [tree for col, tree in operands[0].items() if col not in parameters]
     return Boundary((state, operands[1:])).leaves
 
   def marked(returned: PyTree) -> PyTree:
@@ -300,7 +300,7 @@ def applied(
     fn.__name__ = type(model).__name__
     # A checkpoint may come as arrays of NumPy: variables are never constants.
     operands = (mapped(array, variables), args, kwargs)
-    return rewritten(fn, operands, active, active.around.policy, data, marked)
+    return rewritten(fn, operands, active, active.around.policy, inputs, marked)
 
   if not isinstance(variables, Mapping):
     return model.apply(variables, *args, **kwargs)
@@ -377,7 +377,7 @@ def _lifted(
           restore()
           raise
 
-      filters = (_collections(neutral=True), True)
+      filters = (_collections(is_parameter=True), True)
       return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
 
     return lift_direct_transform(lifted, (checked,), module, *args, **kwargs)

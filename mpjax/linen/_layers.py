@@ -1,4 +1,4 @@
-"""What is known of Linen's layers and of their state: the one file to change for another layer."""
+"""Tables of Linen's layers and of their state: a new layer is added here."""
 
 from collections.abc import Mapping
 
@@ -7,12 +7,12 @@ import flax.linen as nn
 from mpjax._autocast.module_calls import Layers, StateKind
 
 STATE: Mapping[str, StateKind] = {
-  "params": StateKind(neutral=True, stored="param_dtype"),
-  # Zeros, there to be differentiated by: their gradient is that of what they are added to.
-  "perturbations": StateKind(neutral=True, stored="computed"),
+  "params": StateKind(is_parameter=True, stored="param_dtype"),
+  # Zeros, whose gradient is that of the activation to which they are added.
+  "perturbations": StateKind(is_parameter=True, stored="computed"),
   "cache": StateKind(stored="computed"),
 }
-"""Collections by name; one that is not here decides dtypes, and is stored as its code declares."""
+"""Collections by name. Others are inputs, stored in the dtype that their code declares."""
 
 LAYERS = Layers(
   rounded=(

@@ -115,10 +115,10 @@ class PolicyModule:
     return BoundPolicyModule(self.module.bind(variables, *args, **kwargs), self.given)
 
   def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
-    """Returns variables for inference: in low precision what is only ever used so.
+    """Returns variables for inference, with parameters in the low precision in which they are used.
 
-    A parameter that `apply(variables, *args, **kwargs)` does nothing with but round it to one
-    16-bit dtype is stored in that dtype; all others and other collections stay as they are.
+    A parameter that `apply(variables, *args, **kwargs)` only rounds to one 16-bit dtype is stored
+    in that dtype. Other parameters and other collections stay as they are.
 
     Args:
       variables: the model's variables, arrays or `jax.ShapeDtypeStruct`.
@@ -131,8 +131,8 @@ class PolicyModule:
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
     >>> model = mpjax.with_policy(nn.Sequential([nn.Dense(2), nn.LayerNorm()]), "c=bf16")
-    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
-    >>> half = model.convert(variables, jnp.ones((1, 3)))["params"]
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
+    >>> half = model.convert(variables, jnp.ones((1, 8)))["params"]
     >>> half["layers_0"]["kernel"].dtype, half["layers_1"]["scale"].dtype
     (dtype(bfloat16), dtype('float32'))
     """

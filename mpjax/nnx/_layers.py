@@ -1,4 +1,4 @@
-"""What is known of NNX's layers and of their state: the one file to change for another layer."""
+"""Tables of NNX's layers and of their state: a new layer is added here."""
 
 from collections.abc import Mapping
 
@@ -8,14 +8,14 @@ from mpjax._autocast.module_calls import Layers, StateKind
 from mpjax._core.types import Leaf
 
 STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
-  nnx.Param: StateKind(neutral=True, stored="param_dtype"),
-  # Zeros, there to be differentiated by: their gradient is that of what they are added to.
-  nnx.Perturbation: StateKind(neutral=True),
+  nnx.Param: StateKind(is_parameter=True, stored="param_dtype"),
+  # Zeros, whose gradient is that of the activation to which they are added.
+  nnx.Perturbation: StateKind(is_parameter=True),
 }
-"""Variables by class, the first that fits; one that is not here decides dtypes, as arguments do.
+"""Variables by class; the first class that fits counts. Others are inputs, as arguments are.
 
-With `stored="param_dtype"` one that is created in a call has that dtype, else the one that it was
-created in. NNX has no `init` that could be computed under a policy."""
+A variable that a call creates keeps its dtype, unless it is stored in the `param_dtype`. NNX has no
+`init` that could be computed under a policy, so that no row is "computed"."""
 
 LAYERS = Layers(
   rounded=(
@@ -29,14 +29,14 @@ LAYERS = Layers(
 )
 
 METHODS = ("__call__", "attend")
-"""What the layers of NNX compute with; their other methods set them up."""
+"""Methods in which the layers of NNX compute; their other methods set them up."""
 
 OUTSIDE = ("sow", "perturb", "initialize_carry")
-"""Methods that no policy enters: two note values, and what a cell starts with, learned or
-not, is in the dtype it is stored in."""
+"""Methods that run without the policy. Two only store values, and the first carry of a cell has the
+dtype in which it is stored."""
 
 MODES = ("deterministic", "use_running_average")
-"""What `train()` and `eval()` of NNX set. Other flags are a module's own business."""
+"""Flags that `train()` and `eval()` of NNX set."""
 
 
 def kind_of(variable: object) -> StateKind:

@@ -9,19 +9,19 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.core import Tracer
 
-from mpjax._autocast import Boundary, NotTraceable, leaving, region_of
+from mpjax._autocast import Boundary, NotTraceable, end_of_policy, region_of
 from mpjax._autocast.boundary import in_order
 from mpjax._autocast.module_calls import array, attempts, begins_trace, call_of, rewritten
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
 from mpjax._core.leaves import is_nnx_variable
-from mpjax._core.trees import is_floating, same_objects
+from mpjax._core.trees import is_floating, mapped, same_objects
 from mpjax._core.types import Args, Class, Function, Kwargs, Leaf, PyTree
 from mpjax._policy.active import ACTIVE, Active, in_region
 from mpjax._policy.rules import ModulePolicy, shown
@@ -144,7 +144,7 @@ def _overrides(cls: Any) -> dict[str, Function]:
     policy = active.around.policy if active is not None and active.tracing else None
     if policy is not None and _layers.kind_of(value).stored == "param_dtype":
       # A parameter that a call creates.
-      value.set_raw_value(leaving(value.get_raw_value(), policy.param_dtype))
+      value.set_raw_value(end_of_policy(value.get_raw_value(), policy.param_dtype))
     cls.__setattr__(self, name, value)
     model = model_of(self)
     if model is None:
@@ -301,6 +301,45 @@ def put_in_order(tree: PyTree, orders: Iterable[object]) -> None:
       vars(node).update(ordered)
 
 
+HOLD_METHODS = (types.MethodType, functools.partial, tuple)
+
+
+def rebound(tree: PyTree, counterparts: Mapping[int, object]) -> PyTree:
+  """Returns a tree with methods, in partials too, of the counterparts of their objects."""
+
+  def leaf(x: Any) -> Any:
+    if isinstance(x, types.MethodType):
+      to = counterparts.get(id(x.__self__))
+      return x if to is None else getattr(to, x.__name__, None) or types.MethodType(x.__func__, to)
+    if isinstance(x, functools.partial):
+      parts = x.func, x.args, x.keywords
+      func, args, kwargs = new = rebound(parts, counterparts)
+      return x if new is parts else type(x)(func, *args, **kwargs)
+    return counterparts.get(id(x), x)
+
+  return mapped(leaf, tree, lambda x: is_node(x) or isinstance(x, functools.partial))
+
+
+def _bind_to_copies(
+  originals: Sequence[nnx.Pytree], copies: Sequence[nnx.Pytree]
+) -> list[tuple[dict[str, Any], str, Any, Any]]:
+  """Binds methods that copies hold in attributes to the copies; returns what it has replaced.
+
+  NNX takes a method to be static. Bound to the original, it would read parameters from outside of
+  the traced call, as constants.
+  """
+  counterparts = {id(node): copy for node, copy in zip(originals, copies, strict=True)}
+  replaced = [
+    (attributes, name, value, rebound(value, counterparts))
+    for attributes in map(vars, copies)
+    for name, value in attributes.items()
+    if isinstance(value, HOLD_METHODS)
+  ]
+  for attributes, name, _, new in replaced:
+    attributes[name] = new
+  return replaced
+
+
 # The outermost call
 
 _TAG = "mpjax.policy"
@@ -342,18 +381,22 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
         inside = both.inside([*copies[1], *both.leaves[len(boundary.leaves) :]])
         for (items, key, _), x in zip(shared, inside.args[1], strict=True):
           items[key] = x
+        bound = _bind_to_copies([node for node, _ in held_before], nodes)
         with ACTIVE(state):
           outputs = call(copies[0], *inside.args[0])
         leaves, outside = inside.leave(outputs)
         for (items, key, original), x in zip(shared, inside.args[1], strict=True):
           if items.get(key) is x:
             items[key] = original
+        for items, name, method, copied_method in bound:
+          if items.get(name) is copied_method:
+            items[name] = method
         # What is only read may belong to a function that is traced further out.
         changed = not same_objects(_contents(copies), contents) or any(map(is_node, leaves))
         written = {}
         for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
           if (new := variable.get_raw_value()) is not old:
-            variable.set_raw_value(new if dtype is None else leaving(new, dtype))
+            variable.set_raw_value(new if dtype is None else end_of_policy(new, dtype))
             written[i] = variable.get_raw_value()
         done = (leaves, copies if changed else ())
         returned.append((outside, orders_of(done)))
@@ -361,15 +404,15 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
           raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
         return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
 
-    def data(operands: Args) -> list[Leaf]:
+    def inputs_of(operands: Args) -> list[Leaf]:
       values = jax.tree.leaves(operands, is_leaf=is_nnx_variable)
-      return jax.tree.leaves([x for x in values if not _layers.kind_of(x).neutral])
+      return jax.tree.leaves([x for x in values if not _layers.kind_of(x).is_parameter])
 
     on_copies.__name__ = name  # It is what JAX's errors say.
     with nnx.update_context(_TAG):
       arrays = lambda x: jax.tree.map(array, x) if is_nnx_variable(x) else x  # noqa: E731
       copied = jax.tree.map(arrays, nnx.to_tree(everything, ctxtag=_TAG), is_leaf=is_nnx_variable)
-      changed, written, done = rewritten(on_copies, (copied,), state, policy, data)
+      changed, written, done = rewritten(on_copies, (copied,), state, policy, inputs_of)
       if changed:
         try:
           done = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)

@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -10,7 +10,6 @@ from flax import nnx
 
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.frameworks import not_a_model
-from mpjax._core.trees import mapped
 from mpjax._core.types import Function, Grads, KeyPath, OptState, Params, PyTree
 from mpjax._jaxpr.used_dtypes import store_as_used
 from mpjax._optim.value_and_grad import value_and_grad as value_and_grad_of_arrays
@@ -80,8 +79,8 @@ def with_policy(
     for name, value in vars(module).items():
       leaves = jax.tree.leaves(value, is_leaf=_view.is_node)
       # A method of the user's module, kept in an attribute, would run without the policy.
-      if isinstance(value, (types.MethodType, functools.partial, tuple)):
-        object.__setattr__(copy, name, _rebound(value, counterparts))
+      if isinstance(value, _view.HOLD_METHODS):
+        object.__setattr__(copy, name, _view.rebound(value, counterparts))
       elif isinstance(value, (list, dict, nnx.bridge.ToNNX)) and not any(map(_is_module, leaves)):
         # What a call puts into it, or sets on it, counts.
         object.__setattr__(copy, name, value)
@@ -99,22 +98,6 @@ def views_of(tree: PyTree, policy: PolicyLike | None, rules: Iterable[Rule]) -> 
 
   view = functools.partial(with_policy, policy=policy, rules=rules, unmatched="ignore")
   return jax.tree.map(lambda x: view(x) if is_plain(x) else x, tree, is_leaf=is_plain)
-
-
-def _rebound(tree: PyTree, counterparts: Mapping[int, object]) -> PyTree:
-  """Returns a tree with methods, in partials too, of the counterparts of their objects."""
-
-  def leaf(x: Any) -> Any:
-    if isinstance(x, types.MethodType):
-      to = counterparts.get(id(x.__self__))
-      return x if to is None else getattr(to, x.__name__, None) or types.MethodType(x.__func__, to)
-    if isinstance(x, functools.partial):
-      parts = x.func, x.args, x.keywords
-      func, args, kwargs = new = _rebound(parts, counterparts)
-      return x if new is parts else type(x)(func, *args, **kwargs)
-    return counterparts.get(id(x), x)
-
-  return mapped(leaf, tree, lambda x: _view.is_node(x) or isinstance(x, functools.partial))
 
 
 def _check_model(model: Any) -> None:
@@ -166,8 +149,8 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
 
   >>> import jax.numpy as jnp, mpjax
   >>> from flax import nnx
-  >>> view = mpjax.with_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")
-  >>> mpjax.nnx.convert(view, jnp.ones((1, 3))).kernel.dtype
+  >>> view = mpjax.with_policy(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+  >>> mpjax.nnx.convert(view, jnp.ones((1, 8))).kernel.dtype
   dtype(bfloat16)
   """
   if not _view.is_view(view):

@@ -30,11 +30,12 @@ FLOAT32 = frozenset(
 
 
 def halves(program: ClosedJaxpr, half: str) -> list[str]:
-  """Returns the products that are not in half wholly."""
+  """Returns the matmuls that are not in low precision wholly."""
+  # A matmul without a contracted axis is a multiplication, as in the gradient of `row @ kernel`.
   return [
     f"{p.primitive} of {', '.join(p.operands)}"
     for p in programs.products(program)
-    if set(p.dtypes) != {half}
+    if set(p.dtypes) != {half} and "'dimension_numbers', (((), ())" not in p.layout
   ]
 
 
@@ -79,20 +80,18 @@ def sums(program: ClosedJaxpr) -> list[str]:
 # Casts.
 
 
-_MOVING = frozenset(
-  {
-    *("reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "gather"),
-    *("concatenate", "rev", "split", "expand_dims", "pvary", "copy", "stop_gradient", "pad"),
-  }
-)
-
-
-def _is_parameter(value: Value) -> bool:
-  """Whether a value is computed from arguments and constants alone, by moving numbers."""
-  by = value.made_by
-  if by is None or by.joins:
-    return by is None or (by.joins == "enter" and _is_parameter(by.operands[0]))
-  return by.name in _MOVING and all(map(_is_parameter, by.operands))
+def _has_no_matmul(value: Value, known: dict[Value, bool]) -> bool:
+  """Whether a value is computed from arguments and constants alone, without a matmul."""
+  if value not in known:
+    by = value.made_by
+    if by is None:
+      known[value] = True
+    elif by.joins:
+      known[value] = by.joins == "enter" and _has_no_matmul(by.operands[0], known)
+    else:
+      of_operands = [_has_no_matmul(operand, known) for operand in by.operands]
+      known[value] = by.name not in programs.PRODUCTS and all(of_operands)
+  return known[value]
 
 
 def _homes(jaxpr: Jaxpr, scan: int = 0) -> dict[int, tuple[int, int]]:
@@ -109,12 +108,12 @@ def _homes(jaxpr: Jaxpr, scan: int = 0) -> dict[int, tuple[int, int]]:
 
 def wasted_casts(program: ClosedJaxpr) -> list[str]:
   """Returns casts to float32 that are rounded again, and casts to half made twice."""
-  # A parameter may be cast at each of its uses: then its gradients are added in float32. Of casts
+  # A parameter or an input may be cast at each use: its gradients are added in float32. Of casts
   # to float32 that are the same a compiler makes one, and a norm has two by hand: one for its
   # statistics and one for the difference, so that two cotangents are rounded. Where both share one,
   # XLA finds another grouping of the sums in a norm's backward pass: a ResNet-50 moves 1.04 times
   # the bytes.
-  homes = _homes(program.jaxpr)
+  homes, known = _homes(program.jaxpr), dict[Value, bool]()
   chains: dict[Value, tuple[str, ...]] = {}
   same: dict[tuple[Value, tuple[str, ...], int], set[int]] = collections.defaultdict(set)
   for operation in Graph(program).operations:
@@ -129,7 +128,7 @@ def wasted_casts(program: ClosedJaxpr) -> list[str]:
       if before[1:] == ("float32",) and by and _is_cast(by) and homes[id(by.eqn)][1] != scan:
         before = ()
       chains[result] = (*(before or (str(source[0].dtype),)), str(result.dtype))
-      if not _is_parameter(source[0]) and result.dtype != jnp.float32:
+      if not _has_no_matmul(source[0], known) and result.dtype != jnp.float32:
         same[source[0], chains[result], jaxpr].add(id(operation.eqn))
   texts = [" -> ".join(chain) for chain in chains.values() if chain[-1] in chain[:-1]]
   back = [f"there and back: {text}" for text in texts if not text.endswith("float32")]

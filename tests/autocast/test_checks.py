@@ -92,7 +92,7 @@ CASTS = {
   ),
   "over a call": (lambda x: jax.jit(lambda y: jnp.tanh(half(y)))(full(half(x))), [BACK]),
   "out of a call": (lambda x: half(jax.jit(full)(half(x))), [BACK]),
-  "twice": (lambda x: (lambda y: half(y) @ half(y))(jnp.exp(x)), [TWICE]),
+  "twice": (lambda x: (lambda y: half(y) @ half(y))(jnp.exp(x @ x)), [TWICE]),
   "twice in a loop": (
     lambda x: jax.lax.scan(lambda c, _: (full(half(c) @ half(c)), None), x, None, length=2)[0],
     [TWICE],

@@ -1,4 +1,4 @@
-"""Which matmuls are in float8, in autocast and through JAX's transformations."""
+"""In which dtype a matmul runs: the compute dtype, float32 or float8, also in transformations."""
 
 import collections
 import functools
@@ -13,6 +13,71 @@ import mpjax
 from tests.autocast.rig import matmuls, with_jvp, with_vjp
 from tests.float8_oracle import Oracle
 from tests.programs import bits, equations, products, s
+
+# The compute dtype or float32.
+
+LOW, WIDE = "bfloat16", "float32"
+
+
+def dtypes(fun, *args, given="c=bf16"):
+  """Returns the dtypes of the operands and the result of each matmul; the last argument is data."""
+  cast = mpjax.autocast(fun, given, data_argnums=len(args) - 1)
+  found = products(jax.make_jaxpr(cast)(*args))
+  return [(*p.dtypes, p.result.partition("[")[0]) for p in found]
+
+
+def test_a_matmul_of_inputs_and_numbers_runs_as_written():
+  assert dtypes(lambda x: x @ x.T, s(16, 16)) == [(WIDE,) * 3]
+  assert dtypes(lambda x: x @ jnp.ones((16, 8)), s(16, 16)) == [(WIDE,) * 3]
+  # A parameter makes it low, and a dtype of the code's stays.
+  assert dtypes(lambda w, x: x @ w, s(16, 16), s(16, 16)) == [(LOW,) * 3]
+  fun = functools.partial(jnp.matmul, preferred_element_type="float16")
+  assert dtypes(lambda x: fun(x, x.T), s(16, 16)) == [(WIDE, WIDE, "float16")]
+
+
+def test_a_matmul_of_an_input_with_fewer_than_8_products_runs_in_float32():
+  both, experts = (lambda w, x: x @ w), (lambda w, x: jnp.einsum("bij,ijn->bn", x, w))
+  assert dtypes(both, s(7, 9), s(16, 7)) == [(WIDE,) * 3]
+  assert dtypes(both, s(8, 9), s(16, 8)) == [(LOW,) * 3]
+  # All contracted axes count.
+  assert dtypes(experts, s(7, 1, 9), s(16, 7, 1)) == [(WIDE,) * 3]
+  assert dtypes(experts, s(4, 2, 9), s(16, 4, 2)) == [(LOW,) * 3]
+  # Neither parameters nor activations are in float32 for it.
+  fun = lambda v, w, x: (x @ w) @ (v @ v)  # noqa: E731
+  assert dtypes(fun, s(3, 3), s(8, 3), s(16, 8)) == [(LOW,) * 3] * 3
+
+
+def test_a_size_that_is_a_symbol_counts_as_8_products_or_more():
+  (n,) = jax.export.symbolic_shape("n,")
+  cast = jax.jit(mpjax.autocast(lambda w, x: x @ w, data_argnums=1))
+  exported = jax.export.export(cast)(s(n, 4), s(3, n))
+  assert "bf16" in exported.mlir_module()
+
+
+RETURNED = {
+  # name: a result of the policy, of a matmul and an array; whether the matmul returns its sum
+  "as it is": (lambda y, h: y, True),
+  "moved": (lambda y, h: y.T[::-1], True),
+  "with a bias": (lambda y, h: y + h[:1], True),
+  "added to an array": (lambda y, h: y + h, False),
+  "a function of it": (lambda y, h: jnp.tanh(y), False),
+}
+
+
+@pytest.mark.parametrize(("result", "is_sum"), RETURNED.values(), ids=RETURNED)
+def test_a_matmul_returns_its_float32_sum_to_a_float32_result_of_the_policy(result, is_sum):
+  # Also if another matmul uses it.
+  def fun(w, x):
+    y = x @ w
+    return result(y, w), y @ w
+
+  w, x = s(16, 16), s(16, 16)
+  wide = mpjax.Policy(compute_dtype=LOW, output_dtype=WIDE)
+  assert dtypes(fun, w, x, given=wide)[0] == (LOW, LOW, WIDE if is_sum else LOW)
+  assert dtypes(fun, w, x, given=mpjax.Policy(compute_dtype=LOW))[0] == (LOW, LOW, LOW)
+
+
+# Float8.
 
 ALL = mpjax.Float8(skip=())
 EXACT = mpjax.Float8(skip=(), power_of_two=True)
@@ -83,12 +148,12 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize(("fun", "x", "w"), QUALIFIES.values(), ids=QUALIFIES)
-def test_what_qualifies(fun, x, w):
+def test_a_matmul_in_float8(fun, x, w):
   assert reasons(fun, x, w) == [""]
 
 
 @pytest.mark.parametrize(("fun", "x", "w", "reason"), LEFT_OUT.values(), ids=LEFT_OUT)
-def test_what_is_left_out_and_why(fun, x, w, reason):
+def test_a_matmul_that_is_not_in_float8_and_why(fun, x, w, reason):
   assert reasons(fun, x, w) == [reason]
   # It is what it would be without float8.
   audit, without = (mpjax.audit(mpjax.autocast(fun, p))(x, w) for p in (policy(), "mixed_bfloat16"))
@@ -122,15 +187,11 @@ def test_sizes_decide(recipe, k, n, taken):
     assert reasons(fun, *args, recipe=recipe) == [reason]
 
 
-BATCH_IS_AN_OPERAND = {
-  "a sum of parameters": lambda w, x: x @ (w + w[:, :4] @ w[:4]),
-  "attention": lambda w, x: jax.nn.softmax(x @ x.T) @ x,
-}
-
-
-@pytest.mark.parametrize("fun", BATCH_IS_AN_OPERAND.values(), ids=BATCH_IS_AN_OPERAND)
-def test_a_batch_that_is_named_is_no_weight(fun):
+def test_a_data_argument_is_no_weight():
   # Autocast cannot tell it from one by itself, and the docs say so.
+  def fun(w, x):
+    return x @ (w + w[:, :4] @ w[:4])
+
   args = s(32, 32), s(16, 32)
   assert reasons(fun, *args)[0] == ""
   named = mpjax.audit(mpjax.autocast(fun, policy(), data_argnums=1))(*args)
@@ -201,7 +262,7 @@ def test_float8_with_anything_else_is_jaxs_error_until_it_is_cast(operation, oth
     assert jnp.isfinite(fun(x.astype(other), y).astype(jnp.float32)).all()
 
 
-def test_an_audit_takes_neither_scaling_nor_what_is_left_out_for_a_leak():
+def test_an_audit_reports_neither_scaling_nor_matmuls_without_float8_as_leaks():
   def fun(w, v, x):
     return jnp.sum(jnp.sin(jnp.sin(jnp.sin(x) @ w) @ v) ** 2)
 
@@ -209,7 +270,7 @@ def test_an_audit_takes_neither_scaling_nor_what_is_left_out_for_a_leak():
   audit = mpjax.audit(jax.value_and_grad(mpjax.autocast(fun, policy()), (0, 1, 2)))(*args)
   audit.assert_no_leaks()
   assert audit.half_share == 1
-  assert audit.risks == ()
+  assert audit.lossy == ()
   assert [x.reason for x in audit.float8] == ["", "N=8 is no multiple of 16"]
   assert audit.float8[0].flops == 3 * 2 * 256 * 512 * 64
   assert audit.float8_share == 64 / 72
@@ -294,7 +355,7 @@ def saved(fun, *args):
   return sorted((a.dtype.name, a.size) for a in found.values() if a.ndim > 1)
 
 
-def test_operands_in_float8_are_what_is_kept():
+def test_residuals_are_the_operands_in_float8():
   def linear(ws, x):
     for w in ws:
       x = x @ w
@@ -412,7 +473,7 @@ def reasons_of(fun, *args):
   return {each.reason for each in mpjax.audit(fun)(*args).float8}
 
 
-def test_what_is_linear_in_a_tangent_is_not_rounded():
+def test_operands_linear_in_a_tangent_are_not_rounded():
   # JAX transposes it, and cannot transpose an operand divided by its largest element.
   with_float8, without = (mpjax.autocast(by_jvp, p) for p in (policy(), "mixed_bfloat16"))
   # Without a gradient the rule does not count.

@@ -121,7 +121,7 @@ def layers(x, w, between=lambda x: x):
   return x.sum()
 
 
-def test_what_repeats_is_differentiated_once():
+def test_layers_alike_are_differentiated_once():
   seen = programs.Derivatives()
   cast = mpjax.autocast(functools.partial(layers, between=seen.of))
   jax.jit(jax.grad(cast)).trace(X, W)
@@ -155,7 +155,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize(("transform", "x"), TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("fun", [layers, twice])
-def test_what_is_differentiated_once_is_the_same_program(fun, transform, x, monkeypatch):
+def test_layers_that_are_differentiated_once_give_the_same_program(fun, transform, x, monkeypatch):
   def lowered():
     made = jax.jit(transform(mpjax.autocast(fun))).lower(x, W)
     names = re.findall(r'loc\("(jit[^"]*)"', made.as_text(debug_info=True))

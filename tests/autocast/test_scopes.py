@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._autocast import Settings, leaving, region_of
-from mpjax._autocast.scopes import REGION, names_of, place_at, policy_of
+from mpjax._autocast import Settings, end_of_layer, end_of_policy, region_of
+from mpjax._autocast.scopes import (
+  LAYER_ENDS,
+  POLICY_ENDS,
+  REGION,
+  names_of,
+  place_at,
+  policy_of,
+)
 from tests import programs
 from tests.autocast.rig import matmuls, rewritten
 from tests.errors import refused
@@ -22,7 +29,7 @@ def mark(region):
   return jax.named_scope(REGION + region)
 
 
-W, X = jnp.eye(3) + 0.1, jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+W, X = jnp.eye(8) + 0.1, jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)
 of_modules = functools.partial(
   rewritten, modules=True, data=lambda args: args[1:], results=lambda out: out
 )
@@ -49,7 +56,7 @@ EXACT, FLOAT32 = "mpjax.full_precision", "mpjax.region=float32"
 
 
 @pytest.mark.parametrize(
-  ("marks", "dtype", "stays"),
+  ("marks", "dtype", "as_written"),
   [
     (("mpjax.region=float16",), F16, False),
     (("mpjax.region=bfloat16", "mpjax.region=float16"), F16, False),
@@ -69,9 +76,9 @@ EXACT, FLOAT32 = "mpjax.full_precision", "mpjax.region=float32"
     (("mpjax.region", "region=float16", "my mpjax.region=float16"), BF16, False),
   ],
 )
-def test_the_innermost_mark_decides(marks, dtype, stays):
+def test_the_innermost_mark_decides(marks, dtype, as_written):
   place = place_at(("Net", *(name for mark in marks for name in (mark, "layer"))), HALF)
-  assert (place.half, place.as_written) == (dtype, stays)
+  assert (place.compute_dtype, place.as_written) == (dtype, as_written)
 
 
 def two_regions(w, x):
@@ -82,7 +89,7 @@ def two_regions(w, x):
   with mark("float32"):
     x = x @ w
   with jax.named_scope("Net/blocks(0)"), jax.named_scope("jvp(head)"):
-    return jnp.sum(x @ w)
+    return jnp.sum(jnp.tanh(x @ w))
 
 
 WAYS = {
@@ -116,27 +123,52 @@ def test_marks_go_through_transformations(way, outside):
   assert {names_of(stack) for stack in stacks} == {(), ("Net", "blocks(0)", "jvp(head)")}
 
 
-# Results
+# Ends of policies and layers
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_leaving_changes_nothing_until_it_is_rewritten(dtype):
+@pytest.mark.parametrize(
+  ("scope", "dtype", "ends_policy"),
+  [
+    ((POLICY_ENDS + "float32",), F32, True),
+    ((POLICY_ENDS + "float16",), F16, True),
+    ((LAYER_ENDS + "bfloat16",), BF16, False),
+    # It is the innermost scope of the one operation that it marks.
+    ((LAYER_ENDS + "bfloat16", POLICY_ENDS + "float32"), F32, True),
+    ((POLICY_ENDS + "float32", "Dense_0"), None, False),
+    (("policy-ends=float32",), None, False),
+    ((), None, False),
+  ],
+)
+def test_the_innermost_scope_may_mark_an_end(scope, dtype, ends_policy):
+  place = place_at(("Net", *scope), HALF)
+  assert (place.ends, place.ends_policy) == (dtype, ends_policy)
+
+
+ENDS = {
+  "policy in float32": functools.partial(end_of_policy, dtype=F32),
+  "policy in float16": functools.partial(end_of_policy, dtype=F16),
+  "layer in bfloat16": functools.partial(end_of_layer, dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_the_mark_of_an_end_changes_nothing_until_it_is_rewritten(end):
   tree = {"x": X, "ids": jnp.arange(3), "n": 3, "name": "a", "none": None}
   tree["z"] = jnp.ones(2, "complex64")
-  found = leaving(tree, dtype)
+  found = end(tree)
   np.testing.assert_array_equal(found["x"], X)
   assert found["x"].dtype == F32
   rest = {k: v for k, v in found.items() if k != "x"}
   assert all(rest[k] is tree[k] for k in rest)
   # Its derivative is 1, also where float32 has no more digits.
-  grad = jax.grad(lambda x: jnp.sum(leaving(x, dtype) * X))(X)
+  grad = jax.grad(lambda x: jnp.sum(end(x) * X))(X)
   np.testing.assert_array_equal(grad, X)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_a_result_leaves_in_the_dtype_that_is_asked_for(dtype):
   def fun(w, x):
-    return leaving(x @ w, dtype), leaving(jnp.exp(x), dtype)
+    return end_of_policy(x @ w, dtype), end_of_policy(jnp.exp(x), dtype)
 
   product, exp = of_modules(fun)(W, X)
   assert product.dtype == exp.dtype == dtype

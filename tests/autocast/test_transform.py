@@ -23,8 +23,8 @@ from tests.autocast.rig import BODIES, rewritten
 from tests.errors import refused
 from tests.linen.probes import Does
 
-W = jnp.eye(3)
-X = jnp.arange(6.0).reshape(2, 3)
+W = jnp.eye(8)
+X = jnp.arange(16.0).reshape(2, 8)
 
 
 def product_types(fun, *args):
@@ -36,7 +36,7 @@ def product_types(fun, *args):
 # Arguments and results.
 
 
-def test_what_is_no_array_is_handed_on_as_it_is():
+def test_arguments_that_are_no_arrays_reach_the_function_unchanged():
   seen: list[Any] = []
   marker = object()
   host = np.arange(3.0)
@@ -81,7 +81,7 @@ def test_floats_of_numpy_are_arguments_like_any_other(dtype):
     np.testing.assert_array_equal(np.asarray(one, "f"), np.asarray(other, "f"))
 
 
-def test_flags_and_integers_of_numpy_are_what_they_are():
+def test_booleans_and_integers_of_numpy_are_not_traced():
   def fun(x, flag, size, counts, ref):
     ref[...] = x.sum()  # A reference is no number either.
     return (jnp.ones(size) @ x if flag else x), counts + 1
@@ -220,7 +220,7 @@ IN_PLACE = "changes an argument in place"
 FN = "mpjax.autocast(fn)"
 
 
-def test_what_is_no_function():
+def test_a_policy_or_a_module_in_place_of_a_function():
   # `@autocast("float16")`, `@autocast(policy=...)`, `with autocast(...)`.
   with refused(TypeError, FN, "a function", "'float16'", NO_FUNCTION):
     mpjax.autocast("float16")
@@ -229,7 +229,7 @@ def test_what_is_no_function():
   with refused(TypeError, FN, "arguments fn, policy", "'dtype'", NO_FUNCTION):
     mpjax.autocast(jnp.tanh, dtype="float16")
   with refused(TypeError, FN, RETURNS, "writes to variables of a model", "mpjax.with_policy"):
-    mpjax.autocast(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))(X)
+    mpjax.autocast(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))(X)
 
 
 def test_lists_and_rules_that_are_refused():
@@ -352,16 +352,16 @@ def test_nothing_is_kept_from_a_trace(monkeypatch):
 def test_export_with_a_symbolic_size(policy):
   (n,) = jax.export.symbolic_shape("n,")
   cast = mpjax.autocast(lambda x: jax.nn.softmax(x @ W, axis=-1).sum(), policy)
-  exported = jax.export.export(jax.jit(cast))(jax.ShapeDtypeStruct((n, 3), jnp.float32))
+  exported = jax.export.export(jax.jit(cast))(jax.ShapeDtypeStruct((n, 8), jnp.float32))
   for rows in (1, 4):
-    total = exported.call(jnp.ones((rows, 3)))
+    total = exported.call(jnp.ones((rows, 8)))
     assert total.dtype == F
     np.testing.assert_allclose(total, rows, rtol=1e-6)
   assert "bf16" in exported.mlir_module()
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float8", "c=bf16,w=f32"])
-def test_what_is_moved_to_the_list_of_matmuls_runs_in_low_precision(policy):
+def test_operations_moved_to_the_list_of_matmuls_run_in_low_precision(policy):
   ops = mpjax.OpLists().replace(half=(moved := ["exp", "sort", "tanh"]))
   fun = lambda w: jnp.exp(jnp.tanh(jnp.sort(w))).sum()  # noqa: E731
   program = jax.make_jaxpr(jax.value_and_grad(mpjax.autocast(fun, policy, ops=ops)))(W)
@@ -418,20 +418,20 @@ def test_prints_and_debug_callbacks_run_once(capfd):
 # Arguments that are data.
 
 
-def test_data_arguments_decide_and_others_do_not():
+def test_data_arguments_decide_dtypes_and_parameters_do_not():
   def fun(params, x, extra):
     h = x @ params["w"]
     return [(h + each[None]) @ params["w"] for each in (params["b"], extra["grid"])]
 
-  params = {"w": W, "b": jnp.ones(3)}
+  params = {"w": W, "b": jnp.ones(8)}
   traced = jax.make_jaxpr(mpjax.autocast(fun, data_argnums=[1, 2]))(
-    params, X, {"grid": jnp.ones(3)}
+    params, X, {"grid": jnp.ones(8)}
   )
   added = [e for e, _ in programs.equations(traced) if e.primitive.name == "add"]
   assert [str(e.outvars[0].aval.dtype) for e in added] == ["bfloat16", "float32"]
 
 
-def test_what_a_function_closes_over_is_not_kept():
+def test_arrays_that_a_function_closes_over_are_not_kept():
   references = []
 
   def trace():

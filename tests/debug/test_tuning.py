@@ -67,7 +67,7 @@ def test_a_budget_is_met_by_the_cheapest_of_all_choices():
   loss_fn, *args = prepared(Root(gain=1.0))
   plain = mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=1.0)(*args)
   assert (plain.rules, plain.half_share) == ((), 1)
-  budget = 0.5 * plain.error
+  budget = 0.62 * plain.error
   report = mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=budget)(*args)
   assert report.error <= budget
   assert len(report.evaluations) <= report.bound
@@ -213,7 +213,7 @@ LOW = {
 @pytest.mark.parametrize(("build", "got"), LOW.values(), ids=LOW)
 @pytest.mark.standard_promotion
 def test_d3_d11_what_is_low_already_is_refused(build, got):
-  model, x = build(), jnp.ones((2, 4))
+  model, x = build(), jnp.ones((2, 8))
   tune = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=0.1)
   with refused(ValueError, CALL, "a loss in float32", got, "the plain model"):
     tune(model.init(jax.random.key(0), x), x)
@@ -335,14 +335,14 @@ def test_modules_inside_of_a_chosen_one_keep_the_policy():
 def test_rules_for_methods_select_the_same_in_linen_and_in_autocast():
   class Net(nn.Module):
     def setup(self):
-      self.emb, self.enc = nn.Embed(5, 4), nn.Dense(4)
+      self.emb, self.enc = nn.Embed(5, 8), nn.Dense(8)
 
     def encode(self, x):
       return self.enc(self.emb(x))
 
     @nn.compact
     def __call__(self, x):
-      return self.emb.attend(nn.RNN(nn.LSTMCell(4), name="rnn")(self.encode(x)))
+      return self.emb.attend(nn.RNN(nn.LSTMCell(8), name="rnn")(self.encode(x)))
 
   x = jnp.ones((1, 2), int)
   variables = jax.eval_shape(Net().init, jax.random.key(0), x)

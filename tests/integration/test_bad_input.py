@@ -85,7 +85,7 @@ MODELS = [
   (nnx.Linear, NNX, "the class Linear", "Pass an instance: mpjax.with_policy(Linear(...)"),
   (None, NNX, "None", "mpjax.with_policy(fn"),
   (VIEW, NNX, *READY),
-  (mpjax.nnx.convert(VIEW, jnp.ones((1, 4))), NNX, *READY),
+  (mpjax.nnx.convert(VIEW, jnp.ones((1, 8))), NNX, *READY),
   (
     *(nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)), NNX),
     *("a Linen module (Dense) inside nnx.bridge.ToNNX", "mpjax.policy_scope"),

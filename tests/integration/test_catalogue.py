@@ -74,10 +74,13 @@ def gradient(name: str, call: Any) -> tuple[Any, Any]:
 
 def wrong_matmuls(name: str, way: str, program: Any, own: int) -> list[str]:
   """Returns the matmuls in another dtype than they should be; `own`: beside a power iteration."""
+  if name == "linen/conv_local":
+    # It cuts patches out of its input by a convolution with ones: of an input and numbers.
+    return [text for text in checks.halves(program, HALF) if "conv" not in text]
   if not MODELS[name].power_iteration or way == "autocast":
     return checks.halves(program, HALF)
   found = programs.products(program)
-  # Those of the layer itself have the three rows of its input.
+  # Those of the layer itself, and of the one before it, have the three rows of its input.
   mine = [p for p in found if any("[3," in shape for shape in p.operands)]
   assert len(mine) == own < len(found)
   return [str(p) for p in found if set(p.dtypes) != {HALF if p in mine else "float32"}]
@@ -95,7 +98,7 @@ def test_matmuls_are_low_precision_and_sums_float32(name, way):
   assert types(found) == types(expected)
   assert bool(programs.products(forward)) is model.products
   wrong = {
-    "matmuls": wrong_matmuls(name, way, forward, own=1),
+    "matmuls": wrong_matmuls(name, way, forward, own=2),
     "in low precision": checks.halves_of_float32(forward),
     "lost": list(on_float32_list(plain) - on_float32_list(forward)),
   }
@@ -115,7 +118,7 @@ def test_matmuls_are_low_precision_and_sums_float32(name, way):
       backward, again = gradient(name, call)
     assert types(again) == types(expected)
     assert bool(checks.sums(backward)) is summed
-    wrong["matmuls of the gradient"] = wrong_matmuls(name, way, backward, own=3)
+    wrong["matmuls of the gradient"] = wrong_matmuls(name, way, backward, own=6)
     if not summed and name not in EXACT_GELU:
       wrong["in low precision, of the gradient"] = checks.halves_of_float32(backward)
   assert {what: texts for what, texts in wrong.items() if texts} == {}

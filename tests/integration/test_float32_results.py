@@ -98,12 +98,13 @@ def test_a_rounding_that_somebody_asked_for_stays():
   class Model(nn.Module):
     @nn.compact
     def __call__(self, x):
-      y = nn.Dense(3)(x)
-      kept = self.variable("cache", "y", jnp.zeros_like, y)
-      kept.value = y
-      return y, nn.Dense(3)(nn.Dense(3)(x))
+      y, z = nn.Dense(3)(x), nn.Dense(3)(x)
+      kept = self.variable("cache", "z", jnp.zeros_like, z)
+      kept.value = z
+      return y, nn.Dense(3)(nn.Dense(8)(x))
 
-  x, kernel = jnp.ones((2, 4)), nn.Dense(3).init(jax.random.key(0), jnp.ones((2, 4)))
+  x = jnp.ones((2, 8))
+  kernel = nn.Dense(3).init(jax.random.key(0), x)
   low = mpjax.linen.with_policy(nn.Dense(3), "bfloat16")
   assert low.apply(kernel, x).dtype == HALF
   assert [p.result for p in programs.products(jax.make_jaxpr(low.apply)(kernel, x))] == [
@@ -114,8 +115,8 @@ def test_a_rounding_that_somebody_asked_for_stays():
   apply = functools.partial(apply, mutable=["cache"])
   program, (_, state) = jax.make_jaxpr(apply, return_shape=True)(variables, x)
   results = [p.result for p in programs.products(program)]
-  assert results == ["float32[2,3]", f"{HALF}[2,3]", "float32[2,3]"]
-  assert state["cache"]["y"].dtype == HALF  # As the model gives it by hand.
+  assert results == ["float32[2,3]", f"{HALF}[2,3]", f"{HALF}[2,8]", "float32[2,3]"]
+  assert state["cache"]["z"].dtype == HALF  # As the model gives it by hand.
 
 
 class Routed(nnx.Module):
@@ -123,8 +124,8 @@ class Routed(nnx.Module):
 
   def __init__(self):
     rngs = nnx.Rngs(0)
-    self.router = nnx.Linear(8, 4, preferred_element_type=jnp.float32, rngs=rngs)
-    self.down = nnx.Linear(4, 2, rngs=rngs)
+    self.router = nnx.Linear(8, 8, preferred_element_type=jnp.float32, rngs=rngs)
+    self.down = nnx.Linear(8, 2, rngs=rngs)
 
   def __call__(self, x):
     return self.down(nnx.softmax(self.router(x)))
@@ -134,7 +135,7 @@ def test_the_preferred_element_type_of_the_user_is_kept():
   view = mpjax.nnx.with_policy(Routed(), "c=bf16")
   found = programs.products(jax.make_jaxpr(view)(normal(5, 8)))
   assert [(p.dtypes, p.result) for p in found] == [
-    ((HALF, HALF), "float32[5,4]"),
+    ((HALF, HALF), "float32[5,8]"),
     ((HALF, HALF), f"{HALF}[5,2]"),
   ]
 

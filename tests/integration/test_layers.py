@@ -171,15 +171,18 @@ def test_a_fully_masked_row_stays_finite(framework, half):
 
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
 @FRAMEWORKS
-def test_a_computed_weight_is_computed_from_what_is_stored_and_used_in_half(framework, name):
+def test_a_computed_weight_is_computed_in_float32_and_used_in_low_precision(framework, name):
   layer = LAYERS[f"{framework}/{name}"]
   # Those of NumPy could not be written to while NNX is traced.
   params, start, inputs = jax.tree.map(jnp.asarray, layer.arguments())
   program, out = traced(layer, "mixed_bfloat16", inputs)
   assert out.dtype == F32
-  # The layer itself is in half, and it comes last; all before it is float32.
-  assert operands(program)[-1] == ("bfloat16", "bfloat16")
-  assert set(operands(program)[:-1]) <= {("float32", "float32")}
+  # The layer itself is in low precision, and it comes last, as is the layer before a spectral
+  # norm. The matmuls that compute the weight are between them.
+  *others, last = operands(program)
+  first = others[:1] if name == "spectral_norm" else []
+  assert {last, *first} == {("bfloat16", "bfloat16")}
+  assert set(others[len(first) :]) <= {("float32", "float32")}
   assert dtypes_of(program, "rsqrt", "sqrt", "reduce_sum") <= {"float32"}
 
   def steps(policy, rest):
@@ -221,6 +224,24 @@ def test_a_dropout_mask_does_not_depend_on_the_policy_nor_on_the_kind_of_its_rat
       low = found(f"c={half}", half)
       assert low.dtype == half
       assert bits(low.astype(F32)) == bits(plain)  # The same mask; 1 / 0.5 is exact.
+
+
+@FRAMEWORKS
+def test_a_dropout_is_not_widened_for_its_consumers(framework):
+  x, add = np.ones((4, 8), np.float32), lambda h: 1 + h
+  layer = {
+    "linen": linen(
+      lambda: nn.Sequential([nn.Dense(8), nn.Dropout(0.5, deterministic=False), add]),
+      (x,),
+      applied(),
+    ),
+    "nnx": nnx_(
+      lambda rngs: nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs), add),
+      (x,),
+    ),
+  }[framework]
+  program, _ = traced(layer, "c=bf16", (x,))
+  assert dtypes_of(program, "div") == {"bfloat16"}
 
 
 # A layer with state of its own
@@ -287,12 +308,12 @@ def test_a_layer_with_state_of_its_own_is_one_row(framework, monkeypatch):
     "nnx": (mpjax.nnx._layers, Amax, RunningMaxOfNnx, state_of_nnx),
   }[framework]
   x = jnp.full((2, 3), 2, BF16)
-  # State that nobody knows decides the dtype of what it meets, and is what the code declares.
+  # State of an unknown collection is an input, and is stored as the code declares it.
   assert found(x) == ("float32", {"float32"}, "bfloat16")
-  kind = StateKind(neutral=True, stored="param_dtype")
+  kind = StateKind(is_parameter=True, stored="param_dtype")
   monkeypatch.setattr(rows, "STATE", {**rows.STATE, key: kind})
-  # The division is in float32, since the gradient of one number for many is a sum.
-  assert found(x) == ("bfloat16", {"float32"}, "bfloat16")
+  # A parameter decides no dtype.
+  assert found(x) == ("bfloat16", {"bfloat16"}, "bfloat16")
   # One that starts each step from its own last result computes in float32.
   iterates = (*rows.LAYERS.iterates, cls)
   monkeypatch.setattr(rows, "LAYERS", rows.LAYERS._replace(iterates=iterates))

@@ -15,7 +15,7 @@ from tests.models import parts
 from tests.models.parts import module
 from tests.models.values import filled, shapes
 
-X = jnp.linspace(-1.0, 1.0, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
+X = jnp.linspace(-1.0, 1.0, 2 * 4 * 4 * 8).reshape(2, 4, 4, 8)
 HIGHEST, PRESET = (Precision.HIGHEST,) * 2, DotAlgorithmPreset.BF16_BF16_F32
 HIGH = (Precision.HIGH,) * 2
 FLOAT32 = mpjax.Policy(precision="highest")
@@ -24,10 +24,10 @@ HALF = mpjax.Policy(compute_dtype="bfloat16", precision="BF16_BF16_F32", output_
 
 NET = module(
   lambda m, x: m.head(m.precise(m.body(jnp.mean(m.conv(x), (1, 2))))),
-  conv=parts.conv(3, 4, 3),
-  body=parts.dense(4, 4),
-  precise=parts.dense(4, 4, precision="high"),
-  head=parts.dense(4, 4),
+  conv=parts.conv(8, 8, 3),
+  body=parts.dense(8, 8),
+  precise=parts.dense(8, 8, precision="high"),
+  head=parts.dense(8, 8),
 )
 MODEL = NET.linen(None)
 VARIABLES = filled(shapes(MODEL, X))
@@ -94,7 +94,7 @@ def test_autocast_of_a_gradient():
 
   rule = mpjax.Rule(FLOAT32, path="head")
   grad = mpjax.autocast(jax.grad(loss), "mixed_bfloat16", rules=[rule])
-  assert set(asked(grad, jnp.ones((3, 2)))) == {("float32", HIGHEST)}
+  assert set(asked(grad, jnp.ones((8, 2)))) == {("float32", HIGHEST)}
 
 
 def test_wide_weight_gradients_multiply_by_the_algorithm():
@@ -102,7 +102,7 @@ def test_wide_weight_gradients_multiply_by_the_algorithm():
     compute_dtype="bfloat16", weight_grad_dtype="float32", precision="BF16_BF16_F32"
   )
   model = mpjax.linen.with_policy(nn.Dense(4), policy)
-  x = jnp.ones((2, 3))
+  x = jnp.ones((2, 8))
   variables = shapes(model, x)
   loss = lambda v: jnp.sum(model.apply(v, x).astype(jnp.float32))  # noqa: E731
   assert asked(jax.grad(loss), variables) == [("bfloat16", PRESET)] * 2

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._autocast import higher_order
+from mpjax._autocast import rewrite
 from mpjax._jaxpr import primitives, reader, runner
 from mpjax._jaxpr.primitives import HIGHER_ORDER, Holds
 from tests.autocast.rig import repeat_p
 from tests.programs import dtypes_of
 
-W, X = np.eye(4, dtype=np.float32), np.ones((2, 4), np.float32)
+W, X = np.eye(8, dtype=np.float32), np.ones((2, 8), np.float32)
 
 
 def grows(w, x):
@@ -39,7 +39,7 @@ def test_a_loop_that_runs_as_another_does_is_a_row_and_how_its_parameters_are_re
   fast = mpjax.autocast(grows, "mixed_bfloat16")
   cast = jax.make_jaxpr(fast)(W, X)
   assert [dtypes_of(cast, name) for name in ("dot_general", "exp")] == [{"bfloat16"}, {"float32"}]
-  assert mpjax.audit(fast)(W, X).flops == {("forward", "bfloat16"): 3 * 2 * 2 * 4 * 4}
+  assert mpjax.audit(fast)(W, X).flops == {("forward", "bfloat16"): 3 * 2 * 2 * 8 * 8}
   assert "iteration 1" in repr(mpjax.find_nonfinite(grows)(100 * W, X / 25))
 
 
@@ -64,5 +64,5 @@ def test_each_kind_is_in_every_table():
   not_entered = {Holds.BINARY, Holds.KERNEL}
   assert reader._READERS.keys() == {None, *Holds}
   assert runner._ENTER.keys() == primitives.NESTED
-  assert higher_order._RULES.keys() == {*Holds} - not_entered
+  assert rewrite._WRITERS.keys() == {*Holds} - not_entered
   assert {primitives.FACTS[name].holds for name in HIGHER_ORDER} == {*Holds} - not_entered

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.standard_promotion
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 HALF = pytest.mark.parametrize("half", ["bfloat16", "float16"])
 WAYS = pytest.mark.parametrize("way", ["wrapper", "scope", "bound", "view"])
-X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
-PARAMS = {"kernel": jnp.eye(4), "bias": jnp.full(4, 0.5)}
+X = jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
+PARAMS = {"kernel": jnp.eye(8), "bias": jnp.full(8, 0.5)}
 """Of a layer whose results are exact."""
 
 
@@ -38,14 +38,14 @@ class OfLinen(nn.Module):
   def __call__(self, *args, **named):
     count = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
     count.value = count.value + 1
-    return self.body(nn.Dense(4, name="layer"), *args, **named)
+    return self.body(nn.Dense(8, name="layer"), *args, **named)
 
 
 class OfNnx(nnx.Module):
   """The same."""
 
   def __init__(self, body):
-    self.body, self.layer = body, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.body, self.layer = body, nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     nnx.update(self.layer, PARAMS)
     self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
 
@@ -75,7 +75,7 @@ def call(way, policy, body, *args, **named):
 
 def layer_in(dtype, x=X):
   """Returns what the layer computes by Flax's own `dtype`: operands and result are rounded."""
-  return nn.Dense(4, dtype=dtype).apply({"params": PARAMS}, x.astype(dtype))
+  return nn.Dense(8, dtype=dtype).apply({"params": PARAMS}, x.astype(dtype))
 
 
 # What Python does in a call, or what leaves it, that cannot be traced
@@ -257,7 +257,7 @@ def test_what_raises_in_float32_is_called_in_its_compute_dtype(way):
 
 def mixes(x, buffer=jnp.bfloat16):
   """Uses `jax.lax` on operands of two dtypes, which does not promote."""
-  return jax.lax.dynamic_update_slice(jnp.zeros((4, 4), buffer), x, (0, 0))
+  return jax.lax.dynamic_update_slice(jnp.zeros((4, 8), buffer), x, (0, 0))
 
 
 MIXES = module(lambda m, x: mixes(x))
@@ -376,7 +376,7 @@ def test_arguments_in_low_precision_show_as_float32_and_count_as_low_precision(w
 @WAYS
 def test_an_array_that_is_closed_over_decides_whatever_traces(way, half):
   # Coordinates of up to 1,000 are integers in float16, and multiples of 4 in bfloat16.
-  grid = np.linspace(0.3, 1000, 4, dtype="float32")
+  grid = np.linspace(0.3, 1000, 8, dtype="float32")
   wanted = grid + np.asarray(layer_in(half), np.float32)
 
   def fun(grid):

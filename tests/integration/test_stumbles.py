@@ -112,8 +112,8 @@ def test_positions_given_to_a_helper_or_a_module(framework, half):
 @pytest.mark.parametrize(
   ("model", "args"),
   [
-    (models.denoiser, (normal(1024, 4), TIMES)),
-    (models.denoiser, (normal(1024, 4), TIMES.astype(np.int32))),
+    (models.denoiser, (normal(1024, 8), TIMES)),
+    (models.denoiser, (normal(1024, 8), TIMES.astype(np.int32))),
     (models.nerf, RAYS),
   ],
   ids=["float_timesteps", "integer_timesteps", "coordinates"],

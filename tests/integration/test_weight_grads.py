@@ -99,14 +99,14 @@ def made(layer, *args, **options):
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], Callable[..., nnx.Module]]] = {
   # The layer in Linen, its input, the layer in NNX.
-  "Dense": (nn.Dense(5), (200, 3), made(nnx.Linear, 3, 5)),
+  "Dense": (nn.Dense(5), (200, 8), made(nnx.Linear, 8, 5)),
   "DenseGeneral": (
     *(nn.DenseGeneral((2, 5), axis=(1, -1)), (200, 3, 2, 4)),
     made(nnx.LinearGeneral, (3, 4), (2, 5), axis=(1, -1)),
   ),
   "DenseGeneral with a batch axis": (
-    *(nn.DenseGeneral((2, 5), batch_dims=(0,)), (3, 300, 4)),
-    made(nnx.LinearGeneral, 4, (2, 5), batch_axis={0: 3}),
+    *(nn.DenseGeneral((2, 5), batch_dims=(0,)), (3, 300, 8)),
+    made(nnx.LinearGeneral, 8, (2, 5), batch_axis={0: 3}),
   ),
   "Conv with strides and holes": (
     *(nn.Conv(4, (3, 2), strides=(2, 1), kernel_dilation=(1, 2)), (8, 7, 9, 3)),
@@ -121,7 +121,13 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], Callable[..., nnx.Module]]] 
 
 # What is built of layers
 
-R, S = (100, 3), (2, 4, 3)
+
+def masked(rngs):
+  mask = jnp.tril(jnp.ones((3, 8, 2)))
+  return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Conv(8, 2, (3,), mask=mask, rngs=rngs))
+
+
+R, S = (100, 3), (2, 4, 8)
 STACK = parts.stack(parts.dense(3, 3, bias=True), 2, remat=True)
 BUILT: dict[str, tuple[Any, tuple[int, ...], int]] = {
   # A module of Linen or a function that makes one of NNX, an input, products into float32.
@@ -132,11 +138,12 @@ BUILT: dict[str, tuple[Any, tuple[int, ...], int]] = {
   # Joins the kernels of its four gates and multiplies by itself.
   "OptimizedLSTMCell": (nn.RNN(nn.OptimizedLSTMCell(3)), S, 2),
   # The kernel of the layer inside is computed in float32 with a norm, and is no parameter then.
-  "WeightNorm": (nn.WeightNorm(nn.Dense(3)), (4, 3), 0),
-  "ConvLocal": (nn.ConvLocal(2, (3,)), S, 1),
-  # Its kernel is multiplied by an array that decides, in float32, and is no parameter then.
-  "nnx: Conv with a mask": (made(nnx.Conv, 3, 2, (3,), mask=jnp.tril(jnp.ones((3, 3, 2)))), S, 0),
-  "nnx: LoRALinear": (made(nnx.LoRALinear, 3, 3, lora_rank=2), S, 3),
+  "WeightNorm": (nn.WeightNorm(nn.Dense(3)), (4, 8), 0),
+  # Of an activation: the patches of an input are copied in float32.
+  "ConvLocal": (nn.Sequential([nn.Dense(8), nn.ConvLocal(2, (3,))]), S, 2),
+  # The second kernel is multiplied by a mask, which is an input, and is no parameter then.
+  "nnx: Conv with a mask": (masked, S, 1),
+  "nnx: LoRALinear": (made(nnx.LoRALinear, 8, 3, lora_rank=2), S, 3),
 }
 CASES = {
   **{name: (module, shape, 1) for name, (module, shape, _) in LAYERS.items()},
@@ -169,9 +176,9 @@ def test_one_product_of_half_numbers_into_float32(name):
 @pytest.mark.parametrize(
   ("model", "shape", "half", "gain"),
   [
-    pytest.param(nn.Dense(4), (512, 3), "bfloat16", 10_000, id="Dense in bfloat16"),
+    pytest.param(nn.Dense(4), (512, 8), "bfloat16", 10_000, id="Dense in bfloat16"),
     # Of fewer terms, so that the gain does not depend on the order in which a CPU adds them.
-    pytest.param(nn.Dense(4), (32, 3), "float16", 1_000, id="Dense in float16"),
+    pytest.param(nn.Dense(4), (32, 8), "float16", 1_000, id="Dense in float16"),
     pytest.param(nn.Conv(3, (3,)), (8, 64, 2), "bfloat16", 10_000, id="Conv in bfloat16"),
   ],
 )
@@ -245,10 +252,10 @@ ASKS = [
 @pytest.mark.parametrize("framework", ["linen", "nnx", "scope"])
 def test_the_policy_or_a_rule_asks_for_it(framework):
   def two(rngs):
-    return nnx.Sequential(nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 3, rngs=rngs))
+    return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs))
 
-  linen_two = nn.Sequential([nn.Dense(3), nn.Dense(3)])
-  model = of_nnx(two, (20, 3)) if framework == "nnx" else linen(linen_two, (20, 3))
+  linen_two = nn.Sequential([nn.Dense(8), nn.Dense(8)])
+  model = of_nnx(two, (20, 8)) if framework == "nnx" else linen(linen_two, (20, 8))
   params, x, cotangent = setting(model)
   for chosen, rules, wanted in ASKS:
     if framework == "scope":

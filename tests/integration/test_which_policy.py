@@ -14,11 +14,12 @@ from flax import nnx
 
 import mpjax
 from tests.linen.probes import noted, noted_as
+from tests.models import parts
 from tests.models.parts import module
 from tests.programs import products
 
 Rule = mpjax.Rule
-X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+X = jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
 PATHS = ("", "one", "one/leaf", "between", "two", "two/leaf")
 """In the order in which the modules of a net run, each of which shows the dtype of its products."""
 
@@ -50,12 +51,14 @@ def keeping(of_block=None):
       m.kept = nnx.Intermediate(x)
     return x
 
-  return module(call, block=module(lambda m, x: x @ x.T, own=of_block))
+  return module(call, block=module(lambda m, x: m.layer(x), own=of_block, layer=parts.dense(8, 3)))
 
 
 def linen_call(part, policy, rules, **options):
-  wrapped = mpjax.linen.with_policy(part.linen(None), policy, rules, **options)
-  return lambda x: wrapped.apply({}, x, mutable=["kept"])
+  model = part.linen(None)
+  params = model.init(jax.random.key(0), X).get("params", {})
+  wrapped = mpjax.linen.with_policy(model, policy, rules, **options)
+  return lambda x: wrapped.apply({"params": params}, x, mutable=["kept"])
 
 
 def nnx_call(part, policy, rules, **options):
@@ -186,14 +189,15 @@ def test_a_policy_in_the_modules_own_field_beats_rules(lib):
 BEGINS = [
   # Policy of the root and of its block (by a rule), dtype of the block's product, of what the
   # block returns, and of what the root returns.
-  ("mixed_bfloat16", None, "bfloat16", "bfloat16", "float32"),
+  # The matmul returns its float32 sum, which is the result.
+  ("mixed_bfloat16", None, "bfloat16", "float32", "float32"),
   ("c=f16", None, "float16", "float16", "float16"),
   ("c=bf16,o=f16", None, "bfloat16", "bfloat16", "float16"),
-  # What a rule picks returns its own output dtype, or else what it computed.
+  # A module that a rule picks returns its own output dtype, or else what it computed.
   ("mixed_bfloat16", "c=f32", "float32", "float32", "float32"),
   ("mixed_bfloat16", "float32", "float32", "float32", "float32"),
   ("mixed_bfloat16", "float16", "float16", "float16", "float32"),
-  ("mixed_bfloat16", "c=f16", "float16", "float16", "float32"),
+  ("mixed_bfloat16", "c=f16", "float16", "float32", "float32"),
   ("mixed_bfloat16", "mixed_float16", "float16", "float32", "float32"),
   ("float16", "c=bf16", "bfloat16", "bfloat16", "float16"),
   ("c=bf16", "c=bf16,o=f32", "bfloat16", "float32", "float32"),
@@ -218,10 +222,10 @@ def test_output_dtypes_are_for_where_a_policy_begins(lib):
     assert dtypes(root, rules) == tuple(wanted), (root, rule)
   # A rule for the root is another policy for the same begin.
   rules = [Rule("c=f16", path="**")]
-  assert dtypes("mixed_bfloat16", rules) == ("float16", "float16", "float32")
+  assert dtypes("mixed_bfloat16", rules) == ("float16", "float32", "float32")
   # A rule that picks a module and one inside of it begins once, with the first.
   rules = [Rule("mixed_float16", path="**")]
-  assert dtypes("mixed_bfloat16", rules) == ("float16", "float16", "float32")
+  assert dtypes("mixed_bfloat16", rules) == ("float16", "float32", "float32")
   # A policy in a field begins like a rule.
   for own, inner in (("c=f16,o=f32", "float32"), ("c=f16", "float16")):
     found = dtypes("c=bf16", [], mpjax.Policy.parse(own))

@@ -12,7 +12,7 @@ from tests.programs import PROBE, equations, products
 
 HALF = ["bfloat16", "float16"]
 KEY = jax.random.key(0)
-X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+X = jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
 
 calls: list[tuple[str, str]] = []
 """What a test notes while it traces, as (name, dtype)."""
@@ -68,7 +68,9 @@ def calling(body: Any, lift: Any = lambda method: method) -> Any:
 def noted_as(path: str, x: Any) -> Any:
   # Computes a product of `x`, named after the module with that path; returns `x` as it is.
   with jax.named_scope(PROBE + path.replace("/", ".")):
-    jax.lax.dot(x.reshape(1, -1), x.reshape(-1, 1))
+    # The casts make an activation of an input: a product of inputs runs as written.
+    row = x.astype(jnp.bfloat16).astype(jnp.float32).reshape(1, -1)
+    jax.lax.dot(row, row.T)
   return x
 
 

@@ -25,7 +25,7 @@ F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
 def nested(module, x):
-  w = module.param("w", nn.initializers.normal(), (3, 3))
+  w = module.param("w", nn.initializers.normal(), (8, 8))
   y = nn.BatchNorm(use_running_average=True, name="norm")(ManyParams(name="inner")(x @ w))
   count = module.variable("stats", "count", jnp.zeros, (), jnp.int32)
   return y + count.value
@@ -67,7 +67,7 @@ class RawCompact(nn.Module):
 
 class RawSetup(nn.Module):
   def setup(self):
-    self.w = self.param("w", nn.initializers.lecun_normal(), (3, 4))
+    self.w = self.param("w", nn.initializers.lecun_normal(), (8, 4))
     self.variable_too = self.variable("params", "v", lambda: jnp.ones((4, 2)))
 
   def __call__(self, x):
@@ -101,8 +101,8 @@ def test_initial_values_are_drawn_in_float32(way):
   assert violations == []
   # They would be others.
   for half in HALF:
-    drawn = nn.initializers.lecun_normal()(KEY, (3, 4), jnp.dtype(half))
-    assert bits(drawn) != bits(nn.initializers.lecun_normal()(KEY, (3, 4)).astype(half))
+    drawn = nn.initializers.lecun_normal()(KEY, (8, 4), jnp.dtype(half))
+    assert bits(drawn) != bits(nn.initializers.lecun_normal()(KEY, (8, 4)).astype(half))
 
 
 @WAYS
@@ -162,7 +162,7 @@ def test_a_cache_has_the_dtype_of_what_is_written_to_it_and_keeps_it(way):
 def test_a_cache_of_a_module_that_mixes_dtypes_where_jax_does_not_promote_stays_as_declared():
   def mixes(module, x):
     module.variable("cache", "y", jnp.zeros, (3,))
-    return x @ module.param("w", nn.initializers.ones, (3, 3))
+    return x @ module.param("w", nn.initializers.ones, (8, 3))
 
   with jax.numpy_dtype_promotion("strict"):
     found = with_policy(Does(mixes), "mixed_bfloat16").init(KEY, X)
@@ -187,7 +187,7 @@ def test_an_initialiser_that_asks_for_half_gets_it():
 
     @nn.compact
     def __call__(self, x):
-      w = self.param("w", nn.initializers.lecun_normal(), (3, 4), jnp.bfloat16)
+      w = self.param("w", nn.initializers.lecun_normal(), (8, 4), jnp.bfloat16)
       v = self.param("v", nn.initializers.ones, (4,), self.param_dtype)
       return x @ w + v
 
@@ -201,7 +201,7 @@ def test_complex_and_integer_parameters_are_never_cast():
   seen = set()
 
   def odd(module, x):
-    w = module.param("w", lambda key: jnp.ones(3, jnp.complex64))
+    w = module.param("w", lambda key: jnp.ones(8, jnp.complex64))
     n = module.param("n", lambda key: jnp.arange(3))
     flag = module.param("flag", lambda key: jnp.asarray([True, False, True]))
     key = module.param("key", lambda key: jax.random.key(3))

@@ -108,7 +108,7 @@ def test_static_arguments_stay_static(lift):
     return nn.Dropout(0.5)(nn.Dense(3)(x), deterministic=deterministic)
 
   model = with_policy(lift(calling(body), static_argnums=(2, 3, 4))(), "mixed_bfloat16")
-  variables = {"params": {"Dense_0": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}}}
+  variables = {"params": {"Dense_0": {"kernel": jnp.ones((8, 3)), "bias": jnp.ones(3)}}}
   all_half(lambda v: model.apply(v, X, True, (1, 2), "a"), variables, count=1)
 
 
@@ -127,7 +127,7 @@ class Yields(nn.Module):
   """A generator: its body runs after the call, step by step."""
 
   def setup(self):
-    self.layer, self.w = nn.Dense(3), self.param("w", nn.initializers.ones, (3, 3))
+    self.layer, self.w = nn.Dense(8), self.param("w", nn.initializers.ones, (8, 8))
 
   def __call__(self, x):
     while True:
@@ -156,7 +156,7 @@ class Layer(nn.Module):
   @nn.compact
   def __call__(self, x):
     calls.append((str(self.name), str(jnp.dtype(self.dtype or "float32"))))
-    return nn.Dense(3, dtype=self.dtype)(x)
+    return nn.Dense(8, dtype=self.dtype)(x)
 
 
 class HardCoded(nn.Module):
@@ -167,7 +167,7 @@ class HardCoded(nn.Module):
     x = jnp.asarray(x, self.dtype)
     for name in ("one", "two"):
       x = Layer(jnp.float32, name=name)(x)
-    return nn.Dense(3, dtype=jnp.float32, name="last")(x)
+    return nn.Dense(8, dtype=jnp.float32, name="last")(x)
 
 
 def test_a_policy_beats_a_hard_coded_dtype_but_in_an_exempt_module():
@@ -227,18 +227,18 @@ def test_the_program_of_an_excluded_module_is_unchanged():
   assert found_in(WithSub(), rules) == [BF16, F32, F32]
 
 
-def test_what_setup_makes_of_the_dtype_field_is_traced_in_float32():
+def test_setup_sees_a_float32_dtype_field():
   class Sets(nn.Module):
     dtype: Any
 
     def setup(self):
       calls.append(("setup", str(jnp.dtype(self.dtype))))
       self.dense = nn.Dense(2, dtype=self.dtype)
-      self.table = jnp.ones((3, 3), self.dtype)
+      self.table = jnp.ones((2, 2), self.dtype)
 
     def __call__(self, x):
       calls.append(("table", str(self.table.dtype)))
-      return self.dense(x @ self.table)
+      return self.dense(x) @ self.table
 
   for own in (jnp.float32, jnp.bfloat16):
     variables = jax.eval_shape(Sets(own).init, KEY, X)
@@ -255,7 +255,7 @@ def test_what_setup_makes_of_the_dtype_field_is_traced_in_float32():
 def test_inputs_and_parameters_of_any_dtype_give_what_dtype_by_hand_gives(half):
   floats = ("float32", "bfloat16", "float16")
   pairs = [(w, x) for w in floats for x in (*floats, "int32", "int8", "bool")]
-  params, rows = nn.Dense(2).init(KEY, X), jnp.asarray([[1, 0, 1], [0, 1, 1]])
+  params, rows = nn.Dense(2).init(KEY, X), jnp.asarray([[1, 0, 1, 0] * 2, [0, 1, 1, 0] * 2])
   stored = {to: jax.tree.map(lambda w, to=to: w.astype(to), params) for to in floats}
   given = [(stored[w], rows.astype(x)) for w, x in pairs]
   ours, by_hand = with_policy(nn.Dense(2), f"c={half}"), nn.Dense(2, dtype=half)
@@ -345,7 +345,7 @@ def test_a_carry_keeps_its_dtype(name, carry):
 def test_a_while_loop_that_starts_in_low_precision_goes_on_in_it():
   # Its layer would return float32 while it is traced: the module is called in half instead.
   def body(module, x):
-    dense = nn.Dense(3, name="dense")
+    dense = nn.Dense(8, name="dense")
     if module.is_initializing():
       return dense(x)
     start = (jnp.zeros((), jnp.int32), x.astype(BF16))
@@ -406,7 +406,8 @@ def differentiates(way):
   # Takes derivatives of a submodule inside of a forward pass, with the cotangent of a user.
 
   def body(module, x):
-    dense = nn.Dense(3, name="dense")
+    x = nn.Dense(8, name="first")(x)
+    dense = nn.Dense(8, name="dense")
     if module.is_initializing():
       return dense(x)
     if way in ("method", "function"):
@@ -418,7 +419,7 @@ def differentiates(way):
     if way == "value_and_grad":
       out, (gx,) = nn.value_and_grad(lambda m, x: m(x).sum(), dense, x)
       return out * gx
-    tangents = {"params": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}}
+    tangents = {"params": {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(8)}}
     out, tangent = nn.jvp(lambda m, x: m(x), dense, (x,), (jnp.ones_like(x),), tangents)[:2]
     return out + tangent
 
@@ -460,7 +461,7 @@ def observed(module, x):
 OBSERVED = Does(observed)
 
 
-def test_what_is_sown_and_captured_is_in_the_dtype_it_has_inside():
+def test_sown_and_captured_values_keep_the_dtype_they_were_computed_in():
   variables = jax.eval_shape(OBSERVED.init, KEY, X)
   variables = {name: variables[name] for name in ("params", "perturbations")}
   plain, ours = (
@@ -479,7 +480,8 @@ def test_what_is_sown_and_captured_is_in_the_dtype_it_has_inside():
     "intermediates": {
       "sown": ("bfloat16",),
       "dense": {"__call__": ("bfloat16",)},
-      "last": {"__call__": ("bfloat16",)},
+      # The float32 sum that the policy returns.
+      "last": {"__call__": ("float32",)},
       # Flax captures outside of the interceptor at the root: what the caller sees.
       "__call__": dtypes(kept)["intermediates"]["__call__"],
     },
@@ -582,7 +584,7 @@ def test_an_all_float32_policy_changes_no_program(name):
 
 
 def test_a_model_of_nnx_inside_linen_stores_and_trains_in_float32():
-  model = nnx.bridge.to_linen(nnx.Linear, 3, 4)
+  model = nnx.bridge.to_linen(nnx.Linear, 8, 4)
   policied, plain = with_policy(model, "mixed_bfloat16"), model.init(KEY, X)
   variables = policied.init(KEY, X)
   assert operands(policied.apply, variables, X) == [("bfloat16", "bfloat16")]
@@ -595,11 +597,11 @@ def test_a_model_of_nnx_inside_linen_stores_and_trains_in_float32():
 
 
 def test_statistics_of_a_nnx_model_inside_linen_stay_in_float32():
-  model = with_policy(nnx.bridge.to_linen(nnx.BatchNorm, 3, momentum=0.5), "mixed_bfloat16")
+  model = with_policy(nnx.bridge.to_linen(nnx.BatchNorm, 8, momentum=0.5), "mixed_bfloat16")
   variables = model.init(KEY, X)
   # Half of the distance to 1 + 2^-7 in each of two steps: bfloat16 has no number beyond 2^-8.
   for step in (1, 2):
-    x = jnp.full((2, 3), 1 + 2.0**-7)
+    x = jnp.full((2, 8), 1 + 2.0**-7)
     _, new = model.apply(variables, x, mutable="batch_stats")
     variables = {**variables, **new}
     (mean,) = (
@@ -608,13 +610,13 @@ def test_statistics_of_a_nnx_model_inside_linen_stay_in_float32():
       if "mean" in jax.tree_util.keystr(path)
     )
     assert mean.dtype == F32
-    np.testing.assert_array_equal(mean, np.full(3, (1 + 2.0**-7) * (1 - 0.5**step)))
+    np.testing.assert_array_equal(mean, np.full(8, (1 + 2.0**-7) * (1 - 0.5**step)))
 
 
 def test_a_nnx_module_given_to_a_linen_module_keeps_what_it_writes():
   norm = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
   model = with_policy(Does(lambda m, norm, x: norm(nn.Dense(3)(x))), "mixed_bfloat16")
-  variables = {"params": {"Dense_0": {"kernel": jnp.ones((3, 3)), "bias": jnp.full(3, 8.0)}}}
+  variables = {"params": {"Dense_0": {"kernel": jnp.ones((8, 3)), "bias": jnp.full(3, 8.0)}}}
   # It is changed in place, which is Python's and not JAX's.
   with pytest.warns(UserWarning, match="the root: expected a body that can be traced"):
     model.apply(variables, norm, X * 0)

@@ -197,7 +197,7 @@ def sign_grad(module, x):
     params, *inputs = pullback(cotangent)
     return jax.tree.map(jnp.sign, params), *inputs
 
-  x = nn.Dense(3, name="first")(x)
+  x = nn.Dense(8, name="first")(x)
   signs = nn.custom_vjp(lambda module, x: module(x), forward_fn=forward, backward_fn=backward)
   return nn.Dense(2, name="last")(signs(nn.Dense(3, name="sign"), x))
 

@@ -37,7 +37,7 @@ def call(way, model, policy, variables, *args, **kwargs):
     return bound(*args)
 
 
-def ones(features, inputs=3):
+def ones(features, inputs=8):
   # Returns the parameters of a Dense layer whose results are exact.
   return {"kernel": jnp.eye(inputs, features), "bias": jnp.full(features, 0.5)}
 
@@ -82,7 +82,7 @@ def test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dty
 
 
 @WAYS
-def test_variables_of_numpy_are_parameters_like_others_and_those_of_no_mapping_flaxs_error(way):
+def test_numpy_variables_are_parameters_and_a_list_raises_the_error_of_flax(way):
   loaded = {"params": jax.tree.map(np.asarray, ones(3))}
   found = call(way, nn.Dense(3), "c=bf16", loaded, X)
   assert bits(found) == bits(nn.Dense(3, dtype=BF16).apply({"params": ones(3)}, X))
@@ -110,7 +110,7 @@ def penalised(module, x):
 @CONTAINERS
 @pytest.mark.parametrize("how", ["wrapper", "scope", "neither"])
 def test_a_penalty_on_weights_is_computed_on_the_stored_ones(how, kind):
-  kernel = jnp.full((3, 2), 1 + 2.0**-12)  # bfloat16 would see 1.
+  kernel = jnp.full((8, 2), 1 + 2.0**-12)  # bfloat16 would see 1.
   model = Does(penalised)
   model = with_policy(model, "mixed_bfloat16") if how == "wrapper" else model
 
@@ -160,12 +160,12 @@ def writes(module, x):
   memory = module.variable("cache", "memory", jnp.zeros, x.shape, jnp.float32)
   index = module.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
   total = module.variable("statistics", "total", jnp.zeros, x.shape, jnp.float32)
-  moved = module.variable("params", "moved", jnp.ones, (3,))
+  moved = module.variable("params", "moved", jnp.ones, (8,))
   if is_there:
     memory.value = memory.value * 0.5 + x
     index.value = index.value + 1
     moved.value = moved.value - 2.0**-3 * x.mean(0)
-    module.put_variable("params", "twice", module.param("twice", nn.initializers.ones, (3,)) * 2)
+    module.put_variable("params", "twice", module.param("twice", nn.initializers.ones, (8,)) * 2)
   total.value = total.value + x
   y = nn.Dense(3)(memory.value)
   module.sow("new", "y", y)
@@ -176,7 +176,7 @@ MUTABLE = ["params", "cache", "statistics", "new"]
 
 
 def written(stored):
-  params = {"moved": jnp.ones(3), "twice": jnp.ones(3), "Dense_0": ones(3)}
+  params = {"moved": jnp.ones(8), "twice": jnp.ones(8), "Dense_0": ones(3)}
   cache = {"memory": (3 * X).astype(stored), "index": jnp.zeros((), jnp.int32)}
   return {"params": params, "cache": cache, "statistics": {"total": jnp.zeros(X.shape)}}
 
@@ -195,10 +195,10 @@ def test_a_cache_is_kept_in_the_dtype_that_it_came_in(stored, kind):
   out, changed = run(apply, kind(variables))
   assert out.dtype == F32
   assert type(changed) is type(Does(writes).apply(kind(variables), X, mutable=MUTABLE)[1])
-  # What was stored keeps its dtype; what is new has that which it was computed in.
+  # Stored variables keep their dtype. A new one holds the float32 sum that the policy returns.
   assert dtypes(changed["cache"]) == kind({"memory": stored, "index": "int32"})
   assert set(jax.tree.leaves(dtypes((changed["params"], changed["statistics"])))) == {"float32"}
-  assert dtypes(changed["new"]["y"]) == (half,)
+  assert dtypes(changed["new"]["y"]) == ("float32",)
   assert int(changed["cache"]["index"]) == 1
   # The input is float32, and so is what is added to it: it is rounded where it is kept.
   memory = variables["cache"]["memory"]
@@ -225,7 +225,7 @@ PERTURBED = Does(lambda module, x: nn.tanh(module.perturb("bump", nn.Dense(2)(x)
 
 @pytest.mark.parametrize("half", HALF)
 @WAYS
-def test_perturbations_made_without_a_policy_round_nothing(way, half):
+def test_a_float32_perturbation_decides_no_dtype_and_gets_a_float32_gradient(way, half):
   params, bump = {"Dense_0": ones(2)}, {"bump": jnp.zeros((2, 2))}
 
   def loss(perturbations):
@@ -234,7 +234,7 @@ def test_perturbations_made_without_a_policy_round_nothing(way, half):
     return y.sum(dtype=F32), y
 
   found, y = run(jax.grad(loss, has_aux=True), bump)
-  assert y.dtype == found["bump"].dtype == F32
+  assert (y.dtype, found["bump"].dtype) == (half, F32)
   wanted = 1 - np.asarray(y, np.float64) ** 2
   np.testing.assert_allclose(found["bump"], wanted, atol=2 * float(jnp.finfo(half).eps))
 

@@ -118,7 +118,7 @@ def test_flags_methods_and_abstract_arguments(variables):
 
 def test_a_decode_cache_is_left_alone():
   model = with_policy(nn.MultiHeadDotProductAttention(2, decode=True), "mixed_bfloat16")
-  x = normal(1, 6, 4)
+  x = normal(1, 6, 8)
   found = model.init(jax.random.key(0), x)
   half = model.convert(found, x[:, :1], mutable=["cache"])
   # The bias of what is returned is added to a float32 sum.
@@ -132,7 +132,7 @@ def test_a_decode_cache_is_left_alone():
 
 
 MAPPING = ("a mapping with 'params' in it", 'Write model.convert({"params": params}, x).')
-TOO_LARGE = {"params": {"kernel": jnp.full((3, 1), 7e4)}}
+TOO_LARGE = {"params": {"kernel": jnp.full((8, 1), 7e4)}}
 ERRORS = [
   # What is converted, what was expected, what came, what to do, which builtin.
   ({"kernel": 1}, MAPPING[0], "a dict with 'kernel'", MAPPING[1], TypeError),
@@ -150,14 +150,14 @@ def test_errors():
   where = "mpjax.with_policy(model, policy).convert(variables)"
   for given, expected, got, fix, builtin in ERRORS:
     with refused(builtin, where, expected, got, fix):
-      model.convert(given, jnp.ones((1, 3)))
+      model.convert(given, jnp.ones((1, 8)))
 
 
 class Parts(nn.Module):
   """A part without parameters, one that only training calls, one that another method calls."""
 
   def setup(self):
-    self.body, self.auxiliary, self.other = nn.Dense(3), nn.Dense(3), nn.Dense(3)
+    self.body, self.auxiliary, self.other = nn.Dense(8), nn.Dense(8), nn.Dense(8)
     self.drop = nn.Dropout(0.5)
 
   def everything(self, x):
@@ -173,7 +173,7 @@ class Parts(nn.Module):
 
 @functools.cache
 def parts():
-  x = jnp.ones((2, 3))
+  x = jnp.ones((2, 8))
   return x, Parts().init(jax.random.key(0), x, method="everything")
 
 

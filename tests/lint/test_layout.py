@@ -56,7 +56,7 @@ ONLY_IN = {
 
 OPTIONAL_DEPENDENCIES = ("sklearn", "matplotlib", "hypothesis", "pytest")
 
-WITHOUT_TESTS = {"__init__", "checkpoints", "errors", "reports", "states", "types"}
+WITHOUT_TESTS = {"__init__", "checkpoints", "errors", "reports", "settings", "states", "types"}
 """Re-exports, and names for types: there is no behaviour to test."""
 
 TESTS_OF_THE_WHOLE = {"test_import"}

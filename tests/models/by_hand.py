@@ -173,7 +173,7 @@ def recurrent(gru: bool = False, half: Any = None, careful: bool = False) -> Par
   of_linen, of_nnx = map(careful_cell, cells) if careful else cells
   rnn = Part(
     lambda around: nn.RNN(of_linen(8, dtype=half)),
-    lambda around, rngs: nnx.RNN(of_nnx(5, 8, dtype=half, rngs=rngs)),
+    lambda around, rngs: nnx.RNN(of_nnx(9, 8, dtype=half, rngs=rngs)),
   )
   return module(lambda m, x: m.head(m.rnn(cast(x, half))), rnn=rnn, head=dense(8, 4, half))
 

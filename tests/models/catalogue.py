@@ -136,7 +136,7 @@ def layer(name: str, **flags: Any) -> dict[str, Any]:
   """Returns what the name of one of Flax's layers says of it."""
   norm = name in ("layer_norm", "rms_norm", "group_norm", "instance_norm") or "batch_norm" in name
   gated = name.startswith(("lstm", "optimized_lstm", "gru", "mgu", "conv_lstm"))
-  carries = gated or name in ("rnn_reversed", "bidirectional")
+  carries = gated or name in ("simple_rnn", "rnn_reversed", "bidirectional")
   return {
     "attention": name.startswith("attention"),
     "norm": norm,

@@ -68,10 +68,16 @@ class Weighted(nnx.Module):
   """A layer whose weight another one computes."""
 
   def __init__(self, wrapper, rngs, **fields):
-    self.layer = wrapper(nnx.Linear(5, 8, rngs=rngs), rngs=rngs, **fields)
+    self.layer = wrapper(nnx.Linear(9, 8, rngs=rngs), rngs=rngs, **fields)
 
-  def __call__(self, x, **options):
+  def __call__(self, x):
     return self.layer(x)
+
+
+def normalised(m: Any, x: Any) -> Any:
+  """A layer with a spectral norm behind another one: of activations, not of an input."""
+  options = {"update_stats": True} if isinstance(m, nn.Module) else {}
+  return m.last(m.first(x), **options)
 
 
 def _of_both(part: parts.Part, *inputs: Any) -> Layer:
@@ -90,7 +96,7 @@ def _rnn(cell: nn.RNNCellBase, nnx_cell: Any, *shape: int, **fields: Any) -> Lay
   """A loop over time; `nnx_cell` is the class in NNX, if it has one."""
 
   def of_nnx(rngs: nnx.Rngs) -> nnx.Module:
-    return nnx.RNN(nnx_cell(5, 8, rngs=rngs), **fields)
+    return nnx.RNN(nnx_cell(9, 8, rngs=rngs), **fields)
 
   return Layer(
     lambda: nn.RNN(cell.copy(), **fields), of_nnx if nnx_cell else None, (normal(*shape),)
@@ -100,8 +106,8 @@ def _rnn(cell: nn.RNNCellBase, nnx_cell: Any, *shape: int, **fields: Any) -> Lay
 def _cell(cell: nn.RNNCellBase, nnx_cell: Any, carries: int, *between: int) -> Layer:
   """A cell called by itself, on a carry that is not zero."""
   carry = tuple(normal(3, *between, 8, seed=i + 1) for i in range(carries))
-  inputs = (carry if carries > 1 else carry[0], normal(3, *between, 5))
-  return Layer(lambda: cell.copy(), _made(nnx_cell, 5, 8) if nnx_cell else None, inputs)
+  inputs = (carry if carries > 1 else carry[0], normal(3, *between, 9))
+  return Layer(lambda: cell.copy(), _made(nnx_cell, 9, 8) if nnx_cell else None, inputs)
 
 
 _CELLS = {
@@ -112,25 +118,33 @@ _CELLS = {
   "mgu": (nn.MGUCell(8), None, 1),
 }
 _TABLE = parts.Part(lambda _: nn.Embed(13, 8), lambda _, rngs: nnx.Embed(13, 8, rngs=rngs))
+_SPECTRAL = parts.module(
+  normalised,
+  first=parts.dense(9, 8, bias=True),
+  last=parts.Part(
+    lambda _: nn.SpectralNorm(nn.Dense(8)),
+    lambda _, rngs: nnx.SpectralNorm(nnx.Linear(8, 8, rngs=rngs), rngs=rngs),
+  ),
+)
 _MASK = np.tril(np.ones((1, 1, 6, 6), bool))
-_ROWS, _STACK, _TOKENS = normal(3, 5), normal(3, 4, 5), normal(2, 6, 8)
+_ROWS, _STACK, _TOKENS = normal(3, 9), normal(3, 4, 9), normal(2, 6, 8)
 _IMAGE, _NORMED, _IDS = normal(2, 6, 6, 4), normal(3, 8), integers(3, 6, below=13)
 
 LAYERS: dict[str, Layer] = {
-  "dense": Layer(lambda: nn.Dense(8), _made(nnx.Linear, 5, 8), (_ROWS,)),
+  "dense": Layer(lambda: nn.Dense(8), _made(nnx.Linear, 9, 8), (_ROWS,)),
   "dense_general": Layer(
     lambda: nn.DenseGeneral((2, 4), axis=(-2, -1)),
-    _made(nnx.LinearGeneral, (4, 5), (2, 4), axis=(-2, -1)),
+    _made(nnx.LinearGeneral, (4, 9), (2, 4), axis=(-2, -1)),
     (_STACK,),
   ),
   "dense_general_batched": Layer(
     lambda: nn.DenseGeneral(4, axis=-1, batch_dims=(0,)),
-    _made(nnx.LinearGeneral, 5, 4, batch_axis={0: 3}),
+    _made(nnx.LinearGeneral, 9, 4, batch_axis={0: 3}),
     (_STACK,),
   ),
   "einsum": Layer(
-    lambda: nn.Einsum((4, 5, 8), "bij,ijk->bk"),
-    _made(nnx.Einsum, "bij,ijk->bk", (4, 5, 8), (8,)),
+    lambda: nn.Einsum((4, 9, 8), "bij,ijk->bk"),
+    _made(nnx.Einsum, "bij,ijk->bk", (4, 9, 8), (8,)),
     (_STACK,),
   ),
   "conv": Layer(lambda: nn.Conv(8, (3, 3)), _made(nnx.Conv, 4, 8, (3, 3)), (_IMAGE,)),
@@ -168,10 +182,10 @@ LAYERS: dict[str, Layer] = {
   ),
   "lora": Layer(
     None,
-    lambda rngs: nnx.LoRA(5, 2, 8, base_module=nnx.Linear(5, 8, rngs=rngs), rngs=rngs),
+    lambda rngs: nnx.LoRA(9, 2, 8, base_module=nnx.Linear(9, 8, rngs=rngs), rngs=rngs),
     (_ROWS,),
   ),
-  "lora_linear": Layer(None, _made(nnx.LoRALinear, 5, 8, lora_rank=2), (_ROWS,)),
+  "lora_linear": Layer(None, _made(nnx.LoRALinear, 9, 8, lora_rank=2), (_ROWS,)),
   "attention": Layer(lambda: nn.MultiHeadDotProductAttention(2), _attention(), (_TOKENS,)),
   "attention_masked": Layer(
     lambda: nn.MultiHeadDotProductAttention(2, normalize_qk=True),
@@ -195,17 +209,17 @@ LAYERS: dict[str, Layer] = {
   "attention_decode": Layer(DecodeAll, NnxDecodeAll, (normal(2, 4, 8),)),
   **{f"{name}_cell": _cell(*made) for name, made in _CELLS.items()},
   "conv_lstm_cell": _cell(nn.ConvLSTMCell(8, (3,)), None, 2, 4),
-  **{f"{name}_rnn": _rnn(*made[:2], 3, 6, 5) for name, made in _CELLS.items()},
+  **{f"{name}_rnn": _rnn(*made[:2], 3, 6, 9) for name, made in _CELLS.items()},
   "conv_lstm_rnn": _rnn(nn.ConvLSTMCell(4, (3, 3)), None, 2, 3, 5, 5, 2),
   "rnn_reversed": _rnn(
-    *(nn.GRUCell(8), nnx.GRUCell, 6, 3, 5), reverse=True, keep_order=True, time_major=True
+    *(nn.GRUCell(8), nnx.GRUCell, 6, 3, 9), reverse=True, keep_order=True, time_major=True
   ),
   "bidirectional": Layer(
     lambda: nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(4))),
     lambda rngs: nnx.Bidirectional(
-      nnx.RNN(nnx.GRUCell(5, 4, rngs=rngs)), nnx.RNN(nnx.GRUCell(5, 4, rngs=rngs))
+      nnx.RNN(nnx.GRUCell(9, 4, rngs=rngs)), nnx.RNN(nnx.GRUCell(9, 4, rngs=rngs))
     ),
-    (normal(3, 6, 5),),
+    (normal(3, 6, 9),),
     kwargs={"seq_lengths": np.array([6, 4, 5], np.int32)},
   ),
   "dropout": Layer(
@@ -215,14 +229,11 @@ LAYERS: dict[str, Layer] = {
   "prelu": Layer(lambda: nn.PReLU(), lambda rngs: nnx.PReLU(), (_NORMED,), False),
   "sequential": Layer(
     lambda: nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(4)]),
-    lambda rngs: nnx.Sequential(nnx.Linear(5, 8, rngs=rngs), nnx.gelu, nnx.Linear(8, 4, rngs=rngs)),
+    lambda rngs: nnx.Sequential(nnx.Linear(9, 8, rngs=rngs), nnx.gelu, nnx.Linear(8, 4, rngs=rngs)),
     (_ROWS,),
   ),
   # Not all of its products are in half: a power iteration stays in float32.
   "spectral_norm": Layer(
-    lambda: nn.SpectralNorm(nn.Dense(8)),
-    _made(Weighted, nnx.SpectralNorm),
-    (_ROWS,),
-    kwargs={"update_stats": True},
+    lambda: _SPECTRAL.linen(None), lambda rngs: _SPECTRAL.nnx(None, rngs), (_ROWS,)
   ),
 }

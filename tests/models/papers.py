@@ -92,15 +92,15 @@ PAPERS: dict[str, Paper] = {
     vision.UNet, (normal(2, 8, 8, 3), normal(2) * 100), _squared(normal(2, 8, 8, 3, seed=1))
   ),
   "vae": Paper(lambda: vision.VAE.linen(None), (normal(3, 8, 8, 3),), evidence),
-  "wavenet": Paper(signals.WaveNet, (normal(3, 12, 4),), _squared(normal(3, 12, 4, seed=1))),
-  "state_space": Paper(signals.Mamba, (normal(3, 12, 4),), _squared(normal(3, 12, 4, seed=1))),
+  "wavenet": Paper(signals.WaveNet, (normal(3, 12, 8),), _squared(normal(3, 12, 4, seed=1))),
+  "state_space": Paper(signals.Mamba, (normal(3, 12, 8),), _squared(normal(3, 12, 8, seed=1))),
   "graph_network": Paper(
     signals.GraphNetwork,
-    (normal(7, 5), normal(12, 2), integers(12, below=7), integers(12, below=7, seed=1)),
+    (normal(7, 8), normal(12, 2), integers(12, below=7), integers(12, below=7, seed=1)),
     _squared(10 * normal(3, seed=1)),
   ),
   "field_by_its_hessian": Paper(lambda: signals.FIELD.linen(None), (normal(20, 2),), residual),
   "hypernetwork": Paper(
-    signals.Implicit, (normal(3, 6), normal(5, 2)), _squared(normal(3, 5, 1, seed=1))
+    signals.Implicit, (normal(3, 12), normal(5, 8)), _squared(normal(3, 5, 1, seed=1))
   ),
 }

@@ -51,7 +51,8 @@ class WaveNet(nn.Module):
       h = gated(x, kernel(f"gate_{i}"), kernel(f"filter_{i}"), dilation)
       skips = skips + nn.Dense(8)(h)
       x = x + nn.Dense(8)(h)
-    return nn.Dense(4)(nn.relu(skips))
+    # Smooth: which slope a relu has depends on the last bit of what is nearly 0.
+    return nn.Dense(4)(nn.silu(skips))
 
 
 def _diagonal(m, u):
@@ -80,7 +81,7 @@ class Mamba(nn.Module):
       x = x + nn.Dense(8)(
         STATE_SPACE.linen(None)(nn.silu(nn.Dense(8)(h))) * nn.silu(nn.Dense(8)(h))
       )
-    return nn.Dense(4)(x)
+    return nn.Dense(8)(x)
 
 
 class GraphNetwork(nn.Module):

@@ -42,8 +42,8 @@ def rotary(place: str) -> Part:
 def denoiser(hand: Any = None) -> Part:
   return module(
     lambda m, x, t: m.last(nn.silu(m.first(x) + m.time(t))),
-    first=dense(4, 16, hand),
-    last=dense(16, 4, hand),
+    first=dense(8, 16, hand),
+    last=dense(16, 8, hand),
     time=module(lambda m, t: m.dense(stumbles.sinusoid(t)), dense=dense(32, 16, hand)),
   )
 
@@ -129,7 +129,7 @@ TIMES = np.linspace(0, 999, 1024, dtype=np.float32)
 
 REACHED: dict[str, tuple[Part, tuple[Any, ...]]] = {
   "rotary": (rotary("helper"), (normal(4, 16),)),
-  "denoiser": (denoiser(), (normal(1024, 4), TIMES)),
+  "denoiser": (denoiser(), (normal(1024, 8), TIMES)),
   "nerf": (nerf(), RAYS),
   "softmax": (ends("by hand"), (normal(2, 8),)),
 }

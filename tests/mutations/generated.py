@@ -50,7 +50,7 @@ CACHE = ROOT / ".cache" / "mutations"
 RECORDED = (
   *("mpjax/_optim", "mpjax/_core", "mpjax/_policy", "mpjax/_io"),
   *("mpjax/_jaxpr/primitives.py", "mpjax/_jaxpr/reader.py", "mpjax/_jaxpr/locations.py"),
-  "mpjax/_autocast/higher_order.py",
+  "mpjax/_autocast/control_flow.py",
 )
 """The code that a draw without arguments mutates."""
 

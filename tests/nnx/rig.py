@@ -12,7 +12,7 @@ from tests.models.values import filled
 
 BF16 = jnp.dtype("bfloat16")
 HALF = "params=float32,compute=bfloat16"
-X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+X = jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
 
 
 class Metric(nnx.Variable):
@@ -20,14 +20,14 @@ class Metric(nnx.Variable):
 
 
 def linear() -> nnx.Linear:
-  return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
 
 class Does(nnx.Module):
   """A layer, other parts, and a method that calls a function with the module and its arguments."""
 
   def __init__(self, body: Callable[..., Any], **parts: Any) -> None:
-    self.body, self.layer = body, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.body, self.layer = body, nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     for name, part in parts.items():
       setattr(self, name, part)
 

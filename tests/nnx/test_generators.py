@@ -20,7 +20,7 @@ class Steps(nnx.Module):
   """Generators: each step computes; what is sent and thrown in comes to it."""
 
   def __init__(self):
-    self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     self.log = nnx.static([])
 
   def steps(self, x):

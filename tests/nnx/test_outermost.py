@@ -37,10 +37,10 @@ class Busy(nnx.Module):
 
   def __init__(self, rngs):
     self.layer = nnx.PReLU()
-    self.norm, self.drop = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+    self.norm, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
     self.first, self.largest = Metric(jnp.zeros(())), Metric(jnp.zeros(()))
     self.plain = jnp.zeros(())
-    self.held = nnx.data({"cache": [nnx.Cache(jnp.zeros((2, 4)))]})
+    self.held = nnx.data({"cache": [nnx.Cache(jnp.zeros((2, 8)))]})
     self.calls, self.again = 0, self.layer
 
   def __call__(self, x, *, scale=1.0, word="loud"):
@@ -67,18 +67,18 @@ def call_busy(model, x):
 
 # Who is called, and by what: the model is an argument, or the view is.
 AROUND = {
-  "the view itself": lambda model, under: call_busy(under(model), X4),
+  "the view itself": lambda model, under: call_busy(under(model), X8),
   "nnx.jit of the model": lambda model, under: nnx.jit(lambda m, x: call_busy(under(m), x)[0])(
-    model, X4
+    model, X8
   ),
   "nnx.jit of the view": lambda model, under: nnx.jit(lambda v, x: call_busy(v, x)[0])(
-    under(model), X4
+    under(model), X8
   ),
   "nnx.remat and nnx.grad": lambda model, under: nnx.grad(
     nnx.remat(lambda m, x: call_busy(under(m), x)[0].sum())
-  )(model, X4),
+  )(model, X8),
 }
-X4 = jnp.asarray(normal(2, 4))
+X8 = jnp.asarray(normal(2, 8))
 
 
 @pytest.mark.parametrize("name", AROUND)
@@ -112,11 +112,11 @@ def test_modules_and_variables_among_the_arguments():
     variable[...] = layer(x).sum()
     return act(layer(x)) + rngs.normal(x.shape), layer
 
-  layer, variable, rngs = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), Metric(jnp.zeros(())), nnx.Rngs(1)
-  out, same = with_policy(Does(body), "c=bf16")(X4, layer, variable, rngs=rngs, act=jnp.exp)
+  layer, variable, rngs = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), Metric(jnp.zeros(())), nnx.Rngs(1)
+  out, same = with_policy(Does(body), "c=bf16")(X8, layer, variable, rngs=rngs, act=jnp.exp)
   assert same is layer
   # The layer is none of the view's, and its product is one of the view's operations.
-  half = np.asarray(by_itself(layer, X4), np.float64)
+  half = np.asarray(by_itself(layer, X8), np.float64)
   np.testing.assert_allclose(variable[...], half.sum(), rtol=0.02)
   assert variable[...].dtype == jnp.float32
   assert int(rngs.default.count[...]) == 1
@@ -129,18 +129,18 @@ def test_an_argument_that_nnx_holds_may_be_changed_in_place():
     layers[0].kernel[...] += 1
     return layers[0](x) * state["scale"]
 
-  taps, layers = nnx.List([]), [nnx.Linear(4, 4, rngs=nnx.Rngs(0))]
+  taps, layers = nnx.List([]), [nnx.Linear(8, 8, rngs=nnx.Rngs(0))]
   before = layers[0].kernel[...]
-  with_policy(Does(body), "c=bf16")(X4, taps, layers, {"scale": X4})
-  assert bits(taps[0][...]) == bits(X4)
+  with_policy(Does(body), "c=bf16")(X8, taps, layers, {"scale": X8})
+  assert bits(taps[0][...]) == bits(X8)
   assert bits(layers[0].kernel[...]) == bits(before + 1)
 
 
 def test_who_only_reads_may_be_closed_over():
   gate = Does(lambda m, x: m.layer(jnp.log1p(jnp.exp(m.layer(x))) * jnp.cumsum(x, -1)))
   view = with_policy(gate, "mixed_bfloat16")
-  assert bits(run(lambda x: view(x), X4)) == bits(run(jax.vmap(view), X4))
-  assert jax.eval_shape(jax.grad(lambda x: view(x).sum()), X4).dtype == jnp.float32
+  assert bits(run(lambda x: view(x), X8)) == bits(run(jax.vmap(view), X8))
+  assert jax.eval_shape(jax.grad(lambda x: view(x).sum()), X8).dtype == jnp.float32
 
 
 def remembers(module, x):
@@ -154,7 +154,7 @@ def test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model(i
   model = nnx.Sequential(Does(remembers)) if inside else Does(remembers)
   view = with_policy(model, "c=bf16")
   with pytest.warns(UserWarning, match="got one that sets an array as a new attribute"):
-    out = view(X4)
+    out = view(X8)
   of_view, of_model = (m.layers[0] if inside else m for m in (view, model))
   assert of_model.last is of_view.last
   assert bits(of_model.last) == bits(out)
@@ -166,14 +166,14 @@ def test_an_attribute_from_the_start_may_be_set_and_what_is_kept_in_a_dict_is_an
     module.log["hidden"] = x = module.layer(x)
     return x
 
-  model = Does(remembers, last=jnp.zeros((2, 4)))
+  model = Does(remembers, last=jnp.zeros((2, 8)))
   view = with_policy(model, "c=bf16")
-  out = view(X4)
+  out = view(X8)
   assert model.last is view.last
   assert bits(model.last) == bits(out)
   model = Does(logs, log=nnx.static({}))  # Which NNX takes to be static.
   view = with_policy(model, "c=bfloat16")
-  out = view(X4)
+  out = view(X8)
   assert model.log is view.log
   np.testing.assert_array_equal(model.log["hidden"], out)
 
@@ -181,8 +181,8 @@ def test_an_attribute_from_the_start_may_be_set_and_what_is_kept_in_a_dict_is_an
 def test_arrays_of_numpy_are_given_to_a_body_as_they_are():
   # A shape: no tracer can be one.
   model = Does(lambda module, x, keep: module.layer(x[: int(keep.sum())]))
-  out = with_policy(model, "c=bf16")(X4, np.array([True, False]))
-  assert bits(out) == bits(by_itself(model.layer, X4[:1]))
+  out = with_policy(model, "c=bf16")(X8, np.array([True, False]))
+  assert bits(out) == bits(by_itself(model.layer, X8[:1]))
 
 
 @pytest.mark.parametrize(
@@ -195,43 +195,43 @@ def test_random_numbers_made_inside_of_a_transform_that_closes_over_the_model(tr
   # It counts the random numbers of an argument, and nothing else.
   model = Does(lambda m, x, rngs: m.drop(m.layer(x), rngs=rngs), drop=nnx.Dropout(0.5))
   view = with_policy(model, "mixed_bfloat16")
-  ours, plain = (transform(lambda x, m=m: m(x, rngs=nnx.Rngs(3)))(X4) for m in (view, model))
+  ours, plain = (transform(lambda x, m=m: m(x, rngs=nnx.Rngs(3)))(X8) for m in (view, model))
   np.testing.assert_array_equal(ours == 0, plain == 0)
   np.testing.assert_allclose(ours, plain, rtol=0.02, atol=0.02)
   rngs = nnx.Rngs(3)
-  view(X4, rngs=rngs)
+  view(X8, rngs=rngs)
   assert int(rngs.default.count[...]) == 1
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-def test_what_a_call_writes_keeps_its_dtype(stored):
+def test_a_variable_that_a_call_writes_keeps_its_dtype(stored):
   def body(module, x):
     y = module.layer(x)
     module.last[...] = y
     return y + module.last
 
-  model = Does(body, last=nnx.Cache(jnp.zeros((2, 4), stored)))
-  out = with_policy(model, "c=bfloat16")(X4)
+  model = Does(body, last=nnx.Cache(jnp.zeros((2, 8), stored)))
+  out = with_policy(model, "c=bfloat16")(X8)
   assert model.last.dtype == stored
-  assert out.dtype == jnp.bfloat16
-  # A variable in float32 gets the sum, the caller of unknown dtype what is at rest.
+  # A matmul returns its float32 sum to a float32 variable, and to all other consumers.
+  assert out.dtype == (jnp.float32 if stored == "float32" else jnp.bfloat16)
   np.testing.assert_array_equal((model.last[...] * 2).astype(out.dtype), out)
 
 
 def test_a_call_that_changes_a_variable_that_is_not_its_own_runs_as_python():
-  layer, norm = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+  layer, norm = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
   view = with_policy(nnx.Sequential(layer, lambda x: norm(x)), "c=bfloat16")
   with pytest.warns(UserWarning, match="changes what it is not given: .*test_outermost.py"):
-    out = view(X4)
-  np.testing.assert_array_equal(out, norm(by_itself(layer, X4)))
-  assert not np.array_equal(norm.mean[...], np.zeros(4))
+    out = view(X8)
+  np.testing.assert_array_equal(out, norm(by_itself(layer, X8)))
+  assert not np.array_equal(norm.mean[...], np.zeros(8))
 
 
 class Heads(nnx.Module):
   """Heads in an order of their own; a flag and a list of Python that calls change."""
 
   def __init__(self):
-    self.heads = nnx.Dict(**{k: nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i, k in enumerate("za")})
+    self.heads = nnx.Dict(**{k: nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i, k in enumerate("za")})
     self.ready, self.history = False, []
     self.scale = nnx.BatchStat(jnp.ones(()))
 
@@ -257,7 +257,7 @@ def test_what_is_plain_python_in_a_module_is_as_without_a_policy(jitted):
   if jitted:  # A list is static: what is in it would be compiled in.
     steps = [nnx.jit(lambda m, x, f=f: (f(m, x), m.history.clear())[0]) for f in steps]
   for scale in (1, 5, 9):
-    found, wanted = (f(m, scale * X4) for f, m in zip(steps, (ours, plain), strict=True))
+    found, wanted = (f(m, scale * X8) for f, m in zip(steps, (ours, plain), strict=True))
     for x, y in zip(found, wanted, strict=True):
       np.testing.assert_allclose(x, y, atol=0.02 * float(jnp.abs(y).max()))
   assert ours.ready is plain.ready is True
@@ -269,7 +269,7 @@ class Counts(nnx.Module):
   """Arrays in containers of Python that NNX takes for data, and a count of Python."""
 
   def __init__(self, looks):
-    self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     self.named, self.listed = nnx.data({"n": jnp.zeros(())}), nnx.data([jnp.zeros(())])
     self.looks, self.calls = looks, 0
 
@@ -289,20 +289,20 @@ def test_what_a_call_leaves_in_containers_of_python_is_the_models(looks, policy)
   model, plain = Counts(looks), Counts(False)
   kept = model.named
   for _ in range(3):
-    out, wanted = with_policy(model, policy)(X4), plain(X4)
+    out, wanted = with_policy(model, policy)(X8), plain(X8)
   np.testing.assert_allclose(out, wanted, atol=0.05)
   assert model.named is kept
   assert (float(kept["n"]), float(model.listed[0]), model.calls) == (3, 3, 3)
 
 
 def test_what_nnx_sets_inside_of_autocast_is_dropped_with_the_copy():
-  model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+  model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
 
   def loss_fn(model, x):
     model.eval()
     return model(x).sum()
 
-  assert jnp.isfinite(nnx.value_and_grad(mpjax.autocast(loss_fn))(model, X4)[0])
+  assert jnp.isfinite(nnx.value_and_grad(mpjax.autocast(loss_fn))(model, X8)[0])
   assert not model.layers[1].use_running_average
 
 
@@ -310,8 +310,8 @@ class Ordered(nnx.Module):
   """Containers of Python, which NNX sorts; calls rely on their order, and one may change them."""
 
   def __init__(self, kind, counts):
-    self.kept = nnx.data({"scale": jnp.full(4, 5.0), "bias": jnp.ones(4), "deep": {"z": 0, "a": 1}})
-    self.held = nnx.data([kind({"z": nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "a": 1})])
+    self.kept = nnx.data({"scale": jnp.full(8, 5.0), "bias": jnp.ones(8), "deep": {"z": 0, "a": 1}})
+    self.held = nnx.data([kind({"z": nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "a": 1})])
     self.again = nnx.data(self.held)
     self.counts = counts
 
@@ -329,8 +329,8 @@ def test_containers_keep_their_order_in_the_view_and_in_the_model(counts, kind):
   model = Ordered(kind, counts)
   view = with_policy(model, "c=bf16")
   for call in (view, view, model):
-    out, keys = call(0 * X4)
-    assert (out[0].tolist(), keys) == ([1] * 4, ["z", "a"] * 2)
+    out, keys = call(0 * X8)
+    assert (out[0].tolist(), keys) == ([1] * 8, ["z", "a"] * 2)
   assert list(model.kept) == ["scale", "bias", "deep"] + ["added"] * counts
   assert model.kept["deep"] == {"z": 3 * counts, "a": 1}
   assert list(model.kept["deep"]) == ["z", "a"]
@@ -346,12 +346,12 @@ def test_a_view_of_variables_of_a_trace_further_out_is_left_whole():
   view = with_policy(Does(sows), "c=bf16")
   graphdef, params, rest = nnx.split(view, nnx.Param, ...)
   with pytest.warns(UserWarning, match="got one that changes what it is not given"):
-    found = jax.grad(lambda rest: nnx.merge(graphdef, params, rest)(X4).sum().astype("float32"))(
+    found = jax.grad(lambda rest: nnx.merge(graphdef, params, rest)(X8).sum().astype("float32"))(
       rest
     )
   assert jax.tree.structure(found) == jax.tree.structure(rest)
   assert sorted(vars(view)) == sorted(vars(with_policy(Does(sows), "c=bf16")))
-  assert view(X4).shape == (2, 4)
+  assert view(X8).shape == (2, 8)
 
 
 def test_a_rule_that_closes_over_a_value_is_traced_again_where_the_call_is_over():
@@ -368,9 +368,9 @@ def test_a_rule_that_closes_over_a_value_is_traced_again_where_the_call_is_over(
     times.defvjp(lambda tree: (times(tree), tree), backward)
     return times({"z": module.layer(x), "a": x.sum()})
 
-  model, mask = Does(body), jnp.eye(4) * 2
+  model, mask = Does(body), jnp.eye(8) * 2
   ours, plain = (
-    nnx.grad(lambda m, under=under: under(m)(X4, mask).sum().astype("float32"))(model)
+    nnx.grad(lambda m, under=under: under(m)(X8, mask).sum().astype("float32"))(model)
     for under in (lambda m: with_policy(m, "c=bf16"), lambda m: m)
   )
   for found, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
@@ -394,7 +394,7 @@ def test_a_view_does_not_keep_its_model_alive():
 
 
 def drops():
-  parts = {"drop": nnx.Dropout(0.5, rngs=nnx.Rngs(1)), "norm": nnx.BatchNorm(4, rngs=nnx.Rngs(0))}
+  parts = {"drop": nnx.Dropout(0.5, rngs=nnx.Rngs(1)), "norm": nnx.BatchNorm(8, rngs=nnx.Rngs(0))}
   return Does(lambda module, x: module.norm(module.drop(module.layer(x))), **parts)
 
 
@@ -461,11 +461,11 @@ class Lazy(nnx.Module):
   def __init__(self, ready=False):
     self.rngs = nnx.Rngs(0)
     if ready:
-      self.layer = nnx.Linear(4, 4, rngs=self.rngs)
+      self.layer = nnx.Linear(8, 8, rngs=self.rngs)
 
   def __call__(self, x):
     if not hasattr(self, "layer"):
-      self.layer = nnx.Linear(4, 4, rngs=self.rngs)
+      self.layer = nnx.Linear(8, 8, rngs=self.rngs)
     return self.layer(x)
 
 
@@ -498,7 +498,7 @@ def test_what_a_view_may_be_set():
   view = with_policy(model, "mixed_bfloat16")
   view.again = view.layer
   view.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-  view.shift = nnx.Param(jnp.ones(4))
+  view.shift = nnx.Param(jnp.ones(8))
   view.name = "a name"
   assert view.again(X).dtype == jnp.float32
   assert model.shift is view.shift

@@ -111,7 +111,7 @@ def test_a_rule_that_picks_out_nothing():
 
 
 def test_a_shared_module_stays_shared():
-  a = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  a = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
   model = Does(lambda module, x: module.b(module.a(x)), a=a, b=a)
   view = with_policy(model, HALF, [Rule("float16", path="a")])
   assert view.a is view.b
@@ -124,12 +124,12 @@ class Escaping(nnx.Module):
   """Keeps methods of its layers, bare and in a partial function; and has a method of another."""
 
   def __init__(self):
-    self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     self.bare = self.layer.__call__
     self.held = (functools.partial(lambda fun, x: fun(x), self.layer.__call__),)
 
   def __call__(self, x):
-    return self.held[0](self.bare(x)) @ jnp.eye(4)
+    return self.held[0](self.bare(x)) @ jnp.eye(8)
 
   again = functools.partialmethod(__call__)
 
@@ -154,7 +154,7 @@ class Raw(nnx.Pytree):
   """Not a module, but an object with parameters and a method."""
 
   def __init__(self):
-    self.w = nnx.Param(jnp.ones((4, 4)))
+    self.w = nnx.Param(jnp.ones((8, 8)))
 
   def apply(self, x):
     return x @ self.w
@@ -162,7 +162,7 @@ class Raw(nnx.Pytree):
 
 class NoTree(nnx.Module, pytree=False):
   def __init__(self):
-    self.layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(0))]
+    self.layers = [nnx.Linear(8, 8, rngs=nnx.Rngs(0))]
 
   def __call__(self, x):
     return self.layers[0](x)
@@ -175,7 +175,7 @@ def test_other_objects_than_modules():
 
 def test_copies_of_a_view_run_under_the_policy():
   rngs = nnx.Rngs(0)
-  model = nnx.Sequential(nnx.Embed(5, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs))
+  model = nnx.Sequential(nnx.Embed(5, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs))
   view = with_policy(model, HALF)
   ids = jnp.arange(3)
   for again in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), nnx.clone(view)):
@@ -190,7 +190,7 @@ def test_copies_of_a_view_run_under_the_policy():
 
 
 def test_one_trace_for_views_that_are_made_anew_and_another_for_another_policy():
-  model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+  model = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
   traces = []
 
   @nnx.jit
@@ -221,9 +221,9 @@ def test_threads_do_not_meet():
 
 class HoldsLinen(nnx.Module):
   def __init__(self, rngs):
-    self.linen = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs).lazy_init(X)
+    self.linen = nnx.bridge.ToNNX(nn.Dense(8), rngs=rngs).lazy_init(X)
     self.norm = nnx.bridge.ToNNX(nn.BatchNorm(False), rngs=rngs).lazy_init(X)
-    self.after = nnx.Linear(4, 3, rngs=rngs)
+    self.after = nnx.Linear(8, 3, rngs=rngs)
     self.scope = None
 
   def __call__(self, x):
@@ -265,8 +265,8 @@ class Normed(nnx.Module):
   """A norm between two layers, a parameter that is never used, and a counter."""
 
   def __init__(self, rngs):
-    self.first, self.last = (nnx.Linear(4, 4, rngs=rngs) for _ in range(2))
-    self.norm, self.unused = nnx.LayerNorm(4, rngs=rngs), nnx.Param(jnp.ones(2))
+    self.first, self.last = (nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
+    self.norm, self.unused = nnx.LayerNorm(8, rngs=rngs), nnx.Param(jnp.ones(2))
     self.counter = nnx.BatchStat(jnp.zeros((), jnp.int32))
 
   def __call__(self, x):
@@ -275,7 +275,7 @@ class Normed(nnx.Module):
 
 def test_a_view_of_other_variables_that_stores_in_half_what_it_only_uses_so():
   # What is rounded, and that nothing else changes, is a matter of the jaxpr: `store_as_used`.
-  view, x = with_policy(rig.model(Normed), "c=bf16"), normal(3, 4)
+  view, x = with_policy(rig.model(Normed), "c=bf16"), normal(3, 8)
   before = stored(view)
   inference = convert(view, x)
   assert stored(view) == before
@@ -288,8 +288,8 @@ def test_a_view_of_other_variables_that_stores_in_half_what_it_only_uses_so():
 def test_what_a_float32_operation_uses_too_stays_also_when_it_is_shared():
   class Shared(nnx.Module):
     def __init__(self, rngs):
-      self.a = nnx.Linear(4, 4, rngs=rngs)
-      self.b = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+      self.a = nnx.Linear(8, 8, rngs=rngs)
+      self.b = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
       self.b.kernel = self.a.kernel
 
     def __call__(self, x):
@@ -297,7 +297,7 @@ def test_what_a_float32_operation_uses_too_stays_also_when_it_is_shared():
 
   model = rig.model(Shared)
   half, mixed = (
-    convert(with_policy(model, "mixed_bfloat16", rules), normal(3, 4))
+    convert(with_policy(model, "mixed_bfloat16", rules), normal(3, 8))
     for rules in ([], [Rule("float32", path="b")])
   )
   assert stored(half) == {"a/kernel": "bfloat16", "a/bias": "bfloat16"}
@@ -306,23 +306,23 @@ def test_what_a_float32_operation_uses_too_stays_also_when_it_is_shared():
   assert half.a.kernel is not model.a.kernel
 
 
-def test_a_method_and_what_is_no_array():
+def test_convert_takes_a_method_and_outputs_without_arrays():
   class Coder(nnx.Module):
     def __init__(self, rngs):
-      self.encoder, self.decoder = nnx.Linear(3, 2, rngs=rngs), nnx.Linear(2, 3, rngs=rngs)
+      self.encoder, self.decoder = nnx.Linear(8, 2, rngs=rngs), nnx.Linear(2, 8, rngs=rngs)
 
     def encode(self, x):
       return self.encoder(x), {"name": "coder"}
 
-  found = stored(convert(with_policy(rig.model(Coder), "c=bf16"), normal(1, 3), method="encode"))
+  found = stored(convert(with_policy(rig.model(Coder), "c=bf16"), normal(1, 8), method="encode"))
   assert {path.split("/")[0] for path, dtype in found.items() if dtype == "bfloat16"} == {"encoder"}
 
 
 def test_under_float32_nothing_is_narrowed_and_only_a_view_is_converted():
   model = rig.model(Normed)
-  found = convert(with_policy(model, "float32"), normal(3, 4))
+  found = convert(with_policy(model, "float32"), normal(3, 8))
   assert stored(found) == stored(model)
   assert bits(nnx.state(found, nnx.Param)) == bits(nnx.state(model, nnx.Param))
   where, fix = "mpjax.nnx.convert(view)", "Write convert(with_policy(model, policy), *inputs)"
   with refused(TypeError, where, "a view", "a Normed", fix):
-    convert(model, normal(3, 4))
+    convert(model, normal(3, 8))

@@ -67,10 +67,10 @@ def slopes(model: Any, points: Any) -> Any:
 
 class Hypernetwork(nnx.Module):
   def __init__(self, rngs):
-    self.code, self.target = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(2, 4, rngs=rngs)
+    self.code, self.target = nnx.Linear(9, 32, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
 
   def __call__(self, conditions, points):
-    kernel = self.code(conditions.mean(0)).reshape(2, 4)
+    kernel = self.code(conditions.mean(0)).reshape(8, 4)
     graphdef, params = nnx.split(self.target)
     params = jax.tree.map(lambda x: x, params)
     params["kernel"][...] = kernel
@@ -88,5 +88,5 @@ MODELS: dict[str, Model] = {
   "vae": Model(_of_nnx(vision.VAE), (normal(3, 8, 8, 3),)),
   "state_space": Model(_of_nnx(signals.STATE_SPACE), (normal(3, 12, 8),)),
   "field_by_its_gradient": Model(_of_nnx(signals.FIELD), (normal(20, 2),), slopes),
-  "hypernetwork": Model(Hypernetwork, (normal(3, 6), normal(5, 2))),
+  "hypernetwork": Model(Hypernetwork, (normal(3, 9), normal(5, 8))),
 }

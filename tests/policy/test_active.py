@@ -16,7 +16,7 @@ from tests.linen.probes import Does
 from tests.nnx import rig
 from tests.programs import products
 
-X = jnp.ones((2, 4))
+X = jnp.ones((2, 8))
 
 
 def test_equal_states_are_one_key_that_no_python_code_compares():
@@ -41,15 +41,16 @@ def test_a_predicate_may_have_no_hash():
 
 
 def test_a_linen_model_in_a_view_and_a_view_in_a_linen_scope_have_policies_of_their_own():
-  linen = mpjax.linen.with_policy(nn.Dense(3), "c=f16")
-  params = nn.Dense(3).init(nnx.Rngs(0).params(), X)
+  model = nn.Sequential([nn.Dense(8), nn.Dense(3)])
+  linen = mpjax.linen.with_policy(model, "c=f16")
+  params = model.init(nnx.Rngs(0).params(), X)
 
   bridge = rig.Does(lambda module, x: linen.apply(params, x))
   for policy in (None, "c=bf16", "float32"):
     program = jax.make_jaxpr(mpjax.nnx.with_policy(bridge, policy))(X)
-    (product,) = products(program)
-    assert product.dtypes == ("float16", "float16"), policy
-  view = mpjax.nnx.with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "c=bf16")
+    # To the bridge the parameters are constants, and so the first matmul is one of inputs.
+    assert products(program)[-1].dtypes == ("float16", "float16"), policy
+  view = mpjax.nnx.with_policy(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), "c=bf16")
   with mpjax.linen.policy_scope("float16"):
     assert view(X).dtype == jnp.bfloat16
 
@@ -89,14 +90,14 @@ def test_a_policy_does_not_enter():
   seen = []
 
   def body(module, x):
-    x = nn.Dense(4, name="before")(x)
+    x = nn.Dense(8, name="before")(x)
     half = x.astype("bfloat16")
     mpjax.full_precision(lambda *xs, y: seen.extend((*xs, y)))(half, jnp.arange(2), y=half)
     log = []  # A list that the function appends to is the caller's own.
     mpjax.full_precision(lambda log, x: log.append(x.dtype))(log, x)
     assert log == [jnp.float32]
-    x = mpjax.full_precision(lambda tree: nn.Dense(4, name="inside")(tree["a"][0]))({"a": (x, 1)})
-    return nn.Dense(4, name="after")(x)
+    x = mpjax.full_precision(lambda tree: nn.Dense(8, name="inside")(tree["a"][0]))({"a": (x, 1)})
+    return nn.Dense(8, name="after")(x)
 
   model = mpjax.linen.with_policy(Does(body), "mixed_bfloat16")
   variables = model.init(jax.random.key(0), X)
@@ -123,7 +124,7 @@ def test_autocast_does_not_enter():
   def calling(inner):
     return mpjax.autocast(lambda w, x: inner({"w": w, "x": x @ w}) @ w)
 
-  w = jnp.ones((4, 4))
+  w = jnp.ones((8, 8))
   for wrap in (lambda f: f, jax.jit, jax.checkpoint):
     fn = calling(wrap(inner))
     assert matmuls(fn, w, X) == [LOW, FULL, LOW]
@@ -135,7 +136,7 @@ class Normed(nnx.Module):
   """A batch norm and a dropout behind a method that is a region."""
 
   def __init__(self):
-    self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=nnx.Rngs(0))
+    self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=nnx.Rngs(0))
     self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 
   @mpjax.full_precision
@@ -157,13 +158,13 @@ def test_what_nnx_modules_among_the_arguments_write_stays(as_argument):
   view = mpjax.nnx.with_policy(model, "mixed_bfloat16")
   masks = [view(X.at[0].set(5.0)) == 0 for _ in range(4)]
   # Half of the distance to the mean, four times: what NumPy says of a float32 mean of 5 and 1.
-  np.testing.assert_allclose(model.norm.mean[...], np.full(4, 3 * (1 - 0.5**4)), rtol=1e-6)
+  np.testing.assert_allclose(model.norm.mean[...], np.full(8, 3 * (1 - 0.5**4)), rtol=1e-6)
   assert model.norm.mean.dtype == jnp.float32
   assert len({np.asarray(mask).tobytes() for mask in masks}) > 1
 
 
 def dense():
-  model = nn.Dense(4)
+  model = nn.Dense(8)
   return mpjax.linen.with_policy(model, "bfloat16"), model.init(jax.random.key(0), X)
 
 
@@ -174,13 +175,13 @@ def test_nothing_that_is_given_inside_a_region_begins(wrap, inside):
 
   def scoped(x):
     with mpjax.linen.policy_scope("bfloat16"):
-      return nn.Dense(4).apply(variables, x)
+      return nn.Dense(8).apply(variables, x)
 
   calls = {
     "apply": lambda x: model.apply(variables, x),
     "bound": lambda x: model.bind(variables)(x),
     "scope": scoped,
-    "view": mpjax.nnx.with_policy(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "bfloat16"),
+    "view": mpjax.nnx.with_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "bfloat16"),
     "autocast": mpjax.autocast(lambda x: x @ x.T, "bfloat16"),
   }
   for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""Programs inside of programs: the dtypes that they are handed, and those that they hand on."""
+"""Calls, branches and loops: the dtypes of their operands and of their results."""
 
 import functools
 import itertools
@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas
 from jax.sharding import AxisType
 
 import mpjax
 from mpjax._jaxpr.reader import walk
 from tests import programs
 from tests.autocast import checks
-from tests.autocast.rig import BOTH, matmuls, repeat_p, with_jvp, with_vjp
-from tests.programs import compilations
+from tests.autocast.rig import BOTH
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
@@ -50,37 +48,10 @@ def same(fun, *args):
   assert programs.bits(ours) == programs.bits(theirs)
 
 
-# Bodies that run once.
+# Calls.
 
 
-ENTERED = {
-  "jit": jax.jit,
-  "jit of what was moved": lambda fun: lambda h: jax.jit(fun)(h.T),
-  "remat": jax.checkpoint,
-  "jvp": with_jvp,
-  "vjp": with_vjp,
-  "cond": lambda fun: lambda h: lax.cond(h[0, 0] > 1e9, lambda h: 0.0, fun, h),
-}
-
-
-@BOTH
-def test_gradients_of_a_call_and_of_what_is_beside_it_add_in_float32(half):
-  # In low precision 2^k + 1 is 2^k, and nothing is left of the difference.
-  big = {"bfloat16": 2.0**9, "float16": 2.0**12}[half]
-
-  def gradients(w, x):
-    def loss(w, x, entered):
-      h = x @ w
-      return ((big + 1) * h).sum() - entered(lambda h: (big * h).sum())(h)
-
-    cast = {name: functools.partial(loss, entered=way) for name, way in ENTERED.items()}
-    return {name: jax.grad(mpjax.autocast(fun, half))(w, x) for name, fun in cast.items()}
-
-  for name, found in programs.run(gradients, W, jnp.ones((1, 3))).items():
-    np.testing.assert_array_equal(found, np.ones((3, 3)), err_msg=name)
-
-
-def test_jit_takes_and_gives_half_and_keeps_its_parameters():
+def test_jit_takes_and_returns_low_precision_and_keeps_its_parameters():
   @functools.partial(jax.jit, keep_unused=True)
   def inner(y, w, unused):
     return jnp.tanh(y @ w)
@@ -97,7 +68,7 @@ def test_jit_takes_and_gives_half_and_keeps_its_parameters():
   assert len(eqn.params["jaxpr"].jaxpr.invars) == 3
 
 
-def test_a_donated_argument_is_handed_over_in_its_own_type():
+def test_a_donated_argument_keeps_its_dtype():
   inner = jax.jit(lambda y, w: (y * 2, y @ w), donate_argnums=0)
 
   def fun(w, x):
@@ -143,21 +114,16 @@ def test_checkpoint_keeps_its_policy(policy, matmuls):
 
 
 BRANCHES = {
-  # name: (branches of y, which is half, and w; dtype of the result)
-  "both in half": ((lambda y, w: y @ w, lambda y, w: jnp.tanh(y)), "bfloat16"),
+  # name: (branches of y, an activation in the compute dtype, and w; dtype of the result)
+  "a matmul and the identity": ((lambda y, w: y @ w, lambda y, w: y), "bfloat16"),
   "one in float32": ((lambda y, w: y @ w, lambda y, w: jnp.exp(y)), "float32"),
-  "the identity": ((lambda y, w: y @ w, lambda y, w: y), "bfloat16"),
-  # It may be an argument that comes back as it was.
-  "a constant": ((lambda y, w: y @ w, lambda y, w: jnp.zeros((2, 3))), "float32"),
-  "a constant that half has not": (
-    (lambda y, w: y @ w, lambda y, w: jnp.full((2, 3), 3.4e38)),
-    "float32",
-  ),
+  "a number": ((lambda y, w: y @ w, lambda y, w: jnp.zeros((2, 3))), "bfloat16"),
+  "a number out of range": ((lambda y, w: y @ w, lambda y, w: jnp.full((2, 3), 3.4e38)), "float32"),
   "three": ((lambda y, w: y @ w, lambda y, w: y.sum() * y, lambda y, w: y + 1), "float32"),
 }
 
 
-def test_branches_agree():
+def test_branches_return_one_dtype():
   def fun(w, x, which, branches):
     return lax.switch(which, branches, x @ w, w)
 
@@ -175,12 +141,12 @@ def test_branches_agree():
     assert dtypes(eqn.outvars) == [dtype], name
     assert {t for b in eqn.params["branches"] for t in dtypes(b.jaxpr.outvars)} == {dtype}, name
   for (name, which), (got, want) in programs.run(each, W, X).items():
-    rtol = 1e-2 if name in ("both in half", "one in float32") else 1e-6
+    rtol = 1e-2 if name == "one in float32" else 1e-6
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, want, rtol=rtol, err_msg=f"{name} {which}")
 
 
-def test_each_result_of_a_branch_has_a_type_of_its_own():
+def test_each_result_of_a_branch_has_its_own_dtype():
   def fun(w, x, flag):
     return lax.cond(
       flag, lambda y: (y @ w, y.sum(), 1, flag), lambda y: (y, y[0, 0], 2, ~flag), x @ w
@@ -220,7 +186,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("kind", ["scan", "while", "fori", "cond"])
-def test_what_is_carried_has_one_type(kind):
+def test_a_carry_has_one_dtype(kind):
   # A loop or a branch whose types differ is an error of JAX's.
   for (step, body), (start, begin) in itertools.product(STEPS.items(), STARTS.items()):
 
@@ -232,39 +198,13 @@ def test_what_is_carried_has_one_type(kind):
     assert checks.halves(jax.make_jaxpr(ours)(W, X), "bfloat16") == [], (step, start)
 
 
-def test_carries_of_two_types_that_are_the_users_mistake_are_named_by_jax():
+def test_jax_names_a_carry_of_two_dtypes_that_is_the_users_mistake():
   body = lambda c, _: ({"h": c["h"].astype(int)}, None)  # noqa: E731
   with pytest.raises(TypeError, match=r"c\['h'\]"):
     mpjax.autocast(lambda x: lax.scan(body, {"h": x}, None, 2))(X)
 
 
-def test_a_remat_saves_what_is_held_in_low_precision_and_reads_it_as_it_is():
-  # A stream to which 200 layers add, of which each is computed again for the gradient.
-  def fun(remat, w, x):
-    def step(c, row):
-      return c + (c + row) @ (w * 0.001), None
-
-    step = jax.checkpoint(step, prevent_cse=False) if remat else step
-    return lax.scan(step, jnp.zeros(3), jnp.tile(x, (100, 1)))[0]
-
-  found = {remat: mpjax.autocast(functools.partial(fun, remat), "c=bf16") for remat in (0, 1)}
-  values = [programs.run(f, W, X) for f in found.values()]
-  np.testing.assert_array_equal(*values)
-  grads = [programs.run(jax.grad(lambda w, f=f: f(w, X).sum()), W) for f in found.values()]
-  assert programs.error(*grads) < 2**-8
-  kept = jax.tree.leaves(jax.eval_shape(lambda w: jax.vjp(lambda w: found[1](w, X), w)[1], W))
-  count = 100 * len(X)
-  # The rows that the loop is given, and the averages.
-  saved = [str(x.dtype) for x in kept if x.shape == (count, 3)]
-  assert sorted(saved) == ["bfloat16", "float32"]
-  # Forward mode, and a second derivative.
-  changes = [jax.jvp(lambda w, f=f: f(w, X), (W,), (W,))[1] for f in found.values()]
-  assert programs.error(*changes) < 2**-8
-  seconds = [jax.jacfwd(jax.grad(lambda w, f=f: f(w, X).sum()))(W) for f in found.values()]
-  assert programs.error(*seconds) < 2**-6
-
-
-def test_types_of_a_carry_that_is_passed_around_settle():
+def test_dtypes_of_a_carry_that_is_passed_around_settle():
   # The first becomes float32 at once, the second after a turn, the third after two.
   def fun(w, x):
     def turn(carry, _):
@@ -280,6 +220,38 @@ def test_types_of_a_carry_that_is_passed_around_settle():
   assert dtypes(body.outvars) == dtypes(body.invars[-4:])
 
 
+@pytest.mark.parametrize("remat", [lambda step: step, jax.checkpoint], ids=["plain", "remat"])
+def test_a_scan_carries_a_residual_stream_in_low_precision(remat):
+  def fun(w, x):
+    return lax.scan(remat(lambda c, _: (c + c @ w, None)), x @ w, None, length=2)[0]
+
+  assert dtypes(one(cast(fun, W, X), "scan").outvars) == ["bfloat16"]
+
+
+@BOTH
+def test_a_while_carries_a_residual_stream_in_float32_so_that_it_ends(half):
+  def fun(w, x):
+    def step(z):
+      return x + z @ w
+
+    def moves(carry):
+      z, count = carry
+      return (jnp.linalg.norm(step(z) - z) > 1e-5) & (count < 1000)
+
+    return lax.while_loop(moves, lambda carry: (step(carry[0]), carry[1] + 1), (x @ w, 0))[1]
+
+  ours, w = mpjax.autocast(fun, half), W / 3
+  assert dtypes(one(jax.make_jaxpr(ours)(w, X), "while").outvars) == ["float32", "int32"]
+  assert programs.run(ours, w, X) < 100
+
+
+def test_a_carry_that_the_user_has_cast_to_low_precision_stays_in_it():
+  def fun(w, x):
+    return lax.scan(lambda c, _: (jnp.exp(c), None), (x @ w).astype("bfloat16"), None, length=2)[0]
+
+  assert dtypes(one(cast(fun, W, X), "scan").outvars) == ["bfloat16"]
+
+
 def test_the_state_of_a_solver_stays_in_float32():
   # Each step is below the last place of a half type: nothing would move there.
   def fun(w, x):
@@ -293,20 +265,60 @@ def test_the_state_of_a_solver_stays_in_float32():
   np.testing.assert_array_equal(found, 1 + 2.0**-11)
 
 
-def test_parameters_of_a_loop_are_cast_inside_so_that_gradients_add_in_float32():
-  # 1000 times one, and half types do not count so far.
-  def fun(w, x):
-    return lax.scan(lambda total, _: (total + (x @ w).sum(), None), 0.0, None, length=1000)[0]
+CARRIES = {
+  # A buffer, to which each iteration may add.
+  "number": (lambda w, x: jnp.zeros_like(w), "float32"),
+  "input": (lambda w, x: x, "float32"),
+  # A residual stream may start as one.
+  "parameter": (lambda w, x: w, "bfloat16"),
+}
 
-  program = cast(fun, W, X)
-  eqn = one(program, "scan")
+
+@pytest.mark.parametrize(("start", "expected"), CARRIES.values(), ids=CARRIES)
+def test_a_carry_that_starts_as(start, expected):
+  def fun(w, x):
+    turn = lambda c, _: (jnp.maximum(c @ w, x @ w), None)  # noqa: E731
+    return lax.scan(turn, start(w, x), None, length=2)[0] @ w
+
+  w = jnp.ones((8, 8))
+  ours = jax.make_jaxpr(mpjax.autocast(fun, data_argnums=1))(w, w)
+  assert dtypes(one(ours, "scan").outvars) == [expected]
+
+
+def test_a_while_carries_a_parameter_in_float32():
+  # Each step changes less than the last place of bfloat16.
+  def grown(w, z):
+    return lax.fori_loop(0, jnp.int32(500), lambda _, z: z + z @ w, z)
+
+  w, z = 1e-3 * jnp.eye(8), jnp.ones((8, 8))
+  np.testing.assert_allclose(mpjax.autocast(grown)(w, z), 1.001**500, rtol=1e-3)
+
+
+def test_a_cond_of_numbers_keeps_what_is_known_of_them():
+  def scaled(w, x, is_small):
+    scale = lax.cond(is_small, lambda: 1e-9, lambda: 0.0)  # Float16 has no such number.
+    return ((x @ w) * scale * 1e4 * 1e4) @ w
+
+  args = jnp.eye(8), jnp.ones((8, 8)), True
+  np.testing.assert_allclose(mpjax.autocast(scaled, "float16")(*args), scaled(*args), rtol=1e-2)
+
+
+@pytest.mark.parametrize("activation", [False, True])
+def test_constants_of_a_scan_are_cast_inside_so_that_gradients_add_in_float32(activation):
+  # 1000 times one: sums in bfloat16 stop at 256.
+  def fun(w, x):
+    y = x @ w
+    add = lambda total, _: (total + (y if activation else x @ w).sum(), None)  # noqa: E731
+    return lax.scan(add, 0.0, None, length=1000)[0]
+
+  eqn = one(cast(fun, W, X), "scan")
   assert {"float32"} == set(dtypes(eqn.invars))
   x = jnp.asarray([[1.0, 0.0, 0.0]])
   grad = programs.run(jax.grad(mpjax.autocast(fun)), W, x)
   np.testing.assert_array_equal(grad, [[1000.0] * 3, [0.0] * 3, [0.0] * 3])
 
 
-def test_layers_stacked_for_a_scan_are_sliced_in_float32_and_used_in_half():
+def test_layers_stacked_for_a_scan_are_sliced_in_float32_and_used_in_low_precision():
   def fun(ws, x):
     return lax.scan(lambda y, w: (y @ w, y), x @ ws[0], ws)
 
@@ -318,7 +330,7 @@ def test_layers_stacked_for_a_scan_are_sliced_in_float32_and_used_in_half():
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_scan_keeps_its_order_length_and_types(reverse):
+def test_a_scan_keeps_its_order_length_and_dtypes(reverse):
   steps = jnp.arange(4)
   keys = jax.random.split(jax.random.key(0), 4)
 
@@ -374,151 +386,3 @@ def test_shard_map(devices, check_vma):
 
   grad = programs.run(jax.grad(lambda w: mpjax.autocast(fun)(w, x)[1]), W)
   np.testing.assert_array_equal(grad, [[400.0] * 3] * 3)
-
-
-# Rarer primitives, and those that nobody knows.
-
-
-def test_custom_vmap_keeps_its_rule():
-  batches, xs = [], jnp.stack([X] * 5) / 4
-
-  @jax.custom_batching.custom_vmap
-  def layer(x, w):
-    return jnp.tanh(x @ w)
-
-  @layer.def_vmap
-  def _(size, batched, x, w):
-    batches.append((size, batched))
-    return jnp.tanh(x.reshape(-1, 3) @ w).reshape(x.shape), True
-
-  fn = mpjax.autocast(lambda x, w: 2 * layer(x, w), "bfloat16")
-  mapped = jax.vmap(fn, (0, None))
-  by_hand = 2 * jnp.tanh(xs.astype("bfloat16") @ W.astype("bfloat16"))
-  np.testing.assert_array_equal(mapped(xs, W), by_hand.astype(jnp.float32))
-  assert set(map(str, batches)) == {str((5, [True, False]))}
-  assert matmuls(mapped, xs, W) == [("bfloat16", "bfloat16")]
-  assert all(
-    d == ("bfloat16", "bfloat16") for d in matmuls(jax.grad(lambda w: mapped(xs, w).sum()), W)
-  )
-
-
-def double(x_ref, y_ref):
-  y_ref[...] = x_ref[...] + x_ref[...]
-
-
-LEFT = {
-  "composite": jax.lax.composite(lambda x, w: x @ w, "test.op"),
-  "pallas_call": lambda x, w: pallas.pallas_call(
-    double, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
-  )(x),
-}
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_a_kernel_has_the_types_that_it_expects(name):
-  def around(x, w):
-    return LEFT[name](x @ w, w) @ w
-
-  cast = mpjax.autocast(around, "bfloat16")
-  program = jax.make_jaxpr(cast)(X, W)
-  (call,) = (eqn for eqn in program.eqns if eqn.primitive.name == name)
-  assert {str(v.aval.dtype) for v in (*call.invars, *call.outvars)} == {"float32"}
-  found = programs.products(program)
-  assert {p.dtypes for p in found} == {("bfloat16", "bfloat16")}
-  assert len(found) == (3 if name == "composite" else 2)
-  assert programs.error(programs.run(cast, X, W), around(X, W)) <= 1.6e-2
-
-
-@pytest.mark.parametrize("setting", [None, "highest"])
-def test_a_stranger_runs_as_it_was_traced_and_is_reported(setting):
-  def fn(x, w):
-    jaxpr = jax.make_jaxpr(lambda w, x: x @ w)(w, x)
-    return repeat_p.bind(w, x @ w, jaxpr=jaxpr, times=1)[0] @ w
-
-  cast = mpjax.autocast(fn, "bfloat16")
-  warned = pytest.warns(UserWarning, match="'repeat_times' holds a jaxpr in its .*'jaxpr'")
-  with jax.default_matmul_precision(setting), warned:
-    program = jax.make_jaxpr(cast)(X, W)
-    found = jax.jit(cast)(X, W)  # JAX still has the program.
-  np.testing.assert_allclose(found, X @ W @ W @ W, rtol=0.1, atol=0.1)
-  first, call, last = (
-    e for e in program.eqns if e.primitive.name in ("dot_general", repeat_p.name)
-  )
-  assert dtypes(call.invars) == ["float32"] * 2
-  assert dtypes([*first.outvars, *last.outvars]) == ["bfloat16"] * 2
-  # It has the setting for the entire process, which those in low precision have not.
-  asked = setting and (jax.lax.Precision.HIGHEST,) * 2
-  assert [e.params["precision"] for e in call.params["jaxpr"].eqns] == [asked]
-  assert first.params["precision"] is last.params["precision"] is None
-
-
-def test_checkpoint_of_a_later_jax_runs_as_it_was_traced_and_is_reported(set_flag):
-  set_flag("jax_remat3", True)  # There it is an object.
-
-  def fn(x, w):
-    return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x) @ w
-
-  cast = mpjax.autocast(fn)
-  with pytest.warns(UserWarning, match="'call_hi_primitive' holds a jaxpr"):
-    found = cast(X, W)
-  np.testing.assert_allclose(found, fn(X, W), rtol=0.05, atol=0.05)
-  with pytest.warns(UserWarning, match="call_hi_primitive"):
-    program = jax.make_jaxpr(cast)(X, W)
-  assert [p.dtypes for p in programs.products(program)] == [("bfloat16", "bfloat16")]
-  # What the user leaves alone on purpose is no news.
-  mpjax.autocast(mpjax.full_precision(fn))(X, W)
-
-
-@pytest.mark.parametrize("precision", [None, "highest"])
-def test_objects_of_a_later_jax_without_matmuls_are_no_news(precision):
-  def fn(x, w):  # A search and a count: each may be an object.
-    y = jnp.ravel(x @ w)
-    return y[jnp.searchsorted(jnp.sort(y), y[:3])], jnp.nonzero(y > 0, size=3)
-
-  with jax.default_matmul_precision(precision):
-    assert matmuls(mpjax.autocast(fn), X, W) == [("bfloat16", "bfloat16")]
-
-
-# Once.
-
-
-def test_the_same_function_is_rewritten_once():
-  @jax.jit
-  def layer(y, w):
-    return jnp.tanh(y @ w)
-
-  def fun(w, x):
-    y = layer(layer(x @ w, w), w) @ w
-    return lax.cond(x[0, 0] > 0, lambda y: layer(y, w) @ w, lambda y: y, y)
-
-  calls = find(cast(fun, W, X), "jit")
-  assert len(calls) == 3
-  assert len({id(eqn.params["jaxpr"]) for eqn in calls}) == 1
-  lowered = jax.jit(mpjax.autocast(fun, "bfloat16")).lower(W, X).as_text()
-  assert lowered.count("func.func private @layer") == 1
-
-  # It is another program for an argument in another type.
-  def mixed(w, x):
-    return layer(layer(x, w), w)
-
-  assert len({id(eqn.params["jaxpr"]) for eqn in find(cast(mixed, W, X), "jit")}) == 2
-
-
-@pytest.mark.parametrize("differentiated", [False, True])
-def test_calling_again_without_jit_compiles_nothing(differentiated):
-  @jax.jit
-  def layer(w, x):
-    y = jax.nn.softmax(jax.nn.relu(x @ w))
-    return lax.scan(lambda y, _: (y @ w, None), y, None, length=2)[0]
-
-  def fun(w, x):
-    return layer(w, layer(w, x)).sum()
-
-  cast = mpjax.autocast(fun)
-  run = jax.grad(cast) if differentiated else cast
-  found = []
-  for _ in range(2):
-    with compilations() as compiled:
-      jax.block_until_ready(run(W, X))
-    found.append(compiled.total())
-  assert found[0] > found[1] == 0

@@ -1,4 +1,4 @@
-"""Functions with derivative rules of their own, ours and users': the rule is the one that is used.
+"""Functions with a rule of their own for derivatives or batches: that rule is called.
 
 Most rules here are wrong by a known factor, so that the gradient says which one was called.
 """
@@ -14,10 +14,12 @@ from jax.custom_derivatives import SymbolicZero
 
 import mpjax
 from tests import programs
+from tests.autocast.rig import matmuls
 from tests.errors import refused
+from tests.models.values import normal
 
 W = jnp.asarray([[2.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-X = jnp.asarray([[1.0, 2.0, 3.0], [-1.0, 0.0, 2.0]])
+X = jnp.asarray([[1.0, 2.0, 3.0], [-1.0, 0.0, 2.0], [0.0, 1.0, 1.0], [2.0, -1.0, 0.0]])
 
 
 def product_by_vjp(factor=1.0):
@@ -51,15 +53,15 @@ def gradients(fun, *args):
 
 
 def types(fun, *args):
-  # Returns the dtypes of all products of the gradient, operands and results.
+  # Returns how many matmuls the gradient has, and the dtypes of their operands.
   numbers = tuple(range(len(args)))
   program = jax.make_jaxpr(jax.grad(of_sum(fun), numbers))(*args)
   found = programs.products(program)
-  return len(found), {t for p in found for t in (*p.dtypes, p.result.partition("[")[0])}
+  return len(found), {t for p in found for t in p.dtypes}
 
 
-X_GRAD = np.ones((2, 3)) @ np.asarray(W).T
-W_GRAD = np.asarray(X).T @ np.ones((2, 3))
+X_GRAD = np.ones((4, 3)) @ np.asarray(W).T
+W_GRAD = np.asarray(X).T @ np.ones((4, 3))
 
 
 # Rules of JAX.
@@ -81,7 +83,7 @@ RULES_OF_JAX = {
 }
 
 
-def test_rules_that_jax_comes_with_are_kept():
+def test_rules_of_jax_are_kept():
   eye = np.eye(3, dtype=np.float32)
 
   def loss(fun, x):
@@ -115,21 +117,36 @@ def test_the_rule_of_the_user_is_the_one_that_is_called(rule):
     assert types(mpjax.autocast(product), X, W) == (3, {"bfloat16"})
 
 
-def row_by_row(fun):
-  return lambda x, w: jax.vmap(lambda row: fun(row[None], w)[0])(x)
+@EITHER
+def test_a_derivative_changes_no_bit_of_the_value(rule):
+  x, w = jnp.asarray(normal(4, 16)), jnp.asarray(normal(16, 8, seed=1))
+  product = mpjax.autocast(RULES[rule](2.0), "mixed_bfloat16")  # It returns its float32 sum.
+  value, _ = jax.vjp(product, x, w)
+  np.testing.assert_array_equal(value, product(x, w))
+
+
+# Of two rows each: the gradient of a weight by one row multiplies a column by a row, and sums
+# nothing.
+
+
+def mapped(fun):
+  return lambda x, w: jax.vmap(fun, (0, None))(x.reshape(2, 2, 3), w).reshape(4, 3)
 
 
 def in_a_scan(fun):
-  return lambda x, w: lax.scan(lambda c, row: (c, fun(row[None], w)[0]), 0, x)[1]
+  def both(x, w):
+    return lax.scan(lambda c, rows: (c, fun(rows, w)), 0, x.reshape(2, 2, 3))[1].reshape(4, 3)
+
+  return both
 
 
 AROUND = {
   "jit": jax.jit,
-  "vmap": row_by_row,
+  "vmap": mapped,
   "scan": in_a_scan,
   "remat": jax.checkpoint,
   "cond": lambda fun: lambda x, w: lax.cond(x[0, 0] > 0, fun, lambda x, w: x, x, w),
-  "jit(remat(vmap))": lambda fun: jax.jit(jax.checkpoint(row_by_row(fun))),
+  "jit(remat(vmap))": lambda fun: jax.jit(jax.checkpoint(mapped(fun))),
 }
 
 
@@ -269,7 +286,7 @@ def test_a_number_that_a_rule_closes_over_decides_nothing():
 
 
 def test_derivatives_of_each_order_and_mode():
-  direction = jnp.ones((2, 3))
+  direction = jnp.ones((4, 3))
   second = lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())  # noqa: E731
   cases = {
     "jvp": [
@@ -377,7 +394,7 @@ def test_a_value_that_only_the_rule_closes_over_is_named():
 
 
 @pytest.mark.parametrize("rule", CLOSING)
-def test_arguments_that_are_data_are_so_in_the_derivative(rule):
+def test_data_arguments_are_inputs_in_the_derivative_too(rule):
   # The derivative is the fractional part of a position, which half does not hold at 4,096.
   product = CLOSING[rule](1.0)
 
@@ -389,3 +406,30 @@ def test_arguments_that_are_data_are_so_in_the_derivative(rule):
   w, grid = np.eye(3, dtype=np.float32), np.full((2, 3), 4096, np.float32)
   grad = jax.grad(mpjax.autocast(loss, data_argnums=2))(CHANGE, w, grid)
   np.testing.assert_array_equal(grad, CHANGE - np.floor(CHANGE))
+
+
+# Rules for batches.
+
+
+def test_custom_vmap_keeps_its_rule():
+  batches, xs = [], jnp.stack([X] * 5)
+
+  @jax.custom_batching.custom_vmap
+  def layer(x, w):
+    return jnp.tanh(x @ w)
+
+  @layer.def_vmap
+  def _(size, batched, x, w):
+    batches.append((size, batched))
+    return jnp.tanh(x.reshape(-1, 3) @ w).reshape(x.shape), True
+
+  fn = mpjax.autocast(lambda x, w: 2 * layer(x, w), "bfloat16")
+  mapped = jax.vmap(fn, (0, None))
+  products = xs.astype("bfloat16") @ W.astype("bfloat16")
+  wanted = 2 * jnp.tanh(products.astype("float32"))  # The result is float32.
+  np.testing.assert_array_equal(mapped(xs, W), wanted)
+  assert set(map(str, batches)) == {str((5, [True, False]))}
+  assert matmuls(mapped, xs, W) == [("bfloat16", "bfloat16")]
+  assert all(
+    d == ("bfloat16", "bfloat16") for d in matmuls(jax.grad(lambda w: mapped(xs, w).sum()), W)
+  )

@@ -1,4 +1,4 @@
-"""No more is saved for the backward pass than in low precision."""
+"""Activation functions with powers in them, and the bytes saved for the backward pass."""
 
 import functools
 import itertools
@@ -12,6 +12,7 @@ from jax import lax
 import mpjax
 from mpjax._jaxpr.reader import walk
 from tests.autocast.rig import BODIES, BOTH
+from tests.models.values import normal
 from tests.programs import bits, equations, residual_bytes, run
 
 
@@ -24,19 +25,10 @@ def over_steps(b, x):
   return lax.scan(lambda state, row: (state, row @ keys.T), 0.0, b[None, None])[1]
 
 
-def unit(h):
-  return h / jnp.linalg.norm(h, axis=-1, keepdims=True)
-
-
 SAVED = {
-  # Broadcast beforehand a factor would be as large as what it multiplies.
-  "scale": lambda b, x: ((x @ eye_like(x)) * b[None]) @ eye_like(x),
-  "divisor": lambda b, x: ((x @ eye_like(x)) / b[None]) @ eye_like(x),
   "maximum": lambda b, x: jnp.maximum(x @ eye_like(x) - 1, b[None]) @ eye_like(x),
-  "maximum of an axis": lambda b, x: jnp.max(x @ eye_like(x), -1, keepdims=True) @ b[None],
   "rows": lambda b, x: jnp.tanh((x @ eye_like(x))[jnp.arange(1024) // 2]) @ eye_like(x) + b[None],
-  "what every step reads": over_steps,
-  "a call": lambda b, x: lax.scan(lambda h, _: (unit(h @ eye_like(x)), 0), x, None, 4)[0] + b[None],
+  "a constant of a scan": over_steps,
 }
 
 
@@ -48,8 +40,8 @@ def test_no_more_is_saved_than_in_low_precision(name):
   assert residual_bytes(mpjax.autocast(SAVED[name], "bfloat16"), b, x) <= by_hand + 8192
 
 
-def test_what_is_saved_in_float32_is_not_saved_rounded_too():
-  # The derivative of `exp` reads its result, which a softmax written by hand divides.
+def test_a_float32_residual_is_not_saved_rounded_too():
+  # The derivative of `exp` uses its result, which a softmax written by hand divides.
   def weights(y):
     shares = jnp.exp(y - lax.stop_gradient(y.max(-1, keepdims=True)))
     return shares / shares.sum(-1, keepdims=True)
@@ -66,7 +58,7 @@ def test_what_is_saved_in_float32_is_not_saved_rounded_too():
   np.testing.assert_array_equal(gradient, np.full((1, 8), 8 * (np.float32(1 / 8) / 3)))
 
 
-def test_what_reads_a_factor_can_be_differentiated_in_any_mode():
+def test_a_multiplication_by_a_repeated_factor_has_derivatives_in_all_modes():
   def fun(b, x):
     return jnp.sum(((x @ jnp.eye(3)) * b[None]) ** 2)
 
@@ -97,16 +89,13 @@ ACTIVATIONS = {
   "gelu by hand": by_hand,
   "gelu with pow": with_pow,
   "squareplus": jax.nn.squareplus,
-  "a cube that is scaled": lambda x: 1e-6 * x**3,
-  "a cube by hand that is scaled": lambda x: x * x * x * 1e-6,
   "the fourth power, scaled": lambda x: x**4 * 1e-9,
-  "a ratio of squares": lambda x: x * x / (1 + jnp.square(x)),
   "a difference of squares": lambda x: (x - 1) * (x - 1) - x**2,
 }
 
 
 def between(fun):
-  """Returns a function that reads the results of one matmul, and is read by another."""
+  """Returns a function of the result of a matmul, whose result another matmul uses."""
   return lambda w, x: fun(x @ w) @ w
 
 
@@ -137,7 +126,7 @@ def test_an_activation_is_that_of_float32_rounded_once(half):
       np.testing.assert_allclose(one, other, rtol=eps, atol=tiny, err_msg=name)
 
 
-def test_no_more_is_kept_than_by_hand():
+def test_no_more_is_saved_of_an_activation_function_than_by_hand():
   half, x = "float16", jnp.ones((64, 8))
   for name, fun in ACTIVATIONS.items():
 
@@ -192,7 +181,7 @@ def test_a_power_that_is_returned_in_float32_does_not_overflow():
     np.testing.assert_allclose(gradient, slope, rtol=2e-3, atol=6e-8, err_msg=name)
 
 
-# Inside of JAX's transformations: whole numbers, of which all is exact
+# Inside of JAX's transformations, with integers, so that all results are exact.
 
 
 def cubes(w, x):
@@ -241,11 +230,11 @@ def test_over_devices(devices, check_vma):
     assert bits(run(value_and_gradient(cast(cubes)), W, placed)) == wanted
 
 
-# What is computed so, and what is not
+# Which operations are grouped.
 
 
 def activation(fun, *args, first="convert_element_type"):
-  """Returns the operations of what is computed as a whole in a function, from half by default."""
+  """Returns the operations of the activation function that is grouped in a function, if any."""
   for eqn in walk(jax.make_jaxpr(fun)(*args)):
     if eqn.primitive.name == "custom_jvp_call":
       names = [e.primitive.name for e, _ in equations(eqn.params["call_jaxpr"])]
@@ -254,39 +243,52 @@ def activation(fun, *args, first="convert_element_type"):
   return []
 
 
-def test_layers_alike_share_one_activation():
+def test_equal_layers_share_one_activation():
   layers = lambda w, x: functools.reduce(lambda x, _: cubes(w, x), range(20), x)  # noqa: E731
   program = jax.make_jaxpr(mpjax.autocast(layers, "float16"))(W, SMALL)
   calls = [e.params["call_jaxpr"] for e in walk(program) if e.primitive.name == "custom_jvp_call"]
   assert calls[0] is calls[1]  # The last is returned.
 
 
-def test_what_else_reads_a_part_of_it_and_a_sum_that_reads_it():
+def test_consumers_outside_of_an_activation_function_change_no_bit_of_it():
+  powers = lambda y: (y * y) * (y * y * y)  # noqa: E731
+
+  def fun(powers, w, x):
+    y = 1.1 * (x @ w)
+    return powers(y) @ w, jnp.exp(y).sum()
+
+  w, x = normal(16, 16), normal(8, 16, seed=1)
+  whole, called = (
+    mpjax.autocast(functools.partial(fun, each), "bfloat16")(w, x)
+    for each in (powers, jax.jit(powers))
+  )
+  np.testing.assert_array_equal(whole[0], called[0])
+
+
+def test_other_consumers_use_parts_of_an_activation_function():
   def fun(w, x):
     y = x @ w
     doubled = 2 * y
     square = doubled * y
     scaled = jnp.tanh(square + doubled)
-    return doubled @ w, square @ w, scaled @ w, jnp.sum(scaled)
+    return doubled @ w, square @ w, scaled @ w, scaled * y
 
   found = run(mpjax.autocast(fun, "float16"), W, SMALL)
   for one, other in zip(found, run(fun, W, SMALL), strict=True):
     np.testing.assert_allclose(one, other, rtol=2**-10)
-  # Each is computed from float32 and leaves in it, and is rounded for the matmuls alone.
-  operations = activation(mpjax.autocast(fun, "float16"), W, SMALL, first="mul")
-  assert operations == ["mul", "mul", "add", "tanh"]
+  assert activation(mpjax.autocast(fun, "float16"), W, SMALL, first="mul") != []
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_what_a_product_reads_of_it_is_held_as_its_root_is(held):
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_multiplication_uses_a_result_in_the_dtype_of_the_root(wide):
   def gate(w, x):
-    y = jnp.exp(x @ w) if held else x @ w
+    y = jnp.exp(x @ w) if wide else x @ w
     y = jnp.tanh(y * y * y)
     return y @ w, (y * (x @ w)) @ w
 
   eqns = walk(jax.make_jaxpr(mpjax.autocast(gate, "float16"))(W, SMALL))
   first = next(eqn for eqn in eqns if eqn.primitive.name == "custom_jvp_call")
-  assert first.outvars[0].aval.dtype == ("float32" if held else "float16")
+  assert first.outvars[0].aval.dtype == ("float32" if wide else "float16")
 
 
 def in_a_scope(w, x):
@@ -296,9 +298,9 @@ def in_a_scope(w, x):
   return (y - 1) @ w
 
 
-LEFT_ALONE = {
+NOT_GROUPED = {
   "no power": lambda w, x: jax.nn.silu(x @ w) @ w,
-  "one power that half reads": lambda w, x: (x @ w) ** 3 @ w,
+  "one power that a matmul uses": lambda w, x: (x @ w) ** 3 @ w,
   "a statistic": lambda w, x: jnp.mean(jnp.square(x @ w) + 1e-6) * w,
   "of a parameter": lambda w, x: x @ (w * w * 0.5),
   "of two values": lambda w, x: jnp.tanh((x @ w) * (x @ w.T)) @ w,
@@ -309,8 +311,8 @@ LEFT_ALONE = {
 
 
 @pytest.mark.standard_promotion
-def test_what_is_left_alone():
-  for name, fun in LEFT_ALONE.items():
+def test_operations_that_are_not_grouped():
+  for name, fun in NOT_GROUPED.items():
     assert activation(mpjax.autocast(fun, "float16"), W, X) == [], name
   # Operations that were moved to another list, and a part with a rule of its own.
   for moved in ({"half": ["mul"]}, {"opaque": ["mul"]}):

@@ -1,0 +1,213 @@
+"""Activation functions with powers in them, such as GELU: one equation, whose slope is saved low.
+
+Written out, the backward pass of `x + 0.04 * x ** 3` keeps several float32 arrays of the size of
+`x`. One equation for all powers of a value, and for all functions of them, keeps the slope alone,
+in the compute dtype. It saves 4 % of the bytes and 18 % of the temporaries of a GPT.
+
+The operations in it are written by the rules, so its results are the same bit for bit.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import ShapedArray, eval_jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from mpjax._autocast.consumers import Flag
+from mpjax._autocast.kinds import Kind, Role
+from mpjax._autocast.rewriter import Rewriter
+from mpjax._autocast.rules import operation
+from mpjax._autocast.run import variables, with_key
+from mpjax._core.types import FLOAT32, Array, DType
+from mpjax._jaxpr.caches import cached_per_jaxpr
+from mpjax._jaxpr.calls import differentiated, jaxpr_for, jaxpr_of
+from mpjax._jaxpr.compat import context_of
+from mpjax._jaxpr.op_lists import OpLists
+from mpjax._jaxpr.primitives import facts_of
+from mpjax._jaxpr.reader import aval_of, dtype_of, shape_of
+
+# Which equations are of an activation function.
+
+
+class Activation(NamedTuple):
+  """The powers of one value, and the operations on these.
+
+  Fields:
+    root: the value.
+    eqns: the operations, with all that they need of the root.
+    places: the positions of the equations that nothing else needs.
+    outs: the results, which other equations use.
+  """
+
+  root: Var
+  eqns: tuple[JaxprEqn, ...]
+  places: frozenset[int]
+  outs: tuple[Var, ...]
+
+
+class _Chains(NamedTuple):
+  """The equations that compute a function of one value alone, elementwise.
+
+  Fields:
+    places: their positions.
+    roots: the value that each result is a function of.
+    grown: the results that grow faster than the value, and those computed of these.
+  """
+
+  places: list[int]
+  roots: dict[Var, Var]
+  grown: set[Var]
+
+
+@cached_per_jaxpr
+def activations_of(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Activation]:
+  """Returns the activation functions with powers, by the position at which each begins."""
+  chains, consumers = _chains(jaxpr, ops), _consumers(jaxpr)
+  members, own = _members(jaxpr, chains, consumers)
+  functions: dict[int, Activation] = {}
+  for root, places in members.items():
+    grown = {i: v for i in places if (v := jaxpr.eqns[i].outvars[0]) in chains.grown}
+    if len(grown) > 1:  # One power alone is computed as any other operation is.
+      results = tuple(v for v in grown.values() if not consumers[v] <= grown.keys())
+      eqns = tuple(jaxpr.eqns[i] for i in places)
+      functions[min(own[root])] = Activation(root, eqns, frozenset(own[root]), results)
+  return functions
+
+
+def _consumers(jaxpr: Jaxpr) -> dict[Var, set[int]]:
+  """Returns the positions of the equations that use each variable; for a result one past all."""
+  consumers: dict[Var, set[int]] = {}
+  for place, eqn in enumerate(jaxpr.eqns):
+    for v in variables(eqn.invars):
+      consumers.setdefault(v, set()).add(place)
+    for v in eqn.outvars:
+      consumers.setdefault(v, set())
+  for v in variables(jaxpr.outvars):
+    consumers.setdefault(v, set()).add(len(jaxpr.eqns))
+  return consumers
+
+
+def _chains(jaxpr: Jaxpr, ops: OpLists) -> _Chains:
+  chains, degrees = _Chains([], {}, set()), dict[Var, float]()
+  for place, eqn in enumerate(jaxpr.eqns):
+    root, degree = _root(eqn, chains.roots, ops), facts_of(eqn).degree
+    if root is None or degree is None:
+      continue
+    (out,) = eqn.outvars
+    grows = [0 if isinstance(v, Literal) else degrees.get(v, 1) for v in eqn.invars]
+    degrees[out] = degree(grows, eqn.params)
+    chains.places.append(place)
+    chains.roots[out] = root
+    if degrees[out] > 1 or not chains.grown.isdisjoint(variables(eqn.invars)):
+      chains.grown.add(out)
+  return chains
+
+
+def _root(eqn: JaxprEqn, roots: Mapping[Var, Var], ops: OpLists) -> Var | None:
+  """Returns the one value that an elementwise operation is a function of; None if it is not."""
+  values = {roots.get(v, v) for v in variables(eqn.invars)}
+  if facts_of(eqn).degree is None or len(values) != 1:
+    return None
+  if ops.part_of(eqn.primitive.name, eqn.params) not in ("promote", "keep", "float32"):
+    return None
+  (root,), (out,) = values, eqn.outvars
+  same = shape_of(root) == shape_of(out)
+  return root if same and dtype_of(root) == dtype_of(out) == FLOAT32 else None
+
+
+def _members(
+  jaxpr: Jaxpr, chains: _Chains, consumers: Mapping[Var, set[int]]
+) -> tuple[dict[Var, list[int]], dict[Var, set[int]]]:
+  """Returns, for each root, the positions that powers need, and those that nothing else needs."""
+  needed: set[Var] = set()
+  members: dict[Var, list[int]] = {}
+  own: dict[Var, set[int]] = {}
+  for place in reversed(chains.places):
+    (out,) = jaxpr.eqns[place].outvars
+    root = chains.roots[out]
+    if out in chains.grown or out in needed:
+      members.setdefault(root, []).insert(0, place)
+      needed |= variables(jaxpr.eqns[place].invars)
+      mine = own.setdefault(root, set())
+      if out in chains.grown or consumers[out] <= mine:
+        mine.add(place)
+  return members, own
+
+
+# Writing one.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computed:
+  """A jaxpr, equal to those that compute the same."""
+
+  jaxpr: Jaxpr = dataclasses.field(compare=False)
+  key: Hashable
+
+
+def write_activation(rewriter: Rewriter, function: Activation) -> bool:
+  """Writes an activation function as one equation; False if its operations are written one by one.
+
+  They are where the value is no activation.
+  """
+  last, value = function.eqns[-1], rewriter.value(function.root)
+  place = rewriter.place(last)
+  apart = any(rewriter.place(eqn).scope != place.scope for eqn in function.eqns)
+  if apart or place.compute_dtype is None or value is None or value.kind.role != Role.ACTIVATION:
+    return False
+  flags = tuple(rewriter.flags.get(v, 0) for v in function.outs)
+  computed, kinds = _by_the_rules(rewriter, function, value.kind, flags)
+  # The operand is float32 if a result is, so that its gradients are summed in float32.
+  dtype = FLOAT32 if any(kind.dtype == FLOAT32 for kind in kinds) else value.kind.dtype
+  operand = rewriter.cast(value, dtype, function.eqns[0])
+  # A slope that meets a sum or a float32 result of the function may leave the range of float16.
+  slopes = tuple(FLOAT32 if each & ~Flag.PRODUCT else value.kind.dtype for each in flags)
+  with context_of(last):
+    call = _equation(computed, slopes, aval_of(operand))
+  eqn = last.replace(primitive=call.primitive, outvars=list(function.outs), params=call.params)
+  rewriter.write(eqn, [operand], kinds)
+  return True
+
+
+def _by_the_rules(
+  rewriter: Rewriter, function: Activation, kind: Kind, flags: tuple[int, ...]
+) -> tuple[_Computed, list[Kind]]:
+  """Returns the operations in their dtypes, of a float32 variable, and the kinds of the results."""
+  jaxpr = jaxpr_of(function.eqns, [function.root], function.outs)
+  inner = Rewriter(jaxpr, rewriter.settings, rewriter.place.scope, flags, rewriter.rewrite)
+  # Consumers outside of the function count too: an operation runs in one dtype for all of them.
+  inner.flags = rewriter.flags
+  root = inner.define(function.root, kind._replace(variable=FLOAT32))
+  for eqn in function.eqns:
+    operation(inner, eqn)
+  values = [inner.values[v] for v in function.outs]
+  outs = [inner.cast(v, v.kind.dtype, None) for v in values]
+  computed = _Computed(*with_key(inner.shown(), root, outs))
+  return computed, [v.kind for v in values]
+
+
+@functools.lru_cache(maxsize=256)  # Layers alike share one, and so do calls outside of `jit`.
+def _equation(computed: _Computed, dtypes: Sequence[DType], aval: ShapedArray) -> JaxprEqn:
+  """Returns an equation that computes a jaxpr, and saves the slope of each result in a dtype."""
+
+  def activation(x: Array) -> list[Array]:
+    return eval_jaxpr(computed.jaxpr, (), jax.lax.convert_element_type(x, FLOAT32))
+
+  def tangent(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], Any]:
+    (x,), (step,) = primals, tangents
+    wide = jax.lax.convert_element_type(x, FLOAT32)
+    values, slopes = jax.jvp(activation, (wide,), (jax.lax.full_like(wide, 1),))
+    pairs = zip(slopes, dtypes, strict=True)
+    slopes = [jax.lax.convert_element_type(each, dtype) for each, dtype in pairs]
+    # Else XLA keeps what is expensive in it, such as a tanh in float32, and finishes it later.
+    slopes = jax.lax.optimization_barrier(slopes)
+    return values, [_product(s, step, v.dtype) for s, v in zip(slopes, values, strict=True)]
+
+  return differentiated(jaxpr_for(activation, aval), tangent, [aval], "activation")
+
+
+def _product(slope: Array, step: Array, dtype: DType) -> Array:
+  return jax.lax.mul(*(jax.lax.convert_element_type(x, dtype) for x in (slope, step)))

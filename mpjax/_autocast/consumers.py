@@ -1,0 +1,192 @@
+"""Find the consumers of each value of a jaxpr, as four flags. A flag can only widen an operation.
+
+The flags are found backwards, before anything is written. They pass from a result to the operands
+through arithmetic and moves. A matmul, the end of a Flax layer and the user's cast to low precision
+stop them.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
+
+from mpjax._autocast.kinds import FLOATS
+from mpjax._autocast.precision import wants_precision
+from mpjax._autocast.scopes import Place, names_of, place_at
+from mpjax._autocast.settings import Scope, Settings
+from mpjax._core.types import FLOAT32, HALVES, DType
+from mpjax._jaxpr.caches import cached_per_jaxpr
+from mpjax._jaxpr.compat import NameStack
+from mpjax._jaxpr.op_lists import part_of
+from mpjax._jaxpr.primitives import AS_TRACED, OUTER_PRODUCT, Row, facts_of, is_higher_order
+from mpjax._jaxpr.reader import Atom, Inner, dtype_of, inner_jaxprs, shape_of
+
+
+class Flag:
+  """Bit flags that describe the consumers of a value. Plain integers, which are fast.
+
+  FLOAT32: an operation that runs in float32, `-`, a comparison, the carry of a loop or a float32
+    result of the function. It widens all arithmetic but the addition of two arrays.
+  SUM: an addition, at once or behind moves and additions. It widens all arithmetic but the addition
+    of an array or a bias.
+  PRODUCT: a multiplication, or a result of the function that may have any dtype. It widens nothing.
+  OUTPUT: a float32 result of the policy, behind moves and the addition of a bias alone. It widens
+    every operation, and a matmul returns its float32 sum.
+
+  Any flag keeps a value in float32 that was computed in it.
+  """
+
+  FLOAT32, SUM, PRODUCT, OUTPUT = 1, 2, 4, 8
+
+
+class Places:
+  """Where the equations of a jaxpr are, which is in a scope itself."""
+
+  def __init__(self, settings: Settings, scope: Scope) -> None:
+    self.settings, self.scope = settings, scope
+    self._by_stack: dict[int, tuple[NameStack, Place]] = {}
+
+  def __call__(self, eqn: JaxprEqn) -> Place:
+    """Returns the scope of an equation, and what applies there."""
+    stack = eqn.source_info.name_stack  # Kept, so that its id is its own.
+    if id(stack) not in self._by_stack:
+      self._by_stack[id(stack)] = stack, place_at(self.scope + names_of(stack), self.settings)
+    return self._by_stack[id(stack)][1]
+
+
+@cached_per_jaxpr
+def flags_of(
+  jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings, scope: Scope
+) -> tuple[Mapping[Atom, int], Places]:
+  """Returns the flags of each variable, and the places; `outs` are the flags of each result."""
+  flags, places = dict[Atom, int](), Places(settings, scope)
+
+  def note(atoms: Sequence[Atom], each: Iterable[int]) -> None:
+    for atom, new in zip(atoms, each, strict=True):
+      if new and not isinstance(atom, Literal):
+        flags[atom] = flags.get(atom, 0) | new
+
+  note(jaxpr.outvars, outs)
+  for eqn in reversed(jaxpr.eqns):
+    results = tuple([flags.get(v, 0) for v in eqn.outvars])
+    if is_higher_order(eqn):
+      note(eqn.invars, _of_call(eqn, results, places))
+    else:
+      note(eqn.invars, [_of_operation(eqn, results, places)] * len(eqn.invars))
+  return flags, places
+
+
+def flags_of_result(dtype: DType | None, *, output: bool) -> int:
+  """Returns the flags of a result of the function, for the dtype that it is to have, if any."""
+  if dtype is None:
+    return Flag.PRODUCT
+  if dtype != FLOAT32:
+    return 0
+  return Flag.OUTPUT if output else Flag.FLOAT32
+
+
+def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
+  """Returns the flags that an operation which holds no jaxpr gives its operands."""
+  place, behind = places(eqn), 0
+  for var, flags in zip(eqn.outvars, results, strict=True):
+    # A comparison, an index or an integer has no flags of its own: it is a consumer like `+`.
+    behind |= flags if dtype_of(var) in FLOATS else Flag.FLOAT32
+  if eqn.primitive is reduce_precision_p and place.ends is not None:
+    return _of_mark(place, behind)
+  if runs_as_written(eqn, place):
+    return Flag.FLOAT32
+  if eqn.primitive is convert_element_type_p:
+    return 0 if eqn.params["new_dtype"] in HALVES else behind
+  match part_of(eqn, places.settings.ops):
+    case "half" if facts_of(eqn) is not OUTER_PRODUCT:
+      return 0
+    case "half" | "promote" | "keep":
+      return _through_arithmetic(eqn, behind)
+    case _:
+      return Flag.FLOAT32
+
+
+def runs_as_written(eqn: JaxprEqn, place: Place) -> bool:
+  """Whether the user or a rule has chosen the precision of an operation."""
+  if place.compute_dtype is None or eqn.params.get("out_dtype") is not None:
+    return True
+  return wants_precision(eqn.params) and FLOAT32 in map(dtype_of, eqn.invars)
+
+
+def _of_mark(place: Place, behind: int) -> int:
+  """Returns the flags behind the end of a layer or of a policy, where the result is rounded."""
+  if place.ends_policy:
+    return Flag.OUTPUT if place.ends == FLOAT32 else 0
+  return behind & Flag.OUTPUT
+
+
+def _through_arithmetic(eqn: JaxprEqn, behind: int) -> int:
+  """Returns the flags that arithmetic, a selection or a move gives its operands."""
+  facts = facts_of(eqn)
+  if facts.moves:
+    return behind | _own_flags(facts)
+  if not behind & Flag.OUTPUT:
+    # Flags end at the addition of two arrays. Otherwise a norm of a residual stream would make the
+    # stream float32, and the bias of each branch that is added to it.
+    passed = 0 if adds_arrays(eqn) else behind
+    # What a sum widens is a consumer in float32.
+    widened = behind & Flag.SUM and facts.arithmetic and facts.folds is not operator.add
+    return _own_flags(facts) | passed | (Flag.FLOAT32 if widened else 0)
+  # A float32 result of the policy makes this operation float32, and so a consumer in float32.
+  passes = facts.gradient == "added" and not adds_arrays(eqn)
+  return behind & ~(0 if passes else Flag.OUTPUT) | Flag.FLOAT32 | _own_flags(facts)
+
+
+def _own_flags(facts: Row) -> int:
+  if facts.folds is operator.add:
+    return Flag.SUM
+  if facts.role == "sum" or facts.orders:
+    return Flag.FLOAT32
+  return Flag.PRODUCT if facts.role == "product" else 0
+
+
+def adds_arrays(eqn: JaxprEqn) -> bool:
+  """Whether an operation adds two arrays, as to a residual stream; a bias is no array."""
+  return facts_of(eqn).folds is operator.add and all(map(_is_array, eqn.invars))
+
+
+def _is_array(atom: Atom) -> bool:
+  """Whether more than one axis is longer than 1."""
+  # Asked so that a size may be a symbol, as in a function that is exported.
+  return sum(size != 1 for size in shape_of(atom)) > 1
+
+
+def _of_call(eqn: JaxprEqn, outs: tuple[int, ...], places: Places) -> Sequence[int]:
+  """Returns the flags that an equation which holds jaxprs gives each operand."""
+  inners = inner_jaxprs(eqn)
+  if (
+    facts_of(eqn).holds in AS_TRACED
+    or not inners
+    or any(inner.operands is None for inner in inners)
+  ):
+    return (Flag.FLOAT32,) * len(eqn.invars)
+  each, inside = [0] * len(eqn.invars), (places.settings, places(eqn).inside)
+  for inner in inners:
+    results = outs if inner.returns else (0,) * len(inner.jaxpr.outvars)  # Else a condition.
+    if inner.carry:
+      results = flags_of_loop(inner, results, *inside)
+    flags, _ = flags_of(inner.jaxpr, results, *inside)
+    for i, var in zip(inner.operands or (), inner.jaxpr.invars, strict=True):
+      each[i] |= flags.get(var, 0)
+  return each
+
+
+def flags_of_loop(
+  body: Inner, outs: tuple[int, ...], settings: Settings, scope: Scope
+) -> tuple[int, ...]:
+  """Returns the flags of the results of a loop's body, the next iteration among the consumers."""
+  count = len(body.carry)
+  outs = (*(flags | Flag.FLOAT32 for flags in outs[:count]), *outs[count:])
+  while True:
+    flags, _ = flags_of(body.jaxpr, outs, settings, scope)
+    back = [flags.get(v, 0) for v in body.jaxpr.invars[body.carry.start : body.carry.stop]]
+    again = tuple(a | b for a, b in zip(outs, back, strict=False)) + outs[count:]
+    if again == outs:
+      return outs
+    outs = again

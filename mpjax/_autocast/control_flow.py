@@ -1,0 +1,190 @@
+"""Equations that hold jaxprs: calls, branches and loops.
+
+Each inner jaxpr is rewritten for the kinds of its operands. Its results therefore equal those of
+the inlined code.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from mpjax._autocast.advice import warn_of_linear_algebra
+from mpjax._autocast.consumers import flags_of_loop
+from mpjax._autocast.kinds import Kind, Role, fits, joined, kinds_of_constants, united
+from mpjax._autocast.rewriter import Rewriter, Rewritten
+from mpjax._core.types import FLOAT32, DType
+from mpjax._jaxpr.primitives import Holds, facts_of
+from mpjax._jaxpr.reader import Atom, Inner, donated, dtype_of, with_inner
+
+Inners = tuple[Inner, ...]
+
+
+def call(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
+  """Writes a jaxpr that runs once, between the operands and the results."""
+  atoms, kinds = operands_of(rewriter, eqn)
+  # A compiler may put something else of the same name and types in place of a composite.
+  keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
+  outs = tuple(map(dtype_of, eqn.outvars)) if keeps_types else ()
+  new = rewritten(rewriter, eqn, inners[0], kinds, outs)
+  rewriter.write(eqn, atoms, new.outs, params_of(eqn, inners, [new]))
+
+
+def cond(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
+  """Writes branches that must agree: their result is that of a selection."""
+  atoms, kinds = operands_of(rewriter, eqn)
+  free = [rewritten(rewriter, eqn, branch, kinds).outs for branch in inners]
+  chosen = [_selected(each) for each in zip(*free, strict=True)]
+  new = [rewritten(rewriter, eqn, branch, kinds, dtypes_of(chosen)) for branch in inners]
+  rewriter.write(eqn, atoms, chosen, params_of(eqn, inners, new))
+
+
+def _selected(branches: Sequence[Kind | None]) -> Kind | None:
+  kinds = [kind for kind in branches if kind is not None]
+  if not kinds:
+    return None
+  kind = joined(*kinds)
+  if kind.role == Role.NUMBER:
+    return kind._replace(numbers=united([kind.numbers for kind in kinds]))
+  wide = kind.is_low and not fits(kinds, kind.dtype)
+  return kind._replace(dtype=FLOAT32) if wide else kind
+
+
+def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
+  """Writes a scan or a while. A carry is float32 if it starts so, or is returned so."""
+  *tests, body = inners
+  atoms, kinds = operands_of(rewriter, eqn)
+  place = rewriter.place(eqn)
+  flags = flags_of_loop(body, flags_of_each_result(rewriter, eqn), rewriter.settings, place.inside)
+  traced = [dtype_of(v) for v in body.jaxpr.invars]
+  if place.compute_dtype is not None and tests:
+    _widen_carries(body, kinds, traced)
+  elif place.compute_dtype is not None:
+    _widen_constants(body, kinds, traced)
+  # A carry that the user has cast to low precision stays in it.
+  fixed = [bool(tests) or traced[i] != FLOAT32 for i in body.carry]
+  state = _settle_carries(rewriter, eqn, body, kinds, flags, fixed)
+  new = rewritten(rewriter, eqn, body, kinds, dtypes_of(state), flags)
+  for i, kind in enumerate(kinds):
+    if kind is not None:
+      atoms[i] = rewriter.read(eqn.invars[i], eqn, kind.variable or kind.dtype)
+  tested = [rewritten(rewriter, eqn, test, kinds, flags=(0,)) for test in tests]
+  outs = (*state, *new.outs[len(state) :])
+  rewriter.write(eqn, atoms, outs, params_of(eqn, inners, [*tested, new]))
+
+
+def _settle_carries(
+  rewriter: Rewriter,
+  eqn: JaxprEqn,
+  body: Inner,
+  kinds: list[Kind | None],
+  flags: tuple[int, ...],
+  fixed: Sequence[bool],
+) -> list[Kind | None]:
+  """Sets the kinds of the carries to those in which the body also returns them, and returns these.
+
+  What a body returns depends on how the carry comes in, so it is rewritten until nothing changes.
+  That ends: roles only grow, and dtypes of activations only widen.
+  """
+  # The next iteration may have other numbers.
+  starts = [kinds[i] for i in body.carried]
+  state = [kind and kind._replace(variable=None, numbers=None) for kind in starts]
+  while True:
+    for i, kind in zip(body.carried, state, strict=True):
+      kinds[i] = kind
+    new = rewritten(rewriter, eqn, body, kinds, flags=flags)
+    returned = list(map(_carried, state, new.outs[: len(state)], fixed))
+    if returned == state:
+      return state
+    state = returned
+
+
+def _widen_carries(body: Inner, kinds: list[Kind | None], traced: Sequence[DType | None]) -> None:
+  """Makes the carries of a `while` float32.
+
+  Nothing is kept of it for a backward pass, and whether it ends may depend on the last bits: an
+  iteration until the change is below 1e-4 never ends in bfloat16.
+  """
+  for i, place in zip(body.carried, body.carry, strict=True):
+    kind = kinds[i]
+    if kind is not None and traced[place] == FLOAT32:
+      kinds[i] = kind._replace(dtype=FLOAT32, variable=None)
+
+
+def _widen_constants(body: Inner, kinds: list[Kind | None], traced: Sequence[DType | None]) -> None:
+  """Makes the constants of a `scan` float32 variables, so that each iteration casts them.
+
+  Their gradient is a sum over all iterations, which stops growing after 256 equal ones in bfloat16.
+  """
+  for i, dtype in zip(body.operands or (), traced[: body.carry.start], strict=False):
+    kind = kinds[i]
+    if kind is not None and kind.is_low and dtype == FLOAT32:
+      kinds[i] = kind._replace(variable=FLOAT32)
+
+
+def _carried(state: Kind | None, returned: Kind | None, fixed: bool) -> Kind | None:
+  """Returns the kind of a carry that comes in as `state` and is returned as `returned`."""
+  if state is None or returned is None:
+    return None
+  carry = joined(state, returned)
+  # A carry that starts as a number stays in float32, since each iteration may add to it.
+  is_sum = carry.role == Role.ACTIVATION and state.role == Role.NUMBER
+  return carry._replace(dtype=state.dtype) if fixed or is_sum else carry
+
+
+# What all of them do.
+
+
+def operands_of(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
+  """Returns the operands of an equation as the jaxprs inside take them, and their kinds."""
+  low, keeps_types = rewriter.place(eqn).compute_dtype, facts_of(eqn).holds is Holds.COMPOSITE
+  atoms = list(eqn.invars)
+  kinds = [rewriter.kind(atom) or rewriter.literal(atom) for atom in atoms]
+  for i, (atom, gone) in enumerate(zip(eqn.invars, donated(eqn), strict=True)):
+    kind = kinds[i]
+    if kind is None:
+      continue
+    if low is None and dtype_of(atom) == FLOAT32:  # Only a scope inside changes anything.
+      kind = kind._replace(dtype=FLOAT32)
+    if keeps_types or gone:  # The memory of an operand that is donated has the size it had.
+      kind = kind._replace(variable=dtype_of(atom))
+    atoms[i], kinds[i] = rewriter.read(atom, eqn, kind.variable or kind.dtype), kind
+  return atoms, kinds
+
+
+def rewritten(
+  rewriter: Rewriter,
+  eqn: JaxprEqn,
+  inner: Inner,
+  operands: Sequence[Kind | None],
+  outs: tuple[DType | None, ...] = (),
+  flags: tuple[int, ...] | None = None,
+) -> Rewritten:
+  """Returns a jaxpr inside of an equation rewritten, for the kinds of all operands of that."""
+  program, settings = inner.program, rewriter.settings
+  consts = kinds_of_constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else ()
+  kinds = tuple(operands[i] for i in inner.operands or ())
+  flags = flags_of_each_result(rewriter, eqn) if flags is None else flags
+  scope = rewriter.place(eqn).inside
+  new = rewriter.rewrite(inner.jaxpr, kinds, outs, flags, settings, scope, consts)
+  warn_of_linear_algebra(rewriter, eqn, new.linear_algebra)
+  return new
+
+
+def flags_of_each_result(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
+  return tuple(rewriter.flags.get(v, 0) for v in eqn.outvars)
+
+
+def params_of(eqn: JaxprEqn, inners: Inners, new: Sequence[Rewritten]) -> dict[str, Any]:
+  """Returns the parameters of an equation with its jaxprs rewritten, closed where they were."""
+  programs = [
+    each.jaxpr
+    if not isinstance(inner.program, ClosedJaxpr)
+    else each.closed or ClosedJaxpr(each.jaxpr, inner.program.consts)
+    for inner, each in zip(inners, new, strict=True)
+  ]
+  return with_inner(eqn, programs)
+
+
+def dtypes_of(kinds: Sequence[Kind | None]) -> tuple[DType | None, ...]:
+  return tuple(kind and (kind.variable or kind.dtype) for kind in kinds)

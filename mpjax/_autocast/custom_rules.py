@@ -1,0 +1,247 @@
+"""Functions with a rule of their own for derivatives or batches.
+
+Such a function is created again around the rewritten jaxpr. Its rule is reached by transforming the
+equation as it was traced, with `jax.jvp`, `jax.vjp` or `jax.vmap`; the result is rewritten. Nothing
+is traced before JAX asks for the rule: only then the axes of a `shard_map` are bound.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray, eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from mpjax._autocast.consumers import flags_of_result
+from mpjax._autocast.control_flow import (
+  Inners,
+  dtypes_of,
+  flags_of_each_result,
+  operands_of,
+  rewritten,
+)
+from mpjax._autocast.kinds import Kind, kinds_of_constants
+from mpjax._autocast.precision import in_default, traced
+from mpjax._autocast.rewriter import Rewrite, Rewriter
+from mpjax._autocast.settings import Scope, Settings
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import Array, DType, Function, Leaf, PyTree
+from mpjax._jaxpr.calls import called, jaxpr_of
+from mpjax._jaxpr.compat import context_of, without_scopes
+from mpjax._jaxpr.locations import PREFIX
+from mpjax._jaxpr.primitives import Holds, facts_of
+from mpjax._jaxpr.reader import aval_of, name_of, with_inner
+from mpjax._policy.active import ACTIVE, Active
+
+# What a rule takes or returns: the dtype that it was traced with, and its kind now.
+_Slot: TypeAlias = tuple[DType, Kind | None]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+  """What the forward rule leaves for the backward rule beside arrays, its residuals."""
+
+  slots: tuple[_Slot, ...]
+  pullback: PyTree  # the structure of what `jax.vjp` returned, whose leaves the residuals are
+  moving: tuple[int, ...]  # the positions of the operands that are differentiated
+
+
+class _Custom(NamedTuple):
+  """An equation with a rule as it was traced, its operands and results, and where it is."""
+
+  eqn: JaxprEqn
+  ins: Sequence[_Slot]
+  outs: Sequence[_Slot]
+  flags: Sequence[int]  # of the results, as where the function is not differentiated
+  settings: Settings
+  scope: Scope
+  rewrite: Rewrite
+  # The state of policies in which it was traced. The rule is called when that was left: a Flax
+  # module in the rule would run under no policy, or under that of another module.
+  state: Active | None
+
+  def run(
+    self,
+    rule: Function,
+    operands: Sequence[Array],
+    ins: Sequence[_Slot],
+    outs: Sequence[_Slot],
+    flags: Sequence[int] = (),
+    *,
+    derivative: bool = False,
+  ) -> tuple[list[Array], list[_Slot]]:
+    """Traces a rule for operands as they were traced, rewrites its jaxpr and runs that.
+
+    `flags` are those of the first results, which are the results of the function itself.
+    """
+
+    @functools.wraps(rule)
+    def in_state(*args: PyTree) -> PyTree:
+      with ACTIVE(self.state):
+        return rule(*args)
+
+    # The shapes are those of now: under `vmap`, an operand of a batch rule has an axis more.
+    types = [cast(ShapedArray, jax.typeof(x)) for x in operands]
+    pairs = zip(types, ins, strict=True)
+    program = traced(in_state)(*(t.update(dtype=dtype, weak_type=False) for t, (dtype, _) in pairs))
+    dtypes = [aval_of(v).dtype for v in program.jaxpr.outvars]
+    fixed = dtypes_of([kind for _, kind in outs])
+    # The residuals that a forward rule returns may have any dtype.
+    others = [*fixed, *[None] * (len(dtypes) - len(fixed))][len(flags) :]
+    flags = (*flags, *(flags_of_result(dtype, output=False) for dtype in others))
+    kinds, derivative = tuple(kind for _, kind in ins), derivative or self.settings.in_derivative
+    settings = dataclasses.replace(self.settings, in_derivative=derivative)
+    consts = kinds_of_constants(program.consts, settings)
+    new = self.rewrite(program.jaxpr, kinds, fixed, flags, settings, self.scope, consts)
+    try:
+      values = eval_jaxpr(in_default(new.jaxpr), program.consts, *operands)
+    except jax.errors.UnexpectedTracerError as error:
+      raise MpjaxTypeError(
+        f"mpjax.autocast(fn), the derivative rule of {name_of(self.eqn)}",
+        expected="a rule that uses its own arguments, and constants",
+        got="one that closes over an array of fn, which is gone when JAX calls the rule",
+        fix="Pass that array to the function with the rule as an argument, or autocast the "
+        "gradient: mpjax.autocast(jax.grad(fn)).",
+      ) from error
+    return values, list(zip(dtypes, new.outs, strict=True))
+
+  def as_traced(self, *operands: Array) -> list[Array]:
+    """The equation itself, in the dtypes that it was traced with."""
+    # New variables: an operand may be there twice, or be a literal.
+    variables = [Var(atom.aval) for atom in self.eqn.invars]
+    alone = self.eqn.replace(invars=[*variables])
+    return eval_jaxpr(jaxpr_of([alone], variables, alone.outvars), (), *operands)
+
+  def of_moving(self, operands: Sequence[Array], places: Sequence[int]) -> Function:
+    return lambda *some: self.as_traced(*_replaced(operands, places, some))
+
+  def jvp(
+    self, primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
+  ) -> tuple[list[Array], list[PyTree]]:
+    # What does not move has no tangent in the user's rule either. Those of integers are `float0`,
+    # which no jaxpr computes with: they are left out of it.
+    moving = [i for i in _smooth(primals) if not isinstance(tangents[i], SymbolicZero)]
+    smooth, count = _smooth([v.aval for v in self.eqn.outvars]), len(primals)
+
+    def rule(*args: Array) -> list[Array]:
+      fun, some = self.of_moving(args[:count], moving), [args[i] for i in moving]
+      outs, changes = jax.jvp(fun, some, list(args[count:]))
+      return _with_some(outs, changes, smooth)
+
+    operands = _with_some(primals, tangents, moving)
+    ins, outs = _with_some(self.ins, self.ins, moving), _with_some(self.outs, self.outs, smooth)
+    results, _ = self.run(rule, operands, ins, outs, self.flags, derivative=True)
+    values, changes = results[: len(self.outs)], results[len(self.outs) :]
+    zeros = [np.zeros(np.shape(v), jax.dtypes.float0) for v in values]
+    return values, _replaced(zeros, smooth, changes)
+
+  def forward(self, *operands: PyTree) -> tuple[list[Array], tuple[list[Array], _Saved]]:
+    # No gradient may flow to what the rule closes over. If one does, JAX's own error comes from the
+    # user's rule.
+    primals: list[Array] = [p.value for p in operands]
+    moving = [i for i in _smooth(primals) if operands[i].perturbed]
+    trees: list[PyTree] = []
+
+    def rule(*primals: Array) -> PyTree:
+      outs, pullback = jax.vjp(self.of_moving(primals, moving), *(primals[i] for i in moving))
+      leaves, tree = jax.tree.flatten(pullback)
+      trees.append(tree)
+      return [*outs, *leaves]
+
+    # What is saved may have any dtype: low precision, where it is the result of a matmul.
+    values, slots = self.run(rule, primals, self.ins, self.outs, self.flags)
+    count = len(self.outs)
+    return values[:count], (values[count:], _Saved((*slots[count:],), trees[-1], (*moving,)))
+
+  def backward(
+    self, residuals: tuple[list[Array], _Saved], cotangents: Sequence[Array | SymbolicZero]
+  ) -> tuple[Array | None, ...]:
+    (arrays, saved), changes = residuals, list(map(instantiated, cotangents))
+    smooth = _smooth(changes)
+
+    def rule(*args: Array) -> PyTree:
+      leaves, some = args[: len(arrays)], args[len(arrays) :]
+      return jax.tree.unflatten(saved.pullback, leaves)(_replaced(changes, smooth, some))
+
+    # The user's backward rule is shown the dtypes that its forward rule left.
+    operands = _with_some(arrays, changes, smooth)
+    ins = _with_some(saved.slots, self.outs, smooth)
+    outs = [self.ins[i] for i in saved.moving]
+    gradients, _ = self.run(rule, operands, ins, outs, derivative=True)
+    return tuple(_replaced([None] * len(self.ins), saved.moving, gradients))
+
+  def batch(
+    self, size: int, batched: Sequence[bool], *operands: Array
+  ) -> tuple[list[Array], list[bool]]:
+    axes = [0 if each else None for each in batched]
+    rule = jax.vmap(self.as_traced, in_axes=axes, axis_size=size)
+    values, _ = self.run(rule, operands, self.ins, self.outs, self.flags)
+    return values, [True] * len(values)
+
+
+def _smooth(values: Iterable[Any]) -> list[int]:
+  return [i for i, x in enumerate(values) if is_inexact(x)]
+
+
+def _with_some(values: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> list[Any]:
+  return [*values, *(others[i] for i in places)]
+
+
+def _replaced(values: Sequence[Any], places: Sequence[int], some: Sequence[Any]) -> list[Any]:
+  by_place = dict(zip(places, some, strict=True))
+  return [by_place.get(i, x) for i, x in enumerate(values)]
+
+
+def instantiated(cotangent: Array | SymbolicZero) -> Leaf:
+  """Returns a cotangent as an array, also where JAX gives a backward rule an object for zeros."""
+  if not isinstance(cotangent, SymbolicZero):
+    return cotangent
+  aval = cast(ShapedArray, cotangent.aval)
+  # That of an integer is of `float0`, and `jnp` makes no such arrays.
+  number = np if aval.dtype == jax.dtypes.float0 else jnp
+  return number.zeros(aval.shape, aval.dtype)
+
+
+def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
+  """Writes a function with a rule of its own for derivatives or batches."""
+  atoms, ins = operands_of(rewriter, eqn)
+  new = rewritten(rewriter, eqn, inners[0], ins)
+  closed = ClosedJaxpr(new.jaxpr, ())  # JAX passes what the body closes over as operands.
+
+  def call(*operands: Array) -> list[Array]:
+    return called(closed, operands, eqn.primitive.name)
+
+  # `_Custom.scope` has the marks for the rule, so the name stack keeps none. The reasons that an
+  # audit reads do not apply to the rule.
+  names = without_scopes(eqn.source_info.name_stack, PREFIX)
+  rule = _Custom(
+    eqn.replace(source_info=eqn.source_info.replace(name_stack=names)),
+    [(aval_of(v).dtype, kind) for v, kind in zip(eqn.invars, ins, strict=True)],
+    [(aval_of(v).dtype, kind) for v, kind in zip(eqn.outvars, new.outs, strict=True)],
+    flags_of_each_result(rewriter, eqn),
+    rewriter.settings,
+    rewriter.place(eqn).inside,
+    rewriter.rewrite,
+    ACTIVE.value,
+  )
+  match facts_of(eqn).holds:
+    case Holds.CUSTOM_JVP:
+      fun = jax.custom_jvp(call)
+      fun.defjvp(rule.jvp, symbolic_zeros=True)
+    case Holds.CUSTOM_VJP:
+      fun = jax.custom_vjp(call)
+      fun.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
+    case _:
+      fun = jax.custom_batching.custom_vmap(call)
+      fun.def_vmap(rule.batch)
+  with context_of(eqn):
+    traced_call = jax.make_jaxpr(fun)(*map(aval_of, atoms)).jaxpr.eqns[-1]
+  # `make_jaxpr` has traced only a stand-in for the body; what is kept of it are the rules.
+  rewriter.write(eqn, atoms, new.outs, with_inner(traced_call, [closed]))

@@ -1,0 +1,95 @@
+"""Rewriting a jaxpr for the kinds of its arguments, and those inside of it."""
+
+import itertools
+from collections.abc import Callable, Mapping
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from mpjax._autocast.activations import Activation, activations_of, write_activation
+from mpjax._autocast.control_flow import Inners, call, cond, loop
+from mpjax._autocast.custom_rules import custom
+from mpjax._autocast.kinds import Kinds
+from mpjax._autocast.rewriter import Rewriter, Rewritten
+from mpjax._autocast.rules import as_traced, operation
+from mpjax._autocast.settings import Scope, Settings
+from mpjax._core.types import FLOAT32, DType
+from mpjax._jaxpr.caches import cached_per_jaxpr
+from mpjax._jaxpr.primitives import AS_TRACED, Holds, facts_of, is_higher_order
+from mpjax._jaxpr.reader import Atom, aval_of, inner_jaxprs
+
+
+@cached_per_jaxpr  # The same function called twice is rewritten once, and compiled once.
+def rewrite(
+  jaxpr: Jaxpr,
+  ins: Kinds,
+  outs: tuple[DType | None, ...],
+  flags: tuple[int, ...],
+  settings: Settings,
+  scope: Scope,
+  consts: Kinds = (),
+) -> Rewritten:
+  """Returns a jaxpr rewritten for arguments of these kinds.
+
+  `outs` has the dtypes of its results; None, or a missing one, leaves the computed dtype. `flags`
+  has the flags of the results, and `consts` the kinds of the constants.
+  """
+  rewriter = Rewriter(jaxpr, settings, scope, flags, rewrite)
+  pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
+  variables = [var if kind is None else rewriter.define(var, kind) for var, kind in pairs]
+  _write_equations(rewriter, jaxpr, activations_of(jaxpr, settings.ops))
+  results, kinds = _results(rewriter, jaxpr, outs)
+  # A constant keeps its dtype, and so its variable.
+  invars = variables[len(jaxpr.constvars) :]
+  new = jaxpr.replace(invars=invars, outvars=results, eqns=rewriter.shown())
+  closed = None if new.constvars else ClosedJaxpr(new, ())
+  return Rewritten(new, kinds, closed, tuple(rewriter.linear_algebra))
+
+
+def _write_equations(rewriter: Rewriter, jaxpr: Jaxpr, functions: Mapping[int, Activation]) -> None:
+  done: frozenset[int] = frozenset()
+  for place, eqn in enumerate(jaxpr.eqns):
+    function = functions.get(place)
+    if function is not None and write_activation(rewriter, function):
+      done |= function.places
+    if is_higher_order(eqn):
+      _higher_order(rewriter, eqn)
+    elif place not in done:
+      operation(rewriter, eqn)
+
+
+def _higher_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
+  write = _WRITERS.get(facts_of(eqn).holds)
+  inners = inner_jaxprs(eqn) if write is not None else None
+  if write is None or inners is None:
+    rewriter.untouched(eqn, None)
+  else:
+    write(rewriter, eqn, inners)
+
+
+_WRITERS: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, Inners], None]] = {
+  **dict.fromkeys((Holds.CALL, Holds.COMPOSITE, Holds.SHARD_MAP), call),
+  **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), custom),
+  Holds.COND: cond,
+  **dict.fromkeys((Holds.SCAN, Holds.WHILE), loop),
+  **dict.fromkeys(AS_TRACED, as_traced),
+}
+
+
+def _results(
+  rewriter: Rewriter, jaxpr: Jaxpr, outs: tuple[DType | None, ...]
+) -> tuple[list[Atom], Kinds]:
+  """Returns the results of a jaxpr in the dtypes that they are to have, and their kinds."""
+  last = jaxpr.eqns[-1] if jaxpr.eqns else None
+  results, kinds = list(jaxpr.outvars), list(map(rewriter.kind, jaxpr.outvars))
+  for i, (atom, dtype) in enumerate(itertools.zip_longest(jaxpr.outvars, outs)):
+    value, kind = rewriter.value(atom), kinds[i]
+    if value is None or kind is None:
+      continue
+    asked = aval_of(atom)
+    results[i] = result = rewriter.cast(value, dtype or kind.dtype, last)
+    if dtype == asked.dtype and aval_of(result).weak_type != asked.weak_type:
+      results[i] = rewriter.write_cast(result, Var(asked), last)
+    if dtype is not None and dtype != kind.dtype:
+      wide = dtype == FLOAT32
+      kinds[i] = kind._replace(variable=FLOAT32) if wide else kind._replace(dtype=dtype)
+  return results, tuple(kinds)

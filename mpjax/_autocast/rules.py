@@ -1,0 +1,279 @@
+"""The dtype of each operation that holds no jaxpr: the one table that decides, a function per row.
+
+  operation                            runs in
+  matmul, convolution (`matmuls.py`)   the compute dtype
+    operands are inputs or numbers     as written
+    one product                        as a multiplication, below
+    no free axis                       float32, as a sum
+    under 8 products, an input         float32
+  float32 list                         float32
+  anything else                        float32 if an operand is an input or a float32 activation, or
+                                       if a number leaves the range of the compute dtype; else the
+                                       compute dtype
+    arithmetic                         float32 also for a consumer that widens it: see `Flag`
+
+A result has the largest `Role` among the operands. An activation that was computed in float32 is
+rounded if matmuls alone use it.
+
+The gradient of a broadcast operand is a sum, so the operand is broadcast in float32 and then
+rounded. The values are the same.
+"""
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core.primitives import (
+  broadcast_in_dim_p,
+  convert_element_type_p,
+  reduce_precision_p,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mpjax._autocast.advice import warn_of_linear_algebra
+from mpjax._autocast.consumers import Flag, adds_arrays, runs_as_written
+from mpjax._autocast.kinds import FLOATS, MOST_NUMBERS, Kind, Role, fits, joined, united
+from mpjax._autocast.matmuls import Operands, matmul
+from mpjax._autocast.precision import retype
+from mpjax._autocast.rewriter import Rewriter
+from mpjax._autocast.scopes import Place
+from mpjax._autocast.values import Value
+from mpjax._core.types import FLOAT32, HALVES, DType
+from mpjax._jaxpr.op_lists import part_of
+from mpjax._jaxpr.primitives import OUTER_PRODUCT, facts_of
+from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, retyped, shape_of
+
+
+def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
+  """Writes an equation that holds no jaxpr."""
+  place, part = rewriter.place(eqn), part_of(eqn, rewriter.settings.ops)
+  if eqn.primitive is reduce_precision_p and place.ends is not None:
+    return _end(rewriter, eqn, place, place.ends)
+  if place.compute_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
+    return as_traced(rewriter, eqn)
+  if eqn.primitive is convert_element_type_p:
+    return _cast(rewriter, eqn)
+  values = [rewriter.value(atom) for atom in eqn.invars]
+  low = _low_dtype(eqn, place.compute_dtype)
+  if part == "half" and "preferred_element_type" in eqn.params:
+    if facts_of(eqn) is not OUTER_PRODUCT:
+      return matmul(rewriter, eqn, values, low)
+    if runs_as_written(eqn, place):
+      return rewriter.untouched(eqn)
+    part = "promote"
+  if _passes_on(eqn, part):
+    return _passed_on(rewriter, eqn, values)
+  return _write(rewriter, eqn, values, _result(rewriter, eqn, values, part, low), low)
+
+
+def _result(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, low: DType) -> Kind:
+  """Returns the kind of the results of an operation; it runs in the dtype of that."""
+  if part == "half":  # The user has moved it to the list of matmuls.
+    return Kind(Role.ACTIVATION, low)
+  if part == "float32":
+    return _kind(eqn, values)._replace(dtype=FLOAT32, weight=False)
+  return _anything_else(rewriter, eqn, values, low)
+
+
+def _low_dtype(eqn: JaxprEqn, compute_dtype: DType) -> DType:
+  """Returns the compute dtype, or that of an operand which the user has cast to low precision."""
+  chosen = [aval_of(v).dtype for v in eqn.invars if dtype_of(v) in HALVES]
+  return chosen[-1] if chosen else compute_dtype
+
+
+# Operations that name their dtype: ends of layers and policies, and casts.
+
+
+def _end(rewriter: Rewriter, eqn: JaxprEqn, place: Place, dtype: DType) -> None:
+  """Ends a policy in `dtype` for all consumers, or rounds the result of a layer."""
+  (atom,), (var,) = eqn.invars, eqn.outvars
+  value = rewriter.value(atom)
+  if value is None:
+    return rewriter.untouched(eqn)
+  if place.ends_policy:
+    role = Role.INPUT if dtype == FLOAT32 else Role.ACTIVATION
+    rewriter.values[var] = Value(rewriter.cast(value, dtype, eqn), Kind(role, dtype))
+  elif rewriter.flags_of_results(eqn) & Flag.OUTPUT:
+    rewriter.values[var] = value  # It leaves in float32, so it is not rounded before.
+  else:
+    rounded = rewriter.cast(value, dtype, eqn)
+    rewriter.values[var] = Value(rounded, Kind(Role.ACTIVATION, dtype))
+
+
+def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
+  """Writes a cast of the user's or of promotion; none to a dtype that the value has."""
+  (atom,), (var,) = eqn.invars, eqn.outvars
+  target, value = eqn.params["new_dtype"], rewriter.value(atom)
+  if target not in FLOATS:
+    return rewriter.write(eqn, [rewriter.read(atom, eqn)], [None])
+  if value is None:
+    kind = rewriter.kind_of_integers(atom, target)
+    return rewriter.write(eqn, [atom], [kind])
+  if dtype_of(atom) == target:  # Only the weak type goes.
+    rewriter.values[var] = value
+    return None
+  role = value.kind.role if target == FLOAT32 else Role.ACTIVATION
+  cast = Value(value.atom, Kind(role, target, weight=value.kind.weight), stored=value.atom)
+  # A cast to low precision is written here for all consumers; one to float32 at each consumer.
+  if target != FLOAT32 or FLOAT32 in value.casts:
+    cast.atom = rewriter.cast(value, target, eqn)
+  rewriter.values[var] = cast
+  return None
+
+
+def _passes_on(eqn: JaxprEqn, part: str) -> bool:
+  """Whether the results are the operands in another order: of a sort with several operands."""
+  same = eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars)
+  return same and part in ("promote", "keep")
+
+
+def _passed_on(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> None:
+  """Writes an equation in which each result has the kind of its operand."""
+  kinds = [v and v.kind._replace(variable=_variable(v)) for v in values]
+  atoms = [atom if v is None else v.atom for atom, v in zip(eqn.invars, values, strict=True)]
+  rewriter.write(eqn, atoms, kinds)
+
+
+def _variable(value: Value) -> DType | None:
+  return FLOAT32 if value.is_low_in_float32 else None
+
+
+# Operations as they were traced, linear algebra among them.
+
+
+def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = ()) -> None:
+  """Writes an operation as it was traced; linear algebra of an activation warns."""
+  kinds = [kind for kind in map(rewriter.kind, eqn.invars) if kind is not None]
+  rounded = any(kind.role == Role.ACTIVATION for kind in kinds)
+  in_policy = rewriter.place(eqn).compute_dtype is not None
+  if facts_of(eqn).role == "linear algebra" and rounded and in_policy:
+    warn_of_linear_algebra(rewriter, eqn, [eqn.primitive.name])
+  rewriter.untouched(eqn, inners)
+
+
+# Anything else.
+
+
+def _anything_else(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> Kind:
+  """Returns the kind of the results of an operation that is neither a matmul nor in a list."""
+  kind = _kind(eqn, values)
+  kinds = [v.kind for v in values if v is not None]
+  if kind.dtype == FLOAT32 or not fits(kinds, low) or _is_widened(rewriter, eqn, values):
+    return kind._replace(dtype=FLOAT32)
+  variable = FLOAT32 if _runs_in_float32_variables(rewriter, eqn, values) else None
+  return kind._replace(dtype=low, variable=variable)
+
+
+def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
+  """Whether a consumer makes an operation run in float32, so that its result is not rounded."""
+  flags = rewriter.flags_of_results(eqn)
+  if dtype_of(eqn.outvars[0]) != FLOAT32:  # The user has chosen low precision.
+    return False
+  if flags & Flag.OUTPUT:
+    return True
+  if not facts_of(eqn).arithmetic or rewriter.place(eqn).as_given:
+    return False
+  has_number = any(v is not None and v.kind.role == Role.NUMBER for v in values)
+  if facts_of(eqn).folds is not operator.add or has_number:
+    return bool(flags & (Flag.FLOAT32 | Flag.SUM))
+  return bool(flags & Flag.FLOAT32) and not adds_arrays(eqn)
+
+
+def _kind(eqn: JaxprEqn, values: Operands) -> Kind:
+  """Returns the kind of the results of an operation, if no list and no consumer says otherwise."""
+  floats = [v for v in values if v is not None]
+  if not floats:  # The size of a complex number.
+    return Kind(Role.INPUT, FLOAT32)
+  kind = joined(*(v.kind for v in floats))
+  if kind.role == Role.NUMBER:
+    return kind._replace(numbers=_numbers(eqn, [v.kind.numbers for v in floats]))
+  # A weight that is moved or scaled is a weight still.
+  return kind._replace(weight=kind.weight and (facts_of(eqn).moves or kind.role == Role.PARAMETER))
+
+
+def _numbers(
+  eqn: JaxprEqn, operands: Sequence[tuple[float, ...] | None]
+) -> tuple[float, ...] | None:
+  """Returns the numbers that the elements of a result are among, if they are known and few."""
+  each = [numbers for numbers in operands if numbers is not None]
+  facts = facts_of(eqn)
+  if len(each) < len(operands) or not (facts.moves or facts.folds):
+    return None
+  if facts.folds is None:
+    return united(each)
+  with np.errstate(all="ignore"):
+    among = {float(facts.folds(*map(np.float32, some))) for some in itertools.product(*each)}
+  few = len(among) <= MOST_NUMBERS and not any(map(math.isnan, among))
+  return tuple(sorted(among)) if few else None
+
+
+# Writing an operation in its dtype.
+
+
+def _write(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, kind: Kind, low: DType) -> None:
+  """Writes an operation in the dtype of its results, with gradients that are summed in float32."""
+  dtype = kind.variable or kind.dtype
+  operands = [
+    atom if v is None else _operand(rewriter, eqn, v, dtype)
+    for atom, v in zip(eqn.invars, values, strict=True)
+  ]
+  kinds = [kind if dtype_of(v) in FLOATS else None for v in eqn.outvars]
+  casts = any(v is not None for v in values) and (FLOAT32 in map(dtype_of, eqn.invars)) != (
+    dtype == FLOAT32
+  )
+  rewriter.write_rounding(eqn, operands, kinds, low, retype(eqn, dtype) if casts else None)
+  for var in eqn.outvars:
+    if var in rewriter.values and rewriter.values[var].producer is None:
+      rewriter.values[var].producer = rewriter.eqns[-1]
+
+
+def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
+  """Whether low-precision values are moved or chosen in float32 variables, which changes none.
+
+  The gradient of a `gather` adds up all uses of a row, as of a frequent token. That of a maximum
+  counts the elements that have it, which stops at 256 in bfloat16. Parts of an activation that meet
+  in float32, as in `x[1:] - x[:-1]`, have gradients that are added.
+  """
+  facts, floats = facts_of(eqn), [v for v in values if v is not None]
+  if facts.gradient == "placed":
+    return all(rewriter.flags.get(var, 0) & Flag.FLOAT32 for var in eqn.outvars)
+  if facts.gradient == "repeated" and not eqn.params.get("unique_indices"):
+    return not isinstance(eqn.invars[0], Literal)
+  if facts.gradient == "chosen":
+    return True
+  return (facts.exact or facts.tests) and bool(floats) and all(v.is_low_in_float32 for v in floats)
+
+
+def _operand(rewriter: Rewriter, eqn: JaxprEqn, value: Value, dtype: DType) -> Atom:
+  """Returns an operand in `dtype`; one that the operation repeats is repeated in float32 before."""
+  repeats = facts_of(eqn).gradient in ("added", "multiplied")
+  if (
+    repeats
+    and dtype != FLOAT32
+    and value.kind.role != Role.NUMBER
+    and shape_of(value.atom) != shape_of(eqn.outvars[0])
+  ):
+    return _repeated(rewriter, value, dtype, eqn)
+  return rewriter.cast(value, dtype, eqn)
+
+
+def _repeated(rewriter: Rewriter, value: Value, dtype: DType, eqn: JaxprEqn) -> Atom:
+  """Returns an operand in the shape of the result, so that its gradients add up in float32."""
+  wide = rewriter.cast(value, FLOAT32, eqn)
+  aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None
+  new = aval.update(shape=out.shape, weak_type=False)
+  if AxisType.Explicit in out.sharding.mesh.axis_types:
+    spec = list(out.sharding.spec)
+    for axis, size in enumerate(aval.shape):
+      if size == out.shape[axis]:
+        spec[axis] = aval.sharding.spec[axis]
+    sharding = NamedSharding(out.sharding.mesh, PartitionSpec(*spec))
+    new = new.update(sharding=sharding)
+  var, dimensions = Var(new), tuple(range(aval.ndim))
+  params = {"shape": out.shape, "broadcast_dimensions": dimensions, "sharding": sharding}
+  fields = {"primitive": broadcast_in_dim_p, "invars": [wide], "outvars": [var], "params": params}
+  rewriter.eqns.append(eqn.replace(**fields))
+  return rewriter.write_cast(var, retyped(var, dtype), eqn)

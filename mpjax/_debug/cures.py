@@ -1,0 +1,167 @@
+"""Write the change of the user's code that keeps an operation in float32."""
+
+import ast
+import linecache
+
+from mpjax._autocast.scopes import LAYER_ENDS
+from mpjax._jaxpr.compat import frames_of
+from mpjax._jaxpr.graph import Operation
+from mpjax._jaxpr.locations import MODULE, PREFIX, Source, is_library
+
+_LAYERS = ("/flax/linen/", "/flax/nnx/")
+"""Files of layers, which have no line of the user's: a rule picks the module."""
+
+_MATMULS = frozenset(("convolve", "dot", "einsum", "matmul", "tensordot"))
+
+_MOST = 3
+"""Statements of a line: of more, the function is what the user changes."""
+
+
+def cure_of(operation: Operation) -> str:
+  """Returns code that runs an operation in float32: a `Rule`, or `mpjax.full_precision`.
+
+  Args:
+    operation: the one that rounds.
+
+  Returns:
+    A rule for the module of a Flax layer. Otherwise the statement at its line, in the region.
+
+  >>> from mpjax._jaxpr.locations import Source
+  >>> in_region(Source("unknown.py", 3, "distance"))
+  'distance = mpjax.full_precision(distance)'
+  """
+  path, source = _module_of(operation), operation.where.source
+  if path is not None and (source is None or _is_in_layer(operation)):
+    return f'mpjax.Rule("float32", path="{path or "**"}")'
+  return in_region(source)
+
+
+def low_cure(operation: Operation, dtype: str) -> str:
+  """Returns code that runs a matmul of inputs in low precision: the cast of an operand.
+
+  Args:
+    operation: the matmul.
+    dtype: the compute dtype of its policy.
+
+  Returns:
+    The statement at its line, with the cast; of a matmul that cannot be found, the cast alone.
+
+  >>> import jax, jax.numpy as jnp
+  >>> from mpjax._jaxpr.graph import Graph
+  >>> graph = Graph(jax.make_jaxpr(jnp.dot)(jnp.ones(3), jnp.ones((3, 3))))
+  >>> low_cure(graph.operations[-1], "bfloat16")  # JAX shows no line of a doctest
+  'x.astype(jnp.bfloat16)'
+  """
+  source = operation.where.source
+  statements = [] if source is None else _statements(source)
+  for node in (node for each in statements for node in ast.walk(each)):
+    if _cast_operand(node, dtype):
+      return "; ".join(map(ast.unparse, statements))
+  return f"x.astype(jnp.{dtype})"
+
+
+def _cast_operand(node: ast.AST, dtype: str) -> bool:
+  """Writes the cast of its first operand into a matmul; whether it is one."""
+  if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+    node.left = _cast(node.left, dtype)
+    return True
+  if not isinstance(node, ast.Call) or _last(ast.unparse(node.func)) not in _MATMULS:
+    return False
+  for position, argument in enumerate(node.args):
+    if not isinstance(argument, ast.Constant):  # The formula of an einsum.
+      node.args[position] = _cast(argument, dtype)
+      return True
+  return False
+
+
+def _last(name: str) -> str:
+  return name.rpartition(".")[2]
+
+
+def _cast(value: ast.expr, dtype: str) -> ast.expr:
+  attribute = ast.Attribute(ast.Name("jnp", ast.Load()), dtype, ast.Load())
+  return ast.Call(ast.Attribute(value, "astype", ast.Load()), [attribute], [])
+
+
+def in_region(source: Source | None) -> str:
+  """Returns the statement at a line, its expression run by `mpjax.full_precision`."""
+  if source is None:
+    return "mpjax.full_precision(fn)(...)"
+  statements = _statements(source)
+  if _last(source.function) == "<lambda>":
+    return _lambda_in_region(statements, source)
+  regions = [_in_region(each) or ast.unparse(each) for each in statements[:_MOST]]
+  is_alike = regions == [ast.unparse(each) for each in statements]
+  return _function_in_region(source) if is_alike else "; ".join(regions)
+
+
+def _module_of(operation: Operation) -> str | None:
+  """Returns the path of the module that an operation is in; None without modules."""
+  scopes, path = operation.where.scopes, operation.where.marked(MODULE)
+  if path is None or not any(scope.startswith(LAYER_ENDS) for scope in scopes):
+    return path
+  # The rounding of a layer's result comes after its own mark ended.
+  inside = [name for name in scopes[scopes.index(MODULE + path) + 1 :] if name[:6] != PREFIX]
+  return "/".join(filter(None, (path, *inside)))
+
+
+def _is_in_layer(operation: Operation) -> bool:
+  """Whether code of Flax that the user's line calls wrote an operation."""
+  for frame in frames_of(operation.eqn.source_info.traceback):
+    file = frame[0]
+    if not is_library(file):
+      return False
+    if any(layers in file for layers in _LAYERS):
+      return True
+  return False
+
+
+def _statements(source: Source) -> list[ast.stmt]:
+  """Returns the innermost statements of a line; none if the file cannot be read."""
+  try:
+    tree = ast.parse("".join(linecache.getlines(source.file)))
+  except SyntaxError:  # Such as a cell of a notebook with a magic command.
+    return []
+  walk = ast.walk(tree)
+  statements = [x for x in walk if isinstance(x, ast.stmt) and _has_line(x, source.line)]
+  blocks = {
+    id(x) for x in statements if any(isinstance(y, ast.stmt) for y in ast.iter_child_nodes(x))
+  }
+  return [x for x in statements if id(x) not in blocks]
+
+
+def _has_line(node: ast.stmt | ast.expr, line: int) -> bool:
+  return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _in_region(statement: ast.stmt) -> str | None:
+  """Returns a statement with its value in the region; None if that would change its meaning."""
+  if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) or statement.value is None:
+    return None
+  # Their names, or what they wait for, are of the function around.
+  bound = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+  if any(isinstance(node, bound) for node in ast.walk(statement.value)):
+    return None
+  call = f"mpjax.full_precision(lambda: {ast.unparse(statement.value)})()"
+  if isinstance(statement, ast.Return):
+    return f"return {call}"
+  targets = statement.targets if isinstance(statement, ast.Assign) else []
+  return "".join(f"{ast.unparse(target)} = " for target in targets) + call
+
+
+def _lambda_in_region(statements: list[ast.stmt], source: Source) -> str:
+  nodes = [node for each in statements for node in ast.walk(each)]
+  lambdas = [x for x in nodes if isinstance(x, ast.Lambda) and _has_line(x, source.line)]
+  for each in statements:
+    if isinstance(each, ast.Assign) and lambdas[:1] == [each.value]:
+      name = ast.unparse(each.targets[0])
+      return f"{name} = mpjax.full_precision({name})"
+  if len(lambdas) == 1:
+    return f"mpjax.full_precision({ast.unparse(lambdas[0])})"
+  return _function_in_region(source)
+
+
+def _function_in_region(source: Source) -> str:
+  name = _last(source.function)
+  name = name if name.isidentifier() else "fn"
+  return f"{name} = mpjax.full_precision({name})"

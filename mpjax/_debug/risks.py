@@ -1,0 +1,648 @@
+"""Find low-precision matmuls and roundings that reach an operation which magnifies their error.
+
+One forward walk gives each value a `History`: its last rounding, and what it passed since.
+A rounding is a matmul in low precision or a cast of a float32 value, inside a policy.
+An activation function, a softmax or a norm makes the error relative, so it ends the history of most
+sinks. Comparisons look past it, because a rounding makes ties that a monotonic function keeps.
+A comparison is a risk if one side is an order statistic (maximum, sort, `top_k`) of the other.
+A difference is a risk if both sides contain squares of one value, behind different roundings.
+`argmax`, ReLU, masks and a value minus its own mean or maximum are therefore no risks.
+Only the forward pass counts: the lines of the backward pass are the same.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Literal, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import primitives as p
+
+from mpjax._autocast.matmuls import FEWEST_PRODUCTS, OF_INPUTS
+from mpjax._autocast.scopes import NOT_IN, REGION, policy_of
+from mpjax._debug.cures import cure_of, low_cure
+from mpjax._debug.findings import merged, unnumbered
+from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.locations import Source, call_of
+from mpjax._jaxpr.primitives import (
+  ADDITIONS,
+  CLIPS,
+  EXPONENTIALS,
+  INVERSES,
+  ORDERS,
+  ROUNDINGS,
+  SQUARES,
+  SUMS,
+)
+from mpjax._policy.active import SCOPE as FULL_PRECISION
+from mpjax._policy.dtypes import is_low_precision
+
+Kind: TypeAlias = Literal[
+  "angle",
+  "index",
+  "comparison",
+  "complex exponential",
+  "linear algebra",
+  "difference",
+  "denominator",
+  "lookup",
+  "float32 matmul",
+]
+
+
+_TEXTS: Mapping[Kind, str] = {
+  "angle": "{name} gets an angle that was rounded to {dtype}: its error grows with the angle.",
+  "index": "An integer is made from a number that was rounded to {dtype}, and may be off by one.",
+  "comparison": "A value in {dtype} is compared with its own maximum: rounding makes ties.",
+  "complex exponential": "A complex exponential of a number rounded to {dtype} has a phase error.",
+  "linear algebra": "{name} multiplies the rounding to {dtype} by the condition of the matrix.",
+  "difference": "Squares cancel in {name}: their rounding to {dtype} may be all that is left.",
+  "denominator": "A denominator from a {dtype} matmul may overflow to inf or underflow to 0.",
+  "lookup": "A mask selects entries of a float32 table, which are rounded to {dtype}.",
+  "float32 matmul": "A matmul of inputs and constants runs in {dtype}, without Tensor Cores.",
+}
+
+_LEAST_SHARE = 0.05
+"""Of the FLOPs: a float32 matmul of less is not worth a line."""
+
+_MOST_ROOTS = 16
+"""A value that is a sum of more is a residual stream, and starts anew."""
+
+Roots: TypeAlias = Mapping[Value, frozenset[Operation]]
+"""Values that a value is computed from, each with the roundings on the way."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Risk:
+  """A rounding that reaches an operation which magnifies its error, or a costly float32 matmul.
+
+  Args:
+    kind: what the rounding reaches.
+    path: of the module or named scope in which it is rounded.
+    source: the line at which it is rounded; None if unknown.
+    sink: the line that it reaches; None if unknown.
+    reason: what can go wrong, a sentence.
+    cure: Python code to paste.
+    share: of the FLOPs of all matmuls, for the matmuls that the cure is about.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> def fn(w, x):
+  ...   phase = x @ w
+  ...   return jnp.sin(phase)
+  >>> shapes = jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((4, 8), "float32")
+  >>> mpjax.audit(mpjax.autocast(fn))(*shapes).risks[0].kind
+  'angle'
+  """
+
+  kind: Kind
+  path: str
+  source: Source | None
+  sink: Source | None
+  reason: str
+  cure: str
+  share: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class History:
+  """The roundings and operations that a value is computed from.
+
+  Attributes:
+    rounding: the last operation that rounded it, or a value it is computed from; or a float32
+      matmul of inputs, which would round it in low precision.
+    passed: what came after: "activation", "integer" or "sum".
+    linear: the values in which it is linear, each with the roundings on the way.
+    products: likewise the factors of products of which it is a sum.
+    own: those factors that were multiplied with themselves.
+    order_of: the values of which it is a maximum, a minimum, or the sorted numbers.
+    exact: its numbers are those of a low-precision dtype, also if it is float32.
+    mask: its elements are 0 or 1.
+    negative: it has the opposite sign of what it was computed from.
+    given: it is computed from inputs and constants, outside of what is float32 on purpose.
+  """
+
+  rounding: Operation | None = None
+  passed: frozenset[str] = frozenset()
+  linear: Roots = dataclasses.field(default_factory=dict)
+  products: Roots = dataclasses.field(default_factory=dict)
+  own: frozenset[Value] = frozenset()
+  order_of: frozenset[Value] = frozenset()
+  exact: bool = False
+  mask: bool = False
+  negative: bool = False
+  given: bool = False
+
+
+def risks_of(graph: Graph, parameters: Collection[str] = ()) -> list[Risk]:
+  """Returns the risks of a graph, those of an operation in a loop or a repeated line once.
+
+  Args:
+    graph: of a function that was traced for an audit, with the marks of its policies.
+    parameters: the names of the arguments that are parameters of a model.
+
+  Returns:
+    One risk for each kind, module and line.
+
+  >>> import jax, jax.numpy as jnp
+  >>> from mpjax._jaxpr.graph import Graph
+  >>> risks_of(Graph(jax.make_jaxpr(jnp.sin)(1.0)))  # no policy
+  []
+  """
+  rows: dict[tuple[Kind, str, Source | None], tuple[Operation, dict[Operation, None]]] = {}
+  sinks = [*_Walk(graph, frozenset(parameters)).sinks()]
+  # In low precision, these matmuls would be a risk.
+  delicate = {rounding for kind, rounding, _ in sinks if kind != "float32 matmul"}
+  for kind, rounding, sink in sinks:
+    is_wide = _is_wide_matmul(rounding)
+    if is_wide and (kind != "float32 matmul" or rounding in delicate):
+      continue
+    key = kind, rounding.where.path, rounding.where.source
+    rows.setdefault(key, (sink, {}))[1][rounding] = None
+  total = max(sum(flops for *_, flops in graph.matmuls()), 1)
+  risks = (_risk(key[0], [*roundings], sink, total) for key, (sink, roundings) in rows.items())
+  return [x for x in risks if x.kind != "float32 matmul" or x.share >= _LEAST_SHARE]
+
+
+def risk_lines(risks: Iterable[Risk], most: int) -> tuple[str, ...]:
+  """Returns the paragraphs of a report: modules and lines that differ in numbers are one.
+
+  Args:
+    risks: those of a report.
+    most: how many groups are shown.
+
+  >>> risk_lines([], 12)
+  ()
+  """
+  groups: dict[tuple[object, ...], list[Risk]] = {}
+  for x in risks:
+    key = (x.kind, unnumbered(x.path), x.source, x.reason, unnumbered(x.cure))
+    groups.setdefault(key, []).append(x)
+  lines: list[str] = []
+  for number, group in enumerate([*groups.values()][:most], 1):
+    first, paths = group[0], {x.path for x in group}
+    count = f" ({len(paths)})" if len(paths) > 1 else ""
+    path = (merged([*paths]) or "(root)") + count
+    share = sum(x.share for x in group)
+    shown = f" · {100 * share:.1f} % of FLOPs" if share else ""
+    line = first.source or "unknown line"
+    lines += [f"{number}. {path} · {first.kind} · {line}{shown}", f"   {first.reason}"]
+    lines.append(f"   {merged([x.cure for x in group])}")
+  return (*lines, f"… and {len(groups) - most} more") if len(groups) > most else tuple(lines)
+
+
+def _risk(kind: Kind, roundings: list[Operation], sink: Operation, total: int) -> Risk:
+  """Returns the risk of operations of one line, the first of which stands for all."""
+  first, where = roundings[0], roundings[0].where
+  is_wide = kind == "float32 matmul"
+  values = (v for v in (*first.results, *first.operands) if is_wide or v.is_low)
+  dtype = str(next(values).dtype)
+  return Risk(
+    kind=kind,
+    path=where.path,
+    source=where.source,
+    sink=sink.where.source,
+    reason=_TEXTS[kind].format(name=sink.name, dtype=dtype),
+    cure=low_cure(first, _compute_dtype(first)) if is_wide else cure_of(first),
+    share=sum(x.flops or 0 for x in roundings) / total,
+  )
+
+
+class _Walk:
+  """The histories of the values of a graph."""
+
+  def __init__(self, graph: Graph, parameters: frozenset[str]) -> None:
+    self._graph, self._parameters = graph, parameters
+    self._histories: dict[Value, History] = {}
+
+  def sinks(self) -> Iterator[tuple[Kind, Operation, Operation]]:
+    """Yields what kind of risk there is, the operation that rounds, and the one that is reached."""
+    for _ in range(2):  # Again, for what loops carry.
+      for operation in self._graph.operations:
+        self._add(operation)
+    for operation in self._graph.computing():
+      if operation.where.direction == "forward" and operation.used and operation.operands:
+        yield from self._sinks(operation)
+
+  def of(self, value: Value) -> History:
+    """Returns the history of a value, which begins with an argument or a constant."""
+    if value not in self._histories:
+      is_parameter = value.kind == "argument" and value.label in self._parameters
+      # Numbers are no data: literals, and what no operand is needed for.
+      is_data = value.kind in ("argument", "constant") and not is_parameter
+      is_root = (is_data and not _is_only_factor(value)) or _is_squared(value)
+      linear = {value: frozenset[Operation]()} if is_root else {}
+      literal, low = value.kind == "literal", value.is_low
+      self._histories[value] = History(
+        linear=linear,
+        exact=low and not literal,
+        mask=literal and _number(value) in (0, 1),
+        given=not is_parameter and not low,
+      )
+    return self._histories[value]
+
+  def _add(self, operation: Operation) -> None:
+    # What a loop carries is known in the second round.
+    first = operation.operands[:1] if operation.joins == "carry" else operation.operands
+    before = [self.of(v) for v in operation.operands if v in self._histories or v in first]
+    if not before:
+      return
+    for result in operation.results:
+      history = _with_root(operation, result, before)
+      untouched = all(x.given for x in before) and not _is_meant_wide(operation)
+      self._histories[result] = dataclasses.replace(
+        history, given=untouched and not result.is_low, exact=history.exact or result.is_low
+      )
+
+  def _sinks(self, operation: Operation) -> Iterator[tuple[Kind, Operation, Operation]]:
+    before = [self.of(v) for v in operation.operands]
+    for kind, reached in _SINKS.items():
+      for rounding in dict.fromkeys(reached(operation, before)):
+        yield kind, rounding, operation
+
+
+# What an operation makes of the histories of its operands.
+
+
+def _with_root(operation: Operation, result: Value, before: list[History]) -> History:
+  """Returns the history of a result, which is a root of its own if it is linear in no other."""
+  history = _history(operation, result, before)
+  is_many = max(len(history.linear), len(history.products)) > _MOST_ROOTS
+  is_data = operation.facts.flops is not None or any(x.linear for x in before)
+  if not is_many and (history.linear or not is_data):
+    return history
+  products = {} if is_many else history.products
+  return dataclasses.replace(history, linear={result: frozenset()}, products=products)
+
+
+def _history(operation: Operation, result: Value, before: list[History]) -> History:
+  if operation.casts:
+    return _cast(operation, result, before[0])
+  if operation.facts.flops is not None:
+    return _matmul(operation, before)
+  if transfer := _TRANSFERS.get(operation.name):
+    return transfer(operation, before)
+  if operation.facts.tests:
+    return dataclasses.replace(_joined(before), mask=True)
+  if operation.moves or operation.facts.exact:
+    return _moved(operation, before)
+  return _activated(operation, before)
+
+
+def _cast(operation: Operation, result: Value, before: History) -> History:
+  value = operation.operands[0]
+  if not value.is_floating:
+    return dataclasses.replace(before, mask=before.mask or value.dtype == np.bool_)
+  narrows = result.is_low and value.is_wide and not before.exact and not before.mask
+  # A cast of an argument is for the matmul, or the bias, that uses it.
+  # A number, such as the square root of a depth, is no data.
+  is_computed = _before_casts(value).kind == "operation" and bool(before.linear or before.products)
+  if narrows and is_computed and _in_low_region(operation):
+    return _rounded(operation, before)
+  return before
+
+
+def _rounded(operation: Operation, before: History) -> History:
+  """Returns the history behind one more rounding, since which nothing was passed."""
+  linear = {root: since | {operation} for root, since in before.linear.items()}
+  products = {root: since | {operation} for root, since in before.products.items()}
+  return dataclasses.replace(
+    before, rounding=operation, passed=frozenset(), linear=linear, products=products
+  )
+
+
+def _matmul(operation: Operation, before: list[History]) -> History:
+  history = _product(operation, before)
+  if any(_float32_matmul(operation, before)):
+    return _rounded(operation, history)
+  if not operation.operands[0].is_low or not _in_low_region(operation):
+    return history
+  # A product of low-precision numbers that returns its float32 sum rounds nothing.
+  wide = (_before_casts(v).is_wide for v in operation.operands[:2])
+  rounds = operation.results[0].is_low or any(wide)
+  return _rounded(operation, history) if rounds else history
+
+
+def _joined(before: Iterable[History]) -> History:
+  """Returns the history of a value that is linear in several."""
+  every = [*before]
+  last = max(every, key=_priority)
+  passed = [x.passed for x in every if x.rounding is last.rounding]
+  return History(
+    rounding=last.rounding,
+    passed=frozenset[str]().union(*passed),
+    linear=_union(x.linear for x in every),
+    products=_union(x.products for x in every),
+    own=frozenset[Value]().union(*(x.own for x in every)),
+    negative=every[0].negative,
+  )
+
+
+def _priority(history: History) -> tuple[bool, bool, bool, int]:
+  """Orders histories by which rounding tells more: one without an activation, the last."""
+  rounding = history.rounding
+  if rounding is None:
+    return False, False, False, -1
+  rounds = not _is_wide_matmul(rounding)
+  return rounds, True, "activation" not in history.passed, rounding.step.number
+
+
+def _union(roots: Iterable[Roots]) -> Roots:
+  union: dict[Value, frozenset[Operation]] = {}
+  for each in roots:
+    for root, since in each.items():
+      union[root] = union.get(root, frozenset()) | since
+  return union
+
+
+def _activated(_: Operation, before: list[History]) -> History:
+  """Returns the history behind an activation function, which is linear in nothing."""
+  history = _joined(before)
+  passed = history.passed | {"activation"}
+  return History(rounding=history.rounding, passed=passed)
+
+
+def _moved(operation: Operation, before: list[History]) -> History:
+  pairs = zip(before, operation.operands, strict=False)
+  return dataclasses.replace(
+    _joined(before),
+    exact=all(x.exact or v.kind == "literal" for x, v in pairs),
+    mask=all(x.mask for x in before),
+    order_of=frozenset[Value]().union(*(x.order_of for x in before)),
+  )
+
+
+def _ordered(operation: Operation, before: list[History]) -> History:
+  values = {_before_casts(v) for v in operation.operands if v.is_floating}
+  return dataclasses.replace(_moved(operation, before), order_of=frozenset(values))
+
+
+def _select(operation: Operation, before: list[History]) -> History:
+  condition, *cases = before
+  # As in `leaky_relu`, which chooses by the sign of the same value.
+  if condition.rounding and condition.rounding is _joined(cases).rounding:
+    return _activated(operation, cases)
+  return _moved(operation, cases)
+
+
+def _clip(operation: Operation, before: list[History]) -> History:
+  """Returns the history behind `max`, `min` or `clamp`, which is linear in nothing."""
+  return dataclasses.replace(_moved(operation, before), linear={}, products={}, own=frozenset())
+
+
+def _product(operation: Operation, before: list[History]) -> History:
+  left, right = before[:2]
+  negative = left.negative ^ right.negative ^ any(map(_is_negative, operation.operands[:2]))
+  roundings = left.rounding is not None and right.rounding is not None
+  is_gate = ("activation" in left.passed) != ("activation" in right.passed)
+  if operation.eqn.primitive is p.mul_p and roundings and is_gate:  # or a norm
+    history = _activated(operation, [left, right])
+  elif left.linear and right.linear and not (left.mask or right.mask):
+    history = _multiplied(left, right)
+  else:  # A parameter, a number or a mask scales the other factor.
+    history = _joined([left, right])
+  return dataclasses.replace(history, negative=negative)
+
+
+def _multiplied(left: History, right: History) -> History:
+  factors = [_union([x.linear, x.products]) for x in (left, right)]
+  joined = _joined([left, right])
+  own = joined.own | (factors[0].keys() & factors[1].keys())
+  return dataclasses.replace(joined, linear={}, products=_union(factors), own=own)
+
+
+def _is_negative(value: Value) -> bool:
+  number = _number(_before_casts(value))
+  return number is not None and number < 0
+
+
+def _number(value: Value) -> float | None:
+  """Returns the number that a literal is; None for all else, and for a complex number."""
+  dtype = value.dtype
+  is_number = dtype is not None and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))
+  is_literal = value.kind == "literal" and (value.is_floating or is_number)
+  return float(np.asarray(value.data).item()) if is_literal else None
+
+
+def _squared(operation: Operation, before: list[History]) -> History:
+  if operation.eqn.params.get("y", 2) != 2:
+    return _activated(operation, before)
+  return _multiplied(before[0], before[0])
+
+
+def _ratio(operation: Operation, before: list[History]) -> History:
+  over, under = before
+  return _joined([over]) if under.rounding is None else _activated(operation, before)
+
+
+def _added(_: Operation, before: list[History]) -> History:
+  return _joined(before)
+
+
+def _negated(_: Operation, before: list[History]) -> History:
+  return dataclasses.replace(before[0], negative=not before[0].negative, order_of=frozenset())
+
+
+def _summed(_: Operation, before: list[History]) -> History:
+  history = _joined(before)
+  return dataclasses.replace(history, passed=history.passed | {"sum"})
+
+
+def _to_integer(_: Operation, before: list[History]) -> History:
+  return dataclasses.replace(before[0], passed=before[0].passed | {"integer"})
+
+
+_TRANSFERS: Mapping[str, Callable[[Operation, list[History]], History]] = {
+  **dict.fromkeys(ADDITIONS, _added),
+  **dict.fromkeys(CLIPS, _clip),
+  **dict.fromkeys(ORDERS, _ordered),
+  **dict.fromkeys(ROUNDINGS, _to_integer),
+  **dict.fromkeys(SQUARES, _squared),
+  **dict.fromkeys(SUMS, _summed),
+  p.div_p.name: _ratio,
+  p.mul_p.name: _product,
+  p.neg_p.name: _negated,
+  p.select_n_p.name: _select,
+}
+
+
+# Which roundings an operation magnifies.
+
+
+def _direct(before: Iterable[History], *barred: str) -> Iterator[Operation]:
+  """Yields the last roundings that no activation function, or something else, came after."""
+  for x in before:
+    if x.rounding is not None and x.passed.isdisjoint(("activation", *barred)):
+      yield x.rounding
+
+
+def _angle(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  if operation.facts.role == "angle":
+    yield from _direct(before)
+
+
+def _index(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  value, dtype = operation.operands[0], operation.results[0].dtype
+  # Integers of one byte are quantized values, not indices.
+  is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 1
+  if operation.casts and value.is_floating and is_integer:
+    yield from _direct(before)
+  # What is left of a value beside whole periods.
+  wraps = operation.eqn.primitive is p.sub_p and "integer" in before[1].passed - before[0].passed
+  if operation.eqn.primitive is p.rem_p or (wraps and before[0].rounding is before[1].rounding):
+    yield from _direct(before[:1])
+
+
+def _comparison(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  if not operation.facts.tests or len(before) < 2:
+    return
+  values = operation.operands
+  for number, other in ((0, 1), (1, 0)):
+    rounding = before[number].rounding
+    is_own = _before_casts(values[number]) in before[other].order_of
+    if is_own and rounding is not None and not _is_derivative(operation, values[other]):
+      yield rounding
+
+
+def _is_derivative(comparison: Operation, order: Value) -> bool:
+  """Whether the call that computes a maximum compares with it, for the derivative."""
+  made_by = order.made_by
+  while made_by is not None and made_by.name not in ORDERS:
+    made_by = made_by.operands[0].made_by if made_by.operands else None
+  return made_by is not None and _same_call(made_by, comparison)
+
+
+def _same_call(one: Operation, other: Operation) -> bool:
+  calls = [call_of(*(step.eqn for step in x.step.enclosing())) for x in (one, other)]
+  return bool(calls[0]) and calls[0] == calls[1]
+
+
+def _complex_exponential(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  dtype = operation.operands[0].dtype
+  is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+  if operation.name in EXPONENTIALS and is_complex:
+    yield from _direct(before)
+
+
+def _linear_algebra(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  if operation.facts.role == "linear algebra":
+    yield from _direct(before)
+
+
+def _difference(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  if operation.facts.gradient != "added":
+    return
+  left, right = before
+  subtracts = (left.negative == right.negative) == (operation.eqn.primitive is p.sub_p)
+  shared = left.products.keys() & right.products.keys() & (left.own | right.own)
+  for root in shared if subtracts else ():
+    differing = left.products[root] ^ right.products[root]
+    yield from sorted(differing, key=lambda x: x.step.number)
+
+
+def _denominator(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  power = operation.eqn.params.get("y", -1)
+  if operation.name in INVERSES and (operation.eqn.primitive is not p.integer_pow_p or power < 0):
+    for rounding in _direct(before[-1:], "sum"):
+      if any(v.dtype == jnp.float16 for v in rounding.results):
+        yield rounding
+
+
+def _lookup(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  if operation.facts.flops is None or operation.matmul_dtype is None:
+    return
+  low = all(v.is_low for v in operation.operands[:2]) and _in_low_region(operation)
+  for mask, table in ((0, 1), (1, 0)):
+    source = _before_casts(operation.operands[table])
+    if low and before[mask].mask and source.is_wide and source.kind == "constant":
+      yield operation
+
+
+def _uses(value: Value) -> Iterator[Operation]:
+  """Yields the operations that use a value, also behind moves and casts."""
+  uses = [*value.consumers]
+  seen = set[Operation]()  # What a loop carries comes back to itself.
+  for each in uses:
+    if each in seen:
+      continue
+    seen.add(each)
+    if each.casts or each.moves:
+      uses += [x for result in each.results for x in result.consumers]
+    else:
+      yield each
+
+
+def _is_only_factor(value: Value) -> bool:
+  """Whether matmuls alone use an argument or a constant, as they use weights."""
+  uses = [*_uses(value)]
+  return bool(uses) and all(each.facts.flops is not None for each in uses)
+
+
+def _is_squared(value: Value) -> bool:
+  """Whether a parameter is multiplied with itself, as the entries of a codebook are."""
+  if value.kind not in ("argument", "constant"):
+    return False
+  for each in _uses(value):
+    is_product = (
+      each.eqn.primitive is p.mul_p and len({_before_casts(v) for v in each.operands}) == 1
+    )
+    if is_product or each.name in SQUARES:
+      return True
+  return False
+
+
+def _before_casts(value: Value) -> Value:
+  while value.made_by is not None and (value.made_by.casts or value.made_by.moves):
+    value = value.made_by.operands[0]
+  return value
+
+
+def _float32_matmul(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  is_asked = operation.where.marked(NOT_IN["low"]) != OF_INPUTS
+  if operation.facts.flops is None or is_asked or not _in_low_region(operation):
+    return
+  if all(x.given for x in before[:2]) and _contracted(operation) >= FEWEST_PRODUCTS:
+    yield operation
+
+
+def _is_wide_matmul(operation: Operation) -> bool:
+  values = (*operation.operands[:2], *operation.results)
+  return operation.facts.flops is not None and not any(v.is_low for v in values)
+
+
+def _contracted(operation: Operation) -> int:
+  """Returns over how many products each element of a matmul's result is a sum."""
+  flops, size = operation.flops or 0, operation.results[0].size
+  return flops // max(2 * size * operation.times, 1)
+
+
+_SINKS: Mapping[Kind, Callable[[Operation, list[History]], Iterator[Operation]]] = {
+  "angle": _angle,
+  "index": _index,
+  "comparison": _comparison,
+  "complex exponential": _complex_exponential,
+  "linear algebra": _linear_algebra,
+  "difference": _difference,
+  "denominator": _denominator,
+  "lookup": _lookup,
+  "float32 matmul": _float32_matmul,
+}
+
+
+def _in_low_region(operation: Operation) -> bool:
+  """Whether a policy with a low compute dtype applies to an operation."""
+  return bool(_compute_dtype(operation)) and FULL_PRECISION not in operation.where.scopes
+
+
+def _is_meant_wide(operation: Operation) -> bool:
+  """Whether a float32 policy, or a float32 region, applies to an operation."""
+  scopes = operation.where.scopes
+  has_policy = operation.where.marked(REGION) is not None and not _compute_dtype(operation)
+  return FULL_PRECISION in scopes or has_policy
+
+
+def _compute_dtype(operation: Operation) -> str:
+  """Returns the compute dtype of its policy if that is low; otherwise ""."""
+  region = operation.where.marked(REGION)
+  policy = None if region is None else policy_of(region)
+  is_low = policy is not None and is_low_precision(policy.compute_dtype)
+  return policy.compute_dtype.name if policy is not None and is_low else ""
