@@ -262,8 +262,8 @@ BY_HAND = {
   "ResNet": ("resnet", normal(4, 8, 8, 3), ("dtype",)),
   "MLP-Mixer": ("mixer", normal(3, 4, 12), ("dtype",)),
   "transformer block": ("transformer", normal(2, 6, 8), BOTH),
-  "LSTM": ("lstm", normal(3, 6, 5), BOTH),
-  "GRU": ("gru", normal(3, 6, 5), BOTH),
+  "LSTM": ("lstm", normal(3, 6, 9), BOTH),
+  "GRU": ("gru", normal(3, 6, 9), BOTH),
   "gated language model": ("language_model", _IDS, BOTH),
 }
 

@@ -34,7 +34,8 @@ class Siren(nn.Module):
   @nn.compact
   def __call__(self, inputs: Any) -> Any:
     first = nn.initializers.uniform(1.0)
-    h = nn.Dense(64, kernel_init=lambda *args: first(*args) - 0.5)(inputs["x"])
+    layer = nn.Dense(64, kernel_init=lambda *args: first(*args) - 0.5)
+    h = self.style.delicate(layer)(inputs["x"])
     for _ in range(2):
       h = jnp.sin(self.omega * h)
       init = nn.initializers.variance_scaling(2.0 / self.omega**2, "fan_in", "uniform")
