@@ -134,7 +134,7 @@ def _through_arithmetic(eqn: JaxprEqn, behind: int) -> int:
     widened = behind & Flag.SUM and facts.arithmetic and facts.folds is not operator.add
     return _own_flags(facts) | passed | (Flag.FLOAT32 if widened else 0)
   # A float32 result of the policy makes this operation float32, and so a consumer in float32.
-  passes = facts.gradient == "added" and not adds_arrays(eqn)
+  passes = facts.gradient == "added" and not all(map(_is_array, eqn.invars))
   return behind & ~(0 if passes else Flag.OUTPUT) | Flag.FLOAT32 | _own_flags(facts)
 
 

@@ -108,6 +108,7 @@ OUTPUT = {
   "addition of a bias": (lambda x: x + B[None], Flag.OUTPUT | Flag.FLOAT32 | Flag.SUM),
   "end of a layer": (lambda x: end_of_layer(x, "bfloat16"), Flag.OUTPUT),
   "addition of two arrays": (lambda x: x + X, Flag.FLOAT32 | Flag.SUM),
+  "difference of two arrays": (lambda x: x - X, Flag.FLOAT32),
   "multiplication": (lambda x: 2 * x, Flag.FLOAT32 | Flag.PRODUCT),
   "difference": (lambda x: x - B[None], Flag.OUTPUT | Flag.FLOAT32),
   "maximum": (lambda x: jnp.maximum(x, 0), Flag.FLOAT32),

@@ -20,7 +20,7 @@ from tests import random_programs as rp
 pytestmark = [
   pytest.mark.standard_promotion,
   # Programs may solve systems of activations, which warns.
-  pytest.mark.filterwarnings("ignore:mpjax. custom_linear_solve:UserWarning"),
+  pytest.mark.filterwarnings("ignore:mpjax. .* takes the result of low-precision:UserWarning"),
 ]
 
 POLICIES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
