@@ -159,7 +159,7 @@ def write_activation(rewriter: Rewriter, function: Activation) -> bool:
   if apart or place.compute_dtype is None or value is None or value.kind.role != Role.ACTIVATION:
     return False
   flags = tuple(rewriter.flags.get(v, 0) for v in function.outs)
-  computed, kinds = _by_the_rules(rewriter, function, value.kind, flags)
+  computed, kinds = _by_the_rules(rewriter, function, value.kind)
   # The operand is float32 if a result is, so that its gradients are summed in float32.
   dtype = FLOAT32 if any(kind.dtype == FLOAT32 for kind in kinds) else value.kind.dtype
   operand = rewriter.cast(value, dtype, function.eqns[0])
@@ -173,11 +173,12 @@ def write_activation(rewriter: Rewriter, function: Activation) -> bool:
 
 
 def _by_the_rules(
-  rewriter: Rewriter, function: Activation, kind: Kind, flags: tuple[int, ...]
+  rewriter: Rewriter, function: Activation, kind: Kind
 ) -> tuple[_Computed, list[Kind]]:
   """Returns the operations in their dtypes, of a float32 variable, and the kinds of the results."""
   jaxpr = jaxpr_of(function.eqns, [function.root], function.outs)
-  inner = Rewriter(jaxpr, rewriter.settings, rewriter.place.scope, flags, rewriter.rewrite)
+  no_flags = (0,) * len(function.outs)
+  inner = Rewriter(jaxpr, rewriter.settings, rewriter.place.scope, no_flags, rewriter.rewrite)
   # Consumers outside of the function count too: an operation runs in one dtype for all of them.
   inner.flags = rewriter.flags
   root = inner.define(function.root, kind._replace(variable=FLOAT32))

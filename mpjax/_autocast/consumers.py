@@ -2,7 +2,7 @@
 
 The flags are found backwards, before anything is written. They pass from a result to the operands
 through arithmetic and moves. A matmul, the end of a Flax layer and the user's cast to low precision
-stop them.
+stop them. The addition of two arrays stops all but `SUM`, which it has itself.
 """
 
 import operator
@@ -90,7 +90,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
   """Returns the flags that an operation which holds no jaxpr gives its operands."""
   place, behind = places(eqn), 0
   for var, flags in zip(eqn.outvars, results, strict=True):
-    # A comparison, an index or an integer has no flags of its own: it is a consumer like `+`.
+    # A comparison, an index or an integer has no flags of its own: it is a consumer like `-`.
     behind |= flags if dtype_of(var) in FLOATS else Flag.FLOAT32
   if eqn.primitive is reduce_precision_p and place.ends is not None:
     return _of_mark(place, behind)

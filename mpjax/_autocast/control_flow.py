@@ -51,7 +51,7 @@ def _selected(branches: Sequence[Kind | None]) -> Kind | None:
 
 
 def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
-  """Writes a scan or a while. A carry is float32 if it starts so, or is returned so."""
+  """Writes a scan or a while, with carries in the kinds in which the body returns them."""
   *tests, body = inners
   atoms, kinds = operands_of(rewriter, eqn)
   place = rewriter.place(eqn)

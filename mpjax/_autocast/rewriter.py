@@ -29,6 +29,7 @@ from mpjax._jaxpr.reader import (
   inner_jaxprs,
   literal_as,
   retyped,
+  shape_of,
   warn_not_entered,
 )
 from mpjax._policy.active import AUDIT
@@ -93,7 +94,8 @@ class Rewriter:
     if not isinstance(atom, Literal):
       return self.literals.get(atom)
     dtype = dtype_of(atom)
-    if dtype is None or not (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)):
+    is_integer = dtype == np.bool_ or (dtype is not None and jnp.issubdtype(dtype, jnp.integer))
+    if dtype is None or not is_integer or shape_of(atom):
       return None
     return Kind(Role.NUMBER, dtype, numbers=numbers_of(atom.val))
 
@@ -186,7 +188,8 @@ class Rewriter:
       text = "It runs as it was traced, in the dtypes that it had."
       warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
-    role = role or (Role.INPUT if place.as_written else self._role_of_operands(eqn))
+    if role is None:
+      role = Role.INPUT if place.as_written else self._role_of_operands(eqn)
     kinds: dict[DType | None, Kind] = {d: Kind(Role.ACTIVATION, d) for d in FLOATS}
     kinds[FLOAT32] = Kind(role, FLOAT32)
     self.write(eqn, operands, [kinds.get(dtype_of(v)) for v in eqn.outvars])

@@ -11,6 +11,7 @@
                                        if a number leaves the range of the compute dtype; else the
                                        compute dtype
     arithmetic                         float32 also for a consumer that widens it: see `Flag`
+    addition of two arrays             is not widened, except for a float32 result of the policy
 
 A result has the largest `Role` among the operands. An activation that was computed in float32 is
 rounded if matmuls alone use it.

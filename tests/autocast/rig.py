@@ -10,6 +10,7 @@ from jax.interpreters import mlir
 
 import mpjax
 from mpjax._autocast import Settings, with_settings
+from mpjax._jaxpr.reader import walk
 from tests import programs
 
 BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
@@ -18,6 +19,20 @@ BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def matmuls(fun: Any, *args: Any) -> list[tuple[str, str]]:
   """Returns the dtypes of the operands of each matmul of a function."""
   return [product.dtypes for product in programs.products(jax.make_jaxpr(fun)(*args))]
+
+
+def cast(fun: Any, *args: Any) -> Any:
+  """Returns the jaxpr of a function under autocast in bfloat16."""
+  return jax.make_jaxpr(mpjax.autocast(fun, "bfloat16"))(*args)
+
+
+def find(program: Any, name: str) -> list[Any]:
+  """Returns the equations of a primitive, those inside of others too."""
+  return [eqn for eqn in walk(program) if eqn.primitive.name == name]
+
+
+def dtypes(variables: Any) -> list[str]:
+  return [str(v.aval.dtype) for v in variables]
 
 
 def rewritten(

@@ -12,30 +12,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 import mpjax
-from mpjax._jaxpr.reader import walk
 from tests import programs
 from tests.autocast import checks
-from tests.autocast.rig import BOTH
+from tests.autocast.rig import BOTH, cast, dtypes, find
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
 
 
-def cast(fun, *args):
-  return jax.make_jaxpr(mpjax.autocast(fun, "bfloat16"))(*args)
-
-
-def find(program, name):
-  return [eqn for eqn in walk(program) if eqn.primitive.name == name]
-
-
 def one(program, name):
   (eqn,) = find(program, name)
   return eqn
-
-
-def dtypes(variables):
-  return [str(v.aval.dtype) for v in variables]
 
 
 def products(program):

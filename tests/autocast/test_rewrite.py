@@ -11,25 +11,12 @@ from jax import lax
 from jax.experimental import pallas
 
 import mpjax
-from mpjax._jaxpr.reader import walk
 from tests import programs
-from tests.autocast.rig import BOTH, matmuls, repeat_p
+from tests.autocast.rig import BOTH, cast, dtypes, find, matmuls, repeat_p
 from tests.programs import compilations
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
-
-
-def cast(fun, *args):
-  return jax.make_jaxpr(mpjax.autocast(fun, "bfloat16"))(*args)
-
-
-def find(program, name):
-  return [eqn for eqn in walk(program) if eqn.primitive.name == name]
-
-
-def dtypes(variables):
-  return [str(v.aval.dtype) for v in variables]
 
 
 # Primitives that run as they were traced.
