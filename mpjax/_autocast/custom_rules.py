@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray, eval_jaxpr
+from jax.core import AbstractValue, ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
@@ -36,11 +36,12 @@ from mpjax._jaxpr.calls import called, jaxpr_of
 from mpjax._jaxpr.compat import context_of, without_scopes
 from mpjax._jaxpr.locations import PREFIX
 from mpjax._jaxpr.primitives import Holds, facts_of
-from mpjax._jaxpr.reader import aval_of, name_of, with_inner
+from mpjax._jaxpr.reader import aval_of, dtype_of, name_of, with_inner
 from mpjax._policy.active import ACTIVE, Active
 
-# What a rule takes or returns: the dtype that it was traced with, and its kind now.
-_Slot: TypeAlias = tuple[DType, Kind | None]
+# What a rule takes or returns: the dtype that it was traced with, and its kind now. A reference has
+# no dtype of its own to change.
+_Slot: TypeAlias = tuple[DType | None, Kind | None]
 
 
 @jax.tree_util.register_static
@@ -88,10 +89,9 @@ class _Custom(NamedTuple):
         return rule(*args)
 
     # The shapes are those of now: under `vmap`, an operand of a batch rule has an axis more.
-    types = [cast(ShapedArray, jax.typeof(x)) for x in operands]
-    pairs = zip(types, ins, strict=True)
-    program = traced(in_state)(*(t.update(dtype=dtype, weak_type=False) for t, (dtype, _) in pairs))
-    dtypes = [aval_of(v).dtype for v in program.jaxpr.outvars]
+    pairs = zip(operands, ins, strict=True)
+    program = traced(in_state)(*(_type(x, dtype) for x, (dtype, _) in pairs))
+    dtypes = list(map(dtype_of, program.jaxpr.outvars))
     fixed = dtypes_of([kind for _, kind in outs])
     # The residuals that a forward rule returns may have any dtype.
     others = [*fixed, *[None] * (len(dtypes) - len(fixed))][len(flags) :]
@@ -143,22 +143,39 @@ class _Custom(NamedTuple):
     return values, _replaced(zeros, smooth, changes)
 
   def forward(self, *operands: PyTree) -> tuple[list[Array], tuple[list[Array], _Saved]]:
+    """Runs the forward rule for operands with symbolic zeros."""
     # No gradient may flow to what the rule closes over. If one does, JAX's own error comes from the
     # user's rule.
     primals: list[Array] = [p.value for p in operands]
-    moving = [i for i in _smooth(primals) if operands[i].perturbed]
+    return self._forward(primals, [i for i in _smooth(primals) if operands[i].perturbed])
+
+  def forward_of_all(self, *primals: Array) -> tuple[list[Array], tuple[list[Array], _Saved]]:
+    """Runs the forward rule where all operands may be differentiated."""
+    return self._forward(primals, _smooth(primals))
+
+  def _forward(
+    self, primals: Sequence[Array], moving: Sequence[int]
+  ) -> tuple[list[Array], tuple[list[Array], _Saved]]:
     trees: list[PyTree] = []
+    references: dict[int, int] = {}  # from the position of a residual to that of an operand
 
     def rule(*primals: Array) -> PyTree:
       outs, pullback = jax.vjp(self.of_moving(primals, moving), *(primals[i] for i in moving))
       leaves, tree = jax.tree.flatten(pullback)
       trees.append(tree)
-      return [*outs, *leaves]
+      positions = {id(x): i for i, x in enumerate(primals) if _is_reference(jax.typeof(x))}
+      references.update({i: positions[id(x)] for i, x in enumerate(leaves) if id(x) in positions})
+      # No jaxpr returns a reference. A residual that is one is an operand itself.
+      return [*outs, *(x for i, x in enumerate(leaves) if i not in references)]
 
     # What is saved may have any dtype: low precision, where it is the result of a matmul.
     values, slots = self.run(rule, primals, self.ins, self.outs, self.flags)
     count = len(self.outs)
-    return values[:count], (values[count:], _Saved((*slots[count:],), trees[-1], (*moving,)))
+    residuals, saved = values[count:], slots[count:]
+    for place, operand in sorted(references.items()):
+      residuals.insert(place, primals[operand])
+      saved.insert(place, self.ins[operand])
+    return values[:count], (residuals, _Saved((*saved,), trees[-1], (*moving,)))
 
   def backward(
     self, residuals: tuple[list[Array], _Saved], cotangents: Sequence[Array | SymbolicZero]
@@ -186,8 +203,20 @@ class _Custom(NamedTuple):
     return values, [True] * len(values)
 
 
+def _type(x: Array, dtype: DType | None) -> AbstractValue:
+  """Returns the type of an operand as it was traced, in the shape that it has now."""
+  aval = jax.typeof(x)
+  return aval if dtype is None else cast(ShapedArray, aval).update(dtype=dtype, weak_type=False)
+
+
+def _is_reference(aval: AbstractValue) -> bool:
+  return not isinstance(aval, ShapedArray)
+
+
 def _smooth(values: Iterable[Any]) -> list[int]:
-  return [i for i, x in enumerate(values) if is_inexact(x)]
+  """Returns the positions of floating and complex arrays; a reference to one is no array."""
+  avals = [x if isinstance(x, AbstractValue) else jax.typeof(x) for x in values]
+  return [i for i, x in enumerate(avals) if isinstance(x, ShapedArray) and is_inexact(x)]
 
 
 def _with_some(values: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> list[Any]:
@@ -223,8 +252,8 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   names = without_scopes(eqn.source_info.name_stack, PREFIX)
   rule = _Custom(
     eqn.replace(source_info=eqn.source_info.replace(name_stack=names)),
-    [(aval_of(v).dtype, kind) for v, kind in zip(eqn.invars, ins, strict=True)],
-    [(aval_of(v).dtype, kind) for v, kind in zip(eqn.outvars, new.outs, strict=True)],
+    [(dtype_of(v), kind) for v, kind in zip(eqn.invars, ins, strict=True)],
+    [(dtype_of(v), kind) for v, kind in zip(eqn.outvars, new.outs, strict=True)],
     flags_of_each_result(rewriter, eqn),
     rewriter.settings,
     rewriter.place(eqn).inside,
@@ -237,7 +266,11 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
       fun.defjvp(rule.jvp, symbolic_zeros=True)
     case Holds.CUSTOM_VJP:
       fun = jax.custom_vjp(call)
-      fun.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
+      # JAX hands a reference to the backward rule only where there are no symbolic zeros.
+      if any(map(_is_reference, map(aval_of, atoms))):
+        fun.defvjp(rule.forward_of_all, rule.backward)
+      else:
+        fun.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
     case _:
       fun = jax.custom_batching.custom_vmap(call)
       fun.def_vmap(rule.batch)

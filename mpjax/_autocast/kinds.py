@@ -118,13 +118,13 @@ def united(each: Iterable[tuple[float, ...] | None]) -> tuple[float, ...] | None
 
 def kind_of_constant(value: Any, settings: Settings) -> Kind | None:
   """Returns the kind of a constant of a jaxpr; None for what is no floating array."""
-  dtype: Any = getattr(value, "dtype", None)
-  if dtype not in FLOATS:
-    return None
   is_array = isinstance(value, (Array, np.ndarray, np.generic))  # A reference to one is no array.
-  if is_array and not isinstance(value, Tracer) and np.ndim(value) == 0 and dtype == FLOAT32:
+  dtype: Any = getattr(value, "dtype", None)
+  if not is_array or dtype not in FLOATS:
+    return None
+  if not isinstance(value, Tracer) and np.ndim(value) == 0 and dtype == FLOAT32:
     return Kind(Role.NUMBER, dtype, numbers=numbers_of(value))
-  if settings.modules or not is_array:
+  if settings.modules:
     return kind_of_input(dtype)
   return Kind(Role.PARAMETER, dtype, weight=True)
 

@@ -28,8 +28,9 @@ def aval_of(atom: Atom) -> ShapedArray:
 
 
 def dtype_of(atom: Atom) -> DType | None:
-  """Returns the dtype of an atom; None for tokens and the like."""
-  return getattr(atom.aval, "dtype", None)
+  """Returns the dtype of an array; None for references, tokens and the like."""
+  # A reference to an array has a dtype too. Its memory was created in it, so it never changes.
+  return atom.aval.dtype if isinstance(atom.aval, ShapedArray) else None
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:

@@ -408,6 +408,58 @@ def test_data_arguments_are_inputs_in_the_derivative_too(rule):
   np.testing.assert_array_equal(grad, CHANGE - np.floor(CHANGE))
 
 
+# References.
+
+
+def gradient_with_reference(cast, transform=lambda f: f, *, keeps_arrays=False):
+  # Returns a gradient, and what the backward rule has written into a reference.
+  tap = jax.custom_vjp(lambda ref, x: x)
+
+  def forward(ref, x):
+    return x, (x, ref, jnp.sin(x)) if keeps_arrays else ref
+
+  def backward(kept, g):
+    ref = kept[1] if keeps_arrays else kept
+    ref[...] = g * kept[0] + kept[2] if keeps_arrays else g
+    return None, g
+
+  tap.defvjp(forward, backward)
+  loss = cast(lambda w, x, ref: jnp.sum(tap(ref, jnp.tanh(x @ w)) ** 2))
+  ref = jax.new_ref(jnp.zeros((4, 3)))
+  return transform(jax.grad(loss))(W / 7, X / 7, ref), ref[...]
+
+
+@pytest.mark.parametrize("keeps_arrays", [False, True])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_backward_rule_writes_into_a_reference(transform, keeps_arrays):
+  expected = gradient_with_reference(lambda f: f, keeps_arrays=keeps_arrays)
+  found = gradient_with_reference(mpjax.autocast, transform, keeps_arrays=keeps_arrays)
+  for a, b in zip(found, expected, strict=True):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, atol=0.02)
+    assert (a != b).any()  # The matmul was in low precision.
+
+
+def test_a_reference_that_is_created_inside():
+  tap = jax.custom_vjp(lambda ref, x: x)
+
+  def backward(ref, g):
+    ref[...] = g
+    return None, g
+
+  tap.defvjp(lambda ref, x: (x, ref), backward)
+
+  @mpjax.autocast
+  def inside(w, x):
+    ref = jax.new_ref(jnp.zeros((4, 3)))
+    grad = jax.grad(lambda w: jnp.sum(tap(ref, x @ w) ** 2))(w)
+    return grad, ref[...]
+
+  grad, kept = jax.jit(inside)(W, X)
+  np.testing.assert_array_equal(kept, 2 * X @ W)
+  np.testing.assert_array_equal(grad, X.T @ (2 * X @ W))
+
+
 # Rules for batches.
 
 
