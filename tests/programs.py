@@ -80,10 +80,13 @@ def inner_jaxprs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
   """Yields the programs in the parameters of an equation."""
   if isinstance(value, (ClosedJaxpr, Jaxpr)):
     yield value
+  elif isinstance(value, jax.stages.Traced):
+    yield value.jaxpr
+  elif isinstance(params := getattr(value, "params", None), dict):  # An object of JAX.
+    yield from inner_jaxprs(params)
   elif isinstance(value, (dict, tuple, list)):
     for item in value.values() if isinstance(value, dict) else value:
-      if isinstance(item, (ClosedJaxpr, Jaxpr, dict, tuple, list)):
-        yield from inner_jaxprs(item)
+      yield from inner_jaxprs(item)
 
 
 def parts_of_scan(eqn: Any) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from mpjax._jaxpr.calls import differentiated, jaxpr_for, jaxpr_of
 from mpjax._jaxpr.compat import context_of
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.primitives import facts_of
-from mpjax._jaxpr.reader import aval_of, dtype_of, shape_of
+from mpjax._jaxpr.reader import aval_of, dtype_of, is_number, shape_of
 
 # Which equations are of an activation function.
 
@@ -97,7 +97,7 @@ def _chains(jaxpr: Jaxpr, ops: OpLists) -> _Chains:
     if root is None or degree is None:
       continue
     (out,) = eqn.outvars
-    grows = [0 if isinstance(v, Literal) else degrees.get(v, 1) for v in eqn.invars]
+    grows = [0 if is_number(v) else degrees.get(v, 1) for v in eqn.invars]
     degrees[out] = degree(grows, eqn.params)
     chains.places.append(place)
     chains.roots[out] = root
@@ -109,7 +109,10 @@ def _chains(jaxpr: Jaxpr, ops: OpLists) -> _Chains:
 def _root(eqn: JaxprEqn, roots: Mapping[Var, Var], ops: OpLists) -> Var | None:
   """Returns the one value that an elementwise operation is a function of; None if it is not."""
   values = {roots.get(v, v) for v in variables(eqn.invars)}
-  if facts_of(eqn).degree is None or len(values) != 1:
+  is_function_of_one = len(values) == 1 and all(
+    is_number(v) for v in eqn.invars if isinstance(v, Literal)
+  )
+  if facts_of(eqn).degree is None or not is_function_of_one:
     return None
   if ops.part_of(eqn.primitive.name, eqn.params) not in ("promote", "keep", "float32"):
     return None

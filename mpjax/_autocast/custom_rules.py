@@ -277,4 +277,5 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   with context_of(eqn):
     traced_call = jax.make_jaxpr(fun)(*map(aval_of, atoms)).jaxpr.eqns[-1]
   # `make_jaxpr` has traced only a stand-in for the body; what is kept of it are the rules.
-  rewriter.write(eqn, atoms, new.outs, with_inner(traced_call, [closed]))
+  written = eqn.replace(primitive=traced_call.primitive)
+  rewriter.write(written, atoms, new.outs, with_inner(traced_call, [closed]))

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._core.types import FLOAT32, DType, Function, PyTree
 from mpjax._jaxpr.caches import cached_per_jaxpr
+from mpjax._jaxpr.compat import with_equations
 from mpjax._jaxpr.primitives import EqnParams, facts_of
 from mpjax._jaxpr.reader import Program, aval_of, hides_matmul, opened, walk, with_each
 
@@ -105,5 +106,5 @@ def _in_precision(program: Program, precision: object) -> Program | None:
   if all(new is eqn.params for eqn, new in zip(eqns, params, strict=True)):
     return None
   eqns = [eqn.replace(params=new) for eqn, new in zip(eqns, params, strict=True)]
-  new = opened(program).replace(eqns=eqns)
+  new = with_equations(opened(program), eqns)
   return ClosedJaxpr(new, program.consts) if isinstance(program, ClosedJaxpr) else new

@@ -14,6 +14,7 @@ from mpjax._autocast.rules import as_traced, operation
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
+from mpjax._jaxpr.compat import with_equations
 from mpjax._jaxpr.primitives import AS_TRACED, Holds, facts_of, is_higher_order
 from mpjax._jaxpr.reader import Atom, aval_of, inner_jaxprs
 
@@ -40,7 +41,7 @@ def rewrite(
   results, kinds = _results(rewriter, jaxpr, outs)
   # A constant keeps its dtype, and so its variable.
   invars = variables[len(jaxpr.constvars) :]
-  new = jaxpr.replace(invars=invars, outvars=results, eqns=rewriter.shown())
+  new = with_equations(jaxpr, rewriter.shown(), invars=invars, outvars=results)
   closed = None if new.constvars else ClosedJaxpr(new, ())
   return Rewritten(new, kinds, closed, tuple(rewriter.linear_algebra))
 

@@ -10,7 +10,7 @@ from jax.extend.core.primitives import dot_general_p
 from jax.lax import Precision
 
 from mpjax._autocast.consumers import flags_of
-from mpjax._autocast.kinds import FLOATS, Kind, Kinds, Role, numbers_of
+from mpjax._autocast.kinds import FLOATS, Kind, Kinds, Role, kind_of_constant, numbers_of
 from mpjax._autocast.precision import Params
 from mpjax._autocast.scopes import NOT_IN, REGION, region_of
 from mpjax._autocast.settings import Scope, Settings
@@ -27,9 +27,10 @@ from mpjax._jaxpr.reader import (
   cast_to,
   dtype_of,
   inner_jaxprs,
+  is_number,
+  is_object,
   literal_as,
   retyped,
-  shape_of,
   warn_not_entered,
 )
 from mpjax._policy.active import AUDIT
@@ -83,7 +84,10 @@ class Rewriter:
       return self.values.get(atom)
     if dtype_of(atom) not in FLOATS:
       return None
-    return Value(atom, Kind(Role.NUMBER, aval_of(atom).dtype, numbers=numbers_of(atom.val)))
+    if is_number(atom):
+      return Value(atom, Kind(Role.NUMBER, aval_of(atom).dtype, numbers=numbers_of(atom.val)))
+    kind = kind_of_constant(atom.val, self.settings)
+    return None if kind is None else Value(atom, kind)
 
   def kind(self, atom: Atom) -> Kind | None:
     value = self.value(atom)
@@ -95,7 +99,7 @@ class Rewriter:
       return self.literals.get(atom)
     dtype = dtype_of(atom)
     is_integer = dtype == np.bool_ or (dtype is not None and jnp.issubdtype(dtype, jnp.integer))
-    if dtype is None or not is_integer or shape_of(atom):
+    if dtype is None or not is_integer or not is_number(atom):
       return None
     return Kind(Role.NUMBER, dtype, numbers=numbers_of(atom.val))
 
@@ -124,7 +128,7 @@ class Rewriter:
     """Returns what holds a value in `dtype`, after a cast if need be, for an equation."""
     if dtype_of(value.atom) == dtype:
       return value.atom
-    if isinstance(value.atom, Literal):
+    if is_number(value.atom):
       return literal_as(value.atom, dtype)
     if dtype in value.casts:
       return value.casts[dtype]
@@ -183,8 +187,10 @@ class Rewriter:
   ) -> None:
     """Writes an equation as it was traced; `role` is that of its results, if it is known."""
     place = self.place(eqn)
-    unknown = part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
-    if (unknown or inners is None) and place.compute_dtype is not None:
+    is_unknown = inners is None or (
+      part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
+    )
+    if is_unknown and place.compute_dtype is not None and not is_object(eqn):
       text = "It runs as it was traced, in the dtypes that it had."
       warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]

@@ -26,7 +26,7 @@ import operator
 from collections.abc import Sequence
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import (
   broadcast_in_dim_p,
   convert_element_type_p,
@@ -45,7 +45,7 @@ from mpjax._autocast.values import Value
 from mpjax._core.types import FLOAT32, HALVES, DType
 from mpjax._jaxpr.op_lists import part_of
 from mpjax._jaxpr.primitives import OUTER_PRODUCT, facts_of
-from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, retyped, shape_of
+from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, is_number, retyped, shape_of
 
 
 def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
@@ -242,7 +242,7 @@ def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operan
   if facts.gradient == "placed":
     return all(rewriter.flags.get(var, 0) & Flag.FLOAT32 for var in eqn.outvars)
   if facts.gradient == "repeated" and not eqn.params.get("unique_indices"):
-    return not isinstance(eqn.invars[0], Literal)
+    return not is_number(eqn.invars[0])
   if facts.gradient == "chosen":
     return True
   return (facts.exact or facts.tests) and bool(floats) and all(v.is_low_in_float32 for v in floats)

@@ -20,10 +20,11 @@ from mpjax._jaxpr.calls import call_of, called, jaxpr_of
 from mpjax._jaxpr.compat import (
   comes_from_program,
   is_in_program,
+  with_equations,
   without_scopes,
 )
 from mpjax._jaxpr.primitives import is_higher_order
-from mpjax._jaxpr.reader import Atom, aval_of
+from mpjax._jaxpr.reader import Atom, aval_of, is_number
 from mpjax._policy.active import AUDIT
 
 _LONG = 64  # Equations. A shorter jaxpr is written out: for the eye, and a call costs time too.
@@ -77,7 +78,7 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
       calls[key] = call_of(closed, invars, outvars, "part", inline=True)
     where = {"source_info": group[0].source_info, "ctx": group[0].ctx}
     eqns.append(calls[key].replace(invars=[*invars], outvars=outvars, **where))
-  return jaxpr.replace(eqns=eqns)
+  return with_equations(jaxpr, eqns)
 
 
 def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
@@ -126,7 +127,8 @@ def _part(
 
   def number(atom: Atom) -> Hashable:
     if isinstance(atom, Literal):
-      return atom.aval, np.asarray(atom.val).tobytes()
+      # Arrays are compared by identity, since comparing elements of large ones takes time.
+      return atom.aval, np.asarray(atom.val).tobytes() if is_number(atom) else id(atom.val)
     if atom not in numbers:
       numbers[atom] = len(numbers)
       invars.append(atom)

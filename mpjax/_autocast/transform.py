@@ -28,9 +28,10 @@ from mpjax._autocast.settings import Settings
 from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
 from mpjax._core.frameworks import check_function
 from mpjax._core.types import FLOAT32, HALVES, Args, Array, DType, Function, Kwargs, Leaf, P, PyTree
+from mpjax._jaxpr.compat import closed_over
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.primitives import Holds, facts_of
-from mpjax._jaxpr.reader import closed_over, walk
+from mpjax._jaxpr.reader import walk
 from mpjax._policy.active import AUDIT, in_region
 from mpjax._policy.policy import PolicyLike, parse_policy
 from mpjax._policy.rules import Rule, parse_rules, rewrites

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import broadcast_in_dim_p
 
 from mpjax._autocast.kinds import Kind, Role
 from mpjax._core.types import FLOAT32, DType
-from mpjax._jaxpr.reader import Atom, aval_of, shape_of
+from mpjax._jaxpr.reader import Atom, aval_of, is_number, shape_of
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Value:
     numbers, scalar = self.kind.numbers or (), self.atom
     if self.producer is not None and self.producer.primitive is broadcast_in_dim_p:
       scalar = self.producer.invars[0]
-    is_scalar = not shape_of(scalar) and (scalar is not self.atom or isinstance(scalar, Literal))
+    is_scalar = not shape_of(scalar) and (scalar is not self.atom or is_number(scalar))
     return numbers[0] if is_scalar and len(numbers) == 1 else None
 
   @property

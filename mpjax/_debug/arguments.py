@@ -20,7 +20,7 @@ from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.leaves import Path, is_nnx_variable, leaf_paths
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
-from mpjax._jaxpr.compat import within_scopes
+from mpjax._jaxpr.compat import with_equations, within_scopes
 from mpjax._jaxpr.graph import Graph, Value
 from mpjax._jaxpr.locations import Source
 from mpjax._jaxpr.reader import Program, inner_jaxprs, opened, with_inner
@@ -201,7 +201,7 @@ def _scoped(program: Program, modules: Mapping[Key, Path], at: Key = ()) -> Prog
     stack = within_scopes(source.name_stack, modules.get(key, ()))
     params = with_inner(eqn, inner) if inner else eqn.params
     eqns.append(eqn.replace(source_info=source.replace(name_stack=stack), params=params))
-  jaxpr = jaxpr.replace(eqns=eqns)
+  jaxpr = with_equations(jaxpr, eqns)
   return jaxpr if isinstance(program, Jaxpr) else program.replace(jaxpr=jaxpr)
 
 

@@ -9,14 +9,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType, PartitionSpec
 
 from mpjax._core.types import Array, Function
-from mpjax._jaxpr.compat import WRITTEN_OUT, varying_axes
+from mpjax._jaxpr.compat import WRITTEN_OUT, varying_axes, with_equations
 from mpjax._jaxpr.reader import Atom, call_params, with_inner
 
 
 def jaxpr_of(eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Atom]) -> Jaxpr:
   """Returns a jaxpr of equations, without their effects. Nothing is traced."""
   like = _template(len(invars), len(outvars))
-  return like.replace(invars=[*invars], outvars=[*outvars], eqns=[*eqns])
+  return with_equations(like, eqns, invars=invars, outvars=outvars)
 
 
 @functools.cache

@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.core import ShapedArray, Tracer
-from jax.extend.core import JaxprEqn
+from jax.core import AbstractValue, ShapedArray, Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from mpjax._core.types import Array
 
@@ -48,6 +48,51 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
   with context_of(eqn):
     results = eqn.primitive.bind(*operands, **params)
   return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def with_equations(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], **fields: Sequence[Any]) -> Jaxpr:
+  """Returns a jaxpr with other equations, and perhaps other `invars` or `outvars`.
+
+  A jaxpr says whether objects are to be expanded in it before it is lowered.
+  """
+  is_high = any(eqn.primitive.is_high(*map(_aval, eqn.invars), **eqn.params) for eqn in eqns)
+  lists = {name: [*variables] for name, variables in fields.items()}
+  return jaxpr.replace(eqns=[*eqns], is_high=is_high, **lists)
+
+
+def _aval(atom: Any) -> AbstractValue:
+  return atom.aval
+
+
+def params_of_object(eqn: JaxprEqn) -> Mapping[str, Any]:
+  """Returns the parameters of an object of JAX that an equation runs; none for other equations."""
+  return getattr(eqn.params.get("_prim"), "params", {})
+
+
+def shown_by_object(eqn: JaxprEqn) -> ClosedJaxpr | None:
+  """Returns the jaxpr that an object of JAX shows; None if it shows none."""
+  params = params_of_object(eqn)
+  return params.get("jaxpr") or getattr(params.get("traced"), "jaxpr", None)
+
+
+def closed_over(eqn: JaxprEqn) -> int:
+  """Returns how many operands, the first ones, a function with its own derivative closes over."""
+  if "traced" in params_of_object(eqn):
+    return len(jax.tree.leaves(eqn.params["_prim"].in_avals[0]))
+  return eqn.params.get("num_consts", 0)
+
+
+def params_around(eqn: JaxprEqn, program: ClosedJaxpr) -> dict[str, Any]:
+  """Returns the parameters of an object of JAX that shows a jaxpr, around another jaxpr.
+
+  The rules of a function with its own derivative are of the jaxpr that it has: that one stays.
+  """
+  params = params_of_object(eqn)
+  if "policy" not in params:
+    return eqn.params
+  options = {key: params[key] for key in ("policy", "prevent_cse") if params.get(key) is not None}
+  fun = jax.checkpoint(jaxpr_as_fun(program), **options)
+  return jax.make_jaxpr(fun)(*program.in_avals).eqns[-1].params
 
 
 def without_scopes(name_stack: NameStack, prefix: str) -> NameStack:

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
+from mpjax._jaxpr.compat import params_of_object
+
 Part: TypeAlias = Literal["half", "float32", "promote", "keep", "opaque"]
 
 PARTS: Mapping[Part, str] = types.MappingProxyType(
@@ -97,6 +99,7 @@ class Row(NamedTuple):
     holds: how it runs the jaxprs that it holds; None if it holds none.
     jaxpr_params: the parameters that hold the jaxprs which are replaced, separated by spaces;
       "a|b" for one whose name depends on the version of JAX.
+    object_param: a parameter of the object of JAX that flags such as `jax_remat3` put in its place.
   """
 
   names: str
@@ -116,6 +119,7 @@ class Row(NamedTuple):
   flops: Literal["dot", "ragged_dot", "convolution"] | None = None
   holds: Holds | None = None
   jaxpr_params: str = ""
+  object_param: str = ""
 
 
 class Family:
@@ -491,15 +495,17 @@ FAMILIES: tuple[Family, ...] = (
     None,
     "Their jaxprs are entered.",
     Row("call closed_call program_order", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
-    Row("checkpoint remat2", holds=Holds.CALL, jaxpr_params="jaxpr"),
+    Row("checkpoint remat2", holds=Holds.CALL, jaxpr_params="jaxpr", object_param="policy"),
     Row("jit", holds=Holds.CALL, jaxpr_params="jaxpr"),
     # `jax.jit(f).trace(x)` that is called again.
     Row("eval_jaxpr", holds=Holds.CALL, jaxpr_params="call_jaxpr|jaxpr"),
     Row("composite", holds=Holds.COMPOSITE, jaxpr_params="call_jaxpr|jaxpr"),
     Row("shard_map", holds=Holds.SHARD_MAP, jaxpr_params="jaxpr"),
     # Differentiating a jaxpr replaces these two; in one that was not, the plain jaxpr runs.
-    Row("custom_jvp_call", holds=Holds.CUSTOM_JVP, jaxpr_params="call_jaxpr"),
-    Row("custom_vjp_call", holds=Holds.CUSTOM_VJP, jaxpr_params="call_jaxpr"),
+    Row(
+      "custom_jvp_call", holds=Holds.CUSTOM_JVP, jaxpr_params="call_jaxpr", object_param="jvp_rule"
+    ),
+    Row("custom_vjp_call", holds=Holds.CUSTOM_VJP, jaxpr_params="call_jaxpr", object_param="bwd"),
     Row("custom_vmap_call", holds=Holds.CUSTOM_VMAP, jaxpr_params="call"),
     Row("cond", holds=Holds.COND, jaxpr_params="branches"),
     Row("scan", holds=Holds.SCAN, jaxpr_params="jaxpr"),
@@ -508,7 +514,7 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     None,
     "They come with others that must agree, or are objects of JAX, and run as they were traced.",
-    # `jax.checkpoint` and `jax.custom_vjp` with `jax_remat3` and `jax_custom_vjp3` are such.
+    # Except those that `object_param` knows.
     Row("call_hi_primitive", holds=Holds.OBJECT),
     # Of its four jaxprs the others are for differentiating and checking.
     Row("custom_linear_solve", holds=Holds.LINEAR_SOLVE, role="linear algebra"),
@@ -522,6 +528,8 @@ FACTS: Mapping[str, Row] = types.MappingProxyType(
   {name: row for family in FAMILIES for row in family.rows for name in row.names.split()}
 )
 """The row of each primitive."""
+
+_OF_OBJECTS = {row.object_param: row for row in FACTS.values() if row.object_param}
 
 HIGHER_ORDER = frozenset(
   name for family in FAMILIES if family.part is None for name in family.names
@@ -553,6 +561,8 @@ INNER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product")
 def facts_of(eqn: JaxprEqn) -> Row:
   """Returns what is known of the primitive of an equation: nothing, if it is in no row."""
   row = FACTS.get(eqn.primitive.name, _UNKNOWN)
+  if row.holds is Holds.OBJECT:
+    return next((_OF_OBJECTS[x] for x in params_of_object(eqn) if x in _OF_OBJECTS), row)
   if row.flops != "dot":
     return row
   (summed, _), (batch, _) = eqn.params["dimension_numbers"]

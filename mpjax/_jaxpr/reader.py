@@ -15,7 +15,7 @@ from jax.numpy import finfo
 
 from mpjax._core.errors import REFUSALS
 from mpjax._core.types import DType
-from mpjax._jaxpr.compat import context_of
+from mpjax._jaxpr.compat import context_of, params_around, shown_by_object
 from mpjax._jaxpr.primitives import NESTED, Holds, facts_of, is_higher_order
 
 Atom: TypeAlias = Var | Literal
@@ -38,6 +38,14 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
   return aval_of(atom).shape
 
 
+def is_number(atom: Atom) -> bool:
+  """Whether an atom is a number: a literal without axes.
+
+  With `jax_use_simplified_jaxpr_constants` the arrays that a function closes over are literals too.
+  """
+  return isinstance(atom, Literal) and not shape_of(atom)
+
+
 def retyped(atom: Atom, dtype: DType) -> Var:
   """Returns a new variable like an atom, of another dtype."""
   return Var(_retyped(aval_of(atom), dtype))
@@ -55,7 +63,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def literal_as(literal: Atom, dtype: DType, number: float | None = None) -> Literal:
-  """Returns a literal in another dtype, or one of a number instead of a scalar."""
+  """Returns a number in another dtype, or `number` in the type of a scalar."""
   number = cast(Literal, literal).val if number is None else number
   value = np.asarray(number, np.float32)
   if abs(value) == LARGEST:
@@ -129,7 +137,9 @@ def _keys(eqn: JaxprEqn) -> list[str]:
 
 
 def _call(eqn: JaxprEqn) -> tuple[Inner, ...]:
-  return (Inner(eqn.params[_keys(eqn)[0]], operands=tuple(range(len(eqn.invars)))),)
+  shown = shown_by_object(eqn)
+  program = eqn.params[_keys(eqn)[0]] if shown is None else shown
+  return (Inner(program, operands=tuple(range(len(eqn.invars)))),)
 
 
 def _scan(eqn: JaxprEqn) -> tuple[Inner, ...]:
@@ -176,10 +186,8 @@ def _linear(eqn: JaxprEqn) -> tuple[Inner, ...]:
 
 
 def _object(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
-  # It may have derivative rules of its own, which what it expands to has not. The search for a root
-  # is in no network, and is left alone like `custom_linear_solve`.
-  alone = type(eqn.params["_prim"]).__name__ == "CustomRoot"
-  return () if alone or not hides_matmul(eqn) else None
+  # It may have derivative rules of its own, which what it expands to has not.
+  return None if hides_matmul(eqn) else ()
 
 
 _READERS: Mapping[Holds | None, Callable[[JaxprEqn], tuple[Inner, ...] | None]] = {
@@ -225,6 +233,8 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
 
 def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
   """Returns the parameters of an equation with other jaxprs, in the order of `inner_jaxprs`."""
+  if shown_by_object(eqn) is not None:
+    return params_around(eqn, new[0])
   values = [tuple(new)] if facts_of(eqn).holds is Holds.COND else new
   # What is not replaced names no parameters: the transpose of a `linear_call` is float32, and a
   # body in low precision would not match it.
@@ -269,10 +279,14 @@ def mapped_with(eqn: JaxprEqn) -> dict[str, Any]:
   return {**options, "axis_names": params["newly_manual_axes"]}
 
 
+def is_object(eqn: JaxprEqn) -> bool:
+  """Whether an equation is an object of JAX that shows no jaxpr: nothing in it can be changed."""
+  return facts_of(eqn).holds is Holds.OBJECT
+
+
 def hides_matmul(eqn: JaxprEqn) -> bool:
-  """Whether an equation runs a matmul in an object of JAX, in which nothing can be changed."""
-  avals = tuple(map(aval_of, eqn.invars))
-  return facts_of(eqn).holds is Holds.OBJECT and _multiplies(eqn.params["_prim"], avals)
+  """Whether an equation runs a matmul in an object of JAX."""
+  return is_object(eqn) and _multiplies(eqn.params["_prim"], tuple(map(aval_of, eqn.invars)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -289,11 +303,6 @@ def _multiplies(prim: Any, avals: tuple[ShapedArray, ...]) -> bool:
 def donated(eqn: JaxprEqn) -> tuple[bool, ...]:
   """Returns for each operand whether its memory may be taken over by the results."""
   return eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
-
-
-def closed_over(eqn: JaxprEqn) -> int:
-  """Returns how many operands, the first ones, a function with its own derivative closes over."""
-  return eqn.params.get("num_consts", 0)
 
 
 def name_of(eqn: JaxprEqn) -> str:

@@ -12,10 +12,10 @@ from jax.extend.core import Literal, Primitive
 from jax.sharding import PartitionSpec
 
 import mpjax
+from mpjax._jaxpr.compat import closed_over
 from mpjax._jaxpr.count import flops_of
-from mpjax._jaxpr.primitives import FACTS, HIGHER_ORDER, Holds
+from mpjax._jaxpr.primitives import FACTS, HIGHER_ORDER, Holds, facts_of
 from mpjax._jaxpr.reader import (
-  closed_over,
   donated,
   dtype_of,
   hides_matmul,
@@ -280,15 +280,38 @@ def test_a_primitive_of_another_library_is_not_known():
   assert inner_jaxprs(of_params("odd_call", deep=((1, ()),))) == ()
 
 
-class CustomRoot:
-  """As JAX calls the object that holds a search for a root."""
+def test_an_object_that_shows_no_jaxpr_may_hide_a_matmul():
+  eqn = of_params("call_hi_primitive", _prim=object())
+  assert inner_jaxprs(eqn) is None
+  assert hides_matmul(eqn)
 
 
-def test_of_the_objects_of_jax_only_the_search_for_a_root_is_left_alone_on_purpose():
-  root, other = (of_params("call_hi_primitive", _prim=each) for each in (CustomRoot(), "remat"))
-  assert inner_jaxprs(root) == ()
-  assert inner_jaxprs(other) is None
-  assert hides_matmul(root)
+@pytest.mark.parametrize(
+  ("wrap", "flag"),
+  [
+    (with_jvp, "jax_custom_jvp3"),
+    (with_vjp, "jax_custom_vjp3"),
+    (jax.checkpoint, "jax_remat3"),
+  ],
+)
+def test_an_object_that_shows_its_jaxpr_is_read_as_what_it_replaces(set_flag, wrap, flag):
+  if not hasattr(jax.config, flag):
+    pytest.skip(f"this version of JAX has no {flag}")
+
+  def traced():
+    # A new function: JAX may have the jaxpr without the flag.
+    program = jax.make_jaxpr(wrap(lambda x: square(x)))(s(4, 4))
+    return next(eqn for eqn in program.eqns if inner_jaxprs(eqn))
+
+  plain = traced()
+  set_flag(flag, True)
+  eqn = traced()
+  assert eqn.primitive.name == "call_hi_primitive"
+  assert facts_of(eqn) is facts_of(plain)
+  (inner,), (expected,) = inner_jaxprs(eqn), inner_jaxprs(plain)
+  found, wanted = ([e.primitive for e in walk(x.program)] for x in (inner, expected))
+  assert set(found) >= set(wanted)
+  assert inner.operands == tuple(range(len(eqn.invars)))
 
 
 def test_a_jaxpr_of_as_many_inputs_or_outputs_alone_does_not_fit():
