@@ -32,7 +32,7 @@ from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree
-from mpjax._jaxpr.calls import called, jaxpr_of
+from mpjax._jaxpr.calls import called, jaxpr_for, jaxpr_of
 from mpjax._jaxpr.compat import context_of, without_scopes
 from mpjax._jaxpr.locations import PREFIX
 from mpjax._jaxpr.primitives import Holds, facts_of
@@ -275,7 +275,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
       fun = jax.custom_batching.custom_vmap(call)
       fun.def_vmap(rule.batch)
   with context_of(eqn):
-    traced_call = jax.make_jaxpr(fun)(*map(aval_of, atoms)).jaxpr.eqns[-1]
+    traced_call = jaxpr_for(fun, *map(aval_of, atoms)).jaxpr.eqns[-1]
   # `make_jaxpr` has traced only a stand-in for the body; what is kept of it are the rules.
   written = eqn.replace(primitive=traced_call.primitive)
   rewriter.write(written, atoms, new.outs, with_inner(traced_call, [closed]))

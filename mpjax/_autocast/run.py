@@ -20,6 +20,7 @@ from mpjax._jaxpr.calls import call_of, called, jaxpr_of
 from mpjax._jaxpr.compat import (
   comes_from_program,
   is_in_program,
+  varying_axes,
   with_equations,
   without_scopes,
 )
@@ -38,7 +39,10 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
   """
   values = [*consts, *operands]
   tracers = [x for x in values if isinstance(x, Tracer)]
-  if len(jaxpr.eqns) >= _LONG and tracers and all(map(is_in_program, tracers)):
+  is_long = len(jaxpr.eqns) >= _LONG and bool(tracers) and all(map(is_in_program, tracers))
+  # In a `shard_map` the tangent of a varying operand may vary over fewer axes. A call adapts its
+  # tangents to the types of its operands, and an equation does not.
+  if is_long or any(varying_axes(aval) for aval in map(aval_of, jaxpr.invars)):
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     return called(ClosedJaxpr(jaxpr, ()), values, name)
   # Inside of `jit`, a function that is differentiated or batched is traced equation by equation,

@@ -2,9 +2,10 @@
 
 import functools
 from collections.abc import Sequence
+from typing import cast
 
 import jax
-from jax.core import ShapedArray, eval_jaxpr
+from jax.core import AbstractValue, ShapedArray, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType, PartitionSpec
 
@@ -46,22 +47,42 @@ def call_of(
   return call.replace(invars=[*invars], outvars=[*outs], params=params, effects=closed.effects)
 
 
-def jaxpr_for(call: Function, *avals: ShapedArray) -> ClosedJaxpr:
+def jaxpr_for(call: Function, *avals: AbstractValue) -> ClosedJaxpr:
   """Returns the jaxpr of a function, for operands that may vary over the axes of a `shard_map`."""
-  mesh, traced = avals[0].sharding.mesh, []
-  if not varying_axes(avals[0]):
+  arrays = [aval for aval in avals if isinstance(aval, ShapedArray)]
+  varying = next((aval for aval in arrays if varying_axes(aval)), None)
+  if varying is None:
     return jax.make_jaxpr(call)(*avals)
 
-  # These are not bound while the jaxpr around is rewritten.
+  # The axes are not bound while the jaxpr around is rewritten.
+  traced: list[ClosedJaxpr] = []
+
   def on_device() -> None:
     traced.append(jax.make_jaxpr(call)(*avals))
 
+  mesh, spec = varying.sharding.mesh, PartitionSpec()
   around = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
   with jax.sharding.use_abstract_mesh(around):
-    spec = PartitionSpec()
     here = jax.shard_map(on_device, in_specs=spec, out_specs=spec, axis_names={*mesh.manual_axes})
     jax.eval_shape(here)
   return traced[0]
+
+
+def placed_like(tangent: Array, primal: Array) -> Array:
+  """Returns a tangent on the axes of the mesh on which its primal is.
+
+  JAX makes tangents that are on fewer, such as `jnp.ones_like(x)`. The tangent of a result has the
+  type of the result.
+  """
+  types = (cast(ShapedArray, jax.typeof(x)) for x in (tangent, primal))
+  here, there = types
+  missing = tuple(set(varying_axes(there)) - set(varying_axes(here)))
+  if missing:
+    tangent = jax.lax.pcast(tangent, missing, to="varying")
+  is_explicit = AxisType.Explicit in there.sharding.mesh.axis_types
+  if is_explicit and here.sharding != there.sharding:
+    tangent = jax.sharding.reshard(tangent, there.sharding)
+  return tangent
 
 
 def differentiated(
@@ -75,5 +96,5 @@ def differentiated(
   call.__name__ = name
   fun = jax.custom_jvp(call)
   fun.defjvp(rule, symbolic_zeros=True)
-  eqn = jax.make_jaxpr(fun)(*avals).jaxpr.eqns[-1]
+  eqn = jaxpr_for(fun, *avals).jaxpr.eqns[-1]
   return eqn.replace(params=with_inner(eqn, [body]))

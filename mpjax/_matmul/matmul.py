@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import remembered_off_mesh
-from mpjax._jaxpr.calls import differentiated, jaxpr_for
+from mpjax._jaxpr.calls import differentiated, jaxpr_for, placed_like
 from mpjax._jaxpr.compat import WRITTEN_OUT, bind
 from mpjax._jaxpr.count import dot_axes
 from mpjax._jaxpr.locations import FLOAT8
@@ -74,7 +74,9 @@ def equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
     moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
     result, kept = rule.with_kept(moving, *primals)
     parts = [
-      tangent_p.bind(tangents[side], *each, rule=rule, side=side, levels=())
+      tangent_p.bind(
+        placed_like(tangents[side], primals[side]), *each, rule=rule, side=side, levels=()
+      )
       for side, each in zip(moving, kept, strict=True)
     ]
     results = bind(eqn, primals) if result is None else [result]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 import mpjax
 from tests import programs
@@ -341,6 +341,59 @@ def test_a_scan_keeps_its_order_length_and_dtypes(reverse):
 
 
 # Devices.
+
+
+FORWARD = {
+  "jvp": lambda f, x, ones: jax.jvp(f, (x,), (ones,))[1],
+  "jacfwd": lambda f, x, ones: jax.jacfwd(f)(x).sum((2, 3)),
+  "linearize": lambda f, x, _: jax.linearize(f, x)[1](jnp.ones_like(x)),
+}
+"""Ways to the change of a result for an operand that changes by ones."""
+
+
+@pytest.mark.parametrize("mode", FORWARD)
+def test_a_tangent_on_fewer_axes_of_an_explicit_mesh(devices, mode):
+  mesh = jax.make_mesh((4,), ("d",), (AxisType.Explicit,), devices=devices)
+  w = jax.device_put(W, NamedSharding(mesh, jax.P()))
+  x = jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, jax.P("d")))
+
+  def change(cast):
+    f = cast(lambda x: jnp.tanh(x @ w) @ w)
+    # Ones that are on no axis of the mesh.
+    return jax.jit(lambda x: FORWARD[mode](f, x, jnp.ones((4, 3))))(x)
+
+  found, expected = change(mpjax.autocast), change(lambda f: f)
+  assert jax.typeof(found) == jax.typeof(expected)
+  np.testing.assert_allclose(found, expected, atol=0.02)
+
+
+@pytest.mark.parametrize("mode", FORWARD)
+@pytest.mark.parametrize("inside", [True, False], ids=["of autocast", "under autocast"])
+def test_a_tangent_that_varies_over_fewer_axes_of_a_shard_map(devices, mode, inside):
+  mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=devices)
+
+  def change(cast):
+    f = lambda x: jnp.tanh(x @ W) @ W  # noqa: E731
+    local = lambda f: lambda x: FORWARD[mode](f, x, jnp.ones((1, 3)))  # noqa: E731
+    mapped = local(cast(f)) if inside else cast(local(f))
+    specs = {"in_specs": jax.P("d"), "out_specs": jax.P("d")}
+    return jax.jit(jax.shard_map(mapped, mesh=mesh, **specs))(jnp.ones((4, 3)))
+
+  found, expected = change(mpjax.autocast), change(lambda f: f)
+  assert jax.typeof(found) == jax.typeof(expected)
+  np.testing.assert_allclose(found, expected, atol=0.02)
+
+
+def test_the_types_of_a_gradient_in_a_shard_map_are_right(devices, set_flag):
+  mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=devices)
+
+  def fun(w, x):
+    local = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+    specs = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P("d")}
+    return jax.shard_map(local, mesh=mesh, **specs)(w, x).sum()
+
+  set_flag("jax_enable_checks", True)
+  jax.make_jaxpr(mpjax.autocast(jax.grad(fun, (0, 1))))(W, jnp.ones((4, 3)))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
