@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.types import Function, Grads, KeyPath, OptState, Params, PyTree
 from mpjax._jaxpr.used_dtypes import store_as_used
@@ -50,6 +50,11 @@ def with_policy(
     The view, with modules of subclasses of the model's. Of what is set on the model later it sees
     the values of variables alone; a call of it is an error after a mode was, as by `eval()`.
 
+  Raises:
+    MpjaxTypeError: `model` is no plain NNX module.
+    MpjaxValueError: a variable was created with `ref=True` or `hijax=True`.
+    UnmatchedRuleError: a rule picks out no module, with `unmatched="raise"`.
+
   >>> import jax.numpy as jnp, mpjax
   >>> from flax import nnx
   >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -58,6 +63,7 @@ def with_policy(
   (dtype(bfloat16), True, dtype('float32'))
   """
   _check_model(model)
+  _check_variables(model)
   config = parse_config("mpjax.with_policy", policy, rules, unmatched=unmatched)
   record, policies = ModuleRecord(config), dict[KeyPath, ModulePolicy]()
   view = nnx.clone(model, variables=False, graph=True)
@@ -114,6 +120,26 @@ def _check_model(model: Any) -> None:
     return
   expected = "a flax.nnx.Module"
   raise MpjaxTypeError("mpjax.with_policy(model)", expected=expected, got=got, fix=fix)
+
+
+def _check_variables(model: nnx.Module) -> None:
+  """Raises MpjaxValueError for variables that are references or objects of JAX.
+
+  A view calls copies of a model with tracers as values. These two cannot be copied so: what a call
+  writes to a reference would be lost.
+  """
+  for path, x in nnx.iter_graph(model, graph=True):
+    modes = x.get_metadata() if isinstance(x, nnx.Variable) else {}
+    mode = next((mode for mode in ("ref", "hijax") if modes.get(mode)), None)
+    if mode is not None:
+      name = "/".join(map(str, path))
+      raise MpjaxValueError(
+        "mpjax.with_policy(model)",
+        expected="variables that hold arrays",
+        got=f"{name}, a variable with {mode}=True",
+        fix=f"Create the model without nnx.var_defaults({mode}=True), or in "
+        f"`with nnx.var_defaults({mode}=False):` where a flag of Flax makes it the default.",
+      )
 
 
 def _modules(model: nnx.Module) -> dict[KeyPath, nnx.Pytree]:

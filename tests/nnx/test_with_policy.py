@@ -20,6 +20,8 @@ from tests.nnx import rig
 from tests.nnx.rig import HALF, Does, X
 from tests.programs import bits, products
 
+pytestmark = pytest.mark.not_with("FLAX_HIJAX_VARIABLE", "with_policy refuses such variables")
+
 Rule, convert, with_policy = mpjax.Rule, mpjax.nnx.convert, mpjax.nnx.with_policy
 
 
@@ -326,3 +328,13 @@ def test_under_float32_nothing_is_narrowed_and_only_a_view_is_converted():
   where, fix = "mpjax.nnx.convert(view)", "Write convert(with_policy(model, policy), *inputs)"
   with refused(TypeError, where, "a view", "a Normed", fix):
     convert(model, normal(3, 8))
+
+
+@pytest.mark.parametrize("mode", ["ref", "hijax"])
+def test_variables_that_hold_no_arrays_are_refused(mode):
+  with nnx.var_defaults(**{mode: True}):
+    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+  where, arrays = "mpjax.with_policy(model)", "variables that hold arrays"
+  got, fix = f"a variable with {mode}=True", f"without nnx.var_defaults({mode}=True)"
+  with refused(ValueError, where, arrays, got, fix):
+    with_policy(model, "mixed_bfloat16")
