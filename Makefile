@@ -14,7 +14,7 @@ CUDA ?= cuda12
 OLDEST ?= 3.11
 NEWEST ?= 3.13 3.12
 
-.PHONY: help demo test check docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo tpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
+.PHONY: help demo test check flags docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo tpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -22,6 +22,7 @@ help:
 	@echo "make check       run examples, pages, figures, benchmark scripts, the wheel, properties on more examples, and errors of complete models"
 	@echo "make convergence train the examples until they have learned, in float32 and in low precision"
 	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
+	@echo "make flags       run a sample of the tests with each flag of coming versions of JAX and Flax"
 	@echo "make smoke       install the wheel and the sdist into clean environments, and use them there"
 	@echo "make lint        ruff, pyright, the layout, complexity, the public API and links"
 	@echo "make format      let ruff repair what it can"
@@ -82,6 +83,20 @@ compat:
 	    $(MAKE) --no-print-directory $$venv/.installed PYTHON=$$python VENV=$$venv || exit 1; \
 	  echo "$$($$python --version), jax $$($$venv/bin/python -c 'import jax; print(jax.__version__)'):"; \
 	  $(MAKE) --no-print-directory test PYTHON=$$python VENV=$$venv || exit 1; \
+	done
+
+# JAX and Flax turn such flags on by default, one release after the other. A sample of the tests runs
+# with each, and with all but the last two, which JAX and Flax themselves do not support everywhere.
+FLAGS := JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS JAX_CUSTOM_JVP3 JAX_CUSTOM_VJP3 JAX_REMAT3 \
+  JAX_ENABLE_CHECKS JAX_MUTABLE_ARRAY_CHECKS
+NOT_WITH_OTHERS := JAX_SCAN3 FLAX_HIJAX_VARIABLE
+FLAG_TESTS := tests/autocast/test_transform.py tests/autocast/test_custom_rules.py \
+  tests/autocast/test_matmuls.py tests/linen/test_with_policy.py tests/nnx/test_with_policy.py
+flags: export JAX_PLATFORMS ?= cpu
+flags: $(STAMP)
+	@for each in $(FLAGS) $(NOT_WITH_OTHERS) "$(FLAGS)"; do \
+	  echo "$$each:"; \
+	  env $$(for flag in $$each; do echo $$flag=1; done) $(PYTEST) -q $(FLAG_TESTS) || exit 1; \
 	done
 
 # What a release runs first. Needs the Pythons that its table names, and a network.

@@ -80,6 +80,14 @@ _FLAGS = (
 )
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+  """Skips a test that is not for a flag which is set, as in `make flags`."""
+  for mark in item.iter_markers("not_with"):
+    flag, reason = mark.args
+    if os.environ.get(flag) == "1":
+      pytest.skip(f"with {flag}: {reason}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Leaves out tests marked `gpu` where there is no GPU, and refuses ids that change by process.
 
