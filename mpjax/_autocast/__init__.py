@@ -1,4 +1,4 @@
-"""Mixed precision for any JAX function, by lists of operations."""
+"""Mixed precision for any JAX function: a dtype for each operation."""
 
 from mpjax._autocast.boundary import Boundary, InDtype, NotTraceable, check_returned
 from mpjax._autocast.scopes import end_of_layer, end_of_policy, region_of

@@ -1,4 +1,4 @@
-"""Warnings while a function is rewritten, at the line of the user."""
+"""Warnings at the user's line while a function is rewritten."""
 
 import warnings
 from collections.abc import Collection
@@ -18,8 +18,8 @@ _LINEAR_ALGEBRA = (
 def warn_of_linear_algebra(rewriter: Rewriter, eqn: JaxprEqn, names: Collection[str]) -> None:
   """Warns that linear algebra takes an activation, which matmuls have rounded.
 
-  Functions of JAX such as `jnp.linalg.solve` are jitted, and the equations inside have no line. So
-  `rewriter` keeps their names until the equation of a call has one.
+  Equations inside jitted functions of JAX, such as `jnp.linalg.solve`, have no line. `rewriter`
+  therefore keeps their names until the equation of a call has a line.
   """
   where = location(eqn)
   if where.direction != "forward":
@@ -33,7 +33,7 @@ def warn_of_linear_algebra(rewriter: Rewriter, eqn: JaxprEqn, names: Collection[
 
 
 def warn_without_line(names: Collection[str]) -> None:
-  """Warns of linear algebra for which no equation has a line of the user."""
+  """Warns of linear algebra without a line of the user."""
   if names:
     text = _LINEAR_ALGEBRA.format(names=", ".join(names))
     warnings.warn(text, UserWarning, stacklevel=4)

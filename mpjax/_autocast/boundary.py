@@ -1,8 +1,7 @@
-"""The boundary of a traced call: the user's objects inside of it, and the way back outside.
+"""Give a traced call copies of its arguments, and put its changes into the originals.
 
-Inside, each container is built once more, in its own order and of its own type, around one tracer
-for each array. The way back is the same map: a container that was an argument is that argument
-again, with what the call has put into it.
+Each container is copied in its own order and type. The copy holds one tracer for each array. If the
+call returns the copy of an argument, the caller gets the argument itself, with the changes.
 """
 
 import dataclasses
@@ -24,14 +23,14 @@ class NotTraceable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class InDtype:
-  """An array of a result that has to have a dtype."""
+  """An array of a result, and the dtype that it must have."""
 
   array: Array
   dtype: DType
 
 
 def _around(leaves: Sequence[Leaf], numbered: Any, built: dict[int, Any]) -> Any:
-  """Returns a tree of numbers with leaves instead; `built` are its containers, each once."""
+  """Replaces the numbers in a tree by leaves; `built` holds each container once, by identity."""
   if not isinstance(numbered, Content):
     return None if numbered is None else leaves[numbered]
   if id(numbered) not in built:
@@ -41,7 +40,7 @@ def _around(leaves: Sequence[Leaf], numbered: Any, built: dict[int, Any]) -> Any
 
 
 def in_order(x: Any, order: Any) -> Any:
-  """Returns a tree that JAX has mapped, which sorts keys, in its own order: `Boundary.order`."""
+  """Restores the order of `Boundary.order` in a tree whose keys JAX has sorted."""
   if (content := content_of(x) if isinstance(order, Content) else None) is None:
     return x
   parts = [x[key] for key in order.like] if type(x) in DICTS else content.parts
@@ -51,7 +50,7 @@ def in_order(x: Any, order: Any) -> Any:
 
 
 def jax_order(x: Any) -> Iterator[int]:
-  """Yields the numbers in `Boundary.order` as JAX orders leaves: it sorts the keys of dicts."""
+  """Yields the numbers in `Boundary.order` in the order of JAX, which sorts the keys of dicts."""
   if isinstance(x, Content):
     keys = x.like if isinstance(x.like, list) else range(len(x.parts))
     for _, part in sorted(zip(keys, x.parts, strict=True), key=lambda item: item[0]):
@@ -61,9 +60,9 @@ def jax_order(x: Any) -> Iterator[int]:
 
 
 class Boundary:
-  """The arguments of a call: their leaves, each once, and the containers that these are in.
+  """The arguments of a call: each leaf and each container once.
 
-  With `tie`, only objects for which it is true are one where they are met again.
+  An object that occurs twice counts once, if `tie` is None or true for it.
   """
 
   def __init__(self, x: PyTree, is_leaf: IsLeaf | None = None, tie: IsLeaf | None = None) -> None:
@@ -71,10 +70,10 @@ class Boundary:
     self.containers: dict[Any, tuple[Any, Content]] = {}  # by identity
     self._is_leaf, self._tie = is_leaf or (lambda _: False), tie
     self._numbers: dict[Any, int] = {}
-    self.order = self.numbered(x)  # the containers, in their own order, and no leaf
+    self.order = self.numbered(x)  # containers in their own order, with numbers for leaves
 
   def numbered(self, x: Any) -> Any:
-    """Returns the content of a tree, with the content of containers and the number of each leaf."""
+    """Returns the content of a tree, with a number in place of each leaf."""
     if x is None:
       return None
     key = id(x) if self._tie is None or self._tie(x) else object()
@@ -89,21 +88,21 @@ class Boundary:
     return content
 
   def inside(self, leaves: Sequence[Leaf]) -> "Inside":
-    """Returns the arguments with others instead of `self.leaves`, in the same order."""
+    """Returns copies of the arguments with other leaves, in the order of `self.leaves`."""
     built: dict[int, Any] = {}
     args = _around(leaves, self.order, built)
     pairs = [(x, built[id(numbered)]) for x, numbered in self.containers.values()]
     return Inside(args, pairs, self.contents([new for _, new in pairs]), self._is_leaf)
 
   def contents(self, containers: Sequence[Any] | None = None) -> "Contents":
-    """Returns what the containers hold now, or these instead, and objects that are no trees."""
+    """Returns the current contents of the containers, or of copies, and of other objects."""
     objects = [x for x in self.leaves if not (isinstance(x, jax.Array) or self._is_leaf(x))]
     own = [x for x, _ in self.containers.values()]
     return Contents(own if containers is None else containers, objects)
 
 
 class Contents:
-  """What containers hold at one time; of objects that are no trees to JAX the tracers."""
+  """The contents of containers at one time, and the tracers in objects that are not pytrees."""
 
   def __init__(self, containers: Sequence[Any], objects: Sequence[Any]) -> None:
     self._containers = (*containers, *objects)
@@ -113,19 +112,19 @@ class Contents:
     self._attributes = [(x, c) for x in own if type(x) in (dict, list) and (c := content_of(x))]
 
   def _now(self, x: Any) -> Content:
-    # Of others than lists and dicts all leaves: they may give new containers at each look.
+    # Other pytrees may flatten into new containers each time, so they are compared by leaves.
     content = content_of(x, lambda y: id(y) in self._ids)
     return content or Content(_tracers_in(x), None, list)
 
   def changed(self) -> Iterator[tuple[int, Content]]:
-    """Yields the position of each list and dict that holds something else now, and what."""
+    """Yields the position and the new content of each list and dict that has changed."""
     for i, (x, before) in enumerate(zip(self._containers, self._before, strict=True)):
       now = self._now(x)
       # NNX drops what is set on a copy of a module.
       same = is_nnx_object(x) or now.like == before.like
       if not (same and same_objects(now.parts, before.parts)):
         if type(x) not in (list, *DICTS):
-          for attributes, old in self._attributes:  # It is called again.
+          for attributes, old in self._attributes:  # The function is called again, as Python.
             old.refill(attributes)
           raise NotTraceable("changes an argument in place")
         yield i, now
@@ -136,14 +135,14 @@ class Inside(NamedTuple):
 
   args: PyTree
   containers: Sequence[tuple[Any, Any]]  # the user's, and their copies
-  before: Contents  # what the copies were given
+  before: Contents  # of the copies before the call
   is_leaf: IsLeaf
 
   def leave(self, returned: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Leaf]], PyTree]]:
-    """Returns the leaves of what the function returned, each once, and the way back outside.
+    """Returns the leaves of a result, each once, and a function that builds the user's result.
 
-    That takes others instead of these, and returns what the function did. It changes the user's
-    containers as the function has changed their copies, and holds no tracer.
+    The function takes other leaves in the same order. It also changes the user's containers as the
+    call has changed their copies. It holds no tracer.
     """
     result = Boundary(None, self.is_leaf)
     for original, new in self.containers:
@@ -165,7 +164,7 @@ class Inside(NamedTuple):
 
 
 def check_returned(leaves: Iterable[Leaf]) -> None:
-  """Raises NotTraceable if one of the leaves is no array and hides a tracer."""
+  """Raises NotTraceable if a leaf is not an array and hides a tracer."""
   for x in leaves:
     if not isinstance(x, (jax.Array, InDtype)) and _tracers_in(x):
       text = f"returns a {type(x).__name__} with arrays in it, which is no tree: they are not cast"
@@ -173,7 +172,7 @@ def check_returned(leaves: Iterable[Leaf]) -> None:
 
 
 def _tracers_in(x: object) -> list[object]:
-  """Returns the tracers that what is no tree to JAX holds, and generators, which run later."""
+  """Returns the tracers in an object that is not a pytree, and generators, which run later."""
   pending, met, tracers = [x], set[int](), dict[int, object]()
   while pending:
     x = pending.pop()
@@ -181,8 +180,8 @@ def _tracers_in(x: object) -> list[object]:
       tracers[id(x)] = x
     elif id(x) not in met and not isinstance(x, (type, types.ModuleType, types.TracebackType)):
       met.add(id(x))
-      # Items, attributes, what a function closes over; not all that its module holds.
-      # And no strings and numbers, which a collector does not track.
+      # Items, attributes and closures are searched, but not the globals of a function. The garbage
+      # collector does not track strings and numbers, which hold no tracers.
       around = {id(x.__globals__), id(x.__builtins__)} if isinstance(x, types.FunctionType) else ()
       pending += [y for y in filter(gc.is_tracked, gc.get_referents(x)) if id(y) not in around]
   return [tracers[i] for i in sorted(tracers)]

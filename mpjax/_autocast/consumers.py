@@ -1,8 +1,9 @@
-"""Find the consumers of each value of a jaxpr, as four flags. A flag can only widen an operation.
+"""Describe the consumers of each value of a jaxpr by four flags.
 
-The flags are found backwards, before anything is written. They pass from a result to the operands
-through arithmetic and moves. A matmul, the end of a Flax layer and the user's cast to low precision
-stop them. The addition of two arrays stops all but `SUM`, which it has itself.
+One backward walk finds the flags before any equation is written. They pass from a result to its
+operands through arithmetic and moves. A matmul, the end of a Flax layer and the user's cast to low
+precision stop them. The addition of two arrays stops them too, and gives its operands `SUM`.
+A flag can only widen an operation.
 """
 
 import operator
@@ -24,32 +25,32 @@ from mpjax._jaxpr.reader import Atom, Inner, dtype_of, inner_jaxprs, shape_of
 
 
 class Flag:
-  """Bit flags that describe the consumers of a value. Plain integers, which are fast.
+  """Bit flags that describe the consumers of a value. They are plain integers for speed.
 
-  FLOAT32: an operation that runs in float32, `-`, a comparison, the carry of a loop or a float32
-    result of the function. It widens all arithmetic but the addition of two arrays.
-  SUM: an addition, at once or behind moves and additions. It widens all arithmetic but the addition
-    of an array or a bias.
-  PRODUCT: a multiplication, or a result of the function that may have any dtype. It widens nothing.
-  OUTPUT: a float32 result of the policy, behind moves and the addition of a bias alone. It widens
-    every operation, and a matmul returns its float32 sum.
+  FLOAT32: a consumer is a float32 operation, `-`, a comparison, the carry of a loop or a float32
+    result. It widens all arithmetic except the addition of two arrays.
+  SUM: a consumer is an addition, perhaps after moves and additions. It widens all arithmetic except
+    the addition of an array or a bias.
+  PRODUCT: a consumer is a multiplication, or a result of any dtype. It widens nothing.
+  OUTPUT: a consumer is a float32 result of the policy, perhaps after moves and the addition of a
+    bias. It widens every operation, and a matmul returns its float32 sum.
 
-  Any flag keeps a value in float32 that was computed in it.
+  A float32 value with any flag is not rounded.
   """
 
   FLOAT32, SUM, PRODUCT, OUTPUT = 1, 2, 4, 8
 
 
 class Places:
-  """Where the equations of a jaxpr are, which is in a scope itself."""
+  """The scope of each equation of a jaxpr, below the scope of the jaxpr."""
 
   def __init__(self, settings: Settings, scope: Scope) -> None:
     self.settings, self.scope = settings, scope
     self._by_stack: dict[int, tuple[NameStack, Place]] = {}
 
   def __call__(self, eqn: JaxprEqn) -> Place:
-    """Returns the scope of an equation, and what applies there."""
-    stack = eqn.source_info.name_stack  # Kept, so that its id is its own.
+    """Returns the scope of an equation with its policy."""
+    stack = eqn.source_info.name_stack  # It is kept, so its id stays unique.
     if id(stack) not in self._by_stack:
       self._by_stack[id(stack)] = stack, place_at(self.scope + names_of(stack), self.settings)
     return self._by_stack[id(stack)][1]
@@ -78,7 +79,7 @@ def flags_of(
 
 
 def flags_of_result(dtype: DType | None, *, output: bool) -> int:
-  """Returns the flags of a result of the function, for the dtype that it is to have, if any."""
+  """Returns the flags of a result of the function; `dtype` is None if it may have any dtype."""
   if dtype is None:
     return Flag.PRODUCT
   if dtype != FLOAT32:
@@ -87,10 +88,10 @@ def flags_of_result(dtype: DType | None, *, output: bool) -> int:
 
 
 def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
-  """Returns the flags that an operation which holds no jaxpr gives its operands."""
+  """Returns the flags that an operation without inner jaxprs gives its operands."""
   place, behind = places(eqn), 0
   for var, flags in zip(eqn.outvars, results, strict=True):
-    # A comparison, an index or an integer has no flags of its own: it is a consumer like `-`.
+    # Booleans and integers have no flags. Their operations are consumers like `-`.
     behind |= flags if dtype_of(var) in FLOATS else Flag.FLOAT32
   if eqn.primitive is reduce_precision_p and place.ends is not None:
     return _of_mark(place, behind)
@@ -115,7 +116,7 @@ def runs_as_written(eqn: JaxprEqn, place: Place) -> bool:
 
 
 def _of_mark(place: Place, behind: int) -> int:
-  """Returns the flags behind the end of a layer or of a policy, where the result is rounded."""
+  """Returns the flags that the end of a layer or of a policy gives its operand."""
   if place.ends_policy:
     return Flag.OUTPUT if place.ends == FLOAT32 else 0
   return behind & Flag.OUTPUT
@@ -127,13 +128,12 @@ def _through_arithmetic(eqn: JaxprEqn, behind: int) -> int:
   if facts.moves:
     return behind | _own_flags(facts)
   if not behind & Flag.OUTPUT:
-    # Flags end at the addition of two arrays. Otherwise a norm of a residual stream would make the
-    # stream float32, and the bias of each branch that is added to it.
+    # Otherwise a norm of a residual stream would make the stream and all its branches float32.
     passed = 0 if adds_arrays(eqn) else behind
-    # What a sum widens is a consumer in float32.
+    # Arithmetic that a sum widens is itself a consumer in float32.
     widened = behind & Flag.SUM and facts.arithmetic and facts.folds is not operator.add
     return _own_flags(facts) | passed | (Flag.FLOAT32 if widened else 0)
-  # A float32 result of the policy makes this operation float32, and so a consumer in float32.
+  # A float32 result of the policy widens this operation, so it is a consumer in float32.
   passes = facts.gradient == "added" and not all(map(_is_array, eqn.invars))
   return behind & ~(0 if passes else Flag.OUTPUT) | Flag.FLOAT32 | _own_flags(facts)
 
@@ -147,18 +147,18 @@ def _own_flags(facts: Row) -> int:
 
 
 def adds_arrays(eqn: JaxprEqn) -> bool:
-  """Whether an operation adds two arrays, as to a residual stream; a bias is no array."""
+  """Whether an operation adds two arrays, as in a residual sum; a bias is not an array."""
   return facts_of(eqn).folds is operator.add and all(map(_is_array, eqn.invars))
 
 
 def _is_array(atom: Atom) -> bool:
   """Whether more than one axis is longer than 1."""
-  # Asked so that a size may be a symbol, as in a function that is exported.
+  # `!=` also works for the symbolic sizes of an exported function.
   return sum(size != 1 for size in shape_of(atom)) > 1
 
 
 def _of_call(eqn: JaxprEqn, outs: tuple[int, ...], places: Places) -> Sequence[int]:
-  """Returns the flags that an equation which holds jaxprs gives each operand."""
+  """Returns the flags that an equation with inner jaxprs gives each operand."""
   inners = inner_jaxprs(eqn)
   if (
     facts_of(eqn).holds in AS_TRACED
@@ -180,7 +180,7 @@ def _of_call(eqn: JaxprEqn, outs: tuple[int, ...], places: Places) -> Sequence[i
 def flags_of_loop(
   body: Inner, outs: tuple[int, ...], settings: Settings, scope: Scope
 ) -> tuple[int, ...]:
-  """Returns the flags of the results of a loop's body, the next iteration among the consumers."""
+  """Returns the flags of the results of a loop's body; the next iteration is a consumer too."""
   count = len(body.carry)
   outs = (*(flags | Flag.FLOAT32 for flags in outs[:count]), *outs[count:])
   while True:

@@ -21,9 +21,9 @@ Inners = tuple[Inner, ...]
 
 
 def call(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
-  """Writes a jaxpr that runs once, between the operands and the results."""
+  """Writes an equation that calls a jaxpr once."""
   atoms, kinds = operands_of(rewriter, eqn)
-  # A compiler may put something else of the same name and types in place of a composite.
+  # A compiler may replace a composite by its name and types, so these stay.
   keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
   outs = tuple(map(dtype_of, eqn.outvars)) if keeps_types else ()
   new = rewritten(rewriter, eqn, inners[0], kinds, outs)
@@ -31,7 +31,7 @@ def call(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
 
 
 def cond(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
-  """Writes branches that must agree: their result is that of a selection."""
+  """Writes branches, which must return the same dtypes."""
   atoms, kinds = operands_of(rewriter, eqn)
   free = [rewritten(rewriter, eqn, branch, kinds).outs for branch in inners]
   chosen = [_selected(each) for each in zip(*free, strict=True)]
@@ -51,7 +51,7 @@ def _selected(branches: Sequence[Kind | None]) -> Kind | None:
 
 
 def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
-  """Writes a scan or a while, with carries in the kinds in which the body returns them."""
+  """Writes a `scan` or `while` whose carries enter and leave the body with the same kinds."""
   *tests, body = inners
   atoms, kinds = operands_of(rewriter, eqn)
   place = rewriter.place(eqn)
@@ -81,10 +81,10 @@ def _settle_carries(
   flags: tuple[int, ...],
   fixed: Sequence[bool],
 ) -> list[Kind | None]:
-  """Sets the kinds of the carries to those in which the body also returns them, and returns these.
+  """Finds kinds of the carries that the body also returns, and sets and returns them.
 
-  What a body returns depends on how the carry comes in, so it is rewritten until nothing changes.
-  That ends: roles only grow, and dtypes of activations only widen.
+  The kinds of results depend on the kinds of carries, so the body is rewritten until nothing
+  changes. This ends, since roles only grow and dtypes of activations only widen.
   """
   # The next iteration may have other numbers.
   starts = [kinds[i] for i in body.carried]
@@ -102,8 +102,8 @@ def _settle_carries(
 def _widen_carries(body: Inner, kinds: list[Kind | None], traced: Sequence[DType | None]) -> None:
   """Makes the carries of a `while` float32.
 
-  Nothing is kept of it for a backward pass, and whether it ends may depend on the last bits: an
-  iteration until the change is below 1e-4 never ends in bfloat16.
+  A loop that runs until the change is below 1e-4 never ends in bfloat16. A `while` saves nothing
+  for a backward pass, so float32 costs little memory.
   """
   for i, place in zip(body.carried, body.carry, strict=True):
     kind = kinds[i]
@@ -112,9 +112,9 @@ def _widen_carries(body: Inner, kinds: list[Kind | None], traced: Sequence[DType
 
 
 def _widen_constants(body: Inner, kinds: list[Kind | None], traced: Sequence[DType | None]) -> None:
-  """Makes the constants of a `scan` float32 variables, so that each iteration casts them.
+  """Keeps the constants of a `scan` in float32 variables, so that each iteration casts them.
 
-  Their gradient is a sum over all iterations, which stops growing after 256 equal ones in bfloat16.
+  Their gradient is a sum over all iterations. In bfloat16 it would stop after 256 equal terms.
   """
   for i, dtype in zip(body.operands or (), traced[: body.carry.start], strict=False):
     kind = kinds[i]
@@ -123,20 +123,20 @@ def _widen_constants(body: Inner, kinds: list[Kind | None], traced: Sequence[DTy
 
 
 def _carried(state: Kind | None, returned: Kind | None, fixed: bool) -> Kind | None:
-  """Returns the kind of a carry that comes in as `state` and is returned as `returned`."""
+  """Returns the kind of a carry that enters as `state` and leaves as `returned`."""
   if state is None or returned is None:
     return None
   carry = joined(state, returned)
-  # A carry that starts as a number stays in float32, since each iteration may add to it.
+  # Each iteration may add to a carry that starts as a number, so it stays in float32.
   is_sum = carry.role == Role.ACTIVATION and state.role == Role.NUMBER
   return carry._replace(dtype=state.dtype) if fixed or is_sum else carry
 
 
-# What all of them do.
+# Helpers for all of them.
 
 
 def operands_of(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
-  """Returns the operands of an equation as the jaxprs inside take them, and their kinds."""
+  """Returns the operands of an equation for its inner jaxprs, and their kinds."""
   low, keeps_types = rewriter.place(eqn).compute_dtype, facts_of(eqn).holds is Holds.COMPOSITE
   atoms = list(eqn.invars)
   kinds = [rewriter.kind(atom) or rewriter.literal(atom) for atom in atoms]
@@ -144,9 +144,9 @@ def operands_of(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kin
     kind = kinds[i]
     if kind is None:
       continue
-    if low is None and dtype_of(atom) == FLOAT32:  # Only a scope inside changes anything.
+    if low is None and dtype_of(atom) == FLOAT32:  # Only an inner scope has a policy.
       kind = kind._replace(dtype=FLOAT32)
-    if keeps_types or gone:  # The memory of an operand that is donated has the size it had.
+    if keeps_types or gone:  # A donated buffer must keep its size.
       kind = kind._replace(variable=dtype_of(atom))
     atoms[i], kinds[i] = rewriter.read(atom, eqn, kind.variable or kind.dtype), kind
   return atoms, kinds
@@ -160,7 +160,7 @@ def rewritten(
   outs: tuple[DType | None, ...] = (),
   flags: tuple[int, ...] | None = None,
 ) -> Rewritten:
-  """Returns a jaxpr inside of an equation rewritten, for the kinds of all operands of that."""
+  """Rewrites a jaxpr inside an equation, whose operands have these kinds."""
   program, settings = inner.program, rewriter.settings
   consts = kinds_of_constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else ()
   kinds = tuple(operands[i] for i in inner.operands or ())
@@ -176,7 +176,7 @@ def flags_of_each_result(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def params_of(eqn: JaxprEqn, inners: Inners, new: Sequence[Rewritten]) -> dict[str, Any]:
-  """Returns the parameters of an equation with its jaxprs rewritten, closed where they were."""
+  """Returns the parameters of an equation with rewritten jaxprs, closed if they were closed."""
   programs = [
     each.jaxpr
     if not isinstance(inner.program, ClosedJaxpr)

@@ -1,8 +1,9 @@
-"""Functions with a rule of their own for derivatives or batches.
+"""Functions with a custom rule for derivatives or batches.
 
-Such a function is created again around the rewritten jaxpr. Its rule is reached by transforming the
-equation as it was traced, with `jax.jvp`, `jax.vjp` or `jax.vmap`; the result is rewritten. Nothing
-is traced before JAX asks for the rule: only then the axes of a `shard_map` are bound.
+Such a function is created again around the rewritten jaxpr. The new rule transforms the original
+equation with `jax.jvp`, `jax.vjp` or `jax.vmap`, which calls the user's rule. It then rewrites the
+resulting jaxpr. Nothing is traced before JAX calls the rule, since only then the axes of a
+`shard_map` are bound.
 """
 
 import dataclasses
@@ -39,33 +40,33 @@ from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import aval_of, dtype_of, name_of, with_inner
 from mpjax._policy.active import ACTIVE, Active
 
-# What a rule takes or returns: the dtype that it was traced with, and its kind now. A reference has
-# no dtype of its own to change.
+# An argument or result of a rule: the dtype that it was traced with, and its kind. References have
+# no dtype, since theirs never changes.
 _Slot: TypeAlias = tuple[DType | None, Kind | None]
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-  """What the forward rule leaves for the backward rule beside arrays, its residuals."""
+  """Static data that the forward rule leaves for the backward rule, beside the residuals."""
 
   slots: tuple[_Slot, ...]
-  pullback: PyTree  # the structure of what `jax.vjp` returned, whose leaves the residuals are
+  pullback: PyTree  # the structure of the result of `jax.vjp`; the residuals are its leaves
   moving: tuple[int, ...]  # the positions of the operands that are differentiated
 
 
 class _Custom(NamedTuple):
-  """An equation with a rule as it was traced, its operands and results, and where it is."""
+  """An equation with a rule as it was traced, its operands and results, and its scope."""
 
   eqn: JaxprEqn
   ins: Sequence[_Slot]
   outs: Sequence[_Slot]
-  flags: Sequence[int]  # of the results, as where the function is not differentiated
+  flags: Sequence[int]  # of the results, as without differentiation
   settings: Settings
   scope: Scope
   rewrite: Rewrite
-  # The state of policies in which it was traced. The rule is called when that was left: a Flax
-  # module in the rule would run under no policy, or under that of another module.
+  # The active policies of the trace. JAX calls the rule later. Without this state, a Flax module in
+  # it would run under no policy or the policy of another module.
   state: Active | None
 
   def run(
@@ -78,9 +79,9 @@ class _Custom(NamedTuple):
     *,
     derivative: bool = False,
   ) -> tuple[list[Array], list[_Slot]]:
-    """Traces a rule for operands as they were traced, rewrites its jaxpr and runs that.
+    """Traces a rule for operands in their traced dtypes, rewrites its jaxpr and runs it.
 
-    `flags` are those of the first results, which are the results of the function itself.
+    `flags` belong to the first results, which are the results of the function itself.
     """
 
     @functools.wraps(rule)
@@ -88,7 +89,7 @@ class _Custom(NamedTuple):
       with ACTIVE(self.state):
         return rule(*args)
 
-    # The shapes are those of now: under `vmap`, an operand of a batch rule has an axis more.
+    # Shapes come from the operands: under `vmap`, an operand of a batch rule has one more axis.
     pairs = zip(operands, ins, strict=True)
     program = traced(in_state)(*(_type(x, dtype) for x, (dtype, _) in pairs))
     dtypes = list(map(dtype_of, program.jaxpr.outvars))
@@ -105,16 +106,16 @@ class _Custom(NamedTuple):
     except jax.errors.UnexpectedTracerError as error:
       raise MpjaxTypeError(
         f"mpjax.autocast(fn), the derivative rule of {name_of(self.eqn)}",
-        expected="a rule that uses its own arguments, and constants",
-        got="one that closes over an array of fn, which is gone when JAX calls the rule",
-        fix="Pass that array to the function with the rule as an argument, or autocast the "
+        expected="a rule that uses only its own arguments and constants",
+        got="a rule that closes over an array of fn, which is gone when JAX calls the rule",
+        fix="Pass that array as an argument to the function with the rule. Or autocast the "
         "gradient: mpjax.autocast(jax.grad(fn)).",
       ) from error
     return values, list(zip(dtypes, new.outs, strict=True))
 
   def as_traced(self, *operands: Array) -> list[Array]:
-    """The equation itself, in the dtypes that it was traced with."""
-    # New variables: an operand may be there twice, or be a literal.
+    """Runs the equation itself, in the dtypes that it was traced with."""
+    # An operand may occur twice or be a literal, so each gets a new variable.
     variables = [Var(atom.aval) for atom in self.eqn.invars]
     alone = self.eqn.replace(invars=[*variables])
     return eval_jaxpr(jaxpr_of([alone], variables, alone.outvars), (), *operands)
@@ -125,8 +126,8 @@ class _Custom(NamedTuple):
   def jvp(
     self, primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
   ) -> tuple[list[Array], list[PyTree]]:
-    # What does not move has no tangent in the user's rule either. Those of integers are `float0`,
-    # which no jaxpr computes with: they are left out of it.
+    # Operands without a tangent have none in the user's rule either. Tangents of integers are
+    # `float0`, with which no jaxpr computes, so they are left out.
     moving = [i for i in _smooth(primals) if not isinstance(tangents[i], SymbolicZero)]
     smooth, count = _smooth([v.aval for v in self.eqn.outvars]), len(primals)
 
@@ -144,8 +145,7 @@ class _Custom(NamedTuple):
 
   def forward(self, *operands: PyTree) -> tuple[list[Array], tuple[list[Array], _Saved]]:
     """Runs the forward rule for operands with symbolic zeros."""
-    # No gradient may flow to what the rule closes over. If one does, JAX's own error comes from the
-    # user's rule.
+    # JAX raises an error in the user's rule if a gradient flows to a value that it closes over.
     primals: list[Array] = [p.value for p in operands]
     return self._forward(primals, [i for i in _smooth(primals) if operands[i].perturbed])
 
@@ -168,7 +168,7 @@ class _Custom(NamedTuple):
       # No jaxpr returns a reference. A residual that is one is an operand itself.
       return [*outs, *(x for i, x in enumerate(leaves) if i not in references)]
 
-    # What is saved may have any dtype: low precision, where it is the result of a matmul.
+    # Residuals may have any dtype. A result of a matmul is saved in low precision.
     values, slots = self.run(rule, primals, self.ins, self.outs, self.flags)
     count = len(self.outs)
     residuals, saved = values[count:], slots[count:]
@@ -187,7 +187,7 @@ class _Custom(NamedTuple):
       leaves, some = args[: len(arrays)], args[len(arrays) :]
       return jax.tree.unflatten(saved.pullback, leaves)(_replaced(changes, smooth, some))
 
-    # The user's backward rule is shown the dtypes that its forward rule left.
+    # The user's backward rule sees the dtypes that its forward rule saved.
     operands = _with_some(arrays, changes, smooth)
     ins = _with_some(saved.slots, self.outs, smooth)
     outs = [self.ins[i] for i in saved.moving]
@@ -229,20 +229,20 @@ def _replaced(values: Sequence[Any], places: Sequence[int], some: Sequence[Any])
 
 
 def instantiated(cotangent: Array | SymbolicZero) -> Leaf:
-  """Returns a cotangent as an array, also where JAX gives a backward rule an object for zeros."""
+  """Returns a cotangent as an array, also if JAX passes an object for zeros."""
   if not isinstance(cotangent, SymbolicZero):
     return cotangent
   aval = cast(ShapedArray, cotangent.aval)
-  # That of an integer is of `float0`, and `jnp` makes no such arrays.
+  # The cotangent of an integer is `float0`, which `jnp` cannot create.
   number = np if aval.dtype == jax.dtypes.float0 else jnp
   return number.zeros(aval.shape, aval.dtype)
 
 
 def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
-  """Writes a function with a rule of its own for derivatives or batches."""
+  """Writes a function with a custom rule for derivatives or batches."""
   atoms, ins = operands_of(rewriter, eqn)
   new = rewritten(rewriter, eqn, inners[0], ins)
-  closed = ClosedJaxpr(new.jaxpr, ())  # JAX passes what the body closes over as operands.
+  closed = ClosedJaxpr(new.jaxpr, ())  # JAX passes closed-over values as operands.
 
   def call(*operands: Array) -> list[Array]:
     return called(closed, operands, eqn.primitive.name)
@@ -276,6 +276,6 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
       fun.def_vmap(rule.batch)
   with context_of(eqn):
     traced_call = jaxpr_for(fun, *map(aval_of, atoms)).jaxpr.eqns[-1]
-  # `make_jaxpr` has traced only a stand-in for the body; what is kept of it are the rules.
+  # Only a stand-in for the body was traced. Of its equation the rules are kept.
   written = eqn.replace(primitive=traced_call.primitive)
   rewriter.write(written, atoms, new.outs, with_inner(traced_call, [closed]))

@@ -1,13 +1,15 @@
-"""The kind of a value: its role and its dtype, which decide the dtype of operations on it.
+"""The kind of a value: its role and dtype, which decide the dtype of operations on it.
 
-role         what it is                                                   its dtype
-number       literals, masks, random numbers; all computed from these     decides nothing
+role         values                                                       dtype
+number       literals, masks, random numbers                              decides nothing
 parameter    parameters of a module, arguments and closed-over arrays of  decides nothing; cast at
-             an `autocast` function; all computed from these and numbers  each use
+             an `autocast` function                                       each use
 input        other arguments, constants and state of a module, integers   float32
-             cast to float; all computed from inputs without an activation
-activation   results of matmuls and of Flax layers with a `dtype`, and    the compute dtype, or
-             all computed from an activation                              float32
+             cast to float
+activation   results of matmuls and of Flax layers with a `dtype`         the compute dtype, or
+                                                                          float32
+
+The result of an operation has the largest role of its operands.
 """
 
 import enum
@@ -26,11 +28,11 @@ from mpjax._core.types import FLOAT32, HALVES, Array, DType
 FLOATS = HALVES | {FLOAT32}
 
 MOST_NUMBERS = 8
-"""How many numbers the elements of a value may be among: they are part of the key of a cache."""
+"""The most numbers that are kept for a value. They are part of a cache key."""
 
 
 class Role(enum.IntEnum):
-  """What a value is. A result has the largest role among the operands."""
+  """The role of a value. A result has the largest role of its operands."""
 
   NUMBER = 0
   PARAMETER = 1
@@ -39,16 +41,16 @@ class Role(enum.IntEnum):
 
 
 class Kind(NamedTuple):
-  """What is known of a value, inside of a jaxpr and where it enters or leaves one.
+  """The role and dtype of a value, inside a jaxpr and at its boundary.
 
   Fields:
-    role: what it is.
-    dtype: the dtype in which consumers find it. A parameter may be stored in low precision.
-    variable: the dtype of the variable that holds it, if another one. A low-precision value is in
-      a float32 variable if its gradients are summed in float32.
-    weight: it is one parameter, perhaps moved, scaled or cast by the user. A recipe for matmuls
-      such as float8 asks for it.
-    numbers: all values that its elements may have, if these are few: of literals and of masks.
+    role: the role.
+    dtype: the dtype that consumers see. A parameter may be stored in low precision.
+    variable: the dtype of its variable, if that differs. A low-precision value is in a float32
+      variable if its gradients are summed in float32.
+    weight: whether it is one parameter, perhaps moved, scaled or cast by the user. Recipes for
+      matmuls, such as float8, need to know.
+    numbers: all values that its elements may have, if they are few, as for literals and masks.
   """
 
   role: Role
@@ -68,9 +70,9 @@ Kinds: TypeAlias = tuple[Kind | None, ...]
 
 @functools.lru_cache(maxsize=4096)
 def joined(*kinds: Kind) -> Kind:
-  """Returns the kind of a value that is computed from values of these kinds, or chosen among them.
+  """Returns the kind of a value that is computed or selected from values of these kinds.
 
-  Inputs and activations decide the dtype where there are some, else parameters, else numbers.
+  Inputs and activations decide the dtype. Without them parameters decide it, and then numbers.
   """
   role = max(kind.role for kind in kinds)
   deciding = [kind for kind in kinds if kind.role >= min(role, Role.INPUT)]
@@ -79,7 +81,7 @@ def joined(*kinds: Kind) -> Kind:
 
 
 def widest(kinds: Iterable[Kind]) -> DType:
-  """Returns float32 if one of some kinds is in it, else their low-precision dtype."""
+  """Returns float32 if one of the kinds has it, otherwise their low-precision dtype."""
   dtypes = {kind.dtype for kind in kinds}
   # By name, should both float16 and bfloat16 occur.
   return FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=lambda dtype: dtype.name)
@@ -92,13 +94,13 @@ def fits(kinds: Iterable[Kind], dtype: DType) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def survives(number: float, dtype: DType) -> bool:
-  """Whether a number becomes neither inf nor zero nor subnormal in a low-precision dtype."""
+  """Whether a number stays finite, nonzero and normal in a low-precision dtype."""
   size, limits = abs(number), jnp.finfo(dtype)
   return not 0 < size < np.inf or float(limits.tiny) <= size <= float(limits.max)
 
 
 def numbers_of(scalar: Any) -> tuple[float, ...] | None:
-  """Returns the number that a scalar holds, if it may be part of the key of a cache."""
+  """Returns the number that a scalar holds, if it can be part of a cache key."""
   if not getattr(scalar, "is_fully_addressable", True):  # It is on another machine.
     return None
   number = float(np.asarray(scalar).item())
@@ -108,7 +110,7 @@ def numbers_of(scalar: Any) -> tuple[float, ...] | None:
 
 
 def united(each: Iterable[tuple[float, ...] | None]) -> tuple[float, ...] | None:
-  """Returns all numbers of a selection, if they are known and few."""
+  """Returns the numbers of a selection, if all are known and they are few."""
   operands = list(each)
   if None in operands:
     return None
@@ -117,8 +119,8 @@ def united(each: Iterable[tuple[float, ...] | None]) -> tuple[float, ...] | None
 
 
 def kind_of_constant(value: Any, settings: Settings) -> Kind | None:
-  """Returns the kind of a constant of a jaxpr; None for what is no floating array."""
-  is_array = isinstance(value, (Array, np.ndarray, np.generic))  # A reference to one is no array.
+  """Returns the kind of a constant of a jaxpr; None if it is not a floating array."""
+  is_array = isinstance(value, (Array, np.ndarray, np.generic))  # A mutable `Ref` is not.
   dtype: Any = getattr(value, "dtype", None)
   if not is_array or dtype not in FLOATS:
     return None
@@ -130,7 +132,7 @@ def kind_of_constant(value: Any, settings: Settings) -> Kind | None:
 
 
 def kind_of_input(dtype: DType) -> Kind:
-  """Returns the kind of an argument that decides: an input, or an activation if it comes in low."""
+  """Returns the kind of an argument that is data: an activation if it is in low precision."""
   return Kind(Role.INPUT if dtype == FLOAT32 else Role.ACTIVATION, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Choose the dtype of each matmul and convolution, and which need a derivative rule of ours."""
+"""Choose the dtype of each matmul and convolution, and write its derivative rule if needed."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -25,17 +25,16 @@ from mpjax._matmul.float8 import recipe_of
 from mpjax._matmul.matmul import Matmul, Recipe, RecipeMatmul, equation
 
 Operands: TypeAlias = Sequence[Value | None]
-"""The operands of an equation; None for what is no floating value."""
+"""The operands of an equation; None for operands that are not floating."""
 
 FEWEST_PRODUCTS = 8
-"""A matmul of an input sums at least so many products in low precision.
+"""The fewest contracted elements of a low-precision matmul of an input.
 
-Tensor Cores gain nothing from fewer, and coordinates, angles and cameras are computed so.
+Coordinates, angles and cameras have fewer, and Tensor Cores gain nothing there.
 """
 
-
 OF_INPUTS = "its operands are inputs and constants"
-"""Why a matmul runs as written, where nobody has asked for that."""
+"""The reason for an audit why a matmul runs as written without a request of the user."""
 
 
 def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
@@ -51,19 +50,19 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
 
 
 def _kinds_of_operands(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> list[Kind]:
-  """Returns the kinds of the operands; a matmul makes floats of integers itself."""
+  """Returns the kinds of the operands; a matmul casts integers to float itself."""
   kinds = [v.kind for v in values if v is not None]
   integers = [v for v in eqn.invars[:2] if not jnp.issubdtype(aval_of(v).dtype, jnp.inexact)]
   return kinds + [rewriter.kind_of_integers(v, FLOAT32) for v in integers if kinds]
 
 
 def _products(eqn: JaxprEqn) -> float:
-  """Returns how many products each element of a matmul is the sum of; inf for convolutions."""
+  """Returns how many products each element of a matmul sums; inf for convolutions."""
   if facts_of(eqn).flops != "dot":
     return np.inf
   (contracted, _), _ = eqn.params["dimension_numbers"]
   sizes = [shape_of(eqn.invars[0])[axis] for axis in contracted]
-  # A size that is a symbol, of a function that is exported, may be any.
+  # The symbolic size of an exported function may be large.
   return np.inf if any(map(is_symbolic_dim, sizes)) else float(np.prod(sizes))
 
 
@@ -86,7 +85,7 @@ def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: 
   if recipe is None and _has_own_precision(eqn, place):
     return rewriter.untouched(eqn, role=Role.ACTIVATION)
   eqn = eqn.replace(params=rewriter.precise(eqn, eqn.params, [low] * len(eqn.invars)))
-  # A result that leaves in float32 is the sum that the matmul has, and a bias is added to that.
+  # A float32 result of the policy is the float32 sum of the matmul, perhaps with a bias.
   leaves = bool(rewriter.flags_of_results(eqn) & Flag.OUTPUT)
   returns_sum = leaves and recipe is None and facts_of(eqn).dtype_param is not None
   out = FLOAT32 if returns_sum else low
@@ -111,7 +110,7 @@ def _has_own_precision(eqn: JaxprEqn, place: Place) -> bool:
 def _why_no_recipe(
   eqn: JaxprEqn, values: Operands, recipe: Recipe, place: Place, settings: Settings
 ) -> str | None:
-  """Returns why a matmul is left in the compute dtype; None if it is to be in the recipe's."""
+  """Returns why a matmul stays in the compute dtype; None if the recipe applies."""
   if TABLE in place.scope:
     return "it is an embedding"
   if facts_of(eqn).flops == "convolution":
@@ -119,7 +118,7 @@ def _why_no_recipe(
   if _asks_for_precision(eqn):
     return "the code asks for its precision"
   if settings.in_derivative:
-    # JAX transposes a function that is linear in a tangent, and a rounded operand is not linear.
+    # JAX transposes the rule, which must be linear in its tangents. Rounding is not linear.
     return "it is in a derivative rule"
   if location(eqn).direction != "forward":
     return "its gradient is taken inside"
@@ -129,7 +128,7 @@ def _why_no_recipe(
   if weight < 0:
     return "no operand is a parameter"
   *free, depth = matmul_sizes(eqn)
-  # A size that is a symbol, of a function that is exported, may be any.
+  # The symbolic size of an exported function may be any number.
   if min((n for n in (*free, depth) if not is_symbolic_dim(n)), default=2) < 2:
     return "it has one row or column"
   return recipe.why_not(depth, free[weight])
@@ -142,17 +141,16 @@ def _asks_for_precision(eqn: JaxprEqn) -> bool:
 
 
 def _has_other_groups(eqn: JaxprEqn) -> bool:
-  """Whether a matmul of groups is another one than `jax.lax.ragged_dot` with one list of sizes."""
+  """Whether the groups differ from those of `jax.lax.ragged_dot` with one list of sizes."""
   if len(eqn.invars) < 3:
     return False
   return not dot_axes(eqn.params).groups or aval_of(eqn.invars[2]).ndim > 1
 
 
 def _weight_of(values: Operands) -> int:
-  """Returns which operand is the weight; of two parameters, or arguments, it is the right one."""
-  # Under autocast a batch is an argument too, unless the user names it as data. No rule tells the
-  # batch in `x @ (w + a @ b)` from the weight in `w @ relu(x)`, nor the attention of a batch,
-  # `softmax(x @ x.T) @ x`, from a weight that is used twice.
+  """Returns the position of the weight; of two parameters, or arguments, it is the right one."""
+  # Under autocast a batch is an argument too, unless `data_argnums` names it. No rule can tell the
+  # batch in `x @ (w + a @ b)` from the weight in `w @ relu(x)`.
   return max((i for i, v in enumerate(values) if v is not None and v.kind.weight), default=-1)
 
 
@@ -164,7 +162,10 @@ def _with_rule(
   out: DType,
   gradients: DType | None,
 ) -> JaxprEqn | None:
-  """Returns a matmul into `out` with `gradients` of weights in a dtype; None if JAX's rule does."""
+  """Returns a matmul with a derivative rule; None if JAX's own rule suffices.
+
+  Its result is in `out`, and the gradients of its weights are in `gradients`.
+  """
   widens = gradients is not None and gradients.itemsize > low.itemsize
   wide = [gradients if widens and v is not None and _is_uncast(v) else None for v in values]
   if out == low and not any(wide):
@@ -193,7 +194,7 @@ def _in_recipe(
 def _operands(
   rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType, wide: Sequence[DType | None]
 ) -> list[Atom]:
-  """Returns the operands; a weight is cast inside of the rule, so that its gradient is `wide`."""
+  """Returns the operands; a weight is cast inside the rule, so that its gradient is `wide`."""
   return [
     v.atom if v is not None and dtype is not None else rewriter.read(atom, eqn, low)
     for atom, v, dtype in zip(eqn.invars, values, wide, strict=True)
@@ -207,5 +208,5 @@ def _equation(eqn: JaxprEqn, rule: Matmul, operands: Sequence[Atom]) -> JaxprEqn
 
 
 def _is_uncast(value: Value) -> bool:
-  """Whether it is a weight that the function has not cast to low precision."""
+  """Whether a value is a weight that the function has not cast to low precision."""
   return value.kind.weight and value.kind.role == Role.PARAMETER

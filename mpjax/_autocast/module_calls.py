@@ -1,4 +1,4 @@
-"""Calls of modules under a policy, in any framework; the outermost call is traced and rewritten."""
+"""Call the modules of any framework under a policy; trace and rewrite the outermost call."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ _OF_DTYPES = (TypeError, NotImplementedError, jax.dtypes.TypePromotionError)
 """Errors of JAX and of kernels that may be about dtypes. They get a note that names the policy."""
 
 _NOT_NOTED = (MpjaxError, jax.errors.JAXTypeError)
-"""Errors whose own text says what is wrong."""
+"""Errors that need no such note."""
 
 _NEEDS_VALUES = (
   jax.errors.ConcretizationTypeError,
@@ -57,16 +57,16 @@ _WHERE = "mpjax.with_policy(model, policy)"
 
 
 class Layers(NamedTuple):
-  """Classes of layers of a framework that are treated in a way of their own.
+  """Layer classes of a framework that need special treatment.
 
   Fields:
     rounded: layers with a `dtype`. Their results are rounded to the compute dtype.
-    as_given: layers that return the dtype of their argument, such as dropout. Consumers that run in
-      float32 do not make them return float32.
-    iterates: layers that start each step from their last result, where errors of rounding add up.
+    as_given: layers that return the dtype of their argument, such as dropout. No consumer widens
+      them.
+    iterates: layers that start each step from their last result, so that rounding errors add up.
       Their own operations run in float32.
-    tables: layers that look up rows. Float8 changes such matmuls more than others, so their own
-      matmuls run in the compute dtype.
+    tables: layers that look up rows. Float8 is too coarse for them, so their own matmuls run in the
+      compute dtype.
   """
 
   rounded: tuple[Class, ...] = ()
@@ -80,10 +80,9 @@ class StateKind:
   """How one kind of state is treated: a collection of Linen, or a class of variables of NNX.
 
   Fields:
-    is_parameter: its arrays are parameters, which are cast at each use. Other state is an input: an
-      operation on a float32 table and an activation runs in float32.
-    stored: the dtype of new state. "param_dtype" is that of the policy, "computed" the dtype in
-      which the model computes it under the policy, "declared" the dtype that its code names.
+    is_parameter: whether its arrays are parameters. Other state is an input.
+    stored: the dtype of new state. "param_dtype" is the `param_dtype` of the policy. "computed" is
+      the dtype that the model computes under the policy. "declared" is the dtype in the code.
   """
 
   is_parameter: bool = False
@@ -91,7 +90,7 @@ class StateKind:
 
 
 def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
-  """Whether a call of a module in `state` is the outermost one, which is traced and rewritten."""
+  """Whether a call of a module in `state` is traced and rewritten, as the outermost one is."""
   return rewrites(policy) and not (
     state.tracing or state.casting == EVERY or path in state.as_python
   )
@@ -105,14 +104,14 @@ def rewritten(
   inputs: Callable[[Args], Iterable[Leaf]],
   results: Callable[[R], PyTree] = lambda returned: returned,
 ) -> R:
-  """Returns `fn(*args)`, where `fn` calls modules in `state`, with its operations rewritten.
+  """Returns `fn(*args)` with rewritten operations; `fn` calls modules in `state`.
 
   Args:
     fn: the function.
     args: its arguments, trees of arrays.
     state: the active state of the call.
-    policy: the policy of operations outside of the modules with a policy of their own.
-    inputs: returns the leaves of the arguments that are inputs; the others are parameters.
+    policy: the policy of operations outside modules.
+    inputs: returns the leaves of the arguments that are inputs. The others are parameters.
     results: see `with_settings`.
   """
   settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
@@ -121,13 +120,12 @@ def rewritten(
 
 
 def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path: str) -> R:
-  """Returns the result of a call of a module: traced if that is possible, else run as Python.
+  """Returns the result of a call of a module, traced if possible and otherwise run as Python.
 
-  A class of module that raises in float32 is called in its compute dtype in the next attempt: there
-  are kernels for low precision alone. A body that cannot be traced at all runs as Python, and the
-  modules that it calls are traced one by one. If Python raises too, the caller gets the first error
-  of the attempts. An error of the same class is taken from Python, where it shows numbers, not
-  tracers.
+  Some kernels take only low precision. If a class of module raises in float32, the next attempt
+  calls it in its compute dtype. A body that cannot be traced runs as Python. The modules that it
+  calls are then traced one by one. If Python raises too, the caller gets the first error. If both
+  have the same class, the caller gets the error of Python, which shows numbers and not tracers.
 
   Args:
     attempt: traces the call in a state.
@@ -160,20 +158,20 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
 
 
 class _Tracing(Generic[S]):
-  """The attempts to trace a call: the state of the next one, and what failed before.
+  """The attempts to trace a call.
 
   Attributes:
     state: the state of the next attempt.
     problem: why the body cannot be traced, for the warning; None if another attempt may succeed.
-    first_refusal: the first error that says that something does not accept its arguments.
+    first_refusal: the first error of a function that does not accept its arguments.
   """
 
   def __init__(self, state: S) -> None:
     self.state = state
     self.problem: str | None = None
     self.first_refusal: Exception | None = None
-    # Where each class that is cast raised before it was. A class that the call itself defines is
-    # a new class in each attempt, so names are compared.
+    # The line at which each class raised in float32. Names are compared, since a class that the
+    # call itself defines is a new class in each attempt.
     self._lines = {cls.__qualname__: "" for cls in state.casting}
 
   def note(self, error: Exception, failed: list[Class]) -> None:
@@ -191,7 +189,7 @@ class _Tracing(Generic[S]):
       return
     if cls is not None and self._lines[cls.__qualname__] == line:
       self._stop_casting(cls.__qualname__)  # The compute dtype did not help.
-    # Refused in both dtypes, perhaps because of the tracers.
+    # It raises in both dtypes, perhaps because of the tracers.
     self.problem = f"raises {type(error).__name__} where it is traced: {line}"
 
   def _stop_casting(self, name: str) -> None:
@@ -200,7 +198,7 @@ class _Tracing(Generic[S]):
 
 
 def _problem_of_body(error: Exception) -> str | None:
-  """Returns why a body that raised an error can never be traced; None if it may be."""
+  """Returns why a body that raised an error cannot be traced; None if another attempt may."""
   if isinstance(error, _NEEDS_VALUES):
     return f"needs the values of arrays: {line_of_user(error)}"
   if isinstance(error, flax_errors(*_CHANGES_OTHERS)):
@@ -211,7 +209,7 @@ def _problem_of_body(error: Exception) -> str | None:
 
 
 def _result_of_python(python: Callable[[S], R], state: S, refusal: Exception | None) -> R:
-  """Returns `python(state)`; if that raises an error of another class, raises the first refusal."""
+  """Returns `python(state)`; if it raises another class of error, raises the first refusal."""
   try:
     with ACTIVE(state):
       return python(state)
@@ -223,7 +221,7 @@ def _result_of_python(python: Callable[[S], R], state: S, refusal: Exception | N
 
 
 def array(x: Leaf) -> Leaf:
-  """Returns a NumPy array as an array of JAX, so that a variable is no constant of the trace."""
+  """Returns a NumPy array as a JAX array, so that a variable is not a constant of the trace."""
   return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
@@ -233,12 +231,12 @@ class ModuleCall(NamedTuple):
   module: Module
   path: str  # for errors
   resolved: ModulePolicy
-  state: Active  # in which it is called
-  inner: Active  # in which its own operations run; the modules inside inherit its policy
+  state: Active  # the state of the call
+  inner: Active  # the state of its own operations; submodules inherit its policy
   layers: Layers = Layers()
 
   def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
-    """Calls a method, or a step of its body, in the region of the module; errors name the module.
+    """Calls a method, or a step of a generator, in the region of the module.
 
     `initializing` keeps the module's own `dtype`, in which it may draw its parameters.
     """
@@ -263,7 +261,7 @@ class ModuleCall(NamedTuple):
     return self.inner.casting == EVERY
 
   def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments in the dtypes in which the module gets them."""
+    """Returns the arguments, cast for the module."""
     policy, call = self.resolved.policy, (args, kwargs)
     if policy is None:
       return call
@@ -276,7 +274,7 @@ class ModuleCall(NamedTuple):
     return call
 
   def _fields_to_set(self, initializing: bool) -> dict[str, object]:
-    """Returns the fields of the module to set for the length of the call."""
+    """Returns the fields of the module to set during the call."""
     policy = self.resolved.policy
     if policy is None:
       return {}
@@ -294,7 +292,7 @@ class ModuleCall(NamedTuple):
     AUDIT.value.note(self.path, AuditedModule(name, policy, rule, shown, norm, hidden))
 
   def _marks(self) -> Generator[str]:
-    """Yields the named scopes that tell the rewriter and an audit about the operations."""
+    """Yields the marks of the operations, for the rewriter and an audit."""
     if AUDIT.value is not None:
       yield MODULE + self.path
     if self._marks_region:
@@ -310,7 +308,7 @@ class ModuleCall(NamedTuple):
 
   @property
   def _marks_region(self) -> bool:
-    if not self.inner.tracing:  # Nothing is rewritten: only an audit reads the mark.
+    if not self.inner.tracing:  # Only an audit reads the mark.
       return AUDIT.value is not None
     around = ACTIVE.value
     return around is None or around.region != self.inner.region
@@ -323,13 +321,13 @@ class ModuleCall(NamedTuple):
     if self.inner.failed is not None:
       self.inner.failed.append(type(self.module))
     of_dtypes = isinstance(error, _OF_DTYPES) and not isinstance(error, _NOT_NOTED)
-    # An abstract method raises an error without a text. It is not about dtypes.
+    # The error of an abstract method has no text.
     if of_dtypes and error.args:
       note_module(error, self.path, type(self.module).__name__, str(policy))
 
   @property
   def output_dtype(self) -> DType | None:
-    """The dtype that the policy gives the results; None leaves them in the computed dtype."""
+    """The dtype that the policy gives the results; None keeps the computed dtype."""
     policy = self.resolved.policy
     if policy is None:
       return None
@@ -338,8 +336,8 @@ class ModuleCall(NamedTuple):
     return policy.output_dtype if self.resolved.begins else None
 
   def result(self, outputs: PyTree) -> PyTree:
-    """Returns what the method returned, or a step of it yielded, in the dtype of the results."""
-    if isinstance(outputs, types.GeneratorType):  # Its body runs later, as the method does.
+    """Returns the result of the method, or of a step of a generator, in its dtype."""
+    if isinstance(outputs, types.GeneratorType):  # Its body runs later.
       return self._steps(outputs)
     dtype = self._result_dtype
     if dtype is not None:
@@ -347,13 +345,13 @@ class ModuleCall(NamedTuple):
     policy = self.resolved.policy
     if policy is None or not self._is_rounded:
       return outputs
-    # With its own `dtype=`, a layer in a high precision would be rounded too. Here it is not.
+    # Unlike with `dtype=`, a layer in a high precision is not rounded.
     in_high_precision = asked_precision(plain_attribute(self.module, "precision"))
     return outputs if in_high_precision else end_of_layer(outputs, policy.compute_dtype.name)
 
   @property
   def _result_dtype(self) -> Any:
-    """The dtype that all consumers of the results get; None if each may get another."""
+    """The dtype of the results for all consumers; None if it is not fixed."""
     policy = self.resolved.policy
     if policy is None:
       return None
@@ -367,7 +365,7 @@ class ModuleCall(NamedTuple):
 
   @property
   def _is_rounded(self) -> bool:
-    """Whether the results are rounded to the compute dtype, as those of a layer with `dtype=`."""
+    """Whether the results are rounded to the compute dtype, as with `dtype=`."""
     is_layer = isinstance(self.module, self.layers.rounded)
     return self.state.tracing and is_low(self.resolved.policy) and is_layer
 
@@ -391,7 +389,7 @@ class ModuleCall(NamedTuple):
         return self.result(stop.value)
       try:
         step, sent = body.send, (yield self.result(yielded))
-      except BaseException as error:  # GeneratorExit too: the body is to close.
+      except BaseException as error:  # `GeneratorExit` closes the body.
         step, sent = body.throw, error
 
 
@@ -399,16 +397,16 @@ _NOTE = "mpjax: raised inside"
 
 
 def note_module(error: Exception, path: str, name: str, policy: str) -> None:
-  """Adds a note to an error: the innermost module under a policy that raised, and remedies."""
+  """Adds a note with the innermost module that raised, its policy and remedies to an error."""
   if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
     return
-  # A rule that leaves the root as it is leaves everything as it is.
+  # Exempting the root would exempt everything.
   rule = f" mpjax.Rule(None, path={path!r}) leaves the module as it is." if path else ""
   advice = (
-    "If it is about dtypes, the module's own code mixes them where jax.numpy would promote: cast "
-    "there, and start what a loop carries in the dtype of what it meets (x.dtype). For a kernel "
-    f'that takes low precision alone put mpjax.Rule("bfloat16", path={path!r}) before other rules, '
-    'or choose another one: jax.nn.dot_product_attention(implementation="xla") takes float32.'
+    "If it is about dtypes, the module mixes them where jax.numpy would promote: cast there, and "
+    "start a loop in the dtype that its body returns (x.dtype). For a kernel "
+    f'that takes low precision alone put mpjax.Rule("bfloat16", path={path!r}) before other rules. '
+    'Or choose another kernel: jax.nn.dot_product_attention(implementation="xla") takes float32.'
     f"{rule}"
   )
   module = f"{path or 'the root'!r} ({name})"
@@ -419,7 +417,7 @@ def call_of(
   module: Module, path: str, resolved: ModulePolicy, state: Active, layers: Layers
 ) -> ModuleCall:
   policy = resolved.policy
-  # Float64 is not rewritten: the module is called with arguments that are cast.
+  # Float64 is not rewritten, so the arguments of the module are cast.
   wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
   casts = wide or not state.casting.isdisjoint({object, type(module)})
   iterates = isinstance(module, layers.iterates) and is_low(policy)
@@ -435,7 +433,7 @@ def call_of(
 
 @contextlib.contextmanager
 def _set(module: Module, fields: dict[str, object]) -> Generator[None]:
-  """Sets attributes of a module for the length of a call, without its `__setattr__`."""
+  """Sets attributes of a module during a call, without its `__setattr__`."""
   attributes = vars(module)
   before = {name: attributes[name] for name in fields if name in attributes}
   attributes.update(fields)
@@ -448,9 +446,9 @@ def _set(module: Module, fields: dict[str, object]) -> Generator[None]:
 
 
 def dtype_field(module: Module, dtype: DType, *, always: bool) -> dict[str, object]:
-  """Returns the field `dtype` to set for the length of a call, if the module has one to set."""
-  # A dtype (or `param_dtype`) that is complex or an integer stays, and so does a field that is no
-  # dtype. Without `always`, only a dtype in low precision is replaced, since it would round.
+  """Returns the field `dtype` to set during a call, if the module has one."""
+  # Complex and integer dtypes stay. Without `always`, only a low-precision dtype is replaced, since
+  # it would round.
   own = plain_attribute(module, "dtype", _MISSING)
   if own is _MISSING or (own is None and not always):
     return {}
@@ -461,7 +459,7 @@ def dtype_field(module: Module, dtype: DType, *, always: bool) -> dict[str, obje
     return {}
   if not always and jnp.dtype(own).itemsize >= dtype.itemsize:
     return {}
-  # Code compares with `is jnp.bfloat16`, or looks a name up: it gets what it had.
+  # Code may compare with `is jnp.bfloat16` or look up a name, so the type of `dtype` stays.
   return {"dtype": dtype.name if isinstance(own, str) else getattr(jnp, dtype.name)}
 
 
@@ -469,9 +467,8 @@ _MISSING = object()
 
 
 def plain_attribute(module: Module, name: str, default: object = None) -> Any:
-  """Returns an attribute that is a value, without running code of the user's; else `default`."""
-  # A property of a module may call one of its methods, read a parameter, or set up submodules. Its
-  # dtype is computed and cannot be set.
+  """Returns an attribute that is no property, without running user code; otherwise `default`."""
+  # A property may call methods, read parameters or set up submodules, and cannot be set.
   value = inspect.getattr_static(module, name, default)
   return default if hasattr(type(value), "__get__") else value
 

@@ -1,4 +1,4 @@
-"""What the parameters of equations say of dtypes and precisions."""
+"""Parameters of equations that name a dtype or a precision."""
 
 import functools
 import warnings
@@ -21,13 +21,13 @@ Params = dict[str, Any]
 
 
 def retype(eqn: JaxprEqn, dtype: DType) -> Params:
-  """Returns the parameters that an equation has when it computes in `dtype`."""
+  """Returns the parameters of an equation for computing in `dtype`."""
   name, params = facts_of(eqn).dtype_param, eqn.params
   if name is None or params[name] is None:
     return params
   if name != "update_jaxpr":
     return {**params, name: dtype}
-  # The operation on two numbers that combines an update with the number in the buffer.
+  # The jaxpr that combines an update with a number in the buffer names the dtype too.
   jaxpr, scalar = params["update_jaxpr"], jax.ShapeDtypeStruct((), dtype)
   combine = functools.partial(eval_jaxpr, jaxpr, params["update_consts"])
   new = jax.make_jaxpr(combine)(*[scalar] * len(jaxpr.invars))
@@ -36,26 +36,26 @@ def retype(eqn: JaxprEqn, dtype: DType) -> Params:
 
 @functools.cache
 def asked_precision(precision: object) -> str:
-  """Returns what asks for more than the usual precision, in an equation or a setting; else ""."""
+  """Returns the names in a precision that ask for more than the default; "" if there are none."""
   each = precision if isinstance(precision, tuple) else (precision,)
   names = dict.fromkeys(str(x).rpartition(".")[2].lower() for x in each)
   return ", ".join(x for x in names if x not in ("none", "default", "fastest", "bfloat16"))
 
 
 def wants_precision(params: EqnParams) -> bool:
-  """Whether a matmul was asked for in a precision, or with a result, that is not the usual one."""
+  """Whether the user chose the precision or the result dtype of a matmul."""
   result, asked = params.get("preferred_element_type"), asked_precision(params.get("precision"))
   return asked != "" or (result is not None and result != FLOAT32)
 
 
-# The default precision of JAX.
+# `jax_default_matmul_precision`.
 
 
 def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
-  """Returns `jax.make_jaxpr(fun)`, with a precision only where the function itself asks for one.
+  """Returns `jax.make_jaxpr(fun)` without `jax_default_matmul_precision`.
 
-  `jax_default_matmul_precision` says nothing of one matmul. A matmul that stays in float32 gets it
-  back in `in_default`.
+  In the jaxpr, a matmul then has a precision only if the function asks for it. `in_default` gives
+  the setting back to matmuls that stay in float32.
   """
   if _default_precision() is None:
     return jax.make_jaxpr(fun)
@@ -73,10 +73,10 @@ def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
 
 
 _OBJECT = (
-  "mpjax.autocast: jax_default_matmul_precision is set, and this version of JAX keeps the matmuls "
-  "of a jax.lax.custom_root or the like where the setting cannot be given back to them alone. So "
-  "it holds for all matmuls of the function, and they run in float32. Call custom_root outside of "
-  "the autocast function, or set precision= at its matmuls instead."
+  "mpjax.autocast: jax_default_matmul_precision is set, and the function holds a "
+  "jax.lax.custom_root or the like. In this version of JAX the setting then applies to all matmuls "
+  "of the function, and they run in float32. Call custom_root outside the autocast function, or "
+  "set precision= at its matmuls instead."
 )
 
 
@@ -89,18 +89,19 @@ def _default_precision() -> object:
 
 
 def in_default(jaxpr: Jaxpr) -> Jaxpr:
-  """Returns a rewritten jaxpr with `jax_default_matmul_precision` for what runs in float32."""
+  """Returns a rewritten jaxpr with `jax_default_matmul_precision` at its float32 matmuls."""
   precision = _default_precision()
   return jaxpr if precision is None else cast(Jaxpr, _in_precision(jaxpr, precision) or jaxpr)
 
 
 @cached_per_jaxpr
 def _in_precision(program: Program, precision: object) -> Program | None:
-  """Returns a jaxpr with a precision; None, not the jaxpr, which would be kept, if it stays."""
+  """Returns a jaxpr with a precision; None if nothing changes."""
+  # The cache would keep a jaxpr alive that is its own result, so that is None.
   eqns = opened(program).eqns
   params = [with_each(eqn, lambda each: _in_precision(each, precision) or each) for eqn in eqns]
   for i, eqn in enumerate(eqns):
-    # Not where operands were cast: to low precision, or to the format of a recipe.
+    # Operands in low precision, or in the format of a recipe, are left out.
     if eqn.params.get("precision", 0) is None and aval_of(eqn.invars[0]).dtype.itemsize >= 4:
       params[i] = {**params[i], "precision": precision}
   if all(new is eqn.params for eqn, new in zip(eqns, params, strict=True)):

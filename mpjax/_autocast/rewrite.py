@@ -1,4 +1,4 @@
-"""Rewriting a jaxpr for the kinds of its arguments, and those inside of it."""
+"""Rewrite a jaxpr, with its inner jaxprs, for the kinds of its arguments."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -31,15 +31,15 @@ def rewrite(
 ) -> Rewritten:
   """Returns a jaxpr rewritten for arguments of these kinds.
 
-  `outs` has the dtypes of its results; None, or a missing one, leaves the computed dtype. `flags`
-  has the flags of the results, and `consts` the kinds of the constants.
+  `outs` has the dtypes of its results. A result without one keeps the computed dtype. `flags` has
+  the flags of the results, and `consts` the kinds of the constants.
   """
   rewriter = Rewriter(jaxpr, settings, scope, flags, rewrite)
   pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
   variables = [var if kind is None else rewriter.define(var, kind) for var, kind in pairs]
   _write_equations(rewriter, jaxpr, activations_of(jaxpr, settings.ops))
   results, kinds = _results(rewriter, jaxpr, outs)
-  # A constant keeps its dtype, and so its variable.
+  # Constants keep their variables, since they keep their dtypes.
   invars = variables[len(jaxpr.constvars) :]
   new = with_equations(jaxpr, rewriter.shown(), invars=invars, outvars=results)
   closed = None if new.constvars else ClosedJaxpr(new, ())
@@ -79,7 +79,7 @@ _WRITERS: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, Inners], None]] = 
 def _results(
   rewriter: Rewriter, jaxpr: Jaxpr, outs: tuple[DType | None, ...]
 ) -> tuple[list[Atom], Kinds]:
-  """Returns the results of a jaxpr in the dtypes that they are to have, and their kinds."""
+  """Returns the results of a jaxpr, cast to the requested dtypes, and their kinds."""
   last = jaxpr.eqns[-1] if jaxpr.eqns else None
   results, kinds = list(jaxpr.outvars), list(map(rewriter.kind, jaxpr.outvars))
   for i, (atom, dtype) in enumerate(itertools.zip_longest(jaxpr.outvars, outs)):

@@ -1,4 +1,4 @@
-"""Writing a jaxpr in other dtypes, one equation after the other; nothing is executed."""
+"""Write the equations of a jaxpr in other dtypes, without running them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -38,48 +38,48 @@ from mpjax._policy.dtypes import takes
 
 
 class Rewritten(NamedTuple):
-  """A jaxpr as it is now, and the kinds of its results."""
+  """A rewritten jaxpr, and the kinds of its results."""
 
   jaxpr: Jaxpr
   outs: Kinds
   closed: ClosedJaxpr | None  # None if it has constants. JAX compiles an equal object again.
-  linear_algebra: tuple[str, ...] = ()  # of activations, which the caller is to warn of
+  linear_algebra: tuple[str, ...] = ()  # of activations; the caller warns
 
 
 Rewrite = Callable[..., Rewritten]
 
 
 class Rewriter:
-  """The rewriting of one jaxpr; `rewrite` does that of the jaxprs inside of its equations."""
+  """The values and equations of one jaxpr; `rewrite` rewrites its inner jaxprs."""
 
   def __init__(
     self, jaxpr: Jaxpr, settings: Settings, scope: Scope, outs: tuple[int, ...], rewrite: Rewrite
   ) -> None:
     self.settings, self.rewrite = settings, rewrite
     self.flags, self.place = flags_of(jaxpr, tuple(outs), settings, scope)
-    self.eqns: list[JaxprEqn] = []  # what is written so far
+    self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
     self.warned: set[Source] = set()
-    # The floating values, by the variables that held them. Variables of other dtypes stay.
+    # The floating values, by their old variables. Variables of other dtypes stay.
     self.values: dict[Var, Value] = {}
-    # The integers that are literals where this jaxpr is called, as in `jnp.clip(x, 0, 6)`.
+    # Integer variables that are literals at the call of this jaxpr, as in `jnp.clip(x, 0, 6)`.
     self.literals: dict[Var, Kind] = {}
 
   # Values.
 
   def define(self, var: Var, kind: Kind) -> Var:
-    """Notes what a variable is from now on, and returns the variable of the dtype that it has."""
+    """Sets the kind of a variable, and returns a variable of its dtype."""
     if dtype_of(var) not in FLOATS:
       self.literals[var] = kind
       return var
     dtype = kind.variable or kind.dtype
-    # A variable that keeps its dtype stays, and so do the equations that are left as they are.
+    # A variable that keeps its dtype stays, so that unchanged equations stay too.
     atom = var if dtype == dtype_of(var) else retyped(var, dtype)
     self.values[var] = Value(atom, kind if kind.variable is None else kind._replace(variable=None))
     return atom
 
   def value(self, atom: Atom) -> Value | None:
-    """Returns what is known of a floating operand; None for everything else."""
+    """Returns the value of a floating operand; None for other operands."""
     if not isinstance(atom, Literal):
       return self.values.get(atom)
     if dtype_of(atom) not in FLOATS:
@@ -94,7 +94,7 @@ class Rewriter:
     return None if value is None else value.kind
 
   def literal(self, atom: Atom) -> Kind | None:
-    """Returns the kind of an integer or boolean that is a literal; None for everything else."""
+    """Returns the kind of an integer or boolean literal; None for other operands."""
     if not isinstance(atom, Literal):
       return self.literals.get(atom)
     dtype = dtype_of(atom)
@@ -120,12 +120,12 @@ class Rewriter:
     return flags
 
   def read(self, atom: Atom, eqn: JaxprEqn, dtype: DType | None = None) -> Atom:
-    """Returns a floating operand in `dtype`, None for its own; anything else as it is."""
+    """Returns a floating operand in `dtype`, or in its own dtype; other operands unchanged."""
     value = self.value(atom)
     return atom if value is None else self.cast(value, dtype or value.kind.dtype, eqn)
 
   def cast(self, value: Value, dtype: DType, eqn: JaxprEqn | None) -> Atom:
-    """Returns what holds a value in `dtype`, after a cast if need be, for an equation."""
+    """Returns the variable or literal of a value in `dtype`; writes a cast for it if needed."""
     if dtype_of(value.atom) == dtype:
       return value.atom
     if is_number(value.atom):
@@ -134,8 +134,8 @@ class Rewriter:
       return value.casts[dtype]
     var = retyped(value.atom, dtype)
     if value.producer is not None and value.number is not None:
-      # The array is filled with the number in another dtype. With a cast of the float32 array, a
-      # mask of the size of attention's logits would be in memory twice.
+      # The array is filled again in another dtype. With a cast, a mask of the size of attention
+      # logits would be in memory twice.
       scalar = literal_as(value.producer.invars[0], dtype, value.number)
       invars = [scalar, *value.producer.invars[1:]]
       self.eqns.append(value.producer.replace(invars=invars, outvars=[var]))
@@ -146,7 +146,7 @@ class Rewriter:
     return var
 
   def write_cast(self, atom: Atom, var: Var, eqn: JaxprEqn | None) -> Var:
-    """Writes a cast of `atom` to the dtype of `var`, for an equation that reads it."""
+    """Writes a cast of `atom` to the dtype of `var`, with the source line of `eqn`."""
     self.eqns.append(cast_to(var, atom, eqn))
     return var
 
@@ -159,7 +159,7 @@ class Rewriter:
     kinds: Sequence[Kind | None],
     params: Params | None = None,
   ) -> None:
-    """Writes an equation with new operands, results of these kinds, and perhaps new parameters."""
+    """Writes an equation with new operands, kinds of results and, if given, parameters."""
     pairs = zip(eqn.outvars, kinds, strict=True)
     outs = [v if kind is None else self.define(v, kind) for v, kind in pairs]
     params = self.precise(eqn, eqn.params if params is None else params, map(dtype_of, operands))
@@ -173,7 +173,7 @@ class Rewriter:
     low: DType,
     params: Params | None = None,
   ) -> None:
-    """Writes an equation in float32, and rounds the activations that matmuls alone use."""
+    """Writes an equation, and rounds float32 activations that only matmuls use."""
     self.write(eqn, operands, kinds, params)
     for var, kind in zip(eqn.outvars, kinds, strict=True):
       if kind is None or kind.role != Role.ACTIVATION or kind.is_low or self.flags.get(var):
@@ -185,7 +185,7 @@ class Rewriter:
   def untouched(
     self, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = (), role: Role | None = None
   ) -> None:
-    """Writes an equation as it was traced; `role` is that of its results, if it is known."""
+    """Writes an equation as it was traced; `role` is the role of its results, if known."""
     place = self.place(eqn)
     is_unknown = inners is None or (
       part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
@@ -201,31 +201,31 @@ class Rewriter:
     self.write(eqn, operands, [kinds.get(dtype_of(v)) for v in eqn.outvars])
 
   def _role_of_operands(self, eqn: JaxprEqn) -> Role:
-    """Returns the largest role of the operands; without one, random numbers are numbers."""
+    """Returns the largest role of the operands; without floating operands, number or input."""
     roles = [kind.role for kind in map(self.kind, eqn.invars) if kind is not None]
     alone = Role.NUMBER if facts_of(eqn).draws else Role.INPUT
     return max(roles, default=alone)
 
   def precise(self, eqn: JaxprEqn, params: Params, dtypes: Iterable[DType | None]) -> Params:
-    """Returns parameters with the precision of the policy, if a matmul of `dtypes` names none."""
+    """Returns parameters with the precision of the policy, if a matmul has none."""
     policy = self.place(eqn).policy if params.get("precision", 0) is None else None
     if policy is None or (asked := policy.precision) is None:
       return params
-    # As JAX has it: of both operands, or an algorithm for both, which is for few dtypes.
+    # JAX takes one precision for each operand, or one algorithm, which supports few dtypes.
     if isinstance(asked, Precision):
       return {**params, "precision": (asked, asked)}
     takes_it = eqn.primitive is dot_general_p and all(takes(asked, dtype) for dtype in dtypes)
     return {**params, "precision": asked} if takes_it else params
 
-  # What others are to see.
+  # Names for audits and profiles.
 
   def explained(self, eqn: JaxprEqn, precision: str, reason: str) -> JaxprEqn:
-    """Returns a matmul that says, where an audit reads it, why it is not in a precision."""
+    """Returns a matmul whose name stack tells an audit why it is not in a precision."""
     names = with_scope(eqn.source_info.name_stack, NOT_IN[precision] + reason)
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
   def shown(self) -> list[JaxprEqn]:
-    """Returns the written equations as a profile shows them: without marks, except an audit's."""
+    """Returns the written equations without marks, except the marks for an audit."""
     names: dict[int, NameStack] = {}
     eqns: list[JaxprEqn] = []
     for eqn in self.eqns:

@@ -1,22 +1,22 @@
-"""The dtype of each operation that holds no jaxpr: the one table that decides, a function per row.
+"""The dtype of each operation without inner jaxprs: a function for each row of this table.
 
   operation                            runs in
   matmul, convolution (`matmuls.py`)   the compute dtype
     operands are inputs or numbers     as written
-    one product                        as a multiplication, below
+    one contracted element             as a multiplication, below
     no free axis                       float32, as a sum
-    under 8 products, an input         float32
+    an input, under 8 contracted       float32
   float32 list                         float32
   anything else                        float32 if an operand is an input or a float32 activation, or
-                                       if a number leaves the range of the compute dtype; else the
-                                       compute dtype
-    arithmetic                         float32 also for a consumer that widens it: see `Flag`
+                                       if a number is outside the range of the compute dtype;
+                                       otherwise the compute dtype
+    arithmetic                         float32 also if a consumer widens it: see `Flag`
     addition of two arrays             is not widened, except for a float32 result of the policy
 
-A result has the largest `Role` among the operands. An activation that was computed in float32 is
-rounded if matmuls alone use it.
+A result has the largest `Role` of the operands. A float32 activation is rounded if only matmuls use
+it.
 
-The gradient of a broadcast operand is a sum, so the operand is broadcast in float32 and then
+The gradient of a broadcast operand is a sum. So the operand is broadcast in float32 and then
 rounded. The values are the same.
 """
 
@@ -49,7 +49,7 @@ from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, is_number, retyp
 
 
 def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
-  """Writes an equation that holds no jaxpr."""
+  """Writes an equation without inner jaxprs."""
   place, part = rewriter.place(eqn), part_of(eqn, rewriter.settings.ops)
   if eqn.primitive is reduce_precision_p and place.ends is not None:
     return _end(rewriter, eqn, place, place.ends)
@@ -71,8 +71,8 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
 
 
 def _result(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, low: DType) -> Kind:
-  """Returns the kind of the results of an operation; it runs in the dtype of that."""
-  if part == "half":  # The user has moved it to the list of matmuls.
+  """Returns the kind of the results of an operation. The operation runs in its dtype."""
+  if part == "half":  # `OpLists.replace` moved it there.
     return Kind(Role.ACTIVATION, low)
   if part == "float32":
     return _kind(eqn, values)._replace(dtype=FLOAT32, weight=False)
@@ -80,16 +80,16 @@ def _result(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, low:
 
 
 def _low_dtype(eqn: JaxprEqn, compute_dtype: DType) -> DType:
-  """Returns the compute dtype, or that of an operand which the user has cast to low precision."""
+  """Returns the compute dtype, or the dtype to which the user has cast an operand."""
   chosen = [aval_of(v).dtype for v in eqn.invars if dtype_of(v) in HALVES]
   return chosen[-1] if chosen else compute_dtype
 
 
-# Operations that name their dtype: ends of layers and policies, and casts.
+# Casts, and ends of layers and policies.
 
 
 def _end(rewriter: Rewriter, eqn: JaxprEqn, place: Place, dtype: DType) -> None:
-  """Ends a policy in `dtype` for all consumers, or rounds the result of a layer."""
+  """Casts the result of a policy for all consumers, or rounds the result of a layer."""
   (atom,), (var,) = eqn.invars, eqn.outvars
   value = rewriter.value(atom)
   if value is None:
@@ -98,14 +98,14 @@ def _end(rewriter: Rewriter, eqn: JaxprEqn, place: Place, dtype: DType) -> None:
     role = Role.INPUT if dtype == FLOAT32 else Role.ACTIVATION
     rewriter.values[var] = Value(rewriter.cast(value, dtype, eqn), Kind(role, dtype))
   elif rewriter.flags_of_results(eqn) & Flag.OUTPUT:
-    rewriter.values[var] = value  # It leaves in float32, so it is not rounded before.
+    rewriter.values[var] = value  # The policy returns it in float32.
   else:
     rounded = rewriter.cast(value, dtype, eqn)
     rewriter.values[var] = Value(rounded, Kind(Role.ACTIVATION, dtype))
 
 
 def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
-  """Writes a cast of the user's or of promotion; none to a dtype that the value has."""
+  """Writes a cast by the user or by promotion, unless the value has the dtype."""
   (atom,), (var,) = eqn.invars, eqn.outvars
   target, value = eqn.params["new_dtype"], rewriter.value(atom)
   if target not in FLOATS:
@@ -113,7 +113,7 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   if value is None:
     kind = rewriter.kind_of_integers(atom, target)
     return rewriter.write(eqn, [atom], [kind])
-  if dtype_of(atom) == target:  # Only the weak type goes.
+  if dtype_of(atom) == target:  # It removes only the weak type.
     rewriter.values[var] = value
     return None
   role = value.kind.role if target == FLOAT32 else Role.ACTIVATION
@@ -126,13 +126,13 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
 
 
 def _passes_on(eqn: JaxprEqn, part: str) -> bool:
-  """Whether the results are the operands in another order: of a sort with several operands."""
+  """Whether each result belongs to one operand, as in a sort with several operands."""
   same = eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars)
   return same and part in ("promote", "keep")
 
 
 def _passed_on(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> None:
-  """Writes an equation in which each result has the kind of its operand."""
+  """Writes an equation whose results have the kinds of the operands."""
   kinds = [v and v.kind._replace(variable=_variable(v)) for v in values]
   atoms = [atom if v is None else v.atom for atom, v in zip(eqn.invars, values, strict=True)]
   rewriter.write(eqn, atoms, kinds)
@@ -142,7 +142,7 @@ def _variable(value: Value) -> DType | None:
   return FLOAT32 if value.is_low_in_float32 else None
 
 
-# Operations as they were traced, linear algebra among them.
+# Operations as they were traced, such as linear algebra.
 
 
 def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = ()) -> None:
@@ -155,11 +155,11 @@ def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | Non
   rewriter.untouched(eqn, inners)
 
 
-# Anything else.
+# All other operations.
 
 
 def _anything_else(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> Kind:
-  """Returns the kind of the results of an operation that is neither a matmul nor in a list."""
+  """Returns the kind of the results of an operation in the parts `promote` and `keep`."""
   kind = _kind(eqn, values)
   kinds = [v.kind for v in values if v is not None]
   if kind.dtype == FLOAT32 or not fits(kinds, low) or _is_widened(rewriter, eqn, values):
@@ -169,7 +169,7 @@ def _anything_else(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DTy
 
 
 def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
-  """Whether a consumer makes an operation run in float32, so that its result is not rounded."""
+  """Whether a consumer widens an operation, so that its result is not rounded."""
   flags = rewriter.flags_of_results(eqn)
   if dtype_of(eqn.outvars[0]) != FLOAT32:  # The user has chosen low precision.
     return False
@@ -184,21 +184,21 @@ def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
 
 
 def _kind(eqn: JaxprEqn, values: Operands) -> Kind:
-  """Returns the kind of the results of an operation, if no list and no consumer says otherwise."""
+  """Returns the kind of the results of an operation by its operands alone."""
   floats = [v for v in values if v is not None]
-  if not floats:  # The size of a complex number.
+  if not floats:  # Such as the absolute value of a complex number.
     return Kind(Role.INPUT, FLOAT32)
   kind = joined(*(v.kind for v in floats))
   if kind.role == Role.NUMBER:
     return kind._replace(numbers=_numbers(eqn, [v.kind.numbers for v in floats]))
-  # A weight that is moved or scaled is a weight still.
+  # A moved or scaled weight is still a weight.
   return kind._replace(weight=kind.weight and (facts_of(eqn).moves or kind.role == Role.PARAMETER))
 
 
 def _numbers(
   eqn: JaxprEqn, operands: Sequence[tuple[float, ...] | None]
 ) -> tuple[float, ...] | None:
-  """Returns the numbers that the elements of a result are among, if they are known and few."""
+  """Returns the possible values of the elements of a result, if they are known and few."""
   each = [numbers for numbers in operands if numbers is not None]
   facts = facts_of(eqn)
   if len(each) < len(operands) or not (facts.moves or facts.folds):
@@ -211,11 +211,11 @@ def _numbers(
   return tuple(sorted(among)) if few else None
 
 
-# Writing an operation in its dtype.
+# Writing operations.
 
 
 def _write(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, kind: Kind, low: DType) -> None:
-  """Writes an operation in the dtype of its results, with gradients that are summed in float32."""
+  """Writes an operation in the dtype of its results."""
   dtype = kind.variable or kind.dtype
   operands = [
     atom if v is None else _operand(rewriter, eqn, v, dtype)
@@ -232,11 +232,11 @@ def _write(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, kind: Kind, low:
 
 
 def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
-  """Whether low-precision values are moved or chosen in float32 variables, which changes none.
+  """Whether low-precision values are moved or selected in float32 variables.
 
-  The gradient of a `gather` adds up all uses of a row, as of a frequent token. That of a maximum
-  counts the elements that have it, which stops at 256 in bfloat16. Parts of an activation that meet
-  in float32, as in `x[1:] - x[:-1]`, have gradients that are added.
+  The values stay the same, and their gradients are float32 sums. The gradient of a `gather` sums
+  all uses of a row, such as a frequent token. The gradient of a maximum counts equal elements,
+  which stops at 256 in bfloat16. The gradients of the two slices in `x[1:] - x[:-1]` are added.
   """
   facts, floats = facts_of(eqn), [v for v in values if v is not None]
   if facts.gradient == "placed":
@@ -249,7 +249,7 @@ def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operan
 
 
 def _operand(rewriter: Rewriter, eqn: JaxprEqn, value: Value, dtype: DType) -> Atom:
-  """Returns an operand in `dtype`; one that the operation repeats is repeated in float32 before."""
+  """Returns an operand in `dtype`, after broadcasting it in float32 if the operation would."""
   repeats = facts_of(eqn).gradient in ("added", "multiplied")
   if (
     repeats
@@ -262,7 +262,7 @@ def _operand(rewriter: Rewriter, eqn: JaxprEqn, value: Value, dtype: DType) -> A
 
 
 def _repeated(rewriter: Rewriter, value: Value, dtype: DType, eqn: JaxprEqn) -> Atom:
-  """Returns an operand in the shape of the result, so that its gradients add up in float32."""
+  """Returns an operand broadcast in float32, so that its gradients are summed in float32."""
   wide = rewriter.cast(value, FLOAT32, eqn)
   aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None
   new = aval.update(shape=out.shape, weak_type=False)

@@ -1,7 +1,7 @@
-"""Running a rewritten jaxpr: JAX differentiates what repeats in it, such as layers, once.
+"""Run a rewritten jaxpr so that JAX differentiates repeated parts, such as layers, once.
 
-JAX differentiates one equation after the other, which takes most of the time of tracing a gradient,
-but what a jitted function holds once. Here parts of a jaxpr that repeat become such functions.
+JAX differentiates the equations of a jaxpr one by one, which takes most of the time of tracing a
+gradient. It differentiates a jitted function once. So repeated parts become jitted functions.
 """
 
 import itertools
@@ -28,14 +28,15 @@ from mpjax._jaxpr.primitives import is_higher_order
 from mpjax._jaxpr.reader import Atom, aval_of, is_number
 from mpjax._policy.active import AUDIT
 
-_LONG = 64  # Equations. A shorter jaxpr is written out: for the eye, and a call costs time too.
+_LONG = 64  # Equations. A shorter jaxpr is inlined: it is easier to read, and a call costs time.
 
 
 def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: str) -> list[Array]:
-  """Returns the results of a jaxpr, which is one call where JAX is tracing another, if it is long.
+  """Returns the results of a jaxpr.
 
-  To write all its equations once more takes as long as to trace the function that they came from.
-  Else it runs as the function would: operation by operation, or under the active transformation.
+  If JAX is tracing another jaxpr, a long one becomes one call. Writing its equations again would
+  take as long as tracing the function. Otherwise the equations run one by one, or under the active
+  transformation.
   """
   values = [*consts, *operands]
   tracers = [x for x in values if isinstance(x, Tracer)]
@@ -45,9 +46,8 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
   if is_long or any(varying_axes(aval) for aval in map(aval_of, jaxpr.invars)):
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     return called(ClosedJaxpr(jaxpr, ()), values, name)
-  # Inside of `jit`, a function that is differentiated or batched is traced equation by equation,
-  # and parts that repeat are traced once. With concrete values nothing is traced: each part would
-  # be compiled. In the jaxpr that an audit shows, each operation has its own line.
+  # Under `grad` or `vmap` inside `jit`, equations are traced one by one, and repeated parts once.
+  # With concrete values each part would be compiled. An audit needs the line of each operation.
   if tracers and all(map(comes_from_program, tracers)) and AUDIT.value is None:
     jaxpr = with_shared_parts(jaxpr)
   outs = eval_jaxpr(jaxpr, consts, *operands)
@@ -55,17 +55,17 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
 
 
 def _as_array(x: Any, aval: ShapedArray) -> Array:
-  """Returns a result as an array; a literal comes back as a number of Python's or NumPy's."""
+  """Returns a result as an array; a literal is a number of Python or NumPy."""
   if isinstance(x, jax.Array):
     return x
   return jnp.asarray(np.asarray(x).item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
 
 
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
-  """Returns the same jaxpr, with one jaxpr for all parts that are the same, in calls.
+  """Returns the same jaxpr in which equal parts are calls of one jaxpr.
 
-  JAX writes the equations inside instead, where it traces a jaxpr. That is the same, except for
-  profiles: they show the lines of the first part, and the transformations around it.
+  JAX inlines these calls when it traces a jaxpr. Only profiles change: they show the lines of the
+  first part, and the transformations around it.
   """
   groups = _groups(jaxpr.eqns)
   last_read = _last_reads(groups, jaxpr.outvars)
@@ -86,10 +86,10 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
-  """Returns the equations in groups that follow one another in one scope.
+  """Returns groups of consecutive equations of one scope.
 
-  An equation is alone if it has effects: two prints of equal text are two, and JAX keeps their
-  order by the effects of the equations. So is one that holds jaxprs which no other one holds.
+  An equation with effects is a group, since JAX orders prints by the effects of equations. So is an
+  equation whose inner jaxprs occur once.
   """
   held = Counter(id(eqn.params) for eqn in eqns)
 
@@ -101,7 +101,7 @@ def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
 
 
 def _last_reads(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Atom]) -> dict[Atom, int]:
-  """Returns the number of the last group that reads each variable; past the end for results."""
+  """Returns the number of the last group that reads each variable; for results, one past all."""
   last: dict[Atom, int] = {}
   for number, group in enumerate(groups):
     last |= dict.fromkeys((v for eqn in group for v in variables(eqn.invars)), number)
@@ -109,23 +109,22 @@ def _last_reads(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Atom]) -
 
 
 def unscoped(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-  """Returns equations without their scope, for the jaxpr of a call that is in it."""
-  # With both, a profile would show `layer_0/layer_0/tanh` for the first layer, and
-  # `layer_1/layer_0/tanh` for the next one.
+  """Returns equations without their scope, which the call of their jaxpr has."""
+  # Otherwise a profile would show `layer_1/layer_0/tanh` for the second layer.
   names = without_scopes(eqns[0].source_info.name_stack, "")
   return [eqn.replace(source_info=eqn.source_info.replace(name_stack=names)) for eqn in eqns]
 
 
 def variables(atoms: Iterable[Atom]) -> set[Var]:
-  """Returns those of some atoms that are no literals."""
+  """Returns the variables among some atoms."""
   return {v for v in atoms if not isinstance(v, Literal)}
 
 
 def _part(
   eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]
 ) -> tuple[Hashable, list[Var], list[Var]]:
-  """Returns a key, what the part number `place` reads, and what others read of it."""
-  # The key is that of parts that compute the same of what they read.
+  """Returns a key of the part number `place`, and the variables that it reads and returns."""
+  # Parts with equal keys compute the same function.
   numbers: dict[Atom, int] = {}
   invars: list[Var] = []
 
@@ -149,7 +148,7 @@ def _part(
 
 
 def with_key(eqns: Sequence[JaxprEqn], root: Var, outs: Sequence[Atom]) -> tuple[Jaxpr, Hashable]:
-  """Returns a jaxpr of equations, and a key of those that compute the same of their operand."""
+  """Returns a jaxpr of equations, and a key; jaxprs with equal keys compute the same function."""
   new = jaxpr_of(unscoped(eqns), [root], outs)
-  # In what an audit shows, each operation has its own line.
+  # In an audit, each operation needs its own line.
   return new, _part(new.eqns, 0, dict.fromkeys(outs, 1))[0] if AUDIT.value is None else id(new)

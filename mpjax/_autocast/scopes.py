@@ -1,7 +1,8 @@
-"""The named scopes of an equation: marks of ours, and what they and the rules say.
+"""Marks in the named scopes of equations, and the policy of each scope.
 
-A mark names the policy of a region of a jaxpr, or the end of a layer or a policy. It passes through
-`jit`, `scan`, `grad` and `vmap` with the operations. Rewriting a jaxpr takes it out.
+A mark is a named scope that mpjax sets. It names the policy of a region of a jaxpr, or the end of a
+layer or a policy. It passes through `jit`, `scan`, `grad` and `vmap` with the operations. Rewriting
+a jaxpr removes it.
 """
 
 import functools
@@ -28,36 +29,36 @@ REGION, POLICY_ENDS, LAYER_ENDS = (
 AS_GIVEN, TABLE = (PREFIX + name for name in ("as-given", "table"))
 """The marks, beside `FLOAT8`.
 
-  REGION: a module with a policy, as text; `AS_IT_IS` if a rule leaves it so.
-  POLICY_ENDS: the result of a module where a policy ends, and its dtype.
-  LAYER_ENDS: the result of a Flax layer that has a `dtype`, and the compute dtype.
-  AS_GIVEN: a layer that returns the dtype that it is given, such as a dropout.
-  TABLE: a module whose own matmuls are not in float8. No dtype depends on it otherwise.
+  REGION: a module and its policy as text, or `AS_IT_IS` if a rule exempts it.
+  POLICY_ENDS: the result of a policy, and its dtype.
+  LAYER_ENDS: the result of a Flax layer with a `dtype`, and the compute dtype.
+  AS_GIVEN: a layer that returns the dtype of its argument, such as dropout.
+  TABLE: a module whose own matmuls are not in float8.
 """
 
 AS_IT_IS = "as-it-is"
 
 NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("float8", "low")}
-"""Why a matmul is not in a precision, in the jaxpr that `mpjax.audit` traces."""
+"""Prefixes of the reasons why a matmul is not in a precision, for `mpjax.audit`."""
 
 
 @functools.lru_cache(maxsize=1024)
 def region_of(policy: Policy | None) -> str:
-  """Returns the text that marks the region of a module with a policy; None leaves it as it is."""
+  """Returns the text that marks the region of a policy; None exempts it."""
   return AS_IT_IS if policy is None else str(policy)
 
 
 @functools.lru_cache(maxsize=1024)
 def policy_of(region: str) -> Policy | None:
-  """Returns the policy that marks a region."""
+  """Returns the policy of the text that marks a region."""
   return None if region == AS_IT_IS else Policy.parse(region)
 
 
 def end_of_policy(tree: PyTree, dtype: Any) -> PyTree:
-  """Returns the results of a module where its policy ends: in `dtype` for all consumers."""
+  """Marks the results of a policy, which the rewriter casts to `dtype`."""
 
   def leaf(x: Any) -> Any:
-    # Float64 is not rewritten, so it is cast here.
+    # Float64 is cast here, since it is not rewritten.
     if isinstance(x, jax.Array) and x.dtype == "float64":
       return x.astype(dtype)
     return _marked(x, POLICY_ENDS + dtype.name)
@@ -66,15 +67,15 @@ def end_of_policy(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def end_of_layer(tree: PyTree, dtype: str) -> PyTree:
-  """Returns the results of a layer, rounded to `dtype` unless they leave the policy in float32."""
+  """Marks the results of a layer, which the rewriter rounds to `dtype`."""
   return mapped(lambda x: _marked(x, LAYER_ENDS + dtype), tree)
 
 
 def _marked(x: Any, name: str) -> Any:
-  """Returns an array, still float32, behind an operation that stands for a cast in the trace."""
+  """Returns a float32 array behind an operation that marks a cast in the trace."""
   if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
     return x
-  with jax.named_scope(name):  # It has the bits of float32, so it rounds nothing.
+  with jax.named_scope(name):  # `reduce_precision` to 8 and 23 bits rounds nothing.
     wide = x if x.dtype == FLOAT32 else x.astype(FLOAT32)
     return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23)
 
@@ -86,16 +87,17 @@ def names_of(stack: NameStack) -> Scope:
 
 
 class Place(NamedTuple):
-  """What the marks in a scope and the rules say.
+  """A scope, with the policy that marks and rules give it.
 
   Fields:
-    policy: the one that applies; None where all runs as it was traced.
-    compute_dtype: that of the policy, if it is a low-precision one.
-    as_written: the user asked for float32 here, so results are inputs for what follows.
-    as_given: a layer that returns the dtype that it is given: no consumer widens it.
-    ends: the dtype that the mark of an end says, if the innermost scope is one.
-    ends_policy: that mark is the end of a policy, not of a layer.
-    inside: the scope that counts for inner jaxprs; all names of it would split caches.
+    scope: the names.
+    policy: the policy; None if operations run as they were traced.
+    compute_dtype: the compute dtype of the policy, if it is low precision.
+    as_written: whether the user asked for float32 here, so that results are inputs.
+    as_given: whether this is a layer such as dropout, which no consumer widens.
+    ends: the dtype in the mark of an end, if the innermost scope is one.
+    ends_policy: whether that mark is the end of a policy, not of a layer.
+    inside: the names that matter for inner jaxprs. Other names would split caches.
   """
 
   scope: Scope
@@ -110,9 +112,9 @@ class Place(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def place_at(scope: Scope, settings: Settings) -> Place:
-  """Returns what applies in a scope."""
+  """Returns the policy of a scope."""
   region = next((name for name in reversed(scope) if name.startswith(REGION)), None)
-  full = FULL_PRECISION in scope  # Also inside of a module that has a policy of its own.
+  full = FULL_PRECISION in scope  # This also overrules the policy of an inner module.
   policy = None if full else _policy_at(scope, region, settings)
   low = policy is not None and policy.compute_dtype in HALVES
   own = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
@@ -130,7 +132,7 @@ def place_at(scope: Scope, settings: Settings) -> Place:
 
 
 def _policy_at(scope: Scope, region: str | None, settings: Settings) -> Policy | None:
-  """Returns the policy of the innermost mark; else of the innermost scope that a rule matches."""
+  """Returns the policy of the innermost mark, or of the innermost scope that matches a rule."""
   if region is not None:
     return policy_of(region.removeprefix(REGION))
   for depth in range(len(scope), -1, -1) if settings.rules else ():
@@ -141,7 +143,7 @@ def _policy_at(scope: Scope, region: str | None, settings: Settings) -> Policy |
 
 
 def _end_at(scope: Scope) -> tuple[DType | None, bool]:
-  """Returns the dtype that the mark of an end says, and whether a policy ends there."""
+  """Returns the dtype in the mark of an end, and whether it is the end of a policy."""
   last = scope[-1] if scope else ""
   for mark in (POLICY_ENDS, LAYER_ENDS):
     if last.startswith(mark):
@@ -150,7 +152,7 @@ def _end_at(scope: Scope) -> tuple[DType | None, bool]:
 
 
 def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...], where: str) -> None:
-  """Raises UnmatchedRuleError if the path of a rule is that of no scope of a function."""
+  """Raises UnmatchedRuleError if the path of a rule matches no scope of a function."""
   record = ModuleRecord(PolicyConfig(policy=None, rules=rules, unmatched="raise"))
   record.note_paths(around(step.location.path for step in body_of(program).every_step()))
   record.check(f"of {where}", 1, kind="jax.named_scope")

@@ -1,4 +1,4 @@
-"""What was asked of a rewriting."""
+"""Settings of the rewriter."""
 
 import dataclasses
 
@@ -7,19 +7,19 @@ from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule
 
 Scope = tuple[str, ...]
-"""The names of `jax.named_scope`s, the outermost first."""
+"""The names of `jax.named_scope`s, from the outermost to the innermost."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """What was asked for; part of the key under which a rewritten jaxpr is kept.
+  """The settings of a rewriting; part of the cache key of the rewritten jaxpr.
 
-  In a call of `modules` the parameters are known. All other arguments, and the arrays that the call
-  closes over, are inputs. In an `autocast` function they are parameters.
+  In a call of `modules` the parameters are known. Other arguments and closed-over arrays are
+  inputs. In an `autocast` function they are parameters.
   """
 
-  policy: Policy  # where no rule and no mark of a module says something else
+  policy: Policy  # if no rule and no mark of a module gives another one
   ops: OpLists
   rules: tuple[Rule, ...] = ()
-  in_derivative: bool = False  # of a rule, linear in some arguments: no matmul is in float8
+  in_derivative: bool = False  # in a derivative rule, where no matmul runs in float8
   modules: bool = False

@@ -1,7 +1,7 @@
-"""`autocast`: mixed precision for any JAX function, by lists of operations.
+"""`autocast`: mixed precision for any JAX function.
 
-A function of trees is traced as a function of arrays, its jaxpr is rewritten, and that runs with
-the same arguments.
+A function of trees is traced as a function of arrays. Its jaxpr is rewritten and runs with the same
+arguments.
 """
 
 import functools
@@ -40,8 +40,8 @@ R = TypeVar("R")
 
 _AS_FUNCTION = (
   'Write mpjax.autocast(fn, "mixed_bfloat16"), or as a decorator '
-  '@functools.partial(mpjax.autocast, policy="mixed_bfloat16"). It is no context manager: code '
-  "that calls Linen models runs under a policy in mpjax.policy_scope."
+  '@functools.partial(mpjax.autocast, policy="mixed_bfloat16"). It is not a context manager. For '
+  "code that calls Linen models, use mpjax.policy_scope."
 )
 
 
@@ -56,36 +56,38 @@ def autocast(
 ) -> Callable[P, R]:
   """Returns a function that computes what `fn` does, with a dtype chosen for each operation.
 
-  `fn` is traced in float32, and its jaxpr is rewritten, also inside `jit`, `scan`, `cond`, `remat`,
-  `custom_vjp` and `shard_map`. Matmuls and convolutions run in the compute dtype of the policy.
-  Exponentials, logarithms, sums and losses run in float32. docs/concepts.md has all rules.
-  Parameters are cast at each use, and their gradients are summed in float32. Results have the
-  dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16, `precision="highest"`,
+  `fn` is traced in float32, and its jaxpr is rewritten. This includes the jaxprs of `jit`, `scan`,
+  `cond`, `remat`, `custom_vjp` and `shard_map`. Matmuls and convolutions run in the compute dtype
+  of the policy. Exponentials, logarithms, sums and losses run in float32. docs/concepts.md has all
+  rules. Parameters are cast at each use, and their gradients are summed in float32. Results have
+  the dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16, `precision="highest"`,
   integers, complex numbers, float64 and random keys stay as they are.
   `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
 
   Args:
-    fn: a function of trees of arrays. What is no array (strings, Python numbers, functions, flags
-      and integers of NumPy) is handed to it as it is. It must not change its arguments in place.
-    policy: parameters are yours to store, and results keep their dtypes: `param_dtype` does not
-      count, and an `output_dtype` of float32 says that a result which is a matmul, perhaps with a
-      bias, is its float32 sum. In float32, without a precision, `fn` itself is returned.
-    ops: the lists, an edited `OpLists()`; None for the standard.
-    rules: `Rule(policy, path=...)` for what runs inside the named scopes of that path, as a profile
-      shows them. The innermost scope that a rule matches decides, and there the first rule. None or
-      a float32 policy leaves everything inside as it was traced.
-    data_argnums: the positions of arguments that are no parameters, such as coordinates and
-      timesteps: float32 arrays in them stay float32 until a matmul, as constants do.
+    fn: a function of trees of arrays. Other leaves, such as strings, Python numbers, functions and
+      integers of NumPy, are passed unchanged. It may change lists and dicts among its arguments,
+      but no other object.
+    policy: the policy. `param_dtype` is ignored, and results keep their dtypes. With a float32
+      `output_dtype`, a float32 result that is a matmul, perhaps with a bias, is its float32 sum.
+      For a float32 policy without a precision, `fn` itself is returned.
+    ops: an edited `OpLists()`; None for the standard lists.
+    rules: `Rule(policy, path=...)` for operations inside named scopes of that path. The innermost
+      scope that a rule matches decides, by its first matching rule. None or a float32 policy
+      leaves the operations inside as they were traced.
+    data_argnums: the positions of inputs, such as coordinates and timesteps. Their float32 arrays
+      stay in float32 until a matmul uses them. Other arguments are parameters.
 
   Returns:
     A function with the signature of `fn`. Like `fn`, it can be jitted, differentiated, mapped,
     sharded and exported.
 
   Raises:
-    MpjaxTypeError: an argument has the wrong type; when called: `fn` changed an argument.
-    MpjaxValueError: a policy computes in something else than float32, bfloat16 and float16, a rule
-      has no path; when called: no positional argument is at one of `data_argnums`.
-    UnmatchedRuleError: when called: no scope has the path of a rule.
+    MpjaxTypeError: if an argument has the wrong type, or, when called, if `fn` changes an object in
+      its arguments.
+    MpjaxValueError: if a policy computes in another dtype than float32, bfloat16 or float16, or if
+      a rule has no path. When called, if no positional argument is at one of `data_argnums`.
+    UnmatchedRuleError: when called, if no scope has the path of a rule.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
@@ -104,14 +106,14 @@ def autocast(
     raise MpjaxTypeError(of_ops, expected="an mpjax.OpLists", got=repr(ops), fix=fix)
   policy, rules = parse_policy(policy, "mpjax.autocast(policy)"), parse_rules(rules, of_rules)
   fix = (
-    "A traced function has no modules, only named scopes: see jax.named_scope. For rules by class "
-    "or instance put a policy on the model with mpjax.with_policy."
+    "A traced function has named scopes (jax.named_scope) but no modules. For rules by class or "
+    "instance, put a policy on the model with mpjax.with_policy."
   )
   for rule in rules:
     check_value(rule, rule.path is not None, of_rules, expected="rules with path=", fix=fix)
   policies = [("mpjax.autocast(policy)", policy), *((of_rules, rule.policy) for rule in rules)]
   expected = "a policy that computes in bfloat16, float16 or float32"
-  fix = "Operations in other dtypes are left as they are; no policy is needed for them."
+  fix = "Operations in other dtypes are left as they are and need no policy."
   for of_policy, each in policies:
     allowed = each is None or each.compute_dtype in FLOATS
     check_value(each, allowed, of_policy, expected=expected, fix=fix)
@@ -124,14 +126,14 @@ def autocast(
 
 
 def _data_leaves(data_argnums: Any) -> Callable[[Args], Iterable[Leaf]] | None:
-  """Returns what says which leaves are in the arguments at these positions; None for none."""
+  """Returns a function that finds the leaves of arguments at these positions; None for none."""
   numbers = tuple(data_argnums) if isinstance(data_argnums, Sequence) else (data_argnums,)
   where, fix = "mpjax.autocast(data_argnums=...)", "Write data_argnums=(1,) for x in (params, x)."
   for number in numbers:
     check_int(number, where, least=0, fix=fix, fix_type=fix)
 
   def leaves(args: tuple[Any, ...]) -> list[Leaf]:
-    fix = "Pass that argument by position, or take its number out of data_argnums."
+    fix = "Pass that argument by position, or remove its number from data_argnums."
     expected = f"positions of arguments that are passed by position, {len(args)} of them"
     check_value(numbers, max(numbers) < len(args), where, expected=expected, fix=fix)
     return Boundary([x for i, x in enumerate(args) if i in numbers]).leaves
@@ -139,7 +141,7 @@ def _data_leaves(data_argnums: Any) -> Callable[[Args], Iterable[Leaf]] | None:
   return leaves if numbers else None
 
 
-# Functions of trees, of autocast and of calls of modules.
+# Functions of trees, for autocast and for calls of modules.
 
 
 def with_settings(
@@ -157,14 +159,14 @@ def with_settings(
     fn: the function.
     settings: the policy, the lists and the rules.
     where: the public call, for errors.
-    data: returns the leaves of the arguments that are inputs, not parameters.
-    results: puts `InDtype` around results that have to have a dtype; without it they have the
-      dtypes that the function gives them.
-    returns_sums: a matmul returns its float32 sum to a float32 result: see `Flag.OUTPUT`.
+    data: returns the leaves of the arguments that are inputs. The others are parameters.
+    results: puts `InDtype` around results with a fixed dtype. Without it, results have the dtypes
+      of the function.
+    returns_sums: whether a matmul returns its float32 sum to a float32 result: see `Flag.OUTPUT`.
 
   Raises:
-    NotTraceable: when called, where no jaxpr can do what `fn` does; of a function that is no call
-      of modules, as an MpjaxTypeError.
+    NotTraceable: when a call of modules cannot be traced.
+    MpjaxTypeError: when another function cannot be traced.
   """
 
   @functools.wraps(fn)
@@ -196,12 +198,12 @@ def with_settings(
 
 
 class _Returned(NamedTuple):
-  """The result of a function that was traced.
+  """The result of a traced function.
 
   Fields:
-    leaves: its leaves, with `_TRACED` for each tracer, whose trace is over.
+    leaves: its leaves, with `_TRACED` in place of each tracer.
     outside: builds the user's tree from other leaves.
-    dtypes: the dtypes that the traced leaves are to have; None for any.
+    dtypes: the dtypes of the traced leaves; None if any dtype is allowed.
   """
 
   leaves: list[Leaf]
@@ -209,13 +211,13 @@ class _Returned(NamedTuple):
   dtypes: list[DType | None]
 
   def around(self, computed: Sequence[Array]) -> Any:
-    """Returns the user's result around the arrays that were computed."""
+    """Returns the user's result with the computed arrays."""
     arrays = iter(computed)
     return self.outside([next(arrays) if x is _TRACED else x for x in self.leaves])
 
 
 class _Call:
-  """A call of a function of trees, as one of a function of arrays."""
+  """A call of a function of trees, expressed as a function of arrays."""
 
   def __init__(
     self,
@@ -234,7 +236,7 @@ class _Call:
     self.name = getattr(fn, "__name__", type(fn).__name__)
 
   def flat(self, *operands: Array) -> list[Array]:
-    """Calls the function with other arrays; returns those that it computes."""
+    """Calls the function with other arrays and returns the arrays that it computes."""
     return self._run(*operands)[0]
 
   def _run(self, *operands: Array) -> tuple[list[Array], _Returned]:
@@ -244,7 +246,7 @@ class _Call:
     returned = self.fn(*inside.args[0], **inside.args[1])
     leaves, outside = inside.leave(returned if self.results is None else self.results(returned))
     computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
-    # A tracer of the trace that is over may not be kept.
+    # No tracer may outlive its trace.
     rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
     arrays = [x.array if isinstance(x, InDtype) else x for x in computed]
     return arrays, _Returned(rest, outside, list(map(self._dtype, computed)))
@@ -254,7 +256,7 @@ class _Call:
     return result.dtype if fixed else None
 
   def traced(self, where: str) -> tuple[ClosedJaxpr, _Returned]:
-    """Returns the jaxpr of the function, traced in float32, and the result around its arrays."""
+    """Returns the jaxpr of the function, traced in float32, and its result."""
     results: list[_Returned] = []
 
     def flat(*operands: Array) -> list[Array]:
@@ -262,7 +264,7 @@ class _Call:
       results.append(returned)
       return arrays
 
-    flat.__name__ = self.name  # It is in the errors of JAX.
+    flat.__name__ = self.name  # Errors of JAX show it.
     try:
       return traced(flat)(*map(self._type, self.operands)), results[-1]
     except (NotTraceable, *flax_errors("TraceContextError")) as error:
@@ -273,13 +275,13 @@ class _Call:
         where,
         expected="a function that returns what it computes",
         got=f"one that {error}" if isinstance(error, NotTraceable) else of_nnx,
-        fix="Return new values, in trees of arrays. With flax.nnx, use mpjax.with_policy(model, "
-        "policy), or split the model outside and nnx.merge(graphdef, state, copy=True) inside.",
+        fix="Return new values as trees of arrays. With flax.nnx, use mpjax.with_policy(model, "
+        "policy). Or split the model outside and nnx.merge(graphdef, state, copy=True) inside.",
       ) from error
 
   def _type(self, operand: Array) -> ShapedArray:
     aval = cast(ShapedArray, jax.typeof(operand))
-    # Modules are shown float32.
+    # Modules see float32.
     shown = self.settings.modules and aval.dtype in HALVES
     return aval.update(dtype=FLOAT32, weak_type=False) if shown else aval
 
@@ -291,7 +293,7 @@ class _Call:
     *,
     returns_sums: bool,
   ) -> Jaxpr:
-    """Returns the jaxpr in the dtypes of the policy; some operands are inputs, which decide."""
+    """Returns the rewritten jaxpr; `decides` says which operands are inputs."""
     pairs = zip(self.operands, decides, strict=True)
     ins = tuple(_kind_of_argument(x.dtype, each) for x, each in pairs)
     outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
@@ -308,23 +310,23 @@ def _kind_of_argument(dtype: DType, decides: bool) -> Kind | None:
   return kind_of_input(dtype) if decides else Kind(Role.PARAMETER, dtype, weight=True)
 
 
-_TRACED = object()  # Replaces a tracer whose trace is over.
+_TRACED = object()  # Replaces a tracer.
 
 
 def _is_argument(x: Leaf, modules: bool) -> bool:
-  """Whether a leaf is traced. NumPy's integers and flags are not: `fn` may ask for their values."""
+  """Whether a leaf is traced. `fn` may read NumPy integers and booleans, so these are not."""
   if modules or not isinstance(x, (np.ndarray, np.generic)):
     return isinstance(x, jax.Array)
   return np.issubdtype(x.dtype, np.inexact) or x.dtype in HALVES
 
 
-# Rules that close over values of the function.
+# Derivative rules that close over values of the function.
 
 
 def _has_rule_that_closes_over(program: ClosedJaxpr) -> bool:
   """Whether a function with a derivative rule closes over a value of the jaxpr."""
-  # An autocast function inside of a loss that is differentiated: gradients flow to what it closes
-  # over too, and one that is differentiated at once knows its arguments alone.
+  # Inside a differentiated loss, gradients also flow to tracers that the function closes over.
+  # `_differentiated_at_once` has gradients for arguments only.
   if any(isinstance(const, Tracer) for const in program.consts):
     return False
   constants = set(program.jaxpr.constvars)
@@ -341,12 +343,12 @@ def _differentiated_at_once(
   decides: Sequence[bool],
   cast: Callable[..., Function],
 ) -> Callable[..., list[Array]]:
-  """Returns `call`, whose gradient is all of that of `original`, `cast`; some operands are data."""
-  # A rule that reads the weight of its layer is out of reach once the layer is traced: that value
-  # is gone. So all is differentiated inside of one trace, and the derivative is rewritten.
+  """Returns `call` with the gradient of `original`, rewritten by `cast`."""
+  # A rule that closes over a value of the function cannot run after its trace. So `original` is
+  # differentiated inside one trace, and the derivative is rewritten.
 
   def forward(*operands: PyTree) -> tuple[list[Array], dict[bool, dict[int, Array]]]:
-    # The arguments, not residuals: those of `original` are in the dtypes without autocast.
+    # Residuals of `original` would be in the dtypes without autocast, so arguments are kept.
     parts = {
       moves: {i: x.value for i, x in enumerate(operands) if x.perturbed == moves}
       for moves in (True, False)
@@ -359,12 +361,12 @@ def _differentiated_at_once(
     moving, values = parts[True], parts[True] | parts[False]
 
     def gradients(values: dict[int, Array], changes: list[Array]) -> dict[int, Array]:
-      def of_moving(moving: dict[int, Array]) -> list[Array]:  # The others may be closed over.
+      def of_moving(moving: dict[int, Array]) -> list[Array]:
         return original(*((values | moving)[i] for i in range(len(values))))
 
       return jax.vjp(of_moving, {i: values[i] for i in moving})[1](changes)[0]
 
-    def with_dtypes(returned: dict[int, Array]) -> PyTree:  # A gradient has that of its argument.
+    def with_dtypes(returned: dict[int, Array]) -> PyTree:  # Those of the arguments.
       return {i: InDtype(x, moving[i].dtype) for i, x in returned.items()}
 
     def data(args: Args) -> list[Leaf]:

@@ -1,4 +1,4 @@
-"""Write the change of the user's code that keeps an operation in float32."""
+"""Write changes of the user's code: float32 for an operation, or low precision for a matmul."""
 
 import ast
 import linecache
@@ -9,22 +9,23 @@ from mpjax._jaxpr.graph import Operation
 from mpjax._jaxpr.locations import MODULE, PREFIX, Source, is_library
 
 _LAYERS = ("/flax/linen/", "/flax/nnx/")
-"""Files of layers, which have no line of the user's: a rule picks the module."""
+"""Files of layers. Their operations have no line of the user, so the cure is a rule."""
 
 _MATMULS = frozenset(("convolve", "dot", "einsum", "matmul", "tensordot"))
 
 _MOST = 3
-"""Statements of a line: of more, the function is what the user changes."""
+"""The most statements of a line. For more, the cure wraps the function."""
 
 
 def cure_of(operation: Operation) -> str:
   """Returns code that runs an operation in float32: a `Rule`, or `mpjax.full_precision`.
 
   Args:
-    operation: the one that rounds.
+    operation: the operation that rounds.
 
   Returns:
-    A rule for the module of a Flax layer. Otherwise the statement at its line, in the region.
+    A rule for the module of a Flax layer. For other code, the statement at its line, with its
+    expression inside `mpjax.full_precision`.
 
   >>> from mpjax._jaxpr.locations import Source
   >>> in_region(Source("unknown.py", 3, "distance"))
@@ -44,7 +45,7 @@ def low_cure(operation: Operation, dtype: str) -> str:
     dtype: the compute dtype of its policy.
 
   Returns:
-    The statement at its line, with the cast; of a matmul that cannot be found, the cast alone.
+    The statement at its line with the cast. If the matmul is not found, only the cast.
 
   >>> import jax, jax.numpy as jnp
   >>> from mpjax._jaxpr.graph import Graph
@@ -61,7 +62,7 @@ def low_cure(operation: Operation, dtype: str) -> str:
 
 
 def _cast_operand(node: ast.AST, dtype: str) -> bool:
-  """Writes the cast of its first operand into a matmul; whether it is one."""
+  """Casts the first operand of a matmul, and returns whether the node is a matmul."""
   if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
     node.left = _cast(node.left, dtype)
     return True
@@ -84,7 +85,7 @@ def _cast(value: ast.expr, dtype: str) -> ast.expr:
 
 
 def in_region(source: Source | None) -> str:
-  """Returns the statement at a line, its expression run by `mpjax.full_precision`."""
+  """Returns the statement at a line, with its expression inside `mpjax.full_precision`."""
   if source is None:
     return "mpjax.full_precision(fn)(...)"
   statements = _statements(source)
@@ -96,17 +97,17 @@ def in_region(source: Source | None) -> str:
 
 
 def _module_of(operation: Operation) -> str | None:
-  """Returns the path of the module that an operation is in; None without modules."""
+  """Returns the path of the module of an operation; None without modules."""
   scopes, path = operation.where.scopes, operation.where.marked(MODULE)
   if path is None or not any(scope.startswith(LAYER_ENDS) for scope in scopes):
     return path
-  # The rounding of a layer's result comes after its own mark ended.
+  # The result of a layer is rounded outside the mark of the layer.
   inside = [name for name in scopes[scopes.index(MODULE + path) + 1 :] if name[:6] != PREFIX]
   return "/".join(filter(None, (path, *inside)))
 
 
 def _is_in_layer(operation: Operation) -> bool:
-  """Whether code of Flax that the user's line calls wrote an operation."""
+  """Whether an operation comes from the code of a Flax layer."""
   for frame in frames_of(operation.eqn.source_info.traceback):
     file = frame[0]
     if not is_library(file):
@@ -135,10 +136,10 @@ def _has_line(node: ast.stmt | ast.expr, line: int) -> bool:
 
 
 def _in_region(statement: ast.stmt) -> str | None:
-  """Returns a statement with its value in the region; None if that would change its meaning."""
+  """Returns a statement with its value in `full_precision`; None if its meaning would change."""
   if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) or statement.value is None:
     return None
-  # Their names, or what they wait for, are of the function around.
+  # In a lambda, `:=`, `await` and `yield` would no longer act on the function around it.
   bound = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
   if any(isinstance(node, bound) for node in ast.walk(statement.value)):
     return None

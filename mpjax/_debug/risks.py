@@ -1,13 +1,16 @@
-"""Find low-precision matmuls and roundings that reach an operation which magnifies their error.
+"""Find roundings to low precision that reach an operation which magnifies their error.
 
-One forward walk gives each value a `History`: its last rounding, and what it passed since.
-A rounding is a matmul in low precision or a cast of a float32 value, inside a policy.
-An activation function, a softmax or a norm makes the error relative, so it ends the history of most
-sinks. Comparisons look past it, because a rounding makes ties that a monotonic function keeps.
-A comparison is a risk if one side is an order statistic (maximum, sort, `top_k`) of the other.
-A difference is a risk if both sides contain squares of one value, behind different roundings.
-`argmax`, ReLU, masks and a value minus its own mean or maximum are therefore no risks.
-Only the forward pass counts: the lines of the backward pass are the same.
+A rounding is a matmul in low precision or a cast of a float32 value, inside a policy. A sink is an
+operation that magnifies its error. One forward walk gives each value a `History`: its last
+rounding, and the operations since.
+
+After an activation function, a softmax or a norm the error is relative. These therefore end the
+search for most sinks. Comparisons look past them, since a monotonic function keeps the ties of a
+rounding. A comparison is a risk if one side is an order statistic (maximum, sort, `top_k`) of the
+other. A difference is a risk if both sides contain squares of one value after different roundings.
+`argmax`, ReLU, masks and a value minus its own mean or maximum are therefore not risks.
+
+Only the forward pass counts, since the backward pass has the same lines.
 """
 
 import dataclasses
@@ -51,25 +54,25 @@ Kind: TypeAlias = Literal[
 
 
 _TEXTS: Mapping[Kind, str] = {
-  "angle": "{name} gets an angle that was rounded to {dtype}: its error grows with the angle.",
-  "index": "An integer is made from a number that was rounded to {dtype}, and may be off by one.",
-  "comparison": "A value in {dtype} is compared with its own maximum: rounding makes ties.",
+  "angle": "{name} gets an angle rounded to {dtype}. Its error grows with the angle.",
+  "index": "An integer is computed from a number rounded to {dtype}, and may be off by one.",
+  "comparison": "A value in {dtype} is compared with its own maximum. Rounding creates ties.",
   "complex exponential": "A complex exponential of a number rounded to {dtype} has a phase error.",
-  "linear algebra": "{name} multiplies the rounding to {dtype} by the condition of the matrix.",
-  "difference": "Squares cancel in {name}: their rounding to {dtype} may be all that is left.",
+  "linear algebra": "{name} multiplies the rounding to {dtype} by the condition number.",
+  "difference": "Squares cancel in {name}. The result may consist of their rounding to {dtype}.",
   "denominator": "A denominator from a {dtype} matmul may overflow to inf or underflow to 0.",
   "lookup": "A mask selects entries of a float32 table, which are rounded to {dtype}.",
   "float32 matmul": "A matmul of inputs and constants runs in {dtype}, without Tensor Cores.",
 }
 
 _LEAST_SHARE = 0.05
-"""Of the FLOPs: a float32 matmul of less is not worth a line."""
+"""The smallest share of the FLOPs at which a float32 matmul is reported."""
 
 _MOST_ROOTS = 16
-"""A value that is a sum of more is a residual stream, and starts anew."""
+"""The most roots of a value. With more it is a residual stream, and becomes a root itself."""
 
 Roots: TypeAlias = Mapping[Value, frozenset[Operation]]
-"""Values that a value is computed from, each with the roundings on the way."""
+"""The values that a value is computed from, each with the roundings since."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,13 +80,13 @@ class Risk:
   """A rounding that reaches an operation which magnifies its error, or a costly float32 matmul.
 
   Args:
-    kind: what the rounding reaches.
-    path: of the module or named scope in which it is rounded.
-    source: the line at which it is rounded; None if unknown.
-    sink: the line that it reaches; None if unknown.
-    reason: what can go wrong, a sentence.
+    kind: the kind of operation that the rounding reaches.
+    path: the path of the module or named scope of the rounding.
+    source: the line of the rounding; None if unknown.
+    sink: the line of the operation that it reaches; None if unknown.
+    reason: a sentence that describes the possible error.
     cure: Python code to paste.
-    share: of the FLOPs of all matmuls, for the matmuls that the cure is about.
+    share: the share of these matmuls in the FLOPs of all matmuls.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def fn(w, x):
@@ -108,17 +111,17 @@ class History:
   """The roundings and operations that a value is computed from.
 
   Attributes:
-    rounding: the last operation that rounded it, or a value it is computed from; or a float32
-      matmul of inputs, which would round it in low precision.
-    passed: what came after: "activation", "integer" or "sum".
-    linear: the values in which it is linear, each with the roundings on the way.
-    products: likewise the factors of products of which it is a sum.
-    own: those factors that were multiplied with themselves.
-    order_of: the values of which it is a maximum, a minimum, or the sorted numbers.
-    exact: its numbers are those of a low-precision dtype, also if it is float32.
-    mask: its elements are 0 or 1.
-    negative: it has the opposite sign of what it was computed from.
-    given: it is computed from inputs and constants, outside of what is float32 on purpose.
+    rounding: the last rounding among the operations that compute it. A float32 matmul of inputs
+      counts too, since it would be one in low precision.
+    passed: the kinds of operations since: "activation", "integer" or "sum".
+    linear: the values in which it is linear, each with the roundings since.
+    products: the factors of the products that it sums, each with the roundings since.
+    own: the factors that are multiplied with themselves.
+    order_of: the values of which it is a maximum, a minimum or a sorted array.
+    exact: whether a low-precision dtype can hold its elements, also if it is float32.
+    mask: whether its elements are 0 or 1.
+    negative: whether its sign is flipped.
+    given: whether it is computed from inputs and constants, without float32 on purpose.
   """
 
   rounding: Operation | None = None
@@ -134,10 +137,10 @@ class History:
 
 
 def risks_of(graph: Graph, parameters: Collection[str] = ()) -> list[Risk]:
-  """Returns the risks of a graph, those of an operation in a loop or a repeated line once.
+  """Returns the risks of a graph.
 
   Args:
-    graph: of a function that was traced for an audit, with the marks of its policies.
+    graph: the graph of a function that was traced for an audit, with the marks of its policies.
     parameters: the names of the arguments that are parameters of a model.
 
   Returns:
@@ -150,7 +153,7 @@ def risks_of(graph: Graph, parameters: Collection[str] = ()) -> list[Risk]:
   """
   rows: dict[tuple[Kind, str, Source | None], tuple[Operation, dict[Operation, None]]] = {}
   sinks = [*_Walk(graph, frozenset(parameters)).sinks()]
-  # In low precision, these matmuls would be a risk.
+  # Low precision would make these matmuls a risk, so they are not reported as slow.
   delicate = {rounding for kind, rounding, _ in sinks if kind != "float32 matmul"}
   for kind, rounding, sink in sinks:
     is_wide = _is_wide_matmul(rounding)
@@ -164,11 +167,11 @@ def risks_of(graph: Graph, parameters: Collection[str] = ()) -> list[Risk]:
 
 
 def risk_lines(risks: Iterable[Risk], most: int) -> tuple[str, ...]:
-  """Returns the paragraphs of a report: modules and lines that differ in numbers are one.
+  """Returns the lines of a report, with one group for modules that differ only in numbers.
 
   Args:
-    risks: those of a report.
-    most: how many groups are shown.
+    risks: the risks of a report.
+    most: the largest number of groups.
 
   >>> risk_lines([], 12)
   ()
@@ -191,7 +194,7 @@ def risk_lines(risks: Iterable[Risk], most: int) -> tuple[str, ...]:
 
 
 def _risk(kind: Kind, roundings: list[Operation], sink: Operation, total: int) -> Risk:
-  """Returns the risk of operations of one line, the first of which stands for all."""
+  """Returns the risk of operations of one line; the first one describes it."""
   first, where = roundings[0], roundings[0].where
   is_wide = kind == "float32 matmul"
   values = (v for v in (*first.results, *first.operands) if is_wide or v.is_low)
@@ -215,8 +218,8 @@ class _Walk:
     self._histories: dict[Value, History] = {}
 
   def sinks(self) -> Iterator[tuple[Kind, Operation, Operation]]:
-    """Yields what kind of risk there is, the operation that rounds, and the one that is reached."""
-    for _ in range(2):  # Again, for what loops carry.
+    """Yields the kind of each risk, the operation that rounds, and the sink."""
+    for _ in range(2):  # The second walk knows the carries of loops.
       for operation in self._graph.operations:
         self._add(operation)
     for operation in self._graph.computing():
@@ -224,10 +227,9 @@ class _Walk:
         yield from self._sinks(operation)
 
   def of(self, value: Value) -> History:
-    """Returns the history of a value, which begins with an argument or a constant."""
+    """Returns the history of a value; an argument or a constant starts a new one."""
     if value not in self._histories:
       is_parameter = value.kind == "argument" and value.label in self._parameters
-      # Numbers are no data: literals, and what no operand is needed for.
       is_data = value.kind in ("argument", "constant") and not is_parameter
       is_root = (is_data and not _is_only_factor(value)) or _is_squared(value)
       linear = {value: frozenset[Operation]()} if is_root else {}
@@ -241,7 +243,7 @@ class _Walk:
     return self._histories[value]
 
   def _add(self, operation: Operation) -> None:
-    # What a loop carries is known in the second round.
+    # The carry of a loop is known in the second walk.
     first = operation.operands[:1] if operation.joins == "carry" else operation.operands
     before = [self.of(v) for v in operation.operands if v in self._histories or v in first]
     if not before:
@@ -260,11 +262,11 @@ class _Walk:
         yield kind, rounding, operation
 
 
-# What an operation makes of the histories of its operands.
+# The history of a result.
 
 
 def _with_root(operation: Operation, result: Value, before: list[History]) -> History:
-  """Returns the history of a result, which is a root of its own if it is linear in no other."""
+  """Returns the history of a result, which becomes a root if it is linear in no other value."""
   history = _history(operation, result, before)
   is_many = max(len(history.linear), len(history.products)) > _MOST_ROOTS
   is_data = operation.facts.flops is not None or any(x.linear for x in before)
@@ -293,8 +295,8 @@ def _cast(operation: Operation, result: Value, before: History) -> History:
   if not value.is_floating:
     return dataclasses.replace(before, mask=before.mask or value.dtype == np.bool_)
   narrows = result.is_low and value.is_wide and not before.exact and not before.mask
-  # A cast of an argument is for the matmul, or the bias, that uses it.
-  # A number, such as the square root of a depth, is no data.
+  # A cast of an argument belongs to the matmul or bias that uses it. A number, such as the square
+  # root of a depth, is not data.
   is_computed = _before_casts(value).kind == "operation" and bool(before.linear or before.products)
   if narrows and is_computed and _in_low_region(operation):
     return _rounded(operation, before)
@@ -302,7 +304,7 @@ def _cast(operation: Operation, result: Value, before: History) -> History:
 
 
 def _rounded(operation: Operation, before: History) -> History:
-  """Returns the history behind one more rounding, since which nothing was passed."""
+  """Returns the history after a rounding."""
   linear = {root: since | {operation} for root, since in before.linear.items()}
   products = {root: since | {operation} for root, since in before.products.items()}
   return dataclasses.replace(
@@ -338,7 +340,7 @@ def _joined(before: Iterable[History]) -> History:
 
 
 def _priority(history: History) -> tuple[bool, bool, bool, int]:
-  """Orders histories by which rounding tells more: one without an activation, the last."""
+  """Orders histories: roundings without an activation since are larger, then later ones."""
   rounding = history.rounding
   if rounding is None:
     return False, False, False, -1
@@ -355,7 +357,7 @@ def _union(roots: Iterable[Roots]) -> Roots:
 
 
 def _activated(_: Operation, before: list[History]) -> History:
-  """Returns the history behind an activation function, which is linear in nothing."""
+  """Returns the history after an activation function, which is linear in no value."""
   history = _joined(before)
   passed = history.passed | {"activation"}
   return History(rounding=history.rounding, passed=passed)
@@ -378,14 +380,14 @@ def _ordered(operation: Operation, before: list[History]) -> History:
 
 def _select(operation: Operation, before: list[History]) -> History:
   condition, *cases = before
-  # As in `leaky_relu`, which chooses by the sign of the same value.
+  # Such as `leaky_relu`, which selects by the sign of the same value.
   if condition.rounding and condition.rounding is _joined(cases).rounding:
     return _activated(operation, cases)
   return _moved(operation, cases)
 
 
 def _clip(operation: Operation, before: list[History]) -> History:
-  """Returns the history behind `max`, `min` or `clamp`, which is linear in nothing."""
+  """Returns the history after `max`, `min` or `clamp`, which is linear in no value."""
   return dataclasses.replace(_moved(operation, before), linear={}, products={}, own=frozenset())
 
 
@@ -416,7 +418,7 @@ def _is_negative(value: Value) -> bool:
 
 
 def _number(value: Value) -> float | None:
-  """Returns the number that a literal is; None for all else, and for a complex number."""
+  """Returns the number of a real literal; None for other values."""
   dtype = value.dtype
   is_number = dtype is not None and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))
   is_literal = value.kind == "literal" and (value.is_floating or is_number)
@@ -465,11 +467,11 @@ _TRANSFERS: Mapping[str, Callable[[Operation, list[History]], History]] = {
 }
 
 
-# Which roundings an operation magnifies.
+# The roundings that an operation magnifies.
 
 
 def _direct(before: Iterable[History], *barred: str) -> Iterator[Operation]:
-  """Yields the last roundings that no activation function, or something else, came after."""
+  """Yields the last roundings without an activation function, or a kind in `barred`, since."""
   for x in before:
     if x.rounding is not None and x.passed.isdisjoint(("activation", *barred)):
       yield x.rounding
@@ -486,7 +488,7 @@ def _index(operation: Operation, before: list[History]) -> Iterator[Operation]:
   is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 1
   if operation.casts and value.is_floating and is_integer:
     yield from _direct(before)
-  # What is left of a value beside whole periods.
+  # The remainder of a value after whole periods: `x % 1` or `x - floor(x)`.
   wraps = operation.eqn.primitive is p.sub_p and "integer" in before[1].passed - before[0].passed
   if operation.eqn.primitive is p.rem_p or (wraps and before[0].rounding is before[1].rounding):
     yield from _direct(before[:1])
@@ -504,7 +506,7 @@ def _comparison(operation: Operation, before: list[History]) -> Iterator[Operati
 
 
 def _is_derivative(comparison: Operation, order: Value) -> bool:
-  """Whether the call that computes a maximum compares with it, for the derivative."""
+  """Whether a comparison belongs to the derivative of the call that computes the maximum."""
   made_by = order.made_by
   while made_by is not None and made_by.name not in ORDERS:
     made_by = made_by.operands[0].made_by if made_by.operands else None
@@ -558,9 +560,9 @@ def _lookup(operation: Operation, before: list[History]) -> Iterator[Operation]:
 
 
 def _uses(value: Value) -> Iterator[Operation]:
-  """Yields the operations that use a value, also behind moves and casts."""
+  """Yields the operations that use a value, directly or through moves and casts."""
   uses = [*value.consumers]
-  seen = set[Operation]()  # What a loop carries comes back to itself.
+  seen = set[Operation]()  # The carry of a loop leads back to itself.
   for each in uses:
     if each in seen:
       continue
@@ -572,7 +574,7 @@ def _uses(value: Value) -> Iterator[Operation]:
 
 
 def _is_only_factor(value: Value) -> bool:
-  """Whether matmuls alone use an argument or a constant, as they use weights."""
+  """Whether only matmuls use an argument or a constant, as for a weight."""
   uses = [*_uses(value)]
   return bool(uses) and all(each.facts.flops is not None for each in uses)
 
@@ -610,7 +612,7 @@ def _is_wide_matmul(operation: Operation) -> bool:
 
 
 def _contracted(operation: Operation) -> int:
-  """Returns over how many products each element of a matmul's result is a sum."""
+  """Returns how many products each element of a matmul sums."""
   flops, size = operation.flops or 0, operation.results[0].size
   return flops // max(2 * size * operation.times, 1)
 
@@ -641,7 +643,7 @@ def _is_meant_wide(operation: Operation) -> bool:
 
 
 def _compute_dtype(operation: Operation) -> str:
-  """Returns the compute dtype of its policy if that is low; otherwise ""."""
+  """Returns the compute dtype of its policy if it is low precision; otherwise ""."""
   region = operation.where.marked(REGION)
   policy = None if region is None else policy_of(region)
   is_low = policy is not None and is_low_precision(policy.compute_dtype)
