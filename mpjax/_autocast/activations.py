@@ -97,7 +97,7 @@ def _chains(jaxpr: Jaxpr, ops: OpLists) -> _Chains:
     if root is None or degree is None:
       continue
     (out,) = eqn.outvars
-    grows = [0 if is_number(v) else degrees.get(v, 1) for v in eqn.invars]
+    grows = [degrees.get(v, 1) if isinstance(v, Var) else 0 for v in eqn.invars]
     degrees[out] = degree(grows, eqn.params)
     chains.places.append(place)
     chains.roots[out] = root

@@ -130,8 +130,7 @@ def _part(
 
   def number(atom: Atom) -> Hashable:
     if isinstance(atom, Literal):
-      # Arrays are compared by identity, since comparing elements of large ones takes time.
-      return atom.aval, np.asarray(atom.val).tobytes() if is_number(atom) else id(atom.val)
+      return _key_of_literal(atom)
     if atom not in numbers:
       numbers[atom] = len(numbers)
       invars.append(atom)
@@ -145,6 +144,12 @@ def _part(
   outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) > place]
   key += [(numbers[v], v.aval) for v in (*invars, *outvars)]
   return tuple(key), invars, outvars
+
+
+def _key_of_literal(literal: Literal) -> Hashable:
+  # Large arrays are compared by identity. To compare their elements takes time.
+  same = np.asarray(literal.val).tobytes() if is_number(literal) else id(literal.val)
+  return literal.aval, same
 
 
 def with_key(eqns: Sequence[JaxprEqn], root: Var, outs: Sequence[Atom]) -> tuple[Jaxpr, Hashable]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 from jax.core import AbstractValue, ShapedArray, eval_jaxpr
@@ -68,7 +68,7 @@ def jaxpr_for(call: Function, *avals: AbstractValue) -> ClosedJaxpr:
   return traced[0]
 
 
-def placed_like(tangent: Array, primal: Array) -> Array:
+def placed_like(tangent: Any, primal: Array) -> Array:
   """Returns a tangent on the axes of the mesh on which its primal is.
 
   JAX makes tangents that are on fewer, such as `jnp.ones_like(x)`. The tangent of a result has the

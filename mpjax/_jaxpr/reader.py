@@ -234,7 +234,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
 def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
   """Returns the parameters of an equation with other jaxprs, in the order of `inner_jaxprs`."""
   if shown_by_object(eqn) is not None:
-    return params_around(eqn, new[0])
+    return params_around(eqn, cast(ClosedJaxpr, new[0]))
   values = [tuple(new)] if facts_of(eqn).holds is Holds.COND else new
   # What is not replaced names no parameters: the transpose of a `linear_call` is float32, and a
   # body in low precision would not match it.

@@ -73,11 +73,10 @@ def equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
   ) -> tuple[list[Array], list[Array]]:
     moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
     result, kept = rule.with_kept(moving, *primals)
+    placed = [placed_like(tangents[side], primals[side]) for side in moving]
     parts = [
-      tangent_p.bind(
-        placed_like(tangents[side], primals[side]), *each, rule=rule, side=side, levels=()
-      )
-      for side, each in zip(moving, kept, strict=True)
+      tangent_p.bind(t, *others, rule=rule, side=side, levels=())
+      for side, t, others in zip(moving, placed, kept, strict=True)
     ]
     results = bind(eqn, primals) if result is None else [result]
     return results, [functools.reduce(operator.add, parts)]

@@ -225,7 +225,10 @@ def check_versions_in_compat(path: str, node: ast.AST, names: Mapping[str, str])
 
 @for_each(nodes)
 def check_parameters_in_the_reader(path: str, node: ast.AST, _: object) -> Iterator[str]:
-  """Yields a parameter of a higher-order primitive that another module looks up or replaces."""
+  """Yields a parameter of a higher-order primitive that another module looks up or replaces.
+
+  Its name depends on the version of JAX.
+  """
   keys: list[ast.expr | None] = []
   if isinstance(node, ast.Subscript):
     keys = [node.slice]
@@ -233,7 +236,7 @@ def check_parameters_in_the_reader(path: str, node: ast.AST, _: object) -> Itera
     keys = list(node.keys)
   elif isinstance(node, ast.Call) and called(node) in ("get", "pop"):
     keys = list(node.args[:1])
-  for key in keys if path != "mpjax/_jaxpr/reader.py" else ():
+  for key in keys if path not in ("mpjax/_jaxpr/reader.py", "mpjax/_jaxpr/compat.py") else ():
     if isinstance(key, ast.Constant) and key.value in INNER_PARAMETERS:
       yield f"the parameter {key.value!r}; ask mpjax/_jaxpr/reader.py"
 
