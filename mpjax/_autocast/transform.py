@@ -5,6 +5,7 @@ arguments.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -264,7 +265,11 @@ class _Call:
       results.append(returned)
       return arrays
 
-    flat.__name__ = self.name  # Errors of JAX show it.
+    # Errors of JAX show the name of the user's function and where it is, but its own operands.
+    signature = inspect.signature(flat)
+    flat.__name__ = self.name
+    functools.update_wrapper(flat, self.fn, assigned=(), updated=())
+    flat.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     try:
       return traced(flat)(*map(self._type, self.operands)), results[-1]
     except (NotTraceable, *flax_errors("TraceContextError")) as error:
