@@ -314,6 +314,9 @@ def _rounded(operation: Operation, before: History) -> History:
 
 def _matmul(operation: Operation, before: list[History]) -> History:
   history = _product(operation, before)
+  if _is_meant_wide(operation):
+    # The user has obeyed the advice. The search would otherwise name one matmul after the other.
+    return dataclasses.replace(history, rounding=None)
   if any(_float32_matmul(operation, before)):
     return _rounded(operation, history)
   if not operation.operands[0].is_low or not _in_low_region(operation):

@@ -80,6 +80,15 @@ def test_a_comparison_with_an_order_of_the_same_value():
   assert kinds(jax.grad(lambda w, x: jnp.max(x @ w, axis=-1).sum())) == []
 
 
+def test_a_float32_matmul_on_purpose_ends_the_search():
+  def fn(w, x):
+    h = x @ w
+    gate = mpjax.full_precision(lambda: h @ w)()
+    return gate == gate.max(-1, keepdims=True), jnp.linalg.qr(gate), jnp.sin(gate)
+
+  assert kinds(fn) == []
+
+
 def test_a_complex_exponential():
   assert kinds(lambda w, x: jnp.exp(1j * (x @ w))) == ["complex exponential"]
   assert kinds(lambda w, x: jnp.exp(x @ w)) == []
