@@ -196,7 +196,8 @@ class Rewriter:
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     if role is None:
       role = Role.INPUT if place.as_written else self._role_of_operands(eqn)
-    kinds: dict[DType | None, Kind] = {d: Kind(Role.ACTIVATION, d) for d in FLOATS}
+    low = Role.NUMBER if role == Role.NUMBER else Role.ACTIVATION
+    kinds: dict[DType | None, Kind] = {d: Kind(low, d) for d in FLOATS}
     kinds[FLOAT32] = Kind(role, FLOAT32)
     self.write(eqn, operands, [kinds.get(dtype_of(v)) for v in eqn.outvars])
 

@@ -75,7 +75,10 @@ def _result(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, low:
   if part == "half":  # `OpLists.replace` moved it there.
     return Kind(Role.ACTIVATION, low)
   if part == "float32":
-    return _kind(eqn, values)._replace(dtype=FLOAT32, weight=False)
+    kind = _kind(eqn, values)
+    # Random numbers that are drawn in low precision keep their bits.
+    is_drawn_low = kind.role == Role.NUMBER and dtype_of(eqn.outvars[0]) in HALVES
+    return kind._replace(dtype=low if is_drawn_low else FLOAT32, weight=False)
   return _anything_else(rewriter, eqn, values, low)
 
 
@@ -116,7 +119,8 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   if dtype_of(atom) == target:  # It removes only the weak type.
     rewriter.values[var] = value
     return None
-  role = value.kind.role if target == FLOAT32 else Role.ACTIVATION
+  keeps_role = target == FLOAT32 or value.kind.role == Role.NUMBER
+  role = value.kind.role if keeps_role else Role.ACTIVATION
   cast = Value(value.atom, Kind(role, target, weight=value.kind.weight), stored=value.atom)
   # A cast to low precision is written here for all consumers; one to float32 at each consumer.
   if target != FLOAT32 or FLOAT32 in value.casts:

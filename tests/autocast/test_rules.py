@@ -18,6 +18,7 @@ from tests import programs
 from tests.autocast import checks
 from tests.autocast.rig import BOTH, rewritten
 from tests.models.values import normal
+from tests.programs import bits
 
 X, W = normal(8, 8), normal(8, 8, seed=1) / 2
 LOW, F32 = "bfloat16", "float32"
@@ -635,3 +636,29 @@ def test_the_gradient_of_rows_that_are_gathered_is_summed_in_float32(half):
 
   losses = {**{name: gathered(read) for name, read in rows.items()}, "scan": decoded}
   check_gradients(losses, half, jnp.ones((3, 3)))
+
+
+# Random numbers.
+
+LOW_SAMPLERS = {
+  "uniform": jax.random.uniform,
+  "normal": jax.random.normal,
+  "gumbel": jax.random.gumbel,
+  "exponential": jax.random.exponential,
+  "laplace": jax.random.laplace,
+  "logistic": jax.random.logistic,
+  "cauchy": jax.random.cauchy,
+  "truncated_normal": lambda key, shape, dtype: jax.random.truncated_normal(
+    key, -1, 1, shape, dtype
+  ),
+  "beta": lambda key, shape, dtype: jax.random.beta(key, 0.5, 2, shape, dtype),
+}
+
+
+@pytest.mark.parametrize("name", LOW_SAMPLERS)
+def test_samples_in_low_precision_keep_their_bits(name):
+  def samples(key):
+    return [LOW_SAMPLERS[name](key, (64,), dtype) for dtype in ("bfloat16", "float16")]
+
+  found, expected = (programs.run(f, jax.random.key(0)) for f in (mpjax.autocast(samples), samples))
+  assert bits(found) == bits(expected)
