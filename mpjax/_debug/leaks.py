@@ -5,7 +5,7 @@ which would better be low, and `Expectations` what a policy, autocast or the fun
 """
 
 import collections
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from mpjax._autocast.precision import asked_precision
@@ -14,6 +14,8 @@ from mpjax._core.types import DType
 from mpjax._debug.findings import Finding, summed
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import FLOAT8, MODULE, Source, call_of
+from mpjax._jaxpr.primitives import AS_TRACED
+from mpjax._jaxpr.steps import Step
 from mpjax._policy.active import SCOPE as FULL_PRECISION
 from mpjax._policy.active import AuditRecord
 from mpjax._policy.dtypes import is_low_precision, written
@@ -194,10 +196,12 @@ class Expectations:
     precision = None if policy is None else policy.precision
     asked = "" if precision is None else f", precision={written(precision)}"
     own = asked_precision(operation.eqn.params.get("precision"))
+    as_traced = next((x.eqn.primitive.name for x in _within_what_runs_as_traced(operation)), "")
     module = self._record.modules.get(where.marked(MODULE) or "")
     reasons = {
       "mpjax.full_precision": FULL_PRECISION in where.scopes,
       "the scaling of float8": FLOAT8 in where.scopes and not matmul,
+      f"{as_traced}, which runs as written": bool(as_traced) and self.marked,
       f"{not_low}": not_low is not None,
       # The code asks for it, no policy.
       f'precision="{own}"': bool(own) and not asked,
@@ -211,6 +215,11 @@ class Expectations:
     }
     reason = next((reason for reason, applies in reasons.items() if applies), "")
     return None if reason else dtype, reason
+
+
+def _within_what_runs_as_traced(operation: Operation) -> Iterator[Step]:
+  """Yields the equations around an operation that no policy enters, such as a linear solve."""
+  yield from (x for x in operation.step.enclosing() if x.holds in AS_TRACED)
 
 
 def find_leaks(

@@ -185,6 +185,15 @@ def _linear(eqn: JaxprEqn) -> tuple[Inner, ...]:
   return (Inner(params["callee"], 1, (*range(len(eqn.invars)),)),)
 
 
+def _linear_solve(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  # The others of its four jaxprs are for derivatives and checks.
+  lengths = eqn.params["const_lengths"]
+  first = lengths.matvec + lengths.vecmat
+  consts = range(first, first + lengths.solve)
+  right_sides = range(sum(lengths), len(eqn.invars))
+  return (Inner(eqn.params["jaxprs"].solve, 1, (*consts, *right_sides)),)
+
+
 def _object(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
   # It may have derivative rules of its own, which what it expands to has not.
   return None if hides_matmul(eqn) else ()
@@ -196,7 +205,7 @@ _READERS: Mapping[Holds | None, Callable[[JaxprEqn], tuple[Inner, ...] | None]] 
   **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _call),
   Holds.COND: _cond,
   Holds.LINEAR_CALL: _linear,
-  Holds.LINEAR_SOLVE: lambda eqn: (Inner(eqn.params["jaxprs"].solve),),
+  Holds.LINEAR_SOLVE: _linear_solve,
   Holds.OBJECT: _object,
   Holds.SCAN: _scan,
   Holds.SHARD_MAP: _shard_map,

@@ -185,7 +185,7 @@ class _Writer:
           (barrier,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*avals).eqns
           barrier = barrier.replace(source_info=eqn.source_info)
           ins = self._step(dataclasses.replace(step, eqn=barrier), ())
-        outs = self._write(inner[0].program, ins, step)
+        outs = self._write(inner[0].program, [ins[i] for i in inner[0].operands], step)
       else:
         outs = self._step(step, inner if holds in NESTED else ())
       env.update(zip(eqn.outvars, outs, strict=True))
