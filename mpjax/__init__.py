@@ -19,7 +19,7 @@ if TYPE_CHECKING:
   from mpjax import nnx as nnx
   from mpjax import reports as reports
   from mpjax import states as states
-  from mpjax._autocast import autocast
+  from mpjax._autocast import autocast, low_precision
   from mpjax._compositions import OptLevel, opt_level, value_and_grad, with_policy
   from mpjax._debug.audit_report import audit
   from mpjax._debug.find_nonfinite import find_nonfinite
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["Float8", "OpLists", "Policy", "Rule"]
-__all__ += ["autocast", "full_precision", "policy_scope", "with_policy"]
+__all__ += ["autocast", "full_precision", "low_precision", "policy_scope", "with_policy"]
 __all__ += ["DynamicLossScale", "NoLossScale", "StaticLossScale", "loss_scaling", "value_and_grad"]
 __all__ += ["last_step_finite", "loss_scaling_metrics", "scale_loss", "set_loss_scale", "unscale"]
 __all__ += ["master_params", "master_weights", "set_master_params", "state_dtype"]
@@ -69,7 +69,7 @@ _ON_FIRST_USE = {
   "_debug.ranges_measure": "ranges",
   "_debug.tuning": "tune",
   "_io.conversion": "convert",
-  "_autocast": "autocast",
+  "_autocast": "autocast low_precision",
   "_jaxpr.op_lists": "OpLists",
   "linen": "policy_scope",
   "_optim.accumulation": "accumulate_gradients",

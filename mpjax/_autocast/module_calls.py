@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast import (
   NotTraceable,
@@ -20,8 +21,9 @@ from mpjax._autocast import (
   region_of,
   with_settings,
 )
+from mpjax._autocast.kernels import KernelInFloat32, check_kernels
 from mpjax._autocast.precision import asked_precision
-from mpjax._autocast.scopes import AS_GIVEN, REGION, TABLE
+from mpjax._autocast.scopes import AS_GIVEN, AS_IT_IS, OWN_DTYPE, REGION, TABLE
 from mpjax._core.errors import REFUSALS, MpjaxError, flax_errors, message
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import FLOAT32, Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
@@ -115,8 +117,14 @@ def rewritten(
     results: see `with_settings`.
   """
   settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
+
+  def check(program: ClosedJaxpr) -> None:
+    if state.replaced:
+      check_kernels(program)
+
   with ACTIVE(state):
-    return with_settings(fn, settings, _WHERE, data=inputs, results=results)(*args)
+    call = with_settings(fn, settings, _WHERE, data=inputs, results=results, check=check)
+    return call(*args)
 
 
 def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path: str) -> R:
@@ -137,7 +145,10 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
   while tracing.problem is None:
     failed: list[Class] = []
     try:
-      return attempt(dataclasses.replace(tracing.state, tracing=True, failed=failed))
+      marks = {"tracing": True, "failed": failed, "replaced": []}
+      return attempt(dataclasses.replace(tracing.state, **marks))
+    except KernelInFloat32 as error:
+      tracing.keep(error.classes)
     except (*_NEEDS_VALUES, *flax_errors(*_CHANGES_OTHERS), NotTraceable, *REFUSALS) as error:
       tracing.note(error, failed)
   state = dataclasses.replace(tracing.state, as_python=tracing.state.as_python | {path})
@@ -173,6 +184,10 @@ class _Tracing(Generic[S]):
     # The line at which each class raised in float32. Names are compared, since a class that the
     # call itself defines is a new class in each attempt.
     self._lines = {cls.__qualname__: "" for cls in state.casting}
+
+  def keep(self, classes: frozenset[str]) -> None:
+    """Keeps the `dtype` of modules of these classes, which is to reach a kernel."""
+    self.state = dataclasses.replace(self.state, keeping=self.state.keeping | classes)
 
   def note(self, error: Exception, failed: list[Class]) -> None:
     """Notes why an attempt failed, and the class of the innermost module that raised."""
@@ -243,7 +258,7 @@ class ModuleCall(NamedTuple):
     args, kwargs = self._arguments(args, kwargs)
     fields = self._fields_to_set(initializing)
     self._note_in_audit()
-    names = list(self._marks())
+    names = [*self._marks(), *self._mark_of_own_dtype(fields)]
     with contextlib.ExitStack() as scopes:
       scopes.enter_context(ACTIVE(self.inner))
       for name in names:
@@ -280,7 +295,9 @@ class ModuleCall(NamedTuple):
       return {}
     if self._is_cast:
       return dtype_field(self.module, policy.compute_dtype, always=True)
-    return {} if initializing else dtype_field(self.module, FLOAT32, always=False)
+    if initializing or (self.inner.keeps_dtypes and is_low(policy)):
+      return {}
+    return dtype_field(self.module, FLOAT32, always=False)
 
   def _note_in_audit(self) -> None:
     if AUDIT.value is None:
@@ -305,6 +322,14 @@ class ModuleCall(NamedTuple):
       yield TABLE
     if isinstance(self.module, self.layers.as_given):
       yield AS_GIVEN
+
+  def _mark_of_own_dtype(self, fields: dict[str, object]) -> Generator[str]:
+    """Yields the mark of a module whose own `dtype` is replaced by float32, and notes it."""
+    is_replaced = bool(fields) and not self._is_cast and is_low(self.resolved.policy)
+    if is_replaced and self.inner.replaced is not None:
+      name = type(self.module).__qualname__
+      self.inner.replaced.append(name)
+      yield OWN_DTYPE + name
 
   @property
   def _marks_region(self) -> bool:
@@ -419,14 +444,16 @@ def call_of(
   policy = resolved.policy
   # Float64 is not rewritten, so the arguments of the module are cast.
   wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
-  casts = wide or not state.casting.isdisjoint({object, type(module)})
+  is_whole = is_low(policy) and resolved.rule is not None and not resolved.rule.rewrite
+  casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
   iterates = isinstance(module, layers.iterates) and is_low(policy)
   inner = dataclasses.replace(
     state,
     around=resolved.inherited(),
     entered=True,
-    region=region_of(Policy() if iterates else policy),
+    region=AS_IT_IS if is_whole else region_of(Policy() if iterates else policy),
     casting=EVERY if casts else state.casting,
+    keeps_dtypes=state.keeps_dtypes or type(module).__qualname__ in state.keeping,
   )
   return ModuleCall(module, path, resolved, state, inner, layers)
 

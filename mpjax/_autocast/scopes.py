@@ -27,6 +27,7 @@ REGION, POLICY_ENDS, LAYER_ENDS = (
   PREFIX + name for name in ("region=", "policy-ends=", "layer-ends=")
 )
 AS_GIVEN, TABLE = (PREFIX + name for name in ("as-given", "table"))
+OWN_DTYPE = PREFIX + "own-dtype="
 """The marks, beside `FLOAT8`.
 
   REGION: a module and its policy as text, or `AS_IT_IS` if a rule exempts it.
@@ -34,6 +35,7 @@ AS_GIVEN, TABLE = (PREFIX + name for name in ("as-given", "table"))
   LAYER_ENDS: the result of a Flax layer with a `dtype`, and the compute dtype.
   AS_GIVEN: a layer that returns the dtype of its argument, such as dropout.
   TABLE: a module whose own matmuls are not in float8.
+  OWN_DTYPE: the class of a module whose own low-precision `dtype` was replaced by float32.
 """
 
 AS_IT_IS = "as-it-is"
@@ -74,6 +76,8 @@ def end_of_layer(tree: PyTree, dtype: str) -> PyTree:
 def _marked(x: Any, name: str) -> Any:
   """Returns a float32 array behind an operation that marks a cast in the trace."""
   if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
+    return x
+  if x.dtype in HALVES and name.startswith(LAYER_ENDS):  # It is rounded by its own `dtype`.
     return x
   with jax.named_scope(name):  # `reduce_precision` to 8 and 23 bits rounds nothing.
     wide = x if x.dtype == FLOAT32 else x.astype(FLOAT32)

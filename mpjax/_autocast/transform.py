@@ -33,7 +33,7 @@ from mpjax._jaxpr.compat import closed_over
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import walk
-from mpjax._policy.active import AUDIT, in_region
+from mpjax._policy.active import AUDIT, AUTOCAST, in_region
 from mpjax._policy.policy import PolicyLike, parse_policy
 from mpjax._policy.rules import Rule, parse_rules, rewrites
 
@@ -112,6 +112,10 @@ def autocast(
   )
   for rule in rules:
     check_value(rule, rule.path is not None, of_rules, expected="rules with path=", fix=fix)
+    rewriting = "rules that rewrite operations, without rewrite=False"
+    check_value(
+      rule, rule.rewrite, of_rules, expected=rewriting, fix="Use mpjax.low_precision(fn)."
+    )
   policies = [("mpjax.autocast(policy)", policy), *((of_rules, rule.policy) for rule in rules)]
   expected = "a policy that computes in bfloat16, float16 or float32"
   fix = "Operations in other dtypes are left as they are and need no policy."
@@ -153,6 +157,7 @@ def with_settings(
   data: Callable[[Args], Iterable[Leaf]] | None = None,
   results: Callable[[R], PyTree] | None = None,
   returns_sums: bool = False,
+  check: Callable[[ClosedJaxpr], None] | None = None,
 ) -> Callable[..., R]:
   """Returns `fn`, a function of trees of arrays, traced and rewritten at each call.
 
@@ -164,6 +169,7 @@ def with_settings(
     results: puts `InDtype` around results with a fixed dtype. Without it, results have the dtypes
       of the function.
     returns_sums: whether a matmul returns its float32 sum to a float32 result: see `Flag.OUTPUT`.
+    check: raises an error for a jaxpr that is to be traced in another way.
 
   Raises:
     NotTraceable: when a call of modules cannot be traced.
@@ -180,6 +186,8 @@ def with_settings(
     program, returned = call.traced(where)
     if settings.rules:
       check_rules_match(program, settings.rules, where)
+    if check is not None:
+      check(program)
     inputs = set(map(id, () if data is None else data(args)))
     decides = [id(x) in inputs for x in call.arrays.values()]
     new = call.rewritten(program, decides, returned.dtypes, returns_sums=returns_sums)
@@ -271,7 +279,8 @@ class _Call:
     functools.update_wrapper(flat, self.fn, assigned=(), updated=())
     flat.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     try:
-      return traced(flat)(*map(self._type, self.operands)), results[-1]
+      with AUTOCAST(self._compute_dtype):
+        return traced(flat)(*map(self._type, self.operands)), results[-1]
     except (NotTraceable, *flax_errors("TraceContextError")) as error:
       if self.settings.modules:
         raise
@@ -283,6 +292,12 @@ class _Call:
         fix="Return new values as trees of arrays. With flax.nnx, use mpjax.with_policy(model, "
         "policy). Or split the model outside and nnx.merge(graphdef, state, copy=True) inside.",
       ) from error
+
+  @property
+  def _compute_dtype(self) -> DType | None:
+    """The low-precision dtype of an `autocast` function. Modules have one each."""
+    dtype = self.settings.policy.compute_dtype
+    return None if self.settings.modules or dtype not in HALVES else dtype
 
   def _type(self, operand: Array) -> ShapedArray:
     aval = cast(ShapedArray, jax.typeof(operand))

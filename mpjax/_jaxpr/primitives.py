@@ -427,16 +427,25 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "opaque",
     "Kernels of cuDNN, chosen for the types that the jaxpr gives them.",
-    "dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd "
-    "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
-    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd "
-    "dot_product_attention_fwd_wrapper rnn_bwd rnn_fwd",
+    Row(
+      "dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd "
+      "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
+      "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd "
+      "dot_product_attention_fwd_wrapper rnn_bwd rnn_fwd",
+      holds=Holds.KERNEL,
+    ),
+    fixed=True,
   ),
   Family(
     "opaque",
     "What is called there expects the types that it was written for, or is to see them.",
-    "buffer_callback debug_callback debug_print ffi_call inspect_sharding io_callback "
-    "pure_callback",
+    "buffer_callback debug_callback debug_print inspect_sharding io_callback pure_callback",
+  ),
+  Family(
+    "opaque",
+    "A compiled function, written for the types that the jaxpr gives it.",
+    Row("ffi_call", holds=Holds.KERNEL),
+    fixed=True,
   ),
   Family(
     "opaque",

@@ -20,6 +20,9 @@ from mpjax._policy.rules import NO_POLICY, ModulePolicy, Rule
 AUDIT = jax.make_user_context(None)
 """The record of the audit that traces in this thread; None outside of one."""
 
+AUTOCAST = jax.make_user_context(None)
+"""The low-precision compute dtype of the `autocast` function that is being traced; None if none."""
+
 EVERY: frozenset[Class] = frozenset({object})
 """In `Active.casting`: modules of all classes are called in their compute dtype."""
 
@@ -38,9 +41,12 @@ class Active:
     region: what marks the operations of the module being called.
     casting: the classes of modules that raise in float32 and are called in their compute dtype;
       `EVERY` inside of one.
+    keeping: names of the classes of modules whose own `dtype` has to reach a kernel.
+    keeps_dtypes: no own `dtype` is replaced: the module, or one around it, is of such a class.
     as_python: the paths of modules that run as Python, since they look at values.
     in_region: it is the state inside of `mpjax.full_precision`, where no policy is active.
     failed: where to note the class of a module that raises.
+    replaced: where to note the class of a module whose own `dtype` is replaced by float32.
   """
 
   around: ModulePolicy = NO_POLICY
@@ -48,9 +54,12 @@ class Active:
   tracing: bool = False
   region: str = ""
   casting: frozenset[Class] = frozenset()
+  keeping: frozenset[str] = frozenset()
+  keeps_dtypes: bool = False
   as_python: frozenset[str] = frozenset()
   in_region: bool = False
   failed: list[Class] | None = dataclasses.field(default=None, compare=False)
+  replaced: list[str] | None = dataclasses.field(default=None, compare=False)
   token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 
   def __hash__(self) -> int:

@@ -32,6 +32,8 @@ class Rule:
     where: a predicate on the bound module, asked about every module of the model. Define it once,
       outside of the step: a lambda that is created in each step is another predicate to Python,
       and the step is traced again.
+    rewrite: whether operations are rewritten. With False the module runs in the compute dtype as a
+      whole: its floating arguments and its `dtype` are in it, and its code runs as it is written.
 
   Raises:
     MpjaxValueError: no selector or several, or a malformed glob.
@@ -46,6 +48,7 @@ class Rule:
   path: str | re.Pattern[str] | None
   module: Class | tuple[Class, ...] | None
   where: Callable[[Module], bool] | None
+  rewrite: bool
 
   @check_call("mpjax.Rule(...)", fix='Write mpjax.Rule("float32", path="head").')
   def __init__(
@@ -55,6 +58,7 @@ class Rule:
     path: str | re.Pattern[str] | None = None,
     module: Class | tuple[Class, ...] | None = None,
     where: Callable[[Module], bool] | None = None,
+    rewrite: bool = True,
   ) -> None:
     selectors = {"path": path, "module": module, "where": where}
     names = [name for name, value in selectors.items() if value is not None]
@@ -81,7 +85,7 @@ class Rule:
       raise MpjaxTypeError(call, expected=expected, got=got, fix=fix)
     example = 'The policy comes first: Rule("float32", path="head").'
     parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)", example)
-    for name, value in {"policy": parsed, **selectors}.items():
+    for name, value in {"policy": parsed, **selectors, "rewrite": rewrite}.items():
       object.__setattr__(self, name, value)
 
   def __repr__(self) -> str:
@@ -89,7 +93,8 @@ class Rule:
     selector = getattr(self, name)
     # Of a predicate the name, and not the address.
     text = getattr(selector, "__name__", None) if name == "where" else None
-    return f"Rule({shown(self.policy)}, {name}={text or repr(selector)})"
+    unchanged = "" if self.rewrite else ", rewrite=False"
+    return f"Rule({shown(self.policy)}, {name}={text or repr(selector)}{unchanged})"
 
   def matches(self, module: Module, path: str) -> bool:
     """Whether this rule picks out a module.

@@ -303,7 +303,7 @@ OUR_ERRORS = (
   *("MpjaxAssertionError", "MpjaxValueError", "MpjaxTypeError", "MpjaxRuntimeError"),
   "UnmatchedRuleError",
 )
-SIGNALS = {"NotTraceable"}
+SIGNALS = {"KernelInFloat32", "NotTraceable"}
 """What one module of ours raises for another that catches it: no user sees them."""
 CALLBACKS = {"checkify", "pure_callback", "io_callback"}
 

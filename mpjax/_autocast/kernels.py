@@ -1,0 +1,104 @@
+"""Kernels, which are traced in the dtypes of their operands and cannot be rewritten afterwards.
+
+A kernel is a `pallas_call`, an FFI call or the like. It runs in low precision if its operands were
+in low precision when it was traced: because the module casts them by its own `dtype`, or because
+`low_precision` or a rule says so.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from mpjax._autocast.scopes import AS_IT_IS, OWN_DTYPE, REGION, names_of, policy_of
+from mpjax._core.frameworks import check_function
+from mpjax._core.trees import cast_arrays
+from mpjax._core.types import FLOAT32, HALVES, DType, P
+from mpjax._jaxpr.primitives import Holds
+from mpjax._jaxpr.reader import dtype_of
+from mpjax._jaxpr.steps import Step, body_of
+from mpjax._policy.active import ACTIVE, AUTOCAST, Active
+
+R = TypeVar("R")
+
+
+def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
+  """Returns `fn` as a region that runs in the compute dtype as it is written.
+
+  Under a policy or `mpjax.autocast`, floating arguments are cast to the compute dtype, and no
+  operation inside is rewritten. A kernel such as `jax.experimental.pallas.ops.gpu.attention.mha`
+  is then traced in low precision. Without a policy, or in float32, it is `fn`. Rules of `autocast`
+  for named scopes do not change the dtype. The counterpart is `mpjax.full_precision`.
+
+  Args:
+    fn: any function of trees of arrays. It must pass arrays that are to be cast as arguments.
+
+  Returns:
+    A function with the signature of `fn`. Its results have the dtypes that `fn` gives them.
+
+  Raises:
+    MpjaxTypeError: `fn` is no function.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> kernel = mpjax.low_precision(lambda x: jnp.exp(x).sum())
+  >>> jaxpr = jax.make_jaxpr(mpjax.autocast(kernel))(jnp.ones(4))
+  >>> [eqn.invars[0].aval.dtype.name for eqn in jaxpr.eqns if eqn.primitive.name == "exp"]
+  ['bfloat16']
+  """
+  check_function(fn, "mpjax.low_precision(fn)", "Pass it: mpjax.low_precision(kernel)(q, k, v).")
+
+  @functools.wraps(fn)
+  def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    dtype = _compute_dtype()
+    if dtype is None:
+      return fn(*args, **kwargs)
+    args, kwargs = cast_arrays((args, kwargs), dtype)
+    # Modules inside run as they are, too.
+    as_it_is = type(ACTIVE.value or Active())(in_region=True)
+    with jax.named_scope(REGION + AS_IT_IS), ACTIVE(as_it_is), AUTOCAST(None):
+      return fn(*args, **kwargs)
+
+  return wrapped
+
+
+def _compute_dtype() -> DType | None:
+  """Returns the low-precision compute dtype of the code that is being traced; None for none."""
+  state = ACTIVE.value
+  if state is not None and (state.in_region or state.region):
+    policy = None if state.in_region else policy_of(state.region)
+    dtype = None if policy is None else policy.compute_dtype
+    return dtype if dtype in HALVES else None
+  return AUTOCAST.value
+
+
+class KernelInFloat32(Exception):
+  """A kernel gets float32 where the module alone would give it low precision.
+
+  Attributes:
+    classes: the names of the classes of such modules.
+  """
+
+  def __init__(self, classes: frozenset[str]) -> None:
+    super().__init__(classes)
+    self.classes = classes
+
+
+def check_kernels(program: ClosedJaxpr) -> None:
+  """Raises KernelInFloat32 if a kernel gets float32 in a module whose own `dtype` was replaced."""
+  steps = body_of(program).every_step()
+  classes = frozenset(name for step in steps for name in _replaced_around(step))
+  if classes:
+    raise KernelInFloat32(classes)
+
+
+def _replaced_around(step: Step) -> Iterator[str]:
+  """Yields the class of the innermost module around a kernel whose own `dtype` was replaced."""
+  if step.holds is not Holds.KERNEL or FLOAT32 not in map(dtype_of, step.eqn.invars):
+    return
+  for each in step.enclosing():
+    marks = [x for x in names_of(each.eqn.source_info.name_stack) if x.startswith(OWN_DTYPE)]
+    if marks:
+      yield marks[-1].removeprefix(OWN_DTYPE)
+      return

@@ -1,0 +1,270 @@
+"""Kernels: in which dtype they are traced, and how a user says so."""
+
+import importlib
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import pallas
+
+import mpjax
+from tests.errors import refused
+from tests.programs import run
+
+pytestmark = pytest.mark.standard_promotion
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
+
+
+def of_jax(name):
+  # Importing some of these kernels warns that they may go.
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    return importlib.import_module(f"jax.experimental.pallas.ops.gpu.{name}")
+
+
+def _multiply(x, w, out):
+  out[...] = jnp.dot(x[...], w[...], preferred_element_type=out.dtype)
+
+
+def product(x, w):
+  shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+  return pallas.pallas_call(_multiply, out_shape=shape, interpret=True)(x, w)
+
+
+differentiable = jax.custom_vjp(product)
+differentiable.defvjp(
+  lambda x, w: (product(x, w), (x, w)),
+  lambda kept, g: (product(g, kept[1].T), product(kept[0].T, g)),
+)
+
+
+def attention(q, k, v):
+  mha = of_jax("attention")
+  sizes = {f"block_{name}": 16 for name in ("q", "k", "q_dkv", "kv_dkv", "q_dq", "kv_dq")}
+  blocks = mha.BlockSizes(**sizes)
+  return mha.mha(q, k, v, None, causal=True, interpret=True, block_sizes=blocks)
+
+
+def kernel_dtypes(fn, *args):
+  # Returns the dtypes of the floating operands of each kernel.
+  found = []
+
+  def visit(jaxpr):
+    for eqn in jaxpr.eqns:
+      if eqn.primitive.name == "pallas_call":
+        floats = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+        found.append({dtype.name for dtype in floats})
+      else:
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+          if _is_jaxpr(value):
+            visit(getattr(value, "jaxpr", value))
+
+  visit(jax.make_jaxpr(fn)(*args).jaxpr)
+  return found
+
+
+def _is_jaxpr(x):
+  return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+# The own dtype of a module.
+
+
+class Projected(nn.Module):
+  dtype: object = None
+
+  @nn.compact
+  def __call__(self, x):
+    h = nn.Dense(8, dtype=self.dtype)(x)
+    return differentiable(h, h.T)
+
+
+class Nested(nn.Module):
+  dtype: object = None
+
+  @nn.compact
+  def __call__(self, x):
+    h = nn.LayerNorm(dtype=self.dtype)(x)
+    return nn.Dense(4, dtype=self.dtype)(nn.jit(Projected)(self.dtype)(h))
+
+
+class Flash(nn.Module):
+  dtype: object = None
+
+  @nn.compact
+  def __call__(self, x):
+    q, k, v = jnp.split(nn.DenseGeneral((2, 96), dtype=self.dtype)(x), 3, axis=-1)
+    return attention(q, k, v)
+
+
+class ProjectedNNX(nnx.Module):
+  def __init__(self, dtype, *, rngs):
+    self.dtype = dtype
+    self.dense = nnx.Linear(8, 8, dtype=dtype, rngs=rngs)
+
+  def __call__(self, x):
+    h = self.dense(x)
+    return differentiable(h, h.T)
+
+
+LINEN = {"plain": (Projected, X), "nested": (Nested, X), "flash": (Flash, jnp.ones((1, 16, 8)))}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", ["plain", "nested"])
+def test_the_dtype_of_a_module_reaches_its_kernel(name, policy):
+  cls, x = LINEN[name]
+  model = cls(jnp.bfloat16)
+  variables = model.init(jax.random.key(0), x)
+  low = mpjax.with_policy(model, policy)
+  assert kernel_dtypes(low.apply, variables, x) == [{"bfloat16"}]
+
+
+@pytest.mark.parametrize("name", ["plain", "flash"])
+def test_forward_and_backward_run_as_by_hand(name):
+  cls, x = LINEN[name]
+  model = cls(jnp.bfloat16)
+  variables = model.init(jax.random.key(0), x)
+  low = mpjax.with_policy(model, "mixed_bfloat16")
+
+  def gradient(apply):
+    return jax.grad(lambda v: jnp.sum(apply(v, x).astype(jnp.float32) ** 2))
+
+  by_hand, ours = gradient(model.apply), gradient(low.apply)
+  assert kernel_dtypes(ours, variables) == kernel_dtypes(by_hand, variables)
+  # The statistics of a softmax are float32 by the kernel itself.
+  assert all("bfloat16" in dtypes for dtypes in kernel_dtypes(ours, variables))
+  found, expected = (run(g, variables) for g in (ours, by_hand))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05 * np.abs(b).max())
+
+
+def test_the_dtype_of_an_nnx_module_reaches_its_kernel():
+  model = ProjectedNNX(jnp.bfloat16, rngs=nnx.Rngs(0))
+  low = mpjax.with_policy(model, "mixed_bfloat16")
+  assert kernel_dtypes(low, X) == [{"bfloat16"}]
+
+
+def test_without_a_dtype_a_kernel_runs_as_it_is_traced():
+  model = Projected()
+  variables = model.init(jax.random.key(0), X)
+  low = mpjax.with_policy(model, "mixed_bfloat16")
+  assert kernel_dtypes(low.apply, variables, X) == [{"float32"}]
+
+
+def test_a_float32_rule_runs_the_kernel_in_float32():
+  model = Nested(jnp.bfloat16)
+  variables = model.init(jax.random.key(0), X)
+  rule = mpjax.Rule("float32", module=Projected)
+  low = mpjax.with_policy(model, "mixed_bfloat16", [rule])
+  assert kernel_dtypes(low.apply, variables, X) == [{"float32"}]
+
+
+# `low_precision`
+
+
+def norm(name):
+  kernel = getattr(of_jax(name), name)
+  return lambda x: kernel(x[None], jnp.ones(8, x.dtype), jnp.zeros(8, x.dtype), interpret=True)[0]
+
+
+KERNELS = {
+  "product": lambda w, x: differentiable(x @ w, w),
+  "attention": lambda w, x: attention(*[jnp.tile((x @ w)[None, :, None], (1, 4, 1, 4))] * 3),
+  "rms_norm": lambda w, x: norm("rms_norm")(x @ w),
+  "layer_norm": lambda w, x: norm("layer_norm")(x @ w),
+  "softmax": lambda w, x: of_jax("softmax").softmax(x @ w, interpret=True),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_low_precision_in_an_autocast_function(name, policy):
+  fn, half = KERNELS[name], policy.removeprefix("mixed_")
+  low = mpjax.autocast(mpjax.low_precision(fn), policy)
+  assert kernel_dtypes(low, W, X) == [{half}]
+  np.testing.assert_allclose(run(low, W, X), run(fn, W, X), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
+def test_gradients_through_low_precision(transform):
+  def loss(cast):
+    return lambda w, x: jnp.sum(cast(differentiable)(jnp.tanh(x @ w), w).astype(jnp.float32) ** 2)
+
+  low = jax.grad(mpjax.autocast(transform(loss(mpjax.low_precision))), (0, 1))
+  assert all(dtypes == {"bfloat16"} for dtypes in kernel_dtypes(low, W, X))
+  found, expected = run(low, W, X), run(jax.grad(loss(lambda f: f), (0, 1)), W, X)
+  for a, b in zip(found, expected, strict=True):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, rtol=0.1, atol=0.1)
+
+
+def test_low_precision_is_the_function_itself_where_no_policy_is():
+  for cast in (lambda f: f, lambda f: mpjax.autocast(f, "float32"), mpjax.full_precision):
+    assert kernel_dtypes(cast(mpjax.low_precision(product)), X, W) == [{"float32"}]
+  in_region = mpjax.autocast(mpjax.full_precision(mpjax.low_precision(product)))
+  assert kernel_dtypes(in_region, X, W) == [{"float32"}]
+
+
+def test_low_precision_leaves_what_is_inside_as_it_is_written():
+  def inside(x):
+    return jnp.exp(x).sum()
+
+  jaxpr = jax.make_jaxpr(mpjax.autocast(mpjax.low_precision(inside)))(X)
+  expected = jax.make_jaxpr(inside)(X.astype(jnp.bfloat16))
+  names = [eqn.primitive.name for eqn in expected.eqns]
+  written = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in names]
+  assert written[-len(names)].outvars[0].aval.dtype == jnp.bfloat16
+
+
+class WithKernel(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    h = nn.Dense(8)(x)
+    return mpjax.low_precision(differentiable)(h, h.T)
+
+
+def test_low_precision_in_modules_takes_the_dtype_of_their_policy():
+  model = WithKernel()
+  variables = model.init(jax.random.key(0), X)
+  for policy, dtype in (("mixed_float16", "float16"), ("float32", "float32")):
+    low = mpjax.with_policy(model, policy)
+    assert kernel_dtypes(low.apply, variables, X) == [{dtype}]
+
+
+def test_low_precision_takes_a_function():
+  fix = "mpjax.low_precision(kernel)(q, k, v)"
+  with refused(TypeError, "mpjax.low_precision(fn)", "a function", "3", fix):
+    mpjax.low_precision(3)
+
+
+# Rules.
+
+
+class TwoKernels(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return Projected(name="first")(x) + Projected(name="second")(x)
+
+
+@pytest.mark.parametrize("selector", [{"path": "second"}, {"path": "sec*"}])
+def test_a_rule_runs_a_module_in_the_compute_dtype_as_a_whole(selector):
+  model = TwoKernels()
+  variables = model.init(jax.random.key(0), X)
+  rule = mpjax.Rule("mixed_bfloat16", **selector, rewrite=False)
+  low = mpjax.with_policy(model, "mixed_bfloat16", [rule])
+  assert kernel_dtypes(low.apply, variables, X) == [{"float32"}, {"bfloat16"}]
+
+
+def test_a_rule_of_autocast_rewrites():
+  rule = mpjax.Rule("mixed_bfloat16", path="block", rewrite=False)
+  expected, fix = "rules that rewrite operations", "Use mpjax.low_precision(fn)"
+  with refused(ValueError, "mpjax.autocast(rules=...)", expected, "rewrite=False", fix):
+    mpjax.autocast(product, rules=[rule])
