@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,18 +14,19 @@ from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.types import Args, Function, Kwargs, P
 from mpjax._debug import findings
 from mpjax._debug.arguments import Call, name_by_parameters, parameter_trees
-from mpjax._debug.findings import Finding, summed, unnumbered
+from mpjax._debug.findings import Finding, summed
+from mpjax._debug.kernels import UNKNOWN, find_kernels, is_unknown_in_float32
 from mpjax._debug.leaks import find_leaks
 from mpjax._debug.report import MOST, Advance, Pending, Report, Section, amount, percent, rest
 from mpjax._debug.risks import Risk, risk_lines, risks_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import Direction
-from mpjax._jaxpr.primitives import Holds
-from mpjax._jaxpr.reader import inner_jaxprs, warn_not_entered
+from mpjax._jaxpr.reader import inner_jaxprs, is_object, warn_not_entered
 from mpjax._policy.active import AUDIT, AuditRecord
 from mpjax._policy.rules import Rule
 
 _LISTS = {
+  "kernels": ("Kernels, which are not entered", "module, operation, dtype, estimate, line"),
   "on_purpose": ("Float32 on purpose", "module, because of, FLOPs"),
   "lossy": ("Low precision where float32 is safer", "module, operation, pass, line, risk"),
   "modules": ("Modules", "module, params, activations, gradients, FLOPs, decided by"),
@@ -40,10 +41,12 @@ class AuditReport(Report):
   """What `mpjax.audit` found. It prints as a page of 80 columns.
 
   Args:
-    flops: floating-point operations of matmuls and convolutions by pass and dtype.
+    flops: floating-point operations of matmuls, convolutions and kernels by pass and dtype. Kernels
+      count by their `cost_estimate`, in the dtype of their largest operand.
     residual_bytes: bytes that the forward pass keeps for the backward pass, by dtype.
     notes: what else is to be known, a sentence each.
     leaks: float32 operations where low precision was asked for, the costliest first.
+    kernels: operations that are not entered, such as `pallas_call`, and objects of JAX.
     on_purpose: matmuls that are float32 because a rule, or the code, asks for it.
     risks: low-precision values that reach an operation which magnifies their error.
     lossy: operations in low precision for which float32 would be safer.
@@ -64,6 +67,7 @@ class AuditReport(Report):
   residual_bytes: Mapping[str, int]
   notes: tuple[str, ...]
   leaks: tuple[Finding, ...]
+  kernels: tuple[Finding, ...]
   on_purpose: tuple[Finding, ...]
   risks: tuple[Risk, ...]
   lossy: tuple[Finding, ...]
@@ -74,8 +78,12 @@ class AuditReport(Report):
 
   @property
   def half_share(self) -> float:
-    """The share of the matmuls' FLOPs in low precision, 8 bits included; NaN without matmuls."""
-    return _share(self.flops, 1, 2)
+    """The share of the FLOPs in low precision, 8 bits included.
+
+    It is NaN without matmuls, and if a kernel with float32 operands does not estimate its cost.
+    """
+    unknown = any(map(is_unknown_in_float32, self.kernels))
+    return math.nan if unknown else _share(self.flops, 1, 2)
 
   @property
   def float8_share(self) -> float:
@@ -106,58 +114,77 @@ class AuditReport(Report):
       )
 
   def sections(self) -> Sequence[Section]:
-    total, leaks = max(sum(self.flops.values()), 1), summed(self.leaks, layers=True)
-    count = len(self.leaks)
-    share = f"{percent(self.half_share)} of the matmuls' FLOPs in low precision"
-    share = share if self.flops else "No matmuls or convolutions"
-    lines = [f"{share}, {count or 'no'} leak{'s' * (count != 1)}"]
+    leaks = summed(self.leaks, layers=True)
+    lists = [self._list(name, *texts) for name, texts in _LISTS.items()]
+    rules = [
+      (repr(rule), str(picked or "never used"), str(hidden or ""))
+      for rule, (picked, hidden) in self.rules.items()
+    ]
+    passes, lines = self._passes(), self._first_lines()
+    return (
+      Section.cut("Precision audit", "pass, matmuls, 16 bit, 8 bit, float32", passes, lines),
+      Section("Float32 where low precision was asked for", (*self._causes(leaks), *rest(leaks))),
+      Section("Risks", risk_lines(self.risks, MOST)),
+      *lists,
+      Section.cut("Rules", "rule, modules, earlier rule wins", rules),
+    )
+
+  @property
+  def _total(self) -> int:
+    return max(sum(self.flops.values()), 1)
+
+  def _first_lines(self) -> list[str]:
+    counted = f"{percent(_share(self.flops, 1, 2))} of the matmuls' FLOPs in low precision"
+    parts = [counted if self.flops else "No matmuls or convolutions"]
+    unknown, leaks = sum(x.times for x in self.kernels if x.reason == UNKNOWN), len(self.leaks)
+    if unknown:
+      parts.append(f"{unknown} kernel{'s' * (unknown != 1)} not counted")
+    parts.append(f"{leaks or 'no'} leak{'s' * (leaks != 1)}")
+    lines = [", ".join(parts)]
     if self.float8:
       lines.append(f"{percent(self.float8_share)} of the matmuls' FLOPs in float8")
     if self.residual_bytes:
       sizes = ", ".join(f"{dtype} {amount(n, 'B')}" for dtype, n in self.residual_bytes.items())
       lines.append(f"Kept for the backward pass: {sizes}")
-    lines += self.notes
-    passes: list[tuple[str, ...]] = []
+    return [*lines, *self.notes]
+
+  def _passes(self) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for direction in dict.fromkeys(direction for direction, _ in self.flops):
       flops = {key: n for key, n in self.flops.items() if key[0] == direction}
       shares = (percent(_share(flops, *nbytes)) for nbytes in ((2,), (1,), (4, 8)))
-      passes.append((direction, amount(sum(flops.values()), "FLOP"), *shares))
-    causes: list[str] = []
+      rows.append((direction, amount(sum(flops.values()), "FLOP"), *shares))
+    return rows
+
+  def _causes(self, leaks: Sequence[Finding]) -> list[str]:
+    lines: list[str] = []
     for number, x in enumerate(leaks[:MOST], 1):
-      flops, nbytes = f"{percent(x.flops / total)} of FLOPs", amount(x.nbytes, "B of results")
+      flops, nbytes = f"{percent(x.flops / self._total)} of FLOPs", amount(x.nbytes, "B of results")
       where = f"{x.path} · {x.operation} · {x.direction} · {x.source or 'unknown line'}"
-      causes.append(f"{number}. {where} · {flops if x.flops else nbytes}, operations: {x.times}")
-      causes += [f"   {x.dtype}: float32 because {x.reason}", f"   {x.fix}"]
-    lists: list[Section] = []
-    for name, (title, columns) in _LISTS.items():
-      rows: list[list[str]] = []
-      for x in summed(getattr(self, name), layers=True):
-        cells = {
-          "module": x.path,
-          "operation": x.operation,
-          "pass": x.direction,
-          "line": str(x.source or "unknown line"),
-          "dtype": x.dtype,
-          "risk": f"{x.dtype}: {x.reason}",
-          "FLOPs": percent(x.flops / total),
-          "bytes": amount(x.nbytes, "B"),
-          "times": str(x.times),
-          # The two dtypes of the most elements, as jaxprs write them.
-          **{y: " ".join(getattr(x, y)[:2]).replace("float", "f") for y in findings.DTYPES},
-        }
-        rows.append([cells.get(column, x.reason) for column in columns.split(", ")])
-      lists.append(Section.cut(title, columns, rows))
-    rules = [
-      (repr(rule), str(picked or "never used"), str(hidden or ""))
-      for rule, (picked, hidden) in self.rules.items()
-    ]
-    return (
-      Section.cut("Precision audit", "pass, matmuls, 16 bit, 8 bit, float32", passes, lines),
-      Section("Float32 where low precision was asked for", (*causes, *rest(leaks))),
-      Section("Risks", risk_lines(self.risks, MOST)),
-      *lists,
-      Section.cut("Rules", "rule, modules, earlier rule wins", rules),
-    )
+      lines.append(f"{number}. {where} · {flops if x.flops else nbytes}, operations: {x.times}")
+      lines += [f"   {x.dtype}: float32 because {x.reason}", f"   {x.fix}"]
+    return lines
+
+  def _list(self, name: str, title: str, columns: str) -> Section:
+    """Returns the section of the findings in the field `name`."""
+    rows: list[list[str]] = []
+    for x in summed(getattr(self, name), layers=True):
+      cells = {
+        "module": x.path,
+        "operation": x.operation,
+        "pass": x.direction,
+        "line": str(x.source or "unknown line"),
+        "dtype": x.dtype,
+        "risk": f"{x.dtype}: {x.reason}",
+        "FLOPs": percent(x.flops / self._total),
+        "bytes": amount(x.nbytes, "B"),
+        "times": str(x.times),
+        "estimate": x.reason or amount(x.flops, "FLOP"),
+        # The two dtypes of the most elements, as jaxprs write them.
+        **{y: " ".join(getattr(x, y)[:2]).replace("float", "f") for y in findings.DTYPES},
+      }
+      rows.append([cells.get(column, x.reason) for column in columns.split(", ")])
+    return Section.cut(title, columns, rows)
 
 
 def _share(flops: Mapping[tuple[Direction, str], int], *nbytes: int) -> float:
@@ -212,36 +239,59 @@ def audit(
     trees = () if any(x.is_parameter for x in arguments) else tuple(parameter_trees(graph))
     parameters = frozenset(x.name for x in arguments if x.is_parameter or x.name.startswith(trees))
     name_by_parameters(graph, [x.module if x.name in parameters else () for x in arguments])
-    leaks, on_purpose = find_leaks(graph, record, parameters)
-    flops = collections.Counter[tuple[Direction, str]]()
-    for operation, dtype, count in graph.matmuls():
-      flops[operation.where.direction, str(dtype)] += count
-    notes: list[str] = []
-    for x in graph.computing():
-      if inner_jaxprs(x.eqn) is None:
-        warn_not_entered(x.eqn, "mpjax.audit", "What it runs is not shown.")
-      if x.facts.holds is Holds.KERNEL:
-        dtypes = " x ".join(findings.sizes_of(x.operands)) or "no floats"
-        notes.append(f"{unnumbered(x.where.path)}: {x.name} is not entered; it gets {dtypes}.")
-    if ("backward", "float16") in flops and "loss scale" not in record.uses:
-      notes.append(
-        "Float16 gradients without a loss scale: those below 3e-8 become 0. Wrap the optimizer in "
-        "mpjax.loss_scaling, and differentiate with mpjax.value_and_grad."
-      )
-    if not all(operation.step.certain for operation, *_ in graph.matmuls()):
-      notes.append("A while loop counts as one iteration, and each branch of a cond as taken.")
-    return AuditReport(
-      flops=dict(+flops),
-      residual_bytes=findings.residuals(graph),
-      notes=tuple(dict.fromkeys(notes)),
-      leaks=leaks,
-      on_purpose=on_purpose,
-      risks=tuple(risks_of(graph, parameters)),
-      lossy=findings.find_lossy(graph),
-      float8=findings.find_float8(graph),
-      collectives=findings.compiled_collectives((compiled and compiled.as_text()) or "", graph),
-      modules=findings.find_modules(graph, record, parameters),
-      rules={rule: (n, record.hidden.get(rule, 0)) for rule, n in record.rules.items()},
-    )
+    return _report(graph, record, parameters, (compiled and compiled.as_text()) or "")
 
   return Pending("mpjax.audit(fn)", fn, audited, _FIX)
+
+
+def _report(
+  graph: Graph, record: AuditRecord, parameters: frozenset[str], compiled: str
+) -> AuditReport:
+  """Returns the report of a graph; `compiled` is the text of the compiled program, or ""."""
+  _warn_of_unknown(graph)
+  kernels = find_kernels(graph)
+  flops = _flops_by_dtype(graph, kernels)
+  leaks, on_purpose = find_leaks(graph, record, parameters)
+  return AuditReport(
+    flops=flops,
+    residual_bytes=findings.residuals(graph),
+    notes=tuple(_notes(graph, record, flops)),
+    leaks=leaks,
+    kernels=kernels,
+    on_purpose=on_purpose,
+    risks=tuple(risks_of(graph, parameters)),
+    lossy=findings.find_lossy(graph),
+    float8=findings.find_float8(graph),
+    collectives=findings.compiled_collectives(compiled, graph),
+    modules=findings.find_modules(graph, record, parameters),
+    rules={rule: (n, record.hidden.get(rule, 0)) for rule, n in record.rules.items()},
+  )
+
+
+def _warn_of_unknown(graph: Graph) -> None:
+  """Warns of primitives whose jaxprs are not entered, since nobody knows how they run them."""
+  for x in graph.computing():
+    if inner_jaxprs(x.eqn) is None and not is_object(x.eqn):
+      warn_not_entered(x.eqn, "mpjax.audit", "What it runs is not shown.")
+
+
+def _flops_by_dtype(graph: Graph, kernels: Iterable[Finding]) -> dict[tuple[Direction, str], int]:
+  flops = collections.Counter[tuple[Direction, str]]()
+  for operation, dtype, count in graph.matmuls():
+    flops[operation.where.direction, str(dtype)] += count
+  for kernel in kernels:
+    flops[kernel.direction, kernel.dtype] += kernel.flops
+  return dict(+flops)
+
+
+def _notes(
+  graph: Graph, record: AuditRecord, flops: Mapping[tuple[Direction, str], int]
+) -> Iterator[str]:
+  """Yields what a reader of the figures has to know."""
+  if ("backward", "float16") in flops and "loss scale" not in record.uses:
+    yield (
+      "Float16 gradients without a loss scale: those below 3e-8 become 0. Wrap the optimizer in "
+      "mpjax.loss_scaling, and differentiate with mpjax.value_and_grad."
+    )
+  if not all(operation.step.certain for operation, *_ in graph.matmuls()):
+    yield "A while loop counts as one iteration, and each branch of a cond as taken."

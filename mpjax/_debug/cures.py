@@ -31,7 +31,7 @@ def cure_of(operation: Operation) -> str:
   >>> in_region(Source("unknown.py", 3, "distance"))
   'distance = mpjax.full_precision(distance)'
   """
-  path, source = _module_of(operation), operation.where.source
+  path, source = module_of(operation), operation.where.source
   if path is not None and (source is None or _is_in_layer(operation)):
     return f'mpjax.Rule("float32", path="{path or "**"}")'
   return in_region(source)
@@ -96,7 +96,7 @@ def in_region(source: Source | None) -> str:
   return _function_in_region(source) if is_alike else "; ".join(regions)
 
 
-def _module_of(operation: Operation) -> str | None:
+def module_of(operation: Operation) -> str | None:
   """Returns the path of the module of an operation; None without modules."""
   scopes, path = operation.where.scopes, operation.where.marked(MODULE)
   if path is None or not any(scope.startswith(LAYER_ENDS) for scope in scopes):

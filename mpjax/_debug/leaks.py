@@ -12,6 +12,7 @@ from mpjax._autocast.precision import asked_precision
 from mpjax._autocast.scopes import NOT_IN, REGION, policy_of
 from mpjax._core.types import DType
 from mpjax._debug.findings import Finding, summed
+from mpjax._debug.kernels import kernel_leaks
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import FLOAT8, MODULE, Source, call_of
 from mpjax._jaxpr.primitives import AS_TRACED
@@ -19,6 +20,7 @@ from mpjax._jaxpr.steps import Step
 from mpjax._policy.active import SCOPE as FULL_PRECISION
 from mpjax._policy.active import AuditRecord
 from mpjax._policy.dtypes import is_low_precision, written
+from mpjax._policy.policy import Policy
 
 _SMALL = 0.01
 """Of the largest result: what is smaller is no array that costs anything."""
@@ -189,32 +191,46 @@ class Expectations:
 
   def of(self, operation: Operation) -> tuple[DType | None, str]:
     """Returns the low-precision dtype that is asked for; None and the reason where none is."""
-    where, matmul = operation.where, operation.facts.flops is not None
-    region, not_low = where.marked(REGION), where.marked(NOT_IN["low"])
+    region = operation.where.marked(REGION)
     policy = None if region is None else policy_of(region)
     dtype = self.used if policy is None else policy.compute_dtype
-    precision = None if policy is None else policy.precision
-    asked = "" if precision is None else f", precision={written(precision)}"
+    reasons = {**self._by_code(operation, policy), **self._by_policy(operation, region, policy)}
+    reason = next((reason for reason, applies in reasons.items() if applies), "")
+    return None if reason else dtype, reason
+
+  def _by_code(self, operation: Operation, policy: Policy | None) -> dict[str, bool]:
+    """Returns the reasons that the code gives for float32, and whether each applies."""
+    where, is_matmul = operation.where, operation.facts.flops is not None
+    not_low = where.marked(NOT_IN["low"])
     own = asked_precision(operation.eqn.params.get("precision"))
     as_traced = next((x.eqn.primitive.name for x in _within_what_runs_as_traced(operation)), "")
-    module = self._record.modules.get(where.marked(MODULE) or "")
-    reasons = {
+    return {
       "mpjax.full_precision": FULL_PRECISION in where.scopes,
-      "the scaling of float8": FLOAT8 in where.scopes and not matmul,
+      "the scaling of float8": FLOAT8 in where.scopes and not is_matmul,
       f"{as_traced}, which runs as written": bool(as_traced) and self.marked,
       f"{not_low}": not_low is not None,
       # The code asks for it, no policy.
-      f'precision="{own}"': bool(own) and not asked,
+      f'precision="{own}"': bool(own) and (policy is None or policy.precision is None),
       "the optimizer": operation in self._after,
+    }
+
+  def _by_policy(
+    self, operation: Operation, region: str | None, policy: Policy | None
+  ) -> dict[str, bool]:
+    """Returns the reasons that policies and modules give, and whether each applies."""
+    dtype = self.used if policy is None else policy.compute_dtype
+    precision = None if policy is None else policy.precision
+    asked = "" if precision is None else f", precision={written(precision)}"
+    module = self._record.modules.get(operation.where.marked(MODULE) or "")
+    is_matmul = operation.facts.flops is not None
+    return {
       "no low precision anywhere": not self.marked and dtype is None,
       "outside of every policy": self.marked and region is None,
       "a rule leaves it as it is": self.marked and policy is None,
       f"a {dtype} policy{asked}": dtype is not None and not is_low_precision(dtype),
       # The running statistics of a norm are float32, and what it does with them in between.
-      "a norm": module is not None and module.is_norm and not matmul,
+      "a norm": module is not None and module.is_norm and not is_matmul,
     }
-    reason = next((reason for reason, applies in reasons.items() if applies), "")
-    return None if reason else dtype, reason
 
 
 def _within_what_runs_as_traced(operation: Operation) -> Iterator[Step]:
@@ -279,4 +295,6 @@ def find_leaks(
     nbytes = sum(v.nbytes for v in operation.results) * operation.times
     leaks.append(leak._replace(flops=flops, nbytes=nbytes, times=operation.times))
   # The operations of one line, as of a * cos(t) + b * sin(t), are cured together.
+  if marked:
+    leaks += kernel_leaks(graph, lambda operation: expectations.of(operation)[0])
   return summed(leaks), summed(purposes)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
@@ -164,20 +163,6 @@ BF16 = jnp.bfloat16
 
 def s(*shape, dtype=BF16):
   return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def test_a_kernel_of_pallas_is_said_to_be_not_entered():
-  def kernel(x, out):
-    out[...] = x[...]
-
-  def fn(x):
-    with jax.named_scope("attention"):
-      call = pallas.pallas_call(kernel, jax.typeof(x), name="copies", interpret=True)
-      return call(x) + call(x)
-
-  audit = mpjax.audit(fn)(s(8, 8, dtype="float32"))
-  (note,) = audit.notes
-  assert note == "attention/copies: pallas_call is not entered; it gets float32."
 
 
 def test_residuals_by_dtype():

@@ -12,7 +12,7 @@ LIMIT = 15
 
 OVER_LIMIT = {
   "mpjax/_core": 1,
-  "mpjax/_debug": 29,
+  "mpjax/_debug": 28,
   "mpjax/_io": 3,
   "mpjax/_jaxpr": 8,
   "mpjax/_optim": 13,

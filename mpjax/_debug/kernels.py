@@ -1,0 +1,88 @@
+"""The work that an audit does not enter: kernels, objects of JAX, primitives that are not known."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from mpjax._core.types import DType
+from mpjax._debug.cures import module_of
+from mpjax._debug.findings import Finding
+from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.primitives import Holds
+from mpjax._jaxpr.reader import inner_jaxprs
+from mpjax._policy.dtypes import is_low_precision
+
+UNKNOWN = "unknown"
+"""The estimate of a kernel that has no `cost_estimate`."""
+
+
+def find_kernels(graph: Graph) -> tuple[Finding, ...]:
+  """Returns the operations that are not entered, with the dtypes of their operands and FLOPs.
+
+  `Finding.flops` is 0 and `Finding.reason` is `UNKNOWN` for one that does not estimate its cost.
+
+  >>> import jax, jax.numpy as jnp
+  >>> from mpjax._jaxpr.graph import Graph
+  >>> find_kernels(Graph(jax.make_jaxpr(jnp.dot)(jnp.ones(3), jnp.ones(3))))
+  ()
+  """
+  return tuple(_finding(operation, dtype) for operation, dtype in _kernels(graph))
+
+
+def kernel_leaks(graph: Graph, asked: Callable[[Operation], DType | None]) -> Iterator[Finding]:
+  """Yields the kernels that get float32 where a policy asks for low precision.
+
+  Args:
+    graph: the graph of a function.
+    asked: returns the low-precision dtype that is asked for where an operation is; None for none.
+  """
+  for operation, dtype in _kernels(graph):
+    low = asked(operation)
+    if low is not None and not is_low_precision(dtype):
+      yield _finding(operation, dtype)._replace(
+        reason="its operands were traced in float32, and a kernel cannot be rewritten",
+        kind="kernel",
+        cause=operation.name,
+        fix=_cure(operation, low),
+        nbytes=sum(v.nbytes for v in operation.results) * operation.times,
+      )
+
+
+def _cure(operation: Operation, low: DType) -> str:
+  cure = "Call it in the compute dtype: mpjax.low_precision(kernel)(...)."
+  if path := module_of(operation):
+    cure += f' Or run its module so: mpjax.Rule("mixed_{low}", path="{path}", rewrite=False).'
+  return cure
+
+
+def is_unknown_in_float32(kernel: Finding) -> bool:
+  """Whether a kernel has float32 operands, and nobody knows how much it computes with them."""
+  return kernel.reason == UNKNOWN and not is_low_precision(DType(kernel.dtype))
+
+
+def _kernels(graph: Graph) -> Iterator[tuple[Operation, DType]]:
+  """Yields the operations that are not entered, and the dtype of their largest operand."""
+  for operation in graph.computing():
+    floats = [v for v in operation.operands if v.is_floating]
+    is_kernel = operation.facts.holds is Holds.KERNEL or inner_jaxprs(operation.eqn) is None
+    if operation.used and floats and is_kernel:
+      yield operation, DType(_largest(floats).dtype)
+
+
+def _largest(values: Iterable[Value]) -> Value:
+  """Returns the value of the most elements; of several, one in float32."""
+  return max(values, key=lambda v: (v.size, v.is_wide))
+
+
+def _finding(operation: Operation, dtype: DType) -> Finding:
+  estimate = operation.eqn.params.get("cost_estimate")
+  flops = None if estimate is None else int(estimate.flops) * operation.times
+  where = operation.where
+  return Finding(
+    where.path,
+    operation.name,
+    where.direction,
+    str(dtype),
+    where.source,
+    reason=UNKNOWN if flops is None else "",
+    flops=flops or 0,
+    times=operation.times,
+  )
