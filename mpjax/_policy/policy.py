@@ -99,6 +99,13 @@ class Policy:
         )
       vars(self)[name] = dtype
     wide, compute = self.weight_grad_dtype, self.compute_dtype
+    if self.param_dtype == "float64" != compute:
+      raise MpjaxValueError(
+        "mpjax.Policy(param_dtype=...)",
+        expected="float64 parameters with compute_dtype='float64'",
+        got=f"float64 with compute_dtype={compute.name}",
+        fix="JAX multiplies float64 parameters in float64. Store them in float32.",
+      )
     if wide is not None and wide != compute and not 4 <= wide.itemsize > compute.itemsize:
       raise MpjaxValueError(
         "mpjax.Policy(weight_grad_dtype=...)",

@@ -215,7 +215,7 @@ def test_float64(set_flag):
   model = nn.Dense(3)
   x, cotangent = jnp.asarray([[2.0**11], [1.0]]), jnp.asarray([[2.0**11] * 3, [2.0**-11] * 3])
   variables = {"params": {"kernel": jnp.ones((1, 3)), "bias": jnp.zeros(3)}}
-  apply = with_policy(model, policy("float16", "float64", param_dtype="float64")).apply
+  apply = with_policy(model, policy("float16", "float64")).apply
   found = run(with_gradients(apply, cotangent), variables, x)[1]["params"]
   assert found["kernel"].dtype == found["bias"].dtype == jnp.float64
   assert set(np.asarray(found["kernel"]).ravel()) == {2.0**22 + 2.0**-11}

@@ -167,6 +167,19 @@ def test_weight_gradients_in_a_dtype_that_rounds_them(set_flag):
       assert policy.weight_grad_dtype == wide
 
 
+def test_float64_parameters_are_multiplied_in_float64(set_flag):
+  set_flag("jax_enable_x64", True)
+  where, expected = (
+    "mpjax.Policy(param_dtype=...)",
+    "float64 parameters with compute_dtype='float64'",
+  )
+  for compute in ("float32", "bfloat16", "float16"):
+    got = f"float64 with compute_dtype={compute}"
+    with refused(ValueError, where, expected, got, "Store them in float32, or compute in it"):
+      mpjax.Policy.parse(f"p=f64,c={compute},o=f64")
+  assert mpjax.Policy.parse("p=f64,c=f64").compute_dtype == F64
+
+
 def test_a_policy_is_a_value():
   one = mpjax.Policy(compute_dtype="bf16", output_dtype=jnp.float32)
   two = mpjax.Policy(output_dtype="float32", compute_dtype=np.dtype(jnp.bfloat16))
