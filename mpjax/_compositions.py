@@ -11,7 +11,7 @@ import jax
 
 from mpjax._autocast import autocast
 from mpjax._core.errors import MpjaxTypeError, check_call, check_choice
-from mpjax._core.frameworks import framework_of, not_a_model
+from mpjax._core.frameworks import framework_of, holds_linen_module, not_a_model
 from mpjax._core.types import HALF_NAMES, DTypeLike, Grads, PyTree
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._optim.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
@@ -73,6 +73,10 @@ def with_policy(
       adapter = importlib.import_module(f"mpjax.{framework.lower()}")
       return adapter.with_policy(model, policy, rules, unmatched=unmatched)
     expected, got = f"no ops= and no data_argnums= for a model of {framework}", "them"
+  elif holds_linen_module(model):
+    expected = "a model of Linen or NNX, or a function of arrays"
+    got = f"a {type(model).__name__} around a Linen module"
+    fix = "Call it inside mpjax.policy_scope(policy)."
   elif isinstance(model, type) or framework is not None or not callable(model):
     expected = "a model of Linen or NNX, or a function of arrays"
     got, fix = not_a_model(model)

@@ -61,7 +61,18 @@ def test_rules_and_options_are_passed_on():
   assert "bf16[2,2] = exp" in str(jax.make_jaxpr(low_exp)(W, X))
 
 
+class Pretrained:
+  """Holds a Linen module and its parameters, as the Flax models of Hugging Face do."""
+
+  def __init__(self):
+    self.module, self.params = nn.Dense(2), VARIABLES["params"]
+
+  def __call__(self, x):
+    return self.module.apply({"params": self.params}, x)
+
+
 REFUSED = {
+  "around a module": (Pretrained(), {}, "a model", "around a Linen module", "mpjax.policy_scope"),
   "a class": (nn.Dense, {}, "a model", "the class Dense", "mpjax.with_policy(Dense(...)"),
   "a number": (3, {}, "a model", "3", "mpjax.with_policy(fn"),
   "ops of a model": (nn.Dense(2), {"ops": mpjax.OpLists()}, "no ops=", "them", "for functions"),

@@ -1,5 +1,7 @@
 """Which library a model comes from, by the names of classes: nothing is imported for it."""
 
+import inspect
+
 import jax
 
 from mpjax._core.errors import MpjaxTypeError, kind_of
@@ -31,6 +33,12 @@ def framework_of(x: object) -> str | None:
         if base.__name__ == name and f"{base.__module__}.".startswith(f"{package}."):
           return framework
   return None
+
+
+def holds_linen_module(x: object) -> bool:
+  """Whether an object calls a Linen module of its own, as the Flax models of Hugging Face do."""
+  is_object = framework_of(x) is None and not inspect.isroutine(x) and not isinstance(x, type)
+  return is_object and framework_of(getattr(x, "module", None)) == "Linen"
 
 
 def not_a_model(x: object) -> tuple[str, str]:

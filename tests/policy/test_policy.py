@@ -169,13 +169,10 @@ def test_weight_gradients_in_a_dtype_that_rounds_them(set_flag):
 
 def test_float64_parameters_are_multiplied_in_float64(set_flag):
   set_flag("jax_enable_x64", True)
-  where, expected = (
-    "mpjax.Policy(param_dtype=...)",
-    "float64 parameters with compute_dtype='float64'",
-  )
+  where, fix = "mpjax.Policy(param_dtype=...)", "Store them in float32"
+  expected = "float64 parameters with compute_dtype='float64'"
   for compute in ("float32", "bfloat16", "float16"):
-    got = f"float64 with compute_dtype={compute}"
-    with refused(ValueError, where, expected, got, "Store them in float32, or compute in it"):
+    with refused(ValueError, where, expected, f"float64 with compute_dtype={compute}", fix):
       mpjax.Policy.parse(f"p=f64,c={compute},o=f64")
   assert mpjax.Policy.parse("p=f64,c=f64").compute_dtype == F64
 
