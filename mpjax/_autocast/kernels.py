@@ -85,10 +85,15 @@ class KernelInFloat32(Exception):
     self.classes = classes
 
 
-def check_kernels(program: ClosedJaxpr) -> None:
-  """Raises KernelInFloat32 if a kernel gets float32 in a module whose own `dtype` was replaced."""
+def check_kernels(program: ClosedJaxpr, kept: frozenset[str]) -> None:
+  """Raises KernelInFloat32 if a kernel gets float32 in a module whose own `dtype` was replaced.
+
+  Args:
+    program: the jaxpr of a call of modules.
+    kept: the names of classes for which that was known when it was traced.
+  """
   steps = body_of(program).every_step()
-  classes = frozenset(name for step in steps for name in _replaced_around(step))
+  classes = frozenset(name for step in steps for name in _replaced_around(step)) - kept
   if classes:
     raise KernelInFloat32(classes)
 

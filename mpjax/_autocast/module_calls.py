@@ -120,7 +120,7 @@ def rewritten(
 
   def check(program: ClosedJaxpr) -> None:
     if state.replaced:
-      check_kernels(program)
+      check_kernels(program, state.keeping)
 
   with ACTIVE(state):
     call = with_settings(fn, settings, _WHERE, data=inputs, results=results, check=check)

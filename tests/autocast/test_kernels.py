@@ -94,6 +94,14 @@ class Nested(nn.Module):
     return nn.Dense(4, dtype=self.dtype)(nn.jit(Projected)(self.dtype)(h))
 
 
+class TwoKernels(nn.Module):
+  dtype: object = None
+
+  @nn.compact
+  def __call__(self, x):
+    return Projected(self.dtype, name="first")(x) + Projected(self.dtype, name="second")(x)
+
+
 class Flash(nn.Module):
   dtype: object = None
 
@@ -160,11 +168,11 @@ def test_without_a_dtype_a_kernel_runs_as_it_is_traced():
 
 
 def test_a_float32_rule_runs_the_kernel_in_float32():
-  model = Nested(jnp.bfloat16)
+  model = TwoKernels(jnp.bfloat16)
   variables = model.init(jax.random.key(0), X)
-  rule = mpjax.Rule("float32", module=Projected)
+  rule = mpjax.Rule("float32", path="second")
   low = mpjax.with_policy(model, "mixed_bfloat16", [rule])
-  assert kernel_dtypes(low.apply, variables, X) == [{"float32"}]
+  assert kernel_dtypes(low.apply, variables, X) == [{"bfloat16"}, {"float32"}]
 
 
 # `low_precision`
@@ -246,12 +254,6 @@ def test_low_precision_takes_a_function():
 
 
 # Rules.
-
-
-class TwoKernels(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return Projected(name="first")(x) + Projected(name="second")(x)
 
 
 @pytest.mark.parametrize("selector", [{"path": "second"}, {"path": "sec*"}])

@@ -403,3 +403,17 @@ def test_the_state_of_a_loop():
   assert why(lambda x, y: y * 2, HALF, SMALL).entry is None
   filled = why(lambda x, y: fn(x, jnp.zeros((4, 4))), HALF, SMALL, neutral=UNDER_A_POLICY)
   assert (filled.kind, filled.name) == ("filled", "float32[4,4] of 0.0")
+
+
+def test_a_linear_solve_is_float32_on_purpose():
+  def fn(w, x):
+    solved = jax.lax.custom_linear_solve(lambda v: w @ v, x, lambda _, b: w @ (w @ b))
+    return solved @ w
+
+  w = jax.ShapeDtypeStruct((8, 8), "float32")
+  audit = mpjax.audit(mpjax.autocast(fn))(w, w)
+  assert audit.leaks == ()
+  assert audit.flops == {("forward", "float32"): 2 * 1024, ("forward", "bfloat16"): 1024}
+  (purpose,) = audit.on_purpose
+  assert purpose.reason == "custom_linear_solve, which runs as written"
+  assert purpose.flops == 2 * 1024

@@ -49,3 +49,12 @@ def test_context_of_has_the_mesh_of_the_equation(devices):
     assert jax.sharding.get_abstract_mesh().axis_names == ("d",)
   with compat.context_of(object()):
     assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_a_jaxpr_with_an_object_is_high(set_flag):
+  set_flag("jax_remat3", True)
+  jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jax.checkpoint(jnp.cos)(x)))(jnp.ones(2)).jaxpr
+  assert jaxpr.is_high
+  without = compat.with_equations(jaxpr, jaxpr.eqns[1:], invars=jaxpr.eqns[1].invars)
+  assert not without.is_high
+  assert compat.with_equations(without, jaxpr.eqns, invars=jaxpr.invars).is_high

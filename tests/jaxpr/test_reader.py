@@ -20,6 +20,7 @@ from mpjax._jaxpr.reader import (
   dtype_of,
   hides_matmul,
   inner_jaxprs,
+  is_number,
   literal_as,
   opened,
   retyped,
@@ -339,3 +340,11 @@ def test_parameters_of_a_newer_jax_are_not_known_and_no_key_error(params):
   if changed.get("num_consts") == 7:  # Numbers that do not fit are found only by their operands.
     changed["jaxpr"] = jax.make_jaxpr(jnp.sin)(s(3))
   assert inner_jaxprs(eqn.replace(params=changed)) is None
+
+
+def test_a_literal_with_axes_is_no_number():
+  scalar = jax.make_jaxpr(lambda x: x * 2.0)(1.0).eqns[0].invars[1]
+  assert is_number(scalar)
+  array = Literal(np.ones(3, np.float32), jax.typeof(jnp.ones(3)))
+  assert not is_number(array)
+  assert not is_number(jax.make_jaxpr(jnp.sin)(1.0).jaxpr.invars[0])

@@ -583,7 +583,7 @@ mpjax/_autocast/kinds.py::joined
 mpjax/_autocast/kinds.py::kind_of_constant
 
 72 an array that an `autocast` function closes over is an input: `jit` changes bits
-- settings.modules or not is_array
+- settings.modules
 + True
 ::test_an_array_is_a_parameter_of_a_function_and_an_input_of_a_module
 
@@ -814,7 +814,7 @@ mpjax/_autocast/control_flow.py::_selected
 + kind
 ::test_a_cond_of_numbers_keeps_what_is_known_of_them
 
-mpjax/_autocast/custom_rules.py::_Custom.forward
+mpjax/_autocast/custom_rules.py::_Custom._forward
 
 110 a forward rule rounds what the function returns in float32
 - self.run(rule, primals, self.ins, self.outs, self.flags)
@@ -833,6 +833,104 @@ mpjax/_debug/risks.py::risks_of
 - is_wide and (kind != "float32 matmul" or rounding in delicate)
 + is_wide and kind != "float32 matmul"
 ::test_no_cure_lowers_a_float32_matmul_that_low_precision_would_harm
+
+mpjax/_debug/risks.py::_matmul
+
+113 the search for risks goes on behind a matmul that the user keeps in float32
+- _is_meant_wide(operation)
++ False
+::test_a_float32_matmul_on_purpose_ends_the_search
+
+mpjax/_jaxpr/reader.py::dtype_of
+
+114 a reference has a dtype that is changed
+- atom.aval.dtype if isinstance(atom.aval, ShapedArray) else None
++ getattr(atom.aval, "dtype", None)
+tests/autocast/test_custom_rules.py::test_a_backward_rule_writes_into_a_reference
+
+mpjax/_autocast/custom_rules.py::_Custom._forward
+
+115 residuals behind a reference move
+- residuals.insert(place, primals[operand])
++ residuals.append(primals[operand])
+::test_a_backward_rule_writes_into_a_reference
+
+mpjax/_autocast/rules.py::_result
+
+116 samples in low precision have other bits
+- kind.role == Role.NUMBER and dtype_of(eqn.outvars[0]) in HALVES
++ False
+::test_samples_in_low_precision_keep_their_bits
+
+mpjax/_autocast/run.py::run
+
+117 tangents in a shard_map keep the types that they come in
+- any(varying_axes(aval) for aval in map(aval_of, jaxpr.invars))
++ False
+tests/autocast/test_control_flow.py::test_a_tangent_that_varies_over_fewer_axes_of_a_shard_map
+
+mpjax/_autocast/kernels.py::low_precision
+
+118 the code of low_precision is rewritten
+- jax.named_scope(REGION + AS_IT_IS)
++ jax.named_scope("region")
+::test_low_precision_leaves_what_is_inside_as_it_is_written
+
+mpjax/_autocast/kernels.py::_compute_dtype
+
+119 low_precision in a module takes the dtype of no policy
+- state is not None and (state.in_region or state.region)
++ False
+::test_low_precision_in_modules_takes_the_dtype_of_their_policy
+
+mpjax/_autocast/module_calls.py::ModuleCall._fields_to_set
+
+120 a float32 rule gives a kernel the own dtype of its module
+- self.inner.keeps_dtypes and is_low(policy)
++ self.inner.keeps_dtypes
+tests/autocast/test_kernels.py::test_a_float32_rule_runs_the_kernel_in_float32
+
+mpjax/_autocast/module_calls.py::call_of
+
+121 the own dtype of a module does not reach its kernel
+- state.keeps_dtypes or type(module).__qualname__ in state.keeping
++ state.keeps_dtypes
+tests/autocast/test_kernels.py::test_the_dtype_of_a_module_reaches_its_kernel
+
+mpjax/_debug/kernels.py::_largest
+
+122 small statistics decide the dtype of a kernel
+- (v.size, v.is_wide)
++ (v.is_wide, v.size)
+::test_small_statistics_beside_large_operands_do_not_decide
+
+mpjax/_debug/audit_report.py::AuditReport.half_share
+
+123 a kernel of unknown cost counts as nothing
+- math.nan if unknown else _share(self.flops, 1, 2)
++ _share(self.flops, 1, 2)
+tests/debug/test_kernels.py::test_a_kernel_without_an_estimate_is_not_counted
+
+mpjax/_debug/leaks.py::Expectations._by_code
+
+124 the matmuls of a linear solve are a leak
+- bool(as_traced) and self.marked
++ False
+tests/debug/test_leaks.py::test_a_linear_solve_is_float32_on_purpose
+
+mpjax/_jaxpr/reader.py::is_number
+
+125 an array that is a literal is taken for a number
+- isinstance(atom, Literal) and not shape_of(atom)
++ isinstance(atom, Literal)
+tests/jaxpr/test_reader.py::test_a_literal_with_axes_is_no_number
+
+mpjax/_jaxpr/compat.py::with_equations
+
+126 a jaxpr does not say that it holds objects
+- any(eqn.primitive.is_high(*map(_aval, eqn.invars), **eqn.params) for eqn in eqns)
++ False
+tests/jaxpr/test_compat.py::test_a_jaxpr_with_an_object_is_high
 """
 
 MUTATIONS = parsed(TABLE)
