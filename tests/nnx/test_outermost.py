@@ -502,3 +502,58 @@ def test_what_a_view_may_be_set():
   view.name = "a name"
   assert view.again(X).dtype == jnp.float32
   assert model.shift is view.shift
+
+
+# Tree mode, split and merge, caches.
+
+
+class Normalized(nnx.Module):
+  def __init__(self, rngs):
+    self.layer, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+
+  def __call__(self, x):
+    return self.norm(self.layer(x))
+
+
+TREE_MODES = ({"graph": False}, {"graph_updates": False}, {"graph": False, "graph_updates": False})
+
+
+@pytest.mark.parametrize("mode", TREE_MODES, ids=str)
+def test_a_view_in_tree_mode_writes_its_statistics(mode):
+  def after_a_call(**options):
+    model = Normalized(nnx.Rngs(0))
+    y = nnx.jit(lambda view, x: view(x), **options)(with_policy(model, HALF), X8)
+    return y, nnx.state(model)
+
+  assert bits(after_a_call(**mode)) == bits(after_a_call())
+
+
+def test_a_view_that_is_split_and_merged_in_jit():
+  view = with_policy(Normalized(nnx.Rngs(0)), HALF)
+  graphdef, state = nnx.split(view)
+
+  @jax.jit
+  def call(state, x):
+    merged = nnx.merge(graphdef, state)
+    return merged(x), nnx.state(merged)
+
+  found, new = call(state, X8)
+  assert bits(found) == bits(view(X8))
+  assert bits(new) == bits(nnx.state(view))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_cache_in_a_loop_keeps_the_dtype_that_it_came_in(stored):
+  attention = nnx.MultiHeadAttention(2, 8, 8, decode=True, rngs=nnx.Rngs(0))
+  attention.init_cache((1, 4, 8), dtype=stored)
+  graphdef, state = nnx.split(with_policy(attention, HALF))
+
+  def step(carry):
+    count, state, x = carry
+    merged = nnx.merge(graphdef, state)
+    y = merged(x).astype(jnp.float32)
+    return count + 1, nnx.state(merged), y
+
+  _, new, _ = jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, state, jnp.ones((1, 1, 8))))
+  assert new["cached_key"][...].dtype == new["cached_value"][...].dtype == stored
+  assert new["cache_index"][...] == 3
