@@ -28,7 +28,7 @@ from rich.table import Table
 
 import mpjax
 
-OUT = pathlib.Path(__file__).parent / "results" / "tpu_hlo" / "kernels.json"
+OUT = pathlib.Path(__file__).parent / "results" / "tpu_kernels" / "v5e_v6e.json"
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
 BATCH, LENGTH, WIDTH, LAYERS, WORDS = 8, 1024, 1024, 4, 8192
 HEAD = 128
