@@ -29,6 +29,7 @@ from mpjax._autocast.control_flow import (
 from mpjax._autocast.kinds import Kind, kinds_of_constants
 from mpjax._autocast.precision import in_default, traced
 from mpjax._autocast.rewriter import Rewrite, Rewriter
+from mpjax._autocast.scopes import Place, region_of
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.trees import is_inexact
@@ -38,7 +39,7 @@ from mpjax._jaxpr.compat import context_of, without_scopes
 from mpjax._jaxpr.locations import PREFIX
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import aval_of, dtype_of, name_of, with_inner
-from mpjax._policy.active import ACTIVE, Active
+from mpjax._policy.active import ACTIVE, AUTOCAST, Active
 
 # An argument or result of a rule: the dtype that it was traced with, and its kind. References have
 # no dtype, since theirs never changes.
@@ -68,6 +69,7 @@ class _Custom(NamedTuple):
   # The active policies of the trace. JAX calls the rule later. Without this state, a Flax module in
   # it would run under no policy or the policy of another module.
   state: Active | None
+  compute_dtype: DType | None  # that of the policy where the equation is
 
   def run(
     self,
@@ -86,7 +88,7 @@ class _Custom(NamedTuple):
 
     @functools.wraps(rule)
     def in_state(*args: PyTree) -> PyTree:
-      with ACTIVE(self.state):
+      with ACTIVE(self.state), AUTOCAST(self.compute_dtype):
         return rule(*args)
 
     # Shapes come from the operands: under `vmap`, an operand of a batch rule has one more axis.
@@ -238,11 +240,19 @@ def instantiated(cotangent: Array | SymbolicZero) -> Leaf:
   return number.zeros(aval.shape, aval.dtype)
 
 
+def _state_at(place: Place) -> Active | None:
+  """Returns the state of policies for code of a rule, which runs after the module around it."""
+  state = ACTIVE.value
+  return state and dataclasses.replace(state, region=region_of(place.policy))
+
+
 def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   """Writes a function with a custom rule for derivatives or batches."""
   atoms, ins = operands_of(rewriter, eqn)
   new = rewritten(rewriter, eqn, inners[0], ins)
-  closed = ClosedJaxpr(new.jaxpr, ())  # JAX passes closed-over values as operands.
+  # JAX passes closed-over values as operands, except to an object of jax 0.10.
+  closed = ClosedJaxpr(new.jaxpr, getattr(inners[0].program, "consts", ()))
+  place = rewriter.place(eqn)
 
   def call(*operands: Array) -> list[Array]:
     return called(closed, operands, eqn.primitive.name)
@@ -256,9 +266,10 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
     [(dtype_of(v), kind) for v, kind in zip(eqn.outvars, new.outs, strict=True)],
     flags_of_each_result(rewriter, eqn),
     rewriter.settings,
-    rewriter.place(eqn).inside,
+    place.inside,
     rewriter.rewrite,
-    ACTIVE.value,
+    _state_at(place),
+    place.compute_dtype,
   )
   match facts_of(eqn).holds:
     case Holds.CUSTOM_JVP:

@@ -12,12 +12,12 @@ from typing import TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._autocast.scopes import AS_IT_IS, OWN_DTYPE, REGION, names_of, policy_of
+from mpjax._autocast.scopes import AS_IT_IS_IN, OWN_DTYPE, REGION, names_of, policy_of
 from mpjax._core.frameworks import check_function
 from mpjax._core.trees import cast_arrays
 from mpjax._core.types import FLOAT32, HALVES, DType, P
-from mpjax._jaxpr.primitives import Holds
-from mpjax._jaxpr.reader import dtype_of
+from mpjax._jaxpr.primitives import Holds, facts_of
+from mpjax._jaxpr.reader import dtype_of, walk
 from mpjax._jaxpr.steps import Step, body_of
 from mpjax._policy.active import ACTIVE, AUTOCAST, Active
 
@@ -56,8 +56,8 @@ def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
       return fn(*args, **kwargs)
     args, kwargs = cast_arrays((args, kwargs), dtype)
     # Modules inside run as they are, too.
-    as_it_is = type(ACTIVE.value or Active())(in_region=True)
-    with jax.named_scope(REGION + AS_IT_IS), ACTIVE(as_it_is), AUTOCAST(None):
+    as_it_is = type(ACTIVE.value or Active())(in_region=True, in_low_precision=True)
+    with jax.named_scope(REGION + AS_IT_IS_IN + dtype.name), ACTIVE(as_it_is), AUTOCAST(None):
       return fn(*args, **kwargs)
 
   return wrapped
@@ -92,6 +92,8 @@ def check_kernels(program: ClosedJaxpr, kept: frozenset[str]) -> None:
     program: the jaxpr of a call of modules.
     kept: the names of classes for which that was known when it was traced.
   """
+  if not any(facts_of(eqn).holds is Holds.KERNEL for eqn in walk(program)):
+    return
   steps = body_of(program).every_step()
   classes = frozenset(name for step in steps for name in _replaced_around(step)) - kept
   if classes:

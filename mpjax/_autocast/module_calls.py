@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import types
 import warnings
@@ -11,7 +12,6 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast import (
   NotTraceable,
@@ -23,7 +23,7 @@ from mpjax._autocast import (
 )
 from mpjax._autocast.kernels import KernelInFloat32, check_kernels
 from mpjax._autocast.precision import asked_precision
-from mpjax._autocast.scopes import AS_GIVEN, AS_IT_IS, OWN_DTYPE, REGION, TABLE
+from mpjax._autocast.scopes import AS_GIVEN, AS_IT_IS_IN, OWN_DTYPE, REGION, TABLE
 from mpjax._core.errors import REFUSALS, MpjaxError, flax_errors, message
 from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
 from mpjax._core.types import FLOAT32, Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
@@ -118,13 +118,20 @@ def rewritten(
   """
   settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
 
-  def check(program: ClosedJaxpr) -> None:
-    if state.replaced:
-      check_kernels(program, state.keeping)
-
+  # Also where no module runs: a jitted function that was traced before keeps its marks.
+  check = functools.partial(check_kernels, kept=state.keeping)
   with ACTIVE(state):
     call = with_settings(fn, settings, _WHERE, data=inputs, results=results, check=check)
     return call(*args)
+
+
+def with_own_dtypes(attempt: Callable[[S], R], state: S) -> R:
+  """Returns `attempt(state)`, where modules keep a `dtype` that their kernels need."""
+  while True:
+    try:
+      return attempt(state)
+    except KernelInFloat32 as error:
+      state = dataclasses.replace(state, keeping=state.keeping | error.classes)
 
 
 def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path: str) -> R:
@@ -145,10 +152,8 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
   while tracing.problem is None:
     failed: list[Class] = []
     try:
-      marks = {"tracing": True, "failed": failed, "replaced": []}
-      return attempt(dataclasses.replace(tracing.state, **marks))
-    except KernelInFloat32 as error:
-      tracing.keep(error.classes)
+      state = dataclasses.replace(tracing.state, tracing=True, failed=failed)
+      return with_own_dtypes(attempt, state)
     except (*_NEEDS_VALUES, *flax_errors(*_CHANGES_OTHERS), NotTraceable, *REFUSALS) as error:
       tracing.note(error, failed)
   state = dataclasses.replace(tracing.state, as_python=tracing.state.as_python | {path})
@@ -184,10 +189,6 @@ class _Tracing(Generic[S]):
     # The line at which each class raised in float32. Names are compared, since a class that the
     # call itself defines is a new class in each attempt.
     self._lines = {cls.__qualname__: "" for cls in state.casting}
-
-  def keep(self, classes: frozenset[str]) -> None:
-    """Keeps the `dtype` of modules of these classes, which is to reach a kernel."""
-    self.state = dataclasses.replace(self.state, keeping=self.state.keeping | classes)
 
   def note(self, error: Exception, failed: list[Class]) -> None:
     """Notes why an attempt failed, and the class of the innermost module that raised."""
@@ -275,6 +276,11 @@ class ModuleCall(NamedTuple):
     """Whether the module is called in its compute dtype, not in float32."""
     return self.inner.casting == EVERY
 
+  @property
+  def _is_inside_whole(self) -> bool:
+    """Whether a module around it runs as a whole, whose code passes arguments and results."""
+    return self.state.casting == EVERY and self.state.region.startswith(AS_IT_IS_IN)
+
   def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the arguments, cast for the module."""
     policy, call = self.resolved.policy, (args, kwargs)
@@ -282,7 +288,7 @@ class ModuleCall(NamedTuple):
       return call
     arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, (jax.Array, np.ndarray))]
     # A real `dtype` would drop the imaginary part of a complex array.
-    if self._is_cast and not any(map(jnp.iscomplexobj, arrays)):
+    if self._is_cast and not self._is_inside_whole and not any(map(jnp.iscomplexobj, arrays)):
       return cast_arrays(call, policy.compute_dtype)
     if policy.compute_dtype == FLOAT32:
       return map_arrays(half_to_float32, call)
@@ -324,12 +330,10 @@ class ModuleCall(NamedTuple):
       yield AS_GIVEN
 
   def _mark_of_own_dtype(self, fields: dict[str, object]) -> Generator[str]:
-    """Yields the mark of a module whose own `dtype` is replaced by float32, and notes it."""
+    """Yields the mark of a module whose own `dtype` is replaced by float32."""
     is_replaced = bool(fields) and not self._is_cast and is_low(self.resolved.policy)
-    if is_replaced and self.inner.replaced is not None:
-      name = type(self.module).__qualname__
-      self.inner.replaced.append(name)
-      yield OWN_DTYPE + name
+    if is_replaced and self.inner.tracing:
+      yield OWN_DTYPE + type(self.module).__qualname__
 
   @property
   def _marks_region(self) -> bool:
@@ -383,7 +387,7 @@ class ModuleCall(NamedTuple):
     if self.output_dtype is not None:
       return self.output_dtype
     if self._is_cast:
-      return policy.compute_dtype
+      return None if self._is_inside_whole else policy.compute_dtype
     if self._is_rounded:
       return plain_attribute(self.module, "preferred_element_type")
     return None
@@ -392,7 +396,8 @@ class ModuleCall(NamedTuple):
   def _is_rounded(self) -> bool:
     """Whether the results are rounded to the compute dtype, as with `dtype=`."""
     is_layer = isinstance(self.module, self.layers.rounded)
-    return self.state.tracing and is_low(self.resolved.policy) and is_layer
+    in_low = is_low(self.resolved.policy) and not self._is_inside_whole
+    return self.state.tracing and in_low and is_layer
 
   def _in_dtype(self, outputs: PyTree, dtype: DType) -> PyTree:
     # The rewriter casts what is traced, unless the whole call is in the compute dtype.
@@ -439,19 +444,28 @@ def note_module(error: Exception, path: str, name: str, policy: str) -> None:
 
 
 def call_of(
-  module: Module, path: str, resolved: ModulePolicy, state: Active, layers: Layers
+  module: Module,
+  path: str,
+  resolved: ModulePolicy,
+  state: Active,
+  layers: Layers,
+  *,
+  initializing: bool = False,
 ) -> ModuleCall:
+  """Returns the call of a module. While it is `initializing`, it draws what it draws in float32."""
   policy = resolved.policy
   # Float64 is not rewritten, so the arguments of the module are cast.
   wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
-  is_whole = is_low(policy) and resolved.rule is not None and not resolved.rule.rewrite
+  is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
   casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
   iterates = isinstance(module, layers.iterates) and is_low(policy)
   inner = dataclasses.replace(
     state,
     around=resolved.inherited(),
     entered=True,
-    region=AS_IT_IS if is_whole else region_of(Policy() if iterates else policy),
+    region=AS_IT_IS_IN + policy.compute_dtype.name
+    if is_whole and policy is not None
+    else region_of(Policy() if iterates else policy),
     casting=EVERY if casts else state.casting,
     keeps_dtypes=state.keeps_dtypes or type(module).__qualname__ in state.keeping,
   )

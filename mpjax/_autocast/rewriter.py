@@ -12,7 +12,7 @@ from jax.lax import Precision
 from mpjax._autocast.consumers import flags_of
 from mpjax._autocast.kinds import FLOATS, Kind, Kinds, Role, kind_of_constant, numbers_of
 from mpjax._autocast.precision import Params
-from mpjax._autocast.scopes import NOT_IN, REGION, region_of
+from mpjax._autocast.scopes import NOT_IN, REGION, shown_region
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._autocast.values import Value
 from mpjax._core.types import FLOAT32, DType
@@ -232,7 +232,7 @@ class Rewriter:
     for eqn in self.eqns:
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
-        region = AUDIT.value is not None and REGION + region_of(self.place(eqn).policy)
+        region = AUDIT.value is not None and REGION + shown_region(self.place(eqn))
         names[id(stack)] = with_scope(stack, region) if region else without_scopes(stack, PREFIX)
       info = eqn.source_info.replace(name_stack=names[id(stack)])
       eqns.append(eqn if names[id(stack)] is stack else eqn.replace(source_info=info))

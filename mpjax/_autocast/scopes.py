@@ -40,6 +40,9 @@ OWN_DTYPE = PREFIX + "own-dtype="
 
 AS_IT_IS = "as-it-is"
 
+AS_IT_IS_IN = f"{AS_IT_IS}-in="
+"""Begins the text of a region that is called in a dtype and not rewritten."""
+
 NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("float8", "low")}
 """Prefixes of the reasons why a matmul is not in a precision, for `mpjax.audit`."""
 
@@ -53,7 +56,7 @@ def region_of(policy: Policy | None) -> str:
 @functools.lru_cache(maxsize=1024)
 def policy_of(region: str) -> Policy | None:
   """Returns the policy of the text that marks a region."""
-  return None if region == AS_IT_IS else Policy.parse(region)
+  return None if region.startswith(AS_IT_IS) else Policy.parse(region)
 
 
 def end_of_policy(tree: PyTree, dtype: Any) -> PyTree:
@@ -127,12 +130,20 @@ def place_at(scope: Scope, settings: Settings) -> Place:
     scope=scope,
     policy=policy,
     compute_dtype=policy.compute_dtype if policy is not None and low else None,
-    as_written=full or (not low and region in (None, REGION + AS_IT_IS)),
+    as_written=full or (not low and (region or REGION + AS_IT_IS).startswith(REGION + AS_IT_IS)),
     as_given=AS_GIVEN in scope,
     ends=ends,
     ends_policy=ends_policy,
     inside=scope if settings.rules else own if region is None else (*own, region),
   )
+
+
+def shown_region(place: Place) -> str:
+  """Returns the text of a region, as an audit reads it."""
+  innermost = next((name for name in reversed(place.scope) if name.startswith(REGION)), "")
+  text = innermost.removeprefix(REGION)
+  is_called_in_low = text.startswith(AS_IT_IS_IN) and FULL_PRECISION not in place.scope
+  return text if is_called_in_low else region_of(place.policy)
 
 
 def _policy_at(scope: Scope, region: str | None, settings: Settings) -> Policy | None:

@@ -38,7 +38,9 @@ def framework_of(x: object) -> str | None:
 def holds_linen_module(x: object) -> bool:
   """Whether an object calls a Linen module of its own, as the Flax models of Hugging Face do."""
   is_object = framework_of(x) is None and not inspect.isroutine(x) and not isinstance(x, type)
-  return is_object and framework_of(getattr(x, "module", None)) == "Linen"
+  # A property of the user's is not asked: Hugging Face has one for `_module`.
+  held = (inspect.getattr_static(x, name, None) for name in ("module", "_module"))
+  return is_object and "Linen" in map(framework_of, held)
 
 
 def not_a_model(x: object) -> tuple[str, str]:

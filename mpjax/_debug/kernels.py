@@ -47,7 +47,7 @@ def kernel_leaks(graph: Graph, asked: Callable[[Operation], DType | None]) -> It
 
 
 def _cure(operation: Operation, low: DType) -> str:
-  cure = "Call it in the compute dtype: mpjax.low_precision(kernel)(...)."
+  cure = "Call it in the compute dtype, its parameters too: mpjax.low_precision(kernel)(...)."
   if path := module_of(operation):
     cure += f' Or run its module so: mpjax.Rule("mixed_{low}", path="{path}", rewrite=False).'
   return cure

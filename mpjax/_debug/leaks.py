@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from mpjax._autocast.precision import asked_precision
-from mpjax._autocast.scopes import NOT_IN, REGION, policy_of
+from mpjax._autocast.scopes import AS_IT_IS_IN, NOT_IN, REGION, policy_of
 from mpjax._core.types import DType
 from mpjax._debug.findings import Finding, summed
 from mpjax._debug.kernels import kernel_leaks
@@ -198,6 +198,13 @@ class Expectations:
     reason = next((reason for reason, applies in reasons.items() if applies), "")
     return None if reason else dtype, reason
 
+  def of_kernel(self, operation: Operation) -> DType | None:
+    """Returns the low-precision dtype that is asked for where a kernel is, if any."""
+    region = operation.where.marked(REGION) or ""
+    if region.startswith(AS_IT_IS_IN):
+      return DType(region.removeprefix(AS_IT_IS_IN))
+    return self.of(operation)[0]
+
   def _by_code(self, operation: Operation, policy: Policy | None) -> dict[str, bool]:
     """Returns the reasons that the code gives for float32, and whether each applies."""
     where, is_matmul = operation.where, operation.facts.flops is not None
@@ -296,5 +303,5 @@ def find_leaks(
     leaks.append(leak._replace(flops=flops, nbytes=nbytes, times=operation.times))
   # The operations of one line, as of a * cos(t) + b * sin(t), are cured together.
   if marked:
-    leaks += kernel_leaks(graph, lambda operation: expectations.of(operation)[0])
+    leaks += kernel_leaks(graph, expectations.of_kernel)
   return summed(leaks), summed(purposes)

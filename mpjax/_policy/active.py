@@ -44,9 +44,10 @@ class Active:
     keeping: names of the classes of modules whose own `dtype` has to reach a kernel.
     keeps_dtypes: no own `dtype` is replaced: the module, or one around it, is of such a class.
     as_python: the paths of modules that run as Python, since they look at values.
-    in_region: it is the state inside of `mpjax.full_precision`, where no policy is active.
+    in_region: it is the state inside of `mpjax.full_precision` or `mpjax.low_precision`, where no
+      policy is active.
+    in_low_precision: it is that of the latter.
     failed: where to note the class of a module that raises.
-    replaced: where to note the class of a module whose own `dtype` is replaced by float32.
   """
 
   around: ModulePolicy = NO_POLICY
@@ -58,8 +59,8 @@ class Active:
   keeps_dtypes: bool = False
   as_python: frozenset[str] = frozenset()
   in_region: bool = False
+  in_low_precision: bool = False
   failed: list[Class] | None = dataclasses.field(default=None, compare=False)
-  replaced: list[str] | None = dataclasses.field(default=None, compare=False)
   token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 
   def __hash__(self) -> int:
@@ -189,7 +190,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   @functools.wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
     around, call = ACTIVE.value or Active(in_region=True), (args, kwargs)
-    if not around.in_region:
+    if around.in_low_precision or not around.in_region:
       call, around = map_arrays(half_to_float32, call), type(around)(in_region=True)
     with jax.named_scope(SCOPE), ACTIVE(around):
       return fn(*call[0], **call[1])

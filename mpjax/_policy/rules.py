@@ -85,6 +85,7 @@ class Rule:
       raise MpjaxTypeError(call, expected=expected, got=got, fix=fix)
     example = 'The policy comes first: Rule("float32", path="head").'
     parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)", example)
+    _check_rewrite(rewrite, parsed)
     for name, value in {"policy": parsed, **selectors, "rewrite": rewrite}.items():
       object.__setattr__(self, name, value)
 
@@ -119,6 +120,24 @@ class Rule:
         f"({type(module).__name__}). It is asked about every module; the root has no name."
       )
       raise
+
+
+def _check_rewrite(rewrite: object, policy: Policy | None) -> None:
+  """Raises an error unless `rewrite` is a bool that means something for a policy."""
+  if not isinstance(rewrite, bool):
+    raise MpjaxTypeError(
+      "mpjax.Rule(rewrite=...)",
+      expected="True or False",
+      got=repr(rewrite),
+      fix="Write rewrite=False for a module with a kernel.",
+    )
+  if not rewrite and not is_low(policy):
+    raise MpjaxValueError(
+      "mpjax.Rule(rewrite=False)",
+      expected="a policy that computes in float16 or bfloat16",
+      got=shown(policy),
+      fix="Leave out rewrite=. In float32 nothing is rewritten.",
+    )
 
 
 _NOT_IN_GLOBS = frozenset(r".\()|+^${}")

@@ -14,7 +14,14 @@ from flax.core import Scope, freeze, lift
 from flax.linen.transforms import lift_direct_transform
 
 from mpjax._autocast import Boundary, InDtype, check_returned, region_of
-from mpjax._autocast.module_calls import array, attempts, begins_trace, call_of, rewritten
+from mpjax._autocast.module_calls import (
+  array,
+  attempts,
+  begins_trace,
+  call_of,
+  rewritten,
+  with_own_dtypes,
+)
 from mpjax._core.errors import REFUSALS
 from mpjax._core.trees import cast_arrays, cast_like, instances_in, is_floating, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
@@ -207,7 +214,7 @@ def intercept(
     for record in (active.record, active.met):
       if record is not None:
         record.note(module, path)
-    called = call_of(module, path, resolved, active, _layers.LAYERS)
+    called = call_of(module, path, resolved, active, _layers.LAYERS, initializing=initializing)
     outputs = called.run(next_fun, args, kwargs, initializing=initializing)
     if initializing and policy is not None:
       _store(scope, policy)
@@ -351,28 +358,36 @@ def _lifted(
             counter.clear()
             counter.update(before)
 
-        def traced(params: Variables, rest: PyTree, args: Args, kwargs: Kwargs) -> PyTree:
-          restore()
-          state, rngs = rest
-          scope = scope_fn((params, state), rngs)
-          again = TracedCall(module, *(inputs if has_modules else (args, kwargs)))
-          with activate(dataclasses.replace(active, again=[again])):
-            outputs = fn(scope, *args, **kwargs)
-          # What `capture_intermediates` kept of the method, the call around it keeps too.
-          own, key = jax.tree.leaves(scope)[-1], ("intermediates", method.__name__)
-          captured = own.get_variable(*key)
-          if isinstance(captured, tuple) and captured and captured[-1] is outputs:
-            own.put_variable(*key, captured[:-1])
-          return (*again.outputs, outputs)[0], repack_fn(scope)
+        def traced_in(active: Active) -> Callable[..., PyTree]:
+          def traced(params: Variables, rest: PyTree, args: Args, kwargs: Kwargs) -> PyTree:
+            restore()
+            state, rngs = rest
+            scope = scope_fn((params, state), rngs)
+            again = TracedCall(module, *(inputs if has_modules else (args, kwargs)))
+            with activate(dataclasses.replace(active, again=[again])):
+              outputs = fn(scope, *args, **kwargs)
+            # What `capture_intermediates` kept of the method, the call around it keeps too.
+            own, key = jax.tree.leaves(scope)[-1], ("intermediates", method.__name__)
+            captured = own.get_variable(*key)
+            if isinstance(captured, tuple) and captured and captured[-1] is outputs:
+              own.put_variable(*key, captured[:-1])
+            return (*again.outputs, outputs)[0], repack_fn(scope)
+
+          traced.__name__ = type(module).__name__
+          return traced
 
         def marked(returned: tuple[PyTree, PyTree]) -> PyTree:
           return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
 
-        traced.__name__ = type(module).__name__
         operands = (*mapped(array, (groups[0], (groups[1], rngs))), *call)
+        leaves = Boundary(operands[1:]).leaves
+
+        def result_in(active: Active) -> PyTree:
+          return rewritten(traced_in(active), operands, active, policy, lambda _: leaves, marked)
+
         try:
-          leaves = Boundary(operands[1:]).leaves
-          return rewritten(traced, operands, active, policy, lambda _: leaves, marked)
+          # Not in `attempts`: Flax counts the names of submodules when it has lifted a method.
+          return with_own_dtypes(result_in, active)
         except BaseException:
           restore()
           raise

@@ -316,7 +316,7 @@ mpjax/_autocast/module_calls.py::ModuleCall._fields_to_set
 mpjax/linen/_intercept.py::intercept.call
 
 38a initial values are drawn in the compute dtype
-- call_of(module, path, resolved, active, _layers.LAYERS)
+- call_of(module, path, resolved, active, _layers.LAYERS, initializing=initializing)
 + call_of(
 +   module, path, resolved,
 +   dataclasses.replace(active, casting=EVERY if initializing else active.casting),
@@ -872,7 +872,7 @@ tests/autocast/test_control_flow.py::test_a_tangent_that_varies_over_fewer_axes_
 mpjax/_autocast/kernels.py::low_precision
 
 118 the code of low_precision is rewritten
-- jax.named_scope(REGION + AS_IT_IS)
+- jax.named_scope(REGION + AS_IT_IS_IN + dtype.name)
 + jax.named_scope("region")
 ::test_low_precision_leaves_what_is_inside_as_it_is_written
 
