@@ -175,6 +175,35 @@ def test_a_float32_rule_runs_the_kernel_in_float32():
   assert kernel_dtypes(low.apply, variables, X) == [{"bfloat16"}, {"float32"}]
 
 
+class Unnamed(nn.Module):
+  wrap: object = lambda cls: cls
+
+  @nn.compact
+  def __call__(self, x):
+    return self.wrap(Projected)(jnp.bfloat16)(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda cls: cls, nn.remat], ids=["plain", "remat"])
+def test_the_dtype_of_an_unnamed_module_in_a_scope(wrap):
+  model = Unnamed(wrap)
+  variables = model.init(jax.random.key(0), X)
+
+  def call(variables):
+    with mpjax.policy_scope("mixed_bfloat16"):
+      return model.apply(variables, X)
+
+  assert kernel_dtypes(call, variables) == [{"bfloat16"}]
+
+
+def test_each_trace_of_a_jitted_module_is_looked_at():
+  jitted = nn.jit(Projected)
+  model = Unnamed(lambda _: jitted)
+  variables = model.init(jax.random.key(0), X)
+  low = mpjax.with_policy(model, "mixed_bfloat16")
+  for _ in range(3):
+    assert kernel_dtypes(lambda v: low.apply(v, X), variables) == [{"bfloat16"}]
+
+
 # `low_precision`
 
 
@@ -247,6 +276,50 @@ def test_low_precision_in_modules_takes_the_dtype_of_their_policy():
     assert kernel_dtypes(low.apply, variables, X) == [{dtype}]
 
 
+def noting(seen):
+  # Returns a function with derivative rules that note in which dtype they compute.
+  note = mpjax.low_precision(lambda x: (seen.append(x.dtype.name), x)[1])
+  double = lambda x: note(x).astype(jnp.float32)  # noqa: E731
+  fun = jax.custom_vjp(double)
+  fun.defvjp(lambda x: (double(x), None), lambda _, g: (double(g),))
+  return fun
+
+
+def test_low_precision_in_derivative_rules_of_a_function():
+  fun = noting(seen := [])
+  jax.grad(lambda x: mpjax.autocast(lambda x: fun(x).sum())(x))(X)
+  assert seen == ["bfloat16"] * 3
+
+
+@pytest.mark.parametrize("chosen", ["mixed_float16", "float32"])
+def test_low_precision_in_derivative_rules_of_a_module(chosen):
+  fun = noting(seen := [])
+
+  class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return fun(x * self.param("scale", nn.initializers.ones, (8,)))
+
+  class Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return Inner(name="inner")(x)
+
+  model = Outer()
+  variables = model.init(jax.random.key(0), X)
+  low = mpjax.with_policy(model, "mixed_bfloat16", [mpjax.Rule(chosen, path="inner")])
+  seen.clear()
+  jax.grad(lambda v: low.apply(v, X).sum())(variables)
+  assert seen == [chosen.removeprefix("mixed_")] * 3
+
+
+def test_full_precision_holds_inside_of_low_precision():
+  seen = []
+  exact = mpjax.full_precision(lambda x: (seen.append(x.dtype.name), x)[1])
+  mpjax.autocast(mpjax.low_precision(lambda x: exact(x)))(X)
+  assert seen == ["float32"]
+
+
 def test_low_precision_takes_a_function():
   fix = "mpjax.low_precision(kernel)(q, k, v)"
   with refused(TypeError, "mpjax.low_precision(fn)", "a function", "3", fix):
@@ -263,6 +336,47 @@ def test_a_rule_runs_a_module_in_the_compute_dtype_as_a_whole(selector):
   rule = mpjax.Rule("mixed_bfloat16", **selector, rewrite=False)
   low = mpjax.with_policy(model, "mixed_bfloat16", [rule])
   assert kernel_dtypes(low.apply, variables, X) == [{"float32"}, {"bfloat16"}]
+
+
+WHOLE = [mpjax.Rule("mixed_bfloat16", path="", rewrite=False)]
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_a_module_as_a_whole_passes_its_own_carry(cell):
+  model, x = nn.RNN(cell(4)), jnp.ones((2, 3, 4))
+  variables = model.init(jax.random.key(0), x)
+  found = mpjax.with_policy(model, "mixed_bfloat16", WHOLE).apply(variables, x)
+  np.testing.assert_allclose(found, model.apply(variables, x), atol=0.02)
+
+
+def test_a_module_as_a_whole_draws_the_same_parameters():
+  model = Nested()
+  found = mpjax.with_policy(model, "mixed_bfloat16", WHOLE).init(jax.random.key(0), X)
+  expected = model.init(jax.random.key(0), X)
+  assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, expected))
+
+
+class RawWeight(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return product(x, self.param("w", nn.initializers.ones, (8, 8)))
+
+
+def test_a_float32_parameter_in_a_module_as_a_whole_is_a_leak():
+  model = RawWeight()
+  variables = model.init(jax.random.key(0), X)
+  low = mpjax.with_policy(model, "mixed_bfloat16", WHOLE)
+  (leak,) = mpjax.audit(low.apply)(variables, X).leaks
+  assert leak.kind == "kernel"
+
+
+def test_rewrite_is_a_flag_of_low_precision():
+  fix = "Write rewrite=False"
+  with refused(TypeError, "mpjax.Rule(rewrite=...)", "True or False", "'no'", fix):
+    mpjax.Rule("mixed_bfloat16", path="a", rewrite="no")
+  where, expected = "mpjax.Rule(rewrite=False)", "a policy that computes in float16 or bfloat16"
+  with refused(ValueError, where, expected, "None", "Leave out rewrite="):
+    mpjax.Rule(None, path="a", rewrite=False)
 
 
 def test_a_rule_of_autocast_rewrites():
