@@ -33,7 +33,7 @@ def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
   for named scopes do not change the dtype. The counterpart is `mpjax.full_precision`.
 
   Args:
-    fn: any function of trees of arrays. It must pass arrays that are to be cast as arguments.
+    fn: any function of trees of arrays. Arrays that it closes over are not cast.
 
   Returns:
     A function with the signature of `fn`. Its results have the dtypes that `fn` gives them.

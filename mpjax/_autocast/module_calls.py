@@ -152,8 +152,8 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
   while tracing.problem is None:
     failed: list[Class] = []
     try:
-      state = dataclasses.replace(tracing.state, tracing=True, failed=failed)
-      return with_own_dtypes(attempt, state)
+      next_state = dataclasses.replace(tracing.state, tracing=True, failed=failed)
+      return with_own_dtypes(attempt, next_state)
     except (*_NEEDS_VALUES, *flax_errors(*_CHANGES_OTHERS), NotTraceable, *REFUSALS) as error:
       tracing.note(error, failed)
   state = dataclasses.replace(tracing.state, as_python=tracing.state.as_python | {path})
@@ -452,20 +452,21 @@ def call_of(
   *,
   initializing: bool = False,
 ) -> ModuleCall:
-  """Returns the call of a module. While it is `initializing`, it draws what it draws in float32."""
+  """Returns the call of a module. A rule with `rewrite=False` has no effect while initializing."""
   policy = resolved.policy
   # Float64 is not rewritten, so the arguments of the module are cast.
   wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
   is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
   casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
   iterates = isinstance(module, layers.iterates) and is_low(policy)
+  region = region_of(Policy() if iterates else policy)
+  if is_whole and policy is not None:
+    region = AS_IT_IS_IN + policy.compute_dtype.name
   inner = dataclasses.replace(
     state,
     around=resolved.inherited(),
     entered=True,
-    region=AS_IT_IS_IN + policy.compute_dtype.name
-    if is_whole and policy is not None
-    else region_of(Policy() if iterates else policy),
+    region=region,
     casting=EVERY if casts else state.casting,
     keeps_dtypes=state.keeps_dtypes or type(module).__qualname__ in state.keeping,
   )

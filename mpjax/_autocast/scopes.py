@@ -73,14 +73,18 @@ def end_of_policy(tree: PyTree, dtype: Any) -> PyTree:
 
 def end_of_layer(tree: PyTree, dtype: str) -> PyTree:
   """Marks the results of a layer, which the rewriter rounds to `dtype`."""
-  return mapped(lambda x: _marked(x, LAYER_ENDS + dtype), tree)
+
+  def leaf(x: Any) -> Any:
+    # A layer that keeps its own `dtype` has rounded its result.
+    is_low = isinstance(x, jax.Array) and x.dtype in HALVES
+    return x if is_low else _marked(x, LAYER_ENDS + dtype)
+
+  return mapped(leaf, tree)
 
 
 def _marked(x: Any, name: str) -> Any:
   """Returns a float32 array behind an operation that marks a cast in the trace."""
   if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
-    return x
-  if x.dtype in HALVES and name.startswith(LAYER_ENDS):  # It is rounded by its own `dtype`.
     return x
   with jax.named_scope(name):  # `reduce_precision` to 8 and 23 bits rounds nothing.
     wide = x if x.dtype == FLOAT32 else x.astype(FLOAT32)
@@ -125,12 +129,13 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   policy = None if full else _policy_at(scope, region, settings)
   low = policy is not None and policy.compute_dtype in HALVES
   own = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
+  is_exempt = region is None or region.startswith(REGION + AS_IT_IS)
   ends, ends_policy = _end_at(scope)
   return Place(
     scope=scope,
     policy=policy,
     compute_dtype=policy.compute_dtype if policy is not None and low else None,
-    as_written=full or (not low and (region or REGION + AS_IT_IS).startswith(REGION + AS_IT_IS)),
+    as_written=full or (not low and is_exempt),
     as_given=AS_GIVEN in scope,
     ends=ends,
     ends_policy=ends_policy,

@@ -74,8 +74,7 @@ def placed_like(tangent: Any, primal: Array) -> Array:
   JAX makes tangents that are on fewer, such as `jnp.ones_like(x)`. The tangent of a result has the
   type of the result.
   """
-  types = (cast(ShapedArray, jax.typeof(x)) for x in (tangent, primal))
-  here, there = types
+  here, there = (cast(ShapedArray, jax.typeof(x)) for x in (tangent, primal))
   missing = tuple(set(varying_axes(there)) - set(varying_axes(here)))
   if missing:
     tangent = jax.lax.pcast(tangent, missing, to="varying")
