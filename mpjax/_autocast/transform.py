@@ -27,7 +27,7 @@ from mpjax._autocast.run import run
 from mpjax._autocast.scopes import check_rules_match
 from mpjax._autocast.settings import Settings
 from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
-from mpjax._core.frameworks import check_function
+from mpjax._core.frameworks import check_function, haiku_state
 from mpjax._core.types import FLOAT32, HALVES, Args, Array, DType, Function, Kwargs, Leaf, P, PyTree
 from mpjax._jaxpr.compat import closed_over
 from mpjax._jaxpr.op_lists import OpLists
@@ -278,9 +278,12 @@ class _Call:
     flat.__name__ = self.name
     functools.update_wrapper(flat, self.fn, assigned=(), updated=())
     flat.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    before = set(map(id, haiku_state()))
     try:
       with AUTOCAST(self._compute_dtype):
-        return traced(flat)(*map(self._type, self.operands)), results[-1]
+        program = traced(flat)(*map(self._type, self.operands))
+      _check_no_haiku_state(before, where)
+      return program, results[-1]
     except (NotTraceable, *flax_errors("TraceContextError")) as error:
       if self.settings.modules:
         raise
@@ -328,6 +331,20 @@ def _kind_of_argument(dtype: DType, decides: bool) -> Kind | None:
   if dtype not in FLOATS:
     return None
   return kind_of_input(dtype) if decides else Kind(Role.PARAMETER, dtype, weight=True)
+
+
+def _check_no_haiku_state(before: set[int], where: str) -> None:
+  """Raises MpjaxTypeError if a trace has left tracers in the state of an `hk.transform`.
+
+  `before` holds the ids of the state before the trace.
+  """
+  if any(isinstance(x, Tracer) and id(x) not in before for x in haiku_state()):
+    raise MpjaxTypeError(
+      where,
+      expected="a function that returns what it computes",
+      got="one that creates parameters or state, or draws a key, of the hk.transform around it",
+      fix="Transform the function first: mpjax.autocast(hk.transform(fn).apply).",
+    )
 
 
 _TRACED = object()  # Replaces a tracer.

@@ -1,10 +1,12 @@
 """Which library a model comes from, by the names of classes: nothing is imported for it."""
 
 import inspect
+import sys
 
 import jax
 
 from mpjax._core.errors import MpjaxTypeError, kind_of
+from mpjax._core.types import Leaf
 
 _CLASSES = {
   "Linen": ("flax.linen.Module", "mpjax.linen.PolicyModule"),
@@ -41,6 +43,21 @@ def holds_linen_module(x: object) -> bool:
   # A property of the user's is not asked: Hugging Face has one for `_module`.
   held = (inspect.getattr_static(x, name, None) for name in ("module", "_module"))
   return is_object and "Linen" in map(framework_of, held)
+
+
+def haiku_state() -> list[Leaf]:
+  """Returns parameters, state and random keys of the `hk.transform` that runs; [] outside of one.
+
+  A Haiku module keeps them there, not in its arguments and results.
+  """
+  haiku = sys.modules.get("haiku")
+  if haiku is None:
+    return []
+  try:
+    params, state = haiku.get_params(), haiku.get_current_state()
+    return jax.tree.leaves((params, state, haiku.maybe_get_rng_sequence_state()))
+  except ValueError:  # There is no transform around this call.
+    return []
 
 
 def not_a_model(x: object) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -232,6 +233,32 @@ def test_a_policy_or_a_module_in_place_of_a_function():
     mpjax.autocast(jnp.tanh, dtype="float16")
   with refused(TypeError, FN, RETURNS, "writes to variables of a model", "mpjax.with_policy"):
     mpjax.autocast(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))(X)
+
+
+@pytest.mark.parametrize(
+  "forward",
+  [
+    lambda x: hk.Linear(2)(x),
+    lambda x: hk.set_state("last", x),
+    lambda x: x + jax.random.normal(hk.next_rng_key(), x.shape),
+  ],
+  ids=["parameters", "state", "keys"],
+)
+def test_a_function_that_writes_to_the_hk_transform_around_it_is_refused(forward):
+  model = hk.transform_with_state(mpjax.autocast(forward))
+  with refused(TypeError, FN, RETURNS, "creates parameters or state", "hk.transform(fn).apply"):
+    model.init(jax.random.key(0), jnp.ones((1, 3)))
+
+
+def test_an_autocast_function_of_arrays_runs_inside_of_hk_transform():
+  def forward(x):
+    return mpjax.autocast(jnp.dot)(x, hk.get_parameter("w", (3, 2), init=jnp.ones))
+
+  model = hk.without_apply_rng(hk.transform(forward))
+  x = jnp.ones((1, 3))
+  params = model.init(None, x)
+  assert jax.eval_shape(model.apply, params, x).dtype == jnp.float32
+  assert float(model.apply(params, x)[0, 0]) == 3
 
 
 def test_lists_and_rules_that_are_refused():
