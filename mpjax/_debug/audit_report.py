@@ -19,10 +19,11 @@ from mpjax._debug.kernels import UNKNOWN, find_kernels, is_unknown_in_float32
 from mpjax._debug.leaks import find_leaks
 from mpjax._debug.report import MOST, Advance, Pending, Report, Section, amount, percent, rest
 from mpjax._debug.risks import Risk, risk_lines, risks_of
-from mpjax._jaxpr.graph import Graph
+from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.locations import Direction
 from mpjax._jaxpr.reader import inner_jaxprs, is_object, warn_not_entered
 from mpjax._policy.active import AUDIT, AuditRecord
+from mpjax._policy.dtypes import is_low_precision
 from mpjax._policy.rules import Rule
 
 _LISTS = {
@@ -43,6 +44,8 @@ class AuditReport(Report):
   Args:
     flops: floating-point operations of matmuls, convolutions and kernels by pass and dtype. Kernels
       count by their `cost_estimate`, in the dtype of their largest operand.
+    accumulation: FLOPs of the matmuls and convolutions in low precision, by the dtype that they say
+      they add products in; under `BACKEND_DEFAULT` if they do not say so.
     residual_bytes: bytes that the forward pass keeps for the backward pass, by dtype.
     notes: what else is to be known, a sentence each.
     leaks: float32 operations where low precision was asked for, the costliest first.
@@ -64,6 +67,7 @@ class AuditReport(Report):
   """
 
   flops: Mapping[tuple[Direction, str], int]
+  accumulation: Mapping[str, int]
   residual_bytes: Mapping[str, int]
   notes: tuple[str, ...]
   leaks: tuple[Finding, ...]
@@ -143,10 +147,20 @@ class AuditReport(Report):
     lines = [", ".join(parts)]
     if self.float8:
       lines.append(f"{percent(self.float8_share)} of the matmuls' FLOPs in float8")
+    if self.accumulation:
+      lines.append(f"Accumulation: {self._accumulation()}")
     if self.residual_bytes:
       sizes = ", ".join(f"{dtype} {amount(n, 'B')}" for dtype, n in self.residual_bytes.items())
       lines.append(f"Kept for the backward pass: {sizes}")
     return [*lines, *self.notes]
+
+  def _accumulation(self) -> str:
+    """Returns what matmuls in low precision add products in, with shares if there are several."""
+    if len(self.accumulation) == 1:
+      return next(iter(self.accumulation))
+    total = max(sum(self.accumulation.values()), 1)
+    by_flops = sorted(self.accumulation.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {percent(flops / total)}" for name, flops in by_flops)
 
   def _passes(self) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
@@ -254,6 +268,7 @@ def _report(
   leaks, on_purpose = find_leaks(graph, record, parameters)
   return AuditReport(
     flops=flops,
+    accumulation=_flops_by_accumulation(graph),
     residual_bytes=findings.residuals(graph),
     notes=tuple(_notes(graph, record, flops)),
     leaks=leaks,
@@ -282,6 +297,28 @@ def _flops_by_dtype(graph: Graph, kernels: Iterable[Finding]) -> dict[tuple[Dire
   for kernel in kernels:
     flops[kernel.direction, kernel.dtype] += kernel.flops
   return dict(+flops)
+
+
+BACKEND_DEFAULT = "backend default"
+"""The accumulation of a matmul that states no dtype for its sums."""
+
+
+def _flops_by_accumulation(graph: Graph) -> dict[str, int]:
+  """Returns the FLOPs of matmuls in low precision by what they add products in."""
+  flops = collections.Counter[str]()
+  for operation, dtype, count in graph.matmuls():
+    if is_low_precision(dtype):
+      flops[_accumulation_of(operation)] += count
+  return dict(+flops)
+
+
+def _accumulation_of(operation: Operation) -> str:
+  """Returns the dtype in which a matmul states that it adds products."""
+  algorithm = operation.eqn.params.get("precision")
+  if isinstance(algorithm, jax.lax.DotAlgorithmPreset) and algorithm.accumulation_type is not None:
+    return str(jnp.dtype(algorithm.accumulation_type))
+  result = operation.results[0].dtype
+  return BACKEND_DEFAULT if is_low_precision(result) else str(result)
 
 
 def _notes(

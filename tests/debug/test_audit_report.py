@@ -155,6 +155,34 @@ def test_the_headline_of_a_policied_model_and_of_one_outside_of_its_policy():
   assert ("bfloat16" in under, plain) == (True, ("float32",))
 
 
+@pytest.mark.parametrize(
+  ("policy", "accumulation", "line"),
+  [
+    ("c=bf16", {"backend default": 3072}, "Accumulation: backend default"),
+    ("c=bf16,precision=BF16_BF16_F32", {"float32": 3072}, "Accumulation: float32"),
+    ("c=f16,precision=F16_F16_F16", {"float16": 3072}, "Accumulation: float16"),
+    (
+      "c=bf16,o=f32",
+      {"float32": 1024, "backend default": 2048},
+      "Accumulation: backend default 66.7 %, float32 33.3 %",
+    ),
+  ],
+)
+def test_the_audit_shows_in_which_dtype_matmuls_state_their_sums(policy, accumulation, line):
+  def loss(w, x):
+    return mpjax.autocast(jnp.dot, policy)(x, w).sum()
+
+  audit = mpjax.audit(jax.value_and_grad(loss, (0, 1)))(s(8, 8), s(8, 8))
+  assert audit.accumulation == accumulation
+  assert line in str(audit).splitlines()
+
+
+def test_an_audit_in_float32_shows_no_accumulation():
+  audit = mpjax.audit(jnp.dot)(s(8, 8), s(8, 8))
+  assert audit.accumulation == {}
+  assert "Accumulation" not in str(audit)
+
+
 def test_a_jitted_step_that_ran_before_shows_its_policies():
   model = mpjax.linen.with_policy(Net(), "mixed_bfloat16", [mpjax.Rule("float32", path="head")])
   x = jnp.ones((16, 8))
