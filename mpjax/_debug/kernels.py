@@ -68,8 +68,26 @@ def _kernels(graph: Graph) -> Iterator[tuple[Operation, DType]]:
 
 
 def _largest(values: Iterable[Value]) -> Value:
-  """Returns the value of the most elements; of several, one in float32."""
-  return max(values, key=lambda v: (v.size, v.is_wide))
+  """Returns the value of the most elements before broadcasts; of several, one in float32."""
+  return max(values, key=lambda v: (_size_before_broadcasts(v), v.is_wide))
+
+
+def _size_before_broadcasts(value: Value) -> int:
+  """Returns the number of elements that a value had before it was broadcast.
+
+  Flash attention repeats the float32 statistics of a row 128 times for its backward kernels.
+  """
+  least = value.size
+  while value.made_by is not None and _moves_one(value.made_by):
+    (value,) = value.made_by.operands
+    least = min(least, value.size)
+  return least
+
+
+def _moves_one(operation: Operation) -> bool:
+  """Whether an operation moves or casts one value. A loop, which may go around, does not."""
+  moves = operation.moves or operation.casts
+  return moves and operation.joins is None and len(operation.operands) == 1
 
 
 def _finding(operation: Operation, dtype: DType) -> Finding:

@@ -94,3 +94,29 @@ def test_small_statistics_beside_large_operands_do_not_decide():
   audit = mpjax.audit(mpjax.autocast(fn))(s(8, 8), s(4, 8))
   assert [x.dtype for x in audit.kernels] == ["bfloat16"]
   audit.assert_no_leaks()
+
+
+def test_a_broadcast_statistic_counts_by_its_own_elements():
+  def scaled(y, rows, out):
+    out[...] = y[...] * rows[:, :1].astype(y.dtype)
+
+  def fn(w, x):
+    y = (x @ w).astype(jnp.bfloat16)
+    rows = jnp.broadcast_to(jnp.sum(x, axis=1, keepdims=True), (4, 128))
+    return pallas.pallas_call(scaled, jax.typeof(y), interpret=True)(y, rows)
+
+  audit = mpjax.audit(mpjax.autocast(fn))(s(8, 8), s(4, 8))
+  assert [x.dtype for x in audit.kernels] == ["bfloat16"]
+  audit.assert_no_leaks()
+
+
+def test_a_float32_array_with_as_many_elements_is_a_leak():
+  def added(y, x, out):
+    out[...] = y[...] + x[...].astype(y.dtype)
+
+  def fn(w, x):
+    y = (x @ w).astype(jnp.bfloat16)
+    return pallas.pallas_call(added, jax.typeof(y), interpret=True)(y, jnp.sin(x))
+
+  (leak,) = mpjax.audit(mpjax.autocast(fn))(s(8, 8), s(4, 8)).leaks
+  assert (leak.kind, leak.dtype) == ("kernel", "float32")

@@ -900,8 +900,8 @@ tests/autocast/test_kernels.py::test_the_dtype_of_a_module_reaches_its_kernel
 mpjax/_debug/kernels.py::_largest
 
 122 small statistics decide the dtype of a kernel
-- (v.size, v.is_wide)
-+ (v.is_wide, v.size)
+- (_size_before_broadcasts(v), v.is_wide)
++ (v.is_wide, _size_before_broadcasts(v))
 ::test_small_statistics_beside_large_operands_do_not_decide
 
 mpjax/_debug/audit_report.py::AuditReport.half_share
