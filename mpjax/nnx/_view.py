@@ -8,93 +8,43 @@ import dataclasses
 import functools
 import inspect
 import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.core import Tracer
 
 from mpjax._autocast import Boundary, NotTraceable, end_of_policy, region_of
-from mpjax._autocast.boundary import in_order
 from mpjax._autocast.module_calls import array, attempts, begins_trace, call_of, rewritten
-from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError
+from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.leaves import is_nnx_variable
-from mpjax._core.trees import is_floating, mapped, same_objects
+from mpjax._core.trees import is_floating, same_objects
 from mpjax._core.types import Args, Class, Function, Kwargs, Leaf, PyTree
 from mpjax._policy.active import ACTIVE, Active, in_region
 from mpjax._policy.rules import ModulePolicy, shown
 from mpjax.nnx import _layers
-
-# The class attribute that holds the `ModulePolicy` of a view's modules.
-SPEC = "mpjax_spec"
-
-# The attribute that leads from a view's module to the user's.
-LINK = "_mpjax_link"
-
-
-class Link:
-  """Leads from a module of a view to the user's; that of a copy, by a transform, leads nowhere.
-
-  Attributes:
-    path: that of the module in the model, for errors.
-    modes: those of the user's module (`deterministic`, say) when the view was created, but for
-      those that were set on the view since.
-  """
-
-  def __init__(
-    self, path: str, view: nnx.Pytree | None = None, model: nnx.Pytree | None = None
-  ) -> None:
-    self.path = path
-    self.ends = None if view is None or model is None else (weakref.ref(view), weakref.ref(model))
-    flags = {} if model is None else vars(model)
-    self.modes = {name: flags[name] for name in _layers.MODES if isinstance(flags.get(name), bool)}
-
-  # All are equal: whose view it is makes no difference to a jaxpr.
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, Link)
-
-  def __hash__(self) -> int:
-    return 0
-
-  def __reduce__(self) -> tuple[Callable[[str], "Link"], tuple[str]]:
-    return Link, (self.path,)
-
-
-def is_view(module: object) -> bool:
-  """Whether a module is one of a view's."""
-  return hasattr(type(module), SPEC)
-
-
-def resolved_policy(module: nnx.Pytree) -> ModulePolicy:
-  return getattr(type(module), SPEC)
-
-
-def model_of(module: nnx.Pytree) -> nnx.Pytree | None:
-  """Returns the user's module behind one of a view; None for a copy that a transform created."""
-  link = vars(module).get(LINK)
-  if link is None or link.ends is None:
-    return None
-  view, model = link.ends
-  return model() if view() is module else None
-
-
-def check_modes(module: nnx.Pytree) -> None:
-  """Raises MpjaxRuntimeError if a mode was set on the user's module alone after `with_policy`."""
-  # That is what `model.eval()` does: the view would go on training. A mode that was set on the view
-  # is its own: a view for evaluation stays one while the model goes on training.
-  model = model_of(module)
-  if model is None:
-    return
-  link, now = vars(module)[LINK], vars(model)
-  for name, flag in link.modes.items():
-    if now.get(name) is not flag:
-      where = f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.with_policy"
-      expected = "no mode of the model to change after the view was created"
-      got = f"{name}={now.get(name)} on the model, and {name}={flag} still on the view"
-      fix = "Write view.eval() or view.train(), once, or make a new view."
-      raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
+from mpjax.nnx._changes import Models, copy_changes
+from mpjax.nnx._graph import (
+  CONTAINERS,
+  HOLD_METHODS,
+  contents_of,
+  hides_tracer,
+  is_node,
+  is_tree,
+  orders_of,
+  parts_of,
+  put_in_order,
+  rebound,
+)
+from mpjax.nnx._link import (
+  POLICY,
+  check_modes,
+  forget_mode,
+  is_view,
+  model_of,
+  path_of,
+  resolved_policy,
+)
 
 
 def check_set(module: nnx.Pytree, name: str, value: object) -> None:
@@ -109,12 +59,6 @@ def check_set(module: nnx.Pytree, name: str, value: object) -> None:
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
 
-def path_of(module: nnx.Pytree) -> str:
-  # Where a module is in the model, for rules and errors.
-  link = vars(module).get(LINK)
-  return type(module).__name__ if link is None else link.path
-
-
 def current() -> Active | None:
   """Returns the active state of this thread; None outside of every policied method of NNX."""
   return ACTIVE.value if type(ACTIVE.value) is Active else None  # Linen's has a class of its own.
@@ -126,8 +70,6 @@ def calling_state() -> Active:
 
 
 # The classes of modules
-
-CONTAINERS = (nnx.List, nnx.Dict)
 
 # Classes whose methods are no part of a model.
 _NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, *CONTAINERS)
@@ -152,7 +94,7 @@ def _overrides(cls: Any) -> dict[str, Function]:
     # A mode that is set on the view is its own from now on: compared with that of the model, each
     # call after `view.eval()` would be an error.
     if isinstance(value, bool):
-      vars(self)[LINK].modes.pop(name, None)
+      forget_mode(self, name)
     # A variable that a call creates, a cache, is the model's too, and so is a flag that it sets: on
     # the view alone it would be lost with the view, which many create in each step.
     sets = active is not None and not isinstance(value, nnx.Pytree)
@@ -181,11 +123,6 @@ def _rebuild(cls: Class, tree: bool, resolved: ModulePolicy) -> nnx.Module:
   return object.__new__(view_class(cls, tree, resolved))
 
 
-def is_tree(module: nnx.Pytree) -> bool:
-  """Whether a module is a pytree to JAX, which its class may decline."""
-  return not jax.tree_util.all_leaves([module])
-
-
 @functools.cache
 def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
   """Returns the subclass of `cls` whose modules run as `resolved` says, as pytrees if `tree`."""
@@ -195,7 +132,7 @@ def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
     "__module__": cls.__module__,
     "__qualname__": cls.__qualname__,
     "__doc__": cls.__doc__,
-    SPEC: resolved,
+    POLICY: resolved,
     **_overrides(cls),
     **{name: _method(name, own) for name, own in _methods(cls)},
   }
@@ -275,51 +212,6 @@ def _method(name: str, own: Any) -> Function:
   return method
 
 
-def is_node(x: object) -> bool:
-  """Whether `x` is a module, a variable or another object of NNX."""
-  return isinstance(x, (nnx.Pytree, nnx.Variable))
-
-
-def parts_of(tree: PyTree) -> tuple[list[nnx.Pytree], list[nnx.Variable[Leaf]]]:
-  """Returns the modules of a tree, and its variables, in the order of its graph."""
-  parts = [x for _, x in nnx.iter_graph(tree, graph=True)]
-  variables = [x for x in parts if isinstance(x, nnx.Variable)]
-  return [x for x in parts if isinstance(x, nnx.Pytree)], variables
-
-
-def orders_of(tree: PyTree) -> list[object]:
-  """Returns the order of what each module of a tree holds."""
-  return [Boundary(vars(node), is_node).order for node in parts_of(tree)[0]]
-
-
-def put_in_order(tree: PyTree, orders: Iterable[object]) -> None:
-  """Puts what the modules of a tree hold, which NNX has sorted, into an order."""
-  for node, order in zip(parts_of(tree)[0], orders, strict=True):
-    ordered = in_order(vars(node), order)
-    if ordered is not vars(node):
-      vars(node).clear()
-      vars(node).update(ordered)
-
-
-HOLD_METHODS = (types.MethodType, functools.partial, tuple)
-
-
-def rebound(tree: PyTree, counterparts: Mapping[int, object]) -> PyTree:
-  """Returns a tree with methods, in partials too, of the counterparts of their objects."""
-
-  def leaf(x: Any) -> Any:
-    if isinstance(x, types.MethodType):
-      to = counterparts.get(id(x.__self__))
-      return x if to is None else getattr(to, x.__name__, None) or types.MethodType(x.__func__, to)
-    if isinstance(x, functools.partial):
-      parts = x.func, x.args, x.keywords
-      func, args, kwargs = new = rebound(parts, counterparts)
-      return x if new is parts else type(x)(func, *args, **kwargs)
-    return counterparts.get(id(x), x)
-
-  return mapped(leaf, tree, lambda x: is_node(x) or isinstance(x, functools.partial))
-
-
 def _bind_to_copies(
   originals: Sequence[nnx.Pytree], copies: Sequence[nnx.Pytree]
 ) -> list[tuple[dict[str, Any], str, Any, Any]]:
@@ -355,7 +247,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
     boundary = Boundary(inputs[1:], is_node)
     everything = (module, boundary.leaves)
     nodes, variables = parts_of(everything)
-    held_before, models = [(node, dict(vars(node))) for node in nodes], _models_of(nodes)
+    held_before, models = [(node, dict(vars(node))) for node in nodes], Models(nodes)
     for node in filter(is_view, nodes):
       check_modes(node)  # The copies lead to no model.
     orders = orders_of(everything)
@@ -372,7 +264,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
         put_in_order(copies, orders)
         nodes, variables = parts_of(copies)
         held = [v.get_raw_value() for v in variables]
-        contents = _contents(copies)
+        contents = contents_of(copies)
         # A container that a copy shares is static to NNX. The copy gets one of its own; what the
         # call puts into that goes to the original.
         each = [(items, key, x) for items in map(vars, nodes) for key, x in items.items()]
@@ -392,7 +284,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
           if items.get(name) is copied_method:
             items[name] = method
         # What is only read may belong to a function that is traced further out.
-        changed = not same_objects(_contents(copies), contents) or any(map(is_node, leaves))
+        changed = not same_objects(contents_of(copies), contents) or any(map(is_node, leaves))
         written = {}
         for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
           if (new := variable.get_raw_value()) is not old:
@@ -400,7 +292,7 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
             written[i] = variable.get_raw_value()
         done = (leaves, copies if changed else ())
         returned.append((outside, orders_of(done)))
-        if changed and _hides_tracer(copies):
+        if changed and hides_tracer(copies):
           raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
         return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
 
@@ -426,95 +318,8 @@ def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]
         for i, new in written.items():
           variables[i].set_raw_value(new)
     for node, before in held_before:
-      _copy_changes(node, before, models)
+      copy_changes(node, before, models)
     return returned[0][0](done[0])
 
   state = dataclasses.replace(calling_state(), region=region_of(policy))
   return attempts(attempt, lambda _: call(*inputs), state, path_of(module))
-
-
-def _contents(tree: PyTree) -> list[object]:
-  """Returns what a tree holds, the same objects until it changes, without values of variables."""
-  contents: list[object] = []
-  for _, node in nnx.iter_graph(tree, graph=True):
-    if isinstance(node, nnx.Variable):
-      raw = node.get_raw_value()
-      leaves = [jax.Array] if isinstance(raw, jax.Array) else jax.tree.leaves(raw)
-      contents += [node, *node.get_metadata().values(), *leaves]
-    elif isinstance(node, nnx.Pytree):
-      contents += [node, *vars(node), *vars(node).values()]
-    elif isinstance(node, (list, dict)):
-      contents += [node, *node, *(node.values() if isinstance(node, dict) else ())]
-  return contents
-
-
-def _hides_tracer(tree: PyTree) -> bool:
-  """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
-  leaf_ids = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
-  attributes = Boundary(list(map(vars, parts_of(tree)[0])), is_node).leaves
-  return any(isinstance(x, Tracer) and id(x) not in leaf_ids for x in attributes)
-
-
-def _models_of(nodes: Iterable[nnx.Pytree]) -> dict[int, nnx.Pytree]:
-  """Returns the user's object behind each module of a view, and each `nnx.List` and `nnx.Dict`."""
-  # These have no link, which would be one of their items.
-  models, pending = dict[int, nnx.Pytree](), [(node, model_of(node)) for node in nodes]
-  while pending:
-    node, model = pending.pop()
-    if model is not None and id(node) not in models:
-      models[id(node)] = model
-      pairs = ((x, vars(model).get(name)) for name, x in vars(node).items())
-      pending += [pair for pair in pairs if all(isinstance(x, CONTAINERS) for x in pair)]
-  return models
-
-
-def _behind(x: Any, models: dict[int, nnx.Pytree]) -> Any:
-  """Returns what the user's module has where that of a view has `x`."""
-  if isinstance(x, CONTAINERS) and id(x) not in models:
-    models[id(x)] = new = object.__new__(type(x).__mro__[2 if is_view(x) else 0])
-    vars(new).update({name: _behind(part, models) for name, part in vars(x).items()})
-  return models.get(id(x), x)
-
-
-def _copy_changes(module: nnx.Pytree, before: dict[str, Any], models: dict[int, Any]) -> None:
-  """Sets on the user's module what a call has set on that of a view, or takes it out."""
-  model, now = models.get(id(module)), dict(vars(module))
-  if isinstance(model, CONTAINERS):  # As one: its length says which items it has.
-    for name in before.keys() - now.keys():
-      vars(model).pop(name, None)
-    moved = ((name, x) for name, x in now.items() if x is not before.get(name, module))
-    return vars(model).update({name: _behind(x, models) for name, x in moved})
-  for name in now.keys() | before.keys() if model is not None else ():
-    old, new = before.get(name), now.get(name)
-    if (new is old and (name in now) == (name in before)) or name == LINK:
-      continue
-    held, theirs = vars(model).get(name), _behind(new, models)
-    if name not in now:
-      if held is models.get(id(old), old):
-        delattr(model, name)
-    elif _is_plain(new) or theirs is not new:
-      setattr(model, name, theirs)
-      vars(module)[LINK].modes.pop(name, None)
-    # A container of both, which NNX has copied for the view. Its own are none of the model.
-    elif held is old and type(new) is type(held):
-      vars(module)[name] = vars(model)[name] = _as_new(held, new)
-
-
-def _as_new(held: Any, new: Any) -> Any:
-  """Returns a container that holds what a copy of NNX does; else the copy."""
-  if type(held) is not type(new) or type(held) not in (list, dict):
-    return new
-  if isinstance(held, list):
-    held[:] = [*map(_as_new, held, new), *new[len(held) :]]
-    return held
-  parts = {key: _as_new(held.get(key), x) for key, x in new.items()}
-  held.clear()
-  held.update(parts)
-  return held
-
-
-def _is_plain(x: object) -> bool:
-  """Whether a module may hold something as it is: a variable, an array, or no container of any."""
-  kinds = (nnx.Variable, jax.Array)
-  leaves = jax.tree.leaves(x, is_leaf=is_node)
-  return isinstance(x, kinds) or not any(isinstance(leaf, (*kinds, nnx.Pytree)) for leaf in leaves)

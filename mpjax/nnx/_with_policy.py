@@ -22,7 +22,17 @@ from mpjax._policy.rules import (
   resolve_policy,
   shown,
 )
-from mpjax.nnx import _view
+from mpjax.nnx._graph import (
+  CONTAINERS,
+  HOLD_METHODS,
+  is_node,
+  is_tree,
+  orders_of,
+  put_in_order,
+  rebound,
+)
+from mpjax.nnx._link import LINK, Link, is_view, resolved_policy
+from mpjax.nnx._view import view_class
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -67,31 +77,31 @@ def with_policy(
   config = parse_config("mpjax.with_policy", policy, rules, unmatched=unmatched)
   record, policies = ModuleRecord(config), dict[KeyPath, ModulePolicy]()
   view = nnx.clone(model, variables=False, graph=True)
-  _view.put_in_order(view, _view.orders_of(model))
+  put_in_order(view, orders_of(model))
   modules, copies = _modules(model), _modules(view)
   counterparts = {id(module): copies[path] for path, module in modules.items()}
   for path, module in modules.items():
     text, copy = "/".join(map(str, path)), copies[path]
-    if not _view.is_view(module):  # One of a view inside has its policy.
+    if not is_view(module):  # One of a view inside has its policy.
       enclosing = (policies[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in policies)
       around = next(enclosing, ModulePolicy(config.policy))
       record.note(module, text)
       own = vars(module).get("policy")
       policies[path] = resolve_policy(config, module, text, own, around, all_matches=True)
-      cls = _view.view_class(type(copy), _view.is_tree(copy), policies[path])
+      cls = view_class(type(copy), is_tree(copy), policies[path])
       object.__setattr__(copy, "__class__", cls)
   for path, module in modules.items():
     text, copy = "/".join(map(str, path)), copies[path]
     for name, value in vars(module).items():
-      leaves = jax.tree.leaves(value, is_leaf=_view.is_node)
+      leaves = jax.tree.leaves(value, is_leaf=is_node)
       # A method of the user's module, kept in an attribute, would run without the policy.
-      if isinstance(value, _view.HOLD_METHODS):
-        object.__setattr__(copy, name, _view.rebound(value, counterparts))
+      if isinstance(value, HOLD_METHODS):
+        object.__setattr__(copy, name, rebound(value, counterparts))
       elif isinstance(value, (list, dict, nnx.bridge.ToNNX)) and not any(map(_is_module, leaves)):
         # What a call puts into it, or sets on it, counts.
         object.__setattr__(copy, name, value)
-    if not isinstance(copy, _view.CONTAINERS):
-      object.__setattr__(copy, _view.LINK, _view.Link(text, copy, module))
+    if not isinstance(copy, CONTAINERS):
+      object.__setattr__(copy, LINK, Link(text, copy, module))
   record.check("of the model", 2)
   return view
 
@@ -100,15 +110,15 @@ def views_of(tree: PyTree, policy: PolicyLike | None, rules: Iterable[Rule]) -> 
   """Returns a tree with views in place of the models in it."""
 
   def is_plain(x: Any) -> bool:
-    return isinstance(x, nnx.Module) and _is_module(x) and not _view.is_view(x)
+    return isinstance(x, nnx.Module) and _is_module(x) and not is_view(x)
 
   view = functools.partial(with_policy, policy=policy, rules=rules, unmatched="ignore")
   return jax.tree.map(lambda x: view(x) if is_plain(x) else x, tree, is_leaf=is_plain)
 
 
 def _check_model(model: Any) -> None:
-  if _view.is_view(model):
-    policy = shown(_view.resolved_policy(model).policy)
+  if is_view(model):
+    policy = shown(resolved_policy(model).policy)
     got = f"a view already ({type(model).__name__} under {policy})"
     fix = "Call it as it is. For another policy make a view of the plain model."
   elif isinstance(model, nnx.bridge.ToNNX):
@@ -179,7 +189,7 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
   >>> mpjax.nnx.convert(view, jnp.ones((1, 8))).kernel.dtype
   dtype(bfloat16)
   """
-  if not _view.is_view(view):
+  if not is_view(view):
     where, expected = "mpjax.nnx.convert(view)", "a view that mpjax.with_policy returned"
     fix = "Write convert(with_policy(model, policy), *inputs): the policy says what is cast."
     raise MpjaxTypeError(where, expected=expected, got=kind_of(view), fix=fix)

@@ -378,7 +378,7 @@ mpjax/nnx/_view.py::outermost
 ::test_variables_that_a_call_makes_or_changes_are_the_models
 
 43 a tracer is left in the user's model
-- changed and _hides_tracer(copies)
+- changed and hides_tracer(copies)
 + False
 tests/nnx/test_outermost.py::test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model
 

@@ -1,22 +1,17 @@
 """A view's modules and their links, and its outermost call: variables, arguments, transforms."""
 
 import functools
-import gc
-import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax.core import freeze
 
 import mpjax
 from mpjax import Rule
-from mpjax.nnx._view import model_of
-from tests.errors import refused
 from tests.models.values import normal
-from tests.nnx.rig import HALF, Does, Metric, X, linear
+from tests.nnx.rig import HALF, Does, Metric
 from tests.programs import bits, run
 
 pytestmark = pytest.mark.standard_promotion
@@ -227,74 +222,6 @@ def test_a_call_that_changes_a_variable_that_is_not_its_own_runs_as_python():
   assert not np.array_equal(norm.mean[...], np.zeros(8))
 
 
-class Heads(nnx.Module):
-  """Heads in an order of their own; a flag and a list of Python that calls change."""
-
-  def __init__(self):
-    self.heads = nnx.Dict(**{k: nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i, k in enumerate("za")})
-    self.ready, self.history = False, []
-    self.scale = nnx.BatchStat(jnp.ones(()))
-
-  def __call__(self, x):
-    first, second = (head(x) for head in self.heads.values())
-    if not self.ready:
-      self.scale[...] = jnp.std(first)
-      self.ready = True
-    self.history.append(first.mean())
-    return first / self.scale[...], second
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_what_is_plain_python_in_a_module_is_as_without_a_policy(jitted):
-  # A dict of modules keeps its order, and a flag that a call sets (ActNorm) is set.
-  ours, plain = Heads(), Heads()
-  assert list(with_policy(ours, "c=bf16").heads) == list(plain.heads) == ["z", "a"]
-
-  def under(model, x):
-    return with_policy(model, "c=bf16")(x)
-
-  steps = [under, Heads.__call__]
-  if jitted:  # A list is static: what is in it would be compiled in.
-    steps = [nnx.jit(lambda m, x, f=f: (f(m, x), m.history.clear())[0]) for f in steps]
-  for scale in (1, 5, 9):
-    found, wanted = (f(m, scale * X8) for f, m in zip(steps, (ours, plain), strict=True))
-    for x, y in zip(found, wanted, strict=True):
-      np.testing.assert_allclose(x, y, atol=0.02 * float(jnp.abs(y).max()))
-  assert ours.ready is plain.ready is True
-  assert len(ours.history) == len(plain.history) == (0 if jitted else 3)
-  np.testing.assert_allclose(ours.history, plain.history, rtol=0.05)
-
-
-class Counts(nnx.Module):
-  """Arrays in containers of Python that NNX takes for data, and a count of Python."""
-
-  def __init__(self, looks):
-    self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    self.named, self.listed = nnx.data({"n": jnp.zeros(())}), nnx.data([jnp.zeros(())])
-    self.looks, self.calls = looks, 0
-
-  def __call__(self, x):
-    self.named["n"] += 1
-    self.listed[0] += 1
-    self.calls += 1
-    y = self.layer(x) * self.named["n"]
-    return y if not self.looks or float(y.sum()) < 1e9 else None
-
-
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
-@pytest.mark.parametrize("looks", [False, True])
-@pytest.mark.filterwarnings("ignore:mpjax.with_policy:UserWarning")
-def test_what_a_call_leaves_in_containers_of_python_is_the_models(looks, policy):
-  # Where it is traced, and where it runs as Python, which looks at values twice.
-  model, plain = Counts(looks), Counts(False)
-  kept = model.named
-  for _ in range(3):
-    out, wanted = with_policy(model, policy)(X8), plain(X8)
-  np.testing.assert_allclose(out, wanted, atol=0.05)
-  assert model.named is kept
-  assert (float(kept["n"]), float(model.listed[0]), model.calls) == (3, 3, 3)
-
-
 def test_what_nnx_sets_inside_of_autocast_is_dropped_with_the_copy():
   model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
 
@@ -304,36 +231,6 @@ def test_what_nnx_sets_inside_of_autocast_is_dropped_with_the_copy():
 
   assert jnp.isfinite(nnx.value_and_grad(mpjax.autocast(loss_fn))(model, X8)[0])
   assert not model.layers[1].use_running_average
-
-
-class Ordered(nnx.Module):
-  """Containers of Python, which NNX sorts; calls rely on their order, and one may change them."""
-
-  def __init__(self, kind, counts):
-    self.kept = nnx.data({"scale": jnp.full(8, 5.0), "bias": jnp.ones(8), "deep": {"z": 0, "a": 1}})
-    self.held = nnx.data([kind({"z": nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "a": 1})])
-    self.again = nnx.data(self.held)
-    self.counts = counts
-
-  def __call__(self, x):
-    if self.counts:
-      self.kept["deep"]["z"] += 1
-      self.kept["added"] = self.kept.pop("added", x)
-    scale, bias, *_ = self.kept.values()
-    return x * scale + bias, [*self.held[0], *self.again[0]]
-
-
-@pytest.mark.parametrize("kind", [dict, freeze])
-@pytest.mark.parametrize("counts", [False, True])
-def test_containers_keep_their_order_in_the_view_and_in_the_model(counts, kind):
-  model = Ordered(kind, counts)
-  view = with_policy(model, "c=bf16")
-  for call in (view, view, model):
-    out, keys = call(0 * X8)
-    assert (out[0].tolist(), keys) == ([1] * 8, ["z", "a"] * 2)
-  assert list(model.kept) == ["scale", "bias", "deep"] + ["added"] * counts
-  assert model.kept["deep"] == {"z": 3 * counts, "a": 1}
-  assert list(model.kept["deep"]) == ["z", "a"]
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
@@ -375,133 +272,6 @@ def test_a_rule_that_closes_over_a_value_is_traced_again_where_the_call_is_over(
   )
   for found, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
     np.testing.assert_allclose(found, wanted, rtol=0.05, atol=0.05)
-
-
-# Links to the model
-
-
-def test_a_view_does_not_keep_its_model_alive():
-  model = linear()
-  view = with_policy(model, HALF)
-  assert model_of(view) is model
-  assert model_of(nnx.clone(view)) is None
-  alive = weakref.ref(model)
-  del model
-  gc.collect()
-  assert alive() is None
-  assert model_of(view) is None
-  assert view(X).dtype == np.dtype("bfloat16")
-
-
-def drops():
-  parts = {"drop": nnx.Dropout(0.5, rngs=nnx.Rngs(1)), "norm": nnx.BatchNorm(8, rngs=nnx.Rngs(0))}
-  return Does(lambda module, x: module.norm(module.drop(module.layer(x))), **parts)
-
-
-def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
-  model = drops()
-  view = with_policy(model, "mixed_bfloat16")
-  training = view(X)
-  model.eval()
-  for call in (view, jax.jit(lambda x: view(x))):  # Its very call, and one inside of jit.
-    with refused(
-      RuntimeError,
-      "drop (Dropout) of a view of mpjax.with_policy",
-      "no mode of the model to change",
-      "deterministic=True on the model, and deterministic=False still on the view",
-      "Write view.eval() or view.train()",
-    ):
-      call(X)
-  view.eval()
-  np.testing.assert_array_equal(view(X), with_policy(model, "mixed_bfloat16")(X))
-  view.train()  # What was said of the view counts.
-  assert not np.array_equal(view(X), training)
-
-
-def test_a_flag_that_is_no_mode_is_no_error():
-  def builds(module, x):
-    """Says of itself, in its first call, that it is built."""
-    module.built = True
-    return module.layer(x)
-
-  model = Does(builds, built=False)
-  view = with_policy(model, "mixed_bfloat16")
-  model(X)
-  np.testing.assert_array_equal(view(X), view(X))
-
-
-def test_modes_that_belong_together_are_no_error():
-  model = drops()
-  view = with_policy(model, "mixed_bfloat16")
-  for mode in ("train", "eval", "train"):
-    getattr(model, mode)()
-    getattr(view, mode)()
-    view(X)
-  # A view for evaluation stays one while the model goes on training.
-  view.eval()
-  wanted = view(X)
-  for mode in ("eval", "train"):
-    getattr(model, mode)()
-    np.testing.assert_array_equal(view(X), wanted)
-  # The model evaluated by itself, and back in the mode in which the view was made.
-  other = with_policy(model, "mixed_bfloat16")
-  model.eval()
-  model(X)
-  model.train()
-  other(X)
-  # A view of its own for evaluation.
-  model.eval()
-  evaluation = with_policy(model, "mixed_bfloat16")
-  np.testing.assert_array_equal(evaluation(X), evaluation(X))
-
-
-class Lazy(nnx.Module):
-  """Makes its layer when it is first called."""
-
-  def __init__(self, ready=False):
-    self.rngs = nnx.Rngs(0)
-    if ready:
-      self.layer = nnx.Linear(8, 8, rngs=self.rngs)
-
-  def __call__(self, x):
-    if not hasattr(self, "layer"):
-      self.layer = nnx.Linear(8, 8, rngs=self.rngs)
-    return self.layer(x)
-
-
-SETS = {
-  # What sets a new module, as which attribute, and of which class.
-  "set": (lambda view: setattr(view, "head", linear()), "head", "a new Linear"),
-  "list": (lambda view: setattr(view, "head", nnx.List([linear()])), "head", "a new List"),
-  "in a call": (lambda view: view(X), "layer", "a new Linear"),
-  "in nnx.jit": (lambda view: nnx.jit(lambda view: view(X))(view), "layer", "a new Linear"),
-}
-
-
-@pytest.mark.parametrize("case", SETS)
-def test_a_new_module_with_parameters_cannot_be_set_on_a_view(case):
-  do, name, got = SETS[case]
-  model = Lazy()
-  with refused(
-    TypeError,
-    f"Lazy.{name}, set on a view",
-    "a module of the view",
-    got,
-    "with_policy(model, policy)",
-  ):
-    do(with_policy(model, "mixed_bfloat16"))
-  assert not hasattr(model, name)
-
-
-def test_what_a_view_may_be_set():
-  model = Lazy(ready=True)
-  view = with_policy(model, "mixed_bfloat16")
-  view.again = view.layer
-  view.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-  view.shift = nnx.Param(jnp.ones(8))
-  view.name = "a name"
-  assert view.again(X).dtype == jnp.float32
-  assert model.shift is view.shift
 
 
 # Tree mode, split and merge, caches.

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.nnx._view import is_tree
+from mpjax.nnx._graph import is_tree
+from tests.errors import refused
 from tests.models.values import normal
 from tests.nnx import rig
 from tests.nnx.rig import BF16, HALF, Does, Metric, X, linear
@@ -219,37 +220,6 @@ def test_variables_that_a_call_makes_or_changes_are_the_models():
   assert model.mode == "train"
 
 
-class Holds(nnx.Module):
-  def __init__(self, rngs):
-    self.a, self.b = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
-    self.items, self.pair = nnx.List([jnp.zeros(()), self.a]), nnx.data((jnp.zeros(()),))
-    self.named = nnx.Dict(n=jnp.zeros(()), of=nnx.List([1]))
-
-  def __call__(self, x):
-    self.a, self.b = self.b, self.a
-    self.items[0] += 1
-    self.items[1] = self.a
-    self.items.extend([nnx.Cache(jnp.sign(x)), nnx.Dropout(0.5)])
-    self.named["n"] += 1
-    self.named["of"].append(2)
-    self.pair = nnx.data((self.pair[0] + 1,))
-    self.new = self.again = nnx.Dict(x=nnx.List([nnx.Cache(jnp.ones(()))]))
-    return self.a(x)
-
-
-@pytest.mark.parametrize("way", ["a view for each call", "in jit", "one view"])
-def test_what_a_call_puts_into_containers_and_rebinds_is_the_models(way):
-  plain, model = Holds(nnx.Rngs(0)), Holds(nnx.Rngs(0))
-  view = mpjax.with_policy(model, "mixed_bfloat16") if way == "one view" else None
-  step = lambda m: (view or mpjax.with_policy(m, "mixed_bfloat16"))(jnp.ones((1, 8)))  # noqa: E731
-  step = nnx.jit(step) if way == "in jit" else step
-  for _ in range(3):
-    plain(jnp.ones((1, 8)))
-    step(model)
-    assert nnx.graphdef(model) == nnx.graphdef(plain)
-    assert bits(nnx.to_pure_dict(nnx.state(model))) == bits(nnx.to_pure_dict(nnx.state(plain)))
-
-
 def test_what_is_taken_out_of_a_view_is_taken_out_of_the_model():
   model = Writes()
   view = with_policy(model, HALF)
@@ -339,6 +309,58 @@ def test_capture():
   out, perturbations = nnx.capture(view, nnx.Perturbation)(X)
   run = nnx.capture(view, nnx.Intermediate, init=perturbations)
   assert dtypes(run(X)) == ["bfloat16", "bfloat16"]
+
+
+# What is set
+
+
+class Lazy(nnx.Module):
+  """Makes its layer when it is first called."""
+
+  def __init__(self, ready=False):
+    self.rngs = nnx.Rngs(0)
+    if ready:
+      self.layer = nnx.Linear(8, 8, rngs=self.rngs)
+
+  def __call__(self, x):
+    if not hasattr(self, "layer"):
+      self.layer = nnx.Linear(8, 8, rngs=self.rngs)
+    return self.layer(x)
+
+
+SETS = {
+  # What sets a new module, as which attribute, and of which class.
+  "set": (lambda view: setattr(view, "head", linear()), "head", "a new Linear"),
+  "list": (lambda view: setattr(view, "head", nnx.List([linear()])), "head", "a new List"),
+  "in a call": (lambda view: view(X), "layer", "a new Linear"),
+  "in nnx.jit": (lambda view: nnx.jit(lambda view: view(X))(view), "layer", "a new Linear"),
+}
+
+
+@pytest.mark.parametrize("case", SETS)
+def test_a_new_module_with_parameters_cannot_be_set_on_a_view(case):
+  do, name, got = SETS[case]
+  model = Lazy()
+  with refused(
+    TypeError,
+    f"Lazy.{name}, set on a view",
+    "a module of the view",
+    got,
+    "with_policy(model, policy)",
+  ):
+    do(with_policy(model, "mixed_bfloat16"))
+  assert not hasattr(model, name)
+
+
+def test_what_a_view_may_be_set():
+  model = Lazy(ready=True)
+  view = with_policy(model, "mixed_bfloat16")
+  view.again = view.layer
+  view.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+  view.shift = nnx.Param(jnp.ones(8))
+  view.name = "a name"
+  assert view.again(X).dtype == jnp.float32
+  assert model.shift is view.shift
 
 
 # Containers

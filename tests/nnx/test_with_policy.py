@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import copy
-import functools
 import pickle
 
 import flax.linen as nn
@@ -120,27 +119,6 @@ def test_a_shared_module_stays_shared():
   assert len(jax.tree.leaves(nnx.state(view))) == 4  # Two of each layer.
   with pytest.raises(mpjax.errors.UnmatchedRuleError):
     with_policy(model, HALF, [Rule("float16", path="b")])
-
-
-class Escaping(nnx.Module):
-  """Keeps methods of its layers, bare and in a partial function; and has a method of another."""
-
-  def __init__(self):
-    self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    self.bare = self.layer.__call__
-    self.held = (functools.partial(lambda fun, x: fun(x), self.layer.__call__),)
-
-  def __call__(self, x):
-    return self.held[0](self.bare(x)) @ jnp.eye(8)
-
-  again = functools.partialmethod(__call__)
-
-
-def test_methods_kept_as_attributes_run_under_the_policy():
-  view = with_policy(Escaping(), HALF, [Rule("float16", path="layer")])
-  for call in (view, view.again):
-    found = products(jax.make_jaxpr(call)(X))
-    assert [p.dtypes[0] for p in found] == ["float16", "float16", "bfloat16"]
 
 
 def test_a_view_inside_a_model_keeps_its_policy():

@@ -1,0 +1,134 @@
+"""Set on the user's modules what a call has set on the modules of a view."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mpjax.nnx._graph import CONTAINERS, is_node
+from mpjax.nnx._link import LINK, forget_mode, is_view, model_of, user_class
+
+_MISSING = object()
+
+
+class Models:
+  """The user's objects behind the objects of a view, as they are before a call.
+
+  The user's module is at the end of a link. An `nnx.List` or `nnx.Dict` has no link, which would be
+  one of its items. The user's is in the same attribute of the user's module.
+  """
+
+  def __init__(self, modules: Iterable[nnx.Pytree]) -> None:
+    self._by_id: dict[int, nnx.Pytree] = {}
+    for module in modules:
+      model = model_of(module)
+      if model is not None:
+        self._pair(module, model)
+
+  def _pair(self, module: nnx.Pytree, model: nnx.Pytree) -> None:
+    """Notes the user's object behind one of a view, and behind the containers in it."""
+    if id(module) in self._by_id:
+      return
+    self._by_id[id(module)] = model
+    for name, x in vars(module).items():
+      theirs = vars(model).get(name)
+      if isinstance(x, CONTAINERS) and isinstance(theirs, CONTAINERS):
+        self._pair(x, theirs)
+
+  def get(self, x: object, default: Any = None) -> Any:
+    """Returns the user's object behind an object of the view, or the default."""
+    return self._by_id.get(id(x), default)
+
+  def behind(self, x: Any) -> Any:
+    """Returns what the user's module has to hold where that of the view holds `x`.
+
+    Behind a container that a call has created, this is a new one with the user's modules in it.
+    """
+    if isinstance(x, CONTAINERS) and id(x) not in self._by_id:
+      new = object.__new__(user_class(x) if is_view(x) else type(x))
+      self._by_id[id(x)] = new
+      vars(new).update({name: self.behind(part) for name, part in vars(x).items()})
+    return self.get(x, x)
+
+
+def copy_changes(module: nnx.Pytree, before: Mapping[str, Any], models: Models) -> None:
+  """Changes the user's module as a call has changed that of a view.
+
+  Args:
+    module: the view's module; nothing happens if there is none of the user's behind it.
+    before: its attributes before the call.
+    models: the user's objects.
+  """
+  model = models.get(module)
+  if isinstance(model, CONTAINERS):
+    _copy_items(module, before, model, models)
+  elif model is not None:
+    _copy_attributes(module, before, model, models)
+
+
+def _copy_items(
+  container: nnx.Pytree, before: Mapping[str, Any], model: nnx.Pytree, models: Models
+) -> None:
+  # Without `__setattr__` and `__delattr__`: the items belong together with the length, which is an
+  # attribute beside them.
+  now = vars(container)
+  for name in before.keys() - now.keys():
+    vars(model).pop(name, None)
+  for name, x in now.items():
+    if x is not before.get(name, _MISSING):
+      vars(model)[name] = models.behind(x)
+
+
+def _copy_attributes(
+  module: nnx.Pytree, before: Mapping[str, Any], model: nnx.Pytree, models: Models
+) -> None:
+  now = vars(module)
+  for name in before.keys() - now.keys() - {LINK}:
+    # Unless the user has set another object there, which the view has never had.
+    if vars(model).get(name) is models.get(before[name], before[name]):
+      delattr(model, name)
+  for name, new in list(now.items()):
+    if new is not before.get(name, _MISSING) and name != LINK:
+      _copy_attribute(module, name, before.get(name), model, models)
+
+
+def _copy_attribute(
+  module: nnx.Pytree, name: str, old: object, model: nnx.Pytree, models: Models
+) -> None:
+  """Sets an attribute of the user's module, which was `old` before the call on that of a view."""
+  new, held = vars(module)[name], vars(model).get(name)
+  theirs = models.behind(new)
+  if _is_plain(new) or theirs is not new:
+    setattr(model, name, theirs)
+    forget_mode(module, name)
+  elif held is old and type(new) is type(held):
+    # Both have held this container of Python, and NNX has replaced the view's by a copy. Other
+    # objects that a call sets belong to the view alone.
+    vars(module)[name] = vars(model)[name] = _refilled(held, new)
+
+
+def _refilled(original: Any, copy: Any) -> Any:
+  """Returns a list or dict with the content of its copy; the copy of any other object."""
+  if type(original) is not type(copy):
+    return copy
+  if type(original) is list:
+    original[:] = [*map(_refilled, original, copy), *copy[len(original) :]]
+    return original
+  if type(original) is dict:
+    parts = {key: _refilled(original.get(key), x) for key, x in copy.items()}
+    original.clear()
+    original.update(parts)
+    return original
+  return copy
+
+
+def _is_plain(x: object) -> bool:
+  """Whether a module of the user's may hold the very object that a call has set on the view's.
+
+  It may hold a variable and an array, but no container of these, and none of the view's modules.
+  """
+  if isinstance(x, (nnx.Variable, jax.Array)):
+    return True
+  leaves = jax.tree.leaves(x, is_leaf=is_node)
+  return not any(isinstance(leaf, (nnx.Variable, jax.Array, nnx.Pytree)) for leaf in leaves)

@@ -1,0 +1,122 @@
+"""Walk the graph of a model: its modules and variables, their order, and methods in attributes.
+
+A *module* is any `nnx.Pytree` here: also an `nnx.List`, an `nnx.Rngs` or a user's own object.
+"""
+
+import functools
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+
+from mpjax._autocast import Boundary
+from mpjax._autocast.boundary import in_order
+from mpjax._core.trees import mapped
+from mpjax._core.types import Leaf, PyTree
+
+CONTAINERS = (nnx.List, nnx.Dict)
+"""The containers of NNX. Their attributes are their items, with an attribute for the length."""
+
+HOLD_METHODS = (types.MethodType, functools.partial, tuple)
+"""The values of an attribute that may hold a method of a module. NNX takes methods to be static."""
+
+
+def is_node(x: object) -> bool:
+  """Whether `x` is a module, a variable or another object of NNX."""
+  return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def is_tree(module: nnx.Pytree) -> bool:
+  """Whether a module is a pytree to JAX, which its class may decline."""
+  return not jax.tree_util.all_leaves([module])
+
+
+def parts_of(tree: PyTree) -> tuple[list[nnx.Pytree], list[nnx.Variable[Leaf]]]:
+  """Returns the modules of a tree, and its variables, in the order of its graph."""
+  parts = [x for _, x in nnx.iter_graph(tree, graph=True)]
+  variables = [x for x in parts if isinstance(x, nnx.Variable)]
+  return [x for x in parts if isinstance(x, nnx.Pytree)], variables
+
+
+def orders_of(tree: PyTree) -> list[object]:
+  """Returns the order of the attributes of each module of a tree, and of the containers in them."""
+  return [Boundary(vars(module), is_node).order for module in parts_of(tree)[0]]
+
+
+def put_in_order(tree: PyTree, orders: Iterable[object]) -> None:
+  """Puts the attributes of the modules of a tree, which NNX has sorted, into the given orders."""
+  for module, order in zip(parts_of(tree)[0], orders, strict=True):
+    attributes = vars(module)
+    ordered = in_order(attributes, order)
+    if ordered is not attributes:
+      attributes.clear()
+      attributes.update(ordered)
+
+
+def rebound(tree: PyTree, counterparts: Mapping[int, object]) -> PyTree:
+  """Returns a tree with objects replaced by their counterparts, also in methods and partials.
+
+  Args:
+    tree: the tree.
+    counterparts: the counterpart of each object, by the identity of the object.
+  """
+
+  def leaf(x: Any) -> Any:
+    if isinstance(x, types.MethodType):
+      return _rebound_method(x, counterparts)
+    if isinstance(x, functools.partial):
+      return _rebound_partial(x, counterparts)
+    return counterparts.get(id(x), x)
+
+  return mapped(leaf, tree, lambda x: is_node(x) or isinstance(x, functools.partial))
+
+
+def _rebound_method(method: types.MethodType, counterparts: Mapping[int, object]) -> Any:
+  to = counterparts.get(id(method.__self__))
+  if to is None:
+    return method
+  # By its name first: a view has a method of its own. A function bound to a module may have none.
+  return getattr(to, method.__name__, None) or types.MethodType(method.__func__, to)
+
+
+def _rebound_partial(partial: functools.partial[Any], counterparts: Mapping[int, object]) -> Any:
+  parts = partial.func, partial.args, partial.keywords
+  new = rebound(parts, counterparts)
+  if new is parts:
+    return partial
+  func, args, kwargs = new
+  return type(partial)(func, *args, **kwargs)
+
+
+def contents_of(tree: PyTree) -> list[object]:
+  """Returns the objects that a tree consists of, without the values of variables.
+
+  They are the same objects as long as only values of variables change.
+  """
+  contents: list[object] = []
+  for _, node in nnx.iter_graph(tree, graph=True):
+    if isinstance(node, nnx.Variable):
+      contents += [node, *node.get_metadata().values(), *_structure_of_value(node)]
+    elif isinstance(node, nnx.Pytree):
+      contents += [node, *vars(node), *vars(node).values()]
+    elif isinstance(node, dict):
+      contents += [node, *node, *node.values()]
+    elif isinstance(node, list):
+      contents += [node, *node]
+  return contents
+
+
+def _structure_of_value(variable: nnx.Variable[Leaf]) -> list[object]:
+  """Returns the leaves of a variable's value, if it is a tree; the same object for each array."""
+  raw = variable.get_raw_value()
+  return [jax.Array] if isinstance(raw, jax.Array) else jax.tree.leaves(raw)
+
+
+def hides_tracer(tree: PyTree) -> bool:
+  """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
+  leaf_ids = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
+  attributes = Boundary(list(map(vars, parts_of(tree)[0])), is_node).leaves
+  return any(isinstance(x, Tracer) and id(x) not in leaf_ids for x in attributes)

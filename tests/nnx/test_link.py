@@ -1,0 +1,90 @@
+"""The link from a view's module to the user's, and modes that were set on one of them alone."""
+
+import gc
+import weakref
+
+import jax
+import numpy as np
+from flax import nnx
+
+import mpjax
+from mpjax.nnx._link import model_of
+from tests.errors import refused
+from tests.nnx.rig import HALF, Does, X, linear
+
+with_policy = mpjax.nnx.with_policy
+
+
+def test_a_view_does_not_keep_its_model_alive():
+  model = linear()
+  view = with_policy(model, HALF)
+  assert model_of(view) is model
+  assert model_of(nnx.clone(view)) is None
+  alive = weakref.ref(model)
+  del model
+  gc.collect()
+  assert alive() is None
+  assert model_of(view) is None
+  assert view(X).dtype == np.dtype("bfloat16")
+
+
+def drops():
+  parts = {"drop": nnx.Dropout(0.5, rngs=nnx.Rngs(1)), "norm": nnx.BatchNorm(8, rngs=nnx.Rngs(0))}
+  return Does(lambda module, x: module.norm(module.drop(module.layer(x))), **parts)
+
+
+def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
+  model = drops()
+  view = with_policy(model, "mixed_bfloat16")
+  training = view(X)
+  model.eval()
+  for call in (view, jax.jit(lambda x: view(x))):  # Its very call, and one inside of jit.
+    with refused(
+      RuntimeError,
+      "drop (Dropout) of a view of mpjax.with_policy",
+      "no mode of the model to change",
+      "deterministic=True on the model, and deterministic=False still on the view",
+      "Write view.eval() or view.train()",
+    ):
+      call(X)
+  view.eval()
+  np.testing.assert_array_equal(view(X), with_policy(model, "mixed_bfloat16")(X))
+  view.train()  # What was said of the view counts.
+  assert not np.array_equal(view(X), training)
+
+
+def test_a_flag_that_is_no_mode_is_no_error():
+  def builds(module, x):
+    """Says of itself, in its first call, that it is built."""
+    module.built = True
+    return module.layer(x)
+
+  model = Does(builds, built=False)
+  view = with_policy(model, "mixed_bfloat16")
+  model(X)
+  np.testing.assert_array_equal(view(X), view(X))
+
+
+def test_modes_that_belong_together_are_no_error():
+  model = drops()
+  view = with_policy(model, "mixed_bfloat16")
+  for mode in ("train", "eval", "train"):
+    getattr(model, mode)()
+    getattr(view, mode)()
+    view(X)
+  # A view for evaluation stays one while the model goes on training.
+  view.eval()
+  wanted = view(X)
+  for mode in ("eval", "train"):
+    getattr(model, mode)()
+    np.testing.assert_array_equal(view(X), wanted)
+  # The model evaluated by itself, and back in the mode in which the view was made.
+  other = with_policy(model, "mixed_bfloat16")
+  model.eval()
+  model(X)
+  model.train()
+  other(X)
+  # A view of its own for evaluation.
+  model.eval()
+  evaluation = with_policy(model, "mixed_bfloat16")
+  np.testing.assert_array_equal(evaluation(X), evaluation(X))
