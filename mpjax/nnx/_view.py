@@ -3,39 +3,23 @@
 They are subclasses of the user's, one for each policy: see docs/design/nnx.md.
 """
 
-import contextlib
-import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from flax import nnx
 
-from mpjax._autocast import Boundary, NotTraceable, end_of_policy, region_of
-from mpjax._autocast.module_calls import array, attempts, begins_trace, call_of, rewritten
+from mpjax._autocast import end_of_policy
+from mpjax._autocast.module_calls import begins_trace, call_of
 from mpjax._core.errors import MpjaxTypeError
-from mpjax._core.leaves import is_nnx_variable
-from mpjax._core.trees import is_floating, same_objects
-from mpjax._core.types import Args, Class, Function, Kwargs, Leaf, PyTree
-from mpjax._policy.active import ACTIVE, Active, in_region
+from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
+from mpjax._policy.active import in_region
 from mpjax._policy.rules import ModulePolicy, shown
 from mpjax.nnx import _layers
-from mpjax.nnx._changes import Models, copy_changes
-from mpjax.nnx._graph import (
-  CONTAINERS,
-  HOLD_METHODS,
-  contents_of,
-  hides_tracer,
-  is_node,
-  is_tree,
-  orders_of,
-  parts_of,
-  put_in_order,
-  rebound,
-)
+from mpjax.nnx._graph import CONTAINERS, is_tree, parts_of
 from mpjax.nnx._link import (
   POLICY,
   check_modes,
@@ -45,6 +29,7 @@ from mpjax.nnx._link import (
   path_of,
   resolved_policy,
 )
+from mpjax.nnx._outermost import calling_state, current, outermost
 
 
 def check_set(module: nnx.Pytree, name: str, value: object) -> None:
@@ -57,16 +42,6 @@ def check_set(module: nnx.Pytree, name: str, value: object) -> None:
     got = f"a new {type(value).__name__}, which would run without the policy"
     fix = "Set it on the model, and then make a new view: with_policy(model, policy)."
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-
-
-def current() -> Active | None:
-  """Returns the active state of this thread; None outside of every policied method of NNX."""
-  return ACTIVE.value if type(ACTIVE.value) is Active else None  # Linen's has a class of its own.
-
-
-def calling_state() -> Active:
-  """Returns the state in which a method of a view is called, inside of a Linen model too."""
-  return current() or Active(tracing=ACTIVE.value is not None and ACTIVE.value.tracing)
 
 
 # The classes of modules
@@ -207,119 +182,6 @@ def _method(name: str, own: Any) -> Function:
     # A generator cannot be traced as one: its body runs between the steps of its caller.
     if later or not begins_trace(calling_state(), resolved.policy, path):
       return call(self, args, kwargs)
-    return outermost(call, name, (self, args, kwargs))
+    return outermost(call, name, self, args, kwargs)
 
   return method
-
-
-def _bind_to_copies(
-  originals: Sequence[nnx.Pytree], copies: Sequence[nnx.Pytree]
-) -> list[tuple[dict[str, Any], str, Any, Any]]:
-  """Binds methods that copies hold in attributes to the copies; returns what it has replaced.
-
-  NNX takes a method to be static. Bound to the original, it would read parameters from outside of
-  the traced call, as constants.
-  """
-  counterparts = {id(node): copy for node, copy in zip(originals, copies, strict=True)}
-  replaced = [
-    (attributes, name, value, rebound(value, counterparts))
-    for attributes in map(vars, copies)
-    for name, value in attributes.items()
-    if isinstance(value, HOLD_METHODS)
-  ]
-  for attributes, name, _, new in replaced:
-    attributes[name] = new
-  return replaced
-
-
-# The outermost call
-
-_TAG = "mpjax.policy"
-
-
-def outermost(call: Function, name: str, inputs: tuple[nnx.Module, Args, Kwargs]) -> PyTree:
-  """Returns `call(*inputs)`, with the operations of all modules inside rewritten."""
-  # Copies of the module and of all that is given to it are called, with tracers as variables. What
-  # they have become is a result, and is put back into the objects, as by NNX's own transforms.
-  policy = resolved_policy(module := inputs[0]).policy
-
-  def attempt(state: Active) -> PyTree:
-    boundary = Boundary(inputs[1:], is_node)
-    everything = (module, boundary.leaves)
-    nodes, variables = parts_of(everything)
-    held_before, models = [(node, dict(vars(node))) for node in nodes], Models(nodes)
-    for node in filter(is_view, nodes):
-      check_modes(node)  # The copies lead to no model.
-    orders = orders_of(everything)
-    attributes = (x for _, before in held_before for x in before.values())
-    containers = {id(x): x for x in attributes if isinstance(x, (list, dict))}
-    raws = (v.get_raw_value() for v in variables)
-    stored = [raw.dtype if is_floating(raw) else None for raw in raws]
-    returned: list[tuple[Function, list[object]]] = []
-
-    def on_copies(copied: PyTree) -> tuple[bool, dict[int, Leaf], PyTree]:
-      # A derivative traces it again, when the context is over.
-      with nnx.update_context(_TAG) if returned else contextlib.nullcontext():
-        copies = nnx.from_tree(copied, is_inner=True, ctxtag=_TAG)
-        put_in_order(copies, orders)
-        nodes, variables = parts_of(copies)
-        held = [v.get_raw_value() for v in variables]
-        contents = contents_of(copies)
-        # A container that a copy shares is static to NNX. The copy gets one of its own; what the
-        # call puts into that goes to the original.
-        each = [(items, key, x) for items in map(vars, nodes) for key, x in items.items()]
-        shared = [x for x in each if id(x[2]) in containers]
-        both = Boundary((inputs[1:], [x for *_, x in shared]), is_node)
-        inside = both.inside([*copies[1], *both.leaves[len(boundary.leaves) :]])
-        for (items, key, _), x in zip(shared, inside.args[1], strict=True):
-          items[key] = x
-        bound = _bind_to_copies([node for node, _ in held_before], nodes)
-        with ACTIVE(state):
-          outputs = call(copies[0], *inside.args[0])
-        leaves, outside = inside.leave(outputs)
-        for (items, key, original), x in zip(shared, inside.args[1], strict=True):
-          if items.get(key) is x:
-            items[key] = original
-        for items, name, method, copied_method in bound:
-          if items.get(name) is copied_method:
-            items[name] = method
-        # What is only read may belong to a function that is traced further out.
-        changed = not same_objects(contents_of(copies), contents) or any(map(is_node, leaves))
-        written = {}
-        for i, (variable, old, dtype) in enumerate(zip(variables, held, stored, strict=True)):
-          if (new := variable.get_raw_value()) is not old:
-            variable.set_raw_value(new if dtype is None else end_of_policy(new, dtype))
-            written[i] = variable.get_raw_value()
-        done = (leaves, copies if changed else ())
-        returned.append((outside, orders_of(done)))
-        if changed and hides_tracer(copies):
-          raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
-        return changed, {} if changed else written, nnx.to_tree(done, ctxtag=_TAG)
-
-    def inputs_of(operands: Args) -> list[Leaf]:
-      values = jax.tree.leaves(operands, is_leaf=is_nnx_variable)
-      return jax.tree.leaves([x for x in values if not _layers.kind_of(x).is_parameter])
-
-    on_copies.__name__ = name  # It is what JAX's errors say.
-    with nnx.update_context(_TAG):
-      arrays = lambda x: jax.tree.map(array, x) if is_nnx_variable(x) else x  # noqa: E731
-      copied = jax.tree.map(arrays, nnx.to_tree(everything, ctxtag=_TAG), is_leaf=is_nnx_variable)
-      changed, written, done = rewritten(on_copies, (copied,), state, policy, inputs_of)
-      if changed:
-        try:
-          done = nnx.from_tree(done, is_inner=False, ctxtag=_TAG)
-        except BaseException:  # NNX has taken objects apart: one is of a trace further out.
-          for node, before in held_before:
-            vars(node).clear()
-            vars(node).update(before)
-          raise
-        put_in_order(done, returned[0][1])
-      else:
-        for i, new in written.items():
-          variables[i].set_raw_value(new)
-    for node, before in held_before:
-      copy_changes(node, before, models)
-    return returned[0][0](done[0])
-
-  state = dataclasses.replace(calling_state(), region=region_of(policy))
-  return attempts(attempt, lambda _: call(*inputs), state, path_of(module))
