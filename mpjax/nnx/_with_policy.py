@@ -22,6 +22,7 @@ from mpjax._policy.rules import (
   resolve_policy,
   shown,
 )
+from mpjax.nnx._classes import view_class
 from mpjax.nnx._graph import (
   CONTAINERS,
   HOLD_METHODS,
@@ -32,7 +33,6 @@ from mpjax.nnx._graph import (
   rebound,
 )
 from mpjax.nnx._link import LINK, Link, is_view, resolved_policy
-from mpjax.nnx._view import view_class
 
 M = TypeVar("M", bound=nnx.Module)
 

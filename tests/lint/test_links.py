@@ -95,7 +95,7 @@ def test_what_leads_nowhere_is_found():
     "git",
     "make tset",
   ]
-  text = "In `mpjax/nnx/`, `_view.py` and `value_and_grad.py`: `body_of`, `body_off`, `zero_nans`."
+  text = "In `mpjax/nnx/`, `_graph.py` and `value_and_grad.py`: `body_of`, `body_off`, `zero_nans`."
   assert list(dead(FOLDER / "nnx.md", text)) == ["value_and_grad.py", "body_off"]
 
 

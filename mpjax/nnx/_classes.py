@@ -1,0 +1,218 @@
+"""The classes of a view's modules: what happens at each call, and at each write.
+
+They are subclasses of the user's classes, one for each policy: see docs/design/nnx.md.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mpjax._autocast import end_of_policy
+from mpjax._autocast.module_calls import begins_trace, call_of
+from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
+from mpjax._policy.active import Active, in_region
+from mpjax._policy.rules import ModulePolicy, shown
+from mpjax.nnx import _layers
+from mpjax.nnx._graph import CONTAINERS, is_tree, parts_of
+from mpjax.nnx._link import (
+  POLICY,
+  check_modes,
+  forget_mode,
+  is_view,
+  model_of,
+  path_of,
+  resolved_policy,
+  user_class,
+)
+from mpjax.nnx._outermost import calling_state, current, outermost
+
+
+@functools.cache
+def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
+  """Returns the subclass of `cls` whose modules run as `resolved` says, as pytrees if `tree`."""
+  # Cached: a new class for each view would be another key of each cache of JAX, and a step that
+  # makes its view inside would be compiled again at each call.
+  names: dict[str, object] = {
+    "__module__": cls.__module__,
+    "__qualname__": cls.__qualname__,
+    "__doc__": cls.__doc__,
+    POLICY: resolved,
+    **{name: _method(name, own) for name, own in _methods(cls)},
+  }
+  return _metaclass_of_views(type(cls))(cls.__name__, (cls,), names, pytree=tree)
+
+
+@functools.cache
+def _metaclass_of_views(metaclass: Any) -> Any:
+  """Returns a subclass of a metaclass whose classes look into `_ViewModule` before their base."""
+  # `_ViewModule` cannot be a base. Modules of a view are created by NNX, as objects of the user's
+  # class, and then take ours. Python allows that for classes of the same layout, and a second base
+  # changes the layout. The order in which a class looks for methods and hooks does not.
+
+  def mro(cls: Class) -> list[Class]:
+    first, *others = metaclass.mro(cls)
+    return [first, _ViewModule, *others]
+
+  return type(metaclass)(metaclass.__name__, (metaclass,), {"mro": mro})
+
+
+class _ViewModule:
+  """What the modules of a view do before the user's class does it."""
+
+  def __init_subclass__(cls, **kwargs: bool) -> None:
+    # Hooks of the user's are for the user's classes: they may put each class into a table, or ask
+    # for keywords. NNX has to know of ours as well.
+    hook: Any = nnx.Module.__init_subclass__
+    hook.__func__(cls, **kwargs)
+
+  # `self` is a module of a view, whose class looks into this one without being a subclass of it.
+
+  def __setattr__(self: Any, name: str, value: Any) -> None:
+    _check_set(self, name, value)
+    active = current()
+    if active is not None and active.tracing:
+      _store_as_declared(value, active)
+    super().__setattr__(name, value)
+    model = model_of(self)
+    if model is None:
+      return
+    # A mode that is set on the view is its own from now on: compared with that of the model, each
+    # call after `view.eval()` would be an error.
+    if isinstance(value, bool):
+      forget_mode(self, name)
+    # A variable that a call creates, a cache, is the model's too, and so is a flag that it sets: on
+    # the view alone it would be lost with the view, which many create in each step.
+    in_call = active is not None and not isinstance(value, nnx.Pytree)
+    if in_call or isinstance(value, (nnx.Variable, jax.Array)):
+      setattr(model, name, value)
+
+  def __delattr__(self: Any, name: str) -> None:
+    model, gone = model_of(self), vars(self).get(name)
+    super().__delattr__(name)
+    if isinstance(gone, nnx.Variable) and model is not None and vars(model).get(name) is gone:
+      delattr(model, name)
+
+  def __repr__(self: Any) -> str:
+    return _with_policy_of(self, super().__repr__())
+
+  def __str__(self: Any) -> str:
+    return _with_policy_of(self, super().__str__())
+
+  def __reduce__(self: Any) -> tuple[object, ...]:
+    # Pickle finds classes by name, and that of a view has the name of the user's.
+    return _rebuild, (user_class(self), is_tree(self), resolved_policy(self)), dict(vars(self))
+
+
+def _check_set(module: nnx.Pytree, name: str, value: object) -> None:
+  """Raises MpjaxTypeError if a module with parameters that is none of a view's is set on one."""
+  if not isinstance(value, nnx.Module) or is_view(value) or isinstance(value, nnx.bridge.ToNNX):
+    return
+  if any(isinstance(node, nnx.Param) for node in parts_of(value)[1]):
+    where = f"{type(module).__name__}.{name}, set on a view of mpjax.with_policy"
+    expected = "a variable, an array, or a module of the view"
+    got = f"a new {type(value).__name__}, which would run without the policy"
+    fix = "Set it on the model, and then make a new view: with_policy(model, policy)."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+
+
+def _store_as_declared(value: Any, active: Active) -> None:
+  """Gives a parameter that a call creates the `param_dtype` of the policy."""
+  policy = active.around.policy
+  if policy is not None and _layers.kind_of(value).stored == "param_dtype":
+    value.set_raw_value(end_of_policy(value.get_raw_value(), policy.param_dtype))
+
+
+def _with_policy_of(module: nnx.Module, text: str) -> str:
+  return f"with_policy({text}, {shown(resolved_policy(module).policy)})"
+
+
+def _rebuild(cls: Class, tree: bool, resolved: ModulePolicy) -> nnx.Module:
+  return object.__new__(view_class(cls, tree, resolved))
+
+
+# Methods
+
+
+def _methods(cls: Class) -> Iterator[tuple[str, Any]]:
+  """Yields the methods of a class that run under a policy, each as the MRO finds it."""
+  for name, own in inspect.getmembers_static(cls):
+    if _is_method(own) and _computes(cls, name):
+      yield name, own
+
+
+_NO_METHODS = (type, staticmethod, classmethod, functools.partial)
+"""Objects of a class that can be called, and are not given the module.
+
+A partial of Python 3.13 looks like a method, and warns that it will be one."""
+
+_MAKE_METHODS = (functools.partialmethod, functools.singledispatchmethod)
+"""Objects of a class that cannot be called, and make methods."""
+
+
+def _is_method(own: object) -> bool:
+  """Whether an attribute of a class is called with the module as its first argument."""
+  if isinstance(own, _NO_METHODS):
+    return False
+  return isinstance(own, _MAKE_METHODS) or (callable(own) and hasattr(own, "__get__"))
+
+
+_NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, *CONTAINERS)
+"""Classes whose methods are no part of a model."""
+
+_OF_PYTHON = ("builtins", "typing", "abc", "collections")
+"""Packages whose methods are no part of a model."""
+
+
+def _computes(cls: Class, name: str) -> bool:
+  """Whether the method of a name computes a part of a model: one that a user or a layer defines."""
+  if name.startswith("__") and name != "__call__":
+    return False
+  base = next(base for base in cls.__mro__ if name in vars(base))
+  package = base.__module__.split(".")[0]
+  if base in _NOT_MODULES or package in _OF_PYTHON or name in _layers.OUTSIDE:
+    return False
+  return package != "flax" or name in _layers.METHODS
+
+
+def _method(name: str, own: Any) -> Function:
+  """Returns the method of a view's module that calls a method of the user's under the policy."""
+  # The body of a generator runs between the steps of its caller, so it cannot be traced as one.
+  is_generator = inspect.isgeneratorfunction(own)
+
+  @functools.wraps(own)
+  def method(self: nnx.Module, *args: Any, **kwargs: Any) -> PyTree:
+    if in_region():
+      return own.__get__(self, type(self))(*args, **kwargs)
+    resolved, path = resolved_policy(self), path_of(self)
+
+    def call(module: nnx.Module, args: Args, kwargs: Kwargs) -> PyTree:
+      check_modes(module)
+      called = call_of(module, path, resolved, calling_state(), _layers.LAYERS)
+      outputs = called.run(own.__get__(module, type(module)), args, kwargs)
+      _check_not_async(outputs, f"{type(module).__name__}.{name}")
+      return called.result(outputs)
+
+    if is_generator or not begins_trace(calling_state(), resolved.policy, path):
+      return call(self, args, kwargs)
+    return outermost(call, name, self, args, kwargs)
+
+  return method
+
+
+def _check_not_async(outputs: object, method: str) -> None:
+  """Raises MpjaxTypeError for what an async method returns."""
+  if not isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
+    return
+  if isinstance(outputs, types.CoroutineType):
+    outputs.close()  # Else Python warns that nobody awaited it.
+  where = f"{method}, a method of a view of mpjax.with_policy"
+  expected = "a method that has run when it returns"
+  got = "an async method, whose body would run later, without the policy"
+  fix = "Write the async function around the view: let it call methods that are not async."
+  raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
