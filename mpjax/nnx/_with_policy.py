@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +17,7 @@ from mpjax._policy.policy import PolicyLike
 from mpjax._policy.rules import (
   ModulePolicy,
   ModuleRecord,
+  PolicyConfig,
   Rule,
   parse_config,
   resolve_policy,
@@ -75,35 +76,78 @@ def with_policy(
   _check_model(model)
   _check_variables(model)
   config = parse_config("mpjax.with_policy", policy, rules, unmatched=unmatched)
-  record, policies = ModuleRecord(config), dict[KeyPath, ModulePolicy]()
+  record = ModuleRecord(config)
   view = nnx.clone(model, variables=False, graph=True)
   put_in_order(view, orders_of(model))
   modules, copies = _modules(model), _modules(view)
+  for path, resolved in _policies(modules, config, record).items():
+    copy = copies[path]
+    object.__setattr__(copy, "__class__", view_class(type(copy), is_tree(copy), resolved))
   counterparts = {id(module): copies[path] for path, module in modules.items()}
   for path, module in modules.items():
-    text, copy = "/".join(map(str, path)), copies[path]
-    if not is_view(module):  # One of a view inside has its policy.
-      enclosing = (policies[path[:n]] for n in range(len(path) - 1, -1, -1) if path[:n] in policies)
-      around = next(enclosing, ModulePolicy(config.policy))
-      record.note(module, text)
-      own = vars(module).get("policy")
-      policies[path] = resolve_policy(config, module, text, own, around, all_matches=True)
-      cls = view_class(type(copy), is_tree(copy), policies[path])
-      object.__setattr__(copy, "__class__", cls)
-  for path, module in modules.items():
-    text, copy = "/".join(map(str, path)), copies[path]
-    for name, value in vars(module).items():
-      leaves = jax.tree.leaves(value, is_leaf=is_node)
-      # A method of the user's module, kept in an attribute, would run without the policy.
-      if isinstance(value, HOLD_METHODS):
-        object.__setattr__(copy, name, rebound(value, counterparts))
-      elif isinstance(value, (list, dict, nnx.bridge.ToNNX)) and not any(map(_is_module, leaves)):
-        # What a call puts into it, or sets on it, counts.
-        object.__setattr__(copy, name, value)
-    if not isinstance(copy, CONTAINERS):
-      object.__setattr__(copy, LINK, Link(text, copy, module))
+    _share_attributes(module, copies[path], counterparts)
+    if not isinstance(module, CONTAINERS):
+      link = Link(_text(path), copies[path], module)
+      object.__setattr__(copies[path], LINK, link)
   record.check("of the model", 2)
   return view
+
+
+def _policies(
+  modules: Mapping[KeyPath, nnx.Pytree], config: PolicyConfig, record: ModuleRecord
+) -> dict[KeyPath, ModulePolicy]:
+  """Returns the policy of each module by path, and notes the modules in the record.
+
+  Modules of a view inside of the model are left out, since they have a policy.
+  """
+  policies: dict[KeyPath, ModulePolicy] = {}
+  for path, module in modules.items():
+    if not is_view(module):
+      record.note(module, _text(path))
+      own, around = vars(module).get("policy"), _policy_around(path, policies, config)
+      policies[path] = resolve_policy(config, module, _text(path), own, around, all_matches=True)
+  return policies
+
+
+def _policy_around(
+  path: KeyPath, policies: Mapping[KeyPath, ModulePolicy], config: PolicyConfig
+) -> ModulePolicy:
+  """Returns the policy of the innermost module around a path; at the root that of the model."""
+  for length in range(len(path) - 1, -1, -1):
+    if path[:length] in policies:
+      return policies[path[:length]]
+  return ModulePolicy(config.policy)
+
+
+def _text(path: KeyPath) -> str:
+  """Returns a path as rules and errors write it."""
+  return "/".join(map(str, path))
+
+
+def _share_attributes(
+  module: nnx.Pytree, copy: nnx.Pytree, counterparts: Mapping[int, nnx.Pytree]
+) -> None:
+  """Sets attributes of a view's module that NNX has not copied as a view needs them.
+
+  Args:
+    module: the user's module.
+    copy: that of the view.
+    counterparts: the view's modules by the identity of the user's.
+  """
+  for name, value in vars(module).items():
+    # A method of the user's module, kept in an attribute, would run without the policy.
+    if isinstance(value, HOLD_METHODS):
+      object.__setattr__(copy, name, rebound(value, counterparts))
+    # What a call puts into it, or sets on it, has to reach the user's module.
+    elif _is_shared(value):
+      object.__setattr__(copy, name, value)
+
+
+def _is_shared(value: object) -> bool:
+  """Whether an attribute is one object for both: a list or dict without modules, or of Linen."""
+  if not isinstance(value, (list, dict, nnx.bridge.ToNNX)):
+    return False
+  return not any(map(_is_module, jax.tree.leaves(value, is_leaf=is_node)))
 
 
 def views_of(tree: PyTree, policy: PolicyLike | None, rules: Iterable[Rule]) -> PyTree:
@@ -142,11 +186,10 @@ def _check_variables(model: nnx.Module) -> None:
     modes = x.get_metadata() if isinstance(x, nnx.Variable) else {}
     mode = next((mode for mode in ("ref", "hijax") if modes.get(mode)), None)
     if mode is not None:
-      name = "/".join(map(str, path))
       raise MpjaxValueError(
         "mpjax.with_policy(model)",
         expected="variables that hold arrays",
-        got=f"{name}, a variable with {mode}=True",
+        got=f"{_text(path)}, a variable with {mode}=True",
         fix=f"Create the model without nnx.var_defaults({mode}=True), or in "
         f"`with nnx.var_defaults({mode}=False):` where a flag of Flax makes it the default.",
       )
