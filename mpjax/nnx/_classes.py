@@ -77,7 +77,7 @@ class _ViewModule:
     _check_set(self, name, value)
     active = current()
     if active is not None and active.tracing:
-      _store_as_declared(value, active)
+      _store_in_param_dtype(value, active)
     super().__setattr__(name, value)
     model = model_of(self)
     if model is None:
@@ -121,7 +121,7 @@ def _check_set(module: nnx.Pytree, name: str, value: object) -> None:
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
 
-def _store_as_declared(value: Any, active: Active) -> None:
+def _store_in_param_dtype(value: Any, active: Active) -> None:
   """Gives a parameter that a call creates the `param_dtype` of the policy."""
   policy = active.around.policy
   if policy is not None and _layers.kind_of(value).stored == "param_dtype":
