@@ -49,7 +49,8 @@ def kernel_leaks(graph: Graph, asked: Callable[[Operation], DType | None]) -> It
 def _cure(operation: Operation, low: DType) -> str:
   cure = "Call it in the compute dtype, its parameters too: mpjax.low_precision(kernel)(...)."
   if path := module_of(operation):
-    cure += f' Or run its module so: mpjax.Rule("mixed_{low}", path="{path}", rewrite=False).'
+    # The policy has no output dtype: a mixed one would return float32 into the modules around.
+    cure += f' Or run its module so: mpjax.Rule("c={low}", path="{path}", rewrite=False).'
   return cure
 
 

@@ -1,7 +1,9 @@
 """Work that an audit does not enter: it is listed, counted where it says its cost, and a leak."""
 
 import math
+import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -67,6 +69,31 @@ def test_the_cure_of_the_leak_works():
   audit.assert_no_leaks()
   # However much it computes, the share is at least this one.
   assert audit.half_share == 1
+
+
+class Kernel(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return kernel(nn.Dense(8)(x))
+
+
+class Residual(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(8)(x)
+    x = x + Kernel(name="attention")(x)
+    return nn.Dense(8)(x)
+
+
+def test_the_rule_that_a_leak_advises_leaves_no_leak():
+  model, x = Residual(), s(4, 8)
+  variables = jax.eval_shape(model.init, jax.random.key(0), x)
+  (leak,) = mpjax.audit(mpjax.with_policy(model, "mixed_bfloat16").apply)(variables, x).leaks
+  rule = eval(re.search(r"mpjax\.Rule\(.*\)", leak.fix)[0], {"mpjax": mpjax})
+  low = mpjax.with_policy(model, "mixed_bfloat16", [rule])
+  audit = mpjax.audit(low.apply)(variables, x)
+  assert [each.dtype for each in audit.kernels] == ["bfloat16"]
+  assert audit.leaks == ()
 
 
 def test_without_a_policy_no_kernel_is_a_leak():
