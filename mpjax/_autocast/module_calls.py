@@ -25,7 +25,7 @@ from mpjax._autocast.kernels import KernelInFloat32, check_kernels
 from mpjax._autocast.precision import asked_precision
 from mpjax._autocast.scopes import AS_GIVEN, AS_IT_IS_IN, OWN_DTYPE, REGION, TABLE
 from mpjax._core.errors import REFUSALS, MpjaxError, flax_errors, message
-from mpjax._core.trees import cast_arrays, cast_leaf, half_to_float32, map_arrays
+from mpjax._core.trees import cast_arrays, cast_leaf, low_to_float32, map_arrays
 from mpjax._core.types import FLOAT32, Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxpr.locations import MODULE, line_of_user
 from mpjax._jaxpr.op_lists import OpLists
@@ -291,7 +291,7 @@ class ModuleCall(NamedTuple):
     if self._is_cast and not self._is_inside_whole and not any(map(jnp.iscomplexobj, arrays)):
       return cast_arrays(call, policy.compute_dtype)
     if policy.compute_dtype == FLOAT32:
-      return map_arrays(half_to_float32, call)
+      return map_arrays(low_to_float32, call)
     return call
 
   def _fields_to_set(self, initializing: bool) -> dict[str, object]:

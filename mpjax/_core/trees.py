@@ -13,7 +13,7 @@ from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.together import first_nonfinite as first_nonfinite
 from mpjax._core.together import is_inexact as is_inexact
 from mpjax._core.together import masks_of
-from mpjax._core.types import FLOAT32, HALF_NAMES, Array, DType, Leaf, PyTree
+from mpjax._core.types import FLOAT32, Array, DType, Leaf, PyTree, is_low_precision
 
 IsLeaf: TypeAlias = Callable[[Any], bool]
 
@@ -100,9 +100,9 @@ def is_floating(x: object) -> bool:
   return isinstance(x, _ARRAYS) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def is_half(x: Leaf) -> bool:
-  """Whether `x` is an array in float16 or bfloat16."""
-  return str(getattr(x, "dtype", None)) in HALF_NAMES
+def in_low_precision(x: Leaf) -> bool:
+  """Whether `x` is an array in a floating dtype narrower than float32."""
+  return is_floating(x) and is_low_precision(x.dtype)
 
 
 def cast_leaf(x: Leaf, dtype: DType) -> Leaf:
@@ -119,9 +119,9 @@ def cast_leaf(x: Leaf, dtype: DType) -> Leaf:
   return x.astype(dtype)
 
 
-def half_to_float32(x: Leaf) -> Leaf:
-  """Returns `x` in float32 if it is an array in float16 or bfloat16, else `x` itself."""
-  return cast_leaf(x, FLOAT32) if is_half(x) else x
+def low_to_float32(x: Leaf) -> Leaf:
+  """Returns `x` in float32 if it is an array in low precision, else `x` itself."""
+  return cast_leaf(x, FLOAT32) if in_low_precision(x) else x
 
 
 def is_nnx_object(x: object) -> bool:

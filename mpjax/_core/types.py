@@ -36,6 +36,11 @@ P = ParamSpec("P")  # the arguments of a function that a decorator gives back
 FLOAT32 = np.dtype("float32")
 
 HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
-"""The dtypes of 16 bits. A dtype is of low precision if it is one of them, or narrower."""
+"""The floating dtypes of 16 bits, in which mpjax computes."""
 
 HALF_NAMES = tuple(sorted(dtype.name for dtype in HALVES))
+
+
+def is_low_precision(dtype: DType) -> bool:
+  """Whether `dtype` is floating and narrower than float32: bfloat16, float16 or 8 bits."""
+  return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < FLOAT32.itemsize

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxAssertionError, check_call
-from mpjax._core.types import Args, Function, Kwargs, P
+from mpjax._core.types import Args, Function, Kwargs, P, is_low_precision
 from mpjax._debug import findings
 from mpjax._debug.arguments import Call, name_by_parameters, parameter_trees
 from mpjax._debug.findings import Finding, summed
@@ -23,7 +23,6 @@ from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.locations import Direction
 from mpjax._jaxpr.reader import inner_jaxprs, is_object, warn_not_entered
 from mpjax._policy.active import AUDIT, AuditRecord
-from mpjax._policy.dtypes import is_low_precision
 from mpjax._policy.rules import Rule
 
 _LISTS = {
@@ -318,7 +317,8 @@ def _accumulation_of(operation: Operation) -> str:
   if isinstance(algorithm, jax.lax.DotAlgorithmPreset) and algorithm.accumulation_type is not None:
     return str(jnp.dtype(algorithm.accumulation_type))
   result = operation.results[0].dtype
-  return BACKEND_DEFAULT if is_low_precision(result) else str(result)
+  is_low = result is not None and is_low_precision(result)
+  return BACKEND_DEFAULT if is_low else str(result)
 
 
 def _notes(

@@ -14,7 +14,7 @@ from jax.extend.core import primitives as p
 
 from mpjax._autocast.scopes import REGION
 from mpjax._core.errors import check_call
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, is_low_precision
 from mpjax._debug import probes
 from mpjax._debug.arguments import Call, is_array, name_by_parameters
 from mpjax._debug.report import Pending, Report, Section, power
@@ -27,7 +27,6 @@ from mpjax._jaxpr.reader import aval_of, mapped_with
 from mpjax._jaxpr.runner import Observer, run
 from mpjax._jaxpr.steps import Step, body_of
 from mpjax._optim.loss_scale import scales_in
-from mpjax._policy.dtypes import is_low_precision
 
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from mpjax._core.types import DType
+from mpjax._core.types import DType, is_low_precision
 from mpjax._debug.cures import module_of
 from mpjax._debug.findings import Finding
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.primitives import Holds
 from mpjax._jaxpr.reader import inner_jaxprs
-from mpjax._policy.dtypes import is_low_precision
 
 UNKNOWN = "unknown"
 """The estimate of a kernel that has no `cost_estimate`."""

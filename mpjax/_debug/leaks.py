@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from mpjax._autocast.precision import asked_precision
 from mpjax._autocast.scopes import AS_IT_IS_IN, NOT_IN, REGION, policy_of
-from mpjax._core.types import DType
+from mpjax._core.types import DType, is_low_precision
 from mpjax._debug.findings import Finding, summed
 from mpjax._debug.kernels import kernel_leaks
 from mpjax._jaxpr.graph import Graph, Operation, Value
@@ -19,7 +19,7 @@ from mpjax._jaxpr.primitives import AS_TRACED
 from mpjax._jaxpr.steps import Step
 from mpjax._policy.active import SCOPE as FULL_PRECISION
 from mpjax._policy.active import AuditRecord
-from mpjax._policy.dtypes import is_low_precision, written
+from mpjax._policy.dtypes import written
 from mpjax._policy.policy import Policy
 
 _SMALL = 0.01

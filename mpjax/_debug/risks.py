@@ -23,6 +23,7 @@ from jax.extend.core import primitives as p
 
 from mpjax._autocast.matmuls import FEWEST_PRODUCTS, OF_INPUTS
 from mpjax._autocast.scopes import NOT_IN, REGION, policy_of
+from mpjax._core.types import is_low_precision
 from mpjax._debug.cures import cure_of, low_cure
 from mpjax._debug.findings import merged, unnumbered
 from mpjax._jaxpr.graph import Graph, Operation, Value
@@ -38,7 +39,6 @@ from mpjax._jaxpr.primitives import (
   SUMS,
 )
 from mpjax._policy.active import SCOPE as FULL_PRECISION
-from mpjax._policy.dtypes import is_low_precision
 
 Kind: TypeAlias = Literal[
   "angle",

@@ -23,7 +23,7 @@ from mpjax._core.leaves import (
   put,
   refuse_overflow,
 )
-from mpjax._core.trees import is_floating, is_half
+from mpjax._core.trees import in_low_precision, is_floating
 from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree
 from mpjax._optim.loss_scale import LossScaleState, LossScalingState
 from mpjax._optim.masters import MasterWeightsState, bounded, is_hole, join, split
@@ -145,7 +145,7 @@ def crossings(
   result = {}
   leaves = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_state)
   params = {_keys(path): x for path, x in leaves if not _is_state(x)}
-  shapes = {path: x.shape for path, x in params.items() if is_half(x)}
+  shapes = {path: x.shape for path, x in params.items() if in_low_precision(x)}
   nodes = {path[:n] for path in params for n in range(len(path) + 1)}
   for place, state in nodes_with_path(target, MasterWeightsState):
     at = f"{place}/master".lstrip("/")

@@ -15,14 +15,13 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
-from mpjax._core.types import DType
+from mpjax._core.types import DType, is_low_precision
 from mpjax._jaxpr.count import flops_of
 from mpjax._jaxpr.locations import FLOAT8, Location
 from mpjax._jaxpr.op_lists import OpLists, part_of
 from mpjax._jaxpr.primitives import Row, facts_of
 from mpjax._jaxpr.reader import aval_of
 from mpjax._jaxpr.steps import Body, Slot, Step, body_of
-from mpjax._policy.dtypes import is_low_precision
 
 Kind: TypeAlias = Literal["argument", "constant", "literal", "operation"]
 Joins: TypeAlias = Literal["enter", "carry", "leave"]

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from mpjax._core.errors import REFUSALS
 from mpjax._core.trees import cast_leaf
-from mpjax._core.types import FLOAT32, Array, Leaf
+from mpjax._core.types import FLOAT32, Array, Leaf, is_low_precision
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import (
@@ -24,7 +24,6 @@ from mpjax._jaxpr.reader import (
   shape_of,
   with_each,
 )
-from mpjax._policy.dtypes import is_low_precision
 
 
 def is_low(x: object) -> bool:

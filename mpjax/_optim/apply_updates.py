@@ -10,13 +10,16 @@ import optax
 
 from mpjax._core.errors import MpjaxValueError, check_choice, kind_of, listed
 from mpjax._core.leaves import is_key
-from mpjax._core.trees import check_alike, is_array_like, is_half, is_none, tree_differences
+from mpjax._core.trees import (
+  check_alike,
+  in_low_precision,
+  is_array_like,
+  is_none,
+  tree_differences,
+)
 from mpjax._core.types import Array, DType, Leaf, Params, Updates
 from mpjax._optim.masters import differentiated_as, stored
 from mpjax._optim.trees import refuse_none
-
-_DROPPED_BITS = {"bfloat16": 16, "float16": 13}
-"""How many more bits of mantissa float32 has."""
 
 
 def apply_updates(
@@ -30,16 +33,16 @@ def apply_updates(
   """Adds updates to parameters, as `optax.apply_updates`, with a say in how sums are rounded.
 
   Stochastic rounding (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015) goes to
-  one of the two neighbours in the 16-bit dtype, to the nearer one more often, so that the mean is
+  one of the two neighbours in the narrower dtype, to the nearer one more often, so that the mean is
   the exact sum. The same key gives the same parameters, however they are sharded; inside a
   `shard_map` over sharded parameters fold the device's index into the key.
 
   Args:
-    params: the parameters. Those in float16 and bfloat16 are rounded, others are added to.
+    params: the parameters. Those in low precision (16 or 8 bits) are rounded, others are added to.
     updates: a tree like `params`, in its shapes, in float32 (as all of mpjax gives) or any dtype.
       Keys and what is no array stay as they are, and may have None here.
-    master: `mpjax.master_params(opt_state)` after `update`, float32: each 16-bit parameter becomes
-      its rounded master, bit for bit. None with `storage="split"`, where the updates lead there.
+    master: `mpjax.master_params(opt_state)` after `update`, float32. A parameter in low precision
+      becomes its rounded master, bit for bit. None with `storage="split"`: updates lead there.
     rounding: "nearest" (ties to even) or "stochastic".
     key: a PRNG key for stochastic rounding; another one for each step.
 
@@ -93,7 +96,7 @@ def apply_updates(
     raise MpjaxValueError(f"{call}(master)", expected=expected, got=listed(problems), fix=fix)
   new = [
     stored(jnp.asarray(m, jnp.float32), p)
-    if m is not None and is_half(p)
+    if m is not None and in_low_precision(p)
     else _add(p, u, None if key is None else jax.random.fold_in(key, position))
     for position, (p, u, m) in enumerate(
       zip(leaves, jax.tree.leaves(updates), masters, strict=True)
@@ -115,7 +118,7 @@ def _is_untrained(param: Leaf) -> bool:
 def _add(param: Leaf, update: Leaf, key: Array | None) -> Array:
   if _is_untrained(param):
     return cast("Array", param)
-  if not is_half(param):
+  if not in_low_precision(param):
     return cast("Array", optax.apply_updates(param, update))
   # A weakly typed update would be added, and lost, in low precision.
   exact = jnp.asarray(param, jnp.float32) + jnp.asarray(update, jnp.float32)
@@ -125,28 +128,30 @@ def _add(param: Leaf, update: Leaf, key: Array | None) -> Array:
 
 
 def round_stochastically(exact: Array, dtype: DType, key: Array) -> Array:
-  """Returns float32 numbers in a 16-bit dtype, each one of its two neighbours there, by chance."""
+  """Returns float32 numbers in a narrower dtype, each rounded to one of its neighbours there."""
   noise = jax.random.bits(key, exact.shape, jnp.uint32)
   return _add_noise(exact, noise, np.zeros((), dtype))
 
 
 @differentiated_as(lambda exact, noise, like: exact.astype(like.dtype))
 def _add_noise(exact: Array, noise: Array, like: Array) -> Array:
-  dtype, dropped = like.dtype, _DROPPED_BITS[like.dtype.name]
+  dtype, limits = like.dtype, jnp.finfo(like.dtype)
+  dropped = jnp.finfo(jnp.float32).nmant - limits.nmant
   # Noise below the last bit that stays carries into it as often as what is dropped is large.
   bits = jax.lax.bitcast_convert_type(exact, jnp.uint32) + (noise >> np.uint32(32 - dropped))
   kept = np.uint32(2**32 - 2**dropped)
   rounded = jax.lax.bitcast_convert_type(bits & kept, jnp.float32)
-  if dtype == jnp.float16:
-    # Below 2^-14 its numbers are 2^-24 apart, and more bits are dropped than noise was added to.
-    units = exact * np.float32(2.0**24)
+  if limits.smallest_normal > jnp.finfo(jnp.float32).smallest_normal:
+    # Its subnormal numbers are equally spaced, and more bits are dropped than noise was added to.
+    spacing = np.float32(limits.smallest_subnormal)
+    units = exact / spacing
     below = jnp.floor(units)
     uniform = (noise >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
     steps = jnp.where(uniform < units - below, below + np.float32(1), below)
-    small = jnp.abs(exact) < np.float32(2.0**-14)
-    rounded = jnp.where(small, steps * np.float32(2.0**-24), rounded)
-  half = rounded.astype(dtype)
+    is_subnormal = jnp.abs(exact) < np.float32(limits.smallest_normal)
+    rounded = jnp.where(is_subnormal, steps * spacing, rounded)
+  low = rounded.astype(dtype)
   # Noise must not make an inf of the largest numbers, nor something else of an inf or NaN.
-  nearest_half = exact.astype(dtype)
-  usable = jnp.logical_and(jnp.isfinite(exact), jnp.isfinite(half))
-  return jnp.where(usable, half, nearest_half)
+  nearest = exact.astype(dtype)
+  usable = jnp.logical_and(jnp.isfinite(exact), jnp.isfinite(low))
+  return jnp.where(usable, low, nearest)

@@ -18,7 +18,7 @@ from mpjax._core.errors import (
   check_value,
   wrong_type,
 )
-from mpjax._core.trees import first_nonfinite, is_half, is_inexact
+from mpjax._core.trees import first_nonfinite, in_low_precision, is_inexact
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._optim.checks import check_axes, check_inner
 from mpjax._optim.loss_scale import (
@@ -256,7 +256,7 @@ def loss_scaling(
       shown = hide_untrained(params, params)
       new, new_inner = inner.update(gradient, inner_state, shown, **extra_args)
       # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
-      has_half = any(map(is_half, jax.tree.leaves(params)))
+      has_half = any(map(in_low_precision, jax.tree.leaves(params)))
       return new, as_stored(new_inner, inner_state) if has_half else new_inner
 
     # The decision. With `check_updates` once to look at, and once more to apply: to decide first,
@@ -294,7 +294,7 @@ def _warn_of_half(params: Params, inner_state: OptState) -> None:
   masters = masters_in(inner_state, f"{_INIT}.init")
   covered = {path for path, _ in jax.tree_util.tree_leaves_with_path(masters)}
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  half = [path for path, x in leaves if is_half(x) and path not in covered]
+  half = [path for path, x in leaves if in_low_precision(x) and path not in covered]
   if half:
     warnings.warn(
       f"{_INIT}.init(params): {len(half)} parameters are stored in low "

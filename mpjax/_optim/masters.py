@@ -12,8 +12,8 @@ import optax
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
 from mpjax._core.trees import (
   check_alike,
+  in_low_precision,
   is_floating,
-  is_half,
   round_to,
   saturate,
   tree_differences,
@@ -235,7 +235,7 @@ def master_weights(
 
 def _first_master(param: Leaf, kind: type[MasterWeightsState]) -> Leaf:
   """Returns the master of a parameter before the first step; None if that is its own."""
-  if not is_half(param):
+  if not in_low_precision(param):
     return None
   master = jnp.asarray(param, jnp.float32)
   splits = issubclass(kind, SplitMasterWeightsState) and param.dtype == jnp.bfloat16

@@ -14,16 +14,25 @@ from jax.core import Tracer
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.leaves import Path, is_key, is_nnx_variable
 from mpjax._core.trees import (
-  half_to_float32,
+  in_low_precision,
   is_array_like,
-  is_half,
   is_inexact,
   is_none,
+  low_to_float32,
   pick,
   tree_differences,
 )
-from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
-from mpjax._policy.dtypes import is_low_precision
+from mpjax._core.types import (
+  Array,
+  Grads,
+  KeyPath,
+  Leaf,
+  OptState,
+  Params,
+  PyTree,
+  Updates,
+  is_low_precision,
+)
 
 T = TypeVar("T")
 
@@ -86,14 +95,14 @@ def as_stored(new: PyTree, old: PyTree) -> PyTree:
   """Returns the tree `new` with its floating leaves in float16 or bfloat16 where `old` has them."""
   if jax.tree.structure(old) != jax.tree.structure(new):
     return new
-  cast = lambda n, o: n.astype(o.dtype) if is_half(o) and is_inexact(n) else n  # noqa: E731
+  cast = lambda n, o: n.astype(o.dtype) if in_low_precision(o) and is_inexact(n) else n  # noqa: E731
   return jax.tree.map(cast, new, old)
 
 
 def float32_view(tree: PyTree) -> PyTree:
   """Returns the tree as an inner optimizer sees it that works in float32."""
   # Moments take the dtype of what is trained: in bfloat16 0.999 rounds to 1, in float16 1e-8 to 0.
-  return jax.tree.map(half_to_float32, hide_untrained(tree, tree))
+  return jax.tree.map(low_to_float32, hide_untrained(tree, tree))
 
 
 def arrays_only(params: Params) -> Params:

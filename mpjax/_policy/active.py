@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from mpjax._core.frameworks import check_function
-from mpjax._core.trees import half_to_float32, map_arrays
+from mpjax._core.trees import low_to_float32, map_arrays
 from mpjax._core.types import Class, P
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, Rule
@@ -191,7 +191,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
     around, call = ACTIVE.value or Active(in_region=True), (args, kwargs)
     if around.in_low_precision or not around.in_region:
-      call, around = map_arrays(half_to_float32, call), type(around)(in_region=True)
+      call, around = map_arrays(low_to_float32, call), type(around)(in_region=True)
     with jax.named_scope(SCOPE), ACTIVE(around):
       return fn(*call[0], **call[1])
 

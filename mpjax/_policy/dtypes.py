@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, alternatives, nearest
-from mpjax._core.types import FLOAT32, DType, DTypeLike
+from mpjax._core.types import DType, DTypeLike
 
 _FLOAT8 = ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
 
@@ -51,11 +51,6 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
   if of_type:
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-
-
-def is_low_precision(dtype: DType) -> bool:
-  """Whether `dtype` is floating and narrower than float32: bfloat16, float16 or 8 bits."""
-  return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < FLOAT32.itemsize
 
 
 MatmulPrecision: TypeAlias = jax.lax.Precision | jax.lax.DotAlgorithmPreset

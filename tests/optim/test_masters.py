@@ -57,6 +57,19 @@ def test_a_value_that_a_float32_sum_cannot_reach_follows_on_the_next_step(half, 
     assert params.tolist() == [reached]
 
 
+def test_a_float8_parameter_has_a_float32_master_that_small_steps_move():
+  params = jnp.ones(3, jnp.float8_e4m3fn)
+  tx = mpjax.master_weights(optax.sgd(1.0))
+  state = tx.init(params)
+  for _ in range(4):
+    # A quarter of the distance to the next number in float8: to nearest it would be lost.
+    updates, state = tx.update(jnp.full(3, -1 / 32), state, params)
+    params = mpjax.apply_updates(params, updates, master=mpjax.master_params(state))
+  assert state.master.dtype == F32
+  assert params.dtype == jnp.float8_e4m3fn
+  np.testing.assert_array_equal(np.asarray(params, F32), np.full(3, 1.125, F32))
+
+
 def test_minus_zero_is_the_masters_only_by_our_own_function():
   # No update leads from 0 to -0.
   params = jnp.asarray([0.0, -0.0, 0.0, -0.0], jnp.bfloat16)
