@@ -3,7 +3,7 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jax.tree_util import GetAttrKey
 from mpjax._core.errors import REFUSALS, MpjaxValueError, check_choice, check_flag
 from mpjax._core.trees import is_floating, saturate
 from mpjax._core.types import (
+  FLOAT32,
   HALF_NAMES,
   Array,
   Class,
@@ -30,7 +31,11 @@ from mpjax._core.types import (
 from mpjax._optim.apply_updates import check_rounding, round_stochastically
 from mpjax._optim.checks import check_inner, check_state
 from mpjax._optim.loss_scale import refuse_scale_inside
+from mpjax._optim.masters import init_shown, update_shown
+from mpjax._optim.trees import align_gradients, arrays_only, float32_view, merge_updates
 from mpjax._policy.dtypes import parse_dtype
+
+_WHERE = "mpjax.state_dtype(inner)"
 
 Moment = Literal["mu", "nu"]
 """A first or a second moment, by the argument that says how it is stored."""
@@ -72,8 +77,9 @@ def state_dtype(
   """Wraps an optimizer so that its first moments are stored in 16 bits, and computed in float32.
 
   Each update reads the first moments in float32, computes with them as `inner` does, and rounds
-  what it stores; what is beyond the range of the dtype is its largest number, not inf. (`mu_dtype`
-  of optax decays the stored moment in its own dtype, and some optimizers have none.) Moments are
+  what it stores. A number beyond the range of the dtype becomes its largest number. (`mu_dtype` of
+  optax decays the stored moment in its own dtype, and some optimizers have none.) `inner` sees
+  parameters and gradients in float32, so its other moments are in float32 too. Moments are
   found by the names of fields, wherever they are: `mu`, `trace` (the momentum of `optax.sgd`),
   `m1`, `exp_avg`, `m` and `v` of `optax.adan`, and `nu` of `optax.sm3`, which is its momentum.
 
@@ -106,77 +112,145 @@ def state_dtype(
   >>> state[0].mu["w"].dtype, state[0].nu["w"].dtype
   (dtype(bfloat16), dtype('float32'))
   """
-  where = "mpjax.state_dtype(inner)"
-  inner = check_inner(inner, where)
+  inner = check_inner(inner, _WHERE)
   check_rounding("mpjax.state_dtype", rounding)
   stochastic = rounding == "stochastic"
-  check_flag(allow_second_moments, "mpjax.state_dtype(allow_second_moments)")
-  if nu is not None and not allow_second_moments:
-    expected = "second moments in float32"
-    fix = (
-      "Leave nu out: with a decay of 0.999 a second moment no longer moves in bfloat16, and in "
-      "float16 small ones are 0, which gives inf or NaN. allow_second_moments=True stores them so."
-    )
-    raise MpjaxValueError("mpjax.state_dtype(nu)", expected=expected, got=repr(nu), fix=fix)
-  arguments: dict[Moment, DTypeLike | None] = {"mu": mu, "nu": nu}
-  dtypes: dict[Moment, DType] = {}
-  for moment, dtype in arguments.items():
-    if dtype is not None:
-      # Narrower numbers would need a scale for each block of a moment.
-      dtypes[moment] = parse_dtype(dtype, f"mpjax.state_dtype({moment})")
-      check_choice(dtypes[moment].name, (*HALF_NAMES, "float32"), f"mpjax.state_dtype({moment})")
-  if not dtypes:
-    expected, got = "a dtype for first moments", "None, and none for second ones"
-    fix = 'Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.'
-    raise MpjaxValueError("mpjax.state_dtype(mu)", expected=expected, got=got, fix=fix)
-  is_stored = lambda moment, x: moment in dtypes and is_floating(x) and x.dtype.itemsize <= 4  # noqa: E731
-
-  def stored(state: OptState, containers: set[Class], steps: Array) -> OptState:
-    number = itertools.count()
-    key = jax.random.fold_in(jax.random.key(0), steps) if stochastic else None
-
-    def one(moment: Moment, x: Leaf) -> Leaf:
-      if not is_stored(moment, x):
-        return x
-      dtype = dtypes[moment]
-      x = saturate(x.astype(jnp.float32), dtype)
-      if key is None or dtype == jnp.float32:
-        return x.astype(dtype)
-      return round_stochastically(x, dtype, jax.random.fold_in(key, next(number)))
-
-    state = _map_moments(one, state, containers)
-    return StochasticState(steps, state) if stochastic else state
+  dtypes = _parse_dtypes(mu, nu, allow_second_moments)
 
   def init(params: Params) -> OptState:
-    containers, moments = _types_in(params), set[Moment]()
-    inner_state = inner.init(params)
+    params = arrays_only(params)
+    inner_state = init_shown(inner, params, _WHERE)
     if stochastic:
       fix = "Swap the two, loss_scaling(state_dtype(inner)): a skipped step takes no random bits."
-      refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
-    _map_moments(lambda moment, x: moments.add(moment), inner_state, containers)
-    missing = [moment for moment in dtypes if moment not in moments]
-    if missing and jax.tree.leaves(params):
-      at, expected = f"mpjax.state_dtype({', '.join(missing)})", "an optimizer with such moments"
-      got = f"one with {' and '.join(sorted(moments)) or 'none'}"
-      fix = f"Leave it out here; moments are found by the names of fields, {', '.join(_FIELDS)}."
-      raise MpjaxValueError(at, expected=expected, got=got, fix=fix)
+      refuse_scale_inside(inner_state, _WHERE, got="mpjax.loss_scaling", fix=fix)
+    containers = _types_in(params)
+    if jax.tree.leaves(params):
+      _check_moments(dtypes, inner_state, containers)
     if "nu" in dtypes and not stochastic:
       _warn_of_decays(inner, params, dtypes["nu"])
-    return stored(inner_state, containers, jnp.zeros((), jnp.int32))
+    if not stochastic:
+      return _rounded_to_nearest(inner_state, dtypes, containers)
+    steps = jnp.zeros((), jnp.int32)
+    return _rounded_stochastically(inner_state, dtypes, containers, steps)
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, OptState]:
-    containers, steps = _types_in(updates if params is None else params), 0
+    call = f"{_WHERE}.update"
+    inner_state = state
     if stochastic:
-      state = check_state(state, StochasticState, f"{where}.update(state)")
-      steps, state = optax.safe_increment(state.steps), state.inner_state
-    widen = lambda moment, x: x.astype(jnp.float32) if is_stored(moment, x) else x  # noqa: E731
-    wide = _map_moments(widen, state, containers)
-    new_updates, new = inner.update(updates, wide, params, **extra_args)
-    return new_updates, stored(new, containers, jnp.asarray(steps))
+      inner_state = check_state(state, StochasticState, f"{call}(state)").inner_state
+    params = arrays_only(params)
+    grads = align_gradients(updates, params, f"{call}(updates)")
+    containers = _types_in(grads if params is None else params)
+    wide = _in_float32(inner_state, dtypes, containers)
+    new_updates, new = update_shown(inner, float32_view(grads), wide, params, extra_args, call)
+    new_updates = merge_updates(grads, new_updates, params)
+    if not stochastic:
+      return new_updates, _rounded_to_nearest(new, dtypes, containers)
+    steps = jnp.asarray(optax.safe_increment(state.steps))
+    return new_updates, _rounded_stochastically(new, dtypes, containers, steps)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _parse_dtypes(
+  mu: DTypeLike | None, nu: DTypeLike | None, allow_second_moments: bool
+) -> dict[Moment, DType]:
+  """Returns the dtype of each moment that gets one."""
+  check_flag(allow_second_moments, "mpjax.state_dtype(allow_second_moments)")
+  if nu is not None and not allow_second_moments:
+    fix = (
+      "Leave nu out: with a decay of 0.999 a second moment no longer moves in bfloat16, and in "
+      "float16 small ones are 0, which gives inf or NaN. allow_second_moments=True stores them so."
+    )
+    expected = "second moments in float32"
+    raise MpjaxValueError("mpjax.state_dtype(nu)", expected=expected, got=repr(nu), fix=fix)
+  dtypes: dict[Moment, DType] = {}
+  if mu is not None:
+    dtypes["mu"] = _parse_dtype(mu, "mpjax.state_dtype(mu)")
+  if nu is not None:
+    dtypes["nu"] = _parse_dtype(nu, "mpjax.state_dtype(nu)")
+  if not dtypes:
+    expected, got = "a dtype for first moments", "None, and none for second ones"
+    fix = 'Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.'
+    raise MpjaxValueError("mpjax.state_dtype(mu)", expected=expected, got=got, fix=fix)
+  return dtypes
+
+
+def _parse_dtype(dtype: DTypeLike, where: str) -> DType:
+  # Narrower numbers would need a scale for each block of a moment.
+  parsed = parse_dtype(dtype, where)
+  check_choice(parsed.name, (*HALF_NAMES, "float32"), where)
+  return parsed
+
+
+def _check_moments(
+  dtypes: Mapping[Moment, DType], inner_state: OptState, containers: set[Class]
+) -> None:
+  """Raises MpjaxValueError if the inner optimizer lacks a moment that has a dtype."""
+  found = set[Moment]()
+
+  def note(moment: Moment, x: Leaf) -> Leaf:
+    found.add(moment)
+    return x
+
+  _map_moments(note, inner_state, containers)
+  missing = [moment for moment in dtypes if moment not in found]
+  if missing:
+    raise MpjaxValueError(
+      f"mpjax.state_dtype({', '.join(missing)})",
+      expected="an optimizer with such moments",
+      got=f"one with {' and '.join(sorted(found)) or 'none'}",
+      fix=f"Leave it out here; moments are found by the names of fields, {', '.join(_FIELDS)}.",
+    )
+
+
+def _in_float32(
+  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class]
+) -> OptState:
+  """Returns a state with the stored moments in float32."""
+
+  def widened(moment: Moment, x: Leaf) -> Leaf:
+    return x.astype(jnp.float32) if _is_stored(moment, x, dtypes) else x
+
+  return _map_moments(widened, state, containers)
+
+
+def _rounded_to_nearest(
+  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class]
+) -> OptState:
+  """Returns a state with the moments in their dtypes."""
+
+  def rounded(moment: Moment, x: Leaf) -> Leaf:
+    if not _is_stored(moment, x, dtypes):
+      return x
+    return saturate(x.astype(jnp.float32), dtypes[moment]).astype(dtypes[moment])
+
+  return _map_moments(rounded, state, containers)
+
+
+def _rounded_stochastically(
+  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class], steps: Array
+) -> StochasticState:
+  """Returns a state with the moments in their dtypes, rounded by bits that depend on `steps`."""
+  key = jax.random.fold_in(jax.random.key(0), steps)
+  number = itertools.count()
+
+  def rounded(moment: Moment, x: Leaf) -> Leaf:
+    if not _is_stored(moment, x, dtypes):
+      return x
+    dtype, x = dtypes[moment], saturate(x.astype(jnp.float32), dtypes[moment])
+    if dtype == jnp.float32:
+      return x
+    return round_stochastically(x, dtype, jax.random.fold_in(key, next(number)))
+
+  return StochasticState(steps, _map_moments(rounded, state, containers))
+
+
+def _is_stored(moment: Moment, x: Leaf, dtypes: Mapping[Moment, DType]) -> bool:
+  """Whether a moment gets a dtype: a real one of at most 32 bits."""
+  return moment in dtypes and is_floating(x) and x.dtype.itemsize <= FLOAT32.itemsize
 
 
 def _warn_of_decays(

@@ -15,7 +15,7 @@ OVER_LIMIT = {
   "mpjax/_debug": 28,
   "mpjax/_io": 3,
   "mpjax/_jaxpr": 8,
-  "mpjax/_optim": 13,
+  "mpjax/_optim": 12,
   "mpjax/_policy": 3,
   "mpjax/linen": 2,
 }

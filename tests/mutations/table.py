@@ -551,20 +551,22 @@ mpjax/_optim/state_dtype.py::_map_moments
 + _FIELDS
 ::test_first_moments_are_found_and_nothing_else
 
-mpjax/_optim/state_dtype.py::state_dtype
+mpjax/_optim/state_dtype.py::_parse_dtypes
 
 67 second moments are stored in low precision without a word
 - nu is not None and not allow_second_moments
 + False
 ::test_arguments
 
+mpjax/_optim/state_dtype.py::state_dtype
+
 68a first moments are computed in the dtype that they are stored in
-- inner.update(updates, wide, params, **extra_args)
-+ inner.update(updates, state, params, **extra_args)
+- update_shown(inner, float32_view(grads), wide, params, extra_args, call)
++ update_shown(inner, float32_view(grads), inner_state, params, extra_args, call)
 ::test_momentum_is_numpys_to_the_bit
 
 68b random bits are taken by skipped steps too, around a loss scale
-- refuse_scale_inside(inner_state, where, got='mpjax.loss_scaling', fix=fix)
+- refuse_scale_inside(inner_state, _WHERE, got='mpjax.loss_scaling', fix=fix)
 + pass
 ::test_moments_rounded_stochastically_are_right_on_average
 

@@ -279,3 +279,31 @@ def test_moments_of_float64_and_complex_parameters_stay():
       found = {name: x.dtype.name for name, x in state[0].trace.items()}
       assert found == {"d": "float64", "c": "complex64", "f": "bfloat16"}
       _, state = tx.update(params, state, params)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16", "float8_e5m2"])
+def test_second_moments_of_parameters_in_low_precision_are_in_float32(half):
+  params = {"w": jnp.ones(3, half)}
+  tx = mpjax.state_dtype(optax.adam(1e-3), mu="bfloat16")
+  state = tx.init(params)
+  assert (state[0].mu["w"].dtype, state[0].nu["w"].dtype) == (BF16, F32)
+  updates, new = tx.update({"w": jnp.full(3, 0.01, half)}, state, params)
+  assert (new[0].mu["w"].dtype, new[0].nu["w"].dtype) == (BF16, F32)
+  assert updates["w"].dtype == F32
+
+
+def test_a_zero_gradient_of_a_float16_parameter_moves_nothing():
+  # In float16 adam divides 0 by its eps of 1e-8, which is 0 there.
+  params = jnp.ones(3, jnp.float16)
+  tx = mpjax.state_dtype(optax.adam(1e-3), mu="float16")
+  updates, _ = tx.update(jnp.zeros(3, jnp.float16), tx.init(params), params)
+  np.testing.assert_array_equal(updates, np.zeros(3))
+
+
+def test_integers_among_the_parameters_stay_as_they_are():
+  params = {"w": jnp.ones(3, BF16), "n": jnp.ones(2, jnp.int32)}
+  tx = mpjax.state_dtype(optax.adam(1e-3), mu="bfloat16")
+  grads = {"w": jnp.ones(3, BF16), "n": np.zeros(2, jax.dtypes.float0)}
+  updates, _ = tx.update(grads, tx.init(params), params)
+  assert updates["n"].dtype == jnp.int32
+  assert updates["n"].tolist() == [0, 0]
