@@ -64,7 +64,7 @@ class Active:
   token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 
   def __hash__(self) -> int:
-    return hash(self.region)  # A predicate of a rule may have no hash.
+    return hash(self.region)  # A hash of every field takes longer.
 
 
 class _Number(int):

@@ -47,7 +47,7 @@ class Rule:
   policy: Policy | None
   path: str | re.Pattern[str] | None
   module: Class | tuple[Class, ...] | None
-  where: Callable[[Module], bool] | None
+  where: Callable[[Module], bool] | None = dataclasses.field(hash=False)  # It may have no hash.
   rewrite: bool
 
   @check_call("mpjax.Rule(...)", fix='Write mpjax.Rule("float32", path="head").')

@@ -36,6 +36,8 @@ def test_equal_states_are_one_key_that_no_python_code_compares():
 def test_a_predicate_may_have_no_hash():
   predicate = type("Predicate", (), {"__call__": lambda self, m: m.name == "a", "__hash__": None})
   model = mpjax.with_policy(nn.Dense(2), "bfloat16", [Rule("float32", where=predicate())])
+  with pytest.raises(mpjax.errors.UnmatchedRuleError):
+    model.init(jax.random.key(0), X)
   variables = nn.Dense(2).init(jax.random.key(0), X)
   assert model.apply(variables, X).dtype == jnp.bfloat16
 

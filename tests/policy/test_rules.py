@@ -172,6 +172,9 @@ def test_a_rule_is_a_value_and_so_is_a_list_of_rules():
   assert Rule(None, module=Plain) != Rule(None, module=(Plain,))
   with pytest.raises(AttributeError):
     pairs[0][0].path = "b"
+  # A predicate may have no hash.
+  predicate = type("Predicate", (), {"__call__": lambda self, m: True, "__hash__": None})()
+  assert len({Rule(None, where=predicate), Rule(None, where=predicate)}) == 1
   # A predicate is the function itself, and pickled by its name.
   assert pickle.loads(pickle.dumps(pairs[2][0])) == pairs[2][0]
   others = [Rule("float32", where=lambda m: m.name == "head") for _ in range(2)]
