@@ -90,7 +90,8 @@ def test_what_is_refused(case):
 
 
 def test_a_scope_is_that_of_linen():
-  with mpjax.policy_scope("c=bf16", [mpjax.Rule("float32", path="out")]):
+  rules = [mpjax.Rule("float32", path="out")]
+  with mpjax.policy_scope("c=bf16", rules, unmatched="ignore"):
     assert nn.Dense(2).apply(VARIABLES, X).dtype == "bfloat16"
   # A scope that is used warns of nothing: warnings are errors.
   assert mpjax.policy_scope("c=bf16")(nn.Dense(2).apply)(VARIABLES, X).dtype == "bfloat16"

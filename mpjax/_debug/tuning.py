@@ -237,7 +237,7 @@ def with_models_under(fn: Function, policy: Policy | None, rules: tuple[Rule, ..
 
   def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
     args, kwargs = views_of((args, kwargs), policy, rules)
-    with policy_scope(policy, rules):
+    with policy_scope(policy, rules, unmatched="ignore"):
       return fn(*args, **kwargs)
 
   return run

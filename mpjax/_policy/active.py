@@ -15,7 +15,7 @@ from mpjax._core.frameworks import check_function
 from mpjax._core.trees import low_to_float32, map_arrays
 from mpjax._core.types import Class, P
 from mpjax._policy.policy import Policy
-from mpjax._policy.rules import NO_POLICY, ModulePolicy, Rule
+from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, Rule
 
 AUDIT = jax.make_user_context(None)
 """The record of the audit that traces in this thread; None outside of one."""
@@ -67,6 +67,10 @@ class Active:
     return hash(self.region)  # A hash of every field takes longer.
 
 
+NUMBERS = 1024
+"""How many active states have a number. A function is traced again in a state that lost its own."""
+
+
 class _Number(int):
   # An active state, as JAX compares it: equal states have one number. JAX looks for a compiled
   # function in a table of C++, without a lock. Python code that compares or hashes there lets
@@ -95,7 +99,7 @@ class _ActiveState:
 
 _numbers = itertools.count()
 # One that is forgotten is never given again.
-_number_of = functools.lru_cache(maxsize=1024)(lambda *_: next(_numbers))
+_number_of = functools.lru_cache(maxsize=NUMBERS)(lambda *_: next(_numbers))
 
 ACTIVE = _ActiveState()
 """The active state of this thread, an `Active`; None outside of every model under a policy."""
@@ -111,6 +115,8 @@ class ScopeToken:
 
   before: Active | None  # the state that it found
   opened: contextlib.ExitStack  # what to close with it
+  reached: ModuleRecord | None = None  # the modules that run under it; None if it has no effect
+  has_inner: bool = False  # whether another scope was entered inside
   left: bool = False
   thread: int = dataclasses.field(default_factory=threading.get_ident)
 

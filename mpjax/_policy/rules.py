@@ -196,11 +196,17 @@ _FLAX_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-  """The arguments of `with_policy` or `policy_scope`, checked."""
+  """The arguments of `with_policy` or `policy_scope`, checked.
+
+  Fields:
+    of_scope: they are those of `policy_scope`, which notes the modules that run. It is compared, so
+      that JAX reuses no trace of a wrapped model there, which would hide modules.
+  """
 
   policy: Policy | None
   rules: tuple[Rule, ...]
   unmatched: str
+  of_scope: bool = False
 
   def __str__(self) -> str:
     rules = f", rules={list(self.rules)!r}" if self.rules else ""

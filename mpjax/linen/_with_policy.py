@@ -1,28 +1,24 @@
-"""`with_policy` and `policy_scope`: the two ways to put a policy onto Linen models."""
+"""`with_policy`: a Linen model that runs under a policy."""
 
-import contextlib
 import dataclasses
 import functools
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, TypeAlias
 
 import flax.linen as nn
 import jax
 from flax.core import FrozenDict
 from flax.core.scope import CollectionFilter
 
-from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, kind_of
+from mpjax._core.errors import MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.leaves import node_paths
 from mpjax._core.trees import mapped
 from mpjax._core.types import Args, Function, Kwargs, Params, PyTree, Variables
 from mpjax._jaxpr.used_dtypes import store_as_used
-from mpjax._policy.active import ACTIVE, Active, ScopeToken, in_region
 from mpjax._policy.policy import PolicyLike
-from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config, shown
-from mpjax.linen._intercept import abstract, activate, applied, begin, current, intercept, under
+from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config
+from mpjax.linen._intercept import abstract, activate, applied, begin, under
 
 Keys: TypeAlias = jax.Array | dict[str, jax.Array]
 """What `nn.Module.init` takes: one random key, or one for each name."""
@@ -236,9 +232,6 @@ class BoundPolicyModule:
     return under(self._config)(x) if callable(x) and not isinstance(x, type) else x
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
 def with_policy(
   model: nn.Module,
   policy: PolicyLike | None,
@@ -277,97 +270,3 @@ def with_policy(
   else:
     return PolicyModule(model, parse_config(where, policy, rules, unmatched=unmatched))
   raise MpjaxTypeError(f"{where}(model)", expected="an unbound flax.linen.Module", got=got, fix=fix)
-
-
-def policy_scope(
-  policy: PolicyLike | None, rules: Iterable[Rule] = ()
-) -> contextlib.AbstractContextManager[None]:
-  """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
-
-  The scope belongs to the thread that enters it, and to every function that is traced or called
-  inside: `jax.jit` traces once for each policy. Flax's NNX has no hook for calls: give
-  `mpjax.with_policy(model, policy)` to the code that calls an NNX model.
-
-  Args:
-    policy: as for `with_policy`.
-    rules: as for `with_policy`, with paths relative to each root; a rule that picks out nothing is
-      never an error here.
-
-  Returns:
-    A context manager, for `with`; also a decorator. It can be entered repeatedly, but not by a
-    module that is running under a policy (MpjaxRuntimeError).
-
-  >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
-  >>> variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
-  >>> with mpjax.policy_scope("c=bf16"):
-  ...   nn.Dense(2).apply(variables, jnp.ones((1, 3))).dtype
-  dtype(bfloat16)
-  """
-  return _Scope(parse_config("mpjax.policy_scope", policy, rules, unmatched="ignore"))
-
-
-class _Scope(contextlib.ContextDecorator):
-  """A scope, which can be entered repeatedly: one after the other, nested, in several threads."""
-
-  def __init__(self, config: PolicyConfig) -> None:
-    self._config = config
-    self._entered: list[ScopeToken] = []
-    self._used = False
-
-  def __call__(self, func: F) -> F:
-    self._used = True
-    return super().__call__(func)
-
-  def __del__(self) -> None:
-    if not self._used:
-      text = (
-        "mpjax.policy_scope(policy) was never entered: models run without that policy. Write "
-        "with mpjax.policy_scope(policy): and call them inside."
-      )
-      warnings.warn(text, UserWarning, stacklevel=2)
-
-  def __enter__(self) -> None:
-    self._used = True
-    active, opened = current(), contextlib.ExitStack()
-    if in_region():  # Nothing to make active: `full_precision` is stronger.
-      token = ScopeToken(None, opened)
-    elif active is None or not active.entered:
-      leave_scopes()
-      if current() is None:  # Else there is an interceptor already.
-        opened.enter_context(nn.intercept_methods(intercept))
-      token = activate_scope(begin(self._config), opened)
-    else:
-      where, expected = "mpjax.policy_scope(policy)", "to be entered outside of a forward pass"
-      got = f"a module that is running already, under the policy {shown(active.around.policy)}"
-      fix = "Pick submodules out with mpjax.Rule, or apply a wrapped model of its own."
-      raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
-    self._entered.append(token)
-
-  def __exit__(self, *exception: object) -> None:
-    here = threading.get_ident()
-    last = next((x for x in reversed(self._entered) if x.thread == here), self._entered[-1])
-    self._entered.remove(last)
-    leave_scopes(last)
-
-
-def activate_scope(state: Active, opened: contextlib.ExitStack) -> ScopeToken:
-  """Makes a state active for a scope that may be left in any order."""
-  # A generator that yields inside a scope leaves it when it ends, which may be after another scope
-  # was entered. That one stays active, and when it is left too what was before both is restored.
-  # Left as a `with` block is, the scope of the generator would restore what was before it, and a
-  # model called next in the other scope would run without a policy.
-  token = ScopeToken(ACTIVE.value, opened)
-  ACTIVE(dataclasses.replace(state, token=token)).__enter__()
-  return token
-
-
-def leave_scopes(token: ScopeToken | None = None) -> None:
-  """Leaves a scope, and restores what was before the innermost scopes that have been left."""
-  if token is not None:
-    token.left = True
-  active = ACTIVE.value
-  while active is not None and active.token is not None and active.token.left:
-    innermost = active.token
-    active = innermost.before
-    ACTIVE(active).__enter__()
-    innermost.opened.close()

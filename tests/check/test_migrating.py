@@ -262,6 +262,7 @@ def failures(lines: list[str], objects: list[dict[str, Any]]) -> dict[str, list[
 
 
 @pytest.mark.filterwarnings("ignore:mpjax.opt_level")
+@pytest.mark.filterwarnings("ignore:mpjax.policy_scope")  # The body of a `with` is empty.
 @pytest.mark.standard_promotion  # NNX promotes when it makes a layer.
 def test_the_lines_of_the_tables_run():
   objects = worlds()

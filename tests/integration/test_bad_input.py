@@ -44,8 +44,8 @@ def test_policies_rules_and_options(way):
       call("bfloat16", rules)
   assert ACTIVE.value is None  # A scope that is refused is not entered.
   # What to do about rules that match nothing is one of three.
-  where, expected = "mpjax.with_policy(unmatched=...)", "'raise' or 'warn' or 'ignore'"
-  for value in ("error", None, True) if way != "scope" else ():
+  where, expected = f"{name}(unmatched=...)", "'raise' or 'warn' or 'ignore'"
+  for value in ("error", None, True):
     with refused(ValueError, where, expected, repr(value), "Did you mean"):
       call("bfloat16", unmatched=value)
 

@@ -14,7 +14,7 @@ from flax.core import freeze
 
 import mpjax
 from tests.errors import refused
-from tests.linen.probes import HALF, KEY, Does, Probe, X, calling, dtypes, note
+from tests.linen.probes import HALF, KEY, Does, Probe, X, calling, dtypes
 from tests.programs import assert_bit_equal, bits, compilations, products
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
@@ -301,49 +301,6 @@ def test_submodules_in_containers_of_a_bound_model_run_under_the_policy():
   assert list(bound.heads) == ["b", "a"]
 
 
-# Functional ways in, and scopes
-
-
-def test_a_scope_serves_code_that_never_shows_its_apply():
-  def fun(module, x):
-    note(module, module.encode(x))
-    return module(x)
-
-  with scope("mixed_bfloat16"):
-    out = nn.apply(fun, Net())(plain_variables(), X)
-    made = nn.init(fun, Net())(KEY, X)
-    also, again = nn.init_with_output(fun, Net())(KEY, X)
-  assert out.dtype == also.dtype == F32
-  assert bits(made) == bits(again) == bits(plain_variables())
-  model, variables = Net(), plain_variables()
-
-  def generate(x, steps):
-    for _ in range(steps):
-      x = model.apply(variables, x)
-    return x
-
-  assert generate(X, 2).dtype == F32
-  with scope("c=bf16"):
-    assert generate(X, 2).dtype == BF16
-    assert jax.jit(generate, static_argnums=1)(X, 2).dtype == BF16
-  assert generate(X, 2).dtype == F32
-
-
-def test_a_scope_can_be_entered_again_and_is_a_decorator():
-  model, entered = nn.Dense(2), scope("bfloat16")
-  variables = {"params": {"kernel": jnp.ones((8, 2)), "bias": jnp.ones(2)}}
-  dtype = lambda: model.apply(variables, X).dtype  # noqa: E731
-  for _ in range(2):
-    with entered:
-      assert dtype() == BF16
-      with entered:
-        assert dtype() == BF16
-      assert dtype() == BF16
-    assert dtype() == F32
-    assert entered(dtype)() == BF16
-    assert dtype() == F32
-
-
 # Unmatched rules
 
 TYPO = Rule("float32", path="encodr")
@@ -367,7 +324,7 @@ def test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed():
         way(KEY, X)
 
 
-def test_unmatched_rules_can_warn_or_be_ignored_and_scopes_never_complain():
+def test_unmatched_rules_can_warn_or_be_ignored():
   model = with_policy(Net(), "mixed_bfloat16", [TYPO], unmatched="warn")
   with pytest.warns(UserWarning, match="The nearest module paths: 'encoder'") as record:
     variables = model.init(KEY, X)
@@ -382,9 +339,6 @@ def test_unmatched_rules_can_warn_or_be_ignored_and_scopes_never_complain():
     assert jax.eval_shape(model.apply, plain_variables(), X).dtype == F32
   assert len(record) == 1
   assert jax.eval_shape(lambda v: model.bind(v)(X), plain_variables()).dtype == F32
-  with scope("mixed_bfloat16", [TYPO]):
-    assert dtypes(jax.eval_shape(Net().init, KEY, X)) == dtypes(plain_variables())
-    assert jax.eval_shape(Net().apply, plain_variables(), X).dtype == F32
   # A rule that an earlier one shadows has matched.
   encoder = Rule("float32", path="encoder")
   rules = [Rule("float16", path="encoder"), Rule("float32", module=nn.Dense), encoder]

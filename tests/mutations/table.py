@@ -288,7 +288,7 @@ mpjax/_policy/active.py::_ActiveState.__call__
 + number = _Number(0)
 tests/linen/test_never_stale.py::test_scopes_that_are_entered_and_left_in_any_order
 
-mpjax/linen/_with_policy.py::_Scope.__exit__
+mpjax/linen/_policy_scope.py::_Scope.__exit__
 
 35 a scope that an exception leaves stays in force
 - leave_scopes(last)

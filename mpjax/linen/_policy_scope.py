@@ -1,0 +1,178 @@
+"""`policy_scope`: a policy for every Linen model that runs inside of a `with` block."""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+import flax.linen as nn
+
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxValueError
+from mpjax._policy.active import ACTIVE, NUMBERS, ScopeToken, in_region
+from mpjax._policy.policy import PolicyLike
+from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config, shown
+from mpjax.linen._intercept import Active, begin, current, intercept
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_WHERE = "mpjax.policy_scope(policy)"
+
+
+def policy_scope(
+  policy: PolicyLike | None, rules: Iterable[Rule] = (), *, unmatched: str = "warn"
+) -> contextlib.AbstractContextManager[None]:
+  """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
+
+  The scope belongs to the thread that enters it, and to every function that is traced or called
+  inside: `jax.jit` traces once for each policy. Flax's NNX has no hook for calls: give
+  `mpjax.with_policy(model, policy)` to the code that calls an NNX model.
+
+  A scope warns when it is left if no Linen module ran under its policy, or if a rule has picked out
+  none. Modules that ran in earlier scopes of an equal policy and equal rules count: JAX may call
+  what it traced there, and then runs no module. A scope with another one inside may run nothing.
+
+  Args:
+    policy: as for `with_policy`.
+    rules: as for `with_policy`, with paths relative to each root.
+    unmatched: "raise", "warn" or "ignore": what to do about a scope under which nothing ran, and
+      about a rule that picks out no module.
+
+  Returns:
+    A context manager, for `with`; also a decorator. It can be entered repeatedly, but not by a
+    module that is running under a policy (MpjaxRuntimeError).
+
+  Raises:
+    MpjaxValueError: when it is left, with `unmatched="raise"`. Of a rule it is an
+      UnmatchedRuleError.
+
+  >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
+  >>> variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
+  >>> with mpjax.policy_scope("c=bf16"):
+  ...   nn.Dense(2).apply(variables, jnp.ones((1, 3))).dtype
+  dtype(bfloat16)
+  """
+  config = parse_config("mpjax.policy_scope", policy, rules, unmatched=unmatched)
+  return _Scope(dataclasses.replace(config, of_scope=True))
+
+
+class _Scope:
+  """A scope, which can be entered repeatedly: one after the other, nested, in several threads."""
+
+  def __init__(self, config: PolicyConfig, stacklevel: int = 2) -> None:
+    self._config = config
+    self._stacklevel = stacklevel  # where the user leaves it, from `__exit__`
+    self._entered: list[ScopeToken] = []
+    self._used = False
+
+  def __call__(self, func: F) -> F:
+    self._used = True
+
+    @functools.wraps(func)
+    def in_scope(*args: Any, **kwargs: Any) -> Any:
+      # Each call has a scope of its own, whose warnings point at the caller.
+      with _Scope(self._config, stacklevel=3):
+        return func(*args, **kwargs)
+
+    return cast(F, in_scope)
+
+  def __del__(self) -> None:
+    if not self._used:
+      text = (
+        "mpjax.policy_scope(policy) was never entered: models run without that policy. Write "
+        "with mpjax.policy_scope(policy): and call them inside."
+      )
+      warnings.warn(text, UserWarning, stacklevel=2)
+
+  def __enter__(self) -> None:
+    self._used = True
+    active, opened = current(), contextlib.ExitStack()
+    if in_region():  # Nothing to make active: `full_precision` is stronger.
+      token = ScopeToken(None, opened)
+    elif active is None or not active.entered:
+      leave_scopes()
+      if current() is None:  # Else there is an interceptor already.
+        opened.enter_context(nn.intercept_methods(intercept))
+      token = activate_scope(begin(self._config, met=_reached_under(self._config)), opened)
+    else:
+      expected = "to be entered outside of a forward pass"
+      got = f"a module that is running already, under the policy {shown(active.around.policy)}"
+      fix = "Pick submodules out with mpjax.Rule, or apply a wrapped model of its own."
+      raise MpjaxRuntimeError(_WHERE, expected=expected, got=got, fix=fix)
+    self._entered.append(token)
+
+  def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
+    here = threading.get_ident()
+    last = next((x for x in reversed(self._entered) if x.thread == here), self._entered[-1])
+    self._entered.remove(last)
+    leave_scopes(last)
+    if exception is None and last.reached is not None:
+      _check_reached(last.reached, self._config, self._stacklevel + 1, last.has_inner)
+
+
+# A function that JAX traced in an equal scope is found in its cache, and calls no module. So what
+# scopes reached is remembered for as long as JAX may find such a function, which is as long as the
+# state of the scope is one of those with a number.
+_records = functools.lru_cache(maxsize=NUMBERS)(ModuleRecord)
+_lock = threading.Lock()
+
+
+def _reached_under(config: PolicyConfig) -> ModuleRecord:
+  """Returns the record of the modules that run in all scopes of an equal configuration."""
+  # Two threads that enter equal scopes at once would have a record each.
+  with _lock:
+    return _records(config)
+
+
+def _check_reached(
+  reached: ModuleRecord, config: PolicyConfig, stacklevel: int, has_inner: bool
+) -> None:
+  """Raises or warns if no module ran under `config`, or if a rule has picked out none."""
+  changes_nothing = config.policy is None and not config.rules
+  if reached.classes:
+    reached.check("that ran in the scope", stacklevel)
+  elif has_inner or changes_nothing or config.unmatched == "ignore":
+    return
+  elif config.unmatched == "raise":
+    raise _nothing_ran()
+  else:
+    warnings.warn(str(_nothing_ran()), UserWarning, stacklevel=stacklevel)
+
+
+def _nothing_ran() -> MpjaxValueError:
+  return MpjaxValueError(
+    _WHERE,
+    expected="Linen modules that are called inside, in the thread that entered it",
+    got="none: nothing ran under the policy",
+    fix="Plain functions need mpjax.autocast(fn, policy), NNX models mpjax.with_policy(model, "
+    "policy). A function that was compiled before (.lower(...).compile()) keeps the dtypes it was "
+    'compiled with. If nothing is to run, pass unmatched="ignore".',
+  )
+
+
+def activate_scope(state: Active, opened: contextlib.ExitStack) -> ScopeToken:
+  """Makes a state active for a scope that may be left in any order."""
+  # A generator that yields inside a scope leaves it when it ends, which may be after another scope
+  # was entered. That one stays active, and when it is left too what was before both is restored.
+  # Left as a `with` block is, the scope of the generator would restore what was before it, and a
+  # model called next in the other scope would run without a policy.
+  before = ACTIVE.value
+  if before is not None and before.token is not None:
+    before.token.has_inner = True
+  token = ScopeToken(before, opened, state.met)
+  ACTIVE(dataclasses.replace(state, token=token)).__enter__()
+  return token
+
+
+def leave_scopes(token: ScopeToken | None = None) -> None:
+  """Leaves a scope, and restores what was before the innermost scopes that have been left."""
+  if token is not None:
+    token.left = True
+  active = ACTIVE.value
+  while active is not None and active.token is not None and active.token.left:
+    innermost = active.token
+    active = innermost.before
+    ACTIVE(active).__enter__()
+    innermost.opened.close()
