@@ -24,3 +24,8 @@ LAYERS = Layers(
   iterates=(nn.SpectralNorm,),
   tables=(nn.Embed,),
 )
+
+
+def collections_with(**kinds: object) -> tuple[str, ...]:
+  """Returns the collections whose `StateKind` has these fields."""
+  return tuple(col for col, kind in STATE.items() if kinds.items() <= vars(kind).items())

@@ -14,7 +14,8 @@ from mpjax._core.errors import MpjaxRuntimeError, MpjaxValueError
 from mpjax._policy.active import ACTIVE, NUMBERS, ScopeToken, in_region
 from mpjax._policy.policy import PolicyLike
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config, shown
-from mpjax.linen._intercept import Active, begin, current, intercept
+from mpjax.linen._active import Active, begin, current
+from mpjax.linen._intercept import intercept
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -18,7 +18,10 @@ from mpjax._core.types import Args, Function, Kwargs, Params, PyTree, Variables
 from mpjax._jaxpr.used_dtypes import store_as_used
 from mpjax._policy.policy import PolicyLike
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config
-from mpjax.linen._intercept import abstract, activate, applied, begin, under
+from mpjax.linen._active import begin
+from mpjax.linen._initialize import abstract
+from mpjax.linen._intercept import activate, under
+from mpjax.linen._outermost import applied
 
 Keys: TypeAlias = jax.Array | dict[str, jax.Array]
 """What `nn.Module.init` takes: one random key, or one for each name."""
@@ -175,7 +178,7 @@ class PolicyModule:
       # A call inside of a trace of ours is rewritten with it.
       if state is None or state.tracing or not self.given.rewrites:
         return self.module.apply(variables, *args, **kwargs)
-      return applied(self.module, state, variables, args, kwargs)
+      return applied(self.module, state, activate, variables, args, kwargs)
 
   def _initialized(
     self, init: Function, rngs: Keys, args: Args, kwargs: Kwargs, traced: Function | None = None

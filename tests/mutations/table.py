@@ -313,22 +313,22 @@ mpjax/_autocast/module_calls.py::ModuleCall._fields_to_set
 + dtype_field(self.module, policy.compute_dtype, always=True)
 ::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype
 
-mpjax/linen/_intercept.py::intercept.call
+mpjax/linen/_intercept.py::_MethodCall.run
 
 38a initial values are drawn in the compute dtype
-- call_of(module, path, resolved, active, _layers.LAYERS, initializing=initializing)
+- call_of(module, self.path, resolved, state, layers, initializing=initializing)
 + call_of(
-+   module, path, resolved,
-+   dataclasses.replace(active, casting=EVERY if initializing else active.casting),
-+   _layers.LAYERS
++   module, self.path, resolved,
++   dataclasses.replace(state, casting=frozenset({object}) if initializing else state.casting),
++   layers
 + )
 tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32
 
-mpjax/linen/_intercept.py::_lifted
+mpjax/linen/_outermost.py::_LiftedCall.outputs
 
 38b random numbers drawn by a trace that raised stay counted: the mask of dropout is another than
   without a policy (the list: its rate is cast, and the mask drawn in half)
-- restore()
+- counts.restore()
 - raise
 + raise
 tests/linen/test_outermost.py::test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype

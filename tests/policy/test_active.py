@@ -10,7 +10,7 @@ from flax import nnx
 import mpjax
 from mpjax._policy import active
 from mpjax._policy.rules import ModulePolicy, Rule
-from mpjax.linen._intercept import Active
+from mpjax.linen._active import Active
 from tests.autocast.rig import matmuls
 from tests.linen.probes import Does
 from tests.nnx import rig

@@ -1,0 +1,93 @@
+"""The active state inside a call of a Linen module, and the policy that it gives a module."""
+
+import dataclasses
+import weakref
+from typing import Any
+
+import flax.linen as nn
+from flax.core import Scope
+
+from mpjax._autocast import region_of
+from mpjax._policy import active
+from mpjax._policy.active import ACTIVE, AUDIT, in_region
+from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
+from mpjax.linen._again import TracedCall
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Active(active.Active):
+  """The active state inside a call of a Linen module.
+
+  Fields:
+    config: what the user gave; None where policies are switched off.
+    of_root: the policy of the root of this `init` or `apply`.
+    record: where to note the modules called, during `init`. It is equal to nothing but itself: no
+      function compiled before is reused while it is there, so that no module is missed.
+    root: the scope of the root; it tells a model that is applied inside from the root itself.
+    met: where to note the modules called; those inside a cached jaxpr are not.
+    again: the method that is called next, if it was called before.
+  """
+
+  config: PolicyConfig | None = None
+  of_root: ModulePolicy = NO_POLICY
+  record: ModuleRecord | None = None
+  # Compared, these would make every call another key of JAX's caches.
+  root: weakref.ref[Scope] | None = dataclasses.field(default=None, compare=False)
+  met: ModuleRecord | None = dataclasses.field(default=None, compare=False)
+  again: list[TracedCall] = dataclasses.field(default_factory=list, compare=False)
+
+  __hash__ = active.Active.__hash__
+
+
+def current() -> Active | None:
+  """Returns the active state of this thread; None where a Linen model is under no policy."""
+  state = ACTIVE.value
+  return state if isinstance(state, Active) else None
+
+
+def begin(config: PolicyConfig, **records: Any) -> Active:
+  """Returns the state at the root of a model that `config` was given to."""
+  policy, around = ModulePolicy(config.policy), ACTIVE.value
+  if AUDIT.value is not None:
+    AUDIT.value.note_rules(config.rules)
+  # A model inside of another that is being traced is rewritten with it.
+  traced = around if around is not None and around.tracing else None
+  return Active(
+    config=config,
+    around=policy,
+    of_root=policy,
+    tracing=traced is not None,
+    region=region_of(config.policy) if traced is None else traced.region,
+    in_region=in_region(),
+    **records,
+  )
+
+
+def module_path(module: nn.Module) -> str:
+  """Returns the path that rules see: relative to the root, or the name of what is itself a root."""
+  # A child on which `.apply` is called in a forward pass is the root of that call.
+  return "/".join(module.path or ()) or module.name or ""
+
+
+def policy_of(active: Active, config: PolicyConfig, module: nn.Module) -> ModulePolicy:
+  # What encloses a module is its parent; across a lifted transform, which hides the parent, it is
+  # the module being called, and so it is for a model that is applied in a forward pass.
+  around = active.around
+  if isinstance(module.parent, nn.Module):
+    around = policy_of(active, config, module.parent)
+  elif module.path == () and not is_new_root(active, module):
+    around = active.of_root
+  # A property `policy` may compute something; only a field says what the module runs under.
+  has_field = "policy" in getattr(type(module), "__dataclass_fields__", {})
+  own = getattr(module, "policy", None) if has_field else None
+  audited = AUDIT.value is not None
+  return resolve_policy(config, module, module_path(module), own, around, all_matches=audited)
+
+
+def is_new_root(active: Active, module: nn.Module) -> bool:
+  """Whether a bound module is the root of a call of its own, other than the active root."""
+  # A scope that a lifted transform created for the active root shows it in its debug path.
+  scope = module.scope
+  if scope is None or module.path != () or scope.debug_path:
+    return False
+  return active.root is None or active.root() is not scope

@@ -1,0 +1,55 @@
+"""A method that is called a second time, on a copy of its module, in order to be traced."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+
+from mpjax._core.trees import instances_in, mapped
+from mpjax._core.types import Args, Kwargs, PyTree
+
+
+@dataclasses.dataclass
+class TracedCall:
+  """A call of a method that Flax repeats on a copy of the module.
+
+  Fields:
+    module: the module itself.
+    args: what it was called with the first time.
+    kwargs: the same by name.
+    outputs: what our interceptor returned for the second call.
+  """
+
+  module: nn.Module
+  args: Args
+  kwargs: Kwargs
+  outputs: tuple[()] | tuple[PyTree] = ()
+
+  def put_in_order(self, copy: nn.Module) -> None:
+    """Puts the fields of a copy of the module in the order of the original."""
+    _in_order(copy, self.module)
+
+  def arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Returns the arguments of the second call, which came in as `args` and `kwargs`."""
+    # They are those of the first: an interceptor of the user's that adds 1 to them has run in the
+    # first call, and now runs again. Modules among them are the exception, since the copies belong
+    # to the trace.
+    first = self.args, self.kwargs
+    if next(instances_in(first, nn.Module), None) is None:
+      return first
+    return _in_order((args, kwargs), first)
+
+
+def _in_order(copy: PyTree, original: PyTree) -> PyTree:
+  """Returns Flax's copy of a tree, with the fields of its modules, in the order of the original."""
+  leaves, treedef = jax.tree.flatten(original)
+  if jax.tree.structure(copy) != treedef:  # It is one that a user's class or interceptor changed.
+    return copy
+  copies = dict(zip(map(id, leaves), jax.tree.leaves(copy), strict=True))
+  for old in leaves:
+    new = copies[id(old)]
+    if isinstance(old, nn.Module) and new is not old:
+      for field in dataclasses.fields(old):
+        if field.init and field.name != "parent":
+          vars(new)[field.name] = _in_order(getattr(new, field.name), getattr(old, field.name))
+  return mapped(lambda x: copies[id(x)], original)
