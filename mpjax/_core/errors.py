@@ -160,20 +160,32 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
       try:
         signature.bind(*args, **kwargs)
       except TypeError as error:
-        names = [name for name in signature.parameters if name not in ("self", "cls")]
-        meant = [x for k in kwargs if k not in names for x in nearest(k, names, count=1, least=0.5)]
-        near = f"Did you mean {' and '.join(f'{name}=' for name in meant)}? " if meant else ""
-        raise MpjaxTypeError(
-          where,
-          expected=f"arguments {', '.join(names)}" if names else "no arguments",
-          got=str(error).removeprefix("got ").replace("missing a required", "no"),
-          fix=near + fix,
-        ) from None
+        raise _unfit_call(where, signature, kwargs, str(error), fix) from None
       return fn(*args, **kwargs)
 
     return checked
 
   return decorate
+
+
+def _unfit_call(
+  where: str, signature: inspect.Signature, keywords: Iterable[str], reason: str, fix: str
+) -> MpjaxTypeError:
+  """Returns the error for a call that does not fit a signature, for the `reason` that Python gives.
+
+  It names the parameters that are most like keywords that do not exist.
+  """
+  names = [name for name in signature.parameters if name not in ("self", "cls")]
+  unknown = [keyword for keyword in keywords if keyword not in names]
+  meant = [name for keyword in unknown for name in nearest(keyword, names, count=1, least=0.5)]
+  if meant:
+    fix = f"Did you mean {' and '.join(f'{name}=' for name in meant)}? {fix}"
+  return MpjaxTypeError(
+    where,
+    expected=f"arguments {', '.join(names)}" if names else "no arguments",
+    got=reason.removeprefix("got ").replace("missing a required", "no"),
+    fix=fix,
+  )
 
 
 def check_init(fix: str) -> Callable[[type[R]], type[R]]:
