@@ -20,7 +20,7 @@ from mpjax._jaxpr.count import flops_of
 from mpjax._jaxpr.locations import FLOAT8, Location
 from mpjax._jaxpr.op_lists import OpLists, part_of
 from mpjax._jaxpr.primitives import Row, facts_of
-from mpjax._jaxpr.reader import aval_of
+from mpjax._jaxpr.reader import Inner, aval_of
 from mpjax._jaxpr.steps import Body, Slot, Step, body_of
 
 Kind: TypeAlias = Literal["argument", "constant", "literal", "operation"]
@@ -227,33 +227,46 @@ class Graph:
 
   def _enter(self, step: Step, operands: list[Value], avals: Sequence[ShapedArray]) -> list[Value]:
     """Adds the operations inside of a loop and the like, and returns its results."""
-    outs: list[list[Value]] = []
-    asked: list[Value] = []  # what the condition of a `while` says
+    returned: list[list[Value]] = []
+    condition: list[Value] = []  # The result of the condition of a `while`.
     for inner, body in zip(step.inner, step.bodies, strict=True):
-      times = step.times * (1 if inner.times is None else inner.times)
-      # Under `vmap` the body takes it too, for each lane.
-      ins = [*(operands[i] for i in inner.operands or ()), *asked][: len(body.inputs)]
-      carried: list[Operation] = []
-      for position, slot in enumerate(body.inputs):
-        carries = position in inner.carry
-        if carries or body.avals[slot] != ins[position].aval:
-          joins = "carry" if carries else "enter"
-          (ins[position],) = self._add(step, [ins[position]], [body.avals[slot]], times, joins)
-          carried += self.operations[-1:] * carries
-      results = self._run(body, ins)
-      for join, again in zip(carried, results, strict=False):
-        join.operands.append(again)
-        again.consumers.append(join)
+      taken = [operands[i] for i in inner.operands or ()]
+      # Under `vmap` the body of a `while` takes the condition of each lane as its last argument.
+      arguments = [*taken, *condition][: len(body.inputs)]
+      results = self._enter_body(step, inner, body, arguments)
       if inner.returns:
-        outs.append(results)
+        returned.append(results)
       else:
-        asked = results
+        condition = results
         self._conditions += results
-    if len(outs) == 1 and [x.aval for x in outs[0]] == avals:
-      return outs[0]
-    # What comes out of branches, or of a loop that stacks it.
-    joined = zip(avals, zip(*outs, strict=True), strict=True)
+    if len(returned) == 1 and [x.aval for x in returned[0]] == avals:
+      return returned[0]
+    # Several branches give each result, or a loop stacks it: its type is another one outside.
+    joined = zip(avals, zip(*returned, strict=True), strict=True)
     return [self._add(step, [*each], [aval], joins="leave")[0] for aval, each in joined]
+
+  def _enter_body(
+    self, step: Step, inner: Inner, body: Body, arguments: Sequence[Value]
+  ) -> list[Value]:
+    """Adds the operations of one body of a step, and returns the results of the body."""
+    times = step.times if inner.times is None else step.times * inner.times
+    inputs: list[Value] = []
+    carries: list[Operation] = []
+    for position, (slot, value) in enumerate(zip(body.inputs, arguments, strict=True)):
+      aval = body.avals[slot]
+      if position in inner.carry:
+        inputs += self._add(step, [value], [aval], times, "carry")
+        carries.append(self.operations[-1])
+      elif value.aval != aval:  # An iteration or a device takes a slice of it.
+        inputs += self._add(step, [value], [aval], times, "enter")
+      else:
+        inputs.append(value)
+    results = self._run(body, inputs)
+    # The first results are what the next iteration takes.
+    for carry, again in zip(carries, results, strict=False):
+      carry.operands.append(again)
+      again.consumers.append(carry)
+    return results
 
 
 def _constant(aval: ShapedArray, data: Any) -> Value:
