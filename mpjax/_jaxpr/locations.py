@@ -77,24 +77,31 @@ def path_of(scopes: tuple[str, ...]) -> str:
 
   The method in "Encoder.encode", which Flax adds for all but `__call__`, does not count.
   """
-  names, method = list[str](), ""
+  names: list[str] = []
+  method_around = ""
   for scope, inside in itertools.pairwise((*scopes, "")):
-    around = method
     if scope.startswith(PREFIX) or "->" in scope:  # The formula of an einsum is no module.
       continue
-    name, _, method = scope.partition(".")
-    # A mark tells a module that has a dot in its name from a method.
-    is_module = inside.startswith(MODULE) and inside[len(MODULE) :].endswith(scope)
-    if is_module or not (name and method.isidentifier()):
-      name, method = scope, ""
-      if around and names[-1] == name:
-        continue  # "cell.scan_fn/cell": the module itself, which the method calls.
-    elif names and names[-1] == name:
-      continue  # "MLP/MLP.body": the function that a lifted transform took.
-    names.append(name)
+    name, method = _module_and_method(scope, inside)
+    # Two cases are one module: a method that calls it ("cell.scan_fn/cell"), and the function that
+    # a lifted transform took ("MLP/MLP.body").
+    is_same = names[-1:] == [name] and (method_around != "" or method != "")
+    if not is_same:
+      names.append(name)
+    method_around = method
   if names[1:2] == names[:1]:
     names = names[1:]  # The root of a model that a scope applied once more.
   return "/".join(names)
+
+
+def _module_and_method(scope: str, inside: str) -> tuple[str, str]:
+  """Returns the module and the method in a scope, "" for none; `inside` is the next scope in it."""
+  name, _, method = scope.partition(".")
+  # A mark tells a module that has a dot in its name from a method.
+  is_module = inside.startswith(MODULE) and inside[len(MODULE) :].endswith(scope)
+  if is_module or name == "" or not method.isidentifier():
+    return scope, ""
+  return name, method
 
 
 def location(eqn: JaxprEqn, around: Location | None = None) -> Location:
