@@ -84,26 +84,20 @@ class OpLists:
 
   def __post_init__(self) -> None:
     for part in PARTS:
-      names = getattr(self, part)
-      if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
-        raise MpjaxTypeError(
-          f"OpLists({part}=...)",
-          expected="a frozenset of names",
-          got=repr(names),
-          fix="OpLists().replace(...) takes any sequence, and moves names out of other parts.",
-        )
-    if not isinstance(self.conditional, tuple) or not all(map(_is_pair, self.conditional)):
-      raise MpjaxTypeError(
-        "OpLists(conditional=...)",
-        expected="a tuple of pairs of a name and a hashable function",
-        got=repr(self.conditional),
-        fix="OpLists().replace(conditional={...}) takes a dict.",
-      )
+      _check_part(part, getattr(self, part))
+    _check_conditional(self.conditional)
+    self._check_each_is_in_one_place()
+    # As `replace` writes them: lists that differ in the order of the pairs are equal.
+    object.__setattr__(self, "conditional", _pairs(dict(self.conditional)))
+
+  def _check_each_is_in_one_place(self) -> None:
+    """Raises for a primitive that is in two fields, or that is a higher-order one."""
+    fields = {part: sorted(getattr(self, part)) for part in PARTS}
+    decided = [name for name, _ in self.conditional]
     seen: set[str] = set()
-    names = {part: sorted(getattr(self, part)) for part in PARTS}
-    for part, each in {**names, "conditional": [name for name, _ in self.conditional]}.items():
-      where = f"OpLists({part}=...)"
-      for name in each:
+    for field, names in (*fields.items(), ("conditional", decided)):
+      where = f"OpLists({field}=...)"
+      for name in names:
         if name in HIGHER_ORDER:
           raise _higher_order(where, name)
         if name in seen:
@@ -111,11 +105,9 @@ class OpLists:
             where,
             expected="every primitive in one place",
             got=f"{name!r}, which is in another one too",
-            fix=f'Write OpLists().replace({part}=["{name}"]), which takes it out of there.',
+            fix=f'Write OpLists().replace({field}=["{name}"]), which takes it out of there.',
           )
         seen.add(name)
-    # As `replace` writes them: lists that differ in the order of the pairs are equal.
-    object.__setattr__(self, "conditional", _pairs(dict(self.conditional)))
 
   @functools.cached_property
   def _parts(self) -> _Parts:
@@ -190,28 +182,21 @@ class OpLists:
     >>> ops.part_of("sort", {"dimension": 0})
     'keep'
     """
-    by_part = {"half": half, "float32": float32, "promote": promote, "keep": keep, "opaque": opaque}
-    conditional = {} if conditional is None else conditional
-    if not isinstance(conditional, Mapping) or not all(map(_is_predicate, conditional.values())):
-      raise MpjaxTypeError(
-        "OpLists.replace(conditional=...)",
-        expected="a dict from a primitive to a hashable function of the parameters of its equation",
-        got=repr(conditional),
-        fix='conditional={"integer_pow": lambda params: "keep"}, for example. A class that defines '
-        "__eq__ needs a __hash__ too: the lists are part of the key of jit.",
-      )
+    decisions = {} if conditional is None else conditional
+    _check_decisions(decisions)
+    by_field: dict[str, Ops] = {
+      "half": half,
+      "float32": float32,
+      "promote": promote,
+      "keep": keep,
+      "opaque": opaque,
+      "conditional": decisions,
+    }
     moved: dict[str, Any] = {}
     fields: dict[str, str] = {}
-    for field, ops in {**by_part, "conditional": conditional}.items():
+    for field, ops in by_field.items():
       where = f"OpLists.replace({field}=...)"
-      if isinstance(ops, (str, Primitive)):
-        raise MpjaxTypeError(
-          where,
-          expected="several primitives, as a list",
-          got=repr(ops),
-          fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
-        )
-      for op in list(ops) if isinstance(ops, Iterable) else [ops]:
+      for op in _each_of(ops, where):
         name = self._movable(where, op)
         if fields.setdefault(name, field) != field:
           raise MpjaxValueError(
@@ -220,7 +205,7 @@ class OpLists:
             got=f"{name!r}, which is given for {fields[name]} too",
             fix="Take it out of one of the two.",
           )
-        moved[name] = conditional[op] if field == "conditional" else field
+        moved[name] = decisions[op] if field == "conditional" else field
     parts = {**self._parts, **moved}
     lists: dict[str, Any] = {part: _names(parts, part) for part in PARTS}
     return OpLists(**lists, conditional=_pairs(parts))
@@ -282,6 +267,56 @@ class OpLists:
 
 def _name(predicate: Predicate) -> str:
   return getattr(predicate, "__name__", repr(predicate))
+
+
+def _check_part(part: Part, names: object) -> None:
+  """Raises unless a part is a frozenset of strings."""
+  if isinstance(names, frozenset) and all(isinstance(name, str) for name in names):
+    return
+  raise MpjaxTypeError(
+    f"OpLists({part}=...)",
+    expected="a frozenset of names",
+    got=repr(names),
+    fix="OpLists().replace(...) takes any sequence, and moves names out of other parts.",
+  )
+
+
+def _check_conditional(pairs: object) -> None:
+  """Raises unless the field `conditional` is a tuple of pairs of a name and a function."""
+  if isinstance(pairs, tuple) and all(map(_is_pair, pairs)):
+    return
+  raise MpjaxTypeError(
+    "OpLists(conditional=...)",
+    expected="a tuple of pairs of a name and a hashable function",
+    got=repr(pairs),
+    fix="OpLists().replace(conditional={...}) takes a dict.",
+  )
+
+
+def _check_decisions(decisions: object) -> None:
+  """Raises unless the argument `conditional` of `replace` is a dict with functions as values."""
+  if isinstance(decisions, Mapping) and all(map(_is_predicate, decisions.values())):
+    return
+  raise MpjaxTypeError(
+    "OpLists.replace(conditional=...)",
+    expected="a dict from a primitive to a hashable function of the parameters of its equation",
+    got=repr(decisions),
+    fix='conditional={"integer_pow": lambda params: "keep"}, for example. A class that defines '
+    "__eq__ needs a __hash__ too: the lists are part of the key of jit.",
+  )
+
+
+def _each_of(ops: Ops, where: str) -> list[Any]:
+  """Returns the primitives of an argument of `replace`; raises for one that is not in a list."""
+  if isinstance(ops, (str, Primitive)):
+    raise MpjaxTypeError(
+      where,
+      expected="several primitives, as a list",
+      got=repr(ops),
+      fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
+    )
+  # `_movable` refuses an argument of any other type.
+  return list(ops) if isinstance(ops, Iterable) else [ops]
 
 
 def _is_pair(pair: object) -> bool:
