@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from mpjax._core.types import Array, PyTree
 from mpjax._jaxpr.compat import bind, context_of, varying_axes
 from mpjax._jaxpr.primitives import Holds
-from mpjax._jaxpr.reader import aval_of, dtype_of, mapped_with, shape_of
+from mpjax._jaxpr.reader import Inner, aval_of, dtype_of, mapped_with, shape_of
 from mpjax._jaxpr.steps import Body, Step
 
 
@@ -98,26 +98,47 @@ def run(body: Body, values: Sequence[Any], observer: Observer, around: Around = 
   env: dict[int, Any] = {**body.consts, **dict(zip(body.inputs, values, strict=True))}
   watch = observer.of(body, values, around)
   for step, unread in zip(body.steps, body.last_reads, strict=True):
-    pairs = zip(step.ins, step.eqn.invars, strict=True)
-    ins = [_typed(slot, v) if isinstance(slot, Literal) else env[slot] for slot, v in pairs]
-    depends = step.holds in (Holds.COND, Holds.WHILE)
-    if step.bodies and (observer.merges or around.on_host or not depends):
-      enter = _ENTER[step.holds][around.on_host]
-      # A loop goes on in the types that it starts with.
-      pairs = zip(ins, step.eqn.invars, strict=True)
-      ins = [x if hasattr(x, "dtype") else _array(x, v) for x, v in pairs]
-      with context_of(step.eqn):
-        outs, seen = enter(step, ins, watch, around)
-      watch.inside(seen)
-      del seen
+    ins = _operands(step, env)
+    if _is_entered(step, observer, around):
+      outs = _enter(step, ins, watch, around)
     else:
       outs = watch.results_of(step, ins)
     env.update(zip(step.outs, outs, strict=True))
-    del ins, outs, pairs
+    # Only `env` may hold a value while the next step runs: it forgets those that nothing reads.
+    del ins, outs
     for slot in unread:
       env.pop(slot, None)
   outs = [slot.val if isinstance(slot, Literal) else env[slot] for slot in body.outputs]
-  return outs, _varying(watch.all_seen(), around.axes) if observer.merges else watch.all_seen()
+  seen = watch.all_seen()
+  return outs, _varying(seen, around.axes) if observer.merges else seen
+
+
+def _operands(step: Step, env: Mapping[int, Any]) -> list[Any]:
+  """Returns the operands of a step; `env` has the values that are no literals."""
+  pairs = zip(step.ins, step.eqn.invars, strict=True)
+  return [_typed(slot, v) if isinstance(slot, Literal) else env[slot] for slot, v in pairs]
+
+
+def _is_entered(step: Step, observer: Observer, around: Around) -> bool:
+  """Whether the bodies of a step run step by step, rather than the step as one."""
+  if not step.bodies:
+    return False
+  is_compiled = not around.on_host
+  depends_on_values = step.holds in (Holds.COND, Holds.WHILE)
+  return observer.merges or not (is_compiled and depends_on_values)
+
+
+def _enter(step: Step, ins: Sequence[Any], watch: Observer, around: Around) -> list[Any]:
+  """Returns the results of a step that holds bodies; `watch` takes what was seen in them."""
+  ways = _ENTER[step.holds]
+  enter = ways.on_host if around.on_host else ways.traced
+  # A loop goes on in the types that it starts with.
+  pairs = zip(ins, step.eqn.invars, strict=True)
+  typed = [x if hasattr(x, "dtype") else _array(x, v) for x, v in pairs]
+  with context_of(step.eqn):
+    outs, seen = enter(step, typed, watch, around)
+  watch.inside(seen)
+  return outs
 
 
 def _typed(literal: Literal, var: Any) -> Any:
@@ -282,36 +303,73 @@ _TOGETHER = 2**20
 
 
 def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
-  (body,), (inner,), reverse = step.bodies, step.inner, step.inner[0].reverse
-  first, last, length = inner.carry.start, inner.carry.stop, inner.times or 0
-  constants, carry, xs = ins[:first], ins[first:last], ins[last:]
-  if not length:
+  (body,), (inner,) = step.bodies, step.inner
+  length = inner.times or 0
+  if length == 0:
     return bind(step.eqn, ins), {}
-  size = 1
   if body.is_straight:
-    each = (*inner.jaxpr.invars[first:], *inner.jaxpr.outvars)
-    most = max(min(_TOGETHER // max(sum(math.prod(shape_of(v)) for v in each), 1), length), 1)
-    # What is left over would be compiled too.
-    size = next((count for count in range(most, most // 2, -1) if length % count == 0), most)
+    size = _iterations_together(inner, length)
+    run_some = _compiled_iterations(step, observer)
+  else:
+    size = 1
+    run_some = _one_iteration(step, observer, around)
+
+  first, last = inner.carry.start, inner.carry.stop
+  constants, carry, xs = ins[:first], ins[first:last], ins[last:]
+  starts = range(0, length, size)
+  parts: list[list[Any]] = []
+  for start in reversed(starts) if inner.reverse else starts:
+    outs = run_some([*constants, *carry], xs, start, min(size, length - start))
+    carry, ys = outs[: len(carry)], outs[len(carry) :]
+    parts.append(ys)
+  if inner.reverse:
+    parts.reverse()
+  return [*carry, *map(_joined, zip(*parts, strict=True))], {}
+
+
+def _iterations_together(inner: Inner, length: int) -> int:
+  """Returns how many iterations of a scan run at once, so that few numbers are seen together."""
+  arrays = (*inner.jaxpr.invars[inner.carry.start :], *inner.jaxpr.outvars)
+  numbers = max(sum(math.prod(shape_of(v)) for v in arrays), 1)
+  most = max(min(_TOGETHER // numbers, length), 1)
+  # If the number does not divide the length, the rest of the iterations is compiled too.
+  for count in range(most, most // 2, -1):
+    if length % count == 0:
+      return count
+  return most
+
+
+_Iterations: TypeAlias = Callable[[Sequence[Any], Sequence[Any], int, int], list[Any]]
+"""From the constants with the carry, the arrays that a scan takes slices of, the number of the
+first iteration and how many run, to the results of these iterations."""
+
+
+def _compiled_iterations(step: Step, observer: Observer) -> _Iterations:
+  """Returns a function that runs several iterations of a scan, which are compiled as one."""
 
   @functools.partial(jax.jit, static_argnums=2)
   def together(ins: Sequence[Any], start: Array, count: int) -> Ran:
     return _iterations(step, ins, observer, _TRACED, start, count)
 
-  parts = list[Any]()
-  for start in range(0, length, size)[:: -1 if reverse else 1]:
-    count = min(size, length - start)
-    if body.is_straight:
-      some = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
-      outs, picked = together([*constants, *carry, *some], start, count)
-      observer.inside(picked)
-      del picked, some
-    else:
-      outs, _ = run(body, [*constants, *carry, *(x[start] for x in xs)], observer, around)
-      outs[len(carry) :] = [jnp.asarray(y)[None] for y in outs[len(carry) :]]
-    carry, ys = outs[: len(carry)], outs[len(carry) :]
-    parts.append(ys)
-  return [*carry, *map(_joined, zip(*parts[:: -1 if reverse else 1], strict=True))], {}
+  def run_some(ins: Sequence[Any], xs: Sequence[Any], start: int, count: int) -> list[Any]:
+    some = [jax.lax.dynamic_slice_in_dim(x, start, count) for x in xs]
+    outs, picked = together([*ins, *some], start, count)
+    observer.inside(picked)
+    return outs
+
+  return run_some
+
+
+def _one_iteration(step: Step, observer: Observer, around: Around) -> _Iterations:
+  """Returns a function that runs one iteration of a scan, step by step."""
+  (body,), (inner,) = step.bodies, step.inner
+
+  def run_some(ins: Sequence[Any], xs: Sequence[Any], start: int, count: int) -> list[Any]:
+    outs, _ = run(body, [*ins, *(x[start] for x in xs)], observer, around)
+    carried = len(inner.carry)
+    return [*outs[:carried], *(jnp.asarray(y)[None] for y in outs[carried:])]
+
+  return run_some
 
 
 def _joined(parts: Sequence[Any]) -> Array:
@@ -339,10 +397,17 @@ def _cond_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Ar
   return run(step.bodies[min(max(int(index), 0), len(step.bodies) - 1)], operands, observer, around)
 
 
-_ENTER: Mapping[Holds | None, tuple[Callable[..., Ran], Callable[..., Ran]]] = {
-  Holds.SCAN: (_scan, _scan_on_host),
-  Holds.WHILE: (_while, _while_on_host),
-  Holds.COND: (_cond, _cond_on_host),
-  Holds.SHARD_MAP: (_shard_map, _shard_map),
+class _Ways(NamedTuple):
+  """How the bodies of a step run."""
+
+  traced: Callable[..., Ran]  # under `jit`
+  on_host: Callable[..., Ran]
+
+
+_ENTER: Mapping[Holds | None, _Ways] = {
+  Holds.SCAN: _Ways(traced=_scan, on_host=_scan_on_host),
+  Holds.WHILE: _Ways(traced=_while, on_host=_while_on_host),
+  Holds.COND: _Ways(traced=_cond, on_host=_cond_on_host),
+  Holds.SHARD_MAP: _Ways(traced=_shard_map, on_host=_shard_map),
 }
-"""How what holds jaxprs is entered, under `jit` and on the host."""
+"""How each step that holds jaxprs is entered."""
