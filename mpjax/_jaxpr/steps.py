@@ -134,16 +134,12 @@ class _Writer:
     self, program: Program, around: Step | None = None, place: int = 0, runs: int | None = 1
   ) -> Body:
     """Returns a jaxpr as a list of its own: number `place` of those in `around`."""
-    outer, self.consts, self.avals, self.steps = (self.consts, self.avals, self.steps), {}, {}, []
+    outer = self.consts, self.avals, self.steps
+    self.consts, self.avals, self.steps = {}, {}, []
     inputs = tuple(map(self._typed, opened(program).invars))
     outputs = self._write(program, inputs, around, place, runs)
-    steps = list[Step]()
-    read = {slot for slot in outputs if isinstance(slot, int)}
-    for step in reversed(self.steps):
-      if not self.compiled or step.eqn.effects or not read.isdisjoint(step.outs):
-        steps.append(step)
-        read.update(step.reads)
-    body = Body(inputs, self.consts, self.avals, tuple(reversed(steps)), outputs)
+    steps = _needed(self.steps, outputs) if self.compiled else self.steps
+    body = Body(inputs, self.consts, self.avals, tuple(steps), outputs)
     self.consts, self.avals, self.steps = outer
     return body
 
@@ -161,37 +157,35 @@ class _Writer:
     runs: int | None = 1,
   ) -> tuple[Slot, ...]:
     """Writes a jaxpr for these arguments, and returns its results."""
-    at, times, certain = (), 1, True
-    if around is not None:
-      at, times = (*around.key, place), around.times * (1 if runs is None else runs)
-      certain = around.certain and runs is not None
     jaxpr, consts = opened(program), getattr(program, "consts", ())
     env: dict[Var, Slot] = dict(zip(jaxpr.invars, args, strict=True))
+    for var, value in zip(jaxpr.constvars, consts, strict=True):
+      env[var] = slot = self._typed(var)
+      self.consts[slot] = value
 
     def read(atom: Atom) -> Slot:
       return atom if isinstance(atom, Literal) else env[atom]
 
-    for var, value in zip(jaxpr.constvars, consts, strict=True):
-      env[var] = slot = self._typed(var)
-      self.consts[slot] = value
     for position, eqn in enumerate(jaxpr.eqns):
-      step = Step(-1, (*at, position), eqn, around, times, certain, tuple(map(read, eqn.invars)))
-      inner, holds = inner_jaxprs(eqn) or (), facts_of(eqn).holds
-      if inner and inner[0].operands is not None and holds not in NESTED:
-        ins = step.ins
-        if self.compiled and eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
-          # What `remat` computes again the compiler must not take from the first time.
-          avals = [v.aval for v in eqn.invars]
-          (barrier,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*avals).eqns
-          barrier = barrier.replace(source_info=eqn.source_info)
-          ins = self._step(dataclasses.replace(step, eqn=barrier), ())
-        outs = self._write(inner[0].program, [ins[i] for i in inner[0].operands], step)
-      else:
-        outs = self._step(step, inner if holds in NESTED else ())
-      env.update(zip(eqn.outvars, outs, strict=True))
+      step = _unwritten(eqn, position, around, place, runs)
+      step = dataclasses.replace(step, ins=tuple(map(read, eqn.invars)))
+      env.update(zip(eqn.outvars, self._write_one(step), strict=True))
     return tuple(map(read, jaxpr.outvars))
 
-  def _step(self, step: Step, inner: tuple[Inner, ...]) -> tuple[int, ...]:
+  def _write_one(self, step: Step) -> tuple[Slot, ...]:
+    """Writes an equation, of a call the steps inside, and returns its results."""
+    inner = inner_jaxprs(step.eqn) or ()
+    if step.holds in NESTED:
+      return self._append(step, inner)
+    if not inner or inner[0].operands is None:
+      return self._append(step)
+    ins: tuple[Slot, ...] = step.ins
+    if self.compiled and _keeps_recomputed_apart(step.eqn):
+      ins = self._append(dataclasses.replace(step, eqn=_barrier_before(step.eqn)))
+    return self._write(inner[0].program, [ins[i] for i in inner[0].operands], step)
+
+  def _append(self, step: Step, inner: tuple[Inner, ...] = ()) -> tuple[int, ...]:
+    """Appends a step to the list, and returns its results."""
     step = dataclasses.replace(step, number=next(self.numbers))
     if inner and step.holds is Holds.WHILE:
       inner = (inner[0], _of_lanes(*inner))
@@ -201,6 +195,54 @@ class _Writer:
     outs = tuple(next(self.slots) for _ in step.eqn.outvars)
     self.steps.append(dataclasses.replace(step, outs=outs, inner=inner, bodies=bodies))
     return outs
+
+
+def _unwritten(
+  eqn: JaxprEqn, position: int, around: Step | None, place: int, runs: int | None
+) -> Step:
+  """Returns an equation as a step that is in no list yet.
+
+  Args:
+    eqn: the equation.
+    position: its number in its jaxpr.
+    around: the step that holds the jaxpr; None for the outermost one.
+    place: the number of the jaxpr in `around`.
+    runs: how often the jaxpr runs each time `around` does; None if that depends on values.
+  """
+  if around is None:
+    return Step(-1, (position,), eqn, None)
+  return Step(
+    number=-1,
+    key=(*around.key, place, position),
+    eqn=eqn,
+    around=around,
+    times=around.times if runs is None else around.times * runs,
+    certain=around.certain and runs is not None,
+  )
+
+
+def _needed(steps: Sequence[Step], outputs: Sequence[Slot]) -> list[Step]:
+  """Returns the steps that an output depends on, and those with effects."""
+  needed: list[Step] = []
+  read = {slot for slot in outputs if isinstance(slot, int)}
+  for step in reversed(steps):
+    if step.eqn.effects or not read.isdisjoint(step.outs):
+      needed.append(step)
+      read.update(step.reads)
+  needed.reverse()
+  return needed
+
+
+def _keeps_recomputed_apart(eqn: JaxprEqn) -> bool:
+  """Whether `remat` computes an equation again, and the compiler must not reuse the first time."""
+  return bool(eqn.params.get("prevent_cse") and eqn.params.get("differentiated"))
+
+
+def _barrier_before(eqn: JaxprEqn) -> JaxprEqn:
+  """Returns an `optimization_barrier` of the operands of an equation."""
+  avals = [v.aval for v in eqn.invars]
+  (barrier,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*avals).eqns
+  return barrier.replace(source_info=eqn.source_info)
 
 
 def _of_lanes(test: Inner, body: Inner) -> Inner:
