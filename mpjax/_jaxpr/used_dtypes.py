@@ -75,20 +75,28 @@ def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyT
 
 def _uses(value: Value, returned: Collection[Value]) -> set[DType | None]:
   """Returns the dtypes that a value is rounded to; None is among them for any other use."""
-  uses, moved = set[DType | None](), [value]
-  for value in moved:
-    if value in returned:
+  uses: set[DType | None] = set()
+  copies = [value]  # The value, and what it is moved to. The loop appends to it.
+  for copy in copies:
+    if copy in returned:
       uses.add(None)
-    for operation in value.consumers:
+    for operation in copy.consumers:
       if _moves(operation):
-        moved += [v for v in operation.results if v not in moved]
-      elif operation.casts and operation.results[0].is_floating and value.is_floating:
-        (new,) = operation.results
-        narrows = new.aval.dtype.itemsize < value.aval.dtype.itemsize
-        uses.add(new.dtype if narrows else None)
+        copies += [moved for moved in operation.results if moved not in copies]
       else:
-        uses.add(None)
+        uses.add(_rounded_to(copy, operation))
   return uses
+
+
+def _rounded_to(value: Value, operation: Operation) -> DType | None:
+  """Returns the dtype that an operation rounds a value to; None if it does anything else."""
+  if not operation.casts:
+    return None
+  (new,) = operation.results
+  is_rounded = (
+    value.is_floating and new.is_floating and new.aval.dtype.itemsize < value.aval.dtype.itemsize
+  )
+  return new.dtype if is_rounded else None
 
 
 def _moves(operation: Operation) -> bool:
