@@ -4,13 +4,16 @@ Each container is copied in its own order and type. The copy holds one tracer fo
 call returns the copy of an argument, the caller gets the argument itself, with the changes.
 """
 
+import collections
+import contextlib
 import dataclasses
-import gc
+import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from mpjax._core.trees import DICTS, Content, IsLeaf, content_of, is_nnx_object, same_objects
@@ -171,17 +174,86 @@ def check_returned(leaves: Iterable[Leaf]) -> None:
       raise NotTraceable(text)
 
 
+_NO_PARTS = frozenset((bool, bytes, complex, float, int, str, type(None)))
+"""Types that hold no tracer. Most items of containers are of these."""
+
+_NOT_SEARCHED = (type, types.ModuleType, types.TracebackType, jax.Array, np.ndarray)
+
+
 def _tracers_in(x: object) -> list[object]:
-  """Returns the tracers in an object that is not a pytree, and generators, which run later."""
-  pending, met, tracers = [x], set[int](), dict[int, object]()
+  """Returns the tracers in an object that is not a pytree, and iterators, which run later."""
+  pending = [x]
+  met: dict[int, object] = {}  # By identity. It keeps what it has met alive: an id is not reused.
+  tracers: dict[int, object] = {}
   while pending:
-    x = pending.pop()
-    if isinstance(x, (Tracer, types.GeneratorType)):
-      tracers[id(x)] = x
-    elif id(x) not in met and not isinstance(x, (type, types.ModuleType, types.TracebackType)):
-      met.add(id(x))
-      # Items, attributes and closures are searched, but not the globals of a function. The garbage
-      # collector does not track strings and numbers, which hold no tracers.
-      around = {id(x.__globals__), id(x.__builtins__)} if isinstance(x, types.FunctionType) else ()
-      pending += [y for y in filter(gc.is_tracked, gc.get_referents(x)) if id(y) not in around]
-  return [tracers[i] for i in sorted(tracers)]
+    each = pending.pop()
+    if id(each) in met:
+      continue
+    met[id(each)] = each
+    if isinstance(each, Tracer) or _runs_later(each):
+      tracers[id(each)] = each
+    elif not isinstance(each, _NOT_SEARCHED):
+      pending += [part for part in _parts_of(each) if type(part) not in _NO_PARTS]
+  return [tracers[number] for number in sorted(tracers)]
+
+
+def _runs_later(x: object) -> bool:
+  """Whether an object is a generator, a `map` or the like, whose variables cannot be read."""
+  return isinstance(x, (Iterator, AsyncIterator, Coroutine)) and not hasattr(x, "__dict__")
+
+
+def _parts_of(x: object) -> list[object]:
+  """Returns the attributes and the items of an object, and what a function takes along."""
+  parts = [*_attributes_of(x), *_items_of(x)]
+  if isinstance(x, types.FunctionType):
+    parts += _taken_along(x)
+  elif isinstance(x, functools.partial):
+    parts += [x.func, *x.args, *x.keywords.values()]
+  elif isinstance(x, types.MethodType):
+    parts += [x.__func__, x.__self__]
+  elif isinstance(x, types.BuiltinMethodType):
+    parts.append(x.__self__)
+  return parts
+
+
+def _attributes_of(x: object) -> Iterator[object]:
+  """Yields the values of the attributes of an object."""
+  yield from getattr(x, "__dict__", {}).values()
+  for slot in _slots_of(type(x)):
+    with contextlib.suppress(AttributeError):  # It is not set.
+      yield slot.__get__(x)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots_of(cls: type) -> list[types.MemberDescriptorType]:
+  """Returns the slots of a class and of its bases, which read attributes of its instances."""
+  with_slots = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
+  members = [member for names in with_slots for member in names.values()]
+  return [each for each in members if isinstance(each, types.MemberDescriptorType)]
+
+
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_CONTAINERS: Sequence[Any] = (list, tuple, set, frozenset, collections.deque, *_VIEWS)
+
+
+def _items_of(x: object) -> list[object]:
+  """Returns the items of a container of Python, and the keys of a dict."""
+  # The methods are those of Python's classes: a class of the user may compute items as it likes.
+  if isinstance(x, dict):
+    return [*dict.keys(x), *dict.values(x)]
+  if isinstance(x, types.MappingProxyType):
+    return [*x.keys(), *x.values()]
+  for cls in _CONTAINERS:
+    if isinstance(x, cls):
+      return [*cls.__iter__(x)]
+  return []
+
+
+def _taken_along(function: types.FunctionType) -> Iterator[object]:
+  """Yields the variables around a function that it reads, and the defaults of its parameters."""
+  # Its globals are those of a module, which outlive the call.
+  for cell in function.__closure__ or ():
+    with contextlib.suppress(ValueError):  # The variable is not assigned yet.
+      yield cell.cell_contents
+  yield from function.__defaults__ or ()
+  yield from (function.__kwdefaults__ or {}).values()

@@ -30,6 +30,37 @@ def recursive(x):
   return holds
 
 
+class Slots:
+  """An object without a dict of attributes."""
+
+  __slots__ = ("__hidden", "unset")
+
+  def __init__(self, x):
+    self.__hidden = x
+
+
+def with_default(x):
+  def fn(y=x):
+    return y
+
+  return fn
+
+
+def with_keyword(x):
+  def fn(*, y=x):
+    return y
+
+  return fn
+
+
+def with_attribute(x):
+  def fn():
+    pass
+
+  fn.held = x
+  return fn
+
+
 def undefined():
   def first():
     return second()  # pyright: ignore[reportUndefinedVariable]
@@ -49,6 +80,21 @@ RETURNED = {
   "object that holds itself": (recursive, False),
   "set": (lambda x: Holds({Holds(x)}), False),
   "function": (lambda x: functools.partial(lambda: x), False),
+  "default of a function": (with_default, False),
+  "keyword default": (with_keyword, False),
+  "attribute of a function": (with_attribute, False),
+  "jitted function": (lambda x: jax.jit(lambda: x), False),
+  "partial": (lambda x: functools.partial(jnp.add, x), False),
+  "keyword of a partial": (lambda x: functools.partial(jnp.add, y=x), False),
+  "method": (lambda x: Holds(x).__init__, False),
+  "method of a list": (lambda x: [x].append, False),
+  "slots": (Slots, False),
+  "slots without arrays": (lambda x: Slots("text"), True),
+  "key": (lambda x: Holds({Holds(x): 0}), False),
+  "proxy": (lambda x: types.MappingProxyType({"a": x}), False),
+  "view of a dict": (lambda x: {"a": x}.items(), False),
+  "deque": (lambda x: Holds(collections.deque([x])), False),
+  "map": (lambda x: map(jnp.sin, [x]), False),
   "generator": (lambda x: (x for _ in range(1)), False),
   "generator in object": (lambda x: Holds(x for _ in range(1)), False),
 }
