@@ -189,19 +189,19 @@ def _check_moments(
   dtypes: Mapping[Moment, DType], inner_state: OptState, containers: set[Class]
 ) -> None:
   """Raises MpjaxValueError if the inner optimizer lacks a moment that has a dtype."""
-  found = set[Moment]()
+  moments = set[Moment]()
 
   def note(moment: Moment, x: Leaf) -> Leaf:
-    found.add(moment)
+    moments.add(moment)
     return x
 
   _map_moments(note, inner_state, containers)
-  missing = [moment for moment in dtypes if moment not in found]
+  missing = [moment for moment in dtypes if moment not in moments]
   if missing:
     raise MpjaxValueError(
       f"mpjax.state_dtype({', '.join(missing)})",
       expected="an optimizer with such moments",
-      got=f"one with {' and '.join(sorted(found)) or 'none'}",
+      got=f"one with {' and '.join(sorted(moments)) or 'none'}",
       fix=f"Leave it out here; moments are found by the names of fields, {', '.join(_FIELDS)}.",
     )
 

@@ -89,7 +89,8 @@ def test_the_rule_that_a_leak_advises_leaves_no_leak():
   model, x = Residual(), s(4, 8)
   variables = jax.eval_shape(model.init, jax.random.key(0), x)
   (leak,) = mpjax.audit(mpjax.with_policy(model, "mixed_bfloat16").apply)(variables, x).leaks
-  rule = eval(re.search(r"mpjax\.Rule\(.*\)", leak.fix)[0], {"mpjax": mpjax})
+  (printed,) = re.findall(r"mpjax\.Rule\(.*\)", leak.fix)
+  rule = eval(printed, {"mpjax": mpjax})
   low = mpjax.with_policy(model, "mixed_bfloat16", [rule])
   audit = mpjax.audit(low.apply)(variables, x)
   assert [each.dtype for each in audit.kernels] == ["bfloat16"]
