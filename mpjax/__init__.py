@@ -30,6 +30,7 @@ if TYPE_CHECKING:
   from mpjax._optim.accumulation import accumulate_gradients
   from mpjax._optim.apply_updates import apply_updates
   from mpjax._optim.check_loss_scaling import check_loss_scaling
+  from mpjax._optim.inner_grad import inner_grad
   from mpjax._optim.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, set_loss_scale
   from mpjax._optim.loss_scaling import loss_scaling
   from mpjax._optim.masters import master_params, master_weights, set_master_params
@@ -52,7 +53,8 @@ __version__ = "0.1.0"
 __all__ = ["Float8", "OpLists", "Policy", "Rule"]
 __all__ += ["autocast", "full_precision", "low_precision", "policy_scope", "with_policy"]
 __all__ += ["DynamicLossScale", "NoLossScale", "StaticLossScale", "loss_scaling", "value_and_grad"]
-__all__ += ["last_step_finite", "loss_scaling_metrics", "scale_loss", "set_loss_scale", "unscale"]
+__all__ += ["inner_grad", "last_step_finite", "loss_scaling_metrics"]
+__all__ += ["scale_loss", "set_loss_scale", "unscale"]
 __all__ += ["master_params", "master_weights", "set_master_params", "state_dtype"]
 __all__ += ["accumulate_gradients", "all_finite", "apply_updates", "select_tree"]
 __all__ += ["OptLevel", "TrainState", "make_train_step", "opt_level"]
@@ -75,6 +77,7 @@ _ON_FIRST_USE = {
   "_optim.accumulation": "accumulate_gradients",
   "_optim.apply_updates": "apply_updates",
   "_optim.check_loss_scaling": "check_loss_scaling",
+  "_optim.inner_grad": "inner_grad",
   "_optim.loss_scale": "DynamicLossScale NoLossScale StaticLossScale set_loss_scale",
   "_optim.loss_scaling": "loss_scaling",
   "_optim.masters": "master_params master_weights set_master_params",

@@ -91,7 +91,7 @@ def value_and_grad(
     def scaled(
       *args: P.args, **kwargs: P.kwargs
     ) -> tuple[Array, tuple[Array, PyTree, Array | None]]:
-      loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
+      loss, aux = loss_and_aux(fun(*args, **kwargs), has_aux, f"{_CALL}(fun)")
       # The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16
       # on. So no more than 2^15 of it is multiplied there, and the gradients by the rest.
       within, rest = scale, None
@@ -201,9 +201,9 @@ def _check_library(models: Sequence[Module], allow_int: bool) -> None:
       raise MpjaxTypeError(f"{where}(params)", expected=expected, got=got, fix=fix)
 
 
-def _loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Leaf, PyTree]:
-  """Returns what `fun` returned as a loss, checked, and the rest."""
-  where = f"{_CALL}(fun): the loss"
+def loss_and_aux(out: PyTree, has_aux: bool, call: str) -> tuple[Leaf, PyTree]:
+  """Returns the loss in the result of a function, checked, and the rest."""
+  where = f"{call}: the loss"
   if has_aux != (isinstance(out, (tuple, list)) and len(out) == 2):
     expected, fix = "a floating scalar", "Pass has_aux=True, or return the loss alone."
     if has_aux:

@@ -19,7 +19,8 @@ PUBLIC = {
     *("DynamicLossScale", "Float8", "MpjaxError", "NoLossScale", "OpLists", "OptLevel", "Policy"),
     *("Rule", "StaticLossScale", "TrainState", "accumulate_gradients", "all_finite"),
     *("apply_updates", "audit", "autocast", "check_loss_scaling", "check_skipped_steps"),
-    *("convert", "find_nonfinite", "full_precision", "last_step_finite", "loss_scaling"),
+    *("convert", "find_nonfinite", "full_precision", "inner_grad", "last_step_finite"),
+    "loss_scaling",
     *(
       "loss_scaling_metrics",
       "low_precision",

@@ -1,0 +1,129 @@
+"""`jax.grad` inside of a loss that computes in float16: scaled on the way, unscaled in float32."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._core.errors import check_call, check_callable
+from mpjax._core.trees import all_finite, is_inexact
+from mpjax._core.types import Array, Grads, P, PyTree
+from mpjax._optim.loss_scale import positive_scale, unscale_tree
+from mpjax._optim.trees import at_least_float32
+from mpjax._optim.value_and_grad import loss_and_aux
+from mpjax._policy.active import full_precision
+
+INNER_GRAD = "mpjax.inner_grad"
+"""The named scope of a gradient that is scaled, for `mpjax.check_loss_scaling`."""
+
+_CALL = "mpjax.inner_grad(fun)"
+_FIX = "Write mpjax.inner_grad(energy)(x): the arguments come in a second call."
+
+_FIRST = 2.0**15
+"""The scale of the first gradient, which is measured. It fits into float16."""
+
+_TARGET = 4
+"""The exponent of the largest scaled gradient: far from 2^16, where float16 ends."""
+
+_LIMITS = (2.0**-24, 2.0**60)
+"""The smallest and largest scale that is measured."""
+
+
+@check_call(_CALL, fix=_FIX)
+def inner_grad(
+  fun: Callable[P, PyTree],
+  argnums: int | Sequence[int] = 0,
+  has_aux: bool = False,
+  *,
+  scale: float | None = None,
+) -> Callable[P, Any]:
+  """Like `jax.grad`, for a gradient inside of a loss that is computed in float16.
+
+  A gradient penalty, forces from an energy and MAML differentiate inside of the loss. The loss
+  scale of the optimizer does not reach these gradients, and small ones become 0 in float16. This
+  function scales them by a power of two while they are computed, and divides in float32.
+
+  Args:
+    fun: a function that returns a floating scalar, or a pair of that and anything else.
+    argnums: which positional arguments to differentiate with respect to.
+    has_aux: whether `fun` returns a pair.
+    scale: the scale, a power of two. None measures it: the gradient is computed once more, scaled
+      by 2^15, and the scale brings its largest element to about 2^4. A scale above 2^15 is tried,
+      which costs a third gradient, and is 2^15 if something overflows.
+
+  Returns:
+    A function of the arguments of `fun` that returns the gradients of the plain function, at least
+    in float32, or a pair of them and the rest of what `fun` returned.
+
+  Raises:
+    MpjaxTypeError: `fun` is no function; when called: it returns no floating number.
+    MpjaxValueError: the scale is not a positive number; when called: `fun` returns no scalar.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> def energy(x):  # Its gradient is 2^-26, and float16 ends at 2^-24.
+  ...   return jnp.sum(x.astype(jnp.float16) * 2.0**-13 * 2.0**-13)
+  >>> print(jax.grad(energy)(jnp.ones(2)), mpjax.inner_grad(energy)(jnp.ones(2)) * 2**26)
+  [0. 0.] [1. 1.]
+  """
+  check_callable(fun, _CALL, expected="a function that returns a scalar", fix=_FIX)
+  fixed = None if scale is None else positive_scale(scale, "mpjax.inner_grad(scale)")
+
+  def scaled_grad(factor: Array | float, *args: P.args, **kwargs: P.kwargs) -> tuple[Grads, PyTree]:
+    """Returns the gradients times a factor, and the rest of what `fun` returned."""
+
+    @functools.wraps(fun, updated=())
+    def scaled(*args: P.args, **kwargs: P.kwargs) -> tuple[Array, PyTree]:
+      value, aux = loss_and_aux(fun(*args, **kwargs), has_aux, _CALL)
+      wide = at_least_float32(value)
+      return wide * _within(factor, value).astype(wide.dtype), (aux, value)
+
+    grads, (aux, value) = jax.grad(scaled, argnums, has_aux=True)(*args, **kwargs)
+    return full_precision(unscale_tree)(grads, _within(factor, value)), aux
+
+  @functools.wraps(fun, updated=())
+  def gradient(*args: P.args, **kwargs: P.kwargs) -> Any:
+    with jax.named_scope(INNER_GRAD):
+      factor = fixed
+      if factor is None:
+        # The scale depends on the gradients, but nobody differentiates it.
+        factor = _measured(lambda by: jax.lax.stop_gradient(scaled_grad(by, *args, **kwargs)[0]))
+      grads, aux = scaled_grad(factor, *args, **kwargs)
+    return (grads, aux) if has_aux else grads
+
+  return gradient
+
+
+def _within(factor: Array | float, value: Array) -> Array:
+  """Returns a scale that a function's result can have as its cotangent."""
+  factor = jnp.asarray(factor, jnp.float32)
+  if jnp.result_type(value) == jnp.float16:
+    return jnp.minimum(factor, jnp.float32(_FIRST))
+  return factor
+
+
+def _measured(grads_at: Callable[[Array | float], Grads]) -> Array:
+  """Returns a power of two that brings the largest gradient to about 2^4.
+
+  `grads_at` returns the plain gradients, computed at a scale. The result is 1 if a gradient
+  overflows at the first scale, and the first scale if one overflows at a larger scale.
+  """
+  scale = _scale_for(grads_at(_FIRST))
+
+  def tried() -> Array:
+    # Numbers on the way may be larger than the gradients.
+    return jnp.where(all_finite(grads_at(scale)), scale, jnp.float32(_FIRST))
+
+  return jax.lax.cond(scale > _FIRST, tried, lambda: scale)
+
+
+@full_precision
+def _scale_for(grads: Grads) -> Array:
+  """Returns the scale that brings the largest of some gradients to about 2^4."""
+  sizes = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(grads) if is_inexact(x)]
+  largest = functools.reduce(jnp.maximum, [x.astype(jnp.float32) for x in sizes], jnp.float32(0))
+  _, exponent = jnp.frexp(largest)
+  scale = jnp.clip(jnp.ldexp(jnp.float32(1), _TARGET - exponent), *_LIMITS)
+  scale = jnp.where(largest > 0, scale, jnp.float32(_FIRST))
+  return jnp.where(jnp.isfinite(largest), scale, jnp.float32(1))

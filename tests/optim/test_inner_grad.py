@@ -1,0 +1,156 @@
+"""Gradients inside of a loss: their scale, their dtype, and what the outer gradients lose."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from tests.errors import refused
+
+CALL = "mpjax.inner_grad(fun)"
+X = jax.random.normal(jax.random.key(0), (8, 6))
+
+
+class Critic(nn.Module):
+  """A critic whose results, and gradients, have a size."""
+
+  size: float = 1.0
+
+  @nn.compact
+  def __call__(self, x):
+    h = nn.tanh(nn.Dense(32)(x))
+    h = nn.tanh(nn.Dense(32)(h))
+    return nn.Dense(1)(h)[..., 0] * self.size
+
+
+def penalty(model, params, size, grad):
+  """Returns the gradient penalty of WGAN-GP, relative to the size."""
+  grads = grad(lambda x: model.apply({"params": params}, x).sum())(X)
+  norms = jnp.sqrt(jnp.sum((grads / size) ** 2, -1) + 1e-12)
+  return jnp.mean((norms - 1) ** 2)
+
+
+def flat(tree):
+  return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+@functools.cache
+def outer_error(size, grad):
+  """Returns the error of a penalty's gradients under mixed_float16, relative to float32."""
+  model = Critic(size)
+  params = model.init(jax.random.key(1), X)["params"]
+  exact = flat(jax.grad(lambda p: penalty(model, p, size, jax.grad))(params))
+  low = mpjax.with_policy(model, "mixed_float16")
+  found = flat(jax.jit(jax.grad(lambda p: penalty(low, p, size, grad)))(params))
+  return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+def error_of_float16():
+  """Returns the error for a critic of size 1, whose gradients do not underflow."""
+  return outer_error(1.0, jax.grad)
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-6, 1e-8, 1e3])
+def test_outer_gradients_of_a_penalty_are_as_exact_as_those_of_a_large_critic(size):
+  assert outer_error(size, mpjax.inner_grad) < error_of_float16() + 1e-3
+
+
+def test_without_a_scale_the_outer_gradients_are_wrong():
+  assert outer_error(1e-5, jax.grad) > 20 * error_of_float16()
+
+
+def small(x):
+  # The gradient is 2^-26. The smallest number of float16 is 2^-24.
+  return jnp.sum(x.astype(jnp.float16) * jnp.float16(2.0**-13) * jnp.float16(2.0**-13))
+
+
+def test_a_small_gradient_does_not_underflow():
+  x = jnp.ones(3)
+  assert jax.grad(small)(x).tolist() == [0.0] * 3
+  assert mpjax.inner_grad(small)(x).tolist() == [2.0**-26] * 3
+  assert mpjax.inner_grad(small, scale=2.0**10)(x).tolist() == [2.0**-26] * 3
+
+
+def test_a_gradient_that_overflows_at_the_first_scale_is_not_scaled():
+  def large(x):
+    return jnp.sum(x.astype(jnp.float16) * jnp.float16(128)).astype(jnp.float32)
+
+  x = jnp.ones(3)
+  assert np.isinf(mpjax.inner_grad(large, scale=2.0**15)(x)).all()
+  assert mpjax.inner_grad(large)(x).tolist() == [128.0] * 3
+
+
+def test_a_gradient_of_zero_stays_zero():
+  assert mpjax.inner_grad(lambda x: jnp.sum(x * 0))(jnp.ones(2)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**15, 2.0**-3])
+def test_in_float32_the_scale_is_invisible(scale):
+  def energy(x, y):
+    return jnp.sum(jnp.tanh(x) * jnp.exp(y))
+
+  y = jax.random.normal(jax.random.key(1), X.shape)
+  # Not compiled: XLA fuses the two in other ways.
+  found = mpjax.inner_grad(energy, (0, 1), scale=scale)(X, y)
+  expected = jax.grad(energy, (0, 1))(X, y)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_results_beside_the_scalar_come_back():
+  grads, aux = mpjax.inner_grad(lambda x: (jnp.sum(x**2), {"x": x}), has_aux=True)(X)
+  np.testing.assert_array_equal(grads, 2 * X)
+  np.testing.assert_array_equal(aux["x"], X)
+
+
+def test_gradients_of_float16_arguments_are_in_float32():
+  x = jnp.ones(3, jnp.float16)
+  grads = mpjax.inner_grad(lambda x: jnp.sum(x * jnp.float16(2.0**-20)))(x)
+  assert grads.dtype == jnp.float32
+  assert grads.tolist() == [2.0**-20] * 3
+
+
+def test_under_vmap_each_example_has_a_scale_of_its_own():
+  sizes = jnp.asarray([1.0, 2.0**-30])
+
+  def energy(x, size):
+    return jnp.sum((x * size).astype(jnp.float16).astype(jnp.float32) * 2.0**-10)
+
+  found = jax.vmap(mpjax.inner_grad(energy))(jnp.ones((2, 3)), sizes)
+  expected = np.outer([2.0**-10, 2.0**-40], np.ones(3))
+  np.testing.assert_array_equal(found, expected)
+
+
+def test_inside_of_an_autocast_loss_it_divides_in_float32():
+  w = jnp.full((8, 8), 2.0**-14)
+
+  def loss(w, x):
+    return jnp.sum(mpjax.inner_grad(lambda x: jnp.sum(x @ w * 2.0**-14))(x))
+
+  x = jnp.ones((4, 8))
+  assert float(mpjax.autocast(loss, "mixed_float16")(w, x)) == 4 * 8 * 8 * 2.0**-28
+
+
+def test_a_power_of_two_reaches_parameters_through_two_inner_steps():
+  # MAML: parameters after two inner steps, as a function of the parameters before.
+  def adapted(w, grad):
+    for _ in range(2):
+      w = w - 0.1 * grad(lambda w: jnp.sum((w.astype(jnp.float16) * jnp.float16(2.0**-12)) ** 2))(w)
+    return jnp.sum(w)
+
+  w = jnp.asarray([1.0, 2.0])
+  factor = (1 - 0.2 * 2.0**-24) ** 2
+  np.testing.assert_allclose(jax.grad(adapted)(w, mpjax.inner_grad), factor, rtol=1e-7)
+
+
+def test_what_is_refused():
+  with refused(TypeError, CALL, "a function that returns a scalar", "3", "second call"):
+    mpjax.inner_grad(3)
+  with refused(ValueError, "mpjax.inner_grad(scale)", "a positive number", "0", "power of two"):
+    mpjax.inner_grad(jnp.sum, scale=0)
+  with refused(ValueError, CALL, "a floating scalar", "(8, 6)", "Return one number"):
+    mpjax.inner_grad(lambda x: x)(X)
