@@ -26,6 +26,27 @@ def is_nnx_variable(x: object) -> bool:
   return hasattr(type(x), "get_raw_value")
 
 
+def raw_value(x: Leaf) -> PyTree:
+  """Returns the value of a variable of Flax NNX as it is stored, an array or a tree.
+
+  `variable[...]` would run hooks, and would index into a value that is a dict or a tuple. Whatever
+  is no variable is returned as it is.
+  """
+  if not is_nnx_variable(x):
+    return x
+  value = x.get_raw_value()
+  return value[...] if isinstance(value, jax.Ref) else value
+
+
+def set_raw_value(variable: Leaf, value: PyTree) -> None:
+  """Stores the value of a variable of Flax NNX as it is, without the variable's hooks."""
+  held = variable.get_raw_value()
+  if isinstance(held, jax.Ref):
+    held[...] = value
+  else:
+    variable.set_raw_value(value)
+
+
 def leaf_paths(tree: PyTree) -> list[Path]:
   """Returns the path of each leaf. What a box holds has the path of the box."""
   # `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A

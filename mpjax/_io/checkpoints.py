@@ -4,7 +4,7 @@ The tree says which dtype, shape and sharding each leaf has, and how masters are
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -21,11 +21,12 @@ from mpjax._core.leaves import (
   misfit,
   path_text,
   put,
+  raw_value,
   refuse_overflow,
 )
 from mpjax._core.trees import in_low_precision, is_floating
 from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree
-from mpjax._optim.loss_scale import LossScaleState, LossScalingState
+from mpjax._optim.loss_scale import LossScaleState, scales_in, scaling_states
 from mpjax._optim.masters import MasterWeightsState, bounded, is_hole, join, split
 from mpjax._optim.train_state import TrainState
 
@@ -280,8 +281,16 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   converted = cross(converted, crossed)
   placed = [put(converted[path], want.sharding, alias=own) for path, want in expected.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), placed)
-  for _, state in nodes_with_path(result, LossScaleState):
-    scales = np.asarray(state.scale)
+  _refuse_damaged_scale(result)
+  return result
+
+
+def _refuse_damaged_scale(result: PyTree) -> None:
+  """Raises if a loss scale in `result` is no positive finite number."""
+  states = [state for _, state in nodes_with_path(result, LossScaleState)]
+  states += [each.state for each in scales_in(result) if each.node is not each.owner]
+  for state in filter(None, states):
+    scales = np.asarray(raw_value(state.scale))
     if not np.all(np.isfinite(scales) & (scales > 0)):
       raise MpjaxValueError(
         "mpjax.checkpoints.restore_like(restored)",
@@ -290,7 +299,6 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
         fix="No step leaves it so, the file is damaged: restore another checkpoint, or put a "
         "scale into what was read.",
       )
-  return result
 
 
 def _expected_leaves(target: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
@@ -437,10 +445,10 @@ def _advice(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
 
 def _refuse_other_configuration(target: PyTree, leaves: Mapping[str, Leaf]) -> None:
   """Raises if a loss scale was saved under another configuration: its name is part of the path."""
-  for place, state in nodes_with_path(target, LossScalingState):
-    inside = [path for path in leaves if path.startswith(f"{place}/" if place else "")]
-    prefix = f"{place}/loss_scale/".lstrip("/")
-    saved = {path.removeprefix(prefix).split("/")[0] for path in inside if path.startswith(prefix)}
+  for path, _, state in scaling_states(target):
+    place = path_text(path)
+    inside = _below(place, leaves)
+    saved = {path.split("/")[0] for path in _below("loss_scale", inside)}
     configured = {label for label, value in state.loss_scale.items() if value != ()}
     if not inside or saved == configured:
       continue
@@ -452,6 +460,12 @@ def _refuse_other_configuration(target: PyTree, leaves: Mapping[str, Leaf]) -> N
       "to the new state (_replace), and the scale (mpjax.set_loss_scale). What was saved without "
       "a loss scale is restored into target.inner_state.",
     )
+
+
+def _below(place: str, paths: Iterable[str]) -> list[str]:
+  """Returns those of some paths that are below `place`, as they go on from there."""
+  prefix = f"{place}/" if place else ""
+  return [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
 
 
 def _names(labels: set[str]) -> str:

@@ -7,11 +7,11 @@ from typing import TypeVar
 import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxTypeError, check_callable
-from mpjax._core.leaves import is_nnx_variable
+from mpjax._core.leaves import is_nnx_variable, raw_value, set_raw_value
 from mpjax._core.trees import select
 from mpjax._core.types import Array, P
 from mpjax._optim.loss_scale import UPDATED, LossScaleState, scales_in
-from mpjax._optim.trees import leaves_with_path, plain_array
+from mpjax._optim.trees import leaves_with_path
 
 R = TypeVar("R")
 
@@ -62,7 +62,7 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
       raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
     before = [(one.stored, one.state) for one in scales if one.state]
     variables = [x for _, x in leaves_with_path((args, kwargs)) if is_nnx_variable(x)]
-    old = [plain_array(x) for x in variables]
+    old = [raw_value(x) for x in variables]
     updates: list[tuple[Array, Array]] = []
     outer = UPDATED.set(lambda *counts: updates.append(counts))
     try:
@@ -72,24 +72,24 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
     # It was applied if each of its updates was.
     applied = jnp.asarray(True)
     for stored, state in before:
-      applied &= plain_array(stored.skipped) == state.skipped
+      applied &= raw_value(stored.skipped) == state.skipped
     # An only optimizer that was updated once has kept its own state, in place. A loop updates
     # other arrays than those that are here.
-    ends = [(state.total, plain_array(stored.total)) for stored, state in before]
+    ends = [(state.total, raw_value(stored.total)) for stored, state in before]
     in_place = len(scales) == 1 and any(x is a and y is b for x, y in updates for a, b in ends)
     kept = [one.owner if in_place else one.stored for one in scales]
     own = {id(x) for _, x in leaves_with_path(kept)}
     pairs = [(x, value) for x, value in zip(variables, old, strict=True) if id(x) not in own]
-    chosen = select(applied, [plain_array(x) for x, _ in pairs], [x for _, x in pairs], where)
+    chosen = select(applied, [raw_value(x) for x, _ in pairs], [x for _, x in pairs], where)
     for (variable, _), x in zip(pairs, chosen, strict=True):
-      variable[...] = x
+      set_raw_value(variable, x)
     # An update that is taken back counts as skipped.
     for stored, state in [] if in_place else before:
-      new = LossScaleState(*map(plain_array, stored))
+      new = LossScaleState(*map(raw_value, stored))
       count = new.total - state.total
       undone = {field: getattr(state, field) + count for field in ("skipped", "consecutive_skips")}
       for field, x in {**undone, "finite": new.finite & (count == 0)}.items():
-        getattr(stored, field)[...] = jnp.where(applied, getattr(new, field), x)
+        set_raw_value(getattr(stored, field), jnp.where(applied, getattr(new, field), x))
     return result
 
   return wrapper

@@ -11,13 +11,19 @@ import numpy as np
 from jax.core import Tracer
 
 from mpjax._core import errors
-from mpjax._core.leaves import Path, is_key, is_nnx_variable
+from mpjax._core.leaves import Path, is_key, is_nnx_variable, raw_value
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Function, Leaf, NumpyArray, P, PyTree
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.in_float32 import in_float32, to_float32
-from mpjax._optim.loss_scale import LossScalingState, OwnedScale, refuse_outside, scales_in
-from mpjax._optim.trees import full_like, last_name, leaves_of, plain_array
+from mpjax._optim.loss_scale import (
+  OwnedScale,
+  is_scaling_state,
+  leaves_of,
+  refuse_outside,
+  scales_in,
+)
+from mpjax._optim.trees import full_like, last_name
 
 WHERE = "mpjax.check_loss_scaling(step)"
 _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
@@ -63,8 +69,8 @@ def check_loss_scaling(step: Callable[P, PyTree]) -> Callable[P, None]:
     refuse_outside(call, WHERE)
     # Of several optimizers a step may update one alone. A comprehension would be a frame of its own
     # before Python 3.12, and the warning counts frames.
-    owns = lambda x: isinstance(x, LossScalingState)  # noqa: E731
-    roots = [p for p, x in leaves_of(call, owns).items() if owns(x) for _ in x.loss_scale]
+    states = leaves_of(call, is_scaling_state).items()
+    roots = [p for p, x in states if is_scaling_state(x) for _ in scales_in(x)]
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
       if not any([*map(functools.partial(_check_one, step, call), scales, roots)]):
         raise _not_updated(scales[0])
@@ -220,7 +226,7 @@ def _not_updated(scale: OwnedScale) -> errors.MpjaxValueError:
 
 
 def _arrays(leaves: dict[Path, Leaf]) -> dict[Path, Leaf]:
-  return {path: y for path, x in leaves.items() if hasattr(y := plain_array(x), "dtype")}
+  return {path: y for path, x in leaves.items() if hasattr(y := raw_value(x), "dtype")}
 
 
 def _numbers(x: Leaf) -> NumpyArray:

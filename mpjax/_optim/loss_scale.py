@@ -7,7 +7,7 @@ import math
 import numbers
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,11 +29,12 @@ from mpjax._core.errors import (
   kind_of,
   wrong_type,
 )
+from mpjax._core.leaves import Path, is_nnx_variable, path_text, raw_value, set_raw_value
 from mpjax._core.together import read_together
 from mpjax._core.trees import is_inexact, is_nnx_object
-from mpjax._core.types import Array, Grads, Leaf, OptState, PyTree
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, PyTree
 from mpjax._optim.checks import check_state
-from mpjax._optim.trees import at_least_float32, full_like, nodes_of, plain_array, strong
+from mpjax._optim.trees import at_least_float32, full_like, strong
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 """Outside, 1/scale or the scale itself is subnormal in float32, and XLA flushes it to 0."""
@@ -356,6 +357,7 @@ class AccumulationState(NamedTuple):
 class OwnedScale(NamedTuple):
   """One loss scale: the state that it is in, and what its label says."""
 
+  node: Any  # of the tree that was searched: a `LossScalingState`, or a mapping with its fields
   owner: LossScalingState
   label: str
   name: str | None
@@ -365,7 +367,7 @@ class OwnedScale(NamedTuple):
   @property
   def state(self) -> LossScaleState | None:
     """The numbers, or None under `NoLossScale`."""
-    return LossScaleState(*map(plain_array, self.stored)) if self.stored else None
+    return LossScaleState(*map(raw_value, self.stored)) if self.stored else None
 
   @property
   def dynamic(self) -> bool:
@@ -374,8 +376,8 @@ class OwnedScale(NamedTuple):
 
   @property
   def in_variables(self) -> bool:
-    """Whether it is in an `nnx.Optimizer`, which keeps its state in variables."""
-    return any(plain_array(x) is not x for x in self.stored)
+    """Whether its numbers are in variables, as those of an `nnx.Optimizer` are."""
+    return any(map(is_nnx_variable, self.stored))
 
   @property
   def limits(self) -> tuple[float, float]:
@@ -391,10 +393,75 @@ class OwnedScale(NamedTuple):
 def scales_in(tree: PyTree) -> list[OwnedScale]:
   """Returns every loss scale in `tree`, wherever it is."""
   return [
-    OwnedScale(owner, label, label.rpartition(":")[0] or None, stored, read_label(label))
-    for owner in nodes_of(tree, LossScalingState)
+    OwnedScale(node, owner, label, label.rpartition(":")[0] or None, stored, read_label(label))
+    for _, node, owner in scaling_states(tree)
     for label, stored in owner.loss_scale.items()
   ]
+
+
+def scaling_states(tree: PyTree) -> Iterator[tuple[KeyPath, PyTree, LossScalingState]]:
+  """Yields each state of `mpjax.loss_scaling` in `tree`: its path, its node, and what that holds.
+
+  The node is no `LossScalingState` in an `nnx.State`, in a pure dict of that and in a checkpoint
+  that was read without a target. They have mappings instead of classes.
+  """
+  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaling_state)
+  yield from ((path, node, _with_classes(node)) for path, node in nodes if is_scaling_state(node))
+
+
+def leaves_of(tree: PyTree, is_leaf: Callable[..., bool] = is_nnx_variable) -> dict[Path, Leaf]:
+  """Returns all leaves of a tree by their paths, each key as Python writes it.
+
+  In a state of `mpjax.loss_scaling` these are the keys of its classes, also where it has mappings.
+  """
+  mappings = [path for path, node, owner in scaling_states(tree) if node is not owner]
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+  return {_names(path, mappings): x for path, x in leaves}
+
+
+def _names(path: KeyPath, mappings: Iterable[KeyPath]) -> Path:
+  """Returns the keys of a path, below `mappings` those of the classes that these stand for."""
+  names = [jax.tree_util.keystr((key,)) for key in path]
+  for root in mappings:
+    if path[: len(root)] != root:
+      continue
+    # Fields of a `LossScalingState`, then labels, then fields of a `LossScaleState`.
+    field, _, number = range(len(root), len(root) + 3)
+    is_scale = names[field : field + 1] == ["['loss_scale']"]
+    positions = (field, number) if is_scale else (field,)
+    names = [f".{x[2:-2]}" if i in positions else x for i, x in enumerate(names)]
+  return tuple(names)
+
+
+def is_scaling_state(node: object) -> bool:
+  """Whether a node of a tree is a state of `mpjax.loss_scaling`, or a mapping with its fields."""
+  if isinstance(node, LossScalingState):
+    return True
+  scales = node.get("loss_scale") if isinstance(node, Mapping) else None
+  if not isinstance(scales, Mapping) or not scales:
+    return False
+  return all(_is_loss_scale(label, numbers) for label, numbers in scales.items())
+
+
+def _is_loss_scale(label: object, numbers: object) -> bool:
+  """Whether an entry of a mapping is what a state keeps of one loss scale."""
+  if not isinstance(label, str) or not isinstance(numbers, Mapping):
+    return False
+  kind = label.rpartition(":")[2].partition("(")[0]
+  fields = () if kind == _KINDS[NoLossScale] else LossScaleState._fields
+  return kind in _KINDS.values() and set(numbers) == set(fields)
+
+
+def _with_classes(node: PyTree) -> LossScalingState:
+  """Returns a node that `is_scaling_state` as an instance of its class."""
+  if isinstance(node, LossScalingState):
+    return node
+  scales = {
+    label: LossScaleState(**numbers) if numbers else ()
+    for label, numbers in node["loss_scale"].items()
+  }
+  # An `nnx.State` has no node for a state without arrays.
+  return LossScalingState(scales, node.get("inner_state", ()))
 
 
 def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, ScaleState]:
@@ -422,7 +489,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
       fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
       if is_nnx_object(opt_state)
       else "Wrap the optimizer: tx = mpjax.loss_scaling(tx). For a state pass tx.init(params), "
-      "not tx. A checkpoint is restored into that structure; what nnx.split takes apart is merged.",
+      "not tx. An nnx.State has nothing of NoLossScale(): pass the nnx.Optimizer.",
     )
   refuse_outside(opt_state, where, chains=True)
   picked = [one for one in scales if name is None or one.name == name]
@@ -463,7 +530,7 @@ def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | No
     if seen and witness() is None:
       raise _stale(where, "one of a state that is gone since the first call")
     seen = witness() is not None
-    scale = plain_array(source)
+    scale = raw_value(source)
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(beside))
     if dynamic and traced and _is_constant(scale):
       raise _stale(where, _CONSTANT)
@@ -509,7 +576,7 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
   With `chains` a tuple is the state of a chain: nothing beside the scale may keep a state.
   """
   is_scaled = lambda x: any(one.stored for one in scales_in(x))  # noqa: E731
-  if isinstance(tree, LossScalingState) or not is_scaled(tree):
+  if is_scaling_state(tree) or not is_scaled(tree):
     return
   parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
   scaled = [x for x in parts if is_scaled(x)]
@@ -545,7 +612,8 @@ def set_loss_scale(
   To carry a scale over to a larger tree of parameters, set it in the state that `init` makes.
 
   Args:
-    opt_state: a state that holds a loss scale. Variables, as of an `nnx.Optimizer`, are written.
+    opt_state: a state that holds a loss scale. The variables of an `nnx.Optimizer` are written; an
+      `nnx.State` is not changed.
     value: a number, or an array of shape (), within the limits of the state's configuration. A
       power of two is exact; another warns once. A traced one is brought within the limits.
     name: which of several loss scales to set.
@@ -584,15 +652,34 @@ def set_loss_scale(
     _warn_unless_power_of_two(where, {"value": scale}, stacklevel=3)
   good_steps = full_like(state.good_steps, 0)
   moved = state._replace(scale=full_like(state.scale, scale), good_steps=good_steps)
-  if not target.in_variables:
+  # Of an `nnx.State` there is a new one. A second optimizer would share the moments of this one.
+  if not target.in_variables or target.node is not target.owner:
     return replace_scale(opt_state, target, moved)
-  for variable, x in zip(target.stored, moved, strict=True):
-    variable[...] = x  # A second optimizer would share the moments of this one.
+  store_scale(target, moved)
   return opt_state
+
+
+def store_scale(target: OwnedScale, new: LossScaleState) -> None:
+  """Writes `new` to the variables that the loss scale `target` is in."""
+  for variable, x in zip(target.stored, new, strict=True):
+    set_raw_value(variable, x)
 
 
 def replace_scale(opt_state: PyTree, target: OwnedScale, new: LossScaleState) -> PyTree:
   """Returns `opt_state` with `new` instead of the loss scale `target` in it."""
-  owner = target.owner._replace(loss_scale={**target.owner.loss_scale, target.label: new})
-  is_owner = lambda x: x is target.owner  # noqa: E731
-  return jax.tree.map(lambda x: owner if is_owner(x) else x, opt_state, is_leaf=is_owner)
+  is_node = lambda x: x is target.node  # noqa: E731
+  node = _with_scale(target, new)
+  return jax.tree.map(lambda x: node if is_node(x) else x, opt_state, is_leaf=is_node)
+
+
+def _with_scale(target: OwnedScale, new: LossScaleState) -> PyTree:
+  """Returns the node that the loss scale `target` is in, with `new` instead of it."""
+  if isinstance(target.node, LossScalingState):
+    return target.node._replace(loss_scale={**target.node.loss_scale, target.label: new})
+  numbers = {f"loss_scale/{target.label}/{field}": x for field, x in new._asdict().items()}
+
+  def replaced(path: KeyPath, x: Leaf) -> Leaf:
+    # In a variable there is one more key, that of its value.
+    return numbers.get(path_text(path[:3]), x)
+
+  return jax.tree_util.tree_map_with_path(replaced, target.node)

@@ -17,7 +17,7 @@ from mpjax._core.errors import (
   check_int,
   kind_of,
 )
-from mpjax._core.leaves import changes_nothing, is_nonzero
+from mpjax._core.leaves import changes_nothing, is_nonzero, raw_value
 from mpjax._core.trees import is_inexact, is_nnx_object, pick, select
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._optim.checks import check_inner, check_params, check_state
@@ -35,7 +35,6 @@ from mpjax._optim.trees import (
   leaves_with_path,
   nodes_of,
   place_like,
-  plain_array,
 )
 
 T = TypeVar("T")
@@ -190,7 +189,7 @@ def _first_nan(tree: PyTree) -> str | None:
 def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Params) -> str:
   """Returns where the last step's first non-finite value was."""
   bad = {
-    one.name: int(np.atleast_1d(plain_array(one.stored.first_bad))[member])
+    one.name: int(np.atleast_1d(raw_value(one.stored.first_bad))[member])
     for one in (scale, *scales_in(scale.owner))
   }
   # The paths of the parameters that it sees are unknown where a mask around it hides some of them.
@@ -315,7 +314,7 @@ def _by_name(tree: PyTree) -> dict[str, Leaf]:
   text = jax.tree_util.keystr
   part = lambda key: text((key,), simple=not set(text((key,), simple=True)) & set(".["))  # noqa: E731
   leaves = leaves_with_path(differentiated(tree))
-  return {".".join(map(part, path)) or "params": plain_array(x) for path, x in leaves}
+  return {".".join(map(part, path)) or "params": raw_value(x) for path, x in leaves}
 
 
 def _count(
@@ -376,5 +375,5 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   keys = ("size", "zero_gradients", "updates", "lost_updates")
   return {
-    path: {key: plain_array(counts)[..., i] for i, key in enumerate(keys)} for path, counts in each
+    path: {key: raw_value(counts)[..., i] for i, key in enumerate(keys)} for path, counts in each
   }

@@ -73,12 +73,6 @@ def key_text(path: KeyPath) -> str:
   return jax.tree_util.keystr(path) or "the root"
 
 
-def leaves_of(tree: PyTree, is_leaf: Callable[..., bool] = is_nnx_variable) -> dict[Path, Leaf]:
-  """Returns all leaves of a tree by their paths, each key as Python writes it."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-  return {tuple(jax.tree_util.keystr((key,)) for key in path): x for path, x in leaves}
-
-
 def last_name(path: Path) -> Path:
   """Returns the last name on a path and what follows it; nothing if there are only positions."""
   names = [i for i, key in enumerate(path) if not key[1:-1].isdigit()]
@@ -245,12 +239,6 @@ def put_like(new: Array, old: Leaf) -> Array:
   # To put it where an uncommitted one is would commit it, and compile the next step once more.
   is_placed = not isinstance(new, Tracer) and getattr(old, "committed", False)
   return jax.device_put(new, old.sharding) if is_placed else new
-
-
-def plain_array(x: Leaf) -> Leaf:
-  """Returns the array that a variable holds (`nnx.Optimizer` keeps its state in some), or `x`."""
-  held = None if isinstance(x, jax.Array) else getattr(x, "__jax_array__", None)
-  return x if held is None else held()
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[KeyPath, Leaf]]:

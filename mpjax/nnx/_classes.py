@@ -15,6 +15,7 @@ from flax import nnx
 from mpjax._autocast import end_of_policy
 from mpjax._autocast.module_calls import begins_trace, call_of
 from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
 from mpjax._policy.active import Active, in_region
 from mpjax._policy.rules import ModulePolicy, shown
@@ -125,7 +126,7 @@ def _store_in_param_dtype(value: Any, active: Active) -> None:
   """Gives a parameter that a call creates the `param_dtype` of the policy."""
   policy = active.around.policy
   if policy is not None and _layers.kind_of(value).stored == "param_dtype":
-    value.set_raw_value(end_of_policy(value.get_raw_value(), policy.param_dtype))
+    set_raw_value(value, end_of_policy(raw_value(value), policy.param_dtype))
 
 
 def _with_policy_of(module: nnx.Module, text: str) -> str:

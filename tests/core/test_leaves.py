@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mpjax._core import leaves
 from tests.errors import refused
@@ -181,3 +182,38 @@ def test_an_update_that_rounds_away_is_seen_although_xla_adds_in_float32():
 def test_complex():
   p, u = jnp.asarray([1 + 1j, 1 + 1j, 1 + 0j]), jnp.asarray([1e-9 + 1j, 1 + 1j, 1 + 0j])
   np.testing.assert_array_equal(leaves.changes_nothing(p, p + u, u), [True, False, False])
+
+
+HOOKS = {"on_get_value": lambda _, x: x * 2, "on_set_value": lambda _, x: x + 1}
+
+
+@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_value_is_read_and_written_without_hooks(hook):
+  variable = nnx.Variable(jnp.ones(()), **{hook: HOOKS[hook]})
+  assert leaves.raw_value(variable) == 1
+  leaves.set_raw_value(variable, jnp.full((), 3.0))
+  assert variable.get_raw_value() == 3
+
+
+@pytest.mark.parametrize(
+  "value", [{"a": 1}, (1, 2), [1], (), None, "text"], ids=lambda x: type(x).__name__
+)
+def test_a_value_is_any_tree(value):
+  variable = nnx.Variable(0)
+  leaves.set_raw_value(variable, value)
+  assert leaves.raw_value(variable) is value
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_reference_stays_and_its_array_is_read_and_written(wrap):
+  variable = nnx.Variable(jnp.ones(2), ref=True)
+  reference = variable.get_raw_value()
+  wrap(lambda v: leaves.set_raw_value(v, leaves.raw_value(v) + 1))(variable)
+  assert variable.get_raw_value() is reference
+  np.testing.assert_array_equal(leaves.raw_value(variable), [2, 2])
+
+
+def test_what_is_no_variable_is_its_own_value():
+  for x in (jnp.ones(2), 3, None, {"a": 1}):
+    assert leaves.raw_value(x) is x

@@ -13,10 +13,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.errors import refused
-from tests.programs import assert_bit_equal, compilations, data_of_keys
+from tests.programs import assert_bit_equal, bits, compilations, data_of_keys
 
 P = jax.sharding.PartitionSpec
 restore_like, to_arrays = mpjax.checkpoints.restore_like, mpjax.checkpoints.to_arrays
@@ -262,6 +263,29 @@ def test_another_configuration_is_an_error_that_names_both(through, tmp_path):
       text = misfit(wrap(target), restored, got, "set_loss_scale", wanted, cast=False)
       assert f" at {place}, got" in text
   assert_same(restore_like(NONE, msgpack(NONE, None)), NONE)
+
+
+def optimizer_of_nnx(config):
+  tx = mpjax.loss_scaling(optax.sgd(0.1, momentum=0.9), config)
+  return nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("form", [lambda x: x, nnx.state, lambda x: nnx.to_pure_dict(nnx.state(x))])
+def test_another_configuration_is_the_same_error_of_nnx(form):
+  saved = to_arrays(form(optimizer_of_nnx(mpjax.StaticLossScale(8))))
+  target = form(optimizer_of_nnx(mpjax.DynamicLossScale()))
+  wanted = "a loss scale of the configuration 'dynamic' at opt_state"
+  misfit(target, saved, "'static(scale=8)'", "set_loss_scale", wanted, cast=False)
+
+
+@pytest.mark.parametrize("form", [lambda x: x, nnx.state, lambda x: nnx.to_pure_dict(nnx.state(x))])
+def test_a_broken_scale_is_the_same_error_of_nnx(form):
+  target = form(optimizer_of_nnx(mpjax.DynamicLossScale()))
+  saved = to_arrays(target)
+  assert bits(restore_like(target, saved)) == bits(target)
+  broken = {k: x * np.nan if "/scale" in k else x for k, x in saved.items()}
+  expected = "a positive finite loss scale"
+  misfit(target, broken, "nan", "restore another checkpoint", expected, OF_RESTORED, cast=False)
 
 
 def with_scale(opt_state, scale):

@@ -628,6 +628,27 @@ def test_a_state_of_nnx_that_is_returned_is_compared(way):
     mpjax.check_loss_scaling(step)(params, tx.init(params), BATCH)
 
 
+def test_a_step_from_a_state_of_nnx_to_the_next():
+  model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
+  graph, state = nnx.split((model, optimizer))
+
+  def step(state, clip=False):
+    model, optimizer = nnx.merge(graph, state, copy=True)
+    grad_fn = mpjax.value_and_grad(lambda m: jnp.mean(m(jnp.ones((2, 4))) ** 2), optimizer)
+    _, grads = grad_fn(model)
+    grads = jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads) if clip else grads
+    optimizer.update(model, grads)
+    return nnx.as_pure(nnx.state((model, optimizer)))
+
+  mpjax.check_loss_scaling(step)(nnx.as_pure(state))
+  expected = "to be the same at every value of the loss scale 'dynamic'"
+  with refused(ValueError, WHERE, expected, "clipped", "clip in mpjax.loss_scaling"):
+    mpjax.check_loss_scaling(functools.partial(step, clip=True))(nnx.as_pure(state))
+  with refused(ValueError, WHERE, "a step that returns the new loss scale", "none", "Return"):
+    mpjax.check_loss_scaling(lambda state: state)(nnx.as_pure(state))
+
+
 def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
   def step(model, optimizer, x):
     loss, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)

@@ -7,12 +7,14 @@ import itertools
 import math
 import pickle
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState as FlaxState
 
 import mpjax
@@ -461,6 +463,93 @@ def test_the_scale_is_found_wherever_it_sits():
     assert jax.tree.structure(moved) == jax.tree.structure(state)
     assert (mpjax.scale_loss(loss, moved), mpjax.unscale(loss, moved)) == (8, 0.5)
     assert mpjax.scale_loss(loss, state) == 16, "the old state is as it was"
+
+
+def of_nnx():
+  """Returns a model and an optimizer, which share no variable with those of another call."""
+  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(growth_interval=5))
+  return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+FORMS = {
+  "nnx.State": lambda: nnx.state(of_nnx()),
+  "nnx.State of one": lambda: nnx.state(of_nnx()[1]),
+  "nnx.State of arrays": lambda: nnx.as_pure(nnx.state(of_nnx())),
+  "pure dict": lambda: nnx.to_pure_dict(nnx.state(of_nnx())),
+  "nnx.split": lambda: nnx.split(of_nnx()),
+  "nnx.split by type": lambda: nnx.split(of_nnx(), nnx.Param, ...),
+  "state dict of Flax": lambda: flax.serialization.to_state_dict(
+    mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale()).init(PARAMS)
+  ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_scale_is_read_where_mappings_stand_for_classes(form):
+  state = FORMS[form]()
+  assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 2**15
+  assert mpjax.last_step_finite(state)
+  mpjax.check_skipped_steps(state)
+  assert mpjax.scale_loss(jnp.asarray(2.0), state) == 2**16
+  _, grads = mpjax.value_and_grad(lambda w: w, state)(1.0)
+  assert (grads, mpjax.unscale(grads, state)) == (2**15, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_scale_is_set_in_a_new_mapping(form, wrap):
+  state = FORMS[form]()
+  before = jax.tree.map(np.asarray, state)
+  moved = wrap(lambda s: mpjax.set_loss_scale(s, 4))(state)
+  # The oracle is the leaf at the path of the scale.
+  paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
+  changed = [
+    path
+    for path, x, y in zip(paths, jax.tree.leaves(before), jax.tree.leaves(moved), strict=True)
+    if np.any(x != y)
+  ]
+  assert [path.removesuffix(".value")[-9:] for path in changed] == ["['scale']"]
+  assert mpjax.loss_scaling_metrics(moved)["loss_scale"] == 4
+  assert jax.tree.structure(moved) == jax.tree.structure(state)
+  assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 2**15, "the old state is as it was"
+
+
+def test_a_state_of_nnx_with_two_scales_is_read_by_name():
+  tx = {
+    name: mpjax.loss_scaling(optax.sgd(0.1), config, name=name)
+    for name, config in {"actor": mpjax.StaticLossScale(8), "critic": OFF}.items()
+  }
+  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+  state = nnx.state({name: nnx.Optimizer(model, one, wrt=nnx.Param) for name, one in tx.items()})
+  assert mpjax.loss_scaling_metrics(state, name="actor")["loss_scale"] == 8
+  with refused(ValueError, "name='critic'", "the name of a loss scale", "['actor']", "name="):
+    mpjax.loss_scaling_metrics(state, name="critic")
+  with refused(TypeError, "(opt_state)", "mpjax.loss_scaling", "a State", "nnx.Optimizer"):
+    mpjax.loss_scaling_metrics(state["critic"])
+
+
+def test_a_mapping_that_only_looks_like_a_loss_scale_is_none():
+  numbers = dict.fromkeys(loss_scale.LossScaleState._fields, 0)
+  for other in (
+    {"loss_scale": 8.0},
+    {"loss_scale": {}},
+    {"loss_scale": {"dynamic": 8.0}},
+    {"loss_scale": {"growing": numbers}},
+    {"loss_scale": {0: numbers}},
+    {"loss_scale": {"dynamic": {"scale": 8.0}}},
+    {"scale": {"dynamic": numbers}},
+  ):
+    assert not scales_in(other)
+  assert [one.label for one in scales_in({"loss_scale": {"a:dynamic": numbers}})] == ["a:dynamic"]
+
+
+def test_set_loss_scale_writes_to_an_optimizer_and_not_to_its_state():
+  _, optimizer = of_nnx()
+  mpjax.set_loss_scale(nnx.state(optimizer), 4)
+  assert mpjax.loss_scaling_metrics(optimizer)["loss_scale"] == 2**15
+  assert mpjax.set_loss_scale(optimizer, 4) is optimizer
+  assert mpjax.loss_scaling_metrics(optimizer)["loss_scale"] == 4
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
