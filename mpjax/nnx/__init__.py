@@ -5,7 +5,7 @@
 >>> model = mpjax.with_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
 """
 
-from mpjax._optim.atomic_step import atomic_step
+from mpjax.nnx._atomic_step import atomic_step
 from mpjax.nnx._with_policy import convert, value_and_grad, with_policy
 
 __all__ = ["atomic_step", "convert", "value_and_grad", "with_policy"]

@@ -1,0 +1,315 @@
+"""A step that writes to objects of NNX: all of it happens, or nothing."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+
+from mpjax._core.errors import (
+  MpjaxTypeError,
+  MpjaxValueError,
+  check_callable,
+  check_scalar,
+  listed,
+)
+from mpjax._core.leaves import is_nnx_variable, raw_value, set_raw_value
+from mpjax._core.trees import pick, same_objects, tree_differences
+from mpjax._core.types import Args, Array, Function, Kwargs, P, PyTree
+from mpjax._optim.loss_scale import UPDATED, LossScaleState, OwnedScale, scales_in, store_scale
+from mpjax.nnx._link import model_of
+
+R = TypeVar("R")
+
+Variable: TypeAlias = nnx.Variable[Any]
+
+_WHERE = "mpjax.nnx.atomic_step(step)"
+
+
+def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
+  """Returns `step` such that nothing of a skipped step remains in what it was given.
+
+  What a step writes beside parameters and the optimizer's state (batch statistics, counts of random
+  numbers, `optimizer.step`) this takes back, bit for bit, where an optimizer that it has updated
+  has skipped, and with it all other updates of the step. Only loss scales and their counters move.
+
+  Variables that the step replaces, adds or deletes are as before, too. Under `nnx.jit` tracing
+  decides which variables there are, for all steps: a replaced one gets its old value back, a new
+  one stays, and a deleted one stays deleted.
+
+  Args:
+    step: a function of models, of an `nnx.Optimizer` around `mpjax.loss_scaling`, and of anything
+      else, in any order. Put `nnx.jit` around the result: `jax.jit` drops what a step writes.
+
+  Returns:
+    A function that returns what `step` does.
+
+  Raises:
+    MpjaxTypeError: `step` is no function; when called: no argument holds a loss scale.
+    MpjaxValueError: when called: the step has changed the structure, a shape or a dtype of a
+      variable's value under `nnx.jit`, or has exchanged a loss scale for another.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> from flax import nnx
+  >>> model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+  >>> optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(0.1)), wrt=nnx.Param)
+  >>> @nnx.jit
+  ... @mpjax.nnx.atomic_step
+  ... def step(model, optimizer, x):
+  ...   grad_fn = mpjax.value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)
+  ...   loss, grads = grad_fn(model)
+  ...   optimizer.update(model, grads)
+  ...   return loss
+  >>> loss = step(model, optimizer, jnp.full((2, 3), jnp.inf))
+  >>> print(model.mean[...], optimizer.step[...], mpjax.last_step_finite(optimizer))
+  [0. 0. 0.] 0 False
+  """
+  fix = "Write it above the step: @nnx.jit, @mpjax.nnx.atomic_step, def step(model, optimizer, x)."
+  check_callable(step, _WHERE, expected="a function", fix=fix)
+
+  @functools.wraps(step)
+  def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+    return _run_atomically(step, args, kwargs)
+
+  return wrapper
+
+
+def _run_atomically(step: Function, args: Args, kwargs: Kwargs) -> Any:
+  """Returns what the step does, after the objects that it has written to are as they should be."""
+  arguments = {**{f"args[{i}]": x for i, x in enumerate(args)}, **kwargs}
+  before, scales = _state_of(arguments), _scales_of(arguments)
+  states = [one.state for one in scales]
+  result, counts = _run(step, args, kwargs)
+  updates = _updates_of(scales, states, _scales_of(arguments), counts)
+  applied = _all_applied(updates)
+  if isinstance(applied, Tracer):
+    _select(applied, before, arguments, updates)
+  elif not applied:
+    before.restore()
+    for each in updates:
+      store_scale(each.before, each.skipped)
+  return result
+
+
+_Container: TypeAlias = list[Any] | dict[Any, Any]
+
+
+class _State(NamedTuple):
+  """The objects of NNX among the arguments of a step, as they were at one moment."""
+
+  contents: list[tuple[_Container, _Container]]  # containers, each with a copy
+  variables: dict[str, Variable]  # by path: one that is tied has several
+  values: dict[int, tuple[Variable, PyTree]]  # by the identity of the variable
+
+  def restore(self) -> None:
+    """Gives containers and modules what they held, and variables the values that they had."""
+    for container, content in self.contents:
+      container.clear()
+      if isinstance(container, list):
+        container.extend(content)
+      else:
+        container.update(content)
+    for variable, value in self.values.values():
+      _put(variable, value)
+
+  def values_at(self, paths: Sequence[str], variable: Variable) -> list[PyTree]:
+    """Returns the values that were where a variable is now; none for a new variable."""
+    # One that was moved to another path has its own.
+    held = [self.variables[path] for path in paths if path in self.variables] or [variable]
+    identities = dict.fromkeys(id(x) for x in held)
+    return [self.values[x][1] for x in identities if x in self.values]
+
+
+def _state_of(arguments: Mapping[str, PyTree]) -> _State:
+  """Returns the present state of the objects of NNX among the arguments of a step."""
+  nodes = [pair for name, x in arguments.items() for pair in _nodes_in(x, name)]
+  variables = {path: x for path, x in nodes if is_nnx_variable(x)}
+  modules = [x for _, x in nodes if isinstance(x, nnx.Pytree)]
+  # What is set on the module of a view is set on the user's module as well.
+  behind = [model for module in modules if (model := model_of(module)) is not None]
+  attributes: list[_Container] = [vars(module) for module in (*modules, *behind)]
+  containers = [x for _, x in nodes if isinstance(x, (list, dict))] + attributes
+  return _State(
+    contents=[(x, copy.copy(x)) for x in containers],
+    variables=variables,
+    # A dict or a list in a variable may be changed in place.
+    values={id(x): (x, jax.tree.map(lambda y: y, raw_value(x))) for x in variables.values()},
+  )
+
+
+def _nodes_in(
+  tree: PyTree, path: str, around: tuple[object, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+  """Yields each node of a tree, and each variable in it, at each of its paths."""
+  # `nnx.iter_graph` yields one path of an object; a step may replace the variable at another one.
+  if isinstance(tree, jax.Array) or any(tree is x for x in around):
+    return
+  if isinstance(tree, nnx.State):
+    tree = tree.raw_mapping
+  yield path, tree
+  if is_nnx_variable(tree):
+    return
+  if isinstance(tree, nnx.Pytree):
+    parts = {f".{name}": x for name, x in vars(tree).items()}
+  else:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    parts = {jax.tree_util.keystr(keys): x for keys, x in leaves}
+  for key, part in parts.items():
+    yield from _nodes_in(part, path + key, (*around, tree))
+
+
+def _put(variable: Variable, value: PyTree) -> None:
+  """Stores a value in a variable that does not hold it already."""
+  leaves, structure = jax.tree.flatten(value)
+  held, held_structure = jax.tree.flatten(raw_value(variable))
+  if structure != held_structure or not same_objects(leaves, held):
+    set_raw_value(variable, value)
+
+
+def _scales_of(arguments: PyTree) -> list[OwnedScale]:
+  """Returns the loss scales that a step can write to, and those of `NoLossScale`."""
+  scales = [one for one in scales_in(arguments) if one.in_variables or not one.stored]
+  if not scales:
+    fix = "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
+    expected, got = "an optimizer with a loss scale among the arguments", "none"
+    raise MpjaxTypeError(_WHERE, expected=expected, got=got, fix=fix)
+  return scales
+
+
+_Counts: TypeAlias = list[tuple[Array, Array]]
+"""The number of steps that each update has read, and the one that it has returned."""
+
+
+def _run(step: Function, args: Args, kwargs: Kwargs) -> tuple[Any, _Counts]:
+  """Returns what the step does, and the counts of its updates."""
+  counts: _Counts = []
+  outer = UPDATED.set(lambda *pair: counts.append(pair))
+  try:
+    return step(*args, **kwargs), counts
+  finally:
+    UPDATED.reset(outer)
+
+
+class _Update(NamedTuple):
+  """One loss scale before and after a step."""
+
+  before: OwnedScale
+  old: LossScaleState
+  after: OwnedScale
+  new: LossScaleState
+  in_place: bool  # whether the update itself has kept the optimizer's state where it skipped
+
+  @property
+  def applied(self) -> Array:
+    """Whether the step has updated it without a skip, or not at all."""
+    return self.new.skipped == self.old.skipped
+
+  @property
+  def skipped(self) -> LossScaleState:
+    """The numbers after a step that is skipped: an update that is taken back counts as skipped."""
+    if self.in_place:
+      return self.new
+    count = self.new.total - self.old.total
+    return self.new._replace(
+      skipped=self.old.skipped + count,
+      consecutive_skips=self.old.consecutive_skips + count,
+      finite=self.new.finite & (count == 0),
+    )
+
+
+def _updates_of(
+  before: list[OwnedScale],
+  old: list[LossScaleState | None],
+  after: list[OwnedScale],
+  counts: _Counts,
+) -> list[_Update]:
+  """Returns the loss scales before and after a step, without those of `NoLossScale`."""
+  labels, now = ([one.label for one in scales] for scales in (before, after))
+  if labels != now:
+    expected = f"a step that keeps its loss scales, {', '.join(labels)}"
+    fix = (
+      "Keep optimizer.opt_state in its variables: optimizer.update(model, grads) writes to them."
+    )
+    raise MpjaxValueError(_WHERE, expected=expected, got=", ".join(now), fix=fix)
+  news = [one.state for one in after]
+  return [
+    # An only optimizer that was updated once has kept its own state.
+    _Update(was, a, now, b, in_place=len(before) == 1 and _is_one_update(a, b, counts))
+    for was, a, now, b in zip(before, old, after, news, strict=True)
+    if a is not None and b is not None
+  ]
+
+
+def _is_one_update(old: LossScaleState, new: LossScaleState, counts: _Counts) -> bool:
+  """Whether one update alone led from the old numbers to the new ones."""
+  # A loop updates other arrays than those that are here.
+  return any(a is old.total and b is new.total for a, b in counts)
+
+
+def _all_applied(updates: Sequence[_Update]) -> Array:
+  """Returns whether no update was skipped: a step is applied if each of its updates is."""
+  applied = jnp.asarray(True)
+  for each in updates:
+    applied &= each.applied
+  fix = "Reduce it first, or jax.vmap the entire call: one flag decides for all leaves."
+  check_scalar(applied, _WHERE, expected="a scalar flag", fix=fix)
+  return applied
+
+
+def _select(
+  applied: Array, before: _State, arguments: Mapping[str, PyTree], updates: Sequence[_Update]
+) -> None:
+  """Gives variables their values from before the step where it was not applied."""
+  after = _state_of(arguments)
+  # These are right already, or are written last.
+  own = [each.after.owner if each.in_place else each.after.stored for each in updates]
+  kept = set(map(id, jax.tree.leaves(own, is_leaf=is_nnx_variable)))
+  pairs = [pair for pair in _pairs(before, after) if id(pair.variable) not in kept]
+  problems = [text for pair in pairs for text in pair.differences]
+  if problems:
+    raise MpjaxValueError(
+      _WHERE,
+      expected="variables whose values keep their structure, shapes and dtypes",
+      got=listed(problems),
+      fix="Under nnx.jit a skipped step can only put back what is like the new value. Take out "
+      "what model.sow has stored, before the step or in it: nnx.pop(model, nnx.Intermediate).",
+    )
+  # In one call: a mask may serve several.
+  chosen = pick(applied, [pair.new for pair in pairs], [pair.olds[0] for pair in pairs])
+  for pair, value in zip(pairs, chosen, strict=True):
+    _put(pair.variable, value)
+  for each in updates:
+    store_scale(each.after, pick(applied, each.new, each.skipped))
+
+
+class _Pair(NamedTuple):
+  """A variable after a step, and what was there before it."""
+
+  path: str
+  variable: Variable
+  new: PyTree
+  olds: list[PyTree]  # several where the step has put one variable in the place of several
+
+  @property
+  def differences(self) -> list[str]:
+    """What keeps a traced flag from choosing between the old value and the new one."""
+    if len(self.olds) > 1:
+      return [f"{self.path}: one variable instead of {len(self.olds)}"]
+    texts = tree_differences(self.olds[0], self.new, dtypes=True)
+    return [f"{self.path}: {text.removesuffix(' at the root')}" for text in texts]
+
+
+def _pairs(before: _State, after: _State) -> list[_Pair]:
+  """Returns the variables after a step, but those that are new."""
+  paths: dict[int, list[str]] = {}
+  for path, variable in after.variables.items():
+    paths.setdefault(id(variable), []).append(path)
+  pairs = [
+    _Pair(" and ".join(sorted(paths[key])), variable, new, before.values_at(paths[key], variable))
+    for key, (variable, new) in after.values.items()
+  ]
+  return [pair for pair in pairs if pair.olds]
