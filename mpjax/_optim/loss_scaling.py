@@ -1,9 +1,10 @@
 """The optax wrapper that unscales gradients, and skips the steps that overflowed."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from mpjax._optim.loss_scale import (
   LossScaleState,
   LossScalingState,
   NoLossScale,
+  ScaleState,
   StaticLossScale,
   adjust,
   init_scale,
@@ -122,171 +124,330 @@ def loss_scaling(
   >>> print(updates, mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
   [-0. -0.] 2.0
   """
-  call = "mpjax.loss_scaling"
-  inner = check_inner(inner, f"{call}(inner)")
-  where, several = f"{call}(loss_scale)", isinstance(loss_scale, Mapping)
-  named: dict[str | None, LossScale] = (
-    {**loss_scale} if isinstance(loss_scale, Mapping) else {name: loss_scale}
+  inner = check_inner(inner, _INIT)
+  by_name = _checked_scales(loss_scale, name)
+  is_scaled = not any(isinstance(config, NoLossScale) for config in by_name.values())
+  _check_check_updates(check_updates, is_scaled)
+  # By the labels that they have in a state, in the order of a tree.
+  labels = {key: write_label(config, key) for key, config in by_name.items()}
+  labels = dict(sorted(labels.items(), key=lambda item: item[1]))
+  scaling = LossScaling(
+    inner=inner,
+    labels=labels,
+    configs={label: by_name[key] for key, label in labels.items()},
+    is_scaled=is_scaled,
+    several=isinstance(loss_scale, Mapping),
+    axis_name=axis_name,
+    check_updates=check_updates,
   )
-  for key, config in named.items():
-    if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
-      expected = "a NoLossScale, StaticLossScale or DynamicLossScale"
-      fix = "Pass an instance: mpjax.StaticLossScale(1024), or mpjax.DynamicLossScale()."
-      raise wrong_type(config, where, expected=expected, fix=fix)
-    if several or key is not None:
-      is_word = isinstance(key, str) and key != "" and not set(key) & set(":/")
-      at = f"{where} with the key {key!r}" if several else f"{call}(name)"
-      expected = "a non-empty string without ':' and '/', or None"
-      fix = "It becomes a key of the state; a plain word such as 'generator' will do."
-      check_value(key, is_word, at, expected=expected, fix=fix)
-  unscaled = {isinstance(config, NoLossScale) for config in named.values()}
-  if several and (name is not None or len(unscaled) != 1):
+  return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
+
+
+def scaling_of(tx: optax.GradientTransformation) -> "LossScaling | None":
+  """Returns the object whose methods a transformation of `loss_scaling` has; None of another."""
+  owner = getattr(tx.update, "__self__", None)
+  return owner if isinstance(owner, LossScaling) else None
+
+
+def _checked_scales(
+  loss_scale: LossScale | Mapping[str, LossScale], name: str | None
+) -> dict[str | None, LossScale]:
+  """Returns the configuration of each loss by its name, which is None for an only loss."""
+  where = "mpjax.loss_scaling(loss_scale)"
+  if not isinstance(loss_scale, Mapping):
+    _check_config(loss_scale, where)
+    if name is not None:
+      _check_name(name, "mpjax.loss_scaling(name)")
+    return {name: loss_scale}
+  for key, config in loss_scale.items():
+    _check_config(config, where)
+    _check_name(key, f"{where} with the key {key!r}")
+  unscaled = {isinstance(config, NoLossScale) for config in loss_scale.values()}
+  if name is not None or len(unscaled) != 1:
     expected = "one scale for each loss, without name=, and either all or none NoLossScale()"
-    got = f"{named!r} and name={name!r}"
+    got = f"{dict(loss_scale)!r} and name={name!r}"
     fix = "StaticLossScale(1) leaves one of several losses unscaled, but checked."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  scaled = True not in unscaled
-  check_flag(check_updates, f"{call}(check_updates)")
-  expected = "False with NoLossScale(), which checks nothing"
-  fix, possible = "Use StaticLossScale(1) to check and skip.", scaled or not check_updates
-  check_value(check_updates, possible, f"{call}(check_updates)", expected=expected, fix=fix)
-  # By the labels that they have in a state, in the order of a tree.
-  labels = {key: write_label(config, key) for key, config in named.items()}
-  labels = dict(sorted(labels.items(), key=lambda item: item[1]))
-  configs = {label: named[key] for key, label in labels.items()}
+  return {**loss_scale}
 
-  def init(params: Params) -> LossScalingState:
-    if scaled:
+
+def _check_config(config: object, where: str) -> None:
+  """Raises unless `config` is one of the three configurations."""
+  if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
+    expected = "a NoLossScale, StaticLossScale or DynamicLossScale"
+    fix = "Pass an instance: mpjax.StaticLossScale(1024), or mpjax.DynamicLossScale()."
+    raise wrong_type(config, where, expected=expected, fix=fix)
+
+
+def _check_name(name: object, where: str) -> None:
+  """Raises unless `name` can be a part of a label."""
+  is_word = isinstance(name, str) and name != "" and not set(name) & set(":/")
+  expected = "a non-empty string without ':' and '/', or None"
+  fix = "It becomes a key of the state; a plain word such as 'generator' will do."
+  check_value(name, is_word, where, expected=expected, fix=fix)
+
+
+def _check_check_updates(check_updates: bool, is_scaled: bool) -> None:
+  """Raises unless `check_updates` is a bool, and False without a scale."""
+  where = "mpjax.loss_scaling(check_updates)"
+  check_flag(check_updates, where)
+  expected = "False with NoLossScale(), which checks nothing"
+  fix, possible = "Use StaticLossScale(1) to check and skip.", is_scaled or not check_updates
+  check_value(check_updates, possible, where, expected=expected, fix=fix)
+
+
+class _Inputs(NamedTuple):
+  """What one update works with."""
+
+  grads: dict[str, Grads]  # by label: scaled, and in the precision of the parameters
+  scales: dict[str, ScaleState]  # by label
+  params: Params
+  stored: Grads | None = None  # the plain gradient, where it is computed once and kept
+
+  @property
+  def moving(self) -> dict[str, LossScaleState]:
+    """The scales that are divided by: none under `NoLossScale`."""
+    return {label: x for label, x in self.scales.items() if isinstance(x, LossScaleState)}
+
+  @property
+  def first(self) -> Grads:
+    """The gradients of one loss: all losses have the same tree."""
+    return next(iter(self.grads.values()))
+
+
+class _Finite(NamedTuple):
+  """Where gradients and losses are finite: by label, and all of them."""
+
+  first_bad: dict[str, Array]
+  by_label: dict[str, Array]
+  all: Leaf
+
+
+Step: TypeAlias = Callable[[OptState, Params], tuple[Updates, OptState]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LossScaling:
+  """The arguments of `loss_scaling`, and the functions of its transformation as methods."""
+
+  inner: optax.GradientTransformationExtraArgs
+  labels: dict[str | None, str]  # by the name of a loss
+  configs: dict[str, LossScale]  # by label
+  is_scaled: bool
+  several: bool
+  axis_name: AxisName | None
+  check_updates: bool
+
+  def init(self, params: Params) -> LossScalingState:
+    """Returns the state before the first step."""
+    if self.is_scaled:
       params = arrays_only(params)
-      inner_state = init_shown(inner, params, _INIT)
+      inner_state = init_shown(self.inner, params, _INIT)
       _warn_of_half(params, inner_state)
     else:
       # Without a scale inner works as if it were alone.
-      inner_state = inner.init(hide_untrained(params, params))
+      inner_state = self.inner.init(hide_untrained(params, params))
     fix = "Wrap once, outermost: the inner one would divide by its scale again."
     refuse_scale_inside(inner_state, _INIT, got="another mpjax.loss_scaling", fix=fix)
-    state = LossScalingState({k: init_scale(config) for k, config in configs.items()}, inner_state)
-    return place_like(params, state) if scaled else state
+    scales = {label: init_scale(config) for label, config in self.configs.items()}
+    state = LossScalingState(scales, inner_state)
+    return place_like(params, state) if self.is_scaled else state
 
   def update(
+    self, updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, LossScalingState]:
+    """Returns the updates of a step, or updates that change nothing, and the next state."""
+    inputs = self._inputs(updates, state, params)
+    extra_args = self._unscaled_arguments(extra_args, inputs)
+    finite = self._finite(inputs, extra_args.get("loss"))
+    step = self._step(inputs, self._with_flags(extra_args, inputs, finite))
+    applied = self._applied(finite, step, inputs, state)
+    new, new_inner = step_or_select(
+      applied, lambda old: step(old, inputs.params), state.inner_state
+    )
+    new_updates = merge_updates(inputs.first, new, inputs.params)
+    return new_updates, self._next(state, inputs, finite, applied, new_inner)
+
+  def update_and_apply(
+    self,
     updates: Grads,
     state: OptState,
-    params: Params = None,
+    params: Params,
     *,
-    _apply: Callable[[Params, Updates, OptState], Params] | None = None,
+    apply: Callable[[Params, Updates, OptState], Params],
+    loss: PyTree,
     **extra_args: PyTree,
-  ) -> tuple[Updates, LossScalingState]:
-    # `_apply` is for `make_train_step`, which knows that nothing is outside: there `update` returns
-    # new parameters, and updates that are applied where they are computed need not be stored.
-    scales = own_scales(state, configs)
-    moving = {k: one for k, one in scales.items() if isinstance(one, LossScaleState)}
-    params = arrays_only(params) if scaled else params
+  ) -> tuple[Params, LossScalingState]:
+    """Returns new parameters instead of updates, for a step that owns the gradients.
+
+    Updates are applied in the branch that computes them, and need not be stored. `loss` is looked
+    at, and not passed to `inner`.
+    """
+    inputs = self._inputs(updates, state, params)
+    extra_args = self._unscaled_arguments(extra_args, inputs)
+    # Nobody else has the gradients: their quotients are computed once and take over the memory.
+    inputs = inputs._replace(stored=stored_first(self._plain(inputs.grads, inputs)))
+    finite = self._finite(inputs, loss)
+    step = self._step(inputs, self._with_flags(extra_args, inputs, finite))
+    applied = self._applied(finite, step, inputs, state)
+
+    def step_and_apply(old: tuple[OptState, Params]) -> tuple[tuple[()], PyTree]:
+      old_inner, old_params = old
+      new, new_inner = step(old_inner, old_params)
+      new_updates = merge_updates(inputs.first, new, old_params)
+      return (), (new_inner, apply(old_params, new_updates, new_inner))
+
+    old = (state.inner_state, inputs.params)
+    _, (new_inner, new_params) = step_or_select(applied, step_and_apply, old)
+    return new_params, self._next(state, inputs, finite, applied, new_inner)
+
+  def _inputs(self, updates: Grads, state: OptState, params: Params) -> _Inputs:
+    scales = own_scales(state, self.configs)
+    params = arrays_only(params) if self.is_scaled else params
+    return _Inputs(self._aligned(updates, params, "updates"), scales, params)
+
+  def _by_label(self, tree: PyTree, argument: str) -> dict[str, PyTree]:
+    """Returns the gradients, or the loss, of each label."""
+    if not self.several:
+      return dict.fromkeys(self.configs, tree)
+    if not isinstance(tree, Mapping) or set(tree) != set(self.labels):
+      expected = f"a dict with one entry for each loss, {sorted(map(str, self.labels))}"
+      is_dict = isinstance(tree, Mapping)
+      got = f"one with {sorted(map(str, tree))}" if is_dict else type(tree).__name__
+      fix = "Differentiate each loss by itself, and pass {name: gradients, ...}."
+      raise MpjaxValueError(f"{_CALL}({argument})", expected=expected, got=got, fix=fix)
+    return {label: tree[key] for key, label in self.labels.items()}
+
+  def _aligned(self, grads: Grads, params: Params, argument: str) -> dict[str, Grads]:
+    """Returns the gradients of each label, in the precision of the parameters."""
     trained = differentiated(params)
-    # That of `make_train_step`, which has the model state in it, comes to inner as value=.
-    loss = extra_args.get("loss") if _apply is None else extra_args.pop("loss", None)
-    if "grad_fn" in extra_args and (scaled or several):
+    return {
+      label: align_gradients(differentiated(each), trained, f"{_CALL}({argument})")
+      for label, each in self._by_label(grads, argument).items()
+    }
+
+  def _plain(self, grads: Mapping[str, Grads], inputs: _Inputs) -> Grads:
+    """Returns the gradient of the sum of the losses, as `inner` sees it."""
+    trained = differentiated(inputs.params)
+    if not self.is_scaled and not self.several:
+      return hide_untrained(next(iter(grads.values())), trained)
+    moving = inputs.moving
+    parts = [unscale_tree(g, moving[k].scale if self.is_scaled else None) for k, g in grads.items()]
+    total = jax.tree.map(_sum, *parts)
+    if self.is_scaled:
+      return float32_view(total)
+    return hide_untrained(as_stored(total, inputs.first), trained)
+
+  def _unscaled_arguments(
+    self, extra_args: Mapping[str, PyTree], inputs: _Inputs
+  ) -> dict[str, PyTree]:
+    """Returns the extra arguments with `grad=` unscaled like the gradients."""
+    if "grad_fn" in extra_args and (self.is_scaled or self.several):
       expected = "an inner that takes gradients, and computes none"
       got = "a function whose gradients would be those of the scaled loss"
       fix = "Use optax.contrib.sam with its default opaque_mode=False, or NoLossScale()."
       raise MpjaxTypeError(f"{_CALL}(grad_fn)", expected=expected, got=got, fix=fix)
+    if "grad" not in extra_args:
+      return {**extra_args}
+    grads = self._aligned(extra_args["grad"], inputs.params, "grad")
+    return {**extra_args, "grad": self._plain(grads, inputs)}
 
-    # Gradients come by loss, and are computed with in the precision of the parameters.
-    def by_label(tree: PyTree, argument: str) -> dict[str, PyTree]:
-      if not several:
-        return dict.fromkeys(configs, tree)
-      if not isinstance(tree, Mapping) or set(tree) != set(labels):
-        expected = f"a dict with one entry for each loss, {sorted(map(str, labels))}"
-        is_dict = isinstance(tree, Mapping)
-        got = f"one with {sorted(map(str, tree))}" if is_dict else type(tree).__name__
-        fix = "Differentiate each loss by itself, and pass {name: gradients, ...}."
-        raise MpjaxValueError(f"{_CALL}({argument})", expected=expected, got=got, fix=fix)
-      return {label: tree[key] for key, label in labels.items()}
+  def _looked_at(self, label: str, inputs: _Inputs) -> Grads:
+    """Returns what has to be finite of the gradients of one loss."""
+    # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
+    # gradients: then no quotient has to be kept in memory until the decision.
+    config = self.configs[label]
+    never_below_1 = isinstance(config, DynamicLossScale) and config.min_scale >= 1
+    if inputs.stored is None and never_below_1:
+      return inputs.grads[label]
+    return unscale_tree(inputs.grads[label], inputs.moving[label].scale)
 
-    def aligned(tree: Grads, argument: str) -> dict[str, Grads]:
-      return {
-        label: align_gradients(differentiated(g), trained, f"{_CALL}({argument})")
-        for label, g in by_label(tree, argument).items()
-      }
-
-    def plain(grads: Mapping[str, Grads]) -> Grads:
-      # The gradient of the sum of the losses, as `inner` sees it.
-      if not scaled and not several:
-        return hide_untrained(next(iter(grads.values())), trained)
-      parts = [unscale_tree(g, moving[k].scale if scaled else None) for k, g in grads.items()]
-      add = lambda *g: functools.reduce(jnp.add, g) if is_inexact(g[0]) else g[0]  # noqa: E731
-      total = jax.tree.map(add, *parts)
-      return float32_view(total) if scaled else hide_untrained(as_stored(total, first), trained)
-
-    grads = aligned(updates, "updates")
-    first = next(iter(grads.values()))
-    if "grad" in extra_args:
-      extra_args["grad"] = plain(aligned(extra_args["grad"], "grad"))
-    # In a step of `make_train_step` nobody else has the gradients, and their quotients take over
-    # the memory. Else they are computed where inner reads them, and need none.
-    stored = stored_first(plain(grads)) if scaled and _apply is not None else None
-
-    # What is looked at: where is the first number that is not finite?
-    losses = by_label(loss, "loss") if scaled and loss is not None else {}
+  def _finite(self, inputs: _Inputs, loss: PyTree) -> _Finite:
+    """Returns where the first number is that is not finite."""
+    losses = self._by_label(loss, "loss") if self.is_scaled and loss is not None else {}
     first_bad, finite = dict[str, Array](), dict[str, Array]()
-    for label, scale in moving.items():
-      # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
-      # gradients: then no quotient has to be kept in memory until the decision.
-      config = configs[label]
-      exact = stored is None and isinstance(config, DynamicLossScale) and config.min_scale >= 1
-      looked_at = grads[label] if exact else unscale_tree(grads[label], scale.scale)
-      leaves = jax.tree.leaves((looked_at, losses.get(label)))
-      first_bad[label] = _agree(first_nonfinite(leaves), axis_name)
+    for label in inputs.moving:
+      leaves = jax.tree.leaves((self._looked_at(label, inputs), losses.get(label)))
+      first_bad[label] = _agree(first_nonfinite(leaves), self.axis_name)
       finite[label] = first_bad[label] == len(leaves)
     # NumPy scalars: as constants they add no operation, unless inner uses them.
     all_finite: Leaf = functools.reduce(jnp.logical_and, finite.values(), np.bool_(True))
-    if several and scaled:
+    if self.several and self.is_scaled:
       # The sum of finite gradients may overflow; no single scale is to blame for that.
-      all_finite = jnp.logical_and(all_finite, _all_finite(plain(grads), axis_name))
-    # A line search calls value_fn with every argument that has another name.
-    if "value_fn" not in extra_args:
-      divisors = {key: moving[label].scale for key, label in labels.items() if label in moving}
-      divisor = divisors if several and scaled else divisors.get(name, np.float32(1))
-      extra_args = {"grads_finite": all_finite, "loss_scale": divisor} | extra_args
+      total = self._plain(inputs.grads, inputs)
+      all_finite = jnp.logical_and(all_finite, _all_finite(total, self.axis_name))
+    return _Finite(first_bad, finite, all_finite)
 
-    # What inner does with the plain gradient.
+  def _with_flags(
+    self, extra_args: dict[str, PyTree], inputs: _Inputs, finite: _Finite
+  ) -> dict[str, PyTree]:
+    """Returns the extra arguments for `inner`, with the decision and the scale."""
+    # A line search calls value_fn with every argument that has another name.
+    if "value_fn" in extra_args:
+      return extra_args
+    moving = inputs.moving
+    divisors: PyTree = np.float32(1)
+    if self.is_scaled and self.several:
+      divisors = {name: moving[label].scale for name, label in self.labels.items()}
+    elif self.is_scaled:
+      (only,) = moving.values()
+      divisors = only.scale
+    return {"grads_finite": finite.all, "loss_scale": divisors} | extra_args
+
+  def _step(self, inputs: _Inputs, extra_args: Mapping[str, PyTree]) -> Step:
+    """Returns what `inner` does with the plain gradient."""
+
     def step(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
-      gradient = plain(grads) if stored is None else stored
-      if scaled:
-        return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
+      gradient = self._plain(inputs.grads, inputs) if inputs.stored is None else inputs.stored
+      if self.is_scaled:
+        return update_shown(self.inner, gradient, inner_state, params, extra_args, _CALL)
       shown = hide_untrained(params, params)
-      new, new_inner = inner.update(gradient, inner_state, shown, **extra_args)
+      new, new_inner = self.inner.update(gradient, inner_state, shown, **extra_args)
       # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
       has_half = any(map(in_low_precision, jax.tree.leaves(params)))
       return new, as_stored(new_inner, inner_state) if has_half else new_inner
 
-    # The decision. With `check_updates` once to look at, and once more to apply: to decide first,
-    # by updates that are never stored, takes less memory than the old and the new of everything.
-    applied = all_finite if scaled else None
-    if check_updates:
-      looked_at, _ = step(state.inner_state, params)
-      applied = jnp.logical_and(all_finite, _all_finite(looked_at, axis_name))
+    return step
 
-    # The step, or nothing.
-    if _apply is None:
-      new, new_inner = step_or_select(applied, lambda old: step(old, params), state.inner_state)
-      result = merge_updates(first, new, params)
-    else:
+  def _applied(
+    self, finite: _Finite, step: Step, inputs: _Inputs, state: LossScalingState
+  ) -> Array | None:
+    """Returns whether the step is applied; None under `NoLossScale`, which skips nothing."""
+    if not self.is_scaled:
+      return None
+    if not self.check_updates:
+      return finite.all
+    # The step is computed once to look, and once more to apply: to decide first, by updates that
+    # are never stored, takes less memory than the old and the new of everything.
+    looked_at, _ = step(state.inner_state, inputs.params)
+    return jnp.logical_and(finite.all, _all_finite(looked_at, self.axis_name))
 
-      def step_and_apply(old: PyTree) -> tuple[tuple[()], PyTree]:
-        new, new_inner = step(*old)
-        return (), (new_inner, _apply(old[1], merge_updates(first, new, old[1]), new_inner))
-
-      _, (new_inner, result) = step_or_select(applied, step_and_apply, (state.inner_state, params))
-
-    # And the scales move, each by what its own gradients were.
-    flags = {"applied": applied, "all_finite": all_finite}
+  def _next(
+    self,
+    state: LossScalingState,
+    inputs: _Inputs,
+    finite: _Finite,
+    applied: Array | None,
+    inner_state: OptState,
+  ) -> LossScalingState:
+    """Returns the next state: each scale moves by the gradients of its own loss."""
+    flags = {"applied": applied, "all_finite": finite.all}
     moved = {
-      label: adjust(configs[label], moving[label], finite=finite[label], first_bad=leaf, **flags)
-      for label, leaf in first_bad.items()
+      label: adjust(
+        self.configs[label],
+        scale,
+        finite=finite.by_label[label],
+        first_bad=finite.first_bad[label],
+        **flags,
+      )
+      for label, scale in inputs.moving.items()
     }
-    return result, state._replace(loss_scale=scales | moved, inner_state=new_inner)
+    return state._replace(loss_scale=inputs.scales | moved, inner_state=inner_state)
 
-  return optax.GradientTransformationExtraArgs(init, update)
+
+def _sum(*grads: Leaf) -> Leaf:
+  """Returns the sum of one leaf over losses; the first of what has no gradient."""
+  return functools.reduce(jnp.add, grads) if is_inexact(grads[0]) else grads[0]
 
 
 def _warn_of_half(params: Params, inner_state: OptState) -> None:

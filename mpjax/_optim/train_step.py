@@ -1,5 +1,6 @@
 """A full training step: everything that it changes commits together, or not at all."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Literal, cast
 
@@ -30,10 +31,9 @@ from mpjax._optim.loss_scale import (
   INT32_MAX,
   AccumulationState,
   LossScaleState,
-  LossScalingState,
   replace_scale,
 )
-from mpjax._optim.loss_scaling import AxisName
+from mpjax._optim.loss_scaling import AxisName, scaling_of
 from mpjax._optim.masters import MasterWeightsState, merged_masters
 from mpjax._optim.metrics import loss_scaling_metrics, select_tree
 from mpjax._optim.train_state import TrainState, own_scale, trained_params
@@ -42,12 +42,16 @@ from mpjax._optim.value_and_grad import unscale
 
 
 def checked_update(
-  tx: optax.GradientTransformationExtraArgs, grads: Grads, state: TrainState, **extra: PyTree
-) -> tuple[Updates, OptState]:
-  """Returns what `tx.update` does, and raises if it fails or gives another kind of state."""
+  tx: optax.GradientTransformationExtraArgs,
+  update: Callable[..., tuple[PyTree, OptState]],
+  grads: Grads,
+  state: TrainState,
+  **extra: PyTree,
+) -> tuple[PyTree, OptState]:
+  """Returns what `update` of `tx` does, and raises if it fails or gives another kind of state."""
   where = "mpjax.make_train_step(tx): step(state)"
   try:
-    result, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
+    result, opt_state = update(grads, state.opt_state, state.params, **extra)
   except (MpjaxError, jax.errors.JAXTypeError):
     raise
   except REFUSALS as error:
@@ -238,15 +242,16 @@ def make_train_step(
     # What is checked beside the gradients is for the loss scale, and no loss to an inner optimizer.
     extra = {"value": loss} | ({"loss": forward} if scaled else {})
     # With the scale outermost, parameters are updated in the branch that is not skipped.
-    applied = scaled and isinstance(state.opt_state, LossScalingState)
-    if applied:
-      params, opt_state = checked_update(tx, grads, state, **extra, _apply=apply)
+    scaler = scaling_of(tx) if scaled else None
+    if scaler is not None:
+      update = functools.partial(scaler.update_and_apply, apply=apply)
+      params, opt_state = checked_update(tx, update, grads, state, **extra)
     else:
       if not scaled:
         # The optimizer is called as it is, which without a loss scale wants gradients in the dtypes
         # of what it trains: its moments of bfloat16 parameters are bfloat16.
         grads = as_stored(grads, trained_params(state.params, state.opt_state))
-      updates, opt_state = checked_update(tx, grads, state, **extra)
+      updates, opt_state = checked_update(tx, tx.update, grads, state, **extra)
       params = apply(state.params, updates, opt_state)
     if scaled and not axes:
       check_decision(opt_state, state.opt_state)
@@ -258,7 +263,7 @@ def make_train_step(
       new = new._replace(ema=_average(state, target, ema_decay, opt_state))
     if scaled:  # Else nothing is checked or skipped.
       # Parameters too: -0.0 leaves them alone, but for subnormals, which a CPU flushes to 0.
-      kept = ("step", "model_state", "ema", *(() if applied else ("params",)))
+      kept = ("step", "model_state", "ema", *(("params",) if scaler is None else ()))
       pair = ({name: getattr(one, name) for name in kept} for one in (new, state))
       new = new._replace(**select_tree(scaling["finite"], *pair))
     return new, {**metrics, "loss": loss, "grad_norm": norm, **scaling}, all_finite(forward)

@@ -100,16 +100,17 @@ mpjax/_optim/loss_scale.py::read_label
 + fields | _DEFAULTS
 ::test_label_keeps_the_limits_exactly
 
-mpjax/_optim/loss_scaling.py::loss_scaling
+mpjax/_optim/loss_scaling.py::LossScaling._step
 
 9 gradients are divided by the scale of the next step
-- return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
-+ flags = {"finite": all_finite, "all_finite": all_finite, "applied": all_finite}
-+ old = dict(moving)
-+ moving.update({k: adjust(configs[k], old[k], first_bad=first_bad[k], **flags) for k in old})
-+ gradient = plain(grads)
-+ moving.update(old)
-+ return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
+- gradient = self._plain(inputs.grads, inputs) if inputs.stored is None else inputs.stored
++ finite = extra_args["grads_finite"]
++ flags = {"finite": finite, "all_finite": finite, "applied": finite}
++ scales = {
++   label: adjust(self.configs[label], x, first_bad=x.first_bad, **flags)
++   for label, x in inputs.moving.items()
++ }
++ gradient = self._plain(inputs.grads, inputs._replace(scales=scales))
 ::test_momentum_is_exact_while_the_scale_changes_every_step
 
 mpjax/_optim/loss_scale.py::
@@ -167,24 +168,28 @@ tests/optim/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 - [leaves[i] for i in inexact]
 + [leaves[i] for i in inexact[:-1]]
 
-mpjax/_optim/loss_scaling.py::loss_scaling
+mpjax/_optim/loss_scaling.py::LossScaling._finite
 
 18 gradients of several losses are checked, and not their sum, which may overflow (the list: a
   check before the reduction; over devices they are averaged before they get there)
-- _all_finite(plain(grads), axis_name)
-+ _all_finite(plain(grads), axis_name) if check_updates else True
+- _all_finite(total, self.axis_name)
++ _all_finite(total, self.axis_name) if self.check_updates else True
 tests/integration/test_several_losses.py::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame
 
+mpjax/_optim/loss_scaling.py::LossScaling._step
+
 19 clipping, inside, sees scaled gradients; its result is unscaled
-- return update_shown(inner, gradient, inner_state, params, extra_args, _CALL)
-+ (unchanged,) = grads.values()
-+ new, new_inner = update_shown(inner, unchanged, inner_state, params, extra_args, _CALL)
-+ return plain({label: new for label in grads}), new_inner
+- return update_shown(self.inner, gradient, inner_state, params, extra_args, _CALL)
++ (same,) = inputs.grads.values()
++ new, new_inner = update_shown(self.inner, same, inner_state, params, extra_args, _CALL)
++ return self._plain({label: new for label in inputs.grads}, inputs), new_inner
 ::test_clipping_does_not_depend_on_the_scale
 
+mpjax/_optim/loss_scaling.py::LossScaling._applied
+
 25 check_updates looks at nothing, unless there are several losses
-- _all_finite(looked_at, axis_name)
-+ _all_finite(looked_at, axis_name) if several else True
+- _all_finite(looked_at, self.axis_name)
++ _all_finite(looked_at, self.axis_name) if self.several else True
 ::test_updates_that_are_not_finite
 
 mpjax/_optim/trees.py::step_or_select
@@ -207,17 +212,17 @@ tests/optim/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 mpjax/_optim/train_step.py::make_train_step
 
 21 batch statistics of a skipped step are kept
-- ("step", "model_state", "ema", *(() if applied else ("params",)))
-+ ("step", "ema", *(() if applied else ("params",)))
+- ("step", "model_state", "ema", *(("params",) if scaler is None else ()))
++ ("step", "ema", *(("params",) if scaler is None else ()))
 tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted_step
 
 22 the average of parameters goes on at a skipped step
-- ("step", "model_state", "ema", *(() if applied else ("params",)))
-+ ("step", "model_state", *(() if applied else ("params",)))
+- ("step", "model_state", "ema", *(("params",) if scaler is None else ()))
++ ("step", "model_state", *(("params",) if scaler is None else ()))
 
 23b a skipped step is counted as a step
-- ("step", "model_state", "ema", *(() if applied else ("params",)))
-+ ("model_state", "ema", *(() if applied else ("params",)))
+- ("step", "model_state", "ema", *(("params",) if scaler is None else ()))
++ ("model_state", "ema", *(("params",) if scaler is None else ()))
 
 # Micro-batches.
 
@@ -264,12 +269,12 @@ mpjax/_optim/loss_scaling.py::_agree
 + first_bad
 tests/integration/test_sharded_training.py::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
 
-mpjax/_optim/loss_scaling.py::loss_scaling
+mpjax/_optim/loss_scaling.py::LossScaling._finite
 
 32 the largest values are checked instead of the flags reduced: a maximum drops NaN
-- first_bad[label] = _agree(first_nonfinite(leaves), axis_name)
-+ if axis_name is not None:
-+   leaves = [jax.lax.pmax(x, axis_name) for x in leaves]
+- first_bad[label] = _agree(first_nonfinite(leaves), self.axis_name)
++ if self.axis_name is not None:
++   leaves = [jax.lax.pmax(x, self.axis_name) for x in leaves]
 + first_bad[label] = first_nonfinite(leaves)
 
 mpjax/_optim/gradients.py::batch_gradients
