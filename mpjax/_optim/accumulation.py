@@ -1,6 +1,6 @@
 """The optax wrapper that adds up gradients of several micro-batches for one update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from mpjax._optim.trees import (
   place_like,
   step_or_skip,
 )
+
+_EVERY = "mpjax.accumulate_gradients(every)"
 
 
 def accumulate_gradients(
@@ -62,11 +64,10 @@ def accumulate_gradients(
   """
   where = "mpjax.accumulate_gradients(inner)"
   inner = check_inner(inner, where)
-  where_every = "mpjax.accumulate_gradients(every)"
   if not callable(every):
     expected = "an integer, at least 1, or a function of the number of updates"
     fix = "Pass how many micro-batches make one update."
-    every = check_int(every, where_every, least=1, expected=expected, fix=fix, fix_type=fix)
+    every = check_int(every, _EVERY, least=1, expected=expected, fix=fix, fix_type=fix)
 
   def init(params: Params) -> AccumulationState:
     refuse_integers(params, f"{where}.init(params)")
@@ -84,24 +85,13 @@ def accumulate_gradients(
   ) -> tuple[Updates, AccumulationState]:
     state = check_state(state, AccumulationState, f"{where}.update(state)")
     params = arrays_only(params)
-    alone = [f"{name}=" for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
-    if alone:
-      expected = "value= and what does not depend on the batch"
-      got = "a gradient or a function of one micro-batch, for an update from all of a window"
-      fix = "Leave them out, or add the gradients up yourself, without accumulate_gradients."
-      call = f"{where}.update({', '.join(alone)})"
-      raise MpjaxTypeError(call, expected=expected, got=got, fix=fix)
-    expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
-    check_scalar(extra_args.get("value", 0), f"{where}.update(value)", expected=expected, fix=fix)
+    _check_extra_arguments(extra_args, f"{where}.update")
     # Without parameters the sum knows what the gradients have to be like.
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
     total = jax.tree.map(jnp.add, state.total, grads)
     count = state.micro_batches + 1
-    window = every(state.updates_done) if callable(every) else every
-    if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
-      expected, fix = "a function that returns an integer, at least 1", "Round what it returns."
-      raise MpjaxValueError(where_every, expected=expected, got=str(window), fix=fix)
+    window = _window(every, state.updates_done)
     # >=, not ==: a state restored into a shorter window may be past it already.
     full = count >= window
     value = state.value
@@ -123,6 +113,27 @@ def accumulate_gradients(
     )
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_extra_arguments(extra_args: Mapping[str, PyTree], where: str) -> None:
+  """Raises for arguments that belong to one micro-batch, and for a loss that is no scalar."""
+  alone = [f"{name}=" for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
+  if alone:
+    expected = "value= and what does not depend on the batch"
+    got = "a gradient or a function of one micro-batch, for an update from all of a window"
+    fix = "Leave them out, or add the gradients up yourself, without accumulate_gradients."
+    raise MpjaxTypeError(f"{where}({', '.join(alone)})", expected=expected, got=got, fix=fix)
+  expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
+  check_scalar(extra_args.get("value", 0), f"{where}(value)", expected=expected, fix=fix)
+
+
+def _window(every: int | Callable[[Array], Array | int], updates_done: Array) -> Array | int:
+  """Returns how many micro-batches make the window that is open."""
+  window = every(updates_done) if callable(every) else every
+  if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
+    expected, fix = "a function that returns an integer, at least 1", "Round what it returns."
+    raise MpjaxValueError(_EVERY, expected=expected, got=str(window), fix=fix)
+  return window
 
 
 def _reads_value(

@@ -63,27 +63,54 @@ def apply_updates(
   """
   call = "mpjax.apply_updates"
   check_rounding(call, rounding)
+  _check_key(rounding, master, key)
+  updates = _checked_updates(updates, params)
+  masters = _masters_of(master, params)
+  leaves, treedef = jax.tree.flatten(params)
+  new = []
+  for position, (p, u, m) in enumerate(zip(leaves, jax.tree.leaves(updates), masters, strict=True)):
+    if m is not None and in_low_precision(p):
+      new.append(stored(jnp.asarray(m, jnp.float32), p))
+    else:
+      new.append(_add(p, u, None if key is None else jax.random.fold_in(key, position)))
+  return treedef.unflatten(new)
+
+
+def _check_key(rounding: str, master: Params, key: Array | None) -> None:
+  """Raises unless there is a key exactly for stochastic rounding, which takes no master."""
   if (rounding == "stochastic") != (key is not None) or (key is not None and master is not None):
     passed = [name for name, x in (("a key", key), ("a master", master)) if x is not None]
     got = " and ".join(passed) or "None for both"
-    where = f"{call}(rounding={rounding!r}, key, master)"
+    where = f"mpjax.apply_updates(rounding={rounding!r}, key, master)"
     expected = "a key and no master for 'stochastic', and no key for 'nearest'"
     fix = "Pass another key for each step, jax.random.fold_in(key, step)."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  filled_in = lambda p, u: p if u is None and p is not None and _is_untrained(p) else u  # noqa: E731
+
+
+def _checked_updates(updates: Updates, params: Params) -> Updates:
+  """Returns updates in the tree of the parameters: a leaf that cannot move is its own update."""
+
+  def filled_in(p: Leaf, u: Leaf) -> Leaf:
+    return p if u is None and p is not None and _is_untrained(p) else u
+
   with contextlib.suppress(ValueError):  # Of another tree check_alike says where it differs.
     updates = jax.tree.map(filled_in, params, updates, is_leaf=is_none)
-  where, expected = f"{call}(updates)", "updates like the parameters"
+  where, expected = "mpjax.apply_updates(updates)", "updates like the parameters"
   fix = "Pass what tx.update returned for these parameters."
   refuse_none(updates, params, where, expected=expected)
   check_alike(updates, params, where, expected=expected, fix=fix, dtypes=False)
-  leaves, treedef = jax.tree.flatten(params)
+  return updates
+
+
+def _masters_of(master: Params, params: Params) -> list[Leaf]:
+  """Returns the master of each parameter, None where there is none."""
   problems, masters = list[str](), list[Leaf]()
   try:
     filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
     problems = tree_differences(params, filled, dtypes=False)
     # One hole may replace a subtree.
-    masters = treedef.flatten_up_to(jax.tree.broadcast(master, params, is_leaf=is_none))
+    spread = jax.tree.broadcast(master, params, is_leaf=is_none)
+    masters = jax.tree.structure(params).flatten_up_to(spread)
   except ValueError as error:
     problems = problems or [str(error)]
   # In float32: a parameter given as its own master would never move.
@@ -93,16 +120,10 @@ def apply_updates(
   if problems:
     expected = "float32 in a tree like the parameters, with None where there is no master"
     fix = "Pass mpjax.master_params(opt_state) with the state that update returned."
-    raise MpjaxValueError(f"{call}(master)", expected=expected, got=listed(problems), fix=fix)
-  new = [
-    stored(jnp.asarray(m, jnp.float32), p)
-    if m is not None and in_low_precision(p)
-    else _add(p, u, None if key is None else jax.random.fold_in(key, position))
-    for position, (p, u, m) in enumerate(
-      zip(leaves, jax.tree.leaves(updates), masters, strict=True)
+    raise MpjaxValueError(
+      "mpjax.apply_updates(master)", expected=expected, got=listed(problems), fix=fix
     )
-  ]
-  return treedef.unflatten(new)
+  return masters
 
 
 def check_rounding(call: str, rounding: object) -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
 import jax
@@ -45,54 +45,22 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
   kind, expected = optax.GradientTransformation, "an optax.GradientTransformation"
   fix = "Pass an optimizer such as optax.adamw(1e-3), or MultiSteps(...).gradient_transformation()."
   inner = check_type(inner, kind, where, expected=expected, fix=fix)
-  # Not by the class: MultiSteps passes on any, and is no GradientTransformationExtraArgs.
-  parameters = list(inspect.signature(inner.update).parameters.values())
-  names = {p.name for p in parameters[3:]}
-  takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+  names = _extra_names(inner)
 
   def init(params: Params) -> OptState:
-    # The collection of Flax's float8 layers: what comes as its gradient is its next value.
-    collection = "_overwrite_with_gradient"
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    for path, _ in leaves:
-      if any(getattr(entry, "key", None) == collection for entry in path):
-        raise MpjaxValueError(
-          f"{where}.init(params)",
-          expected="parameters that follow their gradients",
-          got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
-          fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
-          f"mpjax.select_tree(finite, grads[{collection!r}], variables[{collection!r}]).",
-        )
+    _refuse_statistics(params, f"{where}.init(params)")
     try:
       return inner.init(params)
     except MpjaxError:
       raise
     except ValueError as error:
-      # optax says which labels of a `multi_transform` have no transformation, but not where they
-      # are, and returns neither labels nor their function. So each parameter is tried by itself; a
-      # tree of labels that was fixed beforehand fails even without parameters.
-      def fails(kept: int | None) -> bool:
-        alone = [x if position == kept else None for position, (_, x) in enumerate(leaves)]
-        return _first_state(inner, treedef.unflatten(alone)) is None
-
-      bad = [] if fails(None) else [key_text(p) for i, (p, _) in enumerate(leaves) if fails(i)]
-      raise MpjaxValueError(
-        f"{where}.init(params)",
-        expected="parameters that inner takes",
-        got=f"{' '.join(str(error).split())} (for {', '.join(bad) or 'all of them together'})",
-        fix="Give each label of optax.multi_transform a transformation; where labels are computed "
-        "from params this names the paths, and a fixed tree of labels is to be searched.",
-      ) from error
+      raise _refused_parameters(inner, params, f"{where}.init(params)", error) from error
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, OptState]:
-    # optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it
-    # knows, and the others are ignored.
-    if not takes_any:
-      extra_args = {name: x for name, x in extra_args.items() if name in names}
     try:
-      return inner.update(updates, state, params, **extra_args)
+      return inner.update(updates, state, params, **_taken(extra_args, names))
     except MpjaxError:
       raise
     except REFUSALS as error:
@@ -101,6 +69,59 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
       raise
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _extra_names(inner: optax.GradientTransformation) -> set[str] | None:
+  """Returns the names of the extra arguments of `update`; None if it takes any."""
+  # Not by the class: MultiSteps passes on any, and is no GradientTransformationExtraArgs.
+  parameters = list(inspect.signature(inner.update).parameters.values())
+  takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+  return None if takes_any else {p.name for p in parameters[3:]}
+
+
+def _taken(extra_args: Mapping[str, PyTree], names: set[str] | None) -> dict[str, PyTree]:
+  """Returns the extra arguments that an `update` with these names takes."""
+  # optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it
+  # knows, and the others are ignored.
+  return {name: x for name, x in extra_args.items() if names is None or name in names}
+
+
+def _refuse_statistics(params: Params, where: str) -> None:
+  """Raises for the collection of Flax's float8 layers: its gradient is its next value."""
+  collection = "_overwrite_with_gradient"
+  for path, _ in jax.tree_util.tree_leaves_with_path(params):
+    if any(getattr(entry, "key", None) == collection for entry in path):
+      raise MpjaxValueError(
+        where,
+        expected="parameters that follow their gradients",
+        got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
+        fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
+        f"mpjax.select_tree(finite, grads[{collection!r}], variables[{collection!r}]).",
+      )
+
+
+def _refused_parameters(
+  inner: optax.GradientTransformation, params: Params, where: str, error: ValueError
+) -> MpjaxValueError:
+  """Returns the error of an `inner` that does not take these parameters."""
+  # optax says which labels of a `multi_transform` have no transformation, but not where they are,
+  # and returns neither labels nor their function. So each parameter is tried by itself; a tree of
+  # labels that was fixed beforehand fails even without parameters.
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+  nothing = [None] * len(leaves)
+  bad = []
+  if _first_state(inner, treedef.unflatten(nothing)) is not None:
+    for position, (path, x) in enumerate(leaves):
+      alone = [*nothing[:position], x, *nothing[position + 1 :]]
+      if _first_state(inner, treedef.unflatten(alone)) is None:
+        bad.append(key_text(path))
+  return MpjaxValueError(
+    where,
+    expected="parameters that inner takes",
+    got=f"{' '.join(str(error).split())} (for {', '.join(bad) or 'all of them together'})",
+    fix="Give each label of optax.multi_transform a transformation; where labels are computed "
+    "from params this names the paths, and a fixed tree of labels is to be searched.",
+  )
 
 
 def refuse_other_state(

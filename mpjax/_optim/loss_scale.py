@@ -575,23 +575,14 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
 
   With `chains` a tuple is the state of a chain: nothing beside the scale may keep a state.
   """
-  is_scaled = lambda x: any(one.stored for one in scales_in(x))  # noqa: E731
-  if is_scaling_state(tree) or not is_scaled(tree):
+  if is_scaling_state(tree) or not _is_scaled(tree):
     return
   parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
-  scaled = [x for x in parts if is_scaled(x)]
   got = ""
   if type(tree).__module__.startswith("optax.") and not isinstance(tree, _HARMLESS):
     got = f"one inside of the state optax.{type(tree).__name__}"
   elif chains and type(tree) in (tuple, collections.OrderedDict):
-    # States are NamedTuples, users' own too.
-    others = [x for x in parts if not is_scaled(x)]
-    for x in jax.tree.leaves(others, is_leaf=lambda x: hasattr(x, "_fields")):
-      if isinstance(x, tuple) and jax.tree.leaves(x):
-        library = type(x).__module__.partition(".")[0]
-        got = f"one in a chain beside the state {library}.{type(x).__name__}"
-    if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
-      got = f"a chain of {len(scaled)}, each of which divides the gradients again"
+    got = _beside_in_chain(parts)
   if got:
     expected = "mpjax.loss_scaling around the entire optimizer"
     fix = (
@@ -600,8 +591,29 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
     )
     got += ": it would see scaled gradients, or steps that are skipped"
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-  for x in scaled:
-    refuse_outside(x, where, chains=chains)
+  for part in parts:
+    refuse_outside(part, where, chains=chains)
+
+
+def _is_scaled(tree: PyTree) -> bool:
+  """Whether there is a loss scale in `tree`, other than `NoLossScale`."""
+  return any(one.stored for one in scales_in(tree))
+
+
+def _beside_in_chain(parts: list[PyTree]) -> str:
+  """Returns what is beside a loss scale in the state of a chain and may not be; "" if nothing."""
+  scaled = [x for x in parts if _is_scaled(x)]
+  if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
+    return f"a chain of {len(scaled)}, each of which divides the gradients again"
+  # States are NamedTuples, users' own too.
+  others = [x for x in parts if not _is_scaled(x)]
+  states = jax.tree.leaves(others, is_leaf=lambda x: hasattr(x, "_fields"))
+  stateful = [type(x) for x in states if isinstance(x, tuple) and jax.tree.leaves(x)]
+  if not stateful:
+    return ""
+  kind = stateful[-1]
+  library = kind.__module__.partition(".")[0]
+  return f"one in a chain beside the state {library}.{kind.__name__}"
 
 
 def set_loss_scale(
