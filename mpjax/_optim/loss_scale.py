@@ -6,7 +6,6 @@ import functools
 import math
 import numbers
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
@@ -513,26 +512,24 @@ def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleSt
 
 
 def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | None]:
-  """Returns a function that reads a loss scale, and raises if it is not that of the step."""
-  # It takes what the scale is for: a loss, gradients, parameters. A static scale is always right,
-  # and so is one in a variable, or in a traced state. Else two things show that it was built
-  # outside of the step: a constant scale where the rest is traced, and a state that was there at
-  # the first call and is not at a later one, since every update makes a new count of good steps.
-  if not (state := owned.stored):
+  """Returns a function that reads a loss scale, and raises if it cannot be that of the step.
+
+  The function takes the values that the scale is for: a loss, gradients, parameters. Where one of
+  these is traced, a dynamic scale has to be traced as well: as a constant it would never move. A
+  scale whose state was donated to a step is refused too. Outside of `jit` nothing tells an old
+  state from a new one, and the function goes on reading the scale of the state it was made from.
+  """
+  if not owned.stored:
     return lambda beside: None
   # Not all of the state: moments must not live on for the sake of the scale.
-  source, steps, dynamic, seen = state.scale, state.good_steps, owned.dynamic, False
-  may_go = dynamic and isinstance(steps, jax.Array) and not isinstance(steps, Tracer)
-  witness = weakref.ref(steps) if may_go else lambda: source
+  source, is_dynamic = owned.stored.scale, owned.dynamic
 
   def read(beside: PyTree) -> Array:
-    nonlocal seen
-    if seen and witness() is None:
-      raise _stale(where, "one of a state that is gone since the first call")
-    seen = witness() is not None
     scale = raw_value(source)
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(beside))
-    if dynamic and traced and _is_constant(scale):
+    if isinstance(scale, jax.Array) and not isinstance(scale, Tracer) and scale.is_deleted():
+      raise _stale(where, "one of a state that was donated to a step")
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(beside))
+    if is_dynamic and is_traced and _is_constant(scale):
       raise _stale(where, _CONSTANT)
     return scale
 

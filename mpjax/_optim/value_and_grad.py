@@ -34,7 +34,8 @@ def value_and_grad(
   """Like `jax.value_and_grad`, for a loss that is scaled before it is differentiated.
 
   **Build it in the step**, from the state that the step is given: the function keeps the scale of
-  `opt_state`, and after an update `update` would divide by another one.
+  `opt_state`, and after an update `update` would divide by another one. In a compiled step a
+  dynamic scale from outside raises an error. In a loop outside of `jit` it is not noticed.
 
   Args:
     fun: returns a loss, floating of shape (), or that and anything else if `has_aux`.
@@ -53,7 +54,8 @@ def value_and_grad(
     MpjaxTypeError: `fun` is no function, `argnums` no position, or the state has no one scale;
       when called: the loss is no floating number, or a model needs that of its own library.
     MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
-    MpjaxRuntimeError: when called: the dynamic scale is not that of the step.
+    MpjaxRuntimeError: when called: a dynamic scale would be a constant of what is traced, or the
+      state was donated.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(8))

@@ -141,22 +141,26 @@ def square(p, x=1.0):
   return jnp.sum(p**2) * x
 
 
-def test_built_once_before_a_loop_is_refused_at_the_second_step():
-  # It would scale by 64 for ever, while update divides by 64, 64, 128, 128, 256, ...
-  params = jnp.asarray([1.0])
-  for move in (
-    lambda grads, opt_state: DYNAMIC.update(grads, opt_state, params)[1],
-    lambda grads, opt_state: mpjax.set_loss_scale(opt_state, 8),
-  ):
-    opt_state = DYNAMIC.init(params)
-    grad_fn = mpjax.value_and_grad(square, opt_state)
-    for _ in range(2):  # micro-batches: the same state
-      _, grads = grad_fn(params)
-      assert grads == 128
-    opt_state = move(grads, opt_state)
-    got = "a state that is gone since the first call"
-    with refused(RuntimeError, WHERE, "the state that this step updates", got, FIX):
-      grad_fn(params)
+@pytest.mark.parametrize("config", [mpjax.DynamicLossScale(), mpjax.StaticLossScale(8)])
+def test_a_state_that_was_donated_is_refused(config):
+  tx, params = mpjax.loss_scaling(optax.sgd(0.1), config), jnp.ones(1)
+  state = tx.init(params)
+  grad_fn = mpjax.value_and_grad(square, state)
+  _, grads = grad_fn(params)
+  jax.jit(lambda s: tx.update(grads, s, params)[1], donate_argnums=0)(state)
+  got = "a state that was donated"
+  with refused(RuntimeError, WHERE, "the state that this step updates", got, FIX):
+    grad_fn(params)
+
+
+def test_a_function_goes_on_reading_the_scale_of_its_state():
+  # Whether or not somebody keeps the old state, and whether or not the collector has run.
+  params, state = jnp.ones(1), DYNAMIC.init(jnp.ones(1))
+  grad_fn = mpjax.value_and_grad(square, state)
+  for _ in range(3):
+    assert grad_fn(params)[1] == 128
+    state = mpjax.set_loss_scale(state, 8)
+    gc.collect()
 
 
 def test_built_outside_of_a_compiled_step_is_refused():
