@@ -1,7 +1,8 @@
 """What happened to the last step: metrics, the flag for other state, an alarm, and the monitor."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -287,8 +288,7 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
   inner = check_inner(inner, where)
 
   def init(params: Params) -> MonitorState:
-    counts = {k: jnp.zeros((4,), jnp.int32) for k, x in _by_name(params).items() if is_inexact(x)}
-    return MonitorState(place_like(params, counts), inner.init(params))
+    return MonitorState(place_like(params, _zeros_for(params)), inner.init(params))
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
@@ -306,6 +306,22 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
     return new_updates, MonitorState(counts, new)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _zeros_for(params: Params) -> PyTree:
+  """Returns the counts before the first step."""
+  if _stands_for_parameters(params):
+    return jnp.zeros((4,), jnp.int32)  # Any leaf: it stands for the dict of all counts.
+  names = [name for name, x in _by_name(params).items() if is_inexact(x)]
+  return {name: jnp.zeros((4,), jnp.int32) for name in names}
+
+
+def _stands_for_parameters(params: Params) -> bool:
+  """Whether `params` is a node that `optax.tree_map_params` puts where the parameters would be."""
+  # It has no children, and is no empty container.
+  has_children = jax.tree_util.treedef_children(jax.tree.structure(params))
+  is_leaf = jax.tree_util.all_leaves([params])
+  return not (has_children or is_leaf or isinstance(params, (Mapping, Sequence, NoneType)))
 
 
 def _by_name(tree: PyTree) -> dict[str, Leaf]:

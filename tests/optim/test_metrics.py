@@ -357,6 +357,37 @@ def test_monitors_of_parts_of_a_tree_count_all_of_it():
     assert sizes == {"a.b": 2, "['a.b']": 3, """["['a"].b']""": 4}
 
 
+ADAM = optax.adam(0.1)
+
+
+@pytest.mark.parametrize(
+  "tx",
+  {
+    "loss_scaling": mpjax.loss_scaling(ADAM),
+    "several losses": mpjax.loss_scaling(ADAM, dict.fromkeys("ab", mpjax.StaticLossScale(2))),
+    "no scale": mpjax.loss_scaling(ADAM, mpjax.NoLossScale()),
+    "master_weights": mpjax.master_weights(ADAM),
+    "split": mpjax.master_weights(ADAM, storage="split"),
+    "accumulate_gradients": mpjax.accumulate_gradients(ADAM, 2),
+    "state_dtype": mpjax.state_dtype(ADAM, mu="bfloat16"),
+    "monitor": mpjax.monitor(ADAM),
+    "monitor of all": mpjax.monitor(mpjax.loss_scaling(mpjax.master_weights(ADAM))),
+    "monitor inside": mpjax.loss_scaling(mpjax.monitor(ADAM)),
+  }.values(),
+)
+def test_optax_maps_what_is_like_the_parameters_in_the_state_of_each_wrapper(tx):
+  state = tx.init(PARAMS)
+  new = optax.tree_map_params(tx, lambda x: x + 1, state)
+  assert jax.tree.structure(new) == jax.tree.structure(state)
+  moved = [
+    jax.tree_util.keystr(path)
+    for (path, a), b in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(new), strict=True)
+    if np.any(a != b)
+  ]
+  assert {"mu['w']", "nu['x']"} <= {path.rpartition(".")[2] for path in moved}
+  assert not any("counts" in path or "loss_scale" in path for path in moved)
+
+
 def test_errors_of_the_monitor():
   params, fix = {"w": jnp.ones(2)}, "tx.update(grads, opt_state, params)"
   plain = mpjax.loss_scaling(optax.sgd(0.1))
