@@ -37,22 +37,28 @@ def is_inexact(x: Leaf) -> bool:
 
 def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
   """Returns the position of the first leaf with an inf or a NaN, or `len(leaves)` without any."""
+  return least_nonfinite(leaves, range(len(leaves)), len(leaves))
+
+
+def least_nonfinite(leaves: Sequence[Leaf], numbers: Sequence[int], none: int) -> Array:
+  """Returns the least of the numbers of leaves with an inf or a NaN, or `none`, the largest."""
   # One int32 says both whether and where. It can be reduced over devices by a minimum, which for
   # integers, unlike for floating values, no NaN gets past.
-  none, inexact = np.int32(len(leaves)), [i for i, x in enumerate(leaves) if is_inexact(x)]
+  inexact = [i for i, x in enumerate(leaves) if is_inexact(x)]
+  largest = np.int32(none)
 
   def first(group: Sequence[int], arrays: Sequence[Array]) -> Array:
-    positions = [inexact[i] for i in group]
+    own = [numbers[inexact[i]] for i in group]
     if len(arrays) == 1:
       finite = jnp.all(jnp.isfinite(arrays[0]))
-      return jnp.where(finite, none, np.int32(positions[0]))
+      return jnp.where(finite, largest, np.int32(own[0]))
     finite = jnp.all(jnp.isfinite(_rows(arrays)), 1)
     ends = np.cumsum([-(-x.size // _ROW) for x in arrays], dtype=np.int32)
     rows = jnp.where(finite, ends[-1], jnp.arange(ends[-1], dtype=jnp.int32))
     row = jnp.min(rows, initial=ends[-1])
-    return jnp.min(jnp.where(row < ends, np.asarray(positions, np.int32), none))
+    return jnp.min(jnp.where(row < ends, np.asarray(own, np.int32), largest))
 
-  return _reduced([leaves[i] for i in inexact], first, jnp.minimum, jnp.asarray(none))
+  return _reduced([leaves[i] for i in inexact], first, jnp.minimum, jnp.asarray(largest))
 
 
 def sum_of_squares(leaves: Sequence[Array]) -> Array:

@@ -19,7 +19,7 @@ from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import inner_jaxprs, walk
 from mpjax._optim.loss_scale import COUNTERS
 from mpjax._optim.train_state import TrainState, own_scale
-from mpjax._optim.trees import at_least_float32, stored_first, strong
+from mpjax._optim.trees import at_least_float32, stored_first, strong, unless_there_before
 from mpjax._optim.value_and_grad import check_loss, value_and_grad
 
 Metrics: TypeAlias = dict[str, Leaf]
@@ -170,16 +170,13 @@ def batch_gradients(
     model_state = common_state(model_state, state.model_state, unchanged, axes, integer_state)
     metrics = jax.tree.map(lambda x: mean(x) if is_inexact(x) else jax.lax.psum(x, axes), metrics)
     loss, grads = mean(loss), jax.tree.map(mean, grads)
-  watched = jax.tree.map(_unless_there_before, model_state, state.model_state, unchanged)
+  watched = jax.tree.map(_watched, model_state, state.model_state, unchanged)
   return loss, model_state, metrics, stored_first(grads), watched
 
 
-def _unless_there_before(new: Array, old: Array, unchanged: bool) -> Array | int:
-  """Returns `new`, but 0 for the numbers that are as they were: a mask may well hold -inf."""
-  if unchanged or not is_inexact(new):
-    return 0
-  both_nan = jnp.logical_and(jnp.isnan(new), jnp.isnan(old))
-  return jnp.where(jnp.logical_or(new == old, both_nan), jnp.zeros_like(new), new)
+def _watched(new: Array, old: Array, unchanged: bool) -> Leaf:
+  """Returns what has to be finite of a leaf of the model state."""
+  return 0 if unchanged or not is_inexact(new) else unless_there_before(new, old)
 
 
 def _metric(x: Leaf) -> Array:

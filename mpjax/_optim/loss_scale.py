@@ -216,8 +216,8 @@ class LossScaleState(NamedTuple):
   skipped: Array  # int32: steps that were not applied, for whatever reason
   consecutive_skips: Array  # int32: the skipped steps since the last applied one
   floor_hits: Array  # int32: overflows that found the scale at its minimum already
-  bad_updates: Array  # int32: steps skipped for their updates alone
-  first_bad: Array  # int32: the last step's first non-finite leaf; their number if none was
+  bad_updates: Array  # int32: steps skipped for their updates or new state alone
+  first_bad: Array  # int32: the code of the last step's first non-finite leaf, see leaf_codes.py
   finite: Array  # bool: the last step was applied
 
 
@@ -251,7 +251,7 @@ def adjust(
 ) -> LossScaleState:
   """Returns the state after a step."""
   # The scale follows the gradients (and the loss) of its own loss, `finite`; what counts as skipped
-  # follows `applied`. `first_bad` is the position of its first gradient leaf that is not finite.
+  # follows `applied`. `first_bad` is the code of its first leaf that is not finite.
   dynamic = isinstance(config, DynamicLossScale)
   flags = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
   # A static scale is not computed from anything, and stays the array that it is.

@@ -19,9 +19,11 @@ from mpjax._core.errors import (
   check_value,
   wrong_type,
 )
-from mpjax._core.trees import first_nonfinite, in_low_precision, is_inexact
+from mpjax._core.together import first_nonfinite, least_nonfinite
+from mpjax._core.trees import in_low_precision, is_inexact
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._optim.checks import check_axes, check_inner
+from mpjax._optim.leaf_codes import NO_LEAF, Kind, coded_leaves
 from mpjax._optim.loss_scale import (
   DynamicLossScale,
   LossScale,
@@ -50,6 +52,7 @@ from mpjax._optim.trees import (
   place_like,
   step_or_select,
   stored_first,
+  unless_there_before,
 )
 
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -98,8 +101,10 @@ def loss_scaling(
       losses to these. With the last, `inner` is called as it is and nothing is added to the jaxpr.
     axis_name: the mapped axis, or axes, over which all devices must decide alike (`shard_map`,
       `pmap`, `vmap`). Averaging the gradients over it remains yours to do, before `update`.
-    check_updates: skip as well when the gradients were finite but the updates are not; counted
-      as `bad_updates`, and the scale does not back off. The updates are computed twice.
+    check_updates: skip as well where the gradients are finite, but an update or a number of the
+      new inner state is not. A number of the state that is as it was does not count. Such steps
+      are `bad_updates`, and the scale does not back off. The step is computed twice: on an H200 a
+      GPT of 129 million parameters moves 14 % more bytes with adamw.
     name: tells several loss scales in one state apart.
 
   Returns:
@@ -223,6 +228,13 @@ class _Finite(NamedTuple):
   all: Leaf
 
 
+class _Decision(NamedTuple):
+  """Whether the step is applied (None: nothing decides), and the first bad leaf by label."""
+
+  applied: Array | None
+  first_bad: dict[str, Array]
+
+
 Step: TypeAlias = Callable[[OptState, Params], tuple[Updates, OptState]]
 
 
@@ -261,12 +273,12 @@ class LossScaling:
     extra_args = self._unscaled_arguments(extra_args, inputs)
     finite = self._finite(inputs, extra_args.get("loss"))
     step = self._step(inputs, self._with_flags(extra_args, inputs, finite))
-    applied = self._applied(finite, step, inputs, state)
+    decision = self._decision(finite, step, inputs, state)
     new, new_inner = step_or_select(
-      applied, lambda old: step(old, inputs.params), state.inner_state
+      decision.applied, lambda old: step(old, inputs.params), state.inner_state
     )
     new_updates = merge_updates(inputs.first, new, inputs.params)
-    return new_updates, self._next(state, inputs, finite, applied, new_inner)
+    return new_updates, self._next(state, inputs, finite, decision, new_inner)
 
   def update_and_apply(
     self,
@@ -289,7 +301,7 @@ class LossScaling:
     inputs = inputs._replace(stored=stored_first(self._plain(inputs.grads, inputs)))
     finite = self._finite(inputs, loss)
     step = self._step(inputs, self._with_flags(extra_args, inputs, finite))
-    applied = self._applied(finite, step, inputs, state)
+    decision = self._decision(finite, step, inputs, state)
 
     def step_and_apply(old: tuple[OptState, Params]) -> tuple[tuple[()], PyTree]:
       old_inner, old_params = old
@@ -298,8 +310,8 @@ class LossScaling:
       return (), (new_inner, apply(old_params, new_updates, new_inner))
 
     old = (state.inner_state, inputs.params)
-    _, (new_inner, new_params) = step_or_select(applied, step_and_apply, old)
-    return new_params, self._next(state, inputs, finite, applied, new_inner)
+    _, (new_inner, new_params) = step_or_select(decision.applied, step_and_apply, old)
+    return new_params, self._next(state, inputs, finite, decision, new_inner)
 
   def _inputs(self, updates: Grads, state: OptState, params: Params) -> _Inputs:
     scales = own_scales(state, self.configs)
@@ -367,15 +379,16 @@ class LossScaling:
     losses = self._by_label(loss, "loss") if self.is_scaled and loss is not None else {}
     first_bad, finite = dict[str, Array](), dict[str, Array]()
     for label in inputs.moving:
-      leaves = jax.tree.leaves((self._looked_at(label, inputs), losses.get(label)))
-      first_bad[label] = _agree(first_nonfinite(leaves), self.axis_name)
-      finite[label] = first_bad[label] == len(leaves)
+      leaves = coded_leaves(Kind.GRADIENT, self._looked_at(label, inputs))
+      leaves += coded_leaves(Kind.LOSS, losses.get(label))
+      first_bad[label], finite[label] = self._first_bad(leaves)
     # NumPy scalars: as constants they add no operation, unless inner uses them.
     all_finite: Leaf = functools.reduce(jnp.logical_and, finite.values(), np.bool_(True))
     if self.several and self.is_scaled:
       # The sum of finite gradients may overflow; no single scale is to blame for that.
-      total = self._plain(inputs.grads, inputs)
-      all_finite = jnp.logical_and(all_finite, _all_finite(total, self.axis_name))
+      total = jax.tree.leaves(self._plain(inputs.grads, inputs))
+      position = self._agreed(first_nonfinite(total))
+      all_finite = jnp.logical_and(all_finite, position == len(total))
     return _Finite(first_bad, finite, all_finite)
 
   def _with_flags(
@@ -409,35 +422,60 @@ class LossScaling:
 
     return step
 
-  def _applied(
+  def _decision(
     self, finite: _Finite, step: Step, inputs: _Inputs, state: LossScalingState
-  ) -> Array | None:
-    """Returns whether the step is applied; None under `NoLossScale`, which skips nothing."""
+  ) -> _Decision:
+    """Returns whether the step is applied, and what was not finite."""
     if not self.is_scaled:
-      return None
+      return _Decision(None, {})
     if not self.check_updates:
-      return finite.all
-    # The step is computed once to look, and once more to apply: to decide first, by updates that
+      return _Decision(finite.all, finite.first_bad)
+    # The step is computed once to look, and once more to apply: to decide first, by numbers that
     # are never stored, takes less memory than the old and the new of everything.
-    looked_at, _ = step(state.inner_state, inputs.params)
-    return jnp.logical_and(finite.all, _all_finite(looked_at, self.axis_name))
+    new, new_inner = step(state.inner_state, inputs.params)
+    changed = jax.tree.map(unless_there_before, new_inner, state.inner_state)
+    leaves = coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
+    bad, is_finite = self._first_bad(leaves)
+    is_bad = jnp.logical_and(finite.all, jnp.logical_not(is_finite))
+    first_bad = {label: jnp.where(is_bad, bad, x) for label, x in finite.first_bad.items()}
+    return _Decision(jnp.logical_and(finite.all, is_finite), first_bad)
+
+  def _first_bad(self, leaves: Sequence[tuple[int, Leaf]]) -> tuple[Array, Array]:
+    """Returns the code of the first leaf that is not finite, and whether all leaves are finite.
+
+    If all are finite, it is their number instead of a code.
+    """
+    codes = [code for code, _ in leaves]
+    code = self._agreed(least_nonfinite([x for _, x in leaves], codes, NO_LEAF))
+    is_finite = code == NO_LEAF
+    return jnp.where(is_finite, np.int32(len(codes)), code), is_finite
+
+  def _agreed(self, least: Array) -> Array:
+    """Returns the least number of all devices, so that all of them decide alike."""
+    if self.axis_name is None:
+      return least
+    names = self.axis_name if isinstance(self.axis_name, (tuple, list)) else (self.axis_name,)
+    fix = "Call update inside the shard_map, pmap or vmap of that axis. Under plain jit"
+    call = f"mpjax.loss_scaling(axis_name={self.axis_name!r})"
+    check_axes(names, call, call="update", fix=fix)
+    return jax.lax.pmin(least, tuple(names))
 
   def _next(
     self,
     state: LossScalingState,
     inputs: _Inputs,
     finite: _Finite,
-    applied: Array | None,
+    decision: _Decision,
     inner_state: OptState,
   ) -> LossScalingState:
     """Returns the next state: each scale moves by the gradients of its own loss."""
-    flags = {"applied": applied, "all_finite": finite.all}
+    flags = {"applied": decision.applied, "all_finite": finite.all}
     moved = {
       label: adjust(
         self.configs[label],
         scale,
         finite=finite.by_label[label],
-        first_bad=finite.first_bad[label],
+        first_bad=decision.first_bad[label],
         **flags,
       )
       for label, scale in inputs.moving.items()
@@ -466,18 +504,3 @@ def _warn_of_half(params: Params, inner_state: OptState) -> None:
       UserWarning,
       stacklevel=3,
     )
-
-
-def _all_finite(tree: PyTree, axis_name: AxisName | None) -> Array:
-  leaves = jax.tree.leaves(tree)
-  return _agree(first_nonfinite(leaves), axis_name) == len(leaves)
-
-
-def _agree(first_bad: Array, axis_name: AxisName | None) -> Array:
-  """The first bad leaf on any device, so that all of them decide alike."""
-  if axis_name is None:
-    return first_bad
-  names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
-  fix = "Call update inside the shard_map, pmap or vmap of that axis. Under plain jit"
-  check_axes(names, f"mpjax.loss_scaling(axis_name={axis_name!r})", call="update", fix=fix)
-  return jax.lax.pmin(first_bad, tuple(names))

@@ -20,11 +20,11 @@ from mpjax._core.errors import (
 )
 from mpjax._core.leaves import changes_nothing, is_nonzero, raw_value
 from mpjax._core.trees import is_inexact, is_nnx_object, pick, select
-from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax._optim.checks import check_inner, check_params, check_state
+from mpjax._optim.leaf_codes import Kind, LeafCode, find_leaf, floating_leaves, read_code
 from mpjax._optim.loss_scale import (
   COUNTERS,
-  LossScalingState,
   OwnedScale,
   find_scale,
   read_state,
@@ -60,7 +60,7 @@ def loss_scaling_metrics(
     - `total`, `skipped` (int32): steps so far, and those that were not applied;
     - `consecutive_skips` (int32): skipped steps since the last applied one;
     - `floor_hits` (int32): overflows that found the scale at its minimum already;
-    - `bad_updates` (int32): steps skipped for their updates alone (`check_updates=True`);
+    - `bad_updates` (int32): steps skipped for their updates or new state (`check_updates=True`);
     - `scale_changed` (bool), where `before` is given: whether the update moved the scale.
 
   Raises:
@@ -189,29 +189,64 @@ def _first_nan(tree: PyTree) -> str | None:
 
 def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Params) -> str:
   """Returns where the last step's first non-finite value was."""
-  bad = {
-    one.name: int(np.atleast_1d(raw_value(one.stored.first_bad))[member])
-    for one in (scale, *scales_in(scale.owner))
-  }
-  # The paths of the parameters that it sees are unknown where a mask around it hides some of them.
-  masks = nodes_of(opt_state, (optax.MaskedState, optax.PartitionState))
-  masked = any(one is scale.owner for one in nodes_of(masks, LossScalingState))
-  if params is None or masked:
-    own = bad.pop(scale.name)
-    # Beyond the last leaf it is no gradient of this loss; without params nothing says how many.
-    return (
-      f"gradient leaf {own} (in the order of jax.tree.leaves of the parameters that this loss "
-      "scale sees; params= gives its path)"
-    ) + "".join(f", or leaf {n} of the loss {name!r}" for name, n in bad.items() if n < own)
-  paths = jax.tree_util.tree_leaves_with_path(params)
-  watched = [f"the gradient of {key_text(path)}" for path, _ in paths]
-  if hasattr(opt_state, "model_state"):  # Then `make_train_step` looks at more.
-    paths = jax.tree_util.tree_leaves_with_path(opt_state.model_state)
-    watched += ["the loss", *(f"the model state at {key_text(path)}" for path, _ in paths)]
-  for name, leaf in bad.items():
-    if leaf < len(watched):
-      return watched[leaf] + ("" if name == scale.name else f", of the loss {name!r}")
-  return "the loss, the model state or the updates, not the gradients"
+  for one in (scale, *scales_in(scale.owner)):
+    code = read_code(int(np.atleast_1d(raw_value(one.stored.first_bad))[member]))
+    if code is not None:
+      text = _leaf_text(code, opt_state, scale, params)
+      return text if one.name == scale.name else f"{text}, of the loss {one.name!r}"
+  return "the sum of the gradients of all losses, each of which was finite"
+
+
+def _leaf_text(code: LeafCode, opt_state: OptState, scale: OwnedScale, params: Params) -> str:
+  """Returns what a leaf is that was not finite: by its path, or by its position without one."""
+  match code.kind:
+    case Kind.GRADIENT | Kind.UPDATE:
+      of = "the gradient of" if code.kind is Kind.GRADIENT else "the update of"
+      named = [(path, f"{of} {text}") for path, text in _parameters(params)]
+    case Kind.LOSS:
+      named = _watched(getattr(opt_state, "model_state", None))
+    case Kind.STATE:
+      leaves = floating_leaves(scale.owner.inner_state)
+      at = "the new optimizer state at inner_state"
+      named = [(path, f"{at}{jax.tree_util.keystr(path)}") for path, _ in leaves]
+  if (name := find_leaf(code, named)) is not None:
+    return name
+  if code.kind in (Kind.LOSS, Kind.STATE):
+    return f"{code.kind.name.lower()} leaf {code.position_text}"
+  hint = "params= gives its path" if params is None else "params have no leaf at its path"
+  return (
+    f"{code.kind.name.lower()} leaf {code.position_text} (in the order of jax.tree.leaves of the "
+    f"floating parameters that this loss scale sees; {hint})"
+  )
+
+
+_COMPLEX_PARTS = "real imaginary".split()
+"""The fields that `optax.contrib.split_real_and_imaginary` has in place of a complex parameter."""
+
+
+def _parameters(params: Params) -> list[tuple[KeyPath, str]]:
+  """Returns the paths of gradients and updates, and what they are in an error."""
+  leaves = floating_leaves(differentiated(params))
+  # `optax.contrib.split_real_and_imaginary` makes two of a complex one, `optax.flatten` one of all.
+  parts = [
+    (*path, jax.tree_util.GetAttrKey(part))
+    for path, x in leaves
+    if jnp.iscomplexobj(x)
+    for part in _COMPLEX_PARTS
+  ]
+  named = [(path, key_text(path)) for path in [*(path for path, _ in leaves), *parts]]
+  if len(leaves) > 1:
+    named.append(((), f"all parameters, one array of {sum(np.size(x) for _, x in leaves)} numbers"))
+  return named
+
+
+def _watched(model_state: PyTree) -> list[tuple[KeyPath, str]]:
+  """Returns the paths of what is looked at as `loss=`, and what it is in an error."""
+  loss, state = map(jax.tree_util.SequenceKey, (0, 1))
+  # `make_train_step` passes a pair of the loss and the model state, others a loss alone.
+  leaves = floating_leaves(model_state)
+  of_state = [((state, *path), f"the model state at {key_text(path)}") for path, _ in leaves]
+  return [((loss,), "the loss"), *of_state, ((), "the loss")]
 
 
 def select_tree(finite: Array | bool, new: T, old: T) -> T:

@@ -172,6 +172,14 @@ def refuse_none(tree: PyTree, params: Params, where: str, *, expected: str) -> N
     raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
 
 
+def unless_there_before(new: Leaf, old: Leaf) -> Leaf:
+  """Returns `new`, but 0 for numbers that are as they were: a mask may well hold -inf."""
+  if not is_inexact(new):
+    return new
+  both_nan = jnp.logical_and(jnp.isnan(new), jnp.isnan(old))
+  return jnp.where(jnp.logical_or(new == old, both_nan), jnp.zeros_like(new), new)
+
+
 def differentiated(tree: PyTree) -> PyTree:
   """Returns that part of parameters, or of their gradients, that optax differentiates."""
   # Of `optax.lookahead` it is the fast parameters.

@@ -143,7 +143,7 @@ tests/integration/test_one_trace.py::test_one_trace_for_a_thousand_steps
 
 # What is checked, and what a skipped step keeps.
 
-mpjax/_core/together.py::first_nonfinite
+mpjax/_core/together.py::least_nonfinite
 
 14 a sum is checked, which overflows where no element does
 - jnp.all(jnp.isfinite(arrays[0]))
@@ -172,8 +172,9 @@ mpjax/_optim/loss_scaling.py::LossScaling._finite
 
 18 gradients of several losses are checked, and not their sum, which may overflow (the list: a
   check before the reduction; over devices they are averaged before they get there)
-- _all_finite(total, self.axis_name)
-+ _all_finite(total, self.axis_name) if self.check_updates else True
+- all_finite = jnp.logical_and(all_finite, position == len(total))
++ if self.check_updates:
++   all_finite = jnp.logical_and(all_finite, position == len(total))
 tests/integration/test_several_losses.py::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame
 
 mpjax/_optim/loss_scaling.py::LossScaling._step
@@ -185,12 +186,22 @@ mpjax/_optim/loss_scaling.py::LossScaling._step
 + return self._plain({label: new for label in inputs.grads}, inputs), new_inner
 ::test_clipping_does_not_depend_on_the_scale
 
-mpjax/_optim/loss_scaling.py::LossScaling._applied
+mpjax/_optim/loss_scaling.py::LossScaling._decision
 
-25 check_updates looks at nothing, unless there are several losses
-- _all_finite(looked_at, self.axis_name)
-+ _all_finite(looked_at, self.axis_name) if self.several else True
-::test_updates_that_are_not_finite
+25a check_updates looks at the new state alone
+- coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
++ coded_leaves(Kind.STATE, changed)
+tests/optim/test_metrics.py::test_check_skipped_steps_names_the_update
+
+25b check_updates looks at the updates alone
+- coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
++ coded_leaves(Kind.UPDATE, new)
+::test_a_new_state_that_is_not_finite_is_not_committed
+
+25c a best loss that starts at inf is a bad step for ever
+- coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
++ coded_leaves(Kind.STATE, new_inner) + coded_leaves(Kind.UPDATE, new)
+::test_a_number_of_the_state_that_is_as_it_was_does_not_count
 
 mpjax/_optim/trees.py::step_or_select
 
@@ -262,20 +273,21 @@ tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big
 
 # Devices.
 
-mpjax/_optim/loss_scaling.py::_agree
+mpjax/_optim/loss_scaling.py::LossScaling._agreed
 
 31 each device decides for itself
-- jax.lax.pmin(first_bad, tuple(names))
-+ first_bad
+- jax.lax.pmin(least, tuple(names))
++ least
 tests/integration/test_sharded_training.py::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
 
-mpjax/_optim/loss_scaling.py::LossScaling._finite
+mpjax/_optim/loss_scaling.py::LossScaling._first_bad
 
 32 the largest values are checked instead of the flags reduced: a maximum drops NaN
-- first_bad[label] = _agree(first_nonfinite(leaves), self.axis_name)
+- code = self._agreed(least_nonfinite([x for _, x in leaves], codes, NO_LEAF))
++ arrays = [x for _, x in leaves]
 + if self.axis_name is not None:
-+   leaves = [jax.lax.pmax(x, self.axis_name) for x in leaves]
-+ first_bad[label] = first_nonfinite(leaves)
++   arrays = [jax.lax.pmax(x, self.axis_name) for x in arrays]
++ code = least_nonfinite(arrays, codes, NO_LEAF)
 
 mpjax/_optim/gradients.py::batch_gradients
 
@@ -431,7 +443,7 @@ mpjax/_optim/gradients.py::_combine
 + rule == "both"
 tests/integration/test_across_devices.py::test_a_token_counter_beside_a_step_counter
 
-mpjax/_optim/gradients.py::_unless_there_before
+mpjax/_optim/trees.py::unless_there_before
 
 50 a mask that holds -inf skips every step
 - jnp.logical_or(new == old, both_nan)
@@ -486,11 +498,11 @@ tests/matmul/test_float8.py::test_all_three_matmuls_have_operands_in_float8
 
 # Kernels on a GPU.
 
-mpjax/_core/together.py::first_nonfinite
+mpjax/_core/together.py::least_nonfinite
 
 58 on a GPU the position of the first bad gradient does not count integers
-- [inexact[i] for i in group]
-+ list(group)
+- [numbers[inexact[i]] for i in group]
++ [numbers[i] for i in group]
 ::test_the_first_bad_leaf_is_numpys
 
 # Split masters, and first moments in low precision.

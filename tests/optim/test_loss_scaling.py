@@ -139,6 +139,56 @@ def test_updates_that_are_not_finite():
   assert metric(unchecked.state, "bad_updates") == 0
 
 
+def checked(inner):
+  return Rig(mpjax.loss_scaling(inner, mpjax.StaticLossScale(1), check_updates=True), PARAMS)
+
+
+def test_a_new_state_that_is_not_finite_is_not_committed():
+  # The square of a finite gradient overflows; the update, divided by its root, is 0.
+  rig = checked(optax.adam(0.1))
+  before = rig.params, rig.state.inner_state
+  rig.step({"w": jnp.asarray([0.0, 1e20, 0.0]), "b": jnp.asarray(0.0)})
+  assert_bit_equal((rig.params, rig.state.inner_state), before)
+  assert (metric(rig.state, "skipped"), metric(rig.state, "bad_updates")) == (1, 1)
+  rig.step(PARAMS)
+  assert metric(rig.state, "consecutive_skips") == 0
+
+
+def test_a_sum_of_a_window_that_is_not_finite_is_not_committed():
+  rig = checked(mpjax.accumulate_gradients(SGD, 4))
+  large = jax.tree.map(lambda p: jnp.full_like(p, 3e38), PARAMS)
+  rig.step(large)
+  rig.step(large)
+  assert metric(rig.state, "bad_updates") == 1
+  assert rig.state.inner_state.micro_batches == 1
+  assert_bit_equal(rig.state.inner_state.total, large)
+
+
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+def test_a_number_of_the_state_that_is_as_it_was_does_not_count(number):
+  # A best loss that starts at inf.
+  first = {"best": jnp.asarray([number, 1.0]), "count": jnp.int32(0)}
+
+  def step(updates, state, params=None):
+    return updates, state | {"count": state["count"] + 1}
+
+  rig = checked(optax.GradientTransformation(lambda params: first, step))
+  rig.step(PARAMS)
+  assert metric(rig.state, "skipped") == 0
+  assert rig.state.inner_state["count"] == 1
+
+
+@pytest.mark.parametrize(("old", "new"), [(np.inf, np.nan), (np.inf, -np.inf), (1.0, np.inf)])
+def test_a_number_of_the_state_that_becomes_another_that_is_not_finite_counts(old, new):
+  def step(updates, state, params=None):
+    return updates, jnp.full_like(state, new)
+
+  rig = checked(optax.GradientTransformation(lambda params: jnp.full(2, old), step))
+  rig.step(PARAMS)
+  assert (metric(rig.state, "skipped"), metric(rig.state, "bad_updates")) == (1, 1)
+  assert rig.state.inner_state.tolist() == [old, old]
+
+
 @pytest.mark.parametrize("skipped", [None, 2])
 def test_momentum_is_exact_while_the_scale_changes_every_step(skipped):
   momentum = optax.sgd(0.1, 0.9)

@@ -85,7 +85,7 @@ def test_check_skipped_steps_names_no_path_of_what_may_have_more_leaves(optimize
   variables = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(2)}}
   for params in (variables, nnx.Linear(1, 1, rngs=nnx.Rngs(0))):
     mpjax.check_skipped_steps(tx.init(PARAMS), params=params)
-    got = "gradient leaf 1 (in the order of jax.tree.leaves of the parameters that this loss scale"
+    got = "gradient leaf 1 (in the order of jax.tree.leaves of the floating parameters that"
     fix = 'Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
     blamed(state, got, fix=fix, params=params)
 
@@ -110,19 +110,116 @@ def test_check_skipped_steps_names_the_gradient_by_its_path_or_the_parameters():
   blamed(mpjax.TrainState.create(PARAMS, TX)._replace(opt_state=twice), "gradient of ['x']", 2)
 
 
-@pytest.mark.parametrize("why", ["loss", "updates"])
-def test_check_skipped_steps_does_not_blame_the_gradients_for_what_they_did_not_do(why):
-  tx = mpjax.loss_scaling(optax.scale_by_adam(), check_updates=True)
-  state = tx.init(PARAMS)
-  if why == "updates":  # a state that was restored with a NaN in it
-    damaged = state.inner_state._replace(mu=jax.tree.map(lambda x: x * jnp.nan, PARAMS))
-    state = state._replace(inner_state=damaged)
-  _, state = tx.update(GOOD, state, PARAMS, loss=jnp.nan if why == "loss" else None)
-  blamed(state, "the loss, the model state or the updates, not the gradients", params=PARAMS)
-  assert mpjax.loss_scaling_metrics(state)["bad_updates"] == (1 if why == "updates" else 0)
+def first_step(tx, params, grads, **extra_args):
+  return tx.update(grads, tx.init(params), params, **extra_args)[1]
 
 
-def test_check_skipped_steps_names_no_path_behind_a_mask():
+def test_check_skipped_steps_names_the_loss():
+  state = first_step(mpjax.loss_scaling(optax.sgd(0.1)), PARAMS, GOOD, loss=jnp.nan)
+  blamed(state, "value was in the loss. ", fix="look for", params=PARAMS)
+
+
+def test_check_skipped_steps_names_the_update():
+  inner = optax.masked(optax.scale(3e38), {"w": False, "x": True})
+  tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(1), check_updates=True)
+  state = first_step(tx, PARAMS, {"w": jnp.ones(3), "x": jnp.full(2, 2.0)})
+  blamed(state, "in the update of ['x']", fix="look for", params=PARAMS)
+  blamed(state, "in update leaf 1 (in the order", fix="look for")
+
+
+def test_check_skipped_steps_names_the_leaf_of_the_new_optimizer_state():
+  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.StaticLossScale(1), check_updates=True)
+  state = first_step(tx, PARAMS, {"w": jnp.ones(3), "x": jnp.full(2, 1e20)})
+  blamed(
+    state, "in the new optimizer state at inner_state[0].nu['x']", fix="look for", params=PARAMS
+  )
+
+
+def test_check_skipped_steps_names_the_sum_of_several_losses():
+  scales = dict.fromkeys(("box", "class"), mpjax.StaticLossScale(1))
+  large = {"w": jnp.full(3, 3e38), "x": jnp.ones(2)}
+  state = first_step(
+    mpjax.loss_scaling(optax.sgd(0.1), scales), PARAMS, dict.fromkeys(scales, large)
+  )
+  blamed(state, "in the sum of the gradients of all losses", fix="look for", name="box")
+
+
+LAST = {"a": jnp.ones(2), "c": jnp.ones(2), "d": jnp.full(2, jnp.nan)}
+
+
+@pytest.mark.parametrize(
+  ("wrap", "params", "grads", "got"),
+  {
+    "a function among the parameters": (
+      lambda tx: tx,
+      {"a": jnp.tanh, "c": jnp.ones(2), "d": jnp.ones(2)},
+      LAST | {"a": None},
+      "the gradient of ['d']",
+    ),
+    "real and imaginary parts": (
+      optax.contrib.split_real_and_imaginary,
+      {"a": jnp.ones(2, jnp.complex64), "c": jnp.ones(2), "d": jnp.ones(2)},
+      LAST | {"a": jnp.ones(2, jnp.complex64)},
+      "the gradient of ['d']",
+    ),
+    "an imaginary part": (
+      optax.contrib.split_real_and_imaginary,
+      {"a": jnp.ones(2), "d": jnp.ones(2, jnp.complex64)},
+      {"a": jnp.ones(2), "d": jnp.full(2, jax.lax.complex(1.0, jnp.nan))},
+      "the gradient of ['d'].imaginary",
+    ),
+    "a mask": (
+      lambda tx: optax.masked(tx, {"a": False, "c": True, "d": True}),
+      dict.fromkeys("acd", jnp.ones(2)),
+      LAST,
+      "the gradient of ['d']",
+    ),
+    "one array": (
+      optax.flatten,
+      dict.fromkeys("acd", jnp.ones(2)),
+      LAST,
+      "the gradient of all parameters, one array of 6 numbers",
+    ),
+  }.values(),
+)
+def test_check_skipped_steps_names_a_leaf_of_the_tree_that_was_checked(wrap, params, grads, got):
+  state = first_step(wrap(mpjax.loss_scaling(optax.sgd(0.1))), params, grads)
+  blamed(state, f"was in {got}. ", fix="look for", params=params)
+
+
+def test_check_skipped_steps_names_the_gradient_of_an_update_without_parameters():
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  params = {"a": jax.random.key(0), "c": jnp.ones(2), "d": jnp.ones(2)}
+  _, state = tx.update(LAST | {"a": None}, tx.init(params))
+  blamed(state, "was in the gradient of ['d']. ", fix="look for", params=params)
+
+
+def test_check_skipped_steps_names_the_gradient_of_a_part_of_a_model():
+  class Two(nnx.Module):
+    def __init__(self):
+      self.a = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+      self.z = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+  model, part = Two(), nnx.All(nnx.Param, nnx.PathContains("z"))
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(0.1)), wrt=part)
+  grads = jax.tree.map(lambda x: x * jnp.nan, nnx.state(model, part))
+  optimizer.update(model, grads)
+  for params in (nnx.state(model, nnx.Param), nnx.as_pure(nnx.state(model, nnx.Param))):
+    blamed(optimizer, "was in the gradient of ['z']['bias']", fix="look for", params=params)
+
+
+def test_check_skipped_steps_names_no_path_that_params_do_not_have():
+  state = first_step(mpjax.loss_scaling(optax.sgd(0.1)), PARAMS, BAD)
+  got = "floating parameters that this loss scale sees; params have no leaf at its path)"
+  blamed(
+    state,
+    f"gradient leaf 1 (in the order of jax.tree.leaves of the {got}",
+    fix="look for",
+    params={"y": jnp.ones(3), "z": jnp.ones(2)},
+  )
+
+
+def test_check_skipped_steps_names_the_gradient_behind_a_mask():
   # Each optimizer sees its part of the parameters, where the first gradient is another one.
   nets = {"critic": {"b": jnp.ones(1), "w": jnp.ones(2)}, "generator": {"b": jnp.ones(1)}}
   bad = nets | {"generator": {"b": jnp.full(1, jnp.nan)}}
@@ -130,7 +227,7 @@ def test_check_skipped_steps_names_no_path_behind_a_mask():
   tx = optax.multi_transform(scaled, {name: name for name in nets})
   _, state = tx.update(bad, tx.init(nets), nets)
   mpjax.check_skipped_steps(state, 1, params=nets, name="critic")
-  got = "gradient leaf 0 (in the order of jax.tree.leaves of the parameters that this loss scale"
+  got = "the gradient of ['generator']['b']. "
   blamed(state, got, fix="look for", params=nets, name="generator")
 
 
@@ -140,7 +237,11 @@ def test_check_skipped_steps_names_the_other_loss_whose_gradients_were_bad():
   _, state = tx.update({"box": GOOD, "class": BAD}, tx.init(PARAMS), PARAMS)
   for name, params, got in (
     ("box", PARAMS, "the gradient of ['x'], of the loss 'class'"),
-    ("box", None, "params= gives its path), or leaf 1 of the loss 'class'"),
+    (
+      "box",
+      None,
+      "gradient leaf 1 (in the order of jax.tree.leaves of the floating parameters that",
+    ),
     ("class", PARAMS, "in the gradient of ['x']. "),
   ):
     blamed(state, got, fix="look for", params=params, name=name)

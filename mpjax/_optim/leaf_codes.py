@@ -1,0 +1,90 @@
+"""One int32 that says which leaf was not finite, by a checksum of its path.
+
+The trees that `update` looks at may differ from the tree that the user has: a mask hides leaves,
+`optax.flatten` makes one array of all, and a model has functions beside its arrays. A position in
+one tree is the position of something else in the other, while a path means the same in both.
+"""
+
+import enum
+import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+
+from mpjax._core.leaves import raw_value
+from mpjax._core.together import is_inexact
+from mpjax._core.types import KeyPath, Leaf, PyTree
+from mpjax._optim.trees import leaves_with_path
+
+
+class Kind(enum.IntEnum):
+  """What a leaf is part of."""
+
+  GRADIENT = 0
+  LOSS = 1
+  STATE = 2  # of the inner optimizer, after the step
+  UPDATE = 3
+
+
+_LAST = 2**13 - 3
+"""The largest position that a code can have; later leaves have this one."""
+
+NO_LEAF = 2**31 - 1
+"""A number above all codes."""
+
+
+class LeafCode(NamedTuple):
+  """What a code says: 2 bits of a kind, 13 of a position from 1, 16 of a checksum.
+
+  So the least code is that of the first leaf.
+  """
+
+  kind: Kind
+  position: int  # among the floating leaves of its kind
+  checksum: int
+
+  @property
+  def position_text(self) -> str:
+    """The position, for an error."""
+    return f"{self.position} or later" if self.position == _LAST else str(self.position)
+
+
+def checksum_of(path: KeyPath) -> int:
+  """Returns a number below 2^16 for a path; a key counts by its name, whatever has it."""
+  return zlib.crc32(jax.tree_util.keystr(path, simple=True, separator="/").encode()) % 2**16
+
+
+def write_code(kind: Kind, position: int, path: KeyPath) -> int:
+  """Returns the code of a leaf."""
+  return kind << 29 | (min(position, _LAST) + 1) << 16 | checksum_of(path)
+
+
+def read_code(code: int) -> LeafCode | None:
+  """Returns what a code says; None of a number below all codes, such as a number of leaves."""
+  rest, checksum = divmod(code, 2**16)
+  kind, position = divmod(rest, 2**13)
+  return LeafCode(Kind(kind), position - 1, checksum) if position else None
+
+
+def floating_leaves(tree: PyTree) -> list[tuple[KeyPath, Leaf]]:
+  """Returns the floating and complex leaves of a tree, those in variables of NNX as well."""
+  leaves = ((path, raw_value(x)) for path, x in leaves_with_path(tree))
+  return [(path, x) for path, x in leaves if is_inexact(x)]
+
+
+def coded_leaves(kind: Kind, tree: PyTree) -> list[tuple[int, Leaf]]:
+  """Returns the floating leaves of a tree, each with its code."""
+  leaves = floating_leaves(tree)
+  return [(write_code(kind, i, path), x) for i, (path, x) in enumerate(leaves)]
+
+
+def find_leaf(code: LeafCode, named: Iterable[tuple[KeyPath, str]]) -> str | None:
+  """Returns the name of the leaf with this code among those with names; None if it is not there.
+
+  Where checksums of several are alike it is the one at the position of the code, or else all.
+  """
+  names = {i: name for i, (path, name) in enumerate(named) if checksum_of(path) == code.checksum}
+  if code.position in names:
+    return names[code.position]
+  return " or ".join(names.values()) if names else None
