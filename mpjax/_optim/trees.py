@@ -12,7 +12,7 @@ import optax
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.leaves import Path, is_key, is_nnx_variable
+from mpjax._core.leaves import is_key, is_nnx_variable
 from mpjax._core.trees import (
   in_low_precision,
   is_array_like,
@@ -71,12 +71,6 @@ def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state:
 def key_text(path: KeyPath) -> str:
   """Returns a path as Python writes it, "['layers'][0]", for an error."""
   return jax.tree_util.keystr(path) or "the root"
-
-
-def last_name(path: Path) -> Path:
-  """Returns the last name on a path and what follows it; nothing if there are only positions."""
-  names = [i for i, key in enumerate(path) if not key[1:-1].isdigit()]
-  return path[names[-1] :] if names else ()
 
 
 def at_least_float32(x: Leaf) -> Array:

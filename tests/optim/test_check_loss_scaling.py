@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import mpjax
 from tests.errors import refused
@@ -348,19 +349,24 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
     mpjax.check_loss_scaling(jax.jit(step))((PARAMS, rest), tx.init(PARAMS), BATCH)
 
 
-BARE = {"before the state": "[1]", "after the state": "[2]", "a carry": "[0][2]"}
+BARE = {
+  "before the state": ("[1]", (0, 1, 2)),
+  "after the state": ("[2]", (0, 1, 2)),
+  "a carry": ("[0][2]", (0, None, None)),
+}
+"""Where the mean of each step is returned, and what its results are new versions of."""
 
 
-@pytest.mark.parametrize("kind", BARE)
-def test_arrays_without_names_are_known_by_their_places(kind):
-  # But a loss may be where a number of the batch is, and outputs where labels are.
+def bare_step(kind, guarded):
+  """Returns a step whose arguments and results have no names, and its arguments."""
+  # A loss is where a number of the batch is, and errors where labels are.
   tx, (x, y), w = mpjax.loss_scaling(optax.adam(0.1)), BATCH, jnp.ones(4)
 
   def arranged(w, mean, opt_state):
     in_order = {"before the state": (w, mean, opt_state), "after the state": (w, opt_state, mean)}
     return in_order.get(kind, ((opt_state, w, mean),))
 
-  def step(guarded, *args):
+  def step(*args):
     places, *_ = arranged(0, 1, 2) if kind == "a carry" else (arranged(0, 1, 2),)
     carry = dict(zip(places, args[0] if kind == "a carry" else args, strict=False))
     (w, mean, opt_state), (weight, y) = (carry[i] for i in range(3)), args[-2:]
@@ -371,11 +377,24 @@ def test_arrays_without_names_are_known_by_their_places(kind):
     new = mpjax.select_tree(mpjax.last_step_finite(opt_state), new, mean) if guarded else new
     return *arranged(optax.apply_updates(w, updates), new, opt_state), loss, errors(w)
 
-  args = (*arranged(w, 2 * w, tx.init(w)), F32(1), y)
-  mpjax.check_loss_scaling(functools.partial(step, True))(*args)
-  got, fix = f"another {BARE[kind]}.", "a log under its own name"
-  with refused(ValueError, WHERE, "when it is skipped", got, fix):
-    mpjax.check_loss_scaling(functools.partial(step, False))(*args)
+  return step, (*arranged(w, 2 * w, tx.init(w)), F32(1), y)
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_arrays_without_names_have_the_versions_that_are_stated(kind):
+  mean, returns = BARE[kind]
+  step, args = bare_step(kind, guarded=True)
+  mpjax.check_loss_scaling(step, returns=returns)(*args)
+  step, args = bare_step(kind, guarded=False)
+  with refused(ValueError, WHERE, "when it is skipped", f"another {mean}.", "select_tree"):
+    mpjax.check_loss_scaling(step, returns=returns)(*args)
+
+
+def test_a_loss_at_the_place_of_a_number_is_asked_about():
+  step, args = bare_step("before the state", guarded=True)
+  fix = "If the result [3] is no new version of the argument [3], state the pairs"
+  with refused(ValueError, WHERE, "when it is skipped", "another [3]", fix):
+    mpjax.check_loss_scaling(step)(*args)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["beside the optimizer", "elsewhere"])
@@ -422,10 +441,8 @@ def test_a_step_that_looks_at_values_runs_as_it_is():
         mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
-def test_what_is_logged_may_depend_on_the_scale():
-  # Updates, gradients in the tree of the parameters, norms of them, and the scale itself. What is
-  # frozen, wherever it is among the arguments, has no new version, and no log is one.
-  tx = mpjax.loss_scaling(optax.adam(1e-3))
+def logging_step(tx):
+  # Updates, gradients in the tree of the parameters, and the scale itself are logged.
 
   @jax.jit
   def step(params, frozen, opt_state, batch, rate):
@@ -435,10 +452,66 @@ def test_what_is_logged_may_depend_on_the_scale():
     log = {"grads": grads, "updates": updates, "scale": scale, "inverse": 1 / scale}
     return log, optax.apply_updates(params, updates), opt_state, scale * loss
 
+  return step
+
+
+def test_what_is_logged_may_depend_on_the_scale():
+  # What is frozen, wherever it is among the arguments, has no new version.
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  step, rest = logging_step(tx), (tx.init(PARAMS), BATCH, F32(0.5))
   swapped = lambda frozen, params, *rest: step(params, frozen, *rest)  # noqa: E731
-  rest = tx.init(PARAMS), BATCH, F32(0.5)
-  mpjax.check_loss_scaling(step)(PARAMS, FROZEN, *rest)
-  mpjax.check_loss_scaling(swapped)(FROZEN, PARAMS, *rest)
+  mpjax.check_loss_scaling(step, returns=(None, 0, 2))(PARAMS, FROZEN, *rest)
+  mpjax.check_loss_scaling(swapped, returns=(None, 1, 2))(FROZEN, PARAMS, *rest)
+
+
+def test_several_results_with_the_tree_of_an_argument_are_asked_about():
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  expected, got = "one result with the names, shapes", "[0] the results [0]['grads']; [0]['upd"
+  with refused(ValueError, WHERE, expected, got, "returns=(0, 1, None)"):
+    mpjax.check_loss_scaling(logging_step(tx))(PARAMS, FROZEN, tx.init(PARAMS), BATCH, F32(0.5))
+
+
+def test_a_frozen_network_that_is_not_returned_has_no_new_version():
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  step = make_step(tx, right)
+
+  def with_teacher(params, teacher, opt_state, batch):
+    return *step(params, opt_state, batch)[:2], loss_fn(teacher, batch)
+
+  mpjax.check_loss_scaling(with_teacher)(PARAMS, FROZEN, tx.init(PARAMS), BATCH)
+
+
+def test_a_keyword_argument_is_stated_by_its_name():
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  step = make_step(tx, right)
+
+  def averaged(opt_state, batch, *, params, average):
+    params, opt_state, _ = step(params, opt_state, batch)
+    new = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
+    return {"new": (params, new), "opt_state": opt_state}
+
+  checked = mpjax.check_loss_scaling(averaged, returns={"new": ("params", "average")})
+  with refused(ValueError, WHERE, "when it is skipped", "another ['new'][1]['b']", "select_tree"):
+    checked(tx.init(PARAMS), BATCH, params=PARAMS, average=FROZEN)
+
+
+WRONG_RETURNS = {
+  "no such position": (ValueError, (3, 1), "positions from 0 to 2", "got 3"),
+  "no such name": (ValueError, ("ema", 1), "names of keyword arguments", "got 'ema'"),
+  "another tree": (ValueError, (1, 0), "a new version of argument 1 at 0", "no array there"),
+  "no position": (TypeError, (0, 1.5), "positions and names of arguments", "got 1.5"),
+  "a flag": (TypeError, (True, 1), "positions and names of arguments", "got True"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_RETURNS)
+def test_pairs_that_do_not_fit_are_refused(kind):
+  builtin, returns, expected, got = WRONG_RETURNS[kind]
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  where = "mpjax.check_loss_scaling(returns)"
+  with refused(builtin, where, expected, got.removeprefix("got "), "argument"):
+    check = mpjax.check_loss_scaling(make_step(tx, right), returns=returns)
+    check(PARAMS, tx.init(PARAMS), BATCH)
 
 
 @pytest.mark.parametrize("wrong", [None, "b"])
@@ -539,6 +612,92 @@ def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
     mpjax.check_loss_scaling(step)(model, optimizer, jnp.ones((2, 3)))
   assert jnp.array_equal(model.kernel[...], before)
   assert not hasattr(model, "kept")
+
+
+RETURNED_STATES = {
+  "one state": lambda model, optimizer: nnx.state((model, optimizer)),
+  "a loss before it": lambda model, optimizer: (F32(0), nnx.state((model, optimizer))),
+  "two states": lambda model, optimizer: (nnx.state(model), nnx.state(optimizer)),
+  "parameters alone": lambda model, optimizer: (nnx.state(model, nnx.Param), nnx.state(optimizer)),
+  "pure dicts": lambda model, optimizer: nnx.to_pure_dict(nnx.state({"m": model, "o": optimizer})),
+}
+
+
+def plain_gradients(loss_fn, optimizer):
+  return nnx.value_and_grad(loss_fn)
+
+
+def functional_step(gradients, returned):
+  """Returns a step for `jax.jit`, which drops writes, as in Flax's example of Gemma."""
+
+  @jax.jit
+  def step(model, optimizer, x):
+    _, grads = gradients(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+    optimizer.update(model, grads)
+    return returned(model, optimizer)
+
+  return step
+
+
+def check_functional(step):
+  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
+  mpjax.check_loss_scaling(step)(model, optimizer, jnp.ones((2, 4)))
+
+
+@pytest.mark.parametrize("kind", RETURNED_STATES)
+def test_a_step_under_jax_jit_may_return_the_state_of_its_modules(kind):
+  check_functional(functional_step(mpjax.value_and_grad, RETURNED_STATES[kind]))
+
+
+@pytest.mark.parametrize("kind", RETURNED_STATES)
+def test_plain_gradients_are_found_in_a_state_that_is_returned(kind):
+  with ends(f"never scaled{TOLD}"):
+    check_functional(functional_step(plain_gradients, RETURNED_STATES[kind]))
+
+
+@pytest.mark.parametrize("gradients", [mpjax.value_and_grad, plain_gradients])
+def test_a_step_under_jax_jit_that_drops_its_optimizer(gradients):
+  # Its moments have the tree of the parameters, which are returned.
+  step = functional_step(gradients, lambda model, optimizer: nnx.state(model))
+  fix = "returns nnx.state((model, optimizer))"
+  with refused(ValueError, WHERE, "the new loss scale", "none, or the old one", fix):
+    check_functional(step)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_a_skipped_step_changes_in_a_state_that_is_returned(guarded):
+  model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
+
+  def update(model, optimizer, x):
+    _, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 4), optimizer)(model)
+    optimizer.update(model, grads)
+
+  @jax.jit
+  def step(model, optimizer, x):
+    (mpjax.nnx.atomic_step(update) if guarded else update)(model, optimizer, x)
+    return nnx.state((model, optimizer))
+
+  moves = refused(ValueError, WHERE, "when it is skipped", "[0]['mean']", "atomic_step")
+  with contextlib.nullcontext() if guarded else moves:
+    mpjax.check_loss_scaling(step)(model, optimizer, BATCH[0])
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda step: step], ids=["jit", "no jit"])
+@pytest.mark.parametrize("way", [right, never])
+def test_a_train_state_of_flax(way, jit):
+  # Its count of steps begins as a Python int.
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+
+  @jit
+  def step(state, batch):
+    loss, grads = way(state.params, state.opt_state, batch, loss_fn)
+    return state.apply_gradients(grads=grads), loss
+
+  with ends(FOUND[way]):
+    mpjax.check_loss_scaling(step)(state, BATCH)
 
 
 def test_a_step_that_tries_again_may_count_how_often():

@@ -1,0 +1,227 @@
+"""A training step at several loss scales: where its loss scales are, and what it then computes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from mpjax._core.leaves import Path, is_key
+from mpjax._core.types import Array, Leaf, NumpyArray
+from mpjax._jaxpr.in_float32 import to_float32
+from mpjax._optim.loss_scale import OwnedScale, scales_in
+from mpjax._optim.new_versions import NewVersions, Stated, names_of
+from mpjax._optim.step_call import RETURNED, WRITTEN, Place, Spec, StepCall, StepProgram
+from mpjax._optim.trees import full_like
+
+
+class ScaleInStep(NamedTuple):
+  """A loss scale, and where a step reads and leaves its numbers.
+
+  Attributes:
+    owned: what its label says.
+    fields: the paths of its numbers among the arguments, by name; empty under `NoLossScale`.
+    new: the places of its numbers after the step; empty if the step drops them.
+  """
+
+  owned: OwnedScale
+  fields: Mapping[str, Path]
+  new: Mapping[str, Place] = {}
+
+
+class ExaminedStep(NamedTuple):
+  """A step after one run, in which each loss scale had a count of its own.
+
+  Attributes:
+    call: the step and its arguments.
+    program: what runs.
+    scales: the loss scales among the arguments, without those of `NoLossScale`.
+    start: the arrays that the step was given.
+    after: what it wrote and returned.
+  """
+
+  call: StepCall
+  program: StepProgram
+  scales: Sequence[ScaleInStep]
+  start: Mapping[Path, Array]
+  after: Mapping[Place, Leaf]
+
+
+class Versions(NamedTuple):
+  """Which values after a step replace which arrays among its arguments.
+
+  Attributes:
+    pairs: the place of the new version of each array that has one.
+    inferred: the arrays whose pair follows from the trees alone.
+  """
+
+  pairs: Mapping[Path, Place]
+  inferred: frozenset[Path]
+
+
+class Run(NamedTuple):
+  """What a step computes at one loss scale.
+
+  Attributes:
+    number: the loss scale.
+    after: all values after the step, those of low precision in float32.
+    applied: how many steps were applied, of a loop some perhaps; None if the scale was not updated.
+  """
+
+  number: float
+  after: Mapping[Place, NumpyArray]
+  applied: int | None
+
+
+_MARK = 2**20
+"""Counts of steps are set to multiples of this, which is more steps than one call takes."""
+
+
+def locate_scales(call: StepCall) -> list[ScaleInStep]:
+  """Returns the loss scales among the arguments of a step, and where their numbers are."""
+  # Several states may have one label, and one state may be two arguments. The scales and the paths
+  # are both in the order of the tree.
+  by_label: dict[str, list[Mapping[str, Path]]] = {}
+  for path, fields in _scale_fields(call.arrays).items():
+    by_label.setdefault(names_of(path)[-1], []).append(fields)
+  located = []
+  for owned in scales_in(call.arguments):
+    (label,) = names_of((f"[{owned.label!r}]",))
+    located.append(ScaleInStep(owned, by_label[label].pop(0) if owned.stored else {}))
+  return located
+
+
+def examine(call: StepCall, program: StepProgram, scales: Sequence[ScaleInStep]) -> ExaminedStep:
+  """Runs a step once, and finds the new version of each loss scale by its count of steps."""
+  start = dict(call.arrays)
+  for i, scale in enumerate(scales):
+    total = scale.fields["total"]
+    start[total] = full_like(start[total], (i + 1) * _MARK)
+  after = program.run(start)
+  newest = _newest_scales(after)
+  located = [scale._replace(new=newest.get(i, {})) for i, scale in enumerate(scales)]
+  return ExaminedStep(call, program, located, start, after)
+
+
+def is_updated(step: ExaminedStep, scale: ScaleInStep) -> bool:
+  """Whether the step counted itself in the state of a loss scale."""
+  if not scale.new:
+    return False
+  return bool(np.any(step.after[scale.new["total"]] > step.start[scale.fields["total"]]))
+
+
+def pair_versions(step: ExaminedStep, stated: Stated | None) -> Versions:
+  """Finds the new version of each array: as stated by the user, in variables, or by trees."""
+  call = step.call
+  states = {
+    scale.fields["total"][:-3]: scale.new["total"][1:-3]
+    for scale in step.scales
+    if scale.new and scale.new["total"][0] == RETURNED
+  }
+  versions = NewVersions(_waiting(step, states, stated), _returned(step), call.positional)
+  versions.pair_stated(stated or ())
+  for old, new in states.items():
+    versions.pair_state(old, new)
+  if stated is None:
+    for old, new in states.items():
+      versions.pair_around(old, new)
+    versions.pair_trees()
+  pairs = {path: (WRITTEN, *path) for path in call.variables}
+  pairs |= {path: (RETURNED, *new) for path, new in versions.pairs.items()}
+  # In the order of the arguments. Python numbers are no arrays.
+  return Versions({x: pairs[x] for x in call.arrays if x in pairs}, versions.inferred)
+
+
+def run_at(
+  step: ExaminedStep, scale: ScaleInStep, number: float, start: Mapping[Path, Array]
+) -> Run:
+  """Runs a step at a value of one loss scale; at inf and NaN all loss scales have that value."""
+  # Of several losses one alone may be skipped. The flag of the step before is the opposite of what
+  # it will be: a step that reads the old one changes what it should keep.
+  overflows = not np.isfinite(number)
+  values = dict(start)
+  for one in step.scales if overflows else [scale]:
+    for name, x in (("scale", number), ("finite", overflows)):
+      path = one.fields[name]
+      values[path] = full_like(values[path], x)
+  after = {place: numbers(x) for place, x in step.program.run(values).items()}
+  if not scale.new:
+    return Run(number, after, None)
+  steps, skipped = (
+    after[scale.new[count]] - numbers(values[scale.fields[count]]) for count in ("total", "skipped")
+  )
+  return Run(number, after, int(np.sum(steps - skipped)) if np.max(steps) > 0 else None)
+
+
+def is_of_scale(path: Path) -> bool:
+  """Whether a path, or a place, is that of a number of a loss scale."""
+  return names_of(path)[-3:-2] == ("loss_scale",)
+
+
+def numbers(x: Leaf) -> NumpyArray:
+  """Returns what an array holds as an array of NumPy, low precision in float32."""
+  return np.asarray(jax.random.key_data(x) if is_key(x.dtype) else to_float32(x))
+
+
+def _scale_fields(paths: Iterable[Path]) -> dict[Path, dict[str, Path]]:
+  """Returns the numbers of each loss scale among some paths, by its path and by their names."""
+  fields: dict[Path, dict[str, Path]] = {}
+  for path in paths:
+    if is_of_scale(path):
+      fields.setdefault(path[:-1], {})[names_of(path)[-1]] = path
+  needed = {"scale", "finite", "total", "skipped"}
+  return {path: names for path, names in fields.items() if needed <= names.keys()}
+
+
+def _newest_scales(after: Mapping[Place, Leaf]) -> dict[int, dict[str, Place]]:
+  """Returns the places of the numbers of each loss scale that was marked, by its index."""
+  newest: dict[int, tuple[int, bool, dict[str, Place]]] = {}
+  for fields in _scale_fields(after).values():
+    # The lanes of a vmapped state count alike.
+    total = int(np.max(after[fields["total"]]))
+    index = total // _MARK - 1
+    # Under `jax.jit` the variables of an `nnx.Optimizer` keep the old count, and a returned
+    # `nnx.State` has the new one.
+    version = total, fields["total"][0] == WRITTEN, fields
+    newest[index] = max(version, newest.get(index, version), key=_age)
+  return {index: fields for index, (_, _, fields) in newest.items()}
+
+
+def _age(version: tuple[int, bool, dict[str, Place]]) -> tuple[int, bool]:
+  return version[:2]
+
+
+def _returned(step: ExaminedStep) -> dict[Path, Spec]:
+  specs = step.program.specs(step.after)
+  return {place[1:]: spec for place, spec in specs.items() if place[0] == RETURNED}
+
+
+def _waiting(
+  step: ExaminedStep, states: Mapping[Path, Path], stated: Stated | None
+) -> dict[Path, Spec]:
+  """Returns the arrays among the arguments whose new versions may be among the results."""
+  specs = step.call.specs
+  if stated is None:
+    # What is written in place has its new version there. A state with a loss scale is known by its
+    # count: its moments, which are like the parameters, are not looked for elsewhere.
+    owners = [scale.fields["total"][:-3] for scale in step.scales]
+    dropped = [owner for owner in owners if owner not in states]
+    for path in _written_variables(step):
+      del specs[path]
+    specs = {x: spec for x, spec in specs.items() if not any(_is_below(x, y) for y in dropped)}
+  return specs
+
+
+def _is_below(path: Path, node: Path) -> bool:
+  return path[: len(node)] == node
+
+
+def _written_variables(step: ExaminedStep) -> set[Path]:
+  """Returns the variables of those arguments to which a step writes."""
+  call = step.call
+  arguments = set()
+  for path in call.variables:
+    old, new = numbers(step.start[path]), numbers(step.after[(WRITTEN, *path)])
+    if old.tobytes() != new.tobytes():
+      arguments.add(call.argument_of(path))
+  return {path for path in call.variables if call.argument_of(path) in arguments}

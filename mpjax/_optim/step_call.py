@@ -1,0 +1,148 @@
+"""One call of a training step as a function of arrays, which runs in float32 where it can."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._core import errors
+from mpjax._core.leaves import Path, is_nnx_variable, raw_value
+from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf
+from mpjax._jaxpr.graph import Graph
+from mpjax._jaxpr.in_float32 import in_float32, to_float32
+from mpjax._optim.loss_scale import INT32_MAX, leaves_of
+from mpjax._optim.trees import strong
+
+Place: TypeAlias = tuple[str, ...]
+"""Where a value is after a step: `(WRITTEN, *path)` or `(RETURNED, *path)`."""
+
+WRITTEN, RETURNED = "written", "returned"
+"""In a variable of the argument with this path, or in the results of the step."""
+
+Spec: TypeAlias = tuple[tuple[int, ...], DType]
+"""The shape and dtype of an array."""
+
+
+class StepCall:
+  """A step and its arguments, whose arrays can be replaced.
+
+  Attributes:
+    positional: how many arguments have no name. The others are in a dict behind them.
+    arguments: all of them as one tree, `(*args, kwargs)`.
+    leaves: their leaves by path, which are variables in objects of NNX.
+    arrays: those leaves that are arrays, or the arrays that they hold.
+  """
+
+  def __init__(self, step: Function, args: Args, kwargs: Kwargs) -> None:
+    self._step = step
+    self.positional = len(args)
+    self.arguments = (*args, kwargs)
+    self.leaves = leaves_of(self.arguments)
+    held = {path: raw_value(x) for path, x in self.leaves.items()}
+    self.arrays = {path: jnp.asarray(x) for path, x in held.items() if hasattr(x, "dtype")}
+
+  @property
+  def specs(self) -> dict[Path, Spec]:
+    """The shape and dtype of each array and Python number among the arguments."""
+    return _specs(_with_numbers(self.leaves) | self.arrays)
+
+  @property
+  def variables(self) -> list[Path]:
+    """The paths of the arrays that variables hold."""
+    return [path for path in self.arrays if is_nnx_variable(self.leaves[path])]
+
+  def argument_of(self, path: Path) -> Path:
+    """Returns the path of the argument that a leaf is in."""
+    return path[:2] if path[0] == f"[{self.positional}]" else path[:1]
+
+  def run(self, values: Mapping[Path, Leaf]) -> dict[Place, Leaf]:
+    """Returns what the step writes to variables and what it returns, for other arrays."""
+    new = {path: _replaced(x, values.get(path)) for path, x in self.leaves.items()}
+    # A variable that is at two paths is one variable in the copy too.
+    copies = {id(x): new[path] for path, x in self.leaves.items() if is_nnx_variable(x)}
+    new |= {path: copies[id(x)] for path, x in self.leaves.items() if id(x) in copies}
+    treedef = jax.tree.structure(self.arguments, is_leaf=is_nnx_variable)
+    *args, kwargs = treedef.unflatten(new.values())
+    returned = leaves_of(self._step(*args, **kwargs))
+    places = {(WRITTEN, *path): new[path] for path in self.variables}
+    places |= {(RETURNED, *path): x for path, x in returned.items()}
+    return _with_numbers(places)
+
+
+class StepProgram:
+  """What one call of a step computes, in float32 if the step can be traced.
+
+  In float32 a multiplication by a power of two rounds nothing, so that a right step returns the
+  same at each loss scale.
+
+  Attributes:
+    traced: whether it could be traced. Otherwise it runs in its own precision.
+    dtypes: those of all values that it computes, other than by a cast; empty if it is not traced.
+  """
+
+  def __init__(self, call: StepCall) -> None:
+    self._call = call
+    self._execute: Callable[..., dict[Place, Leaf]] = call.run
+    self._specs: dict[Place, Spec] | None = None
+    self._graph: Graph | None = None
+    self.dtypes: set[DType | None] = set()
+    # What is wrong with a step that cannot be traced, it raises again where it runs.
+    with contextlib.suppress(*errors.REFUSALS, *errors.flax_errors()):
+      self._trace()
+
+  @property
+  def traced(self) -> bool:
+    """Whether the step could be traced."""
+    return self._graph is not None
+
+  def _trace(self) -> None:
+    jaxpr, shapes = jax.make_jaxpr(self._call.run, return_shape=True)(self._call.arrays)
+    run, treedef = jax.jit(in_float32(jaxpr)), jax.tree.structure(shapes)
+    graph = Graph(jaxpr)
+
+    def execute(values: dict[Path, Array]) -> dict[Place, Array]:
+      return treedef.unflatten(run(*map(to_float32, jax.tree.leaves(values))))
+
+    self._execute, self._specs, self._graph = execute, _specs(shapes), graph
+    self.dtypes = {x.dtype for each in graph.operations if not each.casts for x in each.results}
+
+  def run(self, values: Mapping[Path, Array]) -> dict[Place, Leaf]:
+    """Returns what the step writes and returns. It may donate its arguments: it gets copies."""
+    return self._execute({path: jnp.copy(x) for path, x in values.items()})
+
+  def specs(self, after: Mapping[Place, Leaf]) -> dict[Place, Spec]:
+    """Returns the shape and dtype of what the step returns, of which `after` is an example."""
+    return _specs(after) if self._specs is None else self._specs
+
+  def depends_on(self, argument: Path) -> set[Place] | None:
+    """Returns which values depend on an argument, otherwise than by a bool; None if not traced."""
+    if self._graph is None or self._specs is None:
+      return None
+    # A dict is flattened in the order of its keys.
+    which = [path == argument for path in sorted(self._call.arrays)]
+    depends = self._graph.depends_on(which)
+    return {place for place, is_one in zip(sorted(self._specs), depends, strict=True) if is_one}
+
+
+def _replaced(leaf: Leaf, value: Leaf | None) -> Leaf:
+  """Returns a leaf with another value; a variable keeps its metadata."""
+  return jax.tree.map(lambda x: x if value is None else value, leaf)
+
+
+def _with_numbers(leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
+  """Returns the arrays, and Python numbers as arrays: `TrainState.step` begins as an int."""
+  arrays = {path: _as_array(x) for path, x in leaves.items()}
+  return {path: x for path, x in arrays.items() if hasattr(x, "dtype")}
+
+
+def _as_array(x: Leaf) -> Leaf:
+  held = raw_value(x)
+  if isinstance(held, int) and abs(held) > INT32_MAX:
+    return None  # No array has it, and a time in nanoseconds or a seed is no state.
+  return strong(held)
+
+
+def _specs(arrays: Mapping[Path, Leaf]) -> dict[Path, Spec]:
+  return {path: (x.shape, x.dtype) for path, x in arrays.items()}
