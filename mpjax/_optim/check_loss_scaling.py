@@ -140,7 +140,7 @@ def _check_scales(
 
 
 def _check_scale(step: ExaminedStep, versions: Versions, scale: ScaleInStep) -> bool:
-  """Raises unless a step uses one loss scale as it should; returns whether there was anything."""
+  """Raises unless a step uses one loss scale as it should; returns whether something moved."""
   largest, *others = _scales_to_try(step, scale)
   runs = [_run(step, scale, largest, step.call.arrays)]
   if runs[0].applied is None:
@@ -153,7 +153,7 @@ def _check_scale(step: ExaminedStep, versions: Versions, scale: ScaleInStep) -> 
   start = _a_step_later(step, pairs, compared.finite[0])
   skipped = _run(step, scale, np.nan, start).after
   changed = _changed(step, pairs, start, skipped)
-  # A step that applies an overflow to another optimizer, without a scale, is not skipped.
+  # Where one optimizer applies its update at NaN, the step as a whole is not skipped.
   is_skipped = not any(np.any(skipped[one.new["finite"]]) for one in step.scales if one.new)
   if changed and is_skipped:
     raise _changes_when_skipped(scale.owned, changed[0], versions)

@@ -128,8 +128,9 @@ def pair_versions(step: ExaminedStep, stated: Stated | None) -> Versions:
     versions.pair_trees()
   pairs = {path: (WRITTEN, *path) for path in call.variables}
   pairs |= {path: (RETURNED, *new) for path, new in versions.pairs.items()}
-  # In the order of the arguments. Python numbers are no arrays.
-  return Versions({x: pairs[x] for x in call.arrays if x in pairs}, versions.inferred)
+  # In the order of the arguments. Python numbers are no arrays, and a variable may hold none.
+  arrays = {x: pairs[x] for x in call.arrays if pairs.get(x) in step.after}
+  return Versions(arrays, versions.inferred)
 
 
 def run_at(
@@ -221,7 +222,7 @@ def _written_variables(step: ExaminedStep) -> set[Path]:
   call = step.call
   arguments = set()
   for path in call.variables:
-    old, new = numbers(step.start[path]), numbers(step.after[(WRITTEN, *path)])
-    if old.tobytes() != new.tobytes():
+    new = step.after.get((WRITTEN, *path))
+    if new is None or numbers(step.start[path]).tobytes() != numbers(new).tobytes():
       arguments.add(call.argument_of(path))
   return {path for path in call.variables if call.argument_of(path) in arguments}

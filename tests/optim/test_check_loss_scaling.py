@@ -481,6 +481,27 @@ def test_a_frozen_network_that_is_not_returned_has_no_new_version():
   mpjax.check_loss_scaling(with_teacher)(PARAMS, FROZEN, tx.init(PARAMS), BATCH)
 
 
+@pytest.mark.parametrize("guarded", [True, False])
+def test_an_average_is_not_taken_for_a_frozen_network(guarded):
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  step = make_step(tx, right)
+
+  def averaged(teacher, params, average, opt_state, batch):
+    params, opt_state, _ = step(params, opt_state, batch)
+    new = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
+    if guarded:
+      new = mpjax.select_tree(mpjax.last_step_finite(opt_state), new, average)
+    return params, new, opt_state, loss_fn(teacher, batch)
+
+  args = FROZEN, PARAMS, PARAMS, tx.init(PARAMS), BATCH
+  asks = "If the result [0]['b'] is no new version of the argument [0]['b'], state the pairs"
+  with refused(ValueError, WHERE, "when it is skipped", "another [0]['b']", asks):
+    mpjax.check_loss_scaling(averaged)(*args)
+  changed = refused(ValueError, WHERE, "when it is skipped", "another [1]['b']", "select_tree")
+  with contextlib.nullcontext() if guarded else changed:
+    mpjax.check_loss_scaling(averaged, returns=(1, 2, 3, None))(*args)
+
+
 def test_a_keyword_argument_is_stated_by_its_name():
   tx = mpjax.loss_scaling(optax.adam(1e-3))
   step = make_step(tx, right)

@@ -72,6 +72,18 @@ def test_new_versions_are_in_the_variables_or_in_a_returned_state(jit):
   assert {place[0] for place in pair_versions(result, None).pairs.values()} == {where}
 
 
+def test_a_variable_that_holds_no_array_after_the_step_has_no_new_version():
+  kept = nnx.Intermediate(W)
+
+  def step(w, opt_state, kept):
+    kept.set_value((w,))
+    return update(w, opt_state)
+
+  pairs = pair_versions(examined(step, W, TX.init(W), kept), None).pairs
+  assert ("[0]",) in pairs
+  assert ("[2]",) not in pairs
+
+
 def test_a_run_at_a_scale_counts_the_steps_that_are_applied():
   step = examined(lambda w, state: update(*update(w, state)), W, TX.init(W))
   (scale,) = step.scales
