@@ -349,6 +349,18 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
     mpjax.check_loss_scaling(jax.jit(step))((PARAMS, rest), tx.init(PARAMS), BATCH)
 
 
+def test_what_is_zero_at_first_is_checked_as_well():
+  # A sum that decays stays zero for a step, whether or not that is skipped.
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  step = make_step(tx, right)
+
+  def decaying(total, params, opt_state, batch):
+    return {"total": 0.9 * total["total"]}, *step(params, opt_state, batch)[:2]
+
+  with refused(ValueError, WHERE, "when it is skipped", "another [0]['total']", "select_tree"):
+    mpjax.check_loss_scaling(decaying)({"total": jnp.zeros(2)}, PARAMS, tx.init(PARAMS), BATCH)
+
+
 BARE = {
   "before the state": ("[1]", (0, 1, 2)),
   "after the state": ("[2]", (0, 1, 2)),
