@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import traceback
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
@@ -21,12 +22,15 @@ MODULE = PREFIX + "module="
 FLOAT8 = PREFIX + "float8"
 """A matmul in float8, with the scaling of its operands."""
 
+INNER_GRAD = "mpjax_inner_grad"
+"""A gradient that `mpjax.inner_grad` scales. Rewriting keeps this mark, which lacks the prefix."""
+
 Direction: TypeAlias = Literal["forward", "backward", "recomputed"]
 """The pass that an operation belongs to; "recomputed": forward work that `remat` repeats."""
 
 _RECOMPUTED = "rematted_computation"
 # With brackets: without, it is the name of a primitive, which only the table has.
-_BACKWARD = "transpose()"
+_BACKWARD, _DIFFERENTIATED = "transpose()", "jvp()"
 
 
 class Source(NamedTuple):
@@ -80,7 +84,8 @@ def path_of(scopes: tuple[str, ...]) -> str:
   names: list[str] = []
   method_around = ""
   for scope, inside in itertools.pairwise((*scopes, "")):
-    if scope.startswith(PREFIX) or "->" in scope:  # The formula of an einsum is no module.
+    # The formula of an einsum is no module.
+    if scope.startswith(PREFIX) or scope == INNER_GRAD or "->" in scope:
       continue
     name, method = _module_and_method(scope, inside)
     # Two cases are one module: a method that calls it ("cell.scan_fn/cell"), and the function that
@@ -132,6 +137,13 @@ def _scopes(stack: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], Direc
     elif f"{name}()" == _BACKWARD and direction is None:
       direction = "backward"
   return _joined(names, since), direction
+
+
+def is_of_inner_gradient(stack: Sequence[tuple[str, bool]]) -> bool:
+  """Whether a name stack is of the backward pass of a gradient that a differentiated loss takes."""
+  transforms = [f"{name}()" for name, is_transform in stack if is_transform]
+  # In the backward pass of the loss itself the transposition is the outermost one.
+  return transforms[:1] == [_DIFFERENTIATED] and _BACKWARD in transforms
 
 
 def _joined(names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:

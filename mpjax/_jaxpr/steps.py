@@ -16,6 +16,7 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from mpjax._core.types import Array
+from mpjax._jaxpr.compat import scopes_of
 from mpjax._jaxpr.locations import Location, location
 from mpjax._jaxpr.primitives import NESTED, Holds, facts_of
 from mpjax._jaxpr.reader import Atom, Inner, Program, aval_of, inner_jaxprs, opened, shape_of
@@ -46,6 +47,12 @@ class Step:
   def location(self) -> Location:
     """Its module or named scope, its pass and its line."""
     return location(self.eqn, None if self.around is None else self.around.location)
+
+  @property
+  def name_stack(self) -> tuple[tuple[str, bool], ...]:
+    """The names of its scopes, the outermost first, each with whether it is of a transformation."""
+    around = () if self.around is None else self.around.name_stack
+    return around + scopes_of(self.eqn.source_info.name_stack)
 
   @property
   def holds(self) -> Holds | None:

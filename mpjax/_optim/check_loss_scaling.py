@@ -12,6 +12,7 @@ from mpjax._core import errors
 from mpjax._core.leaves import Path, is_key
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Leaf, NumpyArray, P, PyTree
+from mpjax._jaxpr.locations import Location
 from mpjax._optim.loss_scale import OwnedScale, leaves_of, refuse_outside
 from mpjax._optim.new_versions import STATE_THEM, STATED, Names, Stated, names_of, text_of
 from mpjax._optim.step_at_scales import (
@@ -73,7 +74,10 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
     scales = _scales_of(call)
     stated = None if origins is None else _stated_pairs(origins, call)
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-      nothing_moved = _check_scales(call, scales, stated)
+      program = StepProgram(call)
+      nothing_moved = _check_scales(call, program, scales, stated)
+    if program.unscaled_gradient is not None and scales[0].owned.stored:
+      warnings.warn(_unscaled_gradient(program.unscaled_gradient), stacklevel=2)
     for _ in nothing_moved:
       expected = "a step whose gradients change what it returns"
       got = "the same from a step that was applied and one skipped, so that nothing was checked"
@@ -122,10 +126,9 @@ def _scales_of(call: StepCall) -> list[ScaleInStep]:
 
 
 def _check_scales(
-  call: StepCall, scales: Sequence[ScaleInStep], stated: Stated | None
+  call: StepCall, program: StepProgram, scales: Sequence[ScaleInStep], stated: Stated | None
 ) -> list[OwnedScale]:
   """Raises unless a step is right, and returns the loss scales for which nothing moved."""
-  program = StepProgram(call)
   scaled = [scale for scale in scales if scale.fields]
   if len(scaled) < len(scales) and np.dtype("float16") in program.dtypes:
     raise _not_scaled()
@@ -137,6 +140,17 @@ def _check_scales(
     raise _not_updated(scaled[0].owned)
   versions = pair_versions(step, stated)
   return [scale.owned for scale in step.scales if not _check_scale(step, versions, scale)]
+
+
+def _unscaled_gradient(where: Location) -> str:
+  """Returns the text of a warning about a float16 gradient inside of the loss."""
+  return errors.message(
+    WHERE,
+    expected="gradients inside of the loss in float32, or scaled",
+    got=f"one in float16, in {where.path or 'the loss'} at {where.source or 'an unknown line'}",
+    fix="The loss scale does not reach it, and it may underflow. Write mpjax.inner_grad(fun) in "
+    "place of jax.grad(fun).",
+  )
 
 
 def _check_scale(step: ExaminedStep, versions: Versions, scale: ScaleInStep) -> bool:

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 from mpjax._core.errors import check_call, check_callable
 from mpjax._core.trees import all_finite, is_inexact
 from mpjax._core.types import Array, Grads, P, PyTree
+from mpjax._jaxpr.locations import INNER_GRAD
 from mpjax._optim.loss_scale import positive_scale, unscale_tree
 from mpjax._optim.trees import at_least_float32
 from mpjax._optim.value_and_grad import loss_and_aux
 from mpjax._policy.active import full_precision
-
-INNER_GRAD = "mpjax.inner_grad"
-"""The named scope of a gradient that is scaled, for `mpjax.check_loss_scaling`."""
 
 _CALL = "mpjax.inner_grad(fun)"
 _FIX = "Write mpjax.inner_grad(energy)(x): the arguments come in a second call."

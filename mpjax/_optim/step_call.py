@@ -6,12 +6,14 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._core import errors
 from mpjax._core.leaves import Path, is_nnx_variable, raw_value
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf
-from mpjax._jaxpr.graph import Graph
+from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.in_float32 import in_float32, to_float32
+from mpjax._jaxpr.locations import INNER_GRAD, Location, is_of_inner_gradient
 from mpjax._optim.loss_scale import INT32_MAX, leaves_of
 from mpjax._optim.trees import strong
 
@@ -80,6 +82,8 @@ class StepProgram:
   Attributes:
     traced: whether it could be traced. Otherwise it runs in its own precision.
     dtypes: those of all values that it computes, other than by a cast; empty if it is not traced.
+    unscaled_gradient: the place of a float16 gradient that the loss takes itself, not by
+      `mpjax.inner_grad`; None if there is none.
   """
 
   def __init__(self, call: StepCall) -> None:
@@ -88,6 +92,7 @@ class StepProgram:
     self._specs: dict[Place, Spec] | None = None
     self._graph: Graph | None = None
     self.dtypes: set[DType | None] = set()
+    self.unscaled_gradient: Location | None = None
     # What is wrong with a step that cannot be traced, it raises again where it runs.
     with contextlib.suppress(*errors.REFUSALS, *errors.flax_errors()):
       self._trace()
@@ -107,6 +112,8 @@ class StepProgram:
 
     self._execute, self._specs, self._graph = execute, _specs(shapes), graph
     self.dtypes = {x.dtype for each in graph.operations if not each.casts for x in each.results}
+    unscaled = (each.where for each in graph.operations if _is_unscaled_gradient(each))
+    self.unscaled_gradient = next(unscaled, None)
 
   def run(self, values: Mapping[Path, Array]) -> dict[Place, Leaf]:
     """Returns what the step writes and returns. It may donate its arguments: it gets copies."""
@@ -124,6 +131,13 @@ class StepProgram:
     which = [path == argument for path in sorted(self._call.arrays)]
     depends = self._graph.depends_on(which)
     return {place for place, is_one in zip(sorted(self._specs), depends, strict=True) if is_one}
+
+
+def _is_unscaled_gradient(operation: Operation) -> bool:
+  """Whether an operation computes a float16 gradient inside of a loss that is not scaled."""
+  in_float16 = any(x.dtype == np.dtype("float16") for x in operation.results)
+  scaled = (INNER_GRAD, False) in operation.step.name_stack
+  return in_float16 and not scaled and is_of_inner_gradient(operation.step.name_stack)
 
 
 def _replaced(leaf: Leaf, value: Leaf | None) -> Leaf:

@@ -841,6 +841,63 @@ def test_a_step_from_a_state_of_nnx_to_the_next():
     mpjax.check_loss_scaling(lambda state: state)(nnx.as_pure(state))
 
 
+@pytest.mark.parametrize("gradients", [mpjax.value_and_grad, plain_gradients])
+def test_a_step_that_merges_a_split_state_and_returns_a_new_one(gradients):
+  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
+  graph, state = nnx.split((model, optimizer))
+
+  @jax.jit
+  def step(state, x):
+    model, optimizer = nnx.merge(graph, state)
+    _, grads = gradients(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+    optimizer.update(model, grads)
+    return nnx.state((model, optimizer))
+
+  with ends(None if gradients is mpjax.value_and_grad else "never scaled"):
+    mpjax.check_loss_scaling(step)(state, jnp.ones((2, 4)))
+
+
+def with_penalty(grad, dtype, jit):
+  """Returns a step whose loss has the gradient of a critic in it."""
+
+  def loss_fn(params, batch, dtype):
+    critic = lambda x: jnp.sum(network(params, x, dtype))  # noqa: E731
+    inner = grad(jax.jit(critic) if jit else critic)(batch[0])
+    return jnp.mean((jnp.linalg.norm(inner, axis=-1) - 1) ** 2)
+
+  return make_step(mpjax.loss_scaling(optax.sgd(0.1)), right, dtype, loss_fn)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_float16_gradient_inside_of_the_loss_is_found(jit):
+  opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
+  check = mpjax.check_loss_scaling(with_penalty(jax.grad, jnp.float16, jit))
+  with pytest.warns(UserWarning, match=r"gradients inside of the loss.*mpjax\.inner_grad\(fun\)"):
+    check(PARAMS, opt_state, BATCH)
+
+
+@pytest.mark.parametrize(
+  ("grad", "dtype"), [(mpjax.inner_grad, jnp.float16), (jax.grad, jnp.bfloat16), (jax.grad, F32)]
+)
+def test_a_gradient_inside_of_the_loss_that_is_scaled_or_needs_no_scale(grad, dtype):
+  opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
+  mpjax.check_loss_scaling(with_penalty(grad, dtype, jit=False))(PARAMS, opt_state, BATCH)
+
+
+@pytest.mark.parametrize("grad", [mpjax.inner_grad, jax.grad])
+def test_a_gradient_inside_of_an_autocast_loss(grad):
+  def loss_fn(params, batch, dtype):
+    inner = grad(lambda x: jnp.sum(network(params, x, F32)))(batch[0])
+    return jnp.mean((jnp.linalg.norm(inner, axis=-1) - 1) ** 2)
+
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  step = make_step(tx, right, loss_fn=mpjax.autocast(loss_fn, "mixed_float16"))
+  found = pytest.warns(UserWarning, match="gradients inside of the loss")
+  with found if grad is jax.grad else contextlib.nullcontext():
+    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
+
+
 def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
   def step(model, optimizer, x):
     loss, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)
