@@ -220,7 +220,7 @@ def _leaf_text(code: LeafCode, opt_state: OptState, scale: OwnedScale, params: P
   )
 
 
-_COMPLEX_PARTS = "real imaginary".split()
+_COMPLEX_PARTS = (".real", ".imaginary")
 """The fields that `optax.contrib.split_real_and_imaginary` has in place of a complex parameter."""
 
 
@@ -229,7 +229,7 @@ def _parameters(params: Params) -> list[tuple[KeyPath, str]]:
   leaves = floating_leaves(differentiated(params))
   # `optax.contrib.split_real_and_imaginary` makes two of a complex one, `optax.flatten` one of all.
   parts = [
-    (*path, jax.tree_util.GetAttrKey(part))
+    (*path, jax.tree_util.GetAttrKey(part[1:]))
     for path, x in leaves
     if jnp.iscomplexobj(x)
     for part in _COMPLEX_PARTS

@@ -6,8 +6,8 @@ import optax
 import pytest
 
 import mpjax
+from mpjax._optim.loss_scale import leaves_of
 from mpjax._optim.new_versions import NewVersions, names_of
-from mpjax._optim.trees import leaves_of
 from tests.errors import refused
 
 WHERE = "mpjax.check_loss_scaling(step)"

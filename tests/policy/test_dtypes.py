@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mpjax
+from mpjax._core.types import is_low_precision
 from mpjax._policy import dtypes
 from tests.errors import refused
 
@@ -26,8 +27,8 @@ def test_every_spelling_of_a_dtype(set_flag):
       found = dtypes.parse_dtype(spelling, WHERE)
       assert isinstance(found, np.dtype)
       assert found == np.dtype(getattr(ml_dtypes, name, name))
-    assert dtypes.is_low_precision(jnp.dtype(name)) == (name != "float32")
-  assert not dtypes.is_low_precision(jnp.dtype("int8"))
+    assert is_low_precision(jnp.dtype(name)) == (name != "float32")
+  assert not is_low_precision(jnp.dtype("int8"))
   for name in FLOAT8:
     wanted = np.dtype(getattr(ml_dtypes, name))
     for spelling in (name, getattr(ml_dtypes, name)):
