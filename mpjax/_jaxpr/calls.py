@@ -78,8 +78,9 @@ def placed_like(tangent: Any, primal: Array) -> Array:
   missing = tuple(set(varying_axes(there)) - set(varying_axes(here)))
   if missing:
     tangent = jax.lax.pcast(tangent, missing, to="varying")
-  is_explicit = AxisType.Explicit in there.sharding.mesh.axis_types
-  if is_explicit and here.sharding != there.sharding:
+  # Also where the two are alike: JAX may trace a rule with tangents like the primals, and then run
+  # it for others.
+  if AxisType.Explicit in there.sharding.mesh.axis_types:
     tangent = jax.sharding.reshard(tangent, there.sharding)
   return tangent
 

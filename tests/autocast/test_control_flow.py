@@ -352,15 +352,21 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("mode", FORWARD)
-def test_a_tangent_on_fewer_axes_of_an_explicit_mesh(devices, mode):
+@pytest.mark.parametrize(
+  "fun",
+  [lambda x, w: x @ w, lambda x, w: jnp.tanh(x @ w) @ w],
+  ids=["one matmul", "two"],
+)
+def test_a_tangent_on_fewer_axes_of_an_explicit_mesh(devices, mode, fun):
   mesh = jax.make_mesh((4,), ("d",), (AxisType.Explicit,), devices=devices)
   w = jax.device_put(W, NamedSharding(mesh, jax.P()))
   x = jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, jax.P("d")))
 
   def change(cast):
-    f = cast(lambda x: jnp.tanh(x @ w) @ w)
+    f = cast(lambda x: fun(x, w))
     # Ones that are on no axis of the mesh.
-    return jax.jit(lambda x: FORWARD[mode](f, x, jnp.ones((4, 3))))(x)
+    with jax.set_mesh(mesh):
+      return jax.jit(lambda x: FORWARD[mode](f, x, jnp.ones((4, 3))))(x)
 
   found, expected = change(mpjax.autocast), change(lambda f: f)
   assert jax.typeof(found) == jax.typeof(expected)
