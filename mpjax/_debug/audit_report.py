@@ -313,9 +313,10 @@ def _flops_by_accumulation(graph: Graph) -> dict[str, int]:
 
 def _accumulation_of(operation: Operation) -> str:
   """Returns the dtype in which a matmul states that it adds products."""
-  algorithm = operation.eqn.params.get("precision")
-  if isinstance(algorithm, jax.lax.DotAlgorithmPreset) and algorithm.accumulation_type is not None:
-    return str(jnp.dtype(algorithm.accumulation_type))
+  # A `DotAlgorithm` or a preset. A `Precision` says nothing about sums.
+  stated = getattr(operation.eqn.params.get("precision"), "accumulation_type", None)
+  if stated is not None:
+    return str(jnp.dtype(stated))
   result = operation.results[0].dtype
   is_low = result is not None and is_low_precision(result)
   return BACKEND_DEFAULT if is_low else str(result)

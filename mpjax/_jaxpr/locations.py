@@ -141,7 +141,7 @@ def _scopes(stack: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], Direc
 
 def is_of_inner_gradient(stack: Sequence[tuple[str, bool]]) -> bool:
   """Whether a name stack is of the backward pass of a gradient that a differentiated loss takes."""
-  transforms = [f"{name}()" for name, is_transform in stack if is_transform]
+  transforms = [f"{name}()" for name, is_transform in stack if is_transform and name != "vmap"]
   # In the backward pass of the loss itself the transposition is the outermost one.
   return transforms[:1] == [_DIFFERENTIATED] and _BACKWARD in transforms
 

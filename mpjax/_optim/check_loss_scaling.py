@@ -76,7 +76,8 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
       program = StepProgram(call)
       nothing_moved = _check_scales(call, program, scales, stated)
-    if program.unscaled_gradient is not None and scales[0].owned.stored:
+    is_scaled = any(scale.owned.stored for scale in scales)
+    if program.unscaled_gradient is not None and is_scaled:
       warnings.warn(_unscaled_gradient(program.unscaled_gradient), stacklevel=2)
     for _ in nothing_moved:
       expected = "a step whose gradients change what it returns"

@@ -60,9 +60,10 @@ def inner_grad(
     MpjaxValueError: the scale is not a positive number; when called: `fun` returns no scalar.
 
   >>> import jax, jax.numpy as jnp, mpjax
-  >>> def energy(x):  # Its gradient is 2^-26, and float16 ends at 2^-24.
-  ...   return jnp.sum(x.astype(jnp.float16) * 2.0**-13 * 2.0**-13)
-  >>> print(jax.grad(energy)(jnp.ones(2)), mpjax.inner_grad(energy)(jnp.ones(2)) * 2**26)
+  >>> def energy(x, w):  # Its gradient is 2^-26, and float16 ends at 2^-24.
+  ...   return jnp.sum(x.astype(jnp.float16) * w * w)
+  >>> x, w = jnp.ones(2), jnp.full(2, 2.0**-13, jnp.float16)
+  >>> print(jax.grad(energy)(x, w), mpjax.inner_grad(energy)(x, w) * 2**26)
   [0. 0.] [1. 1.]
   """
   check_callable(fun, _CALL, expected="a function that returns a scalar", fix=_FIX)
@@ -110,8 +111,11 @@ def _measured(grads_at: Callable[[Array | float], Grads]) -> Array:
   scale = _scale_for(grads_at(_FIRST))
 
   def tried() -> Array:
-    # Numbers on the way may be larger than the gradients.
-    return jnp.where(all_finite(grads_at(scale)), scale, jnp.float32(_FIRST))
+    # Numbers on the way may be larger than the gradients. XLA may join factors of the function, so
+    # that they become 0 at a scale that is no constant.
+    grads = grads_at(scale)
+    usable = jnp.logical_and(all_finite(grads), _largest(grads) > 0)
+    return jnp.where(usable, scale, jnp.float32(_FIRST))
 
   return jax.lax.cond(scale > _FIRST, tried, lambda: scale)
 
@@ -119,9 +123,15 @@ def _measured(grads_at: Callable[[Array | float], Grads]) -> Array:
 @full_precision
 def _scale_for(grads: Grads) -> Array:
   """Returns the scale that brings the largest of some gradients to about 2^4."""
-  sizes = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(grads) if is_inexact(x)]
-  largest = functools.reduce(jnp.maximum, [x.astype(jnp.float32) for x in sizes], jnp.float32(0))
+  largest = _largest(grads)
   _, exponent = jnp.frexp(largest)
   scale = jnp.clip(jnp.ldexp(jnp.float32(1), _TARGET - exponent), *_LIMITS)
   scale = jnp.where(largest > 0, scale, jnp.float32(_FIRST))
   return jnp.where(jnp.isfinite(largest), scale, jnp.float32(1))
+
+
+@full_precision
+def _largest(grads: Grads) -> Array:
+  """Returns the largest absolute value in some gradients, 0 if there are none."""
+  sizes = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(grads) if is_inexact(x)]
+  return functools.reduce(jnp.maximum, [x.astype(jnp.float32) for x in sizes], jnp.float32(0))

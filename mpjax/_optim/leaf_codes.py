@@ -56,8 +56,9 @@ def checksum_of(path: KeyPath) -> int:
 
 
 def write_code(kind: Kind, position: int, path: KeyPath) -> int:
-  """Returns the code of a leaf."""
-  return kind << 29 | (min(position, _LAST) + 1) << 16 | checksum_of(path)
+  """Returns the code of a leaf. Codes ascend with positions; all from `_LAST` on are one."""
+  checksum = checksum_of(path) if position < _LAST else 0
+  return kind << 29 | (min(position, _LAST) + 1) << 16 | checksum
 
 
 def read_code(code: int) -> LeafCode | None:
@@ -84,6 +85,8 @@ def find_leaf(code: LeafCode, named: Iterable[tuple[KeyPath, str]]) -> str | Non
 
   Where checksums of several are alike it is the one at the position of the code, or else all.
   """
+  if code.position == _LAST:
+    return None
   names = {i: name for i, (path, name) in enumerate(named) if checksum_of(path) == code.checksum}
   if code.position in names:
     return names[code.position]

@@ -446,9 +446,17 @@ def _is_loss_scale(label: object, numbers: object) -> bool:
   """Whether an entry of a mapping is what a state keeps of one loss scale."""
   if not isinstance(label, str) or not isinstance(numbers, Mapping):
     return False
-  kind = label.rpartition(":")[2].partition("(")[0]
-  fields = () if kind == _KINDS[NoLossScale] else LossScaleState._fields
-  return kind in _KINDS.values() and set(numbers) == set(fields)
+  fields = () if _kind_in(label) == _KINDS[NoLossScale] else LossScaleState._fields
+  return is_label(label) and set(numbers) == set(fields)
+
+
+def is_label(label: str) -> bool:
+  """Whether a key of a state is what `write_label` returns."""
+  return _kind_in(label) in _KINDS.values()
+
+
+def _kind_in(label: str) -> str:
+  return label.rpartition(":")[2].partition("(")[0]
 
 
 def _with_classes(node: PyTree) -> LossScalingState:

@@ -9,7 +9,7 @@ import numpy as np
 from mpjax._core.leaves import Path, is_key
 from mpjax._core.types import Array, Leaf, NumpyArray
 from mpjax._jaxpr.in_float32 import to_float32
-from mpjax._optim.loss_scale import OwnedScale, scales_in
+from mpjax._optim.loss_scale import LossScaleState, OwnedScale, is_label, scales_in
 from mpjax._optim.new_versions import NewVersions, Stated, names_of
 from mpjax._optim.step_call import RETURNED, WRITTEN, Place, Spec, StepCall, StepProgram
 from mpjax._optim.trees import full_like
@@ -156,7 +156,8 @@ def run_at(
 
 def is_of_scale(path: Path) -> bool:
   """Whether a path, or a place, is that of a number of a loss scale."""
-  return names_of(path)[-3:-2] == ("loss_scale",)
+  *_, field, label, number = ("", "", *names_of(path))
+  return field == "loss_scale" and is_label(label) and number in LossScaleState._fields
 
 
 def numbers(x: Leaf) -> NumpyArray:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 
-from mpjax._core.errors import MpjaxRuntimeError, MpjaxValueError
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError
 from mpjax._policy.active import ACTIVE, NUMBERS, ScopeToken, in_region
 from mpjax._policy.policy import PolicyLike
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config, shown
@@ -59,6 +60,16 @@ def policy_scope(
   return _Scope(dataclasses.replace(config, of_scope=True))
 
 
+def _check_decorated(func: Callable[..., Any]) -> None:
+  """Raises MpjaxTypeError for a function whose body runs after its call."""
+  later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+  if any(runs_later(func) for runs_later in later):
+    expected = "a function that has run when it returns"
+    got = f"{func.__qualname__}, a generator or an async function"
+    fix = "Write the with block inside of it: with mpjax.policy_scope(policy): ..."
+    raise MpjaxTypeError(f"@{_WHERE}", expected=expected, got=got, fix=fix)
+
+
 class _Scope:
   """A scope, which can be entered repeatedly: one after the other, nested, in several threads."""
 
@@ -70,6 +81,7 @@ class _Scope:
 
   def __call__(self, func: F) -> F:
     self._used = True
+    _check_decorated(func)
 
     @functools.wraps(func)
     def in_scope(*args: Any, **kwargs: Any) -> Any:

@@ -126,7 +126,8 @@ class _State(NamedTuple):
 
 def _state_of(arguments: Mapping[str, PyTree]) -> _State:
   """Returns the present state of the objects of NNX among the arguments of a step."""
-  nodes = [pair for name, x in arguments.items() for pair in _nodes_in(x, name)]
+  met: dict[int, object] = {}
+  nodes = [pair for name, x in arguments.items() for pair in nodes_in(x, name, met)]
   variables = {path: x for path, x in nodes if is_nnx_variable(x)}
   modules = [x for _, x in nodes if isinstance(x, nnx.Pytree)]
   # What is set on the module of a view is set on the user's module as well.
@@ -141,25 +142,30 @@ def _state_of(arguments: Mapping[str, PyTree]) -> _State:
   )
 
 
-def _nodes_in(
-  tree: PyTree, path: str, around: tuple[object, ...] = ()
-) -> Iterator[tuple[str, Any]]:
-  """Yields each node of a tree, and each variable in it, at each of its paths."""
+def nodes_in(tree: PyTree, path: str, met: dict[int, object]) -> Iterator[tuple[str, Any]]:
+  """Yields each node of a tree, and each variable in it with all attributes that hold it.
+
+  `met` has the containers that were searched before. A container that is shared is searched once.
+  """
   # `nnx.iter_graph` yields one path of an object; a step may replace the variable at another one.
-  if isinstance(tree, jax.Array) or any(tree is x for x in around):
+  if isinstance(tree, jax.Array):
     return
+  if is_nnx_variable(tree):
+    yield path, tree
+    return
+  if id(tree) in met:
+    return
+  met[id(tree)] = tree
   if isinstance(tree, nnx.State):
     tree = tree.raw_mapping
   yield path, tree
-  if is_nnx_variable(tree):
-    return
   if isinstance(tree, nnx.Pytree):
     parts = {f".{name}": x for name, x in vars(tree).items()}
   else:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
     parts = {jax.tree_util.keystr(keys): x for keys, x in leaves}
   for key, part in parts.items():
-    yield from _nodes_in(part, path + key, (*around, tree))
+    yield from nodes_in(part, path + key, met)
 
 
 def _put(variable: Variable, value: PyTree) -> None:

@@ -283,6 +283,21 @@ def test_a_decorated_function_warns_in_each_call_until_modules_have_run():
   empty()
 
 
+def _generator():
+  yield
+
+
+async def _coroutine():
+  pass
+
+
+@pytest.mark.parametrize("later", [_generator, _coroutine])
+def test_a_function_whose_body_runs_later_cannot_be_decorated(later):
+  expected, fix = "a function that has run when it returns", "with mpjax.policy_scope(policy)"
+  with refused(TypeError, "@mpjax.policy_scope(policy)", expected, later.__name__, fix):
+    scope("c=bf16")(later)
+
+
 def test_a_decorated_function_keeps_its_name():
   assert scope("c=bf16")(apply).__name__ == "apply"
 

@@ -198,7 +198,7 @@ tests/optim/test_metrics.py::test_check_skipped_steps_names_the_update
 + coded_leaves(Kind.UPDATE, new)
 ::test_a_new_state_that_is_not_finite_is_not_committed
 
-25c a best loss that starts at inf is a bad step for ever
+127 a best loss that starts at inf is a bad step for ever
 - coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
 + coded_leaves(Kind.STATE, new_inner) + coded_leaves(Kind.UPDATE, new)
 ::test_a_number_of_the_state_that_is_as_it_was_does_not_count

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax.nnx._atomic_step import nodes_in
 from tests.errors import refused
 from tests.programs import bits
 
@@ -419,3 +420,15 @@ def test_references_are_put_back(wrap):
     model.v[...] = model.v[...] + 1
 
   check_that_a_skip_leaves_nothing(write, lambda: holding(ref=True), wrap)
+
+
+def test_modules_that_are_shared_at_each_level_are_searched_once():
+  class Pair(nnx.Module):
+    def __init__(self, child):
+      self.left = self.right = child
+
+  module = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+  for _ in range(40):  # 2^40 paths lead to the layer.
+    module = Pair(module)
+  nodes = list(nodes_in(module, "model", {}))
+  assert len(nodes) < 200

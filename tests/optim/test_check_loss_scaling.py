@@ -877,6 +877,37 @@ def test_a_float16_gradient_inside_of_the_loss_is_found(jit):
     check(PARAMS, opt_state, BATCH)
 
 
+def test_a_float16_gradient_inside_of_a_vmapped_loss_is_found():
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+
+  def step(params, opt_state, xs):
+    def loss_fn(params, x):
+      inner = jax.grad(lambda x: jnp.sum(network(params, x, jnp.float16)))(x)
+      return jnp.mean((jnp.linalg.norm(inner, axis=-1) - 1) ** 2)
+
+    loss_and_grads = mpjax.value_and_grad(loss_fn, opt_state)
+    losses, grads = jax.vmap(lambda x: loss_and_grads(params, x[None]))(xs)
+    grads = jax.tree.map(lambda g: jnp.mean(g, 0), grads)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, jnp.mean(losses)
+
+  with pytest.warns(UserWarning, match="gradients inside of the loss"):
+    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH[0])
+
+
+def test_parameters_may_be_called_loss_scale():
+  names = lambda params: {"loss_scale": {"net": params}}  # noqa: E731
+
+  def loss(params, batch, dtype):
+    return loss_fn(params["loss_scale"]["net"], batch, dtype)
+
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  params = names(PARAMS)
+  mpjax.check_loss_scaling(make_step(tx, right, loss_fn=loss))(params, tx.init(params), BATCH)
+  with ends(FOUND[never]):
+    mpjax.check_loss_scaling(make_step(tx, never, loss_fn=loss))(params, tx.init(params), BATCH)
+
+
 @pytest.mark.parametrize(
   ("grad", "dtype"), [(mpjax.inner_grad, jnp.float16), (jax.grad, jnp.bfloat16), (jax.grad, F32)]
 )

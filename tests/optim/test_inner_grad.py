@@ -75,6 +75,15 @@ def test_a_small_gradient_does_not_underflow():
   assert mpjax.inner_grad(small, scale=2.0**10)(x).tolist() == [2.0**-26] * 3
 
 
+def test_factors_that_xla_joins_leave_no_zero_at_a_measured_scale():
+  def energy(x, w):
+    return jnp.sum(x.astype(jnp.float16) * w * w)
+
+  w = jnp.full(3, 2.0**-13, jnp.float16)
+  found = jax.jit(mpjax.inner_grad(energy))(jnp.ones(3), w)
+  assert found.tolist() == [2.0**-26] * 3
+
+
 def test_a_gradient_that_overflows_at_the_first_scale_is_not_scaled():
   def large(x):
     return jnp.sum(x.astype(jnp.float16) * jnp.float16(128)).astype(jnp.float32)

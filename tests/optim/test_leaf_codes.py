@@ -25,6 +25,14 @@ def test_a_position_beyond_the_largest_says_so():
   assert code.position_text == "8189 or later"
 
 
+def test_codes_beyond_the_largest_position_are_alike_and_have_no_name():
+  codes = [leaf_codes.write_code(Kind.GRADIENT, 9000 + i, path_of(f"w{i}")) for i in range(9)]
+  assert len(set(codes)) == 1
+  code = leaf_codes.read_code(codes[0])
+  names = [(path_of(f"w{i}"), f"w{i}") for i in range(9)]
+  assert leaf_codes.find_leaf(code, names) is None
+
+
 def test_a_number_of_leaves_is_no_code():
   # States of before the codes, and steps in which all was finite, have that.
   for leaves in (0, 1, 1000):
