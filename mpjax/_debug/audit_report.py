@@ -159,7 +159,8 @@ class AuditReport(Report):
       return next(iter(self.accumulation))
     total = max(sum(self.accumulation.values()), 1)
     by_flops = sorted(self.accumulation.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {percent(flops / total)}" for name, flops in by_flops)
+    shares = ", ".join(f"{name} {percent(flops / total)}" for name, flops in by_flops)
+    return f"{shares} of FLOPs in low precision"
 
   def _passes(self) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []

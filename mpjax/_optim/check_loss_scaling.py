@@ -150,7 +150,7 @@ def _unscaled_gradient(where: Location) -> str:
     expected="gradients inside of the loss in float32, or scaled",
     got=f"one in float16, in {where.path or 'the loss'} at {where.source or 'an unknown line'}",
     fix="The loss scale does not reach it, and it may underflow. Write mpjax.inner_grad(fun) in "
-    "place of jax.grad(fun).",
+    "place of jax.grad(fun), with differentiator=nnx.grad in place of nnx.grad(fun).",
   )
 
 

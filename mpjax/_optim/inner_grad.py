@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from mpjax._core.errors import check_call, check_callable
 from mpjax._core.trees import all_finite, is_inexact
-from mpjax._core.types import Array, Grads, P, PyTree
+from mpjax._core.types import Array, Function, Grads, P, PyTree
 from mpjax._jaxpr.locations import INNER_GRAD
 from mpjax._optim.loss_scale import positive_scale, unscale_tree
 from mpjax._optim.trees import at_least_float32
@@ -36,6 +36,7 @@ def inner_grad(
   has_aux: bool = False,
   *,
   scale: float | None = None,
+  differentiator: Callable[..., Function] = jax.grad,
 ) -> Callable[P, Any]:
   """Like `jax.grad`, for a gradient inside of a loss that is computed in float16.
 
@@ -49,7 +50,9 @@ def inner_grad(
     has_aux: whether `fun` returns a pair.
     scale: the scale, a power of two. None measures it: the gradient is computed once more, scaled
       by 2^15, and the scale brings its largest element to about 2^4. A scale above 2^15 is tried,
-      which costs a third gradient, and is 2^15 if something overflows.
+      which costs a third gradient, and is 2^15 if something overflows. With another
+      `differentiator` it is 2^15: a function that writes to modules should run once.
+    differentiator: the function that differentiates, `nnx.grad` for functions of NNX modules.
 
   Returns:
     A function of the arguments of `fun` that returns the gradients of the plain function, at least
@@ -67,7 +70,9 @@ def inner_grad(
   [0. 0.] [1. 1.]
   """
   check_callable(fun, _CALL, expected="a function that returns a scalar", fix=_FIX)
-  fixed = None if scale is None else positive_scale(scale, "mpjax.inner_grad(scale)")
+  fixed = None if differentiator is jax.grad else _FIRST
+  if scale is not None:
+    fixed = positive_scale(scale, "mpjax.inner_grad(scale)")
 
   def scaled_grad(factor: Array | float, *args: P.args, **kwargs: P.kwargs) -> tuple[Grads, PyTree]:
     """Returns the gradients times a factor, and the rest of what `fun` returned."""
@@ -78,7 +83,8 @@ def inner_grad(
       wide = at_least_float32(value)
       return wide * _within(factor, value).astype(wide.dtype), (aux, value)
 
-    grads, (aux, value) = jax.grad(scaled, argnums, has_aux=True)(*args, **kwargs)
+    differentiated = differentiator(scaled, argnums=argnums, has_aux=True)
+    grads, (aux, value) = differentiated(*args, **kwargs)
     return full_precision(unscale_tree)(grads, _within(factor, value)), aux
 
   @functools.wraps(fun, updated=())

@@ -160,8 +160,9 @@ def _nothing_ran() -> MpjaxValueError:
     expected="Linen modules that are called inside, in the thread that entered it",
     got="none: nothing ran under the policy",
     fix="Plain functions need mpjax.autocast(fn, policy), NNX models mpjax.with_policy(model, "
-    "policy). A function that was compiled before (.lower(...).compile()) keeps the dtypes it was "
-    'compiled with. If nothing is to run, pass unmatched="ignore".',
+    "policy). A model of with_policy runs under its own policy. A function that was compiled "
+    "before (.lower(...).compile()) keeps the dtypes it was compiled with. If nothing is to run, "
+    'pass unmatched="ignore".',
   )
 
 

@@ -164,7 +164,7 @@ def test_the_headline_of_a_policied_model_and_of_one_outside_of_its_policy():
     (
       "c=bf16,o=f32",
       {"float32": 1024, "backend default": 2048},
-      "Accumulation: backend default 66.7 %, float32 33.3 %",
+      "Accumulation: backend default 66.7 %, float32 33.3 % of FLOPs in low precision",
     ),
   ],
 )

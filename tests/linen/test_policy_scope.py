@@ -184,7 +184,8 @@ def test_a_bare_function_says_that_nothing_ran():
   assert str(warning.message) == (
     "mpjax.policy_scope(policy): expected Linen modules that are called inside, in the thread that "
     "entered it, got none: nothing ran under the policy. Plain functions need "
-    "mpjax.autocast(fn, policy), NNX models mpjax.with_policy(model, policy). A function that was "
+    "mpjax.autocast(fn, policy), NNX models mpjax.with_policy(model, policy). A model of "
+    "with_policy runs under its own policy. A function that was "
     "compiled before (.lower(...).compile()) keeps the dtypes it was compiled with. If nothing is "
     'to run, pass unmatched="ignore".'
   )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.errors import refused
@@ -154,6 +155,21 @@ def test_a_power_of_two_reaches_parameters_through_two_inner_steps():
   w = jnp.asarray([1.0, 2.0])
   factor = (1 - 0.2 * 2.0**-24) ** 2
   np.testing.assert_allclose(jax.grad(adapted)(w, mpjax.inner_grad), factor, rtol=1e-7)
+
+
+def test_a_function_of_nnx_modules_runs_once():
+  norm = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0))
+  grads = mpjax.inner_grad(lambda x, norm: norm(x)[0].sum(), differentiator=nnx.grad)(X, norm)
+  expected = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0))
+  np.testing.assert_array_equal(grads, nnx.grad(lambda x, n: n(x)[0].sum())(X, expected))
+  np.testing.assert_array_equal(norm.mean[...], expected.mean[...])
+
+
+def test_gradients_of_a_module_are_a_state():
+  model = nnx.Linear(6, 1, rngs=nnx.Rngs(0))
+  grads = mpjax.inner_grad(lambda model: model(X).sum(), differentiator=nnx.grad)(model)
+  assert isinstance(grads, nnx.State)
+  np.testing.assert_allclose(grads["kernel"][...][:, 0], X.sum(0), rtol=1e-6)
 
 
 def test_what_is_refused():
