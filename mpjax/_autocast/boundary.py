@@ -183,7 +183,7 @@ _NOT_SEARCHED = (type, types.ModuleType, types.TracebackType, jax.Array, np.ndar
 def _tracers_in(x: object) -> list[object]:
   """Returns the tracers in an object that is not a pytree, and iterators, which run later."""
   pending = [x]
-  met: dict[int, object] = {}  # By identity. It keeps what it has met alive: an id is not reused.
+  met: dict[int, object] = {}  # By id. It keeps the objects alive, so that no id is reused.
   tracers: dict[int, object] = {}
   while pending:
     each = pending.pop()
@@ -238,7 +238,7 @@ _CONTAINERS: Sequence[Any] = (list, tuple, set, frozenset, collections.deque, *_
 
 def _items_of(x: object) -> list[object]:
   """Returns the items of a container of Python, and the keys of a dict."""
-  # The methods are those of Python's classes: a class of the user may compute items as it likes.
+  # Call the methods of Python's own classes: a subclass may override them with user code.
   if isinstance(x, dict):
     return [*dict.keys(x), *dict.values(x)]
   if isinstance(x, types.MappingProxyType):
@@ -250,7 +250,7 @@ def _items_of(x: object) -> list[object]:
 
 
 def _taken_along(function: types.FunctionType) -> Iterator[object]:
-  """Yields the variables around a function that it reads, and the defaults of its parameters."""
+  """Yields the closure variables of a function, and the defaults of its parameters."""
   # Its globals are those of a module, which outlive the call.
   for cell in function.__closure__ or ():
     with contextlib.suppress(ValueError):  # The variable is not assigned yet.

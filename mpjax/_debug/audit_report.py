@@ -43,8 +43,8 @@ class AuditReport(Report):
   Args:
     flops: floating-point operations of matmuls, convolutions and kernels by pass and dtype. Kernels
       count by their `cost_estimate`, in the dtype of their largest operand.
-    accumulation: FLOPs of the matmuls and convolutions in low precision, by the dtype that they say
-      they add products in; under `BACKEND_DEFAULT` if they do not say so.
+    accumulation: FLOPs of low-precision matmuls and convolutions, by the accumulation dtype that
+      they state; `BACKEND_DEFAULT` if they state none.
     residual_bytes: bytes that the forward pass keeps for the backward pass, by dtype.
     notes: what else is to be known, a sentence each.
     leaks: float32 operations where low precision was asked for, the costliest first.

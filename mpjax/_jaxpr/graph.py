@@ -241,7 +241,7 @@ class Graph:
         self._conditions += results
     if len(returned) == 1 and [x.aval for x in returned[0]] == avals:
       return returned[0]
-    # Several branches give each result, or a loop stacks it: its type is another one outside.
+    # A result may come from several branches, or have another type outside, as a stacked one has.
     joined = zip(avals, zip(*returned, strict=True), strict=True)
     return [self._add(step, [*each], [aval], joins="leave")[0] for aval, each in joined]
 

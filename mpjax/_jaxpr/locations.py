@@ -23,7 +23,7 @@ FLOAT8 = PREFIX + "float8"
 """A matmul in float8, with the scaling of its operands."""
 
 INNER_GRAD = "mpjax_inner_grad"
-"""A gradient that `mpjax.inner_grad` scales. Rewriting keeps this mark, which lacks the prefix."""
+"""The scope of `mpjax.inner_grad`. Without `PREFIX`, so that rewriting keeps it."""
 
 Direction: TypeAlias = Literal["forward", "backward", "recomputed"]
 """The pass that an operation belongs to; "recomputed": forward work that `remat` repeats."""
@@ -140,7 +140,7 @@ def _scopes(stack: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], Direc
 
 
 def is_of_inner_gradient(stack: Sequence[tuple[str, bool]]) -> bool:
-  """Whether a name stack is of the backward pass of a gradient that a differentiated loss takes."""
+  """Whether a name stack is of the backward pass of a gradient inside a differentiated loss."""
   transforms = [f"{name}()" for name, is_transform in stack if is_transform and name != "vmap"]
   # In the backward pass of the loss itself the transposition is the outermost one.
   return transforms[:1] == [_DIFFERENTIATED] and _BACKWARD in transforms

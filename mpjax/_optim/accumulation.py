@@ -120,7 +120,7 @@ def _check_extra_arguments(extra_args: Mapping[str, PyTree], where: str) -> None
   alone = [f"{name}=" for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
   if alone:
     expected = "value= and what does not depend on the batch"
-    got = "a gradient or a function of one micro-batch, for an update from all of a window"
+    got = "a gradient or function of one micro-batch, while the update is from a window of them"
     fix = "Leave them out, or add the gradients up yourself, without accumulate_gradients."
     raise MpjaxTypeError(f"{where}({', '.join(alone)})", expected=expected, got=got, fix=fix)
   expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."

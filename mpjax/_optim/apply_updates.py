@@ -30,12 +30,12 @@ def apply_updates(
   rounding: Literal["nearest", "stochastic"] = "nearest",
   key: Array | None = None,
 ) -> Params:
-  """Adds updates to parameters, as `optax.apply_updates`, with a say in how sums are rounded.
+  """Add updates to parameters like `optax.apply_updates`, with a choice of rounding.
 
-  Stochastic rounding (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015) goes to
-  one of the two neighbours in the narrower dtype, to the nearer one more often, so that the mean is
-  the exact sum. The same key gives the same parameters, however they are sharded; inside a
-  `shard_map` over sharded parameters fold the device's index into the key.
+  Stochastic rounding (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015) picks
+  one of the two neighbours in the narrower dtype, with probabilities that make the mean exact. The
+  same key gives the same parameters for any sharding. Inside a `shard_map` over sharded parameters,
+  fold the device's index into the key.
 
   Args:
     params: the parameters. Those in low precision (16 or 8 bits) are rounded, others are added to.

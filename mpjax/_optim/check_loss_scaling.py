@@ -1,4 +1,4 @@
-"""A test of a training step: is it the same at every loss scale, and nothing at an overflow?"""
+"""Check that a training step is the same at every loss scale, and changes nothing at overflow."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -37,20 +37,21 @@ _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
 
 @errors.check_call(WHERE, fix=_TWO_CALLS)
 def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> Callable[P, None]:
-  """Returns a function that raises unless `step` is right: at every scale the same, or no step.
+  """Return a function that raises unless `step` handles its loss scale correctly.
 
-  It runs `step` in float32, at several loss scales and at an overflow, and warns where nothing
-  depends on the gradients. docs/getting_started.md says which results belong to which arguments.
+  The function runs `step` in float32 at several loss scales and at an overflow. A correct step
+  returns the same at each scale, and changes nothing at an overflow. The function warns if the
+  gradients move nothing. docs/getting_started.md says how arguments are paired with results.
 
   Args:
     step: any function that returns the new state of a `mpjax.loss_scaling` among its arguments, or
       writes it to an `nnx.Optimizer` there. If it cannot be traced it runs in its own precision.
-    returns: which argument each result is the new version of, in the tree of the results. Write
-      `(0, 1, None)` for `params, opt_state, loss = step(params, opt_state, batch)`, and the name of
-      a keyword argument. Without `returns` trees are compared.
+    returns: the argument that each result replaces, as a tree with the structure of the results.
+      Each entry is a position, the name of a keyword argument, or None: `(0, 1, None)` for
+      `params, opt_state, loss = step(params, opt_state, batch)`. By default trees are compared.
 
   Returns:
-    A function of the arguments of `step`, which are not changed, nor donated. It returns None.
+    A function of the arguments of `step`. It neither changes nor donates them, and returns None.
 
   Raises:
     MpjaxTypeError: `returns` has something else than positions and names in it. When called: an
@@ -177,11 +178,10 @@ def _check_scale(step: ExaminedStep, versions: Versions, scale: ScaleInStep) -> 
 
 def _scales_to_try(step: ExaminedStep, scale: ScaleInStep) -> list[float]:
   """Returns the loss scales at which a step is run, the largest first, inf and NaN last."""
-  # A right step returns the very same at each scale, but for float16, which overflows and
-  # underflows. Far below 1 a mistake is all that is left, and far above it is gone, or the other
-  # way round, behind a clip as well: one of small gradients shows at the largest scale alone.
-  # A step is not applied at inf, which makes 0 of a plain gradient and NaN of a scaled one, unless
-  # it is tried again at a lower scale, and then returns the same. A NaN stays one.
+  # A gradient with a wrong factor of the scale dominates at one extreme and vanishes at the other,
+  # also behind a clip. With small gradients the mistake shows only at the largest scale.
+  # At inf a plain gradient becomes 0 and a scaled one NaN, so a right step is skipped, or retried
+  # at a lower scale with the same results. At NaN no retry helps.
   if scale.owned.fields == {"scale": 1}:
     return [1.0]  # At a scale that is always 1 plain gradients are right.
   if step.program.traced:
@@ -235,10 +235,10 @@ def _where_applied(runs: Sequence[Run]) -> _Compared:
 
 
 class _Dependent(NamedTuple):
-  """A new version that depends on the loss scale. In the order of tuples the first is named.
+  """A new version that depends on the loss scale. The error names the smallest of these tuples.
 
   Attributes:
-    only_overflowed: it is another at inf and NaN alone, where another optimizer may have skipped.
+    only_overflowed: it differs only at inf and NaN, where another optimizer may have skipped.
     rises: it moves more at the largest loss scale than at the smallest.
     place: where it is.
     argument: what it is the new version of.
@@ -253,7 +253,7 @@ class _Dependent(NamedTuple):
 def _dependent_on_scale(
   step: ExaminedStep, pairs: Mapping[Path, Place], compared: _Compared
 ) -> list[_Dependent]:
-  """Returns the new versions that are another at another loss scale."""
+  """Returns the new versions whose values depend on the loss scale."""
   dependent = []
   for argument, place in pairs.items():
     old = numbers(step.call.arrays[argument])
@@ -291,8 +291,8 @@ def _a_step_later(
   step: ExaminedStep, pairs: Mapping[Path, Place], after: Mapping[Place, NumpyArray]
 ) -> dict[Path, Array]:
   """Returns the arguments of the next step, as far as they have new versions."""
-  # An average that begins as a copy of the parameters is no copy then. Momentum that is 0 may stay
-  # 0, so there nothing is.
+  # An average that begins as a copy of the parameters differs from them after a step. Arrays of
+  # zeros, such as momentum, get another number, since a change of 0 would not show.
   start = dict(step.call.arrays)
   for argument, x in step.call.arrays.items():
     new: Leaf = numbers(x)
@@ -325,7 +325,7 @@ def _changed(
 
 
 def _distance(a: NumpyArray, b: NumpyArray) -> float:
-  # From 0 where it begins at inf, as the best loss so far does: all numbers are as far from that.
+  # An inf, such as the first best loss, counts as 0: every number is infinitely far from inf.
   size = np.abs(np.where(np.isfinite(a), a, 0) - b)
   return float(np.nan_to_num(np.sum(size, where=a != b, dtype=np.float64), nan=np.inf))
 

@@ -1,4 +1,4 @@
-"""`jax.grad` inside of a loss that computes in float16: scaled on the way, unscaled in float32."""
+"""`jax.grad` inside a float16 loss, with a scale of its own."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ _CALL = "mpjax.inner_grad(fun)"
 _FIX = "Write mpjax.inner_grad(energy)(x): the arguments come in a second call."
 
 _FIRST = 2.0**15
-"""The scale of the first gradient, which is measured. It fits into float16."""
+"""The scale at which gradients are measured. It fits into float16."""
 
 _TARGET = 4
 """The exponent of the largest scaled gradient: far from 2^16, where float16 ends."""
 
 _LIMITS = (2.0**-24, 2.0**60)
-"""The smallest and largest scale that is measured."""
+"""The smallest and largest scale that measuring may choose."""
 
 
 @check_call(_CALL, fix=_FIX)
@@ -48,15 +48,15 @@ def inner_grad(
     fun: a function that returns a floating scalar, or a pair of that and anything else.
     argnums: which positional arguments to differentiate with respect to.
     has_aux: whether `fun` returns a pair.
-    scale: the scale, a power of two. None measures it: the gradient is computed once more, scaled
-      by 2^15, and the scale brings its largest element to about 2^4. A scale above 2^15 is tried,
-      which costs a third gradient, and is 2^15 if something overflows. With another
-      `differentiator` it is 2^15: a function that writes to modules should run once.
+    scale: a power of two, or None to measure it. Measuring computes one more gradient, at a scale
+      of 2^15, and then chooses the scale that brings its largest element to about 2^4. A scale
+      above 2^15 is tried out with a third gradient. If that overflows, 2^15 is used. With another
+      `differentiator` the scale is 2^15: a function that writes to modules should run once.
     differentiator: the function that differentiates, `nnx.grad` for functions of NNX modules.
 
   Returns:
-    A function of the arguments of `fun` that returns the gradients of the plain function, at least
-    in float32, or a pair of them and the rest of what `fun` returned.
+    A function of the arguments of `fun` that returns the unscaled gradients, at least in float32.
+    With `has_aux` it returns a pair of the gradients and the second result of `fun`.
 
   Raises:
     MpjaxTypeError: `fun` is no function; when called: it returns no floating number.
@@ -101,7 +101,7 @@ def inner_grad(
 
 
 def _within(factor: Array | float, value: Array) -> Array:
-  """Returns a scale that a function's result can have as its cotangent."""
+  """Returns the scale, limited to 2^15 if the result is float16: its cotangent has that dtype."""
   factor = jnp.asarray(factor, jnp.float32)
   if jnp.result_type(value) == jnp.float16:
     return jnp.minimum(factor, jnp.float32(_FIRST))
@@ -117,8 +117,8 @@ def _measured(grads_at: Callable[[Array | float], Grads]) -> Array:
   scale = _scale_for(grads_at(_FIRST))
 
   def tried() -> Array:
-    # Numbers on the way may be larger than the gradients. XLA may join factors of the function, so
-    # that they become 0 at a scale that is no constant.
+    # Intermediate values of the backward pass may be larger than the gradients, and overflow. XLA
+    # may join factors of the function, whose product underflows at a scale that is no constant.
     grads = grads_at(scale)
     usable = jnp.logical_and(all_finite(grads), _largest(grads) > 0)
     return jnp.where(usable, scale, jnp.float32(_FIRST))

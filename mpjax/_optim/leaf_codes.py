@@ -1,8 +1,8 @@
 """One int32 that says which leaf was not finite, by a checksum of its path.
 
-The trees that `update` looks at may differ from the tree that the user has: a mask hides leaves,
-`optax.flatten` makes one array of all, and a model has functions beside its arrays. A position in
-one tree is the position of something else in the other, while a path means the same in both.
+The trees that `update` checks may differ from the user's tree: a mask hides leaves, `optax.flatten`
+makes one array of all, and a model has functions beside its arrays. Positions therefore differ
+between the two trees. Paths are the same in both.
 """
 
 import enum
@@ -62,7 +62,7 @@ def write_code(kind: Kind, position: int, path: KeyPath) -> int:
 
 
 def read_code(code: int) -> LeafCode | None:
-  """Returns what a code says; None of a number below all codes, such as a number of leaves."""
+  """Decodes a code; returns None for a number below all codes, such as a number of leaves."""
   rest, checksum = divmod(code, 2**16)
   kind, position = divmod(rest, 2**13)
   return LeafCode(Kind(kind), position - 1, checksum) if position else None
@@ -83,7 +83,7 @@ def coded_leaves(kind: Kind, tree: PyTree) -> list[tuple[int, Leaf]]:
 def find_leaf(code: LeafCode, named: Iterable[tuple[KeyPath, str]]) -> str | None:
   """Returns the name of the leaf with this code among those with names; None if it is not there.
 
-  Where checksums of several are alike it is the one at the position of the code, or else all.
+  If several paths have this checksum, the position decides. If it fits none, all are named.
   """
   if code.position == _LAST:
     return None

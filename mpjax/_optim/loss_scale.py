@@ -496,7 +496,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
       fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
       if is_nnx_object(opt_state)
       else "Wrap the optimizer: tx = mpjax.loss_scaling(tx). For a state pass tx.init(params), "
-      "not tx. An nnx.State has nothing of NoLossScale(): pass the nnx.Optimizer.",
+      "not tx. An nnx.State keeps nothing under NoLossScale(): pass the nnx.Optimizer.",
     )
   refuse_outside(opt_state, where, chains=True)
   picked = [one for one in scales if name is None or one.name == name]
@@ -520,12 +520,12 @@ def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleSt
 
 
 def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | None]:
-  """Returns a function that reads a loss scale, and raises if it cannot be that of the step.
+  """Returns a function that reads a loss scale, and raises if the scale is stale.
 
-  The function takes the values that the scale is for: a loss, gradients, parameters. Where one of
-  these is traced, a dynamic scale has to be traced as well: as a constant it would never move. A
-  scale whose state was donated to a step is refused too. Outside of `jit` nothing tells an old
-  state from a new one, and the function goes on reading the scale of the state it was made from.
+  The function takes the values that the scale is for: a loss, gradients, parameters. If one of
+  these is traced, a dynamic scale has to be traced too: as a constant it would never move. A scale
+  of a donated state is refused as well. Outside `jit` an old state cannot be told from a new one,
+  and the function keeps reading the scale of its state.
   """
   if not owned.stored:
     return lambda beside: None
@@ -624,7 +624,7 @@ def _beside_in_chain(parts: list[PyTree]) -> str:
 def set_loss_scale(
   opt_state: OptState, value: Array | float, *, name: str | None = None
 ) -> OptState:
-  """Returns `opt_state` with its loss scale set to `value`, which starts a new window for growth.
+  """Set the loss scale in `opt_state` to `value`, and restart its count of good steps.
 
   To carry a scale over to a larger tree of parameters, set it in the state that `init` makes.
 

@@ -72,28 +72,28 @@ def loss_scaling(
   check_updates: bool = False,
   name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that it takes gradients of a scaled loss.
+  """Wrap an optimizer so that it takes gradients of a scaled loss.
 
-  Each `update` casts the gradients to float32, divides them by the scale, looks at every element
-  for an inf or NaN, and lets `inner` work. If something was not finite the step is *skipped*: the
-  updates are -0.0 (the one number that changes no parameter's bits when added) and the entire inner
-  state stays as it was, counts of schedules included. Then the scale moves. An inf is part of the
-  method: leave `jax_debug_nans` off, and ask `mpjax.check_skipped_steps` instead.
+  `update` casts gradients to float32, divides them by the scale, checks them for inf and NaN, and
+  calls `inner.update`. If a gradient is not finite the step is *skipped*. The updates are then
+  -0.0, which changes no bits of a parameter when added. The inner state stays as it was, counts of
+  schedules included, and a dynamic scale backs off. Occasional overflow is expected: keep
+  `jax_debug_nans` off, and call `mpjax.check_skipped_steps` to detect persistent overflow.
 
-  It protects only what is inside: wrap everything that has state or reads the size of gradients,
-  `loss_scaling(optax.chain(clip, adamw))`. The gradients must be those of the scaled loss: let
-  `mpjax.value_and_grad` make them, and test a step by `mpjax.check_loss_scaling`. `inner` works in
-  float32, and sees neither integers, booleans nor keys.
+  Put everything that has state or reads the size of gradients inside:
+  `loss_scaling(optax.chain(clip, adamw))`. Compute the gradients with `mpjax.value_and_grad`, which
+  scales the loss. Test the step with `mpjax.check_loss_scaling`. `inner` works in float32, and sees
+  no integers, booleans or keys.
 
-  `update` also looks at `loss=`, arrays that have to be finite. It passes on all arguments and adds
-  `grads_finite` (bool of shape ()) and `loss_scale` (float32 of shape (), the one that these
-  gradients were divided by), but not beside the `value_fn=` of a line search, which calls it
-  with all the rest; its `grad=` is unscaled like the gradients.
+  `update` also checks `loss=`, one or more arrays, for inf and NaN. It passes all arguments to
+  `inner`, and adds `grads_finite` (bool of shape ()) and `loss_scale` (float32 of shape (), the
+  divisor of the gradients). With `value_fn=` it adds neither, since a line search passes all extra
+  arguments to that function. It unscales `grad=` like the gradients.
 
-  Several losses into one optimizer have a scale each, `loss_scaling(inner, {"a": ..., "b": ...})`:
-  differentiate one after the other with `mpjax.value_and_grad(..., name="a")`, and give `update`
-  the gradients (and `loss=`) as a dict with these keys. They are unscaled, each by its own scale,
-  and added in float32. If one overflows, the step is skipped, and its scale alone backs off.
+  For several losses, give each a scale: `loss_scaling(inner, {"a": ..., "b": ...})`.
+  Differentiate each loss with `mpjax.value_and_grad(..., name="a")`. Pass `update` the gradients
+  (and `loss=`) as a dict with these keys. Each is unscaled by its own scale, and they are added in
+  float32. If one overflows, the step is skipped, and only its scale backs off.
 
   Args:
     inner: the optimizer, or any optax transformation.
@@ -101,10 +101,10 @@ def loss_scaling(
       losses to these. With the last, `inner` is called as it is and nothing is added to the jaxpr.
     axis_name: the mapped axis, or axes, over which all devices must decide alike (`shard_map`,
       `pmap`, `vmap`). Averaging the gradients over it remains yours to do, before `update`.
-    check_updates: skip as well where the gradients are finite, but an update or a number of the
-      new inner state is not. A number of the state that is as it was does not count. Such steps
-      are `bad_updates`, and the scale does not back off. The step is computed twice: on an H200 a
-      GPT of 129 million parameters moves 14 % more bytes with adamw.
+    check_updates: also skip a step if an update or the new inner state is not finite. Unchanged
+      numbers of the state do not count. `bad_updates` counts such steps, and the scale does not
+      back off. The step is computed twice: on an H200, a GPT of 129 million parameters moves 14 %
+      more bytes with adamw.
     name: tells several loss scales in one state apart.
 
   Returns:
@@ -114,7 +114,8 @@ def loss_scaling(
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; `init`: there is another `loss_scaling` inside;
-      `update`: the state is another's, or there is a `grad_fn`, whose gradients nobody unscales.
+      `update`: the state is of another optimizer, or `grad_fn=` is passed, whose gradients would
+      not be unscaled.
     MpjaxValueError: arguments contradict each other; `update`: the gradients do not match the
       parameters, the state was created with another configuration, or `axis_name` is not bound.
 
@@ -430,8 +431,8 @@ class LossScaling:
       return _Decision(None, {})
     if not self.check_updates:
       return _Decision(finite.all, finite.first_bad)
-    # The step is computed once to look, and once more to apply: to decide first, by numbers that
-    # are never stored, takes less memory than the old and the new of everything.
+    # The step is computed twice: once into a reduction that stores nothing, and once to apply it.
+    # This takes less memory than keeping old and new values until the decision.
     new, new_inner = step(state.inner_state, inputs.params)
     changed = jax.tree.map(unless_there_before, new_inner, state.inner_state)
     leaves = coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)

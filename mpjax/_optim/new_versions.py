@@ -14,7 +14,7 @@ Tree: TypeAlias = frozenset[tuple[Names, Spec]]
 """The names, shapes and dtypes of the arrays below a node."""
 
 Kind: TypeAlias = tuple[Names, Tree]
-"""What is equal in a pair: the tree, and the name of a single array."""
+"""What an argument and its new version share: the tree, and the name of a single array."""
 
 Stated: TypeAlias = Sequence[tuple[Names, Names]]
 """Pairs that a user has stated: an argument, and the result that is its new version."""
@@ -99,8 +99,8 @@ class NewVersions:
     self._inferred: set[Names] = set()
     # The arguments are parts of these two nodes.
     self._roots: list[Names] = [(), (str(positional),)]
-    # A node of the arguments, and the node of the results in which the same names have the same
-    # place. A keyword argument has the place of a result with its name.
+    # Nodes of arguments and results below which equal names mean the same place. A keyword argument
+    # has the place of a result with its name.
     self._places: list[tuple[Names, Names]] = [(root, ()) for root in self._roots]
 
   @property
@@ -141,7 +141,7 @@ class NewVersions:
     self._places.insert(0, (node, new))
 
   def pair_trees(self) -> None:
-    """Pairs equal trees, the largest first; raises where several results may be one argument's."""
+    """Pairs equal trees, the largest first; raises if several results fit one argument."""
     waiting: dict[Kind, list[Names]] = {}
     self._wait(self._unpaired(()), waiting)
     while waiting:
@@ -158,7 +158,7 @@ class NewVersions:
       waiting.setdefault(self._arguments.kind(node), []).append(node)
 
   def _named_parts(self, nodes: list[Names]) -> list[Names]:
-    # The parts of a tuple, such as a batch, have nothing but their positions.
+    # Parts of a tuple, such as a batch, have only positions, so equal shapes mean little.
     parts = [part for node in nodes for part in self._arguments.children(node)]
     return [part for part in parts if _last_name(part)]
 

@@ -74,20 +74,20 @@ def state_dtype(
   allow_second_moments: bool = False,
   rounding: Literal["nearest", "stochastic"] = "nearest",
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that its first moments are stored in 16 bits, and computed in float32.
+  """Wrap an optimizer so that its first moments are stored in 16 bits, and computed in float32.
 
-  Each update reads the first moments in float32, computes with them as `inner` does, and rounds
-  what it stores. A number beyond the range of the dtype becomes its largest number. (`mu_dtype` of
-  optax decays the stored moment in its own dtype, and some optimizers have none.) `inner` sees
-  parameters and gradients in float32, so its other moments are in float32 too. Moments are
-  found by the names of fields, wherever they are: `mu`, `trace` (the momentum of `optax.sgd`),
-  `m1`, `exp_avg`, `m` and `v` of `optax.adan`, and `nu` of `optax.sm3`, which is its momentum.
+  Each update casts the stored moments to float32, calls `inner.update`, and rounds the new moments.
+  Numbers beyond the range of the dtype become its largest number. `inner` sees parameters and
+  gradients in float32, so its other moments are in float32 too. Moments are found by the names of
+  fields at any depth: `mu`, `trace` (the momentum of `optax.sgd`), `m1`, `exp_avg`, `m` and `v` of
+  `optax.adan`, and `nu` of `optax.sm3`, which is its momentum.
 
-  Rounded to nearest, a decay of 0.9 or 0.95 does in bfloat16. From 0.998 on, a step changes a
-  moment by less than its rounding, and is lost; rounded stochastically, it is right on average.
-  float16 has no numbers below 6e-8, as first moments often are. Second moments are refused for the
-  same reasons; where they are allowed, `init` warns of a decay that is out of reach of the dtype.
-  `mpjax.loss_scaling` belongs around it; `mpjax.master_weights` may be inside or around.
+  In bfloat16, rounding to nearest works for a decay of 0.9 or 0.95. From 0.998 on, a step changes a
+  moment by less than half a unit in the last place, and is lost. Stochastic rounding is right on
+  average. float16 has no positive numbers below 6e-8, and first moments are often smaller. Second
+  moments are refused for the same reasons. If they are allowed, `init` warns about a decay that the
+  dtype cannot follow.
+  `mpjax.loss_scaling` belongs around it. `mpjax.master_weights` may be inside or around.
 
   Args:
     inner: the optimizer.

@@ -81,9 +81,9 @@ class StepProgram:
 
   Attributes:
     traced: whether it could be traced. Otherwise it runs in its own precision.
-    dtypes: those of all values that it computes, other than by a cast; empty if it is not traced.
-    unscaled_gradient: the place of a float16 gradient that the loss takes itself, not by
-      `mpjax.inner_grad`; None if there is none.
+    dtypes: the dtypes of all values that it computes, except by casts; empty if not traced.
+    unscaled_gradient: the place of a float16 gradient inside the loss that `mpjax.inner_grad` did
+      not compute; None if there is none.
   """
 
   def __init__(self, call: StepCall) -> None:
@@ -93,7 +93,7 @@ class StepProgram:
     self._graph: Graph | None = None
     self.dtypes: set[DType | None] = set()
     self.unscaled_gradient: Location | None = None
-    # What is wrong with a step that cannot be traced, it raises again where it runs.
+    # A step that fails here also fails when it runs, and the user sees that error.
     with contextlib.suppress(*errors.REFUSALS, *errors.flax_errors()):
       self._trace()
 

@@ -33,9 +33,9 @@ def value_and_grad(
 ) -> Callable[P, tuple[PyTree, Grads]]:
   """Like `jax.value_and_grad`, for a loss that is scaled before it is differentiated.
 
-  **Build it in the step**, from the state that the step is given: the function keeps the scale of
-  `opt_state`, and after an update `update` would divide by another one. In a compiled step a
-  dynamic scale from outside raises an error. In a loop outside of `jit` it is not noticed.
+  **Build it inside the step**, from the state that the step is given. The function keeps the scale
+  of `opt_state`, while `update` divides by the current scale. In a compiled step a dynamic scale
+  from outside raises an error. In a loop outside `jit` the mistake is not noticed.
 
   Args:
     fun: returns a loss, floating of shape (), or that and anything else if `has_aux`.

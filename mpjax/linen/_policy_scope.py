@@ -26,15 +26,15 @@ _WHERE = "mpjax.policy_scope(policy)"
 def policy_scope(
   policy: PolicyLike | None, rules: Iterable[Rule] = (), *, unmatched: str = "warn"
 ) -> contextlib.AbstractContextManager[None]:
-  """Runs every Linen model called inside under a policy: for code that never shows its `.apply`.
+  """Run every Linen model called inside under a policy, for code that hides its `.apply`.
 
   The scope belongs to the thread that enters it, and to every function that is traced or called
   inside: `jax.jit` traces once for each policy. Flax's NNX has no hook for calls: give
   `mpjax.with_policy(model, policy)` to the code that calls an NNX model.
 
-  A scope warns when it is left if no Linen module ran under its policy, or if a rule has picked out
-  none. Modules that ran in earlier scopes of an equal policy and equal rules count: JAX may call
-  what it traced there, and then runs no module. A scope with another one inside may run nothing.
+  On exit a scope warns if no Linen module ran under its policy, or if a rule picked out no module.
+  Modules that ran in earlier scopes with an equal policy and equal rules count, since JAX may reuse
+  their traces. A scope that contains another scope does not have to run a module itself.
 
   Args:
     policy: as for `with_policy`.
@@ -47,8 +47,8 @@ def policy_scope(
     module that is running under a policy (MpjaxRuntimeError).
 
   Raises:
-    MpjaxValueError: when it is left, with `unmatched="raise"`. Of a rule it is an
-      UnmatchedRuleError.
+    MpjaxValueError: on exit with `unmatched="raise"`, if no module ran. For a rule that picked out
+      no module it is an UnmatchedRuleError.
 
   >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
   >>> variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
@@ -168,10 +168,9 @@ def _nothing_ran() -> MpjaxValueError:
 
 def activate_scope(state: Active, opened: contextlib.ExitStack) -> ScopeToken:
   """Makes a state active for a scope that may be left in any order."""
-  # A generator that yields inside a scope leaves it when it ends, which may be after another scope
-  # was entered. That one stays active, and when it is left too what was before both is restored.
-  # Left as a `with` block is, the scope of the generator would restore what was before it, and a
-  # model called next in the other scope would run without a policy.
+  # A generator that yields inside a scope leaves it when it ends, perhaps after another scope was
+  # entered. The other scope then has to stay active, so leaving cannot simply restore the state
+  # before. That state is restored when both scopes have been left.
   before = ACTIVE.value
   if before is not None and before.token is not None:
     before.token.has_inner = True

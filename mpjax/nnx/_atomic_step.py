@@ -1,4 +1,4 @@
-"""A step that writes to objects of NNX: all of it happens, or nothing."""
+"""A step that writes to NNX objects, and is applied or skipped as a whole."""
 
 import copy
 import functools
@@ -31,15 +31,16 @@ _WHERE = "mpjax.nnx.atomic_step(step)"
 
 
 def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
-  """Returns `step` such that nothing of a skipped step remains in what it was given.
+  """Make `step` restore everything that it wrote if one of its updates is skipped.
 
-  What a step writes beside parameters and the optimizer's state (batch statistics, counts of random
-  numbers, `optimizer.step`) this takes back, bit for bit, where an optimizer that it has updated
-  has skipped, and with it all other updates of the step. Only loss scales and their counters move.
+  An optimizer that skips its update keeps parameters and optimizer state. The step may have written
+  more: batch statistics, counts of random numbers, `optimizer.step`, or the updates of another
+  optimizer. All of these get their old values back, bit for bit. Only loss scales and their
+  counters move.
 
-  Variables that the step replaces, adds or deletes are as before, too. Under `nnx.jit` tracing
-  decides which variables there are, for all steps: a replaced one gets its old value back, a new
-  one stays, and a deleted one stays deleted.
+  Variables that the step replaces, adds or deletes are restored too. Under `nnx.jit` tracing
+  decides which variables exist. There a replaced variable gets its old value back, a new one stays,
+  and a deleted one stays deleted.
 
   Args:
     step: a function of models, of an `nnx.Optimizer` around `mpjax.loss_scaling`, and of anything
@@ -79,7 +80,7 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
 
 
 def _run_atomically(step: Function, args: Args, kwargs: Kwargs) -> Any:
-  """Returns what the step does, after the objects that it has written to are as they should be."""
+  """Calls the step, restores its objects if it is skipped, and returns its result."""
   arguments = {**{f"args[{i}]": x for i, x in enumerate(args)}, **kwargs}
   before, scales = _state_of(arguments), _scales_of(arguments)
   states = [one.state for one in scales]
@@ -281,8 +282,9 @@ def _select(
       _WHERE,
       expected="variables whose values keep their structure, shapes and dtypes",
       got=listed(problems),
-      fix="Under nnx.jit a skipped step can only put back what is like the new value. Take out "
-      "what model.sow has stored, before the step or in it: nnx.pop(model, nnx.Intermediate).",
+      fix="Under nnx.jit a skipped step can only restore a value of the same structure, shapes and "
+      "dtypes. Pop what model.sow has stored, before or in the step: nnx.pop(model, "
+      "nnx.Intermediate).",
     )
   # In one call: a mask may serve several.
   chosen = pick(applied, [pair.new for pair in pairs], [pair.olds[0] for pair in pairs])

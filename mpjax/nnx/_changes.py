@@ -1,4 +1,4 @@
-"""Set on the user's modules what a call has set on the modules of a view."""
+"""Copy the changes of a call from the modules of a view to the user's modules."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -53,7 +53,7 @@ class Models:
 
 
 def copy_changes(module: nnx.Pytree, before: Mapping[str, Any], models: Models) -> None:
-  """Changes the user's module as a call has changed that of a view.
+  """Copies what a call has changed on a view's module to the user's module.
 
   Args:
     module: the view's module; nothing happens if there is none of the user's behind it.

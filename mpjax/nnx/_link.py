@@ -29,9 +29,8 @@ class Link:
       those that were set on the view since.
   """
 
-  # Both references are weak. A link is an attribute that NNX takes to be static, so it is part of
-  # graph definitions, and JAX keeps these in its caches as long as the program runs. They would
-  # keep each model alive, with its arrays.
+  # Links are static attributes, so JAX's caches keep them for as long as the program runs. Strong
+  # references would keep every model and its arrays alive.
   def __init__(
     self, path: str, view: nnx.Pytree | None = None, model: nnx.Pytree | None = None
   ) -> None:

@@ -35,7 +35,7 @@ from mpjax.nnx._graph import (
 from mpjax.nnx._link import check_modes, is_view, path_of, resolved_policy
 
 _TAG = "mpjax.policy"
-"""The name of the context in which NNX remembers which copy is that of which original."""
+"""The name of the context in which NNX maps each copy to its original."""
 
 
 def current() -> Active | None:

@@ -127,7 +127,7 @@ def _text(path: KeyPath) -> str:
 def _share_attributes(
   module: nnx.Pytree, copy: nnx.Pytree, counterparts: Mapping[int, nnx.Pytree]
 ) -> None:
-  """Sets attributes of a view's module that NNX has not copied as a view needs them.
+  """Sets the attributes of a view's module that need more than NNX's copy.
 
   Args:
     module: the user's module.
