@@ -80,8 +80,8 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
     is_scaled = any(scale.owned.stored for scale in scales)
     if program.unscaled_gradient is not None and is_scaled:
       warnings.warn(_unscaled_gradient(program.unscaled_gradient), stacklevel=2)
-    for _ in nothing_moved:
-      expected = "a step whose gradients change what it returns"
+    for owned in nothing_moved:
+      expected = f"a step whose gradients, scaled by {owned.label!r}, change what it returns"
       got = "the same from a step that was applied and one skipped, so that nothing was checked"
       fix = "After a step or two there may be more; else gradients are zero, or updates are lost."
       warnings.warn(errors.message(WHERE, expected=expected, got=got, fix=fix), stacklevel=2)

@@ -48,10 +48,12 @@ def inner_grad(
     fun: a function that returns a floating scalar, or a pair of that and anything else.
     argnums: which positional arguments to differentiate with respect to.
     has_aux: whether `fun` returns a pair.
-    scale: a power of two, or None to measure it. Measuring computes one more gradient, at a scale
-      of 2^15, and then chooses the scale that brings its largest element to about 2^4. A scale
-      above 2^15 is tried out with a third gradient. If that overflows, 2^15 is used. With another
-      `differentiator` the scale is 2^15: a function that writes to modules should run once.
+    scale: a positive number, or None to measure it. A power of two adds no rounding. Measuring
+      computes one more gradient, at a scale of 2^15, and then chooses the power of two that brings
+      its largest element to about 2^4. A scale above 2^15 is tried out with a third gradient. If
+      that overflows, 2^15 is used. With another `differentiator` the scale is 2^15: a function
+      that writes to modules should run once. Under `jit` XLA may join literal factors of `fun` to
+      one that underflows. The gradient is then 0 at a measured scale; pass `scale=2.0**15`.
     differentiator: the function that differentiates, `nnx.grad` for functions of NNX modules.
 
   Returns:
@@ -92,7 +94,7 @@ def inner_grad(
     with jax.named_scope(INNER_GRAD):
       factor = fixed
       if factor is None:
-        # The scale depends on the gradients, but nobody differentiates it.
+        # The scale depends on the gradients, and is not differentiated.
         factor = _measured(lambda by: jax.lax.stop_gradient(scaled_grad(by, *args, **kwargs)[0]))
       grads, aux = scaled_grad(factor, *args, **kwargs)
     return (grads, aux) if has_aux else grads
@@ -117,11 +119,8 @@ def _measured(grads_at: Callable[[Array | float], Grads]) -> Array:
   scale = _scale_for(grads_at(_FIRST))
 
   def tried() -> Array:
-    # Intermediate values of the backward pass may be larger than the gradients, and overflow. XLA
-    # may join factors of the function, whose product underflows at a scale that is no constant.
-    grads = grads_at(scale)
-    usable = jnp.logical_and(all_finite(grads), _largest(grads) > 0)
-    return jnp.where(usable, scale, jnp.float32(_FIRST))
+    # Intermediate values of the backward pass may be larger than the gradients, and overflow.
+    return jnp.where(all_finite(grads_at(scale)), scale, jnp.float32(_FIRST))
 
   return jax.lax.cond(scale > _FIRST, tried, lambda: scale)
 
@@ -129,15 +128,9 @@ def _measured(grads_at: Callable[[Array | float], Grads]) -> Array:
 @full_precision
 def _scale_for(grads: Grads) -> Array:
   """Returns the scale that brings the largest of some gradients to about 2^4."""
-  largest = _largest(grads)
+  sizes = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(grads) if is_inexact(x)]
+  largest = functools.reduce(jnp.maximum, [x.astype(jnp.float32) for x in sizes], jnp.float32(0))
   _, exponent = jnp.frexp(largest)
   scale = jnp.clip(jnp.ldexp(jnp.float32(1), _TARGET - exponent), *_LIMITS)
   scale = jnp.where(largest > 0, scale, jnp.float32(_FIRST))
   return jnp.where(jnp.isfinite(largest), scale, jnp.float32(1))
-
-
-@full_precision
-def _largest(grads: Grads) -> Array:
-  """Returns the largest absolute value in some gradients, 0 if there are none."""
-  sizes = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(grads) if is_inexact(x)]
-  return functools.reduce(jnp.maximum, [x.astype(jnp.float32) for x in sizes], jnp.float32(0))

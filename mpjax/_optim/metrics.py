@@ -336,8 +336,9 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
     if by_loss and jax.tree.structure(updates) != jax.tree.structure(params):
       updates = functools.reduce(functools.partial(jax.tree.map, jnp.add), updates.values())
     counts = _count(updates, params, new_updates, old.counts)
-    for state in (one.state for one in scales):
-      counts = counts if state is None else pick(state.finite, counts, old.counts)
+    for one in scales:
+      if one.state is not None:
+        counts = pick(one.state.finite, counts, old.counts)
     return new_updates, MonitorState(counts, new)
 
   return optax.GradientTransformationExtraArgs(init, update)

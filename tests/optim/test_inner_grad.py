@@ -76,12 +76,19 @@ def test_a_small_gradient_does_not_underflow():
   assert mpjax.inner_grad(small, scale=2.0**10)(x).tolist() == [2.0**-26] * 3
 
 
-def test_factors_that_xla_joins_leave_no_zero_at_a_measured_scale():
+@pytest.mark.parametrize("scale", [None, 2.0**15])
+def test_a_small_gradient_does_not_underflow_under_jit(scale):
   def energy(x, w):
     return jnp.sum(x.astype(jnp.float16) * w * w)
 
   w = jnp.full(3, 2.0**-13, jnp.float16)
-  found = jax.jit(mpjax.inner_grad(energy))(jnp.ones(3), w)
+  found = jax.jit(mpjax.inner_grad(energy, scale=scale))(jnp.ones(3), w)
+  assert found.tolist() == [2.0**-26] * 3
+
+
+def test_a_fixed_scale_is_right_where_xla_joins_literal_factors():
+  # With a measured scale their product underflows, as it does in the function itself.
+  found = jax.jit(mpjax.inner_grad(small, scale=2.0**15))(jnp.ones(3))
   assert found.tolist() == [2.0**-26] * 3
 
 
