@@ -149,7 +149,7 @@ def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
     stepped(unscaled),
     stepped(mpjax.loss_scaling(adamw, dynamic)),
     (functools.partial(micro_batches_by_hand, apply), state(adamw)),
-    stepped(unscaled, accumulate=MICRO_BATCHES),
+    stepped(unscaled, micro_batches=MICRO_BATCHES),
     with_tx(updated, window),
     with_tx(updated, mpjax.accumulate_gradients(adamw, MICRO_BATCHES)),
     (functools.partial(masters_by_hand, apply), by_hand),

@@ -98,7 +98,7 @@ def prepare(policy, steps, devices, accum_grad, seed=0):
   update = mpjax.make_train_step(
     loss_fn,
     tx,
-    accumulate=accum_grad,  # 4
+    micro_batches=accum_grad,  # 4
     axis_name="data",  # 5
     max_retries=updater["max_retries"],  # 6
   )

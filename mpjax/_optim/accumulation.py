@@ -37,7 +37,7 @@ def accumulate_gradients(
 
   With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`: the window
   waits for `every` micro-batches that are finite. One decision for all of them is
-  `mpjax.make_train_step(accumulate=...)`.
+  `mpjax.make_train_step(micro_batches=...)`.
 
   Args:
     inner: the optimizer.

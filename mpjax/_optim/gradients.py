@@ -111,7 +111,7 @@ def batch_gradients(
   state: TrainState,
   batch: PyTree,
   rng: Array | None,
-  accumulate: int,
+  micro_batches: int,
   axes: tuple[Hashable, ...],
   integer_state: IntegerState,
 ) -> tuple[Array, PyTree, Metrics, Grads, PyTree]:
@@ -142,7 +142,7 @@ def batch_gradients(
     return at_least_float32(loss), vary(new), metrics, jax.tree.map(at_least_float32, grads)
 
   model_state = vary(state.model_state)
-  if accumulate == 1:
+  if micro_batches == 1:
     loss, model_state, metrics, grads = run(model_state, batch, rng)
   else:
 
@@ -153,13 +153,13 @@ def batch_gradients(
       return (model_state, jax.tree.map(jnp.add, total, grads)), (loss, metrics)
 
     zeros = jax.tree.map(lambda p: jnp.zeros_like(at_least_float32(p)), params)
-    # Row i goes to micro-batch i % accumulate: what is divided over devices stays where it is.
-    cut = lambda x: x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])  # noqa: E731
-    micro_batches = jax.tree.map(lambda x: jnp.moveaxis(cut(x), 1, 0), batch)
+    # Row i goes to micro-batch i % micro_batches: what is divided over devices stays where it is.
+    cut = lambda x: x.reshape(x.shape[0] // micro_batches, micro_batches, *x.shape[1:])  # noqa: E731
+    parts = jax.tree.map(lambda x: jnp.moveaxis(cut(x), 1, 0), batch)
     (model_state, total), (losses, each) = jax.lax.scan(
-      body, (model_state, zeros), (jnp.arange(accumulate), micro_batches)
+      body, (model_state, zeros), (jnp.arange(micro_batches), parts)
     )
-    grads = jax.tree.map(lambda t: t / accumulate, total)
+    grads = jax.tree.map(lambda t: t / micro_batches, total)
     loss = jnp.mean(losses)
     metrics = jax.tree.map(
       lambda x: jnp.mean(x, axis=0) if is_inexact(x) else jnp.sum(x, axis=0, dtype=x.dtype), each

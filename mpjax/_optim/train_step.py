@@ -103,7 +103,7 @@ def make_train_step(
   loss_fn: LossFn,
   tx: optax.GradientTransformationExtraArgs,
   *,
-  accumulate: int = 1,
+  micro_batches: int = 1,
   axis_name: AxisName | None = None,
   integer_state: IntegerState = None,
   max_retries: int = 0,
@@ -123,7 +123,7 @@ def make_train_step(
       is a floating scalar, a mean over the batch; `metrics` is a dict of arrays; `model_state`
       keeps its structure, shapes and dtypes; `rng` is None if the state has none.
     tx: the optimizer, with `mpjax.loss_scaling` around it; the loss is passed to it as `value=`.
-    accumulate: cut the batch into this many micro-batches, whose float32 gradients are added.
+    micro_batches: cut the batch into this many micro-batches, whose float32 gradients are added.
     axis_name: the mapped axis, or axes, of a `jax.shard_map` or `jax.pmap` around the step, over
       which gradients, loss, floating model state and metrics are averaged.
     integer_state: what becomes of integers in `model_state` under `axis_name`: "sum" adds the
@@ -149,7 +149,7 @@ def make_train_step(
   ...   error = batch["x"] @ params - batch["y"]
   ...   return jnp.mean(error**2), (model_state, {"worst": jnp.max(jnp.abs(error))})
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
-  >>> step = mpjax.make_train_step(loss_fn, tx, accumulate=2)
+  >>> step = mpjax.make_train_step(loss_fn, tx, micro_batches=2)
   >>> state = mpjax.TrainState.create(jnp.zeros(2), tx)
   >>> batch = {"x": jnp.eye(2), "y": jnp.asarray([1.0, 3.0])}
   >>> state, metrics = step(state, batch)
@@ -161,7 +161,7 @@ def make_train_step(
   expected, fix = "an optax transformation", "Pass mpjax.loss_scaling(optax.adamw(1e-3))."
   check_type(tx, optax.GradientTransformation, f"{call}(tx)", expected=expected, fix=fix)
   fix = "1 does not cut the batch."
-  accumulate = check_int(accumulate, f"{call}(accumulate)", least=1, fix=fix)
+  micro_batches = check_int(micro_batches, f"{call}(micro_batches)", least=1, fix=fix)
   max_retries = check_int(max_retries, f"{call}(max_retries)", least=0, fix="0 never retries.")
   check_flag(donate, f"{call}(donate)")
   is_decay = ema_decay is None or (isinstance(ema_decay, float) and 0 <= ema_decay < 1)
@@ -202,13 +202,13 @@ def make_train_step(
         fix="Use one of the two, mpjax.master_weights or stochastic rounding, which takes its bits "
         "from TrainState.create(..., rng=jax.random.key(0)).",
       )
-    leaves = jax.tree_util.tree_leaves_with_path(batch) if accumulate > 1 else []
+    leaves = jax.tree_util.tree_leaves_with_path(batch) if micro_batches > 1 else []
     rows = {jnp.shape(x)[:1] for _, x in leaves}
-    if len(rows) > 1 or any(not shape or shape[0] % accumulate for shape in rows):
+    if len(rows) > 1 or any(not shape or shape[0] % micro_batches for shape in rows):
       raise MpjaxValueError(
-        f"{call}(accumulate={accumulate}): step(batch)",
+        f"{call}(micro_batches={micro_batches}): step(batch)",
         expected="leaves with one first axis, that of the examples, which can be cut into "
-        f"{accumulate} micro-batches",
+        f"{micro_batches} micro-batches",
         got=listed([f"shape {list(jnp.shape(x))} at {key_text(path)}" for path, x in leaves]),
         fix="Choose a batch size that is a multiple, and drop or pad the last batch. Let loss_fn "
         "close over what belongs to all of it (a mask, class weights).",
@@ -221,7 +221,7 @@ def make_train_step(
     if axes and rng is not None:
       rng = jax.random.fold_in(rng, jax.lax.axis_index(axes))
     loss, model_state, metrics, grads, watched = batch_gradients(
-      loss_fn, state, batch, rng, accumulate, axes, integer_state
+      loss_fn, state, batch, rng, micro_batches, axes, integer_state
     )
     forward = (loss, watched)
     norm = jnp.sqrt(sum_of_squares(jax.tree.leaves(unscale(grads, state.opt_state))))

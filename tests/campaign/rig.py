@@ -232,7 +232,7 @@ def run_program(setup: Setup, guard: bool) -> Any:
     step = mpjax.make_train_step(
       network.loss_in(setup.compute),
       tx,
-      accumulate=setup.parts,
+      micro_batches=setup.parts,
       max_retries=setup.retries if guard else 0,
       ema_decay=0.5 if setup.ema else None,
     )

@@ -70,7 +70,7 @@ BY_HAND = (
 )
 
 # A bad micro-batch of `mpjax.accumulate_gradients` does not count: the window waits. One of
-# `make_train_step(accumulate=...)` drops the window.
+# `make_train_step(micro_batches=...)` drops the window.
 WAITING = (
   Setup("float16", "float16", "adam", hysteresis=2, window="4"),
   Setup("float32", "float32", "clip adamw schedule", window="2"),

@@ -297,7 +297,7 @@ TABLE = f"""
 | `a` | not offered: JAX has no such thing | — |
 | `b` | `mpjax.DynamicLossScale(init_scale=2**16)`, in \
 `with mpjax.linen.policy_scope(p):` | `{ID}` |
-| `c` | `mpjax.make_train_step(..., accumulate=4)`, `mpjax.Policy.parse("p=f32")` | `{ID}` |
+| `c` | `mpjax.make_train_step(..., micro_batches=4)`, `mpjax.Policy.parse("p=f32")` | `{ID}` |
 
 | feature | more | test |
 |---|---|---|

@@ -98,7 +98,7 @@ def test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient(mode, devices):
 @pytest.mark.parametrize("mode", ["shard_map", "shard_map without check_vma"])
 def test_a_reduced_loss_in_micro_batches(mode, devices):
   # Row 0 of each device and then row 1, each a masked mean over all devices.
-  step = step_of(global_mean, axis_name="data", accumulate=2)
+  step = step_of(global_mean, axis_name="data", micro_batches=2)
   state, metrics = on_devices(step, mode, devices)(START, ROWS)
   gradient, loss = by_numpy([slice(0, 8, 2), slice(1, 8, 2)])
   np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
@@ -159,8 +159,8 @@ def test_all_integers_alike(devices):
 STEPS = "uint32[] at steps"
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_integers_that_change_and_of_which_nothing_is_said(accumulate, devices):
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_integers_that_change_and_of_which_nothing_is_said(micro_batches, devices):
   # Not those that only pass through: a table, a mask, a key.
   all_three = "; ".join(
     f"nothing about {leaf}" for leaf in ("int32[] at counts/tokens", "bool[] at started", STEPS)
@@ -170,7 +170,7 @@ def test_integers_that_change_and_of_which_nothing_is_said(accumulate, devices):
     where = "mpjax.make_train_step(axis_name=('data',)): model_state"
     expected = "integer_state= to say how devices combine integers"
     with refused(ValueError, where, expected, got, 'Pass integer_state="sum"'):
-      after(counting, devices, integer_state=given, accumulate=accumulate)
+      after(counting, devices, integer_state=given, micro_batches=micro_batches)
 
 
 def through(params, old, batch, rng):
@@ -183,10 +183,10 @@ def through(params, old, batch, rng):
   return loss, (new, {})
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_integers_that_pass_through_need_no_word(accumulate, devices):
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_integers_that_pass_through_need_no_word(micro_batches, devices):
   old = {name: before() for name in ("plain", "jit", "remat")}
-  step = mpjax.make_train_step(through, SGD, axis_name="data", accumulate=accumulate)
+  step = mpjax.make_train_step(through, SGD, axis_name="data", micro_batches=micro_batches)
   state = mpjax.TrainState.create(jnp.ones(2), SGD, model_state=old)
   found = on_devices(step, "shard_map", devices)(state, TOKENS)[0].model_state
   assert jax.tree.all(jax.tree.map(lambda a, b: jnp.all(a == b), found, old))

@@ -246,7 +246,7 @@ def test_a_train_step_with_micro_batches_average_retries_and_donation():
   batches[[3, 8, 9], 3, 3] = np.inf
   for storage in STORAGES:
     tx = mpjax.loss_scaling(masters(storage)(optax.adamw(1e-2)))
-    step = mpjax.make_train_step(train_loss, tx, accumulate=2, ema_decay=0.9, max_retries=2)
+    step = mpjax.make_train_step(train_loss, tx, micro_batches=2, ema_decay=0.9, max_retries=2)
     state = mpjax.TrainState.create(jax.tree.map(jnp.asarray, params()), tx, ema=True)
     types = jax.tree.map(jax.typeof, state)
     with compilations() as compiled:

@@ -131,7 +131,7 @@ def test_averages_are_float32_whatever_is_stored_and_computed(eight_devices):
   for stored, compute, check_vma in itertools.product(XLA, XLA, [True, False]):
     # In micro-batches too, for one of the two: they are added up before.
     step, state, put = mapped_step(
-      eight_devices, stored, compute, check_vma, accumulate=1 if check_vma else 2
+      eight_devices, stored, compute, check_vma, micro_batches=1 if check_vma else 2
     )
     program = jax.make_jaxpr(step)(state, put(jnp.ones((16, 3))))
     found = sorted(

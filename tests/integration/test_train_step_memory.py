@@ -56,11 +56,11 @@ def ours(inner, stored, dtype, *, config=None, ema=False, check=False, **options
 
 
 @functools.cache
-def plain(inner, dtype, accumulate):
+def plain(inner, dtype, micro_batches):
   """Returns the temporaries of the same step in plain optax, with float32 parameters."""
 
   def step(params, opt_state, batch):
-    if accumulate == 1:
+    if micro_batches == 1:
       loss, grads = jax.value_and_grad(loss_of)(params, batch, dtype)
     else:
 
@@ -68,9 +68,9 @@ def plain(inner, dtype, accumulate):
         loss, grads = jax.value_and_grad(loss_of)(params, part, dtype)
         return jax.tree.map(jnp.add, total, grads), loss
 
-      parts = batch.reshape(accumulate, -1, WIDTH)
+      parts = batch.reshape(micro_batches, -1, WIDTH)
       total, loss = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), parts)
-      grads = jax.tree.map(lambda g: g / accumulate, total)
+      grads = jax.tree.map(lambda g: g / micro_batches, total)
     updates, opt_state = inner.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 
@@ -88,7 +88,7 @@ def check_held(found, state, metrics):
 
 ADAMW = optax.adamw(1e-3)
 CASES = {
-  "float16, micro-batches": (ADAMW, jnp.float16, {"accumulate": 4}),
+  "float16, micro-batches": (ADAMW, jnp.float16, {"micro_batches": 4}),
   "bfloat16, static": (ADAMW, jnp.bfloat16, {"config": mpjax.StaticLossScale(8)}),
   "bfloat16, average": (ADAMW, jnp.bfloat16, {"ema": True}),
   "float16, retries": (ADAMW, jnp.float16, {"max_retries": 2}),
@@ -106,7 +106,7 @@ def test_a_step_holds_its_state_and_one_more_gradient(name):
   inner, dtype, options = CASES[name]
   found, state, metrics = ours(inner, jnp.float32, dtype, **options)
   check_held(found, state, metrics)
-  limit = plain(inner, dtype, options.get("accumulate", 1)) + TREE + SLACK
+  limit = plain(inner, dtype, options.get("micro_batches", 1)) + TREE + SLACK
   assert found.temp_size_in_bytes <= limit
 
 

@@ -120,7 +120,7 @@ def test_right_steps_of_make_train_step_pass(kind):
 
   more = kind == "cut, retried and averaged"
   # Tried again until it is finite: then no scale is skipped, not even inf.
-  options = {"ema_decay": 0.9, "accumulate": 2, "max_retries": 30} if more else {}
+  options = {"ema_decay": 0.9, "micro_batches": 2, "max_retries": 30} if more else {}
   step = mpjax.make_train_step(model, tx, **options)
   state = mpjax.TrainState.create(params, tx, ema=more)
   mpjax.check_loss_scaling(step)(state, batch=batch)

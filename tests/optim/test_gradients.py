@@ -35,7 +35,7 @@ def gradients(loss_fn, batch, params=None, tx=SGD, model_state=(), **options):
 def test_accumulation_is_the_exact_mean(k):
   # Against NumPy in float64, to the bit; the numbers of the metrics too.
   batch = rows(24)
-  found, _, metrics = gradients(quadratic, batch, accumulate=k)
+  found, _, metrics = gradients(quadratic, batch, micro_batches=k)
   x, y = (batch[key].astype(np.float64) for key in "xy")
   exact = -(x.T @ y) / 24
   np.testing.assert_array_equal(found, exact.astype(np.float32))
@@ -64,11 +64,11 @@ def test_sums_are_float32(half):
   big, small = [30000.0] * 8, [2048.0] + [1.0] * 7
   batch = jnp.asarray([big, small]).T
   params = {name: jnp.zeros(2, dtype) for name, dtype in stored.items()}
-  step = mpjax.make_train_step(loss_fn, tx, accumulate=8)
+  step = mpjax.make_train_step(loss_fn, tx, micro_batches=8)
   jaxpr = jax.make_jaxpr(step)(mpjax.TrainState.create(params, tx), batch)
   sums = [eqn.outvars[0].aval for eqn, _ in equations(jaxpr) if eqn.primitive.name == "add"]
   assert {str(aval) for aval in sums if aval.shape == (2,)} == {"float32[2]"}
-  found, _, metrics = gradients(loss_fn, batch, params, tx, accumulate=8)
+  found, _, metrics = gradients(loss_fn, batch, params, tx, micro_batches=8)
   assert metrics["finite"]
   squares = 0
   for name, dtype in computed.items():
@@ -98,7 +98,7 @@ def test_metrics(devices, how):
   k, axis = (2 if how in ("micro-batches", "both") else 1), how in ("devices", "both")
 
   loss_fn = returning(lambda loss, state: (loss, (state, METRICS)))
-  step = mpjax.make_train_step(loss_fn, SGD, accumulate=k, axis_name="data" if axis else None)
+  step = mpjax.make_train_step(loss_fn, SGD, micro_batches=k, axis_name="data" if axis else None)
   step = over_devices(step, devices) if axis else step
   _, found = step(mpjax.TrainState.create(jnp.zeros(3), SGD), jnp.zeros(8))
   parts = k * (4 if axis else 1)
@@ -158,7 +158,7 @@ def test_the_batch_is_seen_in_the_order_of_devices(devices):
     here = jax.nn.one_hot(batch[0], 8, dtype=jnp.uint32)
     return jnp.sum(params), (draws, {"bits": bits * here})
 
-  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", accumulate=2)
+  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", micro_batches=2)
   step = over_devices(step, devices)
   key = jax.random.key(5)
   state = mpjax.TrainState.create(jnp.zeros(3), SGD, rng=key)
@@ -234,7 +234,7 @@ def test_a_model_state_that_changes_its_type(k):
     where = "mpjax.make_train_step(loss_fn): model_state"
     expected = "the structure, shapes and dtypes that it was given"
     with refused(ValueError, where, expected, got, "cast to the dtypes of the old one"):
-      gradients(loss_fn, jnp.zeros(2), model_state=old, accumulate=k)
+      gradients(loss_fn, jnp.zeros(2), model_state=old, micro_batches=k)
 
 
 def test_an_axis_that_is_not_bound(devices):
@@ -271,7 +271,7 @@ def product(params, model_state, batch, rng):
   return jnp.mean(out.astype(jnp.float32) ** 2), (model_state, {"largest": jnp.max(out)})
 
 
-OPTIONS = {"plain": {}, "all": {"max_retries": 2, "accumulate": 2, "ema_decay": 0.9}}
+OPTIONS = {"plain": {}, "all": {"max_retries": 2, "micro_batches": 2, "ema_decay": 0.9}}
 
 
 @pytest.mark.parametrize("how", ["jit", "shard_map", "shard_map without check_vma", "vmap"])
@@ -386,13 +386,13 @@ def dropout_of_flax(params, model_state, batch, rng):
   return jnp.mean(out), (model_state, {})
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_key_that_is_wanted_and_not_there(accumulate):
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_key_that_is_wanted_and_not_there(micro_batches):
   # The error is that of JAX, of Flax or of Python, and a note has the signature and what is absent.
   two, missing = lambda params, batch: 0, lambda *args: args[1]["mean"]
   for loss_fn in (dropout_by_hand, dropout_of_flax, two, missing):
     with pytest.raises(Exception, match=r".") as failed:
-      gradients(loss_fn, jnp.ones(4), jnp.ones(()), accumulate=accumulate)
+      gradients(loss_fn, jnp.ones(4), jnp.ones(()), micro_batches=micro_batches)
     (note,) = [note for note in failed.value.__notes__ if note.startswith("mpjax")]
     assert "loss_fn(params, model_state, batch, rng); TrainState.create made this state" in note
     assert note.endswith("without model_state= and rng=.")

@@ -138,7 +138,7 @@ def test_in_labels_in_a_train_step_and_in_a_checkpoint():
   tx = make(lambda inner: mpjax.state_dtype(inner, mu="bfloat16"))
   plain = make(lambda inner: inner)
   state = mpjax.TrainState.create(PARAMS, tx, ema=True)
-  step = mpjax.make_train_step(loss_fn, tx, accumulate=2, ema_decay=0.9, donate=False)
+  step = mpjax.make_train_step(loss_fn, tx, micro_batches=2, ema_decay=0.9, donate=False)
   batch = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), F32)
   with compilations() as compiled:
     for _ in range(3):

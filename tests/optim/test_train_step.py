@@ -102,8 +102,8 @@ def test_numbers_of_a_skipped_step_are_reported_as_they_are():
 def test_without_scaling_nothing_is_checked():
   # NoLossScale: plain optax in one call; a NaN is applied, as it is there.
   tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.NoLossScale())
-  step, state = begin(quadratic, tx, ema=True, ema_decay=0.5, accumulate=2)
-  scaled_step, scaled = begin(quadratic, ema=True, ema_decay=0.5, accumulate=2)
+  step, state = begin(quadratic, tx, ema=True, ema_decay=0.5, micro_batches=2)
+  scaled_step, scaled = begin(quadratic, ema=True, ema_decay=0.5, micro_batches=2)
   state, metrics = step(state, rows(8))
   assert without_scale(state) == without_scale(scaled_step(scaled, rows(8))[0])
   assert chosen(metrics, "finite", "total", "loss_scale") == [True, 0, 1]
@@ -296,11 +296,11 @@ def test_bad_arguments():
   for name, value, builtin, expected, got, fix in (
     ("loss_fn", 3, TypeError, "a function", "3", "Pass the function"),
     ("tx", optax.sgd, TypeError, "an optax transformation", "a function", "mpjax.loss_scaling("),
-    ("accumulate", 2.0, TypeError, "an integer", "2.0 of type float", "a Python int"),
+    ("micro_batches", 2.0, TypeError, "an integer", "2.0 of type float", "a Python int"),
     ("max_retries", True, TypeError, "an integer", "True of type bool", "a Python int"),
     ("ema_decay", "0.9", ValueError, "a float in [0, 1), or None", "'0.9'", "0.999 averages"),
     ("donate", 1, TypeError, "a bool", "1 of type int", "True or False"),
-    ("accumulate", 0, ValueError, "at least 1", "0", "1 does not cut the batch"),
+    ("micro_batches", 0, ValueError, "at least 1", "0", "1 does not cut the batch"),
     ("max_retries", -1, ValueError, "at least 0", "-1", "0 never retries"),
     ("ema_decay", 1.0, ValueError, "a float in [0, 1)", "1.0", "0.999 averages"),
     ("ema_decay", float("nan"), ValueError, "a float in [0, 1)", "nan", "0.999 averages"),
@@ -344,7 +344,7 @@ def test_states_that_do_not_belong_to_the_step():
 
 def test_a_batch_that_cannot_be_cut():
   # Class weights lost their last classes, and a causal mask its last rows, with a finite loss.
-  zeros, where = np.zeros, "mpjax.make_train_step(accumulate=4): step(batch)"
+  zeros, where = np.zeros, "mpjax.make_train_step(micro_batches=4): step(batch)"
   cut, drop = "which can be cut into 4 micro-batches", "drop or pad the last batch"
   one_axis = "leaves with one first axis, that of the examples"
   for batch, expected, got, fix in (
@@ -363,7 +363,7 @@ def test_a_batch_that_cannot_be_cut():
     ),
   ):
     with refused(ValueError, where, expected, got, fix):
-      mpjax.make_train_step(quadratic, SGD, accumulate=4)(create(SGD), batch)
+      mpjax.make_train_step(quadratic, SGD, micro_batches=4)(create(SGD), batch)
 
 
 @pytest.mark.parametrize("scale", [STATIC, mpjax.NoLossScale()])
@@ -390,8 +390,8 @@ def constants():
   return {"mask": MASK, "best": jnp.float32(np.inf), "low": jnp.float32(-np.inf), "mean": 0.0}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_was_infinite_before_skips_no_step(accumulate):
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_was_infinite_before_skips_no_step(micro_batches):
   # Whether it is passed through or computed anew.
   def loss_fn(params, old, batch, rng):
     same, copied = old
@@ -400,9 +400,9 @@ def test_what_was_infinite_before_skips_no_step(accumulate):
     return loss, ((same, with_constants(params, copied, batch, rng)[1][0]), {})
 
   params, both = jnp.full((2, 2), 0.5), (constants(), constants())
-  step, state = begin(loss_fn, params=params, model_state=both, accumulate=accumulate)
+  step, state = begin(loss_fn, params=params, model_state=both, micro_batches=micro_batches)
   for count in range(1, 4):
-    state, metrics = step(state, jnp.ones((2 * accumulate, 2)))
+    state, metrics = step(state, jnp.ones((2 * micro_batches, 2)))
     assert metrics["finite"]
     assert state.step == count
   for kept in state.model_state:
@@ -477,7 +477,7 @@ def test_masters_without_a_scale_take_float32_gradients():
   loss_fn = loss_of(
     lambda params, batch: jnp.sum(params.astype(jnp.float32) * batch[0].astype(jnp.float32))
   )
-  step, state = begin(loss_fn, tx, jnp.zeros(1, jnp.bfloat16), accumulate=2)
+  step, state = begin(loss_fn, tx, jnp.zeros(1, jnp.bfloat16), micro_batches=2)
   state, _ = step(state, jnp.asarray([[1.0], [2.0**-8]]))
   np.testing.assert_array_equal(mpjax.master_params(state.opt_state), [-(0.5 + 2.0**-9)])
 
