@@ -73,7 +73,7 @@ def masters(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> tupl
   loss = functools.partial(run.loss_fn, apply)
   (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, *batch)
   updates, opt_state = tx.update(grads, opt_state, params)
-  params = mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))
+  params = mpjax.apply_updates(params, updates, opt_state)
   return (params, rest, opt_state), value
 
 
@@ -84,8 +84,8 @@ def scaled_masters(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) 
   grad_fn = mpjax.value_and_grad(loss, opt_state, has_aux=True)
   (value, new), grads = grad_fn(params, old, *batch)
   updates, opt_state = tx.update(grads, opt_state, params)
-  rest = mpjax.select_tree(mpjax.last_step_finite(opt_state), new, old)
-  params = mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))
+  rest = mpjax.keep_if_skipped(opt_state, new, old)
+  params = mpjax.apply_updates(params, updates, opt_state)
   return (params, rest, opt_state), value
 
 

@@ -63,8 +63,7 @@ def mpjax_step(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> t
   grad_fn = mpjax.value_and_grad(loss, opt_state, has_aux=True)
   (value, new), grads = grad_fn(params, old, *batch)
   updates, opt_state = tx.update(grads, opt_state, params)
-  finite = mpjax.loss_scaling_metrics(opt_state)["finite"]
-  rest = mpjax.select_tree(finite, new, old)
+  rest = mpjax.keep_if_skipped(opt_state, new, old)
   return (optax.apply_updates(params, updates), rest, opt_state), value
 
 

@@ -116,8 +116,7 @@ def prepare(policy, loss_scale, steps=STEPS, network=NETWORK, devices=1, accumul
     (loss, new_stats), grads = grad_fn(params, batch_stats, images, labels)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    finite = mpjax.last_step_finite(opt_state)
-    batch_stats = mpjax.select_tree(finite, new_stats, batch_stats)  # 4
+    batch_stats = mpjax.keep_if_skipped(opt_state, new_stats, batch_stats)  # 4
     return State(params, batch_stats, opt_state), loss
 
   @jax.jit

@@ -110,7 +110,7 @@ def train(dtype, steps, on_step, devices, seed=0):
 
 def export(state, path):
   """Saves the float32 weights of a half network, and its statistics."""
-  weights = mpjax.master_params(state.opt_state, state.params)  # 4
+  weights = mpjax.states.master_params(state.opt_state, state.params)  # 4
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(path, {"params": weights, "batch_stats": state.model_state}, force=True)
 
@@ -148,7 +148,7 @@ def main(
     accuracy, loss = evaluate(half_network(dtype), jax.device_get(variables), *test)
     exported, exported_loss = evaluate(NETWORK, load(checkpoint), *test)
     size = sum(x.nbytes for x in jax.tree.leaves(state.params))
-    masters = sum(x.nbytes for x in jax.tree.leaves(mpjax.master_params(state.opt_state)))
+    masters = sum(x.nbytes for x in jax.tree.leaves(mpjax.states.master_params(state.opt_state)))
     scales = [f"{x['loss_scale']:.0f}" for x in (history[0], history[-1])]
     figures = {
       "parameters": f"{size / 1e3:.0f} kB",

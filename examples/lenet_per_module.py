@@ -19,7 +19,6 @@ to out/lenet_per_module.png.
 """
 
 import argparse
-import dataclasses
 from typing import Any, NamedTuple
 
 import digits
@@ -37,23 +36,35 @@ STEPS = 300
 BATCH = 64
 TITLE = "LeNet-5 on digits; for each layer: dtype of its products / of its parameters"
 
-O2 = mpjax.opt_level("O2", "float16")
+FLOAT16 = mpjax.Policy(param_dtype="float16", compute_dtype="float16", output_dtype="float32")
+
+
+class Level(NamedTuple):
+  """The settings of a level."""
+
+  policy: mpjax.Policy
+  rules: tuple[mpjax.Rule, ...] = ()
+  loss_scale: mpjax.NoLossScale | mpjax.SkipNonfinite | mpjax.DynamicLossScale = mpjax.NoLossScale()
+  master_weights: bool = False
+
+
+O2 = Level(FLOAT16, loss_scale=mpjax.DynamicLossScale(), master_weights=True)
 
 LEVELS = {
-  "O0": mpjax.opt_level("O0"),
+  "O0": Level(mpjax.Policy()),
   "O2": O2,
-  "O3": mpjax.opt_level("O3", "float16"),
+  "O3": Level(FLOAT16, loss_scale=mpjax.SkipNonfinite()),
   # One cell: net.fc3.to_float(mstype.float32), or net.fc3.add_flags_recursive(fp16=False).
-  "O2, fc3 float32": dataclasses.replace(O2, rules=(mpjax.Rule("float32", path="fc3"),)),
+  "O2, fc3 float32": O2._replace(rules=(mpjax.Rule("float32", path="fc3"),)),
   # All cells of a class.
-  "O2, Conv float32": dataclasses.replace(O2, rules=(mpjax.Rule("float32", module=nn.Conv),)),
+  "O2, Conv float32": O2._replace(rules=(mpjax.Rule("float32", module=nn.Conv),)),
 }
 
 # The levels that store parameters in float32, as MindSpore's O2 does: by the names of policies.
 POLICIES = {
   "float32": LEVELS["O0"],
-  "mixed_bfloat16": mpjax.opt_level("O1", "bfloat16"),
-  "mixed_float16": mpjax.opt_level("O1", "float16"),
+  "mixed_bfloat16": Level(mpjax.Policy.parse("mixed_bfloat16")),
+  "mixed_float16": Level(mpjax.Policy.parse("mixed_float16"), loss_scale=mpjax.DynamicLossScale()),
 }
 
 

@@ -65,8 +65,7 @@ def task(masters):
 
     loss, grads = jax.value_and_grad(loss_fn)(params)
     updates, opt_state = tx.update(grads, opt_state, params)
-    master = mpjax.master_params(opt_state) if masters else None
-    return mpjax.apply_updates(params, updates, master=master), opt_state, loss
+    return mpjax.apply_updates(params, updates, opt_state), opt_state, loss
 
   return step, (params, tx.init(params), x, target)
 

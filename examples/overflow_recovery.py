@@ -69,8 +69,7 @@ def train(apply, tx, steps):
     (loss, new_stats), grads = grad_fn(params, batch_stats, images, labels, weight)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    finite = mpjax.last_step_finite(opt_state)
-    batch_stats = mpjax.select_tree(finite, new_stats, batch_stats)
+    batch_stats = mpjax.keep_if_skipped(opt_state, new_stats, batch_stats)
     return digits.State(params, batch_stats, opt_state), loss
 
   params = variables["params"]
@@ -79,8 +78,8 @@ def train(apply, tx, steps):
   for batch in incidents(steps):
     scale = mpjax.loss_scaling_metrics(state.opt_state)["loss_scale"]
     state, loss = step(state, *batch)
-    finite = mpjax.last_step_finite(state.opt_state)
-    rows.append((float(loss), float(scale), not bool(finite)))
+    is_applied = mpjax.step_applied(state.opt_state)
+    rows.append((float(loss), float(scale), not bool(is_applied)))
   return History(*(np.array(column) for column in zip(*rows, strict=True)))
 
 

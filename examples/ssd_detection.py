@@ -15,8 +15,8 @@ The lines marked 1 to 3 are all that mixed precision adds. Where they stand in M
   3  `with amp.scale_loss(loss, trainer)` and `backward()`
 
 The scale doubles after every 20 finite steps, so that it comes to where gradients overflow, loses
-one step there, and halves. Group normalisation keeps no statistics: with batch normalisation
-`mpjax.select_tree` would keep those of skipped steps out (see digits.py).
+one step there, and halves. Group normalisation keeps no statistics. With batch normalisation
+`mpjax.keep_if_skipped` would restore them after a skipped step (see digits.py).
 """
 
 import argparse

@@ -2,12 +2,10 @@
 
 import importlib
 import threading
-import warnings
 from typing import TYPE_CHECKING
 
 from mpjax import errors as errors
 from mpjax._core.errors import MpjaxError, nearest
-from mpjax._core.trees import all_finite
 from mpjax._policy.active import full_precision
 from mpjax._policy.float8 import Float8
 from mpjax._policy.policy import Policy
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
   from mpjax import reports as reports
   from mpjax import states as states
   from mpjax._autocast import autocast, low_precision
-  from mpjax._compositions import OptLevel, opt_level, value_and_grad, with_policy
   from mpjax._debug.audit_report import audit
   from mpjax._debug.find_nonfinite import find_nonfinite
   from mpjax._debug.ranges_measure import ranges
@@ -31,41 +28,44 @@ if TYPE_CHECKING:
   from mpjax._optim.apply_updates import apply_updates
   from mpjax._optim.check_loss_scaling import check_loss_scaling
   from mpjax._optim.inner_grad import inner_grad
-  from mpjax._optim.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, set_loss_scale
+  from mpjax._optim.loss_scale import (
+    DynamicLossScale,
+    NoLossScale,
+    SkipNonfinite,
+    StaticLossScale,
+  )
   from mpjax._optim.loss_scaling import loss_scaling
-  from mpjax._optim.masters import master_params, master_weights, set_master_params
+  from mpjax._optim.masters import master_weights
   from mpjax._optim.metrics import (
     check_skipped_steps,
-    last_step_finite,
+    keep_if_skipped,
     loss_scaling_metrics,
     monitor,
-    monitor_counts,
-    select_tree,
+    step_applied,
   )
   from mpjax._optim.state_dtype import state_dtype
   from mpjax._optim.train_state import TrainState
   from mpjax._optim.train_step import make_train_step
-  from mpjax._optim.value_and_grad import scale_loss, unscale
+  from mpjax._optim.value_and_grad import unscale, value_and_grad
+  from mpjax._with_policy import with_policy
   from mpjax.linen import policy_scope
 
 __version__ = "0.1.0"
 
 __all__ = ["Float8", "OpLists", "Policy", "Rule"]
 __all__ += ["autocast", "full_precision", "low_precision", "policy_scope", "with_policy"]
-__all__ += ["DynamicLossScale", "NoLossScale", "StaticLossScale", "loss_scaling", "value_and_grad"]
-__all__ += ["inner_grad", "last_step_finite", "loss_scaling_metrics"]
-__all__ += ["scale_loss", "set_loss_scale", "unscale"]
-__all__ += ["master_params", "master_weights", "set_master_params", "state_dtype"]
-__all__ += ["accumulate_gradients", "all_finite", "apply_updates", "select_tree"]
-__all__ += ["OptLevel", "TrainState", "make_train_step", "opt_level"]
-__all__ += ["audit", "find_nonfinite", "monitor", "monitor_counts", "ranges", "tune"]
-__all__ += ["MpjaxError", "check_loss_scaling", "check_skipped_steps", "convert"]
+__all__ += ["DynamicLossScale", "NoLossScale", "SkipNonfinite", "StaticLossScale", "loss_scaling"]
+__all__ += ["apply_updates", "inner_grad", "unscale", "value_and_grad"]
+__all__ += ["check_skipped_steps", "keep_if_skipped", "loss_scaling_metrics", "step_applied"]
+__all__ += ["accumulate_gradients", "master_weights", "state_dtype"]
+__all__ += ["TrainState", "check_loss_scaling", "make_train_step"]
+__all__ += ["audit", "find_nonfinite", "monitor", "ranges", "tune"]
+__all__ += ["MpjaxError", "convert"]
 
 _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
 """What `import *` leaves out: `errors` and `states` are names that users have themselves."""
 
 _ON_FIRST_USE = {
-  "_compositions": "OptLevel opt_level value_and_grad with_policy",
   "_debug.audit_report": "audit",
   "_debug.find_nonfinite": "find_nonfinite",
   "_debug.ranges_measure": "ranges",
@@ -78,15 +78,15 @@ _ON_FIRST_USE = {
   "_optim.apply_updates": "apply_updates",
   "_optim.check_loss_scaling": "check_loss_scaling",
   "_optim.inner_grad": "inner_grad",
-  "_optim.loss_scale": "DynamicLossScale NoLossScale StaticLossScale set_loss_scale",
+  "_optim.loss_scale": "DynamicLossScale NoLossScale SkipNonfinite StaticLossScale",
   "_optim.loss_scaling": "loss_scaling",
-  "_optim.masters": "master_params master_weights set_master_params",
-  "_optim.metrics": "check_skipped_steps last_step_finite loss_scaling_metrics monitor "
-  "monitor_counts select_tree",
+  "_optim.masters": "master_weights",
+  "_optim.metrics": "check_skipped_steps keep_if_skipped loss_scaling_metrics monitor step_applied",
   "_optim.state_dtype": "state_dtype",
   "_optim.train_state": "TrainState",
   "_optim.train_step": "make_train_step",
-  "_optim.value_and_grad": "scale_loss unscale",
+  "_optim.value_and_grad": "unscale value_and_grad",
+  "_with_policy": "with_policy",
 }
 """The modules that are imported when one of their names is first used. The type checkers' imports
 are the same list."""
@@ -101,15 +101,10 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
   def __getattr__(name: str) -> object:
     if name not in (*__all__, *_MODULES):
-      # Names that have moved. One that Python itself asks for loads nothing.
-      homes = ("errors", "reports", "states") if name[0].isupper() else ()
-      inner = {n: m for m in homes for n in importlib.import_module(f"mpjax.{m}").__all__}
-      new = "AuditReport" if name == "Audit" else name
-      if new in inner:
-        warnings.warn(f"mpjax.{name} is mpjax.{inner[new]}.{new}", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(f"mpjax.{inner[new]}"), new)
-      names = [*__all__, *_MODULES, *(f"{m}.{n}" for n, m in inner.items())]
-      near = ", ".join(nearest(name, names))
+      # A name that Python itself asks for, such as __path__, loads nothing.
+      homes = () if name.startswith("_") else ("errors", "reports", "states")
+      inner = [f"{m}.{n}" for m in homes for n in importlib.import_module(f"mpjax.{m}").__all__]
+      near = ", ".join(nearest(name, [*__all__, *_MODULES, *inner]))
       raise AttributeError(f"module 'mpjax' has no attribute {name!r}; the nearest are {near}")
     module = f"mpjax.{name}" if name in _MODULES else _HOMES[name]
     with _ONE_AT_A_TIME:

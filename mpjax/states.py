@@ -1,12 +1,14 @@
-"""The states of the transformations of optimizers, for code that looks into an optimizer state.
+"""Look into the state of an optimizer, and change it: scales, masters, counts and the inner state.
 
 >>> import jax.numpy as jnp, mpjax, optax
 >>> isinstance(mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2)), mpjax.states.LossScalingState)
 True
 """
 
-from mpjax._optim.loss_scale import AccumulationState, LossScalingState
-from mpjax._optim.masters import MasterWeightsState
-from mpjax._optim.metrics import MonitorState
+from mpjax._optim.inner_state import inner_state
+from mpjax._optim.loss_scale import AccumulationState, LossScalingState, set_loss_scale
+from mpjax._optim.masters import MasterWeightsState, master_params, set_master_params
+from mpjax._optim.metrics import MonitorState, monitor_counts
 
 __all__ = ["AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"]
+__all__ += ["inner_state", "master_params", "monitor_counts", "set_loss_scale", "set_master_params"]

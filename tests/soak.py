@@ -32,6 +32,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import mpjax
+from mpjax._core.trees import all_finite
 from tests.campaign.network import poison
 from tests.loss_scale_oracle import LIMIT, Oracle
 from tests.programs import bits
@@ -266,7 +267,7 @@ def check(half, outcome):
     "scale and counters are those of the oracle": compare_with_oracle(outcome),
     no_bit: (before == after, f"{sum(map(len, before)):,} bytes"),
     "resumed from disk it goes on bit for bit": (on_disk == in_memory, size),
-    "all numbers are finite": (mpjax.all_finite(state), "parameters, moments, averages"),
+    "all numbers are finite": (all_finite(state), "parameters, moments, averages"),
     "it has learned": (last <= LARGEST_LOSS, f"loss {last:.3f}"),
     "counters stop and do not wrap": (0 <= min(counts) <= max(counts) == LIMIT, f"{LIMIT:,}"),
     "memory does not grow": (outcome.growth < MEMORY, f"{outcome.growth / 2**20:.1f} MiB"),

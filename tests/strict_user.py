@@ -68,10 +68,11 @@ def train_linen(batch: Batch) -> float:
   updates, opt_state = tx.update(grads, opt_state, params)
   params = mpjax.apply_updates(params, updates)
   metrics = mpjax.loss_scaling_metrics(opt_state)
-  finite: jax.Array = mpjax.last_step_finite(opt_state)
-  kept = mpjax.select_tree(finite, params, params)
+  applied: jax.Array = mpjax.step_applied(opt_state)
+  kept = mpjax.keep_if_skipped(opt_state, params, params)
   mpjax.check_skipped_steps(opt_state)
   assert kept.keys() == params.keys()
+  assert applied.shape == ()
   return float(loss) + float(metrics["loss_scale"])
 
 
@@ -102,7 +103,7 @@ def train_nnx(batch: Batch) -> Net:
   def loss_fn(model: Net) -> jax.Array:
     return mean_squares(model(batch[0]), batch[1])
 
-  loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model)
+  loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model)
   optimizer.update(model, grads)  # pyright: ignore[reportUnknownMemberType]
   assert loss > 0
   return model

@@ -49,12 +49,14 @@ def test_a_name_loads_what_it_needs():
     assert names.split() == sorted(loaded), line
 
 
-def test_names_that_moved_are_found_and_say_where_they_are():
-  for name, new in (("MpjaxTypeError", "errors.MpjaxTypeError"), ("Audit", "reports.AuditReport")):
-    with pytest.warns(DeprecationWarning, match=f"mpjax.{name} is mpjax.{new}"):
-      found = getattr(mpjax, name)
-    module, rest = new.split(".")
-    assert found is getattr(getattr(mpjax, module), rest)
+def test_an_unknown_name_has_an_error_with_the_nearest_ones():
+  for name, nearest in (
+    ("LossScalingState", "states.LossScalingState"),
+    ("AuditReport", "reports.AuditReport"),
+    ("master_params", "states.master_params"),
+  ):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; the nearest are {nearest}"):
+      getattr(mpjax, name)
 
 
 def test_type_checkers_and_python_import_the_same_names():

@@ -2,11 +2,14 @@
 
 import inspect
 import sys
+from types import ModuleType
 
 import jax
 
 from mpjax._core.errors import MpjaxTypeError, kind_of
-from mpjax._core.types import Leaf
+from mpjax._core.leaves import is_nnx_variable
+from mpjax._core.trees import is_nnx_object
+from mpjax._core.types import Leaf, PyTree
 
 _CLASSES = {
   "Linen": ("flax.linen.Module", "mpjax.linen.PolicyModule"),
@@ -43,6 +46,20 @@ def holds_linen_module(x: object) -> bool:
   # A property of the user's is not asked: Hugging Face has one for `_module`.
   held = (inspect.getattr_static(x, name, None) for name in ("module", "_module"))
   return is_object and "Linen" in map(framework_of, held)
+
+
+def library_of_grad(arguments: PyTree) -> ModuleType:
+  """Returns the library whose `grad` takes these arguments: `flax.nnx` for its modules, or `jax`.
+
+  `jax.grad` would lose what the function writes to a module. It does take an `nnx.State`.
+  """
+
+  def is_module(x: object) -> bool:
+    return is_nnx_object(x) and not is_nnx_variable(x)
+
+  if any(map(is_module, jax.tree.leaves(arguments, is_leaf=is_module))):
+    return sys.modules["flax.nnx"]
+  return jax
 
 
 def haiku_state() -> list[Leaf]:

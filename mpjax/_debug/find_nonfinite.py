@@ -282,7 +282,7 @@ class Finder:
       index=tuple(map(int, np.argwhere(~jnp.isfinite(x))[0])),
       result=result,
       cause=f"{name} holds {result.inf} inf and {result.nan} NaN before anything is computed.",
-      cure="mpjax.all_finite(x)  # of the data, or restore a checkpoint if it is a parameter",
+      cure="jnp.isfinite(x).all()  # of the data, or restore a checkpoint if it is a parameter",
     )
 
   def _of_step(self, broken: list[int]) -> NonfiniteReport:
@@ -431,7 +431,7 @@ def cause_and_cure(
   dtype, largest = result.dtype, float(jnp.finfo(jnp.dtype(result.dtype)).max)
   if report.finite_at is not None:
     text, exponent = f"It overflows {dtype} at this loss scale.", power(report.finite_at)
-    call = f"opt_state = mpjax.set_loss_scale(opt_state, {report.finite_at:g})"
+    call = f"opt_state = mpjax.states.set_loss_scale(opt_state, {report.finite_at:g})"
     if report.step is None:
       return text, f"loss_scale = {report.finite_at:g}  # {exponent}, or mpjax.DynamicLossScale()"
     return text, f"{call}  # {exponent}; DynamicLossScale gets there by itself"

@@ -211,7 +211,7 @@ def cross(leaves: Mapping[str, Leaf], crossed: Mapping[str, str]) -> dict[str, L
         expected="the parameters that belong to the masters, which are split over both",
         got=f"others than the rounded masters at {path}",
         fix="Restore into a state of storage='float32' first, and take the parameters from "
-        "policy.cast_to_param(mpjax.master_params(opt_state, params)).",
+        "policy.cast_to_param(mpjax.states.master_params(opt_state, params)).",
       )
   return result
 
@@ -457,8 +457,8 @@ def _refuse_other_configuration(target: PyTree, leaves: Mapping[str, Leaf]) -> N
       expected=f"a loss scale of the configuration {_names(configured)} at {place or 'the root'}",
       got=_names(saved),
       fix="Restore into a state of the configuration that was saved; then give its inner_state "
-      "to the new state (_replace), and the scale (mpjax.set_loss_scale). What was saved without "
-      "a loss scale is restored into target.inner_state.",
+      "to the new state (_replace), and the scale (mpjax.states.set_loss_scale). What was saved "
+      "without a loss scale is restored into target.inner_state.",
     )
 
 

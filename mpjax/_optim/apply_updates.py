@@ -17,20 +17,20 @@ from mpjax._core.trees import (
   is_none,
   tree_differences,
 )
-from mpjax._core.types import Array, DType, Leaf, Params, Updates
-from mpjax._optim.masters import differentiated_as, stored
-from mpjax._optim.trees import refuse_none
+from mpjax._core.types import Array, DType, Leaf, OptState, Params, Updates
+from mpjax._optim.masters import differentiated_as, merged_masters, stored
+from mpjax._optim.trees import MasterWeightsState, nodes_of, refuse_none
 
 
 def apply_updates(
   params: Params,
   updates: Updates,
+  opt_state: OptState = None,
   *,
-  master: Params = None,
   rounding: Literal["nearest", "stochastic"] = "nearest",
   key: Array | None = None,
 ) -> Params:
-  """Add updates to parameters like `optax.apply_updates`, with a choice of rounding.
+  """Add updates to parameters like `optax.apply_updates`, or round them from their masters.
 
   Stochastic rounding (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015) picks
   one of the two neighbours in the narrower dtype, with probabilities that make the mean exact. The
@@ -41,8 +41,9 @@ def apply_updates(
     params: the parameters. Those in low precision (16 or 8 bits) are rounded, others are added to.
     updates: a tree like `params`, in its shapes, in float32 (as all of mpjax gives) or any dtype.
       Keys and what is no array stay as they are, and may have None here.
-    master: `mpjax.master_params(opt_state)` after `update`, float32. A parameter in low precision
-      becomes its rounded master, bit for bit. None with `storage="split"`: updates lead there.
+    opt_state: the state that `update` returned. A parameter with a float32 master in it becomes the
+      rounded master, bit for bit. Others, and all if there is no `mpjax.master_weights`, are
+      `param + update`.
     rounding: "nearest" (ties to even) or "stochastic".
     key: a PRNG key for stochastic rounding; another one for each step.
 
@@ -51,7 +52,7 @@ def apply_updates(
 
   Raises:
     MpjaxValueError: an unknown `rounding`; no `key` where one is needed, or one where none is;
-      `master` together with stochastic rounding, or not float32; trees that do not match.
+      stochastic rounding of parameters with masters; trees that do not match.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> params, updates = jnp.ones(10000, jnp.bfloat16), jnp.full(10000, 1e-3)
@@ -63,9 +64,9 @@ def apply_updates(
   """
   call = "mpjax.apply_updates"
   check_rounding(call, rounding)
-  _check_key(rounding, master, key)
+  _check_key(rounding, opt_state, key)
   updates = _checked_updates(updates, params)
-  masters = _masters_of(master, params)
+  masters = _masters_of(opt_state, params)
   leaves, treedef = jax.tree.flatten(params)
   new = []
   for position, (p, u, m) in enumerate(zip(leaves, jax.tree.leaves(updates), masters, strict=True)):
@@ -76,15 +77,19 @@ def apply_updates(
   return treedef.unflatten(new)
 
 
-def _check_key(rounding: str, master: Params, key: Array | None) -> None:
-  """Raises unless there is a key exactly for stochastic rounding, which takes no master."""
-  if (rounding == "stochastic") != (key is not None) or (key is not None and master is not None):
-    passed = [name for name, x in (("a key", key), ("a master", master)) if x is not None]
-    got = " and ".join(passed) or "None for both"
-    where = f"mpjax.apply_updates(rounding={rounding!r}, key, master)"
-    expected = "a key and no master for 'stochastic', and no key for 'nearest'"
+def _check_key(rounding: str, opt_state: OptState, key: Array | None) -> None:
+  """Raises unless there is a key exactly for stochastic rounding, which takes no masters."""
+  is_stochastic = rounding == "stochastic"
+  if is_stochastic and nodes_of(opt_state, MasterWeightsState):
+    where = "mpjax.apply_updates(opt_state, rounding='stochastic')"
+    expected = "a state without mpjax.master_weights, whose parameters are rounded to nearest"
+    fix = "Use one of the two, mpjax.master_weights or stochastic rounding."
+    raise MpjaxValueError(where, expected=expected, got="a state with masters", fix=fix)
+  if is_stochastic != (key is not None):
+    where = f"mpjax.apply_updates(rounding={rounding!r}, key)"
+    expected = "a key for 'stochastic', and none for 'nearest'"
     fix = "Pass another key for each step, jax.random.fold_in(key, step)."
-    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+    raise MpjaxValueError(where, expected=expected, got=kind_of(key), fix=fix)
 
 
 def _checked_updates(updates: Updates, params: Params) -> Updates:
@@ -102,9 +107,9 @@ def _checked_updates(updates: Updates, params: Params) -> Updates:
   return updates
 
 
-def _masters_of(master: Params, params: Params) -> list[Leaf]:
-  """Returns the master of each parameter, None where there is none."""
-  problems, masters = list[str](), list[Leaf]()
+def _masters_of(opt_state: OptState, params: Params) -> list[Leaf]:
+  """Returns the float32 master of each parameter, None where there is none."""
+  master = merged_masters(opt_state)
   try:
     filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
     problems = tree_differences(params, filled, dtypes=False)
@@ -112,17 +117,12 @@ def _masters_of(master: Params, params: Params) -> list[Leaf]:
     spread = jax.tree.broadcast(master, params, is_leaf=is_none)
     masters = jax.tree.structure(params).flatten_up_to(spread)
   except ValueError as error:
-    problems = problems or [str(error)]
-  # In float32: a parameter given as its own master would never move.
-  problems = problems or [
-    kind_of(m) for m in masters if m is not None and jnp.result_type(m).itemsize < 4
-  ]
+    problems, masters = [str(error)], []
   if problems:
-    expected = "float32 in a tree like the parameters, with None where there is no master"
-    fix = "Pass mpjax.master_params(opt_state) with the state that update returned."
-    raise MpjaxValueError(
-      "mpjax.apply_updates(master)", expected=expected, got=listed(problems), fix=fix
-    )
+    expected = "the state of these parameters"
+    fix = "Pass the state that update returned with these updates."
+    where = "mpjax.apply_updates(opt_state)"
+    raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
   return masters
 
 

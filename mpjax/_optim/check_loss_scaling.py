@@ -132,8 +132,9 @@ def _check_scales(
 ) -> list[OwnedScale]:
   """Raises unless a step is right, and returns the loss scales for which nothing moved."""
   scaled = [scale for scale in scales if scale.fields]
-  if len(scaled) < len(scales) and np.dtype("float16") in program.dtypes:
-    raise _not_scaled()
+  for scale in scales:
+    if not scale.owned.multiplies and np.dtype("float16") in program.dtypes:
+      raise _not_scaled(scale.owned)
   if not scaled:
     return []
   step = examine(call, program, scaled)
@@ -151,7 +152,7 @@ def _unscaled_gradient(where: Location) -> str:
     expected="gradients inside of the loss in float32, or scaled",
     got=f"one in float16, in {where.path or 'the loss'} at {where.source or 'an unknown line'}",
     fix="The loss scale does not reach it, and it may underflow. Write mpjax.inner_grad(fun) in "
-    "place of jax.grad(fun), with differentiator=nnx.grad in place of nnx.grad(fun).",
+    "place of jax.grad(fun) or nnx.grad(fun).",
   )
 
 
@@ -330,10 +331,11 @@ def _distance(a: NumpyArray, b: NumpyArray) -> float:
   return float(np.nan_to_num(np.sum(size, where=a != b, dtype=np.float64), nan=np.inf))
 
 
-def _not_scaled() -> errors.MpjaxValueError:
+def _not_scaled(scale: OwnedScale) -> errors.MpjaxValueError:
   expected = "a loss scale, since the step computes in float16, whose gradients underflow"
   fix = "Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16."
-  return errors.MpjaxValueError(WHERE, expected=expected, got="NoLossScale()", fix=fix)
+  got = f"{scale.kind.__name__}()"
+  return errors.MpjaxValueError(WHERE, expected=expected, got=got, fix=fix)
 
 
 def _not_updated(scale: OwnedScale) -> errors.MpjaxValueError:
@@ -374,7 +376,7 @@ def _changes_when_skipped(
   scale: OwnedScale, changed: tuple[Path, Place], versions: Versions
 ) -> errors.MpjaxValueError:
   argument, place = changed
-  fix = "Keep the old one by mpjax.select_tree."
+  fix = "Keep the old one by mpjax.keep_if_skipped."
   if scale.in_variables:
     fix = "Wrap it by @mpjax.nnx.atomic_step."
   fix += " A key that may move belongs beside the optimizer's state."

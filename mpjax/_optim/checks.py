@@ -96,7 +96,7 @@ def _refuse_statistics(params: Params, where: str) -> None:
         expected="parameters that follow their gradients",
         got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
         fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
-        f"mpjax.select_tree(finite, grads[{collection!r}], variables[{collection!r}]).",
+        f"mpjax.keep_if_skipped(opt_state, grads[{collection!r}], variables[{collection!r}]).",
       )
 
 

@@ -94,8 +94,8 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
   code = getattr(inspect.unwrap(loss_fn), "__code__", warn_without_float16.__code__)
   warnings.warn_explicit(
     "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "
-    "float16. bfloat16 and float32 have the range to do without: StaticLossScale(1) skips bad "
-    "steps without scaling, NoLossScale() does not even look for them.",
+    "float16. bfloat16 and float32 have the range to do without: SkipNonfinite() skips bad "
+    "steps without scaling, NoLossScale() does not look for them.",
     UserWarning,
     code.co_filename,
     code.co_firstlineno,

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._core.errors import check_call, check_callable
+from mpjax._core.frameworks import library_of_grad
 from mpjax._core.trees import all_finite, is_inexact
-from mpjax._core.types import Array, Function, Grads, P, PyTree
+from mpjax._core.types import Args, Array, Function, Grads, Kwargs, P, PyTree
 from mpjax._jaxpr.locations import INNER_GRAD
 from mpjax._optim.loss_scale import positive_scale, unscale_tree
 from mpjax._optim.trees import at_least_float32
@@ -36,7 +37,7 @@ def inner_grad(
   has_aux: bool = False,
   *,
   scale: float | None = None,
-  differentiator: Callable[..., Function] = jax.grad,
+  differentiator: Callable[..., Function] | None = None,
 ) -> Callable[P, Any]:
   """Like `jax.grad`, for a gradient inside of a loss that is computed in float16.
 
@@ -51,10 +52,12 @@ def inner_grad(
     scale: a positive number, or None to measure it. A power of two adds no rounding. Measuring
       computes one more gradient, at a scale of 2^15, and then chooses the power of two that brings
       its largest element to about 2^4. A scale above 2^15 is tried out with a third gradient. If
-      that overflows, 2^15 is used. With another `differentiator` the scale is 2^15: a function
-      that writes to modules should run once. Under `jit` XLA may join literal factors of `fun` to
-      one that underflows. The gradient is then 0 at a measured scale; pass `scale=2.0**15`.
-    differentiator: the function that differentiates, `nnx.grad` for functions of NNX modules.
+      that overflows, 2^15 is used. With modules of Flax NNX among the arguments, or with another
+      `differentiator`, the scale is 2^15: a function that writes to modules should run once. Under
+      `jit` XLA may join literal factors of `fun` to one that underflows. The gradient is then 0 at
+      a measured scale; pass `scale=2.0**15`.
+    differentiator: the function that differentiates, in place of `jax.grad`, or of `nnx.grad` if
+      modules are among the arguments.
 
   Returns:
     A function of the arguments of `fun` that returns the unscaled gradients, at least in float32.
@@ -72,12 +75,12 @@ def inner_grad(
   [0. 0.] [1. 1.]
   """
   check_callable(fun, _CALL, expected="a function that returns a scalar", fix=_FIX)
-  fixed = None if differentiator is jax.grad else _FIRST
-  if scale is not None:
-    fixed = positive_scale(scale, "mpjax.inner_grad(scale)")
+  stated = None if scale is None else positive_scale(scale, "mpjax.inner_grad(scale)")
 
-  def scaled_grad(factor: Array | float, *args: P.args, **kwargs: P.kwargs) -> tuple[Grads, PyTree]:
-    """Returns the gradients times a factor, and the rest of what `fun` returned."""
+  def scaled_grad(
+    differentiate: Function, factor: Array | float, args: Args, kwargs: Kwargs
+  ) -> tuple[Grads, PyTree]:
+    """Returns the gradients, computed at a scale, and the rest of what `fun` returned."""
 
     @functools.wraps(fun, updated=())
     def scaled(*args: P.args, **kwargs: P.kwargs) -> tuple[Array, PyTree]:
@@ -85,18 +88,26 @@ def inner_grad(
       wide = at_least_float32(value)
       return wide * _within(factor, value).astype(wide.dtype), (aux, value)
 
-    differentiated = differentiator(scaled, argnums=argnums, has_aux=True)
-    grads, (aux, value) = differentiated(*args, **kwargs)
+    gradient = differentiate(scaled, argnums=argnums, has_aux=True)
+    grads, (aux, value) = gradient(*args, **kwargs)
     return full_precision(unscale_tree)(grads, _within(factor, value)), aux
 
   @functools.wraps(fun, updated=())
   def gradient(*args: P.args, **kwargs: P.kwargs) -> Any:
+    differentiate = differentiator or library_of_grad((args, kwargs)).grad
+
+    def plain_grads(factor: Array | float) -> Grads:
+      # The scale depends on the gradients, and is not differentiated.
+      return jax.lax.stop_gradient(scaled_grad(differentiate, factor, args, kwargs)[0])
+
     with jax.named_scope(INNER_GRAD):
-      factor = fixed
-      if factor is None:
-        # The scale depends on the gradients, and is not differentiated.
-        factor = _measured(lambda by: jax.lax.stop_gradient(scaled_grad(by, *args, **kwargs)[0]))
-      grads, aux = scaled_grad(factor, *args, **kwargs)
+      if stated is not None:
+        factor: Array | float = stated
+      elif differentiate is jax.grad:
+        factor = _measured(plain_grads)
+      else:
+        factor = _FIRST
+      grads, aux = scaled_grad(differentiate, factor, args, kwargs)
     return (grads, aux) if has_aux else grads
 
   return gradient

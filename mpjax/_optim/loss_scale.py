@@ -49,11 +49,28 @@ class NoLossScale:
   """No scaling, no check and no skipped step: nothing is added to the jaxpr.
 
   For float32 and bfloat16, whose gradients do not underflow. All else works with it, with a scale
-  of 1, so that a script can switch scaling off by one argument.
+  of 1, so that a script can switch scaling off by one argument. `SkipNonfinite` does not scale
+  either, and skips steps.
 
   >>> import mpjax
   >>> mpjax.NoLossScale()
   NoLossScale()
+  """
+
+
+@check_init("Write mpjax.SkipNonfinite().")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SkipNonfinite:
+  """No scaling, but steps with non-finite gradients are skipped.
+
+  For float32 and bfloat16. The scale is 1 and does not move.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.SkipNonfinite())
+  >>> params = jnp.ones(2)
+  >>> updates, opt_state = tx.update(jnp.asarray([1.0, jnp.nan]), tx.init(params), params)
+  >>> print(updates, mpjax.step_applied(opt_state))
+  [-0. -0.] False
   """
 
 
@@ -148,7 +165,7 @@ class DynamicLossScale:
     _warn_unless_power_of_two(call, floats, stacklevel=5)
 
 
-LossScale: TypeAlias = NoLossScale | StaticLossScale | DynamicLossScale
+LossScale: TypeAlias = NoLossScale | SkipNonfinite | StaticLossScale | DynamicLossScale
 
 
 def positive_scale(value: object, where: str) -> float:
@@ -164,7 +181,9 @@ def _number(value: object, where: str) -> float:
     value = value.item() if value.shape == () else value
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
     expected = "a plain number that is known before tracing"
-    fix = "pass any number here, and call mpjax.set_loss_scale(opt_state, scale) in the step."
+    fix = (
+      "pass any number here, and call mpjax.states.set_loss_scale(opt_state, scale) in the step."
+    )
     raise wrong_type(value, where, expected=expected, fix=f"If it is an input of the step {fix}")
   with np.errstate(over="ignore", under="ignore"):
     rounded = float(np.float32(value))
@@ -193,17 +212,26 @@ def write_label(config: LossScale, name: str | None = None) -> str:
   return text if name is None else f"{name}:{text}"
 
 
-_KINDS = {NoLossScale: "none", StaticLossScale: "static", DynamicLossScale: "dynamic"}
-_DEFAULTS = dataclasses.asdict(DynamicLossScale())
+_KINDS: dict[type[LossScale], str] = {
+  NoLossScale: "none",
+  SkipNonfinite: "skip",
+  StaticLossScale: "static",
+  DynamicLossScale: "dynamic",
+}
+_DEFAULTS: dict[str, dict[str, float]] = {
+  "skip": {"scale": 1.0},
+  "dynamic": dataclasses.asdict(DynamicLossScale()),
+}
+"""The fields of a kind that its label leaves out."""
 
 
 def read_label(label: str) -> dict[str, float]:
-  """Returns the fields of the configuration that a key names, a dynamic one's with defaults."""
+  """Returns the fields of the configuration that a key names, with defaults."""
   kind, _, text = label.rpartition(":")[2].removesuffix(")").partition("(")
   pairs = (field.split("=") for field in text.split(",") if field)
   # Nine digits tell all float32 values apart, so this gives back the very number.
   fields = {key: float(np.float32(number)) for key, number in pairs}
-  return _DEFAULTS | fields if kind == "dynamic" else fields
+  return _DEFAULTS.get(kind, {}) | fields
 
 
 class LossScaleState(NamedTuple):
@@ -230,11 +258,17 @@ def init_scale(config: LossScale) -> ScaleState:
   """Returns the state before the first step."""
   if isinstance(config, NoLossScale):
     return ()
-  dynamic = isinstance(config, DynamicLossScale)
+  match config:
+    case SkipNonfinite():
+      scale, hysteresis = 1.0, 0
+    case StaticLossScale(scale):
+      hysteresis = 0
+    case DynamicLossScale():
+      scale, hysteresis = config.init_scale, config.hysteresis
   counters = {field: jnp.asarray(0, jnp.int32) for field in (*COUNTERS, "first_bad")}
   return LossScaleState(
-    scale=jnp.asarray(config.init_scale if dynamic else config.scale, jnp.float32),
-    hysteresis=jnp.asarray(config.hysteresis if dynamic else 0, jnp.int32),
+    scale=jnp.asarray(scale, jnp.float32),
+    hysteresis=jnp.asarray(hysteresis, jnp.int32),
     finite=jnp.asarray(True, jnp.bool_),
     **counters,
   )
@@ -374,6 +408,16 @@ class OwnedScale(NamedTuple):
     return "growth_interval" in self.fields
 
   @property
+  def kind(self) -> type[LossScale]:
+    """The class of the configuration."""
+    return next(kind for kind, text in _KINDS.items() if text == _kind_in(self.label))
+
+  @property
+  def multiplies(self) -> bool:
+    """Whether losses are multiplied by a scale that the user has chosen."""
+    return self.kind not in (NoLossScale, SkipNonfinite)
+
+  @property
   def in_variables(self) -> bool:
     """Whether its numbers are in variables, as those of an `nnx.Optimizer` are."""
     return any(map(is_nnx_variable, self.stored))
@@ -405,7 +449,7 @@ def scaling_states(tree: PyTree) -> Iterator[tuple[KeyPath, PyTree, LossScalingS
   that was read without a target. They have mappings instead of classes.
   """
   nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaling_state)
-  yield from ((path, node, _with_classes(node)) for path, node in nodes if is_scaling_state(node))
+  yield from ((path, node, with_classes(node)) for path, node in nodes if is_scaling_state(node))
 
 
 def leaves_of(tree: PyTree, is_leaf: Callable[..., bool] = is_nnx_variable) -> dict[Path, Leaf]:
@@ -459,7 +503,7 @@ def _kind_in(label: str) -> str:
   return label.rpartition(":")[2].partition("(")[0]
 
 
-def _with_classes(node: PyTree) -> LossScalingState:
+def with_classes(node: PyTree) -> LossScalingState:
   """Returns a node that `is_scaling_state` as an instance of its class."""
   if isinstance(node, LossScalingState):
     return node
@@ -480,7 +524,7 @@ def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, S
     got = f"one created with {', '.join(map(repr, scales))}"
     fix = (
       "Build the optimizer as it was, or make a new state with init, put the old inner_state into "
-      "it (_replace) and carry the scale over with mpjax.set_loss_scale."
+      "it (_replace) and carry the scale over with mpjax.states.set_loss_scale."
     )
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return {label: scales[label] for label in configs}
@@ -645,19 +689,20 @@ def set_loss_scale(
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
-  >>> opt_state = mpjax.set_loss_scale(opt_state, 1024)
+  >>> opt_state = mpjax.states.set_loss_scale(opt_state, 1024)
   >>> float(mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
   1024.0
   """
-  where = "mpjax.set_loss_scale(opt_state)"
+  where = "mpjax.states.set_loss_scale(opt_state)"
   target = find_scale(opt_state, where, name)
-  if (state := target.state) is None:
-    expected, got = "a state with a scale that can move", "one of NoLossScale(), which is always 1"
+  if (state := target.state) is None or not target.multiplies:
+    expected = "a state with a scale that can move"
+    got = f"one of {target.kind.__name__}(), which is always 1"
     fix = "Build the optimizer with StaticLossScale or DynamicLossScale."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   scale_reader(target, where)(value)
   low, high = target.limits
-  where = "mpjax.set_loss_scale(value)"
+  where = "mpjax.states.set_loss_scale(value)"
   if isinstance(value, Tracer):
     check_scalar(value, where, expected="a scale of shape ()", fix="Pass a number, one for all.")
     scale: Array | float = jnp.minimum(jnp.fmax(jnp.asarray(value, jnp.float32), low), high)

@@ -31,6 +31,7 @@ from mpjax._optim.loss_scale import (
   LossScalingState,
   NoLossScale,
   ScaleState,
+  SkipNonfinite,
   StaticLossScale,
   adjust,
   init_scale,
@@ -97,8 +98,9 @@ def loss_scaling(
 
   Args:
     inner: the optimizer, or any optax transformation.
-    loss_scale: `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, or a dict from names of
-      losses to these. With the last, `inner` is called as it is and nothing is added to the jaxpr.
+    loss_scale: `DynamicLossScale`, `StaticLossScale`, `SkipNonfinite` or `NoLossScale`, or a dict
+      from names of losses to these. With `NoLossScale`, `inner` is called as it is and nothing is
+      added to the jaxpr.
     axis_name: the mapped axis, or axes, over which all devices must decide alike (`shard_map`,
       `pmap`, `vmap`). Averaging the gradients over it remains yours to do, before `update`.
     check_updates: also skip a step if an update or the new inner state is not finite. Unchanged
@@ -172,15 +174,15 @@ def _checked_scales(
   if name is not None or len(unscaled) != 1:
     expected = "one scale for each loss, without name=, and either all or none NoLossScale()"
     got = f"{dict(loss_scale)!r} and name={name!r}"
-    fix = "StaticLossScale(1) leaves one of several losses unscaled, but checked."
+    fix = "SkipNonfinite() leaves one of several losses unscaled, but checked."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return {**loss_scale}
 
 
 def _check_config(config: object, where: str) -> None:
-  """Raises unless `config` is one of the three configurations."""
-  if not isinstance(config, (NoLossScale, StaticLossScale, DynamicLossScale)):
-    expected = "a NoLossScale, StaticLossScale or DynamicLossScale"
+  """Raises unless `config` is a configuration of a loss scale."""
+  if not isinstance(config, (NoLossScale, SkipNonfinite, StaticLossScale, DynamicLossScale)):
+    expected = "a NoLossScale, SkipNonfinite, StaticLossScale or DynamicLossScale"
     fix = "Pass an instance: mpjax.StaticLossScale(1024), or mpjax.DynamicLossScale()."
     raise wrong_type(config, where, expected=expected, fix=fix)
 
@@ -198,7 +200,7 @@ def _check_check_updates(check_updates: bool, is_scaled: bool) -> None:
   where = "mpjax.loss_scaling(check_updates)"
   check_flag(check_updates, where)
   expected = "False with NoLossScale(), which checks nothing"
-  fix, possible = "Use StaticLossScale(1) to check and skip.", is_scaled or not check_updates
+  fix, possible = "Use SkipNonfinite() to check and skip.", is_scaled or not check_updates
   check_value(check_updates, possible, where, expected=expected, fix=fix)
 
 

@@ -159,17 +159,17 @@ def master_weights(
   (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1). Parameters in float32 are
   trained as without this wrapper. It may be inside `mpjax.loss_scaling` or around it.
 
-  The updates that come out lead each 16-bit parameter to the rounded master.
-  `mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))` makes the two equal
-  bit for bit; `optax.apply_updates` does so but for the sign of zero, and for steps so large that a
-  float32 `p + u` cannot reach the master, where the parameter follows on the next step. bfloat16
+  The updates lead each 16-bit parameter to the rounded master.
+  `mpjax.apply_updates(params, updates, opt_state)` makes the two equal bit for bit.
+  `optax.apply_updates` does so too, with two exceptions: the sign of zero, and steps so large that
+  a float32 `p + u` cannot reach the master. There the parameter follows on the next step. bfloat16
   is rounded to nearest, ties away from zero. Derivatives take the rounding for the identity.
 
-  With `storage="split"` the state has no copy of a bfloat16 parameter, but an int16 in its shape,
-  what its rounding has cut off. Masters, updates and parameters are bit for bit the same, but where
-  no float32 update leads to the rounded master: that becomes the nearest number that rounds to the
-  parameter. Apply the updates without `master=`; nothing else may change the parameters, nor may
-  anything that changes updates follow in an `optax.chain`.
+  With `storage="split"` the state has no copy of a bfloat16 parameter, but an int16 in its shape:
+  the part that its rounding cut off. Masters, updates and parameters are the same bit for bit, with
+  one exception: where no float32 update leads to the rounded master, the master becomes the nearest
+  number that rounds to the parameter. Nothing but these updates may change the parameters, and in
+  an `optax.chain` nothing that changes updates may follow.
 
   Args:
     inner: the optimizer. Consumers of parameters, such as weight decay, belong inside.
@@ -191,8 +191,8 @@ def master_weights(
   >>> opt_state = tx.init(params)
   >>> for _ in range(3):  # each step is less than half of what bfloat16 can show
   ...   updates, opt_state = tx.update(jnp.asarray([0.003]), opt_state, params)
-  ...   params = mpjax.apply_updates(params, updates, master=mpjax.master_params(opt_state))
-  >>> print(params, mpjax.master_params(opt_state))
+  ...   params = mpjax.apply_updates(params, updates, opt_state)
+  >>> print(params, mpjax.states.master_params(opt_state))
   [0.996094] [0.99549997]
   """
   where = "mpjax.master_weights(inner)"
@@ -374,10 +374,10 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
-  >>> mpjax.master_params(mpjax.master_weights(optax.adam(1e-3)).init(params))
+  >>> mpjax.states.master_params(mpjax.master_weights(optax.adam(1e-3)).init(params))
   {'norm': None, 'w': Array([1., 1.], dtype=float32)}
   """
-  where, of_state = "mpjax.master_params(params)", "mpjax.master_params(opt_state)"
+  where, of_state = "mpjax.states.master_params(params)", "mpjax.states.master_params(opt_state)"
   _check_masters(opt_state, of_state)
   masters = masters_in(opt_state, of_state)
   if params is not None:
@@ -386,8 +386,8 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
   if any(map(is_remainder, jax.tree.leaves(masters))):
     expected = 'the parameters: with storage="split" the state has the lower half of each master'
     fix = (
-      "Pass mpjax.master_params(opt_state, params) with the parameters that belong to the state; "
-      "for mpjax.apply_updates(params, updates) no master is needed."
+      "Pass mpjax.states.master_params(opt_state, params) with the parameters that belong to the "
+      "state."
     )
     raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
   return merged_masters(opt_state)
@@ -412,11 +412,11 @@ def set_master_params(opt_state: T, params: Params) -> T:
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx, params = mpjax.master_weights(optax.adam(1e-3)), jnp.ones(1, jnp.bfloat16)
-  >>> opt_state = mpjax.set_master_params(tx.init(params), jnp.asarray([1.001]))
-  >>> print(mpjax.master_params(opt_state))
+  >>> opt_state = mpjax.states.set_master_params(tx.init(params), jnp.asarray([1.001]))
+  >>> print(mpjax.states.master_params(opt_state))
   [1.001]
   """
-  of_state, problems = "mpjax.set_master_params(opt_state)", list[str]()
+  of_state, problems = "mpjax.states.set_master_params(opt_state)", list[str]()
   _check_masters(opt_state, of_state)
   if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
     got = f"{kind_of(opt_state)}, whose params would stay as they are"
@@ -443,7 +443,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
   except ValueError as error:
     problems.append(f"another tree ({error})")
   if problems:
-    where, got = "mpjax.set_master_params(params)", listed(problems)
+    where, got = "mpjax.states.set_master_params(params)", listed(problems)
     expected = "floating arrays in the tree and in the shapes of the masters"
     fix = "Pass the float32 parameters of the same model, with the tree that init was given."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)

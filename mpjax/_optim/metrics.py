@@ -55,7 +55,7 @@ def loss_scaling_metrics(
     Arrays of shape (). Under `NoLossScale` the scale is 1, `finite` is True and every count is 0.
 
     - `loss_scale` (float32): the factor on the next loss;
-    - `finite` (bool): whether the last step was applied, as `mpjax.last_step_finite`;
+    - `finite` (bool): whether the last step was applied, as `mpjax.step_applied`;
     - `good_steps` (int32): finite steps in a row since the scale last moved;
     - `total`, `skipped` (int32): steps so far, and those that were not applied;
     - `consecutive_skips` (int32): skipped steps since the last applied one;
@@ -83,8 +83,8 @@ def loss_scaling_metrics(
   return metrics
 
 
-def last_step_finite(opt_state: OptState, *, name: str | None = None) -> Array:
-  """Returns whether the last step was applied: the flag for `mpjax.select_tree`.
+def step_applied(opt_state: OptState, *, name: str | None = None) -> Array:
+  """Returns whether the last step was applied, and not skipped.
 
   Args:
     opt_state: a state that holds a loss scale, after an `update`.
@@ -97,10 +97,39 @@ def last_step_finite(opt_state: OptState, *, name: str | None = None) -> Array:
     MpjaxError: as `mpjax.loss_scaling_metrics`.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> bool(mpjax.last_step_finite(mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))
+  >>> bool(mpjax.step_applied(mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))
   True
   """
-  return read_state(opt_state, "mpjax.last_step_finite(opt_state)", name).finite
+  return read_state(opt_state, "mpjax.step_applied(opt_state)", name).finite
+
+
+def keep_if_skipped(opt_state: OptState, new: T, old: T, *, name: str | None = None) -> T:
+  """Returns `new` if the last step was applied, else `old`: for state that no optimizer holds.
+
+  It keeps a skipped step, bit for bit, out of batch statistics, moving averages and counters.
+
+  Args:
+    opt_state: the state that `update` returned; it holds a loss scale.
+    new: a tree of arrays, after the step.
+    old: the same tree before the step, in the same shapes and dtypes.
+    name: which of several loss scales to read.
+
+  Returns:
+    A tree like `new`. Under `NoLossScale` it is `new`.
+
+  Raises:
+    MpjaxValueError: the trees differ in structure, shapes or dtypes.
+    MpjaxError: as `mpjax.loss_scaling_metrics`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
+  >>> _, opt_state = tx.update(jnp.asarray([1.0, jnp.inf]), tx.init(jnp.ones(2)), jnp.ones(2))
+  >>> print(mpjax.keep_if_skipped(opt_state, new=jnp.asarray(jnp.nan), old=jnp.asarray(0.5)))
+  0.5
+  """
+  call = "mpjax.keep_if_skipped"
+  applied = read_state(opt_state, f"{call}(opt_state)", name).finite
+  return select(applied, new, old, f"{call}(opt_state, new, old)")
 
 
 def check_skipped_steps(
@@ -146,14 +175,16 @@ def check_skipped_steps(
     # An inf may be meant: a best value so far, a mask.
     if (nan := _first_nan(trained)) is not None:
       expected = "no NaN after steps that NoLossScale() does not check"
-      fix = "Restore a checkpoint, and train with mpjax.StaticLossScale(1), which skips such steps."
+      fix = "Restore a checkpoint, and train with mpjax.SkipNonfinite(), which skips such steps."
       raise MpjaxRuntimeError(where, expected=expected, got=f"one at {nan}", fix=fix)
     return
   # Several values where the state is vmapped (an ensemble): the worst member counts.
   scales, skips = np.atleast_1d(state.scale), np.atleast_1d(state.consecutive_skips)
   if not np.all(np.isfinite(scales) & (scales > 0)):
     expected, got = "a positive finite loss scale", str(np.asarray(state.scale))
-    fix = "No step can leave it so: restore another checkpoint, or call mpjax.set_loss_scale."
+    fix = (
+      "No step can leave it so: restore another checkpoint, or call mpjax.states.set_loss_scale."
+    )
     raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
   worst = int(np.argmax(skips))
   if skips[worst] < most:
@@ -249,35 +280,6 @@ def _watched(model_state: PyTree) -> list[tuple[KeyPath, str]]:
   return [((loss,), "the loss"), *of_state, ((), "the loss")]
 
 
-def select_tree(finite: Array | bool, new: T, old: T) -> T:
-  """Returns `new` if the step was finite, else `old`: for state that no optimizer holds.
-
-  It keeps a skipped step, bit for bit, out of batch statistics, moving averages and counters.
-
-  Args:
-    finite: a bool of shape (): `mpjax.last_step_finite(opt_state)` after `update`. Combine it with
-      `mpjax.all_finite(new)` where `new` may be non-finite by itself.
-    new: a tree of arrays, after the step.
-    old: the same tree before the step, in the same shapes and dtypes.
-
-  Returns:
-    A tree like `new`.
-
-  Raises:
-    MpjaxTypeError: `finite` is not a bool.
-    MpjaxValueError: it is not a scalar, or the trees differ in structure, shapes or dtypes.
-
-  >>> import jax.numpy as jnp, mpjax
-  >>> print(mpjax.select_tree(jnp.asarray(False), new=jnp.asarray(jnp.nan), old=jnp.asarray(0.5)))
-  0.5
-  """
-  where = "mpjax.select_tree(finite, new, old)"
-  if not isinstance(finite, bool) and getattr(finite, "dtype", None) != jnp.bool_:
-    expected, fix = "a bool flag as the first argument", "Pass mpjax.last_step_finite(opt_state)."
-    raise MpjaxTypeError(where, expected=expected, got=kind_of(finite), fix=fix)
-  return select(jnp.asarray(finite), new, old, where)
-
-
 class MonitorState(NamedTuple):
   """The state of `mpjax.monitor`.
 
@@ -299,7 +301,7 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
   """Wraps an optimizer so that it counts, for each parameter, zero gradients and lost updates.
 
   Put it outermost, where parameters are as they are stored; what it wraps works as it would alone.
-  `mpjax.monitor_counts` returns the counts of the last step that was applied.
+  `mpjax.states.monitor_counts` returns the counts of the last step that was applied.
 
   Args:
     inner: the optimizer, with a loss scale or without.
@@ -312,11 +314,11 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
     MpjaxValueError: `update`: there are no parameters.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3), mpjax.StaticLossScale(1)))
+  >>> tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3), mpjax.SkipNonfinite()))
   >>> params = {"lora_a": jnp.full(3, 1e5)}
   >>> grads = {"lora_a": jnp.asarray([1.0, 0.0, 80.0])}
   >>> updates, opt_state = tx.update(grads, tx.init(params), params)
-  >>> {key: int(n) for key, n in mpjax.monitor_counts(opt_state)["lora_a"].items()}
+  >>> {key: int(n) for key, n in mpjax.states.monitor_counts(opt_state)["lora_a"].items()}
   {'size': 3, 'zero_gradients': 1, 'updates': 2, 'lost_updates': 1}
   """
   where = "mpjax.monitor(inner)"
@@ -411,10 +413,10 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
     MpjaxValueError: it has several of one parameter.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> list(mpjax.monitor_counts(mpjax.monitor(optax.sgd(0.1)).init({"w": jnp.ones(2)}))["w"])
+  >>> list(mpjax.states.monitor_counts(mpjax.monitor(optax.sgd(0.1)).init({"w": jnp.ones(2)}))["w"])
   ['size', 'zero_gradients', 'updates', 'lost_updates']
   """
-  states, where = nodes_of(opt_state, MonitorState), "mpjax.monitor_counts(opt_state)"
+  states, where = nodes_of(opt_state, MonitorState), "mpjax.states.monitor_counts(opt_state)"
   if not states:
     expected, got = "a state that keeps counts", f"{kind_of(opt_state)} without a monitor"
     fix = "Write tx = mpjax.monitor(mpjax.loss_scaling(inner)), and make the state with its init."

@@ -34,8 +34,8 @@ from mpjax._optim.loss_scale import (
   replace_scale,
 )
 from mpjax._optim.loss_scaling import AxisName, scaling_of
-from mpjax._optim.masters import MasterWeightsState, merged_masters
-from mpjax._optim.metrics import loss_scaling_metrics, select_tree
+from mpjax._optim.masters import MasterWeightsState
+from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics
 from mpjax._optim.train_state import TrainState, own_scale, trained_params
 from mpjax._optim.trees import as_stored, float32_view, key_text, nodes_of
 from mpjax._optim.value_and_grad import unscale
@@ -233,7 +233,7 @@ def make_train_step(
       return apply_updates(
         params,
         updates,
-        master=merged_masters(opt_state),
+        opt_state,
         rounding=rounding,
         key=None if key is None or rounding == "nearest" else jax.random.fold_in(key, _ROUNDING),
       )
@@ -265,7 +265,7 @@ def make_train_step(
       # Parameters too: -0.0 leaves them alone, but for subnormals, which a CPU flushes to 0.
       kept = ("step", "model_state", "ema", *(("params",) if scaler is None else ()))
       pair = ({name: getattr(one, name) for name in kept} for one in (new, state))
-      new = new._replace(**select_tree(scaling["finite"], *pair))
+      new = new._replace(**keep_if_skipped(opt_state, *pair))
     return new, {**metrics, "loss": loss, "grad_norm": norm, **scaling}, all_finite(forward)
 
   def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:

@@ -6,6 +6,6 @@
 """
 
 from mpjax.nnx._atomic_step import atomic_step
-from mpjax.nnx._with_policy import convert, value_and_grad, with_policy
+from mpjax.nnx._with_policy import convert, with_policy
 
-__all__ = ["atomic_step", "convert", "value_and_grad", "with_policy"]
+__all__ = ["atomic_step", "convert", "with_policy"]

@@ -66,7 +66,7 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
   ...   optimizer.update(model, grads)
   ...   return loss
   >>> loss = step(model, optimizer, jnp.full((2, 3), jnp.inf))
-  >>> print(model.mean[...], optimizer.step[...], mpjax.last_step_finite(optimizer))
+  >>> print(model.mean[...], optimizer.step[...], mpjax.step_applied(optimizer))
   [0. 0. 0.] 0 False
   """
   fix = "Write it above the step: @nnx.jit, @mpjax.nnx.atomic_step, def step(model, optimizer, x)."

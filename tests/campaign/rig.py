@@ -263,14 +263,13 @@ def step_by_hand(setup: Setup, tx: Any, guard: bool, state: mpjax.TrainState, ba
   (loss, (statistics, _)), grads = grad_fn(state.params)
   watched = loss, statistics
   updates, opt_state = tx.update(grads, state.opt_state, state.params, loss=watched)
-  master = None if setup.stored == "float32" else mpjax.master_params(opt_state)
-  params = mpjax.apply_updates(state.params, updates, master=master)
-  trained = (master or params) if setup.ema else ()
+  params = mpjax.apply_updates(state.params, updates, opt_state)
+  masters = params if setup.stored == "float32" else mpjax.states.master_params(opt_state)
+  trained = masters if setup.ema else ()
   ema = jax.tree.map(lambda e, t: e + (t - e) * 0.5, state.ema, trained)
   rest = {"model_state": statistics, "ema": ema, "step": state.step + 1}
   if guard:
-    finite = mpjax.last_step_finite(opt_state)
-    rest = mpjax.select_tree(finite, rest, {name: getattr(state, name) for name in rest})
+    rest = mpjax.keep_if_skipped(opt_state, rest, {name: getattr(state, name) for name in rest})
   state = state._replace(params=params, opt_state=opt_state, **rest)
   return state, mpjax.loss_scaling_metrics(opt_state)
 
@@ -287,7 +286,7 @@ def observe(setup: Setup, state: mpjax.TrainState) -> tuple[Any, Any, Any]:
   """Returns digests, whether all is finite, and whether parameters are their rounded masters."""
   agree = jnp.asarray(True)
   if setup.stored != "float32":
-    masters = mpjax.master_params(state.opt_state)
+    masters = mpjax.states.master_params(state.opt_state)
     same = [jnp.all(stored(masters[n], p.dtype) == p) for n, p in state.params.items()]
     agree = jnp.all(jnp.stack(same))
   parts = committed(setup, state)

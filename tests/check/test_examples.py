@@ -249,7 +249,7 @@ def half_exports_its_masters(half, runs, text):
   found = runs["float16"].state
   state = found["state"]
   wanted = {
-    "params": mpjax.master_params(state.opt_state, state.params),
+    "params": mpjax.states.master_params(state.opt_state, state.params),
     "batch_stats": state.model_state,
   }
   with ocp.StandardCheckpointer() as checkpointer:
@@ -282,7 +282,7 @@ def lenet_stores_and_shows_the_dtype_of_each_layer(lenet, runs, text):
   assert runs["O0"].state.metrics["total"] == 0
   assert runs[MIXED].state.metrics["total"] == len(runs[MIXED].losses)
   state = runs[MIXED].state.state
-  master = mpjax.master_params(state.opt_state)
+  master = mpjax.states.master_params(state.opt_state)
   for layer, dtype in LAYERS[MIXED].items():
     assert dtypes_of(state.params[layer]) == {dtype}
     if dtype == HALF:

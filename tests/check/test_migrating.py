@@ -227,10 +227,11 @@ def worlds() -> list[dict[str, Any]]:
     **{"model": net, "net": net, "MyModule": nn.Dense, "MyLayer": nn.Dense},
     **{"variables": {"params": {"layers_0": layer, "layers_1": layer}}, "x": x, "batch": {"x": x}},
     **{"params": params, "half": half, "grads": half, "updates": half},
-    **{"weights": params, "tree": params, "new": params, "old": params, "finite": jnp.array(True)},
+    **{"weights": params, "tree": params, "new": params, "old": params},
     **{"tx": sgd, "solver": sgd, "inner": sgd, "hook": optax.clip(1.0), "max_norm": 1.0},
     **{"opt_state": state.opt_state, "state": state, "path": state, "loss": jnp.float32(1)},
-    **{"policy": mpjax.Policy(), "level": mpjax.opt_level("O1", "float16"), "primitive": "tanh"},
+    **{"policy": mpjax.Policy(), "norms": mpjax.Rule(mpjax.Policy(), module=nn.LayerNorm)},
+    "primitive": "tanh",
     **dict.fromkeys(("fn", "loss_fn", "forward"), jnp.sum),
     "keep": lambda module, method, call, cast: call,
     "loss_scale": mpjax.NoLossScale(),
@@ -261,7 +262,6 @@ def failures(lines: list[str], objects: list[dict[str, Any]]) -> dict[str, list[
   return {code: why for code, why in found.items() if all(why)}
 
 
-@pytest.mark.filterwarnings("ignore:mpjax.opt_level")
 @pytest.mark.filterwarnings("ignore:mpjax.policy_scope")  # The body of a `with` is empty.
 @pytest.mark.standard_promotion  # NNX promotes when it makes a layer.
 def test_the_lines_of_the_tables_run():
@@ -277,7 +277,7 @@ def test_the_lines_of_the_tables_run():
   wrong = {
     "tx.update(grads, params)": "MpjaxTypeError",
     "tx.update(grads, mine)": "NameError",
-    "mpjax.scale_loss(loss, state=opt_state)": "TypeError",
+    "mpjax.unscale(grads, state=opt_state)": "TypeError",
   }
   assert failures(["tx", *wrong], objects).keys() == wrong.keys()
   for code, error in wrong.items():
@@ -288,7 +288,7 @@ def test_the_lines_of_the_tables_run():
 
 
 ID = "tests/check/test_migrating.py::test_faults_of_rows_are_found"
-LINE = "`mpjax.scale_loss(loss, opt_state)`"
+LINE = "`mpjax.value_and_grad(loss_fn, opt_state)`"
 GOOD = f"| `scale(loss)` | {LINE} | `{ID}` |"
 TABLE = f"""
 | feature | mpjax | test id |
@@ -318,9 +318,9 @@ WRONG = [
   (LINE, "not offered", "no reason"),
   (LINE, "not offered: why", "no reason"),
   (LINE, "not offered: for a good reason", "a test of what is not offered"),
-  ("scale_loss(", "scaled_loss(", "mpjax.scaled_loss is not public"),
-  ("scale_loss(", "transforms.scale_loss(", "mpjax.transforms.scale_loss is not public"),
-  ("scale_loss(", "Policy.read(", "mpjax.Policy.read is not public"),
+  ("value_and_grad(", "value_grad(", "mpjax.value_grad is not public"),
+  ("value_and_grad(", "transforms.grad(", "mpjax.transforms.grad is not public"),
+  ("value_and_grad(", "Policy.read(", "mpjax.Policy.read is not public"),
 ]
 """Changes of the good row, and the fault that each must have."""
 
@@ -335,7 +335,7 @@ def test_faults_of_rows_are_found():
     assert fault in faults(row)
   assert missing(TABLE, {"scale", "loss", "a"}) == set()
   # Neither a part of a word, nor our own line, nor a table of something else.
-  assert missing(TABLE, {"scal", "accumulate", "table"}) == {"scal", "accumulate", "table"}
+  assert missing(TABLE, {"scal", "micro_batches", "table"}) == {"scal", "micro_batches", "table"}
   fenced = f"```text\n{TABLE}```\n"
   assert list(rows(fenced)) == []
   assert for_readers(fenced) == fenced

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax._core import together
-from mpjax._core.trees import first_nonfinite, select
+from mpjax._core.trees import all_finite, first_nonfinite, select
 from tests import partitioned, programs
 
 DTYPES = ("float32", "bfloat16", "float16", "complex64", "int32", "float8_e5m2")
@@ -225,7 +225,7 @@ def test_functions_of_symbolic_shapes_are_exported(platform):
   tree = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (rows, (3,), rows, (3,))]
 
   def look(*leaves):
-    finite = mpjax.all_finite(leaves)
+    finite = all_finite(leaves)
     return finite, together.sum_of_squares(leaves), select(finite, leaves[:2], leaves[2:], "here")
 
   exported = jax.export.export(jax.jit(look), platforms=[platform])(*tree)

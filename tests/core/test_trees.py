@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 from flax.core import FrozenDict
 
-import mpjax
 from mpjax._core import trees
 from mpjax._core.trees import cast_leaf, content_of, is_floating, mapped, round_to, tree_differences
 from tests.core.test_together import oracle
@@ -160,8 +159,9 @@ def test_all_finite_equals_numpy_on_5000_random_trees():
     expected.append([oracle(leaves) == len(leaves) for leaves in map(jax.tree.leaves, filled)])
 
   def finite(filled):
-    trees = jax.tree.leaves(filled)
-    return jax.vmap(mpjax.all_finite)(filled) if trees else jnp.full(100, mpjax.all_finite(filled))
+    if jax.tree.leaves(filled):
+      return jax.vmap(trees.all_finite)(filled)
+    return jnp.full(100, trees.all_finite(filled))
 
   # All are compiled as one program.
   found = jax.jit(lambda structures: list(map(finite, structures)))(structures)
@@ -178,20 +178,20 @@ def test_nothing_to_be_non_finite():
     {"k": jax.random.key(0), "r": jax.random.PRNGKey(0)},
   ]
   for tree in finite:
-    found = mpjax.all_finite(tree)
+    found = trees.all_finite(tree)
     assert (found.shape, found.dtype, bool(found)) == ((), jnp.bool_, True), tree
 
 
 def test_elements_are_checked_and_not_their_sum():
   # A sum or a squared norm overflows; a maximum drops NaN.
-  assert mpjax.all_finite(jnp.full(4, 3e38))
-  assert mpjax.all_finite(jnp.full(1000, 65504.0, jnp.float16))
-  assert not mpjax.all_finite(jnp.asarray([1.0, np.nan]))
-  assert not mpjax.all_finite(jnp.asarray([np.inf, -np.inf]))
+  assert trees.all_finite(jnp.full(4, 3e38))
+  assert trees.all_finite(jnp.full(1000, 65504.0, jnp.float16))
+  assert not trees.all_finite(jnp.asarray([1.0, np.nan]))
+  assert not trees.all_finite(jnp.asarray([np.inf, -np.inf]))
   # Numbers of Python and NumPy are elements too.
   of_python = [float("inf"), complex(0, float("nan"))]
   for leaf in [*of_python, np.float64("nan"), jnp.asarray(complex(1, -np.inf))]:
-    assert not mpjax.all_finite({"a": jnp.ones(2), "b": leaf}), leaf
+    assert not trees.all_finite({"a": jnp.ones(2), "b": leaf}), leaf
 
 
 def test_every_value_of_the_small_formats():
@@ -201,7 +201,7 @@ def test_every_value_of_the_small_formats():
     special = np.asarray([1, -0.0, np.inf, -np.inf, np.nan], dtype)
     small = dtype.itemsize == 1
     values[dtype.name] = np.arange(256, dtype=np.uint8).view(dtype) if small else special
-  found = jax.jit(lambda tree: jax.tree.map(jax.vmap(mpjax.all_finite), tree))(values)
+  found = jax.jit(lambda tree: jax.tree.map(jax.vmap(trees.all_finite), tree))(values)
   for name, x in values.items():
     with np.errstate(invalid="ignore"):
       np.testing.assert_array_equal(found[name], np.isfinite(x.astype(np.float32)), name)

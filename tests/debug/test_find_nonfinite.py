@@ -88,19 +88,21 @@ def test_a_gradient_that_fits_at_no_scale_is_the_values_own():
 @pytest.mark.parametrize(("least", "finite_at"), [(1e4, 4096), (4e4, None)])
 def test_a_scale_is_proposed_only_if_all_is_finite_there(least, finite_at):
   def step(w, opt_state):
-    loss = lambda w: mpjax.scale_loss(jnp.sum(w * jnp.float16(8)).astype(jnp.float32), opt_state)  # noqa: E731
-    value, gradient = jax.value_and_grad(loss)(w)
+    loss = lambda w: jnp.sum(w * jnp.float16(8)).astype(jnp.float32)  # noqa: E731
+    value, gradient = mpjax.value_and_grad(loss, opt_state)(w)
     return value, jnp.log(gradient.astype(jnp.float32) - least)  # NaN at small scales.
 
   w = jnp.ones(2, jnp.float16)
   opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(w.astype(jnp.float32))
-  found = mpjax.find_nonfinite(step)(w, mpjax.set_loss_scale(opt_state, 2.0**14))
+  found = mpjax.find_nonfinite(step)(w, mpjax.states.set_loss_scale(opt_state, 2.0**14))
   assert (found.operation, found.direction, found.loss_scale) == ("mul", "backward", 2**14)
   assert found.finite_at == finite_at
   assert found.verdict == ("value" if finite_at is None else "scale")
   if finite_at:
-    assert found.cure.startswith("opt_state = mpjax.set_loss_scale(opt_state, 4096)  # 2^12;")
-    assert not mpjax.find_nonfinite(step)(w, mpjax.set_loss_scale(opt_state, finite_at))
+    assert found.cure.startswith(
+      "opt_state = mpjax.states.set_loss_scale(opt_state, 4096)  # 2^12;"
+    )
+    assert not mpjax.find_nonfinite(step)(w, mpjax.states.set_loss_scale(opt_state, finite_at))
 
 
 def test_a_factor_of_the_loss_and_of_its_cotangent_is_a_scale_and_a_weight_is_none():
@@ -133,10 +135,12 @@ def test_a_loss_scale_that_was_set_binds_no_shard_map_to_its_device():
     return tx.update(grads, opt_state, w)
 
   w, x = jnp.ones(()), jnp.full(2, 256, jnp.float16)
-  opt_state = mpjax.set_loss_scale(tx.init(w), 2.0**12)
+  opt_state = mpjax.states.set_loss_scale(tx.init(w), 2.0**12)
   found = mpjax.find_nonfinite(step)(w, opt_state, x)
   assert found.verdict == "scale"
-  assert found.cure.startswith(f"opt_state = mpjax.set_loss_scale(opt_state, {found.finite_at:g})")
+  assert found.cure.startswith(
+    f"opt_state = mpjax.states.set_loss_scale(opt_state, {found.finite_at:g})"
+  )
 
 
 def test_a_sum_with_a_jaxpr_of_its_own_overflows():

@@ -87,7 +87,7 @@ def test_micro_steps_are_one_big_step(k, dtype, windows):
     for turn, micro_batch in enumerate(order):
       scale = float(mpjax.loss_scaling_metrics(state)["loss_scale"])
       up = scale < 4 or (turn % 3 and scale < 64)
-      state = mpjax.set_loss_scale(state, scale * (2 if up else 0.5))
+      state = mpjax.states.set_loss_scale(state, scale * (2 if up else 0.5))
       scales.add(scale)
       part = slice(micro_batch % k * rows, (micro_batch % k + 1) * rows)
       poison = clean if micro_batch >= 0 else clean.at[turn % 4].set([np.inf, np.nan][turn % 2])

@@ -19,6 +19,7 @@ import optax.contrib
 import pytest
 
 import mpjax
+from mpjax._core.trees import all_finite
 from tests.errors import refused
 from tests.programs import bits
 
@@ -270,12 +271,12 @@ def test_only_what_is_inside_is_protected():
   stream = scaled(SMALL_GRADS), scaled(SMALL_GRADS, np.nan), scaled(SMALL_GRADS)
   _, outside = after(optax.chain(momentum, mpjax.loss_scaling(rate, STATIC)), *stream)
   _, inside = after(mpjax.loss_scaling(optax.chain(momentum, rate), STATIC), *stream)
-  assert not mpjax.all_finite(outside), "for ever"
+  assert not all_finite(outside), "for ever"
   got, fix = "beside the state optax.TraceState", "mpjax.loss_scaling(optax.chain(...))"
   with refused(TypeError, "(opt_state)", "around the entire optimizer", got, fix):
     mpjax.loss_scaling_metrics(outside)
   assert mpjax.loss_scaling_metrics(inside)["skipped"] == 1
-  assert mpjax.all_finite(inside)
+  assert all_finite(inside)
   for mask, bad, applied in ((optax.clip(1.0), np.inf, -1 / 1024), (optax.zero_nans(), np.nan, 0)):
     grads, sgd = scaled(SMALL_GRADS, bad), optax.sgd(1.0)
     updates, state = after(optax.chain(mask, mpjax.loss_scaling(sgd, STATIC)), grads)
@@ -409,10 +410,12 @@ def test_growing_the_tree_in_the_middle_of_a_run():
   fresh = tx.init(grown)
   assert mpjax.loss_scaling_metrics(fresh)["loss_scale"] == 2.0**15, "nothing is carried silently"
   scale = float(mpjax.loss_scaling_metrics(state)["loss_scale"])
-  carried = mpjax.set_loss_scale(fresh, scale)
+  carried = mpjax.states.set_loss_scale(fresh, scale)
   assert mpjax.loss_scaling_metrics(carried)["loss_scale"] == 2.0**14
   lower = mpjax.DynamicLossScale(init_scale=2.0**14)
   start = mpjax.loss_scaling(optax.adam(0.1), lower).init(grown)
   assert jax.tree.structure(carried) == jax.tree.structure(start)
   assert bits(carried) == bits(start), "the rest equals a run that starts there"
-  assert "set it in the state that `init` makes" in " ".join(mpjax.set_loss_scale.__doc__.split())
+  assert "set it in the state that `init` makes" in " ".join(
+    mpjax.states.set_loss_scale.__doc__.split()
+  )

@@ -310,7 +310,7 @@ def variables():
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_float8_statistics_are_not_given_to_the_optimizer(name):
   # Adam moved them by a learning rate, in place of taking them over.
-  expected, fix = "parameters that follow their gradients", "mpjax.select_tree(finite, grads"
+  expected, fix = "parameters that follow their gradients", "mpjax.keep_if_skipped(opt_state, grads"
   with refused(ValueError, ".init(params)", expected, f"at ['{OWG}']", fix):
     WRAPPERS[name](optax.adam(0.1)).init(variables())
 
@@ -324,8 +324,7 @@ def test_the_way_out_takes_them_over_and_a_skipped_step_does_not():
   def step(old, opt_state, batch):
     grads = mpjax.value_and_grad(loss, opt_state)(old, batch)[1]
     updates, opt_state = tx.update(grads["params"], opt_state, old["params"])
-    finite = mpjax.loss_scaling_metrics(opt_state)["finite"]
-    taken = mpjax.select_tree(finite, grads[OWG], old[OWG])
+    taken = mpjax.keep_if_skipped(opt_state, grads[OWG], old[OWG])
     return {"params": optax.apply_updates(old["params"], updates), OWG: taken}, opt_state, grads
 
   new, opt_state, grads = step(start, opt_state, BATCH)

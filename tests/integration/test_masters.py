@@ -122,18 +122,15 @@ def trained(tx, start, stream):
   """Runs all steps; returns parameters, updates, masters and metrics of each."""
   state = tx.init(start)
   has_scale = "LossScalingState" in str(jax.tree.structure(state))
-  split = "Split" in str(jax.tree.structure(state))
 
   def step(carry, now):
     params, state = carry
     grads, fault, leaf = now
     scale = mpjax.loss_scaling_metrics(state)["loss_scale"] if has_scale else jnp.ones(())
     updates, state = tx.update(injected(grads, fault, leaf, scale), state, params)
-    # With split masters nothing but the updates is applied.
-    master = None if split else mpjax.master_params(state)
-    params = mpjax.apply_updates(params, updates, master=master)
+    params = mpjax.apply_updates(params, updates, state)
     metrics = mpjax.loss_scaling_metrics(state) if has_scale else {}
-    return (params, state), (params, updates, mpjax.master_params(state, params), metrics)
+    return (params, state), (params, updates, mpjax.states.master_params(state, params), metrics)
 
   return jax.lax.scan(step, (start, state), stream)[1]
 
@@ -256,7 +253,7 @@ def test_a_train_step_with_micro_batches_average_retries_and_donation():
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.opt_state.inner_state))
     assert jax.tree.map(jax.typeof, state) == types
     assert compiled["train_step"] == 1
-    all_masters = mpjax.master_params(state.opt_state, state.params)
+    all_masters = mpjax.states.master_params(state.opt_state, state.params)
     outs.append((state.params, all_masters, state.ema, metrics))
   assert metrics["skipped"] >= 3
   assert_bit_equal(*outs)
@@ -271,10 +268,10 @@ def test_an_optimizer_of_nnx():
     for factor in range(3):
       x = jnp.full((1, 8), factor, jnp.bfloat16)
       loss = lambda model, x=x: jnp.mean(model(x).astype(jnp.float32) ** 2)  # noqa: E731
-      _, grads = mpjax.nnx.value_and_grad(loss, optimizer)(model)
+      _, grads = mpjax.value_and_grad(loss, optimizer)(model)
       optimizer.update(model, grads)
     all_params = nnx.as_pure(nnx.state(model, nnx.Param))
-    all_masters = mpjax.master_params(nnx.as_pure(optimizer.opt_state), all_params)
+    all_masters = mpjax.states.master_params(nnx.as_pure(optimizer.opt_state), all_params)
     outs.append((nnx.to_pure_dict(all_params), nnx.to_pure_dict(all_masters)))
   assert_bit_equal(*outs)
 
@@ -323,7 +320,7 @@ def test_n9_eight_devices_have_parts_of_each_parameter(kind, spec, mapped, eight
     same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), (params, state), where)
     assert jax.tree.all(same)
     params, state = jax.device_get((params, state))
-    return mpjax.master_params(state, params), mpjax.loss_scaling_metrics(state)["skipped"]
+    return mpjax.states.master_params(state, params), mpjax.loss_scaling_metrics(state)["skipped"]
 
   expected = train("float32", jax.devices()[0])
   assert expected[1] == 3

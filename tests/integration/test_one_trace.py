@@ -40,7 +40,7 @@ def test_one_trace_for_a_thousand_steps(set_flag, inner, dtype):
       assert types((params, state)) == before
   metrics = mpjax.loss_scaling_metrics(state)
   assert (metrics["total"], metrics["skipped"]) == (1000, 1000 // 7)
-  for other in (mpjax.set_loss_scale(state, 2), jax.device_get(state)):
+  for other in (mpjax.states.set_loss_scale(state, 2), jax.device_get(state)):
     step(params, other, grads)
   step(params, jax.tree.map(jnp.asarray, jax.device_get(state)), grads)
   assert len(traces) == 1

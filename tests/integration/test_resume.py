@@ -207,7 +207,7 @@ def test_an_old_state_moves_to_another_configuration():
   old = mpjax.checkpoints.restore_like(start, saved)
   scale = float(mpjax.loss_scaling_metrics(old["opt_state"])["loss_scale"])
   new = tx.init(start["params"])._replace(inner_state=old["opt_state"].inner_state)
-  new = mpjax.set_loss_scale(new, scale)
+  new = mpjax.states.set_loss_scale(new, scale)
   place = "opt_state/inner_state/"
   of_file = {path.partition(place)[2]: x for path, x in arrays(name, "state").items()}
   of_file.pop("")
@@ -278,7 +278,7 @@ def weights(state):
   """The float32 weights of a state: the masters, where there are any."""
   if state.params["Dense_0"]["kernel"].dtype == jnp.float32:
     return state.params
-  return mpjax.master_params(state.opt_state, state.params)
+  return mpjax.states.master_params(state.opt_state, state.params)
 
 
 def moments(state):
@@ -295,7 +295,7 @@ def begin_from(policy, old):
   params = mpjax.Policy.parse(policy).cast_to_param(weights(old))
   opt_state = OPTIMIZERS[policy].init(params)
   if policy == "bfloat16":
-    opt_state = mpjax.set_master_params(opt_state, weights(old))
+    opt_state = mpjax.states.set_master_params(opt_state, weights(old))
 
   def put(x):
     return moments(old) if hasattr(x, "mu") else x
@@ -366,7 +366,7 @@ def test_float32_weights_train_on_in_half_with_exact_masters(half, checkpoints):
     mpjax.checkpoints.restore_like(target, raw)
   params = mpjax.checkpoints.restore_like(target, raw, cast=True)
   opt_state = mpjax.master_weights(ADAM).init(params)
-  opt_state = mpjax.set_master_params(opt_state, mpjax.checkpoints.restore_like(full, raw))
+  opt_state = mpjax.states.set_master_params(opt_state, mpjax.checkpoints.restore_like(full, raw))
   saved = trained("float32").params
-  assert bits(mpjax.master_params(opt_state)) == bits(saved)
+  assert bits(mpjax.states.master_params(opt_state)) == bits(saved)
   assert bits(params) == bits(jax.tree.map(lambda x: np.asarray(x).astype(half), saved))

@@ -50,7 +50,7 @@ def train(tx, dtype, exponents):
       updates, state = tx.update(grads, state, params)
       return (optax.apply_updates(params, updates), state), (loss, updates)
 
-    start = PARAMS, mpjax.set_loss_scale(tx.init(PARAMS), scale)
+    start = PARAMS, mpjax.states.set_loss_scale(tx.init(PARAMS), scale)
     (params, state), seen = jax.lax.scan(step, start, batches())
     return params, state.inner_state, seen, mpjax.loss_scaling_metrics(state)["skipped"]
 

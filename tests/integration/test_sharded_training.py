@@ -82,7 +82,7 @@ def test_200_steps_with_faults_on_single_devices(name, eight_devices):
 
   masters = state.params["w"]
   if engine is not None and engine.stored != jnp.float32:
-    masters = mpjax.master_params(state.opt_state)["w"]
+    masters = mpjax.states.master_params(state.opt_state)["w"]
     np.testing.assert_array_equal(state.params["w"], w.astype(np.float16))
   np.testing.assert_array_equal(masters, w)
   sums = [x for x in jax.tree.leaves(state.opt_state) if x.shape == w.shape]
@@ -117,7 +117,7 @@ def product(compute):
 
 def mapped_step(devices, stored, compute, check_vma, **options):
   """Returns a step under `shard_map` at scale 1, its state, and a function that places batches."""
-  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(1))
+  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.SkipNonfinite())
   mesh = mesh_of(devices)
   state = mpjax.TrainState.create(rig.place(mesh, {"w": jnp.zeros((3, 2), stored)}, jax.P()), tx)
   step = mpjax.make_train_step(product(compute), tx, axis_name="data", **options)
@@ -204,7 +204,7 @@ def test_all_devices_run_a_batch_again(eight_devices, check_vma):
 def test_stochastic_rounding_is_the_same_on_all_devices(eight_devices):
   # As on one device, to the bit: the key of a step is folded with the device for dropout alone.
   mesh, loss_fn = mesh_of(eight_devices), product(jnp.bfloat16)
-  tx = mpjax.loss_scaling(optax.sgd(2.0**-12), mpjax.StaticLossScale(1))
+  tx = mpjax.loss_scaling(optax.sgd(2.0**-12), mpjax.SkipNonfinite())
   # The mean of what eight devices find in their own rows is that of one which has them all.
   batch = jnp.ones((8, 16))
   ends = []
@@ -273,7 +273,7 @@ def test_sharded_parameters_a_nan_on_one_device_skips_everywhere(devices, how):
 def test_two_axes_and_check_updates(devices):
   mesh = jax.make_mesh((2, 2), ("x", "y"), (AUTO, AUTO), devices=devices)
   tx = mpjax.loss_scaling(
-    optax.scale(3e38), mpjax.StaticLossScale(1), axis_name=("x", "y"), check_updates=True
+    optax.scale(3e38), mpjax.SkipNonfinite(), axis_name=("x", "y"), check_updates=True
   )
 
   def update(state, grads):

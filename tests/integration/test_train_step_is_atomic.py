@@ -35,4 +35,4 @@ def test_examples_guard_their_batch_statistics():
   having = {name: text for name, text in sources.items() if 'mutable=["batch_stats"]' in text}
   assert having
   for name, text in having.items():
-    assert "mpjax.select_tree(finite" in text or "mpjax.make_train_step(" in text, name
+    assert "mpjax.keep_if_skipped(opt_state" in text or "mpjax.make_train_step(" in text, name

@@ -46,8 +46,7 @@ def transformation(storage):
   @jax.jit
   def step(params, opt_state, grads):
     updates, opt_state = tx.update(grads, opt_state, params)
-    master = None if storage == "split" else mpjax.master_params(opt_state)
-    return mpjax.apply_updates(params, updates, master=master), opt_state
+    return mpjax.apply_updates(params, updates, opt_state), opt_state
 
   return tx._replace(init=jax.jit(tx.init)), step
 
@@ -74,7 +73,7 @@ def history(storage):
 @jax.jit
 def masters_of(state):
   params, opt_state = state
-  return mpjax.master_params(opt_state, params)
+  return mpjax.states.master_params(opt_state, params)
 
 
 def without_empty(tree):
@@ -136,7 +135,7 @@ def test_masters_whose_parameters_have_ties_to_even_are_split():
   params, tx = tie.astype(jnp.bfloat16), mpjax.master_weights(optax.identity(), storage="split")
   saved = mpjax.master_weights(optax.identity()).init(params)._replace(master=tie)
   restored = restore_like({"p": params, "s": tx.init(params)}, {"p": params, "s": saved})
-  master = mpjax.master_params(restored["s"], params)
+  master = mpjax.states.master_params(restored["s"], params)
   assert master.tolist() == [1 + 2.0**-8 - 2.0**-23, 1 + 3 * 2.0**-8]
 
 

@@ -38,7 +38,7 @@ RANKS = {
   "nnx": 6,
   "_debug": 7,  # what a function does with numbers: audit, first non-finite value, ranges
   "_io": 7,  # what goes to files, or is made for inference
-  "_compositions": 8,
+  "_with_policy": 8,
   "__init__": 9,  # and the other public modules
   "__main__": 10,  # the command line
 }
@@ -50,7 +50,7 @@ ONLY_IN = {
   "flax.nnx": {"nnx"},
   "flax": {"linen", "nnx"},
   "orbax": {"_io"},
-  "importlib": {"__init__", "_debug", "_compositions"},
+  "importlib": {"__init__", "_debug", "_with_policy"},
 }
 """Who may import what is not ours; the longest prefix decides."""
 
@@ -374,7 +374,7 @@ CHECKS: dict[Check, dict[str, Sources | str]] = {
     "upwards": "from mpjax._policy.policy import Policy",
     "sideways": {"mpjax/nnx/x.py": "import mpjax.linen._y"},
     "between adapters": {"mpjax/linen/_x.py": "from mpjax.nnx._y import f"},
-    "the root": "from mpjax import all_finite",
+    "the root": "from mpjax import Policy",
     "the plain root": "import mpjax",
     "no rank": {"mpjax/_new.py": ""},
   },

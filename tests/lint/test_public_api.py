@@ -16,21 +16,12 @@ from tests import strict_user
 
 PUBLIC = {
   "mpjax": [
-    *("DynamicLossScale", "Float8", "MpjaxError", "NoLossScale", "OpLists", "OptLevel", "Policy"),
-    *("Rule", "StaticLossScale", "TrainState", "accumulate_gradients", "all_finite"),
-    *("apply_updates", "audit", "autocast", "check_loss_scaling", "check_skipped_steps"),
-    *("convert", "find_nonfinite", "full_precision", "inner_grad", "last_step_finite"),
-    "loss_scaling",
-    *(
-      "loss_scaling_metrics",
-      "low_precision",
-      "make_train_step",
-      "master_params",
-      "master_weights",
-      "monitor",
-    ),
-    *("monitor_counts", "opt_level", "policy_scope", "ranges", "scale_loss", "select_tree"),
-    *("set_loss_scale", "set_master_params", "state_dtype", "tune", "unscale"),
+    *("DynamicLossScale", "Float8", "MpjaxError", "NoLossScale", "OpLists", "Policy", "Rule"),
+    *("SkipNonfinite", "StaticLossScale", "TrainState", "accumulate_gradients", "apply_updates"),
+    *("audit", "autocast", "check_loss_scaling", "check_skipped_steps", "convert"),
+    *("find_nonfinite", "full_precision", "inner_grad", "keep_if_skipped", "loss_scaling"),
+    *("loss_scaling_metrics", "low_precision", "make_train_step", "master_weights", "monitor"),
+    *("policy_scope", "ranges", "state_dtype", "step_applied", "tune", "unscale"),
     *("value_and_grad", "with_policy"),
   ],
   "mpjax.checkpoints": ["restore_like", "to_arrays"],
@@ -39,10 +30,11 @@ PUBLIC = {
     "UnmatchedRuleError",
   ],
   "mpjax.linen": ["PolicyModule", "policy_scope", "with_policy"],
-  "mpjax.nnx": ["atomic_step", "convert", "value_and_grad", "with_policy"],
+  "mpjax.nnx": ["atomic_step", "convert", "with_policy"],
   "mpjax.reports": ["AuditReport", "GroupRanges", "NonfiniteReport", "RangesReport", "TuneReport"],
   "mpjax.states": [
-    *("AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState")
+    *("AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"),
+    *("inner_state", "master_params", "monitor_counts", "set_loss_scale", "set_master_params"),
   ],
 }
 """A name is added here on purpose: from then on it cannot change without a deprecation."""

@@ -96,8 +96,8 @@ mpjax/_optim/loss_scale.py::read_label
 
 8 min_scale is its default again once it is read from the structure of a state (the list: reset in
   tree_unflatten; our limits are no leaves, but part of the structure)
-- _DEFAULTS | fields
-+ fields | _DEFAULTS
+- _DEFAULTS.get(kind, {}) | fields
++ fields | _DEFAULTS.get(kind, {})
 ::test_label_keeps_the_limits_exactly
 
 mpjax/_optim/loss_scaling.py::LossScaling._step
@@ -127,18 +127,18 @@ mpjax/_optim/loss_scale.py::unscale_tree
 + return at_least_float32(g / scale.astype(g.dtype))
 ::test_the_cast_comes_before_the_division
 
-mpjax/_optim/value_and_grad.py::_scaled
+mpjax/_optim/value_and_grad.py::_times
 
-12 a half loss is multiplied in half
+12 a float16 gradient is multiplied in float16
 - wide * scale.astype(wide.real.dtype)
 + (x * scale.astype(x.dtype)).astype(wide.dtype)
-tests/optim/test_loss_scale.py::test_half_loss_is_cast_before_it_is_multiplied
+tests/optim/test_value_and_grad.py::test_a_zero_gradient_is_zero_at_a_scale_beyond_float16
 
 mpjax/_optim/loss_scale.py::init_scale
 
 13 the first scale is weakly typed: the second step is another program
-- jnp.asarray(config.init_scale if dynamic else config.scale, jnp.float32)
-+ jnp.asarray(config.init_scale if dynamic else config.scale)
+- jnp.asarray(scale, jnp.float32)
++ jnp.asarray(scale)
 tests/integration/test_one_trace.py::test_one_trace_for_a_thousand_steps
 
 # What is checked, and what a skipped step keeps.

@@ -1,4 +1,4 @@
-"""`mpjax.nnx.value_and_grad`: float16 in three lines, and everything else as NNX does it."""
+"""`mpjax.value_and_grad` of NNX modules: float16 in three lines, the rest as NNX does it."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def test_it_is_nnx_value_and_grad_with_scaled_gradients(name):
   fun, options, wrap, wrt, given = SCALED[name]
   ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
   optimizer = nnx.Optimizer(ours, TX, wrt=wrt)
-  call = wrap(lambda m, o, x: mpjax.nnx.value_and_grad(fun, given(o), **options)(m, x))
+  call = wrap(lambda m, o, x: mpjax.value_and_grad(fun, given(o), **options)(m, x))
   found, grads = call(ours, optimizer, X)
   expected, plain = wrap(lambda m, x: nnx.value_and_grad(fun, **options)(m, x))(theirs, X)
   assert_equal(jax.tree.leaves(found), jax.tree.leaves(expected))
@@ -84,14 +84,48 @@ def test_it_is_nnx_value_and_grad_with_scaled_gradients(name):
   optimizer.update(ours, grads)
 
 
+def test_a_split_model_has_the_gradients_of_the_model():
+  # `jax.value_and_grad` differentiates the parameters of a functional step.
+  model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model, X)
+  graphdef, params = nnx.split(model, nnx.Param)
+  of_params = lambda params: loss_fn(nnx.merge(graphdef, params), X)  # noqa: E731
+  for state in (TX.init(params), optimizer):
+    again, of_split = mpjax.value_and_grad(of_params, state)(params)
+    assert float(again) == float(loss)
+    assert_equal(jax.tree.leaves(of_split), jax.tree.leaves(grads))
+
+
+def test_a_module_that_is_not_differentiated_keeps_what_the_function_writes():
+  ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(ours, TX, wrt=nnx.Param)
+  of_input = lambda x, model: (loss_fn(model, x), "aux")  # noqa: E731
+  (loss, aux), grads = mpjax.value_and_grad(of_input, optimizer, has_aux=True)(X, ours)
+  (expected, _), plain = nnx.value_and_grad(of_input, has_aux=True)(X, theirs)
+  assert (float(loss), aux) == (float(expected), "aux")
+  assert_equal([grads], [plain * SCALE])
+  assert_equal(numbers(ours), numbers(theirs))
+
+
+def test_modules_in_a_dict_are_modules():
+  models = {"a": nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "b": nnx.Linear(4, 4, rngs=nnx.Rngs(1))}
+  state = TX.init(nnx.state(models, nnx.Param))
+  both = lambda models, x: loss_fn(models["a"], models["b"](x))  # noqa: E731
+  loss, grads = mpjax.value_and_grad(both, state)(models, X)
+  expected, plain = nnx.value_and_grad(both)(models, X)
+  assert float(loss) == float(expected)
+  assert_equal(jax.tree.leaves(grads), [g * SCALE for g in jax.tree.leaves(plain)])
+
+
 def test_a_view_is_differentiated_like_its_model():
   # The one-line way: a view before everything, the optimizer and the gradients of it.
   view = mpjax.nnx.with_policy(Net(nnx.Rngs(0)), "mixed_float16")
   optimizer = nnx.Optimizer(view, TX, wrt=nnx.Param)
   model = Net(nnx.Rngs(0))
   inside = lambda m, x: loss_fn(mpjax.nnx.with_policy(m, "mixed_float16"), x)  # noqa: E731
-  loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(view, X)
-  expected, plain = mpjax.nnx.value_and_grad(inside, optimizer)(model, X)
+  loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(view, X)
+  expected, plain = mpjax.value_and_grad(inside, optimizer)(model, X)
   assert loss == expected
   assert jax.tree.structure(grads) == jax.tree.structure(plain)
   assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype("float32")}
@@ -109,10 +143,10 @@ def test_the_scale_of_an_optimizer_is_read_at_each_call_and_can_be_set():
   def total(model):
     return jnp.sum(model(jnp.ones((1, 2))))
 
-  grad_fn = mpjax.nnx.value_and_grad(total, optimizer)
+  grad_fn = mpjax.value_and_grad(total, optimizer)
   for scale in (4, 4, 8, 8, 16, 64):
     if scale == 64:
-      assert mpjax.set_loss_scale(optimizer, scale) is optimizer
+      assert mpjax.states.set_loss_scale(optimizer, scale) is optimizer
     _, grads = grad_fn(model)
     assert grads["kernel"][...].tolist() == [[scale], [scale]]
     before = model.kernel[...]
@@ -127,36 +161,36 @@ def test_the_scale_of_an_optimizer_is_read_at_each_call_and_can_be_set():
 
 # Mistakes
 
-CALL, NO_SCALE = "mpjax.value_and_grad(fun, optimizer)", "without a loss scale"
+CALL, NO_SCALE = "mpjax.value_and_grad(fun, opt_state)", "without a loss scale"
 PASS = "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)"
 MISTAKES = {
   # What is called with a model and its optimizer, where, what was expected, what came, what to do.
   "method": (
-    lambda m, o: mpjax.nnx.value_and_grad(m.loss, o),
+    lambda m, o: mpjax.value_and_grad(m.loss, o),
     *(CALL, "given the model as an argument", "a method of the model (Net.loss)"),
     "lambda model, x: model.loss(x)",
   ),
   "no optimizer": (
-    lambda m, o: mpjax.nnx.value_and_grad(loss_fn),
-    *(CALL, "arguments fun, optimizer", "'optimizer'"),
-    "mpjax.value_and_grad(loss_fn, optimizer)(model, batch)",
+    lambda m, o: mpjax.value_and_grad(loss_fn),
+    *(CALL, "arguments fun, opt_state", "'opt_state'"),
+    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch)",
   ),
   "no scale": (
-    lambda m, o: mpjax.nnx.value_and_grad(loss_fn, nnx.Optimizer(m, optax.sgd(1), wrt=nnx.Param)),
-    *("mpjax.value_and_grad(optimizer)", "mpjax.loss_scaling"),
+    lambda m, o: mpjax.value_and_grad(loss_fn, nnx.Optimizer(m, optax.sgd(1), wrt=nnx.Param)),
+    *("mpjax.value_and_grad(opt_state)", "mpjax.loss_scaling"),
     *(f"an Optimizer {NO_SCALE}", PASS),
   ),
   "the model": (
-    lambda m, o: mpjax.nnx.value_and_grad(loss_fn, m),
-    *("mpjax.value_and_grad(optimizer)", "mpjax.loss_scaling", f"a Net {NO_SCALE}", PASS),
+    lambda m, o: mpjax.value_and_grad(loss_fn, m),
+    *("mpjax.value_and_grad(opt_state)", "mpjax.loss_scaling", f"a Net {NO_SCALE}", PASS),
   ),
   "swapped": (
-    lambda m, o: mpjax.nnx.value_and_grad(o, loss_fn),
+    lambda m, o: mpjax.value_and_grad(o, loss_fn),
     *("mpjax.value_and_grad(fun)", "as the first argument", "an Optimizer"),
-    "mpjax.value_and_grad(loss_fn, optimizer)(...)",
+    "mpjax.value_and_grad(loss_fn, opt_state)(...)",
   ),
   "from outside of a compiled step": (
-    lambda m, o: nnx.jit(mpjax.nnx.value_and_grad(loss_fn, o))(m, X),
+    lambda m, o: nnx.jit(mpjax.value_and_grad(loss_fn, o))(m, X),
     *(CALL, "the state that this step updates"),
     *("outside of the function that is being traced", "inside of the step"),
   ),

@@ -239,10 +239,15 @@ def test_what_is_not_half_is_added_to_as_by_optax(rounding):
   assert_bit_equal(found, expected)
 
 
+def with_masters(master):
+  """Returns an optimizer state with these masters."""
+  return mpjax.states.MasterWeightsState(master, ())
+
+
 @BOTH
 def test_from_a_master_is_its_rounding_whatever_the_update(half):
   def from_master(params, updates, master):
-    return mpjax.apply_updates(params, updates, master=master)
+    return mpjax.apply_updates(params, updates, with_masters(master))
 
   master = np.concatenate([samples(half), np.asarray([0.0, -0.0, 1e-30, -1e-30], np.float32)])
   largest = np.float32(jnp.finfo(half).max)
@@ -257,10 +262,11 @@ def test_from_a_master_is_its_rounding_whatever_the_update(half):
 def test_from_a_master_half_way_between_two_bfloat16_it_is_the_larger_one():
   # As split masters need it; float16 has ties to even.
   master = jnp.asarray([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8])
-  found = mpjax.apply_updates(jnp.zeros(3, jnp.bfloat16), master, master=master)
+  found = mpjax.apply_updates(jnp.zeros(3, jnp.bfloat16), master, with_masters(master))
   assert found.tolist() == [1 + 2.0**-7, 1 + 2.0**-6, -1 - 2.0**-7]
   master = jnp.asarray([1 + 2.0**-11])
-  assert mpjax.apply_updates(jnp.zeros(1, jnp.float16), master, master=master).tolist() == [1]
+  found = mpjax.apply_updates(jnp.zeros(1, jnp.float16), master, with_masters(master))
+  assert found.tolist() == [1]
 
 
 @BOTH
@@ -276,12 +282,12 @@ def test_from_a_master_with_holes():
   updates = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3), params)
   for rest in (None, {"b": None, "h": None}):
     master = {"w": jnp.full(2, 3.001), "rest": rest}
-    found = mpjax.apply_updates(params, updates, master=master)
+    found = mpjax.apply_updates(params, updates, with_masters(master))
     assert found["w"].tolist() == [3.0, 3.0]
     same(found["rest"]["b"], np.float32([1 + 1e-3] * 2))
     same(found["rest"]["h"], np.asarray([1 + 1e-3] * 2, np.float16))
   # What is float32 is its own master.
-  own = mpjax.apply_updates(jnp.ones(2), jnp.ones(2), master=jnp.full(2, 9.0))
+  own = mpjax.apply_updates(jnp.ones(2), jnp.ones(2), with_masters(jnp.full(2, 9.0)))
   assert own.tolist() == [2, 2]
 
 
@@ -289,7 +295,11 @@ PARAMS = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}
 
 
 def test_updates_and_masters_of_another_tree():
-  for options in ({}, {"rounding": "stochastic", "key": KEY}, {"master": PARAMS}):
+  for options in (
+    {},
+    {"rounding": "stochastic", "key": KEY},
+    {"opt_state": with_masters({"w": jnp.ones(2), "b": None})},
+  ):
     for updates, got in (
       ({"w": jnp.ones(2)}, "nothing at ['b']"),
       ({"w": jnp.ones(2), "b": jnp.ones(3), "c": 1.0}, "an extra leaf at ['c']"),
@@ -302,27 +312,30 @@ def test_updates_and_masters_of_another_tree():
         mpjax.apply_updates(PARAMS, updates, **options)
   for master, got in (
     ({"w": jnp.ones(3), "b": None}, "shape [3] for shape [2] at ['w']"),
-    (PARAMS, "an array bfloat16[2]"),  # Its own master: it would never move.
     ({"w": jnp.ones(2)}, "b"),
     ({"w": jnp.ones(2), "v": None}, "v"),
     ([jnp.ones(2), None], "list"),
     (jnp.ones(2), "leaf"),
   ):
-    expected = "float32 in a tree like the parameters, with None where there is no master"
-    where, fix = "mpjax.apply_updates(master)", "mpjax.master_params(opt_state)"
-    with refused(ValueError, where, expected, got, fix):
-      mpjax.apply_updates(PARAMS, {"w": jnp.ones(2), "b": jnp.ones(3)}, master=master)
+    where, fix = "mpjax.apply_updates(opt_state)", "the state that update returned"
+    with refused(ValueError, where, "the state of these parameters", got, fix):
+      mpjax.apply_updates(PARAMS, {"w": jnp.ones(2), "b": jnp.ones(3)}, with_masters(master))
 
 
 def test_arguments_that_contradict_each_other():
   stochastic, named = {"rounding": "stochastic"}, "'nearest' or 'stochastic'"
-  both, fold = ("(rounding='stochastic', key, master)", "a key and no master"), "fold_in(key, step)"
+  fold, wants_key = "fold_in(key, step)", "a key for 'stochastic', and none for 'nearest'"
+  masters = with_masters({"w": jnp.ones(2), "b": None})
   for options, where, expected, got, fix in (
     ({"rounding": "stochastik", "key": KEY}, "(rounding)", named, "'stochastik'", "'stochastic'"),
     ({"rounding": None}, "(rounding)", named, "None", "Did you mean"),
-    (stochastic, *both, "None for both", fold),
-    ({"key": KEY}, "(rounding='nearest', key, master)", both[1], "a key", fold),
-    ({"key": KEY, "master": PARAMS, **stochastic}, *both, "a key and a master", fold),
+    (stochastic, "(rounding='stochastic', key)", wants_key, "None", fold),
+    ({"key": KEY}, "(rounding='nearest', key)", wants_key, "an array key<fry>[]", fold),
+    (
+      {"key": KEY, "opt_state": masters, **stochastic},
+      *("(opt_state, rounding='stochastic')", "a state without mpjax.master_weights"),
+      *("a state with masters", "one of the two"),
+    ),
   ):
     call = functools.partial(mpjax.apply_updates, **options)
     for apply in (call, jax.jit(call)):

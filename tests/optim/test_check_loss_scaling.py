@@ -85,8 +85,10 @@ def clipped_outside(params, opt_state, batch, loss_fn, gradients=right):
 
 
 def scaled_twice(params, opt_state, batch, loss_fn):
+  scale = mpjax.loss_scaling_metrics(opt_state)["loss_scale"]
+
   def scaled(params, batch):
-    return mpjax.scale_loss(loss_fn(params, batch), opt_state)
+    return scale * loss_fn(params, batch)
 
   return mpjax.value_and_grad(scaled, opt_state)(params, batch)
 
@@ -169,8 +171,10 @@ def forgotten_beside(params, opt_state, batch, loss_fn):
 def squared(params, opt_state, batch, loss_fn):
   """A gradient penalty (WGAN-GP) whose inner gradient is of the scaled loss."""
 
+  scale = mpjax.loss_scaling_metrics(opt_state)["loss_scale"]
+
   def penalised(params, batch):
-    inner = lambda x: mpjax.scale_loss(loss_fn(params, (x, batch[1])), opt_state)  # noqa: E731
+    inner = lambda x: scale * loss_fn(params, (x, batch[1]))  # noqa: E731
     return loss_fn(params, batch) + jnp.mean(jax.grad(inner)(batch[0]) ** 2)
 
   return mpjax.value_and_grad(penalised, opt_state)(params, batch)
@@ -187,8 +191,9 @@ BESIDE = {penalised: None, penalised_beside: named("in part never scaled")}
 FOUND = {right: None, never: "never scaled"}
 ANY = FOUND | {twice: "unscaled twice"}
 AT_INF = dict.fromkeys((never, replaced), "scaled, clipped, all zero, or had inf and NaN replaced")
-UNSCALED = r"the step computes in float16, .* got NoLossScale\(\)\. .*mpjax.DynamicLossScale\(\)"
-NONE, ONE, STATIC = mpjax.NoLossScale(), mpjax.StaticLossScale(1), mpjax.StaticLossScale(1024)
+UNSCALED = r"the step computes in float16, .* got {}\(\)\. .*mpjax.DynamicLossScale\(\)"
+NONE, SKIP = mpjax.NoLossScale(), mpjax.SkipNonfinite()
+ONE, STATIC = mpjax.StaticLossScale(1), mpjax.StaticLossScale(1024)
 NOTHING = f"{INCONCLUSIVE}.*nothing was checked.*gradients are zero, or updates are lost"
 LOST = {right: NOTHING, never: "never scaled"}
 WARMUP = optax.linear_schedule(0.0, 0.1, 100)
@@ -240,7 +245,9 @@ LOOPS = {
   "below 1": (SGD, F32, loss_fn, PARAMS, AT_INF, mpjax.DynamicLossScale(min_scale=2.0**-4)),
   "static": (SGD, F32, loss_fn, PARAMS, AT_INF, STATIC),
   "always 1": (SGD, F32, loss_fn, PARAMS, {never: None, squared: None}, ONE),
-  "float16 without": (ADAM, F16, loss_fn, PARAMS, {right: UNSCALED}, NONE),
+  "skips, always 1": (SGD, F32, loss_fn, PARAMS, {right: None, never: None}, SKIP),
+  "float16 without": (ADAM, F16, loss_fn, PARAMS, {right: UNSCALED.format("NoLossScale")}, NONE),
+  "float16, skips": (ADAM, F16, loss_fn, PARAMS, {right: UNSCALED.format("SkipNonfinite")}, SKIP),
   "bfloat16 without": (ADAM, BF16, loss_fn, PARAMS, {right: None}, NONE),
 }
 """An optimizer, the dtype to compute in, a loss, parameters, how each way ends, a loss scale."""
@@ -331,11 +338,11 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
     elif kind == "count":
       new["count"] = new["count"] + 1
     elif kind == "reset":  # To the zero that an update is, when a step is skipped.
-      new["age"] = jnp.where(mpjax.last_step_finite(opt_state), new["age"], 0)
+      new["age"] = jnp.where(mpjax.step_applied(opt_state), new["age"], 0)
     if guarded:
       old = old, before if kind == "scale" else opt_state
-      flag = mpjax.last_step_finite(before if kind == "old flag" else opt_state)
-      return mpjax.select_tree(flag, ((params, new), opt_state), old)
+      decisive = before if kind == "old flag" else opt_state
+      return mpjax.keep_if_skipped(decisive, ((params, new), opt_state), old)
     return (params, new), opt_state
 
   ends = contextlib.nullcontext()
@@ -344,7 +351,9 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
   elif guarded and kind == "scale":  # Which then never falls, and counts no skipped step.
     ends = refused(ValueError, WHERE, "when it is skipped too", "the old one", "never select it")
   elif kind == "old flag" or (not guarded and kind != "scale"):
-    ends = refused(ValueError, WHERE, "changes nothing when it is skipped", "another ", "select_")
+    ends = refused(
+      ValueError, WHERE, "changes nothing when it is skipped", "another ", "keep_if_skipped"
+    )
   with ends:
     mpjax.check_loss_scaling(jax.jit(step))((PARAMS, rest), tx.init(PARAMS), BATCH)
 
@@ -357,7 +366,7 @@ def test_what_is_zero_at_first_is_checked_as_well():
   def decaying(total, params, opt_state, batch):
     return {"total": 0.9 * total["total"]}, *step(params, opt_state, batch)[:2]
 
-  with refused(ValueError, WHERE, "when it is skipped", "another [0]['total']", "select_tree"):
+  with refused(ValueError, WHERE, "when it is skipped", "another [0]['total']", "keep_if_skipped"):
     mpjax.check_loss_scaling(decaying)({"total": jnp.zeros(2)}, PARAMS, tx.init(PARAMS), BATCH)
 
 
@@ -386,7 +395,7 @@ def bare_step(kind, guarded):
     loss, grads = mpjax.value_and_grad(lambda w: jnp.mean(errors(w) ** 2), opt_state)(w)
     updates, opt_state = tx.update(grads, opt_state, w)
     new = mean + jnp.mean(x, axis=0)
-    new = mpjax.select_tree(mpjax.last_step_finite(opt_state), new, mean) if guarded else new
+    new = mpjax.keep_if_skipped(opt_state, new, mean) if guarded else new
     return *arranged(optax.apply_updates(w, updates), new, opt_state), loss, errors(w)
 
   return step, (*arranged(w, 2 * w, tx.init(w)), F32(1), y)
@@ -398,7 +407,7 @@ def test_arrays_without_names_have_the_versions_that_are_stated(kind):
   step, args = bare_step(kind, guarded=True)
   mpjax.check_loss_scaling(step, returns=returns)(*args)
   step, args = bare_step(kind, guarded=False)
-  with refused(ValueError, WHERE, "when it is skipped", f"another {mean}.", "select_tree"):
+  with refused(ValueError, WHERE, "when it is skipped", f"another {mean}.", "keep_if_skipped"):
     mpjax.check_loss_scaling(step, returns=returns)(*args)
 
 
@@ -502,14 +511,14 @@ def test_an_average_is_not_taken_for_a_frozen_network(guarded):
     params, opt_state, _ = step(params, opt_state, batch)
     new = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
     if guarded:
-      new = mpjax.select_tree(mpjax.last_step_finite(opt_state), new, average)
+      new = mpjax.keep_if_skipped(opt_state, new, average)
     return params, new, opt_state, loss_fn(teacher, batch)
 
   args = FROZEN, PARAMS, PARAMS, tx.init(PARAMS), BATCH
   asks = "If the result [0]['b'] is no new version of the argument [0]['b'], state the pairs"
   with refused(ValueError, WHERE, "when it is skipped", "another [0]['b']", asks):
     mpjax.check_loss_scaling(averaged)(*args)
-  changed = refused(ValueError, WHERE, "when it is skipped", "another [1]['b']", "select_tree")
+  changed = refused(ValueError, WHERE, "when it is skipped", "another [1]['b']", "keep_if_skipped")
   with contextlib.nullcontext() if guarded else changed:
     mpjax.check_loss_scaling(averaged, returns=(1, 2, 3, None))(*args)
 
@@ -524,7 +533,9 @@ def test_a_keyword_argument_is_stated_by_its_name():
     return {"new": (params, new), "opt_state": opt_state}
 
   checked = mpjax.check_loss_scaling(averaged, returns={"new": ("params", "average")})
-  with refused(ValueError, WHERE, "when it is skipped", "another ['new'][1]['b']", "select_tree"):
+  with refused(
+    ValueError, WHERE, "when it is skipped", "another ['new'][1]['b']", "keep_if_skipped"
+  ):
     checked(tx.init(PARAMS), BATCH, params=PARAMS, average=FROZEN)
 
 
@@ -744,7 +755,7 @@ def test_a_step_that_tries_again_may_count_how_often():
       updates, opt_state = tx.update(grads, opt_state, params)
       return optax.apply_updates(params, updates), opt_state, tries + 1
 
-    again = lambda carry: ~mpjax.last_step_finite(carry[1]) & (carry[2] < 3)  # noqa: E731
+    again = lambda carry: ~mpjax.step_applied(carry[1]) & (carry[2] < 3)  # noqa: E731
     first = attempt((params, opt_state, jnp.zeros((), jnp.int32)))
     params, opt_state, tries = jax.lax.while_loop(again, attempt, first)
     return params, opt_state, {"tries": tries}
@@ -795,7 +806,7 @@ def test_of_two_optimizers_the_wrong_one_is_found(kind, names):
     elif kind == "one state is the old one":
       states["b"] = old["b"]
     elif kind == "one state is selected":
-      states["b"] = mpjax.select_tree(mpjax.last_step_finite(states["b"]), states["b"], old["b"])
+      states["b"] = mpjax.keep_if_skipped(states["b"], states["b"], old["b"])
     return params, states
 
   opt_states = {k: tx.init(PARAMS) for k, tx in txs.items()}
@@ -963,8 +974,8 @@ def test_a_warmup_from_zero_is_inconclusive_at_its_first_step_and_found_after_it
   def with_statistics(params, mean, opt_state, batch):
     # Those of a batch move in each step that is applied, whatever the gradients are.
     params, opt_state, _ = step(params, opt_state, batch)
-    new, finite = 0.9 * mean + jnp.mean(batch[0], axis=0), mpjax.last_step_finite(opt_state)
-    return params, mpjax.select_tree(finite, new, mean), opt_state
+    new = 0.9 * mean + jnp.mean(batch[0], axis=0)
+    return params, mpjax.keep_if_skipped(opt_state, new, mean), opt_state
 
   with pytest.warns(UserWarning, match=told):
     mpjax.check_loss_scaling(with_statistics)(params, jnp.ones(4), opt_state, batch)

@@ -166,7 +166,7 @@ def test_a_power_of_two_reaches_parameters_through_two_inner_steps():
 
 def test_a_function_of_nnx_modules_runs_once():
   norm = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0))
-  grads = mpjax.inner_grad(lambda x, norm: norm(x)[0].sum(), differentiator=nnx.grad)(X, norm)
+  grads = mpjax.inner_grad(lambda x, norm: norm(x)[0].sum())(X, norm)
   expected = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0))
   np.testing.assert_array_equal(grads, nnx.grad(lambda x, n: n(x)[0].sum())(X, expected))
   np.testing.assert_array_equal(norm.mean[...], expected.mean[...])
@@ -174,7 +174,7 @@ def test_a_function_of_nnx_modules_runs_once():
 
 def test_gradients_of_a_module_are_a_state():
   model = nnx.Linear(6, 1, rngs=nnx.Rngs(0))
-  grads = mpjax.inner_grad(lambda model: model(X).sum(), differentiator=nnx.grad)(model)
+  grads = mpjax.inner_grad(lambda model: model(X).sum())(model)
   assert isinstance(grads, nnx.State)
   np.testing.assert_allclose(grads["kernel"][...][:, 0], X.sum(0), rtol=1e-6)
 

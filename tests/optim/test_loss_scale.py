@@ -23,6 +23,7 @@ from mpjax._optim import loss_scale
 from mpjax._optim.loss_scale import find_scale, scales_in
 from tests.errors import refused
 from tests.loss_scale_oracle import LIMIT, Oracle
+from tests.programs import assert_bit_equal
 
 DTYPES = dict.fromkeys(loss_scale.LossScaleState._fields, jnp.int32) | {
   "scale": jnp.float32,
@@ -265,11 +266,11 @@ def test_float64_gradients_and_losses_stay_float64(set_flag):
   found = loss_scale.unscale_tree(tree, jnp.float32(3))
   assert [leaf.dtype.name for leaf in found] == ["float64", "complex128", "float32"]
   assert found[0][0] == 1 / 3
-  scaled = mpjax.scale_loss(jnp.asarray(1 / 3), SCALED.init(PARAMS))
-  assert (scaled.dtype, scaled) == (jnp.float64, 8 / 3)
+  _, scaled = mpjax.value_and_grad(jnp.sin, SCALED.init(PARAMS))(jnp.asarray(1 / 3))
+  assert (scaled.dtype, scaled) == (jnp.float64, 8 * jnp.cos(1 / 3))
 
 
-DYNAMIC, OFF = mpjax.DynamicLossScale(), mpjax.NoLossScale()
+DYNAMIC, OFF, SKIP = mpjax.DynamicLossScale(), mpjax.NoLossScale(), mpjax.SkipNonfinite()
 
 
 def test_defaults():
@@ -284,7 +285,7 @@ def test_defaults():
   }
 
 
-@pytest.mark.parametrize("config", [OFF, mpjax.StaticLossScale(8), DYNAMIC])
+@pytest.mark.parametrize("config", [OFF, SKIP, mpjax.StaticLossScale(8), DYNAMIC])
 def test_configuration_is_a_static_value(config):
   same = dataclasses.replace(config)
   assert same == config is not same
@@ -325,7 +326,7 @@ def test_other_than_powers_of_two_warn_once():
   for make, fields, *named in (
     (mpjax.StaticLossScale, {"scale": 400}, "scale=400"),
     (dynamic, {"init_scale": 1e5}, "init_scale=100000"),
-    (functools.partial(mpjax.set_loss_scale, state), {"value": 1000}, "value=1000"),
+    (functools.partial(mpjax.states.set_loss_scale, state), {"value": 1000}, "value=1000"),
     (dynamic, several | {"growth_factor": 1.5}, "min_scale=0.370000005", "growth_factor=1.5"),
   ):
     with pytest.warns(UserWarning, match="not a power of two") as caught:
@@ -392,7 +393,7 @@ def test_numbers_that_are_refused():
       with refused(builtin, f"LossScale({field})", expected, got(value), fix):
         make(field, value)
   for field in NUMBERS:
-    fix = "mpjax.set_loss_scale(opt_state, scale) in the step"
+    fix = "mpjax.states.set_loss_scale(opt_state, scale) in the step"
     with refused(TypeError, f"LossScale({field})", "known before tracing", "Tracer", fix):
       jax.eval_shape(lambda x, field=field: make(field, x) and x, 1.0)
   limits, call = {"min_scale": 2, "max_scale": 8}, "mpjax.DynamicLossScale"
@@ -438,6 +439,22 @@ def test_label_keeps_the_limits_exactly():
     assert (fields["min_scale"], fields["max_scale"]) == (config.min_scale, config.max_scale)
 
 
+def test_skip_nonfinite_takes_the_steps_of_a_scale_of_1():
+  skip, one = (
+    mpjax.loss_scaling(optax.sgd(0.1, momentum=0.9), config)
+    for config in (SKIP, mpjax.StaticLossScale(1))
+  )
+  ours, theirs = skip.init(PARAMS), one.init(PARAMS)
+  for gradient in (1e-30, np.nan, 1e30, np.inf, -2.0):
+    grads = jax.tree.map(lambda p, g=gradient: jnp.full_like(p, g), PARAMS)
+    found, ours = skip.update(grads, ours, PARAMS)
+    expected, theirs = one.update(grads, theirs, PARAMS)
+    assert_bit_equal(found, expected)
+    assert_bit_equal(ours.inner_state, theirs.inner_state)
+    assert_bit_equal(ours.loss_scale["skip"], theirs.loss_scale["static(scale=1)"])
+  assert mpjax.loss_scaling_metrics(ours)["skipped"] == 2
+
+
 # The scale in a state.
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.ones(1)}
@@ -446,7 +463,7 @@ SCALED = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
 
 def test_the_scale_is_found_wherever_it_sits():
   # In every place in which optax can put a state, and in one of Flax.
-  first, identity, loss = {"w": "a", "b": "b"}, optax.identity(), jnp.asarray(2.0)
+  first, identity, grad = {"w": "a", "b": "b"}, optax.identity(), jnp.asarray(2.0)
   for tx in (
     SCALED,
     optax.chain(identity, optax.chain(SCALED, identity)),
@@ -457,12 +474,11 @@ def test_the_scale_is_found_wherever_it_sits():
     None,
   ):
     state = tx.init(PARAMS) if tx else FlaxState.create(apply_fn=None, params=PARAMS, tx=SCALED)
-    assert mpjax.scale_loss(loss, state) == 16
     assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 8
-    moved = mpjax.set_loss_scale(state, 4)
+    moved = mpjax.states.set_loss_scale(state, 4)
     assert jax.tree.structure(moved) == jax.tree.structure(state)
-    assert (mpjax.scale_loss(loss, moved), mpjax.unscale(loss, moved)) == (8, 0.5)
-    assert mpjax.scale_loss(loss, state) == 16, "the old state is as it was"
+    assert mpjax.unscale(grad, moved) == 0.5
+    assert mpjax.unscale(grad, state) == 0.25, "the old state is as it was"
 
 
 def of_nnx():
@@ -489,9 +505,8 @@ FORMS = {
 def test_the_scale_is_read_where_mappings_stand_for_classes(form):
   state = FORMS[form]()
   assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 2**15
-  assert mpjax.last_step_finite(state)
+  assert mpjax.step_applied(state)
   mpjax.check_skipped_steps(state)
-  assert mpjax.scale_loss(jnp.asarray(2.0), state) == 2**16
   _, grads = mpjax.value_and_grad(lambda w: w, state)(1.0)
   assert (grads, mpjax.unscale(grads, state)) == (2**15, 1)
 
@@ -501,7 +516,7 @@ def test_the_scale_is_read_where_mappings_stand_for_classes(form):
 def test_a_scale_is_set_in_a_new_mapping(form, wrap):
   state = FORMS[form]()
   before = jax.tree.map(np.asarray, state)
-  moved = wrap(lambda s: mpjax.set_loss_scale(s, 4))(state)
+  moved = wrap(lambda s: mpjax.states.set_loss_scale(s, 4))(state)
   # The oracle is the leaf at the path of the scale.
   paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
   changed = [
@@ -546,47 +561,10 @@ def test_a_mapping_that_only_looks_like_a_loss_scale_is_none():
 
 def test_set_loss_scale_writes_to_an_optimizer_and_not_to_its_state():
   _, optimizer = of_nnx()
-  mpjax.set_loss_scale(nnx.state(optimizer), 4)
+  mpjax.states.set_loss_scale(nnx.state(optimizer), 4)
   assert mpjax.loss_scaling_metrics(optimizer)["loss_scale"] == 2**15
-  assert mpjax.set_loss_scale(optimizer, 4) is optimizer
+  assert mpjax.states.set_loss_scale(optimizer, 4) is optimizer
   assert mpjax.loss_scaling_metrics(optimizer)["loss_scale"] == 4
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-@pytest.mark.filterwarnings("ignore:.*the loss is float16")
-def test_half_loss_is_cast_before_it_is_multiplied(wrap):
-  state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
-  half = jnp.asarray(5, jnp.float16)
-  for loss in (half, half.astype(jnp.bfloat16), np.float16(5), 5.0):
-    found = wrap(mpjax.scale_loss)(loss, state)
-    assert found == 163840
-    assert jax.typeof(found) == jax.typeof(jnp.float32(0)), "strongly typed"
-
-
-WIDE = mpjax.DynamicLossScale()
-EXCEEDS = WIDE, mpjax.DynamicLossScale(init_scale=1, max_scale=2**16), mpjax.StaticLossScale(2**16)
-FITS = mpjax.DynamicLossScale(max_scale=2**15), mpjax.StaticLossScale(2**15), mpjax.NoLossScale()
-
-
-def test_a_float16_loss_whose_scale_may_exceed_its_range_is_told_at_once():
-  # The cotangent of a float16 loss is the scale in float16, inf from 2^16 on.
-  def scaled(params, state, dtype=jnp.float16):
-    return mpjax.scale_loss(jnp.mean(params["w"].astype(dtype)), state)
-
-  for config in EXCEEDS:
-    state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
-    with pytest.warns(UserWarning, match="the loss is float16.*cast to float32") as found:
-      jax.eval_shape(jax.grad(scaled), PARAMS, state)
-    assert len(found) == 1
-    # What it says is so.
-    with pytest.warns(UserWarning, match="the loss is float16"):
-      grads = jax.grad(scaled)(PARAMS, mpjax.set_loss_scale(state, 2**16))
-    assert not mpjax.all_finite(grads)
-  # Another warning would be an error here.
-  fits = [(config, jnp.float16) for config in FITS]
-  for config, dtype in [*fits, (WIDE, jnp.float32), (WIDE, jnp.bfloat16)]:
-    state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
-    jax.grad(scaled)(PARAMS, state, dtype)
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one loss", "several"])
@@ -601,10 +579,10 @@ def test_value_and_grad_of_a_float16_loss_takes_any_scale(dtype, several):
     return jnp.sum(params["w"].astype(jnp.float16) ** 2 / 2**14)
 
   grad_fn = jax.jit(lambda p, s: mpjax.value_and_grad(fun, s, name=name)(p))
-  losses = {"a": WIDE, "b": mpjax.StaticLossScale(1)}
-  tx = mpjax.loss_scaling(optax.sgd(0.1), losses if several else WIDE)
+  losses = {"a": DYNAMIC, "b": mpjax.StaticLossScale(1)}
+  tx = mpjax.loss_scaling(optax.sgd(0.1), losses if several else DYNAMIC)
   for scale in (2.0**14, 2.0**16, 2.0**24):
-    state = mpjax.set_loss_scale(tx.init(params), scale, name=name)
+    state = mpjax.states.set_loss_scale(tx.init(params), scale, name=name)
     loss, grads = grad_fn(params, state)
     assert loss.dtype == jnp.float16
     expected = np.asarray([1.0, 3.0]) * 2 / 2**14 * scale
@@ -621,31 +599,14 @@ def test_under_strict_promotion():
       _, grads = mpjax.value_and_grad(fun, state)(PARAMS)
       _, new = tx.update(grads, state, PARAMS, loss=jnp.ones((), dtype))
       mpjax.unscale(grads, new)
-      mpjax.loss_scaling_metrics(mpjax.set_loss_scale(new, 2))
+      mpjax.loss_scaling_metrics(mpjax.states.set_loss_scale(new, 2))
       mpjax.check_skipped_steps(new)
-      mpjax.select_tree(new.loss_scale["dynamic"].finite, PARAMS, PARAMS)
-
-
-def test_what_is_no_loss():
-  state = SCALED.init(PARAMS)
-  for loss, builtin, got in (
-    (jnp.ones(2), ValueError, "shape (2,)"),
-    (jnp.ones((1, 1)), ValueError, "shape (1, 1)"),
-    (jnp.asarray(2), TypeError, "int32[]"),
-    (jnp.asarray(2j), TypeError, "complex64[]"),
-    (2, TypeError, "2"),
-    (True, TypeError, "True"),
-    ("2", TypeError, "'2'"),
-    (jax.random.key(0), TypeError, "key<fry>[]"),
-  ):
-    with refused(builtin, "mpjax.scale_loss(loss)", "a floating scalar", got, "jnp.mean"):
-      mpjax.scale_loss(loss, state)
+      mpjax.keep_if_skipped(new, PARAMS, PARAMS)
 
 
 CALLS = {
-  "scale_loss": lambda state, **kw: mpjax.scale_loss(jnp.asarray(1.0), state, **kw),
   "unscale": lambda state, **kw: mpjax.unscale(jnp.asarray(1.0), state, **kw),
-  "set_loss_scale": lambda state, **kw: mpjax.set_loss_scale(state, 4, **kw),
+  "states.set_loss_scale": lambda state, **kw: mpjax.states.set_loss_scale(state, 4, **kw),
   "loss_scaling_metrics": mpjax.loss_scaling_metrics,
   "check_skipped_steps": mpjax.check_skipped_steps,
   "value_and_grad": lambda state, **kw: mpjax.value_and_grad(jnp.sum, state, **kw),
@@ -675,7 +636,7 @@ def test_names_tell_scales_apart():
     where, got = "(opt_state) with name='citric'", "['actor', 'critic']"
     with refused(ValueError, where, "the name of a loss scale", got, "name="):
       call(state, name="citric")
-  moved = mpjax.set_loss_scale(state, 16, name="critic")
+  moved = mpjax.states.set_loss_scale(state, 16, name="critic")
   scales = [mpjax.loss_scaling_metrics(moved, name=n)["loss_scale"] for n in ("actor", "critic")]
   assert scales == [2, 16]
   assert mpjax.value_and_grad(lambda w: w, moved, name="critic")(1.0) == (1, 16)
@@ -688,7 +649,7 @@ def test_a_tuple_is_taken_for_a_chain():
   trace, adam = optax.trace(0.9), optax.adam(0.1)
   beside = adam, mpjax.accumulate_gradients(adam, 2), optax.chain(trace), tx["d"]
   states = {name: one.init(PARAMS) for name, one in tx.items()}
-  for read in (mpjax.loss_scaling_metrics, mpjax.last_step_finite, mpjax.check_skipped_steps):
+  for read in (mpjax.loss_scaling_metrics, mpjax.step_applied, mpjax.check_skipped_steps):
     for name in tx:
       read(states, name=name)
       read((PARAMS, states[name]), name=name)
@@ -701,7 +662,10 @@ def test_a_tuple_is_taken_for_a_chain():
 
 
 def test_set_loss_scale_refuses():
-  state, where = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS), "mpjax.set_loss_scale(value)"
+  state, where = (
+    mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS),
+    "mpjax.states.set_loss_scale(value)",
+  )
   for value, builtin, expected in (
     (0, ValueError, "positive"),
     (-2.0, ValueError, "positive"),
@@ -715,13 +679,14 @@ def test_set_loss_scale_refuses():
     (np.ones(2), TypeError, "a plain number"),
   ):
     with refused(builtin, where, expected, repr(value), ". "):
-      mpjax.set_loss_scale(state, value)
+      mpjax.states.set_loss_scale(state, value)
   with refused(ValueError, where, "a scale of shape ()", "shape (2,)", "one for all"):
-    jax.eval_shape(mpjax.set_loss_scale, state, jnp.ones(2))
-  state = mpjax.loss_scaling(optax.sgd(0.1), OFF).init(PARAMS)
-  where, fix = "mpjax.set_loss_scale(opt_state)", "StaticLossScale or DynamicLossScale"
-  with refused(ValueError, where, "a scale that can move", "NoLossScale()", fix):
-    mpjax.set_loss_scale(state, 1)
+    jax.eval_shape(mpjax.states.set_loss_scale, state, jnp.ones(2))
+  where, fix = "mpjax.states.set_loss_scale(opt_state)", "StaticLossScale or DynamicLossScale"
+  for config, name in ((OFF, "NoLossScale()"), (SKIP, "SkipNonfinite()")):
+    state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
+    with refused(ValueError, where, "a scale that can move", name, fix):
+      mpjax.states.set_loss_scale(state, 1)
 
 
 def test_a_scale_that_is_an_array_or_an_input_of_the_step():
@@ -730,7 +695,7 @@ def test_a_scale_that_is_an_array_or_an_input_of_the_step():
 
   @jax.jit
   def step(params, state, scale):
-    state = mpjax.set_loss_scale(state, scale)
+    state = mpjax.states.set_loss_scale(state, scale)
     _, grads = mpjax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2), state)(params)
     updates, state = tx.update(grads, state, params)
     return grads["w"], updates["w"], state
@@ -744,13 +709,15 @@ def test_a_scale_that_is_an_array_or_an_input_of_the_step():
     np.testing.assert_array_equal(grads, np.float32([2 * within] * 3))
     np.testing.assert_array_equal(updates, np.float32([-1] * 3))
   host = jax.device_get(mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS))
-  assert mpjax.loss_scaling_metrics(mpjax.set_loss_scale(host, jnp.float32(4)))["loss_scale"] == 4
+  assert (
+    mpjax.loss_scaling_metrics(mpjax.states.set_loss_scale(host, jnp.float32(4)))["loss_scale"] == 4
+  )
 
 
 def test_set_loss_scale_starts_a_new_window_and_keeps_the_rest():
   tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(growth_interval=3))
   _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-  moved = mpjax.set_loss_scale(state, 4)
+  moved = mpjax.states.set_loss_scale(state, 4)
   (old,), (new,) = state.loss_scale.values(), moved.loss_scale.values()
   assert old.good_steps == 1
   assert new == old._replace(scale=new.scale, good_steps=new.good_steps)
@@ -760,10 +727,10 @@ def test_set_loss_scale_starts_a_new_window_and_keeps_the_rest():
 def test_set_loss_scale_under_jit_and_vmap_and_in_host_memory():
   state = jax.vmap(mpjax.loss_scaling(optax.sgd(0.1)).init)(jnp.ones((3, 2)))
   for wrap in (lambda f: f, jax.jit):
-    moved = wrap(lambda s: mpjax.set_loss_scale(s, 2))(state)
+    moved = wrap(lambda s: mpjax.states.set_loss_scale(s, 2))(state)
     assert mpjax.loss_scaling_metrics(moved)["loss_scale"].tolist() == [2, 2, 2]
   host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-  moved = mpjax.set_loss_scale(jax.device_put(state, host), 2)
+  moved = mpjax.states.set_loss_scale(jax.device_put(state, host), 2)
   assert {x.sharding for x in jax.tree.leaves(moved)} == {host}
 
 

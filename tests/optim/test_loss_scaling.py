@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax._core.trees import all_finite
 from mpjax._optim import trees
 from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
@@ -132,7 +133,7 @@ def test_updates_that_are_not_finite():
     assert numbers(rig.state) == oracle.numbers()
     if bad or not np.isfinite(big):
       assert_bit_equal((rig.params, rig.state.inner_state), before)
-    assert mpjax.all_finite(rig.params)
+    assert all_finite(rig.params)
     unchecked.step(grads)
     unchecked.params = PARAMS
   assert oracle.bad_updates >= 2
@@ -140,7 +141,7 @@ def test_updates_that_are_not_finite():
 
 
 def checked(inner):
-  return Rig(mpjax.loss_scaling(inner, mpjax.StaticLossScale(1), check_updates=True), PARAMS)
+  return Rig(mpjax.loss_scaling(inner, mpjax.SkipNonfinite(), check_updates=True), PARAMS)
 
 
 def test_a_new_state_that_is_not_finite_is_not_committed():
@@ -241,7 +242,7 @@ def test_one_bad_element_anywhere_in_mixed_dtypes():
   assert all(np.all(np.asarray(leaf[0]) == 0.25) for leaf in jax.tree.leaves(updates))
   # Rows of an embedding are summed before the check.
   table = jnp.zeros((3, 2), jnp.float16)
-  tx = mpjax.loss_scaling(SGD, mpjax.StaticLossScale(1))
+  tx = mpjax.loss_scaling(SGD, mpjax.SkipNonfinite())
   loss = lambda table, ids: 40000.0 * jnp.sum(table[ids].astype(jnp.float32))  # noqa: E731
   for ids, finite in (([0, 1], True), ([1, 1], False)):
     _, after = tx.update(jax.grad(loss)(table, jnp.asarray(ids)), tx.init(table), table)
@@ -261,7 +262,7 @@ def test_injected_hyperparameters_are_float32():
     hyperparams = state.inner_state.hyperparams
     assert {value.dtype.name for value in hyperparams.values()} == {"float32"}
     assert hyperparams["b2"] == np.float32(0.999)
-    assert mpjax.all_finite(updates)
+    assert all_finite(updates)
 
 
 @pytest.mark.parametrize("flag", ["jax_disable_jit", "jax_check_tracer_leaks"])
@@ -313,7 +314,7 @@ def test_what_is_no_configuration():
       mpjax.loss_scaling(SGD, config)
   where = "mpjax.loss_scaling(check_updates)"
   for config in (OFF, {"a": OFF, "b": OFF}):
-    with refused(ValueError, where, "False with NoLossScale()", "True", "StaticLossScale(1)"):
+    with refused(ValueError, where, "False with NoLossScale()", "True", "SkipNonfinite()"):
       mpjax.loss_scaling(SGD, config, check_updates=True)
   with refused(TypeError, where, "a bool", "1 of type int", "True or False"):
     mpjax.loss_scaling(SGD, check_updates=1)
@@ -411,13 +412,13 @@ def test_configurations_of_several_losses():
       mpjax.loss_scaling(SGD, {"fine": DYNAMIC, key: DYNAMIC})
   for wrong in (128, None, "dynamic", mpjax.DynamicLossScale, {"b": STATIC4}):
     where, fix = "mpjax.loss_scaling(loss_scale)", "mpjax.StaticLossScale(1024)"
-    expected = "a NoLossScale, StaticLossScale or DynamicLossScale"
+    expected = "a NoLossScale, SkipNonfinite, StaticLossScale or DynamicLossScale"
     with refused(TypeError, where, expected, repr(wrong), fix):
       mpjax.loss_scaling(SGD, {"a": DYNAMIC, "b": wrong})
   mixed = {"a": DYNAMIC, "b": OFF}
   for loss_scale, name in (({}, None), (mixed, None), ({"a": DYNAMIC}, "x"), ({"a": OFF}, "x")):
     expected = "one scale for each loss, without name=, and either all or none NoLossScale()"
     got = f"{loss_scale!r} and name={name!r}"
-    fix = "StaticLossScale(1) leaves one of several losses unscaled"
+    fix = "SkipNonfinite() leaves one of several losses unscaled"
     with refused(ValueError, "mpjax.loss_scaling(loss_scale)", expected, got, fix):
       mpjax.loss_scaling(SGD, loss_scale, name=name)

@@ -30,7 +30,7 @@ STEEP = mpjax.master_weights(optax.sgd(1.0))
 
 
 def apply_from_master(params, updates, state):
-  return mpjax.apply_updates(params, updates, master=mpjax.master_params(state))
+  return mpjax.apply_updates(params, updates, state)
 
 
 def mixed():
@@ -49,7 +49,7 @@ def test_a_value_that_a_float32_sum_cannot_reach_follows_on_the_next_step(half, 
   # From 60000 to 2^-24 takes 40 bits. What is left is reached from 0, where the sum ended.
   old, goal = far
   params = jnp.asarray([old], half)
-  state = mpjax.set_master_params(STEEP.init(params), jnp.asarray([goal]))
+  state = mpjax.states.set_master_params(STEEP.init(params), jnp.asarray([goal]))
   for reached in (0.0, goal):
     updates, state = STEEP.update(jnp.zeros(1), state, params)
     assert apply_from_master(params, updates, state).tolist() == [goal]
@@ -64,7 +64,7 @@ def test_a_float8_parameter_has_a_float32_master_that_small_steps_move():
   for _ in range(4):
     # A quarter of the distance to the next number in float8: to nearest it would be lost.
     updates, state = tx.update(jnp.full(3, -1 / 32), state, params)
-    params = mpjax.apply_updates(params, updates, master=mpjax.master_params(state))
+    params = mpjax.apply_updates(params, updates, state)
   assert state.master.dtype == F32
   assert params.dtype == jnp.float8_e4m3fn
   np.testing.assert_array_equal(np.asarray(params, F32), np.full(3, 1.125, F32))
@@ -74,7 +74,7 @@ def test_minus_zero_is_the_masters_only_by_our_own_function():
   # No update leads from 0 to -0.
   params = jnp.asarray([0.0, -0.0, 0.0, -0.0], jnp.bfloat16)
   tx = mpjax.master_weights(optax.identity())
-  state = mpjax.set_master_params(tx.init(params), jnp.asarray([-0.0, 0.0, 0.0, -0.0]))
+  state = mpjax.states.set_master_params(tx.init(params), jnp.asarray([-0.0, 0.0, 0.0, -0.0]))
   updates, state = tx.update(jnp.full(4, -0.0), state, params)
   assert np.signbit(optax.apply_updates(params, updates)).tolist() == [False, False, False, True]
   ours = apply_from_master(params, updates, state)
@@ -88,7 +88,7 @@ def test_n14_the_sign_of_zero_is_that_of_the_sum_in_both_storages():
     tx = mpjax.master_weights(optax.sgd(1.0), storage=storage)
     updates, state = tx.update(jnp.asarray([-0.0, 0.0]), tx.init(params), params)
     new = mpjax.apply_updates(params, updates)
-    for x in (new, mpjax.master_params(state, new)):
+    for x in (new, mpjax.states.master_params(state, new)):
       assert np.signbit(x).tolist() == [False, True]
 
 
@@ -103,7 +103,7 @@ def test_a_parameter_beyond_its_range_comes_back_when_its_master_does(half):
     for share in (-0.003, 0.004, 0.5):  # bfloat16 ends 0.004 before float32 does.
       updates, state = STEEP.update(jnp.asarray(F32(share) * ends), state, params)
       params = apply(params, updates, state)
-      wide = np.asarray(mpjax.master_params(state), np.float64)
+      wide = np.asarray(mpjax.states.master_params(state), np.float64)
       assert np.all(np.isfinite(wide))
       expected = np.clip(wide, -largest, largest).astype(F32).astype(jnp.dtype(half))
       np.testing.assert_array_equal(params, expected)
@@ -114,7 +114,7 @@ def test_a_parameter_beyond_its_range_comes_back_when_its_master_does(half):
 
 def test_a_master_that_is_not_finite_shows():
   params, values = jnp.ones(3, jnp.bfloat16), [np.inf, -np.inf, np.nan]
-  state = mpjax.set_master_params(STEEP.init(params), jnp.asarray(values))
+  state = mpjax.states.set_master_params(STEEP.init(params), jnp.asarray(values))
   found = apply_from_master(params, jnp.zeros(3), state)
   for reached in (found.astype(F32), update_to(state.master, params)):
     np.testing.assert_array_equal(reached, values)
@@ -123,9 +123,9 @@ def test_a_master_that_is_not_finite_shows():
 def test_master_params_with_and_without_parameters():
   params = mixed() | {"none": None}
   state = optax.chain(optax.clip(1.0), mpjax.master_weights(optax.adam(1e-3))).init(params)
-  found = mpjax.master_params(state)
+  found = mpjax.states.master_params(state)
   assert found["float32"] is found["none"] is None
-  whole = mpjax.master_params({"train": state}, params)
+  whole = mpjax.states.master_params({"train": state}, params)
   assert whole["float32"] is params["float32"]
   assert {x.dtype.name for x in jax.tree.leaves(whole)} == {"float32"}
   assert jax.tree.structure(whole) == jax.tree.structure(params)
@@ -137,12 +137,12 @@ def test_masked_masters_leave_the_rest_alone():
   params = {"w": jnp.ones(2, jnp.bfloat16), "rest": {"h": jnp.ones(1, jnp.bfloat16)}}
   tx = optax.masked(mpjax.master_weights(optax.sgd(1e-3)), {"w": True, "rest": False})
   updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
-  assert mpjax.master_params(state)["rest"] is None, "one hole for the entire subtree"
+  assert mpjax.states.master_params(state)["rest"] is None, "one hole for the entire subtree"
   new = apply_from_master(params, updates, state)
   assert new["w"].tolist() == [1, 1]
   assert new["rest"]["h"] == 2, "optax passes the gradient through where it is masked"
-  assert mpjax.master_params(state, params)["rest"] is params["rest"]
-  again = mpjax.set_master_params(state, params).inner_state
+  assert mpjax.states.master_params(state, params)["rest"] is params["rest"]
+  again = mpjax.states.set_master_params(state, params).inner_state
   assert bits(again.master["w"]) == bits(np.ones(2, F32))
 
 
@@ -175,7 +175,7 @@ def test_a_master_is_never_the_array_that_it_was_made_from():
   source = {"w": jnp.asarray([1.001, 2.002])}
   params = mpjax.Policy.parse("float16").cast_to_param(source)
   tx = mpjax.master_weights(optax.sgd(1e-3))
-  state = mpjax.set_master_params(tx.init(params), source)
+  state = mpjax.states.set_master_params(tx.init(params), source)
   start = np.asarray(source["w"])
 
   def step(params, state, source):
@@ -203,20 +203,23 @@ def test_n6_set_master_params_keeps_placement_and_works_under_jit_and_on_the_hos
   params = jnp.ones(8, BF16)
   for tx in (STEEP, mpjax.loss_scaling(mpjax.master_weights(optax.adam(0.1), storage="split"))):
     here, loose = jax.device_put(params, sharded), tx.init(params)
-    there = mpjax.set_master_params(tx.init(here), np.full(8, 1.001))
+    there = mpjax.states.set_master_params(tx.init(here), np.full(8, 1.001))
     assert tx is not STEEP or there.master.sharding == sharded
-    host = mpjax.set_master_params(jax.device_get(loose), jnp.full(8, 1.001))
-    jitted = jax.jit(mpjax.set_master_params)(loose, jnp.full(8, 1.001))
+    host = mpjax.states.set_master_params(jax.device_get(loose), jnp.full(8, 1.001))
+    jitted = jax.jit(mpjax.states.set_master_params)(loose, jnp.full(8, 1.001))
     for new in (there, host, jitted):
-      np.testing.assert_array_equal(mpjax.master_params(new, params), F32(1.001))
-  assert not mpjax.set_master_params(STEEP.init(params), params).master.committed
+      np.testing.assert_array_equal(mpjax.states.master_params(new, params), F32(1.001))
+  assert not mpjax.states.set_master_params(STEEP.init(params), params).master.committed
 
 
 BOTH_KINDS = {"w": jnp.ones(2, jnp.float16), "b": jnp.ones(1)}
 WHERE = "mpjax.master_weights(inner)"
 
 
-CALLS = {f"mpjax.{f.__name__}": f for f in (mpjax.master_params, mpjax.set_master_params)}
+CALLS = {
+  "mpjax.states.master_params": mpjax.states.master_params,
+  "mpjax.states.set_master_params": mpjax.states.set_master_params,
+}
 
 
 def test_what_is_not_there_or_twice():
@@ -229,13 +232,13 @@ def test_what_is_not_there_or_twice():
   masters, fix = mpjax.master_weights(optax.sgd(0.1)), "tx.update(grads, opt_state, params)"
   with refused(ValueError, f"{WHERE}.update(params)", "the third argument", "None", fix):
     masters.update(BOTH_KINDS, masters.init(BOTH_KINDS))
-  where, expected = "mpjax.master_params(opt_state)", "masters of separate parts"
+  where, expected = "mpjax.states.master_params(opt_state)", "masters of separate parts"
   with refused(ValueError, where, expected, "two for the same part", "optax.multi_transform"):
-    mpjax.master_params(optax.chain(masters, masters).init(BOTH_KINDS))
+    mpjax.states.master_params(optax.chain(masters, masters).init(BOTH_KINDS))
   state = mpjax.TrainState.create(BOTH_KINDS, mpjax.loss_scaling(masters))
-  where, got = "mpjax.set_master_params(opt_state)", "a TrainState, whose params would stay"
+  where, got = "mpjax.states.set_master_params(opt_state)", "a TrainState, whose params would stay"
   with refused(TypeError, where, "an optimizer alone", got, "state.params to the same numbers"):
-    mpjax.set_master_params(state, BOTH_KINDS)
+    mpjax.states.set_master_params(state, BOTH_KINDS)
 
 
 def test_parameters_of_another_tree():
@@ -252,9 +255,9 @@ def test_parameters_of_another_tree():
     (np.ones((2, 1), np.int64), "for float32[2] at ['w']"),
     (1.0, "float32[] for float32[2] at ['w']"),
   ):
-    where, expected = "mpjax.set_master_params(params)", "in the shapes of"
+    where, expected = "mpjax.states.set_master_params(params)", "in the shapes of"
     with refused(ValueError, where, expected, got, "the float32 parameters of the same model"):
-      mpjax.set_master_params(state, {"w": w, "b": jnp.ones(1)})
+      mpjax.states.set_master_params(state, {"w": w, "b": jnp.ones(1)})
 
 
 def test_what_reshapes_the_tree_cannot_be_around_masters():
@@ -284,7 +287,7 @@ def split_tx(inner):
   return mpjax.master_weights(inner, storage="split")
 
 
-OF_PARAMS = "mpjax.master_params(params)"
+OF_PARAMS = "mpjax.states.master_params(params)"
 FIX = "bfloat16 parameters"
 
 
@@ -293,10 +296,10 @@ def test_only_bfloat16_is_split_and_its_masters_need_the_parameters():
   assert isinstance(state, mpjax.states.MasterWeightsState)
   dtypes = jax.tree.map(lambda x: x.dtype.name, state.master)
   assert dtypes == {"b": "int16", "f": "float32", "n": None, "none": None}
-  fix = "mpjax.master_params(opt_state, params)"
+  fix = "mpjax.states.master_params(opt_state, params)"
   with refused(ValueError, OF_PARAMS, 'storage="split"', "None", fix):
-    mpjax.master_params(state)
-  found = mpjax.master_params(state, PARAMS)
+    mpjax.states.master_params(state)
+  found = mpjax.states.master_params(state, PARAMS)
   assert [None if x is None else x.dtype.name for x in found.values()] == ["float32"] * 3 + [None]
   assert found["b"].tolist() == [1, -2]
   assert found["n"] is PARAMS["n"]
@@ -315,7 +318,7 @@ def test_parameters_that_cannot_belong_to_the_state_raise():
     ({"x": jnp.ones(2, jnp.bfloat16)}, "nothing at ['b']; an extra leaf at ['b']['x']"),
   ):
     with refused(ValueError, OF_PARAMS, "of this state", got, FIX) as excinfo:
-      mpjax.master_params(state, PARAMS | {"b": wrong})
+      mpjax.states.master_params(state, PARAMS | {"b": wrong})
     error = excinfo.value
     assert (str(error).count("expected"), error.__cause__) == (1, None), "one inside of another"
 
@@ -346,7 +349,7 @@ def test_parameters_of_another_dtype_never_give_masters():
     with refused(ValueError, where, "of this state, in the shapes", got, FIX):
       tx.update(other, tx.init(params), other)
     with refused(ValueError, OF_PARAMS, "of this state, in the shapes", got, FIX):
-      mpjax.master_params(tx.init(params), other)
+      mpjax.states.master_params(tx.init(params), other)
 
 
 def test_variables_of_nnx_have_to_be_left_out():
@@ -356,8 +359,8 @@ def test_variables_of_nnx_have_to_be_left_out():
   params = nnx.state(model, nnx.Param)
   fix = "nnx.as_pure(optimizer.opt_state) and nnx.as_pure(nnx.state(model, nnx.Param))"
   with refused(ValueError, OF_PARAMS, "the parameters of this state", "another tree", fix):
-    mpjax.master_params(state, params)
-  found = mpjax.master_params(nnx.as_pure(state), nnx.as_pure(params))
+    mpjax.states.master_params(state, params)
+  found = mpjax.states.master_params(nnx.as_pure(state), nnx.as_pure(params))
   assert bits(found["kernel"]) == bits(np.asarray(model.kernel[...]).astype(F32))
 
 
@@ -392,15 +395,17 @@ def test_masters_are_set_from_any_dtype():
   for storage in ("float32", "split"):
     state = mpjax.master_weights(optax.adam(1e-3), storage=storage).init(PARAMS)
     for given in (values, *(jnp.asarray(values, dtype) for dtype in dtypes)):
-      new = mpjax.set_master_params(state, PARAMS | {"b": given})
+      new = mpjax.states.set_master_params(state, PARAMS | {"b": given})
       exact = np.asarray(given).astype(F32)
       params = PARAMS | {"b": jnp.asarray(exact, jnp.bfloat16)}
-      assert bits(mpjax.master_params(new, params)["b"]) == bits(exact)
+      assert bits(mpjax.states.master_params(new, params)["b"]) == bits(exact)
       assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
       assert bits(new.inner_state) == bits(state.inner_state)
   ties = np.asarray([1 + 2.0**-8, 1 + 3 * 2.0**-8], F32)
   params = PARAMS | {"b": jnp.asarray(ties, jnp.bfloat16)}
-  set_to = mpjax.master_params(mpjax.set_master_params(state, params | {"b": ties}), params)["b"]
+  set_to = mpjax.states.master_params(
+    mpjax.states.set_master_params(state, params | {"b": ties}), params
+  )["b"]
   assert set_to.tolist() == [np.nextafter(ties[0], F32(0)), ties[1]]
 
 
@@ -420,12 +425,12 @@ def test_the_nearest_master_where_no_update_leads_to_the_rounded_one():
   ulp, start = F32(2.0**-24), F32(1 - 2.0**-10)
   params = jnp.ones(1, jnp.bfloat16)
   tx = split_tx(optax.sgd(1.0))
-  state = mpjax.set_master_params(tx.init(params), jnp.full(1, start))
+  state = mpjax.states.set_master_params(tx.init(params), jnp.full(1, start))
   updates, state = tx.update(jnp.full(1, start + 3 * ulp), state, params)
   params = mpjax.apply_updates(params, updates)
   assert params.tolist() == [-4 * ulp]
   # Half a step of bfloat16 below 4 ulps, where the steps are 2^-8 of it.
-  assert mpjax.master_params(state, params).tolist() == [-4 * ulp * (1 - F32(2.0**-9))]
+  assert mpjax.states.master_params(state, params).tolist() == [-4 * ulp * (1 - F32(2.0**-9))]
 
 
 ALL = np.arange(2**16, dtype=np.uint16).view(BF16)

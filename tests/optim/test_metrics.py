@@ -51,12 +51,12 @@ def test_metrics_equal_the_oracle():
   state, oracle, step = TX.init(PARAMS), Oracle(init_scale=4, growth_interval=2), jnp.int32(0)
   for flag in [1, 0, 0, 0, 1, 1, 1, 0, 1]:
     old, state = state, update(GOOD if flag else BAD, state)
-    step = mpjax.select_tree(mpjax.last_step_finite(state), step + 1, step)
+    step = mpjax.keep_if_skipped(state, step + 1, step)
     numbers = oracle.step(bool(flag)).numbers()
     metrics = mpjax.loss_scaling_metrics(state, before=old)
     moved = metrics["loss_scale"] != mpjax.loss_scaling_metrics(old)["loss_scale"]
     assert bool(metrics.pop("scale_changed")) is bool(moved)
-    assert bool(metrics.pop("finite")) == bool(mpjax.last_step_finite(state)) == bool(flag)
+    assert bool(metrics.pop("finite")) == bool(mpjax.step_applied(state)) == bool(flag)
     assert float(metrics.pop("loss_scale")) == numbers.pop("scale")
     numbers.pop("hysteresis")
     assert {key: int(value) for key, value in metrics.items()} == numbers
@@ -121,14 +121,14 @@ def test_check_skipped_steps_names_the_loss():
 
 def test_check_skipped_steps_names_the_update():
   inner = optax.masked(optax.scale(3e38), {"w": False, "x": True})
-  tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(1), check_updates=True)
+  tx = mpjax.loss_scaling(inner, mpjax.SkipNonfinite(), check_updates=True)
   state = first_step(tx, PARAMS, {"w": jnp.ones(3), "x": jnp.full(2, 2.0)})
   blamed(state, "in the update of ['x']", fix="look for", params=PARAMS)
   blamed(state, "in update leaf 1 (in the order", fix="look for")
 
 
 def test_check_skipped_steps_names_the_leaf_of_the_new_optimizer_state():
-  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.StaticLossScale(1), check_updates=True)
+  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.SkipNonfinite(), check_updates=True)
   state = first_step(tx, PARAMS, {"w": jnp.ones(3), "x": jnp.full(2, 1e20)})
   blamed(
     state, "in the new optimizer state at inner_state[0].nu['x']", fix="look for", params=PARAMS
@@ -136,7 +136,7 @@ def test_check_skipped_steps_names_the_leaf_of_the_new_optimizer_state():
 
 
 def test_check_skipped_steps_names_the_sum_of_several_losses():
-  scales = dict.fromkeys(("box", "class"), mpjax.StaticLossScale(1))
+  scales = dict.fromkeys(("box", "class"), mpjax.SkipNonfinite())
   large = {"w": jnp.full(3, 3e38), "x": jnp.ones(2)}
   state = first_step(
     mpjax.loss_scaling(optax.sgd(0.1), scales), PARAMS, dict.fromkeys(scales, large)
@@ -257,7 +257,7 @@ def test_check_skipped_steps_sees_the_nan_of_a_run_without_loss_scaling():
     # An inf is not yet a NaN, and may be meant: a mask, or the best value so far.
     mpjax.check_skipped_steps(state, params=PARAMS | {"x": jnp.full(2, -jnp.inf)})
     _, state = tx.update(BAD, state, PARAMS)
-    with refused(RuntimeError, WHERE, "no NaN", got, "mpjax.StaticLossScale(1)"):
+    with refused(RuntimeError, WHERE, "no NaN", got, "mpjax.SkipNonfinite()"):
       mpjax.check_skipped_steps(state, params=params)
     with pytest.raises(TypeError, match="got a traced one"):
       jax.eval_shape(lambda s: mpjax.check_skipped_steps(s, params=PARAMS["w"] * 1), state)
@@ -284,46 +284,72 @@ def test_check_skipped_steps_looks_at_the_worst_member():
   blamed(states, "7, at loss scale 4", 7)
 
 
-YES, NO = jnp.asarray(True), jnp.asarray(False)
+SGD = mpjax.loss_scaling(optax.sgd(0.1))
+
+
+def after_step(*, finite):
+  """Returns the state after one step, which was applied if the gradient was finite."""
+  grads = jnp.asarray([1.0, 2.0 if finite else jnp.inf])
+  return SGD.update(grads, SGD.init(jnp.ones(2)), jnp.ones(2))[1]
+
+
+APPLIED, SKIPPED = after_step(finite=True), after_step(finite=False)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_commit_takes_the_one_or_the_other(wrap, bad):
-  # And lets nothing through from the other.
+def test_keep_if_skipped_returns_one_of_two_trees_to_the_bit(wrap, bad):
   rest = {"none": None, "nothing": np.zeros(2, jax.dtypes.float0)}
   new = {"mean": jnp.asarray([bad, 1.0]), "n": jnp.asarray(4), "key": jax.random.key(1)} | rest
   old = {"mean": jnp.asarray([0.5, -0.0]), "n": jnp.asarray(3), "key": jax.random.key(0)} | rest
-  for kept in (wrap(mpjax.select_tree)(NO, new, old), wrap(mpjax.select_tree)(YES, old, new)):
+  keep = wrap(mpjax.keep_if_skipped)
+  for kept in (keep(SKIPPED, new, old), keep(APPLIED, old, new)):
     assert kept.pop("key") == old["key"]
     assert kept["nothing"].dtype == jax.dtypes.float0
     assert bits(kept) == bits({name: x for name, x in old.items() if name != "key"})
     assert kept["none"] is None
-  both = wrap(lambda new, old: mpjax.select_tree(YES & mpjax.all_finite(new), new, old))(new, old)
-  assert both["n"] == 3
 
 
-def test_commit_takes_any_bool_and_python_numbers():
-  for flag in (True, np.bool_(True), np.asarray(True)):
-    assert mpjax.select_tree(flag, jnp.asarray(1.0), jnp.asarray(2.0)) == 1
+def test_keep_if_skipped_takes_python_numbers():
   old = {"step": 3, "rate": 0.25, "text": "a"}
-  assert mpjax.select_tree(NO, old | {"step": 4, "rate": 0.5}, old) == old
+  assert mpjax.keep_if_skipped(SKIPPED, old | {"step": 4, "rate": 0.5}, old) == old
 
 
-SELECT = "mpjax.select_tree(finite, new, old)"
+def test_keep_if_skipped_without_a_scale_returns_the_new_tree():
+  state = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()).init(jnp.ones(2))
+  assert mpjax.keep_if_skipped(state, jnp.asarray(1.0), jnp.asarray(2.0)) == 1
 
 
-def test_commit_wants_one_flag():
-  several = jnp.asarray([True, False])
-  with refused(ValueError, SELECT, "a scalar flag", "shape (2,)", "jax.vmap"):
-    mpjax.select_tree(several, jnp.ones(2), jnp.zeros(2))
-  assert jax.vmap(mpjax.select_tree)(several, jnp.ones(2), jnp.zeros(2)).tolist() == [1, 0]
-  for flag, got in ((1, "1"), (jnp.asarray(1), "an array int32[]"), (None, "None"), ({}, "a dict")):
-    with refused(TypeError, SELECT, "a bool flag", got, "mpjax.last_step_finite(opt_state)"):
-      mpjax.select_tree(flag, jnp.ones(2), jnp.zeros(2))
+def test_keep_if_skipped_reads_the_scale_of_a_name():
+  scales = {"a": mpjax.StaticLossScale(8), "b": mpjax.StaticLossScale(8)}
+  tx = mpjax.loss_scaling(optax.sgd(0.1), scales)
+  state = tx.init(jnp.ones(2))
+  _, state = tx.update({"a": jnp.ones(2), "b": jnp.full(2, jnp.nan)}, state, jnp.ones(2))
+  for name in scales:  # One decision for both.
+    assert mpjax.keep_if_skipped(state, jnp.asarray(1.0), jnp.asarray(2.0), name=name) == 2
+  with refused(TypeError, "mpjax.keep_if_skipped(opt_state)", "one loss scale", "with 2", "name="):
+    mpjax.keep_if_skipped(state, jnp.asarray(1.0), jnp.asarray(2.0))
 
 
-def test_commit_wants_trees_alike():
+KEEP = "mpjax.keep_if_skipped(opt_state, new, old)"
+
+
+def test_keep_if_skipped_of_several_members_needs_vmap():
+  several = jax.tree.map(lambda *x: jnp.stack(x), APPLIED, SKIPPED)
+  with refused(ValueError, KEEP, "a scalar flag", "shape (2,)", "jax.vmap"):
+    mpjax.keep_if_skipped(several, jnp.ones(2), jnp.zeros(2))
+  kept = jax.vmap(mpjax.keep_if_skipped)(several, jnp.ones(2), jnp.zeros(2))
+  assert kept.tolist() == [1, 0]
+
+
+def test_keep_if_skipped_needs_a_state():
+  where, made = "mpjax.keep_if_skipped(opt_state)", "created by mpjax.loss_scaling"
+  for state, got in ((jnp.ones(2), "an array float32[2]"), (True, "True"), (None, "None")):
+    with refused(TypeError, where, made, got, "tx = mpjax.loss_scaling(tx)"):
+      mpjax.keep_if_skipped(state, jnp.ones(2), jnp.zeros(2))
+
+
+def test_keep_if_skipped_wants_trees_alike():
   for new, got in (
     ({"a": jnp.ones(2)}, "nothing at ['b']"),
     ({"a": jnp.ones(2), "b": jnp.ones(2, jnp.float16)}, "float16[2] for float32[2] at ['b']"),
@@ -332,8 +358,8 @@ def test_commit_wants_trees_alike():
     ({"a": jnp.ones(2), "b": jnp.ones(2), "c": 1.0}, "an extra leaf at ['c']"),
     ({"a": jnp.ones(2), "b": None}, "None for float32[2] at ['b']"),
   ):
-    with refused(ValueError, SELECT, "like the old one", got, "same structure"):
-      mpjax.select_tree(YES, new, {"a": jnp.ones(2), "b": jnp.ones(2)})
+    with refused(ValueError, KEEP, "like the old one", got, "same structure"):
+      mpjax.keep_if_skipped(APPLIED, new, {"a": jnp.ones(2), "b": jnp.ones(2)})
 
 
 # The monitor.
@@ -356,7 +382,7 @@ def problem(dtype):
 
 def counts_of(opt_state, path):
   """Returns its size, zero gradients, updates and lost updates."""
-  counts = mpjax.monitor_counts(opt_state)[path]
+  counts = mpjax.states.monitor_counts(opt_state)[path]
   assert list(counts) == ["size", "zero_gradients", "updates", "lost_updates"]
   return [int(n) for n in counts.values()]
 
@@ -387,7 +413,7 @@ def test_counts_of_a_run_equal_those_of_numpy(dtype):
       zero = np.sum(np.asarray(gradients(number)["dense"][leaf]) == 0)
       assert counts_of(opt_state, f"dense.{leaf}") == [u.size, zero, np.sum(u != 0), lost]
   assert (seen > 0) == (dtype != jnp.float32)
-  assert set(mpjax.monitor_counts(opt_state)) == {"dense.kernel", "dense.bias"}
+  assert set(mpjax.states.monitor_counts(opt_state)) == {"dense.kernel", "dense.bias"}
 
 
 def test_underflow_is_seen_as_zero_gradients():
@@ -442,7 +468,7 @@ def test_in_an_nnx_optimizer_parameters_have_the_same_names_at_init_and_update()
   optimizer.update(model, grads)
   params = nnx.state(model, nnx.Param)  # And in their variables.
   _, state = tx.update(params, tx.init(params), params)
-  for counts in map(mpjax.monitor_counts, (optimizer, state)):
+  for counts in map(mpjax.states.monitor_counts, (optimizer, state)):
     assert {name: int(one["updates"]) for name, one in counts.items()} == {"bias": 2, "kernel": 6}
 
 
@@ -454,7 +480,7 @@ def test_monitors_of_parts_of_a_tree_count_all_of_it():
   for inner in (several, parts["x"]):
     tx = mpjax.loss_scaling(inner)
     _, state = tx.update(params, tx.init(params), params)
-    sizes = {name: int(one["size"]) for name, one in mpjax.monitor_counts(state).items()}
+    sizes = {name: int(one["size"]) for name, one in mpjax.states.monitor_counts(state).items()}
     assert sizes == {"a.b": 2, "['a.b']": 3, """["['a"].b']""": 4}
 
 
@@ -495,14 +521,14 @@ def test_errors_of_the_monitor():
   tx = mpjax.monitor(plain)
   with refused(ValueError, "update(params)", "the parameters", "None", fix):
     tx.update(params, tx.init(params))
-  where, got = "mpjax.monitor_counts(opt_state)", "without a monitor"
+  where, got = "mpjax.states.monitor_counts(opt_state)", "without a monitor"
   with refused(TypeError, where, "keeps counts", got, "mpjax.monitor(mpjax.loss_scaling(inner))"):
-    mpjax.monitor_counts(plain.init(params))
+    mpjax.states.monitor_counts(plain.init(params))
   with refused(TypeError, "update(state)", "the state", "a LossScalingState", "init"):
     tx.update(params, plain.init(params), params)
   two, got = (tx.init(params), tx.init(params)), "2 that count the same parameters"
   with refused(ValueError, where, "monitors of separate parts", got, "of one optimizer alone"):
-    mpjax.monitor_counts(two)
+    mpjax.states.monitor_counts(two)
 
 
 def test_it_reads_each_array_in_one_pass():

@@ -73,7 +73,7 @@ def test_against_numpy():
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_the_random_bits_of_rounding_are_its_own_in_each_step():
-  tx = mpjax.loss_scaling(optax.sgd(2.0**-10), mpjax.StaticLossScale(1))
+  tx = mpjax.loss_scaling(optax.sgd(2.0**-10), mpjax.SkipNonfinite())
   loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float32)))
   params, rng, options = jnp.ones(64, jnp.bfloat16), jax.random.key(3), {"rounding": "stochastic"}
   step, state = begin(loss_fn, tx, params, rng=rng, donate=False, **options)
@@ -118,7 +118,9 @@ def test_masters_may_be_around_the_scale():
   step, state = begin(quadratic, tx, jnp.ones(3, jnp.bfloat16))
   state, metrics = step(state, rows(8))
   assert metrics["finite"]
-  assert bits(state.params) == bits(stored(mpjax.master_params(state.opt_state), jnp.bfloat16))
+  assert bits(state.params) == bits(
+    stored(mpjax.states.master_params(state.opt_state), jnp.bfloat16)
+  )
 
 
 def test_parameters_are_set_to_masters_that_no_addition_reaches():
@@ -126,7 +128,7 @@ def test_parameters_are_set_to_masters_that_no_addition_reaches():
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.5)), STATIC)
   loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float32)) * 0)
   step, state = begin(loss_fn, tx, jnp.asarray([1.0, 2.0**60], jnp.bfloat16))
-  opt_state = mpjax.set_master_params(state.opt_state, jnp.asarray([-0.0, 1.0]))
+  opt_state = mpjax.states.set_master_params(state.opt_state, jnp.asarray([-0.0, 1.0]))
   state, _ = step(state._replace(opt_state=opt_state), jnp.zeros(1))
   assert bits(state.params) == bits(jnp.asarray([-0.0, 1.0], jnp.bfloat16))
 
@@ -192,7 +194,7 @@ def test_a_retried_step_is_the_step_at_the_lower_scale():
   hard = jnp.asarray([[0.3, 100.0, 0.2]])  # 65520 / 100 lies between 2^9 and 2^10
   retried, metrics = step(state, hard)
   assert chosen(metrics, "retries", "finite", "skipped", "loss_scale") == [3, True, 3, 2**9]
-  lower = state._replace(opt_state=mpjax.set_loss_scale(state.opt_state, 2.0**9))
+  lower = state._replace(opt_state=mpjax.states.set_loss_scale(state.opt_state, 2.0**9))
   direct, plain = step(lower, hard)
   assert chosen(plain, "retries", "finite", "skipped", "loss_scale") == [0, True, 0, 2**9]
   assert without_scale(retried) == without_scale(direct)
@@ -285,7 +287,7 @@ def test_a_dynamic_scale_without_float16(how):
     with pytest.warns(UserWarning, match=r"nothing in loss_fn .* float16") as found:
       state, _ = step(state, jnp.ones(2))
     (warning,) = found
-    for word in ("mpjax.make_train_step", "NoLossScale()", "StaticLossScale(1)"):
+    for word in ("mpjax.make_train_step", "NoLossScale()", "SkipNonfinite()"):
       assert word in str(warning.message)
   step(state, jnp.ones(2))  # Another warning would be an error.
   for config in (STATIC, mpjax.NoLossScale()):
@@ -479,7 +481,7 @@ def test_masters_without_a_scale_take_float32_gradients():
   )
   step, state = begin(loss_fn, tx, jnp.zeros(1, jnp.bfloat16), micro_batches=2)
   state, _ = step(state, jnp.asarray([[1.0], [2.0**-8]]))
-  np.testing.assert_array_equal(mpjax.master_params(state.opt_state), [-(0.5 + 2.0**-9)])
+  np.testing.assert_array_equal(mpjax.states.master_params(state.opt_state), [-(0.5 + 2.0**-9)])
 
 
 # What a step refuses before it runs.

@@ -1,0 +1,43 @@
+"""The state of an optimizer inside of the wrappers around it."""
+
+import jax
+
+from mpjax._core.leaves import is_nnx_variable, raw_value
+from mpjax._core.types import OptState
+from mpjax._optim.loss_scale import AccumulationState, is_scaling_state, with_classes
+from mpjax._optim.metrics import MonitorState
+from mpjax._optim.state_dtype import StochasticState
+from mpjax._optim.trees import MasterWeightsState
+
+_WRAPPERS = (AccumulationState, MasterWeightsState, MonitorState, StochasticState)
+
+
+def inner_state(opt_state: OptState) -> OptState:
+  """Return the state of the optimizer that the wrappers of mpjax are around.
+
+  Functions of optax that take the state of one optimizer take it, such as
+  `optax.contrib.schedule_free_eval_params`. With `mpjax.master_weights`, pass these functions
+  `mpjax.states.master_params(opt_state, params)` as the parameters.
+
+  Args:
+    opt_state: the state of an optimizer, a `TrainState` or an `nnx.Optimizer`.
+
+  Returns:
+    The state that is innermost, with arrays in place of the variables of Flax NNX. Without a
+    wrapper outermost it is `opt_state`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.contrib.schedule_free_sgd(0.5))
+  >>> params = jnp.asarray([1.0, 2.0])
+  >>> inner = mpjax.states.inner_state(tx.init(params))
+  >>> print(optax.contrib.schedule_free_eval_params(inner, params))
+  [1. 2.]
+  """
+  state = getattr(opt_state, "opt_state", opt_state)
+  while True:
+    if is_scaling_state(state):
+      state = with_classes(state).inner_state
+    elif isinstance(state, _WRAPPERS):
+      state = state.inner_state
+    else:
+      return jax.tree.map(raw_value, state, is_leaf=is_nnx_variable)

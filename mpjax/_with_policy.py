@@ -1,0 +1,81 @@
+"""`with_policy` for models of Linen and NNX, and for functions."""
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from mpjax._autocast import autocast
+from mpjax._core.errors import MpjaxTypeError, check_call
+from mpjax._core.frameworks import framework_of, holds_linen_module, not_a_model
+from mpjax._jaxpr.op_lists import OpLists
+from mpjax._policy.policy import PolicyLike
+from mpjax._policy.rules import Rule
+
+T = TypeVar("T")
+
+
+@check_call("mpjax.with_policy(model)", fix='Write mpjax.with_policy(model, "mixed_bfloat16").')
+def with_policy(
+  model: T,
+  policy: PolicyLike | None,
+  rules: Iterable[Rule] = (),
+  *,
+  unmatched: str = "raise",
+  ops: OpLists | None = None,
+  data_argnums: int | Sequence[int] = (),
+) -> T:
+  """Returns a model or a function that runs in the dtypes of a policy; it is not changed itself.
+
+  Matmuls and convolutions run in the policy's `compute_dtype`; exponentials, sums, softmax and
+  norms' statistics in float32. Parameters are cast where they are used.
+
+  Args:
+    model: a Linen module, an NNX module, or a function of arrays (of Haiku `transformed.apply`, of
+      Equinox the function that calls the model).
+    policy: a `mpjax.Policy` or its string ("mixed_bfloat16"); None leaves everything as it is but
+      for what rules pick out.
+    rules: tried in order for each module; the first that matches wins. For a function their paths
+      are those of `jax.named_scope`.
+    unmatched: "raise", "warn" or "ignore", for a model with a rule that picks out no module.
+    ops: for a function, as for `mpjax.autocast`.
+    data_argnums: for a function, as for `mpjax.autocast`.
+
+  Returns:
+    Of a Linen module a `mpjax.linen.PolicyModule`, which has its `init` and `apply`; of an NNX
+    module a view that has its variables, see `mpjax.nnx.with_policy`; of a function a function of
+    the same signature.
+
+  Raises:
+    MpjaxTypeError: not a model or function, or one that has a policy already; a wrong option.
+    MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
+    UnmatchedRuleError: a rule picked out nothing, where that is seen.
+
+  >>> import flax.linen as nn, jax.numpy as jnp, mpjax
+  >>> mpjax.with_policy(lambda w, x: x @ w, "c=bf16")(jnp.ones((3, 2)), jnp.ones((1, 3))).dtype
+  dtype('float32')
+  >>> model = mpjax.with_policy(nn.Dense(2, use_bias=False), "c=bf16")
+  >>> model.apply({"params": {"kernel": jnp.ones((3, 2))}}, jnp.ones((1, 3))).dtype
+  dtype(bfloat16)
+  """
+  framework = framework_of(model)
+  where, fix = "mpjax.with_policy(model)", "They are for functions; a model has no use for them."
+  if not isinstance(model, type) and framework in ("Linen", "NNX"):
+    if ops is None and data_argnums == ():
+      adapter = importlib.import_module(f"mpjax.{framework.lower()}")
+      return adapter.with_policy(model, policy, rules, unmatched=unmatched)
+    expected, got = f"no ops= and no data_argnums= for a model of {framework}", "them"
+  elif holds_linen_module(model):
+    expected = "a model of Linen or NNX, or a function of arrays"
+    got = f"a {type(model).__name__} around a Linen module"
+    fix = "Call it inside mpjax.policy_scope(policy)."
+  elif isinstance(model, type) or framework is not None or not callable(model):
+    expected = "a model of Linen or NNX, or a function of arrays"
+    got, fix = not_a_model(model)
+  elif unmatched == "raise":
+    policy = "float32" if policy is None else policy
+    function: Any = autocast(model, policy, ops=ops, rules=rules, data_argnums=data_argnums)
+    return function
+  else:
+    expected, got = "no unmatched= for a function", repr(unmatched)
+    fix = "A rule that no named scope matches is an error when the function is called."
+  raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
