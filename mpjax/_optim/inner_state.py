@@ -1,5 +1,7 @@
 """The state of an optimizer inside of the wrappers around it."""
 
+from collections.abc import Mapping
+
 import jax
 
 from mpjax._core.leaves import is_nnx_variable, raw_value
@@ -20,7 +22,7 @@ def inner_state(opt_state: OptState) -> OptState:
   `mpjax.states.master_params(opt_state, params)` as the parameters.
 
   Args:
-    opt_state: the state of an optimizer, a `TrainState` or an `nnx.Optimizer`.
+    opt_state: the state of an optimizer, a `TrainState`, an `nnx.Optimizer` or its `nnx.State`.
 
   Returns:
     The state that is innermost, with arrays in place of the variables of Flax NNX. Without a
@@ -39,5 +41,9 @@ def inner_state(opt_state: OptState) -> OptState:
       state = with_classes(state).inner_state
     elif isinstance(state, _WRAPPERS):
       state = state.inner_state
+    elif isinstance(state, Mapping) and "opt_state" in state:
+      state = state["opt_state"]
+    elif isinstance(state, Mapping) and "inner_state" in state:
+      state = state["inner_state"]
     else:
       return jax.tree.map(raw_value, state, is_leaf=is_nnx_variable)

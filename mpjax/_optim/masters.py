@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
+from mpjax._core.leaves import is_nnx_variable, raw_value
 from mpjax._core.trees import (
   check_alike,
   in_low_precision,
@@ -30,6 +31,7 @@ from mpjax._optim.trees import (
   nodes_of,
   place_like,
   put_like,
+  states_of,
   strong,
 )
 
@@ -359,14 +361,15 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
   """Returns the float32 masters in an optimizer state: what to export, average or compare.
 
   Args:
-    opt_state: a state that holds one `mpjax.master_weights`, or several for parts of the tree.
+    opt_state: a state that holds one `mpjax.master_weights`, or several for parts of the tree; an
+      `nnx.Optimizer`, or its `nnx.State`.
     params: the parameters, for those that are their own master. With `storage="split"` they are
       needed: those to which the last updates of this state were applied. Others of the same shapes
       and dtypes give other masters.
 
   Returns:
-    A tree like the parameters, float32 where a parameter is stored in 16 bits. Elsewhere it has the
-    leaf of `params`, or None without them.
+    A tree of arrays like the parameters, float32 where a parameter is stored in 16 bits. Elsewhere
+    it has the leaf of `params`, or None without them.
 
   Raises:
     MpjaxTypeError: there is no `master_weights` in the state.
@@ -378,9 +381,11 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
   {'norm': None, 'w': Array([1., 1.], dtype=float32)}
   """
   where, of_state = "mpjax.states.master_params(params)", "mpjax.states.master_params(opt_state)"
-  _check_masters(opt_state, of_state)
-  masters = masters_in(opt_state, of_state)
+  if not (states := states_of(opt_state, MasterWeightsState)):
+    raise _without_masters(opt_state, of_state)
+  masters = masters_in(states, of_state)
   if params is not None:
+    params = jax.tree.map(raw_value, params, is_leaf=is_nnx_variable)
     _check_params_of(masters, params, where)
     return map_masters(_trained, masters, params)
   if any(map(is_remainder, jax.tree.leaves(masters))):
@@ -390,7 +395,7 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
       "state."
     )
     raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
-  return merged_masters(opt_state)
+  return map_masters(lambda m: None if is_hole(m) else m, masters)
 
 
 def set_master_params(opt_state: T, params: Params) -> T:
@@ -417,7 +422,8 @@ def set_master_params(opt_state: T, params: Params) -> T:
   [1.001]
   """
   of_state, problems = "mpjax.states.set_master_params(opt_state)", list[str]()
-  _check_masters(opt_state, of_state)
+  if not nodes_of(opt_state, MasterWeightsState):
+    raise _without_masters(opt_state, of_state)
   if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
     got = f"{kind_of(opt_state)}, whose params would stay as they are"
     fix = "Set the masters in state.opt_state, and state.params to the same numbers, rounded."
@@ -450,10 +456,9 @@ def set_master_params(opt_state: T, params: Params) -> T:
   return opt_state
 
 
-def _check_masters(opt_state: OptState, where: str) -> None:
-  """Raises if there are no masters in a state."""
-  if not nodes_of(opt_state, MasterWeightsState):
-    expected = "the state of an optimizer with mpjax.master_weights"
-    got = f"{kind_of(opt_state)} without masters"
-    fix = "Wrap the optimizer, tx = mpjax.master_weights(tx), if parameters are stored in 16 bits."
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+def _without_masters(opt_state: OptState, where: str) -> MpjaxTypeError:
+  """Returns the error of a state without masters."""
+  expected = "the state of an optimizer with mpjax.master_weights"
+  got = f"{kind_of(opt_state)} without masters"
+  fix = "Wrap the optimizer, tx = mpjax.master_weights(tx), if parameters are stored in 16 bits."
+  return MpjaxTypeError(where, expected=expected, got=got, fix=fix)

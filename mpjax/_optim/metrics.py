@@ -34,8 +34,8 @@ from mpjax._optim.trees import (
   differentiated,
   key_text,
   leaves_with_path,
-  nodes_of,
   place_like,
+  states_of,
 )
 
 T = TypeVar("T")
@@ -398,7 +398,8 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
   """Returns what `mpjax.monitor` counted in the last applied step.
 
   Args:
-    opt_state: a state that holds one of `mpjax.monitor`, or several for parts of the tree.
+    opt_state: a state that holds one of `mpjax.monitor`, or several for parts of the tree; an
+      `nnx.Optimizer`, or its `nnx.State`.
 
   Returns:
     A dict for each parameter, by its path ("Dense_0.kernel"), of int32 arrays of shape ():
@@ -416,8 +417,8 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
   >>> list(mpjax.states.monitor_counts(mpjax.monitor(optax.sgd(0.1)).init({"w": jnp.ones(2)}))["w"])
   ['size', 'zero_gradients', 'updates', 'lost_updates']
   """
-  states, where = nodes_of(opt_state, MonitorState), "mpjax.states.monitor_counts(opt_state)"
-  if not states:
+  where = "mpjax.states.monitor_counts(opt_state)"
+  if not (states := states_of(opt_state, MonitorState)):
     expected, got = "a state that keeps counts", f"{kind_of(opt_state)} without a monitor"
     fix = "Write tx = mpjax.monitor(mpjax.loss_scaling(inner)), and make the state with its init."
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
@@ -428,6 +429,4 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
     fix = "Pass the state of one optimizer alone."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   keys = ("size", "zero_gradients", "updates", "lost_updates")
-  return {
-    path: {key: raw_value(counts)[..., i] for i, key in enumerate(keys)} for path, counts in each
-  }
+  return {path: {key: counts[..., i] for i, key in enumerate(keys)} for path, counts in each}

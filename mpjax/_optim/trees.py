@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -12,7 +12,7 @@ import optax
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.leaves import is_key, is_nnx_variable
+from mpjax._core.leaves import is_key, is_nnx_variable, raw_value
 from mpjax._core.trees import (
   in_low_precision,
   is_array_like,
@@ -35,12 +35,40 @@ from mpjax._core.types import (
 )
 
 T = TypeVar("T")
+S = TypeVar("S", bound=NamedTuple)
 
 
 def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
   """Returns the nodes and leaves of `tree` that are a `kind`, but not those inside of them."""
   is_kind = lambda x: isinstance(x, kind)  # noqa: E731
   return [x for x in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(x)]
+
+
+_TO_INNER = ("opt_state", "inner_state")
+"""The keys on the way from an optimizer to the states of the wrappers in it."""
+
+
+def states_of(opt_state: PyTree, kind: type[S]) -> list[S]:
+  """Returns the states of a class in an optimizer state, with arrays in place of variables.
+
+  An `nnx.State`, a pure dict of it and a checkpoint that was read without a target have mappings in
+  place of the classes, and nothing in place of a state without arrays.
+  """
+  states = nodes_of(opt_state, kind) or _states_in_mapping(opt_state, kind)
+  return [jax.tree.map(raw_value, state, is_leaf=is_nnx_variable) for state in states]
+
+
+def _states_in_mapping(tree: PyTree, kind: type[S]) -> list[S]:
+  """Returns the states of a class in a tree of mappings, found by the names of fields."""
+  if not isinstance(tree, Mapping):
+    return []
+  fields = kind._fields
+  if fields[0] in tree and set(tree) <= set(fields):
+    values = {"inner_state": (), **tree}
+    return [kind._make(values.get(field) for field in fields)]
+  # A number is the position in a chain, or of an optimizer beside its model.
+  parts = [x for key, x in tree.items() if key in _TO_INNER or isinstance(key, int)]
+  return [state for part in parts for state in _states_in_mapping(part, kind)]
 
 
 # Here, and not beside `master_weights`: the checks of every wrapper leave masters out.

@@ -1,5 +1,7 @@
 """`mpjax.states.inner_state`: the state that functions of optax take."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,13 +71,44 @@ def test_masters_are_the_parameters_of_a_16_bit_model():
   np.testing.assert_allclose(found, (y - (1 - b1) * z) / b1, rtol=1e-5)
 
 
-def test_the_state_of_an_optimizer_of_nnx_and_of_a_train_state():
-  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-  tx = mpjax.loss_scaling(optax.adam(0.1))
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  for given in (optimizer, nnx.state(optimizer), optimizer.opt_state):
-    adam = mpjax.states.inner_state(given)[0]
-    mu = adam["mu"] if isinstance(adam, dict) or hasattr(adam, "raw_mapping") else adam.mu
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(mu))
-  state = mpjax.TrainState.create(PARAMS, tx)
+def of_nnx(tx):
+  """Returns an optimizer of a model that stores parameters in bfloat16."""
+  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+  return nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+FORMS = {
+  "nnx.Optimizer": lambda optimizer: optimizer,
+  "its state": lambda optimizer: optimizer.opt_state,
+  "nnx.State": nnx.state,
+  "nnx.State beside the model's": lambda o: nnx.state((nnx.Linear(2, 1, rngs=nnx.Rngs(0)), o)),
+  "pure nnx.State": lambda optimizer: nnx.as_pure(nnx.state(optimizer)),
+  "pure dict": lambda optimizer: nnx.to_pure_dict(nnx.state(optimizer)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_states_are_found_in_any_form(form, inner):
+  optimizer = of_nnx(mpjax.monitor(mpjax.loss_scaling(mpjax.master_weights(inner))))
+  state = FORMS[form](optimizer)
+  masters = mpjax.states.master_params(state)
+  assert {key: (x.dtype, x.shape) for key, x in masters.items()} == {
+    "kernel": (np.float32, (2, 1)),
+    "bias": (np.float32, (1,)),
+  }
+  assert set(mpjax.states.monitor_counts(state)) == {"kernel", "bias"}
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "beside" not in form])
+def test_the_inner_state_of_an_optimizer_of_nnx_holds_arrays(form):
+  adam = mpjax.states.inner_state(
+    FORMS[form](of_nnx(mpjax.loss_scaling(mpjax.master_weights(optax.adam(0.1)))))
+  )[0]
+  mu = adam["mu"] if isinstance(adam, Mapping) else adam.mu
+  assert [type(x) for x in mu.values()] == [type(jnp.ones(1))] * 2
+
+
+def test_the_inner_state_of_a_train_state():
+  state = mpjax.TrainState.create(PARAMS, mpjax.loss_scaling(optax.adam(0.1)))
   assert mpjax.states.inner_state(state)[0].mu["w"].shape == (3,)
