@@ -105,7 +105,7 @@ class OpLists:
             where,
             expected="every primitive in one place",
             got=f"{name!r}, which is in another one too",
-            fix=f'Write OpLists().replace({field}=["{name}"]), which takes it out of there.',
+            fix=f'Write OpLists().replace({field}=["{name}"]): it leaves the other list.',
           )
         seen.add(name)
 

@@ -82,8 +82,8 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
       warnings.warn(_unscaled_gradient(program.unscaled_gradient), stacklevel=2)
     for owned in nothing_moved:
       expected = f"a step whose gradients, scaled by {owned.label!r}, change what it returns"
-      got = "the same from a step that was applied and one skipped, so that nothing was checked"
-      fix = "After a step or two there may be more; else gradients are zero, or updates are lost."
+      got = "the same result from an applied step and from a skipped one: nothing was checked"
+      fix = "Check again after a step or two. If it stays, gradients are zero, or updates are lost."
       warnings.warn(errors.message(WHERE, expected=expected, got=got, fix=fix), stacklevel=2)
 
   return check

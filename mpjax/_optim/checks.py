@@ -119,8 +119,8 @@ def _refused_parameters(
     where,
     expected="parameters that inner takes",
     got=f"{' '.join(str(error).split())} (for {', '.join(bad) or 'all of them together'})",
-    fix="Give each label of optax.multi_transform a transformation; where labels are computed "
-    "from params this names the paths, and a fixed tree of labels is to be searched.",
+    fix="Give each label of optax.multi_transform a transformation. If a function computes the "
+    "labels, this error names the paths. In a fixed tree of labels, search for them.",
   )
 
 

@@ -202,7 +202,7 @@ def _check_moments(
       f"mpjax.state_dtype({', '.join(missing)})",
       expected="an optimizer with such moments",
       got=f"one with {' and '.join(sorted(moments)) or 'none'}",
-      fix=f"Leave it out here; moments are found by the names of fields, {', '.join(_FIELDS)}.",
+      fix=f"Drop this argument. Moments are found by the names of fields, {', '.join(_FIELDS)}.",
     )
 
 

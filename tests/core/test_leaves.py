@@ -214,6 +214,6 @@ def test_a_reference_stays_and_its_array_is_read_and_written(wrap):
   np.testing.assert_array_equal(leaves.raw_value(variable), [2, 2])
 
 
-def test_what_is_no_variable_is_its_own_value():
+def test_the_raw_value_of_an_array_is_the_array():
   for x in (jnp.ones(2), 3, None, {"a": 1}):
     assert leaves.raw_value(x) is x

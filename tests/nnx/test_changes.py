@@ -102,7 +102,7 @@ class Counts(nnx.Module):
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.filterwarnings("ignore:mpjax.with_policy:UserWarning")
-def test_what_a_call_leaves_in_containers_of_python_is_the_models(looks, policy):
+def test_python_containers_that_a_call_changes_belong_to_the_model(looks, policy):
   # Where it is traced, and where it runs as Python, which looks at values twice.
   model, plain = Counts(looks), Counts(False)
   kept = model.named

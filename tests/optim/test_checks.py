@@ -115,7 +115,7 @@ def test_an_unknown_label_is_named_with_its_path(name):
   fixed = labels_of(PARAMS)
   for labels in (fixed, lambda _: fixed):
     got = "['a', 'b', 'typo'] Transforms keys: ['a', 'b'] (for all of them together)"
-    fix = "a fixed tree of labels is to be searched"
+    fix = "In a fixed tree of labels, search for them"
     with refused(ValueError, f"{name}.init(params)", "parameters that inner takes", got, fix):
       WRAPPERS[name](branches(labels)).init(PARAMS)
 

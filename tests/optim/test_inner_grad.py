@@ -179,7 +179,7 @@ def test_gradients_of_a_module_are_a_state():
   np.testing.assert_allclose(grads["kernel"][...][:, 0], X.sum(0), rtol=1e-6)
 
 
-def test_what_is_refused():
+def test_errors_of_inner_grad():
   with refused(TypeError, CALL, "a function that returns a scalar", "3", "second call"):
     mpjax.inner_grad(3)
   with refused(ValueError, "mpjax.inner_grad(scale)", "a positive number", "0", "power of two"):

@@ -95,13 +95,13 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("kind", AMBIGUOUS)
-def test_what_is_ambiguous_is_asked(kind):
+def test_ambiguous_pairs_raise_an_error(kind):
   args, results, got = AMBIGUOUS[kind]
   with refused(ValueError, WHERE, "one result", got, "returns=(0, 1, None)"):
     paired(args, results)
 
 
-def test_what_is_around_two_states_is_paired_with_them():
+def test_containers_of_two_states_are_paired_with_the_states():
   state = {"opt": {"scale": NUMBER}, "params": T, "ema": T}
   versions = versions_of((state, T), ({"grads": T}, state))
   versions.pair_around(("[0]", "['opt']"), ("[1]", "['opt']"))

@@ -40,7 +40,7 @@ def test_a_step_that_looks_at_values_runs_as_it_is():
   assert program.depends_on(X) is None
 
 
-def test_what_depends_on_an_argument():
+def test_results_that_depend_on_an_argument():
   step = lambda x, y: {"sum": x + y, "flag": jnp.where(x > 0, y, 0)}  # noqa: E731
   program = StepProgram(StepCall(step, (jnp.ones(2), jnp.ones(2)), {}))
   assert program.depends_on(X) == {(RETURNED, "['sum']")}
