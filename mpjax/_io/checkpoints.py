@@ -1,11 +1,11 @@
-"""Saved states: leaves as arrays by path, which any file format holds, and back into a tree.
+"""Checkpoints: the leaves of a tree as arrays by path, and back into a tree like a target.
 
-The tree says which dtype, shape and sharding each leaf has, and how masters are stored.
+The target says which dtype, shape and sharding each leaf has, and how masters are stored.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ from mpjax._core.leaves import (
   raw_value,
   refuse_overflow,
 )
-from mpjax._core.trees import in_low_precision, is_floating
+from mpjax._core.trees import is_floating
 from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree
+from mpjax._io.master_storage import convert_masters, masters_to_convert
 from mpjax._optim.loss_scale import LossScaleState, scales_in, scaling_states
-from mpjax._optim.masters import MasterWeightsState, bounded, is_hole, join, split
-from mpjax._optim.train_state import TrainState
+from mpjax._optim.trees import nodes_of
 
 _KEY = "key:"
 
@@ -36,16 +36,16 @@ _KEY = "key:"
 def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
   """Returns the leaves of `tree` as NumPy arrays by path, which any file format can hold.
 
-  NumPy's files and msgpack know no typed keys, and NumPy's neither bfloat16 nor the 8-bit types.
-  Those are stored as unsigned integers, and a tag behind an "@" in the name says what they are:
+  NumPy's files cannot hold bfloat16, 8-bit floats or typed keys. Msgpack cannot hold typed keys.
+  Such leaves are stored as unsigned integers, and a tag behind an "@" in the name gives their type:
   `"params/w@bfloat16"`, `"rng@key:threefry2x32"`. `mpjax.checkpoints.restore_like` reads the tags.
 
   Args:
     tree: any tree of arrays, keys and Python numbers. This process must hold all of each array.
 
   Returns:
-    One array per leaf; the parts of a path are joined by "/". What has no leaf (None, an empty
-    state) is not in it.
+    A dict with one array per leaf. The parts of a path are joined by "/". None and empty states
+    have no leaves, and no entry.
 
   Raises:
     MpjaxValueError: two leaves have the same path as text.
@@ -64,28 +64,33 @@ def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
   check_leaves(leaves, where, abstract=False)
   arrays: dict[str, NumpyArray] = {}
   for path, x in leaves.items():
-    tag = ""  # For what NumPy's files know.
-    if not hasattr(x, "dtype"):
-      array = np.asarray(x, jnp.result_type(x))
-    elif is_key(x.dtype):
-      tag, array = f"{_KEY}{jax.random.key_impl(x)}", np.asarray(jax.random.key_data(x))
-    else:
-      array = np.asarray(x)
-      if _is_registered(array.dtype):
-        tag, array = array.dtype.name, array.view(_bits(array.dtype))
-    name = f"{path}@{tag}" if tag else path
+    name, array = _encode(path, x)
     if name in arrays:
       raise same_path(where, name)
     arrays[name] = array
   return arrays
 
 
+def _encode(path: str, x: Leaf) -> tuple[str, NumpyArray]:
+  """Returns the name and the array that store a leaf, see `decode`."""
+  if not hasattr(x, "dtype"):
+    return path, np.asarray(x, jnp.result_type(x))
+  if is_key(x.dtype):
+    return f"{path}@{_KEY}{jax.random.key_impl(x)}", np.asarray(jax.random.key_data(x))
+  array = np.asarray(x)
+  if _is_registered(array.dtype):
+    return f"{path}@{array.dtype.name}", array.view(_bits(array.dtype))
+  return path, array
+
+
 def leaves_by_path(tree: PyTree, where: str) -> dict[str, Leaf]:
-  """Returns the leaves of `tree`, in its order, by path; two of one path as text are an error."""
-  # A path does not tell a field of a class from the key of a dict, nor a position from its digits:
-  # checkpoints turn one into the other.
+  """Returns the leaves of `tree` by path, in the order of the tree.
+
+  A field of a class, the key of a dict and a position in a tuple look alike in a path, because a
+  checkpoint turns one into the other. So two leaves can have the same path, which is an error.
+  """
   if isinstance(tree, Mapping) and jax.tree_util.all_leaves([tree]):
-    tree = dict(tree)  # one that JAX does not know, such as numpy.load of an npz file
+    tree = dict(tree)  # A mapping that JAX does not know, such as numpy.load of an npz file.
   leaves: dict[str, Leaf] = {}
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     text = path_text(path)
@@ -96,6 +101,7 @@ def leaves_by_path(tree: PyTree, where: str) -> dict[str, Leaf]:
 
 
 def same_path(where: str, name: str) -> MpjaxValueError:
+  """Returns the error for two leaves with the same name."""
   return MpjaxValueError(
     where,
     expected="leaves with different paths",
@@ -105,18 +111,19 @@ def same_path(where: str, name: str) -> MpjaxValueError:
 
 
 def _is_registered(dtype: DType) -> bool:
-  """Whether `dtype` is one that another package has added to NumPy, such as bfloat16."""
+  """Whether another package has added `dtype` to NumPy, as ml_dtypes has added bfloat16."""
   return dtype.isbuiltin == 2
 
 
 def _bits(dtype: DType) -> DType:
+  """Returns the unsigned integer dtype of the same size."""
   return np.dtype(f"uint{8 * dtype.itemsize}")
 
 
 def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
-  """Returns the path and the leaf behind a name and an array of `to_arrays`.
+  """Returns the path and the leaf that a name and an array of `to_arrays` store.
 
-  Without a tag of ours they are what was given: a key of a tree may well hold an "@".
+  Without a valid tag they are returned as they are, because the key of a dict may hold an "@".
   """
   path, _, tag = name.rpartition("@")
   try:
@@ -130,113 +137,31 @@ def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
   return name, x
 
 
-T = TypeVar("T")
-
-
-def nodes_with_path(tree: PyTree, kind: type[T]) -> Iterator[tuple[str, T]]:
-  """Yields the nodes of a tree that are a `kind`, each with its path."""
-  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
-  yield from ((path_text(path), x) for path, x in nodes if isinstance(x, kind))
-
-
-def crossings(
-  target: PyTree, expected: Mapping[str, Leaf], stored: Mapping[str, Leaf], where: str
-) -> dict[str, str]:
-  """Returns the paths of masters in another form than in `stored`, each with its parameter's."""
-  result = {}
-  leaves = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_state)
-  params = {_keys(path): x for path, x in leaves if not _is_state(x)}
-  shapes = {path: x.shape for path, x in params.items() if in_low_precision(x)}
-  nodes = {path[:n] for path in params for n in range(len(path) + 1)}
-  for place, state in nodes_with_path(target, MasterWeightsState):
-    at = f"{place}/master".lstrip("/")
-    if any(f"{path}/".startswith(f"{at}/parity/") and path not in expected for path in stored):
-      raise MpjaxValueError(
-        where,
-        expected="split masters as int16 remainders",
-        got=f"two arrays of their 17 bits, remainder and parity, at {at}",
-        fix='Restore it with the version that saved it into a state of storage="float32", save '
-        "that, and restore it here.",
-      )
-    # The tree of the parameters has one in 16 bits for each master, at the same path in it, and
-    # something wherever optax has masked a master. None is the master of what has no other.
-    masters = jax.tree_util.tree_leaves_with_path(state.master, is_leaf=is_hole)
-    held = {_keys(path): m for path, m in masters if m is not None}
-    fits = lambda x, m: x in nodes if is_hole(m) else shapes.get(x) == m.shape  # noqa: E731
-    roots = sorted(root for root in nodes if all(fits(root + x, m) for x, m in held.items()))
-    inside = {"/".join((at, *path)): path for path, m in held.items() if not is_hole(m)}
-    dtypes = {x: {str(getattr(y.get(x), "dtype", "")) for y in (expected, stored)} for x in inside}
-    crossed = {x for x in inside if dtypes[x] == {"float32", "int16"}}
-    # A storage has all masters of bfloat16 in one form: a single leaf of the other is damage.
-    halves = {x for x in inside for r in roots if params[r + inside[x]].dtype == jnp.bfloat16}
-    if crossed and halves <= crossed:
-      if len(roots) != 1 or halves < crossed:
-        names = listed(["/".join(root) or "the root" for root in roots]) or "none"
-        raise MpjaxValueError(
-          where,
-          expected="the bfloat16 parameters beside the masters, which are split over both",
-          got=f"{names} for those at {at}",
-          fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
-          '{"params": params, "opt_state": opt_state}; models, or copies in bfloat16, one by one.',
-        )
-      result |= {x: "/".join(roots[0] + inside[x]) for x in crossed}
-  return result
-
-
-def _is_state(x: object) -> bool:
-  """Whether a node is a state of an optimizer, which may hold copies of the parameters."""
-  library = type(x).__module__.partition(".")[0]
-  return hasattr(x, "_fields") and library in ("mpjax", "optax") and not isinstance(x, TrainState)
-
-
-def _keys(path: KeyPath) -> tuple[str, ...]:
-  return tuple(path_text((key,)) for key in path)
-
-
-def cross(leaves: Mapping[str, Leaf], crossed: Mapping[str, str]) -> dict[str, Leaf]:
-  """Returns leaves as the target stores them; raises for parameters that no master rounds to."""
-  result = dict(leaves)
-  for path, owner in crossed.items():
-    master, param = jnp.asarray(leaves[path]), jnp.asarray(leaves[owner])
-    if master.dtype == jnp.int16:
-      result[path] = join(param, master)
-      continue
-    result[path] = split(master, param)
-    # Half-way between two parameters it may be an ulp less.
-    number, back = (np.asarray(x) for x in (bounded(master), join(param, result[path])))
-    is_near = np.abs(back - number) <= np.spacing(np.abs(number))
-    if not np.all(is_near | (back == number) | np.isnan(number)):
-      raise MpjaxValueError(
-        _WHERE,
-        expected="the parameters that belong to the masters, which are split over both",
-        got=f"others than the rounded masters at {path}",
-        fix="Restore into a state of storage='float32' first, and take the parameters from "
-        "policy.cast_to_param(mpjax.states.master_params(opt_state, params)).",
-      )
-  return result
-
-
 _WHERE = "mpjax.checkpoints.restore_like(target, restored)"
 _TARGET = "mpjax.checkpoints.restore_like(target)"
 
 _Expected = Mapping[str, jax.ShapeDtypeStruct]
-"""The leaves of target by path; a sharding is one that the result must have, or None."""
+"""The leaves of a target by path. A sharding is None where the result may be on any device."""
 
 
 def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyTree:
-  """Returns what was saved as a tree like `target`; nothing is cast, cut or left out silently.
+  """Returns a checkpoint as a tree like `target`, without a silent cast.
 
-  Each leaf that differs is named in an error, where Orbax and Flax round, or return what was saved.
+  An error names each leaf that differs in dtype or shape, is missing or is left over. Orbax and
+  Flax would round such leaves, or return them as they were saved.
 
-  Leaves are found by path: names of fields, keys of dicts and positions, joined by "/". So
-  `restored` may be like `target`, or may have lost its classes: what Orbax's
-  `StandardCheckpointer().restore(path)` gives without a target, or
-  `flax.serialization.msgpack_restore`, or the arrays of `mpjax.checkpoints.to_arrays`
-  (`numpy.load` of an npz file). Or it is the path of an Orbax checkpoint: that is compared with
-  `target` before anything is read, and each leaf is read straight to its devices.
+  Leaves are matched by path: names of fields, keys of dicts and positions, joined by "/". Classes
+  do not matter. So `restored` may be:
 
-  Masters of `mpjax.master_weights` that were saved in the other `storage` become those of the
-  target, bit for bit, if their parameters are beside them in one tree.
+  - a tree like `target`;
+  - what Orbax's `StandardCheckpointer().restore(path)` returns without a target;
+  - what `flax.serialization.msgpack_restore` returns;
+  - the arrays of `mpjax.checkpoints.to_arrays`, such as `numpy.load` of an npz file;
+  - the path of an Orbax checkpoint. Its metadata is compared with `target` before any array is
+    read, and each array is read straight to its devices.
+
+  Masters of `mpjax.master_weights` may have been saved in the other `storage`. They are converted,
+  bit for bit, if their parameters are in the same tree.
 
   Args:
     target: the tree that is wanted, of arrays or of `jax.ShapeDtypeStruct` (`jax.eval_shape`).
@@ -245,10 +170,10 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
       numbers and keys are never cast.
 
   Returns:
-    A tree with the structure of `target`, whose leaves are strongly typed `jax.Array`s of its
-    dtypes: where `target` is committed to devices (or names a sharding) they are there, elsewhere
-    they are uncommitted. So a step that was compiled for `target` is not traced again. For a typed
-    key plain key data will do.
+    A tree with the structure and the dtypes of `target`. Its leaves are strongly typed
+    `jax.Array`s. They are on the devices to which `target` is committed, or in the sharding that it
+    names, and uncommitted elsewhere. So a step that was compiled for `target` is not traced again.
+    Plain key data become typed keys where `target` has those.
 
   Raises:
     MpjaxValueError: leaves are missing, left over, or of another shape or dtype; masters in another
@@ -264,30 +189,43 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   Array([1, 1], dtype=bfloat16)
   """
   expected = _expected_leaves(target)
-  stored, own = restored, isinstance(restored, (str, os.PathLike))
-  if own:
-    restored = os.fspath(restored)
-    restored = restored if "://" in restored else os.path.abspath(restored)
-    stored = _metadata(restored)
-  leaves = leaves_by_path(stored, _WHERE)
-  crossed = crossings(target, expected, leaves, _WHERE)
-  saved = expected | {path: expected[path].update(dtype=leaves[path].dtype) for path in crossed}
-  if own:
-    restored = _read(restored, stored, target, saved, cast)
-  matched = _match(target, saved, restored, cast)
-  converted = {path: convert(matched[path], want.dtype) for path, want in saved.items()}
-  casts = {path: (matched[path], x) for path, x in converted.items()}
-  refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
-  converted = cross(converted, crossed)
-  placed = [put(converted[path], want.sharding, alias=own) for path, want in expected.items()]
+  path = _checkpoint_path(restored)
+  stored = restored if path is None else _metadata(path)
+  stored_leaves = leaves_by_path(stored, _WHERE)
+  parameter_paths = masters_to_convert(target, expected, stored_leaves, _WHERE)
+  as_saved = dict(expected)  # with masters in the storage of the checkpoint
+  for master in parameter_paths:
+    as_saved[master] = expected[master].update(dtype=stored_leaves[master].dtype)
+  if path is not None:
+    restored = _read(path, stored, target, as_saved, cast)
+  leaves = _converted(_match(target, as_saved, restored, cast), as_saved)
+  leaves = convert_masters(leaves, parameter_paths, _WHERE)
+  is_ours = path is not None  # Nobody else holds an array that was read here.
+  placed = [put(leaves[name], want.sharding, alias=is_ours) for name, want in expected.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), placed)
   _refuse_damaged_scale(result)
   return result
 
 
+def _checkpoint_path(restored: PyTree) -> str | None:
+  """Returns `restored` as an absolute path or a URL; None if it is a tree."""
+  if not isinstance(restored, (str, os.PathLike)):
+    return None
+  path = os.fspath(restored)
+  return path if "://" in path else os.path.abspath(path)
+
+
+def _converted(leaves: Mapping[str, Leaf], expected: _Expected) -> dict[str, Leaf]:
+  """Returns `leaves` in the dtypes of `expected`; raises if a number is too large for its own."""
+  converted = {path: convert(leaves[path], want.dtype) for path, want in expected.items()}
+  casts = {path: (leaves[path], x) for path, x in converted.items()}
+  refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
+  return converted
+
+
 def _refuse_damaged_scale(result: PyTree) -> None:
   """Raises if a loss scale in `result` is no positive finite number."""
-  states = [state for _, state in nodes_with_path(result, LossScaleState)]
+  states: list[LossScaleState | None] = [*nodes_of(result, LossScaleState)]
   states += [each.state for each in scales_in(result) if each.node is not each.owner]
   for state in filter(None, states):
     scales = np.asarray(raw_value(state.scale))
@@ -302,6 +240,7 @@ def _refuse_damaged_scale(result: PyTree) -> None:
 
 
 def _expected_leaves(target: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the leaves that a target asks for by path, see `_Expected`."""
   leaves = leaves_by_path(target, _TARGET)
   check_leaves(leaves, _TARGET, abstract=True)
   # A Python number has the dtype that jit would give it.
@@ -314,7 +253,7 @@ def _expected_leaves(target: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _sharding(x: Leaf) -> jax.sharding.Sharding | None:
-  """Returns where the leaf `x` of target says that it is; None if that is anywhere."""
+  """Returns the sharding that a leaf of a target asks for; None if it may be on any device."""
   if isinstance(x, jax.Array):
     return x.sharding if x.committed else None
   sharding = getattr(x, "sharding", None)
@@ -322,7 +261,7 @@ def _sharding(x: Leaf) -> jax.sharding.Sharding | None:
     return sharding
   if isinstance(sharding.mesh, jax.sharding.Mesh):
     return sharding
-  # jax.eval_shape of arrays on a mesh with explicit axes knows its shape, not its devices.
+  # `jax.eval_shape` of arrays on a mesh with explicit axes gives its shape without its devices.
   mesh = jax.sharding.get_mesh()
   if mesh.empty or mesh.abstract_mesh.shape_tuple != sharding.mesh.shape_tuple:
     raise MpjaxValueError(
@@ -335,7 +274,7 @@ def _sharding(x: Leaf) -> jax.sharding.Sharding | None:
 
 
 def _metadata(path: str) -> PyTree:
-  """Returns a tree like the Orbax checkpoint at `path`, of stand-ins."""
+  """Returns the tree of the Orbax checkpoint at `path`, with stand-ins for its leaves."""
   with ocp.StandardCheckpointer() as checkpointer:
     try:
       metadata = checkpointer.metadata(path).item_metadata
@@ -353,27 +292,28 @@ def _metadata(path: str) -> PyTree:
 
 
 def _read(path: str, stored: PyTree, target: PyTree, expected: _Expected, cast: bool) -> PyTree:
-  """Returns what the Orbax checkpoint at `path` holds, in its own structure and dtypes.
+  """Returns the Orbax checkpoint at `path`, in its own structure and dtypes.
 
-  What does not fit is refused by its metadata alone, which `stored` is. Arrays are read to their
-  sharding, or to the host where that is anywhere.
+  First its metadata `stored` is compared with `target`, so that an error takes no time. Arrays are
+  read to the sharding that `expected` asks for, or to the host.
   """
   _match(target, expected, stored, cast)
+
+  def placed(key_path: KeyPath, x: Leaf) -> Leaf:
+    path, _ = _resolve(path_text(key_path), x, expected)
+    sharding = expected[path].sharding
+    if is_key(expected[path].dtype):
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_everywhere(sharding))
+    if sharding is None or not isinstance(x, np.ndarray):
+      return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
   with ocp.StandardCheckpointer() as checkpointer:
-
-    def where_to(key_path: KeyPath, x: Leaf) -> Leaf:
-      want = expected[_resolve(path_text(key_path), x, expected)[0]]
-      if is_key(want.dtype):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_everywhere(want.sharding))
-      if want.sharding is None or not isinstance(x, np.ndarray):
-        return x
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=want.sharding)
-
-    return checkpointer.restore(path, jax.tree_util.tree_map_with_path(where_to, stored))
+    return checkpointer.restore(path, jax.tree_util.tree_map_with_path(placed, stored))
 
 
 def _stand_in(metadata: Any) -> Leaf:
-  """Returns what has the type, dtype and shape of a stored leaf, in next to no memory."""
+  """Returns a leaf with the type, dtype and shape of a stored one, in almost no memory."""
   if isinstance(metadata, ocp.metadata.ScalarMetadata):
     return np.zeros((), metadata.dtype).item()
   if isinstance(metadata, ocp.metadata.StringMetadata):
@@ -382,8 +322,9 @@ def _stand_in(metadata: Any) -> Leaf:
 
 
 def _everywhere(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding:
-  """Returns a sharding for the data of keys, which have one axis more than keys on `sharding`."""
-  # Orbax must read them to a device to tell which generator they belong to.
+  """Returns the sharding to which the data of keys are read, replicated on the devices of keys."""
+  # The data have one axis more than the keys. Orbax has to read them to a device: in host memory it
+  # does not tell which generator they belong to.
   if isinstance(sharding, jax.sharding.NamedSharding):
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
   return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -398,6 +339,13 @@ def _match(target: PyTree, expected: _Expected, restored: PyTree, cast: bool) ->
       raise same_path(_WHERE, path)
     leaves[path] = x
   _refuse_other_configuration(target, leaves)
+  _refuse_other_paths(expected, leaves)
+  _refuse_misfits(expected, leaves, cast)
+  return leaves
+
+
+def _refuse_other_paths(expected: _Expected, leaves: Mapping[str, Leaf]) -> None:
+  """Raises if a leaf of the target is missing from `leaves`, or if there are others."""
   problems = [f"nothing at {path or 'the root'}" for path in expected if path not in leaves]
   problems += [f"an extra leaf at {path or 'the root'}" for path in leaves if path not in expected]
   if problems:
@@ -409,6 +357,10 @@ def _match(target: PyTree, expected: _Expected, restored: PyTree, cast: bool) ->
       "StandardCheckpointer().restore(path): then pass a part of it, restored['params'], or add "
       "what is missing.",
     )
+
+
+def _refuse_misfits(expected: _Expected, leaves: Mapping[str, Leaf], cast: bool) -> None:
+  """Raises if leaves differ from those of the target in dtype or shape, apart from a `cast`."""
   misfits = {path: misfit(leaves[path], want, cast=cast) for path, want in expected.items()}
   wrong = [path for path, text in misfits.items() if text]
   if wrong:
@@ -418,16 +370,16 @@ def _match(target: PyTree, expected: _Expected, restored: PyTree, cast: bool) ->
       got=listed([f"{misfits[path]} at {path or 'the root'}" for path in wrong]),
       fix=_advice([(leaves[path], expected[path]) for path in wrong]),
     )
-  return leaves
 
 
 def _resolve(name: str, x: Leaf, expected: _Expected) -> tuple[str, Leaf]:
-  """Returns the path and the leaf that `x`, saved as `name`, represents."""
+  """Returns the path and the leaf that were saved as `name` and `x`."""
   path, x = (name, x) if name in expected else decode(name, x)
   return path, as_array(x, expected[path]) if path in expected else x
 
 
 def _advice(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
+  """Returns what to do about leaves that do not fit, each beside the one that was expected."""
   if all(is_floating(x) and is_floating(want) and x.shape == want.shape for x, want in pairs):
     return (
       "Pass cast=True to convert them, or restore into a target with the dtypes of what was saved."
@@ -444,18 +396,18 @@ def _advice(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
 
 
 def _refuse_other_configuration(target: PyTree, leaves: Mapping[str, Leaf]) -> None:
-  """Raises if a loss scale was saved under another configuration: its name is part of the path."""
-  for path, _, state in scaling_states(target):
-    place = path_text(path)
+  """Raises if a loss scale was saved under another configuration, whose label is in the path."""
+  for key_path, _, state in scaling_states(target):
+    place = path_text(key_path)
     inside = _below(place, leaves)
-    saved = {path.split("/")[0] for path in _below("loss_scale", inside)}
+    saved = {path.partition("/")[0] for path in _below("loss_scale", inside)}
     configured = {label for label, value in state.loss_scale.items() if value != ()}
     if not inside or saved == configured:
       continue
     raise MpjaxValueError(
       _WHERE,
-      expected=f"a loss scale of the configuration {_names(configured)} at {place or 'the root'}",
-      got=_names(saved),
+      expected=f"a loss scale of the configuration {_labels(configured)} at {place or 'the root'}",
+      got=_labels(saved),
       fix="Restore into a state of the configuration that was saved; then give its inner_state "
       "to the new state (_replace), and the scale (mpjax.states.set_loss_scale). What was saved "
       "without a loss scale is restored into target.inner_state.",
@@ -463,10 +415,10 @@ def _refuse_other_configuration(target: PyTree, leaves: Mapping[str, Leaf]) -> N
 
 
 def _below(place: str, paths: Iterable[str]) -> list[str]:
-  """Returns those of some paths that are below `place`, as they go on from there."""
+  """Returns the rest of each path that is below `place`."""
   prefix = f"{place}/" if place else ""
   return [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
 
 
-def _names(labels: set[str]) -> str:
+def _labels(labels: set[str]) -> str:
   return " and ".join(map(repr, sorted(labels))) or "none (no loss scale, or NoLossScale)"

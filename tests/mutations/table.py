@@ -554,12 +554,12 @@ mpjax/_optim/masters.py::update_shown
 + pass
 tests/integration/test_every_optimizer.py::test_what_is_refused_says_what_to_use_instead
 
-mpjax/_io/checkpoints.py::cross
+mpjax/_io/master_storage.py::_split
 
 65 float32 masters of a checkpoint are split from parameters that are not their rounding
-- not np.all(is_near | (back == number) | np.isnan(number))
+- not np.all(is_near | is_same | np.isnan(before))
 + False
-tests/io/test_checkpoints_master_storage.py::test_what_does_not_cross_is_refused
+tests/io/test_master_storage.py::test_what_does_not_cross_is_refused
 
 mpjax/_optim/state_dtype.py::_map_moments
 

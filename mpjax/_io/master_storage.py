@@ -1,0 +1,189 @@
+"""Masters of `mpjax.master_weights` that were saved in the other `storage`.
+
+With `storage="split"` a master is stored in two leaves: a bfloat16 parameter and an int16
+remainder. It can only be converted if its parameter is restored with it, in one tree.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.leaves import Path, path_text
+from mpjax._core.trees import in_low_precision
+from mpjax._core.types import Array, KeyPath, Leaf, PyTree
+from mpjax._optim.masters import MasterWeightsState, bounded, is_hole, join, split
+from mpjax._optim.train_state import TrainState
+
+T = TypeVar("T")
+
+
+class _Parameters(NamedTuple):
+  """The parameters of a target by path, and the paths of the nodes that hold them."""
+
+  leaves: dict[Path, Leaf]
+  nodes: set[Path]  # those of the leaves, too
+
+
+def masters_to_convert(
+  target: PyTree, expected: Mapping[str, Leaf], stored: Mapping[str, Leaf], where: str
+) -> dict[str, str]:
+  """Returns the path of each master that was saved in the other storage, with its parameter's.
+
+  Args:
+    target: the tree that is wanted.
+    expected: the leaves of `target` by path.
+    stored: the leaves that were saved, by path.
+    where: the public call, for errors.
+
+  Raises:
+    MpjaxValueError: masters were saved in 17 bits; or `target` has no parameters that belong to
+      them, or has those twice.
+  """
+  params = _parameters(target)
+  parameter_paths: dict[str, str] = {}
+  for state_path, state in _nodes_with_path(target, MasterWeightsState):
+    place = f"{state_path}/master".lstrip("/")
+    _refuse_17_bits(place, expected, stored, where)
+    masters = _masters(state)
+    paths = {x: "/".join((place, *x)) for x, master in masters.items() if not is_hole(master)}
+    changed = {x: path for x, path in paths.items() if _storage_changes(path, expected, stored)}
+    root = _root(masters, set(changed), params, place, where) if changed else None
+    if root is not None:
+      parameter_paths |= {path: "/".join(root + x) for x, path in changed.items()}
+  return parameter_paths
+
+
+def _parameters(target: PyTree) -> _Parameters:
+  """Returns the leaves of `target` that are not in the state of an optimizer."""
+  leaves = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_state)
+  params = {_names_of(path): x for path, x in leaves if not _is_state(x)}
+  nodes = {path[:n] for path in params for n in range(len(path) + 1)}
+  return _Parameters(params, nodes)
+
+
+def _is_state(x: object) -> bool:
+  """Whether a node is the state of an optimizer, which may hold copies of the parameters."""
+  library = type(x).__module__.partition(".")[0]
+  return hasattr(x, "_fields") and library in ("mpjax", "optax") and not isinstance(x, TrainState)
+
+
+def _nodes_with_path(tree: PyTree, kind: type[T]) -> Iterator[tuple[str, T]]:
+  """Yields the path and the node for each node of `tree` that is a `kind`."""
+  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
+  yield from ((path_text(path), x) for path, x in nodes if isinstance(x, kind))
+
+
+def _names_of(path: KeyPath) -> Path:
+  return tuple(path_text((key,)) for key in path)
+
+
+def _refuse_17_bits(
+  place: str, expected: Mapping[str, Leaf], stored: Mapping[str, Leaf], where: str
+) -> None:
+  """Raises if the masters at `place` were saved with a parity array, as early versions did."""
+  prefix = f"{place}/parity/"
+  if any(f"{path}/".startswith(prefix) and path not in expected for path in stored):
+    raise MpjaxValueError(
+      where,
+      expected="split masters as int16 remainders",
+      got=f"two arrays of their 17 bits, remainder and parity, at {place}",
+      fix='Restore it with the version that saved it into a state of storage="float32", save '
+      "that, and restore it here.",
+    )
+
+
+def _masters(state: MasterWeightsState) -> dict[Path, Leaf]:
+  """Returns the masters of a state, and an `optax.MaskedNode` for what optax has masked."""
+  leaves = jax.tree_util.tree_leaves_with_path(state.master, is_leaf=is_hole)
+  # A float32 parameter has None: it is its own master.
+  return {_names_of(path): master for path, master in leaves if master is not None}
+
+
+def _storage_changes(path: str, expected: Mapping[str, Leaf], stored: Mapping[str, Leaf]) -> bool:
+  """Whether the master at `path` is float32 in the target and a remainder in the file, or back."""
+  dtypes = {str(getattr(leaves.get(path), "dtype", "")) for leaves in (expected, stored)}
+  return dtypes == {"float32", "int16"}
+
+
+def _root(
+  masters: Mapping[Path, Leaf], changed: set[Path], params: _Parameters, place: str, where: str
+) -> Path | None:
+  """Returns the path of the tree of parameters that `masters` belong to; None if they are damaged.
+
+  Raises:
+    MpjaxValueError: there is no such tree, or there are several.
+  """
+  roots = _roots(masters, params)
+  arrays = [x for x, master in masters.items() if not is_hole(master)]
+  bfloat16 = {x for root in roots for x in arrays if params.leaves[root + x].dtype == jnp.bfloat16}
+  if not bfloat16 <= changed:
+    # A storage has all masters of bfloat16 parameters in one form, and here only some of them
+    # changed. The comparison with the target names these.
+    return None
+  if len(roots) != 1 or bfloat16 != changed:
+    names = listed(["/".join(root) or "the root" for root in roots]) or "none"
+    raise MpjaxValueError(
+      where,
+      expected="the bfloat16 parameters beside the masters, which are split over both",
+      got=f"{names} for those at {place}",
+      fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
+      '{"params": params, "opt_state": opt_state}; models, or copies in bfloat16, one by one.',
+    )
+  return roots[0]
+
+
+def _roots(masters: Mapping[Path, Leaf], params: _Parameters) -> list[Path]:
+  """Returns the paths of all trees of parameters that `masters` can belong to."""
+  return sorted(
+    root
+    for root in params.nodes
+    if all(_belongs(root + x, master, params) for x, master in masters.items())
+  )
+
+
+def _belongs(path: Path, master: Leaf, params: _Parameters) -> bool:
+  """Whether there is a parameter at `path` for a master, or a node for an `optax.MaskedNode`."""
+  if is_hole(master):
+    return path in params.nodes
+  param = params.leaves.get(path)
+  return param is not None and in_low_precision(param) and param.shape == master.shape
+
+
+def convert_masters(
+  leaves: Mapping[str, Leaf], parameter_paths: Mapping[str, str], where: str
+) -> dict[str, Leaf]:
+  """Returns `leaves` with masters in the other storage, by the paths of their parameters.
+
+  Raises:
+    MpjaxValueError: a parameter is not the rounded float32 master, so no remainder leads to it.
+  """
+  result = dict(leaves)
+  for path, parameter_path in parameter_paths.items():
+    master, param = jnp.asarray(leaves[path]), jnp.asarray(leaves[parameter_path])
+    if master.dtype == jnp.int16:
+      result[path] = join(param, master)
+    else:
+      result[path] = _split(master, param, path, where)
+  return result
+
+
+def _split(master: Array, param: Array, path: str, where: str) -> Array:
+  """Returns the int16 remainder of a float32 master, or raises if `param` does not belong to it."""
+  remainder = split(master, param)
+  before, after = np.asarray(bounded(master)), np.asarray(join(param, remainder))
+  # A master half-way between two parameters may become one ulp less.
+  is_near = np.abs(after - before) <= np.spacing(np.abs(before))
+  is_same = after == before  # for infinities
+  if not np.all(is_near | is_same | np.isnan(before)):
+    raise MpjaxValueError(
+      where,
+      expected="the parameters that belong to the masters, which are split over both",
+      got=f"others than the rounded masters at {path}",
+      fix="Restore into a state of storage='float32' first, and take the parameters from "
+      "policy.cast_to_param(mpjax.states.master_params(opt_state, params)).",
+    )
+  return remainder
