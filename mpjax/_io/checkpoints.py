@@ -36,8 +36,8 @@ _KEY = "key:"
 def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
   """Returns the leaves of `tree` as NumPy arrays by path, which any file format can hold.
 
-  NumPy's files cannot hold bfloat16, 8-bit floats or typed keys. Msgpack cannot hold typed keys.
-  Such leaves are stored as unsigned integers, and a tag behind an "@" in the name gives their type:
+  NumPy's files cannot hold bfloat16, float8, 4-bit integers or typed keys, and msgpack no typed
+  keys. Such leaves are stored as unsigned integers. A tag behind an "@" in the name gives the type:
   `"params/w@bfloat16"`, `"rng@key:threefry2x32"`. `mpjax.checkpoints.restore_like` reads the tags.
 
   Args:

@@ -1,4 +1,4 @@
-"""`convert`: parameters for inference, in low precision, by the paths in their tree."""
+"""`convert`: casts parameters for inference, by their paths in a tree."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,13 +11,13 @@ from mpjax._core.types import FLOAT32, DType, Leaf, Params
 from mpjax._jaxpr.used_dtypes import cast_leaves
 from mpjax._optim.trees import differentiated
 from mpjax._policy.policy import PolicyLike, parse_policy
-from mpjax._policy.rules import ModuleRecord, Rule, first_match, parse_config
+from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, first_match, parse_config
 
 _WHERE = "mpjax.convert"
 
 _SCALES = frozenset({"scale", "gamma"})
 _BESIDE = frozenset({"bias", "offset", "beta", "mean", "var", "moving_mean", "moving_var"})
-"""What Flax, Haiku and older code call the arrays of a norm: its scale, and what goes with it."""
+"""Names of the arrays of a norm in Flax, Haiku and older code: its scale, and those beside it."""
 
 
 def convert(
@@ -25,30 +25,31 @@ def convert(
 ) -> Params:
   """Returns parameters for inference: floating leaves in the compute dtype of a policy.
 
-  The parameters of norms stay in float32. A tree does not say which they are: a node counts as a
-  norm if its arrays have the names of one ("scale" and "bias", "gamma" and "beta", …), or if they
-  are vectors and "norm" is in its own name. `with_policy(model, policy).convert(variables, *args)`
-  knows better, since it looks at what the model does with each leaf. Arrays in float8 stay, too.
+  The parameters of norms stay in float32, and float8 arrays stay as they are. Norms are found by
+  names: those of the arrays in a node ("scale" and "bias", "gamma" and "beta", …), or "norm" in the
+  name of a node whose arrays are vectors. `with_policy(model, policy).convert(variables, *args)` is
+  more exact, because it looks at what the model does with each leaf.
 
-  With "float32" it is the way back: low-precision parameters as a float32 checkpoint.
+  With "float32" it converts low-precision parameters back for a float32 checkpoint.
 
   Args:
-    params: any tree of arrays, abstract ones too; `nnx.state(model)` of an NNX model. Of a dict
-      with "params" in it, the variables of a Linen model, the other collections stay as they are.
+    params: any tree of arrays, abstract ones too; `nnx.state(model)` of an NNX model. If it is the
+      variables of a Linen model, a dict with "params" in it, other collections stay as they are.
     policy: a `mpjax.Policy` or its string; only its `compute_dtype` counts.
-    rules: `Rule("float32", path="decoder/head")` for a leaf, or a node and all in it; the first
-      that matches wins, the innermost node counts, and both go before what is said of norms.
-      `Rule(None, path=...)` leaves what is there as it is. Only rules with a path.
+    rules: rules with a path, such as `Rule("float32", path="decoder/head")`. The path is that of a
+      leaf, or of a node for all leaves in it; the rule of the innermost node wins, and of several
+      rules for one node the first. `Rule(None, path=...)` leaves the leaves as they are. A rule
+      also decides about norms.
     unmatched: "raise", "warn" or "ignore": what to do about a rule that matches nothing.
 
   Returns:
-    A tree of the same structure and shardings. Leaves of no floating dtype are the same objects,
-    an array with two paths (tied weights) stays one, in the wider dtype if they differ.
+    A tree of the same structure and shardings. Leaves that are not floating are the same objects.
+    An array with two paths (tied weights) stays one array, in the wider dtype if they differ.
 
   Raises:
     MpjaxTypeError: rules of the wrong type; a model or an entire training state for `params`.
-    MpjaxValueError: an unknown policy or `unmatched`; a rule without a path; a finite value the
-      new dtype cannot hold (under `jit` nobody can see that: it becomes inf).
+    MpjaxValueError: an unknown policy or `unmatched`; a rule without a path; a finite value that
+      the new dtype cannot hold (under `jit` it becomes inf).
     UnmatchedRuleError: a rule matches nothing in the tree (with `unmatched="raise"`).
 
   >>> import jax, jax.numpy as jnp, mpjax
@@ -62,7 +63,24 @@ def convert(
   """
   base = parse_policy(policy, f"{_WHERE}(policy)")
   config = parse_config(_WHERE, base, rules, unmatched=unmatched)
-  wrong = [repr(rule) for rule in config.rules if rule.path is None]
+  _refuse_rules_without_path(config.rules)
+  _check_params(params["params"] if _has_collections(params) else params)
+  paths, leaves = _parameter_paths(params), jax.tree.leaves(params)
+  by_path = {path: x for path, x in zip(paths, leaves, strict=True) if path is not None}
+  _check_matches(config, by_path, stacklevel=2)
+  norms = _norms(by_path)
+  dtypes: list[DType | None] = []
+  for path, x in zip(paths, leaves, strict=True):
+    if path is None:
+      dtypes.append(None)
+    else:
+      default = FLOAT32 if path[:-1] in norms else base.compute_dtype
+      dtypes.append(_dtype(x, path, config.rules, default))
+  return cast_leaves(params, dtypes, f"{_WHERE}(params)")
+
+
+def _refuse_rules_without_path(rules: Iterable[Rule]) -> None:
+  wrong = [repr(rule) for rule in rules if rule.path is None]
   if wrong:
     raise MpjaxValueError(
       f"{_WHERE}(rules=...)",
@@ -70,76 +88,97 @@ def convert(
       got=listed(wrong),
       fix="Such rules need mpjax.with_policy(model, policy, rules).convert(variables, *args).",
     )
-  # With other collections of a Linen model; a State of NNX may have an attribute of that name.
-  of_linen = (isinstance(params, dict) or hasattr(params, "unfreeze")) and "params" in params
-  _check_params(params["params"] if of_linen else params)
-  leaves = jax.tree.leaves(params)
-  paths: list[Path | None] = list(leaf_paths(params))
-  if of_linen:
-    paths = [path[1:] if path and path[0] == "params" else None for path in paths]
-  ours = {path: x for path, x in zip(paths, leaves, strict=True) if path is not None}
-  nodes = sorted({"/".join(path[:n]) for path in ours for n in range(len(path) + 1)})
-  record = ModuleRecord(config)
-  record.note_paths(nodes)
-  record.check("in the tree", 2, kind="node")
-  norms = _norms(ours)
-  dtypes = [
-    None if path is None else _dtype(base.compute_dtype, config.rules, path, x, path[:-1] in norms)
-    for path, x in zip(paths, leaves, strict=True)
-  ]
-  return cast_leaves(params, dtypes, f"{_WHERE}(params)")
+
+
+def _has_collections(params: Params) -> bool:
+  """Whether a tree is the variables of a Linen model, with the collection "params"."""
+  # An `nnx.State` may have an attribute of that name.
+  is_dict = isinstance(params, dict) or hasattr(params, "unfreeze")
+  return is_dict and "params" in params
 
 
 def _check_params(params: object) -> None:
-  """Raises for what has parameters in it and is no tree of them."""
-  # Nodes whose classes are of optax or mpjax are states of optimizers, but for MaskedNode (without
-  # fields) and LookaheadParams (parameters); other training states have an `opt_state`.
-  is_tree = lambda x: getattr(x, "_fields", None) == () or differentiated(x) is not x  # noqa: E731
-  is_own = lambda x: type(x).__module__.split(".")[0] in ("mpjax", "optax") and not is_tree(x)  # noqa: E731
-  is_state = lambda x: is_own(x) or (hasattr(x, "opt_state") and not isinstance(x, Mapping))  # noqa: E731
-  nnx = any(c.__module__.startswith("flax.nnx.") for c in type(params).__mro__)
-  if nnx and not isinstance(params, Mapping):
+  """Raises if `params` is a model or a training state instead of a tree of parameters."""
+  problem = _problem(params)
+  if problem is not None:
+    got, fix = problem
+    raise MpjaxTypeError(f"{_WHERE}(params)", expected="a tree of parameters", got=got, fix=fix)
+
+
+def _problem(params: object) -> tuple[str, str] | None:
+  """Returns what `params` is instead of a tree of parameters, and the remedy."""
+  if _is_nnx(params) and not isinstance(params, Mapping):
     got = f"the NNX module {type(params).__name__}"
     fix = "Pass nnx.state(model), or write mpjax.nnx.convert(view, *inputs)."
-  elif hasattr(params, "apply") and hasattr(params, "init"):
+    return got, fix
+  if hasattr(params, "apply") and hasattr(params, "init"):
     got = f"a model ({type(params).__name__})"
     fix = "Pass its variables, or write with_policy(model, policy).convert(variables, *inputs)."
-  elif states := [x for x in jax.tree.leaves(params, is_leaf=is_state) if is_state(x)]:
+    return got, fix
+  states = [x for x in jax.tree.leaves(params, is_leaf=_is_state) if _is_state(x)]
+  if states:
     got = f"a training state: there is a {type(states[0]).__name__} in it"
     fix = "Pass state.params: the optimizer's state is not for inference."
-  else:
-    return
-  raise MpjaxTypeError(f"{_WHERE}(params)", expected="a tree of parameters", got=got, fix=fix)
+    return got, fix
+  return None
+
+
+def _is_nnx(x: object) -> bool:
+  return any(c.__module__.startswith("flax.nnx.") for c in type(x).__mro__)
+
+
+def _is_state(x: object) -> bool:
+  """Whether a node is the state of an optimizer, or a training state that holds one."""
+  if hasattr(x, "opt_state") and not isinstance(x, Mapping):
+    return True
+  # Two classes of optax are in trees of parameters: `MaskedNode`, which has no fields, and
+  # `LookaheadParams`.
+  is_in_params = getattr(x, "_fields", None) == () or differentiated(x) is not x
+  return type(x).__module__.partition(".")[0] in ("mpjax", "optax") and not is_in_params
+
+
+def _parameter_paths(params: Params) -> list[Path | None]:
+  """Returns the path of each leaf in the parameters; None for one in another collection."""
+  paths = leaf_paths(params)
+  if not _has_collections(params):
+    return [*paths]
+  return [path[1:] if path[0] == "params" else None for path in paths]
+
+
+def _check_matches(config: PolicyConfig, paths: Iterable[Path], stacklevel: int) -> None:
+  """Raises or warns if a rule matches no leaf and no node around one."""
+  record = ModuleRecord(config)
+  record.note_paths(sorted({"/".join(path[:n]) for path in paths for n in range(len(path) + 1)}))
+  record.check("in the tree", stacklevel + 1, kind="node")
 
 
 def _norms(leaves: Mapping[Path, Leaf]) -> set[Path]:
   """Returns the paths of the nodes that seem to be norms, by the leaves right inside them."""
-  inside: dict[Path, dict[str, int]] = {}
+  ranks: dict[Path, dict[str, int]] = {}
   for path, x in leaves.items():
     if len(path) > 1 and is_floating(x):
-      inside.setdefault(path[:-1], {})[path[-1]] = x.ndim
-  norms = set()
-  for node, ranks in inside.items():
-    # By its name, and by the names and ranks of its arrays. Ranks say little: those of layers that
-    # were scanned over are stacked.
-    names, vectors = set(ranks), max(ranks.values()) <= 1
-    if names & _SCALES and names <= _SCALES | _BESIDE:
-      is_norm = True
-    elif "norm" in node[-1].lower():
-      is_norm = names <= _SCALES | _BESIDE | {"weight"} or vectors
-    else:
-      is_norm = len(names) > 1 and names <= _BESIDE | {"weight"} and vectors
-    if is_norm:
-      norms.add(node)
-  return norms
+      ranks.setdefault(path[:-1], {})[path[-1]] = x.ndim
+  return {node for node, of_node in ranks.items() if _is_norm(node[-1], of_node)}
 
 
-def _dtype(base: DType, rules: Sequence[Rule], path: Path, x: Leaf, in_norm: bool) -> DType | None:
-  """Returns what a leaf becomes; None leaves it as it is."""
+def _is_norm(name: str, ranks: Mapping[str, int]) -> bool:
+  """Whether a node seems to be a norm, by its name and by the names and ranks of its arrays."""
+  names = set(ranks)
+  if names & _SCALES and names <= _SCALES | _BESIDE:
+    # Ranks do not count: arrays of layers that were scanned over are stacked.
+    return True
+  are_vectors = max(ranks.values()) <= 1
+  if "norm" in name.lower():
+    return are_vectors or names <= _SCALES | _BESIDE | {"weight"}
+  return are_vectors and len(names) > 1 and names <= _BESIDE | {"weight"}
+
+
+def _dtype(x: Leaf, path: Path, rules: Sequence[Rule], default: DType) -> DType | None:
+  """Returns the dtype to which a leaf is cast, `default` without a rule; None leaves it."""
   for n in range(len(path), -1, -1):
     rule = first_match(rules, None, "/".join(path[:n]))
     if rule is not None:
       return None if rule.policy is None else rule.policy.compute_dtype
   if is_floating(x) and x.dtype.itemsize == 1:
-    return None  # It was quantised on purpose, and has a scale somewhere.
-  return FLOAT32 if in_norm else base
+    return None  # It was quantised on purpose, and its scale is elsewhere.
+  return default

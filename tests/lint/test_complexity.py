@@ -12,7 +12,6 @@ LIMIT = 15
 
 OVER_LIMIT = {
   "mpjax/_debug": 28,
-  "mpjax/_io": 1,
   "mpjax/_optim": 4,
   "mpjax/_policy": 3,
 }
