@@ -1,4 +1,4 @@
-"""Names of dtypes, which of them mpjax computes in, how exactly and by what they are multiplied."""
+"""Names of dtypes, precisions of matmuls, and the low-precision dtypes that hardware multiplies."""
 
 from typing import NamedTuple, TypeAlias
 
@@ -17,40 +17,50 @@ NAMES: dict[str, str] = {
   **{"f16": "float16", "fp16": "float16", "half": "float16", "bf16": "bfloat16"},
   **{"f32": "float32", "fp32": "float32", "full": "float32", "f64": "float64", "fp64": "float64"},
 }
-"""Every accepted spelling. "float", "double" and None mean float64 to NumPy: too easy to write
-by accident, so they are not here."""
+"""Every accepted spelling of a dtype. "float", "double" and None are not among them: NumPy reads
+them as float64, and they are easily written by accident."""
+
+_FLOATING = "a floating dtype such as 'float32'"
 
 
 def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
   """Returns the floating dtype that a name ("bf16"), a scalar type or a `np.dtype` names.
 
-  `where` is the public call and argument, for the errors: a type or a value that is none.
+  Args:
+    dtype: the argument of a public call.
+    where: that call and the argument, for errors.
+
+  Raises:
+    MpjaxValueError: an unknown name, or float64 without `jax_enable_x64`.
+    MpjaxTypeError: the dtype is not floating, or the argument names no dtype.
   """
-  expected, got, of_type = "a floating dtype such as 'float32'", repr(dtype), True
   if isinstance(dtype, str) and dtype in ("float", "double"):
-    of_type = False
     fix = "NumPy reads this name as float64; write 'float32' (or 'float64' with jax_enable_x64)."
-  elif dtype is None or dtype is float:
+    raise MpjaxValueError(where, expected=_FLOATING, got=repr(dtype), fix=fix)
+  if dtype is None or dtype is float:
     fix = "NumPy reads it as float64; name the dtype, for example 'float32'."
-  else:
-    try:  # NumPy knows other names too, so that "int32" is named as what it is.
-      parsed = jnp.dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
-    except TypeError:
-      fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
-      if isinstance(dtype, str):
-        of_type, fix = False, f"Did you mean {alternatives(nearest(dtype, NAMES))}?"
-    else:
-      got = parsed.name
-      if not jnp.issubdtype(parsed, jnp.floating):
-        fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
-      elif parsed == np.float64 and jax.dtypes.canonicalize_dtype(parsed) != parsed:
-        of_type = False
-        fix = "Without jax_enable_x64 JAX would give float32; enable it or ask for 'float32'."
-      else:
-        return parsed
-  if of_type:
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-  raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+    raise MpjaxTypeError(where, expected=_FLOATING, got=repr(dtype), fix=fix)
+  parsed = _any_dtype(dtype, where)
+  if not jnp.issubdtype(parsed, jnp.floating):
+    fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
+    raise MpjaxTypeError(where, expected=_FLOATING, got=parsed.name, fix=fix)
+  if parsed == np.float64 and jax.dtypes.canonicalize_dtype(parsed) != parsed:
+    fix = "Without jax_enable_x64 JAX would give float32; enable it or ask for 'float32'."
+    raise MpjaxValueError(where, expected=_FLOATING, got=parsed.name, fix=fix)
+  return parsed
+
+
+def _any_dtype(dtype: DTypeLike, where: str) -> DType:
+  """Returns the dtype that `parse_dtype` is given, floating or not."""
+  try:
+    # NumPy knows more names than `NAMES`. So an error calls "int32" a dtype that is not floating.
+    return jnp.dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+  except TypeError:
+    if isinstance(dtype, str):
+      fix = f"Did you mean {alternatives(nearest(dtype, NAMES))}?"
+      raise MpjaxValueError(where, expected=_FLOATING, got=repr(dtype), fix=fix) from None
+    fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
+    raise MpjaxTypeError(where, expected=_FLOATING, got=repr(dtype), fix=fix) from None
 
 
 MatmulPrecision: TypeAlias = jax.lax.Precision | jax.lax.DotAlgorithmPreset
@@ -59,7 +69,7 @@ _NAMES: dict[str, MatmulPrecision] = {
   **{preset.name: preset for preset in jax.lax.DotAlgorithmPreset},
   **{precision.name: precision for precision in jax.lax.Precision},
 }
-"""DEFAULT is both, and means the same."""
+"""The precisions of JAX by name. A preset and a precision are both called DEFAULT."""
 
 _SHORT = "'default', 'high', 'highest'"
 
@@ -67,34 +77,43 @@ _SHORT = "'default', 'high', 'highest'"
 def parse_precision(
   precision: object, compute: DType, weight_grad: DType | None
 ) -> MatmulPrecision:
-  """Returns the precision that a name means, in any case; one of JAX's is returned as it is.
+  """Returns the precision of JAX that an argument of `mpjax.Policy` is or names, in any case.
 
-  A preset has to multiply, and add up, what a policy of these dtypes computes in.
+  Args:
+    precision: the argument.
+    compute: the compute dtype of the policy, which a preset has to multiply.
+    weight_grad: the dtype of its weight gradients, which a preset has to add up in, or None.
+
+  Raises:
+    MpjaxValueError: an unknown name, or a preset that does not fit the dtypes.
+    MpjaxTypeError: the argument is neither a name nor a precision.
   """
+  where = "mpjax.Policy(precision=...)"
+  is_parsed = isinstance(precision, (jax.lax.Precision, jax.lax.DotAlgorithmPreset))
+  name = precision.name if is_parsed else precision
   expected = f"{_SHORT}, a jax.lax.Precision, or a jax.lax.DotAlgorithmPreset or its name"
-  of_jax = isinstance(precision, (jax.lax.Precision, jax.lax.DotAlgorithmPreset))
-  name = precision.name if of_jax else precision
-  parsed = _NAMES.get(name.upper()) if isinstance(name, str) else None
-  where, got = "mpjax.Policy(precision=...)", repr(precision)
-  sums = getattr(parsed, "accumulation_type", None)
   if not isinstance(name, str):
     fix = 'Write precision="highest" for float32 multiplied as float32.'
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+    raise MpjaxTypeError(where, expected=expected, got=repr(precision), fix=fix)
+  parsed = _NAMES.get(name.upper())
   if parsed is None:
     near = [written(_NAMES[x]) for x in nearest(name.upper(), _NAMES)]
     fix = f"Did you mean {alternatives(near)}?"
-  elif not takes(parsed, compute):
-    got = f"{parsed.name} with compute_dtype={compute.name}"
+    raise MpjaxValueError(where, expected=expected, got=repr(precision), fix=fix)
+  got = f"{parsed.name} with compute_dtype={compute.name}"
+  if not takes(parsed, compute):
     fitting = ", ".join(p.name for p in jax.lax.DotAlgorithmPreset if takes(p, compute))
     expected = f"{_SHORT}, or an algorithm for {compute.name}: {fitting}"
     fix = "Write one of these, or the compute_dtype that the name of the algorithm begins with."
-  elif sums is not None and weight_grad is not None and DType(sums).itemsize < weight_grad.itemsize:
-    got = f"{parsed.name} with compute_dtype={compute.name}"
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  accumulation = getattr(parsed, "accumulation_type", None)
+  if accumulation is None or weight_grad is None:
+    return parsed
+  if DType(accumulation).itemsize < weight_grad.itemsize:
     expected = f"an algorithm that adds up in {weight_grad.name}, as weight_grad_dtype asks for"
     fix = "Write one whose name ends so, or leave out weight_grad_dtype."
-  else:
-    return parsed
-  raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  return parsed
 
 
 def written(precision: MatmulPrecision) -> str:
@@ -118,13 +137,18 @@ _TENSOR_CORES: tuple[tuple[int, int, str, tuple[str, ...]], ...] = (
   (9, 0, "Hopper", ("bfloat16", "float16", "float8")),
   (10, 0, "Blackwell", ("bfloat16", "float16", "float8")),
 )
-"""From which compute capability on, generation, and dtypes, the better one to train in first."""
+"""Generations of Tensor Cores: the first compute capability, the name, and the dtypes that they
+multiply, the better one for training first."""
 
 
 class Hardware(NamedTuple):
-  """What multiplies matrices, and in which low-precision dtypes, the better one to train in first.
+  """The units of a device that multiply matrices.
 
-  `float32_as` is what float32 is multiplied in, unless told by `jax_default_matmul_precision`.
+  Fields:
+    units: their name.
+    dtypes: the low-precision dtypes that they multiply, the better one for training first.
+    float32_as: the format in which they multiply float32, unless `jax_default_matmul_precision`
+      says otherwise.
   """
 
   units: str
@@ -133,7 +157,7 @@ class Hardware(NamedTuple):
 
 
 def hardware_of(platform: str, capability: object = None) -> Hardware:
-  """Returns what is known of a platform of JAX; `capability` is as in "8.0", for NVIDIA's."""
+  """Returns the hardware of a platform of JAX, on GPUs by their compute capability ("8.0")."""
   if platform == "tpu":
     return Hardware("matrix units of a TPU", ("bfloat16",), "bfloat16")
   if platform == "cpu":
@@ -141,8 +165,8 @@ def hardware_of(platform: str, capability: object = None) -> Hardware:
   major, _, minor = str(capability).partition(".")
   if not major.isdecimal():
     return Hardware("not known to mpjax")
-  at = (int(major), int(minor) if minor.isdecimal() else 0)
-  rows = [row for row in _TENSOR_CORES if row[:2] <= at]
+  version = (int(major), int(minor) if minor.isdecimal() else 0)
+  rows = [row for row in _TENSOR_CORES if row[:2] <= version]
   if not rows:
     return Hardware(f"no Tensor Cores (compute capability {capability})")
   *_, name, dtypes = rows[-1]
