@@ -1,4 +1,4 @@
-"""`Float8`: which matmuls of a policy multiply in float8, and how their operands are scaled."""
+"""`Float8`: how the operands of float8 matmuls are scaled, and which matmuls are too small."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from mpjax._core.types import HALF_NAMES, HALVES, DType
 Size: TypeAlias = int | None
 
 MULTIPLE = 16
-"""The sizes of a matmul in float8 are multiples of it: its units read 16 bytes of a row at once."""
+"""Each size of a float8 matmul is a multiple of this: the units read 16 bytes of a row at once."""
 
 _SCALINGS = ("tensor", "row")
 
@@ -22,7 +22,7 @@ _TOO_SMALL: dict[str, tuple[tuple[Size, Size], ...]] = {
   "tensor": ((4096, 1024),),
   "row": ((None, 2048), (1024, None), (2048, 4096)),
 }
-"""What torchao measured to be slower than bfloat16 on H100, by scaling: see `Float8.skip`."""
+"""Sizes at which torchao measured float8 to be slower than bfloat16 on H100, see `Float8.skip`."""
 
 
 @check_init('Write mpjax.Float8() or mpjax.Float8(scaling="row").')
@@ -34,18 +34,18 @@ class Float8:
   format, and cast. There is no state. docs/float8.md says which matmuls qualify, in which formats.
 
   Args:
-    scaling: "tensor" is one scale for each operand, "row" one for each row of the left operand and
-      each column of the right one: more exact, and slower.
-    power_of_two: scales are rounded up to a power of two, by which a division is exact.
-    weight_grad: "float8", or "half" for the compute dtype of the policy (or its name): gradients
-      of weights are multiplied in it. Their result is float32 either way.
-    skip: sizes (K, N) of matmuls that are too small to gain: K is the length of the sums, N the
-      number of columns of the weight. One with at most this K and this N is in the compute dtype;
-      None in a pair is any size. None takes the thresholds that torchao measured.
+    scaling: "tensor" for one scale per operand, or "row" for one per row of the left operand and
+      per column of the right one, which is more exact and slower.
+    power_of_two: round scales up to a power of two, so that the division is exact.
+    weight_grad: the dtype in which gradients of weights are multiplied: "float8", or "half" (or its
+      name) for the compute dtype of the policy. Their result is float32 either way.
+    skip: sizes (K, N) up to which matmuls stay in the compute dtype. K is the length of the sums, N
+      the number of columns of the weight; None in a pair is any size. None instead of pairs takes
+      the thresholds that torchao measured.
 
   Raises:
-    MpjaxValueError: an unknown scaling or weight_grad, or a skip that is no pairs of sizes.
-    MpjaxTypeError: a power_of_two that is no bool.
+    MpjaxValueError: an unknown scaling or weight_grad, or a skip that is not pairs of sizes.
+    MpjaxTypeError: a power_of_two that is not a bool.
 
   >>> import mpjax
   >>> print(mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(scaling="row")))
@@ -72,21 +72,30 @@ class Float8:
     return _TOO_SMALL[self.scaling] if self.skip is None else self.skip
 
   def __str__(self) -> str:
-    sizes = ("x".join("*" if n is None else str(n) for n in pair) for pair in self.skip or ())
-    differs = {
-      self.scaling: self.scaling != "tensor",
-      "power_of_two": self.power_of_two,
-      f"weight_grad={self.weight_grad}": self.weight_grad != "float8",
-      f"skip={'|'.join(sizes) or 'none'}": self.skip is not None,
-    }
-    return ":".join(["float8", *(text for text, shown in differs.items() if shown)])
+    parts = ["float8"]
+    if self.scaling != "tensor":
+      parts.append(self.scaling)
+    if self.power_of_two:
+      parts.append("power_of_two")
+    if self.weight_grad != "float8":
+      parts.append(f"weight_grad={self.weight_grad}")
+    if self.skip is not None:
+      sizes = "|".join(f"{_write_size(k)}x{_write_size(n)}" for k, n in self.skip)
+      parts.append(f"skip={sizes or 'none'}")
+    return ":".join(parts)
+
+
+def _write_size(size: Size) -> str:
+  return "*" if size is None else str(size)
+
+
+def _read_size(text: str) -> Size:
+  return None if text == "*" else int(text)
 
 
 def _parse_skip(skip: Any) -> tuple[tuple[Size, Size], ...]:
-  pairs = isinstance(skip, (tuple, list)) and all(isinstance(x, (tuple, list)) for x in skip)
-  sizes = [n for x in skip for n in x] if pairs else ()
-  integers = all(n is None or (type(n) is int and n >= 0) for n in sizes)
-  if not (pairs and integers and all(len(x) == 2 for x in skip)):
+  """Returns `skip` as a tuple of tuples; raises MpjaxValueError if it is not pairs of sizes."""
+  if not isinstance(skip, (tuple, list)) or not all(map(_is_pair, skip)):
     raise MpjaxValueError(
       "mpjax.Float8(skip=...)",
       expected="pairs of sizes (K, N), None for any size",
@@ -96,44 +105,73 @@ def _parse_skip(skip: Any) -> tuple[tuple[Size, Size], ...]:
   return tuple((k, n) for k, n in skip)
 
 
+def _is_pair(pair: object) -> bool:
+  if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+    return False
+  return all(size is None or (type(size) is int and size >= 0) for size in pair)
+
+
 _SIZES = r"(\d+|\*)x(\d+|\*)"
+
+_SKIP = rf"none|{_SIZES}(\|{_SIZES})*"
 
 _TEXT = re.compile(
   r"float8(:(?P<scaling>tensor|row))?(:(?P<power_of_two>power_of_two))?"
-  rf"(:weight_grad=(?P<weight_grad>\w+))?(:skip=(?P<skip>none|{_SIZES}(\|{_SIZES})*))?"
+  rf"(:weight_grad=(?P<weight_grad>\w+))?(:skip=(?P<skip>{_SKIP}))?"
 )
+"""The texts of a `Float8`, see `Float8.__str__`."""
 
 
 def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
-  """Returns the recipe that a text names: of a `Float8`, or "package.module:NAME" of another one.
+  """Returns the recipe for matmuls that an argument of a policy is or names.
 
-  One that is no text is returned, if its own text leads back to it, as it has to in a jaxpr.
+  Args:
+    matmul: a `Float8` or its text, or another recipe or its text "package.module:NAME". The text of
+      a recipe has to lead back to it, because a jaxpr holds the text.
+    compute: the compute dtype of the policy.
+    where: the public call and the argument, for errors.
+
+  Raises:
+    MpjaxValueError: an unknown text, or a recipe that does not fit the compute dtype.
+    MpjaxTypeError: the argument is neither a recipe nor a text.
   """
-  text, recipe = str(matmul).strip(), None
-  if match := _TEXT.fullmatch(text):
-    options: Any = {name: value for name, value in match.groupdict().items() if value}
-    if "skip" in options:
-      pairs = re.findall(_SIZES, options["skip"])
-      options["skip"] = [[None if n == "*" else int(n) for n in pair] for pair in pairs]
-    recipe = Float8(**{**options, "power_of_two": "power_of_two" in options})
-  elif ":" in text:
-    with contextlib.suppress(ImportError, AttributeError, ValueError):
-      recipe = pkgutil.resolve_name(text)
-  got = repr(matmul)
-  if recipe is None or not (isinstance(matmul, str) or matmul == recipe):
+  recipe = _read_recipe(str(matmul).strip())
+  is_text = isinstance(matmul, str)
+  if recipe is None or not (is_text or matmul == recipe):
     expected = "a mpjax.Float8, or its text such as 'float8:row', or a recipe 'package.module:NAME'"
-    fix = "Write what str(mpjax.Float8(...)) prints."
-    if not isinstance(matmul, str):
-      fix = "Write matmul=mpjax.Float8(...), or leave it out."
-      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-  elif compute not in HALVES:
-    got = f"{recipe} with compute_dtype={compute.name}"
+    if is_text:
+      fix = "Write what str(mpjax.Float8(...)) prints."
+      raise MpjaxValueError(where, expected=expected, got=repr(matmul), fix=fix)
+    fix = "Write matmul=mpjax.Float8(...), or leave it out."
+    raise MpjaxTypeError(where, expected=expected, got=repr(matmul), fix=fix)
+  got = f"{recipe} with compute_dtype={compute.name}"
+  if compute not in HALVES:
     expected = f"a policy that computes in {' or '.join(HALF_NAMES)}"
     fix = 'Write compute_dtype="bfloat16": all that is no large matmul runs in it.'
-  elif getattr(recipe, "weight_grad", None) in {*HALF_NAMES} - {compute.name}:
-    got = f"{recipe} with compute_dtype={compute.name}"
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  if getattr(recipe, "weight_grad", None) in {*HALF_NAMES} - {compute.name}:
     expected = f"weight_grad='float8', 'half' or {compute.name!r}"
     fix = 'Write weight_grad="half" for the compute dtype.'
-  else:
-    return recipe
-  raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  return recipe
+
+
+def _read_recipe(text: str) -> Any:
+  """Returns the recipe that a text names, or None."""
+  match = _TEXT.fullmatch(text)
+  if match is not None:
+    return _read_float8(match)
+  if ":" in text:
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+      return pkgutil.resolve_name(text)
+  return None
+
+
+def _read_float8(match: re.Match[str]) -> Float8:
+  """Returns the recipe whose text has matched `_TEXT`."""
+  options: Any = {name: value for name, value in match.groupdict().items() if value}
+  options["power_of_two"] = "power_of_two" in options
+  if "skip" in options:
+    pairs = re.findall(_SIZES, options["skip"])
+    options["skip"] = [[_read_size(size) for size in pair] for pair in pairs]
+  return Float8(**options)
