@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_call, nearest, shortened
+from mpjax._core.errors import (
+  MpjaxTypeError,
+  MpjaxValueError,
+  alternatives,
+  check_call,
+  nearest,
+  shortened,
+)
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import HALF_NAMES, DType, DTypeLike, Leaf, PyTree
 from mpjax._policy.dtypes import NAMES, MatmulPrecision, parse_dtype, parse_precision, written
@@ -19,9 +26,10 @@ _PRESETS = {
   "mixed_float16": "p=float32,c=float16,o=float32",
   "mixed_float8": "p=float32,c=bfloat16,o=float32,matmul=float8",
 }
-"""The mixed ones output float32, so that the loss is computed in it."""
+"""Presets by name. Mixed ones output float32, so that the loss is computed in float32."""
 
 _MIXED = {name: f"mixed_{name}" for name in HALF_NAMES}
+"""What the name of a 16-bit dtype stands for if it is not a preset, such as "bf16"."""
 
 _AS_STRING = (
   'Write mpjax.Policy.parse("mixed_bfloat16"), or dtypes by keyword: '
@@ -35,24 +43,25 @@ _KEYS = {
   **{"weight_grad": "weight_grad_dtype", "w": "weight_grad_dtype"},
   **{"precision": "precision", "matmul": "matmul"},
 }
+"""Fields of a policy by the keys of its text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, init=False)
 class Policy:
-  """The dtypes of a module: of its parameters, of its computation, of its results. Hashable.
+  """The dtypes of a module: of its parameters, of its computation and of its results. Hashable.
 
   Args:
-    param_dtype: the dtype parameters are stored in.
+    param_dtype: the dtype in which parameters are stored.
     compute_dtype: the dtype of matmuls and convolutions.
-    output_dtype: the dtype of results where the policy begins (the root call, or the outermost
-      module that a rule picked); None for what was computed.
-    weight_grad_dtype: the dtype that gradients of a layer's kernel and bias are computed and added
-      up in, on one device or on many; None for that of the matmuls of the layer.
-    precision: how exactly matmuls and convolutions multiply, where the model itself says nothing:
-      "default", "high", "highest" (float32 as float32), or a `jax.lax.DotAlgorithmPreset` or its
-      name. None: what `jax_default_matmul_precision` says.
-    matmul: a `mpjax.Float8` (or its text, such as "float8"): matmuls of parameters that are large
-      enough multiply in float8, forward and backward; or a recipe of your own, see docs/float8.md.
+    output_dtype: the dtype of the results of the outermost module under the policy, which is the
+      root of the model or a module that a rule picks. None leaves results as they were computed.
+    weight_grad_dtype: the dtype in which gradients of kernels and biases are computed and added up,
+      on one device or on many. None takes the dtype of the layer's matmuls.
+    precision: the precision of matmuls and convolutions for which the model sets none: "default",
+      "high", "highest" (float32 as float32), a `jax.lax.DotAlgorithmPreset` or its name. None
+      follows `jax_default_matmul_precision`.
+    matmul: a `mpjax.Float8` or its text, such as "float8". Matmuls of large enough parameters
+      multiply in float8, forward and backward. For another recipe see docs/float8.md.
 
   Raises:
     MpjaxValueError: an unknown name; float64 without `jax_enable_x64`; a dtype of weight gradients,
@@ -85,38 +94,21 @@ class Policy:
     precision: str | MatmulPrecision | None = None,
     matmul: Any = None,
   ) -> None:
-    needed = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
-    values = {"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype, **needed}
-    for name, value in values.items():
-      where = f"mpjax.Policy({name}=...)"
-      dtype = None if value is None and name not in needed else parse_dtype(value, where)
-      if dtype is not None and dtype.itemsize == 1 and name != "param_dtype":
-        raise MpjaxTypeError(
-          where,
-          expected="a dtype that XLA promotes and adds in, such as 'bfloat16'",
-          got=dtype.name,
-          fix="8-bit formats need a scale for each tensor; here they can only be stored.",
-        )
-      vars(self)[name] = dtype
-    wide, compute = self.weight_grad_dtype, self.compute_dtype
-    if self.param_dtype == "float64" != compute:
-      raise MpjaxValueError(
-        "mpjax.Policy(param_dtype=...)",
-        expected="float64 parameters with compute_dtype='float64'",
-        got=f"float64 with compute_dtype={compute.name}",
-        fix="JAX multiplies float64 parameters in float64. Store them in float32.",
-      )
-    if wide is not None and wide != compute and not 4 <= wide.itemsize > compute.itemsize:
-      raise MpjaxValueError(
-        "mpjax.Policy(weight_grad_dtype=...)",
-        expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
-        got=f"{wide.name} with compute_dtype={compute.name}",
-        fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise.",
-      )
-    vars(self).update(
-      precision=None if precision is None else parse_precision(precision, compute, wide),
-      matmul=None if matmul is None else parse_recipe(matmul, compute, "mpjax.Policy(matmul=...)"),
-    )
+    dtypes = {
+      **{"output_dtype": output_dtype, "weight_grad_dtype": weight_grad_dtype},
+      **{"param_dtype": param_dtype, "compute_dtype": compute_dtype},
+    }
+    # The class is frozen, so fields are not set as attributes.
+    fields = vars(self)
+    for name, dtype in dtypes.items():
+      fields[name] = _parse_field(name, dtype)
+    compute, weight_grad = self.compute_dtype, self.weight_grad_dtype
+    _check_dtypes(self.param_dtype, compute, weight_grad)
+    fields["precision"] = fields["matmul"] = None
+    if precision is not None:
+      fields["precision"] = parse_precision(precision, compute, weight_grad)
+    if matmul is not None:
+      fields["matmul"] = parse_recipe(matmul, compute, "mpjax.Policy(matmul=...)")
 
   @classmethod
   def parse(cls, policy: "PolicyLike") -> "Policy":
@@ -135,13 +127,18 @@ class Policy:
     return parse_policy(policy, "mpjax.Policy.parse(policy)")
 
   def __str__(self) -> str:
-    texts: dict[str, object] = {}
+    texts: list[str] = []
     for key, name in _KEYS.items():
       value = getattr(self, name)
-      if value is not None and len(key) > 1:
-        is_dtype = name.endswith("_dtype")  # A recipe of a user's may have another name too.
-        texts[key] = value.name if is_dtype else written(value) if name == "precision" else value
-    return ",".join(f"{key}={text}" for key, text in texts.items())
+      is_short = len(key) == 1
+      if value is None or is_short:
+        continue
+      if name.endswith("_dtype"):
+        value = value.name
+      elif name == "precision":
+        value = written(value)
+      texts.append(f"{key}={value}")
+    return ",".join(texts)
 
   def cast_to_param(self, tree: PyTree) -> PyTree:
     """Returns `tree` with its floating arrays in `param_dtype`.
@@ -172,54 +169,129 @@ class Policy:
     return tree if self.output_dtype is None else _cast(tree, self.output_dtype)
 
 
+def _parse_field(name: str, value: DTypeLike | None) -> DType | None:
+  """Returns the dtype of the field `name` of a policy."""
+  if value is None and name in ("output_dtype", "weight_grad_dtype"):
+    return None
+  where = f"mpjax.Policy({name}=...)"
+  dtype = parse_dtype(value, where)
+  if dtype.itemsize == 1 and name != "param_dtype":
+    raise MpjaxTypeError(
+      where,
+      expected="a dtype that XLA promotes and adds in, such as 'bfloat16'",
+      got=dtype.name,
+      fix="8-bit formats need a scale for each tensor; here they can only be stored.",
+    )
+  return dtype
+
+
+def _check_dtypes(param: DType, compute: DType, weight_grad: DType | None) -> None:
+  """Raises MpjaxValueError if the dtypes of a policy do not fit each other."""
+  if param == np.float64 and compute != np.float64:
+    raise MpjaxValueError(
+      "mpjax.Policy(param_dtype=...)",
+      expected="float64 parameters with compute_dtype='float64'",
+      got=f"float64 with compute_dtype={compute.name}",
+      fix="JAX multiplies float64 parameters in float64. Store them in float32.",
+    )
+  if weight_grad is None or weight_grad == compute:
+    return
+  if weight_grad.itemsize < 4 or weight_grad.itemsize <= compute.itemsize:
+    raise MpjaxValueError(
+      "mpjax.Policy(weight_grad_dtype=...)",
+      expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
+      got=f"{weight_grad.name} with compute_dtype={compute.name}",
+      fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise.",
+    )
+
+
 PolicyLike: TypeAlias = str | Policy
 """Everywhere a policy is taken, a string is too."""
 
 
 def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> Policy:
-  """Returns the policy that an argument of the public call `where` says, see `Policy.parse`.
+  """Returns the policy that an argument of a public call is or names, see `Policy.parse`.
 
-  `example` is what to write instead of something that is nothing like a preset.
+  Args:
+    policy: the argument.
+    where: the public call and the argument, for errors.
+    example: the remedy in the error for a string that resembles no preset.
   """
-  presets = f"a preset ({', '.join(map(repr, _PRESETS))}; 'bf16', 'fp16' and 'half' are short)"
-  expected = f"{presets} or 'params=...,compute=...,output=...'"
   if isinstance(policy, Policy):
     return policy
   if not isinstance(policy, str):
-    scalar = isinstance(policy, type) and issubclass(policy, np.generic)
-    dtype = np.dtype(policy) if scalar else getattr(policy, "dtype", policy)
-    name = dtype.name if isinstance(dtype, np.dtype) else "bfloat16"
-    meant = _MIXED.get(name, name)
-    got = shortened(" ".join(repr(policy).split()), 80)
-    fix = f'Pass a string, such as "{meant}", or a mpjax.Policy.'
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+    raise _not_a_string(policy, where)
   name = policy.strip()
-  if (short := name.lower()) in NAMES.keys() - _PRESETS.keys():  # of a dtype
-    name = _MIXED.get(NAMES[short], NAMES[short])
-  name = _PRESETS.get(name, name)
+  dtype = NAMES.get(name.lower(), name)
+  if name.lower() not in _PRESETS:  # a short name, or another spelling, of a dtype
+    name = _MIXED.get(dtype, dtype)
+  items = _PRESETS.get(name, name)
+  if "=" not in items:
+    raise _unknown_preset(policy, name, where, example)
+  return Policy(**_parse_items(items, policy, where))
+
+
+_EXPECTED = (
+  f"a preset ({', '.join(map(repr, _PRESETS))}; 'bf16', 'fp16' and 'half' are short) "
+  "or 'params=...,compute=...,output=...'"
+)
+
+
+def _parse_items(items: str, policy: str, where: str) -> dict[str, str]:
+  """Returns the values of "key=value" items, separated by commas, by the fields of a policy."""
   fields: dict[str, str] = {}
-  for position, item in enumerate(name.split(","), start=1):
+  for position, item in enumerate(items.split(","), start=1):
     key, _, value = (part.strip() for part in item.partition("="))
-    got, near, fix = f"{item.strip()!r} as item {position} of {policy!r}", nearest(key, _KEYS), ""
-    if "=" not in name:
-      # By "bf16-mixed" and "16-true" Lightning means "mixed_bfloat16" and "float16".
-      lower = f"f{name}" if name.startswith("16-") else name.lower().replace("fp8", "float8")
-      words = {NAMES.get(word, word) for word in lower.split("-")} - {"true"}
-      meant = [preset for preset in _PRESETS if words <= {*preset.split("_")}]
-      near = meant[:1] if words != {"mixed"} else meant
-      got, near = repr(policy), near or nearest(lower, _PRESETS, least=0.5)
-      fix = example or 'Write "mixed_bfloat16", or dtypes, as in "params=f32,compute=bf16".'
-    elif not value:
-      near, fix = [], "Write every item as key=dtype, with one comma between items."
-    elif _KEYS.get(key) in fields:
-      near, fix = [], f"{_KEYS[key]} is given twice; keep one."
-    elif key in _KEYS:
-      fields[_KEYS[key]] = value
+    field = _KEYS.get(key)
+    if not value:
+      fix = "Write every item as key=dtype, with one comma between items."
+    elif field is None:
+      fix = f"Did you mean {alternatives(nearest(key, _KEYS))}?"
+    elif field in fields:
+      fix = f"{field} is given twice; keep one."
+    else:
+      fields[field] = value
       continue
-    if near:
-      fix = f"Did you mean {' or '.join(map(repr, near))}?"
-    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  return Policy(**fields)
+    got = f"{item.strip()!r} as item {position} of {policy!r}"
+    raise MpjaxValueError(where, expected=_EXPECTED, got=got, fix=fix)
+  return fields
+
+
+def _not_a_string(policy: Any, where: str) -> MpjaxTypeError:
+  """Returns the error for an argument that is no policy; of a dtype it names the preset."""
+  is_scalar_type = isinstance(policy, type) and issubclass(policy, np.generic)
+  dtype = np.dtype(policy) if is_scalar_type else getattr(policy, "dtype", policy)
+  name = dtype.name if isinstance(dtype, np.dtype) else "bfloat16"
+  return MpjaxTypeError(
+    where,
+    expected=_EXPECTED,
+    got=shortened(" ".join(repr(policy).split()), 80),
+    fix=f'Pass a string, such as "{_MIXED.get(name, name)}", or a mpjax.Policy.',
+  )
+
+
+def _unknown_preset(policy: str, name: str, where: str, example: str | None) -> MpjaxValueError:
+  """Returns the error for a string that names no preset; it names those that were meant."""
+  meant = _presets_like(name)
+  if meant:
+    fix = f"Did you mean {alternatives(meant)}?"
+  elif example is not None:
+    fix = example
+  else:
+    fix = 'Write "mixed_bfloat16", or dtypes, as in "params=f32,compute=bf16".'
+  return MpjaxValueError(where, expected=_EXPECTED, got=repr(policy), fix=fix)
+
+
+def _presets_like(name: str) -> list[str]:
+  """Returns the presets that a name may mean, such as those of Lightning."""
+  lower = name.lower().replace("fp8", "float8")
+  if name.startswith("16-"):  # "16-mixed" and "16-true" of Lightning are in float16.
+    lower = f"f{name}"
+  words = {NAMES.get(word, word) for word in lower.split("-")} - {"true"}
+  presets = [preset for preset in _PRESETS if words <= {*preset.split("_")}]
+  if words == {"mixed"}:
+    return presets
+  return presets[:1] or nearest(lower, _PRESETS, least=0.5)
 
 
 def _cast(tree: PyTree, dtype: DType) -> PyTree:
