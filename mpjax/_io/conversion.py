@@ -11,7 +11,14 @@ from mpjax._core.types import FLOAT32, DType, Leaf, Params
 from mpjax._jaxpr.used_dtypes import cast_leaves
 from mpjax._optim.trees import differentiated
 from mpjax._policy.policy import PolicyLike, parse_policy
-from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, first_match, parse_config
+from mpjax._policy.rules import (
+  ModuleRecord,
+  PolicyConfig,
+  Rule,
+  around,
+  first_match,
+  parse_config,
+)
 
 _WHERE = "mpjax.convert"
 
@@ -148,7 +155,7 @@ def _parameter_paths(params: Params) -> list[Path | None]:
 def _check_matches(config: PolicyConfig, paths: Iterable[Path], stacklevel: int) -> None:
   """Raises or warns if a rule matches no leaf and no node around one."""
   record = ModuleRecord(config)
-  record.note_paths(sorted({"/".join(path[:n]) for path in paths for n in range(len(path) + 1)}))
+  record.note_paths(sorted(around("/".join(path) for path in paths)))
   record.check("in the tree", stacklevel + 1, kind="node")
 
 

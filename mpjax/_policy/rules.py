@@ -1,4 +1,4 @@
-"""`Rule`: a policy for the modules that it picks out; and which policy a module has."""
+"""`Rule`, and the policy that each module of a model gets from rules."""
 
 import dataclasses
 import fnmatch
@@ -22,18 +22,19 @@ from mpjax._policy.policy import Policy, PolicyLike, parse_policy
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """A policy for the modules that one selector picks out; of several rules the first one wins.
+  """A policy for the modules that one selector picks out. Of several rules the first match wins.
 
   Args:
-    policy: a policy or its string; None leaves the module and all inside exactly as it is.
-    path: a glob over the module path (`"encoder/*/attention"`; `*` stays within one level, `**`
-      crosses levels and matches the root), or a compiled regular expression; matched in full.
+    policy: a policy or its string. None leaves the module, and all modules inside, unchanged.
+    path: a glob or a compiled regular expression that matches the whole module path. In a glob such
+      as `"encoder/*/attention"`, `*` stays within one level; `**` crosses levels and matches the
+      root.
     module: a module class, or a tuple of them; subclasses count.
-    where: a predicate on the bound module, asked about every module of the model. Define it once,
-      outside of the step: a lambda that is created in each step is another predicate to Python,
-      and the step is traced again.
-    rewrite: whether operations are rewritten. With False the module runs in the compute dtype as a
-      whole: its floating arguments and its `dtype` are in it, and its code runs as it is written.
+    where: a predicate that is called with every bound module of the model. Define it once, outside
+      of the step. A lambda that is created in each step is a new predicate, and the step is traced
+      again.
+    rewrite: whether operations are rewritten. With False the arguments of the module and its
+      `dtype` are in the compute dtype, and its code runs as it is written.
 
   Raises:
     MpjaxValueError: no selector or several, or a malformed glob.
@@ -61,41 +62,29 @@ class Rule:
     rewrite: bool = True,
   ) -> None:
     selectors = {"path": path, "module": module, "where": where}
-    names = [name for name, value in selectors.items() if value is not None]
-    if len(names) != 1:
-      raise MpjaxValueError(
-        "mpjax.Rule(...)",
-        expected="exactly one of path=, module= and where=",
-        got=" and ".join(f"{name}=" for name in names) or "none of them",
-        fix="Write one rule for each selector; where= can combine conditions.",
+    name = _only_selector(selectors)
+    expected = _requirement(name, selectors[name])
+    if expected is not None:
+      raise MpjaxTypeError(
+        f"mpjax.Rule({name}=...)",
+        expected=expected,
+        got=repr(selectors[name]),
+        fix="See mpjax.Rule for what each selector takes, such as module=nn.Dense.",
       )
-    classes = module if isinstance(module, tuple) else (module,)
-    expected, (name,) = "", names
-    if isinstance(path, str):
-      _check_glob(path)
-    elif path is not None and not isinstance(path, re.Pattern):
-      expected = "a glob or a compiled regular expression"
-    elif module is not None and not (classes and all(isinstance(x, type) for x in classes)):
-      expected = "a class or a non-empty tuple of classes"
-    elif where is not None and not callable(where):
-      expected = "a predicate on the bound module"
-    if expected:
-      call, got = f"mpjax.Rule({name}=...)", repr(selectors[name])
-      fix = "See mpjax.Rule for what each selector takes, such as module=nn.Dense."
-      raise MpjaxTypeError(call, expected=expected, got=got, fix=fix)
     example = 'The policy comes first: Rule("float32", path="head").'
     parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)", example)
     _check_rewrite(rewrite, parsed)
-    for name, value in {"policy": parsed, **selectors, "rewrite": rewrite}.items():
-      object.__setattr__(self, name, value)
+    for field, value in {"policy": parsed, **selectors, "rewrite": rewrite}.items():
+      object.__setattr__(self, field, value)
 
   def __repr__(self) -> str:
     name = next(x for x in ("path", "module", "where") if getattr(self, x) is not None)
     selector = getattr(self, name)
-    # Of a predicate the name, and not the address.
-    text = getattr(selector, "__name__", None) if name == "where" else None
-    unchanged = "" if self.rewrite else ", rewrite=False"
-    return f"Rule({shown(self.policy)}, {name}={text or repr(selector)}{unchanged})"
+    text = repr(selector)
+    if name == "where":  # The repr of a function has an address.
+      text = getattr(selector, "__name__", text)
+    rewrite = "" if self.rewrite else ", rewrite=False"
+    return f"Rule({shown(self.policy)}, {name}={text}{rewrite})"
 
   def matches(self, module: Module, path: str) -> bool:
     """Whether this rule picks out a module.
@@ -122,8 +111,35 @@ class Rule:
       raise
 
 
+def _only_selector(selectors: Mapping[str, object]) -> str:
+  """Returns the name of the selector that was given; raises unless it is one."""
+  names = [name for name, value in selectors.items() if value is not None]
+  if len(names) != 1:
+    raise MpjaxValueError(
+      "mpjax.Rule(...)",
+      expected="exactly one of path=, module= and where=",
+      got=" and ".join(f"{name}=" for name in names) or "none of them",
+      fix="Write one rule for each selector; where= can combine conditions.",
+    )
+  return names[0]
+
+
+def _requirement(name: str, selector: object) -> str | None:
+  """Returns what a selector of the wrong type should be, or None; raises for a malformed glob."""
+  if name == "path":
+    if isinstance(selector, str):
+      _check_glob(selector)
+      return None
+    return None if isinstance(selector, re.Pattern) else "a glob or a compiled regular expression"
+  if name == "module":
+    classes = selector if isinstance(selector, tuple) else (selector,)
+    is_classes = bool(classes) and all(isinstance(x, type) for x in classes)
+    return None if is_classes else "a class or a non-empty tuple of classes"
+  return None if callable(selector) else "a predicate on the bound module"
+
+
 def _check_rewrite(rewrite: object, policy: Policy | None) -> None:
-  """Raises an error unless `rewrite` is a bool that means something for a policy."""
+  """Raises an error unless `rewrite` is a bool that has an effect under a policy."""
   if not isinstance(rewrite, bool):
     raise MpjaxTypeError(
       "mpjax.Rule(rewrite=...)",
@@ -141,13 +157,13 @@ def _check_rewrite(rewrite: object, policy: Policy | None) -> None:
 
 
 _NOT_IN_GLOBS = frozenset(r".\()|+^${}")
-"""Python's path separator, and what shows that a regular expression was meant."""
+"""The separator of Python's paths, and characters of regular expressions."""
 
 
 def _check_glob(glob: str) -> None:
-  """Raises MpjaxValueError for a glob that no module path can match as it was meant."""
-  slashes = bool(glob) and "" in glob.split("/")
-  if slashes or glob.count("[") != glob.count("]") or set(glob) & _NOT_IN_GLOBS:
+  """Raises MpjaxValueError for a glob that can match no module path."""
+  has_empty_level = bool(glob) and "" in glob.split("/")
+  if has_empty_level or glob.count("[") != glob.count("]") or set(glob) & _NOT_IN_GLOBS:
     raise MpjaxValueError(
       "mpjax.Rule(path=...)",
       expected="a glob of module names joined by single slashes, such as 'encoder/*/attention'",
@@ -160,7 +176,7 @@ def _check_glob(glob: str) -> None:
 @functools.lru_cache(maxsize=4096)
 def _matches_glob(glob: str, path: str) -> bool:
   """Whether the names on a path match the levels of a glob; "**" is any number of them."""
-  # What is remembered keeps it short: each "**" tried again at each position takes minutes.
+  # The cache makes it fast. Without it each "**" is tried at each position, which takes minutes.
   (level, _, levels), (name, _, names) = glob.partition("/"), path.partition("/")
   if not glob:
     return not path
@@ -199,8 +215,12 @@ class PolicyConfig:
   """The arguments of `with_policy` or `policy_scope`, checked.
 
   Fields:
-    of_scope: they are those of `policy_scope`, which notes the modules that run. It is compared, so
-      that JAX reuses no trace of a wrapped model there, which would hide modules.
+    policy: the policy of the model, or None.
+    rules: the rules, of which the first match wins.
+    unmatched: "raise", "warn" or "ignore", for rules that match nothing.
+    of_scope: whether they are arguments of `policy_scope`, which notes the modules that run. Two
+      configurations that differ in it are unequal. Else JAX would reuse the trace of a wrapped
+      model, in which the scope sees no modules.
   """
 
   policy: Policy | None
@@ -214,13 +234,13 @@ class PolicyConfig:
 
   @property
   def rewrites(self) -> bool:
-    """Whether anything that was given changes the operations of a module, see `rewrites`."""
+    """Whether the policy, or that of a rule, changes operations, see `rewrites`."""
     return any(map(rewrites, (self.policy, *(rule.policy for rule in self.rules))))
 
   @property
   def by_path(self) -> bool:
     """Whether two equal modules can get different policies because of their paths."""
-    # A predicate can look at the name of a module. Ours looks at its class.
+    # A predicate can look at the name of a module, but `is_flax_norm` looks at its class only.
     return any(rule.module is None and rule.where is not is_flax_norm for rule in self.rules)
 
 
@@ -235,7 +255,7 @@ def parse_config(
 
 
 def shown(policy: Policy | None) -> str:
-  """Returns a policy as code that takes one is written."""
+  """Returns the Python code of an argument that is a policy: its string, or None."""
   return repr(None if policy is None else str(policy))
 
 
@@ -245,18 +265,20 @@ def is_low(policy: Policy | None) -> bool:
 
 
 def rewrites(policy: Policy | None) -> bool:
-  """Whether operations under a policy change: it has low precision, or says how to multiply."""
+  """Whether a policy changes operations: it computes in low precision, or sets a `precision`."""
   return policy is not None and (is_low(policy) or policy.precision is not None)
 
 
 class ModulePolicy(NamedTuple):
-  """Which policy a module runs under, None for as it is, and the rule that it has it by.
+  """The policy of one module.
 
   Fields:
-    exempt: a rule leaves it as it is, and all inside it.
-    begins: the policy begins here: it is another one, or by another rule, than around the module.
-    output_dtype: that of its results where it is the outermost module that is called.
-    hidden: rules of the user that match it too, where all that match were asked for.
+    policy: the policy; None if the module is unchanged.
+    rule: the rule that gives it, or None.
+    exempt: whether a rule leaves the module, and all modules inside, unchanged.
+    begins: whether policy or rule are others than those of the module around.
+    output_dtype: the dtype of the results if it is the outermost module that is called.
+    hidden: the later rules that match the module too, if they were asked for.
   """
 
   policy: Policy | None
@@ -267,7 +289,7 @@ class ModulePolicy(NamedTuple):
   hidden: tuple[Rule, ...] = ()
 
   def inherited(self) -> Self:
-    """Returns what the modules inside inherit, which is the same for many modules."""
+    """Returns what the modules inside inherit. Many modules have the same."""
     return self._replace(begins=False, output_dtype=None, hidden=())
 
 
@@ -283,33 +305,55 @@ def resolve_policy(
   *,
   all_matches: bool = False,
 ) -> ModulePolicy:
-  """Returns the policy of a module at `path`: the only place that defines precedence.
+  """Returns the policy of a module. This function alone defines which policy wins.
 
-  A rule that exempts a module beats all that is inside. Then a policy in the module's `own` field
-  beats rules, and the first matching rule wins. A module that nothing picks has the policy `around`
-  it. `all_matches` also finds the rules that an earlier one hides.
+  In this order: a rule that exempts a module around this one, the policy in its own field, the
+  first rule that matches, the policy of the module around.
+
+  Args:
+    config: the policy and the rules of the model.
+    module: the module, and `path` where it is in the model.
+    path: names joined by "/"; "" is the root.
+    own: what is in the field of the module that may hold a policy of its own.
+    around: the policy of the module around.
+    all_matches: whether to find the rules that an earlier match hides.
   """
-  resolved, rule, hidden = around.inherited(), None, ()
-  if isinstance(own, Policy) and not around.exempt:
+  inherited = around.inherited()
+  if around.exempt:
+    resolved = inherited
+  elif isinstance(own, Policy):
     resolved = ModulePolicy(own, begins=own != around.policy)
-  elif not around.exempt:
+  else:
     rule = first_match(config.rules, module, path)
-  if rule is not None:
-    begins = rule.policy != around.policy or rule != around.rule
-    others = (each for each in config.rules if all_matches and each is not rule)
-    hidden = tuple(each for each in others if each.matches(module, path))
-    resolved = ModulePolicy(rule.policy, rule, rule.policy is None, begins, hidden=hidden)
-  dtypes = (policy.output_dtype for policy in (resolved.policy, config.policy) if policy)
-  return resolved._replace(output_dtype=next(filter(None, dtypes), None))
+    resolved = inherited if rule is None else _policy_by(rule, around)
+    if rule is not None and all_matches:
+      others = (each for each in config.rules if each is not rule)
+      resolved = resolved._replace(hidden=tuple(x for x in others if x.matches(module, path)))
+  return resolved._replace(output_dtype=_output_dtype(resolved.policy, config.policy))
+
+
+def _policy_by(rule: Rule, around: ModulePolicy) -> ModulePolicy:
+  """Returns the policy of a module that a rule picks, inside a module with policy `around`."""
+  begins = rule.policy != around.policy or rule != around.rule
+  return ModulePolicy(rule.policy, rule, exempt=rule.policy is None, begins=begins)
+
+
+def _output_dtype(*policies: Policy | None) -> DType | None:
+  """Returns the output dtype of the first policy that has one."""
+  for policy in policies:
+    if policy is not None and policy.output_dtype is not None:
+      return policy.output_dtype
+  return None
 
 
 def around(paths: Iterable[str]) -> set[str]:
-  """Returns paths and those around them: of "Net/up" it is "", "Net" and "Net/up"."""
-  return {"/".join(x[:n]) for x in (path.split("/") for path in paths) for n in range(len(x) + 1)}
+  """Returns paths and those of the modules around, such as "", "Net" and "Net/up" for "Net/up"."""
+  levels = [path.split("/") for path in paths]
+  return {"/".join(names[:n]) for names in levels for n in range(len(names) + 1)}
 
 
 class ModuleRecord:
-  """The classes of a model's modules by path, and the rules that match one, the first or not."""
+  """The classes of the modules of a model by path, and the rules that match a module."""
 
   def __init__(self, config: PolicyConfig) -> None:
     self.config = config
@@ -321,14 +365,16 @@ class ModuleRecord:
     self.matched |= {rule for rule in self.config.rules if rule.matches(module, path)}
 
   def note_paths(self, paths: Collection[str]) -> None:
-    """Notes the paths of modules that no call has met; only rules with a path can match those."""
+    """Notes the paths of modules that were not called, which only rules with a path can match."""
     self.classes = {**dict.fromkeys(paths, ""), **self.classes}
     rules = [rule for rule in self.config.rules if rule.path is not None]
     self.matched |= {rule for rule in rules if any(rule.matches(None, path) for path in paths)}
 
   def check(self, origin: str, stacklevel: int, *, kind: str = "module", note: str = "") -> None:
     """Raises UnmatchedRuleError, or warns with a `note`, if a rule matched nothing of `origin`."""
-    for rule in self.config.rules if self.config.unmatched != "ignore" else ():
+    if self.config.unmatched == "ignore":
+      return
+    for rule in self.config.rules:
       if rule not in self.matched:
         error = self.unmatched(rule, origin, kind)
         if self.config.unmatched == "raise":
@@ -337,26 +383,36 @@ class ModuleRecord:
 
   def unmatched(self, rule: Rule, origin: str, kind: str = "module") -> UnmatchedRuleError:
     """Returns the error for a rule that picked out none of the modules."""
-    sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
-    paths = sorted({*self.classes} - {""})
-    if rule.module is not None:
-      near = f"The model's classes: {', '.join(sorted({*self.classes.values()} - {''}))}."
-    elif not paths:
-      near = f"The only {kind} is the root, path ''."
-    else:
-      # What a predicate looks for is unknown: the model's own paths are the best there is to show.
-      close = sorted(self.classes)[:3] if sought is None else nearest(sought, paths)
-      near = f"The nearest {kind} paths: {', '.join(map(repr, close))}."
-      if any(path.endswith(f"/{sought}") for path in paths):
-        near += f' Paths begin at the root: "**/{sought}" is at any depth.'
-    # Flax names the root in profiles and reports, by its own name or by its class.
-    first, _, below = (sought or "").partition("/")
-    if below and first in next((item for item in self.classes.items() if item[1]), ()):
-      near += f" The name of the root, {first!r}, is no part of paths: write {below!r}."
-    ignore = ', or pass unmatched="ignore"' * (kind != "jax.named_scope")
+    may_ignore = kind != "jax.named_scope"
+    ignore = ', or pass unmatched="ignore"' if may_ignore else ""
     return UnmatchedRuleError(
       f"rules: {rule}",
       expected=f"a rule that picks out at least one {kind}",
       got=f"none of the {len(self.classes)} {kind}s {origin}",
-      fix=f"{near} Fix the selector{ignore}.",
+      fix=f"{self._near(rule, kind)} Fix the selector{ignore}.",
     )
+
+  def _near(self, rule: Rule, kind: str) -> str:
+    """Returns sentences about the classes or the paths that a rule may have meant."""
+    sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
+    sentences = [self._present(rule, sought, kind)]
+    # Flax calls the root by its name or its class in profiles and reports.
+    first, _, below = (sought or "").partition("/")
+    root = next((item for item in self.classes.items() if item[1]), ())
+    if below and first in root:
+      sentences.append(f"The name of the root, {first!r}, is no part of paths: write {below!r}.")
+    return " ".join(sentences)
+
+  def _present(self, rule: Rule, sought: str | None, kind: str) -> str:
+    """Returns a text with the classes, or the paths nearest to `sought`, that there are."""
+    if rule.module is not None:
+      return f"The model's classes: {', '.join(sorted({*self.classes.values()} - {''}))}."
+    paths = sorted({*self.classes} - {""})
+    if not paths:
+      return f"The only {kind} is the root, path ''."
+    # Nobody knows what a predicate looks for, so it gets the first paths of the model.
+    close = sorted(self.classes)[:3] if sought is None else nearest(sought, paths)
+    text = f"The nearest {kind} paths: {', '.join(map(repr, close))}."
+    if any(path.endswith(f"/{sought}") for path in paths):
+      text += f' Paths begin at the root: "**/{sought}" is at any depth.'
+    return text

@@ -369,8 +369,8 @@ tests/io/test_checkpoints_restore.py::test_another_dtype_is_an_error_that_names_
 mpjax/_policy/rules.py::ModuleRecord.check
 
 40b a rule that picks out no module is ignored
-- self.config.unmatched != "ignore"
-+ self.config.unmatched == "warn"
+- self.config.unmatched == "ignore"
++ self.config.unmatched != "warn"
 tests/linen/test_with_policy.py::test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed
 
 # NNX.
