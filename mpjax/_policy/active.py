@@ -1,4 +1,4 @@
-"""The active state while a model runs under a policy, what an audit notes, `full_precision`."""
+"""The state that is active while a model runs under a policy; audit records; `full_precision`."""
 
 import contextlib
 import dataclasses
@@ -18,36 +18,38 @@ from mpjax._policy.policy import Policy
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, Rule
 
 AUDIT = jax.make_user_context(None)
-"""The record of the audit that traces in this thread; None outside of one."""
+"""The `AuditRecord` of the audit that traces in this thread; None outside of an audit."""
 
 AUTOCAST = jax.make_user_context(None)
 """The low-precision compute dtype of the `autocast` function that is being traced; None if none."""
 
 EVERY: frozenset[Class] = frozenset({object})
-"""In `Active.casting`: modules of all classes are called in their compute dtype."""
+"""A value of `Active.casting`: modules of all classes are called in their compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Active:
   """The active state inside a call. Equal states give equal jaxprs. Linen's has more fields.
 
-  It has few distinct values in a model, since each one costs a trace of every small jitted function
-  of `jax.numpy`: neither the module nor its path is part of it.
+  Each distinct state costs a trace of every small jitted function of `jax.numpy`. So neither the
+  module that is called nor its path is part of it.
 
   Fields:
-    around: the policy of the module being called, as the modules inside inherit it.
-    entered: a module has been entered: the policy began further out.
-    tracing: the call is part of one that is traced and will be rewritten.
-    region: what marks the operations of the module being called.
-    casting: the classes of modules that raise in float32 and are called in their compute dtype;
-      `EVERY` inside of one.
+    around: the policy of the module that is called, as the modules inside inherit it.
+    entered: whether a module has been entered, so that the policy began further out.
+    tracing: whether the call is traced, and will be rewritten.
+    region: the mark on the operations of the module that is called.
+    casting: classes of modules that raise in float32, and are called in their compute dtype. Inside
+      such a module it is `EVERY`.
     keeping: names of the classes of modules whose own `dtype` has to reach a kernel.
-    keeps_dtypes: no own `dtype` is replaced: the module, or one around it, is of such a class.
-    as_python: the paths of modules that run as Python, since they look at values.
-    in_region: it is the state inside of `mpjax.full_precision` or `mpjax.low_precision`, where no
+    keeps_dtypes: whether the module, or one around it, is of a class in `keeping`. Then no own
+      `dtype` is replaced.
+    as_python: the paths of modules that run as Python, because they look at values.
+    in_region: whether the call is inside `mpjax.full_precision` or `mpjax.low_precision`, where no
       policy is active.
-    in_low_precision: it is that of the latter.
+    in_low_precision: whether it is inside `mpjax.low_precision`.
     failed: where to note the class of a module that raises.
+    token: the scope of `mpjax.policy_scope` that was entered last, or None.
   """
 
   around: ModulePolicy = NO_POLICY
@@ -64,24 +66,27 @@ class Active:
   token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 
   def __hash__(self) -> int:
-    return hash(self.region)  # A hash of every field takes longer.
+    return hash(self.region)  # It is faster than a hash of all fields.
 
 
 NUMBERS = 1024
-"""How many active states have a number. A function is traced again in a state that lost its own."""
+"""How many active states have a number. In a state that has lost its number, functions are traced
+again."""
 
 
 class _Number(int):
-  # An active state, as JAX compares it: equal states have one number. JAX looks for a compiled
-  # function in a table of C++, without a lock. Python code that compares or hashes there lets
-  # another thread change the table, and the process crashes: int has none.
+  """The number of an active state. Equal states have the same."""
+
+  # JAX has it in the keys of its cache of compiled functions, a table of C++ that has no lock. If
+  # Python code compared or hashed keys, another thread could change the table meanwhile, and the
+  # process would crash. Those of an int are not Python code.
   state: Active
 
 
 class _ActiveState:
-  """The active state of each thread; a `with` block of a call sets it."""
+  """The active state of each thread, which a `with` block sets."""
 
-  # The one mechanism JAX has for a value that is part of every jit cache key.
+  # A user context is the only value of a user that JAX has in every key of the cache of jit.
   _number = jax.make_user_context(None)
 
   @property
@@ -98,7 +103,7 @@ class _ActiveState:
 
 
 _numbers = itertools.count()
-# One that is forgotten is never given again.
+# A number that was dropped from the cache is not used again.
 _number_of = functools.lru_cache(maxsize=NUMBERS)(lambda *_: next(_numbers))
 
 ACTIVE = _ActiveState()
@@ -111,18 +116,18 @@ def in_region() -> bool:
 
 @dataclasses.dataclass(eq=False)
 class ScopeToken:
-  """A scope that a user has entered, in one thread, and may leave in any order."""
+  """A scope that a thread has entered. Scopes may be left in any order."""
 
-  before: Active | None  # the state that it found
-  opened: contextlib.ExitStack  # what to close with it
-  reached: ModuleRecord | None = None  # the modules that run under it; None if it has no effect
+  before: Active | None  # the state that was active before
+  opened: contextlib.ExitStack  # contexts to close with the scope
+  reached: ModuleRecord | None = None  # modules that run in it; None if it has no effect
   has_inner: bool = False  # whether another scope was entered inside
   left: bool = False
   thread: int = dataclasses.field(default_factory=threading.get_ident)
 
 
 class AuditedModule(NamedTuple):
-  """A module that was called under a policy, which overrules its `own_dtype`: `ModulePolicy`."""
+  """A module that was called under a policy, see `ModulePolicy`. The policy beats `own_dtype`."""
 
   name: str
   policy: Policy | None
@@ -133,14 +138,15 @@ class AuditedModule(NamedTuple):
 
 
 class AuditRecord:
-  """What is noted while a function is traced for an audit.
+  """Notes of a function that is traced for an audit.
 
-  It is equal to nothing but itself, so that every jitted function is traced again, with its marks.
+  A record equals only itself, so every jitted function is traced again, with its marks.
 
   Attributes:
     modules: the modules by path.
-    rules: how many modules each rule picked; `hidden` those that an earlier rule picked instead.
-    uses: "autocast", whose arguments take the dtype of what they meet, and "loss scale".
+    rules: how many modules each rule picked.
+    hidden: how many modules each rule matched that an earlier rule picked.
+    uses: "autocast" and "loss scale", if the function uses them.
   """
 
   def __init__(self) -> None:
@@ -163,25 +169,25 @@ class AuditRecord:
 R = TypeVar("R")
 
 SCOPE = "mpjax.full_precision"
-"""The named scope by which autocast knows the region."""
+"""The named scope that marks the region for autocast."""
 
 
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   """Returns `fn` as a region that neither autocast nor a policy enters.
 
-  Everything inside runs in the dtypes in which it is written, also where a policy or an autocast is
-  given inside. Under a policy float16 and bfloat16 arguments come in as float32. The results are
+  Operations inside run in the dtypes in which they are written. A policy or an autocast inside has
+  no effect. Under a policy, float16 and bfloat16 arguments are cast to float32. The results are
   float32, and their consumers choose their own dtypes.
 
   Args:
-    fn: any function of trees of arrays. NNX modules and variables among its arguments are passed as
-      they are, and so are containers that hold nothing in 16 bits: what is written to them stays.
+    fn: any function of trees of arrays. NNX modules and variables are passed as they are, and so
+      are containers without 16-bit arrays. So `fn` can write to them.
 
   Returns:
     A function with the signature of `fn`.
 
   Raises:
-    MpjaxTypeError: `fn` is no function, or a Linen model without variables.
+    MpjaxTypeError: `fn` is not a function, or is a Linen model without variables.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> @mpjax.full_precision
