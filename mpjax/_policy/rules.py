@@ -33,7 +33,7 @@ class Rule:
     where: a predicate that is called with every bound module of the model. Define it once, outside
       of the step. A lambda that is created in each step is a new predicate, and the step is traced
       again.
-    rewrite: whether operations are rewritten. With False the arguments of the module and its
+    rewrite: whether operations are rewritten. With False floating arguments of the module and its
       `dtype` are in the compute dtype, and its code runs as it is written.
 
   Raises:
