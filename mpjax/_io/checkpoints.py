@@ -4,7 +4,7 @@ The target says which dtype, shape and sharding each leaf has, and how masters a
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from mpjax._core.leaves import (
   check_leaves,
   convert,
   is_key,
+  is_nnx_variable,
   misfit,
   path_text,
   put,
@@ -163,6 +164,11 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   Masters of `mpjax.master_weights` may have been saved in the other `storage`. They are converted,
   bit for bit, if their parameters are in the same tree.
 
+  Save models and optimizers of Flax NNX as plain dicts, `nnx.to_pure_dict(nnx.state(model))`. Pass
+  the same of new ones as the target, and write the result to them with `nnx.update`, as in the
+  second example. Modules and an `nnx.State` may be saved and restored, too. But their paths have
+  one name more, "value", so that a plain dict does not fit them.
+
   Args:
     target: the tree that is wanted, of arrays or of `jax.ShapeDtypeStruct` (`jax.eval_shape`).
     restored: what was saved, or the path of an Orbax checkpoint, a str or an `os.PathLike`.
@@ -187,6 +193,19 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   >>> target = {"w": jnp.zeros(2, jnp.bfloat16), "b": jnp.zeros(1, jnp.float32)}
   >>> mpjax.checkpoints.restore_like(target, saved, cast=True)["w"]
   Array([1, 1], dtype=bfloat16)
+
+  >>> import optax
+  >>> from flax import nnx
+  >>> def begin(seed):
+  ...   model = nnx.Linear(2, 1, rngs=nnx.Rngs(seed))
+  ...   return model, nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(1e-3)), wrt=nnx.Param)
+  >>> saved = mpjax.checkpoints.to_arrays(nnx.to_pure_dict(nnx.state(begin(0))))
+  >>> model, optimizer = begin(1)
+  >>> target = nnx.to_pure_dict(nnx.state((model, optimizer)))
+  >>> restored = mpjax.checkpoints.restore_like(target, saved)
+  >>> nnx.update((model, optimizer), nnx.State(restored))
+  >>> bool((model.kernel[...] == saved["0/kernel"]).all())
+  True
   """
   expected = _expected_leaves(target)
   path = _checkpoint_path(restored)
@@ -339,24 +358,45 @@ def _match(target: PyTree, expected: _Expected, restored: PyTree, cast: bool) ->
       raise same_path(_WHERE, path)
     leaves[path] = x
   _refuse_other_configuration(target, leaves)
-  _refuse_other_paths(expected, leaves)
+  _refuse_other_paths(target, expected, leaves)
   _refuse_misfits(expected, leaves, cast)
   return leaves
 
 
-def _refuse_other_paths(expected: _Expected, leaves: Mapping[str, Leaf]) -> None:
+def _refuse_other_paths(target: PyTree, expected: _Expected, leaves: Mapping[str, Leaf]) -> None:
   """Raises if a leaf of the target is missing from `leaves`, or if there are others."""
-  problems = [f"nothing at {path or 'the root'}" for path in expected if path not in leaves]
-  problems += [f"an extra leaf at {path or 'the root'}" for path in leaves if path not in expected]
+  missing = [path for path in expected if path not in leaves]
+  extra = [path for path in leaves if path not in expected]
+  problems = [f"nothing at {path or 'the root'}" for path in missing]
+  problems += [f"an extra leaf at {path or 'the root'}" for path in extra]
   if problems:
     raise MpjaxValueError(
       _WHERE,
       expected="the leaves of target and no others",
       got=listed(problems),
-      fix="Build target as the state was when it was saved, or read the checkpoint first, "
-      "StandardCheckpointer().restore(path): then pass a part of it, restored['params'], or add "
-      "what is missing.",
+      fix=_advice_on_paths(target, missing, extra),
     )
+
+
+def _advice_on_paths(target: PyTree, missing: Sequence[str], extra: Sequence[str]) -> str:
+  """Returns what to do about paths of the target that are missing, and about others."""
+  # A variable of NNX has its array at "value"; `nnx.to_pure_dict` has no variables.
+  has_variables = any(map(is_nnx_variable, jax.tree.leaves(target, is_leaf=is_nnx_variable)))
+  if has_variables and any(f"{path}/value" in missing for path in extra):
+    return (
+      "What was saved has no variables of Flax NNX: pass nnx.to_pure_dict(nnx.state(model)) as "
+      "target, and write the result with nnx.update(model, nnx.State(result))."
+    )
+  if any(f"{path}/value" in extra for path in missing):
+    return (
+      "What was saved has variables of Flax NNX: pass nnx.state(model) as target, without "
+      "nnx.to_pure_dict, and write the result with nnx.update(model, result)."
+    )
+  return (
+    "Build target as the state was when it was saved, or read the checkpoint first, "
+    "StandardCheckpointer().restore(path): then pass a part of it, restored['params'], or add "
+    "what is missing."
+  )
 
 
 def _refuse_misfits(expected: _Expected, leaves: Mapping[str, Leaf], cast: bool) -> None:
@@ -368,7 +408,7 @@ def _refuse_misfits(expected: _Expected, leaves: Mapping[str, Leaf], cast: bool)
       _WHERE,
       expected="leaves of the dtype and shape of target",
       got=listed([f"{misfits[path]} at {path or 'the root'}" for path in wrong]),
-      fix=_advice([(leaves[path], expected[path]) for path in wrong]),
+      fix=_advice_on_leaves([(leaves[path], expected[path]) for path in wrong]),
     )
 
 
@@ -378,7 +418,7 @@ def _resolve(name: str, x: Leaf, expected: _Expected) -> tuple[str, Leaf]:
   return path, as_array(x, expected[path]) if path in expected else x
 
 
-def _advice(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
+def _advice_on_leaves(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
   """Returns what to do about leaves that do not fit, each beside the one that was expected."""
   if all(is_floating(x) and is_floating(want) and x.shape == want.shape for x, want in pairs):
     return (

@@ -288,6 +288,58 @@ def test_a_broken_scale_is_the_same_error_of_nnx(form):
   misfit(target, broken, "nan", "restore another checkpoint", expected, OF_RESTORED, cast=False)
 
 
+def begun_nnx(seed):
+  """Returns a model and its optimizer."""
+  model = nnx.Linear(2, 1, rngs=nnx.Rngs(seed))
+  tx = mpjax.loss_scaling(optax.sgd(0.1, momentum=0.9))
+  return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def step_nnx(model, optimizer):
+  loss_fn = lambda model: jnp.sum(model(jnp.ones((3, 2))) ** 2)  # noqa: E731
+  _, grads = mpjax.value_and_grad(loss_fn, optimizer)(model)
+  optimizer.update(model, grads)
+
+
+def pure_dict(modules):
+  return nnx.to_pure_dict(nnx.state(modules))
+
+
+@pytest.mark.parametrize("part", [lambda new: new, lambda new: new[0], lambda new: new[1]])
+@pytest.mark.parametrize(
+  ("form", "through"),
+  # Flax cannot write an `nnx.State` as msgpack.
+  [*((pure_dict, each) for each in FORMATS), (nnx.state, orbax_path), (nnx.state, npz)],
+)
+def test_a_model_and_an_optimizer_of_nnx_go_on(form, through, part, tmp_path):
+  old, new = begun_nnx(0), begun_nnx(1)
+  step_nnx(*old)
+  saved = through(form(part(old)), tmp_path / "state")
+  restored = restore_like(form(part(new)), saved)
+  nnx.update(part(new), nnx.State(restored))
+  assert bits(pure_dict(part(new))) == bits(pure_dict(part(old)))
+  if part(old) is old:
+    step_nnx(*old)
+    step_nnx(*new)
+    assert bits(pure_dict(new)) == bits(pure_dict(old))
+
+
+@KINDS
+def test_a_pure_dict_does_not_fit_the_variables_of_nnx(through, tmp_path):
+  model, _ = begun_nnx(0)
+  saved, missing = through(pure_dict(model), tmp_path / "pure"), "nothing at kernel/value"
+  for target in (model, nnx.state(model)):
+    fix = "pass nnx.to_pure_dict(nnx.state(model)) as target"
+    misfit(target, saved, missing, fix, LEAVES, cast=False)
+  for name, variables in (("module", model), ("state", nnx.state(model))):
+    extra, fix = "an extra leaf at kernel/value", "pass nnx.state(model) as target"
+    saved = npz(variables, tmp_path / name)
+    misfit(pure_dict(model), saved, extra, fix, LEAVES, cast=False)
+  # A key of that name is no variable.
+  plain = {"w": {"value": jnp.ones(2)}}
+  misfit(plain, through(W, tmp_path / "plain"), "nothing at w/value", "Build target", LEAVES)
+
+
 def with_scale(opt_state, scale):
   ((label, state),) = opt_state.loss_scale.items()
   return opt_state._replace(loss_scale={label: state._replace(scale=jnp.asarray(scale))})
