@@ -11,7 +11,7 @@ from mpjax._core.errors import MpjaxTypeError, check_call, check_flag, check_typ
 from mpjax._core.frameworks import framework_of
 from mpjax._core.leaves import is_nnx_variable, path_text
 from mpjax._core.trees import is_array_like
-from mpjax._core.types import Array, OptState, Params, PyTree
+from mpjax._core.types import Array, Class, Leaf, OptState, Params, PyTree
 from mpjax._optim.checks import refuse_integers
 from mpjax._optim.loss_scale import LossScalingState, OwnedScale, find_scale, scales_in
 from mpjax._optim.masters import MasterWeightsState, master_params
@@ -78,17 +78,16 @@ class TrainState(NamedTuple):
       MpjaxTypeError: one of these is something else, or `tx` is not `loss_scaling` of one loss.
     """
     where = "mpjax.TrainState.create"
-    _check_arguments(params, tx, rng, where)
+    _check_optimizer(tx, where)
+    _check_trained(params, f"{where}(params)")
+    _check_rng(rng, f"{where}(rng)")
     check_flag(ema, f"{where}(ema)")
     params = jax.tree.map(strong, params)
     opt_state = tx.init(params)
     own_scale(opt_state, f"{where}(tx)")
     average = float32_view(trained_params(params, opt_state)) if ema else ()
     state = cls(jnp.zeros((), jnp.int32), params, opt_state, model_state, average, rng)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    if wrong := [f"{kind_of(x)} at {path_text(p)}" for p, x in leaves if not is_array_like(x)]:
-      fix = "Of Equinox pass equinox.partition(model, equinox.is_inexact_array)[0]."
-      raise MpjaxTypeError(where, expected="arrays alone, for jit", got=listed(wrong), fix=fix)
+    _check_arrays(state, where)
     return place_like(params, jax.tree.map(lambda x: jnp.copy(strong(x)), state))
 
 
@@ -114,33 +113,72 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   return scales[0]
 
 
-def _check_arguments(params: Params, tx: object, rng: Array | None, call: str) -> None:
+def _check_optimizer(tx: object, call: str) -> None:
+  """Raises unless `tx` is a transformation of optax."""
   expected = "the optimizer, an optax transformation"
   fix = "Write mpjax.TrainState.create(params, tx), with what loss_scaling returned, not its state."
   check_type(tx, optax.GradientTransformation, f"{call}(tx)", expected=expected, fix=fix)
-  # What nobody trains, among what is trained: collections of Linen, and models and variables of
-  # NNX. Only nnx.Param is known to be trained, so a tree of other variables alone is left to the
-  # caller.
-  fix = 'Pass variables["params"], and the other collections as model_state.'
-  got = kind_of(params) if params is None or framework_of(params) == "Linen" else ""
-  if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
-    got = f"all variables, with the collections {sorted(map(str, params))}"
-  is_nnx = lambda x: is_nnx_variable(x) or framework_of(x) == "NNX"  # noqa: E731
-  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_nnx)
-  kinds = [(type(x), path_text(path) or "the root") for path, x in leaves if is_nnx(x)]
-  is_param = lambda kind: any(base.__name__ == "Param" for base in kind.__mro__)  # noqa: E731
-  others = [f"{kind.__name__} at {path}" for kind, path in kinds if not is_param(kind)]
-  if any(framework_of(kind) == "NNX" for kind, _ in kinds) or 0 < len(others) < len(kinds):
+
+
+def _check_trained(params: Params, where: str) -> None:
+  """Raises unless all of `params` can be trained, and is meant to be as far as its types tell."""
+  _refuse_nnx_objects(params, where)
+  _refuse_collections(params, where)
+  refuse_integers(params, where)
+
+
+def _refuse_nnx_objects(params: Params, where: str) -> None:
+  """Raises for a model of NNX, and for its parameters together with other variables."""
+  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_nnx)
+  kinds = [(type(x), path_text(path) or "the root") for path, x in leaves if _is_nnx(x)]
+  has_model = any(framework_of(kind) == "NNX" for kind, _ in kinds)
+  others = [f"{kind.__name__} at {path}" for kind, path in kinds if not _is_param(kind)]
+  # Only nnx.Param is known to be trained. A tree of other variables alone is left to the caller.
+  is_mixed = 0 < len(others) < len(kinds)
+  if has_model or is_mixed:
     got = f"objects of NNX with {listed(others)}"
     fix = "graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes a model apart: pass "
     fix += "nnx.as_pure(params), and nnx.as_pure(rest) as model_state."
-  if got:
-    expected = "the parameters alone: weight decay would act on running statistics too"
-    raise MpjaxTypeError(f"{call}(params)", expected=expected, got=got, fix=fix)
-  refuse_integers(params, f"{call}(params)")
+    raise _not_alone(where, got, fix)
+
+
+def _is_nnx(x: Leaf) -> bool:
+  return is_nnx_variable(x) or framework_of(x) == "NNX"
+
+
+def _is_param(kind: Class) -> bool:
+  return any(base.__name__ == "Param" for base in kind.__mro__)
+
+
+def _refuse_collections(params: Params, where: str) -> None:
+  """Raises for a model of Linen, and for all its variables."""
+  fix = 'Pass variables["params"], and the other collections as model_state.'
+  if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
+    got = f"all variables, with the collections {sorted(map(str, params))}"
+    raise _not_alone(where, got, fix)
+  if params is None or framework_of(params) == "Linen":
+    raise _not_alone(where, kind_of(params), fix)
+
+
+def _not_alone(where: str, got: str, fix: str) -> MpjaxTypeError:
+  expected = "the parameters alone: weight decay would act on running statistics too"
+  return MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+
+
+def _check_rng(rng: object, where: str) -> None:
+  """Raises unless `rng` is None or one PRNG key, typed or raw."""
   dtype, shape = getattr(rng, "dtype", None), getattr(rng, "shape", ())
   is_raw = dtype == jnp.uint32 and len(shape) == 1
-  is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-  if rng is not None and not is_raw and not is_key:
+  is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+  if rng is not None and not is_raw and not is_typed:
     fix = "Pass jax.random.key(0); each step folds its own key from it."
-    raise MpjaxTypeError(f"{call}(rng)", expected="one PRNG key", got=kind_of(rng), fix=fix)
+    raise MpjaxTypeError(where, expected="one PRNG key", got=kind_of(rng), fix=fix)
+
+
+def _check_arrays(state: PyTree, where: str) -> None:
+  """Raises unless all leaves of a state are arrays."""
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  wrong = [f"{kind_of(x)} at {path_text(path)}" for path, x in leaves if not is_array_like(x)]
+  if wrong:
+    fix = "Of Equinox pass equinox.partition(model, equinox.is_inexact_array)[0]."
+    raise MpjaxTypeError(where, expected="arrays alone, for jit", got=listed(wrong), fix=fix)
