@@ -4,7 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Hashable, Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, flax_errors, listed
 from mpjax._core.leaves import is_key, path_text
 from mpjax._core.trees import check_alike, is_inexact
-from mpjax._core.types import Array, Grads, Leaf, Params, PyTree
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, Params, PyTree
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import inner_jaxprs, walk
@@ -35,62 +35,88 @@ OUR_METRICS = frozenset(
 """The names that a loss function leaves to the step."""
 
 
+class TracedLoss(NamedTuple):
+  """A loss function after its only call."""
+
+  function: LossFn  # jitted, and JAX keeps the trace
+  jaxpr: ClosedJaxpr
+  unchanged: PyTree  # for each leaf of the model state, whether it is returned as it was given
+
+
 def trace_loss(
   loss_fn: LossFn, params: Params, model_state: PyTree, batch: PyTree, rng: Array | None
-) -> tuple[LossFn, ClosedJaxpr, PyTree]:
-  """Returns `loss_fn` traced, its jaxpr, and which leaves of the model state it leaves alone."""
+) -> TracedLoss:
+  """Returns `loss_fn` traced. The step differentiates, reads and runs that one trace."""
 
   @functools.wraps(loss_fn)
   def checked(params: Params, model_state: PyTree, batch: PyTree, rng: Array | None) -> PyTree:
-    where = "mpjax.make_train_step(loss_fn)"
-    try:
-      out = loss_fn(params, model_state, batch, rng)
-    except (*REFUSALS, *flax_errors()) as error:
-      options = {"model_state=": not jax.tree.leaves(model_state), "rng=": rng is None}
-      absent = " and ".join(name for name, is_absent in options.items() if is_absent)
-      of_state = f"; TrainState.create made this state without {absent}" if absent else ""
-      call = "mpjax.make_train_step calls loss_fn(params, model_state, batch, rng)"
-      error.add_note(f"{call}{of_state}.")
-      raise
-    aux: PyTree = out[1] if isinstance(out, tuple) and len(out) == 2 else None
-    if not (isinstance(aux, tuple) and len(aux) == 2 and isinstance(aux[1], Mapping)):
-      expected = "it to return (loss, (model_state, metrics)) with a dict of metrics"
-      fix = "Return (loss, ((), {})) if there is no model state and nothing to report."
-      got = str(jax.tree.map(jax.typeof, out))
-      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-    bad = [name for name in aux[1] if not isinstance(name, str) or name in OUR_METRICS]
-    if bad:
-      expected, fix = "other names than ours, and strings", "Rename them: ours are in that dict."
-      raise MpjaxValueError(f"{where}: metrics", expected=expected, got=str(bad), fix=fix)
-    expected = "the structure, shapes and dtypes that it was given"
-    fix = "Return the entire new state, cast to the dtypes of the old one."
-    check_alike(aux[0], model_state, f"{where}: model_state", expected=expected, fix=fix)
-    # Here, since JAX itself takes only arrays, and one result has to come before the state's.
-    check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
+    out = _call_loss(loss_fn, params, model_state, batch, rng)
+    _check_result(out, model_state)
     return out
 
-  # JAX keeps the trace: the step differentiates, looks at and runs what it has called once.
-  traced = jax.jit(checked)
-  jaxpr = traced.trace(params, model_state, batch, rng).jaxpr
-  # Leaves of the arguments are those of params, then of model_state; of the results, the loss comes
-  # first.
+  function = jax.jit(checked)
+  jaxpr = function.trace(params, model_state, batch, rng).jaxpr
+  return TracedLoss(function, jaxpr, _unchanged_leaves(jaxpr, params, model_state))
+
+
+def _call_loss(
+  loss_fn: LossFn, params: Params, model_state: PyTree, batch: PyTree, rng: Array | None
+) -> PyTree:
+  """Returns what `loss_fn` does; its errors get a note of how it was called."""
+  try:
+    return loss_fn(params, model_state, batch, rng)
+  except (*REFUSALS, *flax_errors()) as error:
+    options = {"model_state=": not jax.tree.leaves(model_state), "rng=": rng is None}
+    absent = " and ".join(name for name, is_absent in options.items() if is_absent)
+    of_state = f"; TrainState.create made this state without {absent}" if absent else ""
+    call = "mpjax.make_train_step calls loss_fn(params, model_state, batch, rng)"
+    error.add_note(f"{call}{of_state}.")
+    raise
+
+
+def _check_result(out: PyTree, model_state: PyTree) -> None:
+  """Raises unless a loss function has returned `(loss, (model_state, metrics))`."""
+  where = "mpjax.make_train_step(loss_fn)"
+  aux: PyTree = out[1] if isinstance(out, tuple) and len(out) == 2 else None
+  if not (isinstance(aux, tuple) and len(aux) == 2 and isinstance(aux[1], Mapping)):
+    expected = "it to return (loss, (model_state, metrics)) with a dict of metrics"
+    fix = "Return (loss, ((), {})) if there is no model state and nothing to report."
+    got = str(jax.tree.map(jax.typeof, out))
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  new_state, metrics = aux
+  bad = [name for name in metrics if not isinstance(name, str) or name in OUR_METRICS]
+  if bad:
+    expected, fix = "other names than ours, and strings", "Rename them: ours are in that dict."
+    raise MpjaxValueError(f"{where}: metrics", expected=expected, got=str(bad), fix=fix)
+  expected = "the structure, shapes and dtypes that it was given"
+  fix = "Return the entire new state, cast to the dtypes of the old one."
+  check_alike(new_state, model_state, f"{where}: model_state", expected=expected, fix=fix)
+  # Without this check JAX would raise for a loss that is no array, and `_unchanged_leaves` would
+  # count wrong for one of several arrays.
+  check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
+
+
+def _unchanged_leaves(jaxpr: ClosedJaxpr, params: Params, model_state: PyTree) -> PyTree:
+  """Returns, for each leaf of the model state, whether the loss function returns it as it was."""
+  # The arguments of the jaxpr are the leaves of `params`, then of `model_state`. Its results are
+  # the loss, then the leaves of the new model state.
   leaves, structure = jax.tree.flatten(model_state)
   graph, before = Graph(jaxpr), len(jax.tree.leaves(params))
   unchanged = [graph.results[1 + i] is graph.arguments[before + i] for i in range(len(leaves))]
-  return traced, jaxpr, structure.unflatten(unchanged)
+  return structure.unflatten(unchanged)
 
 
 def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
   """Warns if a dynamic scale protects no float16."""
-  # A jaxpr says nothing of how the rules of `jax.custom_vjp` compute in it, nor of the inside of a
-  # primitive that this version does not know.
+  # A jaxpr does not show how the rules of a `jax.custom_vjp` compute, nor what is inside of a
+  # primitive that this version does not know. Either may be in float16.
   for eqn in walk(jaxpr):
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     in_float16 = any(getattr(aval, "dtype", None) == jnp.float16 for aval in avals)
     if in_float16 or inner_jaxprs(eqn) is None or facts_of(eqn).holds is Holds.CUSTOM_VJP:
       return
-  # Between the user's call and this one are JAX's, as many as there are: the line to change is that
-  # of the function.
+  # The number of JAX's frames between the user's call and this one varies. So the warning shows the
+  # line of the loss function.
   code = getattr(inspect.unwrap(loss_fn), "__code__", warn_without_float16.__code__)
   warnings.warn_explicit(
     "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "
@@ -106,77 +132,139 @@ IntegerState: TypeAlias = Literal["sum", "same"] | Mapping[str, Literal["sum", "
 """How integers of the model state are combined: all alike, or by path."""
 
 
+class LossResults(NamedTuple):
+  """The results of a loss function for a batch or a micro-batch."""
+
+  loss: Array
+  model_state: PyTree
+  metrics: Metrics
+  grads: Grads  # scaled, and at least float32
+
+
+class BatchGradients(NamedTuple):
+  """The results of a loss function for the batch of a step, the same on all devices."""
+
+  loss: Array
+  model_state: PyTree
+  metrics: Metrics
+  grads: Grads  # scaled, and at least float32
+  watched: PyTree  # what has to be finite beside the gradients: the loss, and the new model state
+
+
 def batch_gradients(
   loss_fn: LossFn,
   state: TrainState,
   batch: PyTree,
   rng: Array | None,
+  *,
   micro_batches: int,
   axes: tuple[Hashable, ...],
   integer_state: IntegerState,
-) -> tuple[Array, PyTree, Metrics, Grads, PyTree]:
-  """Returns loss, model state, metrics and scaled float32 gradients of a batch.
-
-  And what has to be finite: the new model state, with 0 for what was there before the batch.
-  """
+) -> BatchGradients:
+  """Returns loss, model state, metrics and gradients of a batch, over micro-batches and devices."""
   params, vary = localise(state.params, axes)
-  dynamic = own_scale(state.opt_state, "").dynamic
-  seen = []  # Whether leaves of the model state are returned as they were given.
+  local = state._replace(params=params, model_state=vary(state.model_state))
+  # A trace says which leaves of the model state are unchanged. A scan cannot return that.
+  unchanged: list[PyTree] = []
 
-  def run(model_state: PyTree, batch: PyTree, rng: Array | None) -> tuple[PyTree, ...]:
-    traced, jaxpr, unchanged = trace_loss(loss_fn, params, model_state, batch, rng)
-    seen.append(unchanged)
-    if dynamic:
-      warn_without_float16(loss_fn, jaxpr)
+  def evaluate(model_state: PyTree, batch: PyTree, rng: Array | None) -> LossResults:
+    traced = trace_loss(loss_fn, params, model_state, batch, rng)
+    unchanged.append(traced.unchanged)
+    if own_scale(state.opt_state, "").dynamic:
+      warn_without_float16(loss_fn, traced.jaxpr)
+    return _differentiate(
+      traced.function, local._replace(model_state=model_state), batch, rng, vary
+    )
 
-    def own_loss(*args: PyTree) -> tuple[Array, tuple[PyTree, Metrics]]:
-      # A loss that loss_fn has reduced is one number for all devices: differentiated as such, each
-      # would get its share of the gradient, and the mean below would divide that once more.
-      loss, aux = traced(*args)
-      return vary(loss), aux
-
-    differentiate = value_and_grad(own_loss, state.opt_state, has_aux=True)
-    (loss, (new, metrics)), grads = differentiate(params, model_state, batch, rng)
-    metrics = jax.tree.map(_metric, metrics)
-    new = jax.tree.map(strong, new)
-    return at_least_float32(loss), vary(new), metrics, jax.tree.map(at_least_float32, grads)
-
-  model_state = vary(state.model_state)
   if micro_batches == 1:
-    loss, model_state, metrics, grads = run(model_state, batch, rng)
+    result = evaluate(local.model_state, batch, rng)
   else:
-
-    def body(carry: tuple[PyTree, Grads], xs: tuple[Array, PyTree]) -> tuple[PyTree, PyTree]:
-      (model_state, total), (index, micro_batch) = carry, xs
-      key = None if rng is None else jax.random.fold_in(rng, index)
-      loss, model_state, metrics, grads = run(model_state, micro_batch, key)
-      return (model_state, jax.tree.map(jnp.add, total, grads)), (loss, metrics)
-
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(at_least_float32(p)), params)
-    # Row i goes to micro-batch i % micro_batches: what is divided over devices stays where it is.
-    cut = lambda x: x.reshape(x.shape[0] // micro_batches, micro_batches, *x.shape[1:])  # noqa: E731
-    parts = jax.tree.map(lambda x: jnp.moveaxis(cut(x), 1, 0), batch)
-    (model_state, total), (losses, each) = jax.lax.scan(
-      body, (model_state, zeros), (jnp.arange(micro_batches), parts)
-    )
-    grads = jax.tree.map(lambda t: t / micro_batches, total)
-    loss = jnp.mean(losses)
-    metrics = jax.tree.map(
-      lambda x: jnp.mean(x, axis=0) if is_inexact(x) else jnp.sum(x, axis=0, dtype=x.dtype), each
-    )
-  unchanged = seen[-1]
+    result = _accumulate(evaluate, local, batch, rng, micro_batches)
   if axes:
-    mean = functools.partial(jax.lax.pmean, axis_name=axes)
-    model_state = common_state(model_state, state.model_state, unchanged, axes, integer_state)
-    metrics = jax.tree.map(lambda x: mean(x) if is_inexact(x) else jax.lax.psum(x, axes), metrics)
-    loss, grads = mean(loss), jax.tree.map(mean, grads)
-  watched = jax.tree.map(_watched, model_state, state.model_state, unchanged)
-  return loss, model_state, metrics, stored_first(grads), watched
+    model_state = common_state(
+      result.model_state, state.model_state, unchanged[-1], axes, integer_state
+    )
+    result = _averaged(result._replace(model_state=model_state), axes)
+  changed = jax.tree.map(_changed_numbers, result.model_state, state.model_state, unchanged[-1])
+  grads = stored_first(result.grads)
+  return BatchGradients(
+    result.loss, result.model_state, result.metrics, grads, (result.loss, changed)
+  )
 
 
-def _watched(new: Array, old: Array, unchanged: bool) -> Leaf:
-  """Returns what has to be finite of a leaf of the model state."""
-  return 0 if unchanged or not is_inexact(new) else unless_there_before(new, old)
+def _differentiate(
+  loss_fn: LossFn,
+  state: TrainState,
+  batch: PyTree,
+  rng: Array | None,
+  vary: Callable[[PyTree], PyTree],
+) -> LossResults:
+  """Returns the results of a loss function for one batch on one device."""
+
+  def own_loss(*args: PyTree) -> tuple[Array, tuple[PyTree, Metrics]]:
+    # A loss that loss_fn has averaged over devices is one number for all. Differentiated as such it
+    # would give each device its share of the gradient, and the mean over devices would divide that
+    # once more.
+    loss, aux = loss_fn(*args)
+    return vary(loss), aux
+
+  differentiate = value_and_grad(own_loss, state.opt_state, has_aux=True)
+  (loss, (new, metrics)), grads = differentiate(state.params, state.model_state, batch, rng)
+  metrics = jax.tree.map(_metric, metrics)
+  new = jax.tree.map(strong, new)
+  loss, new = at_least_float32(loss), vary(new)
+  return LossResults(loss, new, metrics, jax.tree.map(at_least_float32, grads))
+
+
+def _accumulate(
+  evaluate: Callable[[PyTree, PyTree, Array | None], LossResults],
+  state: TrainState,
+  batch: PyTree,
+  rng: Array | None,
+  micro_batches: int,
+) -> LossResults:
+  """Returns the means over micro-batches, which are evaluated one after the other."""
+
+  def body(carry: tuple[PyTree, Grads], xs: tuple[Array, PyTree]) -> tuple[PyTree, PyTree]:
+    (model_state, total), (index, micro_batch) = carry, xs
+    key = None if rng is None else jax.random.fold_in(rng, index)
+    loss, model_state, metrics, grads = evaluate(model_state, micro_batch, key)
+    return (model_state, jax.tree.map(jnp.add, total, grads)), (loss, metrics)
+
+  def cut(x: Array) -> Array:
+    # Row i goes to micro-batch i % micro_batches: rows that are divided over devices stay there.
+    rows = x.reshape(x.shape[0] // micro_batches, micro_batches, *x.shape[1:])
+    return jnp.moveaxis(rows, 1, 0)
+
+  def combined(x: Array) -> Array:
+    return jnp.mean(x, axis=0) if is_inexact(x) else jnp.sum(x, axis=0, dtype=x.dtype)
+
+  zeros = jax.tree.map(lambda p: jnp.zeros_like(at_least_float32(p)), state.params)
+  start, parts = (state.model_state, zeros), jax.tree.map(cut, batch)
+  (model_state, total), (losses, metrics) = jax.lax.scan(
+    body, start, (jnp.arange(micro_batches), parts)
+  )
+  grads = jax.tree.map(lambda t: t / micro_batches, total)
+  return LossResults(jnp.mean(losses), model_state, jax.tree.map(combined, metrics), grads)
+
+
+def _averaged(result: LossResults, axes: tuple[Hashable, ...]) -> LossResults:
+  """Returns loss, metrics and gradients averaged over devices; integers in metrics are added."""
+  mean = functools.partial(jax.lax.pmean, axis_name=axes)
+
+  def combined(x: Array) -> Array:
+    return mean(x) if is_inexact(x) else jax.lax.psum(x, axes)
+
+  metrics = jax.tree.map(combined, result.metrics)
+  loss, grads = mean(result.loss), jax.tree.map(mean, result.grads)
+  return result._replace(loss=loss, metrics=metrics, grads=grads)
+
+
+def _changed_numbers(new: Array, old: Array, is_unchanged: bool) -> Leaf:
+  """Returns a leaf of the new model state, with 0 for numbers that were there before."""
+  if is_unchanged or not is_inexact(new):
+    return 0
+  return unless_there_before(new, old)
 
 
 def _metric(x: Leaf) -> Array:
@@ -185,15 +273,15 @@ def _metric(x: Leaf) -> Array:
   return x if is_inexact(x) or x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
 
-# What the devices of a mapped axis have in common: parameters before, model state after.
+# Over the devices of a mapped axis: parameters before the loss, model state after it.
 
 
 def localise(
   params: Params, axes: tuple[Hashable, ...]
 ) -> tuple[Params, Callable[[PyTree], PyTree]]:
   """Returns the parameters as each device's own, and a function that does so to other trees."""
-  # Of replicated parameters the gradient that `jax.grad` returns inside of a `shard_map` is already
-  # summed over devices, in the dtype of the matmul. Of a device's own ones it is not.
+  # Inside of a `shard_map` JAX sums the gradients of replicated parameters over devices, in the
+  # dtype of the matmul. Those of a device's own parameters it leaves alone.
   manual = tuple(name for name in axes if name in jax.sharding.get_abstract_mesh().manual_axes)
   if not manual:
     return params, lambda tree: tree
@@ -205,7 +293,7 @@ def localise(
     fix = "Pass them with in_specs=jax.P(); if sharded, use jit over a Mesh, without axis_name."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
   flag = jax.lax.pcast(jnp.asarray(True), manual, to="varying")
-  # Also for what varies already: a scan wants the same from all that it carries.
+  # Values that vary already go through the same operation: a scan wants one type for its carry.
   return local, lambda tree: jax.tree.map(lambda x: jnp.where(flag, x, x), tree)
 
 
@@ -216,24 +304,47 @@ def common_state(
   axes: tuple[Hashable, ...],
   integer_state: IntegerState,
 ) -> PyTree:
-  """Returns the model state that all devices continue with."""
-  # What no device has changed is what it was. Floating leaves are averaged in float32, keys are the
-  # same everywhere, and of integers and booleans `integer_state` says which they are, of the leaf
-  # or of the nearest branch that it is in. "sum" adds what each device has added: a counter that is
-  # set back would go down once for each device.
-  leaves, structure = jax.tree_util.tree_flatten_with_path(new)
-  rules = integer_state if isinstance(integer_state, Mapping) else {"": integer_state}
-  used, common, problems = {""}, list[Array](), list[str]()
-  olds, same = jax.tree.leaves(old), jax.tree.leaves(unchanged)
-  for (path, x), before, is_same in zip(leaves, olds, same, strict=True):
-    text = path_text(path)
-    above = [name for name in rules if not name or f"{text}/".startswith(f"{name}/")]
-    used |= set(above)
-    rule = rules[max(above, key=len)] if above else None
-    if rule is None and not (is_same or is_inexact(x) or is_key(x.dtype)):
-      problems.append(f"nothing about {x.dtype}{list(x.shape)} at {text or 'the root'}")
-    common.append(before if is_same else _combine(x, before, rule, axes))
-  problems += [f"{name!r}, where the state has no leaf" for name in rules if name not in used]
+  """Returns the model state that all devices continue with.
+
+  Leaves that no device has changed stay as they are. Others are combined, integers and booleans by
+  the rule in `integer_state` for the leaf or for the nearest branch that it is in.
+  """
+  rules: _Rules = integer_state if isinstance(integer_state, Mapping) else {"": integer_state}
+  _check_rules(rules, new, unchanged, axes)
+
+  def common(path: KeyPath, x: Array, before: Array, is_unchanged: bool) -> Array:
+    return before if is_unchanged else _combine(x, before, _rule_for(path, rules), axes)
+
+  return jax.tree_util.tree_map_with_path(common, new, old, unchanged)
+
+
+_Rules: TypeAlias = Mapping[str, Literal["sum", "same"] | None]
+"""How integers are combined, by the path of a leaf or a branch; "" is the root."""
+
+
+def _is_inside(path: KeyPath, branch: str) -> bool:
+  """Whether a path is that of a branch, or inside of it."""
+  return branch == "" or f"{path_text(path)}/".startswith(f"{branch}/")
+
+
+def _rule_for(path: KeyPath, rules: _Rules) -> str | None:
+  """Returns the rule for a leaf; None if there is none."""
+  branches = [branch for branch in rules if _is_inside(path, branch)]
+  return rules[max(branches, key=len)] if branches else None
+
+
+def _check_rules(rules: _Rules, new: PyTree, unchanged: PyTree, axes: tuple[Hashable, ...]) -> None:
+  """Raises unless all integers that change have a rule, and all rules have a leaf."""
+  problems: list[str] = []
+  leaves = jax.tree_util.tree_leaves_with_path(new)
+  for (path, x), is_unchanged in zip(leaves, jax.tree.leaves(unchanged), strict=True):
+    needs_rule = not (is_unchanged or is_inexact(x) or is_key(x.dtype))
+    if needs_rule and _rule_for(path, rules) is None:
+      text = path_text(path) or "the root"
+      problems.append(f"nothing about {x.dtype}{list(x.shape)} at {text}")
+  for branch in rules:
+    if branch != "" and not any(_is_inside(path, branch) for path, _ in leaves):
+      problems.append(f"{branch!r}, where the state has no leaf")
   if problems:
     raise MpjaxValueError(
       f"mpjax.make_train_step(axis_name={axes!r}): model_state",
@@ -243,15 +354,19 @@ def common_state(
       fix='Pass integer_state="sum" (the old value and the changes of all devices), '
       'integer_state="same" (devices agree anyway), or a dict from paths ("a/b") to these.',
     )
-  return structure.unflatten(common)
 
 
 def _combine(x: Array, old: Array, rule: str | None, axes: tuple[Hashable, ...]) -> Array:
+  """Returns a leaf of the model state that is the same on all devices."""
   if is_key(x.dtype):
+    # Keys are the same on all devices. The maximum tells JAX so.
     data = jax.lax.pmax(jax.random.key_data(x), axes)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   if is_inexact(x):
     return jax.lax.pmean(at_least_float32(x), axes).astype(x.dtype)
   if x.dtype == jnp.bool_:
     return jax.lax.pmax(x.astype(jnp.int32), axes).astype(jnp.bool_)
-  return old + jax.lax.psum(x - old, axes) if rule == "sum" else jax.lax.pmax(x, axes)
+  if rule == "sum":
+    # The changes are added. A counter that is set back would go down once for each device.
+    return old + jax.lax.psum(x - old, axes)
+  return jax.lax.pmax(x, axes)

@@ -220,10 +220,15 @@ def make_train_step(
     rng = key
     if axes and rng is not None:
       rng = jax.random.fold_in(rng, jax.lax.axis_index(axes))
-    loss, model_state, metrics, grads, watched = batch_gradients(
-      loss_fn, state, batch, rng, micro_batches, axes, integer_state
+    loss, model_state, metrics, grads, forward = batch_gradients(
+      loss_fn,
+      state,
+      batch,
+      rng,
+      micro_batches=micro_batches,
+      axes=axes,
+      integer_state=integer_state,
     )
-    forward = (loss, watched)
     norm = jnp.sqrt(sum_of_squares(jax.tree.leaves(unscale(grads, state.opt_state))))
 
     def apply(params: Params, updates: Updates, opt_state: OptState) -> Params:

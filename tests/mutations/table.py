@@ -254,11 +254,11 @@ tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big
 - t / count.astype(t.real.dtype)
 + t / (count + 1).astype(t.real.dtype)
 
-mpjax/_optim/gradients.py::batch_gradients
+mpjax/_optim/gradients.py::_accumulate
 
 27 micro-batches are added up in the dtype of the parameters
 - jax.tree.map(jnp.add, total, grads)
-+ jax.tree.map(lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, grads, params)
++ jax.tree.map(lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, grads, state.params)
 ::test_sums_are_float32
 
 mpjax/_optim/trees.py::step_or_select
@@ -289,11 +289,11 @@ mpjax/_optim/loss_scaling.py::LossScaling._first_bad
 +   arrays = [jax.lax.pmax(x, self.axis_name) for x in arrays]
 + code = least_nonfinite(arrays, codes, NO_LEAF)
 
-mpjax/_optim/gradients.py::batch_gradients
+mpjax/_optim/gradients.py::_differentiate
 
 33 gradients are averaged over devices in the dtype that they came in
-- return at_least_float32(loss), vary(new), metrics, jax.tree.map(at_least_float32, grads)
-+ return at_least_float32(loss), vary(new), metrics, grads
+- jax.tree.map(at_least_float32, grads)
++ grads
 ::test_sums_are_float32
 
 # Policies.
@@ -429,7 +429,7 @@ tests/integration/test_weight_grads.py::test_one_product_of_half_numbers_into_fl
 
 # Training steps.
 
-mpjax/_optim/gradients.py::batch_gradients
+mpjax/_optim/gradients.py::_differentiate
 
 48 a loss that loss_fn has averaged over devices is differentiated as one number for all
 - return vary(loss), aux
