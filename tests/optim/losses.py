@@ -45,6 +45,12 @@ def quadratic(params: Any, model_state: Any, batch: Any, rng: jax.Array | None) 
   return loss, (model_state, {"worst": jnp.max(jnp.abs(error))})
 
 
+def squares(params: Any, model_state: Any, batch: Any, rng: jax.Array | None) -> Any:
+  # In the dtype of the batch.
+  del rng
+  return jnp.mean((batch @ params.astype(batch.dtype)) ** 2), (model_state, {})
+
+
 def over_devices(
   step: Callable[..., Any], devices: list[Any], **options: Any
 ) -> Callable[..., Any]:

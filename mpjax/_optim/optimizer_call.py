@@ -1,0 +1,62 @@
+"""The call of the optimizer in a training step, whose errors say what the step passes to it."""
+
+from collections.abc import Callable
+
+import jax
+import optax
+
+from mpjax._core.errors import REFUSALS, MpjaxError, MpjaxTypeError, listed
+from mpjax._core.trees import check_alike, tree_differences
+from mpjax._core.types import Grads, OptState, Params, PyTree, Updates
+from mpjax._optim.checks import refuse_other_state
+from mpjax._optim.train_state import TrainState
+
+_TX = "mpjax.make_train_step(tx)"
+_STEP = f"{_TX}: step(state)"
+
+
+def checked_update(
+  tx: optax.GradientTransformationExtraArgs,
+  update: Callable[..., tuple[PyTree, OptState]],
+  grads: Grads,
+  state: TrainState,
+  **extra: PyTree,
+) -> tuple[PyTree, OptState]:
+  """Returns what `update` of `tx` does, and raises if it fails or gives another kind of state."""
+  try:
+    result, opt_state = update(grads, state.opt_state, state.params, **extra)
+  except (MpjaxError, jax.errors.JAXTypeError):
+    raise
+  except REFUSALS as error:
+    refuse_other_state(tx, state.params, state.opt_state, _STEP, error)
+    got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    raise _needs_more(got) from error
+  # An optimizer without a state, such as sgd, passes on the state of another one.
+  refuse_other_state(tx, state.params, state.opt_state, _STEP, None)
+  check_alike(
+    opt_state,
+    state.opt_state,
+    f"{_TX}: the state of the optimizer",
+    expected="the structure, shapes and dtypes that it had before the step",
+    fix="Parameters stored in low precision need mpjax.master_weights, or a loss scale other "
+    "than NoLossScale, for their moments to be float32.",
+  )
+  return result, opt_state
+
+
+def check_updates_fit(params: Params, updates: Updates) -> None:
+  """Raises unless updates have the tree and the shapes of the parameters."""
+  problems = tree_differences(params, updates, dtypes=False)
+  if problems:
+    raise _needs_more(f"updates with {listed(problems)}")
+
+
+def _needs_more(got: str) -> MpjaxTypeError:
+  return MpjaxTypeError(
+    f"{_TX}: tx.update",
+    expected="an optimizer that needs the parameters, the gradients of the mean loss and "
+    "value=, and no more",
+    got=got,
+    fix="Call what evaluates the loss by itself (line searches, SAM in opaque mode) or takes other "
+    "gradients (dpsgd, lookahead) in a loop of your own: mpjax.value_and_grad, and tx.update.",
+  )

@@ -1,0 +1,85 @@
+"""Checks of the states and the batch of a training step."""
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._core.errors import MpjaxValueError, check_type, listed
+from mpjax._core.types import OptState, PyTree
+from mpjax._jaxpr.compat import varying_axes
+from mpjax._optim.loss_scale import OwnedScale
+from mpjax._optim.masters import MasterWeightsState
+from mpjax._optim.train_state import TrainState, own_scale
+from mpjax._optim.trees import key_text, nodes_of
+
+_CALL = "mpjax.make_train_step"
+STEP = f"{_CALL}(...): step(state)"
+
+
+def check_train_state(state: object, batch: PyTree) -> TrainState:
+  """Raises unless the first argument of a step is a state."""
+  fix = "Make one with mpjax.TrainState.create(params, tx)."
+  if isinstance(batch, TrainState):
+    fix = "Swap the two: step(state, batch)."
+  return check_type(state, TrainState, STEP, expected="a mpjax.TrainState", fix=fix)
+
+
+def check_average(state: TrainState, ema_decay: float | None) -> None:
+  """Raises unless a state has an average exactly if there is a decay."""
+  has_average = bool(jax.tree.leaves(state.ema))
+  if has_average != (ema_decay is not None):
+    expected = "an average in the state exactly if ema_decay is given"
+    got = f"ema_decay={ema_decay} and {'one' if has_average else 'none'}"
+    fix = "Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)."
+    raise MpjaxValueError(f"{STEP}: ema", expected=expected, got=got, fix=fix)
+
+
+def check_moves(scale: OwnedScale, max_retries: int) -> None:
+  """Raises unless a loss scale is lower after an overflow."""
+  if not scale.dynamic:
+    expected = "0 with a loss scale that does not move"
+    got = f"{max_retries} with {scale.label!r}"
+    fix = "Use DynamicLossScale: the same batch at the same scale overflows again."
+    raise MpjaxValueError(f"{_CALL}(max_retries)", expected=expected, got=got, fix=fix)
+
+
+def check_stochastic(state: TrainState) -> None:
+  """Raises unless parameters can be rounded stochastically."""
+  has_masters = bool(nodes_of(state.opt_state, MasterWeightsState))
+  if has_masters or state.rng is None:
+    raise MpjaxValueError(
+      f"{_CALL}(rounding='stochastic'): step(state): {'opt_state' if has_masters else 'rng'}",
+      expected="a PRNG key in the state, and no masters, which are rounded to nearest",
+      got="the state of mpjax.master_weights" if has_masters else "None for rng",
+      fix="Use one of the two, mpjax.master_weights or stochastic rounding, which takes its bits "
+      "from TrainState.create(..., rng=jax.random.key(0)).",
+    )
+
+
+def check_batch(batch: PyTree, micro_batches: int) -> None:
+  """Raises unless a batch can be cut into micro-batches."""
+  leaves = jax.tree_util.tree_leaves_with_path(batch) if micro_batches > 1 else []
+  rows = {jnp.shape(x)[:1] for _, x in leaves}
+  if len(rows) > 1 or any(not shape or shape[0] % micro_batches for shape in rows):
+    raise MpjaxValueError(
+      f"{_CALL}(micro_batches={micro_batches}): step(batch)",
+      expected="leaves with one first axis, that of the examples, which can be cut into "
+      f"{micro_batches} micro-batches",
+      got=listed([f"shape {list(jnp.shape(x))} at {key_text(path)}" for path, x in leaves]),
+      fix="Choose a batch size that is a multiple, and drop or pad the last batch. Let loss_fn "
+      "close over what belongs to all of it (a mask, class weights).",
+    )
+
+
+def check_decision(new: OptState, old: OptState) -> None:
+  """Raises if devices that had one state decide differently, each by its own loss."""
+  # Only a `shard_map` that checks which values vary shows this in types: `pmap` and
+  # `check_vma=False` do not.
+  decisions = [own_scale(x, "").state for x in (new, old)]
+  after, before = ({*varying_axes(jax.typeof(x.finite))} for x in decisions if x is not None)
+  apart = sorted(after - before)
+  if apart:
+    where = f"{_CALL}(axis_name=None)"
+    expected = f"the name of the axis that the batch is divided over, one of {apart}"
+    got = "None inside of a shard_map: each device would take a step of its own"
+    fix = f"Pass axis_name={apart[0]!r}, and gradients, loss and state are averaged over it."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)

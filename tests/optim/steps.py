@@ -1,0 +1,34 @@
+"""Training steps to begin with, and what tests compare of their states and metrics."""
+
+import jax.numpy as jnp
+import optax
+
+import mpjax
+from tests.optim.losses import squares
+from tests.programs import bits
+
+STATIC = mpjax.StaticLossScale(8)
+SGD = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), STATIC)
+
+
+def create(tx, params=None, **options):
+  return mpjax.TrainState.create(jnp.zeros(3) if params is None else params, tx, **options)
+
+
+def begin(loss_fn, tx=SGD, params=None, ema=False, model_state=(), rng=None, **options):
+  state = create(tx, params, ema=ema, model_state=model_state, rng=rng)
+  return mpjax.make_train_step(loss_fn, tx, **options), state
+
+
+def without_scale(state):
+  """What a step commits or not: all but the loss scale and its counters."""
+  return bits(state._replace(opt_state=state.opt_state.inner_state))
+
+
+def chosen(metrics, *names):
+  return [metrics[name].item() for name in names]
+
+
+def one_step(tx, **options):
+  step, state = begin(squares, tx, jnp.ones(3), donate=False, **options)
+  return step(state, jnp.ones((2, 3)))

@@ -1,0 +1,57 @@
+"""Optimizers that a training step cannot call, and states of other optimizers."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import mpjax
+from tests.errors import refused
+from tests.optim.losses import squares
+from tests.optim.steps import one_step
+
+
+def test_moments_that_would_change_their_dtype():
+  inner = optax.GradientTransformation(
+    lambda params: jnp.zeros_like(params, jnp.bfloat16), lambda g, state, params=None: (g, g)
+  )
+  tx = mpjax.loss_scaling(inner, mpjax.NoLossScale())
+  where = "mpjax.make_train_step(tx): the state of the optimizer"
+  expected, got = "dtypes that it had before the step", "float32[3] for bfloat16[3]"
+  with refused(ValueError, where, expected, got, "mpjax.master_weights"):
+    one_step(tx)
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
+def test_an_optimizer_that_did_not_make_the_state():
+  # Of an unwrapped sgd both accept the other: it would never unscale.
+  sgd, adam = (mpjax.loss_scaling(tx) for tx in (optax.sgd(0.1), optax.adam(0.1)))
+  txs = (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1))
+  # And a scaled one, which has no state, passes on any.
+  for tx, own in (*((tx, sgd) for tx in txs), (sgd, adam)):
+    where, got = "mpjax.make_train_step(tx): step(state)", "or of other parameters: "
+    expected = "the state that init of this very transformation created"
+    with refused(TypeError, where, expected, got, "wrapped by mpjax.loss_scaling and configured"):
+      mpjax.make_train_step(squares, tx)(
+        mpjax.TrainState.create(jnp.ones(3), own), jnp.ones((2, 3))
+      )
+
+
+@pytest.mark.standard_promotion
+def test_optimizers_that_evaluate_the_loss_themselves():
+  where, fix = "mpjax.make_train_step(tx): tx.update", "in a loop of your own: mpjax.value_and_grad"
+  expected = "an optimizer that needs the parameters, the gradients of the mean loss and value="
+  for inner, got in (
+    (optax.lbfgs(), "missing 2 required keyword-only arguments"),
+    (optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)), "missing"),
+    (
+      optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
+      "grad_fn must be provided",
+    ),
+    (
+      optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
+      "updates with shape [] for",
+    ),
+  ):
+    with refused(TypeError, where, expected, got, fix):
+      one_step(mpjax.loss_scaling(inner, mpjax.StaticLossScale(8)))
