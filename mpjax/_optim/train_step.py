@@ -21,13 +21,7 @@ from mpjax._core.trees import all_finite
 from mpjax._core.types import Array, OptState, Params, PyTree, Updates
 from mpjax._optim.apply_updates import apply_updates, check_rounding
 from mpjax._optim.checks import check_axes
-from mpjax._optim.gradients import (
-  BatchGradients,
-  IntegerState,
-  LossFn,
-  Metrics,
-  batch_gradients,
-)
+from mpjax._optim.gradients import BatchGradients, IntegerState, batch_gradients
 from mpjax._optim.loss_scale import INT32_MAX
 from mpjax._optim.loss_scaling import AxisName, LossScaling, scaling_of
 from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics
@@ -43,6 +37,7 @@ from mpjax._optim.step_checks import (
   check_stochastic,
   check_train_state,
 )
+from mpjax._optim.traced_loss import LossFn, Metrics
 from mpjax._optim.train_state import TrainState, own_scale, trained_params
 from mpjax._optim.trees import as_stored, float32_view
 from mpjax._optim.value_and_grad import unscale

@@ -51,6 +51,18 @@ def squares(params: Any, model_state: Any, batch: Any, rng: jax.Array | None) ->
   return jnp.mean((batch @ params.astype(batch.dtype)) ** 2), (model_state, {})
 
 
+def product(params: Any, model_state: Any, batch: Any, rng: jax.Array | None) -> Any:
+  # In float16.
+  del rng
+  out = batch.astype(jnp.float16) @ params.astype(jnp.float16)
+  return jnp.mean(out.astype(jnp.float32) ** 2), (model_state, {"largest": jnp.max(out)})
+
+
+def returning(out: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+  """Returns a loss function whose result is `out` of the sum of the parameters and the state."""
+  return lambda params, model_state, batch, rng: out(jnp.sum(params), model_state)
+
+
 def over_devices(
   step: Callable[..., Any], devices: list[Any], **options: Any
 ) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Training steps to begin with, and what tests compare of their states and metrics."""
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -9,6 +10,7 @@ from tests.programs import bits
 
 STATIC = mpjax.StaticLossScale(8)
 SGD = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), STATIC)
+UNIT_SGD = mpjax.loss_scaling(optax.sgd(1.0), STATIC)
 
 
 def create(tx, params=None, **options):
@@ -32,3 +34,11 @@ def chosen(metrics, *names):
 def one_step(tx, **options):
   step, state = begin(squares, tx, jnp.ones(3), donate=False, **options)
   return step(state, jnp.ones((2, 3)))
+
+
+def gradients(loss_fn, batch, params=None, tx=UNIT_SGD, model_state=(), **options):
+  """Returns the gradients, if it is from zero, the new state and the metrics of one step."""
+  params, ema = jnp.zeros(3) if params is None else params, "ema_decay" in options
+  state = mpjax.TrainState.create(params, tx, model_state=model_state, ema=ema)
+  state, metrics = mpjax.make_train_step(loss_fn, tx, **options)(state, batch)
+  return jax.tree.map(lambda p: -p, state.params), state, jax.device_get(metrics)

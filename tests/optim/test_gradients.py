@@ -4,10 +4,6 @@ All through `make_train_step` with sgd at rate 1 from zero: the new parameters a
 gradients.
 """
 
-import functools
-import inspect
-
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,19 +12,11 @@ import pytest
 
 import mpjax
 from tests.errors import refused
-from tests.optim.losses import AUTO, loss_of, over_devices, quadratic, rows
+from tests.optim.losses import AUTO, over_devices, product, quadratic, returning, rows
+from tests.optim.steps import UNIT_SGD, gradients
 from tests.programs import bits, equations
 
 F32 = jnp.float32
-SGD = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(8))
-
-
-def gradients(loss_fn, batch, params=None, tx=SGD, model_state=(), **options):
-  """Returns the gradients, if it is from zero, the new state and the metrics of one step."""
-  params, ema = jnp.zeros(3) if params is None else params, "ema_decay" in options
-  state = mpjax.TrainState.create(params, tx, model_state=model_state, ema=ema)
-  state, metrics = mpjax.make_train_step(loss_fn, tx, **options)(state, batch)
-  return jax.tree.map(lambda p: -p, state.params), state, jax.device_get(metrics)
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
@@ -98,9 +86,11 @@ def test_metrics(devices, how):
   k, axis = (2 if how in ("micro-batches", "both") else 1), how in ("devices", "both")
 
   loss_fn = returning(lambda loss, state: (loss, (state, METRICS)))
-  step = mpjax.make_train_step(loss_fn, SGD, micro_batches=k, axis_name="data" if axis else None)
+  step = mpjax.make_train_step(
+    loss_fn, UNIT_SGD, micro_batches=k, axis_name="data" if axis else None
+  )
   step = over_devices(step, devices) if axis else step
-  _, found = step(mpjax.TrainState.create(jnp.zeros(3), SGD), jnp.zeros(8))
+  _, found = step(mpjax.TrainState.create(jnp.zeros(3), UNIT_SGD), jnp.zeros(8))
   parts = k * (4 if axis else 1)
   floats = {"float": 0.5, "half": 0.5, "vector": np.arange(3.0), "nested": {"x": 0.25}}
   counts = {"int": 3 * parts, "narrow": 100 * parts, "bool": parts}
@@ -123,9 +113,9 @@ def test_model_state_of_any_kind_agrees(devices, check_vma):
     new |= {name: jax.random.fold_in(old[name], 1) for name in ("key", "raw")}
     return jnp.sum(params), (new, {})
 
-  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", integer_state="same")
+  step = mpjax.make_train_step(loss_fn, UNIT_SGD, axis_name="data", integer_state="same")
   step = over_devices(step, devices, check_vma=check_vma)
-  state = mpjax.TrainState.create(jnp.zeros(3), SGD, model_state=before)
+  state = mpjax.TrainState.create(jnp.zeros(3), UNIT_SGD, model_state=before)
   # The sum of two of them is inf in float16.
   state, _ = step(state, jnp.asarray([40000.0, 40000.0, 40000.0, 40016.0]))
   expected = {"mean": np.float32(40004), "half": np.float16(40000), "count": np.int32(8)}
@@ -141,11 +131,11 @@ def test_model_state_of_any_kind_agrees(devices, check_vma):
 def test_several_axes(devices, axes, check_vma):
   # Over both axes of a mesh, or over one while the other repeats the work.
   mesh = jax.make_mesh((2, 2), ("a", "b"), (AUTO, AUTO), devices=devices)
-  step = mpjax.make_train_step(quadratic, SGD, axis_name=axes)
+  step = mpjax.make_train_step(quadratic, UNIT_SGD, axis_name=axes)
   rows_over = jax.P("a") if axes == "a" else jax.P(("a", "b"))
   specs = {"in_specs": (jax.P(), rows_over), "out_specs": jax.P()}
   step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
-  state, metrics = step(mpjax.TrainState.create(jnp.zeros(3), SGD), rows(24))
+  state, metrics = step(mpjax.TrainState.create(jnp.zeros(3), UNIT_SGD), rows(24))
   expected, _, alone = gradients(quadratic, rows(24))
   np.testing.assert_array_equal(-state.params, expected)
   assert metrics["grad_norm"] == alone["grad_norm"] > 0
@@ -158,10 +148,10 @@ def test_the_batch_is_seen_in_the_order_of_devices(devices):
     here = jax.nn.one_hot(batch[0], 8, dtype=jnp.uint32)
     return jnp.sum(params), (draws, {"bits": bits * here})
 
-  step = mpjax.make_train_step(loss_fn, SGD, axis_name="data", micro_batches=2)
+  step = mpjax.make_train_step(loss_fn, UNIT_SGD, axis_name="data", micro_batches=2)
   step = over_devices(step, devices)
   key = jax.random.key(5)
-  state = mpjax.TrainState.create(jnp.zeros(3), SGD, rng=key)
+  state = mpjax.TrainState.create(jnp.zeros(3), UNIT_SGD, rng=key)
   found = []
   for index in range(2):
     state, metrics = jax.block_until_ready(step(state, jnp.arange(8)))
@@ -172,74 +162,9 @@ def test_the_batch_is_seen_in_the_order_of_devices(devices):
   assert len(set(found)) == 16
 
 
-def returning(out):
-  return lambda params, model_state, batch, rng: out(jnp.sum(params), model_state)
-
-
-def test_what_a_loss_function_may_not_return():
-  for out, got in (
-    (lambda loss, state: loss, "float32[]"),
-    (lambda loss, state: (loss, {}), "(ShapedArray(float32[]), {})"),
-    (lambda loss, state: (loss, state, {}), "float32[]"),
-    (lambda loss, state: [loss, (state, {})], "float32[]"),
-    (lambda loss, state: (loss, (state, loss)), "((), ShapedArray(float32[]))"),
-  ):
-    where, fix = "mpjax.make_train_step(loss_fn)", "Return (loss, ((), {}))"
-    with refused(TypeError, where, "(loss, (model_state, metrics))", got, fix):
-      gradients(returning(out), jnp.zeros(2))
-  where, got = "mpjax.value_and_grad(fun): the loss", "an array of shape (2,)"
-  with refused(ValueError, where, "a floating scalar", got, "jnp.mean(losses)"):
-    gradients(loss_of(lambda params, batch: batch), jnp.zeros(2))
-  # What JAX does not take, or takes as no result, in front of the state's.
-  for loss, got in ((None, "None"), ((), "a tuple"), ("x", "'x'"), (jnp.int32(1), "int32[]")):
-    with refused(TypeError, where, "a floating scalar", got, "jnp.mean(losses)"):
-      gradients(returning(lambda _, state, loss=loss: (loss, (state, {}))), jnp.zeros(2))
-
-
-NAMES = """
-loss grad_norm retries loss_scale finite good_steps total skipped consecutive_skips floor_hits
-bad_updates scale_changed
-"""
-
-
-def test_names_of_metrics_that_are_taken_or_no_strings():
-  # Whatever a step reports by itself, and nothing else.
-  where, expected = "mpjax.make_train_step(loss_fn): metrics", "other names than ours, and strings"
-  for name in NAMES.split():
-    of_name = returning(lambda loss, state, name=name: (loss, (state, {name: 1, "mine": 2})))
-    with refused(ValueError, where, expected, f"[{name!r}]", "Rename them"):
-      gradients(of_name, jnp.zeros(2))
-  of_number = returning(lambda loss, state: (loss, (state, {0: jnp.ones(()), "a": 1.0})))
-  with refused(ValueError, where, "strings", "[0]", "Rename them"):
-    gradients(of_number, jnp.zeros(2))
-  tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale())
-  loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float16)))
-  _, _, metrics = gradients(loss_fn, jnp.zeros(2), tx=tx, max_retries=1)
-  assert set(metrics) == set(NAMES.split())
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_a_model_state_that_changes_its_type(k):
-  # In float32 one day and in half the next, it would be compiled anew, or never fit a `scan`.
-  old = {"m": jnp.zeros(2), "n": jnp.zeros((), jnp.int32)}
-  for new, got in (
-    (lambda old: old | {"m": old["m"].astype(jnp.bfloat16)}, "bfloat16[2] for float32[2]"),
-    (lambda old: old | {"n": old["n"].astype(jnp.float32)}, "float32[] for int32[]"),
-    (lambda old: old | {"m": jnp.zeros(3)}, "float32[3] for float32[2]"),
-    (lambda old: {"m": old["m"]}, "nothing at ['n']"),
-    (lambda old: old | {"o": old["m"]}, "an extra leaf at ['o']"),
-    (lambda old: None, "nothing at ['m']"),
-  ):
-    loss_fn = returning(lambda loss, state, new=new: (loss, (new(state), {})))
-    where = "mpjax.make_train_step(loss_fn): model_state"
-    expected = "the structure, shapes and dtypes that it was given"
-    with refused(ValueError, where, expected, got, "cast to the dtypes of the old one"):
-      gradients(loss_fn, jnp.zeros(2), model_state=old, micro_batches=k)
-
-
 def test_an_axis_that_is_not_bound(devices):
-  step = mpjax.make_train_step(quadratic, SGD, axis_name="batch")
-  state = mpjax.TrainState.create(jnp.zeros(3), SGD)
+  step = mpjax.make_train_step(quadratic, UNIT_SGD, axis_name="batch")
+  state = mpjax.TrainState.create(jnp.zeros(3), UNIT_SGD)
   for call, axes in ((step, "()"), (over_devices(step, devices), "('data',)")):
     where, got = "mpjax.make_train_step(axis_name='batch')", f"axes of the mesh here: {axes}"
     with refused(ValueError, where, "an axis that is mapped", got, "leave axis_name out"):
@@ -249,8 +174,8 @@ def test_an_axis_that_is_not_bound(devices):
 def test_sharded_parameters_and_an_axis(devices):
   # Their gradients belong to one device; an average over devices would mix different ones.
   mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)
-  step = mpjax.make_train_step(quadratic, SGD, axis_name="data")
-  state = mpjax.TrainState.create(jnp.zeros((4, 3)), SGD)
+  step = mpjax.make_train_step(quadratic, UNIT_SGD, axis_name="data")
+  state = mpjax.TrainState.create(jnp.zeros((4, 3)), UNIT_SGD)
   specs = jax.tree.map(lambda x: jax.P("data") if x.ndim else jax.P(), state)
   mapped = jax.shard_map(
     lambda state, batch: step(state._replace(params=state.params[0]), batch),
@@ -264,36 +189,6 @@ def test_sharded_parameters_and_an_axis(devices):
 
 
 DYNAMIC = mpjax.loss_scaling(optax.sgd(0.5))
-
-
-def product(params, model_state, batch, rng):
-  out = batch.astype(jnp.float16) @ params.astype(jnp.float16)
-  return jnp.mean(out.astype(jnp.float32) ** 2), (model_state, {"largest": jnp.max(out)})
-
-
-OPTIONS = {"plain": {}, "all": {"max_retries": 2, "micro_batches": 2, "ema_decay": 0.9}}
-
-
-@pytest.mark.parametrize("how", ["jit", "shard_map", "shard_map without check_vma", "vmap"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_step_with_a_dynamic_scale_calls_loss_fn_once(name, how, devices):
-  calls = []
-
-  def loss_fn(*args):
-    calls.append(1)
-    return product(*args)
-
-  axis = None if how == "jit" else "data"
-  step = mpjax.make_train_step(loss_fn, DYNAMIC, axis_name=axis, donate=False, **OPTIONS[name])
-  batch = jnp.ones((8, 3))
-  if how == "vmap":
-    step = jax.vmap(step, in_axes=(None, 0), axis_name="data")
-    batch = batch.reshape(4, 2, 3)
-  elif how != "jit":
-    step = over_devices(step, devices, check_vma=how == "shard_map")
-  state = mpjax.TrainState.create(jnp.ones(3), DYNAMIC, ema="ema_decay" in OPTIONS[name])
-  jax.jit(step).lower(state, batch)
-  assert len(calls) == 1
 
 
 def first_state(params, model_state, batch, rng):
@@ -344,60 +239,6 @@ def test_a_mesh_that_is_partly_manual(devices):
   assert (metrics["finite"], metrics["loss"]) == (True, 1)
 
 
-def in_bfloat16(params, model_state, batch, rng):
-  return jnp.sum(params.astype(jnp.bfloat16)).astype(jnp.float32), (model_state, {})
-
-
-class Loss:
-  def __call__(self, *args):
-    return in_bfloat16(*args)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_warning_names_the_line_of_the_loss_function(options):
-  # Not one of ours, which the reader has not written.
-  for loss_fn in (in_bfloat16, jax.jit(in_bfloat16)):
-    with pytest.warns(UserWarning, match="nothing in loss_fn") as found:
-      gradients(loss_fn, jnp.ones(2), jnp.ones(2), DYNAMIC, **options)
-    line = inspect.getsourcelines(in_bfloat16)[1]
-    assert [(w.filename, w.lineno) for w in found] == [(__file__, line)]
-  for without_a_line in (Loss(), functools.partial(in_bfloat16)):
-    with pytest.warns(UserWarning, match="nothing in loss_fn"):
-      gradients(without_a_line, jnp.ones(2), jnp.ones(2), DYNAMIC)
-
-
-def test_functions_that_take_four():
-  for loss_fn in (
-    lambda *args: product(*args),
-    lambda params, model_state, batch, rng=None, extra=3: product(params, model_state, batch, rng),
-    functools.partial(lambda k, *args: product(*args), 2),
-    jax.jit(product),
-  ):
-    assert gradients(loss_fn, jnp.ones((2, 3)), jnp.ones(3))[2]["loss"] == 9
-
-
-def dropout_by_hand(params, model_state, batch, rng):
-  kept = jax.random.bernoulli(rng, 0.5, batch.shape)
-  return jnp.mean(jnp.where(kept, batch * params, 0)), (model_state, {})
-
-
-def dropout_of_flax(params, model_state, batch, rng):
-  out = nn.Dropout(0.5, deterministic=False).apply({}, batch * params, rngs={"dropout": rng})
-  return jnp.mean(out), (model_state, {})
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_key_that_is_wanted_and_not_there(micro_batches):
-  # The error is that of JAX, of Flax or of Python, and a note has the signature and what is absent.
-  two, missing = lambda params, batch: 0, lambda *args: args[1]["mean"]
-  for loss_fn in (dropout_by_hand, dropout_of_flax, two, missing):
-    with pytest.raises(Exception, match=r".") as failed:
-      gradients(loss_fn, jnp.ones(4), jnp.ones(()), micro_batches=micro_batches)
-    (note,) = [note for note in failed.value.__notes__ if note.startswith("mpjax")]
-    assert "loss_fn(params, model_state, batch, rng); TrainState.create made this state" in note
-    assert note.endswith("without model_state= and rng=.")
-
-
 @pytest.mark.parametrize("jit", [True, False])
 def test_constants_come_out_as_arrays_and_states_strongly_typed(jit):
   # A program returns them as NumPy values, or as literals of JAX. A state of another type would be
@@ -415,17 +256,3 @@ def test_constants_come_out_as_arrays_and_states_strongly_typed(jit):
   assert not any(x.weak_type for x in jax.tree.leaves(state))
   assert (state.model_state["number"], metrics["half"], metrics["flag"]) == (3, 0.5, 1)
   np.testing.assert_array_equal(metrics["table"], [0, 1])
-
-
-def test_values_can_be_looked_at_where_jit_is_off():
-  seen = []
-
-  def loss_fn(params, model_state, batch, rng):
-    loss = jnp.mean(params * batch)
-    if not isinstance(batch, jax.core.Tracer):
-      seen.append(float(batch))
-    return loss, (model_state, {})
-
-  with jax.disable_jit():
-    gradients(loss_fn, jnp.asarray(3.0), jnp.ones(()))
-  assert seen == [3.0]

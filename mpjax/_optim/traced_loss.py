@@ -1,0 +1,124 @@
+"""The loss function of a training step, called once: a jaxpr, and what it says about the loss."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, flax_errors
+from mpjax._core.trees import check_alike
+from mpjax._core.types import Array, Leaf, Params, PyTree
+from mpjax._jaxpr.graph import Graph
+from mpjax._jaxpr.primitives import Holds, facts_of
+from mpjax._jaxpr.reader import inner_jaxprs, walk
+from mpjax._optim.loss_scale import COUNTERS
+from mpjax._optim.value_and_grad import check_loss
+
+Metrics: TypeAlias = dict[str, Leaf]
+
+LossFn: TypeAlias = Callable[
+  [Params, PyTree, PyTree, Array | None], tuple[Array, tuple[PyTree, Metrics]]
+]
+"""`loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`."""
+
+OUR_METRICS = frozenset(
+  {"loss", "grad_norm", "retries", "loss_scale", "finite", "scale_changed", *COUNTERS}
+)
+"""The names that a loss function leaves to the step."""
+
+
+class TracedLoss(NamedTuple):
+  """A loss function after its only call."""
+
+  function: LossFn  # jitted, and JAX keeps the trace
+  jaxpr: ClosedJaxpr
+  unchanged: PyTree  # for each leaf of the model state, whether it is returned as it was given
+
+
+def trace_loss(
+  loss_fn: LossFn, params: Params, model_state: PyTree, batch: PyTree, rng: Array | None
+) -> TracedLoss:
+  """Returns `loss_fn` traced. The step differentiates, reads and runs that one trace."""
+
+  @functools.wraps(loss_fn)
+  def checked(params: Params, model_state: PyTree, batch: PyTree, rng: Array | None) -> PyTree:
+    out = _call_loss(loss_fn, params, model_state, batch, rng)
+    _check_result(out, model_state)
+    return out
+
+  function = jax.jit(checked)
+  jaxpr = function.trace(params, model_state, batch, rng).jaxpr
+  return TracedLoss(function, jaxpr, _unchanged_leaves(jaxpr, params, model_state))
+
+
+def _call_loss(
+  loss_fn: LossFn, params: Params, model_state: PyTree, batch: PyTree, rng: Array | None
+) -> PyTree:
+  """Returns what `loss_fn` does; its errors get a note of how it was called."""
+  try:
+    return loss_fn(params, model_state, batch, rng)
+  except (*REFUSALS, *flax_errors()) as error:
+    options = {"model_state=": not jax.tree.leaves(model_state), "rng=": rng is None}
+    absent = " and ".join(name for name, is_absent in options.items() if is_absent)
+    of_state = f"; TrainState.create made this state without {absent}" if absent else ""
+    call = "mpjax.make_train_step calls loss_fn(params, model_state, batch, rng)"
+    error.add_note(f"{call}{of_state}.")
+    raise
+
+
+def _check_result(out: PyTree, model_state: PyTree) -> None:
+  """Raises unless a loss function has returned `(loss, (model_state, metrics))`."""
+  where = "mpjax.make_train_step(loss_fn)"
+  aux: PyTree = out[1] if isinstance(out, tuple) and len(out) == 2 else None
+  if not (isinstance(aux, tuple) and len(aux) == 2 and isinstance(aux[1], Mapping)):
+    expected = "it to return (loss, (model_state, metrics)) with a dict of metrics"
+    fix = "Return (loss, ((), {})) if there is no model state and nothing to report."
+    got = str(jax.tree.map(jax.typeof, out))
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  new_state, metrics = aux
+  bad = [name for name in metrics if not isinstance(name, str) or name in OUR_METRICS]
+  if bad:
+    expected, fix = "other names than ours, and strings", "Rename them: ours are in that dict."
+    raise MpjaxValueError(f"{where}: metrics", expected=expected, got=str(bad), fix=fix)
+  expected = "the structure, shapes and dtypes that it was given"
+  fix = "Return the entire new state, cast to the dtypes of the old one."
+  check_alike(new_state, model_state, f"{where}: model_state", expected=expected, fix=fix)
+  # Here, because JAX refuses a loss that is no array, and `_unchanged_leaves` counts on one leaf.
+  check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
+
+
+def _unchanged_leaves(jaxpr: ClosedJaxpr, params: Params, model_state: PyTree) -> PyTree:
+  """Returns, for each leaf of the model state, whether the loss function returns it as it was."""
+  # The arguments of the jaxpr are the leaves of `params`, then of `model_state`. Its results are
+  # the loss, then the leaves of the new model state.
+  leaves, structure = jax.tree.flatten(model_state)
+  graph, before = Graph(jaxpr), len(jax.tree.leaves(params))
+  unchanged = [graph.results[1 + i] is graph.arguments[before + i] for i in range(len(leaves))]
+  return structure.unflatten(unchanged)
+
+
+def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
+  """Warns if a dynamic scale protects no float16."""
+  # A jaxpr does not show how the rules of a `jax.custom_vjp` compute, nor what is inside of a
+  # primitive that this version does not know. Either may be in float16.
+  for eqn in walk(jaxpr):
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    in_float16 = any(getattr(aval, "dtype", None) == jnp.float16 for aval in avals)
+    if in_float16 or inner_jaxprs(eqn) is None or facts_of(eqn).holds is Holds.CUSTOM_VJP:
+      return
+  # The number of JAX's frames between the user's call and this one varies. So the warning shows the
+  # line of the loss function.
+  code = getattr(inspect.unwrap(loss_fn), "__code__", warn_without_float16.__code__)
+  warnings.warn_explicit(
+    "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "
+    "float16. bfloat16 and float32 have the range to do without: SkipNonfinite() skips bad "
+    "steps without scaling, NoLossScale() does not look for them.",
+    UserWarning,
+    code.co_filename,
+    code.co_firstlineno,
+  )
