@@ -1,4 +1,4 @@
-"""What all reports have in common: progress, and the same sections as text, HTML and JSON."""
+"""The base of all reports: sections as text, HTML and JSON, and a display of progress."""
 
 import abc
 import contextlib
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
@@ -27,20 +27,23 @@ from mpjax._policy.policy import Policy
 R = TypeVar("R")
 
 Advance: TypeAlias = Callable[[int, int], None]
-"""Takes the number of steps that are done, and of all, if that is known."""
+"""Takes the number of steps that are done, and the number of all steps, 0 if unknown."""
 
-WIDTH, MOST = 80, 12
-"""Columns of a report as text, and rows of a table in it: JSON and the attributes have all."""
+WIDTH = 80
+"""The columns of a report as text."""
+
+MOST = 12
+"""The most rows of a table in a report as text. JSON and the attributes have all rows."""
 
 
 class Section(NamedTuple):
-  """A part of a report.
+  """A part of a report: a heading, paragraphs, and a table.
 
   Fields:
-    title: its heading; "" for none.
-    lines: sentences, each a paragraph.
-    columns: the names of those of its table; () for none. One without a cell is not shown.
-    rows: the rows of the table, as many cells each as there are columns.
+    title: the heading; "" for none.
+    lines: the paragraphs.
+    columns: the names of the columns of the table; () for no table. An empty column is not shown.
+    rows: the rows of the table, with one cell for each column.
   """
 
   title: str = ""
@@ -52,18 +55,28 @@ class Section(NamedTuple):
   def cut(
     cls, title: str, columns: str, rows: Sequence[Sequence[str]], lines: Sequence[str] = ()
   ) -> Self:
-    """Returns one with the first rows, and how many more there are; `columns` have commas."""
+    """Returns a section with the first `MOST` rows, and the number of the others.
+
+    Args:
+      title: the heading.
+      columns: the names of the columns, separated by commas.
+      rows: all rows.
+      lines: the paragraphs above the table.
+    """
     names = tuple(columns.split(", "))
-    last = [(text, *[""] * (len(names) - 1)) for text in rest(rows)]
-    return cls(title, tuple(lines), names, (*map(tuple, rows[:MOST]), *last))
+    shown = [tuple(row) for row in rows[:MOST]]
+    empty = [""] * (len(names) - 1)
+    shown += [(text, *empty) for text in rest(rows)]
+    return cls(title, tuple(lines), names, tuple(shown))
 
 
 def rest(rows: Sequence[object]) -> list[str]:
+  """Returns a line with the number of rows that a report leaves out; [] if it shows all."""
   return [f"… and {len(rows) - MOST} more"] if len(rows) > MOST else []
 
 
 class Pending(Generic[P, R]):
-  """A function that returns a report of a call, and says so where it is printed."""
+  """A function that returns the report of a call. Its `repr` says that it has to be called."""
 
   def __init__(
     self,
@@ -87,16 +100,18 @@ class Pending(Generic[P, R]):
 
 
 class Report(abc.ABC):
-  """A result that prints as text of 80 columns, and shows itself in notebooks."""
+  """A result that prints as text of 80 columns, and as HTML in notebooks."""
 
   @abc.abstractmethod
   def sections(self) -> Sequence[Section]:
-    """Returns what is shown, in order."""
+    """Returns the sections of the report, in order."""
 
   def as_dict(self) -> Mapping[str, object]:
-    """Returns what `to_json` writes: the fields and properties, whose rows become objects."""
-    computed = (k for k, x in vars(type(self)).items() if isinstance(x, property) and k[0] != "_")
-    return {**vars(self), **{name: getattr(self, name) for name in computed}}
+    """Returns the fields and public properties, which `to_json` writes."""
+    attributes = vars(type(self)).items()
+    properties = [name for name, x in attributes if isinstance(x, property)]
+    public = [name for name in properties if not name.startswith("_")]
+    return {**vars(self), **{name: getattr(self, name) for name in public}}
 
   def __repr__(self) -> str:
     first = next(line for section in self.sections() for line in section.lines)
@@ -107,17 +122,17 @@ class Report(abc.ABC):
     return "\n".join(lines).strip("\n")
 
   def _repr_html_(self) -> str:
-    # No colors: a page has those of the browser, light or dark.
+    # Without colors the page follows the light or dark mode of the browser.
     plain = TerminalTheme((255, 255, 255), (0, 0, 0), [(0, 0, 0)] * 8)
     return self._printed().export_html(code_format=_HTML, inline_styles=True, theme=plain)
 
   def to_html(self, path: str | pathlib.Path) -> None:
-    """Writes a page of its own, which needs no network."""
+    """Writes the report as an HTML page, which needs no network."""
     page = _PAGE.format(title=type(self).__name__, body=self._repr_html_())
     pathlib.Path(path).write_text(page, encoding="utf-8")
 
   def to_json(self) -> str:
-    """Returns what was found as JSON."""
+    """Returns the contents of the report as JSON."""
     return json.dumps(_json(self.as_dict()), indent=2, allow_nan=False)
 
   def _printed(self) -> Console:
@@ -125,11 +140,9 @@ class Report(abc.ABC):
     console = Console(
       width=WIDTH, file=io.StringIO(), record=True, force_terminal=False, force_jupyter=False
     )
-    for title, lines, columns, rows in self.sections():
-      if lines or rows:  # A heading says nothing alone.
-        heading = [Text(), *[Text(title, style="bold")] * bool(title)]
-        table = [_table(columns, rows)] * bool(rows)
-        console.print(Group(*heading, *map(_paragraph, lines), *table), end="")
+    for section in self.sections():
+      if section.lines or section.rows:  # A section with only a heading is not shown.
+        console.print(_rendered(section), end="")
     return console
 
 
@@ -140,54 +153,93 @@ _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{ti
 
 
 def _json(value: Any) -> Any:
-  """Returns a value that JSON can hold: rows are objects; NaN, policies and the like are text."""
-  if hasattr(value, "_asdict") and not isinstance(value, Source):
-    value = value._asdict()
-  elif dataclasses.is_dataclass(value) and not isinstance(value, Policy):
-    value = vars(value)
-  if isinstance(value, Mapping):
-    names = (" ".join(name) if isinstance(name, tuple) else str(name) for name in value)
-    return dict(zip(names, map(_json, value.values()), strict=True))
+  """Returns a value as JSON holds it. Records become objects; NaN, policies and others, text."""
+  named = _named_values(value)
+  if named is not None:
+    return {_json_key(name): _json(each) for name, each in named.items()}
   if isinstance(value, (tuple, list)):
     return [_json(each) for each in value]
-  number = isinstance(value, (int, float)) and math.isfinite(value)
-  text = value.pattern if isinstance(value, re.Pattern) else str(value)
-  return value if number or value is None else text
+  if value is None or _is_finite_number(value):
+    return value
+  return value.pattern if isinstance(value, re.Pattern) else str(value)
+
+
+def _named_values(value: Any) -> Mapping[Any, Any] | None:
+  """Returns the fields of a record, or a mapping itself; None for any other value."""
+  if isinstance(value, (Source, Policy)):
+    return None  # A line of code is written as a list, and a policy as text.
+  if hasattr(value, "_asdict"):
+    return value._asdict()
+  if dataclasses.is_dataclass(value):
+    return vars(value)
+  return value if isinstance(value, Mapping) else None
+
+
+def _json_key(name: object) -> str:
+  return " ".join(name) if isinstance(name, tuple) else str(name)
+
+
+def _is_finite_number(value: object) -> bool:
+  return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _rendered(section: Section) -> Group:
+  """Returns an empty line, the heading, the paragraphs and the table of a section."""
+  parts: list[RenderableType] = [Text()]
+  if section.title:
+    parts.append(Text(section.title, style="bold"))
+  parts += map(_paragraph, section.lines)
+  if section.rows:
+    parts.append(_table(section.columns, section.rows))
+  return Group(*parts)
 
 
 def _paragraph(line: str) -> Table:
-  """Returns a paragraph, all of whose lines are indented as its first one, or as its number."""
+  """Returns a paragraph whose lines are indented as its first line, or as the text of an item."""
   text = re.sub(r"^(\d+\. )? *", "", line)
-  indent = len(line) - len(text)
+  margin = line[: len(line) - len(text)]
+  cells = [margin] if margin else []
   grid = Table.grid()
-  margin = [line[:indent]] * bool(indent)
-  grid.add_row(*margin, _broken(text, WIDTH - indent))
+  grid.add_row(*cells, _broken(text, WIDTH - len(margin)))
   return grid
 
 
 _NUMBER = re.compile(r"[<>]?\d|2\^|not finite|-?$")
-"""How a cell of a column of numbers begins."""
+"""The beginning of a cell in a column of numbers."""
+
+_GAP = 2
+"""The spaces between two columns."""
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-  table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-  shown = [column for column in zip(columns, *rows, strict=True) if any(column[1:])]
-  for name, *cells in shown:
+  """Returns a table without its empty columns, whose columns of numbers are aligned right."""
+  table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+  filled = [column for column in zip(columns, *rows, strict=True) if any(column[1:])]
+  for name, *cells in filled:
     align = "right" if all(map(_NUMBER.match, cells)) else "left"
     table.add_column(name, justify=align, overflow="fold")
-  # Columns that are wider than their share have what the others leave.
-  left, widths = WIDTH - 2 * (len(shown) - 1), [max(map(len, column)) for column in shown]
-  narrow = [width for width in widths if width * len(shown) <= left]
-  width = max((left - sum(narrow)) // max(len(shown) - len(narrow), 1), 1)
-  for row in [*zip(*shown, strict=True)][1:]:
+  width = _widest([max(map(len, column)) for column in filled])
+  _, *shown_rows = zip(*filled, strict=True)
+  for row in shown_rows:
     table.add_row(*(_broken(cell, width) for cell in row))
   return table
 
 
+def _widest(widths: Sequence[int]) -> int:
+  """Returns the width of columns that are wider than an equal share of a line.
+
+  They share the space that the narrow columns leave.
+  """
+  available = WIDTH - _GAP * (len(widths) - 1)
+  narrow = [width for width in widths if width * len(widths) <= available]
+  wide = len(widths) - len(narrow)
+  return max((available - sum(narrow)) // max(wide, 1), 1)
+
+
 def _broken(text: str, width: int) -> Text:
-  """Returns text that breaks after slashes where a word, such as a path, is longer than a line."""
-  # As much of the word as fits, up to a slash, if all that is left of it does not fit. A name that
-  # is longer than a line is broken anywhere, rather than cut off.
+  """Returns text that breaks after a slash where a word, such as a path, is longer than a line."""
+  # The longest part of the word that fits and ends in a slash, if the rest of the word is longer
+  # than a line. A name without slashes is broken anywhere rather than cut off.
   fits = rf"(?=\S{{{width + 1}}})\S{{,{width - 1}}}/"
   return Text(re.sub(fits, r"\g<0>\n", text), overflow="fold")
 
@@ -195,14 +247,16 @@ def _broken(text: str, width: int) -> Text:
 def amount(number: float, unit: str = "") -> str:
   """Returns a count in three digits, such as "1.23 G"."""
   prefixes = ["", "k", "M", "G", "T", "P"]
-  while abs(number) >= 999.5 and len(prefixes) > 1:
-    number, (_, *prefixes) = number / 1000, prefixes
-  text = f"{number:.3g}" if prefixes[0] else f"{number:.0f}"
-  return f"{text} {prefixes[0]}{unit}".rstrip()
+  thousands = 0
+  while abs(number) >= 999.5 and thousands < len(prefixes) - 1:
+    number /= 1000
+    thousands += 1
+  text = f"{number:.3g}" if thousands else f"{number:.0f}"
+  return f"{text} {prefixes[thousands]}{unit}".rstrip()
 
 
 def percent(share: float) -> str:
-  """Returns a share as per cent; 0 and 100 mean exactly that; "-" for NaN."""
+  """Returns a share in percent, "-" for NaN. Only exact shares are 0.0 and 100.0 %."""
   if math.isnan(share):
     return "-"
   text = f"{100 * share:.1f} %"
@@ -218,13 +272,16 @@ def power(scale: float) -> str:
 
 
 FIRST, EVERY, REDRAWN = 2.0, 5.0, 0.2
-"""Seconds until something is shown, between the lines of a log, and until a bar is drawn again."""
+"""Seconds before progress is first shown, between two lines of a log, and between two bars."""
+
+_BAR = 30
+"""The characters of a progress bar."""
 
 
 @contextlib.contextmanager
 def progress(task: str) -> Generator[Advance]:
-  """Shows on stderr that a task runs, and what part of it is done."""
-  is_line = sys.stderr.isatty() or Console(stderr=True).is_jupyter
+  """Shows on stderr that a task runs, and how much of it is done."""
+  has_bar = sys.stderr.isatty() or Console(stderr=True).is_jupyter
   ended, start, steps = threading.Event(), time.monotonic(), [0, 0]
 
   def advance(done: int, total: int) -> None:
@@ -233,13 +290,13 @@ def progress(task: str) -> Generator[Advance]:
   def show() -> None:
     wait, text = FIRST, ""
     while not ended.wait(wait):
-      wait, (done, total) = REDRAWN if is_line else EVERY, steps
-      bar = f" {'━' * min(30 * done // max(total, 1), 30):30}" * (is_line and total > 0)
-      share = f" {done} of {total}," * (total > 0)
-      text = f"{task}:{bar}{share} {time.monotonic() - start:.0f} s"
-      sys.stderr.write(f"\r{text}" if is_line else f"{text}\n")
+      wait = REDRAWN if has_bar else EVERY
+      done, total = steps
+      text = f"{task}:{_steps(done, total, has_bar)} {time.monotonic() - start:.0f} s"
+      sys.stderr.write(f"\r{text}" if has_bar else f"{text}\n")
       sys.stderr.flush()
-    sys.stderr.write(f"\r{' ' * len(text)}\r" * (is_line and bool(text)))
+    if has_bar and text:
+      sys.stderr.write(f"\r{' ' * len(text)}\r")
 
   thread = threading.Thread(target=show, daemon=True)
   thread.start()
@@ -248,3 +305,12 @@ def progress(task: str) -> Generator[Advance]:
   finally:
     ended.set()
     thread.join()
+
+
+def _steps(done: int, total: int, has_bar: bool) -> str:
+  """Returns the steps that are done as text; "" if the number of all steps is unknown."""
+  if total == 0:
+    return ""
+  count = f" {done} of {total},"
+  filled = "━" * min(_BAR * done // total, _BAR)
+  return f" {filled:{_BAR}}{count}" if has_bar else count
