@@ -12,11 +12,13 @@ import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.types import Args, Function, Kwargs, P, is_low_precision
-from mpjax._debug import findings
 from mpjax._debug.arguments import Call, name_by_parameters, parameter_trees
-from mpjax._debug.findings import Finding, summed
+from mpjax._debug.audit_tables import find_float8, find_modules, residual_bytes
+from mpjax._debug.collectives import compiled_collectives
+from mpjax._debug.findings import DTYPES, Finding, summed_over_layers
 from mpjax._debug.kernels import UNKNOWN, find_kernels, is_unknown_in_float32
 from mpjax._debug.leaks import find_leaks
+from mpjax._debug.lossy import find_lossy
 from mpjax._debug.report import MOST, Advance, Pending, Report, Section, amount, percent, rest
 from mpjax._debug.risks import Risk, risk_lines, risks_of
 from mpjax._jaxpr.graph import Graph, Operation
@@ -117,7 +119,7 @@ class AuditReport(Report):
       )
 
   def sections(self) -> Sequence[Section]:
-    leaks = summed(self.leaks, layers=True)
+    leaks = summed_over_layers(self.leaks)
     lists = [self._list(name, *texts) for name, texts in _LISTS.items()]
     rules = [
       (repr(rule), str(picked or "never used"), str(hidden or ""))
@@ -182,7 +184,7 @@ class AuditReport(Report):
   def _list(self, name: str, title: str, columns: str) -> Section:
     """Returns the section of the findings in the field `name`."""
     rows: list[list[str]] = []
-    for x in summed(getattr(self, name), layers=True):
+    for x in summed_over_layers(getattr(self, name)):
       cells = {
         "module": x.path,
         "operation": x.operation,
@@ -195,7 +197,7 @@ class AuditReport(Report):
         "times": str(x.times),
         "estimate": x.reason or amount(x.flops, "FLOP"),
         # The two dtypes of the most elements, as jaxprs write them.
-        **{y: " ".join(getattr(x, y)[:2]).replace("float", "f") for y in findings.DTYPES},
+        **{y: " ".join(getattr(x, y)[:2]).replace("float", "f") for y in DTYPES},
       }
       rows.append([cells.get(column, x.reason) for column in columns.split(", ")])
     return Section.cut(title, columns, rows)
@@ -269,16 +271,16 @@ def _report(
   return AuditReport(
     flops=flops,
     accumulation=_flops_by_accumulation(graph),
-    residual_bytes=findings.residuals(graph),
+    residual_bytes=residual_bytes(graph),
     notes=tuple(_notes(graph, record, flops)),
     leaks=leaks,
     kernels=kernels,
     on_purpose=on_purpose,
     risks=tuple(risks_of(graph, parameters)),
-    lossy=findings.find_lossy(graph),
-    float8=findings.find_float8(graph),
-    collectives=findings.compiled_collectives(compiled, graph),
-    modules=findings.find_modules(graph, record, parameters),
+    lossy=find_lossy(graph),
+    float8=find_float8(graph),
+    collectives=compiled_collectives(compiled, graph),
+    modules=find_modules(graph, record, parameters),
     rules={rule: (n, record.hidden.get(rule, 0)) for rule, n in record.rules.items()},
   )
 

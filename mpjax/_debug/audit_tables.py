@@ -1,0 +1,146 @@
+"""What an audit counts: dtypes and FLOPs by module, float8 matmuls, bytes between the passes."""
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+import jax.numpy as jnp
+
+from mpjax._autocast.scopes import NOT_IN
+from mpjax._debug.arguments import moved_from
+from mpjax._debug.findings import Finding, summed
+from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.locations import FLOAT8, MODULE
+from mpjax._policy.active import AuditRecord
+
+_NO_FLOAT8_POLICY, _IN_FLOAT32 = "its policy has no float8", "it is in float32"
+"""Why a matmul is not in float8 where nothing asks for it."""
+
+
+@dataclasses.dataclass
+class _Module:
+  """The counts of a module.
+
+  Attributes:
+    decided_by: the rule or the `dtype` that decided its precision; "" for neither.
+    reads: the values that its forward pass uses, in order. A dict serves as an ordered set.
+    activations: the elements that its forward pass computes, by dtype.
+    gradients: the elements that its backward pass computes, by dtype.
+    flops: the FLOPs of its matmuls, by dtype.
+  """
+
+  decided_by: str = ""
+  reads: dict[Value, None] = dataclasses.field(default_factory=dict)
+  activations: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  gradients: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  flops: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+
+def find_modules(
+  graph: Graph, record: AuditRecord, parameters: Collection[str]
+) -> tuple[Finding, ...]:
+  """Returns the modules with matmuls. The module with the most FLOPs comes first.
+
+  Args:
+    graph: the graph of a function that was traced for an audit.
+    record: the modules and rules that were noted while it was traced.
+    parameters: the names of the arguments that are parameters. If it is empty, all may be.
+  """
+  modules = collections.defaultdict[str, _Module](_Module)
+  for operation in graph.computing():
+    module = modules[operation.where.path]
+    module.decided_by = module.decided_by or _decided_by(operation, record)
+    _count_results(module, operation)
+    if operation.where.direction == "forward":
+      module.reads |= dict.fromkeys(moved_from(v) for v in operation.operands)
+  for operation, dtype, flops in graph.matmuls():
+    modules[operation.where.path].flops[str(dtype)] += flops
+  # A scope without a matmul is a detail of a module around it.
+  return summed(
+    _row(path, module, parameters) for path, module in modules.items() if module.flops.total()
+  )
+
+
+def _decided_by(operation: Operation, record: AuditRecord) -> str:
+  """Returns the rule, or the overruled `dtype`, of the module of an operation; "" for neither."""
+  module = record.modules.get(operation.where.marked(MODULE) or "")
+  if module is None:
+    return ""
+  if module.rule is not None:
+    return repr(module.rule)
+  return f"the policy over dtype={module.own_dtype}" if module.own_dtype else ""
+
+
+def _count_results(module: _Module, operation: Operation) -> None:
+  is_scaling = FLOAT8 in operation.where.scopes and not operation.facts.flops
+  if is_scaling:
+    return  # The casts and scales of float8 are part of its matmul.
+  elements = _elements_by_dtype(operation.results)
+  if operation.where.direction == "forward":
+    module.activations += elements
+  else:
+    module.gradients += elements
+
+
+def _row(path: str, module: _Module, parameters: Collection[str]) -> Finding:
+  arguments = [v for v in module.reads if v.kind == "argument"]
+  params = [v for v in arguments if v.label in parameters or not parameters]
+  return Finding(
+    path,
+    dtype=" ".join(module.flops),
+    reason=module.decided_by,
+    flops=module.flops.total(),
+    params=_most_common(_elements_by_dtype(params)),
+    activations=_most_common(module.activations),
+    gradients=_most_common(module.gradients),
+  )
+
+
+def _elements_by_dtype(values: Iterable[Value]) -> collections.Counter[str]:
+  """Returns the number of elements of floating or complex values, by dtype."""
+  elements = collections.Counter[str]()
+  for v in values:
+    if v.dtype is not None and jnp.issubdtype(v.dtype, jnp.inexact):
+      elements[v.dtype.name] += v.size
+  return elements
+
+
+def _most_common(elements: collections.Counter[str]) -> tuple[str, ...]:
+  return tuple(dtype for dtype, _ in elements.most_common())
+
+
+def find_float8(graph: Graph) -> tuple[Finding, ...]:
+  """Returns the matmuls by why they are not in float8; () if nothing asks for float8."""
+  rows = [
+    Finding(operation.where.path, reason=_why_not_float8(operation), flops=flops)
+    for operation, _, flops in graph.matmuls()
+  ]
+  is_asked = any(row.reason not in (_NO_FLOAT8_POLICY, _IN_FLOAT32) for row in rows)
+  return summed(rows) if is_asked else ()
+
+
+def _why_not_float8(matmul: Operation) -> str:
+  """Returns why a matmul is not in float8; "" if it is."""
+  operands = matmul.operands[:2]
+  if all(v.dtype is not None and v.dtype.itemsize == 1 for v in operands):
+    return ""
+  if reason := matmul.where.marked(NOT_IN["float8"]):
+    return reason
+  if FLOAT8 in matmul.where.scopes:
+    return 'weight_grad="half"'
+  return _IN_FLOAT32 if any(v.is_wide for v in operands) else _NO_FLOAT8_POLICY
+
+
+def residual_bytes(graph: Graph) -> Mapping[str, int]:
+  """Returns the bytes that the forward pass computes and the backward pass uses, by dtype."""
+  nbytes = collections.Counter[str]()
+  for operation in graph.operations:
+    if operation.where.direction == "forward":
+      for v in filter(_is_residual, operation.results):
+        nbytes[str(v.dtype)] += v.nbytes * operation.times
+  return dict(nbytes.most_common())
+
+
+def _is_residual(value: Value) -> bool:
+  """Whether another pass uses a value of the forward pass."""
+  return any(consumer.where.direction != "forward" for consumer in value.consumers)

@@ -1,0 +1,171 @@
+"""The tables of an audit: modules, float8, and what the backward pass uses."""
+
+import functools
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import mpjax
+from mpjax._debug.findings import Finding
+
+HALF = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+WIDE = jax.ShapeDtypeStruct((8, 8), "float32")
+
+
+def stack(w, x):
+  for number in range(3):
+    with jax.named_scope(f"layer_{number}"):
+      x = jnp.tanh(x @ w)
+  with jax.named_scope("head"):
+    return x @ w
+
+
+def test_modules_that_differ_in_their_number_are_one_row_of_the_page():
+  audit = mpjax.audit(stack)(HALF, HALF)
+  assert [row.path for row in audit.modules] == ["layer_0", "layer_1", "layer_2", "head"]
+  assert {(row.dtype, row.flops) for row in audit.modules} == {("bfloat16", 2 * 8**3)}
+  assert {row.activations for row in audit.modules} == {("bfloat16",)}
+  assert {row.params for row in audit.modules} == {("bfloat16",)}
+  text = str(audit)
+  assert "layer_* (3)" in text
+  assert "75.0 %" in text
+
+
+def test_one_that_has_another_dtype_is_not():
+  def fn(w, x):
+    with jax.named_scope("layer_3"):
+      x = jnp.matmul(x.astype("float32"), w.astype("float32"), precision="highest").astype(x.dtype)
+    return stack(w, x)
+
+  audit = mpjax.audit(fn)(HALF, HALF)
+  (row,) = [row for row in audit.modules if row.path == "layer_3"]
+  assert (row.dtype, row.flops) == ("float32", 2 * 8**3)
+  text = str(audit)
+  assert "layer_* (3)" in text
+  assert "layer_3" in text
+
+
+def test_an_input_is_no_parameter_and_what_has_no_matmul_is_no_row():
+  def fn(params, x):
+    with jax.named_scope("norm"):
+      x = x * 2
+    with jax.named_scope("dense"):
+      return jnp.exp((x @ params["kernel"].astype(x.dtype)).astype("float32"))
+
+  (row,) = mpjax.audit(fn)({"kernel": WIDE}, HALF).modules
+  assert (row.path, row.params) == ("dense", ("float32",))
+  assert set(row.activations) == {"bfloat16", "float32"}
+
+
+def test_gradients_are_of_the_backward_pass():
+  def loss(w, x):
+    return stack(w, x).astype("float32").sum()
+
+  rows = {row.path: row for row in mpjax.audit(jax.value_and_grad(loss))(HALF, HALF).modules}
+  assert rows["head"].gradients[0] == "bfloat16"
+  assert sum(row.flops for row in rows.values()) == (4 + 4 + 3) * 2 * 8**3
+
+
+ALL = mpjax.Policy(
+  compute_dtype="bfloat16", output_dtype="float32", matmul=mpjax.Float8(skip=((16, 32),))
+)
+IDS = jax.ShapeDtypeStruct((2, 16), "int32")
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, ids):
+    embed = nn.Embed(64, 32, name="embed")
+    x = embed(ids)
+    for i in range(2):
+      x = x + nn.MultiHeadDotProductAttention(num_heads=2, name=f"attention_{i}")(x, x)
+    x = nn.Dense(16, name="small")(nn.Dense(16, name="narrow")(x))
+    x = nn.Dense(20, name="odd")(nn.Dense(32, name="wide")(x))
+    x = nn.Dense(32, name="head")(nn.Conv(32, (3,), name="conv")(x))
+    return embed.attend(x)
+
+
+@functools.cache
+def audited(policy=ALL, rules=(), fn=jnp.sum):
+  model = mpjax.linen.with_policy(Model(), policy, rules)
+  variables = jax.eval_shape(Model().init, jax.random.key(0), IDS)
+  return mpjax.audit(jax.value_and_grad(lambda v, ids: fn(model.apply(v, ids))))(variables, IDS)
+
+
+HEAD = mpjax.Rule("mixed_bfloat16", path="head")
+
+
+def test_d7_d17_each_module_is_listed_with_its_reason():
+  found = {x.path.removeprefix("Model/"): x for x in audited(rules=(HEAD,)).float8}
+  attention = "no operand is a parameter"
+  wanted = {
+    **{f"attention_{i}/{name}": "" for i in (0, 1) for name in ("query", "key", "value", "out")},
+    **{f"attention_{i}": attention for i in (0, 1)},
+    "narrow": "",
+    "small": "too small to gain: K=16, N=16",
+    "wide": "too small to gain: K=16, N=32",
+    "odd": "N=20 is no multiple of 16",
+    "conv": "it is no dot_general",
+    "head": "its policy has no float8",
+    "embed": "it is an embedding",
+  }
+  assert {path: x.reason for path, x in found.items()} == wanted
+  assert found["narrow"] == Finding("Model/narrow", flops=3 * 2 * 32 * 16 * 32)
+  audit = audited(rules=(HEAD,))
+  assert f"{100 * audit.float8_share:.1f} % of the matmuls' FLOPs in float8" in str(audit)
+  assert "it is an embedding" in str(audit)
+  rows = json.loads(audit.to_json())["float8"]
+  assert [(row["path"], row["flops"]) for row in rows] == [(x.path, x.flops) for x in audit.float8]
+  assert rows[0]["flops"] == max(x.flops for x in audit.float8)
+
+
+def test_float32_and_weight_gradients_in_half_are_reasons():
+  rules = mpjax.Rule("float32", path="wide"), mpjax.Rule(None, path="head")
+  policy = mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(skip=(), weight_grad="half"))
+  found = {(x.path.removeprefix("Model/"), x.reason): x for x in audited(policy, rules).float8}
+  assert ("wide", "it is in float32") in found
+  assert ("head", "it is in float32") in found
+  half = found["narrow", 'weight_grad="half"']
+  assert half.flops == 2 * 32 * 16 * 32
+  assert found["narrow", ""].flops == 2 * half.flops
+
+
+def test_leaks_and_risks_are_those_without_float8():
+  """Neither the scaling, in float32, nor what is too small is where low precision was lost."""
+
+  def loss(x):
+    return jnp.mean(jax.nn.log_softmax(x))
+
+  float8, half = audited(fn=loss), audited("mixed_bfloat16", fn=loss)
+  assert (float8.leaks, float8.lossy, float8.on_purpose) == ((), (), half.on_purpose)
+  assert half.float8 == ()
+  assert "in float8\n" not in str(half)
+  assert float8.half_share == half.half_share == 1.0
+  assert float8.float8_share > half.float8_share == 0
+  assert sum(float8.flops.values()) == sum(half.flops.values())
+
+
+def test_what_is_kept_is_float8():
+  kept = audited().residual_bytes
+  assert kept["float8_e4m3fn"] > 0
+  assert kept["bfloat16"] < audited("mixed_bfloat16").residual_bytes["bfloat16"]
+
+
+BF16 = jnp.bfloat16
+
+
+def s(*shape, dtype=BF16):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_residuals_by_dtype():
+  def loss(w, x):
+    h = x.astype(BF16) @ w.astype(BF16)
+    return jnp.sum(jnp.sin(h.astype(jnp.float32)))
+
+  audit = mpjax.audit(jax.grad(loss))(s(8, 8, dtype="float32"), s(4, 8, dtype="float32"))
+  # x in bfloat16 for the gradient of w, and the cosine of h.
+  assert audit.residual_bytes == {"float32": 4 * 8 * 4, "bfloat16": 4 * 8 * 2}
+  assert mpjax.audit(loss)(s(8, 8, dtype="float32"), s(4, 8, dtype="float32")).residual_bytes == {}
