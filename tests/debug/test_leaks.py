@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._debug.leaks import Causes
-from mpjax._jaxpr.graph import Graph
 from tests.autocast.programs import PROGRAMS
 from tests.debug.planted_leaks import LEAKS, TABLE
 from tests.models.catalogue import MODELS
@@ -153,16 +151,6 @@ def test_no_false_leak_in_published_models_and_plain_functions(name):
     assert {x.reason for x in found.on_purpose} <= {"it sums fewer than 8 products of an input"}
 
 
-def test_float32_throughout_is_no_leak():
-  wide = jax.ShapeDtypeStruct((8, 8), "float32")
-  audit = mpjax.audit(lambda x, w: jax.nn.softmax(x @ w) @ w)(wide, wide)
-  assert audit.leaks == ()
-  assert audit.half_share == 0
-  (kept,) = audit.on_purpose
-  assert kept.reason == "no low precision anywhere"
-  assert kept.flops == 2 * 2 * 8**3
-
-
 def softmax_and_norm_by_hand(x, w):
   def norm(x):
     wide = x.astype(jnp.float32)
@@ -203,12 +191,6 @@ def test_a_cast_up_is_a_leak_where_it_makes_something_else_float32():
   assert both(X, w).leaks == ()
 
 
-class Head(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(4, name="head")(nn.relu(nn.Dense(8, name="body")(x)))
-
-
 class Normed(nn.Module):
   @nn.compact
   def __call__(self, x):
@@ -230,44 +212,6 @@ def test_no_false_leak_in_norms_with_statistics_of_training():
 
 
 WIDE = jax.ShapeDtypeStruct((16, 8), "float32")
-ON_PURPOSE = {
-  "a float32 policy": mpjax.Rule("float32", path="head"),
-  "a rule leaves it as it is": mpjax.Rule(None, path="head"),
-}
-
-
-@pytest.mark.parametrize("reason", ON_PURPOSE)
-def test_what_a_rule_keeps_in_float32_is_on_purpose(reason):
-  variables = jax.eval_shape(Head().init, jax.random.key(0), WIDE)
-  model = mpjax.linen.with_policy(Head(), "mixed_bfloat16", rules=[ON_PURPOSE[reason]])
-  audit = mpjax.audit(jax.jit(lambda v, x: model.apply(v, x)))(variables, WIDE)
-  assert audit.leaks == ()
-  assert [(x.path, x.reason, x.flops) for x in audit.on_purpose] == [
-    ("Head/head", reason, 2 * 16 * 8 * 4)
-  ]
-  assert audit.half_share == 2 / 3
-  assert audit.rules == {ON_PURPOSE[reason]: (1, 0)}
-
-
-def test_what_code_keeps_in_float32_is_on_purpose():
-  def fn(x, w):
-    y = mpjax.full_precision(jnp.matmul)(x, w)
-    z = jnp.matmul(x, w, precision="highest") + jnp.matmul(x, w, precision="high")
-    return y + z + x[:, :2] @ w[:2] + x @ x.T @ x @ w
-
-  w = jax.ShapeDtypeStruct((8, 8), "float32")
-  audit = mpjax.audit(mpjax.autocast(fn, data_argnums=0))(WIDE, w)
-  assert audit.leaks == ()
-  reasons = [
-    "it sums fewer than 8 products of an input",
-    "its operands are inputs and constants",
-    "mpjax.full_precision",
-    'precision="high"',
-    'precision="highest"',
-  ]
-  assert sorted(x.reason for x in audit.on_purpose) == reasons
-  # By the number of terms in each sum; that of the last matmul alone is in low precision.
-  assert audit.half_share == 8 / (3 * 8 + 2 + 2 * 16 + 8)
 
 
 def test_a_batch_in_float64_is_a_leak(set_flag):
@@ -277,18 +221,6 @@ def test_a_batch_in_float64_is_a_leak(set_flag):
   (leak,) = mpjax.audit(fast)(X.update(shape=(8, 8), dtype="float32"), x).leaks
   assert (leak.cause, leak.fix) == ("x", "No policy casts float64: cast the batch to float32.")
   assert_no_leak(fast, X.update(shape=(8, 8), dtype="float32"), x.update(dtype="float32"))
-
-
-def test_an_optimizer_that_multiplies_in_float32_is_on_purpose():
-  def step(w, x):
-    half = w.astype(jnp.bfloat16)
-    grads = jax.grad(lambda w: jnp.sum((x @ w).astype(jnp.float32)))(half)
-    wide = grads.astype(jnp.float32)
-    return w - 0.1 * wide @ wide.T @ wide
-
-  audit = mpjax.audit(step)(jax.ShapeDtypeStruct((8, 8), "float32"), X)
-  assert audit.leaks == ()
-  assert [x.reason for x in audit.on_purpose] == ["the optimizer"]
 
 
 def test_leaks_come_the_costliest_first():
@@ -353,67 +285,3 @@ def test_d1_positions_that_turn_queries_are_no_leak(interleaved):
     mpjax.autocast(model.apply),
   ):
     assert_no_leak(jax.grad(lambda p, apply=apply: jnp.sum(apply(p, x) ** 2)), params)
-
-
-HALF = jax.ShapeDtypeStruct((4, 4), "bfloat16")
-SMALL = jax.ShapeDtypeStruct((4, 4), "float32")
-UNDER_A_POLICY = frozenset(("parameter", "number", "filled"))
-
-
-def why(fn, *args, neutral=frozenset()):
-  graph = Graph(jax.make_jaxpr(fn)(*args), [f"x{i}" for i in range(len(args))])
-  return Causes(graph, frozenset(), neutral).why(graph.results[0])
-
-
-ARGUMENT = "argument", "x1", False
-CAUSES = {
-  "through a chain": (lambda x, y: x * jnp.tanh(y.reshape(16).reshape(4, 4)), *ARGUMENT),
-  "an array before a number": (lambda x, y: x * np.float32(2) + y, *ARGUMENT),
-  "an array before a cast": (lambda x, y: x.astype("float32") * y, *ARGUMENT),
-  "astype": (lambda x, y: x.astype("float32"), "cast", "convert_element_type", False),
-  "lax": (
-    *(lambda x, y: jax.lax.convert_element_type(x, np.dtype("float32")), "cast"),
-    *("convert_element_type", False),
-  ),
-  "a sum": (lambda x, y: x - jnp.sum(x, dtype="float32"), "operation", "reduce_sum", True),
-  "a softmax of what is float32": (lambda x, y: jnp.exp(x + y), *ARGUMENT),
-  "positions": (lambda x, y: x + jnp.arange(4.0), "operation", "iota", False),
-  "integers": (
-    *(lambda x, y: x * jnp.argsort(x).astype("float32"), "operation"),
-    *("convert_element_type", False),
-  ),
-}
-
-
-def test_the_cause():
-  for name, (fn, kind, called, deliberate) in CAUSES.items():
-    found = why(fn, HALF, SMALL)
-    assert found is not None
-    cause = (found.kind, found.name, found.deliberate, found.dtype)
-    assert cause == (kind, called, deliberate, "float32"), name
-    assert found.source is not None
-
-
-def test_the_state_of_a_loop():
-  def fn(x, y):
-    return jax.lax.scan(lambda c, _: (c + x, None), y, length=3)[0]
-
-  found = why(fn, HALF, SMALL)
-  assert (found.kind, found.name, found.entry.name) == ("argument", "x1", "add")
-  assert why(lambda x, y: y * 2, HALF, SMALL).entry is None
-  filled = why(lambda x, y: fn(x, jnp.zeros((4, 4))), HALF, SMALL, neutral=UNDER_A_POLICY)
-  assert (filled.kind, filled.name) == ("filled", "float32[4,4] of 0.0")
-
-
-def test_a_linear_solve_is_float32_on_purpose():
-  def fn(w, x):
-    solved = jax.lax.custom_linear_solve(lambda v: w @ v, x, lambda _, b: w @ (w @ b))
-    return solved @ w
-
-  w = jax.ShapeDtypeStruct((8, 8), "float32")
-  audit = mpjax.audit(mpjax.autocast(fn))(w, w)
-  assert audit.leaks == ()
-  assert audit.flops == {("forward", "float32"): 2 * 1024, ("forward", "bfloat16"): 1024}
-  (purpose,) = audit.on_purpose
-  assert purpose.reason == "custom_linear_solve, which runs as written"
-  assert purpose.flops == 2 * 1024

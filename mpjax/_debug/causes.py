@@ -1,0 +1,205 @@
+"""Find out why each float32 value of a graph is float32.
+
+A cause is an argument, a constant, a number with a dtype, a cast or an operation. Each result has
+the cause of its operands, unless the operation itself is the cause.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.locations import Source, call_of
+
+
+class Cause(NamedTuple):
+  """Why a value is float32.
+
+  Fields:
+    kind: the kind of the cause, as in `Finding.kind`.
+    name: the path of an argument, the type of a constant, or the name of an operation.
+    dtype: the dtype that the cause has, which may be float64.
+    source: the line of the cause; None if unknown.
+    deliberate: whether it is an operation that runs in float32 deliberately, such as a sum.
+    anyway: whether another operand has a deliberate cause, so that the value would be float32
+      without this cause too.
+    entry: the operation at which a low-precision value became float32 because of it; None if it
+      met no low-precision value.
+  """
+
+  kind: str
+  name: str
+  dtype: str
+  source: Source | None = None
+  deliberate: bool = False
+  anyway: bool = False
+  entry: Operation | None = None
+
+
+class _Rank(NamedTuple):
+  """The order of the causes of several operands. The smallest decides, so arrays come first.
+
+  Fields:
+    is_neutral: the cause takes the dtype of the other operands.
+    is_number_alone: it is a number that met no low-precision value. In `where(mask, x16 *
+      np.float32(2), -1e9)` the second number is float32 because of the first.
+    is_deliberate: it is an operation that runs in float32 deliberately.
+    is_cast: it is a cast. A number that made a value float32 comes before a later cast to the
+      dtype of that value, such as `w.astype(x.dtype)`.
+    is_number: it is a number with a dtype, or an array of it.
+    met_nothing: it met no low-precision value.
+  """
+
+  is_neutral: bool
+  is_number_alone: bool
+  is_deliberate: bool
+  is_cast: bool
+  is_number: bool
+  met_nothing: bool
+
+
+class Causes:
+  """The causes of the float32 values of a graph.
+
+  Args:
+    graph: the graph of a function.
+    parameters: the names of the arguments that are parameters.
+    neutral: the kinds of causes that take the dtype of the other operands, as parameters do under
+      a policy.
+  """
+
+  def __init__(self, graph: Graph, parameters: Collection[str], neutral: Collection[str]) -> None:
+    self.parameters, self.neutral = parameters, neutral
+    self._causes: dict[Value, Cause | None] = {}
+    # Values in low precision, and all that is computed from them.
+    self._from_low = {v for v in graph.arguments if v.is_low}
+    # From a float32 value to the low-precision value that it is a cast of.
+    self._cast_from: dict[Value, Value] = {}
+    for operation in graph.operations:
+      is_from_low = self._is_from_low(operation)
+      self._from_low.update(v for v in operation.results if is_from_low or v.is_low)
+      for result in operation.results:
+        if result.is_wide:
+          self._causes[result] = self._of_result(operation, result)
+
+  def why(self, value: Value) -> Cause | None:
+    """Returns why a value is float32; None if it is not, or is a cast of a low-precision value."""
+    if value.made_by is not None or not value.is_wide:
+      return self._causes.get(value)
+    if value.kind == "argument":
+      kind = "parameter" if value.label in self.parameters else "argument"
+    else:
+      kind = "constant" if value.aval.shape else "number"
+    return Cause(kind, value.label, str(value.dtype))
+
+  def of_operands(self, operation: Operation) -> Cause | None:
+    """Returns why an operation has float32 operands; None if it casts all of them itself."""
+    pairs = [(v, cause) for v in operation.operands if (cause := self.why(v)) is not None]
+    if not pairs:
+      return None
+    value, cause = min(pairs, key=lambda pair: self._rank(pair[1]))
+    if cause.entry is None and self._meets_low(operation, value):
+      cause = cause._replace(entry=operation)
+    if cause.source is None:  # An argument or a constant has the line that uses it first.
+      cause = cause._replace(source=operation.where.source)
+    return cause._replace(anyway=any(each.deliberate or each.anyway for _, each in pairs))
+
+  def widens(self, operation: Operation, kind: str) -> bool:
+    """Whether an operation makes a low-precision operand float32 because of another operand.
+
+    Args:
+      operation: the entry of a cause.
+      kind: the kind of the cause. An operation of which all operands were cast by the code widens
+        nothing.
+    """
+    low = [v for v in operation.operands if v.is_low or v in self._cast_from]
+    return any(kind != "cast" or self.why(v) is None for v in low)
+
+  def _is_from_low(self, operation: Operation) -> bool:
+    return any(v in self._from_low for v in operation.operands)
+
+  def _meets_low(self, operation: Operation, value: Value) -> bool:
+    """Whether another operand is computed from low precision; loops and branches compute none."""
+    others = (v for v in operation.operands if v is not value)
+    return not operation.joins and any(v in self._from_low for v in others)
+
+  def _rank(self, cause: Cause) -> _Rank:
+    is_number = cause.kind in ("number", "filled")
+    return _Rank(
+      # Nothing gives a float64 operand another dtype.
+      is_neutral=cause.kind in self.neutral and cause.dtype != "float64",
+      is_number_alone=is_number and cause.entry is None,
+      is_deliberate=cause.deliberate,
+      is_cast=cause.kind == "cast",
+      is_number=is_number,
+      met_nothing=cause.entry is None,
+    )
+
+  def _of_result(self, operation: Operation, result: Value) -> Cause | None:
+    """Returns the cause of a result, and notes whether it is a cast of a low-precision value."""
+    if operation.casts and operation.operands[0].is_low:
+      return self._of_cast(operation, result)
+    if operation.casts and operation.operands[0].kind == "literal":
+      return Cause("number", operation.operands[0].label, str(result.dtype))
+    self._note_moved_cast(operation, result)
+    cause = self.of_operands(operation)
+    if self._is_deliberate(operation, result, cause):
+      return own_cause(operation, result)._replace(deliberate=True)
+    if cause is not None:
+      return _filled(operation, result, cause) or cause
+    if result in self._cast_from:
+      return None
+    return self._of_casts_alone(operation, result)
+
+  def _of_cast(self, operation: Operation, result: Value) -> Cause | None:
+    """Returns the cause of a cast to float32; None if a call such as `x + table` wrote it."""
+    self._cast_from[result] = operation.operands[0]
+    call = call_of(operation.eqn)
+    is_of_user = bool(call) and all(call_of(each.eqn) != call for each in result.consumers)
+    return own_cause(operation, result)._replace(kind="cast") if is_of_user else None
+
+  def _note_moved_cast(self, operation: Operation, result: Value) -> None:
+    wide = [v for v in operation.operands if v.is_wide]
+    if operation.moves and wide and all(v in self._cast_from for v in wide):
+      self._cast_from[result] = self._cast_from[wide[0]]
+
+  def _is_deliberate(self, operation: Operation, result: Value, cause: Cause | None) -> bool:
+    """Whether an operation of the float32 list is itself the cause of its result.
+
+    Without a policy it runs in the dtype of its operands: a softmax of float32 logits is float32
+    because of the logits. The mean of a cast array is a cause of its own, since the cast was meant
+    for the mean alone.
+    """
+    if operation.part != "float32" or not self._is_from_low(operation):
+      return False
+    reduces = any(result.size < v.size for v in operation.operands[:1])
+    return bool(self.neutral) or cause is None or (cause.kind == "cast" and reduces)
+
+  def _of_casts_alone(self, operation: Operation, result: Value) -> Cause:
+    """Returns the cause of an operation whose float32 operands are all casts by its own call."""
+    wide = [v for v in operation.operands if v.is_wide]
+    dtypes = dict.fromkeys(str(self._cast_from[v].dtype) for v in wide if v in self._cast_from)
+    own = own_cause(operation, result)
+    if len(dtypes) > 1 and not self.neutral:
+      name = f"{operation.name} of {' and '.join(dtypes)}"
+      return own._replace(kind="operation", name=name, entry=operation)
+    # Such a call casts on purpose: `jnp.sum` of a bfloat16 array does.
+    return own._replace(deliberate=bool(wide))
+
+
+def own_cause(operation: Operation, value: Value) -> Cause:
+  """Returns the operation itself as the cause of a float32 operand or result."""
+  if operation.facts.flops is None:
+    kind = "operation"
+  else:
+    kind = "promotion" if any(v.is_wide for v in operation.operands) else "matmul"
+  return Cause(kind, operation.name, str(value.dtype), operation.where.source)
+
+
+def _filled(operation: Operation, result: Value, cause: Cause) -> Cause | None:
+  """Returns the cause of an array that is filled with a number; None for any other result."""
+  is_number_alone = cause.kind == "number" and cause.entry is None
+  if not is_number_alone or not operation.moves or not result.aval.shape:
+    return None
+  shape = ",".join(map(str, result.aval.shape))
+  name = f"{result.dtype}[{shape}] of {cause.name}"
+  return Cause("filled", name, cause.dtype, operation.where.source)

@@ -1,0 +1,140 @@
+"""Find out where a function asks for low precision, and why it does not elsewhere."""
+
+import collections
+from typing import NamedTuple
+
+from mpjax._autocast.precision import asked_precision
+from mpjax._autocast.scopes import AS_IT_IS_IN, NOT_IN, REGION, policy_of
+from mpjax._core.types import DType, is_low_precision
+from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.locations import FLOAT8, MODULE
+from mpjax._jaxpr.primitives import AS_TRACED
+from mpjax._policy.active import SCOPE as FULL_PRECISION
+from mpjax._policy.active import AuditRecord
+from mpjax._policy.dtypes import written
+from mpjax._policy.policy import Policy
+
+
+class Expected(NamedTuple):
+  """The low-precision dtype that is asked for; None, with the reason, for float32."""
+
+  dtype: DType | None
+  reason: str = ""
+
+
+class Expectations:
+  """The low-precision dtype that is asked for at each operation of a graph.
+
+  Under policies and autocast, the marks of the operations name it. In a function without marks it
+  is the low-precision dtype that the function uses most.
+
+  Attributes:
+    marked: whether a policy or autocast is active anywhere in the graph.
+    neutral: the kinds of causes (`Cause.kind`) that take the dtype of the other operands, and so
+      never make a value float32.
+  """
+
+  def __init__(self, graph: Graph, record: AuditRecord) -> None:
+    self._record = record
+    self.marked = any(each.where.marked(REGION) is not None for each in graph.operations)
+    self.neutral: tuple[str, ...] = ()
+    if self.marked:
+      self._used, self._optimizer = None, set[Operation]()
+      self.neutral = _neutral(record)
+    else:
+      self._used, self._optimizer = _most_used_low(graph), _after_gradients(graph)
+
+  def of(self, operation: Operation) -> Expected:
+    """Returns the low-precision dtype that is asked for at an operation, or why none is."""
+    region = operation.where.marked(REGION)
+    policy = None if region is None else policy_of(region)
+    reason = self._by_code(operation, policy) or self._by_policy(operation, region, policy)
+    if reason:
+      return Expected(None, reason)
+    return Expected(self._used if policy is None else policy.compute_dtype)
+
+  def of_kernel(self, operation: Operation) -> DType | None:
+    """Returns the low-precision dtype that is asked for at a kernel; None for float32."""
+    region = operation.where.marked(REGION) or ""
+    if region.startswith(AS_IT_IS_IN):
+      return DType(region.removeprefix(AS_IT_IS_IN))
+    return self.of(operation).dtype
+
+  def _by_code(self, operation: Operation, policy: Policy | None) -> str:
+    """Returns why the code asks for float32; "" if it does not."""
+    scopes = operation.where.scopes
+    if FULL_PRECISION in scopes:
+      return "mpjax.full_precision"
+    if FLOAT8 in scopes and not _is_matmul(operation):
+      return "the scaling of float8"
+    as_traced = _as_traced(operation)
+    if as_traced and self.marked:
+      return f"{as_traced}, which runs as written"
+    not_low = operation.where.marked(NOT_IN["low"])
+    if not_low is not None:
+      return not_low
+    # Under a policy with a precision, that is the precision of the policy.
+    precision = asked_precision(operation.eqn.params.get("precision"))
+    if precision and (policy is None or policy.precision is None):
+      return f'precision="{precision}"'
+    return "the optimizer" if operation in self._optimizer else ""
+
+  def _by_policy(self, operation: Operation, region: str | None, policy: Policy | None) -> str:
+    """Returns why policies and modules ask for float32; "" if they do not."""
+    if not self.marked and self._used is None:
+      return "no low precision anywhere"
+    if self.marked and region is None:
+      return "outside of every policy"
+    if self.marked and policy is None:
+      return "a rule leaves it as it is"
+    if policy is not None and not is_low_precision(policy.compute_dtype):
+      precision = policy.precision
+      asked = "" if precision is None else f", precision={written(precision)}"
+      return f"a {policy.compute_dtype} policy{asked}"
+    return "a norm" if self._is_in_norm(operation) else ""
+
+  def _is_in_norm(self, operation: Operation) -> bool:
+    """Whether an operation computes or uses the statistics of a norm, which are float32."""
+    module = self._record.modules.get(operation.where.marked(MODULE) or "")
+    return module is not None and module.is_norm and not _is_matmul(operation)
+
+
+def _neutral(record: AuditRecord) -> tuple[str, ...]:
+  """Returns the kinds of causes that never make a value float32 under policies or autocast."""
+  kinds = ("parameter", "number", "filled")
+  is_autocast = "autocast" in record.uses and not record.modules
+  return (*kinds, "argument") if is_autocast else kinds
+
+
+def _most_used_low(graph: Graph) -> DType | None:
+  """Returns the low-precision dtype of the most elements among operands; None without any."""
+  elements = collections.Counter[DType | None]()
+  for operation in graph.operations:
+    for v in operation.operands:
+      if v.is_low:
+        elements[v.dtype] += v.size
+  return max(elements, key=elements.__getitem__, default=None)
+
+
+def _after_gradients(graph: Graph) -> set[Operation]:
+  """Returns the operations outside of backward passes that use gradients: an optimizer."""
+  gradients: set[Value] = set()
+  after: set[Operation] = set()
+  for operation in graph.operations:
+    is_forward = operation.where.direction == "forward"
+    uses_gradients = any(v in gradients for v in operation.operands)
+    if not is_forward or uses_gradients:
+      gradients.update(operation.results)
+    if is_forward and uses_gradients:
+      after.add(operation)
+  return after
+
+
+def _as_traced(operation: Operation) -> str:
+  """Returns the primitive around an operation that no policy enters, such as a linear solve."""
+  steps = (step for step in operation.step.enclosing() if step.holds in AS_TRACED)
+  return next((step.eqn.primitive.name for step in steps), "")
+
+
+def _is_matmul(operation: Operation) -> bool:
+  return operation.facts.flops is not None
