@@ -1,18 +1,18 @@
-"""`audit`: which precision each operation of a function has, and what brought float32 in."""
+"""`mpjax.audit`: the precision of each operation of a function, and the causes of float32."""
 
 import collections
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxAssertionError, check_call
-from mpjax._core.types import Args, Function, Kwargs, P, is_low_precision
-from mpjax._debug.arguments import Call, name_by_parameters, parameter_trees
+from mpjax._core.types import Args, Function, Kwargs, Leaf, P, is_low_precision
+from mpjax._debug.arguments import Argument, Call, name_by_parameters, parameter_trees
 from mpjax._debug.audit_tables import find_float8, find_modules, residual_bytes
 from mpjax._debug.collectives import compiled_collectives
 from mpjax._debug.findings import DTYPES, Finding, summed_over_layers
@@ -27,7 +27,7 @@ from mpjax._jaxpr.reader import inner_jaxprs, is_object, warn_not_entered
 from mpjax._policy.active import AUDIT, AuditRecord
 from mpjax._policy.rules import Rule
 
-_LISTS = {
+_TABLES = {
   "kernels": ("Kernels, which are not entered", "module, operation, dtype, estimate, line"),
   "on_purpose": ("Float32 on purpose", "module, because of, FLOPs"),
   "lossy": ("Low precision where float32 is safer", "module, operation, pass, line, risk"),
@@ -35,12 +35,19 @@ _LISTS = {
   "float8": ("float8", "module, FLOPs, not in float8 because"),
   "collectives": ("Between devices", "module, operation, dtype, bytes, times"),
 }
-"""The heading of a list, and its columns."""
+"""The heading and the columns of the table of each field, in the order of the page."""
+
+_8_BIT, _16_BIT, _WIDE = (1,), (2,), (4, 8)
+_LOW = (*_8_BIT, *_16_BIT)
+"""The sizes of floating dtypes, in bytes."""
+
+_MOST_DTYPES = 2
+"""The most dtypes of a cell."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AuditReport(Report):
-  """What `mpjax.audit` found. It prints as a page of 80 columns.
+  """The report of `mpjax.audit`. It prints as a page of 80 columns.
 
   Args:
     flops: floating-point operations of matmuls, convolutions and kernels by pass and dtype. Kernels
@@ -48,16 +55,16 @@ class AuditReport(Report):
     accumulation: FLOPs of low-precision matmuls and convolutions, by the accumulation dtype that
       they state; `BACKEND_DEFAULT` if they state none.
     residual_bytes: bytes that the forward pass keeps for the backward pass, by dtype.
-    notes: what else is to be known, a sentence each.
+    notes: sentences about the limits of the figures.
     leaks: float32 operations where low precision was asked for, the costliest first.
     kernels: operations that are not entered, such as `pallas_call`, and objects of JAX.
     on_purpose: matmuls that are float32 because a rule, or the code, asks for it.
     risks: low-precision values that reach an operation which magnifies their error.
     lossy: operations in low precision for which float32 would be safer.
     float8: each matmul, and why it is not in float8; () where nothing asks for float8.
-    collectives: what devices send to one another, by module; () unless `compiled=` was given.
-    modules: dtypes and FLOPs by module, that of the most FLOPs first.
-    rules: how many modules each rule picked, and how many it left to an earlier one.
+    collectives: the collectives of a compiled program by module; () without `compiled=`.
+    modules: dtypes and FLOPs by module. The module with the most FLOPs comes first.
+    rules: the number of modules that each rule picked, and that it left to an earlier rule.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> fn = mpjax.autocast(lambda x, w: jnp.tanh(x @ w), "mixed_bfloat16")
@@ -88,64 +95,67 @@ class AuditReport(Report):
     It is NaN without matmuls, and if a kernel with float32 operands does not estimate its cost.
     """
     unknown = any(map(is_unknown_in_float32, self.kernels))
-    return math.nan if unknown else _share(self.flops, 1, 2)
+    return math.nan if unknown else _share(self.flops, _LOW)
 
   @property
   def float8_share(self) -> float:
     """The share of the matmuls' FLOPs in float8, or in a recipe's 8 bits; NaN without matmuls."""
-    return _share(self.flops, 1)
+    return _share(self.flops, _8_BIT)
 
   def assert_no_leaks(self, ignore: Iterable[str] = ()) -> None:
-    """Raises if a float32 operation is where low precision was asked for, for a test of yours.
+    """Raises an error if there is a leak, for tests.
 
-    Where nothing asks for low precision there are none: assert that `half_share` is large, too.
+    Code that does not ask for low precision has no leaks. A test should therefore also assert that
+    `half_share` is large.
 
     Args:
       ignore: globs over the paths of leaks that do not count.
 
     Raises:
-      MpjaxAssertionError: there is one.
+      MpjaxAssertionError: there is a leak.
     """
     globs = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    leaks = [x for x in self.leaks if not any(fnmatch.fnmatchcase(x.path, g) for g in globs)]
-    if leaks:
-      first = leaks[0]
-      raise MpjaxAssertionError(
-        "AuditReport.assert_no_leaks(...)",
-        expected="no float32 operation where low precision was asked for",
-        got=f"{len(leaks)}: the costliest is {first.operation} in {first.path or 'the root'}, "
-        f"float32 because {first.reason}",
-        fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
-      )
+    leaks = [leak for leak in self.leaks if not _is_matched(leak.path, globs)]
+    if not leaks:
+      return
+    first = leaks[0]
+    raise MpjaxAssertionError(
+      "AuditReport.assert_no_leaks(...)",
+      expected="no float32 operation where low precision was asked for",
+      got=f"{len(leaks)}: the costliest is {first.operation} in {first.path or 'the root'}, "
+      f"float32 because {first.reason}",
+      fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
+    )
 
   def sections(self) -> Sequence[Section]:
     leaks = summed_over_layers(self.leaks)
-    lists = [self._list(name, *texts) for name, texts in _LISTS.items()]
     rules = [
       (repr(rule), str(picked or "never used"), str(hidden or ""))
       for rule, (picked, hidden) in self.rules.items()
     ]
-    passes, lines = self._passes(), self._first_lines()
     return (
-      Section.cut("Precision audit", "pass, matmuls, 16 bit, 8 bit, float32", passes, lines),
-      Section("Float32 where low precision was asked for", (*self._causes(leaks), *rest(leaks))),
+      Section.cut(
+        "Precision audit",
+        "pass, matmuls, 16 bit, 8 bit, float32",
+        self._passes(),
+        self._first_lines(),
+      ),
+      Section(
+        "Float32 where low precision was asked for",
+        (*_leak_lines(leaks, self._total), *rest(leaks)),
+      ),
       Section("Risks", risk_lines(self.risks, MOST)),
-      *lists,
+      *(self._table(field) for field in _TABLES),
       Section.cut("Rules", "rule, modules, earlier rule wins", rules),
     )
 
   @property
   def _total(self) -> int:
+    """The FLOPs of all operations; 1 without any, as a denominator."""
     return max(sum(self.flops.values()), 1)
 
   def _first_lines(self) -> list[str]:
-    counted = f"{percent(_share(self.flops, 1, 2))} of the matmuls' FLOPs in low precision"
-    parts = [counted if self.flops else "No matmuls or convolutions"]
-    unknown, leaks = sum(x.times for x in self.kernels if x.reason == UNKNOWN), len(self.leaks)
-    if unknown:
-      parts.append(f"{unknown} kernel{'s' * (unknown != 1)} not counted")
-    parts.append(f"{leaks or 'no'} leak{'s' * (leaks != 1)}")
-    lines = [", ".join(parts)]
+    lines = [self._headline()]
     if self.float8:
       lines.append(f"{percent(self.float8_share)} of the matmuls' FLOPs in float8")
     if self.accumulation:
@@ -155,8 +165,19 @@ class AuditReport(Report):
       lines.append(f"Kept for the backward pass: {sizes}")
     return [*lines, *self.notes]
 
+  def _headline(self) -> str:
+    """Returns the share of low precision, and the number of unknown kernels and of leaks."""
+    parts = ["No matmuls or convolutions"]
+    if self.flops:
+      parts = [f"{percent(_share(self.flops, _LOW))} of the matmuls' FLOPs in low precision"]
+    unknown = sum(kernel.times for kernel in self.kernels if kernel.reason == UNKNOWN)
+    if unknown:
+      parts.append(f"{_number_of(unknown, 'kernel')} not counted")
+    parts.append(_number_of(len(self.leaks), "leak"))
+    return ", ".join(parts)
+
   def _accumulation(self) -> str:
-    """Returns what matmuls in low precision add products in, with shares if there are several."""
+    """Returns the accumulation dtype of low-precision matmuls, with shares if there are several."""
     if len(self.accumulation) == 1:
       return next(iter(self.accumulation))
     total = max(sum(self.accumulation.values()), 1)
@@ -165,48 +186,76 @@ class AuditReport(Report):
     return f"{shares} of FLOPs in low precision"
 
   def _passes(self) -> list[tuple[str, ...]]:
+    """Returns a row for each pass: its FLOPs, and the shares of 16 bits, 8 bits and float32."""
     rows: list[tuple[str, ...]] = []
     for direction in dict.fromkeys(direction for direction, _ in self.flops):
       flops = {key: n for key, n in self.flops.items() if key[0] == direction}
-      shares = (percent(_share(flops, *nbytes)) for nbytes in ((2,), (1,), (4, 8)))
+      shares = (percent(_share(flops, sizes)) for sizes in (_16_BIT, _8_BIT, _WIDE))
       rows.append((direction, amount(sum(flops.values()), "FLOP"), *shares))
     return rows
 
-  def _causes(self, leaks: Sequence[Finding]) -> list[str]:
-    lines: list[str] = []
-    for number, x in enumerate(leaks[:MOST], 1):
-      flops, nbytes = f"{percent(x.flops / self._total)} of FLOPs", amount(x.nbytes, "B of results")
-      where = f"{x.path} · {x.operation} · {x.direction} · {x.source or 'unknown line'}"
-      lines.append(f"{number}. {where} · {flops if x.flops else nbytes}, operations: {x.times}")
-      lines += [f"   {x.dtype}: float32 because {x.reason}", f"   {x.fix}"]
-    return lines
-
-  def _list(self, name: str, title: str, columns: str) -> Section:
-    """Returns the section of the findings in the field `name`."""
+  def _table(self, field: str) -> Section:
+    """Returns the section of the rows in a field."""
+    title, columns = _TABLES[field]
     rows: list[list[str]] = []
-    for x in summed_over_layers(getattr(self, name)):
-      cells = {
-        "module": x.path,
-        "operation": x.operation,
-        "pass": x.direction,
-        "line": str(x.source or "unknown line"),
-        "dtype": x.dtype,
-        "risk": f"{x.dtype}: {x.reason}",
-        "FLOPs": percent(x.flops / self._total),
-        "bytes": amount(x.nbytes, "B"),
-        "times": str(x.times),
-        "estimate": x.reason or amount(x.flops, "FLOP"),
-        # The two dtypes of the most elements, as jaxprs write them.
-        **{y: " ".join(getattr(x, y)[:2]).replace("float", "f") for y in DTYPES},
-      }
-      rows.append([cells.get(column, x.reason) for column in columns.split(", ")])
+    for row in summed_over_layers(getattr(self, field)):
+      cells = _cells(row, self._total)
+      rows.append([cells[column] for column in columns.split(", ")])
     return Section.cut(title, columns, rows)
 
 
-def _share(flops: Mapping[tuple[Direction, str], int], *nbytes: int) -> float:
-  """Returns the share of FLOPs in dtypes of so many bytes; NaN without FLOPs."""
-  part = sum(n for (_, dtype), n in flops.items() if jnp.dtype(dtype).itemsize in nbytes)
-  return part / sum(flops.values()) if any(flops.values()) else math.nan
+def _cells(row: Finding, total: int) -> dict[str, str]:
+  """Returns the cells of a row by column; `total` is the FLOPs of all operations."""
+  cells = {
+    "module": row.path,
+    "operation": row.operation,
+    "pass": row.direction,
+    "line": str(row.source or "unknown line"),
+    "dtype": row.dtype,
+    "risk": f"{row.dtype}: {row.reason}",
+    "FLOPs": percent(row.flops / total),
+    "bytes": amount(row.nbytes, "B"),
+    "times": str(row.times),
+    "estimate": row.reason or amount(row.flops, "FLOP"),
+    "because of": row.reason,
+    "not in float8 because": row.reason,
+    "decided by": row.reason,
+  }
+  for name in DTYPES:
+    dtypes = getattr(row, name)[:_MOST_DTYPES]
+    cells[name] = " ".join(dtypes).replace("float", "f")  # As jaxprs write them: "bf16".
+  return cells
+
+
+def _leak_lines(leaks: Sequence[Finding], total: int) -> Iterator[str]:
+  """Yields the lines of the first leaks: their place and cost, their cause, and their cure."""
+  for number, leak in enumerate(leaks[:MOST], 1):
+    place = f"{leak.path} · {leak.operation} · {leak.direction} · {leak.source or 'unknown line'}"
+    if leak.flops:
+      cost = f"{percent(leak.flops / total)} of FLOPs"
+    else:
+      cost = amount(leak.nbytes, "B of results")
+    yield f"{number}. {place} · {cost}, operations: {leak.times}"
+    yield f"   {leak.dtype}: float32 because {leak.reason}"
+    yield f"   {leak.fix}"
+
+
+def _number_of(count: int, noun: str) -> str:
+  """Returns a count with its noun: "no leaks", "1 leak", "2 leaks"."""
+  plural = "" if count == 1 else "s"
+  return f"{count or 'no'} {noun}{plural}"
+
+
+def _is_matched(path: str, globs: Iterable[str]) -> bool:
+  return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+
+
+def _share(flops: Mapping[tuple[Direction, str], int], sizes: Collection[int]) -> float:
+  """Returns the share of FLOPs in dtypes of some sizes in bytes; NaN without FLOPs."""
+  total = sum(flops.values())
+  if total == 0:
+    return math.nan
+  return sum(n for (_, dtype), n in flops.items() if jnp.dtype(dtype).itemsize in sizes) / total
 
 
 _FIX = "Write mpjax.audit(step)(state, batch): the arguments come in a second call."
@@ -216,16 +265,16 @@ _FIX = "Write mpjax.audit(step)(state, batch): the arguments come in a second ca
 def audit(
   fn: Callable[P, Any], *, compiled: jax.stages.Compiled | None = None
 ) -> Callable[P, AuditReport]:
-  """Returns a function that says which precision each operation of `fn` has.
+  """Returns a function that reports the precision of each operation of `fn`.
 
   It takes the arguments of `fn`, or `jax.ShapeDtypeStruct` instead of arrays: `fn` is traced, and
   nothing is computed. `fn` may be a model, a loss, its gradient or an entire training step, jitted
-  or not, with or without a policy. docs/audit.md says what counts as a leak, and as on purpose.
+  or not, with or without a policy. docs/audit.md defines leaks, and float32 on purpose.
 
   Args:
     fn: a function of trees of arrays.
-    compiled: what `jax.jit(fn).lower(*args).compile()` returned, to show the collectives that
-      XLA's partitioner wrote. A CPU sends those of low precision in float32.
+    compiled: the result of `jax.jit(fn).lower(*args).compile()`. The report then lists the
+      collectives that XLA's partitioner wrote. XLA for CPUs sends low precision as float32.
 
   Returns:
     A function with the signature of `fn` that returns an `AuditReport`.
@@ -242,22 +291,43 @@ def audit(
   >>> report.half_share, report.leaks[0].operation, report.leaks[0].cause
   (0.5, 'add', 'params/table')
   """
+  text = "" if compiled is None else compiled.as_text() or ""
 
-  def audited(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> AuditReport:
-    # Arrays and `jax.ShapeDtypeStruct`s are traced. All else is passed as it is, as
-    # `mpjax.autocast` does it: `model.apply(variables, x, train=True)` asks if `train` is true.
-    is_traced = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")  # noqa: E731
-    record, call = AuditRecord(), Call(args, kwargs, "mpjax.audit(fn)", is_traced)
-    with AUDIT(record):
-      program, arguments = call.traced(fn)[0], call.arguments(fn)
-    graph = Graph(program, [x.name for x in arguments])
-    # Where a name or a class tells which are parameters, nothing is guessed.
-    trees = () if any(x.is_parameter for x in arguments) else tuple(parameter_trees(graph))
-    parameters = frozenset(x.name for x in arguments if x.is_parameter or x.name.startswith(trees))
-    name_by_parameters(graph, [x.module if x.name in parameters else () for x in arguments])
-    return _report(graph, record, parameters, (compiled and compiled.as_text()) or "")
+  def audited(fn: Function, args: Args, kwargs: Kwargs, _: Advance) -> AuditReport:
+    return _audited(fn, args, kwargs, text)
 
   return Pending("mpjax.audit(fn)", fn, audited, _FIX)
+
+
+def _audited(fn: Function, args: Args, kwargs: Kwargs, compiled: str) -> AuditReport:
+  """Returns the report of a call; `compiled` is the text of the compiled program, or ""."""
+  record, call = AuditRecord(), Call(args, kwargs, "mpjax.audit(fn)", _is_array_or_shape)
+  with AUDIT(record):
+    program, _ = call.traced(fn)
+    arguments = call.arguments(fn)
+  graph = Graph(program, [argument.name for argument in arguments])
+  parameters = _parameters(graph, arguments)
+  modules = [x.module if x.name in parameters else () for x in arguments]
+  name_by_parameters(graph, modules)
+  return _report(graph, record, parameters, compiled)
+
+
+def _is_array_or_shape(x: Leaf) -> bool:
+  """Whether a leaf is traced. Others, such as `train=True`, are passed as they are."""
+  return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _parameters(graph: Graph, arguments: Sequence[Argument]) -> frozenset[str]:
+  """Returns the names of the arguments that are parameters.
+
+  If neither names nor classes say so, they are the leaves of the trees that have the operand of a
+  matmul at the path of its module.
+  """
+  named = frozenset(x.name for x in arguments if x.is_parameter)
+  if named:
+    return named
+  trees = tuple(parameter_trees(graph))
+  return frozenset(x.name for x in arguments if x.name.startswith(trees))
 
 
 def _report(
@@ -286,10 +356,10 @@ def _report(
 
 
 def _warn_of_unknown(graph: Graph) -> None:
-  """Warns of primitives whose jaxprs are not entered, since nobody knows how they run them."""
-  for x in graph.computing():
-    if inner_jaxprs(x.eqn) is None and not is_object(x.eqn):
-      warn_not_entered(x.eqn, "mpjax.audit", "What it runs is not shown.")
+  """Warns of unknown primitives that hold jaxprs, whose operations the report cannot show."""
+  for operation in graph.computing():
+    if inner_jaxprs(operation.eqn) is None and not is_object(operation.eqn):
+      warn_not_entered(operation.eqn, "mpjax.audit", "What it runs is not shown.")
 
 
 def _flops_by_dtype(graph: Graph, kernels: Iterable[Finding]) -> dict[tuple[Direction, str], int]:
@@ -298,7 +368,7 @@ def _flops_by_dtype(graph: Graph, kernels: Iterable[Finding]) -> dict[tuple[Dire
     flops[operation.where.direction, str(dtype)] += count
   for kernel in kernels:
     flops[kernel.direction, kernel.dtype] += kernel.flops
-  return dict(+flops)
+  return {key: n for key, n in flops.items() if n}
 
 
 BACKEND_DEFAULT = "backend default"
@@ -306,17 +376,17 @@ BACKEND_DEFAULT = "backend default"
 
 
 def _flops_by_accumulation(graph: Graph) -> dict[str, int]:
-  """Returns the FLOPs of matmuls in low precision by what they add products in."""
+  """Returns the FLOPs of matmuls in low precision by their accumulation dtype."""
   flops = collections.Counter[str]()
   for operation, dtype, count in graph.matmuls():
     if is_low_precision(dtype):
       flops[_accumulation_of(operation)] += count
-  return dict(+flops)
+  return {dtype: n for dtype, n in flops.items() if n}
 
 
 def _accumulation_of(operation: Operation) -> str:
   """Returns the dtype in which a matmul states that it adds products."""
-  # A `DotAlgorithm` or a preset. A `Precision` says nothing about sums.
+  # Only a `DotAlgorithm` and a preset have this attribute, no `Precision`.
   stated = getattr(operation.eqn.params.get("precision"), "accumulation_type", None)
   if stated is not None:
     return str(jnp.dtype(stated))
@@ -328,7 +398,7 @@ def _accumulation_of(operation: Operation) -> str:
 def _notes(
   graph: Graph, record: AuditRecord, flops: Mapping[tuple[Direction, str], int]
 ) -> Iterator[str]:
-  """Yields what a reader of the figures has to know."""
+  """Yields sentences about the limits of the figures, and on a missing loss scale."""
   if ("backward", "float16") in flops and "loss scale" not in record.uses:
     yield (
       "Float16 gradients without a loss scale: those below 3e-8 become 0. Wrap the optimizer in "

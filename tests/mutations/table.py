@@ -928,8 +928,8 @@ mpjax/_debug/kernels.py::_largest
 mpjax/_debug/audit_report.py::AuditReport.half_share
 
 123 a kernel of unknown cost counts as nothing
-- math.nan if unknown else _share(self.flops, 1, 2)
-+ _share(self.flops, 1, 2)
+- math.nan if unknown else _share(self.flops, _LOW)
++ _share(self.flops, _LOW)
 tests/debug/test_kernels.py::test_a_kernel_without_an_estimate_is_not_counted
 
 mpjax/_debug/expectations.py::Expectations._by_code
