@@ -32,7 +32,7 @@ _REASON = "of {name} ({kind}, {dtype})"
 """Likewise for all other kinds."""
 
 _FIXES = {
-  "number": "Make it a Python number, float(...), which takes the dtype of what it meets.",
+  "number": "Make it a Python number, float(...), which does not promote arrays.",
   "cast": "Cast the result back where float32 is no longer needed: .astype({low}).",
   "matmul": "It asks for preferred_element_type=float32: cast its result, .astype({low}).",
   "promotion": "That call casts its operands: give it dtype={low}, or operands of one dtype.",

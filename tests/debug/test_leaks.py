@@ -55,7 +55,7 @@ def promoting_dense(x, w, dtype):
 
 
 CURES = {
-  "Make it a Python number, float(...), which takes the dtype of what it meets.": (
+  "Make it a Python number, float(...), which does not promote arrays.": (
     lambda h, w: h / np.sqrt(np.float32(8)),
     lambda h, w: h / float(np.sqrt(np.float32(8))),
   ),
