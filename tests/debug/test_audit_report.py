@@ -323,6 +323,39 @@ TWO = module(
 )
 
 
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_an_nnx_model_that_is_called_directly_shows_the_same_as_one_in_an_argument(policy):
+  model = TWO.nnx(None, nnx.Rngs(0))
+  model = model if policy is None else mpjax.with_policy(model, policy)
+  called = mpjax.audit(model)(WIDE)
+  assert [(row.path, row.params) for row in called.modules] == [
+    ("first", ("float32",)),
+    ("second", ("float32",)),
+  ]
+  assert called.modules == mpjax.audit(lambda model, x: model(x))(model, WIDE).modules
+  assert called.modules == mpjax.audit(model.__call__)(WIDE).modules
+
+
+class Counting(nnx.Module):
+  def __init__(self, rngs):
+    self.head, self.calls = nnx.Linear(8, 8, rngs=rngs), nnx.Variable(jnp.zeros(()))
+
+  def __call__(self, x):
+    return self.logits(x)
+
+  def logits(self, x):
+    self.calls[...] += 1
+    return self.head(x)
+
+
+def test_an_audit_of_an_nnx_model_or_its_method_leaves_its_state_as_it_is():
+  model = Counting(nnx.Rngs(0))
+  for called in (model, model.logits):
+    (row,) = mpjax.audit(called)(WIDE).modules
+    assert (row.path, row.params) == ("head", ("float32",))
+  assert model.calls[...] == 0
+
+
 def policied(cls, rules):
   """Models under rules of which two match a layer: a view made outside of the call, and inside."""
   rules = [*rules, mpjax.Rule("float16", module=cls)]
