@@ -15,7 +15,7 @@ from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Args, Function, Kwargs, Leaf, P, is_low_precision
 from mpjax._debug.arguments import Argument, Call, name_by_parameters, parameter_trees
-from mpjax._debug.audit_tables import find_float8, find_modules, residual_bytes
+from mpjax._debug.audit_tables import find_float8, find_modules, find_operations, residual_bytes
 from mpjax._debug.collectives import compiled_collectives
 from mpjax._debug.findings import DTYPES, Finding, summed_over_layers
 from mpjax._debug.kernels import UNKNOWN, find_kernels, is_unknown_in_float32
@@ -39,9 +39,9 @@ _TABLES = {
 }
 """The heading and the columns of the table of each field, in the order of the page."""
 
-_8_BIT, _16_BIT, _WIDE = (1,), (2,), (4, 8)
+_8_BIT, _16_BIT, _WIDE = (1,), (2,), (4, 8, 16)
 _LOW = (*_8_BIT, *_16_BIT)
-"""The sizes of floating dtypes, in bytes."""
+"""The sizes of floating and complex dtypes, in bytes."""
 
 _MOST_DTYPES = 2
 """The most dtypes of a cell."""
@@ -66,6 +66,8 @@ class AuditReport(Report):
     float8: each matmul, and why it is not in float8; () where nothing asks for float8.
     collectives: the collectives of a compiled program by module; () without `compiled=`.
     modules: dtypes and FLOPs by module. The module with the most FLOPs comes first.
+    operations: how often each primitive runs in each dtype, and the bytes of its results. The dtype
+      is that of its widest floating operand, so that a cast has the dtype before it.
     rules: the number of modules that each rule picked, and that it left to an earlier rule.
 
   >>> import jax, jax.numpy as jnp, mpjax
@@ -88,6 +90,7 @@ class AuditReport(Report):
   float8: tuple[Finding, ...]
   collectives: tuple[Finding, ...]
   modules: tuple[Finding, ...]
+  operations: tuple[Finding, ...]
   rules: Mapping[Rule, tuple[int, int]]
 
   @property
@@ -148,6 +151,7 @@ class AuditReport(Report):
       ),
       Section("Risks", risk_lines(self.risks, MOST)),
       *(self._table(field) for field in _TABLES),
+      self._operations(),
       Section.cut("Rules", "rule, modules, earlier rule wins", rules),
     )
 
@@ -204,6 +208,28 @@ class AuditReport(Report):
       cells = _cells(row, self._total)
       rows.append([cells[column] for column in columns.split(", ")])
     return Section.cut(title, columns, rows)
+
+  def _operations(self) -> Section:
+    """Returns the section of operations by dtype. Those with the most bytes come first."""
+    groups: dict[str, list[Finding]] = {}
+    for row in self.operations:
+      groups.setdefault(row.operation, []).append(row)
+    by_bytes = sorted(groups.items(), key=lambda group: -sum(row.nbytes for row in group[1]))
+    rows = [
+      (name, *(_runs_and_bytes(group, sizes) for sizes in (_16_BIT, _8_BIT, _WIDE)))
+      for name, group in by_bytes
+    ]
+    columns = "operation, 16 bit, 8 bit, float32"
+    return Section.cut("Operations: runs, and bytes of results", columns, rows)
+
+
+def _runs_and_bytes(rows: Iterable[Finding], sizes: Collection[int]) -> str:
+  """Returns the runs and bytes of operations in dtypes of some sizes; "" if there are none."""
+  rows = [row for row in rows if jnp.dtype(row.dtype).itemsize in sizes]
+  if not rows:
+    return ""
+  times, nbytes = sum(row.times for row in rows), sum(row.nbytes for row in rows)
+  return f"{amount(times)}, {amount(nbytes, 'B')}"
 
 
 def _cells(row: Finding, total: int) -> dict[str, str]:
@@ -366,6 +392,7 @@ def _report(
     float8=find_float8(graph),
     collectives=compiled_collectives(compiled, graph),
     modules=find_modules(graph, record, parameters),
+    operations=find_operations(graph),
     rules={rule: (n, record.hidden.get(rule, 0)) for rule, n in record.rules.items()},
   )
 

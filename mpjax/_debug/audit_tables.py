@@ -1,4 +1,4 @@
-"""What an audit counts: dtypes and FLOPs by module, float8 matmuls, bytes between the passes."""
+"""The tables of an audit: modules, operations by dtype, float8, bytes between the passes."""
 
 import collections
 import dataclasses
@@ -107,6 +107,38 @@ def _elements_by_dtype(values: Iterable[Value]) -> collections.Counter[str]:
 
 def _most_common(elements: collections.Counter[str]) -> tuple[str, ...]:
   return tuple(dtype for dtype, _ in elements.most_common())
+
+
+def find_operations(graph: Graph) -> tuple[Finding, ...]:
+  """Returns a row for each primitive and dtype, with its runs and the bytes of its results.
+
+  The dtype is that of its widest floating operand, or of its result if it has no floating operand.
+  Operations without floating values do not count.
+
+  >>> import jax, jax.numpy as jnp
+  >>> from mpjax._jaxpr.graph import Graph
+  >>> graph = Graph(jax.make_jaxpr(lambda x: jnp.tanh(x) + 1)(jnp.ones(3, "bfloat16")))
+  >>> [(row.operation, row.dtype, row.nbytes, row.times) for row in find_operations(graph)]
+  [('tanh', 'bfloat16', 6, 1), ('add', 'bfloat16', 6, 1)]
+  """
+  rows: list[Finding] = []
+  for operation in graph.computing():
+    dtype = _dtype_of(operation)
+    if operation.used and dtype is not None:
+      nbytes = sum(v.nbytes for v in operation.results) * operation.times
+      row = Finding("", operation.name, dtype=dtype, nbytes=nbytes, times=operation.times)
+      rows.append(row)
+  return summed(rows)
+
+
+def _dtype_of(operation: Operation) -> str | None:
+  """Returns the dtype of the widest floating or complex operand, or else result; None for none."""
+  for values in (operation.operands, operation.results):
+    dtypes = [v.dtype for v in values if v.dtype is not None]
+    inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    if inexact:
+      return max(inexact, key=lambda dtype: dtype.itemsize).name
+  return None
 
 
 def find_float8(graph: Graph) -> tuple[Finding, ...]:

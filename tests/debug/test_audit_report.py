@@ -249,7 +249,27 @@ def test_shares_of_what_is_in_float8_in_half_and_in_float32_and_of_nothing():
   assert (audit.float8_share, audit.half_share) == (0.25, 0.5)
   assert math.isnan(mpjax.audit(jnp.matmul)(integers, integers).half_share)
   text = str(mpjax.audit(jnp.add)(WIDE, WIDE))
-  assert text.splitlines() == ["Precision audit", "No matmuls or convolutions, no leaks"]
+  title, line, _, *operations = text.splitlines()
+  assert (title, line) == ("Precision audit", "No matmuls or convolutions, no leaks")
+  assert [row.split() for row in operations[1:]] == [
+    ["operation", "float32"],
+    ["add", "1,", "512", "B"],
+  ]
+
+
+@pytest.mark.standard_promotion
+def test_operations_are_shown_by_dtype_the_most_bytes_first():
+  def fn(x, table):
+    return jnp.tanh(jnp.tanh(x) + table)
+
+  text = str(mpjax.audit(fn)(HALF, WIDE))
+  rows = [row.split() for row in text[text.index("Operations") :].splitlines()[1:]]
+  assert rows == [
+    ["operation", "16", "bit", "float32"],
+    ["tanh", "1,", "256", "B", "1,", "512", "B"],
+    ["convert_element_type", "1,", "512", "B"],
+    ["add", "1,", "512", "B"],
+  ]
 
 
 @pytest.mark.standard_promotion

@@ -169,3 +169,35 @@ def test_residuals_by_dtype():
   # x in bfloat16 for the gradient of w, and the cosine of h.
   assert audit.residual_bytes == {"float32": 4 * 8 * 4, "bfloat16": 4 * 8 * 2}
   assert mpjax.audit(loss)(s(8, 8, dtype="float32"), s(4, 8, dtype="float32")).residual_bytes == {}
+
+
+def test_operations_by_primitive_and_dtype_with_their_runs_and_bytes():
+  def fn(x, ids):
+    def step(carry, _):
+      return jnp.tanh(carry), None
+
+    unused = jnp.exp(x)
+    del unused
+    x, _ = jax.lax.scan(step, x, None, length=3)
+    return x.astype("bfloat16") @ x.astype("bfloat16"), ids + 1, jnp.arange(4.0)
+
+  args = s(8, 8, dtype="float32"), s(8, dtype="int32")
+  rows = mpjax.audit(fn)(*args).operations
+  assert {(row.operation, row.dtype): (row.times, row.nbytes) for row in rows} == {
+    ("tanh", "float32"): (3, 3 * 8 * 8 * 4),
+    ("convert_element_type", "float32"): (2, 2 * 8 * 8 * 2),
+    ("dot_general", "bfloat16"): (1, 8 * 8 * 2),
+    ("iota", "float32"): (1, 4 * 4),
+  }
+  assert rows[0].operation == "tanh"
+
+
+def test_a_matmul_with_one_float32_operand_and_complex_numbers():
+  def fn(half, wide, waves):
+    return jax.lax.dot(half, wide), waves * 2
+
+  rows = mpjax.audit(fn)(HALF, WIDE, s(8, dtype="complex64")).operations
+  assert [(row.operation, row.dtype) for row in rows] == [
+    ("dot_general", "float32"),
+    ("mul", "complex64"),
+  ]
