@@ -21,7 +21,7 @@ from mpjax._core.leaves import Path, is_nnx_variable, leaf_paths
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
 from mpjax._jaxpr.compat import with_equations, within_scopes
-from mpjax._jaxpr.graph import Graph, Value
+from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import Source
 from mpjax._jaxpr.reader import Program, inner_jaxprs, opened, with_inner
 from mpjax._jaxpr.steps import Key
@@ -157,33 +157,128 @@ def with_parameter_scopes(fn: Function) -> Function:
 
 
 def name_by_parameters(graph: Graph, modules: Sequence[Path]) -> Mapping[Key, Path]:
-  """Gives operations without a path that of a module, given those of arguments; returns them."""
-  pairs = zip(graph.arguments, modules, strict=True)
-  owners = {v: path for v, path in pairs if path}  # and of what parameters alone give
-  homes: dict[Value, Path] = {}  # where other values are, if what computes them is in a module
-  named, lines = dict[Key, Path](), dict[Source | None, set[Path]]()
+  """Gives each operation without a path that of a module, and returns these paths.
+
+  Args:
+    graph: the graph of a function, whose operations are changed.
+    modules: the path of the module of each argument; () for an argument that is no parameter.
+  """
+  parameters = {v: path for v, path in zip(graph.arguments, modules, strict=True) if path}
+  names = _Names(graph, parameters)
+  named: dict[Key, Path] = {}
   for operation in graph.operations:
-    operands, where = [v for v in operation.operands if v.kind != "literal"], operation.where
-    own = [owners[v] for v in operands if v in owners]
-    inside = [homes[v] for v in operands if v in homes]
-    path, results = _shared(own or inside), operation.results
-    # In a backward pass it is that of the matmul on the same line, if there is one only.
-    on_line = lines.setdefault(where.source, set())
-    if where.direction == "forward" and operation.facts.flops is not None:
-      on_line.add(tuple(where.path.split("/")) if where.path else path)
-    elif where.direction != "forward" and where.source and len(on_line) == 1:
-      (path,) = on_line
-    if where.path:
-      continue
-    if path and not operation.joins:  # What comes into a loop, or out of it, is where it was.
+    path = names.add(operation)
+    if path and not operation.where.path and not operation.joins:
       named[operation.step.key] = path
-      operation.where = where._replace(scopes=(*where.scopes, *path))
-    if own and len(own) == len(operands):
-      owners.update(dict.fromkeys(results, path))
-    elif own or inside:  # What a layer returns is where the layer is.
-      is_layer = len(set(own)) == 1 and not operation.joins
-      homes.update(dict.fromkeys(results, path[:-1] if is_layer else path))
+      operation.where = operation.where._replace(scopes=(*operation.where.scopes, *path))
   return named
+
+
+class _Weight(NamedTuple):
+  """A parameter that a matmul multiplies with a value: its module, and its sorted shape."""
+
+  module: Path
+  sizes: tuple[int, ...]
+
+
+class _Names:
+  """The modules of operations, as far as parameters tell. Operations are added in order."""
+
+  def __init__(self, graph: Graph, parameters: Mapping[Value, Path]) -> None:
+    # Parameters, and values that are computed from these alone.
+    self._owners = _owners(graph, parameters)
+    self._weights = _weights(graph, self._owners)
+    # The modules in which other values are, if their operation is in one.
+    self._homes: dict[Value, Path] = {}
+    # The modules of the matmuls of the forward pass, by line.
+    self._lines: dict[Source | None, set[Path]] = {}
+
+  def add(self, operation: Operation) -> Path:
+    """Returns the path of the module of an operation; () if it has none."""
+    operands = _variable_operands(operation)
+    own = [self._owners[v] for v in operands if v in self._owners]
+    inside = [self._homes[v] for v in operands if v in self._homes]
+    path = self._path(operation, own, inside)
+    is_of_parameters_alone = len(own) == len(operands)
+    if (own or inside) and not is_of_parameters_alone and not operation.where.path:
+      # The result of a layer is where the layer is.
+      is_layer = len(set(own)) == 1 and not operation.joins
+      self._homes.update(dict.fromkeys(operation.results, path[:-1] if is_layer else path))
+    return path
+
+  def _path(self, operation: Operation, own: Sequence[Path], inside: Sequence[Path]) -> Path:
+    """Returns the module of an operation, given those of its parameters and other operands."""
+    path, where = _shared(own or inside), operation.where
+    if where.direction != "forward":
+      return self._of_backward(operation, own) or path
+    if operation.facts.flops is not None:
+      of_scopes = tuple(where.path.split("/")) if where.path else path
+      self._lines.setdefault(where.source, set()).add(of_scopes)
+    return path
+
+  def _of_backward(self, operation: Operation, own: Sequence[Path]) -> Path:
+    """Returns the module of an operation of a backward pass; () if unknown.
+
+    It is that of the parameter whose gradient a matmul computes, or that of the matmuls on the same
+    line of the forward pass.
+    """
+    if operation.facts.flops is not None and not own:
+      differentiated = self._differentiated(operation)
+      if differentiated:
+        return differentiated
+    source = operation.where.source
+    modules = self._lines.get(source, set()) if source is not None else set()
+    return next(iter(modules)) if len(modules) == 1 else ()
+
+  def _differentiated(self, matmul: Operation) -> Path:
+    """Returns the module of the parameter whose gradient a matmul computes; () if unknown.
+
+    The gradient of a parameter is the product of the value that it multiplies in the forward pass
+    and a value that it multiplies in the backward pass. It has the sizes of the parameter. If one
+    of the two values multiplies no parameter, as for a layer whose input is not differentiated, the
+    sizes alone tell the gradient from other products of the value.
+    """
+    sizes = _sizes(matmul.results[0])
+    modules: list[set[Path]] = []
+    for v in map(moved_from, matmul.operands[:2]):
+      if v in self._weights:
+        modules.append({x.module for x in self._weights[v] if x.sizes == sizes})
+    shared = set.intersection(*modules) if modules else set[Path]()
+    return next(iter(shared)) if len(shared) == 1 else ()
+
+
+def _variable_operands(operation: Operation) -> list[Value]:
+  return [v for v in operation.operands if v.kind != "literal"]
+
+
+def _owners(graph: Graph, parameters: Mapping[Value, Path]) -> Mapping[Value, Path]:
+  """Returns the modules of parameters, and of values that are computed from these alone."""
+  owners = dict(parameters)
+  for operation in graph.operations:
+    operands = _variable_operands(operation)
+    own = [owners[v] for v in operands if v in owners]
+    if own and len(own) == len(operands) and not operation.where.path:
+      owners.update(dict.fromkeys(operation.results, _shared(own)))
+  return owners
+
+
+def _weights(graph: Graph, owners: Mapping[Value, Path]) -> Mapping[Value, set[_Weight]]:
+  """Returns the parameters with which matmuls multiply each value, before moves and casts."""
+  weights: dict[Value, set[_Weight]] = {}
+  for operation in graph.operations:
+    if operation.facts.flops is None:
+      continue
+    first, second, *_ = operation.operands
+    for weight, other in ((first, second), (second, first)):
+      if weight in owners and other not in owners:
+        one = _Weight(owners[weight], _sizes(weight))
+        weights.setdefault(moved_from(other), set()).add(one)
+  return weights
+
+
+def _sizes(value: Value) -> tuple[int, ...]:
+  """Returns the sorted shape of a value, which a transposition does not change."""
+  return tuple(sorted(value.aval.shape))
 
 
 def _shared(paths: Sequence[Sequence[str]]) -> Path:

@@ -324,3 +324,52 @@ def test_casts_and_loops_are_in_the_module_whose_parameter_they_take():
   named = {each.name: each.where.path for each in graph.computing()}
   assert named == {"convert_element_type": "up", "dot_general": "up"}
   assert {*parameter_trees(graph)} == {"tree/"}  # What is in it too, of any name, is a parameter.
+
+
+class Attention(nnx.Module):
+  def __init__(self, rngs):
+    self.q, self.k, self.v, self.out = (nnx.Linear(8, 8, rngs=rngs) for _ in range(4))
+
+  def __call__(self, x):
+    return self.out(jax.nn.softmax(self.q(x) @ self.k(x).T) @ self.v(x))
+
+
+class Stack(nnx.Module):
+  def __init__(self, rngs):
+    self.stem = nnx.Linear(2, 8, rngs=rngs)
+    self.layers = nnx.List([Attention(rngs) for _ in range(2)])
+
+  def __call__(self, x):
+    x = self.stem(x)
+    for layer in self.layers:
+      x = x + layer(x)
+    return x
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_of_parameters_are_in_the_module_of_the_parameter(remat):
+  """All layers of a model of NNX are called by the same lines, and some have the same input."""
+
+  def loss(model, x):
+    return jnp.sum(model(x) ** 2)
+
+  loss = nnx.remat(loss) if remat else loss
+  audit = mpjax.audit(nnx.grad(loss))(Stack(nnx.Rngs(0)), jnp.ones((4, 2)))
+  layers = {
+    f"layers/{i}/{name}": 3 * 2 * 4 * 8 * 8 for i in (0, 1) for name in ("q", "k", "v", "out")
+  }
+  scores = {f"layers/{i}": 3 * 2 * (2 * 4 * 4 * 8) for i in (0, 1)}
+  stem = {"stem": 2 * (2 * 4 * 2 * 8)}  # Its input is not differentiated.
+  assert {row.path: row.flops for row in audit.modules} == layers | scores | stem
+
+
+def test_a_product_of_a_value_with_itself_is_in_no_layer_that_uses_the_value():
+  def loss(params, x):
+    h = jnp.tanh(x @ params["up"]["w"])
+    return jnp.sum(h @ h.T) + jnp.sum(h @ params["down"]["w"])
+
+  params = {"up": {"w": jnp.ones((4, 8))}, "down": {"w": jnp.ones((8, 5))}}
+  rows = mpjax.audit(jax.grad(loss))(params, ROWS).modules
+  # The gradient of a sum needs no result of the forward pass.
+  flops = {"up": 2 * (2 * 2 * 4 * 8), "": 2 * (2 * 2 * 2 * 8), "down": 2 * (2 * 2 * 8 * 5)}
+  assert {row.path: row.flops for row in rows} == flops
