@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import NamedTuple
 
 import jax
@@ -89,23 +90,27 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
   return check
 
 
-def _read_returns(returns: PyTree) -> dict[Names, int | str] | None:
+def _read_returns(returns: PyTree) -> dict[Names, int | str | None] | None:
   """Returns which argument each result comes from; None if the user has not said."""
   if returns is None:
     return None
-  origins = {names_of(path): x for path, x in leaves_of(returns).items()}
+  entries = leaves_of(returns, is_leaf=lambda x: x is None)
+  origins = {names_of(path): x for path, x in entries.items()}
   for x in origins.values():
-    if isinstance(x, bool) or not isinstance(x, (int, str)):
+    if isinstance(x, bool) or not isinstance(x, (int, str, NoneType)):
       expected = "positions and names of arguments, in the tree of the results"
       raise errors.MpjaxTypeError(STATED, expected=expected, got=errors.kind_of(x), fix=STATE_THEM)
   return origins
 
 
-def _stated_pairs(origins: Mapping[Names, int | str], call: StepCall) -> Stated:
+def _stated_pairs(origins: Mapping[Names, int | str | None], call: StepCall) -> Stated:
   """Returns pairs of an argument and a result, and raises if there is no such argument."""
   *args, kwargs = call.arguments
-  pairs = []
+  pairs: list[tuple[Names | None, Names]] = []
   for result, argument in origins.items():
+    if argument is None:
+      pairs.append((None, result))
+      continue
     if argument not in kwargs and argument not in range(len(args)):
       expected = f"positions from 0 to {len(args) - 1}, or names of keyword arguments"
       raise errors.MpjaxValueError(STATED, expected=expected, got=repr(argument), fix=STATE_THEM)
@@ -173,7 +178,7 @@ def _check_scale(step: ExaminedStep, versions: Versions, scale: ScaleInStep) -> 
   # Where one optimizer applies its update at NaN, the step as a whole is not skipped.
   is_skipped = not any(np.any(skipped[one.new["finite"]]) for one in step.scales if one.new)
   if changed and is_skipped:
-    raise _changes_when_skipped(scale.owned, changed[0], versions)
+    raise _changes_when_skipped(step, scale.owned, changed, versions)
   return _moves(step, scale, pairs, compared)
 
 
@@ -373,17 +378,23 @@ def _depends_on_scale(
 
 
 def _changes_when_skipped(
-  scale: OwnedScale, changed: tuple[Path, Place], versions: Versions
+  step: ExaminedStep, scale: OwnedScale, changed: Sequence[tuple[Path, Place]], versions: Versions
 ) -> errors.MpjaxValueError:
-  argument, place = changed
+  # Statistics come before keys and counts of random numbers, which follow from the same mistake.
+  is_number = {path: is_inexact(step.call.arrays[path]) for path, _ in changed}
+  (argument, place), *others = sorted(changed, key=lambda pair: not is_number[pair[0]])
+  got = f"another {text_of(place[1:])}"
+  if others:
+    got += f" (and {errors.listed([text_of(place[1:]) for _, place in others], most=3)})"
   fix = "Keep the old one by mpjax.keep_if_skipped."
   if scale.in_variables:
     fix = "Wrap it by @mpjax.nnx.atomic_step."
-  fix += " A key that may move belongs beside the optimizer's state."
+  if not any(is_number.values()):
+    fix += " A key that may move belongs beside the optimizer's state."
   return errors.MpjaxValueError(
     WHERE,
     expected="a step that changes nothing when it is skipped",
-    got=f"another {text_of(place[1:])}",
+    got=got,
     fix=fix + _unless_stated(argument, place, versions),
   )
 
@@ -394,5 +405,5 @@ def _unless_stated(argument: Path, place: Place, versions: Versions) -> str:
     return ""
   return (
     f" If the result {text_of(place[1:])} is no new version of the argument {text_of(argument)}, "
-    "state the pairs: mpjax.check_loss_scaling(step, returns=(0, 1, None))."
+    "state the pairs: mpjax.check_loss_scaling(step, returns=...), with an entry for each result."
   )

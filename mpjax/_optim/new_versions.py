@@ -16,14 +16,17 @@ Tree: TypeAlias = frozenset[tuple[Names, Spec]]
 Kind: TypeAlias = tuple[Names, Tree]
 """What an argument and its new version share: the tree, and the name of a single array."""
 
-Stated: TypeAlias = Sequence[tuple[Names, Names]]
-"""Pairs that a user has stated: an argument, and the result that is its new version."""
+Stated: TypeAlias = Sequence[tuple[Names | None, Names]]
+"""Pairs that a user has stated: an argument, and the result that is its new version.
+
+None stands for a result that is no new version.
+"""
 
 STATED = "mpjax.check_loss_scaling(returns)"
 STATE_THEM = (
   "State them: for `params, opt_state, loss = step(params, opt_state, batch)` write "
-  "mpjax.check_loss_scaling(step, returns=(0, 1, None)), where each number is the position of an "
-  "argument and None a log."
+  "mpjax.check_loss_scaling(step, returns=(0, 1, None)), with an entry for each result. A number "
+  "is the position of an argument, None a log."
 )
 
 
@@ -117,13 +120,25 @@ class NewVersions:
   def pair_stated(self, stated: Stated) -> None:
     """Pairs arguments with the results that the user has stated."""
     for argument, result in stated:
-      if not self._pair(argument, result):
+      if argument is not None and not self._pair(argument, result):
         raise MpjaxValueError(
           STATED,
           expected=f"a new version of argument {argument[-1]} at {'/'.join(result) or 'the root'}",
           got="no array there with the name, shape and dtype of one in that argument",
           fix="Write the number of an argument, counted from 0, in the place of its new version.",
         )
+
+  def check_all_stated(self, stated: Stated) -> None:
+    """Raises if the user has not said of each result what it is; a loss scale says that itself."""
+    places = {result for _, result in stated}
+    without = [
+      text_of(path)
+      for names, path in self._results.leaves.items()
+      if names not in self._taken and places.isdisjoint(names[:n] for n in range(len(names) + 1))
+    ]
+    if without:
+      expected, got = "an entry for each result", f"none for {listed(without, most=3)}"
+      raise MpjaxValueError(STATED, expected=expected, got=got, fix=STATE_THEM)
 
   def pair_state(self, argument: Path, result: Path) -> None:
     """Pairs states that have the same loss scale."""

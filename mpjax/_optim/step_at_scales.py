@@ -122,7 +122,9 @@ def pair_versions(step: ExaminedStep, stated: Stated | None) -> Versions:
   versions.pair_stated(stated or ())
   for old, new in states.items():
     versions.pair_state(old, new)
-  if stated is None:
+  if stated is not None:
+    versions.check_all_stated(stated)
+  else:
     for old, new in states.items():
       versions.pair_around(old, new)
     versions.pair_trees()

@@ -371,8 +371,8 @@ def test_what_is_zero_at_first_is_checked_as_well():
 
 
 BARE = {
-  "before the state": ("[1]", (0, 1, 2)),
-  "after the state": ("[2]", (0, 1, 2)),
+  "before the state": ("[1]", (0, 1, 2, None, None)),
+  "after the state": ("[2]", (0, 1, 2, None, None)),
   "a carry": ("[0][2]", (0, None, None)),
 }
 """Where the mean of each step is returned, and what its results are new versions of."""
@@ -409,6 +409,20 @@ def test_arrays_without_names_have_the_versions_that_are_stated(kind):
   step, args = bare_step(kind, guarded=False)
   with refused(ValueError, WHERE, "when it is skipped", f"another {mean}.", "keep_if_skipped"):
     mpjax.check_loss_scaling(step, returns=returns)(*args)
+
+
+def test_all_that_a_skipped_step_changes_is_listed_statistics_first():
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  step = make_step(tx, right)
+
+  def forgetful(params, rest, opt_state, batch):
+    new = {"count": rest["count"] + 1, "mean": rest["mean"] + 1}
+    return *step(params, opt_state, batch)[:2], new
+
+  rest = {"count": jnp.asarray(0), "mean": jnp.ones(2)}
+  got = "another [2]['mean'] (and [2]['count'])"
+  with refused(ValueError, WHERE, "when it is skipped", got, "by mpjax.keep_if_skipped."):
+    mpjax.check_loss_scaling(forgetful)(PARAMS, rest, tx.init(PARAMS), BATCH)
 
 
 def test_a_loss_at_the_place_of_a_number_is_asked_about():
@@ -545,6 +559,7 @@ WRONG_RETURNS = {
   "another tree": (ValueError, (1, 0), "a new version of argument 1 at 0", "no array there"),
   "no position": (TypeError, (0, 1.5), "positions and names of arguments", "got 1.5"),
   "a flag": (TypeError, (True, 1), "positions and names of arguments", "got True"),
+  "too few": (ValueError, (0, 1), "an entry for each result", "none for [2]"),
 }
 
 
