@@ -5,8 +5,8 @@ import fnmatch
 import functools
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeGuard
 
 from mpjax._core.errors import (
   MpjaxTypeError,
@@ -240,8 +240,8 @@ class PolicyConfig:
   @property
   def by_path(self) -> bool:
     """Whether two equal modules can get different policies because of their paths."""
-    # A predicate can look at the name of a module, but `is_flax_norm` looks at its class only.
-    return any(rule.module is None and rule.where is not is_flax_norm for rule in self.rules)
+    # A predicate can look at the name of a module.
+    return any(rule.module is None for rule in self.rules)
 
 
 def parse_config(
@@ -251,7 +251,45 @@ def parse_config(
   parsed = None if policy is None else parse_policy(policy, f"{where}(policy)")
   several = parse_rules(rules, f"{where}(rules=...)")
   check_choice(unmatched, ("raise", "warn", "ignore"), f"{where}(unmatched=...)")
+  if unmatched != "ignore":
+    _report_hidden(several, unmatched)
   return PolicyConfig(policy=parsed, rules=several, unmatched=unmatched)
+
+
+def _report_hidden(rules: Sequence[Rule], unmatched: str) -> None:
+  """Raises UnmatchedRuleError, or warns, if an earlier rule matches all modules of a later one."""
+  for position, rule in enumerate(rules):
+    earlier = next((x for x in rules[:position] if _covers(x, rule)), None)
+    if earlier is None or (earlier.policy, earlier.rewrite) == (rule.policy, rule.rewrite):
+      continue
+    error = UnmatchedRuleError(
+      f"rules: {rule}",
+      expected="a rule that can apply",
+      got=f"one after {earlier}, which matches all of its modules",
+      fix="The first match wins: put the special rule first, or drop this one.",
+    )
+    if unmatched == "raise":
+      raise error
+    warnings.warn(str(error), stacklevel=4)
+
+
+def _covers(first: Rule, other: Rule) -> bool:
+  """Whether it is plain from two selectors that the first matches all that the other does."""
+  selectors = [(rule.path, rule.module, rule.where) for rule in (first, other)]
+  if selectors[0] == selectors[1] or first.path == "**":
+    return True
+  if first.module is not None and other.module is not None:
+    return all(issubclass(x, first.module) for x in _classes(other.module))
+  return _is_literal(other.path) and first.path is not None and first.matches(None, other.path)
+
+
+def _classes(module: Class | tuple[Class, ...]) -> tuple[Class, ...]:
+  return module if isinstance(module, tuple) else (module,)
+
+
+def _is_literal(path: str | re.Pattern[str] | None) -> TypeGuard[str]:
+  """Whether a selector is the path of one module, without wildcards."""
+  return isinstance(path, str) and not set(path) & set("*?[")
 
 
 def shown(policy: Policy | None) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._policy.rules import ModuleRecord, first_match, is_flax_norm, parse_config, parse_rules
+from mpjax._policy.rules import ModuleRecord, first_match, parse_config, parse_rules
 from tests.errors import check_error, refused
 
 Rule = mpjax.Rule
@@ -314,13 +314,55 @@ def given(policy="c=bf16", rules=(), unmatched="raise"):
   return parse_config("mpjax.f", policy, rules, unmatched=unmatched)
 
 
+def is_named(module):
+  return module.name is not None
+
+
+HIDDEN = {
+  # Two rules, and a part of the error of the second.
+  "after all modules": (Rule("f32", path="**"), Rule("bf16", module=nn.Dense), "after Rule"),
+  "the same path": (Rule("f32", path="head"), Rule("bf16", path="head"), "after Rule"),
+  "the same predicate": (Rule("f32", where=is_named), Rule("bf16", where=is_named), "after Rule"),
+  "a subclass": (Rule("f32", module=nn.Module), Rule("bf16", module=nn.Dense), "after Rule"),
+  "one of several classes": (
+    *(Rule("f32", module=(nn.Dense, nn.Conv)), Rule("bf16", module=(nn.Conv,)), "after Rule"),
+  ),
+  "a path of a glob": (Rule("f32", path="**/up"), Rule("bf16", path="mlp/up"), "after Rule"),
+  "a path of an expression": (
+    *(Rule("f32", path=re.compile("mlp.*")), Rule("bf16", path="mlp/up"), "after Rule"),
+  ),
+}
+SEEN = {
+  "the special one first": (Rule("bf16", path="head"), Rule("f32", path="**")),
+  "a base class": (Rule("f32", module=nn.Dense), Rule("bf16", module=nn.Module)),
+  "a sibling": (Rule(None, path="encoder"), Rule("bf16", path="encoder2/head")),
+  "another level": (Rule("f32", path="*/up"), Rule("bf16", path="up")),
+  "another selector": (Rule("f32", path="head"), Rule("bf16", module=nn.Dense)),
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_a_rule_that_can_never_apply_is_named(case):
+  first, hidden, got = HIDDEN[case]
+  with refused(
+    mpjax.errors.UnmatchedRuleError, f"rules: {hidden}", "can apply", got, "first match wins"
+  ):
+    given(rules=[first, hidden])
+  with pytest.warns(UserWarning, match="first match wins"):
+    given(rules=[first, hidden], unmatched="warn")
+  assert given(rules=[first, hidden], unmatched="ignore").rules == (first, hidden)
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_rules_that_may_apply_are_taken(case):
+  assert given(rules=SEEN[case]).rules == SEEN[case]
+
+
 def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere():
-  norms = ({"where": is_flax_norm}, False)
   for selector, by_path in (
     ({"path": "a"}, True),
     ({"where": callable}, True),
     ({"module": nn.Dense}, False),
-    norms,
   ):
     assert given(rules=[Rule(None, **selector)]).by_path == by_path
   for policy, rules, rewrites in [
