@@ -262,15 +262,19 @@ def _report_hidden(rules: Sequence[Rule], unmatched: str) -> None:
     earlier = next((x for x in rules[:position] if _covers(x, rule)), None)
     if earlier is None or (earlier.policy, earlier.rewrite) == (rule.policy, rule.rewrite):
       continue
-    error = UnmatchedRuleError(
-      f"rules: {rule}",
-      expected="a rule that can apply",
-      got=f"one after {earlier}, which matches all of its modules",
-      fix="The first match wins: put the special rule first, or drop this one.",
-    )
     if unmatched == "raise":
-      raise error
-    warnings.warn(str(error), stacklevel=4)
+      raise _hidden(rule, earlier)
+    warnings.warn(str(_hidden(rule, earlier)), stacklevel=4)
+
+
+def _hidden(rule: Rule, earlier: Rule) -> UnmatchedRuleError:
+  """Returns the error of a rule that an earlier one hides."""
+  return UnmatchedRuleError(
+    f"rules: {rule}",
+    expected="a rule that can apply",
+    got=f"one after {earlier}, which matches all of its modules",
+    fix="The first match wins: put the special rule first, or drop this one.",
+  )
 
 
 def _covers(first: Rule, other: Rule) -> bool:

@@ -180,9 +180,10 @@ def test_a_rule_is_a_value_and_so_is_a_list_of_rules():
   others = [Rule("float32", where=lambda m: m.name == "head") for _ in range(2)]
   assert others[0] != others[1]
   # Another order of rules is another value.
+  by_class = Rule("bfloat16", module=nn.Dense)
   one, two, three = (
     mpjax.linen.with_policy(nn.Dense(2), "bfloat16", rules)
-    for rules in ([EXACT, PATTERN], (EXACT, PATTERN), [PATTERN, EXACT])
+    for rules in ([EXACT, by_class], (EXACT, by_class), [by_class, EXACT])
   )
   assert one == two != three
 
