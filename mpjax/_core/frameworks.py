@@ -3,6 +3,7 @@
 import inspect
 import sys
 from types import ModuleType
+from typing import Any, TypeVar
 
 import jax
 
@@ -10,6 +11,8 @@ from mpjax._core.errors import MpjaxTypeError, kind_of
 from mpjax._core.leaves import is_nnx_variable
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Leaf, PyTree
+
+T = TypeVar("T")
 
 _CLASSES = {
   "Linen": ("flax.linen.Module", "mpjax.linen.PolicyModule"),
@@ -49,17 +52,24 @@ def holds_linen_module(x: object) -> bool:
 
 
 def library_of_grad(arguments: PyTree) -> ModuleType:
-  """Returns the library whose `grad` takes these arguments: `flax.nnx` for its modules, or `jax`.
+  """Returns the library whose `grad` takes these arguments: `flax.nnx` for its objects, or `jax`.
 
-  `jax.grad` would lose what the function writes to a module. It does take an `nnx.State`.
+  `jax.grad` would lose what the function writes to a module or a variable.
   """
-
-  def is_module(x: object) -> bool:
-    return is_nnx_object(x) and not is_nnx_variable(x)
-
-  if any(map(is_module, jax.tree.leaves(arguments, is_leaf=is_module))):
+  if any(map(is_nnx_object, jax.tree.leaves(arguments, is_leaf=is_nnx_object))):
     return sys.modules["flax.nnx"]
   return jax
+
+
+def copied_objects(arguments: T) -> T:
+  """Returns arguments with copies of the modules and variables of Flax NNX in them."""
+
+  def copied(x: Any) -> Any:
+    if is_nnx_variable(x):
+      return x.copy()
+    return sys.modules["flax.nnx"].clone(x) if is_nnx_object(x) else x
+
+  return jax.tree.map(copied, arguments, is_leaf=is_nnx_object)
 
 
 def haiku_state() -> list[Leaf]:

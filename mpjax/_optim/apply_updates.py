@@ -1,6 +1,7 @@
 """Adding updates to parameters: from the master, to nearest, or rounded stochastically."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Literal, cast
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._core.errors import MpjaxValueError, check_choice, kind_of, listed
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
 from mpjax._core.leaves import is_key
 from mpjax._core.trees import (
   check_alike,
@@ -19,7 +20,7 @@ from mpjax._core.trees import (
 )
 from mpjax._core.types import Array, DType, Leaf, OptState, Params, Updates
 from mpjax._optim.masters import differentiated_as, merged_masters, stored
-from mpjax._optim.trees import MasterWeightsState, nodes_of, refuse_none
+from mpjax._optim.trees import MasterWeightsState, refuse_none, states_of
 
 
 def apply_updates(
@@ -41,9 +42,9 @@ def apply_updates(
     params: the parameters. Those in low precision (16 or 8 bits) are rounded, others are added to.
     updates: a tree like `params`, in its shapes, in float32 (as all of mpjax gives) or any dtype.
       Keys and what is no array stay as they are, and may have None here.
-    opt_state: the state that `update` returned. A parameter with a float32 master in it becomes the
-      rounded master, bit for bit. Others, and all if there is no `mpjax.master_weights`, are
-      `param + update`.
+    opt_state: the state that `update` returned, not the one before. A parameter with a float32
+      master in it becomes the rounded master, bit for bit. Others are `param + update`, and so are
+      all if there is no `mpjax.master_weights`.
     rounding: "nearest" (ties to even) or "stochastic".
     key: a PRNG key for stochastic rounding; another one for each step.
 
@@ -51,6 +52,7 @@ def apply_updates(
     A tree like `params`, with the same shapes and dtypes.
 
   Raises:
+    MpjaxTypeError: `opt_state` is an array.
     MpjaxValueError: an unknown `rounding`; no `key` where one is needed, or one where none is;
       stochastic rounding of parameters with masters; trees that do not match.
 
@@ -64,9 +66,14 @@ def apply_updates(
   """
   call = "mpjax.apply_updates"
   check_rounding(call, rounding)
-  _check_key(rounding, opt_state, key)
+  if is_array_like(opt_state):
+    expected, fix = "the state of an optimizer", "Write rounding= and key= with their names."
+    where = f"{call}(opt_state)"
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(opt_state), fix=fix)
+  states = states_of(opt_state, MasterWeightsState)
+  _check_key(rounding, states, key)
   updates = _checked_updates(updates, params)
-  masters = _masters_of(opt_state, params)
+  masters = _masters_of(states, params)
   leaves, treedef = jax.tree.flatten(params)
   new = []
   for position, (p, u, m) in enumerate(zip(leaves, jax.tree.leaves(updates), masters, strict=True)):
@@ -77,10 +84,10 @@ def apply_updates(
   return treedef.unflatten(new)
 
 
-def _check_key(rounding: str, opt_state: OptState, key: Array | None) -> None:
+def _check_key(rounding: str, states: Sequence[MasterWeightsState], key: Array | None) -> None:
   """Raises unless there is a key exactly for stochastic rounding, which takes no masters."""
   is_stochastic = rounding == "stochastic"
-  if is_stochastic and nodes_of(opt_state, MasterWeightsState):
+  if is_stochastic and states:
     where = "mpjax.apply_updates(opt_state, rounding='stochastic')"
     expected = "a state without mpjax.master_weights, whose parameters are rounded to nearest"
     fix = "Use one of the two, mpjax.master_weights or stochastic rounding."
@@ -107,9 +114,9 @@ def _checked_updates(updates: Updates, params: Params) -> Updates:
   return updates
 
 
-def _masters_of(opt_state: OptState, params: Params) -> list[Leaf]:
+def _masters_of(states: Sequence[MasterWeightsState], params: Params) -> list[Leaf]:
   """Returns the float32 master of each parameter, None where there is none."""
-  master = merged_masters(opt_state)
+  master = merged_masters(states)
   try:
     filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
     problems = tree_differences(params, filled, dtypes=False)

@@ -137,9 +137,8 @@ def _check_scales(
 ) -> list[OwnedScale]:
   """Raises unless a step is right, and returns the loss scales for which nothing moved."""
   scaled = [scale for scale in scales if scale.fields]
-  for scale in scales:
-    if not scale.owned.multiplies and np.dtype("float16") in program.dtypes:
-      raise _not_scaled(scale.owned)
+  if np.dtype("float16") in program.dtypes and not any(one.owned.multiplies for one in scales):
+    raise _not_scaled(scales[0].owned)
   if not scaled:
     return []
   step = examine(call, program, scaled)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._core.errors import check_call, check_callable
-from mpjax._core.frameworks import library_of_grad
+from mpjax._core.frameworks import copied_objects, library_of_grad
 from mpjax._core.trees import all_finite, is_inexact
 from mpjax._core.types import Args, Array, Function, Grads, Kwargs, P, PyTree
 from mpjax._jaxpr.locations import INNER_GRAD
@@ -52,12 +52,11 @@ def inner_grad(
     scale: a positive number, or None to measure it. A power of two adds no rounding. Measuring
       computes one more gradient, at a scale of 2^15, and then chooses the power of two that brings
       its largest element to about 2^4. A scale above 2^15 is tried out with a third gradient. If
-      that overflows, 2^15 is used. With modules of Flax NNX among the arguments, or with another
-      `differentiator`, the scale is 2^15: a function that writes to modules should run once. Under
-      `jit` XLA may join literal factors of `fun` to one that underflows. The gradient is then 0 at
-      a measured scale; pass `scale=2.0**15`.
+      that overflows, 2^15 is used. It works on copies of the modules of Flax NNX among the
+      arguments. Under `jit` XLA may join literal factors of `fun` to one that underflows. The
+      gradient is then 0 at a measured scale; pass `scale=2.0**15`.
     differentiator: the function that differentiates, in place of `jax.grad`, or of `nnx.grad` if
-      modules are among the arguments.
+      modules or variables are among the arguments. Those that `fun` writes to must be arguments.
 
   Returns:
     A function of the arguments of `fun` that returns the unscaled gradients, at least in float32.
@@ -97,16 +96,12 @@ def inner_grad(
     differentiate = differentiator or library_of_grad((args, kwargs)).grad
 
     def plain_grads(factor: Array | float) -> Grads:
+      copies = copied_objects((args, kwargs))
       # The scale depends on the gradients, and is not differentiated.
-      return jax.lax.stop_gradient(scaled_grad(differentiate, factor, args, kwargs)[0])
+      return jax.lax.stop_gradient(scaled_grad(differentiate, factor, *copies)[0])
 
     with jax.named_scope(INNER_GRAD):
-      if stated is not None:
-        factor: Array | float = stated
-      elif differentiate is jax.grad:
-        factor = _measured(plain_grads)
-      else:
-        factor = _FIRST
+      factor = _measured(plain_grads) if stated is None else stated
       grads, aux = scaled_grad(differentiate, factor, args, kwargs)
     return (grads, aux) if has_aux else grads
 

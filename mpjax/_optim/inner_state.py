@@ -9,7 +9,7 @@ from mpjax._core.types import OptState
 from mpjax._optim.loss_scale import AccumulationState, is_scaling_state, with_classes
 from mpjax._optim.metrics import MonitorState
 from mpjax._optim.state_dtype import StochasticState
-from mpjax._optim.trees import MasterWeightsState
+from mpjax._optim.trees import MasterWeightsState, stands_for
 
 _WRAPPERS = (AccumulationState, MasterWeightsState, MonitorState, StochasticState)
 
@@ -43,7 +43,7 @@ def inner_state(opt_state: OptState) -> OptState:
       state = state.inner_state
     elif isinstance(state, Mapping) and "opt_state" in state:
       state = state["opt_state"]
-    elif isinstance(state, Mapping) and "inner_state" in state:
-      state = state["inner_state"]
+    elif isinstance(state, Mapping) and any(stands_for(state, x, inside=True) for x in _WRAPPERS):
+      state = state.get("inner_state", ())
     else:
       return jax.tree.map(raw_value, state, is_leaf=is_nnx_variable)

@@ -372,7 +372,9 @@ class LossScaling:
     # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
     # gradients: then no quotient has to be kept in memory until the decision.
     config = self.configs[label]
-    never_below_1 = isinstance(config, DynamicLossScale) and config.min_scale >= 1
+    never_below_1 = isinstance(config, SkipNonfinite) or (
+      isinstance(config, DynamicLossScale) and config.min_scale >= 1
+    )
     if inputs.stored is None and never_below_1:
       return inputs.grads[label]
     return unscale_tree(inputs.grads[label], inputs.moving[label].scale)

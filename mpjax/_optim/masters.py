@@ -402,7 +402,9 @@ def set_master_params(opt_state: T, params: Params) -> T:
   """Returns `opt_state` with its masters set to `params`: how 16-bit training starts from float32.
 
   The parameters themselves are the caller's to round: `policy.cast_to_param(params)`. With
-  `storage="split"` these, and no others, belong to the new state.
+  `storage="split"` these, and no others, belong to the new state. A cast rounds ties to even, and
+  `mpjax.apply_updates` rounds them away from zero: a bfloat16 parameter whose master is a tie moves
+  by one unit at the first step, even if that is skipped.
 
   Args:
     opt_state: a state of `mpjax.master_weights`, from `init` of the 16-bit parameters.
@@ -423,6 +425,11 @@ def set_master_params(opt_state: T, params: Params) -> T:
   """
   of_state, problems = "mpjax.states.set_master_params(opt_state)", list[str]()
   if not nodes_of(opt_state, MasterWeightsState):
+    if states_of(opt_state, MasterWeightsState):
+      expected, got = "states in their classes", f"{kind_of(opt_state)} with mappings instead"
+      fix = "Of an nnx.Optimizer pass nnx.as_pure(optimizer.opt_state), and write the result back: "
+      fix += "nnx.update(optimizer.opt_state, nnx.state(opt_state))."
+      raise MpjaxTypeError(of_state, expected=expected, got=got, fix=fix)
     raise _without_masters(opt_state, of_state)
   if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
     got = f"{kind_of(opt_state)}, whose params would stay as they are"

@@ -23,7 +23,7 @@ from mpjax._optim.apply_updates import apply_updates, check_rounding
 from mpjax._optim.checks import check_axes
 from mpjax._optim.gradients import BatchGradients, IntegerState, batch_gradients
 from mpjax._optim.loss_scale import INT32_MAX
-from mpjax._optim.loss_scaling import AxisName, LossScaling, scaling_of
+from mpjax._optim.loss_scaling import AxisName, scaling_of
 from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics
 from mpjax._optim.moving_average import move_average
 from mpjax._optim.optimizer_call import check_updates_fit, checked_update
@@ -226,7 +226,7 @@ class TrainStep:
       return self._update_unscaled(state, results, apply)
     # The scale checks the loss and the model state too. An optimizer inside sees the loss alone.
     extra = {"value": results.loss, "loss": results.watched}
-    outermost = self._outermost_scale(state)
+    outermost = scaling_of(self.tx)
     if outermost is None:
       updates, opt_state = checked_update(self.tx, self.tx.update, results.grads, state, **extra)
       params = apply(state.params, updates, opt_state)
@@ -270,10 +270,6 @@ class TrainStep:
       return None
     return jax.random.fold_in(key, _ROUNDING)
 
-  def _outermost_scale(self, state: TrainState) -> LossScaling | None:
-    """Returns the loss scaling that `tx` is; None if something is around it, or it has no scale."""
-    return scaling_of(self.tx) if _has_scale(state) else None
-
   def _next_state(
     self, state: TrainState, params: Params, opt_state: OptState, model_state: PyTree
   ) -> TrainState:
@@ -290,7 +286,7 @@ class TrainStep:
   def _committed(self, new: TrainState, old: TrainState) -> TrainState:
     """Returns the new state if a step is applied; else the old one, with the new loss scale."""
     fields = ["step", "model_state", "ema"]
-    if self._outermost_scale(old) is None:
+    if scaling_of(self.tx) is None:
       # The updates of a skipped step are -0.0. On a CPU that addition flushes subnormals to 0.
       fields.append("params")
     news, olds = ({name: getattr(state, name) for name in fields} for state in (new, old))

@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,31 +44,45 @@ def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
   return [x for x in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(x)]
 
 
-_TO_INNER = ("opt_state", "inner_state")
-"""The keys on the way from an optimizer to the states of the wrappers in it."""
-
-
 def states_of(opt_state: PyTree, kind: type[S]) -> list[S]:
   """Returns the states of a class in an optimizer state, with arrays in place of variables.
 
   An `nnx.State`, a pure dict of it and a checkpoint that was read without a target have mappings in
   place of the classes, and nothing in place of a state without arrays.
   """
-  states = nodes_of(opt_state, kind) or _states_in_mapping(opt_state, kind)
+  states = nodes_of(opt_state, kind) or _states_in_mapping(opt_state, kind, inside=False)
   return [jax.tree.map(raw_value, state, is_leaf=is_nnx_variable) for state in states]
 
 
-def _states_in_mapping(tree: PyTree, kind: type[S]) -> list[S]:
-  """Returns the states of a class in a tree of mappings, found by the names of fields."""
-  if not isinstance(tree, Mapping):
-    return []
-  fields = kind._fields
-  if fields[0] in tree and set(tree) <= set(fields):
+def _states_in_mapping(tree: PyTree, kind: type[S], *, inside: bool) -> list[S]:
+  """Returns the states of a class in a tree of mappings and sequences, by the names of fields.
+
+  `inside` says that the tree is the state of an optimizer, or a part of a chain of some.
+  """
+  if isinstance(tree, Mapping) and stands_for(tree, kind, inside=inside):
     values = {"inner_state": (), **tree}
-    return [kind._make(values.get(field) for field in fields)]
-  # A number is the position in a chain, or of an optimizer beside its model.
-  parts = [x for key, x in tree.items() if key in _TO_INNER or isinstance(key, int)]
-  return [state for part in parts for state in _states_in_mapping(part, kind)]
+    return [kind._make(values.get(field) for field in kind._fields)]
+  if isinstance(tree, Mapping):
+    parts: Iterable[tuple[object, PyTree]] = tree.items()
+  elif isinstance(tree, (list, tuple)):
+    parts = enumerate(tree)
+  else:
+    return []
+  states: list[S] = []
+  for key, subtree in parts:
+    is_position = str(key).isdigit()
+    is_inside = key in ("opt_state", "inner_state") or (is_position and inside)
+    states += _states_in_mapping(subtree, kind, inside=is_inside)
+  return states
+
+
+def stands_for(tree: Mapping[Any, PyTree], kind: type[NamedTuple], *, inside: bool) -> bool:
+  """Whether a mapping has the fields of a state; `inside` of another, `inner_state` may be missing.
+
+  Elsewhere a parameter may have the name of a field.
+  """
+  fields = kind._fields
+  return fields[0] in tree and set(tree) <= set(fields) and (inside or "inner_state" in tree)
 
 
 # Here, and not beside `master_weights`: the checks of every wrapper leave masters out.

@@ -39,9 +39,9 @@ def value_and_grad(
   of `opt_state`, while `update` divides by the current scale. In a compiled step a dynamic scale
   from outside raises an error. In a loop outside `jit` the mistake is not noticed.
 
-  If modules of Flax NNX are among the arguments, `nnx.value_and_grad` differentiates. Pass the
-  gradients to `optimizer.update(model, grads)`. `mpjax.nnx.atomic_step` restores what the forward
-  pass of a skipped step wrote.
+  If modules or variables of Flax NNX are among the arguments, `nnx.value_and_grad` differentiates.
+  Pass the gradients to `optimizer.update(model, grads)`. `mpjax.nnx.atomic_step` restores what the
+  forward pass of a skipped step wrote.
 
   Args:
     fun: returns a loss, floating of shape (), or that and anything else if `has_aux`.

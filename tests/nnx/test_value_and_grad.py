@@ -108,6 +108,32 @@ def test_a_module_that_is_not_differentiated_keeps_what_the_function_writes():
   assert_equal(numbers(ours), numbers(theirs))
 
 
+def test_writes_to_variables_outside_of_a_module_are_kept():
+  model = {"w": nnx.Param(jnp.ones(2)), "seen": nnx.BatchStat(jnp.zeros(()))}
+
+  def counted(model):
+    model["seen"][...] += 1.0
+    return jnp.sum(model["w"][...] ** 2)
+
+  step = nnx.jit(lambda model, state: mpjax.value_and_grad(counted, state)(model)[0])
+  step(model, TX.init(jnp.ones(2)))
+  assert model["seen"][...] == 1
+
+
+def test_a_state_beside_the_parameters_may_be_written_to():
+  ours, theirs = (nnx.BatchNorm(4, rngs=nnx.Rngs(0)) for _ in range(2))
+  optimizer = nnx.Optimizer(ours, TX, wrt=nnx.Param)
+
+  def step(norm, differentiate):
+    graphdef, params, rest = nnx.split(norm, nnx.Param, ...)
+    of_parts = lambda params, rest: loss_fn(nnx.merge(graphdef, params, rest), X)  # noqa: E731
+    return differentiate(of_parts)(params, rest)[0]
+
+  loss = nnx.jit(lambda m, o: step(m, lambda f: mpjax.value_and_grad(f, o)))(ours, optimizer)
+  assert float(loss) == float(nnx.jit(lambda m: step(m, nnx.value_and_grad))(theirs))
+  assert_equal(numbers(ours), numbers(theirs))
+
+
 def test_modules_in_a_dict_are_modules():
   models = {"a": nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "b": nnx.Linear(4, 4, rngs=nnx.Rngs(1))}
   state = TX.init(nnx.state(models, nnx.Param))

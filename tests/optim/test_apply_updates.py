@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.errors import refused
@@ -320,6 +321,21 @@ def test_updates_and_masters_of_another_tree():
     where, fix = "mpjax.apply_updates(opt_state)", "the state that update returned"
     with refused(ValueError, where, "the state of these parameters", got, fix):
       mpjax.apply_updates(PARAMS, {"w": jnp.ones(2), "b": jnp.ones(3)}, with_masters(master))
+
+
+def test_masters_are_found_in_mappings_and_variables():
+  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+  optimizer = nnx.Optimizer(model, mpjax.master_weights(optax.sgd(0.1)), wrt=nnx.Param)
+  params = nnx.as_pure(nnx.state(model, nnx.Param))
+  updates = jax.tree.map(lambda p: jnp.full(p.shape, 5.0), params)
+  for state in (optimizer, nnx.state(optimizer), nnx.as_pure(optimizer.opt_state)):
+    assert_bit_equal(mpjax.apply_updates(params, updates, state), params)
+
+
+def test_a_key_in_the_place_of_the_state_is_refused():
+  where, fix = "mpjax.apply_updates(opt_state)", "Write rounding= and key= with their names."
+  with refused(TypeError, where, "the state of an optimizer", "an array key<fry>[]", fix):
+    mpjax.apply_updates(PARAMS, PARAMS, KEY)
 
 
 def test_arguments_that_contradict_each_other():

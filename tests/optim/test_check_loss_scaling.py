@@ -262,6 +262,24 @@ def test_n3_n4_how_a_check_ends(name):
       check(inner, way, dtype, loss, params, *config)
 
 
+def test_a_loss_that_is_not_scaled_beside_one_in_float16():
+  scales = {"a": mpjax.SkipNonfinite(), "b": mpjax.DynamicLossScale()}
+  tx = mpjax.loss_scaling(optax.sgd(0.1), scales)
+
+  def step(params, opt_state, x):
+    def loss_in(dtype):
+      return lambda p: jnp.mean((p.astype(dtype) * x.astype(dtype)).astype(jnp.float32) ** 2)
+
+    grads = {
+      name: mpjax.value_and_grad(loss_in(dtype), opt_state, name=name)(params)[1]
+      for name, dtype in (("a", jnp.float32), ("b", jnp.float16))
+    }
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  mpjax.check_loss_scaling(step)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
 def test_n12_the_name_of_another_loss():
   config = mpjax.DynamicLossScale(init_scale=1024.0)
   txs = {k: mpjax.loss_scaling(optax.adam(0.1), config, name=k) for k in "cg"}
@@ -495,8 +513,8 @@ def test_what_is_logged_may_depend_on_the_scale():
   tx = mpjax.loss_scaling(optax.adam(1e-3))
   step, rest = logging_step(tx), (tx.init(PARAMS), BATCH, F32(0.5))
   swapped = lambda frozen, params, *rest: step(params, frozen, *rest)  # noqa: E731
-  mpjax.check_loss_scaling(step, returns=(None, 0, 2))(PARAMS, FROZEN, *rest)
-  mpjax.check_loss_scaling(swapped, returns=(None, 1, 2))(FROZEN, PARAMS, *rest)
+  mpjax.check_loss_scaling(step, returns=(None, 0, 2, None))(PARAMS, FROZEN, *rest)
+  mpjax.check_loss_scaling(swapped, returns=(None, 1, 2, None))(FROZEN, PARAMS, *rest)
 
 
 def test_several_results_with_the_tree_of_an_argument_are_asked_about():

@@ -164,7 +164,31 @@ def test_a_power_of_two_reaches_parameters_through_two_inner_steps():
   np.testing.assert_allclose(jax.grad(adapted)(w, mpjax.inner_grad), factor, rtol=1e-7)
 
 
-def test_a_function_of_nnx_modules_runs_once():
+class CountingCritic(nnx.Module):
+  """Its float16 gradients overflow at a scale of 2^15."""
+
+  def __init__(self, rngs):
+    self.a, self.b = nnx.Linear(6, 32, rngs=rngs), nnx.Linear(32, 1, rngs=rngs)
+    self.b.kernel[...] *= 64
+    self.calls = nnx.BatchStat(jnp.zeros(()))
+
+  def __call__(self, x):
+    self.calls[...] += 1
+    return self.b(nnx.relu(self.a(x)))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+def test_the_scale_is_measured_for_nnx_modules_which_are_written_to_once(wrap):
+  view = mpjax.with_policy(CountingCritic(nnx.Rngs(0)), "mixed_float16")
+  gradient = wrap(lambda view, x: mpjax.inner_grad(lambda x, view: view(x).sum())(x, view))
+  found = gradient(view, X)
+  expected = jax.grad(lambda x: CountingCritic(nnx.Rngs(0))(x).sum())(X)
+  assert np.max(np.abs(expected)) > 1
+  np.testing.assert_allclose(found, expected, rtol=2e-2, atol=1e-2)
+  assert view.calls[...] == 1
+
+
+def test_a_function_of_nnx_modules_writes_once():
   norm = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0))
   grads = mpjax.inner_grad(lambda x, norm: norm(x)[0].sum())(X, norm)
   expected = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,9 +72,9 @@ def test_masters_are_the_parameters_of_a_16_bit_model():
   np.testing.assert_allclose(found, (y - (1 - b1) * z) / b1, rtol=1e-5)
 
 
-def of_nnx(tx):
-  """Returns an optimizer of a model that stores parameters in bfloat16."""
-  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+def of_nnx(tx, dtype=jnp.bfloat16):
+  """Returns an optimizer of a model that stores parameters in a dtype."""
+  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0), param_dtype=dtype)
   return nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
@@ -98,6 +99,45 @@ def test_states_are_found_in_any_form(form, inner):
     "bias": (np.float32, (1,)),
   }
   assert set(mpjax.states.monitor_counts(state)) == {"kernel", "bias"}
+
+
+def test_states_are_found_in_the_parts_of_a_multi_transform():
+  masters = mpjax.master_weights(optax.sgd(0.1))
+
+  def labels(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: str("kernel" in str(path)), params)
+
+  tx = optax.multi_transform({"True": masters, "False": masters}, labels)
+  state = nnx.state(of_nnx(mpjax.loss_scaling(tx)))
+  assert mpjax.states.master_params(state)["kernel"].shape == (2, 1)
+
+
+def test_states_are_found_in_the_state_dict_of_a_chain():
+  chain = optax.chain(optax.clip(1.0), mpjax.master_weights(optax.sgd(0.1)))
+  params = {"w": jnp.ones(2, jnp.bfloat16)}
+  state = flax.serialization.to_state_dict(mpjax.loss_scaling(chain).init(params))
+  assert mpjax.states.master_params(state)["w"].dtype == jnp.float32
+
+
+def test_parameters_with_the_names_of_fields_are_no_states():
+  params = {"master": {"counts": jnp.ones(2, jnp.bfloat16)}}
+  state = flax.serialization.to_state_dict(optax.adam(0.1).init(params))
+  for call in (mpjax.states.master_params, mpjax.states.monitor_counts):
+    with pytest.raises(TypeError, match="got a dict without"):
+      call(state)
+
+
+def test_the_inner_state_ends_at_a_wrapper_of_optax():
+  tx = mpjax.loss_scaling(optax.inject_hyperparams(optax.adam)(learning_rate=0.25))
+  for form in ("nnx.Optimizer", "pure dict"):
+    inner = mpjax.states.inner_state(FORMS[form](of_nnx(tx, jnp.float32)))
+    hyperparams = inner["hyperparams"] if isinstance(inner, Mapping) else inner.hyperparams
+    assert hyperparams["learning_rate"] == 0.25
+
+
+def test_the_inner_state_inside_of_masters_may_hold_nothing():
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1)))
+  assert jax.tree.leaves(mpjax.states.inner_state(nnx.state(of_nnx(tx)))) == []
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if "beside" not in form])

@@ -141,7 +141,7 @@ def test_masked_masters_leave_the_rest_alone():
   new = apply_from_master(params, updates, state)
   assert new["w"].tolist() == [1, 1]
   assert new["rest"]["h"] == 2, "optax passes the gradient through where it is masked"
-  assert mpjax.states.master_params(state, params)["rest"] is params["rest"]
+  assert mpjax.states.master_params(state, params)["rest"]["h"] is params["rest"]["h"]
   again = mpjax.states.set_master_params(state, params).inner_state
   assert bits(again.master["w"]) == bits(np.ones(2, F32))
 
@@ -239,6 +239,14 @@ def test_what_is_not_there_or_twice():
   where, got = "mpjax.states.set_master_params(opt_state)", "a TrainState, whose params would stay"
   with refused(TypeError, where, "an optimizer alone", got, "state.params to the same numbers"):
     mpjax.states.set_master_params(state, BOTH_KINDS)
+
+
+def test_masters_are_set_in_classes_and_not_in_mappings():
+  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+  state = nnx.state(nnx.Optimizer(model, mpjax.master_weights(optax.sgd(0.1)), wrt=nnx.Param))
+  where, fix = "mpjax.states.set_master_params(opt_state)", "nnx.as_pure(optimizer.opt_state)"
+  with refused(TypeError, where, "in their classes", "a State with mappings", fix):
+    mpjax.states.set_master_params(state, nnx.as_pure(nnx.state(model, nnx.Param)))
 
 
 def test_parameters_of_another_tree():
