@@ -19,6 +19,7 @@ if TYPE_CHECKING:
   from mpjax import states as states
   from mpjax._autocast import autocast, low_precision
   from mpjax._debug.audit_report import audit
+  from mpjax._debug.compare import compare
   from mpjax._debug.find_nonfinite import find_nonfinite
   from mpjax._debug.ranges_measure import ranges
   from mpjax._debug.tuning import tune
@@ -59,7 +60,7 @@ __all__ += ["apply_updates", "inner_grad", "unscale", "value_and_grad"]
 __all__ += ["check_skipped_steps", "keep_if_skipped", "loss_scaling_metrics", "step_applied"]
 __all__ += ["accumulate_gradients", "master_weights", "state_dtype"]
 __all__ += ["TrainState", "check_loss_scaling", "make_train_step"]
-__all__ += ["audit", "find_nonfinite", "monitor", "ranges", "tune"]
+__all__ += ["audit", "compare", "find_nonfinite", "monitor", "ranges", "tune"]
 __all__ += ["MpjaxError", "convert"]
 
 _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
@@ -67,6 +68,7 @@ _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
 
 _ON_FIRST_USE = {
   "_debug.audit_report": "audit",
+  "_debug.compare": "compare",
   "_debug.find_nonfinite": "find_nonfinite",
   "_debug.ranges_measure": "ranges",
   "_debug.tuning": "tune",

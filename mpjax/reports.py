@@ -1,4 +1,4 @@
-"""What `audit`, `find_nonfinite`, `ranges` and `tune` return.
+"""What `audit`, `compare`, `find_nonfinite`, `ranges` and `tune` return.
 
 >>> import jax.numpy as jnp, mpjax
 >>> isinstance(mpjax.audit(jnp.sin)(1.0), mpjax.reports.AuditReport)
@@ -6,8 +6,10 @@ True
 """
 
 from mpjax._debug.audit_report import AuditReport
+from mpjax._debug.compare_report import CompareReport
 from mpjax._debug.find_nonfinite import NonfiniteReport
 from mpjax._debug.ranges_report import GroupRanges, RangesReport
 from mpjax._debug.tune_report import TuneReport
 
-__all__ = ["AuditReport", "GroupRanges", "NonfiniteReport", "RangesReport", "TuneReport"]
+__all__ = ["AuditReport", "CompareReport", "GroupRanges", "NonfiniteReport", "RangesReport"]
+__all__ += ["TuneReport"]

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from docs.figures import casts, float8, formats, memory, step, tpu, underflow
+from docs.figures import casts, compare, float8, formats, memory, step, tpu, underflow
 from docs.figures.style import THEMES, files, svg
 
 FIGURES = {
@@ -14,6 +14,7 @@ FIGURES = {
   "memory": memory,
   "float8": float8,
   "tpu": tpu,
+  "compare": compare,
 }
 
 
@@ -25,7 +26,7 @@ def main() -> None:
   if unknown := [name for name in options.names if name not in FIGURES]:
     parser.error(f"unknown: {', '.join(unknown)}")
   if options.measure:
-    for figure in (memory, underflow):
+    for figure in (compare, memory, underflow):
       found = json.dumps(figure.measure(), indent=2)
       figure.MEASURED.write_text(found + "\n", encoding="utf-8")
   for name in options.names or FIGURES:

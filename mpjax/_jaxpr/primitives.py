@@ -68,6 +68,9 @@ class Holds(enum.Enum):
 AS_TRACED = frozenset((Holds.LINEAR_CALL, Holds.LINEAR_SOLVE, Holds.OBJECT))
 """What a policy leaves as it was traced: a jaxpr in it has to match another, or is in an object."""
 
+HAS_DERIVATIVE = AS_TRACED | {Holds.CUSTOM_JVP, Holds.CUSTOM_VJP}
+"""What has a derivative of its own: that of the jaxpr in it may be another."""
+
 NESTED = frozenset((Holds.SCAN, Holds.WHILE, Holds.COND, Holds.SHARD_MAP))
 """What a handler in `runner.py` enters. All else that is entered is a call: it runs once."""
 

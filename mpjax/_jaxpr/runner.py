@@ -73,6 +73,18 @@ class Observer:
     """Takes what was seen inside of a step."""
     self.seen = self.merge(self.seen, seen)
 
+  def after(self, step: Step, outs: list[Any]) -> list[Any]:
+    """Returns the results of a step whose bodies were run, and looks at them."""
+    return outs
+
+  def slices(self, step: Step) -> PyTree:
+    """Returns arrays of which each iteration of a scan is to have its slice."""
+    return None
+
+  def in_iteration(self, slices: PyTree) -> Self:
+    """Returns the observer of an iteration, for its slices."""
+    return self
+
   def all_seen(self) -> PyTree:
     """Returns what was seen, at the end of the body."""
     return self.seen
@@ -138,7 +150,7 @@ def _enter(step: Step, ins: Sequence[Any], watch: Observer, around: Around) -> l
   with context_of(step.eqn):
     outs, seen = enter(step, typed, watch, around)
   watch.inside(seen)
-  return outs
+  return watch.after(step, outs)
 
 
 def _typed(literal: Literal, var: Any) -> Any:
@@ -173,15 +185,17 @@ def _iterations(
   (body,), (inner,), reverse = step.bodies, step.inner, step.inner[0].reverse
   first, last = inner.carry.start, inner.carry.stop
 
-  def iteration(state: Any, x: Sequence[Any]) -> tuple[Any, Any]:
-    index, seen, carry = state
-    outs, new = run(body, [*ins[:first], *carry, *x], observer, around.in_loop(index))
+  def iteration(state: Any, x: tuple[Sequence[Any], PyTree]) -> tuple[Any, Any]:
+    (index, seen, carry), (own, slices) = state, x
+    watch, operands = observer.in_iteration(slices), [*ins[:first], *carry, *own]
+    outs, new = run(body, operands, watch, around.in_loop(index))
     seen, each = (observer.merge(seen, new), None) if observer.merges else (seen, new)
     state = index - 1 if reverse else index + 1, seen, outs[: len(carry)]
     return state, (outs[len(carry) :], each)
 
   state = (start, _varying(observer.nothing(), around.axes), [*ins[first:last]])
-  (_, seen, carry), (ys, of_each) = jax.lax.scan(iteration, state, [*ins[last:]], length, reverse)
+  xs = [*ins[last:]], observer.slices(step)
+  (_, seen, carry), (ys, of_each) = jax.lax.scan(iteration, state, xs, length, reverse)
   return [*carry, *ys], seen if observer.merges else of_each
 
 

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from mpjax._core.types import Array
 from mpjax._jaxpr.compat import scopes_of
 from mpjax._jaxpr.locations import Location, location
-from mpjax._jaxpr.primitives import NESTED, Holds, facts_of
+from mpjax._jaxpr.primitives import HAS_DERIVATIVE, NESTED, Holds, facts_of
 from mpjax._jaxpr.reader import Atom, Inner, Program, aval_of, inner_jaxprs, opened, shape_of
 
 Slot: TypeAlias = int | Literal
@@ -119,20 +119,22 @@ class Body:
         yield from body.every_body()
 
 
-def body_of(closed: ClosedJaxpr, *, compiled: bool = False) -> Body:
+def body_of(closed: ClosedJaxpr, *, compiled: bool = False, differentiable: bool = False) -> Body:
   """Returns a jaxpr as a list of steps.
 
   If it is to be `compiled` at once, steps that nothing reads are left out, and what `remat`
-  computes again is kept apart from the first time.
+  computes again is kept apart from the first time. If it is to be `differentiable`, a function with
+  a derivative of its own stays one step: written out, it would lose that.
   """
-  return _Writer(compiled).body(closed)
+  return _Writer(compiled, differentiable).body(closed)
 
 
 class _Writer:
   """Writes the lists of a function."""
 
-  def __init__(self, compiled: bool) -> None:
-    self.numbers, self.slots, self.compiled = itertools.count(), itertools.count(), compiled
+  def __init__(self, compiled: bool, differentiable: bool) -> None:
+    self.numbers, self.slots = itertools.count(), itertools.count()
+    self.compiled, self.differentiable = compiled, differentiable
     self.consts: dict[int, Array] = {}
     self.avals: dict[int, ShapedArray] = {}
     self.steps: list[Step] = []
@@ -184,12 +186,16 @@ class _Writer:
     inner = inner_jaxprs(step.eqn) or ()
     if step.holds in NESTED:
       return self._append(step, inner)
-    if not inner or inner[0].operands is None:
+    if not inner or inner[0].operands is None or self._is_one(step):
       return self._append(step)
     ins: tuple[Slot, ...] = step.ins
     if self.compiled and _keeps_recomputed_apart(step.eqn):
       ins = self._append(dataclasses.replace(step, eqn=_barrier_before(step.eqn)))
     return self._write(inner[0].program, [ins[i] for i in inner[0].operands], step)
+
+  def _is_one(self, step: Step) -> bool:
+    """Whether a call stays one step, since it has a derivative of its own."""
+    return self.differentiable and step.holds in HAS_DERIVATIVE
 
   def _append(self, step: Step, inner: tuple[Inner, ...] = ()) -> tuple[int, ...]:
     """Appends a step to the list, and returns its results."""

@@ -18,8 +18,9 @@ PUBLIC = {
   "mpjax": [
     *("DynamicLossScale", "Float8", "MpjaxError", "NoLossScale", "OpLists", "Policy", "Rule"),
     *("SkipNonfinite", "StaticLossScale", "TrainState", "accumulate_gradients", "apply_updates"),
-    *("audit", "autocast", "check_loss_scaling", "check_skipped_steps", "convert"),
-    *("find_nonfinite", "full_precision", "inner_grad", "keep_if_skipped", "loss_scaling"),
+    *("audit", "autocast", "check_loss_scaling", "check_skipped_steps", "compare"),
+    *("convert", "find_nonfinite", "full_precision", "inner_grad", "keep_if_skipped"),
+    "loss_scaling",
     *("loss_scaling_metrics", "low_precision", "make_train_step", "master_weights", "monitor"),
     *("policy_scope", "ranges", "state_dtype", "step_applied", "tune", "unscale"),
     *("value_and_grad", "with_policy"),
@@ -31,7 +32,10 @@ PUBLIC = {
   ],
   "mpjax.linen": ["PolicyModule", "policy_scope", "with_policy"],
   "mpjax.nnx": ["atomic_step", "convert", "with_policy"],
-  "mpjax.reports": ["AuditReport", "GroupRanges", "NonfiniteReport", "RangesReport", "TuneReport"],
+  "mpjax.reports": [
+    *("AuditReport", "CompareReport", "GroupRanges", "NonfiniteReport", "RangesReport"),
+    "TuneReport",
+  ],
   "mpjax.states": [
     *("AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"),
     *("inner_state", "master_params", "monitor_counts", "set_loss_scale", "set_master_params"),

@@ -1,0 +1,142 @@
+"""`compare`: the same arguments through two functions, and the first module where they part."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import TypeAlias
+
+from mpjax._autocast import autocast
+from mpjax._core.errors import MpjaxValueError, check_call, check_callable
+from mpjax._core.types import Args, Function, Kwargs
+from mpjax._debug.arguments import Call, with_parameter_scopes
+from mpjax._debug.compare_report import CompareReport, compared
+from mpjax._debug.compare_run import Run, load, record
+from mpjax._debug.report import Advance, Pending
+from mpjax._debug.tuning import with_models_under
+from mpjax._jaxpr.graph import Graph
+from mpjax._jaxpr.locations import MODULE
+from mpjax._policy.policy import Policy, PolicyLike, parse_policy
+
+Side: TypeAlias = Function | str | os.PathLike[str]
+"""A function, or the file of a saved run."""
+
+_CALL = "mpjax.compare(f, g)"
+_FIX = "Write mpjax.compare(f, g)(*args), or mpjax.compare(f, policy=policy)(*args)."
+
+
+@check_call(_CALL, fix=_FIX)
+def compare(
+  f: Callable[..., object] | str | os.PathLike[str],
+  g: Callable[..., object] | str | os.PathLike[str] | None = None,
+  *,
+  policy: PolicyLike | None = None,
+) -> Callable[..., CompareReport]:
+  """Compare two functions module by module, for the same arguments.
+
+  Each function runs once, compiled, and returns the outputs of its modules beside its results. The
+  report has the relative error of each module in `f` against `g`, the reference, and the first
+  module where they part. If both return a scalar loss (or a tuple that begins with one), the
+  cotangents of these outputs and the gradients by the first argument are compared too.
+
+  Args:
+    f: a function of arrays, such as a loss, a model or a step, or the file of a saved run.
+    g: the reference, likewise. Without it, `f` as it is written.
+    policy: compare `f` under this policy with `f`, instead of `g`. Models of Flax run as under
+      `mpjax.with_policy`, a function without models as under `mpjax.autocast`.
+
+  Returns:
+    A function with the arguments of `f`, which must be concrete, that returns a report. It takes
+    none if both `f` and `g` are files. With neither `g` nor `policy` it runs `f` alone:
+    `.save("run.npz")` of the report keeps the run, for another process.
+
+  Raises:
+    MpjaxTypeError: `f` or `g` is neither a function nor a file; when called: an argument is traced.
+    MpjaxValueError: both `g` and `policy` are given, or `f` is a file and `policy` is given.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> def loss_fn(w, x, digits=24):
+  ...   for i in range(3):
+  ...     with jax.named_scope(f"layer_{i}"):
+  ...       x = jnp.tanh(x @ w[i])
+  ...       x = jax.lax.reduce_precision(x, 8, digits - 1 if i == 1 else 23)
+  ...   return jnp.mean(x**2)
+  >>> rounded = lambda w, x: loss_fn(w, x, digits=8)
+  >>> w, x = jax.random.normal(jax.random.key(0), (3, 4, 4)), jnp.ones((2, 4))
+  >>> mpjax.compare(rounded, loss_fn)(w, x).first.path
+  'layer_1'
+  """
+  _check_side(f, "f")
+  if g is not None:
+    _check_side(g, "g")
+  parsed = None if policy is None else parse_policy(policy, "mpjax.compare(policy)")
+  if parsed is not None and (g is not None or isinstance(f, (str, os.PathLike))):
+    raise MpjaxValueError(
+      "mpjax.compare(f, policy=policy)",
+      expected="a function f, and either a policy or g",
+      got="both g and policy" if g is not None else f"a policy for the file {_name(f)!r}",
+      fix="Leave out g: the reference of a policy is f itself. To compare two policies, write "
+      "mpjax.compare(f, g) with a model of mpjax.with_policy, or mpjax.autocast(fn, policy), in "
+      "each.",
+    )
+  fn = f if callable(f) else _without_arguments
+  name = _name(f) if parsed is None else f"{_name(f)} under {policy}"
+  return Pending(_CALL, fn, functools.partial(_compared, f, g, parsed, name), _FIX)
+
+
+def _without_arguments() -> None:
+  """Stands for the function of a saved run."""
+
+
+def _check_side(side: object, name: str) -> None:
+  if not isinstance(side, (str, os.PathLike)):
+    expected = "a function of arrays, or the file of a saved run"
+    check_callable(side, f"mpjax.compare({name})", expected=expected, fix=_FIX)
+
+
+def _compared(
+  f: Side,
+  g: Side | None,
+  policy: Policy | None,
+  name: str,
+  fn: Function,
+  args: Args,
+  kwargs: Kwargs,
+  advance: Advance,
+) -> CompareReport:
+  """Runs both sides, one after the other, and compares them."""
+  call = Call(args, kwargs, _CALL)
+  call.check_concrete()
+  sides = [(f, name)]
+  if g is not None or policy is not None:
+    reference = f if g is None else g
+    sides.append((reference, _name(reference)))
+  models = all(_has_models(side, call) for side, _ in sides if callable(side))
+  runs: list[Run] = []
+  for i, (side, name) in enumerate(sides):
+    advance(i, len(sides))
+    if callable(side):
+      runs.append(record(_named(side, policy if i == 0 else None, models), call, name))
+    else:
+      runs.append(load(side, "mpjax.compare(path)")._replace(name=name))
+  return compared(runs[0], runs[-1])
+
+
+def _name(side: Side) -> str:
+  if callable(side):
+    return getattr(side, "__name__", type(side).__name__)
+  return os.path.basename(os.fspath(side))
+
+
+def _has_models(fn: Function, call: Call) -> bool:
+  """Whether models of Flax run in a function."""
+  # Under a policy of None the modules of a model are marked, and nothing else changes.
+  operations = Graph(call.traced(with_models_under(fn, None, ()))[0]).operations
+  return any(scope.startswith(MODULE) for each in operations for scope in each.where.scopes)
+
+
+def _named(fn: Function, policy: Policy | None, models: bool) -> Function:
+  """Returns a function under a policy, if one is given, whose operations are in modules."""
+  if models:
+    return with_models_under(fn, policy, ())
+  named = with_parameter_scopes(fn)
+  return named if policy is None else autocast(named, policy)

@@ -1,0 +1,345 @@
+"""The calls of modules in a function: which values each call takes and returns.
+
+A module is a path: that of a Flax module, else the named scopes, else the line of code.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core.primitives import convert_element_type_p
+
+from mpjax._jaxpr.locations import MODULE, Direction, Location, path_of
+from mpjax._jaxpr.primitives import Holds, facts_of
+from mpjax._jaxpr.reader import Inner, aval_of
+from mpjax._jaxpr.steps import Body, Step
+
+Scopes: TypeAlias = tuple[str, ...]
+
+
+MOST = 2**20
+"""How many elements of an array are kept. Of a larger one they are evenly spaced."""
+
+
+def most_of(repeats: int) -> int:
+  """Returns how many elements of an array are kept that is one of several."""
+  return max(MOST // max(repeats, 1), 1)
+
+
+class Loop(NamedTuple):
+  """A scan that a call is in.
+
+  Fields:
+    number: that of its step.
+    length: how many iterations it has.
+    reverse: whether the last one runs first.
+  """
+
+  number: int
+  length: int
+  reverse: bool
+
+
+class Origin(NamedTuple):
+  """Where a value comes from that nothing has computed.
+
+  Fields:
+    argument: the position of the argument; None for a constant.
+    stacked: how many of its leading axes scans took slices along, one for each iteration.
+    moved: its elements are in another order than those of the argument.
+  """
+
+  argument: int | None
+  stacked: int = 0
+  moved: bool = False
+
+
+class Reader(NamedTuple):
+  """The module that is first to compute with an argument.
+
+  Fields:
+    path: its path.
+    stacked: how many leading axes of the argument are iterations of the scans around it.
+  """
+
+  path: str
+  stacked: int
+
+
+@dataclasses.dataclass(eq=False)
+class ModuleCall:
+  """One call of a module.
+
+  Attributes:
+    path: the path of the module.
+    direction: the pass. A step that computes gradients itself has calls in both.
+    call: how many calls of the path came before, in the same pass and body.
+    loops: the scans around it, the outermost first.
+    first: the number of its first step.
+    last: the number of its last step.
+    outputs: the values that something outside reads. The key is the value as it was computed, the
+      item the one that is read, which may be a cast of it.
+    inputs: likewise the values that it reads and has not computed, without parameters.
+    matmuls: the weights of its matmuls, or the line where a path is one.
+    is_leaf: whether no other module is called inside.
+  """
+
+  path: str
+  direction: Direction
+  call: int
+  loops: tuple[Loop, ...]
+  first: int
+  last: int = 0
+  outputs: dict[int, int] = dataclasses.field(default_factory=dict)
+  inputs: dict[int, int] = dataclasses.field(default_factory=dict)
+  matmuls: set[object] = dataclasses.field(default_factory=set)
+  is_leaf: bool = True
+
+  def values(self) -> Iterator[int]:
+    """Yields the values that are read of it, and that it reads."""
+    yield from self.outputs.values()
+    yield from self.inputs.values()
+
+
+class Modules(NamedTuple):
+  """The modules of a function.
+
+  Fields:
+    calls: in the order in which they begin.
+    readers: by the position of an argument, the module that reads it.
+    avals: the types of all values.
+    loops: by value, the scans that it is in. A value in a `shard_map` is left out.
+  """
+
+  calls: tuple[ModuleCall, ...]
+  readers: Mapping[int, Reader]
+  avals: Mapping[int, ShapedArray]
+  loops: Mapping[int, tuple[Loop, ...]]
+
+  def limit(self, slot: int) -> int:
+    """Returns how many elements of a value are kept in each iteration."""
+    return most_of(math.prod(loop.length for loop in self.loops.get(slot, ())))
+
+
+def find_modules(body: Body, weights: Collection[int]) -> Modules:
+  """Returns the calls of modules in a function; `weights` are positions of its arguments."""
+  finder = _Finder(weights)
+  for position, slot in enumerate(body.inputs):
+    finder.origins[slot] = Origin(position)
+  finder.read_body(body, frozenset(), ())
+  calls = sorted((each for each in finder.calls if each.outputs), key=lambda each: each.first)
+  return Modules(tuple(calls), finder.readers, finder.avals, finder.loops)
+
+
+@functools.lru_cache(maxsize=4096)
+def module_paths(scopes: Scopes) -> tuple[str, ...]:
+  """Returns the paths of the modules around an operation, the outermost first."""
+  paths: list[str] = []
+  for end in range(1, len(scopes) + 1):
+    path = _module_path(scopes[:end])
+    # An item of a list, "layers/0", is a module. The list is none.
+    is_item = bool(paths) and path.removeprefix(f"{paths[-1]}/").isdigit()
+    if path and path not in paths:
+      paths[len(paths) - is_item :] = [path]
+  return tuple(paths)
+
+
+def _module_path(scopes: Scopes) -> str:
+  """Returns the path of the module that the innermost scope is in."""
+  where = Location(scopes)
+  own, marked = path_of(scopes), where.marked(MODULE)
+  # The scopes of a Linen model contain its path. Those of an NNX model are inside of its modules.
+  if not marked or f"/{marked}/" in f"/{own}/":
+    return own
+  inside = itertools.takewhile(lambda scope: scope != MODULE + marked, reversed(scopes))
+  names = path_of(tuple(inside)[::-1])
+  return f"{marked}/{names}" if names else marked
+
+
+class _Finder:
+  """Reads the steps of a function once, in order."""
+
+  def __init__(self, weights: Collection[int]) -> None:
+    self.weights = weights
+    self.calls: list[ModuleCall] = []
+    self.readers: dict[int, Reader] = {}
+    self.avals: dict[int, ShapedArray] = {}
+    self.loops: dict[int, tuple[Loop, ...]] = {}
+    self.origins: dict[int, Origin] = {}
+    self._makers: dict[int, Sequence[ModuleCall]] = {}
+    self._uncast: dict[int, int] = {}
+    self._counts = collections.Counter[tuple[str, Direction]]()
+
+  def read_body(self, body: Body, outer: frozenset[str], loops: tuple[Loop, ...] | None) -> None:
+    """Reads a list of steps.
+
+    Args:
+      body: the list.
+      outer: the paths of the modules around it, whose calls are those of another body.
+      loops: the scans around it; None inside of a `shard_map`.
+    """
+    self._define(body.inputs, map(body.avals.__getitem__, body.inputs), loops)
+    self.origins.update(dict.fromkeys(body.consts, Origin(None)))
+    self._define(body.consts, map(body.avals.__getitem__, body.consts), loops)
+    stack: list[ModuleCall] = []
+    for step in body.steps:
+      self._open(stack, step, outer, loops or ())
+      for call in stack:
+        call.last = step.number
+      self._read(step, stack)
+      self._define(step.outs, map(aval_of, step.eqn.outvars), loops)
+      self._write(step, stack)
+      if is_entered(step):
+        self._read_bodies(step, outer, loops)
+    for slot in body.outputs:
+      if isinstance(slot, int):
+        self._leave(slot, (), "forward")
+
+  def _define(
+    self, slots: Iterable[int], avals: Iterable[ShapedArray], loops: tuple[Loop, ...] | None
+  ) -> None:
+    for slot, aval in zip(slots, avals, strict=True):
+      self.avals[slot] = aval
+      if loops is not None:
+        self.loops[slot] = loops
+
+  def _read_bodies(self, step: Step, outer: frozenset[str], loops: tuple[Loop, ...] | None) -> None:
+    """Reads the steps inside of a scan or a `shard_map`."""
+    outer |= set(paths_of(step.location))
+    for inner, body in zip(step.inner, step.bodies, strict=True):
+      inside = loops
+      if step.holds is Holds.SHARD_MAP:
+        inside = None
+      elif loops is not None:
+        inside = (*loops, Loop(step.number, inner.times or 0, inner.reverse))
+      self._pass_on(step, inner, body)
+      self.read_body(body, outer, inside)
+
+  def _pass_on(self, step: Step, inner: Inner, body: Body) -> None:
+    """Notes which inputs of a body nothing has computed."""
+    for position, (slot, i) in enumerate(zip(body.inputs, inner.operands or (), strict=True)):
+      outside = step.ins[i]
+      origin = self.origins.get(outside) if isinstance(outside, int) else Origin(None)
+      if origin is None or position in inner.carry:
+        continue
+      is_slice = step.holds is Holds.SCAN and position >= inner.carry.stop and not origin.moved
+      self.origins[slot] = origin._replace(stacked=origin.stacked + is_slice)
+
+  def _open(
+    self, stack: list[ModuleCall], step: Step, outer: frozenset[str], loops: tuple[Loop, ...]
+  ) -> None:
+    """Ends the calls that a step is not in, and begins those that it is the first of."""
+    where = step.location
+    constant = all(self.origins.get(slot) == Origin(None) for slot in step.reads)
+    if constant and not module_paths(where.scopes):
+      return  # JAX moves constants out of loops, without their scopes.
+    if where.direction == "recomputed":
+      stack.clear()
+      return
+    paths = [path for path in paths_of(where) if path not in outer]
+    keys: list[tuple[str, Direction]] = [(path, where.direction) for path in paths]
+    pairs = itertools.takewhile(
+      lambda pair: (pair[0].path, pair[0].direction) == pair[1], zip(stack, keys, strict=False)
+    )
+    kept = len([*pairs])
+    if kept == len(keys) == len(stack) and stack and self._begins_again(stack[-1], step):
+      kept -= 1
+    del stack[kept:]
+    for path, direction in keys[kept:]:
+      if stack:
+        stack[-1].is_leaf = False
+      number = self._counts[path, direction]
+      self._counts[path, direction] += 1
+      stack.append(ModuleCall(path, direction, number, loops, step.number))
+      self.calls.append(stack[-1])
+    if stack and stack[-1].is_leaf:
+      stack[-1].matmuls |= self._matmul_keys(step)
+
+  def _begins_again(self, call: ModuleCall, step: Step) -> bool:
+    """Whether a step belongs to another call of the same module, right after `call`."""
+    return call.is_leaf and not call.matmuls.isdisjoint(self._matmul_keys(step))
+
+  def _matmul_keys(self, step: Step) -> set[object]:
+    """Returns the weights of a matmul, outside of modules its line; nothing for other steps."""
+    where = step.location
+    if facts_of(step.eqn).flops is None or where.direction != "forward":
+      return set()
+    if not module_paths(where.scopes):
+      return {where.source}
+    arguments = {self.origins[slot].argument for slot in step.reads if slot in self.origins}
+    return {argument for argument in arguments if argument in self.weights}
+
+  def _read(self, step: Step, stack: Sequence[ModuleCall]) -> None:
+    direction: Direction = "forward" if step.location.direction == "forward" else "backward"
+    computes = not (is_entered(step) or _passes_on(step))
+    for slot in step.reads:
+      self._leave(slot, stack, direction)
+      self._arrive(slot, stack)
+      origin = self.origins.get(slot)
+      if computes and origin is not None and origin.argument is not None:
+        reader = Reader(stack[-1].path if stack else "", origin.stacked)
+        self.readers.setdefault(origin.argument, reader)
+
+  def _leave(self, slot: int, stack: Sequence[ModuleCall], direction: Direction) -> None:
+    """Notes that a value is read: it is an output of the calls that made it and are not open."""
+    makers, root = self._makers.get(slot, ()), self._uncast.get(slot, slot)
+    for call in makers:
+      # A backward pass reads values inside of modules.
+      is_kept = call.direction == "forward" and direction != "forward"
+      if call not in stack and not is_kept and call in self._makers.get(root, ()):
+        self._note(call.outputs, root, slot)
+
+  def _arrive(self, slot: int, stack: Sequence[ModuleCall]) -> None:
+    """Notes that a value is read: it is an input of the calls that are open and did not make it."""
+    makers, root = self._makers.get(slot, ()), self._uncast.get(slot, slot)
+    for call in stack:
+      if call not in makers and root not in self.origins:
+        self._note(call.inputs, root, slot)
+
+  def _note(self, values: dict[int, int], root: int, slot: int) -> None:
+    """Notes a value. Of several casts of it, the one in the narrowest dtype counts."""
+    dtype = getattr(self.avals[slot], "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+      return
+    before = self.avals[values.get(root, slot)]
+    if dtype.itemsize <= before.dtype.itemsize:
+      values[root] = slot
+
+  def _write(self, step: Step, stack: Sequence[ModuleCall]) -> None:
+    self._makers.update(dict.fromkeys(step.outs, tuple(stack)))
+    if step.outs and all(self.origins.get(slot) == Origin(None) for slot in step.reads):
+      self.origins.update(dict.fromkeys(step.outs, Origin(None)))
+    if not _passes_on(step):
+      return
+    (read,), (out,) = step.reads, step.outs
+    casts = step.eqn.primitive is convert_element_type_p
+    root = self._uncast.get(read, read)
+    # A cast and another one back round: what they return is a value of its own.
+    if casts and self.avals[out].dtype != self.avals[root].dtype:
+      self._uncast[out] = root
+    if read in self.origins:
+      origin = self.origins[read]
+      self.origins[out] = origin._replace(moved=origin.moved or not casts)
+
+
+def paths_of(where: Location) -> tuple[str, ...]:
+  """Returns the paths of the modules around a place; without any, its line of code."""
+  line = () if where.source is None else (str(where.source),)
+  return module_paths(where.scopes) or line
+
+
+def is_entered(step: Step) -> bool:
+  """Whether the values inside of a step are seen: a branch or a `while` runs as one step."""
+  return step.holds in (Holds.SCAN, Holds.SHARD_MAP) and bool(step.bodies)
+
+
+def _passes_on(step: Step) -> bool:
+  """Whether a step casts or moves the elements of one value."""
+  one = len(step.reads) == len(step.outs) == 1 and not step.bodies
+  return one and (step.eqn.primitive is convert_element_type_p or facts_of(step.eqn).moves)

@@ -1,0 +1,484 @@
+"""What `mpjax.compare` found: the errors by module, as text, HTML, JSON and a picture."""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpjax._core.types import NumpyArray
+from mpjax._debug.compare_modules import Loop
+from mpjax._debug.compare_run import Gradient, Kept, RanCall, Run, save
+from mpjax._debug.report import MOST, Report, Section, rest
+from mpjax._jaxpr.locations import Direction
+
+FACTOR = 10.0
+"""How many times the error of its inputs that of a module's outputs is where two runs part."""
+
+_SHOWN = 40
+"""Rows that are printed: the others are in the attributes."""
+
+_LONG = 12
+"""A path of so many characters that several rows begin with is printed once."""
+
+Key: TypeAlias = tuple[str, Direction, int]
+
+
+class CompareRow(NamedTuple):
+  """The relative errors of one call of a module, the norm of a difference over the norm in `g`.
+
+  Fields:
+    path: the path of the module; of a function without scopes a line, such as "model.py:12".
+    call: how many calls of this path came before.
+    iteration: the number of the iteration of each loop around it; () outside of loops.
+    output: of its outputs, the largest of several; inf where one run alone is not finite.
+    inputs: of its inputs, likewise, without parameters; 0 where all are arguments of the function,
+      NaN where the two calls take other shapes.
+    cotangent: of the gradient by its outputs; NaN where there is none.
+    gradient: of the gradient by its parameters and those inside, together; NaN where there is none.
+    direction: "forward", or "backward" in a function that computes gradients itself.
+  """
+
+  path: str
+  call: int
+  iteration: tuple[int, ...]
+  output: float
+  inputs: float
+  cotangent: float
+  gradient: float
+  direction: Direction = "forward"
+
+
+class _Placed(NamedTuple):
+  """A row, and where it begins and ends in the order of execution."""
+
+  row: CompareRow
+  first: tuple[float, ...]
+  last: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class CompareReport(Report):
+  """Where two runs differ, see `mpjax.compare`.
+
+  Args:
+    names: those of the function, and of the reference.
+    rows: the errors of each module, in the order in which they begin.
+    first: the first module, in the order of execution, whose output has an error of more than 10
+      times that of its inputs and 10 times `spacing`; or whose inputs have one that no module
+      before has, since other code is between. None if there is none.
+    results: the errors of what the functions returned, by path.
+    arguments: those of the arguments that differ, which only those of saved runs do.
+    unmatched: what only one of the runs has, or both with other shapes, a sentence each.
+    spacing: the distance from 1 to the next number, of the dtype that most matmuls run in. If it
+      is not the same in both runs, the larger one counts.
+    notes: what else is to be known, a sentence each.
+    run: what was kept of the run of the function.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> def f(w, x):
+  ...   with jax.named_scope("up"):
+  ...     return jnp.sum(x @ w)
+  >>> report = mpjax.compare(f, policy="mixed_bfloat16")(jnp.eye(2), jnp.asarray([1.0, 1.001]))
+  >>> report.rows[0].path, report.first
+  ('up', None)
+  """
+
+  names: tuple[str, str]
+  rows: tuple[CompareRow, ...]
+  first: CompareRow | None
+  results: Mapping[str, float]
+  arguments: Mapping[str, float]
+  unmatched: tuple[str, ...]
+  spacing: float
+  notes: tuple[str, ...]
+  run: Run = dataclasses.field(repr=False)
+
+  def as_dict(self) -> Mapping[str, object]:
+    return {k: x for k, x in super().as_dict().items() if k != "run"}
+
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes the run of the function, for `mpjax.compare(g, path)` in another process.
+
+    Args:
+      path: a file, such as "run.npz".
+    """
+    save(self.run, path)
+
+  def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draws the errors of the modules, in the order of execution.
+
+    Args:
+      path: a file to write, such as "compare.png"; None writes none.
+
+    Returns:
+      The figure of matplotlib.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    plt = importlib.import_module("matplotlib.pyplot")
+    rows = self.rows[:: len(self.rows) // 80 + 1]  # As many as can be read, evenly from all.
+    if self.first is not None and self.first not in rows:
+      rows = tuple(row for row in self.rows if row in (*rows, self.first))
+    size = (10, 1.5 + 0.22 * len(rows))
+    figure, axis = plt.subplots(figsize=size, layout="constrained", facecolor="white")
+    places = np.arange(len(rows))
+    kinds = (("output", "o"), ("inputs", "|"), ("cotangent", "^"), ("gradient", "s"))
+    for number, (kind, marker) in enumerate(kinds):
+      errors = np.asarray([getattr(row, kind) for row in rows], float)
+      seen = np.isfinite(errors) & (errors > 0)
+      if seen.any():
+        axis.plot(errors[seen], places[seen], marker, label=kind, color=f"C{number}", alpha=0.8)
+    axis.axvline(FACTOR * self.spacing, color="0.6", linewidth=1, linestyle="--")
+    if self.first is not None:
+      axis.axhline(rows.index(self.first), color="C3", linewidth=1.1)
+      axis.text(1, rows.index(self.first), "they part here", color="C3", fontsize=8, ha="right")
+      axis.texts[-1].set_transform(axis.get_yaxis_transform())
+    axis.set_yticks(places, [_label(row)[-46:] for row in rows], fontsize=7.5)
+    axis.invert_yaxis()
+    axis.set_xscale("log")
+    axis.set_xlabel("relative error; the dashed line is 10 times the spacing of numbers at 1")
+    if axis.get_legend_handles_labels()[0]:
+      axis.legend(loc="lower left", fontsize=8)
+    figure.suptitle(f"{self.names[0]} against {self.names[1]}", x=0.01, ha="left", weight="bold")
+    if path is not None:
+      figure.savefig(path, dpi=150)
+    # A notebook would show an open one at the end of the cell, and as its result too.
+    plt.close(figure)
+    return figure
+
+  def sections(self) -> list[Section]:
+    columns = ("module", "output", "inputs", "cotangent", "gradient", "")
+    shown = _shown(self.rows, self.first)
+    differentiated = any(not math.isnan(row.cotangent) for row in shown)
+    rows = [(label, *self._cells(row, differentiated)) for label, row in _tree(shown)]
+    left = len(self.rows) - len(shown)
+    lines = [self._verdict(), *self._differences(), *self.notes]
+    lines += [f"{left} rows more are in `.rows`."] * bool(left)
+    title = f"{self.names[0]} against {self.names[1]}"
+    unmatched = Section("Not compared", (*self.unmatched[:MOST], *rest(self.unmatched)))
+    return [Section(title, tuple(lines), columns, tuple(rows)), unmatched]
+
+  def _cells(self, row: CompareRow | None, differentiated: bool) -> tuple[str, ...]:
+    """Returns the cells of a row after the first one; empty ones for a line without numbers."""
+    if row is None:
+      return ("",) * 5
+    forward = map(_text, (row.output, row.inputs))
+    backward = map(_text, (row.cotangent, row.gradient) if differentiated else ())
+    empty = () if differentiated else ("", "")
+    return (*forward, *backward, *empty, "first" if row is self.first else "")
+
+  def _verdict(self) -> str:
+    rule = f"10 times that of its inputs and 10 times {self.spacing:.1e}"
+    if self.first is None:
+      return f"No module has an error of more than {rule}."
+    name, inputs = _label(self.first), _text(self.first.inputs)
+    if _is_above(self.first.output, self.first.inputs, self._least):
+      errors = f"{_text(self.first.output)}, that of its inputs {inputs}"
+      return f"They part at {name}: the error of its output is {errors}. It is more than {rule}."
+    text = f"They part before {name}: the error of its inputs is {inputs}, and no module before it"
+    return f"{text} has one like that. The code between is in no module that both have."
+
+  @property
+  def _least(self) -> float:
+    """The error that rounding makes."""
+    return max(self.spacing, *self.arguments.values(), 0.0)
+
+  def _differences(self) -> Iterator[str]:
+    results = [f"{path} {_text(error)}" for path, error in self.results.items()]
+    if results:
+      yield f"Errors of what they return: {_some(results)}."
+    if self.arguments:
+      differing = [f"{name} {_text(error)}" for name, error in self.arguments.items()]
+      yield f"The arguments differ: {_some(differing)}."
+
+
+def compared(run: Run, reference: Run) -> CompareReport:
+  """Returns the report of a run and the one that it is compared with."""
+  errors = _Errors(run, reference)
+  others, unmatched = {_key(call): call for call in reference.calls}, list[str]()
+  placed: list[_Placed] = []
+  for call in run.calls:
+    other = others.pop(_key(call), None)
+    if other is None:
+      unmatched.append(f"{_name(call)} is only in {run.name}.")
+    else:
+      placed += errors.rows(call, other)
+      unmatched += _mismatches(call, other)
+  unmatched += [f"{_name(call)} is only in {reference.name}." for call in others.values()]
+  arguments = {name: x for name, x in errors.of(run.arguments, reference.arguments) if x > 0}
+  spacing = max(run.spacing, reference.spacing)
+  placed.sort(key=lambda each: each.first)
+  least = max(spacing, *arguments.values(), 0.0)  # What rounding makes, or other arguments.
+  notes = [f"{each.name} has no gradients: {each.note}" for each in (run, reference) if each.note]
+  return CompareReport(
+    names=(run.name, reference.name),
+    rows=tuple(each.row for each in placed),
+    first=_first(placed, least),
+    results=dict(errors.of(run.results, reference.results)),
+    arguments=arguments,
+    unmatched=tuple(unmatched),
+    spacing=spacing,
+    notes=tuple(notes),
+    run=run,
+  )
+
+
+def _key(call: RanCall) -> Key:
+  return call.path, call.direction, call.call
+
+
+def _name(call: RanCall) -> str:
+  return call.path + f" (call {call.call})" * bool(call.call)
+
+
+def _mismatches(call: RanCall, other: RanCall) -> Iterator[str]:
+  """Yields why all or some outputs of two calls cannot be compared."""
+  if _lengths(call) != _lengths(other):
+    yield f"{_name(call)}: its loops have {_lengths(call)} and {_lengths(other)} iterations."
+    return
+  shapes = [sorted(value.shape for value in each.outputs) for each in (call, other)]
+  if shapes[0] != shapes[1]:
+    both = " and ".join(map(_shapes, shapes))
+    yield f"{_name(call)}: its outputs have the shapes {both}."
+
+
+def _lengths(call: RanCall) -> tuple[int, ...]:
+  return tuple(loop.length for loop in call.loops)
+
+
+def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+  return _some([str([*shape]) for shape in shapes])
+
+
+def _some(texts: Sequence[str]) -> str:
+  more = len(texts) - 4
+  return ", ".join(texts[:4]) + f" and {more} more" * (more > 0)
+
+
+class _Errors(NamedTuple):
+  """Two runs whose arrays are compared."""
+
+  run: Run
+  reference: Run
+
+  def of(self, keys: Mapping[str, str], others: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+    """Yields the names and errors of arrays that both runs have."""
+    for name in keys:
+      pair = self._pair(keys[name], others.get(name, ""))
+      if pair is not None and pair[0].shape == pair[1].shape:
+        yield name, float(_relative([pair]))
+
+  def rows(self, call: RanCall, other: RanCall) -> Iterator[_Placed]:
+    """Yields a row for each iteration of a call that both runs have."""
+    lengths, outputs = _lengths(call), [*_alike(call.outputs, other.outputs)]
+    if lengths != _lengths(other) or not outputs:
+      return
+    output = self._largest(((a.key, b.key) for a, b in outputs), lengths)
+    pairs = ((a.key, b.key) for a, b in _alike(call.inputs, other.inputs))
+    inputs = self._largest(pairs, lengths) if call.inputs else np.zeros(lengths)
+    pairs = ((a.cotangent, b.cotangent) for a, b in outputs)
+    cotangent = self._largest(pairs, lengths)
+    for index in np.ndindex(lengths):
+      gradient = math.nan
+      if call.direction == "forward" and call.call == 0:
+        gradient = self._gradient(call.path, index)
+      row = CompareRow(
+        path=call.path,
+        call=call.call,
+        iteration=index,
+        output=float(output[index]),
+        inputs=float(inputs[index]),
+        cotangent=float(cotangent[index]),
+        gradient=gradient,
+        direction=call.direction,
+      )
+      order = _order(call.loops, index)
+      # Of two that end with the same step, the inner one, which is the longer path, is first.
+      last = (*order, call.last, math.inf, -len(call.path))
+      yield _Placed(row, (*order, call.first, -1, len(call.path)), last)
+
+  def _pair(self, key: str, other: str) -> tuple[NumpyArray, NumpyArray] | None:
+    a, b = self.run.arrays.get(key), self.reference.arrays.get(other)
+    return None if a is None or b is None else (a, b)
+
+  def _largest(self, keys: Iterable[tuple[str, str]], lengths: tuple[int, ...]) -> NumpyArray:
+    """Returns the largest error of some pairs, for each iteration; NaN without pairs."""
+    pairs = (self._pair(*each) for each in keys)
+    errors = [_relative([pair], len(lengths)) for pair in pairs if pair is not None]
+    return np.max(errors, axis=0) if errors else np.full(lengths, math.nan)
+
+  def _gradient(self, path: str, index: tuple[int, ...]) -> float:
+    """Returns the error of the gradients of a module, and of those inside, in an iteration."""
+    others = {each.leaf: each for each in self.reference.gradients}
+    pairs: list[tuple[NumpyArray, NumpyArray]] = []
+    for each in self.run.gradients:
+      if not f"{each.path}/".startswith(f"{path}/") or each.leaf not in others:
+        continue
+      pair = self._pair(each.key, others[each.leaf].key)
+      part = None if pair is None else _part(each, pair, index)
+      if part is not None:
+        pairs.append(part)
+    return float(_relative(pairs)) if pairs else math.nan
+
+
+def _part(
+  gradient: Gradient, pair: tuple[NumpyArray, NumpyArray], index: tuple[int, ...]
+) -> tuple[NumpyArray, NumpyArray] | None:
+  """Returns the gradients of one iteration, of a parameter that both runs have."""
+  if pair[0].shape != pair[1].shape:
+    return None
+  if gradient.stacked and len(index) == gradient.stacked:
+    return pair[0][index], pair[1][index]
+  return None if any(index) else pair
+
+
+def _alike(values: Sequence[Kept], others: Sequence[Kept]) -> Iterator[tuple[Kept, Kept]]:
+  """Yields the values of equal shapes of two calls, in order."""
+  for shape in dict.fromkeys(value.shape for value in values):
+    own, same = ([x for x in each if x.shape == shape] for each in (values, others))
+    if len(own) == len(same):
+      yield from zip(own, same, strict=True)
+
+
+def _relative(pairs: Iterable[tuple[NumpyArray, NumpyArray]], lead: int = 0) -> NumpyArray:
+  """Returns the norm of the differences over that of the second arrays, by leading axes."""
+  difference, total = np.zeros(()), np.zeros(())
+  for a, b in pairs:
+    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+    x, y = a.astype(wide), b.astype(wide)
+    with np.errstate(all="ignore"):
+      # An inf or NaN that both have, as in a mask, is no difference.
+      same = (x == y) | (np.isnan(x) & np.isnan(y))
+      away = np.where(same, 0, np.abs(x - y) ** 2)
+      size = np.where(np.isfinite(y), np.abs(y) ** 2, 0)
+    axes = tuple(range(lead, a.ndim))
+    difference = difference + np.where(np.isfinite(away), away, math.inf).sum(axes)
+    total = total + size.sum(axes)
+  with np.errstate(all="ignore"):
+    return np.where(difference == 0, 0.0, np.sqrt(difference / total))
+
+
+def _order(loops: Sequence[Loop], index: Sequence[int]) -> tuple[float, ...]:
+  """Returns when an iteration runs: numbers of loops, and how many iterations come before."""
+  pairs = zip(loops, index, strict=True)
+  places = ((loop.number, loop.length - 1 - i if loop.reverse else i) for loop, i in pairs)
+  return tuple(itertools.chain(*places))
+
+
+def _is_above(error: float, others: float, least: float) -> bool:
+  """Whether an error is far above others, or above what rounding makes; not if others are NaN."""
+  return bool(error > FACTOR * np.maximum(others, least))
+
+
+class _Event(NamedTuple):
+  """The beginning or the end of a call, in the order of execution."""
+
+  when: tuple[float, ...]
+  ends: bool
+  row: CompareRow
+
+
+def _first(placed: Sequence[_Placed], least: float) -> CompareRow | None:
+  """Returns the row of the module where two runs part, or before which they do."""
+  events = [_Event(each.first, False, each.row) for each in placed]
+  events += [_Event(each.last, True, each.row) for each in placed]
+  largest, parted = 0.0, list[CompareRow]()
+  for event in sorted(events, key=lambda event: event[:2]):
+    row = event.row
+    if event.ends and _is_above(row.output, row.inputs, least):
+      # What a module takes that is inside of this one comes from the code of this one.
+      outside = (each for each in parted if not _is_inside(each, row))
+      return next(outside, row)
+    if event.ends:
+      largest = max(largest, row.output)
+    elif _is_above(row.inputs, largest, least):
+      # No module has returned such an error: it is from code that only one of the functions has.
+      parted.append(row)
+  return next(iter(parted), None)
+
+
+def _shown(rows: Sequence[CompareRow], first: CompareRow | None) -> list[CompareRow]:
+  """Returns the rows that are printed: those of outer modules, and others near the first one."""
+  depths = [row.path.count("/") for row in rows]
+  counts = (sum(depth <= most for depth in depths) for most in range(max(depths, default=0) + 1))
+  fitting = sum(1 for count in counts if count <= _SHOWN)
+  place = next((i for i, row in enumerate(rows) if row is first), 0)
+  ranked = sorted(range(len(rows)), key=lambda i: (depths[i] >= fitting, abs(i - place)))
+  return [rows[i] for i in sorted(ranked[:_SHOWN])]
+
+
+def _tree(
+  rows: Sequence[CompareRow], around: CompareRow | None = None, path: str = "", depth: int = 0
+) -> Iterator[tuple[str, CompareRow | None]]:
+  """Yields the rows with labels, those of a module indented below it.
+
+  Args:
+    rows: those inside of `around`, in order.
+    around: a row; None at the top.
+    path: the path that their labels leave out.
+    depth: how far they are indented.
+  """
+  while rows:
+    first = rows[0]
+    inside = [*itertools.takewhile(functools.partial(_is_inside, other=first), rows[1:])]
+    after = rows[1 + len(inside) :]
+    folder = _shared_folder([first, *after], path)
+    if folder:  # A long path that several rows begin with is a line of its own.
+      below = [*itertools.takewhile(functools.partial(_is_in_folder, folder=folder), rows)]
+      yield "  " * depth + folder.removeprefix(path), None
+      yield from _tree(below, around, folder, depth + 1)
+      rows = rows[len(below) :]
+      continue
+    iteration = first.iteration if around is None else first.iteration[len(around.iteration) :]
+    named = first._replace(path=first.path.removeprefix(path), iteration=iteration)
+    yield "  " * depth + _label(named), first
+    yield from _tree(inside, first, f"{first.path}/", depth + 1)
+    rows = after
+
+
+def _is_in_folder(row: CompareRow, folder: str) -> bool:
+  return row.path.startswith(folder)
+
+
+def _shared_folder(rows: Sequence[CompareRow], outer: str) -> str:
+  """Returns a long path that the first rows begin with; "" if they share none beyond `outer`."""
+  for folder in _folders(rows[0].path):
+    if len(folder) - len(outer) < _LONG:
+      continue
+    below = [*itertools.takewhile(functools.partial(_is_in_folder, folder=folder), rows)]
+    if len(below) < 2:
+      return ""
+    shared = [each for each in _folders(rows[0].path) if all(_is_in_folder(x, each) for x in below)]
+    return shared[-1]
+  return ""
+
+
+def _folders(path: str) -> Iterator[str]:
+  """Yields what a path begins with, up to each slash."""
+  names = path.split("/")
+  return ("/".join(names[:end]) + "/" for end in range(1, len(names)))
+
+
+def _is_inside(row: CompareRow, other: CompareRow) -> bool:
+  """Whether a row is of a module inside of another one, in the same iteration and pass."""
+  same = row.iteration[: len(other.iteration)] == other.iteration
+  return same and row.direction == other.direction and row.path.startswith(f"{other.path}/")
+
+
+def _label(row: CompareRow) -> str:
+  iteration = "".join(f"[{i}]" for i in row.iteration)
+  call = f" (call {row.call})" * bool(row.call)
+  return row.path + iteration + call + " backward" * (row.direction == "backward")
+
+
+def _text(error: float) -> str:
+  if math.isnan(error):
+    return "-"
+  return "not finite" if math.isinf(error) else f"{error:.2g}"

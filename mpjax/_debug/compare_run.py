@@ -1,0 +1,377 @@
+"""One run of a function for `compare`: what its modules return, and the gradients of these."""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from mpjax._core.errors import REFUSALS, MpjaxValueError
+from mpjax._core.leaves import Path
+from mpjax._core.trees import is_inexact
+from mpjax._core.types import Array, Function, NumpyArray
+from mpjax._debug.arguments import Argument, Call
+from mpjax._debug.compare_modules import MOST, Loop, ModuleCall, Modules, find_modules, most_of
+from mpjax._jaxpr.compat import bind
+from mpjax._jaxpr.graph import Graph
+from mpjax._jaxpr.locations import Direction
+from mpjax._jaxpr.runner import Around, Observer, run
+from mpjax._jaxpr.steps import Body, Step, body_of
+
+_FORMAT = 1
+"""The version of the files."""
+
+
+class Kept(NamedTuple):
+  """A value that was kept.
+
+  Fields:
+    key: its name among the arrays.
+    cotangent: that of its cotangent, the gradient of the loss by it.
+    shape: in one iteration.
+  """
+
+  key: str
+  cotangent: str
+  shape: tuple[int, ...]
+
+
+class RanCall(NamedTuple):
+  """A call of a module in a run.
+
+  Fields:
+    path: the path of the module.
+    direction: the pass.
+    call: how many calls of the path came before.
+    loops: the scans around it, whose iterations are the first axes of its arrays.
+    first: the number of its first step.
+    last: the number of its last step.
+    outputs: the values that it returns.
+    inputs: the values that it takes, without parameters.
+  """
+
+  path: str
+  direction: Direction
+  call: int
+  loops: tuple[Loop, ...]
+  first: int
+  last: int
+  outputs: tuple[Kept, ...]
+  inputs: tuple[Kept, ...]
+
+
+class Gradient(NamedTuple):
+  """The gradient of a parameter.
+
+  Fields:
+    key: its name among the arrays.
+    leaf: the path of the parameter.
+    path: that of the module that reads it first.
+    stacked: how many of its leading axes are iterations.
+  """
+
+  key: str
+  leaf: str
+  path: str
+  stacked: int
+
+
+class Run(NamedTuple):
+  """What was kept of one run.
+
+  Fields:
+    name: that of the function.
+    calls: the calls of modules, in order.
+    gradients: those of the parameters; () where the function is no loss.
+    arguments: the keys of the arguments, by name.
+    results: the keys of what the function returned, by path.
+    spacing: the distance from 1 to the next number of the dtype that most matmuls run in.
+    note: why there are no gradients; "" where there are, or the function is no loss.
+    arrays: floating values by key.
+  """
+
+  name: str
+  calls: tuple[RanCall, ...]
+  gradients: tuple[Gradient, ...]
+  arguments: Mapping[str, str]
+  results: Mapping[str, str]
+  spacing: float
+  note: str
+  arrays: Mapping[str, NumpyArray]
+
+
+def record(fn: Function, call: Call, name: str) -> Run:
+  """Runs a function once, compiled, and returns what its modules returned."""
+  program, results = call.traced(fn)
+  body = body_of(program, compiled=True, differentiable=True)
+  arguments = call.arguments(_any_function)
+  weights = {i for i, each in enumerate(arguments) if each.is_first}
+  modules = find_modules(body, weights)
+  operands = [jnp.asarray(x) for x in call.arrays]
+  moving = [i for i in weights if is_inexact(operands[i])]
+  is_loss = bool(moving) and _is_loss(body, program, results, call)
+  recording = _Recording(body, modules, moving)
+  ran, note = _run(recording, operands, is_loss)
+  paths = {"/".join(("result", *path)): f"result/{i}" for i, path in enumerate(results)}
+  arrays = {f"value/{slot}": x for slot, x in ran.seen.items()}
+  arrays |= {f"cotangent/{root}": x for root, x in ran.cotangents.items()}
+  arrays |= {f"result/{i}": _sampled(x, MOST) for i, x in enumerate(ran.results)}
+  arrays |= {f"argument/{i}": _sampled(x, MOST) for i, x in enumerate(operands)}
+  arrays |= {f"gradient/{i}": x for i, x in zip(moving, ran.gradients, strict=False)}
+  return Run(
+    name=name,
+    calls=tuple(map(functools.partial(_ran, modules), modules.calls)),
+    gradients=_gradients(modules, arguments, moving if ran.gradients else ()),
+    arguments={each.name: f"argument/{i}" for i, each in enumerate(arguments)},
+    results=paths,
+    spacing=_spacing(program),
+    note=note,
+    arrays={key: _on_host(x) for key, x in arrays.items() if is_inexact(x)},
+  )
+
+
+def _any_function(*args: object) -> None:
+  """Has the names "args[0]" and so on, by which the arguments of two functions are compared."""
+
+
+def _is_loss(body: Body, program: ClosedJaxpr, results: Sequence[Path], call: Call) -> bool:
+  """Whether a function returns a floating scalar, or one and aux, and differentiates nothing."""
+  steps = body.every_step()
+  first = ("0",) if issubclass(call.returned[0], tuple) else ()
+  if results[:1] != [first] or any(step.location.direction != "forward" for step in steps):
+    return False
+  aval = program.out_avals[0]
+  return aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def _spacing(program: ClosedJaxpr) -> float:
+  """Returns the distance from 1 to the next number of the dtype that most matmuls run in."""
+  flops = collections.Counter[Any]()
+  for _, dtype, count in Graph(program).matmuls():
+    flops[dtype] += count
+  dtype = max(flops, key=lambda each: flops[each]) if flops else jnp.float32
+  return float(jnp.finfo(dtype).eps)
+
+
+def _ran(modules: Modules, call: ModuleCall) -> RanCall:
+  def kept(values: Mapping[int, int]) -> tuple[Kept, ...]:
+    # A value that leaves a loop, or enters it, is in another number of loops than the call.
+    own = [pair for pair in values.items() if modules.loops.get(pair[1], ()) == call.loops]
+    return tuple(
+      Kept(f"value/{slot}", f"cotangent/{root}", modules.avals[slot].shape) for root, slot in own
+    )
+
+  outputs, inputs = kept(call.outputs), kept(call.inputs)
+  fields = (call.path, call.direction, call.call, call.loops, call.first, call.last)
+  return RanCall(*fields, outputs, inputs)
+
+
+def _gradients(
+  modules: Modules, arguments: Sequence[Argument], moving: Sequence[int]
+) -> tuple[Gradient, ...]:
+  gradients: list[Gradient] = []
+  for i in moving:
+    reader = modules.readers.get(i)
+    path, stacked = ("", 0) if reader is None else reader
+    gradients.append(Gradient(f"gradient/{i}", arguments[i].name, path, stacked))
+  return tuple(gradients)
+
+
+def _on_host(x: Array) -> NumpyArray:
+  """Returns an array that `numpy.savez` stores: its dtypes have at least 32 bits."""
+  host = np.asarray(x)
+  return host.astype(np.float32) if host.dtype.itemsize < 4 else host
+
+
+def _sampled(x: Array, most: int, lead: int = 0) -> Array:
+  """Returns at most so many elements of an array for each index of its leading axes."""
+  shape = x.shape[:lead]
+  size = math.prod(x.shape[lead:])
+  if size <= most:
+    return x
+  stride = -(-size // most)
+  # A stride that divides the length of an axis would see few positions of it.
+  while math.gcd(stride, size) > 1:
+    stride += 1
+  return x.reshape((*shape, size))[..., ::stride]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _tapped(x: Array, tap: Array, most: int) -> Array:
+  """Returns `x`. The gradient by `tap`, which is 0, is that of `x`, or a sample of it."""
+  return x
+
+
+def _tapped_forward(x: Array, tap: Array, most: int) -> tuple[Array, None]:
+  return x, None
+
+
+def _tapped_backward(most: int, _: None, cotangent: Array) -> tuple[Array, Array]:
+  return cotangent, _sampled(cotangent, most)
+
+
+_tapped.defvjp(_tapped_forward, _tapped_backward)
+
+
+@dataclasses.dataclass
+class _Recorder(Observer):
+  """Keeps values of modules.
+
+  Attributes:
+    modules: they and their values.
+    kept: the values.
+    taps: zeros, by value: the gradient by one of them is that of the value.
+  """
+
+  merges: ClassVar[bool] = False
+  modules: Modules
+  kept: Collection[int]
+  taps: Mapping[int, Array]
+
+  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+    self.seen = {}
+    self._keep(body.inputs, values)
+
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
+    return self.after(step, bind(step.eqn, ins))
+
+  def after(self, step: Step, outs: list[Any]) -> list[Any]:
+    outs = [self._tap(slot, x) for slot, x in zip(step.outs, outs, strict=True)]
+    self._keep(step.outs, outs)
+    return outs
+
+  def _tap(self, slot: int, x: Array) -> Array:
+    return _tapped(x, self.taps[slot], self.modules.limit(slot)) if slot in self.taps else x
+
+  def inside(self, seen: Mapping[int, Array]) -> None:
+    self.seen.update(seen)
+
+  def slices(self, step: Step) -> dict[int, Array]:
+    inside = {slot for body in step.bodies for each in body.every_step() for slot in each.outs}
+    return {slot: tap for slot, tap in self.taps.items() if slot in inside}
+
+  def in_iteration(self, slices: Mapping[int, Array]) -> Self:
+    return dataclasses.replace(self, taps={**self.taps, **slices})
+
+  def _keep(self, slots: Sequence[int], values: Sequence[Any]) -> None:
+    for slot, x in zip(slots, values, strict=True):
+      if slot in self.kept:
+        self.seen[slot] = _sampled(jnp.asarray(x), self.modules.limit(slot))
+
+
+Seen: TypeAlias = dict[int, Array]
+
+
+class _Ran(NamedTuple):
+  results: list[Array]
+  seen: Seen
+  gradients: list[Array]
+  cotangents: Seen
+
+
+class _Recording(NamedTuple):
+  """A function to run: its steps, their modules, and the positions of the parameters."""
+
+  body: Body
+  modules: Modules
+  moving: Sequence[int]
+
+  def forward(self, operands: Sequence[Array], taps: Mapping[int, Array]) -> tuple[Any, Seen]:
+    kept = {slot for each in self.modules.calls for slot in each.values()}
+    return run(self.body, operands, _Recorder(self.modules, kept, taps))
+
+  def alone(self, operands: Sequence[Array]) -> _Ran:
+    """Returns the results, and what was kept."""
+    results, seen = self.forward(operands, {})
+    return _Ran([*map(jnp.asarray, results)], seen, [], {})
+
+  def differentiated(self, operands: Sequence[Array]) -> _Ran:
+    """Returns the results, what was kept, and the gradients of parameters and values."""
+
+    def loss(moving: Sequence[Array], taps: Mapping[int, Array]) -> tuple[Array, Any]:
+      replaced = dict(zip(self.moving, moving, strict=True))
+      results, seen = self.forward([replaced.get(i, x) for i, x in enumerate(operands)], taps)
+      return results[0], ([*map(jnp.asarray, results)], seen)
+
+    differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    moving = [operands[i] for i in self.moving]
+    (_, (results, seen)), (gradients, cotangents) = differentiate(moving, self.taps())
+    readers = (self.modules.readers.get(i) for i in self.moving)
+    stacked = [0 if reader is None else reader.stacked for reader in readers]
+    kept = [
+      _sampled(x, most_of(math.prod(x.shape[:lead])), lead)
+      for x, lead in zip(gradients, stacked, strict=True)
+    ]
+    return _Ran(results, seen, kept, cotangents)
+
+  def taps(self) -> Seen:
+    """Returns zeros of the shapes of the gradients of the outputs of modules."""
+    taps: Seen = {}
+    calls = (call for call in self.modules.calls if call.direction == "forward")
+    for root in {root for call in calls for root in call.outputs}:
+      loops = self.modules.loops.get(root)
+      if loops is None:
+        continue  # What each device has in a `shard_map`.
+      aval = self.modules.avals[root]
+      kept = functools.partial(_sampled, most=self.modules.limit(root))
+      like = jax.eval_shape(kept, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+      taps[root] = jnp.zeros((*(loop.length for loop in loops), *like.shape), like.dtype)
+    return taps
+
+
+def _run(recording: _Recording, operands: Sequence[Array], is_loss: bool) -> tuple[_Ran, str]:
+  """Returns what was kept of one run, and why there are no gradients."""
+  if not is_loss:
+    return _compiled(recording.alone)(operands), ""
+  try:
+    return _compiled(recording.differentiated)(operands), ""
+  except REFUSALS as error:
+    why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+  return _compiled(recording.alone)(operands), why
+
+
+def _compiled(fn: Function) -> Function:
+  # Every cast as it is written: else XLA may leave out a cast to bfloat16 and back.
+  return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
+
+
+def save(run: Run, path: str | os.PathLike[str]) -> None:
+  """Writes a run to a file of NumPy."""
+  meta = {k: x for k, x in run._asdict().items() if k != "arrays"} | {"format": _FORMAT}
+  arrays: dict[str, Any] = {"meta": np.asarray(json.dumps(meta)), **run.arrays}
+  with open(path, "wb") as file:  # Of a path NumPy would add a suffix.
+    np.savez(file, **arrays)
+
+
+def load(path: str | os.PathLike[str], where: str) -> Run:
+  """Reads a run that `save` wrote."""
+  with np.load(path, allow_pickle=False) as file:
+    arrays = {key: file[key] for key in file.files}
+  meta = json.loads(str(arrays.pop("meta", "{}")))
+  if meta.pop("format", None) != _FORMAT:
+    raise MpjaxValueError(
+      where,
+      expected="a file that CompareReport.save wrote, with this version of mpjax",
+      got=f"{os.fspath(path)!r}",
+      fix='Write it again: mpjax.compare(fn)(*args).save("run.npz").',
+    )
+  calls = tuple(_read_call(*fields) for fields in meta.pop("calls"))
+  gradients = tuple(Gradient(*fields) for fields in meta.pop("gradients"))
+  return Run(**meta, calls=calls, gradients=gradients, arrays=arrays)
+
+
+def _read_call(*fields: Any) -> RanCall:
+  call = RanCall(*fields)
+  outputs, inputs = (
+    tuple(Kept(key, cotangent, tuple(shape)) for key, cotangent, shape in values)
+    for values in (call.outputs, call.inputs)
+  )
+  return call._replace(loops=tuple(Loop(*x) for x in call.loops), outputs=outputs, inputs=inputs)

@@ -1,0 +1,311 @@
+import subprocess
+import sys
+import textwrap
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from tests.errors import refused
+
+LAYERS, WIDTH, AT = 12, 4, 7
+
+
+def rounded(x):
+  """Returns float32 numbers with the 8 bits of bfloat16, by casts, as an author writes them."""
+  return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def x():
+  return jnp.asarray(np.random.default_rng(0).normal(size=(3, WIDTH)), jnp.float32)
+
+
+class Block(nn.Module):
+  rounds: bool
+
+  @nn.compact
+  def __call__(self, x):
+    y = jnp.tanh(nn.Dense(WIDTH, name="up")(x))
+    if self.rounds:
+      y = rounded(y)
+    return x + nn.Dense(WIDTH, name="down")(y)
+
+
+class Net(nn.Module):
+  at: int = -1
+
+  @nn.compact
+  def __call__(self, x):
+    for i in range(LAYERS):
+      x = Block(i == self.at, name=f"block_{i}")(x)
+    return nn.Dense(2, name="head")(x)
+
+
+def linen_loss(at):
+  return lambda variables, x: jnp.mean(Net(at).apply(variables, x) ** 2)
+
+
+class Layer(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    self.rounds = False
+
+  def __call__(self, x):
+    y = jnp.tanh(self.up(x))
+    return x + (rounded(y) if self.rounds else y)
+
+
+class Model(nnx.Module):
+  def __init__(self):
+    self.layers = nnx.List([Layer(nnx.Rngs(i)) for i in range(LAYERS)])
+
+  def __call__(self, x, at):
+    for i, layer in enumerate(self.layers):
+      layer.rounds = i == at
+      x = layer(x)
+    return x
+
+
+def nnx_loss(at):
+  return lambda model, x: jnp.mean(model(x, at) ** 2)
+
+
+def stack(at, scoped=True):
+  """Returns a loss of plain layers, which are in scopes or on one line."""
+
+  def layer(w, x, rounds):
+    return rounded(jnp.tanh(x @ w)) if rounds else jnp.tanh(x @ w)
+
+  def loss_fn(ws, x):
+    for i, w in enumerate(ws):
+      with jax.named_scope(f"layer_{i}" if scoped else ""):
+        x = layer(w, x, i == at)
+    return jnp.mean(x**2), {"last": x}
+
+  return loss_fn
+
+
+@pytest.fixture(scope="module")
+def weights():
+  return [jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / 2 for i in range(LAYERS)]
+
+
+def test_a_planted_rounding_is_found_in_linen(x):
+  variables = Net().init(jax.random.key(0), x)
+  report = mpjax.compare(linen_loss(AT), linen_loss(-1))(variables, x)
+  # The rounding is the block's own: what its second layer takes is wrong already.
+  assert report.first.path == f"Net/block_{AT}"
+  rows = {row.path: row for row in report.rows}
+  assert all(rows[f"Net/block_{i}"].output == 0 for i in range(AT))
+  assert rows[f"Net/block_{AT}/down"].inputs > 1e-4
+  # The backward pass goes through all layers below.
+  assert all(rows[f"Net/block_{i}"].cotangent > 1e-5 for i in range(AT))
+  assert all(rows[f"Net/block_{i}/up"].gradient > 1e-5 for i in range(LAYERS))
+  assert report.unmatched == ()
+  assert mpjax.compare(linen_loss(-1))(variables, x).first is None
+
+
+def test_a_planted_rounding_is_found_in_nnx(x):
+  model = Model()
+  report = mpjax.compare(nnx_loss(AT), nnx_loss(-1))(model, x)
+  assert report.first.path == f"layers/{AT}"
+  paths = [row.path for row in report.rows]
+  assert paths[:4] == ["layers/0", "layers/0/up", "layers/1", "layers/1/up"]
+  assert report.rows[1].gradient > 0
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+def test_a_planted_rounding_is_found_in_a_function(x, weights, scoped):
+  report = mpjax.compare(stack(AT, scoped), stack(-1, scoped))(weights, x)
+  if scoped:
+    assert (report.first.path, report.first.call) == (f"layer_{AT}", 0)
+  else:  # Each layer is a call of the same line, and the rounding is of another one.
+    assert report.first.path.startswith("test_compare.py:")
+    assert report.first.call == AT + 1
+    assert "They part before test_compare.py:" in str(report)
+    assert len(report.unmatched) == 1
+
+
+def relative(a, b):
+  a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+  return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def test_errors_are_those_of_numpy_in_float64(x, weights):
+  report = mpjax.compare(stack(AT), stack(-1))(weights, x)
+
+  def forward(at):
+    outputs, y = [], np.asarray(x, np.float64)
+    for i, w in enumerate(weights):
+      y = np.tanh(y @ np.asarray(w, np.float64))
+      y = y.astype(ml_dtypes.bfloat16).astype(np.float64) if i == at else y
+      outputs.append(y)
+    return outputs
+
+  def backward(outputs):
+    """Returns the cotangents of the layers, and the gradients of their weights."""
+    cotangent = 2 * outputs[-1] / outputs[-1].size
+    cotangents, gradients = [cotangent], []
+    for i in reversed(range(LAYERS)):
+      before = outputs[i - 1] if i else np.asarray(x, np.float64)
+      rounds = outputs[i].astype(ml_dtypes.bfloat16).astype(np.float64)
+      if np.array_equal(rounds, outputs[i]):  # The transpose of a cast is one, too.
+        cotangent = cotangent.astype(ml_dtypes.bfloat16).astype(np.float64)
+        inside = np.tanh(before @ np.asarray(weights[i], np.float64))
+      else:
+        inside = outputs[i]
+      slope = cotangent * (1 - inside**2)
+      gradients.append(before.T @ slope)
+      cotangent = slope @ np.asarray(weights[i], np.float64).T
+      cotangents.append(cotangent)
+    return cotangents[:LAYERS][::-1], gradients[::-1]
+
+  outputs = forward(AT), forward(-1)
+  (cotangents, gradients), (others, exact) = map(backward, outputs)
+  for i, row in enumerate(report.rows[:LAYERS]):
+    assert row.path == f"layer_{i}"
+    if i < AT:
+      assert row.output == 0
+    else:
+      assert row.output == pytest.approx(relative(outputs[0][i], outputs[1][i]), rel=1e-2)
+    if i != AT:  # There the cotangent is that of the value before it was rounded.
+      assert row.cotangent == pytest.approx(relative(cotangents[i], others[i]), rel=2e-2)
+    assert row.gradient == pytest.approx(relative(gradients[i], exact[i]), rel=2e-2)
+  assert report.results["result/1/last"] == report.rows[LAYERS - 1].output
+
+
+def test_a_policy_is_compared_with_float32(x, weights):
+  variables = Net().init(jax.random.key(0), x)
+  linen = mpjax.compare(linen_loss(-1), policy="mixed_bfloat16")(variables, x)
+  by_hand = mpjax.with_policy(Net(), "mixed_bfloat16")
+  other = mpjax.compare(lambda v, x: jnp.mean(by_hand.apply(v, x) ** 2), linen_loss(-1))
+  assert linen.rows[:-1] == other(variables, x).rows  # The loss is on another line.
+  assert linen.spacing == 2.0**-7
+  assert linen.first is None
+  assert 1e-4 < linen.rows[0].output < 0.1
+  assert linen.names == ("<lambda> under mixed_bfloat16", "<lambda>")
+  model = mpjax.compare(nnx_loss(-1), policy="mixed_float16")(Model(), x)
+  assert 1e-5 < model.rows[0].output < 0.01
+  function = mpjax.compare(stack(-1), policy="mixed_bfloat16")(weights, x)
+  assert 1e-4 < function.rows[0].output < 0.1
+
+
+def test_a_module_that_overflows_is_the_first(weights):
+  def loss_fn(w, x):
+    with jax.named_scope("safe"):
+      y = x @ w
+    with jax.named_scope("hot"):
+      y = ((y * 3e3) @ w) / 3e3
+    return jnp.mean(y**2)
+
+  w, x = 9 * jnp.eye(4), 3 + jnp.arange(8.0).reshape(2, 4) / 8
+  report = mpjax.compare(loss_fn, policy="mixed_float16")(w, x)
+  assert (report.first.path, report.first.output) == ("hot", np.inf)
+  assert "not finite" in str(report)
+
+
+def test_functions_that_return_anything_have_no_gradients(x, weights):
+  def fn(at):
+    return lambda ws, x: stack(at)(ws, x)[1]["last"]
+
+  report = mpjax.compare(fn(AT), fn(-1))(weights, x)
+  assert report.first.path == f"layer_{AT}"
+  assert all(np.isnan(row.cotangent) and np.isnan(row.gradient) for row in report.rows)
+  assert "cotangent" not in str(report)
+
+
+def test_a_step_that_differentiates_has_rows_of_its_backward_pass(x, weights):
+  def step(at):
+    loss_fn = stack(at)
+    return lambda ws, x: jax.grad(loss_fn, has_aux=True)(ws, x)[0]
+
+  report = mpjax.compare(step(AT), step(-1))(weights, x)
+  assert report.first.path == f"layer_{AT}"
+  rows = [row for row in report.rows if row.direction == "backward" and "layer" in row.path]
+  assert [row.path for row in rows] == [f"layer_{i}" for i in reversed(range(LAYERS))]
+  assert all(row.output > 1e-5 for row in rows)
+
+
+def test_a_gradient_that_does_not_exist_is_said(x, weights):
+  def loss_fn(ws, x):
+    with jax.named_scope("loop"):
+      x = jax.lax.while_loop(lambda x: jnp.sum(x) < 1, lambda x: x @ ws[0] + 1, x)
+    return jnp.mean(x)
+
+  report = mpjax.compare(loss_fn)(weights, x)
+  assert report.rows[0].path == "loop"
+  assert "no gradients: ValueError" in report.notes[0]
+
+
+def test_what_is_not_in_both_is_listed(x, weights):
+  def f(ws, x):
+    with jax.named_scope("layer_0"):
+      x = jnp.tanh(x @ ws[0])
+    with jax.named_scope("more"):
+      return jnp.mean(x**2)
+
+  def g(ws, x):
+    with jax.named_scope("layer_0"):
+      x = jnp.tanh(x @ ws[0])[:2]
+    with jax.named_scope("other"):
+      return jnp.mean(x**2)
+
+  report = mpjax.compare(f, g)(weights, x)
+  assert report.rows == ()
+  assert report.unmatched == (
+    "layer_0: its outputs have the shapes [3, 4] and [2, 4].",
+    "more is only in f.",
+    "other is only in g.",
+  )
+  assert "Not compared" in str(report)
+
+
+def test_saved_runs_of_two_processes_have_the_same_table(tmp_path, x, weights):
+  code = """
+    import pathlib, sys, jax.numpy as jnp, mpjax
+    import tests.debug.test_compare as t
+    import jax, numpy as np
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, t.WIDTH)), jnp.float32)
+    ws = [jax.random.normal(jax.random.key(i), (t.WIDTH, t.WIDTH)) / 2 for i in range(t.LAYERS)]
+    mpjax.compare(t.stack(int(sys.argv[1])))(ws, x).save(sys.argv[2])
+  """
+  files = [tmp_path / "f.npz", tmp_path / "g.npz"]
+  for at, file in zip((AT, -1), files, strict=True):
+    run = [sys.executable, "-c", textwrap.dedent(code), str(at), str(file)]
+    subprocess.run(run, check=True, capture_output=True)
+  saved = mpjax.compare(*files)()
+  here = mpjax.compare(stack(AT), stack(-1))(weights, x)
+  assert repr(saved.rows) == repr(here.rows)
+  assert str(saved).splitlines()[1:] == str(here).splitlines()[1:]
+  assert saved.names == ("f.npz", "g.npz")
+  mixed = mpjax.compare(stack(AT), files[1])(weights, x)
+  assert repr(mixed.rows) == repr(here.rows)
+  other = mpjax.compare(stack(-1), files[1])(weights, x + 0.1)
+  assert other.arguments.keys() == {"args[1]"}
+  assert "The arguments differ: args[1]" in str(other)
+  assert other.first is None  # Other arguments are why.
+
+
+def test_wrong_calls(tmp_path, x, weights):
+  loss_fn = stack(-1)
+  function = "a function of arrays, or the file"
+  with refused(TypeError, "mpjax.compare(f)", function, "3", "mpjax.compare(f, g)"):
+    mpjax.compare(3)
+  with refused(TypeError, "mpjax.compare(g)", function, "3", "mpjax.compare(f, g)"):
+    mpjax.compare(loss_fn, 3)
+  either = "either a policy or g"
+  with refused(ValueError, "mpjax.compare(f, policy=", either, "both", "Leave out g"):
+    mpjax.compare(loss_fn, loss_fn, policy="mixed_bfloat16")
+  with refused(ValueError, "mpjax.compare(f, policy=", either, "the file 'run.npz'", "Leave"):
+    mpjax.compare("run.npz", policy="mixed_bfloat16")
+  with refused(TypeError, "mpjax.compare(f, g)", "concrete", "traced", "outside of jax.jit"):
+    jax.jit(mpjax.compare(loss_fn))(weights, x)
+  np.savez(tmp_path / "other.npz", x=np.ones(2))
+  with refused(ValueError, "mpjax.compare(path)", "CompareReport.save", "other.npz", "Write"):
+    mpjax.compare(loss_fn, tmp_path / "other.npz")(weights, x)

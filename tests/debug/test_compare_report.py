@@ -1,0 +1,122 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._debug.compare_report import compared
+from mpjax._debug.compare_run import Gradient, Kept, RanCall, Run
+
+DEEP = "Transformer/encoder/a_module_with_a_long_name"
+
+
+def run_of(values, name="f", spacing=2.0**-23):
+  """Returns a run of modules that return these arrays, each of what the one before returned."""
+  arrays, calls = {}, []
+  for i, (path, x) in enumerate(values.items()):
+    arrays[f"value/{i}"] = arrays[f"cotangent/{i}"] = arrays[f"gradient/{i}"] = np.asarray(x)
+    own = (Kept(f"value/{i}", f"cotangent/{i}", np.shape(x)),)
+    before = (Kept(f"value/{i - 1}", f"cotangent/{i - 1}", np.shape(x)),) if i else ()
+    calls.append(RanCall(path, "forward", 0, (), i, i, own, before))
+  gradients = tuple(Gradient(f"gradient/{i}", path, path, 0) for i, path in enumerate(values))
+  return Run(name, tuple(calls), gradients, {}, {}, spacing, "", arrays)
+
+
+def values(layers=12, at=7, error=1e-3):
+  return {
+    f"{DEEP}/layers_{i}/{part}": np.ones(4) + error * (i >= at)
+    for i in range(layers)
+    for part in ("attention/query", "mlp/up_projection_with_a_long_name")
+  }
+
+
+def test_the_text_has_80_columns_and_the_first_module():
+  report = compared(run_of(values(40)), run_of(values(40, at=99)))
+  assert report.first.path == f"{DEEP}/layers_7/attention/query"
+  text = str(report)
+  assert max(map(len, text.splitlines())) <= 80
+  assert "They part at" in text
+  assert "40 rows more are in `.rows`." in text
+  assert text.count("a_module_with_a_long_name") == 2  # In the sentence, and once in the table.
+  (marked,) = (line for line in text.splitlines() if line.endswith("first"))
+  assert "0.001" in marked
+
+
+def test_what_modules_share_is_printed_once():
+  names = ("Net", "Net/block", "Net/block/up", "Net/block/down", "Net/head")
+  x = dict.fromkeys(names, np.ones(3))
+  lines = str(compared(run_of(x), run_of(x))).splitlines()
+  labels = [line[:10].rstrip() for line in lines if line.startswith(("Net", " "))]
+  assert labels == ["Net", "  block", "    up", "    down", "  head"]
+
+
+@pytest.mark.parametrize(
+  ("a", "b", "error"),
+  [
+    ([3.0, 4.0], [3.0, 4.0], 0.0),
+    ([3.0, 4.5], [3.0, 4.0], 0.1),
+    ([0.0, 0.0], [0.0, 0.0], 0.0),
+    ([1.0, 0.0], [0.0, 0.0], np.inf),
+    ([np.inf, 4.0], [3.0, 4.0], np.inf),
+    ([3.0, 4.0], [np.nan, 4.0], np.inf),
+    ([-np.inf, 4.0], [-np.inf, 4.0], 0.0),  # As in a mask.
+    ([np.nan, 4.4], [np.nan, 4.0], 0.1),
+    ([3e38, 4.0], [3e38, 4.0], 0.0),
+    ([3.0 + 1j, 4.0], [3.0, 4.0], 0.2),
+  ],
+)
+def test_relative_errors(a, b, error):
+  report = compared(run_of({"m": np.asarray(a)}), run_of({"m": np.asarray(b)}))
+  (row,) = report.rows
+  assert row.output == row.cotangent == row.gradient == pytest.approx(error)
+
+
+def test_they_part_where_the_error_is_ten_times_that_of_the_inputs():
+  errors = {"a": 1e-4, "b": 9e-4, "c": 8e-3, "d": 1.0}
+  exact = run_of(dict.fromkeys(errors, np.ones(4)), spacing=1e-3)
+  found = {path: np.ones(4) + error for path, error in errors.items()}
+  first = compared(run_of(found, spacing=2.0**-23), exact).first
+  assert first.path == "d"  # 8e-3 is no more than ten times the spacing.
+  small = exact._replace(spacing=2.0**-23)
+  assert compared(run_of(found), small).first.path == "a"
+  found["a"] = np.ones(4)
+  assert compared(run_of(found), small).first.path == "b"
+
+
+def test_they_part_before_a_module_that_takes_another_input():
+  exact = dict.fromkeys(("a", "between", "b", "c"), np.ones(4))
+  found = {**exact, "between": np.ones(4) + 1e-3, "b": np.ones(4) + 1e-3}
+  runs = [run_of(found), run_of(exact)]
+  # No row is of code that only one run has.
+  runs[1] = runs[1]._replace(calls=tuple(c for c in runs[1].calls if c.path != "between"))
+  report = compared(*runs)
+  assert report.first.path == "b"
+  assert "They part before b: the error of its inputs is 0.001" in str(report)
+  assert report.unmatched == ("between is only in f.",)
+
+
+def test_json_and_picture(tmp_path):
+  pytest.importorskip("matplotlib")
+  report = compared(run_of(values(60)), run_of(values(60, at=99)))
+  found = json.loads(report.to_json())
+  assert found["first"]["path"] == report.first.path
+  assert "run" not in found
+  report.plot(tmp_path / "compare.png")
+  assert (tmp_path / "compare.png").stat().st_size > 10_000
+  same = compared(run_of(values()), run_of(values())).plot()
+  assert len(same.axes) == 1
+  assert "No module has an error" in repr(compared(run_of(values()), run_of(values())))
+
+
+def test_a_scoped_function_fits_a_screen():
+  def loss_fn(w, x):
+    for i in range(60):
+      with jax.named_scope(f"layer_{i}"):
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x)
+
+  report = mpjax.compare(loss_fn)(jnp.eye(2), jnp.ones((1, 2)))
+  assert len(report.rows) == 61
+  assert len(str(report).splitlines()) < 50
