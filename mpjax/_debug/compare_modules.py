@@ -115,12 +115,14 @@ class Modules(NamedTuple):
     readers: by the position of an argument, the module that reads it.
     avals: the types of all values.
     loops: by value, the scans that it is in. A value in a `shard_map` is left out.
+    makers: by value, the innermost module that made it, with the number of the call.
   """
 
   calls: tuple[ModuleCall, ...]
   readers: Mapping[int, Reader]
   avals: Mapping[int, ShapedArray]
   loops: Mapping[int, tuple[Loop, ...]]
+  makers: Mapping[int, str]
 
   def limit(self, slot: int) -> int:
     """Returns how many elements of a value are kept in each iteration."""
@@ -134,7 +136,8 @@ def find_modules(body: Body, weights: Collection[int]) -> Modules:
     finder.origins[slot] = Origin(position)
   finder.read_body(body, frozenset(), ())
   calls = sorted((each for each in finder.calls if each.outputs), key=lambda each: each.first)
-  return Modules(tuple(calls), finder.readers, finder.avals, finder.loops)
+  makers = {slot: f"{x[-1].path} {x[-1].call}" for slot, x in finder.makers.items() if x}
+  return Modules(tuple(calls), finder.readers, finder.avals, finder.loops, makers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -172,7 +175,7 @@ class _Finder:
     self.avals: dict[int, ShapedArray] = {}
     self.loops: dict[int, tuple[Loop, ...]] = {}
     self.origins: dict[int, Origin] = {}
-    self._makers: dict[int, Sequence[ModuleCall]] = {}
+    self.makers: dict[int, Sequence[ModuleCall]] = {}
     self._uncast: dict[int, int] = {}
     self._counts = collections.Counter[tuple[str, Direction]]()
 
@@ -288,31 +291,31 @@ class _Finder:
 
   def _leave(self, slot: int, stack: Sequence[ModuleCall], direction: Direction) -> None:
     """Notes that a value is read: it is an output of the calls that made it and are not open."""
-    makers, root = self._makers.get(slot, ()), self._uncast.get(slot, slot)
+    makers, root = self.makers.get(slot, ()), self._uncast.get(slot, slot)
     for call in makers:
       # A backward pass reads values inside of modules.
       is_kept = call.direction == "forward" and direction != "forward"
-      if call not in stack and not is_kept and call in self._makers.get(root, ()):
+      if call not in stack and not is_kept and call in self.makers.get(root, ()):
         self._note(call.outputs, root, slot)
 
   def _arrive(self, slot: int, stack: Sequence[ModuleCall]) -> None:
     """Notes that a value is read: it is an input of the calls that are open and did not make it."""
-    makers, root = self._makers.get(slot, ()), self._uncast.get(slot, slot)
+    makers, root = self.makers.get(slot, ()), self._uncast.get(slot, slot)
     for call in stack:
-      if call not in makers and root not in self.origins:
+      if call not in makers:
         self._note(call.inputs, root, slot)
 
   def _note(self, values: dict[int, int], root: int, slot: int) -> None:
     """Notes a value. Of several casts of it, the one in the narrowest dtype counts."""
     dtype = getattr(self.avals[slot], "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact) or root in self.origins:
       return
     before = self.avals[values.get(root, slot)]
     if dtype.itemsize <= before.dtype.itemsize:
       values[root] = slot
 
   def _write(self, step: Step, stack: Sequence[ModuleCall]) -> None:
-    self._makers.update(dict.fromkeys(step.outs, tuple(stack)))
+    self.makers.update(dict.fromkeys(step.outs, tuple(stack)))
     if step.outs and all(self.origins.get(slot) == Origin(None) for slot in step.reads):
       self.origins.update(dict.fromkeys(step.outs, Origin(None)))
     if not _passes_on(step):

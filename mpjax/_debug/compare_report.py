@@ -6,7 +6,7 @@ import importlib
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -41,6 +41,7 @@ class CompareRow(NamedTuple):
       NaN where the two calls take other shapes.
     cotangent: of the gradient by its outputs; NaN where there is none.
     gradient: of the gradient by its parameters and those inside, together; NaN where there is none.
+      It is in the row of the first call, and of the first iteration if all share the parameter.
     direction: "forward", or "backward" in a function that computes gradients itself.
   """
 
@@ -134,7 +135,8 @@ class CompareReport(Report):
       errors = np.asarray([getattr(row, kind) for row in rows], float)
       seen = np.isfinite(errors) & (errors > 0)
       if seen.any():
-        axis.plot(errors[seen], places[seen], marker, label=kind, color=f"C{number}", alpha=0.8)
+        style = {"label": kind, "color": f"C{number}", "alpha": 0.8}
+        axis.semilogx(errors[seen], places[seen], marker, **style)
     axis.axvline(FACTOR * self.spacing, color="0.6", linewidth=1, linestyle="--")
     if self.first is not None:
       axis.axhline(rows.index(self.first), color="C3", linewidth=1.1)
@@ -142,7 +144,6 @@ class CompareReport(Report):
       axis.texts[-1].set_transform(axis.get_yaxis_transform())
     axis.set_yticks(places, [_label(row)[-46:] for row in rows], fontsize=7.5)
     axis.invert_yaxis()
-    axis.set_xscale("log")
     axis.set_xlabel("relative error; the dashed line is 10 times the spacing of numbers at 1")
     if axis.get_legend_handles_labels()[0]:
       axis.legend(loc="lower left", fontsize=8)
@@ -216,7 +217,7 @@ def compared(run: Run, reference: Run) -> CompareReport:
   spacing = max(run.spacing, reference.spacing)
   placed.sort(key=lambda each: each.first)
   least = max(spacing, *arguments.values(), 0.0)  # What rounding makes, or other arguments.
-  notes = [f"{each.name} has no gradients: {each.note}" for each in (run, reference) if each.note]
+  notes = dict.fromkeys(f"No gradients: {each.note}" for each in (run, reference) if each.note)
   return CompareReport(
     names=(run.name, reference.name),
     rows=tuple(each.row for each in placed),
@@ -277,7 +278,7 @@ class _Errors(NamedTuple):
 
   def rows(self, call: RanCall, other: RanCall) -> Iterator[_Placed]:
     """Yields a row for each iteration of a call that both runs have."""
-    lengths, outputs = _lengths(call), [*_alike(call.outputs, other.outputs)]
+    lengths, outputs = _lengths(call), _alike(call.outputs, other.outputs)
     if lengths != _lengths(other) or not outputs:
       return
     output = self._largest(((a.key, b.key) for a, b in outputs), lengths)
@@ -339,12 +340,30 @@ def _part(
   return None if any(index) else pair
 
 
-def _alike(values: Sequence[Kept], others: Sequence[Kept]) -> Iterator[tuple[Kept, Kept]]:
-  """Yields the values of equal shapes of two calls, in order."""
-  for shape in dict.fromkeys(value.shape for value in values):
-    own, same = ([x for x in each if x.shape == shape] for each in (values, others))
-    if len(own) == len(same):
-      yield from zip(own, same, strict=True)
+def _alike(values: Sequence[Kept], others: Sequence[Kept]) -> list[tuple[Kept, Kept]]:
+  """Returns the values of two calls that are the same: of one maker and shape, or of one shape."""
+  pairs = [*_paired(values, others, _by_maker)]
+  own, theirs = ({pair[side] for pair in pairs} for side in (0, 1))
+  left = [x for x in values if x not in own], [x for x in others if x not in theirs]
+  return [*pairs, *_paired(*left, _by_shape)]
+
+
+def _paired(
+  values: Sequence[Kept], others: Sequence[Kept], same: Callable[[Kept], object]
+) -> Iterator[tuple[Kept, Kept]]:
+  """Yields pairs for which `same` returns the same, in order, if there are as many in both."""
+  for kind in dict.fromkeys(map(same, values)):
+    own, theirs = ([x for x in each if same(x) == kind] for each in (values, others))
+    if len(own) == len(theirs):
+      yield from zip(own, theirs, strict=True)
+
+
+def _by_maker(value: Kept) -> tuple[str, tuple[int, ...]]:
+  return value.maker, value.shape
+
+
+def _by_shape(value: Kept) -> tuple[int, ...]:
+  return value.shape
 
 
 def _relative(pairs: Iterable[tuple[NumpyArray, NumpyArray]], lead: int = 0) -> NumpyArray:

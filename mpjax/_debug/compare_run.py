@@ -37,11 +37,13 @@ class Kept(NamedTuple):
     key: its name among the arrays.
     cotangent: that of its cotangent, the gradient of the loss by it.
     shape: in one iteration.
+    maker: the module that made it, with the number of the call; "" if it comes into a loop.
   """
 
   key: str
   cotangent: str
   shape: tuple[int, ...]
+  maker: str
 
 
 class RanCall(NamedTuple):
@@ -166,7 +168,13 @@ def _ran(modules: Modules, call: ModuleCall) -> RanCall:
     # A value that leaves a loop, or enters it, is in another number of loops than the call.
     own = [pair for pair in values.items() if modules.loops.get(pair[1], ()) == call.loops]
     return tuple(
-      Kept(f"value/{slot}", f"cotangent/{root}", modules.avals[slot].shape) for root, slot in own
+      Kept(
+        key=f"value/{slot}",
+        cotangent=f"cotangent/{root}",
+        shape=modules.avals[slot].shape,
+        maker=modules.makers.get(root, ""),
+      )
+      for root, slot in own
     )
 
   outputs, inputs = kept(call.outputs), kept(call.inputs)
@@ -371,7 +379,7 @@ def load(path: str | os.PathLike[str], where: str) -> Run:
 def _read_call(*fields: Any) -> RanCall:
   call = RanCall(*fields)
   outputs, inputs = (
-    tuple(Kept(key, cotangent, tuple(shape)) for key, cotangent, shape in values)
+    tuple(Kept(key, cotangent, tuple(shape), maker) for key, cotangent, shape, maker in values)
     for values in (call.outputs, call.inputs)
   )
   return call._replace(loops=tuple(Loop(*x) for x in call.loops), outputs=outputs, inputs=inputs)

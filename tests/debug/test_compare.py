@@ -240,7 +240,7 @@ def test_a_gradient_that_does_not_exist_is_said(x, weights):
 
   report = mpjax.compare(loss_fn)(weights, x)
   assert report.rows[0].path == "loop"
-  assert "no gradients: ValueError" in report.notes[0]
+  assert "No gradients: ValueError" in report.notes[0]
 
 
 def test_what_is_not_in_both_is_listed(x, weights):

@@ -17,9 +17,8 @@ def run_of(values, name="f", spacing=2.0**-23):
   arrays, calls = {}, []
   for i, (path, x) in enumerate(values.items()):
     arrays[f"value/{i}"] = arrays[f"cotangent/{i}"] = arrays[f"gradient/{i}"] = np.asarray(x)
-    own = (Kept(f"value/{i}", f"cotangent/{i}", np.shape(x)),)
-    before = (Kept(f"value/{i - 1}", f"cotangent/{i - 1}", np.shape(x)),) if i else ()
-    calls.append(RanCall(path, "forward", 0, (), i, i, own, before))
+    own = (Kept(f"value/{i}", f"cotangent/{i}", np.shape(x), path),)
+    calls.append(RanCall(path, "forward", 0, (), i, i, own, calls[-1].outputs if calls else ()))
   gradients = tuple(Gradient(f"gradient/{i}", path, path, 0) for i, path in enumerate(values))
   return Run(name, tuple(calls), gradients, {}, {}, spacing, "", arrays)
 
