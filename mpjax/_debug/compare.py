@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable
 from typing import TypeAlias
 
+import jax.numpy as jnp
+
 from mpjax._autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_callable
 from mpjax._core.types import Args, Function, Kwargs
@@ -16,6 +18,7 @@ from mpjax._debug.tuning import with_models_under
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import MODULE
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy
+from mpjax.nnx._with_policy import views_of
 
 Side: TypeAlias = Function | str | os.PathLike[str]
 """A function, or the file of a saved run."""
@@ -118,7 +121,9 @@ def _compared(
       runs.append(record(_named(side, policy if i == 0 else None, models), call, name))
     else:
       runs.append(load(side, "mpjax.compare(path)")._replace(name=name))
-  return compared(runs[0], runs[-1])
+  # The rounding that a policy asks for is no fault, wherever it is.
+  least = 0.0 if policy is None else float(jnp.finfo(policy.compute_dtype).eps)
+  return compared(runs[0], runs[-1], least)
 
 
 def _name(side: Side) -> str:
@@ -130,13 +135,18 @@ def _name(side: Side) -> str:
 def _has_models(fn: Function, call: Call) -> bool:
   """Whether models of Flax run in a function."""
   # Under a policy of None the modules of a model are marked, and nothing else changes.
-  operations = Graph(call.traced(with_models_under(fn, None, ()))[0]).operations
+  operations = Graph(call.traced(_with_models(fn, None))[0]).operations
   return any(scope.startswith(MODULE) for each in operations for scope in each.where.scopes)
+
+
+def _with_models(fn: Function, policy: Policy | None) -> Function:
+  """Returns a function whose models run under a policy: it may be an NNX model itself."""
+  return with_models_under(views_of(fn, policy, ()), policy, ())
 
 
 def _named(fn: Function, policy: Policy | None, models: bool) -> Function:
   """Returns a function under a policy, if one is given, whose operations are in modules."""
   if models:
-    return with_models_under(fn, policy, ())
+    return _with_models(fn, policy)
   named = with_parameter_scopes(fn)
   return named if policy is None else autocast(named, policy)

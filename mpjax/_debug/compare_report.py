@@ -36,7 +36,8 @@ class CompareRow(NamedTuple):
     path: the path of the module; of a function without scopes a line, such as "model.py:12".
     call: how many calls of this path came before.
     iteration: the number of the iteration of each loop around it; () outside of loops.
-    output: of its outputs, the largest of several; inf where one run alone is not finite.
+    output: of its outputs, the largest of several; inf where one run alone is not finite. In a
+      backward pass that of all together.
     inputs: of its inputs, likewise, without parameters; 0 where all are arguments of the function,
       NaN where the two calls take other shapes.
     cotangent: of the gradient by its outputs; NaN where there is none.
@@ -76,8 +77,8 @@ class CompareReport(Report):
     results: the errors of what the functions returned, by path.
     arguments: those of the arguments that differ, which only those of saved runs do.
     unmatched: what only one of the runs has, or both with other shapes, a sentence each.
-    spacing: the distance from 1 to the next number, of the dtype that most matmuls run in. If it
-      is not the same in both runs, the larger one counts.
+    spacing: the distance from 1 to the next number, of the dtype that most matmuls run in, or of
+      the compute dtype of the policy. The largest counts.
     notes: what else is to be known, a sentence each.
     run: what was kept of the run of the function.
 
@@ -200,8 +201,17 @@ class CompareReport(Report):
       yield f"The arguments differ: {_some(differing)}."
 
 
-def compared(run: Run, reference: Run) -> CompareReport:
-  """Returns the report of a run and the one that it is compared with."""
+def compared(run: Run, reference: Run, spacing: float = 0.0) -> CompareReport:
+  """Returns the report of a run and the one that it is compared with.
+
+  Args:
+    run: the run.
+    reference: the other one.
+    spacing: at least the distance of numbers at 1, see `CompareReport`.
+
+  Returns:
+    The report.
+  """
   errors = _Errors(run, reference)
   others, unmatched = {_key(call): call for call in reference.calls}, list[str]()
   placed: list[_Placed] = []
@@ -214,7 +224,7 @@ def compared(run: Run, reference: Run) -> CompareReport:
       unmatched += _mismatches(call, other)
   unmatched += [f"{_name(call)} is only in {reference.name}." for call in others.values()]
   arguments = {name: x for name, x in errors.of(run.arguments, reference.arguments) if x > 0}
-  spacing = max(run.spacing, reference.spacing)
+  spacing = max(spacing, run.spacing, reference.spacing)
   placed.sort(key=lambda each: each.first)
   least = max(spacing, *arguments.values(), 0.0)  # What rounding makes, or other arguments.
   notes = dict.fromkeys(f"No gradients: {each.note}" for each in (run, reference) if each.note)
@@ -281,7 +291,7 @@ class _Errors(NamedTuple):
     lengths, outputs = _lengths(call), _alike(call.outputs, other.outputs)
     if lengths != _lengths(other) or not outputs:
       return
-    output = self._largest(((a.key, b.key) for a, b in outputs), lengths)
+    output = self._output(outputs, call, lengths)
     pairs = ((a.key, b.key) for a, b in _alike(call.inputs, other.inputs))
     inputs = self._largest(pairs, lengths) if call.inputs else np.zeros(lengths)
     pairs = ((a.cotangent, b.cotangent) for a, b in outputs)
@@ -304,6 +314,17 @@ class _Errors(NamedTuple):
       # Of two that end with the same step, the inner one, which is the longer path, is first.
       last = (*order, call.last, math.inf, -len(call.path))
       yield _Placed(row, (*order, call.first, -1, len(call.path)), last)
+
+  def _output(
+    self, outputs: Iterable[tuple[Kept, Kept]], call: RanCall, lengths: tuple[int, ...]
+  ) -> NumpyArray:
+    """Returns the error of the outputs of a call, for each iteration."""
+    keys = [(a.key, b.key) for a, b in outputs]
+    if call.direction == "forward":
+      return self._largest(keys, lengths)
+    # The gradient of one parameter may be a sum that is 0 but for rounding.
+    pairs = [self._pair(*each) for each in keys]
+    return _relative([pair for pair in pairs if pair is not None], len(lengths))
 
   def _pair(self, key: str, other: str) -> tuple[NumpyArray, NumpyArray] | None:
     a, b = self.run.arrays.get(key), self.reference.arrays.get(other)
@@ -408,16 +429,17 @@ def _first(placed: Sequence[_Placed], least: float) -> CompareRow | None:
   """Returns the row of the module where two runs part, or before which they do."""
   events = [_Event(each.first, False, each.row) for each in placed]
   events += [_Event(each.last, True, each.row) for each in placed]
-  largest, parted = 0.0, list[CompareRow]()
+  largest, parted, is_backward = 0.0, list[CompareRow](), False
   for event in sorted(events, key=lambda event: event[:2]):
     row = event.row
+    is_backward |= row.direction == "backward"
     if event.ends and _is_above(row.output, row.inputs, least):
       # What a module takes that is inside of this one comes from the code of this one.
       outside = (each for each in parted if not _is_inside(each, row))
       return next(outside, row)
     if event.ends:
       largest = max(largest, row.output)
-    elif _is_above(row.inputs, largest, least):
+    elif not is_backward and _is_above(row.inputs, largest, least):
       # No module has returned such an error: it is from code that only one of the functions has.
       parted.append(row)
   return next(iter(parted), None)

@@ -156,11 +156,11 @@ def _is_loss(body: Body, program: ClosedJaxpr, results: Sequence[Path], call: Ca
 
 def _spacing(program: ClosedJaxpr) -> float:
   """Returns the distance from 1 to the next number of the dtype that most matmuls run in."""
-  flops = collections.Counter[Any]()
+  flops = collections.Counter[float]()
   for _, dtype, count in Graph(program).matmuls():
-    flops[dtype] += count
-  dtype = max(flops, key=lambda each: flops[each]) if flops else jnp.float32
-  return float(jnp.finfo(dtype).eps)
+    flops[float(jnp.finfo(dtype).eps)] += count
+  # Of two with as many FLOPs, the lower precision.
+  return max(flops, key=lambda eps: (flops[eps], eps), default=float(jnp.finfo(jnp.float32).eps))
 
 
 def _ran(modules: Modules, call: ModuleCall) -> RanCall:

@@ -232,6 +232,32 @@ def test_a_step_that_differentiates_has_rows_of_its_backward_pass(x, weights):
   assert all(row.output > 1e-5 for row in rows)
 
 
+def test_a_gradient_that_is_a_sum_of_0_is_no_fault(x):
+  class Normed(nnx.Module):
+    def __init__(self):
+      self.dense = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+      self.norm = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+      return self.norm(self.dense(x))
+
+  def step(model, x):
+    return nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+
+  report = mpjax.compare(step, policy="mixed_float16")(Normed(), x)
+  assert report.first is None
+  assert report.results["result/norm/bias"] > 0.1
+
+
+def test_a_model_is_a_function_too(x):
+  model = nnx.Sequential(
+    nnx.Linear(WIDTH, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 2, rngs=nnx.Rngs(1))
+  )
+  report = mpjax.compare(model, policy="mixed_bfloat16")(x)
+  assert [row.path for row in report.rows] == ["layers/0", "layers/1"]
+  assert 1e-4 < report.rows[1].output < 0.1
+
+
 def test_a_gradient_that_does_not_exist_is_said(x, weights):
   def loss_fn(ws, x):
     with jax.named_scope("loop"):

@@ -2,9 +2,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import mpjax
+from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.compare_modules import Loop, find_modules, module_paths
+from mpjax._debug.tuning import with_models_under
 from mpjax._jaxpr.locations import MODULE
 from mpjax._jaxpr.steps import body_of
+from tests.models.catalogue import MODELS
 
 X = jnp.ones((2, 3))
 
@@ -97,6 +101,35 @@ def test_functions_without_scopes_have_lines():
   paths = [path for path, *_ in calls_of(fn, X)]
   first, second = (path.partition("test_compare_modules.py:")[2] for path in paths)
   assert int(second) == int(first) + 1
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", ["linen/bert", "linen/scan_remat", "nnx/gpt", "function/haiku"])
+def test_a_policy_changes_no_module_and_no_shape(name):
+  params, rest, inputs = MODELS[name].arguments()
+  plain = MODELS[name].call("plain", None)
+
+  def loss_fn(params):
+    return sum(jnp.sum(x) for x in jax.tree.leaves(plain(params, rest, inputs)[0]))
+
+  if name.startswith("linen"):
+    versions = [with_models_under(loss_fn, policy, ()) for policy in (None, "mixed_bfloat16")]
+  else:
+    named = with_parameter_scopes(loss_fn)
+    versions = [named, mpjax.autocast(named, "mixed_bfloat16")]
+  call = Call((params,), {})
+  shapes = []
+  for version in versions:
+    body = body_of(call.traced(version)[0], compiled=True, differentiable=True)
+    modules = find_modules(body, range(len(body.inputs)))
+    shapes.append(
+      [
+        (each.path, each.call, sorted(modules.avals[slot].shape for slot in each.outputs))
+        for each in modules.calls
+      ]
+    )
+  assert len(shapes[0]) > 3
+  assert shapes[0] == shapes[1]
 
 
 def test_a_scan_is_entered_and_a_branch_is_not():
