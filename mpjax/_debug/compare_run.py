@@ -347,7 +347,7 @@ def _run(recording: _Recording, operands: Sequence[Array], is_loss: bool) -> tup
 
 
 def _compiled(fn: Function) -> Function:
-  # Every cast as it is written: else XLA may leave out a cast to bfloat16 and back.
+  # Every cast as it is written: else XLA may keep more bits between two operations.
   return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
 
 

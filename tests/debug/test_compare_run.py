@@ -123,12 +123,14 @@ def test_functions_with_derivatives_of_their_own_keep_them():
 def test_casts_are_as_they_are_written():
   def fn(x):
     with jax.named_scope("a"):
-      x = x.astype(jnp.bfloat16).astype(jnp.float32)
+      product = x.astype(jnp.bfloat16) * jnp.bfloat16(1 + 2.0**-7)
+      x = product.astype(jnp.float32)
     return x * 1
 
   x = jnp.asarray([1 + 2.0**-10, 3.0])
   run = run_of(fn, x)
-  np.testing.assert_array_equal(run.arrays[run.calls[0].outputs[0].key], [1, 3])
+  # 3.0234375 is no number of bfloat16.
+  np.testing.assert_array_equal(run.arrays[run.calls[0].outputs[0].key], [1.0078125, 3.03125])
 
 
 def test_only_the_parameters_of_a_model_are_differentiated():
