@@ -115,12 +115,12 @@ def _compared(
     sides.append((reference, _name(reference)))
   models = all(_has_models(side, call) for side, _ in sides if callable(side))
   runs: list[Run] = []
-  for i, (side, name) in enumerate(sides):
+  for i, (side, title) in enumerate(sides):
     advance(i, len(sides))
     if callable(side):
-      runs.append(record(_named(side, policy if i == 0 else None, models), call, name))
+      runs.append(record(_named(side, policy if i == 0 else None, models), call, title))
     else:
-      runs.append(load(side, "mpjax.compare(path)")._replace(name=name))
+      runs.append(load(side, "mpjax.compare(path)")._replace(name=title))
   # The rounding that a policy asks for is no fault, wherever it is.
   least = 0.0 if policy is None else float(jnp.finfo(policy.compute_dtype).eps)
   return compared(runs[0], runs[-1], least)

@@ -141,11 +141,11 @@ class CompareReport(Report):
     axis.axvline(FACTOR * self.spacing, color="0.6", linewidth=1, linestyle="--")
     if self.first is not None:
       axis.axhline(rows.index(self.first), color="C3", linewidth=1.1)
-      axis.text(1, rows.index(self.first), "they part here", color="C3", fontsize=8, ha="right")
+      axis.text(1, rows.index(self.first), "first", color="C3", fontsize=8, ha="right")
       axis.texts[-1].set_transform(axis.get_yaxis_transform())
     axis.set_yticks(places, [_label(row)[-46:] for row in rows], fontsize=7.5)
     axis.invert_yaxis()
-    axis.set_xlabel("relative error; the dashed line is 10 times the spacing of numbers at 1")
+    axis.set_xlabel("relative error, if it is not 0; dashed: 10 times the spacing of numbers at 1")
     if axis.get_legend_handles_labels()[0]:
       axis.legend(loc="lower left", fontsize=8)
     figure.suptitle(f"{self.names[0]} against {self.names[1]}", x=0.01, ha="left", weight="bold")
