@@ -18,7 +18,7 @@ NEWEST ?= 3.13 3.12
 
 help:
 	@echo "make demo        train a real model three ways and compare"
-	@echo "make test        run the tests: is the library right? (PYTEST_ARGS='-k policy' to choose)"
+	@echo "make test        run the tests (PYTEST_ARGS='-k policy' to choose)"
 	@echo "make check       run examples, pages, figures, benchmark scripts, the wheel, properties on more examples, and errors of complete models"
 	@echo "make convergence train the examples until they have learned, in float32 and in low precision"
 	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
