@@ -28,21 +28,20 @@ _EVERY = "mpjax.accumulate_gradients(every)"
 def accumulate_gradients(
   inner: optax.GradientTransformation, every: int | Callable[[Array], Array | int]
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that it makes one update from the mean gradient of several micro-batches.
+  """Wrap an optimizer so that it makes one update from the mean gradient of several micro-batches.
 
-  Until the window is full the updates are -0.0, which changes no parameter's bits, and nothing of
-  the inner optimizer moves. Gradients are added in float32 and the sum is divided once, and so are
-  the losses that come as `value=`, if `inner` reads them. Other extra arguments are those of the
-  micro-batch that ends the window; what a line search or opaque sam needs is refused.
+  Until the window is full the updates are -0.0, which changes no bits, and the inner state stays.
+  Gradients are added in float32, and the sum is divided once. So are losses passed as `value=`, if
+  `inner` reads them. Other extra arguments are those of the micro-batch that ends the window. The
+  functions that a line search or opaque sam needs are an error.
 
-  With loss scaling the order is `loss_scaling(accumulate_gradients(inner, every))`: the window
-  waits for `every` micro-batches that are finite. One decision for all of them is
-  `mpjax.make_train_step(micro_batches=...)`.
+  With loss scaling, write `loss_scaling(accumulate_gradients(inner, every))`. The window waits for
+  `every` finite micro-batches. `mpjax.make_train_step(micro_batches=...)` decides once for all.
 
   Args:
     inner: the optimizer.
-    every: how many micro-batches make a window, or a function from the number of updates done
-      (int32 of shape ()) to that (under `jit` a fraction is rounded up, and less than 1 is 1).
+    every: the number of micro-batches in a window, or a function that returns it for the number of
+      updates (int32 of shape ()). Under `jit` fractions are rounded up, and the least is 1.
 
   Returns:
     An optax transformation, with an `AccumulationState`. Its updates have the shapes of the

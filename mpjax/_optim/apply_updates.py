@@ -33,28 +33,28 @@ def apply_updates(
 ) -> Params:
   """Add updates to parameters like `optax.apply_updates`, or round them from their masters.
 
-  Stochastic rounding (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015) picks
-  one of the two neighbours in the narrower dtype, with probabilities that make the mean exact. The
-  same key gives the same parameters for any sharding. Inside a `shard_map` over sharded parameters,
-  fold the device's index into the key.
+  Stochastic rounding picks one of the two neighbours in the narrower dtype, with probabilities
+  that make the mean exact (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015).
+  The same key gives the same parameters for any sharding. Inside a `shard_map` over sharded
+  parameters, fold the device's index into the key.
 
   Args:
-    params: the parameters. Those in low precision (16 or 8 bits) are rounded, others are added to.
-    updates: a tree like `params`, in its shapes, in float32 (as all of mpjax gives) or any dtype.
-      Keys and what is no array stay as they are, and may have None here.
+    params: the parameters. Sums in low precision (16 or 8 bits) are computed in float32 and
+      rounded.
+    updates: a tree like `params`, in its shapes and any dtype. mpjax returns float32. Keys and
+      leaves other than arrays do not change, and may have None here.
     opt_state: the state that `update` returned, not the one before. A parameter with a float32
-      master in it becomes the rounded master, bit for bit. Others are `param + update`, and so are
-      all if there is no `mpjax.master_weights`.
+      master in it becomes the rounded master, bit for bit. All others become `param + update`.
     rounding: "nearest" (ties to even) or "stochastic".
-    key: a PRNG key for stochastic rounding; another one for each step.
+    key: a PRNG key for stochastic rounding. Pass a new one in each step.
 
   Returns:
     A tree like `params`, with the same shapes and dtypes.
 
   Raises:
     MpjaxTypeError: `opt_state` is an array.
-    MpjaxValueError: an unknown `rounding`; no `key` where one is needed, or one where none is;
-      stochastic rounding of parameters with masters; trees that do not match.
+    MpjaxValueError: an unknown `rounding`; a `key` that is missing or unused; stochastic rounding
+      of parameters with masters; trees that do not match.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> params, updates = jnp.ones(10000, jnp.bfloat16), jnp.full(10000, 1e-3)
@@ -170,7 +170,7 @@ def _add_noise(exact: Array, noise: Array, like: Array) -> Array:
   kept = np.uint32(2**32 - 2**dropped)
   rounded = jax.lax.bitcast_convert_type(bits & kept, jnp.float32)
   if limits.smallest_normal > jnp.finfo(jnp.float32).smallest_normal:
-    # Its subnormal numbers are equally spaced, and more bits are dropped than noise was added to.
+    # Subnormal numbers are equally spaced, and lose more bits than the noise above covers.
     spacing = np.float32(limits.smallest_subnormal)
     units = exact / spacing
     below = jnp.floor(units)
@@ -179,7 +179,7 @@ def _add_noise(exact: Array, noise: Array, like: Array) -> Array:
     is_subnormal = jnp.abs(exact) < np.float32(limits.smallest_normal)
     rounded = jnp.where(is_subnormal, steps * spacing, rounded)
   low = rounded.astype(dtype)
-  # Noise must not make an inf of the largest numbers, nor something else of an inf or NaN.
+  # Noise would turn the largest numbers into inf, and change an inf or NaN.
   nearest = exact.astype(dtype)
   usable = jnp.logical_and(jnp.isfinite(exact), jnp.isfinite(low))
   return jnp.where(usable, low, nearest)

@@ -42,7 +42,7 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
 
   The function runs `step` in float32 at several loss scales and at an overflow. A correct step
   returns the same at each scale, and changes nothing at an overflow. The function warns if the
-  gradients move nothing. docs/getting_started.md says how arguments are paired with results.
+  gradients change nothing. docs/getting_started.md explains how arguments are paired with results.
 
   Args:
     step: any function that returns the new state of a `mpjax.loss_scaling` among its arguments, or
@@ -52,12 +52,12 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
       `params, opt_state, loss = step(params, opt_state, batch)`. By default trees are compared.
 
   Returns:
-    A function of the arguments of `step`. It neither changes nor donates them, and returns None.
+    A function of the arguments of `step`, which keeps them and returns None.
 
   Raises:
-    MpjaxTypeError: `returns` has something else than positions and names in it. When called: an
-      argument is traced, or no scale is where it should be.
-    MpjaxValueError: when called: the step is not right, or computes in float16 with `NoLossScale`;
+    MpjaxTypeError: `returns` has entries other than positions and names. When called: an argument
+      is traced, or arguments or results have no scale.
+    MpjaxValueError: when called: the step is wrong, or computes in float16 with `NoLossScale`;
       several results may be the new version of an argument, or `returns` does not fit.
 
   >>> import jax.numpy as jnp, mpjax, optax

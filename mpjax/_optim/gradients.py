@@ -90,9 +90,8 @@ def _differentiate(
   """Returns the results of a loss function for one batch on one device."""
 
   def own_loss(*args: PyTree) -> tuple[Array, tuple[PyTree, Metrics]]:
-    # A loss that loss_fn has averaged over devices is one number for all. Differentiated as such it
-    # would give each device its share of the gradient, and the mean over devices would divide that
-    # once more.
+    # loss_fn may have averaged the loss over devices. The derivative of one common number would be
+    # each device's share of the gradient, and the mean over devices would divide it again.
     loss, aux = loss_fn(*args)
     return vary(loss), aux
 
@@ -167,9 +166,9 @@ def _metric(x: Leaf) -> Array:
 def localise(
   params: Params, axes: tuple[Hashable, ...]
 ) -> tuple[Params, Callable[[PyTree], PyTree]]:
-  """Returns the parameters as each device's own, and a function that does so to other trees."""
+  """Returns the parameters as varying over devices, and a function that converts other trees."""
   # Inside of a `shard_map` JAX sums the gradients of replicated parameters over devices, in the
-  # dtype of the matmul. Those of a device's own parameters it leaves alone.
+  # dtype of the matmul. It does not sum those of varying parameters.
   manual = tuple(name for name in axes if name in jax.sharding.get_abstract_mesh().manual_axes)
   if not manual:
     return params, lambda tree: tree
@@ -194,8 +193,8 @@ def common_state(
 ) -> PyTree:
   """Returns the model state that all devices continue with.
 
-  Leaves that no device has changed stay as they are. Others are combined, integers and booleans by
-  the rule in `integer_state` for the leaf or for the nearest branch that it is in.
+  Leaves that no device has changed keep their values. Floating leaves are averaged. Integers and
+  booleans need a rule in `integer_state`, for the leaf or for the nearest branch around it.
   """
   rules: _Rules = integer_state if isinstance(integer_state, Mapping) else {"": integer_state}
   _check_rules(rules, new, unchanged, axes)

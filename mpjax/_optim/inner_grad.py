@@ -39,22 +39,22 @@ def inner_grad(
   scale: float | None = None,
   differentiator: Callable[..., Function] | None = None,
 ) -> Callable[P, Any]:
-  """Like `jax.grad`, for a gradient inside of a loss that is computed in float16.
+  """Scale and differentiate a function inside of a float16 loss, like `jax.grad`.
 
   A gradient penalty, forces from an energy and MAML differentiate inside of the loss. The loss
   scale of the optimizer does not reach these gradients, and small ones become 0 in float16. This
   function scales them by a power of two while they are computed, and divides in float32.
 
   Args:
-    fun: a function that returns a floating scalar, or a pair of that and anything else.
+    fun: a function that returns a floating scalar, or `(scalar, aux)` with `has_aux`.
     argnums: which positional arguments to differentiate with respect to.
     has_aux: whether `fun` returns a pair.
     scale: a positive number, or None to measure it. A power of two adds no rounding. Measuring
-      computes one more gradient, at a scale of 2^15, and then chooses the power of two that brings
-      its largest element to about 2^4. A scale above 2^15 is tried out with a third gradient. If
-      that overflows, 2^15 is used. It works on copies of the modules of Flax NNX among the
+      computes one more gradient, at a scale of 2^15. The power of two that brings its largest
+      element to about 2^4 is chosen. A scale above 2^15 is tried out with a third gradient. If
+      that overflows, 2^15 is used. Measuring works on copies of the modules of Flax NNX among the
       arguments. Under `jit` XLA may join literal factors of `fun` to one that underflows. The
-      gradient is then 0 at a measured scale; pass `scale=2.0**15`.
+      gradient is then 0 at a measured scale. Pass `scale=2.0**15`.
     differentiator: the function that differentiates, in place of `jax.grad`, or of `nnx.grad` if
       modules or variables are among the arguments. Those that `fun` writes to must be arguments.
 

@@ -48,9 +48,8 @@ UPDATED = ContextVar[Callable[[Array, Array], object]]("UPDATED", default=lambda
 class NoLossScale:
   """No scaling, no check and no skipped step: nothing is added to the jaxpr.
 
-  For float32 and bfloat16, whose gradients do not underflow. All else works with it, with a scale
-  of 1, so that a script can switch scaling off by one argument. `SkipNonfinite` does not scale
-  either, and skips steps.
+  For float32 and bfloat16, whose gradients do not underflow. Functions of mpjax see a scale of 1,
+  so that one argument switches scaling off. `SkipNonfinite` skips steps without scaling.
 
   >>> import mpjax
   >>> mpjax.NoLossScale()
@@ -61,9 +60,7 @@ class NoLossScale:
 @check_init("Write mpjax.SkipNonfinite().")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SkipNonfinite:
-  """No scaling, but steps with non-finite gradients are skipped.
-
-  For float32 and bfloat16. The scale is 1 and does not move.
+  """A scale of 1 that skips steps with non-finite gradients, for float32 and bfloat16.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.SkipNonfinite())
@@ -77,7 +74,7 @@ class SkipNonfinite:
 @check_init("Write mpjax.StaticLossScale(128).")
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale:
-  """A scale that stays as it is; steps with non-finite gradients are still skipped.
+  """A constant scale that skips steps with non-finite gradients.
 
   Args:
     scale: the factor on the loss, a number or an array of one, in [2^-126, 2^126]. Powers of two
@@ -106,19 +103,19 @@ class StaticLossScale:
 class DynamicLossScale:
   """A scale that halves on overflow and doubles after a long run of finite steps.
 
-  The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2;
-  hysteresis is that of Megatron-LM, where a finite step alone restores nothing (in Apex it does).
-  Factors and limits that are powers of two are exact; others round gradients.
+  The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2. The
+  hysteresis is that of Megatron-LM: one finite step restores nothing (in Apex it does). Factors and
+  limits that are powers of two are exact. Others round gradients.
 
   Args:
     init_scale: the scale at the first step.
-    growth_factor: what the scale is multiplied by when it grows, above 1.
-    backoff_factor: what the scale is multiplied by on overflow, between 0 and 1.
-    growth_interval: the scale grows when this many steps in a row were finite.
-    min_scale: the floor; below 1 helps where the loss itself overflows.
-    max_scale: the ceiling.
-    hysteresis: how many overflows it takes before the scale backs off. Each overflow after that
-      backs off too, until `growth_interval` finite steps in a row restore the allowance.
+    growth_factor: the factor of growth, above 1.
+    backoff_factor: the factor after an overflow, between 0 and 1.
+    growth_interval: the number of finite steps in a row before the scale grows.
+    min_scale: the smallest scale. Choose one below 1 if the loss itself overflows.
+    max_scale: the largest scale.
+    hysteresis: the number of overflows before the scale backs off. Each later overflow backs off
+      too, until `growth_interval` finite steps in a row restore this number.
 
   Raises:
     MpjaxTypeError: a field is not a plain number, or a count is not an integer.

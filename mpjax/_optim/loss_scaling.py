@@ -88,8 +88,8 @@ def loss_scaling(
 
   `update` also checks `loss=`, one or more arrays, for inf and NaN. It passes all arguments to
   `inner`, and adds `grads_finite` (bool of shape ()) and `loss_scale` (float32 of shape (), the
-  divisor of the gradients). With `value_fn=` it adds neither, since a line search passes all extra
-  arguments to that function. It unscales `grad=` like the gradients.
+  divisor of the gradients). With `value_fn=` it adds nothing, because a line search passes all
+  extra arguments to that function. It unscales `grad=` like the gradients.
 
   For several losses, give each a scale: `loss_scaling(inner, {"a": ..., "b": ...})`.
   Differentiate each loss with `mpjax.value_and_grad(..., name="a")`. Pass `update` the gradients
@@ -102,7 +102,7 @@ def loss_scaling(
       from names of losses to these. With `NoLossScale`, `inner` is called as it is and nothing is
       added to the jaxpr.
     axis_name: the mapped axis, or axes, over which all devices must decide alike (`shard_map`,
-      `pmap`, `vmap`). Averaging the gradients over it remains yours to do, before `update`.
+      `pmap`, `vmap`). Average the gradients over it before `update`.
     check_updates: also skip a step if an update or the new inner state is not finite. Unchanged
       numbers of the state do not count. `bad_updates` counts such steps, and the scale does not
       back off. The step is computed twice: on an H200, a GPT of 129 million parameters moves 14 %

@@ -71,10 +71,10 @@ def bounded(master: Array) -> Array:
 @jax.jit
 def split(master: Array, param: Array) -> Array:
   """Returns the remainder of a float32 master, to a parameter in bfloat16 or as float32."""
-  # A compiler may compute a master twice, at a tie an ulp apart. So the remainder is that to the
-  # parameter, and is clipped: as int16 it would wrap around, which is an ulp of bfloat16. Where 0
-  # has another sign it is clipped too, and `join` ignores it. Where the parameter is not finite it
-  # is 0: two NaN of the same step may differ in their bits.
+  # A compiler may compute a master twice, at a tie an ulp apart. The remainder to the parameter is
+  # therefore clipped, since an int16 that wraps around is an ulp of bfloat16. A zero of the other
+  # sign is clipped too, and `join` ignores it. Two NaN of one step may differ in their bits, so
+  # that the remainder of a number that is not finite is 0.
   rest = jnp.clip(_bits(master) - _bits(param.astype(jnp.float32)), -(2**15), 2**15 - 1)
   return jnp.where(jnp.isfinite(param), rest, 0).astype(jnp.int16)
 
@@ -82,8 +82,8 @@ def split(master: Array, param: Array) -> Array:
 @differentiated_as(lambda param, remainder: param.astype(jnp.float32))
 def join(param: Array, remainder: Array) -> Array:
   """Returns the float32 master of a bfloat16 parameter."""
-  # It is the parameter, which wrappers show in float32, where the sum is no master: where it is not
-  # finite, or someone has set it to 0 with a remainder below 0.
+  # The sum is no master if the parameter is not finite, or if the user has set it to 0 and the
+  # remainder is negative. The result is then the parameter.
   base = param.astype(jnp.bfloat16).astype(jnp.float32)
   master = _number(_bits(base) + remainder.astype(jnp.int32))
   return jnp.where(jnp.abs(master) <= _LARGEST, master, base)
@@ -98,7 +98,7 @@ def stored(master: Array, param: Array) -> Array:
 @differentiated_as(lambda master, param: master - param.astype(jnp.float32))
 def update_to(master: Array, param: Array) -> Array:
   """Returns the float32 update that leads a parameter to its rounded master."""
-  # It is -0.0, which leaves all bits alone, where the parameter is there already.
+  # If the parameter is the rounded master already, -0.0 keeps its bits.
   goal, old = _rounded(master, param.dtype), param.astype(jnp.float32)
   return jnp.where(_bits(goal) == _bits(old), np.float32(-0.0), goal - old)
 
@@ -131,12 +131,12 @@ class ShownMasterWeightsState(SplitMasterWeightsState):
 
 
 def is_hole(x: object) -> bool:
-  """Whether a leaf of a tree of masters is none: its own master, or masked out by optax."""
+  """Whether a tree of masters has no master here: a float32 parameter, or one that is masked."""
   return x is None or isinstance(x, optax.MaskedNode)
 
 
 def is_remainder(x: Leaf) -> bool:
-  """Whether a leaf of a tree of masters is what a bfloat16 parameter lacks of its master."""
+  """Whether a leaf of a tree of masters is the int16 remainder of a bfloat16 parameter."""
   return not is_hole(x) and x.dtype == jnp.int16
 
 
@@ -145,7 +145,7 @@ def map_masters(f: Callable[..., PyTree], master: PyTree, *trees: PyTree) -> PyT
 
 
 def _trained(master: Leaf, param: Leaf) -> Leaf:
-  """Returns what is trained: the master of a parameter, or the parameter itself."""
+  """Returns the trained array: the master of a parameter, or the parameter itself."""
   if is_remainder(master):
     return join(param, master)
   return param if is_hole(master) else master
@@ -154,32 +154,32 @@ def _trained(master: Leaf, param: Leaf) -> Leaf:
 def master_weights(
   inner: optax.GradientTransformation, *, storage: Storage = "float32"
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that it trains a float32 copy of parameters stored in 16 bits.
+  """Wrap an optimizer so that it trains a float32 copy of parameters stored in 16 bits.
 
-  `inner` sees gradients, parameters and moments in float32, and its updates are added to the
-  master: steps too small for 16 bits still add up, and weight decay does not underflow
-  (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1). Parameters in float32 are
-  trained as without this wrapper. It may be inside `mpjax.loss_scaling` or around it.
+  `inner` sees gradients, parameters and moments in float32. Its updates are added to the masters.
+  Steps too small for 16 bits add up, and weight decay does not underflow (Micikevicius et al.,
+  "Mixed Precision Training", 2018, section 3.1). Float32 parameters are their own masters. The
+  wrapper goes inside `mpjax.loss_scaling` or around it.
 
   The updates lead each 16-bit parameter to the rounded master.
   `mpjax.apply_updates(params, updates, opt_state)` makes the two equal bit for bit.
-  `optax.apply_updates` does so too, with two exceptions: the sign of zero, and steps so large that
-  a float32 `p + u` cannot reach the master. There the parameter follows on the next step. bfloat16
-  is rounded to nearest, ties away from zero. Derivatives take the rounding for the identity.
+  `optax.apply_updates` differs in the sign of zero. It also differs after steps so large that a
+  float32 `p + u` cannot reach the master: the parameter follows on the next step. bfloat16 is
+  rounded to nearest, ties away from zero. Derivatives treat the rounding as the identity.
 
-  With `storage="split"` the state has no copy of a bfloat16 parameter, but an int16 in its shape:
-  the part that its rounding cut off. Masters, updates and parameters are the same bit for bit, with
-  one exception: where no float32 update leads to the rounded master, the master becomes the nearest
-  number that rounds to the parameter. Nothing but these updates may change the parameters, and in
-  an `optax.chain` nothing that changes updates may follow.
+  With `storage="split"` the state has an int16 for each bfloat16 parameter: the part that rounding
+  cut off. Masters, updates and parameters are the same bit for bit, with one exception. If no
+  float32 update leads to the rounded master, the master becomes the nearest number that rounds to
+  the parameter. Only these updates may change the parameters. Transformations that change updates
+  go inside.
 
   Args:
-    inner: the optimizer. Consumers of parameters, such as weight decay, belong inside.
-    storage: "float32", or "split" for bfloat16 parameters; those in float16 have float32 masters in
-      both. A state that exists is continued as it is stored.
+    inner: the optimizer. Consumers of parameters, such as weight decay, go inside.
+    storage: "float32", or "split" for bfloat16 parameters. Float16 parameters have float32 masters
+      in both. An existing state keeps its storage.
 
   Returns:
-    An optax transformation. `update` needs `params`, and passes extra arguments to `inner`; its
+    An optax transformation. `update` needs `params`, and passes extra arguments to `inner`. Its
     updates are float32 in the shapes of the parameters. Its state is a `MasterWeightsState`.
 
   Raises:
@@ -358,14 +358,13 @@ def merged_masters(opt_state: OptState) -> Params:
 
 
 def master_params(opt_state: OptState, params: Params = None) -> Params:
-  """Returns the float32 masters in an optimizer state: what to export, average or compare.
+  """Return the float32 masters in an optimizer state.
 
   Args:
     opt_state: a state that holds one `mpjax.master_weights`, or several for parts of the tree; an
       `nnx.Optimizer`, or its `nnx.State`.
-    params: the parameters, for those that are their own master. With `storage="split"` they are
-      needed: those to which the last updates of this state were applied. Others of the same shapes
-      and dtypes give other masters.
+    params: the parameters, which replace None in the result. `storage="split"` needs those
+      after the last update of this state. Other parameters give wrong masters.
 
   Returns:
     A tree of arrays like the parameters, float32 where a parameter is stored in 16 bits. Elsewhere
@@ -399,12 +398,12 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
 
 
 def set_master_params(opt_state: T, params: Params) -> T:
-  """Returns `opt_state` with its masters set to `params`: how 16-bit training starts from float32.
+  """Return `opt_state` with its masters set to float32 `params`.
 
-  The parameters themselves are the caller's to round: `policy.cast_to_param(params)`. With
-  `storage="split"` these, and no others, belong to the new state. A cast rounds ties to even, and
-  `mpjax.apply_updates` rounds them away from zero: a bfloat16 parameter whose master is a tie moves
-  by one unit at the first step, even if that is skipped.
+  Round the parameters themselves by `policy.cast_to_param(params)`. With `storage="split"` only
+  these parameters belong to the new state. A cast rounds ties to even, and `mpjax.apply_updates`
+  rounds them away from zero. A bfloat16 parameter whose master is a tie therefore moves by one unit
+  at the first step, even if that is skipped.
 
   Args:
     opt_state: a state of `mpjax.master_weights`, from `init` of the 16-bit parameters.

@@ -1,4 +1,4 @@
-"""What happened to the last step: metrics, the flag for other state, an alarm, and the monitor."""
+"""Metrics of the last step, the choice of kept state, the check of skips, and the monitor."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ T = TypeVar("T")
 def loss_scaling_metrics(
   opt_state: OptState, *, before: OptState | None = None, name: str | None = None
 ) -> dict[str, Array]:
-  """Returns the numbers worth logging about loss scaling, after an `update`.
+  """Return metrics of loss scaling after an `update`.
 
   Args:
     opt_state: a state that holds a loss scale.
@@ -59,12 +59,12 @@ def loss_scaling_metrics(
     - `good_steps` (int32): finite steps in a row since the scale last moved;
     - `total`, `skipped` (int32): steps so far, and those that were not applied;
     - `consecutive_skips` (int32): skipped steps since the last applied one;
-    - `floor_hits` (int32): overflows that found the scale at its minimum already;
+    - `floor_hits` (int32): overflows at the minimum scale;
     - `bad_updates` (int32): steps skipped for their updates or new state (`check_updates=True`);
     - `scale_changed` (bool), where `before` is given: whether the update moved the scale.
 
   Raises:
-    MpjaxError: the state has no scale, or several, or is from outside of what is traced.
+    MpjaxError: the state has no scale or several, or is a constant of the traced function.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
@@ -84,7 +84,7 @@ def loss_scaling_metrics(
 
 
 def step_applied(opt_state: OptState, *, name: str | None = None) -> Array:
-  """Returns whether the last step was applied, and not skipped.
+  """Return whether the last step was applied.
 
   Args:
     opt_state: a state that holds a loss scale, after an `update`.
@@ -104,9 +104,9 @@ def step_applied(opt_state: OptState, *, name: str | None = None) -> Array:
 
 
 def keep_if_skipped(opt_state: OptState, new: T, old: T, *, name: str | None = None) -> T:
-  """Returns `new` if the last step was applied, else `old`: for state that no optimizer holds.
+  """Return `new` if the last step was applied, and `old` if it was skipped.
 
-  It keeps a skipped step, bit for bit, out of batch statistics, moving averages and counters.
+  Use it for state outside the optimizer: batch statistics, moving averages and counters.
 
   Args:
     opt_state: the state that `update` returned; it holds a loss scale.
@@ -139,21 +139,21 @@ def check_skipped_steps(
   params: Params = None,
   name: str | None = None,
 ) -> None:
-  """Raises if training no longer moves. For the host, outside `jit`, now and then.
+  """Raise if many steps in a row were skipped. Call it on the host, such as once per epoch.
 
-  Many skipped steps in a row mean that no scale helps: the loss, the data or the model itself makes
-  an inf or a NaN. Under `NoLossScale` optimizer state and parameters are searched for a NaN.
+  Then no scale helps, because the loss, the data or the model produces an inf or a NaN. Under
+  `NoLossScale` optimizer state and parameters are searched for a NaN.
 
   Args:
     opt_state: a concrete state that holds a loss scale; under `jax.vmap` the worst member counts.
     max_consecutive_skips: this many skipped steps in a row, at least 1, are an error.
-    params: what is trained, `variables["params"]` or `nnx.state(model, nnx.Param)`, so that the
-      error names the gradient by its path. Donated and abstract arrays will do.
+    params: the parameters, `variables["params"]` or `nnx.state(model, nnx.Param)`. With them the
+      error names the gradient by its path. They may be donated or abstract.
     name: which of several loss scales to check.
 
   Raises:
-    MpjaxRuntimeError: that many steps in a row were skipped, or the scale itself is no positive
-      finite number (a damaged checkpoint); under `NoLossScale`, there is a NaN.
+    MpjaxRuntimeError: that many steps in a row were skipped. The scale is no positive finite
+      number (a damaged checkpoint). Under `NoLossScale`: there is a NaN.
     MpjaxError: the state is traced or has no scale of that `name`.
 
   >>> import jax.numpy as jnp, mpjax, optax
@@ -284,8 +284,8 @@ class MonitorState(NamedTuple):
   """The state of `mpjax.monitor`.
 
   Args:
-    counts: int32 of shape (4,) for each parameter, by its path, of the last step that was applied:
-      elements, zero gradients, nonzero updates, lost updates.
+    counts: int32 of shape (4,) for each parameter, by its path: elements, zero gradients, nonzero
+      updates and lost updates of the last applied step.
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax
@@ -298,10 +298,10 @@ class MonitorState(NamedTuple):
 
 
 def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that it counts, for each parameter, zero gradients and lost updates.
+  """Wrap an optimizer so that it counts zero gradients and lost updates of each parameter.
 
-  Put it outermost, where parameters are as they are stored; what it wraps works as it would alone.
-  `mpjax.states.monitor_counts` returns the counts of the last step that was applied.
+  Put it outermost, because it compares updates with the stored parameters. It does not change
+  the updates. `mpjax.states.monitor_counts` returns the counts of the last applied step.
 
   Args:
     inner: the optimizer, with a loss scale or without.

@@ -15,8 +15,8 @@ def move_average(
 ) -> Params:
   """Returns the average one step later, of parameters in float32.
 
-  A parameter that is trained in windows of micro-batches does not change inside of a window, and
-  neither does its average.
+  A parameter that is trained in windows of micro-batches is constant inside of a window. So is its
+  average.
   """
   ended = _ended_windows(before, after)
   paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(average)}

@@ -22,7 +22,7 @@ def checked_update(
   state: TrainState,
   **extra: PyTree,
 ) -> tuple[PyTree, OptState]:
-  """Returns what `update` of `tx` does, and raises if it fails or gives another kind of state."""
+  """Calls `update` of `tx`, and raises if it fails or returns another kind of state."""
   try:
     result, opt_state = update(grads, state.opt_state, state.params, **extra)
   except (MpjaxError, jax.errors.JAXTypeError):

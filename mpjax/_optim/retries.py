@@ -17,7 +17,7 @@ _WHERE = "mpjax.make_train_step(max_retries)"
 
 
 class Attempt(NamedTuple):
-  """The results of one run of a batch. The state is the old one, but for its scale, if skipped."""
+  """The results of one run of a batch. A skipped run returns the old state with a new scale."""
 
   state: TrainState
   metrics: Metrics
@@ -41,7 +41,7 @@ def run_with_retries(
   max_retries: int,
 ) -> tuple[TrainState, Metrics]:
   """Runs a batch until its step is applied, or `max_retries` more times while that may help."""
-  # `jit` keeps the trace: the loop runs the one that the shapes of the metrics are asked of.
+  # `jit` caches the trace, so that `eval_shape` and the loop share one call of the loss function.
   attempt = jax.jit(attempt, inline=True)
 
   def may_help(runs: _Runs) -> Array:
@@ -61,7 +61,7 @@ def run_with_retries(
   zeros = jax.tree.map(lambda x: jnp.full_like(x, 0), metrics)
   start = _Runs(state, zeros, _scale_in(state), jnp.zeros((), jnp.int32), jnp.asarray(False))
   last = jax.lax.while_loop(may_help, run, start)
-  # If no run helped, the batch is to blame and not the scale, which then moves as after one run.
+  # If no run helped, the batch caused the overflow. The scale then moves as after one run.
   applied = last.metrics["finite"]
   scale = select(applied, _scale_in(last.state), last.first_scale, _WHERE)
   new = _with_scale_in(last.state, scale)
@@ -73,8 +73,7 @@ def _is_futile(
   state: TrainState, before: LossScaleState, after: LossScaleState, forward_finite: Array
 ) -> Array:
   """Returns whether a lower scale cannot help."""
-  # The scale is at its floor; or only the updates were not finite; or the forward pass was not,
-  # which is not scaled.
+  # At its floor the scale stays. The forward pass and the updates are not scaled.
   lowest, _ = _own_scale(state).limits
   is_lowest = before.scale <= lowest
   return is_lowest | (after.bad_updates > before.bad_updates) | ~forward_finite

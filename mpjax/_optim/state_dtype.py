@@ -85,20 +85,21 @@ def state_dtype(
   In bfloat16, rounding to nearest works for a decay of 0.9 or 0.95. From 0.998 on, a step changes a
   moment by less than half a unit in the last place, and is lost. Stochastic rounding is right on
   average. float16 has no positive numbers below 6e-8, and first moments are often smaller. Second
-  moments are refused for the same reasons. If they are allowed, `init` warns about a decay that the
-  dtype cannot follow.
-  `mpjax.loss_scaling` belongs around it. `mpjax.master_weights` may be inside or around.
+  moments raise an error for the same reasons. If they are allowed, `init` warns about a decay that
+  the dtype cannot follow. `mpjax.loss_scaling` goes around this wrapper. `mpjax.master_weights`
+  goes inside or around.
 
   Args:
     inner: the optimizer.
-    mu: "bfloat16", "float16" or "float32", for first moments; None leaves them.
-    nu: the same for second moments (`nu`, `nu_max`, `exp_avg_sq`); refused without the next.
-    allow_second_moments: store second moments in `nu` nevertheless.
-    rounding: "nearest" or "stochastic", by random bits from a number of steps in the state.
+    mu: "bfloat16", "float16" or "float32", for first moments. None leaves them.
+    nu: the same for second moments (`nu`, `nu_max`, `exp_avg_sq`), with `allow_second_moments`.
+    allow_second_moments: permit `nu`.
+    rounding: "nearest" or "stochastic". The random bits come from a count of steps in the state.
 
   Returns:
-    An optax transformation. Its state is that of `inner` (with stochastic rounding the
-    `inner_state` beside `steps`), with these moments in the dtype but for complex and 64-bit ones.
+    An optax transformation. Its state is that of `inner`, with these moments in the dtype. Complex
+    and 64-bit moments stay. With stochastic rounding the state has fields `steps` and
+    `inner_state`.
 
   Raises:
     MpjaxTypeError: `inner` is no optax transformation, or an argument has the wrong type; `update`:

@@ -1,4 +1,4 @@
-"""The loss function of a training step, called once: a jaxpr, and what it says about the loss."""
+"""The single trace of a loss function, and the facts about the loss in its jaxpr."""
 
 import functools
 import inspect
@@ -59,7 +59,7 @@ def trace_loss(
 def _call_loss(
   loss_fn: LossFn, params: Params, model_state: PyTree, batch: PyTree, rng: Array | None
 ) -> PyTree:
-  """Returns what `loss_fn` does; its errors get a note of how it was called."""
+  """Calls `loss_fn`, and adds a note about the call to its errors."""
   try:
     return loss_fn(params, model_state, batch, rng)
   except (*REFUSALS, *flax_errors()) as error:
@@ -104,8 +104,8 @@ def _unchanged_leaves(jaxpr: ClosedJaxpr, params: Params, model_state: PyTree) -
 
 def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
   """Warns if a dynamic scale protects no float16."""
-  # A jaxpr does not show how the rules of a `jax.custom_vjp` compute, nor what is inside of a
-  # primitive that this version does not know. Either may be in float16.
+  # A jaxpr hides the rules of a `jax.custom_vjp`, and the inside of unknown primitives. Both may
+  # compute in float16.
   for eqn in walk(jaxpr):
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     in_float16 = any(getattr(aval, "dtype", None) == jnp.float16 for aval in avals)

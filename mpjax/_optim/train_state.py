@@ -1,4 +1,4 @@
-"""What training changes, in one tree."""
+"""The state of a training run, in one tree."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -20,14 +20,14 @@ from mpjax._optim.trees import float32_view, nodes_of, place_like, strong
 
 
 class TrainState(NamedTuple):
-  """What training changes; every leaf is an array. Make one with `TrainState.create`.
+  """The state of a training run; every leaf is an array. Create one with `TrainState.create`.
 
   Args:
-    step: int32 of shape (), how many steps were applied.
+    step: int32 of shape (), the number of applied steps.
     params: the parameters, floating arrays of any shapes.
     opt_state: the state of the optimizer, with its loss scale.
-    model_state: batch statistics and whatever else the model changes; () for none.
-    ema: the average of the parameters, in float32 and their shapes; () for none.
+    model_state: batch statistics and other variables of the model; () for none.
+    ema: the average of the parameters, in float32; () for none.
     rng: the key (of shape (), or raw) from which the key of each step is folded; None for none.
 
   >>> import jax.numpy as jnp, mpjax, optax
@@ -62,20 +62,20 @@ class TrainState(NamedTuple):
     rng: Array | None = None,
     ema: bool = False,
   ) -> "TrainState":
-    """Returns the state before the first step.
+    """Create the state before the first step.
 
     Args:
-      params: floating arrays, on the devices and in the dtypes that they are trained in.
+      params: floating arrays, in the dtypes and on the devices of the training.
       tx: the optimizer, wrapped by `mpjax.loss_scaling`.
-      model_state: what the model changes by itself, such as `variables["batch_stats"]`.
-      rng: a PRNG key for what is random in the loss.
+      model_state: variables that the model writes, such as `variables["batch_stats"]`.
+      rng: a PRNG key for the loss function.
       ema: keep an average of the parameters, or their masters, for `ema_decay` of the step.
 
     Returns:
-      A state that shares no memory with the arguments. On a mesh, what is new is replicated.
+      A state that shares no memory with the arguments. On a mesh, its new arrays are replicated.
 
     Raises:
-      MpjaxTypeError: one of these is something else, or `tx` is not `loss_scaling` of one loss.
+      MpjaxTypeError: an argument has the wrong type, or `tx` is not `loss_scaling` of one loss.
     """
     where = "mpjax.TrainState.create"
     _check_optimizer(tx, where)
@@ -92,7 +92,7 @@ class TrainState(NamedTuple):
 
 
 def trained_params(params: Params, opt_state: OptState) -> Params:
-  """Returns what the optimizer trains: the masters of parameters that have some, or themselves."""
+  """Returns the trained arrays: the master of each parameter that has one, or the parameter."""
   return master_params(opt_state, params) if nodes_of(opt_state, MasterWeightsState) else params
 
 

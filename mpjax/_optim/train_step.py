@@ -61,37 +61,38 @@ def make_train_step(
   rounding: Literal["nearest", "stochastic"] = "nearest",
   state_shardings: PyTree = None,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
-  """Returns a jitted step: scaled gradients, micro-batches, and one decision for everything.
+  """Build a jitted training step that commits all of its results, or none.
 
-  If a gradient or the loss is not finite, or a number of the model state becomes so, the step is
-  skipped: all keep their bits, and only the loss scale moves. docs/training.md has more about each
-  argument.
+  A step is skipped if a gradient or the loss is not finite, or if a number of the model state
+  becomes so. The state then keeps its bits, and only the loss scale moves. docs/training.md
+  explains each argument.
 
   Args:
     loss_fn: `loss_fn(params, model_state, batch, rng) -> (loss, (model_state, metrics))`. The loss
-      is a floating scalar, a mean over the batch; `metrics` is a dict of arrays; `model_state`
-      keeps its structure, shapes and dtypes; `rng` is None if the state has none.
-    tx: the optimizer, with `mpjax.loss_scaling` around it; the loss is passed to it as `value=`.
-    micro_batches: cut the batch into this many micro-batches, whose float32 gradients are added.
-    axis_name: the mapped axis, or axes, of a `jax.shard_map` or `jax.pmap` around the step, over
-      which gradients, loss, floating model state and metrics are averaged.
-    integer_state: what becomes of integers in `model_state` under `axis_name`: "sum" adds the
-      changes of all devices, "same" is the same on all; or a dict from paths or branches to these.
-    max_retries: run a batch that overflowed again, each time at a lower scale, up to so many times.
+      is a floating scalar, a mean over the batch. `model_state` keeps its structure, shapes and
+      dtypes. `metrics` is a dict of arrays. `rng` is None if the state has none.
+    tx: the optimizer, wrapped by `mpjax.loss_scaling`. It receives the loss as `value=`.
+    micro_batches: number of parts of the batch. Their float32 gradients are added.
+    axis_name: the mapped axis, or axes, of a `jax.shard_map` or `jax.pmap` around the step.
+      Gradients, loss, floating model state and metrics are averaged over it.
+    integer_state: how integers in `model_state` are combined under `axis_name`. "sum" adds the
+      changes of all devices. "same" is for integers that are equal on all. A dict maps paths or
+      branches to these.
+    max_retries: number of times that an overflowed batch is repeated, at a lower scale each time.
     ema_decay: `ema = ema_decay * ema + (1 - ema_decay) * params` after each applied step.
-    donate: let the new state take over the memory of the old one, which JAX then calls deleted.
+    donate: let the new state reuse the memory of the old one, which JAX then deletes.
     rounding: how 16-bit parameters without a master are rounded, see `mpjax.apply_updates`.
-    state_shardings: where the new state is to be, `jax.tree.map(lambda x: x.sharding, state)`.
+    state_shardings: the shardings of the new state, `jax.tree.map(lambda x: x.sharding, state)`.
 
   Returns:
-    `step(state, batch) -> (state, metrics)`. The metrics are those of `loss_fn` (floating ones
-    averaged, others summed) and of `mpjax.loss_scaling_metrics`, `loss` and `grad_norm` (unscaled),
-    and `retries` if `max_retries` is given.
+    `step(state, batch) -> (state, metrics)`. The metrics are those of `loss_fn` and of
+    `mpjax.loss_scaling_metrics`, `loss`, `grad_norm` (unscaled), and `retries` with `max_retries`.
+    Floating metrics of `loss_fn` are averaged, others are summed.
 
   Raises:
-    MpjaxTypeError: an argument, or what `loss_fn` returns, has the wrong type; when called: the
-      state is that of another optimizer, or `tx` needs other arguments.
-    MpjaxValueError: an argument is out of range, or does not fit to state, batch and mapped axes.
+    MpjaxTypeError: an argument, or the result of `loss_fn`, has the wrong type. When called: the
+      state belongs to another optimizer, or `tx` needs other arguments.
+    MpjaxValueError: an argument is out of range, or does not fit state, batch and mapped axes.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> def loss_fn(params, model_state, batch, rng):
@@ -244,9 +245,9 @@ class TrainStep:
     results: BatchGradients,
     apply: Callable[[Params, Updates, OptState], Params],
   ) -> tuple[Params, OptState]:
-    """Returns what `_update` does where there is no loss scale."""
-    # The optimizer works as if it were alone. It takes gradients in the dtypes of what it trains:
-    # its moments of bfloat16 parameters are bfloat16.
+    """Returns the results of `_update` without a loss scale."""
+    # A plain optimizer creates moments in the dtypes of its parameters, such as bfloat16.
+    # Gradients in these dtypes keep them so.
     grads = as_stored(results.grads, trained_params(state.params, state.opt_state))
     updates, opt_state = checked_update(self.tx, self.tx.update, grads, state, value=results.loss)
     return apply(state.params, updates, opt_state), opt_state

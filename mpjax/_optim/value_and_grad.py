@@ -33,36 +33,36 @@ def value_and_grad(
   name: str | None = None,
   differentiator: Callable[..., Function] | None = None,
 ) -> Callable[P, tuple[PyTree, Grads]]:
-  """Like `jax.value_and_grad`, for a loss that is scaled before it is differentiated.
+  """Scale a loss and differentiate it, like `jax.value_and_grad`.
 
   **Build it inside the step**, from the state that the step is given. The function keeps the scale
   of `opt_state`, while `update` divides by the current scale. In a compiled step a dynamic scale
-  from outside raises an error. In a loop outside `jit` the mistake is not noticed.
+  from outside raises an error. In a loop outside `jit` nothing detects the mistake.
 
   If modules or variables of Flax NNX are among the arguments, `nnx.value_and_grad` differentiates.
   Pass the gradients to `optimizer.update(model, grads)`. `mpjax.nnx.atomic_step` restores what the
   forward pass of a skipped step wrote.
 
   Args:
-    fun: returns a loss, floating of shape (), or that and anything else if `has_aux`.
+    fun: returns a loss, floating of shape (), or `(loss, aux)` with `has_aux`.
     opt_state: the state of an optimizer wrapped by `mpjax.loss_scaling`, or an `nnx.Optimizer`.
     argnums: which positional arguments to differentiate with respect to: an integer, several, or
       an `nnx.DiffState`.
-    has_aux: `fun` returns a pair of the loss and something else, which is returned as it is.
-    allow_int: integer arguments may be differentiated (their gradients are `float0`).
+    has_aux: whether `fun` returns a pair `(loss, aux)`.
+    allow_int: whether integer arguments may be differentiated (their gradients are `float0`).
     name: which of several loss scales to use.
     differentiator: the function that differentiates, in place of `jax.value_and_grad` or
       `nnx.value_and_grad`; `equinox.filter_value_and_grad` for models of Equinox.
 
   Returns:
-    A function of the arguments of `fun` that returns the loss as `fun` computed it (unscaled, in
-    its own dtype; or `(loss, aux)`) and the *scaled* gradients, like the arguments. The gradients
-    of an NNX module are an `nnx.State`.
+    A function of the arguments of `fun` that returns a pair. The first is the unscaled loss in its
+    own dtype, or `(loss, aux)`. The second is the *scaled* gradients, in trees like the arguments.
+    The gradients of an NNX module are an `nnx.State`.
 
   Raises:
     MpjaxTypeError: `fun` is no function, or a method of an NNX module; `argnums` is no position;
-      the state has no loss scale, or several; when called: the loss is no floating number, or a
-      model needs the differentiator of its own library.
+      the state has no loss scale, or several. When called: the loss is no floating number, or a
+      model needs the differentiator of its library.
     MpjaxValueError: no scale is called `name`; when called: the loss is not a scalar.
     MpjaxRuntimeError: when called: a dynamic scale would be a constant of what is traced, or the
       state was donated.
@@ -125,17 +125,16 @@ def _positions(argnums: Hashable | Sequence[Leaf]) -> list[int]:
 def _scaled_loss(
   fun: Callable[..., PyTree], scale: Array | None, largest: float, has_aux: bool
 ) -> Function:
-  """Returns a function that returns the scaled loss, and what is to leave beside it.
+  """Returns a function that returns the scaled loss, and `(loss, aux, rest)`.
 
-  These are the plain loss, the result that `fun` returns beside it, and the factor by which the
-  gradients are still to be multiplied, or None.
+  The gradients are then multiplied by `rest`, if it is not None.
   """
 
   @functools.wraps(fun, updated=())
   def scaled(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, PyTree, Array | None]]:
     loss, aux = loss_and_aux(fun(*args, **kwargs), has_aux, f"{_CALL}(fun)")
     # The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16
-    # on. So no more than 2^15 of it is multiplied there, and the gradients by the rest.
+    # on. The loss is therefore multiplied by at most 2^15, and the gradients by the rest.
     within, rest = scale, None
     if scale is not None and _may_overflow(loss, largest):
       within = jnp.minimum(scale, jnp.float32(2**15))
@@ -151,16 +150,16 @@ def _scaled_loss(
 
 
 def unscale(grads: Grads, opt_state: OptState, *, name: str | None = None) -> Grads:
-  """Returns the gradients of the plain loss, to look at: `update` takes the scaled ones.
+  """Divide gradients by the loss scale, to inspect them. `update` takes the scaled ones.
 
   Args:
     grads: the gradients of the scaled loss, arrays of any shapes and floating dtypes.
-    opt_state: the state whose scale multiplied that loss, before `update`.
+    opt_state: the state before `update`, whose scale multiplied the loss.
     name: which of several loss scales to use.
 
   Returns:
-    `grads` divided by the scale, in float32 (float64 and complex leaves keep their dtype; None,
-    integers and keys stay as they are).
+    `grads` divided by the scale, in float32. Float64 and complex leaves keep their dtype. None,
+    integers and keys do not change.
 
   Raises:
     MpjaxError: as `mpjax.value_and_grad` does, of the state.
