@@ -35,7 +35,7 @@ _KEY = "key:"
 
 
 def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
-  """Returns the leaves of `tree` as NumPy arrays by path, which any file format can hold.
+  """Convert the leaves of `tree` to NumPy arrays by path, which any file format can hold.
 
   NumPy's files cannot hold bfloat16, float8, 4-bit integers or typed keys, and msgpack no typed
   keys. Such leaves are stored as unsigned integers. A tag behind an "@" in the name gives the type:
@@ -87,8 +87,8 @@ def _encode(path: str, x: Leaf) -> tuple[str, NumpyArray]:
 def leaves_by_path(tree: PyTree, where: str) -> dict[str, Leaf]:
   """Returns the leaves of `tree` by path, in the order of the tree.
 
-  A field of a class, the key of a dict and a position in a tuple look alike in a path, because a
-  checkpoint turns one into the other. So two leaves can have the same path, which is an error.
+  A checkpoint turns fields of classes and positions in tuples into keys of dicts, so that they look
+  alike in a path. Two leaves with the same path are an error.
   """
   if isinstance(tree, Mapping) and jax.tree_util.all_leaves([tree]):
     tree = dict(tree)  # A mapping that JAX does not know, such as numpy.load of an npz file.
@@ -146,7 +146,7 @@ _Expected = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyTree:
-  """Returns a checkpoint as a tree like `target`, without a silent cast.
+  """Restore a checkpoint into a tree like `target`, without a silent cast.
 
   An error names each leaf that differs in dtype or shape, is missing or is left over. Orbax and
   Flax would round such leaves, or return them as they were saved.
@@ -155,8 +155,8 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   do not matter. So `restored` may be:
 
   - a tree like `target`;
-  - what Orbax's `StandardCheckpointer().restore(path)` returns without a target;
-  - what `flax.serialization.msgpack_restore` returns;
+  - the result of Orbax's `StandardCheckpointer().restore(path)` without a target;
+  - the result of `flax.serialization.msgpack_restore`;
   - the arrays of `mpjax.checkpoints.to_arrays`, such as `numpy.load` of an npz file;
   - the path of an Orbax checkpoint. Its metadata is compared with `target` before any array is
     read, and each array is read straight to its devices.
@@ -164,28 +164,27 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   Masters of `mpjax.master_weights` may have been saved in the other `storage`. They are converted,
   bit for bit, if their parameters are in the same tree.
 
-  Save models and optimizers of Flax NNX as plain dicts, `nnx.to_pure_dict(nnx.state(model))`. Pass
-  the same of new ones as the target, and write the result to them with `nnx.update`, as in the
-  second example. Modules and an `nnx.State` may be saved and restored, too. But their paths have
-  one name more, "value", so that a plain dict does not fit them.
+  Save models and optimizers of Flax NNX as plain dicts, `nnx.to_pure_dict(nnx.state(model))`. Use
+  the dict of new ones as the target, and store the result in them with `nnx.update`, as in the
+  second example. An `nnx.State` may be saved too. Its paths end with "value", so that its target
+  has to be an `nnx.State`.
 
   Args:
-    target: the tree that is wanted, of arrays or of `jax.ShapeDtypeStruct` (`jax.eval_shape`).
-    restored: what was saved, or the path of an Orbax checkpoint, a str or an `os.PathLike`.
+    target: the wanted tree, of arrays or of `jax.ShapeDtypeStruct` (`jax.eval_shape`).
+    restored: the saved tree, or the path of an Orbax checkpoint, a str or an `os.PathLike`.
     cast: round floating leaves to the floating dtype of `target`. Integers, booleans, complex
       numbers and keys are never cast.
 
   Returns:
     A tree with the structure and the dtypes of `target`. Its leaves are strongly typed
-    `jax.Array`s. They are on the devices to which `target` is committed, or in the sharding that it
-    names, and uncommitted elsewhere. So a step that was compiled for `target` is not traced again.
-    Plain key data become typed keys where `target` has those.
+    `jax.Array`s. They have the sharding or the committed devices of `target`, and are uncommitted
+    elsewhere. A step that was compiled for `target` is therefore not traced again. Plain key data
+    become typed keys where `target` has those.
 
   Raises:
-    MpjaxValueError: leaves are missing, left over, or of another shape or dtype; masters in another
-      storage are without the parameters that belong to them; rounding makes a finite number
-      infinite; the loss scale was saved under another configuration, or is no positive finite
-      number; there is no checkpoint at the path.
+    MpjaxValueError: leaves are missing, left over, or of another shape or dtype. Masters in another
+      storage lack their parameters. Rounding makes a finite number infinite. The loss scale has
+      another configuration, or is no positive finite number. There is no checkpoint at the path.
     MpjaxTypeError: a leaf of `target` is not an array.
 
   >>> import jax.numpy as jnp, mpjax
@@ -219,7 +218,7 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
     restored = _read(path, stored, target, as_saved, cast)
   leaves = _converted(_match(target, as_saved, restored, cast), as_saved)
   leaves = convert_masters(leaves, parameter_paths, _WHERE)
-  is_ours = path is not None  # Nobody else holds an array that was read here.
+  is_ours = path is not None  # The caller has no reference to an array that was read here.
   placed = [put(leaves[name], want.sharding, alias=is_ours) for name, want in expected.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), placed)
   _refuse_damaged_scale(result)

@@ -30,24 +30,23 @@ _BESIDE = frozenset({"bias", "offset", "beta", "mean", "var", "moving_mean", "mo
 def convert(
   params: Params, policy: PolicyLike, rules: Iterable[Rule] = (), *, unmatched: str = "raise"
 ) -> Params:
-  """Returns parameters for inference: floating leaves in the compute dtype of a policy.
+  """Cast parameters to the compute dtype of a policy, for inference.
 
-  The parameters of norms stay in float32, and float8 arrays stay as they are. Norms are found by
-  names: those of the arrays in a node ("scale" and "bias", "gamma" and "beta", …), or "norm" in the
-  name of a node whose arrays are vectors. `with_policy(model, policy).convert(variables, *args)` is
-  more exact, because it looks at what the model does with each leaf.
+  The parameters of norms stay in float32, and float8 arrays do not change. Norms are found by the
+  names of their arrays, such as "scale" and "bias" or "gamma" and "beta". A node with "norm" in its
+  name is one too, if its arrays are vectors. `with_policy(model, policy).convert(variables, *args)`
+  is more exact, because it reads the operations on each leaf.
 
   With "float32" it converts low-precision parameters back for a float32 checkpoint.
 
   Args:
-    params: any tree of arrays, abstract ones too; `nnx.state(model)` of an NNX model. If it is the
-      variables of a Linen model, a dict with "params" in it, other collections stay as they are.
-    policy: a `mpjax.Policy` or its string; only its `compute_dtype` counts.
-    rules: rules with a path, such as `Rule("float32", path="decoder/head")`. The path is that of a
-      leaf, or of a node for all leaves in it; the rule of the innermost node wins, and of several
-      rules for one node the first. `Rule(None, path=...)` leaves the leaves as they are. A rule
-      also decides about norms.
-    unmatched: "raise", "warn" or "ignore": what to do about a rule that matches nothing.
+    params: any tree of arrays, abstract ones too; `nnx.state(model)` of an NNX model. In the
+      variables of a Linen model, only the collection "params" is cast.
+    policy: a `mpjax.Policy` or its string. Only its `compute_dtype` counts.
+    rules: rules with a path, such as `Rule("float32", path="decoder/head")`. A path names a leaf,
+      or a node with all leaves inside. The rule of the innermost node wins, and the first of
+      several rules for one node. `Rule(None, path=...)` does not cast. Rules apply to norms too.
+    unmatched: "raise", "warn" or "ignore", for a rule that matches nothing.
 
   Returns:
     A tree of the same structure and shardings. Leaves that are not floating are the same objects.

@@ -40,8 +40,8 @@ def masters_to_convert(
     where: the public call, for errors.
 
   Raises:
-    MpjaxValueError: masters were saved in 17 bits; or `target` has no parameters that belong to
-      them, or has those twice.
+    MpjaxValueError: masters were saved in 17 bits; or `target` has no parameters of these masters,
+      or has them twice.
   """
   params = _parameters(target)
   parameter_paths: dict[str, str] = {}
