@@ -24,31 +24,30 @@ def with_policy(
   ops: OpLists | None = None,
   data_argnums: int | Sequence[int] = (),
 ) -> T:
-  """Returns a model or a function that runs in the dtypes of a policy; it is not changed itself.
+  """Wrap a model or a function so that it runs in the dtypes of a policy.
 
-  Matmuls and convolutions run in the policy's `compute_dtype`; exponentials, sums, softmax and
-  norms' statistics in float32. Parameters are cast where they are used.
+  Matmuls and convolutions run in the policy's `compute_dtype`. Exponentials, sums, softmax and the
+  statistics of norms run in float32. Parameters are cast where they are used.
 
   Args:
-    model: a Linen module, an NNX module, or a function of arrays (of Haiku `transformed.apply`, of
-      Equinox the function that calls the model).
-    policy: a `mpjax.Policy` or its string ("mixed_bfloat16"); None leaves everything as it is but
-      for what rules pick out.
-    rules: tried in order for each module; the first that matches wins. For a function their paths
-      are those of `jax.named_scope`.
-    unmatched: "raise", "warn" or "ignore", for a model with a rule that picks out no module.
+    model: a Linen module, an NNX module, or a function of arrays. For Haiku pass
+      `transformed.apply`, for Equinox a function that calls the model.
+    policy: a `mpjax.Policy` or its string ("mixed_bfloat16"). With None only rules apply.
+    rules: the first rule that matches a module wins. For a function their paths are those of
+      `jax.named_scope`.
+    unmatched: "raise", "warn" or "ignore", for a rule of a model that matches no module.
     ops: for a function, as for `mpjax.autocast`.
     data_argnums: for a function, as for `mpjax.autocast`.
 
   Returns:
-    Of a Linen module a `mpjax.linen.PolicyModule`, which has its `init` and `apply`; of an NNX
-    module a view that has its variables, see `mpjax.nnx.with_policy`; of a function a function of
-    the same signature.
+    For a Linen module, a `mpjax.linen.PolicyModule` with its `init` and `apply`. For an NNX module,
+    a view of its variables, see `mpjax.nnx.with_policy`. For a function, a function of the same
+    signature.
 
   Raises:
     MpjaxTypeError: not a model or function, or one that has a policy already; a wrong option.
     MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
-    UnmatchedRuleError: a rule picked out nothing, where that is seen.
+    UnmatchedRuleError: a rule matches nothing, if all modules are known.
 
   >>> import flax.linen as nn, jax.numpy as jnp, mpjax
   >>> mpjax.with_policy(lambda w, x: x @ w, "c=bf16")(jnp.ones((3, 2)), jnp.ones((1, 3))).dtype

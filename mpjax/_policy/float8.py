@@ -30,12 +30,12 @@ _TOO_SMALL: dict[str, tuple[tuple[Size, Size], ...]] = {
 class Float8:
   """How a policy multiplies in float8: `mpjax.Policy(compute_dtype="bfloat16", matmul=Float8())`.
 
-  Each operand is divided by a scale, so that its largest element becomes the largest number of the
-  format, and cast. There is no state. docs/float8.md says which matmuls qualify, in which formats.
+  Each operand is divided by a scale and cast. The scale maps its largest element to the largest
+  number of the format. There is no state. docs/float8.md lists the matmuls and formats.
 
   Args:
-    scaling: "tensor" for one scale per operand, or "row" for one per row of the left operand and
-      per column of the right one, which is more exact and slower.
+    scaling: "tensor" for one scale per operand. "row" is more exact and slower: it has one scale
+      per row of the left operand and per column of the right one.
     power_of_two: round scales up to a power of two, so that the division is exact.
     weight_grad: the dtype in which gradients of weights are multiplied: "float8", or "half" (or its
       name) for the compute dtype of the policy. Their result is float32 either way.

@@ -22,7 +22,7 @@ from mpjax._policy.policy import Policy, PolicyLike, parse_policy
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """A policy for the modules that one selector picks out. Of several rules the first match wins.
+  """A policy for the modules that a selector matches. The first matching rule wins.
 
   Args:
     policy: a policy or its string. None leaves the module, and all modules inside, unchanged.
@@ -33,8 +33,8 @@ class Rule:
     where: a predicate that is called with every bound module of the model. Define it once, outside
       of the step. A lambda that is created in each step is a new predicate, and the step is traced
       again.
-    rewrite: whether operations are rewritten. With False floating arguments of the module and its
-      `dtype` are in the compute dtype, and its code runs as it is written.
+    rewrite: whether operations are rewritten. With False, floating arguments and the `dtype` of the
+      module are cast to the compute dtype, and its code runs unchanged.
 
   Raises:
     MpjaxValueError: no selector or several, or a malformed glob.
@@ -349,14 +349,14 @@ def resolve_policy(
 ) -> ModulePolicy:
   """Returns the policy of a module. This function alone defines which policy wins.
 
-  In this order: a rule that exempts a module around this one, the policy in its own field, the
-  first rule that matches, the policy of the module around.
+  Precedence: a rule that exempts an outer module, the policy in the module's own field, the first
+  matching rule, the policy of the outer module.
 
   Args:
     config: the policy and the rules of the model.
     module: the module, and `path` where it is in the model.
     path: names joined by "/"; "" is the root.
-    own: what is in the field of the module that may hold a policy of its own.
+    own: the value of the module's field for its own policy.
     around: the policy of the module around.
     all_matches: whether to find the rules that an earlier match hides.
   """

@@ -50,9 +50,9 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
     A function that returns what `step` does.
 
   Raises:
-    MpjaxTypeError: `step` is no function; when called: no argument holds a loss scale.
-    MpjaxValueError: when called: the step has changed the structure, a shape or a dtype of a
-      variable's value under `nnx.jit`, or has exchanged a loss scale for another.
+    MpjaxTypeError: `step` is no function. When called: no argument holds a loss scale.
+    MpjaxValueError: when called: the step replaced a loss scale. Under `nnx.jit`: it changed the
+      structure, a shape or a dtype of a variable's value.
 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> from flax import nnx

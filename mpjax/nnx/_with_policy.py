@@ -43,21 +43,22 @@ def with_policy(
   *,
   unmatched: str = "raise",
 ) -> M:
-  """Returns a view of an NNX model that runs under a policy; the model itself is not changed.
+  """Create a view of an NNX model that runs under a policy.
 
-  The view's modules hold the very variables of the model. It costs no array: create it once, or in
-  each step.
+  The modules of the view hold the variables of the model. A view owns no array. Create it once, or
+  in each step.
 
   Args:
     model: an NNX module.
-    policy: as for `mpjax.with_policy`; its `output_dtype` is for what the outermost method returns.
-    rules: tried in order for each module; the first that matches wins. A path consists of
-      attributes and indices: "blocks/0/attention".
-    unmatched: "raise", "warn" or "ignore": what to do about a rule that picks out no module.
+    policy: as for `mpjax.with_policy`. Its `output_dtype` is that of the outermost method.
+    rules: the first rule that matches a module wins. A path consists of attributes and indices:
+      "blocks/0/attention".
+    unmatched: "raise", "warn" or "ignore", for a rule that matches no module.
 
   Returns:
-    The view, with modules of subclasses of the model's. Of what is set on the model later it sees
-    the values of variables alone; a call of it is an error after a mode was, as by `eval()`.
+    The view. Its modules are instances of subclasses of the model's classes. It sees later values
+    of variables, and no other later changes of the model. A call of the view after `model.eval()`
+    is an error.
 
   Raises:
     MpjaxTypeError: `model` is no plain NNX module.
