@@ -57,7 +57,7 @@ def with_policy(
   dtype(bfloat16)
   """
   framework = framework_of(model)
-  where, fix = "mpjax.with_policy(model)", "They are for functions; a model has no use for them."
+  where, fix = "mpjax.with_policy(model)", "Both are for functions only."
   if not isinstance(model, type) and framework in ("Linen", "NNX"):
     if ops is None and data_argnums == ():
       adapter = importlib.import_module(f"mpjax.{framework.lower()}")

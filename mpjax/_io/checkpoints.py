@@ -252,8 +252,7 @@ def _refuse_damaged_scale(result: PyTree) -> None:
         "mpjax.checkpoints.restore_like(restored)",
         expected="a positive finite loss scale",
         got=f"{scales}",
-        fix="No step leaves it so, the file is damaged: restore another checkpoint, or put a "
-        "scale into what was read.",
+        fix="The file is damaged: restore another checkpoint, or replace the scale in the tree.",
       )
 
 
@@ -383,12 +382,12 @@ def _advice_on_paths(target: PyTree, missing: Sequence[str], extra: Sequence[str
   has_variables = any(map(is_nnx_variable, jax.tree.leaves(target, is_leaf=is_nnx_variable)))
   if has_variables and any(f"{path}/value" in missing for path in extra):
     return (
-      "What was saved has no variables of Flax NNX: pass nnx.to_pure_dict(nnx.state(model)) as "
+      "The checkpoint has no variables of Flax NNX: pass nnx.to_pure_dict(nnx.state(model)) as "
       "target, and write the result with nnx.update(model, nnx.State(result))."
     )
   if any(f"{path}/value" in extra for path in missing):
     return (
-      "What was saved has variables of Flax NNX: pass nnx.state(model) as target, without "
+      "The checkpoint has variables of Flax NNX: pass nnx.state(model) as target, without "
       "nnx.to_pure_dict, and write the result with nnx.update(model, result)."
     )
   return (
@@ -425,8 +424,8 @@ def _advice_on_leaves(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
     )
   if any(getattr(x, "dtype", np.dtype(bool)).type is np.void for x, _ in pairs):
     return (
-      "NumPy's files forget the name of bfloat16 (void): save what mpjax.checkpoints.to_arrays "
-      "gives, and .view(jnp.bfloat16) what was saved without it."
+      "NumPy files store bfloat16 as void: save the arrays of mpjax.checkpoints.to_arrays, or call "
+      ".view(jnp.bfloat16) on those that were saved without it."
     )
   return (
     "Build target as the state was when it was saved: cast=True is for floating dtypes alone, "
@@ -447,9 +446,9 @@ def _refuse_other_configuration(target: PyTree, leaves: Mapping[str, Leaf]) -> N
       _WHERE,
       expected=f"a loss scale of the configuration {_labels(configured)} at {place or 'the root'}",
       got=_labels(saved),
-      fix="Restore into a state of the configuration that was saved; then give its inner_state "
-      "to the new state (_replace), and the scale (mpjax.states.set_loss_scale). What was saved "
-      "without a loss scale is restored into target.inner_state.",
+      fix="Restore into a state of the saved configuration. Then pass its inner_state to the new "
+      "state (_replace), and its scale to mpjax.states.set_loss_scale. Restore a checkpoint "
+      "without a loss scale into target.inner_state.",
     )
 
 

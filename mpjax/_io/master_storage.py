@@ -128,10 +128,10 @@ def _root(
     names = listed(["/".join(root) or "the root" for root in roots]) or "none"
     raise MpjaxValueError(
       where,
-      expected="the bfloat16 parameters beside the masters, which are split over both",
+      expected="one tree of bfloat16 parameters beside the split masters",
       got=f"{names} for those at {place}",
       fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
-      '{"params": params, "opt_state": opt_state}; models, or copies in bfloat16, one by one.',
+      '{"params": params, "opt_state": opt_state}. Restore several models one by one.',
     )
   return roots[0]
 
@@ -181,8 +181,8 @@ def _split(master: Array, param: Array, path: str, where: str) -> Array:
   if not np.all(is_near | is_same | np.isnan(before)):
     raise MpjaxValueError(
       where,
-      expected="the parameters that belong to the masters, which are split over both",
-      got=f"others than the rounded masters at {path}",
+      expected="the parameters that belong to the split masters",
+      got=f"parameters that are not the rounded masters at {path}",
       fix="Restore into a state of storage='float32' first, and take the parameters from "
       "policy.cast_to_param(mpjax.states.master_params(opt_state, params)).",
     )

@@ -228,18 +228,17 @@ def _check_rules(rules: _Rules, new: PyTree, unchanged: PyTree, axes: tuple[Hash
     needs_rule = not (is_unchanged or is_inexact(x) or is_key(x.dtype))
     if needs_rule and _rule_for(path, rules) is None:
       text = path_text(path) or "the root"
-      problems.append(f"nothing about {x.dtype}{list(x.shape)} at {text}")
+      problems.append(f"no rule for {x.dtype}{list(x.shape)} at {text}")
   for branch in rules:
     if branch != "" and not any(_is_inside(path, branch) for path, _ in leaves):
       problems.append(f"{branch!r}, where the state has no leaf")
   if problems:
     raise MpjaxValueError(
       f"mpjax.make_train_step(axis_name={axes!r}): model_state",
-      expected="integer_state= to say how devices combine integers that loss_fn changes: those "
-      "that count a device's own rows are added, those that count steps are the same on all",
+      expected="integer_state= with a rule for each integer that loss_fn changes",
       got=listed(problems),
-      fix='Pass integer_state="sum" (the old value and the changes of all devices), '
-      'integer_state="same" (devices agree anyway), or a dict from paths ("a/b") to these.',
+      fix='Pass integer_state="sum" for counts of rows, whose changes are added, "same" for counts '
+      'of steps, which are equal on all devices, or a dict from paths ("a/b") to these.',
     )
 
 

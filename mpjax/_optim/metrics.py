@@ -182,9 +182,7 @@ def check_skipped_steps(
   scales, skips = np.atleast_1d(state.scale), np.atleast_1d(state.consecutive_skips)
   if not np.all(np.isfinite(scales) & (scales > 0)):
     expected, got = "a positive finite loss scale", str(np.asarray(state.scale))
-    fix = (
-      "No step can leave it so: restore another checkpoint, or call mpjax.states.set_loss_scale."
-    )
+    fix = "No step produces this: restore another checkpoint, or call mpjax.states.set_loss_scale."
     raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
   worst = int(np.argmax(skips))
   if skips[worst] < most:

@@ -23,8 +23,8 @@ def move_average(
   if not ended.keys() <= paths:
     where = "mpjax.make_train_step(ema_decay)"
     expected = "an optimizer that adds up gradients in the tree of the parameters"
-    got = "a window of micro-batches inside of what changes the tree, such as optax.flatten"
-    fix = "Put it outside of that: mpjax.accumulate_gradients(optax.flatten(inner), every)."
+    got = "a window of micro-batches inside a wrapper that changes the tree, such as optax.flatten"
+    fix = "Put it outside: mpjax.accumulate_gradients(optax.flatten(inner), every)."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
 
   def next_leaf(path: KeyPath, old: Array, param: Array) -> Array:

@@ -57,6 +57,6 @@ def _needs_more(got: str) -> MpjaxTypeError:
     expected="an optimizer that needs the parameters, the gradients of the mean loss and "
     "value=, and no more",
     got=got,
-    fix="Call what evaluates the loss by itself (line searches, SAM in opaque mode) or takes other "
-    "gradients (dpsgd, lookahead) in a loop of your own: mpjax.value_and_grad, and tx.update.",
+    fix="Call line searches, SAM in opaque mode, dpsgd and lookahead in a loop of your own: "
+    "mpjax.value_and_grad, and tx.update.",
   )

@@ -36,7 +36,7 @@ def check_average(state: TrainState, ema_decay: float | None) -> None:
 def check_moves(scale: OwnedScale, max_retries: int) -> None:
   """Raises unless a loss scale is lower after an overflow."""
   if not scale.dynamic:
-    expected = "0 with a loss scale that does not move"
+    expected = "0 with a constant loss scale"
     got = f"{max_retries} with {scale.label!r}"
     fix = "Use DynamicLossScale: the same batch at the same scale overflows again."
     raise MpjaxValueError(f"{_CALL}(max_retries)", expected=expected, got=got, fix=fix)
@@ -48,10 +48,10 @@ def check_stochastic(state: TrainState) -> None:
   if has_masters or state.rng is None:
     raise MpjaxValueError(
       f"{_CALL}(rounding='stochastic'): step(state): {'opt_state' if has_masters else 'rng'}",
-      expected="a PRNG key in the state, and no masters, which are rounded to nearest",
+      expected="a PRNG key in the state, and no masters",
       got="the state of mpjax.master_weights" if has_masters else "None for rng",
-      fix="Use one of the two, mpjax.master_weights or stochastic rounding, which takes its bits "
-      "from TrainState.create(..., rng=jax.random.key(0)).",
+      fix="Use one of the two: mpjax.master_weights, or stochastic rounding with "
+      "TrainState.create(..., rng=jax.random.key(0)).",
     )
 
 
@@ -66,7 +66,7 @@ def check_batch(batch: PyTree, micro_batches: int) -> None:
       f"{micro_batches} micro-batches",
       got=listed([f"shape {list(jnp.shape(x))} at {key_text(path)}" for path, x in leaves]),
       fix="Choose a batch size that is a multiple, and drop or pad the last batch. Let loss_fn "
-      "close over what belongs to all of it (a mask, class weights).",
+      "close over arrays of the entire batch, such as class weights.",
     )
 
 
@@ -80,6 +80,6 @@ def check_decision(new: OptState, old: OptState) -> None:
   if apart:
     where = f"{_CALL}(axis_name=None)"
     expected = f"the name of the axis that the batch is divided over, one of {apart}"
-    got = "None inside of a shard_map: each device would take a step of its own"
+    got = "None inside of a shard_map, where each device would take another step"
     fix = f"Pass axis_name={apart[0]!r}, and gradients, loss and state are averaged over it."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)

@@ -83,7 +83,8 @@ def _check_result(out: PyTree, model_state: PyTree) -> None:
   new_state, metrics = aux
   bad = [name for name in metrics if not isinstance(name, str) or name in OUR_METRICS]
   if bad:
-    expected, fix = "other names than ours, and strings", "Rename them: ours are in that dict."
+    expected = "strings that are not names of metrics of the step"
+    fix = "Rename them: the step adds its own metrics to this dict."
     raise MpjaxValueError(f"{where}: metrics", expected=expected, got=str(bad), fix=fix)
   expected = "the structure, shapes and dtypes that it was given"
   fix = "Return the entire new state, cast to the dtypes of the old one."
@@ -116,8 +117,8 @@ def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:
   code = getattr(inspect.unwrap(loss_fn), "__code__", warn_without_float16.__code__)
   warnings.warn_explicit(
     "mpjax.make_train_step: the loss scale is dynamic, but nothing in loss_fn is computed in "
-    "float16. bfloat16 and float32 have the range to do without: SkipNonfinite() skips bad "
-    "steps without scaling, NoLossScale() does not look for them.",
+    "float16. bfloat16 and float32 need no scale: SkipNonfinite() skips non-finite steps "
+    "without scaling, and NoLossScale() applies every step.",
     UserWarning,
     code.co_filename,
     code.co_firstlineno,

@@ -109,9 +109,10 @@ def make_train_step(
   check_callable(loss_fn, f"{_CALL}(loss_fn)", expected="a function", fix="Pass the function.")
   expected, fix = "an optax transformation", "Pass mpjax.loss_scaling(optax.adamw(1e-3))."
   check_type(tx, optax.GradientTransformation, f"{_CALL}(tx)", expected=expected, fix=fix)
-  fix = "1 does not cut the batch."
+  fix = "Pass 1 to keep the batch whole."
   micro_batches = check_int(micro_batches, f"{_CALL}(micro_batches)", least=1, fix=fix)
-  max_retries = check_int(max_retries, f"{_CALL}(max_retries)", least=0, fix="0 never retries.")
+  fix = "Pass 0 to disable retries."
+  max_retries = check_int(max_retries, f"{_CALL}(max_retries)", least=0, fix=fix)
   check_flag(donate, f"{_CALL}(donate)")
   _check_decay(ema_decay)
   _check_integer_state(integer_state)

@@ -163,12 +163,12 @@ STEPS = "uint32[] at steps"
 def test_integers_that_change_and_of_which_nothing_is_said(micro_batches, devices):
   # Not those that only pass through: a table, a mask, a key.
   all_three = "; ".join(
-    f"nothing about {leaf}" for leaf in ("int32[] at counts/tokens", "bool[] at started", STEPS)
+    f"no rule for {leaf}" for leaf in ("int32[] at counts/tokens", "bool[] at started", STEPS)
   )
   two = {"counts/tokens": "sum", "started": "same"}
-  for given, got in ((None, all_three), (two, f"nothing about {STEPS}")):
+  for given, got in ((None, all_three), (two, f"no rule for {STEPS}")):
     where = "mpjax.make_train_step(axis_name=('data',)): model_state"
-    expected = "integer_state= to say how devices combine integers"
+    expected = "integer_state= with a rule for each integer"
     with refused(ValueError, where, expected, got, 'Pass integer_state="sum"'):
       after(counting, devices, integer_state=given, micro_batches=micro_batches)
 
@@ -210,7 +210,7 @@ def test_ways_to_combine_that_are_none(devices):
     with refused(ValueError, where, expected, repr(given), fix):
       mpjax.make_train_step(counting, SGD, axis_name="data", integer_state=given)
   where, got = "(axis_name=('data',)): model_state", "'token', where the state has no leaf"
-  with refused(ValueError, where, "integer_state= to say", got, 'a dict from paths ("a/b")'):
+  with refused(ValueError, where, "integer_state= with a rule", got, 'a dict from paths ("a/b")'):
     after(counting, devices, integer_state=MIXED | {"token": "sum"})
 
 

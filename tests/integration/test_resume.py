@@ -201,7 +201,7 @@ def test_an_old_state_moves_to_another_configuration():
   tx = mpjax.loss_scaling(optax.adam(0.125, b1=0.5, b2=0.75))
   where = "mpjax.checkpoints.restore_like(target, restored)"
   expected = "a loss scale of the configuration 'dynamic' at opt_state"
-  got, fix = "'dynamic(growth_interval=4,hysteresis=2)'", "give its inner_state to the new state"
+  got, fix = "'dynamic(growth_interval=4,hysteresis=2)'", "pass its inner_state to the new state"
   with refused(ValueError, where, expected, got, fix):
     mpjax.checkpoints.restore_like({**start, "opt_state": tx.init(start["params"])}, saved)
   old = mpjax.checkpoints.restore_like(start, saved)

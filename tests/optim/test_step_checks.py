@@ -34,7 +34,7 @@ def test_states_that_do_not_belong_to_the_step():
     step = mpjax.make_train_step(quadratic, SGD, ema_decay=None if kept else 0.5)
     with refused(ValueError, "step(state): ema", expected, got, fix):
       step(create(SGD, ema=kept), batch)
-  expected, got = "0 with a loss scale that does not move", "2 with 'static(scale=8)'"
+  expected, got = "0 with a constant loss scale", "2 with 'static(scale=8)'"
   with refused(ValueError, "(max_retries)", expected, got, "Use DynamicLossScale"):
     mpjax.make_train_step(quadratic, SGD, max_retries=2)(state, batch)
   where = "mpjax.make_train_step(rounding='stochastic'): step(state)"

@@ -44,8 +44,7 @@ bad_updates scale_changed
 
 
 def test_names_of_metrics_that_are_taken_or_no_strings():
-  # Whatever a step reports by itself, and nothing else.
-  where, expected = "mpjax.make_train_step(loss_fn): metrics", "other names than ours, and strings"
+  where, expected = "mpjax.make_train_step(loss_fn): metrics", "strings that are not names"
   for name in NAMES.split():
     of_name = returning(lambda loss, state, name=name: (loss, (state, {name: 1, "mine": 2})))
     with refused(ValueError, where, expected, f"[{name!r}]", "Rename them"):
