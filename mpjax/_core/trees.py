@@ -107,8 +107,7 @@ def in_low_precision(x: Leaf) -> bool:
 
 def cast_leaf(x: Leaf, dtype: DType) -> Leaf:
   """Returns `x` in `dtype` if it is a floating array, else `x` itself."""
-  # A NumPy value stays one: code that uses it as a constant (a schedule, a rate) keeps a value that
-  # it can look at under `jit`.
+  # A NumPy value stays one, so that code can read it under `jit`, such as a schedule or a rate.
   if not is_floating(x) or x.dtype == dtype:
     return x
   if isinstance(x, jax.ShapeDtypeStruct):

@@ -183,10 +183,10 @@ def _check_scale(step: ExaminedStep, versions: Versions, scale: ScaleInStep) -> 
 
 def _scales_to_try(step: ExaminedStep, scale: ScaleInStep) -> list[float]:
   """Returns the loss scales at which a step is run, the largest first, inf and NaN last."""
-  # A gradient with a wrong factor of the scale dominates at one extreme and vanishes at the other,
-  # also behind a clip. With small gradients the mistake shows only at the largest scale.
-  # At inf a plain gradient becomes 0 and a scaled one NaN, so a right step is skipped, or retried
-  # at a lower scale with the same results. At NaN no retry helps.
+  # A gradient with a wrong factor of the scale dominates at one extreme and vanishes at the other.
+  # This holds behind a clip too. With small gradients the mistake shows only at the largest scale.
+  # At inf a plain gradient becomes 0 and a scaled one NaN. A correct step is then skipped, or
+  # retried at a lower scale with the same results. At NaN no retry helps.
   if scale.owned.fields == {"scale": 1}:
     return [1.0]  # At a scale that is always 1 plain gradients are right.
   if step.program.traced:
@@ -209,7 +209,7 @@ def _is_used(step: ExaminedStep, scale: ScaleInStep) -> bool:
 
 
 class _Compared(NamedTuple):
-  """What a step computes where it is applied.
+  """The results of the runs that a step applied.
 
   Attributes:
     finite: at finite loss scales, the largest first.
@@ -246,7 +246,7 @@ class _Dependent(NamedTuple):
     only_overflowed: it differs only at inf and NaN, where another optimizer may have skipped.
     rises: it moves more at the largest loss scale than at the smallest.
     place: where it is.
-    argument: what it is the new version of.
+    argument: the path of the old version.
   """
 
   only_overflowed: bool
@@ -322,7 +322,7 @@ def _changed(
   changed = []
   for argument, place in pairs.items():
     old = numbers(start[argument])
-    # What is beside the optimizer's state may count all steps.
+    # Integers beside the optimizer's state may count all steps.
     may_count = argument[:-1] in around_scales and not is_inexact(start[argument])
     if old.tobytes() != skipped[place].tobytes() and not may_count:
       changed.append((argument, place))

@@ -104,9 +104,9 @@ def _refused_parameters(
   inner: optax.GradientTransformation, params: Params, where: str, error: ValueError
 ) -> MpjaxValueError:
   """Returns the error of an `inner` that does not take these parameters."""
-  # optax says which labels of a `multi_transform` have no transformation, but not where they are,
-  # and returns neither labels nor their function. So each parameter is tried by itself; a tree of
-  # labels that was fixed beforehand fails even without parameters.
+  # optax names the labels of a `multi_transform` that lack a transformation, without their paths.
+  # Each parameter is therefore tried separately. A fixed tree of labels fails even without
+  # parameters.
   leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
   nothing = [None] * len(leaves)
   bad = []

@@ -198,8 +198,8 @@ def _warn_unless_power_of_two(where: str, values: Mapping[str, float], stackleve
 
 def write_label(config: LossScale, name: str | None = None) -> str:
   """Returns the key for a configuration."""
-  # `init_scale` is left out, since the state's own scale replaces it, and so are defaults: a field
-  # that a later version adds does not change the text of older states.
+  # The scale in the state replaces `init_scale`. Defaults are left out, so that a new field of a
+  # later version does not change the text of older states.
   changed = [
     f"{field.name}={getattr(config, field.name):.9g}"
     for field in dataclasses.fields(config)
@@ -238,9 +238,9 @@ class LossScaleState(NamedTuple):
   good_steps: Array  # int32: finite steps in a row since the scale last moved
   hysteresis: Array  # int32: overflows left before the scale backs off
   total: Array  # int32: calls of update
-  skipped: Array  # int32: steps that were not applied, for whatever reason
+  skipped: Array  # int32: steps that were not applied
   consecutive_skips: Array  # int32: the skipped steps since the last applied one
-  floor_hits: Array  # int32: overflows that found the scale at its minimum already
+  floor_hits: Array  # int32: overflows at the minimum scale
   bad_updates: Array  # int32: steps skipped for their updates or new state alone
   first_bad: Array  # int32: the code of the last step's first non-finite leaf, see leaf_codes.py
   finite: Array  # bool: the last step was applied
@@ -281,11 +281,11 @@ def adjust(
   all_finite: Array,
 ) -> LossScaleState:
   """Returns the state after a step."""
-  # The scale follows the gradients (and the loss) of its own loss, `finite`; what counts as skipped
-  # follows `applied`. `first_bad` is the code of its first leaf that is not finite.
+  # The scale follows the gradients (and the loss) of its own loss, `finite`. The count of skipped
+  # steps follows `applied`. `first_bad` is the code of its first leaf that is not finite.
   dynamic = isinstance(config, DynamicLossScale)
   flags = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
-  # A static scale is not computed from anything, and stays the array that it is.
+  # A static scale stays the same array.
   old = {field: x for field, x in state._asdict().items() if dynamic or field != "scale"}
   read = read_together(old | flags)
   state = state._replace(**{field: read[field] for field in old})
@@ -301,7 +301,7 @@ def adjust(
     factor = jnp.where(back_off, jnp.float32(config.backoff_factor), jnp.float32(1))
     factor = jnp.where(grow, jnp.float32(config.growth_factor), factor)
     floor_hits = _count_up(floor_hits, jnp.logical_and(back_off, scale <= low))
-    # A multiplication that overflows is inf, one that underflows is 0: the limits catch both.
+    # The limits also catch products that overflow to inf or underflow to 0.
     scale = jnp.minimum(jnp.maximum(scale * factor, low), high)
     hysteresis = jnp.where(grow, config.hysteresis, left)
     good_steps = jnp.where(grow, 0, good_steps)
@@ -328,8 +328,8 @@ def _count_up(count: Array, by_one: Array | bool) -> Array:
 def unscale_tree(grads: Grads, scale: Array | None) -> Grads:
   """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves as they are)."""
 
-  # XLA turns the division into a multiplication by 1/scale, exact for a power of two and otherwise
-  # within 1 ulp; the limits of a scale keep the reciprocal a normal number.
+  # XLA turns the division into a multiplication by 1/scale. It is exact for a power of two, and
+  # otherwise within 1 ulp. The limits of a scale keep the reciprocal a normal number.
   def unscaled(g: Leaf) -> Leaf:
     if not is_inexact(g):
       return g
@@ -349,8 +349,8 @@ class LossScalingState(NamedTuple):
 
   Args:
     loss_scale: one entry for each loss, of scalars (`scale` in float32, `finite` bool, counts in
-      int32). Its key holds the name and the configuration: static under `jit` as part of the tree's
-      structure, so that a checkpoint of another configuration does not fit.
+      int32). Its key holds the name and the configuration. The key is part of the tree's structure,
+      so that a checkpoint of another configuration does not fit.
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax
@@ -366,8 +366,8 @@ class AccumulationState(NamedTuple):
   """The state of `mpjax.accumulate_gradients`.
 
   Args:
-    micro_batches: int32 of shape (), how many are in the open window.
-    updates_done: int32 of shape (), the updates of the inner optimizer, which schedules count too.
+    micro_batches: int32 of shape (), the number in the open window.
+    updates_done: int32 of shape (), the number of updates, as schedules count them.
     total: float32 in the shapes of the parameters, the sum of the window's gradients.
     inner_state: the state of the inner optimizer.
     value: float32 of shape (), the sum of the window's `value=`; None unless `inner` takes it.
@@ -442,8 +442,8 @@ def scales_in(tree: PyTree) -> list[OwnedScale]:
 def scaling_states(tree: PyTree) -> Iterator[tuple[KeyPath, PyTree, LossScalingState]]:
   """Yields each state of `mpjax.loss_scaling` in `tree`: its path, its node, and what that holds.
 
-  The node is no `LossScalingState` in an `nnx.State`, in a pure dict of that and in a checkpoint
-  that was read without a target. They have mappings instead of classes.
+  An `nnx.State`, its pure dict and a checkpoint that was read without a target have mappings in
+  place of classes. Their nodes are no `LossScalingState`.
   """
   nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaling_state)
   yield from ((path, node, with_classes(node)) for path, node in nodes if is_scaling_state(node))
@@ -564,9 +564,9 @@ def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | No
   """Returns a function that reads a loss scale, and raises if the scale is stale.
 
   The function takes the values that the scale is for: a loss, gradients, parameters. If one of
-  these is traced, a dynamic scale has to be traced too: as a constant it would never move. A scale
-  of a donated state is refused as well. Outside `jit` an old state cannot be told from a new one,
-  and the function keeps reading the scale of its state.
+  these is traced, a dynamic scale has to be traced too, because a constant never changes. The scale
+  of a donated state raises too. Outside `jit` the function cannot detect an old state, and reads
+  its scale.
   """
   if not owned.stored:
     return lambda beside: None

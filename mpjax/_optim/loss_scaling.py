@@ -110,9 +110,9 @@ def loss_scaling(
     name: tells several loss scales in one state apart.
 
   Returns:
-    An optax transformation. It takes gradients in the shapes of the parameters, of any floating
-    dtype, and returns updates in these shapes, in float32 (64-bit and complex ones as the
-    parameters). Its state is a `LossScalingState`; its structure records `name` and configuration.
+    An optax transformation. It takes gradients of any floating dtype, in the shapes of the
+    parameters. Its updates are float32 (64-bit and complex ones as the parameters). Its state is a
+    `LossScalingState`, whose structure records `name` and configuration.
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; `init`: there is another `loss_scaling` inside;
@@ -205,7 +205,7 @@ def _check_check_updates(check_updates: bool, is_scaled: bool) -> None:
 
 
 class _Inputs(NamedTuple):
-  """What one update works with."""
+  """The inputs of one update."""
 
   grads: dict[str, Grads]  # by label: scaled, and in the precision of the parameters
   scales: dict[str, ScaleState]  # by label
@@ -300,7 +300,7 @@ class LossScaling:
     """
     inputs = self._inputs(updates, state, params)
     extra_args = self._unscaled_arguments(extra_args, inputs)
-    # Nobody else has the gradients: their quotients are computed once and take over the memory.
+    # The gradients have no other consumer. Their quotients are computed once, in the same memory.
     inputs = inputs._replace(stored=stored_first(self._plain(inputs.grads, inputs)))
     finite = self._finite(inputs, loss)
     step = self._step(inputs, self._with_flags(extra_args, inputs, finite))

@@ -280,7 +280,7 @@ def init_shown(
     got = f"a tree of another structure ({got})"
     return MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
-  # What is inside cannot tell which of them are stored in low precision: masters are added here.
+  # A wrapper inside sees float32 parameters, and creates no masters. They are added here.
   def adopted(state: MasterWeightsState) -> MasterWeightsState:
     def one(m: Leaf, p: Leaf) -> Leaf:
       # A None is a leaf of its own, while what optax masks out may be a subtree.
@@ -443,7 +443,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
       return old
     # A new array: an alias could not be donated with its source.
     new = bounded(jnp.asarray(new, jnp.float32))
-    # The parameter is the one that the caller has by a cast, ties to even.
+    # The caller's parameters were rounded by a cast, ties to even.
     return put_like(split(new, new.astype(jnp.bfloat16)) if is_remainder(old) else new, old)
 
   def put_all(state: MasterWeightsState) -> MasterWeightsState:

@@ -393,7 +393,7 @@ def _count(
 
 
 def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
-  """Returns what `mpjax.monitor` counted in the last applied step.
+  """Return the counts of `mpjax.monitor` for the last applied step.
 
   Args:
     opt_state: a state that holds one of `mpjax.monitor`, or several for parts of the tree; an

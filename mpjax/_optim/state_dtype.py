@@ -258,8 +258,7 @@ def _warn_of_decays(
   inner: optax.GradientTransformationExtraArgs, params: Params, dtype: DType
 ) -> None:
   """Warns if second moments of `inner` do not come near their value in `dtype`."""
-  # What a step with a gradient of 0 leaves of a moment of 1 is its decay; of a maximum or a sum it
-  # is all.
+  # A step with a gradient of 0 multiplies a moment of 1 by its decay. A maximum or a sum stays 1.
   containers, decays = _types_in(params), set[float]()
   try:
     with jax.ensure_compile_time_eval():

@@ -1,4 +1,4 @@
-"""What the wrappers do to trees before and after the inner optimizer sees them; skipping a step."""
+"""Trees before and after the inner optimizer of a wrapper, and the choice to skip a step."""
 
 import contextlib
 import functools
@@ -47,8 +47,8 @@ def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
 def states_of(opt_state: PyTree, kind: type[S]) -> list[S]:
   """Returns the states of a class in an optimizer state, with arrays in place of variables.
 
-  An `nnx.State`, a pure dict of it and a checkpoint that was read without a target have mappings in
-  place of the classes, and nothing in place of a state without arrays.
+  An `nnx.State`, its pure dict and a checkpoint that was read without a target have mappings in
+  place of the classes. They lack states without arrays.
   """
   states = nodes_of(opt_state, kind) or _states_in_mapping(opt_state, kind, inside=False)
   return [jax.tree.map(raw_value, state, is_leaf=is_nnx_variable) for state in states]
@@ -90,9 +90,9 @@ class MasterWeightsState(NamedTuple):
   """The state of `mpjax.master_weights`.
 
   Args:
-    master: float32 in the shapes of the parameters, None for those that are not stored in low
-      precision, which are their own master. With `storage="split"` it is int16 for bfloat16
-      parameters: the bits of the master minus 2^16 times those of its parameter.
+    master: float32 arrays in the shapes of the parameters. It is None for float32 parameters, which
+      are their own masters. With `storage="split"` it is int16 for bfloat16 parameters: the bits of
+      the master minus 2^16 times those of its parameter.
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax
@@ -153,8 +153,8 @@ def hide_untrained(tree: PyTree, params: Params) -> PyTree:
 
 def align_gradients(grads: Grads, params: Params, where: str) -> Grads:
   """Returns `grads` in the precision of `params`, with what cannot be trained where it has None."""
-  # A gradient is 64-bit exactly where its parameter is: the moments, created from the parameters by
-  # `init`, then never change dtype.
+  # `init` creates moments from the parameters. A gradient is 64-bit exactly if its parameter is, so
+  # that the moments keep their dtype.
   if params is None:
     return grads
   refuse_none(grads, params, where, expected="a gradient for each parameter")
@@ -223,10 +223,10 @@ def differentiated(tree: PyTree) -> PyTree:
 
 
 def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
-  """Returns `updates` with something instead of what was hidden from the inner optimizer."""
-  # That is a zero of the parameter's own dtype, which `optax.apply_updates` can add; without
-  # parameters, and for keys, the leaf that came as the gradient. Of a key that had none it is None,
-  # which `mpjax.apply_updates` and Equinox leave alone; optax can add nothing to a key.
+  """Returns `updates` with leaves for those that were hidden from the inner optimizer."""
+  # The leaf is a zero of the parameter's dtype, which `optax.apply_updates` can add. Without
+  # parameters, and for keys, it is the leaf of the gradients. For a key without one it is None.
+  # `mpjax.apply_updates` and Equinox then keep the key, and optax raises.
 
   def merge(g: Leaf, u: Leaf, p: Leaf = None) -> Leaf:
     if not isinstance(u, optax.MaskedNode):
@@ -309,7 +309,7 @@ def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, 
   traced = isinstance(condition, Tracer)
   if not traced and condition:
     return step(old)
-  # `jit` keeps the trace: the branch that steps is the one that the shapes are of.
+  # `jit` caches the trace, so that `eval_shape` and the branch share it.
   step = jax.jit(step, inline=True) if traced else step
   updates, new = jax.eval_shape(step, old)
 
@@ -338,7 +338,7 @@ def step_or_select(applied: Array | None, step: Step, old: OptState) -> tuple[Up
 
   def selected(old: OptState) -> tuple[Updates, OptState]:
     updates, new = step(old)
-    # In one call: what shares a mask, an update and the moments it comes from, shares a kernel.
+    # One call selects an update and its moments by one mask, so that XLA fuses them into a kernel.
     return pick(keep, (updates, new), (nothing_like(updates), old))
 
   if not traced:
@@ -359,16 +359,16 @@ def nothing_like(updates: Updates) -> Updates:
 
 def compiled_for_cpu() -> Array:
   """Returns whether the step is compiled for a CPU, a constant once it is compiled."""
-  # There XLA does not compute several results in one loop. Where both the new state and the updates
-  # read the old state, a donated buffer is then copied before it is overwritten; in a branch of its
-  # own the choice between old and new is gone, and with it the copies. A GPU writes all results in
-  # one pass, and would have to wait for the host to take a branch.
+  # On a CPU, XLA computes one result per loop. If the new state and the updates both read the old
+  # state, it copies a donated buffer before it overwrites it. A branch needs no choice between old
+  # and new, and therefore no copies. A GPU writes all results in one pass, and would have to wait
+  # for the host to take a branch.
   return jax.lax.platform_dependent(cpu=lambda: jnp.bool_(True), default=lambda: jnp.bool_(False))
 
 
 def stored_first(grads: Grads) -> Grads:
   """Returns `grads`, each computed and stored on a CPU before its consumers run."""
-  # Else XLA for CPU keeps the transposed gradient of a matmul and copies it for each of its
-  # consumers (the branch, the check, the norm), and all copies of all gradients are there at once.
+  # Otherwise XLA for CPU keeps the transposed gradient of a matmul and copies it for each consumer:
+  # the branch, the check and the norm. All copies of all gradients exist at once.
   stored = functools.partial(jax.tree.map, jax.lax.optimization_barrier)
   return jax.lax.platform_dependent(grads, cpu=stored, default=lambda tree: tree)

@@ -31,8 +31,8 @@ EVERY: frozenset[Class] = frozenset({object})
 class Active:
   """The active state inside a call. Equal states give equal jaxprs. Linen's has more fields.
 
-  Each distinct state costs a trace of every small jitted function of `jax.numpy`. So neither the
-  module that is called nor its path is part of it.
+  Each distinct state costs a trace of every small jitted function of `jax.numpy`. A state
+  therefore omits the called module and its path.
 
   Fields:
     around: the policy of the module that is called, as the modules inside inherit it.
@@ -79,14 +79,14 @@ class _Number(int):
 
   # JAX has it in the keys of its cache of compiled functions, a table of C++ that has no lock. If
   # Python code compared or hashed keys, another thread could change the table meanwhile, and the
-  # process would crash. Those of an int are not Python code.
+  # process would crash. An int is compared and hashed in C.
   state: Active
 
 
 class _ActiveState:
   """The active state of each thread, which a `with` block sets."""
 
-  # A user context is the only value of a user that JAX has in every key of the cache of jit.
+  # JAX has a user context in every key of the cache of jit, and no other value of a user.
   _number = jax.make_user_context(None)
 
   @property

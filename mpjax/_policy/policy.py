@@ -53,8 +53,8 @@ class Policy:
   Args:
     param_dtype: the dtype in which parameters are stored.
     compute_dtype: the dtype of matmuls and convolutions.
-    output_dtype: the dtype of the results of the outermost module under the policy, which is the
-      root of the model or a module that a rule picks. None leaves results as they were computed.
+    output_dtype: the dtype of the results of the outermost module under the policy. It is the root
+      of the model, or a module that a rule matches. None leaves results as they were computed.
     weight_grad_dtype: the dtype in which gradients of kernels and biases are computed and added up,
       on one device or on many. None takes the dtype of the layer's matmuls.
     precision: the precision of matmuls and convolutions for which the model sets none: "default",
@@ -112,13 +112,17 @@ class Policy:
 
   @classmethod
   def parse(cls, policy: "PolicyLike") -> "Policy":
-    """Returns the policy that a string names; a `Policy` is returned as it is.
+    """Parse the string of a policy. A `Policy` is returned unchanged.
 
     Args:
-      policy: a preset, "float32", "float64", "bfloat16", "float16" (all dtypes are that one),
-        "mixed_bfloat16", "mixed_float16" (float32 parameters and output; "bf16", "fp16" and "half"
-        are short for them) or "mixed_float8"; or dtypes by key, "params=float32,compute=float16" or
-        "c=f16", to which weight_grad=, precision= and matmul= may be added.
+      policy: a preset or dtypes by key. Presets with one dtype for all are "float32", "float64",
+        "bfloat16" and "float16". Presets with float32 parameters and output are "mixed_bfloat16",
+        "mixed_float16" ("bf16", "fp16" and "half" are short for them) and "mixed_float8". Dtypes by
+        key are "params=float32,compute=float16" or "c=f16". Other keys are weight_grad=, precision=
+        and matmul=.
+
+    Returns:
+      The policy.
 
     >>> import mpjax
     >>> mpjax.Policy.parse("c=bf16").output_dtype is None

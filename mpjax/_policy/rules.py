@@ -201,7 +201,7 @@ def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
 
 
 def is_flax_norm(module: Module) -> bool:
-  """Whether `module` is one of Flax's own norms: those that normalise activations, not weights."""
+  """Whether `module` is a norm of Flax that normalises activations."""
   # The class that was written: a lifted transform (nn.scan, nn.remat) creates another.
   cls = next(c for c in type(module).__mro__ if c.__module__ != "flax.linen.transforms")
   return cls.__module__.split(".")[0] == "flax" and cls.__name__ in _FLAX_NORMS
@@ -452,7 +452,7 @@ class ModuleRecord:
     paths = sorted({*self.classes} - {""})
     if not paths:
       return f"The only {kind} is the root, path ''."
-    # Nobody knows what a predicate looks for, so it gets the first paths of the model.
+    # A predicate has no path to compare with. The text then has the first paths of the model.
     close = sorted(self.classes)[:3] if sought is None else nearest(sought, paths)
     text = f"The nearest {kind} paths: {', '.join(map(repr, close))}."
     if any(path.endswith(f"/{sought}") for path in paths):

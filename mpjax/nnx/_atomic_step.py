@@ -119,7 +119,7 @@ class _State(NamedTuple):
 
   def values_at(self, paths: Sequence[str], variable: Variable) -> list[PyTree]:
     """Returns the values that were where a variable is now; none for a new variable."""
-    # One that was moved to another path has its own.
+    # A variable that was moved to another path has its own value.
     held = [self.variables[path] for path in paths if path in self.variables] or [variable]
     identities = dict.fromkeys(id(x) for x in held)
     return [self.values[x][1] for x in identities if x in self.values]
@@ -131,7 +131,7 @@ def _state_of(arguments: Mapping[str, PyTree]) -> _State:
   nodes = [pair for name, x in arguments.items() for pair in nodes_in(x, name, met)]
   variables = {path: x for path, x in nodes if is_nnx_variable(x)}
   modules = [x for _, x in nodes if isinstance(x, nnx.Pytree)]
-  # What is set on the module of a view is set on the user's module as well.
+  # An attribute that is set on the module of a view is set on the user's module too.
   behind = [model for module in modules if (model := model_of(module)) is not None]
   attributes: list[_Container] = [vars(module) for module in (*modules, *behind)]
   containers = [x for _, x in nodes if isinstance(x, (list, dict))] + attributes
@@ -304,7 +304,7 @@ class _Pair(NamedTuple):
 
   @property
   def differences(self) -> list[str]:
-    """What keeps a traced flag from choosing between the old value and the new one."""
+    """The differences of old and new values, because of which `jnp.where` cannot choose."""
     if len(self.olds) > 1:
       return [f"{self.path}: one variable instead of {len(self.olds)}"]
     texts = tree_differences(self.olds[0], self.new, dtypes=True)

@@ -178,8 +178,8 @@ def _check_model(model: Any) -> None:
 def _check_variables(model: nnx.Module) -> None:
   """Raises MpjaxValueError for variables that are references or objects of JAX.
 
-  A view calls copies of a model with tracers as values. These two cannot be copied so: what a call
-  writes to a reference would be lost.
+  A view calls copies of a model with tracers as values. Writes to the copy of a reference would be
+  lost.
   """
   for path, x in nnx.iter_graph(model, graph=True):
     modes = x.get_metadata() if isinstance(x, nnx.Variable) else {}
@@ -195,28 +195,29 @@ def _check_variables(model: nnx.Module) -> None:
 
 
 def _modules(model: nnx.Module) -> dict[KeyPath, nnx.Pytree]:
-  """Returns the modules of a model by path, outer ones first; one that is shared has one path."""
+  """Returns the modules of a model by path, outer ones first. A shared module has one path."""
   modules = [(path, node) for path, node in nnx.iter_graph(model, graph=True) if _is_module(node)]
   return dict(sorted(modules, key=lambda each: len(each[0])))
 
 
 def _is_module(node: object) -> bool:
   """Whether a node runs under a policy: a module, or an object of a class of the user's own."""
-  # A Linen module in the clothes of an NNX one does not: it takes its parameters out by itself.
+  # A Linen module inside of `ToNNX` does not, because it reads its parameters itself.
   is_linen = isinstance(node, nnx.bridge.ToNNX)
   users = isinstance(node, nnx.Pytree) and type(node).__module__.split(".")[0] != "flax"
   return not is_linen and (isinstance(node, nnx.Module) or users)
 
 
 def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
-  """Returns a copy of a view that stores in 16 bits what it only ever rounds to them.
+  """Copy a view for inference, with parameters in the compute dtype.
 
-  `mpjax.linen.PolicyModule.convert` says which parameters these are.
+  A parameter is cast if the call only casts it to that dtype, see
+  `mpjax.linen.PolicyModule.convert`.
 
   Args:
-    view: what `mpjax.with_policy` returned; it is not changed.
-    args: what it is called with, arrays or `jax.ShapeDtypeStruct`.
-    method: the name of the method that is called with them: what it rounds is rounded for all.
+    view: the result of `mpjax.with_policy`. It does not change.
+    args: the arguments of the call, arrays or `jax.ShapeDtypeStruct`.
+    method: the name of the called method. Its casts decide for all methods.
     kwargs: further arguments.
 
   Returns:
