@@ -72,7 +72,7 @@ def make_train_step(
       is a floating scalar, a mean over the batch. `model_state` keeps its structure, shapes and
       dtypes. `metrics` is a dict of arrays. `rng` is None if the state has none.
     tx: the optimizer, wrapped by `mpjax.loss_scaling`. It receives the loss as `value=`.
-    micro_batches: number of parts of the batch. Their float32 gradients are added.
+    micro_batches: number of parts of the batch. Their gradients are averaged in float32.
     axis_name: the mapped axis, or axes, of a `jax.shard_map` or `jax.pmap` around the step.
       Gradients, loss, floating model state and metrics are averaged over it.
     integer_state: how integers in `model_state` are combined under `axis_name`. "sum" adds the

@@ -1,4 +1,4 @@
-"""Loss functions of training steps, of what differs between them; steps over several devices."""
+"""Loss functions of training steps, and steps over several devices."""
 
 import functools
 from collections.abc import Callable

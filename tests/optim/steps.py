@@ -1,4 +1,4 @@
-"""Training steps to begin with, and what tests compare of their states and metrics."""
+"""First training steps, and the parts of states and metrics that tests compare."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def begin(loss_fn, tx=SGD, params=None, ema=False, model_state=(), rng=None, **o
 
 
 def without_scale(state):
-  """What a step commits or not: all but the loss scale and its counters."""
+  """Returns the parts of a state that a step commits: all but the loss scale and its counters."""
   return bits(state._replace(opt_state=state.opt_state.inner_state))
 
 

@@ -67,7 +67,7 @@ def test_masters_are_the_parameters_of_a_16_bit_model():
   inner, masters = mpjax.states.inner_state(opt_state), mpjax.states.master_params(opt_state)
   found = optax.contrib.schedule_free_eval_params(inner, masters)["w"]
   assert found.dtype == jnp.float32
-  # y = (1 - b1) z + b1 x is what is trained, so x = (y - (1 - b1) z) / b1.
+  # The trained parameters are y = (1 - b1) z + b1 x, so that x = (y - (1 - b1) z) / b1.
   z, y, b1 = np.float64(inner.z["w"]), np.float64(masters["w"]), float(inner.b1)
   np.testing.assert_allclose(found, (y - (1 - b1) * z) / b1, rtol=1e-5)
 

@@ -43,7 +43,7 @@ def test_the_average_of_what_is_not_accumulated_moves_each_time():
   for average in ((1.0, 0.875), (0.875, 0.6875), (0.875, 0.46875), (0.6875, 0.234375)):
     state, _ = step(state, 0.0)
     assert (state.ema["x/y"], state.ema["x"]["y"]) == average
-  # A window in another tree does not say which of the parameters it moves.
+  # The paths of a window in another tree name none of the parameters.
   flat = optax.flatten(mpjax.accumulate_gradients(optax.sgd(0.25), 2))
   step, state = begin(loss_fn, mpjax.loss_scaling(flat, STATIC), params, ema=True, ema_decay=0.5)
   where, expected = "mpjax.make_train_step(ema_decay)", "in the tree of the parameters"

@@ -24,10 +24,10 @@ def test_moments_that_would_change_their_dtype():
 
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
 def test_an_optimizer_that_did_not_make_the_state():
-  # Of an unwrapped sgd both accept the other: it would never unscale.
+  # A plain sgd accepts the state of a scaled one, and would never unscale.
   sgd, adam = (mpjax.loss_scaling(tx) for tx in (optax.sgd(0.1), optax.adam(0.1)))
   txs = (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1))
-  # And a scaled one, which has no state, passes on any.
+  # A scaled sgd has an empty inner state, and passes on any other.
   for tx, own in (*((tx, sgd) for tx in txs), (sgd, adam)):
     where, got = "mpjax.make_train_step(tx): step(state)", "or of other parameters: "
     expected = "the state that init of this very transformation created"

@@ -1,4 +1,4 @@
-"""Running a batch that overflowed again: how often, at which scales, and what is left of it."""
+"""Retries of a batch that overflowed: their number, their scales and the state after them."""
 
 import copy
 
@@ -23,10 +23,10 @@ def in_float16(params, model_state, batch, rng):
 
 
 def retry_oracle(config, largest, max_retries):
-  """NNabla's updater in plain Python: back off and run again, as often as may help."""
-  # Returns (applied, retries, scale) for each batch; the gradient is the scale times its largest
-  # value. Where NNabla raises after 100 runs in vain, the step counts as one that was skipped. Each
-  # run again is at a lower scale, whatever the hysteresis: at the same one the same overflows.
+  """NNabla's updater in plain Python: back off and run again while a lower scale may help."""
+  # Returns (applied, retries, scale) for each batch. The gradient is the scale times its largest
+  # value. NNabla raises after 100 failed runs. Here such a step counts as skipped. Each retry
+  # lowers the scale and ignores the hysteresis, because the same scale overflows again.
   oracle, history = Oracle(**config), []
   for value in largest:
     retries, applied, futile, once = -1, False, False, None
@@ -36,7 +36,7 @@ def retry_oracle(config, largest, max_retries):
       applied = bool(scale * value < 65520)  # From here on float16 rounds to inf.
       oracle.step(applied)
       once = once or copy.copy(oracle)
-      # No scale repairs an inf or NaN in the data, and none is below the smallest.
+      # A lower scale does not repair an inf or NaN in the data, and the minimum is the lowest.
       futile = not np.isfinite(value) or scale == config["min_scale"]
       if not applied and oracle.scale == scale:
         oracle.scale = max(scale / 2, config["min_scale"])
@@ -73,7 +73,7 @@ def test_retries_equal_the_oracle(max_retries, hysteresis):
 
 
 def test_a_retried_step_is_the_step_at_the_lower_scale():
-  # With the same dropout key, model state and all; the attempts before it leave no trace.
+  # The attempts before it change neither the dropout key nor the model state.
   tx = mpjax.loss_scaling(optax.sgd(0.3, momentum=0.7), mpjax.DynamicLossScale(init_scale=2.0**12))
   begins = {"model_state": jnp.ones(()), "rng": jax.random.key(1), "ema": True}
   options = {"max_retries": 4, "ema_decay": 0.9, "donate": False}

@@ -1,4 +1,4 @@
-"""Loss functions as a training step calls them: once; what they may not return."""
+"""The single call of a loss function in a training step, and results that raise an error."""
 
 import functools
 import inspect
@@ -60,7 +60,7 @@ def test_names_of_metrics_that_are_taken_or_no_strings():
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_model_state_that_changes_its_type(k):
-  # In float32 one day and in half the next, it would be compiled anew, or never fit a `scan`.
+  # A state that changes its dtype would compile the step again, or fail in a `scan`.
   old = {"m": jnp.zeros(2), "n": jnp.zeros((), jnp.int32)}
   for new, got in (
     (lambda old: old | {"m": old["m"].astype(jnp.bfloat16)}, "bfloat16[2] for float32[2]"),
