@@ -52,7 +52,7 @@ def apply_updates(
     A tree like `params`, with the same shapes and dtypes.
 
   Raises:
-    MpjaxTypeError: `opt_state` is an array.
+    MpjaxTypeError: `opt_state` is a key.
     MpjaxValueError: an unknown `rounding`; a `key` that is missing or unused; stochastic rounding
       of parameters with masters; trees that do not match.
 
@@ -66,7 +66,7 @@ def apply_updates(
   """
   call = "mpjax.apply_updates"
   check_rounding(call, rounding)
-  if is_array_like(opt_state):
+  if is_array_like(opt_state) and is_key(jnp.result_type(opt_state)):
     expected, fix = "the state of an optimizer", "Write rounding= and key= with their names."
     where = f"{call}(opt_state)"
     raise MpjaxTypeError(where, expected=expected, got=kind_of(opt_state), fix=fix)
