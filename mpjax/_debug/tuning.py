@@ -24,7 +24,8 @@ from mpjax._core.errors import REFUSALS, MpjaxValueError, check_call, check_valu
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import HALVES, Args, Array, DType, Function, Kwargs, NumpyArray, P, PyTree
 from mpjax._debug.arguments import Call, with_parameter_scopes
-from mpjax._debug.ranges_measure import counted, gradient_of, plan
+from mpjax._debug.ranges_measure import gradient_of, ranges_of_call
+from mpjax._debug.ranges_plan import plan
 from mpjax._debug.report import Advance, Pending
 from mpjax._debug.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._jaxpr.compat import bind
@@ -138,7 +139,7 @@ def _tuned(
     )
   models = bool(lows_of(Graph(call.traced(with_models_under(loss_fn, policy, ()))[0])))
   if dtype == jnp.float16:
-    scale = counted(gradient_of(loss_fn), args, kwargs, advance).loss_scale or 1.0
+    scale = ranges_of_call(gradient_of(loss_fn), args, kwargs, advance).loss_scale or 1.0
 
   # The gradient in float32, of ((loss, aux), gradients).
   operands = [*map(jnp.asarray, call.arrays)]

@@ -1,0 +1,334 @@
+"""What `ranges` counts: which values of a function are activations, gradients, state or updates.
+
+Results of the forward and the backward pass count as activations and gradients if a policy would
+compute them in low precision, or if a low-precision matmul takes them. Everything else that is
+computed stays in float32 under a policy: masks, softmax, the cotangent of a loss. See
+`docs/concepts.md`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from jax.extend.core.primitives import add_p, bitcast_convert_type_p, scatter_add_p, sub_p
+
+from mpjax._core.leaves import Path
+from mpjax._core.types import DType
+from mpjax._debug.arguments import Argument, name_by_parameters
+from mpjax._debug.ranges_report import Kind
+from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.locations import Location
+from mpjax._jaxpr.primitives import OUTER_PRODUCT
+from mpjax._jaxpr.steps import Body
+
+
+class Group(NamedTuple):
+  """A row of the report."""
+
+  kind: Kind
+  path: str  # of a module, or of a leaf of the arguments
+
+
+class Addition(NamedTuple):
+  """A step that adds an update to an argument."""
+
+  argument: str  # its name
+  operand: int  # the position of the argument among the operands of the step
+  dtype: DType  # in which the argument is stored, and in which the sum rounds
+
+
+class Plan(NamedTuple):
+  """What is counted where."""
+
+  inputs: Mapping[int, Group]  # by the positions of arguments
+  steps: Mapping[int, Group]  # by the numbers of steps: their results, or what they add
+  additions: Mapping[int, Addition]  # by the numbers of steps, of the group "updates"
+  readers: Mapping[int, Location]  # by the positions of arguments: the first consumer of each
+
+
+def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()) -> Plan:
+  """Returns what to count in a function. `outputs` are the paths of its results."""
+  graph = Graph(body)
+  # Before operations get the paths of their parameters: the optimizer's have no path.
+  of_optimizer = _optimizer_work(graph)
+  name_by_parameters(graph, [one.module if one.is_first else () for one in arguments])
+  pairs = zip(graph.arguments, arguments, strict=True)
+  floats = {value: argument for value, argument in pairs if value.is_floating}
+
+  additions = _additions(graph, floats, outputs)
+  roles = _roles(graph, floats, body.depth)
+  taken = _taken_by_matmuls(graph, roles, body.depth)
+  readers = _first_readers(graph, of_optimizer, body.depth)
+
+  steps = {number: Group("updates", each.argument) for number, each in additions.items()}
+  for operation in graph.computing():
+    if operation not in of_optimizer and _computes_floats(operation, roles):
+      steps.setdefault(operation.step.number, _group_of_results(operation, roles, taken))
+  read = {i: readers[value] for i, value in enumerate(graph.arguments) if value in readers}
+  return Plan(_groups_of_arguments(graph, floats, readers), steps, additions, read)
+
+
+def _optimizer_work(graph: Graph) -> set[Operation]:
+  """Returns the work of the optimizer: what follows the backward pass and is in no module."""
+  has_gradients = False
+  work = set[Operation]()
+  for operation in graph.computing():
+    where = operation.where
+    if where.direction == "backward":
+      has_gradients = True
+    elif has_gradients and where.direction == "forward" and not where.path:
+      work.add(operation)
+  return work
+
+
+def _backwards(graph: Graph, depth: int) -> Iterator[Operation]:
+  """Yields the operations from the last to the first, in one round more than loops are nested.
+
+  A fact about the carry at the start of a body holds at its end too, in the next round.
+  """
+  for _ in range(depth + 1):
+    yield from reversed(graph.operations)
+
+
+def _first_readers(
+  graph: Graph, of_optimizer: set[Operation], depth: int
+) -> Mapping[Value, Location]:
+  """Returns where each value is read first, if anything but the optimizer reads it."""
+  readers = dict[Value, Location]()
+  for operation in _backwards(graph, depth):
+    if operation.joins:  # The reader is that of the value inside of the loop, or after it.
+      inside = [readers[result] for result in operation.results if result in readers]
+      readers.update((v, location) for location in inside for v in operation.operands)
+    elif operation not in of_optimizer:
+      readers.update(dict.fromkeys(operation.operands, operation.where))
+  return readers
+
+
+def _taken_by_matmuls(graph: Graph, roles: Mapping[Value, "_Role"], depth: int) -> set[Value]:
+  """Returns what low-precision matmuls take, directly or behind moves and casts."""
+  taken = set[Value]()
+  for operation in _backwards(graph, depth):
+    passes_on = operation.moves or operation.casts
+    if _is_low_matmul(operation, roles) or (passes_on and not taken.isdisjoint(operation.results)):
+      taken.update(operation.operands)
+  return taken
+
+
+def _computes_floats(operation: Operation, roles: Mapping[Value, "_Role"]) -> bool:
+  """Whether an operation computes floating numbers that were not counted before."""
+  if operation.moves or operation.casts or operation.where.direction == "recomputed":
+    return False
+  return any(v in roles for v in operation.results)
+
+
+def _group_of_results(
+  operation: Operation, roles: Mapping[Value, "_Role"], taken: set[Value]
+) -> Group:
+  path = operation.where.path
+  is_low = any(roles[v].is_low for v in operation.results if v in roles)
+  if not is_low and taken.isdisjoint(operation.results):
+    return Group("float32", path)
+  if operation.where.direction == "backward":
+    return Group("gradients", path)
+  return Group("activations", path)
+
+
+def _groups_of_arguments(
+  graph: Graph, floats: Mapping[Value, Argument], readers: Mapping[Value, Location]
+) -> dict[int, Group]:
+  """Returns the groups of parameters, and of the arguments that the optimizer alone reads."""
+  has_optimizer = any(each.where.direction == "backward" for each in graph.computing())
+  groups = dict[int, Group]()
+  for position, value in enumerate(graph.arguments):
+    if value not in floats:
+      continue
+    argument = floats[value]
+    if has_optimizer and value.consumers and value not in readers:
+      groups[position] = Group("optimizer state", argument.name)
+    elif argument.is_first:
+      groups[position] = Group("parameters", argument.name)
+  return groups
+
+
+# Updates
+
+
+def _additions(
+  graph: Graph, floats: Mapping[Value, Argument], outputs: Sequence[Path]
+) -> dict[int, Addition]:
+  """Returns the steps that add an update to an argument, by their numbers.
+
+  A result that is a sum with an argument is that argument, updated.
+  """
+  additions = dict[int, Addition]()
+  for path, result in zip(outputs, graph.results, strict=False):
+    olds = [v for v, argument in floats.items() if _may_become(v, argument, result, path)]
+    for operation in _sums_behind(result):
+      addition = _addition(operation, olds, floats)
+      if addition is not None:
+        additions.setdefault(operation.step.number, addition)
+  return additions
+
+
+def _may_become(value: Value, argument: Argument, result: Value, path: Path) -> bool:
+  """Whether an argument and a result may be an array before and after an update."""
+  if (value.dtype, value.aval.shape) != (result.dtype, getattr(result.aval, "shape", None)):
+    return False
+  if argument.is_first:
+    return True
+  # Other arguments are returned under their own path, with the position in the result before it.
+  # Without that, a new momentum `0.9 * mu + grads` would be `grads`, updated.
+  is_array = value.aval.shape != ()
+  return is_array and argument.keys != () and argument.keys in (path, path[1:])
+
+
+def _sums_behind(result: Value) -> list[Operation]:
+  """Returns the additions whose sum a result may be, but for stochastic rounding.
+
+  That computes with the bits of the sum, and loses nothing on average.
+  """
+  makers = [v.made_by for v in _copies(result) if v.made_by is not None]
+  if any(each.eqn.primitive is bitcast_convert_type_p for each in makers):
+    return []
+  return [each for each in makers if each.eqn.primitive in (add_p, sub_p, scatter_add_p)]
+
+
+def _addition(
+  operation: Operation, olds: Sequence[Value], floats: Mapping[Value, Argument]
+) -> Addition | None:
+  """Returns which of the arguments `olds` an operation adds to, if any."""
+  is_symmetric = operation.eqn.primitive is add_p
+  candidates = [_copies(v) for v in operation.operands[: 2 if is_symmetric else 1]]
+  # Of the sum of two arguments, the first is the one that is updated.
+  for old in olds:
+    for position, copies in enumerate(candidates):
+      if old in copies:
+        if _adds_difference_from(old, operation.operands[1 - position]):
+          return None
+        return Addition(floats[old].name, position, old.aval.dtype)
+  return None
+
+
+def _adds_difference_from(old: Value, update: Value) -> bool:
+  """Whether an update is `master - old`: then it is the master that an optimizer updates."""
+  makers = [v.made_by for v in _copies(update) if v.made_by is not None]
+  differences = [each for each in makers if each.eqn.primitive is sub_p]
+  return any(old in _copies(each.operands[1]) for each in differences)
+
+
+def _copies(value: Value) -> dict[Value, None]:
+  """Returns the values, in order, whose elements a value has: selected, clipped, cast, carried."""
+  copies = dict[Value, None]()
+  pending = [value]
+  while pending:
+    each = pending.pop()
+    if each not in copies:
+      copies[each] = None
+      pending += _copied_by(each)
+  return copies
+
+
+def _copied_by(value: Value) -> list[Value]:
+  """Returns the operands whose elements a value has at the same positions."""
+  operation = value.made_by
+  if operation is None:
+    return []
+  if operation.joins:
+    return operation.operands
+  if not (operation.facts.exact or operation.casts):
+    return []
+  shape = value.aval.shape
+  return [v for v in operation.operands if v.is_floating and v.aval.shape == shape]
+
+
+# What a policy computes in low precision
+
+
+_RoleKind: TypeAlias = Literal["activation", "input", "neutral"]
+
+
+class _Role(NamedTuple):
+  """What a policy makes of a value, by the table in `docs/concepts.md`."""
+
+  # An input is float32 data, and a neutral value a parameter, a number, or computed from those.
+  kind: _RoleKind
+  # Whether it is float32 under a policy. Of a neutral value: whether it is in float32 where it
+  # decides the dtype, since float16 does not have the number.
+  is_wide: bool
+
+  @property
+  def is_low(self) -> bool:
+    return self.kind == "activation" and not self.is_wide
+
+
+_LOW = _Role("activation", is_wide=False)
+_NEUTRAL = _Role("neutral", is_wide=False)
+_INPUT = _Role("input", is_wide=True)
+
+_PRECEDENCE = ("activation", "input", "neutral")
+"""Of several operands, the first of these kinds decides that of the result."""
+
+
+def _roles(graph: Graph, arguments: Mapping[Value, Argument], depth: int) -> dict[Value, _Role]:
+  """Returns the roles of all floating values, given those that are arguments."""
+  roles = {value: _role_of_argument(value, argument) for value, argument in arguments.items()}
+  # A carry that starts as zeros has the role that the body gives it: one more round for each loop.
+  for _ in range(depth + 1):
+    for operation in graph.operations:
+      _add_roles(operation, roles)
+  return roles
+
+
+def _add_roles(operation: Operation, roles: dict[Value, _Role]) -> None:
+  """Adds the roles of the constants that an operation takes, and of its results."""
+  for operand in operation.operands:
+    if operand.is_floating and operand.kind in ("constant", "literal"):
+      roles[operand] = _role_of_constant(operand)
+  for result in operation.results:
+    if result.is_floating:
+      roles[result] = _role_of_result(operation, result, roles)
+
+
+def _role_of_argument(value: Value, argument: Argument) -> _Role:
+  if value.is_low:
+    return _LOW
+  return _NEUTRAL if argument.is_first else _INPUT
+
+
+def _role_of_constant(value: Value) -> _Role:
+  if value.kind == "constant":
+    return _INPUT
+  with np.errstate(over="ignore"):
+    in_float16 = np.asarray(value.data).astype(np.float16)
+  return _Role("neutral", is_wide=bool(in_float16 != value.data))
+
+
+def _role_of_result(operation: Operation, result: Value, roles: Mapping[Value, _Role]) -> _Role:
+  if result.is_low or _is_low_matmul(operation, roles):
+    return _LOW
+  operands = [roles[v] for v in operation.operands if v in roles]
+  if not operands:
+    return _NEUTRAL if _draws_or_masks(operation) else _INPUT
+  kinds: set[_RoleKind] = {role.kind for role in operands}
+  kind = min(kinds, key=_PRECEDENCE.index)
+  is_wide = any(role.is_wide for role in operands)
+  if operation.moves or operation.casts:
+    return _Role(kind, is_wide)
+  # Float16 may not have a number that is computed from numbers.
+  runs_in_float32 = operation.part in ("float32", "opaque", None)
+  return _Role(kind, is_wide or kind == "neutral" or runs_in_float32)
+
+
+def _draws_or_masks(operation: Operation) -> bool:
+  """Whether an operation without floating operands returns random numbers or a mask."""
+  is_mask = np.dtype(np.bool_) in (v.dtype for v in operation.operands)
+  return operation.facts.draws or is_mask
+
+
+def _is_low_matmul(operation: Operation, roles: Mapping[Value, _Role]) -> bool:
+  """Whether a policy computes a matmul in low precision: not of inputs alone."""
+  kinds = {roles[v].kind for v in operation.operands if v in roles}
+  # A multiplication that the forward pass writes as a matmul is low if an activation is in it.
+  if operation.facts is OUTER_PRODUCT and operation.where.direction == "forward":
+    return "activation" in kinds
+  return operation.part == "half" and kinds != {"input"}
