@@ -214,7 +214,7 @@ class Finder:
       # Smaller ones. At the next power of two it breaks, or that is the scale.
       powers = range(math.ceil(math.log2(least)), math.ceil(math.log2(scale)))
       self.factors = {2.0**i: 2.0**i / scale for i in powers}
-    self.probe, self.uses = probes.FlagProbe(self.body), probes.Uses(self.body)
+    self.probe, self.uses = probes.FlagProbe(self.body), probes.uses_of(self.body)
     self.flags = self._looking(self.probe)
     self.closely: dict[frozenset[int], Callable[..., Any]] = {}
     modules = [x.module if x.is_first or x.is_parameter else () for x in self.arguments]

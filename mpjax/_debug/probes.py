@@ -1,15 +1,16 @@
 """What `find_nonfinite` looks at while a function runs.
 
-`FlagProbe` looks at a small set of values whose finiteness implies that all values are finite: if x
-is inf or NaN, so is x + 1. Only if one is not, `FirstProbe` looks at the steps that lead to it, for
-the first whose result is not finite though its operands are. A `where` may discard that: the number
-of the step that broke follows each element, until something computes with it (`Uses`).
+`FlagProbe` looks at few values, the sentinels. If they are finite, all values are: if x is inf or
+NaN, so is x + 1. If a sentinel is not finite, `FirstProbe` looks at the steps that lead to it, for
+the first whose result is not finite though its operands are. A `where` may discard that result.
+Therefore the number of the step that broke follows each element until something computes with it
+(`Uses`).
 """
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +37,26 @@ _PASS_ON = frozenset(
 """Primitives whose result is not finite where an operand is not: 0 * inf is NaN."""
 
 _CLOSELY = 64
-"""How many steps are looked at closely in the first run: what comes after is not compiled."""
-
-_ELEMENTWISE = ("each", "factor", "casts")
+"""How many steps the first close look compiles. Each later look compiles four times as many."""
 
 NONE = 2**31 - 1
 """The number of no step, or position of no element: it comes after all others."""
+
+Effect: TypeAlias = Literal[
+  "enters",  # runs a loop, a branch or a map over devices
+  "asks",  # whether numbers are finite
+  "tests",  # compares numbers
+  "chooses",  # each element among those of operands, as `where` and a maximum do
+  "casts",  # floating numbers
+  "moves",  # elements
+  "factor",  # multiplies in the backward pass, where an inf may meet a 0
+  "sums",  # elements, as a matmul does too
+  "each",  # computes each element from those at its position
+  "all",  # computes each element from those at other positions too
+]
+"""What a step does with inf and NaN."""
+
+_ELEMENTWISE: Collection[Effect] = ("each", "factor", "casts")
 
 
 def is_inexact(atom: Atom) -> bool:
@@ -51,30 +66,40 @@ def is_inexact(atom: Atom) -> bool:
   return array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
 
 
-def kind_of(step: Step) -> str:
-  """Returns what a step does: it "enters" inner lists, "asks" if numbers are finite, and so on."""
-  # It computes "each" element from those at its own position, or "all" from others too. A "factor"
-  # is one of a multiplication in the backward pass, where an inf may meet a 0.
-  eqn, facts = step.eqn, facts_of(step.eqn)
+def effect_of(step: Step) -> Effect:
+  """Returns what a step does with inf and NaN: the first effect that applies."""
   if step.bodies:
     return "enters"
-  same = eqn.primitive is p.ne_p and len(step.reads) == 2 and len({*step.reads}) == 1
-  if same or eqn.primitive is p.is_finite_p:
+  if _asks_if_finite(step):
     return "asks"
-  if facts.tests:
+  if facts_of(step.eqn).tests:
     return "tests"
-  if eqn.primitive in (p.select_n_p, p.max_p, p.min_p):
+  if step.eqn.primitive in (p.select_n_p, p.max_p, p.min_p):
     return "chooses"
-  if eqn.primitive is p.convert_element_type_p:
-    return "casts" if is_inexact(eqn.invars[0]) and is_inexact(eqn.outvars[0]) else "all"
+  if step.eqn.primitive is p.convert_element_type_p:
+    is_cast = is_inexact(step.eqn.invars[0]) and is_inexact(step.eqn.outvars[0])
+    return "casts" if is_cast else "all"
+  return _effect_of_arithmetic(step)
+
+
+def _effect_of_arithmetic(step: Step) -> Effect:
+  primitive, facts = step.eqn.primitive, facts_of(step.eqn)
   # A gather may fill in numbers of its own.
-  if facts.moves and eqn.primitive is not p.gather_p:
+  if facts.moves and primitive is not p.gather_p:
     return "moves"
-  if eqn.primitive is p.mul_p and step.location.direction == "backward":
+  if primitive is p.mul_p and step.location.direction == "backward":
     return "factor"
-  if eqn.primitive in (p.reduce_sum_p, p.cumsum_p) or facts.flops is not None:
+  if primitive in (p.reduce_sum_p, p.cumsum_p) or facts.flops is not None:
     return "sums"
   return "each" if facts.elementwise else "all"
+
+
+def _asks_if_finite(step: Step) -> bool:
+  """Whether a step is `isfinite(x)`, or `x != x`, which is how `isnan` is written."""
+  if step.eqn.primitive is p.is_finite_p:
+    return True
+  same_operands = len(step.reads) == 2 and step.reads[0] == step.reads[1]
+  return step.eqn.primitive is p.ne_p and same_operands
 
 
 def can_break(step: Step) -> bool:
@@ -90,21 +115,24 @@ def can_break(step: Step) -> bool:
 
 
 def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> dict[int, Array]:
-  """Returns where each result broke, of those that can."""
-  # An element broke if it is not finite and what it was computed from is, or if it is NaN and that
-  # is not: -inf - -inf, and 0 * inf. Of what is not computed element by element, all operands
-  # count. An inf that is added up is no mask: the sum broke, if nothing did before.
+  """Returns which elements of each result broke, if the step can break.
+
+  An element breaks if it is not finite though its operands are, or if it is NaN though they are
+  not: -inf - -inf, and 0 * inf. All elements of an operand count, unless the step computes element
+  by element. A sum also breaks if it adds up an inf: then the inf was no mask.
+  """
   if not can_break(step):
     return {}
-  nan = bad = jnp.asarray(False)
+  was_nan = was_bad = jnp.asarray(False)
   for x, v in zip(ins, step.eqn.invars, strict=True):
     if is_inexact(v):
-      nan = nan | _reach(step, jnp.isnan(jnp.asarray(x)))
-      bad = bad | _reach(step, ~jnp.isfinite(jnp.asarray(x)))
-  bad = nan if kind_of(step) == "sums" else bad
+      was_nan = was_nan | _reach(step, jnp.isnan(jnp.asarray(x)))
+      was_bad = was_bad | _reach(step, ~jnp.isfinite(jnp.asarray(x)))
+  if effect_of(step) == "sums":
+    was_bad = was_nan
   results = zip(step.outs, outs, step.eqn.outvars, strict=True)
   return {
-    slot: (~jnp.isfinite(out) & ~bad) | (jnp.isnan(out) & ~nan)
+    slot: (~jnp.isfinite(out) & ~was_bad) | (jnp.isnan(out) & ~was_nan)
     for slot, out, var in results
     if is_inexact(var)
   }
@@ -117,60 +145,137 @@ def _reach(step: Step, flags: Array) -> Array:
     by_row = jnp.any(flags, axis=axes)
     if by_row.shape == shape_of(step.eqn.outvars[0]):
       return by_row
-  return flags if kind_of(step) in _ELEMENTWISE else jnp.any(flags)
+  return flags if effect_of(step) in _ELEMENTWISE else jnp.any(flags)
 
 
-class Uses:
-  """How values of a function are used, those in its loops and branches included.
+# Uses of values
 
-  Attributes:
+
+class Uses(NamedTuple):
+  """How the values of a function are used, also in its loops and branches.
+
+  Fields:
+    top: the steps of the function.
     outputs: the values that a jaxpr returns.
-    counted: those in which an inf counts: something computes with it. To return it does, unless it
-      is an argument.
-    compared: those that a comparison reads, or a multiplication of the backward pass: there an inf
-      does no harm, but what is computed from one does.
-    numbers: those that the code names, moved and cast.
-    summed: those whose elements are added up, moved, cast or scaled before at most: no masks.
+    counted: values in which an inf is a fault, since something computes with it. A returned value
+      counts, unless it is an argument.
+    compared: values that a comparison reads, or a multiplication in the backward pass. An inf does
+      no harm there, but what is computed from an inf before does.
+    literals: numbers that the code names, moved and cast.
+    summed: values whose elements are added up, after moves, casts and scaling. Their inf is no
+      mask.
   """
 
-  def __init__(self, top: Body) -> None:
-    self.top, bodies, steps = top, [*top.every_body()], [*top.every_step()]
-    self.outputs = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
-    inputs = {slot for body in bodies for slot in body.inputs}  # moved and cast, too
-    self.counted, self.compared = set[int](), set[int]()
-    self.numbers, self.summed = set[int](), set[int]()
-    # Of what comes from asking whether values are finite, the shapes of the answers; None in loops.
-    asked: dict[int, set[tuple[int, ...] | None]] = {}
-    for step in steps:
-      kind, shapes = kind_of(step), {x for slot in step.reads for x in asked.get(slot, ())}
-      if kind in ("moves", "casts") and step.ins and self.numbers.issuperset(step.reads):
-        self.numbers.update(step.outs)
-      if kind in ("moves", "casts") and inputs.issuperset(step.reads) and not can_break(step):
-        inputs.update(step.outs)
-      inside = (each for body in step.bodies for each in body.every_step())
-      if shapes or "asks" in (kind, *map(kind_of, inside)):
-        for slot, v in zip(step.outs, step.eqn.outvars, strict=True):
-          if not is_inexact(v):
-            asked[slot] = shapes | {None if step.bodies else getattr(v.aval, "shape", None)}
-      # To discard all elements of a value since others are not finite is to skip a step. To ask for
-      # each element by itself is to mask it.
-      answers = asked.get(step.reads[0], set()) if step.reads else set()
-      skips = kind == "chooses" and any(x != shape_of(step.eqn.outvars[0]) for x in answers)
-      if skips or kind in ("sums", "all", "enters"):
-        self.counted.update(step.reads)
-      elif kind in ("asks", "tests", "factor"):
-        self.compared.update(step.reads)
-    self.counted |= self.outputs - inputs
-    for step in reversed(steps):
-      kind, compares = kind_of(step), not self.compared.isdisjoint(step.outs)
-      passes = kind in ("moves", "casts")
-      if (passes or kind == "each") and not self.counted.isdisjoint(step.outs):
-        self.counted.update(step.reads)
-      elif compares and (passes or kind == "each"):
-        (self.compared if passes else self.counted).update(step.reads)
-      passes = passes or (step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1)
-      if kind == "sums" or (passes and not self.summed.isdisjoint(step.outs)):
-        self.summed.update(step.reads)
+  top: Body
+  outputs: set[int]
+  counted: set[int]
+  compared: set[int]
+  literals: set[int]
+  summed: set[int]
+
+
+def uses_of(top: Body) -> Uses:
+  """Returns how the values of a function are used."""
+  steps = [*top.every_step()]
+  bodies = [*top.every_body()]
+  outputs = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
+  inputs = {slot for body in bodies for slot in body.inputs}
+  counted, compared = _counted_and_compared(steps, outputs - _unchanged(steps, inputs))
+  return Uses(top, outputs, counted, compared, _literals(steps), _summed(steps))
+
+
+def _passes(step: Step) -> bool:
+  """Whether each element of a result is one of an operand."""
+  return effect_of(step) in ("moves", "casts")
+
+
+def _unchanged(steps: Sequence[Step], inputs: Collection[int]) -> set[int]:
+  """Returns the inputs, and what moves and casts that cannot overflow make of them."""
+  unchanged = {*inputs}
+  for step in steps:
+    if _passes(step) and not can_break(step) and unchanged.issuperset(step.reads):
+      unchanged.update(step.outs)
+  return unchanged
+
+
+def _literals(steps: Sequence[Step]) -> set[int]:
+  """Returns the values that are numbers which the code names, moved and cast."""
+  literals = set[int]()
+  for step in steps:
+    if _passes(step) and step.ins and literals.issuperset(step.reads):
+      literals.update(step.outs)
+  return literals
+
+
+def _summed(steps: Sequence[Step]) -> set[int]:
+  """Returns the values whose elements are added up, after moves, casts and scaling."""
+  summed = set[int]()
+  for step in reversed(steps):
+    scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
+    passes = _passes(step) or scales
+    if effect_of(step) == "sums" or (passes and not summed.isdisjoint(step.outs)):
+      summed.update(step.reads)
+  return summed
+
+
+def _counted_and_compared(
+  steps: Sequence[Step], returned: Collection[int]
+) -> tuple[set[int], set[int]]:
+  """Returns `Uses.counted` and `Uses.compared`, given the returned values that count."""
+  counted, compared = {*returned}, set[int]()
+  answers = _answers(steps)
+  for step in steps:
+    effect = effect_of(step)
+    if effect in ("sums", "all", "enters") or _skips(step, answers):
+      counted.update(step.reads)
+    elif effect in ("asks", "tests", "factor"):
+      compared.update(step.reads)
+  for step in reversed(steps):
+    passes = _passes(step)
+    if not passes and effect_of(step) != "each":
+      continue
+    if not counted.isdisjoint(step.outs):
+      counted.update(step.reads)
+    elif not compared.isdisjoint(step.outs):
+      (compared if passes else counted).update(step.reads)
+  return counted, compared
+
+
+_Answers: TypeAlias = Mapping[int, Collection[tuple[int, ...] | None]]
+"""For each value computed from whether others are finite: the shapes of the answers on the way to
+it, None for an answer of a loop."""
+
+
+def _answers(steps: Sequence[Step]) -> _Answers:
+  answers = dict[int, set[tuple[int, ...] | None]]()
+  for step in steps:
+    shapes = {shape for slot in step.reads for shape in answers.get(slot, ())}
+    if not shapes and not _asks_inside(step):
+      continue
+    for slot, v in zip(step.outs, step.eqn.outvars, strict=True):
+      if not is_inexact(v):
+        answers[slot] = shapes | {None if step.bodies else getattr(v.aval, "shape", None)}
+  return answers
+
+
+def _asks_inside(step: Step) -> bool:
+  """Whether a step, or one inside of it, asks if numbers are finite."""
+  inside = (each for body in step.bodies for each in body.every_step())
+  return any(effect_of(each) == "asks" for each in (step, *inside))
+
+
+def _skips(step: Step, answers: _Answers) -> bool:
+  """Whether a step discards all elements of a value because some number is not finite.
+
+  That skips a training step. A `where` that asks for each element by itself is a mask.
+  """
+  if effect_of(step) != "chooses" or not step.reads:
+    return False
+  shape = shape_of(step.eqn.outvars[0])
+  return any(answer != shape for answer in answers.get(step.reads[0], ()))
+
+
+# The first look
 
 
 class FlagProbe(Observer):
@@ -178,28 +283,22 @@ class FlagProbe(Observer):
 
   def __init__(self, top: Body) -> None:
     self.top = top
-    ends: dict[int, int] = {}  # of each value that is passed on, where that ends
-    covered = [*top.inputs, *top.consts]
-    for body in top.every_body():
-      for step in reversed(body.steps):
-        for position, slot in reversed([*enumerate(step.ins)]):
-          if isinstance(slot, int) and _passes_on(step, position):
-            ends[slot] = ends.get(step.outs[0], step.outs[0])
-        if can_break(step):
-          results = zip(step.outs, step.eqn.outvars, strict=True)
-          covered += [slot for slot, v in results if is_inexact(v)]
-    # Of each argument, and each result that may break, the value that is looked at.
-    self.sentinels = {slot: ends.get(slot, slot) for slot in covered}
-    self.numbers = {slot: i for i, slot in enumerate(dict.fromkeys(self.sentinels.values()))}
+    ends = _ends(top)
+    # For each argument, and each result that may break, the value that is looked at.
+    self.sentinels = {slot: ends.get(slot, slot) for slot in _covered(top)}
+    self.flag_of = {slot: i for i, slot in enumerate(dict.fromkeys(self.sentinels.values()))}
 
   def suspects(self, flags: NumpyArray) -> Iterator[frozenset[int]]:
-    """Yields numbers of steps, negative ones of arguments, that may not be finite: few at first."""
-    bad = {slot for slot, sentinel in self.sentinels.items() if flags[self.numbers[sentinel]]}
+    """Yields sets of steps that may not be finite, by their numbers: few at first.
+
+    Arguments and constants have negative numbers.
+    """
+    bad = {slot for slot, sentinel in self.sentinels.items() if flags[self.flag_of[sentinel]]}
     slots = (*self.top.inputs, *self.top.consts)
-    some, most = {n for n, slot in enumerate(slots, -len(slots)) if slot in bad}, _CLOSELY
+    some = {number for number, slot in enumerate(slots, -len(slots)) if slot in bad}
+    most = _CLOSELY
     for step in self.top.steps:
-      inside = [each for body in step.bodies for each in body.every_step()]
-      some |= {s.number for s in (step, *inside) if can_break(s) and not bad.isdisjoint(s.outs)}
+      some |= _breaking_inside(step, bad)
       if len(some) >= most:
         yield frozenset(some)
         some, most = set(), 4 * most
@@ -215,8 +314,8 @@ class FlagProbe(Observer):
 
   def _flag(self, slots: Sequence[int], values: Sequence[Any]) -> None:
     for slot, x in zip(slots, values, strict=True):
-      if slot in self.numbers and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-        self.flags[self.numbers[slot]] = jnp.any(~jnp.isfinite(jnp.asarray(x)))
+      if slot in self.flag_of and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        self.flags[self.flag_of[slot]] = jnp.any(~jnp.isfinite(jnp.asarray(x)))
 
   def all_seen(self) -> Array:
     if not self.flags:
@@ -224,7 +323,7 @@ class FlagProbe(Observer):
     return self.seen.at[jnp.asarray([*self.flags])].set(jnp.stack([*self.flags.values()]))
 
   def nothing(self) -> Array:
-    return jnp.zeros(len(self.numbers), bool)
+    return jnp.zeros(len(self.flag_of), bool)
 
   def merge(self, one: Array, other: Array) -> Array:
     return one | other
@@ -233,77 +332,129 @@ class FlagProbe(Observer):
     return jnp.any(seen, axis=0)
 
 
+def _covered(top: Body) -> list[int]:
+  """Returns the arguments and constants, and the floating results that may break."""
+  results = [
+    pair
+    for step in top.every_step()
+    if can_break(step)
+    for pair in zip(step.outs, step.eqn.outvars, strict=True)
+  ]
+  return [*top.inputs, *top.consts, *(slot for slot, v in results if is_inexact(v))]
+
+
+def _ends(top: Body) -> dict[int, int]:
+  """Returns for each value that is passed on the last value that is not finite where it is not."""
+  ends = dict[int, int]()
+  for body in top.every_body():
+    for step in reversed(body.steps):
+      passed = [slot for i, slot in enumerate(step.ins) if _passes_on(step, i)]
+      slots = [slot for slot in passed if isinstance(slot, int)]
+      if slots:
+        ends.update(dict.fromkeys(slots, ends.get(step.outs[0], step.outs[0])))
+  return ends
+
+
 def _passes_on(step: Step, position: int) -> bool:
   """Whether the first result of a step is not finite where an operand is not."""
-  passes = step.eqn.primitive in _PASS_ON or kind_of(step) == "casts"
-  passes = passes or (step.eqn.primitive is p.div_p and position == 0)
-  return passes and is_inexact(step.eqn.outvars[0]) and 0 not in shape_of(step.eqn.outvars[0])
+  primitive = step.eqn.primitive
+  is_dividend = primitive is p.div_p and position == 0
+  if not (primitive in _PASS_ON or effect_of(step) == "casts" or is_dividend):
+    return False
+  result = step.eqn.outvars[0]
+  return is_inexact(result) and 0 not in shape_of(result)
 
+
+def _breaking_inside(step: Step, bad: Collection[int]) -> set[int]:
+  """Returns the numbers of the step and those inside of it that may have broken a `bad` value."""
+  inside = (each for body in step.bodies for each in body.every_step())
+  breaking = (each for each in (step, *inside) if can_break(each))
+  return {each.number for each in breaking if any(slot in bad for slot in each.outs)}
+
+
+# The close look
 
 Row: TypeAlias = dict[str, Array]
 """What is known of an array: fields of `Range`."""
 
-Seen: TypeAlias = tuple[Array, Array, list[Row]]
+
+class Seen(NamedTuple):
+  """What broke first.
+
+  Fields:
+    first: in int32, the number of the step, or `NONE`; the iterations of the loops around it, -1
+      where there is no loop; and the position in the mesh of a `shard_map`, -1 outside of one.
+    place: the first element of the result of `shown` that broke, counted along the last axis first.
+    rows: of `shown`, a row for each operand, for the result, and for the result in float32.
+  """
+
+  first: Array
+  place: Array
+  rows: list[Row]
 
 
 class FirstProbe(Observer):
-  """Looks, among the steps and arguments `only`, for the first whose result is not finite."""
+  """Looks, among the steps and arguments `only`, for the first whose result is not finite.
 
-  # It returns in int32 the number of that step, negative for arguments and constants, and `NONE` if
-  # no value broke; the iterations of the loops inside of one another, -1 where there is no loop;
-  # and the position in the mesh of a `shard_map`, -1 outside of one. If `shown` is the step, also
-  # the position of the first element of it that broke, counted along the last axis first, and a row
-  # for each operand, for the result and for the result in float32.
+  Arguments and constants have negative numbers. If a step is `shown`, its numbers are seen too.
+  """
 
   def __init__(self, uses: Uses, only: Collection[int], shown: Step | None = None) -> None:
     self.top, self.uses, self.only, self.shown = uses.top, uses, only, shown
 
   def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
-    self.indices, self.followed = around.indices, dict[int, Array]()
+    # For each element of a value that counts for nothing yet: the first step that broke it.
+    self.followed = dict[int, Array]()
     self.broken = list[Array]()  # the first step that broke, of each value that counts
+    self.indices = around.indices
     _, self.place, self.rows = self.nothing()
-    if body is not self.top:
-      return
-    # An argument that holds a NaN or +inf is at fault; -inf may be a mask, if it is not added up,
-    # and so may each inf in a constant.
-    pairs = [*zip(body.inputs, values, strict=True), *body.consts.items()]
-    for number, (slot, x) in enumerate(pairs, -len(pairs)):
-      if number in self.only:
-        x = jnp.asarray(x)
-        masks = (jnp.real(x) < 0) & (slot not in self.uses.summed) | (slot in body.consts)
-        mask = jnp.isnan(x) | (~jnp.isfinite(x) & ~masks)
-        self._take(slot, jnp.where(mask, jnp.asarray(number, jnp.int32), NONE))
+    if body is self.top:
+      self._take_arguments(body, values)
 
   def nothing(self) -> Seen:
     first = jnp.asarray([NONE] + [-1] * (self.top.depth + 1), jnp.int32)
     count = 0 if self.shown is None else sum(map(is_inexact, self.shown.eqn.invars)) + 2
-    return first, jnp.zeros((), jnp.int32), [row_of(jnp.zeros(()))] * count
+    return Seen(first, jnp.zeros((), jnp.int32), [row_of(jnp.zeros(()))] * count)
 
   def merge(self, one: Seen, other: Seen) -> Seen:
-    return jax.tree.map(lambda a, b: jnp.where(one[0][0] < NONE, a, b), one, other)
+    return jax.tree.map(lambda a, b: jnp.where(one.first[0] < NONE, a, b), one, other)
 
   def of_devices(self, seen: Seen) -> Seen:
     """Returns what the device saw on which the first step broke."""
-    device = jnp.argmin(seen[0][:, 0]).astype(jnp.int32)
+    device = jnp.argmin(seen.first[:, 0]).astype(jnp.int32)
     first, place, rows = jax.tree.map(lambda x: x[device], seen)
-    return jnp.where(first[0] < NONE, first.at[-1].set(device), first), place, rows
+    return Seen(jnp.where(first[0] < NONE, first.at[-1].set(device), first), place, rows)
 
   def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     self._follow(step, ins, outs)
-    if step.number in self.only and not self.uses.numbers.issuperset(step.outs):
-      masks = births(step, ins, outs)
-      for slot, mask in masks.items():
-        self._take(slot, jnp.where(mask, jnp.asarray(step.number, jnp.int32), NONE))
-      if step is self.shown:
-        self._show(step, ins, outs, next(iter(masks.values())))
+    if step.number not in self.only or self.uses.literals.issuperset(step.outs):
+      return
+    masks = births(step, ins, outs)
+    for slot, mask in masks.items():
+      self._take(slot, _number_where(mask, step.number))
+    if step is self.shown:
+      self._show(step, ins, outs, next(iter(masks.values())))
 
   def all_seen(self) -> Seen:
     if not self.broken:
       return self.seen
-    number, nothing = functools.reduce(jnp.minimum, self.broken), self.nothing()[0]
+    number, nothing = functools.reduce(jnp.minimum, self.broken), self.nothing().first
     first = jnp.stack([number, *self.indices, *nothing[len(self.indices) + 1 :]])
-    is_first, own = number <= self.seen[0][0], (first, self.place, self.rows)
+    is_first, own = number <= self.seen.first[0], Seen(first, self.place, self.rows)
     return jax.tree.map(lambda a, b: jnp.where(is_first, a, b), own, self.seen)
+
+  def _take_arguments(self, body: Body, values: Sequence[Any]) -> None:
+    """Takes the arguments and constants that hold a NaN, or an inf that can be no mask.
+
+    A mask may hold -inf if it is an argument that is not added up, and any inf if it is a constant.
+    """
+    pairs = [*zip(body.inputs, values, strict=True), *body.consts.items()]
+    for number, (slot, x) in enumerate(pairs, -len(pairs)):
+      if number in self.only:
+        x = jnp.asarray(x)
+        is_mask = (jnp.real(x) < 0) & (slot not in self.uses.summed) | (slot in body.consts)
+        is_fault = jnp.isnan(x) | (~jnp.isfinite(x) & ~is_mask)
+        self._take(slot, _number_where(is_fault, number))
 
   def _take(self, slot: int, numbers: Array, computed: bool = False) -> None:
     """Takes for each element of a value which step broke, or one that it was computed from."""
@@ -314,34 +465,22 @@ class FirstProbe(Observer):
 
   def _follow(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     """Takes for each element of the results which step broke what it comes from."""
-    kind = kind_of(step)
+    effect = effect_of(step)
     numbers = [self.followed.get(slot) if isinstance(slot, int) else None for slot in step.ins]
-    if kind in ("asks", "tests") or all(each is None for each in numbers):
+    if effect in ("asks", "tests") or all(number is None for number in numbers):
       return
-    if kind == "factor":
-      # A factor counts where it is NaN, or meets something else than 0. 0 * inf is NaN, and that it
-      # is 0 tells that the value did not count in the forward pass: there, the multiplication is
-      # what broke. 0 * NaN breaks nothing that was not broken before.
-      for i, (number, *factors) in enumerate(zip(numbers, ins, ins[::-1], strict=True)):
-        x, y = map(jnp.asarray, factors)
-        counts = ~jnp.isfinite(x) & jnp.isfinite(y) & (jnp.isnan(x) | (y != 0))
-        numbers[i] = None if number is None else jnp.where(counts, number, NONE)
-    if kind == "moves" or step.eqn.primitive is p.select_n_p:
-      none, operands = jnp.asarray(NONE, jnp.int32), [*ins]
-      for i, (number, v) in enumerate(zip(numbers, step.eqn.invars, strict=True)):
-        if is_inexact(v):  # On the devices that it is on.
-          empty = jnp.where(~jnp.isfinite(jnp.asarray(ins[i])), none, none)
-          operands[i] = empty if number is None else number
-      carried = bind(step.eqn, operands)
+    if effect == "factor":
+      numbers = _of_factors(numbers, ins)
+    if effect == "moves" or step.eqn.primitive is p.select_n_p:
+      carried = _moved(step, ins, numbers)
     else:
-      # What a maximum discards is gone, where its result is finite.
-      first = functools.reduce(jnp.minimum, [each for each in numbers if each is not None])
-      carried = [jnp.where(~jnp.isfinite(outs[0]) | (kind != "chooses"), first, NONE)]
+      carried = [_first_of(numbers, outs[0], is_maximum=effect == "chooses")]
     for slot, v, number in zip(step.outs, step.eqn.outvars, carried, strict=True):
       if is_inexact(v):
         # An argument that is returned as it came breaks nothing.
-        came = (number < 0) & (kind == "chooses" and slot in self.uses.outputs)
-        self._take(slot, jnp.where(came, NONE, number), computed=kind == "factor")
+        is_returned = effect == "chooses" and slot in self.uses.outputs
+        number = jnp.where((number < 0) & is_returned, NONE, number)
+        self._take(slot, number, computed=effect == "factor")
 
   def _show(self, step: Step, ins: Sequence[Any], outs: Sequence[Array], mask: Array) -> None:
     """Takes the numbers of a step, of whose first result some elements broke."""
@@ -357,9 +496,50 @@ class FirstProbe(Observer):
     self.rows = []
     for x in values:
       number = jnp.nan
-      if kind_of(step) in _ELEMENTWISE:
+      if effect_of(step) in _ELEMENTWISE:
         number = jnp.sum(jnp.where(places == self.place, jnp.real(x).astype(jnp.float32), 0))
       self.rows.append(row_of(x, number))
+
+
+_Numbers: TypeAlias = Sequence[Array | None]
+"""For each operand, the step that broke each element; None if no step did."""
+
+
+def _number_where(mask: Array, number: int) -> Array:
+  return jnp.where(mask, jnp.asarray(number, jnp.int32), NONE)
+
+
+def _of_factors(numbers: _Numbers, factors: Sequence[Any]) -> _Numbers:
+  """Returns which factors of a multiplication in the backward pass count as broken.
+
+  A factor counts if it is NaN, or an inf that meets something else than 0. In 0 * inf the 0 says
+  that the value did not count in the forward pass: there, the multiplication is what broke.
+  0 * NaN breaks nothing that was not broken before.
+  """
+  counting = list[Array | None]()
+  for number, factor, other in zip(numbers, factors, factors[::-1], strict=True):
+    x, y = jnp.asarray(factor), jnp.asarray(other)
+    counts = ~jnp.isfinite(x) & jnp.isfinite(y) & (jnp.isnan(x) | (y != 0))
+    counting.append(None if number is None else jnp.where(counts, number, NONE))
+  return counting
+
+
+def _moved(step: Step, ins: Sequence[Any], numbers: _Numbers) -> list[Array]:
+  """Returns the numbers of the results of a step, which moves them like the elements."""
+  none, operands = jnp.asarray(NONE, jnp.int32), [*ins]
+  for i, (number, v) in enumerate(zip(numbers, step.eqn.invars, strict=True)):
+    if is_inexact(v):
+      # Computed from the operand, so that it is on the same devices.
+      empty = jnp.where(~jnp.isfinite(jnp.asarray(ins[i])), none, none)
+      operands[i] = empty if number is None else number
+  return bind(step.eqn, operands)
+
+
+def _first_of(numbers: _Numbers, result: Array, *, is_maximum: bool) -> Array:
+  """Returns the number of each element of a result: the first of its operands'."""
+  first = functools.reduce(jnp.minimum, [number for number in numbers if number is not None])
+  # What a maximum discards is gone, where its result is finite.
+  return jnp.where(~jnp.isfinite(result) | (not is_maximum), first, NONE)
 
 
 def row_of(x: Array, value: Array | float = math.nan) -> Row:

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._debug.probes import FirstProbe, FlagProbe, Uses, births, can_break
+from mpjax._debug.probes import FirstProbe, FlagProbe, births, can_break, uses_of
 from mpjax._jaxpr.runner import run
 from mpjax._jaxpr.steps import body_of
 
@@ -54,7 +54,7 @@ def test_the_earlier_iteration_comes_first_though_its_step_is_a_later_one():
 
   xs = jnp.asarray([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
   made = body_of(jax.make_jaxpr(lambda xs: jax.lax.scan(body, 0.0, xs)[0])(xs), compiled=True)
-  found = run(made, [xs], FirstProbe(Uses(made), range(-9, 100)))[1][0]
+  found = run(made, [xs], FirstProbe(uses_of(made), range(-9, 100)))[1][0]
   numbers = {s.number: s.eqn.primitive.name for s in made.every_step()}
   assert numbers[int(found[0])] == "div"
   np.testing.assert_array_equal(found[1:], [1, -1])
@@ -70,7 +70,7 @@ def test_operands_and_results_of_one_iteration():
   xs = jnp.asarray([2, 3, 100, 100], jnp.float16)
   made = body_of(jax.make_jaxpr(fn)(xs), compiled=True)
   step = list(made.every_step())[-1]
-  first, place, rows = run(made, [xs], FirstProbe(Uses(made), {step.number}, step))[1]
+  first, place, rows = run(made, [xs], FirstProbe(uses_of(made), {step.number}, step))[1]
   assert ([*map(int, first)], int(place)) == ([step.number, 3, -1], 0)
   # 10 * 2 * 3 * 100, what it is multiplied by, the inf, and what float32 makes of it.
   np.testing.assert_array_equal([row["most"] for row in rows], [6000, 100, np.nan, 600000])
@@ -79,7 +79,7 @@ def test_operands_and_results_of_one_iteration():
 
 def test_casts_of_constants_are_constants():
   made = body(lambda x: jnp.full(3, -1e9).astype(jnp.float16) + x, jnp.ones(3, jnp.float16))
-  assert Uses(made).numbers == {slot for step in made.steps[:-1] for slot in step.outs}
+  assert uses_of(made).literals == {slot for step in made.steps[:-1] for slot in step.outs}
 
 
 INF, NAN = jnp.inf, jnp.nan
