@@ -7,7 +7,7 @@ True
 
 from mpjax._debug.audit_report import AuditReport
 from mpjax._debug.compare_report import CompareReport
-from mpjax._debug.find_nonfinite import NonfiniteReport
+from mpjax._debug.nonfinite_report import NonfiniteReport
 from mpjax._debug.ranges_report import GroupRanges, RangesReport
 from mpjax._debug.tune_report import TuneReport
 

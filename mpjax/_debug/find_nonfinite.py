@@ -3,25 +3,28 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from mpjax._autocast.scopes import REGION
 from mpjax._core.errors import check_call
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, is_low_precision
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, PyTree
 from mpjax._debug import probes
 from mpjax._debug.arguments import Call, is_array, name_by_parameters
-from mpjax._debug.report import Pending, Report, Section, power
+from mpjax._debug.nonfinite_cause import Alternatives, advice
+from mpjax._debug.nonfinite_report import NonfiniteReport, Range
+from mpjax._debug.report import Advance, Pending
 from mpjax._debug.tune_report import written
 from mpjax._debug.tuning import homes_of, selector
-from mpjax._jaxpr.graph import Graph, Operation
-from mpjax._jaxpr.locations import MODULE, call_of
+from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.locations import MODULE, Source, call_of
 from mpjax._jaxpr.primitives import Holds
 from mpjax._jaxpr.reader import aval_of, mapped_with
 from mpjax._jaxpr.runner import Observer, run
@@ -30,138 +33,30 @@ from mpjax._optim.loss_scale import scales_in
 
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
 
-_LEAST = 8
-"""A smaller factor of a loss is rather a weight of it than a loss scale."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Range:
-  """The numbers of an array.
-
-  Fields:
-    name: what it is: an operand or the result.
-    dtype: its dtype.
-    shape: its shape; on one device, inside of a `shard_map`.
-    least: the least absolute value of those that are finite; NaN if none is.
-    most: the largest.
-    inf: how many are inf.
-    nan: how many are NaN.
-    value: the value at the element that broke; NaN where operands have no such element.
-  """
-
-  name: str
-  dtype: str
-  shape: tuple[int, ...]
-  least: float
-  most: float
-  inf: int
-  nan: int
-  value: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class NonfiniteReport(Report):
-  """Where the first value of a function was not finite though what it came from was.
-
-  False if there is none: `if mpjax.find_nonfinite(fn)(x): ...`. Printed, it says all of this.
-
-  Args:
-    operation: the primitive, as `jax.make_jaxpr` prints it; "argument" for an argument that came
-      so, "constant" for an array that the function closes over; None if nothing was found.
-    path: the module or named scope; of an argument its name, such as "params/w".
-    direction: "forward" or "backward".
-    source: the line of code, "model.py:57"; None if it is not known.
-    iteration: that of the loop, counted from 0 along its inputs (so that the backward pass of a
-      layer has the number of the layer); a tuple for loops inside of one another, None outside.
-    verdict: "scale" if the function is finite at a smaller loss scale, "value" if it is at none.
-    finite_at: the largest power of two, as loss scale, at which it was run and all of it is finite,
-      if the verdict is "scale".
-    index: the first element that broke, in the shape of the result: under `vmap`, it says the lane.
-    device: which device of a `shard_map`, as its positions along the axes of the mesh.
-    operands: the ranges of the operands.
-    result: that of the result, with its dtype and shape.
-    loss_scale: the loss scale, if one is in the arguments.
-    step: how many steps it has seen.
-    cause: why it is not finite, a sentence.
-    cure: what to change, a line of code.
-
-  >>> import jax.numpy as jnp, mpjax
-  >>> found = mpjax.find_nonfinite(lambda x: jnp.sum(x * x))(jnp.asarray([300.0], jnp.float16))
-  >>> bool(found), found.operation, found.direction, found.verdict
-  (True, 'mul', 'forward', 'value')
-  """
-
-  operation: str | None = None
-  path: str = ""
-  direction: Literal["forward", "backward"] | None = None
-  source: str | None = None
-  iteration: int | tuple[int, ...] | None = None
-  verdict: Literal["scale", "value"] | None = None
-  finite_at: float | None = None
-  index: tuple[int, ...] | None = None
-  device: Mapping[str, int] | None = None
-  operands: tuple[Range, ...] = ()
-  result: Range | None = None
-  loss_scale: float | None = None
-  step: int | None = None
-  cause: str = ""
-  cure: str = ""
-
-  def __bool__(self) -> bool:
-    return self.operation is not None
-
-  def sections(self) -> Sequence[Section]:
-    scale = ()
-    if self.loss_scale is not None:
-      step = "Loss" if self.step is None else f"Step {self.step}, loss"
-      scale = (f"{step} scale {power(self.loss_scale)}.",)
-    if not self:
-      return [Section(lines=("Every value that something computes with is finite.", *scale))]
-    verdict = "The value's own: no loss scale helps."
-    if self.finite_at is not None:
-      verdict = f"The scale's fault: all is finite at {power(self.finite_at)}."
-    elif self.loss_scale is None and self.direction == "backward":
-      verdict = "The value's own, unless the loss is scaled: no argument holds a loss scale to try."
-    parts = [part for part in (self.path, self.operation, self.direction, self.source) if part]
-    if self.iteration is not None:
-      parts.append(f"iteration {self.iteration}")
-    if self.device is not None:
-      parts.append("device " + ", ".join(f"{axis}={i}" for axis, i in self.device.items()))
-    place = f"First value that is not finite: {' · '.join(parts)}"
-    columns = ("value", "dtype and shape", "least", "largest", "inf", "NaN")
-    rows = []
-    for each in (*self.operands, *filter(None, [self.result])):
-      shape = f"{each.dtype}[{','.join(map(str, each.shape))}]"
-      numbers = ("-" if math.isnan(x) else f"{x:.3g}" for x in (each.least, each.most))
-      rows.append((each.name, shape, *numbers, f"{each.inf}", f"{each.nan}"))
-    return [
-      Section(lines=(place, *scale, self.cause)),
-      Section("Values", columns=columns, rows=tuple(rows)),
-      Section("Verdict", lines=(verdict,)),
-      Section("Cure", lines=(self.cure,)),
-    ]
+_SMALLEST_SCALE = 8
+"""A smaller factor of a loss is taken for a weight of it."""
 
 
 @check_call("mpjax.find_nonfinite(fn)", fix=_FIX)
 def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
-  """Returns a function that runs `fn`, and says where the first inf or NaN came from.
+  """Find the operation that made the first inf or NaN.
 
-  That is the first value, in the order of execution, which is not finite though the values that it
-  is computed from are, or which is NaN though they are not (0 * inf). A mask of -inf is no fault
-  until a sum reads it, nor is a value that nothing reads but comparisons and a `where` that
-  discards it. Smaller loss scales are tried, too. docs/find_nonfinite.md says what counts, and what
-  it costs. Donated arguments are not deleted.
+  That is the first operation, in the order of execution, whose result is not finite though its
+  operands are, or is NaN though they are not (0 * inf). A mask of -inf is no fault until a sum
+  reads it. Neither is a value that only comparisons read, or a `where` that discards it. Smaller
+  loss scales are tried too. docs/find_nonfinite.md says what counts, and what it costs. Donated
+  arguments are not deleted.
 
   Args:
     fn: a function of trees of arrays: a loss, a gradient, a training step, jitted or not.
 
   Returns:
-    `find(*args, **kwargs)`, which takes the arguments of `fn` and returns a `NonfiniteReport`. It
-    is false if nothing was found. Print it; its fields are for code.
+    A function with the arguments of `fn` that returns a `NonfiniteReport`. It is false if nothing
+    was found. Print it; its fields are for code.
 
   Raises:
-    MpjaxTypeError: `fn` is not a function, or one that is compiled already; when called: an
-      argument is traced, or has no value.
+    MpjaxTypeError: `fn` is not a function, or is compiled already; when called: an argument is
+      traced, or has no value.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x):
@@ -176,8 +71,28 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   >>> bool(mpjax.find_nonfinite(jax.grad(loss_fn))(w / 2, x))
   False
   """
-  report = lambda fn, args, kwargs, _: Finder(fn, args, kwargs).report()  # noqa: E731
-  return Pending("mpjax.find_nonfinite(fn)", fn, report, _FIX)
+  return Pending("mpjax.find_nonfinite(fn)", fn, _report_of_call, _FIX)
+
+
+def _report_of_call(fn: Function, args: Args, kwargs: Kwargs, _: Advance) -> NonfiniteReport:
+  return Finder(fn, args, kwargs).report()
+
+
+class Broken(NamedTuple):
+  """The first step that broke."""
+
+  number: int  # of the step; negative for arguments and constants
+  iterations: tuple[int, ...]  # of the loops around it, the outermost first
+  device: int | None  # in the mesh of a `shard_map`
+
+
+class LossScale(NamedTuple):
+  """A loss scale among the arguments."""
+
+  value: float
+  positions: Collection[int]  # of the arguments that hold it
+  least: float = 1.0  # the smallest value that it may have
+  step: int | None = None  # how many steps it has seen
 
 
 class Finder:
@@ -187,47 +102,40 @@ class Finder:
   # are looked at closely, in a second one: most often -inf in masks, and the fault.
 
   def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
-    # A number may be a shape, and what is not finite is none.
-    is_bad = lambda x: isinstance(x, (float, np.inexact)) and not np.isfinite(x)  # noqa: E731
-    call = Call(args, kwargs, "mpjax.find_nonfinite(fn)", lambda x: is_array(x) or is_bad(x))
+    call = Call(args, kwargs, "mpjax.find_nonfinite(fn)", _is_traced)
     call.check_concrete()
     self.arguments = call.arguments(fn)
-    traced = call.traced(fn)[0]
-    self.body, self.leaves = body_of(traced, compiled=True), call.arrays
-    # With what is not compiled: a slope may be all that is left of what it is the slope of.
+    self.leaves = call.arrays
+    traced, _ = call.traced(fn)
+    self.body = body_of(traced, compiled=True)
+    # Not compiled, since a slope may be all that is left of the operation whose slope it is.
     self.graph = Graph(traced)
-    states = scales_in((args, kwargs))
-    scales = [(state, each) for each in states if (state := each.state) is not None]
-    self.nothing, self.factors, least = NonfiniteReport(), dict[float, float](), 1.0
-    held = [state.scale for state, _ in scales]
-    self.scales = {i for i, x in enumerate(self.leaves) if any(x is scale for scale in held)}
-    if scales:
-      state, owned = max(scales, key=lambda pair: float(np.max(pair[0].scale)))
-      scale, step = float(np.max(state.scale)), int(np.max(state.total))
-      self.nothing = NonfiniteReport(loss_scale=scale, step=step)
-      least = owned.limits[0] if owned.dynamic else 1.0
-    else:
-      self.scales = scale_by_hand(self.graph, self.leaves)
-      for i in self.scales:
-        self.nothing = NonfiniteReport(loss_scale=float(self.leaves[i]))
-    if scale := self.nothing.loss_scale:
-      # Smaller ones. At the next power of two it breaks, or that is the scale.
-      powers = range(math.ceil(math.log2(least)), math.ceil(math.log2(scale)))
-      self.factors = {2.0**i: 2.0**i / scale for i in powers}
+    modules = [x.module if x.is_first or x.is_parameter else () for x in self.arguments]
+    name_by_parameters(self.graph, modules)
+    # Of a loop, the operation of its first argument.
+    self.operations = {each.step.key: each for each in reversed(self.graph.operations)}
+
+    self.scale = _scale_of_state((args, kwargs), self.leaves)
+    if self.scale is None:
+      self.scale = scale_by_hand(self.graph, self.leaves)
+    self.factors = {} if self.scale is None else _factors(self.scale)
     self.probe, self.uses = probes.FlagProbe(self.body), probes.uses_of(self.body)
     self.flags = self._looking(self.probe)
     self.closely: dict[frozenset[int], Callable[..., Any]] = {}
-    modules = [x.module if x.is_first or x.is_parameter else () for x in self.arguments]
-    name_by_parameters(self.graph, modules)
-    # Of a loop, that of its first argument.
-    self.operations = {each.step.key: each for each in reversed(self.graph.operations)}
+
+  @property
+  def nothing(self) -> NonfiniteReport:
+    """The report if every value is finite."""
+    if self.scale is None:
+      return NonfiniteReport()
+    return NonfiniteReport(loss_scale=self.scale.value, step=self.scale.step)
 
   def _looking(self, observer: Observer) -> Callable[..., Any]:
     """Returns a function of a factor of the loss scale, and arguments, that says what is seen."""
 
     def looking(factor: Array, *leaves: Array) -> Any:
       scaled = list(leaves)
-      for i in self.scales:
+      for i in () if self.scale is None else self.scale.positions:
         scaled[i] = (leaves[i] * factor).astype(leaves[i].dtype)
       return run(self.body, scaled, observer)[1]
 
@@ -243,23 +151,26 @@ class Finder:
     """Returns which of the sentinels are not finite with the loss scale multiplied by a factor."""
     return np.asarray(self.flags(jnp.float32(factor), *self.leaves))
 
-  def first(self, factor: float = 1.0) -> list[int]:
-    """Returns what `FirstProbe` sees first with the loss scale multiplied by a factor, or []."""
+  def first(self, factor: float = 1.0) -> Broken | None:
+    """Returns what broke first with the loss scale multiplied by a factor."""
     for some in self.probe.suspects(self.flagged(factor)):
-      # One that was compiled for another scale will do if it looks at these among others.
+      # A look that was compiled for another scale will do if it includes these steps.
       only = next((each for each in self.closely if some <= each), some)
       if only not in self.closely:
         self.closely[only] = self._looking(probes.FirstProbe(self.uses, only))
-      first, *_ = self.closely[only](jnp.float32(factor), *self.leaves)
-      if int(first[0]) in some:
-        return np.asarray(first).tolist()
-    return []
+      seen = self.closely[only](jnp.float32(factor), *self.leaves)
+      number, *iterations, device = np.asarray(seen.first).tolist()
+      if number in some:
+        loops = tuple(i for i in iterations if i >= 0)
+        return Broken(number, loops, device if device >= 0 else None)
+    return None
 
   def report(self) -> NonfiniteReport:
     broken = self.first()
-    if not broken:
+    if broken is None:
       return self.nothing
-    return self._of_step(broken) if broken[0] >= 0 else self._of_argument(broken[0])
+    is_input = broken.number < 0
+    return self._of_argument(broken.number) if is_input else self._of_step(broken)
 
   def _of_argument(self, number: int) -> NonfiniteReport:
     slots = (*self.body.inputs, *self.body.consts)
@@ -285,20 +196,16 @@ class Finder:
       cure="jnp.isfinite(x).all()  # of the data, or restore a checkpoint if it is a parameter",
     )
 
-  def _of_step(self, broken: list[int]) -> NonfiniteReport:
-    number, *iterations, device = broken
-    step = next(each for each in self.body.every_step() if each.number == number)
-    looking = self._looking(probes.FirstProbe(self.uses, {number}, step))
-    _, index, rows = jax.device_get(looking(jnp.float32(1), *self.leaves))
-    eqn, operation, finite_at = step.eqn, self.operations[step.key], self._finite_at(number)
-    out = next(v for v in eqn.outvars if probes.is_inexact(v))
-    operands = ((f"operand {i}", v) for i, v in enumerate(eqn.invars) if probes.is_inexact(v))
-    values = zip([*operands, ("result", out), ("in float32", out)], rows, strict=True)
-    *ranges, result, wide = [_range(name, aval_of(v), row) for (name, v), row in values]
-    loops = tuple(i for i in iterations if i >= 0)
+  def _of_step(self, broken: Broken) -> NonfiniteReport:
+    step = next(each for each in self.body.every_step() if each.number == broken.number)
+    looking = self._looking(probes.FirstProbe(self.uses, {broken.number}, step))
+    seen = jax.device_get(looking(jnp.float32(1), *self.leaves))
+    *operands, result, in_float32 = _ranges(step.eqn, seen.rows)
+    operation, finite_at = self.operations[step.key], self._finite_at(broken.number)
+    loops, index = broken.iterations, seen.place
     report = dataclasses.replace(
       self.nothing,
-      operation=eqn.primitive.name,
+      operation=step.eqn.primitive.name,
       path=operation.where.path,
       direction=direction_of(self.graph, operation),
       source=str(step.location.source) if step.location.source else None,
@@ -306,12 +213,13 @@ class Finder:
       verdict="value" if finite_at is None else "scale",
       finite_at=finite_at,
       index=tuple(map(int, np.unravel_index(index, result.shape))) if index < probes.NONE else (),
-      device=_device(step, device),
-      operands=tuple(ranges),
+      device=None if broken.device is None else _device(step, broken.device),
+      operands=tuple(operands),
       result=result,
     )
     rounded = _rounded_before(operation)
-    cause, cure = cause_and_cure(report, wide, rounded, self._in_float32(rounded or operation))
+    code = self._in_float32(rounded or operation)
+    cause, cure = advice(report, Alternatives(in_float32, rounded, code))
     return dataclasses.replace(report, cause=cause, cure=cure)
 
   def _finite_at(self, number: int) -> float | None:
@@ -320,9 +228,9 @@ class Finder:
       return None
     lowest, *others = self.factors
     broken = self.first(self.factors[lowest])
-    if broken[:1] == [number]:
+    if broken is not None and broken.number == number:
       return None
-    # What is not finite where nothing breaks does no harm, such as the -inf of masks.
+    # If nothing breaks, values that are not finite do no harm, such as the -inf of masks.
     harmless = np.asarray(False) if broken else self.flagged(self.factors[lowest])
     for scale in reversed(others):
       if not np.any(self.flagged(self.factors[scale]) & ~harmless):
@@ -343,23 +251,71 @@ class Finder:
     return f'Rule("float32", path={written(selector(module or path, homes_of(self.graph)))})  #'
 
 
-def scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> set[int]:
-  """Returns the position of a loss scale among the arguments that no `mpjax.loss_scaling` has."""
-  # It is a power of two that multiplies scalars in both passes: the loss, and its cotangent.
+def _is_traced(x: Leaf) -> bool:
+  """Whether an argument is traced: an array, or a number that is not finite.
+
+  A finite Python number stays one, since it may be a shape.
+  """
+  is_bad = isinstance(x, (float, np.inexact)) and not np.isfinite(x)
+  return is_array(x) or is_bad
+
+
+def _scale_of_state(tree: PyTree, leaves: Sequence[Leaf]) -> LossScale | None:
+  """Returns the loss scale in optimizer states, the largest of several."""
+  owned = [each for each in scales_in(tree) if each.state is not None]
+  if not owned:
+    return None
+  states = [each.state for each in owned if each.state is not None]
+  positions = {i for i, x in enumerate(leaves) if any(x is state.scale for state in states)}
+  values = [float(np.max(state.scale)) for state in states]
+  largest = values.index(max(values))
+  least = owned[largest].limits[0] if owned[largest].dynamic else 1.0
+  return LossScale(values[largest], positions, least, int(np.max(states[largest].total)))
+
+
+def scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> LossScale | None:
+  """Returns the loss scale that is an argument of its own, without `mpjax.loss_scaling`.
+
+  It is a scalar and a power of two, and multiplies scalars in both passes: the loss in the forward
+  pass, and the cotangent of the loss in the backward pass.
+  """
   for position, argument in enumerate(graph.arguments):
-    number = float(leaves[position]) if argument.is_floating and argument.aval.shape == () else 0.0
-    if number < _LEAST or not math.isfinite(number) or not math.log2(number).is_integer():
+    if argument.is_floating and argument.aval.shape == ():
+      number = float(leaves[position])
+      is_power = number > 0 and math.isfinite(number) and math.log2(number).is_integer()
+      if is_power and number >= _SMALLEST_SCALE and _scales_both_passes(graph, argument):
+        return LossScale(number, {position})
+  return None
+
+
+def _scales_both_passes(graph: Graph, factor: Value) -> bool:
+  """Whether a value multiplies scalars in the forward and in the backward pass."""
+  copies = {factor}
+  passes = set[bool]()
+  for operation in graph.operations:
+    if copies.isdisjoint(operation.operands):
       continue
-    versions, passes = {argument}, set[bool]()
-    for each in graph.operations:
-      if not versions.isdisjoint(each.operands):
-        if each.moves or each.casts:
-          versions |= {*each.results}
-        elif each.eqn.primitive is p.mul_p and each.results[0].aval.shape == ():
-          passes.add(each.where.direction == "backward")
-    if len(passes) == 2:
-      return {position}
-  return set()
+    if operation.moves or operation.casts:
+      copies.update(operation.results)
+    elif operation.eqn.primitive is p.mul_p and operation.results[0].aval.shape == ():
+      passes.add(operation.where.direction == "backward")
+  return len(passes) == 2
+
+
+def _factors(scale: LossScale) -> dict[float, float]:
+  """Returns smaller powers of two as loss scales, and by what to multiply the present one."""
+  if scale.value == 0:
+    return {}
+  exponents = range(math.ceil(math.log2(scale.least)), math.ceil(math.log2(scale.value)))
+  return {2.0**i: 2.0**i / scale.value for i in exponents}
+
+
+def _ranges(eqn: JaxprEqn, rows: Sequence[probes.Row]) -> list[Range]:
+  """Returns the ranges of the floating operands, of the first floating result, and in float32."""
+  out = next(v for v in eqn.outvars if probes.is_inexact(v))
+  named = [(f"operand {i}", v) for i, v in enumerate(eqn.invars) if probes.is_inexact(v)]
+  named += [("result", out), ("in float32", out)]
+  return [_range(name, aval_of(v), row) for (name, v), row in zip(named, rows, strict=True)]
 
 
 def _range(name: str, array: ShapedArray | Array, row: probes.Row) -> Range:
@@ -367,10 +323,8 @@ def _range(name: str, array: ShapedArray | Array, row: probes.Row) -> Range:
   return Range(name=name, dtype=array.dtype.name, shape=array.shape, **numbers)
 
 
-def _device(step: Step, device: int) -> dict[str, int] | None:
+def _device(step: Step, device: int) -> dict[str, int]:
   """Returns the positions of a device along the axes of the `shard_map` that a step is in."""
-  if device < 0:
-    return None
   *_, outermost = (mapped_with(s.eqn) for s in step.enclosing() if s.holds is Holds.SHARD_MAP)
   sizes = {k: n for k, n in outermost["mesh"].shape.items() if k in outermost["axis_names"]}
   places = np.unravel_index(device, [*sizes.values()])
@@ -378,33 +332,58 @@ def _device(step: Step, device: int) -> dict[str, int] | None:
 
 
 def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "backward"]:
-  """Returns the pass of an operation: what `remat` computes again is part of the forward pass."""
-  # A slope, such as the 0.5 / sqrt(x) of a root, is of the backward pass, wherever it is computed.
+  """Returns the pass of an operation, which may not be the one that computes it.
+
+  What `remat` computes again is part of the forward pass. A slope, such as the 0.5 / sqrt(x) of a
+  root, is part of the backward pass, though JAX computes it in the forward pass.
+  """
   if operation.where.direction == "backward":
     return "backward"
-  # What the same call of the user's code, such as `jnp.sqrt(x)`, computed before.
-  calls = {x: call_of(*(step.eqn for step in x.step.enclosing())) for x in graph.operations}
-  earlier = itertools.takewhile(lambda each: each is not operation, graph.operations)
-  before = [each for each in earlier if calls[each] == calls[operation]]
+  before = _same_call_before(graph, operation)
   if operation.where.direction == "recomputed":
-    # What is computed again was computed before, of as many arrays and the same numbers.
-    numbers = [v.label for v in operation.operands]
-    again = (x.name == operation.name and [v.label for v in x.operands] == numbers for x in before)
-    return "forward" if any(again) or not before else "backward"
-  # It takes what the root takes or returns, and only the backward pass reads it.
-  operands = set(operation.operands)
-  beside = (each for each in before if each.facts.elementwise)
-  if all(operands.isdisjoint((*each.operands, *each.results)) for each in beside):
-    return "forward"
+    # An operation that is computed again was computed before, unless it is a slope.
+    is_repeated = any(_is_alike(each, operation) for each in before)
+    return "forward" if is_repeated or not before else "backward"
+  is_slope = _is_beside(operation, before) and _only_backward_reads(graph, operation)
+  return "backward" if is_slope else "forward"
+
+
+def _same_call_before(graph: Graph, operation: Operation) -> list[Operation]:
+  """Returns what the same call in the user's code, such as `jnp.sqrt(x)`, computed before."""
+  call = _call(operation)
+  earlier = itertools.takewhile(lambda each: each is not operation, graph.operations)
+  return [each for each in earlier if _call(each) == call]
+
+
+def _call(operation: Operation) -> tuple[Source, ...]:
+  return call_of(*(step.eqn for step in operation.step.enclosing()))
+
+
+def _is_alike(one: Operation, other: Operation) -> bool:
+  """Whether two operations have the same primitive, as many arrays and the same numbers."""
+  labels = [[v.label for v in each.operands] for each in (one, other)]
+  return one.name == other.name and labels[0] == labels[1]
+
+
+def _is_beside(operation: Operation, before: Sequence[Operation]) -> bool:
+  """Whether it takes an operand or a result of an elementwise operation, as a slope does."""
+  elementwise = [each for each in before if each.facts.elementwise]
+  return any(
+    v in (*each.operands, *each.results) for each in elementwise for v in operation.operands
+  )
+
+
+def _only_backward_reads(graph: Graph, operation: Operation) -> bool:
+  """Whether all that is computed from an operation is computed in the backward pass."""
   returned, seen, pending = set(graph.results), {operation}, [operation]
   for each in pending:
     for value in each.results:
       if value in returned or not value.consumers:
-        return "forward"
-      readers = {each for each in value.consumers if each.where.direction != "backward"} - seen
+        return False
+      readers = {x for x in value.consumers if x.where.direction != "backward"} - seen
       seen |= readers
       pending += readers
-  return "backward"
+  return True
 
 
 def _rounded_before(operation: Operation) -> Operation | None:
@@ -419,72 +398,3 @@ def _rounded_before(operation: Operation) -> Operation | None:
     seen |= before
     pending += before
   return None
-
-
-def cause_and_cure(
-  report: NonfiniteReport, wide: Range, rounded: Operation | None, in_float32: str
-) -> tuple[str, str]:
-  """Returns why the result of a step is not finite, and what to change."""
-  # `wide` is its range computed in float32, `rounded` what was computed in low precision before an
-  # operation of linear algebra, and `in_float32` the code by which that, or else the step, is not.
-  operation, operands, result = report.operation, report.operands, report.result or wide
-  dtype, largest = result.dtype, float(jnp.finfo(jnp.dtype(result.dtype)).max)
-  if report.finite_at is not None:
-    text, exponent = f"It overflows {dtype} at this loss scale.", power(report.finite_at)
-    call = f"opt_state = mpjax.states.set_loss_scale(opt_state, {report.finite_at:g})"
-    if report.step is None:
-      return text, f"loss_scale = {report.finite_at:g}  # {exponent}, or mpjax.DynamicLossScale()"
-    return text, f"{call}  # {exponent}; DynamicLossScale gets there by itself"
-
-  values, infs = [x.value for x in operands], [x for x in operands if x.inf or x.nan]
-  mask = f"jnp.where(mask, x, jnp.finfo(jnp.{dtype}).min)"
-  around = "# as the operand, or divisor, of this line, and a jnp.where around its result"
-  if infs and result.nan and 0 in values and report.direction == "backward":
-    text = "It is 0 * inf: a gradient of 0, and a slope at a pole, as of a root at 0."
-    return text, f"jnp.where(allowed, x, safe)  {around}"
-  if infs and result.nan and 0 in values:
-    text = "It is 0 * inf, of an inf that did no harm before: discarded, or a constant beyond "
-    cure = "x = jnp.where(mask, x, 1.0)  # before the operation whose inf is masked, or mask by "
-    return f"{text}{dtype}.", f"{cure}{mask} instead of a multiplication"
-  if infs and result.nan and (len(infs) > 1 or math.isinf(infs[0].value)):
-    text = "It is inf - inf: a row all of which is masked by -inf has no finite element."
-    return text, f"x = {mask}  # instead of -jnp.inf"
-  if infs:
-    text = "It adds up an inf that was no fault before, as of a mask, or of a label that is masked."
-    return text, "jnp.where(jnp.isfinite(x), x, 0)  # before it, or other labels"
-
-  if is_low_precision(jnp.dtype(dtype)) and wide.inf + wide.nan < result.inf + result.nan:
-    text = f"It overflows {dtype}: in float32 the largest of these values is {wide.most:.3g}"
-    return (
-      f"{text}, and {dtype} ends at {largest:.5g}.",
-      f"{in_float32} or the policy mixed_bfloat16",
-    )
-  if rounded is not None:
-    low = next(v for v in (*rounded.results, *rounded.operands) if v.is_low)
-    text = (
-      f"{operation} is not defined for these operands, as for a matrix without an inverse. "
-      f"Rounding may be why: they come from {rounded.name} of {rounded.where.path}, in {low.dtype}."
-    )
-    return text, f"{in_float32} or x + epsilon * jnp.eye(n)"
-
-  # What no wider dtype would help: operands that the operation does not take, or too large.
-  values = [x for x in values if not math.isnan(x)]
-  kind = "NaN" if result.nan and math.isnan(result.value) else "-inf" if result.value < 0 else "inf"
-  text = f"{operation} of {' and '.join(f'{x:.3g}' for x in values) or 'these operands'}"
-  # No sum or matmul of small numbers overflows. Of one that does, parts may be inf - inf.
-  overflows = any(x.most**2 * math.prod(x.shape) > largest for x in operands)
-  if values:
-    # Of ordinary numbers inf is a pole, as that of `log1p` at -1.
-    overflows = kind != "NaN" and not (0 in values or all(1e-3 < abs(x) <= 1 for x in values))
-  if overflows:
-    text = f"{text} overflows {dtype}, which ends at {largest:.3g}."
-    if operation == p.exp_p.name:
-      return text, "jnp.exp(x - jnp.max(x))  # in a softmax; else jnp.minimum(x, limit) before it"
-    return text, "jnp.clip(x, -limit, limit)  # of the operands, or another learning rate"
-  if not values:
-    text = f"{text} is {kind}: not defined, as of a matrix without an inverse, or beyond its dtype."
-    return text, "x + epsilon * jnp.eye(n)  # of a matrix; else smaller operands, an index inside"
-  text = f"{text} is {kind} in every precision."
-  # In a backward pass it is a slope, and the line has the operation whose slope it is.
-  number = "x != 0, x, 1" if 0 in values and report.direction == "forward" else "allowed, x, safe"
-  return text, f"jnp.where({number})  {around}"
