@@ -1,9 +1,5 @@
-"""`tune`: rules for what must stay in float32, for an error of the gradient that is allowed.
+"""`tune`: rules for the modules that must stay in float32 for a tolerated error of the gradient."""
 
-They are found by the sensitivities of modules, to first order, a bisection, and cheaper choices.
-"""
-
-import bisect
 import collections
 import contextlib
 import functools
@@ -13,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +24,7 @@ from mpjax._debug.ranges_measure import gradient_of, ranges_of_call
 from mpjax._debug.ranges_plan import plan
 from mpjax._debug.report import Advance, Pending
 from mpjax._debug.tune_report import Evaluation, ModuleReport, TuneReport
+from mpjax._debug.tune_search import MORE, search
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.count import flops_of
 from mpjax._jaxpr.graph import Graph, Value
@@ -45,30 +42,32 @@ _CALL = "mpjax.tune(loss_fn, policy)"
 _FIX = 'Write mpjax.tune(loss_fn, "mixed_float16", tolerance=1e-2)(params, batch).'
 
 PROJECTIONS = 16
-"""The error that a module causes is estimated within sqrt(1 / (2 * 16)), 18 %."""
-
-MORE = 12
-"""Evaluations after the bisection, which look for a cheaper choice."""
-
-_CORE = 12
-"""Of so many modules, those around where the sorted list was cut, all subsets are looked at."""
+"""Random projections of the gradient: the error of a module is known within sqrt(1 / (2 * 16)),
+18 %."""
 
 Pair: TypeAlias = tuple[Array | NumpyArray, Array | NumpyArray]
-"""What is exact, and the same with an error."""
+"""An exact array, and the same with an error."""
+
+
+class ModuleResult(NamedTuple):
+  """The result of a matmul or sum, and the path of its module."""
+
+  path: str
+  array: Array
 
 
 @check_call(_CALL, fix=_FIX)
 def tune(
   loss_fn: Callable[P, object], policy: PolicyLike = "mixed_bfloat16", *, tolerance: float
 ) -> Callable[P, TuneReport]:
-  """Returns a function that finds out which modules of a loss must stay in float32.
+  """Find the modules of a loss that must stay in float32.
 
-  The gradient of `loss_fn` by its first argument is computed in float32, and under the policy for
-  some choices of modules in float32, until the cheapest was found whose relative error, the norm of
-  the difference over the norm of the gradient, is within the tolerance. Models of Linen, and of NNX
-  in the arguments, run as `mpjax.with_policy` runs them; a loss without any as `mpjax.autocast`
-  does. docs/tune.md says what the modules are and how it searches; how many choices it may measure
-  is printed first.
+  The gradient of `loss_fn` by its first argument is computed in float32, and then under the policy
+  with some modules in float32. The search ends with the cheapest choice of modules whose relative
+  error is within the tolerance: the norm of the difference over the norm of the gradient. Models of
+  Linen, and of NNX in the arguments, run as under `mpjax.with_policy`; a loss without any runs as
+  under `mpjax.autocast`. How many choices it may measure is printed first. docs/tune.md says what
+  the modules are and how it searches.
 
   Args:
     loss_fn: the plain loss in float32, of a Linen model, an NNX model (an argument, or merged from
@@ -77,7 +76,7 @@ def tune(
     tolerance: the relative error of the gradient that is allowed, such as 0.01.
 
   Returns:
-    A function with the arguments of `loss_fn`, which must be concrete, that returns a report, with
+    A function with the arguments of `loss_fn`, which must be concrete. It returns a report with
     `.rules`, `.error` and `.half_share`. Print it: it begins with the error of each module.
 
   Raises:
@@ -122,110 +121,175 @@ def _tuned(
   policy: Policy, tolerance: float, loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance
 ) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
-  call, where = Call(args, kwargs, _CALL), f"{_CALL}(*args)"
-  dtype, scale = policy.compute_dtype, 1.0
-  call.check_concrete()
+  tuner = Tuner(policy, loss_fn, args, kwargs, advance)
+  low = tuner.measure((), ())
+  if tuner.evaluations[0].error > tolerance:
+    tuner.search(tolerance)
+  good = [each for each in tuner.evaluations if each.error <= tolerance]
+  best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
+  return TuneReport(
+    policy=policy,
+    tolerance=tolerance,
+    **best._asdict(),
+    evaluations=tuple(tuner.evaluations),
+    bound=tuner.bound,
+    loss_scale=tuner.scale,
+    modules=tuple(tuner.rows(low)),
+    models=tuner.has_models,
+  )
 
-  # A loss that has low precision already, compared with itself, has no error. The loss alone: what
-  # a derivative of its own keeps in low precision is no policy's.
-  for value in lows_of(Graph(call.traced(loss_fn)[0])):
+
+class Tuner:
+  """Measures the gradient of one loss, for some choices of modules in float32.
+
+  Attributes:
+    flops: the modules, by path, and the FLOPs of their matmuls.
+    homes: by path, the path that rules match there.
+    exact: the gradient in float32.
+    bound: how many choices may be measured.
+    evaluations: what was measured.
+  """
+
+  def __init__(
+    self, policy: Policy, loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance
+  ) -> None:
+    self.policy, self.loss_fn = policy, loss_fn
+    self.call = Call(args, kwargs, _CALL)
+    self.call.check_concrete()
+    _check_float32(Graph(self.call.traced(loss_fn)[0]))
+    with_policy = with_models_under(loss_fn, policy, ())
+    self.has_models = bool(lows_of(Graph(self.call.traced(with_policy)[0])))
+    self.scale = 1.0
+    if policy.compute_dtype == jnp.float16:
+      report = ranges_of_call(gradient_of(loss_fn), args, kwargs, advance)
+      self.scale = report.loss_scale or 1.0
+
+    # The loss in float32, in which the modules have the paths that rules match.
+    if self.has_models:
+      self.named = with_models_under(loss_fn, None, ())
+    else:
+      self.named = with_parameter_scopes(loss_fn)
+    program, outputs = self.call.traced(gradient_of(self.named, self.scale))
+    self.body = body_of(program)
+    self.operands = [*map(jnp.asarray, self.call.arrays)]
+    # The results are those of ((loss, aux), gradients).
+    self._gradients = slice(sum(path[0] == "0" for path in outputs), None)
+    self.flops, self.homes = modules_of(self.body), homes_of(Graph(self.body))
+
+    # Nothing in float32, the modules that overflow, all modules, and the entire function; the
+    # bisection between; and the choices that may be cheaper.
+    self.bound = 4 + math.ceil(math.log2(max(len(self.flops), 1))) + MORE
+    sys.stdout.write(f"tune: {len(self.flops)} modules, at most {self.bound} measurements\n")
+    self.evaluations = list[Evaluation]()
+    self._advance, self._steps = advance, itertools.count(1)
+    self.exact = self.gradient(self.body)
+    self.step()
+    _check_gradient(self.exact)
+
+  def step(self) -> None:
+    """Shows that one more gradient was computed."""
+    self._advance(next(self._steps), 1 + PROJECTIONS + self.bound)
+
+  def gradient(self, body: Body, look: Look | None = None) -> list[Array]:
+    return run_on_host(body, self.operands, look or Look())[self._gradients]
+
+  def under(self, rules: tuple[Rule, ...]) -> Function:
+    """Returns the loss under the policy and some rules."""
+    if self.has_models:
+      return with_models_under(self.loss_fn, self.policy, rules)
+    return autocast(self.named, self.policy, rules=rules)
+
+  def measure(self, paths: Iterable[str], rules: tuple[Rule, ...]) -> list[Array]:
+    """Returns the gradient if some paths are in float32 by these rules, and notes its error."""
+    program, _ = self.call.traced(gradient_of(self.under(rules), self.scale))
+    low = self.gradient(body_of(program))
+    error = relative_error(zip(self.exact, low, strict=True))
+    self.evaluations.append(Evaluation(tuple(paths), rules, error, _half_share(Graph(program))))
+    self.step()
+    return low
+
+  def search(self, tolerance: float) -> None:
+    """Measures choices until one with an error within the tolerance is among them."""
+    groups = self._paths_by_home()
+    costs = [sum(self.flops[path] for path in paths) for paths in groups.values()]
+    gradient = functools.partial(self.gradient, self.body)
+    alone = errors_alone(gradient, groups.values(), self.policy.compute_dtype, self.step)
+    if search(costs, alone, tolerance, functools.partial(self._error_of, groups)) is None:
+      # Operations outside of these modules must stay in float32 too.
+      self.measure(("**",), (Rule("float32", path="**"),))
+
+  def _error_of(self, groups: Mapping[str, Sequence[str]], chosen: frozenset[int]) -> float:
+    """Measures the error if the groups with some numbers are in float32."""
+    if not chosen:  # It was measured first.
+      return self.evaluations[0].error
+    wide = [name for i, name in enumerate(groups) if i in chosen]
+    others = [name for i, name in enumerate(groups) if i not in chosen]
+    paths = [path for name in wide for path in groups[name]]
+    self.measure(paths, rules_for(wide, others, self.homes, self.policy))
+    return self.evaluations[-1].error
+
+  def _paths_by_home(self) -> dict[str, list[str]]:
+    """Returns the modules with low-precision matmuls, by the path that a rule matches."""
+    graph = Graph(body_of(self.call.traced(self.under(()))[0]))
+    low = {operation.where.path for operation, dtype, _ in graph.matmuls() if dtype.itemsize < 4}
+    groups = dict[str, list[str]]()
+    for path, flops in self.flops.items():
+      if flops and path in low:
+        groups.setdefault(self.homes[path], []).append(path)
+    return groups
+
+  def rows(self, low: Sequence[Array]) -> Iterator[ModuleReport]:
+    """Yields the errors by module, given the gradient under the policy without rules."""
+    of_float32, of_policy = (
+      body_of(self.call.traced(fn)[0]) for fn in (self.named, self.under(()))
+    )
+    forward = forward_errors(of_float32, of_policy, self.operands)
+    readers = plan(self.body, self.call.arguments(self.loss_fn)).readers
+    # Gradients are those of the floating arrays in the first argument, the first ones of all.
+    floats = (i for i, x in enumerate(self.operands) if is_inexact(x))
+    pairs = dict[str, list[Pair]]()
+    for i, exact, rounded in zip(floats, self.exact, low, strict=False):
+      if i in readers:
+        pairs.setdefault(readers[i].path, []).append((exact, rounded))
+    return rows_of(self.flops, forward, pairs)
+
+
+def _check_float32(graph: Graph) -> None:
+  """Raises if a loss has low precision already: compared with itself, it would have no error.
+
+  The loss is traced without its gradient, since a derivative rule of its own may round.
+  """
+  for value in lows_of(graph):
     path = "its arguments" if value.made_by is None else value.made_by.where.path
     raise MpjaxValueError(
-      where,
+      f"{_CALL}(*args)",
       expected="a loss in float32, with arguments in float32, to compare low precision with",
       got=f"{value.dtype} in {path or 'it'}",
       fix="Pass the loss of the plain model: without with_policy or autocast, without dtype= and "
       "param_dtype=, and its parameters and data as x.astype(jnp.float32).",
     )
-  models = bool(lows_of(Graph(call.traced(with_models_under(loss_fn, policy, ()))[0])))
-  if dtype == jnp.float16:
-    scale = ranges_of_call(gradient_of(loss_fn), args, kwargs, advance).loss_scale or 1.0
 
-  # The gradient in float32, of ((loss, aux), gradients).
-  operands = [*map(jnp.asarray, call.arrays)]
-  # A policy of None is none, but names the modules as rules do.
-  named = with_models_under(loss_fn, None, ()) if models else with_parameter_scopes(loss_fn)
-  program, outputs = call.traced(gradient_of(named, scale))
-  body, gradients = body_of(program), slice(sum(keys[0] == "0" for keys in outputs), None)
-  flops, homes = modules_of(body), homes_of(Graph(body))
-  # Nothing in float32, what overflows, all modules, all of the function; the steps between; and
-  # those that look for something cheaper.
-  bound = 4 + math.ceil(math.log2(max(len(flops), 1))) + MORE
-  sys.stdout.write(f"tune: {len(flops)} modules, at most {bound} measurements\n")
-  steps, evaluations = itertools.count(1), list[Evaluation]()
 
-  def step() -> None:
-    advance(next(steps), 1 + PROJECTIONS + bound)
-
-  gradient = lambda program, look: run_on_host(program, operands, look)[gradients]  # noqa: E731
-  exact = gradient(body, Look())
-  step()
-  norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in exact))
+def _check_gradient(gradient: Sequence[Array]) -> None:
+  """Raises unless a gradient in float32 has errors that can be compared with it."""
+  norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in gradient))
   if not (math.isfinite(norm) and norm > 0):
     raise MpjaxValueError(
-      where,
+      f"{_CALL}(*args)",
       expected="a gradient in float32 that is finite and not zero",
-      got=f"one of norm {norm}" if exact else "no floating array in the first argument",
+      got=f"one of norm {norm}" if gradient else "no floating array in the first argument",
       fix="Ask mpjax.ranges(loss_fn)(*args) what its numbers look like; pass parameters first.",
     )
 
-  def under(rules: tuple[Rule, ...]) -> Function:
-    if models:
-      return with_models_under(loss_fn, policy, rules)
-    return autocast(named, policy, rules=rules)
 
-  def measure(names: Iterable[str], rules: tuple[Rule, ...]) -> list[Array]:
-    program, _ = call.traced(gradient_of(under(rules), scale))
-    low = gradient(body_of(program), Look())
-    error = relative_error(zip(exact, low, strict=True))
-    runs = [(dtype.itemsize < 4, count) for _, dtype, count in Graph(program).matmuls()]
-    share = sum(is_low * count for is_low, count in runs) / max(sum(n for _, n in runs), 1)
-    evaluations.append(Evaluation(tuple(names), rules, error, share))
-    step()
-    return low
-
-  # The search, if there is an error that is too large, among what a rule selects and runs low.
-  low, used = measure((), ()), dict[str, list[str]]()
-  of_float32, of_policy = (body_of(call.traced(fn)[0]) for fn in (named, under(())))
-  lows = {each.where.path for each, x, _ in Graph(of_policy).matmuls() if x.itemsize < 4}
-  for path in (path for path in flops if flops[path] and path in lows):
-    used.setdefault(homes[path], []).append(path)
-
-  def evaluate(chosen: frozenset[int]) -> float:
-    if chosen:
-      names = [name for i, name in enumerate(used) if i in chosen]
-      others = [name for name in used if name not in names]
-      paths = (path for name in names for path in used[name])
-      measure(paths, rules_for(names, others, homes, policy))
-    return evaluations[-1 if chosen else 0].error
-
-  if evaluations[0].error > tolerance:
-    costs = [sum(flops[path] for path in paths) for paths in used.values()]
-    alone = errors_alone(functools.partial(gradient, body), used.values(), dtype, step)
-    if search(costs, alone, tolerance, evaluate) is None:
-      # What is in no such module must stay in float32 too.
-      measure(("**",), (Rule("float32", path="**"),))
-  good = [each for each in evaluations if each.error <= tolerance]
-  best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
-
-  # The errors by module, under the policy without rules. Gradients are those of the floating arrays
-  # in the first argument, the first ones of all.
-  forward, pairs = forward_errors(of_float32, of_policy, operands), dict[str, list[Pair]]()
-  readers = plan(body, call.arguments(loss_fn)).readers
-  floats = (i for i, x in enumerate(operands) if is_inexact(x))
-  for i, *pair in zip(floats, exact, low, strict=False):
-    if i in readers:
-      pairs.setdefault(readers[i].path, []).append((pair[0], pair[1]))
-  return TuneReport(
-    policy=policy,
-    tolerance=tolerance,
-    **best._asdict(),
-    evaluations=tuple(evaluations),
-    bound=bound,
-    loss_scale=scale,
-    modules=tuple(rows_of(flops, forward, pairs)),
-    models=models,
-  )
+def _half_share(graph: Graph) -> float:
+  """Returns the share of the FLOPs of matmuls that are in low precision."""
+  low = total = 0
+  for _, dtype, flops in graph.matmuls():
+    total += flops
+    if dtype.itemsize < 4:
+      low += flops
+  return low / max(total, 1)
 
 
 def lows_of(graph: Graph) -> list[Value]:
@@ -307,29 +371,36 @@ def relative_error(pairs: Iterable[Pair]) -> float:
 
 
 def forward_errors(exact: Body, low: Body, operands: Sequence[Array]) -> dict[str, float]:
-  """Returns by module the error of the worst matmul or sum of a loss under a policy."""
+  """Returns by module the error of the worst matmul or sum of a loss under a policy.
 
-  def results(body: Body) -> Mapping[Hashable, list[tuple[str, Array]]]:
-    # By primitive and shape: autocast changes neither, nor the order of those that have both alike,
-    # but it may put what it changes into calls, whose scopes are others.
-    arrays = collections.defaultdict[Hashable, list[tuple[str, Array]]](list)
-
-    def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
-      return outs[:1] if facts_of(step.eqn).flops or facts_of(step.eqn).gradient == "added" else ()
-
-    def see(step: Step, picked: Sequence[Array]) -> None:
-      alike = step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
-      arrays[alike].append((step.location.path, picked[0]))
-
-    run_on_host(body, operands, Look(pick=pick, see=see))
-    return arrays
-
-  rounded, worst = results(low), dict[str, float]()
-  for alike, values in results(exact).items():
-    others = rounded[alike] if len(values) == len(rounded[alike]) else ()
-    for (path, x), (_, y) in zip(values, others, strict=False):
-      worst[path] = max(worst.get(path, 0.0), relative_error([(x, y)]))
+  Results are paired by primitive, shape and order, which a policy does not change. It may change
+  their scopes: what it casts can be put into calls.
+  """
+  rounded, worst = _matmuls_and_sums(low, operands), dict[str, float]()
+  for alike, results in _matmuls_and_sums(exact, operands).items():
+    others = rounded[alike] if len(results) == len(rounded[alike]) else ()
+    for result, other in zip(results, others, strict=False):
+      error = relative_error([(result.array, other.array)])
+      worst[result.path] = max(worst.get(result.path, 0.0), error)
   return worst
+
+
+def _matmuls_and_sums(
+  body: Body, operands: Sequence[Array]
+) -> Mapping[Hashable, list[ModuleResult]]:
+  """Returns the results of matmuls and of sums, by primitive and shape, in the order of the run."""
+  results = collections.defaultdict[Hashable, list[ModuleResult]](list)
+
+  def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
+    facts = facts_of(step.eqn)
+    return outs[:1] if facts.flops is not None or facts.gradient == "added" else ()
+
+  def see(step: Step, picked: Sequence[Array]) -> None:
+    alike = step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
+    results[alike].append(ModuleResult(step.location.path, picked[0]))
+
+  run_on_host(body, operands, Look(pick=pick, see=see))
+  return results
 
 
 @jax.custom_jvp
@@ -343,53 +414,72 @@ def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array
   return primals[0], tangents[0] + tangents[1] * primals[2]
 
 
+def _rounded(dtype: DType, eps: Array, x: Array) -> Array:
+  """Returns `x + eps * (rounded(x) - x)`, at `eps` 0; arrays of other dtypes are not rounded."""
+  if x.dtype != jnp.float32:
+    return x
+  fixed = jax.lax.stop_gradient(x)
+  error = fixed.astype(dtype).astype(jnp.float32) - fixed
+  return _moved(x, eps, jnp.where(jnp.isfinite(fixed), error, jnp.zeros_like(x)))
+
+
 def errors_alone(
-  gradient: Function, modules: Collection[Sequence[str]], dtype: DType, advance: Function
+  gradient: Callable[[Look], Sequence[Array]],
+  modules: Collection[Sequence[str]],
+  dtype: DType,
+  advance: Callable[[], None],
 ) -> NumpyArray:
-  """Returns how far the gradient in float32 moves if a module rounds, and nothing else does."""
-  # That is infinite where an operand or result of a matmul overflows.
-  # To first order, for all modules together: every matmul of the forward and backward pass takes
-  # and returns `x + eps * (rounded(x) - x)`, with one `eps` for each module, which is 0. The
-  # derivative of the gradient with respect to `eps` is the error that the module causes. It has the
-  # size of the gradient, for each module; so instead the derivatives of a few random projections of
-  # the gradient are computed, by one forward pass and one backward pass for each of them.
-  order = {path: i for i, paths in enumerate(modules) for path in paths}
+  """Returns how far the gradient in float32 moves if a module rounds, and nothing else does.
 
-  def perturbed(eps: Array) -> list[Array]:
-    def rounded(x: Array, module: int) -> Array:
-      if x.dtype != jnp.float32:
-        return x
-      fixed = jax.lax.stop_gradient(x)
-      error = fixed.astype(dtype).astype(jnp.float32) - fixed
-      return _moved(x, eps[module], jnp.where(jnp.isfinite(fixed), error, jnp.zeros_like(x)))
+  A module is a sequence of paths. The error is infinite where an operand or result of one of its
+  matmuls overflows. The errors are found to first order, for all modules together: every matmul of
+  the forward and backward pass takes and returns `x + eps * (rounded(x) - x)`, with one `eps` for
+  each module, which is 0. The derivative of the gradient with respect to `eps` is the error that
+  the module causes. It has the size of the gradient, for each module. Instead, the derivatives of a
+  few random projections of the gradient are computed: one forward pass, and one backward pass for
+  each projection.
+  """
+  module_of = {path: i for i, paths in enumerate(modules) for path in paths}
 
+  def perturbed(eps: Array) -> Sequence[Array]:
     def compute(step: Step, values: Sequence[Array]) -> list[Array]:
-      module = order.get(step.location.path)
-      if not facts_of(step.eqn).flops or module is None:
+      module = module_of.get(step.location.path)
+      if module is None or facts_of(step.eqn).flops is None:
         return bind(step.eqn, values)
-      first, *rest = bind(step.eqn, [*(rounded(x, module) for x in values[:2]), *values[2:]])
-      return [rounded(first, module), *rest]
+      rounded = functools.partial(_rounded, dtype, eps[module])
+      first, *rest = bind(step.eqn, [*map(rounded, values[:2]), *values[2:]])
+      return [rounded(first), *rest]
 
     return gradient(Look(compute))
 
   try:
     grads, pullback = jax.vjp(perturbed, jnp.zeros(len(modules), jnp.float32))
   except REFUSALS as error:
-    warnings.warn(
-      "mpjax.tune(loss_fn, policy): the gradient cannot be differentiated, so that modules with "
-      f"few FLOPs are tried first ({type(error).__name__}: {str(error).splitlines()[0]}). What is "
-      "returned is measured all the same.",
-      UserWarning,
-      stacklevel=2,
-    )
+    _warn_of_refusal(error)
     return np.ones(len(modules))
-  norm, squares = math.sqrt(sum(float(jnp.sum(jnp.abs(g) ** 2)) for g in grads)), 0.0
+  norm = math.sqrt(sum(float(jnp.sum(jnp.abs(g) ** 2)) for g in grads))
+  squares = np.zeros(len(modules))
   for key in jax.random.split(jax.random.key(0), PROJECTIONS):
-    noise = (jax.random.normal(jax.random.fold_in(key, i), g.shape) for i, g in enumerate(grads))
-    directions = [x.astype(g.dtype) for x, g in zip(noise, grads, strict=True)]
-    squares += (np.asarray(pullback(directions)[0], np.float64) / norm) ** 2
+    (derivative,) = pullback(_random_like(grads, key))
+    squares += (np.asarray(derivative, np.float64) / norm) ** 2
     advance()
   return np.sqrt(np.nan_to_num(squares, nan=math.inf, posinf=math.inf) / PROJECTIONS)
+
+
+def _random_like(grads: Sequence[Array], key: Array) -> list[Array]:
+  keys = (jax.random.fold_in(key, i) for i in range(len(grads)))
+  pairs = zip(keys, grads, strict=True)
+  return [jax.random.normal(each, g.shape).astype(g.dtype) for each, g in pairs]
+
+
+def _warn_of_refusal(error: Exception) -> None:
+  warnings.warn(
+    "mpjax.tune(loss_fn, policy): the gradient cannot be differentiated, so that modules with "
+    f"few FLOPs are tried first ({type(error).__name__}: {str(error).splitlines()[0]}). What is "
+    "returned is measured all the same.",
+    UserWarning,
+    stacklevel=3,
+  )
 
 
 def selector(path: str, homes: Mapping[str, str]) -> str | re.Pattern[str]:
@@ -404,76 +494,3 @@ def selector(path: str, homes: Mapping[str, str]) -> str | re.Pattern[str]:
       if {scope for scope in every if rule.matches(None, scope)} == own:
         return glob
   return re.compile(f"({scopes})?" if "" in own else scopes)
-
-
-def search(
-  flops: Sequence[int],
-  alone: NumpyArray,
-  tolerance: float,
-  evaluate: Callable[[frozenset[int]], float],
-) -> frozenset[int] | None:
-  """Returns the numbers of the modules that are to compute in float32."""
-  # `alone` is the error that each module is expected to cause, and `evaluate` measures a choice.
-  count, errors = len(flops), dict[frozenset[int], float]()
-
-  def is_good(chosen: frozenset[int]) -> bool:
-    if chosen not in errors:
-      errors[chosen] = evaluate(chosen)
-    return errors[chosen] <= tolerance
-
-  cost = lambda chosen: (sum(flops[i] for i in chosen), len(chosen))  # noqa: E731
-  if is_good(frozenset()):
-    return frozenset()
-  # The modules that overflow, and those that help most for what they cost.
-  ratio = alone**2 / np.maximum(np.asarray(flops, np.float64), 1)
-  order = sorted(range(count), key=lambda i: (-ratio[i], i))
-  # What overflows goes together: with a part of it in float32 the gradient is still not finite.
-  sure = int(np.sum(np.isinf(alone)))
-  lists = [frozenset(order[:size]) for size in range(sure, count + 1)]
-  cut = 0 if is_good(lists[0]) else bisect.bisect_left(lists, True, lo=1, key=is_good)
-  if cut == len(lists):
-    return None
-  best = lists[cut]
-  start = max(min(sure + cut - _CORE // 2, count - _CORE), sure)
-  core, always = order[start : start + _CORE], frozenset(order[:start])
-  subsets = (itertools.combinations(core, size) for size in range(len(core) + 1))
-  choices = [always.union(some) for some in itertools.chain(*subsets)]
-  for _ in range(MORE):
-    expected = _expected(np.where(np.isinf(alone), 0, alone), errors, choices)
-    ranked = [
-      (float(error), cost(chosen), sorted(chosen), chosen)
-      for chosen, error in zip(choices, expected, strict=True)
-      if chosen not in errors and cost(chosen) < cost(best)
-    ]
-    if not ranked:
-      break
-    good = [each for each in ranked if each[0] <= tolerance]
-    # Where none is expected to be good, the one that is expected to miss least.
-    *_, chosen = min(good, key=lambda each: each[1:3]) if good else min(ranked)
-    if is_good(chosen):
-      best = chosen
-  return best
-
-
-def _expected(
-  alone: NumpyArray, errors: Mapping[frozenset[int], float], choices: Sequence[frozenset[int]]
-) -> NumpyArray:
-  # The square of an error is taken to be a sum over the modules that round, and a rest. Each term
-  # is expected to be what the sensitivities say, within a factor of about two, and is fitted to
-  # what was measured: a module in float32 also keeps the operations in float32 that its result
-  # goes into.
-  measured = {chosen: error for chosen, error in errors.items() if math.isfinite(error)}
-
-  def table(choices: Sequence[frozenset[int]]) -> NumpyArray:
-    rounded = [[i not in chosen for i in range(len(alone))] + [True] for chosen in choices]
-    return np.asarray(rounded, np.float64)
-
-  rows, squares = table(list(measured)), np.asarray(list(measured.values())) ** 2
-  worst, terms = int(np.argmax(rows.sum(axis=1))), alone**2
-  total = max(float(np.sum(terms * rows[worst, :-1])), np.finfo(float).tiny)
-  prior = np.append(terms, 0.1 * total) * (squares[worst] / total)
-  spread = (prior + 0.3 * prior.mean()) ** 2
-  noise = np.diag((0.05 * squares + 0.01 * squares.max()) ** 2 + np.finfo(float).tiny)
-  gain = (rows * spread).T @ np.linalg.pinv((rows * spread) @ rows.T + noise, hermitian=True)
-  fitted = np.maximum(prior + gain @ (squares - rows @ prior), 0)
-  return np.sqrt(table(choices) @ fitted)

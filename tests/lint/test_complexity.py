@@ -11,7 +11,7 @@ LIMIT = 15
 """The highest cognitive complexity of a function. It includes the functions inside of it."""
 
 OVER_LIMIT = {
-  "mpjax/_debug": 4,
+  "mpjax/_debug": 1,
 }
 """Folders that are not rebuilt yet, and how many functions are over the limit. It may only fall."""
 
