@@ -1,8 +1,8 @@
-"""The arguments of a call: which are traced, what each is called, and the modules they name.
+"""The arguments of a call: which are traced, what they are called, and the modules they name.
 
-In Flax NNX and plain functions, which name no modules, the parameters do that their operations
-take: a matmul with `params["mlp"]["up"]` is put into "mlp/up", and an operation on what "mlp/up"
-and "mlp/gate" return into "mlp".
+Flax NNX and plain functions have no named scopes. There the parameters that an operation takes name
+its module: a matmul with `params["mlp"]["up"]` is in "mlp/up", and an operation on the results of
+"mlp/up" and "mlp/gate" is in "mlp".
 """
 
 import inspect
@@ -35,6 +35,8 @@ def is_array(x: Leaf) -> bool:
 
 
 class Argument(NamedTuple):
+  """What a traced leaf of the arguments is."""
+
   name: str  # that of the argument and the path in it, such as "params/Dense_0/kernel"
   keys: Path  # those of the path in it
   is_first: bool  # it is in the first argument: in its `params`, if any; it is no loss scale
@@ -46,44 +48,60 @@ class Argument(NamedTuple):
     return self.keys[self.keys[:1] == ("params",) : -1]
 
 
+class Returned(NamedTuple):
+  """What a function returned when it was traced.
+
+  Instead of an array there is its class: no tracer outlives its trace (`jax.checking_leaks`).
+  """
+
+  kind: Class
+  structure: PyTree
+  leaves: list[Leaf]
+
+
 class Call:
-  """The arguments of a call: some leaves are traced, and the others stay as they are."""
+  """The arguments of a call: some leaves are traced, and the others stay as they are.
+
+  Attributes:
+    positions: the positions of the traced leaves among all.
+    arrays: the traced leaves.
+    returned: what the function that was traced last returned.
+  """
 
   def __init__(
     self, args: Args, kwargs: Kwargs, where: str = "", is_traced: Callable[[Leaf], bool] = is_array
   ) -> None:
     self._where = where
-    # What is shared in a model of NNX is one; all else is as JAX has it, in its order.
+    # An object of NNX that is shared is one. Everything else has the order of JAX.
     self._boundary = Boundary((args, kwargs), tie=is_nnx_object)
     self._leaves = leaves = self._boundary.leaves
     self._order = list(jax_order(self._boundary.order))
     self.positions = [i for i in dict.fromkeys(self._order) if is_traced(leaves[i])]
     self.arrays = [leaves[i] for i in self.positions]
-    # Type, structure and leaves of what the function that was traced last returned. Instead of an
-    # array there is its class: no tracer outlives its trace, see `jax.checking_leaks`.
-    self.returned: tuple[Class, PyTree, list[Leaf]] = (type(None), None, [])
+    self.returned = Returned(type(None), None, [])
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
+    """Returns the arguments with other arrays instead of the traced leaves."""
     traced = dict(zip(self.positions, arrays, strict=True))
     leaves = [traced.get(i, x) for i, x in enumerate(self._leaves)]
     return self._boundary.inside(leaves).args
 
   def arguments(self, fn: Function, scales: Sequence[Leaf] = ()) -> list[Argument]:
-    """Returns what the leaves that are traced are for a function; `scales` are loss scales."""
+    """Returns what the traced leaves are for a function; `scales` are loss scales."""
     args, _ = call = self.with_arrays(self.arrays)
-    names, arguments = positional_names(fn, len(args)), dict[int, Argument]()
+    names = positional_names(fn, len(args))
     variables = jax.tree.leaves(call, is_leaf=is_nnx_variable)
     nodes = [node for node in variables for _ in jax.tree.leaves(node)]
-    paths, first = leaf_paths(call), ("0", "0", "params")
-    first = first if any(path[:3] == first for path in paths) else first[:2]
+    paths = leaf_paths(call)
+    first = _path_of_first(paths)
+    arguments = dict[int, Argument]()
     for i, x, path, node in zip(self._order, jax.tree.leaves(call), paths, nodes, strict=True):
       kind, argument, *keys = path
-      parts = [names[int(argument)] if kind == "0" else argument, *keys]
-      is_first = path[: len(first)] == first and not any(x is scale for scale in scales)
-      # A single array called `params` is one too.
-      inside = {"params", "parameters", "weights"}.intersection(parts[:-1] or parts)
-      is_param = bool(inside) or any(base.__name__ == "Param" for base in type(node).__mro__)
-      arguments.setdefault(i, Argument("/".join(parts), tuple(keys), is_first, is_param))
+      parts = [names[int(argument)] if kind == _ARGS else argument, *keys]
+      is_scale = any(x is scale for scale in scales)
+      is_first = path[: len(first)] == first and not is_scale
+      is_parameter = _is_in_parameters(parts) or _is_param(node)
+      arguments.setdefault(i, Argument("/".join(parts), tuple(keys), is_first, is_parameter))
     return [arguments[i] for i in self.positions]
 
   def check_concrete(self) -> None:
@@ -103,22 +121,17 @@ class Call:
 
     def flat(*arrays: Array) -> list[Leaf]:
       args, kwargs = call = self.with_arrays(arrays)
-      before = {id(x): x for x in jax.tree.leaves(call)}
+      before = jax.tree.leaves(call)
       returned = fn(*args, **kwargs)
-      leaves, structure = jax.tree.flatten(returned)
-      markers = [jax.Array if isinstance(x, jax.Array) else x for x in leaves]
-      self.returned = type(returned), structure, markers
-      results = [*zip(leaf_paths(returned), leaves, strict=True)]
-      # Objects that the function wrote to, such as a model of NNX, hold what it computed.
-      after = zip(leaf_paths(call), jax.tree.leaves(call), strict=True)
-      results += [(path[2:], x) for path, x in after if id(x) not in before]
+      self.returned = _without_arrays(returned)
+      results = [*_leaves_by_path(returned), *_written(call, before)]
       results = [(path, x) for path, x in results if isinstance(x, jax.Array)]
       paths[:] = [path for path, _ in results]
       return [x for _, x in results]
 
     flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    # With the marks of modules under a policy: those of NNX leave no other scope.
     try:
+      # With the paths of modules under a policy: those of NNX leave no other scope.
       with AUDIT(AUDIT.value or AuditRecord()):
         return jax.make_jaxpr(flat)(*self.arrays), paths
     except flax_errors("TraceContextError") as error:
@@ -128,6 +141,46 @@ class Call:
         got=f"one that writes to a model of NNX that it closes over: {error}",
         fix="Pass the model as an argument: fn = lambda model, x: model(x); of a loss, the first.",
       ) from error
+
+
+_ARGS = "0"
+"""The first key of the path of a positional argument in `(args, kwargs)`."""
+
+
+def _path_of_first(paths: Sequence[Path]) -> Path:
+  """Returns the path of the first argument, or of the `params` in it."""
+  first = (_ARGS, "0")
+  params = (*first, "params")
+  return params if any(path[:3] == params for path in paths) else first
+
+
+def _is_in_parameters(parts: Sequence[str]) -> bool:
+  """Whether a leaf is in a tree that is called as parameters are, or is an array called so."""
+  around = parts[:-1] if len(parts) > 1 else parts
+  return not {"params", "parameters", "weights"}.isdisjoint(around)
+
+
+def _is_param(node: Leaf) -> bool:
+  """Whether a leaf is an `nnx.Param`, or of a subclass, without importing Flax."""
+  return any(base.__name__ == "Param" for base in type(node).__mro__)
+
+
+def _without_arrays(returned: PyTree) -> Returned:
+  leaves, structure = jax.tree.flatten(returned)
+  classes = [jax.Array if isinstance(x, jax.Array) else x for x in leaves]
+  return Returned(type(returned), structure, classes)
+
+
+def _leaves_by_path(tree: PyTree) -> Iterator[tuple[Path, Leaf]]:
+  return zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
+
+
+def _written(call: tuple[Args, Kwargs], before: Sequence[Leaf]) -> Iterator[tuple[Path, Leaf]]:
+  """Yields the leaves that a function wrote into its arguments, such as a model of NNX."""
+  old = {id(x) for x in before}
+  for path, x in _leaves_by_path(call):
+    if id(x) not in old:
+      yield path[2:], x
 
 
 def positional_names(fn: Function, count: int) -> list[str]:
@@ -150,8 +203,8 @@ def with_parameter_scopes(fn: Function) -> Function:
     owners = [one.module if one.is_first else () for one in call.arguments(fn)]
     jaxpr = opened(_scoped(closed, name_by_parameters(Graph(closed), owners)))
     results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
-    _, structure, leaves = call.returned
-    return structure.unflatten([next(results) if x is jax.Array else x for x in leaves])
+    leaves = [next(results) if x is jax.Array else x for x in call.returned.leaves]
+    return call.returned.structure.unflatten(leaves)
 
   return scoped
 
@@ -301,14 +354,14 @@ def _scoped(program: Program, modules: Mapping[Key, Path], at: Key = ()) -> Prog
 
 
 def moved_from(value: Value) -> Value:
-  """Returns the argument, or the result, whose numbers a value has, moved, gathered or cast."""
+  """Returns the argument, or the result, whose elements a value has, moved, gathered or cast."""
   while value.made_by is not None and (value.made_by.moves or value.made_by.casts):
     value = value.made_by.operands[0]
   return value
 
 
 def parameter_trees(graph: Graph) -> Iterator[str]:
-  """Yields the trees among arguments that have, at the path of a module, what its matmul takes."""
+  """Yields the trees among arguments that hold, at the path of a module, what its matmul takes."""
   for operation, *_ in graph.matmuls():
     for v in map(moved_from, operation.operands[:2]):
       *tree, _ = v.label.split("/")

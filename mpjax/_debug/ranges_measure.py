@@ -123,7 +123,7 @@ def _has_backward_pass(program: ClosedJaxpr) -> bool:
 
 def _is_loss(call: Call, program: ClosedJaxpr, outputs: Sequence[Path]) -> bool:
   """Whether the function that was traced returned a floating scalar, or one and aux."""
-  path_of_loss = ("0",) if issubclass(call.returned[0], tuple) else ()
+  path_of_loss = ("0",) if issubclass(call.returned.kind, tuple) else ()
   if outputs[:1] != [path_of_loss]:
     return False
   first = program.out_avals[0]

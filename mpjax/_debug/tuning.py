@@ -182,7 +182,7 @@ class Tuner:
     sys.stdout.write(f"tune: {len(self.flops)} modules, at most {self.bound} measurements\n")
     self.evaluations = list[Evaluation]()
     self._advance, self._steps = advance, itertools.count(1)
-    self.exact = self.gradient(self.body)
+    self.exact = self.gradient(self.body, Look())
     self.step()
     _check_gradient(self.exact)
 
@@ -190,8 +190,9 @@ class Tuner:
     """Shows that one more gradient was computed."""
     self._advance(next(self._steps), 1 + PROJECTIONS + self.bound)
 
-  def gradient(self, body: Body, look: Look | None = None) -> list[Array]:
-    return run_on_host(body, self.operands, look or Look())[self._gradients]
+  def gradient(self, body: Body, look: Look) -> list[Array]:
+    """Returns the gradient that a program computes, while something looks at it."""
+    return run_on_host(body, self.operands, look)[self._gradients]
 
   def under(self, rules: tuple[Rule, ...]) -> Function:
     """Returns the loss under the policy and some rules."""
@@ -202,7 +203,7 @@ class Tuner:
   def measure(self, paths: Iterable[str], rules: tuple[Rule, ...]) -> list[Array]:
     """Returns the gradient if some paths are in float32 by these rules, and notes its error."""
     program, _ = self.call.traced(gradient_of(self.under(rules), self.scale))
-    low = self.gradient(body_of(program))
+    low = self.gradient(body_of(program), Look())
     error = relative_error(zip(self.exact, low, strict=True))
     self.evaluations.append(Evaluation(tuple(paths), rules, error, _half_share(Graph(program))))
     self.step()
