@@ -131,8 +131,12 @@ def _is_loss(call: Call, program: ClosedJaxpr, outputs: Sequence[Path]) -> bool:
 
 
 def _single_scale(scales: Sequence[Leaf]) -> float | None:
-  """Returns the loss scale that all gradients carry, if there is one."""
-  return float(scales[0]) if len(scales) == 1 and np.ndim(scales[0]) == 0 else None
+  """Returns the loss scale that all gradients carry, if it is one.
+
+  Under `pmap` and `vmap` each device or lane has its own, with the same value.
+  """
+  values = {float(x) for scale in scales for x in np.asarray(scale).reshape(-1)}
+  return values.pop() if len(values) == 1 else None
 
 
 def _count_results(

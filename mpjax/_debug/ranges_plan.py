@@ -32,9 +32,14 @@ class Group(NamedTuple):
 class Addition(NamedTuple):
   """A step that adds an update to an argument."""
 
-  argument: str  # its name
+  old: Value  # the argument
+  name: str  # that of the argument
   operand: int  # the position of the argument among the operands of the step
-  dtype: DType  # in which the argument is stored, and in which the sum rounds
+
+  @property
+  def dtype(self) -> DType:
+    """The dtype in which the argument is stored, and to which the sum rounds."""
+    return self.old.aval.dtype
 
 
 class Plan(NamedTuple):
@@ -55,12 +60,12 @@ def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()
   pairs = zip(graph.arguments, arguments, strict=True)
   floats = {value: argument for value, argument in pairs if value.is_floating}
 
-  additions = _additions(graph, floats, outputs)
+  readers = _first_readers(graph, of_optimizer, body.depth)
+  additions = _additions(graph, floats, outputs, readers)
   roles = _roles(graph, floats, body.depth)
   taken = _taken_by_matmuls(graph, roles, body.depth)
-  readers = _first_readers(graph, of_optimizer, body.depth)
 
-  steps = {number: Group("updates", each.argument) for number, each in additions.items()}
+  steps = {number: Group("updates", each.name) for number, each in additions.items()}
   for operation in graph.computing():
     if operation not in of_optimizer and _computes_floats(operation, roles):
       steps.setdefault(operation.step.number, _group_of_results(operation, roles, taken))
@@ -96,12 +101,20 @@ def _first_readers(
   """Returns where each value is read first, if anything but the optimizer reads it."""
   readers = dict[Value, Location]()
   for operation in _backwards(graph, depth):
-    if operation.joins:  # The reader is that of the value inside of the loop, or after it.
-      inside = [readers[result] for result in operation.results if result in readers]
-      readers.update((v, location) for location in inside for v in operation.operands)
+    if _hands_on(operation):
+      later = [readers[result] for result in operation.results if result in readers]
+      readers.update((v, location) for location in later for v in operation.operands)
     elif operation not in of_optimizer:
       readers.update(dict.fromkeys(operation.operands, operation.where))
   return readers
+
+
+def _hands_on(operation: Operation) -> bool:
+  """Whether the consumers of its results read the operands, rather than the operation.
+
+  Values come into a loop, or out of it. `pmap` squeezes all arguments, outside of any module.
+  """
+  return operation.joins is not None or (operation.moves and not operation.where.path)
 
 
 def _taken_by_matmuls(graph: Graph, roles: Mapping[Value, "_Role"], depth: int) -> set[Value]:
@@ -154,20 +167,59 @@ def _groups_of_arguments(
 
 
 def _additions(
-  graph: Graph, floats: Mapping[Value, Argument], outputs: Sequence[Path]
+  graph: Graph,
+  floats: Mapping[Value, Argument],
+  outputs: Sequence[Path],
+  readers: Mapping[Value, Location],
 ) -> dict[int, Addition]:
   """Returns the steps that add an update to an argument, by their numbers.
 
-  A result that is a sum with an argument is that argument, updated.
+  A result that is a sum with an argument is that argument, updated. An argument that the optimizer
+  alone reads must be a copy of parameters, such as float32 masters. Otherwise it is a running sum,
+  as of accumulated gradients.
   """
+  parameters = _parameters(floats, readers)
+  stored = _stored_in(parameters, graph, outputs)
   additions = dict[int, Addition]()
   for path, result in zip(outputs, graph.results, strict=False):
     olds = [v for v, argument in floats.items() if _may_become(v, argument, result, path)]
     for operation in _sums_behind(result):
+      is_stored = operation.results[0] in stored
       addition = _addition(operation, olds, floats)
-      if addition is not None:
+      if addition is not None and (is_stored or addition.old in parameters):
         additions.setdefault(operation.step.number, addition)
   return additions
+
+
+def _parameters(
+  floats: Mapping[Value, Argument], readers: Mapping[Value, Location]
+) -> dict[Value, Argument]:
+  """Returns the arguments that are read outside of the optimizer, or are parameters by name."""
+  return {
+    value: argument
+    for value, argument in floats.items()
+    if value in readers or (argument.is_first and argument.is_parameter)
+  }
+
+
+def _stored_in(
+  parameters: Mapping[Value, Argument], graph: Graph, outputs: Sequence[Path]
+) -> set[Value]:
+  """Returns the values that new parameters are: copies, or `p + (value - p)`."""
+  paths = {argument.keys for argument in parameters.values()}
+  pairs = zip(outputs, graph.results, strict=False)
+  news = [result for path, result in pairs if path in paths or path[1:] in paths]
+  stored = {copy for new in news for copy in _copies(new)}
+  for operation in [each for new in news for each in _sums_behind(new)]:
+    stored.update(*(_copies(each.operands[0]) for each in _differences(operation)))
+  return stored
+
+
+def _differences(operation: Operation) -> list[Operation]:
+  """Returns the subtractions whose results an operation takes."""
+  copies = [copy for v in operation.operands for copy in _copies(v)]
+  makers = [v.made_by for v in copies if v.made_by is not None]
+  return [each for each in makers if each.eqn.primitive is sub_p]
 
 
 def _may_become(value: Value, argument: Argument, result: Value, path: Path) -> bool:
@@ -205,7 +257,7 @@ def _addition(
       if old in copies:
         if _adds_difference_from(old, operation.operands[1 - position]):
           return None
-        return Addition(floats[old].name, position, old.aval.dtype)
+        return Addition(old, floats[old].name, position)
   return None
 
 
@@ -237,8 +289,13 @@ def _copied_by(value: Value) -> list[Value]:
     return operation.operands
   if not (operation.facts.exact or operation.casts):
     return []
-  shape = value.aval.shape
-  return [v for v in operation.operands if v.is_floating and v.aval.shape == shape]
+  shape = _without_ones(value)
+  return [v for v in operation.operands if v.is_floating and _without_ones(v) == shape]
+
+
+def _without_ones(value: Value) -> list[int]:
+  """Returns the shape of a value without axes of length 1, which `pmap` adds and removes."""
+  return [length for length in value.aval.shape if length != 1]
 
 
 # What a policy computes in low precision

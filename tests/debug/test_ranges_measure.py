@@ -322,3 +322,59 @@ def test_the_gradient_of_a_loss_with_aux_and_integers():
   assert value == 12
   assert aux == []
   np.testing.assert_array_equal(jax.tree.leaves(grads)[0], [4, 8])
+
+
+def scaled_step(tx):
+  def step(params, opt_state, x):
+    loss_fn = mpjax.autocast(lambda p: jnp.mean((x @ p["w"]) ** 2), "mixed_float16")
+    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  return step
+
+
+@pytest.mark.standard_promotion
+def test_a_step_under_pmap_vmap_and_shard_map_is_reported_as_without():
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  params, x = {"w": jnp.full((3, 2), 0.5)}, jnp.ones((4, 3))
+  step, args = scaled_step(tx), (params, tx.init(params), x)
+  plain = mpjax.ranges(step)(*args)
+  mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
+  specs = (jax.P(), jax.P(), jax.P("d"))
+  sharded = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=False)
+  twice = jax.tree.map(lambda x: jnp.stack([x, x]), args)
+  for fn, inputs in ((jax.pmap(step), twice), (jax.vmap(step), twice), (sharded, args)):
+    report = mpjax.ranges(fn)(*inputs)
+    assert report.loss_scale_in_use == plain.loss_scale_in_use
+    assert [(g.kind, g.path) for g in report.groups] == [(g.kind, g.path) for g in plain.groups]
+    assert report.lost_updates == plain.lost_updates == 0
+
+
+ACCUMULATIONS = {
+  "of mpjax": lambda tx: mpjax.accumulate_gradients(tx, 2),
+  "of optax": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+}
+
+
+@pytest.mark.standard_promotion
+def test_the_running_sum_of_an_accumulation_is_no_update():
+  params, x = {"w": jnp.full((3, 2), 0.5, jnp.bfloat16)}, jnp.ones((4, 3))
+  for name, accumulate in ACCUMULATIONS.items():
+    tx = mpjax.loss_scaling(accumulate(optax.adam(1e-5)), mpjax.NoLossScale())
+    step, opt_state = scaled_step(tx), tx.init(params)
+    first = mpjax.ranges(step)(params, opt_state, x)
+    assert np.isnan(first.lost_updates), name  # Updates of 0.
+    _, opt_state, _ = step(params, opt_state, x)
+    second = mpjax.ranges(step)(params, opt_state, x)
+    assert [g.path for g in second.of("updates")] == ["params/w"], name
+    assert second.lost_updates == 1, name
+    # Obey the advice: float32 masters take the updates.
+    masters = mpjax.loss_scaling(
+      mpjax.master_weights(accumulate(optax.adam(1e-5))), mpjax.NoLossScale()
+    )
+    step, opt_state = scaled_step(masters), masters.init(params)
+    _, opt_state, _ = step(params, opt_state, x)
+    cured = mpjax.ranges(step)(params, opt_state, x)
+    assert [g.path.split("/")[-2:] for g in cured.of("updates")] == [["master", "w"]], name
+    assert cured.lost_updates == 0, name
