@@ -1,6 +1,7 @@
 """`ranges`: runs a function once, and counts the exponents of its numbers."""
 
 import bisect
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from mpjax._core.trees import is_floating, is_inexact
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, P, PyTree
 from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.ranges_plan import Addition, Group, Plan, plan
-from mpjax._debug.ranges_report import FORMATS, GroupRanges, RangesReport
+from mpjax._debug.ranges_report import FORMATS, GroupRanges, RangesReport, Rescaled
 from mpjax._debug.report import Advance, Pending
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.reader import shape_of
@@ -25,6 +26,10 @@ from mpjax._jaxpr.steps import Body, Step, body_of
 from mpjax._optim.loss_scale import scales_in
 
 _FIX = "Write mpjax.ranges(step)(params, opt_state, batch), with a function and then its arguments."
+
+_SMALLER = 2.0**-16
+"""The loss scale is made so many times smaller until gradients fit into float16, which ends at 2^16
+and begins at 2^-24."""
 
 _PART = 2**18
 """How many numbers are counted at once: they fit into the cache of a core."""
@@ -105,16 +110,40 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   operands = [*map(jnp.asarray, call.arrays)]
   scales = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
   counting = plan(body, call.arguments(fn, scales), outputs)
-
-  every_group = (*counting.inputs.values(), *counting.steps.values())
-  ranges_of = {group: GroupRanges(group.kind, group.path) for group in every_group}
-  for position, group in counting.inputs.items():
-    add(ranges_of[group], operands[position])
-  _count_results(body, operands, counting, ranges_of, advance)
-
   name = getattr(fn, "__name__", type(fn).__name__)
-  rows = tuple(row for row in ranges_of.values() if row.total)
-  return RangesReport(name, rows, _single_scale(scales))
+  rows = _counted(body, operands, counting, advance)
+  report = RangesReport(name, rows, _single_scale(scales))
+  if report.loss_scale_in_use is None or _nonfinite(report.of("gradients")) == 0:
+    return report
+
+  def gradients_at(scale: float) -> tuple[GroupRanges, ...]:
+    factor = scale / (report.loss_scale_in_use or 1.0)
+    pairs = zip(call.arrays, operands, strict=True)
+    rescaled = [x * factor if any(leaf is each for each in scales) else x for leaf, x in pairs]
+    return _counted(body, rescaled, counting.of_kind("gradients"), advance)
+
+  return dataclasses.replace(report, rescaled=_without_overflow(report, gradients_at))
+
+
+def _nonfinite(rows: Sequence[GroupRanges]) -> int:
+  return sum(row.inf + row.nan for row in rows)
+
+
+def _without_overflow(
+  report: RangesReport, gradients_at: Callable[[float], tuple[GroupRanges, ...]]
+) -> Rescaled | None:
+  """Returns the gradients at a smaller loss scale, if fewer of them overflow there.
+
+  What overflows at every scale from 1 on is no fault of the scale.
+  """
+  fewest, best = _nonfinite(report.of("gradients")), None
+  scale = report.loss_scale_in_use or 1.0
+  while fewest > 0 and scale > 1:
+    scale *= _SMALLER
+    gradients = gradients_at(scale)
+    if _nonfinite(gradients) < fewest:
+      fewest, best = _nonfinite(gradients), Rescaled(scale, gradients)
+  return best
 
 
 def _has_backward_pass(program: ClosedJaxpr) -> bool:
@@ -137,6 +166,18 @@ def _single_scale(scales: Sequence[Leaf]) -> float | None:
   """
   values = {float(x) for scale in scales for x in np.asarray(scale).reshape(-1)}
   return values.pop() if len(values) == 1 else None
+
+
+def _counted(
+  body: Body, operands: Sequence[Array], counting: Plan, advance: Advance
+) -> tuple[GroupRanges, ...]:
+  """Runs a function, and returns the rows of the groups that have numbers."""
+  every_group = (*counting.inputs.values(), *counting.steps.values())
+  ranges_of = {group: GroupRanges(group.kind, group.path) for group in every_group}
+  for position, group in counting.inputs.items():
+    add(ranges_of[group], operands[position])
+  _count_results(body, operands, counting, ranges_of, advance)
+  return tuple(row for row in ranges_of.values() if row.total)
 
 
 def _count_results(

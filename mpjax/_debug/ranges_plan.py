@@ -7,7 +7,7 @@ computed stays in float32 under a policy: masks, softmax, the cotangent of a los
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from jax.extend.core.primitives import add_p, bitcast_convert_type_p, scatter_add_p, sub_p
@@ -49,6 +49,11 @@ class Plan(NamedTuple):
   steps: Mapping[int, Group]  # by the numbers of steps: their results, or what they add
   additions: Mapping[int, Addition]  # by the numbers of steps, of the group "updates"
   readers: Mapping[int, Location]  # by the positions of arguments: the first consumer of each
+
+  def of_kind(self, kind: Kind) -> Self:
+    """Returns a plan that counts the results of steps of one kind alone."""
+    steps = {number: group for number, group in self.steps.items() if group.kind == kind}
+    return self._replace(inputs={}, steps=steps, additions={})
 
 
 def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()) -> Plan:

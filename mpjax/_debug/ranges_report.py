@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -89,6 +89,18 @@ class GroupRanges:
     return _share(fates["zero"] + fates["overflow"], self.nonzero)
 
 
+class Rescaled(NamedTuple):
+  """Gradients at a smaller loss scale than the one in use, at which some overflowed.
+
+  Fields:
+    loss_scale: the smaller scale.
+    gradients: the gradients at that scale, by module.
+  """
+
+  loss_scale: float
+  gradients: tuple[GroupRanges, ...]
+
+
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class RangesReport(Report):
   """What the numbers of a function look like, see `mpjax.ranges`.
@@ -97,6 +109,8 @@ class RangesReport(Report):
     name: that of the function.
     groups: what was counted, a row for each kind and module.
     loss_scale_in_use: the loss scale in the arguments, which the gradients carry; None without.
+    rescaled: if gradients overflowed at that scale, those at a smaller one; they decide what loss
+      scale would serve.
 
   >>> import jax.numpy as jnp, mpjax
   >>> report = mpjax.ranges(lambda w, x: jnp.sum(w @ x))(jnp.eye(2), jnp.asarray([1.0, 2.0**-30]))
@@ -107,6 +121,7 @@ class RangesReport(Report):
   name: str
   groups: tuple[GroupRanges, ...]
   loss_scale_in_use: float | None
+  rescaled: Rescaled | None = None
 
   def of(self, kind: Kind) -> tuple[GroupRanges, ...]:
     """Returns the groups of one kind that are not empty, in the order of the function.
@@ -137,10 +152,17 @@ class RangesReport(Report):
     return 2.0 ** min(max(math.floor(math.log2(_LARGEST / _HEADROOM / self._largest)), 0), 24)
 
   @property
+  def _measured(self) -> Rescaled:
+    """The gradients that say what loss scale would serve, and the scale that they carry."""
+    if self.rescaled is not None:
+      return self.rescaled
+    return Rescaled(self.loss_scale_in_use or 1.0, self.of("gradients"))
+
+  @property
   def _largest(self) -> float:
     """The largest gradient, without the loss scale."""
-    largest = max((g.largest for g in self.of("gradients")), default=0.0)
-    return largest / (self.loss_scale_in_use or 1.0)
+    scale, gradients = self._measured
+    return max((g.largest for g in gradients), default=0.0) / scale
 
   def lost_gradients(self, loss_scale: float) -> float:
     """Returns the share of the nonzero gradients below 2**-25, or from 2**16 on, at a loss scale.
@@ -151,8 +173,8 @@ class RangesReport(Report):
     Returns:
       From 0 to 1; NaN where all gradients are zero.
     """
-    moved = math.log2(loss_scale / (self.loss_scale_in_use or 1.0))
-    gradients = self.of("gradients")
+    scale, gradients = self._measured
+    moved = math.log2(loss_scale / scale)
     lost = sum(n for g in gradients for e, n in g.exponents.items() if not -25 <= e + moved < 16)
     return _share(lost, sum(g.nonzero for g in gradients))
 

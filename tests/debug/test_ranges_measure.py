@@ -378,3 +378,45 @@ def test_the_running_sum_of_an_accumulation_is_no_update():
     cured = mpjax.ranges(step)(params, opt_state, x)
     assert [g.path.split("/")[-2:] for g in cured.of("updates")] == [["master", "w"]], name
     assert cured.lost_updates == 0, name
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(("size", "scale", "proposed"), [(1e3, 2.0**15, 16), (1.0, 2.0**24, 2**13)])
+def test_the_scale_that_is_proposed_after_an_overflow_ends_the_skips(size, scale, proposed):
+  params, x = {"w": jnp.full((4, 2), 1e-4)}, jnp.full((1, 4), size)
+
+  def step_at(scale):
+    tx = mpjax.loss_scaling(optax.sgd(1e-9), mpjax.StaticLossScale(scale))
+
+    def step(params, opt_state):
+      loss_fn = mpjax.autocast(lambda p: jnp.mean(x @ p["w"]), "mixed_float16")
+      _, grads = mpjax.value_and_grad(loss_fn, opt_state)(params)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    return step, tx.init(params)
+
+  step, opt_state = step_at(scale)
+  report = mpjax.ranges(step)(params, opt_state)
+  assert mpjax.loss_scaling_metrics(step(params, opt_state)[1])["skipped"] == 1
+  assert report.loss_scale == proposed
+  assert report.lost_gradients(scale) > 0.5
+  assert report.lost_gradients(report.loss_scale) == 0
+  step, opt_state = step_at(report.loss_scale)
+  assert mpjax.loss_scaling_metrics(step(params, opt_state)[1])["skipped"] == 0
+  assert mpjax.ranges(step)(params, opt_state).loss_scale == proposed
+
+
+def test_an_overflow_at_every_scale_is_not_that_of_the_scale():
+  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(1024))
+
+  def gradient(w, opt_state, x):
+    def loss_fn(w):
+      return jnp.inf * jnp.sum((x @ w.astype(x.dtype)).astype(jnp.float32))
+
+    return mpjax.value_and_grad(loss_fn, opt_state)(w)[1]
+
+  w = jnp.ones((2, 2))
+  report = mpjax.ranges(gradient)(w, tx.init(w), jnp.ones((1, 2), jnp.float16))
+  assert report.rescaled is None
+  assert report.loss_scale is None
