@@ -313,7 +313,7 @@ def rows_of(
   flops: Mapping[str, int], forward: Mapping[str, float], pairs: Mapping[str, Sequence[Pair]]
 ) -> Iterator[ModuleReport]:
   """Yields what is known of each module, in the order of the function."""
-  paths = {*forward, *pairs}
+  paths = dict.fromkeys((*forward, *pairs))  # In an order: the errors inside a module are summed.
   for path in (path for path in flops if path in paths):
     inside = [other for other in paths if path in around([other])]  # Itself is one.
     gradient = relative_error(pair for other in inside for pair in pairs.get(other, ()))
