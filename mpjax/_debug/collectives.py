@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 from mpjax._debug.findings import Finding, summed
 from mpjax._jaxpr.graph import Graph
 
-_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<computation>[\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(
   r"\s+(?:ROOT )?%?[\w.-]+ = (?P<type>\(.*?\)|\S+) (?P<operation>[a-z][\w-]*)"
   r"\((?P<operands>[^)]*)\)"
@@ -30,7 +30,7 @@ _INSTRUCTION = re.compile(
 _ARRAY = re.compile(r"\b(?P<kind>pred|[a-z]+)(?P<bits>\d*)(?P<form>\w*)\[(?P<shape>[\d,<=]*)\]")
 _CALLEES = re.compile(r"(?:body|calls|to_apply|\w+_computations?)=\{?(%[\w.%, -]+)")
 _NAME = re.compile(r"%([\w.-]+)")
-_CONDITION = re.compile(r"condition=%(?P<name>[\w.-]+)")
+_CONDITION = re.compile(r"condition=%(?P<computation>[\w.-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INTEGER = re.compile(r"= [su]\d+\[\]\S* constant\((\d+)\)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -106,9 +106,9 @@ def _computations(text: str) -> tuple[_Computations, Sequence[str]]:
     if head is None:
       lines.append(line)
       continue
-    lines = computations.setdefault(head["name"], [])
+    lines = computations.setdefault(head["computation"], [])
     if head["entry"]:
-      entries.append(head["name"])
+      entries.append(head["computation"])
   return computations, entries
 
 
@@ -133,7 +133,7 @@ def _iterations(line: str, computations: _Computations) -> int:
   loop = _CONDITION.search(line)
   if loop is None:
     return 1
-  numbers = _TRIP_COUNT.findall(line) or _INTEGER.findall("\n".join(computations[loop["name"]]))
+  numbers = _TRIP_COUNT.findall(line) or _INTEGER.findall("\n".join(computations[loop["computation"]]))
   return max(1, *map(int, numbers))
 
 

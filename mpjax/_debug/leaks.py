@@ -261,14 +261,17 @@ def _leak(operation: Operation, cause: Cause, low: DType, of_lines: _LeaksOfLine
 def _described(operation: Operation, cause: Cause, low: DType) -> Finding:
   """Returns a leak at the operation where a low-precision value became float32."""
   entry = cause.entry or operation
-  words = {
-    "name": cause.name,
-    "kind": cause.kind,
-    "dtype": cause.dtype,
-    "entry": entry.name,
-    "low": f"jnp.{low.name}",
-  }
-  reason = _REASONS.get(cause.kind, _REASON).format(**words)
+
+  def filled_in(template: str) -> str:
+    return template.format(
+      name=cause.name,
+      kind=cause.kind,
+      dtype=cause.dtype,
+      entry=entry.name,
+      low=f"jnp.{low.name}",
+    )
+
+  reason = filled_in(_REASONS.get(cause.kind, _REASON))
   return Finding(
     entry.where.path,
     entry.name,
@@ -278,7 +281,7 @@ def _described(operation: Operation, cause: Cause, low: DType) -> Finding:
     reason=f"{reason} at {cause.source or 'an unknown line'}",
     kind=cause.kind,
     cause=cause.name,
-    fix=_fix(cause).format(**words),
+    fix=filled_in(_fix(cause)),
   )
 
 

@@ -339,9 +339,8 @@ def test_unmatched_rules_can_warn_or_be_ignored():
     assert jax.eval_shape(model.apply, plain_variables(), X).dtype == F32
   assert len(record) == 1
   assert jax.eval_shape(lambda v: model.bind(v)(X), plain_variables()).dtype == F32
-  # A rule that an earlier one shadows has matched.
-  encoder = Rule("float32", path="encoder")
-  rules = [Rule("float16", path="encoder"), Rule("float32", module=nn.Dense), encoder]
+  # A rule has matched although an earlier one wins.
+  rules = [Rule("float16", module=nn.Dense), Rule("float32", path="encoder")]
   jax.eval_shape(with_policy(Net(), "mixed_bfloat16", rules).init, KEY, X)
 
 

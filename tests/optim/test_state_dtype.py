@@ -266,7 +266,7 @@ def test_arguments():
       mpjax.state_dtype(optax.adam(0.1), **kwargs)
   for inner, got in ((optax.sgd(0.1), "none"), (optax.rmsprop(0.1), "one with nu")):
     where, expected = "mpjax.state_dtype(mu)", "an optimizer with such moments"
-    with refused(ValueError, where, expected, got, "Leave it out"):
+    with refused(ValueError, where, expected, got, "Drop this argument"):
       mpjax.state_dtype(inner, mu="bfloat16").init(PARAMS)
 
 
