@@ -133,7 +133,9 @@ def _iterations(line: str, computations: _Computations) -> int:
   loop = _CONDITION.search(line)
   if loop is None:
     return 1
-  numbers = _TRIP_COUNT.findall(line) or _INTEGER.findall("\n".join(computations[loop["computation"]]))
+  numbers = _TRIP_COUNT.findall(line) or _INTEGER.findall(
+    "\n".join(computations[loop["computation"]])
+  )
   return max(1, *map(int, numbers))
 
 
