@@ -10,11 +10,12 @@ import numpy as np
 import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
-from mpjax._core.leaves import is_nnx_variable, raw_value
+from mpjax._core.leaves import is_nnx_variable, raw_value, set_raw_value
 from mpjax._core.trees import (
   check_alike,
   in_low_precision,
   is_floating,
+  is_nnx_object,
   round_to,
   saturate,
   tree_differences,
@@ -406,7 +407,8 @@ def set_master_params(opt_state: T, params: Params) -> T:
   at the first step, even if that is skipped.
 
   Args:
-    opt_state: a state of `mpjax.master_weights`, from `init` of the 16-bit parameters.
+    opt_state: a state of `mpjax.master_weights`, from `init` of the 16-bit parameters. The
+      variables of an `nnx.Optimizer` are written.
     params: a tree like the parameters, in their shapes, of any floating dtype.
 
   Returns:
@@ -423,11 +425,15 @@ def set_master_params(opt_state: T, params: Params) -> T:
   [1.001]
   """
   of_state, problems = "mpjax.states.set_master_params(opt_state)", list[str]()
+  params = jax.tree.map(raw_value, params, is_leaf=is_nnx_variable)
+  variables = getattr(opt_state, "opt_state", None) if is_nnx_object(opt_state) else None
+  if variables is not None:
+    _write_masters(variables, params)
+    return opt_state
   if not nodes_of(opt_state, MasterWeightsState):
     if states_of(opt_state, MasterWeightsState):
       expected, got = "states in their classes", f"{kind_of(opt_state)} with mappings instead"
-      fix = "Of an nnx.Optimizer pass nnx.as_pure(optimizer.opt_state), and write the result back: "
-      fix += "nnx.update(optimizer.opt_state, nnx.state(opt_state))."
+      fix = "Pass the nnx.Optimizer, merged, or the state that init returned."
       raise MpjaxTypeError(of_state, expected=expected, got=got, fix=fix)
     raise _without_masters(opt_state, of_state)
   if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
@@ -460,6 +466,13 @@ def set_master_params(opt_state: T, params: Params) -> T:
     fix = "Pass the float32 parameters of the same model, with the tree that init was given."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return opt_state
+
+
+def _write_masters(variables: OptState, params: Params) -> None:
+  """Sets the masters in the variables of an optimizer of Flax NNX."""
+  arrays = jax.tree.map(raw_value, variables, is_leaf=is_nnx_variable)
+  new = set_master_params(arrays, params)
+  jax.tree.map(set_raw_value, variables, new, is_leaf=is_nnx_variable)
 
 
 def _without_masters(opt_state: OptState, where: str) -> MpjaxTypeError:

@@ -241,10 +241,24 @@ def test_what_is_not_there_or_twice():
     mpjax.states.set_master_params(state, BOTH_KINDS)
 
 
+@pytest.mark.parametrize("storage", ["float32", "split"])
+def test_masters_are_written_to_an_optimizer_of_nnx(storage):
+  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+  exact = nnx.as_pure(nnx.state(model, nnx.Param))
+  stored = mpjax.Policy.parse("bfloat16").cast_to_param(nnx.state(model, nnx.Param))
+  nnx.update(model, stored)
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.adam(0.1), storage=storage))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  assert mpjax.states.set_master_params(optimizer, exact) is optimizer
+  params = nnx.state(model, nnx.Param)
+  masters = mpjax.states.master_params(optimizer, params)
+  assert bits(masters) == bits(exact)
+
+
 def test_masters_are_set_in_classes_and_not_in_mappings():
   model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
   state = nnx.state(nnx.Optimizer(model, mpjax.master_weights(optax.sgd(0.1)), wrt=nnx.Param))
-  where, fix = "mpjax.states.set_master_params(opt_state)", "nnx.as_pure(optimizer.opt_state)"
+  where, fix = "mpjax.states.set_master_params(opt_state)", "Pass the nnx.Optimizer"
   with refused(TypeError, where, "in their classes", "a State with mappings", fix):
     mpjax.states.set_master_params(state, nnx.as_pure(nnx.state(model, nnx.Param)))
 
