@@ -30,7 +30,7 @@ class ModuleReport(NamedTuple):
   """A module.
 
   Fields:
-    path: its named scopes, or the path of its parameters.
+    path: that of the module, or its named scopes, or the path of its parameters.
     forward: the relative error, under the policy without rules, of the worst of its own matmuls
       and sums; NaN if it has none.
     gradient: that of the gradients of its parameters and those inside; NaN if there are none.

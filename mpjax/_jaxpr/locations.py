@@ -67,8 +67,15 @@ class Location(NamedTuple):
 
   @property
   def path(self) -> str:
-    """That of the named scopes. NNX has none: there it is that of the module under a policy."""
-    return path_of(self.scopes) or self.marked(MODULE) or ""
+    """That of the module under a policy, or else of the named scopes.
+
+    Linen has a scope for each module, so there the scopes contain the path of the module. In NNX a
+    scope is the user's, and may be the same in several modules.
+    """
+    scopes, module = path_of(self.scopes), self.marked(MODULE)
+    if module and f"/{module}/" not in f"/{scopes}/":
+      return module
+    return scopes
 
   def marked(self, mark: str) -> str | None:
     """Returns what the innermost scope says that begins with a mark; None if there is none."""

@@ -265,6 +265,39 @@ def test_models_of_nnx_without_named_scopes():
   assert not np.isfinite(mpjax.nnx.with_policy(model, "mixed_float16")(x)).all()
 
 
+class Block(nnx.Module):
+  def __init__(self, rngs):
+    self.up, self.down = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+
+  def __call__(self, x):
+    return x + self.down(nnx.relu(self.up(x)))
+
+
+class ScopedBlock(Block):
+  @jax.named_scope("block")
+  def __call__(self, x):
+    return super().__call__(x)
+
+
+def test_modules_of_nnx_with_named_scopes_have_the_rows_and_rules_of_those_without():
+  def loss_fn(blocks, x):
+    for block in blocks:
+      x = block(x)
+    return jnp.sum(x**2)
+
+  x = jnp.linspace(-1, 1, 8).reshape(2, 4)
+  reports = [
+    mpjax.tune(loss_fn, tolerance=1e-3)(nnx.List([cls(nnx.Rngs(i)) for i in range(2)]), x)
+    for cls in (Block, ScopedBlock)
+  ]
+  of_plain, of_scoped = (
+    [(row.path, row.flops_share) for row in report.modules] for report in reports
+  )
+  assert {"0/up", "1/down"} <= {path for path, _ in of_scoped}
+  assert of_scoped == of_plain
+  assert reports[0].rules == reports[1].rules
+
+
 @pytest.mark.parametrize(
   ("policy", "tolerance", "where", "expected", "got", "fix"),
   [

@@ -114,6 +114,10 @@ def test_scopes_around_what_is_computed_again_are_not_repeated():
     (("Net", "a.up", "mpjax.module=a.up"), "Net/a.up"),
     (("Net.encode", "Net.encode", "a"), "Net/a"),
     (("Net", "bqhd,bkhd->bhqk"), "Net"),
+    # In NNX scopes are the user's, and no part of the module's path.
+    (("mpjax.module=layers/0", "block", "mpjax.module=layers/0/up"), "layers/0/up"),
+    (("mpjax.module=", "block"), "block"),
+    (("mpjax.module=up", "backup"), "up"),
   ],
 )
 def test_path_of_scopes(scopes, path):
