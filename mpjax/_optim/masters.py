@@ -424,22 +424,13 @@ def set_master_params(opt_state: T, params: Params) -> T:
   >>> print(mpjax.states.master_params(opt_state))
   [1.001]
   """
-  of_state, problems = "mpjax.states.set_master_params(opt_state)", list[str]()
+  problems = list[str]()
   params = jax.tree.map(raw_value, params, is_leaf=is_nnx_variable)
   variables = getattr(opt_state, "opt_state", None) if is_nnx_object(opt_state) else None
   if variables is not None:
     _write_masters(variables, params)
     return opt_state
-  if not nodes_of(opt_state, MasterWeightsState):
-    if states_of(opt_state, MasterWeightsState):
-      expected, got = "states in their classes", f"{kind_of(opt_state)} with mappings instead"
-      fix = "Pass the nnx.Optimizer, merged, or the state that init returned."
-      raise MpjaxTypeError(of_state, expected=expected, got=got, fix=fix)
-    raise _without_masters(opt_state, of_state)
-  if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
-    got = f"{kind_of(opt_state)}, whose params would stay as they are"
-    fix = "Set the masters in state.opt_state, and state.params to the same numbers, rounded."
-    raise MpjaxTypeError(of_state, expected="the state of an optimizer alone", got=got, fix=fix)
+  _check_settable(opt_state)
 
   def put(path: KeyPath, old: Leaf, new: Leaf) -> Leaf:
     if is_hole(old):
@@ -466,6 +457,21 @@ def set_master_params(opt_state: T, params: Params) -> T:
     fix = "Pass the float32 parameters of the same model, with the tree that init was given."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return opt_state
+
+
+def _check_settable(opt_state: OptState) -> None:
+  """Raises unless the masters in a state can be set."""
+  where = "mpjax.states.set_master_params(opt_state)"
+  if not states_of(opt_state, MasterWeightsState):
+    raise _without_masters(opt_state, where)
+  if not nodes_of(opt_state, MasterWeightsState):
+    expected, got = "states in their classes", f"{kind_of(opt_state)} with mappings instead"
+    fix = "Pass the nnx.Optimizer, merged, or the state that init returned."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
+    got = f"{kind_of(opt_state)}, whose params would stay as they are"
+    fix = "Set the masters in state.opt_state, and state.params to the same numbers, rounded."
+    raise MpjaxTypeError(where, expected="the state of an optimizer alone", got=got, fix=fix)
 
 
 def _write_masters(variables: OptState, params: Params) -> None:
