@@ -1,6 +1,6 @@
 """The errors of a stack of 12 layers: with one rounding in it, and under a policy.
 
-What is drawn is in compare.json, which `mpjax.compare` measured.
+`mpjax.compare` measured the data, which is in compare.json.
 """
 
 import functools

@@ -149,17 +149,19 @@ def module_paths(scopes: Scopes) -> tuple[str, ...]:
     # An item of a list, "layers/0", is a module. The list is none.
     is_item = bool(paths) and path.removeprefix(f"{paths[-1]}/").isdigit()
     if path and path not in paths:
-      paths[len(paths) - is_item :] = [path]
+      if is_item:
+        paths.pop()
+      paths.append(path)
   return tuple(paths)
 
 
 def _module_path(scopes: Scopes) -> str:
   """Returns the path of the module that the innermost scope is in."""
   where = Location(scopes)
-  own, marked = path_of(scopes), where.marked(MODULE)
-  # The scopes of a Linen model contain its path. Those of an NNX model are inside of its modules.
-  if not marked or f"/{marked}/" in f"/{own}/":
-    return own
+  marked = where.marked(MODULE)
+  if not marked or where.path != marked:
+    return where.path
+  # In NNX the scopes inside of a module are parts of it.
   inside = itertools.takewhile(lambda scope: scope != MODULE + marked, reversed(scopes))
   names = path_of(tuple(inside)[::-1])
   return f"{marked}/{names}" if names else marked

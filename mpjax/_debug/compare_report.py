@@ -162,7 +162,8 @@ class CompareReport(Report):
     rows = [(label, *self._cells(row, differentiated)) for label, row in _tree(shown)]
     left = len(self.rows) - len(shown)
     lines = [self._verdict(), *self._differences(), *self.notes]
-    lines += [f"{left} rows more are in `.rows`."] * bool(left)
+    if left:
+      lines.append(f"{left} rows more are in `.rows`.")
     title = f"{self.names[0]} against {self.names[1]}"
     unmatched = Section("Not compared", (*self.unmatched[:MOST], *rest(self.unmatched)))
     return [Section(title, tuple(lines), columns, tuple(rows)), unmatched]
@@ -246,7 +247,7 @@ def _key(call: RanCall) -> Key:
 
 
 def _name(call: RanCall) -> str:
-  return call.path + f" (call {call.call})" * bool(call.call)
+  return call.path + _call_text(call.call)
 
 
 def _mismatches(call: RanCall, other: RanCall) -> Iterator[str]:
@@ -270,7 +271,8 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 def _some(texts: Sequence[str]) -> str:
   more = len(texts) - 4
-  return ", ".join(texts[:4]) + f" and {more} more" * (more > 0)
+  first = ", ".join(texts[:4])
+  return f"{first} and {more} more" if more > 0 else first
 
 
 class _Errors(NamedTuple):
@@ -515,8 +517,13 @@ def _is_inside(row: CompareRow, other: CompareRow) -> bool:
 
 def _label(row: CompareRow) -> str:
   iteration = "".join(f"[{i}]" for i in row.iteration)
-  call = f" (call {row.call})" * bool(row.call)
-  return row.path + iteration + call + " backward" * (row.direction == "backward")
+  direction = " backward" if row.direction == "backward" else ""
+  return row.path + iteration + _call_text(row.call) + direction
+
+
+def _call_text(call: int) -> str:
+  """Returns the number of a call for a label; the first call has none."""
+  return f" (call {call})" if call else ""
 
 
 def _text(error: float) -> str:

@@ -224,7 +224,8 @@ class RangesReport(Report):
     lossy.sort(key=lambda each: -each[0])
     counts = ((g.path, g.total, g.zero, g.lost_updates, share) for share, g in lossy)
     updates = [(path, *map(amount, some), percent(share)) for path, *some, share in counts]
-    columns, cure = "parameter, updates, zero, lost, of nonzero", [_CURE] * bool(updates)
+    columns = "parameter, updates, zero, lost, of nonzero"
+    cure = [_CURE] if updates else []
     lost = Section.cut("Updates that change nothing", columns, updates, cure)
     return [self._headline(), lost, *map(self._losses, KINDS)]
 
@@ -237,7 +238,8 @@ class RangesReport(Report):
       )
     if bad := [g for g in self.groups if g.inf or g.nan]:
       shown = (f"{g.kind} of {g.path or '(no scope)'} ({g.inf} inf, {g.nan} NaN)" for g in bad[:4])
-      lines.append(f"Not finite: {', '.join(shown)}" + " …" * (len(bad) > 4))
+      more = " …" if len(bad) > 4 else ""
+      lines.append(f"Not finite: {', '.join(shown)}{more}")
     if (scale := self.loss_scale) is not None:
       room = f"stays {_LARGEST / (self._largest * scale):.0f} times below {_LARGEST:.0f}"
       if self._largest * scale > _LARGEST:
@@ -245,7 +247,7 @@ class RangesReport(Report):
       others = f"without a loss scale {percent(self.lost_gradients(1.0))}"
       if (used := self.loss_scale_in_use) is not None:
         others += f", with {power(used)}, the one in use, {percent(self.lost_gradients(used))}"
-      ends = ", where mpjax.DynamicLossScale ends" * (scale == 2.0**24)
+      ends = ", where mpjax.DynamicLossScale ends" if scale == 2.0**24 else ""
       lines.append(
         f"Loss scale for float16: {power(scale)}{ends}. The largest gradient, {self._largest:.3g}, "
         f"{room}, and {percent(self.lost_gradients(scale))} of the gradients are lost; {others}."

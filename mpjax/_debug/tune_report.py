@@ -1,8 +1,9 @@
-"""What `mpjax.tune` found: the rules, and the curve of error against share in low precision."""
+"""The report of `mpjax.tune`: rules, and the error by share in low precision."""
 
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpjax._debug.report import Report, Section, percent
@@ -83,29 +84,33 @@ class TuneReport(Report):
   models: bool = False
 
   def sections(self) -> list[Section]:
-    low, ranked = self.policy.compute_dtype.name, list[tuple[str, ...]]()
-    modules = [
-      (
-        (each.path or "(no scope)") + " (residual stream)" * each.is_stream,
-        *(f"{error:.2g}".replace("nan", "-") for error in (each.forward, each.gradient)),
-        *(percent(each.flops_share), "float32" * (each.path in self.float32)),
-      )
-      for each in self.modules
-      if each.forward > 0 or each.gradient > 0
-    ]
-    about = "forward: of the worst of its own matmuls and sums. gradient: of its parameters"
-    columns = ("module", "forward", "gradient", "FLOPs", "")
-    for each in sorted(self.evaluations, key=lambda each: (each.half_share, -each.error)):
-      verdict = "good" * (each.error <= self.tolerance)
-      verdict = "chosen" if each.float32 == self.float32 else verdict
-      paths = ", ".join(path or "(no scope)" for path in each.float32[:3]) or "nothing"
-      paths += f" and {len(each.float32) - 3} more" * (len(each.float32) > 3)
-      ranked.append((percent(each.half_share), _text(each.error), verdict, paths))
-    title = f"Error of each module in {low} against float32"
+    return [self._errors(), Section("Rules", self._how_to_use()), self._choices()]
+
+  def _errors(self) -> Section:
+    """Returns the table of modules."""
+    low = self.policy.compute_dtype.name
     share = f"{percent(self.half_share)} of the FLOPs of matmuls run in {low}"
     errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
-    scale = f", at loss scale {self.loss_scale:.0f}" if self.loss_scale != 1 else ""
     summary = f"{share}; the relative error of the gradient is {errors}."
+    forward = "forward: of the worst of its own matmuls and sums."
+    gradient = "gradient: of its parameters, and of those inside."
+    columns = ("module", "forward", "gradient", "FLOPs", "")
+    with_errors = (each for each in self.modules if each.forward > 0 or each.gradient > 0)
+    rows = tuple(map(self._row, with_errors))
+    title = f"Error of each module in {low} against float32"
+    return Section(title, (summary, f"{forward} {gradient}"), columns, rows)
+
+  def _row(self, module: ModuleReport) -> tuple[str, ...]:
+    """Returns the cells of a module."""
+    stream = " (residual stream)" if module.is_stream else ""
+    errors = ("-" if math.isnan(x) else f"{x:.2g}" for x in (module.forward, module.gradient))
+    dtype = "float32" if module.path in self.float32 else ""
+    name = (module.path or "(no scope)") + stream
+    return (name, *errors, percent(module.flops_share), dtype)
+
+  def _how_to_use(self) -> tuple[str, ...]:
+    """Returns how the rules were measured, and the rules as Python code."""
+    scale = f", at loss scale {self.loss_scale:.0f}" if self.loss_scale != 1 else ""
     by = "mpjax.with_policy" if self.models else "mpjax.autocast"
     choices = f"{len(self.evaluations)} of at most {self.bound} choices"
     lines = [f"{choices} were measured with {by}{scale}."]
@@ -122,15 +127,34 @@ class TuneReport(Report):
         "jax.named_scope(path): there. For mpjax.with_policy, which also rounds what layers of "
         "Flax return, measure with the model as an argument, instead of its state."
       )
-    lines += ["import re"] * any(isinstance(rule.path, re.Pattern) for rule in self.rules)
-    rules = ["rules = (", *(f"  {_line(rule)}," for rule in self.rules), ")"]
-    lines += rules if self.rules else ["rules = ()  # none is needed"]
-    curve = "Error of the gradient by share in low precision"
-    return [
-      Section(title, (summary, f"{about}, and of those inside."), columns, tuple(modules)),
-      Section("Rules", tuple(lines)),
-      Section(curve, (), ("share", "error", "", "in float32"), tuple(ranked) * (len(ranked) > 1)),
+    if any(isinstance(rule.path, re.Pattern) for rule in self.rules):
+      lines.append("import re")
+    if not self.rules:
+      return (*lines, "rules = ()  # none is needed")
+    return (*lines, "rules = (", *(f"  {_line(rule)}," for rule in self.rules), ")")
+
+  def _choices(self) -> Section:
+    """Returns the table of what was measured, if it was more than one choice."""
+    ranked = sorted(self.evaluations, key=lambda each: (each.half_share, -each.error))
+    rows = [
+      (percent(each.half_share), _text(each.error), self._verdict(each), _some_paths(each.float32))
+      for each in ranked
     ]
+    columns = ("share", "error", "", "in float32")
+    shown = tuple(rows) if len(rows) > 1 else ()
+    return Section("Error of the gradient by share in low precision", (), columns, shown)
+
+  def _verdict(self, choice: Evaluation) -> str:
+    if choice.float32 == self.float32:
+      return "chosen"
+    return "good" if choice.error <= self.tolerance else ""
+
+
+def _some_paths(paths: Sequence[str]) -> str:
+  """Returns the first paths, and how many more there are."""
+  first = ", ".join(path or "(no scope)" for path in paths[:3]) or "nothing"
+  more = len(paths) - 3
+  return f"{first} and {more} more" if more > 0 else first
 
 
 def _line(rule: Rule) -> str:

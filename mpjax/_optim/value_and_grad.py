@@ -88,7 +88,7 @@ def value_and_grad(
     scaled = _scaled_loss(fun, read(primals), largest, has_aux)
     differentiate = differentiator
     if differentiate is None:
-      _refuse_other_leaves(primals, allow_int)
+      _check_leaves_of_equinox(primals, allow_int)
       differentiate = library_of_grad((args, kwargs)).value_and_grad
     (_, (loss, aux, rest)), grads = differentiate(scaled, has_aux=True, **options)(*args, **kwargs)
     if rest is not None:
@@ -101,8 +101,7 @@ def value_and_grad(
 def _check_fun(fun: object) -> None:
   """Raises unless `fun` is a function whose arguments can be differentiated."""
   expected = "the function that computes the loss as the first argument"
-  fix = f"Write {_CALL}(loss_fn, opt_state)(...)."
-  check_callable(fun, f"{_CALL}(fun)", expected=expected, fix=fix)
+  check_callable(fun, f"{_CALL}(fun)", expected=expected, fix=_FIX)
   if isinstance(fun, types.MethodType) and framework_of(fun.__self__) == "NNX":
     expected = "a function that is given the model as an argument"
     got = f"a method of the model ({fun.__qualname__})"
@@ -117,8 +116,7 @@ def _positions(argnums: Hashable | Sequence[Leaf]) -> list[int]:
   positions = [getattr(one, "argnum", one) for one in several]
   if not all(isinstance(x, (int, jnp.integer)) for x in positions):
     where, expected = f"{_CALL}(argnums)", "positions of arguments"
-    fix = f"Write {_CALL}(loss_fn, opt_state)(...)."
-    raise MpjaxTypeError(where, expected=expected, got=kind_of(argnums), fix=fix)
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(argnums), fix=_FIX)
   return positions
 
 
@@ -186,7 +184,7 @@ def _times(x: Leaf, scale: Array) -> Array:
   return wide * scale.astype(wide.real.dtype)
 
 
-def _refuse_other_leaves(models: Sequence[Module], allow_int: bool) -> None:
+def _check_leaves_of_equinox(models: Sequence[Module], allow_int: bool) -> None:
   """Raises for models of Equinox with leaves that `jax.value_and_grad` does not differentiate."""
   for model in models:
     leaves = jax.tree.leaves(model) if framework_of(model) == "Equinox" and not allow_int else []

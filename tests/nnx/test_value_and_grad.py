@@ -213,7 +213,7 @@ MISTAKES = {
   "swapped": (
     lambda m, o: mpjax.value_and_grad(o, loss_fn),
     *("mpjax.value_and_grad(fun)", "as the first argument", "an Optimizer"),
-    "mpjax.value_and_grad(loss_fn, opt_state)(...)",
+    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch)",
   ),
   "from outside of a compiled step": (
     lambda m, o: nnx.jit(mpjax.value_and_grad(loss_fn, o))(m, X),
