@@ -28,6 +28,7 @@ if TYPE_CHECKING:
   from mpjax._optim.accumulation import accumulate_gradients
   from mpjax._optim.apply_updates import apply_updates
   from mpjax._optim.check_loss_scaling import check_loss_scaling
+  from mpjax._optim.check_skipped_steps import check_skipped_steps
   from mpjax._optim.inner_grad import inner_grad
   from mpjax._optim.loss_scale import (
     DynamicLossScale,
@@ -37,13 +38,8 @@ if TYPE_CHECKING:
   )
   from mpjax._optim.loss_scaling import loss_scaling
   from mpjax._optim.masters import master_weights
-  from mpjax._optim.metrics import (
-    check_skipped_steps,
-    keep_if_skipped,
-    loss_scaling_metrics,
-    monitor,
-    step_applied,
-  )
+  from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics, step_applied
+  from mpjax._optim.monitor import monitor
   from mpjax._optim.state_dtype import state_dtype
   from mpjax._optim.train_state import TrainState
   from mpjax._optim.train_step import make_train_step
@@ -79,11 +75,13 @@ _ON_FIRST_USE = {
   "_optim.accumulation": "accumulate_gradients",
   "_optim.apply_updates": "apply_updates",
   "_optim.check_loss_scaling": "check_loss_scaling",
+  "_optim.check_skipped_steps": "check_skipped_steps",
   "_optim.inner_grad": "inner_grad",
   "_optim.loss_scale": "DynamicLossScale NoLossScale SkipNonfinite StaticLossScale",
   "_optim.loss_scaling": "loss_scaling",
   "_optim.masters": "master_weights",
-  "_optim.metrics": "check_skipped_steps keep_if_skipped loss_scaling_metrics monitor step_applied",
+  "_optim.metrics": "keep_if_skipped loss_scaling_metrics step_applied",
+  "_optim.monitor": "monitor",
   "_optim.state_dtype": "state_dtype",
   "_optim.train_state": "TrainState",
   "_optim.train_step": "make_train_step",

@@ -7,7 +7,7 @@ import jax
 from mpjax._core.leaves import is_nnx_variable, raw_value
 from mpjax._core.types import OptState
 from mpjax._optim.loss_scale import AccumulationState, is_scaling_state, with_classes
-from mpjax._optim.metrics import MonitorState
+from mpjax._optim.monitor import MonitorState
 from mpjax._optim.state_dtype import StochasticState
 from mpjax._optim.trees import MasterWeightsState, stands_for
 

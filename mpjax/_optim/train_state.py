@@ -15,7 +15,7 @@ from mpjax._core.types import Array, Class, Leaf, OptState, Params, PyTree
 from mpjax._optim.checks import refuse_integers
 from mpjax._optim.loss_scale import LossScalingState, OwnedScale, find_scale, scales_in
 from mpjax._optim.masters import MasterWeightsState, master_params
-from mpjax._optim.metrics import MonitorState
+from mpjax._optim.monitor import MonitorState
 from mpjax._optim.trees import float32_view, nodes_of, place_like, strong
 
 

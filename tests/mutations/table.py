@@ -191,7 +191,7 @@ mpjax/_optim/loss_scaling.py::LossScaling._decision
 25a check_updates looks at the new state alone
 - coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
 + coded_leaves(Kind.STATE, changed)
-tests/optim/test_metrics.py::test_check_skipped_steps_names_the_update
+tests/optim/test_check_skipped_steps.py::test_check_skipped_steps_names_the_update
 
 25b check_updates looks at the updates alone
 - coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)

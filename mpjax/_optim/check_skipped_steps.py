@@ -1,0 +1,162 @@
+"""The check for many skipped steps in a row."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_int
+from mpjax._core.leaves import raw_value
+from mpjax._core.trees import is_inexact, is_nnx_object
+from mpjax._core.types import KeyPath, OptState, Params, PyTree
+from mpjax._optim.leaf_codes import Kind, LeafCode, find_leaf, floating_leaves, read_code
+from mpjax._optim.loss_scale import OwnedScale, find_scale, scales_in
+from mpjax._optim.trees import differentiated, key_text
+
+
+def check_skipped_steps(
+  opt_state: OptState,
+  max_consecutive_skips: int = 50,
+  *,
+  params: Params = None,
+  name: str | None = None,
+) -> None:
+  """Raise if many steps in a row were skipped. Call it on the host, such as once per epoch.
+
+  Then no scale helps, because the loss, the data or the model produces an inf or a NaN. Under
+  `NoLossScale` optimizer state and parameters are searched for a NaN.
+
+  Args:
+    opt_state: a concrete state that holds a loss scale; under `jax.vmap` the worst member counts.
+    max_consecutive_skips: this many skipped steps in a row, at least 1, are an error.
+    params: the parameters, `variables["params"]` or `nnx.state(model, nnx.Param)`. With them the
+      error names the gradient by its path. They may be donated or abstract.
+    name: which of several loss scales to check.
+
+  Raises:
+    MpjaxRuntimeError: that many steps in a row were skipped. The scale is no positive finite
+      number (a damaged checkpoint). Under `NoLossScale`: there is a NaN.
+    MpjaxError: the state is traced or has no scale of that `name`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
+  >>> mpjax.check_skipped_steps(opt_state)
+  """
+  where, call = "mpjax.check_skipped_steps(opt_state)", "mpjax.check_skipped_steps"
+  fix = "1 raises after the first skipped step."
+  most = check_int(max_consecutive_skips, f"{call}(max_consecutive_skips)", least=1, fix=fix)
+  scale = find_scale(opt_state, where, name)
+  params = getattr(opt_state, "params", None) if params is None else params
+  trained = {"opt_state": scale.owner.inner_state, "params": params}
+  state = scale.state
+  for x in jax.tree.leaves(state or trained):
+    if isinstance(x, Tracer):
+      expected, fix = "a concrete state", "Call it on the host, after the jitted step has returned."
+      raise MpjaxTypeError(where, expected=expected, got=f"a traced one ({x})", fix=fix)
+  if state is None:
+    # An inf may be meant: a best value so far, a mask.
+    if (nan := _first_nan(trained)) is not None:
+      expected = "no NaN after steps that NoLossScale() does not check"
+      fix = "Restore a checkpoint, and train with mpjax.SkipNonfinite(), which skips such steps."
+      raise MpjaxRuntimeError(where, expected=expected, got=f"one at {nan}", fix=fix)
+    return
+  # Several values where the state is vmapped (an ensemble): the worst member counts.
+  scales, skips = np.atleast_1d(state.scale), np.atleast_1d(state.consecutive_skips)
+  if not np.all(np.isfinite(scales) & (scales > 0)):
+    expected, got = "a positive finite loss scale", str(np.asarray(state.scale))
+    fix = "No step produces this: restore another checkpoint, or call mpjax.states.set_loss_scale."
+    raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
+  worst = int(np.argmax(skips))
+  if skips[worst] < most:
+    return
+  fix = (
+    "At a small scale the cause is not the scale: look for an inf or NaN in the data and "
+    "the loss, log(0), a division by 0, or a learning rate that is too high. "
+    "print(mpjax.find_nonfinite(step)(state, batch)) shows where it begins."
+  )
+  if (nan := _first_nan(params)) is not None:
+    fix = f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
+  # Variables of Linen and models of NNX have more leaves than there are gradients.
+  variables = isinstance(params, Mapping) and "params" in params and len(params) > 1
+  if variables or is_nnx_object(params):
+    fix += ' Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
+    params = None
+  expected = f"fewer than {most} skipped steps in a row"
+  got = f"{skips[worst]}, at loss scale {scales[worst]:.9g}; the last step's first non-finite "
+  got += f"value was in {_first_bad(opt_state, scale, worst, params)}"
+  raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
+
+
+def _first_nan(tree: PyTree) -> str | None:
+  """Returns the path of the first leaf with a NaN, if any; donated and abstract ones show none."""
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
+      continue
+    is_gone = isinstance(x, jax.Array) and x.is_deleted()
+    if not is_gone and is_inexact(x) and bool(jnp.any(jnp.isnan(x))):
+      return key_text(path)
+  return None
+
+
+def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Params) -> str:
+  """Returns where the last step's first non-finite value was."""
+  for one in (scale, *scales_in(scale.owner)):
+    code = read_code(int(np.atleast_1d(raw_value(one.stored.first_bad))[member]))
+    if code is not None:
+      text = _leaf_text(code, opt_state, scale, params)
+      return text if one.name == scale.name else f"{text}, of the loss {one.name!r}"
+  return "the sum of the gradients of all losses, each of which was finite"
+
+
+def _leaf_text(code: LeafCode, opt_state: OptState, scale: OwnedScale, params: Params) -> str:
+  """Returns what a leaf is that was not finite: by its path, or by its position without one."""
+  match code.kind:
+    case Kind.GRADIENT | Kind.UPDATE:
+      of = "the gradient of" if code.kind is Kind.GRADIENT else "the update of"
+      named = [(path, f"{of} {text}") for path, text in _parameters(params)]
+    case Kind.LOSS:
+      named = _watched(getattr(opt_state, "model_state", None))
+    case Kind.STATE:
+      leaves = floating_leaves(scale.owner.inner_state)
+      at = "the new optimizer state at inner_state"
+      named = [(path, f"{at}{jax.tree_util.keystr(path)}") for path, _ in leaves]
+  if (name := find_leaf(code, named)) is not None:
+    return name
+  if code.kind in (Kind.LOSS, Kind.STATE):
+    return f"{code.kind.name.lower()} leaf {code.position_text}"
+  hint = "params= gives its path" if params is None else "params have no leaf at its path"
+  return (
+    f"{code.kind.name.lower()} leaf {code.position_text} (in the order of jax.tree.leaves of the "
+    f"floating parameters that this loss scale sees; {hint})"
+  )
+
+
+_COMPLEX_PARTS = (".real", ".imaginary")
+"""The fields that `optax.contrib.split_real_and_imaginary` has in place of a complex parameter."""
+
+
+def _parameters(params: Params) -> list[tuple[KeyPath, str]]:
+  """Returns the paths of gradients and updates, and what they are in an error."""
+  leaves = floating_leaves(differentiated(params))
+  # `optax.contrib.split_real_and_imaginary` makes two of a complex one, `optax.flatten` one of all.
+  parts = [
+    (*path, jax.tree_util.GetAttrKey(part[1:]))
+    for path, x in leaves
+    if jnp.iscomplexobj(x)
+    for part in _COMPLEX_PARTS
+  ]
+  named = [(path, key_text(path)) for path in [*(path for path, _ in leaves), *parts]]
+  if len(leaves) > 1:
+    named.append(((), f"all parameters, one array of {sum(np.size(x) for _, x in leaves)} numbers"))
+  return named
+
+
+def _watched(model_state: PyTree) -> list[tuple[KeyPath, str]]:
+  """Returns the paths of what is looked at as `loss=`, and what it is in an error."""
+  loss, state = map(jax.tree_util.SequenceKey, (0, 1))
+  # `make_train_step` passes a pair of the loss and the model state, others a loss alone.
+  leaves = floating_leaves(model_state)
+  of_state = [((state, *path), f"the model state at {key_text(path)}") for path, _ in leaves]
+  return [((loss,), "the loss"), *of_state, ((), "the loss")]

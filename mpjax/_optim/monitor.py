@@ -1,0 +1,171 @@
+"""Counts of zero gradients and lost updates, kept beside the state of an optimizer."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of
+from mpjax._core.leaves import changes_nothing, is_nonzero, raw_value
+from mpjax._core.trees import is_inexact, pick
+from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax._optim.checks import check_inner, check_params, check_state
+from mpjax._optim.loss_scale import scales_in
+from mpjax._optim.trees import differentiated, leaves_with_path, place_like, states_of
+
+
+class MonitorState(NamedTuple):
+  """The state of `mpjax.monitor`.
+
+  Args:
+    counts: int32 of shape (4,) for each parameter, by its path: elements, zero gradients, nonzero
+      updates and lost updates of the last applied step.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> mpjax.monitor(optax.sgd(0.1)).init({"w": jnp.ones(2)}).counts["w"].dtype
+  dtype('int32')
+  """
+
+  counts: dict[str, Array]
+  inner_state: OptState
+
+
+def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """Wrap an optimizer so that it counts zero gradients and lost updates of each parameter.
+
+  Put it outermost, because it compares updates with the stored parameters. It does not change
+  the updates. `mpjax.states.monitor_counts` returns the counts of the last applied step.
+
+  Args:
+    inner: the optimizer, with a loss scale or without.
+
+  Returns:
+    An optax transformation with the updates of `inner`. Its state is a `MonitorState`.
+
+  Raises:
+    MpjaxTypeError: `inner` is no optax transformation; `update`: the state is another's.
+    MpjaxValueError: `update`: there are no parameters.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(1e-3), mpjax.SkipNonfinite()))
+  >>> params = {"lora_a": jnp.full(3, 1e5)}
+  >>> grads = {"lora_a": jnp.asarray([1.0, 0.0, 80.0])}
+  >>> updates, opt_state = tx.update(grads, tx.init(params), params)
+  >>> {key: int(n) for key, n in mpjax.states.monitor_counts(opt_state)["lora_a"].items()}
+  {'size': 3, 'zero_gradients': 1, 'updates': 2, 'lost_updates': 1}
+  """
+  where = "mpjax.monitor(inner)"
+  inner = check_inner(inner, where)
+
+  def init(params: Params) -> MonitorState:
+    return MonitorState(place_like(params, _zeros_for(params)), inner.init(params))
+
+  def update(
+    updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
+  ) -> tuple[Updates, MonitorState]:
+    old = check_state(state, MonitorState, f"{where}.update(state)")
+    check_params(params, f"{where}.update(params)")
+    new_updates, new = inner.update(updates, old.inner_state, params, **extra_args)
+    scales = scales_in(new)
+    by_loss = isinstance(updates, Mapping) and set(updates) == {one.name for one in scales}
+    if by_loss and jax.tree.structure(updates) != jax.tree.structure(params):
+      updates = functools.reduce(functools.partial(jax.tree.map, jnp.add), updates.values())
+    counts = _count(updates, params, new_updates, old.counts)
+    for one in scales:
+      if one.state is not None:
+        counts = pick(one.state.finite, counts, old.counts)
+    return new_updates, MonitorState(counts, new)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _zeros_for(params: Params) -> PyTree:
+  """Returns the counts before the first step."""
+  if _stands_for_parameters(params):
+    return jnp.zeros((4,), jnp.int32)  # Any leaf: it stands for the dict of all counts.
+  names = [name for name, x in _by_name(params).items() if is_inexact(x)]
+  return {name: jnp.zeros((4,), jnp.int32) for name in names}
+
+
+def _stands_for_parameters(params: Params) -> bool:
+  """Whether `params` is a node that `optax.tree_map_params` puts where the parameters would be."""
+  # It has no children, and is no empty container.
+  has_children = jax.tree_util.treedef_children(jax.tree.structure(params))
+  is_leaf = jax.tree_util.all_leaves([params])
+  return not (has_children or is_leaf or isinstance(params, (Mapping, Sequence, NoneType)))
+
+
+def _by_name(tree: PyTree) -> dict[str, Leaf]:
+  """Returns the arrays of a tree by their paths as text, which differ where the paths do."""
+  # A key that might be read as several is in quotes.
+  text = jax.tree_util.keystr
+  part = lambda key: text((key,), simple=not set(text((key,), simple=True)) & set(".["))  # noqa: E731
+  leaves = leaves_with_path(differentiated(tree))
+  return {".".join(map(part, path)) or "params": raw_value(x) for path, x in leaves}
+
+
+def _count(
+  grads: Grads, params: Params, updates: Updates, counted: Iterable[str]
+) -> dict[str, Array]:
+  """Returns the counts of a step, for the parameters as they are stored."""
+
+  def count(p: Leaf, g: Leaf, u: Leaf) -> Array:
+    p, g, u = map(jnp.asarray, (p, g, u))
+    wide = jnp.promote_types(p.dtype, u.dtype)
+    new = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
+    lost = changes_nothing(p, new, u.astype(wide))
+    nonzero = lambda x: is_nonzero(jnp.real(x)) | is_nonzero(jnp.imag(x))  # noqa: E731
+    masks = jnp.logical_not(nonzero(g)), nonzero(u), lost
+    # One reduction of all masks: each array that they come from is read once.
+    numbers, zeros = tuple(mask.astype(jnp.int32) for mask in masks), (np.int32(0),) * len(masks)
+    add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
+    sums = jax.lax.reduce(numbers, zeros, add, tuple(range(p.ndim)))
+    return jnp.stack([jnp.full((), p.size, jnp.int32), *sums])
+
+  trees = tuple(map(_by_name, (params, grads, updates)))
+  # In the order of the old ones: a dict of another order is another tree to `jax.lax.cond`.
+  return {name: count(*(tree[name] for tree in trees)) for name in counted}
+
+
+def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
+  """Return the counts of `mpjax.monitor` for the last applied step.
+
+  Args:
+    opt_state: a state that holds one of `mpjax.monitor`, or several for parts of the tree; an
+      `nnx.Optimizer`, or its `nnx.State`.
+
+  Returns:
+    A dict for each parameter, by its path ("Dense_0.kernel"), of int32 arrays of shape ():
+
+    - `size`: how many elements it has;
+    - `zero_gradients`: how many of its gradients are zero: underflow, where they are float16;
+    - `updates`: how many of its updates are not zero;
+    - `lost_updates`: how many of these change nothing, since `param + update` rounds to `param`.
+
+  Raises:
+    MpjaxTypeError: the state keeps no counts.
+    MpjaxValueError: it has several of one parameter.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> list(mpjax.states.monitor_counts(mpjax.monitor(optax.sgd(0.1)).init({"w": jnp.ones(2)}))["w"])
+  ['size', 'zero_gradients', 'updates', 'lost_updates']
+  """
+  where = "mpjax.states.monitor_counts(opt_state)"
+  if not (states := states_of(opt_state, MonitorState)):
+    expected, got = "a state that keeps counts", f"{kind_of(opt_state)} without a monitor"
+    fix = "Write tx = mpjax.monitor(mpjax.loss_scaling(inner)), and make the state with its init."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  each = [item for state in states for item in state.counts.items()]
+  if len(dict(each)) < len(each):
+    expected = "monitors of separate parts of one tree, as in optax.multi_transform"
+    got = f"{len(states)} that count the same parameters"
+    fix = "Pass the state of one optimizer alone."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  keys = ("size", "zero_gradients", "updates", "lost_updates")
+  return {path: {key: counts[..., i] for i, key in enumerate(keys)} for path, counts in each}
