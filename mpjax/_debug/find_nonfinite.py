@@ -21,8 +21,8 @@ from mpjax._debug.arguments import Call, is_array, name_by_parameters
 from mpjax._debug.nonfinite_cause import Alternatives, advice
 from mpjax._debug.nonfinite_report import NonfiniteReport, Range
 from mpjax._debug.report import Advance, Pending
+from mpjax._debug.selectors import homes_of, selector
 from mpjax._debug.tune_report import written
-from mpjax._debug.tuning import homes_of, selector
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import MODULE, Source, call_of
 from mpjax._jaxpr.primitives import Holds

@@ -1,11 +1,9 @@
 """`tune`: rules for the modules that must stay in float32 for a tolerated error of the gradient."""
 
 import collections
-import contextlib
 import functools
 import itertools
 import math
-import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +21,12 @@ from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.ranges_measure import gradient_of, ranges_of_call
 from mpjax._debug.ranges_plan import plan
 from mpjax._debug.report import Advance, Pending
+from mpjax._debug.selectors import homes_of, selector
 from mpjax._debug.tune_report import Evaluation, ModuleReport, TuneReport
 from mpjax._debug.tune_search import MORE, search
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.count import flops_of
 from mpjax._jaxpr.graph import Graph, Value
-from mpjax._jaxpr.locations import MODULE
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.reader import shape_of
 from mpjax._jaxpr.runner import Look, run_on_host
@@ -332,15 +330,6 @@ def modules_of(body: Body) -> dict[str, int]:
   return flops
 
 
-def homes_of(graph: Graph) -> dict[str, str]:
-  """Returns by scope the path that rules match there: in a model its own, relative to the root."""
-  homes = {each.where.path: each.where.marked(MODULE) for each in graph.operations}
-  # JAX moves a constant out of a scan without the scopes around that: it is in a tail of the path.
-  tails = {path for path in homes if any(other.endswith(f"/{path}") for other in homes)}
-  tails -= {each.where.path for each, *_ in graph.matmuls()}
-  return {k: k if home is None else home for k, home in homes.items() if k not in tails}
-
-
 def rules_for(
   chosen: Collection[str], others: Collection[str], homes: Mapping[str, str], policy: Policy
 ) -> tuple[Rule, ...]:
@@ -481,17 +470,3 @@ def _warn_of_refusal(error: Exception) -> None:
     UserWarning,
     stacklevel=3,
   )
-
-
-def selector(path: str, homes: Mapping[str, str]) -> str | re.Pattern[str]:
-  """Returns what selects a path, and the scopes that it is home to if it can, and none else."""
-  own = {path, *(scope for scope, home in homes.items() if home == path)}
-  every = around([*homes, *homes.values()]) | own
-  names, scopes = path.split("/"), "|".join(map(re.escape, sorted(own - {""})))
-  globs = (f"**/{'/'.join(names[i:])}" for i in reversed(range(len(names) if path else 0)))
-  for glob in (*globs, path):
-    with contextlib.suppress(ValueError):  # A name with brackets is not the glob it looks like.
-      rule = Rule("float32", path=glob)
-      if {scope for scope in every if rule.matches(None, scope)} == own:
-        return glob
-  return re.compile(f"({scopes})?" if "" in own else scopes)

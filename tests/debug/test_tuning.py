@@ -13,15 +13,14 @@ from flax import nnx
 import mpjax
 from mpjax._debug.arguments import Call
 from mpjax._debug.ranges_measure import gradient_of
+from mpjax._debug.selectors import homes_of
 from mpjax._debug.tuning import (
   errors_alone,
   forward_errors,
-  homes_of,
   modules_of,
   relative_error,
   rows_of,
   rules_for,
-  selector,
 )
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.runner import run_on_host
@@ -521,22 +520,3 @@ def test_a_gradient_without_a_derivative_is_said_to_have_none():
   with pytest.warns(UserWarning, match=r"modules with few FLOPs are tried first"):
     errors = alone(loss, w, jnp.ones((2, 4)))
   assert set(errors.values()) == {1.0}
-
-
-@pytest.mark.parametrize(
-  ("path", "expected"),
-  [
-    ("head", "**/head"),
-    ("Net/a", "**/a"),
-    ("Net/a/b", "**/a/b"),
-    ("Net/b", "**/Net/b"),
-    ("Net/c(1)", re.compile(re.escape("Net/c(1)"))),
-    ("", ""),
-    ("Net/rnn/cell/hi", "**/hi"),
-  ],
-)
-def test_a_selector_selects_one_path(path, expected):
-  found = selector(path, HOMES)
-  assert found == expected
-  rule = mpjax.Rule("float32", path=found)
-  assert [scope for scope in SCOPES if rule.matches(None, scope)] == [path]
