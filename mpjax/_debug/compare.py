@@ -13,12 +13,9 @@ from mpjax._core.types import Args, Function, Kwargs
 from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.compare_report import CompareReport, compared
 from mpjax._debug.compare_run import Run, load, record
+from mpjax._debug.module_names import has_models, with_models
 from mpjax._debug.report import Advance, Pending
-from mpjax._debug.tuning import with_models_under
-from mpjax._jaxpr.graph import Graph
-from mpjax._jaxpr.locations import MODULE
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy
-from mpjax.nnx._with_policy import views_of
 
 Side: TypeAlias = Function | str | os.PathLike[str]
 """A function, or the file of a saved run."""
@@ -133,20 +130,12 @@ def _name(side: Side) -> str:
 
 
 def _has_models(fn: Function, call: Call) -> bool:
-  """Whether models of Flax run in a function."""
-  # Under a policy of None the modules of a model are marked, and nothing else changes.
-  operations = Graph(call.traced(_with_models(fn, None))[0]).operations
-  return any(scope.startswith(MODULE) for each in operations for scope in each.where.scopes)
-
-
-def _with_models(fn: Function, policy: Policy | None) -> Function:
-  """Returns a function whose models run under a policy: it may be an NNX model itself."""
-  return with_models_under(views_of(fn, policy, ()), policy, ())
+  return has_models(call.traced(with_models(fn, None))[0])
 
 
 def _named(fn: Function, policy: Policy | None, models: bool) -> Function:
   """Returns a function under a policy, if one is given, whose operations are in modules."""
   if models:
-    return _with_models(fn, policy)
+    return with_models(fn, policy)
   named = with_parameter_scopes(fn)
   return named if policy is None else autocast(named, policy)

@@ -1,0 +1,31 @@
+"""Jaxprs of functions whose operations are in modules, whichever library the modules are of."""
+
+from jax.extend.core import ClosedJaxpr
+
+from mpjax._core.types import Function
+from mpjax._debug.arguments import Call, with_parameter_scopes
+from mpjax._debug.tuning import with_models_under
+from mpjax._jaxpr.graph import Graph
+from mpjax._jaxpr.locations import MODULE
+from mpjax._policy.policy import Policy
+from mpjax.nnx._with_policy import views_of
+
+
+def with_models(fn: Function, policy: Policy | None) -> Function:
+  """Returns a function whose models run under a policy: it may be an NNX model itself."""
+  return with_models_under(views_of(fn, policy, ()), policy, ())
+
+
+def has_models(program: ClosedJaxpr) -> bool:
+  """Whether models of Flax run in a function that was traced `with_models`."""
+  # Under a policy of None the modules of a model are marked, and nothing else changes.
+  operations = Graph(program).operations
+  return any(scope.startswith(MODULE) for each in operations for scope in each.where.scopes)
+
+
+def traced_with_modules(fn: Function, call: Call) -> ClosedJaxpr:
+  """Returns the jaxpr of a function, with the modules of models or the scopes of parameters."""
+  program, _ = call.traced(with_models(fn, None))
+  if has_models(program):
+    return program
+  return call.traced(with_parameter_scopes(fn))[0]
