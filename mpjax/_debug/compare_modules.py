@@ -129,9 +129,23 @@ class Modules(NamedTuple):
     return most_of(math.prod(loop.length for loop in self.loops.get(slot, ())))
 
 
-def find_modules(body: Body, weights: Collection[int]) -> Modules:
-  """Returns the calls of modules in a function; `weights` are positions of its arguments."""
-  finder = _Finder(weights)
+_LOOPS = (Holds.SCAN, Holds.SHARD_MAP)
+"""The steps in which each value has one shape for all iterations and devices."""
+
+ALL_BODIES = (*_LOOPS, Holds.COND, Holds.WHILE)
+
+
+def find_modules(
+  body: Body, weights: Collection[int], entered: Collection[Holds] = _LOOPS
+) -> Modules:
+  """Returns the calls of modules in a function.
+
+  Args:
+    body: the steps of the function.
+    weights: the positions of its parameters.
+    entered: the kinds of steps whose insides are read too. Others are read as one operation.
+  """
+  finder = _Finder(weights, entered)
   for position, slot in enumerate(body.inputs):
     finder.origins[slot] = Origin(position)
   finder.read_body(body, frozenset(), ())
@@ -170,8 +184,9 @@ def _module_path(scopes: Scopes) -> str:
 class _Finder:
   """Reads the steps of a function once, in order."""
 
-  def __init__(self, weights: Collection[int]) -> None:
+  def __init__(self, weights: Collection[int], entered: Collection[Holds]) -> None:
     self.weights = weights
+    self.entered = entered
     self.calls: list[ModuleCall] = []
     self.readers: dict[int, Reader] = {}
     self.avals: dict[int, ShapedArray] = {}
@@ -200,7 +215,7 @@ class _Finder:
       self._read(step, stack)
       self._define(step.outs, map(aval_of, step.eqn.outvars), loops)
       self._write(step, stack)
-      if is_entered(step):
+      if self._is_entered(step):
         self._read_bodies(step, outer, loops)
     for slot in body.outputs:
       if isinstance(slot, int):
@@ -214,21 +229,26 @@ class _Finder:
       if loops is not None:
         self.loops[slot] = loops
 
+  def _is_entered(self, step: Step) -> bool:
+    return step.holds in self.entered and bool(step.bodies)
+
   def _read_bodies(self, step: Step, outer: frozenset[str], loops: tuple[Loop, ...] | None) -> None:
-    """Reads the steps inside of a scan or a `shard_map`."""
+    """Reads the steps inside of a loop, a branch or a `shard_map`."""
     outer |= set(paths_of(step.location))
     for inner, body in zip(step.inner, step.bodies, strict=True):
       inside = loops
       if step.holds is Holds.SHARD_MAP:
         inside = None
-      elif loops is not None:
+      elif loops is not None and step.holds is not Holds.COND:
         inside = (*loops, Loop(step.number, inner.times or 0, inner.reverse))
       self._pass_on(step, inner, body)
       self.read_body(body, outer, inside)
 
   def _pass_on(self, step: Step, inner: Inner, body: Body) -> None:
     """Notes which inputs of a body nothing has computed."""
-    for position, (slot, i) in enumerate(zip(body.inputs, inner.operands or (), strict=True)):
+    # The body of a `while` under `vmap` has one more input: which lanes go on.
+    pairs = zip(body.inputs, inner.operands or (), strict=False)
+    for position, (slot, i) in enumerate(pairs):
       outside = step.ins[i]
       origin = self.origins.get(outside) if isinstance(outside, int) else Origin(None)
       if origin is None or position in inner.carry:
@@ -282,7 +302,7 @@ class _Finder:
 
   def _read(self, step: Step, stack: Sequence[ModuleCall]) -> None:
     direction: Direction = "forward" if step.location.direction == "forward" else "backward"
-    computes = not (is_entered(step) or _passes_on(step))
+    computes = not (self._is_entered(step) or _passes_on(step))
     for slot in step.reads:
       self._leave(slot, stack, direction)
       self._arrive(slot, stack)
@@ -337,11 +357,6 @@ def paths_of(where: Location) -> tuple[str, ...]:
   """Returns the paths of the modules around a place; without any, its line of code."""
   line = () if where.source is None else (str(where.source),)
   return module_paths(where.scopes) or line
-
-
-def is_entered(step: Step) -> bool:
-  """Whether the values inside of a step are seen: a branch or a `while` runs as one step."""
-  return step.holds in (Holds.SCAN, Holds.SHARD_MAP) and bool(step.bodies)
 
 
 def _passes_on(step: Step) -> bool:
