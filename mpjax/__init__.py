@@ -22,6 +22,7 @@ if TYPE_CHECKING:
   from mpjax._debug.compare import compare
   from mpjax._debug.find_nonfinite import find_nonfinite
   from mpjax._debug.ranges_measure import ranges
+  from mpjax._debug.sample_activations import sample_activations
   from mpjax._debug.tuning import tune
   from mpjax._io.conversion import convert
   from mpjax._jaxpr.op_lists import OpLists
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
   from mpjax._optim.masters import master_weights
   from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics, step_applied
   from mpjax._optim.monitor import monitor
+  from mpjax._optim.monitor_activations import monitor_activations
   from mpjax._optim.state_dtype import state_dtype
   from mpjax._optim.train_state import TrainState
   from mpjax._optim.train_step import make_train_step
@@ -56,7 +58,8 @@ __all__ += ["apply_updates", "inner_grad", "unscale", "value_and_grad"]
 __all__ += ["check_skipped_steps", "keep_if_skipped", "loss_scaling_metrics", "step_applied"]
 __all__ += ["accumulate_gradients", "master_weights", "state_dtype"]
 __all__ += ["TrainState", "check_loss_scaling", "make_train_step"]
-__all__ += ["audit", "compare", "find_nonfinite", "monitor", "ranges", "tune"]
+__all__ += ["audit", "compare", "find_nonfinite", "ranges", "tune"]
+__all__ += ["monitor", "monitor_activations", "sample_activations"]
 __all__ += ["MpjaxError", "convert"]
 
 _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
@@ -67,6 +70,7 @@ _ON_FIRST_USE = {
   "_debug.compare": "compare",
   "_debug.find_nonfinite": "find_nonfinite",
   "_debug.ranges_measure": "ranges",
+  "_debug.sample_activations": "sample_activations",
   "_debug.tuning": "tune",
   "_io.conversion": "convert",
   "_autocast": "autocast low_precision",
@@ -82,6 +86,7 @@ _ON_FIRST_USE = {
   "_optim.masters": "master_weights",
   "_optim.metrics": "keep_if_skipped loss_scaling_metrics step_applied",
   "_optim.monitor": "monitor",
+  "_optim.monitor_activations": "monitor_activations",
   "_optim.state_dtype": "state_dtype",
   "_optim.train_state": "TrainState",
   "_optim.train_step": "make_train_step",

@@ -9,6 +9,13 @@ from mpjax._optim.inner_state import inner_state
 from mpjax._optim.loss_scale import AccumulationState, LossScalingState, set_loss_scale
 from mpjax._optim.masters import MasterWeightsState, master_params, set_master_params
 from mpjax._optim.monitor import MonitorState, monitor_counts
+from mpjax._optim.monitor_activations import (
+  ActivationMonitorState,
+  ActivationStatistics,
+  activation_statistics,
+)
 
-__all__ = ["AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"]
-__all__ += ["inner_state", "master_params", "monitor_counts", "set_loss_scale", "set_master_params"]
+__all__ = ["AccumulationState", "ActivationMonitorState", "ActivationStatistics"]
+__all__ += ["LossScalingState", "MasterWeightsState", "MonitorState"]
+__all__ += ["activation_statistics", "inner_state", "master_params", "monitor_counts"]
+__all__ += ["set_loss_scale", "set_master_params"]

@@ -196,6 +196,13 @@ def is_nonzero(x: Array) -> Array:
   return _bits(x)[1] != 0
 
 
+def is_subnormal(x: Array) -> Array:
+  """Returns where a floating array is below the smallest normal number of its dtype, and not 0."""
+  size = _bits(x)[1]
+  smallest = np.asarray(jnp.finfo(x.dtype).smallest_normal, x.dtype).view(size.dtype)
+  return jnp.logical_and(size != 0, size < smallest)
+
+
 def changes_nothing(old: Array, new: Array, update: Array) -> Array:
   """Returns which updates are lost: not zero, and `new`, the rounded sum, is the `old` number.
 

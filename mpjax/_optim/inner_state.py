@@ -8,10 +8,17 @@ from mpjax._core.leaves import is_nnx_variable, raw_value
 from mpjax._core.types import OptState
 from mpjax._optim.loss_scale import AccumulationState, is_scaling_state, with_classes
 from mpjax._optim.monitor import MonitorState
+from mpjax._optim.monitor_activations import ActivationMonitorState
 from mpjax._optim.state_dtype import StochasticState
 from mpjax._optim.trees import MasterWeightsState, stands_for
 
-_WRAPPERS = (AccumulationState, MasterWeightsState, MonitorState, StochasticState)
+_WRAPPERS = (
+  AccumulationState,
+  ActivationMonitorState,
+  MasterWeightsState,
+  MonitorState,
+  StochasticState,
+)
 
 
 def inner_state(opt_state: OptState) -> OptState:

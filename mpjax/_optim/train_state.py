@@ -16,6 +16,7 @@ from mpjax._optim.checks import refuse_integers
 from mpjax._optim.loss_scale import LossScalingState, OwnedScale, find_scale, scales_in
 from mpjax._optim.masters import MasterWeightsState, master_params
 from mpjax._optim.monitor import MonitorState
+from mpjax._optim.monitor_activations import ActivationMonitorState
 from mpjax._optim.trees import float32_view, nodes_of, place_like, strong
 
 
@@ -100,7 +101,7 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   """Returns the loss scale of a training step, which has to cover the entire optimizer."""
   scales = scales_in(opt_state) or [find_scale(opt_state, where, None)]
   outermost = opt_state
-  while isinstance(outermost, (MasterWeightsState, MonitorState)):
+  while isinstance(outermost, (ActivationMonitorState, MasterWeightsState, MonitorState)):
     outermost = outermost.inner_state
   if not isinstance(outermost, LossScalingState) or len(scales) > 1:
     expected = "mpjax.loss_scaling around the entire optimizer, for one loss"

@@ -95,7 +95,7 @@ class Rule:
     """
     if self.path is not None:
       if isinstance(self.path, str):
-        return _matches_glob(self.path, path)
+        return matches_glob(self.path, path)
       return self.path.fullmatch(path) is not None
     if self.module is not None:
       return isinstance(module, self.module)
@@ -128,7 +128,8 @@ def _requirement(name: str, selector: object) -> str | None:
   """Returns what a selector of the wrong type should be, or None; raises for a malformed glob."""
   if name == "path":
     if isinstance(selector, str):
-      _check_glob(selector)
+      otherwise = "For anything else pass re.compile(...)."
+      check_glob(selector, "mpjax.Rule(path=...)", otherwise)
       return None
     return None if isinstance(selector, re.Pattern) else "a glob or a compiled regular expression"
   if name == "module":
@@ -160,29 +161,32 @@ _NOT_IN_GLOBS = frozenset(r".\()|+^${}")
 """The separator of Python's paths, and characters of regular expressions."""
 
 
-def _check_glob(glob: str) -> None:
-  """Raises MpjaxValueError for a glob that can match no module path."""
+def check_glob(glob: str, where: str, otherwise: str = "") -> None:
+  """Raises MpjaxValueError for a glob that can match no module path.
+
+  `otherwise` is a sentence that says what else the call takes.
+  """
   has_empty_level = bool(glob) and "" in glob.split("/")
   if has_empty_level or glob.count("[") != glob.count("]") or set(glob) & _NOT_IN_GLOBS:
     raise MpjaxValueError(
-      "mpjax.Rule(path=...)",
+      where,
       expected="a glob of module names joined by single slashes, such as 'encoder/*/attention'",
       got=repr(glob),
       fix="No leading, trailing or double slash, no dots, brackets closed, no signs of a regular "
-      "expression; for anything else pass re.compile(...).",
+      f"expression. {otherwise}".rstrip(),
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _matches_glob(glob: str, path: str) -> bool:
+def matches_glob(glob: str, path: str) -> bool:
   """Whether the names on a path match the levels of a glob; "**" is any number of them."""
   # The cache makes it fast. Without it each "**" is tried at each position, which takes minutes.
   (level, _, levels), (name, _, names) = glob.partition("/"), path.partition("/")
   if not glob:
     return not path
   if level == "**":
-    return _matches_glob(levels, path) or (bool(path) and _matches_glob(glob, names))
-  return bool(path) and fnmatch.fnmatchcase(name, level) and _matches_glob(levels, names)
+    return matches_glob(levels, path) or (bool(path) and matches_glob(glob, names))
+  return bool(path) and fnmatch.fnmatchcase(name, level) and matches_glob(levels, names)
 
 
 def first_match(rules: Iterable[Rule], module: Module, path: str) -> Rule | None:

@@ -22,8 +22,8 @@ PUBLIC = {
     *("convert", "find_nonfinite", "full_precision", "inner_grad", "keep_if_skipped"),
     "loss_scaling",
     *("loss_scaling_metrics", "low_precision", "make_train_step", "master_weights", "monitor"),
-    *("policy_scope", "ranges", "state_dtype", "step_applied", "tune", "unscale"),
-    *("value_and_grad", "with_policy"),
+    *("monitor_activations", "policy_scope", "ranges", "sample_activations", "state_dtype"),
+    *("step_applied", "tune", "unscale", "value_and_grad", "with_policy"),
   ],
   "mpjax.checkpoints": ["restore_like", "to_arrays"],
   "mpjax.errors": [
@@ -37,7 +37,8 @@ PUBLIC = {
     "TuneReport",
   ],
   "mpjax.states": [
-    *("AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"),
+    *("AccumulationState", "ActivationMonitorState", "ActivationStatistics", "LossScalingState"),
+    *("MasterWeightsState", "MonitorState", "activation_statistics"),
     *("inner_state", "master_params", "monitor_counts", "set_loss_scale", "set_master_params"),
   ],
 }

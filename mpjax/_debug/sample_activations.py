@@ -1,0 +1,226 @@
+"""`sample_activations`: statistics of the activations of modules, inside of a compiled step.
+
+A sampled step runs the forward pass once more, in a branch of a `jax.lax.cond`. The training step
+itself keeps its operations, its fusions and its residuals, and a step that is not sampled computes
+nothing. What differentiates the loss, or saves memory in it, has no part in this.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._core.errors import UnmatchedRuleError, check_call, check_callable, nearest
+from mpjax._core.leaves import is_nnx_variable, is_subnormal, set_raw_value
+from mpjax._core.trees import is_nnx_object
+from mpjax._core.types import Array, OptState, P, PyTree
+from mpjax._debug.arguments import Call
+from mpjax._debug.compare_modules import ALL_BODIES, find_modules
+from mpjax._debug.module_names import traced_with_modules
+from mpjax._debug.selectors import homes_of
+from mpjax._jaxpr.graph import Graph
+from mpjax._jaxpr.runner import Around, Observer, run
+from mpjax._jaxpr.steps import Body, Step, body_of
+from mpjax._optim.monitor_activations import (
+  ActivationMonitorState,
+  monitor_state,
+  no_activations,
+)
+from mpjax._optim.trees import nodes_of
+from mpjax._policy.rules import matches_glob
+
+_CALL = "mpjax.sample_activations(fun, opt_state)"
+_FIX = "Write opt_state = mpjax.sample_activations(loss_fn, opt_state)(params, batch)."
+
+
+@check_call(_CALL, fix=_FIX)
+def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callable[P, OptState]:
+  """Measure activations of the modules that `mpjax.monitor_activations` chose, every few steps.
+
+  A sampled step runs the forward pass once more, in a branch. Gradients, memory of the backward
+  pass and other steps do not change. Call it in the compiled step, before the gradients. An
+  activation of a module is a floating value that it computes and something outside of it uses.
+
+  Inside of a `jax.shard_map` or `jax.pmap` the statistics are those of all devices. Under a
+  `jax.vmap` of the whole step each step runs the branch.
+
+  Args:
+    fun: the loss, or another function that calls the modules.
+    opt_state: a state that holds one of `mpjax.monitor_activations`, or an `nnx.Optimizer`, whose
+      variables are written.
+
+  Returns:
+    A function of the arguments of `fun` that returns `opt_state` with the statistics. Read them
+    with `mpjax.states.activation_statistics`. Arguments do not change: neither do variables of Flax
+    NNX in them.
+
+  Raises:
+    MpjaxTypeError: `fun` is no function, or the state keeps no statistics of activations.
+    UnmatchedRuleError: when called: no module has a path that a glob matches.
+
+  >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax, optax
+  >>> model = mpjax.with_policy(nn.Dense(2), "mixed_float16")
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
+  >>> tx = mpjax.monitor_activations(tx, "**", every=100)
+  >>> @jax.jit
+  ... def step(params, opt_state, x):
+  ...   def loss_fn(params, x):
+  ...     return jnp.mean(model.apply(params, x) ** 2)
+  ...   opt_state = mpjax.sample_activations(loss_fn, opt_state)(params, x)
+  ...   loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, x)
+  ...   updates, opt_state = tx.update(grads, opt_state, params)
+  ...   return mpjax.apply_updates(params, updates, opt_state), opt_state
+  >>> x = jnp.ones((1, 4))
+  >>> params = model.init(jax.random.key(0), x)
+  >>> params, opt_state = step(params, tx.init(params), x)
+  >>> int(mpjax.states.activation_statistics(opt_state)["**"].size)
+  2
+  """
+  check_callable(fun, "mpjax.sample_activations(fun)", expected="a function", fix=_FIX)
+  state = monitor_state(opt_state, "mpjax.sample_activations(opt_state)")
+
+  def sample(*args: P.args, **kwargs: P.kwargs) -> OptState:
+    call = Call(args, kwargs, _CALL)
+    body = body_of(traced_with_modules(fun, call), compiled=True)
+    # What the function wrote to variables of Flax NNX comes after what it returned.
+    returned = sum(leaf is jax.Array for leaf in call.returned.leaves)
+    body = dataclasses.replace(body, outputs=body.outputs[:returned])
+    globs = list(state.activations)
+    watched = _watched(body, globs)
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+
+    def measured() -> dict[str, Array]:
+      arrays = jax.lax.stop_gradient(call.arrays)
+      _, seen = run(body, arrays, _Statistics(watched, len(globs)), Around(axes=axes))
+      return dict(zip(globs, _over_devices(seen, axes), strict=True))
+
+    is_sampled = state.calls % state.every == 0
+    activations = jax.lax.cond(is_sampled, measured, lambda: state.activations)
+    return _with_sample(opt_state, activations, state.calls + 1)
+
+  return sample
+
+
+def _watched(body: Body, globs: Sequence[str]) -> dict[int, list[int]]:
+  """Returns for each chosen activation the positions of the globs that choose it."""
+  calls = find_modules(body, (), ALL_BODIES).calls
+  roots = _roots(body)
+  by_path = collections.defaultdict[str, set[int]](set)
+  for call in calls:
+    # Operations outside of modules have their line, "train.py:3".
+    if call.direction == "forward" and ":" not in call.path:
+      for path in _paths(call.path, roots):
+        by_path[path].update(call.outputs.values())
+  watched = collections.defaultdict[int, list[int]](list)
+  for position, glob in enumerate(globs):
+    chosen = [slots for path, slots in by_path.items() if matches_glob(glob, path)]
+    if not chosen:
+      raise _unmatched(glob, by_path)
+    for slot in set[int]().union(*chosen):
+      watched[slot].append(position)
+  return watched
+
+
+def _roots(body: Body) -> set[str]:
+  """Returns the scopes that models run in: in Linen a model has one of its class."""
+  homes = homes_of(Graph(body)).items()
+  roots = {scope.removesuffix(home).rstrip("/") for scope, home in homes if scope.endswith(home)}
+  return roots - {""}
+
+
+def _paths(scope: str, roots: Collection[str]) -> list[str]:
+  """Returns the paths of a module: its scope, and the path from the root of the model around it."""
+  inside = [root for root in roots if f"{scope}/".startswith(f"{root}/")]
+  return [scope, *(scope.removeprefix(root).removeprefix("/") for root in inside)]
+
+
+def _unmatched(glob: str, paths: Collection[str]) -> UnmatchedRuleError:
+  modules = sorted(set(paths) - {""})
+  near = ", ".join(map(repr, nearest(glob, modules)))
+  return UnmatchedRuleError(
+    f"mpjax.monitor_activations(modules): {glob!r}",
+    expected="a glob that matches a module which the function calls",
+    got=f"{len(modules)} paths that it does not match",
+    fix=f"The nearest are {near}." if near else "Name modules with jax.named_scope.",
+  )
+
+
+class _Statistics(Observer):
+  """Measures the activations of modules, in all iterations and branches and on all devices.
+
+  What it has seen is one row for each glob, with the fields of `ActivationStatistics`.
+  """
+
+  def __init__(self, watched: Mapping[int, Sequence[int]], rows: int) -> None:
+    self.watched, self.rows = watched, rows
+
+  def nothing(self) -> Array:
+    return jnp.tile(no_activations(), (self.rows, 1))
+
+  def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
+    for slot, x in zip(step.outs, outs, strict=True):
+      if slot in self.watched:
+        rows = jnp.asarray(self.watched[slot])
+        new = jnp.tile(_statistics(jnp.asarray(x)), (len(rows), 1))
+        self.seen = self.seen.at[rows].set(self.merge(self.seen[rows], new))
+
+  def after(self, step: Step, outs: list[Any]) -> list[Any]:
+    self.look(step, (), outs)
+    return outs
+
+  def merge(self, one: Array, other: Array) -> Array:
+    return _by_field(one + other, jnp.maximum(one, other), jnp.minimum(one, other))
+
+  def of_devices(self, seen: Array) -> Array:
+    return _by_field(*(reduce(seen, axis=0) for reduce in (jnp.sum, jnp.max, jnp.min)))
+
+
+def _over_devices(seen: Array, axes: tuple[Hashable, ...]) -> Array:
+  """Returns what all devices of a `shard_map` around have seen."""
+  if not axes:
+    return seen
+  return _by_field(*(reduce(seen, axes) for reduce in (jax.lax.psum, jax.lax.pmax, jax.lax.pmin)))
+
+
+def _by_field(total: Array, largest: Array, least: Array) -> Array:
+  """Returns rows whose counts are the `total`, and whose headroom is the `least`."""
+  return jnp.concatenate([total[..., :3], largest[..., 3:4], least[..., 4:]], axis=-1)
+
+
+def _statistics(x: Array) -> Array:
+  """Returns the row of one array."""
+  parts = (jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else (x,)
+  is_small = functools.reduce(jnp.logical_or, map(is_subnormal, parts))
+  is_bad = ~jnp.isfinite(x)
+  largest = jnp.max(jnp.where(is_bad, 0, jnp.abs(x)).astype(jnp.float32), initial=0)
+  headroom = jnp.float32(jnp.finfo(x.dtype).max) / largest
+  return jnp.stack([jnp.float32(x.size), _count(is_bad), _count(is_small), largest, headroom])
+
+
+def _count(mask: Array) -> Array:
+  """Returns how many elements are true, in float32."""
+  # Exact along the last axis. An int32 does not hold the number of all elements of a large array.
+  along_last = jnp.sum(mask, axis=-1, dtype=jnp.int32) if mask.ndim else mask
+  return jnp.sum(along_last.astype(jnp.float32))
+
+
+def _with_sample(opt_state: OptState, activations: dict[str, Array], calls: Array) -> OptState:
+  """Returns the state with a sample. The variables of an `nnx.Optimizer` are written."""
+  new = {"activations": activations, "calls": calls}
+  if any(map(is_nnx_object, jax.tree.leaves(opt_state, is_leaf=is_nnx_object))):
+    (stored,) = nodes_of(opt_state, ActivationMonitorState)
+    for name, value in new.items():
+      variables = jax.tree.leaves(getattr(stored, name), is_leaf=is_nnx_variable)
+      for variable, x in zip(variables, jax.tree.leaves(value), strict=True):
+        set_raw_value(variable, x)
+    return opt_state
+
+  def replaced(node: PyTree) -> PyTree:
+    return node._replace(**new) if isinstance(node, ActivationMonitorState) else node
+
+  is_monitor = lambda node: isinstance(node, ActivationMonitorState)  # noqa: E731
+  return jax.tree.map(replaced, opt_state, is_leaf=is_monitor)
