@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from docs.figures import casts, compare, float8, formats, memory, step, tpu, underflow
+from docs.figures import activations, casts, compare, float8, formats, memory, step, tpu, underflow
 from docs.figures.style import THEMES, files, svg
 
 FIGURES = {
@@ -15,6 +15,7 @@ FIGURES = {
   "float8": float8,
   "tpu": tpu,
   "compare": compare,
+  "activations": activations,
 }
 
 
@@ -26,7 +27,7 @@ def main() -> None:
   if unknown := [name for name in options.names if name not in FIGURES]:
     parser.error(f"unknown: {', '.join(unknown)}")
   if options.measure:
-    for figure in (compare, memory, underflow):
+    for figure in (activations, compare, memory, underflow):
       found = json.dumps(figure.measure(), indent=2)
       figure.MEASURED.write_text(found + "\n", encoding="utf-8")
   for name in options.names or FIGURES:
