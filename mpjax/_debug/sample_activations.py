@@ -14,9 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._core.errors import UnmatchedRuleError, check_call, check_callable, nearest
+from mpjax._core.errors import (
+  MpjaxTypeError,
+  UnmatchedRuleError,
+  check_call,
+  check_callable,
+  kind_of,
+  nearest,
+)
 from mpjax._core.leaves import is_nnx_variable, is_subnormal, set_raw_value
-from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Array, OptState, P, PyTree
 from mpjax._debug.arguments import Call
 from mpjax._debug.compare_modules import ALL_BODIES, find_modules
@@ -59,7 +65,8 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
     NNX in them.
 
   Raises:
-    MpjaxTypeError: `fun` is no function, or the state keeps no statistics of activations.
+    MpjaxTypeError: `fun` is no function, the state keeps no statistics of activations, or it is an
+      `nnx.State`.
     UnmatchedRuleError: when called: no module has a path that a glob matches.
 
   >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax, optax
@@ -81,7 +88,14 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
   2
   """
   check_callable(fun, "mpjax.sample_activations(fun)", expected="a function", fix=_FIX)
-  state = monitor_state(opt_state, "mpjax.sample_activations(opt_state)")
+  where = "mpjax.sample_activations(opt_state)"
+  state = monitor_state(opt_state, where)
+  if not nodes_of(opt_state, ActivationMonitorState):
+    expected, fix = (
+      "an optimizer state, or an nnx.Optimizer",
+      "Merge the nnx.State in the step.",
+    )
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(opt_state), fix=fix)
 
   def sample(*args: P.args, **kwargs: P.kwargs) -> OptState:
     call = Call(args, kwargs, _CALL)
@@ -211,16 +225,18 @@ def _count(mask: Array) -> Array:
 def _with_sample(opt_state: OptState, activations: dict[str, Array], calls: Array) -> OptState:
   """Returns the state with a sample. The variables of an `nnx.Optimizer` are written."""
   new = {"activations": activations, "calls": calls}
-  if any(map(is_nnx_object, jax.tree.leaves(opt_state, is_leaf=is_nnx_object))):
-    (stored,) = nodes_of(opt_state, ActivationMonitorState)
+  (stored,) = nodes_of(opt_state, ActivationMonitorState)
+  if is_nnx_variable(stored.calls):
     for name, value in new.items():
       variables = jax.tree.leaves(getattr(stored, name), is_leaf=is_nnx_variable)
       for variable, x in zip(variables, jax.tree.leaves(value), strict=True):
         set_raw_value(variable, x)
     return opt_state
 
-  def replaced(node: PyTree) -> PyTree:
-    return node._replace(**new) if isinstance(node, ActivationMonitorState) else node
+  def is_monitor(node: PyTree) -> bool:
+    return isinstance(node, ActivationMonitorState)
 
-  is_monitor = lambda node: isinstance(node, ActivationMonitorState)  # noqa: E731
+  def replaced(node: PyTree) -> PyTree:
+    return node._replace(**new) if is_monitor(node) else node
+
   return jax.tree.map(replaced, opt_state, is_leaf=is_monitor)

@@ -321,3 +321,7 @@ def test_errors():
     mpjax.sample_activations(loss_fn, optax.sgd(0.1).init(jnp.ones(2)))
   with refused(TypeError, "mpjax.sample_activations(fun)", "a function", "1.0", "loss_fn"):
     mpjax.sample_activations(1.0, opt_state)
+  optimizer = nnx.Optimizer(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+  where = "mpjax.sample_activations(opt_state)"
+  with refused(TypeError, where, "an nnx.Optimizer", "State", "Merge"):
+    mpjax.sample_activations(loss_fn, nnx.state(optimizer))
