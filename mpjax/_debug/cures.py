@@ -1,12 +1,16 @@
 """Write changes of the user's code: float32 for an operation, or low precision for a matmul."""
 
 import ast
+import contextlib
 import linecache
+import re
 
 from mpjax._autocast.scopes import LAYER_ENDS
+from mpjax._core.errors import MpjaxValueError
 from mpjax._jaxpr.compat import frames_of
 from mpjax._jaxpr.graph import Operation
 from mpjax._jaxpr.locations import MODULE, PREFIX, Source, is_library
+from mpjax._policy.rules import Rule
 
 _LAYERS = ("/flax/linen/", "/flax/nnx/")
 """Files of layers. Their operations have no line of the user, so the cure is a rule."""
@@ -33,7 +37,7 @@ def cure_of(operation: Operation) -> str:
   """
   path, source = module_of(operation), operation.where.source
   if path is not None and (source is None or _is_in_layer(operation)):
-    return f'mpjax.Rule("float32", path="{path or "**"}")'
+    return repr(rule_of("float32", path or "**"))
   return in_region(source)
 
 
@@ -59,6 +63,19 @@ def low_cure(operation: Operation, dtype: str) -> str:
     if _cast_operand(node, dtype):
       return "; ".join(map(ast.unparse, statements))
   return f"x.astype(jnp.{dtype})"
+
+
+def rule_of(policy: str, path: str, *, rewrite: bool = True) -> Rule:
+  r"""Returns a rule for the module of a path, or for the modules that a glob matches.
+
+  >>> rule_of("float32", "decoder/layer(1)")
+  mpjax.Rule("float32", path=re.compile("decoder/layer\\(1\\)"))
+  """
+  with contextlib.suppress(MpjaxValueError):  # A name with brackets is not the glob it looks like.
+    rule = Rule(policy, path=path, rewrite=rewrite)
+    if rule.matches(None, path):
+      return rule
+  return Rule(policy, path=re.compile(re.escape(path)), rewrite=rewrite)
 
 
 def _cast_operand(node: ast.AST, dtype: str) -> bool:

@@ -22,7 +22,6 @@ from mpjax._debug.nonfinite_cause import Alternatives, advice
 from mpjax._debug.nonfinite_report import NonfiniteReport, Range
 from mpjax._debug.report import Advance, Pending
 from mpjax._debug.selectors import homes_of, selector
-from mpjax._debug.tune_report import written
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import MODULE, Source, call_of
 from mpjax._jaxpr.primitives import Holds
@@ -30,6 +29,7 @@ from mpjax._jaxpr.reader import aval_of, mapped_with
 from mpjax._jaxpr.runner import Observer, run
 from mpjax._jaxpr.steps import Step, body_of
 from mpjax._optim.loss_scale import scales_in
+from mpjax._policy.rules import Rule
 
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
 
@@ -248,7 +248,8 @@ class Finder:
       return f"mpjax.full_precision(fn)(x)  # for the code of {source},"
     if not path:
       return "a jax.named_scope here and a Rule with its path  #"
-    return f'Rule("float32", path={written(selector(module or path, homes_of(self.graph)))})  #'
+    rule = Rule("float32", path=selector(module or path, homes_of(self.graph)))
+    return f"{rule}  #"
 
 
 def _is_traced(x: Leaf) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from mpjax._core.types import DType, is_low_precision
-from mpjax._debug.cures import module_of
+from mpjax._debug.cures import module_of, rule_of
 from mpjax._debug.findings import Finding
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.primitives import Holds
@@ -49,7 +49,7 @@ def _cure(operation: Operation, low: DType) -> str:
   cure = "Call it in the compute dtype, its parameters too: mpjax.low_precision(kernel)(...)."
   if path := module_of(operation):
     # The policy has no output dtype: a mixed one would return float32 into the modules around.
-    cure += f' Or run its module so: mpjax.Rule("c={low}", path="{path}", rewrite=False).'
+    cure += f" Or run its module so: {rule_of(f'c={low}', path, rewrite=False)}"
   return cure
 
 

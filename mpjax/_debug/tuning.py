@@ -93,7 +93,7 @@ def tune(
   >>> report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(w, x)
   tune: 3 modules, at most 18 measurements
   >>> report.rules
-  (Rule('params=float32,compute=float32,output=float32', path='**/hot'),)
+  (mpjax.Rule("float32", path="**/hot"),)
   """
   parsed = parse_policy(policy, "mpjax.tune(policy)")
   check_value(

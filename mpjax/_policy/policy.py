@@ -20,13 +20,15 @@ from mpjax._core.types import HALF_NAMES, DType, DTypeLike, Leaf, PyTree
 from mpjax._policy.dtypes import NAMES, MatmulPrecision, parse_dtype, parse_precision, written
 from mpjax._policy.float8 import parse_recipe
 
+_ALL_IN_ONE = ("float32", "float64", *HALF_NAMES)
+
 _PRESETS = {
-  **{name: f"p={name},c={name},o={name}" for name in ("float32", "float64", *HALF_NAMES)},
-  "mixed_bfloat16": "p=float32,c=bfloat16,o=float32",
-  "mixed_float16": "p=float32,c=float16,o=float32",
-  "mixed_float8": "p=float32,c=bfloat16,o=float32,matmul=float8",
+  **{name: f"params={name},compute={name},output={name}" for name in _ALL_IN_ONE},
+  "mixed_bfloat16": "params=float32,compute=bfloat16,output=float32",
+  "mixed_float16": "params=float32,compute=float16,output=float32",
+  "mixed_float8": "params=float32,compute=bfloat16,output=float32,matmul=float8",
 }
-"""Presets by name. Mixed ones output float32, so that the loss is computed in float32."""
+"""Presets by name, as `str` writes policies. Mixed ones output float32, as the loss needs it."""
 
 _MIXED = {name: f"mixed_{name}" for name in HALF_NAMES}
 """What the name of a 16-bit dtype stands for if it is not a preset, such as "bf16"."""
@@ -233,6 +235,12 @@ def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> 
   if "=" not in items:
     raise _unknown_preset(policy, name, where, example)
   return Policy(**_parse_items(items, policy, where))
+
+
+def shortest_text(policy: Policy) -> str:
+  """Returns the name of the preset that a policy equals, or else its items."""
+  presets = {items: name for name, items in _PRESETS.items()}
+  return presets.get(str(policy), str(policy))
 
 
 _EXPECTED = (

@@ -17,7 +17,7 @@ from mpjax._core.errors import (
   nearest,
 )
 from mpjax._core.types import HALVES, Class, DType, Module
-from mpjax._policy.policy import Policy, PolicyLike, parse_policy
+from mpjax._policy.policy import Policy, PolicyLike, parse_policy, shortest_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +78,11 @@ class Rule:
       object.__setattr__(self, field, value)
 
   def __repr__(self) -> str:
+    """Returns the rule as Python code, in which classes and predicates are names."""
     name = next(x for x in ("path", "module", "where") if getattr(self, x) is not None)
-    selector = getattr(self, name)
-    text = repr(selector)
-    if name == "where":  # The repr of a function has an address.
-      text = getattr(selector, "__name__", text)
+    policy = "None" if self.policy is None else quoted(shortest_text(self.policy))
     rewrite = "" if self.rewrite else ", rewrite=False"
-    return f"Rule({shown(self.policy)}, {name}={text}{rewrite})"
+    return f"mpjax.Rule({policy}, {name}={_selector_code(getattr(self, name))}{rewrite})"
 
   def matches(self, module: Module, path: str) -> bool:
     """Whether this rule picks out a module.
@@ -109,6 +107,30 @@ class Rule:
         f"({type(module).__name__}). It is asked about every module; the root has no name."
       )
       raise
+
+
+def _selector_code(selector: Any) -> str:
+  """Returns a selector as Python code."""
+  if isinstance(selector, str):
+    return quoted(selector)
+  if isinstance(selector, re.Pattern):  # Its own repr has only the first 200 characters.
+    flags = re.RegexFlag(selector.flags) & ~re.UNICODE
+    return f"re.compile({quoted(selector.pattern)}{f', {flags!r}' if flags else ''})"
+  if isinstance(selector, tuple):
+    names = ", ".join(map(_name_of, selector))
+    return f"({names},)" if len(selector) == 1 else f"({names})"
+  return _name_of(selector)
+
+
+def _name_of(selector: Any) -> str:
+  """Returns the name of a class or a function, without the function that defines it."""
+  return getattr(selector, "__qualname__", repr(selector)).rpartition("<locals>.")[2]
+
+
+def quoted(text: str) -> str:
+  """Returns a string as Python code, in double quotes if it contains none."""
+  code = repr(text)
+  return code if '"' in text else f'"{code[1:-1]}"'
 
 
 def _only_selector(selectors: Mapping[str, object]) -> str:

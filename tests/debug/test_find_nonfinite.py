@@ -280,7 +280,7 @@ def test_the_cure_is_a_rule_of_linen_that_cures(model, shape, path):
     return mpjax.find_nonfinite(policied.apply)(params, x)
 
   line = found().cure.partition("  #")[0]
-  rule = eval(line, {"Rule": mpjax.Rule, "re": re})
+  rule = eval(line, {"mpjax": mpjax, "re": re})
   assert path in line
   assert rule.policy == mpjax.Policy.parse("float32")
   assert not found(rule)

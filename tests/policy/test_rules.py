@@ -188,11 +188,27 @@ def test_a_rule_is_a_value_and_so_is_a_list_of_rules():
   assert one == two != three
 
 
-def test_the_text_of_a_rule():
-  policy = "params=float32,compute=float32,output=float32"
-  assert repr(EXACT) == f"Rule('{policy}', path='encoder/head')"
-  assert repr(Rule(None, module=Plain)) == f"Rule(None, module={Plain!r})"
-  assert repr(Rule(None, path=re.compile("a+"))) == "Rule(None, path=re.compile('a+'))"
+PRINTED = {
+  'mpjax.Rule("float32", path="encoder/head")': EXACT,
+  'mpjax.Rule("mixed_bfloat16", path="**")': Rule("bf16", path="**"),
+  'mpjax.Rule("mixed_float8", path="**")': Rule("mixed_float8", path="**"),
+  'mpjax.Rule("params=float32,compute=float16", path="a")': Rule("c=f16", path="a"),
+  "mpjax.Rule(None, module=Plain)": Rule(None, module=Plain),
+  "mpjax.Rule(None, module=(Plain,))": Rule(None, module=(Plain,)),
+  "mpjax.Rule(None, module=(Plain, Dense))": Rule(None, module=(Plain, nn.Dense)),
+  'mpjax.Rule(None, path=re.compile("a+"))': Rule(None, path=re.compile("a+")),
+}
+
+
+def test_the_text_of_a_rule_is_its_code():
+  names = {"mpjax": mpjax, "re": re, "Plain": Plain, "Dense": nn.Dense, "is_named": is_named}
+  long = re.compile("|".join(f"a_long_name_{i}" for i in range(30)), re.IGNORECASE | re.DOTALL)
+  patterns = [Rule(None, path=long), Rule(None, path=re.compile(r"""a\.'b"c\n"""))]
+  globs = [Rule(None, path="it's"), Rule("f32", path='a "name"')]
+  others = [Rule(None, where=is_named), Rule("c=bf16", path="a", rewrite=False)]
+  for rule in (*patterns, *globs, *others, *PRINTED.values()):
+    assert eval(repr(rule), names) == rule
+  assert [repr(rule) for rule in PRINTED.values()] == [*PRINTED]
 
 
 def test_selectors_that_select_nothing():
@@ -321,16 +337,20 @@ def is_named(module):
 
 HIDDEN = {
   # Two rules, and a part of the error of the second.
-  "after all modules": (Rule("f32", path="**"), Rule("bf16", module=nn.Dense), "after Rule"),
-  "the same path": (Rule("f32", path="head"), Rule("bf16", path="head"), "after Rule"),
-  "the same predicate": (Rule("f32", where=is_named), Rule("bf16", where=is_named), "after Rule"),
-  "a subclass": (Rule("f32", module=nn.Module), Rule("bf16", module=nn.Dense), "after Rule"),
-  "one of several classes": (
-    *(Rule("f32", module=(nn.Dense, nn.Conv)), Rule("bf16", module=(nn.Conv,)), "after Rule"),
+  "after all modules": (Rule("f32", path="**"), Rule("bf16", module=nn.Dense), "after mpjax"),
+  "the same path": (Rule("f32", path="head"), Rule("bf16", path="head"), "after mpjax"),
+  "the same predicate": (
+    Rule("f32", where=is_named),
+    Rule("bf16", where=is_named),
+    "after mpjax",
   ),
-  "a path of a glob": (Rule("f32", path="**/up"), Rule("bf16", path="mlp/up"), "after Rule"),
+  "a subclass": (Rule("f32", module=nn.Module), Rule("bf16", module=nn.Dense), "after mpjax"),
+  "one of several classes": (
+    *(Rule("f32", module=(nn.Dense, nn.Conv)), Rule("bf16", module=(nn.Conv,)), "after mpjax"),
+  ),
+  "a path of a glob": (Rule("f32", path="**/up"), Rule("bf16", path="mlp/up"), "after mpjax"),
   "a path of an expression": (
-    *(Rule("f32", path=re.compile("mlp.*")), Rule("bf16", path="mlp/up"), "after Rule"),
+    *(Rule("f32", path=re.compile("mlp.*")), Rule("bf16", path="mlp/up"), "after mpjax"),
   ),
 }
 SEEN = {
