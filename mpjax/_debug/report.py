@@ -15,12 +15,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from mpjax._core.frameworks import check_function
 from mpjax._core.types import Args, Function, Kwargs, P
+from mpjax._debug.tables import WIDTH, paragraph, table
 from mpjax._jaxpr.locations import Source
 from mpjax._policy.policy import Policy
 
@@ -28,9 +28,6 @@ R = TypeVar("R")
 
 Advance: TypeAlias = Callable[[int, int], None]
 """Takes the number of steps that are done, and the number of all steps, 0 if unknown."""
-
-WIDTH = 80
-"""The columns of a report as text."""
 
 MOST = 12
 """The most rows of a table in a report as text. JSON and the attributes have all rows."""
@@ -43,19 +40,22 @@ class Section(NamedTuple):
     title: the heading; "" for none.
     lines: the paragraphs.
     columns: the names of the columns of the table; () for no table. An empty column is not shown.
+      Those in `tables.PATHS` and `tables.REASONS` have paths and reasons.
     rows: the rows of the table, with one cell for each column.
+    most: the number of rows that are printed; 0 for all.
   """
 
   title: str = ""
   lines: tuple[str, ...] = ()
   columns: tuple[str, ...] = ()
   rows: tuple[tuple[str, ...], ...] = ()
+  most: int = 0
 
   @classmethod
   def cut(
     cls, title: str, columns: str, rows: Sequence[Sequence[str]], lines: Sequence[str] = ()
   ) -> Self:
-    """Returns a section with the first `MOST` rows, and the number of the others.
+    """Returns a section that prints the first `MOST` rows, and the number of the others.
 
     Args:
       title: the heading.
@@ -64,15 +64,12 @@ class Section(NamedTuple):
       lines: the paragraphs above the table.
     """
     names = tuple(columns.split(", "))
-    shown = [tuple(row) for row in rows[:MOST]]
-    empty = [""] * (len(names) - 1)
-    shown += [(text, *empty) for text in rest(rows)]
-    return cls(title, tuple(lines), names, tuple(shown))
+    return cls(title, tuple(lines), names, tuple(map(tuple, rows)), MOST)
 
 
-def rest(rows: Sequence[object]) -> list[str]:
+def rest(rows: Sequence[object], most: int = MOST) -> list[str]:
   """Returns a line with the number of rows that a report leaves out; [] if it shows all."""
-  return [f"… and {len(rows) - MOST} more"] if len(rows) > MOST else []
+  return [f"… and {len(rows) - most} more"] if len(rows) > most else []
 
 
 class Pending(Generic[P, R]):
@@ -188,60 +185,12 @@ def _rendered(section: Section) -> Group:
   parts: list[RenderableType] = [Text()]
   if section.title:
     parts.append(Text(section.title, style="bold"))
-  parts += map(_paragraph, section.lines)
+  parts += map(paragraph, section.lines)
   if section.rows:
-    parts.append(_table(section.columns, section.rows))
+    most = section.most or len(section.rows)
+    parts += table(section.columns, section.rows, most)
+    parts += map(Text, rest(section.rows, most))
   return Group(*parts)
-
-
-def _paragraph(line: str) -> Table:
-  """Returns a paragraph whose lines are indented as its first line, or as the text of an item."""
-  text = re.sub(r"^(\d+\. )? *", "", line)
-  margin = line[: len(line) - len(text)]
-  cells = [margin] if margin else []
-  grid = Table.grid()
-  grid.add_row(*cells, _broken(text, WIDTH - len(margin)))
-  return grid
-
-
-_NUMBER = re.compile(r"[<>]?\d|2\^|not finite|-?$")
-"""The beginning of a cell in a column of numbers."""
-
-_GAP = 2
-"""The spaces between two columns."""
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-  """Returns a table without its empty columns, whose columns of numbers are aligned right."""
-  table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-  filled = [column for column in zip(columns, *rows, strict=True) if any(column[1:])]
-  for name, *cells in filled:
-    align = "right" if all(map(_NUMBER.match, cells)) else "left"
-    table.add_column(name, justify=align, overflow="fold")
-  width = _widest([max(map(len, column)) for column in filled])
-  _, *shown_rows = zip(*filled, strict=True)
-  for row in shown_rows:
-    table.add_row(*(_broken(cell, width) for cell in row))
-  return table
-
-
-def _widest(widths: Sequence[int]) -> int:
-  """Returns the width of columns that are wider than an equal share of a line.
-
-  They share the space that the narrow columns leave.
-  """
-  available = WIDTH - _GAP * (len(widths) - 1)
-  narrow = [width for width in widths if width * len(widths) <= available]
-  wide = len(widths) - len(narrow)
-  return max((available - sum(narrow)) // max(wide, 1), 1)
-
-
-def _broken(text: str, width: int) -> Text:
-  """Returns text that breaks after a slash where a word, such as a path, is longer than a line."""
-  # The longest part of the word that fits and ends in a slash, if the rest of the word is longer
-  # than a line. A name without slashes is broken anywhere rather than cut off.
-  fits = rf"(?=\S{{{width + 1}}})\S{{,{width - 1}}}/"
-  return Text(re.sub(fits, r"\g<0>\n", text), overflow="fold")
 
 
 def amount(number: float, unit: str = "") -> str:
