@@ -17,7 +17,7 @@ from mpjax._core.types import Args, Function, Kwargs, Leaf, P, is_low_precision
 from mpjax._debug.arguments import Argument, Call, name_by_parameters, parameter_trees
 from mpjax._debug.audit_tables import find_float8, find_modules, find_operations, residual_bytes
 from mpjax._debug.collectives import compiled_collectives
-from mpjax._debug.findings import DTYPES, Finding, summed_over_layers
+from mpjax._debug.findings import DTYPES, Finding, summed_over_layers, unnumbered
 from mpjax._debug.kernels import UNKNOWN, find_kernels, is_unknown_in_float32
 from mpjax._debug.leaks import find_leaks
 from mpjax._debug.lossy import find_lossy
@@ -134,10 +134,6 @@ class AuditReport(Report):
 
   def sections(self) -> Sequence[Section]:
     leaks = summed_over_layers(self.leaks)
-    rules = [
-      (repr(rule), str(picked or "never used"), str(hidden or ""))
-      for rule, (picked, hidden) in self.rules.items()
-    ]
     return (
       Section.cut(
         "Precision audit",
@@ -152,7 +148,7 @@ class AuditReport(Report):
       Section("Risks", risk_lines(self.risks, MOST)),
       *(self._table(field) for field in _TABLES),
       self._operations(),
-      Section.cut("Rules", "rule, modules, earlier rule wins", rules),
+      Section("Rules", (*self._rule_lines(),)),
     )
 
   @property
@@ -206,8 +202,26 @@ class AuditReport(Report):
     rows: list[list[str]] = []
     for row in summed_over_layers(getattr(self, field)):
       cells = _cells(row, self._total)
+      cells["decided by"] = self._numbered(row.reason)
       rows.append([cells[column] for column in columns.split(", ")])
     return Section.cut(title, columns, rows)
+
+  def _numbered(self, reason: str) -> str:
+    """Returns the number of the rule that is a reason, which "Rules" shows; or the reason."""
+    numbers = {repr(rule): number for number, rule in enumerate(self.rules, 1)}
+    if reason in numbers:
+      return f"rule {numbers[reason]}"
+    # Rules that differ in numbers, and decide modules that do, have one row.
+    alike = [str(n) for code, n in numbers.items() if unnumbered(code) == unnumbered(reason)]
+    return f"rules {', '.join(alike)}" if alike else reason
+
+  def _rule_lines(self) -> Iterator[str]:
+    """Yields how many modules each rule decides, and the rule."""
+    for number, (rule, (picked, hidden)) in enumerate(self.rules.items(), 1):
+      count = f"decides {_number_of(picked, 'module')}" if picked else "never used"
+      earlier = f", an earlier rule wins in {_number_of(hidden, 'module')}" if hidden else ""
+      yield f"{number}. {count}{earlier}"
+      yield f"   {rule}"
 
   def _operations(self) -> Section:
     """Returns the section of operations by dtype. Those with the most bytes come first."""
@@ -247,7 +261,6 @@ def _cells(row: Finding, total: int) -> dict[str, str]:
     "estimate": row.reason or amount(row.flops, "FLOP"),
     "because of": row.reason,
     "not in float8 because": row.reason,
-    "decided by": row.reason,
   }
   for name in DTYPES:
     dtypes = getattr(row, name)[:_MOST_DTYPES]

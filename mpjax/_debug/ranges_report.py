@@ -227,7 +227,10 @@ class RangesReport(Report):
     columns = "parameter, updates, zero, lost, of nonzero"
     cure = [_CURE] if updates else []
     lost = Section.cut("Updates that change nothing", columns, updates, cure)
-    return [self._headline(), lost, *map(self._losses, KINDS)]
+    bad = [g for g in self.groups if g.inf or g.nan]
+    counted = [(g.path or "(no scope)", g.kind, str(g.inf), str(g.nan)) for g in bad]
+    nonfinite = Section.cut("Not finite", "module, numbers, inf, NaN", counted)
+    return [self._headline(), nonfinite, lost, *map(self._losses, KINDS)]
 
   def _headline(self) -> Section:
     lines: list[str] = []
@@ -236,10 +239,6 @@ class RangesReport(Report):
         f"{percent(self.lost_updates)} of the updates change nothing: they round away when they "
         "are added to the parameters as these are stored."
       )
-    if bad := [g for g in self.groups if g.inf or g.nan]:
-      shown = (f"{g.kind} of {g.path or '(no scope)'} ({g.inf} inf, {g.nan} NaN)" for g in bad[:4])
-      more = " …" if len(bad) > 4 else ""
-      lines.append(f"Not finite: {', '.join(shown)}{more}")
     if (scale := self.loss_scale) is not None:
       room = f"stays {_LARGEST / (self._largest * scale):.0f} times below {_LARGEST:.0f}"
       if self._largest * scale > _LARGEST:

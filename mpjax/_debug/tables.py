@@ -6,7 +6,7 @@ rule that is too long is broken where Python allows it, so that it can be pasted
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from rich.console import RenderableType
@@ -19,8 +19,13 @@ WIDTH = 80
 PATHS = ("module", "leaf", "parameter")
 """The names of columns with paths. If a table has one, it is the first column."""
 
-REASONS = ("because of", "not in float8 because", "decided by", "risk")
-"""The names of columns with reasons, which many rows share."""
+REASONS = {
+  "because of": "because of ",
+  "not in float8 because": "not in float8 because ",
+  "decided by": "decided by ",
+  "risk": "",
+}
+"""The names of columns with reasons, which many rows share, and the words before such a reason."""
 
 _GAP = 2
 """The spaces between two columns."""
@@ -48,7 +53,7 @@ class Cells(NamedTuple):
     """Whether each row is one line."""
     return sum(self.widths) + _GAP * (len(self.columns) - 1) <= WIDTH
 
-  def position(self, names: Sequence[str]) -> int | None:
+  def position(self, names: Collection[str]) -> int | None:
     """Returns the position of the first column with one of some names; None without one."""
     return next((i for i, name in enumerate(self.columns) if name in names), None)
 
@@ -83,7 +88,7 @@ def table(columns: Sequence[str], rows: Sequence[Row], most: int) -> Iterator[Re
       cells = cells.without(position)
   reason = cells.position(REASONS)
   if reason is not None and len(rows) > 1 and len({row[reason] for row in cells.rows}) == 1:
-    yield paragraph(f"All rows: {cells.columns[reason]} {cells.rows[0][reason]}")
+    yield paragraph(f"All rows: {REASONS[cells.columns[reason]]}{cells.rows[0][reason]}")
     cells = cells.without(reason)
   cells = cells._replace(rows=cells.rows[:most])
   path = cells.position(PATHS)
@@ -127,9 +132,9 @@ def _folder(paths: Sequence[str]) -> str:
 
 def _by_reason(cells: Cells, reason: int) -> Mapping[str, Sequence[Row]]:
   """Returns the rows without their reason, by reason. Rows without a reason come first."""
-  groups: dict[str, list[Row]] = {"": []}
+  words, groups = REASONS[cells.columns[reason]], dict[str, list[Row]]({"": []})
   for row, rest in zip(cells.rows, cells.without(reason).rows, strict=True):
-    line = f"{cells.columns[reason]} {row[reason]}" if row[reason] else ""
+    line = words + row[reason] if row[reason] else ""
     groups.setdefault(line, []).append(rest)
   return groups
 
