@@ -268,8 +268,8 @@ def broken_rule(code: str, width: int) -> str:
   if len(code) <= width:
     return code
 
-  def line_break(found: re.Match[str]) -> str:
-    text = found[0]
+  def line_break(match: re.Match[str]) -> str:
+    text = match[0]
     if text == ", ":
       return ",\n  "
     quote, pieces = text[0], _pieces(text[1:-1], max(width - _ROOM, 1))
