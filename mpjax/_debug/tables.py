@@ -44,9 +44,8 @@ class Cells(NamedTuple):
 
   @property
   def widths(self) -> tuple[int, ...]:
-    """The width of the widest cell of each column, and more than the gap for the last column."""
-    *widths, last = (max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True))
-    return (*widths, max(last, _GAP + 1))
+    """The width of the widest cell of each column."""
+    return tuple(max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True))
 
   @property
   def fits(self) -> bool:
@@ -158,22 +157,25 @@ def _grid(cells: Cells, groups: Mapping[str, Sequence[Row]]) -> Iterator[Rendera
         yield from (part, paragraph(row[0]))
         part = _part(cells, widths)
         row = ("", *row[1:])
-      part.add_row(*(broken(cell, width) for cell, width in zip(row, widths, strict=True)))
+      _add_row(part, row, widths)
   yield part
 
 
 def _part(cells: Cells, widths: Sequence[int]) -> Table:
   """Returns an empty table without a header, whose columns of numbers are aligned right."""
-  part = Table(
-    box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim", show_header=False
-  )
-  # Rich adds the gap to the width of each column, also to that of the last one, which has none.
-  inner = (*widths[:-1], widths[-1] - _GAP)
-  for name, width, *column in zip(cells.columns, inner, *cells.rows, strict=True):
+  part = Table(box=None, padding=0, header_style="dim", show_header=False)
+  for name, width, *column in zip(cells.columns, widths, *cells.rows, strict=True):
     is_number = name not in PATHS and all(map(_NUMBER.match, column))
     align = "right" if is_number else "left"
+    if part.columns:  # Versions of Rich differ in whether a width has the padding of its column.
+      part.add_column(width=_GAP)
     part.add_column(name, justify=align, overflow="fold", width=width)
   return part
+
+
+def _add_row(part: Table, row: Row, widths: Sequence[int]) -> None:
+  first, *others = (broken(cell, width) for cell, width in zip(row, widths, strict=True))
+  part.add_row(first, *(cell for other in others for cell in ("", other)))
 
 
 def _widths(cells: Cells) -> list[int]:

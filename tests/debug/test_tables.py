@@ -259,7 +259,7 @@ def test_a_reason_that_all_rows_share_is_printed_once_also_for_rows_that_are_not
 
 def test_reasons_of_a_wide_table_are_lines_above_their_rows():
   reasons = ["a reason that is long", "", "another one that is long"] * 3
-  rows = [(f"{i}/{'a_long_name_' * 4}", why, str(i)) for i, why in enumerate(reasons)]
+  rows = [(f"{i}/{'a_long_name_' * 5}", why, str(i)) for i, why in enumerate(reasons)]
   lines = str(Example("module, because of, n", rows)).splitlines()
   found, reason = {}, ""
   for line in lines[2:]:
