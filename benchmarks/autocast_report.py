@@ -1,11 +1,13 @@
 """Recorded figures of autocast as the tables of docs/autocast_measured.md.
 
-python benchmarks/autocast_report.py    writes the tables anew, from results/autocast/
+python benchmarks/autocast_report.py           writes the tables anew, from results/autocast/
+python benchmarks/autocast_report.py --show    prints every recorded figure
 """
 
 import json
 import pathlib
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,15 +48,11 @@ def _halves(results: Figures, part: str) -> list[tuple[str, str, Figures]]:
 
 
 def memory(results: Figures) -> str:
-  """Returns the models of Flax: bytes without and with the arguments that are needed again."""
-  heads = ("float32", "by hand", "autocast", "autocast / by hand")
-  rows = [["model", "dtype", *heads, *(f"{h}, with arguments" for h in heads[1:])]]
+  """Returns the bytes that models of Flax keep for the backward pass, without arguments."""
+  rows = [["model", "dtype", "float32", "by hand", "autocast", "autocast / by hand"]]
   for name, half, found in _halves(results, "models"):
-    cells = [size(found["float32"]["own"])]
-    for key in ("own", "all"):
-      hand, cast = found["by hand"][key], found["autocast"][key]
-      cells += [size(hand), size(cast), f"{cast / hand:.3f}"]
-    rows.append([name, half, *cells])
+    plain, hand, cast = (found[x]["own"] for x in ("float32", "by hand", "autocast"))
+    rows.append([name, half, size(plain), size(hand), size(cast), f"{cast / hand:.3f}"])
   return table(rows, 2)
 
 
@@ -85,6 +83,33 @@ def tracing(results: Figures) -> str:
       cells = [*(f"{x:.0f}" for x in each), str(ratio(one["autocast"], one["plain"]))]
       rows.append([name, count, *cells])
       name = ""
+  return table(rows)
+
+
+def tracing_ratios(results: Figures) -> str:
+  """Returns how much longer tracing takes, by kind, for few and many equations."""
+  kinds = results["tracing"]["kinds"]
+  warm = {kind: [one for one in found if not one["cold"]] for kind, found in kinds.items()}
+  picked = {kind: (found[0], found[len(found) // 2], found[-1]) for kind, found in warm.items()}
+  rows = [["traced", "100 equations", "1,000", "10,000", "100, empty caches"]]
+  for kind, found in kinds.items():
+    shown = (*picked[kind], *(one for one in found if one["cold"]))
+    rows.append([kind, *(f"{ratio(x['autocast'], x['plain']).median:.2f}" for x in shown)])
+  return table(rows)
+
+
+def tools_ratios(results: Figures) -> str:
+  """Returns the matmuls in low precision and the errors of gradients under each tool."""
+  first = _half_types(results, "tools")[0]
+  *_, (where, tool) = columns(results, first).values()
+  here = results["tools"][first]["here"]
+  rows = [["function", "matmuls in low precision", "gradient error"]]
+  for name, found in here["programs"].items():
+    other = where["programs"][name]
+    ones = [found["by hand"], found["mpjax"]]
+    ones += [other[tool]] if "failed" not in other[tool] else []
+    shares = ", ".join(f"{one['gradient_half']:.0%}" for one in ones[1:])
+    rows.append([name, shares, ", ".join(f"{one['error']:.1e}" for one in ones)])
   return table(rows)
 
 
@@ -174,9 +199,9 @@ def conditions(results: Figures) -> str:
   there = f"; jaxamp with {_versions(other)} too" if other else ""
   loads = ", ".join(str(part["environment"]["load_average"][0]) for part in parts)
   return (
-    f"{taken(where)}{there}; "
-    f"{rounds} rounds, alternating (of tracing more than 1,000 equations half as many): median "
-    f"(quartiles) of the ratios of each round. Load average at the start of each part: {loads}."
+    f"{taken(where)}{there}; memory of {parts[0]['environment']['date']}; "
+    f"{rounds} rounds, alternating (of tracing more than 1,000 equations half as many); medians of "
+    f"the ratios of each round. Load average at the start of each part: {loads}."
   )
 
 
@@ -187,11 +212,11 @@ def _versions(part: Figures) -> str:
 PARTS: Mapping[str, Callable[[Figures], str]] = {
   "conditions": conditions,
   "memory": memory,
-  "memory without scopes": memory_without_scopes,
-  "tracing": tracing,
-  "tools": tools,
-  "failures": failures,
+  "tracing": tracing_ratios,
+  "tools": tools_ratios,
 }
+"""What the page has."""
+EVERYTHING = (memory, memory_without_scopes, tracing, tools, failures, conditions)
 
 
 def updated(page: str, results: Figures) -> str:
@@ -203,4 +228,7 @@ def updated(page: str, results: Figures) -> str:
 
 if __name__ == "__main__":
   recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
-  PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), recorded), encoding="utf-8")
+  if "--show" in sys.argv:
+    print("\n\n".join(make(recorded) for make in EVERYTHING))
+  else:
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), recorded), encoding="utf-8")

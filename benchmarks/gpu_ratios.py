@@ -1,13 +1,12 @@
 """What the figures of `gpu_bench.py` say beside what is promised: tables for the terminal.
 
-python benchmarks/gpu_ratios.py    writes the table of docs/gpu_programs.md, from results/gpu/
+python benchmarks/gpu_ratios.py    writes the tables of docs/gpu_programs.md, from results/
 """
 
 import dataclasses
 import json
 import pathlib
-import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tables
@@ -39,19 +38,24 @@ class Comparison:
 
 FOLDER = pathlib.Path(__file__).parent
 PAGE = FOLDER.parent / "docs" / "gpu_programs.md"
+RESULTS = FOLDER / "results"
 TITLES = {
-  "resnet": "ResNet-50, batch 256",
-  "gpt": "GPT, 24 layers of width 1024",
-  "wide": "GPT slice, 2 layers of width 4096",
-  "mlp": "large MLP, width 8192",
-  "lstm": "LSTM, state 2048, batch 256",
-  "after": "post-norm GPT, 8 layers of width 1024, a custom LayerNorm",
-  "experts": "8 experts of 4096 x 8192, 8,192 tokens",
+  "resnet": "ResNet-50",
+  "gpt": "GPT",
+  "wide": "GPT slice",
+  "mlp": "MLP",
+  "lstm": "LSTM",
+  "after": "post-norm GPT",
+  "experts": "8 experts",
 }
-IN_WORDS = {
-  "torch float32 highest": "PyTorch, float32",
-  "torch TF32": "PyTorch, TF32",
-  "torch amp": "PyTorch, amp, compiled",
+COLUMNS = {
+  **{"TF32": "TF32", "by hand": "by hand", "policy": "policy"},
+  **{"dynamic": "dynamic scale", "float8": "float8"},
+}
+"""The versions that the page shows, with their headings."""
+TORCH = {
+  **{"torch float32 highest": "PyTorch float32", "torch TF32": "PyTorch TF32"},
+  **{"torch amp": "PyTorch amp", "dynamic": "mpjax"},
 }
 
 NO_LIMIT = float("inf")
@@ -184,47 +188,106 @@ def conditions(results: Mapping[str, Any]) -> str:
   rounds = " or ".join(map(str, counts)) or how["rounds"]
   return (
     f"{taken(results['environment'])}; sizes {how['size']!r}, {rounds} rounds of at least "
-    f"{how['seconds']} s: median (quartiles) of the ratios of each round."
+    f"{how['seconds']} s; medians of the rounds."
   )
 
 
-def page_rows(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-  """Yields the heading of the page's table, then a row for each version that was measured."""
-  yield "step", "ms, median (range)", "by hand = 1", "TF32 = 1", "GB temporary", ""
+def _read(file: pathlib.Path) -> dict[str, Any]:
+  return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _steps(models: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+  """Yields the title and the figures of each model that is recorded."""
   for model, title in TITLES.items():
-    if model not in results["models"]:
-      continue
-    each = results["models"][model]
-    first = f"{title}, {each['half']}: "
-    for part, found in each["parts"].items():
-      for name in found["versions"]:
-        # In the second part policy and dynamic are measured once more, beside PyTorch.
-        if part == "jax" or name.startswith("torch"):
-          yield first + IN_WORDS.get(name, name), *_page_cells(found["versions"], name)
-          first = ""
+    if model in models:
+      yield f"{title}, {models[model]['half']}", models[model]
 
 
-def _page_cells(versions: Mapping[str, Any], name: str) -> tuple[str, ...]:
-  _, temporary, _, notes = _cells(versions[name])
-  times = [1e3 * x for x in versions[name].get("seconds", ())]
-  if not times:
-    return "", "", "", temporary, notes
-  ratios = []
-  for base in ("by hand", "torch TF32" if name.startswith("torch") else "TF32"):
-    other = versions.get(base, {}).get("seconds", ()) if base != name else ()
-    rounds = min(len(times), len(other))
-    by = [1e3 * x for x in other[:rounds]]
-    ratios.append(f"{ratio(times[:rounds], by).median:.3f}" if rounds else "")
-  milliseconds = f"{statistics.median(times):.1f} ({min(times):.1f}-{max(times):.1f})"
-  return milliseconds, *ratios, temporary, notes
+def page_rows(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+  """Yields a heading, then the milliseconds of each model, with their ratios to `by hand`."""
+  yield "step, ms", *COLUMNS.values()
+  for title, each in _steps(results["models"]):
+    versions = each["parts"]["jax"]["versions"]
+    yield title, *(_time(versions, name) for name in COLUMNS)
+
+
+def _time(versions: Mapping[str, Any], name: str) -> str:
+  one = versions.get(name, {})
+  if not one.get("seconds"):
+    return ""
+  text = f"{milliseconds(one):.1f}"
+  other = versions.get("by hand", {}).get("seconds", ())
+  rounds = min(len(one["seconds"]), len(other))
+  if name in ("by hand", "TF32") or not rounds:
+    return text
+  return f"{text} ({ratio(one['seconds'][:rounds], other[:rounds]).median:.3f})"
+
+
+def memory_rows(recorded: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+  """Yields a heading, then the temporaries of each model on the last GPU that has it."""
+  yield "GB of temporaries", *COLUMNS.values()
+  models = {name: each for results in recorded for name, each in results["models"].items()}
+  for title, each in _steps(models):
+    versions = each["parts"]["jax"]["versions"]
+    sizes = (versions.get(name, {}).get("temp_bytes") for name in COLUMNS)
+    yield title, *("" if size is None else f"{size / 1e9:.2f}" for size in sizes)
+
+
+def torch_rows(recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+  """Yields a heading, then the milliseconds of PyTorch, and of mpjax in the same rounds."""
+  yield "step, ms", *TORCH.values()
+  for gpu, results in recorded.items():
+    for title, each in _steps(results["models"]):
+      versions = each["parts"].get("torch", {}).get("versions")
+      if versions:
+        yield f"{title}, {gpu}", *(f"{milliseconds(versions[x]):.1f}" for x in TORCH)
+
+
+FIGURES = ("kernels", "bytes", "temp_bytes")
+
+
+def compiled_rows(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+  """Yields a heading, then a policy as ratios to dtypes by hand, and to exact sums."""
+  yield "step", "kernels", "bytes moved", "temporaries"
+  for title, each in _steps(results["models"]):
+    policy, one, exact = (each["versions"][x] for x in ("policy", "by hand", "by hand, exact"))
+    ratios = ((policy[key] / one[key], policy[key] / exact[key]) for key in FIGURES)
+    yield title, *(f"{a:.3f} ({b:.3f})" for a, b in ratios)
+
+
+SCALES = ("static scale", "dynamic scale", "flax DynamicScale")
+
+
+def scaling_rows(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+  """Yields a heading, then the kernels and bytes of steps with a loss scale, as ratios to none."""
+  yield "step", *SCALES
+  for title, each in _steps(results["models"]):
+    versions = each["versions"]
+    yield (
+      title,
+      *(
+        ", ".join(f"{versions[name][key] / versions['policy'][key]:.3f}" for key in FIGURES[:2])
+        for name in SCALES
+      ),
+    )
 
 
 def updated(page: str) -> str:
-  """Returns the text of the page with the table of each GPU that is recorded."""
-  for file in sorted((FOLDER / "results" / "gpu").glob("*.json")):
-    results = json.loads(file.read_text(encoding="utf-8"))
-    text = f"{conditions(results)}\n\n{tables.table(list(page_rows(results)))}"
-    page = tables.replaced(page, file.stem, text)
+  """Returns the text of the page with its tables made from what is recorded."""
+  files = sorted((RESULTS / "gpu").glob("*.json"))
+  recorded = {file.stem: _read(file) for file in files}
+  names = {stem: stem.split("_")[3].upper() for stem in recorded}
+  for stem, results in recorded.items():
+    text = f"{tables.table(list(page_rows(results)))}\n\n{conditions(results)}"
+    page = tables.replaced(page, stem, text)
+  made = {
+    "memory": memory_rows(list(recorded.values())),
+    "torch": torch_rows({names[stem]: results for stem, results in recorded.items()}),
+    "compiled": compiled_rows(_read(RESULTS / "gpu_hlo" / "h200_jax_0.10.json")),
+    "scaling": scaling_rows(_read(RESULTS / "gpu_steps" / "h200_float16_jax_0.10.json")),
+  }
+  for name, rows in made.items():
+    page = tables.replaced(page, name, tables.table(list(rows)))
   return page
 
 

@@ -1,7 +1,12 @@
-"""Writes the tables of docs/tpu_programs.md from what `tpu_hlo.py` has recorded."""
+"""Writes the tables of docs/tpu_programs.md from what `tpu_hlo.py` has recorded.
+
+python benchmarks/tpu_report.py           writes the tables of the page
+python benchmarks/tpu_report.py --show    prints every recorded figure
+"""
 
 import json
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -148,16 +153,77 @@ def pods(results: Mapping[str, Any], order: Sequence[str]) -> str:
   return tables.table(rows)
 
 
+TITLES = {
+  **{"gpt": "GPT", "encoder": "GPT without a mask", "embedded": "GPT, `nn.Embed` positions"},
+  **{"moe": "MoE", "mlp": "MLP", "resnet": "ResNet-50"},
+}
+SHOWN = ("traffic_bytes", "temp_bytes")
+
+
+def _ratios(versions: Mapping[str, Any], name: str) -> str:
+  """Returns the bytes accessed and the temporaries of a version, divided by those by hand."""
+  if name not in versions:
+    return ""
+  one, base = versions[name], versions["by hand"]
+  return ", ".join(f"{one[key] / base[key]:.3f}" for key in SHOWN)
+
+
+def chips(results: Mapping[str, Any]) -> str:
+  """Returns the table of a policy, with and without a scale, on each chip."""
+  rows = [["step", "chip", "policy", "dynamic scale"]]
+  for model, title in TITLES.items():
+    for name, each in results.items():
+      versions = each["models"].get(model, {}).get("versions")
+      if versions:
+        rows.append([title, name, *(_ratios(versions, x) for x in rows[0][2:])])
+        title = ""
+  return tables.table(rows, 2)
+
+
+def versions_of(results: Mapping[str, Any], order: Sequence[str]) -> str:
+  """Returns the table of all versions of two models on one chip."""
+  models = ("gpt", "mlp")
+  found = [results["models"][model]["versions"] for model in models]
+  left_out = ("by hand", "by hand, low softmax")
+  names = (name for name in order if name in found[0] and name not in left_out)
+  rows = [[name, *(_ratios(versions, name) for versions in found)] for name in names]
+  return tables.table([["version", *(TITLES[model] for model in models)], *rows])
+
+
+def many(results: Sequence[Mapping[str, Any]]) -> str:
+  """Returns the table of a policy on many chips: what is sent, accessed, and temporaries."""
+  rows = [["step", "MB sent by hand", "sent", "accessed", "temporaries"]]
+  for models in (each["models"] for each in results):
+    for title, each in models.items():
+      one, base = each["versions"]["policy"], each["versions"]["by hand"]
+      ratios = (total(one) / total(base), *(one[key] / base[key] for key in SHOWN))
+      rows.append([title, f"{total(base) / 1e6:.0f}", *(f"{x:.3f}" for x in ratios)])
+  return tables.table(rows)
+
+
+MANY = ("pods", "h200")
+"""The records of programs for many chips."""
+
+
 def updated(page: str, results: Mapping[str, Any], order: Sequence[str]) -> str:
   """Returns the text of the page with its tables made from what is recorded."""
-  for name, each in results.items():
-    many = name in ("pods", "h200")
-    page = tables.replaced(page, name, pods(each, order) if many else chip(each, order))
-  return page
+  alone = {name: each for name, each in results.items() if name not in MANY}
+  page = tables.replaced(page, "chips", chips(alone))
+  page = tables.replaced(page, "v5e", versions_of(results["v5e"], order))
+  return tables.replaced(page, "pods", many([results[name] for name in MANY]))
+
+
+def everything(results: Mapping[str, Any], order: Sequence[str]) -> str:
+  """Returns all that is recorded, a table for each chip."""
+  made = {name: pods if name in MANY else chip for name in results}
+  return "\n\n".join(f"{name}:\n\n{made[name](results[name], order)}" for name in results)
 
 
 if __name__ == "__main__":
   from tpu_hlo import VERSIONS
 
-  text = updated(PAGE.read_text(encoding="utf-8"), recorded(), VERSIONS)
-  PAGE.write_text(text, encoding="utf-8")
+  if "--show" in sys.argv:
+    print(everything(recorded(), VERSIONS))
+  else:
+    text = updated(PAGE.read_text(encoding="utf-8"), recorded(), VERSIONS)
+    PAGE.write_text(text, encoding="utf-8")

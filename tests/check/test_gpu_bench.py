@@ -221,7 +221,8 @@ def test_both_parts_are_measured_and_recorded_by_the_name_of_the_gpu(call, tmp_p
   assert rows["mlp", "policy / by hand"][1:] == ("0.99 to 1.01", "met")
   assert rows["mlp", "TF32 / policy"][1:] == ("", "")
   page = list(gpu_bench.gpu_ratios.page_rows(results))
-  assert ("policy", "100.0 (100.0-100.0)", "1.000", "0.476", "0.00", "") in page
+  times = ("210.0", "100.0", "100.0 (1.000)", "100.0 (1.000)", "80.0 (0.800)")
+  assert ("MLP, bfloat16", *times) in page
   assert "suspicious" not in text
   assert log.count(("close", None)) == 2 + 2 * 3
 
