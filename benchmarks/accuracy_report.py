@@ -1,10 +1,12 @@
 """Recorded errors of gradients against float64: a table of docs/accuracy.md.
 
-python benchmarks/accuracy_report.py    writes the table anew, from results/accuracy/
+python benchmarks/accuracy_report.py           writes the table anew, from results/accuracy/
+python benchmarks/accuracy_report.py --show    prints the errors of each model
 """
 
 import json
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -113,9 +115,25 @@ def _cells(one: Comparison | None) -> list[str]:
   return [f"{one.policy:.1e}", f"{one.by_hand:.1e}", ratio if one.ratio <= EACH else f"**{ratio}**"]
 
 
+GROUPS = {
+  "dtype": "`dtype=` in every layer",
+  "care": "`dtype=`, and float32 sums",
+  "cast": "parameters and inputs cast",
+}
+
+
 def table(results: Mapping[str, Any]) -> str:
-  """Returns the table in Markdown."""
-  return tables.table(rows(results), 2)
+  """Returns the ratios of all models together, by the way that they are written by hand."""
+  heading = ["best version by hand", "models", *(f"{d}: mean (largest)" for d in DTYPES)]
+  found, lines = comparisons(results), [heading]
+  for ways, title in (*(((way,), words) for way, words in GROUPS.items()), (tuple(WAYS), "all")):
+    ratios = [
+      [one.ratio for (_, other), one in found.items() if other == dtype and one.way in ways]
+      for dtype in DTYPES
+    ]
+    shown = (f"{geometric_mean(each):.2f} ({max(each):.2f})" if each else "" for each in ratios)
+    lines.append([title, str(max(map(len, ratios))), *shown])
+  return tables.table(lines)
 
 
 def conditions(results: Mapping[str, Any]) -> str:
@@ -141,10 +159,13 @@ def summary(results: Mapping[str, Any]) -> str:
 
 def updated(page: str, results: Mapping[str, Any]) -> str:
   """Returns the text of the page with the part between its marks made from recorded figures."""
-  pieces = (conditions(results), table(results), summary(results))
+  pieces = (table(results), conditions(results))
   return tables.replaced(page, "float64", "\n\n".join(pieces))
 
 
 if __name__ == "__main__":
   recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
-  PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), recorded), encoding="utf-8")
+  if "--show" in sys.argv:
+    print(tables.table(rows(recorded), 2), summary(recorded), sep="\n\n")
+  else:
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), recorded), encoding="utf-8")

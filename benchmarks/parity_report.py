@@ -1,10 +1,12 @@
 """Recorded figures of parity, within the spread of float32 or not: the table of docs/accuracy.md.
 
-python benchmarks/parity_report.py    writes the table and the plot anew, from results/parity/
+python benchmarks/parity_report.py           writes the table and plot anew, from results/parity/
+python benchmarks/parity_report.py --show    prints the spread of the seeds too
 """
 
 import json
 import pathlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -96,8 +98,16 @@ def rows(results: Mapping[str, Any]) -> list[list[str]]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-  """Returns the table in Markdown."""
-  return tables.table(rows(results), 3)
+  """Returns the means of each figure, and the standard deviation of float32's seeds."""
+  found = comparisons(results)
+  lines = [["model", "figure", *POLICIES, "deviation"]]
+  for name, figure in dict.fromkeys((name, figure) for name, figure, _ in found):
+    ones = {policy: found.get((name, figure, policy)) for policy in POLICIES[1:]}
+    some = next(one for one in ones.values() if one)
+    means = [some.reference, *(one.mean if one else None for one in ones.values())]
+    shown = ("" if x is None else f"{x:.4f}" for x in (*means, some.deviation))
+    lines.append([name, FIGURES[figure][0], *shown])
+  return tables.table(lines, 2)
 
 
 def conditions(results: Mapping[str, Any]) -> str:
@@ -117,7 +127,7 @@ def summary(results: Mapping[str, Any]) -> str:
 
 def updated(page: str, results: Mapping[str, Any]) -> str:
   """Returns the text of the page with the part between its marks made from recorded figures."""
-  pieces = (conditions(results), table(results), summary(results))
+  pieces = (table(results), summary(results), conditions(results))
   return tables.replaced(page, "parity", "\n\n".join(pieces))
 
 
@@ -147,5 +157,8 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 if __name__ == "__main__":
   recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
-  PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), recorded), encoding="utf-8")
-  plot(recorded, PLOT)
+  if "--show" in sys.argv:
+    print(tables.table(rows(recorded), 3))
+  else:
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), recorded), encoding="utf-8")
+    plot(recorded, PLOT)

@@ -13,6 +13,7 @@ from measure import ratio, taken
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from tables import table as in_markdown
 
 FOLDER = pathlib.Path(__file__).parent
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
@@ -98,12 +99,21 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 
 def markdown(results: dict[str, Any]) -> str:
-  """Returns all tables as README.md has them."""
-  pieces = [conditions(results)]
-  for title, (heading, *rows) in tables(results):
-    lines = [heading, ["---"] + ["--:"] * (len(heading) - 1), *rows]
-    pieces.append("\n".join([f"**{title}**", "", *("| " + " | ".join(r) + " |" for r in lines)]))
-  return "\n\n".join(pieces)
+  """Returns what README.md has: a policy against dtypes by hand, and loss scaling against none."""
+  precision, scaling = results["precision"], results["scaling"]
+  costs = [["model", "step / by hand", "cold trace / by hand", "MB of temporaries"]]
+  for model, figures in precision.items():
+    policy, hand = figures["policy"], figures["by hand"]
+    ratios = (ratio(policy[key], hand[key]) for key in ("seconds", "cold_trace_seconds"))
+    megabytes = f"{policy['compiled']['temp_bytes'] / 1e6:.1f}"
+    megabytes += f" ({hand['compiled']['temp_bytes'] / 1e6:.1f} by hand)"
+    costs.append([model, *map(str, ratios), megabytes])
+  scales = [["model", "static / none", "dynamic / none", "flax / none"]]
+  for model, figures in scaling.items():
+    none = figures["none"]["seconds"]
+    names = ("static", "dynamic", "flax")
+    scales.append([model, *(str(ratio(figures[name]["seconds"], none)) for name in names)])
+  return "\n\n".join([in_markdown(costs), in_markdown(scales), conditions(results)])
 
 
 def updated(readme: str) -> str:
