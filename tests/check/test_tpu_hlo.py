@@ -60,7 +60,7 @@ OVER = {
   **{("mlp", "policy"): 1.06, ("mlp", "dynamic scale"): 1.11, ("gpt", "dynamic scale"): 1.24},
   **{("embedded", "policy"): 1.07, ("resnet", "dynamic scale"): 1.16},
 }
-"""What is above its bound, and how far: docs/tpu_programs.md has it in bold, and why."""
+"""Ratios above their bounds, with a limit. docs/tpu_programs.md has the causes."""
 
 
 def test_recorded_figures_are_in_the_page_and_within_their_bounds(tpu_hlo, tpu_report):
