@@ -117,7 +117,8 @@ def answers() -> Iterator[tuple[str, Fault, dict[str, str]]]:
       except Exception as error:
         said[tool] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     yield name, fault, said
-    print(f"{name}: {fault.operation}", *(f"  {t}: {s[:90]}" for t, s in said.items()), sep="\n")
+    lines = (f"  {tool}: {verdict(fault, tool, text)}: {text[:90]}" for tool, text in said.items())
+    print(f"{name}: {fault.operation}", *lines, sep="\n")
 
 
 def copied(fault: Fault) -> Fault:
@@ -147,21 +148,13 @@ def verdict(fault: Fault, tool: str, text: str) -> str:
 
 
 def table(rows: list[tuple[str, Fault, dict[str, str]]]) -> str:
-  """Returns the table of the page."""
-  tools = [tool for tool in TOOLS if any(said[tool] != "-" for _, _, said in rows)]
-  counts = {
-    tool: collections.Counter(verdict(f, tool, s[tool]) for _, f, s in rows) for tool in tools
-  }
-  lines = [f"| planted | what broke | {' | '.join(f'`{t}`' for t in tools)} |"]
-  lines.append("|---" * (2 + len(tools)) + "|")
-  for name, fault, said in rows:
-    broke = "no fault" if fault.operation is None else f"`{fault.operation}`"
-    cells = [verdict(fault, tool, said[tool]) for tool in tools]
-    lines.append(f"| {name} | {broke} | {' | '.join(cells)} |")
-  total = [
-    f"**{counts[t]['right']}** of {len(rows)}, {counts[t]['operation']} operation" for t in tools
-  ]
-  lines.append(f"| all | | {' | '.join(total)} |")
+  """Returns the table of the page: how often each tool was right."""
+  lines = [f"| tool | right, of {len(rows)} | operation alone | neither |", "|---|--:|--:|--:|"]
+  for tool in TOOLS:
+    verdicts = collections.Counter(verdict(fault, tool, said[tool]) for _, fault, said in rows)
+    if "-" not in verdicts:
+      right, operation = verdicts["right"], verdicts["operation"]
+      lines.append(f"| `{tool}` | {right} | {operation} | {len(rows) - right - operation} |")
   return "\n".join(lines)
 
 
