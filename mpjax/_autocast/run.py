@@ -24,6 +24,8 @@ from mpjax._jaxpr.compat import (
   with_equations,
   without_scopes,
 )
+from mpjax._jaxpr.locations import call_of as line_of_call
+from mpjax._jaxpr.locations import location
 from mpjax._jaxpr.primitives import is_higher_order
 from mpjax._jaxpr.reader import Atom, aval_of, is_number
 from mpjax._policy.active import AUDIT
@@ -47,8 +49,8 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     return called(ClosedJaxpr(jaxpr, ()), values, name)
   # Under `grad` or `vmap` inside `jit`, equations are traced one by one, and repeated parts once.
-  # With concrete values each part would be compiled. An audit needs the line of each operation.
-  if tracers and all(map(comes_from_program, tracers)) and AUDIT.value is None:
+  # With concrete values each part would be compiled.
+  if tracers and all(map(comes_from_program, tracers)):
     jaxpr = with_shared_parts(jaxpr)
   outs = eval_jaxpr(jaxpr, consts, *operands)
   return [_as_array(x, aval_of(v)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
@@ -86,16 +88,19 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
-  """Returns groups of consecutive equations of one scope.
+  """Returns groups of consecutive equations of one scope. In an audit they are of one call, too.
 
-  An equation with effects is a group, since JAX orders prints by the effects of equations. So is an
-  equation whose inner jaxprs occur once.
+  JAX gives all equations of a part the line of the first. An equation with effects is a group,
+  since JAX orders prints by the effects of equations. So is an equation whose inner jaxprs occur
+  once.
   """
   held = Counter(id(eqn.params) for eqn in eqns)
+  needs_lines = AUDIT.value is not None
 
   def group(eqn: JaxprEqn) -> Hashable:
     alone = eqn.effects or (is_higher_order(eqn) and held[id(eqn.params)] == 1)
-    return id(eqn) if alone else (eqn.source_info.name_stack, eqn.ctx)
+    lines = (location(eqn).source, line_of_call(eqn)) if needs_lines else ()
+    return id(eqn) if alone else (eqn.source_info.name_stack, eqn.ctx, *lines)
 
   return [list(each) for _, each in itertools.groupby(eqns, group)]
 

@@ -4,6 +4,7 @@ Trees stay `Any` underneath: `optax.Params` is a union of arrays, iterables and 
 Equinox model or a dataclass is not, and which cannot be indexed.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeAlias
 
@@ -41,6 +42,18 @@ HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 HALF_NAMES = tuple(sorted(dtype.name for dtype in HALVES))
 
 
+# An audit asks this several times of each value, and `jnp.issubdtype` is slow.
+@functools.lru_cache(maxsize=256)
+def is_floating_dtype(dtype: DType) -> bool:
+  return jnp.issubdtype(dtype, jnp.floating)
+
+
+@functools.lru_cache(maxsize=256)
+def is_inexact_dtype(dtype: DType) -> bool:
+  """Whether `dtype` is floating or complex."""
+  return jnp.issubdtype(dtype, jnp.inexact)
+
+
 def is_low_precision(dtype: DType) -> bool:
   """Whether `dtype` is floating and narrower than float32: bfloat16, float16 or 8 bits."""
-  return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < FLOAT32.itemsize
+  return is_floating_dtype(dtype) and dtype.itemsize < FLOAT32.itemsize

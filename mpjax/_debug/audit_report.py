@@ -25,7 +25,7 @@ from mpjax._debug.report import MOST, Advance, Pending, Report, Section, amount,
 from mpjax._debug.risks import Risk, risk_lines, risks_of
 from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.locations import Direction
-from mpjax._jaxpr.reader import inner_jaxprs, is_object, warn_not_entered
+from mpjax._jaxpr.reader import is_object, warn_not_entered
 from mpjax._policy.active import AUDIT, AuditRecord
 from mpjax._policy.rules import Rule
 
@@ -403,7 +403,7 @@ def _report(
     risks=tuple(risks_of(graph, parameters)),
     lossy=find_lossy(graph),
     float8=find_float8(graph),
-    collectives=compiled_collectives(compiled, graph),
+    collectives=compiled_collectives(compiled, graph) if compiled else (),
     modules=find_modules(graph, record, parameters),
     operations=find_operations(graph),
     rules={rule: (n, record.hidden.get(rule, 0)) for rule, n in record.rules.items()},
@@ -413,7 +413,7 @@ def _report(
 def _warn_of_unknown(graph: Graph) -> None:
   """Warns of unknown primitives that hold jaxprs, whose operations the report cannot show."""
   for operation in graph.computing():
-    if inner_jaxprs(operation.eqn) is None and not is_object(operation.eqn):
+    if operation.step.is_unknown and not is_object(operation.eqn):
       warn_not_entered(operation.eqn, "mpjax.audit", "What it runs is not shown.")
 
 

@@ -3,10 +3,10 @@
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-
-import jax.numpy as jnp
+from typing import TypeAlias
 
 from mpjax._autocast.scopes import NOT_IN
+from mpjax._core.types import DType, is_inexact_dtype
 from mpjax._debug.arguments import moved_from
 from mpjax._debug.findings import Finding, summed
 from mpjax._jaxpr.graph import Graph, Operation, Value
@@ -31,8 +31,8 @@ class _Module:
 
   decided_by: str = ""
   reads: dict[Value, None] = dataclasses.field(default_factory=dict)
-  activations: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-  gradients: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  activations: collections.Counter[DType] = dataclasses.field(default_factory=collections.Counter)
+  gradients: collections.Counter[DType] = dataclasses.field(default_factory=collections.Counter)
   flops: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
@@ -96,17 +96,21 @@ def _row(path: str, module: _Module, parameters: Collection[str]) -> Finding:
   )
 
 
-def _elements_by_dtype(values: Iterable[Value]) -> collections.Counter[str]:
+def _elements_by_dtype(values: Iterable[Value]) -> collections.Counter[DType]:
   """Returns the number of elements of floating or complex values, by dtype."""
-  elements = collections.Counter[str]()
+  elements = collections.Counter[DType]()
   for v in values:
-    if v.dtype is not None and jnp.issubdtype(v.dtype, jnp.inexact):
-      elements[v.dtype.name] += v.size
+    if v.dtype is not None and is_inexact_dtype(v.dtype):
+      elements[v.dtype] += v.size
   return elements
 
 
-def _most_common(elements: collections.Counter[str]) -> tuple[str, ...]:
-  return tuple(dtype for dtype, _ in elements.most_common())
+def _most_common(elements: collections.Counter[DType]) -> tuple[str, ...]:
+  return tuple(dtype.name for dtype, _ in elements.most_common())
+
+
+_Kind: TypeAlias = tuple[str, DType]
+"""The name of a primitive, and the dtype in which it runs."""
 
 
 def find_operations(graph: Graph) -> tuple[Finding, ...]:
@@ -121,24 +125,31 @@ def find_operations(graph: Graph) -> tuple[Finding, ...]:
   >>> [(row.operation, row.dtype, row.nbytes, row.times) for row in find_operations(graph)]
   [('tanh', 'bfloat16', 6, 1), ('add', 'bfloat16', 6, 1)]
   """
-  rows: list[Finding] = []
+  nbytes, times = collections.Counter[_Kind](), collections.Counter[_Kind]()
   for operation in graph.computing():
     dtype = _dtype_of(operation)
     if operation.used and dtype is not None:
-      nbytes = sum(v.nbytes for v in operation.results) * operation.times
-      row = Finding("", operation.name, dtype=dtype, nbytes=nbytes, times=operation.times)
-      rows.append(row)
-  return summed(rows)
+      kind = operation.name, dtype
+      nbytes[kind] += sum(v.nbytes for v in operation.results) * operation.times
+      times[kind] += operation.times
+  return summed(
+    Finding("", name, dtype=dtype.name, nbytes=nbytes[name, dtype], times=times[name, dtype])
+    for name, dtype in times
+  )
 
 
-def _dtype_of(operation: Operation) -> str | None:
+def _dtype_of(operation: Operation) -> DType | None:
   """Returns the dtype of the widest floating or complex operand, or else result; None for none."""
   for values in (operation.operands, operation.results):
     dtypes = [v.dtype for v in values if v.dtype is not None]
-    inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    inexact = [dtype for dtype in dtypes if is_inexact_dtype(dtype)]
     if inexact:
-      return max(inexact, key=lambda dtype: dtype.itemsize).name
+      return max(inexact, key=_itemsize)
   return None
+
+
+def _itemsize(dtype: DType) -> int:
+  return dtype.itemsize
 
 
 def find_float8(graph: Graph) -> tuple[Finding, ...]:

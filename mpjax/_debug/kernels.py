@@ -7,7 +7,6 @@ from mpjax._debug.cures import module_of, rule_of
 from mpjax._debug.findings import Finding
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.primitives import Holds
-from mpjax._jaxpr.reader import inner_jaxprs
 
 UNKNOWN = "unknown"
 """The estimate of a kernel that has no `cost_estimate`."""
@@ -61,10 +60,15 @@ def is_unknown_in_float32(kernel: Finding) -> bool:
 def _kernels(graph: Graph) -> Iterator[tuple[Operation, DType]]:
   """Yields the operations that are not entered, and the dtype of their largest operand."""
   for operation in graph.computing():
+    if not operation.used or not _is_kernel(operation):
+      continue
     floats = [v for v in operation.operands if v.is_floating]
-    is_kernel = operation.facts.holds is Holds.KERNEL or inner_jaxprs(operation.eqn) is None
-    if operation.used and floats and is_kernel:
+    if floats:
       yield operation, DType(_largest(floats).dtype)
+
+
+def _is_kernel(operation: Operation) -> bool:
+  return operation.facts.holds is Holds.KERNEL or operation.step.is_unknown
 
 
 def _largest(values: Iterable[Value]) -> Value:

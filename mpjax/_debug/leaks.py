@@ -101,7 +101,7 @@ def better_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Va
     results: further values that would better be in low precision.
   """
   low = {*results, *_casts_to_low(graph)}
-  for _ in range(2):  # The second time, the values that loops carry are known.
+  for _ in range(graph.walks):
     for operation in reversed(graph.operations):
       if _gains_from_low(operation, low) and not _is_meant(operation, causes):
         low.update(_operands_of_pass(operation))

@@ -14,8 +14,9 @@ Only the forward pass counts, since the backward pass has the same lines.
 """
 
 import dataclasses
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +75,8 @@ _MOST_ROOTS = 16
 Roots: TypeAlias = Mapping[Value, frozenset[Operation]]
 """The values that a value is computed from, each with the roundings since."""
 
+_NO_ROOTS: Roots = types.MappingProxyType({})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Risk:
@@ -106,11 +109,10 @@ class Risk:
   share: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class History:
+class History(NamedTuple):
   """The roundings and operations that a value is computed from.
 
-  Attributes:
+  Fields:
     rounding: the last rounding among the operations that compute it. A float32 matmul of inputs
       counts too, since it would be one in low precision.
     passed: the kinds of operations since: "activation", "integer" or "sum".
@@ -126,8 +128,8 @@ class History:
 
   rounding: Operation | None = None
   passed: frozenset[str] = frozenset()
-  linear: Roots = dataclasses.field(default_factory=dict)
-  products: Roots = dataclasses.field(default_factory=dict)
+  linear: Roots = _NO_ROOTS
+  products: Roots = _NO_ROOTS
   own: frozenset[Value] = frozenset()
   order_of: frozenset[Value] = frozenset()
   exact: bool = False
@@ -219,7 +221,7 @@ class _Walk:
 
   def sinks(self) -> Iterator[tuple[Kind, Operation, Operation]]:
     """Yields the kind of each risk, the operation that rounds, and the sink."""
-    for _ in range(2):  # The second walk knows the carries of loops.
+    for _ in range(self._graph.walks):
       for operation in self._graph.operations:
         self._add(operation)
     for operation in self._graph.computing():
@@ -251,8 +253,8 @@ class _Walk:
     for result in operation.results:
       history = _with_root(operation, result, before)
       untouched = all(x.given for x in before) and not _is_meant_wide(operation)
-      self._histories[result] = dataclasses.replace(
-        history, given=untouched and not result.is_low, exact=history.exact or result.is_low
+      self._histories[result] = history._replace(
+        given=untouched and not result.is_low, exact=history.exact or result.is_low
       )
 
   def _sinks(self, operation: Operation) -> Iterator[tuple[Kind, Operation, Operation]]:
@@ -272,8 +274,8 @@ def _with_root(operation: Operation, result: Value, before: list[History]) -> Hi
   is_data = operation.facts.flops is not None or any(x.linear for x in before)
   if not is_many and (history.linear or not is_data):
     return history
-  products = {} if is_many else history.products
-  return dataclasses.replace(history, linear={result: frozenset()}, products=products)
+  products = _NO_ROOTS if is_many else history.products
+  return history._replace(linear={result: frozenset()}, products=products)
 
 
 def _history(operation: Operation, result: Value, before: list[History]) -> History:
@@ -284,7 +286,7 @@ def _history(operation: Operation, result: Value, before: list[History]) -> Hist
   if transfer := _TRANSFERS.get(operation.name):
     return transfer(operation, before)
   if operation.facts.tests:
-    return dataclasses.replace(_joined(before), mask=True)
+    return _joined(before)._replace(mask=True)
   if operation.moves or operation.facts.exact:
     return _moved(operation, before)
   return _activated(operation, before)
@@ -293,7 +295,7 @@ def _history(operation: Operation, result: Value, before: list[History]) -> Hist
 def _cast(operation: Operation, result: Value, before: History) -> History:
   value = operation.operands[0]
   if not value.is_floating:
-    return dataclasses.replace(before, mask=before.mask or value.dtype == np.bool_)
+    return before._replace(mask=before.mask or value.dtype == np.bool_)
   narrows = result.is_low and value.is_wide and not before.exact and not before.mask
   # A cast of an argument belongs to the matmul or bias that uses it. A number, such as the square
   # root of a depth, is not data.
@@ -307,16 +309,14 @@ def _rounded(operation: Operation, before: History) -> History:
   """Returns the history after a rounding."""
   linear = {root: since | {operation} for root, since in before.linear.items()}
   products = {root: since | {operation} for root, since in before.products.items()}
-  return dataclasses.replace(
-    before, rounding=operation, passed=frozenset(), linear=linear, products=products
-  )
+  return before._replace(rounding=operation, passed=frozenset(), linear=linear, products=products)
 
 
 def _matmul(operation: Operation, before: list[History]) -> History:
   history = _product(operation, before)
   if _is_meant_wide(operation):
     # The user has obeyed the advice. The search would otherwise name one matmul after the other.
-    return dataclasses.replace(history, rounding=None)
+    return history._replace(rounding=None)
   if any(_float32_matmul(operation, before)):
     return _rounded(operation, history)
   if not operation.operands[0].is_low or not _in_low_region(operation):
@@ -330,6 +330,8 @@ def _matmul(operation: Operation, before: list[History]) -> History:
 def _joined(before: Iterable[History]) -> History:
   """Returns the history of a value that is linear in several."""
   every = [*before]
+  if len(every) == 1:
+    return every[0]._replace(order_of=frozenset(), exact=False, mask=False, given=False)
   last = max(every, key=_priority)
   passed = [x.passed for x in every if x.rounding is last.rounding]
   return History(
@@ -352,8 +354,11 @@ def _priority(history: History) -> tuple[bool, bool, bool, int]:
 
 
 def _union(roots: Iterable[Roots]) -> Roots:
+  some = [each for each in roots if each]
+  if len(some) < 2:
+    return some[0] if some else _NO_ROOTS
   union: dict[Value, frozenset[Operation]] = {}
-  for each in roots:
+  for each in some:
     for root, since in each.items():
       union[root] = union.get(root, frozenset()) | since
   return union
@@ -368,8 +373,7 @@ def _activated(_: Operation, before: list[History]) -> History:
 
 def _moved(operation: Operation, before: list[History]) -> History:
   pairs = zip(before, operation.operands, strict=False)
-  return dataclasses.replace(
-    _joined(before),
+  return _joined(before)._replace(
     exact=all(x.exact or v.kind == "literal" for x, v in pairs),
     mask=all(x.mask for x in before),
     order_of=frozenset[Value]().union(*(x.order_of for x in before)),
@@ -378,7 +382,7 @@ def _moved(operation: Operation, before: list[History]) -> History:
 
 def _ordered(operation: Operation, before: list[History]) -> History:
   values = {_before_casts(v) for v in operation.operands if v.is_floating}
-  return dataclasses.replace(_moved(operation, before), order_of=frozenset(values))
+  return _moved(operation, before)._replace(order_of=frozenset(values))
 
 
 def _select(operation: Operation, before: list[History]) -> History:
@@ -391,7 +395,7 @@ def _select(operation: Operation, before: list[History]) -> History:
 
 def _clip(operation: Operation, before: list[History]) -> History:
   """Returns the history after `max`, `min` or `clamp`, which is linear in no value."""
-  return dataclasses.replace(_moved(operation, before), linear={}, products={}, own=frozenset())
+  return _moved(operation, before)._replace(linear=_NO_ROOTS, products=_NO_ROOTS, own=frozenset())
 
 
 def _product(operation: Operation, before: list[History]) -> History:
@@ -405,14 +409,14 @@ def _product(operation: Operation, before: list[History]) -> History:
     history = _multiplied(left, right)
   else:  # A parameter, a number or a mask scales the other factor.
     history = _joined([left, right])
-  return dataclasses.replace(history, negative=negative)
+  return history._replace(negative=negative)
 
 
 def _multiplied(left: History, right: History) -> History:
   factors = [_union([x.linear, x.products]) for x in (left, right)]
   joined = _joined([left, right])
   own = joined.own | (factors[0].keys() & factors[1].keys())
-  return dataclasses.replace(joined, linear={}, products=_union(factors), own=own)
+  return joined._replace(linear=_NO_ROOTS, products=_union(factors), own=own)
 
 
 def _is_negative(value: Value) -> bool:
@@ -444,16 +448,16 @@ def _added(_: Operation, before: list[History]) -> History:
 
 
 def _negated(_: Operation, before: list[History]) -> History:
-  return dataclasses.replace(before[0], negative=not before[0].negative, order_of=frozenset())
+  return before[0]._replace(negative=not before[0].negative, order_of=frozenset())
 
 
 def _summed(_: Operation, before: list[History]) -> History:
   history = _joined(before)
-  return dataclasses.replace(history, passed=history.passed | {"sum"})
+  return history._replace(passed=history.passed | {"sum"})
 
 
 def _to_integer(_: Operation, before: list[History]) -> History:
-  return dataclasses.replace(before[0], passed=before[0].passed | {"integer"})
+  return before[0]._replace(passed=before[0].passed | {"integer"})
 
 
 _TRANSFERS: Mapping[str, Callable[[Operation, list[History]], History]] = {

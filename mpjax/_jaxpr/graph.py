@@ -6,6 +6,7 @@ comes from where it starts and from each iteration. Nothing runs.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +16,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
-from mpjax._core.types import DType, is_low_precision
+from mpjax._core.types import DType, is_floating_dtype, is_low_precision
 from mpjax._jaxpr.count import flops_of
 from mpjax._jaxpr.locations import FLOAT8, Location
 from mpjax._jaxpr.op_lists import OpLists, part_of
@@ -38,6 +39,7 @@ class Value:
     kind: where it comes from.
     label: of an argument, its path; of a constant or literal, what it looks like.
     made_by: the operation that computes it; None for what is no result.
+    dtype: its dtype; None for a token.
     data: of a constant or literal, what it holds, if that is known.
     consumers: the operations that take it.
   """
@@ -48,15 +50,14 @@ class Value:
   made_by: "Operation | None" = None
   data: object = None
   consumers: list["Operation"] = dataclasses.field(default_factory=list)
+  dtype: DType | None = dataclasses.field(init=False)
 
-  @property
-  def dtype(self) -> DType | None:
-    """The dtype; None for a token."""
-    return getattr(self.aval, "dtype", None)
+  def __post_init__(self) -> None:
+    self.dtype = getattr(self.aval, "dtype", None)
 
   @property
   def is_floating(self) -> bool:
-    return self.dtype is not None and jnp.issubdtype(self.dtype, jnp.floating)
+    return self.dtype is not None and is_floating_dtype(self.dtype)
 
   @property
   def is_low(self) -> bool:
@@ -70,7 +71,7 @@ class Value:
 
   @property
   def size(self) -> int:
-    return int(np.prod(self.aval.shape)) if hasattr(self.aval, "shape") else 0
+    return math.prod(getattr(self.aval, "shape", (0,)))
 
   @property
   def nbytes(self) -> int:
@@ -86,6 +87,7 @@ class Operation:
     times: how often it runs, as far as the jaxpr says.
     operands: the values that it takes.
     joins: nothing is computed: values come into a loop, out of it, or out of a branch.
+    facts: what is known of its primitive; of the loop for `joins`.
     results: those that it computes.
     used: a result or an effect depends on it; a compiler drops what is not.
   """
@@ -96,6 +98,10 @@ class Operation:
   joins: Joins | None = None
   results: list[Value] = dataclasses.field(default_factory=list)
   used: bool = False
+  facts: Row = dataclasses.field(init=False)
+
+  def __post_init__(self) -> None:
+    self.facts = facts_of(self.eqn)
 
   @property
   def eqn(self) -> JaxprEqn:
@@ -111,11 +117,7 @@ class Operation:
   def name(self) -> str:
     return self.eqn.primitive.name
 
-  @property
-  def facts(self) -> Row:
-    return facts_of(self.eqn)
-
-  @property
+  @functools.cached_property
   def part(self) -> str | None:
     return part_of(self.eqn, _LISTS)
 
@@ -132,15 +134,18 @@ class Operation:
   @property
   def flops(self) -> int | None:
     """Those of a matmul in all its runs, 0 for one that is not used; None for all else."""
-    flops = flops_of(self.eqn)
-    return None if flops is None else flops * self.times * self.used
+    if self.facts.flops is None:
+      return None
+    return (flops_of(self.eqn) or 0) * self.times * self.used
 
   @property
   def matmul_dtype(self) -> DType | None:
     """The dtype of a matmul of floats, or of a recipe: float32 if one operand is; else None."""
+    if self.facts.flops is None:
+      return None
     operands = self.operands[:2]
     floats = all(v.is_floating for v in operands) or FLOAT8 in self.where.scopes
-    if self.facts.flops is None or not floats:
+    if not floats:
       return None
     return max(operands, key=lambda v: v.is_wide).dtype
 
@@ -165,6 +170,7 @@ class Graph:
     ]
     self._conditions: list[Value] = []
     self.results = self._run(body, self.arguments)
+    self._products = [each for each in self.computing() if each.facts.flops is not None]
     needed = [v.made_by for v in (*self.results, *self._conditions)]
     needed += [each for each in self.operations if each.eqn.effects and not each.joins]
     for operation in needed:
@@ -182,13 +188,18 @@ class Graph:
       pending += new
     return [x in dependent for x in self.results]
 
+  @functools.cached_property
+  def walks(self) -> int:
+    """How many walks over the operations know all values: two with loops, which carry some back."""
+    return 2 if any(each.joins == "carry" for each in self.operations) else 1
+
   def computing(self) -> Iterator[Operation]:
     """Yields the operations that compute something."""
     return (each for each in self.operations if not each.joins)
 
   def matmuls(self) -> Iterator[tuple[Operation, DType, int]]:
     """Yields the matmuls and convolutions of floats that are used, their dtypes and FLOPs."""
-    for each in self.computing():
+    for each in self._products:
       dtype, flops = each.matmul_dtype, each.flops
       if each.used and dtype is not None and flops is not None:
         yield each, dtype, flops

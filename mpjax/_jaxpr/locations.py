@@ -79,7 +79,10 @@ class Location(NamedTuple):
 
   def marked(self, mark: str) -> str | None:
     """Returns what the innermost scope says that begins with a mark; None if there is none."""
-    return next((s[len(mark) :] for s in reversed(self.scopes) if s.startswith(mark)), None)
+    for scope in reversed(self.scopes):
+      if scope.startswith(mark):
+        return scope[len(mark) :]
+    return None
 
 
 @functools.lru_cache(maxsize=4096)

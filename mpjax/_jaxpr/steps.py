@@ -38,6 +38,7 @@ class Step:
   around: "Step | None"  # what holds the jaxpr: a call, which is in no list, too
   times: int = 1  # how often it runs, as far as the jaxpr says
   certain: bool = True  # whether that is all: not so inside of a `while` or a branch
+  is_unknown: bool = False  # it holds jaxprs, and nobody knows how it runs them
   ins: tuple[Slot, ...] = ()
   outs: tuple[int, ...] = ()
   inner: tuple[Inner, ...] = ()  # what `inner_jaxprs` says of a loop and the like
@@ -176,14 +177,15 @@ class _Writer:
       return atom if isinstance(atom, Literal) else env[atom]
 
     for position, eqn in enumerate(jaxpr.eqns):
-      step = _unwritten(eqn, position, around, place, runs)
-      step = dataclasses.replace(step, ins=tuple(map(read, eqn.invars)))
+      step = _unwritten(eqn, tuple(map(read, eqn.invars)), position, around, place, runs)
       env.update(zip(eqn.outvars, self._write_one(step), strict=True))
     return tuple(map(read, jaxpr.outvars))
 
   def _write_one(self, step: Step) -> tuple[Slot, ...]:
     """Writes an equation, of a call the steps inside, and returns its results."""
-    inner = inner_jaxprs(step.eqn) or ()
+    inner = inner_jaxprs(step.eqn)
+    if inner is None:
+      return self._append(dataclasses.replace(step, is_unknown=True))
     if step.holds in NESTED:
       return self._append(step, inner)
     if not inner or inner[0].operands is None or self._is_one(step):
@@ -199,8 +201,13 @@ class _Writer:
 
   def _append(self, step: Step, inner: tuple[Inner, ...] = ()) -> tuple[int, ...]:
     """Appends a step to the list, and returns its results."""
-    step = dataclasses.replace(step, number=next(self.numbers))
-    if inner and step.holds is Holds.WHILE:
+    number = next(self.numbers)
+    if not inner:
+      outs = tuple(next(self.slots) for _ in step.eqn.outvars)
+      self.steps.append(dataclasses.replace(step, number=number, outs=outs))
+      return outs
+    step = dataclasses.replace(step, number=number)
+    if step.holds is Holds.WHILE:
       inner = (inner[0], _of_lanes(*inner))
     bodies = tuple(
       self.body(each.program, step, place, each.times) for place, each in enumerate(inner)
@@ -211,19 +218,25 @@ class _Writer:
 
 
 def _unwritten(
-  eqn: JaxprEqn, position: int, around: Step | None, place: int, runs: int | None
+  eqn: JaxprEqn,
+  ins: tuple[Slot, ...],
+  position: int,
+  around: Step | None,
+  place: int,
+  runs: int | None,
 ) -> Step:
   """Returns an equation as a step that is in no list yet.
 
   Args:
     eqn: the equation.
+    ins: its operands.
     position: its number in its jaxpr.
     around: the step that holds the jaxpr; None for the outermost one.
     place: the number of the jaxpr in `around`.
     runs: how often the jaxpr runs each time `around` does; None if that depends on values.
   """
   if around is None:
-    return Step(-1, (position,), eqn, None)
+    return Step(-1, (position,), eqn, None, ins=ins)
   return Step(
     number=-1,
     key=(*around.key, place, position),
@@ -231,6 +244,7 @@ def _unwritten(
     around=around,
     times=around.times if runs is None else around.times * runs,
     certain=around.certain and runs is not None,
+    ins=ins,
   )
 
 
