@@ -1,8 +1,10 @@
 """`mpjax.audit`: FLOPs against figures derived by hand, what the report shows, and how."""
 
+import ast
 import functools
 import json
 import math
+import re
 
 import flax.linen as nn
 import jax
@@ -214,6 +216,10 @@ def test_assert_no_leaks_names_the_first_and_takes_globs():
   assert ", 1 leak\n" in str(audit)
   with refused(AssertionError, where, "no float32 operation", got, "ignore=['stem']"):
     audit.assert_no_leaks()
+  with pytest.raises(AssertionError) as error:
+    audit.assert_no_leaks()
+  (ignored,) = re.findall(r"assert_no_leaks\(ignore=(\[.*?\])\)", str(error.value))
+  audit.assert_no_leaks(ignore=ast.literal_eval(ignored))
   audit.assert_no_leaks(ignore=["st*"])
   audit.assert_no_leaks(ignore="stem")
 
@@ -291,6 +297,23 @@ def test_d5_float16_gradients_without_a_loss_scale_are_said():
   assert said not in str(mpjax.audit(loss_fn)(w, x))
   bfloat16 = mpjax.with_policy(lambda w, x: jnp.sum((x @ w) ** 2), "bf16")
   assert said not in str(mpjax.audit(jax.grad(bfloat16))(w, x))
+
+
+@pytest.mark.standard_promotion
+def test_the_loss_scale_that_a_note_advises_keeps_gradients_from_becoming_zero():
+  """The note promises that without it gradients below 3e-8 become 0."""
+  tx = mpjax.loss_scaling(optax.sgd(1.0))
+  w, x = jnp.ones((2, 2)), jnp.ones((4, 2))
+  outputs = mpjax.with_policy(lambda w, x: x @ w, "fp16")
+
+  def loss_fn(w, x):
+    return 2e-8 * jnp.sum(outputs(w, x).astype("float32"))
+
+  assert "those below 3e-8 become 0" in str(mpjax.audit(jax.grad(loss_fn))(w, x))
+  assert not jax.grad(loss_fn)(w, x).any()
+  opt_state = tx.init(w)
+  _, grads = mpjax.value_and_grad(loss_fn, opt_state)(w, x)
+  np.testing.assert_allclose(tx.update(grads, opt_state, w)[0], -8e-8, rtol=0.01)
 
 
 @pytest.mark.standard_promotion

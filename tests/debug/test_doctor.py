@@ -2,12 +2,15 @@
 
 import json
 import platform
+import re
 import types
 
 import jax
+import jax.numpy as jnp
 
 import mpjax
 from mpjax._debug.doctor import OPTIONS, diagnosis, doctor
+from mpjax._jaxpr.reader import walk
 
 
 def device(platform="gpu", kind="NVIDIA H100", capability="9.0"):
@@ -88,6 +91,38 @@ def test_what_gets_in_the_way():
   assert [text.split()[0] for text in found.warnings] == ["jax_debug_nans", "jax_debug_infs"]
   assert str(found).count("Warning: ") == 2
   assert [meaning(found, f"jax_debug_{name}")[0] for name in ("nans", "infs")] == ["True", "True"]
+
+
+def test_the_precision_that_a_setting_advises_is_that_of_float32_matmuls():
+  _, text = meaning(of(H100), "jax_default_matmul_precision")
+  (advised,) = re.findall(r"mpjax\.Policy\(.*?\)", text)
+  x = jax.ShapeDtypeStruct((8, 8), "float32")
+
+  def precisions(policy):
+    fn = mpjax.with_policy(lambda w, x: x @ w, policy)
+    eqns = walk(jax.make_jaxpr(fn)(x, x))
+    return [eqn.params["precision"] for eqn in eqns if eqn.primitive.name == "dot_general"]
+
+  assert precisions("float32") == [None]
+  assert precisions(eval(advised, {"mpjax": mpjax})) == [(jax.lax.Precision.HIGHEST,) * 2]
+
+
+def test_bfloat16_keeps_most_activations_in_half_of_the_bytes():
+  """What the doctor says of a device without units for low precision."""
+  assert '"mixed_bfloat16" keeps most activations in half of the bytes' in of(CPU).why
+  x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 8), (8, 8)))
+
+  def layers(w, x):
+    for _ in range(8):
+      x = jnp.tanh(x @ w)
+    return x
+
+  def kept(policy):
+    fn = mpjax.with_policy(layers, policy)
+    report = mpjax.audit(jax.grad(lambda w, x: jnp.sum(fn(w, x))))(w, x)
+    return sum(report.residual_bytes.values())
+
+  assert kept("mixed_bfloat16") < 0.65 * kept("float32")
 
 
 def test_the_report_is_80_columns_wide_and_json_has_all_of_it():

@@ -99,6 +99,44 @@ def test_d1_each_cure_ends_its_leak_and_costs_no_more_than_low_precision():
     assert error < 0.03 * np.abs(exact).max(), fix
 
 
+# What makes a bfloat16 activation float32, by the kind of the cause.
+CAST_WHERE_IT_IS_USED = {
+  "filled": (lambda h, _, cast: h + cast(jnp.zeros((16, 8)))),
+  "argument": (lambda h, wide, cast: h + cast(wide["table"])),
+  "parameter": (lambda h, wide, cast: h * cast(wide["params"]["scale"])),
+}
+
+
+def test_each_cause_that_is_cast_where_it_is_used_ends_its_leak():
+  wide = {"table": WIDE, "params": {"scale": X.update(shape=(8,), dtype="float32")}}
+  for kind, op in CAST_WHERE_IT_IS_USED.items():
+
+    def fn(x, w, wide, cast, op=op):
+      return op(x @ w, wide, cast) @ w
+
+    leaky = functools.partial(fn, cast=lambda x: x)
+    cured = functools.partial(fn, cast=lambda x: x.astype(jnp.bfloat16))
+    args = X, X.update(shape=(8, 8)), wide
+    before, after = mpjax.audit(leaky)(*args), mpjax.audit(cured)(*args)
+    assert [leak.kind for leak in before.leaks] == [kind]
+    assert ".astype(jnp.bfloat16)" in before.leaks[0].fix
+    assert after.leaks == ()
+    assert before.half_share < after.half_share == 1, kind
+
+
+def test_a_parameter_whose_layer_has_the_dtype_is_no_leak():
+  x = X.update(shape=(16, 8))
+
+  def head(dtype):
+    return lambda params, x: nn.Dense(8, dtype=dtype).apply({"params": params}, x)
+
+  params = jax.eval_shape(nn.Dense(8).init, jax.random.key(0), x)["params"]
+  (leak,) = mpjax.audit(head(None))(params, x).leaks
+  assert leak.fix == "Cast it, .astype(jnp.bfloat16), or give its layer dtype=jnp.bfloat16."
+  audit = mpjax.audit(head(jnp.bfloat16))(params, x)
+  assert (audit.half_share, audit.leaks) == (1, ())
+
+
 def test_numbers_and_two_low_precisions_are_no_leak_under_autocast():
   """A float64 of NumPy is one by hand, as a float32 is, and a Python number is none."""
 

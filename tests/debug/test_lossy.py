@@ -121,3 +121,28 @@ def test_what_bfloat16_holds_of_a_mask():
   assert lossy(MASKS["where"], x, keep) == []
   (found,) = lossy(MASKS["lowest of float32"], x, keep)  # It rounds to the next power of two.
   assert found[2] == "-3.403e+38 becomes -inf"
+
+
+# Functions that lose something if the dtype is low.
+IN_A_DTYPE = {
+  "an exponential": lambda x: jnp.exp(10 * x),
+  "a sum": lambda x: jax.lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None),
+  "positions": lambda x: jnp.arange(3000, dtype=x.dtype) + x[0],
+  "an epsilon": lambda x: (x - x) / (x - x + 1e-8),
+  "a masked row": lambda x: jax.nn.softmax(jnp.where(x > 2, x, -1e9)),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_DTYPE)
+def test_in_float32_a_row_is_gone_and_the_error_with_it(name):
+  fn, x = IN_A_DTYPE[name], np.linspace(0.125, 1, 300)
+
+  def error(dtype):
+    result = np.asarray(fn(jnp.asarray(x, dtype)), np.float64)
+    return np.nan_to_num(np.abs(result - exact), nan=np.inf).max()
+
+  with jax.enable_x64():
+    exact = np.asarray(fn(jnp.asarray(x)))
+  assert lossy(fn, jax.ShapeDtypeStruct(x.shape, "float16"))
+  assert lossy(fn, jax.ShapeDtypeStruct(x.shape, "float32")) == []
+  assert error("float32") < 0.01 * error("float16")

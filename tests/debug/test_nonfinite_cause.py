@@ -1,7 +1,10 @@
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import mpjax
@@ -57,6 +60,102 @@ def test_what_a_report_advises_cures():
     assert cause in f"{found.direction}: {found.cause}"
     assert found.cure.startswith(cure), cause
     assert not mpjax.find_nonfinite(lambda x, fn=fn, cured=cured: fn(cured(x)))(x), cause
+
+
+def first_line(cure):
+  return cure.partition("  #")[0]
+
+
+def test_a_cast_or_bfloat16_cures_what_overflows_float16():
+  x = jnp.full(2, 300, jnp.float16)
+  found = mpjax.find_nonfinite(jnp.square)(x)
+  assert found.cure.endswith("or the policy mixed_bfloat16")
+  for cured in (eval(first_line(found.cure)), x.astype(jnp.bfloat16)):
+    assert not mpjax.find_nonfinite(jnp.square)(cured)
+
+
+class Overflowing(nn.Module):
+  """A model whose own code overflows float16, in no layer."""
+
+  careful: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(2, kernel_init=lambda *_: 300 * jnp.eye(2))(x)
+    scaled = lambda x: x @ (300 * jnp.eye(2)) @ jnp.eye(2)  # noqa: E731
+    return mpjax.full_precision(scaled)(x) if self.careful else scaled(x)
+
+
+def test_a_region_or_bfloat16_cures_the_code_of_a_model():
+  x = jnp.ones((1, 2))
+  variables = Overflowing().init(jax.random.key(0), x)
+
+  def found(policy="mixed_float16", **fields):
+    model = mpjax.linen.with_policy(Overflowing(**fields), policy)
+    return mpjax.find_nonfinite(model.apply)(variables, x)
+
+  report = found()
+  assert first_line(report.cure) == "mpjax.full_precision(fn)(x)"
+  assert not found(careful=True)
+  assert not found("mixed_bfloat16")
+
+
+def test_a_rule_for_a_scope_that_is_named_cures_what_has_no_module():
+  def fn(w, x):
+    return x @ w @ w @ w
+
+  def found(fn, rules=()):
+    policied = mpjax.with_policy(fn, "mixed_float16", rules)
+    return mpjax.find_nonfinite(policied)(jnp.full((2, 2), 300.0), jnp.ones((1, 2)))
+
+  assert found(fn).cure.startswith("a jax.named_scope here and a Rule with its path")
+  rule = mpjax.Rule("float32", path="product")
+  assert not found(jax.named_scope("product")(fn), [rule])
+
+
+def test_a_limit_cures_an_exponential_that_overflows():
+  found = mpjax.find_nonfinite(jnp.exp)(jnp.float32(99))
+  assert found.cure.endswith("else jnp.minimum(x, limit) before it")
+  assert not mpjax.find_nonfinite(lambda x: jnp.exp(jnp.minimum(x, 80)))(jnp.float32(99))
+
+
+def test_a_selection_cures_a_mask_that_multiplies_an_inf():
+  x = jnp.asarray([0.0, 1.0])
+  found = mpjax.find_nonfinite(lambda x: nn.softmax(x * MASK))(x)
+  (selection,) = re.findall(r"mask by (.*) instead of a multiplication", found.cure)
+  code = compile(selection, "cure", "eval")
+  selected = lambda x: eval(code, {"jnp": jnp}, {"x": x, "mask": MASK > 0})  # noqa: E731
+  assert not mpjax.find_nonfinite(lambda x: nn.softmax(selected(x)))(x)
+
+
+def test_a_dynamic_scale_gets_to_the_scale_that_a_report_names_by_itself():
+  tx = mpjax.loss_scaling(optax.sgd(0.0))
+
+  def step(w, opt_state):
+    loss_fn = lambda w: jnp.sum(w.astype("float16") * 8).astype("float32")  # noqa: E731
+    _, grads = mpjax.value_and_grad(loss_fn, opt_state)(w)
+    updates, opt_state = tx.update(grads, opt_state, w)
+    return optax.apply_updates(w, updates), opt_state
+
+  w = jnp.ones(2)
+  opt_state = tx.init(w)
+  found = mpjax.find_nonfinite(step)(w, opt_state)
+  assert "DynamicLossScale gets there by itself" in found.cure
+  values = {"mpjax": mpjax, "opt_state": opt_state}
+  exec(found.cure, values)
+  assert not mpjax.find_nonfinite(step)(w, values["opt_state"])
+  for _ in range(8):
+    w, opt_state = step(w, opt_state)
+  metrics = mpjax.loss_scaling_metrics(opt_state)
+  assert metrics["loss_scale"] == found.finite_at
+  assert not mpjax.find_nonfinite(step)(w, opt_state)
+
+
+def test_the_check_of_the_data_that_a_report_advises_finds_the_argument():
+  x = {"a": jnp.ones(2), "b": jnp.asarray([1.0, jnp.nan])}
+  found = mpjax.find_nonfinite(lambda x: x["a"] + x["b"])(x)
+  finite = {name: bool(eval(first_line(found.cure), {"jnp": jnp, "x": x[name]})) for name in x}
+  assert (found.path, finite) == ("x/b", {"a": True, "b": False})
 
 
 class Covariance(nn.Module):

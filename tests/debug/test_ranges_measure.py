@@ -1,4 +1,5 @@
 import collections
+import re
 
 import flax.linen as nn
 import jax
@@ -257,6 +258,35 @@ def test_masters_take_the_updates_that_half_parameters_would_lose():
     report = mpjax.ranges(step(wide, exactly))(params, wide.init(params), grads)
     assert report.lost_updates == 0
     assert [g.path for g in report.of("updates")] == ["opt_state/master/w"]
+
+
+def test_each_remedy_for_lost_updates_moves_the_parameters():
+  """Half of the last place is rounded away; the advice is the parenthesis of the report."""
+  params, tx = {"w": jnp.ones(256, jnp.bfloat16)}, optax.sgd(1.0)
+  grads, steps = {"w": jnp.full(256, 1e-3)}, 8
+  key = jax.random.key(0)
+
+  def trained(params, tx, rounding):
+    opt_state = tx.init(params)
+    for step in range(steps):
+      updates, opt_state = tx.update(grads, opt_state, params)
+      options = {"key": jax.random.fold_in(key, step), **rounding} if rounding else {}
+      params = mpjax.apply_updates(params, updates, None if rounding else opt_state, **options)
+    return float(jnp.mean(params["w"].astype(jnp.float32)))
+
+  report = mpjax.ranges(lambda p, g: mpjax.apply_updates(p, g))(params, grads)
+  text = " ".join(str(report).split())
+  assert "store them in float32, keep float32 masters (tx = mpjax.master_weights(tx))" in text
+  (options,) = re.findall(r"mpjax.apply_updates\(\.\.\., (rounding=.*?), key=key\)", text)
+  assert report.lost_updates == 1
+  assert trained(params, tx, None) == 1
+  remedies = {
+    "stored in float32": (jax.tree.map(lambda p: p.astype("float32"), params), tx, None),
+    "masters": (params, mpjax.master_weights(tx), None),
+    "stochastic": (params, tx, eval(f"dict({options})")),
+  }
+  for name, remedy in remedies.items():
+    assert trained(*remedy) == pytest.approx(1 - steps * 1e-3, abs=2**-9), name
 
 
 def test_a_model_of_nnx():

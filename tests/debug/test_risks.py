@@ -396,6 +396,43 @@ def test_a_local_variance(tmp_path, dtype):
   assert after <= 1.1
 
 
+# A program whose line `h` rounds what it magnifies, in float16; and its result in float64.
+MAGNIFIED = {
+  "index": (
+    "jnp.floor(jnp.sum(h, axis=-1)).astype(jnp.int32)",
+    lambda h: np.floor(h.sum(-1)),
+  ),
+  "comparison": (
+    "(h == h.max(-1, keepdims=True)).sum(-1)",
+    lambda h: (h == h.max(-1, keepdims=True)).sum(-1),
+  ),
+  "complex exponential": ("jnp.exp(1j * h).real", np.cos),
+  "linear algebra": ("jnp.linalg.inv(h)", np.linalg.inv),
+  "denominator": ("1e4 / (h - 2048)", lambda h: 1e4 / (h - 2048)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*takes the result of low-precision")
+@pytest.mark.parametrize("kind", MAGNIFIED)
+def test_a_region_around_the_rounding_ends_each_kind_of_risk(tmp_path, kind):
+  result, exact = MAGNIFIED[kind]
+  text = f"def fn(w, x):\n  h = x @ w\n  return {result}\n"
+  source, path = HEADER + text, tmp_path / "program.py"
+  x = np.array([[2048.7, 2048.9, 1.0], [2049.2, 2047.9, 7.0], [3.0, 5.0, 2048.4]])
+  args = jnp.eye(3), jnp.asarray(x, "float32")
+  found = []
+  for turn in range(3):
+    fn = mpjax.autocast(imported(path.with_stem(f"{turn}"), source).fn, "mixed_float16")
+    found.append(np.abs(np.asarray(fn(*args)) - exact(x)).max())
+    risks = mpjax.audit(fn)(*args).risks
+    if not turn:
+      assert {risk.kind for risk in risks} == {kind}
+    for risk in risks:
+      source = obeyed(source, risk)
+  assert risks == ()
+  assert found[-1] < 0.1 * found[0]
+
+
 class Winner(nn.Module):
   careful: bool = False
 

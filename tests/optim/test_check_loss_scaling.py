@@ -319,6 +319,28 @@ def test_scaled_gradients_that_are_applied(kind):
     mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
+def test_another_batch_is_checked_and_skipped_steps_name_the_gradient_of_the_first():
+  """What is advised where gradients are finite at no loss scale."""
+  tx = mpjax.loss_scaling(SGD)
+  step, opt_state = make_step(tx, right), tx.init(PARAMS)
+  inputs, labels = BATCH
+  bad = inputs.at[0, 0].set(jnp.inf), labels
+  with pytest.raises(mpjax.MpjaxError, match="Call it with another batch") as error:
+    mpjax.check_loss_scaling(step)(PARAMS, opt_state, bad)
+  assert "mpjax.check_skipped_steps says which gradient it is" in str(error.value)
+  mpjax.check_loss_scaling(step)(PARAMS, opt_state, BATCH)
+  _, skipped, _ = step(PARAMS, opt_state, bad)
+  with pytest.raises(mpjax.MpjaxError, match=r"value was in the gradient of \['w'\]"):
+    mpjax.check_skipped_steps(skipped, 1, params=PARAMS)
+
+
+def test_a_dynamic_scale_or_bfloat16_ends_the_error_of_a_missing_scale():
+  with pytest.raises(mpjax.MpjaxError, match=r"DynamicLossScale.*, or bfloat16"):
+    check(ADAM, right, F16, loss_fn, PARAMS, NONE)
+  check(ADAM, right, F16, loss_fn, PARAMS, mpjax.DynamicLossScale())
+  check(ADAM, right, BF16, loss_fn, PARAMS, NONE)
+
+
 def test_the_state_of_an_optimizer_in_host_memory():
   host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
   tx, here = mpjax.loss_scaling(optax.adam(0.1)), host.with_memory_kind("device")

@@ -246,6 +246,36 @@ def test_check_skipped_steps_finds_a_damaged_scale():
       mpjax.check_skipped_steps(with_scale(TX.init(PARAMS), scale=jnp.float32(scale)))
 
 
+def test_a_damaged_scale_that_is_set_anew_is_none():
+  state = mpjax.states.set_loss_scale(with_scale(TX.init(PARAMS), scale=jnp.float32(jnp.nan)), 4)
+  mpjax.check_skipped_steps(state)
+  assert mpjax.loss_scaling_metrics(update(GOOD, state))["skipped"] == 0
+
+
+def test_skipped_steps_leave_no_nan_behind():
+  """What is advised where `NoLossScale` let a NaN in."""
+  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.SkipNonfinite())
+  updates, state = tx.update(BAD, tx.init(PARAMS), PARAMS)
+  params = optax.apply_updates(PARAMS, updates)
+  mpjax.check_skipped_steps(state, params=params)
+  assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((params, state.inner_state)))
+
+
+def test_find_nonfinite_shows_where_skipped_steps_begin():
+  def step(params, state):
+    loss_fn = lambda p: jnp.sum(jnp.log(p["w"] - 1))  # noqa: E731
+    loss, grads = mpjax.value_and_grad(loss_fn, state)(params)
+    return loss, TX.update(grads, state, params)[1]
+
+  params = {"w": PARAMS["w"]}
+  state = TX.init(params)
+  with pytest.raises(RuntimeError) as error:
+    mpjax.check_skipped_steps(step(params, state)[1], 1)
+  assert "print(mpjax.find_nonfinite(step)(state, batch)) shows where" in str(error.value)
+  found = mpjax.find_nonfinite(step)(params, state)
+  assert (found.operation, found.direction, found.verdict) == ("log", "forward", "value")
+
+
 def test_check_skipped_steps_looks_at_the_worst_member():
   states = jax.vmap(TX.init)(jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS))
   states = with_scale(states, consecutive_skips=jnp.asarray([0, 7, 2], jnp.int32))
