@@ -3,7 +3,18 @@
 import argparse
 import json
 
-from docs.figures import activations, casts, compare, float8, formats, memory, step, tpu, underflow
+from docs.figures import (
+  activations,
+  audit,
+  casts,
+  compare,
+  float8,
+  formats,
+  memory,
+  step,
+  tpu,
+  underflow,
+)
 from docs.figures.style import THEMES, files, svg
 
 FIGURES = {
@@ -16,6 +27,7 @@ FIGURES = {
   "tpu": tpu,
   "compare": compare,
   "activations": activations,
+  "audit": audit,
 }
 
 
