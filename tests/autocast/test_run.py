@@ -166,3 +166,30 @@ def test_layers_that_are_differentiated_once_give_the_same_program(fun, transfor
   assert any("layer_2" in name for name in shared[1])
   monkeypatch.setattr(running, "comes_from_program", lambda x: False)
   assert shared == lowered()
+
+
+def test_an_audit_differentiates_layers_alike_once():
+  seen = programs.Derivatives()
+  cast = mpjax.autocast(functools.partial(layers, between=seen.of))
+  mpjax.audit(jax.grad(cast))(X, W)
+  assert seen.count == 1  # The factor of the last layer is another call.
+
+
+def on_two_lines(x, w):
+  """Equal operations in one scope, on lines of their own."""
+  for _ in range(3):
+    x = jnp.sin(x @ w)
+    x = jnp.sin(x @ w)
+  return x.sum()
+
+
+@pytest.mark.parametrize(("transform", "x"), TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("fun", [layers, on_two_lines])
+def test_an_audit_shows_each_line_of_what_is_differentiated_once(fun, transform, x, monkeypatch):
+  def audited():
+    return mpjax.audit(transform(mpjax.autocast(fun)))(x, W)
+
+  shared = audited()
+  assert len({risk.source for risk in shared.risks}) == 1 + (fun is on_two_lines)
+  monkeypatch.setattr(running, "comes_from_program", lambda x: False)
+  assert shared.to_json() == audited().to_json()
