@@ -11,6 +11,7 @@ from docs.figures import (
   float8,
   formats,
   memory,
+  nonfinite,
   step,
   tpu,
   underflow,
@@ -28,6 +29,7 @@ FIGURES = {
   "compare": compare,
   "activations": activations,
   "audit": audit,
+  "nonfinite": nonfinite,
 }
 
 
@@ -39,7 +41,7 @@ def main() -> None:
   if unknown := [name for name in options.names if name not in FIGURES]:
     parser.error(f"unknown: {', '.join(unknown)}")
   if options.measure:
-    for figure in (activations, compare, memory, underflow):
+    for figure in (activations, compare, memory, nonfinite, underflow):
       found = json.dumps(figure.measure(), indent=2)
       figure.MEASURED.write_text(found + "\n", encoding="utf-8")
   for name in options.names or FIGURES:
