@@ -171,6 +171,10 @@ class Graph:
     self._conditions: list[Value] = []
     self.results = self._run(body, self.arguments)
     self._products = [each for each in self.computing() if each.facts.flops is not None]
+    self._mark_used()
+
+  def _mark_used(self) -> None:
+    """Marks the operations that a result, a condition or an effect depends on."""
     needed = [v.made_by for v in (*self.results, *self._conditions)]
     needed += [each for each in self.operations if each.eqn.effects and not each.joins]
     for operation in needed:
