@@ -22,7 +22,12 @@ KINDS: Sequence[Kind] = ("activations", "gradients", "parameters", "optimizer st
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """The dtypes for which it is counted what they would lose."""
 
-_HEADROOM, _LARGEST = 8, 65504.0
+HEADROOM = 8.0
+"""How many times the largest number in float16 may grow before it overflows. It is larger in other
+batches, and as weights grow. Each doubling takes one of the 40 exponents from small numbers."""
+
+LARGEST = 65504.0
+"""The largest number of float16."""
 
 _CURE = (
   "Parameters in 16 bits: store them in float32, keep float32 masters (tx = "
@@ -149,7 +154,7 @@ class RangesReport(Report):
     """
     if not self._largest:
       return None
-    return 2.0 ** min(max(math.floor(math.log2(_LARGEST / _HEADROOM / self._largest)), 0), 24)
+    return 2.0 ** min(max(math.floor(math.log2(LARGEST / HEADROOM / self._largest)), 0), 24)
 
   @property
   def _measured(self) -> Rescaled:
@@ -240,9 +245,9 @@ class RangesReport(Report):
         "are added to the parameters as these are stored."
       )
     if (scale := self.loss_scale) is not None:
-      room = f"stays {_LARGEST / (self._largest * scale):.0f} times below {_LARGEST:.0f}"
-      if self._largest * scale > _LARGEST:
-        room = f"overflows: float16 ends at {_LARGEST:.0f}"
+      room = f"stays {LARGEST / (self._largest * scale):.0f} times below {LARGEST:.0f}"
+      if self._largest * scale > LARGEST:
+        room = f"overflows: float16 ends at {LARGEST:.0f}"
       others = f"without a loss scale {percent(self.lost_gradients(1.0))}"
       if (used := self.loss_scale_in_use) is not None:
         others += f", with {power(used)}, the one in use, {percent(self.lost_gradients(used))}"

@@ -1,30 +1,42 @@
 """The report of `mpjax.tune`: rules, and the error by share in low precision."""
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from mpjax._debug.report import Report, Section, percent
+import numpy as np
+
+from mpjax._debug.report import WIDTH, Report, Section, amount, percent
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule
 
 
 class Evaluation(NamedTuple):
-  """A choice of modules that was measured.
+  """A choice of formats that was measured.
 
   Fields:
     float32: the paths of the modules in float32.
-    rules: the rules that keep them so.
+    rules: the rules that keep modules in other formats than that of `policy`.
     error: the relative error of the gradient; inf where it is not finite.
     half_share: the share of the FLOPs of matmuls in low precision, forward and backward.
+    policy: the policy of everything else. It is the first that was passed, if a module has that.
+    headroom: how many times the float16 values may grow before one overflows; 0 if one did, and
+      inf without such values.
+    others: by path, the policies of the modules that have another one, and not float32.
+    shares: by dtype, the shares of the FLOPs of matmuls.
   """
 
   float32: tuple[str, ...]
   rules: tuple[Rule, ...]
   error: float
   half_share: float
+  policy: Policy
+  headroom: float
+  others: Mapping[str, Policy]
+  shares: Mapping[str, float]
 
 
 class ModuleReport(NamedTuple):
@@ -32,11 +44,13 @@ class ModuleReport(NamedTuple):
 
   Fields:
     path: that of the module, or its named scopes, or the path of its parameters.
-    forward: the relative error, under the policy without rules, of the worst of its own matmuls
-      and sums; NaN if it has none.
+    forward: the relative error, under the first policy without rules, of the worst of its own
+      matmuls and sums; NaN if it has none.
     gradient: that of the gradients of its parameters and those inside; NaN if there are none.
     flops_share: its share of the FLOPs of matmuls.
     is_stream: it has no matmuls, and adds up what the modules inside return.
+    headroom: how many times those of its values may grow, before they overflow float16, that the
+      policy computes in low precision; NaN if there are none.
   """
 
   path: str
@@ -44,24 +58,31 @@ class ModuleReport(NamedTuple):
   gradient: float
   flops_share: float
   is_stream: bool = False
+  headroom: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class TuneReport(Report):
-  """What must stay in float32, see `mpjax.tune`.
+  """The format that each module needs, see `mpjax.tune`.
 
   Args:
-    policy: the one that was asked for.
+    policies: those that were passed, the preferred one first.
     tolerance: the error that was allowed.
-    float32: of the best choice, as `rules`, `error` and `half_share`: see `Evaluation`.
-    rules: for `mpjax.with_policy` and `mpjax.autocast`.
+    required_headroom: the headroom that was asked for.
+    policy: for `mpjax.with_policy` and `mpjax.autocast`, as `rules`: those of the best choice.
+    rules: for the modules with another policy.
     error: measured under them.
+    headroom: measured under them, see `Evaluation`.
     half_share: from 0 to 1.
+    float32: the paths of the modules in float32.
+    others: the policies of the modules that have another one, by path.
+    shares: the shares of the FLOPs of matmuls, by dtype.
     evaluations: all choices that were measured, in order.
     bound: how many it might have been.
-    loss_scale: the loss scale with which float16 was measured; 1 for bfloat16.
+    loss_scale: the loss scale with which float16 was measured; 1 without float16.
     modules: what is known of each module.
     models: whether models ran as under `mpjax.with_policy`; if not, all of the loss was autocast.
+    kernels: the paths of modules whose kernels run in float32 under any of the policies.
 
   >>> import jax.numpy as jnp, mpjax
   >>> tune = mpjax.tune(lambda w, x: jnp.mean((x @ w) ** 2), tolerance=0.1)
@@ -71,42 +92,72 @@ class TuneReport(Report):
   ((), 0.0, 1.0)
   """
 
-  policy: Policy
+  policies: tuple[Policy, ...]
   tolerance: float
-  float32: tuple[str, ...]
+  required_headroom: float
+  policy: Policy
   rules: tuple[Rule, ...]
   error: float
+  headroom: float
   half_share: float
+  float32: tuple[str, ...]
+  others: Mapping[str, Policy]
+  shares: Mapping[str, float]
   evaluations: tuple[Evaluation, ...]
   bound: int
   loss_scale: float
   modules: tuple[ModuleReport, ...]
   models: bool = False
+  kernels: tuple[str, ...] = ()
 
   def sections(self) -> list[Section]:
     return [self._errors(), Section("Rules", self._how_to_use()), self._choices()]
 
+  @property
+  def _may_overflow(self) -> bool:
+    """Whether a policy computes in float16; the other formats have the range of float32."""
+    return any(each.compute_dtype == np.float16 for each in self.policies)
+
   def _errors(self) -> Section:
     """Returns the table of modules."""
-    low = self.policy.compute_dtype.name
-    share = f"{percent(self.half_share)} of the FLOPs of matmuls run in {low}"
+    low = [name for name in self.shares if name != "float32"] or [self.policy.compute_dtype.name]
+    first, *more = [percent(self.shares.get(name, 0.0)) for name in low]
+    also = "".join(f", {share} in {name}" for share, name in zip(more, low[1:], strict=True))
+    share = f"{first} of the FLOPs of matmuls run in {low[0]}{also}"
     errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
-    summary = f"{share}; the relative error of the gradient is {errors}."
-    forward = "forward: of the worst of its own matmuls and sums."
-    gradient = "gradient: of its parameters, and of those inside."
-    columns = ("module", "forward", "gradient", "FLOPs", "")
-    with_errors = (each for each in self.modules if each.forward > 0 or each.gradient > 0)
-    rows = tuple(map(self._row, with_errors))
-    title = f"Error of each module in {low} against float32"
-    return Section(title, (summary, f"{forward} {gradient}"), columns, rows)
+    lines = [f"{share}; the relative error of the gradient is {errors}."]
+    if math.isfinite(self.headroom):
+      asked = f"with {_times(self.required_headroom)} asked for"
+      lines.append(f"Float16 values may grow {_times(self.headroom)} times, {asked}.")
+    lines.append(
+      "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
+      "those inside."
+    )
+    columns = ("module", "forward", "gradient", "headroom", "FLOPs", "in")
+    shown = (each for each in self.modules if self._is_shown(each))
+    rows = tuple(map(self._row, shown))
+    first = self.policies[0].compute_dtype.name
+    title = f"Error of each module in {_name(self.policies[0], first)} against float32"
+    return Section(title, tuple(lines), columns, rows)
+
+  def _is_shown(self, module: ModuleReport) -> bool:
+    has_error = module.forward > 0 or module.gradient > 0
+    return has_error or (self._may_overflow and module.headroom < self.required_headroom)
 
   def _row(self, module: ModuleReport) -> tuple[str, ...]:
     """Returns the cells of a module."""
     stream = " (residual stream)" if module.is_stream else ""
     errors = ("-" if math.isnan(x) else f"{x:.2g}" for x in (module.forward, module.gradient))
-    dtype = "float32" if module.path in self.float32 else ""
+    headroom = _times(module.headroom) if self._may_overflow else ""
     name = (module.path or "(no scope)") + stream
-    return (name, *errors, percent(module.flops_share), dtype)
+    return (name, *errors, headroom, percent(module.flops_share), self._format_of(module.path))
+
+  def _format_of(self, path: str) -> str:
+    """Returns the name of the format of a module that was upgraded; "" for any other."""
+    if path in self.float32:
+      return "float32"
+    other = self.others.get(path)
+    return "" if other is None else _name(other, other.compute_dtype.name)
 
   def _how_to_use(self) -> tuple[str, ...]:
     """Returns how the rules were measured, and the rules as Python code."""
@@ -127,6 +178,11 @@ class TuneReport(Report):
         "jax.named_scope(path): there. For mpjax.with_policy, which also rounds what layers of "
         "Flax return, measure with the model as an argument, instead of its state."
       )
+    if self.kernels:
+      paths = _some_paths(self.kernels)
+      lines.append(f"Kernels of {paths} ran in float32, as they are traced, in every choice.")
+    if len(self.policies) > 1:
+      lines.extend(_assignment("policy", _written_policy(self.policy)))
     if any(isinstance(rule.path, re.Pattern) for rule in self.rules):
       lines.append("import re")
     if not self.rules:
@@ -135,19 +191,45 @@ class TuneReport(Report):
 
   def _choices(self) -> Section:
     """Returns the table of what was measured, if it was more than one choice."""
-    ranked = sorted(self.evaluations, key=lambda each: (each.half_share, -each.error))
-    rows = [
-      (percent(each.half_share), _text(each.error), self._verdict(each), _some_paths(each.float32))
-      for each in ranked
-    ]
-    columns = ("share", "error", "", "in float32")
-    shown = tuple(rows) if len(rows) > 1 else ()
-    return Section("Error of the gradient by share in low precision", (), columns, shown)
+    if len(self.evaluations) == 1:
+      return Section()
+    is_one = len(self.policies) == 1
+    names = [_name(policy, policy.compute_dtype.name) for policy in self.policies]
+
+    def rank(choice: Evaluation) -> tuple[float, ...]:
+      return (*(choice.shares.get(name, 0.0) for name in names), -choice.error)
+
+    ranked = sorted(self.evaluations, key=rank)
+    columns = ("share",) if is_one else tuple(names)
+    columns += ("error", "headroom", "", "in float32" if is_one else "upgraded")
+    rows = tuple(self._choice(each, names) for each in ranked)
+    return Section("Error of the gradient by share in low precision", (), columns, rows)
+
+  def _choice(self, choice: Evaluation, names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the cells of a choice; `names` are the dtypes that have a column."""
+    headroom = _times(choice.headroom) if self._may_overflow else ""
+    about = (_text(choice.error), headroom, self._verdict(choice))
+    if len(self.policies) == 1:
+      return (percent(choice.half_share), *about, _some_paths(choice.float32))
+    upgraded = collections.defaultdict[str, list[str]](list)
+    for path, other in choice.others.items():
+      upgraded[_name(other, other.compute_dtype.name)].append(path)
+    if choice.float32:
+      upgraded["float32"].extend(choice.float32)
+    texts = [f"{name}: {_some_paths(paths)}" for name, paths in upgraded.items()]
+    shares = (percent(choice.shares.get(name, 0.0)) for name in names)
+    return (*shares, *about, "; ".join(texts) or "nothing")
 
   def _verdict(self, choice: Evaluation) -> str:
-    if choice.float32 == self.float32:
+    is_best = (choice.policy, choice.float32, choice.others) == (
+      self.policy,
+      self.float32,
+      self.others,
+    )
+    if is_best:
       return "chosen"
-    return "good" if choice.error <= self.tolerance else ""
+    is_good = choice.error <= self.tolerance and choice.headroom >= self.required_headroom
+    return "good" if is_good else ""
 
 
 def _some_paths(paths: Sequence[str]) -> str:
@@ -157,10 +239,36 @@ def _some_paths(paths: Sequence[str]) -> str:
   return f"{first} and {more} more" if more > 0 else first
 
 
+_PRESETS = (*("float32", "mixed_bfloat16", "mixed_float16", "mixed_float8", "bfloat16", "float16"),)
+
+
+def _written_policy(policy: Policy) -> str:
+  """Returns the name of a preset, or the text of a policy."""
+  same = (name for name in _PRESETS if Policy.parse(name) == policy)
+  return next(same, str(policy))
+
+
+def _assignment(name: str, text: str) -> list[str]:
+  """Returns the lines of code that assign a string, none of which is broken by a report."""
+  line = f'{name} = "{text}"'
+  return [line] if len(line) <= WIDTH else [f"{name} = (", f'  "{text}"', ")"]
+
+
+def _name(policy: Policy, dtype: str) -> str:
+  """Returns the format in which a policy multiplies: its recipe, or else the compute dtype."""
+  return dtype if policy.matmul is None else str(policy.matmul).partition(":")[0]
+
+
 def _line(rule: Rule) -> str:
-  presets = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
-  same = (name for name in presets if Policy.parse(name) == rule.policy)
-  return f'mpjax.Rule("{next(same, rule.policy)}", path={written(rule.path)})'
+  policy = "None" if rule.policy is None else f'"{_written_policy(rule.policy)}"'
+  return f"mpjax.Rule({policy}, path={written(rule.path)})"
+
+
+def _times(headroom: float) -> str:
+  """Returns a headroom in two digits; "-" where there are no values."""
+  if not math.isfinite(headroom):
+    return "-"
+  return f"{headroom:.2g}" if headroom < 100 else amount(headroom)
 
 
 def _text(error: float) -> str:

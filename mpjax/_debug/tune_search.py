@@ -1,9 +1,9 @@
-"""The search of `tune`: which modules to compute in float32, given what each is expected to gain.
+"""The search of `tune`: which modules to upgrade, given what each upgrade is expected to gain.
 
-A choice is the set of modules in float32, by their numbers. Its error is measured, which is
-expensive; its cost is the FLOPs of its modules. The search sorts the modules by benefit, bisects
-how many are needed, and then looks for cheaper choices with a model of the error that it fits to
-the measurements.
+An upgrade moves a module to a more exact format, such as float32. A choice is a set of upgrades, by
+their numbers. Its error is measured, which is expensive; its cost is the FLOPs of its upgrades. The
+search sorts the upgrades by benefit, bisects how many are needed, and then looks for cheaper
+choices with a model of the error that it fits to the measurements.
 """
 
 import bisect
@@ -21,7 +21,7 @@ MORE = 12
 """Measurements after the bisection, which look for a cheaper choice."""
 
 _CORE = 12
-"""How many modules, around the place where the sorted list was cut, have all subsets tried."""
+"""How many upgrades, around the place where the sorted list was cut, have all subsets tried."""
 
 Choice: TypeAlias = frozenset[int]
 
@@ -31,8 +31,95 @@ class _Candidate(NamedTuple):
 
   expected: float  # its error, by the model
   cost: tuple[int, int]
-  modules: list[int]  # sorted: of equal candidates the first
+  upgrades: list[int]  # sorted: of equal candidates the first
   chosen: Choice
+
+
+class Upgrade(NamedTuple):
+  """A move of a module to a more exact format.
+
+  Fields:
+    module: the number of the module.
+    level: the position of the new format among the candidates. Float32 comes after the last one.
+    flops: the FLOPs of the module, once for each position that it moves.
+    error: the error that the move is expected to save; inf if the module overflows before it.
+    after: the number of the upgrade of the same module that comes first; None for the first.
+  """
+
+  module: int
+  level: int
+  flops: int
+  error: float
+  after: int | None
+
+
+def upgrades_of(flops: Sequence[int], alone: Sequence[NumpyArray]) -> list[Upgrade]:
+  """Returns the upgrades of all modules, in the order of the modules.
+
+  Args:
+    flops: the FLOPs of each module.
+    alone: for each candidate format the error that each module is expected to cause in it.
+  """
+  upgrades = list[Upgrade]()
+  for module, cost in enumerate(flops):
+    errors = [float(of_format[module]) for of_format in alone]
+    levels = _levels_by_error(errors)
+    costs = [cost * (level - below) for below, level in itertools.pairwise(levels)]
+    of_levels = [*errors, 0.0]
+    gains = _gains([of_levels[level] for level in levels], costs)
+    after = None
+    for level, one_cost, gain in zip(levels[1:], costs, gains, strict=True):
+      upgrades.append(Upgrade(module, level, one_cost, math.sqrt(gain), after))
+      after = len(upgrades) - 1
+  return upgrades
+
+
+def _levels_by_error(errors: Sequence[float]) -> list[int]:
+  """Returns the first format, the later ones that are more exact than all before, and float32."""
+  levels = [0]
+  for level, error in enumerate(errors):
+    if error < errors[levels[-1]]:
+      levels.append(level)
+  return [*levels, len(errors)]
+
+
+class _Run(NamedTuple):
+  """Successive upgrades of one module."""
+
+  gain: float
+  costs: list[int]
+
+  @property
+  def benefit(self) -> float:
+    return self.gain / max(sum(self.costs), 1)
+
+
+def _gains(errors: Sequence[float], costs: Sequence[int]) -> list[float]:
+  """Returns by how much each upgrade reduces the square of the error.
+
+  If a later upgrade gains more for its cost, an earlier one is worth what both are: they share
+  their gain by cost. So the benefit of the upgrades of a module never rises.
+  """
+  runs = list[_Run]()
+  for (error, better), cost in zip(itertools.pairwise(errors), costs, strict=True):
+    run = _Run(math.inf if math.isinf(error) else error**2 - better**2, [cost])
+    while runs and runs[-1].benefit < run.benefit:
+      earlier = runs.pop()
+      run = _Run(earlier.gain + run.gain, [*earlier.costs, *run.costs])
+    runs.append(run)
+  return [
+    run.gain * max(cost, 1) / sum(max(each, 1) for each in run.costs)
+    for run in runs
+    for cost in run.costs
+  ]
+
+
+def levels_of(chosen: Choice, upgrades: Sequence[Upgrade]) -> dict[int, int]:
+  """Returns the positions of the formats of the modules that a choice upgrades."""
+  levels = dict[int, int]()
+  for i in sorted(chosen):
+    levels[upgrades[i].module] = upgrades[i].level
+  return levels
 
 
 def search(
@@ -40,11 +127,20 @@ def search(
   alone: NumpyArray,
   tolerance: float,
   evaluate: Callable[[Choice], float],
+  after: Sequence[int | None] | None = None,
+  below: float = math.inf,
 ) -> Choice | None:
-  """Returns the modules that are to compute in float32; None if all of them do not suffice.
+  """Returns the upgrades to make; None if all of them do not suffice.
 
-  `alone` is the error that each module is expected to cause, and `evaluate` measures a choice.
+  Args:
+    flops: the cost of each upgrade.
+    alone: the error that each upgrade is expected to save.
+    tolerance: the error that is allowed.
+    evaluate: measures the error of a choice.
+    after: for each upgrade the one that must be chosen with it, an earlier one; None for none.
+    below: the cost of a good choice that is known, which consists of no upgrades.
   """
+  first = after or [None] * len(flops)
   errors = dict[Choice, float]()
 
   def is_good(chosen: Choice) -> bool:
@@ -56,15 +152,16 @@ def search(
     return frozenset()
   # Modules that overflow go together: as long as one does, the gradient is not finite.
   overflowing = int(np.sum(np.isinf(alone)))
-  order = _by_benefit(flops, alone)
+  order = _by_benefit(flops, alone, first)
   prefixes = [frozenset(order[:size]) for size in range(overflowing, len(order) + 1)]
   cut = 0 if is_good(prefixes[0]) else bisect.bisect_left(prefixes, True, lo=1, key=is_good)
   if cut == len(prefixes):
     return None
   best = prefixes[cut]
-  choices = _around(order, overflowing + cut, overflowing)
+  choices = _around(order, overflowing + cut, overflowing, first)
   for _ in range(MORE):
-    chosen = _promising(choices, best, flops, alone, errors, tolerance)
+    limit = min(_cost(flops, best), (below, 0))
+    chosen = _promising(choices, limit, flops, alone, errors, tolerance)
     if chosen is None:
       break
     if is_good(chosen):
@@ -72,46 +169,57 @@ def search(
   return best
 
 
-def _by_benefit(flops: Sequence[int], alone: NumpyArray) -> list[int]:
-  """Returns the modules, those first that overflow, or that gain most for what they cost."""
-  benefit = alone**2 / np.maximum(np.asarray(flops, np.float64), 1)
+def _by_benefit(flops: Sequence[int], alone: NumpyArray, after: Sequence[int | None]) -> list[int]:
+  """Returns the upgrades, those first that end an overflow, or that gain most for their cost."""
+  benefit = (alone**2 / np.maximum(np.asarray(flops, np.float64), 1)).tolist()
+  for i, first in enumerate(after):
+    if first is not None:
+      benefit[i] = min(benefit[i], benefit[first])
   return sorted(range(len(flops)), key=lambda i: (-benefit[i], i))
 
 
-def _around(order: Sequence[int], cut: int, overflowing: int) -> list[Choice]:
-  """Returns the choices that differ from a prefix of the order in modules near its end."""
+def _around(
+  order: Sequence[int], cut: int, overflowing: int, after: Sequence[int | None]
+) -> list[Choice]:
+  """Returns the choices that differ from a prefix of the order in upgrades near its end."""
   start = max(min(cut - _CORE // 2, len(order) - _CORE), overflowing)
   always, core = frozenset(order[:start]), order[start : start + _CORE]
   subsets = (itertools.combinations(core, size) for size in range(len(core) + 1))
-  return [always.union(subset) for subset in itertools.chain(*subsets)]
+  choices = (always.union(subset) for subset in itertools.chain(*subsets))
+  return [chosen for chosen in choices if _is_complete(chosen, after)]
+
+
+def _is_complete(chosen: Choice, after: Sequence[int | None]) -> bool:
+  """Whether each upgrade has those of the same module that come before it."""
+  return all(after[i] is None or after[i] in chosen for i in chosen)
 
 
 def _cost(flops: Sequence[int], chosen: Choice) -> tuple[int, int]:
-  """Returns the FLOPs of a choice, and how many modules it has."""
+  """Returns the FLOPs of a choice, and how many upgrades it has."""
   return sum(flops[i] for i in chosen), len(chosen)
 
 
 def _promising(
   choices: Sequence[Choice],
-  best: Choice,
+  limit: tuple[float, int],
   flops: Sequence[int],
   alone: NumpyArray,
   errors: Mapping[Choice, float],
   tolerance: float,
 ) -> Choice | None:
-  """Returns the choice to measure next, cheaper than the best one; None if there is none."""
+  """Returns the choice to measure next, cheaper than a limit; None if there is none."""
   expected = _expected(np.where(np.isinf(alone), 0, alone), errors, choices)
   cost = functools.partial(_cost, flops)
   cheaper = [
     _Candidate(float(error), cost(chosen), sorted(chosen), chosen)
     for chosen, error in zip(choices, expected, strict=True)
-    if chosen not in errors and cost(chosen) < cost(best)
+    if chosen not in errors and cost(chosen) < limit
   ]
   if not cheaper:
     return None
   good = [each for each in cheaper if each.expected <= tolerance]
   if good:
-    return min(good, key=lambda each: (each.cost, each.modules)).chosen
+    return min(good, key=lambda each: (each.cost, each.upgrades)).chosen
   # None is expected to be good: the one that is expected to miss least.
   return min(cheaper).chosen
 
@@ -121,9 +229,10 @@ def _expected(
 ) -> NumpyArray:
   """Returns the expected errors of choices, given those that were measured.
 
-  The square of an error is modelled as a sum over the modules that round, plus a rest. Each term is
-  expected to be what the sensitivities say, within a factor of about two. The terms are fitted to
-  the measurements, since a module in float32 also keeps the consumers of its result in float32.
+  The square of an error is modelled as a sum over the upgrades that are not made, plus a rest. Each
+  term is expected to be what the sensitivities say, within a factor of about two. The terms are
+  fitted to the measurements, since a module in float32 also keeps the consumers of its result in
+  float32.
   """
   measured = {chosen: error for chosen, error in errors.items() if math.isfinite(error)}
 

@@ -1,36 +1,56 @@
-"""`tune`: rules for the modules that must stay in float32 for a tolerated error of the gradient."""
+"""`tune`: the most exact format that each module needs for a tolerated error of the gradient."""
 
 import collections
 import functools
 import itertools
 import math
 import sys
-import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._autocast import autocast
-from mpjax._core.errors import REFUSALS, MpjaxValueError, check_call, check_value
+from mpjax._core.errors import MpjaxValueError, check_call, check_value
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import HALVES, Args, Array, DType, Function, Kwargs, NumpyArray, P, PyTree
+from mpjax._core.types import (
+  HALF_NAMES,
+  HALVES,
+  Args,
+  Array,
+  Function,
+  Kwargs,
+  NumpyArray,
+  P,
+  PyTree,
+)
 from mpjax._debug.arguments import Call, with_parameter_scopes
+from mpjax._debug.headroom import (
+  in_float16,
+  watch_float16_values,
+  watch_float32_values,
+)
+from mpjax._debug.kernels import find_kernels
 from mpjax._debug.ranges_measure import gradient_of, ranges_of_call
 from mpjax._debug.ranges_plan import plan
+from mpjax._debug.ranges_report import HEADROOM
 from mpjax._debug.report import Advance, Pending
 from mpjax._debug.selectors import homes_of, selector
+from mpjax._debug.tune_errors import (
+  PROJECTIONS,
+  Pair,
+  errors_alone,
+  forward_errors,
+  relative_error,
+)
 from mpjax._debug.tune_report import Evaluation, ModuleReport, TuneReport
-from mpjax._debug.tune_search import MORE, search
-from mpjax._jaxpr.compat import bind
+from mpjax._debug.tune_search import MORE, Choice, Upgrade, levels_of, search, upgrades_of
 from mpjax._jaxpr.count import flops_of
 from mpjax._jaxpr.graph import Graph, Value
 from mpjax._jaxpr.primitives import facts_of
-from mpjax._jaxpr.reader import shape_of
 from mpjax._jaxpr.runner import Look, run_on_host
-from mpjax._jaxpr.steps import Body, Step, body_of
+from mpjax._jaxpr.steps import Body, body_of
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy
 from mpjax._policy.rules import Rule, around
 from mpjax.linen import policy_scope
@@ -39,48 +59,61 @@ from mpjax.nnx._with_policy import views_of
 _CALL = "mpjax.tune(loss_fn, policy)"
 _FIX = 'Write mpjax.tune(loss_fn, "mixed_float16", tolerance=1e-2)(params, batch).'
 
-PROJECTIONS = 16
-"""Random projections of the gradient: the error of a module is known within sqrt(1 / (2 * 16)),
-18 %."""
-
-Pair: TypeAlias = tuple[Array | NumpyArray, Array | NumpyArray]
-"""An exact array, and the same with an error."""
+_FLOAT32 = Policy.parse("float32")
 
 
-class ModuleResult(NamedTuple):
-  """The result of a matmul or sum, and the path of its module."""
+class Goal(NamedTuple):
+  """What a choice of formats must reach.
 
-  path: str
-  array: Array
+  Fields:
+    tolerance: the largest relative error of the gradient.
+    headroom: how many times float16 values may grow before they overflow, at least.
+  """
+
+  tolerance: float
+  headroom: float
+
+  def is_reached(self, choice: Evaluation) -> bool:
+    return choice.error <= self.tolerance and choice.headroom >= self.headroom
 
 
 @check_call(_CALL, fix=_FIX)
 def tune(
-  loss_fn: Callable[P, object], policy: PolicyLike = "mixed_bfloat16", *, tolerance: float
+  loss_fn: Callable[P, object],
+  policy: PolicyLike | Sequence[PolicyLike] = "mixed_bfloat16",
+  *,
+  tolerance: float,
+  headroom: float = HEADROOM,
 ) -> Callable[P, TuneReport]:
-  """Find the modules of a loss that must stay in float32.
+  """Choose the format of each module of a loss, for a tolerated error of the gradient.
 
   The gradient of `loss_fn` by its first argument is computed in float32, and then under the policy
   with some modules in float32. The search ends with the cheapest choice of modules whose relative
   error is within the tolerance: the norm of the difference over the norm of the gradient. Models of
   Linen, and of NNX in the arguments, run as under `mpjax.with_policy`; a loss without any runs as
-  under `mpjax.autocast`. How many choices it may measure is printed first. docs/tune.md says what
-  the modules are and how it searches.
+  under `mpjax.autocast`. The most measurements there can be are printed first. docs/tune.md says
+  what the modules are and how it searches.
 
   Args:
     loss_fn: the plain loss in float32, of a Linen model, an NNX model (an argument, or merged from
       a state), or any function of trees of arrays. Returns a scalar, or one and aux.
-    policy: computes in bfloat16 or float16.
+    policy: computes in bfloat16 or float16, or multiplies in float8. Of several policies, the first
+      is preferred for each module, and float32 comes last.
     tolerance: the relative error of the gradient that is allowed, such as 0.01.
+    headroom: how many times the float16 values may grow before they overflow. A module that leaves
+      less is upgraded, even if its error is small. The default is what `mpjax.ranges` leaves for
+      gradients.
 
   Returns:
     A function with the arguments of `loss_fn`, which must be concrete. It returns a report with
-    `.rules`, `.error` and `.half_share`. Print it: it begins with the error of each module.
+    `.policy`, `.rules`, `.error`, `.headroom` and `.half_share`. Print it: it begins with the error
+    of each module.
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; when called: an argument is traced.
-    MpjaxValueError: the policy computes in float32, or the tolerance is not positive; when called:
-      the loss has low precision already, or its gradient is zero, or not finite in float32.
+    MpjaxValueError: a policy computes in float32, the tolerance is not positive, or the headroom is
+      less than 1; when called: nothing in the loss runs in low precision, or all does already; the
+      loss is not finite in float32, has a gradient of zero, or another one in each call.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x):
@@ -94,73 +127,114 @@ def tune(
   tune: 3 modules, at most 18 measurements
   >>> report.rules
   (mpjax.Rule("float32", path="**/hot"),)
+  >>> report.headroom > 8
+  True
   """
-  parsed = parse_policy(policy, "mpjax.tune(policy)")
-  check_value(
-    policy,
-    parsed.compute_dtype in HALVES,
-    "mpjax.tune(policy)",
-    expected="a policy that computes in bfloat16 or float16",
-    fix='Write "mixed_bfloat16" or "mixed_float16": what stays in float32 is to be found.',
-  )
+  policies = _parse_policies(policy)
   check_value(
     tolerance,
-    isinstance(tolerance, (int, float, np.floating))
-    and 0 < tolerance < math.inf
-    and tolerance is not True,
+    _is_number(tolerance) and 0 < tolerance < math.inf,
     "mpjax.tune(tolerance)",
     expected="a positive number, the relative error of the gradient",
     fix="Write tolerance=0.01 for one per cent.",
   )
-  return Pending("mpjax.tune(loss_fn)", loss_fn, functools.partial(_tuned, parsed, tolerance), _FIX)
+  check_value(
+    headroom,
+    _is_number(headroom) and 1 <= headroom < math.inf,
+    "mpjax.tune(headroom)",
+    expected="a number from 1 on, by which float16 values may grow",
+    fix="Write headroom=16 for values that may become 16 times as large, or 1 for none.",
+  )
+  goal = Goal(tolerance, headroom)
+  return Pending("mpjax.tune(loss_fn)", loss_fn, functools.partial(_tuned, policies, goal), _FIX)
+
+
+def _is_number(x: object) -> bool:
+  return isinstance(x, (int, float, np.floating)) and not isinstance(x, bool)
+
+
+def _parse_policies(policy: PolicyLike | Sequence[PolicyLike]) -> tuple[Policy, ...]:
+  """Returns the policies to choose among, the preferred one first."""
+  where = "mpjax.tune(policy)"
+  several = (policy,) if isinstance(policy, (str, Policy)) else policy
+  is_sequence = isinstance(several, Sequence)  # Anything else is refused as a policy.
+  parsed = tuple(parse_policy(each, where) for each in (several if is_sequence else (several,)))
+  check_value(
+    policy,
+    bool(parsed) and all(each.compute_dtype in HALVES for each in parsed),
+    where,
+    expected="a policy that computes in bfloat16 or float16, or several of them",
+    fix='Write "mixed_bfloat16" or "mixed_float16": what stays in float32 is to be found.',
+  )
+  check_value(
+    policy,
+    len(set(parsed)) == len(parsed),
+    where,
+    expected="policies that differ",
+    fix='Name each once, the preferred first: ("mixed_float8", "mixed_bfloat16").',
+  )
+  return parsed
 
 
 def _tuned(
-  policy: Policy, tolerance: float, loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance
+  policies: tuple[Policy, ...],
+  goal: Goal,
+  loss_fn: Function,
+  args: Args,
+  kwargs: Kwargs,
+  advance: Advance,
 ) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
-  tuner = Tuner(policy, loss_fn, args, kwargs, advance)
-  low = tuner.measure((), ())
-  if tuner.evaluations[0].error > tolerance:
-    tuner.search(tolerance)
-  good = [each for each in tuner.evaluations if each.error <= tolerance]
-  best = max(good, key=lambda each: (each.half_share, -len(each.float32)))
+  tuner = Tuner(policies, goal, loss_fn, args, kwargs, advance)
+  low = tuner.measure({})
+  if not goal.is_reached(tuner.evaluations[0]):
+    tuner.search()
+  good = [each for each in tuner.evaluations if goal.is_reached(each)]
+  best = min(good, key=tuner.cost)
   return TuneReport(
-    policy=policy,
-    tolerance=tolerance,
+    policies=policies,
+    tolerance=goal.tolerance,
+    required_headroom=goal.headroom,
     **best._asdict(),
     evaluations=tuple(tuner.evaluations),
     bound=tuner.bound,
     loss_scale=tuner.scale,
     modules=tuple(tuner.rows(low)),
     models=tuner.has_models,
+    kernels=tuner.kernels,
   )
 
 
 class Tuner:
-  """Measures the gradient of one loss, for some choices of modules in float32.
+  """Measures the gradient of one loss, for some choices of formats.
 
   Attributes:
     flops: the modules, by path, and the FLOPs of their matmuls.
     homes: by path, the path that rules match there.
     exact: the gradient in float32.
+    headroom: by path, how many times the values that a policy computes in low precision may grow in
+      float16.
     bound: how many choices may be measured.
     evaluations: what was measured.
+    kernels: the paths of modules with kernels in float32, which no policy changes.
   """
 
   def __init__(
-    self, policy: Policy, loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance
+    self,
+    policies: tuple[Policy, ...],
+    goal: Goal,
+    loss_fn: Function,
+    args: Args,
+    kwargs: Kwargs,
+    advance: Advance,
   ) -> None:
-    self.policy, self.loss_fn = policy, loss_fn
+    self.policies, self.goal, self.loss_fn = policies, goal, loss_fn
     self.call = Call(args, kwargs, _CALL)
     self.call.check_concrete()
     _check_float32(Graph(self.call.traced(loss_fn)[0]))
-    with_policy = with_models_under(loss_fn, policy, ())
+    with_policy = with_models_under(loss_fn, policies[0], ())
     self.has_models = bool(lows_of(Graph(self.call.traced(with_policy)[0])))
-    self.scale = 1.0
-    if policy.compute_dtype == jnp.float16:
-      report = ranges_of_call(gradient_of(loss_fn), args, kwargs, advance)
-      self.scale = report.loss_scale or 1.0
+    self.scale = self._loss_scale(args, kwargs, advance)
 
     # The loss in float32, in which the modules have the paths that rules match.
     if self.has_models:
@@ -173,84 +247,225 @@ class Tuner:
     # The results are those of ((loss, aux), gradients).
     self._gradients = slice(sum(path[0] == "0" for path in outputs), None)
     self.flops, self.homes = modules_of(self.body), homes_of(Graph(self.body))
+    self._plan = plan(self.body, self.call.arguments(loss_fn))
+    self._low = Graph(self.call.traced(self.under(policies[0], ()))[0])
+    in_float32 = (each for each in find_kernels(self._low) if each.dtype == "float32")
+    self.kernels = tuple(dict.fromkeys(each.path for each in in_float32))
 
-    # Nothing in float32, the modules that overflow, all modules, and the entire function; the
+    # Each policy alone, the modules that overflow, all modules, and the entire function; the
     # bisection between; and the choices that may be cheaper.
-    self.bound = 4 + math.ceil(math.log2(max(len(self.flops), 1))) + MORE
+    most_upgrades = len(self.flops) * len(policies)
+    self.bound = 3 + len(policies) + math.ceil(math.log2(max(most_upgrades, 1))) + MORE
     sys.stdout.write(f"tune: {len(self.flops)} modules, at most {self.bound} measurements\n")
     self.evaluations = list[Evaluation]()
     self._advance, self._steps = advance, itertools.count(1)
-    self.exact = self.gradient(self.body, Look())
+    self.exact, self.headroom = self._in_float32()
+    _check_low(self._low, policies[0])
+    self._check_repeats()
+
+  @property
+  def _has_float16(self) -> bool:
+    return any(each.compute_dtype == jnp.float16 for each in self.policies)
+
+  def _loss_scale(self, args: Args, kwargs: Kwargs, advance: Advance) -> float:
+    """Returns the scale of the loss that leaves headroom to gradients in float16, if any are."""
+    if not self._has_float16:
+      return 1.0
+    report = ranges_of_call(gradient_of(self.loss_fn), args, kwargs, advance)
+    more = math.ceil(math.log2(max(self.goal.headroom / HEADROOM, 1)))
+    return max((report.loss_scale or 1.0) / 2**more, 1.0)
+
+  def _in_float32(self) -> tuple[list[Array], dict[str, float]]:
+    """Returns the gradient in float32, and by module the headroom in float16."""
+    kinds = ("activations", "gradients") if self._has_float16 else ()
+    counted = {number for number, group in self._plan.steps.items() if group.kind in kinds}
+    largest = dict[str, float]()
+    results = run_on_host(self.body, self.operands, watch_float32_values(largest, counted))
     self.step()
-    _check_gradient(self.exact)
+    exact = results[self._gradients]
+    _check_gradient(results[0], exact)
+    low = {each.where.path for each in self._low.operations if any_low(each.results)}
+    return exact, {path: in_float16(x) for path, x in largest.items() if path in low}
+
+  def _check_repeats(self) -> None:
+    """Raises unless the loss, traced and run again, has the same gradient.
+
+    On an accelerator the order of additions may differ from run to run.
+    """
+    program, _ = self.call.traced(gradient_of(self.named, self.scale))
+    again = self.gradient(body_of(program), Look())
+    self.step()
+    error = relative_error(zip(self.exact, again, strict=True))
+    if error > self.goal.tolerance / 10:
+      raise MpjaxValueError(
+        f"{_CALL}(*args)",
+        expected="a loss with the same gradient in each call",
+        got=f"gradients in float32 that differ by {error:.2g}",
+        fix="Pass what changes, such as a key or a counter, as an argument.",
+      )
 
   def step(self) -> None:
     """Shows that one more gradient was computed."""
-    self._advance(next(self._steps), 1 + PROJECTIONS + self.bound)
+    self._advance(next(self._steps), 2 + PROJECTIONS * len(self.policies) + self.bound)
 
   def gradient(self, body: Body, look: Look) -> list[Array]:
     """Returns the gradient that a program computes, while something looks at it."""
     return run_on_host(body, self.operands, look)[self._gradients]
 
-  def under(self, rules: tuple[Rule, ...]) -> Function:
-    """Returns the loss under the policy and some rules."""
+  def under(self, policy: Policy, rules: tuple[Rule, ...]) -> Function:
+    """Returns the loss under a policy and some rules."""
     if self.has_models:
-      return with_models_under(self.loss_fn, self.policy, rules)
-    return autocast(self.named, self.policy, rules=rules)
+      return with_models_under(self.loss_fn, policy, rules)
+    return autocast(self.named, policy, rules=rules)
 
-  def measure(self, paths: Iterable[str], rules: tuple[Rule, ...]) -> list[Array]:
-    """Returns the gradient if some paths are in float32 by these rules, and notes its error."""
-    program, _ = self.call.traced(gradient_of(self.under(rules), self.scale))
-    low = self.gradient(body_of(program), Look())
-    error = relative_error(zip(self.exact, low, strict=True))
-    self.evaluations.append(Evaluation(tuple(paths), rules, error, _half_share(Graph(program))))
+  def measure(self, formats: Mapping[str, Policy]) -> list[Array]:
+    """Returns the gradient if modules have some policies, and notes its error and headroom.
+
+    `formats` has the modules that may be upgraded, by path.
+    """
+    policy, rules = self._policy_and_rules(formats)
+    program, _ = self.call.traced(gradient_of(self.under(policy, rules), self.scale))
+    largest = dict[str, float]()
+    low = self.gradient(body_of(program), watch_float16_values(largest))
+    if not rules:
+      self._note_headroom(largest)
+    shares_of_flops = flops_by_dtype(Graph(program))
+    others = {path: each for path, each in formats.items() if each not in (policy, _FLOAT32)}
+    self.evaluations.append(
+      Evaluation(
+        float32=tuple(path for path, each in formats.items() if each == _FLOAT32),
+        rules=rules,
+        error=relative_error(zip(self.exact, low, strict=True)),
+        half_share=sum(shares_of_flops.get(name, 0.0) for name in ("float8", *HALF_NAMES)),
+        policy=policy,
+        headroom=in_float16(max(largest.values(), default=0.0)),
+        others=others,
+        shares=shares_of_flops,
+      )
+    )
     self.step()
     return low
 
-  def search(self, tolerance: float) -> None:
-    """Measures choices until one with an error within the tolerance is among them."""
-    groups = self._paths_by_home()
-    costs = [sum(self.flops[path] for path in paths) for paths in groups.values()]
-    gradient = functools.partial(self.gradient, self.body)
-    alone = errors_alone(gradient, groups.values(), self.policy.compute_dtype, self.step)
-    if search(costs, alone, tolerance, functools.partial(self._error_of, groups)) is None:
-      # Operations outside of these modules must stay in float32 too.
-      self.measure(("**",), (Rule("float32", path="**"),))
+  def _policy_and_rules(self, formats: Mapping[str, Policy]) -> tuple[Policy, tuple[Rule, ...]]:
+    """Returns the policy of all but some modules, and rules for these.
 
-  def _error_of(self, groups: Mapping[str, Sequence[str]], chosen: frozenset[int]) -> float:
-    """Measures the error if the groups with some numbers are in float32."""
-    if not chosen:  # It was measured first.
-      return self.evaluations[0].error
-    wide = [name for i, name in enumerate(groups) if i in chosen]
-    others = [name for i, name in enumerate(groups) if i not in chosen]
-    paths = [path for name in wide for path in groups[name]]
-    self.measure(paths, rules_for(wide, others, self.homes, self.policy))
-    return self.evaluations[-1].error
+    The policy is the first, in the order of `policies`, that one of the modules has.
+    """
+    used = [each for each in self.policies if each in formats.values()]
+    policy = used[0] if used else self.policies[0]
+    by_home = {self.homes.get(path, path): each for path, each in formats.items()}
+    return policy, rules_for(by_home, self.homes, policy)
+
+  def _note_headroom(self, largest: Mapping[str, float]) -> None:
+    """Notes the headroom of modules in a program in which all of them run in float16."""
+    for path, magnitude in largest.items():
+      measured, expected = in_float16(magnitude), self.headroom.get(path, math.inf)
+      # Of values that overflow, those in float32 say by how much.
+      if measured > 0 or expected >= 1:
+        self.headroom[path] = min(measured, expected)
+
+  def cost(self, choice: Evaluation) -> tuple[float, int]:
+    """Returns how far a choice is from the preferred format, by FLOPs and by modules."""
+    last = len(self.policies)
+    levels = dict.fromkeys(self.flops, self.policies.index(choice.policy))
+    levels |= {path: self.policies.index(each) for path, each in choice.others.items()}
+    wide = self.flops if choice.float32 == ("**",) else choice.float32
+    levels |= dict.fromkeys(wide, last)
+    upgraded = len(choice.float32) + len(choice.others)
+    return sum(self.flops[path] * level for path, level in levels.items()), upgraded
+
+  def search(self) -> None:
+    """Measures choices until one that reaches the goal is among them."""
+    groups = self._paths_by_home()
+    flops = [sum(self.flops[path] for path in paths) for paths in groups.values()]
+    known = self._cost_of_one_policy([path for paths in groups.values() for path in paths])
+    upgrades = upgrades_of(flops, [self._alone(groups, policy) for policy in self.policies])
+    search(
+      [each.flops for each in upgrades],
+      np.asarray([each.error for each in upgrades]),
+      self.goal.tolerance,
+      functools.partial(self._error_of, [*groups.values()], upgrades),
+      [each.after for each in upgrades],
+      known,
+    )
+    if not any(map(self.goal.is_reached, self.evaluations)):
+      # Operations outside of these modules must stay in float32 too.
+      self.measure({"**": _FLOAT32})
+
+  def _cost_of_one_policy(self, paths: Sequence[str]) -> float:
+    """Measures each later policy for all modules, and returns the cost of the first good one."""
+    costs = [math.inf]
+    for level, policy in enumerate(self.policies[1:], start=1):
+      self.measure(dict.fromkeys(paths, policy))
+      if self.goal.is_reached(self.evaluations[-1]):
+        costs.append(level * sum(self.flops[path] for path in paths))
+    return min(costs)
+
+  def _error_of(
+    self,
+    groups: Sequence[Sequence[str]],
+    upgrades: Sequence[Upgrade],
+    chosen: Choice,
+  ) -> float:
+    """Measures the error of a choice of upgrades; inf if it has too little headroom."""
+    levels, every_policy = levels_of(chosen, upgrades), (*self.policies, _FLOAT32)
+    formats = {
+      path: every_policy[levels.get(i, 0)] for i, paths in enumerate(groups) for path in paths
+    }
+    wanted = self._policy_and_rules(formats)
+    measured = (each for each in self.evaluations if (each.policy, each.rules) == wanted)
+    choice = next(measured, None)
+    if choice is None:
+      self.measure(formats)
+      choice = self.evaluations[-1]
+    return choice.error if choice.headroom >= self.goal.headroom else math.inf
+
+  def _alone(self, groups: Mapping[str, Sequence[str]], policy: Policy) -> NumpyArray:
+    """Returns the expected errors of the groups in the format of a policy."""
+    graph = Graph(self.call.traced(self.under(policy, ()))[0])
+    float8 = {each.where.path for each, dtype, _ in graph.matmuls() if dtype.itemsize == 1}
+    gradient = functools.partial(self.gradient, self.body)
+    errors = errors_alone(gradient, groups.values(), policy.compute_dtype, self.step, float8)
+    if policy.compute_dtype == jnp.float16:
+      tight = [any(map(self._is_tight, paths)) for paths in groups.values()]
+      errors = np.where(tight, math.inf, errors)
+    return errors
+
+  def _is_tight(self, path: str) -> bool:
+    """Whether the values of a module have too little headroom in float16."""
+    return self.headroom.get(path, math.inf) < self.goal.headroom
 
   def _paths_by_home(self) -> dict[str, list[str]]:
-    """Returns the modules with low-precision matmuls, by the path that a rule matches."""
-    graph = Graph(body_of(self.call.traced(self.under(()))[0]))
-    low = {operation.where.path for operation, dtype, _ in graph.matmuls() if dtype.itemsize < 4}
+    """Returns the modules that may be upgraded, by the path that a rule matches.
+
+    They have low-precision matmuls, or low-precision values with too little headroom.
+    """
+    matmuls = self._low.matmuls()
+    low = {operation.where.path for operation, dtype, _ in matmuls if dtype.itemsize < 4}
     groups = dict[str, list[str]]()
     for path, flops in self.flops.items():
-      if flops and path in low:
+      if (flops and path in low) or self._is_tight(path):
         groups.setdefault(self.homes[path], []).append(path)
     return groups
 
   def rows(self, low: Sequence[Array]) -> Iterator[ModuleReport]:
-    """Yields the errors by module, given the gradient under the policy without rules."""
+    """Yields the errors by module, given the gradient under the first policy without rules."""
     of_float32, of_policy = (
-      body_of(self.call.traced(fn)[0]) for fn in (self.named, self.under(()))
+      body_of(self.call.traced(fn)[0]) for fn in (self.named, self.under(self.policies[0], ()))
     )
     forward = forward_errors(of_float32, of_policy, self.operands)
-    readers = plan(self.body, self.call.arguments(self.loss_fn)).readers
+    forward |= {
+      path: math.nan for path in filter(self._is_tight, self.headroom) if path not in forward
+    }
+    readers = self._plan.readers
     # Gradients are those of the floating arrays in the first argument, the first ones of all.
     floats = (i for i, x in enumerate(self.operands) if is_inexact(x))
     pairs = dict[str, list[Pair]]()
     for i, exact, rounded in zip(floats, self.exact, low, strict=False):
       if i in readers:
         pairs.setdefault(readers[i].path, []).append((exact, rounded))
-    return rows_of(self.flops, forward, pairs)
+    for row in rows_of(self.flops, forward, pairs):
+      yield row._replace(headroom=self.headroom.get(row.path, math.nan))
 
 
 def _check_float32(graph: Graph) -> None:
@@ -269,26 +484,46 @@ def _check_float32(graph: Graph) -> None:
     )
 
 
-def _check_gradient(gradient: Sequence[Array]) -> None:
-  """Raises unless a gradient in float32 has errors that can be compared with it."""
+def _check_low(graph: Graph, policy: Policy) -> None:
+  """Raises if a policy changes nothing in a loss: every choice would have the error 0."""
+  if lows_of(graph):
+    return
+  kernels = [f"{each.operation} in {each.path or 'it'}" for each in find_kernels(graph)]
+  traced = f": {', '.join(kernels)} runs as it was traced" if kernels else ""
+  raise MpjaxValueError(
+    f"{_CALL}(*args)",
+    expected=f"a loss that computes in {policy.compute_dtype.name} under the policy",
+    got=f"one without such an operation{traced}",
+    fix="Tune a loss with matmuls of floating parameters, outside of full_precision. Run a kernel "
+    "in the compute dtype by mpjax.low_precision(kernel), and compare by mpjax.compare.",
+  )
+
+
+def _check_gradient(loss: Array, gradient: Sequence[Array]) -> None:
+  """Raises unless a loss and its gradient in float32 have errors that can be compared with them."""
   norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in gradient))
-  if not (math.isfinite(norm) and norm > 0):
+  if not (math.isfinite(norm) and norm > 0 and bool(jnp.isfinite(loss))):
+    of_gradient = f"one of norm {norm}, of a loss of {float(loss):g}"
     raise MpjaxValueError(
       f"{_CALL}(*args)",
-      expected="a gradient in float32 that is finite and not zero",
-      got=f"one of norm {norm}" if gradient else "no floating array in the first argument",
+      expected="a gradient in float32 that is finite and not zero, of a finite loss",
+      got=of_gradient if gradient else "no floating array in the first argument",
       fix="Ask mpjax.ranges(loss_fn)(*args) what its numbers look like; pass parameters first.",
     )
 
 
-def _half_share(graph: Graph) -> float:
-  """Returns the share of the FLOPs of matmuls that are in low precision."""
-  low = total = 0
-  for _, dtype, flops in graph.matmuls():
-    total += flops
-    if dtype.itemsize < 4:
-      low += flops
-  return low / max(total, 1)
+def flops_by_dtype(graph: Graph) -> dict[str, float]:
+  """Returns the shares of the FLOPs of matmuls by dtype; all formats of 8 bits are "float8"."""
+  flops = collections.Counter[str]()
+  for _, dtype, each in graph.matmuls():
+    flops["float8" if dtype.itemsize == 1 else dtype.name] += each
+  total = flops.total()
+  names = [name for name in ("float8", *HALF_NAMES, "float32", "float64") if name in flops]
+  return {name: flops[name] / total for name in names} if total else {}
+
+
+def any_low(values: Sequence[Value]) -> bool:
+  return any(value.is_low for value in values)
 
 
 def lows_of(graph: Graph) -> list[Value]:
@@ -331,142 +566,19 @@ def modules_of(body: Body) -> dict[str, int]:
 
 
 def rules_for(
-  chosen: Collection[str], others: Collection[str], homes: Mapping[str, str], policy: Policy
+  formats: Mapping[str, Policy], homes: Mapping[str, str], policy: Policy
 ) -> tuple[Rule, ...]:
-  """Returns rules by which chosen modules compute in float32, and others as the policy says."""
+  """Returns rules by which some paths have some policies, and the rest of the program `policy`."""
+  others = set(formats.values()) - {policy}
   # In Linen a model of one module has no name that selects it.
-  if not others:
-    return (Rule("float32", path="**"),)
-  wide, rules = {**dict.fromkeys(chosen, True), **dict.fromkeys(others, False)}, list[Rule]()
-  for path, is_wide in wide.items():
+  if len(others) == 1 and policy not in formats.values():
+    return (Rule(*others, path="**"),)
+  rules = list[Rule]()
+  for path, wanted in formats.items():
     # A module has the rule of the nearest one around it.
-    outside = [other for other in around([path]) & wide.keys() if other != path]
-    if is_wide != (bool(outside) and wide[max(outside, key=len)]):
-      rules.append(Rule("float32" if is_wide else policy, path=selector(path, homes)))
-  return tuple(rules)
-
-
-def relative_error(pairs: Iterable[Pair]) -> float:
-  """Returns the length of the difference over the length of the first ones; NaN of nothing."""
-  difference = total = 0.0
-  for exact, x in pairs:
-    wide = complex if np.iscomplexobj(exact) else float
-    a, b = np.asarray(exact).astype(wide), np.asarray(x).astype(wide)
-    with np.errstate(invalid="ignore", over="ignore"):
-      difference += float(np.sum(np.abs(b - a) ** 2))
-      total += float(np.sum(np.abs(a) ** 2))
-  if not math.isfinite(difference):
-    return math.inf
-  return math.sqrt(difference / total) if total else math.nan
-
-
-def forward_errors(exact: Body, low: Body, operands: Sequence[Array]) -> dict[str, float]:
-  """Returns by module the error of the worst matmul or sum of a loss under a policy.
-
-  Results are paired by primitive, shape and order, which a policy does not change. It may change
-  their scopes: what it casts can be put into calls.
-  """
-  rounded, worst = _matmuls_and_sums(low, operands), dict[str, float]()
-  for alike, results in _matmuls_and_sums(exact, operands).items():
-    others = rounded[alike] if len(results) == len(rounded[alike]) else ()
-    for result, other in zip(results, others, strict=False):
-      error = relative_error([(result.array, other.array)])
-      worst[result.path] = max(worst.get(result.path, 0.0), error)
-  return worst
-
-
-def _matmuls_and_sums(
-  body: Body, operands: Sequence[Array]
-) -> Mapping[Hashable, list[ModuleResult]]:
-  """Returns the results of matmuls and of sums, by primitive and shape, in the order of the run."""
-  results = collections.defaultdict[Hashable, list[ModuleResult]](list)
-
-  def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
-    facts = facts_of(step.eqn)
-    return outs[:1] if facts.flops is not None or facts.gradient == "added" else ()
-
-  def see(step: Step, picked: Sequence[Array]) -> None:
-    alike = step.eqn.primitive.name, shape_of(step.eqn.outvars[0])
-    results[alike].append(ModuleResult(step.location.path, picked[0]))
-
-  run_on_host(body, operands, Look(pick=pick, see=see))
-  return results
-
-
-@jax.custom_jvp
-def _moved(x: Array, eps: Array, error: Array) -> Array:
-  """Returns `x + eps * error` at `eps` 0, where the error may be infinite."""
-  return x
-
-
-@_moved.defjvp
-def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
-  return primals[0], tangents[0] + tangents[1] * primals[2]
-
-
-def _rounded(dtype: DType, eps: Array, x: Array) -> Array:
-  """Returns `x + eps * (rounded(x) - x)`, at `eps` 0; arrays of other dtypes are not rounded."""
-  if x.dtype != jnp.float32:
-    return x
-  fixed = jax.lax.stop_gradient(x)
-  error = fixed.astype(dtype).astype(jnp.float32) - fixed
-  return _moved(x, eps, jnp.where(jnp.isfinite(fixed), error, jnp.zeros_like(x)))
-
-
-def errors_alone(
-  gradient: Callable[[Look], Sequence[Array]],
-  modules: Collection[Sequence[str]],
-  dtype: DType,
-  advance: Callable[[], None],
-) -> NumpyArray:
-  """Returns how far the gradient in float32 moves if a module rounds, and nothing else does.
-
-  A module is a sequence of paths. The error is infinite where an operand or result of one of its
-  matmuls overflows. The errors are found to first order, for all modules together: every matmul of
-  the forward and backward pass takes and returns `x + eps * (rounded(x) - x)`, with one `eps` for
-  each module, which is 0. The derivative of the gradient with respect to `eps` is the error that
-  the module causes. It has the size of the gradient, for each module. Instead, the derivatives of a
-  few random projections of the gradient are computed: one forward pass, and one backward pass for
-  each projection.
-  """
-  module_of = {path: i for i, paths in enumerate(modules) for path in paths}
-
-  def perturbed(eps: Array) -> Sequence[Array]:
-    def compute(step: Step, values: Sequence[Array]) -> list[Array]:
-      module = module_of.get(step.location.path)
-      if module is None or facts_of(step.eqn).flops is None:
-        return bind(step.eqn, values)
-      rounded = functools.partial(_rounded, dtype, eps[module])
-      first, *rest = bind(step.eqn, [*map(rounded, values[:2]), *values[2:]])
-      return [rounded(first), *rest]
-
-    return gradient(Look(compute))
-
-  try:
-    grads, pullback = jax.vjp(perturbed, jnp.zeros(len(modules), jnp.float32))
-  except REFUSALS as error:
-    _warn_of_refusal(error)
-    return np.ones(len(modules))
-  norm = math.sqrt(sum(float(jnp.sum(jnp.abs(g) ** 2)) for g in grads))
-  squares = np.zeros(len(modules))
-  for key in jax.random.split(jax.random.key(0), PROJECTIONS):
-    (derivative,) = pullback(_random_like(grads, key))
-    squares += (np.asarray(derivative, np.float64) / norm) ** 2
-    advance()
-  return np.sqrt(np.nan_to_num(squares, nan=math.inf, posinf=math.inf) / PROJECTIONS)
-
-
-def _random_like(grads: Sequence[Array], key: Array) -> list[Array]:
-  keys = (jax.random.fold_in(key, i) for i in range(len(grads)))
-  pairs = zip(keys, grads, strict=True)
-  return [jax.random.normal(each, g.shape).astype(g.dtype) for each, g in pairs]
-
-
-def _warn_of_refusal(error: Exception) -> None:
-  warnings.warn(
-    "mpjax.tune(loss_fn, policy): the gradient cannot be differentiated, so that modules with "
-    f"few FLOPs are tried first ({type(error).__name__}: {str(error).splitlines()[0]}). What is "
-    "returned is measured all the same.",
-    UserWarning,
-    stacklevel=3,
-  )
+    outside = [other for other in around([path]) & formats.keys() if other != path]
+    inherited = formats[max(outside, key=len)] if outside else policy
+    if wanted != inherited:
+      rules.append(Rule(wanted, path=selector(path, homes)))
+  # Each rule selects one path, so that their order is free: upgrades are read first.
+  return tuple(sorted(rules, key=lambda rule: rule.policy == policy))

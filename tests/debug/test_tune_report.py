@@ -10,17 +10,24 @@ from mpjax._debug.tune_report import Evaluation, ModuleReport, TuneReport
 @pytest.fixture
 def report():
   rule = mpjax.Rule("float32", path="**/decoder/a_long_name/of_a_module")
-  best = Evaluation(("Net/hot",), (rule,), 0.004, 0.9)
-  others = [Evaluation((), (), math.inf, 1.0), Evaluation(("Net/a",) * 9, (rule,), 0.02, 0.95)]
-  others.append(Evaluation(("",), (rule,), 0.01, 0.5))
+  policy = mpjax.Policy.parse("mixed_float16")
+
+  def choice(paths, error, share, headroom):
+    rules = (rule,) if paths else ()
+    return Evaluation(paths, rules, error, share, policy, headroom, {}, {"float16": share})
+
+  best = choice(("Net/hot",), 0.004, 0.9, 12.3)
+  others = [choice((), math.inf, 1.0, 0.0), choice(("Net/a",) * 9, 0.02, 0.95, 9.0)]
+  others.append(choice(("",), 0.01, 0.5, 4096.0))
   modules = [
     ModuleReport("Net/hot", math.inf, 0.01, 0.1),
     ModuleReport("Net/" + "long" * 30, 0.002, math.nan, 0.9, is_stream=True),
     ModuleReport("Net/exact", 0.0, math.nan, 0.0),
   ]
   return TuneReport(
-    policy=mpjax.Policy.parse("mixed_float16"),
+    policies=(policy,),
     tolerance=0.01,
+    required_headroom=8.0,
     **best._asdict(),
     evaluations=[*others, best],
     bound=17,
@@ -35,8 +42,8 @@ def test_text_and_json(report):
   assert text.startswith("Error of each module in float16 against float32")
   assert "Net/exact" not in text
   parts = ("(residual stream)", "90.0 %", "0.004", "4 of at most 17", "autocast, at loss")
-  curve = "50.0 % 0.01 good (no scope)", "0.004 chosen Net/hot", "not finite nothing"
-  for part in (*parts, *curve, "95.0 % 0.02 Net/a, Net/a, Net/a and 6 more", "mpjax.Rule"):
+  curve = "50.0 % 0.01 4.1 k good (no scope)", "0.004 12 chosen Net/hot", "not finite 0 nothing"
+  for part in (*parts, *curve, "95.0 % 0.02 9 Net/a, Net/a, Net/a and 6 more", "mpjax.Rule"):
     assert part in " ".join(text.split()), part
   found = json.loads(report.to_json())
   assert found["rules"][0]["path"] == "**/decoder/a_long_name/of_a_module"

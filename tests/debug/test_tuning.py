@@ -14,14 +14,8 @@ import mpjax
 from mpjax._debug.arguments import Call
 from mpjax._debug.ranges_measure import gradient_of
 from mpjax._debug.selectors import homes_of
-from mpjax._debug.tuning import (
-  errors_alone,
-  forward_errors,
-  modules_of,
-  relative_error,
-  rows_of,
-  rules_for,
-)
+from mpjax._debug.tune_errors import errors_alone, forward_errors, relative_error
+from mpjax._debug.tuning import modules_of, rows_of, rules_for
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.runner import run_on_host
 from mpjax._jaxpr.steps import body_of
@@ -29,6 +23,9 @@ from tests import programs
 from tests.errors import refused
 from tests.models.values import filled, normal, shapes
 from tests.programs import bits
+
+HALF, WIDE = mpjax.Policy.parse("mixed_bfloat16"), mpjax.Policy.parse("float32")
+DOT = "dot_general"
 
 
 class Root(nn.Module):
@@ -72,7 +69,7 @@ def test_a_budget_is_met_by_the_cheapest_of_all_choices():
   paths, good = ("Root", "Root/a", "Root/b"), []
   for chosen in (set(some) for n in range(4) for some in itertools.combinations(paths, n)):
     homes = {path: path for path in ("", *paths)}
-    rules = rules_for(chosen, {*paths} - chosen, homes, mpjax.Policy.parse("mixed_bfloat16"))
+    rules = rules_for({path: WIDE if path in chosen else HALF for path in paths}, homes, HALF)
     if error_of(loss_fn, args, rules, "mixed_bfloat16") <= budget:
       cast = mpjax.autocast(loss_fn, "mixed_bfloat16", rules=rules)
       good.append(programs.half_share(jax.make_jaxpr(jax.grad(cast))(*args)))
@@ -196,8 +193,8 @@ def test_a_row_has_the_gradients_of_what_is_inside_too():
   pairs = {"net/a": [(w, 1.01 * w)], "net/emb": [(w, w)]}  # A table is no row of its own.
   net, a = rows_of(flops, {"net": 0.1}, pairs)
   np.testing.assert_allclose([net.gradient, a.gradient], [0.01 / np.sqrt(2), 0.01], rtol=1e-4)
-  assert net[:2] + net[3:] == ("net", 0.1, 0, True)
-  assert (a.path, np.isnan(a.forward), *a[3:]) == ("net/a", True, 0.75, False)
+  assert net[:2] + net[3:5] == ("net", 0.1, 0, True)
+  assert (a.path, np.isnan(a.forward), *a[3:5]) == ("net/a", True, 0.75, False)
 
 
 CALL = "mpjax.tune(loss_fn, policy)(*args)"
@@ -327,9 +324,6 @@ def test_a_loss_that_is_no_scalar_or_has_no_argument_by_position():
       tune(*args, x=jnp.ones((4, 3)))
 
 
-HALF, DOT = mpjax.Policy.parse("mixed_bfloat16"), "dot_general"
-
-
 def test_modules_with_their_flops_forward_and_backward():
   def loss(w, x):
     with jax.named_scope("outer"):
@@ -354,12 +348,12 @@ HOMES = dict(zip(SCOPES, SCOPES, strict=True))
 
 
 def test_modules_inside_of_a_chosen_one_keep_the_policy():
-  rules = rules_for(["Net/a"], ["Net/a/b", "Net/b"], HOMES, HALF)
+  rules = rules_for({"Net/a": WIDE, "Net/a/b": HALF, "Net/b": HALF}, HOMES, HALF)
   assert [rule.path for rule in rules] == ["**/a", "**/a/b"]
   assert rules[1].policy == HALF
-  rules = rules_for(["Net/a", "Net/a/b"], ["Net/b"], HOMES, HALF)
+  rules = rules_for({"Net/a": WIDE, "Net/a/b": WIDE, "Net/b": HALF}, HOMES, HALF)
   assert [rule.path for rule in rules] == ["**/a"]
-  rules = rules_for(["Net", "Net/a/b"], ["Net/a"], HOMES, HALF)
+  rules = rules_for({"Net": WIDE, "Net/a/b": WIDE, "Net/a": HALF}, HOMES, HALF)
   assert [rule.path for rule in rules] == ["**/Net", "**/a/b", "**/a"]
 
 
@@ -379,8 +373,8 @@ def test_rules_for_methods_select_the_same_in_linen_and_in_autocast():
   variables = jax.eval_shape(Net().init, jax.random.key(0), x)
   body = body_of(jax.make_jaxpr(jax.grad(lambda v: jnp.sum(Net().apply(v, x))))(variables))
   chosen = ["Net/emb", "Net/enc", "Net/rnn/LSTMCell_0/hi"]
-  others = [path for path in modules_of(body) if path not in chosen]
-  rules = rules_for(chosen, others, homes_of(Graph(body)), HALF)
+  formats = {path: WIDE if path in chosen else HALF for path in modules_of(body)}
+  rules = rules_for(formats, homes_of(Graph(body)), HALF)
   for apply in (
     mpjax.with_policy(Net(), HALF, rules=rules, unmatched="raise").apply,
     mpjax.autocast(Net().apply, HALF, rules=rules),
