@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpjax._debug.report import WIDTH, Report, Section, amount, percent
-from mpjax._policy.policy import Policy
+from mpjax._policy.policy import Policy, shortest_text
 from mpjax._policy.rules import Rule
 
 
@@ -121,9 +121,9 @@ class TuneReport(Report):
   def _errors(self) -> Section:
     """Returns the table of modules."""
     low = [name for name in self.shares if name != "float32"] or [self.policy.compute_dtype.name]
-    first, *more = [percent(self.shares.get(name, 0.0)) for name in low]
-    also = "".join(f", {share} in {name}" for share, name in zip(more, low[1:], strict=True))
-    share = f"{first} of the FLOPs of matmuls run in {low[0]}{also}"
+    first, *others = low
+    share = f"{percent(self.shares.get(first, 0.0))} of the FLOPs of matmuls run in {first}"
+    share += "".join(f", {percent(self.shares[name])} in {name}" for name in others)
     errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
     lines = [f"{share}; the relative error of the gradient is {errors}."]
     if math.isfinite(self.headroom):
@@ -136,8 +136,7 @@ class TuneReport(Report):
     columns = ("module", "forward", "gradient", "headroom", "FLOPs", "in")
     shown = (each for each in self.modules if self._is_shown(each))
     rows = tuple(map(self._row, shown))
-    first = self.policies[0].compute_dtype.name
-    title = f"Error of each module in {_name(self.policies[0], first)} against float32"
+    title = f"Error of each module in {_format_of(self.policies[0])} against float32"
     return Section(title, tuple(lines), columns, rows)
 
   def _is_shown(self, module: ModuleReport) -> bool:
@@ -150,14 +149,16 @@ class TuneReport(Report):
     errors = ("-" if math.isnan(x) else f"{x:.2g}" for x in (module.forward, module.gradient))
     headroom = _times(module.headroom) if self._may_overflow else ""
     name = (module.path or "(no scope)") + stream
-    return (name, *errors, headroom, percent(module.flops_share), self._format_of(module.path))
+    return (name, *errors, headroom, percent(module.flops_share), self._upgrade_of(module))
 
-  def _format_of(self, path: str) -> str:
-    """Returns the name of the format of a module that was upgraded; "" for any other."""
-    if path in self.float32:
+  def _upgrade_of(self, module: ModuleReport) -> str:
+    """Returns the format of a module that was upgraded; "" for any other."""
+    if module.path in self.float32:
       return "float32"
-    other = self.others.get(path)
-    return "" if other is None else _name(other, other.compute_dtype.name)
+    policy = self.others.get(module.path)
+    if policy is None and module.flops_share:
+      policy = self.policy
+    return "" if policy in (None, self.policies[0]) else _format_of(policy)
 
   def _how_to_use(self) -> tuple[str, ...]:
     """Returns how the rules were measured, and the rules as Python code."""
@@ -182,19 +183,19 @@ class TuneReport(Report):
       paths = _some_paths(self.kernels)
       lines.append(f"Kernels of {paths} ran in float32, as they are traced, in every choice.")
     if len(self.policies) > 1:
-      lines.extend(_assignment("policy", _written_policy(self.policy)))
+      lines.extend(_assignment("policy", shortest_text(self.policy)))
     if any(isinstance(rule.path, re.Pattern) for rule in self.rules):
       lines.append("import re")
     if not self.rules:
       return (*lines, "rules = ()  # none is needed")
-    return (*lines, "rules = (", *(f"  {_line(rule)}," for rule in self.rules), ")")
+    return (*lines, "rules = (", *(f"  {rule}," for rule in self.rules), ")")
 
   def _choices(self) -> Section:
     """Returns the table of what was measured, if it was more than one choice."""
     if len(self.evaluations) == 1:
       return Section()
     is_one = len(self.policies) == 1
-    names = [_name(policy, policy.compute_dtype.name) for policy in self.policies]
+    names = [*map(_format_of, self.policies)]
 
     def rank(choice: Evaluation) -> tuple[float, ...]:
       return (*(choice.shares.get(name, 0.0) for name in names), -choice.error)
@@ -213,10 +214,12 @@ class TuneReport(Report):
       return (percent(choice.half_share), *about, _some_paths(choice.float32))
     upgraded = collections.defaultdict[str, list[str]](list)
     for path, other in choice.others.items():
-      upgraded[_name(other, other.compute_dtype.name)].append(path)
+      upgraded[_format_of(other)].append(path)
     if choice.float32:
       upgraded["float32"].extend(choice.float32)
     texts = [f"{name}: {_some_paths(paths)}" for name, paths in upgraded.items()]
+    if choice.policy != self.policies[0]:
+      texts.append(f"{_format_of(choice.policy)}: all{' others' if texts else ''}")
     shares = (percent(choice.shares.get(name, 0.0)) for name in names)
     return (*shares, *about, "; ".join(texts) or "nothing")
 
@@ -239,29 +242,17 @@ def _some_paths(paths: Sequence[str]) -> str:
   return f"{first} and {more} more" if more > 0 else first
 
 
-_PRESETS = (*("float32", "mixed_bfloat16", "mixed_float16", "mixed_float8", "bfloat16", "float16"),)
-
-
-def _written_policy(policy: Policy) -> str:
-  """Returns the name of a preset, or the text of a policy."""
-  same = (name for name in _PRESETS if Policy.parse(name) == policy)
-  return next(same, str(policy))
-
-
 def _assignment(name: str, text: str) -> list[str]:
   """Returns the lines of code that assign a string, none of which is broken by a report."""
   line = f'{name} = "{text}"'
   return [line] if len(line) <= WIDTH else [f"{name} = (", f'  "{text}"', ")"]
 
 
-def _name(policy: Policy, dtype: str) -> str:
+def _format_of(policy: Policy) -> str:
   """Returns the format in which a policy multiplies: its recipe, or else the compute dtype."""
-  return dtype if policy.matmul is None else str(policy.matmul).partition(":")[0]
-
-
-def _line(rule: Rule) -> str:
-  policy = "None" if rule.policy is None else f'"{_written_policy(rule.policy)}"'
-  return f"mpjax.Rule({policy}, path={written(rule.path)})"
+  if policy.matmul is None:
+    return policy.compute_dtype.name
+  return str(policy.matmul).partition(":")[0]
 
 
 def _times(headroom: float) -> str:
@@ -273,8 +264,3 @@ def _times(headroom: float) -> str:
 
 def _text(error: float) -> str:
   return "not finite" if math.isinf(error) else f"{error:.2g}"
-
-
-def written(path: object) -> str:
-  """Returns the path of a rule as one writes it."""
-  return f'"{path}"' if isinstance(path, str) else repr(path)

@@ -1,3 +1,5 @@
+import contextlib
+import functools
 import itertools
 import math
 import re
@@ -9,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.extend.core import Literal
 
 import mpjax
 from mpjax._debug.arguments import Call
@@ -96,7 +101,7 @@ def pasted(report):
   """Returns the rules of a report as its printed lines give them."""
   text, names = str(report), dict[str, Any](mpjax=mpjax)
   start = text.index("import re\n") if "import re\n" in text else text.index("rules = (")
-  exec(text[start : text.index("\n)") + 2], names)
+  exec(text[start : text.index("\n)", start) + 2], names)
   return names["rules"]
 
 
@@ -294,10 +299,215 @@ def test_modules_of_nnx_with_named_scopes_have_the_rows_and_rules_of_those_witho
   assert reports[0].rules == reports[1].rules
 
 
+# Each advice is obeyed: one model of Linen and of NNX, with and without scopes, and a function.
+
+X = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (16, 16)), jnp.float32)
+KERNELS = {name: normal(16, 16, seed=i) / 4 for i, name in enumerate(("a", "hot", "b"))}
+GAIN = 3000.0
+"""It brings the values of the module "hot" to a fourth of the largest float16 number."""
+
+
+class Hot(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    kernel = self.param("kernel", nn.initializers.zeros, (16, 16))
+    return (x * GAIN) @ kernel / GAIN
+
+
+class Stack(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Dense(16, use_bias=False, name="a")(x))
+    return nn.Dense(16, use_bias=False, name="b")(Hot(name="hot")(x))
+
+
+class NNXHot(nnx.Module):
+  def __init__(self):
+    self.kernel = nnx.Param(jnp.zeros((16, 16)))
+
+  def __call__(self, x):
+    return (x * GAIN) @ self.kernel[...] / GAIN
+
+
+class NNXStack(nnx.Module):
+  def __init__(self, is_scoped):
+    self.a, self.b = (nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0)) for _ in "ab")
+    self.hot, self.is_scoped = NNXHot(), is_scoped
+    for name, kernel in KERNELS.items():
+      getattr(self, name).kernel[...] = kernel
+
+  def __call__(self, x):
+    with jax.named_scope("net") if self.is_scoped else contextlib.nullcontext():
+      return self.b(self.hot(nnx.relu(self.a(x))))
+
+
+def stack(kernels, x):
+  with jax.named_scope("a"):
+    x = jax.nn.relu(x @ kernels["a"])
+  with jax.named_scope("hot"):
+    x = (x * GAIN) @ kernels["hot"] / GAIN
+  with jax.named_scope("b"):
+    return x @ kernels["b"]
+
+
+def as_it_is(model):
+  return model
+
+
+def tune_by_params(loss, params, policy, **options):
+  return mpjax.tune(lambda params: loss(params, as_it_is), policy, **options)(params)
+
+
+def of_linen():
+  params = {"params": {name: {"kernel": kernel} for name, kernel in KERNELS.items()}}
+
+  def loss(params, wrap):
+    return jnp.mean(wrap(Stack()).apply(params, X) ** 2)
+
+  return params, loss, functools.partial(tune_by_params, loss, params)
+
+
+def of_nnx(is_scoped):
+  graph, params = nnx.split(NNXStack(is_scoped))
+
+  def loss(params, wrap):
+    return jnp.mean(wrap(nnx.merge(graph, params))(X) ** 2)
+
+  def tune(policy, **options):
+    return mpjax.tune(lambda m: jnp.mean(m(X) ** 2), policy, **options)(NNXStack(is_scoped))
+
+  return params, loss, tune
+
+
+def of_function():
+  def loss(params, wrap):
+    return jnp.mean(wrap(stack)(params, X) ** 2)
+
+  return KERNELS, loss, functools.partial(tune_by_params, loss, KERNELS)
+
+
+MODELS = {
+  "linen": of_linen,
+  "nnx": functools.partial(of_nnx, False),
+  "nnx with a scope": functools.partial(of_nnx, True),
+  "function": of_function,
+}
+
+
+def tuned(kind, policy, **options):
+  """Returns the report of a model, and the gradients in float32 and under what it says."""
+  params, loss, tune = MODELS[kind]()
+  report = tune(policy, **options)
+  rules = pasted(report) if report.rules else ()
+
+  def with_policy(model):
+    return mpjax.with_policy(model, report.policy, rules)
+
+  exact, low = (
+    jax.make_jaxpr(jax.grad(lambda params, w=wrap: report.loss_scale * loss(params, w)))(params)
+    for wrap in (as_it_is, with_policy)
+  )
+  return report, exact, low, jax.tree.leaves(params)
+
+
+def evaluated(jaxpr, consts, args, numbers):
+  """Returns the results of a jaxpr by NumPy's copies, and adds float16 magnitudes to `numbers`."""
+  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+  for eqn in jaxpr.eqns:
+    ins = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
+    inner = next((x for x in eqn.params.values() if hasattr(x, "jaxpr")), None)
+    if inner is None:
+      inner = next((x for x in eqn.params.values() if hasattr(x, "eqns")), None)
+    if inner is not None:
+      program = getattr(inner, "jaxpr", inner)
+      outs = evaluated(program, getattr(inner, "consts", ()), ins, numbers)
+    else:
+      outs = eqn.primitive.bind(*ins, **eqn.params)
+      outs = outs if eqn.primitive.multiple_results else [outs]
+    for x in outs:
+      if x.dtype == jnp.float16:
+        numbers.append(float(np.abs(np.asarray(x).astype(np.float64)).max()))
+    values.update(zip(eqn.outvars, outs, strict=True))
+  return [x.val if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
+
+
+@pytest.mark.parametrize(("kind", "headroom"), [*((kind, 8) for kind in MODELS), ("function", 1)])
+def test_the_advised_rules_have_the_error_and_headroom_that_were_promised(kind, headroom):
+  report, exact, low, leaves = tuned(kind, "mixed_float16", tolerance=0.01, headroom=headroom)
+  numbers = []
+  of_float32 = evaluated(exact.jaxpr, exact.consts, leaves, [])
+  found = evaluated(low.jaxpr, low.consts, leaves, numbers)
+  assert relative_error(zip(of_float32, found, strict=True)) == pytest.approx(
+    report.error, rel=0.05
+  )
+  assert 65504 / max(numbers) == pytest.approx(report.headroom, rel=1e-3)
+  assert report.headroom >= headroom
+  hot = next(module for module in report.modules if module.path.split("/")[-1] == "hot")
+  assert 2 < hot.headroom < 8
+  assert [path.split("/")[-1] for path in report.float32] == (["hot"] if headroom == 8 else [])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_module_gets_the_first_format_that_is_exact_enough(kind):
+  float8 = "p=float32,c=bfloat16,o=float32,matmul=float8:skip=none"
+  policies = (float8, "mixed_bfloat16")
+  plain, *_ = tuned(kind, policies, tolerance=1.0)
+  assert (plain.shares, plain.rules) == ({"float8": 1.0}, ())
+  report, exact, low, leaves = tuned(kind, policies, tolerance=0.7 * plain.error)
+  assert set(report.shares) == {"float8", "bfloat16"}
+  assert {str(rule.policy) for rule in report.rules} == {str(mpjax.Policy.parse("bf16"))}
+  found, of_float32 = (evaluated(x.jaxpr, x.consts, leaves, []) for x in (low, exact))
+  error = relative_error(zip(of_float32, found, strict=True))
+  assert error == pytest.approx(report.error, rel=0.05)
+  assert error <= 0.7 * plain.error
+
+
+def test_a_tolerance_that_no_format_meets():
+  report, *_ = tuned("function", ("mixed_bfloat16", "mixed_float16"), tolerance=1e-7)
+  assert (report.shares, report.error, report.headroom) == ({"float32": 1.0}, 0.0, math.inf)
+
+
+def test_a_policy_for_all_modules_is_the_policy_without_rules():
+  report, *_ = tuned("function", ("mixed_bfloat16", "mixed_float16"), tolerance=1e-3, headroom=1)
+  assert (str(report.policy), report.rules) == (str(mpjax.Policy.parse("fp16")), ())
+  assert 'policy = "mixed_float16"' in str(report)
+  assert len(report.evaluations) <= report.bound
+
+
+def test_a_module_without_matmuls_that_has_too_little_headroom():
+  def loss(kernels, x):
+    with jax.named_scope("a"):
+      y = x @ kernels["a"]
+    with jax.named_scope("gain"):
+      y = y * 6e4
+      y = y / 6e4
+    with jax.named_scope("b"):
+      return jnp.mean((y @ kernels["b"]) ** 2)
+
+  report = mpjax.tune(loss, "mixed_float16", tolerance=0.01)(KERNELS, X)
+  assert report.rules == (mpjax.Rule("float32", path="**/gain"),)
+  assert report.half_share == 1
+  assert report.headroom >= 8
+  assert "gain" in str(report).partition("Rules")[0]
+
+
+def test_more_headroom_lowers_the_loss_scale():
+  def scale(headroom):
+    tune = mpjax.tune(
+      lambda k: jnp.sum(stack(k, X)), "mixed_float16", tolerance=1, headroom=headroom
+    )
+    return tune(KERNELS).loss_scale
+
+  assert scale(32) == scale(8) / 4
+
+
 @pytest.mark.parametrize(
   ("policy", "tolerance", "where", "expected", "got", "fix"),
   [
     ("float32", 0.1, "policy", "bfloat16 or float16", "float32", "Write"),
+    (("mixed_float8", "float32"), 0.1, "policy", "or several", "float32", "Write"),
+    (("bf16", "mixed_bfloat16"), 0.1, "policy", "that differ", "bf16", "Name each once"),
+    ((), 0.1, "policy", "or several", "()", "Write"),
     ("mixed_bfloat16", 0, "tolerance", "positive", "0", "tolerance=0.01"),
     ("mixed_bfloat16", math.inf, "tolerance", "positive", "inf", "tolerance=0.01"),
     ("mixed_bfloat16", True, "tolerance", "positive", "True", "tolerance=0.01"),
@@ -314,6 +524,96 @@ def test_a_gradient_of_zero_or_of_no_parameter(dtype, got):
   tune = mpjax.tune(lambda w: jnp.sum(0.0 * w.astype(jnp.float32)), tolerance=0.1)
   with refused(ValueError, CALL, "not zero", got, "mpjax.ranges"):
     tune(jnp.ones(3, dtype))
+
+
+@pytest.mark.parametrize("headroom", [0.5, math.inf, math.nan, True, "8"])
+def test_a_headroom_that_is_none(headroom):
+  with refused(ValueError, "mpjax.tune(headroom)", "from 1 on", repr(headroom), "headroom=16"):
+    mpjax.tune(jnp.sum, tolerance=0.1, headroom=headroom)
+
+
+def kernel_of(x, w):
+  """Returns a product by a kernel, whose derivatives are kernels too."""
+
+  def product(x, w):
+    def body(x, w, out):
+      out[...] = x[...] @ w[...]
+
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
+    return pl.pallas_call(body, out_shape=shape, interpret=True)(x, w)
+
+  @jax.custom_vjp
+  def multiply(x, w):
+    return product(x, w)
+
+  multiply.defvjp(
+    lambda x, w: (product(x, w), (x, w)),
+    lambda kept, bar: (product(bar, kept[1].T), product(kept[0].T, bar)),
+  )
+  return multiply(x, w)
+
+
+def untouched(w, x):
+  return mpjax.full_precision(lambda w, x: jnp.mean((x @ w) ** 2))(w, x)
+
+
+def of_complex(w, x):
+  return jnp.mean(jnp.abs(jax.lax.complex(x, x) @ w.astype(complex)) ** 2)
+
+
+UNMEASURABLE = {
+  "no matmul": (lambda w, x: jnp.mean(jnp.tanh(w) * w), "computes in bfloat16", "without such"),
+  "full precision": (untouched, "computes in bfloat16", "without such"),
+  "complex": (of_complex, "computes in bfloat16", "without such"),
+  "a kernel": (lambda w, x: jnp.mean(kernel_of(x, w) ** 2), "computes in bfloat16", "pallas_call"),
+  "constant": (lambda w, x: jnp.sum(jnp.sign(x @ w)), "not zero", "norm 0.0"),
+  "not finite": (lambda w, x: jnp.sum(jnp.log(-jnp.abs(x @ w))), "a finite loss", "of nan"),
+}
+
+
+@pytest.mark.parametrize(("loss", "expected", "got"), UNMEASURABLE.values(), ids=UNMEASURABLE)
+def test_a_loss_of_which_nothing_can_be_measured(loss, expected, got):
+  with refused(ValueError, CALL, expected, got, "mpjax."):
+    mpjax.tune(loss, tolerance=0.1)(normal(8, 8), normal(4, 8, seed=1))
+
+
+def test_a_loss_that_differs_from_call_to_call():
+  random = np.random.default_rng(0)
+
+  def of_trace(w, x):
+    return jnp.mean((x @ w + random.normal(size=(4, 8)).astype("float32")) ** 2)
+
+  def of_run(w, x):
+    shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    noise = io_callback(lambda: random.normal(size=(4, 8)).astype("float32"), shape)
+    return jnp.mean((x @ w + noise) ** 2)
+
+  for loss in (of_trace, of_run):
+    with refused(ValueError, CALL, "the same gradient", "differ by", "as an argument"):
+      mpjax.tune(loss, tolerance=0.1)(normal(8, 8), normal(4, 8, seed=1))
+
+
+def test_random_numbers_of_a_key_or_of_a_model_are_the_same_in_each_call():
+  key = jax.random.key(0)
+  model = nnx.Sequential(
+    nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
+    nnx.Dropout(0.5, rngs=nnx.Rngs(1)),
+    nnx.BatchNorm(8, rngs=nnx.Rngs(2)),
+  )
+  x = normal(4, 8)
+  noisy = mpjax.tune(
+    lambda w: jnp.mean((x @ w + jax.random.normal(key, (4, 8))) ** 2), tolerance=1.0
+  )
+  assert 0 < noisy(normal(8, 8)).error < 0.02
+  assert 0 < mpjax.tune(lambda m: jnp.mean((m(x) - x) ** 2), tolerance=1.0)(model).error < 0.05
+
+
+def test_kernels_beside_matmuls_are_named():
+  report = mpjax.tune(lambda w, x: jnp.mean(kernel_of(x @ w, w) ** 2), tolerance=0.1)(
+    normal(8, 8), normal(4, 8, seed=1)
+  )
+  assert report.kernels == ("",)
+  assert "Kernels of (no scope) ran in float32" in " ".join(str(report).split())
 
 
 def test_a_loss_that_is_no_scalar_or_has_no_argument_by_position():
