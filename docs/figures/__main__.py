@@ -14,6 +14,7 @@ from docs.figures import (
   nonfinite,
   step,
   tpu,
+  tune,
   underflow,
 )
 from docs.figures.style import THEMES, files, svg
@@ -30,6 +31,7 @@ FIGURES = {
   "activations": activations,
   "audit": audit,
   "nonfinite": nonfinite,
+  "tune": tune,
 }
 
 
@@ -41,7 +43,7 @@ def main() -> None:
   if unknown := [name for name in options.names if name not in FIGURES]:
     parser.error(f"unknown: {', '.join(unknown)}")
   if options.measure:
-    for figure in (activations, compare, memory, nonfinite, underflow):
+    for figure in (activations, compare, memory, nonfinite, tune, underflow):
       found = json.dumps(figure.measure(), indent=2)
       figure.MEASURED.write_text(found + "\n", encoding="utf-8")
   for name in options.names or FIGURES:
