@@ -378,7 +378,7 @@ class Tuner:
     """Measures choices until one that reaches the goal is among them."""
     groups = self._paths_by_home()
     flops = [sum(self.flops[path] for path in paths) for paths in groups.values()]
-    known = self._cost_of_one_policy([path for paths in groups.values() for path in paths])
+    cost_of_one = self._cost_of_one_policy([path for paths in groups.values() for path in paths])
     upgrades = upgrades_of(flops, [self._alone(groups, policy) for policy in self.policies])
     search(
       [each.flops for each in upgrades],
@@ -386,7 +386,7 @@ class Tuner:
       self.goal.tolerance,
       functools.partial(self._error_of, [*groups.values()], upgrades),
       [each.after for each in upgrades],
-      known,
+      cost_of_one,
     )
     if not any(map(self.goal.is_reached, self.evaluations)):
       # Operations outside of these modules must stay in float32 too.
@@ -412,8 +412,8 @@ class Tuner:
     formats = {
       path: every_policy[levels.get(i, 0)] for i, paths in enumerate(groups) for path in paths
     }
-    wanted = self._policy_and_rules(formats)
-    measured = (each for each in self.evaluations if (each.policy, each.rules) == wanted)
+    policy_and_rules = self._policy_and_rules(formats)
+    measured = (each for each in self.evaluations if (each.policy, each.rules) == policy_and_rules)
     choice = next(measured, None)
     if choice is None:
       self.measure(formats)
@@ -574,11 +574,11 @@ def rules_for(
   if len(others) == 1 and policy not in formats.values():
     return (Rule(*others, path="**"),)
   rules = list[Rule]()
-  for path, wanted in formats.items():
+  for path, policy_of_path in formats.items():
     # A module has the rule of the nearest one around it.
     outside = [other for other in around([path]) & formats.keys() if other != path]
     inherited = formats[max(outside, key=len)] if outside else policy
-    if wanted != inherited:
-      rules.append(Rule(wanted, path=selector(path, homes)))
+    if policy_of_path != inherited:
+      rules.append(Rule(policy_of_path, path=selector(path, homes)))
   # Each rule selects one path, so that their order is free: upgrades are read first.
   return tuple(sorted(rules, key=lambda rule: rule.policy == policy))
