@@ -21,16 +21,13 @@ def tables() -> str:
     lines += ["| primitives | why |", "|---|---|"]
     lines += [f"| {_code(f.names)} | {f.reason}{_note(f.fixed)} |" for f in families]
     lines += [""]
-  lines += ["### conditional", "", "The part depends on the parameters of the equation.", ""]
+  lines += ["### conditional", "", "Parameters of the equation choose the part.", ""]
   lines += ["| primitive | part | why |", "|---|---|---|"]
   lines += [f"| {_code(f.names)} | {f.decides} | {f.reason} |" for f in FAMILIES if f.decides]
-  lines += ["", "### higher-order", "", "The jaxprs that these hold are entered:", ""]
+  lines += ["", "### higher-order", "", "The jaxprs in these are rewritten:", ""]
   entered, left = [family for family in FAMILIES if family.part is None]
   lines += [_code(entered.names), ""]
-  lines += [
-    "These run as they were traced: they come with others that must agree, or are objects of JAX:",
-    "",
-  ]
+  lines += ["The jaxprs in these run as they were traced:", ""]
   lines += [_code(left.names)]
   return "\n".join(lines)
 

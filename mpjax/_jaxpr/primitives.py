@@ -15,15 +15,14 @@ Part: TypeAlias = Literal["half", "float32", "promote", "keep", "opaque"]
 
 PARTS: Mapping[Part, str] = types.MappingProxyType(
   {
-    "half": "Its operands and its result are in the compute dtype. docs/concepts.md has the "
-    "matmuls that run in float32.",
-    "float32": "Its operands are cast to float32, and its result is float32.",
-    "promote": "It runs in float32 if an operand is an input or a float32 activation, or if a "
-    "number leaves the range of the compute dtype. Else it runs in the compute dtype, unless a "
-    "consumer widens it: see docs/concepts.md.",
-    "keep": "It runs in the dtype of its operand, unless a consumer widens it. With several "
-    "floating operands it runs as in `promote`.",
-    "opaque": "It runs in the dtypes in which it was traced.",
+    "half": "They run in the compute dtype. docs/concepts.md has the exceptions.",
+    "float32": "They run in float32.",
+    "promote": "They run in float32 if an operand is an input or a float32 activation, or if a "
+    "number leaves the range of the compute dtype. Otherwise they run in the compute dtype, unless "
+    "a consumer widens them.",
+    "keep": "They run in the dtype of their operand, unless a consumer widens them. With several "
+    "floating operands they run as in `promote`.",
+    "opaque": "They run in the dtypes in which they were traced.",
   }
 )
 """What each part means."""
@@ -172,8 +171,7 @@ FAMILIES: tuple[Family, ...] = (
   # half list
   Family(
     "half",
-    "Matmuls and convolutions: nearly all of the arithmetic of a network, what Tensor Cores are "
-    "for, and added up in float32 by the hardware before the one rounding of the result.",
+    "Tensor Cores multiply low precision and accumulate in float32.",
     Row("conv_general_dilated", dtype_param="preferred_element_type", flops="convolution"),
     Row("dot_general", dtype_param="preferred_element_type", flops="dot"),
     Row("ragged_dot_general", dtype_param="preferred_element_type", flops="ragged_dot"),
@@ -181,80 +179,70 @@ FAMILIES: tuple[Family, ...] = (
   # float32
   Family(
     "float32",
-    "The absolute error of the operand becomes the relative error of the result: bfloat16 rounds "
-    "8.03 to 8, and 3 % are lost. And exp(11.1) overflows float16.",
+    "An absolute error of the operand is a relative error of the result. exp(11.1) overflows "
+    "float16.",
     Row("exp", elementwise=True, gradient="result"),
     Row("exp2 expm1", elementwise=True),
   ),
   Family(
     "float32",
-    "Near 1 a rounding of the operand is all of the result; and the gradient 1/x of a small "
-    "operand overflows float16.",
+    "Near 1 the rounding of the operand is the size of the result.",
     Row("log log1p log2", elementwise=True),
   ),
   Family("float32", "It is exp(y log x), with the errors of both.", Row("pow", elementwise=True)),
   Family(
     "float32",
-    "Its gradient has the power -3/2 of the operand, which overflows float16 below 4e-4: where "
-    "the variance of a norm is.",
+    "Its gradient overflows float16 below 4e-4, as in norms.",
     Row("rsqrt", elementwise=True),
   ),
   Family(
     "float32",
-    "Their operands are angles, often thousands of radians: the absolute error of an angle is that "
-    "of the result, and near 1000 numbers of float16 are 0.5 apart, those of bfloat16 4.",
+    "Errors of an angle are absolute. Near 1000, bfloat16 numbers are 4 apart.",
     Row("sin cos tan", elementwise=True, role="angle"),
   ),
   Family(
     "float32",
-    "It is a sum of powers, of large terms that cancel where it approximates a function.",
+    "Its large terms cancel.",
     Row("polynomial", elementwise=True),
   ),
   Family("float32", "They grow as `exp` does.", Row("sinh cosh", elementwise=True)),
   Family(
     "float32",
-    "At an end of their domain the slope is infinite, and a rounding of the operand there is far "
-    "more than one of the result.",
+    "The slope is infinite at the end of the domain.",
     Row("acos acosh asin atanh", elementwise=True, role="angle"),
   ),
   Family(
     "float32",
-    "Special functions: steep, computed from exponentials and logarithms, and part of losses and "
-    "samplers rather than of the large layers, so that float32 costs little.",
+    "Special functions are steep, and too rare to cost time.",
     Row("bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac", elementwise=True),
     Row("lgamma polygamma regularized_incomplete_beta zeta", elementwise=True),
   ),
   Family(
     "float32",
-    "Sums and products of many numbers: the roundings add up, bfloat16 stops counting at 256, and "
-    "float16 overflows at 65504. Softmax, means, norms and losses consist of them.",
+    "Roundings add up. A sum of ones stops at 256 in bfloat16, and float16 overflows at 65504.",
     "cumlogsumexp cumprod cumsum reduce_prod reduce_sum reduce_window_sum",
   ),
   Family(
     "float32",
-    "The sum of the gradients of all uses of a value: of a shared or recurrent weight there are "
-    "many.",
+    "It sums the gradients of all uses of a value.",
     Row("add_any", elementwise=True),
   ),
   Family(
     "float32",
-    "They add or multiply into a buffer: how many numbers an element gets depends on the data. The "
-    "gradients of an embedding and of pooling are such sums.",
+    "The data decides how many values they sum, as in gradients of embeddings.",
     Row("scatter-add scatter-mul scatter-sub", **_UPDATES),
     "select_and_scatter_add",
   ),
   Family(
     "float32",
-    "Sums over devices, of gradients most of all: in low precision every hop rounds, and float16 "
-    "overflows. In float32 they send twice the bytes; where that is the bottleneck, move them to "
-    '"keep".',
+    'They sum gradients over devices, with twice the bytes. "keep" sends half.',
     Row("psum psum_invariant reduce_scatter"),
     Row("unreduced_psum unreduced_reduce_scatter"),
   ),
   # promote
   Family(
     "promote",
-    "Low precision rounds the result once. An input and a float32 activation stay in float32.",
+    "The result is rounded once.",
     Row("add", **_SUMS, folds=operator.add),
     Row("sub", **_SUMS, folds=operator.sub),
     Row("div", **_FACTORS, degree=lambda d, _: d[0] - d[1]),
@@ -264,37 +252,37 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "promote",
-    "A small relative error of the operands is a small error of the angle, which is bounded.",
+    "A small relative error of the operands is a small error of the angle.",
     Row("atan2", **_FACTORS),
   ),
   Family(
     "promote",
-    "Comparisons: both sides have one dtype, float32 if one of them has it. The result is boolean.",
+    "Both sides of a comparison have one dtype.",
     Row("eq eq_to ge gt le le_to lt lt_to ne", tests=True),
   ),
   Family(
     "promote",
-    "They select or join values: the widest dtype keeps all of them exact.",
+    "The widest dtype holds all values exactly.",
     "stack",
     Row("clamp", elementwise=True),
     Row("concatenate pad select_n", **_MOVES),
   ),
   Family(
     "promote",
-    "They return each operand, as it is or sorted, in its own dtype.",
+    "They return each operand in its own dtype.",
     "device_put shard_alike tie",
     Row("optimization_barrier", **_MOVES),
     Row("sort", exact=True, orders=True),
   ),
   Family(
     "promote",
-    "It writes values of other devices into a buffer: the widest dtype keeps both exact.",
+    "The widest dtype holds all values exactly.",
     "ragged_all_to_all",
   ),
   # keep
   Family(
     "keep",
-    "Exact in every type.",
+    "They are exact in every dtype.",
     Row("abs", elementwise=True, exact=True, degree=lambda d, _: d[0]),
     Row("neg", elementwise=True, exact=True, degree=lambda d, _: d[0], folds=operator.neg),
     Row("ceil floor round", **_BOUNDED, role="sum"),
@@ -303,28 +291,25 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "keep",
-    "Activation functions and their kin: slopes of at most about one, results that stay in range. "
-    "These hold the largest activations of a network, and float32 would double their memory.",
+    "Activation functions with slopes of at most about 1. Float32 would double their memory.",
     Row("asinh atan", **_BOUNDED),
     Row("erf erfc logistic", **_BOUNDED, degree=lambda d, _: 0),
     Row("tanh", **_BOUNDED, gradient="result", degree=lambda d, _: 0),
   ),
   Family(
     "keep",
-    "Roots bring numbers of any size nearer to 1, and the gradient stays in range even for the "
-    "smallest float16. After a sum, as in a norm, their operand is float32.",
+    "The result and its gradient stay in range.",
     Row("cbrt", **_BOUNDED),
     Row("sqrt", **_ARITHMETIC, degree=lambda d, _: d[0] / 2),
   ),
   Family(
     "keep",
-    "One rounding of the result; part of activation functions and of their gradients. Before a "
-    "sum they run in float32, since the sum widens them.",
+    "The result is rounded once. Sums widen them.",
     Row("one_minus_square square", **_ARITHMETIC, role="product", degree=lambda d, _: 2 * d[0]),
   ),
   Family(
     "keep",
-    "They select among the values of their operand, which is exact in its own dtype.",
+    "They select values, which is exact in every dtype.",
     "approx_top_k reduce_window_max reduce_window_min",
     Row("pmax pmin unreduced_pmax unreduced_pmin"),
     Row("argmax argmin cummax cummin top_k", exact=True),
@@ -348,7 +333,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "keep",
-    "They move values between devices; low precision sends half of the bytes.",
+    "They move values between devices. Low precision halves the bytes.",
     "preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
     Row("all_gather all_gather_invariant all_gather_reduced", moves=True),
     Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", moves=True),
@@ -356,8 +341,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "keep",
-    "They write into a buffer. An input that is written among activations makes it float32, and a "
-    "buffer of zeros takes the dtype of the update.",
+    "They write into a buffer. Zeros take the dtype of the values, and inputs make it float32.",
     Row("dynamic_update_slice", **_MOVES),
     Row("scatter", exact=True, **_UPDATES),
     # The derivative counts the updates that have the maximum, as `segment_max` takes it.
@@ -365,46 +349,44 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "keep",
-    "A cast of your code to low precision is carried out. A cast to float32 of a value that was "
-    "traced in float32 changes nothing.",
+    "A cast of your code to low precision stays.",
     "convert_element_type",
   ),
   # opaque
   Family(
     "opaque",
-    "Integers and booleans, which autocast never touches.",
+    "They take integers and booleans.",
     "and clz mulhi not or population_count reduce_and reduce_or reduce_xor shift_left "
     "shift_right_arithmetic shift_right_logical xor",
   ),
   Family(
     "opaque",
-    "They make numbers from no operand. Positions above 256 would not survive in bfloat16.",
+    "They have no operand. Positions above 256 are inexact in bfloat16.",
     "axis_index dim_as_value dimension_size empty empty2 iota iota_2x32_shape platform_index "
     "zeros_like",
   ),
   Family(
     "opaque",
-    "Random numbers: the samples are those that the jaxpr draws without autocast.",
+    "The samples are those without autocast.",
     "philox2x32 philox4x32 random_bits random_clone random_fold_in random_seed random_split "
     "random_unwrap random_wrap rng_bit_generator threefry2x32 threefry4x32",
     Row("random_gamma rng_uniform", draws=True),
   ),
   Family(
     "opaque",
-    "They work on keys and other types that are no numbers.",
+    "They take keys.",
     "assert_consumed_value consume from_edtype to_edtype",
   ),
   Family(
     "opaque",
-    "They are about the bits of a type: in another one they would mean something else.",
+    "They work on the bits of a dtype.",
     "nextafter reduce_precision",
     Row("bitcast_convert_type", draws=True),
   ),
   Family("opaque", "There is no complex dtype of low precision.", "complex conj fft imag real"),
   Family(
     "opaque",
-    "Linear algebra: the libraries behind it take no float16 or bfloat16, and the condition number "
-    "of the matrix multiplies every rounding.",
+    "The libraries take no low precision. The condition number magnifies errors.",
     Row(
       "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu "
       "lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve tridiagonal "
@@ -414,7 +396,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "opaque",
-    "Sparse matrices: no Tensor Cores to gain, and libraries without float16 and bfloat16.",
+    "The libraries for sparse matrices take no low precision.",
     "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices "
     "bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general "
     "bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec coo_spmm "
@@ -429,7 +411,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "opaque",
-    "Kernels of cuDNN, chosen for the types that the jaxpr gives them.",
+    "Kernels of cuDNN are chosen by the dtypes in the jaxpr.",
     Row(
       "dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd "
       "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
@@ -441,24 +423,24 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "opaque",
-    "What is called there expects the types that it was written for, or is to see them.",
+    "A callback expects the dtypes of the code.",
     "buffer_callback debug_callback debug_print inspect_sharding io_callback pure_callback",
   ),
   Family(
     "opaque",
-    "A compiled function, written for the types that the jaxpr gives it.",
+    "It is compiled for the dtypes in the jaxpr.",
     Row("ffi_call", holds=Holds.KERNEL),
     fixed=True,
   ),
   Family(
     "opaque",
-    "Order, checks, and what crosses the boundary of the jaxpr: no arithmetic.",
+    "They order, check or transfer values, without arithmetic.",
     "after_all check create_token dce_sink global_array_to_host_local_array "
     "host_local_array_to_global_array precv psend shape_assertion unreachable",
   ),
   Family(
     "opaque",
-    "Halves of a transfer that has been split in two by hand: both have to agree on the type.",
+    "The two halves of a transfer have one dtype.",
     "all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start "
     "pbroadcast_done pbroadcast_start ppermute_done ppermute_start psum_done psum_invariant_start "
     "psum_start reduce_scatter_done reduce_scatter_start unreduced_psum_start "
@@ -466,27 +448,25 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "opaque",
-    "Steps of differentiation, which are gone from a finished jaxpr or rare in it.",
+    "They are steps of differentiation, and rare in a finished jaxpr.",
     "custom_lin select_and_gather_add",
   ),
   Family(
     "opaque",
-    "Memory that is written in place: the reference has the type with which it was created.",
+    "A reference keeps the dtype with which it was created.",
     "accum_grad_in_ref addupdate box_get box_set create_linear empty_ref free_ref freeze get "
     "log_extend log_read new_box new_log new_ref pin swap unpin",
     fixed=True,
   ),
   Family(
     "opaque",
-    "They hold the operation on two numbers by which they combine elements, in the types in which "
-    "it was traced.",
+    "They hold an operation in the dtypes in which it was traced.",
     Row("reduce reduce_window select_and_scatter", holds=Holds.BINARY),
     fixed=True,
   ),
   Family(
     "opaque",
-    "They hold a jaxpr of their own that is deliberately not entered: a kernel written by hand, "
-    "or one that has been compiled or placed elsewhere.",
+    "They hold a kernel, or a jaxpr that is compiled or placed elsewhere.",
     Row("call_exported call_hi_primitive_linearized compute_on core_map", holds=Holds.KERNEL),
     Row("cudnn_fusion custom_jvp_call_jaxpr custom_partitioning fused_call", holds=Holds.KERNEL),
     Row("mpmd_map pallas_call remat_opt run_state xla_metadata_call", holds=Holds.KERNEL),
@@ -495,10 +475,8 @@ FAMILIES: tuple[Family, ...] = (
   # conditional
   Family(
     integer_pow_part,
-    "Squares and cubes are part of activation functions (GELU), where float32 would double the "
-    "memory of the largest activations. The fourth power overflows float16 from 16 on, and "
-    "negative ones for small operands. All of an activation function with a power in it, also one "
-    "written as x * x, is computed in float32, and its slope is kept in low precision.",
+    "Squares and cubes are part of activation functions, such as GELU. The fourth power overflows "
+    "float16 from 16 on.",
     Row("integer_pow", **_ARITHMETIC, role="product", degree=lambda d, p: p["y"] * d[0]),
     decides="keep for the powers 0 to 3, float32 for others",
   ),
