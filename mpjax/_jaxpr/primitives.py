@@ -374,7 +374,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "opaque",
-    "They take keys.",
+    "They take keys and other types that are no numbers.",
     "assert_consumed_value consume from_edtype to_edtype",
   ),
   Family(
