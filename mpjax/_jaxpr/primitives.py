@@ -15,13 +15,10 @@ Part: TypeAlias = Literal["half", "float32", "promote", "keep", "opaque"]
 
 PARTS: Mapping[Part, str] = types.MappingProxyType(
   {
-    "half": "They run in the compute dtype. docs/concepts.md has the exceptions.",
+    "half": "They run in the compute dtype.",
     "float32": "They run in float32.",
-    "promote": "They run in float32 if an operand is an input or a float32 activation, or if a "
-    "number leaves the range of the compute dtype. Otherwise they run in the compute dtype, unless "
-    "a consumer widens them.",
-    "keep": "They run in the dtype of their operand, unless a consumer widens them. With several "
-    "floating operands they run as in `promote`.",
+    "promote": "They run in float32 or the compute dtype, by their operands and consumers.",
+    "keep": "They run in the dtype of their operand, unless a consumer widens them.",
     "opaque": "They run in the dtypes in which they were traced.",
   }
 )
