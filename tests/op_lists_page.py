@@ -37,7 +37,7 @@ def _code(names: tuple[str, ...]) -> str:
 
 
 def _note(fixed: bool) -> str:
-  return " They cannot be moved." if fixed else ""
+  return " Fixed." if fixed else ""
 
 
 def with_tables(page: str) -> str:
