@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mpjax import errors as errors
 from mpjax._core.errors import MpjaxError, nearest
 from mpjax._policy.active import full_precision
-from mpjax._policy.float8 import Float8
+from mpjax._policy.formats import MXFP8, NVFP4, Float8, Int8
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule
 
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Float8", "OpLists", "Policy", "Rule"]
+__all__ = ["OpLists", "Policy", "Rule"]
+__all__ += ["MXFP8", "NVFP4", "Float8", "Int8"]
 __all__ += ["autocast", "full_precision", "low_precision", "policy_scope", "with_policy"]
 __all__ += ["DynamicLossScale", "NoLossScale", "SkipNonfinite", "StaticLossScale", "loss_scaling"]
 __all__ += ["apply_updates", "inner_grad", "unscale", "value_and_grad"]

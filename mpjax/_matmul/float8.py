@@ -13,15 +13,14 @@ multiplied by a scale on their way to it, if Triton takes the matmul.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.types import FLOAT32, Array, DType
-from mpjax._matmul.matmul import Multiply, Recipe, Scaled
-from mpjax._policy.float8 import MULTIPLE, Float8
+from mpjax._matmul.matmul import Multiply, Scaled
+from mpjax._policy.formats import Float8, multiplies_gradient, why_not
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
@@ -34,16 +33,10 @@ class Float8Recipe:
   name = "float8"
 
   def why_not(self, depth: int, columns: int) -> str | None:
-    for name, size in (("K", depth), ("N", columns)):
-      if size % MULTIPLE:
-        return f"{name}={size} is no multiple of {MULTIPLE}"
-    for most in self.options.too_small:
-      if all(n is None or size <= n for size, n in zip((depth, columns), most, strict=True)):
-        return f"too small to gain: K={depth}, N={columns}"
-    return None
+    return why_not(self.options, depth, columns)
 
   def multiplies_gradient(self, *, of_weight: bool) -> bool:
-    return not of_weight or self.options.weight_grad == "float8"
+    return multiplies_gradient(self.options, of_weight=of_weight)
 
   def quantise(self, x: Array, summed: Sequence[int], *, is_gradient: bool) -> Scaled:
     axes = summed if self.options.scaling == "row" else None
@@ -53,11 +46,6 @@ class Float8Recipe:
     # Before it is scaled the result may be 448 * 448 times the length of the sum.
     holds = dtype if float(jnp.finfo(dtype).max) > 1e38 else FLOAT32
     return jax.lax.convert_element_type(multiply(left, right, holds), dtype)
-
-
-def recipe_of(matmul: Any) -> Recipe:
-  """Returns the recipe of a policy, which may be one of a user's."""
-  return Float8Recipe(matmul) if isinstance(matmul, Float8) else matmul
 
 
 def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: bool) -> Scaled:

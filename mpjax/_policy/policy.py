@@ -1,6 +1,7 @@
 """`Policy`: the dtypes in which parameters are stored, used in computation and returned."""
 
 import dataclasses
+import re
 from typing import Any, TypeAlias
 
 import jax
@@ -18,7 +19,7 @@ from mpjax._core.errors import (
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import HALF_NAMES, DType, DTypeLike, Leaf, PyTree
 from mpjax._policy.dtypes import NAMES, MatmulPrecision, parse_dtype, parse_precision, written
-from mpjax._policy.float8 import parse_recipe
+from mpjax._policy.formats import parse_recipe
 
 _ALL_IN_ONE = ("float32", "float64", *HALF_NAMES)
 
@@ -26,7 +27,10 @@ _PRESETS = {
   **{name: f"params={name},compute={name},output={name}" for name in _ALL_IN_ONE},
   "mixed_bfloat16": "params=float32,compute=bfloat16,output=float32",
   "mixed_float16": "params=float32,compute=float16,output=float32",
-  "mixed_float8": "params=float32,compute=bfloat16,output=float32,matmul=float8",
+  **{
+    f"mixed_{name}": f"params=float32,compute=bfloat16,output=float32,matmul={name}"
+    for name in ("float8", "mxfp8", "nvfp4", "int8")
+  },
 }
 """Presets by name, as `str` writes policies. Mixed ones output float32, as the loss needs it."""
 
@@ -62,8 +66,8 @@ class Policy:
     precision: the precision of matmuls and convolutions for which the model sets none: "default",
       "high", "highest" (float32 as float32), a `jax.lax.DotAlgorithmPreset` or its name. None
       follows `jax_default_matmul_precision`.
-    matmul: a `mpjax.Float8` or its text, such as "float8". Matmuls of large enough parameters
-      multiply in float8, forward and backward. For another recipe see docs/float8.md.
+    matmul: a format for matmuls of parameters: a `mpjax.Float8`, `mpjax.MXFP8`, `mpjax.NVFP4` or
+      `mpjax.Int8`, or its text, such as "float8:row". For another recipe see docs/float8.md.
 
   Raises:
     MpjaxValueError: an unknown name; float64 without `jax_enable_x64`; a dtype of weight gradients,
@@ -119,9 +123,10 @@ class Policy:
     Args:
       policy: a preset or dtypes by key. Presets with one dtype for all are "float32", "float64",
         "bfloat16" and "float16". Presets with float32 parameters and output are "mixed_bfloat16",
-        "mixed_float16" ("bf16", "fp16" and "half" are short for them) and "mixed_float8". Dtypes by
-        key are "params=float32,compute=float16" or "c=f16". Other keys are weight_grad=, precision=
-        and matmul=.
+        "mixed_float16" ("bf16", "fp16" and "half" are short for them). "mixed_float8",
+        "mixed_mxfp8", "mixed_nvfp4" and "mixed_int8" are "mixed_bfloat16" with matmuls in a format.
+        Dtypes by key are "params=float32,compute=float16" or "c=f16". Other keys are weight_grad=,
+        precision= and matmul=.
 
     Returns:
       The policy.
@@ -294,9 +299,13 @@ def _unknown_preset(policy: str, name: str, where: str, example: str | None) -> 
   return MpjaxValueError(where, expected=_EXPECTED, got=repr(policy), fix=fix)
 
 
+_FORMATS_OF_OTHERS = {"fp8": "float8", "fp4": "nvfp4"}
+
+
 def _presets_like(name: str) -> list[str]:
   """Returns the presets that a name may mean, such as those of Lightning."""
-  lower = name.lower().replace("fp8", "float8")
+  pieces = re.split("([-_])", name.lower())
+  lower = "".join(_FORMATS_OF_OTHERS.get(piece, piece) for piece in pieces)
   if name.startswith("16-"):  # "16-mixed" and "16-true" of Lightning are in float16.
     lower = f"f{name}"
   words = {NAMES.get(word, word) for word in lower.split("-")} - {"true"}

@@ -106,7 +106,10 @@ def test_check_call_keeps_signature_and_documentation():
     errors.check_call("g", fix="")(lambda: (_ for _ in ()).throw(TypeError("inside")))()
 
 
-CONFIGS = (mpjax.DynamicLossScale, mpjax.StaticLossScale, mpjax.NoLossScale, mpjax.Float8)
+CONFIGS = (
+  *(mpjax.DynamicLossScale, mpjax.StaticLossScale, mpjax.NoLossScale),
+  *(mpjax.Float8, mpjax.MXFP8, mpjax.NVFP4, mpjax.Int8),
+)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

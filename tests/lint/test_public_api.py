@@ -16,7 +16,8 @@ from tests import strict_user
 
 PUBLIC = {
   "mpjax": [
-    *("DynamicLossScale", "Float8", "MpjaxError", "NoLossScale", "OpLists", "Policy", "Rule"),
+    *("DynamicLossScale", "Float8", "Int8", "MXFP8", "MpjaxError", "NVFP4", "NoLossScale"),
+    *("OpLists", "Policy", "Rule"),
     *("SkipNonfinite", "StaticLossScale", "TrainState", "accumulate_gradients", "apply_updates"),
     *("audit", "autocast", "check_loss_scaling", "check_skipped_steps", "compare"),
     *("convert", "find_nonfinite", "full_precision", "inner_grad", "keep_if_skipped"),

@@ -91,7 +91,7 @@ def test_a_policy_written_otherwise_is_told_how():
 
 
 PRESET, ITEMS = (
-  "'mixed_float8'; 'bf16', 'fp16' and 'half' are short)",
+  "'mixed_int8'; 'bf16', 'fp16' and 'half' are short)",
   "'params=...,compute=...,output=...'",
 )
 
@@ -100,6 +100,7 @@ NEAR = {
   **{"mixed_bflota16": "'mixed_bfloat16'", "mixed_f16": "'mixed_float16'", "bf61": "'bfloat16'"},
   **{"MIXED_FLOAT16": "'mixed_float16'", "float61": "'float16'", "mixed": "'mixed_float16'"},
   **{"bf16-true": "mean 'bfloat16'?", "16-true": "mean 'float16'?", "fp8": "mean 'mixed_float8'?"},
+  **{"mixed_fp8": "'mixed_float8'", "fp4": "'mixed_nvfp4'?", "mxfp8": "'mixed_mxfp8'?"},
   **{"16-mixed": "mean 'mixed_float16'?", "bf16-mixed": "mean 'mixed_bfloat16'?", "16": "Write"},
   **{"": 'Write "mixed_bfloat16"', "encoder/head": "Write"},
 }
