@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
 from tests.autocast.rig import matmuls, with_jvp, with_vjp
-from tests.float8_oracle import Oracle
+from tests.format_oracle import Oracle
 from tests.programs import bits, equations, products, s
 
 # The compute dtype or float32.

@@ -13,7 +13,7 @@ import mpjax
 from mpjax._matmul import float8
 from mpjax._matmul.float8 import quantise
 from tests.errors import refused
-from tests.float8_oracle import E4M3, E5M2, Oracle, normal, quantised, scale_of
+from tests.format_oracle import E4M3, E5M2, Oracle, normal, quantised, scale_of
 from tests.programs import equations
 
 ALL = {"skip": ()}

@@ -18,7 +18,7 @@ import mpjax
 from mpjax._matmul.matmul import Scaled
 from tests.autocast.rig import matmuls
 from tests.errors import refused
-from tests.float8_oracle import E4M3, E5M2, normal, quantised
+from tests.format_oracle import E4M3, E5M2, normal, quantised
 
 # A recipe for int8: forward only, with the gradient of the matmul in the compute dtype.
 
