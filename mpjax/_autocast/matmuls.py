@@ -21,7 +21,8 @@ from mpjax._jaxpr.count import dot_axes, matmul_sizes
 from mpjax._jaxpr.locations import location
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.reader import Atom, aval_of, dtype_of, shape_of
-from mpjax._matmul.matmul import Matmul, Recipe, RecipeMatmul, equation
+from mpjax._matmul.matmul import Matmul, RecipeMatmul, equation
+from mpjax._matmul.protocol import Recipe
 from mpjax._matmul.recipes import recipe_of
 
 Operands: TypeAlias = Sequence[Value | None]

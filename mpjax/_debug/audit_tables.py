@@ -10,7 +10,7 @@ from mpjax._core.types import DType, is_inexact_dtype
 from mpjax._debug.arguments import moved_from
 from mpjax._debug.findings import Finding, summed
 from mpjax._jaxpr.graph import Graph, Operation, Value
-from mpjax._jaxpr.locations import FLOAT8, MODULE
+from mpjax._jaxpr.locations import MODULE, RECIPE
 from mpjax._policy.active import AuditRecord
 
 _NO_FLOAT8_POLICY, _IN_FLOAT32 = "its policy has no float8", "it is in float32"
@@ -72,7 +72,7 @@ def _decided_by(operation: Operation, record: AuditRecord) -> str:
 
 
 def _count_results(module: _Module, operation: Operation) -> None:
-  is_scaling = FLOAT8 in operation.where.scopes and not operation.facts.flops
+  is_scaling = operation.where.marked(RECIPE) is not None and not operation.facts.flops
   if is_scaling:
     return  # The casts and scales of float8 are part of its matmul.
   elements = _elements_by_dtype(operation.results)
@@ -169,7 +169,7 @@ def _why_not_float8(matmul: Operation) -> str:
     return ""
   if reason := matmul.where.marked(NOT_IN["float8"]):
     return reason
-  if FLOAT8 in matmul.where.scopes:
+  if matmul.where.marked(RECIPE) is not None:
     return 'weight_grad="half"'
   return _IN_FLOAT32 if any(v.is_wide for v in operands) else _NO_FLOAT8_POLICY
 

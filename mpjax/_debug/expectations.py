@@ -7,7 +7,7 @@ from mpjax._autocast.precision import asked_precision
 from mpjax._autocast.scopes import AS_IT_IS_IN, NOT_IN, REGION, policy_of
 from mpjax._core.types import DType, is_low_precision
 from mpjax._jaxpr.graph import Graph, Operation, Value
-from mpjax._jaxpr.locations import FLOAT8, MODULE
+from mpjax._jaxpr.locations import MODULE, RECIPE
 from mpjax._jaxpr.primitives import AS_TRACED
 from mpjax._policy.active import SCOPE as FULL_PRECISION
 from mpjax._policy.active import AuditRecord
@@ -65,7 +65,7 @@ class Expectations:
     scopes = operation.where.scopes
     if FULL_PRECISION in scopes:
       return "mpjax.full_precision"
-    if FLOAT8 in scopes and not _is_matmul(operation):
+    if operation.where.marked(RECIPE) is not None and not _is_matmul(operation):
       return "the scaling of float8"
     as_traced = _as_traced(operation)
     if as_traced and self.marked:

@@ -18,7 +18,7 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core.types import DType, is_floating_dtype, is_low_precision
 from mpjax._jaxpr.count import flops_of
-from mpjax._jaxpr.locations import FLOAT8, Location
+from mpjax._jaxpr.locations import RECIPE, Location
 from mpjax._jaxpr.op_lists import OpLists, part_of
 from mpjax._jaxpr.primitives import Row, facts_of
 from mpjax._jaxpr.reader import Inner, aval_of
@@ -144,7 +144,7 @@ class Operation:
     if self.facts.flops is None:
       return None
     operands = self.operands[:2]
-    floats = all(v.is_floating for v in operands) or FLOAT8 in self.where.scopes
+    floats = all(v.is_floating for v in operands) or self.where.marked(RECIPE) is not None
     if not floats:
       return None
     return max(operands, key=lambda v: v.is_wide).dtype

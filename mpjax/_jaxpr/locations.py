@@ -19,8 +19,11 @@ PREFIX = "mpjax."
 MODULE = PREFIX + "module="
 """The path of a module under a policy, in the jaxpr that `mpjax.audit` traces."""
 
-FLOAT8 = PREFIX + "float8"
-"""A matmul in float8, with the scaling of its operands."""
+RECIPE = PREFIX + "matmul="
+"""The name of the recipe of a matmul, with the scaling of its operands."""
+
+EMULATED = PREFIX + "emulated"
+"""A matmul of a recipe whose operands are dequantised before it."""
 
 INNER_GRAD = "mpjax_inner_grad"
 """The scope of `mpjax.inner_grad`. Without `PREFIX`, so that rewriting keeps it."""

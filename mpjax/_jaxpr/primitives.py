@@ -59,6 +59,8 @@ class Holds(enum.Enum):
   """The operation on two numbers that combines elements. It is not entered."""
   KERNEL = enum.auto()
   """A kernel, or what is compiled or placed elsewhere. It is not entered."""
+  PLATFORM = enum.auto()
+  """What one platform runs instead of the same operation elsewhere. It is not entered."""
 
 
 AS_TRACED = frozenset((Holds.LINEAR_CALL, Holds.LINEAR_SOLVE, Holds.OBJECT))
@@ -115,7 +117,7 @@ class Row(NamedTuple):
   gradient: Literal["repeated", "added", "multiplied", "chosen", "placed", "result"] | None = None
   degree: Degree | None = None
   dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None
-  flops: Literal["dot", "ragged_dot", "convolution"] | None = None
+  flops: Literal["dot", "ragged_dot", "scaled_dot", "convolution"] | None = None
   holds: Holds | None = None
   jaxpr_params: str = ""
   object_param: str = ""
@@ -405,6 +407,7 @@ FAMILIES: tuple[Family, ...] = (
     "Matmuls of numbers in eight bits or fewer, with scales of their own: more precise choices "
     "have been made than ours.",
     "scaled_dot scaled_matmul scaled_matmul_wrapper",
+    Row("block_scaled_dot", flops="scaled_dot", holds=Holds.PLATFORM),
   ),
   Family(
     "opaque",

@@ -201,7 +201,7 @@ def _object(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
 
 _READERS: Mapping[Holds | None, Callable[[JaxprEqn], tuple[Inner, ...] | None]] = {
   **dict.fromkeys((Holds.CALL, Holds.COMPOSITE), _call),
-  **dict.fromkeys((Holds.BINARY, Holds.KERNEL), lambda eqn: ()),
+  **dict.fromkeys((Holds.BINARY, Holds.KERNEL, Holds.PLATFORM), lambda eqn: ()),
   **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), _call),
   Holds.COND: _cond,
   Holds.LINEAR_CALL: _linear,

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.types import FLOAT32, Array, DType
-from mpjax._matmul.matmul import Multiply, Scaled
+from mpjax._matmul.block_dot import E4M3, E5M2
+from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._policy.formats import Float8, multiplies_gradient, why_not
-
-E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +30,7 @@ class Float8Recipe:
 
   options: Float8
   name = "float8"
+  block = None
 
   def why_not(self, depth: int, columns: int) -> str | None:
     return why_not(self.options, depth, columns)
@@ -38,9 +38,10 @@ class Float8Recipe:
   def multiplies_gradient(self, *, of_weight: bool) -> bool:
     return multiplies_gradient(self.options, of_weight=of_weight)
 
-  def quantise(self, x: Array, summed: Sequence[int], *, is_gradient: bool) -> Scaled:
-    axes = summed if self.options.scaling == "row" else None
-    return quantise(x, E5M2 if is_gradient else E4M3, axes, self.options.power_of_two)
+  def quantise(self, x: Array, operand: Operand) -> Scaled:
+    axes = operand.summed if self.options.scaling == "row" else None
+    dtype = E5M2 if operand.role == "gradient" else E4M3
+    return quantise(x, dtype, axes, self.options.power_of_two)
 
   def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array:
     # Before it is scaled the result may be 448 * 448 times the length of the sum.
@@ -64,7 +65,7 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   most, wide = float(jnp.finfo(dtype).max), jax.lax.convert_element_type(x, FLOAT32)
   largest = jax.lax.convert_element_type(jax.lax.expand_dims(largest, axes or ()), FLOAT32)
   # Multiplied by reciprocals: XLA makes that of some divisions, and the last digit another.
-  scale = _rounded_up(largest, most) if power_of_two else largest * (1 / most)
+  scale = rounded_up(largest, most) if power_of_two else largest * (1 / most)
   # The reciprocal of a smaller one is none that float32 has.
   scale = jnp.maximum(scale, np.finfo(np.float32).tiny)
   # Clipped first: a cast to e4m3 makes NaN of what is above its range.
@@ -73,8 +74,8 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   return Scaled(jax.lax.convert_element_type(values, dtype), scale)
 
 
-def _rounded_up(x: Array, most: float) -> Array:
-  # Returns the least powers of two that are no less than `x / most`.
+def rounded_up(x: Array, most: float) -> Array:
+  """Returns the least powers of two that are no less than `x / most`."""
   exponent = 2.0 ** math.floor(math.log2(most))
   x, mantissa = x * (1 / exponent), most / exponent
   # By the bits of the number: a logarithm is not exact on every device.

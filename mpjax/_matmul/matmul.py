@@ -16,7 +16,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,36 +32,14 @@ from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import remembered_off_mesh
 from mpjax._jaxpr.calls import differentiated, jaxpr_for, placed_like
 from mpjax._jaxpr.compat import WRITTEN_OUT, bind
-from mpjax._jaxpr.count import dot_axes
-from mpjax._jaxpr.locations import FLOAT8
-from mpjax._jaxpr.reader import Atom
+from mpjax._jaxpr.count import DotAxes, dot_axes
+from mpjax._jaxpr.locations import EMULATED, RECIPE
+from mpjax._jaxpr.reader import Atom, aval_of
+from mpjax._matmul.block_dot import Layout, block_dot, dequantised, stacked, unstacked
+from mpjax._matmul.protocol import Multiply, Operand, Product, Recipe, Role, Scaled
 
 Levels: TypeAlias = tuple[tuple[bool, ...], ...]
 """For each `vmap` around, the innermost first, which operands have a first axis for it."""
-
-Multiply: TypeAlias = "Callable[[Scaled, Scaled, DType], Array]"
-"""Returns the matmul of two scaled arrays in float32, which is in this dtype until it is scaled."""
-
-
-class Scaled(NamedTuple):
-  """An operand in the format of a recipe, and what it was divided by."""
-
-  values: Array
-  scale: Array | None = None  # a float32 number, or with the axes of `values`, of size 1 if shared
-
-
-class Recipe(Protocol):
-  """A low-precision format for matmuls: all that is known of one, see docs/float8.md.
-
-  It can be hashed, and `str(recipe)` leads back to it: "package.module:NAME".
-  """
-
-  @property
-  def name(self) -> str: ...
-  def why_not(self, depth: int, columns: int) -> str | None: ...
-  def multiplies_gradient(self, *, of_weight: bool) -> bool: ...
-  def quantise(self, x: Array, summed: Sequence[int], *, is_gradient: bool) -> Scaled: ...
-  def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array: ...
 
 
 @remembered_off_mesh
@@ -133,20 +111,28 @@ class Matmul:
     def multiply(eqn: JaxprEqn, operands: Sequence[Array], _: Sequence[int]) -> Array:
       return into(eqn.primitive, operands, {**eqn.params, **wide})
 
-    return self.transposed(multiply, side, like, levels, cotangent, *low)
+    args = (cotangent, *low)
+    return self.transposed(multiply, side, like, levels, [*map(jax.typeof, args)], *args)
 
   def transposed(
-    self, multiply: Callable[..., Array], side: int, like: ShapedArray, levels: Levels, *args: Array
+    self,
+    multiply: Callable[..., Array],
+    side: int,
+    like: ShapedArray,
+    levels: Levels,
+    types: Sequence[Any],
+    *args: Array,
   ) -> Array:
     """Returns the transpose for a cotangent and the other operands, multiplied by `multiply`.
 
     Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
     its own jaxpr is run. The other equations in it move elements, or add up over axes of the mesh,
     and take any type. `multiply` is told which of its operands come from the other operand.
+    `types` are those of the operands that `args` stand for.
     """
-    types = [jax.typeof(x) for x in args]
-    types[:2] = (t.update(dtype=self.half, weak_type=False) for t in types[:2])
-    program = _transpose_of(self, side, like.update(dtype=self.half), levels, *types)
+    halves = [t.update(dtype=self.half, weak_type=False) for t in types[:2]]
+    like = like.update(dtype=self.half)
+    program = _transpose_of(self, side, like, levels, *halves, *types[2:])
     jaxpr = program.jaxpr
     env: dict[Atom, Array] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     env |= zip(jaxpr.invars, args, strict=True)
@@ -209,44 +195,100 @@ class RecipeMatmul(Matmul):
   recipe: Recipe
   weight: int  # which operand it is
 
+  @property
+  def axes(self) -> DotAxes:
+    return dot_axes(dict(self.params))
+
+  @property
+  def scope(self) -> str:
+    return RECIPE + self.recipe.name
+
+  def product_of(self, side: int) -> Product:
+    """Returns which matmul the gradient of an operand is."""
+    return "weight_grad" if side == self.weight else "input_grad"
+
+  def role_of(self, side: int) -> Role:
+    return "weight" if side == self.weight else "input"
+
+  def quantised(self, x: Array, layout: Layout, role: Role, product: Product) -> Scaled:
+    """Returns an operand in the format, as a stack of matrices if the format has blocks."""
+    block = self.recipe.block
+    if block is None:
+      return Scaled(*self.recipe.quantise(x, Operand(layout.summed, role, product)))
+    matrices = stacked(x, layout, block)
+    return Scaled(*self.recipe.quantise(matrices, Operand((2,), role, product)))
+
   # A model has many layers of few kinds, and JAX traces what is jitted once for each: the matmuls
   # of 60 layers are traced in a third of the time. They are written out in the jaxpr around.
 
   @functools.partial(jax.jit, static_argnums=(0, 1), inline=WRITTEN_OUT)
-  @jax.named_scope(FLOAT8)
   def with_kept(  # pyright: ignore[reportIncompatibleMethodOverride]
     self, moving: tuple[int, ...], x: Array, w: Array, *sizes: Array
   ) -> tuple[Array, Sequence[Sequence[Array]]]:
-    axes = dot_axes(dict(self.params))
-    pair = (_only_in_groups(x, axes.ragged, sizes), w)
-    summed = zip(pair, axes.contracted, strict=True)
-    left, right = (self.recipe.quantise(x, each, is_gradient=False) for x, each in summed)
-    multiply = functools.partial(_product, self.primitive, dict(self.params), sizes)
-    kept: list[list[Array]] = []
-    for side in moving:  # The gradient of an operand is computed from the other one.
-      other, scaled = 1 - side, (right, left)[side]
-      if not self.recipe.multiplies_gradient(of_weight=side == self.weight):
-        scaled = Scaled(jax.lax.convert_element_type(pair[other], self.half))
-      elif scaled.scale is not None and scaled.scale.ndim > 0:
-        # The gradient adds up over other axes of it than the result: it has other rows.
-        free = axes.own(other, pair[other])
-        scaled = self.recipe.quantise(pair[other], free, is_gradient=False)
-      named = [checkpoint_name(x, self.recipe.name) for x in scaled if x is not None]
-      kept.append([*named, *sizes])
-    return self.recipe.dot(multiply, left, right, self.half), kept
+    with jax.named_scope(self.scope):
+      pair = (_only_in_groups(x, self.axes.ragged, sizes), w)
+      left, right = (
+        self.quantised(each, _layout(self.axes, i, each), self.role_of(i), "forward")
+        for i, each in enumerate(pair)
+      )
+      # The gradient of an operand is computed from the other one.
+      kept = [self._kept(side, pair[1 - side], (right, left)[side], sizes) for side in moving]
+      multiply = self.multiply(self.primitive, dict(self.params), pair, sizes)
+      return self.recipe.dot(multiply, left, right, self.half), kept
+
+  def multiply(
+    self,
+    primitive: Primitive,
+    params: Mapping[str, Any],
+    operands: Sequence[Any],
+    sizes: Sequence[Array],
+  ) -> Multiply:
+    """Returns what multiplies two scaled arrays that stand for these operands."""
+    if self.recipe.block is None:
+      return functools.partial(_product, primitive, params, sizes)
+    return functools.partial(_product_of_stacks, primitive, params, operands, sizes)
+
+  def _kept(
+    self, side: int, other: Array, scaled: Scaled, sizes: Sequence[Array]
+  ) -> Sequence[Array]:
+    """Returns what is kept of the other operand for the gradient of the operand `side`."""
+    if not self.recipe.multiplies_gradient(of_weight=side == self.weight):
+      scaled = Scaled(jax.lax.convert_element_type(other, self.half))
+    elif scaled.scale is not None and scaled.scale.ndim > 0:
+      # The gradient adds up over other axes of it than the result: it has other rows.
+      layout = self._layout_kept(1 - side)
+      scaled = self.quantised(other, layout, self.role_of(1 - side), self.product_of(side))
+    named = [checkpoint_name(x, self.recipe.name) for x in scaled if x is not None]
+    return [*named, *sizes]
+
+  def _layout_kept(self, side: int) -> Layout:
+    """Returns the layout of an operand in the gradient of the other one: rows are summed there."""
+    batch, rows, summed = _layout(self.axes, side, self.operands[side])
+    return Layout(batch, tuple(sorted(summed)), rows)
 
   def split(self, others: Sequence[Array]) -> tuple[Scaled, Sequence[Array]]:
     """Returns what is kept of the other operand, and the sizes of groups."""
     count = len(others) - len(self.operands[2:])
     return Scaled(*others[:count]), others[count:]
 
+  def is_stacked(self, scaled: Scaled) -> bool:
+    return self.recipe.block is not None and scaled.scale is not None
+
   def tangent(self, side: int, t: Array, *others: Array) -> Array:
     other, sizes = self.split(others)
-    values = jax.lax.convert_element_type(other.values, FLOAT32)
-    values = values if other.scale is None else values * other.scale
+    values = self._wide(1 - side, other)
     pair = [jax.lax.convert_element_type(each, self.half) for each in (t, values)]
-    with jax.named_scope(FLOAT8):
+    with jax.named_scope(self.scope):
       return self.primitive.bind(*(pair[::-1] if side else pair), *sizes, **dict(self.params))
+
+  def _wide(self, side: int, kept: Scaled) -> Array:
+    """Returns what is kept of the operand `side` times its scales."""
+    if kept.scale is not None and self.is_stacked(kept):
+      matrices = dequantised(kept.values, kept.scale)
+      values = unstacked(matrices, self._layout_kept(side), self.operands[side].shape)
+      return values if kept.of_tensor is None else values * kept.of_tensor
+    values = jax.lax.convert_element_type(kept.values, FLOAT32)
+    return values if kept.scale is None else values * kept.scale
 
   def gradient(
     self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
@@ -260,7 +302,7 @@ class RecipeMatmul(Matmul):
     for mapped, *kept in levels[sums:]:
       each = jax.vmap(call, in_axes=[0, *(0 if axis else None for axis in kept)])
       call = each if mapped else lambda *args, each=each: jnp.sum(each(*args), axis=0)
-    with jax.named_scope(FLOAT8):
+    with jax.named_scope(self.scope):
       return call(cotangent, *others)
 
   def refuse_second_order(self) -> None:
@@ -273,35 +315,44 @@ class RecipeMatmul(Matmul):
     )
 
 
+def _layout(axes: DotAxes, side: int, operand: Any) -> Layout:
+  """Returns the axes of an operand in a matmul; each group of experts is a matrix of its own."""
+  groups = axes.groups if side == 1 else ()
+  batch = (*groups, *axes.batch[side])
+  return Layout(batch, tuple(axes.own(side, operand)), tuple(axes.contracted[side]))
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
 def _multiplied(
   matmul: RecipeMatmul, side: int, like: ShapedArray, sums: int, cotangent: Array, *others: Array
 ) -> Array:
   """Returns the gradient of an operand, inside of all `vmap`s but for the first `sums`."""
   other, sizes = matmul.split(others)
-  axes = dot_axes(dict(matmul.params))
-  rows = axes.of_result(*matmul.operands[:2])[0]
-  cotangent = _only_in_groups(cotangent, rows.get(axes.ragged), sizes)
+  rows = matmul.axes.of_result(*matmul.operands[:2])[0]
+  cotangent = _only_in_groups(cotangent, rows.get(matmul.axes.ragged), sizes)
   if sums and other.scale is not None:
     # The scales of what is added up go to the gradient before it.
     scale = jax.lax.expand_dims(other.scale, range(sums, cotangent.ndim))
     cotangent = jax.lax.convert_element_type(cotangent, FLOAT32) * scale
     other = Scaled(other.values, jnp.ones((), FLOAT32))
   out = matmul.wide[side] or matmul.half
+  product = matmul.product_of(side)
 
   def multiply(eqn: JaxprEqn, operands: Sequence[Array], places: Sequence[int]) -> Array:
     if not matmul.recipe.multiplies_gradient(of_weight=side == matmul.weight):
       return into(eqn.primitive, operands, {**eqn.params, "preferred_element_type": out})
-    product = functools.partial(_product, eqn.primitive, eqn.params, operands[2:])
-    summed = dot_axes(eqn.params).contracted
+    types, axes = [*map(aval_of, eqn.invars[:2])], dot_axes(eqn.params)
     left, right = (
-      Scaled(x, other.scale) if i in places else matmul.recipe.quantise(x, axes, is_gradient=True)
-      for i, (x, axes) in enumerate(zip(operands, summed, strict=False))
+      other if i in places else matmul.quantised(x, _layout(axes, i, x), "gradient", product)
+      for i, x in enumerate(operands[:2])
     )
-    return matmul.recipe.dot(product, left, right, out)
+    call = matmul.multiply(eqn.primitive, eqn.params, types, operands[2:])
+    return matmul.recipe.dot(call, left, right, out)
 
   levels = ((False, True),) * sums
-  return matmul.transposed(multiply, side, like, levels, cotangent, other.values, *sizes)
+  kept_like = matmul.operands[1 - side] if matmul.is_stacked(other) else jax.typeof(other.values)
+  types = (jax.typeof(cotangent), kept_like, *map(jax.typeof, sizes))
+  return matmul.transposed(multiply, side, like, levels, types, cotangent, other.values, *sizes)
 
 
 @_multiplied.defjvp
@@ -334,6 +385,37 @@ def _product(
   for axis in axes.groups:
     scale = _of_rows(scale, axis, sizes[0], result.shape[of_right[axis]])
   return _scaled(result, scale, of_right)
+
+
+def _product_of_stacks(
+  primitive: Primitive,
+  params: Mapping[str, Any],
+  operands: Sequence[Any],
+  sizes: Sequence[Array],
+  left: Scaled,
+  right: Scaled,
+  sums: DType,
+) -> Array:
+  axes, pair = dot_axes(params), (left, right)
+  layouts = [_layout(axes, side, operand) for side, operand in enumerate(operands)]
+  if sizes:
+    # No library multiplies groups of rows with scales in blocks.
+    wide = [
+      unstacked(dequantised(*each[:2]), layout, operand.shape)
+      for each, layout, operand in zip(pair, layouts, operands, strict=True)
+    ]
+    params = {**params, "precision": None, "preferred_element_type": FLOAT32}
+    with jax.named_scope(EMULATED):
+      result = primitive.bind(*wide, *sizes, **params)
+  else:
+    result = jax.lax.convert_element_type(block_dot(left, right, sums), FLOAT32)
+    batch = layouts[0].batch
+    shape = [operands[0].shape[axis] for axis in (*batch, *layouts[0].rows)]
+    shape += [operands[1].shape[axis] for axis in layouts[1].rows]
+    result = jax.lax.reshape(result, shape)
+  for each in pair:
+    result = result if each.of_tensor is None else result * each.of_tensor
+  return result
 
 
 def _of_rows(scale: Array, axis: int, sizes: Array, rows: int) -> Array:

@@ -3,11 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
+from mpjax._matmul.blocks import BlockRecipe
 from mpjax._matmul.float8 import Float8Recipe
-from mpjax._matmul.matmul import Recipe
-from mpjax._policy.formats import Float8
+from mpjax._matmul.protocol import Recipe
+from mpjax._policy.formats import MXFP8, NVFP4, Float8
 
-_RECIPES: dict[type[Any], Callable[[Any], Recipe]] = {Float8: Float8Recipe}
+
+def _float8(options: Float8) -> Recipe:
+  return BlockRecipe(options) if options.scaling == "block" else Float8Recipe(options)
+
+
+_RECIPES: dict[type[Any], Callable[[Any], Recipe]] = {
+  Float8: _float8,
+  MXFP8: BlockRecipe,
+  NVFP4: BlockRecipe,
+}
 """The recipe of each format, a function of its options."""
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import mpjax
-from mpjax._matmul.matmul import Scaled
+from mpjax._matmul.protocol import Scaled
 from tests.autocast.rig import matmuls
 from tests.errors import refused
 from tests.format_oracle import E4M3, E5M2, normal, quantised
@@ -26,6 +26,7 @@ from tests.format_oracle import E4M3, E5M2, normal, quantised
 @dataclasses.dataclass(frozen=True)
 class Int8:
   name = "int8"
+  block = None
 
   def __str__(self):
     return f"{__name__}:INT8"
@@ -36,9 +37,9 @@ class Int8:
   def multiplies_gradient(self, *, of_weight):
     return False
 
-  def quantise(self, x, summed, *, is_gradient):
+  def quantise(self, x, operand):
     x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=summed, keepdims=True) / 127, 1e-30)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=operand.summed, keepdims=True) / 127, 1e-30)
     return Scaled(jnp.round(x / scale).astype(jnp.int8), scale)
 
   def dot(self, multiply, left, right, dtype):

@@ -1,0 +1,193 @@
+"""Matmuls of operands with scales in blocks along the summed axis.
+
+Every operand is a stack of matrices `(batch, rows, summed)`, as `jax.nn.scaled_matmul` takes it.
+The matmul is a primitive: one equation in a jaxpr, with operands in the format. Its lowering for
+CUDA is `jax.nn.scaled_matmul` where that has the format: XLA then sees the operation. Everywhere
+else the operands are multiplied by their scales, and a matmul in bfloat16 follows.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import AbstractValue, ShapedArray
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+from mpjax._core.types import FLOAT32, Array, DType
+from mpjax._jaxpr.caches import remembered_off_mesh
+from mpjax._matmul.protocol import Scaled
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+E2M1, E8M0 = np.dtype(jnp.float4_e2m1fn), np.dtype(jnp.float8_e8m0fnu)
+
+UNITS = {(E4M3, E8M0): 32, (E5M2, E8M0): 32, (E2M1, E4M3): 16}
+"""The formats of `jax.nn.scaled_matmul` on GPUs: dtypes of values and scales, and their block."""
+
+STACKS = (((2,), (2,)), ((0,), (0,)))
+"""The `dimension_numbers` of a matmul of two stacks of matrices."""
+
+
+# Stacks of matrices.
+
+
+class Layout(NamedTuple):
+  """The axes of an operand that become the batch, the rows and the sums of a stack of matrices."""
+
+  batch: tuple[int, ...]
+  rows: tuple[int, ...]
+  summed: tuple[int, ...]
+
+  @property
+  def order(self) -> tuple[int, ...]:
+    return (*self.batch, *self.rows, *self.summed)
+
+
+def stacked(x: Array, layout: Layout, block: int) -> Array:
+  """Returns an operand as a stack of matrices, its sums padded with zeros to whole blocks."""
+  sizes = [math.prod(x.shape[axis] for axis in axes) for axes in layout]
+  matrices = jax.lax.reshape(jax.lax.transpose(x, layout.order), sizes)
+  missing = -sizes[2] % block
+  if missing == 0:
+    return matrices
+  return jax.lax.pad(matrices, np.zeros((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, missing, 0)))
+
+
+def unstacked(matrices: Array, layout: Layout, shape: Sequence[int]) -> Array:
+  """Returns the operand of this shape of which `stacked` has made a stack of matrices."""
+  depth = math.prod(shape[axis] for axis in layout.summed)
+  x = jax.lax.slice_in_dim(matrices, 0, depth, axis=2)
+  moved = jax.lax.reshape(x, [shape[axis] for axis in layout.order])
+  return jax.lax.transpose(moved, np.argsort(layout.order))
+
+
+def dequantised(values: Array, scale: Array | None) -> Array:
+  """Returns the product of a stack of matrices and its scales.
+
+  It is exact for the formats of `UNITS`: bfloat16 holds each of their numbers.
+  """
+  if scale is None:
+    return values
+  wide = FLOAT32 if scale.dtype == FLOAT32 else BFLOAT16
+  each = [n // m for n, m in zip(values.shape, scale.shape, strict=True)]
+  blocks = [size for pair in zip(scale.shape, each, strict=True) for size in pair]
+  x = jax.lax.reshape(jax.lax.convert_element_type(values, wide), blocks)
+  factors = jax.lax.expand_dims(jax.lax.convert_element_type(scale, wide), (1, 3, 5))
+  return jax.lax.reshape(x * factors, values.shape)
+
+
+# The matmul.
+
+
+block_dot_p = Primitive("block_scaled_dot")
+"""Takes the values of both operands, then their scales.
+
+`native` is the jaxpr that CUDA runs, or None. JAX has to find it: the lowering of
+`jax.nn.scaled_matmul` asks for the devices.
+"""
+
+
+def block_dot(left: Scaled, right: Scaled, dtype: DType) -> Array:
+  """Returns the matmul of two stacks of matrices with scales in blocks, without `of_tensor`."""
+  return _bind(left.values, right.values, left.scale, right.scale, dtype=dtype)
+
+
+def _bind(*operands: Any, dtype: DType) -> Array:
+  types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+  params = {"dimension_numbers": STACKS, "preferred_element_type": dtype}
+  result: Array = block_dot_p.bind(*operands, native=_native_jaxpr(dtype, *types), **params)
+  return result
+
+
+@functools.lru_cache(maxsize=1024)
+def _native_jaxpr(dtype: DType, *types: jax.ShapeDtypeStruct) -> ClosedJaxpr | None:
+  """Returns the matmul by `jax.nn.scaled_matmul`; None if that does not have the format."""
+  for values, scale in zip(types[:2], types[2:], strict=True):
+    unit = UNITS.get((values.dtype, scale.dtype))
+    if unit is None or (values.shape[2] // scale.shape[2]) % unit:
+      return None
+  return jax.make_jaxpr(functools.partial(_native, dtype=dtype))(*types)
+
+
+def _native(left: Array, right: Array, of_left: Array, of_right: Array, *, dtype: DType) -> Array:
+  scales = _each(of_left, left), _each(of_right, right)
+  return jax.nn.scaled_matmul(left, right, *scales, preferred_element_type=dtype)
+
+
+def _each(scale: Array, values: Array) -> Array:
+  """Returns a scale for each row and unit: larger blocks are some with the same scale."""
+  batch, rows, depth = values.shape
+  blocks = depth // UNITS[values.dtype, scale.dtype]
+  if scale.shape == (batch, rows, blocks):
+    return scale
+  scale = jnp.repeat(scale, rows // scale.shape[1], axis=1)
+  return jnp.repeat(scale, blocks // scale.shape[2], axis=2)
+
+
+def _emulated(left: Array, right: Array, of_left: Array, of_right: Array, *, dtype: DType) -> Array:
+  operands = dequantised(left, of_left), dequantised(right, of_right)
+  # A CPU sums a batch of matrices in the dtype of the result.
+  sums = jax.lax.dot_general(*operands, STACKS, preferred_element_type=FLOAT32)
+  return jax.lax.convert_element_type(sums, dtype)
+
+
+def _lowered(*operands: Array, **params: Any) -> Array:
+  return _emulated(*operands, dtype=params["preferred_element_type"])
+
+
+def _lowered_on_cuda(*operands: Array, native: ClosedJaxpr | None, **params: Any) -> Array:
+  if native is None:
+    return _lowered(*operands, **params)
+  return jaxpr_as_fun(native)(*operands)[0]
+
+
+_STATIC = ("dimension_numbers", "preferred_element_type", "native")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _evaluate(*operands: Array, **params: Any) -> Array:
+  return _bind(*operands, dtype=params["preferred_element_type"])
+
+
+@remembered_off_mesh
+def _abstract(*avals: ShapedArray, **params: Any) -> AbstractValue:
+  return jax.make_jaxpr(functools.partial(_lowered, **params))(*avals).jaxpr.outvars[0].aval
+
+
+def _batch(
+  operands: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> tuple[Array, int]:
+  # An axis of both operands joins the batch. An axis of one joins its rows, or columns.
+  size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+  mapped = [dims[side] is not None or dims[2 + side] is not None for side in (0, 1)]
+  at = 0 if all(mapped) else 1
+  merged = [
+    _merged(x, d, size, at) if mapped[i % 2] else x
+    for i, (x, d) in enumerate(zip(operands, dims, strict=True))
+  ]
+  result = _bind(*merged, dtype=params["preferred_element_type"])
+  axis = at if mapped[0] else 2
+  shape = [*result.shape[:axis], size, result.shape[axis] // size, *result.shape[axis + 1 :]]
+  return jax.lax.reshape(result, shape), axis
+
+
+def _merged(x: Array, axis: int | None, size: int, at: int) -> Array:
+  """Returns a mapped operand with its mapped axis in the axis `at`."""
+  if axis is None:
+    x, axis = jax.lax.broadcast(x, (size,)), 0
+  x = jnp.moveaxis(x, axis, at)
+  return jax.lax.reshape(x, [*x.shape[:at], size * x.shape[at + 1], *x.shape[at + 2 :]])
+
+
+block_dot_p.def_impl(_evaluate)
+block_dot_p.def_abstract_eval(_abstract)
+batching.primitive_batchers[block_dot_p] = _batch
+mlir.register_lowering(block_dot_p, mlir.lower_fun(_lowered, multiple_results=False))
+mlir.register_lowering(
+  block_dot_p, mlir.lower_fun(_lowered_on_cuda, multiple_results=False), platform="cuda"
+)
