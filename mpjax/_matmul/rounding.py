@@ -1,0 +1,135 @@
+"""Stochastic rounding, random bits without a key, and the random Hadamard transform.
+
+NVIDIA's recipe for NVFP4 (arXiv:2509.25149) rounds gradients stochastically, because rounding to
+nearest is biased where a format has few numbers. It multiplies both operands of the gradient of a
+weight by one random Hadamard matrix, in blocks of 16 along the summed axis, which spreads outliers
+over their block.
+
+Random bits are a function of a seed and of the array that is rounded. So a step needs no key and
+repeats bit by bit. Any change in any element changes the bits of all, so the bits differ from step
+to step. They are cheap integer arithmetic for each element: `jax.random.bits` would cost more than
+the matmul.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._core.types import FLOAT32, Array, DType, NumpyArray
+
+SIZE = 16
+"""The elements that one Hadamard matrix transforms."""
+
+_UINT32 = np.dtype("uint32")
+
+_BIAS, _FRACTION_BITS = 127, 23
+"""The bias of the exponent of float32, and the bits behind it."""
+
+
+def stochastic(x: Array, dtype: DType, bits: Array) -> Array:
+  """Round float32 numbers at random to a neighbour in a format, so that the mean is exact.
+
+  Args:
+    x: the numbers. They saturate beyond the largest of the format; NaN stays NaN where it has one.
+    dtype: the format, `float8_e4m3fn`, `float8_e5m2` or `float4_e2m1fn`.
+    bits: random uint32 numbers in the shape of `x`.
+
+  Returns:
+    The numbers in `dtype`. A number between two neighbours becomes the upper one with a probability
+    of its distance from the lower one, in steps of 2^-24 of their distance.
+  """
+  info = jnp.finfo(dtype)
+  most = np.float32(info.max)
+  x = jax.lax.clamp(-most, x, most)
+  size = jax.lax.abs(x)
+  # The distance of the neighbours is a power of two: that of the exponent, or of subnormal numbers.
+  exponent = jax.lax.bitcast_convert_type(size, np.int32) >> _FRACTION_BITS
+  exponent = jax.lax.max(exponent, np.int32(int(info.minexp) + _BIAS)) - np.int32(info.nmant)
+  steps = size * _power_of_two(2 * _BIAS - exponent)
+  below = jax.lax.floor(steps)
+  noise = jax.lax.convert_element_type(bits >> np.uint32(8), FLOAT32) * np.float32(2.0**-24)
+  up = jax.lax.convert_element_type(noise < steps - below, FLOAT32)
+  rounded = (below + up) * _power_of_two(exponent)
+  return jax.lax.convert_element_type(jnp.copysign(rounded, x), dtype)
+
+
+def _power_of_two(exponent: Array) -> Array:
+  """Returns the power of two with a biased exponent."""
+  return jax.lax.bitcast_convert_type(exponent << _FRACTION_BITS, FLOAT32)
+
+
+def random_bits(x: Array, seed: int, *, stream: int = 0) -> Array:
+  """Returns random uint32 numbers in the shape of an array, which depend on all its elements.
+
+  They are a hash of the index of the element and of a key. The key is a hash of the seed, the
+  stream and a sum over the bits of all elements. The sum is one of integers, so it is the same in
+  any order, on any number of devices.
+
+  Args:
+    x: an array of a floating dtype with 16 or 32 bits.
+    seed: a number that the user chooses.
+    stream: numbers the uses of one array, such as its two matmuls. Their bits are independent.
+  """
+  unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+  data = jax.lax.convert_element_type(jax.lax.bitcast_convert_type(x, unsigned), _UINT32)
+  total = jax.lax.reduce_sum(_mixed(data), tuple(range(x.ndim)))
+  chosen = _mixed(_mixed(np.array([seed], _UINT32)) + np.array([stream], _UINT32))
+  key = _mixed(total ^ chosen[0])
+  return _mixed(_mixed(_index(x.shape) + key) ^ _mixed(key + np.uint32(1)))
+
+
+def _index(shape: tuple[int, ...]) -> Array:
+  """Returns the number of each element in an array, modulo 2^32."""
+  index = jnp.zeros(shape, _UINT32)
+  for axis, size in enumerate(shape):
+    index = index * np.uint32(size) + jax.lax.broadcasted_iota(_UINT32, shape, axis)
+  return index
+
+
+def _mixed(x: Any) -> Any:
+  """Returns a hash of each uint32 number of an array of JAX or NumPy.
+
+  It is the function with two multiplications of least bias that
+  https://github.com/skeeto/hash-prospector lists.
+  """
+  hashed = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+  hashed = (hashed ^ (hashed >> np.uint32(15))) * np.uint32(0xD35A2D97)
+  return hashed ^ (hashed >> np.uint32(15))
+
+
+def hadamard(x: Array, axis: int, seed: int) -> Array:
+  """Returns an array multiplied by a random orthogonal matrix, in blocks along an axis.
+
+  The matrix is that of Hadamard of size 16, divided by 4, behind random signs. Applied to both
+  operands of a product along the summed axis it leaves the product as it is. The signs depend on
+  the seed alone: one vector for all layers and steps, as in NVIDIA's recipe.
+
+  Args:
+    x: an array, of which the axis has a multiple of 16 elements.
+    axis: the axis, which a matmul sums over.
+    seed: that of the signs.
+
+  Returns:
+    A float32 array. Sums are in float32 and in a fixed order, without a matmul.
+  """
+  axis %= x.ndim
+  before, after = x.shape[:axis], x.shape[axis + 1 :]
+  blocks = x.shape[axis] // SIZE
+  signs = np.tile(signs_of(seed), blocks)
+  signs = signs.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+  mixed = jax.lax.convert_element_type(x, FLOAT32) * signs
+  # An axis for each bit of the place in a block: along each, sums and differences of pairs.
+  mixed = jax.lax.reshape(mixed, (*before, blocks, 2, 2, 2, 2, *after))
+  for bit in range(axis + 1, axis + 5):
+    left = jax.lax.slice_in_dim(mixed, 0, 1, axis=bit)
+    right = jax.lax.slice_in_dim(mixed, 1, 2, axis=bit)
+    mixed = jax.lax.concatenate([left + right, left - right], bit)
+  return jax.lax.reshape(mixed, x.shape) * np.float32(1 / 4)
+
+
+def signs_of(seed: int) -> NumpyArray:
+  """Returns the 16 signs that a seed stands for, as float32."""
+  hashed = _mixed(np.arange(SIZE, dtype=_UINT32) + _mixed(np.array([seed], _UINT32)))
+  return np.where(np.asarray(hashed) >> np.uint32(31), np.float32(-1), np.float32(1))
