@@ -55,15 +55,8 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   Elements of one index along the other axes than `axes` share a scale; all do for None. An inf or
   NaN is in the scale, and so in all that is multiplied by it.
   """
-  largest = jax.lax.reduce_max(jax.lax.abs(x), tuple(range(x.ndim) if axes is None else axes))
-  if x.dtype != FLOAT32:
-    # What is computed in float32 and rounded is read twice here. Without the barrier XLA for a GPU
-    # drops the rounding and keeps the float32 array between: a third more memory in a large MLP.
-    # The largest element is taken before it, so that XLA can do so where `x` is computed: if of the
-    # numbers before they are rounded, it is the same once it is rounded itself.
-    x, largest = jax.lax.optimization_barrier((x, largest))
+  x, largest = with_largest(x, axes)
   most, wide = float(jnp.finfo(dtype).max), jax.lax.convert_element_type(x, FLOAT32)
-  largest = jax.lax.convert_element_type(jax.lax.expand_dims(largest, axes or ()), FLOAT32)
   # Multiplied by reciprocals: XLA makes that of some divisions, and the last digit another.
   scale = rounded_up(largest, most) if power_of_two else largest * (1 / most)
   # The reciprocal of a smaller one is none that float32 has.
@@ -72,6 +65,21 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   # Bounds of one dtype with what they bound: of Python numbers JAX makes float64 where it has that.
   values = jax.lax.clamp(np.float32(-most), wide * (1 / scale), np.float32(most))
   return Scaled(jax.lax.convert_element_type(values, dtype), scale)
+
+
+def with_largest(x: Array, axes: Sequence[int] | None) -> tuple[Array, Array]:
+  """Returns an array, and the largest magnitude along `axes`, or of all elements for None.
+
+  It is in float32, and has the axes of the array unless `axes` is None.
+  """
+  largest = jax.lax.reduce_max(jax.lax.abs(x), tuple(range(x.ndim) if axes is None else axes))
+  if x.dtype != FLOAT32:
+    # What is computed in float32 and rounded is read twice here. Without the barrier XLA for a GPU
+    # drops the rounding and keeps the float32 array between: a third more memory in a large MLP.
+    # The largest element is taken before it, so that XLA can do so where `x` is computed: if of the
+    # numbers before they are rounded, it is the same once it is rounded itself.
+    x, largest = jax.lax.optimization_barrier((x, largest))
+  return x, jax.lax.convert_element_type(jax.lax.expand_dims(largest, axes or ()), FLOAT32)
 
 
 def rounded_up(x: Array, most: float) -> Array:

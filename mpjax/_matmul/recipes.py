@@ -5,8 +5,9 @@ from typing import Any
 
 from mpjax._matmul.blocks import BlockRecipe
 from mpjax._matmul.float8 import Float8Recipe
+from mpjax._matmul.int8 import Int8Recipe
 from mpjax._matmul.protocol import Recipe
-from mpjax._policy.formats import MXFP8, NVFP4, Float8
+from mpjax._policy.formats import MXFP8, NVFP4, Float8, Int8
 
 
 def _float8(options: Float8) -> Recipe:
@@ -17,6 +18,7 @@ _RECIPES: dict[type[Any], Callable[[Any], Recipe]] = {
   Float8: _float8,
   MXFP8: BlockRecipe,
   NVFP4: BlockRecipe,
+  Int8: Int8Recipe,
 }
 """The recipe of each format, a function of its options."""
 

@@ -1,0 +1,68 @@
+"""The recipe of int8: symmetric, rounded to nearest, with exact sums in int32.
+
+An operand is divided by a scale that maps its largest element to 127, so -128 is not used: the
+format has the same numbers on both sides of 0. Qwix maps it to 127.5 and clips: its steps are
+smaller by 0.4 %, and the largest elements saturate.
+
+Gradients are straight-through. Unless an option asks for int8, they are those of the matmul in the
+compute dtype, of the operands before they were quantised. Qwix has the same default where only the
+forward pass is in int8 (`use_original_residuals`). With int8 the backward pass multiplies operands
+in int8, with scales of its own.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._core.types import FLOAT32, Array, DType
+from mpjax._matmul.float8 import with_largest
+from mpjax._matmul.protocol import Multiply, Operand, Scaled
+from mpjax._policy.formats import Int8, multiplies_gradient, why_not
+
+LARGEST = 127
+
+_INT32 = np.dtype("int32")
+
+LONGEST = (2**31 - 1) // LARGEST**2
+"""The longest sum of products that is always in the range of int32: 133144."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Recipe:
+  """The recipe of an `Int8`: see `Recipe` for what its methods are asked."""
+
+  options: Int8
+  name = "int8"
+  block = None
+
+  def why_not(self, depth: int, columns: int) -> str | None:
+    if depth > LONGEST:
+      return f"K={depth} products may overflow int32"
+    return why_not(self.options, depth, columns)
+
+  def multiplies_gradient(self, *, of_weight: bool) -> bool:
+    return multiplies_gradient(self.options, of_weight=of_weight)
+
+  def quantise(self, x: Array, operand: Operand) -> Scaled:
+    return quantise(x, operand.summed if self.options.scaling == "row" else None)
+
+  def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array:
+    return jax.lax.convert_element_type(multiply(left, right, _INT32), dtype)
+
+
+def quantise(x: Array, axes: Sequence[int] | None) -> Scaled:
+  """Returns an array in int8, scaled so that its largest element is 127.
+
+  Elements of one index along the other axes than `axes` share a scale; all do for None. An inf or
+  NaN is in the scale, and so in all that is multiplied by it.
+  """
+  x, largest = with_largest(x, axes)
+  # The reciprocal of a smaller one is none that float32 has.
+  scale = jnp.maximum(largest * np.float32(1 / LARGEST), np.finfo(np.float32).tiny)
+  wide = jax.lax.convert_element_type(x, FLOAT32) * (1 / scale)
+  whole = jax.lax.round(wide, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+  values = jax.lax.clamp(np.float32(-LARGEST), whole, np.float32(LARGEST))
+  return Scaled(jax.lax.convert_element_type(values, np.dtype("int8")), scale)
