@@ -7,6 +7,7 @@ are powers of two: its operands are those of MXFP8, of which neighbouring blocks
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ import numpy as np
 
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._matmul.block_dot import E2M1, E4M3, E8M0
-from mpjax._matmul.float8 import rounded_up
+from mpjax._matmul.float8 import rounded_up, with_largest
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
+from mpjax._matmul.rounding import hadamard, random_bits, stochastic
 from mpjax._policy.formats import MXFP8, NVFP4, Float8, multiplies_gradient, name_of, why_not
 
 _TINY = np.finfo(np.float32).tiny
@@ -24,6 +26,9 @@ _MOST, _MOST_E2M1 = (float(jnp.finfo(dtype).max) for dtype in (E4M3, E2M1))
 
 _LEAST_SCALE = np.float32(2.0**-9)
 """The smallest e4m3 number above 0. A scale of 0 would lose its block."""
+
+
+_BLOCKS: dict[type[Any], int] = {Float8: 128, MXFP8: 32, NVFP4: 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +43,7 @@ class BlockRecipe:
 
   @property
   def block(self) -> int:
-    return {Float8: 128, MXFP8: 32, NVFP4: 16}[type(self.options)]
+    return _BLOCKS[type(self.options)]
 
   def why_not(self, depth: int, columns: int) -> str | None:
     return why_not(self.options, depth, columns, multiple=self.block)
@@ -48,7 +53,7 @@ class BlockRecipe:
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
     if isinstance(self.options, NVFP4):
-      return quantise_nvfp4(x, self.block)
+      return _for_nvfp4(x, operand, self.options)
     in_squares = isinstance(self.options, Float8) and operand.role == "weight"
     return quantise_e4m3(x, self.block if in_squares else 1, self.block)
 
@@ -64,22 +69,33 @@ def quantise_e4m3(x: Array, rows: int, block: int) -> Scaled:
   A scale is the least power of two by which no element is beyond 448. An inf or NaN in a block
   makes its scale NaN.
   """
-  largest = _largest(x, rows, block)
+  wide, largest = with_largest(_in_blocks(x, rows, block), (2, 4))
   scale = jnp.maximum(rounded_up(largest, _MOST), _TINY)
+  values = _nearest(wide * (1 / scale), E4M3)
   # By the bits of the number: e8m0 is the exponent of a float32, and NaN that of inf and NaN.
   bits = jax.lax.bitcast_convert_type(scale, np.uint32) >> np.uint32(23)
   codes = jax.lax.convert_element_type(bits, np.uint8)
-  values = _rounded(_times(x, 1 / scale), _MOST, E4M3)
-  return _kept(values, jax.lax.bitcast_convert_type(codes, E8M0))
+  scale = jax.lax.squeeze(jax.lax.bitcast_convert_type(codes, E8M0), (2, 4))
+  return _kept(values, scale, x.shape)
 
 
-def quantise_nvfp4(x: Array, block: int) -> Scaled:
+def _for_nvfp4(x: Array, operand: Operand, options: NVFP4) -> Scaled:
+  """Returns an operand in NVFP4 as the options ask for it."""
+  is_random = options.stochastic_rounding and operand.role == "gradient"
+  stream = int(operand.product == "weight_grad")
+  bits = random_bits(x, options.seed, stream=stream) if is_random else None
+  if options.hadamard and operand.product == "weight_grad":
+    x = hadamard(x, 2, options.seed)
+  return quantise_nvfp4(x, bits)
+
+
+def quantise_nvfp4(x: Array, bits: Array | None = None) -> Scaled:
   """Returns a stack of matrices in e2m1 with scales in e4m3, one per block, and one in float32.
 
   The largest element of the array is 6 * 448 times its own scale. An inf or NaN in the array is in
-  its scale.
+  its scale. Elements are rounded to nearest, or with random bits stochastically.
   """
-  largest = _largest(x, 1, block)
+  wide, largest = with_largest(_in_blocks(x, 1, _BLOCKS[NVFP4]), (2, 4))
   of_tensor = jnp.max(largest) * np.float32(1 / (_MOST_E2M1 * _MOST))
   of_tensor = jnp.maximum(of_tensor, _TINY)
   per_tensor = 1 / of_tensor
@@ -89,36 +105,25 @@ def quantise_nvfp4(x: Array, block: int) -> Scaled:
   # Without the barrier XLA may leave out the rounding for what is divided by it.
   scale = jax.lax.optimization_barrier(scale)
   per_block = per_tensor * (1 / jax.lax.convert_element_type(scale, FLOAT32))
-  values = _rounded(_times(x, per_block), _MOST_E2M1, E2M1)
-  return _kept(values, scale)._replace(of_tensor=of_tensor)
+  wide *= per_block
+  if bits is None:
+    values = _nearest(wide, E2M1)
+  else:
+    values = stochastic(wide, E2M1, jax.lax.reshape(bits, wide.shape))
+  return _kept(values, jax.lax.squeeze(scale, (2, 4)), x.shape)._replace(of_tensor=of_tensor)
 
 
-def _split(shape: Sequence[int], rows: int, block: int) -> list[int]:
-  batch, height, depth = shape
-  return [batch, height // rows, rows, depth // block, block]
+def _in_blocks(x: Array, rows: int, block: int) -> Array:
+  batch, height, depth = x.shape
+  return jax.lax.reshape(x, (batch, height // rows, rows, depth // block, block))
 
 
-def _largest(x: Array, rows: int, block: int) -> Array:
-  """Returns the largest absolute value of each block, in float32."""
-  blocks = jax.lax.reshape(x, _split(x.shape, rows, block))
-  largest = jax.lax.reduce_max(jax.lax.abs(blocks), (2, 4))
-  return jax.lax.convert_element_type(largest, FLOAT32)
-
-
-def _times(x: Array, factors: Array) -> Array:
-  """Returns the product of an array and a number for each block, in float32."""
-  _, rows, blocks = (n // m for n, m in zip(x.shape, factors.shape, strict=True))
-  split = jax.lax.reshape(x, _split(x.shape, rows, blocks))
-  wide = jax.lax.convert_element_type(split, FLOAT32)
-  return jax.lax.reshape(wide * jax.lax.expand_dims(factors, (2, 4)), x.shape)
-
-
-def _rounded(x: Array, most: float, dtype: DType) -> Array:
+def _nearest(x: Array, dtype: DType) -> Array:
   # Clipped first: a cast to e4m3 makes NaN of what is above its range.
-  clipped = jax.lax.clamp(np.float32(-most), x, np.float32(most))
-  return jax.lax.convert_element_type(clipped, dtype)
+  most = np.float32(jnp.finfo(dtype).max)
+  return jax.lax.convert_element_type(jax.lax.clamp(-most, x, most), dtype)
 
 
-def _kept(values: Array, scale: Array) -> Scaled:
+def _kept(values: Array, scale: Array, shape: Sequence[int]) -> Scaled:
   # Without the barrier XLA may leave out the rounding where the operand is dequantised again.
-  return Scaled(*jax.lax.optimization_barrier((values, scale)))
+  return Scaled(*jax.lax.optimization_barrier((jax.lax.reshape(values, shape), scale)))

@@ -55,8 +55,8 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   Elements of one index along the other axes than `axes` share a scale; all do for None. An inf or
   NaN is in the scale, and so in all that is multiplied by it.
   """
-  x, largest = with_largest(x, axes)
-  most, wide = float(jnp.finfo(dtype).max), jax.lax.convert_element_type(x, FLOAT32)
+  wide, largest = with_largest(x, axes)
+  most = float(jnp.finfo(dtype).max)
   # Multiplied by reciprocals: XLA makes that of some divisions, and the last digit another.
   scale = rounded_up(largest, most) if power_of_two else largest * (1 / most)
   # The reciprocal of a smaller one is none that float32 has.
@@ -70,7 +70,7 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
 def with_largest(x: Array, axes: Sequence[int] | None) -> tuple[Array, Array]:
   """Returns an array, and the largest magnitude along `axes`, or of all elements for None.
 
-  It is in float32, and has the axes of the array unless `axes` is None.
+  Both are in float32. The magnitudes have the axes of the array unless `axes` is None.
   """
   largest = jax.lax.reduce_max(jax.lax.abs(x), tuple(range(x.ndim) if axes is None else axes))
   if x.dtype != FLOAT32:
@@ -79,7 +79,8 @@ def with_largest(x: Array, axes: Sequence[int] | None) -> tuple[Array, Array]:
     # The largest element is taken before it, so that XLA can do so where `x` is computed: if of the
     # numbers before they are rounded, it is the same once it is rounded itself.
     x, largest = jax.lax.optimization_barrier((x, largest))
-  return x, jax.lax.convert_element_type(jax.lax.expand_dims(largest, axes or ()), FLOAT32)
+  wide = jax.lax.convert_element_type(x, FLOAT32)
+  return wide, jax.lax.convert_element_type(jax.lax.expand_dims(largest, axes or ()), FLOAT32)
 
 
 def rounded_up(x: Array, most: float) -> Array:

@@ -59,10 +59,9 @@ def quantise(x: Array, axes: Sequence[int] | None) -> Scaled:
   Elements of one index along the other axes than `axes` share a scale; all do for None. An inf or
   NaN is in the scale, and so in all that is multiplied by it.
   """
-  x, largest = with_largest(x, axes)
+  wide, largest = with_largest(x, axes)
   # The reciprocal of a smaller one is none that float32 has.
   scale = jnp.maximum(largest * np.float32(1 / LARGEST), np.finfo(np.float32).tiny)
-  wide = jax.lax.convert_element_type(x, FLOAT32) * (1 / scale)
-  whole = jax.lax.round(wide, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+  whole = jax.lax.round(wide * (1 / scale), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
   values = jax.lax.clamp(np.float32(-LARGEST), whole, np.float32(LARGEST))
   return Scaled(jax.lax.convert_element_type(values, np.dtype("int8")), scale)
