@@ -194,7 +194,7 @@ def nvfp4(x, axis):
   largest = largest_of_blocks(x, block(x, axis, 16)).astype(np.float32)
   scales = nearest(largest * (np.float32(1 / 6) * (np.float32(1) / of_array)), e4m3)
   scales = np.maximum(scales, e4m3.numbers[1])
-  inverse = (np.float32(1) / of_array) * (np.float32(1) / scales.astype(np.float32))
+  inverse = np.float32(1) / (scales.astype(np.float32) * of_array)
   values = np.asarray(x, np.float32) * spread(inverse, x.shape)
   return nearest(values, e2m1), scales, np.float64(of_array)
 

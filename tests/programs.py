@@ -29,8 +29,9 @@ PROBE = "probe:"
 COMBINING = (
   *("reduce", "reduce_window", "select_and_scatter", "scatter"),
   *("scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
+  "block_scaled_dot",
 )
-"""Operations that hold, as a program, how they bring two numbers together."""
+"""Operations that hold, as a program, how they bring two numbers together, or what CUDA runs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ _TABLES = {
   "on_purpose": ("Float32 on purpose", "module, because of, FLOPs"),
   "lossy": ("Low precision where float32 is safer", "module, operation, pass, line, risk"),
   "modules": ("Modules", "module, params, activations, gradients, FLOPs, decided by"),
-  "float8": ("float8", "module, FLOPs, not in float8 because"),
+  "float8": ("float8", "module, FLOPs, format, not in float8 because"),
   "collectives": ("Between devices", "module, operation, dtype, bytes, times"),
 }
 """The heading and the columns of the table of each field, in the order of the page."""
@@ -63,7 +63,7 @@ class AuditReport(Report):
     on_purpose: matmuls that are float32 because a rule, or the code, asks for it.
     risks: low-precision values that reach an operation which magnifies their error.
     lossy: operations in low precision for which float32 would be safer.
-    float8: each matmul, and why it is not in float8; () where nothing asks for float8.
+    float8: each matmul and its format, or why it is in none; () where nothing asks for a format.
     collectives: the collectives of a compiled program by module; () without `compiled=`.
     modules: dtypes and FLOPs by module. The module with the most FLOPs comes first.
     operations: how often each primitive runs in each dtype, and the bytes of its results. The dtype
@@ -159,7 +159,9 @@ class AuditReport(Report):
   def _first_lines(self) -> list[str]:
     lines = [self._headline()]
     if self.float8:
-      lines.append(f"{percent(self.float8_share)} of the matmuls' FLOPs in float8")
+      names = dict.fromkeys(row.dtype for row in self.float8 if row.dtype)
+      formats = " and ".join(names) or "float8"
+      lines.append(f"{percent(self.float8_share)} of the matmuls' FLOPs in {formats}")
     if self.accumulation:
       lines.append(f"Accumulation: {self._accumulation()}")
     if self.residual_bytes:
@@ -254,6 +256,7 @@ def _cells(row: Finding, total: int) -> dict[str, str]:
     "pass": row.direction,
     "line": str(row.source or "unknown line"),
     "dtype": row.dtype,
+    "format": row.dtype,
     "risk": f"{row.dtype}: {row.reason}",
     "FLOPs": percent(row.flops / total),
     "bytes": amount(row.nbytes, "B"),
@@ -402,7 +405,7 @@ def _report(
     on_purpose=on_purpose,
     risks=tuple(risks_of(graph, parameters)),
     lossy=find_lossy(graph),
-    float8=find_float8(graph),
+    float8=find_float8(graph, compiled),
     collectives=compiled_collectives(compiled, graph) if compiled else (),
     modules=find_modules(graph, record, parameters),
     operations=find_operations(graph),

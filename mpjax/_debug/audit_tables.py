@@ -5,16 +5,24 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeAlias
 
+import jax
+import jax.numpy as jnp
+
 from mpjax._autocast.scopes import NOT_IN
 from mpjax._core.types import DType, is_inexact_dtype
 from mpjax._debug.arguments import moved_from
 from mpjax._debug.findings import Finding, summed
 from mpjax._jaxpr.graph import Graph, Operation, Value
-from mpjax._jaxpr.locations import MODULE, RECIPE
+from mpjax._jaxpr.locations import EMULATED, MODULE, RECIPE
+from mpjax._matmul.block_dot import BLOCK_DOT
 from mpjax._policy.active import AuditRecord
+from mpjax._policy.dtypes import hardware_of
 
 _NO_FLOAT8_POLICY, _IN_FLOAT32 = "its policy has no float8", "it is in float32"
 """Why a matmul is not in float8 where nothing asks for it."""
+
+_OF_CUDNN = "__cudnn$blockScaledDot"
+"""The operation of a compiled program that multiplies operands with scales in blocks."""
 
 
 @dataclasses.dataclass
@@ -152,26 +160,56 @@ def _itemsize(dtype: DType) -> int:
   return dtype.itemsize
 
 
-def find_float8(graph: Graph) -> tuple[Finding, ...]:
-  """Returns the matmuls by why they are not in float8; () if nothing asks for float8."""
-  rows = [
-    Finding(operation.where.path, reason=_why_not_float8(operation), flops=flops)
-    for operation, _, flops in graph.matmuls()
-  ]
+def find_float8(graph: Graph, compiled: str = "") -> tuple[Finding, ...]:
+  """Returns the matmuls by format and by why they are in none; () if nothing asks for one.
+
+  Args:
+    graph: the graph of a function that was traced for an audit.
+    compiled: the text of the compiled program, or "" for the devices of this process.
+  """
+  rows: list[Finding] = []
+  for operation, _, flops in graph.matmuls():
+    reason = _why_not_float8(operation)
+    dtype = "" if reason else _format_of(operation, compiled)
+    rows.append(Finding(operation.where.path, dtype=dtype, reason=reason, flops=flops))
   is_asked = any(row.reason not in (_NO_FLOAT8_POLICY, _IN_FLOAT32) for row in rows)
   return summed(rows) if is_asked else ()
 
 
 def _why_not_float8(matmul: Operation) -> str:
-  """Returns why a matmul is not in float8; "" if it is."""
+  """Returns why a matmul is not in float8, or in another format; "" if it is."""
   operands = matmul.operands[:2]
+  if EMULATED in matmul.where.scopes:
+    return ""
   if all(v.dtype is not None and v.dtype.itemsize == 1 for v in operands):
     return ""
   if reason := matmul.where.marked(NOT_IN["float8"]):
     return reason
-  if matmul.where.marked(RECIPE) is not None:
-    return 'weight_grad="half"'
+  recipe = matmul.where.marked(RECIPE)
+  if recipe is not None:
+    return f'{recipe.rpartition(":")[2]}="half"'
   return _IN_FLOAT32 if any(v.is_wide for v in operands) else _NO_FLOAT8_POLICY
+
+
+def _format_of(matmul: Operation, compiled: str) -> str:
+  """Returns the name of the format of a matmul, and whether the format is emulated."""
+  recipe = matmul.where.marked(RECIPE)
+  name = str(matmul.operands[0].dtype) if recipe is None else recipe.rpartition(":")[0]
+  return f"{name}, emulated" if _is_emulated(matmul, compiled) else name
+
+
+def _is_emulated(matmul: Operation, compiled: str) -> bool:
+  """Whether the operands of a matmul are dequantised before it."""
+  if matmul.name != BLOCK_DOT:
+    return EMULATED in matmul.where.scopes
+  if matmul.eqn.params["native"] is None:
+    return True
+  if compiled:
+    return _OF_CUDNN not in compiled
+  device = jax.devices()[0]
+  hardware = hardware_of(device.platform, getattr(device, "compute_capability", None))
+  is_float4 = matmul.operands[0].dtype == jnp.float4_e2m1fn
+  return ("nvfp4" if is_float4 else "mxfp8") not in hardware.dtypes
 
 
 def residual_bytes(graph: Graph) -> Mapping[str, int]:

@@ -19,7 +19,7 @@ class Finding(NamedTuple):
     operation: the name of the primitive; with `compiled=`, of the HLO instruction.
     direction: the pass.
     dtype: the dtype in which the operation runs, or which a collective sends. For a leak or a
-      kernel: the dtypes of its operands.
+      kernel: the dtypes of its operands. For a matmul: its format, and whether that is emulated.
     source: the line; None if unknown.
     reason: the reason of the row. For a leak: why it is float32. For a module: the rule that
       decided, or the `dtype` that its policy overrules. For a matmul: why it is not in float8, ""

@@ -20,7 +20,7 @@ MODULE = PREFIX + "module="
 """The path of a module under a policy, in the jaxpr that `mpjax.audit` traces."""
 
 RECIPE = PREFIX + "matmul="
-"""The name of the recipe of a matmul, with the scaling of its operands."""
+"""The recipe and the product of a matmul, "float8:weight_grad", with the scaling of operands."""
 
 EMULATED = PREFIX + "emulated"
 """A matmul of a recipe whose operands are dequantised before it."""

@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import remembered_off_mesh
@@ -50,9 +51,8 @@ class Layout(NamedTuple):
 
 def stacked(x: Array, layout: Layout, block: int) -> Array:
   """Returns an operand as a stack of matrices, its sums padded with zeros to whole blocks."""
-  sizes = [math.prod(x.shape[axis] for axis in axes) for axes in layout]
-  matrices = jax.lax.reshape(jax.lax.transpose(x, layout.order), sizes)
-  missing = -sizes[2] % block
+  matrices = joined(jax.lax.transpose(x, layout.order), [*map(len, layout)])
+  missing = -matrices.shape[2] % block
   if missing == 0:
     return matrices
   return jax.lax.pad(matrices, np.zeros((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, missing, 0)))
@@ -60,10 +60,9 @@ def stacked(x: Array, layout: Layout, block: int) -> Array:
 
 def unstacked(matrices: Array, layout: Layout, shape: Sequence[int]) -> Array:
   """Returns the operand of this shape of which `stacked` has made a stack of matrices."""
-  depth = math.prod(shape[axis] for axis in layout.summed)
-  x = jax.lax.slice_in_dim(matrices, 0, depth, axis=2)
-  moved = jax.lax.reshape(x, [shape[axis] for axis in layout.order])
-  return jax.lax.transpose(moved, np.argsort(layout.order))
+  sizes = [[shape[axis] for axis in axes] for axes in layout]
+  x = jax.lax.slice_in_dim(matrices, 0, math.prod(sizes[2]), axis=2)
+  return jax.lax.transpose(split(x, sizes), np.argsort(layout.order))
 
 
 def dequantised(values: Array, scale: Array | None) -> Array:
@@ -74,17 +73,62 @@ def dequantised(values: Array, scale: Array | None) -> Array:
   if scale is None:
     return values
   wide = FLOAT32 if scale.dtype == FLOAT32 else BFLOAT16
-  each = [n // m for n, m in zip(values.shape, scale.shape, strict=True)]
-  blocks = [size for pair in zip(scale.shape, each, strict=True) for size in pair]
-  x = jax.lax.reshape(jax.lax.convert_element_type(values, wide), blocks)
+  sizes = [(m, n // m) for n, m in zip(values.shape, scale.shape, strict=True)]
+  blocks = split(jax.lax.convert_element_type(values, wide), sizes)
   factors = jax.lax.expand_dims(jax.lax.convert_element_type(scale, wide), (1, 3, 5))
-  return jax.lax.reshape(x * factors, values.shape)
+  return joined(blocks * factors, [2, 2, 2])
+
+
+def split(x: Array, sizes: Sequence[Sequence[int]]) -> Array:
+  """Returns an array of which each axis is split into axes of these sizes.
+
+  On a mesh with explicit axes the first of them is sharded as the axis was.
+  """
+  spec = [
+    (name, *[None] * (len(each) - 1))[: len(each)]
+    for name, each in zip(_spec_of(x), sizes, strict=True)
+  ]
+  return _reshaped(x, [n for each in sizes for n in each], [n for each in spec for n in each])
+
+
+def joined(x: Array, counts: Sequence[int]) -> Array:
+  """Returns an array of which so many axes each are one, or none of them is one of size 1."""
+  ends = np.cumsum(counts)
+  shape = [math.prod(x.shape[end - n : end]) for end, n in zip(ends, counts, strict=True)]
+  return _reshaped(x, shape, _joined_spec(_spec_of(x), counts))
+
+
+def _spec_of(x: Array) -> tuple[Any, ...]:
+  return tuple(jax.typeof(x).sharding.spec)
+
+
+def of_stacks(sharding: NamedSharding | None, counts: Sequence[int]) -> NamedSharding | None:
+  """Returns the sharding of an array once so many axes each are one."""
+  if sharding is None:
+    return None
+  return NamedSharding(sharding.mesh, PartitionSpec(*_joined_spec(tuple(sharding.spec), counts)))
+
+
+def _joined_spec(spec: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+  ends = np.cumsum(counts)
+  names = [
+    [name for name in spec[end - count : end] if name is not None]
+    for end, count in zip(ends, counts, strict=True)
+  ]
+  return [each[0] if len(each) == 1 else tuple(each) or None for each in names]
+
+
+def _reshaped(x: Array, shape: Sequence[int], spec: Sequence[Any]) -> Array:
+  sharding = PartitionSpec(*spec) if any(_spec_of(x)) else None
+  return jax.lax.reshape(x, shape, out_sharding=sharding)
 
 
 # The matmul.
 
 
-block_dot_p = Primitive("block_scaled_dot")
+BLOCK_DOT = "block_scaled_dot"
+
+block_dot_p = Primitive(BLOCK_DOT)
 """Takes the values of both operands, then their scales.
 
 `native` is the jaxpr that CUDA runs, or None. JAX has to find it: the lowering of
@@ -92,15 +136,23 @@ block_dot_p = Primitive("block_scaled_dot")
 """
 
 
-def block_dot(left: Scaled, right: Scaled, dtype: DType) -> Array:
+def block_dot(
+  left: Scaled, right: Scaled, dtype: DType, out_sharding: NamedSharding | None = None
+) -> Array:
   """Returns the matmul of two stacks of matrices with scales in blocks, without `of_tensor`."""
-  return _bind(left.values, right.values, left.scale, right.scale, dtype=dtype)
+  arrays = (left.values, right.values, left.scale, right.scale)
+  return _bind(*arrays, preferred_element_type=dtype, out_sharding=out_sharding)
 
 
-def _bind(*operands: Any, dtype: DType) -> Array:
+def _bind(*operands: Any, preferred_element_type: DType, out_sharding: Any, **_: Any) -> Array:
   types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
-  params = {"dimension_numbers": STACKS, "preferred_element_type": dtype}
-  result: Array = block_dot_p.bind(*operands, native=_native_jaxpr(dtype, *types), **params)
+  result: Array = block_dot_p.bind(
+    *operands,
+    dimension_numbers=STACKS,
+    preferred_element_type=preferred_element_type,
+    out_sharding=out_sharding,
+    native=_native_jaxpr(preferred_element_type, *types),
+  )
   return result
 
 
@@ -129,34 +181,31 @@ def _each(scale: Array, values: Array) -> Array:
   return jnp.repeat(scale, blocks // scale.shape[2], axis=2)
 
 
-def _emulated(left: Array, right: Array, of_left: Array, of_right: Array, *, dtype: DType) -> Array:
-  operands = dequantised(left, of_left), dequantised(right, of_right)
+def _emulated(left: Array, right: Array, of_left: Array, of_right: Array, **params: Any) -> Array:
+  operands, out = (dequantised(left, of_left), dequantised(right, of_right)), params["out_sharding"]
   # A CPU sums a batch of matrices in the dtype of the result.
-  sums = jax.lax.dot_general(*operands, STACKS, preferred_element_type=FLOAT32)
-  return jax.lax.convert_element_type(sums, dtype)
+  options = {"preferred_element_type": FLOAT32, "out_sharding": out}
+  sums = jax.lax.dot_general(*operands, params["dimension_numbers"], **options)
+  return jax.lax.convert_element_type(sums, params["preferred_element_type"])
 
 
-def _lowered(*operands: Array, **params: Any) -> Array:
-  return _emulated(*operands, dtype=params["preferred_element_type"])
-
-
-def _lowered_on_cuda(*operands: Array, native: ClosedJaxpr | None, **params: Any) -> Array:
+def _on_cuda(*operands: Array, native: ClosedJaxpr | None, **params: Any) -> Array:
   if native is None:
-    return _lowered(*operands, **params)
+    return _emulated(*operands, **params)
   return jaxpr_as_fun(native)(*operands)[0]
 
 
-_STATIC = ("dimension_numbers", "preferred_element_type", "native")
+_STATIC = ("dimension_numbers", "preferred_element_type", "out_sharding", "native")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def _evaluate(*operands: Array, **params: Any) -> Array:
-  return _bind(*operands, dtype=params["preferred_element_type"])
+  return _bind(*operands, **params)
 
 
 @remembered_off_mesh
 def _abstract(*avals: ShapedArray, **params: Any) -> AbstractValue:
-  return jax.make_jaxpr(functools.partial(_lowered, **params))(*avals).jaxpr.outvars[0].aval
+  return jax.make_jaxpr(functools.partial(_emulated, **params))(*avals).jaxpr.outvars[0].aval
 
 
 def _batch(
@@ -170,7 +219,7 @@ def _batch(
     _merged(x, d, size, at) if mapped[i % 2] else x
     for i, (x, d) in enumerate(zip(operands, dims, strict=True))
   ]
-  result = _bind(*merged, dtype=params["preferred_element_type"])
+  result = _bind(*merged, **params)
   axis = at if mapped[0] else 2
   shape = [*result.shape[:axis], size, result.shape[axis] // size, *result.shape[axis + 1 :]]
   return jax.lax.reshape(result, shape), axis
@@ -187,7 +236,7 @@ def _merged(x: Array, axis: int | None, size: int, at: int) -> Array:
 block_dot_p.def_impl(_evaluate)
 block_dot_p.def_abstract_eval(_abstract)
 batching.primitive_batchers[block_dot_p] = _batch
-mlir.register_lowering(block_dot_p, mlir.lower_fun(_lowered, multiple_results=False))
+mlir.register_lowering(block_dot_p, mlir.lower_fun(_emulated, multiple_results=False))
 mlir.register_lowering(
-  block_dot_p, mlir.lower_fun(_lowered_on_cuda, multiple_results=False), platform="cuda"
+  block_dot_p, mlir.lower_fun(_on_cuda, multiple_results=False), platform="cuda"
 )

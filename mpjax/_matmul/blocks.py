@@ -6,7 +6,6 @@ are powers of two: its operands are those of MXFP8, of which neighbouring blocks
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.types import FLOAT32, Array, DType
-from mpjax._matmul.block_dot import E2M1, E4M3, E8M0
+from mpjax._matmul.block_dot import E2M1, E4M3, E8M0, joined, split
 from mpjax._matmul.float8 import rounded_up, with_largest
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._matmul.rounding import hadamard, random_bits, stochastic
@@ -71,12 +70,14 @@ def quantise_e4m3(x: Array, rows: int, block: int) -> Scaled:
   """
   wide, largest = with_largest(_in_blocks(x, rows, block), (2, 4))
   scale = jnp.maximum(rounded_up(largest, _MOST), _TINY)
-  values = _nearest(wide * (1 / scale), E4M3)
+  # Clipped first: a cast to e4m3 makes NaN of what is above its range.
+  clipped = jax.lax.clamp(np.float32(-_MOST), wide * (1 / scale), np.float32(_MOST))
+  values = jax.lax.convert_element_type(clipped, E4M3)
   # By the bits of the number: e8m0 is the exponent of a float32, and NaN that of inf and NaN.
   bits = jax.lax.bitcast_convert_type(scale, np.uint32) >> np.uint32(23)
   codes = jax.lax.convert_element_type(bits, np.uint8)
   scale = jax.lax.squeeze(jax.lax.bitcast_convert_type(codes, E8M0), (2, 4))
-  return _kept(values, scale, x.shape)
+  return _kept(values, scale)
 
 
 def _for_nvfp4(x: Array, operand: Operand, options: NVFP4) -> Scaled:
@@ -97,33 +98,42 @@ def quantise_nvfp4(x: Array, bits: Array | None = None) -> Scaled:
   """
   wide, largest = with_largest(_in_blocks(x, 1, _BLOCKS[NVFP4]), (2, 4))
   of_tensor = jnp.max(largest) * np.float32(1 / (_MOST_E2M1 * _MOST))
-  of_tensor = jnp.maximum(of_tensor, _TINY)
-  per_tensor = 1 / of_tensor
+  # e2m1 has no NaN, and a maximum on a CPU may lose one.
+  is_finite = jnp.all(jnp.isfinite(wide))
+  of_tensor = jnp.where(is_finite, jnp.maximum(of_tensor, _TINY), np.float32(np.nan))
   # The two numbers first: XLA multiplies three factors in an order of its own.
-  scale = largest * (np.float32(1 / _MOST_E2M1) * per_tensor)
+  scale = largest * (np.float32(1 / _MOST_E2M1) * (1 / of_tensor))
   scale = jax.lax.convert_element_type(jax.lax.clamp(_LEAST_SCALE, scale, np.float32(_MOST)), E4M3)
   # Without the barrier XLA may leave out the rounding for what is divided by it.
   scale = jax.lax.optimization_barrier(scale)
-  per_block = per_tensor * (1 / jax.lax.convert_element_type(scale, FLOAT32))
-  wide *= per_block
+  # One quotient: XLA makes one of several, and the last digit another.
+  wide *= 1 / (jax.lax.convert_element_type(scale, FLOAT32) * of_tensor)
   if bits is None:
-    values = _nearest(wide, E2M1)
+    values = nearest_e2m1(wide)
   else:
-    values = stochastic(wide, E2M1, jax.lax.reshape(bits, wide.shape))
-  return _kept(values, jax.lax.squeeze(scale, (2, 4)), x.shape)._replace(of_tensor=of_tensor)
+    values = stochastic(wide, E2M1, _in_blocks(bits, 1, _BLOCKS[NVFP4]))
+  return _kept(values, jax.lax.squeeze(scale, (2, 4)))._replace(of_tensor=of_tensor)
 
 
 def _in_blocks(x: Array, rows: int, block: int) -> Array:
   batch, height, depth = x.shape
-  return jax.lax.reshape(x, (batch, height // rows, rows, depth // block, block))
+  return split(x, [[batch], [height // rows, rows], [depth // block, block]])
 
 
-def _nearest(x: Array, dtype: DType) -> Array:
-  # Clipped first: a cast to e4m3 makes NaN of what is above its range.
-  most = np.float32(jnp.finfo(dtype).max)
-  return jax.lax.convert_element_type(jax.lax.clamp(-most, x, most), dtype)
+def nearest_e2m1(x: Array) -> Array:
+  """Returns float32 numbers in e2m1, rounded to nearest, ties to even; they saturate.
+
+  XLA has casts to e2m1 that round to float16 first, and so some numbers to the wrong side.
+  """
+  size = jax.lax.abs(x)
+  coarse = jnp.where(size < 4, np.float32(1), np.float32(2))
+  step = jnp.where(size < 2, np.float32(0.5), coarse)
+  whole = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+  most = np.float32(_MOST_E2M1)
+  return jax.lax.convert_element_type(jax.lax.clamp(-most, whole * step, most), E2M1)
 
 
-def _kept(values: Array, scale: Array, shape: Sequence[int]) -> Scaled:
+def _kept(blocks: Array, scale: Array) -> Scaled:
+  values = joined(blocks, [1, 2, 2])
   # Without the barrier XLA may leave out the rounding where the operand is dequantised again.
-  return Scaled(*jax.lax.optimization_barrier((jax.lax.reshape(values, shape), scale)))
+  return Scaled(*jax.lax.optimization_barrier((values, scale)))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.types import FLOAT32, Array, DType
+from mpjax._core.types import Array, DType
 from mpjax._matmul.float8 import with_largest
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._policy.formats import Int8, multiplies_gradient, why_not

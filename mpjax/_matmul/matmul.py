@@ -35,7 +35,15 @@ from mpjax._jaxpr.compat import WRITTEN_OUT, bind
 from mpjax._jaxpr.count import DotAxes, dot_axes
 from mpjax._jaxpr.locations import EMULATED, RECIPE
 from mpjax._jaxpr.reader import Atom, aval_of
-from mpjax._matmul.block_dot import Layout, block_dot, dequantised, stacked, unstacked
+from mpjax._matmul.block_dot import (
+  Layout,
+  block_dot,
+  dequantised,
+  of_stacks,
+  split,
+  stacked,
+  unstacked,
+)
 from mpjax._matmul.protocol import Multiply, Operand, Product, Recipe, Role, Scaled
 
 Levels: TypeAlias = tuple[tuple[bool, ...], ...]
@@ -199,9 +207,15 @@ class RecipeMatmul(Matmul):
   def axes(self) -> DotAxes:
     return dot_axes(dict(self.params))
 
-  @property
-  def scope(self) -> str:
-    return RECIPE + self.recipe.name
+  def layouts(self, params: Mapping[str, Any], operands: Sequence[Any], first: int) -> list[Layout]:
+    """Returns the layouts of both operands; blocks lie along the sums in the order of `first`."""
+    axes = dot_axes(params)
+    if self.recipe.block is not None:
+      axes = _in_order(axes, first)
+    return [_layout(axes, side, operand) for side, operand in enumerate(operands)]
+
+  def scope(self, product: Product) -> str:
+    return f"{RECIPE}{self.recipe.name}:{product}"
 
   def product_of(self, side: int) -> Product:
     """Returns which matmul the gradient of an operand is."""
@@ -225,28 +239,30 @@ class RecipeMatmul(Matmul):
   def with_kept(  # pyright: ignore[reportIncompatibleMethodOverride]
     self, moving: tuple[int, ...], x: Array, w: Array, *sizes: Array
   ) -> tuple[Array, Sequence[Sequence[Array]]]:
-    with jax.named_scope(self.scope):
+    with jax.named_scope(self.scope("forward")):
       pair = (_only_in_groups(x, self.axes.ragged, sizes), w)
+      layouts = self.layouts(dict(self.params), pair, first=0)
       left, right = (
-        self.quantised(each, _layout(self.axes, i, each), self.role_of(i), "forward")
-        for i, each in enumerate(pair)
+        self.quantised(each, layout, self.role_of(i), "forward")
+        for i, (each, layout) in enumerate(zip(pair, layouts, strict=True))
       )
       # The gradient of an operand is computed from the other one.
       kept = [self._kept(side, pair[1 - side], (right, left)[side], sizes) for side in moving]
-      multiply = self.multiply(self.primitive, dict(self.params), pair, sizes)
+      multiply = self.multiply(self.primitive, dict(self.params), layouts, pair, sizes)
       return self.recipe.dot(multiply, left, right, self.half), kept
 
   def multiply(
     self,
     primitive: Primitive,
     params: Mapping[str, Any],
+    layouts: Sequence[Layout],
     operands: Sequence[Any],
     sizes: Sequence[Array],
   ) -> Multiply:
     """Returns what multiplies two scaled arrays that stand for these operands."""
     if self.recipe.block is None:
       return functools.partial(_product, primitive, params, sizes)
-    return functools.partial(_product_of_stacks, primitive, params, operands, sizes)
+    return functools.partial(_product_of_stacks, primitive, params, layouts, operands, sizes)
 
   def _kept(
     self, side: int, other: Array, scaled: Scaled, sizes: Sequence[Array]
@@ -278,7 +294,7 @@ class RecipeMatmul(Matmul):
     other, sizes = self.split(others)
     values = self._wide(1 - side, other)
     pair = [jax.lax.convert_element_type(each, self.half) for each in (t, values)]
-    with jax.named_scope(self.scope):
+    with jax.named_scope(self.scope("forward")):
       return self.primitive.bind(*(pair[::-1] if side else pair), *sizes, **dict(self.params))
 
   def _wide(self, side: int, kept: Scaled) -> Array:
@@ -286,6 +302,7 @@ class RecipeMatmul(Matmul):
     if kept.scale is not None and self.is_stacked(kept):
       matrices = dequantised(kept.values, kept.scale)
       values = unstacked(matrices, self._layout_kept(side), self.operands[side].shape)
+      values = jax.lax.convert_element_type(values, FLOAT32)
       return values if kept.of_tensor is None else values * kept.of_tensor
     values = jax.lax.convert_element_type(kept.values, FLOAT32)
     return values if kept.scale is None else values * kept.scale
@@ -302,7 +319,7 @@ class RecipeMatmul(Matmul):
     for mapped, *kept in levels[sums:]:
       each = jax.vmap(call, in_axes=[0, *(0 if axis else None for axis in kept)])
       call = each if mapped else lambda *args, each=each: jnp.sum(each(*args), axis=0)
-    with jax.named_scope(self.scope):
+    with jax.named_scope(self.scope(self.product_of(side))):
       return call(cotangent, *others)
 
   def refuse_second_order(self) -> None:
@@ -320,6 +337,13 @@ def _layout(axes: DotAxes, side: int, operand: Any) -> Layout:
   groups = axes.groups if side == 1 else ()
   batch = (*groups, *axes.batch[side])
   return Layout(batch, tuple(axes.own(side, operand)), tuple(axes.contracted[side]))
+
+
+def _in_order(axes: DotAxes, side: int) -> DotAxes:
+  """Returns the axes of a matmul with its sums in the order that the operand `side` has them in."""
+  pairs = sorted(zip(*axes.contracted, strict=True), key=operator.itemgetter(side))
+  left, right = zip(*pairs, strict=True)
+  return axes._replace(contracted=(left, right))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
@@ -341,12 +365,13 @@ def _multiplied(
   def multiply(eqn: JaxprEqn, operands: Sequence[Array], places: Sequence[int]) -> Array:
     if not matmul.recipe.multiplies_gradient(of_weight=side == matmul.weight):
       return into(eqn.primitive, operands, {**eqn.params, "preferred_element_type": out})
-    types, axes = [*map(aval_of, eqn.invars[:2])], dot_axes(eqn.params)
+    types = [*map(aval_of, eqn.invars[:2])]
+    layouts = matmul.layouts(eqn.params, types, first=places[0])
     left, right = (
-      other if i in places else matmul.quantised(x, _layout(axes, i, x), "gradient", product)
+      other if i in places else matmul.quantised(x, layouts[i], "gradient", product)
       for i, x in enumerate(operands[:2])
     )
-    call = matmul.multiply(eqn.primitive, eqn.params, types, operands[2:])
+    call = matmul.multiply(eqn.primitive, eqn.params, layouts, types, operands[2:])
     return matmul.recipe.dot(call, left, right, out)
 
   levels = ((False, True),) * sums
@@ -390,14 +415,14 @@ def _product(
 def _product_of_stacks(
   primitive: Primitive,
   params: Mapping[str, Any],
+  layouts: Sequence[Layout],
   operands: Sequence[Any],
   sizes: Sequence[Array],
   left: Scaled,
   right: Scaled,
   sums: DType,
 ) -> Array:
-  axes, pair = dot_axes(params), (left, right)
-  layouts = [_layout(axes, side, operand) for side, operand in enumerate(operands)]
+  pair = (left, right)
   if sizes:
     # No library multiplies groups of rows with scales in blocks.
     wide = [
@@ -408,11 +433,12 @@ def _product_of_stacks(
     with jax.named_scope(EMULATED):
       result = primitive.bind(*wide, *sizes, **params)
   else:
-    result = jax.lax.convert_element_type(block_dot(left, right, sums), FLOAT32)
-    batch = layouts[0].batch
-    shape = [operands[0].shape[axis] for axis in (*batch, *layouts[0].rows)]
-    shape += [operands[1].shape[axis] for axis in layouts[1].rows]
-    result = jax.lax.reshape(result, shape)
+    (left_of, right_of), (batch, rows, _) = operands, layouts[0]
+    parts = (left_of, batch), (left_of, rows), (right_of, layouts[1].rows)
+    sharding = of_stacks(params["out_sharding"], [len(axes) for _, axes in parts])
+    result = block_dot(left, right, sums, sharding)
+    result = split(result, [[each.shape[axis] for axis in axes] for each, axes in parts])
+    result = jax.lax.convert_element_type(result, FLOAT32)
   for each in pair:
     result = result if each.of_tensor is None else result * each.of_tensor
   return result

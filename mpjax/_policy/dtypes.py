@@ -135,10 +135,10 @@ _TENSOR_CORES: tuple[tuple[int, int, str, tuple[str, ...]], ...] = (
   (8, 0, "Ampere", ("bfloat16", "float16")),
   (8, 9, "Ada", ("bfloat16", "float16", "float8")),
   (9, 0, "Hopper", ("bfloat16", "float16", "float8")),
-  (10, 0, "Blackwell", ("bfloat16", "float16", "float8")),
+  (10, 0, "Blackwell", ("bfloat16", "float16", "float8", "mxfp8", "nvfp4")),
 )
-"""Generations of Tensor Cores: the first compute capability, the name, and the dtypes that they
-multiply, the better one for training first."""
+"""Generations of Tensor Cores: the first compute capability, the name, and the dtypes and formats
+that they multiply, the better one for training first."""
 
 
 class Hardware(NamedTuple):

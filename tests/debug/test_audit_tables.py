@@ -112,7 +112,7 @@ def test_d7_d17_each_module_is_listed_with_its_reason():
     "embed": "it is an embedding",
   }
   assert {path: x.reason for path, x in found.items()} == wanted
-  assert found["narrow"] == Finding("Model/narrow", flops=3 * 2 * 32 * 16 * 32)
+  assert found["narrow"] == Finding("Model/narrow", dtype="float8", flops=3 * 2 * 32 * 16 * 32)
   audit = audited(rules=(HEAD,))
   assert f"{100 * audit.float8_share:.1f} % of the matmuls' FLOPs in float8" in str(audit)
   assert "it is an embedding" in str(audit)

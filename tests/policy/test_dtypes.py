@@ -80,6 +80,9 @@ def test_float64_needs_64_bit_enabled(value, set_flag):
   assert dtypes.parse_dtype(value, WHERE) == np.float64
 
 
+BLACKWELL = ("bfloat16", "float16", "float8", "mxfp8", "nvfp4")
+
+
 @pytest.mark.parametrize(
   ("platform", "capability", "units", "operands", "float32_as"),
   [
@@ -92,8 +95,8 @@ def test_float64_needs_64_bit_enabled(value, set_flag):
     ("gpu", "8.6", "Ampere", ("bfloat16", "float16"), "TF32"),
     ("gpu", "8.9", "Ada", ("bfloat16", "float16", "float8"), "TF32"),
     ("cuda", "9.0", "Hopper", ("bfloat16", "float16", "float8"), "TF32"),
-    ("gpu", "10.0", "Blackwell", ("bfloat16", "float16", "float8"), "TF32"),
-    ("gpu", "12.0", "Blackwell", ("bfloat16", "float16", "float8"), "TF32"),
+    ("gpu", "10.0", "Blackwell", BLACKWELL, "TF32"),
+    ("gpu", "12.0", "Blackwell", BLACKWELL, "TF32"),
     ("gpu", "9", "Hopper", ("bfloat16", "float16", "float8"), "TF32"),
     ("gpu", None, "not known", (), "float32"),
     ("gpu", "gfx942", "not known", (), "float32"),
