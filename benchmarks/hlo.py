@@ -17,7 +17,9 @@ FREE = frozenset(
 """Operations that no kernel is launched for."""
 
 PRODUCTS = frozenset(("dot", "convolution", "scaled-dot", "ragged-dot"))
-LIBRARY_PRODUCTS = re.compile(r"cublas|cudnn\$(?:conv|fmha)|onednn|matmul|gemm", re.IGNORECASE)
+LIBRARY_PRODUCTS = re.compile(
+  r"cublas|cudnn\$(?:conv|fmha|blockScaledDot)|onednn|matmul|gemm", re.IGNORECASE
+)
 
 _INSTRUCTION = re.compile(
   r"^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)$"

@@ -22,6 +22,10 @@ PEAKS: Mapping[str, Mapping[str, float]] = {
   "a100": {"float16": 312e12, "bfloat16": 312e12, "tf32": 156e12, "float32": 19.5e12},
   "h100": _HOPPER,
   "h200": _HOPPER,
+  "b200": {
+    **{"float4": 9000e12, "float8": 4500e12, "float16": 2250e12, "bfloat16": 2250e12},
+    **{"tf32": 1125e12, "float32": 75e12},
+  },
 }
 """Dense floating-point operations per second by dtype, of NVIDIA's data sheets (SXM)."""
 
@@ -57,4 +61,4 @@ def seconds(
 
 
 def _unit(dtype: str) -> str:
-  return "float8" if dtype.startswith("float8") else dtype
+  return next((name for name in ("float4", "float8") if dtype.startswith(name)), dtype)

@@ -197,8 +197,18 @@ def no_cache(set_flag: Callable[[str, object], None]) -> Iterator[None]:
 @pytest.fixture
 def h200(gpu_hlo: Any, no_cache: None) -> Any:
   """An H200 to compile for, where jax's plugin for CUDA is installed: no GPU is needed."""
+  return _gpu(gpu_hlo, "h200")
+
+
+@pytest.fixture
+def b200(gpu_hlo: Any, no_cache: None) -> Any:
+  """Likewise a B200, which multiplies MXFP8 and NVFP4."""
+  return _gpu(gpu_hlo, "b200")
+
+
+def _gpu(gpu_hlo: Any, name: str) -> Any:
   try:
-    return gpu_hlo.gpu_device("h200")
+    return gpu_hlo.gpu_device(name)
   except RuntimeError as error:
     pytest.skip(str(error))
 

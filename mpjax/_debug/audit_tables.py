@@ -14,7 +14,7 @@ from mpjax._debug.arguments import moved_from
 from mpjax._debug.findings import Finding, summed
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import EMULATED, MODULE, RECIPE
-from mpjax._matmul.block_dot import BLOCK_DOT
+from mpjax._matmul.block_dot import block_dot_p
 from mpjax._policy.active import AuditRecord
 from mpjax._policy.dtypes import hardware_of
 
@@ -200,7 +200,7 @@ def _format_of(matmul: Operation, compiled: str) -> str:
 
 def _is_emulated(matmul: Operation, compiled: str) -> bool:
   """Whether the operands of a matmul are dequantised before it."""
-  if matmul.name != BLOCK_DOT:
+  if matmul.eqn.primitive is not block_dot_p:
     return EMULATED in matmul.where.scopes
   if matmul.eqn.params["native"] is None:
     return True

@@ -126,9 +126,7 @@ def _reshaped(x: Array, shape: Sequence[int], spec: Sequence[Any]) -> Array:
 # The matmul.
 
 
-BLOCK_DOT = "block_scaled_dot"
-
-block_dot_p = Primitive(BLOCK_DOT)
+block_dot_p = Primitive("block_scaled_dot")
 """Takes the values of both operands, then their scales.
 
 `native` is the jaxpr that CUDA runs, or None. JAX has to find it: the lowering of

@@ -69,14 +69,15 @@ def test_an_estimate_is_the_longer_of_arithmetic_and_memory(gpu_hlo):
   # No Tensor Core of a V100 takes bfloat16 or float32.
   assert seconds("v100", {"bfloat16": 157 * 10**11}, 1, 0) == 1
   assert seconds("v100", {"tf32": 157 * 10**11}, 1, 0) == 1
-  assert seconds("b200", {}, 1, 1) is None
+  assert seconds("b200", {"float4_e2m1fn": 9 * 10**15, "float8_e4m3fn": 4500 * 10**12}, 1, 0) == 2
+  assert seconds("mi300", {}, 1, 1) is None
 
 
 def test_every_target_is_a_chip_with_a_roofline(gpu_hlo):
   roofline = gpu_hlo.roofline
   assert gpu_hlo.GPUS.keys() == roofline.PEAKS.keys()
   # In GB per second, of NVIDIA's data sheets.
-  sheets = {"v100": 900, "a100": 2039, "h100": 3350, "h200": 4800}
+  sheets = {"v100": 900, "a100": 2039, "h100": 3350, "h200": 4800, "b200": 8000}
   for name, file in gpu_hlo.GPUS.items():
     assert roofline.bandwidth(name) == pytest.approx(1e9 * sheets[name], rel=3e-3)
     lines = file.read_text(encoding="utf-8").splitlines()

@@ -273,6 +273,42 @@ def test_a_gpu_multiplies_groups_in_float8(matmuls):
   assert sum(found[kind] for kind in FLOAT8) == sum(found.values()) == 3
 
 
+IN_BLOCKS = {
+  "mxfp8": (mpjax.MXFP8(), E4M3),
+  "nvfp4": (mpjax.NVFP4(), "f4e2m1fn"),
+  "float8": (mpjax.Float8(scaling="block", skip=()), E4M3),
+}
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(("recipe", "dtype"), IN_BLOCKS.values(), ids=IN_BLOCKS)
+def test_a_gpu_multiplies_in_blocks(gpu_hlo, b200, h200, recipe, dtype):
+  def loss(w, x):
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+  policy = dataclasses.replace(POLICY, matmul=recipe)
+  gradient = jax.grad(mpjax.autocast(loss, policy, data_argnums=1), (0, 1))
+  shapes = tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((256, 384), (1000, 256)))
+
+  def compiled(device):
+    args = gpu_hlo.aot.placed(shapes, SingleDeviceSharding(device))
+    return jax.jit(gradient).lower(*args).compile(compiler_options=gpu_hlo.OPTIONS)
+
+  program = compiled(b200)
+  assert gpu_hlo.hlo.parse(program.as_text()).products() == {dtype: 3}
+  assert program.as_text().count('custom_call_target="__cudnn$blockScaledDot"') == 3
+  audit = mpjax.audit(gradient, compiled=program)(*shapes)
+  assert {row.dtype for row in audit.float8} == {recipe_name(recipe)}
+  program = compiled(h200)  # Hopper has no such units.
+  assert dtype not in gpu_hlo.hlo.parse(program.as_text()).products()
+  audit = mpjax.audit(gradient, compiled=program)(*shapes)
+  assert {row.dtype for row in audit.float8} == {f"{recipe_name(recipe)}, emulated"}
+
+
+def recipe_name(recipe):
+  return str(recipe).partition(":")[0]
+
+
 @pytest.mark.gpu_compiler
 def test_the_traps_that_are_avoided(matmuls):
   # e5m2 by e5m2 and e4m3 by bfloat16 become matmuls of float16 and float32; and so may operands
