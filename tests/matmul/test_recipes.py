@@ -50,6 +50,35 @@ INT8 = Int8()
 POLICY = mpjax.Policy(compute_dtype="bfloat16", output_dtype="float32", matmul=INT8)
 
 
+# A recipe for four bits, in blocks with float32 scales. No library multiplies the format.
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+  name = "int4"
+  block = 32
+
+  def __str__(self):
+    return f"{__name__}:BLOCKS"
+
+  def why_not(self, depth, columns):
+    return None
+
+  def multiplies_gradient(self, *, of_weight):
+    return True
+
+  def quantise(self, x, operand):
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:2], -1, self.block)
+    scale = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1) / 7, 1e-30)
+    return jnp.round(blocks / scale[..., None]).astype(jnp.int8).reshape(x.shape), scale
+
+  def dot(self, multiply, left, right, dtype):
+    return multiply(left, right, jnp.dtype("float32")).astype(dtype)
+
+
+BLOCKS = Blocks()
+
+
 def of_linen(policy, rules):
   model = nn.Sequential([nn.Dense(32), nn.Dense(16)])
   variables = model.init(jax.random.key(0), np.ones((4, 16), np.float32))
@@ -112,6 +141,21 @@ def test_what_int8_computes():
   _, wanted = jax.vjp(half, w.astype(np.float32), x.astype(np.float32))
   for one, other in zip(pull(jnp.ones((4, 32))), wanted(jnp.ones((4, 32))), strict=True):
     np.testing.assert_array_equal(one, other)
+
+
+def test_what_blocks_of_a_users_compute():
+  # Whole numbers, of which each block has the largest: all are exact.
+  x, w = (np.rint(2 * normal(i, shape)).clip(-7, 7) for i, shape in enumerate(((40, 64), (64, 48))))
+  x[:, ::32] = w[::32] = x[::32] = w[:, ::32] = 7
+  policy = mpjax.Policy(compute_dtype="bfloat16", matmul=BLOCKS)
+  fun = mpjax.autocast(lambda w, x: (x @ w).astype(jnp.float32), policy, data_argnums=1)
+  found, pull = jax.vjp(fun, w, x)
+  np.testing.assert_array_equal(found, (x @ w).astype(ml_dtypes.bfloat16))
+  of_w, of_x = pull(7 * jnp.ones((40, 48)))
+  np.testing.assert_allclose(of_w, x.T @ (7 * np.ones((40, 48))), rtol=2**-22)
+  np.testing.assert_allclose(of_x, 7 * np.ones((40, 48)) @ w.T, rtol=2**-8)
+  audit = mpjax.audit(fun)(w, x)
+  assert [row.dtype for row in audit.float8] == ["int4, emulated"]
 
 
 def test_a_recipe_has_to_be_found_by_its_text():
