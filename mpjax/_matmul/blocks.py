@@ -128,9 +128,9 @@ def nearest_e2m1(x: Array) -> Array:
   size = jax.lax.abs(x)
   coarse = jnp.where(size < 4, np.float32(1), np.float32(2))
   step = jnp.where(size < 2, np.float32(0.5), coarse)
-  whole = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+  units = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
   most = np.float32(_MOST_E2M1)
-  return jax.lax.convert_element_type(jax.lax.clamp(-most, whole * step, most), E2M1)
+  return jax.lax.convert_element_type(jax.lax.clamp(-most, units * step, most), E2M1)
 
 
 def _kept(blocks: Array, scale: Array) -> Scaled:

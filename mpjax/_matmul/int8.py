@@ -62,6 +62,6 @@ def quantise(x: Array, axes: Sequence[int] | None) -> Scaled:
   wide, largest = with_largest(x, axes)
   # The reciprocal of a smaller one is none that float32 has.
   scale = jnp.maximum(largest * np.float32(1 / LARGEST), np.finfo(np.float32).tiny)
-  whole = jax.lax.round(wide * (1 / scale), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-  values = jax.lax.clamp(np.float32(-LARGEST), whole, np.float32(LARGEST))
+  rounded = jax.lax.round(wide * (1 / scale), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+  values = jax.lax.clamp(np.float32(-LARGEST), rounded, np.float32(LARGEST))
   return Scaled(jax.lax.convert_element_type(values, np.dtype("int8")), scale)
