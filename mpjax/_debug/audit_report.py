@@ -104,7 +104,10 @@ class AuditReport(Report):
 
   @property
   def float8_share(self) -> float:
-    """The share of the matmuls' FLOPs in float8, or in a recipe's 8 bits; NaN without matmuls."""
+    """The share of the matmuls' FLOPs with operands in 8 bits or fewer; NaN without matmuls.
+
+    Experts in formats with blocks do not count: their operands are dequantised before the matmul.
+    """
     return _share(self.flops, _8_BIT)
 
   def assert_no_leaks(self, ignore: Iterable[str] = ()) -> None:
@@ -159,9 +162,10 @@ class AuditReport(Report):
   def _first_lines(self) -> list[str]:
     lines = [self._headline()]
     if self.float8:
-      names = dict.fromkeys(row.dtype for row in self.float8 if row.dtype)
-      formats = " and ".join(names) or "float8"
-      lines.append(f"{percent(self.float8_share)} of the matmuls' FLOPs in {formats}")
+      inside = [row for row in self.float8 if not row.reason]
+      formats = " and ".join(dict.fromkeys(row.dtype for row in inside)) or "float8"
+      share = sum(row.flops for row in inside) / sum(self.flops.values())
+      lines.append(f"{percent(share)} of the matmuls' FLOPs in {formats}")
     if self.accumulation:
       lines.append(f"Accumulation: {self._accumulation()}")
     if self.residual_bytes:

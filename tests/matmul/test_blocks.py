@@ -303,6 +303,8 @@ def test_groups_are_those_of_each_expert(format):
   name = BlockRecipe(format).name
   audit = mpjax.audit(fun)(w, x, g)
   assert [(row.dtype, row.reason) for row in audit.float8] == [(f"{name}, emulated", "")]
+  assert f"100.0 % of the matmuls' FLOPs in {name}, emulated" in str(audit)
+  assert audit.float8_share == 0.0
 
 
 # Transformations.
