@@ -17,6 +17,9 @@ FREE = frozenset(
 """Operations that no kernel is launched for."""
 
 PRODUCTS = frozenset(("dot", "convolution", "scaled-dot", "ragged-dot"))
+RAGGED_KERNEL = re.compile("ragged-dot-(?!metadata)")
+"""Names of XLA's kernels for `ragged_dot` on TPUs: their last two operands are multiplied."""
+
 LIBRARY_PRODUCTS = re.compile(
   r"cublas|cudnn\$(?:conv|fmha|blockScaledDot)|onednn|matmul|gemm", re.IGNORECASE
 )
@@ -121,9 +124,14 @@ class Module:
     for computation in self.computations.values():
       for each in computation.values():
         if _multiplies(each):
-          kinds = [dtype(computation[name].type) for name in each.operands[:2]]
+          kinds = [dtype(computation[name].type) for name in _factors(each)]
           found[kinds[0] if len(set(kinds)) == 1 else " x ".join(kinds)] += 1
     return found
+
+  def results_of_products(self) -> collections.Counter[str]:
+    """Returns how many products there are of each dtype of the result, fusions' included."""
+    instructions = (each for inside in self.computations.values() for each in inside.values())
+    return collections.Counter(dtype(each.type) for each in instructions if _multiplies(each))
 
   def repeats(self) -> collections.Counter[str]:
     """Returns how often each computation runs that launches kernels: bodies of loops, say.
@@ -220,7 +228,17 @@ def _results(each: Instruction) -> list[str]:
 
 
 def _multiplies(each: Instruction) -> bool:
-  return each.opcode in PRODUCTS or LIBRARY_PRODUCTS.search(each.target) is not None
+  of_library = LIBRARY_PRODUCTS.search(each.target) is not None
+  return each.opcode in PRODUCTS or of_library or _is_ragged_kernel(each)
+
+
+def _is_ragged_kernel(each: Instruction) -> bool:
+  return each.opcode == "custom-call" and RAGGED_KERNEL.match(each.name) is not None
+
+
+def _factors(product: Instruction) -> tuple[str, ...]:
+  """Returns the operands that a product multiplies."""
+  return product.operands[-2:] if _is_ragged_kernel(product) else product.operands[:2]
 
 
 def _attribute(pattern: str, text: str) -> str:
