@@ -1,0 +1,142 @@
+"""Train a small GPT and a mixture of experts in each format of matmuls, from several seeds.
+
+  PYTHONPATH=.:examples python benchmarks/formats.py
+  PYTHONPATH=.:examples python benchmarks/formats.py --models GPT --formats bfloat16 nvfp4 --seeds 2
+
+A seed sets the first parameters, the batches and the dropout, and is the same in every format. CPUs
+have none of the formats: their numbers are computed, and their speed is not. Runs that are in the
+file already are not run again.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import gpt
+import jax
+import measure
+import moe
+import numpy as np
+import side_by_side
+import tables
+from rich.console import Console
+
+import mpjax
+
+OUT = pathlib.Path(__file__).parent / "results" / "formats" / "cpu.json"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn")
+SEEDS = 3
+
+FORMATS = {
+  "float32": "float32",
+  "bfloat16": "mixed_bfloat16",
+  "float8": "c=bf16,o=f32,matmul=float8:skip=none",
+  "float8, row": "c=bf16,o=f32,matmul=float8:row:skip=none",
+  "float8, block": "c=bf16,o=f32,matmul=float8:block:skip=none",
+  "mxfp8": "mixed_mxfp8",
+  "nvfp4": "mixed_nvfp4",
+  "nvfp4, nearest": "c=bf16,o=f32,matmul=nvfp4:stochastic_rounding=false",
+  "nvfp4, no Hadamard": "c=bf16,o=f32,matmul=nvfp4:hadamard=false",
+  "int8": "mixed_int8",
+  "int8, gradients too": "c=bf16,o=f32,matmul=int8:input_grad=int8:weight_grad=int8",
+}
+"""Policies by what they are called. The matmuls are too small to gain, so none is skipped."""
+
+
+class Trained(NamedTuple):
+  """What a model is after training."""
+
+  figures: Sequence[float]  # one for each seed
+  share: float  # of the FLOPs of matmuls, in 8 bits or fewer
+
+
+class Model(NamedTuple):
+  """A model, and how it is trained."""
+
+  train: Callable[..., Trained]  # (policy, steps, seeds, on_step) -> what came of it
+  steps: int
+  figure: str
+
+
+def train_gpt(policy: str, steps: int, seeds: int, on_step: Callable[[], Any]) -> Trained:
+  """Returns perplexities of a character that was held out."""
+  model = gpt.Gpt(layers=2, width=128)
+  losses = [
+    gpt.train(policy, steps, on_step, seed=seed, model=model).state.held_out_loss
+    for seed in range(seeds)
+  ]
+  training = gpt.prepare(policy, model, steps)
+  state = jax.eval_shape(training.start, jax.random.key(0))
+  tokens = jax.ShapeDtypeStruct((gpt.ROWS, model.context + 1), "int32")
+  share = mpjax.audit(training.step)(state, tokens).float8_share
+  return Trained([float(np.exp(loss)) for loss in losses], share)
+
+
+def train_experts(policy: str, steps: int, seeds: int, on_step: Callable[[], Any]) -> Trained:
+  """Returns losses of images that were not trained on."""
+  network = moe.Network(width=128)
+  losses, audit = moe.train(policy, steps, on_step, seeds=seeds, network=network).state
+  return Trained(losses, audit.float8_share)
+
+
+MODELS = {
+  "GPT": Model(train_gpt, 300, "held-out perplexity"),
+  "experts": Model(train_experts, 150, "test loss"),
+}
+
+
+def rows(results: Mapping[str, Any]) -> list[list[str]]:
+  """Returns the table, the heading first: the mean and the standard deviation over seeds."""
+  found = [["model", "format", "FLOPs in it", "figure", "mean", "deviation", "less bfloat16"]]
+  for name, runs in results["models"].items():
+    base = np.mean(runs["bfloat16"]["figures"]) if "bfloat16" in runs else np.nan
+    for format, run in runs.items():
+      mean, deviation = np.mean(run["figures"]), np.std(run["figures"], ddof=1)
+      numbers = [f"{mean:.4f}", f"{deviation:.4f}", f"{mean - base:+.4f}"]
+      found.append([name, format, f"{100 * run['share']:.1f} %", MODELS[name].figure, *numbers])
+  return found
+
+
+def main(
+  models: Sequence[str] = tuple(MODELS),
+  formats: Sequence[str] = tuple(FORMATS),
+  seeds: int = SEEDS,
+  steps: int | None = None,
+  out: pathlib.Path = OUT,
+  console: Console | None = None,
+) -> dict[str, Any]:
+  """Trains what is not in the file yet, writes after each format, and prints a table."""
+  console = console or Console()
+  environment = measure.environment({"mpjax": mpjax.__version__}, PACKAGES)
+  results: dict[str, Any] = {"environment": environment, "seeds": seeds, "models": {}}
+  if out.exists():
+    results = json.loads(out.read_text(encoding="utf-8"))
+  out.parent.mkdir(parents=True, exist_ok=True)
+  with side_by_side.progress_bar(console) as progress:
+    for name in models:
+      model, runs = MODELS[name], results["models"].setdefault(name, {})
+      count = steps or model.steps
+      for format in (x for x in formats if x not in runs):
+        bar = progress.add_task(f"{name} {format}", total=None)
+        start = time.perf_counter()
+        on_step = functools.partial(progress.advance, bar)
+        trained = model.train(FORMATS[format], count, seeds, on_step)
+        seconds = round(time.perf_counter() - start, 1)
+        runs[format] = {**trained._asdict(), "steps": count, "seconds": seconds}
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+  console.print(tables.table(rows(results), 4), soft_wrap=True)
+  return results
+
+
+if __name__ == "__main__":
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
+  parser.add_argument("--formats", nargs="+", default=[*FORMATS], choices=FORMATS)
+  parser.add_argument("--seeds", type=int, default=SEEDS)
+  parser.add_argument("--steps", type=int)
+  parser.add_argument("--out", type=pathlib.Path, default=OUT)
+  main(**vars(parser.parse_args()))
