@@ -78,7 +78,8 @@ class Float8(Format):
   Args:
     scaling: "tensor" for one scale per operand. "row" is more exact and slower: it has one scale
       per row of the left operand and per column of the right one. "block" has one scale per 128
-      elements of a row, and per 128 x 128 elements of a weight, as DeepSeek-V3.
+      elements of a row, and per 128 x 128 elements of a weight, as DeepSeek-V3; these scales are
+      powers of two.
     power_of_two: round scales up to a power of two, so that the division is exact.
     input_grad: the format in which gradients of activations are multiplied: "float8", or "half" (or
       its name) for the compute dtype of the policy.

@@ -1,4 +1,6 @@
-"""Counting what a TPU would run, the script that compiles for one, and what it has recorded."""
+"""Counting what a TPU would run, the scripts that compile for one, and what they have recorded."""
+
+import json
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,18 @@ ENTRY %main (x: bf16[16]) -> bf16[64] {
 """
 
 hlo, tpu_hlo, tpu_report = benchmark("hlo"), benchmark("tpu_hlo"), benchmark("tpu_report")
+tpu_formats = benchmark("tpu_formats")
+
+RAGGED = r"""HloModule jit_g, is_scheduled=true
+ENTRY %main (x: s8[16,32], w: s8[2,32,8], n: s32[2]) -> s32[16,8] {
+  %x = s8[16,32]{1,0} parameter(0)
+  %w = s8[2,32,8]{2,1,0} parameter(1)
+  %n = s32[2]{0} parameter(2)
+  %ragged-dot-metadata = (s32[3]{0}, s32[1]{0}) custom-call(%n)
+  %tiles = s32[1]{0} get-tuple-element(%ragged-dot-metadata), index=1
+  ROOT %ragged-dot-none.1 = s32[16,8]{1,0} custom-call(%tiles, /*index=1*/%x, %w)
+}
+"""
 
 
 def test_memory_of_the_chip_is_told_apart(hlo):
@@ -38,6 +52,25 @@ def test_a_loop_counts_as_often_as_it_repeats_and_reads_slices(hlo):
   # A list of kernels has those of one iteration.
   assert len(list(one.kernels())) == len(list(two.kernels()))
   assert (two.count("while"), two.count("conditional")) == (1, 0)
+
+
+def test_a_kernel_for_groups_is_a_product(hlo):
+  program = hlo.parse(RAGGED)
+  assert program.products() == {"s8": 1}
+  assert program.results_of_products() == {"s32": 1}
+
+
+def test_int8_is_multiplied_in_int8_with_sums_in_int32(tpu_formats):
+  recorded = json.loads(tpu_formats.OUT.read_text(encoding="utf-8"))["chips"]
+  assert recorded.keys() == {"v5e", "v6e"}
+  for models in recorded.values():
+    assert models.keys() == tpu_formats.MODELS.keys()
+    for rows in models.values():
+      for name in ("int8", "int8, per tensor"):
+        assert rows[name]["operands"] == {"s8": 2, "bf16": 3}
+        assert rows[name]["results"]["s32"] == 2
+      both = rows["int8, gradients too"]
+      assert (both["operands"], both["results"]) == ({"s8": 5}, {"s32": 5})
 
 
 def test_a_policy_is_by_hand_on_a_v5e(tpu_hlo, no_cache):
