@@ -84,8 +84,8 @@ def train_experts(policy: str, steps: int, seeds: int, on_step: Callable[[], Any
 
 
 MODELS = {
-  "GPT": Model(train_gpt, 200, "held-out perplexity"),
-  "experts": Model(train_experts, 100, "test loss"),
+  "GPT": Model(train_gpt, 100, "held-out perplexity"),
+  "experts": Model(train_experts, 60, "test loss"),
 }
 
 
