@@ -5,7 +5,7 @@
 
 A seed sets the first parameters, the batches and the dropout, and is the same in every format. CPUs
 have none of the formats: their numbers are computed, and their speed is not. Runs that are in the
-file already are not run again.
+file already are not run again. `--write` puts the recorded table into docs/formats.md.
 """
 
 import argparse
@@ -27,7 +27,9 @@ from rich.console import Console
 
 import mpjax
 
-OUT = pathlib.Path(__file__).parent / "results" / "formats" / "cpu.json"
+FOLDER = pathlib.Path(__file__).parent
+OUT = RECORDED = FOLDER / "results" / "formats" / "cpu.json"
+PAGE = FOLDER.parent / "docs" / "formats.md"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn")
 SEEDS = 3
 
@@ -97,14 +99,25 @@ MODELS = {
 
 def rows(results: Mapping[str, Any]) -> list[list[str]]:
   """Returns the table, the heading first: the mean and the standard deviation over seeds."""
-  found = [["model", "format", "FLOPs in it", "figure", "mean", "deviation", "less bfloat16"]]
+  found = [["model, figure", "format", "FLOPs in it", "mean ± deviation", "less bfloat16"]]
   for name, runs in results["models"].items():
-    base = np.mean(runs["bfloat16"]["figures"]) if "bfloat16" in runs else np.nan
-    for format, run in runs.items():
-      mean, deviation = np.mean(run["figures"]), np.std(run["figures"], ddof=1)
-      numbers = [f"{mean:.4f}", f"{deviation:.4f}", f"{mean - base:+.4f}"]
-      found.append([name, format, f"{100 * run['share']:.1f} %", MODELS[name].figure, *numbers])
+    base = np.array(runs["bfloat16"]["figures"])
+    for format in (x for x in FORMATS if x in runs):
+      figures = np.array(runs[format]["figures"])
+      spread = f"{np.mean(figures):.4f} ± {np.std(figures, ddof=1):.4f}"
+      share = f"{100 * runs[format]['share']:.1f} %"
+      less = f"{np.mean(figures - base):+.4f}"
+      found.append([f"{name}, {MODELS[name].figure}", format, share, spread, less])
   return found
+
+
+def updated(page: str, results: Mapping[str, Any]) -> str:
+  """Returns the text of the page with the part between its marks made from recorded figures."""
+  steps = ", ".join(
+    f"{name} {next(iter(runs.values()))['steps']} steps" for name, runs in results["models"].items()
+  )
+  taken = f"{measure.taken(results['environment'])}. {steps}, {results['seeds']} seeds."
+  return tables.replaced(page, "formats", f"{taken}\n\n{tables.table(rows(results), 2)}")
 
 
 def main(
@@ -114,8 +127,12 @@ def main(
   steps: int | None = None,
   out: pathlib.Path = OUT,
   console: Console | None = None,
+  write: bool = False,
 ) -> dict[str, Any]:
-  """Trains what is not in the file yet, writes after each format, and prints a table."""
+  """Trains what is not in the file yet, writes after each format, and prints a table.
+
+  With `write` the table goes into the page too.
+  """
   console = console or Console()
   environment = measure.environment({"mpjax": mpjax.__version__}, PACKAGES)
   results: dict[str, Any] = {"environment": environment, "seeds": seeds, "models": {}}
@@ -134,7 +151,9 @@ def main(
         seconds = round(time.perf_counter() - start, 1)
         runs[format] = {**trained._asdict(), "steps": count, "seconds": seconds}
         out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-  console.print(tables.table(rows(results), 4), soft_wrap=True)
+  console.print(tables.table(rows(results), 2), soft_wrap=True)
+  if write:
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
   return results
 
 
@@ -145,4 +164,5 @@ if __name__ == "__main__":
   parser.add_argument("--seeds", type=int, default=SEEDS)
   parser.add_argument("--steps", type=int)
   parser.add_argument("--out", type=pathlib.Path, default=OUT)
+  parser.add_argument("--write", action="store_true")
   main(**vars(parser.parse_args()))

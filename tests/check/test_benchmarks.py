@@ -32,6 +32,7 @@ autocast, autocast_report = benchmark("autocast"), benchmark("autocast_report")
 autocast_programs, gpu_hlo = benchmark("autocast_programs"), benchmark("gpu_hlo")
 accuracy, accuracy_report = benchmark("accuracy"), benchmark("accuracy_report")
 parity_report, imported_parity = benchmark("parity_report"), benchmark("parity", "imported_parity")
+imported_formats = benchmark("formats", "imported_formats")
 
 
 def quiet():
@@ -477,3 +478,42 @@ def test_recorded_trainings_hold(parity, parity_report, tmp_path):
   answers = parity.classified(logits, np.array([0, 2]))
   assert answers["accuracy"] == 0.5
   assert answers["loss"] == pytest.approx((np.log(2) + np.log(4)) / 2, rel=1e-6)
+
+
+# Training in each format
+
+
+@pytest.fixture
+def formats(example, imported_formats):
+  """The script, with the examples that it trains on its path."""
+  return imported_formats
+
+
+def test_a_format_is_trained_once(formats, monkeypatch, tmp_path):
+  made = []
+
+  def train(policy, steps, seeds, on_step):
+    made.append(policy)
+    return formats.Trained([float(seed) for seed in range(seeds)], 0.5)
+
+  monkeypatch.setattr(formats, "MODELS", {"net": formats.Model(train, 3, "loss")})
+  out = tmp_path / "new" / "formats.json"
+  for names in (["bfloat16"], ["bfloat16", "int8"]):
+    found = formats.main(["net"], names, out=out, console=quiet())
+  assert made == [formats.FORMATS[name] for name in ("bfloat16", "int8")]
+  assert json.loads(out.read_text(encoding="utf-8")) == found
+  assert formats.rows(found)[2] == ["net, loss", "int8", "50.0 %", "1.0000 ± 1.0000", "+0.0000"]
+
+
+def test_recorded_formats_are_in_the_page_and_train_as_bfloat16_does(formats):
+  # Else run `python benchmarks/formats.py --write`.
+  page, results = formats.PAGE.read_text(encoding="utf-8"), recorded(formats)
+  assert formats.updated(page, results) == page
+  for name, runs in results["models"].items():
+    assert runs.keys() == formats.FORMATS.keys()
+    base = np.array(runs["bfloat16"]["figures"])
+    for format, run in runs.items():
+      # Seeds of the GPT differ by 1 %, those of the experts by 12 %.
+      bound = 0.02 if format.startswith("nvfp4") else 0.005
+      bound = bound * np.mean(base) if name == "GPT" else np.std(base, ddof=1)
+      assert abs(np.mean(run["figures"] - base)) <= bound, (name, format)
