@@ -8,13 +8,14 @@ GPU_HLO := .venv-gpu-hlo
 TPU_HLO := .venv-tpu-hlo
 BENCH_GPU := .venv-bench-gpu
 BENCH_TORCH := .venv-bench-torch
+HUGGING_FACE := .venv-hugging-face
 # What JAX is built for; cuda13 needs a driver of 580 or later.
 CUDA ?= cuda12
 # JAX 0.10 is the last for Python 3.11; later versions of Python get the newest.
 OLDEST ?= 3.11
 NEWEST ?= 3.13 3.12
 
-.PHONY: help demo test check flags docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo tpu-hlo parity accuracy figures flax-suite campaign mutations soak clean
+.PHONY: help demo test check flags docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo tpu-hlo parity accuracy figures flax-suite hugging-face campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -36,6 +37,7 @@ help:
 	@echo "make accuracy    measure gradients against float64: under a policy, and with dtypes by hand"
 	@echo "make figures     draw the figures of the pages again (ARGS=--measure: from new measurements)"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
+	@echo "make hugging-face  run the page on Hugging Face, with the last transformers that has Flax"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
 	@echo "make mutations   break our own code, by hand and at random: do the tests notice? (ARGS=--help)"
 	@echo "make soak        train for a million steps with faults, in float16 and in bfloat16"
@@ -208,6 +210,17 @@ figures: $(STAMP)
 flax-suite: $(STAMP)
 	$(RUN) tests/flax_suite/run.py
 
+# transformers 5 has no Flax.
+$(HUGGING_FACE)/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(HUGGING_FACE)
+	$(HUGGING_FACE)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' \
+	  transformers==4.57.6
+	@touch $@
+
+hugging-face: export JAX_PLATFORMS ?= cpu
+hugging-face: $(HUGGING_FACE)/.installed
+	$(HUGGING_FACE)/bin/python -m pytest -q tests/check/test_docs.py -k hugging_face
+
 mutations: export JAX_PLATFORMS ?= cpu
 mutations: $(STAMP)
 	$(RUN) -m tests.mutations.run
@@ -222,5 +235,5 @@ soak: $(STAMP)
 	$(RUN) -m tests.soak
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) $(GPU_HLO) $(TPU_HLO) $(BENCH_GPU) $(BENCH_TORCH) build dist .cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) $(GPU_HLO) $(TPU_HLO) $(BENCH_GPU) $(BENCH_TORCH) $(HUGGING_FACE) build dist .cache .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
