@@ -45,7 +45,6 @@ extensions = [
   "site_coverage",
   "site_names",
   "site_signatures",
-  "site_tables",
   "sphinx_pictures",  # figures in light and dark
 ]
 
