@@ -15,7 +15,7 @@ from mpjax._core.errors import REFUSALS
 from mpjax._core.types import Array, DType, NumpyArray
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.graph import Graph, Operation
-from mpjax._jaxpr.locations import FLOAT8
+from mpjax._jaxpr.locations import RECIPE
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.reader import shape_of
 from mpjax._jaxpr.runner import Look, run_on_host
@@ -93,12 +93,12 @@ def _primitives_by_result(body: Body) -> dict[int, str]:
 
 
 def _rescaled(operation: Operation) -> Operation:
-  """Returns the operation that has the result: of a float8 matmul, the last that rescales it."""
-  if FLOAT8 not in operation.where.scopes:
+  """Returns the operation that has the result: of a recipe, the last that rescales it."""
+  if operation.where.marked(RECIPE) is None:
     return operation
   while True:
     result = operation.results[0]
-    later = [each for each in result.consumers if FLOAT8 in each.where.scopes]
+    later = [each for each in result.consumers if each.where.marked(RECIPE) is not None]
     later = [each for each in later if each.results[0].aval.shape == result.aval.shape]
     if not later:
       return operation
