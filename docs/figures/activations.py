@@ -50,8 +50,8 @@ class Net(nn.Module):
 
 def measure() -> dict[str, Any]:
   """Trains in float16, and returns what the samples of each layer were."""
-  digits = load_digits()
-  images, labels = jnp.asarray(digits.data / 16, jnp.float32), jnp.asarray(digits.target)
+  data, target = load_digits(return_X_y=True)
+  images, labels = jnp.asarray(data / 16, jnp.float32), jnp.asarray(target)
   model = mpjax.with_policy(Net(), "mixed_float16")
   params = model.init(jax.random.key(0), images[:1])
   tx = mpjax.loss_scaling(optax.adam(lambda count: RATE_PER_STEP * count))
@@ -122,4 +122,5 @@ def _at(step: float) -> float:
 
 
 def _height(headroom: float) -> float:
-  return BOTTOM - math.log2(headroom) / HIGH * (BOTTOM - TOP)
+  # It is 0 after an overflow, which a logarithm does not show.
+  return BOTTOM - math.log2(max(headroom, 1)) / HIGH * (BOTTOM - TOP)

@@ -17,7 +17,7 @@ def with_models(fn: Function, policy: Policy | None) -> Function:
 
 
 def has_models(program: ClosedJaxpr) -> bool:
-  """Whether models of Flax run in a function that was traced `with_models`."""
+  """Whether models of Flax run under a policy in a function, be it None."""
   # Under a policy of None the modules of a model are marked, and nothing else changes.
   operations = Graph(program).operations
   return any(scope.startswith(MODULE) for each in operations for scope in each.where.scopes)
@@ -25,7 +25,9 @@ def has_models(program: ClosedJaxpr) -> bool:
 
 def traced_with_modules(fn: Function, call: Call) -> ClosedJaxpr:
   """Returns the jaxpr of a function, with the modules of models or the scopes of parameters."""
-  program, _ = call.traced(with_models(fn, None))
-  if has_models(program):
-    return program
+  # First as it is: a model that the function itself puts under a policy takes no other one.
+  for candidate in (fn, with_models(fn, None)):
+    program, _ = call.traced(candidate)
+    if has_models(program):
+      return program
   return call.traced(with_parameter_scopes(fn))[0]

@@ -25,10 +25,11 @@ from mpjax._core.errors import (
 from mpjax._core.leaves import is_nnx_variable, is_subnormal, set_raw_value
 from mpjax._core.types import Array, OptState, P, PyTree
 from mpjax._debug.arguments import Call
-from mpjax._debug.compare_modules import ALL_BODIES, find_modules
+from mpjax._debug.compare_modules import ALL_BODIES, find_modules, module_paths
 from mpjax._debug.module_names import traced_with_modules
 from mpjax._debug.selectors import homes_of
 from mpjax._jaxpr.graph import Graph
+from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.runner import Around, Observer, run
 from mpjax._jaxpr.steps import Body, Step, body_of
 from mpjax._optim.monitor_activations import (
@@ -48,8 +49,10 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
   """Measure activations of the modules that `mpjax.monitor_activations` chose, every few steps.
 
   A sampled step runs the forward pass once more, in a branch. Gradients, memory of the backward
-  pass and other steps do not change. Call it in the compiled step, before the gradients. An
-  activation of a module is a floating value that it computes and something outside of it uses.
+  pass and other steps do not change. Call it in the compiled step, before the gradients.
+
+  The activations of a module are its outputs, the results of its matmuls, and the values that it
+  passes to other modules. Those of the modules inside of it count too.
 
   Inside of a `jax.shard_map` or `jax.pmap` the statistics are those of all devices. Under a
   `jax.vmap` of the whole step each step runs the branch.
@@ -84,8 +87,8 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
   >>> x = jnp.ones((1, 4))
   >>> params = model.init(jax.random.key(0), x)
   >>> params, opt_state = step(params, tx.init(params), x)
-  >>> int(mpjax.states.activation_statistics(opt_state)["**"].size)
-  2
+  >>> mpjax.states.activation_statistics(opt_state)["**"].headroom > 10_000
+  Array(True, dtype=bool)
   """
   check_callable(fun, "mpjax.sample_activations(fun)", expected="a function", fix=_FIX)
   where = "mpjax.sample_activations(opt_state)"
@@ -114,29 +117,59 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
 
     is_sampled = state.calls % state.every == 0
     activations = jax.lax.cond(is_sampled, measured, lambda: state.activations)
-    return _with_sample(opt_state, activations, state.calls + 1)
+    # The update waits for the branch. Else XLA copies the donated parameters that the branch reads.
+    sample = {"activations": activations, "calls": state.calls + 1}
+    new = {**sample, "inner_state": state.inner_state}
+    return _with_sample(opt_state, jax.lax.optimization_barrier(new))
 
   return sample
 
 
 def _watched(body: Body, globs: Sequence[str]) -> dict[int, list[int]]:
   """Returns for each chosen activation the positions of the globs that choose it."""
-  calls = find_modules(body, (), ALL_BODIES).calls
   roots = _roots(body)
-  by_path = collections.defaultdict[str, set[int]](set)
-  for call in calls:
-    # Operations outside of modules have their line, "train.py:3".
-    if call.direction == "forward" and ":" not in call.path:
-      for path in _paths(call.path, roots):
-        by_path[path].update(call.outputs.values())
+  activations = {
+    path: slots for scope, slots in _activations(body).items() for path in _paths(scope, roots)
+  }
   watched = collections.defaultdict[int, list[int]](list)
   for position, glob in enumerate(globs):
-    chosen = [slots for path, slots in by_path.items() if matches_glob(glob, path)]
+    chosen = [path for path in ("", *activations) if matches_glob(glob, path)]
     if not chosen:
-      raise _unmatched(glob, by_path)
-    for slot in set[int]().union(*chosen):
+      raise _unmatched(glob, activations)
+    slots = {slot for path in chosen for slot in _inside(path, activations)}
+    for slot in slots:
       watched[slot].append(position)
   return watched
+
+
+def _activations(body: Body) -> Mapping[str, set[int]]:
+  """Returns the activations of each module by its scope, without those of modules inside."""
+  modules = find_modules(body, (), ALL_BODIES)
+  activations = collections.defaultdict[str, set[int]](set)
+  for call in modules.calls:
+    # Operations outside of modules have their line, "train.py:3".
+    if call.direction != "forward" or ":" in call.path:
+      continue
+    activations[call.path].update(call.outputs.values())
+    for slot in call.inputs.values():
+      maker, _, _ = modules.makers.get(slot, "").rpartition(" ")
+      if maker and ":" not in maker:
+        activations[maker].add(slot)
+  for step in body.every_step():
+    paths = module_paths(step.location.scopes)
+    if paths and step.location.direction == "forward" and facts_of(step.eqn).flops is not None:
+      activations[paths[-1]].update(step.outs)
+  return activations
+
+
+def _inside(path: str, activations: Mapping[str, set[int]]) -> set[int]:
+  """Returns the activations of a module and of the modules inside of it."""
+  inside = (slots for other, slots in activations.items() if _is_inside(other, path))
+  return set[int]().union(*inside)
+
+
+def _is_inside(path: str, root: str) -> bool:
+  return not root or f"{path}/".startswith(f"{root}/")
 
 
 def _roots(body: Body) -> set[str]:
@@ -148,7 +181,7 @@ def _roots(body: Body) -> set[str]:
 
 def _paths(scope: str, roots: Collection[str]) -> list[str]:
   """Returns the paths of a module: its scope, and the path from the root of the model around it."""
-  inside = [root for root in roots if f"{scope}/".startswith(f"{root}/")]
+  inside = [root for root in roots if _is_inside(scope, root)]
   return [scope, *(scope.removeprefix(root).removeprefix("/") for root in inside)]
 
 
@@ -211,7 +244,7 @@ def _statistics(x: Array) -> Array:
   is_small = functools.reduce(jnp.logical_or, map(is_subnormal, parts))
   is_bad = ~jnp.isfinite(x)
   largest = jnp.max(jnp.where(is_bad, 0, jnp.abs(x)).astype(jnp.float32), initial=0)
-  headroom = jnp.float32(jnp.finfo(x.dtype).max) / largest
+  headroom = jnp.where(jnp.any(is_bad), 0, jnp.float32(jnp.finfo(x.dtype).max) / largest)
   return jnp.stack([jnp.float32(x.size), _count(is_bad), _count(is_small), largest, headroom])
 
 
@@ -222,9 +255,8 @@ def _count(mask: Array) -> Array:
   return jnp.sum(along_last.astype(jnp.float32))
 
 
-def _with_sample(opt_state: OptState, activations: dict[str, Array], calls: Array) -> OptState:
-  """Returns the state with a sample. The variables of an `nnx.Optimizer` are written."""
-  new = {"activations": activations, "calls": calls}
+def _with_sample(opt_state: OptState, new: dict[str, PyTree]) -> OptState:
+  """Returns the state with other fields. The variables of an `nnx.Optimizer` are written."""
   (stored,) = nodes_of(opt_state, ActivationMonitorState)
   if is_nnx_variable(stored.calls):
     for name, value in new.items():

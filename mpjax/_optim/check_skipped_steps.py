@@ -73,7 +73,8 @@ def check_skipped_steps(
     return
   fix = (
     "At a small scale the cause is not the scale: look for an inf or NaN in the data and "
-    "the loss, log(0), a division by 0, or a learning rate that is too high. "
+    "the loss, a float16 activation above 65504, log(0), a division by 0, or a learning rate that "
+    "is too high. "
     "print(mpjax.find_nonfinite(step)(state, batch)) shows where it begins."
   )
   if (nan := _first_nan(params)) is not None:

@@ -24,8 +24,8 @@ class ActivationStatistics(NamedTuple):
     overflows: how many are inf or NaN.
     underflows: how many are subnormal: not 0, and below the smallest normal number of their dtype.
     largest: the largest finite magnitude.
-    headroom: the least ratio of the largest number of a dtype to the largest finite magnitude in
-      it. Values that grow by this factor overflow.
+    headroom: the least ratio of the largest number of a dtype to the largest magnitude in it.
+      Values that grow by this factor overflow. It is 0 after an overflow.
 
   All are float32 arrays of shape (). `size` is 0 before the first sample.
 
