@@ -88,7 +88,8 @@ def counted(model: nn.Module) -> Counted:
   params = jax.eval_shape(model.init, jax.random.key(0), _INPUTS)["params"]
 
   def loss_fn(params, x):
-    return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
+    out = jnp.asarray(model.apply({"params": params}, x), jnp.float32)
+    return jnp.mean(out**2)
 
   report = mpjax.audit(jax.grad(loss_fn))(params, _INPUTS)
   flops = {"float32": 0, "bfloat16": 0}
