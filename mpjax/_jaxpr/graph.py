@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
@@ -286,6 +286,8 @@ class Graph:
 
 def _constant(aval: ShapedArray, data: Any) -> Value:
   """Returns a constant, called by its number or else by its type, such as "float32[2,3]"."""
+  if isinstance(data, Tracer):  # A function that is traced inside of another closes over it.
+    data = None
   dtype = getattr(aval, "dtype", None)
   is_number = dtype is not None and (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_)
   if is_number and data is not None and np.ndim(data) == 0:

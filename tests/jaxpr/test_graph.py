@@ -87,6 +87,21 @@ def test_branches_join_and_while_loops_have_a_condition_and_a_body():
   assert sin.times == 1
 
 
+def test_a_constant_that_is_traced_is_unknown():
+  found = []
+
+  def outer(factor):
+    found.append(graph(lambda x: x * factor, X))
+    return factor
+
+  jax.jit(outer)(2.0)
+  jax.grad(outer)(2.0)
+  for each in found:
+    operands = [v for operation in each.operations for v in operation.operands]
+    (constant,) = [v for v in operands if v.kind == "constant"]
+    assert (constant.label, constant.data) == ("float32[]", None)
+
+
 def test_constants_and_numbers():
   table = np.arange(16, dtype=np.float32).reshape(4, 4)
   found = graph(lambda x: x * 2.5 + table, X)
