@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from mpjax._core.errors import (
   MpjaxTypeError,
@@ -102,16 +103,13 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
 
   def sample(*args: P.args, **kwargs: P.kwargs) -> OptState:
     call = Call(args, kwargs, _CALL)
-    body = body_of(traced_with_modules(fun, call), compiled=True)
-    # What the function wrote to variables of Flax NNX comes after what it returned.
-    returned = sum(leaf is jax.Array for leaf in call.returned.leaves)
-    body = dataclasses.replace(body, outputs=body.outputs[:returned])
+    body, operands = _forward_pass(fun, call)
     globs = list(state.activations)
     watched = _watched(body, globs)
     axes = jax.sharding.get_abstract_mesh().manual_axes
 
     def measured() -> dict[str, Array]:
-      arrays = jax.lax.stop_gradient(call.arrays)
+      arrays = jax.lax.stop_gradient(operands)
       _, seen = run(body, arrays, _Statistics(watched, len(globs)), Around(axes=axes))
       return dict(zip(globs, _over_devices(seen, axes), strict=True))
 
@@ -123,6 +121,19 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
     return _with_sample(opt_state, jax.lax.optimization_barrier(new))
 
   return sample
+
+
+def _forward_pass(fun: Callable[P, PyTree], call: Call) -> tuple[Body, list[Array]]:
+  """Returns the steps that compute what a function returns, and their operands."""
+  body = body_of(traced_with_modules(fun, call), compiled=True)
+  # What the function wrote to variables of Flax NNX comes after what it returned.
+  returned = sum(leaf is jax.Array for leaf in call.returned.leaves)
+  # Traced values that the function closes over are operands: they depend on the step.
+  closed_over = {slot: x for slot, x in body.consts.items() if isinstance(x, Tracer)}
+  consts = {slot: x for slot, x in body.consts.items() if slot not in closed_over}
+  inputs = (*body.inputs, *closed_over)
+  body = dataclasses.replace(body, inputs=inputs, consts=consts, outputs=body.outputs[:returned])
+  return body, [*call.arrays, *closed_over.values()]
 
 
 def _watched(body: Body, globs: Sequence[str]) -> dict[int, list[int]]:

@@ -326,6 +326,28 @@ def test_gradients_do_not_pass():
   assert np.all(np.asarray(jax.grad(total)(jnp.asarray(X))) == 1)
 
 
+def scaled(opt_state, factor):
+  """Samples a function that closes over all that it takes."""
+  layer = scoped("layer", lambda: X * factor)
+  return mpjax.sample_activations(lambda: jnp.sum(layer()), opt_state)()
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.grad])
+def test_a_function_closes_over_traced_values(wrap):
+  opt_state = mpjax.monitor_activations(optax.sgd(0.1), "layer").init(jnp.ones(2))
+
+  def largest(factor):
+    return scaled(opt_state, factor).activations["layer"][3] + factor
+
+  assert wrap(largest)(2.0) == (1 if wrap is jax.grad else 3 * 2 + 2)
+
+
+def test_members_of_an_ensemble_close_over_values_of_their_own():
+  opt_state = mpjax.monitor_activations(optax.sgd(0.1), "layer").init(jnp.ones(2))
+  states = jax.vmap(scaled, (None, 0))(opt_state, jnp.asarray([2.0, 5.0]))
+  assert mpjax.states.activation_statistics(states)["layer"].largest.tolist() == [6, 15]
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("fn", [scoped("layer"), scan])
 def test_devices_of_a_shard_map_agree(fn, check_vma):
