@@ -156,15 +156,18 @@ def _watched(body: Body, globs: Sequence[str]) -> dict[int, list[int]]:
 def _activations(body: Body) -> Mapping[str, set[int]]:
   """Returns the activations of each module by its scope, without those of modules inside."""
   modules = find_modules(body, (), ALL_BODIES)
+  paths_of_modules = {
+    path for step in body.every_step() for path in module_paths(step.location.scopes)
+  }
   activations = collections.defaultdict[str, set[int]](set)
   for call in modules.calls:
-    # Operations outside of modules have their line, "train.py:3".
-    if call.direction != "forward" or ":" in call.path:
+    # Operations outside of modules have their line, "train.py:3", as their path.
+    if call.direction != "forward" or call.path not in paths_of_modules:
       continue
     activations[call.path].update(call.outputs.values())
     for slot in call.inputs.values():
       maker, _, _ = modules.makers.get(slot, "").rpartition(" ")
-      if maker and ":" not in maker:
+      if maker in paths_of_modules:
         activations[maker].add(slot)
   for step in body.every_step():
     paths = module_paths(step.location.scopes)

@@ -206,6 +206,12 @@ def test_layers_of_a_scan_equal_those_in_a_row():
   assert one == other
 
 
+@pytest.mark.parametrize("name", ["layer:0", "a:b/c"])
+def test_names_may_have_a_colon(name):
+  found = sample(lambda x: jnp.sum(scoped(name)(x)), name, X)
+  assert found[name] == pytest.approx(expected(2 * X))
+
+
 class Net(nnx.Module):
   def __init__(self, rngs):
     self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
