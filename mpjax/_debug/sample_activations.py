@@ -34,11 +34,12 @@ from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.runner import Around, Observer, run
 from mpjax._jaxpr.steps import Body, Step, body_of
 from mpjax._optim.monitor_activations import (
+  LARGEST_HEADROOM,
   ActivationMonitorState,
   monitor_state,
   no_activations,
 )
-from mpjax._optim.trees import nodes_of
+from mpjax._optim.trees import at_least_float32, nodes_of
 from mpjax._policy.rules import matches_glob
 
 _CALL = "mpjax.sample_activations(fun, opt_state)"
@@ -234,22 +235,25 @@ class _Statistics(Observer):
     return outs
 
   def merge(self, one: Array, other: Array) -> Array:
-    return _by_field(one + other, jnp.maximum(one, other), jnp.minimum(one, other))
+    return _by_field((jnp.add, jnp.maximum, jnp.minimum), one, other)
 
   def of_devices(self, seen: Array) -> Array:
-    return _by_field(*(reduce(seen, axis=0) for reduce in (jnp.sum, jnp.max, jnp.min)))
+    return _by_field([functools.partial(f, axis=0) for f in (jnp.sum, jnp.max, jnp.min)], seen)
 
 
 def _over_devices(seen: Array, axes: tuple[Hashable, ...]) -> Array:
   """Returns what all devices of a `shard_map` around have seen."""
   if not axes:
     return seen
-  return _by_field(*(reduce(seen, axes) for reduce in (jax.lax.psum, jax.lax.pmax, jax.lax.pmin)))
+  reductions = (jax.lax.psum, jax.lax.pmax, jax.lax.pmin)
+  return _by_field([functools.partial(f, axis_name=axes) for f in reductions], seen)
 
 
-def _by_field(total: Array, largest: Array, least: Array) -> Array:
-  """Returns rows whose counts are the `total`, and whose headroom is the `least`."""
-  return jnp.concatenate([total[..., :3], largest[..., 3:4], least[..., 4:]], axis=-1)
+def _by_field(ways: Sequence[Callable[..., Array]], *rows: Array) -> Array:
+  """Returns rows that are combined in one way for counts, one for magnitudes, one for headroom."""
+  fields = (slice(0, 3), slice(3, 4), slice(4, 5))
+  pairs = zip(ways, fields, strict=True)
+  return jnp.concatenate([way(*(row[..., field] for row in rows)) for way, field in pairs], axis=-1)
 
 
 def _statistics(x: Array) -> Array:
@@ -257,9 +261,18 @@ def _statistics(x: Array) -> Array:
   parts = (jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else (x,)
   is_small = functools.reduce(jnp.logical_or, map(is_subnormal, parts))
   is_bad = ~jnp.isfinite(x)
-  largest = jnp.max(jnp.where(is_bad, 0, jnp.abs(x)).astype(jnp.float32), initial=0)
-  headroom = jnp.where(jnp.any(is_bad), 0, jnp.float32(jnp.finfo(x.dtype).max) / largest)
-  return jnp.stack([jnp.float32(x.size), _count(is_bad), _count(is_small), largest, headroom])
+  largest = jnp.max(at_least_float32(jnp.where(is_bad, 0, jnp.abs(x))), initial=0)
+  headroom = _headroom(largest, float(jnp.finfo(x.dtype).max))
+  numbers = [largest, jnp.where(jnp.any(is_bad), 0, headroom)]
+  # Those of float64 may be beyond float32.
+  rounded = [jnp.minimum(number, LARGEST_HEADROOM).astype(jnp.float32) for number in numbers]
+  return jnp.stack([jnp.float32(x.size), _count(is_bad), _count(is_small), *rounded])
+
+
+def _headroom(largest: Array, limit: float) -> Array:
+  """Returns how many times a number may grow up to a limit, at most `LARGEST_HEADROOM` times."""
+  is_less = largest > limit / LARGEST_HEADROOM
+  return jnp.where(is_less, limit / jnp.where(is_less, largest, limit), LARGEST_HEADROOM)
 
 
 def _count(mask: Array) -> Array:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_int, kind_of
@@ -24,8 +25,9 @@ class ActivationStatistics(NamedTuple):
     overflows: how many are inf or NaN.
     underflows: how many are subnormal: not 0, and below the smallest normal number of their dtype.
     largest: the largest finite magnitude.
-    headroom: the least ratio of the largest number of a dtype to the largest magnitude in it.
-      Values that grow by this factor overflow. It is 0 after an overflow.
+    headroom: the least ratio of the largest number of a dtype to the largest magnitude in it, inf
+      if that is beyond float32. Values that grow by this factor overflow. It is 0 after an
+      overflow.
 
   All are float32 arrays of shape (). `size` is 0 before the first sample.
 
@@ -41,9 +43,13 @@ class ActivationStatistics(NamedTuple):
   headroom: Array | float
 
 
+LARGEST_HEADROOM = float(np.finfo(np.float32).max)
+"""Stands for inf in a state: `mpjax.find_nonfinite` would take an inf for the fault."""
+
+
 def no_activations() -> Array:
   """Returns the statistics of no activations, as the state holds them."""
-  none = ActivationStatistics(0, 0, 0, 0, headroom=math.inf)
+  none = ActivationStatistics(0, 0, 0, 0, headroom=LARGEST_HEADROOM)
   return jnp.asarray(none, jnp.float32)
 
 
@@ -52,7 +58,7 @@ class ActivationMonitorState(NamedTuple):
 
   Args:
     activations: float32 of shape (5,) for each glob of module paths: the `ActivationStatistics` of
-      the last sample.
+      the last sample. A headroom of inf is the largest number of float32.
     calls: int32 of shape (), how often `mpjax.sample_activations` was called.
     every: int32 of shape (), how many calls there are for one sample.
     inner_state: the state of the inner optimizer.
@@ -160,10 +166,15 @@ def activation_statistics(opt_state: OptState) -> dict[str, ActivationStatistics
   ['encoder/*', 'head']
   """
   state = monitor_state(opt_state, "mpjax.states.activation_statistics(opt_state)")
-  return {
-    glob: ActivationStatistics(*jnp.moveaxis(jnp.asarray(row), -1, 0))
-    for glob, row in state.activations.items()
-  }
+  return {glob: _unpacked(jnp.asarray(row)) for glob, row in state.activations.items()}
+
+
+def _unpacked(row: Array) -> ActivationStatistics:
+  """Returns statistics as the state holds them, by name. A state may have leading axes."""
+  found = ActivationStatistics(*jnp.moveaxis(row, -1, 0))
+  return found._replace(
+    headroom=jnp.where(found.headroom < LARGEST_HEADROOM, found.headroom, math.inf)
+  )
 
 
 def monitor_state(opt_state: OptState, where: str) -> ActivationMonitorState:

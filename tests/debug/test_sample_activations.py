@@ -58,6 +58,31 @@ def test_statistics_equal_those_of_numpy(dtype):
   np.testing.assert_allclose(found, expected(x), rtol=1e-6)
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_find_nonfinite_takes_no_headroom_for_the_fault(wrong):
+  tx = mpjax.monitor_activations(mpjax.loss_scaling(optax.sgd(0.1)), "layer")
+
+  def loss_fn(w, x):
+    x = scoped("layer")(w * x)
+    return jnp.sum(jnp.log(x) if wrong else x)
+
+  def step(w, opt_state, x):
+    opt_state = mpjax.sample_activations(loss_fn, opt_state)(w, x)
+    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(w, x)
+    return tx.update(grads, opt_state, w), loss
+
+  w = jnp.ones(3)
+  report = mpjax.find_nonfinite(step)(w, tx.init(w), jnp.zeros(3))
+  assert report.operation == ("log" if wrong else None)
+
+
+def test_float64_has_the_headroom_of_its_own():
+  with jax.enable_x64(True):
+    x = np.asarray([1e305, -1.0])
+    found = sample(lambda x: jnp.sum(scoped("layer", jnp.negative)(x)), "layer", x)["layer"]
+  assert found[4] == pytest.approx(np.finfo(np.float64).max / 1e305)
+
+
 def test_modules_of_one_glob_share_a_row():
   def loss_fn(x):
     for i in range(3):
