@@ -112,7 +112,9 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
     def measured() -> dict[str, Array]:
       arrays = jax.lax.stop_gradient(operands)
       _, seen = run(body, arrays, _Statistics(watched, len(globs)), Around(axes=axes))
-      return dict(zip(globs, _over_devices(seen, axes), strict=True))
+      new = dict(zip(globs, _over_devices(seen, axes), strict=True))
+      # A state that each device has for itself is varying, in both branches.
+      return jax.tree.map(functools.partial(jnp.where, False), state.activations, new)
 
     is_sampled = state.calls % state.every == 0
     activations = jax.lax.cond(is_sampled, measured, lambda: state.activations)

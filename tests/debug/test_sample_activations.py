@@ -1,3 +1,5 @@
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -355,6 +357,19 @@ def test_gradients_do_not_pass():
     return sampled.activations["layer"][3] + jnp.sum(x)
 
   assert np.all(np.asarray(jax.grad(total)(jnp.asarray(X))) == 1)
+
+
+def test_each_device_may_have_a_state_of_its_own():
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+  @functools.partial(jax.shard_map, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+  def measure(states, x):
+    own = jax.tree.map(lambda leaf: leaf[0], states)
+    return jax.tree.map(lambda leaf: leaf[None], mpjax.sample_activations(loss_fn, own)(x))
+
+  tx = mpjax.monitor_activations(optax.sgd(0.1), "layer")
+  states = jax.jit(measure)(jax.vmap(tx.init)(jnp.ones((2, 3))), np.concatenate([X, 5 * X]))
+  assert mpjax.states.activation_statistics(states)["layer"].largest.tolist() == [30, 30]
 
 
 def scaled(opt_state, factor):
