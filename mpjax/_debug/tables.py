@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -45,7 +46,7 @@ class Cells(NamedTuple):
   @property
   def widths(self) -> tuple[int, ...]:
     """The width of the widest cell of each column."""
-    return tuple(max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True))
+    return tuple(max(map(cell_len, cells)) for cells in zip(self.columns, *self.rows, strict=True))
 
   @property
   def fits(self) -> bool:
@@ -153,7 +154,7 @@ def _grid(cells: Cells, groups: Mapping[str, Sequence[Row]]) -> Iterator[Rendera
       yield from (part, paragraph(f"  {line}:"))
       part = _part(cells, widths)
     for row in rows:
-      if path is not None and len(row[0]) > widths[0]:
+      if path is not None and cell_len(row[0]) > widths[0]:
         yield from (part, paragraph(row[0]))
         part = _part(cells, widths)
         row = ("", *row[1:])
@@ -228,7 +229,7 @@ def broken(text: str, width: int) -> Text:
     text: a cell or a paragraph.
     width: the width of a line.
   """
-  if len(text) <= width:
+  if cell_len(text) <= width:
     return Text(text)
   # Between the rules, which have odd positions, is prose.
   parts = [part.strip() for part in _RULE.split(text)]
@@ -267,7 +268,7 @@ def broken_rule(code: str, width: int) -> str:
     "1/query"
   )
   """
-  if len(code) <= width:
+  if cell_len(code) <= width:
     return code
 
   def line_break(match: re.Match[str]) -> str:
@@ -287,10 +288,10 @@ def _pieces(text: str, most: int) -> list[str]:
   """Returns the parts of a string as code, which end after slashes unless a name is too long."""
   units: list[str] = []
   for name in re.findall("[^/]*/|[^/]+", text):
-    units += [name] if len(name) <= most else re.findall(_ATOM, name)
+    units += [name] if cell_len(name) <= most else re.findall(_ATOM, name)
   pieces = [""]
   for unit in units:
-    if len(pieces[-1]) + len(unit) > most:
+    if cell_len(pieces[-1]) + cell_len(unit) > most:
       pieces.append("")
     pieces[-1] += unit
   return [piece for piece in pieces if piece]

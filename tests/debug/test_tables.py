@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from rich.cells import cell_len
 
 import mpjax
 from mpjax._debug.cures import rule_of
@@ -247,6 +248,15 @@ def test_a_path_that_is_longer_than_its_column_is_a_line_above_its_row():
   assert len(numbers) == len(rows)
   assert len({line.index("10005") for line in numbers}) == 1
   assert numbers[-1].startswith("other/b ")
+
+
+def test_wide_characters_take_two_columns():
+  path = "\u5c64" * 36
+  assert path in str(Example("module, note", [(path, "a note of 20 columns")])).splitlines()
+  rule = mpjax.Rule("float32", path=path)
+  code = broken_rule(repr(rule), 40)
+  assert max(map(cell_len, code.splitlines())) <= 40
+  assert eval(code, {"mpjax": mpjax}) == rule
 
 
 def test_a_reason_that_all_rows_share_is_printed_once_also_for_rows_that_are_not_printed():
