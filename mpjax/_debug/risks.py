@@ -225,7 +225,9 @@ class _Walk:
       for operation in self._graph.operations:
         self._add(operation)
     for operation in self._graph.computing():
-      if operation.where.direction == "forward" and operation.used and operation.operands:
+      # A print has operands and no results.
+      computes = operation.used and operation.operands and operation.results
+      if operation.where.direction == "forward" and computes:
         yield from self._sinks(operation)
 
   def of(self, value: Value) -> History:

@@ -48,6 +48,15 @@ def test_an_index_or_an_integer():
   assert kinds(lambda w, x: x @ w - jnp.floor(x @ w)) == []
 
 
+def test_a_print_is_no_sink():
+  def fn(w, x):
+    y = x @ w
+    jax.debug.print("{}", y)
+    return jnp.sin(y)
+
+  assert kinds(fn) == ["angle"]
+
+
 def test_the_remainder_of_a_period():
   def wrapped(w, x):
     p = x @ w
