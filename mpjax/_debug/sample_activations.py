@@ -43,6 +43,7 @@ from mpjax._optim.trees import at_least_float32, nodes_of
 from mpjax._policy.rules import matches_glob
 
 _CALL = "mpjax.sample_activations(fun, opt_state)"
+_NAME_MODULES = "Pass a model of NNX as an argument. Elsewhere name modules with jax.named_scope."
 _FIX = "Write opt_state = mpjax.sample_activations(loss_fn, opt_state)(params, batch)."
 
 
@@ -209,7 +210,7 @@ def _unmatched(glob: str, paths: Collection[str]) -> UnmatchedRuleError:
     f"mpjax.monitor_activations(modules): {glob!r}",
     expected="a glob that matches a module which the function calls",
     got=f"{len(modules)} paths that it does not match",
-    fix=f"The nearest are {near}." if near else "Name modules with jax.named_scope.",
+    fix=f"The nearest are {near}." if near else _NAME_MODULES,
   )
 
 

@@ -431,6 +431,12 @@ def test_errors():
     mpjax.sample_activations(loss_fn, optax.sgd(0.1).init(jnp.ones(2)))
   with refused(TypeError, "mpjax.sample_activations(fun)", "a function", "1.0", "loss_fn"):
     mpjax.sample_activations(1.0, opt_state)
+  model = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+  fix = "Pass a model of NNX as an argument."
+  with refused(
+    mpjax.errors.UnmatchedRuleError, "'layr'", "which the function calls", "0 paths", fix
+  ):
+    mpjax.sample_activations(lambda x: jnp.sum(model(x)), opt_state)(X)
   optimizer = nnx.Optimizer(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
   where = "mpjax.sample_activations(opt_state)"
   with refused(TypeError, where, "an nnx.Optimizer", "State", "Merge"):
