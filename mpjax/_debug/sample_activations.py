@@ -264,7 +264,7 @@ def _statistics(x: Array) -> Array:
   parts = (jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else (x,)
   is_small = functools.reduce(jnp.logical_or, map(is_subnormal, parts))
   is_bad = ~jnp.isfinite(x)
-  largest = jnp.max(at_least_float32(jnp.where(is_bad, 0, jnp.abs(x))), initial=0)
+  largest = jnp.max(jnp.where(is_bad, 0, at_least_float32(jnp.abs(x))), initial=0)
   headroom = _headroom(largest, float(jnp.finfo(x.dtype).max))
   numbers = [largest, jnp.where(jnp.any(is_bad), 0, headroom)]
   # Those of float64 may be beyond float32.

@@ -60,6 +60,17 @@ def test_statistics_equal_those_of_numpy(dtype):
   np.testing.assert_allclose(found, expected(x), rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_small_formats_have_statistics(dtype):
+  x = np.asarray([1.0, -3.0, 0.0, 0.5, 2.0**-7], jnp.dtype(dtype))
+
+  def loss_fn(x):
+    return jnp.sum(scoped("layer", lambda x: (x * 2).astype(dtype) * 1)(x).astype(jnp.float32))
+
+  found = sample(loss_fn, "layer", x.astype(np.float32))["layer"]
+  assert found == pytest.approx(expected((x.astype(np.float32) * 2).astype(x.dtype)))
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_find_nonfinite_takes_no_headroom_for_the_fault(wrong):
   tx = mpjax.monitor_activations(mpjax.loss_scaling(optax.sgd(0.1)), "layer")
