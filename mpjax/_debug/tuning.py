@@ -358,6 +358,10 @@ class Tuner:
 
   def _note_headroom(self, largest: Mapping[str, float]) -> None:
     """Notes the headroom of modules in a program in which all of them run in float16."""
+    if largest and all(map(math.isfinite, largest.values())):
+      # Nothing overflowed, so that this is all that float16 holds. Statistics in float32 are not.
+      self.headroom = {path: in_float16(magnitude) for path, magnitude in largest.items()}
+      return
     for path, magnitude in largest.items():
       measured, expected = in_float16(magnitude), self.headroom.get(path, math.inf)
       # Of values that overflow, those in float32 say by how much.

@@ -488,6 +488,28 @@ def test_a_module_without_matmuls_that_has_too_little_headroom():
   assert "gain" in str(report).partition("Rules")[0]
 
 
+class Normed(nnx.Module):
+  def __init__(self, rngs):
+    self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+    self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = 300 * jnp.tanh(self.norm(layer(x)))
+    return x
+
+
+def test_the_headroom_of_modules_is_measured_where_float16_does_not_overflow():
+  # The squares in the statistics of the norm are beyond float16, and are in float32.
+  tune = mpjax.tune(
+    lambda model, x: jnp.mean(model(x) ** 2), ("mixed_bfloat16", "mixed_float16"), tolerance=3e-3
+  )
+  report = tune(Normed(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (32, 16)))
+  headroom = {module.path: module.headroom for module in report.modules}
+  assert (report.policy.compute_dtype, report.rules) == (jnp.float16, ())
+  assert min(headroom["norm"], headroom["layers/0"], headroom["layers/1"]) >= report.headroom
+
+
 def test_more_headroom_lowers_the_loss_scale():
   def scale(headroom):
     tune = mpjax.tune(
