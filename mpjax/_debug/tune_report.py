@@ -136,7 +136,7 @@ class TuneReport(Report):
     columns = ("module", "forward", "gradient", "headroom", "FLOPs", "in")
     shown = (each for each in self.modules if self._is_shown(each))
     rows = tuple(map(self._row, shown))
-    title = f"Error of each module in {_format_of(self.policies[0])} against float32"
+    title = f"Error of each module in {self._label(self.policies[0])} against float32"
     return Section(title, tuple(lines), columns, rows)
 
   def _is_shown(self, module: ModuleReport) -> bool:
@@ -158,7 +158,12 @@ class TuneReport(Report):
     policy = self.others.get(module.path)
     if policy is None and module.flops_share:
       policy = self.policy
-    return "" if policy in (None, self.policies[0]) else _format_of(policy)
+    return "" if policy in (None, self.policies[0]) else self._label(policy)
+
+  def _label(self, policy: Policy) -> str:
+    """Returns the format of a policy; its text if another policy has the same format."""
+    alike = [each for each in self.policies if _format_of(each) == _format_of(policy)]
+    return _format_of(policy) if len(alike) < 2 else shortest_text(policy)
 
   def _how_to_use(self) -> tuple[str, ...]:
     """Returns how the rules were measured, and the rules as Python code."""
@@ -195,7 +200,7 @@ class TuneReport(Report):
     if len(self.evaluations) == 1:
       return Section()
     is_one = len(self.policies) == 1
-    names = [*map(_format_of, self.policies)]
+    names = [*dict.fromkeys(map(_format_of, self.policies))]
 
     def rank(choice: Evaluation) -> tuple[float, ...]:
       return (*(choice.shares.get(name, 0.0) for name in names), -choice.error)
@@ -214,12 +219,12 @@ class TuneReport(Report):
       return (percent(choice.half_share), *about, _some_paths(choice.float32))
     upgraded = collections.defaultdict[str, list[str]](list)
     for path, other in choice.others.items():
-      upgraded[_format_of(other)].append(path)
+      upgraded[self._label(other)].append(path)
     if choice.float32:
       upgraded["float32"].extend(choice.float32)
     texts = [f"{name}: {_some_paths(paths)}" for name, paths in upgraded.items()]
     if choice.policy != self.policies[0]:
-      texts.append(f"{_format_of(choice.policy)}: all{' others' if texts else ''}")
+      texts.append(f"{self._label(choice.policy)}: all{' others' if texts else ''}")
     shares = (percent(choice.shares.get(name, 0.0)) for name in names)
     return (*shares, *about, "; ".join(texts) or "nothing")
 

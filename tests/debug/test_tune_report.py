@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -34,6 +35,16 @@ def report():
     loss_scale=4096.0,
     modules=modules,
   )
+
+
+def test_policies_of_one_format_are_told_apart(report):
+  half, mixed = mpjax.Policy.parse("float16"), mpjax.Policy.parse("mixed_float16")
+  choices = [each._replace(policy=mixed) for each in report.evaluations]
+  text = str(dataclasses.replace(report, policies=(half, mixed), evaluations=tuple(choices)))
+  assert text.startswith("Error of each module in float16 against float32")
+  (columns,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["float16"]]
+  assert columns == ["float16", "error", "headroom", "upgraded"]
+  assert "mixed_float16: all others" in " ".join(text.split())
 
 
 def test_text_and_json(report):
