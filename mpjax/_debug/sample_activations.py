@@ -8,7 +8,7 @@ nothing. What differentiates the loss, or saves memory in it, has no part in thi
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from mpjax._debug.compare_modules import ALL_BODIES, find_modules, module_paths
 from mpjax._debug.module_names import traced_with_modules
 from mpjax._debug.selectors import homes_of
 from mpjax._jaxpr.graph import Graph
+from mpjax._jaxpr.locations import MODULE
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.runner import Around, Observer, run
 from mpjax._jaxpr.steps import Body, Step, body_of
@@ -149,9 +150,9 @@ def _watched(body: Body, globs: Sequence[str]) -> dict[int, list[int]]:
   watched = collections.defaultdict[int, list[int]](list)
   for position, glob in enumerate(globs):
     chosen = [path for path in ("", *activations) if matches_glob(glob, path)]
-    if not chosen:
-      raise _unmatched(glob, activations)
     slots = {slot for path in chosen for slot in _inside(path, activations)}
+    if not slots:
+      raise _unmatched(glob, activations)
     for slot in slots:
       watched[slot].append(position)
   return watched
@@ -159,25 +160,36 @@ def _watched(body: Body, globs: Sequence[str]) -> dict[int, list[int]]:
 
 def _activations(body: Body) -> Mapping[str, set[int]]:
   """Returns the activations of each module by its scope, without those of modules inside."""
-  modules = find_modules(body, (), ALL_BODIES)
-  paths_of_modules = {
-    path for step in body.every_step() for path in module_paths(step.location.scopes)
-  }
+  forward = [step for step in body.every_step() if step.location.direction == "forward"]
+  # Operations outside of modules have their line, "train.py:3", as their path.
+  scopes = {path for step in forward for path in module_paths(step.location.scopes)}
   activations = collections.defaultdict[str, set[int]](set)
-  for call in modules.calls:
-    # Operations outside of modules have their line, "train.py:3", as their path.
-    if call.direction != "forward" or call.path not in paths_of_modules:
-      continue
-    activations[call.path].update(call.outputs.values())
-    for slot in call.inputs.values():
-      maker, _, _ = modules.makers.get(slot, "").rpartition(" ")
-      if maker in paths_of_modules:
-        activations[maker].add(slot)
-  for step in body.every_step():
-    paths = module_paths(step.location.scopes)
-    if paths and step.location.direction == "forward" and facts_of(step.eqn).flops is not None:
-      activations[paths[-1]].update(step.outs)
+  for path, slot in (*_crossing(body), *_of_matmuls(forward)):
+    if path in scopes or not path:
+      activations[path].add(slot)
   return activations
+
+
+def _crossing(body: Body) -> Iterator[tuple[str, int]]:
+  """Yields the modules with the values that they return, or pass to modules inside."""
+  modules = find_modules(body, (), ALL_BODIES)
+  for call in modules.calls:
+    if call.direction == "forward":
+      yield from ((call.path, slot) for slot in call.outputs.values())
+      for slot in call.inputs.values():
+        if maker := modules.makers.get(slot):
+          path, _, _ = maker.rpartition(" ")
+          yield path, slot
+
+
+def _of_matmuls(steps: Iterable[Step]) -> Iterator[tuple[str, int]]:
+  """Yields the modules with the results of their matmuls. The root of a model of NNX is ""."""
+  for step in steps:
+    paths = module_paths(step.location.scopes)
+    is_inside = bool(paths) or step.location.marked(MODULE) is not None
+    if is_inside and facts_of(step.eqn).flops is not None:
+      path = paths[-1] if paths else ""
+      yield from ((path, slot) for slot in step.outs)
 
 
 def _inside(path: str, activations: Mapping[str, set[int]]) -> set[int]:

@@ -139,6 +139,18 @@ def test_the_empty_path_is_all():
   assert found[""] == found["layer"]
 
 
+def test_a_model_of_one_layer():
+  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+  assert sample(lambda model, x: jnp.sum(model(x)), "**", model, X)["**"][0] == 2
+
+
+def test_a_function_without_modules_is_refused():
+  tx = mpjax.monitor_activations(optax.sgd(0.1), "**")
+  kind, where = mpjax.errors.UnmatchedRuleError, "mpjax.monitor_activations(modules): '**'"
+  with refused(kind, where, "a glob that matches a module", "0 paths", "jax.named_scope"):
+    mpjax.sample_activations(jnp.sum, tx.init(jnp.ones(2)))(X)
+
+
 def test_a_view_that_the_loss_makes():
   def loss_fn(model, x):
     return jnp.mean(mpjax.with_policy(model, "mixed_float16")(x))
