@@ -5,7 +5,7 @@
 
 A seed sets the first parameters, the batches and the dropout, and is the same in every format. CPUs
 have none of the formats: their numbers are computed, and their speed is not. Runs that are in the
-file already are not run again. `--write` puts the recorded table into docs/formats.md.
+file already are not run again. `--write` puts the recorded table into docs/float8.md.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import mpjax
 
 FOLDER = pathlib.Path(__file__).parent
 OUT = RECORDED = FOLDER / "results" / "formats" / "cpu.json"
-PAGE = FOLDER.parent / "docs" / "formats.md"
+PAGE = FOLDER.parent / "docs" / "float8.md"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn")
 SEEDS = 3
 
