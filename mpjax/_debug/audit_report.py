@@ -34,7 +34,7 @@ _TABLES = {
   "on_purpose": ("Float32 on purpose", "module, because of, FLOPs"),
   "lossy": ("Low precision where float32 is safer", "module, operation, pass, line, risk"),
   "modules": ("Modules", "module, params, activations, gradients, FLOPs, decided by"),
-  "float8": ("float8", "module, FLOPs, format, not in float8 because"),
+  "float8": ("Formats of matmuls", "module, FLOPs, format, in no format because"),
   "collectives": ("Between devices", "module, operation, dtype, bytes, times"),
 }
 """The heading and the columns of the table of each field, in the order of the page."""
@@ -267,7 +267,7 @@ def _cells(row: Finding, total: int) -> dict[str, str]:
     "times": str(row.times),
     "estimate": row.reason or amount(row.flops, "FLOP"),
     "because of": row.reason,
-    "not in float8 because": row.reason,
+    "in no format because": row.reason,
   }
   for name in DTYPES:
     dtypes = getattr(row, name)[:_MOST_DTYPES]

@@ -22,7 +22,7 @@ PATHS = ("module", "leaf", "parameter")
 
 REASONS = {
   "because of": "because of ",
-  "not in float8 because": "not in float8 because ",
+  "in no format because": "in no format because ",
   "decided by": "decided by ",
   "risk": "",
 }
