@@ -53,8 +53,8 @@ def relative_error(pairs: Iterable[Pair]) -> float:
 def forward_errors(exact: Body, low: Body, operands: Sequence[Array]) -> dict[str, float]:
   """Returns by module the error of the worst matmul or sum of a loss under a policy.
 
-  Results are paired by primitive, shape and order, which a policy does not change. It may change
-  their scopes: what it casts can be put into calls.
+  Sums are paired by primitive, shape and order, and matmuls by shape and order. A policy does not
+  change these. It may change their scopes: what it casts can be put into calls.
   """
   rounded, worst = _matmuls_and_sums(low, operands), dict[str, float]()
   for alike, results in _matmuls_and_sums(exact, operands).items():
@@ -68,38 +68,42 @@ def forward_errors(exact: Body, low: Body, operands: Sequence[Array]) -> dict[st
 def _matmuls_and_sums(
   body: Body, operands: Sequence[Array]
 ) -> Mapping[Hashable, list[ModuleResult]]:
-  """Returns the results of matmuls and of sums, by primitive and shape, in the order of the run."""
+  """Returns the results of matmuls and of sums, by kind and shape, in the order of the run."""
   results = collections.defaultdict[Hashable, list[ModuleResult]](list)
-  primitives = _primitives_by_result(body)
+  kinds = _kinds_by_result(body)
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
-    return outs[:1] if step.number in primitives else ()
+    return outs[:1] if step.number in kinds else ()
 
   def see(step: Step, picked: Sequence[Array]) -> None:
-    alike = primitives[step.number], shape_of(step.eqn.outvars[0])
+    alike = kinds[step.number], shape_of(step.eqn.outvars[0])
     results[alike].append(ModuleResult(step.location.path, picked[0]))
 
   run_on_host(body, operands, Look(pick=pick, see=see))
   return results
 
 
-def _primitives_by_result(body: Body) -> dict[int, str]:
-  """Returns the primitives of matmuls and sums, by the number of the step that has the result."""
-  primitives = dict[int, str]()
+def _kinds_by_result(body: Body) -> dict[int, str]:
+  """Returns "matmul" or the primitive of a sum, by the number of the step that has the result."""
+  kinds = dict[int, str]()
   for operation in Graph(body).computing():
-    if operation.facts.flops is not None or operation.facts.gradient == "added":
-      primitives[_rescaled(operation).step.number] = operation.name
-  return primitives
+    if operation.facts.flops is not None:
+      # A recipe may multiply by another primitive.
+      kinds[_rescaled(operation).step.number] = "matmul"
+    elif operation.facts.gradient == "added":
+      kinds[operation.step.number] = operation.name
+  return kinds
 
 
 def _rescaled(operation: Operation) -> Operation:
-  """Returns the operation that has the result: of a recipe, the last that rescales it."""
+  """Returns the operation that has the result: with a recipe, the last that rescales it."""
   if operation.where.marked(RECIPE) is None:
     return operation
   while True:
     result = operation.results[0]
     later = [each for each in result.consumers if each.where.marked(RECIPE) is not None]
-    later = [each for each in later if each.results[0].aval.shape == result.aval.shape]
+    # A matmul of blocks has its axes in another order, which is restored.
+    later = [each for each in later if each.results[0].size == result.size]
     if not later:
       return operation
     operation = later[0]
