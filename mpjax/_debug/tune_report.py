@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpjax._debug.report import WIDTH, Report, Section, amount, percent
+from mpjax._matmul.recipes import recipe_of
 from mpjax._policy.policy import Policy, shortest_text
 from mpjax._policy.rules import Rule
 
@@ -26,7 +27,8 @@ class Evaluation(NamedTuple):
     headroom: how many times the float16 values may grow before one overflows; 0 if one did, and
       inf without such values.
     others: by path, the policies of the modules that have another one, and not float32.
-    shares: by dtype, the shares of the FLOPs of matmuls.
+    shares: by format, the shares of the FLOPs of matmuls.
+    formats: by path, the formats in which the matmuls of the module ran.
   """
 
   float32: tuple[str, ...]
@@ -37,6 +39,7 @@ class Evaluation(NamedTuple):
   headroom: float
   others: Mapping[str, Policy]
   shares: Mapping[str, float]
+  formats: Mapping[str, Sequence[str]]
 
 
 class ModuleReport(NamedTuple):
@@ -48,7 +51,7 @@ class ModuleReport(NamedTuple):
       matmuls and sums; NaN if it has none.
     gradient: that of the gradients of its parameters and those inside; NaN if there are none.
     flops_share: its share of the FLOPs of matmuls.
-    is_stream: it has no matmuls, and adds up what the modules inside return.
+    is_stream: it has no matmuls, and adds a value and what modules inside compute from it.
     headroom: how many times those of its values may grow, before they overflow float16, that the
       policy computes in low precision; NaN if there are none.
   """
@@ -76,7 +79,8 @@ class TuneReport(Report):
     half_share: from 0 to 1.
     float32: the paths of the modules in float32.
     others: the policies of the modules that have another one, by path.
-    shares: the shares of the FLOPs of matmuls, by dtype.
+    shares: the shares of the FLOPs of matmuls, by format.
+    formats: the formats in which the matmuls of a module ran under `rules`, by its path.
     evaluations: all choices that were measured, in order.
     bound: how many it might have been.
     loss_scale: the loss scale with which float16 was measured; 1 without float16.
@@ -103,6 +107,7 @@ class TuneReport(Report):
   float32: tuple[str, ...]
   others: Mapping[str, Policy]
   shares: Mapping[str, float]
+  formats: Mapping[str, Sequence[str]]
   evaluations: tuple[Evaluation, ...]
   bound: int
   loss_scale: float
@@ -120,8 +125,9 @@ class TuneReport(Report):
 
   def _errors(self) -> Section:
     """Returns the table of modules."""
-    low = [name for name in self.shares if name != "float32"] or [self.policy.compute_dtype.name]
-    first, *others = low
+    # The share of low precision is the answer, even if it is 0.
+    is_low = any(name != "float32" for name in self.shares)
+    first, *others = self.shares if is_low else (compute_dtype_of(self.policy), *self.shares)
     share = f"{percent(self.shares.get(first, 0.0))} of the FLOPs of matmuls run in {first}"
     share += "".join(f", {percent(self.shares[name])} in {name}" for name in others)
     errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
@@ -133,10 +139,12 @@ class TuneReport(Report):
       "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
       "those inside."
     )
+    if self._may_overflow:
+      lines.append("headroom: of its low-precision values, were they in float16.")
     columns = ("module", "forward", "gradient", "headroom", "FLOPs", "in")
     shown = (each for each in self.modules if self._is_shown(each))
     rows = tuple(map(self._row, shown))
-    title = f"Error of each module in {self._label(self.policies[0])} against float32"
+    title = f"Error of each module in {self._name_of(self.policies[0])} against float32"
     return Section(title, tuple(lines), columns, rows)
 
   def _is_shown(self, module: ModuleReport) -> bool:
@@ -149,21 +157,16 @@ class TuneReport(Report):
     errors = ("-" if math.isnan(x) else f"{x:.2g}" for x in (module.forward, module.gradient))
     headroom = _times(module.headroom) if self._may_overflow else ""
     name = (module.path or "(no scope)") + stream
-    return (name, *errors, headroom, percent(module.flops_share), self._upgrade_of(module))
+    return (name, *errors, headroom, percent(module.flops_share), self._format_of_module(module))
 
-  def _upgrade_of(self, module: ModuleReport) -> str:
-    """Returns the format of a module that was upgraded; "" for any other."""
+  def _format_of_module(self, module: ModuleReport) -> str:
+    """Returns the formats in which the matmuls of a module ran; of one without, its upgrade."""
+    if module.path in self.formats:
+      return " ".join(self.formats[module.path])
     if module.path in self.float32:
       return "float32"
     policy = self.others.get(module.path)
-    if policy is None and module.flops_share:
-      policy = self.policy
-    return "" if policy in (None, self.policies[0]) else self._label(policy)
-
-  def _label(self, policy: Policy) -> str:
-    """Returns the format of a policy; its text if another policy has the same format."""
-    alike = [each for each in self.policies if _format_of(each) == _format_of(policy)]
-    return _format_of(policy) if len(alike) < 2 else shortest_text(policy)
+    return "" if policy is None else format_of_policy(policy)
 
   def _how_to_use(self) -> tuple[str, ...]:
     """Returns how the rules were measured, and the rules as Python code."""
@@ -200,7 +203,8 @@ class TuneReport(Report):
     if len(self.evaluations) == 1:
       return Section()
     is_one = len(self.policies) == 1
-    names = [*dict.fromkeys(map(_format_of, self.policies))]
+    shares = (name for each in self.evaluations for name in each.shares)
+    names = [*dict.fromkeys((*map(format_of_policy, self.policies), *shares))]
 
     def rank(choice: Evaluation) -> tuple[float, ...]:
       return (*(choice.shares.get(name, 0.0) for name in names), -choice.error)
@@ -212,21 +216,38 @@ class TuneReport(Report):
     return Section("Error of the gradient by share in low precision", (), columns, rows)
 
   def _choice(self, choice: Evaluation, names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the cells of a choice; `names` are the dtypes that have a column."""
+    """Returns the cells of a choice; `names` are the formats that have a column."""
     headroom = _times(choice.headroom) if self._may_overflow else ""
-    about = (_text(choice.error), headroom, self._verdict(choice))
+    about = (_text(choice.error), headroom, self._verdict(choice), self._upgrades(choice))
     if len(self.policies) == 1:
-      return (percent(choice.half_share), *about, _some_paths(choice.float32))
-    upgraded = collections.defaultdict[str, list[str]](list)
-    for path, other in choice.others.items():
-      upgraded[self._label(other)].append(path)
-    if choice.float32:
-      upgraded["float32"].extend(choice.float32)
-    texts = [f"{name}: {_some_paths(paths)}" for name, paths in upgraded.items()]
+      return (percent(choice.half_share), *about)
+    return (*(percent(choice.shares.get(name, 0.0)) for name in names), *about)
+
+  def _upgrades(self, choice: Evaluation) -> str:
+    """Returns what a choice upgrades, or how it differs from the best if that cannot be listed."""
+    own, best = self._formats_of_upgrades(choice), self._formats_of_upgrades(self)
+    if len(own) > _LISTED and own != best and choice.policy == self.policy:
+      usual = self._name_of(choice.policy)
+      paths = (path for path in (*own, *best) if own.get(path) != best.get(path))
+      changed = {path: own.get(path, usual) for path in paths}
+      return f"as chosen, but {_by_format(changed)}"
+    if len(self.policies) == 1:
+      return _some_paths(choice.float32)
+    texts = [_by_format(own)] if own else []
     if choice.policy != self.policies[0]:
-      texts.append(f"{self._label(choice.policy)}: all{' others' if texts else ''}")
-    shares = (percent(choice.shares.get(name, 0.0)) for name in names)
-    return (*shares, *about, "; ".join(texts) or "nothing")
+      texts.append(f"{self._name_of(choice.policy)}: all{' others' if texts else ''}")
+    return "; ".join(texts) or "nothing"
+
+  def _formats_of_upgrades(self, choice: "Evaluation | TuneReport") -> dict[str, str]:
+    """Returns the formats of the modules whose format is not that of the policy, by path."""
+    others = {path: self._name_of(policy) for path, policy in choice.others.items()}
+    return others | dict.fromkeys(choice.float32, "float32")
+
+  def _name_of(self, policy: Policy) -> str:
+    """Returns the format of a policy, or its text if another policy has the same format."""
+    name = format_of_policy(policy)
+    is_one = [*map(format_of_policy, self.policies)].count(name) == 1
+    return name if is_one else shortest_text(policy)
 
   def _verdict(self, choice: Evaluation) -> str:
     is_best = (choice.policy, choice.float32, choice.others) == (
@@ -240,10 +261,22 @@ class TuneReport(Report):
     return "good" if is_good else ""
 
 
+_LISTED = 3
+"""The number of paths that a cell lists."""
+
+
+def _by_format(formats: Mapping[str, str]) -> str:
+  """Returns the first paths of each format."""
+  paths = collections.defaultdict[str, list[str]](list)
+  for path, name in formats.items():
+    paths[name].append(path)
+  return "; ".join(f"{name}: {_some_paths(of_format)}" for name, of_format in paths.items())
+
+
 def _some_paths(paths: Sequence[str]) -> str:
   """Returns the first paths, and how many more there are."""
-  first = ", ".join(path or "(no scope)" for path in paths[:3]) or "nothing"
-  more = len(paths) - 3
+  first = ", ".join(path or "(no scope)" for path in paths[:_LISTED]) or "nothing"
+  more = len(paths) - _LISTED
   return f"{first} and {more} more" if more > 0 else first
 
 
@@ -253,11 +286,15 @@ def _assignment(name: str, text: str) -> list[str]:
   return [line] if len(line) <= WIDTH else [f"{name} = (", f'  "{text}"', ")"]
 
 
-def _format_of(policy: Policy) -> str:
+def format_of_policy(policy: Policy) -> str:
   """Returns the format in which a policy multiplies: its recipe, or else the compute dtype."""
   if policy.matmul is None:
-    return policy.compute_dtype.name
-  return str(policy.matmul).partition(":")[0]
+    return compute_dtype_of(policy)
+  return recipe_of(policy.matmul).name
+
+
+def compute_dtype_of(policy: Policy) -> str:
+  return policy.compute_dtype.name
 
 
 def _times(headroom: float) -> str:

@@ -1,15 +1,17 @@
 """`tune`: the most exact format that each module needs for a tolerated error of the gradient."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import add_p
 
 from mpjax._autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_value
@@ -19,6 +21,7 @@ from mpjax._core.types import (
   HALVES,
   Args,
   Array,
+  DType,
   Function,
   Kwargs,
   NumpyArray,
@@ -44,10 +47,17 @@ from mpjax._debug.tune_errors import (
   forward_errors,
   relative_error,
 )
-from mpjax._debug.tune_report import Evaluation, ModuleReport, TuneReport
+from mpjax._debug.tune_report import (
+  Evaluation,
+  ModuleReport,
+  TuneReport,
+  compute_dtype_of,
+  format_of_policy,
+)
 from mpjax._debug.tune_search import MORE, Choice, Upgrade, levels_of, search, upgrades_of
 from mpjax._jaxpr.count import flops_of
-from mpjax._jaxpr.graph import Graph, Value
+from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.locations import EMULATED, RECIPE
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.runner import Look, run_on_host
 from mpjax._jaxpr.steps import Body, body_of
@@ -60,6 +70,8 @@ _CALL = "mpjax.tune(loss_fn, policy)"
 _FIX = 'Write mpjax.tune(loss_fn, "mixed_float16", tolerance=1e-2)(params, batch).'
 
 _FLOAT32 = Policy.parse("float32")
+
+_WIDE = ("float32", "float64")
 
 
 class Goal(NamedTuple):
@@ -190,7 +202,7 @@ def _tuned(
   if not goal.is_reached(tuner.evaluations[0]):
     tuner.search()
   good = [each for each in tuner.evaluations if goal.is_reached(each)]
-  best = min(good, key=tuner.cost)
+  best = min(good, key=functools.partial(cost_of, policies, tuner.flops))
   return TuneReport(
     policies=policies,
     tolerance=goal.tolerance,
@@ -325,22 +337,24 @@ class Tuner:
     """
     policy, rules = self._policy_and_rules(formats)
     program, _ = self.call.traced(gradient_of(self.under(policy, rules), self.scale))
+    flops = flops_by_format(Graph(program))
     largest = dict[str, float]()
     low = self.gradient(body_of(program), watch_float16_values(largest))
     if not rules:
       self._note_headroom(largest)
-    shares_of_flops = flops_by_dtype(Graph(program))
+    shares_of_flops = shares_of(flops)
     others = {path: each for path, each in formats.items() if each not in (policy, _FLOAT32)}
     self.evaluations.append(
       Evaluation(
         float32=tuple(path for path, each in formats.items() if each == _FLOAT32),
         rules=rules,
         error=relative_error(zip(self.exact, low, strict=True)),
-        half_share=sum(shares_of_flops.get(name, 0.0) for name in ("float8", *HALF_NAMES)),
+        half_share=sum(share for name, share in shares_of_flops.items() if name not in _WIDE),
         policy=policy,
         headroom=in_float16(max(largest.values(), default=0.0)),
         others=others,
         shares=shares_of_flops,
+        formats={path: tuple(of_module) for path, of_module in flops.items()},
       )
     )
     self.step()
@@ -367,16 +381,6 @@ class Tuner:
       # Of values that overflow, those in float32 say by how much.
       if measured > 0 or expected >= 1:
         self.headroom[path] = min(measured, expected)
-
-  def cost(self, choice: Evaluation) -> tuple[float, int]:
-    """Returns how far a choice is from the preferred format, by FLOPs and by modules."""
-    last = len(self.policies)
-    levels = dict.fromkeys(self.flops, self.policies.index(choice.policy))
-    levels |= {path: self.policies.index(each) for path, each in choice.others.items()}
-    wide = self.flops if choice.float32 == ("**",) else choice.float32
-    levels |= dict.fromkeys(wide, last)
-    upgraded = len(choice.float32) + len(choice.others)
-    return sum(self.flops[path] * level for path, level in levels.items()), upgraded
 
   def search(self) -> None:
     """Measures choices until one that reaches the goal is among them."""
@@ -427,9 +431,11 @@ class Tuner:
   def _alone(self, groups: Mapping[str, Sequence[str]], policy: Policy) -> NumpyArray:
     """Returns the expected errors of the groups in the format of a policy."""
     graph = Graph(self.call.traced(self.under(policy, ()))[0])
-    float8 = {each.where.path for each, dtype, _ in graph.matmuls() if dtype.itemsize == 1}
+    halves_and_wide = (*HALF_NAMES, *_WIDE)
+    formats = flops_by_format(graph)
+    quantised = {path for path, flops in formats.items() if flops.keys() - halves_and_wide}
     gradient = functools.partial(self.gradient, self.body)
-    errors = errors_alone(gradient, groups.values(), policy.compute_dtype, self.step, float8)
+    errors = errors_alone(gradient, groups.values(), policy.compute_dtype, self.step, quantised)
     if policy.compute_dtype == jnp.float16:
       tight = [any(map(self._is_tight, paths)) for paths in groups.values()]
       errors = np.where(tight, math.inf, errors)
@@ -444,8 +450,8 @@ class Tuner:
 
     They have low-precision matmuls, or low-precision values with too little headroom.
     """
-    matmuls = self._low.matmuls()
-    low = {operation.where.path for operation, dtype, _ in matmuls if dtype.itemsize < 4}
+    formats = flops_by_format(self._low)
+    low = {path for path, flops in formats.items() if flops.keys() - _WIDE}
     groups = dict[str, list[str]]()
     for path, flops in self.flops.items():
       if (flops and path in low) or self._is_tight(path):
@@ -468,7 +474,7 @@ class Tuner:
     for i, exact, rounded in zip(floats, self.exact, low, strict=False):
       if i in readers:
         pairs.setdefault(readers[i].path, []).append((exact, rounded))
-    for row in rows_of(self.flops, forward, pairs):
+    for row in rows_of(self.flops, forward, pairs, streams_of(Graph(of_float32))):
       yield row._replace(headroom=self.headroom.get(row.path, math.nan))
 
 
@@ -516,14 +522,69 @@ def _check_gradient(loss: Array, gradient: Sequence[Array]) -> None:
     )
 
 
-def flops_by_dtype(graph: Graph) -> dict[str, float]:
-  """Returns the shares of the FLOPs of matmuls by dtype; all formats of 8 bits are "float8"."""
-  flops = collections.Counter[str]()
-  for _, dtype, each in graph.matmuls():
-    flops["float8" if dtype.itemsize == 1 else dtype.name] += each
-  total = flops.total()
-  names = [name for name in ("float8", *HALF_NAMES, "float32", "float64") if name in flops]
-  return {name: flops[name] / total for name in names} if total else {}
+def cost_of(
+  policies: Sequence[Policy], flops: Mapping[str, int], choice: Evaluation
+) -> tuple[float, ...]:
+  """Returns how far a choice is from the preferred format.
+
+  The measured shares decide, that of float32 before the others. Choices with equal shares are
+  compared by the modules that they upgrade.
+  """
+  wide = sum(choice.shares.get(name, 0.0) for name in _WIDE)
+  levels = _levels_by_format(policies)
+  below = sum(choice.shares.get(name, 0.0) * level for name, level in levels.items())
+  shares = round(wide, 9), round(below, 9)  # Equal shares may differ in their last bits.
+  return (*shares, *_cost_of_upgrades(policies, flops, choice))
+
+
+def _levels_by_format(policies: Sequence[Policy]) -> dict[str, int]:
+  """Returns the position of the first policy with a format, or with that beside its recipe."""
+  levels = dict[str, int]()
+  for name_of in (format_of_policy, compute_dtype_of):
+    for level, policy in enumerate(policies):
+      levels.setdefault(name_of(policy), level)
+  return levels
+
+
+def _cost_of_upgrades(
+  policies: Sequence[Policy], flops: Mapping[str, int], choice: Evaluation
+) -> tuple[int, int]:
+  """Returns the FLOPs of upgraded modules, once for each step of an upgrade, and their number."""
+  levels = dict.fromkeys(flops, policies.index(choice.policy))
+  levels |= {path: policies.index(each) for path, each in choice.others.items()}
+  wide = flops if choice.float32 == ("**",) else choice.float32
+  levels |= dict.fromkeys(wide, len(policies))
+  upgraded = len(choice.float32) + len(choice.others)
+  return sum(flops[path] * level for path, level in levels.items()), upgraded
+
+
+def flops_by_format(graph: Graph) -> dict[str, collections.Counter[str]]:
+  """Returns the FLOPs of matmuls by module and format."""
+  flops = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
+  for matmul, dtype, each in graph.matmuls():
+    flops[matmul.where.path][format_of_matmul(matmul, dtype)] += each
+  return dict(flops)
+
+
+def format_of_matmul(matmul: Operation, dtype: DType) -> str:
+  """Returns the name of the recipe that quantised the operands, or else of the dtype."""
+  recipe = matmul.where.marked(RECIPE)
+  # A recipe may leave one of the products in the compute dtype.
+  is_quantised = dtype.itemsize == 1 or EMULATED in matmul.where.scopes
+  return recipe.rpartition(":")[0] if recipe is not None and is_quantised else dtype.name
+
+
+def shares_of(flops: Mapping[str, collections.Counter[str]]) -> dict[str, float]:
+  """Returns the share of each format in the FLOPs of all modules, float32 last."""
+  of_formats = sum(flops.values(), collections.Counter[str]())
+  names = sorted(of_formats, key=_position_of)
+  return {name: of_formats[name] / of_formats.total() for name in names}
+
+
+def _position_of(name: str) -> int:
+  """Returns where a format has its place in a list: 8 bits, 16 bits, more."""
+  known = (*HALF_NAMES, *_WIDE)
+  return known.index(name) if name in known else -1
 
 
 def any_low(values: Sequence[Value]) -> bool:
@@ -547,7 +608,10 @@ def with_models_under(fn: Function, policy: Policy | None, rules: tuple[Rule, ..
 
 
 def rows_of(
-  flops: Mapping[str, int], forward: Mapping[str, float], pairs: Mapping[str, Sequence[Pair]]
+  flops: Mapping[str, int],
+  forward: Mapping[str, float],
+  pairs: Mapping[str, Sequence[Pair]],
+  streams: Collection[str] = (),
 ) -> Iterator[ModuleReport]:
   """Yields what is known of each module, in the order of the function."""
   paths = dict.fromkeys((*forward, *pairs))  # In an order: the errors inside a module are summed.
@@ -555,8 +619,32 @@ def rows_of(
     inside = [other for other in paths if path in around([other])]  # Itself is one.
     gradient = relative_error(pair for other in inside for pair in pairs.get(other, ()))
     share = flops[path] / max(sum(flops.values()), 1)
-    stream = bool(path) and len(inside) > 1 and not share
-    yield ModuleReport(path, forward.get(path, math.nan), gradient, share, stream)
+    is_stream = path in streams and not share
+    yield ModuleReport(path, forward.get(path, math.nan), gradient, share, is_stream)
+
+
+def streams_of(graph: Graph) -> set[str]:
+  """Returns the modules that add a value and what modules inside compute from it."""
+  streams = set[str]()
+  for each in graph.computing():
+    path = each.where.path
+    is_sum = each.eqn.primitive is add_p and each.where.direction == "forward"
+    if is_sum and path and path not in streams:
+      first, second = each.operands
+      if _is_branch(first, second, path) or _is_branch(second, first, path):
+        streams.add(path)
+  return streams
+
+
+def _is_branch(value: Value, start: Value, path: str) -> bool:
+  """Whether modules inside of a path compute a value from another one."""
+  pending, seen, is_inside = [value], {start}, False
+  for each in pending:
+    if each not in seen and each.made_by is not None:
+      seen.add(each)
+      is_inside |= each.made_by.where.path.startswith(f"{path}/")
+      pending += each.made_by.operands
+  return is_inside and start in pending
 
 
 def modules_of(body: Body) -> dict[str, int]:
@@ -577,12 +665,27 @@ def rules_for(
   # In Linen a model of one module has no name that selects it.
   if len(others) == 1 and policy not in formats.values():
     return (Rule(*others, path="**"),)
-  rules = list[Rule]()
+  upgrades, kept = list[Rule](), list[Rule]()
   for path, policy_of_path in formats.items():
     # A module has the rule of the nearest one around it.
     outside = [other for other in around([path]) & formats.keys() if other != path]
     inherited = formats[max(outside, key=len)] if outside else policy
     if policy_of_path != inherited:
-      rules.append(Rule(policy_of_path, path=selector(path, homes)))
+      rule = Rule(_inside(policy_of_path, inherited), path=selector(path, homes))
+      group = kept if policy_of_path == policy else upgrades
+      group.append(rule)
   # Each rule selects one path, so that their order is free: upgrades are read first.
-  return tuple(sorted(rules, key=lambda rule: rule.policy == policy))
+  return (*upgrades, *kept)
+
+
+def _inside(policy: Policy, outer: Policy) -> Policy:
+  """Returns the policy of a module inside a module with another policy.
+
+  In low precision its results stay as they were computed. With an output dtype, a query and a key
+  in float16 would be cast to float32, and their product would be a matmul of float32 inputs. A
+  module in float32 runs as it was written, so that it must be given float32.
+  """
+  if policy == _FLOAT32:
+    return policy
+  output = jnp.float32 if outer == _FLOAT32 else None
+  return dataclasses.replace(policy, output_dtype=output)

@@ -18,7 +18,8 @@ from jax.extend.core import Literal
 import mpjax
 from mpjax._debug.selectors import homes_of
 from mpjax._debug.tune_errors import relative_error
-from mpjax._debug.tuning import modules_of, rows_of, rules_for
+from mpjax._debug.tune_report import Evaluation
+from mpjax._debug.tuning import Goal, Tuner, cost_of, modules_of, rows_of, rules_for, streams_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.steps import body_of
 from tests import programs
@@ -26,7 +27,9 @@ from tests.errors import refused
 from tests.models.values import filled, normal, shapes
 from tests.programs import bits
 
-HALF, WIDE = mpjax.Policy.parse("mixed_bfloat16"), mpjax.Policy.parse("float32")
+HALF, HALF16, WIDE = (
+  mpjax.Policy.parse(name) for name in ("mixed_bfloat16", "mixed_float16", "float32")
+)
 DOT = "dot_general"
 
 
@@ -193,10 +196,50 @@ def test_the_report_begins_with_the_error_by_module():
 def test_a_row_has_the_gradients_of_what_is_inside_too():
   w, flops = np.arange(1.0, 9), {"net": 0, "net/a": 6, "net/b": 2}
   pairs = {"net/a": [(w, 1.01 * w)], "net/emb": [(w, w)]}  # A table is no row of its own.
-  net, a = rows_of(flops, {"net": 0.1}, pairs)
+  net, a = rows_of(flops, {"net": 0.1}, pairs, {"net", "net/a"})
   np.testing.assert_allclose([net.gradient, a.gradient], [0.01 / np.sqrt(2), 0.01], rtol=1e-4)
   assert net[:2] + net[3:5] == ("net", 0.1, 0, True)
   assert (a.path, np.isnan(a.forward), *a[3:5]) == ("net/a", True, 0.75, False)
+
+
+def test_a_residual_stream_adds_a_value_and_what_modules_inside_compute_from_it():
+  def layer(name, x):
+    with jax.named_scope(name):
+      return jnp.tanh(x)
+
+  def model(x, bias):
+    with jax.named_scope("residual"):
+      x = x + layer("a", 2 * x)
+    with jax.named_scope("gated"):
+      x = jax.nn.silu(layer("gate", x)) * layer("up", x)
+    with jax.named_scope("sum"):  # Neither is computed from the other.
+      x = layer("a", x) + layer("b", x)
+    with jax.named_scope("biased"):
+      x = layer("a", x) + bias
+    with jax.named_scope("polynomial"):  # No module is inside.
+      return x + x**2
+
+  graph = Graph(jax.make_jaxpr(model)(X, X))
+  assert streams_of(graph) == {"residual"}
+
+
+def test_the_share_of_float32_decides_among_choices_and_then_the_preferred_format():
+  policies = tuple(map(mpjax.Policy.parse, ("mixed_int8", "mixed_bfloat16", "mixed_float16")))
+
+  def cost(others=(), **shares):
+    choice = Evaluation((), (), 0.0, 1.0, policies[0], 8.0, dict(others), shares, {})
+    return cost_of(policies, {"a": 4, "b": 6}, choice)
+
+  wide = cost(int8=0.9, float32=0.1)
+  ranked = [
+    cost(int8=0.4, bfloat16=0.6),
+    cost({"a": policies[1]}, int8=0.4, bfloat16=0.6),
+    cost(bfloat16=1.0),
+    cost(float16=1.0),
+    wide,
+  ]
+  assert ranked == sorted(ranked)
+  assert len(set(ranked)) == 5
 
 
 CALL = "mpjax.tune(loss_fn, policy)(*args)"
@@ -452,11 +495,41 @@ def test_each_module_gets_the_first_format_that_is_exact_enough(kind):
   assert (plain.shares, plain.rules) == ({"float8": 1.0}, ())
   report, exact, low, leaves = tuned(kind, policies, tolerance=0.7 * plain.error)
   assert set(report.shares) == {"float8", "bfloat16"}
-  assert {str(rule.policy) for rule in report.rules} == {str(mpjax.Policy.parse("bf16"))}
+  # With an output dtype, results inside the model would be inputs in float32.
+  assert {str(rule.policy) for rule in report.rules} == {"params=float32,compute=bfloat16"}
   found, of_float32 = (evaluated(x.jaxpr, x.consts, leaves, []) for x in (low, exact))
   error = relative_error(zip(of_float32, found, strict=True))
   assert error == pytest.approx(report.error, rel=0.05)
   assert error <= 0.7 * plain.error
+
+
+class Scores(nnx.Module):
+  def __init__(self):
+    self.q, self.k = (nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))
+
+  def __call__(self, x):
+    return self.q(x) @ self.k(x).T
+
+
+def test_rules_keep_matmuls_of_results_of_modules_in_low_precision():
+  def loss(model):
+    return jnp.mean(model(normal(32, 64)) ** 2)
+
+  model = Scores()
+  mxfp8, float16 = policies = tuple(map(mpjax.Policy.parse, ("mixed_mxfp8", "mixed_float16")))
+  tuner = Tuner(policies, Goal(0.1, 8.0), loss, (model,), {}, lambda step, steps: None)
+  low = tuner.measure({})
+  tuner.measure({"q": float16, "k": float16, "": mxfp8})
+  plain, choice = tuner.evaluations
+  assert plain.formats == {"q": ("mxfp8",), "k": ("mxfp8",), "": ("bfloat16",)}
+  assert choice.formats == {"q": ("float16",), "k": ("float16",), "": ("bfloat16",)}
+  assert [str(rule.policy) for rule in choice.rules] == ["params=float32,compute=float16"] * 2
+  assert choice.half_share == 1 == pytest.approx(sum(choice.shares.values()))
+  in_model = mpjax.with_policy(model, choice.policy, choice.rules)
+  assert mpjax.audit(nnx.grad(loss))(in_model).half_share == 1
+  assert jax.eval_shape(in_model, normal(32, 64)).dtype == jnp.float32
+  # Matmuls in blocks have another primitive than those in float32.
+  assert all(0.01 < row.forward < 0.1 for row in tuner.rows(low))
 
 
 def test_a_tolerance_that_no_format_meets():
@@ -672,6 +745,10 @@ def test_modules_inside_of_a_chosen_one_keep_the_policy():
   assert rules[1].policy == HALF
   rules = rules_for({"Net/a": WIDE, "Net/a/b": WIDE, "Net/b": HALF}, HOMES, HALF)
   assert [rule.path for rule in rules] == ["**/a"]
+  # In low precision results stay as they were computed; a module in float32 takes float32.
+  rules = rules_for({"Net": HALF, "Net/a": HALF16, "Net/b": WIDE, "Net/b/c": HALF16}, HOMES, HALF)
+  dtypes = {rule.path: str(rule.policy.output_dtype) for rule in rules}
+  assert dtypes == {"**/a": "None", "**/Net/b": "float32", "**/c": "float32"}
   rules = rules_for({"Net": WIDE, "Net/a/b": WIDE, "Net/a": HALF}, HOMES, HALF)
   assert [rule.path for rule in rules] == ["**/Net", "**/a/b", "**/a"]
 
