@@ -538,24 +538,30 @@ def cost_of(
 
 
 def _levels_by_format(policies: Sequence[Policy]) -> dict[str, int]:
-  """Returns the position of the first policy with a format, or with that beside its recipe."""
+  """Returns the position of the first policy with a format.
+
+  A dtype that is computed in beside a recipe is no nearer than the first policy without a recipe.
+  """
   levels = dict[str, int]()
-  for name_of in (format_of_policy, compute_dtype_of):
-    for level, policy in enumerate(policies):
-      levels.setdefault(name_of(policy), level)
+  for level, policy in enumerate(policies):
+    levels.setdefault(format_of_policy(policy), level)
+  plain = (level for level, policy in enumerate(policies) if policy.matmul is None)
+  beside = next(plain, len(policies) - 1)
+  for policy in policies:
+    levels.setdefault(compute_dtype_of(policy), beside)
   return levels
 
 
 def _cost_of_upgrades(
   policies: Sequence[Policy], flops: Mapping[str, int], choice: Evaluation
 ) -> tuple[int, int]:
-  """Returns the FLOPs of upgraded modules, once for each step of an upgrade, and their number."""
+  """Returns the number of upgraded modules, and their FLOPs, once for each step of an upgrade."""
   levels = dict.fromkeys(flops, policies.index(choice.policy))
   levels |= {path: policies.index(each) for path, each in choice.others.items()}
   wide = flops if choice.float32 == ("**",) else choice.float32
   levels |= dict.fromkeys(wide, len(policies))
   upgraded = len(choice.float32) + len(choice.others)
-  return sum(flops[path] * level for path, level in levels.items()), upgraded
+  return upgraded, sum(flops[path] * level for path, level in levels.items())
 
 
 def flops_by_format(graph: Graph) -> dict[str, collections.Counter[str]]:
