@@ -589,8 +589,8 @@ def shares_of(flops: Mapping[str, collections.Counter[str]]) -> dict[str, float]
 
 def _position_of(name: str) -> int:
   """Returns where a format has its place in a list: 8 bits, 16 bits, more."""
-  known = (*HALF_NAMES, *_WIDE)
-  return known.index(name) if name in known else -1
+  of_16_bits_or_more = (*HALF_NAMES, *_WIDE)
+  return of_16_bits_or_more.index(name) if name in of_16_bits_or_more else -1
 
 
 def any_low(values: Sequence[Value]) -> bool:
