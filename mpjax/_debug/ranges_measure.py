@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -190,6 +191,7 @@ def _count_results(
   """Runs a function, and adds the results of its steps, and its updates, to their groups."""
   counted = [step for step in body.every_step() if step.number in counting.steps]
   done, total = 0, sum(step.times for step in counted)
+  places = itertools.count(1)
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
     addition = counting.additions.get(step.number)
@@ -206,7 +208,7 @@ def _count_results(
     advance(done, total)
     row = ranges_of[counting.steps[step.number]]
     for each in [picked] if row.kind == "updates" else zip(picked):
-      add(row, *each)
+      add(row, *each, place=next(places))
 
   run_on_host(body, operands, Look(pick=pick, see=see))
 
@@ -225,8 +227,17 @@ def _update_and_lost(
   return [update, changes_nothing(stored, new, update)]
 
 
-def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) -> None:
-  """Counts the numbers of an array; of updates, `lost` says which change nothing."""
+def add(
+  group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None, *, place: int = 0
+) -> None:
+  """Counts the numbers of an array.
+
+  Args:
+    group: the row that they are added to.
+    x: the array.
+    lost: of updates, which change nothing.
+    place: how many arrays of results were counted before.
+  """
   # On the host: XLA flushes subnormal numbers to zero in arithmetic and in comparisons.
   numbers = np.asarray(x).reshape(-1)
   numbers = numbers.astype(np.float64 if numbers.dtype.itemsize > 4 else np.float32, copy=False)
@@ -239,6 +250,8 @@ def add(group: GroupRanges, x: Array | NumpyArray, lost: Array | None = None) ->
   group.zero += zero
   group.inf += no_nan - finite
   group.nan += numbers.size - no_nan
+  if group.first_nonfinite is None and group.inf + group.nan:
+    group.first_nonfinite = place
   group.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
   finite_numbers = numbers if finite == numbers.size else numbers[np.isfinite(numbers)]
   group.largest = max(group.largest, float(np.max(np.abs(finite_numbers), initial=0)))

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -51,6 +51,8 @@ class GroupRanges:
     lost: for each dtype, how many finite numbers become "zero" or "subnormal", or "overflow" there.
     lost_updates: of updates, how many are not zero and change nothing.
     largest: the largest finite magnitude.
+    first_nonfinite: how many arrays of results were counted before the first one here with an inf
+      or NaN, in the order of execution; 0 for an argument, None where all numbers are finite.
 
   >>> import jax.numpy as jnp, mpjax
   >>> report = mpjax.ranges(jnp.dot)(jnp.eye(4), jnp.asarray([0.0, 1.0, 1.5, 2.0**-30]))
@@ -70,6 +72,7 @@ class GroupRanges:
   )
   lost_updates: int = 0
   largest: float = 0.0
+  first_nonfinite: int | None = None
 
   @property
   def nonzero(self) -> int:
@@ -232,14 +235,24 @@ class RangesReport(Report):
     columns = "parameter, updates, zero, lost, of nonzero"
     cure = [_CURE] if updates else []
     lost = Section.cut("Updates that change nothing", columns, updates, cure)
-    bad = [g for g in self.groups if g.inf or g.nan]
-    counted = [(g.path or "(no scope)", g.kind, str(g.inf), str(g.nan)) for g in bad]
-    nonfinite = Section.cut("Not finite", "module, numbers, inf, NaN", counted)
-    return [self._headline(), nonfinite, lost, *map(self._losses, KINDS)]
+    return [self._headline(), *self._nonfinite(), lost, *map(self._losses, KINDS)]
+
+  def _nonfinite(self) -> Iterator[Section]:
+    """Yields the groups that are not finite, in the order in which that begins, and what to do."""
+    groups = [(g.first_nonfinite or 0, g) for g in self.groups if g.inf or g.nan]
+    groups.sort(key=lambda each: each[0])
+    rows = [(g.path or "(no scope)", g.kind, str(g.inf), str(g.nan)) for _, g in groups]
+    columns = "module, numbers, inf, NaN"
+    yield Section.cut("Not finite, in the order of execution", columns, rows)
+    if rows:
+      cause = f"mpjax.find_nonfinite({self.name})(*args) says where it begins, casts included."
+      yield Section(lines=(cause,))
 
   def _headline(self) -> Section:
     lines: list[str] = []
-    if not math.isnan(self.lost_updates):
+    if self.lost_updates == 0:
+      lines.append("No update rounds away.")
+    elif not math.isnan(self.lost_updates):
       lines.append(
         f"{percent(self.lost_updates)} of the updates change nothing: they round away when they "
         "are added to the parameters as these are stored."
@@ -256,6 +269,8 @@ class RangesReport(Report):
         f"Loss scale for float16: {power(scale)}{ends}. The largest gradient, {self._largest:.3g}, "
         f"{room}, and {percent(self.lost_gradients(scale))} of the gradients are lost; {others}."
       )
+    elif self._measured.gradients:
+      lines.append("No loss scale for float16 is proposed: every gradient is 0, inf or NaN.")
     stay = sum(g.total for g in self.of("float32"))
     lines.append(
       f"{amount(sum(g.total for g in self.groups) - stay)} numbers were counted; {amount(stay)} "

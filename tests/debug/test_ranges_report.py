@@ -2,6 +2,7 @@ import dataclasses
 import importlib
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,6 +58,33 @@ def test_d17_the_text_has_80_columns_and_no_rows_that_say_nothing(report):
   assert "… and" not in str(RangesReport("train_step", report.groups[75:87], None))
   broken = [dataclasses.replace(g, exponents={}, nan=5, lost_updates=0) for g in report.groups]
   assert "change nothing" not in str(RangesReport("train_step", broken, None))
+
+
+def test_a_healthy_run_loses_no_update():
+  report = RangesReport("step", [group("updates", "w", {0: 3})], None)
+  assert "No update rounds away." in str(report)
+  assert "change nothing" not in str(report)
+
+
+def test_what_is_not_finite_is_in_the_order_of_execution():
+  def step(w, x):
+    def loss_fn(w):
+      with jax.named_scope("first"):
+        y = x @ w
+      with jax.named_scope("hot"):
+        y = jnp.exp(y * 1e3) @ w
+      with jax.named_scope("after"):
+        return jnp.mean((y - y) @ w) * jnp.sum(y)
+
+    return jax.grad(loss_fn)(w)
+
+  report = mpjax.ranges(step)(jnp.eye(2), jnp.ones((3, 2)))
+  text = " ".join(str(report).split())
+  rows = text.partition("Not finite, in the order of execution module numbers inf NaN ")[2]
+  assert rows.startswith("hot ")
+  assert rows.index(" gradients ") > rows.index(" activations ")
+  assert "mpjax.find_nonfinite(step)(*args) says where it begins" in text
+  assert "No loss scale for float16 is proposed: every gradient is 0, inf or NaN." in text
 
 
 def test_json_has_all(report):
