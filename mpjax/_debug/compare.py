@@ -1,26 +1,36 @@
 """`compare`: the same arguments through two functions, and the first module where they part."""
 
+import dataclasses
 import functools
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from mpjax._autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_callable
-from mpjax._core.types import Args, Function, Kwargs
+from mpjax._core.frameworks import framework_of
+from mpjax._core.types import Args, DType, Function, Kwargs
 from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.compare_report import CompareReport, compared
 from mpjax._debug.compare_run import Run, load, record
 from mpjax._debug.module_names import has_models, with_models
 from mpjax._debug.report import Advance, Pending
+from mpjax._debug.tuning import check_float32, lows_of
+from mpjax._jaxpr.graph import Graph
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy
 
 Side: TypeAlias = Function | str | os.PathLike[str]
 """A function, or the file of a saved run."""
 
 _CALL = "mpjax.compare(f, g)"
+_CALL_OF_POLICY = "mpjax.compare(f, policy=policy)"
+_ADVICE = (
+  "A function reads an NNX model that is no argument: pass the model as an argument, and the rows "
+  "are its modules."
+)
 _FIX = "Write mpjax.compare(f, g)(*args), or mpjax.compare(f, policy=policy)(*args)."
 
 
@@ -51,7 +61,8 @@ def compare(
 
   Raises:
     MpjaxTypeError: `f` or `g` is neither a function nor a file; when called: an argument is traced.
-    MpjaxValueError: both `g` and `policy` are given, or `f` is a file and `policy` is given.
+    MpjaxValueError: both `g` and `policy` are given, or `f` is a file and `policy` is given; when
+      called: `policy` changes nothing in `f`, since a model has one already.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x, digits=24):
@@ -71,7 +82,7 @@ def compare(
   parsed = None if policy is None else parse_policy(policy, "mpjax.compare(policy)")
   if parsed is not None and (g is not None or isinstance(f, (str, os.PathLike))):
     raise MpjaxValueError(
-      "mpjax.compare(f, policy=policy)",
+      _CALL_OF_POLICY,
       expected="a function f, and either a policy or g",
       got="both g and policy" if g is not None else f"a policy for the file {_name(f)!r}",
       fix="Leave out g: the reference of a policy is f itself. To compare two policies, write "
@@ -110,7 +121,27 @@ def _compared(
   if g is not None or policy is not None:
     reference = f if g is None else g
     sides.append((reference, _name(reference)))
-  models = all(_has_models(side, call) for side, _ in sides if callable(side))
+  functions = [side for side, _ in sides if callable(side)]
+  models = all(_has_models(each, call) for each in functions)
+  if policy is not None:
+    _check_changes(functions[0], policy, models, call)
+  runs = _runs(sides, policy, models, call, advance)
+  # The rounding that a policy asks for is no fault, wherever it is.
+  least = 0.0 if policy is None else float(jnp.finfo(policy.compute_dtype).eps)
+  report = compared(runs[0], runs[-1], least)
+  if not models and any(map(_closes_over_models, functions)):
+    report = dataclasses.replace(report, notes=(*report.notes, _ADVICE))
+  return report
+
+
+def _runs(
+  sides: Sequence[tuple[Side, str]],
+  policy: Policy | None,
+  models: bool,
+  call: Call,
+  advance: Advance,
+) -> list[Run]:
+  """Returns the runs of functions, the first one under the policy, and those of files."""
   runs: list[Run] = []
   for i, (side, title) in enumerate(sides):
     advance(i, len(sides))
@@ -118,15 +149,41 @@ def _compared(
       runs.append(record(_named(side, policy if i == 0 else None, models), call, title))
     else:
       runs.append(load(side, "mpjax.compare(path)")._replace(name=title))
-  # The rounding that a policy asks for is no fault, wherever it is.
-  least = 0.0 if policy is None else float(jnp.finfo(policy.compute_dtype).eps)
-  return compared(runs[0], runs[-1], least)
+  return runs
 
 
 def _name(side: Side) -> str:
   if callable(side):
     return getattr(side, "__name__", type(side).__name__)
   return os.path.basename(os.fspath(side))
+
+
+def _check_changes(f: Function, policy: Policy, models: bool, call: Call) -> None:
+  """Raises if a function in low precision computes the same under a policy as without it."""
+  plain = Graph(call.traced(f)[0])
+  if not lows_of(plain):
+    return
+  under_policy = Graph(call.traced(_named(f, policy, models))[0])
+  if _dtypes(plain) == _dtypes(under_policy):
+    check_float32(plain, f"{_CALL_OF_POLICY}(*args)", "function")
+
+
+def _dtypes(graph: Graph) -> list[tuple[str, tuple[DType | None, ...]]]:
+  """Returns each operation that computes, and the dtypes of its results."""
+  return [(each.name, tuple(v.dtype for v in each.results)) for each in graph.computing()]
+
+
+def _closes_over_models(fn: Function) -> bool:
+  """Whether a function reads NNX models that are not among its arguments."""
+  plain = inspect.unwrap(fn)
+  if not inspect.isfunction(plain):
+    return False
+  try:
+    variables = inspect.getclosurevars(plain)
+  except ValueError:  # A variable of the function around it has no value.
+    return False
+  read = (*variables.nonlocals.values(), *variables.globals.values())
+  return any(framework_of(x) == "NNX" and not isinstance(x, type) for x in read)
 
 
 def _has_models(fn: Function, call: Call) -> bool:

@@ -1,12 +1,13 @@
 """What `mpjax.compare` found: the errors by module, as text, HTML, JSON and a picture."""
 
+import collections
 import dataclasses
 import functools
 import importlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,6 +29,9 @@ _LONG = 12
 
 Key: TypeAlias = tuple[str, Direction, int]
 
+Numbered: TypeAlias = Collection[tuple[str, Direction]]
+"""The paths with several calls, by the pass: their calls have numbers for the reader."""
+
 
 class CompareRow(NamedTuple):
   """The relative errors of one call of a module, the norm of a difference over the norm in `g`.
@@ -36,14 +40,15 @@ class CompareRow(NamedTuple):
     path: the path of the module; of a function without scopes a line, such as "model.py:12".
     call: how many calls of this path came before.
     iteration: the number of the iteration of each loop around it; () outside of loops.
-    output: of its outputs, the largest of several; inf where one run alone is not finite. In a
-      backward pass that of all together.
+    output: of its outputs, the largest of several; inf where one run alone is not finite, or where
+      `g` has 0. In a backward pass that of all together.
     inputs: of its inputs, likewise, without parameters; 0 where all are arguments of the function,
       NaN where the two calls take other shapes.
     cotangent: of the gradient by its outputs; NaN where there is none.
     gradient: of the gradient by its parameters and those inside, together; NaN where there is none.
       It is in the row of the first call, and of the first iteration if all share the parameter.
     direction: "forward", or "backward" in a function that computes gradients itself.
+    zero_in_g: the names of the errors that are inf because `g` has 0 where `f` has not.
   """
 
   path: str
@@ -54,6 +59,25 @@ class CompareRow(NamedTuple):
   cotangent: float
   gradient: float
   direction: Direction = "forward"
+  zero_in_g: tuple[str, ...] = ()
+
+
+class _Error(NamedTuple):
+  """The relative error of an array or several, and whether it is inf because `g` has 0."""
+
+  value: float
+  is_zero_in_g: bool = False
+
+
+class _Relative(NamedTuple):
+  """The relative errors of all iterations of a call, and which are inf because `g` has 0."""
+
+  values: NumpyArray
+  zero_in_g: NumpyArray
+
+  def at(self, index: tuple[int, ...]) -> _Error:
+    """Returns the error of one iteration."""
+    return _Error(float(self.values[index]), bool(self.zero_in_g[index]))
 
 
 class _Placed(NamedTuple):
@@ -73,7 +97,11 @@ class CompareReport(Report):
     rows: the errors of each module, in the order in which they begin.
     first: the first module, in the order of execution, whose output has an error of more than 10
       times that of its inputs and 10 times `spacing`; or whose inputs have one that no module
-      before has, since other code is between. None if there is none.
+      before has, since other code is between. If there is none: the first module whose output
+      differs although its inputs are equal to the bit, or whose inputs differ although all outputs
+      before are equal. That needs two runs with equal arguments, on one machine, whose matmuls run
+      in one dtype, and no policy, because the rounding of a policy is meant. None if there is
+      none.
     results: the errors of what the functions returned, by path.
     arguments: those of the arguments that differ, which only those of saved runs do.
     unmatched: what only one of the runs has, or both with other shapes, a sentence each.
@@ -81,6 +109,7 @@ class CompareReport(Report):
       the compute dtype of the policy. The largest counts.
     notes: what else is to be known, a sentence each.
     run: what was kept of the run of the function.
+    zero_in_g: the names among `results` whose error is inf because `g` returns 0.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def f(w, x):
@@ -100,6 +129,7 @@ class CompareReport(Report):
   spacing: float
   notes: tuple[str, ...]
   run: Run = dataclasses.field(repr=False)
+  zero_in_g: tuple[str, ...] = ()
 
   def as_dict(self) -> Mapping[str, object]:
     return {k: x for k, x in super().as_dict().items() if k != "run"}
@@ -125,6 +155,7 @@ class CompareReport(Report):
       ImportError: matplotlib is not installed.
     """
     plt = importlib.import_module("matplotlib.pyplot")
+    numbered = _numbered(self.rows)
     rows = self.rows[:: len(self.rows) // 80 + 1]  # As many as can be read, evenly from all.
     if self.first is not None and self.first not in rows:
       rows = tuple(row for row in self.rows if row in (*rows, self.first))
@@ -143,7 +174,7 @@ class CompareReport(Report):
       axis.axhline(rows.index(self.first), color="C3", linewidth=1.1)
       axis.text(1, rows.index(self.first), "first", color="C3", fontsize=8, ha="right")
       axis.texts[-1].set_transform(axis.get_yaxis_transform())
-    axis.set_yticks(places, [_label(row)[-46:] for row in rows], fontsize=7.5)
+    axis.set_yticks(places, [_label(row, row.path, numbered)[-46:] for row in rows], fontsize=7.5)
     axis.invert_yaxis()
     axis.set_xlabel("relative error, if it is not 0; dashed: 10 times the spacing of numbers at 1")
     if axis.get_legend_handles_labels()[0]:
@@ -159,11 +190,9 @@ class CompareReport(Report):
     columns = ("module", "output", "inputs", "cotangent", "gradient", "")
     shown = _shown(self.rows, self.first)
     differentiated = any(not math.isnan(row.cotangent) for row in shown)
-    rows = [(label, *self._cells(row, differentiated)) for label, row in _tree(shown)]
-    left = len(self.rows) - len(shown)
-    lines = [self._verdict(), *self._differences(), *self.notes]
-    if left:
-      lines.append(f"{left} rows more are in `.rows`.")
+    tree = _tree(shown, _numbered(self.rows))
+    rows = [(label, *self._cells(row, differentiated)) for label, row in tree]
+    lines = [self._verdict(), *self._differences(), *self.notes, *_omitted(self.rows, shown)]
     title = f"{self.names[0]} against {self.names[1]}"
     unmatched = Section("Not compared", (*self.unmatched[:MOST], *rest(self.unmatched)))
     return [Section(title, tuple(lines), columns, tuple(rows)), unmatched]
@@ -172,19 +201,23 @@ class CompareReport(Report):
     """Returns the cells of a row after the first one; empty ones for a line without numbers."""
     if row is None:
       return ("",) * 5
-    forward = map(_text, (row.output, row.inputs))
-    backward = map(_text, (row.cotangent, row.gradient) if differentiated else ())
-    empty = () if differentiated else ("", "")
-    return (*forward, *backward, *empty, "first" if row is self.first else "")
+    forward = [_cell(row, "output"), _cell(row, "inputs")]
+    backward = [_cell(row, "cotangent"), _cell(row, "gradient")] if differentiated else ["", ""]
+    return (*forward, *backward, "first" if row is self.first else "")
 
   def _verdict(self) -> str:
     rule = f"10 times that of its inputs and 10 times {self.spacing:.1e}"
-    if self.first is None:
-      return f"No module has an error of more than {rule}."
-    name, inputs = _label(self.first), _text(self.first.inputs)
-    if _is_above(self.first.output, self.first.inputs, self._least):
-      errors = f"{_text(self.first.output)}, that of its inputs {inputs}"
+    row, none = self.first, f"No module has an error of more than {rule}."
+    if row is None:
+      return none
+    name = _label(row, row.path, _numbered(self.rows))
+    output, inputs = _cell(row, "output"), _cell(row, "inputs")
+    if _is_above(row.output, row.inputs, self._least):
+      errors = f"{output}, that of its inputs {inputs}"
       return f"They part at {name}: the error of its output is {errors}. It is more than {rule}."
+    if _is_own(row.output, row.inputs):
+      text = f"They part at {name}: its inputs are equal to the bit, and the error of its output is"
+      return f"{text} {output}. {none}"
     text = f"They part before {name}: the error of its inputs is {inputs}, and no module before it"
     return f"{text} has one like that. The code between is in no module that both have."
 
@@ -194,11 +227,14 @@ class CompareReport(Report):
     return max(self.spacing, *self.arguments.values(), 0.0)
 
   def _differences(self) -> Iterator[str]:
-    results = [f"{path} {_text(error)}" for path, error in self.results.items()]
+    results = [
+      f"{path} {_text(_Error(error, path in self.zero_in_g))}"
+      for path, error in self.results.items()
+    ]
     if results:
       yield f"Errors of what they return: {_some(results)}."
     if self.arguments:
-      differing = [f"{name} {_text(error)}" for name, error in self.arguments.items()]
+      differing = [f"{name} {_text(_Error(error))}" for name, error in self.arguments.items()]
       yield f"The arguments differ: {_some(differing)}."
 
 
@@ -216,29 +252,39 @@ def compared(run: Run, reference: Run, spacing: float = 0.0) -> CompareReport:
   errors = _Errors(run, reference)
   others, unmatched = {_key(call): call for call in reference.calls}, list[str]()
   placed: list[_Placed] = []
+  name_of = functools.partial(_name, numbered=_numbered([*run.calls, *reference.calls]))
   for call in run.calls:
     other = others.pop(_key(call), None)
     if other is None:
-      unmatched.append(f"{_name(call)} is only in {run.name}.")
+      unmatched.append(f"{name_of(call)} is only in {run.name}.")
     else:
       placed += errors.rows(call, other)
-      unmatched += _mismatches(call, other)
-  unmatched += [f"{_name(call)} is only in {reference.name}." for call in others.values()]
-  arguments = {name: x for name, x in errors.of(run.arguments, reference.arguments) if x > 0}
+      unmatched += _mismatches(call, other, name_of(call))
+  unmatched += [f"{name_of(call)} is only in {reference.name}." for call in others.values()]
+  arguments = {
+    name: x.value for name, x in errors.of(run.arguments, reference.arguments) if x.value > 0
+  }
+  results = dict(errors.of(run.results, reference.results))
+  # Rounding is meant where a policy asks for it, and differs between dtypes and machines.
+  is_meant = spacing > 0 or run.spacing != reference.spacing or run.machine != reference.machine
   spacing = max(spacing, run.spacing, reference.spacing)
   placed.sort(key=lambda each: each.first)
   least = max(spacing, *arguments.values(), 0.0)  # What rounding makes, or other arguments.
+  first = _first(placed, functools.partial(_is_above, least=least))
+  if first is None and not is_meant and not arguments:
+    first = _first(placed, _is_own)
   notes = dict.fromkeys(f"No gradients: {each.note}" for each in (run, reference) if each.note)
   return CompareReport(
     names=(run.name, reference.name),
     rows=tuple(each.row for each in placed),
-    first=_first(placed, least),
-    results=dict(errors.of(run.results, reference.results)),
+    first=first,
+    results={path: error.value for path, error in results.items()},
     arguments=arguments,
     unmatched=tuple(unmatched),
     spacing=spacing,
     notes=tuple(notes),
     run=run,
+    zero_in_g=tuple(path for path, error in results.items() if error.is_zero_in_g),
   )
 
 
@@ -246,19 +292,19 @@ def _key(call: RanCall) -> Key:
   return call.path, call.direction, call.call
 
 
-def _name(call: RanCall) -> str:
-  return call.path + _call_text(call.call)
+def _name(call: RanCall, numbered: Numbered) -> str:
+  return call.path + _call_text(call, numbered)
 
 
-def _mismatches(call: RanCall, other: RanCall) -> Iterator[str]:
+def _mismatches(call: RanCall, other: RanCall, name: str) -> Iterator[str]:
   """Yields why all or some outputs of two calls cannot be compared."""
   if _lengths(call) != _lengths(other):
-    yield f"{_name(call)}: its loops have {_lengths(call)} and {_lengths(other)} iterations."
+    yield f"{name}: its loops have {_lengths(call)} and {_lengths(other)} iterations."
     return
   shapes = [sorted(value.shape for value in each.outputs) for each in (call, other)]
   if shapes[0] != shapes[1]:
     both = " and ".join(map(_shapes, shapes))
-    yield f"{_name(call)}: its outputs have the shapes {both}."
+    yield f"{name}: its outputs have the shapes {both}."
 
 
 def _lengths(call: RanCall) -> tuple[int, ...]:
@@ -281,12 +327,12 @@ class _Errors(NamedTuple):
   run: Run
   reference: Run
 
-  def of(self, keys: Mapping[str, str], others: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+  def of(self, keys: Mapping[str, str], others: Mapping[str, str]) -> Iterator[tuple[str, _Error]]:
     """Yields the names and errors of arrays that both runs have."""
     for name in keys:
       pair = self._pair(keys[name], others.get(name, ""))
       if pair is not None and pair[0].shape == pair[1].shape:
-        yield name, float(_relative([pair]))
+        yield name, _relative([pair]).at(())
 
   def rows(self, call: RanCall, other: RanCall) -> Iterator[_Placed]:
     """Yields a row for each iteration of a call that both runs have."""
@@ -295,22 +341,26 @@ class _Errors(NamedTuple):
       return
     output = self._output(outputs, call, lengths)
     pairs = ((a.key, b.key) for a, b in _alike(call.inputs, other.inputs))
-    inputs = self._largest(pairs, lengths) if call.inputs else np.zeros(lengths)
+    inputs = self._largest(pairs, lengths) if call.inputs else _same_everywhere(0.0, lengths)
     pairs = ((a.cotangent, b.cotangent) for a, b in outputs)
     cotangent = self._largest(pairs, lengths)
     for index in np.ndindex(lengths):
-      gradient = math.nan
+      gradient = _Error(math.nan)
       if call.direction == "forward" and call.call == 0:
         gradient = self._gradient(call.path, index)
+      errors = {
+        "output": output.at(index),
+        "inputs": inputs.at(index),
+        "cotangent": cotangent.at(index),
+        "gradient": gradient,
+      }
       row = CompareRow(
         path=call.path,
         call=call.call,
         iteration=index,
-        output=float(output[index]),
-        inputs=float(inputs[index]),
-        cotangent=float(cotangent[index]),
-        gradient=gradient,
+        **{name: error.value for name, error in errors.items()},
         direction=call.direction,
+        zero_in_g=tuple(name for name, error in errors.items() if error.is_zero_in_g),
       )
       order = _order(call.loops, index)
       # Of two that end with the same step, the inner one, which is the longer path, is first.
@@ -319,7 +369,7 @@ class _Errors(NamedTuple):
 
   def _output(
     self, outputs: Iterable[tuple[Kept, Kept]], call: RanCall, lengths: tuple[int, ...]
-  ) -> NumpyArray:
+  ) -> _Relative:
     """Returns the error of the outputs of a call, for each iteration."""
     keys = [(a.key, b.key) for a, b in outputs]
     if call.direction == "forward":
@@ -332,13 +382,18 @@ class _Errors(NamedTuple):
     a, b = self.run.arrays.get(key), self.reference.arrays.get(other)
     return None if a is None or b is None else (a, b)
 
-  def _largest(self, keys: Iterable[tuple[str, str]], lengths: tuple[int, ...]) -> NumpyArray:
+  def _largest(self, keys: Iterable[tuple[str, str]], lengths: tuple[int, ...]) -> _Relative:
     """Returns the largest error of some pairs, for each iteration; NaN without pairs."""
     pairs = (self._pair(*each) for each in keys)
     errors = [_relative([pair], len(lengths)) for pair in pairs if pair is not None]
-    return np.max(errors, axis=0) if errors else np.full(lengths, math.nan)
+    if not errors:
+      return _same_everywhere(math.nan, lengths)
+    # Where one is inf for another reason, that is the reason of the largest.
+    zero = [each.zero_in_g | np.isfinite(each.values) for each in errors]
+    largest = np.max([each.values for each in errors], axis=0)
+    return _Relative(largest, np.isinf(largest) & np.all(zero, axis=0))
 
-  def _gradient(self, path: str, index: tuple[int, ...]) -> float:
+  def _gradient(self, path: str, index: tuple[int, ...]) -> _Error:
     """Returns the error of the gradients of a module, and of those inside, in an iteration."""
     others = {each.leaf: each for each in self.reference.gradients}
     pairs: list[tuple[NumpyArray, NumpyArray]] = []
@@ -349,7 +404,7 @@ class _Errors(NamedTuple):
       part = None if pair is None else _part(each, pair, index)
       if part is not None:
         pairs.append(part)
-    return float(_relative(pairs)) if pairs else math.nan
+    return _relative(pairs).at(()) if pairs else _Error(math.nan)
 
 
 def _part(
@@ -389,7 +444,11 @@ def _by_shape(value: Kept) -> tuple[int, ...]:
   return value.shape
 
 
-def _relative(pairs: Iterable[tuple[NumpyArray, NumpyArray]], lead: int = 0) -> NumpyArray:
+def _same_everywhere(error: float, lengths: tuple[int, ...]) -> _Relative:
+  return _Relative(np.full(lengths, error), np.zeros(lengths, bool))
+
+
+def _relative(pairs: Iterable[tuple[NumpyArray, NumpyArray]], lead: int = 0) -> _Relative:
   """Returns the norm of the differences over that of the second arrays, by leading axes."""
   difference, total = np.zeros(()), np.zeros(())
   for a, b in pairs:
@@ -404,7 +463,8 @@ def _relative(pairs: Iterable[tuple[NumpyArray, NumpyArray]], lead: int = 0) -> 
     difference = difference + np.where(np.isfinite(away), away, math.inf).sum(axes)
     total = total + size.sum(axes)
   with np.errstate(all="ignore"):
-    return np.where(difference == 0, 0.0, np.sqrt(difference / total))
+    errors = np.where(difference == 0, 0.0, np.sqrt(difference / total))
+  return _Relative(errors, (difference > 0) & np.isfinite(difference) & (total == 0))
 
 
 def _order(loops: Sequence[Loop], index: Sequence[int]) -> tuple[float, ...]:
@@ -419,6 +479,11 @@ def _is_above(error: float, others: float, least: float) -> bool:
   return bool(error > FACTOR * np.maximum(others, least))
 
 
+def _is_own(error: float, others: float) -> bool:
+  """Whether there is an error although all is equal to the bit before."""
+  return error > 0 and others == 0
+
+
 class _Event(NamedTuple):
   """The beginning or the end of a call, in the order of execution."""
 
@@ -427,43 +492,76 @@ class _Event(NamedTuple):
   row: CompareRow
 
 
-def _first(placed: Sequence[_Placed], least: float) -> CompareRow | None:
-  """Returns the row of the module where two runs part, or before which they do."""
+def _first(placed: Sequence[_Placed], parts: Callable[[float, float], bool]) -> CompareRow | None:
+  """Returns the row of the module where two runs part, or before which they do.
+
+  Args:
+    placed: all rows.
+    parts: whether an error shows that the runs part, given the error before.
+  """
   events = [_Event(each.first, False, each.row) for each in placed]
   events += [_Event(each.last, True, each.row) for each in placed]
   largest, parted, is_backward = 0.0, list[CompareRow](), False
   for event in sorted(events, key=lambda event: event[:2]):
     row = event.row
     is_backward |= row.direction == "backward"
-    if event.ends and _is_above(row.output, row.inputs, least):
+    if event.ends and parts(row.output, row.inputs):
       # What a module takes that is inside of this one comes from the code of this one.
       outside = (each for each in parted if not _is_inside(each, row))
       return next(outside, row)
     if event.ends:
       largest = max(largest, row.output)
-    elif not is_backward and _is_above(row.inputs, largest, least):
+    elif not is_backward and parts(row.inputs, largest):
       # No module has returned such an error: it is from code that only one of the functions has.
       parted.append(row)
   return next(iter(parted), None)
 
 
 def _shown(rows: Sequence[CompareRow], first: CompareRow | None) -> list[CompareRow]:
-  """Returns the rows that are printed: those of outer modules, and others near the first one."""
+  """Returns the rows that are printed.
+
+  Those with an error come before others, then those of outer modules, then those near the first.
+  """
   depths = [row.path.count("/") for row in rows]
-  counts = (sum(depth <= most for depth in depths) for most in range(max(depths, default=0) + 1))
+  erring = [depth for depth, row in zip(depths, rows, strict=True) if not _is_equal(row)] or depths
+  counts = (sum(depth <= most for depth in erring) for most in range(max(depths, default=0) + 1))
   fitting = sum(1 for count in counts if count <= _SHOWN)
   place = next((i for i, row in enumerate(rows) if row is first), 0)
-  ranked = sorted(range(len(rows)), key=lambda i: (depths[i] >= fitting, abs(i - place)))
+
+  def rank(i: int) -> tuple[bool, int, int]:
+    # Of the equal ones the outermost, and not a part of a module alone.
+    is_equal = _is_equal(rows[i])
+    return is_equal, depths[i] if is_equal else depths[i] >= fitting, abs(i - place)
+
+  ranked = sorted(range(len(rows)), key=rank)
   return [rows[i] for i in sorted(ranked[:_SHOWN])]
 
 
+def _is_equal(row: CompareRow) -> bool:
+  """Whether the inputs and outputs of a module are equal to the bit."""
+  return row.output == 0 and not row.inputs > 0
+
+
+def _omitted(rows: Sequence[CompareRow], shown: Sequence[CompareRow]) -> Iterator[str]:
+  """Yields how many rows are not printed, and how many of these have equal outputs."""
+  left = len(rows) - len(shown)
+  equal = sum(map(_is_equal, rows)) - sum(map(_is_equal, shown))
+  if left:
+    yield f"{left} rows more are in `.rows`." + (f" Equal to the bit: {equal}." if equal else "")
+
+
 def _tree(
-  rows: Sequence[CompareRow], around: CompareRow | None = None, path: str = "", depth: int = 0
+  rows: Sequence[CompareRow],
+  numbered: Numbered,
+  around: CompareRow | None = None,
+  path: str = "",
+  depth: int = 0,
 ) -> Iterator[tuple[str, CompareRow | None]]:
   """Yields the rows with labels, those of a module indented below it.
 
   Args:
     rows: those inside of `around`, in order.
+    numbered: the paths whose calls have numbers.
     around: a row; None at the top.
     path: the path that their labels leave out.
     depth: how far they are indented.
@@ -476,13 +574,13 @@ def _tree(
     if folder:  # A long path that several rows begin with is a line of its own.
       below = [*itertools.takewhile(functools.partial(_is_in_folder, folder=folder), rows)]
       yield "  " * depth + folder.removeprefix(path), None
-      yield from _tree(below, around, folder, depth + 1)
+      yield from _tree(below, numbered, around, folder, depth + 1)
       rows = rows[len(below) :]
       continue
     iteration = first.iteration if around is None else first.iteration[len(around.iteration) :]
-    named = first._replace(path=first.path.removeprefix(path), iteration=iteration)
-    yield "  " * depth + _label(named), first
-    yield from _tree(inside, first, f"{first.path}/", depth + 1)
+    inner = first._replace(iteration=iteration)
+    yield "  " * depth + _label(inner, first.path.removeprefix(path), numbered), first
+    yield from _tree(inside, numbered, first, f"{first.path}/", depth + 1)
     rows = after
 
 
@@ -515,18 +613,34 @@ def _is_inside(row: CompareRow, other: CompareRow) -> bool:
   return same and row.direction == other.direction and row.path.startswith(f"{other.path}/")
 
 
-def _label(row: CompareRow) -> str:
+def _label(row: CompareRow, name: str, numbered: Numbered) -> str:
+  """Returns the first cell of a row, with its path or the rest of it as its name."""
   iteration = "".join(f"[{i}]" for i in row.iteration)
   direction = " backward" if row.direction == "backward" else ""
-  return row.path + iteration + _call_text(row.call) + direction
+  return name + iteration + _call_text(row, numbered) + direction
 
 
-def _call_text(call: int) -> str:
-  """Returns the number of a call for a label; the first call has none."""
-  return f" (call {call})" if call else ""
+def _numbered(calls: Iterable[CompareRow | RanCall]) -> Numbered:
+  """Returns the paths that several calls have."""
+  numbers = collections.defaultdict[tuple[str, Direction], set[int]](set)
+  for each in calls:
+    numbers[each.path, each.direction].add(each.call)
+  return {path for path, every in numbers.items() if len(every) > 1}
 
 
-def _text(error: float) -> str:
-  if math.isnan(error):
+def _call_text(call: CompareRow | RanCall, numbered: Numbered) -> str:
+  """Returns the number of a call for a label, from 1; "" if its path has no other call."""
+  return f" (call {call.call + 1})" if (call.path, call.direction) in numbered else ""
+
+
+def _cell(row: CompareRow, name: str) -> str:
+  """Returns the cell of a column with an error."""
+  return _text(_Error(getattr(row, name), name in row.zero_in_g))
+
+
+def _text(error: _Error) -> str:
+  if math.isnan(error.value):
     return "-"
-  return "not finite" if math.isinf(error) else f"{error:.2g}"
+  if error.is_zero_in_g:
+    return "0 in g"
+  return "not finite" if math.isinf(error.value) else f"{error.value:.2g}"

@@ -3,9 +3,11 @@
 import collections
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import math
 import os
+import platform
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
@@ -26,7 +28,7 @@ from mpjax._jaxpr.locations import Direction
 from mpjax._jaxpr.runner import Around, Observer, run
 from mpjax._jaxpr.steps import Body, Step, body_of
 
-_FORMAT = 1
+_FORMAT = 2
 """The version of the files."""
 
 
@@ -98,6 +100,7 @@ class Run(NamedTuple):
     spacing: the distance from 1 to the next number of the dtype that most matmuls run in.
     note: why there are no gradients; "" where there are, or the function is no loss.
     arrays: floating values by key.
+    machine: the versions of JAX and the device: on another machine, rounding may differ.
   """
 
   name: str
@@ -108,6 +111,7 @@ class Run(NamedTuple):
   spacing: float
   note: str
   arrays: Mapping[str, NumpyArray]
+  machine: str = ""
 
 
 def record(fn: Function, call: Call, name: str) -> Run:
@@ -137,7 +141,15 @@ def record(fn: Function, call: Call, name: str) -> Run:
     spacing=_spacing(program),
     note=note,
     arrays={key: _on_host(x) for key, x in arrays.items() if is_inexact(x)},
+    machine=_machine(operands),
   )
+
+
+def _machine(operands: Sequence[Array]) -> str:
+  """Returns what decides how the same code rounds."""
+  devices = {d.device_kind for x in operands for d in x.devices()} or {jax.devices()[0].device_kind}
+  versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
+  return " ".join([*versions, platform.processor() or platform.machine(), *sorted(devices)])
 
 
 def _any_function(*args: object) -> None:

@@ -243,7 +243,7 @@ class Tuner:
     self.policies, self.goal, self.loss_fn = policies, goal, loss_fn
     self.call = Call(args, kwargs, _CALL)
     self.call.check_concrete()
-    _check_float32(Graph(self.call.traced(loss_fn)[0]))
+    check_float32(Graph(self.call.traced(loss_fn)[0]), f"{_CALL}(*args)", "loss")
     with_policy = with_models_under(loss_fn, policies[0], ())
     self.has_models = bool(lows_of(Graph(self.call.traced(with_policy)[0])))
     self.scale = self._loss_scale(args, kwargs, advance)
@@ -478,19 +478,24 @@ class Tuner:
       yield row._replace(headroom=self.headroom.get(row.path, math.nan))
 
 
-def _check_float32(graph: Graph) -> None:
-  """Raises if a loss has low precision already: compared with itself, it would have no error.
+def check_float32(graph: Graph, where: str, kind: str) -> None:
+  """Raises if a function has low precision already: compared with itself, it would have no error.
 
-  The loss is traced without its gradient, since a derivative rule of its own may round.
+  It is traced without its gradient, since a derivative rule of its own may round.
+
+  Args:
+    graph: the operations of the function.
+    where: the call.
+    kind: what the function is, such as "loss".
   """
   for value in lows_of(graph):
     path = "its arguments" if value.made_by is None else value.made_by.where.path
     raise MpjaxValueError(
-      f"{_CALL}(*args)",
-      expected="a loss in float32, with arguments in float32, to compare low precision with",
+      where,
+      expected=f"a {kind} in float32, with arguments in float32, to compare low precision with",
       got=f"{value.dtype} in {path or 'it'}",
-      fix="Pass the loss of the plain model: without with_policy or autocast, without dtype= and "
-      "param_dtype=, and its parameters and data as x.astype(jnp.float32).",
+      fix=f"Pass the {kind} of the plain model: without with_policy or autocast, without dtype= "
+      "and param_dtype=, and its parameters and data as x.astype(jnp.float32).",
     )
 
 

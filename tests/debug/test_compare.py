@@ -249,6 +249,81 @@ def test_a_gradient_that_is_a_sum_of_0_is_no_fault(x):
   assert report.results["result/norm/bias"] > 0.1
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_planted_rounding_is_found_in_two_models_in_half_precision(x, policy):
+  # The error is less than 10 times the spacing of either dtype.
+  f, g = (lambda model, x, at=at: model(x, at) for at in (AT, -1))
+  report = mpjax.compare(f, g)(mpjax.with_policy(Model(), policy), x)
+  assert report.first.path == f"layers/{AT}"
+  assert 0 < report.first.output < 10 * report.spacing
+  assert report.first.inputs == 0
+  text = " ".join(str(report).split())
+  assert f"They part at layers/{AT}: its inputs are equal to the bit" in text
+  # The rounding of a policy, or of another dtype, is meant.
+  assert mpjax.compare(nnx_loss(-1), policy=policy)(Model(), x).first is None
+
+
+def test_two_policies_round_each_in_its_way(x):
+  model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+  f, g = (mpjax.with_policy(model, policy) for policy in ("mixed_bfloat16", "mixed_float16"))
+  report = mpjax.compare(f, g)(jnp.tile(x, 4))
+  assert report.rows[0].output > 0
+  assert report.first is None
+
+
+def test_a_function_with_a_policy_already_is_refused(x, weights):
+  model = mpjax.with_policy(Model(), "mixed_float16")
+  where = "mpjax.compare(f, policy=policy)(*args)"
+  low = "a function in float32"
+  with refused(ValueError, where, low, "float16 in layers/0", "the plain model"):
+    mpjax.compare(nnx_loss(-1), policy="mixed_float16")(model, x)
+  fn = mpjax.autocast(stack(-1), "mixed_bfloat16")
+  with refused(ValueError, where, low, "bfloat16 in layer_0", "the plain model"):
+    mpjax.compare(fn, policy="mixed_float16")(weights, x)
+
+
+def test_a_function_that_rounds_itself_has_a_policy_too(x, weights):
+  report = mpjax.compare(stack(AT), policy="mixed_float16")(weights, x)
+  assert report.rows[0].output > 0
+
+
+def test_a_gradient_of_0_in_the_reference_is_said(weights):
+  def f(ws, x):
+    with jax.named_scope("layer"):
+      return jnp.mean((x @ ws[0]) ** 2)
+
+  def g(ws, x):
+    with jax.named_scope("layer"):
+      return jnp.mean((x @ jax.lax.stop_gradient(ws[0])) ** 2)
+
+  report = mpjax.compare(f, g)(weights[:1], jnp.ones((1, WIDTH)))
+  (row,) = (row for row in report.rows if row.gradient == np.inf)
+  assert row.zero_in_g == ("gradient",)
+  assert "0 in g" in str(report)
+  assert "not finite" not in str(report)
+
+
+def test_functions_that_close_over_models_are_told_to_take_them(x):
+  model = nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0))
+  advice = "pass the model as an argument"
+  assert advice in mpjax.compare(lambda x: jnp.mean(model(x)))(x).notes[0]
+  assert mpjax.compare(lambda model, x: jnp.mean(model(x)))(model, x).notes == ()
+
+
+def test_calls_are_counted_from_1_and_only_where_there_are_several(weights):
+  def several(w, x):
+    for _ in range(2):
+      with jax.named_scope("twice"):
+        x = jnp.tanh(x @ w)
+    with jax.named_scope("once"):
+      return jnp.sum(x)
+
+  report = mpjax.compare(several)(weights[0], jnp.ones((1, WIDTH)))
+  assert [row.call for row in report.rows] == [0, 1, 0]
+  labels = [line[:14].rstrip() for line in str(report).splitlines()[-3:]]
+  assert labels == ["twice (call 1)", "twice (call 2)", "once"]
+
+
 def test_a_model_is_a_function_too(x):
   model = nnx.Sequential(
     nnx.Linear(WIDTH, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 2, rngs=nnx.Rngs(1))

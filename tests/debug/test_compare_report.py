@@ -43,6 +43,25 @@ def test_the_text_has_80_columns_and_the_first_module():
   assert "0.001" in marked
 
 
+def test_rows_that_are_equal_are_omitted_first():
+  report = compared(run_of(values(30, at=15)), run_of(values(30, at=99)))
+  text = str(report)
+  # 30 of the 60 rows have an error.
+  assert "20 rows more are in `.rows`. Equal to the bit: 20." in text
+  assert sum(line.split()[1:2] == ["0.001"] for line in text.splitlines()) == 30
+
+
+def test_rounding_is_no_fault_on_another_machine_or_in_another_dtype():
+  small, exact = run_of(values(at=7, error=1e-7)), run_of(values(at=99))
+  assert compared(small, exact).first.path == f"{DEEP}/layers_7/attention/query"
+  assert compared(small._replace(machine="another"), exact).first is None
+  assert compared(small._replace(spacing=2.0**-10), exact).first is None
+  assert compared(small, exact, 2.0**-10).first is None
+  # An error that is no rounding comes first.
+  found = {path: x + 0.1 * ("layers_9" in path) for path, x in values(at=7, error=1e-7).items()}
+  assert compared(run_of(found), exact).first.path == f"{DEEP}/layers_9/attention/query"
+
+
 def test_what_modules_share_is_printed_once():
   names = ("Net", "Net/block", "Net/block/up", "Net/block/down", "Net/head")
   x = dict.fromkeys(names, np.ones(3))
