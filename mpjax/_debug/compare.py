@@ -16,7 +16,7 @@ from mpjax._core.types import Args, DType, Function, Kwargs
 from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.compare_report import CompareReport, compared
 from mpjax._debug.compare_run import Run, load, record
-from mpjax._debug.module_names import has_models, with_models
+from mpjax._debug.module_names import in_models, with_models
 from mpjax._debug.report import Advance, Pending
 from mpjax._debug.tuning import check_float32, lows_of
 from mpjax._jaxpr.graph import Graph
@@ -122,7 +122,7 @@ def _compared(
     reference = f if g is None else g
     sides.append((reference, _name(reference)))
   functions = [side for side, _ in sides if callable(side)]
-  models = all(_has_models(each, call) for each in functions)
+  models = all(in_models(each, call) is not None for each in functions)
   if policy is not None:
     _check_changes(functions[0], policy, models, call)
   runs = _runs(sides, policy, models, call, advance)
@@ -146,7 +146,7 @@ def _runs(
   for i, (side, title) in enumerate(sides):
     advance(i, len(sides))
     if callable(side):
-      runs.append(record(_named(side, policy if i == 0 else None, models), call, title))
+      runs.append(record(_named(side, policy if i == 0 else None, models, call), call, title))
     else:
       runs.append(load(side, "mpjax.compare(path)")._replace(name=title))
   return runs
@@ -163,7 +163,7 @@ def _check_changes(f: Function, policy: Policy, models: bool, call: Call) -> Non
   plain = Graph(call.traced(f)[0])
   if not lows_of(plain):
     return
-  under_policy = Graph(call.traced(_named(f, policy, models))[0])
+  under_policy = Graph(call.traced(_named(f, policy, models, call))[0])
   if _dtypes(plain) == _dtypes(under_policy):
     check_float32(plain, f"{_CALL_OF_POLICY}(*args)", "function")
 
@@ -186,12 +186,11 @@ def _closes_over_models(fn: Function) -> bool:
   return any(framework_of(x) == "NNX" and not isinstance(x, type) for x in read)
 
 
-def _has_models(fn: Function, call: Call) -> bool:
-  return has_models(call.traced(with_models(fn, None))[0])
-
-
-def _named(fn: Function, policy: Policy | None, models: bool) -> Function:
+def _named(fn: Function, policy: Policy | None, models: bool, call: Call) -> Function:
   """Returns a function under a policy, if one is given, whose operations are in modules."""
+  in_modules = in_models(fn, call) if models and policy is None else None
+  if in_modules is not None:
+    return in_modules
   if models:
     return with_models(fn, policy)
   named = with_parameter_scopes(fn)

@@ -23,11 +23,14 @@ def has_models(program: ClosedJaxpr) -> bool:
   return any(scope.startswith(MODULE) for each in operations for scope in each.where.scopes)
 
 
+def in_models(fn: Function, call: Call) -> Function | None:
+  """Returns a function whose operations are in the modules of its models; None without models."""
+  # First as it is: a model that the function itself puts under a policy takes no other one.
+  candidates = (fn, with_models(fn, None))
+  return next((each for each in candidates if has_models(call.traced(each)[0])), None)
+
+
 def traced_with_modules(fn: Function, call: Call) -> ClosedJaxpr:
   """Returns the jaxpr of a function, with the modules of models or the scopes of parameters."""
-  # First as it is: a model that the function itself puts under a policy takes no other one.
-  for candidate in (fn, with_models(fn, None)):
-    program, _ = call.traced(candidate)
-    if has_models(program):
-      return program
-  return call.traced(with_parameter_scopes(fn))[0]
+  named = in_models(fn, call) or with_parameter_scopes(fn)
+  return call.traced(named)[0]

@@ -263,6 +263,15 @@ def test_a_planted_rounding_is_found_in_two_models_in_half_precision(x, policy):
   assert mpjax.compare(nnx_loss(-1), policy=policy)(Model(), x).first is None
 
 
+def test_losses_may_make_views_themselves(x):
+  def loss_under(policy):
+    return lambda model, x: jnp.mean(mpjax.with_policy(model, policy)(x, -1) ** 2)
+
+  report = mpjax.compare(loss_under("mixed_bfloat16"), loss_under("float32"))(Model(), x)
+  assert {row.path for row in report.rows} >= {"layers/0/up", "layers/11/up"}
+  assert 0 < report.results["result"] < 0.01
+
+
 def test_two_policies_round_each_in_its_way(x):
   model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
   f, g = (mpjax.with_policy(model, policy) for policy in ("mixed_bfloat16", "mixed_float16"))
