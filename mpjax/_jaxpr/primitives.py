@@ -328,7 +328,7 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "They say where values are stored.",
     "layout_constraint relayout with_memory_space_constraint",
-    Row("as_laid_out reshard sharding_constraint", **_MOVES),
+    Row("as_laid_out first_order reshard sharding_constraint", **_MOVES),
   ),
   Family(
     "keep",

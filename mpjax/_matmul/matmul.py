@@ -240,6 +240,9 @@ class RecipeMatmul(Matmul):
     self, moving: tuple[int, ...], x: Array, w: Array, *sizes: Array
   ) -> tuple[Array, Sequence[Sequence[Array]]]:
     with jax.named_scope(self.scope("forward")):
+      if moving:
+        # A derivative of this would be one of the rounding: NaN in float8, and 0 in int8.
+        x, w = (first_order_p.bind(each, rule=self) for each in (x, w))
       pair = (_only_in_groups(x, self.axes.ragged, sizes), w)
       layouts = self.layouts(dict(self.params), pair, first=0)
       left, right = (
@@ -532,6 +535,20 @@ ad.primitive_jvps[tangent_p] = _jvp
 ad.primitive_transposes[tangent_p] = _transpose
 batching.primitive_batchers[tangent_p] = _batch
 mlir.register_lowering(tangent_p, mlir.lower_fun(_evaluate, multiple_results=False))
+
+first_order_p = Primitive("first_order")
+"""The operand. It refuses a derivative, because the matmul of its `rule` already has one."""
+
+
+def _refuse(*_: Any, rule: RecipeMatmul) -> Any:
+  rule.refuse_second_order()
+
+
+first_order_p.def_impl(lambda x, **_: x)
+first_order_p.def_abstract_eval(lambda aval, **_: aval)
+ad.primitive_jvps[first_order_p] = _refuse
+batching.defvectorized(first_order_p)
+mlir.register_lowering(first_order_p, lambda _, x, **__: [x])
 
 as_laid_out_p = Primitive("as_laid_out")
 """The operand. On a CPU XLA does not see through it, to turn the matmul that made it round.

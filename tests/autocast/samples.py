@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 
-from mpjax._matmul.matmul import as_laid_out_p
+from mpjax._matmul.matmul import as_laid_out_p, first_order_p
 
 
 class Sample(NamedTuple):
@@ -241,6 +241,7 @@ KEEP: dict[str, Sample] = {
   "dynamic_update_slice": Sample(
     lambda x, update: lax.dynamic_update_slice(x, update, (1, 0)), (unit(3, 4), unit(2, 2))
   ),
+  "first_order": _elementwise(lambda x: first_order_p.bind(x, rule=None), smooth=()),
   "gather": _elementwise(_gather),
   "layout_constraint": _elementwise(lambda x: with_layout_constraint(x, Layout((0, 1)))),
   "name": _elementwise(lambda x: checkpoint_name(x, "kept")),

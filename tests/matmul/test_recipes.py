@@ -158,6 +158,25 @@ def test_what_blocks_of_a_users_compute():
   assert [row.dtype for row in audit.float8] == ["int4, emulated"]
 
 
+@pytest.mark.parametrize("of", [0, 1], ids=["weight", "input"])
+@pytest.mark.parametrize("matmul", ["float8:skip=none", "mxfp8", "nvfp4", "int8", str(INT8)])
+def test_a_tangent_has_no_derivative(matmul, of):
+  # Of one operand alone: what is kept of the other one does not change with it.
+  policy = mpjax.Policy(compute_dtype="bfloat16", matmul=matmul)
+  layer = mpjax.autocast(lambda w, x: jnp.sum(jnp.sin(x @ w)), policy, data_argnums=1)
+  operands = [normal(1, (32, 32)), normal(2, (4, 32))]
+
+  def fun(operand):
+    return layer(*operands[:of], operand, *operands[of + 1 :])
+
+  def tangent(operand):
+    return jax.jvp(fun, (operand,), (operand,))[1]
+
+  for again in (jax.grad(tangent), lambda x: jax.jvp(tangent, (x,), (x,))):
+    with refused(TypeError, "a matmul in", "first derivatives", "its tangent", "mixed_bfloat16"):
+      jax.make_jaxpr(again)(operands[of])
+
+
 def test_a_recipe_has_to_be_found_by_its_text():
   assert mpjax.Policy.parse(str(POLICY)) == pickle.loads(pickle.dumps(POLICY)) == POLICY
   other = dataclasses.make_dataclass("Other", [], bases=(Int8,), frozen=True, eq=True)()
