@@ -57,11 +57,14 @@ def quantise(x: Array, axes: Sequence[int] | None) -> Scaled:
   """Returns an array in int8, scaled so that its largest element is 127.
 
   Elements of one index along the other axes than `axes` share a scale; all do for None. An inf or
-  NaN is in the scale, and so in all that is multiplied by it.
+  NaN makes the scale NaN, and so all that is multiplied by it.
   """
   wide, largest = with_largest(x, axes)
   # The reciprocal of a smaller one is none that float32 has.
   scale = jnp.maximum(largest * np.float32(1 / LARGEST), np.finfo(np.float32).tiny)
+  # int8 has no NaN, and a maximum on a CPU may lose one.
+  is_finite = jnp.all(jnp.isfinite(wide), axis=axes, keepdims=axes is not None)
+  scale = jnp.where(is_finite, scale, np.float32(np.nan))
   rounded = jax.lax.round(wide * (1 / scale), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
   values = jax.lax.clamp(np.float32(-LARGEST), rounded, np.float32(LARGEST))
   return Scaled(jax.lax.convert_element_type(values, np.dtype("int8")), scale)

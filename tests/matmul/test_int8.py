@@ -168,6 +168,20 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_clipped():
     ]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("axes", [None, (0,), (1,)])
+def test_a_nan_reaches_the_scale(axes, dtype):
+  # int8 has no NaN, and the maximum of an array on a CPU may lose one.
+  x = normal(0, (64, 128)).astype(dtype)
+  for place in ((0, 0), (17, 33), (63, 127)):
+    for bad in (np.nan, -np.nan, np.inf):
+      changed = x.copy()
+      changed[place] = bad
+      scale = np.asarray(quantise(changed, axes).scale)
+      wanted = np.isfinite(changed).all(axis=axes, keepdims=axes is not None)
+      np.testing.assert_array_equal(np.isfinite(scale), wanted)
+
+
 def test_a_sum_that_may_overflow_stays_in_the_compute_dtype():
   recipe = Int8Recipe(mpjax.Int8())
   assert LARGEST**2 * LONGEST < 2**31 <= LARGEST**2 * (LONGEST + 1)
