@@ -4,7 +4,10 @@ import contextlib
 import doctest
 import io
 import re
+import sys
+import types
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -51,7 +54,14 @@ def run_page(markdown: str, name: str) -> int:
 
   What a block without `>>>` prints is compared with the block of language `OUTPUT` after it.
   """
-  names: dict[str, Any] = {"__name__": "__main__"}
+  # As in a notebook, texts such as "__main__:RECIPE" name objects of the page.
+  page = types.ModuleType("__main__")
+  with mock.patch.dict(sys.modules, __main__=page):
+    return _run_blocks(markdown, name, vars(page))
+
+
+def _run_blocks(markdown: str, name: str, names: dict[str, Any]) -> int:
+  """Runs the Python blocks of a page in a namespace, and returns how many there were."""
   count = 0
   printed = ""
   for block in blocks(markdown):
