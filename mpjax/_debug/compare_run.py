@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._core.errors import REFUSALS, MpjaxValueError
 from mpjax._core.leaves import Path
 from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, Function, NumpyArray
+from mpjax._core.types import Array, DType, Function, NumpyArray
 from mpjax._debug.arguments import Argument, Call
 from mpjax._debug.compare_modules import MOST, Loop, ModuleCall, Modules, find_modules, most_of
 from mpjax._jaxpr.compat import bind
@@ -170,9 +170,16 @@ def _spacing(program: ClosedJaxpr) -> float:
   """Returns the distance from 1 to the next number of the dtype that most matmuls run in."""
   flops = collections.Counter[float]()
   for _, dtype, count in Graph(program).matmuls():
-    flops[float(jnp.finfo(dtype).eps)] += count
+    flops[_spacing_of(dtype)] += count
   # Of two with as many FLOPs, the lower precision.
   return max(flops, key=lambda eps: (flops[eps], eps), default=float(jnp.finfo(jnp.float32).eps))
+
+
+def _spacing_of(dtype: DType) -> float:
+  """Returns the distance from 1 to the next number; 1 is the largest number of integers."""
+  if jnp.issubdtype(dtype, jnp.integer):
+    return 1 / float(jnp.iinfo(dtype).max)
+  return float(jnp.finfo(dtype).eps)
 
 
 def _ran(modules: Modules, call: ModuleCall) -> RanCall:

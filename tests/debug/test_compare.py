@@ -419,3 +419,10 @@ def test_wrong_calls(tmp_path, x, weights):
   np.savez(tmp_path / "other.npz", x=np.ones(2))
   with refused(ValueError, "mpjax.compare(path)", "CompareReport.save", "other.npz", "Write"):
     mpjax.compare(loss_fn, tmp_path / "other.npz")(weights, x)
+
+
+def test_a_function_in_int8_is_compared():
+  # The spacing is a step of the largest number, 127.
+  w, x = np.eye(32, dtype=np.float32), np.ones((16, 32), np.float32)
+  report = mpjax.compare(lambda w, x: jnp.mean((x @ w) ** 2), policy="mixed_int8")(w, x)
+  assert report.spacing == 1 / 127
