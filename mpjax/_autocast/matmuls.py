@@ -116,6 +116,8 @@ def _why_no_recipe(
     return "it is an embedding"
   if facts_of(eqn).flops == "convolution":
     return "it is no dot_general"
+  if np.dtype("float64") in map(dtype_of, eqn.invars[:2]):
+    return "it is in float64"
   if _asks_for_precision(eqn):
     return "the code asks for its precision"
   if settings.in_derivative:

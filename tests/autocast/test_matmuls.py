@@ -438,6 +438,16 @@ def test_on_an_explicit_mesh():
 RECIPES = [{}, {"scaling": "row"}, {"power_of_two": True}, {"weight_grad": "half"}]
 
 
+@pytest.mark.parametrize("name", ["mixed_bfloat16", "mixed_mxfp8", "mixed_nvfp4", "mixed_int8"])
+def test_a_matmul_in_float64_stays_there(name):
+  w, x = np.ones((64, 32), np.float32), np.full((16, 64), 1 + 2.0**-40)
+  with jax.enable_x64(True):
+    layer = mpjax.autocast(lambda w, x: x @ w.astype(x.dtype), name, data_argnums=1)
+    found = layer(w, x)
+  assert found.dtype == np.float64
+  np.testing.assert_array_equal(found, x @ w)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_process_with_float64_runs_float32_models_in_float8(recipe):
   # Numbers of ours, which are float64 there by themselves, do not widen what they bound.
