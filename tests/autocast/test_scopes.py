@@ -182,5 +182,5 @@ def test_a_result_leaves_in_the_dtype_that_is_asked_for(dtype):
 def test_a_function_without_scopes_is_told_that_there_are_none():
   fun = mpjax.autocast(lambda w, x: x @ w, rules=[mpjax.Rule("float32", path="a/b")])
   scopes = "at least one jax.named_scope", "none of the 1 jax.named_scopes of mpjax.autocast(fn)"
-  with refused(ValueError, "rules: Rule(", *scopes, "The only jax.named_scope is the root"):
+  with refused(ValueError, "rules: mpjax.Rule(", *scopes, "The only jax.named_scope is the root"):
     fun(W, X)

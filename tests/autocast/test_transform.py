@@ -273,9 +273,9 @@ def test_lists_and_rules_that_are_refused():
   with refused(TypeError, where, "a sequence of mpjax.Rule", "head", "mpjax.Rule("):
     mpjax.autocast(len, rules="head")
   for path, fix in (("net/haed", "'net/head'"), (re.compile("head"), '"**/head" is at any depth')):
-    where, expected = f"rules: Rule(None, path={path!r})", "at least one jax.named_scope"
-    with refused(ValueError, where, expected, "none of the 5 jax.named_scopes", fix):
-      mpjax.autocast(scoped, rules=[mpjax.Rule(None, path=path)])(X)
+    rule, expected = mpjax.Rule(None, path=path), "at least one jax.named_scope"
+    with refused(ValueError, f"rules: {rule}", expected, "none of the 5 jax.named_scopes", fix):
+      mpjax.autocast(scoped, rules=[rule])(X)
 
 
 def test_data_arguments_that_are_refused():

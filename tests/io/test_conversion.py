@@ -250,7 +250,7 @@ def test_a_rule_that_matches_nothing():
 
 
 def test_a_rule_that_needs_modules():
-  got = "module=<class 'flax.linen.linear.Dense'>"
+  got = "module=Dense"
   fix = "mpjax.with_policy(model, policy, rules).convert(variables, *args)"
   with refused(ValueError, "mpjax.convert(rules=...)", "rules with path=", got, fix):
     convert(params(), "bfloat16", [Rule("float32", module=nn.Dense)])

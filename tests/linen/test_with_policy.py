@@ -242,7 +242,7 @@ def test_the_text_of_a_wrapper_shows_all_that_was_given():
   assert "None)" in repr(with_policy(nn.Dense(2), None))
   model = with_policy(nn.Dense(2), "bfloat16", [Rule(None, path="a")])
   assert repr(model).startswith("with_policy(Dense(")
-  end = ", rules=[Rule(None, path='a')])"
+  end = ', rules=[mpjax.Rule(None, path="a")])'
   assert repr(model).endswith(f"'params=bfloat16,compute=bfloat16,output=bfloat16'{end}")
 
 

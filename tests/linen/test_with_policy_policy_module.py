@@ -225,7 +225,7 @@ def test_a_misspelt_rule_is_warned_of_where_only_apply_is_called():
       apply(variables, x)
     (warning,) = caught
     text = str(warning.message)
-    for part in ("path='boddy'", "that this call met or that have variables", "'body'", "ignore"):
+    for part in ('path="boddy"', "that this call met or that have variables", "'body'", "ignore"):
       assert part in text
     assert jitted or warning.filename == __file__
 

@@ -64,7 +64,7 @@ def test_check_skipped_steps_names_the_gradient_by_its_path_or_the_parameters():
   nan, donated = {"w": PARAMS["w"].at[0].set(jnp.nan)}, jnp.full(2, jnp.nan)
   donated.delete()
   gone = [{"x": x} for x in (donated, jax.ShapeDtypeStruct((2,), jnp.float32))]
-  data, checkpoint = "in the data and the loss, log(0), a division by 0", "restore a checkpoint"
+  data, checkpoint = "in the data and the loss, a float16 activation", "restore a checkpoint"
   twice, parameters = after(BAD, BAD), "hold a NaN at ['w'], "
   for state, params, got, fix in (
     (twice, PARAMS, "in the gradient of ['x']", data),
