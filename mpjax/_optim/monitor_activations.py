@@ -171,9 +171,9 @@ def activation_statistics(opt_state: OptState) -> dict[str, ActivationStatistics
 
 def _unpacked(row: Array) -> ActivationStatistics:
   """Returns statistics as the state holds them, by name. A state may have leading axes."""
-  *counts, headroom = jnp.moveaxis(row, -1, 0)
-  headroom = jnp.where(headroom < LARGEST_HEADROOM, headroom, math.inf)
-  return ActivationStatistics(*counts, headroom)
+  stored = ActivationStatistics(*jnp.moveaxis(row, -1, 0))
+  headroom = jnp.where(stored.headroom < LARGEST_HEADROOM, stored.headroom, math.inf)
+  return stored._replace(headroom=headroom)
 
 
 def monitor_state(opt_state: OptState, where: str) -> ActivationMonitorState:

@@ -492,7 +492,7 @@ tests/matmul/test_float8.py::test_results_before_scaling_are_no_result_of_float1
 mpjax/_matmul/float8.py::Float8Recipe.quantise
 
 56 a gradient is e4m3 as what it meets is, and small gradients become 0
-- E5M2 if is_gradient else E4M3
+- E5M2 if operand.role == "gradient" else E4M3
 + E4M3
 tests/matmul/test_float8.py::test_all_three_matmuls_have_operands_in_float8
 
