@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.types import Array, DType
-from mpjax._matmul.float8 import with_largest
+from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._policy.formats import Int8, multiplies_gradient, why_not
 
@@ -59,12 +58,22 @@ def quantise(x: Array, axes: Sequence[int] | None) -> Scaled:
   Elements of one index along the other axes than `axes` share a scale; all do for None. An inf or
   NaN makes the scale NaN, and so all that is multiplied by it.
   """
-  wide, largest = with_largest(x, axes)
+  largest = _largest(x, axes)
+  wide = jax.lax.convert_element_type(x, FLOAT32)
   # The reciprocal of a smaller one is none that float32 has.
   scale = jnp.maximum(largest * np.float32(1 / LARGEST), np.finfo(np.float32).tiny)
-  # int8 has no NaN, and a maximum on a CPU may lose one.
-  is_finite = jnp.all(jnp.isfinite(wide), axis=axes, keepdims=axes is not None)
-  scale = jnp.where(is_finite, scale, np.float32(np.nan))
+  scale = jnp.where(jnp.isfinite(largest), scale, np.float32(np.nan))
   rounded = jax.lax.round(wide * (1 / scale), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
   values = jax.lax.clamp(np.float32(-LARGEST), rounded, np.float32(LARGEST))
   return Scaled(jax.lax.convert_element_type(values, np.dtype("int8")), scale)
+
+
+def _largest(x: Array, axes: Sequence[int] | None) -> Array:
+  """Returns the largest magnitude in float32; NaN if there is one. It keeps `axes`."""
+  # The bits of magnitudes are in their order, and those of NaN come last. A maximum of floats may
+  # lose a NaN on a CPU.
+  unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+  bits = jax.lax.bitcast_convert_type(jax.lax.abs(x), unsigned)
+  most = jnp.max(bits, axis=axes, keepdims=axes is not None)
+  largest = jax.lax.bitcast_convert_type(most, x.dtype)
+  return jax.lax.convert_element_type(largest, FLOAT32)
