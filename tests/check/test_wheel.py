@@ -56,7 +56,7 @@ def test_content_and_metadata(wheel):
   targets = re.findall(r"\]\(([^)]*)\)|(?:src|srcset|href)=[\"']([^\"']*)", description)
   assert [target for target in map("".join, targets) if "://" not in target] == []
   assert "[getting started](" not in description
-  assert "getting started" in description
+  assert "Getting started" in description
 
 
 def test_the_sdist_holds_what_git_does(tmp_path):
