@@ -55,7 +55,7 @@ def test_content_and_metadata(wheel):
   assert description.startswith("# mpjax")
   targets = re.findall(r"\]\(([^)]*)\)|(?:src|srcset|href)=[\"']([^\"']*)", description)
   assert [target for target in map("".join, targets) if "://" not in target] == []
-  assert "[getting started](" not in description
+  assert "[Getting started](" not in description
   assert "Getting started" in description
 
 
