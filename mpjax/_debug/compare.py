@@ -188,10 +188,8 @@ def _closes_over_models(fn: Function) -> bool:
 
 def _named(fn: Function, policy: Policy | None, models: bool, call: Call) -> Function:
   """Returns a function under a policy, if one is given, whose operations are in modules."""
-  in_modules = in_models(fn, call) if models and policy is None else None
-  if in_modules is not None:
-    return in_modules
-  if models:
-    return with_models(fn, policy)
-  named = with_parameter_scopes(fn)
-  return named if policy is None else autocast(named, policy)
+  if not models:
+    named = with_parameter_scopes(fn)
+    return named if policy is None else autocast(named, policy)
+  of_models = in_models(fn, call) if policy is None else None
+  return with_models(fn, policy) if of_models is None else of_models.function

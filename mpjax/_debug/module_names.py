@@ -1,5 +1,7 @@
 """Jaxprs of functions whose operations are in modules, whichever library the modules are of."""
 
+from typing import NamedTuple
+
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.types import Function
@@ -23,14 +25,24 @@ def has_models(program: ClosedJaxpr) -> bool:
   return any(scope.startswith(MODULE) for each in operations for scope in each.where.scopes)
 
 
-def in_models(fn: Function, call: Call) -> Function | None:
+class InModules(NamedTuple):
+  """A function whose operations are in modules, and its jaxpr."""
+
+  function: Function
+  program: ClosedJaxpr
+
+
+def in_models(fn: Function, call: Call) -> InModules | None:
   """Returns a function whose operations are in the modules of its models; None without models."""
   # First as it is: a model that the function itself puts under a policy takes no other one.
-  candidates = (fn, with_models(fn, None))
-  return next((each for each in candidates if has_models(call.traced(each)[0])), None)
+  for candidate in (fn, with_models(fn, None)):
+    program, _ = call.traced(candidate)
+    if has_models(program):
+      return InModules(candidate, program)
+  return None
 
 
 def traced_with_modules(fn: Function, call: Call) -> ClosedJaxpr:
   """Returns the jaxpr of a function, with the modules of models or the scopes of parameters."""
-  named = in_models(fn, call) or with_parameter_scopes(fn)
-  return call.traced(named)[0]
+  of_models = in_models(fn, call)
+  return call.traced(with_parameter_scopes(fn))[0] if of_models is None else of_models.program

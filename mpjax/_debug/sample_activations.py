@@ -98,11 +98,12 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
   where = "mpjax.sample_activations(opt_state)"
   state = monitor_state(opt_state, where)
   if not nodes_of(opt_state, ActivationMonitorState):
-    expected, fix = (
-      "an optimizer state, or an nnx.Optimizer",
-      "Merge the nnx.State in the step.",
+    raise MpjaxTypeError(
+      where,
+      expected="an optimizer state, or an nnx.Optimizer",
+      got=kind_of(opt_state),
+      fix="Merge the nnx.State in the step.",
     )
-    raise MpjaxTypeError(where, expected=expected, got=kind_of(opt_state), fix=fix)
 
   def sample(*args: P.args, **kwargs: P.kwargs) -> OptState:
     call = Call(args, kwargs, _CALL)
@@ -115,7 +116,7 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
       arrays = jax.lax.stop_gradient(operands)
       _, seen = run(body, arrays, _Statistics(watched, len(globs)), Around(axes=axes))
       new = dict(zip(globs, _over_devices(seen, axes), strict=True))
-      # A state that each device has for itself is varying, in both branches.
+      # Both branches need one type. That of a state that each device has for itself is varying.
       return jax.tree.map(functools.partial(jnp.where, False), state.activations, new)
 
     is_sampled = state.calls % state.every == 0
@@ -144,9 +145,11 @@ def _forward_pass(fun: Callable[P, PyTree], call: Call) -> tuple[Body, list[Arra
 def _watched(body: Body, globs: Sequence[str]) -> dict[int, list[int]]:
   """Returns for each chosen activation the positions of the globs that choose it."""
   roots = _roots(body)
-  activations = {
-    path: slots for scope, slots in _activations(body).items() for path in _paths(scope, roots)
-  }
+  # Modules of two models may have one path.
+  activations = collections.defaultdict[str, set[int]](set)
+  for scope, slots in _activations(body).items():
+    for path in _paths(scope, roots):
+      activations[path].update(slots)
   watched = collections.defaultdict[int, list[int]](list)
   for position, glob in enumerate(globs):
     chosen = [path for path in ("", *activations) if matches_glob(glob, path)]

@@ -371,6 +371,30 @@ def test_other_steps_only_count():
   assert any(eqn.primitive.name == "reduce_max" for eqn in walk(measured))
 
 
+def test_the_update_waits_for_the_branch():
+  # Else XLA for a GPU copies the donated parameters that the branch reads.
+  tx = mpjax.monitor_activations(optax.trace(0.9), "layer")
+  state = tx.init(jnp.ones(3))
+  jaxpr = jax.make_jaxpr(lambda s, x: mpjax.sample_activations(loss_fn, s)(x))(state, X).jaxpr
+  (cond,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+  (barrier,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+  (trace,) = [v for v in jaxpr.invars if v.aval.shape == (3,)]
+  assert {*cond.outvars, trace} <= {*barrier.invars}
+
+
+def test_modules_of_two_models_share_a_path():
+  first, second = (nn.Sequential([nn.Dense(n)]) for n in (2, 3))
+  variables = [model.init(jax.random.key(0), X) for model in (first, second)]
+
+  def loss_fn(variables, x):
+    with jax.named_scope("second"):
+      y = jnp.sum(second.apply(variables[1], x))
+    return jnp.sum(first.apply(variables[0], x)) + y
+
+  # The results of both matmuls, and their sums with biases.
+  assert sample(loss_fn, "layers_0", variables, X)["layers_0"][0] == 2 * 2 + 2 * 3
+
+
 def test_gradients_do_not_pass():
   tx = mpjax.monitor_activations(optax.sgd(0.1), "layer", every=1)
   opt_state = tx.init(jnp.ones(2))
