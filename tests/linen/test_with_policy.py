@@ -407,8 +407,11 @@ def test_dtypes_under_transforms():
 
 
 def test_second_derivatives_and_those_with_respect_to_the_input_under_vmap():
-  model = with_policy(Net(), "mixed_bfloat16")
-  energy = lambda x: jnp.sum(jnp.square(model.apply(plain_variables(), x[None])))  # noqa: E731
+  model, variables = with_policy(Net(), "mixed_bfloat16"), plain_variables()
+
+  def energy(x):
+    return jnp.sum(jnp.square(model.apply(variables, x[None])))
+
   hessian = jax.eval_shape(jax.hessian(energy), X[0])
   assert (hessian.dtype, hessian.shape) == (F32, (8, 8))
   forces = jax.vmap(jax.grad(energy))
