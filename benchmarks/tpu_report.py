@@ -180,14 +180,8 @@ def chips(results: Mapping[str, Any]) -> str:
   return tables.table(rows, 2)
 
 
-def versions_of(results: Mapping[str, Any], order: Sequence[str]) -> str:
-  """Returns the table of all versions of two models on one chip."""
-  models = ("gpt", "mlp")
-  found = [results["models"][model]["versions"] for model in models]
-  left_out = ("by hand", "by hand, low softmax")
-  names = (name for name in order if name in found[0] and name not in left_out)
-  rows = [[name, *(_ratios(versions, name) for versions in found)] for name in names]
-  return tables.table([["version", *(TITLES[model] for model in models)], *rows])
+LARGER_PODS = ("64 chips", "256 chips")
+"""Titles of programs whose ratios are close to those of 16 chips; `--show` has them."""
 
 
 def many(results: Sequence[Mapping[str, Any]]) -> str:
@@ -195,6 +189,8 @@ def many(results: Sequence[Mapping[str, Any]]) -> str:
   rows = [["step", "MB sent by hand", "sent", "accessed", "temporaries"]]
   for models in (each["models"] for each in results):
     for title, each in models.items():
+      if title.endswith(LARGER_PODS):
+        continue
       one, base = each["versions"]["policy"], each["versions"]["by hand"]
       ratios = (total(one) / total(base), *(one[key] / base[key] for key in SHOWN))
       rows.append([title, f"{total(base) / 1e6:.0f}", *(f"{x:.3f}" for x in ratios)])
@@ -205,11 +201,10 @@ MANY = ("pods", "h200")
 """The records of programs for many chips."""
 
 
-def updated(page: str, results: Mapping[str, Any], order: Sequence[str]) -> str:
+def updated(page: str, results: Mapping[str, Any]) -> str:
   """Returns the text of the page with its tables made from what is recorded."""
   alone = {name: each for name, each in results.items() if name not in MANY}
   page = tables.replaced(page, "chips", chips(alone))
-  page = tables.replaced(page, "v5e", versions_of(results["v5e"], order))
   return tables.replaced(page, "pods", many([results[name] for name in MANY]))
 
 
@@ -220,10 +215,10 @@ def everything(results: Mapping[str, Any], order: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-  from tpu_hlo import VERSIONS
-
   if "--show" in sys.argv:
+    from tpu_hlo import VERSIONS
+
     print(everything(recorded(), VERSIONS))
   else:
-    text = updated(PAGE.read_text(encoding="utf-8"), recorded(), VERSIONS)
+    text = updated(PAGE.read_text(encoding="utf-8"), recorded())
     PAGE.write_text(text, encoding="utf-8")

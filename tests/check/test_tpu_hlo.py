@@ -99,7 +99,7 @@ OVER = {
 def test_recorded_figures_are_in_the_page_and_within_their_bounds(tpu_hlo, tpu_report):
   # Else run `python benchmarks/tpu_report.py`.
   page, results = tpu_report.PAGE.read_text(encoding="utf-8"), tpu_report.recorded()
-  assert tpu_report.updated(page, results, tpu_hlo.VERSIONS) == page
+  assert tpu_report.updated(page, results) == page
   for chip in results.keys() - {"pods", "h200"}:
     assert results[chip]["models"].keys() <= tpu_report.MODELS.keys() == tpu_hlo.SIZES["tpu"].keys()
     for (model, name, figure), ratio in tpu_report.exceeded(results[chip]).items():
