@@ -111,13 +111,27 @@ def rows(results: Mapping[str, Any]) -> list[list[str]]:
   return found
 
 
+def by_format(results: Mapping[str, Any]) -> list[list[str]]:
+  """Returns the table of the page, the heading first: a row for each format."""
+  models = results["models"]
+  found = [["format", *(f"{name}, {MODELS[name].figure}" for name in models)]]
+  for format in FORMATS:
+    cells = []
+    for runs in models.values():
+      figures = np.array(runs[format]["figures"])
+      less = np.mean(figures - np.array(runs["bfloat16"]["figures"]))
+      cells.append(f"{np.mean(figures):.4f} ± {np.std(figures, ddof=1):.4f} ({less:+.4f})")
+    found.append([format, *cells])
+  return found
+
+
 def updated(page: str, results: Mapping[str, Any]) -> str:
   """Returns the text of the page with the part between its marks made from recorded figures."""
   steps = ", ".join(
     f"{name} {next(iter(runs.values()))['steps']} steps" for name, runs in results["models"].items()
   )
   taken = f"{measure.taken(results['environment'])}. {steps}, {results['seeds']} seeds."
-  return tables.replaced(page, "formats", f"{taken}\n\n{tables.table(rows(results), 2)}")
+  return tables.replaced(page, "formats", f"{taken}\n\n{tables.table(by_format(results))}")
 
 
 def main(
