@@ -114,7 +114,7 @@ def try_out(target: Target, files: Mapping[str, pathlib.Path], folder: pathlib.P
   lowest = [sys.executable, ROOT / ".ci" / "lowest"]
   pins = run(lowest, ROOT).split() if target.versions == "lowest" else []
   start = time.monotonic()
-  run([python, "-m", "pip", "install", "--quiet", file, *pins], empty)
+  run([python, "-m", "pip", "install", "--quiet", f"{file}[checkpoints,reports]", *pins], empty)
   installed = f"{time.monotonic() - start:.0f} s"
   versions = run([python, "-m", "pip", "list", "--format=freeze"], empty)
   shown = [re.search(rf"^{name}==(\S+)", versions, re.M) for name in SHOWN]

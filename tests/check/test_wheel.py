@@ -50,7 +50,7 @@ def test_content_and_metadata(wheel):
   assert "License-Expression: Apache-2.0" in lines
   needed = {line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line}
   names = {line.split()[1].split(">")[0] for line in needed}
-  assert names == {"flax", "jax", "optax", "orbax-checkpoint", "rich"}
+  assert names == {"flax", "jax", "optax"}
   # The description has no dead link.
   assert description.startswith("# mpjax")
   targets = re.findall(r"\]\(([^)]*)\)|(?:src|srcset|href)=[\"']([^\"']*)", description)
