@@ -1,1 +1,1 @@
-"""Errors, trees, leaves and types: what everything else is built on."""
+"""Errors, trees, leaves and types, on which all other folders are built."""

@@ -1,4 +1,4 @@
-"""The exceptions that mpjax raises, how their text is put together, and checks of arguments."""
+"""The exceptions of mpjax, the composition of their texts, and checks of arguments."""
 
 import difflib
 import functools
@@ -23,7 +23,7 @@ class MpjaxError(Exception):
 
   Attributes:
     where: the public call, and the argument or the module or tree path.
-    expected: what would have been accepted; `got` is what was given instead.
+    expected: the accepted values. `got` describes the given one.
     fix: one thing that the reader can do.
 
   >>> import mpjax
@@ -42,7 +42,8 @@ class MpjaxError(Exception):
     self.fix: str = fix
 
   def __reduce__(self) -> tuple[Callable[[], Self], tuple[()], dict[str, object]]:
-    # Exceptions are copied and pickled by calling the class with `args`, which are the text here.
+    # Python copies and pickles an exception by calling the class with `args`. Here `args` is the
+    # text, and the class takes four parts.
     parts = {"expected": self.expected, "got": self.got, "fix": self.fix}
     return functools.partial(type(self), self.where, **parts), (), self.__dict__
 
@@ -62,38 +63,40 @@ class MpjaxTypeError(MpjaxError, TypeError):
 
 
 class MpjaxRuntimeError(MpjaxError, RuntimeError):
-  """A situation, rather than an argument, that mpjax cannot go on from.
+  """A situation in which mpjax cannot continue, whatever the arguments are.
 
   >>> from mpjax.errors import MpjaxRuntimeError
   """
 
 
 class MpjaxAssertionError(MpjaxError, AssertionError):
-  """A property that a test of yours asserts, and that does not hold.
+  """A property that a test asserts, and that does not hold.
 
   >>> from mpjax.errors import MpjaxAssertionError
   """
 
 
 class UnmatchedRuleError(MpjaxValueError):
-  """A rule picked out no module of the model: most often a misspelt path.
+  """A rule that matches no module of the model. Often its path is misspelt.
 
   >>> from mpjax.errors import UnmatchedRuleError
   """
 
 
-# A traceback begins with the module of the class, and the name to catch is `mpjax.MpjaxError`.
+# A traceback shows the module of the class. Users catch `mpjax.MpjaxError`, not a private name.
 MpjaxError.__module__ = "mpjax"
 for _error in (*MpjaxError.__subclasses__(), UnmatchedRuleError):
   _error.__module__ = "mpjax.errors"
 
 
+# JAX, optax and Flax raise these for a dtype, shape or tree that they do not support.
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""The builtin bases of what code raises that is given what it cannot take, such as a dtype."""
+"""The builtin errors that code raises for arguments that it cannot take, such as a dtype."""
 
 
 def flax_errors(*names: str) -> tuple[type[Exception], ...]:
   """Returns classes of errors of Flax, which have no builtin base, if Flax is imported."""
+  # Flax is optional. Unless it is imported, it raises no errors.
   errors = sys.modules.get("flax.errors")
   return () if errors is None else tuple(getattr(errors, n) for n in names or ("FlaxError",))
 
@@ -103,8 +106,9 @@ LONGEST = 1900
 
 
 def message(where: str, *, expected: str, got: str, fix: str) -> str:
-  """Returns the text of an error: where it was, what was expected, what came, what to do."""
-  # Of a part that is very long, such as the `repr` of a model, the middle is left out.
+  """Returns the text of an error: the place, the expected and the given value, and the fix."""
+  # `most` is the length that each part may have. It shrinks until all four fit, so that only the
+  # longest parts lose their middle: the `repr` of a model, for example.
   parts = [where, expected, got, fix]
   most = limit = LONGEST - len(": expected , got . ")
   while sum(min(len(part), most) for part in parts) > limit:
@@ -117,6 +121,7 @@ def shortened(text: str, most: int) -> str:
   if len(text) <= most:
     return text
   gap = f" … {len(text)} characters … "
+  # The beginning says more than the end, and gets two thirds.
   head = (most - len(gap)) * 2 // 3
   return text[:head] + gap + text[len(text) - (most - len(gap) - head) :]
 
@@ -128,21 +133,26 @@ def listed(problems: Sequence[str], *, most: int = 20) -> str:
 
 
 def nearest(name: str, valid: Iterable[str], *, count: int = 3, least: float = 0.0) -> list[str]:
-  """Returns the `count` strings of `valid` most like `name`; `least` is the least ratio for it."""
+  """Returns the `count` strings of `valid` most similar to `name`, from the ratio `least` on."""
+  # Case is ignored: "BF16" is like "bf16".
   alike = {x: difflib.SequenceMatcher(None, name.lower(), x.lower()).ratio() for x in valid}
+  # Ties are sorted by name, so that the text of an error is the same in each run.
   ranked = sorted(alike, key=lambda x: (-alike[x], x))
   return [x for x in ranked[:count] if alike[x] >= least]
 
 
 def alternatives(names: Iterable[str]) -> str:
+  """Returns names as a choice, for errors: "'a' or 'b'"."""
   return " or ".join(map(repr, names))
 
 
 def kind_of(value: object) -> str:
-  """Returns what a value is, for errors: "a dict", "an array float32[2, 3]", "None", "1024"."""
+  """Describes a value, for errors: "a dict", "an array float32[2, 3]", "None", "1024"."""
+  # Short values are shown themselves.
   if value is None or isinstance(value, (str, int, float)):
     return repr(value)
   name = "array" if isinstance(value, (jax.Array, np.ndarray)) else type(value).__name__
+  # JAX has many classes of tracers, whose names tell a user nothing.
   name = f"traced {name}" if isinstance(value, Tracer) else name
   dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
   contents = "" if dtype is None or shape is None else f" {dtype}{list(shape)}"
@@ -158,6 +168,7 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
     @functools.wraps(fn)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
       try:
+        # Bind before the call: a TypeError that is raised inside of `fn` is another mistake.
         signature.bind(*args, **kwargs)
       except TypeError as error:
         raise _unfit_call(where, signature, kwargs, str(error), fix) from None
@@ -175,6 +186,7 @@ def _unfit_call(
 
   It names the parameters that are most like keywords that do not exist.
   """
+  # The user does not write `self` and `cls`.
   names = [name for name in signature.parameters if name not in ("self", "cls")]
   unknown = [keyword for keyword in keywords if keyword not in names]
   meant = [name for keyword in unknown for name in nearest(keyword, names, count=1, least=0.5)]
@@ -189,6 +201,8 @@ def _unfit_call(
 
 
 def check_init(fix: str) -> Callable[[type[R]], type[R]]:
+  """Returns a decorator of classes: `check_call` for the generated `__init__` of a dataclass."""
+
   def decorate(cls: Any) -> Any:
     cls.__init__ = check_call(f"mpjax.{cls.__name__}(...)", fix=fix)(cls.__init__)
     return cls
@@ -239,6 +253,7 @@ def check_int(
   """
   upto = "" if most is None else f" and at most {most}"
   expected = expected or f"an integer, at least {least}{upto}"
+  # A bool is an int to Python. As a count it is a mistake.
   if isinstance(value, bool) or not isinstance(value, numbers.Integral):
     raise wrong_type(value, where, expected=expected, fix=fix_type)
   number = int(value)

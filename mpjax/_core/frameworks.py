@@ -27,6 +27,7 @@ _CLASSES = {
 
 _CALL = 'mpjax.with_policy({}, "mixed_bfloat16")'
 
+# Modules of these libraries cannot have policies of their own, but functions that call them can.
 _WAYS = {
   "Equinox": f"Use {_CALL.format('loss_fn')} on the function that calls the model.",
   "Haiku": f"Use {_CALL.format('transformed.apply')}, on the pure function.",
@@ -35,18 +36,36 @@ _WAYS = {
 
 def framework_of(x: object) -> str | None:
   """Returns "Linen", "NNX", "Equinox" or "Haiku" for a model or its class, None for others."""
+  framework, _ = _framework_and_class(x)
+  return framework
+
+
+def _framework_and_class(x: object) -> tuple[str | None, str]:
+  """Returns the framework of a model, and the class in `_CLASSES` that it inherits from."""
+  # Libraries define a class in some private module below the package that exports it.
   for base in (x if isinstance(x, type) else type(x)).__mro__:
     for framework, classes in _CLASSES.items():
-      for package, _, name in (cls.rpartition(".") for cls in classes):
+      for cls in classes:
+        package, _, name = cls.rpartition(".")
         if base.__name__ == name and f"{base.__module__}.".startswith(f"{package}."):
-          return framework
-  return None
+          return framework, cls
+  return None, ""
+
+
+def kind_of_model(x: object) -> str:
+  """Returns what a model is, for errors: "an equinox.Module (MLP)", "a flax.nnx.Optimizer"."""
+  _, base = _framework_and_class(x)
+  name = x.__name__ if isinstance(x, type) else type(x).__name__
+  article = "an" if base[0] in "aeiou" else "a"
+  is_base = base.rpartition(".")[2] == name
+  return f"{article} {base}" if is_base else f"{article} {base} ({name})"
 
 
 def holds_linen_module(x: object) -> bool:
   """Whether an object calls a Linen module of its own, as the Flax models of Hugging Face do."""
   is_object = framework_of(x) is None and not inspect.isroutine(x) and not isinstance(x, type)
-  # A property of the user's is not asked: Hugging Face has one for `_module`.
+  # Read attributes statically: a property may compute something. Hugging Face has one for
+  # `_module`.
   held = (inspect.getattr_static(x, name, None) for name in ("module", "_module"))
   return is_object and "Linen" in map(framework_of, held)
 
@@ -56,6 +75,7 @@ def library_of_grad(arguments: PyTree) -> ModuleType:
 
   `jax.grad` would lose what the function writes to a module or a variable.
   """
+  # An object of NNX may be a pytree to JAX, so stop at the object itself.
   if any(map(is_nnx_object, jax.tree.leaves(arguments, is_leaf=is_nnx_object))):
     return sys.modules["flax.nnx"]
   return jax
@@ -83,18 +103,19 @@ def haiku_state() -> list[Leaf]:
   try:
     params, state = haiku.get_params(), haiku.get_current_state()
     return jax.tree.leaves((params, state, haiku.maybe_get_rng_sequence_state()))
-  except ValueError:  # There is no transform around this call.
+  except ValueError:  # Haiku is imported, but no transform runs.
     return []
 
 
 def not_a_model(x: object) -> tuple[str, str]:
-  """Returns what `x` is and what to do with it, where a model of Flax was expected."""
+  """Describes an `x` that was given in place of a Flax model, and returns a fix."""
   library = framework_of(x)
+  # A class was given in place of an instance. Those of other libraries get the fix of their
+  # library.
   if isinstance(x, type) and library in (None, "Linen", "NNX"):
     return f"the class {x.__name__}", f"Pass an instance: {_CALL.format(f'{x.__name__}(...)')}."
-  name = x.__name__ if isinstance(x, type) else type(x).__name__
   if library is not None:
-    return f"a model of {library} ({name})", _WAYS.get(library, f"Use {_CALL.format('model')}.")
+    return kind_of_model(x), _WAYS.get(library, f"Use {_CALL.format('model')}.")
   fix = f"Write {_CALL.format('model')}, or for a function of arrays {_CALL.format('fn')}."
   return kind_of(x), fix
 
@@ -105,9 +126,9 @@ def check_function(fn: object, where: str, fix: str) -> None:
   if compiled or not callable(fn):
     got = "a compiled one" if compiled else kind_of(fn)
     raise MpjaxTypeError(where, expected=f"{expected} that JAX can trace", got=got, fix=fix)
-  # It cannot be called without variables.
+  # A bound module can be called, and so can one with a parent. An unbound root has no variables.
   is_model = framework_of(fn) == "Linen" and not isinstance(fn, type)
   if is_model and getattr(fn, "scope", None) is None and getattr(fn, "parent", None) is None:
-    got = f"a model of Linen ({type(fn).__name__}), which is called through apply"
+    got = f"{kind_of_model(fn)}, which is called through apply"
     fix = f"Pass model.apply. For a policy on its modules: {_CALL.format('model')}."
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)

@@ -1,4 +1,4 @@
-"""Leaves by path, whether one is what is wanted, how it becomes that, and whether it changes."""
+"""Leaves of trees: their paths, checks, conversions, and comparisons by bits."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -34,6 +34,7 @@ def raw_value(x: Leaf) -> PyTree:
   """
   if not is_nnx_variable(x):
     return x
+  # With `ref=True`, a variable holds a reference to its array.
   value = x.get_raw_value()
   return value[...] if isinstance(value, jax.Ref) else value
 
@@ -41,6 +42,7 @@ def raw_value(x: Leaf) -> PyTree:
 def set_raw_value(variable: Leaf, value: PyTree) -> None:
   """Stores the value of a variable of Flax NNX as it is, without the variable's hooks."""
   held = variable.get_raw_value()
+  # Write through the reference: others may hold it too.
   if isinstance(held, jax.Ref):
     held[...] = value
   else:
@@ -49,8 +51,8 @@ def set_raw_value(variable: Leaf, value: PyTree) -> None:
 
 def leaf_paths(tree: PyTree) -> list[Path]:
   """Returns the path of each leaf. What a box holds has the path of the box."""
-  # `nnx.State` holds variables and a partitioned Linen model boxes, whose array is an attribute. A
-  # name with slashes in it, as Haiku's are, is several.
+  # Rules see paths without the attribute in which a box keeps its array: an `nnx.Variable`, or a
+  # `Partitioned` of Linen. A name of Haiku has slashes, and is several names here.
   paths: list[Path] = []
   is_box = lambda x: hasattr(type(x), "replace_boxed") or is_nnx_variable(x)  # noqa: E731
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
@@ -94,11 +96,14 @@ def as_array(x: Leaf, want: jax.ShapeDtypeStruct) -> Leaf:
   if hasattr(x, "dtype"):
     return np.asarray(x) if isinstance(x, np.generic) else x
   if isinstance(x, int) and not isinstance(x, bool) and jnp.issubdtype(want.dtype, jnp.integer):
+    # JAX raises for an int that its dtype cannot hold. Without a dtype, NumPy chooses a wider one,
+    # and the caller can name the leaf.
     limits = jnp.iinfo(want.dtype)
     return np.asarray(x, want.dtype if limits.min <= x <= limits.max else None)
   if isinstance(x, float) and want.dtype != np.float64:
     with np.errstate(over="ignore"):
       narrow = np.asarray(x, np.float32)
+    # A finite float that is inf in float32 stays in float64, so that the caller can refuse it.
     return narrow if np.isfinite(narrow) or not np.isfinite(x) else np.asarray(x)
   return np.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
 
@@ -108,8 +113,9 @@ def misfit(x: Leaf, want: jax.ShapeDtypeStruct, *, cast: bool) -> str | None:
   spec = f"{want.dtype}{list(want.shape)}"
   if not is_array_like(x) or isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
     return f"{kind_of(x)} for {spec}"
-  if is_key(want.dtype) and x.dtype == np.uint32:  # Plain key data are as good.
+  if is_key(want.dtype) and x.dtype == np.uint32:  # Files hold the data of keys: see `convert`.
     want = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(want.shape, want.dtype))
+  # A cast between floating dtypes is allowed. Between integers and floats it would hide a mistake.
   floats = is_floating(x) and is_floating(want)
   if x.shape == want.shape and (x.dtype == want.dtype or (cast and floats)):
     return None
@@ -121,7 +127,8 @@ def convert(x: Array, dtype: DType) -> Array:
   if x.dtype == dtype:
     return x
   if is_key(dtype):
-    # What the generator of keys of this dtype is called, only keys themselves tell.
+    # `wrap_key_data` needs the name of the generator, which JAX tells only of keys, not of a dtype.
+    # So trace an abstract key.
     generators: list[Any] = []
     keys = jax.ShapeDtypeStruct((), dtype)
     jax.eval_shape(lambda key: generators.append(jax.random.key_impl(key)), keys)
@@ -139,7 +146,9 @@ def refuse_overflow(casts: Mapping[str, tuple[Leaf, Leaf]], where: str) -> None:
   for path, (before, after) in casts.items():
     abstract = isinstance(after, (Tracer, jax.ShapeDtypeStruct))
     if before is not after and not abstract and is_floating(before) and is_floating(after):
+      # NumPy on the host stays there. `jnp` would copy the array to a device.
       finite = np.isfinite if isinstance(before, np.ndarray) else jnp.isfinite
+      # An inf that was there before is no overflow.
       if not (finite(after) | ~finite(before)).all():
         wrong.append(f"{before.dtype} beyond {after.dtype} at {path or 'the root'}")
   if wrong:
@@ -159,13 +168,14 @@ def put(x: Array | NumpyArray, sharding: jax.sharding.Sharding | None, *, alias:
     data = jnp.array(np.asarray(jax.random.key_data(x)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   else:
-    # Through the host: nothing else makes an array uncommitted.
+    # Through the host, since only that makes an uncommitted array of a committed one.
     placed = jnp.array(np.asarray(x))
   return jnp.asarray(placed, placed.dtype) if jax.typeof(placed).weak_type else placed
 
 
-# A CPU takes subnormal numbers for zero when it compares, and XLA may compare what an operation
-# computed in float32 instead of the bfloat16 number that it is stored as. Bits are as stored.
+# The functions below compare bits. On a CPU, a comparison of floats takes subnormal numbers for
+# zero. XLA may also compare the float32 result of an operation in place of the bfloat16 number that
+# is stored.
 
 
 def _bits(x: Array) -> tuple[Array, Array]:
@@ -183,10 +193,11 @@ def same_numbers(a: Array, b: Array) -> Array:
   (first, size), (second, other) = _bits(a), _bits(b)
   with np.errstate(all="ignore"):
     infinity = np.asarray(np.inf, a.dtype)
-  # Formats without an inf have NaN for it.
+  # Some float8 formats have no inf: NumPy makes it NaN. Their largest number is finite.
   largest = np.asarray(jnp.finfo(a.dtype).max, a.dtype) if np.isnan(infinity) else infinity
-  # Not `isnan`, from which LLVM sees that this is a comparison of floats, and makes one of it.
+  # Not `isnan`: LLVM then sees a comparison of floats, and compiles one.
   is_number = size <= largest.view(first.dtype)
+  # 0.0 and -0.0 are equal, and differ in their bits.
   zeros = jnp.logical_and(size == 0, other == 0)
   return jnp.logical_or(zeros, jnp.logical_and(first == second, is_number))
 
@@ -198,10 +209,12 @@ def is_nonzero(x: Array) -> Array:
 
 def is_subnormal(x: Array) -> Array:
   """Returns where a floating array is below the smallest normal number of its dtype, and not 0."""
-  if x.dtype.itemsize == 1:  # XLA cannot take the bits of four on a CPU. In float32 all are normal.
+  # XLA for CPU cannot bitcast formats of 4 bits. In float32 all their numbers are normal.
+  if x.dtype.itemsize == 1:
     magnitude = jnp.abs(x.astype(jnp.float32))
     return (magnitude > 0) & (magnitude < float(jnp.finfo(x.dtype).smallest_normal))
   size = _bits(x)[1]
+  # The bits of positive floats have the order of their values.
   smallest = np.asarray(jnp.finfo(x.dtype).smallest_normal, x.dtype).view(size.dtype)
   return jnp.logical_and(size != 0, size < smallest)
 

@@ -42,19 +42,23 @@ def first_nonfinite(leaves: Sequence[Leaf]) -> Array:
 
 def least_nonfinite(leaves: Sequence[Leaf], numbers: Sequence[int], none: int) -> Array:
   """Returns the least of the numbers of leaves with an inf or a NaN, or `none`, the largest."""
-  # One int32 says both whether and where. It can be reduced over devices by a minimum, which for
-  # integers, unlike for floating values, no NaN gets past.
+  # One int32 says both whether a leaf is bad and which. Devices agree by a minimum. Integers have
+  # no NaN, which a minimum of floats may drop.
   inexact = [i for i, x in enumerate(leaves) if is_inexact(x)]
   largest = np.int32(none)
 
   def first(group: Sequence[int], arrays: Sequence[Array]) -> Array:
+    # `group` has positions in `inexact`, so `own` has the numbers of these leaves.
     own = [numbers[inexact[i]] for i in group]
     if len(arrays) == 1:
       finite = jnp.all(jnp.isfinite(arrays[0]))
       return jnp.where(finite, largest, np.int32(own[0]))
+    # One flag per row. `ends` has the first row behind each leaf.
     finite = jnp.all(jnp.isfinite(_rows(arrays)), 1)
     ends = np.cumsum([-(-x.size // _ROW) for x in arrays], dtype=np.int32)
     rows = jnp.where(finite, ends[-1], jnp.arange(ends[-1], dtype=jnp.int32))
+    # The first bad row, or the number of rows. The least number of a leaf that ends behind it is
+    # that of the bad leaf, since numbers ascend.
     row = jnp.min(rows, initial=ends[-1])
     return jnp.min(jnp.where(row < ends, np.asarray(own, np.int32), largest))
 
@@ -65,10 +69,10 @@ def sum_of_squares(leaves: Sequence[Array]) -> Array:
   """Returns the sum of the squares of all absolute values, at least in float32."""
 
   def total(group: Sequence[int], arrays: Sequence[Array]) -> Array:
-    # What is alone may be divided among devices, and keeps its shape.
+    # A single leaf may be sharded. It keeps its shape, because `ravel` would gather it.
     alone = len(group) == 1
     size = jnp.abs(arrays[0] if alone else _rows(arrays))
-    # The square of 256 is more than float16 holds.
+    # In float16 the square of 256 is inf.
     wide = size if size.dtype == jnp.float64 else size.astype(jnp.float32)
     squares = jnp.square(wide)
     return jnp.sum(squares if alone else jnp.sum(squares, 1))
@@ -85,6 +89,8 @@ def _reduced(
   """Combines `fun` of groups, their positions and leaves: on a GPU of many, elsewhere of one."""
   joins, groups = _joins(leaves), collections.defaultdict[object, list[int]](list)
   for i, x in enumerate(leaves):
+    # Leaves of one dtype can be rows of one array. A leaf that must stay alone has a key of its
+    # own.
     groups[jnp.result_type(x) if joins[i] else ("alone", i)].append(i)
   together = [g[k : k + _MOST] for g in groups.values() for k in range(0, len(g), _MOST)]
 
@@ -93,6 +99,7 @@ def _reduced(
     return functools.reduce(combine, results, initial)
 
   alone = functools.partial(over, [[i] for i in range(len(leaves))])
+  # No two leaves share a group, so both variants are the same.
   if len(together) == len(leaves):
     return alone(leaves)
   return _on_gpu(list(map(jnp.asarray, leaves)), functools.partial(over, together), alone)
@@ -110,16 +117,20 @@ def _rows(arrays: Sequence[Array]) -> Array:
 
 def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
   """Returns `condition` for each leaf: the scalar, or on a GPU a part of a mask in memory."""
-  # XLA for GPU puts operations of one shape that read the same array into one kernel, but not for
-  # the sake of a scalar: AdamW then updates 53 scales of norms in 6 kernels, and otherwise in 53.
+  # XLA for GPU fuses operations of one shape that read the same array, but not if they share only a
+  # scalar. A mask in memory is such an array: AdamW updates 53 scales of norms in 6 kernels instead
+  # of 53.
   sizes = [
     math.prod(x.shape) if joins else 0 for x, joins in zip(leaves, _joins(leaves), strict=True)
   ]
   small = {i: leaves[i].shape for i, n in enumerate(sizes) if 0 < n <= _SMALL and leaves[i].ndim}
+  # A mask pays off only if several leaves have its shape.
   counts = collections.Counter(small.values())
   shapes = [shape for shape, count in counts.items() if count > 1]
   if not shapes or not isinstance(condition, Tracer):
     return [condition] * len(leaves)
+  # One mask in memory, as long as the largest leaf. Each shape reads its beginning. The barrier
+  # keeps XLA from computing it anew in each kernel.
   row = jnp.broadcast_to(condition, (max(map(math.prod, shapes)),))
   mask = _on_gpu(row, jax.lax.optimization_barrier, lambda row: row)
   masks = {shape: mask[: math.prod(shape)].reshape(shape) for shape in shapes}
@@ -128,15 +139,16 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
 
 def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
   """Returns the same scalars (bool, int32, float32), on a GPU read from one array."""
-  # XLA launches a kernel for each number that is computed from scalars, a copy for each that is
-  # overwritten while another still reads it, and one for all that read the same array.
+  # XLA for GPU launches a kernel for each number that is computed from scalars, and a copy for each
+  # scalar that is overwritten while another kernel reads it. One array of all needs one kernel.
   arrays = list(scalars.values())
   plain = all(isinstance(x, Tracer) and not jnp.ndim(x) for x in arrays)
-  # Within a shard_map some may vary from device to device, and in one array all would.
+  # Inside a `shard_map` some scalars may vary between devices. In one array, all would.
   if not plain or jax.sharding.get_abstract_mesh().manual_axes:
     return dict(scalars)
 
   def through_int32(x: Array, dtype: DTypeLike) -> Array:
+    # int32 holds float32 by its bits, and a bool as 0 or 1.
     by_bits = x.dtype == jnp.float32 or dtype == jnp.float32
     return jax.lax.bitcast_convert_type(x, dtype) if by_bits else x.astype(dtype)
 
@@ -155,10 +167,11 @@ def _on_gpu(
 
 
 def _joins(leaves: Sequence[Leaf]) -> list[bool]:
-  """Returns which leaves may be read with others: not those that XLA may divide among devices.
+  """Returns which leaves may be read together with others.
 
-  Nor concrete ones, on which operations run one by one, nor those of a length that is a symbol of
-  `jax.export`, which is not compared, nor divided into rows.
+  Sharded leaves may not, since they would be gathered. Neither may concrete arrays, on which
+  operations run one by one, nor arrays with a symbolic length of `jax.export`, which cannot be
+  divided into rows.
   """
   joins = [False] * len(leaves)
   for i, x in enumerate(leaves):
@@ -166,8 +179,8 @@ def _joins(leaves: Sequence[Leaf]) -> list[bool]:
       sharding = jax.typeof(x).sharding
       axes = zip(sharding.mesh.axis_types, sharding.mesh.axis_sizes, strict=True)
       kinds = {kind for kind, n in axes if n > 1}
-      # Of an automatic axis the type shows that it is there, and not whether the array is divided.
-      # To stack two that are divided differently takes a collective for all of one.
+      # With an automatic axis, types do not tell whether an array is sharded. Stacking arrays of
+      # different shardings takes a collective for all of one.
       if AxisType.Auto in kinds:
         return [False] * len(leaves)
       divided = AxisType.Explicit in kinds and any(axis is not None for axis in sharding.spec)

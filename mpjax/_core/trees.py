@@ -22,17 +22,14 @@ DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
 class Content(NamedTuple):
-  """The parts of a container in its own order, and what makes one of other parts.
-
-  `like` tells it from another of the same parts: keys, a list if JAX sorts them, or its structure.
-  """
+  """The parts of a container in its own order, and a function that builds one of other parts."""
 
   parts: list[Any]
-  like: Any
+  like: Any  # keys (a list if JAX sorts them) or structure: tells containers of equal parts apart
   build: Callable[[list[Any]], Any]
 
   def refill(self, container: Any) -> None:
-    """Gives a list or dict what this one holds."""
+    """Replaces the content of a list or dict by this one."""
     container.clear()
     if isinstance(container, list):
       container.extend(self.parts)
@@ -41,9 +38,11 @@ class Content(NamedTuple):
 
 
 def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
-  """Returns what a container holds; None for a leaf. `is_leaf` is for parts of registered nodes."""
+  """Returns the content of a container, None for a leaf. `is_leaf` is for registered nodes."""
   cls: Any = type(x)
   if cls in DICTS:
+    # JAX sorts the keys of a dict, but not of an OrderedDict. The order of insertion is kept here,
+    # so that a user's loop over the dict sees it.
     keys: Any = tuple(x) if cls is collections.OrderedDict else list(x)
     more: list[Any] = [x.default_factory] if cls is collections.defaultdict else []
     make: Any = cls
@@ -52,9 +51,10 @@ def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
     return Content(list(x), None, cls)
   if isinstance(x, jax.Array) or default_registry.flatten_one_level(x) is None:
     return None
+  # One level: every child is a leaf, or as `is_leaf` says.
   stop = is_leaf or (lambda _: True)
   parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x and stop(y))
-  order = list(x) if cls.__name__ == "FrozenDict" else []  # JAX sorts those of Flax's too.
+  order = list(x) if cls.__name__ == "FrozenDict" else []  # JAX sorts the keys of these too.
 
   def build(parts: list[Any]) -> Any:
     new = jax.tree.unflatten(treedef, parts)
@@ -73,14 +73,17 @@ def mapped(
 
   A container without a changed leaf is itself in the result. `built` are those of a tree around.
   """
-  # No closure that calls itself: that cycle would keep tracers alive until the next collection.
+  # A closure that calls itself is a reference cycle, and keeps tracers alive until the next garbage
+  # collection. So this recurses by arguments.
   built = {} if built is None else built
+  # A container that occurs twice is built once, so that both places hold one object.
   if tree is None or id(tree) in built:
     return None if tree is None else built[id(tree)][1]
   content = None if is_leaf is not None and is_leaf(tree) else content_of(tree)
   if content is None:
     return fun(tree)
   parts = [mapped(fun, part, is_leaf, built) for part in content.parts]
+  # Keep `tree` alive beside its copy, or a new object could get its id.
   built[id(tree)] = tree, tree if same_objects(parts, content.parts) else content.build(parts)
   return built[id(tree)][1]
 
@@ -107,13 +110,15 @@ def in_low_precision(x: Leaf) -> bool:
 
 def cast_leaf(x: Leaf, dtype: DType) -> Leaf:
   """Returns `x` in `dtype` if it is a floating array, else `x` itself."""
-  # A NumPy value stays one, so that code can read it under `jit`, such as a schedule or a rate.
+  # A NumPy array stays on the host, so that Python can read it under `jit`: a schedule, or a
+  # learning rate.
   if not is_floating(x) or x.dtype == dtype:
     return x
   if isinstance(x, jax.ShapeDtypeStruct):
     return x.update(dtype=dtype)
   if isinstance(x, (np.ndarray, np.generic)):
-    # JAX would narrow float64 first; rounding twice is then what the same input gives anywhere.
+    # Without x64, JAX narrows float64 to float32 first. Round in the same two steps, so that the
+    # result does not depend on where the array is.
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype)).astype(dtype)
   return x.astype(dtype)
 
@@ -125,7 +130,8 @@ def low_to_float32(x: Leaf) -> Leaf:
 
 def is_nnx_object(x: object) -> bool:
   """Whether `x` is a module, a container, a variable or another object of Flax NNX."""
-  # It may be a tree to JAX, but a mapped copy of it loses what is written to it.
+  # By names, since NNX may not be installed. It may be a tree to JAX, but writes to a mapped copy
+  # are lost.
   names = (c.__module__ for c in type(x).__mro__ if c.__name__ in ("Pytree", "Variable"))
   return any(name.startswith("flax.nnx.") for name in names)
 
@@ -179,13 +185,15 @@ def all_finite(tree: PyTree) -> Array:
 
 
 def tree_differences(expected: PyTree, got: PyTree, *, dtypes: bool) -> list[str]:
-  """Returns what keeps `got` from being like `expected`, by path. None counts as a leaf."""
+  """Returns the differences between two trees, by path. None counts as a leaf."""
   wants, treedef = _described(expected, dtypes)
   gives, other = _described(got, dtypes)
+  # Name paths first: they say more than a difference of structures.
   missing = [f"nothing at {path}" for path in wants if path not in gives]
   extra = [f"an extra leaf at {path}" for path in gives if path not in wants]
   if missing or extra:
     return missing + extra
+  # All paths agree: a list in place of a tuple, or another static field of a dataclass.
   if treedef != other:
     return [_other_container(expected, got)]
   return [f"{gives[p]} for {want} at {p}" for p, want in wants.items() if want != gives[p]]
@@ -200,6 +208,7 @@ def _other_container(expected: PyTree, got: PyTree, path: str = "") -> str:
     jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
     for tree in (expected, got)
   ]
+  # An empty container has no leaves. Paths may agree although the numbers of children differ.
   if (n := len(children[1])) != len(children[0]):
     return f"other containers: {kinds[0]} of {n} for {len(children[0])} at {path or 'the root'}"
   for (key, want), (_, give) in zip(*children, strict=True):
@@ -214,7 +223,7 @@ def is_none(x: object) -> bool:
 
 
 def _described(tree: PyTree, dtypes: bool) -> tuple[dict[str, str], object]:
-  """Returns what each leaf of a tree is, by path, and the structure of the tree."""
+  """Returns a description of each leaf of a tree, by path, and the structure of the tree."""
   texts: dict[str, str] = {}
   leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
   for path, x in leaves:
@@ -264,7 +273,8 @@ def pick(condition: Array, on_true: PyTree, on_false: PyTree) -> PyTree:
   """Returns what `select` does, of trees that are known to be alike."""
   news, treedef = jax.tree.flatten(on_true)
   olds = jax.tree.leaves(on_false)
-  # float0 holds nothing to select, and leaves that are not arrays cannot depend on the flag.
+  # `float0` has no values, and leaves that are not arrays cannot depend on a traced flag: keep the
+  # new one. The same object in both trees needs no selection.
   selected = [
     i
     for i, (new, old) in enumerate(zip(news, olds, strict=True))

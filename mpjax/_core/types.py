@@ -24,7 +24,7 @@ DType: TypeAlias = np.dtype[Any]
 DTypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
 Array: TypeAlias = jax.Array
 NumpyArray: TypeAlias = np.ndarray[Any, Any]
-Leaf: TypeAlias = Any  # an array, a Python number, or what a user has put there
+Leaf: TypeAlias = Any  # an array, a Python number, or any object of the user's
 
 Module: TypeAlias = Any  # a module of Linen or of NNX: neither is imported for its type alone
 Class: TypeAlias = type[Any]
@@ -42,7 +42,7 @@ HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 HALF_NAMES = tuple(sorted(dtype.name for dtype in HALVES))
 
 
-# An audit asks this several times of each value, and `jnp.issubdtype` is slow.
+# Cached: an audit asks this several times for each value, and `jnp.issubdtype` is slow.
 @functools.lru_cache(maxsize=256)
 def is_floating_dtype(dtype: DType) -> bool:
   return jnp.issubdtype(dtype, jnp.floating)

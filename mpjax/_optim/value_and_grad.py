@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, check_scalar, kind_of
-from mpjax._core.frameworks import framework_of, library_of_grad
+from mpjax._core.frameworks import framework_of, kind_of_model, library_of_grad
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, P, PyTree
 from mpjax._optim.loss_scale import find_scale, scale_reader, unscale_tree
@@ -78,12 +78,15 @@ def value_and_grad(
   _check_fun(fun)
   positions = _positions(argnums)
   scale = find_scale(opt_state, f"{_CALL}(opt_state)", name)
+  # Found once, when the function is built. The scale is read at each call.
   read, largest = scale_reader(scale, _WHERE), scale.largest
+  # Pass an option only if it was given: other differentiators may not have it.
   options: dict[str, object] = {} if argnums == 0 else {"argnums": argnums}
   options |= {"allow_int": True} if allow_int else {}
 
   @functools.wraps(fun, updated=())
   def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, Grads]:
+    # A position out of range is left to the differentiator, which raises its own error.
     primals = [args[i] for i in positions if -len(args) <= i < len(args)]
     scaled = _scaled_loss(fun, read(primals), largest, has_aux)
     differentiate = differentiator
@@ -91,6 +94,7 @@ def value_and_grad(
       _check_leaves_of_equinox(primals, allow_int)
       differentiate = library_of_grad((args, kwargs)).value_and_grad
     (_, (loss, aux, rest)), grads = differentiate(scaled, has_aux=True, **options)(*args, **kwargs)
+    # The part of the scale that a float16 loss could not take. Gradients keep their dtype.
     if rest is not None:
       grads = jax.tree.map(lambda g: _times(g, rest).astype(g.dtype) if is_inexact(g) else g, grads)
     return ((loss, aux) if has_aux else loss), grads
@@ -112,7 +116,7 @@ def _check_fun(fun: object) -> None:
 def _positions(argnums: Hashable | Sequence[Leaf]) -> list[int]:
   """Returns the positions of the arguments that are differentiated."""
   several: Sequence[Any] = argnums if isinstance(argnums, Sequence) else [argnums]
-  # An `nnx.DiffState` has its position in a field.
+  # An `nnx.DiffState` holds its position in the field `argnum`.
   positions = [getattr(one, "argnum", one) for one in several]
   if not all(isinstance(x, (int, jnp.integer)) for x in positions):
     where, expected = f"{_CALL}(argnums)", "positions of arguments"
@@ -131,18 +135,19 @@ def _scaled_loss(
   @functools.wraps(fun, updated=())
   def scaled(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, PyTree, Array | None]]:
     loss, aux = loss_and_aux(fun(*args, **kwargs), has_aux, f"{_CALL}(fun)")
-    # The derivative of a float16 loss starts with the scale in float16, which is inf from 2^16
-    # on. The loss is therefore multiplied by at most 2^15, and the gradients by the rest.
+    # The backward pass starts with the scale in the dtype of the loss. In float16, 2^16 is inf. So
+    # a float16 loss is multiplied by at most 2^15, and the gradients by the rest.
     within, rest = scale, None
     if scale is not None and _may_overflow(loss, largest):
       within = jnp.minimum(scale, jnp.float32(2**15))
       rest = scale / within
     product = loss if within is None else _times(loss, within)
-    # Dividing the scaled loss again would round or overflow.
+    # Return the plain loss as aux: dividing the scaled one would round, or give inf.
     return product, (loss, aux, rest)
 
   if isinstance(fun, functools.partial):
-    # Flax reads no signature of a partial, in which its keywords would be those of the call.
+    # The fixed keywords of a partial are defaults in its signature. Flax would take them for
+    # keyword arguments of the call.
     del scaled.__wrapped__
   return scaled
 
@@ -179,17 +184,22 @@ def _may_overflow(loss: Leaf, largest: float) -> bool:
 def _times(x: Leaf, scale: Array) -> Array:
   """Returns a loss, or a gradient, times a factor, multiplied in float32 at least."""
   if AUDIT.value is not None:
-    AUDIT.value.uses.add("loss scale")
+    AUDIT.value.uses.add("loss scale")  # The audit lists features that the function uses.
   wide = at_least_float32(x)
   return wide * scale.astype(wide.real.dtype)
 
 
 def _check_leaves_of_equinox(models: Sequence[Module], allow_int: bool) -> None:
   """Raises for models of Equinox with leaves that `jax.value_and_grad` does not differentiate."""
+  if allow_int:
+    return
   for model in models:
-    leaves = jax.tree.leaves(model) if framework_of(model) == "Equinox" and not allow_int else []
-    if not all(map(is_inexact, leaves)):
-      expected, got = "a tree of floating arrays", f"a model of Equinox ({type(model).__name__})"
+    if framework_of(model) != "Equinox":
+      continue
+    # A module of Equinox has functions and integers among its leaves. `jax.value_and_grad` refuses
+    # these in an error that does not name Equinox.
+    if not all(map(is_inexact, jax.tree.leaves(model))):
+      expected, got = "a tree of floating arrays", kind_of_model(model)
       fix = "Pass differentiator=equinox.filter_value_and_grad."
       raise MpjaxTypeError(f"{_WHERE}(params)", expected=expected, got=got, fix=fix)
 
@@ -197,6 +207,7 @@ def _check_leaves_of_equinox(models: Sequence[Module], allow_int: bool) -> None:
 def loss_and_aux(out: PyTree, has_aux: bool, call: str) -> tuple[Leaf, PyTree]:
   """Returns the loss in the result of a function, checked, and the rest."""
   where = f"{call}: the loss"
+  # A wrong `has_aux` is the common mistake. JAX would report a loss of the wrong type.
   if has_aux != (isinstance(out, (tuple, list)) and len(out) == 2):
     expected, fix = "a floating scalar", "Pass has_aux=True, or return the loss alone."
     if has_aux:

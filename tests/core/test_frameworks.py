@@ -25,6 +25,13 @@ def models():
 
 FIXES = dict.fromkeys(("Linen", "NNX"), "mpjax.with_policy(model")
 FIXES |= {"Equinox": "mpjax.with_policy(loss_fn", "Haiku": "mpjax.with_policy(transformed.apply"}
+KINDS = {
+  "Linen": "a flax.linen.Module (Probe)",
+  "NNX": "a flax.nnx.Module (Linear)",
+  "Equinox": "an equinox.Module (MLP)",
+  "Haiku": "a haiku.Transformed",
+  "Haiku state": "a haiku.TransformedWithState",
+}
 
 
 CLASSES = [
@@ -43,8 +50,7 @@ def test_a_model_of_another_library_is_told_what_to_write():
     for given, model in models().items():
       name = given.split()[0]
       if name != taken:
-        got = f"a model of {name} ({type(model).__name__})"
-        with refused(TypeError, where, f"flax.{taken.lower()}.Module", got, FIXES[name]):
+        with refused(TypeError, where, f"flax.{taken.lower()}.Module", KINDS[given], FIXES[name]):
           with_policy(model, "bfloat16")
   for taken, given, got, fix in CLASSES:
     with refused(TypeError, where, "a", got, fix):
@@ -52,7 +58,7 @@ def test_a_model_of_another_library_is_told_what_to_write():
 
 
 def test_what_is_no_function():
-  model = (nn.Dense(2), "a model of Linen (Dense), which is called through apply")
+  model = (nn.Dense(2), "a flax.linen.Module (Dense), which is called through apply")
   compiled = (jax.jit(jnp.sin).lower(1.0).compile(), "a compiled one")
   for fn, got in [(3, "3"), ("fn", "'fn'"), ({}, "dict"), model, compiled]:
     with refused(TypeError, "mpjax.audit(fn)", "a function of arrays", got, "Pass"):

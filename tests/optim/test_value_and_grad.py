@@ -286,7 +286,7 @@ def test_equinox_differentiates_an_equinox_model():
 
 def test_a_model_is_told_who_differentiates_it():
   fix = "differentiator=equinox.filter_value_and_grad"
-  with refused(TypeError, f"{WHERE}(params)", "floating arrays", "a model of Equinox (MLP)", fix):
+  with refused(TypeError, f"{WHERE}(params)", "floating arrays", "an equinox.Module (MLP)", fix):
     mpjax.value_and_grad(mean_square, STATE)(mlp_of_equinox(), X)
 
 
