@@ -72,8 +72,11 @@ def accumulate_gradients(
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
     inner_state = init_shown(inner, params, where)
-    fix = "Swap the two, loss_scaling(accumulate_gradients(inner, every)), to add what is unscaled."
+    # With the scale inside, one overflowed micro-batch would turn the sum of the entire window into
+    # inf.
+    fix = "Swap the two: loss_scaling(accumulate_gradients(inner, every)) adds unscaled gradients."
     refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
+    # The state holds float32 sums: in bfloat16 a sum stops growing after 256 equal gradients.
     zero, view = jnp.zeros((), jnp.int32), float32_view(params)
     value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, marked(inner_state)) else None
     new = AccumulationState(zero, zero, nothing_like(view), inner_state, value)
@@ -85,7 +88,7 @@ def accumulate_gradients(
     state = check_state(state, AccumulationState, f"{where}.update(state)")
     params = arrays_only(params)
     _check_extra_arguments(extra_args, f"{where}.update")
-    # Without parameters the sum knows what the gradients have to be like.
+    # `params` is optional in optax. The sum has the same tree and shapes, and stands in for it.
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
     total = jax.tree.map(jnp.add, state.total, grads)
@@ -93,16 +96,21 @@ def accumulate_gradients(
     window = _window(every, state.updates_done)
     # >=, not ==: a state restored into a shorter window may be past it already.
     full = count >= window
+    # Optimizers that read the loss get its mean over the micro-batches so far, like the gradient.
     value = state.value
     if value is not None and extra_args.get("value") is not None:
       value = value + jnp.asarray(extra_args["value"], jnp.float32)
       extra_args["value"] = value / count.astype(jnp.float32)
 
     def step(inner_state: OptState) -> tuple[Updates, OptState]:
+      # Divide by the true number of gradients, which differs from `every` after a restore. `real`
+      # is the dtype of the magnitude: a complex sum is divided by a real count.
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
       return update_shown(inner, mean, inner_state, params, extra_args, f"{where}.update")
 
+    # Inside an open window `inner` does not run, so its counts and moments stay.
     new_updates, inner_state = step_or_skip(full, step, state.inner_state)
+    # The next sum starts from -0.0, since -0.0 + g has the bits of g, also for g = -0.0.
     return new_updates, AccumulationState(
       micro_batches=jnp.where(full, 0, count),
       updates_done=jnp.where(full, optax.safe_increment(state.updates_done), state.updates_done),
@@ -116,11 +124,12 @@ def accumulate_gradients(
 
 def _check_extra_arguments(extra_args: Mapping[str, PyTree], where: str) -> None:
   """Raises for arguments that belong to one micro-batch, and for a loss that is no scalar."""
+  # A line search and opaque SAM evaluate the loss of one batch. An update of several has none.
   alone = [f"{name}=" for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
   if alone:
-    expected = "value= and what does not depend on the batch"
-    got = "a gradient or function of one micro-batch, while the update is from a window of them"
-    fix = "Leave them out, or add the gradients up yourself, without accumulate_gradients."
+    expected = "value= and arguments that do not depend on the batch"
+    got = "a gradient or function of one micro-batch, but an update belongs to a whole window"
+    fix = "Leave them out, or add up the gradients in the step, without accumulate_gradients."
     raise MpjaxTypeError(f"{where}({', '.join(alone)})", expected=expected, got=got, fix=fix)
   expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
   check_scalar(extra_args.get("value", 0), f"{where}(value)", expected=expected, fix=fix)
@@ -129,8 +138,9 @@ def _check_extra_arguments(extra_args: Mapping[str, PyTree], where: str) -> None
 def _window(every: int | Callable[[Array], Array | int], updates_done: Array) -> Array | int:
   """Returns how many micro-batches make the window that is open."""
   window = every(updates_done) if callable(every) else every
+  # A traced number cannot raise. `count >= window` rounds fractions up, and ends windows below 1.
   if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
-    expected, fix = "a function that returns an integer, at least 1", "Round what it returns."
+    expected, fix = "a function that returns an integer, at least 1", "Round its result."
     raise MpjaxValueError(_EVERY, expected=expected, got=str(window), fix=fix)
   return window
 
@@ -139,12 +149,18 @@ def _reads_value(
   inner: optax.GradientTransformationExtraArgs, params: Params, inner_state: OptState
 ) -> bool:
   """Whether `inner` reads `value=`; only then the state holds a sum of it."""
-  # A chain takes any extra argument, so that no signature says it, but the jaxpr of `update` does.
+  # The signature does not tell: a chain takes any extra argument. The jaxpr of `update` shows
+  # whether it uses `value`, the last argument.
+  # `loss_scaling` passes these two to every inner optimizer, so `inner` may require them.
   ours = {"grads_finite": True, "loss_scale": np.float32(1)}
-  update = lambda p, state, value: inner.update(p, state, p, value=value, **ours)  # noqa: E731
+
+  def update(p: Params, state: OptState, value: Array) -> tuple[Updates, OptState]:
+    return inner.update(p, state, p, value=value, **ours)
+
   try:
     jaxpr = jax.make_jaxpr(update)(params, inner_state, np.float32(1)).jaxpr
   except REFUSALS:  # It wants more arguments, which only update will have.
     return True
+  # A value that is only passed through to the new state counts as used, too.
   used = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
   return any(v is jaxpr.invars[-1] for v in used)

@@ -66,6 +66,7 @@ def apply_updates(
   """
   call = "mpjax.apply_updates"
   check_rounding(call, rounding)
+  # A key in third place would be taken for a state without masters, and ignored.
   if is_array_like(opt_state) and is_key(jnp.result_type(opt_state)):
     expected, fix = "the state of an optimizer", "Write rounding= and key= with their names."
     where = f"{call}(opt_state)"
@@ -76,6 +77,8 @@ def apply_updates(
   masters = _masters_of(states, params)
   leaves, treedef = jax.tree.flatten(params)
   new = []
+  # A parameter with a master becomes the rounded master: `p + u` in float32 may miss it by a bit.
+  # Each leaf folds in its position, since equal leaves must not get equal noise.
   for position, (p, u, m) in enumerate(zip(leaves, jax.tree.leaves(updates), masters, strict=True)):
     if m is not None and in_low_precision(p):
       new.append(stored(jnp.asarray(m, jnp.float32), p))
@@ -87,6 +90,8 @@ def apply_updates(
 def _check_key(rounding: str, states: Sequence[MasterWeightsState], key: Array | None) -> None:
   """Raises unless there is a key exactly for stochastic rounding, which takes no masters."""
   is_stochastic = rounding == "stochastic"
+  # A master keeps the part that rounding cuts off. Random rounding would move the parameter away
+  # from it.
   if is_stochastic and states:
     where = "mpjax.apply_updates(opt_state, rounding='stochastic')"
     expected = "a state without mpjax.master_weights, whose parameters are rounded to nearest"
@@ -103,9 +108,10 @@ def _checked_updates(updates: Updates, params: Params) -> Updates:
   """Returns updates in the tree of the parameters: a leaf that cannot move is its own update."""
 
   def filled_in(p: Leaf, u: Leaf) -> Leaf:
+    # Functions in a model of Equinox and keys have no gradient. `tx.update` returns None for them.
     return p if u is None and p is not None and _is_untrained(p) else u
 
-  with contextlib.suppress(ValueError):  # Of another tree check_alike says where it differs.
+  with contextlib.suppress(ValueError):  # For another tree, check_alike says where it differs.
     updates = jax.tree.map(filled_in, params, updates, is_leaf=is_none)
   where, expected = "mpjax.apply_updates(updates)", "updates like the parameters"
   fix = "Pass what tx.update returned for these parameters."
@@ -118,9 +124,11 @@ def _masters_of(states: Sequence[MasterWeightsState], params: Params) -> list[Le
   """Returns the float32 master of each parameter, None where there is none."""
   master = merged_masters(states)
   try:
+    # None means that the parameter has no master. With the parameter itself there, trees can be
+    # compared.
     filled = jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=is_none)
     problems = tree_differences(params, filled, dtypes=False)
-    # One hole may replace a subtree.
+    # A hole (None, or a MaskedNode) may replace a subtree: give each parameter below it one.
     spread = jax.tree.broadcast(master, params, is_leaf=is_none)
     masters = jax.tree.structure(params).flatten_up_to(spread)
   except ValueError as error:
@@ -144,8 +152,11 @@ def _is_untrained(param: Leaf) -> bool:
 
 
 def _add(param: Leaf, update: Leaf, key: Array | None) -> Array:
+  """Returns a parameter plus its update, rounded once to the parameter's dtype."""
+  # None of the sums below is defined for keys and functions.
   if _is_untrained(param):
     return cast("Array", param)
+  # float32 and wider sums are those of optax, bit for bit.
   if not in_low_precision(param):
     return cast("Array", optax.apply_updates(param, update))
   # A weakly typed update would be added, and lost, in low precision.
@@ -157,29 +168,36 @@ def _add(param: Leaf, update: Leaf, key: Array | None) -> Array:
 
 def round_stochastically(exact: Array, dtype: DType, key: Array) -> Array:
   """Returns float32 numbers in a narrower dtype, each rounded to one of its neighbours there."""
+  # The dtype goes in as an array, because a jitted `custom_jvp` takes nothing else.
   noise = jax.random.bits(key, exact.shape, jnp.uint32)
   return _add_noise(exact, noise, np.zeros((), dtype))
 
 
 @differentiated_as(lambda exact, noise, like: exact.astype(like.dtype))
 def _add_noise(exact: Array, noise: Array, like: Array) -> Array:
+  """Returns float32 numbers rounded to the dtype of `like` by uniform 32-bit noise."""
   dtype, limits = like.dtype, jnp.finfo(like.dtype)
+  # The number of mantissa bits that a normal number loses: 16 for bfloat16, 13 for float16.
   dropped = jnp.finfo(jnp.float32).nmant - limits.nmant
-  # Noise below the last bit that stays carries into it as often as what is dropped is large.
+  # Add uniform noise below the last kept bit, then cut. The noise carries into the kept bits with a
+  # probability of dropped part / unit, so the result is right on average.
   bits = jax.lax.bitcast_convert_type(exact, jnp.uint32) + (noise >> np.uint32(32 - dropped))
   kept = np.uint32(2**32 - 2**dropped)
   rounded = jax.lax.bitcast_convert_type(bits & kept, jnp.float32)
   if limits.smallest_normal > jnp.finfo(jnp.float32).smallest_normal:
-    # Subnormal numbers are equally spaced, and lose more bits than the noise above covers.
+    # float16 and float8 have fewer exponents than float32. Their subnormal numbers are equally
+    # spaced, and lose more bits than the noise above covers.
     spacing = np.float32(limits.smallest_subnormal)
     units = exact / spacing
     below = jnp.floor(units)
+    # 24 bits of noise as a float32 number in [0, 1), exactly.
     uniform = (noise >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
     steps = jnp.where(uniform < units - below, below + np.float32(1), below)
     is_subnormal = jnp.abs(exact) < np.float32(limits.smallest_normal)
     rounded = jnp.where(is_subnormal, steps * spacing, rounded)
   low = rounded.astype(dtype)
-  # Noise would turn the largest numbers into inf, and change an inf or NaN.
+  # Noise could turn the largest numbers into inf, and would change an inf or NaN. These are rounded
+  # to nearest.
   nearest = exact.astype(dtype)
   usable = jnp.logical_and(jnp.isfinite(exact), jnp.isfinite(low))
   return jnp.where(usable, low, nearest)

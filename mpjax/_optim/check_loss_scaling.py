@@ -75,6 +75,8 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
     call = StepCall(step, args, kwargs)
     scales = _scales_of(call)
     stated = None if origins is None else _stated_pairs(origins, call)
+    # The check overflows on purpose, so the debugging flags must not raise. Under `disable_jit` a
+    # `while_loop` of the step could not be traced.
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
       program = StepProgram(call)
       nothing_moved = _check_scales(call, program, scales, stated)
@@ -94,9 +96,11 @@ def _read_returns(returns: PyTree) -> dict[Names, int | str | None] | None:
   """Returns which argument each result comes from; None if the user has not said."""
   if returns is None:
     return None
+  # None is an entry here, and JAX drops it from a tree unless it is a leaf.
   entries = leaves_of(returns, is_leaf=lambda x: x is None)
   origins = {names_of(path): x for path, x in entries.items()}
   for x in origins.values():
+    # A bool is an int to Python, and would be taken for position 0 or 1.
     if isinstance(x, bool) or not isinstance(x, (int, str, NoneType)):
       expected = "positions and names of arguments, in the tree of the results"
       raise errors.MpjaxTypeError(STATED, expected=expected, got=errors.kind_of(x), fix=STATE_THEM)
@@ -114,6 +118,7 @@ def _stated_pairs(origins: Mapping[Names, int | str | None], call: StepCall) -> 
     if argument not in kwargs and argument not in range(len(args)):
       expected = f"positions from 0 to {len(args) - 1}, or names of keyword arguments"
       raise errors.MpjaxValueError(STATED, expected=expected, got=repr(argument), fix=STATE_THEM)
+    # `StepCall` keeps keyword arguments in a dict behind the positional ones.
     node = (str(len(args)), argument) if isinstance(argument, str) else (str(argument),)
     pairs.append((node, result))
   return pairs
@@ -122,6 +127,7 @@ def _stated_pairs(origins: Mapping[Names, int | str | None], call: StepCall) -> 
 def _scales_of(call: StepCall) -> list[ScaleInStep]:
   """Returns the loss scales among the arguments, and raises if there are none that can be used."""
   scales = locate_scales(call)
+  # The check runs the step with other scales and compares values, so it needs concrete arrays.
   is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(call.arguments))
   if is_traced or not scales:
     expected = "concrete arguments, with the state of an optimizer created by mpjax.loss_scaling"
@@ -137,6 +143,7 @@ def _check_scales(
 ) -> list[OwnedScale]:
   """Raises unless a step is right, and returns the loss scales for which nothing moved."""
   scaled = [scale for scale in scales if scale.fields]
+  # Float16 gradients underflow without a factor on the loss: `NoLossScale` or `SkipNonfinite`.
   if np.dtype("float16") in program.dtypes and not any(one.owned.multiplies for one in scales):
     raise _not_scaled(scales[0].owned)
   if not scaled:
@@ -162,19 +169,23 @@ def _unscaled_gradient(where: Location) -> str:
 
 def _check_scale(step: ExaminedStep, versions: Versions, scale: ScaleInStep) -> bool:
   """Raises unless a step uses one loss scale as it should; returns whether something moved."""
+  # 1. Run the step at several scales. Where it is applied, its results must not differ.
   largest, *others = _scales_to_try(step, scale)
   runs = [_run(step, scale, largest, step.call.arrays)]
   if runs[0].applied is None:
     return True  # This optimizer is not used.
   runs += [_run(step, scale, number, step.call.arrays) for number in others]
   compared = _where_applied(runs)
+  # The loss scale and its counters change in every run.
   pairs = {x: new for x, new in versions.pairs.items() if not is_of_scale(x)}
   if dependent := _dependent_on_scale(step, pairs, compared):
     raise _depends_on_scale(scale.owned, min(dependent), versions, compared)
+  # 2. Let it overflow, from a state in which each change shows. Nothing may change but the scale.
   start = _a_step_later(step, pairs, compared.finite[0])
   skipped = _run(step, scale, np.nan, start).after
   changed = _changed(step, pairs, start, skipped)
-  # Where one optimizer applies its update at NaN, the step as a whole is not skipped.
+  # With several optimizers, one may apply its update at NaN. The step is then not skipped as a
+  # whole.
   is_skipped = not any(np.any(skipped[one.new["finite"]]) for one in step.scales if one.new)
   if changed and is_skipped:
     raise _changes_when_skipped(step, scale.owned, changed, versions)
@@ -183,20 +194,23 @@ def _check_scale(step: ExaminedStep, versions: Versions, scale: ScaleInStep) -> 
 
 def _scales_to_try(step: ExaminedStep, scale: ScaleInStep) -> list[float]:
   """Returns the loss scales at which a step is run, the largest first, inf and NaN last."""
-  # A gradient with a wrong factor of the scale dominates at one extreme and vanishes at the other.
-  # This holds behind a clip too. With small gradients the mistake shows only at the largest scale.
-  # At inf a plain gradient becomes 0 and a scaled one NaN. A correct step is then skipped, or
-  # retried at a lower scale with the same results. At NaN no retry helps.
+  # A gradient with a wrong factor of the scale dominates at one extreme and vanishes at the other,
+  # also behind a clip. With small gradients the mistake shows only at the largest scale. At inf a
+  # plain gradient becomes 0 and a scaled one NaN. A correct step is then skipped, or retried at a
+  # lower scale with the same results. At NaN no retry helps.
   if scale.owned.fields == {"scale": 1}:
-    return [1.0]  # At a scale that is always 1 plain gradients are right.
+    return [1.0]  # At a scale that is always 1, gradients need no factor.
   if step.program.traced:
     return [max(scale.owned.largest, 2.0**14), 2.0**14, 2.0**-22, np.inf, np.nan]
+  # A step that is not traced may compute in float16, which overflows at larger scales.
   return [2.0**8, 2.0**6, np.inf, np.nan]
 
 
 def _run(step: ExaminedStep, scale: ScaleInStep, number: float, start: Mapping[Path, Array]) -> Run:
   """Runs a step at one scale, and raises if it does not update the scale where it should."""
   run = run_at(step, scale, number, start)
+  # A step may leave the scale of another optimizer alone. A scale that it reads must move, also at
+  # an overflow: a step that selects the old state there keeps the old scale.
   if run.applied is None and (_is_used(step, scale) or not np.isfinite(number)):
     raise _not_updated(scale.owned)
   return run
@@ -225,6 +239,7 @@ def _where_applied(runs: Sequence[Run]) -> _Compared:
 
   A loop of several steps skips some of them at an overflow.
   """
+  # A retried batch at inf is applied too, at a lower scale. Its results count as well.
   most = max(run.applied or 0 for run in runs)
   applied = [run for run in runs if run.applied == most and most > 0]
   finite = [run.after for run in applied if np.isfinite(run.number)]
@@ -266,7 +281,8 @@ def _dependent_on_scale(
       continue
     first = compared.finite[0][place]
     moved = [_distance(old, after[place]) for after in compared.finite]
-    # In low precision a step rounds.
+    # A step that is not traced rounds in its own precision, so a small part of the change may
+    # differ. A wrong factor of the scale changes it by far more.
     limit = 0.25 * max(moved)
     at_finite, at_overflow = (
       any(_distance(first, after[place]) > limit for after in runs)
@@ -281,11 +297,12 @@ def _moves(
   step: ExaminedStep, scale: ScaleInStep, pairs: Mapping[Path, Place], compared: _Compared
 ) -> bool:
   """Whether a new version that depends on gradients is another than the array that it replaces."""
-  # Update divides gradients by the scale. Statistics depend on no more than whether the step is
-  # applied.
+  # Everything computed from gradients depends on the scale, by which `update` divides. Statistics
+  # depend at most on whether the step is applied.
   dependent = step.program.depends_on(scale.fields["scale"])
   for argument, place in pairs.items():
     old = numbers(step.call.arrays[argument])
+    # Without a trace, any new version may depend on gradients.
     may_depend = dependent is None or place in dependent
     if may_depend and is_inexact(old) and _distance(old, compared.finite[0][place]) > 0:
       return True
@@ -297,7 +314,7 @@ def _a_step_later(
 ) -> dict[Path, Array]:
   """Returns the arguments of the next step, as far as they have new versions."""
   # An average that begins as a copy of the parameters differs from them after a step. Arrays of
-  # zeros, such as momentum, get another number, since a change of 0 would not show.
+  # zeros, such as momentum, get another number, since a multiple of 0 would not show a change.
   start = dict(step.call.arrays)
   for argument, x in step.call.arrays.items():
     new: Leaf = numbers(x)
@@ -322,20 +339,23 @@ def _changed(
   changed = []
   for argument, place in pairs.items():
     old = numbers(start[argument])
-    # Integers beside the optimizer's state may count all steps.
+    # Integers beside the optimizer's state may count all steps: a cursor, the number of batches.
     may_count = argument[:-1] in around_scales and not is_inexact(start[argument])
+    # By bytes: NaN equals itself then, and a changed sign of zero shows.
     if old.tobytes() != skipped[place].tobytes() and not may_count:
       changed.append((argument, place))
   return changed
 
 
 def _distance(a: NumpyArray, b: NumpyArray) -> float:
+  """Returns the sum of the absolute differences of two arrays, inf if one is NaN."""
   # An inf, such as the first best loss, counts as 0: every number is infinitely far from inf.
   size = np.abs(np.where(np.isfinite(a), a, 0) - b)
   return float(np.nan_to_num(np.sum(size, where=a != b, dtype=np.float64), nan=np.inf))
 
 
 def _not_scaled(scale: OwnedScale) -> errors.MpjaxValueError:
+  """Returns the error for a float16 step without a factor on its loss."""
   expected = "a loss scale, since the step computes in float16, whose gradients underflow"
   fix = "Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16."
   got = f"{scale.kind.__name__}()"
@@ -343,6 +363,7 @@ def _not_scaled(scale: OwnedScale) -> errors.MpjaxValueError:
 
 
 def _not_updated(scale: OwnedScale) -> errors.MpjaxValueError:
+  """Returns the error for a step that drops the new loss scale."""
   expected = f"a step that returns the new loss scale {scale.label!r}, when it is skipped too"
   fix = "Return the opt_state that tx.update of mpjax.loss_scaling returned, and never select it."
   if scale.in_variables:
@@ -356,8 +377,10 @@ def _not_updated(scale: OwnedScale) -> errors.MpjaxValueError:
 def _depends_on_scale(
   scale: OwnedScale, one: _Dependent, versions: Versions, compared: _Compared
 ) -> errors.MpjaxValueError:
+  """Returns the error for a result that depends on the scale, with the likely mistake."""
   text = text_of(one.place[1:])
   got = "gradients that were unscaled twice, clipped while scaled, or in part never scaled"
+  # A change that grows with the scale has a factor too many, one that shrinks has one too few.
   if one.rises:
     got = "gradients that still carry the loss scale, or carry it twice"
   elif compared.overflowed:
@@ -379,7 +402,8 @@ def _depends_on_scale(
 def _changes_when_skipped(
   step: ExaminedStep, scale: OwnedScale, changed: Sequence[tuple[Path, Place]], versions: Versions
 ) -> errors.MpjaxValueError:
-  # Statistics come before keys and counts of random numbers, which follow from the same mistake.
+  """Returns the error for a skipped step that changes some of the arguments."""
+  # Statistics are named first. Keys and counts of random numbers follow from the same mistake.
   is_number = {path: is_inexact(step.call.arrays[path]) for path, _ in changed}
   (argument, place), *others = sorted(changed, key=lambda pair: not is_number[pair[0]])
   got = f"another {text_of(place[1:])}"
@@ -399,7 +423,7 @@ def _changes_when_skipped(
 
 
 def _unless_stated(argument: Path, place: Place, versions: Versions) -> str:
-  """Returns what to do if a result was taken for the new version of an argument, and is none."""
+  """Returns the fix for a result that was wrongly taken for the new version of an argument."""
   if argument not in versions.inferred:
     return ""
   return (

@@ -48,6 +48,7 @@ def check_skipped_steps(
   fix = "1 raises after the first skipped step."
   most = check_int(max_consecutive_skips, f"{call}(max_consecutive_skips)", least=1, fix=fix)
   scale = find_scale(opt_state, where, name)
+  # A `TrainState` has its parameters beside the optimizer state.
   params = getattr(opt_state, "params", None) if params is None else params
   trained = {"opt_state": scale.owner.inner_state, "params": params}
   state = scale.state
@@ -56,7 +57,8 @@ def check_skipped_steps(
       expected, fix = "a concrete state", "Call it on the host, after the jitted step has returned."
       raise MpjaxTypeError(where, expected=expected, got=f"a traced one ({x})", fix=fix)
   if state is None:
-    # An inf may be meant: a best value so far, a mask.
+    # NoLossScale checks no step. A NaN is never intended, while an inf may be: a best value so far,
+    # a mask.
     if (nan := _first_nan(trained)) is not None:
       expected = "no NaN after steps that NoLossScale() does not check"
       fix = "Restore a checkpoint, and train with mpjax.SkipNonfinite(), which skips such steps."
@@ -64,6 +66,7 @@ def check_skipped_steps(
     return
   # Several values where the state is vmapped (an ensemble): the worst member counts.
   scales, skips = np.atleast_1d(state.scale), np.atleast_1d(state.consecutive_skips)
+  # Backing off stops at a minimum, so no step makes the scale 0, inf or NaN.
   if not np.all(np.isfinite(scales) & (scales > 0)):
     expected, got = "a positive finite loss scale", str(np.asarray(state.scale))
     fix = "No step produces this: restore another checkpoint, or call mpjax.states.set_loss_scale."
@@ -77,9 +80,11 @@ def check_skipped_steps(
     "is too high. "
     "print(mpjax.find_nonfinite(step)(state, batch)) shows where it begins."
   )
+  # A NaN in the parameters makes every later gradient NaN. No data or learning rate helps then.
   if (nan := _first_nan(params)) is not None:
     fix = f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
-  # Variables of Linen and models of NNX have more leaves than there are gradients.
+  # Variables of Linen and models of NNX have more leaves than there are gradients. A position would
+  # name the wrong leaf, so such trees are not searched.
   variables = isinstance(params, Mapping) and "params" in params and len(params) > 1
   if variables or is_nnx_object(params):
     fix += ' Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
@@ -95,6 +100,7 @@ def _first_nan(tree: PyTree) -> str | None:
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
       continue
+    # A step donates parameters, and reading a deleted array would raise.
     is_gone = isinstance(x, jax.Array) and x.is_deleted()
     if not is_gone and is_inexact(x) and bool(jnp.any(jnp.isnan(x))):
       return key_text(path)
@@ -103,6 +109,7 @@ def _first_nan(tree: PyTree) -> str | None:
 
 def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Params) -> str:
   """Returns where the last step's first non-finite value was."""
+  # With several losses, the leaf may belong to another loss than the one that is asked about.
   for one in (scale, *scales_in(scale.owner)):
     code = read_code(int(np.atleast_1d(raw_value(one.stored.first_bad))[member]))
     if code is not None:
@@ -112,7 +119,8 @@ def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Para
 
 
 def _leaf_text(code: LeafCode, opt_state: OptState, scale: OwnedScale, params: Params) -> str:
-  """Returns what a leaf is that was not finite: by its path, or by its position without one."""
+  """Names a leaf that was not finite, by its path or else by its position."""
+  # A code has a checksum of the leaf's path. List the paths that such a leaf can have, with names.
   match code.kind:
     case Kind.GRADIENT | Kind.UPDATE:
       of = "the gradient of" if code.kind is Kind.GRADIENT else "the update of"
@@ -125,6 +133,7 @@ def _leaf_text(code: LeafCode, opt_state: OptState, scale: OwnedScale, params: P
       named = [(path, f"{at}{jax.tree_util.keystr(path)}") for path, _ in leaves]
   if (name := find_leaf(code, named)) is not None:
     return name
+  # No path has the checksum: the tree that was checked differs from the user's.
   if code.kind in (Kind.LOSS, Kind.STATE):
     return f"{code.kind.name.lower()} leaf {code.position_text}"
   hint = "params= gives its path" if params is None else "params have no leaf at its path"
@@ -139,9 +148,10 @@ _COMPLEX_PARTS = (".real", ".imaginary")
 
 
 def _parameters(params: Params) -> list[tuple[KeyPath, str]]:
-  """Returns the paths of gradients and updates, and what they are in an error."""
+  """Returns the paths of gradients and updates, with names for errors."""
   leaves = floating_leaves(differentiated(params))
-  # `optax.contrib.split_real_and_imaginary` makes two of a complex one, `optax.flatten` one of all.
+  # Two wrappers of optax show gradients in another tree. `split_real_and_imaginary` makes two
+  # leaves of a complex one. `flatten` makes one leaf of all, whose path is ().
   parts = [
     (*path, jax.tree_util.GetAttrKey(part[1:]))
     for path, x in leaves
@@ -155,7 +165,7 @@ def _parameters(params: Params) -> list[tuple[KeyPath, str]]:
 
 
 def _watched(model_state: PyTree) -> list[tuple[KeyPath, str]]:
-  """Returns the paths of what is looked at as `loss=`, and what it is in an error."""
+  """Returns the paths of the leaves that are checked as `loss=`, with names for errors."""
   loss, state = map(jax.tree_util.SequenceKey, (0, 1))
   # `make_train_step` passes a pair of the loss and the model state, others a loss alone.
   leaves = floating_leaves(model_state)

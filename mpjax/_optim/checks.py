@@ -28,6 +28,7 @@ def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> 
   """Raises unless all `axes` are mapped where `call` is called: `pmin` has an AssertionError."""
   for name in axes:
     try:
+      # Outside of a mapped function the axis has no size. JAX says so in its own terms.
       jax.lax.axis_size(name)
     except (NameError, ValueError) as error:  # An integer is an axis of no mesh.
       names = jax.sharding.get_abstract_mesh().axis_names
@@ -45,12 +46,14 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
   kind, expected = optax.GradientTransformation, "an optax.GradientTransformation"
   fix = "Pass an optimizer such as optax.adamw(1e-3), or MultiSteps(...).gradient_transformation()."
   inner = check_type(inner, kind, where, expected=expected, fix=fix)
+  # Read the signature once, not in each traced update.
   names = _extra_names(inner)
 
   def init(params: Params) -> OptState:
     _refuse_statistics(params, f"{where}.init(params)")
     try:
       return inner.init(params)
+    # Errors of wrappers inside say more than the one below could.
     except MpjaxError:
       raise
     except ValueError as error:
@@ -64,6 +67,7 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
     except MpjaxError:
       raise
     except REFUSALS as error:
+      # optax fails inside some `tree.map` if a state is of another optimizer. Say so, if it is.
       like = updates if params is None else params
       refuse_other_state(inner, like, state, f"{where}.update(state)", error)
       raise
@@ -73,16 +77,17 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
 
 def _extra_names(inner: optax.GradientTransformation) -> set[str] | None:
   """Returns the names of the extra arguments of `update`; None if it takes any."""
-  # Not by the class: MultiSteps passes on any, and is no GradientTransformationExtraArgs.
+  # The class does not tell: `MultiSteps` takes any, and is no GradientTransformationExtraArgs.
   parameters = list(inspect.signature(inner.update).parameters.values())
   takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+  # The first three are updates, state and params.
   return None if takes_any else {p.name for p in parameters[3:]}
 
 
 def _taken(extra_args: Mapping[str, PyTree], names: set[str] | None) -> dict[str, PyTree]:
   """Returns the extra arguments that an `update` with these names takes."""
-  # optax asks all that take extra arguments to take any; `optax.contrib.sam` names the one it
-  # knows, and the others are ignored.
+  # optax asks optimizers to accept and ignore unknown extra arguments. `optax.contrib.sam` names
+  # only its own, and would raise.
   return {name: x for name, x in extra_args.items() if names is None or name in names}
 
 
@@ -104,9 +109,9 @@ def _refused_parameters(
   inner: optax.GradientTransformation, params: Params, where: str, error: ValueError
 ) -> MpjaxValueError:
   """Returns the error of an `inner` that does not take these parameters."""
-  # optax names the labels of a `multi_transform` that lack a transformation, without their paths.
-  # Each parameter is therefore tried separately. A fixed tree of labels fails even without
-  # parameters.
+  # optax names the labels of a `multi_transform` that lack a transformation, but not the paths. So
+  # try each parameter separately, with None for the others. If even None everywhere fails, the
+  # labels are a fixed tree, and no single parameter is at fault.
   leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
   nothing = [None] * len(leaves)
   bad = []
@@ -115,6 +120,7 @@ def _refused_parameters(
       alone = [*nothing[:position], x, *nothing[position + 1 :]]
       if _first_state(inner, treedef.unflatten(alone)) is None:
         bad.append(key_text(path))
+  # optax wraps its messages over several lines. An error here is one line.
   return MpjaxValueError(
     where,
     expected="parameters that inner takes",
@@ -132,8 +138,13 @@ def refuse_other_state(
   cause: Exception | None,
 ) -> None:
   """Raises if a state is not like that which `inner` makes; says nothing if that cannot be told."""
-  # Without masters, which are compared with the parameters: a wrapper around adds and marks them.
-  bare = lambda t: map_states(lambda x: MasterWeightsState(None, x.inner_state), t)  # noqa: E731
+  # Leave masters out of the comparison. They are compared with the parameters elsewhere, and
+  # wrappers around add and mark them.
+
+  def bare(tree: OptState) -> OptState:
+    return map_states(lambda x: MasterWeightsState(None, x.inner_state), tree)
+
+  # If `init` fails there is nothing to compare with, and the caller raises its own error.
   own = bare(_first_state(inner, params))
   problems = [] if own is None else tree_differences(own, bare(state), dtypes=False)
   if problems:
@@ -145,8 +156,9 @@ def refuse_other_state(
 
 
 def _first_state(inner: optax.GradientTransformation, params: Params) -> OptState:
+  """Returns the abstract state that `init` creates; None if `init` refuses these parameters."""
   try:
-    with warnings.catch_warnings(action="ignore"):  # It has warned where the state was made.
+    with warnings.catch_warnings(action="ignore"):  # The real `init` has warned already.
       return jax.eval_shape(inner.init, params)
   except REFUSALS:
     return None

@@ -36,7 +36,7 @@ class BatchGradients(NamedTuple):
   model_state: PyTree
   metrics: Metrics
   grads: Grads  # scaled, and at least float32
-  watched: PyTree  # what has to be finite beside the gradients: the loss, and the new model state
+  watched: PyTree  # checked for inf and NaN like the gradients: the loss, and the new model state
 
 
 def batch_gradients(
@@ -50,9 +50,11 @@ def batch_gradients(
   integer_state: IntegerState,
 ) -> BatchGradients:
   """Returns loss, model state, metrics and gradients of a batch, over micro-batches and devices."""
+  # 1. Make parameters and model state differ between devices, as far as JAX can see.
   params, vary = localise(state.params, axes)
   local = state._replace(params=params, model_state=vary(state.model_state))
-  # A trace says which leaves of the model state are unchanged. A scan cannot return that.
+  # The trace tells which leaves of the model state are unchanged. `evaluate` may run in a scan,
+  # which returns only arrays, so the list carries that out.
   unchanged: list[PyTree] = []
 
   def evaluate(model_state: PyTree, batch: PyTree, rng: Array | None) -> LossResults:
@@ -60,19 +62,21 @@ def batch_gradients(
     unchanged.append(traced.unchanged)
     if own_scale(state.opt_state, "").dynamic:
       warn_without_float16(loss_fn, traced.jaxpr)
-    return _differentiate(
-      traced.function, local._replace(model_state=model_state), batch, rng, vary
-    )
+    local_state = local._replace(model_state=model_state)
+    return _differentiate(traced.function, local_state, batch, rng, vary)
 
+  # 2. Differentiate the loss on each device, for the whole batch or for its parts.
   if micro_batches == 1:
     result = evaluate(local.model_state, batch, rng)
   else:
     result = _accumulate(evaluate, local, batch, rng, micro_batches)
+  # 3. Combine the results of all devices.
   if axes:
     model_state = common_state(
       result.model_state, state.model_state, unchanged[-1], axes, integer_state
     )
     result = _averaged(result._replace(model_state=model_state), axes)
+  # 4. Only numbers that this step wrote decide about skipping: a mask may hold -inf from the start.
   changed = jax.tree.map(_changed_numbers, result.model_state, state.model_state, unchanged[-1])
   grads = stored_first(result.grads)
   return BatchGradients(
@@ -90,14 +94,16 @@ def _differentiate(
   """Returns the results of a loss function for one batch on one device."""
 
   def own_loss(*args: PyTree) -> tuple[Array, tuple[PyTree, Metrics]]:
-    # loss_fn may have averaged the loss over devices. The derivative of one common number would be
-    # each device's share of the gradient, and the mean over devices would divide it again.
+    # `loss_fn` may have averaged the loss over devices. The derivative of one common number is each
+    # device's share of the gradient, and the mean over devices would divide it again.
     loss, aux = loss_fn(*args)
     return vary(loss), aux
 
   differentiate = value_and_grad(own_loss, state.opt_state, has_aux=True)
   (loss, (new, metrics)), grads = differentiate(state.params, state.model_state, batch, rng)
+  # Casts come before any sum: over micro-batches, and over devices.
   metrics = jax.tree.map(_metric, metrics)
+  # A weakly typed leaf would change the type of the state, and so compile the next step again.
   new = jax.tree.map(strong, new)
   loss, new = at_least_float32(loss), vary(new)
   return LossResults(loss, new, metrics, jax.tree.map(at_least_float32, grads))
@@ -112,6 +118,7 @@ def _accumulate(
 ) -> LossResults:
   """Returns the means over micro-batches, which are evaluated one after the other."""
 
+  # The carry is the model state, which each micro-batch continues, and the sum of gradients.
   def body(carry: tuple[PyTree, Grads], xs: tuple[Array, PyTree]) -> tuple[PyTree, PyTree]:
     (model_state, total), (index, micro_batch) = carry, xs
     key = None if rng is None else jax.random.fold_in(rng, index)
@@ -119,13 +126,16 @@ def _accumulate(
     return (model_state, jax.tree.map(jnp.add, total, grads)), (loss, metrics)
 
   def cut(x: Array) -> Array:
-    # Row i goes to micro-batch i % micro_batches: rows that are divided over devices stay there.
+    # Row i goes to micro-batch i % micro_batches. A sharded batch has consecutive rows on a device,
+    # so that each micro-batch has rows of all devices and no row moves.
     rows = x.reshape(x.shape[0] // micro_batches, micro_batches, *x.shape[1:])
     return jnp.moveaxis(rows, 1, 0)
 
   def combined(x: Array) -> Array:
+    # Floating metrics are means over rows, integers are counts.
     return jnp.mean(x, axis=0) if is_inexact(x) else jnp.sum(x, axis=0, dtype=x.dtype)
 
+  # float32 also for bfloat16 parameters, in which small gradients would be lost in the sum.
   zeros = jax.tree.map(lambda p: jnp.zeros_like(at_least_float32(p)), state.params)
   start, parts = (state.model_state, zeros), jax.tree.map(cut, batch)
   (model_state, total), (losses, metrics) = jax.lax.scan(
@@ -155,7 +165,7 @@ def _changed_numbers(new: Array, old: Array, is_unchanged: bool) -> Leaf:
 
 
 def _metric(x: Leaf) -> Array:
-  """`x` in the dtype in which it is added up: at least float32, or int32 (as bool is counted)."""
+  """Returns a metric in the dtype in which it is summed: at least float32, or int32 for bool."""
   x = at_least_float32(x)
   return x if is_inexact(x) or x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
@@ -168,7 +178,9 @@ def localise(
 ) -> tuple[Params, Callable[[PyTree], PyTree]]:
   """Returns the parameters as varying over devices, and a function that converts other trees."""
   # Inside of a `shard_map` JAX sums the gradients of replicated parameters over devices, in the
-  # dtype of the matmul. It does not sum those of varying parameters.
+  # dtype of the matmul. It does not sum those of varying parameters, so they can be cast to float32
+  # before the mean.
+  # Only the manual axes of a `shard_map` have varying types. `pmap` and `vmap` need no change.
   manual = tuple(name for name in axes if name in jax.sharding.get_abstract_mesh().manual_axes)
   if not manual:
     return params, lambda tree: tree
@@ -180,7 +192,8 @@ def localise(
     fix = "Pass them with in_specs=jax.P(); if sharded, use jit over a Mesh, without axis_name."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
   flag = jax.lax.pcast(jnp.asarray(True), manual, to="varying")
-  # Values that vary already go through the same operation: a scan wants one type for its carry.
+  # `pcast` refuses values that vary already, and `where` takes both. A scan needs one type for its
+  # carry.
   return local, lambda tree: jax.tree.map(lambda x: jnp.where(flag, x, x), tree)
 
 
@@ -196,6 +209,7 @@ def common_state(
   Leaves that no device has changed keep their values. Floating leaves are averaged. Integers and
   booleans need a rule in `integer_state`, for the leaf or for the nearest branch around it.
   """
+  # A single rule is the rule of the root, and so of every leaf.
   rules: _Rules = integer_state if isinstance(integer_state, Mapping) else {"": integer_state}
   _check_rules(rules, new, unchanged, axes)
 
@@ -211,11 +225,13 @@ _Rules: TypeAlias = Mapping[str, Literal["sum", "same"] | None]
 
 def _is_inside(path: KeyPath, branch: str) -> bool:
   """Whether a path is that of a branch, or inside of it."""
+  # With "/" at both ends: "layer_1" is not inside of "layer_10".
   return branch == "" or f"{path_text(path)}/".startswith(f"{branch}/")
 
 
 def _rule_for(path: KeyPath, rules: _Rules) -> str | None:
   """Returns the rule for a leaf; None if there is none."""
+  # The longest branch around a leaf is the nearest one.
   branches = [branch for branch in rules if _is_inside(path, branch)]
   return rules[max(branches, key=len)] if branches else None
 
@@ -225,6 +241,7 @@ def _check_rules(rules: _Rules, new: PyTree, unchanged: PyTree, axes: tuple[Hash
   problems: list[str] = []
   leaves = jax.tree_util.tree_leaves_with_path(new)
   for (path, x), is_unchanged in zip(leaves, jax.tree.leaves(unchanged), strict=True):
+    # Floating leaves have a mean and keys are equal. For an integer, only the user knows.
     needs_rule = not (is_unchanged or is_inexact(x) or is_key(x.dtype))
     if needs_rule and _rule_for(path, rules) is None:
       text = path_text(path) or "the root"
@@ -245,14 +262,19 @@ def _check_rules(rules: _Rules, new: PyTree, unchanged: PyTree, axes: tuple[Hash
 def _combine(x: Array, old: Array, rule: str | None, axes: tuple[Hashable, ...]) -> Array:
   """Returns a leaf of the model state that is the same on all devices."""
   if is_key(x.dtype):
-    # Keys are the same on all devices. The maximum tells JAX so.
+    # Keys are the same on all devices. A maximum makes JAX see that, and typed keys have none, so
+    # it is taken of their data.
     data = jax.lax.pmax(jax.random.key_data(x), axes)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   if is_inexact(x):
+    # A mean in bfloat16 would round each partial sum.
     return jax.lax.pmean(at_least_float32(x), axes).astype(x.dtype)
+  # No reduction of JAX takes booleans. A flag is True if any device set it.
   if x.dtype == jnp.bool_:
     return jax.lax.pmax(x.astype(jnp.int32), axes).astype(jnp.bool_)
   if rule == "sum":
-    # The changes are added. A counter that is set back would go down once for each device.
+    # Add the changes of all devices. A counter that the step sets back to 0 would go down once per
+    # device.
     return old + jax.lax.psum(x - old, axes)
+  # "same": the maximum of equal numbers, which JAX then knows to be equal.
   return jax.lax.pmax(x, axes)

@@ -81,25 +81,34 @@ def inner_grad(
   ) -> tuple[Grads, PyTree]:
     """Returns the gradients, computed at a scale, and the rest of what `fun` returned."""
 
+    # `updated=()`: a callable object has a `__dict__` of fields, which are not the wrapper's.
     @functools.wraps(fun, updated=())
     def scaled(*args: P.args, **kwargs: P.kwargs) -> tuple[Array, PyTree]:
       value, aux = loss_and_aux(fun(*args, **kwargs), has_aux, _CALL)
+      # The product is in float32, so that a large value does not overflow. Its cotangent is cast
+      # back to the dtype of `value`.
       wide = at_least_float32(value)
       return wide * _within(factor, value).astype(wide.dtype), (aux, value)
 
     gradient = differentiate(scaled, argnums=argnums, has_aux=True)
     grads, (aux, value) = gradient(*args, **kwargs)
+    # Under a policy, the division must not be done in the compute dtype. There, the quotient would
+    # underflow again.
     return full_precision(unscale_tree)(grads, _within(factor, value)), aux
 
   @functools.wraps(fun, updated=())
   def gradient(*args: P.args, **kwargs: P.kwargs) -> Any:
+    # `nnx.grad` alone sees what a function writes to modules.
     differentiate = differentiator or library_of_grad((args, kwargs)).grad
 
     def plain_grads(factor: Array | float) -> Grads:
+      # The function runs several times. Writes to modules, such as counts of dropout, must happen
+      # once.
       copies = copied_objects((args, kwargs))
-      # The scale depends on the gradients, and is not differentiated.
+      # The scale cancels out of the gradients, so it is a constant to the outer derivative.
       return jax.lax.stop_gradient(scaled_grad(differentiate, factor, *copies)[0])
 
+    # `check_loss_scaling` tells scaled inner gradients by this scope.
     with jax.named_scope(INNER_GRAD):
       factor = _measured(plain_grads) if stated is None else stated
       grads, aux = scaled_grad(differentiate, factor, args, kwargs)
@@ -111,6 +120,7 @@ def inner_grad(
 def _within(factor: Array | float, value: Array) -> Array:
   """Returns the scale, limited to 2^15 if the result is float16: its cotangent has that dtype."""
   factor = jnp.asarray(factor, jnp.float32)
+  # 2^16 is inf in float16, the dtype in which the backward pass starts.
   if jnp.result_type(value) == jnp.float16:
     return jnp.minimum(factor, jnp.float32(_FIRST))
   return factor
@@ -125,18 +135,23 @@ def _measured(grads_at: Callable[[Array | float], Grads]) -> Array:
   scale = _scale_for(grads_at(_FIRST))
 
   def tried() -> Array:
-    # Intermediate values of the backward pass may be larger than the gradients, and overflow.
+    # Intermediate values of the backward pass may exceed the gradients, and overflow. So try the
+    # scale.
     return jnp.where(all_finite(grads_at(scale)), scale, jnp.float32(_FIRST))
 
+  # Scales up to 2^15 need no trial: gradients shrink, compared with the first run.
   return jax.lax.cond(scale > _FIRST, tried, lambda: scale)
 
 
 @full_precision
 def _scale_for(grads: Grads) -> Array:
   """Returns the scale that brings the largest of some gradients to about 2^4."""
+  # `initial` is for arrays without elements, which have no maximum.
   sizes = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(grads) if is_inexact(x)]
   largest = functools.reduce(jnp.maximum, [x.astype(jnp.float32) for x in sizes], jnp.float32(0))
+  # largest = m * 2^exponent with m in [0.5, 1). The exponent alone keeps the scale a power of two.
   _, exponent = jnp.frexp(largest)
   scale = jnp.clip(jnp.ldexp(jnp.float32(1), _TARGET - exponent), *_LIMITS)
+  # Gradients that are all 0 give no exponent, and an inf or NaN gives none that can be used.
   scale = jnp.where(largest > 0, scale, jnp.float32(_FIRST))
   return jnp.where(jnp.isfinite(largest), scale, jnp.float32(1))

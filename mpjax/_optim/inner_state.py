@@ -12,6 +12,7 @@ from mpjax._optim.monitor_activations import ActivationMonitorState
 from mpjax._optim.state_dtype import StochasticState
 from mpjax._optim.trees import MasterWeightsState, stands_for
 
+# All have the state of the optimizer inside in a field `inner_state`. Add new wrappers here.
 _WRAPPERS = (
   AccumulationState,
   ActivationMonitorState,
@@ -42,12 +43,15 @@ def inner_state(opt_state: OptState) -> OptState:
   >>> print(optax.contrib.schedule_free_eval_params(inner, params))
   [1. 2.]
   """
+  # A `TrainState` and an `nnx.Optimizer` have the state in an attribute.
   state = getattr(opt_state, "opt_state", opt_state)
   while True:
     if is_scaling_state(state):
       state = with_classes(state).inner_state
     elif isinstance(state, _WRAPPERS):
       state = state.inner_state
+    # From here on: an `nnx.State`, its pure dict, or a checkpoint that was read without a target.
+    # Mappings stand for the classes, and states without arrays are missing.
     elif isinstance(state, Mapping) and "opt_state" in state:
       state = state["opt_state"]
     elif isinstance(state, Mapping) and any(stands_for(state, x, inside=True) for x in _WRAPPERS):

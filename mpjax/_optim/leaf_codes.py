@@ -35,9 +35,9 @@ NO_LEAF = 2**31 - 1
 
 
 class LeafCode(NamedTuple):
-  """What a code says: 2 bits of a kind, 13 of a position from 1, 16 of a checksum.
+  """The parts of a code: 2 bits for the kind, 13 for the position + 1, 16 for the checksum.
 
-  So the least code is that of the first leaf.
+  The kind has the highest bits, so the minimum of several codes is that of the first leaf.
   """
 
   kind: Kind
@@ -57,12 +57,15 @@ def checksum_of(path: KeyPath) -> int:
 
 def write_code(kind: Kind, position: int, path: KeyPath) -> int:
   """Returns the code of a leaf. Codes ascend with positions; all from `_LAST` on are one."""
+  # All later leaves share one code. A checksum would make their order depend on paths.
   checksum = checksum_of(path) if position < _LAST else 0
+  # Positions are stored from 1, so that every code is above every number of leaves below 2^16.
   return kind << 29 | (min(position, _LAST) + 1) << 16 | checksum
 
 
 def read_code(code: int) -> LeafCode | None:
   """Decodes a code; returns None for a number below all codes, such as a number of leaves."""
+  # The inverse of `write_code`. Position 0 means that the number is no code.
   rest, checksum = divmod(code, 2**16)
   kind, position = divmod(rest, 2**13)
   return LeafCode(Kind(kind), position - 1, checksum) if position else None
@@ -70,6 +73,7 @@ def read_code(code: int) -> LeafCode | None:
 
 def floating_leaves(tree: PyTree) -> list[tuple[KeyPath, Leaf]]:
   """Returns the floating and complex leaves of a tree, those in variables of NNX as well."""
+  # `update` sees arrays where the user's tree may have variables of NNX.
   leaves = ((path, raw_value(x)) for path, x in leaves_with_path(tree))
   return [(path, x) for path, x in leaves if is_inexact(x)]
 
@@ -85,9 +89,11 @@ def find_leaf(code: LeafCode, named: Iterable[tuple[KeyPath, str]]) -> str | Non
 
   If several paths have this checksum, the position decides. If it fits none, all are named.
   """
+  # This position stands for many leaves, and its code has no checksum.
   if code.position == _LAST:
     return None
   names = {i: name for i, (path, name) in enumerate(named) if checksum_of(path) == code.checksum}
+  # Two paths may share 16 bits. The position decides, unless a mask has shifted it.
   if code.position in names:
     return names[code.position]
   return " or ".join(names.values()) if names else None

@@ -40,7 +40,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 INT32_MAX = 2**31 - 1
 UPDATED = ContextVar[Callable[[Array, Array], object]]("UPDATED", default=lambda *_: None)
-"""In a step that may undo them, what notes the counts that each update read and returned."""
+"""Receives the counts of steps that each update read and returned. `atomic_step` sets it."""
 
 
 @check_init("Write mpjax.NoLossScale().")
@@ -93,8 +93,10 @@ class StaticLossScale:
 
   def __post_init__(self) -> None:
     call = "mpjax.StaticLossScale"
+    # The class is frozen. The stored scale is the float32 value that the state will hold.
     object.__setattr__(self, "scale", positive_scale(self.scale, f"{call}(scale)"))
-    # Between the user and here: __post_init__, the generated __init__, and the check of its call.
+    # The frames between the user and the warning: __post_init__, the generated __init__, and the
+    # check of its call.
     _warn_unless_power_of_two(call, {"scale": self.scale}, stacklevel=5)
 
 
@@ -138,7 +140,9 @@ class DynamicLossScale:
     call = "mpjax.DynamicLossScale"
     expected = "an integer from 1 to 2^31 - 1, known before tracing"
     fix = "Use 1 to act on every step."
+    # Counters are int32, so a larger interval would never be reached.
     count = functools.partial(check_int, least=1, most=INT32_MAX, expected=expected, fix=fix)
+    # Fields that are not listed are scales.
     checks = {
       **dict.fromkeys(("growth_factor", "backoff_factor"), _number),
       **dict.fromkeys(("growth_interval", "hysteresis"), count),
@@ -148,6 +152,7 @@ class DynamicLossScale:
       value = check(getattr(self, field.name), f"{call}({field.name})")
       object.__setattr__(self, field.name, value)
     low, high, backoff = self.min_scale, self.max_scale, self.backoff_factor
+    # Each field is valid alone. Now check that they fit together.
     ranges = {
       "growth_factor": (1 < self.growth_factor <= LARGEST, "a number above 1 (and at most 2^126)"),
       "backoff_factor": (SMALLEST <= backoff < 1, "a number below 1 (and at least 2^-126)"),
@@ -174,6 +179,8 @@ def positive_scale(value: object, where: str) -> float:
 
 
 def _number(value: object, where: str) -> float:
+  """Returns a concrete real number rounded to float32, or raises."""
+  # An array of shape () is a number, such as a scale from a checkpoint.
   if isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer):
     value = value.item() if value.shape == () else value
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -182,6 +189,7 @@ def _number(value: object, where: str) -> float:
       "pass any number here, and call mpjax.states.set_loss_scale(opt_state, scale) in the step."
     )
     raise wrong_type(value, where, expected=expected, fix=f"If it is an input of the step {fix}")
+  # Round first: a Python float may be finite and still overflow in float32.
   with np.errstate(over="ignore", under="ignore"):
     rounded = float(np.float32(value))
   expected, fix = "a finite number that float32 can hold", "Choose a power of two such as 2**15."
@@ -190,6 +198,8 @@ def _number(value: object, where: str) -> float:
 
 
 def _warn_unless_power_of_two(where: str, values: Mapping[str, float], stacklevel: int) -> None:
+  """Warns if a factor is inexact: a product with a power of two rounds nothing."""
+  # frexp returns 0.5 for powers of two, and only for these.
   inexact = [f"{name}={x:.9g}" for name, x in values.items() if math.frexp(x)[0] != 0.5]
   if inexact:
     text = f"{where}: {', '.join(inexact)} is not a power of two, so that scaling rounds gradients."
@@ -198,8 +208,8 @@ def _warn_unless_power_of_two(where: str, values: Mapping[str, float], stackleve
 
 def write_label(config: LossScale, name: str | None = None) -> str:
   """Returns the key for a configuration."""
-  # The scale in the state replaces `init_scale`. Defaults are left out, so that a new field of a
-  # later version does not change the text of older states.
+  # A state holds its own scale, so `init_scale` is no part of its label. Defaults are left out, so
+  # that a new field of a later version does not change the label of older states.
   changed = [
     f"{field.name}={getattr(config, field.name):.9g}"
     for field in dataclasses.fields(config)
@@ -256,12 +266,14 @@ def init_scale(config: LossScale) -> ScaleState:
   if isinstance(config, NoLossScale):
     return ()
   match config:
+    # Constant scales never back off, so their hysteresis is 0.
     case SkipNonfinite():
       scale, hysteresis = 1.0, 0
     case StaticLossScale(scale):
       hysteresis = 0
     case DynamicLossScale():
       scale, hysteresis = config.init_scale, config.hysteresis
+  # One array per counter: two leaves that share a buffer cannot both be donated.
   counters = {field: jnp.asarray(0, jnp.int32) for field in (*COUNTERS, "first_bad")}
   return LossScaleState(
     scale=jnp.asarray(scale, jnp.float32),
@@ -281,11 +293,11 @@ def adjust(
   all_finite: Array,
 ) -> LossScaleState:
   """Returns the state after a step."""
-  # The scale follows the gradients (and the loss) of its own loss, `finite`. The count of skipped
-  # steps follows `applied`. `first_bad` is the code of its first leaf that is not finite.
+  # Two flags decide. The scale follows `finite`: the gradients and the loss of its own loss. The
+  # count of skipped steps follows `applied`, which covers all losses and the updates.
   dynamic = isinstance(config, DynamicLossScale)
   flags = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
-  # A static scale stays the same array.
+  # A static scale is no result of the step. It stays the same array, and needs no kernel.
   old = {field: x for field, x in state._asdict().items() if dynamic or field != "scale"}
   read = read_together(old | flags)
   state = state._replace(**{field: read[field] for field in old})
@@ -294,27 +306,33 @@ def adjust(
   scale, hysteresis, floor_hits = state.scale, state.hysteresis, state.floor_hits
   if dynamic:
     low, high = jnp.float32(config.min_scale), jnp.float32(config.max_scale)
+    # At 0, each further overflow backs off too, until the scale has grown.
     left = jnp.where(finite, hysteresis, jnp.maximum(hysteresis - 1, 0))
     back_off = jnp.logical_and(jnp.logical_not(finite), left == 0)
     # >=, not ==: a state restored into a shorter interval may be past it already.
     grow = jnp.logical_and(finite, good_steps >= config.growth_interval)
     factor = jnp.where(back_off, jnp.float32(config.backoff_factor), jnp.float32(1))
     factor = jnp.where(grow, jnp.float32(config.growth_factor), factor)
+    # An overflow at the minimum: the loss itself or the data is the cause.
     floor_hits = _count_up(floor_hits, jnp.logical_and(back_off, scale <= low))
     # The limits also catch products that overflow to inf or underflow to 0.
     scale = jnp.minimum(jnp.maximum(scale * factor, low), high)
     hysteresis = jnp.where(grow, config.hysteresis, left)
+    # Growing restores the hysteresis and starts the next interval.
     good_steps = jnp.where(grow, 0, good_steps)
   skip = jnp.logical_not(applied)
-  UPDATED.get()(old["total"], count := _count_up(state.total, True))
+  # By identity, `atomic_step` sees that one update led from the old state to the new one.
+  total = _count_up(state.total, True)
+  UPDATED.get()(old["total"], total)
   return LossScaleState(
     scale=scale,
     good_steps=good_steps,
     hysteresis=hysteresis,
-    total=count,
+    total=total,
     skipped=_count_up(state.skipped, skip),
     consecutive_skips=jnp.where(skip, _count_up(state.consecutive_skips, skip), 0),
     floor_hits=floor_hits,
+    # All gradients were finite, so only an update or the new state can be the cause.
     bad_updates=_count_up(state.bad_updates, jnp.logical_and(all_finite, skip)),
     first_bad=first_bad,
     finite=applied,
@@ -322,6 +340,7 @@ def adjust(
 
 
 def _count_up(count: Array, by_one: Array | bool) -> Array:
+  """Returns a counter after a step; it stops at 2^31 - 1 instead of wrapping to a negative."""
   return jnp.where(jnp.logical_and(by_one, count < INT32_MAX), count + 1, count)
 
 
@@ -338,7 +357,7 @@ def unscale_tree(grads: Grads, scale: Array | None) -> Grads:
     if scale is None:
       return g
     by = scale.astype(g.real.dtype)
-    # Part by part: a complex division squares the scale on the way, which overflows.
+    # A complex division computes |scale|^2, which overflows for large scales. So divide the parts.
     return jax.lax.complex(g.real / by, g.imag / by) if jnp.iscomplexobj(g) else g / by
 
   return jax.tree.map(unscaled, grads)
@@ -385,7 +404,7 @@ class AccumulationState(NamedTuple):
 
 
 class OwnedScale(NamedTuple):
-  """One loss scale: the state that it is in, and what its label says."""
+  """One loss scale: the state around it, and the configuration in its label."""
 
   node: Any  # of the tree that was searched: a `LossScalingState`, or a mapping with its fields
   owner: LossScalingState
@@ -440,7 +459,7 @@ def scales_in(tree: PyTree) -> list[OwnedScale]:
 
 
 def scaling_states(tree: PyTree) -> Iterator[tuple[KeyPath, PyTree, LossScalingState]]:
-  """Yields each state of `mpjax.loss_scaling` in `tree`: its path, its node, and what that holds.
+  """Yields each state of `mpjax.loss_scaling` in `tree`: its path, its node, and its content.
 
   An `nnx.State`, its pure dict and a checkpoint that was read without a target have mappings in
   place of classes. Their nodes are no `LossScalingState`.
@@ -454,6 +473,7 @@ def leaves_of(tree: PyTree, is_leaf: Callable[..., bool] = is_nnx_variable) -> d
 
   In a state of `mpjax.loss_scaling` these are the keys of its classes, also where it has mappings.
   """
+  # `with_classes` returns a node itself if it has the class. Another object means a mapping.
   mappings = [path for path, node, owner in scaling_states(tree) if node is not owner]
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
   return {_names(path, mappings): x for path, x in leaves}
@@ -465,7 +485,8 @@ def _names(path: KeyPath, mappings: Iterable[KeyPath]) -> Path:
   for root in mappings:
     if path[: len(root)] != root:
       continue
-    # Fields of a `LossScalingState`, then labels, then fields of a `LossScaleState`.
+    # A path into a state is: a field of `LossScalingState`, a label, a field of `LossScaleState`. A
+    # mapping writes fields as `['scale']`, the class as `.scale`. Labels are keys in both.
     field, _, number = range(len(root), len(root) + 3)
     is_scale = names[field : field + 1] == ["['loss_scale']"]
     positions = (field, number) if is_scale else (field,)
@@ -484,15 +505,16 @@ def is_scaling_state(node: object) -> bool:
 
 
 def _is_loss_scale(label: object, numbers: object) -> bool:
-  """Whether an entry of a mapping is what a state keeps of one loss scale."""
+  """Whether an entry of a mapping holds the numbers of a loss scale."""
   if not isinstance(label, str) or not isinstance(numbers, Mapping):
     return False
+  # `NoLossScale` stores nothing.
   fields = () if _kind_in(label) == _KINDS[NoLossScale] else LossScaleState._fields
   return is_label(label) and set(numbers) == set(fields)
 
 
 def is_label(label: str) -> bool:
-  """Whether a key of a state is what `write_label` returns."""
+  """Whether a key of a state was written by `write_label`."""
   return _kind_in(label) in _KINDS.values()
 
 
@@ -508,7 +530,7 @@ def with_classes(node: PyTree) -> LossScalingState:
     label: LossScaleState(**numbers) if numbers else ()
     for label, numbers in node["loss_scale"].items()
   }
-  # An `nnx.State` has no node for a state without arrays.
+  # An `nnx.State` has no node for a state without arrays, such as that of `optax.sgd`.
   return LossScalingState(scales, node.get("inner_state", ()))
 
 
@@ -516,6 +538,7 @@ def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, S
   """Returns the scales in the state of the transformation with these configurations, by label."""
   where = "mpjax.loss_scaling(inner).update(state)"
   scales = check_state(state, LossScalingState, where).loss_scale
+  # Another configuration would go on from numbers that its limits and intervals do not allow.
   if set(scales) != set(configs):
     expected = f"a state created with the configuration {', '.join(map(repr, configs))}"
     got = f"one created with {', '.join(map(repr, scales))}"
@@ -529,16 +552,18 @@ def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, S
 
 def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
   """Returns the one loss scale in `opt_state` (called `name`, if one is given)."""
-  if not (scales := scales_in(opt_state)):
-    raise MpjaxTypeError(
-      where,
-      expected="the state of an optimizer created by mpjax.loss_scaling",
-      got=f"{kind_of(opt_state)} without a loss scale",
-      fix="Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
-      if is_nnx_object(opt_state)
-      else "Wrap the optimizer: tx = mpjax.loss_scaling(tx). For a state pass tx.init(params), "
-      "not tx. An nnx.State keeps nothing under NoLossScale(): pass the nnx.Optimizer.",
+  scales = scales_in(opt_state)
+  if not scales:
+    fix = (
+      "Wrap the optimizer: tx = mpjax.loss_scaling(tx). For a state pass tx.init(params), not tx. "
+      "An nnx.State keeps nothing under NoLossScale(): pass the nnx.Optimizer."
     )
+    if is_nnx_object(opt_state):
+      fix = "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
+    expected = "the state of an optimizer created by mpjax.loss_scaling"
+    got = f"{kind_of(opt_state)} without a loss scale"
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  # The scale is there, but its place in a chain may be wrong.
   refuse_outside(opt_state, where, chains=True)
   picked = [one for one in scales if name is None or one.name == name]
   expected = "a state with one loss scale, or the name of a loss scale in it"
@@ -570,11 +595,12 @@ def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | No
   """
   if not owned.stored:
     return lambda beside: None
-  # Not all of the state: moments must not live on for the sake of the scale.
+  # Close over the scale alone. The whole state would keep the moments in memory.
   source, is_dynamic = owned.stored.scale, owned.dynamic
 
   def read(beside: PyTree) -> Array:
     scale = raw_value(source)
+    # A donated array raises an error of XLA when it is read, which does not say why.
     if isinstance(scale, jax.Array) and not isinstance(scale, Tracer) and scale.is_deleted():
       raise _stale(where, "one of a state that was donated to a step")
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(beside))
@@ -590,7 +616,8 @@ _CONSTANT = "one from outside of the function that is being traced, where it wou
 
 def _is_constant(x: Leaf) -> bool:
   """Whether `x` is a constant of a function that is traced."""
-  # Under `vmap` or `grad` alone what is computed from a constant is an array again.
+  # Under `jit` or `scan` an operation on a constant returns a tracer. Under `vmap` or `grad` alone
+  # it returns an array, and the scale is read again at each call.
   return not isinstance(x, Tracer) and isinstance(jax.lax.neg(x), Tracer)
 
 
@@ -606,7 +633,7 @@ def _stale(where: str, got: str) -> MpjaxRuntimeError:
 
 
 def refuse_scale_inside(inner_state: OptState, where: str, *, got: str, fix: str) -> None:
-  """Raises if what a wrapper is around has a loss scale."""
+  """Raises if the optimizer inside of a wrapper has a loss scale."""
   if scales_in(inner_state):
     expected = "an optimizer without a loss scale"
     raise MpjaxTypeError(where, expected=expected, got=f"one that holds {got}", fix=fix)
@@ -623,8 +650,10 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
   """
   if is_scaling_state(tree) or not _is_scaled(tree):
     return
+  # The children of this node. Each is visited below.
   parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
   got = ""
+  # A wrapper of optax around the scale: `MultiSteps` would add scaled gradients.
   if type(tree).__module__.startswith("optax.") and not isinstance(tree, _HARMLESS):
     got = f"one inside of the state optax.{type(tree).__name__}"
   elif chains and type(tree) in (tuple, collections.OrderedDict):
@@ -647,11 +676,13 @@ def _is_scaled(tree: PyTree) -> bool:
 
 
 def _beside_in_chain(parts: list[PyTree]) -> str:
-  """Returns what is beside a loss scale in the state of a chain and may not be; "" if nothing."""
+  """Names a state that must not be beside a loss scale in a chain; "" if there is none."""
+  # `optax.masked` may restrict each scale to other parameters. Otherwise the second divides again.
   scaled = [x for x in parts if _is_scaled(x)]
   if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
     return f"a chain of {len(scaled)}, each of which divides the gradients again"
-  # States are NamedTuples, users' own too.
+  # States are NamedTuples, also those of users. A transformation without arrays, such as
+  # `optax.scale`, computes the same for scaled gradients.
   others = [x for x in parts if not _is_scaled(x)]
   states = jax.tree.leaves(others, is_leaf=lambda x: hasattr(x, "_fields"))
   stateful = [type(x) for x in states if isinstance(x, tuple) and jax.tree.leaves(x)]
@@ -697,11 +728,13 @@ def set_loss_scale(
     got = f"one of {target.kind.__name__}(), which is always 1"
     fix = "Build the optimizer with StaticLossScale or DynamicLossScale."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  # Raises if `value` is traced and the scale is a constant of that trace.
   scale_reader(target, where)(value)
   low, high = target.limits
   where = "mpjax.states.set_loss_scale(value)"
   if isinstance(value, Tracer):
     check_scalar(value, where, expected="a scale of shape ()", fix="Pass a number, one for all.")
+    # A traced number cannot be checked. `fmax` returns the other argument for a NaN.
     scale: Array | float = jnp.minimum(jnp.fmax(jnp.asarray(value, jnp.float32), low), high)
   else:
     scale = positive_scale(value, where)
@@ -711,7 +744,8 @@ def set_loss_scale(
     _warn_unless_power_of_two(where, {"value": scale}, stacklevel=3)
   good_steps = full_like(state.good_steps, 0)
   moved = state._replace(scale=full_like(state.scale, scale), good_steps=good_steps)
-  # Of an `nnx.State` there is a new one. A second optimizer would share the moments of this one.
+  # An `nnx.Optimizer` is written to, since a new one would share its moments. An `nnx.State` is
+  # replaced.
   if not target.in_variables or target.node is not target.owner:
     return replace_scale(opt_state, target, moved)
   store_scale(target, moved)
@@ -726,8 +760,11 @@ def store_scale(target: OwnedScale, new: LossScaleState) -> None:
 
 def replace_scale(opt_state: PyTree, target: OwnedScale, new: LossScaleState) -> PyTree:
   """Returns `opt_state` with `new` instead of the loss scale `target` in it."""
-  is_node = lambda x: x is target.node  # noqa: E731
   node = _with_scale(target, new)
+
+  def is_node(x: PyTree) -> bool:
+    return x is target.node
+
   return jax.tree.map(lambda x: node if is_node(x) else x, opt_state, is_leaf=is_node)
 
 
@@ -735,6 +772,7 @@ def _with_scale(target: OwnedScale, new: LossScaleState) -> PyTree:
   """Returns the node that the loss scale `target` is in, with `new` instead of it."""
   if isinstance(target.node, LossScalingState):
     return target.node._replace(loss_scale={**target.node.loss_scale, target.label: new})
+  # A mapping: replace its leaves by their paths.
   numbers = {f"loss_scale/{target.label}/{field}": x for field, x in new._asdict().items()}
 
   def replaced(path: KeyPath, x: Leaf) -> Leaf:

@@ -136,7 +136,7 @@ def loss_scaling(
   by_name = _checked_scales(loss_scale, name)
   is_scaled = not any(isinstance(config, NoLossScale) for config in by_name.values())
   _check_check_updates(check_updates, is_scaled)
-  # By the labels that they have in a state, in the order of a tree.
+  # JAX sorts the keys of dicts. In the order of labels, all dicts here have the order of the state.
   labels = {key: write_label(config, key) for key, config in by_name.items()}
   labels = dict(sorted(labels.items(), key=lambda item: item[1]))
   scaling = LossScaling(
@@ -153,6 +153,7 @@ def loss_scaling(
 
 def scaling_of(tx: optax.GradientTransformation) -> "LossScaling | None":
   """Returns the object whose methods a transformation of `loss_scaling` has; None of another."""
+  # `update` is a bound method, so the transformation itself leads to its `LossScaling`.
   owner = getattr(tx.update, "__self__", None)
   return owner if isinstance(owner, LossScaling) else None
 
@@ -170,6 +171,7 @@ def _checked_scales(
   for key, config in loss_scale.items():
     _check_config(config, where)
     _check_name(key, f"{where} with the key {key!r}")
+  # A mix would need two kinds of update: `NoLossScale` calls `inner` as it is.
   unscaled = {isinstance(config, NoLossScale) for config in loss_scale.values()}
   if name is not None or len(unscaled) != 1:
     expected = "one scale for each loss, without name=, and either all or none NoLossScale()"
@@ -260,7 +262,7 @@ class LossScaling:
       inner_state = init_shown(self.inner, params, _INIT)
       _warn_of_half(params, inner_state)
     else:
-      # Without a scale inner works as if it were alone.
+      # `NoLossScale`: `inner` gets the parameters in their own precision, as without a wrapper.
       inner_state = self.inner.init(hide_untrained(params, params))
     fix = "Wrap once, outermost: the inner one would divide by its scale again."
     refuse_scale_inside(inner_state, _INIT, got="another mpjax.loss_scaling", fix=fix)
@@ -272,11 +274,14 @@ class LossScaling:
     self, updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, LossScalingState]:
     """Returns the updates of a step, or updates that change nothing, and the next state."""
+    # 1. Find the first non-finite leaf of each loss, over all devices.
     inputs = self._inputs(updates, state, params)
     extra_args = self._unscaled_arguments(extra_args, inputs)
     finite = self._finite(inputs, extra_args.get("loss"))
+    # 2. Decide. With `check_updates` that needs the updates.
     step = self._step(inputs, self._with_flags(extra_args, inputs, finite))
     decision = self._decision(finite, step, inputs, state)
+    # 3. Compute the step, or keep the inner state. Then move the scales.
     new, new_inner = step_or_select(
       decision.applied, lambda old: step(old, inputs.params), state.inner_state
     )
@@ -300,7 +305,8 @@ class LossScaling:
     """
     inputs = self._inputs(updates, state, params)
     extra_args = self._unscaled_arguments(extra_args, inputs)
-    # The gradients have no other consumer. Their quotients are computed once, in the same memory.
+    # The caller has no other use of the gradients. Their quotients are computed once and reuse the
+    # memory of the gradients.
     inputs = inputs._replace(stored=stored_first(self._plain(inputs.grads, inputs)))
     finite = self._finite(inputs, loss)
     step = self._step(inputs, self._with_flags(extra_args, inputs, finite))
@@ -310,6 +316,8 @@ class LossScaling:
       old_inner, old_params = old
       new, new_inner = step(old_inner, old_params)
       new_updates = merge_updates(inputs.first, new, old_params)
+      # Parameters are part of the state that a skipped step keeps, so there are no updates to
+      # return.
       return (), (new_inner, apply(old_params, new_updates, new_inner))
 
     old = (state.inner_state, inputs.params)
@@ -323,6 +331,7 @@ class LossScaling:
 
   def _by_label(self, tree: PyTree, argument: str) -> dict[str, PyTree]:
     """Returns the gradients, or the loss, of each label."""
+    # One loss: its gradients belong to the only label.
     if not self.several:
       return dict.fromkeys(self.configs, tree)
     if not isinstance(tree, Mapping) or set(tree) != set(self.labels):
@@ -344,19 +353,23 @@ class LossScaling:
   def _plain(self, grads: Mapping[str, Grads], inputs: _Inputs) -> Grads:
     """Returns the gradient of the sum of the losses, as `inner` sees it."""
     trained = differentiated(inputs.params)
+    # `NoLossScale` of one loss adds nothing to the jaxpr, not even a cast.
     if not self.is_scaled and not self.several:
       return hide_untrained(next(iter(grads.values())), trained)
+    # Unscale before adding: each loss has a scale of its own.
     moving = inputs.moving
     parts = [unscale_tree(g, moving[k].scale if self.is_scaled else None) for k, g in grads.items()]
     total = jax.tree.map(_sum, *parts)
     if self.is_scaled:
       return float32_view(total)
+    # `NoLossScale` of several losses: added in float32, then back in the dtype of the gradients.
     return hide_untrained(as_stored(total, inputs.first), trained)
 
   def _unscaled_arguments(
     self, extra_args: Mapping[str, PyTree], inputs: _Inputs
   ) -> dict[str, PyTree]:
     """Returns the extra arguments with `grad=` unscaled like the gradients."""
+    # Opaque SAM calls `grad_fn` at other parameters, where nothing would divide by the scale.
     if "grad_fn" in extra_args and (self.is_scaled or self.several):
       expected = "an inner that takes gradients, and computes none"
       got = "a function whose gradients would be those of the scaled loss"
@@ -368,9 +381,11 @@ class LossScaling:
     return {**extra_args, "grad": self._plain(grads, inputs)}
 
   def _looked_at(self, label: str, inputs: _Inputs) -> Grads:
-    """Returns what has to be finite of the gradients of one loss."""
-    # Where the scale may be below 1 a quotient can overflow, so quotients are looked at. Else the
-    # gradients: then no quotient has to be kept in memory until the decision.
+    """Returns the gradients of one loss as they are checked: scaled or unscaled."""
+    # Dividing by a scale of at least 1 cannot overflow, so the gradients are finite exactly if the
+    # quotients are. Checking gradients then saves memory: no quotient waits for the decision. Below
+    # 1 a quotient may overflow, so quotients are checked. `set_loss_scale` may set a static scale
+    # to any number.
     config = self.configs[label]
     never_below_1 = isinstance(config, SkipNonfinite) or (
       isinstance(config, DynamicLossScale) and config.min_scale >= 1
@@ -380,11 +395,13 @@ class LossScaling:
     return unscale_tree(inputs.grads[label], inputs.moving[label].scale)
 
   def _finite(self, inputs: _Inputs, loss: PyTree) -> _Finite:
-    """Returns where the first number is that is not finite."""
+    """Returns which losses have finite gradients, and the first leaf that has not."""
     losses = self._by_label(loss, "loss") if self.is_scaled and loss is not None else {}
-    first_bad, finite = dict[str, Array](), dict[str, Array]()
+    first_bad: dict[str, Array] = {}
+    finite: dict[str, Array] = {}
     for label in inputs.moving:
       leaves = coded_leaves(Kind.GRADIENT, self._looked_at(label, inputs))
+      # The kind orders codes, so a bad gradient is named before a bad loss.
       leaves += coded_leaves(Kind.LOSS, losses.get(label))
       first_bad[label], finite[label] = self._first_bad(leaves)
     # NumPy scalars: as constants they add no operation, unless inner uses them.
@@ -400,7 +417,7 @@ class LossScaling:
     self, extra_args: dict[str, PyTree], inputs: _Inputs, finite: _Finite
   ) -> dict[str, PyTree]:
     """Returns the extra arguments for `inner`, with the decision and the scale."""
-    # A line search calls value_fn with every argument that has another name.
+    # A line search passes all extra arguments to `value_fn`, which takes no flags of ours.
     if "value_fn" in extra_args:
       return extra_args
     moving = inputs.moving
@@ -416,12 +433,14 @@ class LossScaling:
     """Returns what `inner` does with the plain gradient."""
 
     def step(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
+      # Computed inside of the step, so that a skipped branch computes no quotients.
       gradient = self._plain(inputs.grads, inputs) if inputs.stored is None else inputs.stored
       if self.is_scaled:
         return update_shown(self.inner, gradient, inner_state, params, extra_args, _CALL)
       shown = hide_untrained(params, params)
       new, new_inner = self.inner.update(gradient, inner_state, shown, **extra_args)
-      # float32 gradients turn bfloat16 moments into float32, and a new dtype is a new trace.
+      # float32 gradients turn bfloat16 moments into float32. A state of another dtype compiles the
+      # next step again.
       has_half = any(map(in_low_precision, jax.tree.leaves(params)))
       return new, as_stored(new_inner, inner_state) if has_half else new_inner
 
@@ -438,9 +457,11 @@ class LossScaling:
     # The step is computed twice: once into a reduction that stores nothing, and once to apply it.
     # This takes less memory than keeping old and new values until the decision.
     new, new_inner = step(state.inner_state, inputs.params)
+    # An inf that the state has kept from the start is no fault: a best loss so far.
     changed = jax.tree.map(unless_there_before, new_inner, state.inner_state)
     leaves = coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
     bad, is_finite = self._first_bad(leaves)
+    # If a gradient was not finite already, its leaf is the first one, not a consequence of it.
     is_bad = jnp.logical_and(finite.all, jnp.logical_not(is_finite))
     first_bad = {label: jnp.where(is_bad, bad, x) for label, x in finite.first_bad.items()}
     return _Decision(jnp.logical_and(finite.all, is_finite), first_bad)
@@ -453,12 +474,14 @@ class LossScaling:
     codes = [code for code, _ in leaves]
     code = self._agreed(least_nonfinite([x for _, x in leaves], codes, NO_LEAF))
     is_finite = code == NO_LEAF
+    # The number of leaves is below every code, so `read_code` tells the two apart.
     return jnp.where(is_finite, np.int32(len(codes)), code), is_finite
 
   def _agreed(self, least: Array) -> Array:
     """Returns the least number of all devices, so that all of them decide alike."""
     if self.axis_name is None:
       return least
+    # An integer minimum over devices: every device has the same code, and so the same decision.
     names = self.axis_name if isinstance(self.axis_name, (tuple, list)) else (self.axis_name,)
     fix = "Call update inside the shard_map, pmap or vmap of that axis. Under plain jit"
     call = f"mpjax.loss_scaling(axis_name={self.axis_name!r})"
@@ -475,6 +498,7 @@ class LossScaling:
   ) -> LossScalingState:
     """Returns the next state: each scale moves by the gradients of its own loss."""
     flags = {"applied": decision.applied, "all_finite": finite.all}
+    # A loss whose gradients were finite keeps its scale, even if another loss skipped the step.
     moved = {
       label: adjust(
         self.configs[label],
@@ -495,6 +519,7 @@ def _sum(*grads: Leaf) -> Leaf:
 
 def _warn_of_half(params: Params, inner_state: OptState) -> None:
   """Warns, once, if parameters stored in low precision have no master."""
+  # A master stores what rounding cuts off, so its parameter loses no updates.
   masters = masters_in(inner_state, f"{_INIT}.init")
   covered = {path for path, _ in jax.tree_util.tree_leaves_with_path(masters)}
   leaves = jax.tree_util.tree_leaves_with_path(params)

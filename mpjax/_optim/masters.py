@@ -41,6 +41,8 @@ T = TypeVar("T")
 Storage: TypeAlias = Literal["float32", "split"]
 Numeric: TypeAlias = Callable[..., Array]
 
+# Rounding and remainders are integer arithmetic on the bits of float32 numbers. XLA may remove a
+# cast to bfloat16 and back, but no integer operation.
 _bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
 _number = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
 
@@ -50,7 +52,8 @@ _LARGEST = np.int32(0x7F7F7FFF).view(np.float32)
 
 def differentiated_as(exact: Numeric) -> Callable[[Numeric], Numeric]:
   """Gives a function that rounds the derivative of `exact`, which does not round."""
-  # Within `jit` it is one equation for each array, and is traced once for all of one shape.
+  # The derivative of integer operations is 0, so each rounding gets that of the identity. `jit`
+  # makes it one equation, traced once for all arrays of one shape.
 
   def decorate(function: Numeric) -> Numeric:
     rounding = jax.custom_jvp(function)
@@ -64,7 +67,8 @@ def differentiated_as(exact: Numeric) -> Callable[[Numeric], Numeric]:
 def bounded(master: Array) -> Array:
   """Returns a float32 master no larger than what rounds to a finite bfloat16; an inf stays."""
   nearest = jnp.clip(master, -_LARGEST, _LARGEST)
-  # Where it is the same, `master` itself: a CPU takes a subnormal number for zero here.
+  # `clip` compares floats, where a CPU flushes subnormal numbers to 0. So keep `master` itself
+  # wherever it is within the limits.
   is_beyond = jnp.logical_and(jnp.isfinite(master), nearest != master)
   return jnp.where(is_beyond, nearest, master)
 
@@ -72,10 +76,11 @@ def bounded(master: Array) -> Array:
 @jax.jit
 def split(master: Array, param: Array) -> Array:
   """Returns the remainder of a float32 master, to a parameter in bfloat16 or as float32."""
-  # A compiler may compute a master twice, at a tie an ulp apart. The remainder to the parameter is
-  # therefore clipped, since an int16 that wraps around is an ulp of bfloat16. A zero of the other
-  # sign is clipped too, and `join` ignores it. Two NaN of one step may differ in their bits, so
-  # that the remainder of a number that is not finite is 0.
+  # XLA may compute a master twice, with and without a fused multiply-add. At a tie the two differ
+  # by an ulp, and the remainder no longer fits an int16. It is clipped, because one that wraps
+  # around is an ulp of bfloat16. A zero of the other sign is clipped too, and `join` ignores it.
+  # The bits of two NaNs may differ, so a number that is not finite has the remainder 0. The
+  # remainder is the distance in ulps of float32, since neighbouring floats have neighbouring bits.
   rest = jnp.clip(_bits(master) - _bits(param.astype(jnp.float32)), -(2**15), 2**15 - 1)
   return jnp.where(jnp.isfinite(param), rest, 0).astype(jnp.int16)
 
@@ -83,8 +88,8 @@ def split(master: Array, param: Array) -> Array:
 @differentiated_as(lambda param, remainder: param.astype(jnp.float32))
 def join(param: Array, remainder: Array) -> Array:
   """Returns the float32 master of a bfloat16 parameter."""
-  # The sum is no master if the parameter is not finite, or if the user has set it to 0 and the
-  # remainder is negative. The result is then the parameter.
+  # The sum of bits is no master if the parameter is not finite, or if the user has set it to 0 and
+  # the remainder is negative. The parameter is then its own master.
   base = param.astype(jnp.bfloat16).astype(jnp.float32)
   master = _number(_bits(base) + remainder.astype(jnp.int32))
   return jnp.where(jnp.abs(master) <= _LARGEST, master, base)
@@ -99,7 +104,8 @@ def stored(master: Array, param: Array) -> Array:
 @differentiated_as(lambda master, param: master - param.astype(jnp.float32))
 def update_to(master: Array, param: Array) -> Array:
   """Returns the float32 update that leads a parameter to its rounded master."""
-  # If the parameter is the rounded master already, -0.0 keeps its bits.
+  # If the parameter is the rounded master already, the update is -0.0, which keeps its bits. `goal
+  # - old` is +0.0 there, and turns a parameter of -0.0 into 0.0.
   goal, old = _rounded(master, param.dtype), param.astype(jnp.float32)
   return jnp.where(_bits(goal) == _bits(old), np.float32(-0.0), goal - old)
 
@@ -109,17 +115,20 @@ def split_update(master: Array, param: Array) -> tuple[Array, Array]:
   """Returns the update that leads a bfloat16 parameter to its rounded master, and the remainder."""
   param = param.astype(jnp.bfloat16)
   update = update_to(master, param)
-  # The sum that the addition of optax or mpjax.apply_updates ends at is a bfloat16 number.
+  # Compute the parameter that the caller's addition will give. The sum of the two is a bfloat16
+  # number, also in float32.
   return update, split(master, param.astype(jnp.float32) + update)
 
 
 def _rounded(master: Array, dtype: DType) -> Array:
   """Returns float32 numbers rounded to nearest in `dtype`, still in float32."""
-  # Beyond its range they are the largest number: from an inf no update would lead to a number.
+  # Saturate: no finite update leads from an inf back to a number.
   if dtype != jnp.bfloat16:
     return round_to(saturate(master, dtype), dtype).astype(jnp.float32)
+  # Add half a unit of bfloat16 and cut the lower 16 bits: ties go away from zero. Ties to even
+  # would need a remainder of 2^15, one more than an int16 holds.
   nearest = (_bits(bounded(master)) + np.int32(2**15)) & np.int32(-(2**16))
-  # An inf or NaN stays. In integers a NaN could become 0.
+  # An inf or NaN stays. The addition could carry a NaN into the sign, and make it a zero.
   return jnp.where(jnp.isfinite(master), _number(nearest), master)
 
 
@@ -142,6 +151,7 @@ def is_remainder(x: Leaf) -> bool:
 
 
 def map_masters(f: Callable[..., PyTree], master: PyTree, *trees: PyTree) -> PyTree:
+  """Returns `jax.tree.map` over a tree of masters whose holes are leaves, not empty subtrees."""
   return jax.tree.map(f, master, *trees, is_leaf=is_hole)
 
 
@@ -201,11 +211,14 @@ def master_weights(
   where = "mpjax.master_weights(inner)"
   inner = check_inner(inner, where)
   check_choice(storage, get_args(Storage), "mpjax.master_weights(storage)")
+  # The class tells `init_shown` which kind of master to add. `update` goes by the dtype of each
+  # master, so that an existing state keeps its storage.
   kind = MasterWeightsState if storage == "float32" else SplitMasterWeightsState
 
   def init(params: Params) -> MasterWeightsState:
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
+    # `inner` creates its moments from the masters, so they are float32.
     masters = jax.tree.map(lambda p: _first_master(p, kind), params)
     inner_state = inner.init(map_masters(_trained, masters, params))
     return place_like(params, kind(masters, jax.tree.map(strong, inner_state)))
@@ -216,19 +229,23 @@ def master_weights(
     state = check_state(state, MasterWeightsState, f"{where}.update(state)")
     check_params(params, f"{where}.update(params)")
     params = arrays_only(params)
+    # The wrapper around has checked the stored parameters, and passes them on in float32.
     if not isinstance(state, ShownMasterWeightsState):
       _check_params_of(state.master, params, f"{where}.update(params)")
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
+    # 1. `inner` makes its step from the masters, not from the rounded parameters.
     trained = map_masters(_trained, state.master, params)
     new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)
     moved = optax.apply_updates(trained, new_updates)
 
+    # 2. Each update leads from the stored parameter to the rounded new master.
     def committed(m: Leaf, new: Leaf, p: Leaf, u: Leaf) -> tuple[Leaf, Leaf]:
       if is_remainder(m):
         return split_update(new, p)
       return (u, m) if is_hole(m) else (update_to(new, p), bounded(new))
 
     pairs = map_masters(committed, state.master, moved, params, new_updates)
+    # Each leaf is a pair of an update and a master. Separate the two trees.
     new_updates = map_masters(lambda _, pair: pair[0], state.master, pairs)
     masters = map_masters(lambda _, pair: pair[1], state.master, pairs)
     return new_updates, state._replace(master=masters, inner_state=inner_state)
@@ -237,7 +254,7 @@ def master_weights(
 
 
 def _first_master(param: Leaf, kind: type[MasterWeightsState]) -> Leaf:
-  """Returns the master of a parameter before the first step; None if that is its own."""
+  """Returns the first master of a parameter; None if the parameter is its own master."""
   if not in_low_precision(param):
     return None
   master = jnp.asarray(param, jnp.float32)
@@ -269,7 +286,10 @@ def _check_params_of(master: PyTree, params: Params, where: str) -> None:
     raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
 
 
-# How a wrapper calls its inner optimizer that shows it the parameters in float32.
+# Wrappers show parameters in float32 to the inner optimizer. If that contains `master_weights`, it
+# cannot see which parameters are stored in 16 bits. The next two functions tell it.
+
+
 def init_shown(
   inner: optax.GradientTransformationExtraArgs, params: Params, where: str
 ) -> OptState:
@@ -281,10 +301,12 @@ def init_shown(
     got = f"a tree of another structure ({got})"
     return MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
-  # A wrapper inside sees float32 parameters, and creates no masters. They are added here.
+  # Inside, `master_weights` sees float32 parameters and creates no masters (None). Add them here,
+  # from the stored parameters.
   def adopted(state: MasterWeightsState) -> MasterWeightsState:
     def one(m: Leaf, p: Leaf) -> Leaf:
-      # A None is a leaf of its own, while what optax masks out may be a subtree.
+      # `map_masters` pairs None with a subtree if a wrapper such as `optax.flatten` made one array
+      # of it.
       if m is None and p is not None and not jax.tree_util.all_leaves([p]):
         raise reshaped(f"one array for {jax.tree.structure(p)}")
       return _first_master(p, type(state)) if m is None else m
@@ -307,18 +329,22 @@ def update_shown(
   where: str,
 ) -> tuple[Updates, OptState]:
   """Returns `inner.update` where `inner` is shown `params` in float32: updates lead to masters."""
+  # Compare the masters with the stored parameters once, in the outermost wrapper. `marked` tells
+  # `master_weights` inside that this is done.
   states = nodes_of(state, MasterWeightsState)
-  # Or a wrapper around this one shows them, and has looked at them.
   outermost = not any(isinstance(one, ShownMasterWeightsState) for one in states)
-  for one in states if outermost and params is not None else ():
-    _check_params_of(one.master, params, f"{where}(params)")
+  if outermost and params is not None:
+    for one in states:
+      _check_params_of(one.master, params, f"{where}(params)")
   new_updates, new = inner.update(grads, marked(state), float32_view(params), **extra_args)
   new = marked(new, SplitMasterWeightsState) if outermost else new
 
-  # The caller takes the new state or the old one.
+  # The caller selects between the new state and the old one, so both need the same structure.
   fix = "Let init make all that update returns: optax.snapshot measures in init, optax.monitor not."
   check_alike(new, state, f"{where}: the state of inner", fix=fix)
 
+  # `inner` moved the float32 view of a parameter. A parameter with a float32 master has to reach
+  # the rounded master from its stored value instead.
   def reach(master: Leaf, param: Leaf, update: Leaf) -> Leaf:
     return update if is_hole(master) or is_remainder(master) else update_to(master, param)
 
@@ -336,9 +362,10 @@ def masters_in(opt_state: OptState, where: str) -> PyTree:
   """Returns the masters of all parts of a tree in one tree; None if there is no state of any."""
 
   def merge(a: PyTree, b: PyTree) -> PyTree:
-    # Where one has a hole, which may replace an entire subtree, the other's subtree is taken.
+    # A hole may replace an entire subtree. Take the other tree there.
     if is_hole(a) or is_hole(b):
       return b if is_hole(a) else a
+    # Flatten by one level only, since holes at different depths must meet. A leaf is its own child.
     a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
     b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
     if treedef != other or any(child is a for child in a_children):
@@ -348,14 +375,19 @@ def masters_in(opt_state: OptState, where: str) -> PyTree:
       raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
     return treedef.unflatten(map(merge, a_children, b_children))
 
+  # With `optax.multi_transform`, each part of the parameters has a state of its own.
   states = nodes_of(opt_state, MasterWeightsState)
   return functools.reduce(merge, (state.master for state in states), None)
 
 
 def merged_masters(opt_state: OptState) -> Params:
   """Returns the float32 masters in `opt_state`, with None for other parameters; or None."""
-  unless_float32 = lambda m: None if is_hole(m) or is_remainder(m) else m  # noqa: E731
-  return map_masters(unless_float32, masters_in(opt_state, "mpjax.master_weights(inner)"))
+
+  def float32_only(master: Leaf) -> Leaf:
+    # The update of a split master ends at the rounded master exactly, so none is needed.
+    return None if is_hole(master) or is_remainder(master) else master
+
+  return map_masters(float32_only, masters_in(opt_state, "mpjax.master_weights(inner)"))
 
 
 def master_params(opt_state: OptState, params: Params = None) -> Params:
@@ -388,6 +420,7 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
     params = jax.tree.map(raw_value, params, is_leaf=is_nnx_variable)
     _check_params_of(masters, params, where)
     return map_masters(_trained, masters, params)
+  # A remainder alone is no master. It needs the upper 16 bits, which are the parameter.
   if any(map(is_remainder, jax.tree.leaves(masters))):
     expected = 'the parameters: with storage="split" the state has the lower half of each master'
     fix = (
@@ -426,6 +459,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
   """
   problems = list[str]()
   params = jax.tree.map(raw_value, params, is_leaf=is_nnx_variable)
+  # Write the variables of an optimizer in place. All other states get a copy with new masters.
   variables = getattr(opt_state, "opt_state", None) if is_nnx_object(opt_state) else None
   if variables is not None:
     _write_masters(variables, params)
@@ -468,6 +502,7 @@ def _check_settable(opt_state: OptState) -> None:
     expected, got = "states in their classes", f"{kind_of(opt_state)} with mappings instead"
     fix = "Pass the nnx.Optimizer, merged, or the state that init returned."
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  # The step would add updates to the old parameters of a `TrainState`.
   if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
     got = f"{kind_of(opt_state)}, whose params would stay as they are"
     fix = "Set the masters in state.opt_state, and state.params to the same numbers, rounded."

@@ -46,6 +46,7 @@ def loss_scaling_metrics(
   metrics = {"loss_scale": state.scale, "finite": state.finite}
   metrics |= {key: getattr(state, key) for key in COUNTERS}
   if before is not None:
+    # Under `NoLossScale` there are no numbers, and the scale has not changed.
     old = find_scale(before, f"{where}(before)", name).state or state
     metrics["scale_changed"] = state.scale != old.scale
   return metrics
@@ -96,5 +97,6 @@ def keep_if_skipped(opt_state: OptState, new: T, old: T, *, name: str | None = N
   0.5
   """
   call = "mpjax.keep_if_skipped"
+  # `select` compares structure, shapes and dtypes, since `where` would broadcast and promote.
   applied = read_state(opt_state, f"{call}(opt_state)", name).finite
   return select(applied, new, old, f"{call}(opt_state, new, old)")

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +73,13 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
     check_params(params, f"{where}.update(params)")
     new_updates, new = inner.update(updates, old.inner_state, params, **extra_args)
     scales = scales_in(new)
+    # With several losses, `updates` is a dict by the name of the loss. Count the zeros of their
+    # sum, as `inner` sees it. Parameters may be a dict with these keys too.
     by_loss = isinstance(updates, Mapping) and set(updates) == {one.name for one in scales}
     if by_loss and jax.tree.structure(updates) != jax.tree.structure(params):
       updates = functools.reduce(functools.partial(jax.tree.map, jnp.add), updates.values())
     counts = _count(updates, params, new_updates, old.counts)
+    # A skipped step has updates of -0.0, which are no news. Keep the counts of the applied step.
     for one in scales:
       if one.state is not None:
         counts = pick(one.state.finite, counts, old.counts)
@@ -88,7 +91,7 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
 def _zeros_for(params: Params) -> PyTree:
   """Returns the counts before the first step."""
   if _stands_for_parameters(params):
-    return jnp.zeros((4,), jnp.int32)  # Any leaf: it stands for the dict of all counts.
+    return jnp.zeros((4,), jnp.int32)  # Any single leaf will do in place of the dict of counts.
   names = [name for name, x in _by_name(params).items() if is_inexact(x)]
   return {name: jnp.zeros((4,), jnp.int32) for name in names}
 
@@ -102,10 +105,15 @@ def _stands_for_parameters(params: Params) -> bool:
 
 
 def _by_name(tree: PyTree) -> dict[str, Leaf]:
-  """Returns the arrays of a tree by their paths as text, which differ where the paths do."""
-  # A key that might be read as several is in quotes.
+  """Returns the arrays of a tree by their paths as text. Different paths have different texts."""
+  # Names are joined by dots. A key with a dot or bracket is quoted, so that no two paths share a
+  # text.
   text = jax.tree_util.keystr
-  part = lambda key: text((key,), simple=not set(text((key,), simple=True)) & set(".["))  # noqa: E731
+
+  def part(key: Any) -> str:
+    plain = text((key,), simple=True)
+    return text((key,)) if "." in plain or "[" in plain else plain
+
   leaves = leaves_with_path(differentiated(tree))
   return {".".join(map(part, path)) or "params": raw_value(x) for path, x in leaves}
 
@@ -115,21 +123,28 @@ def _count(
 ) -> dict[str, Array]:
   """Returns the counts of a step, for the parameters as they are stored."""
 
+  def nonzero(x: Array) -> Array:
+    # By bits: a comparison with 0 on a CPU takes subnormal numbers for zero.
+    return is_nonzero(jnp.real(x)) | is_nonzero(jnp.imag(x))
+
+  def add(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
+    return tuple(map(jnp.add, a, b))
+
   def count(p: Leaf, g: Leaf, u: Leaf) -> Array:
     p, g, u = map(jnp.asarray, (p, g, u))
+    # Add as `optax.apply_updates` does: in the wider dtype, then rounded to that of the parameter.
     wide = jnp.promote_types(p.dtype, u.dtype)
     new = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
     lost = changes_nothing(p, new, u.astype(wide))
-    nonzero = lambda x: is_nonzero(jnp.real(x)) | is_nonzero(jnp.imag(x))  # noqa: E731
     masks = jnp.logical_not(nonzero(g)), nonzero(u), lost
-    # One reduction of all masks: each array that they come from is read once.
-    numbers, zeros = tuple(mask.astype(jnp.int32) for mask in masks), (np.int32(0),) * len(masks)
-    add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
+    # One variadic reduction, not three sums: each array that the masks read is read once.
+    numbers = tuple(mask.astype(jnp.int32) for mask in masks)
+    zeros = (np.int32(0),) * len(masks)
     sums = jax.lax.reduce(numbers, zeros, add, tuple(range(p.ndim)))
     return jnp.stack([jnp.full((), p.size, jnp.int32), *sums])
 
   trees = tuple(map(_by_name, (params, grads, updates)))
-  # In the order of the old ones: a dict of another order is another tree to `jax.lax.cond`.
+  # In the order of the old counts, since a dict of another order is another tree to `jax.lax.cond`.
   return {name: count(*(tree[name] for tree in trees)) for name in counted}
 
 
@@ -161,6 +176,7 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
     expected, got = "a state that keeps counts", f"{kind_of(opt_state)} without a monitor"
     fix = "Write tx = mpjax.monitor(mpjax.loss_scaling(inner)), and make the state with its init."
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  # Several states count parts of one tree, as in `optax.multi_transform`. No path may be in two.
   each = [item for state in states for item in state.counts.items()]
   if len(dict(each)) < len(each):
     expected = "monitors of separate parts of one tree, as in optax.multi_transform"

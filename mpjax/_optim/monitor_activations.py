@@ -49,6 +49,7 @@ LARGEST_HEADROOM = float(np.finfo(np.float32).max)
 
 def no_activations() -> Array:
   """Returns the statistics of no activations, as the state holds them."""
+  # In the order of the fields: a row of a state has no names, so that it is a single array.
   none = ActivationStatistics(0, 0, 0, 0, headroom=LARGEST_HEADROOM)
   return jnp.asarray(none, jnp.float32)
 
@@ -114,8 +115,10 @@ def monitor_activations(
   every = check_int(every, f"{_CALL}(every)", least=1, fix=fix)
 
   def init(params: Params) -> ActivationMonitorState:
+    # `every` is in the state, since `sample_activations` sees only the state.
     activations = {glob: no_activations() for glob in globs}
     calls, period = jnp.zeros((), jnp.int32), jnp.asarray(every, jnp.int32)
+    # Counters on the devices of the parameters. Elsewhere, the second step would compile again.
     state = place_like(params, (activations, calls, period))
     return ActivationMonitorState(*state, inner.init(params))
 
@@ -123,6 +126,7 @@ def monitor_activations(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, ActivationMonitorState]:
     old = check_state(state, ActivationMonitorState, f"{_CALL}(inner).update(state)")
+    # Statistics change in `sample_activations`, which runs the forward pass. Here they are kept.
     new_updates, new = inner.update(updates, old.inner_state, params, **extra_args)
     return new_updates, old._replace(inner_state=new)
 
@@ -132,6 +136,7 @@ def monitor_activations(
 def _parse_globs(modules: object) -> tuple[str, ...]:
   """Returns globs of module paths as a tuple, checked."""
   where = f"{_CALL}(modules)"
+  # A string is a sequence too: of one-letter globs.
   globs: tuple[Any, ...] = (modules,)
   if isinstance(modules, Sequence) and not isinstance(modules, str):
     globs = tuple(modules)
@@ -170,8 +175,10 @@ def activation_statistics(opt_state: OptState) -> dict[str, ActivationStatistics
 
 
 def _unpacked(row: Array) -> ActivationStatistics:
-  """Returns statistics as the state holds them, by name. A state may have leading axes."""
+  """Returns the statistics in a row of a state, by name."""
+  # The statistics are the last axis. A vmapped state has other axes before it.
   stored = ActivationStatistics(*jnp.moveaxis(row, -1, 0))
+  # Give the user inf again, for which the state holds the largest float32 number.
   headroom = jnp.where(stored.headroom < LARGEST_HEADROOM, stored.headroom, math.inf)
   return stored._replace(headroom=headroom)
 

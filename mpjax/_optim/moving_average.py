@@ -19,6 +19,7 @@ def move_average(
   average.
   """
   ended = _ended_windows(before, after)
+  # A wrapper such as `optax.flatten` accumulates in another tree, whose windows fit no parameter.
   paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(average)}
   if not ended.keys() <= paths:
     where = "mpjax.make_train_step(ema_decay)"
@@ -28,6 +29,7 @@ def move_average(
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
 
   def next_leaf(path: KeyPath, old: Array, param: Array) -> Array:
+    # Subtract in Python: in float32, 1 - 0.9999 has only 11 correct bits.
     moved = old + (param - old) * jnp.asarray(1 - decay, old.dtype)
     return jnp.where(ended[path], moved, old) if path in ended else moved
 
@@ -46,10 +48,12 @@ def _ended_windows(before: OptState, after: OptState) -> dict[KeyPath, Array]:
 
 def _windows(before: OptState, after: OptState) -> list[tuple[Array, PyTree]]:
   """Returns whether each window has ended, and the sums of gradients in it."""
+  # A window that is full resets its count to 0.
   ours = nodes_of(after, AccumulationState)
   windows = [(window.micro_batches == 0, window.total) for window in ours]
   pairs = zip(*(nodes_of(state, optax.MultiStepsState) for state in (before, after)), strict=True)
   for old, new in pairs:
-    # optax skips batches too. Then its count of micro-batches stays 0, and no window has ended.
+    # `MultiSteps` counts 0 micro-batches after a batch that it skipped, too. Its count of updates
+    # moves only if a window has ended.
     windows.append((jnp.not_equal(new.gradient_step, old.gradient_step), new.acc_grads))
   return windows

@@ -46,7 +46,7 @@ class Nodes:
   Attributes:
     leaves: the path of each leaf.
     paths: the path of each node.
-    trees: what is below each node.
+    trees: the arrays below each node.
     by_kind: the nodes of each kind.
   """
 
@@ -54,17 +54,20 @@ class Nodes:
     self.leaves = {names_of(path): path for path in specs}
     self.paths: dict[Names, Path] = {}
     self._below: dict[Names, dict[Names, Spec]] = {(): {}}
+    # Every prefix of a leaf's path is a node.
     for names, path in self.leaves.items():
       for n in range(len(names) + 1):
         self.paths[names[:n]] = path[:n]
         self._below.setdefault(names[:n], {})[names[n:]] = specs[path]
     self.trees: dict[Names, Tree] = {node: frozenset(x.items()) for node, x in self._below.items()}
+    # Equal trees have equal kinds, so candidates for a pair are one look-up away.
     self.by_kind: dict[Kind, list[Names]] = {}
     for node in self.trees:
       self.by_kind.setdefault(self.kind(node), []).append(node)
 
   def kind(self, node: Names) -> Kind:
-    """Returns what has to be equal in a pair: the tree, and of a single array its name too."""
+    """Returns the properties that a pair shares: the tree, and the name of a single array."""
+    # All arrays of one shape have the same tree. Only the name tells a mean from a variance.
     return _last_name(node) if node in self.leaves else (), self.trees[node]
 
   def leaves_below(self, node: Names) -> list[Names]:
@@ -80,6 +83,7 @@ class Nodes:
     """Returns the nodes one level below a node, in the order of the tree."""
     if node in self.leaves:
       return []
+    # A dict keeps the order of the tree, and drops repetitions.
     parts = dict.fromkeys(names[0] for names in self._below[node])
     return [(*node, part) for part in parts]
 
@@ -100,10 +104,10 @@ class NewVersions:
     self._pairs: dict[Names, Names] = {}
     self._taken: set[Names] = set()  # results that are in a pair
     self._inferred: set[Names] = set()
-    # The arguments are parts of these two nodes.
+    # Positional arguments are children of the root, keyword arguments of the dict behind them.
     self._roots: list[Names] = [(), (str(positional),)]
-    # Nodes of arguments and results below which equal names mean the same place. A keyword argument
-    # has the place of a result with its name.
+    # Pairs of nodes below which an equal path means the same place. At first: an argument is at the
+    # place of the result with the same position, or with its keyword.
     self._places: list[tuple[Names, Names]] = [(root, ()) for root in self._roots]
 
   @property
@@ -129,7 +133,8 @@ class NewVersions:
         )
 
   def check_all_stated(self, stated: Stated) -> None:
-    """Raises if the user has not said of each result what it is; a loss scale says that itself."""
+    """Raises if a result has no entry in `returns`. States with a loss scale need none."""
+    # A stated entry covers all leaves below it.
     places = {result for _, result in stated}
     without = [
       text_of(path)
@@ -145,48 +150,58 @@ class NewVersions:
     self._pair(names_of(argument), names_of(result))
 
   def pair_around(self, argument: Path, result: Path) -> None:
-    """Pairs what is around two states of a pair, as far as it has the same names and trees."""
+    """Pairs the nodes around two states of a pair, as far as names and trees agree."""
     node, new = names_of(argument), names_of(result)
+    # Go outwards while names agree: from `train_state.opt_state` to `train_state`.
     while node and new and node[-1] == new[-1]:
       node, new = node[:-1], new[:-1]
       is_same = self._arguments.trees.get(node) == self._results.trees[new]
-      # Several arguments are no tree that belongs together.
+      # The roots hold all arguments of the call, which do not belong together.
       if is_same and node not in self._roots:
         self._pair(node, new)
+    # A place seen from the state is a better hint than a position in the call.
     self._places.insert(0, (node, new))
 
   def pair_trees(self) -> None:
     """Pairs equal trees, the largest first; raises if several results fit one argument."""
+    # Start with entire arguments. A larger tree is a safer match than one of its parts.
     waiting: dict[Kind, list[Names]] = {}
     self._wait(self._unpaired(()), waiting)
     while waiting:
       kind = max(waiting, key=_size)
       arguments = waiting.pop(kind)
       results = [node for node in self._results.by_kind.get(kind, ()) if self._is_free(node)]
+      # Only if no result has the entire tree, look for its parts.
       if results:
         self._pair_alike(arguments, results)
       else:
         self._wait(self._named_parts(arguments), waiting)
 
   def _wait(self, nodes: list[Names], waiting: dict[Kind, list[Names]]) -> None:
+    """Adds arguments to those that wait for a result of their kind."""
     for node in nodes:
       waiting.setdefault(self._arguments.kind(node), []).append(node)
 
   def _named_parts(self, nodes: list[Names]) -> list[Names]:
-    # Parts of a tuple, such as a batch, have only positions, so equal shapes mean little.
+    """Returns the children of some nodes, as far as these have names."""
+    # Parts of a tuple, such as a batch, have positions but no names. Equal shapes mean little
+    # there.
     parts = [part for node in nodes for part in self._arguments.children(node)]
     return [part for part in parts if _last_name(part)]
 
   def _pair(self, argument: Names, result: Names) -> bool:
     """Pairs the arrays that are the same below two nodes, and returns whether there are any."""
     nothing = Tree()
+    # Below two nodes, the same path with the same shape and dtype is a pair.
     same = self._arguments.trees.get(argument, nothing) & self._results.trees.get(result, nothing)
     for names, _ in same:
+      # `setdefault`: stated pairs and pairs of states come first, and stay.
       self._pairs.setdefault((*argument, *names), (*result, *names))
       self._taken.add((*result, *names))
     return bool(same)
 
   def _is_free(self, result: Names) -> bool:
+    """Whether no array below a result is in a pair."""
     return self._taken.isdisjoint(self._results.leaves_below(result))
 
   def _unpaired(self, node: Names) -> list[Names]:
@@ -202,7 +217,7 @@ class NewVersions:
 
   def _pair_alike(self, arguments: list[Names], results: list[Names]) -> None:
     """Pairs arguments with results that all have the same tree."""
-    # A number without a name is a loss or a metric more often than it is a state.
+    # A scalar without a name is a loss or a metric more often than it is a state. It needs a place.
     is_number = self._arguments.is_number(arguments[0])
     if len(arguments) == len(results) == 1 and not is_number:
       pairs = {arguments[0]: results[0]}
@@ -211,6 +226,8 @@ class NewVersions:
     for argument, result in pairs.items():
       self._pair(argument, result)
       self._inferred.update(self._arguments.leaves_below(argument))
+    # An argument without a result stays out: a batch. If results are left over too, only the user
+    # can tell which belongs to which.
     without = [self._arguments.paths[x] for x in arguments if x not in pairs]
     others = [self._results.paths[x] for x in results if x not in pairs.values()]
     if without and others and not is_number:
@@ -221,6 +238,7 @@ class NewVersions:
     pairs: dict[Names, Names] = {}
     for argument in arguments:
       place = self._at_place(argument, results)
+      # Two arguments cannot have one new version.
       if place is not None and place not in pairs.values():
         pairs[argument] = place
     return pairs
@@ -228,6 +246,7 @@ class NewVersions:
   def _at_place(self, argument: Names, results: list[Names]) -> Names | None:
     """Returns the result at the place of an argument, if it is one of these."""
     for node, new in self._places:
+      # The argument's path below `node`, continued from `new`.
       place = (*new, *argument[len(node) :])
       if argument[: len(node)] == node and place in results:
         return place
@@ -235,6 +254,7 @@ class NewVersions:
 
 
 def _ambiguous(arguments: list[Path], results: list[Path]) -> MpjaxValueError:
+  """Returns the error for arguments whose new version may be one of several results."""
   names = listed([text_of(path) for path in arguments], most=3)
   trees = listed([text_of(path) for path in results], most=3)
   return MpjaxValueError(
@@ -246,10 +266,12 @@ def _ambiguous(arguments: list[Path], results: list[Path]) -> MpjaxValueError:
 
 
 def _name(key: str) -> str:
+  """Returns a key without its punctuation: `.a`, `['a']` and `[0]` become a, a and 0."""
   return key[1:] if key.startswith(".") else key[1:-1].strip("'\"")
 
 
 def _size(kind: Kind) -> int:
+  """Returns the number of arrays in a tree of this kind."""
   return len(kind[1])
 
 

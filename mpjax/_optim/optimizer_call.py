@@ -1,4 +1,4 @@
-"""The call of the optimizer in a training step, whose errors say what the step passes to it."""
+"""The call of the optimizer in a training step, and the errors if they do not fit."""
 
 from collections.abc import Callable
 
@@ -25,14 +25,17 @@ def checked_update(
   """Calls `update` of `tx`, and raises if it fails or returns another kind of state."""
   try:
     result, opt_state = update(grads, state.opt_state, state.params, **extra)
+  # These explain themselves: ours, and reads of a traced value in the user's code.
   except (MpjaxError, jax.errors.JAXTypeError):
     raise
   except REFUSALS as error:
+    # The likely cause is a state of another optimizer. Else, `tx` wants arguments that no step has.
     refuse_other_state(tx, state.params, state.opt_state, _STEP, error)
     got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     raise _needs_more(got) from error
-  # An optimizer without a state, such as sgd, passes on the state of another one.
+  # An optimizer without a state, such as sgd, passes on any state, so a wrong one raises nothing.
   refuse_other_state(tx, state.params, state.opt_state, _STEP, None)
+  # A skipped step selects between both states, and a loop carries them. Both need equal types.
   check_alike(
     opt_state,
     state.opt_state,
@@ -46,12 +49,14 @@ def checked_update(
 
 def check_updates_fit(params: Params, updates: Updates) -> None:
   """Raises unless updates have the tree and the shapes of the parameters."""
+  # optax broadcasts updates to larger shapes, and so would change the parameters' shapes silently.
   problems = tree_differences(params, updates, dtypes=False)
   if problems:
     raise _needs_more(f"updates with {listed(problems)}")
 
 
 def _needs_more(got: str) -> MpjaxTypeError:
+  """Returns the error for an optimizer that the step cannot call."""
   return MpjaxTypeError(
     f"{_TX}: tx.update",
     expected="an optimizer that needs the parameters, the gradients of the mean loss and "

@@ -49,19 +49,25 @@ def run_with_retries(
 
   def run(runs: _Runs) -> _Runs:
     new, metrics, forward_finite = attempt(runs.state, batch)
+    # A skipped run returns the old state but for the scale, so the next run starts from the same
+    # numbers.
     before, after = _scale_in(runs.state), _scale_in(new)
+    # Keep the scale after the first run: if no run helps, it is the result.
     first = select(runs.number == 0, after, runs.first_scale, _WHERE)
     is_futile = _is_futile(runs.state, before, after, forward_finite)
     lower = _backed_off(runs.state, before)
+    # An applied run keeps its scale. A failed one goes down, also if the hysteresis would wait.
     after = after._replace(scale=jnp.where(metrics["finite"], after.scale, lower))
     return _Runs(_with_scale_in(new, after), metrics, first, runs.number + 1, is_futile)
 
+  # A loop needs the types of the metrics before the first run.
   metrics = jax.eval_shape(attempt, state, batch).metrics
-  # Of these the loop reads `finite` alone: no step was applied yet.
+  # The loop reads only `finite`, which is False: no step is applied yet.
   zeros = jax.tree.map(lambda x: jnp.full_like(x, 0), metrics)
   start = _Runs(state, zeros, _scale_in(state), jnp.zeros((), jnp.int32), jnp.asarray(False))
   last = jax.lax.while_loop(may_help, run, start)
-  # If no run helped, the batch caused the overflow. The scale then moves as after one run.
+  # If no run helped, the batch caused the overflow, not the scale. Then the scale moves as after
+  # one run without retries.
   applied = last.metrics["finite"]
   scale = select(applied, _scale_in(last.state), last.first_scale, _WHERE)
   new = _with_scale_in(last.state, scale)
@@ -73,7 +79,8 @@ def _is_futile(
   state: TrainState, before: LossScaleState, after: LossScaleState, forward_finite: Array
 ) -> Array:
   """Returns whether a lower scale cannot help."""
-  # At its floor the scale stays. The forward pass and the updates are not scaled.
+  # A lower scale changes only the backward pass. It does not help at the minimum, or if the loss,
+  # the model state or the updates were not finite.
   lowest, _ = _own_scale(state).limits
   is_lowest = before.scale <= lowest
   return is_lowest | (after.bad_updates > before.bad_updates) | ~forward_finite

@@ -124,7 +124,9 @@ def state_dtype(
     if stochastic:
       fix = "Swap the two, loss_scaling(state_dtype(inner)): a skipped step takes no random bits."
       refuse_scale_inside(inner_state, _WHERE, got="mpjax.loss_scaling", fix=fix)
+    # A user's NamedTuple of parameters may have a field `mu`, which is no moment.
     containers = _types_in(params)
+    # Without parameters, such as in an empty group of `multi_transform`, there are no moments.
     if jax.tree.leaves(params):
       _check_moments(dtypes, inner_state, containers)
     if "nu" in dtypes and not stochastic:
@@ -140,15 +142,19 @@ def state_dtype(
     call = f"{_WHERE}.update"
     inner_state = state
     if stochastic:
+      # Stochastic rounding adds a count of steps around the state of `inner`.
       inner_state = check_state(state, StochasticState, f"{call}(state)").inner_state
     params = arrays_only(params)
     grads = align_gradients(updates, params, f"{call}(updates)")
     containers = _types_in(grads if params is None else params)
+    # Widen the stored moments, run `inner` in float32, round the new moments.
     wide = _in_float32(inner_state, dtypes, containers)
     new_updates, new = update_shown(inner, float32_view(grads), wide, params, extra_args, call)
+    # `inner` saw no integers and keys. Give them their leaves back, for `apply_updates`.
     new_updates = merge_updates(grads, new_updates, params)
     if not stochastic:
       return new_updates, _rounded_to_nearest(new, dtypes, containers)
+    # The count is the source of random bits, so equal states give equal steps and no key is needed.
     steps = jnp.asarray(optax.safe_increment(state.steps))
     return new_updates, _rounded_stochastically(new, dtypes, containers, steps)
 
@@ -180,7 +186,8 @@ def _parse_dtypes(
 
 
 def _parse_dtype(dtype: DTypeLike, where: str) -> DType:
-  # Narrower numbers would need a scale for each block of a moment.
+  """Returns a dtype in which moments can be stored, or raises."""
+  # Float8 would need a scale for each block of a moment.
   parsed = parse_dtype(dtype, where)
   check_choice(parsed.name, (*HALF_NAMES, "float32"), where)
   return parsed
@@ -190,6 +197,7 @@ def _check_moments(
   dtypes: Mapping[Moment, DType], inner_state: OptState, containers: set[Class]
 ) -> None:
   """Raises MpjaxValueError if the inner optimizer lacks a moment that has a dtype."""
+  # A misspelt or renamed field would leave the moments in float32 silently.
   moments = set[Moment]()
 
   def note(moment: Moment, x: Leaf) -> Leaf:
@@ -226,6 +234,7 @@ def _rounded_to_nearest(
   def rounded(moment: Moment, x: Leaf) -> Leaf:
     if not _is_stored(moment, x, dtypes):
       return x
+    # A moment beyond 65504 would be inf in float16, and would stay inf for ever.
     return saturate(x.astype(jnp.float32), dtypes[moment]).astype(dtypes[moment])
 
   return _map_moments(rounded, state, containers)
@@ -236,12 +245,14 @@ def _rounded_stochastically(
 ) -> StochasticState:
   """Returns a state with the moments in their dtypes, rounded by bits that depend on `steps`."""
   key = jax.random.fold_in(jax.random.key(0), steps)
+  # Each leaf folds in its position: equal moments must not be rounded by equal bits.
   number = itertools.count()
 
   def rounded(moment: Moment, x: Leaf) -> Leaf:
     if not _is_stored(moment, x, dtypes):
       return x
     dtype, x = dtypes[moment], saturate(x.astype(jnp.float32), dtypes[moment])
+    # In float32 nothing is dropped, so no random bits are drawn.
     if dtype == jnp.float32:
       return x
     return round_stochastically(x, dtype, jax.random.fold_in(key, next(number)))
@@ -258,29 +269,41 @@ def _warn_of_decays(
   inner: optax.GradientTransformationExtraArgs, params: Params, dtype: DType
 ) -> None:
   """Warns if second moments of `inner` do not come near their value in `dtype`."""
-  # A step with a gradient of 0 multiplies a moment of 1 by its decay. A maximum or a sum stays 1.
+  # Measure the decay, since closures hide it. A step with a gradient of 0 multiplies a moment of 1
+  # by its decay. A maximum or a sum stays 1.
   containers, decays = _types_in(params), set[float]()
+
+  def one_for_nu(moment: Moment, x: Leaf) -> Leaf:
+    return jnp.ones_like(x) if moment == "nu" else x
+
+  def note_nu(moment: Moment, x: Leaf) -> Leaf:
+    if moment == "nu":
+      decays.add(float(x.max()))
+    return x
+
   try:
+    # Under `jit`, `init` gets tracers. So measure with concrete arrays of one element.
     with jax.ensure_compile_time_eval():
       single = jax.tree.map(lambda p: jnp.ones((1,) * p.ndim, p.dtype), params)
       zeros = jax.tree.map(jnp.zeros_like, single)
-      # The first step of some optimizers sets their moments.
+      # The first step of some optimizers sets their moments, so begin with the second.
       _, state = inner.update(zeros, inner.init(single), single)
-      ones = lambda moment, x: jnp.ones_like(x) if moment == "nu" else x  # noqa: E731
-      _, state = inner.update(zeros, _map_moments(ones, state, containers), single)
-      note = lambda moment, x: decays.add(float(x.max())) if moment == "nu" else x  # noqa: E731
-      _map_moments(note, state, containers)
+      _, state = inner.update(zeros, _map_moments(one_for_nu, state, containers), single)
+      _map_moments(note_nu, state, containers)
   except REFUSALS:  # It wants more arguments, other shapes, or a traced learning rate.
     return
 
   def settled(decay: float) -> float:
-    # Where a moment that begins at 0 and should go to 1 stops.
+    # Follow a moment that starts at 0, with a squared gradient of 1 in each step, until rounding
+    # swallows the step.
     old, new = -1.0, 0.0
     while new != old:
       old, new = new, float(np.asarray(decay * new + (1 - decay), dtype))
     return new
 
   stops = ((settled(decay), decay) for decay in decays if 0 < decay < 1)
+  # Warn of the worst of several second moments. In bfloat16 a decay of 0.9 settles at 0.98 and
+  # passes, and 0.95 settles at 0.96.
   reached, decay = min(stops, default=(1.0, 0.0))
   if reached < 1 - 2.0**-5:
     warnings.warn(
@@ -303,10 +326,11 @@ def _map_moments(
   f: Callable[[Moment, Leaf], Leaf], state: OptState, containers: set[Class]
 ) -> OptState:
   """Returns a state with `f` of each moment's name and of each array in it."""
-  # `containers` are types of the parameters' own: a NamedTuple of them may have a field `mu`.
+  # Descend one level at a time, because the field of a state decides what its subtree holds.
+  # `containers` are types of the parameters: a NamedTuple of them may have a field `mu`.
   pairs, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
   if any(child is state for _, child in pairs):
-    return state
+    return state  # A leaf.
   fields = {} if type(state) in containers else _FIELDS_OF.get(type(state).__name__, _FIELDS)
   children = []
   for (*_, key), child in pairs:

@@ -1,4 +1,4 @@
-"""A training step at several loss scales: where its loss scales are, and what it then computes."""
+"""Run a training step at several loss scales, which are located among its arguments."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class ScaleInStep(NamedTuple):
   """A loss scale, and where a step reads and leaves its numbers.
 
   Attributes:
-    owned: what its label says.
+    owned: its state and its configuration.
     fields: the paths of its numbers among the arguments, by name; empty under `NoLossScale`.
     new: the places of its numbers after the step; empty if the step drops them.
   """
@@ -34,10 +34,10 @@ class ExaminedStep(NamedTuple):
 
   Attributes:
     call: the step and its arguments.
-    program: what runs.
+    program: the computation of the step.
     scales: the loss scales among the arguments, without those of `NoLossScale`.
     start: the arrays that the step was given.
-    after: what it wrote and returned.
+    after: the values that it wrote and returned.
   """
 
   call: StepCall
@@ -60,7 +60,7 @@ class Versions(NamedTuple):
 
 
 class Run(NamedTuple):
-  """What a step computes at one loss scale.
+  """The results of a step at one loss scale.
 
   Attributes:
     number: the loss scale.
@@ -79,13 +79,14 @@ _MARK = 2**20
 
 def locate_scales(call: StepCall) -> list[ScaleInStep]:
   """Returns the loss scales among the arguments of a step, and where their numbers are."""
-  # Several states may have one label, and one state may be two arguments. The scales and the paths
-  # are both in the order of the tree.
+  # Several states may have one label, and one state may be two arguments. Scales and paths are both
+  # in the order of the tree, so the n-th scale of a label has its n-th path.
   by_label: dict[str, list[Mapping[str, Path]]] = {}
   for path, fields in _scale_fields(call.arrays).items():
     by_label.setdefault(names_of(path)[-1], []).append(fields)
   located = []
   for owned in scales_in(call.arguments):
+    # The label as it stands in a path.
     (label,) = names_of((f"[{owned.label!r}]",))
     located.append(ScaleInStep(owned, by_label[label].pop(0) if owned.stored else {}))
   return located
@@ -93,6 +94,7 @@ def locate_scales(call: StepCall) -> list[ScaleInStep]:
 
 def examine(call: StepCall, program: StepProgram, scales: Sequence[ScaleInStep]) -> ExaminedStep:
   """Runs a step once, and finds the new version of each loss scale by its count of steps."""
+  # Give each scale another count. After the step, the count tells whose new version a state is.
   start = dict(call.arrays)
   for i, scale in enumerate(scales):
     total = scale.fields["total"]
@@ -113,12 +115,16 @@ def is_updated(step: ExaminedStep, scale: ScaleInStep) -> bool:
 def pair_versions(step: ExaminedStep, stated: Stated | None) -> Versions:
   """Finds the new version of each array: as stated by the user, in variables, or by trees."""
   call = step.call
+  # An optimizer state is three keys above a count: `state.loss_scale[label].total`. Its old and new
+  # path follow from the counts.
   states = {
     scale.fields["total"][:-3]: scale.new["total"][1:-3]
     for scale in step.scales
     if scale.new and scale.new["total"][0] == RETURNED
   }
   versions = NewVersions(_waiting(step, states, stated), _returned(step), call.positional)
+  # Surest first: pairs of the user, then states by their counts, then their surroundings and equal
+  # trees. A later rule pairs only arrays that are still free.
   versions.pair_stated(stated or ())
   for old, new in states.items():
     versions.pair_state(old, new)
@@ -128,9 +134,11 @@ def pair_versions(step: ExaminedStep, stated: Stated | None) -> Versions:
     for old, new in states.items():
       versions.pair_around(old, new)
     versions.pair_trees()
+  # A variable is its own new version, unless the step has returned one.
   pairs = {path: (WRITTEN, *path) for path in call.variables}
   pairs |= {path: (RETURNED, *new) for path, new in versions.pairs.items()}
-  # In the order of the arguments. Python numbers are no arrays, and a variable may hold none.
+  # In the order of the arguments. Entries of Python numbers, and of variables that hold no array
+  # after the step, are dropped.
   arrays = {x: pairs[x] for x in call.arrays if pairs.get(x) in step.after}
   return Versions(arrays, versions.inferred)
 
@@ -139,8 +147,9 @@ def run_at(
   step: ExaminedStep, scale: ScaleInStep, number: float, start: Mapping[Path, Array]
 ) -> Run:
   """Runs a step at a value of one loss scale; at inf and NaN all loss scales have that value."""
-  # Of several losses one alone may be skipped. The flag of the step before is the opposite of what
-  # it will be: a step that reads the old one changes what it should keep.
+  # At a finite value only one scale changes, so that a wrong factor belongs to it. At an overflow
+  # all change, since a step skips as a whole. `finite` is set to the opposite of the coming result:
+  # a step that reads the old flag then changes what it should keep.
   overflows = not np.isfinite(number)
   values = dict(start)
   for one in step.scales if overflows else [scale]:
@@ -150,6 +159,7 @@ def run_at(
   after = {place: numbers(x) for place, x in step.program.run(values).items()}
   if not scale.new:
     return Run(number, after, None)
+  # The differences count all steps of one call, such as those of a loop.
   steps, skipped = (
     after[scale.new[count]] - numbers(values[scale.fields[count]]) for count in ("total", "skipped")
   )
@@ -158,12 +168,13 @@ def run_at(
 
 def is_of_scale(path: Path) -> bool:
   """Whether a path, or a place, is that of a number of a loss scale."""
+  # Two empty names: a path may have fewer than three.
   *_, field, label, number = ("", "", *names_of(path))
   return field == "loss_scale" and is_label(label) and number in LossScaleState._fields
 
 
 def numbers(x: Leaf) -> NumpyArray:
-  """Returns what an array holds as an array of NumPy, low precision in float32."""
+  """Returns the numbers in an array as a NumPy array, low precision in float32."""
   return np.asarray(jax.random.key_data(x) if is_key(x.dtype) else to_float32(x))
 
 
@@ -173,6 +184,7 @@ def _scale_fields(paths: Iterable[Path]) -> dict[Path, dict[str, Path]]:
   for path in paths:
     if is_of_scale(path):
       fields.setdefault(path[:-1], {})[names_of(path)[-1]] = path
+  # Other trees may have a key `loss_scale`. A real state has all of these.
   needed = {"scale", "finite", "total", "skipped"}
   return {path: names for path, names in fields.items() if needed <= names.keys()}
 
@@ -183,6 +195,7 @@ def _newest_scales(after: Mapping[Place, Leaf]) -> dict[int, dict[str, Place]]:
   for fields in _scale_fields(after).values():
     # The lanes of a vmapped state count alike.
     total = int(np.max(after[fields["total"]]))
+    # The inverse of the mark in `examine`. A count has grown by less than a mark.
     index = total // _MARK - 1
     # Under `jax.jit` the variables of an `nnx.Optimizer` keep the old count, and a returned
     # `nnx.State` has the new one.
@@ -192,10 +205,12 @@ def _newest_scales(after: Mapping[Place, Leaf]) -> dict[int, dict[str, Place]]:
 
 
 def _age(version: tuple[int, bool, dict[str, Place]]) -> tuple[int, bool]:
+  """Returns the sort key of a version: the larger count, then the one in variables."""
   return version[:2]
 
 
 def _returned(step: ExaminedStep) -> dict[Path, Spec]:
+  """Returns the shapes and dtypes of the step's results, by path."""
   specs = step.program.specs(step.after)
   return {place[1:]: spec for place, spec in specs.items() if place[0] == RETURNED}
 
@@ -206,8 +221,8 @@ def _waiting(
   """Returns the arrays among the arguments whose new versions may be among the results."""
   specs = step.call.specs
   if stated is None:
-    # What is written in place has its new version there. A state with a loss scale is known by its
-    # count: its moments, which are like the parameters, are not looked for elsewhere.
+    # A variable that the step wrote is its own new version. A state whose scale was dropped has
+    # none: its moments, which are like the parameters, must not be paired with new parameters.
     owners = [scale.fields["total"][:-3] for scale in step.scales]
     dropped = [owner for owner in owners if owner not in states]
     for path in _written_variables(step):
@@ -217,12 +232,15 @@ def _waiting(
 
 
 def _is_below(path: Path, node: Path) -> bool:
+  """Whether a path is that of a node or of a part of it."""
   return path[: len(node)] == node
 
 
 def _written_variables(step: ExaminedStep) -> set[Path]:
   """Returns the variables of those arguments to which a step writes."""
   call = step.call
+  # If one variable of a model changes, the step writes to that model. Its unchanged variables are
+  # then kept versions, not missing ones.
   arguments = set()
   for path in call.variables:
     new = step.after.get((WRITTEN, *path))

@@ -42,6 +42,7 @@ class StepCall:
     self.positional = len(args)
     self.arguments = (*args, kwargs)
     self.leaves = leaves_of(self.arguments)
+    # Python numbers have no dtype, so the step gets them as they are.
     held = {path: raw_value(x) for path, x in self.leaves.items()}
     self.arrays = {path: jnp.asarray(x) for path, x in held.items() if hasattr(x, "dtype")}
 
@@ -60,11 +61,13 @@ class StepCall:
     return path[:2] if path[0] == f"[{self.positional}]" else path[:1]
 
   def run(self, values: Mapping[Path, Leaf]) -> dict[Place, Leaf]:
-    """Returns what the step writes to variables and what it returns, for other arrays."""
+    """Runs the step on other arrays; returns its results and the new values of variables."""
     new = {path: _replaced(x, values.get(path)) for path, x in self.leaves.items()}
-    # A variable that is at two paths is one variable in the copy too.
+    # A tied variable is at two paths. Both must get the same copy, or a write through one path
+    # would be lost at the other.
     copies = {id(x): new[path] for path, x in self.leaves.items() if is_nnx_variable(x)}
     new |= {path: copies[id(x)] for path, x in self.leaves.items() if id(x) in copies}
+    # The step writes to copies of the variables, so that the check changes nothing of the user's.
     treedef = jax.tree.structure(self.arguments, is_leaf=is_nnx_variable)
     *args, kwargs = treedef.unflatten(new.values())
     returned = leaves_of(self._step(*args, **kwargs))
@@ -74,7 +77,7 @@ class StepCall:
 
 
 class StepProgram:
-  """What one call of a step computes, in float32 if the step can be traced.
+  """The computation of one call of a step, in float32 if the step can be traced.
 
   In float32 a multiplication by a power of two rounds nothing, so that a right step returns the
   same at each loss scale.
@@ -88,6 +91,7 @@ class StepProgram:
 
   def __init__(self, call: StepCall) -> None:
     self._call = call
+    # The fallback for a step that cannot be traced: call it as it is.
     self._execute: Callable[..., dict[Place, Leaf]] = call.run
     self._specs: dict[Place, Spec] | None = None
     self._graph: Graph | None = None
@@ -103,6 +107,7 @@ class StepProgram:
     return self._graph is not None
 
   def _trace(self) -> None:
+    # Three uses of one trace: run it in float32, find new versions by shape, follow dependencies.
     jaxpr, shapes = jax.make_jaxpr(self._call.run, return_shape=True)(self._call.arrays)
     run, treedef = jax.jit(in_float32(jaxpr)), jax.tree.structure(shapes)
     graph = Graph(jaxpr)
@@ -111,23 +116,26 @@ class StepProgram:
       return treedef.unflatten(run(*map(to_float32, jax.tree.leaves(values))))
 
     self._execute, self._specs, self._graph = execute, _specs(shapes), graph
+    # A cast to float16 alone computes nothing in float16.
     self.dtypes = {x.dtype for each in graph.operations if not each.casts for x in each.results}
+    # The first one is enough for the warning.
     unscaled = (each.where for each in graph.operations if _is_unscaled_gradient(each))
     self.unscaled_gradient = next(unscaled, None)
 
   def run(self, values: Mapping[Path, Array]) -> dict[Place, Leaf]:
-    """Returns what the step writes and returns. It may donate its arguments: it gets copies."""
+    """Runs the step on copies of `values`, because it may donate its arguments."""
     return self._execute({path: jnp.copy(x) for path, x in values.items()})
 
   def specs(self, after: Mapping[Place, Leaf]) -> dict[Place, Spec]:
-    """Returns the shape and dtype of what the step returns, of which `after` is an example."""
+    """Returns the shape and dtype of each result. `after` are the results of one run."""
     return _specs(after) if self._specs is None else self._specs
 
   def depends_on(self, argument: Path) -> set[Place] | None:
     """Returns which values depend on an argument, otherwise than by a bool; None if not traced."""
     if self._graph is None or self._specs is None:
       return None
-    # A dict is flattened in the order of its keys.
+    # JAX flattens a dict in the order of its sorted keys, so arguments and results are sorted
+    # alike.
     which = [path == argument for path in sorted(self._call.arrays)]
     depends = self._graph.depends_on(which)
     return {place for place, is_one in zip(sorted(self._specs), depends, strict=True) if is_one}
@@ -152,11 +160,13 @@ def _with_numbers(leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
 
 
 def _as_array(x: Leaf) -> Leaf:
+  """Returns the array in a leaf, or a Python number as an array; None for a large integer."""
   held = raw_value(x)
   if isinstance(held, int) and abs(held) > INT32_MAX:
-    return None  # No array has it, and a time in nanoseconds or a seed is no state.
+    return None  # Too large for int32: a time in nanoseconds or a seed, which is no state.
   return strong(held)
 
 
 def _specs(arrays: Mapping[Path, Leaf]) -> dict[Path, Spec]:
+  """Returns the shape and dtype of each array."""
   return {path: (x.shape, x.dtype) for path, x in arrays.items()}

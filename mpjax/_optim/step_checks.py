@@ -25,10 +25,11 @@ def check_train_state(state: object, batch: PyTree) -> TrainState:
 
 def check_average(state: TrainState, ema_decay: float | None) -> None:
   """Raises unless a state has an average exactly if there is a decay."""
+  # Without `ema=True` the field is (), a tree without leaves.
   has_average = bool(jax.tree.leaves(state.ema))
   if has_average != (ema_decay is not None):
     expected = "an average in the state exactly if ema_decay is given"
-    got = f"ema_decay={ema_decay} and {'one' if has_average else 'none'}"
+    got = f"ema_decay={ema_decay} and {'an average' if has_average else 'no average'}"
     fix = "Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)."
     raise MpjaxValueError(f"{STEP}: ema", expected=expected, got=got, fix=fix)
 
@@ -44,6 +45,7 @@ def check_moves(scale: OwnedScale, max_retries: int) -> None:
 
 def check_stochastic(state: TrainState) -> None:
   """Raises unless parameters can be rounded stochastically."""
+  # With masters there is nothing to round: the parameter is the rounded master.
   has_masters = bool(nodes_of(state.opt_state, MasterWeightsState))
   if has_masters or state.rng is None:
     raise MpjaxValueError(
@@ -57,7 +59,10 @@ def check_stochastic(state: TrainState) -> None:
 
 def check_batch(batch: PyTree, micro_batches: int) -> None:
   """Raises unless a batch can be cut into micro-batches."""
-  leaves = jax.tree_util.tree_leaves_with_path(batch) if micro_batches > 1 else []
+  if micro_batches == 1:
+    return
+  leaves = jax.tree_util.tree_leaves_with_path(batch)
+  # The first axis of each leaf. A scalar has the shape (), which cannot be cut.
   rows = {jnp.shape(x)[:1] for _, x in leaves}
   if len(rows) > 1 or any(not shape or shape[0] % micro_batches for shape in rows):
     raise MpjaxValueError(
@@ -72,8 +77,9 @@ def check_batch(batch: PyTree, micro_batches: int) -> None:
 
 def check_decision(new: OptState, old: OptState) -> None:
   """Raises if devices that had one state decide differently, each by its own loss."""
-  # Only a `shard_map` that checks which values vary shows this in types: `pmap` and
-  # `check_vma=False` do not.
+  # Each device decides by its own loss if the flag varies over more axes than before the step. Only
+  # a `shard_map` that checks varying values shows this in types. `pmap` and `check_vma=False` do
+  # not.
   decisions = [own_scale(x, "").state for x in (new, old)]
   after, before = ({*varying_axes(jax.typeof(x.finite))} for x in decisions if x is not None)
   apart = sorted(after - before)

@@ -29,11 +29,11 @@ LossFn: TypeAlias = Callable[
 OUR_METRICS = frozenset(
   {"loss", "grad_norm", "retries", "loss_scale", "finite", "scale_changed", *COUNTERS}
 )
-"""The names that a loss function leaves to the step."""
+"""Names of metrics that are reserved for the step."""
 
 
 class TracedLoss(NamedTuple):
-  """A loss function after its only call."""
+  """A loss function that was called once, with tracers."""
 
   function: LossFn  # jitted, and JAX keeps the trace
   jaxpr: ClosedJaxpr
@@ -51,6 +51,7 @@ def trace_loss(
     _check_result(out, model_state)
     return out
 
+  # JAX caches traces of this jitted function. The step, its derivative and a scan reuse that one.
   function = jax.jit(checked)
   jaxpr = function.trace(params, model_state, batch, rng).jaxpr
   return TracedLoss(function, jaxpr, _unchanged_leaves(jaxpr, params, model_state))
@@ -63,6 +64,7 @@ def _call_loss(
   try:
     return loss_fn(params, model_state, batch, rng)
   except (*REFUSALS, *flax_errors()) as error:
+    # A loss function fails on `()` or None if the state was created without what it needs.
     options = {"model_state=": not jax.tree.leaves(model_state), "rng=": rng is None}
     absent = " and ".join(name for name, is_absent in options.items() if is_absent)
     of_state = f"; TrainState.create made this state without {absent}" if absent else ""
@@ -81,6 +83,7 @@ def _check_result(out: PyTree, model_state: PyTree) -> None:
     got = str(jax.tree.map(jax.typeof, out))
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   new_state, metrics = aux
+  # The step adds its own metrics to this dict, and would overwrite these.
   bad = [name for name in metrics if not isinstance(name, str) or name in OUR_METRICS]
   if bad:
     expected = "strings that are not names of metrics of the step"
@@ -99,6 +102,7 @@ def _unchanged_leaves(jaxpr: ClosedJaxpr, params: Params, model_state: PyTree) -
   # the loss, then the leaves of the new model state.
   leaves, structure = jax.tree.flatten(model_state)
   graph, before = Graph(jaxpr), len(jax.tree.leaves(params))
+  # By identity of values in the graph: an equal value that was computed is a change.
   unchanged = [graph.results[1 + i] is graph.arguments[before + i] for i in range(len(leaves))]
   return structure.unflatten(unchanged)
 

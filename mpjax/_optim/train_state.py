@@ -83,12 +83,16 @@ class TrainState(NamedTuple):
     _check_trained(params, f"{where}(params)")
     _check_rng(rng, f"{where}(rng)")
     check_flag(ema, f"{where}(ema)")
+    # A weak type would not survive the first step, and the second would compile again.
     params = jax.tree.map(strong, params)
     opt_state = tx.init(params)
+    # Refuse optimizers without one loss scale here, before the first step is compiled.
     own_scale(opt_state, f"{where}(tx)")
+    # Average the masters: rounded parameters would stand still between two bfloat16 numbers.
     average = float32_view(trained_params(params, opt_state)) if ema else ()
     state = cls(jnp.zeros((), jnp.int32), params, opt_state, model_state, average, rng)
     _check_arrays(state, where)
+    # The step donates the state. Without copies it would delete the caller's parameters.
     return place_like(params, jax.tree.map(lambda x: jnp.copy(strong(x)), state))
 
 
@@ -99,7 +103,10 @@ def trained_params(params: Params, opt_state: OptState) -> Params:
 
 def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   """Returns the loss scale of a training step, which has to cover the entire optimizer."""
+  # `find_scale` raises the error for a state without a scale.
   scales = scales_in(opt_state) or [find_scale(opt_state, where, None)]
+  # These wrappers may be around the scale, since they pass scaled gradients on and count no steps.
+  # `accumulate_gradients` counts.
   outermost = opt_state
   while isinstance(outermost, (ActivationMonitorState, MasterWeightsState, MonitorState)):
     outermost = outermost.inner_state
@@ -134,7 +141,7 @@ def _refuse_nnx_objects(params: Params, where: str) -> None:
   kinds = [(type(x), path_text(path) or "the root") for path, x in leaves if _is_nnx(x)]
   has_model = any(framework_of(kind) == "NNX" for kind, _ in kinds)
   others = [f"{kind.__name__} at {path}" for kind, path in kinds if not _is_param(kind)]
-  # Only nnx.Param is known to be trained. A tree of other variables alone is left to the caller.
+  # Only `nnx.Param` is known to be trained. A tree of other variables alone is left to the caller.
   is_mixed = 0 < len(others) < len(kinds)
   if has_model or is_mixed:
     got = f"objects of NNX with {listed(others)}"
@@ -144,16 +151,20 @@ def _refuse_nnx_objects(params: Params, where: str) -> None:
 
 
 def _is_nnx(x: Leaf) -> bool:
+  """Whether a node is a variable or a module of NNX."""
   return is_nnx_variable(x) or framework_of(x) == "NNX"
 
 
 def _is_param(kind: Class) -> bool:
+  """Whether a class of variables is `nnx.Param` or a subclass of it."""
+  # By name: NNX is not imported here.
   return any(base.__name__ == "Param" for base in kind.__mro__)
 
 
 def _refuse_collections(params: Params, where: str) -> None:
   """Raises for a model of Linen, and for all its variables."""
   fix = 'Pass variables["params"], and the other collections as model_state.'
+  # Both names together mean the variables of Linen. A layer may be called "params".
   if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
     got = f"all variables, with the collections {sorted(map(str, params))}"
     raise _not_alone(where, got, fix)
@@ -162,6 +173,7 @@ def _refuse_collections(params: Params, where: str) -> None:
 
 
 def _not_alone(where: str, got: str, fix: str) -> MpjaxTypeError:
+  """Returns the error for parameters together with other variables."""
   expected = "the parameters alone: weight decay would act on running statistics too"
   return MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
@@ -169,6 +181,7 @@ def _not_alone(where: str, got: str, fix: str) -> MpjaxTypeError:
 def _check_rng(rng: object, where: str) -> None:
   """Raises unless `rng` is None or one PRNG key, typed or raw."""
   dtype, shape = getattr(rng, "dtype", None), getattr(rng, "shape", ())
+  # `jax.random.PRNGKey` returns raw key data, an array of uint32 of one axis.
   is_raw = dtype == jnp.uint32 and len(shape) == 1
   is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
   if rng is not None and not is_raw and not is_typed:

@@ -129,6 +129,7 @@ def make_train_step(
   )
   return jax.jit(
     step.train_step,
+    # The state is the first argument. Its old arrays have the shapes of the new ones.
     donate_argnums=(0,) if donate else (),
     out_shardings=None if state_shardings is None else (state_shardings, None),
   )
@@ -143,10 +144,11 @@ def _check_decay(ema_decay: object) -> None:
 
 def _check_integer_state(integer_state: object) -> None:
   """Raises unless `integer_state` is a rule, a dict of rules, or None."""
+  # Paths are compared with the model state later, when its leaves are known.
   rules = [*integer_state.values()] if isinstance(integer_state, Mapping) else [integer_state]
   is_allowed = integer_state is None or all(rule in ("sum", "same") for rule in rules)
   expected = "'sum', 'same', a dict from paths of the model state to these, or None"
-  fix = "Use 'sum' for what counts rows or tokens, 'same' for what counts steps."
+  fix = "Use 'sum' for counts of rows or tokens, 'same' for counts of steps."
   check_value(integer_state, is_allowed, f"{_CALL}(integer_state)", expected=expected, fix=fix)
 
 
@@ -167,6 +169,7 @@ class TrainStep:
     """Returns the state after a batch, and metrics."""
     fix = "Call the step inside the jax.shard_map of that axis. Under automatic sharding"
     check_axes(self.axes, f"{_CALL}(axis_name={self.axis_name!r})", call="the step", fix=fix)
+    # Only shapes and types are checked, so this runs when the step is traced.
     self._check_arguments(state, batch)
     if self.max_retries:
       return run_with_retries(self.attempt, state, batch, self.max_retries)
@@ -184,6 +187,7 @@ class TrainStep:
     """Raises unless the step can continue with a state, and cut a batch."""
     state = check_train_state(state, batch)
     check_average(state, self.ema_decay)
+    # Also raises if the state has no loss scale, or has several.
     scale = own_scale(state.opt_state, STEP)
     if self.max_retries:
       check_moves(scale, self.max_retries)
@@ -193,20 +197,26 @@ class TrainStep:
 
   def attempt(self, state: TrainState, batch: PyTree) -> Attempt:
     """Returns the state after one run of a batch."""
+    # `step` counts applied steps. The step after a skipped one draws the same random numbers, as if
+    # the skipped batch had not existed.
     key = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
     results = self._gradients(state, batch, key)
+    # The norm of unscaled gradients can be compared between steps.
     plain = unscale(results.grads, state.opt_state)
     norm = jnp.sqrt(sum_of_squares(jax.tree.leaves(plain)))
     params, opt_state = self._update(state, results, key)
     scaling = loss_scaling_metrics(opt_state, before=state.opt_state)
     new = self._next_state(state, params, opt_state, results.model_state)
+    # The optimizer has kept its own state in a skipped step. The rest of the state is chosen here.
     if _has_scale(state):
       new = self._committed(new, state)
+    # `trace_loss` has refused metrics of `loss_fn` with these names.
     metrics = {**results.metrics, "loss": results.loss, "grad_norm": norm, **scaling}
     return Attempt(new, metrics, all_finite(results.watched))
 
   def _gradients(self, state: TrainState, batch: PyTree, key: Array | None) -> BatchGradients:
     """Returns the results of the loss function, whose random numbers differ between devices."""
+    # Each device has other rows, and needs other dropout masks.
     if self.axes and key is not None:
       key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
     return batch_gradients(
@@ -228,6 +238,7 @@ class TrainStep:
       return self._update_unscaled(state, results, apply)
     # The scale checks the loss and the model state too. An optimizer inside sees the loss alone.
     extra = {"value": results.loss, "loss": results.watched}
+    # A monitor or masters around the scale need the updates themselves, by the interface of optax.
     outermost = scaling_of(self.tx)
     if outermost is None:
       updates, opt_state = checked_update(self.tx, self.tx.update, results.grads, state, **extra)
@@ -236,6 +247,7 @@ class TrainStep:
       # With the scale outermost, parameters are updated in the branch that is not skipped.
       update = functools.partial(outermost.update_and_apply, apply=apply)
       params, opt_state = checked_update(self.tx, update, results.grads, state, **extra)
+    # Without `axis_name` in a `shard_map`, each device would decide by its own gradients.
     if not self.axes:
       check_decision(opt_state, state.opt_state)
     return params, opt_state
@@ -246,9 +258,9 @@ class TrainStep:
     results: BatchGradients,
     apply: Callable[[Params, Updates, OptState], Params],
   ) -> tuple[Params, OptState]:
-    """Returns the results of `_update` without a loss scale."""
-    # A plain optimizer creates moments in the dtypes of its parameters, such as bfloat16.
-    # Gradients in these dtypes keep them so.
+    """Returns the results of `_update` for `NoLossScale`, which unscales and checks nothing."""
+    # A plain optimizer creates moments in the dtypes of its parameters, such as bfloat16. Float32
+    # gradients would turn these moments into float32, another type of state.
     grads = as_stored(results.grads, trained_params(state.params, state.opt_state))
     updates, opt_state = checked_update(self.tx, self.tx.update, grads, state, value=results.loss)
     return apply(state.params, updates, opt_state), opt_state
@@ -270,15 +282,17 @@ class TrainStep:
     """Returns the key of stochastic rounding, the same on all devices."""
     if key is None or self.rounding == "nearest":
       return None
+    # Not folded by device: replicated parameters have to stay equal.
     return jax.random.fold_in(key, _ROUNDING)
 
   def _next_state(
     self, state: TrainState, params: Params, opt_state: OptState, model_state: PyTree
   ) -> TrainState:
     """Returns the state after a step that is applied."""
-    step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops there, as all counters do.
+    step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops at 2^31 - 1 instead of wrapping.
     average = state.ema
     if self.ema_decay is not None:
+      # The average of masters moves smoothly, that of bfloat16 parameters in jumps.
       trained = float32_view(trained_params(params, opt_state))
       average = move_average(
         average, trained, self.ema_decay, before=state.opt_state, after=opt_state
@@ -289,7 +303,8 @@ class TrainStep:
     """Returns the new state if a step is applied; else the old one, with the new loss scale."""
     fields = ["step", "model_state", "ema"]
     if scaling_of(self.tx) is None:
-      # The updates of a skipped step are -0.0. On a CPU that addition flushes subnormals to 0.
+      # The updates of a skipped step are -0.0. That addition keeps all bits but subnormal numbers,
+      # which a CPU flushes to 0. `update_and_apply` adds nothing in a skipped step.
       fields.append("params")
     news, olds = ({name: getattr(state, name) for name in fields} for state in (new, old))
     return new._replace(**keep_if_skipped(new.opt_state, news, olds))

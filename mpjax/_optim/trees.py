@@ -40,7 +40,10 @@ S = TypeVar("S", bound=NamedTuple)
 
 def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
   """Returns the nodes and leaves of `tree` that are a `kind`, but not those inside of them."""
-  is_kind = lambda x: isinstance(x, kind)  # noqa: E731
+
+  def is_kind(x: PyTree) -> bool:
+    return isinstance(x, kind)
+
   return [x for x in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(x)]
 
 
@@ -60,6 +63,7 @@ def _states_in_mapping(tree: PyTree, kind: type[S], *, inside: bool) -> list[S]:
   `inside` says that the tree is the state of an optimizer, or a part of a chain of some.
   """
   if isinstance(tree, Mapping) and stands_for(tree, kind, inside=inside):
+    # A state without arrays, such as that of `optax.sgd`, is missing in the mapping.
     values = {"inner_state": (), **tree}
     return [kind._make(values.get(field) for field in kind._fields)]
   if isinstance(tree, Mapping):
@@ -70,6 +74,8 @@ def _states_in_mapping(tree: PyTree, kind: type[S], *, inside: bool) -> list[S]:
     return []
   states: list[S] = []
   for key, subtree in parts:
+    # Only where an optimizer keeps its state may a mapping lack `inner_state`. Elsewhere, it may be
+    # a dict of parameters.
     is_position = str(key).isdigit()
     is_inside = key in ("opt_state", "inner_state") or (is_position and inside)
     states += _states_in_mapping(subtree, kind, inside=is_inside)
@@ -85,7 +91,8 @@ def stands_for(tree: Mapping[Any, PyTree], kind: type[NamedTuple], *, inside: bo
   return fields[0] in tree and set(tree) <= set(fields) and (inside or "inner_state" in tree)
 
 
-# Here, and not beside `master_weights`: the checks of every wrapper leave masters out.
+# Not in `masters.py`, which imports `checks.py`. That leaves masters out of its comparison of
+# states.
 class MasterWeightsState(NamedTuple):
   """The state of `mpjax.master_weights`.
 
@@ -106,7 +113,10 @@ class MasterWeightsState(NamedTuple):
 
 def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state: T) -> T:
   """Returns `opt_state` with `f` of each `MasterWeightsState` in it."""
-  is_state = lambda x: isinstance(x, MasterWeightsState)  # noqa: E731
+
+  def is_state(x: PyTree) -> bool:
+    return isinstance(x, MasterWeightsState)
+
   return jax.tree.map(lambda x: f(x) if is_state(x) else x, opt_state, is_leaf=is_state)
 
 
@@ -125,41 +135,49 @@ def as_stored(new: PyTree, old: PyTree) -> PyTree:
   """Returns the tree `new` with its floating leaves in float16 or bfloat16 where `old` has them."""
   if jax.tree.structure(old) != jax.tree.structure(new):
     return new
-  cast = lambda n, o: n.astype(o.dtype) if in_low_precision(o) and is_inexact(n) else n  # noqa: E731
+
+  def cast(n: Leaf, o: Leaf) -> Leaf:
+    return n.astype(o.dtype) if in_low_precision(o) and is_inexact(n) else n
+
   return jax.tree.map(cast, new, old)
 
 
 def float32_view(tree: PyTree) -> PyTree:
-  """Returns the tree as an inner optimizer sees it that works in float32."""
-  # Moments take the dtype of what is trained: in bfloat16 0.999 rounds to 1, in float16 1e-8 to 0.
+  """Returns the tree that an inner optimizer sees: in float32, without integers and keys."""
+  # Optimizers create moments in the dtype of the parameters, and compute in it. In bfloat16, a
+  # decay of 0.999 rounds to 1. In float16, an epsilon of 1e-8 rounds to 0.
   return jax.tree.map(low_to_float32, hide_untrained(tree, tree))
 
 
 def arrays_only(params: Params) -> Params:
-  """Returns `params` with None for what is no array: the functions in a model of Equinox."""
+  """Returns `params` with None for leaves that are no arrays, such as functions in Equinox."""
   return jax.tree.map(lambda x: x if is_array_like(x) else None, params)
 
 
 def hide_untrained(tree: PyTree, params: Params) -> PyTree:
   """Returns `tree` with an `optax.MaskedNode` for each array that is no floating or complex one."""
-  # As under `optax.masked`: optimizers fail on `float0` and on keys. Where there is nothing to
-  # hide, gradients may have another tree.
+  # optax leaves out a MaskedNode, as under `optax.masked`. It fails on the `float0` gradients of
+  # integers, and on keys. If there is nothing to hide, `tree` may have another structure.
   decisive = arrays_only(params)
   if all(map(is_inexact, jax.tree.leaves(decisive))):
     return tree
-  shown = lambda x, p: x if p is None or is_inexact(p) else optax.MaskedNode()  # noqa: E731
+
+  def shown(x: Leaf, p: Leaf) -> Leaf:
+    return x if p is None or is_inexact(p) else optax.MaskedNode()
+
   return jax.tree.map(shown, tree, decisive, is_leaf=is_none)
 
 
 def align_gradients(grads: Grads, params: Params, where: str) -> Grads:
-  """Returns `grads` in the precision of `params`, with what cannot be trained where it has None."""
-  # `init` creates moments from the parameters. A gradient is 64-bit exactly if its parameter is, so
-  # that the moments keep their dtype.
+  """Returns `grads` in the precision of `params`, with untrained parameters in place of None."""
+  # `init` created moments from the parameters, so gradients must not change their dtype. A gradient
+  # is 64-bit exactly if its parameter is.
   if params is None:
     return grads
   refuse_none(grads, params, where, expected="a gradient for each parameter")
   params = arrays_only(params)
-  with contextlib.suppress(ValueError):  # Another tree.
+  # Equinox gives None as the gradient of a key or integer, where the tree of `params` has a leaf.
+  with contextlib.suppress(ValueError):  # Another tree, which `tree_differences` describes.
     grads = jax.tree.map(lambda g, p: p if g is None else g, grads, params, is_leaf=is_none)
   problems = tree_differences(params, grads, dtypes=False)
 
@@ -169,6 +187,7 @@ def align_gradients(grads: Grads, params: Params, where: str) -> Grads:
     if not is_inexact(g):
       problems.append(f"{jnp.result_type(g)} for {jnp.result_type(p)} at {key_text(path)}")
       return g
+    # `finfo` of a complex dtype has the bits of one part.
     own, bits = (jnp.finfo(jnp.result_type(x)).bits for x in (g, p))
     if (own == 64) == (bits == 64):
       return g
@@ -187,16 +206,19 @@ def align_gradients(grads: Grads, params: Params, where: str) -> Grads:
 
 
 def refuse_none(tree: PyTree, params: Params, where: str, *, expected: str) -> None:
-  """Raises if `tree` has None where `params` have what is trained, or a tree with that."""
+  """Raises if `tree` has None in place of a trained parameter, or of a tree with one."""
   problems = []
 
   def look(path: KeyPath, x: Leaf, param: Params) -> None:
-    for rest, p in jax.tree_util.tree_leaves_with_path(param) if x is None else ():
+    if x is not None:
+      return
+    # None may stand in place of an entire subtree of parameters.
+    for rest, p in jax.tree_util.tree_leaves_with_path(param):
       if is_inexact(p):
         dtype, shape = jnp.result_type(p), list(jnp.shape(p))
         problems.append(f"None for {dtype}{shape} at {key_text((*path, *rest))}")
 
-  with contextlib.suppress(ValueError):  # Another tree.
+  with contextlib.suppress(ValueError):  # Another tree, which the caller reports.
     jax.tree_util.tree_map_with_path(look, tree, params, is_leaf=is_none)
   if problems:
     fix = (
@@ -209,24 +231,25 @@ def refuse_none(tree: PyTree, params: Params, where: str, *, expected: str) -> N
 
 
 def unless_there_before(new: Leaf, old: Leaf) -> Leaf:
-  """Returns `new`, but 0 for numbers that are as they were: a mask may well hold -inf."""
+  """Returns `new` with 0 for unchanged numbers: an inf that was there before is no overflow."""
   if not is_inexact(new):
     return new
+  # NaN is not equal to itself.
   both_nan = jnp.logical_and(jnp.isnan(new), jnp.isnan(old))
   return jnp.where(jnp.logical_or(new == old, both_nan), jnp.zeros_like(new), new)
 
 
 def differentiated(tree: PyTree) -> PyTree:
   """Returns that part of parameters, or of their gradients, that optax differentiates."""
-  # Of `optax.lookahead` it is the fast parameters.
+  # `optax.lookahead` has a pair of parameters. Gradients belong to the fast ones.
   return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
 
 
 def merge_updates(grads: Grads, updates: Updates, params: Params) -> Updates:
   """Returns `updates` with leaves for those that were hidden from the inner optimizer."""
-  # The leaf is a zero of the parameter's dtype, which `optax.apply_updates` can add. Without
-  # parameters, and for keys, it is the leaf of the gradients. For a key without one it is None.
-  # `mpjax.apply_updates` and Equinox then keep the key, and optax raises.
+  # `optax.apply_updates` can add a zero of the parameter's dtype. Without parameters, and for keys,
+  # the leaf is that of the gradients. For a key without gradient it is None: `mpjax.apply_updates`
+  # and Equinox then keep the key, and optax raises.
 
   def merge(g: Leaf, u: Leaf, p: Leaf = None) -> Leaf:
     if not isinstance(u, optax.MaskedNode):
@@ -256,9 +279,12 @@ def strong(x: Leaf) -> Leaf:
 
 def place_like(params: Params, state: T) -> T:
   """Returns `state` with its own arrays where `params` are: replicated on their mesh."""
-  # Scalars created by `init` sit on one device, uncommitted. `jit` returns them on the mesh, and
-  # the second step would be traced again for that.
-  is_concrete = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer)  # noqa: E731
+  # `init` creates scalars uncommitted, on the default device. `jit` returns them on the mesh, which
+  # is another type of argument. The second step would be compiled again.
+
+  def is_concrete(x: Leaf) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
   committed = [x.sharding for x in jax.tree.leaves(params) if is_concrete(x) and x.committed]
   if meshes := [sharding.mesh for sharding in committed if isinstance(sharding, jax.NamedSharding)]:
     where: jax.sharding.Sharding = jax.NamedSharding(meshes[0], jax.P())
@@ -270,7 +296,7 @@ def place_like(params: Params, state: T) -> T:
   def place(x: Leaf) -> Leaf:
     if not is_concrete(x) or x.committed:
       return x
-    if is_key(x.dtype):  # As keys they cannot be put onto the devices of other processes.
+    if is_key(x.dtype):  # JAX puts only plain arrays onto the devices of other processes.
       data = jax.device_put(jax.random.key_data(x), where)
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.device_put(x, where)
@@ -280,21 +306,23 @@ def place_like(params: Params, state: T) -> T:
 
 def put_like(new: Array, old: Leaf) -> Array:
   """Returns `new` on the devices, and in the memory, where `old` is."""
-  # To put it where an uncommitted one is would commit it, and compile the next step once more.
+  # `device_put` commits an array. An uncommitted state must stay so, or the next step is compiled
+  # again.
   is_placed = not isinstance(new, Tracer) and getattr(old, "committed", False)
   return jax.device_put(new, old.sharding) if is_placed else new
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[KeyPath, Leaf]]:
   """Returns the leaves of a tree; of NNX these are variables, but for those that hold no array."""
-  # Optimizers hide a parameter with an `optax.MaskedNode`, which a variable holds like any value.
+  # Optimizers hide a parameter with an `optax.MaskedNode`. In NNX, a variable holds that node.
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx_variable)
   return [(path, x) for path, x in leaves if jax.tree.leaves(x)]
 
 
 def full_like(x: Array, number: Array | float) -> Array:
   """Returns an array of one number with the shape (of a vmapped state), dtype and place of `x`."""
-  # So the next step does not retrace. jnp.full_like itself fails of an array in host memory.
+  # Equal shape, dtype and placement keep the compiled step. `jnp.full_like` fails for an array in
+  # host memory, so concrete arrays take another way.
   is_traced = isinstance(x, Tracer)
   return jnp.full_like(x, number) if is_traced else put_like(jnp.full(x.shape, number, x.dtype), x)
 
@@ -304,17 +332,17 @@ Step: TypeAlias = Callable[[OptState], tuple[Updates, OptState]]
 
 def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, OptState]:
   """Returns `step(old)`, or updates that change nothing and the old state."""
-  # By `jax.lax.cond`, but outside of `jit` by a plain call: `cond` would compile both branches
-  # again each time, since they are new functions.
+  # Outside of `jit`, `cond` would compile both branches at each call, since they are new functions.
   traced = isinstance(condition, Tracer)
   if not traced and condition:
     return step(old)
-  # `jit` caches the trace, so that `eval_shape` and the branch share it.
+  # `jit` caches the trace, so that `eval_shape` and the branch of `cond` share it.
   step = jax.jit(step, inline=True) if traced else step
   updates, new = jax.eval_shape(step, old)
 
   def varying_like(x: Leaf, own: object, other: jax.ShapeDtypeStruct) -> Leaf:
-    # Over the same axes of a `shard_map` as the result of the other branch.
+    # Inside a `shard_map`, both branches must return types that vary over the same axes. A `where`
+    # between two arrays varies over the axes of both.
     if own == other or not jnp.issubdtype(other.dtype, jnp.number):
       return x
     return jnp.where(False, jnp.full_like(other, 0), x)
@@ -328,12 +356,13 @@ def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, 
 
 def step_or_select(applied: Array | None, step: Step, old: OptState) -> tuple[Updates, OptState]:
   """Returns what `step_or_skip` does; where both are computed anyway, selects from them."""
-  # Nothing is skipped where `applied` is None.
+  # None means `NoLossScale`: every step is applied.
   if applied is None:
     return step(old)
   traced = isinstance(applied, Tracer)
   cpu = compiled_for_cpu() if traced else False
-  # In a branch that is only taken when the step applies, there is nothing to select.
+  # On a CPU the branch below is taken only if the step applies, so it need not select. A constant
+  # True lets XLA drop the `where`.
   keep = jnp.logical_or(applied, cpu)
 
   def selected(old: OptState) -> tuple[Updates, OptState]:
@@ -343,12 +372,14 @@ def step_or_select(applied: Array | None, step: Step, old: OptState) -> tuple[Up
 
   if not traced:
     return selected(old)
+  # On other devices the condition is the constant True. XLA removes the `cond` and keeps the
+  # `where`.
   return step_or_skip(jnp.logical_or(applied, jnp.logical_not(cpu)), selected, old)
 
 
 def nothing_like(updates: Updates) -> Updates:
   """Returns updates that leave all bits of parameters alone: p + -0.0 is p, -0.0 + 0.0 is not."""
-  # `updates` may be what `jax.eval_shape` says of them.
+  # Uses only shape and dtype: `updates` may come from `jax.eval_shape`.
 
   def one(u: Leaf) -> Array:
     zero = complex(-0.0, -0.0) if jnp.issubdtype(u.dtype, jnp.complexfloating) else -0.0

@@ -206,7 +206,7 @@ def test_a_constant_of_three_devices_keeps_its_bits():
 def test_ways_to_combine_that_are_none(devices):
   where = "mpjax.make_train_step(integer_state)"
   for given in ("max", {"counts": "mean"}, 3, {"counts": None}):
-    expected, fix = "'sum', 'same', a dict from paths", "'sum' for what counts rows"
+    expected, fix = "'sum', 'same', a dict from paths", "'sum' for counts of rows"
     with refused(ValueError, where, expected, repr(given), fix):
       mpjax.make_train_step(counting, SGD, axis_name="data", integer_state=given)
   where, got = "(axis_name=('data',)): model_state", "'token', where the state has no leaf"

@@ -108,8 +108,8 @@ EVERY = "mpjax.accumulate_gradients(every)"
 def test_extra_arguments_of_one_micro_batch_are_refused():
   tx = mpjax.accumulate_gradients(optax.lbfgs(), 2)
   for name in ("grad", "value_fn", "grad_fn"):
-    where, expected = f"{WHERE}.update({name}=)", "value= and what does not depend on the batch"
-    with refused(TypeError, where, expected, "of one micro-batch", "add the gradients up yourself"):
+    where, expected = f"{WHERE}.update({name}=)", "value= and arguments that do not"
+    with refused(TypeError, where, expected, "of one micro-batch", "add up the gradients"):
       tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0, **{name: PARAMS})
   tx = mpjax.accumulate_gradients(optax.polyak_sgd(), 2)
   with refused(ValueError, f"{WHERE}.update(value)", "a scalar", "shape (3,)", "Pass its mean"):
@@ -126,7 +126,7 @@ def test_windows_of_no_number():
   ):
     tx = mpjax.accumulate_gradients(optax.sgd(0.1), every)
     expected = "a function that returns an integer, at least 1"
-    with refused(ValueError, EVERY, expected, got, "Round what it returns"):
+    with refused(ValueError, EVERY, expected, got, "Round its result"):
       tx.update(PARAMS, tx.init(PARAMS), PARAMS)
   for every in (0, -1, -(2**40)):
     expected, fix = "an integer, at least 1", "how many micro-batches"

@@ -28,7 +28,10 @@ def test_states_that_do_not_belong_to_the_step():
   ):
     with refused(TypeError, "mpjax.make_train_step(...): step(state)", expected, got, fix):
       mpjax.make_train_step(quadratic, tx)(state._replace(opt_state=tx.init(jnp.zeros(3))), batch)
-  for kept, got in ((True, "ema_decay=None and one"), (False, "ema_decay=0.5 and none")):
+  for kept, got in (
+    (True, "ema_decay=None and an average"),
+    (False, "ema_decay=0.5 and no average"),
+  ):
     expected = "an average in the state exactly if ema_decay is given"
     fix = "TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)"
     step = mpjax.make_train_step(quadratic, SGD, ema_decay=None if kept else 0.5)
