@@ -31,7 +31,8 @@ class Active(active.Active):
   config: PolicyConfig | None = None
   of_root: ModulePolicy = NO_POLICY
   record: ModuleRecord | None = None
-  # Compared, these would make every call another key of JAX's caches.
+  # JAX compares the active state to find traces. These fields differ in each call, and would make
+  # each call another key of its caches.
   root: weakref.ref[Scope] | None = dataclasses.field(default=None, compare=False)
   met: ModuleRecord | None = dataclasses.field(default=None, compare=False)
   again: list[TracedCall] = dataclasses.field(default_factory=list, compare=False)
@@ -50,7 +51,8 @@ def begin(config: PolicyConfig, **records: Any) -> Active:
   policy, around = ModulePolicy(config.policy), ACTIVE.value
   if AUDIT.value is not None:
     AUDIT.value.note_rules(config.rules)
-  # A model inside of another that is being traced is rewritten with it.
+  # A model inside of another one that is being traced is rewritten with it, so it keeps that state
+  # of tracing.
   traced = around if around is not None and around.tracing else None
   return Active(
     config=config,
@@ -64,29 +66,33 @@ def begin(config: PolicyConfig, **records: Any) -> Active:
 
 
 def module_path(module: nn.Module) -> str:
-  """Returns the path that rules see: relative to the root, or the name of what is itself a root."""
-  # A child on which `.apply` is called in a forward pass is the root of that call.
+  """Returns the path that rules see: relative to the root, or the name of a root."""
+  # A child on which `.apply` is called in a forward pass is the root of that call, and has only a
+  # name.
   return "/".join(module.path or ()) or module.name or ""
 
 
 def policy_of(active: Active, config: PolicyConfig, module: nn.Module) -> ModulePolicy:
-  # What encloses a module is its parent; across a lifted transform, which hides the parent, it is
-  # the module being called, and so it is for a model that is applied in a forward pass.
+  """Returns the policy of a module: its own, that of a rule, or the one around it."""
+  # The policy around a module is that of its parent. A lifted transform hides the parent. The
+  # policy around is then that of the module being called, as it is for a model that is applied in a
+  # forward pass.
   around = active.around
   if isinstance(module.parent, nn.Module):
     around = policy_of(active, config, module.parent)
   elif module.path == () and not is_new_root(active, module):
     around = active.of_root
-  # A property `policy` may compute something; only a field says what the module runs under.
+  # A module's own policy is a dataclass field. A property of that name may compute something else.
   has_field = "policy" in getattr(type(module), "__dataclass_fields__", {})
   own = getattr(module, "policy", None) if has_field else None
+  # An audit lists rules that never win, so all rules have to be tried.
   audited = AUDIT.value is not None
   return resolve_policy(config, module, module_path(module), own, around, all_matches=audited)
 
 
 def is_new_root(active: Active, module: nn.Module) -> bool:
   """Whether a bound module is the root of a call of its own, other than the active root."""
-  # A scope that a lifted transform created for the active root shows it in its debug path.
+  # A lifted transform creates a new scope for the active root, with a debug path.
   scope = module.scope
   if scope is None or module.path != () or scope.debug_path:
     return False

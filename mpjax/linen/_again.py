@@ -15,8 +15,8 @@ class TracedCall:
 
   Fields:
     module: the module itself.
-    args: what it was called with the first time.
-    kwargs: the same by name.
+    args: the positional arguments of the first call.
+    kwargs: the keyword arguments of the first call.
     outputs: what our interceptor returned for the second call.
   """
 
@@ -31,9 +31,8 @@ class TracedCall:
 
   def arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the arguments of the second call, which came in as `args` and `kwargs`."""
-    # They are those of the first: an interceptor of the user's that adds 1 to them has run in the
-    # first call, and now runs again. Modules among them are the exception, since the copies belong
-    # to the trace.
+    # The arguments of the first call. An interceptor of the user's that adds 1 has run in the first
+    # call, and now runs again. Modules are an exception, since Flax's copies belong to the trace.
     first = self.args, self.kwargs
     if next(instances_in(first, nn.Module), None) is None:
       return first
@@ -43,13 +42,16 @@ class TracedCall:
 def _in_order(copy: PyTree, original: PyTree) -> PyTree:
   """Returns Flax's copy of a tree, with the fields of its modules, in the order of the original."""
   leaves, treedef = jax.tree.flatten(original)
-  if jax.tree.structure(copy) != treedef:  # It is one that a user's class or interceptor changed.
+  if jax.tree.structure(copy) != treedef:  # A class or interceptor of the user's has changed it.
     return copy
+  # Flax's lifting copies modules and sorts dicts. So pair leaves by position in the sorted order,
+  # and build the original containers from the copies.
   copies = dict(zip(map(id, leaves), jax.tree.leaves(copy), strict=True))
   for old in leaves:
     new = copies[id(old)]
     if isinstance(old, nn.Module) and new is not old:
       for field in dataclasses.fields(old):
+        # Fields of modules hold dicts and modules too. `parent` would lead back up.
         if field.init and field.name != "parent":
           vars(new)[field.name] = _in_order(getattr(new, field.name), getattr(old, field.name))
   return mapped(lambda x: copies[id(x)], original)

@@ -1,4 +1,4 @@
-"""What `init` stores: parameters in the dtype of the policy, caches in the dtype of the model."""
+"""Cast the results of `init`: parameters to the policy's dtype, caches to the model's."""
 
 import dataclasses
 import functools
@@ -22,6 +22,8 @@ def store_parameters(scope: Scope, policy: Policy) -> None:
   """Casts the parameters of a module that is being initialised, but not those of its submodules."""
   for col in filter(scope.is_mutable_collection, collections_with(stored="param_dtype")):
     for name, value in scope.variables().get(col, {}).items():
+      # Flax reserves the names of variables per collection, those of submodules for "". Submodules
+      # cast their own parameters.
       if scope.name_reserved(name, col) and not scope.name_reserved(name, ""):
         new = cast_arrays(value, policy.param_dtype)
         if new is not value:
@@ -30,18 +32,21 @@ def store_parameters(scope: Scope, policy: Policy) -> None:
 
 def store_caches(scope: Any, init: Callable[[PyTree], Variables], state: Active) -> None:
   """Casts the caches that a root has initialised to the dtypes of a model with `dtype=` fields."""
-  # Only the modules themselves know these dtypes. Traced in float32, they create the decode cache
-  # of a bfloat16 model in float32, twice as large.
+  # Only the code of the modules knows the dtypes of caches. Traced in float32, a bfloat16 model
+  # creates its decode cache in float32, twice as large. So run `init` abstractly, in the compute
+  # dtypes.
   caches = {col: scope.variables().get(col, {}) for col in collections_with(stored="computed")}
   floating = any(map(is_floating, jax.tree.leaves(caches)))
+  # Nothing to cast, an abstract pass that only records modules, or the pass below itself.
   if not floating or state.record is not None or state.casting == EVERY:
     return
+  # The keys that this scope was given, so that the pass takes the same branches.
   rngs = {key: rng.as_jax_rng() for key, rng in scope.rngs.items()}
   try:
     with ACTIVE(dataclasses.replace(state, casting=EVERY)):
       low = abstract(functools.partial(init, rngs))
   except (*REFUSALS, flax.errors.FlaxError):
-    return  # A loop may carry float32, say, as it then does in `apply` too.
+    return  # The model fails in low precision: a loop may carry float32, also in `apply`.
   for col, cache in caches.items():
     for key, new in (cast_like(cache, low.get(col)) or {}).items():
       scope.put_variable(col, key, new)

@@ -1,4 +1,4 @@
-"""What happens at each call of a Linen module's method while a policy is active."""
+"""Intercept each call of a Linen module's method while a policy is active."""
 
 import contextlib
 import dataclasses
@@ -27,9 +27,9 @@ from mpjax.linen._paths import flag_paths
 @contextlib.contextmanager
 def activate(state: Active) -> Generator[None]:
   """Makes a state active, in this thread, for the length of a `with` block."""
-  # One interceptor serves all states: with a second one a module of a wrapped model inside of
-  # another would be called twice under policies, and its results cast twice. Where the state around
-  # is that of an NNX model there is none yet.
+  # One interceptor serves all states. Two would call a module of an inner model twice under
+  # policies, and cast its results twice. If the state around is that of an NNX model, there is none
+  # yet.
   stack = nn.intercept_methods(intercept) if current() is None else contextlib.nullcontext()
   with ACTIVE(state), stack:
     yield
@@ -51,11 +51,13 @@ def intercept(
   scope = module.scope
   if active is None or active.config is None or scope is None or not _is_method(module, name):
     return next_fun(*args, **kwargs)
+  # Rules with paths need traces of their own, see `_paths.py`.
   if active.config.by_path:
     flag_paths((module, *instances_in((args, kwargs), nn.Module)))
   resolved = policy_of(active, active.config, module)
   first = _first_call(active, module, name)
   if first is not None:
+    # Flax calls the method again in order to trace it. Its arguments came through the first call.
     args, kwargs = first.arguments(args, kwargs)
   call = _MethodCall(
     module=module,
@@ -75,9 +77,9 @@ def intercept(
 
 def _is_method(module: nn.Module, name: str) -> bool:
   """Whether a call is one of a method that the class of a module has."""
-  # The function that a lifted transform took, the body of `nn.scan(body)`, shows as a method that
-  # the class does not have. It is a part of the module that calls it. Taken for a call of its own,
-  # its carry would come back in another dtype than it came in, and the scan would raise.
+  # `nn.scan(body)` and other lifted transforms show `body` as a method that the class does not
+  # have. It belongs to the module that calls it. As a call of its own, its carry would return in
+  # another dtype, and the scan would raise.
   return callable(getattr(type(module), name, None))
 
 
@@ -86,16 +88,17 @@ def _first_call(active: Active, module: nn.Module, name: str) -> TracedCall | No
   if not active.again:
     return None
   active.again[-1].put_in_order(module)
-  # Flax runs `setup` of the copy before the method.
+  # Flax runs `setup` of the copy first. It is not the repeated call.
   return None if name == "setup" else active.again.pop()
 
 
 def _state_of_call(active: Active, module: nn.Module, name: str, resolved: ModulePolicy) -> Active:
   """Returns the state in which a module is called."""
   if module.path == ():
+    # Weak, because the state is in keys of JAX's caches, which live as long as the program.
     root = weakref.ref(module.scope) if is_new_root(active, module) else active.root
     active = dataclasses.replace(active, root=root, of_root=resolved.inherited())
-  if name == "setup":  # What it calls is a part of it, and no call of its own.
+  if name == "setup":  # Calls in `setup` belong to it, and are not traced by themselves.
     active = dataclasses.replace(active, again=[], tracing=True)
   return active
 
@@ -109,8 +112,8 @@ class _MethodCall:
     scope: its scope.
     name: the name of the method.
     method: the method, with the interceptors inside of ours.
-    args: what it is called with.
-    kwargs: the same by name.
+    args: its positional arguments.
+    kwargs: its keyword arguments.
     path: the path of the module.
     resolved: the policy of the module.
     initializing: whether it is part of `init`.
@@ -134,7 +137,8 @@ class _MethodCall:
 
   def is_outermost(self, active: Active) -> bool:
     """Whether the call is traced and rewritten."""
-    # `init` draws parameters. Traced in another dtype, it would draw other numbers.
+    # `init` draws parameters. A rewritten trace would draw them in another dtype, and so draw other
+    # numbers.
     if self.initializing or self.is_setup:
       return False
     return begins_trace(active, self.resolved.policy, self.path)
@@ -156,6 +160,7 @@ class _MethodCall:
   def run(self, state: Active) -> PyTree:
     """Returns the result of the call, in the region of the module."""
     module, resolved, initializing = self.module, self.resolved, self.initializing
+    # Notes for the check that each rule matches a module.
     for record in (state.record, state.met):
       if record is not None:
         record.note(module, self.path)
@@ -164,6 +169,7 @@ class _MethodCall:
     outputs = called.run(self.method, self.args, self.kwargs, initializing=initializing)
     if initializing:
       self._store(state)
+    # Cast to the output dtype, but not inside `full_precision`, whose results are the user's own.
     if not (self._returns_own(state) or state.in_region):
       outputs = called.result(outputs)
     if self.first is not None:
@@ -174,6 +180,7 @@ class _MethodCall:
     """Stores what `init` created in this call."""
     if self.resolved.policy is not None:
       store_parameters(self.scope, self.resolved.policy)
+    # Caches are cast once, by the root, which runs `init` of the entire model again.
     is_root = not (state.entered or self.module.path or self.is_setup)
     if not is_root:
       return

@@ -8,7 +8,7 @@ from mpjax._autocast.module_calls import Layers, StateKind
 
 STATE: Mapping[str, StateKind] = {
   "params": StateKind(is_parameter=True, stored="param_dtype"),
-  # Zeros, whose gradient is that of the activation to which they are added.
+  # Zeros that are added to an activation. Their gradient is that of the activation.
   "perturbations": StateKind(is_parameter=True, stored="computed"),
   "cache": StateKind(stored="computed"),
 }

@@ -21,7 +21,7 @@ from mpjax.linen._again import TracedCall
 from mpjax.linen._layers import collections_with
 
 Activate: TypeAlias = Callable[[Active], AbstractContextManager[None]]
-"""What makes a state active, with our interceptor: `activate` of `_intercept.py`."""
+"""A context manager that activates a state and our interceptor: `activate` of `_intercept.py`."""
 
 
 def applied(
@@ -33,9 +33,12 @@ def applied(
   kwargs: Kwargs,
 ) -> PyTree:
   """Returns what `model.apply` does, with the operations of all its modules rewritten."""
+  # With one of these, `apply` returns a pair: the result and the changed variables.
   pair = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
 
   def inputs(operands: Args) -> list[Leaf]:
+    # Parameters are cast where they are used, by their role. All other arrays are inputs of the
+    # model.
     parameters = collections_with(is_parameter=True)
     state = [tree for col, tree in operands[0].items() if col not in parameters]
     return Boundary((state, operands[1:])).leaves
@@ -45,11 +48,11 @@ def applied(
 
   def attempt(active: Active) -> PyTree:
     def fn(variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
-      with activate(active):  # It may be traced again, when the active one has been left.
+      with activate(active):  # A derivative traces it again, after the call has left this state.
         return model.apply(variables, *args, **kwargs)
 
     fn.__name__ = type(model).__name__
-    # A checkpoint may come as arrays of NumPy: variables are never constants.
+    # A checkpoint may hold NumPy arrays, which a trace would take for constants.
     operands = (mapped(array, variables), args, kwargs)
     return rewritten(fn, operands, active, active.around.policy, inputs, marked)
 
@@ -66,8 +69,8 @@ class BoundCall:
   Fields:
     module: the module.
     method: the function of its class.
-    args: what it is called with.
-    kwargs: the same by name.
+    args: its positional arguments.
+    kwargs: its keyword arguments.
     policy: the policy of the module.
     activate: see `Activate`.
   """
@@ -89,8 +92,8 @@ class BoundCall:
     return next(instances_in((self.args, self.kwargs), nn.Module), None) is not None
 
   def _rewritten(self, active: Active) -> PyTree:
-    # Flax's own lifting makes the method a function of variables, random keys and arguments, and
-    # puts back what it changed, as it does for `nn.jit`.
+    # `lift.pack`, as in `nn.jit`, makes the method a function of variables, random keys and
+    # arguments, and writes its changes back.
     def lifted(fn: Function, scopes: PyTree, *args: Any, **kwargs: Any) -> PyTree:
       def inner(
         scope_fn: Function, repack_fn: Function, groups: tuple[PyTree, ...], rngs: PyTree
@@ -99,6 +102,7 @@ class BoundCall:
           active
         )
 
+      # Two groups of variables: parameters, and all others (True).
       filters = (collections_with(is_parameter=True), True)
       return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
 
@@ -113,6 +117,7 @@ def _checked(method: Function) -> Function:
 
   @functools.wraps(method)
   def checked(*args: Any, **kwargs: Any) -> PyTree:
+    # Consume the generator: it raises NotTraceable for changes that cannot be copied back.
     before = Boundary((args, kwargs), lambda x: isinstance(x, nn.Module)).contents()
     outputs = method(*args, **kwargs)
     all(before.changed())
@@ -129,10 +134,10 @@ class _LiftedCall:
   Fields:
     call: the call.
     fn: the method, as a function of scopes and arguments.
-    args: the arguments as Flax passes them.
-    kwargs: the same by name.
-    scope_fn: makes scopes of variables and random keys.
-    repack_fn: makes variables of scopes.
+    args: the positional arguments as Flax passes them.
+    kwargs: the keyword arguments.
+    scope_fn: creates scopes from variables and random keys.
+    repack_fn: returns the variables in scopes.
     groups: the parameters, and the other variables.
     rngs: the random keys.
   """
@@ -148,6 +153,7 @@ class _LiftedCall:
 
   def outputs(self, active: Active) -> tuple[PyTree, PyTree]:
     """Returns the result and the variables, with the operations inside rewritten."""
+    # The method may be traced several times: in float32, in the compute dtype, by a derivative.
     counts = _RngCounts(self._scopes())
     traced_in = functools.partial(self._traced_in, counts=counts)
     parameters, rest = self.groups
@@ -167,7 +173,8 @@ class _LiftedCall:
 
   @property
   def _arguments(self) -> tuple[Args, Kwargs]:
-    # Flax has sorted the keys of dicts; but modules among the arguments are its copies.
+    # Flax sorted the keys of dicts, so take the user's arguments. Modules among them are Flax's
+    # copies, which belong to the trace.
     if self.call.has_modules:
       return self.args, self.kwargs
     return self.call.args, self.call.kwargs
@@ -189,6 +196,8 @@ class _LiftedCall:
       with self.call.activate(dataclasses.replace(active, again=[again])):
         outputs = self.fn(scope, *args, **kwargs)
       _forget_captured(jax.tree.leaves(scope)[-1], self.call.method.__name__, outputs)
+      # The result of our interceptor, before interceptors of the user's. Without one, the method's
+      # own.
       return (*again.outputs, outputs)[0], self.repack_fn(scope)
 
     traced.__name__ = type(self.call.module).__name__
@@ -208,8 +217,8 @@ class _LiftedCall:
 class _RngCounts:
   """How many random keys each scope has made."""
 
-  # A trace that raised has counted the keys of its dropouts: the next one, or one that JAX makes
-  # itself, would draw other masks than the model without a policy.
+  # A trace counts the random keys that it makes, also one that raised. Without a restore, the next
+  # trace would draw other dropout masks than the model without a policy.
 
   def __init__(self, scopes: Iterable[Scope]) -> None:
     self._counters = [scope.rng_counters for scope in scopes]
@@ -223,14 +232,16 @@ class _RngCounts:
 
 
 def _forget_captured(scope: Scope, method: str, outputs: PyTree) -> None:
-  """Removes what `capture_intermediates` kept of a method: the call around it keeps it too."""
+  """Removes the output that `capture_intermediates` kept: the call around keeps it too."""
+  # Flax appends to a tuple. Only the last entry can be this call's.
   captured = scope.get_variable("intermediates", method)
   if isinstance(captured, tuple) and captured and captured[-1] is outputs:
     scope.put_variable("intermediates", method, captured[:-1])
 
 
 def _in_stored_dtypes(variables: PyTree, stored: PyTree) -> PyTree:
-  """Returns variables that keep the dtypes of the stored ones of these names; new ones are free."""
+  """Returns variables in the dtypes of the stored ones. New variables keep their own."""
+  # Below a name that is new, there is nothing stored to compare with.
   if isinstance(variables, Mapping):
     there = stored if isinstance(stored, Mapping) else {}
     marked = {name: _in_stored_dtypes(x, there.get(name)) for name, x in variables.items()}

@@ -9,8 +9,8 @@ from flax.core import Scope, freeze
 from mpjax._core.trees import instances_in
 from mpjax.linen._active import current
 
-# `nn.jit` reuses what it traced for an equal module elsewhere: under Rule("float32", path="b") the
-# layer "b" would run in the dtype of an equal layer "a". Flags of scopes are part of its key.
+# `nn.jit` reuses a trace for an equal module elsewhere. Under Rule("float32", path="b") the layer
+# "b" would run in the dtype of an equal layer "a". The flags of a scope are part of its key.
 _FLAG = "mpjax_path"
 
 
@@ -33,12 +33,12 @@ def flag_paths(modules: Iterable[nn.Module]) -> None:
 
 
 def _flagged(scope: Scope) -> Scope:
-  # Flax creates scopes in many functions and shares them by identity, so the object itself is given
-  # the class. Where no policy is active, it behaves as before.
+  # Flax creates scopes in many functions and shares them by identity, so a copy would be another
+  # scope. Give the object itself the class. Without an active policy it behaves as before.
   if type(scope) is Scope:
     scope.__class__ = PathScope
   active, path = current(), "/".join(scope.path)
-  # A child begins with the flags of its parent.
+  # A child inherits the flags of its parent, so the path has to be replaced.
   if active is not None and active.config is not None and scope.flags.get(_FLAG) != path:
     scope.flags = freeze({**scope.flags, _FLAG: path})
   return scope

@@ -102,11 +102,11 @@ class _Scope:
   def __enter__(self) -> None:
     self._used = True
     active, opened = current(), contextlib.ExitStack()
-    if in_region():  # Nothing to make active: `full_precision` is stronger.
+    if in_region():  # Inside `full_precision`, no policy takes effect.
       token = ScopeToken(None, opened)
     elif active is None or not active.entered:
       leave_scopes()
-      if current() is None:  # Else there is an interceptor already.
+      if current() is None:  # A scope around this one has installed the interceptor.
         opened.enter_context(nn.intercept_methods(intercept))
       token = activate_scope(begin(self._config, met=_reached_under(self._config)), opened)
     else:
@@ -118,16 +118,19 @@ class _Scope:
 
   def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
     here = threading.get_ident()
+    # Several threads may be in one scope. Leave the last one that this thread entered. A generator
+    # may be closed by another thread, and then leaves the last of all.
     last = next((x for x in reversed(self._entered) if x.thread == here), self._entered[-1])
     self._entered.remove(last)
     leave_scopes(last)
+    # After an error, modules that did not run are no surprise.
     if exception is None and last.reached is not None:
       _check_reached(last.reached, self._config, self._stacklevel + 1, last.has_inner)
 
 
-# A function that JAX traced in an equal scope is found in its cache, and calls no module. So what
-# scopes reached is remembered for as long as JAX may find such a function, which is as long as the
-# state of the scope is one of those with a number.
+# A function that JAX traced in an equal scope is found in its cache, and calls no module. So
+# remember the modules of each configuration for as long as JAX may find such a function: as long as
+# the state of the scope has a number.
 _records = functools.lru_cache(maxsize=NUMBERS)(ModuleRecord)
 _lock = threading.Lock()
 
@@ -168,9 +171,9 @@ def _nothing_ran() -> MpjaxValueError:
 
 def activate_scope(state: Active, opened: contextlib.ExitStack) -> ScopeToken:
   """Makes a state active for a scope that may be left in any order."""
-  # A generator that yields inside a scope leaves it when it ends, perhaps after another scope was
-  # entered. The other scope then has to stay active, so leaving cannot simply restore the state
-  # before. That state is restored when both scopes have been left.
+  # A generator that yields inside a scope may leave it after another scope was entered. That one
+  # has to stay active, so leaving cannot simply restore the state before. It is restored when both
+  # scopes have been left.
   before = ACTIVE.value
   if before is not None and before.token is not None:
     before.token.has_inner = True
@@ -184,6 +187,7 @@ def leave_scopes(token: ScopeToken | None = None) -> None:
   if token is not None:
     token.left = True
   active = ACTIVE.value
+  # Scopes that were left out of order are unwound here, from the innermost outwards.
   while active is not None and active.token is not None and active.token.left:
     innermost = active.token
     active = innermost.before

@@ -46,9 +46,9 @@ class PolicyModule:
   def apply(
     self, variables: Variables, *args: Any, mutable: CollectionFilter = False, **kwargs: Any
   ) -> PyTree:
-    """Returns what the model's `apply` does, under the policy and in its output dtype.
+    """Returns the result of the model's `apply` under the policy, in its output dtype.
 
-    A call of `__call__` warns of a rule whose path is none of the modules that it met or that have
+    A call of `__call__` warns of a rule whose path matches no called module and no module with
     variables, unless the model was wrapped with `unmatched="ignore"`.
 
     Args:
@@ -59,12 +59,13 @@ class PolicyModule:
     """
     kwargs["mutable"] = mutable
     rules = tuple(rule for rule in self.given.rules if rule.path is not None)
+    # Only `__call__` is expected to pass all modules. Other methods call some of them.
     if not rules or self.given.unmatched == "ignore" or kwargs.get("method") is not None:
       return self._apply(under(self.given), variables, args, kwargs)
     met = ModuleRecord(dataclasses.replace(self.given, rules=rules, unmatched="warn"))
     outputs = self._apply(under(self.given, met=met), variables, args, kwargs)
     if met.classes and isinstance(variables, Mapping):
-      # No error: a module without variables may be there that this call had no use for.
+      # A warning, not an error: a call may leave out modules that have no variables.
       met.note_paths(set().union(*map(node_paths, variables.values())))
       note = "If the module is one that this call leaves out (only training calls it), it is fine."
       met.check("that this call met or that have variables", 2, note=note)
@@ -94,7 +95,7 @@ class PolicyModule:
     return self._initialized(module.init_with_output, rngs, args, kwargs, traced=module.init)
 
   def lazy_init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
-    """Returns what `init` does, from abstract inputs, as `nn.Module.lazy_init` does.
+    """Returns the variables of `init` from abstract inputs, as `nn.Module.lazy_init` does.
 
     Args:
       rngs: as for `init`, and so are the others.
@@ -137,6 +138,7 @@ class PolicyModule:
     """
     where = "mpjax.with_policy(model, policy).convert(variables)"
     if not isinstance(variables, Mapping) or (variables and "params" not in variables):
+      # Users often pass the parameters alone, whose keys show the mistake.
       keys = f" with {', '.join(map(repr, variables))}" if isinstance(variables, Mapping) else ""
       expected, got = "the variables, a mapping with 'params' in it", kind_of(variables) + keys
       fix = 'Write model.convert({"params": params}, x).'
@@ -166,6 +168,8 @@ class PolicyModule:
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
   def __getattr__(self, name: str) -> Any:
+    # While it is copied or unpickled, the object has no `module` yet: this would call itself for
+    # ever.
     if name.startswith("__") or name in ("module", "given"):
       raise AttributeError(name)
     return getattr(self.module, name)
@@ -175,7 +179,8 @@ class PolicyModule:
 
   def _apply(self, activated: Any, variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
     with activated as state:
-      # A call inside of a trace of ours is rewritten with it.
+      # Inside of a trace of mpjax, the call is rewritten with that trace. A policy may also cast
+      # nothing.
       if state is None or state.tracing or not self.given.rewrites:
         return self.module.apply(variables, *args, **kwargs)
       return applied(self.module, state, activate, variables, args, kwargs)
@@ -183,12 +188,13 @@ class PolicyModule:
   def _initialized(
     self, init: Function, rngs: Keys, args: Args, kwargs: Kwargs, traced: Function | None = None
   ) -> PyTree:
-    """Returns what a method that initialises does; first checks the rules.
+    """Returns the result of a method that initialises, after a check of the rules.
 
-    Where that outputs something too, perhaps of a type that JAX does not know, another is `traced`.
+    The check traces `traced` instead, if the method also returns an output: that may have a type
+    which JAX does not know.
     """
-    # The record keeps every function compiled before out, so that all modules are called; for that
-    # it must only ever be there in a trace.
+    # While a record is active, JAX finds no function that was compiled before, so all modules are
+    # called. It must be active in this abstract trace only, or nothing would ever be reused.
     record = ModuleRecord(self.given)
     if self.given.rules:
       with activate(begin(self.given, record=record)):
@@ -212,7 +218,7 @@ class BoundPolicyModule:
   def unbind(self) -> tuple[PolicyModule, Variables]:
     """Returns the model without its variables, under the same policy, and the variables."""
     module, variables = self._module.unbind()
-    # Of a submodule the root, at which the paths of rules begin, is elsewhere.
+    # The paths of rules begin at the root, which an unbound submodule does not have.
     unmatched = "ignore" if self._module.path else self._config.unmatched
     return PolicyModule(module, dataclasses.replace(self._config, unmatched=unmatched)), variables
 
@@ -223,13 +229,13 @@ class BoundPolicyModule:
   def __getattr__(self, name: str) -> Any:
     if name.startswith("__"):
       raise AttributeError(name)
-    # A method that is found here may run `setup`, whose submodules take their `dtype` from it.
+    # Looking up a method may run `setup`, whose submodules take their `dtype` from the policy.
     with under(self._config):
       attribute = getattr(self._module, name)
     return mapped(self._wrapped, attribute)
 
   def _wrapped(self, x: Any) -> object:
-    """Returns what an attribute holds so that what is called on it runs under the policy."""
+    """Returns an attribute of the model, with modules and methods that run under the policy."""
     if isinstance(x, nn.Module):
       return BoundPolicyModule(x, self._config)
     return under(self._config)(x) if callable(x) and not isinstance(x, type) else x
@@ -264,7 +270,7 @@ def with_policy(
   where = "mpjax.with_policy"
   if isinstance(model, (PolicyModule, BoundPolicyModule)):
     got = f"{kind_of(model)}, which is under a policy already"
-    fix = "Wrap the plain model once; of nested policies only the innermost would count."
+    fix = "Wrap the plain model once. Of nested policies only the innermost counts."
   elif not isinstance(model, nn.Module):
     got, fix = not_a_model(model)
   elif model.scope is not None:
