@@ -82,16 +82,21 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
 def _run_atomically(step: Function, args: Args, kwargs: Kwargs) -> Any:
   """Calls the step, restores its objects if it is skipped, and returns its result."""
   arguments = {**{f"args[{i}]": x for i, x in enumerate(args)}, **kwargs}
+  # 1. Note what the arguments hold now. The step writes to these very objects.
   before, scales = _state_of(arguments), _scales_of(arguments)
   states = [one.state for one in scales]
+  # 2. Run the step, and compare its loss scales with those before.
   result, counts = _run(step, args, kwargs)
   updates = _updates_of(scales, states, _scales_of(arguments), counts)
   applied = _all_applied(updates)
+  # 3. Under `nnx.jit` both outcomes are compiled: each variable selects its value. Outside, restore
+  # only if the step was skipped.
   if isinstance(applied, Tracer):
     _select(applied, before, arguments, updates)
   elif not applied:
     before.restore()
     for each in updates:
+      # The restore has also put back the old scale and counters. These do move.
       store_scale(each.before, each.skipped)
   return result
 
@@ -108,6 +113,7 @@ class _State(NamedTuple):
 
   def restore(self) -> None:
     """Gives containers and modules what they held, and variables the values that they had."""
+    # Containers keep their identity, since others may hold them: only their content is replaced.
     for container, content in self.contents:
       container.clear()
       if isinstance(container, list):
@@ -119,7 +125,8 @@ class _State(NamedTuple):
 
   def values_at(self, paths: Sequence[str], variable: Variable) -> list[PyTree]:
     """Returns the values that were where a variable is now; none for a new variable."""
-    # A variable that was moved to another path has its own value.
+    # Old values by path. A variable that is at no old path was moved or is new: then look for its
+    # own old value.
     held = [self.variables[path] for path in paths if path in self.variables] or [variable]
     identities = dict.fromkeys(id(x) for x in held)
     return [self.values[x][1] for x in identities if x in self.values]
@@ -131,14 +138,15 @@ def _state_of(arguments: Mapping[str, PyTree]) -> _State:
   nodes = [pair for name, x in arguments.items() for pair in nodes_in(x, name, met)]
   variables = {path: x for path, x in nodes if is_nnx_variable(x)}
   modules = [x for _, x in nodes if isinstance(x, nnx.Pytree)]
-  # An attribute that is set on the module of a view is set on the user's module too.
+  # A view passes attributes that are set on it to the user's module, so that is written too.
   behind = [model for module in modules if (model := model_of(module)) is not None]
   attributes: list[_Container] = [vars(module) for module in (*modules, *behind)]
   containers = [x for _, x in nodes if isinstance(x, (list, dict))] + attributes
   return _State(
     contents=[(x, copy.copy(x)) for x in containers],
     variables=variables,
-    # A dict or a list in a variable may be changed in place.
+    # Copy the containers in a value, since a dict or list may be changed in place. Arrays are
+    # shared.
     values={id(x): (x, jax.tree.map(lambda y: y, raw_value(x))) for x in variables.values()},
   )
 
@@ -148,7 +156,8 @@ def nodes_in(tree: PyTree, path: str, met: dict[int, object]) -> Iterator[tuple[
 
   `met` has the containers that were searched before. A container that is shared is searched once.
   """
-  # `nnx.iter_graph` yields one path of an object; a step may replace the variable at another one.
+  # `nnx.iter_graph` yields one path of each object. Here all paths count, because a step may
+  # replace a tied variable at one of them.
   if isinstance(tree, jax.Array):
     return
   if is_nnx_variable(tree):
@@ -158,6 +167,7 @@ def nodes_in(tree: PyTree, path: str, met: dict[int, object]) -> Iterator[tuple[
     return
   met[id(tree)] = tree
   if isinstance(tree, nnx.State):
+    # Indexing an `nnx.State` creates new objects. The mapping holds its variables.
     tree = tree.raw_mapping
   yield path, tree
   if isinstance(tree, nnx.Pytree):
@@ -173,6 +183,7 @@ def _put(variable: Variable, value: PyTree) -> None:
   """Stores a value in a variable that does not hold it already."""
   leaves, structure = jax.tree.flatten(value)
   held, held_structure = jax.tree.flatten(raw_value(variable))
+  # A write that changes nothing may still be refused: NNX checks the trace that a variable is from.
   if structure != held_structure or not same_objects(leaves, held):
     set_raw_value(variable, value)
 
@@ -194,6 +205,7 @@ _Counts: TypeAlias = list[tuple[Array, Array]]
 def _run(step: Function, args: Args, kwargs: Kwargs) -> tuple[Any, _Counts]:
   """Returns what the step does, and the counts of its updates."""
   counts: _Counts = []
+  # `adjust` reports the counts of each update to `UPDATED`. Atomic steps may be nested.
   outer = UPDATED.set(lambda *pair: counts.append(pair))
   try:
     return step(*args, **kwargs), counts
@@ -220,6 +232,8 @@ class _Update(NamedTuple):
     """The numbers after a step that is skipped: an update that is taken back counts as skipped."""
     if self.in_place:
       return self.new
+    # The step is skipped because another update was, or one of several. Count all of its updates as
+    # skipped.
     count = self.new.total - self.old.total
     return self.new._replace(
       skipped=self.old.skipped + count,
@@ -235,6 +249,7 @@ def _updates_of(
   counts: _Counts,
 ) -> list[_Update]:
   """Returns the loss scales before and after a step, without those of `NoLossScale`."""
+  # The step has replaced an optimizer state. Its scales do not pair with the old ones.
   labels, now = ([one.label for one in scales] for scales in (before, after))
   if labels != now:
     expected = f"a step that keeps its loss scales, {', '.join(labels)}"
@@ -244,7 +259,7 @@ def _updates_of(
     raise MpjaxValueError(_WHERE, expected=expected, got=", ".join(now), fix=fix)
   news = [one.state for one in after]
   return [
-    # An only optimizer that was updated once has kept its own state.
+    # A single optimizer that was updated once has selected its state itself: `loss_scaling` did.
     _Update(was, a, now, b, in_place=len(before) == 1 and _is_one_update(a, b, counts))
     for was, a, now, b in zip(before, old, after, news, strict=True)
     if a is not None and b is not None
@@ -253,7 +268,8 @@ def _updates_of(
 
 def _is_one_update(old: LossScaleState, new: LossScaleState, counts: _Counts) -> bool:
   """Whether one update alone led from the old numbers to the new ones."""
-  # A loop updates other arrays than those that are here.
+  # By identity. Updates inside of a loop read and return tracers of the loop, so these do not
+  # match.
   return any(a is old.total and b is new.total for a, b in counts)
 
 
@@ -272,7 +288,7 @@ def _select(
 ) -> None:
   """Gives variables their values from before the step where it was not applied."""
   after = _state_of(arguments)
-  # These are right already, or are written last.
+  # The state of an optimizer that has selected by itself is right already. Scales are written last.
   own = [each.after.owner if each.in_place else each.after.stored for each in updates]
   kept = set(map(id, jax.tree.leaves(own, is_leaf=is_nnx_variable)))
   pairs = [pair for pair in _pairs(before, after) if id(pair.variable) not in kept]
@@ -286,7 +302,7 @@ def _select(
       "dtypes. Pop what model.sow has stored, before or in the step: nnx.pop(model, "
       "nnx.Intermediate).",
     )
-  # In one call: a mask may serve several.
+  # In one call, so that variables of one shape share a mask, see `masks_of`.
   chosen = pick(applied, [pair.new for pair in pairs], [pair.olds[0] for pair in pairs])
   for pair, value in zip(pairs, chosen, strict=True):
     _put(pair.variable, value)
@@ -315,6 +331,7 @@ def _pairs(before: _State, after: _State) -> list[_Pair]:
   """Returns the variables after a step, but those that are new."""
   paths: dict[int, list[str]] = {}
   for path, variable in after.variables.items():
+    # A tied variable is one pair, whatever the number of its paths.
     paths.setdefault(id(variable), []).append(path)
   pairs = [
     _Pair(" and ".join(sorted(paths[key])), variable, new, before.values_at(paths[key], variable))

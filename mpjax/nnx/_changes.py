@@ -28,6 +28,7 @@ class Models:
 
   def _pair(self, module: nnx.Pytree, model: nnx.Pytree) -> None:
     """Notes the user's object behind one of a view, and behind the containers in it."""
+    # Several modules may share a container.
     if id(module) in self._by_id:
       return
     self._by_id[id(module)] = model
@@ -70,8 +71,8 @@ def copy_changes(module: nnx.Pytree, before: Mapping[str, Any], models: Models) 
 def _copy_items(
   container: nnx.Pytree, before: Mapping[str, Any], model: nnx.Pytree, models: Models
 ) -> None:
-  # Without `__setattr__` and `__delattr__`: the items belong together with the length, which is an
-  # attribute beside them.
+  # Write to `vars`, without `__setattr__`: the items and the length, an attribute beside them, must
+  # change together.
   now = vars(container)
   for name in before.keys() - now.keys():
     vars(model).pop(name, None)
@@ -85,7 +86,7 @@ def _copy_attributes(
 ) -> None:
   now = vars(module)
   for name in before.keys() - now.keys() - {LINK}:
-    # Unless the user has set another object there, which the view has never had.
+    # Delete only the counterpart of what the view had. The user may have set another object since.
     if vars(model).get(name) is models.get(before[name], before[name]):
       delattr(model, name)
   for name, new in list(now.items()):
@@ -101,10 +102,12 @@ def _copy_attribute(
   theirs = models.behind(new)
   if _is_plain(new) or theirs is not new:
     setattr(model, name, theirs)
+    # Both have the new mode, so there is nothing to compare any more.
     forget_mode(module, name)
   elif held is old and type(new) is type(held):
-    # Both have held this container of Python, and NNX has replaced the view's by a copy. Other
-    # objects that a call sets belong to the view alone.
+    # Both held this list or dict, and NNX replaced that of the view by a copy. Put the content into
+    # the original, which other code of the user's may hold. Other objects that a call sets stay
+    # with the view.
     vars(module)[name] = vars(model)[name] = _refilled(held, new)
 
 
@@ -113,6 +116,7 @@ def _refilled(original: Any, copy: Any) -> Any:
   if type(original) is not type(copy):
     return copy
   if type(original) is list:
+    # `map` stops at the shorter list. Items that are new have no original.
     original[:] = [*map(_refilled, original, copy), *copy[len(original) :]]
     return original
   if type(original) is dict:
@@ -130,5 +134,6 @@ def _is_plain(x: object) -> bool:
   """
   if isinstance(x, (nnx.Variable, jax.Array)):
     return True
+  # Inside of a container, an array or module would be one of the view's.
   leaves = jax.tree.leaves(x, is_leaf=is_node)
   return not any(isinstance(leaf, (nnx.Variable, jax.Array, nnx.Pytree)) for leaf in leaves)

@@ -1,4 +1,4 @@
-"""The classes of a view's modules: what happens at each call, and at each write.
+"""The classes of a view's modules, which handle each call and each write.
 
 They are subclasses of the user's classes, one for each policy: see docs/design/nnx.md.
 """
@@ -52,9 +52,9 @@ def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
 @functools.cache
 def _metaclass_of_views(metaclass: Any) -> Any:
   """Returns a subclass of a metaclass whose classes look into `_ViewModule` before their base."""
-  # `_ViewModule` cannot be a base. Modules of a view are created by NNX, as objects of the user's
-  # class, and then take ours. Python allows that for classes of the same layout, and a second base
-  # changes the layout. The order in which a class looks for methods and hooks does not.
+  # `_ViewModule` cannot be a base. NNX creates modules of a view as objects of the user's class,
+  # and these then get a class of ours. Python allows that for classes of one memory layout. A
+  # second base changes the layout, the order of look-ups does not.
 
   def mro(cls: Class) -> list[Class]:
     first, *others = metaclass.mro(cls)
@@ -64,11 +64,11 @@ def _metaclass_of_views(metaclass: Any) -> Any:
 
 
 class _ViewModule:
-  """What the modules of a view do before the user's class does it."""
+  """Methods of a view's modules that run before those of the user's class."""
 
   def __init_subclass__(cls, **kwargs: bool) -> None:
-    # Hooks of the user's are for the user's classes: they may put each class into a table, or ask
-    # for keywords. NNX has to know of ours as well.
+    # Call NNX's hook, which registers the class, but none of the user's. Theirs may put each class
+    # into a table, or ask for keywords.
     hook: Any = nnx.Module.__init_subclass__
     hook.__func__(cls, **kwargs)
 
@@ -83,12 +83,12 @@ class _ViewModule:
     model = model_of(self)
     if model is None:
       return
-    # A mode that is set on the view is its own from now on: compared with that of the model, each
-    # call after `view.eval()` would be an error.
+    # A mode that is set on the view is its own from now on. Otherwise each call after `view.eval()`
+    # would raise, since the model has another mode.
     if isinstance(value, bool):
       forget_mode(self, name)
-    # A variable that a call creates, a cache, is the model's too, and so is a flag that it sets: on
-    # the view alone it would be lost with the view, which many create in each step.
+    # A variable that a call creates, such as a cache, is also set on the user's module, and so is a
+    # flag. Many steps create a view each time, and with it these would be lost.
     in_call = active is not None and not isinstance(value, nnx.Pytree)
     if in_call or isinstance(value, (nnx.Variable, jax.Array)):
       setattr(model, name, value)
@@ -106,12 +106,12 @@ class _ViewModule:
     return _with_policy_of(self, super().__str__())
 
   def __reduce__(self: Any) -> tuple[object, ...]:
-    # Pickle finds classes by name, and that of a view has the name of the user's.
+    # Pickle finds classes by name, and the class of a view has the name of the user's class.
     return _rebuild, (user_class(self), is_tree(self), resolved_policy(self)), dict(vars(self))
 
 
 def _check_set(module: nnx.Pytree, name: str, value: object) -> None:
-  """Raises MpjaxTypeError if a module with parameters that is none of a view's is set on one."""
+  """Raises MpjaxTypeError if a module with parameters and without a policy is set on a view."""
   if not isinstance(value, nnx.Module) or is_view(value) or isinstance(value, nnx.bridge.ToNNX):
     return
   if any(isinstance(node, nnx.Param) for node in parts_of(value)[1]):
@@ -174,6 +174,7 @@ def _computes(cls: Class, name: str) -> bool:
   """Whether the method of a name computes a part of a model: one that a user or a layer defines."""
   if name.startswith("__") and name != "__call__":
     return False
+  # The class that defines the method decides, not the one that inherits it.
   base = next(base for base in cls.__mro__ if name in vars(base))
   package = base.__module__.split(".")[0]
   if base in _NOT_MODULES or package in _OF_PYTHON or name in _layers.OUTSIDE:
@@ -188,12 +189,14 @@ def _method(name: str, own: Any) -> Function:
 
   @functools.wraps(own)
   def method(self: nnx.Module, *args: Any, **kwargs: Any) -> PyTree:
+    # Inside `full_precision` there is no policy.
     if in_region():
       return own.__get__(self, type(self))(*args, **kwargs)
     resolved, path = resolved_policy(self), path_of(self)
 
     def call(module: nnx.Module, args: Args, kwargs: Kwargs) -> PyTree:
       check_modes(module)
+      # `module` is `self`, or its copy in the trace of the outermost call.
       called = call_of(module, path, resolved, calling_state(), _layers.LAYERS)
       outputs = called.run(own.__get__(module, type(module)), args, kwargs)
       _check_not_async(outputs, f"{type(module).__name__}.{name}")
@@ -207,7 +210,7 @@ def _method(name: str, own: Any) -> Function:
 
 
 def _check_not_async(outputs: object, method: str) -> None:
-  """Raises MpjaxTypeError for what an async method returns."""
+  """Raises MpjaxTypeError for the result of an async method."""
   if not isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
     return
   if isinstance(outputs, types.CoroutineType):

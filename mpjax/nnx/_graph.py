@@ -36,6 +36,7 @@ def is_tree(module: nnx.Pytree) -> bool:
 
 def parts_of(tree: PyTree) -> tuple[list[nnx.Pytree], list[nnx.Variable[Leaf]]]:
   """Returns the modules of a tree, and its variables, in the order of its graph."""
+  # `graph=True`: shared objects count once, also if a flag of Flax makes trees the default.
   parts = [x for _, x in nnx.iter_graph(tree, graph=True)]
   variables = [x for x in parts if isinstance(x, nnx.Variable)]
   return [x for x in parts if isinstance(x, nnx.Pytree)], variables
@@ -43,11 +44,13 @@ def parts_of(tree: PyTree) -> tuple[list[nnx.Pytree], list[nnx.Variable[Leaf]]]:
 
 def orders_of(tree: PyTree) -> list[object]:
   """Returns the order of the attributes of each module of a tree, and of the containers in them."""
+  # Nodes are leaves here: each module has its own entry in the list.
   return [Boundary(vars(module), is_node).order for module in parts_of(tree)[0]]
 
 
 def put_in_order(tree: PyTree, orders: Iterable[object]) -> None:
   """Puts the attributes of the modules of a tree, which NNX has sorted, into the given orders."""
+  # The modules of both trees are in the order of the graph, which sorts attributes by name.
   for module, order in zip(parts_of(tree)[0], orders, strict=True):
     attributes = vars(module)
     ordered = in_order(attributes, order)
@@ -78,12 +81,14 @@ def _rebound_method(method: types.MethodType, counterparts: Mapping[int, object]
   to = counterparts.get(id(method.__self__))
   if to is None:
     return method
-  # By its name first: a view has a method of its own. A function bound to a module may have none.
+  # By name first, since a view overrides the method. A function that was bound to a module by
+  # `MethodType` may have no such attribute.
   return getattr(to, method.__name__, None) or types.MethodType(method.__func__, to)
 
 
 def _rebound_partial(partial: functools.partial[Any], counterparts: Mapping[int, object]) -> Any:
   parts = partial.func, partial.args, partial.keywords
+  # A partial without modules stays the same object, so that it counts as unchanged.
   new = rebound(parts, counterparts)
   if new is parts:
     return partial
@@ -98,6 +103,7 @@ def contents_of(tree: PyTree) -> list[object]:
   """
   contents: list[object] = []
   for _, node in nnx.iter_graph(tree, graph=True):
+    # Keys of attributes count too: an attribute may be renamed.
     if isinstance(node, nnx.Variable):
       contents += [node, *node.get_metadata().values(), *_structure_of_value(node)]
     elif isinstance(node, nnx.Pytree):
@@ -111,12 +117,15 @@ def contents_of(tree: PyTree) -> list[object]:
 
 def _structure_of_value(variable: nnx.Variable[Leaf]) -> list[object]:
   """Returns the leaves of a variable's value, if it is a tree; the same object for each array."""
+  # Arrays are values, and may change. The leaves of a tree are part of its structure.
   raw = variable.get_raw_value()
   return [jax.Array] if isinstance(raw, jax.Array) else jax.tree.leaves(raw)
 
 
 def hides_tracer(tree: PyTree) -> bool:
   """Whether an attribute of a module is a tracer that is none of the leaves of the module."""
+  # NNX passes arrays in variables through a trace. An array in another attribute is static to it,
+  # and a tracer there would leak.
   leaf_ids = set(map(id, jax.tree.leaves(nnx.to_tree(tree))))
   attributes = Boundary(list(map(vars, parts_of(tree)[0])), is_node).leaves
   return any(isinstance(x, Tracer) and id(x) not in leaf_ids for x in attributes)

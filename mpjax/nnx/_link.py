@@ -1,4 +1,4 @@
-"""What a module of a view knows of itself: its policy, and the user's module behind it."""
+"""The policy of a view's module, and the link to the user's module behind it."""
 
 import weakref
 from collections.abc import Callable

@@ -60,13 +60,15 @@ def outermost(call: Function, name: str, module: nnx.Module, args: Args, kwargs:
   """
 
   def rewrite(state: Active) -> PyTree:
+    # Inside of the attempt, because each one starts from the present state.
     originals = _Originals.of(module, args, kwargs)
     originals.check_modes()
     models = Models(originals.modules)
-    # In this context NNX finds the original of each copy, in what the traced function returns.
+    # In this context NNX maps each copy to its original, in the results of the traced function.
     with nnx.update_context(_TAG):
       trace, returned = _trace(call, name, originals, state)
       leaves = _put_back(originals, trace, returned)
+    # The call has changed the view. Now change the user's modules behind it.
     for each, attributes in zip(originals.modules, originals.attributes, strict=True):
       copy_changes(each, attributes, models)
     return trace.outside(leaves)
@@ -108,6 +110,7 @@ class _Originals:
   @classmethod
   def of(cls, module: nnx.Module, args: Args, kwargs: Kwargs) -> "_Originals":
     """Returns the objects of a call."""
+    # Objects of NNX in containers count too: an `nnx.Rngs` in a dict.
     arguments = Boundary((args, kwargs), is_node).leaves
     modules, variables = parts_of((module, arguments))
     values = [variable.get_raw_value() for variable in variables]
@@ -133,6 +136,8 @@ class _Originals:
     def with_arrays(x: Any) -> Any:
       return jax.tree.map(array, x) if is_nnx_variable(x) else x
 
+    # `to_tree` takes objects apart. `array` makes JAX arrays of NumPy arrays, which a trace would
+    # take for constants.
     tree = nnx.to_tree((self.module, self.arguments), ctxtag=_TAG)
     return jax.tree.map(with_arrays, tree, is_leaf=is_nnx_variable)
 
@@ -152,7 +157,7 @@ class _Originals:
 
 
 class _Returned(NamedTuple):
-  """What the traced function returns, which is a tree of arrays.
+  """The result of the traced function, a tree of arrays.
 
   Fields:
     written: the new values of variables by number, if the call has changed nothing but values.
@@ -164,7 +169,7 @@ class _Returned(NamedTuple):
 
 
 class _Trace(NamedTuple):
-  """What is known of a call when it has been traced; it holds no tracer.
+  """Facts about a call that has been traced. They hold no tracer.
 
   Fields:
     changed: whether the call has changed more than values of variables.
@@ -180,17 +185,18 @@ class _Trace(NamedTuple):
 def _trace(
   call: Function, name: str, originals: _Originals, state: Active
 ) -> tuple[_Trace, _Returned]:
-  """Calls copies of the originals, with rewritten operations; returns what that has changed."""
+  """Calls copies of the originals with rewritten operations; returns facts and results."""
   traces: list[_Trace] = []
 
   def on_copies(tree: PyTree) -> _Returned:
-    # A derivative traces it again, when the context of the call is over.
+    # A derivative traces the function again, after the call. Its context is over then, so a new one
+    # is needed.
     with nnx.update_context(_TAG) if traces else contextlib.nullcontext():
       trace, returned = _traced_body(call, originals, tree, state)
     traces.append(trace)
     return returned
 
-  on_copies.__name__ = name  # JAX's errors say it.
+  on_copies.__name__ = name  # JAX names the function in errors.
   policy = resolved_policy(originals.module).policy
   returned = rewritten(on_copies, (originals.as_tree(),), state, policy, _inputs_in)
   return traces[0], returned
@@ -205,13 +211,15 @@ def _inputs_in(operands: Args) -> list[Leaf]:
 def _traced_body(
   call: Function, originals: _Originals, tree: PyTree, state: Active
 ) -> tuple[_Trace, _Returned]:
-  """Calls the method of the copies that a tree describes; returns what that has changed in them."""
+  """Calls the method of the copies that a tree describes; returns facts and results."""
   copies = _Copies.of(tree, originals)
   leaves, outside = _call_copies(call, originals, copies, state)
+  # A result that is a node leaves the call, and needs its object too.
   changed = copies.have_changed() or any(map(is_node, leaves))
   written = copies.keep_dtypes(originals.dtypes)
   results = (leaves, copies.objects if changed else ())
   trace = _Trace(changed, orders_of(results), outside)
+  # An array in a plain attribute is static to NNX. The original would hold a tracer.
   if changed and hides_tracer(copies.objects):
     raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
   return trace, _Returned({} if changed else written, nnx.to_tree(results, ctxtag=_TAG))
@@ -254,6 +262,7 @@ class _Copies:
     before = zip(self.variables, self.values, dtypes, strict=True)
     for i, (variable, old, dtype) in enumerate(before):
       new = variable.get_raw_value()
+      # By identity: only a written variable has another object as its value.
       if new is not old:
         variable.set_raw_value(new if dtype is None else end_of_policy(new, dtype))
         written[i] = variable.get_raw_value()
@@ -298,11 +307,13 @@ def _call_copies(
   """
   inside, replacements = _arguments_and_containers(originals, copies)
   replacements += _methods_of_copies(originals, copies)
+  # The first part has the arguments. The second, containers of modules, is in the replacements.
   (args, kwargs), _ = inside.args
   for replacement in replacements:
     replacement.begin()
   with ACTIVE(state):
     outputs = call(copies.objects[0], args, kwargs)
+  # While the replacements are in place: `leave` finds changes of the copied containers there.
   leaves, outside = inside.leave(outputs)
   for replacement in replacements:
     replacement.end()
@@ -319,6 +330,7 @@ def _arguments_and_containers(
   same lists and dicts, so all are copied at once.
   """
   containers = originals.containers()
+  # Attributes whose list or dict is the same object in the original and in the copy.
   shared = [
     (attributes, name, x)
     for attributes in map(vars, copies.modules)
@@ -326,6 +338,7 @@ def _arguments_and_containers(
     if id(x) in containers
   ]
   boundary = Boundary((originals.inputs, [x for *_, x in shared]), is_node)
+  # The leaves of the arguments come first, and have copies. The others are in shared containers.
   only_in_shared = boundary.leaves[len(originals.arguments) :]
   inside = boundary.inside([*copies.objects[1], *only_in_shared])
   values = inside.args[1]
@@ -339,6 +352,7 @@ def _methods_of_copies(originals: _Originals, copies: _Copies) -> list[_Replacem
   the traced call, as constants.
   """
   pairs = zip(originals.modules, copies.modules, strict=True)
+  # Original and copy have the same position in the order of the graph.
   counterparts = {id(original): copy for original, copy in pairs}
   return [
     _Replacement(attributes, name, x, rebound(x, counterparts))
@@ -362,6 +376,7 @@ def _put_back(originals: _Originals, trace: _Trace, returned: _Returned) -> list
       originals.variables[i].set_raw_value(value)
     return returned.tree[0]
   try:
+    # With more changes, NNX writes the copies back into the originals.
     updated = nnx.from_tree(returned.tree, is_inner=False, ctxtag=_TAG)
   except BaseException:
     originals.restore()  # NNX empties modules before it finds a variable that it refuses.

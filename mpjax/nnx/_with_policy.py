@@ -76,15 +76,20 @@ def with_policy(
   _check_variables(model)
   config = parse_config("mpjax.with_policy", policy, rules, unmatched=unmatched)
   record = ModuleRecord(config)
+  # 1. New objects that hold the same variables, with attributes in the user's order.
   view = nnx.clone(model, variables=False, graph=True)
   put_in_order(view, orders_of(model))
+  # 2. Each module of the view gets the class of its policy. `object.__setattr__` avoids NNX's
+  # checks and the hooks of the class.
   modules, copies = _modules(model), _modules(view)
   for path, resolved in _policies(modules, config, record).items():
     copy = copies[path]
     object.__setattr__(copy, "__class__", view_class(type(copy), is_tree(copy), resolved))
+  # 3. Methods, lists and dicts in attributes are static to NNX, which has not copied them.
   counterparts = {id(module): copies[path] for path, module in modules.items()}
   for path, module in modules.items():
     _share_attributes(module, copies[path], counterparts)
+    # A link in an `nnx.List` would be one of its items.
     if not isinstance(module, CONTAINERS):
       link = Link(_text(path), copies[path], module)
       object.__setattr__(copies[path], LINK, link)
@@ -103,6 +108,7 @@ def _policies(
   for path, module in modules.items():
     if not is_view(module):
       record.note(module, _text(path))
+      # Paths come outermost first, so that the policy around a module is known.
       own, around = vars(module).get("policy"), _policy_around(path, policies, config)
       policies[path] = resolve_policy(config, module, _text(path), own, around, all_matches=True)
   return policies
@@ -112,6 +118,7 @@ def _policy_around(
   path: KeyPath, policies: Mapping[KeyPath, ModulePolicy], config: PolicyConfig
 ) -> ModulePolicy:
   """Returns the policy of the innermost module around a path; at the root that of the model."""
+  # The longest prefix that is a module: a path also has lists and dicts in it.
   for length in range(len(path) - 1, -1, -1):
     if path[:length] in policies:
       return policies[path[:length]]
@@ -134,10 +141,10 @@ def _share_attributes(
     counterparts: the view's modules by the identity of the user's.
   """
   for name, value in vars(module).items():
-    # A method of the user's module, kept in an attribute, would run without the policy.
+    # A method in an attribute is bound to the user's module, and would run without the policy.
     if isinstance(value, HOLD_METHODS):
       object.__setattr__(copy, name, rebound(value, counterparts))
-    # What a call puts into it, or sets on it, has to reach the user's module.
+    # Share the object: changes that a call makes in it must reach the user's module.
     elif _is_shared(value):
       object.__setattr__(copy, name, value)
 
@@ -182,6 +189,7 @@ def _check_variables(model: nnx.Module) -> None:
   lost.
   """
   for path, x in nnx.iter_graph(model, graph=True):
+    # Flags are in the metadata, also if `nnx.var_defaults` has set them.
     modes = x.get_metadata() if isinstance(x, nnx.Variable) else {}
     mode = next((mode for mode in ("ref", "hijax") if modes.get(mode)), None)
     if mode is not None:
@@ -196,13 +204,14 @@ def _check_variables(model: nnx.Module) -> None:
 
 def _modules(model: nnx.Module) -> dict[KeyPath, nnx.Pytree]:
   """Returns the modules of a model by path, outer ones first. A shared module has one path."""
+  # `iter_graph` yields inner modules first. Policies are inherited from outside.
   modules = [(path, node) for path, node in nnx.iter_graph(model, graph=True) if _is_module(node)]
   return dict(sorted(modules, key=lambda each: len(each[0])))
 
 
 def _is_module(node: object) -> bool:
   """Whether a node runs under a policy: a module, or an object of a class of the user's own."""
-  # A Linen module inside of `ToNNX` does not, because it reads its parameters itself.
+  # A Linen module inside of `ToNNX` reads its parameters itself, so `policy_scope` is for it.
   is_linen = isinstance(node, nnx.bridge.ToNNX)
   users = isinstance(node, nnx.Pytree) and type(node).__module__.split(".")[0] != "flax"
   return not is_linen and (isinstance(node, nnx.Module) or users)
@@ -239,6 +248,7 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
   graphdef, params, rest = nnx.split(view, nnx.Param, ...)
 
   def call(params: Params, *args: Any, **kwargs: Any) -> PyTree:
+    # A copy for each call: tracers must not be written to the variables of the view.
     return getattr(nnx.merge(graphdef, params, rest, copy=True), method)(*args, **kwargs)
 
   new = store_as_used(call, params, args, kwargs, "mpjax.nnx.convert(view)")
