@@ -146,7 +146,8 @@ def instances_in(value: object, cls: type[T]) -> Iterator[T]:
   if isinstance(value, cls):
     yield value
   elif isinstance(value, (tuple, list, Mapping)):
-    for item in value.values() if isinstance(value, Mapping) else value:
+    items = value.values() if isinstance(value, Mapping) else value
+    for item in items:
       yield from instances_in(item, cls)
 
 
@@ -209,8 +210,9 @@ def _other_container(expected: PyTree, got: PyTree, path: str = "") -> str:
     for tree in (expected, got)
   ]
   # An empty container has no leaves. Paths may agree although the numbers of children differ.
-  if (n := len(children[1])) != len(children[0]):
-    return f"other containers: {kinds[0]} of {n} for {len(children[0])} at {path or 'the root'}"
+  expected_count, count = map(len, children)
+  if count != expected_count:
+    return f"other containers: {kinds[0]} of {count} for {expected_count} at {path or 'the root'}"
   for (key, want), (_, give) in zip(*children, strict=True):
     if jax.tree.structure(want, is_leaf=is_none) != jax.tree.structure(give, is_leaf=is_none):
       return _other_container(want, give, path + jax.tree_util.keystr(key))

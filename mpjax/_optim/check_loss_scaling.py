@@ -279,15 +279,13 @@ def _dependent_on_scale(
     old = numbers(step.call.arrays[argument])
     if not is_inexact(old):
       continue
-    first = compared.finite[0][place]
     moved = [_distance(old, after[place]) for after in compared.finite]
     # A step that is not traced rounds in its own precision, so a small part of the change may
     # differ. A wrong factor of the scale changes it by far more.
     limit = 0.25 * max(moved)
-    at_finite, at_overflow = (
-      any(_distance(first, after[place]) > limit for after in runs)
-      for runs in (compared.finite, compared.overflowed)
-    )
+    first = compared.finite[0][place]
+    at_finite = any(_distance(first, after[place]) > limit for after in compared.finite)
+    at_overflow = any(_distance(first, after[place]) > limit for after in compared.overflowed)
     if at_finite or at_overflow:
       dependent.append(_Dependent(not at_finite, moved[0] > moved[-1], place, argument))
   return dependent

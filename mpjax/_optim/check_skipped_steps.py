@@ -143,7 +143,7 @@ def _leaf_text(code: LeafCode, opt_state: OptState, scale: OwnedScale, params: P
   )
 
 
-_COMPLEX_PARTS = (".real", ".imaginary")
+_COMPLEX_PARTS = ("real", "imaginary")
 """The fields that `optax.contrib.split_real_and_imaginary` has in place of a complex parameter."""
 
 
@@ -152,13 +152,11 @@ def _parameters(params: Params) -> list[tuple[KeyPath, str]]:
   leaves = floating_leaves(differentiated(params))
   # Two wrappers of optax show gradients in another tree. `split_real_and_imaginary` makes two
   # leaves of a complex one. `flatten` makes one leaf of all, whose path is ().
-  parts = [
-    (*path, jax.tree_util.GetAttrKey(part[1:]))
-    for path, x in leaves
-    if jnp.iscomplexobj(x)
-    for part in _COMPLEX_PARTS
-  ]
-  named = [(path, key_text(path)) for path in [*(path for path, _ in leaves), *parts]]
+  paths: list[KeyPath] = [path for path, _ in leaves]
+  for path, x in leaves:
+    if jnp.iscomplexobj(x):
+      paths += [(*path, jax.tree_util.GetAttrKey(part)) for part in _COMPLEX_PARTS]
+  named = [(path, key_text(path)) for path in paths]
   if len(leaves) > 1:
     named.append(((), f"all parameters, one array of {sum(np.size(x) for _, x in leaves)} numbers"))
   return named

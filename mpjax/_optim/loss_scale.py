@@ -303,7 +303,9 @@ def adjust(
   state = state._replace(**{field: read[field] for field in old})
   finite, applied, first_bad, all_finite = (read[flag] for flag in flags)
   good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)
-  scale, hysteresis, floor_hits = state.scale, state.hysteresis, state.floor_hits
+  scale = state.scale
+  hysteresis = state.hysteresis
+  floor_hits = state.floor_hits
   if dynamic:
     low, high = jnp.float32(config.min_scale), jnp.float32(config.max_scale)
     # At 0, each further overflow backs off too, until the scale has grown.

@@ -357,8 +357,10 @@ class LossScaling:
     if not self.is_scaled and not self.several:
       return hide_untrained(next(iter(grads.values())), trained)
     # Unscale before adding: each loss has a scale of its own.
-    moving = inputs.moving
-    parts = [unscale_tree(g, moving[k].scale if self.is_scaled else None) for k, g in grads.items()]
+    parts: list[Grads] = []
+    for label, scaled in grads.items():
+      scale = inputs.moving[label].scale if self.is_scaled else None
+      parts.append(unscale_tree(scaled, scale))
     total = jax.tree.map(_sum, *parts)
     if self.is_scaled:
       return float32_view(total)

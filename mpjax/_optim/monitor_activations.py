@@ -144,6 +144,8 @@ def _parse_globs(modules: object) -> tuple[str, ...]:
   fix = 'Write modules=["encoder/*", "head"].'
   if not globs:
     raise MpjaxValueError(where, expected=expected, got="none", fix=fix)
+  # A glob is matched in `sample_activations`. A malformed one should raise here, where it was
+  # written.
   for glob in globs:
     if not isinstance(glob, str):
       raise MpjaxTypeError(where, expected=expected, got=kind_of(glob), fix=fix)

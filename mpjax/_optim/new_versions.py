@@ -134,13 +134,13 @@ class NewVersions:
 
   def check_all_stated(self, stated: Stated) -> None:
     """Raises if a result has no entry in `returns`. States with a loss scale need none."""
-    # A stated entry covers all leaves below it.
     places = {result for _, result in stated}
-    without = [
-      text_of(path)
-      for names, path in self._results.leaves.items()
-      if names not in self._taken and places.isdisjoint(names[:n] for n in range(len(names) + 1))
-    ]
+    without: list[str] = []
+    for names, path in self._results.leaves.items():
+      # A stated entry covers all leaves below it.
+      is_stated = any(names[:n] in places for n in range(len(names) + 1))
+      if names not in self._taken and not is_stated:
+        without.append(text_of(path))
     if without:
       expected, got = "an entry for each result", f"none for {listed(without, most=3)}"
       raise MpjaxValueError(STATED, expected=expected, got=got, fix=STATE_THEM)

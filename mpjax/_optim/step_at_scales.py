@@ -152,7 +152,8 @@ def run_at(
   # a step that reads the old flag then changes what it should keep.
   overflows = not np.isfinite(number)
   values = dict(start)
-  for one in step.scales if overflows else [scale]:
+  changed = step.scales if overflows else [scale]
+  for one in changed:
     for name, x in (("scale", number), ("finite", overflows)):
       path = one.fields[name]
       values[path] = full_like(values[path], x)
@@ -160,10 +161,10 @@ def run_at(
   if not scale.new:
     return Run(number, after, None)
   # The differences count all steps of one call, such as those of a loop.
-  steps, skipped = (
-    after[scale.new[count]] - numbers(values[scale.fields[count]]) for count in ("total", "skipped")
-  )
-  return Run(number, after, int(np.sum(steps - skipped)) if np.max(steps) > 0 else None)
+  steps = after[scale.new["total"]] - numbers(values[scale.fields["total"]])
+  skipped = after[scale.new["skipped"]] - numbers(values[scale.fields["skipped"]])
+  applied = int(np.sum(steps - skipped)) if np.max(steps) > 0 else None
+  return Run(number, after, applied)
 
 
 def is_of_scale(path: Path) -> bool:

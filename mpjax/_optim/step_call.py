@@ -115,7 +115,9 @@ class StepProgram:
     def execute(values: dict[Path, Array]) -> dict[Place, Array]:
       return treedef.unflatten(run(*map(to_float32, jax.tree.leaves(values))))
 
-    self._execute, self._specs, self._graph = execute, _specs(shapes), graph
+    self._execute = execute
+    self._specs = _specs(shapes)
+    self._graph = graph
     # A cast to float16 alone computes nothing in float16.
     self.dtypes = {x.dtype for each in graph.operations if not each.casts for x in each.results}
     # The first one is enough for the warning.

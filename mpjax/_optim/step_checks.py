@@ -36,6 +36,7 @@ def check_average(state: TrainState, ema_decay: float | None) -> None:
 
 def check_moves(scale: OwnedScale, max_retries: int) -> None:
   """Raises unless a loss scale is lower after an overflow."""
+  # A retry needs a lower scale, and a constant one never moves.
   if not scale.dynamic:
     expected = "0 with a constant loss scale"
     got = f"{max_retries} with {scale.label!r}"

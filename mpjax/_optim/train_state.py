@@ -137,12 +137,15 @@ def _check_trained(params: Params, where: str) -> None:
 
 def _refuse_nnx_objects(params: Params, where: str) -> None:
   """Raises for a model of NNX, and for its parameters together with other variables."""
+  # Stop at variables and modules, whose classes tell what they are.
   leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_nnx)
   kinds = [(type(x), path_text(path) or "the root") for path, x in leaves if _is_nnx(x)]
   has_model = any(framework_of(kind) == "NNX" for kind, _ in kinds)
   others = [f"{kind.__name__} at {path}" for kind, path in kinds if not _is_param(kind)]
   # Only `nnx.Param` is known to be trained. A tree of other variables alone is left to the caller.
   is_mixed = 0 < len(others) < len(kinds)
+  # A model holds batch statistics and counts beside its parameters, and weight decay would act on
+  # them.
   if has_model or is_mixed:
     got = f"objects of NNX with {listed(others)}"
     fix = "graphdef, params, rest = nnx.split(model, nnx.Param, ...) takes a model apart: pass "

@@ -173,6 +173,7 @@ class TrainStep:
     self._check_arguments(state, batch)
     if self.max_retries:
       return run_with_retries(self.attempt, state, batch, self.max_retries)
+    # Only retries ask whether the forward pass was finite.
     new, metrics, _ = self.attempt(state, batch)
     return new, metrics
 
@@ -189,6 +190,7 @@ class TrainStep:
     check_average(state, self.ema_decay)
     # Also raises if the state has no loss scale, or has several.
     scale = own_scale(state.opt_state, STEP)
+    # An overflow at a constant scale would repeat exactly.
     if self.max_retries:
       check_moves(scale, self.max_retries)
     if self.rounding == "stochastic":
@@ -269,6 +271,7 @@ class TrainStep:
     self, params: Params, updates: Updates, opt_state: OptState, *, key: Array | None
   ) -> Params:
     """Returns parameters with updates added, or set to their masters."""
+    # `apply_updates` would blame the caller. Here the optimizer made the updates.
     check_updates_fit(params, updates)
     return apply_updates(
       params,
@@ -306,7 +309,8 @@ class TrainStep:
       # The updates of a skipped step are -0.0. That addition keeps all bits but subnormal numbers,
       # which a CPU flushes to 0. `update_and_apply` adds nothing in a skipped step.
       fields.append("params")
-    news, olds = ({name: getattr(state, name) for name in fields} for state in (new, old))
+    news = {name: getattr(new, name) for name in fields}
+    olds = {name: getattr(old, name) for name in fields}
     return new._replace(**keep_if_skipped(new.opt_state, news, olds))
 
 

@@ -286,7 +286,8 @@ def place_like(params: Params, state: T) -> T:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
   committed = [x.sharding for x in jax.tree.leaves(params) if is_concrete(x) and x.committed]
-  if meshes := [sharding.mesh for sharding in committed if isinstance(sharding, jax.NamedSharding)]:
+  meshes = [sharding.mesh for sharding in committed if isinstance(sharding, jax.NamedSharding)]
+  if meshes:
     where: jax.sharding.Sharding = jax.NamedSharding(meshes[0], jax.P())
   elif committed and len(committed[0].device_set) == 1:
     where = committed[0]

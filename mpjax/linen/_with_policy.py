@@ -58,6 +58,8 @@ class PolicyModule:
       **kwargs: further arguments of `nn.Module.apply` and of the method.
     """
     kwargs["mutable"] = mutable
+    # `init` checks all rules, but variables from a checkpoint need no `init`. So look for misspelt
+    # paths here, too.
     rules = tuple(rule for rule in self.given.rules if rule.path is not None)
     # Only `__call__` is expected to pass all modules. Other methods call some of them.
     if not rules or self.given.unmatched == "ignore" or kwargs.get("method") is not None:
@@ -65,7 +67,8 @@ class PolicyModule:
     met = ModuleRecord(dataclasses.replace(self.given, rules=rules, unmatched="warn"))
     outputs = self._apply(under(self.given, met=met), variables, args, kwargs)
     if met.classes and isinstance(variables, Mapping):
-      # A warning, not an error: a call may leave out modules that have no variables.
+      # A path that has variables is not misspelt. A module without variables may be left out by
+      # this call, so this is a warning and no error.
       met.note_paths(set().union(*map(node_paths, variables.values())))
       note = "If the module is one that this call leaves out (only training calls it), it is fine."
       met.check("that this call met or that have variables", 2, note=note)
@@ -206,6 +209,7 @@ class PolicyModule:
 
 def _with_params(variables: Variables, params: Params) -> Variables:
   new = {"params": params} if "params" in variables else {}
+  # A FrozenDict stays one. It is another tree to JAX than a dict.
   return variables.copy(new) if isinstance(variables, FrozenDict) else {**variables, **new}
 
 

@@ -162,6 +162,8 @@ def views_of(tree: PyTree, policy: PolicyLike | None, rules: Iterable[Rule]) -> 
   def is_plain(x: Any) -> bool:
     return isinstance(x, nnx.Module) and _is_module(x) and not is_view(x)
 
+  # A tree may have several models, and a rule may be about one of them. So unmatched rules are
+  # fine.
   view = functools.partial(with_policy, policy=policy, rules=rules, unmatched="ignore")
   return jax.tree.map(lambda x: view(x) if is_plain(x) else x, tree, is_leaf=is_plain)
 
@@ -245,6 +247,7 @@ def convert(view: M, *args: Any, method: str = "__call__", **kwargs: Any) -> M:
     where, expected = "mpjax.nnx.convert(view)", "a view that mpjax.with_policy returned"
     fix = "Write convert(with_policy(model, policy), *inputs): the policy says what is cast."
     raise MpjaxTypeError(where, expected=expected, got=kind_of(view), fix=fix)
+  # The view as a pure function of its parameters, which `store_as_used` traces.
   graphdef, params, rest = nnx.split(view, nnx.Param, ...)
 
   def call(params: Params, *args: Any, **kwargs: Any) -> PyTree:
