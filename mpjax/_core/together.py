@@ -139,7 +139,7 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
 
 def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
   """Returns the same scalars (bool, int32, float32), on a GPU read from one array."""
-  # XLA for GPU launches a kernel for each number that is computed from scalars, and a copy for each
+  # XLA for GPU launches a kernel for each number that is computed from scalars. It also copies each
   # scalar that is overwritten while another kernel reads it. One array of all needs one kernel.
   arrays = list(scalars.values())
   plain = all(isinstance(x, Tracer) and not jnp.ndim(x) for x in arrays)

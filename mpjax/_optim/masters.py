@@ -88,8 +88,8 @@ def split(master: Array, param: Array) -> Array:
 @differentiated_as(lambda param, remainder: param.astype(jnp.float32))
 def join(param: Array, remainder: Array) -> Array:
   """Returns the float32 master of a bfloat16 parameter."""
-  # The sum of bits is no master if the parameter is not finite, or if the user has set it to 0 and
-  # the remainder is negative. The parameter is then its own master.
+  # The sum of bits is no master if the parameter is not finite. Nor is it one if the user has set
+  # the parameter to 0 and the remainder is negative. The parameter is then its own master.
   base = param.astype(jnp.bfloat16).astype(jnp.float32)
   master = _number(_bits(base) + remainder.astype(jnp.int32))
   return jnp.where(jnp.abs(master) <= _LARGEST, master, base)

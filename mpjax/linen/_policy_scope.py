@@ -129,8 +129,8 @@ class _Scope:
 
 
 # A function that JAX traced in an equal scope is found in its cache, and calls no module. So
-# remember the modules of each configuration for as long as JAX may find such a function: as long as
-# the state of the scope has a number.
+# remember the modules of each configuration for as long as JAX may find such a function. That is as
+# long as the state of the scope has a number.
 _records = functools.lru_cache(maxsize=NUMBERS)(ModuleRecord)
 _lock = threading.Lock()
 

@@ -37,8 +37,8 @@ from mpjax.nnx._outermost import calling_state, current, outermost
 @functools.cache
 def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
   """Returns the subclass of `cls` whose modules run as `resolved` says, as pytrees if `tree`."""
-  # Cached: a new class for each view would be another key of each cache of JAX, and a step that
-  # makes its view inside would be compiled again at each call.
+  # Cached, because a new class is another key in each cache of JAX. A step that makes its view
+  # inside would be compiled again at each call.
   names: dict[str, object] = {
     "__module__": cls.__module__,
     "__qualname__": cls.__qualname__,
