@@ -33,33 +33,20 @@ from mpjax._jaxpr.reader import aval_of, dtype_of, is_number, shape_of
 
 
 class Activation(NamedTuple):
-  """The powers of one value, and the operations on these.
+  """The powers of one value, and the operations on these."""
 
-  Fields:
-    root: the value.
-    eqns: the operations, with all operations between the root and them.
-    places: the positions of equations whose results only this function uses.
-    outs: the results that other equations use.
-  """
-
-  root: Var
-  eqns: tuple[JaxprEqn, ...]
-  places: frozenset[int]
-  outs: tuple[Var, ...]
+  root: Var  # the value
+  eqns: tuple[JaxprEqn, ...]  # the operations, with all operations between the root and them
+  places: frozenset[int]  # the positions of equations whose results only this function uses
+  outs: tuple[Var, ...]  # the results that other equations use
 
 
 class _Chains(NamedTuple):
-  """The equations that compute a function of one value alone, elementwise.
+  """The equations that compute a function of one value alone, elementwise."""
 
-  Fields:
-    places: their positions.
-    roots: the value that each result is a function of.
-    grown: the results that grow faster than the value, and results computed from these.
-  """
-
-  places: list[int]
-  roots: dict[Var, Var]
-  grown: set[Var]
+  places: list[int]  # their positions
+  roots: dict[Var, Var]  # the value that each result is a function of
+  grown: set[Var]  # the results that grow faster than the value, and results computed from these
 
 
 @cached_per_jaxpr
@@ -71,7 +58,11 @@ def activations_of(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Activation]:
   for root, places in members.items():
     grown = {i: v for i in places if (v := jaxpr.eqns[i].outvars[0]) in chains.grown}
     if len(grown) > 1:  # One power alone is computed as any other operation is.
+      # A power that only other powers of this function read stays inside the equation. Any other
+      # consumer makes it a result.
       results = tuple(v for v in grown.values() if not consumers[v] <= grown.keys())
+      # The equation computes all that the powers need. Operations that others read too are also
+      # written alone.
       eqns = tuple(jaxpr.eqns[i] for i in places)
       functions[min(own[root])] = Activation(root, eqns, frozenset(own[root]), results)
   return functions
@@ -86,6 +77,7 @@ def _consumers(jaxpr: Jaxpr) -> dict[Var, set[int]]:
     for v in eqn.outvars:
       consumers.setdefault(v, set())
   for v in variables(jaxpr.outvars):
+    # Returning counts as a consumer behind all equations, so a returned power becomes a result.
     consumers.setdefault(v, set()).add(len(jaxpr.eqns))
   return consumers
 
@@ -97,10 +89,12 @@ def _chains(jaxpr: Jaxpr, ops: OpLists) -> _Chains:
     if root is None or degree is None:
       continue
     (out,) = eqn.outvars
+    # A literal does not grow. The root grows as itself, with degree 1.
     grows = [degrees.get(v, 1) if isinstance(v, Var) else 0 for v in eqn.invars]
     degrees[out] = degree(grows, eqn.params)
     chains.places.append(place)
     chains.roots[out] = root
+    # By the chain rule, the slope of `tanh(x + x ** 3)` needs the slope of the power.
     if degrees[out] > 1 or not chains.grown.isdisjoint(variables(eqn.invars)):
       chains.grown.add(out)
   return chains
@@ -108,15 +102,20 @@ def _chains(jaxpr: Jaxpr, ops: OpLists) -> _Chains:
 
 def _root(eqn: JaxprEqn, roots: Mapping[Var, Var], ops: OpLists) -> Var | None:
   """Returns the value that an elementwise operation is a function of; None for other operations."""
+  # Operands in the chain count as their root: `x * x ** 2` is a function of `x` alone.
   values = {roots.get(v, v) for v in variables(eqn.invars)}
   is_function_of_one = len(values) == 1 and all(
     is_number(v) for v in eqn.invars if isinstance(v, Literal)
   )
   if facts_of(eqn).degree is None or not is_function_of_one:
     return None
+  # The equation computes in float32. If the user's lists put an operation into `half` or `opaque`,
+  # it stays outside.
   if ops.part_of(eqn.primitive.name, eqn.params) not in ("promote", "keep", "float32"):
     return None
   (root,), (out,) = values, eqn.outvars
+  # The saved slope is multiplied by the tangent of the root, so a broadcast or a cast ends the
+  # chain.
   same = shape_of(root) == shape_of(out)
   return root if same and dtype_of(root) == dtype_of(out) == FLOAT32 else None
 
@@ -128,12 +127,15 @@ def _members(
   needed: set[Var] = set()
   members: dict[Var, list[int]] = {}
   own: dict[Var, set[int]] = {}
+  # Backwards: a member has met all of its consumers in the chain before.
   for place in reversed(chains.places):
     (out,) = jaxpr.eqns[place].outvars
     root = chains.roots[out]
     if out in chains.grown or out in needed:
       members.setdefault(root, []).insert(0, place)
       needed |= variables(jaxpr.eqns[place].invars)
+      # A power is always part of the function. Any other operation is only part of it if no
+      # equation outside reads its result. Otherwise it must also be written alone.
       mine = own.setdefault(root, set())
       if out in chains.grown or consumers[out] <= mine:
         mine.add(place)
@@ -159,6 +161,7 @@ def write_activation(rewriter: Rewriter, function: Activation) -> bool:
   """
   last, value = function.eqns[-1], rewriter.value(function.root)
   place = rewriter.place(last)
+  # One equation has one scope. Operations in several scopes may have several policies.
   apart = any(rewriter.place(eqn).scope != place.scope for eqn in function.eqns)
   if apart or place.compute_dtype is None or value is None or value.kind.role != Role.ACTIVATION:
     return False
@@ -185,6 +188,8 @@ def _by_the_rules(
   inner = Rewriter(jaxpr, rewriter.settings, rewriter.place.scope, no_flags, rewriter.rewrite)
   # Consumers outside the function count too.
   inner.flags = rewriter.flags
+  # A low-precision root keeps its kind, so that the rules decide as without this equation. Its
+  # variable is float32, since the equation casts the operand.
   root = inner.define(function.root, kind._replace(variable=FLOAT32))
   for eqn in function.eqns:
     operation(inner, eqn)
@@ -204,6 +209,7 @@ def _equation(computed: _Computed, dtypes: Sequence[DType], aval: ShapedArray) -
   def tangent(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], Any]:
     (x,), (step,) = primals, tangents
     wide = jax.lax.convert_element_type(x, FLOAT32)
+    # The function is elementwise, so its derivative along ones is the slope at each position.
     values, slopes = jax.jvp(activation, (wide,), (jax.lax.full_like(wide, 1),))
     pairs = zip(slopes, dtypes, strict=True)
     slopes = [jax.lax.convert_element_type(each, dtype) for each, dtype in pairs]

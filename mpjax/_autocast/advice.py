@@ -22,6 +22,7 @@ def warn_of_linear_algebra(rewriter: Rewriter, eqn: JaxprEqn, names: Collection[
   therefore keeps their names until the equation of a call has a line.
   """
   where = location(eqn)
+  # A backward or recomputed operation has the line of a forward one, which has warned.
   if where.direction != "forward":
     return
   if where.source is None:

@@ -36,6 +36,7 @@ def _around(leaves: Sequence[Leaf], numbered: Any, built: dict[int, Any]) -> Any
   """Replaces the numbers in a tree by leaves; `built` holds each container once, by identity."""
   if not isinstance(numbered, Content):
     return None if numbered is None else leaves[numbered]
+  # An object that occurs at several places of the tree is one object in the copy too.
   if id(numbered) not in built:
     parts = [_around(leaves, part, built) for part in numbered.parts]
     built[id(numbered)] = numbered.build(parts)
@@ -44,10 +45,13 @@ def _around(leaves: Sequence[Leaf], numbered: Any, built: dict[int, Any]) -> Any
 
 def in_order(x: Any, order: Any) -> Any:
   """Restores the order of `Boundary.order` in a tree whose keys JAX has sorted."""
-  if (content := content_of(x) if isinstance(order, Content) else None) is None:
+  content = content_of(x) if isinstance(order, Content) else None
+  if content is None:
     return x
+  # The items of a dict are found by key, since JAX has sorted them. Other containers kept theirs.
   parts = [x[key] for key in order.like] if type(x) in DICTS else content.parts
   parts = [in_order(part, inside) for part, inside in zip(parts, order.parts, strict=True)]
+  # Without a change the object itself is returned, so that its identity is kept.
   same = content.like == order.like and same_objects(parts, content.parts)
   return x if same else order.build(parts)
 
@@ -55,6 +59,7 @@ def in_order(x: Any, order: Any) -> Any:
 def jax_order(x: Any) -> Iterator[int]:
   """Yields the numbers in `Boundary.order` in the order of JAX, which sorts the keys of dicts."""
   if isinstance(x, Content):
+    # `like` holds the keys of a dict. Other containers have their items in the order of JAX.
     keys = x.like if isinstance(x.like, list) else range(len(x.parts))
     for _, part in sorted(zip(keys, x.parts, strict=True), key=lambda item: item[0]):
       yield from jax_order(part)
@@ -70,20 +75,24 @@ class Boundary:
 
   def __init__(self, x: PyTree, is_leaf: IsLeaf | None = None, tie: IsLeaf | None = None) -> None:
     self.leaves: list[Leaf] = []
-    self.containers: dict[Any, tuple[Any, Content]] = {}  # by identity
-    self._is_leaf, self._tie = is_leaf or (lambda _: False), tie
+    # Both dicts are by id. The objects stay alive in `leaves` and `containers`, so no id is reused.
+    self.containers: dict[Any, tuple[Any, Content]] = {}
     self._numbers: dict[Any, int] = {}
+    self._is_leaf, self._tie = is_leaf or (lambda _: False), tie
     self.order = self.numbered(x)  # containers in their own order, with numbers for leaves
 
   def numbered(self, x: Any) -> Any:
     """Returns the content of a tree, with a number in place of each leaf."""
     if x is None:
       return None
+    # A new object equals nothing, so each occurrence of an untied object counts.
     key = id(x) if self._tie is None or self._tie(x) else object()
     if key in self.containers:
       return self.containers[key][1]
-    if (content := None if self._is_leaf(x) else content_of(x)) is None:
-      if self._numbers.setdefault(key, len(self.leaves)) == len(self.leaves):
+    content = None if self._is_leaf(x) else content_of(x)
+    if content is None:
+      if key not in self._numbers:
+        self._numbers[key] = len(self.leaves)
         self.leaves.append(x)
       return self._numbers[key]
     content = content._replace(parts=[self.numbered(part) for part in content.parts])
@@ -111,8 +120,15 @@ class Contents:
     self._containers = (*containers, *objects)
     self._ids = set(map(id, containers))
     self._before = list(map(self._now, self._containers))
-    own = [y for x in objects for d in [getattr(x, "__dict__", {})] for y in (d, *d.values())]
-    self._attributes = [(x, c) for x in own if type(x) in (dict, list) and (c := content_of(x))]
+    # Attributes of objects that are not pytrees. If the trace changes them, `changed` restores them
+    # before the function runs again as Python.
+    self._attributes: list[tuple[Any, Content]] = []
+    for x in objects:
+      attributes = getattr(x, "__dict__", {})
+      for part in (attributes, *attributes.values()):
+        content = content_of(part) if type(part) in (dict, list) else None
+        if content is not None:
+          self._attributes.append((part, content))
 
   def _now(self, x: Any) -> Content:
     # Other pytrees may flatten into new containers each time, so they are compared by leaves.
@@ -127,7 +143,9 @@ class Contents:
       same = is_nnx_object(x) or now.like == before.like
       if not (same and same_objects(now.parts, before.parts)):
         if type(x) not in (list, *DICTS):
-          for attributes, old in self._attributes:  # The function is called again, as Python.
+          # No result can carry this change out of the trace. The function runs again as Python,
+          # which would otherwise see the attributes with tracers in them.
+          for attributes, old in self._attributes:
             old.refill(attributes)
           raise NotTraceable("changes an argument in place")
         yield i, now
@@ -147,6 +165,8 @@ class Inside(NamedTuple):
     The function takes other leaves in the same order. It also changes the user's containers as the
     call has changed their copies. It holds no tracer.
     """
+    # The copy of an argument stands for the argument: it has no leaves, and building it returns the
+    # user's object.
     result = Boundary(None, self.is_leaf)
     for original, new in self.containers:
       result.containers[id(new)] = (new, Content([], None, lambda _, itself=original: itself))
@@ -154,6 +174,7 @@ class Inside(NamedTuple):
       (self.containers[i][0], now._replace(parts=[result.numbered(x) for x in now.parts]))
       for i, now in self.before.changed()
     ]
+    # After `changed`, since the new items of a container are results of the trace too.
     numbered = result.numbered(returned)
     check_returned(x for x in result.leaves if not self.is_leaf(x))
 
@@ -194,6 +215,7 @@ def _tracers_in(x: object) -> list[object]:
       tracers[id(each)] = each
     elif not isinstance(each, _NOT_SEARCHED):
       pending += [part for part in _parts_of(each) if type(part) not in _NO_PARTS]
+  # Sorted, because `Contents` compares two searches of one object, and a set has no fixed order.
   return [tracers[number] for number in sorted(tracers)]
 
 

@@ -27,18 +27,20 @@ from mpjax._jaxpr.reader import Atom, Inner, dtype_of, inner_jaxprs, shape_of
 class Flag:
   """Bit flags that describe the consumers of a value. They are plain integers for speed.
 
-  FLOAT32: a consumer is a float32 operation, `-`, a comparison, the carry of a loop or a float32
-    result. It widens all arithmetic except the addition of two arrays.
-  SUM: a consumer is an addition, perhaps after moves and additions. It widens all arithmetic except
-    the addition of an array or a bias.
-  PRODUCT: a consumer is a multiplication, or a result of any dtype. It widens nothing.
-  OUTPUT: a consumer is a float32 result of the policy, perhaps after moves and the addition of a
-    bias. It widens every operation, and a matmul returns its float32 sum.
-
   A float32 value with any flag is not rounded.
   """
 
-  FLOAT32, SUM, PRODUCT, OUTPUT = 1, 2, 4, 8
+  # A consumer is a float32 operation, `-`, a comparison, the carry of a loop or a float32 result.
+  # It widens all arithmetic except the addition of two arrays.
+  FLOAT32 = 1
+  # A consumer is an addition, perhaps after moves and additions. It widens all arithmetic except
+  # the addition of an array or a bias.
+  SUM = 2
+  # A consumer is a multiplication, or a result of any dtype. It widens nothing.
+  PRODUCT = 4
+  # A consumer is a float32 result of the policy, perhaps after moves and the addition of a bias.
+  # It widens every operation, and a matmul returns its float32 sum.
+  OUTPUT = 8
 
 
 class Places:
@@ -64,11 +66,13 @@ def flags_of(
   flags, places = dict[Atom, int](), Places(settings, scope)
 
   def note(atoms: Sequence[Atom], each: Iterable[int]) -> None:
+    # Flags are added, so another consumer never takes away what one of them asks for.
     for atom, new in zip(atoms, each, strict=True):
       if new and not isinstance(atom, Literal):
         flags[atom] = flags.get(atom, 0) | new
 
   note(jaxpr.outvars, outs)
+  # Backwards: the flags of a result are complete when the equation that computes it is reached.
   for eqn in reversed(jaxpr.eqns):
     results = tuple([flags.get(v, 0) for v in eqn.outvars])
     if is_higher_order(eqn):
@@ -98,13 +102,15 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
   if runs_as_written(eqn, place):
     return Flag.FLOAT32
   if eqn.primitive is convert_element_type_p:
+    # The user's cast to low precision rounds anyway. A cast to float32 changes no value.
     return 0 if eqn.params["new_dtype"] in HALVES else behind
   match part_of(eqn, places.settings.ops):
     case "half" if facts_of(eqn) is not OUTER_PRODUCT:
+      # A matmul reads its operands in the compute dtype, whatever reads its result.
       return 0
     case "half" | "promote" | "keep":
       return _through_arithmetic(eqn, behind)
-    case _:
+    case _:  # the float32 list, and operations in their traced dtypes
       return Flag.FLOAT32
 
 
@@ -112,6 +118,7 @@ def runs_as_written(eqn: JaxprEqn, place: Place) -> bool:
   """Whether the user or a rule has chosen the precision of an operation."""
   if place.compute_dtype is None or eqn.params.get("out_dtype") is not None:
     return True
+  # A precision only matters for float32. A matmul of low-precision operands reads no float32.
   return wants_precision(eqn.params) and FLOAT32 in map(dtype_of, eqn.invars)
 
 
@@ -119,6 +126,7 @@ def _of_mark(place: Place, behind: int) -> int:
   """Returns the flags that the end of a layer or of a policy gives its operand."""
   if place.ends_policy:
     return Flag.OUTPUT if place.ends == FLOAT32 else 0
+  # The end of a layer rounds, unless the policy returns the result of the layer in float32.
   return behind & Flag.OUTPUT
 
 
@@ -126,6 +134,7 @@ def _through_arithmetic(eqn: JaxprEqn, behind: int) -> int:
   """Returns the flags that arithmetic, a selection or a move gives its operands."""
   facts = facts_of(eqn)
   if facts.moves:
+    # A move reads each element as its consumers do.
     return behind | _own_flags(facts)
   if not behind & Flag.OUTPUT:
     # Otherwise a norm of a residual stream would make the stream and all its branches float32.
@@ -133,14 +142,17 @@ def _through_arithmetic(eqn: JaxprEqn, behind: int) -> int:
     # Arithmetic that a sum widens is itself a consumer in float32.
     widened = behind & Flag.SUM and facts.arithmetic and facts.folds is not operator.add
     return _own_flags(facts) | passed | (Flag.FLOAT32 if widened else 0)
-  # A float32 result of the policy widens this operation, so it is a consumer in float32.
+  # A float32 result of the policy widens this operation, so it is a consumer in float32. Only the
+  # addition of a bias passes OUTPUT on: the matmul before it then returns its float32 sum.
   passes = facts.gradient == "added" and not all(map(_is_array, eqn.invars))
   return behind & ~(0 if passes else Flag.OUTPUT) | Flag.FLOAT32 | _own_flags(facts)
 
 
 def _own_flags(facts: Row) -> int:
+  """Returns the flag of an operation as a consumer, whatever reads its result."""
   if facts.folds is operator.add:
     return Flag.SUM
+  # Subtractions, floors and sorts: the rounding of an operand may change all of the result.
   if facts.role == "sum" or facts.orders:
     return Flag.FLOAT32
   return Flag.PRODUCT if facts.role == "product" else 0
@@ -160,6 +172,7 @@ def _is_array(atom: Atom) -> bool:
 def _of_call(eqn: JaxprEqn, outs: tuple[int, ...], places: Places) -> Sequence[int]:
   """Returns the flags that an equation with inner jaxprs gives each operand."""
   inners = inner_jaxprs(eqn)
+  # An equation that is not entered reads its operands in the dtypes of the trace.
   if (
     facts_of(eqn).holds in AS_TRACED
     or not inners
@@ -168,7 +181,8 @@ def _of_call(eqn: JaxprEqn, outs: tuple[int, ...], places: Places) -> Sequence[i
     return (Flag.FLOAT32,) * len(eqn.invars)
   each, inside = [0] * len(eqn.invars), (places.settings, places(eqn).inside)
   for inner in inners:
-    results = outs if inner.returns else (0,) * len(inner.jaxpr.outvars)  # Else a condition.
+    # The condition of a `while` returns a boolean, which has no flags.
+    results = outs if inner.returns else (0,) * len(inner.jaxpr.outvars)
     if inner.carry:
       results = flags_of_loop(inner, results, *inside)
     flags, _ = flags_of(inner.jaxpr, results, *inside)
@@ -182,7 +196,10 @@ def flags_of_loop(
 ) -> tuple[int, ...]:
   """Returns the flags of the results of a loop's body; the next iteration is a consumer too."""
   count = len(body.carry)
+  # The roundings of a carry add up over the iterations, so each carry has a consumer in float32.
   outs = (*(flags | Flag.FLOAT32 for flags in outs[:count]), *outs[count:])
+  # A fixed point: the flags with which the body reads a carry are also flags of the result that
+  # becomes this carry. Flags are only added, so the loop ends.
   while True:
     flags, _ = flags_of(body.jaxpr, outs, settings, scope)
     back = [flags.get(v, 0) for v in body.jaxpr.invars[body.carry.start : body.carry.stop]]

@@ -7,7 +7,7 @@ the inlined code.
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._autocast.advice import warn_of_linear_algebra
 from mpjax._autocast.consumers import flags_of_loop
@@ -33,6 +33,8 @@ def call(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
 def cond(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   """Writes branches, which must return the same dtypes."""
   atoms, kinds = operands_of(rewriter, eqn)
+  # First without fixed dtypes, to learn what each branch returns. Then again with the joined
+  # dtypes, since JAX requires branches of one type.
   free = [rewritten(rewriter, eqn, branch, kinds).outs for branch in inners]
   chosen = [_selected(each) for each in zip(*free, strict=True)]
   new = [rewritten(rewriter, eqn, branch, kinds, dtypes_of(chosen)) for branch in inners]
@@ -40,31 +42,36 @@ def cond(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
 
 
 def _selected(branches: Sequence[Kind | None]) -> Kind | None:
+  """Returns the kind of a result of a `cond`; None if it is not floating."""
   kinds = [kind for kind in branches if kind is not None]
   if not kinds:
     return None
   kind = joined(*kinds)
   if kind.role == Role.NUMBER:
     return kind._replace(numbers=united([kind.numbers for kind in kinds]))
+  # One branch may return a number such as -1e9, which is infinite in float16.
   wide = kind.is_low and not fits(kinds, kind.dtype)
   return kind._replace(dtype=FLOAT32) if wide else kind
 
 
 def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   """Writes a `scan` or `while` whose carries enter and leave the body with the same kinds."""
-  *tests, body = inners
+  *tests, body = inners  # A `while` has one test, a `scan` none.
   atoms, kinds = operands_of(rewriter, eqn)
   place = rewriter.place(eqn)
+  # The next iteration is a consumer too, so the flags come before the kinds.
   flags = flags_of_loop(body, flags_of_each_result(rewriter, eqn), rewriter.settings, place.inside)
   traced = [dtype_of(v) for v in body.jaxpr.invars]
   if place.compute_dtype is not None and tests:
     _widen_carries(body, kinds, traced)
   elif place.compute_dtype is not None:
     _widen_constants(body, kinds, traced)
-  # A carry that the user has cast to low precision stays in it.
+  # A carry that the user has cast to low precision stays in it. All carries of a `while` keep the
+  # dtypes that `_widen_carries` gave them.
   fixed = [bool(tests) or traced[i] != FLOAT32 for i in body.carry]
   state = _settle_carries(rewriter, eqn, body, kinds, flags, fixed)
   new = rewritten(rewriter, eqn, body, kinds, dtypes_of(state), flags)
+  # The steps above have changed kinds of operands, so these are read again in the new dtypes.
   for i, kind in enumerate(kinds):
     if kind is not None:
       atoms[i] = rewriter.read(eqn.invars[i], eqn, kind.variable or kind.dtype)
@@ -116,6 +123,7 @@ def _widen_constants(body: Inner, kinds: list[Kind | None], traced: Sequence[DTy
 
   Their gradient is a sum over all iterations. In bfloat16 it would stop after 256 equal terms.
   """
+  # The constants are the inputs of the body before its carry.
   for i, dtype in zip(body.operands or (), traced[: body.carry.start], strict=False):
     kind = kinds[i]
     if kind is not None and kind.is_low and dtype == FLOAT32:
@@ -144,7 +152,8 @@ def operands_of(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kin
     kind = kinds[i]
     if kind is None:
       continue
-    if low is None and dtype_of(atom) == FLOAT32:  # Only an inner scope has a policy.
+    # The equation is outside every policy, although a scope inside may have one. It reads float32.
+    if low is None and dtype_of(atom) == FLOAT32:
       kind = kind._replace(dtype=FLOAT32)
     if keeps_types or gone:  # A donated buffer must keep its size.
       kind = kind._replace(variable=dtype_of(atom))
@@ -160,7 +169,16 @@ def rewritten(
   outs: tuple[DType | None, ...] = (),
   flags: tuple[int, ...] | None = None,
 ) -> Rewritten:
-  """Rewrites a jaxpr inside an equation, whose operands have these kinds."""
+  """Rewrites a jaxpr inside an equation, whose operands have these kinds.
+
+  Args:
+    rewriter: the rewriter of the jaxpr that holds the equation.
+    eqn: the equation.
+    inner: the jaxpr.
+    operands: the kinds of all operands of the equation.
+    outs: the dtypes of the results; a result without one keeps the computed dtype.
+    flags: the flags of the results; None for those of the results of the equation.
+  """
   program, settings = inner.program, rewriter.settings
   consts = kinds_of_constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else ()
   kinds = tuple(operands[i] for i in inner.operands or ())
@@ -172,19 +190,24 @@ def rewritten(
 
 
 def flags_of_each_result(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
+  """Returns the flags of each result of an equation."""
   return tuple(rewriter.flags.get(v, 0) for v in eqn.outvars)
 
 
 def params_of(eqn: JaxprEqn, inners: Inners, new: Sequence[Rewritten]) -> dict[str, Any]:
   """Returns the parameters of an equation with rewritten jaxprs, closed if they were closed."""
-  programs = [
-    each.jaxpr
-    if not isinstance(inner.program, ClosedJaxpr)
-    else each.closed or ClosedJaxpr(each.jaxpr, inner.program.consts)
-    for inner, each in zip(inners, new, strict=True)
-  ]
+  programs: list[Jaxpr | ClosedJaxpr] = []
+  for inner, each in zip(inners, new, strict=True):
+    if not isinstance(inner.program, ClosedJaxpr):
+      programs.append(each.jaxpr)
+    elif each.closed is not None:
+      # One object for each rewritten jaxpr: JAX compiles an equal object again.
+      programs.append(each.closed)
+    else:
+      programs.append(ClosedJaxpr(each.jaxpr, inner.program.consts))
   return with_inner(eqn, programs)
 
 
 def dtypes_of(kinds: Sequence[Kind | None]) -> tuple[DType | None, ...]:
+  """Returns the dtypes of the variables of values; None for values that are not floating."""
   return tuple(kind and (kind.variable or kind.dtype) for kind in kinds)

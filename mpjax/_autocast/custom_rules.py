@@ -60,11 +60,11 @@ class _Custom(NamedTuple):
   """An equation with a rule as it was traced, its operands and results, and its scope."""
 
   eqn: JaxprEqn
-  ins: Sequence[_Slot]
-  outs: Sequence[_Slot]
+  ins: Sequence[_Slot]  # of the operands
+  outs: Sequence[_Slot]  # of the results
   flags: Sequence[int]  # of the results, as without differentiation
   settings: Settings
-  scope: Scope
+  scope: Scope  # the scopes around the rule, with the mark of its policy
   rewrite: Rewrite
   # The active policies of the trace. JAX calls the rule later. Without this state, a Flax module in
   # it would run under no policy or the policy of another module.
@@ -83,7 +83,16 @@ class _Custom(NamedTuple):
   ) -> tuple[list[Array], list[_Slot]]:
     """Traces a rule for operands in their traced dtypes, rewrites its jaxpr and runs it.
 
-    `flags` belong to the first results, which are the results of the function itself.
+    Args:
+      rule: the rule, a function of arrays.
+      operands: the operands, in the dtypes of the rewritten jaxpr.
+      ins: the traced dtype and the kind of each operand.
+      outs: the same of the first results, which are cast to the dtypes of their kinds.
+      flags: the flags of the first results, which are the results of the function itself.
+      derivative: whether JAX transposes the jaxpr. It must then be linear, so without float8.
+
+    Returns:
+      The results, and the traced dtype and the kind of each.
     """
 
     @functools.wraps(rule)
@@ -96,14 +105,17 @@ class _Custom(NamedTuple):
     program = traced(in_state)(*(_type(x, dtype) for x, (dtype, _) in pairs))
     dtypes = list(map(dtype_of, program.jaxpr.outvars))
     fixed = dtypes_of([kind for _, kind in outs])
-    # The residuals that a forward rule returns may have any dtype.
+    # A rule returns the results of the function, which have flags, and then tangents, gradients or
+    # residuals. Tangents and gradients have a fixed dtype. Residuals may have any.
     others = [*fixed, *[None] * (len(dtypes) - len(fixed))][len(flags) :]
     flags = (*flags, *(flags_of_result(dtype, output=False) for dtype in others))
-    kinds, derivative = tuple(kind for _, kind in ins), derivative or self.settings.in_derivative
-    settings = dataclasses.replace(self.settings, in_derivative=derivative)
+    kinds = tuple(kind for _, kind in ins)
+    in_derivative = derivative or self.settings.in_derivative
+    settings = dataclasses.replace(self.settings, in_derivative=in_derivative)
     consts = kinds_of_constants(program.consts, settings)
     new = self.rewrite(program.jaxpr, kinds, fixed, flags, settings, self.scope, consts)
     try:
+      # A tracer that the rule closes over is an array of the user's function, whose trace is over.
       values = eval_jaxpr(in_default(new.jaxpr), program.consts, *operands)
     except jax.errors.UnexpectedTracerError as error:
       raise MpjaxTypeError(
@@ -123,25 +135,33 @@ class _Custom(NamedTuple):
     return eval_jaxpr(jaxpr_of([alone], variables, alone.outvars), (), *operands)
 
   def of_moving(self, operands: Sequence[Array], places: Sequence[int]) -> Function:
+    """Returns the equation as a function of the operands at some positions alone."""
     return lambda *some: self.as_traced(*_replaced(operands, places, some))
 
   def jvp(
     self, primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
   ) -> tuple[list[Array], list[PyTree]]:
+    """Runs the rule of a `custom_jvp`: returns results and tangents for symbolic zeros."""
     # Operands without a tangent have none in the user's rule either. Tangents of integers are
     # `float0`, with which no jaxpr computes, so they are left out.
     moving = [i for i in _smooth(primals) if not isinstance(tangents[i], SymbolicZero)]
-    smooth, count = _smooth([v.aval for v in self.eqn.outvars]), len(primals)
+    smooth = _smooth([v.aval for v in self.eqn.outvars])
+    count = len(primals)
 
+    # Takes the primals and the tangents of `moving`, and returns the results and the tangents of
+    # `smooth`: a jaxpr has one flat list of each.
     def rule(*args: Array) -> list[Array]:
-      fun, some = self.of_moving(args[:count], moving), [args[i] for i in moving]
-      outs, changes = jax.jvp(fun, some, list(args[count:]))
+      fun = self.of_moving(args[:count], moving)
+      outs, changes = jax.jvp(fun, [args[i] for i in moving], list(args[count:]))
       return _with_some(outs, changes, smooth)
 
     operands = _with_some(primals, tangents, moving)
-    ins, outs = _with_some(self.ins, self.ins, moving), _with_some(self.outs, self.outs, smooth)
+    # A tangent has the dtype and the kind of its primal.
+    ins = _with_some(self.ins, self.ins, moving)
+    outs = _with_some(self.outs, self.outs, smooth)
     results, _ = self.run(rule, operands, ins, outs, self.flags, derivative=True)
     values, changes = results[: len(self.outs)], results[len(self.outs) :]
+    # JAX expects a tangent for each result: `float0` for integers.
     zeros = [np.zeros(np.shape(v), jax.dtypes.float0) for v in values]
     return values, _replaced(zeros, smooth, changes)
 
@@ -158,11 +178,14 @@ class _Custom(NamedTuple):
   def _forward(
     self, primals: Sequence[Array], moving: Sequence[int]
   ) -> tuple[list[Array], tuple[list[Array], _Saved]]:
+    """Returns the results, and the residuals with the data to rebuild the pullback from them."""
     trees: list[PyTree] = []
     references: dict[int, int] = {}  # from the position of a residual to that of an operand
 
     def rule(*primals: Array) -> PyTree:
       outs, pullback = jax.vjp(self.of_moving(primals, moving), *(primals[i] for i in moving))
+      # The pullback is a pytree whose leaves are the user's residuals. A jaxpr returns the leaves,
+      # and `_Saved` keeps the structure.
       leaves, tree = jax.tree.flatten(pullback)
       trees.append(tree)
       positions = {id(x): i for i, x in enumerate(primals) if _is_reference(jax.typeof(x))}
@@ -174,6 +197,7 @@ class _Custom(NamedTuple):
     values, slots = self.run(rule, primals, self.ins, self.outs, self.flags)
     count = len(self.outs)
     residuals, saved = values[count:], slots[count:]
+    # In ascending order, so that each insertion leaves the later positions valid.
     for place, operand in sorted(references.items()):
       residuals.insert(place, primals[operand])
       saved.insert(place, self.ins[operand])
@@ -182,7 +206,11 @@ class _Custom(NamedTuple):
   def backward(
     self, residuals: tuple[list[Array], _Saved], cotangents: Sequence[Array | SymbolicZero]
   ) -> tuple[Array | None, ...]:
-    (arrays, saved), changes = residuals, list(map(instantiated, cotangents))
+    """Runs the backward rule: returns gradients, None for operands that are not differentiated."""
+    arrays, saved = residuals
+    changes = list(map(instantiated, cotangents))
+    # Cotangents of integers are `float0`. They are no operands of a jaxpr, so the rule closes over
+    # them.
     smooth = _smooth(changes)
 
     def rule(*args: Array) -> PyTree:
@@ -199,6 +227,7 @@ class _Custom(NamedTuple):
   def batch(
     self, size: int, batched: Sequence[bool], *operands: Array
   ) -> tuple[list[Array], list[bool]]:
+    """Runs the rule of a `custom_vmap` for operands whose first axis is mapped."""
     axes = [0 if each else None for each in batched]
     rule = jax.vmap(self.as_traced, in_axes=axes, axis_size=size)
     values, _ = self.run(rule, operands, self.ins, self.outs, self.flags)
@@ -212,6 +241,7 @@ def _type(x: Array, dtype: DType | None) -> AbstractValue:
 
 
 def _is_reference(aval: AbstractValue) -> bool:
+  """Whether a type is that of a mutable `Ref`, not of an array."""
   return not isinstance(aval, ShapedArray)
 
 
@@ -222,10 +252,12 @@ def _smooth(values: Iterable[Any]) -> list[int]:
 
 
 def _with_some(values: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> list[Any]:
+  """Returns `values`, followed by the items of `others` at `places`."""
   return [*values, *(others[i] for i in places)]
 
 
 def _replaced(values: Sequence[Any], places: Sequence[int], some: Sequence[Any]) -> list[Any]:
+  """Returns `values` with the items `some` at `places`."""
   by_place = dict(zip(places, some, strict=True))
   return [by_place.get(i, x) for i, x in enumerate(values)]
 
@@ -243,12 +275,17 @@ def instantiated(cotangent: Array | SymbolicZero) -> Leaf:
 def _state_at(place: Place) -> Active | None:
   """Returns the state of policies for code of a rule, which runs after the module around it."""
   state = ACTIVE.value
-  return state and dataclasses.replace(state, region=region_of(place.policy))
+  if state is None:
+    return None
+  # The modules have returned before the rewriting, so `state` is that of the outermost call. Only
+  # the place of the equation knows the policy of its module.
+  return dataclasses.replace(state, region=region_of(place.policy))
 
 
 def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   """Writes a function with a custom rule for derivatives or batches."""
   atoms, ins = operands_of(rewriter, eqn)
+  # The body runs where nothing is differentiated or batched.
   new = rewritten(rewriter, eqn, inners[0], ins)
   # JAX passes closed-over values as operands, except to an object of jax 0.10.
   closed = ClosedJaxpr(new.jaxpr, getattr(inners[0].program, "consts", ()))
@@ -287,6 +324,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
       fun.def_vmap(rule.batch)
   with context_of(eqn):
     traced_call = jaxpr_for(fun, *map(aval_of, atoms)).jaxpr.eqns[-1]
-  # Only a stand-in for the body was traced. Of its equation the rules are kept.
+  # `traced_call` has the new rules and the stand-in `call`. The equation gets its rules and the
+  # rewritten body itself, so that readers of the jaxpr see the operations.
   written = eqn.replace(primitive=traced_call.primitive)
   rewriter.write(written, atoms, new.outs, with_inner(traced_call, [closed]))

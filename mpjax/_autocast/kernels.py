@@ -66,6 +66,7 @@ def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
 def _compute_dtype() -> DType | None:
   """Returns the low-precision compute dtype of the code that is being traced; None for none."""
   state = ACTIVE.value
+  # Inside modules the innermost region decides. `full_precision` and `low_precision` have none.
   if state is not None and (state.in_region or state.region):
     policy = None if state.in_region else policy_of(state.region)
     dtype = None if policy is None else policy.compute_dtype
@@ -92,6 +93,7 @@ def check_kernels(program: ClosedJaxpr, kept: frozenset[str]) -> None:
     program: the jaxpr of a call of modules.
     kept: the names of classes for which that was known when it was traced.
   """
+  # Few models have a kernel, and writing the steps costs more than a walk.
   if not any(facts_of(eqn).holds is Holds.KERNEL for eqn in walk(program)):
     return
   steps = body_of(program).every_step()
@@ -104,6 +106,7 @@ def _replaced_around(step: Step) -> Iterator[str]:
   """Yields the class of the innermost module around a kernel whose own `dtype` was replaced."""
   if step.holds is not Holds.KERNEL or FLOAT32 not in map(dtype_of, step.eqn.invars):
     return
+  # The mark is in the scopes of the kernel, or of a jitted function or a loop around it.
   for each in step.enclosing():
     marks = [x for x in names_of(each.eqn.source_info.name_stack) if x.startswith(OWN_DTYPE)]
     if marks:

@@ -34,6 +34,7 @@ MOST_NUMBERS = 8
 class Role(enum.IntEnum):
   """The role of a value. A result has the largest role of its operands."""
 
+  # The order matters. The table at the top says which values have which role.
   NUMBER = 0
   PARAMETER = 1
   INPUT = 2
@@ -41,22 +42,18 @@ class Role(enum.IntEnum):
 
 
 class Kind(NamedTuple):
-  """The role and dtype of a value, inside a jaxpr and at its boundary.
+  """The role and dtype of a value, inside a jaxpr and at its boundary."""
 
-  Fields:
-    role: the role.
-    dtype: the dtype that consumers see. A parameter may be stored in low precision.
-    variable: the dtype of its variable, if that differs. A low-precision value is in a float32
-      variable if its gradients are summed in float32.
-    weight: whether it is one parameter, perhaps moved, scaled or cast by the user. Recipes for
-      matmuls, such as float8, need to know.
-    numbers: all values that its elements may have, if they are few, as for literals and masks.
-  """
-
-  role: Role
+  role: Role  # the role
+  # The dtype that consumers see. A parameter may be stored in low precision.
   dtype: DType
+  # The dtype of its variable, if that differs. A low-precision value is in a float32 variable if
+  # its gradients are summed in float32.
   variable: DType | None = None
+  # Whether it is one parameter, perhaps moved, scaled or cast by the user. Recipes for matmuls,
+  # such as float8, need to know.
   weight: bool = False
+  # All values that its elements may have, if they are few, as for literals and masks.
   numbers: tuple[float, ...] | None = None
 
   @property
@@ -76,6 +73,7 @@ def joined(*kinds: Kind) -> Kind:
   """
   role = max(kind.role for kind in kinds)
   deciding = [kind for kind in kinds if kind.role >= min(role, Role.INPUT)]
+  # A weight times a number is still a weight. The sum of a weight and an input is none.
   arrays = [kind for kind in kinds if kind.role != Role.NUMBER]
   return Kind(role, widest(deciding), weight=bool(arrays) and all(kind.weight for kind in arrays))
 
@@ -83,8 +81,10 @@ def joined(*kinds: Kind) -> Kind:
 def widest(kinds: Iterable[Kind]) -> DType:
   """Returns float32 if one of the kinds has it, otherwise their low-precision dtype."""
   dtypes = {kind.dtype for kind in kinds}
-  # By name, should both float16 and bfloat16 occur.
-  return FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=lambda dtype: dtype.name)
+  if FLOAT32 in dtypes:
+    return FLOAT32
+  # Code that casts may mix float16 and bfloat16. By name, so that the choice has no random order.
+  return min(dtypes, key=lambda dtype: dtype.name)
 
 
 def fits(kinds: Iterable[Kind], dtype: DType) -> bool:
@@ -96,7 +96,9 @@ def fits(kinds: Iterable[Kind], dtype: DType) -> bool:
 def survives(number: float, dtype: DType) -> bool:
   """Whether a number stays finite, nonzero and normal in a low-precision dtype."""
   size, limits = abs(number), jnp.finfo(dtype)
-  return not 0 < size < np.inf or float(limits.tiny) <= size <= float(limits.max)
+  if size == 0 or not np.isfinite(size):  # Every dtype has these.
+    return True
+  return float(limits.tiny) <= size <= float(limits.max)
 
 
 def numbers_of(scalar: Any) -> tuple[float, ...] | None:
@@ -104,7 +106,8 @@ def numbers_of(scalar: Any) -> tuple[float, ...] | None:
   if not getattr(scalar, "is_fully_addressable", True):  # It is on another machine.
     return None
   number = float(np.asarray(scalar).item())
-  # NaN is not equal to itself, and -0.0 is equal to 0.0.
+  # NaN is not equal to itself, so a key with it would never be found again. -0.0 is equal to 0.0,
+  # so a key could lead to the jaxpr of the other number.
   is_key = not np.isnan(number) and not (number == 0 and np.signbit(number))
   return (number,) if is_key else None
 
@@ -124,10 +127,12 @@ def kind_of_constant(value: Any, settings: Settings) -> Kind | None:
   dtype: Any = getattr(value, "dtype", None)
   if not is_array or dtype not in FLOATS:
     return None
+  # A scalar such as an epsilon decides no dtype. The value of a tracer is not known.
   if not isinstance(value, Tracer) and np.ndim(value) == 0 and dtype == FLOAT32:
     return Kind(Role.NUMBER, dtype, numbers=numbers_of(value))
   if settings.modules:
     return kind_of_input(dtype)
+  # An `autocast` function may close over its parameters, as a loss closes over a model.
   return Kind(Role.PARAMETER, dtype, weight=True)
 
 
@@ -137,4 +142,5 @@ def kind_of_input(dtype: DType) -> Kind:
 
 
 def kinds_of_constants(values: Sequence[Any], settings: Settings) -> Kinds:
+  """Returns the kinds of the constants of a jaxpr."""
   return tuple(kind_of_constant(value, settings) for value in values)

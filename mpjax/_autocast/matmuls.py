@@ -40,11 +40,13 @@ OF_INPUTS = "its operands are inputs and constants"
 
 def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
   """Writes a matmul or a convolution. Its dtype depends on its operands alone."""
+  # The cases are those of the table in `rules.py`.
   kinds = _kinds_of_operands(rewriter, eqn, values)
   if not kinds:  # Of complex numbers or float64.
     return rewriter.untouched(eqn)
   if all(kind.role in (Role.NUMBER, Role.INPUT) for kind in kinds):
     return rewriter.untouched(rewriter.explained(eqn, "low", OF_INPUTS))
+  # Coordinates times a projection: few products, and a rounded coordinate loses detail.
   if any(kind.role == Role.INPUT for kind in kinds) and _products(eqn) < FEWEST_PRODUCTS:
     return _in_float32(rewriter, eqn, low)
   return _in_low_precision(rewriter, eqn, values, low)
@@ -68,6 +70,7 @@ def _products(eqn: JaxprEqn) -> float:
 
 
 def _in_float32(rewriter: Rewriter, eqn: JaxprEqn, low: DType) -> None:
+  """Writes a matmul of an input with few products. Its result is an activation."""
   reason = f"it sums fewer than {FEWEST_PRODUCTS} products of an input"
   eqn = rewriter.explained(eqn, "low", reason)
   operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
@@ -76,13 +79,15 @@ def _in_float32(rewriter: Rewriter, eqn: JaxprEqn, low: DType) -> None:
 
 
 def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
+  """Writes a matmul in a recipe, with a derivative rule, or with the rule of JAX."""
   place = rewriter.place(eqn)
   policy, recipe = place.policy, None
   if policy is not None and policy.matmul is not None:
     recipe = recipe_of(policy.matmul)
     reason = _why_no_recipe(eqn, values, recipe, place, rewriter.settings)
     if reason is not None:
-      eqn, recipe = rewriter.explained(eqn, "float8", reason), None
+      eqn = rewriter.explained(eqn, "float8", reason)
+      recipe = None
   if recipe is None and _has_own_precision(eqn, place):
     return rewriter.untouched(eqn, role=Role.ACTIVATION)
   eqn = eqn.replace(params=rewriter.precise(eqn, eqn.params, [low] * len(eqn.invars)))
@@ -91,6 +96,7 @@ def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: 
   returns_sum = leaves and recipe is None and facts_of(eqn).dtype_param is not None
   out = FLOAT32 if returns_sum else low
   gradients = None if policy is None else policy.weight_grad_dtype
+  # A recipe computes the gradients of weights in float32 itself.
   if recipe is not None:
     rule = _in_recipe(rewriter, eqn, values, low, recipe)
     return rewriter.write(rule, rule.invars, [Kind(Role.ACTIVATION, low)])
@@ -112,6 +118,7 @@ def _why_no_recipe(
   eqn: JaxprEqn, values: Operands, recipe: Recipe, place: Place, settings: Settings
 ) -> str | None:
   """Returns why a matmul stays in the compute dtype; None if the recipe applies."""
+  # The texts are for `mpjax.audit`.
   if TABLE in place.scope:
     return "it is an embedding"
   if facts_of(eqn).flops == "convolution":
@@ -123,6 +130,7 @@ def _why_no_recipe(
   if settings.in_derivative:
     # JAX transposes the rule, which must be linear in its tangents. Rounding is not linear.
     return "it is in a derivative rule"
+  # If the function itself takes a gradient, its jaxpr holds the backward pass as plain matmuls.
   if location(eqn).direction != "forward":
     return "its gradient is taken inside"
   if _has_other_groups(eqn):
@@ -138,9 +146,12 @@ def _why_no_recipe(
 
 
 def _asks_for_precision(eqn: JaxprEqn) -> bool:
+  """Whether the code sets a precision, or a result dtype that promotion would not give."""
   dtypes, params = {dtype_of(v) for v in eqn.invars[:2]}, eqn.params
-  plain = (None, FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=str))
-  return asked_precision(params["precision"]) != "" or params["preferred_element_type"] not in plain
+  promoted = FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=str)
+  if asked_precision(params["precision"]) != "":
+    return True
+  return params["preferred_element_type"] not in (None, promoted)
 
 
 def _has_other_groups(eqn: JaxprEqn) -> bool:
@@ -171,6 +182,8 @@ def _with_rule(
   """
   widens = gradients is not None and gradients.itemsize > low.itemsize
   wide = [gradients if widens and v is not None and _is_uncast(v) else None for v in values]
+  # JAX gives a gradient the dtype of the operand, and would multiply a float32 cotangent in
+  # float32. Only these two cases need a rule of mpjax.
   if out == low and not any(wide):
     return None
   operands = _operands(rewriter, eqn, values, low, wide)
@@ -183,10 +196,15 @@ def _in_recipe(
 ) -> JaxprEqn:
   """Returns a matmul in the format of a recipe, with gradients of weights in float32."""
   wide = [FLOAT32 if v is not None and _is_uncast(v) else None for v in values]
-  operands, index = _operands(rewriter, eqn, values, low, wide), _weight_of(values)
-  weight, wide[index] = values[index], FLOAT32
+  operands = _operands(rewriter, eqn, values, low, wide)
+  index = _weight_of(values)
+  weight = values[index]
+  # Also if the function casts the weight itself: the rule takes the variable before that cast, so
+  # that the gradient stays in float32.
+  wide[index] = FLOAT32
   if weight is not None and weight.stored is not None:
     operands[index] = weight.stored
+  # A recipe sees its operands in the compute dtype. The sizes of groups keep their type.
   types = list(map(aval_of, operands))
   types[:2] = (x.update(dtype=low, weak_type=False) for x in types[:2])
   params = tuple({**eqn.params, "precision": None, "preferred_element_type": low}.items())
@@ -205,6 +223,7 @@ def _operands(
 
 
 def _equation(eqn: JaxprEqn, rule: Matmul, operands: Sequence[Atom]) -> JaxprEqn:
+  """Returns an equation that runs a rule, in the context and at the line of another equation."""
   with context_of(eqn):
     product = equation(rule, eqn.ctx, *map(aval_of, operands))
   return eqn.replace(primitive=product.primitive, invars=list(operands), params=product.params)

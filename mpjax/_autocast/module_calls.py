@@ -59,35 +59,28 @@ _WHERE = "mpjax.with_policy(model, policy)"
 
 
 class Layers(NamedTuple):
-  """Layer classes of a framework that need special treatment.
+  """Layer classes of a framework that need special treatment."""
 
-  Fields:
-    rounded: layers with a `dtype`. Their results are rounded to the compute dtype.
-    as_given: layers that return the dtype of their argument, such as dropout. No consumer widens
-      them.
-    iterates: layers that start each step from their last result, so that rounding errors add up.
-      Their own operations run in float32.
-    tables: layers that look up rows. Float8 is too coarse for them, so their own matmuls run in the
-      compute dtype.
-  """
-
+  # Layers with a `dtype`. Their results are rounded to the compute dtype.
   rounded: tuple[Class, ...] = ()
+  # Layers that return the dtype of their argument, such as dropout. No consumer widens them.
   as_given: tuple[Class, ...] = ()
+  # Layers that start each step from their last result, so that rounding errors add up. Their own
+  # operations run in float32.
   iterates: tuple[Class, ...] = ()
+  # Layers that look up rows. Float8 is too coarse for them, so their own matmuls run in the compute
+  # dtype.
   tables: tuple[Class, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateKind:
-  """How one kind of state is treated: a collection of Linen, or a class of variables of NNX.
+  """How one kind of state is treated: a collection of Linen, or a class of variables of NNX."""
 
-  Fields:
-    is_parameter: whether its arrays are parameters. Other state is an input.
-    stored: the dtype of new state. "param_dtype" is the `param_dtype` of the policy. "computed" is
-      the dtype that the model computes under the policy. "declared" is the dtype in the code.
-  """
-
+  # Whether its arrays are parameters. Other state is an input.
   is_parameter: bool = False
+  # The dtype of new state. "param_dtype" is the `param_dtype` of the policy. "computed" is the
+  # dtype that the model computes under the policy. "declared" is the dtype in the code.
   stored: Literal["param_dtype", "computed", "declared"] = "declared"
 
 
@@ -118,7 +111,7 @@ def rewritten(
   """
   settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
 
-  # Also where no module runs: a jitted function that was traced before keeps its marks.
+  # Also if no module runs in this trace: a jitted function that was traced before keeps its marks.
   check = functools.partial(check_kernels, kept=state.keeping)
   with ACTIVE(state):
     call = with_settings(fn, settings, _WHERE, data=inputs, results=results, check=check)
@@ -127,6 +120,7 @@ def rewritten(
 
 def with_own_dtypes(attempt: Callable[[S], R], state: S) -> R:
   """Returns `attempt(state)`, where modules keep a `dtype` that their kernels need."""
+  # Each round keeps the `dtype` of more classes, so this ends.
   while True:
     try:
       return attempt(state)
@@ -150,6 +144,7 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
   """
   tracing = _Tracing(state)
   while tracing.problem is None:
+    # `ModuleCall` appends the class of each module that an error passes, the innermost first.
     failed: list[Class] = []
     try:
       next_state = dataclasses.replace(tracing.state, tracing=True, failed=failed)
@@ -158,6 +153,7 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
       tracing.note(error, failed)
   state = dataclasses.replace(tracing.state, as_python=tracing.state.as_python | {path})
   outputs = _result_of_python(python, state, tracing.first_refusal)
+  # Python has succeeded, so only now the warning is true.
   where = _WHERE if state.token is None else "mpjax.policy_scope(policy)"
   warnings.warn(
     message(
@@ -174,17 +170,13 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
 
 
 class _Tracing(Generic[S]):
-  """The attempts to trace a call.
-
-  Attributes:
-    state: the state of the next attempt.
-    problem: why the body cannot be traced, for the warning; None if another attempt may succeed.
-    first_refusal: the first error of a function that does not accept its arguments.
-  """
+  """The attempts to trace a call."""
 
   def __init__(self, state: S) -> None:
-    self.state = state
+    self.state = state  # of the next attempt
+    # Why the body cannot be traced, for the warning; None if another attempt may succeed.
     self.problem: str | None = None
+    # The first error of a function that does not accept its arguments.
     self.first_refusal: Exception | None = None
     # The line at which each class raised in float32. Names are compared, since a class that the
     # call itself defines is a new class in each attempt.
@@ -197,6 +189,7 @@ class _Tracing(Generic[S]):
       self._note_refusal(error, failed[0] if failed else None)
 
   def _note_refusal(self, error: Exception, cls: Class | None) -> None:
+    """Calls the class in its compute dtype next time, or gives up tracing."""
     self.first_refusal = self.first_refusal or error
     line = line_of_user(error)
     if cls is not None and cls.__qualname__ not in self._lines:
@@ -209,6 +202,7 @@ class _Tracing(Generic[S]):
     self.problem = f"raises {type(error).__name__} where it is traced: {line}"
 
   def _stop_casting(self, name: str) -> None:
+    """Calls the classes of a name in float32 again."""
     casting = frozenset(cls for cls in self.state.casting if cls.__qualname__ != name)
     self.state = dataclasses.replace(self.state, casting=casting)
 
@@ -218,7 +212,7 @@ def _problem_of_body(error: Exception) -> str | None:
   if isinstance(error, _NEEDS_VALUES):
     return f"needs the values of arrays: {line_of_user(error)}"
   if isinstance(error, flax_errors(*_CHANGES_OTHERS)):
-    return f"changes what it is not given: {line_of_user(error)}"
+    return f"changes a module or variable that is not among its arguments: {line_of_user(error)}"
   if isinstance(error, NotTraceable):
     return str(error)
   return None
@@ -306,6 +300,7 @@ class ModuleCall(NamedTuple):
     return dtype_field(self.module, FLOAT32, always=False)
 
   def _note_in_audit(self) -> None:
+    """Notes the module, its policy and its rule, if an audit is running."""
     if AUDIT.value is None:
       return
     own = plain_attribute(self.module, "dtype")
@@ -320,7 +315,7 @@ class ModuleCall(NamedTuple):
       yield MODULE + self.path
     if self._marks_region:
       yield REGION + self.inner.region
-    if not self.inner.tracing:
+    if not self.inner.tracing:  # Only the rewriter reads the other marks.
       return
     policy = self.resolved.policy
     in_float8 = policy is not None and policy.matmul is not None
@@ -337,8 +332,10 @@ class ModuleCall(NamedTuple):
 
   @property
   def _marks_region(self) -> bool:
+    """Whether the operations need a mark of the region."""
     if not self.inner.tracing:  # Only an audit reads the mark.
       return AUDIT.value is not None
+    # The operations inherit the mark of the module around if it names the same policy.
     around = ACTIVE.value
     return around is None or around.region != self.inner.region
 
@@ -360,6 +357,8 @@ class ModuleCall(NamedTuple):
     policy = self.resolved.policy
     if policy is None:
       return None
+    # The outermost module has the `output_dtype` of the model's policy, if its own has none. Among
+    # inner modules, only one with which another policy begins returns the dtype of that policy.
     if not self.state.entered:
       return self.resolved.output_dtype
     return policy.output_dtype if self.resolved.begins else None
@@ -388,7 +387,7 @@ class ModuleCall(NamedTuple):
       return self.output_dtype
     if self._is_cast:
       return None if self._is_inside_whole else policy.compute_dtype
-    if self._is_rounded:
+    if self._is_rounded:  # A layer's `preferred_element_type` is the user's choice.
       return plain_attribute(self.module, "preferred_element_type")
     return None
 
@@ -400,6 +399,7 @@ class ModuleCall(NamedTuple):
     return self.state.tracing and in_low and is_layer
 
   def _in_dtype(self, outputs: PyTree, dtype: DType) -> PyTree:
+    """Returns results in a dtype: marked for the rewriter, or cast."""
     # The rewriter casts what is traced, unless the whole call is in the compute dtype.
     is_rewritten = self.state.tracing and self.state.casting != EVERY
 
@@ -411,6 +411,8 @@ class ModuleCall(NamedTuple):
     return map_arrays(leaf, outputs)
 
   def _steps(self, body: Generator[PyTree, PyTree, PyTree]) -> Generator[PyTree, PyTree, PyTree]:
+    """Runs a generator, each step in the region of the module."""
+    # As `yield from` does, but between two steps the caller's state must be active.
     step, sent = body.send, None
     while True:
       try:
@@ -428,6 +430,7 @@ _NOTE = "mpjax: raised inside"
 
 def note_module(error: Exception, path: str, name: str, policy: str) -> None:
   """Adds a note with the innermost module that raised, its policy and remedies to an error."""
+  # The error passes all modules around. The innermost one has seen it first.
   if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
     return
   # Exempting the root would exempt everything.
@@ -457,7 +460,9 @@ def call_of(
   # Float64 is not rewritten, so the arguments of the module are cast.
   wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
   is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
+  # `EVERY` holds `object`: a module around this one is called in the compute dtype.
   casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
+  # Its own operations run in float32, and the modules inside keep the policy.
   iterates = isinstance(module, layers.iterates) and is_low(policy)
   region = region_of(Policy() if iterates else policy)
   if is_whole and policy is not None:
@@ -476,6 +481,7 @@ def call_of(
 @contextlib.contextmanager
 def _set(module: Module, fields: dict[str, object]) -> Generator[None]:
   """Sets attributes of a module during a call, without its `__setattr__`."""
+  # A Linen module is frozen, so its `__setattr__` would raise.
   attributes = vars(module)
   before = {name: attributes[name] for name in fields if name in attributes}
   attributes.update(fields)
@@ -488,15 +494,19 @@ def _set(module: Module, fields: dict[str, object]) -> Generator[None]:
 
 
 def dtype_field(module: Module, dtype: DType, *, always: bool) -> dict[str, object]:
-  """Returns the field `dtype` to set during a call, if the module has one."""
-  # Complex and integer dtypes stay. Without `always`, only a low-precision dtype is replaced, since
-  # it would round.
+  """Returns the field `dtype` to set during a call, if the module has one.
+
+  With `always` it is set to `dtype` in any case. Otherwise only a narrower floating dtype is
+  replaced, since it would round.
+  """
   own = plain_attribute(module, "dtype", _MISSING)
   if own is _MISSING or (own is None and not always):
     return {}
+  # In a dataclass, a `dtype` that is no argument of `__init__` is not the user's choice.
   fields = dataclasses.fields(module) if dataclasses.is_dataclass(module) else None
   if fields is not None and not any(f.name == "dtype" and f.init for f in fields):
     return {}
+  # Complex and integer modules keep their dtype.
   if not (_is_real(own) and _is_real(plain_attribute(module, "param_dtype"))):
     return {}
   if not always and jnp.dtype(own).itemsize >= dtype.itemsize:

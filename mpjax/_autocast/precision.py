@@ -38,6 +38,7 @@ def retype(eqn: JaxprEqn, dtype: DType) -> Params:
 def asked_precision(precision: object) -> str:
   """Returns the names in a precision that ask for more than the default; "" if there are none."""
   each = precision if isinstance(precision, tuple) else (precision,)
+  # "Precision.HIGHEST" and "DotAlgorithmPreset.TF32_TF32_F32" become "highest" and "tf32_tf32_f32".
   names = dict.fromkeys(str(x).rpartition(".")[2].lower() for x in each)
   return ", ".join(x for x in names if x not in ("none", "default", "fastest", "bfloat16"))
 
@@ -65,6 +66,8 @@ def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
       program = jax.make_jaxpr(fun)(*args)
     if not any(map(hides_matmul, walk(program))):
       return program
+    # `in_default` cannot change a matmul in an object of JAX, which would lose the setting. The
+    # trace with the setting is right for it, and makes all other matmuls float32.
     if asked_precision(_default_precision()):
       warnings.warn(_OBJECT, UserWarning, stacklevel=2)
     return jax.make_jaxpr(fun)(*args)
@@ -84,6 +87,8 @@ def _default_precision() -> object:
   """Returns the parameter that `jax_default_matmul_precision` gives a matmul; None if unset."""
   if cast(Any, jax.config).jax_default_matmul_precision is None:
     return None
+  # The setting may be a string or an enum, and JAX gives a matmul a precision or a pair of them.
+  # Only a trace shows which.
   number = jax.ShapeDtypeStruct((1,), np.float32)
   return jax.make_jaxpr(jnp.dot)(number, number).eqns[-1].params["precision"]
 

@@ -34,6 +34,7 @@ def rewrite(
   `outs` has the dtypes of its results. A result without one keeps the computed dtype. `flags` has
   the flags of the results, and `consts` the kinds of the constants.
   """
+  # `rewrite` is an argument, since the modules of control flow call it and are imported here.
   rewriter = Rewriter(jaxpr, settings, scope, flags, rewrite)
   pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
   variables = [var if kind is None else rewriter.define(var, kind) for var, kind in pairs]
@@ -47,6 +48,8 @@ def rewrite(
 
 
 def _write_equations(rewriter: Rewriter, jaxpr: Jaxpr, functions: Mapping[int, Activation]) -> None:
+  """Writes the equations in order; `functions` are activation functions by first position."""
+  # Positions that an activation function has written in advance.
   done: frozenset[int] = frozenset()
   for place, eqn in enumerate(jaxpr.eqns):
     function = functions.get(place)
@@ -59,6 +62,7 @@ def _write_equations(rewriter: Rewriter, jaxpr: Jaxpr, functions: Mapping[int, A
 
 
 def _higher_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
+  """Writes an equation that holds jaxprs, as it was traced if it cannot be entered."""
   write = _WRITERS.get(facts_of(eqn).holds)
   inners = inner_jaxprs(eqn) if write is not None else None
   if write is None or inners is None:
@@ -88,9 +92,16 @@ def _results(
       continue
     asked = aval_of(atom)
     results[i] = result = rewriter.cast(value, dtype or kind.dtype, last)
+    # A result that keeps its traced dtype keeps its weak type too. The equation around it, such as
+    # a `scan` or a `cond`, was traced for this type.
     if dtype == asked.dtype and aval_of(result).weak_type != asked.weak_type:
       results[i] = rewriter.write_cast(result, Var(asked), last)
-    if dtype is not None and dtype != kind.dtype:
-      wide = dtype == FLOAT32
-      kinds[i] = kind._replace(variable=FLOAT32) if wide else kind._replace(dtype=dtype)
+    if dtype is None or dtype == kind.dtype:
+      continue
+    # A cast to float32 changes no value: the kind stays in low precision, in a float32 variable.
+    # A cast to low precision rounds, so consumers see that dtype.
+    if dtype == FLOAT32:
+      kinds[i] = kind._replace(variable=FLOAT32)
+    else:
+      kinds[i] = kind._replace(dtype=dtype)
   return results, tuple(kinds)

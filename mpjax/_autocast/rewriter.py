@@ -56,10 +56,11 @@ class Rewriter:
     self, jaxpr: Jaxpr, settings: Settings, scope: Scope, outs: tuple[int, ...], rewrite: Rewrite
   ) -> None:
     self.settings, self.rewrite = settings, rewrite
+    # The flags of the old variables, and a function from an equation to its scope.
     self.flags, self.place = flags_of(jaxpr, tuple(outs), settings, scope)
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
-    self.warned: set[Source] = set()
+    self.warned: set[Source] = set()  # lines with a warning, so that each has one
     # The floating values, by their old variables. Variables of other dtypes stay.
     self.values: dict[Var, Value] = {}
     # Integer variables that are literals at the call of this jaxpr, as in `jnp.clip(x, 0, 6)`.
@@ -75,7 +76,9 @@ class Rewriter:
     dtype = kind.variable or kind.dtype
     # A variable that keeps its dtype stays, so that unchanged equations stay too.
     atom = var if dtype == dtype_of(var) else retyped(var, dtype)
-    self.values[var] = Value(atom, kind if kind.variable is None else kind._replace(variable=None))
+    # Inside a jaxpr the `Value` has the variable. `Kind.variable` says it at the boundary only.
+    inside = kind if kind.variable is None else kind._replace(variable=None)
+    self.values[var] = Value(atom, inside)
     return atom
 
   def value(self, atom: Atom) -> Value | None:
@@ -86,10 +89,12 @@ class Rewriter:
       return None
     if is_number(atom):
       return Value(atom, Kind(Role.NUMBER, aval_of(atom).dtype, numbers=numbers_of(atom.val)))
+    # With `jax_use_simplified_jaxpr_constants` an array that the function closes over is a literal.
     kind = kind_of_constant(atom.val, self.settings)
     return None if kind is None else Value(atom, kind)
 
   def kind(self, atom: Atom) -> Kind | None:
+    """Returns the kind of a floating operand; None for other operands."""
     value = self.value(atom)
     return None if value is None else value.kind
 
@@ -134,8 +139,8 @@ class Rewriter:
       return value.casts[dtype]
     var = retyped(value.atom, dtype)
     if value.producer is not None and value.number is not None:
-      # The array is filled again in another dtype. With a cast, a mask of the size of attention
-      # logits would be in memory twice.
+      # A broadcast number is broadcast again in another dtype. With a cast, a mask of the size of
+      # attention logits would be in memory twice.
       scalar = literal_as(value.producer.invars[0], dtype, value.number)
       invars = [scalar, *value.producer.invars[1:]]
       self.eqns.append(value.producer.replace(invars=invars, outvars=[var]))
@@ -162,6 +167,7 @@ class Rewriter:
     """Writes an equation with new operands, kinds of results and, if given, parameters."""
     pairs = zip(eqn.outvars, kinds, strict=True)
     outs = [v if kind is None else self.define(v, kind) for v, kind in pairs]
+    # Only here the dtypes of the operands are known, on which an algorithm depends.
     params = self.precise(eqn, eqn.params if params is None else params, map(dtype_of, operands))
     self.eqns.append(eqn.replace(invars=list(operands), outvars=outs, params=params))
 
@@ -176,6 +182,8 @@ class Rewriter:
     """Writes an equation, and rounds float32 activations that only matmuls use."""
     self.write(eqn, operands, kinds, params)
     for var, kind in zip(eqn.outvars, kinds, strict=True):
+      # A value without flags has only matmuls as consumers. Inputs and parameters are cast at each
+      # of them, so that their gradients are summed in float32.
       if kind is None or kind.role != Role.ACTIVATION or kind.is_low or self.flags.get(var):
         continue
       if dtype_of(var) == FLOAT32:
@@ -187,6 +195,7 @@ class Rewriter:
   ) -> None:
     """Writes an equation as it was traced; `role` is the role of its results, if known."""
     place = self.place(eqn)
+    # A primitive in no list that holds jaxprs hides operations from the policy.
     is_unknown = inners is None or (
       part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
     )
@@ -196,6 +205,7 @@ class Rewriter:
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     if role is None:
       role = Role.INPUT if place.as_written else self._role_of_operands(eqn)
+    # A result in low precision is an activation, since the user's code has chosen its dtype.
     low = Role.NUMBER if role == Role.NUMBER else Role.ACTIVATION
     kinds: dict[DType | None, Kind] = {d: Kind(low, d) for d in FLOATS}
     kinds[FLOAT32] = Kind(role, FLOAT32)
@@ -209,6 +219,7 @@ class Rewriter:
 
   def precise(self, eqn: JaxprEqn, params: Params, dtypes: Iterable[DType | None]) -> Params:
     """Returns parameters with the precision of the policy, if a matmul has none."""
+    # Only matmuls and convolutions have the parameter. It is None if the user has set none.
     policy = self.place(eqn).policy if params.get("precision", 0) is None else None
     if policy is None or (asked := policy.precision) is None:
       return params
@@ -227,13 +238,20 @@ class Rewriter:
 
   def shown(self) -> list[JaxprEqn]:
     """Returns the written equations without marks, except the marks for an audit."""
+    # New name stacks by the id of the old: thousands of equations share a few. The equations keep
+    # the old stacks alive, so no id is reused.
     names: dict[int, NameStack] = {}
     eqns: list[JaxprEqn] = []
     for eqn in self.eqns:
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
-        region = AUDIT.value is not None and REGION + shown_region(self.place(eqn))
-        names[id(stack)] = with_scope(stack, region) if region else without_scopes(stack, PREFIX)
-      info = eqn.source_info.replace(name_stack=names[id(stack)])
-      eqns.append(eqn if names[id(stack)] is stack else eqn.replace(source_info=info))
+        if AUDIT.value is not None:
+          names[id(stack)] = with_scope(stack, REGION + shown_region(self.place(eqn)))
+        else:
+          names[id(stack)] = without_scopes(stack, PREFIX)
+      if names[id(stack)] is stack:
+        eqns.append(eqn)
+      else:
+        info = eqn.source_info.replace(name_stack=names[id(stack)])
+        eqns.append(eqn.replace(source_info=info))
     return eqns

@@ -51,6 +51,7 @@ from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, is_number, retyp
 def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation without inner jaxprs."""
   place, part = rewriter.place(eqn), part_of(eqn, rewriter.settings.ops)
+  # A mark of `scopes.py`, also outside of a low-precision policy: it must not stay in the jaxpr.
   if eqn.primitive is reduce_precision_p and place.ends is not None:
     return _end(rewriter, eqn, place, place.ends)
   if place.compute_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
@@ -59,9 +60,11 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
     return _cast(rewriter, eqn)
   values = [rewriter.value(atom) for atom in eqn.invars]
   low = _low_dtype(eqn, place.compute_dtype)
+  # The user's lists may have other operations in `half`. Only matmuls have this parameter.
   if part == "half" and "preferred_element_type" in eqn.params:
     if facts_of(eqn) is not OUTER_PRODUCT:
       return matmul(rewriter, eqn, values, low)
+    # It sums nothing, so the rules of multiplications apply unless the user chose a precision.
     if runs_as_written(eqn, place):
       return rewriter.untouched(eqn)
     part = "promote"
@@ -97,6 +100,7 @@ def _end(rewriter: Rewriter, eqn: JaxprEqn, place: Place, dtype: DType) -> None:
   value = rewriter.value(atom)
   if value is None:
     return rewriter.untouched(eqn)
+  # No equation is written for the mark: the result is the operand, or its cast.
   if place.ends_policy:
     role = Role.INPUT if dtype == FLOAT32 else Role.ACTIVATION
     rewriter.values[var] = Value(rewriter.cast(value, dtype, eqn), Kind(role, dtype))
@@ -119,8 +123,11 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   if dtype_of(atom) == target:  # It removes only the weak type.
     rewriter.values[var] = value
     return None
+  # A cast to low precision is the user's choice of a dtype, so its result is an activation.
   keeps_role = target == FLOAT32 or value.kind.role == Role.NUMBER
   role = value.kind.role if keeps_role else Role.ACTIVATION
+  # A cast to float32 changes no value. The result shares the variable, and consumers that want the
+  # dtype before the cast need no second one.
   cast = Value(value.atom, Kind(role, target, weight=value.kind.weight), stored=value.atom)
   # A cast to low precision is written here for all consumers; one to float32 at each consumer.
   if target != FLOAT32 or FLOAT32 in value.casts:
@@ -131,8 +138,8 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
 
 def _passes_on(eqn: JaxprEqn, part: str) -> bool:
   """Whether each result belongs to one operand, as in a sort with several operands."""
-  same = eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars)
-  return same and part in ("promote", "keep")
+  has_one_each = eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars)
+  return has_one_each and part in ("promote", "keep")
 
 
 def _passed_on(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> None:
@@ -143,6 +150,7 @@ def _passed_on(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> None:
 
 
 def _variable(value: Value) -> DType | None:
+  """Returns the dtype of the variable of a value, if that differs from its kind."""
   return FLOAT32 if value.is_low_in_float32 else None
 
 
@@ -179,8 +187,11 @@ def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
     return False
   if flags & Flag.OUTPUT:
     return True
+  # Moves and selections are exact in each dtype. Dropout returns the dtype of its operand.
   if not facts_of(eqn).arithmetic or rewriter.place(eqn).as_given:
     return False
+  # `x + 1` counts as arithmetic on one array. A sum of two values ignores SUM: only products
+  # before a sum are widened, not the sums themselves.
   has_number = any(v is not None and v.kind.role == Role.NUMBER for v in values)
   if facts_of(eqn).folds is not operator.add or has_number:
     return bool(flags & (Flag.FLOAT32 | Flag.SUM))
@@ -207,12 +218,14 @@ def _numbers(
   facts = facts_of(eqn)
   if len(each) < len(operands) or not (facts.moves or facts.folds):
     return None
-  if facts.folds is None:
+  if facts.folds is None:  # A move or a selection computes no new number.
     return united(each)
+  # Any combination may meet at some position. It is computed in float32, as the operation would.
   with np.errstate(all="ignore"):
     among = {float(facts.folds(*map(np.float32, some))) for some in itertools.product(*each)}
-  few = len(among) <= MOST_NUMBERS and not any(map(math.isnan, among))
-  return tuple(sorted(among)) if few else None
+  # NaN is not equal to itself, so it cannot be part of a cache key.
+  is_key = len(among) <= MOST_NUMBERS and not any(map(math.isnan, among))
+  return tuple(sorted(among)) if is_key else None
 
 
 # Writing operations.
@@ -226,10 +239,13 @@ def _write(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, kind: Kind, low:
     for atom, v in zip(eqn.invars, values, strict=True)
   ]
   kinds = [kind if dtype_of(v) in FLOATS else None for v in eqn.outvars]
-  casts = any(v is not None for v in values) and (FLOAT32 in map(dtype_of, eqn.invars)) != (
-    dtype == FLOAT32
-  )
-  rewriter.write_rounding(eqn, operands, kinds, low, retype(eqn, dtype) if casts else None)
+  # Parameters that name the traced dtype change only if the operation changes its dtype.
+  was_float32 = FLOAT32 in map(dtype_of, eqn.invars)
+  is_float32 = dtype == FLOAT32
+  is_retyped = any(v is not None for v in values) and was_float32 != is_float32
+  params = retype(eqn, dtype) if is_retyped else None
+  rewriter.write_rounding(eqn, operands, kinds, low, params)
+  # `Rewriter.cast` repeats the equation of a broadcast number in another dtype.
   for var in eqn.outvars:
     if var in rewriter.values and rewriter.values[var].producer is None:
       rewriter.values[var].producer = rewriter.eqns[-1]
@@ -243,12 +259,15 @@ def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operan
   which stops at 256 in bfloat16. The gradients of the two slices in `x[1:] - x[:-1]` are added.
   """
   facts, floats = facts_of(eqn), [v for v in values if v is not None]
+  # Only for consumers in float32, such as that subtraction. A slice for a matmul stays low.
   if facts.gradient == "placed":
     return all(rewriter.flags.get(var, 0) & Flag.FLOAT32 for var in eqn.outvars)
+  # Unique indices use each row once, so nothing is summed. A literal has no gradient.
   if facts.gradient == "repeated" and not eqn.params.get("unique_indices"):
     return not is_number(eqn.invars[0])
   if facts.gradient == "chosen":
     return True
+  # An exact operation on such values, as a reshape of an embedding, keeps them in their variables.
   return (facts.exact or facts.tests) and bool(floats) and all(v.is_low_in_float32 for v in floats)
 
 
@@ -270,6 +289,8 @@ def _repeated(rewriter: Rewriter, value: Value, dtype: DType, eqn: JaxprEqn) -> 
   wide = rewriter.cast(value, FLOAT32, eqn)
   aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None
   new = aval.update(shape=out.shape, weak_type=False)
+  # On a mesh with explicit axes the type has a sharding: that of the operand, and along the axes
+  # that are broadcast that of the result.
   if AxisType.Explicit in out.sharding.mesh.axis_types:
     spec = list(out.sharding.spec)
     for axis, size in enumerate(aval.shape):

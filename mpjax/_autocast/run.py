@@ -41,6 +41,7 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
   transformation.
   """
   values = [*consts, *operands]
+  # A call is written only into a jaxpr, so no tracer may be of `grad` or `vmap`.
   tracers = [x for x in values if isinstance(x, Tracer)]
   is_long = len(jaxpr.eqns) >= _LONG and bool(tracers) and all(map(is_in_program, tracers))
   # In a `shard_map` the tangent of a varying operand may vary over fewer axes. A call adapts its
@@ -60,7 +61,9 @@ def _as_array(x: Any, aval: ShapedArray) -> Array:
   """Returns a result as an array; a literal is a number of Python or NumPy."""
   if isinstance(x, jax.Array):
     return x
-  return jnp.asarray(np.asarray(x).item()) if aval.weak_type else jnp.asarray(x, aval.dtype)
+  if aval.weak_type:  # `jnp.asarray` gives a weak type to a number of Python alone.
+    return jnp.asarray(np.asarray(x).item())
+  return jnp.asarray(x, aval.dtype)
 
 
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
@@ -73,6 +76,7 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   last_read = _last_reads(groups, jaxpr.outvars)
   parts = [_part(group, number, last_read) for number, group in enumerate(groups)]
   counts = Counter(key for key, *_ in parts)
+  # One call for each key, which later parts repeat with their own variables.
   calls: dict[Hashable, JaxprEqn] = {}
   eqns: list[JaxprEqn] = []
   for group, (key, invars, outvars) in zip(groups, parts, strict=True):
@@ -94,13 +98,17 @@ def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
   since JAX orders prints by the effects of equations. So is an equation whose inner jaxprs occur
   once.
   """
+  # Equal activation functions, and equal matmuls with a rule, share one dict of parameters, since
+  # their equations are cached.
   held = Counter(id(eqn.params) for eqn in eqns)
   needs_lines = AUDIT.value is not None
 
   def group(eqn: JaxprEqn) -> Hashable:
     alone = eqn.effects or (is_higher_order(eqn) and held[id(eqn.params)] == 1)
+    if alone:
+      return id(eqn)
     lines = (location(eqn).source, line_of_call(eqn)) if needs_lines else ()
-    return id(eqn) if alone else (eqn.source_info.name_stack, eqn.ctx, *lines)
+    return (eqn.source_info.name_stack, eqn.ctx, *lines)
 
   return [list(each) for _, each in itertools.groupby(eqns, group)]
 
@@ -108,6 +116,7 @@ def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
 def _last_reads(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Atom]) -> dict[Atom, int]:
   """Returns the number of the last group that reads each variable; for results, one past all."""
   last: dict[Atom, int] = {}
+  # In order, so that a later group overwrites an earlier one.
   for number, group in enumerate(groups):
     last |= dict.fromkeys((v for eqn in group for v in variables(eqn.invars)), number)
   return last | dict.fromkeys(variables(results), len(groups))
@@ -129,20 +138,23 @@ def _part(
   eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]
 ) -> tuple[Hashable, list[Var], list[Var]]:
   """Returns a key of the part number `place`, and the variables that it reads and returns."""
-  # Parts with equal keys compute the same function.
+  # Parts with equal keys compute the same function. Variables count by the order in which the part
+  # reads or defines them, since two layers have different variables.
   numbers: dict[Atom, int] = {}
   invars: list[Var] = []
 
   def number(atom: Atom) -> Hashable:
     if isinstance(atom, Literal):
       return _key_of_literal(atom)
-    if atom not in numbers:
+    if atom not in numbers:  # No equation of the part defines it.
       numbers[atom] = len(numbers)
       invars.append(atom)
     return numbers[atom]
 
+  # An equation with effects is never shared, so its own id makes the key unique.
   key: list[Hashable] = [id(eqns[0])] if eqns[0].effects else []
   for eqn in eqns:
+    # A jaxpr has no cheap comparison, so parameters with jaxprs are compared by identity.
     params = (id(eqn.params),) if is_higher_order(eqn) else eqn.params.items()
     key.append((eqn.primitive, eqn.ctx, *map(number, eqn.invars), *params))
     numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
@@ -152,6 +164,8 @@ def _part(
 
 
 def _key_of_literal(literal: Literal) -> Hashable:
+  """Returns a key that literals of the same value and type share."""
+  # By bytes, since NaN is not equal to itself and -0.0 is equal to 0.0.
   # Large arrays are compared by identity. To compare their elements takes time.
   same = np.asarray(literal.val).tobytes() if is_number(literal) else id(literal.val)
   return literal.aval, same

@@ -63,7 +63,7 @@ def end_of_policy(tree: PyTree, dtype: Any) -> PyTree:
   """Marks the results of a policy, which the rewriter casts to `dtype`."""
 
   def leaf(x: Any) -> Any:
-    # Float64 is cast here, since it is not rewritten.
+    # The rewriter leaves float64 alone, so it is cast here.
     if isinstance(x, jax.Array) and x.dtype == "float64":
       return x.astype(dtype)
     return _marked(x, POLICY_ENDS + dtype.name)
@@ -86,38 +86,31 @@ def _marked(x: Any, name: str) -> Any:
   """Returns a float32 array behind an operation that marks a cast in the trace."""
   if not isinstance(x, jax.Array) or x.dtype not in FLOATS:
     return x
-  with jax.named_scope(name):  # `reduce_precision` to 8 and 23 bits rounds nothing.
+  # The mark needs an operation that JAX keeps in the jaxpr and that changes no value. A
+  # `reduce_precision` to the 8 and 23 bits of float32 rounds nothing.
+  with jax.named_scope(name):
     wide = x if x.dtype == FLOAT32 else x.astype(FLOAT32)
     return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23)
 
 
 def names_of(stack: NameStack) -> Scope:
   """Returns the scopes in a name stack, without the names of transformations."""
+  # Names of transformations, such as "jvp" and "transpose", say nothing about the place in a model.
   names = (name for name, is_transform in scopes_of(stack) if not is_transform)
   return tuple(part for name in names for part in name.split("/") if part)
 
 
 class Place(NamedTuple):
-  """A scope, with the policy that marks and rules give it.
+  """A scope, with the policy that marks and rules give it."""
 
-  Fields:
-    scope: the names.
-    policy: the policy; None if operations run as they were traced.
-    compute_dtype: the compute dtype of the policy, if it is low precision.
-    as_written: whether the user asked for float32 here, so that results are inputs.
-    as_given: whether this is a layer such as dropout, which no consumer widens.
-    ends: the dtype in the mark of an end, if the innermost scope is one.
-    ends_policy: whether that mark is the end of a policy, not of a layer.
-    inside: the names that matter for inner jaxprs. Other names would split caches.
-  """
-
-  scope: Scope
-  policy: Policy | None
-  compute_dtype: DType | None
-  as_written: bool
-  as_given: bool
-  ends: DType | None
-  ends_policy: bool
+  scope: Scope  # the names
+  policy: Policy | None  # the policy; None if operations run as they were traced
+  compute_dtype: DType | None  # the compute dtype of the policy, if it is low precision
+  as_written: bool  # whether the user asked for float32 here, so that results are inputs
+  as_given: bool  # whether this is a layer such as dropout, which no consumer widens
+  ends: DType | None  # the dtype in the mark of an end, if the innermost scope is one
+  ends_policy: bool  # whether that mark is the end of a policy, not of a layer
+  # The names that matter for inner jaxprs. Other names would split caches.
   inside: Scope
 
 
@@ -128,9 +121,19 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   full = FULL_PRECISION in scope  # This also overrules the policy of an inner module.
   policy = None if full else _policy_at(scope, region, settings)
   low = policy is not None and policy.compute_dtype in HALVES
-  own = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
+  # A rule with None exempts a module, and `autocast` has no regions. There the user asked for
+  # float32. A module with a float32 policy does not count.
   is_exempt = region is None or region.startswith(REGION + AS_IT_IS)
   ends, ends_policy = _end_at(scope)
+  # Rules match all names of a scope. Without rules only the marks decide, and inner jaxprs in
+  # several modules of one policy share their rewriting.
+  marks = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
+  if settings.rules:
+    inside = scope
+  elif region is None:
+    inside = marks
+  else:
+    inside = (*marks, region)
   return Place(
     scope=scope,
     policy=policy,
@@ -139,7 +142,7 @@ def place_at(scope: Scope, settings: Settings) -> Place:
     as_given=AS_GIVEN in scope,
     ends=ends,
     ends_policy=ends_policy,
-    inside=scope if settings.rules else own if region is None else (*own, region),
+    inside=inside,
   )
 
 
@@ -147,6 +150,7 @@ def shown_region(place: Place) -> str:
   """Returns the text of a region, as an audit reads it."""
   innermost = next((name for name in reversed(place.scope) if name.startswith(REGION)), "")
   text = innermost.removeprefix(REGION)
+  # Such a region has no policy, but its dtype is known.
   is_called_in_low = text.startswith(AS_IT_IS_IN) and FULL_PRECISION not in place.scope
   return text if is_called_in_low else region_of(place.policy)
 
@@ -155,6 +159,7 @@ def _policy_at(scope: Scope, region: str | None, settings: Settings) -> Policy |
   """Returns the policy of the innermost mark, or of the innermost scope that matches a rule."""
   if region is not None:
     return policy_of(region.removeprefix(REGION))
+  # From the whole scope outwards, so that the innermost scope that matches decides.
   for depth in range(len(scope), -1, -1) if settings.rules else ():
     rule = first_match(settings.rules, None, path_of(scope[:depth]))
     if rule is not None:
@@ -164,6 +169,7 @@ def _policy_at(scope: Scope, region: str | None, settings: Settings) -> Policy |
 
 def _end_at(scope: Scope) -> tuple[DType | None, bool]:
   """Returns the dtype in the mark of an end, and whether it is the end of a policy."""
+  # `_marked` opens the scope directly around its operation, so the mark is the innermost name.
   last = scope[-1] if scope else ""
   for mark in (POLICY_ENDS, LAYER_ENDS):
     if last.startswith(mark):
@@ -174,5 +180,6 @@ def _end_at(scope: Scope) -> tuple[DType | None, bool]:
 def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...], where: str) -> None:
   """Raises UnmatchedRuleError if the path of a rule matches no scope of a function."""
   record = ModuleRecord(PolicyConfig(policy=None, rules=rules, unmatched="raise"))
+  # A rule may also match a scope that holds only other scopes, such as "Net" around "Net/up".
   record.note_paths(around(step.location.path for step in body_of(program).every_step()))
   record.check(f"of {where}", 1, kind="jax.named_scope")

@@ -12,14 +12,12 @@ Scope = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """The settings of a rewriting; part of the cache key of the rewritten jaxpr.
-
-  In a call of `modules` the parameters are known. Other arguments and closed-over arrays are
-  inputs. In an `autocast` function they are parameters.
-  """
+  """The settings of a rewriting; part of the cache key of the rewritten jaxpr."""
 
   policy: Policy  # if no rule and no mark of a module gives another one
-  ops: OpLists
-  rules: tuple[Rule, ...] = ()
+  ops: OpLists  # the list of each primitive
+  rules: tuple[Rule, ...] = ()  # of `autocast`, for named scopes; modules have marks instead
   in_derivative: bool = False  # in a derivative rule, where no matmul runs in float8
+  # Whether modules of a framework are called. Their parameters are known, so other arguments and
+  # closed-over arrays are inputs. In an `autocast` function these are parameters.
   modules: bool = False

@@ -101,6 +101,7 @@ def autocast(
   exp float32
   """
   where, of_rules = "mpjax.autocast(fn)", "mpjax.autocast(rules=...)"
+  # All arguments are checked here, so that an error points at this call and not at a step.
   check_function(fn, where, _AS_FUNCTION)
   if ops is not None and not isinstance(ops, OpLists):
     of_ops, fix = "mpjax.autocast(ops=...)", 'Write ops=mpjax.OpLists().replace(float32=["tanh"]).'
@@ -123,6 +124,7 @@ def autocast(
     allowed = each is None or each.compute_dtype in FLOATS
     check_value(each, allowed, of_policy, expected=expected, fix=fix)
   data = _data_leaves(data_argnums)
+  # Nothing would be rewritten, so the trace is saved.
   if not any(rewrites(each) for _, each in policies):
     return fn
   settings = Settings(policy=policy, ops=ops or OpLists(), rules=rules)
@@ -178,7 +180,7 @@ def with_settings(
 
   @functools.wraps(fn)
   def wrapped(*args: PyTree, **kwargs: PyTree) -> R:
-    if in_region():
+    if in_region():  # Inside `full_precision` or `low_precision` no policy is active.
       return fn(*args, **kwargs)
     if AUDIT.value is not None and not settings.modules:
       AUDIT.value.uses.add("autocast")
@@ -188,6 +190,7 @@ def with_settings(
       check_rules_match(program, settings.rules, where)
     if check is not None:
       check(program)
+    # Leaves are compared by identity, since `data` returns some of the user's arguments.
     inputs = set(map(id, () if data is None else data(args)))
     decides = [id(x) in inputs for x in call.arrays.values()]
     new = call.rewritten(program, decides, returned.dtypes, returns_sums=returns_sums)
@@ -196,6 +199,7 @@ def with_settings(
       return run(new, program.consts, operands, call.name)
 
     computed = run_rewritten
+    # The gradient is rewritten by this function again, with the same settings.
     if _has_rule_that_closes_over(program):
       again = functools.partial(
         with_settings, settings=settings, where=where, returns_sums=returns_sums
@@ -207,17 +211,11 @@ def with_settings(
 
 
 class _Returned(NamedTuple):
-  """The result of a traced function.
+  """The result of a traced function."""
 
-  Fields:
-    leaves: its leaves, with `_TRACED` in place of each tracer.
-    outside: builds the user's tree from other leaves.
-    dtypes: the dtypes of the traced leaves; None if any dtype is allowed.
-  """
-
-  leaves: list[Leaf]
-  outside: Callable[[Sequence[Leaf]], Any]
-  dtypes: list[DType | None]
+  leaves: list[Leaf]  # its leaves, with `_TRACED` in place of each tracer
+  outside: Callable[[Sequence[Leaf]], Any]  # builds the user's tree from other leaves
+  dtypes: list[DType | None]  # the dtypes of the traced leaves; None if any dtype is allowed
 
   def around(self, computed: Sequence[Array]) -> Any:
     """Returns the user's result with the computed arrays."""
@@ -238,6 +236,7 @@ class _Call:
   ) -> None:
     self.fn, self.settings, self.results = fn, settings, results
     self.boundary = Boundary((args, kwargs))
+    # The traced leaves by their position among all. The others are passed as they are.
     leaves = enumerate(self.boundary.leaves)
     self.arrays = {i: x for i, x in leaves if _is_argument(x, settings.modules)}
     each = self.arrays.values()
@@ -249,11 +248,13 @@ class _Call:
     return self._run(*operands)[0]
 
   def _run(self, *operands: Array) -> tuple[list[Array], _Returned]:
+    """Calls the function with other arrays. Returns its arrays, and the result around them."""
     by_leaf = dict(zip(self.arrays, operands, strict=True))
     leaves = [by_leaf.get(i, x) for i, x in enumerate(self.boundary.leaves)]
     inside = self.boundary.inside(leaves)
     returned = self.fn(*inside.args[0], **inside.args[1])
-    leaves, outside = inside.leave(returned if self.results is None else self.results(returned))
+    marked = returned if self.results is None else self.results(returned)
+    leaves, outside = inside.leave(marked)
     computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
     # No tracer may outlive its trace.
     rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
@@ -261,6 +262,7 @@ class _Call:
     return arrays, _Returned(rest, outside, list(map(self._dtype, computed)))
 
   def _dtype(self, result: Array | InDtype) -> DType | None:
+    """Returns the dtype that a result must have; None if it may have any."""
     fixed = self.results is None or isinstance(result, InDtype)
     return result.dtype if fixed else None
 
@@ -270,7 +272,7 @@ class _Call:
 
     def flat(*operands: Array) -> list[Array]:
       arrays, returned = self._run(*operands)
-      results.append(returned)
+      results.append(returned)  # It is no pytree of arrays, so it leaves the trace this way.
       return arrays
 
     # Errors of JAX show the name of the user's function and where it is, but its own operands.
@@ -278,6 +280,8 @@ class _Call:
     flat.__name__ = self.name
     functools.update_wrapper(flat, self.fn, assigned=(), updated=())
     flat.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    # Haiku keeps parameters in a state outside the arguments. Tracers in it would outlive the
+    # trace.
     before = set(map(id, haiku_state()))
     try:
       with AUTOCAST(self._compute_dtype):
@@ -285,7 +289,7 @@ class _Call:
       _check_no_haiku_state(before, where)
       return program, results[-1]
     except (NotTraceable, *flax_errors("TraceContextError")) as error:
-      if self.settings.modules:
+      if self.settings.modules:  # `attempts` in module_calls.py then runs the body as Python.
         raise
       of_nnx = "one that writes to variables of a model of NNX (statistics, random counters)"
       raise MpjaxTypeError(
@@ -303,8 +307,9 @@ class _Call:
     return None if self.settings.modules or dtype not in HALVES else dtype
 
   def _type(self, operand: Array) -> ShapedArray:
+    """Returns the type with which an operand is traced."""
     aval = cast(ShapedArray, jax.typeof(operand))
-    # Modules see float32.
+    # Modules see float32, also for parameters that are stored in low precision.
     shown = self.settings.modules and aval.dtype in HALVES
     return aval.update(dtype=FLOAT32, weak_type=False) if shown else aval
 
@@ -317,6 +322,7 @@ class _Call:
     returns_sums: bool,
   ) -> Jaxpr:
     """Returns the rewritten jaxpr; `decides` says which operands are inputs."""
+    # Kinds have the stored dtypes of the operands, which a trace of modules does not see.
     pairs = zip(self.operands, decides, strict=True)
     ins = tuple(_kind_of_argument(x.dtype, each) for x, each in pairs)
     outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
@@ -328,6 +334,7 @@ class _Call:
 
 
 def _kind_of_argument(dtype: DType, decides: bool) -> Kind | None:
+  """Returns the kind of an argument; `decides` says whether it is an input."""
   if dtype not in FLOATS:
     return None
   return kind_of_input(dtype) if decides else Kind(Role.PARAMETER, dtype, weight=True)
@@ -366,6 +373,7 @@ def _has_rule_that_closes_over(program: ClosedJaxpr) -> bool:
   # `_differentiated_at_once` has gradients for arguments only.
   if any(isinstance(const, Tracer) for const in program.consts):
     return False
+  # Constants are known before the trace, so a rule may still read them after it.
   constants = set(program.jaxpr.constvars)
   return any(
     facts_of(eqn).holds in (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
@@ -385,7 +393,8 @@ def _differentiated_at_once(
   # differentiated inside one trace, and the derivative is rewritten.
 
   def forward(*operands: PyTree) -> tuple[list[Array], dict[bool, dict[int, Array]]]:
-    # Residuals of `original` would be in the dtypes without autocast, so arguments are kept.
+    # Residuals of `original` would be in the dtypes without autocast, so arguments are kept. They
+    # are kept in two parts, since only those with a tangent have a gradient.
     parts = {
       moves: {i: x.value for i, x in enumerate(operands) if x.perturbed == moves}
       for moves in (True, False)
@@ -403,7 +412,8 @@ def _differentiated_at_once(
 
       return jax.vjp(of_moving, {i: values[i] for i in moving})[1](changes)[0]
 
-    def with_dtypes(returned: dict[int, Array]) -> PyTree:  # Those of the arguments.
+    # JAX requires that a gradient has the dtype of its argument.
+    def with_dtypes(returned: dict[int, Array]) -> PyTree:
       return {i: InDtype(x, moving[i].dtype) for i, x in returned.items()}
 
     def data(args: Args) -> list[Leaf]:

@@ -12,20 +12,15 @@ from mpjax._jaxpr.reader import Atom, aval_of, is_number, shape_of
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Value:
-  """A floating value, and its variable in the jaxpr that is being written.
+  """A floating value, and its variable in the jaxpr that is being written."""
 
-  Attributes:
-    atom: the variable or the literal. It may be float32 while the value is in low precision.
-    kind: its role and dtype.
-    producer: the equation that returns it; None for arguments, constants and literals.
-    stored: the variable before the cast, if the function has cast a parameter.
-    casts: its variables in other dtypes, which consumers share.
-  """
-
+  # The variable or the literal. It may be float32 while the value is in low precision.
   atom: Atom
-  kind: Kind
+  kind: Kind  # its role and dtype
+  # The equation that returns it; None for arguments, constants and literals.
   producer: JaxprEqn | None = None
-  stored: Atom | None = None
+  stored: Atom | None = None  # the variable before the cast, if the function has cast a parameter
+  # Its variables in other dtypes, which consumers share.
   casts: dict[DType, Atom] = dataclasses.field(default_factory=dict)
 
   @property
@@ -36,11 +31,16 @@ class Value:
   @property
   def number(self) -> float | None:
     """The number of a literal or of a broadcast literal; None for other values."""
-    numbers, scalar = self.kind.numbers or (), self.atom
+    numbers = self.kind.numbers or ()
+    if len(numbers) != 1:
+      return None
+    # `Rewriter.cast` writes the number again in another dtype. It can do so for a literal and for a
+    # broadcast scalar.
     if self.producer is not None and self.producer.primitive is broadcast_in_dim_p:
-      scalar = self.producer.invars[0]
-    is_scalar = not shape_of(scalar) and (scalar is not self.atom or is_number(scalar))
-    return numbers[0] if is_scalar and len(numbers) == 1 else None
+      is_scalar = not shape_of(self.producer.invars[0])
+    else:
+      is_scalar = is_number(self.atom)
+    return numbers[0] if is_scalar else None
 
   @property
   def is_cast_once(self) -> bool:
