@@ -12,7 +12,9 @@ R = TypeVar("R")
 
 
 def cached_per_jaxpr(fun: Callable[..., R]) -> Callable[..., R]:
-  """Returns a function of a jaxpr, and of more, that remembers results as long as the jaxpr is."""
+  """Returns a function of a jaxpr and a key that keeps its results as long as the jaxpr lives."""
+  # Weak keys: the cache must not keep jaxprs alive, which hold constants of models. A jaxpr equals
+  # only itself, so the lookup is by identity and fast.
   caches: weakref.WeakKeyDictionary[Jaxpr, dict[Any, R]] = weakref.WeakKeyDictionary()
 
   @functools.wraps(fun)
@@ -26,12 +28,12 @@ def cached_per_jaxpr(fun: Callable[..., R]) -> Callable[..., R]:
 
 
 def remembered_off_mesh(fun: Callable[..., R]) -> Callable[..., R]:
-  """Returns a function of types, and of more, that remembers its results off a mesh."""
+  """Returns a function of types and other keys that keeps its results for types off a mesh."""
   remembering = functools.lru_cache(maxsize=1024)(fun)
 
   @functools.wraps(fun)
   def call(*args: Any, **kwargs: Any) -> R:
-    # On a mesh the context counts too, and is no part of the key.
+    # On a mesh the result also depends on the context, which is not part of the key.
     on_mesh = any(isinstance(x, ShapedArray) and not x.sharding.mesh.empty for x in args)
     return (fun if on_mesh else remembering)(*args, **kwargs)
 

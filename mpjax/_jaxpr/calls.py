@@ -22,6 +22,8 @@ def jaxpr_of(eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[
 
 @functools.cache
 def _template(operands: int, results: int) -> Jaxpr:
+  """Returns a jaxpr with so many arguments and results, to replace its equations and variables."""
+  # The debug info of a jaxpr has a name for each of them, so their numbers must agree.
   return jax.make_jaxpr(lambda *args: [0.0] * results)(*[1.0] * operands).jaxpr
 
 
@@ -33,14 +35,15 @@ def called(closed: ClosedJaxpr, operands: Sequence[Array], name: str) -> list[Ar
   return eval_jaxpr(call, (), *operands, propagate_source_info=False)  # It is of another call.
 
 
+# The trace holds one call, whose equation is the template of all others.
 _trace_call = jax.jit(jax.jit(lambda x: x)).trace
 
 
 def call_of(
   closed: ClosedJaxpr, invars: Sequence[Atom], outs: Sequence[Var], name: str, inline: bool = False
 ) -> JaxprEqn:
-  """Returns a call of a jaxpr; JAX writes the equations inside instead if it is `inline`."""
-  with jax.disable_jit(False):  # Where it is disabled, no call is written.
+  """Returns a call of a jaxpr. With `inline`, JAX writes the equations inside when it traces it."""
+  with jax.disable_jit(False):  # Under `jax.disable_jit()` the trace would hold no call.
     call = _trace_call(1.0).jaxpr.eqns[-1]
   params = call_params(call, closed, len(invars), len(outs), name)
   params |= {"inline": WRITTEN_OUT} if inline else {}
@@ -54,13 +57,15 @@ def jaxpr_for(call: Function, *avals: AbstractValue) -> ClosedJaxpr:
   if varying is None:
     return jax.make_jaxpr(call)(*avals)
 
-  # The axes are not bound while the jaxpr around is rewritten.
+  # The types vary over axes of a `shard_map` around. These axes are not bound here, because the
+  # jaxpr is rewritten after its trace. So the function is traced in a `shard_map` of its own.
   traced: list[ClosedJaxpr] = []
 
   def on_device() -> None:
     traced.append(jax.make_jaxpr(call)(*avals))
 
   mesh, spec = varying.sharding.mesh, PartitionSpec()
+  # A `shard_map` cannot make an axis manual that is manual already.
   around = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, AxisType.Auto))
   with jax.sharding.use_abstract_mesh(around):
     here = jax.shard_map(on_device, in_specs=spec, out_specs=spec, axis_names={*mesh.manual_axes})
@@ -69,17 +74,17 @@ def jaxpr_for(call: Function, *avals: AbstractValue) -> ClosedJaxpr:
 
 
 def placed_like(tangent: Any, primal: Array) -> Array:
-  """Returns a tangent on the axes of the mesh on which its primal is.
+  """Returns a tangent that varies over the same axes of the mesh as its primal.
 
-  JAX makes tangents that are on fewer, such as `jnp.ones_like(x)`. The tangent of a result has the
-  type of the result.
+  JAX makes tangents that vary over fewer axes, such as `jnp.ones_like(x)`. The tangent of a result
+  must have the type of the result.
   """
   here, there = (cast(ShapedArray, jax.typeof(x)) for x in (tangent, primal))
   missing = tuple(set(varying_axes(there)) - set(varying_axes(here)))
   if missing:
     tangent = jax.lax.pcast(tangent, missing, to="varying")
-  # Also where the two are alike: JAX may trace a rule with tangents like the primals, and then run
-  # it for others.
+  # Also if both have the same sharding: JAX may trace a rule with such tangents, and then run it
+  # with others.
   if AxisType.Explicit in there.sharding.mesh.axis_types:
     tangent = jax.sharding.reshard(tangent, there.sharding)
   return tangent
@@ -94,6 +99,8 @@ def differentiated(
     return called(body, operands, name)
 
   call.__name__ = name
+  # The trace makes an equation with the rule around the stand-in `call`. The body then takes its
+  # place, so that readers of the jaxpr find the operations without one more call.
   fun = jax.custom_jvp(call)
   fun.defjvp(rule, symbolic_zeros=True)
   eqn = jaxpr_for(fun, *avals).jaxpr.eqns[-1]

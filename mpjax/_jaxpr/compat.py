@@ -1,4 +1,4 @@
-"""What depends on the version of JAX: names of things that it shows but does not promise."""
+"""Code that depends on the version of JAX: attributes that JAX shows but does not document."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from mpjax._core.types import Array
 
 WRITTEN_OUT: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
-"""What a call says that JAX is to write as the equations inside, where it traces a jaxpr."""
+"""The `inline` parameter of a call that JAX replaces by its equations when it traces a jaxpr."""
 
 
 NameStack: TypeAlias = Any
@@ -34,32 +34,33 @@ def _class_of_traced() -> type[Tracer[Any]]:
 
 
 def is_in_program(x: object) -> bool:
-  """Whether a value is a tracer of a jaxpr that JAX is tracing at this moment.
+  """Whether a value is a tracer of a jaxpr that JAX is tracing.
 
-  False for a concrete value, and for one that is being differentiated or batched.
+  It is False for a concrete value, and for a tracer of `grad` or `vmap`.
   """
   return isinstance(x, _class_of_traced())
 
 
 def comes_from_program(x: object) -> bool:
-  """Whether a value is one of a jaxpr that JAX is tracing, differentiated or batched perhaps."""
+  """Whether a value is a tracer of a jaxpr, perhaps inside tracers of `grad` or `vmap`."""
   # No public function says this. `Tracer.to_concrete_value` has no value for arrays under an eager
   # `vmap` either, and parts that are shared there would be compiled in each call. Without sharing,
-  # tracing a gradient takes 1.5 times as long (benchmarks/call_cost.py). Should JAX rename these
-  # attributes, only that time is lost.
+  # tracing a gradient takes 1.5 times as long (benchmarks/call_cost.py). If JAX renames these
+  # attributes, only that time is lost. A tracer of `grad` has a `primal`, one of `vmap` a `val`.
   while isinstance(x, Tracer) and not is_in_program(x):
     x = getattr(x, "primal", getattr(x, "val", None))
   return is_in_program(x)
 
 
 def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[object]:
-  """Returns the context in which an equation was traced: its mesh and what `with` blocks set."""
+  """Returns the context in which an equation was traced: its mesh and options of `with` blocks."""
   context = getattr(eqn, "ctx", None)
   return contextlib.nullcontext() if context is None else context.manager
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
   """Returns the results of an equation for other operands, in the context it was traced in."""
+  # JAX writes jaxprs into the parameters of an equation where `bind` takes functions.
   params = eqn.primitive.get_bind_params(eqn.params)
   with context_of(eqn):
     results = eqn.primitive.bind(*operands, **params)
@@ -67,16 +68,16 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], **fields: Sequence[Any]) -> Jaxpr:
-  """Returns a jaxpr with other equations, and perhaps other `invars` or `outvars`.
-
-  A jaxpr says whether objects are to be expanded in it before it is lowered.
-  """
+  """Returns a jaxpr with other equations, and perhaps other `invars` or `outvars`."""
+  # The flag of a jaxpr that holds an object of JAX (`call_hi_primitive`). JAX expands it before
+  # lowering. New equations may have brought an object in, or removed the last one.
   is_high = any(eqn.primitive.is_high(*map(_aval, eqn.invars), **eqn.params) for eqn in eqns)
   lists = {name: [*variables] for name, variables in fields.items()}
   return jaxpr.replace(eqns=[*eqns], is_high=is_high, **lists)
 
 
 def _aval(atom: Any) -> AbstractValue:
+  """Returns the type of an operand."""
   return atom.aval
 
 
@@ -88,11 +89,15 @@ def params_of_object(eqn: JaxprEqn) -> Mapping[str, Any]:
 def shown_by_object(eqn: JaxprEqn) -> ClosedJaxpr | None:
   """Returns the jaxpr that an object of JAX shows; None if it shows none."""
   params = params_of_object(eqn)
+  # A `checkpoint` has a `jaxpr`. Functions with a derivative rule have a `traced` function.
   return params.get("jaxpr") or getattr(params.get("traced"), "jaxpr", None)
 
 
 def closed_over(eqn: JaxprEqn) -> int:
-  """Returns how many operands, the first ones, a function with its own derivative closes over."""
+  """Returns how many operands of a function with a derivative rule are values it closes over.
+
+  They are the first operands.
+  """
   if "traced" in params_of_object(eqn):
     return len(jax.tree.leaves(eqn.params["_prim"].in_avals[0]))
   return eqn.params.get("num_consts", 0)
@@ -101,10 +106,10 @@ def closed_over(eqn: JaxprEqn) -> int:
 def params_around(eqn: JaxprEqn, program: ClosedJaxpr) -> dict[str, Any]:
   """Returns the parameters of an object of JAX that shows a jaxpr, around another jaxpr.
 
-  The rules of a function with its own derivative are of the jaxpr that it has: that one stays.
+  A function with a derivative rule keeps its jaxpr, since the rule belongs to it.
   """
   params = params_of_object(eqn)
-  if "policy" not in params:
+  if "policy" not in params:  # It is no `checkpoint`.
     return eqn.params
   options = {key: params[key] for key in ("policy", "prevent_cse") if params.get(key) is not None}
   fun = jax.checkpoint(jaxpr_as_fun(program), **options)
@@ -114,6 +119,7 @@ def params_around(eqn: JaxprEqn, program: ClosedJaxpr) -> dict[str, Any]:
 def without_scopes(name_stack: NameStack, prefix: str) -> NameStack:
   """Returns a name stack without the named scopes whose names begin with `prefix`."""
   kept = tuple(each for each in name_stack.stack if not each.name.startswith(prefix))
+  # The same object if nothing changes: other caches look name stacks up by identity.
   same = len(kept) == len(name_stack.stack)
   return name_stack if same else dataclasses.replace(name_stack, stack=kept)
 
@@ -132,7 +138,8 @@ def within_scopes(name_stack: NameStack, names: Sequence[str]) -> NameStack:
 
 
 def scopes_of(name_stack: NameStack) -> tuple[tuple[str, bool], ...]:
-  """Returns the names in a name stack, each with whether it is that of a transformation."""
+  """Returns the names in a name stack, each with whether a transformation has set it."""
+  # JAX exports no class of the two, "Scope" and "Transform".
   return tuple((each.name, type(each).__name__ == "Transform") for each in name_stack.stack)
 
 

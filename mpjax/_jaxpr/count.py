@@ -1,4 +1,4 @@
-"""What matmuls cost: their floating-point operations and sizes."""
+"""The floating-point operations and the sizes of matmuls."""
 
 import itertools
 import math
@@ -13,63 +13,70 @@ from mpjax._jaxpr.reader import aval_of
 
 
 def flops_of(eqn: JaxprEqn) -> int | None:
-  """Returns the floating-point operations of a matmul or convolution; None for all else.
+  """Returns the floating-point operations of a matmul or convolution; None for other operations.
 
-  A multiplication and an addition count as two. Where a convolution meets padding or a hole of
-  dilation nothing is counted, as XLA's own cost analysis does it.
+  A multiplication and an addition count as two. Products of a convolution with padding or with a
+  hole of dilation do not count. XLA's cost analysis counts in the same way.
   """
   formula = facts_of(eqn).flops
   if formula is None:
     return None
   lhs, rhs, result = map(aval_of, (*eqn.invars[:2], eqn.outvars[0]))
   if formula != "convolution":
-    # Every element of `lhs` meets one of `rhs` for each index that is `rhs`'s own. Each row meets
-    # the matrix of its own group alone: the number of groups does not count.
+    # Each element of `lhs` is multiplied once for each column of `rhs`. A row meets only the matrix
+    # of its own group, so the number of groups does not count.
     return 2 * lhs.size * matmul_sizes(eqn)[1]
   params, numbers = eqn.params, eqn.params["dimension_numbers"]
   out_batch, out_features, *out_space = (result.shape[axis] for axis in numbers.out_spec)
   _, in_features, *kernel = (rhs.shape[axis] for axis in numbers.rhs_spec)
   _, _, *space = (lhs.shape[axis] for axis in numbers.lhs_spec)
+  # Along each spatial axis, count the pairs of an output position and a kernel tap that meet an
+  # element of the input. The axes are independent, so their counts are multiplied.
   meetings = 1
   for axis, (size, taps, positions) in enumerate(zip(space, kernel, out_space, strict=True)):
     hole = params["lhs_dilation"][axis]
+    # The place in the padded and dilated input that each pair (position, tap) reads.
     reached = (
       np.arange(positions)[:, None] * params["window_strides"][axis]
       + np.arange(taps)[None, :] * params["rhs_dilation"][axis]
       - params["padding"][axis][0]
     )
+    # Before 0 and after the last element is padding. Between two elements are `hole - 1` zeros.
     inside = (reached >= 0) & (reached <= (size - 1) * hole) & (reached % hole == 0)
     meetings *= int(inside.sum())
-  # The features of one group, and of batch groups only one, are already what the kernel's shape
-  # and the result's say.
+  # With feature groups, the kernel's shape has the input features of one group. With batch groups,
+  # the result's shape has the batch of one group. So groups need no factor.
   return 2 * out_batch * out_features * in_features * meetings
 
 
 class DotAxes(NamedTuple):
-  """The axes of a `dot_general` or `ragged_dot_general`, of each operand.
+  """The axes of a `dot_general` or `ragged_dot_general`."""
 
-  `ragged` is that of the rows of the left one that are in groups, and `groups` that of the right
-  one which has an entry for each group.
-  """
-
-  contracted: tuple[Sequence[int], Sequence[int]]
-  batch: tuple[Sequence[int], Sequence[int]]
-  groups: Sequence[int] = ()
-  ragged: int | None = None
+  contracted: tuple[Sequence[int], Sequence[int]]  # of the left and the right operand
+  batch: tuple[Sequence[int], Sequence[int]]  # likewise
+  groups: Sequence[int] = ()  # of the right operand: the axis with a matrix for each group
+  ragged: int | None = None  # of the left operand: the axis whose rows are in groups
 
   def own(self, side: int, operand: Any) -> list[int]:
-    """Returns the axes that an operand has alone: its rows, or columns."""
+    """Returns the axes that only one operand has: rows on the left side, columns on the right."""
     shared = {*self.contracted[side], *self.batch[side], *(self.groups if side else ())}
     return [axis for axis in range(operand.ndim) if axis not in shared]
 
   def of_result(self, *operands: Any) -> list[dict[Any, int]]:
-    """Returns which axis of the result each axis of both operands is; contracted ones are none."""
-    first = int(self.ragged in self.contracted[0])  # Each group is a sum of its own.
+    """Returns for both operands the axis of the result that each axis becomes.
+
+    Contracted axes are left out.
+    """
+    # If the rows in groups are contracted, each group has a sum of its own. The result then begins
+    # with an axis for the groups.
+    first = int(self.ragged in self.contracted[0])
     places: list[dict[Any, int]] = []
+    # After the batch come the rows of the left operand, then the columns of the right one.
     free = itertools.count(first + len(self.batch[0]))
     for side, operand in enumerate(operands):
       places.append({axis: first + i for i, axis in enumerate(self.batch[side])})
       places[side] |= {axis: next(free) for axis in self.own(side, operand)}
+    # The matrix of a group belongs to the rows of that group.
     for axis in self.groups:
       places[1][axis] = places[0][self.ragged]
     return places
@@ -87,8 +94,9 @@ def dot_axes(params: EqnParams) -> DotAxes:
 def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:
   """Returns M, N and K of a matmul or convolution: rows, columns and the length of the sum.
 
-  Of a batched matmul they are those of one matrix; a convolution is the matmul that Tensor Cores
-  run for it: positions times output features, summed over taps and input features.
+  For a batched matmul they are the sizes of one matrix. For a convolution they are the sizes of the
+  matmul that Tensor Cores run: positions times output features, summed over taps and input
+  features.
   """
   lhs, rhs, result = map(aval_of, (*eqn.invars[:2], eqn.outvars[0]))
   if facts_of(eqn).flops == "convolution":

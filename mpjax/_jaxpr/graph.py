@@ -1,7 +1,7 @@
-"""A jaxpr as one graph of operations and values, with those of all inner jaxprs in it.
+"""A jaxpr as one graph of operations and values, which includes all inner jaxprs.
 
-It is built from the steps of `steps.py`, which are what runs. What a loop carries is one value that
-comes from where it starts and from each iteration. Nothing runs.
+It is built from the steps of `steps.py`. The carry of a loop is one value: it comes from its start
+and from each iteration. Nothing runs.
 """
 
 import dataclasses
@@ -32,25 +32,15 @@ _LISTS = OpLists()
 
 @dataclasses.dataclass(eq=False)
 class Value:
-  """An array of the graph.
+  """An array of the graph."""
 
-  Attributes:
-    aval: its shape and dtype.
-    kind: where it comes from.
-    label: of an argument, its path; of a constant or literal, what it looks like.
-    made_by: the operation that computes it; None for what is no result.
-    dtype: its dtype; None for a token.
-    data: of a constant or literal, what it holds, if that is known.
-    consumers: the operations that take it.
-  """
-
-  aval: ShapedArray
-  kind: Kind
-  label: str = ""
-  made_by: "Operation | None" = None
-  data: object = None
-  consumers: list["Operation"] = dataclasses.field(default_factory=list)
-  dtype: DType | None = dataclasses.field(init=False)
+  aval: ShapedArray  # its shape and dtype
+  kind: Kind  # where it comes from
+  label: str = ""  # the path of an argument; the number or the type of a constant or literal
+  made_by: "Operation | None" = None  # the operation that returns it, if it is a result
+  data: object = None  # the array or number of a constant or literal, if it is known
+  consumers: list["Operation"] = dataclasses.field(default_factory=list)  # operations that use it
+  dtype: DType | None = dataclasses.field(init=False)  # None for a token
 
   def __post_init__(self) -> None:
     self.dtype = getattr(self.aval, "dtype", None)
@@ -80,32 +70,23 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-  """An operation of the graph: a first-order equation, or the way into a loop or out of it.
+  """An operation of the graph: a first-order equation, or the way into a loop or out of it."""
 
-  Attributes:
-    step: the step that it is; that of the loop for `joins`.
-    times: how often it runs, as far as the jaxpr says.
-    operands: the values that it takes.
-    joins: nothing is computed: values come into a loop, out of it, or out of a branch.
-    facts: what is known of its primitive; of the loop for `joins`.
-    results: those that it computes.
-    used: a result or an effect depends on it; a compiler drops what is not.
-  """
-
-  step: Step
-  times: int
+  step: Step  # the equation; with `joins`, the loop or the branch
+  times: int  # the number of its runs, as far as the jaxpr says
   operands: list[Value]
+  # If it is set, nothing is computed: values enter a loop, are carried, or leave a loop or branch.
   joins: Joins | None = None
   results: list[Value] = dataclasses.field(default_factory=list)
-  used: bool = False
-  facts: Row = dataclasses.field(init=False)
+  used: bool = False  # whether a result or an effect depends on it; a compiler drops the others
+  facts: Row = dataclasses.field(init=False)  # of the primitive of `step`
 
   def __post_init__(self) -> None:
     self.facts = facts_of(self.eqn)
 
   @property
   def eqn(self) -> JaxprEqn:
-    """The equation; that of the loop for `joins`."""
+    """The equation. With `joins` it is the loop or the branch."""
     return self.step.eqn
 
   @functools.cached_property
@@ -123,7 +104,8 @@ class Operation:
 
   @property
   def moves(self) -> bool:
-    """Whether each element of a result is one of an operand: it is moved, or sorted."""
+    """Whether each element of a result is an element of an operand, moved or sorted."""
+    # `max` of two arrays is exact too, but it compares two operands at each position.
     chosen = self.facts.exact and not self.facts.elementwise
     return self.joins is not None or self.facts.moves or chosen
 
@@ -133,17 +115,21 @@ class Operation:
 
   @property
   def flops(self) -> int | None:
-    """Those of a matmul in all its runs, 0 for one that is not used; None for all else."""
+    """The FLOPs of a matmul in all its runs, 0 if it is unused; None for other operations."""
     if self.facts.flops is None:
       return None
     return (flops_of(self.eqn) or 0) * self.times * self.used
 
   @property
   def matmul_dtype(self) -> DType | None:
-    """The dtype of a matmul of floats, or of a recipe: float32 if one operand is; else None."""
+    """The dtype of a matmul of floats or of a recipe; None for other operations.
+
+    It is float32 if one operand is float32.
+    """
     if self.facts.flops is None:
       return None
     operands = self.operands[:2]
+    # The operands of an int8 recipe are integers, and are marked by the recipe.
     floats = all(v.is_floating for v in operands) or self.where.marked(RECIPE) is not None
     if not floats:
       return None
@@ -154,13 +140,14 @@ class Graph:
   """The operations of a jaxpr.
 
   Attributes:
-    operations: in the order of the jaxpr, those of inner jaxprs at the position of their equation.
+    operations: the operations in the order of the jaxpr. Operations of an inner jaxpr are at the
+      position of its equation.
     arguments: the values of the arguments.
     results: the values that are returned.
   """
 
   def __init__(self, program: ClosedJaxpr | Body, names: Sequence[str] = ()) -> None:
-    """Builds the graph of a jaxpr or of its steps; `names` are those of its arguments."""
+    """Builds the graph of a jaxpr or of its steps; `names` are the names of its arguments."""
     body = program if isinstance(program, Body) else body_of(program)
     labels = names or [""] * len(body.inputs)
     self.operations: list[Operation] = []
@@ -168,7 +155,7 @@ class Graph:
       Value(body.avals[slot], "argument", name)
       for slot, name in zip(body.inputs, labels, strict=True)
     ]
-    self._conditions: list[Value] = []
+    self._conditions: list[Value] = []  # results of the conditions of `while` loops
     self.results = self._run(body, self.arguments)
     self._products = [each for each in self.computing() if each.facts.flops is not None]
     self._mark_used()
@@ -177,13 +164,15 @@ class Graph:
     """Marks the operations that a result, a condition or an effect depends on."""
     needed = [v.made_by for v in (*self.results, *self._conditions)]
     needed += [each for each in self.operations if each.eqn.effects and not each.joins]
+    # The loop appends to the list that it walks: the operations that others depend on.
     for operation in needed:
       if operation is not None and not operation.used:
         operation.used = True
         needed += [v.made_by for v in operation.operands]
 
   def depends_on(self, which: Sequence[bool]) -> list[bool]:
-    """Returns which results depend on some arguments otherwise than by a bool, a condition."""
+    """Returns which results depend on the arguments in `which`, except through a boolean."""
+    # The loop appends to `pending`. Each value enters it once, also around a carry.
     pending = [v for v, is_one in zip(self.arguments, which, strict=True) if is_one]
     dependent = set(pending)
     for value in pending:
@@ -194,7 +183,7 @@ class Graph:
 
   @functools.cached_property
   def walks(self) -> int:
-    """How many walks over the operations know all values: two with loops, which carry some back."""
+    """The number of forward walks that reach all values: 2 with loops, whose carry flows back."""
     return 2 if any(each.joins == "carry" for each in self.operations) else 1
 
   def computing(self) -> Iterator[Operation]:
@@ -209,6 +198,7 @@ class Graph:
         yield each, dtype, flops
 
   def _run(self, body: Body, values: Sequence[Value]) -> list[Value]:
+    """Adds the operations of a body for these arguments, and returns its results."""
     env = dict(zip(body.inputs, values, strict=True))
     env |= {slot: _constant(body.avals[slot], x) for slot, x in body.consts.items()}
 
@@ -233,6 +223,7 @@ class Graph:
     times: int | None = None,
     joins: Joins | None = None,
   ) -> list[Value]:
+    """Adds one operation, and returns its results."""
     operation = Operation(step, step.times if times is None else times, operands, joins)
     operation.results = [Value(aval, "operation", made_by=operation) for aval in avals]
     for each in operands:
@@ -241,9 +232,9 @@ class Graph:
     return operation.results
 
   def _enter(self, step: Step, operands: list[Value], avals: Sequence[ShapedArray]) -> list[Value]:
-    """Adds the operations inside of a loop and the like, and returns its results."""
-    returned: list[list[Value]] = []
-    condition: list[Value] = []  # The result of the condition of a `while`.
+    """Adds the operations inside a loop, a branch or a `shard_map`, and returns its results."""
+    returned: list[list[Value]] = []  # the results of each body, except conditions
+    condition: list[Value] = []  # the result of the condition of a `while`
     for inner, body in zip(step.inner, step.bodies, strict=True):
       taken = [operands[i] for i in inner.operands or ()]
       # Under `vmap` the body of a `while` takes the condition of each lane as its last argument.
@@ -256,7 +247,8 @@ class Graph:
         self._conditions += results
     if len(returned) == 1 and [x.aval for x in returned[0]] == avals:
       return returned[0]
-    # A result may come from several branches, or have another type outside, as a stacked one has.
+    # A result may come from several branches. It may also have another type outside, such as the
+    # stacked results of a `scan`.
     joined = zip(avals, zip(*returned, strict=True), strict=True)
     return [self._add(step, [*each], [aval], joins="leave")[0] for aval, each in joined]
 
@@ -269,6 +261,7 @@ class Graph:
     carries: list[Operation] = []
     for position, (slot, value) in enumerate(zip(body.inputs, arguments, strict=True)):
       aval = body.avals[slot]
+      # A carry has two operands: its start, and the result of each iteration, added below.
       if position in inner.carry:
         inputs += self._add(step, [value], [aval], times, "carry")
         carries.append(self.operations[-1])
@@ -277,7 +270,7 @@ class Graph:
       else:
         inputs.append(value)
     results = self._run(body, inputs)
-    # The first results are what the next iteration takes.
+    # The first results of the body are the carries of the next iteration.
     for carry, again in zip(carries, results, strict=False):
       carry.operands.append(again)
       again.consumers.append(carry)
@@ -285,8 +278,8 @@ class Graph:
 
 
 def _constant(aval: ShapedArray, data: Any) -> Value:
-  """Returns a constant, called by its number or else by its type, such as "float32[2,3]"."""
-  if isinstance(data, Tracer):  # A function that is traced inside of another closes over it.
+  """Returns a constant. Its label is its number or its type, such as "float32[2,3]"."""
+  if isinstance(data, Tracer):  # A function traced inside another may close over its tracers.
     data = None
   dtype = getattr(aval, "dtype", None)
   is_number = dtype is not None and (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_)

@@ -1,4 +1,8 @@
-"""A jaxpr in float32: it is traced again, since each primitive says by itself what it returns."""
+"""Run a jaxpr in float32.
+
+Each equation runs with float32 operands. Jaxprs in parameters are traced again, since only the
+primitives themselves know the dtypes of their results.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,19 +31,21 @@ from mpjax._jaxpr.reader import (
 
 
 def is_low(x: object) -> bool:
-  """Whether an array or a type of arrays is in a floating dtype below float32."""
+  """Whether an array or a type is in a floating dtype narrower than float32."""
   dtype = getattr(x, "dtype", None)
   return dtype is not None and is_low_precision(dtype)
 
 
 def to_float32(x: Leaf) -> Leaf:
-  """Returns an array of low precision in float32, and all else as it is."""
+  """Returns a low-precision array in float32, and other values unchanged."""
   return cast_leaf(x, FLOAT32) if is_low(x) else x
 
 
 def in_float32(program: Program) -> Callable[..., list[Array]]:
-  """Returns a function that runs a jaxpr, with float32 for each value of low precision."""
-  # What takes no float32, a kernel or an operation on bits, runs as it was written.
+  """Returns a function that runs a jaxpr, with float32 for each value of low precision.
+
+  Kernels and operations on bits accept no float32. They run in their own dtypes.
+  """
   jaxpr, consts = opened(program), getattr(program, "consts", ())
 
   def run(*operands: Leaf) -> list[Array]:
@@ -49,7 +55,10 @@ def in_float32(program: Program) -> Callable[..., list[Array]]:
     def read(atom: Atom) -> Leaf:
       if not isinstance(atom, Literal):
         return values[atom]
-      return to_float32(jnp.asarray(atom.val, dtype_of(atom))) if is_low(atom.aval) else atom.val
+      if not is_low(atom.aval):
+        return atom.val
+      # The number that the low-precision code used: rounded first, then widened.
+      return to_float32(jnp.asarray(atom.val, dtype_of(atom)))
 
     for eqn in jaxpr.eqns:
       values.update(zip(eqn.outvars, _results(eqn, [*map(read, eqn.invars)]), strict=True))
@@ -59,7 +68,9 @@ def in_float32(program: Program) -> Callable[..., list[Array]]:
 
 
 def _results(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array]:
+  """Returns the results of an equation in float32, or in its own dtypes and then widened."""
   inner, holds = inner_jaxprs(eqn), facts_of(eqn).holds
+  # Only inside a `shard_map` its axes are bound, so the body is run there and not retraced.
   if inner and holds is Holds.SHARD_MAP:
     body = in_float32(inner[0].program)
     return jax.shard_map(lambda *xs: tuple(body(*xs)), **mapped_with(eqn))(*operands)
@@ -72,10 +83,12 @@ def _results(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array]:
 
 
 def results_in_float32(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array] | None:
-  """Returns what an equation makes of operands in float32; None where it takes none."""
+  """Returns the results of an equation for float32 operands; None if it accepts none."""
+  # A kernel was traced for its dtypes, and hides them from the loop below.
   if facts_of(eqn).holds is Holds.KERNEL:
     return None
   try:
+    # A dtype among the parameters, such as `preferred_element_type`, would round the result.
     params = {
       name: FLOAT32 if isinstance(value, np.dtype) and is_low_precision(value) else value
       for name, value in with_each(eqn, _retraced).items()
@@ -83,6 +96,7 @@ def results_in_float32(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Arra
     results = bind(eqn.replace(params=params), operands)
   except REFUSALS:
     return None
+  # An operation on bits accepts float32 too, but its results have other shapes or dtypes.
   for x, v in zip(results, eqn.outvars, strict=True):
     dtype = FLOAT32 if is_low(v.aval) else dtype_of(v)
     if dtype is not None and (jnp.shape(x), x.dtype) != (shape_of(v), dtype):
@@ -91,6 +105,7 @@ def results_in_float32(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Arra
 
 
 def _retraced(program: Program) -> Program:
+  """Returns a jaxpr in float32, closed if `program` is."""
   invars = [retyped(v, jnp.float32) if is_low(v.aval) else v for v in opened(program).invars]
   closed = jax.make_jaxpr(in_float32(program))(*[v.aval for v in invars])
   return closed if isinstance(program, ClosedJaxpr) else closed.jaxpr

@@ -1,4 +1,4 @@
-"""Which primitives run in which precision under autocast, as a value that can be edited."""
+"""`OpLists`: the precision of each primitive under autocast, which users can edit."""
 
 import dataclasses
 import functools
@@ -24,47 +24,50 @@ Ops: TypeAlias = Iterable[str | Primitive]
 """Primitives, by name or as objects."""
 
 _Parts: TypeAlias = Mapping[str, Part | Predicate]
-"""From a primitive to its part, or to what decides it."""
+"""From a primitive to its part, or to the function that decides it."""
 
 _STANDARD: _Parts = {
   name: family.part for family in FAMILIES if family.part is not None for name in family.names
 }
 
+# Primitives that cannot be moved, since their dtypes are fixed when they are traced.
 _FIXED = frozenset(name for family in FAMILIES if family.fixed for name in family.names)
 
+# What each function of the standard decides, in words.
 _DECIDES = {family.part: family.decides for family in FAMILIES if family.decides}
 
 
 def _names(parts: _Parts, part: Part) -> frozenset[str]:
+  """Returns the primitives that are always in a part."""
   return frozenset(name for name, where in parts.items() if where == part)
 
 
 def _pairs(parts: _Parts) -> tuple[tuple[str, Predicate], ...]:
+  """Returns the primitives whose part a function decides, and the functions."""
   return tuple((name, part) for name, part in sorted(parts.items()) if not isinstance(part, str))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class OpLists:
-  """In which precision each primitive operation of JAX runs under `mpjax.autocast`.
+  """The precision of each primitive of JAX under `mpjax.autocast`.
 
-  `OpLists()` is the standard, and `replace` moves primitives from there. A primitive that is in no
-  part runs as one that is opaque. The five parts, the standard lists and the reason for each entry
-  are in docs/op_lists.md; the sources are the lists of MXNet's AMP, PyTorch's autocast and
-  TensorFlow's automatic mixed precision, which agree on most.
+  `OpLists()` has the standard lists. `replace` returns a copy in which primitives are in other
+  parts. A primitive in no part runs like an opaque one. docs/op_lists.md has the five parts, the
+  standard lists and the reason for each entry. The lists follow MXNet's AMP, PyTorch's autocast and
+  TensorFlow's automatic mixed precision, which agree on most primitives.
 
   Args:
-    half: primitives whose operands are cast to the compute dtype, and that give it.
-    float32: primitives whose operands are cast to float32, and that give float32.
-    promote: primitives that run in the widest type among their operands.
-    keep: primitives that run in the type of their operand.
-    opaque: primitives that run in the types in which the jaxpr was written.
-    conditional: pairs of a primitive and a function from the parameters of its equation to the
-      name of one of the five parts, sorted by primitive. Two of these are equal if the functions
-      are the same objects, so define them once, at the top of a module.
+    half: primitives that run in the compute dtype and return it.
+    float32: primitives that run in float32 and return it.
+    promote: primitives that run in the widest dtype of their operands.
+    keep: primitives that run in the dtype of their operand.
+    opaque: primitives that run in the dtypes of the traced jaxpr.
+    conditional: pairs of a primitive and a function, sorted by primitive. The function maps the
+      parameters of an equation to the name of a part. Lists with different function objects are
+      unequal, so define each function once, at the top of a module.
 
   Raises:
-    MpjaxValueError: a primitive is in two parts at once, or is a higher-order one, whose body is
-      entered.
+    MpjaxValueError: a primitive is in two parts, or holds a jaxpr, as `scan` does.
     MpjaxTypeError: a part is not a frozenset of strings.
 
   >>> import mpjax
@@ -87,11 +90,11 @@ class OpLists:
       _check_part(part, getattr(self, part))
     _check_conditional(self.conditional)
     self._check_each_is_in_one_place()
-    # As `replace` writes them: lists that differ in the order of the pairs are equal.
+    # Sorted, so that lists with another order of the pairs are equal. The class is frozen.
     object.__setattr__(self, "conditional", _pairs(dict(self.conditional)))
 
   def _check_each_is_in_one_place(self) -> None:
-    """Raises for a primitive that is in two fields, or that is a higher-order one."""
+    """Raises MpjaxValueError for a primitive that is in two fields or holds a jaxpr."""
     fields = {part: sorted(getattr(self, part)) for part in PARTS}
     decided = [name for name, _ in self.conditional]
     seen: set[str] = set()
@@ -103,31 +106,32 @@ class OpLists:
         if name in seen:
           raise MpjaxValueError(
             where,
-            expected="every primitive in one place",
-            got=f"{name!r}, which is in another one too",
-            fix=f'Write OpLists().replace({field}=["{name}"]): it leaves the other list.',
+            expected="every primitive in one part",
+            got=f"{name!r}, which is also in another part",
+            fix=f'Write OpLists().replace({field}=["{name}"]), which removes it from there.',
           )
         seen.add(name)
 
   @functools.cached_property
   def _parts(self) -> _Parts:
+    """From each primitive to its part."""
     return {
       **{name: part for part in PARTS for name in getattr(self, part)},
       **dict(self.conditional),
     }
 
   def part_of(self, name: str, params: EqnParams) -> str | None:
-    """Returns the part that an equation is in.
+    """Returns the part of an equation.
 
     Args:
       name: the name of its primitive.
-      params: the parameters of the equation; only conditional primitives need them.
+      params: the parameters of the equation. Only conditional primitives need them.
 
     Returns:
-      "half", "float32", "promote", "keep", "opaque", or None for a primitive in no part.
+      "half", "float32", "promote", "keep" or "opaque"; None for a primitive in no part.
 
     Raises:
-      MpjaxValueError: the function of a conditional primitive returned anything else.
+      MpjaxValueError: the function of a conditional primitive returned another value.
 
     >>> import mpjax
     >>> ops = mpjax.OpLists()
@@ -157,22 +161,22 @@ class OpLists:
     opaque: Ops = (),
     conditional: Mapping[str | Primitive, Predicate] | None = None,
   ) -> "OpLists":
-    """Returns a copy in which the given primitives are in the given parts, and in no others.
+    """Returns a copy in which the given primitives are in the given parts only.
 
-    A primitive of your own is not known by name: pass the `Primitive` object itself.
+    mpjax does not know the names of your own primitives. Pass the `Primitive` objects.
 
     Args:
       half: primitives to run in the compute dtype.
       float32: primitives to run in float32.
-      promote: primitives to run in the widest type of their operands.
-      keep: primitives to run in the type of their operand.
+      promote: primitives to run in the widest dtype of their operands.
+      keep: primitives to run in the dtype of their operand.
       opaque: primitives to run as without autocast.
-      conditional: functions by primitive, from the parameters of an equation to the name of one of
-        the parts above.
+      conditional: a dict from a primitive to a function. The function maps the parameters of an
+        equation to the name of a part.
 
     Raises:
-      MpjaxValueError: a name is no primitive, one that cannot be moved, or given for two parts.
-      MpjaxTypeError: a part is given as one string, or holds neither names nor primitives.
+      MpjaxValueError: a name is not a primitive, cannot be moved, or is given for two parts.
+      MpjaxTypeError: a part is one string, or holds objects that are not names or primitives.
 
     >>> import mpjax
     >>> ops = mpjax.OpLists().replace(half=["tanh", "logistic"], float32=["div"])
@@ -192,8 +196,8 @@ class OpLists:
       "opaque": opaque,
       "conditional": decisions,
     }
-    moved: dict[str, Any] = {}
-    fields: dict[str, str] = {}
+    moved: dict[str, Any] = {}  # from a primitive to its new part, or to the function
+    fields: dict[str, str] = {}  # from a primitive to the argument that names it
     for field, ops in by_field.items():
       where = f"OpLists.replace({field}=...)"
       for op in _each_of(ops, where):
@@ -202,8 +206,8 @@ class OpLists:
           raise MpjaxValueError(
             where,
             expected="every primitive in one part",
-            got=f"{name!r}, which is given for {fields[name]} too",
-            fix="Take it out of one of the two.",
+            got=f"{name!r}, which is also given for {fields[name]}",
+            fix="Remove it from one of the two.",
           )
         moved[name] = decisions[op] if field == "conditional" else field
     parts = {**self._parts, **moved}
@@ -211,7 +215,7 @@ class OpLists:
     return OpLists(**lists, conditional=_pairs(parts))
 
   def _movable(self, where: str, op: str | Primitive) -> str:
-    """Returns the name of a primitive, which may be moved."""
+    """Returns the name of a primitive; raises an error if it cannot be moved."""
     if not isinstance(op, (str, Primitive)):
       raise MpjaxTypeError(
         where,
@@ -225,23 +229,23 @@ class OpLists:
     if name in _FIXED:
       raise MpjaxValueError(
         where,
-        expected="a primitive whose types can be chosen",
-        got=f"{name!r}, which holds a jaxpr or memory in types of its own",
-        fix="Write the function in it in the types that you want.",
+        expected="a primitive whose dtypes can be chosen",
+        got=f"{name!r}, which holds a jaxpr or memory with fixed dtypes",
+        fix="Write the function inside it in the dtypes that you want.",
       )
     if isinstance(op, str) and name not in self._parts:
       raise MpjaxValueError(
         where,
         expected="primitives as jax.make_jaxpr prints them",
-        got=f"{name!r}, which is none",
+        got=f"{name!r}, which is not a primitive of JAX",
         fix="The nearest are "
         + ", ".join(map(repr, nearest(name, self._parts)))
-        + ". Of a primitive of your own pass the Primitive object.",
+        + ". For your own primitive, pass the Primitive object.",
       )
     return name
 
   def __repr__(self) -> str:
-    """What differs from the standard; `dropped` are its primitives that are in no part here."""
+    """The changes of the standard lists; `dropped` are standard primitives in no part here."""
     moved: _Parts = dict(self._parts.items() - _STANDARD.items())
     edits = {part: _names(moved, part) for part in PARTS}
     arguments = [f"{part}={_quoted(names)}" for part, names in edits.items() if names]
@@ -253,7 +257,8 @@ class OpLists:
     return f"OpLists().replace({', '.join(arguments)})" if arguments else "OpLists()"
 
   def __str__(self) -> str:
-    """The primitives of each part, and what decides on those that are conditional."""
+    """The primitives of each part, and the decisions on conditional primitives."""
+    # The standard opaque list has hundreds of names, so only their number is written.
     rows = {part: ", ".join(sorted(_names(self._parts, part))) for part in PARTS}
     standard = _names(_STANDARD, "opaque")
     added = sorted(self.opaque - standard)
@@ -266,23 +271,24 @@ class OpLists:
 
 
 def _name(predicate: Predicate) -> str:
+  """Returns the name of a function, or its repr: a `functools.partial` has no name."""
   return getattr(predicate, "__name__", repr(predicate))
 
 
 def _check_part(part: Part, names: object) -> None:
-  """Raises unless a part is a frozenset of strings."""
+  """Raises MpjaxTypeError unless a part is a frozenset of strings."""
   if isinstance(names, frozenset) and all(isinstance(name, str) for name in names):
     return
   raise MpjaxTypeError(
     f"OpLists({part}=...)",
     expected="a frozenset of names",
     got=repr(names),
-    fix="OpLists().replace(...) takes any sequence, and moves names out of other parts.",
+    fix="Use OpLists().replace(...): it takes any sequence, and moves names out of other parts.",
   )
 
 
 def _check_conditional(pairs: object) -> None:
-  """Raises unless the field `conditional` is a tuple of pairs of a name and a function."""
+  """Raises MpjaxTypeError unless `conditional` is a tuple of pairs of a name and a function."""
   if isinstance(pairs, tuple) and all(map(_is_pair, pairs)):
     return
   raise MpjaxTypeError(
@@ -294,7 +300,7 @@ def _check_conditional(pairs: object) -> None:
 
 
 def _check_decisions(decisions: object) -> None:
-  """Raises unless the argument `conditional` of `replace` is a dict with functions as values."""
+  """Raises MpjaxTypeError unless `conditional` of `replace` is a dict of functions."""
   if isinstance(decisions, Mapping) and all(map(_is_predicate, decisions.values())):
     return
   raise MpjaxTypeError(
@@ -307,7 +313,8 @@ def _check_decisions(decisions: object) -> None:
 
 
 def _each_of(ops: Ops, where: str) -> list[Any]:
-  """Returns the primitives of an argument of `replace`; raises for one that is not in a list."""
+  """Returns the primitives of an argument of `replace`; raises an error if it is not a list."""
+  # A string is iterable too: "add" would be the primitives "a", "d" and "d".
   if isinstance(ops, (str, Primitive)):
     raise MpjaxTypeError(
       where,
@@ -320,30 +327,35 @@ def _each_of(ops: Ops, where: str) -> list[Any]:
 
 
 def _is_pair(pair: object) -> bool:
+  """Whether an item of `conditional` is a name and a function."""
   if not isinstance(pair, tuple) or len(pair) != 2:
     return False
   return isinstance(pair[0], str) and _is_predicate(pair[1])
 
 
 def _is_predicate(x: object) -> bool:
+  """Whether a value is a function that can be part of a cache key."""
   return callable(x) and isinstance(x, Hashable)
 
 
 def _quoted(names: Iterable[str]) -> str:
+  """Returns names as the Python code of a list."""
   return "[" + ", ".join(f'"{name}"' for name in sorted(names)) + "]"
 
 
 def _higher_order(where: str, name: str) -> MpjaxValueError:
+  """Returns the error for a primitive that holds a jaxpr."""
   return MpjaxValueError(
     where,
-    expected="a first-order primitive",
+    expected="a primitive without an inner jaxpr",
     got=f"{name!r}, which holds a jaxpr",
-    fix="The jaxpr in it is entered: move the primitives that are used there, or mark the "
-    "function with mpjax.full_precision.",
+    fix="mpjax rewrites the jaxpr inside. Move the primitives that are used there, or wrap the "
+    "function in mpjax.full_precision.",
   )
 
 
 def part_of(eqn: JaxprEqn, ops: OpLists) -> str | None:
-  """Returns the part that an equation is in: a matmul that is an inner product is a sum."""
+  """Returns the part of an equation."""
+  # A matmul without free axes is a sum of products. It runs in float32, as other sums do.
   part = ops.part_of(eqn.primitive.name, eqn.params)
   return "float32" if part == "half" and facts_of(eqn) is INNER_PRODUCT else part

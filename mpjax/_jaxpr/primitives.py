@@ -1,4 +1,7 @@
-"""What is known of each primitive of JAX: the one table, which all else derives from."""
+"""The table of primitives: the part and the facts of each primitive of JAX.
+
+All code that treats primitives differently reads this table, by `facts_of`.
+"""
 
 import enum
 import operator
@@ -28,98 +31,90 @@ EqnParams: TypeAlias = Mapping[str, Any]
 """The parameters of an equation."""
 
 Predicate: TypeAlias = Callable[[EqnParams], str]
-"""From the parameters of an equation to a part."""
+"""A function from the parameters of an equation to the name of a part."""
 
 Degree: TypeAlias = Callable[[Sequence[float], EqnParams], float]
-"""From how fast the operands grow, as exponents, to how fast the result does."""
+"""A function from the growth of the operands, as exponents, to the growth of the result."""
 
 
 class Holds(enum.Enum):
   """How a primitive runs the jaxprs in its parameters."""
 
+  # Once, on all operands.
   CALL = enum.auto()
-  """Once, on all operands."""
+  # Once, on all operands. A compiler may replace it by its own code of the same name and types.
   COMPOSITE = enum.auto()
-  """Likewise; a compiler may put something else of the same name and types there."""
+  # Once on each device, on its shards of the operands.
   SHARD_MAP = enum.auto()
-  """Likewise, on each device."""
+  # Once, on all operands, unless it is differentiated or batched. Then the user's rule runs.
   CUSTOM_JVP = enum.auto()
   CUSTOM_VJP = enum.auto()
   CUSTOM_VMAP = enum.auto()
+  # One of several branches.
   COND = enum.auto()
+  # A fixed number of times, with a carry and slices of the operands.
   SCAN = enum.auto()
+  # As often as the values decide, with a carry. The first jaxpr is the condition.
   WHILE = enum.auto()
+  # Once, on all operands. A second jaxpr is its transpose and must match.
   LINEAR_CALL = enum.auto()
-  """Once, on all operands; another jaxpr, its transpose, has to match."""
+  # Four jaxprs that must agree. The operands of three of them are not known.
   LINEAR_SOLVE = enum.auto()
-  """Four that must agree, on operands that are not known."""
+  # In an object of JAX, in which nothing can be changed.
   OBJECT = enum.auto()
-  """In an object of JAX, in which nothing can be changed."""
+  # The jaxpr combines two numbers, as in `reduce`. It is not entered.
   BINARY = enum.auto()
-  """The operation on two numbers that combines elements. It is not entered."""
+  # A kernel, or code that is compiled or placed elsewhere. It is not entered.
   KERNEL = enum.auto()
-  """A kernel, or what is compiled or placed elsewhere. It is not entered."""
+  # The code of one platform for an operation that has other code elsewhere. It is not entered.
   PLATFORM = enum.auto()
-  """What one platform runs instead of the same operation elsewhere. It is not entered."""
 
 
+# A policy leaves these as they were traced: their jaxpr must match another one, or is in an object.
 AS_TRACED = frozenset((Holds.LINEAR_CALL, Holds.LINEAR_SOLVE, Holds.OBJECT))
-"""What a policy leaves as it was traced: a jaxpr in it has to match another, or is in an object."""
 
+# These have a derivative rule, which may differ from the derivative of the jaxpr that they hold.
 HAS_DERIVATIVE = AS_TRACED | {Holds.CUSTOM_JVP, Holds.CUSTOM_VJP}
-"""What has a derivative of its own: that of the jaxpr in it may be another."""
 
+# A handler in `runner.py` enters these. All others that are entered are calls, which run once.
 NESTED = frozenset((Holds.SCAN, Holds.WHILE, Holds.COND, Holds.SHARD_MAP))
-"""What a handler in `runner.py` enters. All else that is entered is a call: it runs once."""
 
 
 class Row(NamedTuple):
-  """Primitives with the same facts.
+  """Primitives with the same facts."""
 
-  Fields:
-    names: the primitives, as `jax.make_jaxpr` prints them, separated by spaces.
-    exact: it chooses or moves numbers: low precision loses nothing of low-precision operands. Not
-      the maximum of an axis: its derivative counts the positions that have it.
-    moves: each element of a result is one of an operand: it may as well be cast before.
-    elementwise: each element of a result depends on the elements at its own position alone.
-    bounded: its result is finite where its operands are.
-    arithmetic: a consumer in float32 makes it run in float32 too: see `Flag` in `_autocast`.
-    tests: its result is boolean, and says something about the size of numbers.
-    orders: the order of its results depends on the size of numbers.
-    folds: what computes it of numbers that are known.
-    role: how errors of its operands go into its result: those of a sum are absolute, so that
-      rounding an operand may be all of it; those of a multiplication are relative; those of an
-      angle are absolute, too, however large it is.
-    draws: its results are random numbers, unless it is given a floating operand.
-    gradient: where the derivative is a sum over elements of the result, how the operand was used;
-      "placed" where it is placed among zeros, and so added to that of other parts of the operand;
-      "result" where the derivative reads the result, which is saved.
-    degree: how fast the result grows, for an elementwise operation of activation functions.
-    dtype_param: the parameter that names the dtype, or holds a jaxpr in it.
-    flops: the formula for its floating-point operations.
-    holds: how it runs the jaxprs that it holds; None if it holds none.
-    jaxpr_params: the parameters that hold the jaxprs which are replaced, separated by spaces;
-      "a|b" for one whose name depends on the version of JAX.
-    object_param: a parameter of the object of JAX that flags such as `jax_remat3` put in its place.
-  """
-
-  names: str
+  names: str  # as `jax.make_jaxpr` prints them, separated by spaces
+  # The result is exact for low-precision operands: numbers are chosen or moved. This excludes the
+  # maximum over an axis, whose derivative counts the positions with the maximum.
   exact: bool = False
-  moves: bool = False
-  elementwise: bool = False
-  bounded: bool = False
-  arithmetic: bool = False
-  tests: bool = False
-  orders: bool = False
-  folds: Callable[..., Any] | None = None
+  moves: bool = False  # each element of a result is an element of an operand: casts may come before
+  elementwise: bool = False  # an element of a result depends only on elements at its position
+  bounded: bool = False  # finite operands give finite results
+  arithmetic: bool = False  # a float32 consumer makes it run in float32: see `_autocast`'s `Flag`
+  tests: bool = False  # the result is boolean and depends on the size of numbers
+  orders: bool = False  # the order of the results depends on the size of numbers
+  folds: Callable[..., Any] | None = None  # computes the result of numbers that are known
+  # The effect of an operand's error on the result. Errors of a sum are absolute, so the rounding of
+  # an operand may be as large as the result. Errors of a product are relative. Errors of an angle
+  # are absolute, however large the angle is.
   role: Literal["sum", "product", "angle", "linear algebra"] | None = None
-  draws: bool = False
+  draws: bool = False  # the results are random numbers, unless an operand is floating
+  # The way in which the derivative needs precision. It is a sum over elements of the result if the
+  # operand is "repeated", or if it is broadcast and then "added" or "multiplied". "chosen": it
+  # counts equal elements. "placed": it is placed among zeros, and added to those of other parts of
+  # the operand. "result": it reads the result, which is therefore saved.
   gradient: Literal["repeated", "added", "multiplied", "chosen", "placed", "result"] | None = None
-  degree: Degree | None = None
+  degree: Degree | None = None  # the growth of elementwise operations of activation functions
+  # The parameter that names the dtype, or that holds a jaxpr in the dtype.
   dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None
+  # The formula for its floating-point operations.
   flops: Literal["dot", "ragged_dot", "scaled_dot", "convolution"] | None = None
-  holds: Holds | None = None
+  holds: Holds | None = None  # how it runs the jaxprs that it holds; None if it holds none
+  # The parameters whose jaxprs are replaced, separated by spaces. "a|b" is one parameter, whose
+  # name depends on the version of JAX.
   jaxpr_params: str = ""
+  # Flags such as `jax_remat3` replace the primitive by an object of JAX, which this parameter of
+  # the object identifies.
   object_param: str = ""
 
 
@@ -127,13 +122,13 @@ class Family:
   """Primitives that are in one part for one reason.
 
   Args:
-    part: where they are, or what decides it from the parameters of the equation; None for
-      higher-order primitives, whose jaxprs are entered.
-    reason: why they are there, a sentence or two for the page.
-    rows: the primitives. A string is a row of some without further facts.
-    fixed: whether they cannot be moved, because they hold a jaxpr, or a reference to memory, in
-      types that were fixed when it was written.
-    decides: what `part` decides, in words.
+    part: the part, or a function that decides it. None for higher-order primitives, whose jaxprs
+      are entered.
+    reason: the reason, a sentence or two for docs/op_lists.md.
+    rows: the primitives. A string is a row without further facts.
+    fixed: whether users cannot move them, because they hold a jaxpr or a reference whose dtypes
+      were fixed by the trace.
+    decides: the decision of the function `part`, in words.
   """
 
   def __init__(
@@ -155,6 +150,7 @@ def integer_pow_part(params: EqnParams) -> Part:
   return "keep" if 0 <= params["y"] <= 3 else "float32"
 
 
+# Facts that several rows have.
 _MOVES: Mapping[str, Any] = {"exact": True, "moves": True}
 _UPDATES: Mapping[str, Any] = {"dtype_param": "update_jaxpr", "holds": Holds.BINARY}
 _ARITHMETIC: Mapping[str, Any] = {"elementwise": True, "arithmetic": True}
@@ -343,7 +339,7 @@ FAMILIES: tuple[Family, ...] = (
     "They write into a buffer. Zeros take the dtype of the values, and inputs make it float32.",
     Row("dynamic_update_slice", **_MOVES),
     Row("scatter", exact=True, **_UPDATES),
-    # The derivative counts the updates that have the maximum, as `segment_max` takes it.
+    # The derivative of `segment_max` counts the updates that equal the maximum.
     Row("scatter-max scatter-min", exact=True, gradient="repeated", **_UPDATES),
   ),
   Family(
@@ -487,11 +483,11 @@ FAMILIES: tuple[Family, ...] = (
     Row("call closed_call program_order", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
     Row("checkpoint remat2", holds=Holds.CALL, jaxpr_params="jaxpr", object_param="policy"),
     Row("jit", holds=Holds.CALL, jaxpr_params="jaxpr"),
-    # `jax.jit(f).trace(x)` that is called again.
+    # A call of the function that `jax.jit(f).trace(x)` returns.
     Row("eval_jaxpr", holds=Holds.CALL, jaxpr_params="call_jaxpr|jaxpr"),
     Row("composite", holds=Holds.COMPOSITE, jaxpr_params="call_jaxpr|jaxpr"),
     Row("shard_map", holds=Holds.SHARD_MAP, jaxpr_params="jaxpr"),
-    # Differentiating a jaxpr replaces these two; in one that was not, the plain jaxpr runs.
+    # JAX replaces these two when it differentiates a jaxpr. Otherwise the plain jaxpr runs.
     Row(
       "custom_jvp_call", holds=Holds.CUSTOM_JVP, jaxpr_params="call_jaxpr", object_param="jvp_rule"
     ),
@@ -504,9 +500,9 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     None,
     "They come with others that must agree, or are objects of JAX, and run as they were traced.",
-    # Except those that `object_param` knows.
+    # Objects with an `object_param` have the row of the primitive that they replace instead.
     Row("call_hi_primitive", holds=Holds.OBJECT),
-    # Of its four jaxprs the others are for differentiating and checking.
+    # One of its four jaxprs runs. The others are for derivatives and checks.
     Row("custom_linear_solve", holds=Holds.LINEAR_SOLVE, role="linear algebra"),
     Row("linear_call matmul_tangent", holds=Holds.LINEAR_CALL),
   ),
@@ -519,14 +515,15 @@ FACTS: Mapping[str, Row] = types.MappingProxyType(
 )
 """The row of each primitive."""
 
+# The rows of primitives that JAX may replace by an object, by a parameter of that object.
 _OF_OBJECTS = {row.object_param: row for row in FACTS.values() if row.object_param}
 
 HIGHER_ORDER = frozenset(
   name for family in FAMILIES if family.part is None for name in family.names
 )
-"""Those whose part is that of what is inside; `inner_jaxprs` is None for what cannot be entered."""
+"""Primitives that hold jaxprs and have no part. The operations inside have theirs."""
 
-# Groups by what they do to the error of a rounding, for the risks that an audit lists.
+# Groups of primitives by their effect on a rounding error, for the risks that an audit lists.
 
 ADDITIONS = frozenset(("add", "add_any", "complex", "imag", "real", "sub"))
 CLIPS = frozenset(("clamp", "max", "min"))
@@ -541,20 +538,21 @@ INVERSES = frozenset(("div", "integer_pow", "rsqrt", "pow"))
 _UNKNOWN = Row("")
 
 OUTER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product", arithmetic=True)
-"""A `dot_general` that sums nothing: a multiplication, as `einsum("i,j->ij")` writes it, or the
+"""A `dot_general` that sums nothing, so that it is a multiplication: `einsum("i,j->ij")`, or the
 matmul of a column and a row."""
 
 INNER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product")
-"""One in which no operand has an axis of its own: a sum, as `vdot` writes it."""
+"""A `dot_general` in which no operand has a free axis, so that it is a sum, such as `vdot`."""
 
 
 def facts_of(eqn: JaxprEqn) -> Row:
-  """Returns what is known of the primitive of an equation: nothing, if it is in no row."""
+  """Returns the facts about the primitive of an equation; a row without facts if it is unknown."""
   row = FACTS.get(eqn.primitive.name, _UNKNOWN)
   if row.holds is Holds.OBJECT:
     return next((_OF_OBJECTS[x] for x in params_of_object(eqn) if x in _OF_OBJECTS), row)
   if row.flops != "dot":
     return row
+  # The primitive is the same for three operations, which its axes tell apart.
   (summed, _), (batch, _) = eqn.params["dimension_numbers"]
   left, right = (cast(ShapedArray, v.aval).shape for v in eqn.invars)
   if all(left[axis] == 1 for axis in summed):
@@ -563,5 +561,5 @@ def facts_of(eqn: JaxprEqn) -> Row:
 
 
 def is_higher_order(eqn: JaxprEqn) -> bool:
-  """Whether an equation is there for the jaxprs in it."""
+  """Whether an equation holds jaxprs that readers enter."""
   return eqn.primitive.name in HIGHER_ORDER

@@ -1,4 +1,4 @@
-"""Reading jaxprs: variables and literals, the jaxprs inside of equations, and a walk over all."""
+"""Read jaxprs: variables and literals, the jaxprs inside equations, and a walk over all."""
 
 import functools
 import math
@@ -23,13 +23,15 @@ Atom: TypeAlias = Var | Literal
 
 
 def aval_of(atom: Atom) -> ShapedArray:
-  """Returns the type of an atom that holds an array; JAX declares it as that of anything."""
+  """Returns the type of an atom that holds an array."""
+  # JAX declares the type of any atom, also of tokens and references.
   return cast(ShapedArray, atom.aval)
 
 
 def dtype_of(atom: Atom) -> DType | None:
   """Returns the dtype of an array; None for references, tokens and the like."""
-  # A reference to an array has a dtype too. Its memory was created in it, so it never changes.
+  # A reference to an array has a dtype too. Its memory was created with it, so no cast can change
+  # it, and callers must not treat it as an array.
   return atom.aval.dtype if isinstance(atom.aval, ShapedArray) else None
 
 
@@ -53,19 +55,22 @@ def retyped(atom: Atom, dtype: DType) -> Var:
 
 @functools.lru_cache(maxsize=1024)
 def _retyped(aval: ShapedArray, dtype: DType) -> ShapedArray:
+  """Returns a type with another dtype."""
   return aval.update(dtype=dtype, weak_type=False)
 
 
-# The parameters of a call that have an item for each operand.
+# The parameters of a call with an item for each operand.
 PER_OPERAND = frozenset(("in_shardings", "in_layouts", "donated_invars"))
 LARGEST = float(np.finfo(np.float32).max)
-"""The largest number of float32: "as much as there is", as in a mask, and not a size."""
+"""The largest number of float32. In a mask it means "as large as possible", not this size."""
 
 
 def literal_as(literal: Atom, dtype: DType, number: float | None = None) -> Literal:
   """Returns a number in another dtype, or `number` in the type of a scalar."""
   number = cast(Literal, literal).val if number is None else number
   value = np.asarray(number, np.float32)
+  # `finfo(float32).min` of a mask becomes the least number of the dtype. A cast gives -inf, and a
+  # softmax over -inf alone gives NaN.
   if abs(value) == LARGEST:
     value = np.sign(value) * np.float32(finfo(dtype).max)
   return Literal(np.asarray(value, dtype), _retyped(aval_of(literal), dtype))
@@ -74,7 +79,7 @@ def literal_as(literal: Atom, dtype: DType, number: float | None = None) -> Lite
 def cast_to(var: Var, atom: Atom, reader: JaxprEqn | None) -> JaxprEqn:
   """Returns an equation that casts an atom to a new variable, for an equation that reads it.
 
-  A profile shows the cast where the reader is, and the mesh of its context is that of the cast.
+  The cast has the line and the scope of the reader, for profiles, and the mesh of its context.
   """
   aval = aval_of(var)
   params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
@@ -86,33 +91,24 @@ Program: TypeAlias = Jaxpr | ClosedJaxpr
 
 
 class Inner(NamedTuple):
-  """A jaxpr inside an equation.
+  """A jaxpr inside an equation."""
 
-  Fields:
-    program: as the equation holds it, closed or not.
-    times: how often it runs each time the equation does; None where that depends on values.
-    operands: the positions of the operands of the equation that are its inputs, in order; None
-      where that is not known.
-    carry: which of its inputs are replaced by its first outputs, each time it runs again.
-    reverse: whether it starts at the end of the inputs after the carry.
-    returns: whether its outputs are those of the equation, in order.
-  """
-
-  program: Program
-  times: int | None = 1
+  program: Program  # as the equation holds it, closed or not
+  times: int | None = 1  # its runs for each run of the equation; None if they depend on values
+  # The positions of its inputs among the operands of the equation, in order; None if unknown.
   operands: tuple[int, ...] | None = None
-  carry: range = range(0)
-  reverse: bool = False
-  returns: bool = True
+  carry: range = range(0)  # the inputs that its first outputs replace in each further run
+  reverse: bool = False  # whether it starts at the end of the inputs behind the carry
+  returns: bool = True  # whether its outputs are the results of the equation, in order
 
   @property
   def jaxpr(self) -> Jaxpr:
-    """Without the constants that may come with it."""
+    """The jaxpr without the constants that may come with it."""
     return opened(self.program)
 
   @property
   def carried(self) -> tuple[int, ...]:
-    """The positions of the operands of the equation with which the carry starts."""
+    """The positions of the operands of the equation from which the carry starts."""
     return (self.operands or ())[self.carry.start : self.carry.stop]
 
 
@@ -122,7 +118,7 @@ def opened(program: Program) -> Jaxpr:
 
 
 def holds_jaxpr(values: Iterable[object]) -> bool:
-  """Whether one of the parameters of an equation is a jaxpr, or a sequence with one in it."""
+  """Whether a parameter of an equation is a jaxpr or a sequence that contains one."""
   return any(
     isinstance(value, (Jaxpr, ClosedJaxpr))
     or (isinstance(value, (tuple, list)) and holds_jaxpr(value))
@@ -131,12 +127,16 @@ def holds_jaxpr(values: Iterable[object]) -> bool:
 
 
 def _keys(eqn: JaxprEqn) -> list[str]:
-  """Returns the parameters that hold the jaxprs which are replaced, by their names in this JAX."""
+  """Returns the names, in this version of JAX, of the parameters whose jaxprs are replaced."""
   each = [names.split("|") for names in facts_of(eqn).jaxpr_params.split()]
   return [next((name for name in names if name in eqn.params), names[0]) for names in each]
 
 
+# Readers of the equations in `_READERS`. Each returns the inner jaxprs of an equation.
+
+
 def _call(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  # An object of JAX has no such parameter, and shows its jaxpr.
   shown = shown_by_object(eqn)
   program = eqn.params[_keys(eqn)[0]] if shown is None else shown
   return (Inner(program, operands=tuple(range(len(eqn.invars)))),)
@@ -148,11 +148,13 @@ def _scan(eqn: JaxprEqn) -> tuple[Inner, ...]:
     consts, carry = (len(part) for part in params["ft_in"].unpack()[:2])
   else:
     consts, carry = params["num_consts"], params["num_carry"]
+  # The inputs of the body are constants, the carry, and one slice of each other operand.
   carried, reverse = range(consts, consts + carry), params["reverse"]
   return (body._replace(times=params["length"], carry=carried, reverse=reverse),)
 
 
 def _while(eqn: JaxprEqn) -> tuple[Inner, ...]:
+  # The operands are the constants of the condition, those of the body, and the carry.
   params = eqn.params
   tested, looped = params["cond_nconsts"], params["body_nconsts"]
   carry = tuple(range(tested + looped, len(eqn.invars)))
@@ -170,7 +172,7 @@ def _cond(eqn: JaxprEqn) -> tuple[Inner, ...]:
 
 
 def _shard_map(eqn: JaxprEqn) -> tuple[Inner, ...]:
-  # The jaxpr is written for one device; the others run it too.
+  # The jaxpr is the code of one device, and all devices run it.
   sizes = eqn.params["mesh"].shape
   devices = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
   return (_call(eqn)[0]._replace(times=devices),)
@@ -178,7 +180,9 @@ def _shard_map(eqn: JaxprEqn) -> tuple[Inner, ...]:
 
 def _linear(eqn: JaxprEqn) -> tuple[Inner, ...]:
   params = eqn.params
-  if "callee" not in params:  # Of our own primitive, whose implementation is what it runs.
+  if (
+    "callee" not in params
+  ):  # `matmul_tangent` of mpjax holds no jaxpr. Its implementation is traced.
     with context_of(eqn):
       run = functools.partial(eqn.primitive.impl, **params)
       params = {"callee": jax.make_jaxpr(run)(*map(aval_of, eqn.invars))}
@@ -186,7 +190,8 @@ def _linear(eqn: JaxprEqn) -> tuple[Inner, ...]:
 
 
 def _linear_solve(eqn: JaxprEqn) -> tuple[Inner, ...]:
-  # The others of its four jaxprs are for derivatives and checks.
+  # Of its four jaxprs only `solve` runs. Its constants follow those of two others, and the right
+  # sides follow all constants.
   lengths = eqn.params["const_lengths"]
   first = lengths.matvec + lengths.vecmat
   consts = range(first, first + lengths.solve)
@@ -195,7 +200,8 @@ def _linear_solve(eqn: JaxprEqn) -> tuple[Inner, ...]:
 
 
 def _object(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
-  # It may have derivative rules of its own, which what it expands to has not.
+  # The expansion of an object is not entered: it would lose a derivative rule of the object. It
+  # matters only if it hides a matmul.
   return None if hides_matmul(eqn) else ()
 
 
@@ -210,6 +216,7 @@ _READERS: Mapping[Holds | None, Callable[[JaxprEqn], tuple[Inner, ...] | None]] 
   Holds.SCAN: _scan,
   Holds.SHARD_MAP: _shard_map,
   Holds.WHILE: _while,
+  # An unknown primitive: it may run a jaxpr among its parameters in any way.
   None: lambda eqn: None if holds_jaxpr(eqn.params.values()) else (),
 }
 
@@ -218,16 +225,16 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
   """Returns the jaxprs that an equation runs.
 
   Returns:
-    None if it holds some, and this version does not know how they run: a primitive or parameters of
-    a newer JAX, or of another library. An empty tuple for one that holds none, or is not entered.
+    The jaxprs; an empty tuple if the equation holds none or is not entered. None if it is unknown
+    how they run: the primitive or its parameters belong to a newer JAX or to another library.
   """
   try:
     jaxprs = _READERS[facts_of(eqn).holds](eqn)
-    # A parameter that keeps its name and changes its meaning is found by the number of inputs and
-    # outputs. Without, autocast would give the values of a scan to the wrong variables, and where
-    # the shapes fit nobody would notice.
+    # A newer JAX may change the meaning of a parameter and keep its name. The numbers of inputs and
+    # outputs then disagree. Without this check, autocast would bind the values of a scan to wrong
+    # variables, and no error would show it if the shapes agree.
     for inner in jaxprs or ():
-      # A call is written out: of another kind, one iteration would count for all.
+      # `steps.py` writes calls out, so a jaxpr outside `NESTED` must run exactly once.
       is_call = inner.times == len(jaxprs or ()) == 1 and not inner.carry
       if not is_call and facts_of(eqn).holds not in NESTED:
         return None
@@ -245,15 +252,15 @@ def with_inner(eqn: JaxprEqn, new: Sequence[Program]) -> dict[str, Any]:
   if shown_by_object(eqn) is not None:
     return params_around(eqn, cast(ClosedJaxpr, new[0]))
   values = [tuple(new)] if facts_of(eqn).holds is Holds.COND else new
-  # What is not replaced names no parameters: the transpose of a `linear_call` is float32, and a
-  # body in low precision would not match it.
+  # `strict=False`: a primitive whose jaxprs stay names no parameters. An example is `linear_call`,
+  # whose transpose is in float32 and would not match a body in low precision.
   return {**eqn.params, **dict(zip(_keys(eqn), values, strict=False))}
 
 
 def call_params(
   eqn: JaxprEqn, program: Program, operands: int, results: int, name: str
 ) -> dict[str, Any]:
-  """Returns the parameters of a call: those of `eqn`, but that has one operand and one result."""
+  """Returns the parameters of a call, from those of a call `eqn` of one operand and one result."""
   params = dict(eqn.params)
   for key in (*PER_OPERAND, "out_shardings", "out_layouts"):
     params[key] *= operands if key in PER_OPERAND else results
@@ -263,14 +270,15 @@ def call_params(
 def with_each(eqn: JaxprEqn, change: Callable[[Program], Program]) -> dict[str, Any]:
   """Returns the parameters of an equation with every jaxpr in them changed.
 
-  Also those that `inner_jaxprs` leaves out: of derivatives, of primitives that are not known. What
-  `change` returns has the same inputs and outputs, and is closed if the jaxpr is.
+  They include jaxprs that `inner_jaxprs` leaves out, such as those for derivatives. `change` must
+  return a jaxpr with the same inputs and outputs, which is closed if its argument is.
   """
   new = {name: _changed(value, change) for name, value in eqn.params.items()}
   return new if any(new[name] is not value for name, value in eqn.params.items()) else eqn.params
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+  """Returns a parameter with its jaxprs changed; the same object if none changes."""
   if isinstance(value, (Jaxpr, ClosedJaxpr)):
     return change(value)
   if not isinstance(value, (tuple, list)):
@@ -278,55 +286,56 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
   new = [_changed(each, change) for each in value]
   if all(a is b for a, b in zip(new, value, strict=True)):
     return value
-  return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+  is_named_tuple = hasattr(value, "_fields")
+  return type(value)(*new) if is_named_tuple else type(value)(new)
 
 
 def mapped_with(eqn: JaxprEqn) -> dict[str, Any]:
-  """Returns what `jax.shard_map` takes to run another function as an equation runs its own."""
+  """Returns the arguments of `jax.shard_map` to run another function in the way of an equation."""
   params = eqn.params
   options = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
   return {**options, "axis_names": params["newly_manual_axes"]}
 
 
 def is_object(eqn: JaxprEqn) -> bool:
-  """Whether an equation is an object of JAX that shows no jaxpr: nothing in it can be changed."""
+  """Whether an equation is an object of JAX without a jaxpr, in which nothing can be changed."""
   return facts_of(eqn).holds is Holds.OBJECT
 
 
 def hides_matmul(eqn: JaxprEqn) -> bool:
-  """Whether an equation runs a matmul in an object of JAX."""
+  """Whether an equation is an object of JAX that may run a matmul."""
   return is_object(eqn) and _multiplies(eqn.params["_prim"], tuple(map(aval_of, eqn.invars)))
 
 
 @functools.lru_cache(maxsize=1024)
 def _multiplies(prim: Any, avals: tuple[ShapedArray, ...]) -> bool:
   """Whether an object of JAX may run a matmul on arrays of these types."""
-  # JAX runs what it expands to, a search or a count of `jax.numpy` for example.
+  # JAX runs the expansion of an object, such as a search or a count of `jax.numpy`.
   try:
     eqns = walk(jax.make_jaxpr(prim.expand)(*prim.in_avals))
-  except REFUSALS:
+  except REFUSALS:  # Unknown, so it may.
     return True
   return any(inner_jaxprs(eqn) is None or facts_of(eqn).flops is not None for eqn in eqns)
 
 
 def donated(eqn: JaxprEqn) -> tuple[bool, ...]:
-  """Returns for each operand whether its memory may be taken over by the results."""
+  """Returns for each operand whether the results may take over its memory."""
   return eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
 
 
 def name_of(eqn: JaxprEqn) -> str:
-  """Returns the name, file and line of the function that an equation calls, where it is known."""
+  """Returns the name, file and line of the function that an equation calls, or its primitive."""
   inner = inner_jaxprs(eqn)
   debug = getattr(inner[0].jaxpr, "debug_info", None) if inner else None
   return getattr(debug, "func_src_info", None) or eqn.primitive.name
 
 
 def warn_not_entered(eqn: JaxprEqn, what: str, instead: str) -> None:
-  """Warns that `what` does not enter an equation, and what happens instead, in a sentence."""
+  """Warns that the call `what` does not enter an equation; `instead` says what happens."""
   warnings.warn(
     f"{what}: the primitive {eqn.primitive.name!r} holds a jaxpr in its parameters "
     f"{sorted(eqn.params)}, and this version of mpjax does not know how to enter it. {instead} "
-    "Take the function that uses it out of what is traced here, or report the name with your "
+    "Move the function that uses it out of the traced function, or report the name with your "
     "version of JAX.",
     UserWarning,
     stacklevel=2,
@@ -334,12 +343,13 @@ def warn_not_entered(eqn: JaxprEqn, what: str, instead: str) -> None:
 
 
 def walk(program: Program) -> Iterator[JaxprEqn]:
-  """Yields every equation of a jaxpr, those inside of others after the one that holds them.
+  """Yields every equation of a jaxpr. Equations of an inner jaxpr follow the one that holds it.
 
-  Every branch of a `cond` is walked, and the body of a `while` once. A primitive of a newer JAX or
-  of another library is not entered if it is not known how it runs the jaxprs that it holds.
+  Every branch of a `cond` is walked, and the body of a `while` once. An equation that
+  `inner_jaxprs` does not know is not entered.
   """
   for eqn in opened(program).eqns:
     yield eqn
-    for inner in (is_higher_order(eqn) and inner_jaxprs(eqn)) or ():
+    inners = inner_jaxprs(eqn) if is_higher_order(eqn) else None
+    for inner in inners or ():
       yield from walk(inner.program)

@@ -1,8 +1,8 @@
-"""Running a list of steps while something watches the values: the one runner of the diagnostics.
+"""Run a list of steps while an observer looks at the values. All diagnostics use this runner.
 
-Under `jit` all of it is traced once more, and what was seen in loops is carried along. On the host
-it runs one step after the other: single steps are compiled, which JAX remembers, and what loops
-repeat. No number lives longer than something reads it: that is what a function costs without `jit`.
+Under `jit` the steps are traced again, and loops carry the observations. On the host the steps run
+one after the other. JAX compiles each of them, and the iterations of loops, and caches the results.
+A value is freed after its last consumer, so the memory is that of the function without `jit`.
 """
 
 import copy
@@ -26,13 +26,14 @@ from mpjax._jaxpr.steps import Body, Step
 
 
 class Around(NamedTuple):
-  """What is around a body."""
+  """The loops and devices around a body."""
 
-  indices: tuple[Array, ...] = ()  # the iterations of the loops, the outermost first
-  axes: tuple[Hashable, ...] = ()  # those of the devices that run it
-  on_host: bool = False
+  indices: tuple[Array, ...] = ()  # the numbers of the current iterations, the outermost loop first
+  axes: tuple[Hashable, ...] = ()  # the mesh axes of the devices that run the body
+  on_host: bool = False  # whether the steps run one by one, with concrete values
 
   def in_loop(self, index: Array) -> Self:
+    """Returns this with one more loop inside, at an iteration."""
     return self._replace(indices=(*self.indices, index))
 
 
@@ -40,18 +41,19 @@ _TRACED = Around()
 
 
 class Observer:
-  """What looks at the values of a function while it runs: this one at none.
+  """Looks at the values of a function while it runs. This base class looks at none.
 
-  Each body has one of its own. What it has seen is a tree of arrays, which loops carry along. If
-  that does not merge, it is returned for each iteration of a loop, and `while` and `cond` run as
-  one step where they are compiled.
+  Each body has an observer of its own, which collects observations in a tree of arrays.
   """
 
+  # Whether the observations of two steps or iterations merge into one tree of the same shape. Loops
+  # then carry it. Otherwise a `scan` returns the observations of each iteration. A compiled `while`
+  # or `cond` runs as one step, since the number of its observations depends on values.
   merges: ClassVar[bool] = True
-  seen: PyTree = None
+  seen: PyTree = None  # the observations in this body so far
 
   def of(self, body: Body, values: Sequence[Any], around: Around) -> Self:
-    """Returns the one of a body, which runs with these arguments."""
+    """Returns the observer of a body, which runs with these arguments."""
     one = copy.copy(self)
     one.seen = self.nothing()
     one.begin(body, values, around)
@@ -70,43 +72,43 @@ class Observer:
     """Looks at the operands and results of a step."""
 
   def inside(self, seen: PyTree) -> None:
-    """Takes what was seen inside of a step."""
+    """Takes the observations inside a step."""
     self.seen = self.merge(self.seen, seen)
 
   def after(self, step: Step, outs: list[Any]) -> list[Any]:
-    """Returns the results of a step whose bodies were run, and looks at them."""
+    """Looks at the results of a step whose bodies have run, and returns them."""
     return outs
 
   def slices(self, step: Step) -> PyTree:
-    """Returns arrays of which each iteration of a scan is to have its slice."""
+    """Returns arrays of which each iteration of a `scan` gets a slice."""
     return None
 
   def in_iteration(self, slices: PyTree) -> Self:
-    """Returns the observer of an iteration, for its slices."""
+    """Returns the observer of an iteration, given its slices."""
     return self
 
   def all_seen(self) -> PyTree:
-    """Returns what was seen, at the end of the body."""
+    """Returns the observations at the end of the body."""
     return self.seen
 
   def nothing(self) -> PyTree:
-    """Returns what is seen in no step."""
+    """Returns the observations before the first step."""
 
   def merge(self, one: PyTree, other: PyTree) -> PyTree:
-    """Returns what was seen in `one`, which ran before `other`, and in that."""
+    """Returns the observations of `one` and of `other`, which ran after it."""
     return other
 
   def of_devices(self, seen: PyTree) -> PyTree:
-    """Returns what was seen by all devices, given what each has seen in a row."""
+    """Returns the observations of all devices. The first axis of `seen` is the device."""
     return seen
 
 
 Ran: TypeAlias = tuple[list[Any], PyTree]
-"""The results of a body or of a step, and what was seen."""
+"""The results of a body or of a step, and the observations."""
 
 
 def run(body: Body, values: Sequence[Any], observer: Observer, around: Around = _TRACED) -> Ran:
-  """Returns the results of a body for some arguments, and what the observer saw."""
+  """Returns the results of a body for some arguments, and the observations."""
   env: dict[int, Any] = {**body.consts, **dict(zip(body.inputs, values, strict=True))}
   watch = observer.of(body, values, around)
   for step, unread in zip(body.steps, body.last_reads, strict=True):
@@ -116,7 +118,8 @@ def run(body: Body, values: Sequence[Any], observer: Observer, around: Around = 
     else:
       outs = watch.results_of(step, ins)
     env.update(zip(step.outs, outs, strict=True))
-    # Only `env` may hold a value while the next step runs: it forgets those that nothing reads.
+    # Only `env` may hold a value while the next step runs. It drops values after their last reader,
+    # so that their memory is freed.
     del ins, outs
     for slot in unread:
       env.pop(slot, None)
@@ -126,13 +129,13 @@ def run(body: Body, values: Sequence[Any], observer: Observer, around: Around = 
 
 
 def _operands(step: Step, env: Mapping[int, Any]) -> list[Any]:
-  """Returns the operands of a step; `env` has the values that are no literals."""
+  """Returns the operands of a step; `env` has all values except literals."""
   pairs = zip(step.ins, step.eqn.invars, strict=True)
   return [_typed(slot, v) if isinstance(slot, Literal) else env[slot] for slot, v in pairs]
 
 
 def _is_entered(step: Step, observer: Observer, around: Around) -> bool:
-  """Whether the bodies of a step run step by step, rather than the step as one."""
+  """Whether the bodies of a step run step by step. Otherwise the step runs as one equation."""
   if not step.bodies:
     return False
   is_compiled = not around.on_host
@@ -141,10 +144,10 @@ def _is_entered(step: Step, observer: Observer, around: Around) -> bool:
 
 
 def _enter(step: Step, ins: Sequence[Any], watch: Observer, around: Around) -> list[Any]:
-  """Returns the results of a step that holds bodies; `watch` takes what was seen in them."""
+  """Returns the results of a step that holds bodies; `watch` takes the observations in them."""
   ways = _ENTER[step.holds]
   enter = ways.on_host if around.on_host else ways.traced
-  # A loop goes on in the types that it starts with.
+  # The carry of a loop keeps the type of its start. A Python number would have a weak type.
   pairs = zip(ins, step.eqn.invars, strict=True)
   typed = [x if hasattr(x, "dtype") else _array(x, v) for x, v in pairs]
   with context_of(step.eqn):
@@ -154,25 +157,33 @@ def _enter(step: Step, ins: Sequence[Any], watch: Observer, around: Around) -> l
 
 
 def _typed(literal: Literal, var: Any) -> Any:
-  """Returns the value of a literal in the dtype that the equation was traced with."""
+  """Returns the value of a literal in the dtype with which the equation was traced."""
   dtype = dtype_of(literal)
-  # Arguments of a call that was written out meet equations that were traced for their types.
+  # A literal argument of a call that was written out becomes an operand inside. The equation was
+  # traced for the type of a variable there.
   return literal.val if dtype is None or dtype == dtype_of(var) else jnp.asarray(literal.val, dtype)
 
 
 def _array(x: Any, var: Any) -> Any:
+  """Returns a value as an array of the dtype of a variable."""
   return x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(var).dtype)
 
 
 def _varying(seen: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
-  """Returns what was seen in a type that says that each device has its own."""
+  """Returns observations in a type that says that each device has its own."""
   if not axes:
     return seen
+  # Inside a `shard_map`, the carry of a loop must have one type in all iterations. An operand that
+  # varies makes the sum vary.
   zero = jax.lax.axis_index(axes) * 0
   return jax.tree.map(lambda x: x + zero.astype(x.dtype), seen)
 
 
+# Running the bodies of steps under `jit`: observations are carried or returned.
+
+
 def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  """Runs all iterations of a `scan`."""
   length = step.inner[0].times or 0
   start = jnp.asarray(length - 1 if step.inner[0].reverse else 0, jnp.int32)
   return _iterations(step, ins, observer, around, start, length)
@@ -181,17 +192,22 @@ def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) ->
 def _iterations(
   step: Step, ins: Sequence[Any], observer: Observer, around: Around, start: Array, length: int
 ) -> Ran:
-  """Runs some iterations of a scan, the first of which has the number `start`."""
+  """Runs some iterations of a `scan`, the first of which has the number `start`."""
   (body,), (inner,), reverse = step.bodies, step.inner, step.inner[0].reverse
+  # `ins` are the constants up to `first`, the carry up to `last`, and arrays with a slice for each
+  # iteration.
   first, last = inner.carry.start, inner.carry.stop
 
   def iteration(state: Any, x: tuple[Sequence[Any], PyTree]) -> tuple[Any, Any]:
     (index, seen, carry), (own, slices) = state, x
-    watch, operands = observer.in_iteration(slices), [*ins[:first], *carry, *own]
-    outs, new = run(body, operands, watch, around.in_loop(index))
-    seen, each = (observer.merge(seen, new), None) if observer.merges else (seen, new)
-    state = index - 1 if reverse else index + 1, seen, outs[: len(carry)]
-    return state, (outs[len(carry) :], each)
+    watch = observer.in_iteration(slices)
+    outs, new = run(body, [*ins[:first], *carry, *own], watch, around.in_loop(index))
+    # Observations that merge are carried. Others leave the loop stacked, one for each iteration.
+    each = None if observer.merges else new
+    if observer.merges:
+      seen = observer.merge(seen, new)
+    following = index - 1 if reverse else index + 1
+    return (following, seen, outs[: len(carry)]), (outs[len(carry) :], each)
 
   state = (start, _varying(observer.nothing(), around.axes), [*ins[first:last]])
   xs = [*ins[last:]], observer.slices(step)
@@ -200,7 +216,9 @@ def _iterations(
 
 
 def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
-  # The condition is looked at too: it is computed at the end of an iteration, for the next one.
+  """Runs a `while` loop."""
+  # JAX computes a condition where no observation can be returned. So it is computed at the end of
+  # each iteration, and its result is part of the state.
   test, body = step.bodies
   of_test, of_body, carry = _parts_of(step, ins)
 
@@ -223,20 +241,26 @@ def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -
 
 
 def _parts_of(step: Step, ins: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-  """Returns the constants of the condition of a while, those of its body, and its carry."""
+  """Returns the constants of the condition of a `while`, those of its body, and its carry."""
   carried = len(step.inner[1].carry)
   tested = len(step.bodies[0].inputs) - carried
   return [*ins[:tested]], [*ins[tested : len(ins) - carried]], [*ins[len(ins) - carried :]]
 
 
 def _lanes(again: Any) -> list[Any]:
-  """Returns the last argument of the body of a while under `vmap`: which lanes go on."""
+  """Returns the last argument of the body of a `while` under `vmap`: the lanes that go on.
+
+  See `_of_lanes` in steps.py.
+  """
   return [again] if np.ndim(again) else []
 
 
 def _cond(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  """Runs one branch of a `cond`."""
+
   def branch(body: Body, *operands: Any) -> Ran:
     outs, seen = run(body, operands, observer, around)
+    # A branch may return a literal, and all branches must return the same types.
     return [_array(x, v) for x, v in zip(outs, step.eqn.outvars, strict=True)], seen
 
   index, *operands = ins
@@ -245,13 +269,16 @@ def _cond(step: Step, ins: Sequence[Any], observer: Observer, around: Around) ->
 
 
 def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  """Runs the body of a `shard_map` on each device, and gathers the observations."""
   arguments, (body,) = mapped_with(step.eqn), step.bodies
+  # `axis_names` is a set. The order of the mesh gives the devices a fixed order.
   axes = tuple(name for name in arguments["mesh"].axis_names if name in arguments["axis_names"])
 
   def one_device(indices: tuple[Array, ...], *operands: Any) -> Any:
     outs, seen = run(body, operands, observer, Around(indices, (*around.axes, *axes)))
     return outs, jax.tree.map(lambda x: _of_device(x, axes), seen)
 
+  # The numbers of the iterations are the same on all devices. Observations have an axis of devices.
   arguments["in_specs"] = (jax.P(), *arguments["in_specs"])
   arguments["out_specs"] = (list(arguments["out_specs"]), jax.P(axes))
   outs, seen = jax.jit(jax.shard_map(one_device, **arguments))(around.indices, *ins)
@@ -259,14 +286,15 @@ def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Aroun
 
 
 def _of_device(x: Any, axes: tuple[Hashable, ...]) -> Array:
-  """Returns an array with a first axis for the devices: each has its own."""
+  """Returns an array with a new first axis for the devices."""
+  # An observation that is equal on all devices varies over fewer axes than its out_spec says.
   x = jnp.asarray(x)[None]
   return jax.lax.pcast(x, tuple(set(axes) - set(varying_axes(jax.typeof(x)))), to="varying")
 
 
 def _gathered(seen: PyTree, mesh: Any) -> PyTree:
-  """Returns what all devices have seen on each of them."""
-  # One of an array that is sharded by an explicit mesh cannot be taken by its index.
+  """Returns the observations of all devices, replicated on each device."""
+  # With explicit axes, an array that is sharded along an axis cannot be indexed along it.
   if jax.sharding.AxisType.Explicit not in mesh.axis_types:
     return seen
   everywhere = jax.sharding.NamedSharding(mesh, jax.P())
@@ -275,18 +303,18 @@ def _gathered(seen: PyTree, mesh: Any) -> PyTree:
 
 @dataclasses.dataclass
 class Look(Observer):
-  """An observer on the host, as three functions: what it picks is seen once it is computed."""
+  """An observer on the host, made of three functions. It shows arrays as soon as they exist."""
 
   merges: ClassVar[bool] = False
   # Computes the results of a step.
   compute: Callable[[Step, Sequence[Any]], list[Array]] = lambda step, ins: bind(step.eqn, ins)
-  # Chooses arrays among its operands and results, or computes some from these.
+  # Chooses arrays among the operands and results of a step, or computes arrays from them.
   pick: Callable[[Step, Sequence[Any], Sequence[Array]], Sequence[Array]] = lambda *_: ()
-  # Takes them, if there are any: of a loop perhaps those of several iterations together, and of a
-  # `shard_map` those of all devices, with one more axis in front.
+  # Takes the picked arrays, if there are any. They may be those of several iterations of a loop, or
+  # of all devices of a `shard_map`. Each of these adds an axis in front.
   see: Callable[[Step, Sequence[Array]], None] = lambda *_: None
-  steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)
-  on_host: bool = False
+  steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)  # all steps by number
+  on_host: bool = False  # whether the current body runs step by step
 
   def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
     self.seen, self.on_host = {}, around.on_host
@@ -299,6 +327,8 @@ class Look(Observer):
     return outs
 
   def inside(self, seen: Mapping[int, Sequence[Array]]) -> None:
+    # Inside compiled iterations the arrays are tracers. They are kept, and shown by the body around
+    # that runs on the host.
     for number, picked in seen.items():
       if self.on_host:
         self.see(self.steps[number], picked)
@@ -313,14 +343,22 @@ def run_on_host(body: Body, values: Sequence[Any], look: Look) -> list[Any]:
 
 
 _TOGETHER = 2**20
-"""How many numbers that a loop takes and returns are seen together: as many under a policy."""
+"""The largest number of elements that the iterations of one compiled group take and return.
+
+It counts elements and not bytes, so a function has the same groups under a policy.
+"""
+
+
+# Running the bodies of steps on the host.
 
 
 def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  """Runs a `scan` in groups of iterations that are compiled, or in single iterations."""
   (body,), (inner,) = step.bodies, step.inner
   length = inner.times or 0
   if length == 0:
     return bind(step.eqn, ins), {}
+  # A `cond` or `while` inside needs values on the host, so such a body runs step by step.
   if body.is_straight:
     size = _iterations_together(inner, length)
     run_some = _compiled_iterations(step, observer)
@@ -336,17 +374,20 @@ def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Ar
     outs = run_some([*constants, *carry], xs, start, min(size, length - start))
     carry, ys = outs[: len(carry)], outs[len(carry) :]
     parts.append(ys)
+  # The groups of a reversed `scan` run from the last to the first. Its results are in ascending
+  # order.
   if inner.reverse:
     parts.reverse()
   return [*carry, *map(_joined, zip(*parts, strict=True))], {}
 
 
 def _iterations_together(inner: Inner, length: int) -> int:
-  """Returns how many iterations of a scan run at once, so that few numbers are seen together."""
+  """Returns the number of iterations of a `scan` that run at once, to bound the memory."""
   arrays = (*inner.jaxpr.invars[inner.carry.start :], *inner.jaxpr.outvars)
   numbers = max(sum(math.prod(shape_of(v)) for v in arrays), 1)
   most = max(min(_TOGETHER // numbers, length), 1)
-  # If the number does not divide the length, the rest of the iterations is compiled too.
+  # If the number does not divide the length, the rest is a group of another size, which is compiled
+  # too. A somewhat smaller divisor avoids this.
   for count in range(most, most // 2, -1):
     if length % count == 0:
       return count
@@ -354,12 +395,15 @@ def _iterations_together(inner: Inner, length: int) -> int:
 
 
 _Iterations: TypeAlias = Callable[[Sequence[Any], Sequence[Any], int, int], list[Any]]
-"""From the constants with the carry, the arrays that a scan takes slices of, the number of the
-first iteration and how many run, to the results of these iterations."""
+"""A function that runs iterations of a `scan`, and returns their results.
+
+It takes the constants with the carry, the arrays with a slice for each iteration, the number of the
+first iteration, and the number of iterations.
+"""
 
 
 def _compiled_iterations(step: Step, observer: Observer) -> _Iterations:
-  """Returns a function that runs several iterations of a scan, which are compiled as one."""
+  """Returns a function that compiles several iterations of a `scan` as one function."""
 
   @functools.partial(jax.jit, static_argnums=2)
   def together(ins: Sequence[Any], start: Array, count: int) -> Ran:
@@ -375,7 +419,7 @@ def _compiled_iterations(step: Step, observer: Observer) -> _Iterations:
 
 
 def _one_iteration(step: Step, observer: Observer, around: Around) -> _Iterations:
-  """Returns a function that runs one iteration of a scan, step by step."""
+  """Returns a function that runs one iteration of a `scan` step by step."""
   (body,), (inner,) = step.bodies, step.inner
 
   def run_some(ins: Sequence[Any], xs: Sequence[Any], start: int, count: int) -> list[Any]:
@@ -387,14 +431,18 @@ def _one_iteration(step: Step, observer: Observer, around: Around) -> _Iteration
 
 
 def _joined(parts: Sequence[Any]) -> Array:
+  """Returns the stacked results of a `scan` from those of its groups."""
   traced = any(isinstance(part, Tracer) for part in parts)  # The first may be a constant.
   if traced or jnp.issubdtype(parts[0].dtype, jax.dtypes.extended):
     return jnp.concatenate(parts)
-  # XLA would compile an operation of as many operands.
-  return parts[0] if len(parts) == 1 else jnp.asarray(np.concatenate(parts))
+  if len(parts) == 1:
+    return parts[0]
+  # In NumPy, since XLA would compile a concatenation for each number of operands.
+  return jnp.asarray(np.concatenate(parts))
 
 
 def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  """Runs a `while` loop whose condition Python reads."""
   test, body = step.bodies
   of_test, of_body, carry = _parts_of(step, ins)
   goes_on = jax.jit(lambda values: run(test, values, Look())[0][0])
@@ -407,21 +455,24 @@ def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: A
 
 
 def _cond_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+  """Runs the branch of a `cond` that Python chooses."""
   index, *operands = ins
-  return run(step.bodies[min(max(int(index), 0), len(step.bodies) - 1)], operands, observer, around)
+  # `jax.lax.switch` clamps the index.
+  chosen = min(max(int(index), 0), len(step.bodies) - 1)
+  return run(step.bodies[chosen], operands, observer, around)
 
 
 class _Ways(NamedTuple):
-  """How the bodies of a step run."""
+  """The functions that run the bodies of a step."""
 
   traced: Callable[..., Ran]  # under `jit`
-  on_host: Callable[..., Ran]
+  on_host: Callable[..., Ran]  # with concrete values
 
 
 _ENTER: Mapping[Holds | None, _Ways] = {
   Holds.SCAN: _Ways(traced=_scan, on_host=_scan_on_host),
   Holds.WHILE: _Ways(traced=_while, on_host=_while_on_host),
   Holds.COND: _Ways(traced=_cond, on_host=_cond_on_host),
-  Holds.SHARD_MAP: _Ways(traced=_shard_map, on_host=_shard_map),
+  Holds.SHARD_MAP: _Ways(traced=_shard_map, on_host=_shard_map),  # Its devices run together.
 }
-"""How each step that holds jaxprs is entered."""
+"""The functions for each kind of step that is entered."""

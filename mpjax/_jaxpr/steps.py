@@ -1,7 +1,7 @@
 """A jaxpr as a list of steps: calls are written out, loops and branches hold lists of their own.
 
-Values have numbers instead of variables: a function that is called twice has one jaxpr, and its
-values are not the same in both calls.
+Values have numbers instead of variables. A function that is called twice has one jaxpr, but its
+values differ in the two calls.
 """
 
 import dataclasses
@@ -22,27 +22,30 @@ from mpjax._jaxpr.primitives import HAS_DERIVATIVE, NESTED, Holds, facts_of
 from mpjax._jaxpr.reader import Atom, Inner, Program, aval_of, inner_jaxprs, opened, shape_of
 
 Slot: TypeAlias = int | Literal
-"""A value: its number, or what it is."""
+"""A value: its number, or a literal."""
 
 Key: TypeAlias = tuple[int, ...]
-"""Which equation: its number, or that of the one it is in, the inner jaxpr, its number."""
+"""The position of an equation: its number in its jaxpr.
+
+For an inner jaxpr, the key of the equation around and the number of the jaxpr come first.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
   """An equation that runs as it is, or a loop, a branch or a map over devices."""
 
-  number: int  # in the order of execution; those inside a loop come after that of the loop
+  number: int  # in the order of execution; steps inside a loop follow the loop
   key: Key
   eqn: JaxprEqn
-  around: "Step | None"  # what holds the jaxpr: a call, which is in no list, too
-  times: int = 1  # how often it runs, as far as the jaxpr says
-  certain: bool = True  # whether that is all: not so inside of a `while` or a branch
-  is_unknown: bool = False  # it holds jaxprs, and nobody knows how it runs them
-  ins: tuple[Slot, ...] = ()
-  outs: tuple[int, ...] = ()
-  inner: tuple[Inner, ...] = ()  # what `inner_jaxprs` says of a loop and the like
-  bodies: tuple["Body", ...] = ()  # the jaxprs of `inner`, as lists of steps
+  around: "Step | None"  # the equation that holds its jaxpr, perhaps a call, which is in no list
+  times: int = 1  # the number of its runs, as far as the jaxpr says
+  certain: bool = True  # whether `times` is exact: it is not inside a `while` or a branch
+  is_unknown: bool = False  # whether it holds jaxprs and `inner_jaxprs` does not know it
+  ins: tuple[Slot, ...] = ()  # its operands
+  outs: tuple[int, ...] = ()  # its results
+  inner: tuple[Inner, ...] = ()  # the jaxprs of a loop, a branch or a `shard_map`
+  bodies: tuple["Body", ...] = ()  # the same jaxprs as lists of steps
 
   @functools.cached_property
   def location(self) -> Location:
@@ -51,24 +54,24 @@ class Step:
 
   @property
   def name_stack(self) -> tuple[tuple[str, bool], ...]:
-    """The names of its scopes, the outermost first, each with whether it is of a transformation."""
+    """The names of its scopes, the outermost first, each with whether a transformation set it."""
     around = () if self.around is None else self.around.name_stack
     return around + scopes_of(self.eqn.source_info.name_stack)
 
   @property
   def holds(self) -> Holds | None:
-    """How it runs its inner lists."""
+    """The way in which it runs its inner lists."""
     return facts_of(self.eqn).holds
 
   def enclosing(self) -> Iterator["Step"]:
-    """Yields the step, and what it is in: calls have the number -1."""
+    """Yields the step and the steps around it. Calls have the number -1."""
     yield self
     if self.around is not None:
       yield from self.around.enclosing()
 
   @property
   def reads(self) -> tuple[int, ...]:
-    """The numbers of its operands, those that are no literals."""
+    """The numbers of its operands, without literals."""
     return tuple(slot for slot in self.ins if isinstance(slot, int))
 
 
@@ -76,15 +79,16 @@ class Step:
 class Body:
   """A list of steps."""
 
-  inputs: tuple[int, ...]
-  consts: Mapping[int, Array]  # values by their numbers
+  inputs: tuple[int, ...]  # the numbers of its arguments
+  consts: Mapping[int, Array]  # its constants by number
   avals: Mapping[int, ShapedArray]  # the types of the inputs and constants
   steps: tuple[Step, ...]
-  outputs: tuple[Slot, ...]
+  outputs: tuple[Slot, ...]  # its results
 
   @functools.cached_property
   def last_reads(self) -> Sequence[Sequence[int]]:
-    """The values that nothing reads after each step."""
+    """For each step, the values that no later step reads."""
+    # A result that nothing reads is free after its own step. An output is never free.
     last: dict[int, int] = {}
     for place, step in enumerate(self.steps):
       last.update(dict.fromkeys((*step.reads, *step.outs), place))
@@ -95,25 +99,25 @@ class Body:
 
   @functools.cached_property
   def is_straight(self) -> bool:
-    """Whether no number decides what runs: it can be compiled for any."""
+    """Whether the same steps run for all values. It can then be compiled as one function."""
     return not any(step.holds in (Holds.COND, Holds.WHILE) for step in self.every_step())
 
   @functools.cached_property
   def depth(self) -> int:
-    """How many loops are inside of one another, at most."""
+    """The largest number of nested loops."""
     loops = (Holds.SCAN, Holds.WHILE)
     inside = (body.depth + (step.holds in loops) for step in self.steps for body in step.bodies)
     return max(inside, default=0)
 
   def every_step(self) -> Iterator[Step]:
-    """Yields all steps, those of inner lists included, by their numbers."""
+    """Yields all steps in the order of their numbers, with those of inner lists."""
     for step in self.steps:
       yield step
       for body in step.bodies:
         yield from body.every_step()
 
   def every_body(self) -> Iterator["Body"]:
-    """Yields this list, and those inside of it."""
+    """Yields this list and all lists inside it."""
     yield self
     for step in self.steps:
       for body in step.bodies:
@@ -123,9 +127,12 @@ class Body:
 def body_of(closed: ClosedJaxpr, *, compiled: bool = False, differentiable: bool = False) -> Body:
   """Returns a jaxpr as a list of steps.
 
-  If it is to be `compiled` at once, steps that nothing reads are left out, and what `remat`
-  computes again is kept apart from the first time. If it is to be `differentiable`, a function with
-  a derivative of its own stays one step: written out, it would lose that.
+  Args:
+    closed: the jaxpr.
+    compiled: whether the list is compiled as one function. Unread steps are then left out. Work
+      that `remat` repeats is kept apart from its first run, which the compiler would reuse.
+    differentiable: whether the list is differentiated. A function with a derivative rule then stays
+      one step, since its equations have lost the rule.
   """
   return _Writer(compiled, differentiable).body(closed)
 
@@ -134,8 +141,10 @@ class _Writer:
   """Writes the lists of a function."""
 
   def __init__(self, compiled: bool, differentiable: bool) -> None:
+    # Steps and values are numbered through all lists.
     self.numbers, self.slots = itertools.count(), itertools.count()
     self.compiled, self.differentiable = compiled, differentiable
+    # Of the list that is being written. `body` puts those of the list around aside.
     self.consts: dict[int, Array] = {}
     self.avals: dict[int, ShapedArray] = {}
     self.steps: list[Step] = []
@@ -143,7 +152,7 @@ class _Writer:
   def body(
     self, program: Program, around: Step | None = None, place: int = 0, runs: int | None = 1
   ) -> Body:
-    """Returns a jaxpr as a list of its own: number `place` of those in `around`."""
+    """Returns a jaxpr as a list of its own. It is number `place` of the jaxprs in `around`."""
     outer = self.consts, self.avals, self.steps
     self.consts, self.avals, self.steps = {}, {}, []
     inputs = tuple(map(self._typed, opened(program).invars))
@@ -154,6 +163,7 @@ class _Writer:
     return body
 
   def _typed(self, var: Var) -> int:
+    """Returns a new number for an input or a constant, and notes its type."""
     slot = next(self.slots)
     self.avals[slot] = aval_of(var)
     return slot
@@ -166,7 +176,7 @@ class _Writer:
     place: int = 0,
     runs: int | None = 1,
   ) -> tuple[Slot, ...]:
-    """Writes a jaxpr for these arguments, and returns its results."""
+    """Writes the equations of a jaxpr for these arguments, and returns its results."""
     jaxpr, consts = opened(program), getattr(program, "consts", ())
     env: dict[Var, Slot] = dict(zip(jaxpr.invars, args, strict=True))
     for var, value in zip(jaxpr.constvars, consts, strict=True):
@@ -182,7 +192,7 @@ class _Writer:
     return tuple(map(read, jaxpr.outvars))
 
   def _write_one(self, step: Step) -> tuple[Slot, ...]:
-    """Writes an equation, of a call the steps inside, and returns its results."""
+    """Writes an equation, or the steps inside a call, and returns its results."""
     inner = inner_jaxprs(step.eqn)
     if inner is None:
       return self._append(dataclasses.replace(step, is_unknown=True))
@@ -190,13 +200,14 @@ class _Writer:
       return self._append(step, inner)
     if not inner or inner[0].operands is None or self._is_one(step):
       return self._append(step)
+    # A call: its steps join this list, and it is only the `around` of these.
     ins: tuple[Slot, ...] = step.ins
     if self.compiled and _keeps_recomputed_apart(step.eqn):
       ins = self._append(dataclasses.replace(step, eqn=_barrier_before(step.eqn)))
     return self._write(inner[0].program, [ins[i] for i in inner[0].operands], step)
 
   def _is_one(self, step: Step) -> bool:
-    """Whether a call stays one step, since it has a derivative of its own."""
+    """Whether a call stays one step, since it has a derivative rule."""
     return self.differentiable and step.holds in HAS_DERIVATIVE
 
   def _append(self, step: Step, inner: tuple[Inner, ...] = ()) -> tuple[int, ...]:
@@ -207,6 +218,7 @@ class _Writer:
       self.steps.append(dataclasses.replace(step, number=number, outs=outs))
       return outs
     step = dataclasses.replace(step, number=number)
+    # The number and `step` come before the bodies: steps inside refer to it, and follow it.
     if step.holds is Holds.WHILE:
       inner = (inner[0], _of_lanes(*inner))
     bodies = tuple(
@@ -233,7 +245,7 @@ def _unwritten(
     position: its number in its jaxpr.
     around: the step that holds the jaxpr; None for the outermost one.
     place: the number of the jaxpr in `around`.
-    runs: how often the jaxpr runs each time `around` does; None if that depends on values.
+    runs: the runs of the jaxpr in each run of `around`; None if they depend on values.
   """
   if around is None:
     return Step(-1, (position,), eqn, None, ins=ins)
@@ -251,6 +263,7 @@ def _unwritten(
 def _needed(steps: Sequence[Step], outputs: Sequence[Slot]) -> list[Step]:
   """Returns the steps that an output depends on, and those with effects."""
   needed: list[Step] = []
+  # Backwards, so that all readers of a step are met before it.
   read = {slot for slot in outputs if isinstance(slot, int)}
   for step in reversed(steps):
     if step.eqn.effects or not read.isdisjoint(step.outs):
@@ -261,7 +274,7 @@ def _needed(steps: Sequence[Step], outputs: Sequence[Slot]) -> list[Step]:
 
 
 def _keeps_recomputed_apart(eqn: JaxprEqn) -> bool:
-  """Whether `remat` computes an equation again, and the compiler must not reuse the first time."""
+  """Whether `remat` runs an equation again, and the compiler must not reuse the first result."""
   return bool(eqn.params.get("prevent_cse") and eqn.params.get("differentiated"))
 
 
@@ -273,9 +286,9 @@ def _barrier_before(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _of_lanes(test: Inner, body: Inner) -> Inner:
-  """Returns the body of a while, which under `vmap` keeps the values of lanes that have ended.
+  """Returns the body of a `while`. Under `vmap`, lanes that have ended keep their values.
 
-  The condition of each lane is then one more argument of it.
+  The body then has one more argument: the condition of each lane.
   """
   (goes_on,) = test.jaxpr.outvars
   if shape_of(goes_on) == ():
@@ -284,6 +297,7 @@ def _of_lanes(test: Inner, body: Inner) -> Inner:
 
   def new_where_going(*args: Array) -> list[Array]:
     *operands, going = args
+    # The carry is at the end of the operands, and is all that the body returns.
     new = eval_jaxpr(body.jaxpr, getattr(body.program, "consts", ()), *operands)
     pairs = zip(operands[len(operands) - carried :], new, strict=True)
     return [

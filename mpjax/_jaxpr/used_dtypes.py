@@ -1,4 +1,8 @@
-"""In which dtype a jaxpr uses what it is given, and storing it in that: less, at no change."""
+"""Find the dtypes to which a function rounds its arguments, and store the arguments in them.
+
+Arguments that are rounded at each use need less memory if they are stored rounded. No result
+changes.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -12,10 +16,10 @@ from mpjax._jaxpr.graph import Graph, Operation, Value
 
 
 def used_dtypes(fun: Function, tree: PyTree, *args: PyTree) -> list[DType | None]:
-  """Returns for each leaf of `tree` the one floating dtype that `fun(tree, *args)` rounds it to.
+  """Returns for each leaf of `tree` the one dtype to which `fun(tree, *args)` rounds it.
 
-  None for a leaf that some operation uses as it is, or that is rounded to several dtypes, or never
-  used. Arguments are trees of arrays, or of their shapes and dtypes.
+  It is None for a leaf that an operation uses unrounded, that is rounded to several dtypes, or that
+  is unused. Arguments are trees of arrays, or of their shapes and dtypes.
   """
   graph = Graph(jax.make_jaxpr(fun)(tree, *args))
   leaves = graph.arguments[: len(jax.tree.leaves(tree))]
@@ -30,10 +34,10 @@ def store_as_used(
   kwargs: Mapping[str, PyTree],
   where: str,
 ) -> Params:
-  """Returns parameters with each in the dtype that `fun(params, *args, **kwargs)` rounds it to.
+  """Returns parameters in the dtypes to which `fun(params, *args, **kwargs)` rounds them.
 
-  Arrays among the arguments may have any values, or none; all else is given to `fun` as it is.
-  A finite value that does not fit raises MpjaxValueError; `where` is the public call.
+  Arrays among the arguments may be shapes and dtypes alone. Other arguments are passed unchanged. A
+  finite value that does not fit raises MpjaxValueError; `where` is the public call.
   """
   leaves, treedef = jax.tree.flatten((args, kwargs))
   kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -41,21 +45,21 @@ def store_as_used(
 
   def call(params: Params, arrays: dict[int, Array]) -> list[Leaf]:
     args, kwargs = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])
-    # What else a model returns, such as the name of something, is no result of a jaxpr.
+    # A model may also return strings or None, which are no results of a jaxpr.
     return [x for x in jax.tree.leaves(fun(params, *args, **kwargs)) if hasattr(x, "dtype")]
 
   return cast_leaves(params, used_dtypes(call, params, arrays), where)
 
 
 def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyTree:
-  """Returns a tree with each floating leaf in its dtype; an array that is at two paths stays one.
+  """Returns a tree with each floating leaf in a dtype; None leaves a leaf unchanged.
 
-  None leaves a leaf as it is. If two dtypes are asked of one array, it gets one that holds both.
-  Arrays keep their sharding, and NumPy's stay NumPy's. A finite value that does not fit raises
-  MpjaxValueError; `where` is the public call.
+  An array at two paths stays one array. If two dtypes are asked for it, it gets one that holds
+  both. Arrays keep their sharding, and NumPy arrays stay NumPy arrays. A finite value that does not
+  fit raises MpjaxValueError; `where` is the public call.
   """
   paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-  # Weights that are tied are one array.
+  # By id, since tied weights are one array at several paths.
   asked: dict[int, list[DType]] = {}
   for (_, x), dtype in zip(paths, dtypes, strict=True):
     if is_floating(x):
@@ -64,7 +68,7 @@ def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyT
   casts: dict[str, tuple[Leaf, Leaf]] = {}
   for path, x in paths:
     if id(x) in asked and id(x) not in new:
-      # Of two narrow types neither holds the other (bfloat16 and float16, say).
+      # Neither of bfloat16 and float16 holds the numbers of the other. Float32 holds both.
       distinct = {*asked[id(x)]}
       several = {*distinct, FLOAT32} if len(distinct) > 1 else distinct
       new[id(x)] = cast_leaf(x, max(several, key=lambda dtype: dtype.itemsize))
@@ -74,9 +78,9 @@ def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyT
 
 
 def _uses(value: Value, returned: Collection[Value]) -> set[DType | None]:
-  """Returns the dtypes that a value is rounded to; None is among them for any other use."""
+  """Returns the dtypes to which a value is rounded; None is among them if it has another use."""
   uses: set[DType | None] = set()
-  copies = [value]  # The value, and what it is moved to. The loop appends to it.
+  copies = [value]  # the value and all moved copies of it; the loop appends to the list
   for copy in copies:
     if copy in returned:
       uses.add(None)
@@ -89,7 +93,7 @@ def _uses(value: Value, returned: Collection[Value]) -> set[DType | None]:
 
 
 def _rounded_to(value: Value, operation: Operation) -> DType | None:
-  """Returns the dtype that an operation rounds a value to; None if it does anything else."""
+  """Returns the dtype to which an operation rounds a value; None if it does anything else."""
   if not operation.casts:
     return None
   (new,) = operation.results
@@ -100,10 +104,11 @@ def _rounded_to(value: Value, operation: Operation) -> DType | None:
 
 
 def _moves(operation: Operation) -> bool:
-  """Whether an operation moves one operand, which may be so in any dtype."""
+  """Whether an operation moves one operand, so that it may do so in another dtype."""
   if operation.joins:
-    # What a loop carries, or a branch returns, has the dtype of the other values that join it.
+    # A carry, and a result of branches, shares its dtype with the other values that join it.
     fixed = any(each.times is None or each.carry for each in operation.step.inner)
     return operation.joins == "enter" or (operation.joins == "leave" and not fixed)
+  # Two operands, as of a concatenation, have one dtype, so one of them cannot change alone.
   floating = {v for v in operation.operands if v.is_floating}
   return operation.moves and len(floating) <= 1

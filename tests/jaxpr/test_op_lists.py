@@ -164,13 +164,13 @@ REFUSED_EDITS = [
   ({"half": ["dot"]}, "half", "make_jaxpr prints", "'dot'", "Primitive object", ValueError),
   (
     {"half": ["exp"], "keep": ["abs", "exp"]},
-    *("keep", "in one part", "'exp', which is given for half too", "Take it out", ValueError),
+    *("keep", "in one part", "'exp', which is also given for half", "Remove it", ValueError),
   ),
   (
     {"half": ["exp"], "conditional": {"exp": keep}},
-    *("conditional", "in one part", "given for half too", "Take it out", ValueError),
+    *("conditional", "in one part", "also given for half", "Remove it", ValueError),
   ),
-  ({"half": ["scan"]}, "half", "first-order", "'scan'", "full_precision", ValueError),
+  ({"half": ["scan"]}, "half", "inner jaxpr", "'scan'", "full_precision", ValueError),
   ({"half": ["pallas_call"]}, "half", "can be chosen", "'pallas_call'", "Write the", ValueError),
   ({"conditional": ["exp"]}, "conditional", "a dict", "['exp']", "lambda", TypeError),
   ({"conditional": {"exp": "keep"}}, "conditional", "function", "'keep'", "lambda", TypeError),
@@ -189,22 +189,29 @@ REFUSED_FIELDS = [
     {"conditional": (("exp", WithoutHash()),)},
     *("conditional", "a hashable function", "WithoutHash", "dict", TypeError),
   ),
-  ({"keep": frozenset(["exp"])}, "keep", "in one place", "'exp'", 'keep=["exp"]', ValueError),
+  ({"keep": frozenset(["exp"])}, "keep", "in one part", "'exp'", 'keep=["exp"]', ValueError),
   (
     {"conditional": (("exp", keep),)},
     *(
       "conditional",
-      "in one place",
-      "'exp', which is in another",
-      "leaves the other list",
+      "in one part",
+      "'exp', which is also in another",
+      "removes it from there",
       ValueError,
     ),
   ),
   (
     {"conditional": (("a", keep), ("a", keep))},
-    *("conditional", "in one place", "'a'", "leaves the other list", ValueError),
+    *("conditional", "in one part", "'a'", "removes it from there", ValueError),
   ),
-  ({"half": frozenset(["scan"])}, "half", "first-order", "'scan'", "is entered", ValueError),
+  (
+    {"half": frozenset(["scan"])},
+    "half",
+    "inner jaxpr",
+    "'scan'",
+    "rewrites the jaxpr",
+    ValueError,
+  ),
 ]
 
 
