@@ -33,36 +33,29 @@ class Active:
 
   Each distinct state costs a trace of every small jitted function of `jax.numpy`. A state
   therefore omits the called module and its path.
-
-  Fields:
-    around: the policy of the module that is called, as the modules inside inherit it.
-    entered: whether a module has been entered, so that the policy began further out.
-    tracing: whether the call is traced, and will be rewritten.
-    region: the mark on the operations of the module that is called.
-    casting: classes of modules that raise in float32, and are called in their compute dtype. Inside
-      such a module it is `EVERY`.
-    keeping: names of the classes of modules whose own `dtype` has to reach a kernel.
-    keeps_dtypes: whether the module, or one around it, is of a class in `keeping`. Then no own
-      `dtype` is replaced.
-    as_python: the paths of modules that run as Python, because they look at values.
-    in_region: whether the call is inside `mpjax.full_precision` or `mpjax.low_precision`, where no
-      policy is active.
-    in_low_precision: whether it is inside `mpjax.low_precision`.
-    failed: where to note the class of a module that raises.
-    token: the scope of `mpjax.policy_scope` that was entered last, or None.
   """
 
+  # The policy of the module that is called. The modules inside inherit it.
   around: ModulePolicy = NO_POLICY
-  entered: bool = False
-  tracing: bool = False
-  region: str = ""
+  entered: bool = False  # whether a module has been entered, so that the policy began further out
+  tracing: bool = False  # whether the call is traced, and will be rewritten
+  region: str = ""  # the mark on the operations of the module that is called
+  # Classes of modules that raise in float32, and are called in their compute dtype. Inside such a
+  # module it is `EVERY`.
   casting: frozenset[Class] = frozenset()
+  # Names of the classes of modules whose own `dtype` must reach a kernel.
   keeping: frozenset[str] = frozenset()
+  # Whether the module, or one around it, is of a class in `keeping`. Then no own `dtype` is
+  # replaced.
   keeps_dtypes: bool = False
-  as_python: frozenset[str] = frozenset()
+  as_python: frozenset[str] = frozenset()  # paths of modules that run as Python: they read values
+  # Whether the call is inside `mpjax.full_precision` or `mpjax.low_precision`, where no policy is
+  # active.
   in_region: bool = False
-  in_low_precision: bool = False
-  failed: list[Class] | None = dataclasses.field(default=None, compare=False)
+  in_low_precision: bool = False  # whether it is inside `mpjax.low_precision`
+  # These two are mutable, so they take no part in comparisons.
+  failed: list[Class] | None = dataclasses.field(default=None, compare=False)  # see `_Tracing.note`
+  # The scope of `mpjax.policy_scope` that was entered last, or None.
   token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 
   def __hash__(self) -> int:
@@ -70,32 +63,35 @@ class Active:
 
 
 NUMBERS = 1024
-"""How many active states have a number. In a state that has lost its number, functions are traced
-again."""
+"""The number of active states that keep their `_Number`. A state without one is traced again."""
 
 
 class _Number(int):
   """The number of an active state. Equal states have the same."""
 
-  # JAX has it in the keys of its cache of compiled functions, a table of C++ that has no lock. If
-  # Python code compared or hashed keys, another thread could change the table meanwhile, and the
-  # process would crash. An int is compared and hashed in C.
+  # JAX has it in the keys of its cache of compiled functions, a C++ table without a lock. If Python
+  # code compared or hashed keys, another thread could change the table meanwhile, and the process
+  # would crash. An int is compared and hashed in C.
   state: Active
 
 
 class _ActiveState:
   """The active state of each thread, which a `with` block sets."""
 
-  # JAX has a user context in every key of the cache of jit, and no other value of a user.
+  # A user context is the only value of a user that JAX puts into every key of the cache of jit.
   _number = jax.make_user_context(None)
 
   @property
   def value(self) -> Active | None:
+    """The active state of this thread, or None."""
     return getattr(self._number.value, "state", None)
 
   def __call__(self, state: Active | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which a state is active."""
     if state is None:
       return self._number(None)
+    # States that differ in `failed` or `token` alone have one number. The cache of numbers must not
+    # keep these objects alive.
     rest: dict[str, Any] = {f.name: None for f in dataclasses.fields(state) if not f.compare}
     number = _Number(_number_of(dataclasses.replace(state, **rest)))
     number.state = state
@@ -103,7 +99,7 @@ class _ActiveState:
 
 
 _numbers = itertools.count()
-# A number that was dropped from the cache is not used again.
+# A counter, so that a number that the cache has dropped is never given to another state.
 _number_of = functools.lru_cache(maxsize=NUMBERS)(lambda *_: next(_numbers))
 
 ACTIVE = _ActiveState()
@@ -111,6 +107,7 @@ ACTIVE = _ActiveState()
 
 
 def in_region() -> bool:
+  """Whether the caller is inside `full_precision` or `low_precision`, where no policy is active."""
   return ACTIVE.value is not None and ACTIVE.value.in_region
 
 
@@ -129,12 +126,12 @@ class ScopeToken:
 class AuditedModule(NamedTuple):
   """A module that was called under a policy, see `ModulePolicy`. The policy beats `own_dtype`."""
 
-  name: str
+  name: str  # its class
   policy: Policy | None
-  rule: Rule | None
-  own_dtype: str | None
-  is_norm: bool = False
-  hidden: tuple[Rule, ...] = ()
+  rule: Rule | None  # the rule that gives the policy
+  own_dtype: str | None  # its attribute `dtype`
+  is_norm: bool = False  # whether it is a norm of Flax
+  hidden: tuple[Rule, ...] = ()  # later rules that match it too
 
 
 class AuditRecord:
@@ -155,6 +152,7 @@ class AuditRecord:
     self.rules, self.hidden = Counter[Rule](), Counter[Rule]()
 
   def note(self, path: str, module: AuditedModule) -> None:
+    """Notes a module that is called. Only its first call counts for the rules."""
     if path not in self.modules and module.rule is not None:
       self.rules[module.rule] += 1
       self.hidden.update(module.hidden)
@@ -201,10 +199,13 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
 
   @functools.wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-    around, call = ACTIVE.value or Active(in_region=True), (args, kwargs)
+    around = ACTIVE.value or Active(in_region=True)
+    # Without a policy, or inside another `full_precision`, arguments stay in their dtypes.
     if around.in_low_precision or not around.in_region:
-      call, around = map_arrays(low_to_float32, call), type(around)(in_region=True)
+      args, kwargs = map_arrays(low_to_float32, (args, kwargs))
+      # The class of the state is that of Linen in a call of a Linen model.
+      around = type(around)(in_region=True)
     with jax.named_scope(SCOPE), ACTIVE(around):
-      return fn(*call[0], **call[1])
+      return fn(*args, **kwargs)
 
   return wrapped

@@ -17,14 +17,14 @@ NAMES: dict[str, str] = {
   **{"f16": "float16", "fp16": "float16", "half": "float16", "bf16": "bfloat16"},
   **{"f32": "float32", "fp32": "float32", "full": "float32", "f64": "float64", "fp64": "float64"},
 }
-"""Every accepted spelling of a dtype. "float", "double" and None are not among them: NumPy reads
-them as float64, and they are easily written by accident."""
+"""All accepted spellings of a dtype. "float", "double" and None are left out: NumPy reads them as
+float64, and users write them by accident."""
 
 _FLOATING = "a floating dtype such as 'float32'"
 
 
 def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
-  """Returns the floating dtype that a name ("bf16"), a scalar type or a `np.dtype` names.
+  """Returns the floating dtype of a name ("bf16"), a scalar type or a `np.dtype`.
 
   Args:
     dtype: the argument of a public call.
@@ -34,6 +34,7 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
     MpjaxValueError: an unknown name, or float64 without `jax_enable_x64`.
     MpjaxTypeError: the dtype is not floating, or the argument names no dtype.
   """
+  # NumPy would accept the next two, as float64.
   if isinstance(dtype, str) and dtype in ("float", "double"):
     fix = "NumPy reads this name as float64; write 'float32' (or 'float64' with jax_enable_x64)."
     raise MpjaxValueError(where, expected=_FLOATING, got=repr(dtype), fix=fix)
@@ -44,6 +45,7 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
   if not jnp.issubdtype(parsed, jnp.floating):
     fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
     raise MpjaxTypeError(where, expected=_FLOATING, got=parsed.name, fix=fix)
+  # Without `jax_enable_x64` JAX would silently use float32 in its place.
   if parsed == np.float64 and jax.dtypes.canonicalize_dtype(parsed) != parsed:
     fix = "Without jax_enable_x64 JAX would give float32; enable it or ask for 'float32'."
     raise MpjaxValueError(where, expected=_FLOATING, got=parsed.name, fix=fix)
@@ -51,9 +53,9 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
 
 
 def _any_dtype(dtype: DTypeLike, where: str) -> DType:
-  """Returns the dtype that `parse_dtype` is given, floating or not."""
+  """Returns the dtype of the argument of `parse_dtype`, floating or not."""
   try:
-    # NumPy knows more names than `NAMES`. So an error calls "int32" a dtype that is not floating.
+    # NumPy knows more names than `NAMES`. The error for "int32" then says that it is not floating.
     return jnp.dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
   except TypeError:
     if isinstance(dtype, str):
@@ -69,7 +71,7 @@ _NAMES: dict[str, MatmulPrecision] = {
   **{preset.name: preset for preset in jax.lax.DotAlgorithmPreset},
   **{precision.name: precision for precision in jax.lax.Precision},
 }
-"""The precisions of JAX by name. A preset and a precision are both called DEFAULT."""
+"""The precisions of JAX by name. Both classes have a DEFAULT, of which the precision is taken."""
 
 _SHORT = "'default', 'high', 'highest'"
 
@@ -77,12 +79,12 @@ _SHORT = "'default', 'high', 'highest'"
 def parse_precision(
   precision: object, compute: DType, weight_grad: DType | None
 ) -> MatmulPrecision:
-  """Returns the precision of JAX that an argument of `mpjax.Policy` is or names, in any case.
+  """Returns the precision of JAX of an argument of `mpjax.Policy`.
 
   Args:
-    precision: the argument.
-    compute: the compute dtype of the policy, which a preset has to multiply.
-    weight_grad: the dtype of its weight gradients, which a preset has to add up in, or None.
+    precision: the argument: a precision, a preset, or the name of one in any case.
+    compute: the compute dtype of the policy. A preset must multiply it.
+    weight_grad: the dtype of weight gradients, or None. A preset must add up in it.
 
   Raises:
     MpjaxValueError: an unknown name, or a preset that does not fit the dtypes.
@@ -106,6 +108,7 @@ def parse_precision(
     expected = f"{_SHORT}, or an algorithm for {compute.name}: {fitting}"
     fix = "Write one of these, or the compute_dtype that the name of the algorithm begins with."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  # Only a preset has it. The matmul of a weight gradient sums in this dtype, whatever it returns.
   accumulation = getattr(parsed, "accumulation_type", None)
   if accumulation is None or weight_grad is None:
     return parsed
@@ -117,7 +120,8 @@ def parse_precision(
 
 
 def written(precision: MatmulPrecision) -> str:
-  """Returns the name of a precision, as `parse_precision` takes it and JAX writes it."""
+  """Returns the name of a precision, as `parse_precision` accepts it and JAX writes it."""
+  # JAX writes presets in upper case, and the precisions "default", "high" and "highest" in lower.
   is_preset = isinstance(precision, jax.lax.DotAlgorithmPreset)
   return precision.name if is_preset else precision.name.lower()
 
@@ -137,22 +141,16 @@ _TENSOR_CORES: tuple[tuple[int, int, str, tuple[str, ...]], ...] = (
   (9, 0, "Hopper", ("bfloat16", "float16", "float8")),
   (10, 0, "Blackwell", ("bfloat16", "float16", "float8", "mxfp8", "nvfp4")),
 )
-"""Generations of Tensor Cores: the first compute capability, the name, and the dtypes and formats
-that they multiply, the better one for training first."""
+"""Generations of Tensor Cores: the first compute capability, the name, and the supported dtypes and
+formats. The better dtype for training comes first."""
 
 
 class Hardware(NamedTuple):
-  """The units of a device that multiply matrices.
+  """The units of a device that multiply matrices."""
 
-  Fields:
-    units: their name.
-    dtypes: the low-precision dtypes that they multiply, the better one for training first.
-    float32_as: the format in which they multiply float32, unless `jax_default_matmul_precision`
-      says otherwise.
-  """
-
-  units: str
-  dtypes: tuple[str, ...] = ()
+  units: str  # their name
+  dtypes: tuple[str, ...] = ()  # the low-precision dtypes they multiply, the better one first
+  # The format in which they multiply float32 without `jax_default_matmul_precision`.
   float32_as: str = "float32"
 
 
@@ -166,9 +164,11 @@ def hardware_of(platform: str, capability: object = None) -> Hardware:
   if not major.isdecimal():
     return Hardware("not known to mpjax")
   version = (int(major), int(minor) if minor.isdecimal() else 0)
+  # The table is in ascending order, so the last row is the newest generation of the device.
   rows = [row for row in _TENSOR_CORES if row[:2] <= version]
   if not rows:
     return Hardware(f"no Tensor Cores (compute capability {capability})")
   *_, name, dtypes = rows[-1]
   units = f"Tensor Cores of the {name} generation (compute capability {capability})"
+  # TF32 came with Ampere, as bfloat16 did.
   return Hardware(units, dtypes, "TF32" if "bfloat16" in dtypes else "float32")

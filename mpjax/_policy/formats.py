@@ -1,7 +1,8 @@
 """The formats of matmuls: `Float8`, `MXFP8`, `NVFP4` and `Int8`, and the texts of their options.
 
 A text is the name of a format and its options, separated by colons: "float8:row:skip=none". The
-fields of a dataclass say all that is known of its options: their names, defaults and choices.
+fields of a dataclass declare the names, defaults and choices of its options. All code here derives
+from them.
 """
 
 import contextlib
@@ -27,8 +28,12 @@ Size: TypeAlias = int | None
 Sizes: TypeAlias = tuple[tuple[Size, Size], ...]
 
 MULTIPLE = 16
-"""Each size of a matmul in a format is a multiple of this: the units read 16 bytes at once."""
+"""The number that each size of a matmul in a format must be a multiple of.
 
+Tensor Cores read 16 bytes at once.
+"""
+
+# Random bits are made of uint32 numbers.
 _LARGEST_SEED = 2**32 - 1
 
 _TOO_SMALL: dict[str, Sizes] = {
@@ -36,7 +41,10 @@ _TOO_SMALL: dict[str, Sizes] = {
   "row": ((None, 2048), (1024, None), (2048, 4096)),
   "block": ((None, 2048), (1024, None), (2048, 4096)),
 }
-"""Sizes at which torchao measured float8 to be slower than bfloat16 on H100, see `Float8.skip`."""
+"""Sizes (K, N) up to which torchao measured float8 to be slower than bfloat16 on H100.
+
+See `Float8.skip`.
+"""
 
 
 class Format:
@@ -50,9 +58,11 @@ class Format:
     for field in _fields(type(self)):
       where = f"mpjax.{type(self).__name__}({field.name}=...)"
       value = _checked(field, getattr(self, field.name), where)
-      object.__setattr__(self, field.name, value)
+      object.__setattr__(self, field.name, value)  # The subclasses are frozen.
 
   def __str__(self) -> str:
+    # Words without a name come first, then "name=value". Defaults are left out, so that equal
+    # options have one text and a new option changes no text.
     words, pairs = [name_of(type(self))], []
     names = {option: word for word, option in _words(type(self)).items()}
     for field in _fields(type(self)):
@@ -218,11 +228,11 @@ class Int8(Format):
   skip: Sizes = ()
 
 
-# What recipes ask the options of any format.
+# Questions of the recipes about the options of any format.
 
 
 def name_of(cls: type[Format]) -> str:
-  """Returns the name of a format, with which its texts begin."""
+  """Returns the name of a format. Its texts begin with it."""
   return cls.__name__.lower()
 
 
@@ -242,11 +252,12 @@ def why_not(options: Any, depth: int, columns: int, *, multiple: int = MULTIPLE)
     options: those of a format.
     depth: K, the length of the sums.
     columns: N, the number of columns of the weight.
-    multiple: what both sizes are multiples of in the format.
+    multiple: the number that both sizes must be multiples of.
   """
   for name, size in (("K", depth), ("N", columns)):
     if size % multiple:
       return f"{name}={size} is no multiple of {multiple}"
+  # A matmul is too small if it is within both sizes of a pair. None in a pair is any size.
   skip = _TOO_SMALL[options.scaling] if options.skip is None else options.skip
   for most in skip:
     if all(n is None or size <= n for size, n in zip((depth, columns), most, strict=True)):
@@ -261,25 +272,28 @@ class _Field(NamedTuple):
   """A field of a format, as its dataclass declares it."""
 
   name: str
-  type: Any
+  type: Any  # a `Literal`, `bool`, `int` or `Sizes`
   default: Any
 
   @property
   def choices(self) -> tuple[str, ...]:
+    """The values of a `Literal`; none for other types."""
     is_choice = typing.get_origin(self.type) is Literal
     return typing.get_args(self.type) if is_choice else ()
 
 
 def _fields(cls: type[Format]) -> Iterator[_Field]:
+  """Yields the fields of a format in the order of the class."""
   for field in dataclasses.fields(typing.cast("Any", cls)):
     yield _Field(field.name, field.type, field.default)
 
 
 def _words(cls: type[Format]) -> dict[str, tuple[str, Any]]:
-  """Returns the words of a text that need no name of an option, and what they set.
+  """Returns the words that set an option without its name: the option and the value of each.
 
   Such a word is the name of a flag, or a choice that only one option has.
   """
+  # "half" is a choice of two options, so it needs a name. "row" is a choice of `scaling` alone.
   fields = list(_fields(cls))
   choices = [choice for field in fields for choice in field.choices]
   words: dict[str, tuple[str, Any]] = {}
@@ -293,7 +307,7 @@ def _words(cls: type[Format]) -> dict[str, tuple[str, Any]]:
 
 
 def _checked(field: _Field, value: Any, where: str) -> Any:
-  """Returns the value of an option as it is kept; raises an error unless it is allowed."""
+  """Returns the value of an option in its stored form; raises an error unless it is allowed."""
   if field.choices:
     check_choice(value, field.choices, where)
     return value
@@ -302,11 +316,13 @@ def _checked(field: _Field, value: Any, where: str) -> Any:
     return value
   if field.type is int:
     return check_int(value, where, least=0, most=_LARGEST_SEED, fix="Write seed=0.")
-  may_be_none = field.default is None
-  return None if value is None and may_be_none else _checked_sizes(value, where)
+  if value is None and field.default is None:
+    return None
+  return _checked_sizes(value, where)
 
 
 def _checked_sizes(skip: Any, where: str) -> Sizes:
+  """Returns pairs of sizes as tuples, so that they can be hashed."""
   if not isinstance(skip, (tuple, list)) or not all(map(_is_pair, skip)):
     raise MpjaxValueError(
       where,
@@ -318,6 +334,7 @@ def _checked_sizes(skip: Any, where: str) -> Sizes:
 
 
 def _is_pair(pair: object) -> bool:
+  """Whether a value is a pair of sizes; True and False are no sizes."""
   if not isinstance(pair, (tuple, list)) or len(pair) != 2:
     return False
   return all(size is None or (type(size) is int and size >= 0) for size in pair)
@@ -329,12 +346,14 @@ def _written(value: Any) -> str:
     return str(value).lower()
   if not isinstance(value, tuple):
     return str(value)
+  # Sizes, such as "4096x1024|*x512". A comma would end the item of a policy.
   pairs = ["x".join("*" if size is None else str(size) for size in pair) for pair in value]
   return "|".join(pairs) or "none"
 
 
 def _read(field: _Field, text: str) -> Any:
   """Returns the value of an option from its text; raises ValueError for a malformed one."""
+  # A text that is no choice or no flag is returned as it is. `_checked` refuses it.
   if field.choices:
     return text
   if field.type is bool:
@@ -347,11 +366,12 @@ def _read(field: _Field, text: str) -> Any:
 
 
 def _read_size(text: str) -> Size:
+  """Returns a size of a pair; None for any size."""
   return None if text == "*" else int(text)
 
 
 def _read_options(cls: type[Format], items: Sequence[str], where: str, text: str) -> Format:
-  """Returns the options of a format that the items of a text set."""
+  """Returns a format with the options that the items of a text set."""
   words, fields = _words(cls), {field.name: field for field in _fields(cls)}
   options: dict[str, Any] = {}
   for item in items:
@@ -359,7 +379,7 @@ def _read_options(cls: type[Format], items: Sequence[str], where: str, text: str
     if item in words:
       name, value = words[item]
     elif equals and name in fields:
-      with contextlib.suppress(ValueError):
+      with contextlib.suppress(ValueError):  # `_checked` then refuses the text itself.
         value = _read(fields[name], value)
     if name not in fields or name in options:
       raise _unknown_option(cls, item, where, text)
@@ -368,7 +388,7 @@ def _read_options(cls: type[Format], items: Sequence[str], where: str, text: str
 
 
 def _unknown_option(cls: type[Format], item: str, where: str, text: str) -> MpjaxValueError:
-  """Returns the error for an item of a text that is no option, or that is given twice."""
+  """Returns the error for an item of a text that is not an option, or is given twice."""
   items = [*_words(cls), *(f"{field.name}=" for field in _fields(cls))]
   return MpjaxValueError(
     where,
@@ -382,11 +402,11 @@ def _unknown_option(cls: type[Format], item: str, where: str, text: str) -> Mpja
 
 
 def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
-  """Returns the recipe for matmuls that an argument of a policy is or names.
+  """Returns the recipe for matmuls of an argument of a policy.
 
   Args:
     matmul: the options of a format or their text, or another recipe or its text
-      "package.module:NAME". The text of a recipe has to lead back to it, because a jaxpr holds the
+      "package.module:NAME". The text of a recipe must lead back to it, because a jaxpr holds the
       text.
     compute: the compute dtype of the policy.
     where: the public call and the argument, for errors.
@@ -395,6 +415,7 @@ def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
     MpjaxValueError: an unknown text, or a recipe that does not fit the compute dtype.
     MpjaxTypeError: the argument is neither a recipe nor a text.
   """
+  # An object goes through its text too, which shows that the text leads back to it.
   recipe = _read_recipe(str(matmul).strip(), where)
   is_text = isinstance(matmul, str)
   if recipe is None or not (is_text or matmul == recipe):
@@ -402,8 +423,9 @@ def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
   got = f"{recipe} with compute_dtype={compute.name}"
   if compute not in HALVES:
     expected = f"a policy that computes in {' or '.join(HALF_NAMES)}"
-    fix = 'Write compute_dtype="bfloat16": all that is no large matmul runs in it.'
+    fix = 'Write compute_dtype="bfloat16". Other operations and small matmuls run in it.'
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  # "bfloat16" in place of "half" must be the compute dtype. User recipes may lack both options.
   for name in ("input_grad", "weight_grad"):
     if getattr(recipe, name, None) in {*HALF_NAMES} - {compute.name}:
       expected = f"{name}={name_of(type(recipe))!r}, 'half' or {compute.name!r}"
@@ -417,14 +439,14 @@ def _read_recipe(text: str, where: str) -> Any:
   name, *items = text.split(":")
   if name in _FORMATS:
     return _read_options(_FORMATS[name], items, where, text)
-  if items:
+  if items:  # Without a colon, `resolve_name` would import any module.
     with contextlib.suppress(ImportError, AttributeError, ValueError):
       return pkgutil.resolve_name(text)
   return None
 
 
 def _refuse(matmul: Any, where: str) -> NoReturn:
-  """Raises the error for an argument that is no recipe and names none."""
+  """Raises the error for an argument that is not a recipe or the text of one."""
   names = [f"mpjax.{cls.__name__}" for cls in _FORMATS.values()]
   expected = f"{', '.join(names)}, its text such as 'float8:row', or a recipe 'package.module:NAME'"
   if not isinstance(matmul, str):

@@ -42,6 +42,7 @@ _AS_STRING = (
   "mpjax.Policy(compute_dtype='bfloat16')."
 )
 
+# Long keys, which `str` writes, and short ones.
 _KEYS = {
   **{"params": "param_dtype", "p": "param_dtype"},
   **{"compute": "compute_dtype", "c": "compute_dtype"},
@@ -108,6 +109,7 @@ class Policy:
     fields = vars(self)
     for name, dtype in dtypes.items():
       fields[name] = _parse_field(name, dtype)
+    # Each dtype is valid by itself. Now the fields are checked against each other.
     compute, weight_grad = self.compute_dtype, self.weight_grad_dtype
     _check_dtypes(self.param_dtype, compute, weight_grad)
     fields["precision"] = fields["matmul"] = None
@@ -138,10 +140,11 @@ class Policy:
     return parse_policy(policy, "mpjax.Policy.parse(policy)")
 
   def __str__(self) -> str:
+    # `parse` reads it. The marks of regions in jaxprs hold this text, too.
     texts: list[str] = []
     for key, name in _KEYS.items():
       value = getattr(self, name)
-      is_short = len(key) == 1
+      is_short = len(key) == 1  # Each field has a long key and perhaps a short one.
       if value is None or is_short:
         continue
       if name.endswith("_dtype"):
@@ -182,6 +185,7 @@ class Policy:
 
 def _parse_field(name: str, value: DTypeLike | None) -> DType | None:
   """Returns the dtype of the field `name` of a policy."""
+  # The other two fields have a dtype always, so `parse_dtype` refuses None for them.
   if value is None and name in ("output_dtype", "weight_grad_dtype"):
     return None
   where = f"mpjax.Policy({name}=...)"
@@ -189,9 +193,9 @@ def _parse_field(name: str, value: DTypeLike | None) -> DType | None:
   if dtype.itemsize == 1 and name != "param_dtype":
     raise MpjaxTypeError(
       where,
-      expected="a dtype that XLA promotes and adds in, such as 'bfloat16'",
+      expected="a dtype in which JAX can add, such as 'bfloat16'",
       got=dtype.name,
-      fix="8-bit formats need a scale for each tensor; here they can only be stored.",
+      fix="Use 8-bit dtypes for param_dtype only. For matmuls, write matmul=mpjax.Float8().",
     )
   return dtype
 
@@ -205,6 +209,7 @@ def _check_dtypes(param: DType, compute: DType, weight_grad: DType | None) -> No
       got=f"float64 with compute_dtype={compute.name}",
       fix="JAX multiplies float64 parameters in float64. Store them in float32.",
     )
+  # A narrower dtype would round gradients again. Float16 and bfloat16 do not hold each other.
   if weight_grad is None or weight_grad == compute:
     return
   if weight_grad.itemsize < 4 or weight_grad.itemsize <= compute.itemsize:
@@ -217,16 +222,16 @@ def _check_dtypes(param: DType, compute: DType, weight_grad: DType | None) -> No
 
 
 PolicyLike: TypeAlias = str | Policy
-"""Everywhere a policy is taken, a string is too."""
+"""The argument of each public call that takes a policy."""
 
 
 def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> Policy:
-  """Returns the policy that an argument of a public call is or names, see `Policy.parse`.
+  """Returns the policy of an argument of a public call, see `Policy.parse`.
 
   Args:
     policy: the argument.
     where: the public call and the argument, for errors.
-    example: the remedy in the error for a string that resembles no preset.
+    example: the fix in the error for a string that resembles no preset.
   """
   if isinstance(policy, Policy):
     return policy
@@ -234,7 +239,8 @@ def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> 
     raise _not_a_string(policy, where)
   name = policy.strip()
   dtype = NAMES.get(name.lower(), name)
-  if name.lower() not in _PRESETS:  # a short name, or another spelling, of a dtype
+  # "bfloat16" is a preset with one dtype for all. The short "bf16" means "mixed_bfloat16".
+  if name.lower() not in _PRESETS:
     name = _MIXED.get(dtype, dtype)
   items = _PRESETS.get(name, name)
   if "=" not in items:
@@ -243,7 +249,7 @@ def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> 
 
 
 def shortest_text(policy: Policy) -> str:
-  """Returns the name of the preset that a policy equals, or else its items."""
+  """Returns the name of the preset that a policy equals, or its items if there is none."""
   presets = {items: name for name, items in _PRESETS.items()}
   return presets.get(str(policy), str(policy))
 
@@ -260,6 +266,7 @@ def _parse_items(items: str, policy: str, where: str) -> dict[str, str]:
   for position, item in enumerate(items.split(","), start=1):
     key, _, value = (part.strip() for part in item.partition("="))
     field = _KEYS.get(key)
+    # Each branch but the last is an error, with its own fix.
     if not value:
       fix = "Write every item as key=dtype, with one comma between items."
     elif field is None:
@@ -275,7 +282,9 @@ def _parse_items(items: str, policy: str, where: str) -> dict[str, str]:
 
 
 def _not_a_string(policy: Any, where: str) -> MpjaxTypeError:
-  """Returns the error for an argument that is no policy; of a dtype it names the preset."""
+  """Returns the error for an argument that is not a policy; for a dtype it names the preset."""
+  # `jnp.bfloat16` has an attribute `dtype`. NumPy's scalar types, such as `np.float16`, have a
+  # descriptor of that name instead.
   is_scalar_type = isinstance(policy, type) and issubclass(policy, np.generic)
   dtype = np.dtype(policy) if is_scalar_type else getattr(policy, "dtype", policy)
   name = dtype.name if isinstance(dtype, np.dtype) else "bfloat16"
@@ -288,7 +297,7 @@ def _not_a_string(policy: Any, where: str) -> MpjaxTypeError:
 
 
 def _unknown_preset(policy: str, name: str, where: str, example: str | None) -> MpjaxValueError:
-  """Returns the error for a string that names no preset; it names those that were meant."""
+  """Returns the error for a string that names no preset; it suggests similar ones."""
   meant = _presets_like(name)
   if meant:
     fix = f"Did you mean {alternatives(meant)}?"
@@ -299,15 +308,17 @@ def _unknown_preset(policy: str, name: str, where: str, example: str | None) -> 
   return MpjaxValueError(where, expected=_EXPECTED, got=repr(policy), fix=fix)
 
 
+# Names of formats in other libraries.
 _FORMATS_OF_OTHERS = {"fp8": "float8", "fp4": "nvfp4"}
 
 
 def _presets_like(name: str) -> list[str]:
-  """Returns the presets that a name may mean, such as those of Lightning."""
+  """Returns the presets that a name may mean, such as "bf16-mixed" of Lightning."""
   pieces = re.split("([-_])", name.lower())
   lower = "".join(_FORMATS_OF_OTHERS.get(piece, piece) for piece in pieces)
   if name.startswith("16-"):  # "16-mixed" and "16-true" of Lightning are in float16.
     lower = f"f{name}"
+  # "bf16-true" means one dtype for all, which is the preset with the plain name.
   words = {NAMES.get(word, word) for word in lower.split("-")} - {"true"}
   presets = [preset for preset in _PRESETS if words <= {*preset.split("_")}]
   if words == {"mixed"}:
@@ -316,7 +327,10 @@ def _presets_like(name: str) -> list[str]:
 
 
 def _cast(tree: PyTree, dtype: DType) -> PyTree:
+  """Returns a tree with its floating arrays in a dtype, as arrays of JAX."""
+
   def leaf(x: Leaf) -> Leaf:
+    # NumPy arrays become arrays of JAX even if they have the dtype already.
     is_numpy = isinstance(x, (np.ndarray, np.generic)) and is_floating(x)
     return jnp.asarray(cast_leaf(x, dtype)) if is_numpy else cast_leaf(x, dtype)
 

@@ -46,6 +46,7 @@ class Rule:
   """
 
   policy: Policy | None
+  # Exactly one of these three is set.
   path: str | re.Pattern[str] | None
   module: Class | tuple[Class, ...] | None
   where: Callable[[Module], bool] | None = dataclasses.field(hash=False)  # It may have no hash.
@@ -74,6 +75,7 @@ class Rule:
     example = 'The policy comes first: Rule("float32", path="head").'
     parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)", example)
     _check_rewrite(rewrite, parsed)
+    # The class is frozen, so that a rule can be part of cache keys.
     for field, value in {"policy": parsed, **selectors, "rewrite": rewrite}.items():
       object.__setattr__(self, field, value)
 
@@ -99,6 +101,8 @@ class Rule:
       return isinstance(module, self.module)
     if self.where is None:
       return False
+    # A predicate often reads an attribute that only some modules have. The note says why it was
+    # called with another module.
     try:
       return bool(self.where(module))
     except (AttributeError, TypeError) as error:
@@ -124,11 +128,13 @@ def _selector_code(selector: Any) -> str:
 
 def _name_of(selector: Any) -> str:
   """Returns the name of a class or a function, without the function that defines it."""
+  # A `functools.partial` and other callable objects have no name.
   return getattr(selector, "__qualname__", repr(selector)).rpartition("<locals>.")[2]
 
 
 def quoted(text: str) -> str:
   """Returns a string as Python code, in double quotes if it contains none."""
+  # `repr` prefers single quotes.
   code = repr(text)
   return code if '"' in text else f'"{code[1:-1]}"'
 
@@ -188,6 +194,7 @@ def check_glob(glob: str, where: str, otherwise: str = "") -> None:
 
   `otherwise` is a sentence that says what else the call takes.
   """
+  # The root has the path "", so an empty glob is valid.
   has_empty_level = bool(glob) and "" in glob.split("/")
   if has_empty_level or glob.count("[") != glob.count("]") or set(glob) & _NOT_IN_GLOBS:
     raise MpjaxValueError(
@@ -202,23 +209,27 @@ def check_glob(glob: str, where: str, otherwise: str = "") -> None:
 @functools.lru_cache(maxsize=4096)
 def matches_glob(glob: str, path: str) -> bool:
   """Whether the names on a path match the levels of a glob; "**" is any number of them."""
-  # The cache makes it fast. Without it each "**" is tried at each position, which takes minutes.
+  # Without the cache, globs with several "**" would try each of them at each position, which takes
+  # minutes.
   (level, _, levels), (name, _, names) = glob.partition("/"), path.partition("/")
   if not glob:
     return not path
-  if level == "**":
+  if level == "**":  # It matches no level, or one level and then any number.
     return matches_glob(levels, path) or (bool(path) and matches_glob(glob, names))
   return bool(path) and fnmatch.fnmatchcase(name, level) and matches_glob(levels, names)
 
 
 def first_match(rules: Iterable[Rule], module: Module, path: str) -> Rule | None:
+  """Returns the first rule that matches a module, or None."""
   return next((rule for rule in rules if rule.matches(module, path)), None)
 
 
 def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
-  """Returns `rules` as a tuple; anything but an iterable of `Rule` is an MpjaxTypeError."""
+  """Returns `rules` as a tuple; raises MpjaxTypeError unless it is an iterable of `Rule`."""
+  # A string and a dict are iterable, but their items are characters and keys.
   many = isinstance(rules, Iterable) and not isinstance(rules, (str, Mapping))
   parsed: tuple[Any, ...] = tuple(rules) if many else (rules,)
+  # A single rule, without a list around it, is wrong too.
   wrong = [rule for rule in parsed if not isinstance(rule, Rule)] if many else parsed
   if wrong:
     expected, fix = "a sequence of mpjax.Rule", 'Write [mpjax.Rule("float32", path="head")].'
@@ -228,7 +239,8 @@ def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
 
 def is_flax_norm(module: Module) -> bool:
   """Whether `module` is a norm of Flax that normalises activations."""
-  # The class that was written: a lifted transform (nn.scan, nn.remat) creates another.
+  # A lifted transform (nn.scan, nn.remat) creates a subclass in `flax.linen.transforms`. The user's
+  # class is the next in the order of methods.
   cls = next(c for c in type(module).__mro__ if c.__module__ != "flax.linen.transforms")
   return cls.__module__.split(".")[0] == "flax" and cls.__name__ in _FLAX_NORMS
 
@@ -238,20 +250,14 @@ _FLAX_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-  """The arguments of `with_policy` or `policy_scope`, checked.
+  """The arguments of `with_policy` or `policy_scope`, checked."""
 
-  Fields:
-    policy: the policy of the model, or None.
-    rules: the rules, of which the first match wins.
-    unmatched: "raise", "warn" or "ignore", for rules that match nothing.
-    of_scope: whether they are arguments of `policy_scope`, which notes the modules that run. Two
-      configurations that differ in it are unequal. Else JAX would reuse the trace of a wrapped
-      model, in which the scope sees no modules.
-  """
-
-  policy: Policy | None
-  rules: tuple[Rule, ...]
-  unmatched: str
+  policy: Policy | None  # the policy of the model
+  rules: tuple[Rule, ...]  # The first match wins.
+  unmatched: str  # "raise", "warn" or "ignore", for rules that match nothing
+  # Whether they are arguments of `policy_scope`, which notes the modules that run. It makes two
+  # configurations unequal. Otherwise JAX would reuse the trace of a wrapped model, in which the
+  # scope sees no modules.
   of_scope: bool = False
 
   def __str__(self) -> str:
@@ -260,13 +266,13 @@ class PolicyConfig:
 
   @property
   def rewrites(self) -> bool:
-    """Whether the policy, or that of a rule, changes operations, see `rewrites`."""
+    """Whether the policy of the model or of a rule changes operations, see `rewrites`."""
     return any(map(rewrites, (self.policy, *(rule.policy for rule in self.rules))))
 
   @property
   def by_path(self) -> bool:
     """Whether two equal modules can get different policies because of their paths."""
-    # A predicate can look at the name of a module.
+    # A predicate may read the name of a module.
     return any(rule.module is None for rule in self.rules)
 
 
@@ -286,6 +292,7 @@ def _report_hidden(rules: Sequence[Rule], unmatched: str) -> None:
   """Raises UnmatchedRuleError, or warns, if an earlier rule matches all modules of a later one."""
   for position, rule in enumerate(rules):
     earlier = next((x for x in rules[:position] if _covers(x, rule)), None)
+    # A hidden rule with the same effect is harmless.
     if earlier is None or (earlier.policy, earlier.rewrite) == (rule.policy, rule.rewrite):
       continue
     if unmatched == "raise":
@@ -304,7 +311,8 @@ def _hidden(rule: Rule, earlier: Rule) -> UnmatchedRuleError:
 
 
 def _covers(first: Rule, other: Rule) -> bool:
-  """Whether it is plain from two selectors that the first matches all that the other does."""
+  """Whether two selectors alone show that the first rule matches all modules of the other."""
+  # Only three cases are decided: equal selectors or "**", subclasses, and a path without wildcards.
   selectors = [(rule.path, rule.module, rule.where) for rule in (first, other)]
   if selectors[0] == selectors[1] or first.path == "**":
     return True
@@ -314,6 +322,7 @@ def _covers(first: Rule, other: Rule) -> bool:
 
 
 def _classes(module: Class | tuple[Class, ...]) -> tuple[Class, ...]:
+  """Returns the classes of a selector as a tuple."""
   return module if isinstance(module, tuple) else (module,)
 
 
@@ -323,7 +332,7 @@ def _is_literal(path: str | re.Pattern[str] | None) -> TypeGuard[str]:
 
 
 def shown(policy: Policy | None) -> str:
-  """Returns the Python code of an argument that is a policy: its string, or None."""
+  """Returns a policy as Python code: its string in quotes, or None."""
   return repr(None if policy is None else str(policy))
 
 
@@ -338,26 +347,18 @@ def rewrites(policy: Policy | None) -> bool:
 
 
 class ModulePolicy(NamedTuple):
-  """The policy of one module.
+  """The policy of one module."""
 
-  Fields:
-    policy: the policy; None if the module is unchanged.
-    rule: the rule that gives it, or None.
-    exempt: whether a rule leaves the module, and all modules inside, unchanged.
-    begins: whether policy or rule are others than those of the module around.
-    output_dtype: the dtype of the results if it is the outermost module that is called.
-    hidden: the later rules that match the module too, if they were asked for.
-  """
-
-  policy: Policy | None
-  rule: Rule | None = None
-  exempt: bool = False
-  begins: bool = False
+  policy: Policy | None  # None if the module is unchanged
+  rule: Rule | None = None  # the rule that gives the policy
+  exempt: bool = False  # whether a rule leaves the module, and all modules inside, unchanged
+  begins: bool = False  # whether the policy or the rule differs from those of the module around
+  # The dtype of the results if this is the outermost module that is called.
   output_dtype: DType | None = None
-  hidden: tuple[Rule, ...] = ()
+  hidden: tuple[Rule, ...] = ()  # later rules that match the module too, if they were asked for
 
   def inherited(self) -> Self:
-    """Returns what the modules inside inherit. Many modules have the same."""
+    """Returns the part that the modules inside inherit. It is the same for many modules."""
     return self._replace(begins=False, output_dtype=None, hidden=())
 
 
@@ -387,6 +388,7 @@ def resolve_policy(
     all_matches: whether to find the rules that an earlier match hides.
   """
   inherited = around.inherited()
+  # The order of the branches is the precedence.
   if around.exempt:
     resolved = inherited
   elif isinstance(own, Policy):
@@ -394,6 +396,7 @@ def resolve_policy(
   else:
     rule = first_match(config.rules, module, path)
     resolved = inherited if rule is None else _policy_by(rule, around)
+    # For audits alone, since a predicate of the user is called once more for each module.
     if rule is not None and all_matches:
       others = (each for each in config.rules if each is not rule)
       resolved = resolved._replace(hidden=tuple(x for x in others if x.matches(module, path)))
@@ -401,7 +404,7 @@ def resolve_policy(
 
 
 def _policy_by(rule: Rule, around: ModulePolicy) -> ModulePolicy:
-  """Returns the policy of a module that a rule picks, inside a module with policy `around`."""
+  """Returns the policy of a module that a rule matches, inside a module with policy `around`."""
   begins = rule.policy != around.policy or rule != around.rule
   return ModulePolicy(rule.policy, rule, exempt=rule.policy is None, begins=begins)
 
@@ -415,7 +418,7 @@ def _output_dtype(*policies: Policy | None) -> DType | None:
 
 
 def around(paths: Iterable[str]) -> set[str]:
-  """Returns paths and those of the modules around, such as "", "Net" and "Net/up" for "Net/up"."""
+  """Returns paths with those of the modules around: "", "Net" and "Net/up" for "Net/up"."""
   levels = [path.split("/") for path in paths]
   return {"/".join(names[:n]) for names in levels for n in range(len(names) + 1)}
 
@@ -425,21 +428,30 @@ class ModuleRecord:
 
   def __init__(self, config: PolicyConfig) -> None:
     self.config = config
-    self.classes: dict[str, str] = {}
-    self.matched: set[Rule] = set()
+    self.classes: dict[str, str] = {}  # names of classes by path; "" if only the path is known
+    self.matched: set[Rule] = set()  # rules that match a module
 
   def note(self, module: Module, path: str) -> None:
+    """Notes a module that is called, and the rules that match it."""
     self.classes[path] = type(module).__name__
     self.matched |= {rule for rule in self.config.rules if rule.matches(module, path)}
 
   def note_paths(self, paths: Collection[str]) -> None:
     """Notes the paths of modules that were not called, which only rules with a path can match."""
+    # A class that is known already stays.
     self.classes = {**dict.fromkeys(paths, ""), **self.classes}
     rules = [rule for rule in self.config.rules if rule.path is not None]
     self.matched |= {rule for rule in rules if any(rule.matches(None, path) for path in paths)}
 
   def check(self, origin: str, stacklevel: int, *, kind: str = "module", note: str = "") -> None:
-    """Raises UnmatchedRuleError, or warns with a `note`, if a rule matched nothing of `origin`."""
+    """Raises UnmatchedRuleError if a rule matches no module, or warns and adds a `note`.
+
+    Args:
+      origin: the origin of the modules, for the text, such as "of the model".
+      stacklevel: as for `warnings.warn`, from the caller.
+      kind: the name of the things that have paths.
+      note: a sentence at the end of a warning.
+    """
     if self.config.unmatched == "ignore":
       return
     for rule in self.config.rules:
@@ -450,7 +462,8 @@ class ModuleRecord:
         warnings.warn(f"{error} {note}".rstrip(), stacklevel=stacklevel + 1)
 
   def unmatched(self, rule: Rule, origin: str, kind: str = "module") -> UnmatchedRuleError:
-    """Returns the error for a rule that picked out none of the modules."""
+    """Returns the error for a rule that matches none of the modules."""
+    # `autocast` has no argument `unmatched`.
     may_ignore = kind != "jax.named_scope"
     ignore = ', or pass unmatched="ignore"' if may_ignore else ""
     return UnmatchedRuleError(
@@ -461,10 +474,11 @@ class ModuleRecord:
     )
 
   def _near(self, rule: Rule, kind: str) -> str:
-    """Returns sentences about the classes or the paths that a rule may have meant."""
+    """Returns sentences with similar classes or paths of the model."""
     sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
     sentences = [self._present(rule, sought, kind)]
-    # Flax calls the root by its name or its class in profiles and reports.
+    # Profiles and reports of Flax begin paths with the name or the class of the root. Users copy
+    # them into rules.
     first, _, below = (sought or "").partition("/")
     root = next((item for item in self.classes.items() if item[1]), ())
     if below and first in root:
@@ -472,7 +486,7 @@ class ModuleRecord:
     return " ".join(sentences)
 
   def _present(self, rule: Rule, sought: str | None, kind: str) -> str:
-    """Returns a text with the classes, or the paths nearest to `sought`, that there are."""
+    """Returns a sentence with the classes of the model, or with its paths nearest to `sought`."""
     if rule.module is not None:
       return f"The model's classes: {', '.join(sorted({*self.classes.values()} - {''}))}."
     paths = sorted({*self.classes} - {""})

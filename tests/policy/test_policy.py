@@ -149,8 +149,8 @@ def test_a_malformed_item_is_named_by_its_position(text, where, expected, got, f
 @pytest.mark.parametrize("field", ["compute_dtype", "output_dtype", "weight_grad_dtype"])
 def test_8_bit_formats_can_only_be_stored(field):
   assert mpjax.Policy(param_dtype="float8_e4m3fn").param_dtype.itemsize == 1
-  where, expected = f"mpjax.Policy({field}=...)", "a dtype that XLA promotes and adds in"
-  with refused(TypeError, where, expected, "float8_e5m2", "they can only be stored"):
+  where, expected = f"mpjax.Policy({field}=...)", "a dtype in which JAX can add"
+  with refused(TypeError, where, expected, "float8_e5m2", "for param_dtype only"):
     mpjax.Policy(**{field: "float8_e5m2"})
 
 
