@@ -59,8 +59,9 @@ def stacked(x: Array, layout: Layout, block: int) -> Array:
 
 
 def unstacked(matrices: Array, layout: Layout, shape: Sequence[int]) -> Array:
-  """Returns the operand of this shape of which `stacked` has made a stack of matrices."""
+  """Returns the operand of this shape from the stack of matrices that `stacked` made of it."""
   sizes = [[shape[axis] for axis in axes] for axes in layout]
+  # The padding of `stacked` is at the end of the summed axis.
   x = jax.lax.slice_in_dim(matrices, 0, math.prod(sizes[2]), axis=2)
   return jax.lax.transpose(split(x, sizes), np.argsort(layout.order))
 
@@ -73,6 +74,7 @@ def dequantised(values: Array, scale: Array | None) -> Array:
   if scale is None:
     return values
   wide = FLOAT32 if scale.dtype == FLOAT32 else BFLOAT16
+  # Each axis becomes two: the number of blocks, and the elements of a block, which share a scale.
   sizes = [(m, n // m) for n, m in zip(values.shape, scale.shape, strict=True)]
   blocks = split(jax.lax.convert_element_type(values, wide), sizes)
   factors = jax.lax.expand_dims(jax.lax.convert_element_type(scale, wide), (1, 3, 5))
@@ -80,10 +82,11 @@ def dequantised(values: Array, scale: Array | None) -> Array:
 
 
 def split(x: Array, sizes: Sequence[Sequence[int]]) -> Array:
-  """Returns an array of which each axis is split into axes of these sizes.
+  """Returns an array with each axis split into axes of these sizes.
 
-  On a mesh with explicit axes the first of them is sharded as the axis was.
+  On a mesh with explicit axes, the first of them gets the sharding of the axis.
   """
+  # An axis that is split into no axes has size 1 and no sharding: `[: len(each)]` drops its entry.
   spec = [
     (name, *[None] * (len(each) - 1))[: len(each)]
     for name, each in zip(_spec_of(x), sizes, strict=True)
@@ -92,33 +95,41 @@ def split(x: Array, sizes: Sequence[Sequence[int]]) -> Array:
 
 
 def joined(x: Array, counts: Sequence[int]) -> Array:
-  """Returns an array of which so many axes each are one, or none of them is one of size 1."""
+  """Returns an array whose first `counts[0]` axes are one axis, the next `counts[1]` another.
+
+  A count of 0 gives a new axis of size 1.
+  """
   ends = np.cumsum(counts)
   shape = [math.prod(x.shape[end - n : end]) for end, n in zip(ends, counts, strict=True)]
   return _reshaped(x, shape, _joined_spec(_spec_of(x), counts))
 
 
 def _spec_of(x: Array) -> tuple[Any, ...]:
+  """Returns the names of the explicit mesh axes over which each axis is sharded, or None."""
   return tuple(jax.typeof(x).sharding.spec)
 
 
 def of_stacks(sharding: NamedSharding | None, counts: Sequence[int]) -> NamedSharding | None:
-  """Returns the sharding of an array once so many axes each are one."""
+  """Returns the sharding of an array after `joined` with these counts."""
   if sharding is None:
     return None
   return NamedSharding(sharding.mesh, PartitionSpec(*_joined_spec(tuple(sharding.spec), counts)))
 
 
 def _joined_spec(spec: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+  """Returns the entries of a `PartitionSpec` after `joined` with these counts."""
   ends = np.cumsum(counts)
   names = [
     [name for name in spec[end - count : end] if name is not None]
     for end, count in zip(ends, counts, strict=True)
   ]
+  # An entry of a `PartitionSpec` is one name, a tuple of names, or None.
   return [each[0] if len(each) == 1 else tuple(each) or None for each in names]
 
 
 def _reshaped(x: Array, shape: Sequence[int], spec: Sequence[Any]) -> Array:
+  """Returns an array in another shape; with explicit axes, in the sharding `spec`."""
+  # JAX cannot infer how to shard a reshaped axis.
   sharding = PartitionSpec(*spec) if any(_spec_of(x)) else None
   return jax.lax.reshape(x, shape, out_sharding=sharding)
 
@@ -129,8 +140,8 @@ def _reshaped(x: Array, shape: Sequence[int], spec: Sequence[Any]) -> Array:
 block_dot_p = Primitive("block_scaled_dot")
 """Takes the values of both operands, then their scales.
 
-`native` is the jaxpr that CUDA runs, or None. JAX has to find it: the lowering of
-`jax.nn.scaled_matmul` asks for the devices.
+Its parameter `native` is the jaxpr that CUDA runs, or None. It is a parameter so that JAX finds it:
+the lowering of `jax.nn.scaled_matmul` asks for the devices.
 """
 
 
@@ -143,6 +154,8 @@ def block_dot(
 
 
 def _bind(*operands: Any, preferred_element_type: DType, out_sharding: Any, **_: Any) -> Array:
+  """Binds the primitive, with the native jaxpr for these operands."""
+  # `**_` has the `native` of the unbatched operands if `_batch` calls this.
   types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
   result: Array = block_dot_p.bind(
     *operands,
@@ -157,6 +170,7 @@ def _bind(*operands: Any, preferred_element_type: DType, out_sharding: Any, **_:
 @functools.lru_cache(maxsize=1024)
 def _native_jaxpr(dtype: DType, *types: jax.ShapeDtypeStruct) -> ClosedJaxpr | None:
   """Returns the matmul by `jax.nn.scaled_matmul`; None if that does not have the format."""
+  # The native format has one scale for each unit. A block of several units has repeated scales.
   for values, scale in zip(types[:2], types[2:], strict=True):
     unit = UNITS.get((values.dtype, scale.dtype))
     if unit is None or (values.shape[2] // scale.shape[2]) % unit:
@@ -170,7 +184,7 @@ def _native(left: Array, right: Array, of_left: Array, of_right: Array, *, dtype
 
 
 def _each(scale: Array, values: Array) -> Array:
-  """Returns a scale for each row and unit: larger blocks are some with the same scale."""
+  """Returns a scale for each row and unit. The units of a larger block have the same scale."""
   batch, rows, depth = values.shape
   blocks = depth // UNITS[values.dtype, scale.dtype]
   if scale.shape == (batch, rows, blocks):
@@ -180,8 +194,9 @@ def _each(scale: Array, values: Array) -> Array:
 
 
 def _emulated(left: Array, right: Array, of_left: Array, of_right: Array, **params: Any) -> Array:
+  """Returns the matmul of dequantised operands."""
   operands, out = (dequantised(left, of_left), dequantised(right, of_right)), params["out_sharding"]
-  # A CPU sums a batch of matrices in the dtype of the result.
+  # A CPU sums a batch of matrices in the dtype of the result, so that is float32.
   options = {"preferred_element_type": FLOAT32, "out_sharding": out}
   sums = jax.lax.dot_general(*operands, params["dimension_numbers"], **options)
   return jax.lax.convert_element_type(sums, params["preferred_element_type"])
@@ -203,6 +218,7 @@ def _evaluate(*operands: Array, **params: Any) -> Array:
 
 @remembered_off_mesh
 def _abstract(*avals: ShapedArray, **params: Any) -> AbstractValue:
+  # A trace of the emulation also gives the sharding and the varying axes of the result.
   return jax.make_jaxpr(functools.partial(_emulated, **params))(*avals).jaxpr.outvars[0].aval
 
 
@@ -211,6 +227,7 @@ def _batch(
 ) -> tuple[Array, int]:
   # An axis of both operands joins the batch. An axis of one joins its rows, or columns.
   size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+  # The values or the scales of an operand may be mapped alone.
   mapped = [dims[side] is not None or dims[2 + side] is not None for side in (0, 1)]
   at = 0 if all(mapped) else 1
   merged = [
@@ -218,6 +235,8 @@ def _batch(
     for i, (x, d) in enumerate(zip(operands, dims, strict=True))
   ]
   result = _bind(*merged, **params)
+  # The result has the axes batch, rows of the left and rows of the right. The mapped axis is part
+  # of one of them, and is split off.
   axis = at if mapped[0] else 2
   shape = [*result.shape[:axis], size, result.shape[axis] // size, *result.shape[axis + 1 :]]
   return jax.lax.reshape(result, shape), axis
@@ -225,7 +244,7 @@ def _batch(
 
 def _merged(x: Array, axis: int | None, size: int, at: int) -> Array:
   """Returns a mapped operand with its mapped axis in the axis `at`."""
-  if axis is None:
+  if axis is None:  # Its values are mapped and its scales are not, or the other way round.
     x, axis = jax.lax.broadcast(x, (size,)), 0
   x = jnp.moveaxis(x, axis, at)
   return jax.lax.reshape(x, [*x.shape[:at], size * x.shape[at + 1], *x.shape[at + 2 :]])

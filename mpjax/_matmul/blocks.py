@@ -19,6 +19,7 @@ from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._matmul.rounding import hadamard, random_bits, stochastic
 from mpjax._policy.formats import MXFP8, NVFP4, Float8, multiplies_gradient, name_of, why_not
 
+# The least scale. The reciprocal of a smaller one may overflow float32.
 _TINY = np.finfo(np.float32).tiny
 
 _MOST, _MOST_E2M1 = (float(jnp.finfo(dtype).max) for dtype in (E4M3, E2M1))
@@ -27,12 +28,13 @@ _LEAST_SCALE = np.float32(2.0**-9)
 """The smallest e4m3 number above 0. A scale of 0 would lose its block."""
 
 
+# The elements of a block along the summed axis.
 _BLOCKS: dict[type[Any], int] = {Float8: 128, MXFP8: 32, NVFP4: 16}
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockRecipe:
-  """A recipe with one scale for each block: see `Recipe` for what its methods are asked."""
+  """A recipe with one scale for each block: see `Recipe` for its methods."""
 
   options: Float8 | MXFP8 | NVFP4
 
@@ -53,11 +55,13 @@ class BlockRecipe:
   def quantise(self, x: Array, operand: Operand) -> Scaled:
     if isinstance(self.options, NVFP4):
       return _for_nvfp4(x, operand, self.options)
+    # DeepSeek-V3 scales weights in blocks of 128 x 128.
     in_squares = isinstance(self.options, Float8) and operand.role == "weight"
     return quantise_e4m3(x, self.block if in_squares else 1, self.block)
 
   def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array:
-    # A second scale comes after the sums, which float16 may not hold before it.
+    # The scale `of_tensor` is applied to the sums, which may be out of the range of float16 before.
+    # bfloat16 has the range of float32.
     holds = float(jnp.finfo(dtype).max) > 1e38 and left.of_tensor is None
     return jax.lax.convert_element_type(multiply(left, right, dtype if holds else FLOAT32), dtype)
 
@@ -70,10 +74,10 @@ def quantise_e4m3(x: Array, rows: int, block: int) -> Scaled:
   """
   wide, largest = with_largest(_in_blocks(x, rows, block), (2, 4))
   scale = jnp.maximum(rounded_up(largest, _MOST), _TINY)
-  # Clipped first: a cast to e4m3 makes NaN of what is above its range.
+  # Clipped first, since a cast to e4m3 turns numbers above its range into NaN.
   clipped = jax.lax.clamp(np.float32(-_MOST), wide * (1 / scale), np.float32(_MOST))
   values = jax.lax.convert_element_type(clipped, E4M3)
-  # By the bits of the number: e8m0 is the exponent of a float32, and NaN that of inf and NaN.
+  # e8m0 is the exponent of a float32. The exponent of inf and NaN is the NaN of e8m0.
   bits = jax.lax.bitcast_convert_type(scale, np.uint32) >> np.uint32(23)
   codes = jax.lax.convert_element_type(bits, np.uint8)
   scale = jax.lax.squeeze(jax.lax.bitcast_convert_type(codes, E8M0), (2, 4))
@@ -101,12 +105,12 @@ def quantise_nvfp4(x: Array, bits: Array | None = None) -> Scaled:
   # e2m1 has no NaN, and a maximum on a CPU may lose one.
   is_finite = jnp.all(jnp.isfinite(wide))
   of_tensor = jnp.where(is_finite, jnp.maximum(of_tensor, _TINY), np.float32(np.nan))
-  # The two numbers first: XLA multiplies three factors in an order of its own.
+  # With brackets, since XLA may multiply three factors in any order.
   scale = largest * (np.float32(1 / _MOST_E2M1) * (1 / of_tensor))
   scale = jax.lax.convert_element_type(jax.lax.clamp(_LEAST_SCALE, scale, np.float32(_MOST)), E4M3)
-  # Without the barrier XLA may leave out the rounding for what is divided by it.
+  # Without the barrier XLA may divide by the scale before its rounding to e4m3.
   scale = jax.lax.optimization_barrier(scale)
-  # One quotient: XLA makes one of several, and the last digit another.
+  # One quotient, since XLA merges several, which changes the last digit.
   wide *= 1 / (jax.lax.convert_element_type(scale, FLOAT32) * of_tensor)
   if bits is None:
     values = nearest_e2m1(wide)
@@ -116,6 +120,7 @@ def quantise_nvfp4(x: Array, bits: Array | None = None) -> Scaled:
 
 
 def _in_blocks(x: Array, rows: int, block: int) -> Array:
+  """Returns matrices with axes (batch, row blocks, rows, column blocks, columns)."""
   batch, height, depth = x.shape
   return split(x, [[batch], [height // rows, rows], [depth // block, block]])
 
@@ -123,8 +128,9 @@ def _in_blocks(x: Array, rows: int, block: int) -> Array:
 def nearest_e2m1(x: Array) -> Array:
   """Returns float32 numbers in e2m1, rounded to nearest, ties to even; they saturate.
 
-  XLA has casts to e2m1 that round to float16 first, and so some numbers to the wrong side.
+  XLA has casts to e2m1 that round to float16 first, and therefore round some numbers wrongly.
   """
+  # e2m1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6. `step` is the distance of the neighbours.
   size = jax.lax.abs(x)
   coarse = jnp.where(size < 4, np.float32(1), np.float32(2))
   step = jnp.where(size < 2, np.float32(0.5), coarse)
@@ -134,6 +140,7 @@ def nearest_e2m1(x: Array) -> Array:
 
 
 def _kept(blocks: Array, scale: Array) -> Scaled:
+  """Returns an operand as a stack of matrices, with its scales."""
   values = joined(blocks, [1, 2, 2])
-  # Without the barrier XLA may leave out the rounding where the operand is dequantised again.
+  # Without the barrier XLA may cancel the cast to the format with the dequantisation after it.
   return Scaled(*jax.lax.optimization_barrier((values, scale)))

@@ -1,13 +1,13 @@
 """The recipe of int8: symmetric, rounded to nearest, with exact sums in int32.
 
-An operand is divided by a scale that maps its largest element to 127, so -128 is not used: the
-format has the same numbers on both sides of 0. Qwix maps it to 127.5 and clips: its steps are
-smaller by 0.4 %, and the largest elements saturate.
+An operand is divided by a scale that maps its largest element to 127. So -128 is not used, and the
+format is symmetric. Qwix maps the largest element to 127.5 and clips. Its steps are smaller by
+0.4 %, and the largest elements saturate.
 
-Gradients are straight-through. Unless an option asks for int8, they are those of the matmul in the
-compute dtype, of the operands before they were quantised. Qwix has the same default where only the
-forward pass is in int8 (`use_original_residuals`). With int8 the backward pass multiplies operands
-in int8, with scales of its own.
+Gradients are straight-through. By default they are those of a matmul in the compute dtype, with
+operands that are not quantised. Qwix has the same default if only the forward pass is in int8
+(`use_original_residuals`). With an option, the backward pass multiplies in int8, with scales of its
+own.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ LONGEST = (2**31 - 1) // LARGEST**2
 
 @dataclasses.dataclass(frozen=True)
 class Int8Recipe:
-  """The recipe of an `Int8`: see `Recipe` for what its methods are asked."""
+  """The recipe of an `Int8`: see `Recipe` for its methods."""
 
   options: Int8
   name = "int8"
@@ -55,14 +55,15 @@ class Int8Recipe:
 def quantise(x: Array, axes: Sequence[int] | None) -> Scaled:
   """Returns an array in int8, scaled so that its largest element is 127.
 
-  Elements of one index along the other axes than `axes` share a scale; all do for None. An inf or
-  NaN makes the scale NaN, and so all that is multiplied by it.
+  Elements along `axes` share a scale; with None all elements do. An inf or NaN makes the scale NaN,
+  and therefore the result of the matmul.
   """
   largest = _largest(x, axes)
   wide = jax.lax.convert_element_type(x, FLOAT32)
-  # The reciprocal of a smaller one is none that float32 has.
+  # The reciprocal of a smaller scale may overflow float32.
   scale = jnp.maximum(largest * np.float32(1 / LARGEST), np.finfo(np.float32).tiny)
   scale = jnp.where(jnp.isfinite(largest), scale, np.float32(np.nan))
+  # Integers have no NaN, so the scale carries it.
   rounded = jax.lax.round(wide * (1 / scale), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
   values = jax.lax.clamp(np.float32(-LARGEST), rounded, np.float32(LARGEST))
   return Scaled(jax.lax.convert_element_type(values, np.dtype("int8")), scale)
@@ -70,8 +71,8 @@ def quantise(x: Array, axes: Sequence[int] | None) -> Scaled:
 
 def _largest(x: Array, axes: Sequence[int] | None) -> Array:
   """Returns the largest magnitude in float32; NaN if there is one. It keeps `axes`."""
-  # The bits of magnitudes are in their order, and those of NaN come last. A maximum of floats may
-  # lose a NaN on a CPU.
+  # The bits of magnitudes have the order of the magnitudes, and NaN comes last. A maximum of floats
+  # may lose a NaN on a CPU.
   unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
   bits = jax.lax.bitcast_convert_type(jax.lax.abs(x), unsigned)
   most = jnp.max(bits, axis=axes, keepdims=axes is not None)

@@ -1,13 +1,13 @@
-"""Matmuls with a derivative of their own: into a wider dtype, or in the format of a recipe.
+"""Matmuls with a derivative rule: into a wider dtype, or in the format of a recipe.
 
-Where a result leaves in float32 it is the sum itself, and its gradient is cast: JAX would multiply
-that in float32. With a `weight_grad_dtype` the matmul takes the weight as it is stored, and the
-gradient of that is a matmul of low-precision operands into the wide dtype: JAX would compute it in
-the compute dtype, and add up devices and uses in that.
+A float32 result is the float32 sum of the matmul. Its gradient is cast to the compute dtype, which
+JAX would multiply in float32. With a `weight_grad_dtype` the matmul takes the weight as it is
+stored. The gradient of the weight is a matmul of low-precision operands into the wide dtype. JAX
+would compute it in the compute dtype, and sum over devices and uses in that dtype.
 
-The rewritten jaxpr holds each inside of a `jax.custom_jvp`, so that all code that walks jaxprs
-finds it. Its derivative is a primitive of our own, linear in its tangent, of which only the
-transpose differs: a `jax.custom_vjp` would refuse forward mode, and the transpose of
+The rewritten jaxpr holds each matmul inside a `jax.custom_jvp`, so that all code that walks jaxprs
+finds it. The derivative is a primitive of mpjax, which is linear in its tangent. Only its transpose
+differs from JAX's. A `jax.custom_vjp` would refuse forward mode, and the transpose of
 `jax.custom_derivatives.linear_call` cannot be batched.
 """
 
@@ -47,16 +47,20 @@ from mpjax._matmul.block_dot import (
 from mpjax._matmul.protocol import Multiply, Operand, Product, Recipe, Role, Scaled
 
 Levels: TypeAlias = tuple[tuple[bool, ...], ...]
-"""For each `vmap` around, the innermost first, which operands have a first axis for it."""
+"""For each `vmap`, the innermost first: whether the first axis of each operand is mapped."""
 
 
 @remembered_off_mesh
 def equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
-  """Returns an equation for operands of these types, which layers in one context share."""
+  """Returns an equation for operands of these types, which layers in one context share.
+
+  The second argument is the context, which is only part of the cache key.
+  """
 
   def tangent(
     primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
   ) -> tuple[list[Array], list[Array]]:
+    # The derivative is a sum of one part for each operand that has a tangent.
     moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
     result, kept = rule.with_kept(moving, *primals)
     placed = [placed_like(tangents[side], primals[side]) for side in moving]
@@ -64,6 +68,7 @@ def equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
       tangent_p.bind(t, *others, rule=rule, side=side, levels=())
       for side, t, others in zip(moving, placed, kept, strict=True)
     ]
+    # None stands for this equation itself, see `Matmul.with_kept`.
     results = bind(eqn, primals) if result is None else [result]
     return results, [functools.reduce(operator.add, parts)]
 
@@ -77,41 +82,48 @@ def equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-  """A matmul with a derivative of its own, part of the key of what JAX keeps."""
+  """A matmul with a derivative rule. It is part of JAX's cache keys, so it can be hashed."""
 
   primitive: Primitive
   params: tuple[tuple[str, Any], ...]  # for operands and a result in `half`
-  half: DType  # the dtype to multiply in
-  out: DType  # that of the result
-  # Of operands that keep their own dtype until here, as weights do, that of their gradients.
+  half: DType  # the compute dtype
+  out: DType  # the dtype of the result
+  # The dtype of each operand's gradient, for weights that are cast here; None for other operands,
+  # which are in `half` already.
   wide: tuple[DType | None, ...]
 
   def _low(self, operands: Sequence[Array], wide: Sequence[DType | None]) -> list[Array]:
+    """Returns operands in the compute dtype."""
     pairs = zip(operands, wide, strict=True)
     return [x if w is None else jax.lax.convert_element_type(x, self.half) for x, w in pairs]
 
   def __call__(self, *operands: Array) -> Array:
+    """Returns the matmul in its output dtype."""
     wide = {} if self.out == self.half else {"preferred_element_type": self.out}
     return into(self.primitive, self._low(operands, self.wide), {**dict(self.params), **wide})
 
   def with_kept(
     self, moving: tuple[int, ...], *operands: Array
   ) -> tuple[Array | None, Sequence[Sequence[Array]]]:
-    """Returns the matmul, and for operands that have tangents what is kept of the others."""
+    """Returns the matmul, and the residuals for the gradient of each operand with a tangent.
+
+    The matmul is None if the caller should bind the equation itself.
+    """
     kept = [(*operands[:side], *operands[side + 1 :]) for side in moving]
-    # A policy of `jax.checkpoint` such as `dots_saveable` sees the matmul, if it has no equation of
-    # its own. Of one that leaves in a wider dtype a second derivative needs the rule too: None is
-    # that equation once more.
-    return None if moving and self.out != self.half else self(*operands), kept
+    # A plain matmul is visible to policies of `jax.checkpoint` such as `dots_saveable`. With a
+    # wider result, a second derivative needs this rule again, so the equation itself is bound.
+    if moving and self.out != self.half:
+      return None, kept
+    return self(*operands), kept
 
   def tangent(self, side: int, t: Array, *others: Array) -> Array:
-    """Returns the matmul of a tangent of the operand `side`, and of what is kept of the others."""
+    """Returns the matmul of a tangent of the operand `side` and the other operands."""
     return self(*others[:side], t, *others[side:])
 
   def gradient(
     self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
   ) -> Array:
-    """Returns the gradient of an operand `like` this, added up over the `vmap`s that it lacks."""
+    """Returns the gradient of an operand of the type `like`, summed over `vmap`s that it lacks."""
     low = self._low(others, self.wide[:side] + self.wide[side + 1 :])
     cotangent = jax.lax.convert_element_type(cotangent, self.half)
     wide = {} if self.wide[side] is None else {"preferred_element_type": self.wide[side]}
@@ -133,17 +145,19 @@ class Matmul:
   ) -> Array:
     """Returns the transpose for a cotangent and the other operands, multiplied by `multiply`.
 
-    Which matmul or convolution of which axes, strides, dilations and groups it is, JAX knows best:
-    its own jaxpr is run. The other equations in it move elements, or add up over axes of the mesh,
-    and take any type. `multiply` is told which of its operands come from the other operand.
-    `types` are those of the operands that `args` stand for.
+    JAX's own jaxpr of the transpose is run, so that axes, strides, dilations and groups are JAX's.
+    Its other equations move elements or sum over axes of the mesh, and accept any dtype. `multiply`
+    takes the positions of the operands that come from the other operand. `types` are the types of
+    the operands that `args` stand for.
     """
+    # Traced in the compute dtype. `multiply` then chooses formats and the dtype of the result.
     halves = [t.update(dtype=self.half, weak_type=False) for t in types[:2]]
     like = like.update(dtype=self.half)
     program = _transpose_of(self, side, like, levels, *halves, *types[2:])
     jaxpr = program.jaxpr
     env: dict[Atom, Array] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     env |= zip(jaxpr.invars, args, strict=True)
+    # Variables that come from the other operand. The cotangent is the first argument.
     others: set[Atom] = {jaxpr.invars[1]}
 
     def read(atom: Atom) -> Array:
@@ -165,6 +179,8 @@ class Matmul:
 def _transpose_of(
   rule: Matmul, side: int, like: ShapedArray, levels: Levels, *avals: ShapedArray
 ) -> ClosedJaxpr:
+  """Returns JAX's transpose of a matmul as a jaxpr of the cotangent and the other operands."""
+
   def linear(x: Array, *others: Array) -> Array:
     return rule.primitive.bind(*others[:side], x, *others[side:], **dict(rule.params))
 
@@ -176,18 +192,20 @@ def _transpose_of(
 
 
 def _mapped_over(call: Callable[..., Any], levels: Levels) -> Callable[..., Any]:
+  """Returns a function under the `vmap`s of `levels`."""
   for level in levels:
     call = jax.vmap(call, in_axes=[0 if each else None for each in level])
   return call
 
 
 def into(primitive: Primitive, operands: Sequence[Array], params: Mapping[str, Any]) -> Array:
-  """Returns the result of a matmul, which may be of a wider dtype than the operands."""
+  """Returns the result of a matmul, perhaps in a wider dtype than the operands."""
   result: Array = primitive.bind(*operands, **params)
   wider = result.dtype.itemsize > max(x.dtype.itemsize for x in operands)
   if not wider or primitive is not dot_general_p:
     return result
-  # A CPU may turn a matmul round. One of shards has a result of a type of its own.
+  # XLA for CPUs may transpose this matmul, see `as_laid_out_p`. JAX refuses the reshape in its
+  # lowering for a result that is sharded over explicit axes.
   sharded = any(any(jax.typeof(x).sharding.spec) for x in operands)
   return result if sharded else as_laid_out_p.bind(result)
 
@@ -199,29 +217,33 @@ def into(primitive: Primitive, operands: Sequence[Array], params: Mapping[str, A
 class RecipeMatmul(Matmul):
   """A matmul in the format of a recipe."""
 
-  operands: tuple[ShapedArray, ...]  # their types in `half`; the third are the sizes of groups
+  operands: tuple[ShapedArray, ...]  # their types in `half`; a third one has the sizes of groups
   recipe: Recipe
-  weight: int  # which operand it is
+  weight: int  # the position of the weight, 0 or 1
 
   @property
   def axes(self) -> DotAxes:
+    """The axes of the forward matmul."""
     return dot_axes(dict(self.params))
 
   def layouts(self, params: Mapping[str, Any], operands: Sequence[Any], first: int) -> list[Layout]:
     """Returns the layouts of both operands; blocks lie along the sums in the order of `first`."""
     axes = dot_axes(params)
+    # Blocks of both operands must hold the same products, so both have one order of the sums.
     if self.recipe.block is not None:
       axes = _in_order(axes, first)
     return [_layout(axes, side, operand) for side, operand in enumerate(operands)]
 
   def scope(self, product: Product) -> str:
+    """Returns the mark of a product, for audits."""
     return f"{RECIPE}{self.recipe.name}:{product}"
 
   def product_of(self, side: int) -> Product:
-    """Returns which matmul the gradient of an operand is."""
+    """Returns the product that computes the gradient of an operand."""
     return "weight_grad" if side == self.weight else "input_grad"
 
   def role_of(self, side: int) -> Role:
+    """Returns the role of an operand of the forward pass."""
     return "weight" if side == self.weight else "input"
 
   def quantised(self, x: Array, layout: Layout, role: Role, product: Product) -> Scaled:
@@ -232,8 +254,8 @@ class RecipeMatmul(Matmul):
     matrices = stacked(x, layout, block)
     return Scaled(*self.recipe.quantise(matrices, Operand((2,), role, product)))
 
-  # A model has many layers of few kinds, and JAX traces what is jitted once for each: the matmuls
-  # of 60 layers are traced in a third of the time. They are written out in the jaxpr around.
+  # A model has many layers of few shapes, and JAX traces a jitted function once for each shape. The
+  # matmuls of 60 layers are traced in a third of the time. JAX inlines them in the jaxpr around.
 
   @functools.partial(jax.jit, static_argnums=(0, 1), inline=WRITTEN_OUT)
   def with_kept(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -241,7 +263,7 @@ class RecipeMatmul(Matmul):
   ) -> tuple[Array, Sequence[Sequence[Array]]]:
     with jax.named_scope(self.scope("forward")):
       if moving:
-        # A derivative of this would be one of the rounding: NaN in float8, and 0 in int8.
+        # A derivative of this code would differentiate the rounding: NaN in float8, 0 in int8.
         x, w = (first_order_p.bind(each, rule=self) for each in (x, w))
       pair = (_only_in_groups(x, self.axes.ragged, sizes), w)
       layouts = self.layouts(dict(self.params), pair, first=0)
@@ -262,7 +284,7 @@ class RecipeMatmul(Matmul):
     operands: Sequence[Any],
     sizes: Sequence[Array],
   ) -> Multiply:
-    """Returns what multiplies two scaled arrays that stand for these operands."""
+    """Returns a function that multiplies two scaled arrays in place of these operands."""
     if self.recipe.block is None:
       return functools.partial(_product, primitive, params, sizes)
     return functools.partial(_product_of_stacks, primitive, params, layouts, operands, sizes)
@@ -270,30 +292,35 @@ class RecipeMatmul(Matmul):
   def _kept(
     self, side: int, other: Array, scaled: Scaled, sizes: Sequence[Array]
   ) -> Sequence[Array]:
-    """Returns what is kept of the other operand for the gradient of the operand `side`."""
+    """Returns the residuals of the other operand for the gradient of the operand `side`."""
     if not self.recipe.multiplies_gradient(of_weight=side == self.weight):
       scaled = Scaled(jax.lax.convert_element_type(other, self.half))
     elif scaled.scale is not None and scaled.scale.ndim > 0:
-      # The gradient adds up over other axes of it than the result: it has other rows.
+      # The gradient sums over other axes of this operand than the result does. Scales are constant
+      # along a sum, so the operand is quantised again.
       layout = self._layout_kept(1 - side)
       scaled = self.quantised(other, layout, self.role_of(1 - side), self.product_of(side))
+    # Users can save these residuals by the name of the recipe in a policy of `jax.checkpoint`.
     named = [checkpoint_name(x, self.recipe.name) for x in scaled if x is not None]
     return [*named, *sizes]
 
   def _layout_kept(self, side: int) -> Layout:
-    """Returns the layout of an operand in the gradient of the other one: rows are summed there."""
+    """Returns the layout of an operand in the gradient of the other, which sums over its rows."""
     batch, rows, summed = _layout(self.axes, side, self.operands[side])
     return Layout(batch, tuple(sorted(summed)), rows)
 
   def split(self, others: Sequence[Array]) -> tuple[Scaled, Sequence[Array]]:
-    """Returns what is kept of the other operand, and the sizes of groups."""
+    """Returns the residuals as one scaled array and the sizes of groups, see `_kept`."""
     count = len(others) - len(self.operands[2:])
     return Scaled(*others[:count]), others[count:]
 
   def is_stacked(self, scaled: Scaled) -> bool:
+    """Whether a residual is a stack of matrices, as formats with blocks have it."""
     return self.recipe.block is not None and scaled.scale is not None
 
   def tangent(self, side: int, t: Array, *others: Array) -> Array:
+    # In forward mode the tangent is multiplied in the compute dtype. Only the transpose is in the
+    # format.
     other, sizes = self.split(others)
     values = self._wide(1 - side, other)
     pair = [jax.lax.convert_element_type(each, self.half) for each in (t, values)]
@@ -301,7 +328,7 @@ class RecipeMatmul(Matmul):
       return self.primitive.bind(*(pair[::-1] if side else pair), *sizes, **dict(self.params))
 
   def _wide(self, side: int, kept: Scaled) -> Array:
-    """Returns what is kept of the operand `side` times its scales."""
+    """Returns the residual of the operand `side`, dequantised."""
     if kept.scale is not None and self.is_stacked(kept):
       matrices = dequantised(kept.values, kept.scale)
       values = unstacked(matrices, self._layout_kept(side), self.operands[side].shape)
@@ -313,11 +340,16 @@ class RecipeMatmul(Matmul):
   def gradient(
     self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
   ) -> Array:
-    like, sums = self.operands[side] if levels else like, 0
+    # Under `vmap` the operand has its type without the mapped axes.
+    like = self.operands[side] if levels else like
+    sums = 0
     other, sizes = self.split(others)
+    # One matmul can sum over mapped axes if there is no scale, or one for each index of these axes,
+    # which `_multiplied` applies to the cotangent before the sum.
     if not sizes and (other.scale is None or other.scale.ndim == sum(lv[2] for lv in levels)):
-      # The innermost `vmap`s that do not map over the operand: one matmul adds up over them too.
+      # These axes are the innermost `vmap`s that do not map over the operand.
       sums = len(list(itertools.takewhile(lambda level: not level[0], levels)))
+    # The other `vmap`s map over the gradient. If the operand is not mapped, the results are summed.
     call = functools.partial(_gradient, self, side, like, sums)
     for mapped, *kept in levels[sums:]:
       each = jax.vmap(call, in_axes=[0, *(0 if axis else None for axis in kept)])
@@ -326,24 +358,25 @@ class RecipeMatmul(Matmul):
       return call(cotangent, *others)
 
   def refuse_second_order(self) -> None:
+    """Raises the error for a second derivative."""
     raise MpjaxTypeError(
       f"a matmul in {self.recipe.name}",
       expected="first derivatives",
       got="a derivative of its gradient, or of its tangent",
-      fix="Second derivatives are for low precision or float32: take them of the function under "
-      '"mixed_bfloat16", or put a rule for the module before others.',
+      fix='Differentiate the function twice under "mixed_bfloat16", or put a rule with that policy '
+      "for the module before other rules.",
     )
 
 
 def _layout(axes: DotAxes, side: int, operand: Any) -> Layout:
-  """Returns the axes of an operand in a matmul; each group of experts is a matrix of its own."""
+  """Returns the axes of an operand in a matmul. Each group has a batch index of its own."""
   groups = axes.groups if side == 1 else ()
   batch = (*groups, *axes.batch[side])
   return Layout(batch, tuple(axes.own(side, operand)), tuple(axes.contracted[side]))
 
 
 def _in_order(axes: DotAxes, side: int) -> DotAxes:
-  """Returns the axes of a matmul with its sums in the order that the operand `side` has them in."""
+  """Returns the axes of a matmul with its contracted axes in the order of the operand `side`."""
   pairs = sorted(zip(*axes.contracted, strict=True), key=operator.itemgetter(side))
   left, right = zip(*pairs, strict=True)
   return axes._replace(contracted=(left, right))
@@ -353,12 +386,12 @@ def _in_order(axes: DotAxes, side: int) -> DotAxes:
 def _multiplied(
   matmul: RecipeMatmul, side: int, like: ShapedArray, sums: int, cotangent: Array, *others: Array
 ) -> Array:
-  """Returns the gradient of an operand, inside of all `vmap`s but for the first `sums`."""
+  """Returns the gradient of an operand, inside all `vmap`s except the first `sums`."""
   other, sizes = matmul.split(others)
   rows = matmul.axes.of_result(*matmul.operands[:2])[0]
   cotangent = _only_in_groups(cotangent, rows.get(matmul.axes.ragged), sizes)
   if sums and other.scale is not None:
-    # The scales of what is added up go to the gradient before it.
+    # The matmul sums over these `vmap`s, and each has a scale. So the scales are applied before.
     scale = jax.lax.expand_dims(other.scale, range(sums, cotangent.ndim))
     cotangent = jax.lax.convert_element_type(cotangent, FLOAT32) * scale
     other = Scaled(other.values, jnp.ones((), FLOAT32))
@@ -366,6 +399,7 @@ def _multiplied(
   product = matmul.product_of(side)
 
   def multiply(eqn: JaxprEqn, operands: Sequence[Array], places: Sequence[int]) -> Array:
+    # In the compute dtype, if an option of the recipe says so.
     if not matmul.recipe.multiplies_gradient(of_weight=side == matmul.weight):
       return into(eqn.primitive, operands, {**eqn.params, "preferred_element_type": out})
     types = [*map(aval_of, eqn.invars[:2])]
@@ -377,7 +411,9 @@ def _multiplied(
     call = matmul.multiply(eqn.primitive, eqn.params, layouts, types, operands[2:])
     return matmul.recipe.dot(call, left, right, out)
 
+  # The operand is not mapped in these `vmap`s, and the residual is.
   levels = ((False, True),) * sums
+  # The transpose is traced for the operand itself, not for its stack of matrices.
   kept_like = matmul.operands[1 - side] if matmul.is_stacked(other) else jax.typeof(other.values)
   types = (jax.typeof(cotangent), kept_like, *map(jax.typeof, sizes))
   return matmul.transposed(multiply, side, like, levels, types, cotangent, other.values, *sizes)
@@ -399,9 +435,10 @@ def _product(
   right: Scaled,
   sums: DType,
 ) -> Array:
+  """Returns the product of two scaled arrays in float32. The matmul sums in `sums`."""
   axes = dot_axes(params)
   if sums.itemsize < 4 and (axes.batch[0] or axes.ragged in axes.contracted[0]):
-    sums = FLOAT32  # A CPU adds up some batches of matrices in the dtype of the result.
+    sums = FLOAT32  # A CPU sums some batches of matrices in the dtype of the result.
   params = {**params, "precision": None, "preferred_element_type": sums}
   result = primitive.bind(left.values, right.values, *sizes, **params)
   result = jax.lax.convert_element_type(result, FLOAT32)
@@ -409,6 +446,7 @@ def _product(
   result = _scaled(result, left.scale, of_left)
   if right.scale is None or right.scale.ndim == 0:
     return _scaled(result, right.scale, of_right)
+  # A scale for each group becomes a scale for each row of the result.
   scale = right.scale
   for axis in axes.groups:
     scale = _of_rows(scale, axis, sizes[0], result.shape[of_right[axis]])
@@ -425,6 +463,7 @@ def _product_of_stacks(
   right: Scaled,
   sums: DType,
 ) -> Array:
+  """Returns the product of two stacks of matrices with scales in blocks, in float32."""
   pair = (left, right)
   if sizes:
     # No library multiplies groups of rows with scales in blocks.
@@ -440,15 +479,19 @@ def _product_of_stacks(
     parts = (left_of, batch), (left_of, rows), (right_of, layouts[1].rows)
     sharding = of_stacks(params["out_sharding"], [len(axes) for _, axes in parts])
     result = block_dot(left, right, sums, sharding)
+    # The stack of results becomes the axes of the matmul: batch, rows and columns.
     result = split(result, [[each.shape[axis] for axis in axes] for each, axes in parts])
     result = jax.lax.convert_element_type(result, FLOAT32)
   for each in pair:
-    result = result if each.of_tensor is None else result * each.of_tensor
+    if each.of_tensor is not None:
+      result = result * each.of_tensor
   return result
 
 
 def _of_rows(scale: Array, axis: int, sizes: Array, rows: int) -> Array:
   """Returns the scales of groups, one for each row of the result."""
+  # The group of a row is the number of groups that end before it. Rows behind all groups have the
+  # scale 0.
   row = jax.lax.iota(sizes.dtype, rows)
   group = jnp.sum(row[:, None] >= jax.lax.cumsum(sizes)[None], axis=1)
   return jnp.take(scale, group, axis=axis, mode="fill", fill_value=0)
@@ -460,13 +503,15 @@ def _scaled(result: Array, scale: Array | None, places: Mapping[int, int]) -> Ar
     return result
   if scale.ndim == 0:
     return result * scale
+  # The scale has size 1 along contracted axes, which the result lacks. They are first in `order`,
+  # and the reshape drops them.
   sized = {place: scale.shape[axis] for axis, place in places.items()}
   order = sorted(range(scale.ndim), key=lambda axis: places.get(axis, -1))
   return result * jax.lax.reshape(scale, [sized.get(i, 1) for i in range(result.ndim)], order)
 
 
 def _only_in_groups(x: Array, axis: int | None, sizes: Sequence[Array]) -> Array:
-  # Returns an array with zeros for the rows of no group: they count for no scale either.
+  """Returns an array with zeros in the rows of no group, so that they affect no scale."""
   if axis is None:
     return x
   row = jax.lax.broadcasted_iota(sizes[0].dtype, x.shape, axis)
@@ -477,8 +522,10 @@ def _only_in_groups(x: Array, axis: int | None, sizes: Sequence[Array]) -> Array
 
 
 tangent_p = Primitive("matmul_tangent")
-"""Takes the tangent of the operand `side` of the `Matmul` that is its `rule`, and what is kept of
-the others, inside of the `vmap`s `levels`."""
+"""The derivative of the `Matmul` in `rule` by the operand `side`, under the `vmap`s in `levels`.
+
+It takes the tangent of that operand, and the residuals of the others.
+"""
 
 
 def _evaluate(*operands: Array, rule: Matmul, side: int, levels: Levels) -> Array:
@@ -493,9 +540,11 @@ def _abstract(*avals: ShapedArray, **params: Any) -> AbstractValue:
 def _jvp(
   primals: Sequence[Array], tangents: Sequence[Any], *, rule: Matmul, side: int, levels: Levels
 ) -> tuple[Array, Array]:
+  # It is linear in each operand, so the derivative has one part for each operand with a tangent.
+  # The first operand is the tangent, and `order` has the operands in the order of the matmul.
   result = tangent_p.bind(*primals, rule=rule, side=side, levels=levels)
   t, *others = range(len(primals))
-  order = [*others[:side], t, *others[side:]]  # As the matmul has them.
+  order = [*others[:side], t, *others[side:]]
   if isinstance(rule, RecipeMatmul) and not all(isinstance(tangents[k], ad.Zero) for k in others):
     rule.refuse_second_order()
   parts = []
@@ -511,6 +560,7 @@ def _jvp(
 def _batch(
   operands: Sequence[Array], dims: Sequence[int | None], *, levels: Levels, **params: Any
 ) -> tuple[Array, int]:
+  # Nothing is computed: the `vmap` is added to the levels, and its axis moved to the front.
   pairs = zip(operands, dims, strict=True)
   moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
   level = tuple(axis is not None for axis in dims)
@@ -524,8 +574,8 @@ def _transpose(
   if isinstance(cotangent, ad.Zero):
     return [ad.Zero(tangent.aval), *none]
   bar = rule.gradient(side, tangent.aval, levels, cotangent, *others)
-  # Cast last: a cast to the dtype of the weight before the sums over the axes that it lacks, those
-  # of the mesh too, would be one to bfloat16 if the weight is stored so.
+  # Cast last, after the sums over `vmap`s and mesh axes that the weight lacks. If the weight is
+  # stored in bfloat16, an earlier cast would make them bfloat16 sums.
   return [jax.lax.convert_element_type(bar, tangent.aval.dtype), *none]
 
 
@@ -551,11 +601,11 @@ batching.defvectorized(first_order_p)
 mlir.register_lowering(first_order_p, lambda _, x, **__: [x])
 
 as_laid_out_p = Primitive("as_laid_out")
-"""The operand. On a CPU XLA does not see through it, to turn the matmul that made it round.
+"""The identity, which keeps XLA for CPUs from transposing the matmul before it.
 
-It leaves some matmuls of bfloat16 into float32 to a library that takes one layout alone, and fails
-where a transpose of the result became one of the operands. What is traced on a CPU and lowered for
-something else has nothing there.
+XLA for CPUs gives some matmuls of bfloat16 into float32 to a library that supports one layout. It
+fails if XLA has turned a transpose of the result into transposes of the operands. On other
+platforms nothing is lowered for it.
 """
 
 as_laid_out_p.def_impl(lambda x: x)

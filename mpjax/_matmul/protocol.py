@@ -1,4 +1,4 @@
-"""What a recipe for low-precision matmuls is asked, and what it answers: see docs/float8.md."""
+"""The protocol of recipes for low-precision matmuls: see docs/float8.md."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -6,43 +6,35 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from mpjax._core.types import Array, DType
 
 Role: TypeAlias = Literal["input", "weight", "gradient"]
-"""An operand of the forward pass, or the gradient that comes into the backward pass."""
+"""The role of an operand: in the forward pass, or as the incoming gradient of the backward pass."""
 
 Product: TypeAlias = Literal["forward", "input_grad", "weight_grad"]
-"""The three matmuls of a layer, by what they compute."""
+"""The three matmuls of a layer: its result, and the gradients of its input and its weight."""
 
 
 class Operand(NamedTuple):
-  """What a recipe is told of an operand that it quantises.
+  """The description of an operand that a recipe quantises."""
 
-  Fields:
-    summed: the axes that the matmul sums over.
-    role: what the operand is.
-    product: the matmul that it is quantised for.
-  """
-
-  summed: Sequence[int]
+  summed: Sequence[int]  # the axes that the matmul sums over
   role: Role
-  product: Product
+  product: Product  # the matmul for which it is quantised
 
 
 class Scaled(NamedTuple):
-  """An operand in the format of a recipe, and its scales.
+  """An operand in the format of a recipe, and its scales."""
 
-  Fields:
-    values: the operand divided by its scales.
-    scale: one number; or an array with the axes of `values`, of size 1 where they share a scale. In
-      blocks: an array of which each axis divides that of `values`.
-    of_tensor: a second scale, one float32 number.
-  """
-
-  values: Array
+  values: Array  # the operand divided by its scales
+  # One number, or an array with the axes of `values`. An axis along which elements share a scale
+  # has size 1. With blocks, the size of each axis divides that of `values`.
   scale: Array | None = None
-  of_tensor: Array | None = None
+  of_tensor: Array | None = None  # a second scale, one float32 number
 
 
 Multiply: TypeAlias = "Callable[[Scaled, Scaled, DType], Array]"
-"""Returns the matmul of two scaled arrays in float32, which is in this dtype until it is scaled."""
+"""A function that returns the float32 matmul of two scaled arrays.
+
+The third argument is the dtype of the matmul before its result is scaled.
+"""
 
 
 class Recipe(Protocol):
@@ -51,11 +43,23 @@ class Recipe(Protocol):
   It can be hashed, and `str(recipe)` leads back to it: "package.module:NAME".
   """
 
+  # The name in audits and in policies of `jax.checkpoint`.
   @property
   def name(self) -> str: ...
+
+  # The elements of a block along the summed axis. Operands are then stacks of matrices. None means
+  # that operands keep their shape.
   @property
   def block(self) -> int | None: ...
+
+  # Why a matmul with K = `depth` and N = `columns` stays in the compute dtype; None if it does not.
   def why_not(self, depth: int, columns: int) -> str | None: ...
+
+  # Whether the gradient of a weight, or of an input, is multiplied in the format.
   def multiplies_gradient(self, *, of_weight: bool) -> bool: ...
+
+  # Returns an operand in the format.
   def quantise(self, x: Array, operand: Operand) -> Scaled: ...
+
+  # Returns the matmul in `dtype`, by a call of `multiply` with two operands in the format.
   def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array: ...

@@ -1,4 +1,4 @@
-"""Which recipe multiplies in which format."""
+"""The recipe of each format."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +11,7 @@ from mpjax._policy.formats import MXFP8, NVFP4, Float8, Int8
 
 
 def _float8(options: Float8) -> Recipe:
+  """Returns the recipe of float8, which depends on its scaling."""
   return BlockRecipe(options) if options.scaling == "block" else Float8Recipe(options)
 
 
@@ -20,10 +21,10 @@ _RECIPES: dict[type[Any], Callable[[Any], Recipe]] = {
   NVFP4: BlockRecipe,
   Int8: Int8Recipe,
 }
-"""The recipe of each format, a function of its options."""
+"""From each format to a function from its options to a recipe."""
 
 
 def recipe_of(matmul: Any) -> Recipe:
-  """Returns the recipe of a policy: that of a format, or a recipe of the user."""
+  """Returns the recipe of the field `matmul` of a policy: for a format, or the user's own."""
   make = _RECIPES.get(type(matmul))
   return matmul if make is None else make(matmul)

@@ -44,9 +44,11 @@ def stochastic(x: Array, dtype: DType, bits: Array) -> Array:
   most = np.float32(info.max)
   x = jax.lax.clamp(-most, x, most)
   size = jax.lax.abs(x)
-  # The distance of the neighbours is a power of two: that of the exponent, or of subnormal numbers.
+  # The distance of the two neighbours is a power of two. It follows from the exponent of the
+  # number, or from the least exponent of the format for subnormal numbers.
   exponent = jax.lax.bitcast_convert_type(size, np.int32) >> _FRACTION_BITS
   exponent = jax.lax.max(exponent, np.int32(int(info.minexp) + _BIAS)) - np.int32(info.nmant)
+  # The size in units of that distance. Noise in [0, 1) decides whether to round up.
   steps = size * _power_of_two(2 * _BIAS - exponent)
   below = jax.lax.floor(steps)
   noise = jax.lax.convert_element_type(bits >> np.uint32(8), FLOAT32) * np.float32(2.0**-24)
@@ -72,6 +74,7 @@ def random_bits(x: Array, seed: int, *, stream: int = 0) -> Array:
     seed: a number that the user chooses.
     stream: numbers the uses of one array, such as its two matmuls. Their bits are independent.
   """
+  # Each element is hashed before the sum. Otherwise opposite changes of two elements would cancel.
   unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
   data = jax.lax.convert_element_type(jax.lax.bitcast_convert_type(x, unsigned), _UINT32)
   total = jax.lax.reduce_sum(_mixed(data), tuple(range(x.ndim)))
@@ -91,8 +94,8 @@ def _index(shape: tuple[int, ...]) -> Array:
 def _mixed(x: Any) -> Any:
   """Returns a hash of each uint32 number of an array of JAX or NumPy.
 
-  It is the function with two multiplications of least bias that
-  https://github.com/skeeto/hash-prospector lists.
+  Of the functions with two multiplications in https://github.com/skeeto/hash-prospector, it has the
+  least bias.
   """
   hashed = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
   hashed = (hashed ^ (hashed >> np.uint32(15))) * np.uint32(0xD35A2D97)
@@ -102,14 +105,14 @@ def _mixed(x: Any) -> Any:
 def hadamard(x: Array, axis: int, seed: int) -> Array:
   """Returns an array multiplied by a random orthogonal matrix, in blocks along an axis.
 
-  The matrix is that of Hadamard of size 16, divided by 4, behind random signs. Applied to both
-  operands of a product along the summed axis it leaves the product as it is. The signs depend on
+  It is the Hadamard matrix of size 16, divided by 4, after random signs. If both operands of a
+  matmul are multiplied by it along the summed axis, the result stays the same. The signs depend on
   the seed alone: one vector for all layers and steps, as in NVIDIA's recipe.
 
   Args:
-    x: an array, of which the axis has a multiple of 16 elements.
-    axis: the axis, which a matmul sums over.
-    seed: that of the signs.
+    x: an array. The size of the axis is a multiple of 16.
+    axis: the axis over which a matmul sums.
+    seed: the seed of the signs.
 
   Returns:
     A float32 array. Sums are in float32 and in a fixed order, without a matmul.
@@ -120,7 +123,8 @@ def hadamard(x: Array, axis: int, seed: int) -> Array:
   signs = np.tile(signs_of(seed), blocks)
   signs = signs.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
   mixed = jax.lax.convert_element_type(x, FLOAT32) * signs
-  # An axis for each bit of the place in a block: along each, sums and differences of pairs.
+  # The fast Hadamard transform. Each of the four axes of size 2 is one bit of the position in a
+  # block. Along each, pairs become their sums and differences.
   mixed = jax.lax.reshape(mixed, (*before, blocks, 2, 2, 2, 2, *after))
   for bit in range(axis + 1, axis + 5):
     left = jax.lax.slice_in_dim(mixed, 0, 1, axis=bit)
@@ -130,6 +134,7 @@ def hadamard(x: Array, axis: int, seed: int) -> Array:
 
 
 def signs_of(seed: int) -> NumpyArray:
-  """Returns the 16 signs that a seed stands for, as float32."""
+  """Returns the 16 signs of a seed, as float32."""
+  # In NumPy, so that the signs are a constant of the trace. The top bit of each hash decides.
   hashed = _mixed(np.arange(SIZE, dtype=_UINT32) + _mixed(np.array([seed], _UINT32)))
   return np.where(np.asarray(hashed) >> np.uint32(31), np.float32(-1), np.float32(1))
