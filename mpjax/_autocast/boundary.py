@@ -139,7 +139,7 @@ class Contents:
     """Yields the position and the new content of each list and dict that has changed."""
     for i, (x, before) in enumerate(zip(self._containers, self._before, strict=True)):
       now = self._now(x)
-      # NNX drops what is set on a copy of a module.
+      # NNX drops attributes that are set on a copy of a module.
       same = is_nnx_object(x) or now.like == before.like
       if not (same and same_objects(now.parts, before.parts)):
         if type(x) not in (list, *DICTS):
@@ -191,7 +191,8 @@ def check_returned(leaves: Iterable[Leaf]) -> None:
   """Raises NotTraceable if a leaf is not an array and hides a tracer."""
   for x in leaves:
     if not isinstance(x, (jax.Array, InDtype)) and _tracers_in(x):
-      text = f"returns a {type(x).__name__} with arrays in it, which is no tree: they are not cast"
+      # Its arrays could not leave the trace, nor could they be cast.
+      text = f"returns a {type(x).__name__} that holds arrays and is not a pytree"
       raise NotTraceable(text)
 
 
@@ -204,7 +205,8 @@ _NOT_SEARCHED = (type, types.ModuleType, types.TracebackType, jax.Array, np.ndar
 def _tracers_in(x: object) -> list[object]:
   """Returns the tracers in an object that is not a pytree, and iterators, which run later."""
   pending = [x]
-  met: dict[int, object] = {}  # By id. It keeps the objects alive, so that no id is reused.
+  # Both are by id. `met` keeps the objects alive, so that no id is reused.
+  met: dict[int, object] = {}
   tracers: dict[int, object] = {}
   while pending:
     each = pending.pop()
@@ -225,10 +227,10 @@ def _runs_later(x: object) -> bool:
 
 
 def _parts_of(x: object) -> list[object]:
-  """Returns the attributes and the items of an object, and what a function takes along."""
+  """Returns the attributes and items of an object, and the variables that a function captures."""
   parts = [*_attributes_of(x), *_items_of(x)]
   if isinstance(x, types.FunctionType):
-    parts += _taken_along(x)
+    parts += _captured(x)
   elif isinstance(x, functools.partial):
     parts += [x.func, *x.args, *x.keywords.values()]
   elif isinstance(x, types.MethodType):
@@ -271,9 +273,9 @@ def _items_of(x: object) -> list[object]:
   return []
 
 
-def _taken_along(function: types.FunctionType) -> Iterator[object]:
+def _captured(function: types.FunctionType) -> Iterator[object]:
   """Yields the closure variables of a function, and the defaults of its parameters."""
-  # Its globals are those of a module, which outlive the call.
+  # Its globals belong to a Python module, which outlives the call.
   for cell in function.__closure__ or ():
     with contextlib.suppress(ValueError):  # The variable is not assigned yet.
       yield cell.cell_contents

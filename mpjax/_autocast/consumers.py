@@ -66,7 +66,7 @@ def flags_of(
   flags, places = dict[Atom, int](), Places(settings, scope)
 
   def note(atoms: Sequence[Atom], each: Iterable[int]) -> None:
-    # Flags are added, so another consumer never takes away what one of them asks for.
+    # Flags are only added, so another consumer never lowers a precision.
     for atom, new in zip(atoms, each, strict=True):
       if new and not isinstance(atom, Literal):
         flags[atom] = flags.get(atom, 0) | new
@@ -106,7 +106,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
     return 0 if eqn.params["new_dtype"] in HALVES else behind
   match part_of(eqn, places.settings.ops):
     case "half" if facts_of(eqn) is not OUTER_PRODUCT:
-      # A matmul reads its operands in the compute dtype, whatever reads its result.
+      # A matmul reads its operands in the compute dtype. Consumers of its result do not matter.
       return 0
     case "half" | "promote" | "keep":
       return _through_arithmetic(eqn, behind)
@@ -149,7 +149,7 @@ def _through_arithmetic(eqn: JaxprEqn, behind: int) -> int:
 
 
 def _own_flags(facts: Row) -> int:
-  """Returns the flag of an operation as a consumer, whatever reads its result."""
+  """Returns the flag of an operation as a consumer, without the flags of its result."""
   if facts.folds is operator.add:
     return Flag.SUM
   # Subtractions, floors and sorts: the rounding of an operand may change all of the result.

@@ -177,7 +177,7 @@ def rewritten(
     inner: the jaxpr.
     operands: the kinds of all operands of the equation.
     outs: the dtypes of the results; a result without one keeps the computed dtype.
-    flags: the flags of the results; None for those of the results of the equation.
+    flags: the flags of the results. None takes the flags of the results of the equation.
   """
   program, settings = inner.program, rewriter.settings
   consts = kinds_of_constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else ()

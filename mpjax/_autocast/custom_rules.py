@@ -69,7 +69,7 @@ class _Custom(NamedTuple):
   # The active policies of the trace. JAX calls the rule later. Without this state, a Flax module in
   # it would run under no policy or the policy of another module.
   state: Active | None
-  compute_dtype: DType | None  # that of the policy where the equation is
+  compute_dtype: DType | None  # the low-precision compute dtype at the equation
 
   def run(
     self,
@@ -209,8 +209,7 @@ class _Custom(NamedTuple):
     """Runs the backward rule: returns gradients, None for operands that are not differentiated."""
     arrays, saved = residuals
     changes = list(map(instantiated, cotangents))
-    # Cotangents of integers are `float0`. They are no operands of a jaxpr, so the rule closes over
-    # them.
+    # Cotangents of integers are `float0`, which no jaxpr accepts. The rule closes over them.
     smooth = _smooth(changes)
 
     def rule(*args: Array) -> PyTree:
@@ -246,7 +245,7 @@ def _is_reference(aval: AbstractValue) -> bool:
 
 
 def _smooth(values: Iterable[Any]) -> list[int]:
-  """Returns the positions of floating and complex arrays; a reference to one is no array."""
+  """Returns the positions of floating and complex arrays, without references to arrays."""
   avals = [x if isinstance(x, AbstractValue) else jax.typeof(x) for x in values]
   return [i for i, x in enumerate(avals) if isinstance(x, ShapedArray) and is_inexact(x)]
 
@@ -314,7 +313,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
       fun.defjvp(rule.jvp, symbolic_zeros=True)
     case Holds.CUSTOM_VJP:
       fun = jax.custom_vjp(call)
-      # JAX hands a reference to the backward rule only where there are no symbolic zeros.
+      # JAX passes a reference to the backward rule only without symbolic zeros.
       if any(map(_is_reference, map(aval_of, atoms))):
         fun.defvjp(rule.forward_of_all, rule.backward)
       else:

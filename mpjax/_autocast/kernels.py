@@ -39,7 +39,7 @@ def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
     A function with the signature of `fn`. Its results have the dtypes that `fn` gives them.
 
   Raises:
-    MpjaxTypeError: `fn` is no function.
+    MpjaxTypeError: `fn` is not a function.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> kernel = mpjax.low_precision(lambda x: jnp.exp(x).sum())

@@ -50,7 +50,7 @@ _NEEDS_VALUES = (
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-"""Errors that JAX raises if a body asks a tracer for its values."""
+"""Errors that JAX raises if a body reads the values of a tracer."""
 
 _CHANGES_OTHERS = ("JaxTransformError", "TraceContextError")
 """Errors that Flax raises if a body changes a module that is not among its arguments."""
@@ -400,7 +400,7 @@ class ModuleCall(NamedTuple):
 
   def _in_dtype(self, outputs: PyTree, dtype: DType) -> PyTree:
     """Returns results in a dtype: marked for the rewriter, or cast."""
-    # The rewriter casts what is traced, unless the whole call is in the compute dtype.
+    # The rewriter casts traced results, unless the whole call is in the compute dtype.
     is_rewritten = self.state.tracing and self.state.casting != EVERY
 
     def leaf(x: Leaf) -> Leaf:
@@ -502,7 +502,7 @@ def dtype_field(module: Module, dtype: DType, *, always: bool) -> dict[str, obje
   own = plain_attribute(module, "dtype", _MISSING)
   if own is _MISSING or (own is None and not always):
     return {}
-  # In a dataclass, a `dtype` that is no argument of `__init__` is not the user's choice.
+  # In a dataclass, only a `dtype` that is an argument of `__init__` is the user's choice.
   fields = dataclasses.fields(module) if dataclasses.is_dataclass(module) else None
   if fields is not None and not any(f.name == "dtype" and f.init for f in fields):
     return {}
@@ -519,7 +519,7 @@ _MISSING = object()
 
 
 def plain_attribute(module: Module, name: str, default: object = None) -> Any:
-  """Returns an attribute that is no property, without running user code; otherwise `default`."""
+  """Returns an attribute without running user code; `default` for a property."""
   # A property may call methods, read parameters or set up submodules, and cannot be set.
   value = inspect.getattr_static(module, name, default)
   return default if hasattr(type(value), "__get__") else value

@@ -70,13 +70,14 @@ class Rewriter:
 
   def define(self, var: Var, kind: Kind) -> Var:
     """Sets the kind of a variable, and returns a variable of its dtype."""
+    # An integer with a kind is a literal at the call. It keeps its dtype.
     if dtype_of(var) not in FLOATS:
       self.literals[var] = kind
       return var
     dtype = kind.variable or kind.dtype
     # A variable that keeps its dtype stays, so that unchanged equations stay too.
     atom = var if dtype == dtype_of(var) else retyped(var, dtype)
-    # Inside a jaxpr the `Value` has the variable. `Kind.variable` says it at the boundary only.
+    # Inside a jaxpr the `Value` has the variable. `Kind.variable` is for its boundary.
     inside = kind if kind.variable is None else kind._replace(variable=None)
     self.values[var] = Value(atom, inside)
     return atom
@@ -114,7 +115,7 @@ class Rewriter:
       return kind._replace(dtype=dtype)
     if dtype_of(atom) == np.bool_:
       return Kind(Role.NUMBER, dtype, numbers=(0.0, 1.0))
-    # Low precision cannot hold every index or count.
+    # An index or a count counts as an input, since low precision cannot hold all of them.
     return Kind(Role.INPUT if dtype == FLOAT32 else Role.ACTIVATION, dtype)
 
   def flags_of_results(self, eqn: JaxprEqn) -> int:
@@ -207,7 +208,7 @@ class Rewriter:
       role = Role.INPUT if place.as_written else self._role_of_operands(eqn)
     # A result in low precision is an activation, since the user's code has chosen its dtype.
     low = Role.NUMBER if role == Role.NUMBER else Role.ACTIVATION
-    kinds: dict[DType | None, Kind] = {d: Kind(low, d) for d in FLOATS}
+    kinds: dict[DType | None, Kind] = {dtype: Kind(low, dtype) for dtype in FLOATS}
     kinds[FLOAT32] = Kind(role, FLOAT32)
     self.write(eqn, operands, [kinds.get(dtype_of(v)) for v in eqn.outvars])
 

@@ -289,8 +289,8 @@ def _repeated(rewriter: Rewriter, value: Value, dtype: DType, eqn: JaxprEqn) -> 
   wide = rewriter.cast(value, FLOAT32, eqn)
   aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None
   new = aval.update(shape=out.shape, weak_type=False)
-  # On a mesh with explicit axes the type has a sharding: that of the operand, and along the axes
-  # that are broadcast that of the result.
+  # On a mesh with explicit axes the type has a sharding. A broadcast axis is sharded like the
+  # result, and any other axis like the operand.
   if AxisType.Explicit in out.sharding.mesh.axis_types:
     spec = list(out.sharding.spec)
     for axis, size in enumerate(aval.shape):

@@ -28,7 +28,7 @@ REGION, POLICY_ENDS, LAYER_ENDS = (
 )
 AS_GIVEN, TABLE = (PREFIX + name for name in ("as-given", "table"))
 OWN_DTYPE = PREFIX + "own-dtype="
-"""The marks, beside those of `locations.py`.
+"""Marks. `locations.py` has more of them.
 
   REGION: a module and its policy as text, or `AS_IT_IS` if a rule exempts it.
   POLICY_ENDS: the result of a policy, and its dtype.

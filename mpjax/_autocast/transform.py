@@ -272,7 +272,7 @@ class _Call:
 
     def flat(*operands: Array) -> list[Array]:
       arrays, returned = self._run(*operands)
-      results.append(returned)  # It is no pytree of arrays, so it leaves the trace this way.
+      results.append(returned)  # JAX accepts only arrays as results of a trace.
       return arrays
 
     # Errors of JAX show the name of the user's function and where it is, but its own operands.
@@ -291,11 +291,13 @@ class _Call:
     except (NotTraceable, *flax_errors("TraceContextError")) as error:
       if self.settings.modules:  # `attempts` in module_calls.py then runs the body as Python.
         raise
-      of_nnx = "one that writes to variables of a model of NNX (statistics, random counters)"
+      got = "one that writes to flax.nnx variables, such as statistics or random counters"
+      if isinstance(error, NotTraceable):
+        got = f"one that {error}"
       raise MpjaxTypeError(
         where,
-        expected="a function that returns what it computes",
-        got=f"one that {error}" if isinstance(error, NotTraceable) else of_nnx,
+        expected="a function without side effects",
+        got=got,
         fix="Return new values as trees of arrays. With flax.nnx, use mpjax.with_policy(model, "
         "policy). Or split the model outside and nnx.merge(graphdef, state, copy=True) inside.",
       ) from error
@@ -348,8 +350,8 @@ def _check_no_haiku_state(before: set[int], where: str) -> None:
   if any(isinstance(x, Tracer) and id(x) not in before for x in haiku_state()):
     raise MpjaxTypeError(
       where,
-      expected="a function that returns what it computes",
-      got="one that creates parameters or state, or draws a key, of the hk.transform around it",
+      expected="a function without side effects",
+      got="one that creates parameters or state, or draws a key, inside hk.transform",
       fix="Transform the function first: mpjax.autocast(hk.transform(fn).apply).",
     )
 

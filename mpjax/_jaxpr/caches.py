@@ -1,4 +1,4 @@
-"""Caches of what is computed from jaxprs and from types."""
+"""Caches of functions of jaxprs and of types."""
 
 import functools
 import weakref

@@ -109,7 +109,7 @@ def params_around(eqn: JaxprEqn, program: ClosedJaxpr) -> dict[str, Any]:
   A function with a derivative rule keeps its jaxpr, since the rule belongs to it.
   """
   params = params_of_object(eqn)
-  if "policy" not in params:  # It is no `checkpoint`.
+  if "policy" not in params:  # It is not a `checkpoint`.
     return eqn.params
   options = {key: params[key] for key in ("policy", "prevent_cse") if params.get(key) is not None}
   fun = jax.checkpoint(jaxpr_as_fun(program), **options)

@@ -1,9 +1,9 @@
 """Matmuls of operands with scales in blocks along the summed axis.
 
 Every operand is a stack of matrices `(batch, rows, summed)`, as `jax.nn.scaled_matmul` takes it.
-The matmul is a primitive: one equation in a jaxpr, with operands in the format. Its lowering for
-CUDA is `jax.nn.scaled_matmul` where that has the format: XLA then sees the operation. Everywhere
-else the operands are multiplied by their scales, and a matmul in bfloat16 follows.
+The matmul is a primitive, so a jaxpr has one equation with operands in the format. It is lowered to
+`jax.nn.scaled_matmul` on CUDA, if that supports the format. Otherwise the operands are multiplied
+by their scales, and a matmul in bfloat16 follows.
 """
 
 import functools

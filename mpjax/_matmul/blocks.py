@@ -2,7 +2,7 @@
 
 An operand is a stack of matrices `(batch, rows, summed)`. Each matmul has blocks along its own sum,
 so the forward and the backward pass cast an operand separately. Float8 in blocks has scales that
-are powers of two: its operands are those of MXFP8, of which neighbouring blocks share a scale.
+are powers of two. Its operands have the format of MXFP8, with one scale for neighbouring blocks.
 """
 
 import dataclasses
@@ -69,8 +69,8 @@ class BlockRecipe:
 def quantise_e4m3(x: Array, rows: int, block: int) -> Scaled:
   """Returns a stack of matrices in e4m3 with scales in e8m0, one per `rows` x `block` elements.
 
-  A scale is the least power of two by which no element is beyond 448. An inf or NaN in a block
-  makes its scale NaN.
+  A scale is the least power of two that brings all elements of its block within 448. An inf or NaN
+  in a block makes its scale NaN.
   """
   wide, largest = with_largest(_in_blocks(x, rows, block), (2, 4))
   scale = jnp.maximum(rounded_up(largest, _MOST), _TINY)

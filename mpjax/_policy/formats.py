@@ -175,7 +175,8 @@ class NVFP4(Format):
   Raises:
     MpjaxValueError: an unknown format of gradients, a seed out of range, or a skip that is not
       pairs of sizes.
-    MpjaxTypeError: a stochastic_rounding or hadamard that is not a bool, or a seed that is no int.
+    MpjaxTypeError: a stochastic_rounding or hadamard that is not a bool, or a seed that is not an
+      int.
 
   >>> import mpjax
   >>> print(mpjax.NVFP4(hadamard=False, seed=7))
@@ -249,7 +250,7 @@ def why_not(options: Any, depth: int, columns: int, *, multiple: int = MULTIPLE)
   """Returns why a matmul of these sizes stays in the compute dtype; None if it does not.
 
   Args:
-    options: those of a format.
+    options: the options of a format.
     depth: K, the length of the sums.
     columns: N, the number of columns of the weight.
     multiple: the number that both sizes must be multiples of.
@@ -334,7 +335,7 @@ def _checked_sizes(skip: Any, where: str) -> Sizes:
 
 
 def _is_pair(pair: object) -> bool:
-  """Whether a value is a pair of sizes; True and False are no sizes."""
+  """Whether a value is a pair of sizes; a bool is not a size."""
   if not isinstance(pair, (tuple, list)) or len(pair) != 2:
     return False
   return all(size is None or (type(size) is int and size >= 0) for size in pair)
@@ -353,7 +354,7 @@ def _written(value: Any) -> str:
 
 def _read(field: _Field, text: str) -> Any:
   """Returns the value of an option from its text; raises ValueError for a malformed one."""
-  # A text that is no choice or no flag is returned as it is. `_checked` refuses it.
+  # An unknown choice or flag is returned as text. `_checked` refuses it.
   if field.choices:
     return text
   if field.type is bool:

@@ -175,7 +175,7 @@ class Policy:
     return _cast(tree, self.compute_dtype)
 
   def cast_to_output(self, tree: PyTree) -> PyTree:
-    """Returns `tree` with its floating arrays in `output_dtype`; as it is where that is None.
+    """Returns `tree` with its floating arrays in `output_dtype`; unchanged if that is None.
 
     Args:
       tree: as for `cast_to_param`.

@@ -153,7 +153,10 @@ def _only_selector(selectors: Mapping[str, object]) -> str:
 
 
 def _requirement(name: str, selector: object) -> str | None:
-  """Returns what a selector of the wrong type should be, or None; raises for a malformed glob."""
+  """Returns the expected type of a selector that has the wrong one, or None.
+
+  Raises MpjaxValueError for a malformed glob.
+  """
   if name == "path":
     if isinstance(selector, str):
       otherwise = "For anything else pass re.compile(...)."
@@ -192,7 +195,7 @@ _NOT_IN_GLOBS = frozenset(r".\()|+^${}")
 def check_glob(glob: str, where: str, otherwise: str = "") -> None:
   """Raises MpjaxValueError for a glob that can match no module path.
 
-  `otherwise` is a sentence that says what else the call takes.
+  `otherwise` is a sentence about other arguments that the call accepts.
   """
   # The root has the path "", so an empty glob is valid.
   has_empty_level = bool(glob) and "" in glob.split("/")

@@ -114,7 +114,7 @@ def test_what_is_returned(fn, fits):
     if fits:
       crossed(fn, x)
     else:
-      with pytest.raises(NotTraceable, match="with arrays in it, which is no tree"):
+      with pytest.raises(NotTraceable, match="holds arrays and is not a pytree"):
         crossed(fn, x)
 
   jax.eval_shape(call, jnp.ones(2))

@@ -217,7 +217,7 @@ def test_scopes_inside_of_bodies(body):
 # Errors.
 
 NO_FUNCTION = "@functools.partial(mpjax.autocast, policy="
-RETURNS = "a function that returns what it computes"
+RETURNS = "a function without side effects"
 IN_PLACE = "changes an argument in place"
 FN = "mpjax.autocast(fn)"
 
@@ -231,7 +231,7 @@ def test_a_policy_or_a_module_in_place_of_a_function():
     mpjax.autocast(policy="mixed_float16")
   with refused(TypeError, FN, "arguments fn, policy", "'dtype'", NO_FUNCTION):
     mpjax.autocast(jnp.tanh, dtype="float16")
-  with refused(TypeError, FN, RETURNS, "writes to variables of a model", "mpjax.with_policy"):
+  with refused(TypeError, FN, RETURNS, "writes to flax.nnx variables", "mpjax.with_policy"):
     mpjax.autocast(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))(X)
 
 
