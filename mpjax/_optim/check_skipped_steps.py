@@ -143,8 +143,8 @@ def _leaf_text(code: LeafCode, opt_state: OptState, scale: OwnedScale, params: P
   )
 
 
-_COMPLEX_PARTS = ("real", "imaginary")
-"""The fields that `optax.contrib.split_real_and_imaginary` has in place of a complex parameter."""
+_COMPLEX_PARTS = (".real", ".imaginary")
+"""The attributes that `optax.contrib.split_real_and_imaginary` has in place of a complex parameter."""
 
 
 def _parameters(params: Params) -> list[tuple[KeyPath, str]]:
@@ -155,7 +155,7 @@ def _parameters(params: Params) -> list[tuple[KeyPath, str]]:
   paths: list[KeyPath] = [path for path, _ in leaves]
   for path, x in leaves:
     if jnp.iscomplexobj(x):
-      paths += [(*path, jax.tree_util.GetAttrKey(part)) for part in _COMPLEX_PARTS]
+      paths += [(*path, jax.tree_util.GetAttrKey(part[1:])) for part in _COMPLEX_PARTS]
   named = [(path, key_text(path)) for path in paths]
   if len(leaves) > 1:
     named.append(((), f"all parameters, one array of {sum(np.size(x) for _, x in leaves)} numbers"))
