@@ -14,6 +14,9 @@ from mpjax._policy.rules import Rule
 T = TypeVar("T")
 
 
+_EXPECTED = "a flax.linen.Module, a flax.nnx.Module or a function of arrays"
+
+
 @check_call("mpjax.with_policy(model)", fix='Write mpjax.with_policy(model, "mixed_bfloat16").')
 def with_policy(
   model: T,
@@ -62,13 +65,14 @@ def with_policy(
     if ops is None and data_argnums == ():
       adapter = importlib.import_module(f"mpjax.{framework.lower()}")
       return adapter.with_policy(model, policy, rules, unmatched=unmatched)
-    expected, got = f"no ops= and no data_argnums= for a model of {framework}", "them"
+    expected = f"no ops= and no data_argnums= for a Flax {framework} model"
+    got = f"ops={ops!r}, data_argnums={data_argnums!r}"
   elif holds_linen_module(model):
-    expected = "a model of Linen or NNX, or a function of arrays"
+    expected = _EXPECTED
     got = f"a {type(model).__name__} around a Linen module"
     fix = "Call it inside mpjax.policy_scope(policy)."
   elif isinstance(model, type) or framework is not None or not callable(model):
-    expected = "a model of Linen or NNX, or a function of arrays"
+    expected = _EXPECTED
     got, fix = not_a_model(model)
   elif unmatched == "raise":
     policy = "float32" if policy is None else policy

@@ -64,11 +64,35 @@ class Pretrained:
 
 
 REFUSED = {
-  "around a module": (Pretrained(), {}, "a model", "around a Linen module", "mpjax.policy_scope"),
-  "a class": (nn.Dense, {}, "a model", "the class Dense", "mpjax.with_policy(Dense(...)"),
-  "a number": (3, {}, "a model", "3", "mpjax.with_policy(fn"),
-  "ops of a model": (nn.Dense(2), {"ops": mpjax.OpLists()}, "no ops=", "them", "for functions"),
-  "arguments of a model": (linear(), {"data_argnums": 0}, "data_argnums=", "them", "for functions"),
+  "around a module": (
+    Pretrained(),
+    {},
+    "a function of arrays",
+    "around a Linen module",
+    "mpjax.policy_scope",
+  ),
+  "a class": (
+    nn.Dense,
+    {},
+    "a function of arrays",
+    "the class Dense",
+    "mpjax.with_policy(Dense(...)",
+  ),
+  "a number": (3, {}, "a function of arrays", "3", "mpjax.with_policy(fn"),
+  "ops of a model": (
+    nn.Dense(2),
+    {"ops": mpjax.OpLists()},
+    "no ops=",
+    "ops=OpLists",
+    "for functions",
+  ),
+  "arguments of a model": (
+    linear(),
+    {"data_argnums": 0},
+    "data_argnums=",
+    "data_argnums=0",
+    "for functions",
+  ),
   "unmatched of a function": (jnp.sin, {"unmatched": "warn"}, "no unmatched=", "'warn'", "rule"),
   "an unknown option": (nn.Dense(2), {"rule": ()}, "arguments", "rule", "rules="),
 }

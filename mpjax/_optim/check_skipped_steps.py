@@ -144,7 +144,7 @@ def _leaf_text(code: LeafCode, opt_state: OptState, scale: OwnedScale, params: P
 
 
 _COMPLEX_PARTS = (".real", ".imaginary")
-"""The attributes that `optax.contrib.split_real_and_imaginary` has in place of a complex parameter."""
+"""Attributes that `optax.contrib.split_real_and_imaginary` has in place of a complex number."""
 
 
 def _parameters(params: Params) -> list[tuple[KeyPath, str]]:

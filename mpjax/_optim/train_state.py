@@ -136,7 +136,7 @@ def _check_trained(params: Params, where: str) -> None:
 
 
 def _refuse_nnx_objects(params: Params, where: str) -> None:
-  """Raises for a model of NNX, and for its parameters together with other variables."""
+  """Raises for an NNX model, and for its parameters together with other variables."""
   # Stop at variables and modules, whose classes tell what they are.
   leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_nnx)
   kinds = [(type(x), path_text(path) or "the root") for path, x in leaves if _is_nnx(x)]
@@ -165,7 +165,7 @@ def _is_param(kind: Class) -> bool:
 
 
 def _refuse_collections(params: Params, where: str) -> None:
-  """Raises for a model of Linen, and for all its variables."""
+  """Raises for a Linen model, and for all its variables."""
   fix = 'Pass variables["params"], and the other collections as model_state.'
   # Both names together mean the variables of Linen. A layer may be called "params".
   if isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params):
