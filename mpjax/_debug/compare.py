@@ -28,8 +28,8 @@ Side: TypeAlias = Function | str | os.PathLike[str]
 _CALL = "mpjax.compare(f, g)"
 _CALL_OF_POLICY = "mpjax.compare(f, policy=policy)"
 _ADVICE = (
-  "A function reads an NNX model that is no argument: pass the model as an argument, and the rows "
-  "are its modules."
+  "A function closes over an NNX model. Pass the model as an argument to get a row for each of its "
+  "modules."
 )
 _FIX = "Write mpjax.compare(f, g)(*args), or mpjax.compare(f, policy=policy)(*args)."
 
@@ -79,6 +79,7 @@ def compare(
   _check_side(f, "f")
   if g is not None:
     _check_side(g, "g")
+  # A policy compares `f` with itself. A second function or a saved run leaves it nothing to do.
   parsed = None if policy is None else parse_policy(policy, "mpjax.compare(policy)")
   if parsed is not None and (g is not None or isinstance(f, (str, os.PathLike))):
     raise MpjaxValueError(
@@ -89,6 +90,7 @@ def compare(
       "mpjax.compare(f, g) with a model of mpjax.with_policy, or mpjax.autocast(fn, policy), in "
       "each.",
     )
+  # `Pending` takes a function. A saved run has its arguments in the file.
   fn = f if callable(f) else _without_arguments
   name = _name(f) if parsed is None else f"{_name(f)} under {policy}"
   return Pending(_CALL, fn, functools.partial(_compared, f, g, parsed, name), _FIX)
@@ -116,19 +118,24 @@ def _compared(
 ) -> CompareReport:
   """Runs both sides, one after the other, and compares them."""
   call = Call(args, kwargs, _CALL)
+  # The runs need values. Tracers have none.
   call.check_concrete()
   sides = [(f, name)]
   if g is not None or policy is not None:
     reference = f if g is None else g
     sides.append((reference, _name(reference)))
   functions = [side for side, _ in sides if callable(side)]
+  # Rows are matched by path, so both sides need paths of one kind: modules of Flax, or parameters.
   models = all(in_models(each, call) is not None for each in functions)
+  # A function with a policy of its own ignores the given one. The errors would all be 0, and look
+  # good.
   if policy is not None:
     _check_changes(functions[0], policy, models, call)
   runs = _runs(sides, policy, models, call, advance)
-  # The rounding that a policy asks for is no fault, wherever it is.
+  # A policy rounds to its compute dtype on purpose. Such an error is no fault.
   least = 0.0 if policy is None else float(jnp.finfo(policy.compute_dtype).eps)
   report = compared(runs[0], runs[-1], least)
+  # The weights of such a model are constants of the trace, which have no module names.
   if not models and any(map(_closes_over_models, functions)):
     report = dataclasses.replace(report, notes=(*report.notes, _ADVICE))
   return report
@@ -141,11 +148,13 @@ def _runs(
   call: Call,
   advance: Advance,
 ) -> list[Run]:
-  """Returns the runs of functions, the first one under the policy, and those of files."""
+  """Returns the runs of functions and files. The first function runs under the policy."""
+  # Each run returns its arrays on the host, so the second one has the memory of the device.
   runs: list[Run] = []
   for i, (side, title) in enumerate(sides):
     advance(i, len(sides))
     if callable(side):
+      # Only `f`, the first side, runs under the policy.
       runs.append(record(_named(side, policy if i == 0 else None, models, call), call, title))
     else:
       runs.append(load(side, "mpjax.compare(path)")._replace(name=title))
@@ -160,6 +169,7 @@ def _name(side: Side) -> str:
 
 def _check_changes(f: Function, policy: Policy, models: bool, call: Call) -> None:
   """Raises if a function in low precision computes the same under a policy as without it."""
+  # A function in float32 changes under any policy. Trace it only if it has low precision.
   plain = Graph(call.traced(f)[0])
   if not lows_of(plain):
     return
@@ -175,6 +185,7 @@ def _dtypes(graph: Graph) -> list[tuple[str, tuple[DType | None, ...]]]:
 
 def _closes_over_models(fn: Function) -> bool:
   """Whether a function reads NNX models that are not among its arguments."""
+  # A decorator, such as `jax.jit`, hides the closure. Its `__wrapped__` leads to the function.
   plain = inspect.unwrap(fn)
   if not inspect.isfunction(plain):
     return False
@@ -183,13 +194,16 @@ def _closes_over_models(fn: Function) -> bool:
   except ValueError:  # A variable of the function around it has no value.
     return False
   read = (*variables.nonlocals.values(), *variables.globals.values())
+  # The global `nnx.Linear` is a class, which a function may use without reading a model.
   return any(framework_of(x) == "NNX" and not isinstance(x, type) for x in read)
 
 
 def _named(fn: Function, policy: Policy | None, models: bool, call: Call) -> Function:
   """Returns a function under a policy, if one is given, whose operations are in modules."""
+  # Name operations first, then apply the policy. The rewriter keeps the name stack.
   if not models:
     named = with_parameter_scopes(fn)
     return named if policy is None else autocast(named, policy)
+  # A loss that makes views itself has modules without being wrapped.
   of_models = in_models(fn, call) if policy is None else None
   return with_models(fn, policy) if of_models is None else of_models.function

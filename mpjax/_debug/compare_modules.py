@@ -28,7 +28,7 @@ MOST = 2**20
 
 
 def most_of(repeats: int) -> int:
-  """Returns how many elements of an array are kept that is one of several."""
+  """Returns how many elements are kept of each of several arrays, such as those of iterations."""
   return max(MOST // max(repeats, 1), 1)
 
 
@@ -36,7 +36,7 @@ class Loop(NamedTuple):
   """A scan that a call is in.
 
   Fields:
-    number: that of its step.
+    number: the number of its step.
     length: how many iterations it has.
     reverse: whether the last one runs first.
   """
@@ -47,12 +47,12 @@ class Loop(NamedTuple):
 
 
 class Origin(NamedTuple):
-  """Where a value comes from that nothing has computed.
+  """The origin of a value that nothing has computed.
 
   Fields:
     argument: the position of the argument; None for a constant.
     stacked: how many of its leading axes scans took slices along, one for each iteration.
-    moved: its elements are in another order than those of the argument.
+    moved: whether its elements are in another order than in the argument.
   """
 
   argument: int | None
@@ -61,7 +61,7 @@ class Origin(NamedTuple):
 
 
 class Reader(NamedTuple):
-  """The module that is first to compute with an argument.
+  """The first module that computes with an argument.
 
   Fields:
     path: its path.
@@ -83,9 +83,9 @@ class ModuleCall:
     loops: the scans around it, the outermost first.
     first: the number of its first step.
     last: the number of its last step.
-    outputs: the values that something outside reads. The key is the value as it was computed, the
-      item the one that is read, which may be a cast of it.
-    inputs: likewise the values that it reads and has not computed, without parameters.
+    outputs: the values that code outside reads. The key is the value as it was computed. The item
+      is the value that is read, which may be a cast of it.
+    inputs: the values that it reads and has not computed, without parameters, in the same form.
     matmuls: the weights of its matmuls, or the line where a path is one.
     is_leaf: whether no other module is called inside.
   """
@@ -129,6 +129,7 @@ class Modules(NamedTuple):
     return most_of(math.prod(loop.length for loop in self.loops.get(slot, ())))
 
 
+# A `while` has no fixed number of iterations, and one branch of a `cond` does not run.
 _LOOPS = (Holds.SCAN, Holds.SHARD_MAP)
 """The steps in which each value has one shape for all iterations and devices."""
 
@@ -149,7 +150,9 @@ def find_modules(
   for position, slot in enumerate(body.inputs):
     finder.origins[slot] = Origin(position)
   finder.read_body(body, frozenset(), ())
+  # A call without outputs computes nothing that another module reads. It has no row.
   calls = sorted((each for each in finder.calls if each.outputs), key=lambda each: each.first)
+  # The stack of a value ends with the innermost call. Path and number name it in both runs.
   makers = {slot: f"{x[-1].path} {x[-1].call}" for slot, x in finder.makers.items() if x}
   return Modules(tuple(calls), finder.readers, finder.avals, finder.loops, makers)
 
@@ -158,9 +161,10 @@ def find_modules(
 def module_paths(scopes: Scopes) -> tuple[str, ...]:
   """Returns the paths of the modules around an operation, the outermost first."""
   paths: list[str] = []
+  # Each prefix of the scopes is a candidate, and several prefixes may have one path.
   for end in range(1, len(scopes) + 1):
     path = _module_path(scopes[:end])
-    # An item of a list, "layers/0", is a module. The list is none.
+    # An item of a list, "layers/0", is a module. The list "layers" is not.
     is_item = bool(paths) and path.removeprefix(f"{paths[-1]}/").isdigit()
     if path and path not in paths:
       if is_item:
@@ -173,6 +177,8 @@ def _module_path(scopes: Scopes) -> str:
   """Returns the path of the module that the innermost scope is in."""
   where = Location(scopes)
   marked = where.marked(MODULE)
+  # Without a mark, or with scopes that contain the whole path, every scope is a module, as in
+  # Linen.
   if not marked or where.path != marked:
     return where.path
   # In NNX the scopes inside of a module are parts of it.
@@ -193,7 +199,9 @@ class _Finder:
     self.loops: dict[int, tuple[Loop, ...]] = {}
     self.origins: dict[int, Origin] = {}
     self.makers: dict[int, Sequence[ModuleCall]] = {}
+    # From a cast to the value before all casts. A cast is the same activation in another dtype.
     self._uncast: dict[int, int] = {}
+    # How many calls of each path and pass have begun.
     self._counts = collections.Counter[tuple[str, Direction]]()
 
   def read_body(self, body: Body, outer: frozenset[str], loops: tuple[Loop, ...] | None) -> None:
@@ -207,6 +215,7 @@ class _Finder:
     self._define(body.inputs, map(body.avals.__getitem__, body.inputs), loops)
     self.origins.update(dict.fromkeys(body.consts, Origin(None)))
     self._define(body.consts, map(body.avals.__getitem__, body.consts), loops)
+    # The open calls, the outermost first. Each list of steps starts with none.
     stack: list[ModuleCall] = []
     for step in body.steps:
       self._open(stack, step, outer, loops or ())
@@ -218,6 +227,7 @@ class _Finder:
       if self._is_entered(step):
         self._read_bodies(step, outer, loops)
     for slot in body.outputs:
+      # What a body returns leaves all of its modules.
       if isinstance(slot, int):
         self._leave(slot, (), "forward")
 
@@ -226,6 +236,7 @@ class _Finder:
   ) -> None:
     for slot, aval in zip(slots, avals, strict=True):
       self.avals[slot] = aval
+      # Inside of a `shard_map` each device has its own value, which is not kept.
       if loops is not None:
         self.loops[slot] = loops
 
@@ -234,11 +245,13 @@ class _Finder:
 
   def _read_bodies(self, step: Step, outer: frozenset[str], loops: tuple[Loop, ...] | None) -> None:
     """Reads the steps inside of a loop, a branch or a `shard_map`."""
+    # The module around a loop has its call outside. Its path inside would be a second call of it.
     outer |= set(paths_of(step.location))
     for inner, body in zip(step.inner, step.bodies, strict=True):
       inside = loops
       if step.holds is Holds.SHARD_MAP:
         inside = None
+      # A branch runs once at most, so it adds no axis of iterations.
       elif loops is not None and step.holds is not Holds.COND:
         inside = (*loops, Loop(step.number, inner.times or 0, inner.reverse))
       self._pass_on(step, inner, body)
@@ -251,38 +264,46 @@ class _Finder:
     for position, (slot, i) in enumerate(pairs):
       outside = step.ins[i]
       origin = self.origins.get(outside) if isinstance(outside, int) else Origin(None)
+      # The carry has the value of the last iteration, which the body computed.
       if origin is None or position in inner.carry:
         continue
+      # Parameters that are stacked by layer lead with the axis of the scan. If it was moved before,
+      # the iteration is on another axis.
       is_slice = step.holds is Holds.SCAN and position >= inner.carry.stop and not origin.moved
       self.origins[slot] = origin._replace(stacked=origin.stacked + is_slice)
 
   def _open(
     self, stack: list[ModuleCall], step: Step, outer: frozenset[str], loops: tuple[Loop, ...]
   ) -> None:
-    """Ends the calls that a step is not in, and begins those that it is the first of."""
+    """Ends the open calls that do not contain a step, and begins the calls that start with it."""
     where = step.location
     constant = all(self.origins.get(slot) == Origin(None) for slot in step.reads)
     if constant and not module_paths(where.scopes):
       return  # JAX moves constants out of loops, without their scopes.
+    # `remat` repeats a forward pass whose outputs are known. Values of it count as no module's.
     if where.direction == "recomputed":
       stack.clear()
       return
     paths = [path for path in paths_of(where) if path not in outer]
     keys: list[tuple[str, Direction]] = [(path, where.direction) for path in paths]
+    # A step continues the calls that it shares with the step before, from the outermost on.
     pairs = itertools.takewhile(
       lambda pair: (pair[0].path, pair[0].direction) == pair[1], zip(stack, keys, strict=False)
     )
     kept = len([*pairs])
+    # Two calls of one layer in a row have the same path. A repeated weight tells them apart.
     if kept == len(keys) == len(stack) and stack and self._begins_again(stack[-1], step):
       kept -= 1
     del stack[kept:]
     for path, direction in keys[kept:]:
       if stack:
         stack[-1].is_leaf = False
+      # The number is the position among the calls of the path, by which two runs are matched.
       number = self._counts[path, direction]
       self._counts[path, direction] += 1
       stack.append(ModuleCall(path, direction, number, loops, step.number))
       self.calls.append(stack[-1])
+    # Only calls without modules inside are told apart by their weights.
     if stack and stack[-1].is_leaf:
       stack[-1].matmuls |= self._matmul_keys(step)
 
@@ -295,6 +316,7 @@ class _Finder:
     where = step.location
     if facts_of(step.eqn).flops is None or where.direction != "forward":
       return set()
+    # Without a module, the path is the line. The same line again is another call.
     if not module_paths(where.scopes):
       return {where.source}
     arguments = {self.origins[slot].argument for slot in step.reads if slot in self.origins}
@@ -302,6 +324,8 @@ class _Finder:
 
   def _read(self, step: Step, stack: Sequence[ModuleCall]) -> None:
     direction: Direction = "forward" if step.location.direction == "forward" else "backward"
+    # A cast or a move of a parameter is no use of it. The module that computes with it is its
+    # reader.
     computes = not (self._is_entered(step) or _passes_on(step))
     for slot in step.reads:
       self._leave(slot, stack, direction)
@@ -313,6 +337,7 @@ class _Finder:
 
   def _leave(self, slot: int, stack: Sequence[ModuleCall], direction: Direction) -> None:
     """Notes that a value is read: it is an output of the calls that made it and are not open."""
+    # A module that only casts a value has not made it, so look up the value before all casts.
     makers, root = self.makers.get(slot, ()), self._uncast.get(slot, slot)
     for call in makers:
       # A backward pass reads values inside of modules.
@@ -322,6 +347,7 @@ class _Finder:
 
   def _arrive(self, slot: int, stack: Sequence[ModuleCall]) -> None:
     """Notes that a value is read: it is an input of the calls that are open and did not make it."""
+    # The key is the value before casts, so a cast in one function alone does not change the pairs.
     makers, root = self.makers.get(slot, ()), self._uncast.get(slot, slot)
     for call in stack:
       if call not in makers:
@@ -330,22 +356,26 @@ class _Finder:
   def _note(self, values: dict[int, int], root: int, slot: int) -> None:
     """Notes a value. Of several casts of it, the one in the narrowest dtype counts."""
     dtype = getattr(self.avals[slot], "dtype", None)
+    # Only computed floating values are compared: integers do not round, and arguments are given.
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact) or root in self.origins:
       return
+    # The narrowest cast has all rounding that the reader gets.
     before = self.avals[values.get(root, slot)]
     if dtype.itemsize <= before.dtype.itemsize:
       values[root] = slot
 
   def _write(self, step: Step, stack: Sequence[ModuleCall]) -> None:
     self.makers.update(dict.fromkeys(step.outs, tuple(stack)))
+    # What is computed from constants alone is a constant, whatever module it is in.
     if step.outs and all(self.origins.get(slot) == Origin(None) for slot in step.reads):
       self.origins.update(dict.fromkeys(step.outs, Origin(None)))
+    # The rest notes what a cast or a move passes on of its operand.
     if not _passes_on(step):
       return
     (read,), (out,) = step.reads, step.outs
     casts = step.eqn.primitive is convert_element_type_p
     root = self._uncast.get(read, read)
-    # A cast and another one back round: what they return is a value of its own.
+    # A cast and a cast back may round, so their result is a value of its own.
     if casts and self.avals[out].dtype != self.avals[root].dtype:
       self._uncast[out] = root
     if read in self.origins:

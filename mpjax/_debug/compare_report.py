@@ -1,4 +1,4 @@
-"""What `mpjax.compare` found: the errors by module, as text, HTML, JSON and a picture."""
+"""The report of `mpjax.compare`: the errors by module, as text, HTML, JSON and a picture."""
 
 import collections
 import dataclasses
@@ -19,18 +19,18 @@ from mpjax._debug.report import MOST, Report, Section, rest
 from mpjax._jaxpr.locations import Direction
 
 FACTOR = 10.0
-"""How many times the error of its inputs that of a module's outputs is where two runs part."""
+"""Two runs part at a module whose output error exceeds its input error by this factor."""
 
 _SHOWN = 40
-"""Rows that are printed: the others are in the attributes."""
+"""The most rows that are printed. The attributes hold all."""
 
 _LONG = 12
-"""A path of so many characters that several rows begin with is printed once."""
+"""The fewest characters of a shared path that is printed once for several rows."""
 
 Key: TypeAlias = tuple[str, Direction, int]
 
 Numbered: TypeAlias = Collection[tuple[str, Direction]]
-"""The paths with several calls, by the pass: their calls have numbers for the reader."""
+"""The paths and passes with several calls, whose labels have the number of the call."""
 
 
 class CompareRow(NamedTuple):
@@ -40,13 +40,14 @@ class CompareRow(NamedTuple):
     path: the path of the module; of a function without scopes a line, such as "model.py:12".
     call: how many calls of this path came before.
     iteration: the number of the iteration of each loop around it; () outside of loops.
-    output: of its outputs, the largest of several; inf where one run alone is not finite, or where
-      `g` has 0. In a backward pass that of all together.
-    inputs: of its inputs, likewise, without parameters; 0 where all are arguments of the function,
-      NaN where the two calls take other shapes.
-    cotangent: of the gradient by its outputs; NaN where there is none.
-    gradient: of the gradient by its parameters and those inside, together; NaN where there is none.
-      It is in the row of the first call, and of the first iteration if all share the parameter.
+    output: the largest error of its outputs; inf if one run alone is not finite, or if `g` has 0.
+      In a backward pass, the error of all outputs together.
+    inputs: the largest error of its inputs, without parameters; 0 if all are arguments of the
+      function, NaN if the two calls take other shapes.
+    cotangent: the error of the gradient by its outputs; NaN without one.
+    gradient: the error of the gradient by its parameters and those inside, together; NaN without
+      one. It is in the row of the first call, and of the first iteration if all share the
+      parameter.
     direction: "forward", or "backward" in a function that computes gradients itself.
     zero_in_g: the names of the errors that are inf because `g` has 0 where `f` has not.
   """
@@ -93,7 +94,7 @@ class CompareReport(Report):
   """Where two runs differ, see `mpjax.compare`.
 
   Args:
-    names: those of the function, and of the reference.
+    names: the names of the function and of the reference.
     rows: the errors of each module, in the order in which they begin.
     first: the first module, in the order of execution, whose output has an error of more than 10
       times that of its inputs and 10 times `spacing`; or whose inputs have one that no module
@@ -103,12 +104,12 @@ class CompareReport(Report):
       in one dtype, and no policy, because the rounding of a policy is meant. None if there is
       none.
     results: the errors of what the functions returned, by path.
-    arguments: those of the arguments that differ, which only those of saved runs do.
-    unmatched: what only one of the runs has, or both with other shapes, a sentence each.
+    arguments: the errors of the arguments that differ. Only those of saved runs do.
+    unmatched: a sentence for each module that one run alone has, or both with other shapes.
     spacing: the distance from 1 to the next number, of the dtype that most matmuls run in, or of
       the compute dtype of the policy. The largest counts.
-    notes: what else is to be known, a sentence each.
-    run: what was kept of the run of the function.
+    notes: further sentences, such as why there are no gradients.
+    run: the run of the function, which `save` writes.
     zero_in_g: the names among `results` whose error is inf because `g` returns 0.
 
   >>> import jax, jax.numpy as jnp, mpjax
@@ -154,9 +155,11 @@ class CompareReport(Report):
     Raises:
       ImportError: matplotlib is not installed.
     """
+    # Matplotlib is optional and slow to import.
     plt = importlib.import_module("matplotlib.pyplot")
     numbered = _numbered(self.rows)
     rows = self.rows[:: len(self.rows) // 80 + 1]  # As many as can be read, evenly from all.
+    # Thinning may drop the first module, which the picture marks. Keep the order of the rows.
     if self.first is not None and self.first not in rows:
       rows = tuple(row for row in self.rows if row in (*rows, self.first))
     size = (10, 1.5 + 0.22 * len(rows))
@@ -165,6 +168,7 @@ class CompareReport(Report):
     kinds = (("output", "o"), ("inputs", "|"), ("cotangent", "^"), ("gradient", "s"))
     for number, (kind, marker) in enumerate(kinds):
       errors = np.asarray([getattr(row, kind) for row in rows], float)
+      # A logarithmic axis has no place for 0, inf and NaN.
       seen = np.isfinite(errors) & (errors > 0)
       if seen.any():
         style = {"label": kind, "color": f"C{number}", "alpha": 0.8}
@@ -172,9 +176,11 @@ class CompareReport(Report):
     axis.axvline(FACTOR * self.spacing, color="0.6", linewidth=1, linestyle="--")
     if self.first is not None:
       axis.axhline(rows.index(self.first), color="C3", linewidth=1.1)
+      # The transform makes 1 the right edge, while the height stays that of the row.
       axis.text(1, rows.index(self.first), "first", color="C3", fontsize=8, ha="right")
       axis.texts[-1].set_transform(axis.get_yaxis_transform())
     axis.set_yticks(places, [_label(row, row.path, numbered)[-46:] for row in rows], fontsize=7.5)
+    # Execution runs from top to bottom.
     axis.invert_yaxis()
     axis.set_xlabel("relative error, if it is not 0; dashed: 10 times the spacing of numbers at 1")
     if axis.get_legend_handles_labels()[0]:
@@ -182,13 +188,14 @@ class CompareReport(Report):
     figure.suptitle(f"{self.names[0]} against {self.names[1]}", x=0.01, ha="left", weight="bold")
     if path is not None:
       figure.savefig(path, dpi=150)
-    # A notebook would show an open one at the end of the cell, and as its result too.
+    # A notebook would show an open figure twice: at the end of the cell, and as its result.
     plt.close(figure)
     return figure
 
   def sections(self) -> list[Section]:
     columns = ("module", "output", "inputs", "cotangent", "gradient", "")
     shown = _shown(self.rows, self.first)
+    # Without gradients, both columns are empty and therefore not shown.
     differentiated = any(not math.isnan(row.cotangent) for row in shown)
     tree = _tree(shown, _numbered(self.rows))
     rows = [(label, *self._cells(row, differentiated)) for label, row in tree]
@@ -206,8 +213,10 @@ class CompareReport(Report):
     return (*forward, *backward, "first" if row is self.first else "")
 
   def _verdict(self) -> str:
+    # The three cases have the order of the rules of `first`.
     rule = f"10 times that of its inputs and 10 times {self.spacing:.1e}"
-    row, none = self.first, f"No module has an error of more than {rule}."
+    row = self.first
+    none = f"No module has an error of more than {rule}."
     if row is None:
       return none
     name = _label(row, row.path, _numbered(self.rows))
@@ -250,7 +259,9 @@ def compared(run: Run, reference: Run, spacing: float = 0.0) -> CompareReport:
     The report.
   """
   errors = _Errors(run, reference)
-  others, unmatched = {_key(call): call for call in reference.calls}, list[str]()
+  # Calls are matched by path, pass and number. What remains is in one run alone.
+  others = {_key(call): call for call in reference.calls}
+  unmatched = list[str]()
   placed: list[_Placed] = []
   name_of = functools.partial(_name, numbered=_numbered([*run.calls, *reference.calls]))
   for call in run.calls:
@@ -269,10 +280,12 @@ def compared(run: Run, reference: Run, spacing: float = 0.0) -> CompareReport:
   is_meant = spacing > 0 or run.spacing != reference.spacing or run.machine != reference.machine
   spacing = max(spacing, run.spacing, reference.spacing)
   placed.sort(key=lambda each: each.first)
-  least = max(spacing, *arguments.values(), 0.0)  # What rounding makes, or other arguments.
+  least = max(spacing, *arguments.values(), 0.0)  # The error of rounding, or of the arguments.
+  # An error far above rounding is the better evidence, so it is tried first.
   first = _first(placed, functools.partial(_is_above, least=least))
   if first is None and not is_meant and not arguments:
     first = _first(placed, _is_own)
+  # Both runs often fail for the same reason, which is said once.
   notes = dict.fromkeys(f"No gradients: {each.note}" for each in (run, reference) if each.note)
   return CompareReport(
     names=(run.name, reference.name),
@@ -301,6 +314,7 @@ def _mismatches(call: RanCall, other: RanCall, name: str) -> Iterator[str]:
   if _lengths(call) != _lengths(other):
     yield f"{name}: its loops have {_lengths(call)} and {_lengths(other)} iterations."
     return
+  # Order does not matter, because outputs are paired by maker and shape.
   shapes = [sorted(value.shape for value in each.outputs) for each in (call, other)]
   if shapes[0] != shapes[1]:
     both = " and ".join(map(_shapes, shapes))
@@ -329,6 +343,7 @@ class _Errors(NamedTuple):
 
   def of(self, keys: Mapping[str, str], others: Mapping[str, str]) -> Iterator[tuple[str, _Error]]:
     """Yields the names and errors of arrays that both runs have."""
+    # Only names in both are compared. `unmatched` is about modules.
     for name in keys:
       pair = self._pair(keys[name], others.get(name, ""))
       if pair is not None and pair[0].shape == pair[1].shape:
@@ -336,16 +351,20 @@ class _Errors(NamedTuple):
 
   def rows(self, call: RanCall, other: RanCall) -> Iterator[_Placed]:
     """Yields a row for each iteration of a call that both runs have."""
-    lengths, outputs = _lengths(call), _alike(call.outputs, other.outputs)
+    lengths = _lengths(call)
+    outputs = _alike(call.outputs, other.outputs)
     if lengths != _lengths(other) or not outputs:
       return
     output = self._output(outputs, call, lengths)
     pairs = ((a.key, b.key) for a, b in _alike(call.inputs, other.inputs))
+    # A call that takes only arguments of the function has exact inputs.
     inputs = self._largest(pairs, lengths) if call.inputs else _same_everywhere(0.0, lengths)
     pairs = ((a.cotangent, b.cotangent) for a, b in outputs)
     cotangent = self._largest(pairs, lengths)
+    # Outside of loops there is one empty index, and so one row.
     for index in np.ndindex(lengths):
       gradient = _Error(math.nan)
+      # The gradient of a shared parameter is a sum over its calls. Only the first call shows it.
       if call.direction == "forward" and call.call == 0:
         gradient = self._gradient(call.path, index)
       errors = {
@@ -363,7 +382,7 @@ class _Errors(NamedTuple):
         zero_in_g=tuple(name for name, error in errors.items() if error.is_zero_in_g),
       )
       order = _order(call.loops, index)
-      # Of two that end with the same step, the inner one, which is the longer path, is first.
+      # If two calls end with the same step, the inner call comes first. Its path is longer.
       last = (*order, call.last, math.inf, -len(call.path))
       yield _Placed(row, (*order, call.first, -1, len(call.path)), last)
 
@@ -374,7 +393,8 @@ class _Errors(NamedTuple):
     keys = [(a.key, b.key) for a, b in outputs]
     if call.direction == "forward":
       return self._largest(keys, lengths)
-    # The gradient of one parameter may be a sum that is 0 but for rounding.
+    # Outputs of a backward pass include gradients that are 0 except for rounding. Such a gradient
+    # alone would have a huge relative error.
     pairs = [self._pair(*each) for each in keys]
     return _relative([pair for pair in pairs if pair is not None], len(lengths))
 
@@ -388,13 +408,14 @@ class _Errors(NamedTuple):
     errors = [_relative([pair], len(lengths)) for pair in pairs if pair is not None]
     if not errors:
       return _same_everywhere(math.nan, lengths)
-    # Where one is inf for another reason, that is the reason of the largest.
+    # Report "0 in g" only if no error is inf for another reason, such as an overflow.
     zero = [each.zero_in_g | np.isfinite(each.values) for each in errors]
     largest = np.max([each.values for each in errors], axis=0)
     return _Relative(largest, np.isinf(largest) & np.all(zero, axis=0))
 
   def _gradient(self, path: str, index: tuple[int, ...]) -> _Error:
     """Returns the error of the gradients of a module, and of those inside, in an iteration."""
+    # Gradients are matched by the path of the parameter, and belong to its first reader.
     others = {each.leaf: each for each in self.reference.gradients}
     pairs: list[tuple[NumpyArray, NumpyArray]] = []
     for each in self.run.gradients:
@@ -413,13 +434,16 @@ def _part(
   """Returns the gradients of one iteration, of a parameter that both runs have."""
   if pair[0].shape != pair[1].shape:
     return None
+  # Each iteration of a scan over layers has its own slice of the gradient.
   if gradient.stacked and len(index) == gradient.stacked:
     return pair[0][index], pair[1][index]
+  # A parameter that all iterations share is in the row of the first iteration.
   return None if any(index) else pair
 
 
 def _alike(values: Sequence[Kept], others: Sequence[Kept]) -> list[tuple[Kept, Kept]]:
   """Returns the values of two calls that are the same: of one maker and shape, or of one shape."""
+  # The maker identifies a value. If code between modules differs, the shape is the next best sign.
   pairs = [*_paired(values, others, _by_maker)]
   own, theirs = ({pair[side] for pair in pairs} for side in (0, 1))
   left = [x for x in values if x not in own], [x for x in others if x not in theirs]
@@ -432,6 +456,7 @@ def _paired(
   """Yields pairs for which `same` returns the same, in order, if there are as many in both."""
   for kind in dict.fromkeys(map(same, values)):
     own, theirs = ([x for x in each if same(x) == kind] for each in (values, others))
+    # Different counts leave open which values belong together.
     if len(own) == len(theirs):
       yield from zip(own, theirs, strict=True)
 
@@ -449,20 +474,24 @@ def _same_everywhere(error: float, lengths: tuple[int, ...]) -> _Relative:
 
 
 def _relative(pairs: Iterable[tuple[NumpyArray, NumpyArray]], lead: int = 0) -> _Relative:
-  """Returns the norm of the differences over that of the second arrays, by leading axes."""
+  """Returns the norm of the differences over the norm of the second arrays, by leading axes."""
   difference, total = np.zeros(()), np.zeros(())
   for a, b in pairs:
+    # Errors may be below the spacing of float32, and squares overflow float16.
     wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
     x, y = a.astype(wide), b.astype(wide)
     with np.errstate(all="ignore"):
-      # An inf or NaN that both have, as in a mask, is no difference.
+      # If both arrays have the same inf or NaN, as in a mask, they do not differ there.
       same = (x == y) | (np.isnan(x) & np.isnan(y))
       away = np.where(same, 0, np.abs(x - y) ** 2)
       size = np.where(np.isfinite(y), np.abs(y) ** 2, 0)
+    # Sum within an iteration. The leading axes are those of the loops.
     axes = tuple(range(lead, a.ndim))
+    # If one run alone is not finite, the error is inf rather than NaN, so that it counts.
     difference = difference + np.where(np.isfinite(away), away, math.inf).sum(axes)
     total = total + size.sum(axes)
   with np.errstate(all="ignore"):
+    # Equal arrays have the error 0, also where both are 0.
     errors = np.where(difference == 0, 0.0, np.sqrt(difference / total))
   return _Relative(errors, (difference > 0) & np.isfinite(difference) & (total == 0))
 
@@ -470,12 +499,14 @@ def _relative(pairs: Iterable[tuple[NumpyArray, NumpyArray]], lead: int = 0) -> 
 def _order(loops: Sequence[Loop], index: Sequence[int]) -> tuple[float, ...]:
   """Returns when an iteration runs: numbers of loops, and how many iterations come before."""
   pairs = zip(loops, index, strict=True)
+  # The index is the position along the axis. A reverse scan begins with the last one.
   places = ((loop.number, loop.length - 1 - i if loop.reverse else i) for loop, i in pairs)
   return tuple(itertools.chain(*places))
 
 
 def _is_above(error: float, others: float, least: float) -> bool:
-  """Whether an error is far above others, or above what rounding makes; not if others are NaN."""
+  """Whether an error is far above the others and above rounding; false if the others are NaN."""
+  # `np.maximum` passes on NaN, and a comparison with NaN is false. Python's `max` would drop NaN.
   return bool(error > FACTOR * np.maximum(others, least))
 
 
@@ -499,20 +530,26 @@ def _first(placed: Sequence[_Placed], parts: Callable[[float, float], bool]) -> 
     placed: all rows.
     parts: whether an error shows that the runs part, given the error before.
   """
+  # Modules are nested, so their beginnings and ends are sorted together.
   events = [_Event(each.first, False, each.row) for each in placed]
   events += [_Event(each.last, True, each.row) for each in placed]
-  largest, parted, is_backward = 0.0, list[CompareRow](), False
+  largest = 0.0
+  parted = list[CompareRow]()
+  is_backward = False
+  # At one time, beginnings come before ends. The row is no part of the order.
   for event in sorted(events, key=lambda event: event[:2]):
     row = event.row
+    # After the forward pass, inputs are also cotangents, which no module has returned.
     is_backward |= row.direction == "backward"
     if event.ends and parts(row.output, row.inputs):
-      # What a module takes that is inside of this one comes from the code of this one.
+      # The parted inputs of modules inside come from the code of this module.
       outside = (each for each in parted if not _is_inside(each, row))
       return next(outside, row)
     if event.ends:
+      # Later inputs may have the largest error of any output so far.
       largest = max(largest, row.output)
     elif not is_backward and parts(row.inputs, largest):
-      # No module has returned such an error: it is from code that only one of the functions has.
+      # No module before has such an error, so it comes from code between the modules.
       parted.append(row)
   return next(iter(parted), None)
 
@@ -522,6 +559,7 @@ def _shown(rows: Sequence[CompareRow], first: CompareRow | None) -> list[Compare
 
   Those with an error come before others, then those of outer modules, then those near the first.
   """
+  # Show as many levels of modules as fit. `counts` has the number of erring rows up to each level.
   depths = [row.path.count("/") for row in rows]
   erring = [depth for depth, row in zip(depths, rows, strict=True) if not _is_equal(row)] or depths
   counts = (sum(depth <= most for depth in erring) for most in range(max(depths, default=0) + 1))
@@ -529,7 +567,7 @@ def _shown(rows: Sequence[CompareRow], first: CompareRow | None) -> list[Compare
   place = next((i for i, row in enumerate(rows) if row is first), 0)
 
   def rank(i: int) -> tuple[bool, int, int]:
-    # Of the equal ones the outermost, and not a part of a module alone.
+    # Of rows without an error, show the outer modules first.
     is_equal = _is_equal(rows[i])
     return is_equal, depths[i] if is_equal else depths[i] >= fitting, abs(i - place)
 
@@ -557,10 +595,10 @@ def _tree(
   path: str = "",
   depth: int = 0,
 ) -> Iterator[tuple[str, CompareRow | None]]:
-  """Yields the rows with labels, those of a module indented below it.
+  """Yields the rows with labels. Rows inside of a module are indented below it.
 
   Args:
-    rows: those inside of `around`, in order.
+    rows: the rows inside of `around`, in order.
     numbered: the paths whose calls have numbers.
     around: a row; None at the top.
     path: the path that their labels leave out.
@@ -568,6 +606,7 @@ def _tree(
   """
   while rows:
     first = rows[0]
+    # Rows are in the order of execution, so those inside of a module follow it directly.
     inside = [*itertools.takewhile(functools.partial(_is_inside, other=first), rows[1:])]
     after = rows[1 + len(inside) :]
     folder = _shared_folder([first, *after], path)
@@ -577,6 +616,7 @@ def _tree(
       yield from _tree(below, numbered, around, folder, depth + 1)
       rows = rows[len(below) :]
       continue
+    # The row around has the outer iterations in its label already.
     iteration = first.iteration if around is None else first.iteration[len(around.iteration) :]
     inner = first._replace(iteration=iteration)
     yield "  " * depth + _label(inner, first.path.removeprefix(path), numbered), first
@@ -591,24 +631,27 @@ def _is_in_folder(row: CompareRow, folder: str) -> bool:
 def _shared_folder(rows: Sequence[CompareRow], outer: str) -> str:
   """Returns a long path that the first rows begin with; "" if they share none beyond `outer`."""
   for folder in _folders(rows[0].path):
+    # A short folder does not justify a line of its own.
     if len(folder) - len(outer) < _LONG:
       continue
     below = [*itertools.takewhile(functools.partial(_is_in_folder, folder=folder), rows)]
     if len(below) < 2:
       return ""
+    # The same rows may share a longer path, which saves more space.
     shared = [each for each in _folders(rows[0].path) if all(_is_in_folder(x, each) for x in below)]
     return shared[-1]
   return ""
 
 
 def _folders(path: str) -> Iterator[str]:
-  """Yields what a path begins with, up to each slash."""
+  """Yields the beginnings of a path, up to each slash."""
   names = path.split("/")
   return ("/".join(names[:end]) + "/" for end in range(1, len(names)))
 
 
 def _is_inside(row: CompareRow, other: CompareRow) -> bool:
   """Whether a row is of a module inside of another one, in the same iteration and pass."""
+  # A module in a loop has more iterations than the module around the loop.
   same = row.iteration[: len(other.iteration)] == other.iteration
   return same and row.direction == other.direction and row.path.startswith(f"{other.path}/")
 

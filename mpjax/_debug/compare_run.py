@@ -1,4 +1,4 @@
-"""One run of a function for `compare`: what its modules return, and the gradients of these."""
+"""One run of a function for `compare`: the outputs of its modules, and their gradients."""
 
 import collections
 import dataclasses
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
 
   Fields:
     key: its name among the arrays.
-    cotangent: that of its cotangent, the gradient of the loss by it.
+    cotangent: the name of its cotangent, the gradient of the loss by it.
     shape: in one iteration.
     maker: the module that made it, with the number of the call; "" if it comes into a loop.
   """
@@ -78,7 +78,7 @@ class Gradient(NamedTuple):
   Fields:
     key: its name among the arrays.
     leaf: the path of the parameter.
-    path: that of the module that reads it first.
+    path: the path of the module that reads it first.
     stacked: how many of its leading axes are iterations.
   """
 
@@ -89,18 +89,18 @@ class Gradient(NamedTuple):
 
 
 class Run(NamedTuple):
-  """What was kept of one run.
+  """The kept values of one run.
 
   Fields:
-    name: that of the function.
+    name: the name of the function.
     calls: the calls of modules, in order.
-    gradients: those of the parameters; () where the function is no loss.
+    gradients: the gradients of the parameters; () if the function is no loss.
     arguments: the keys of the arguments, by name.
-    results: the keys of what the function returned, by path.
+    results: the keys of the results, by path.
     spacing: the distance from 1 to the next number of the dtype that most matmuls run in.
-    note: why there are no gradients; "" where there are, or the function is no loss.
+    note: why a loss has no gradients; "" if it has, or if the function is no loss.
     arrays: floating values by key.
-    machine: the versions of JAX and the device: on another machine, rounding may differ.
+    machine: the versions of JAX, the processor and the devices, on which rounding depends.
   """
 
   name: str
@@ -115,22 +115,27 @@ class Run(NamedTuple):
 
 
 def record(fn: Function, call: Call, name: str) -> Run:
-  """Runs a function once, compiled, and returns what its modules returned."""
+  """Runs a function once, compiled, and returns the outputs of its modules."""
   program, results = call.traced(fn)
+  # The run is differentiated, so functions with a custom derivative stay one step.
   body = body_of(program, compiled=True, differentiable=True)
+  # Two functions may call the same argument differently. Positions are the same in both.
   arguments = call.arguments(_any_function)
   weights = {i for i, each in enumerate(arguments) if each.is_first}
   modules = find_modules(body, weights)
   operands = [jnp.asarray(x) for x in call.arrays]
+  # JAX differentiates by floating arguments only. A counter in the first argument is none.
   moving = [i for i in weights if is_inexact(operands[i])]
   is_loss = bool(moving) and _is_loss(body, program, results, call)
   recording = _Recording(body, modules, moving)
   ran, note = _run(recording, operands, is_loss)
   paths = {"/".join(("result", *path)): f"result/{i}" for i, path in enumerate(results)}
+  # One flat mapping of arrays is what `numpy.savez` stores. Prefixes keep the kinds apart.
   arrays = {f"value/{slot}": x for slot, x in ran.seen.items()}
   arrays |= {f"cotangent/{root}": x for root, x in ran.cotangents.items()}
   arrays |= {f"result/{i}": _sampled(x, MOST) for i, x in enumerate(ran.results)}
   arrays |= {f"argument/{i}": _sampled(x, MOST) for i, x in enumerate(operands)}
+  # A function without gradients has an empty list here.
   arrays |= {f"gradient/{i}": x for i, x in zip(moving, ran.gradients, strict=False)}
   return Run(
     name=name,
@@ -146,8 +151,9 @@ def record(fn: Function, call: Call, name: str) -> Run:
 
 
 def _machine(operands: Sequence[Array]) -> str:
-  """Returns what decides how the same code rounds."""
+  """Returns the versions and devices on which rounding depends."""
   devices = {d.device_kind for x in operands for d in x.devices()} or {jax.devices()[0].device_kind}
+  # XLA, the processor and the device choose the order of sums, and so the rounding.
   versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
   return " ".join([*versions, platform.processor() or platform.machine(), *sorted(devices)])
 
@@ -159,7 +165,8 @@ def _any_function(*args: object) -> None:
 def _is_loss(body: Body, program: ClosedJaxpr, results: Sequence[Path], call: Call) -> bool:
   """Whether a function returns a floating scalar, or one and aux, and differentiates nothing."""
   steps = body.every_step()
-  first = ("0",) if issubclass(call.returned[0], tuple) else ()
+  # A loss with `has_aux` returns (loss, aux). The path of the loss is then "0".
+  first = ("0",) if issubclass(call.returned.kind, tuple) else ()
   if results[:1] != [first] or any(step.location.direction != "forward" for step in steps):
     return False
   aval = program.out_avals[0]
@@ -176,7 +183,7 @@ def _spacing(program: ClosedJaxpr) -> float:
 
 
 def _spacing_of(dtype: DType) -> float:
-  """Returns the distance from 1 to the next number; 1 is the largest number of integers."""
+  """Returns the distance from 1 to the next number; integers are scaled to at most 1."""
   if jnp.issubdtype(dtype, jnp.integer):
     return 1 / float(jnp.iinfo(dtype).max)
   return float(jnp.finfo(dtype).eps)
@@ -207,6 +214,7 @@ def _gradients(
   gradients: list[Gradient] = []
   for i in moving:
     reader = modules.readers.get(i)
+    # A parameter that nothing computes with belongs to no module. Its gradient is 0.
     path, stacked = ("", 0) if reader is None else reader
     gradients.append(Gradient(f"gradient/{i}", arguments[i].name, path, stacked))
   return tuple(gradients)
@@ -214,12 +222,14 @@ def _gradients(
 
 def _on_host(x: Array) -> NumpyArray:
   """Returns an array that `numpy.savez` stores: its dtypes have at least 32 bits."""
+  # NumPy cannot load bfloat16 from a file. Float32 holds each bfloat16 and float16 exactly.
   host = np.asarray(x)
   return host.astype(np.float32) if host.dtype.itemsize < 4 else host
 
 
 def _sampled(x: Array, most: int, lead: int = 0) -> Array:
   """Returns at most so many elements of an array for each index of its leading axes."""
+  # Iterations stay apart. Only the elements within each are sampled.
   shape = x.shape[:lead]
   size = math.prod(x.shape[lead:])
   if size <= most:
@@ -231,9 +241,11 @@ def _sampled(x: Array, most: int, lead: int = 0) -> Array:
   return x.reshape((*shape, size))[..., ::stride]
 
 
+# A tap is an argument that adds nothing. Its gradient is the cotangent of the value, without
+# another backward pass.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _tapped(x: Array, tap: Array, most: int) -> Array:
-  """Returns `x`. The gradient by `tap`, which is 0, is that of `x`, or a sample of it."""
+  """Returns `x`. The gradient by `tap`, an array of 0, is that of `x`, or a sample of it."""
   return x
 
 
@@ -242,6 +254,7 @@ def _tapped_forward(x: Array, tap: Array, most: int) -> tuple[Array, None]:
 
 
 def _tapped_backward(most: int, _: None, cotangent: Array) -> tuple[Array, Array]:
+  # The cotangent passes on unchanged. Only the copy that is kept is sampled, which saves memory.
   return cotangent, _sampled(cotangent, most)
 
 
@@ -253,17 +266,19 @@ class _Recorder(Observer):
   """Keeps values of modules.
 
   Attributes:
-    modules: they and their values.
-    kept: the values.
-    taps: zeros, by value: the gradient by one of them is that of the value.
+    modules: the calls, and the values that they return and take.
+    kept: the numbers of the values to keep.
+    taps: zeros, by value. The gradient by such a zero is the cotangent of the value.
   """
 
+  # What iterations see is stacked along a new axis instead of merged.
   merges: ClassVar[bool] = False
   modules: Modules
   kept: Collection[int]
   taps: Mapping[int, Array]
 
   def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+    # A body starts with nothing seen: the runner carries what it sees out of the loop.
     self.seen = {}
     self._keep(body.inputs, values)
 
@@ -271,6 +286,7 @@ class _Recorder(Observer):
     return self.after(step, bind(step.eqn, ins))
 
   def after(self, step: Step, outs: list[Any]) -> list[Any]:
+    # Later steps must read the tapped value. Otherwise its cotangent would be 0.
     outs = [self._tap(slot, x) for slot, x in zip(step.outs, outs, strict=True)]
     self._keep(step.outs, outs)
     return outs
@@ -282,6 +298,7 @@ class _Recorder(Observer):
     self.seen.update(seen)
 
   def slices(self, step: Step) -> dict[int, Array]:
+    # A tap of a value in a scan has an axis of iterations, of which each iteration takes a slice.
     inside = {slot for body in step.bodies for each in body.every_step() for slot in each.outs}
     return {slot: tap for slot, tap in self.taps.items() if slot in inside}
 
@@ -298,10 +315,10 @@ Seen: TypeAlias = dict[int, Array]
 
 
 class _Ran(NamedTuple):
-  results: list[Array]
-  seen: Seen
-  gradients: list[Array]
-  cotangents: Seen
+  results: list[Array]  # what the function returned, flat
+  seen: Seen  # the kept values, by value; loops around a value are its first axes
+  gradients: list[Array]  # of the moving parameters, in order; [] without derivatives
+  cotangents: Seen  # of the outputs of modules, by value before casts
 
 
 class _Recording(NamedTuple):
@@ -312,25 +329,29 @@ class _Recording(NamedTuple):
   moving: Sequence[int]
 
   def forward(self, operands: Sequence[Array], taps: Mapping[int, Array]) -> tuple[Any, Seen]:
+    # Keep only what modules return and take. All values would not fit in memory.
     kept = {slot for each in self.modules.calls for slot in each.values()}
     return run(self.body, operands, _Recorder(self.modules, kept, taps))
 
   def alone(self, operands: Sequence[Array]) -> _Ran:
-    """Returns the results, and what was kept."""
+    """Returns the results and the kept values."""
     results, seen = self.forward(operands, {})
     return _Ran([*map(jnp.asarray, results)], seen, [], {})
 
   def differentiated(self, operands: Sequence[Array]) -> _Ran:
-    """Returns the results, what was kept, and the gradients of parameters and values."""
+    """Returns the results, the kept values, and the gradients of parameters and values."""
 
     def loss(moving: Sequence[Array], taps: Mapping[int, Array]) -> tuple[Array, Any]:
+      # The other arguments are constants of the derivative, such as integers and data.
       replaced = dict(zip(self.moving, moving, strict=True))
       results, seen = self.forward([replaced.get(i, x) for i, x in enumerate(operands)], taps)
       return results[0], ([*map(jnp.asarray, results)], seen)
 
+    # One backward pass computes the gradients of the parameters and of the taps.
     differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     moving = [operands[i] for i in self.moving]
     (_, (results, seen)), (gradients, cotangents) = differentiate(moving, self.taps())
+    # The gradient of a stacked parameter is sampled within each layer.
     readers = (self.modules.readers.get(i) for i in self.moving)
     stacked = [0 if reader is None else reader.stacked for reader in readers]
     kept = [
@@ -342,46 +363,53 @@ class _Recording(NamedTuple):
   def taps(self) -> Seen:
     """Returns zeros of the shapes of the gradients of the outputs of modules."""
     taps: Seen = {}
+    # Values of a backward pass are gradients already.
     calls = (call for call in self.modules.calls if call.direction == "forward")
     for root in {root for call in calls for root in call.outputs}:
       loops = self.modules.loops.get(root)
       if loops is None:
-        continue  # What each device has in a `shard_map`.
+        continue  # Each device of a `shard_map` has a value of its own.
       aval = self.modules.avals[root]
       kept = functools.partial(_sampled, most=self.modules.limit(root))
+      # The tap has the shape of the sample, which is the shape of its gradient.
       like = jax.eval_shape(kept, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
       taps[root] = jnp.zeros((*(loop.length for loop in loops), *like.shape), like.dtype)
     return taps
 
 
 def _run(recording: _Recording, operands: Sequence[Array], is_loss: bool) -> tuple[_Ran, str]:
-  """Returns what was kept of one run, and why there are no gradients."""
+  """Returns the kept values of one run, and why there are no gradients."""
+  # Only a loss has one cotangent to start from.
   if not is_loss:
     return _compiled(recording.alone)(operands), ""
   try:
     return _compiled(recording.differentiated)(operands), ""
+  # JAX cannot differentiate a `while` in reverse mode, for example. Compare the values then.
   except REFUSALS as error:
     why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
   return _compiled(recording.alone)(operands), why
 
 
 def _compiled(fn: Function) -> Function:
-  # Every cast as it is written: else XLA may keep more bits between two operations.
+  # Run each cast as it is written. By default XLA may keep more bits between two operations.
   return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
 
 
 def save(run: Run, path: str | os.PathLike[str]) -> None:
   """Writes a run to a file of NumPy."""
+  # JSON writes records as lists, which `load` turns back.
   meta = {k: x for k, x in run._asdict().items() if k != "arrays"} | {"format": _FORMAT}
   arrays: dict[str, Any] = {"meta": np.asarray(json.dumps(meta)), **run.arrays}
-  with open(path, "wb") as file:  # Of a path NumPy would add a suffix.
+  with open(path, "wb") as file:  # NumPy would add ".npz" to a path without it.
     np.savez(file, **arrays)
 
 
 def load(path: str | os.PathLike[str], where: str) -> Run:
   """Reads a run that `save` wrote."""
+  # A pickle could run code, and files may come from others.
   with np.load(path, allow_pickle=False) as file:
     arrays = {key: file[key] for key in file.files}
+  # Another file of NumPy has no "meta", and so no format either.
   meta = json.loads(str(arrays.pop("meta", "{}")))
   if meta.pop("format", None) != _FORMAT:
     raise MpjaxValueError(
@@ -401,4 +429,5 @@ def _read_call(*fields: Any) -> RanCall:
     tuple(Kept(key, cotangent, tuple(shape), maker) for key, cotangent, shape, maker in values)
     for values in (call.outputs, call.inputs)
   )
+  # Tuples compare with those of a run in this process. JSON gave lists.
   return call._replace(loops=tuple(Loop(*x) for x in call.loops), outputs=outputs, inputs=inputs)

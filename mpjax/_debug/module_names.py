@@ -15,12 +15,13 @@ from mpjax.nnx._with_policy import views_of
 
 def with_models(fn: Function, policy: Policy | None) -> Function:
   """Returns a function whose models run under a policy: it may be an NNX model itself."""
+  # The function itself may be a model, and models may be among its arguments.
   return with_models_under(views_of(fn, policy, ()), policy, ())
 
 
 def has_models(program: ClosedJaxpr) -> bool:
   """Whether models of Flax run under a policy in a function, be it None."""
-  # Under a policy of None the modules of a model are marked, and nothing else changes.
+  # A policy of None marks the modules of a model, and changes nothing else.
   operations = Graph(program).operations
   return any(scope.startswith(MODULE) for each in operations for scope in each.where.scopes)
 
@@ -34,7 +35,7 @@ class InModules(NamedTuple):
 
 def in_models(fn: Function, call: Call) -> InModules | None:
   """Returns a function whose operations are in the modules of its models; None without models."""
-  # First as it is: a model that the function itself puts under a policy takes no other one.
+  # Try the function as it is: a model that it puts under a policy itself takes no other one.
   for candidate in (fn, with_models(fn, None)):
     program, _ = call.traced(candidate)
     if has_models(program):
@@ -44,5 +45,6 @@ def in_models(fn: Function, call: Call) -> InModules | None:
 
 def traced_with_modules(fn: Function, call: Call) -> ClosedJaxpr:
   """Returns the jaxpr of a function, with the modules of models or the scopes of parameters."""
+  # Without Flax models, the paths of parameters serve as modules.
   of_models = in_models(fn, call)
   return call.traced(with_parameter_scopes(fn))[0] if of_models is None else of_models.program

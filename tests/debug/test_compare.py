@@ -314,7 +314,7 @@ def test_a_gradient_of_0_in_the_reference_is_said(weights):
 
 def test_functions_that_close_over_models_are_told_to_take_them(x):
   model = nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0))
-  advice = "pass the model as an argument"
+  advice = "Pass the model as an argument"
   assert advice in mpjax.compare(lambda x: jnp.mean(model(x)))(x).notes[0]
   assert mpjax.compare(lambda model, x: jnp.mean(model(x)))(model, x).notes == ()
 
