@@ -1,4 +1,4 @@
-"""The arguments of a call: which are traced, what they are called, and the modules they name.
+"""The arguments of a call: the traced leaves, their names, and the modules that they name.
 
 Flax NNX and plain functions have no named scopes. There the parameters that an operation takes name
 its module: a matmul with `params["mlp"]["up"]` is in "mlp/up", and an operation on the results of
@@ -30,28 +30,30 @@ from mpjax._policy.active import AUDIT, AuditRecord
 
 def is_array(x: Leaf) -> bool:
   """Whether a leaf is an array that JAX takes; a Python number, or an array of text, is not."""
-  # Those of `ml_dtypes`, such as bfloat16, are of kind "V".
+  # NumPy gives bfloat16 and the other dtypes of `ml_dtypes` the kind "V".
   return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind in "biufcV")
 
 
 class Argument(NamedTuple):
-  """What a traced leaf of the arguments is."""
+  """A traced leaf of the arguments."""
 
-  name: str  # that of the argument and the path in it, such as "params/Dense_0/kernel"
-  keys: Path  # those of the path in it
-  is_first: bool  # it is in the first argument: in its `params`, if any; it is no loss scale
+  name: str  # the argument and the path in it, such as "params/Dense_0/kernel"
+  keys: Path  # the path without the name of the argument
+  is_first: bool  # it is in the first argument, or in the `params` of that; no loss scale is
   is_parameter: bool  # it is in a tree called `params`, or an `nnx.Param`
 
   @property
   def module(self) -> Path:
     """The path of the module whose parameter it is, if it is one."""
+    # The last key is the parameter itself. Linen's collection "params" is no module either.
     return self.keys[self.keys[:1] == ("params",) : -1]
 
 
 class Returned(NamedTuple):
-  """What a function returned when it was traced.
+  """The result of a traced function.
 
-  Instead of an array there is its class: no tracer outlives its trace (`jax.checking_leaks`).
+  It holds the class of an array instead of the array, since no tracer may outlive its trace
+  (`jax.checking_leaks`).
   """
 
   kind: Class
@@ -65,19 +67,23 @@ class Call:
   Attributes:
     positions: the positions of the traced leaves among all.
     arrays: the traced leaves.
-    returned: what the function that was traced last returned.
+    returned: the result of the function that was traced last.
   """
 
   def __init__(
     self, args: Args, kwargs: Kwargs, where: str = "", is_traced: Callable[[Leaf], bool] = is_array
   ) -> None:
     self._where = where
-    # An object of NNX that is shared is one. Everything else has the order of JAX.
+    # A model in two arguments stays one object, so both see what the function writes to it.
+    # Each occurrence of an array is an argument of its own, as under `jax.jit`.
     self._boundary = Boundary((args, kwargs), tie=is_nnx_object)
     self._leaves = leaves = self._boundary.leaves
+    # JAX sorts the keys of dicts. The names below come from `jax.tree.leaves`, in that order.
     self._order = list(jax_order(self._boundary.order))
+    # The order holds the leaves of a shared object at each occurrence. Each is traced once.
     self.positions = [i for i in dict.fromkeys(self._order) if is_traced(leaves[i])]
     self.arrays = [leaves[i] for i in self.positions]
+    # This describes the result before the first trace.
     self.returned = Returned(type(None), None, [])
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
@@ -87,9 +93,12 @@ class Call:
     return self._boundary.inside(leaves).args
 
   def arguments(self, fn: Function, scales: Sequence[Leaf] = ()) -> list[Argument]:
-    """Returns what the traced leaves are for a function; `scales` are loss scales."""
+    """Returns a description of each traced leaf for a function; `scales` are loss scales."""
+    # Rebuild the arguments, so that names and leaves come from one tree in JAX's order.
     args, _ = call = self.with_arrays(self.arrays)
     names = positional_names(fn, len(args))
+    # A variable may hold several arrays. Each needs the class of its variable, which tells a
+    # parameter.
     variables = jax.tree.leaves(call, is_leaf=is_nnx_variable)
     nodes = [node for node in variables for _ in jax.tree.leaves(node)]
     paths = leaf_paths(call)
@@ -98,9 +107,12 @@ class Call:
     for i, x, path, node in zip(self._order, jax.tree.leaves(call), paths, nodes, strict=True):
       kind, argument, *keys = path
       parts = [names[int(argument)] if kind == _ARGS else argument, *keys]
+      # A loss scale may sit in the first argument, for example in a train state. It is no
+      # parameter.
       is_scale = any(x is scale for scale in scales)
       is_first = path[: len(first)] == first and not is_scale
       is_parameter = _is_in_parameters(parts) or _is_param(node)
+      # A shared leaf has several paths. The first one names it.
       arguments.setdefault(i, Argument("/".join(parts), tuple(keys), is_first, is_parameter))
     return [arguments[i] for i in self.positions]
 
@@ -116,9 +128,10 @@ class Call:
       )
 
   def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Path]]:
-    """Returns the jaxpr of a function of the arrays, and the paths of what it returns or writes."""
+    """Returns the jaxpr of a function of the arrays, and the paths of its results and writes."""
     paths: list[Path] = []
 
+    # NNX functions may return nothing and write to their model. The changed leaves are results too.
     def flat(*arrays: Array) -> list[Leaf]:
       args, kwargs = call = self.with_arrays(arrays)
       before = jax.tree.leaves(call)
@@ -129,17 +142,18 @@ class Call:
       paths[:] = [path for path, _ in results]
       return [x for _, x in results]
 
+    # Reports and errors of JAX show the name of the traced function.
     flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
     try:
-      # With the paths of modules under a policy: those of NNX leave no other scope.
+      # The record makes models under a policy mark their modules. NNX modules leave no other scope.
       with AUDIT(AUDIT.value or AuditRecord()):
         return jax.make_jaxpr(flat)(*self.arrays), paths
     except flax_errors("TraceContextError") as error:
       raise MpjaxTypeError(
         self._where,
         expected="a function that changes nothing but its arguments",
-        got=f"one that writes to a model of NNX that it closes over: {error}",
-        fix="Pass the model as an argument: fn = lambda model, x: model(x); of a loss, the first.",
+        got=f"a function that closes over an NNX model and writes to it: {error}",
+        fix="Pass the model as an argument: fn = lambda model, x: model(x). A loss takes it first.",
       ) from error
 
 
@@ -151,11 +165,14 @@ def _path_of_first(paths: Sequence[Path]) -> Path:
   """Returns the path of the first argument, or of the `params` in it."""
   first = (_ARGS, "0")
   params = (*first, "params")
+  # Linen variables hold other collections, such as `batch_stats`, beside the parameters.
   return params if any(path[:3] == params for path in paths) else first
 
 
 def _is_in_parameters(parts: Sequence[str]) -> bool:
-  """Whether a leaf is in a tree that is called as parameters are, or is an array called so."""
+  """Whether a leaf is in a tree with a name such as "params", or is an array with such a name."""
+  # Only the names of trees around a leaf count, not its own name. An argument that is one array has
+  # no other name.
   around = parts[:-1] if len(parts) > 1 else parts
   return not {"params", "parameters", "weights"}.isdisjoint(around)
 
@@ -177,15 +194,18 @@ def _leaves_by_path(tree: PyTree) -> Iterator[tuple[Path, Leaf]]:
 
 def _written(call: tuple[Args, Kwargs], before: Sequence[Leaf]) -> Iterator[tuple[Path, Leaf]]:
   """Yields the leaves that a function wrote into its arguments, such as a model of NNX."""
+  # NNX replaces the array of a variable, so a written leaf is another object.
   old = {id(x) for x in before}
   for path, x in _leaves_by_path(call):
     if id(x) not in old:
+      # Leave out the first two keys, which are the kind and the position or keyword.
       yield path[2:], x
 
 
 def positional_names(fn: Function, count: int) -> list[str]:
-  """Returns what positional arguments are called: "rest[0]" is the first of `*rest`."""
+  """Returns the names of positional arguments: "rest[0]" is the first of `*rest`."""
   try:
+    # Some builtins and C functions have no signature.
     parameters = list(inspect.signature(fn).parameters.values())
   except (TypeError, ValueError):
     parameters = []
@@ -195,11 +215,15 @@ def positional_names(fn: Function, count: int) -> list[str]:
 
 
 def with_parameter_scopes(fn: Function) -> Function:
-  """Returns a function whose operations without a named scope are in that of a module."""
+  """Returns a function whose operations without a named scope get the scope of a module."""
 
   def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    # The function is traced once, and the jaxpr with scopes runs instead of the function. The parts
+    # of the result that are no arrays come from the trace.
     call = Call(args, kwargs)
     closed, _ = call.traced(fn)
+    # Only the first argument holds parameters. The optimizer state repeats their paths, and would
+    # name modules too.
     owners = [one.module if one.is_first else () for one in call.arguments(fn)]
     jaxpr = opened(_scoped(closed, name_by_parameters(Graph(closed), owners)))
     results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
@@ -210,17 +234,20 @@ def with_parameter_scopes(fn: Function) -> Function:
 
 
 def name_by_parameters(graph: Graph, modules: Sequence[Path]) -> Mapping[Key, Path]:
-  """Gives each operation without a path that of a module, and returns these paths.
+  """Gives each operation without a path the path of a module, and returns these paths.
 
   Args:
     graph: the graph of a function, whose operations are changed.
     modules: the path of the module of each argument; () for an argument that is no parameter.
   """
+  # An empty path means that the argument is no parameter.
   parameters = {v: path for v, path in zip(graph.arguments, modules, strict=True) if path}
   names = _Names(graph, parameters)
   named: dict[Key, Path] = {}
   for operation in graph.operations:
     path = names.add(operation)
+    # A named scope of the user wins. Loops are not named: their body holds operations of several
+    # modules.
     if path and not operation.where.path and not operation.joins:
       named[operation.step.key] = path
       operation.where = operation.where._replace(scopes=(*operation.where.scopes, *path))
@@ -249,21 +276,28 @@ class _Names:
   def add(self, operation: Operation) -> Path:
     """Returns the path of the module of an operation; () if it has none."""
     operands = _variable_operands(operation)
+    # The modules of the parameters among the operands decide before those of the other values.
     own = [self._owners[v] for v in operands if v in self._owners]
     inside = [self._homes[v] for v in operands if v in self._homes]
     path = self._path(operation, own, inside)
+    # A value of parameters alone, such as a cast or transposed weight, is in `_owners` already.
     is_of_parameters_alone = len(own) == len(operands)
     if (own or inside) and not is_of_parameters_alone and not operation.where.path:
-      # The result of a layer is where the layer is.
+      # The result of a layer belongs to the module around the layer.
       is_layer = len(set(own)) == 1 and not operation.joins
       self._homes.update(dict.fromkeys(operation.results, path[:-1] if is_layer else path))
     return path
 
   def _path(self, operation: Operation, own: Sequence[Path], inside: Sequence[Path]) -> Path:
     """Returns the module of an operation, given those of its parameters and other operands."""
-    path, where = _shared(own or inside), operation.where
+    # Several modules meet in the innermost module that contains all of them.
+    path = _shared(own or inside)
+    where = operation.where
+    # A backward pass multiplies values of two modules. Their common module would be too coarse.
     if where.direction != "forward":
       return self._of_backward(operation, own) or path
+    # JAX keeps the line of the forward pass in the backward pass. The line leads to the module
+    # again.
     if operation.facts.flops is not None:
       of_scopes = tuple(where.path.split("/")) if where.path else path
       self._lines.setdefault(where.source, set()).add(of_scopes)
@@ -275,12 +309,15 @@ class _Names:
     It is that of the parameter whose gradient a matmul computes, or that of the matmuls on the same
     line of the forward pass.
     """
+    # The product of a value and its cotangent takes no parameter. Its shape and its operands tell
+    # which.
     if operation.facts.flops is not None and not own:
       differentiated = self._differentiated(operation)
       if differentiated:
         return differentiated
     source = operation.where.source
     modules = self._lines.get(source, set()) if source is not None else set()
+    # A line that runs in several modules, such as a loop over layers, is ambiguous.
     return next(iter(modules)) if len(modules) == 1 else ()
 
   def _differentiated(self, matmul: Operation) -> Path:
@@ -291,6 +328,7 @@ class _Names:
     of the two values multiplies no parameter, as for a layer whose input is not differentiated, the
     sizes alone tell the gradient from other products of the value.
     """
+    # Compare operands before moves and casts, as `_weights` stores them.
     sizes = _sizes(matmul.results[0])
     modules: list[set[Path]] = []
     for v in map(moved_from, matmul.operands[:2]):
@@ -310,6 +348,7 @@ def _owners(graph: Graph, parameters: Mapping[Value, Path]) -> Mapping[Value, Pa
   for operation in graph.operations:
     operands = _variable_operands(operation)
     own = [owners[v] for v in operands if v in owners]
+    # A second operand, such as an activation, would make the result an activation.
     if own and len(own) == len(operands) and not operation.where.path:
       owners.update(dict.fromkeys(operation.results, _shared(own)))
   return owners
@@ -321,6 +360,7 @@ def _weights(graph: Graph, owners: Mapping[Value, Path]) -> Mapping[Value, set[_
   for operation in graph.operations:
     if operation.facts.flops is None:
       continue
+    # A matmul takes its parameter on either side.
     first, second, *_ = operation.operands
     for weight, other in ((first, second), (second, first)):
       if weight in owners and other not in owners:
@@ -335,15 +375,18 @@ def _sizes(value: Value) -> tuple[int, ...]:
 
 
 def _shared(paths: Sequence[Sequence[str]]) -> Path:
-  """Returns what paths begin with, all of them."""
+  """Returns the longest path that all paths begin with."""
   alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
   return tuple(first for first, *_ in alike)
 
 
 def _scoped(program: Program, modules: Mapping[Key, Path], at: Key = ()) -> Program:
-  jaxpr, eqns = opened(program), list[JaxprEqn]()
+  # The key is the position of the equation in each nested jaxpr, as in `Step.key`.
+  jaxpr = opened(program)
+  eqns = list[JaxprEqn]()
   for position, eqn in enumerate(jaxpr.eqns):
-    key, source = (*at, position), eqn.source_info
+    key = (*at, position)
+    source = eqn.source_info
     inner = [_scoped(x.program, modules, (*key, i)) for i, x in enumerate(inner_jaxprs(eqn) or ())]
     # Around the scopes that it has: "bqhd,bkhd->bhqk" of `jnp.einsum` is no module.
     stack = within_scopes(source.name_stack, modules.get(key, ()))
@@ -355,16 +398,18 @@ def _scoped(program: Program, modules: Mapping[Key, Path], at: Key = ()) -> Prog
 
 def moved_from(value: Value) -> Value:
   """Returns the argument, or the result, whose elements a value has, moved, gathered or cast."""
+  # A gather takes its indices second, so the first operand has the elements.
   while value.made_by is not None and (value.made_by.moves or value.made_by.casts):
     value = value.made_by.operands[0]
   return value
 
 
 def parameter_trees(graph: Graph) -> Iterator[str]:
-  """Yields the trees among arguments that hold, at the path of a module, what its matmul takes."""
+  """Yields the argument trees in which the path of a module leads to an operand of its matmul."""
   for operation, *_ in graph.matmuls():
     for v in map(moved_from, operation.operands[:2]):
       *tree, _ = v.label.split("/")
+      # The end of the label matches the end of the path. The rest of the label is the tree.
       shared = _shared([tree[::-1], operation.where.path.split("/")[::-1]])
       if v.kind == "argument" and 0 < len(shared) < len(tree):
         yield "/".join(tree[: -len(shared)]) + "/"

@@ -99,6 +99,7 @@ class AuditReport(Report):
 
     It is NaN without matmuls, and if a kernel with float32 operands does not estimate its cost.
     """
+    # A share of known FLOPs alone would look better than it is.
     unknown = any(map(is_unknown_in_float32, self.kernels))
     return math.nan if unknown else _share(self.flops, _LOW)
 
@@ -122,6 +123,7 @@ class AuditReport(Report):
     Raises:
       MpjaxAssertionError: there is a leak.
     """
+    # A string is an iterable of characters, none of which is a useful glob.
     globs = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     leaks = [leak for leak in self.leaks if not _is_matched(leak.path, globs)]
     if not leaks:
@@ -136,6 +138,7 @@ class AuditReport(Report):
     )
 
   def sections(self) -> Sequence[Section]:
+    # A leak in twelve equal layers is one entry.
     leaks = summed_over_layers(self.leaks)
     return (
       Section.cut(
@@ -149,6 +152,7 @@ class AuditReport(Report):
         (*_leak_lines(leaks, self._total), *rest(leaks)),
       ),
       Section("Risks", risk_lines(self.risks, MOST)),
+      # Empty sections are not printed.
       *(self._table(field) for field in _TABLES),
       self._operations(),
       Section("Rules", (*self._rule_lines(),)),
@@ -178,6 +182,7 @@ class AuditReport(Report):
     parts = ["No matmuls or convolutions"]
     if self.flops:
       parts = [f"{percent(_share(self.flops, _LOW))} of the matmuls' FLOPs in low precision"]
+    # A headline with a share must say what the share leaves out.
     unknown = sum(kernel.times for kernel in self.kernels if kernel.reason == UNKNOWN)
     if unknown:
       parts.append(f"{_number_of(unknown, 'kernel')} not counted")
@@ -188,6 +193,7 @@ class AuditReport(Report):
     """Returns the accumulation dtype of low-precision matmuls, with shares if there are several."""
     if len(self.accumulation) == 1:
       return next(iter(self.accumulation))
+    # Matmuls that nothing uses have 0 FLOPs.
     total = max(sum(self.accumulation.values()), 1)
     by_flops = sorted(self.accumulation.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {percent(flops / total)}" for name, flops in by_flops)
@@ -196,6 +202,7 @@ class AuditReport(Report):
   def _passes(self) -> list[tuple[str, ...]]:
     """Returns a row for each pass: its FLOPs, and the shares of 16 bits, 8 bits and float32."""
     rows: list[tuple[str, ...]] = []
+    # The passes in the order of the program, each once.
     for direction in dict.fromkeys(direction for direction, _ in self.flops):
       flops = {key: n for key, n in self.flops.items() if key[0] == direction}
       shares = (percent(_share(flops, sizes)) for sizes in (_16_BIT, _8_BIT, _WIDE))
@@ -207,6 +214,7 @@ class AuditReport(Report):
     title, columns = _TABLES[field]
     rows: list[list[str]] = []
     for row in summed_over_layers(getattr(self, field)):
+      # A table takes those cells that its columns name.
       cells = _cells(row, self._total)
       cells["decided by"] = self._numbered(row.reason)
       rows.append([cells[column] for column in columns.split(", ")])
@@ -214,6 +222,7 @@ class AuditReport(Report):
 
   def _numbered(self, reason: str) -> str:
     """Returns the number of the rule that is a reason, which "Rules" shows; or the reason."""
+    # A finding holds the `repr` of its rule. The table shows the number, since rules are long.
     numbers = {repr(rule): number for number, rule in enumerate(self.rules, 1)}
     if reason in numbers:
       return f"rule {numbers[reason]}"
@@ -234,6 +243,7 @@ class AuditReport(Report):
     groups: dict[str, list[Finding]] = {}
     for row in self.operations:
       groups.setdefault(row.operation, []).append(row)
+    # Operations with many bytes of results cost most memory traffic.
     by_bytes = sorted(groups.items(), key=lambda group: -sum(row.nbytes for row in group[1]))
     rows = [
       (name, *(_runs_and_bytes(group, sizes) for sizes in (_16_BIT, _8_BIT, _WIDE)))
@@ -245,6 +255,7 @@ class AuditReport(Report):
 
 def _runs_and_bytes(rows: Iterable[Finding], sizes: Collection[int]) -> str:
   """Returns the runs and bytes of operations in dtypes of some sizes; "" if there are none."""
+  # The columns are sizes, as in the table of passes.
   rows = [row for row in rows if jnp.dtype(row.dtype).itemsize in sizes]
   if not rows:
     return ""
@@ -270,6 +281,7 @@ def _cells(row: Finding, total: int) -> dict[str, str]:
     "in no format because": row.reason,
   }
   for name in DTYPES:
+    # The dtypes with the most elements are first.
     dtypes = getattr(row, name)[:_MOST_DTYPES]
     cells[name] = " ".join(dtypes).replace("float", "f")  # As jaxprs write them: "bf16".
   return cells
@@ -339,6 +351,7 @@ def audit(
   >>> report.half_share, report.leaks[0].operation, report.leaks[0].cause
   (0.5, 'add', 'params/table')
   """
+  # XLA describes a compiled program by its text only.
   text = "" if compiled is None else compiled.as_text() or ""
 
   def audited(fn: Function, args: Args, kwargs: Kwargs, _: Advance) -> AuditReport:
@@ -349,12 +362,15 @@ def audit(
 
 def _audited(fn: Function, args: Args, kwargs: Kwargs, compiled: str) -> AuditReport:
   """Returns the report of a call; `compiled` is the text of the compiled program, or ""."""
+  # The record collects modules and rules, and with it models mark their operations.
   fn, args = _with_model_as_argument(fn, args)
-  record, call = AuditRecord(), Call(args, kwargs, "mpjax.audit(fn)", _is_array_or_shape)
+  record = AuditRecord()
+  call = Call(args, kwargs, "mpjax.audit(fn)", _is_array_or_shape)
   with AUDIT(record):
     program, _ = call.traced(fn)
     arguments = call.arguments(fn)
   graph = Graph(program, [argument.name for argument in arguments])
+  # Operations in plain functions get the module of the parameter that they use.
   parameters = _parameters(graph, arguments)
   modules = [x.module if x.name in parameters else () for x in arguments]
   name_by_parameters(graph, modules)
@@ -366,6 +382,7 @@ def _with_model_as_argument(fn: Function, args: Args) -> tuple[Function, Args]:
 
   The arrays of the model then have paths, and its parameters are known as such.
   """
+  # `type(fn).__call__` is the method without its model, which becomes an argument.
   if is_nnx_object(fn):
     return type(fn).__call__, (fn, *args)
   if inspect.ismethod(fn) and is_nnx_object(fn.__self__):
@@ -387,6 +404,7 @@ def _parameters(graph: Graph, arguments: Sequence[Argument]) -> frozenset[str]:
   named = frozenset(x.name for x in arguments if x.is_parameter)
   if named:
     return named
+  # `str.startswith` takes a tuple of prefixes. An empty one matches nothing.
   trees = tuple(parameter_trees(graph))
   return frozenset(x.name for x in arguments if x.name.startswith(trees))
 
@@ -395,6 +413,7 @@ def _report(
   graph: Graph, record: AuditRecord, parameters: frozenset[str], compiled: str
 ) -> AuditReport:
   """Returns the report of a graph; `compiled` is the text of the compiled program, or ""."""
+  # The report counts an unknown primitive as one operation.
   _warn_of_unknown(graph)
   kernels = find_kernels(graph)
   flops = _flops_by_dtype(graph, kernels)
@@ -420,6 +439,7 @@ def _report(
 def _warn_of_unknown(graph: Graph) -> None:
   """Warns of unknown primitives that hold jaxprs, whose operations the report cannot show."""
   for operation in graph.computing():
+    # An object of JAX cannot be changed, and `find_kernels` lists it.
     if operation.step.is_unknown and not is_object(operation.eqn):
       warn_not_entered(operation.eqn, "mpjax.audit", "What it runs is not shown.")
 
@@ -430,6 +450,7 @@ def _flops_by_dtype(graph: Graph, kernels: Iterable[Finding]) -> dict[tuple[Dire
     flops[operation.where.direction, str(dtype)] += count
   for kernel in kernels:
     flops[kernel.direction, kernel.dtype] += kernel.flops
+  # Kernels without an estimate have 0 FLOPs.
   return {key: n for key, n in flops.items() if n}
 
 
@@ -441,6 +462,7 @@ def _flops_by_accumulation(graph: Graph) -> dict[str, int]:
   """Returns the FLOPs of matmuls in low precision by their accumulation dtype."""
   flops = collections.Counter[str]()
   for operation, dtype, count in graph.matmuls():
+    # A float32 matmul adds in float32.
     if is_low_precision(dtype):
       flops[_accumulation_of(operation)] += count
   return {dtype: n for dtype, n in flops.items() if n}
@@ -449,6 +471,8 @@ def _flops_by_accumulation(graph: Graph) -> dict[str, int]:
 def _accumulation_of(operation: Operation) -> str:
   """Returns the dtype in which a matmul states that it adds products."""
   # Only a `DotAlgorithm` and a preset have this attribute, no `Precision`.
+  # The result dtype is `preferred_element_type`, in which XLA adds. A low-precision result leaves
+  # the accumulator to the backend.
   stated = getattr(operation.eqn.params.get("precision"), "accumulation_type", None)
   if stated is not None:
     return str(jnp.dtype(stated))
@@ -461,10 +485,12 @@ def _notes(
   graph: Graph, record: AuditRecord, flops: Mapping[tuple[Direction, str], int]
 ) -> Iterator[str]:
   """Yields sentences about the limits of the figures, and on a missing loss scale."""
+  # Float16 has no numbers below 2^-25, about 3e-8. The record notes whether a loss scale was used.
   if ("backward", "float16") in flops and "loss scale" not in record.uses:
     yield (
       "Float16 gradients without a loss scale: those below 3e-8 become 0. Wrap the optimizer in "
       "mpjax.loss_scaling, and differentiate with mpjax.value_and_grad."
     )
+  # A jaxpr does not say how often a `while` runs, or which branch.
   if not all(operation.step.certain for operation, *_ in graph.matmuls()):
     yield "A while loop counts as one iteration, and each branch of a cond as taken."

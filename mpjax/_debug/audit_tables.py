@@ -57,8 +57,10 @@ def find_modules(
   modules = collections.defaultdict[str, _Module](_Module)
   for operation in graph.computing():
     module = modules[operation.where.path]
+    # The rule is the same for all operations of a module, except those without a mark.
     module.decided_by = module.decided_by or _decided_by(operation, record)
     _count_results(module, operation)
+    # The forward pass reads every parameter of a module.
     if operation.where.direction == "forward":
       module.reads |= dict.fromkeys(moved_from(v) for v in operation.operands)
   for operation, dtype, flops in graph.matmuls():
@@ -74,6 +76,7 @@ def _decided_by(operation: Operation, record: AuditRecord) -> str:
   module = record.modules.get(operation.where.marked(MODULE) or "")
   if module is None:
     return ""
+  # A rule decides before the `dtype` of a module, which a policy overrules.
   if module.rule is not None:
     return repr(module.rule)
   return f"the policy over dtype={module.own_dtype}" if module.own_dtype else ""
@@ -91,6 +94,7 @@ def _count_results(module: _Module, operation: Operation) -> None:
 
 
 def _row(path: str, module: _Module, parameters: Collection[str]) -> Finding:
+  # Without known parameters, every argument may be one.
   arguments = [v for v in module.reads if v.kind == "argument"]
   params = [v for v in arguments if v.label in parameters or not parameters]
   return Finding(
@@ -108,6 +112,7 @@ def _elements_by_dtype(values: Iterable[Value]) -> collections.Counter[DType]:
   """Returns the number of elements of floating or complex values, by dtype."""
   elements = collections.Counter[DType]()
   for v in values:
+    # Indices, masks and keys have no precision.
     if v.dtype is not None and is_inexact_dtype(v.dtype):
       elements[v.dtype] += v.size
   return elements
@@ -148,6 +153,7 @@ def find_operations(graph: Graph) -> tuple[Finding, ...]:
 
 def _dtype_of(operation: Operation) -> DType | None:
   """Returns the dtype of the widest floating or complex operand, or else result; None for none."""
+  # A cast from float32 runs in float32, so operands come before results.
   for values in (operation.operands, operation.results):
     dtypes = [v.dtype for v in values if v.dtype is not None]
     inexact = [dtype for dtype in dtypes if is_inexact_dtype(dtype)]
@@ -200,10 +206,12 @@ def _format_of(matmul: Operation, compiled: str) -> str:
 
 def _is_emulated(matmul: Operation, compiled: str) -> bool:
   """Whether the operands of a matmul are dequantised before it."""
+  # Formats with one scale have a mark. Formats with blocks have a primitive of their own.
   if matmul.eqn.primitive is not block_dot_p:
     return EMULATED in matmul.where.scopes
   if matmul.eqn.params["native"] is None:
     return True
+  # The compiled program says what runs. Otherwise judge by the hardware of this process.
   if compiled:
     return _OF_CUDNN not in compiled
   device = jax.devices()[0]
@@ -217,7 +225,9 @@ def residual_bytes(graph: Graph) -> Mapping[str, int]:
   nbytes = collections.Counter[str]()
   for operation in graph.operations:
     if operation.where.direction == "forward":
+      # A tuple of results may be a residual in part.
       for v in filter(_is_residual, operation.results):
+        # A value in a loop is stacked over its iterations.
         nbytes[str(v.dtype)] += v.nbytes * operation.times
   return dict(nbytes.most_common())
 

@@ -74,8 +74,11 @@ class Causes:
     self._from_low = {v for v in graph.arguments if v.is_low}
     # From a float32 value to the low-precision value that it is a cast of.
     self._cast_from: dict[Value, Value] = {}
+    # Operands come before their results, so one walk in order suffices. The carry of a loop has the
+    # cause of its initial value.
     for operation in graph.operations:
       is_from_low = self._is_from_low(operation)
+      # A float32 result of low-precision operands still counts as computed from them.
       self._from_low.update(v for v in operation.results if is_from_low or v.is_low)
       for result in operation.results:
         if result.is_wide:
@@ -86,6 +89,7 @@ class Causes:
     if value.made_by is not None or not value.is_wide:
       return self._causes.get(value)
     if value.kind == "argument":
+      # No operation made the value, so it is an argument, a constant or a literal.
       kind = "parameter" if value.label in self.parameters else "argument"
     else:
       kind = "constant" if value.aval.shape else "number"
@@ -96,7 +100,9 @@ class Causes:
     pairs = [(v, cause) for v in operation.operands if (cause := self.why(v)) is not None]
     if not pairs:
       return None
+    # One float32 operand is enough to widen a result. Name the operand that the user can change.
     value, cause = min(pairs, key=lambda pair: self._rank(pair[1]))
+    # The first operation where the cause meets low precision is where the dtype changes.
     if cause.entry is None and self._meets_low(operation, value):
       cause = cause._replace(entry=operation)
     if cause.source is None:  # An argument or a constant has the line that uses it first.
@@ -119,6 +125,7 @@ class Causes:
 
   def _meets_low(self, operation: Operation, value: Value) -> bool:
     """Whether another operand is computed from low precision; loops and branches compute none."""
+    # In `x * x` both operands are the value itself, which meets nothing else.
     others = (v for v in operation.operands if v is not value)
     return not operation.joins and any(v in self._from_low for v in others)
 
@@ -152,13 +159,17 @@ class Causes:
 
   def _of_cast(self, operation: Operation, result: Value) -> Cause | None:
     """Returns the cause of a cast to float32; None if a call such as `x + table` wrote it."""
+    # Later checks treat a cast value as the low-precision value that it is.
     self._cast_from[result] = operation.operands[0]
     call = call_of(operation.eqn)
+    # The promotion in `x + table` belongs to the same call as the addition. A cast whose consumers
+    # belong to other calls is in the user's code.
     is_of_user = bool(call) and all(call_of(each.eqn) != call for each in result.consumers)
     return own_cause(operation, result)._replace(kind="cast") if is_of_user else None
 
   def _note_moved_cast(self, operation: Operation, result: Value) -> None:
     wide = [v for v in operation.operands if v.is_wide]
+    # A moved cast is still that value, for example after a broadcast.
     if operation.moves and wide and all(v in self._cast_from for v in wide):
       self._cast_from[result] = self._cast_from[wide[0]]
 
@@ -171,7 +182,10 @@ class Causes:
     """
     if operation.part != "float32" or not self._is_from_low(operation):
       return False
+    # An elementwise function, such as `exp`, returns as many elements as the cast array. There the
+    # cast would be the cause.
     reduces = any(result.size < v.size for v in operation.operands[:1])
+    # With a policy, `neutral` is not empty. Then the float32 list decides alone.
     return bool(self.neutral) or cause is None or (cause.kind == "cast" and reduces)
 
   def _of_casts_alone(self, operation: Operation, result: Value) -> Cause:
@@ -179,6 +193,8 @@ class Causes:
     wide = [v for v in operation.operands if v.is_wide]
     dtypes = dict.fromkeys(str(self._cast_from[v].dtype) for v in wide if v in self._cast_from)
     own = own_cause(operation, result)
+    # Bfloat16 and float16 promote to float32. Neither operand is wrong by itself, so the operation
+    # is the cause.
     if len(dtypes) > 1 and not self.neutral:
       name = f"{operation.name} of {' and '.join(dtypes)}"
       return own._replace(kind="operation", name=name, entry=operation)
@@ -188,6 +204,8 @@ class Causes:
 
 def own_cause(operation: Operation, value: Value) -> Cause:
   """Returns the operation itself as the cause of a float32 operand or result."""
+  # Matmuls have kinds of their own, because their cures differ: an operand's cast or
+  # `preferred_element_type`.
   if operation.facts.flops is None:
     kind = "operation"
   else:
@@ -197,6 +215,8 @@ def own_cause(operation: Operation, value: Value) -> Cause:
 
 def _filled(operation: Operation, result: Value, cause: Cause) -> Cause | None:
   """Returns the cause of an array that is filled with a number; None for any other result."""
+  # `jnp.full(shape, 2, float32)` broadcasts a literal. The report names the array that the user
+  # wrote.
   is_number_alone = cause.kind == "number" and cause.entry is None
   if not is_number_alone or not operation.moves or not result.aval.shape:
     return None

@@ -22,17 +22,22 @@ from typing import NamedTuple, TypeAlias
 from mpjax._debug.findings import Finding, summed
 from mpjax._jaxpr.graph import Graph
 
+# The margin tells a computation from an instruction, which is indented.
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<computation>[\w.-]+) \(.*\{$")
+# A type in parentheses is a tuple, which may contain spaces. Any other type is one word.
 _INSTRUCTION = re.compile(
   r"\s+(?:ROOT )?%?[\w.-]+ = (?P<type>\(.*?\)|\S+) (?P<operation>[a-z][\w-]*)"
   r"\((?P<operands>[^)]*)\)"
 )
+# The name of a dtype is its kind, its bits and, for float8, its form: "f8e4m3fn".
 _ARRAY = re.compile(r"\b(?P<kind>pred|[a-z]+)(?P<bits>\d*)(?P<form>\w*)\[(?P<shape>[\d,<=]*)\]")
+# The condition of a loop is left out: it computes one bool.
 _CALLEES = re.compile(r"(?:body|calls|to_apply|\w+_computations?)=\{?(%[\w.%, -]+)")
 _NAME = re.compile(r"%([\w.-]+)")
 _CONDITION = re.compile(r"condition=%(?P<computation>[\w.-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INTEGER = re.compile(r"= [su]\d+\[\]\S* constant\((\d+)\)")
+# JAX writes named scopes, transformations and the primitive into `op_name`, separated by slashes.
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _SCOPE = re.compile(r"[^][/().:'\\]+")
 
@@ -74,7 +79,9 @@ def compiled_collectives(text: str, graph: Graph) -> tuple[Finding, ...]:
     graph: the graph of the same function, which has the paths of its modules.
   """
   computations, entries = _computations(text)
-  runs, modules = _runs(computations, entries), _modules(graph)
+  runs = _runs(computations, entries)
+  modules = _modules(graph)
+  # XLA writes callees first. The reversed order begins at the entry, as the program does.
   rows: list[Finding] = []
   for name, lines in reversed(computations.items()):
     for line in lines:
@@ -86,6 +93,7 @@ def compiled_collectives(text: str, graph: Graph) -> tuple[Finding, ...]:
 
 def _rows(collective: _Collective, path: str, runs: int) -> Iterator[Finding]:
   """Yields one row for each dtype, since a collective may combine arrays of several dtypes."""
+  # XLA's combiner merges small collectives into one with a tuple of results.
   nbytes = collections.Counter[str]()
   for array in collective.arrays:
     nbytes[array.dtype] += array.nbytes
@@ -103,10 +111,12 @@ def _computations(text: str) -> tuple[_Computations, Sequence[str]]:
   lines: list[str] = []
   for line in text.splitlines():
     head = _COMPUTATION.match(line)
+    # All lines up to the next head belong to the computation before.
     if head is None:
       lines.append(line)
       continue
     lines = computations.setdefault(head["computation"], [])
+    # Only the entry runs without a caller.
     if head["entry"]:
       entries.append(head["computation"])
   return computations, entries
@@ -133,6 +143,8 @@ def _iterations(line: str, computations: _Computations) -> int:
   loop = _CONDITION.search(line)
   if loop is None:
     return 1
+  # XLA writes the trip count into the line for CPUs and GPUs. A TPU program compares a counter in
+  # the condition.
   numbers = _TRIP_COUNT.findall(line) or _INTEGER.findall(
     "\n".join(computations[loop["computation"]])
   )
@@ -147,6 +159,7 @@ def _collective(line: str) -> _Collective | None:
   instruction = _INSTRUCTION.match(line)
   if instruction is None:
     return None
+  # XLA splits an asynchronous collective into "-start" and "-done". Count the start only.
   operation = instruction["operation"].removesuffix("-start")
   if operation not in _COLLECTIVES:
     return None
@@ -162,7 +175,9 @@ def _array(array: re.Match[str]) -> _Array:
   """Returns an array of a type in HLO, such as "f8e4m3fn[4,<=2]"."""
   kind, bits, form = array["kind"], array["bits"], array["form"]
   suffix = f"_{form}" if form else ""
+  # "<=" marks a bounded dynamic dimension. A scalar has no sizes, and its product is 1.
   dimensions = [int(size.lstrip("<=")) for size in array["shape"].split(",") if size]
+  # A bool, "pred", has no bits in its name and takes a byte. Int4 takes half a byte.
   total_bits = math.prod(dimensions) * int(bits or 8)
   return _Array(_KINDS.get(kind, kind) + bits + suffix, (total_bits + 7) // 8)
 
@@ -175,6 +190,7 @@ def _modules(graph: Graph) -> Sequence[_Scopes]:
   paths = {operation.where.path: operation.where.path for operation in graph.computing()}
   # XLA names the gathering of a parameter after the argument. Its module is the one that uses it.
   readers = [(v.label, v.consumers[0].where.path) for v in graph.arguments if v.consumers]
+  # The longest name is the innermost module, so it is tried first.
   modules = [_Scopes(name.split("/"), path) for name, path in (*paths.items(), *readers)]
   return sorted(modules, key=lambda module: (-len(module.names), module.names))
 
@@ -192,5 +208,6 @@ def _module_of(line: str, modules: Iterable[_Scopes]) -> str:
 
 def _in_order(names: Iterable[str], scopes: Iterable[str]) -> bool:
   """Whether names are among scopes, in their order."""
+  # Each `in` consumes the iterator up to its match, so later names are searched behind it.
   left = iter(scopes)
   return all(name in left for name in names)

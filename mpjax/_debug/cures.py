@@ -35,7 +35,9 @@ def cure_of(operation: Operation) -> str:
   >>> in_region(Source("unknown.py", 3, "distance"))
   'distance = mpjax.full_precision(distance)'
   """
-  path, source = module_of(operation), operation.where.source
+  # A rule can only change a module. The user cannot edit the code of a Flax layer.
+  path = module_of(operation)
+  source = operation.where.source
   if path is not None and (source is None or _is_in_layer(operation)):
     return repr(rule_of("float32", path or "**"))
   return in_region(source)
@@ -59,6 +61,7 @@ def low_cure(operation: Operation, dtype: str) -> str:
   """
   source = operation.where.source
   statements = [] if source is None else _statements(source)
+  # The first matmul of the line is cast. `_cast_operand` changes the tree in place.
   for node in (node for each in statements for node in ast.walk(each)):
     if _cast_operand(node, dtype):
       return "; ".join(map(ast.unparse, statements))
@@ -72,6 +75,7 @@ def rule_of(policy: str, path: str, *, rewrite: bool = True) -> Rule:
   mpjax.Rule("float32", path=re.compile("decoder/layer\\(1\\)"))
   """
   with contextlib.suppress(MpjaxValueError):  # A name with brackets is not the glob it looks like.
+    # A path is a glob in a rule. Check that it matches itself, and escape it otherwise.
     rule = Rule(policy, path=path, rewrite=rewrite)
     if rule.matches(None, path):
       return rule
@@ -80,9 +84,11 @@ def rule_of(policy: str, path: str, *, rewrite: bool = True) -> Rule:
 
 def _cast_operand(node: ast.AST, dtype: str) -> bool:
   """Casts the first operand of a matmul, and returns whether the node is a matmul."""
+  # Casting one operand suffices, because the rewriter then multiplies in low precision.
   if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
     node.left = _cast(node.left, dtype)
     return True
+  # The full name may be `jnp.dot`, `np.dot` or `dot`.
   if not isinstance(node, ast.Call) or _last(ast.unparse(node.func)) not in _MATMULS:
     return False
   for position, argument in enumerate(node.args):
@@ -106,16 +112,19 @@ def in_region(source: Source | None) -> str:
   if source is None:
     return "mpjax.full_precision(fn)(...)"
   statements = _statements(source)
+  # A lambda has no statement of its own. Wrap the lambda instead.
   if _last(source.function) == "<lambda>":
     return _lambda_in_region(statements, source)
   regions = [_in_region(each) or ast.unparse(each) for each in statements[:_MOST]]
+  # If no statement of the line can be wrapped, or there are too many, wrap the function around it.
   is_alike = regions == [ast.unparse(each) for each in statements]
   return _function_in_region(source) if is_alike else "; ".join(regions)
 
 
 def module_of(operation: Operation) -> str | None:
   """Returns the path of the module of an operation; None without modules."""
-  scopes, path = operation.where.scopes, operation.where.marked(MODULE)
+  scopes = operation.where.scopes
+  path = operation.where.marked(MODULE)
   if path is None or not any(scope.startswith(LAYER_ENDS) for scope in scopes):
     return path
   # The result of a layer is rounded outside the mark of the layer.
@@ -125,6 +134,7 @@ def module_of(operation: Operation) -> str | None:
 
 def _is_in_layer(operation: Operation) -> bool:
   """Whether an operation comes from the code of a Flax layer."""
+  # The innermost frame comes first. A frame of the user before any layer means the user's own code.
   for frame in frames_of(operation.eqn.source_info.traceback):
     file = frame[0]
     if not is_library(file):
@@ -137,11 +147,13 @@ def _is_in_layer(operation: Operation) -> bool:
 def _statements(source: Source) -> list[ast.stmt]:
   """Returns the innermost statements of a line; none if the file cannot be read."""
   try:
+    # `linecache` also knows the cells of a notebook.
     tree = ast.parse("".join(linecache.getlines(source.file)))
   except SyntaxError:  # Such as a cell of a notebook with a magic command.
     return []
   walk = ast.walk(tree)
   statements = [x for x in walk if isinstance(x, ast.stmt) and _has_line(x, source.line)]
+  # A line inside of a `for` or `def` is also a line of that block. Keep the innermost statements.
   blocks = {
     id(x) for x in statements if any(isinstance(y, ast.stmt) for y in ast.iter_child_nodes(x))
   }
@@ -154,6 +166,7 @@ def _has_line(node: ast.stmt | ast.expr, line: int) -> bool:
 
 def _in_region(statement: ast.stmt) -> str | None:
   """Returns a statement with its value in `full_precision`; None if its meaning would change."""
+  # `return` without a value has nothing to wrap. Other statements are not a single expression.
   if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) or statement.value is None:
     return None
   # In a lambda, `:=`, `await` and `yield` would no longer act on the function around it.
@@ -163,6 +176,7 @@ def _in_region(statement: ast.stmt) -> str | None:
   call = f"mpjax.full_precision(lambda: {ast.unparse(statement.value)})()"
   if isinstance(statement, ast.Return):
     return f"return {call}"
+  # `a = b = value` has two targets. An expression statement has none.
   targets = statement.targets if isinstance(statement, ast.Assign) else []
   return "".join(f"{ast.unparse(target)} = " for target in targets) + call
 
@@ -170,10 +184,12 @@ def _in_region(statement: ast.stmt) -> str | None:
 def _lambda_in_region(statements: list[ast.stmt], source: Source) -> str:
   nodes = [node for each in statements for node in ast.walk(each)]
   lambdas = [x for x in nodes if isinstance(x, ast.Lambda) and _has_line(x, source.line)]
+  # A lambda with a name is wrapped by that name.
   for each in statements:
     if isinstance(each, ast.Assign) and lambdas[:1] == [each.value]:
       name = ast.unparse(each.targets[0])
       return f"{name} = mpjax.full_precision({name})"
+  # Of several lambdas on a line, the traceback does not say which one ran.
   if len(lambdas) == 1:
     return f"mpjax.full_precision({ast.unparse(lambdas[0])})"
   return _function_in_region(source)
@@ -181,5 +197,6 @@ def _lambda_in_region(statements: list[ast.stmt], source: Source) -> str:
 
 def _function_in_region(source: Source) -> str:
   name = _last(source.function)
+  # A name such as "<listcomp>" or "<module>" is no function that can be wrapped.
   name = name if name.isidentifier() else "fn"
   return f"{name} = mpjax.full_precision({name})"

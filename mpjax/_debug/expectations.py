@@ -36,18 +36,23 @@ class Expectations:
 
   def __init__(self, graph: Graph, record: AuditRecord) -> None:
     self._record = record
+    # One marked operation suffices: then unmarked operations are outside of the policy on purpose.
     self.marked = any(each.where.marked(REGION) is not None for each in graph.operations)
     self.neutral: tuple[str, ...] = ()
     if self.marked:
-      self._used, self._optimizer = None, set[Operation]()
+      # A policy names the dtype, and its models do not contain the optimizer.
+      self._used = None
+      self._optimizer = set[Operation]()
       self.neutral = _neutral(record)
     else:
+      # Without a policy, guess the dtype from use. Optimizers in float32 are not a mistake.
       self._used, self._optimizer = _most_used_low(graph), _after_gradients(graph)
 
   def of(self, operation: Operation) -> Expected:
     """Returns the low-precision dtype that is asked for at an operation, or why none is."""
     region = operation.where.marked(REGION)
     policy = None if region is None else policy_of(region)
+    # The code at an operation overrules the policies around it.
     reason = self._by_code(operation, policy) or self._by_policy(operation, region, policy)
     if reason:
       return Expected(None, reason)
@@ -56,6 +61,7 @@ class Expectations:
   def of_kernel(self, operation: Operation) -> DType | None:
     """Returns the low-precision dtype that is asked for at a kernel; None for float32."""
     region = operation.where.marked(REGION) or ""
+    # `mpjax.low_precision` and rules with `rewrite=False` run code as written, in that dtype.
     if region.startswith(AS_IT_IS_IN):
       return DType(region.removeprefix(AS_IT_IS_IN))
     return self.of(operation).dtype
@@ -65,12 +71,15 @@ class Expectations:
     scopes = operation.where.scopes
     if FULL_PRECISION in scopes:
       return "mpjax.full_precision"
+    # A recipe computes scales and casts in float32 around its matmul.
     if operation.where.marked(RECIPE) is not None and not _is_matmul(operation):
       return "the scaling of float8"
     as_traced = _as_traced(operation)
+    # A policy does not rewrite such an equation. Without a policy, the user chose its dtype.
     if as_traced and self.marked:
       return f"{as_traced}, which runs as written"
     not_low = operation.where.marked(NOT_IN["low"])
+    # The mark holds the reason why the rewriter chose float32.
     if not_low is not None:
       return not_low
     # Under a policy with a precision, that is the precision of the policy.
@@ -87,6 +96,7 @@ class Expectations:
       return "outside of every policy"
     if self.marked and policy is None:
       return "a rule leaves it as it is"
+    # A rule may give a module a float32 policy, perhaps with a precision.
     if policy is not None and not is_low_precision(policy.compute_dtype):
       precision = policy.precision
       asked = "" if precision is None else f", precision={written(precision)}"
@@ -95,6 +105,7 @@ class Expectations:
 
   def _is_in_norm(self, operation: Operation) -> bool:
     """Whether an operation computes or uses the statistics of a norm, which are float32."""
+    # Norms are known by the class of the module, which the record keeps.
     module = self._record.modules.get(operation.where.marked(MODULE) or "")
     return module is not None and module.is_norm and not _is_matmul(operation)
 
@@ -102,6 +113,7 @@ class Expectations:
 def _neutral(record: AuditRecord) -> tuple[str, ...]:
   """Returns the kinds of causes that never make a value float32 under policies or autocast."""
   kinds = ("parameter", "number", "filled")
+  # Autocast treats the arguments of a function as parameters. A model's arguments are inputs.
   is_autocast = "autocast" in record.uses and not record.modules
   return (*kinds, "argument") if is_autocast else kinds
 
@@ -121,8 +133,10 @@ def _after_gradients(graph: Graph) -> set[Operation]:
   gradients: set[Value] = set()
   after: set[Operation] = set()
   for operation in graph.operations:
+    # What uses a gradient and is in no backward pass is an optimizer.
     is_forward = operation.where.direction == "forward"
     uses_gradients = any(v in gradients for v in operation.operands)
+    # A value that is computed from gradients, such as momentum, counts as one as well.
     if not is_forward or uses_gradients:
       gradients.update(operation.results)
     if is_forward and uses_gradients:
@@ -132,6 +146,7 @@ def _after_gradients(graph: Graph) -> set[Operation]:
 
 def _as_traced(operation: Operation) -> str:
   """Returns the primitive around an operation that no policy enters, such as a linear solve."""
+  # The operation may be nested inside of the equation that runs as traced.
   steps = (step for step in operation.step.enclosing() if step.holds in AS_TRACED)
   return next((step.eqn.primitive.name for step in steps), "")
 

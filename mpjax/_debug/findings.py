@@ -68,11 +68,13 @@ def summed_over_layers(rows: Iterable[Finding]) -> tuple[Finding, ...]:
 
 def unnumbered(name: str) -> str:
   """Returns a name with "*" for each number in it."""
+  # Layers of one kind, such as "block_0" and "block_1", differ in numbers only.
   return re.sub(r"\d+", "*", name)
 
 
 def merged(names: Sequence[str]) -> str:
   """Returns one name for names that differ only in numbers, with "*" where they differ."""
+  # The names have as many numbers, so their parts correspond.
   parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
   return "".join(same[0] if len(set(same)) == 1 else "*" for same in parts)
 
@@ -81,6 +83,7 @@ def _groups(
   rows: Iterable[Finding], key: Callable[[Finding], Finding]
 ) -> Iterable[Sequence[Finding]]:
   """Returns the rows that have the same key, in the order of the first row of each group."""
+  # A row without its counts is the key, since records are hashable.
   groups: dict[Finding, list[Finding]] = {}
   for row in rows:
     groups.setdefault(key(row), []).append(row)
@@ -92,14 +95,17 @@ def _without_counts(row: Finding) -> Finding:
 
 
 def _without_numbers(row: Finding) -> Finding:
-  """Returns what a row has in common with the same row of another layer."""
+  """Returns a row without the numbers by which layers differ."""
+  # Dtypes are ordered by their number of elements, which may differ between layers.
   dtypes = {name: tuple(sorted(getattr(row, name))) for name in DTYPES}
+  # A cause names one layer's parameter, and a reason may name a rule with its number.
   path, reason = unnumbered(row.path), unnumbered(row.reason)
   return _without_counts(row)._replace(path=path, reason=reason, cause="", **dtypes)
 
 
 def _sum(group: Sequence[Finding]) -> Finding:
   """Returns the first row of a group with the counts of all rows."""
+  # All other fields are equal in the group.
   return group[0]._replace(
     flops=sum(row.flops for row in group),
     nbytes=sum(row.nbytes for row in group),
@@ -109,6 +115,7 @@ def _sum(group: Sequence[Finding]) -> Finding:
 
 def _sum_of_layers(group: Sequence[Finding]) -> Finding:
   """Returns the sum of a group, whose path says how many layers it has."""
+  # A module may have several rows, so count paths rather than rows.
   paths = {row.path for row in group}
   count = f" ({len(paths)})" if len(paths) > 1 else ""
   path = merged([*paths]) or "(root)"
@@ -116,4 +123,5 @@ def _sum_of_layers(group: Sequence[Finding]) -> Finding:
 
 
 def _largest_first(rows: Iterable[Finding]) -> tuple[Finding, ...]:
+  # FLOPs cost the most time. Rows without matmuls are ordered by memory traffic.
   return tuple(sorted(rows, key=lambda row: (-row.flops, -row.nbytes, -row.times)))

@@ -32,6 +32,7 @@ def kernel_leaks(graph: Graph, asked: Callable[[Operation], DType | None]) -> It
     graph: the graph of a function.
     asked: returns the low-precision dtype that is asked for where an operation is; None for none.
   """
+  # A kernel in low precision needs no cure, nor does one outside of all policies.
   for operation, dtype in _kernels(graph):
     low = asked(operation)
     if low is not None and not is_low_precision(dtype):
@@ -60,19 +61,23 @@ def is_unknown_in_float32(kernel: Finding) -> bool:
 def _kernels(graph: Graph) -> Iterator[tuple[Operation, DType]]:
   """Yields the operations that are not entered, and the dtype of their largest operand."""
   for operation in graph.computing():
+    # XLA drops operations that nothing uses.
     if not operation.used or not _is_kernel(operation):
       continue
+    # A kernel of integers has no precision.
     floats = [v for v in operation.operands if v.is_floating]
     if floats:
       yield operation, DType(_largest(floats).dtype)
 
 
 def _is_kernel(operation: Operation) -> bool:
+  # An unknown primitive may hold a kernel or a jaxpr, which nobody reads.
   return operation.facts.holds is Holds.KERNEL or operation.step.is_unknown
 
 
 def _largest(values: Iterable[Value]) -> Value:
   """Returns the value of the most elements before broadcasts; of several, one in float32."""
+  # Attention's small float32 statistics must not hide bfloat16 operands.
   return max(values, key=lambda v: (_size_before_broadcasts(v), v.is_wide))
 
 
@@ -82,6 +87,7 @@ def _size_before_broadcasts(value: Value) -> int:
   Flash attention repeats the float32 statistics of a row 128 times for its backward kernels.
   """
   least = value.size
+  # The least size on the way is the size of the data. A slice reduces it as well.
   while value.made_by is not None and _moves_one(value.made_by):
     (value,) = value.made_by.operands
     least = min(least, value.size)
@@ -96,6 +102,7 @@ def _moves_one(operation: Operation) -> bool:
 
 def _finding(operation: Operation, dtype: DType) -> Finding:
   estimate = operation.eqn.params.get("cost_estimate")
+  # The estimate is for one run.
   flops = None if estimate is None else int(estimate.flops) * operation.times
   where = operation.where
   return Finding(

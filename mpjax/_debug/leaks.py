@@ -79,10 +79,12 @@ def find_leaks(graph: Graph, record: AuditRecord, parameters: Collection[str]) -
   of_lines: _LeaksOfLines = {}
   for operation in graph.computing():
     expected = expectations.of(operation)
+    # Float32 is right here. A matmul is listed with the reason, because it costs the most.
     if expected.dtype is None:
       on_purpose += _on_purpose(operation, expected.reason)
     elif cause := _cause(operation, search):
       leaks += _leak(operation, cause, expected.dtype, of_lines)
+  # Without a policy nobody asked for a dtype at the kernel.
   if expectations.marked:
     leaks += kernel_leaks(graph, expectations.of_kernel)
   return Leaks(summed(leaks), summed(on_purpose))
@@ -101,6 +103,7 @@ def better_low(graph: Graph, causes: Causes, results: Iterable[Value]) -> set[Va
     results: further values that would better be in low precision.
   """
   low = {*results, *_casts_to_low(graph)}
+  # A walk backwards passes the property from results to operands. A loop needs a second walk.
   for _ in range(graph.walks):
     for operation in reversed(graph.operations):
       if _gains_from_low(operation, low) and not _is_meant(operation, causes):
@@ -119,17 +122,20 @@ def _gains_from_low(operation: Operation, low: set[Value]) -> bool:
     return True
   is_elementwise = operation.part in ("promote", "keep")
   passes = operation.casts or operation.joins is not None or is_elementwise
+  # Operations of the float32 list stop the search: their operands are wide on purpose.
   return passes and not low.isdisjoint(operation.results)
 
 
 def _is_meant(operation: Operation, causes: Causes) -> bool:
   """Whether a deliberate float32 value, such as a norm's statistics, makes its results float32."""
+  # If float32 is deliberate for one operand, low precision of the others saves nothing.
   of_operands = (causes.why(v) for v in operation.operands)
   return any(cause.deliberate or cause.anyway for cause in of_operands if cause is not None)
 
 
 def _operands_of_pass(operation: Operation) -> Iterable[Value]:
   """Returns the floating operands of an operation that no other pass computed."""
+  # A gradient that uses a float32 residual does not ask for a low-precision residual.
   direction = operation.where.direction
   return (
     v
@@ -146,8 +152,8 @@ class _Search(NamedTuple):
     causes: why values are float32.
     low: the values that would better be in low precision, for operations inside of the graph and
       for its caller.
-    low_inside: likewise for operations inside of the graph alone. The result of a cast by hand that
-      is returned is no leak.
+    low_inside: the same for operations inside of the graph alone. A result that the user casts and
+      returns is no leak.
     least_size: the elements of the smallest array that is a leak.
   """
 
@@ -161,6 +167,7 @@ class _Search(NamedTuple):
 def _search(graph: Graph, expectations: Expectations, parameters: Collection[str]) -> _Search:
   causes = Causes(graph, parameters, expectations.neutral)
   # A policy states the dtype of its results. Other functions return float32 by accident.
+  # A float32 scalar, such as a loss, costs nothing.
   wide = [v for v in graph.results if v.is_wide and v.aval.shape]
   returned = [] if expectations.marked else wide
   sizes = [v.size for operation in graph.operations for v in operation.results]
@@ -169,15 +176,18 @@ def _search(graph: Graph, expectations: Expectations, parameters: Collection[str
     causes=causes,
     low=better_low(graph, causes, returned),
     low_inside=better_low(graph, causes, ()),
+    # Small arrays, such as norm statistics, cost too little to be reported.
     least_size=_LEAST_SIZE * max(sizes, default=0),
   )
 
 
 def _cause(operation: Operation, search: _Search) -> Cause | None:
   """Returns why an operation is a leak; None if it is none."""
+  # A float32 matmul is always a leak, whatever reads its result.
   if _is_wide_matmul(operation):
     wide = next(v for v in operation.operands if v.is_wide)
     return search.causes.of_operands(operation) or own_cause(operation, wide)
+  # Moves and casts pass on a leak. The arithmetic before or after them is the leak.
   if operation.moves or operation.casts or operation.part not in ("promote", "keep"):
     return None
   return _cause_of_arithmetic(operation, search)
@@ -189,10 +199,13 @@ def _cause_of_arithmetic(operation: Operation, search: _Search) -> Cause | None:
   if result is None or not result.aval.shape or result.size < search.least_size:
     return None
   cause = search.causes.why(result)
+  # Without an entry, the operation met no low-precision value: its inputs are all float32.
   if cause is None or cause.entry is None or cause.deliberate:
     return None
+  # The policy casts neutral values to the dtype of the other operands by itself.
   if cause.kind in search.expectations.neutral or _is_by_policy(cause, cause.entry, search):
     return None
+  # A user who casts and returns float32 wants float32.
   low = search.low_inside if cause.kind == "cast" else search.low
   is_leak = result in low and search.causes.widens(cause.entry, cause.kind)
   return cause if is_leak else None
@@ -206,6 +219,7 @@ def _is_by_policy(cause: Cause, entry: Operation, search: _Search) -> bool:
   """
   if not search.expectations.marked:
     return False
+  # A policy keeps the float32 sum of a matmul, and widens some products (docs/concepts.md).
   is_product = cause.kind in ("matmul", "promotion") or entry.facts.role == "product"
   return is_product or search.expectations.of(entry).dtype is None
 
@@ -244,12 +258,15 @@ def _leak(operation: Operation, cause: Cause, low: DType, of_lines: _LeaksOfLine
   Returns:
     The leak; [] for a gradient that is float32 because its values are in the forward pass.
   """
-  line, flops = (operation.where.path, operation.where.source), _wide_flops(operation)
+  # Forward and backward pass share a line, and one cure. They become one row.
+  line = (operation.where.path, operation.where.source)
+  flops = _wide_flops(operation)
   if operation.where.direction == "forward":
     leak = _described(operation, cause, low)
     of_lines.setdefault(line, leak)
   elif line in of_lines:
     leak = of_lines[line]
+  # The derivative has a cause of its own, for example a custom rule that casts.
   elif flops or cause.kind in ("cast", "constant", "filled"):
     leak = _described(operation, cause, low)
   else:
@@ -260,6 +277,7 @@ def _leak(operation: Operation, cause: Cause, low: DType, of_lines: _LeaksOfLine
 
 def _described(operation: Operation, cause: Cause, low: DType) -> Finding:
   """Returns a leak at the operation where a low-precision value became float32."""
+  # The cure belongs to the line where float32 began, not to each operation after it.
   entry = cause.entry or operation
 
   def filled_in(template: str) -> str:
@@ -287,6 +305,7 @@ def _described(operation: Operation, cause: Cause, low: DType) -> Finding:
 
 def _fix(cause: Cause) -> str:
   """Returns the template of the cure for a cause."""
+  # Arguments and constants in float64 come from NumPy data under `jax_enable_x64`.
   if cause.kind not in _FIXES and cause.dtype == "float64":
     return _FIX_FLOAT64
   return _FIXES.get(cause.kind, _FIX)

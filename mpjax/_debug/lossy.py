@@ -50,6 +50,7 @@ def find_lossy(graph: Graph) -> tuple[Finding, ...]:
       loss.reason,
     )
     for operation in graph.computing()
+    # A print or a callback has no result whose dtype could round.
     if operation.results
     for loss in _losses(operation)
   )
@@ -60,6 +61,7 @@ def _losses(operation: Operation) -> Iterator[_Loss]:
   yield from _of_known_numbers(operation)
   yield from _of_the_float32_list(operation)
   for operand in operation.operands:
+    # JAX writes the rounded number into the jaxpr, so the original number is unknown.
     if operand.kind == "literal" and operand.is_low:
       yield from _of_a_literal(operation, operand)
 
@@ -71,12 +73,15 @@ def _of_integers(operation: Operation) -> Iterator[_Loss]:
   """Yields the loss of integers that are cast to or from low precision, or counted in it."""
   result = operation.results[0]
   if operation.eqn.primitive is p.iota_p and result.is_low:
-    most, length = _largest_integer(result), result.aval.shape[operation.eqn.params["dimension"]]
+    # `jnp.arange(257, dtype=bfloat16)` ends with 256, which is exact.
+    most = _largest_integer(result)
+    length = result.aval.shape[operation.eqn.params["dimension"]]
     if length > most + 1:
       yield _Loss(result.dtype, f"integers above {most} are rounded")
   if not operation.casts:
     return
   operand = operation.operands[0]
+  # Rounding to an integer type shows that whole numbers are meant, such as positions.
   if operand.is_low and _is_integer(result):
     text = f"integers above {_largest_integer(operand)} were rounded before this cast"
     yield _Loss(operand.dtype, text)
@@ -92,6 +97,7 @@ def _is_integer(value: Value) -> bool:
 
 def _largest_integer(value: Value) -> int:
   """Returns the integer up to which a floating dtype holds every integer."""
+  # The mantissa has one implicit bit.
   return 2 ** (jnp.finfo(value.dtype).nmant + 1)
 
 
@@ -104,6 +110,7 @@ def _of_known_numbers(operation: Operation) -> Iterator[_Loss]:
   if not (operation.casts and result.is_low and operation.operands[0].is_wide):
     return
   for source in _sources(operation.operands[0]):
+    # One number of an array is enough evidence, and one row per cast is enough text.
     text = _lost(source, result.dtype)
     if text:
       yield _Loss(result.dtype, text)
@@ -112,9 +119,11 @@ def _of_known_numbers(operation: Operation) -> Iterator[_Loss]:
 
 def _sources(value: Value) -> Iterator[Value]:
   """Yields a value, and the values that become it by moves and casts to float32."""
-  seen, pending = set[Value](), [value]
+  seen = set[Value]()
+  pending = [value]
   while pending:
     each = pending.pop()
+    # A loop leads back to its carry.
     if each in seen or not each.is_floating:
       continue
     seen.add(each)
@@ -127,6 +136,7 @@ def _sources(value: Value) -> Iterator[Value]:
 
 def _lost(value: Value, dtype: DType | None) -> str:
   """Returns how a cast changes the largest number of a constant to inf or 0; "" if it does not."""
+  # The number of the largest magnitude overflows first. If it becomes 0, all numbers do.
   number = _largest_number(value)
   if number is None:
     return ""
@@ -142,6 +152,7 @@ def _lost(value: Value, dtype: DType | None) -> str:
 def _largest_number(value: Value) -> np.float64 | None:
   """Returns the number of the largest magnitude in a constant; None if it cannot be read."""
   data = value.data
+  # A traced array has no numbers, and an array of other hosts cannot be read here.
   is_readable = not isinstance(data, Tracer) and getattr(data, "is_fully_addressable", True)
   if data is None or not is_readable or not 0 < value.size <= _MOST_ELEMENTS:
     return None
@@ -154,11 +165,13 @@ def _largest_number(value: Value) -> np.float64 | None:
 
 def _of_the_float32_list(operation: Operation) -> Iterator[_Loss]:
   """Yields the loss of an operation of the float32 list, or of a long sum, in low precision."""
-  low, result = next((v for v in operation.operands if v.is_low), None), operation.results[0]
+  low = next((v for v in operation.operands if v.is_low), None)
+  result = operation.results[0]
   # An addition of two gradients rounds once, like any other addition.
   is_listed = operation.part == "float32" and operation.eqn.primitive is not p.add_jaxvals_p
   if low is None or not result.is_low or not is_listed:
     return
+  # The ratio of the sizes is the number of terms of each sum.
   terms = low.size // max(result.size, 1)
   if low.aval.shape == result.aval.shape:
     yield _Loss(low.dtype, "less exact than in float32")
@@ -174,6 +187,7 @@ def _of_a_literal(operation: Operation, literal: Value) -> Iterator[_Loss]:
   number = float(literal.label)
   if math.isinf(number) and not _may_be_infinite(operation, number):
     yield _Loss(literal.dtype, "a number became inf in low precision")
+  # Adding 0 is useless, so the code must have named a small epsilon that became 0.
   if number == 0 and (_is_added_epsilon(operation, literal) or _bounds_a_divisor(operation)):
     yield _Loss(literal.dtype, "a number may have become 0 in low precision")
 
@@ -184,6 +198,7 @@ def _may_be_infinite(operation: Operation, number: float) -> bool:
   It does in comparisons, as the derivative of `jax.nn.softplus`, in masks, and as the start of a
   maximum, as in `jax.nn.softmax`.
   """
+  # -inf is the start of a maximum, and inf the start of a minimum.
   starts = operation.eqn.primitive is (p.max_p if number < 0 else p.min_p)
   return operation.moves or operation.facts.tests or starts
 
@@ -191,12 +206,14 @@ def _may_be_infinite(operation: Operation, number: float) -> bool:
 def _is_added_epsilon(operation: Operation, literal: Value) -> bool:
   """Whether a literal is the second term of an addition in the forward pass."""
   is_added = operation.facts.gradient == "added" and not operation.moves
+  # Derivative rules add zeros, and `0 + x` comes from sums that start at 0.
   return is_added and operation.where.direction == "forward" and literal in operation.operands[1:]
 
 
 def _bounds_a_divisor(operation: Operation) -> bool:
   """Whether an operation is a maximum whose result is a divisor, or an operand of log or rsqrt."""
   result = operation.results[0]
+  # `x / jnp.maximum(norm, eps)` with an epsilon of 0 may divide by 0.
   return operation.eqn.primitive is p.max_p and any(
     consumer.eqn.primitive in (p.log_p, p.rsqrt_p)
     or (consumer.eqn.primitive is p.div_p and consumer.operands[1] is result)

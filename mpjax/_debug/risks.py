@@ -159,10 +159,13 @@ def risks_of(graph: Graph, parameters: Collection[str] = ()) -> list[Risk]:
   delicate = {rounding for kind, rounding, _ in sinks if kind != "float32 matmul"}
   for kind, rounding, sink in sinks:
     is_wide = _is_wide_matmul(rounding)
+    # A float32 matmul of inputs stands in for a rounding in the walk. It rounds nothing yet.
     if is_wide and (kind != "float32 matmul" or rounding in delicate):
       continue
+    # One line may round several values, which have one cure.
     key = kind, rounding.where.path, rounding.where.source
     rows.setdefault(key, (sink, {}))[1][rounding] = None
+  # A graph without matmuls has no FLOPs, and no share.
   total = max(sum(flops for *_, flops in graph.matmuls()), 1)
   risks = (_risk(key[0], [*roundings], sink, total) for key, (sink, roundings) in rows.items())
   return [x for x in risks if x.kind != "float32 matmul" or x.share >= _LEAST_SHARE]
@@ -180,11 +183,13 @@ def risk_lines(risks: Iterable[Risk], most: int) -> tuple[str, ...]:
   """
   groups: dict[tuple[object, ...], list[Risk]] = {}
   for x in risks:
+    # Layers that differ in their numbers only share one entry of the report.
     key = (x.kind, unnumbered(x.path), x.source, x.reason, unnumbered(x.cure))
     groups.setdefault(key, []).append(x)
   lines: list[str] = []
   for number, group in enumerate([*groups.values()][:most], 1):
-    first, paths = group[0], {x.path for x in group}
+    first = group[0]
+    paths = {x.path for x in group}
     count = f" ({len(paths)})" if len(paths) > 1 else ""
     path = (merged([*paths]) or "(root)") + count
     share = sum(x.share for x in group)
@@ -197,7 +202,9 @@ def risk_lines(risks: Iterable[Risk], most: int) -> tuple[str, ...]:
 
 def _risk(kind: Kind, roundings: list[Operation], sink: Operation, total: int) -> Risk:
   """Returns the risk of operations of one line; the first one describes it."""
-  first, where = roundings[0], roundings[0].where
+  first = roundings[0]
+  where = roundings[0].where
+  # A float32 matmul names its own dtype. Other risks name the low-precision one.
   is_wide = kind == "float32 matmul"
   values = (v for v in (*first.results, *first.operands) if is_wide or v.is_low)
   dtype = str(next(values).dtype)
@@ -221,6 +228,7 @@ class _Walk:
 
   def sinks(self) -> Iterator[tuple[Kind, Operation, Operation]]:
     """Yields the kind of each risk, the operation that rounds, and the sink."""
+    # The carry of a loop takes the history of the iteration before, which a second walk knows.
     for _ in range(self._graph.walks):
       for operation in self._graph.operations:
         self._add(operation)
@@ -233,11 +241,14 @@ class _Walk:
   def of(self, value: Value) -> History:
     """Returns the history of a value; an argument or a constant starts a new one."""
     if value not in self._histories:
+      # A parameter only scales other values, so it is no root.
       is_parameter = value.kind == "argument" and value.label in self._parameters
       is_data = value.kind in ("argument", "constant") and not is_parameter
+      # Differences cancel between functions of one value, which must be a root to be recognized.
       is_root = (is_data and not _is_only_factor(value)) or _is_squared(value)
       linear = {value: frozenset[Operation]()} if is_root else {}
-      literal, low = value.kind == "literal", value.is_low
+      literal = value.kind == "literal"
+      low = value.is_low
       self._histories[value] = History(
         linear=linear,
         exact=low and not literal,
@@ -250,10 +261,12 @@ class _Walk:
     # The carry of a loop is known in the second walk.
     first = operation.operands[:1] if operation.joins == "carry" else operation.operands
     before = [self.of(v) for v in operation.operands if v in self._histories or v in first]
+    # An operation without operands, such as `iota`, adds nothing. `of` starts its history.
     if not before:
       return
     for result in operation.results:
       history = _with_root(operation, result, before)
+      # `given` ends at a parameter, at low precision, and at float32 on purpose.
       untouched = all(x.given for x in before) and not _is_meant_wide(operation)
       self._histories[result] = history._replace(
         given=untouched and not result.is_low, exact=history.exact or result.is_low
@@ -262,6 +275,7 @@ class _Walk:
   def _sinks(self, operation: Operation) -> Iterator[tuple[Kind, Operation, Operation]]:
     before = [self.of(v) for v in operation.operands]
     for kind, reached in _SINKS.items():
+      # Both operands may have the same rounding.
       for rounding in dict.fromkeys(reached(operation, before)):
         yield kind, rounding, operation
 
@@ -272,11 +286,14 @@ class _Walk:
 def _with_root(operation: Operation, result: Value, before: list[History]) -> History:
   """Returns the history of a result, which becomes a root if it is linear in no other value."""
   history = _history(operation, result, before)
+  # Unions of roots would grow with the depth of a residual network.
   is_many = max(len(history.linear), len(history.products)) > _MOST_ROOTS
+  # Without any root before, the value is computed from numbers and parameters alone.
   is_data = operation.facts.flops is not None or any(x.linear for x in before)
   if not is_many and (history.linear or not is_data):
     return history
   products = _NO_ROOTS if is_many else history.products
+  # The new root has no roundings since.
   return history._replace(linear={result: frozenset()}, products=products)
 
 
@@ -296,8 +313,10 @@ def _history(operation: Operation, result: Value, before: list[History]) -> Hist
 
 def _cast(operation: Operation, result: Value, before: History) -> History:
   value = operation.operands[0]
+  # A cast of a bool gives a mask of 0 and 1, which is exact.
   if not value.is_floating:
     return before._replace(mask=before.mask or value.dtype == np.bool_)
+  # A cast of an exact value, or of 0 and 1, changes no number.
   narrows = result.is_low and value.is_wide and not before.exact and not before.mask
   # A cast of an argument belongs to the matmul or bias that uses it. A number, such as the square
   # root of a depth, is not data.
@@ -309,6 +328,7 @@ def _cast(operation: Operation, result: Value, before: History) -> History:
 
 def _rounded(operation: Operation, before: History) -> History:
   """Returns the history after a rounding."""
+  # Both sides of a later difference may have the same roots, with other roundings since.
   linear = {root: since | {operation} for root, since in before.linear.items()}
   products = {root: since | {operation} for root, since in before.products.items()}
   return before._replace(rounding=operation, passed=frozenset(), linear=linear, products=products)
@@ -317,8 +337,9 @@ def _rounded(operation: Operation, before: History) -> History:
 def _matmul(operation: Operation, before: list[History]) -> History:
   history = _product(operation, before)
   if _is_meant_wide(operation):
-    # The user has obeyed the advice. The search would otherwise name one matmul after the other.
+    # The user has followed the advice. Otherwise the search would name one matmul after the other.
     return history._replace(rounding=None)
+  # A float32 matmul of inputs counts as a rounding, since in low precision it would be one.
   if any(_float32_matmul(operation, before)):
     return _rounded(operation, history)
   if not operation.operands[0].is_low or not _in_low_region(operation):
@@ -332,9 +353,12 @@ def _matmul(operation: Operation, before: list[History]) -> History:
 def _joined(before: Iterable[History]) -> History:
   """Returns the history of a value that is linear in several."""
   every = [*before]
+  # By default an operation keeps none of these. `_moved` sets them again.
   if len(every) == 1:
     return every[0]._replace(order_of=frozenset(), exact=False, mask=False, given=False)
+  # One rounding is named for each value. The latest one is closest to the sink.
   last = max(every, key=_priority)
+  # Operands with another last rounding have passed other operations.
   passed = [x.passed for x in every if x.rounding is last.rounding]
   return History(
     rounding=last.rounding,
@@ -342,6 +366,7 @@ def _joined(before: Iterable[History]) -> History:
     linear=_union(x.linear for x in every),
     products=_union(x.products for x in every),
     own=frozenset[Value]().union(*(x.own for x in every)),
+    # The first term stands for the sign of a sum.
     negative=every[0].negative,
   )
 
@@ -356,6 +381,7 @@ def _priority(history: History) -> tuple[bool, bool, bool, int]:
 
 
 def _union(roots: Iterable[Roots]) -> Roots:
+  # Most unions have one member. Sharing it avoids a copy for each operation.
   some = [each for each in roots if each]
   if len(some) < 2:
     return some[0] if some else _NO_ROOTS
@@ -383,13 +409,14 @@ def _moved(operation: Operation, before: list[History]) -> History:
 
 
 def _ordered(operation: Operation, before: list[History]) -> History:
+  # A comparison looks for the value before casts on its other side.
   values = {_before_casts(v) for v in operation.operands if v.is_floating}
   return _moved(operation, before)._replace(order_of=frozenset(values))
 
 
 def _select(operation: Operation, before: list[History]) -> History:
   condition, *cases = before
-  # Such as `leaky_relu`, which selects by the sign of the same value.
+  # `leaky_relu`, for example, selects by the sign of the same value.
   if condition.rounding and condition.rounding is _joined(cases).rounding:
     return _activated(operation, cases)
   return _moved(operation, cases)
@@ -402,8 +429,10 @@ def _clip(operation: Operation, before: list[History]) -> History:
 
 def _product(operation: Operation, before: list[History]) -> History:
   left, right = before[:2]
+  # The sign flips once for each negative factor.
   negative = left.negative ^ right.negative ^ any(map(_is_negative, operation.operands[:2]))
   roundings = left.rounding is not None and right.rounding is not None
+  # A gate multiplies a value by an activation of another one. Its error is relative.
   is_gate = ("activation" in left.passed) != ("activation" in right.passed)
   if operation.eqn.primitive is p.mul_p and roundings and is_gate:  # or a norm
     history = _activated(operation, [left, right])
@@ -415,8 +444,10 @@ def _product(operation: Operation, before: list[History]) -> History:
 
 
 def _multiplied(left: History, right: History) -> History:
+  # A product of products keeps all factors.
   factors = [_union([x.linear, x.products]) for x in (left, right)]
   joined = _joined([left, right])
+  # A factor on both sides is a square.
   own = joined.own | (factors[0].keys() & factors[1].keys())
   return joined._replace(linear=_NO_ROOTS, products=_union(factors), own=own)
 
@@ -429,18 +460,22 @@ def _is_negative(value: Value) -> bool:
 def _number(value: Value) -> float | None:
   """Returns the number of a real literal; None for other values."""
   dtype = value.dtype
+  # Complex literals have no sign, and a key has no number.
   is_number = dtype is not None and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))
   is_literal = value.kind == "literal" and (value.is_floating or is_number)
   return float(np.asarray(value.data).item()) if is_literal else None
 
 
 def _squared(operation: Operation, before: list[History]) -> History:
+  # `integer_pow` has an exponent. `square` has none.
   if operation.eqn.params.get("y", 2) != 2:
     return _activated(operation, before)
   return _multiplied(before[0], before[0])
 
 
 def _ratio(operation: Operation, before: list[History]) -> History:
+  # Dividing by a parameter or a number scales. Dividing by a rounded value, as a norm does, makes
+  # the error relative.
   over, under = before
   return _joined([over]) if under.rounding is None else _activated(operation, before)
 
@@ -482,6 +517,7 @@ _TRANSFERS: Mapping[str, Callable[[Operation, list[History]], History]] = {
 def _direct(before: Iterable[History], *barred: str) -> Iterator[Operation]:
   """Yields the last roundings without an activation function, or a kind in `barred`, since."""
   for x in before:
+    # After an activation the error is relative, so the sink no longer magnifies it.
     if x.rounding is not None and x.passed.isdisjoint(("activation", *barred)):
       yield x.rounding
 
@@ -492,12 +528,14 @@ def _angle(operation: Operation, before: list[History]) -> Iterator[Operation]:
 
 
 def _index(operation: Operation, before: list[History]) -> Iterator[Operation]:
-  value, dtype = operation.operands[0], operation.results[0].dtype
+  value = operation.operands[0]
+  dtype = operation.results[0].dtype
   # Integers of one byte are quantized values, not indices.
   is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 1
   if operation.casts and value.is_floating and is_integer:
     yield from _direct(before)
-  # The remainder of a value after whole periods: `x % 1` or `x - floor(x)`.
+  # Both `x % 1` and `x - floor(x)` are the remainder of a value after whole periods.
+  # The integer side has passed a floor. The other side has not.
   wraps = operation.eqn.primitive is p.sub_p and "integer" in before[1].passed - before[0].passed
   if operation.eqn.primitive is p.rem_p or (wraps and before[0].rounding is before[1].rounding):
     yield from _direct(before[:1])
@@ -507,6 +545,7 @@ def _comparison(operation: Operation, before: list[History]) -> Iterator[Operati
   if not operation.facts.tests or len(before) < 2:
     return
   values = operation.operands
+  # The maximum may be on either side of the comparison.
   for number, other in ((0, 1), (1, 0)):
     rounding = before[number].rounding
     is_own = _before_casts(values[number]) in before[other].order_of
@@ -516,6 +555,7 @@ def _comparison(operation: Operation, before: list[History]) -> Iterator[Operati
 
 def _is_derivative(comparison: Operation, order: Value) -> bool:
   """Whether a comparison belongs to the derivative of the call that computes the maximum."""
+  # The derivative of a maximum compares each element with it, to find the argument that was chosen.
   made_by = order.made_by
   while made_by is not None and made_by.name not in ORDERS:
     made_by = made_by.operands[0].made_by if made_by.operands else None
@@ -540,20 +580,25 @@ def _linear_algebra(operation: Operation, before: list[History]) -> Iterator[Ope
 
 
 def _difference(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  # Additions and subtractions alone can cancel.
   if operation.facts.gradient != "added":
     return
   left, right = before
+  # `a - b` of equal signs cancels, and so does `a + b` of different signs.
   subtracts = (left.negative == right.negative) == (operation.eqn.primitive is p.sub_p)
   shared = left.products.keys() & right.products.keys() & (left.own | right.own)
   for root in shared if subtracts else ():
+    # Roundings that both sides share cancel exactly.
     differing = left.products[root] ^ right.products[root]
     yield from sorted(differing, key=lambda x: x.step.number)
 
 
 def _denominator(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  # `integer_pow` divides only with a negative exponent. Other primitives here always divide.
   power = operation.eqn.params.get("y", -1)
   if operation.name in INVERSES and (operation.eqn.primitive is not p.integer_pow_p or power < 0):
     for rounding in _direct(before[-1:], "sum"):
+      # Bfloat16 has the range of float32, so it neither overflows nor underflows here.
       if any(v.dtype == jnp.float16 for v in rounding.results):
         yield rounding
 
@@ -561,6 +606,7 @@ def _denominator(operation: Operation, before: list[History]) -> Iterator[Operat
 def _lookup(operation: Operation, before: list[History]) -> Iterator[Operation]:
   if operation.facts.flops is None or operation.matmul_dtype is None:
     return
+  # A one-hot matmul in low precision selects rounded rows of the table.
   low = all(v.is_low for v in operation.operands[:2]) and _in_low_region(operation)
   for mask, table in ((0, 1), (1, 0)):
     source = _before_casts(operation.operands[table])
@@ -570,6 +616,7 @@ def _lookup(operation: Operation, before: list[History]) -> Iterator[Operation]:
 
 def _uses(value: Value) -> Iterator[Operation]:
   """Yields the operations that use a value, directly or through moves and casts."""
+  # The list grows while it is read: moves and casts lead to further uses.
   uses = [*value.consumers]
   seen = set[Operation]()  # The carry of a loop leads back to itself.
   for each in uses:
@@ -585,6 +632,7 @@ def _uses(value: Value) -> Iterator[Operation]:
 def _is_only_factor(value: Value) -> bool:
   """Whether only matmuls use an argument or a constant, as for a weight."""
   uses = [*_uses(value)]
+  # Such an array is a weight in all but name. Its own value reaches no difference.
   return bool(uses) and all(each.facts.flops is not None for each in uses)
 
 
@@ -608,9 +656,11 @@ def _before_casts(value: Value) -> Value:
 
 
 def _float32_matmul(operation: Operation, before: list[History]) -> Iterator[Operation]:
+  # The rewriter gives other reasons, such as a high precision, which the user chose.
   is_asked = operation.where.marked(NOT_IN["low"]) != OF_INPUTS
   if operation.facts.flops is None or is_asked or not _in_low_region(operation):
     return
+  # A matmul with few products runs in float32 anyway.
   if all(x.given for x in before[:2]) and _contracted(operation) >= FEWEST_PRODUCTS:
     yield operation
 
@@ -622,7 +672,9 @@ def _is_wide_matmul(operation: Operation) -> bool:
 
 def _contracted(operation: Operation) -> int:
   """Returns how many products each element of a matmul sums."""
-  flops, size = operation.flops or 0, operation.results[0].size
+  # A product and its addition are two FLOPs.
+  flops = operation.flops or 0
+  size = operation.results[0].size
   return flops // max(2 * size * operation.times, 1)
 
 
@@ -647,6 +699,7 @@ def _in_low_region(operation: Operation) -> bool:
 def _is_meant_wide(operation: Operation) -> bool:
   """Whether a float32 policy, or a float32 region, applies to an operation."""
   scopes = operation.where.scopes
+  # A region without a low compute dtype has a float32 policy, or a rule exempts it.
   has_policy = operation.where.marked(REGION) is not None and not _compute_dtype(operation)
   return FULL_PRECISION in scopes or has_policy
 

@@ -10,23 +10,29 @@ from mpjax._policy.rules import Rule, around
 
 
 def homes_of(graph: Graph) -> dict[str, str]:
-  """Returns by scope the path that rules match there: in a model its own, relative to the root."""
+  """Returns by scope the path that rules match there. In a model it is relative to the root."""
   homes = {each.where.path: each.where.marked(MODULE) for each in graph.operations}
-  # JAX moves a constant out of a scan without the scopes around that: it is in a tail of the path.
+  # JAX moves a constant out of a scan without the scopes around it, so its path is only a tail.
   tails = {path for path in homes if any(other.endswith(f"/{path}") for other in homes)}
+  # A matmul is never a moved constant, so its path is a module.
   tails -= {each.where.path for each, *_ in graph.matmuls()}
+  # A model under a policy marks its modules. Elsewhere the scope itself is the path.
   return {k: k if home is None else home for k, home in homes.items() if k not in tails}
 
 
 def selector(path: str, homes: Mapping[str, str]) -> str | re.Pattern[str]:
-  """Returns what selects a path, and the scopes that it is home to if it can, and none else."""
+  """Returns a glob, or else a pattern, that matches a path and its scopes, and no other scope."""
+  # The rule must match each scope of the module, and no other scope.
   own = {path, *(scope for scope, home in homes.items() if home == path)}
   every = around([*homes, *homes.values()]) | own
-  names, scopes = path.split("/"), "|".join(map(re.escape, sorted(own - {""})))
+  names = path.split("/")
+  scopes = "|".join(map(re.escape, sorted(own - {""})))
+  # The shortest glob is easiest to read: try the last name first, then longer tails.
   globs = (f"**/{'/'.join(names[i:])}" for i in reversed(range(len(names) if path else 0)))
   for glob in (*globs, path):
     with contextlib.suppress(ValueError):  # A name with brackets is not the glob it looks like.
       rule = Rule("float32", path=glob)
       if {scope for scope in every if rule.matches(None, scope)} == own:
         return glob
+  # A regular expression states the scopes exactly. The root of a model has an empty path.
   return re.compile(f"({scopes})?" if "" in own else scopes)
