@@ -34,7 +34,7 @@ from mpjax._policy.rules import Rule
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
 
 _SMALLEST_SCALE = 8
-"""A smaller factor of a loss is taken for a weight of it."""
+"""The smallest loss scale that is recognized. A smaller factor is taken for a weight of a loss."""
 
 
 @check_call("mpjax.find_nonfinite(fn)", fix=_FIX)
@@ -98,29 +98,34 @@ class LossScale(NamedTuple):
 class Finder:
   """Looks for the first step that breaks, at this loss scale or at another one."""
 
-  # One run says which values are not finite. Only if there are some, the steps that lead to them
-  # are looked at closely, in a second one: most often -inf in masks, and the fault.
+  # The first run says which values are not finite. If there are any, a second run looks closely at
+  # the steps that lead to them. Most often these are masks of -inf, and the fault.
 
   def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
+    # A Python number that is not finite is traced too, so that it can be reported as an argument.
     call = Call(args, kwargs, "mpjax.find_nonfinite(fn)", _is_traced)
     call.check_concrete()
     self.arguments = call.arguments(fn)
     self.leaves = call.arrays
     traced, _ = call.traced(fn)
     self.body = body_of(traced, compiled=True)
-    # Not compiled, since a slope may be all that is left of the operation whose slope it is.
+    # This graph keeps unused steps: a slope may be all that remains of its operation.
     self.graph = Graph(traced)
     modules = [x.module if x.is_first or x.is_parameter else () for x in self.arguments]
     name_by_parameters(self.graph, modules)
-    # Of a loop, the operation of its first argument.
+    # A loop has several operations of one key. The one of its first argument is kept.
     self.operations = {each.step.key: each for each in reversed(self.graph.operations)}
 
+    # An optimizer state knows its scale. Otherwise look for an argument that scales the loss.
     self.scale = _scale_of_state((args, kwargs), self.leaves)
     if self.scale is None:
       self.scale = scale_by_hand(self.graph, self.leaves)
+    # Without a loss scale, only the arguments as they are can be run.
     self.factors = {} if self.scale is None else _factors(self.scale)
-    self.probe, self.uses = probes.FlagProbe(self.body), probes.uses_of(self.body)
+    self.probe = probes.FlagProbe(self.body)
+    self.uses = probes.uses_of(self.body)
     self.flags = self._looking(self.probe)
+    # The compiled close looks, by the steps that they look at.
     self.closely: dict[frozenset[int], Callable[..., Any]] = {}
 
   @property
@@ -131,17 +136,21 @@ class Finder:
     return NonfiniteReport(loss_scale=self.scale.value, step=self.scale.step)
 
   def _looking(self, observer: Observer) -> Callable[..., Any]:
-    """Returns a function of a factor of the loss scale, and arguments, that says what is seen."""
+    """Returns a function that runs the steps and returns what an observer has seen.
+
+    It takes a factor of the loss scale, and the arguments.
+    """
 
     def looking(factor: Array, *leaves: Array) -> Any:
       scaled = list(leaves)
       for i in () if self.scale is None else self.scale.positions:
+        # The factor is an argument of the compiled function, so other scales need no compilation.
         scaled[i] = (leaves[i] * factor).astype(leaves[i].dtype)
       return run(self.body, scaled, observer)[1]
 
-    # Every cast as it is written: else XLA may leave out a cast to float16 and back, with the
-    # overflow that is looked for. What runs once need not be fast, and LLVM takes half of the time
-    # that compiling takes for a CPU.
+    # Run each cast as it is written. Otherwise XLA may leave out a cast to float16 and back, and
+    # with it the overflow. On a CPU, LLVM takes half of the compilation time. A function that runs
+    # once need not be fast.
     options: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "cpu":
       options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -152,7 +161,8 @@ class Finder:
     return np.asarray(self.flags(jnp.float32(factor), *self.leaves))
 
   def first(self, factor: float = 1.0) -> Broken | None:
-    """Returns what broke first with the loss scale multiplied by a factor."""
+    """Returns the first step that broke with the loss scale multiplied by a factor."""
+    # The sets come in the order of execution, so the first hit is the first fault.
     for some in self.probe.suspects(self.flagged(factor)):
       # A look that was compiled for another scale will do if it includes these steps.
       only = next((each for each in self.closely if some <= each), some)
@@ -160,6 +170,7 @@ class Finder:
         self.closely[only] = self._looking(probes.FirstProbe(self.uses, only))
       seen = self.closely[only](jnp.float32(factor), *self.leaves)
       number, *iterations, device = np.asarray(seen.first).tolist()
+      # A wider look may name a step that is not among these suspects.
       if number in some:
         loops = tuple(i for i in iterations if i >= 0)
         return Broken(number, loops, device if device >= 0 else None)
@@ -173,13 +184,16 @@ class Finder:
     return self._of_argument(broken.number) if is_input else self._of_step(broken)
 
   def _of_argument(self, number: int) -> NonfiniteReport:
+    # Negative numbers count from the end of arguments and constants.
     slots = (*self.body.inputs, *self.body.consts)
-    slot, position = slots[number], number + len(slots)
+    slot = slots[number]
+    position = number + len(slots)
     if position < len(self.arguments):
       kind, x = "argument", jnp.asarray(self.leaves[position])
       path = name = self.arguments[position].name
     else:
       kind, x = "constant", jnp.asarray(self.body.consts[slot])
+      # A constant has no name. Its first reader says where it is used.
       readers = (self.operations.get(s.key) for s in self.body.every_step() if slot in s.reads)
       path = next((each.where.path for each in readers if each), "")
       name = f"an array that the function closes over, {x.dtype}{[*x.shape]}"
@@ -198,11 +212,15 @@ class Finder:
 
   def _of_step(self, broken: Broken) -> NonfiniteReport:
     step = next(each for each in self.body.every_step() if each.number == broken.number)
+    # Run once more to see the numbers of the step that broke. All steps would be too many.
     looking = self._looking(probes.FirstProbe(self.uses, {broken.number}, step))
     seen = jax.device_get(looking(jnp.float32(1), *self.leaves))
     *operands, result, in_float32 = _ranges(step.eqn, seen.rows)
-    operation, finite_at = self.operations[step.key], self._finite_at(broken.number)
-    loops, index = broken.iterations, seen.place
+    operation = self.operations[step.key]
+    finite_at = self._finite_at(broken.number)
+    loops = broken.iterations
+    # If a result after the first one broke, the place is `NONE`.
+    index = seen.place
     report = dataclasses.replace(
       self.nothing,
       operation=step.eqn.primitive.name,
@@ -226,12 +244,14 @@ class Finder:
     """Returns the largest power of two, as loss scale, at which all of the function is finite."""
     if not self.factors:
       return None
+    # The smallest scale decides: if the step breaks even there, no scale helps.
     lowest, *others = self.factors
     broken = self.first(self.factors[lowest])
     if broken is not None and broken.number == number:
       return None
     # If nothing breaks, values that are not finite do no harm, such as the -inf of masks.
     harmless = np.asarray(False) if broken else self.flagged(self.factors[lowest])
+    # The largest finite scale is the best, because it keeps the most small gradients.
     for scale in reversed(others):
       if not np.any(self.flagged(self.factors[scale]) & ~harmless):
         return scale
@@ -239,11 +259,14 @@ class Finder:
 
   def _in_float32(self, operation: Operation) -> str:
     """Returns the code by which an operation is computed in float32, and begins a comment."""
-    where, source = operation.where, operation.where.source
-    if where.marked(REGION) is None:  # No rule is for what has no policy.
+    where = operation.where
+    source = operation.where.source
+    if where.marked(REGION) is None:  # A rule applies only under a policy.
       return f"x.astype(jnp.float32)  # the operands at {source},"
-    path, module = where.path, where.marked(MODULE)
-    # A rule for the root of a model, whose scope is called by its class, is one for all of it.
+    path = where.path
+    module = where.marked(MODULE)
+    # A rule for the root of a model would apply to the entire model. In Linen the scope of the root
+    # is the name of its class.
     if module == "" or (module is None and "/" not in path and path[:1].isupper()):
       return f"mpjax.full_precision(fn)(x)  # for the code of {source},"
     if not path:
@@ -257,6 +280,7 @@ def _is_traced(x: Leaf) -> bool:
 
   A finite Python number stays one, since it may be a shape.
   """
+  # `np.isfinite` raises for text and objects.
   is_bad = isinstance(x, (float, np.inexact)) and not np.isfinite(x)
   return is_array(x) or is_bad
 
@@ -268,8 +292,10 @@ def _scale_of_state(tree: PyTree, leaves: Sequence[Leaf]) -> LossScale | None:
     return None
   states = [each.state for each in owned if each.state is not None]
   positions = {i for i, x in enumerate(leaves) if any(x is state.scale for state in states)}
+  # Under `pmap` a state has one scale for each device.
   values = [float(np.max(state.scale)) for state in states]
   largest = values.index(max(values))
+  # A static scale has no limits. 1 is the scale of the unscaled loss.
   least = owned[largest].limits[0] if owned[largest].dynamic else 1.0
   return LossScale(values[largest], positions, least, int(np.max(states[largest].total)))
 
@@ -283,6 +309,7 @@ def scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> LossScale | None:
   for position, argument in enumerate(graph.arguments):
     if argument.is_floating and argument.aval.shape == ():
       number = float(leaves[position])
+      # A factor that is no power of two would round gradients, so users choose powers.
       is_power = number > 0 and math.isfinite(number) and math.log2(number).is_integer()
       if is_power and number >= _SMALLEST_SCALE and _scales_both_passes(graph, argument):
         return LossScale(number, {position})
@@ -291,6 +318,7 @@ def scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> LossScale | None:
 
 def _scales_both_passes(graph: Graph, factor: Value) -> bool:
   """Whether a value multiplies scalars in the forward and in the backward pass."""
+  # The scale may be cast or broadcast before it multiplies.
   copies = {factor}
   passes = set[bool]()
   for operation in graph.operations:
@@ -304,15 +332,17 @@ def _scales_both_passes(graph: Graph, factor: Value) -> bool:
 
 
 def _factors(scale: LossScale) -> dict[float, float]:
-  """Returns smaller powers of two as loss scales, and by what to multiply the present one."""
+  """Returns smaller powers of two as loss scales, and their ratio to the present scale."""
   if scale.value == 0:
     return {}
+  # The present scale is left out: it has been run.
   exponents = range(math.ceil(math.log2(scale.least)), math.ceil(math.log2(scale.value)))
   return {2.0**i: 2.0**i / scale.value for i in exponents}
 
 
 def _ranges(eqn: JaxprEqn, rows: Sequence[probes.Row]) -> list[Range]:
   """Returns the ranges of the floating operands, of the first floating result, and in float32."""
+  # `FirstProbe` returns rows in the same order.
   out = next(v for v in eqn.outvars if probes.is_inexact(v))
   named = [(f"operand {i}", v) for i, v in enumerate(eqn.invars) if probes.is_inexact(v)]
   named += [("result", out), ("in float32", out)]
@@ -326,6 +356,7 @@ def _range(name: str, array: ShapedArray | Array, row: probes.Row) -> Range:
 
 def _device(step: Step, device: int) -> dict[str, int]:
   """Returns the positions of a device along the axes of the `shard_map` that a step is in."""
+  # The runner counts devices along the axes of the outermost `shard_map`.
   *_, outermost = (mapped_with(s.eqn) for s in step.enclosing() if s.holds is Holds.SHARD_MAP)
   sizes = {k: n for k, n in outermost["mesh"].shape.items() if k in outermost["axis_names"]}
   places = np.unravel_index(device, [*sizes.values()])
@@ -340,6 +371,7 @@ def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "back
   """
   if operation.where.direction == "backward":
     return "backward"
+  # JAX computes the slope in the forward pass, in the same call as the function itself.
   before = _same_call_before(graph, operation)
   if operation.where.direction == "recomputed":
     # An operation that is computed again was computed before, unless it is a slope.
@@ -350,7 +382,7 @@ def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "back
 
 
 def _same_call_before(graph: Graph, operation: Operation) -> list[Operation]:
-  """Returns what the same call in the user's code, such as `jnp.sqrt(x)`, computed before."""
+  """Returns the earlier operations of the same call in the user's code, such as `jnp.sqrt(x)`."""
   call = _call(operation)
   earlier = itertools.takewhile(lambda each: each is not operation, graph.operations)
   return [each for each in earlier if _call(each) == call]
@@ -362,12 +394,14 @@ def _call(operation: Operation) -> tuple[Source, ...]:
 
 def _is_alike(one: Operation, other: Operation) -> bool:
   """Whether two operations have the same primitive, as many arrays and the same numbers."""
+  # Literals have their number as label, and all results have "".
   labels = [[v.label for v in each.operands] for each in (one, other)]
   return one.name == other.name and labels[0] == labels[1]
 
 
 def _is_beside(operation: Operation, before: Sequence[Operation]) -> bool:
   """Whether it takes an operand or a result of an elementwise operation, as a slope does."""
+  # The slope of sqrt(x), 0.5 / sqrt(x), takes the result. That of log(x) takes the operand.
   elementwise = [each for each in before if each.facts.elementwise]
   return any(
     v in (*each.operands, *each.results) for each in elementwise for v in operation.operands
@@ -376,7 +410,10 @@ def _is_beside(operation: Operation, before: Sequence[Operation]) -> bool:
 
 def _only_backward_reads(graph: Graph, operation: Operation) -> bool:
   """Whether all that is computed from an operation is computed in the backward pass."""
-  returned, seen, pending = set(graph.results), {operation}, [operation]
+  # A result of the function is used by the caller, so it is no slope.
+  returned = set(graph.results)
+  seen = {operation}
+  pending = [operation]
   for each in pending:
     for value in each.results:
       if value in returned or not value.consumers:
@@ -389,6 +426,7 @@ def _only_backward_reads(graph: Graph, operation: Operation) -> bool:
 
 def _rounded_before(operation: Operation) -> Operation | None:
   """Returns the last operation in low precision before one of linear algebra."""
+  # Linear algebra runs in float32, so the rounding lies before the cast of its operand.
   pending = [operation] if operation.facts.role == "linear algebra" else []
   seen = set(pending)
   for each in pending:

@@ -45,15 +45,15 @@ class NonfiniteReport(Report):
     path: the module or named scope; of an argument its name, such as "params/w".
     direction: "forward" or "backward".
     source: the line of code, "model.py:57"; None if it is not known.
-    iteration: that of the loop, counted from 0 along its inputs (so that the backward pass of a
-      layer has the number of the layer); a tuple for loops inside of one another, None outside.
+    iteration: the iteration of the loop, counted from 0 along its inputs, so that the backward pass
+      of a layer has the number of the layer; a tuple in nested loops, None outside of loops.
     verdict: "scale" if the function is finite at a smaller loss scale, "value" if it is at none.
     finite_at: the largest power of two, as loss scale, at which it was run and all of it is finite,
       if the verdict is "scale".
     index: the first element that broke, in the shape of the result: under `vmap`, it says the lane.
     device: which device of a `shard_map`, as its positions along the axes of the mesh.
     operands: the ranges of the operands.
-    result: that of the result, with its dtype and shape.
+    result: the range of the result, with its dtype and shape.
     loss_scale: the loss scale, if one is in the arguments.
     step: how many steps it has seen.
     cause: why it is not finite, a sentence.
@@ -82,13 +82,17 @@ class NonfiniteReport(Report):
   cure: str = ""
 
   def __bool__(self) -> bool:
+    # The report is a condition in user code: false means that nothing was found.
     return self.operation is not None
 
   def sections(self) -> Sequence[Section]:
+    # No operation broke, so there are no values to show.
     if not self:
       finite = "Every value that something computes with is finite."
       return [Section(lines=(finite, *self._scale_lines()))]
+    # The place comes first, because it decides where the user looks.
     place = f"First value that is not finite: {' · '.join(self._place())}"
+    # An argument that is not finite has a result and no operands.
     ranges = self.operands if self.result is None else (*self.operands, self.result)
     columns = ("value", "dtype and shape", "least", "largest", "inf", "NaN")
     return [
@@ -101,6 +105,7 @@ class NonfiniteReport(Report):
   def _scale_lines(self) -> Sequence[str]:
     if self.loss_scale is None:
       return ()
+    # A scale by hand counts no steps.
     if self.step is None:
       return (f"Loss scale {power(self.loss_scale)}.",)
     return (f"Step {self.step}, loss scale {power(self.loss_scale)}.",)
@@ -115,15 +120,19 @@ class NonfiniteReport(Report):
 
   def _verdict_line(self) -> str:
     if self.finite_at is not None:
-      return f"The scale's fault: all is finite at {power(self.finite_at)}."
+      return f"The loss scale is too large: everything is finite at {power(self.finite_at)}."
+    # A backward overflow without a known scale may come from a scale in the code, which was not
+    # tried.
     if self.loss_scale is None and self.direction == "backward":
-      return "The value's own, unless the loss is scaled: no argument holds a loss scale to try."
-    return "The value's own: no loss scale helps."
+      return "The values are at fault, unless the loss is scaled: no argument holds a scale to try."
+    return "The values are at fault: no loss scale helps."
 
 
 def _row(numbers: Range) -> tuple[str, ...]:
   """Returns the cells of an array in the table of values."""
+  # The type is written as in a jaxpr: "float16[2,3]".
   shape = ",".join(map(str, numbers.shape))
+  # NaN means that the array has no finite element.
   least, most = ("-" if math.isnan(x) else f"{x:.3g}" for x in (numbers.least, numbers.most))
   dtype = f"{numbers.dtype}[{shape}]"
   return (numbers.name, dtype, least, most, f"{numbers.inf}", f"{numbers.nan}")

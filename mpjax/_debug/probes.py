@@ -1,4 +1,4 @@
-"""What `find_nonfinite` looks at while a function runs.
+"""The observers of `find_nonfinite`, which look at values while a function runs.
 
 `FlagProbe` looks at few values, the sentinels. If they are finite, all values are: if x is inf or
 NaN, so is x + 1. If a sentinel is not finite, `FirstProbe` looks at the steps that lead to it, for
@@ -37,10 +37,10 @@ _PASS_ON = frozenset(
 """Primitives whose result is not finite where an operand is not: 0 * inf is NaN."""
 
 _CLOSELY = 64
-"""How many steps the first close look compiles. Each later look compiles four times as many."""
+"""The fewest suspects of the first close look. Each later look has four times as many."""
 
 NONE = 2**31 - 1
-"""The number of no step, or position of no element: it comes after all others."""
+"""Stands for no step and for no element. It is larger than all other numbers and positions."""
 
 Effect: TypeAlias = Literal[
   "enters",  # runs a loop, a branch or a map over devices
@@ -54,7 +54,7 @@ Effect: TypeAlias = Literal[
   "each",  # computes each element from those at its position
   "all",  # computes each element from those at other positions too
 ]
-"""What a step does with inf and NaN."""
+"""The effect of a step on inf and NaN."""
 
 _ELEMENTWISE: Collection[Effect] = ("each", "factor", "casts")
 
@@ -67,7 +67,7 @@ def is_inexact(atom: Atom) -> bool:
 
 
 def effect_of(step: Step) -> Effect:
-  """Returns what a step does with inf and NaN: the first effect that applies."""
+  """Returns the effect of a step on inf and NaN: the first one that applies."""
   if step.bodies:
     return "enters"
   if _asks_if_finite(step):
@@ -76,6 +76,7 @@ def effect_of(step: Step) -> Effect:
     return "tests"
   if step.eqn.primitive in (p.select_n_p, p.max_p, p.min_p):
     return "chooses"
+  # A cast from or to integers cannot keep inf and NaN.
   if step.eqn.primitive is p.convert_element_type_p:
     is_cast = is_inexact(step.eqn.invars[0]) and is_inexact(step.eqn.outvars[0])
     return "casts" if is_cast else "all"
@@ -87,6 +88,7 @@ def _effect_of_arithmetic(step: Step) -> Effect:
   # A gather may fill in numbers of its own.
   if facts.moves and primitive is not p.gather_p:
     return "moves"
+  # Derivative rules multiply a cotangent, which may be 0, by a slope, which may be inf.
   if primitive is p.mul_p and step.location.direction == "backward":
     return "factor"
   if primitive in (p.reduce_sum_p, p.cumsum_p) or facts.flops is not None:
@@ -105,10 +107,13 @@ def _asks_if_finite(step: Step) -> bool:
 def can_break(step: Step) -> bool:
   """Whether a step may make an inf or a NaN of finite numbers, or a NaN of an inf."""
   eqn, facts = step.eqn, facts_of(step.eqn)
+  # The steps inside of a loop are looked at themselves.
   if step.bodies or not any(map(is_inexact, eqn.outvars)):
     return False
+  # An index out of bounds fills in NaN in this mode.
   if eqn.primitive is p.gather_p:
     return "FILL" in str(eqn.params["mode"])
+  # Only a cast to a smaller range can overflow.
   if eqn.primitive is p.convert_element_type_p:
     return not np.can_cast(aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype)
   return not (facts.exact or facts.moves or facts.bounded)
@@ -123,11 +128,13 @@ def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> dict[int,
   """
   if not can_break(step):
     return {}
+  # An operand may be an integer, which is always finite.
   was_nan = was_bad = jnp.asarray(False)
   for x, v in zip(ins, step.eqn.invars, strict=True):
     if is_inexact(v):
       was_nan = was_nan | _reach(step, jnp.isnan(jnp.asarray(x)))
       was_bad = was_bad | _reach(step, ~jnp.isfinite(jnp.asarray(x)))
+  # An inf in a sum is a fault even if an operand had it. Only NaN is passed on without blame.
   if effect_of(step) == "sums":
     was_bad = was_nan
   results = zip(step.outs, outs, step.eqn.outvars, strict=True)
@@ -140,6 +147,7 @@ def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> dict[int,
 
 def _reach(step: Step, flags: Array) -> Array:
   """Returns for each element of the result, or for all at once, whether a flag reaches it."""
+  # A reduction has one element for each row. An inf in another row does not excuse it.
   axes = step.eqn.params.get("axes")
   if isinstance(axes, tuple) and {*axes} <= {*range(flags.ndim)}:
     by_row = jnp.any(flags, axis=axes)
@@ -176,6 +184,7 @@ class Uses(NamedTuple):
 
 def uses_of(top: Body) -> Uses:
   """Returns how the values of a function are used."""
+  # Loops and branches are part of the lists, since values keep their numbers inside.
   steps = [*top.every_step()]
   bodies = [*top.every_body()]
   outputs = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
@@ -190,9 +199,11 @@ def _passes(step: Step) -> bool:
 
 
 def _unchanged(steps: Sequence[Step], inputs: Collection[int]) -> set[int]:
-  """Returns the inputs, and what moves and casts that cannot overflow make of them."""
+  """Returns the inputs, and their copies by moves and casts that cannot overflow."""
   unchanged = {*inputs}
+  # Steps are in the order of execution, so operands are decided before results.
   for step in steps:
+    # A cast to a smaller dtype may overflow, so its result is no argument any more.
     if _passes(step) and not can_break(step) and unchanged.issuperset(step.reads):
       unchanged.update(step.outs)
   return unchanged
@@ -210,7 +221,9 @@ def _literals(steps: Sequence[Step]) -> set[int]:
 def _summed(steps: Sequence[Step]) -> set[int]:
   """Returns the values whose elements are added up, after moves, casts and scaling."""
   summed = set[int]()
+  # Backwards, the use of a result decides that of the operands.
   for step in reversed(steps):
+    # Only one operand is a value, so the other is a literal: the mean divides by a count.
     scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
     passes = _passes(step) or scales
     if effect_of(step) == "sums" or (passes and not summed.isdisjoint(step.outs)):
@@ -222,10 +235,12 @@ def _counted_and_compared(
   steps: Sequence[Step], returned: Collection[int]
 ) -> tuple[set[int], set[int]]:
   """Returns `Uses.counted` and `Uses.compared`, given the returned values that count."""
-  counted, compared = {*returned}, set[int]()
+  counted = {*returned}
+  compared = set[int]()
   answers = _answers(steps)
   for step in steps:
     effect = effect_of(step)
+    # A loop computes with its operands in ways that are not followed.
     if effect in ("sums", "all", "enters") or _skips(step, answers):
       counted.update(step.reads)
     elif effect in ("asks", "tests", "factor"):
@@ -250,9 +265,11 @@ def _answers(steps: Sequence[Step]) -> _Answers:
   answers = dict[int, set[tuple[int, ...] | None]]()
   for step in steps:
     shapes = {shape for slot in step.reads for shape in answers.get(slot, ())}
+    # The step neither asks nor uses an answer.
     if not shapes and not _asks_inside(step):
       continue
     for slot, v in zip(step.outs, step.eqn.outvars, strict=True):
+      # Only bools and integers carry answers. A float that a `where` selects is a value again.
       if not is_inexact(v):
         answers[slot] = shapes | {None if step.bodies else getattr(v.aval, "shape", None)}
   return answers
@@ -271,6 +288,7 @@ def _skips(step: Step, answers: _Answers) -> bool:
   """
   if effect_of(step) != "chooses" or not step.reads:
     return False
+  # An answer of the shape of the result decides for each element, as a mask does.
   shape = shape_of(step.eqn.outvars[0])
   return any(answer != shape for answer in answers.get(step.reads[0], ()))
 
@@ -284,7 +302,7 @@ class FlagProbe(Observer):
   def __init__(self, top: Body) -> None:
     self.top = top
     ends = _ends(top)
-    # For each argument, and each result that may break, the value that is looked at.
+    # From each argument and each result that may break to its sentinel.
     self.sentinels = {slot: ends.get(slot, slot) for slot in _covered(top)}
     self.flag_of = {slot: i for i, slot in enumerate(dict.fromkeys(self.sentinels.values()))}
 
@@ -293,12 +311,14 @@ class FlagProbe(Observer):
 
     Arguments and constants have negative numbers.
     """
+    # All values that share a sentinel are suspects.
     bad = {slot for slot, sentinel in self.sentinels.items() if flags[self.flag_of[sentinel]]}
     slots = (*self.top.inputs, *self.top.consts)
     some = {number for number, slot in enumerate(slots, -len(slots)) if slot in bad}
     most = _CLOSELY
     for step in self.top.steps:
       some |= _breaking_inside(step, bad)
+      # A small look compiles fast, and often contains the fault.
       if len(some) >= most:
         yield frozenset(some)
         some, most = set(), 4 * most
@@ -314,12 +334,14 @@ class FlagProbe(Observer):
 
   def _flag(self, slots: Sequence[int], values: Sequence[Any]) -> None:
     for slot, x in zip(slots, values, strict=True):
+      # The runner may give a Python number for a literal. A token or key has no numbers.
       if slot in self.flag_of and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         self.flags[self.flag_of[slot]] = jnp.any(~jnp.isfinite(jnp.asarray(x)))
 
   def all_seen(self) -> Array:
     if not self.flags:
       return self.seen
+    # One update for all flags keeps the compiled function small.
     return self.seen.at[jnp.asarray([*self.flags])].set(jnp.stack([*self.flags.values()]))
 
   def nothing(self) -> Array:
@@ -334,6 +356,7 @@ class FlagProbe(Observer):
 
 def _covered(top: Body) -> list[int]:
   """Returns the arguments and constants, and the floating results that may break."""
+  # Values that cannot break are finite if their operands are.
   results = [
     pair
     for step in top.every_step()
@@ -347,10 +370,12 @@ def _ends(top: Body) -> dict[int, int]:
   """Returns for each value that is passed on the last value that is not finite where it is not."""
   ends = dict[int, int]()
   for body in top.every_body():
+    # Backwards, the end of a result is known before that of its operand.
     for step in reversed(body.steps):
       passed = [slot for i, slot in enumerate(step.ins) if _passes_on(step, i)]
       slots = [slot for slot in passed if isinstance(slot, int)]
       if slots:
+        # A value with several consumers takes the last assignment, which is its first consumer.
         ends.update(dict.fromkeys(slots, ends.get(step.outs[0], step.outs[0])))
   return ends
 
@@ -358,9 +383,11 @@ def _ends(top: Body) -> dict[int, int]:
 def _passes_on(step: Step, position: int) -> bool:
   """Whether the first result of a step is not finite where an operand is not."""
   primitive = step.eqn.primitive
+  # 1 / inf is 0, so a divisor is not passed on.
   is_dividend = primitive is p.div_p and position == 0
   if not (primitive in _PASS_ON or effect_of(step) == "casts" or is_dividend):
     return False
+  # An empty result is finite, whatever its operands are.
   result = step.eqn.outvars[0]
   return is_inexact(result) and 0 not in shape_of(result)
 
@@ -375,11 +402,11 @@ def _breaking_inside(step: Step, bad: Collection[int]) -> set[int]:
 # The close look
 
 Row: TypeAlias = dict[str, Array]
-"""What is known of an array: fields of `Range`."""
+"""The numbers of an array: fields of `Range`."""
 
 
 class Seen(NamedTuple):
-  """What broke first.
+  """The first step that broke.
 
   Fields:
     first: in int32, the number of the step, or `NONE`; the iterations of the loops around it, -1
@@ -403,7 +430,7 @@ class FirstProbe(Observer):
     self.top, self.uses, self.only, self.shown = uses.top, uses, only, shown
 
   def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
-    # For each element of a value that counts for nothing yet: the first step that broke it.
+    # For each value that does not count yet, the first step that broke each element.
     self.followed = dict[int, Array]()
     self.broken = list[Array]()  # the first step that broke, of each value that counts
     self.indices = around.indices
@@ -412,23 +439,28 @@ class FirstProbe(Observer):
       self._take_arguments(body, values)
 
   def nothing(self) -> Seen:
+    # The number, an iteration for each nested loop, and the device.
     first = jnp.asarray([NONE] + [-1] * (self.top.depth + 1), jnp.int32)
     count = 0 if self.shown is None else sum(map(is_inexact, self.shown.eqn.invars)) + 2
     return Seen(first, jnp.zeros((), jnp.int32), [row_of(jnp.zeros(()))] * count)
 
   def merge(self, one: Seen, other: Seen) -> Seen:
+    # Of two iterations the earlier one wins, although step numbers repeat.
     return jax.tree.map(lambda a, b: jnp.where(one.first[0] < NONE, a, b), one, other)
 
   def of_devices(self, seen: Seen) -> Seen:
-    """Returns what the device saw on which the first step broke."""
+    """Returns the report of the device on which the first step broke."""
+    # Devices run at the same time, so the smallest step number is first.
     device = jnp.argmin(seen.first[:, 0]).astype(jnp.int32)
     first, place, rows = jax.tree.map(lambda x: x[device], seen)
     return Seen(jnp.where(first[0] < NONE, first.at[-1].set(device), first), place, rows)
 
   def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     self._follow(step, ins, outs)
+    # Numbers that the code names may be inf on purpose.
     if step.number not in self.only or self.uses.literals.issuperset(step.outs):
       return
+    # A result with a broken element passes the number on until something counts it.
     masks = births(step, ins, outs)
     for slot, mask in masks.items():
       self._take(slot, _number_where(mask, step.number))
@@ -436,11 +468,15 @@ class FirstProbe(Observer):
       self._show(step, ins, outs, next(iter(masks.values())))
 
   def all_seen(self) -> Seen:
+    # No value of this body counts as broken.
     if not self.broken:
       return self.seen
-    number, nothing = functools.reduce(jnp.minimum, self.broken), self.nothing().first
+    number = functools.reduce(jnp.minimum, self.broken)
+    nothing = self.nothing().first
     first = jnp.stack([number, *self.indices, *nothing[len(self.indices) + 1 :]])
-    is_first, own = number <= self.seen.first[0], Seen(first, self.place, self.rows)
+    # Loops inside of the body have reported to `seen`. The smaller number ran first.
+    is_first = number <= self.seen.first[0]
+    own = Seen(first, self.place, self.rows)
     return jax.tree.map(lambda a, b: jnp.where(is_first, a, b), own, self.seen)
 
   def _take_arguments(self, body: Body, values: Sequence[Any]) -> None:
@@ -448,6 +484,7 @@ class FirstProbe(Observer):
 
     A mask may hold -inf if it is an argument that is not added up, and any inf if it is a constant.
     """
+    # The negative numbers are those of `FlagProbe.suspects`.
     pairs = [*zip(body.inputs, values, strict=True), *body.consts.items()]
     for number, (slot, x) in enumerate(pairs, -len(pairs)):
       if number in self.only:
@@ -464,13 +501,16 @@ class FirstProbe(Observer):
       self.followed[slot] = jnp.minimum(self.followed.get(slot, NONE), numbers)
 
   def _follow(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
-    """Takes for each element of the results which step broke what it comes from."""
+    """Notes for each element of the results the step that broke the elements it comes from."""
     effect = effect_of(step)
+    # Literals have no number, and nothing breaks them.
     numbers = [self.followed.get(slot) if isinstance(slot, int) else None for slot in step.ins]
+    # The result of a comparison is a bool, in which no inf goes on.
     if effect in ("asks", "tests") or all(number is None for number in numbers):
       return
     if effect == "factor":
       numbers = _of_factors(numbers, ins)
+    # Numbers of steps move like the elements that they belong to.
     if effect == "moves" or step.eqn.primitive is p.select_n_p:
       carried = _moved(step, ins, numbers)
     else:
@@ -484,17 +524,21 @@ class FirstProbe(Observer):
 
   def _show(self, step: Step, ins: Sequence[Any], outs: Sequence[Array], mask: Array) -> None:
     """Takes the numbers of a step, of whose first result some elements broke."""
+    # Only the first floating result is shown.
     position = next(i for i, v in enumerate(step.eqn.outvars) if is_inexact(v))
-    pairs, result = zip(ins, step.eqn.invars, strict=True), outs[position]
+    pairs = zip(ins, step.eqn.invars, strict=True)
+    result = outs[position]
     values = [*(jnp.asarray(x) for x, v in pairs if is_inexact(v)), result, result]
+    # Run the step in float32 as well, to see whether low precision is at fault.
     if any(map(is_low, values)):
       wide = results_in_float32(step.eqn, [*map(to_float32, ins)])
       values[-1] = result if wide is None else wide[position]
-    # By reductions, which sharded arrays take as well: they may not be reshaped.
+    # A sharded array may not be reshaped, so the place is found by reductions.
     places = jnp.arange(result.size, dtype=jnp.int32).reshape(result.shape)
     self.place = jnp.min(jnp.where(mask, places, NONE), initial=NONE)
     self.rows = []
     for x in values:
+      # Without corresponding elements the value is unknown.
       number = jnp.nan
       if effect_of(step) in _ELEMENTWISE:
         number = jnp.sum(jnp.where(places == self.place, jnp.real(x).astype(jnp.float32), 0))
@@ -526,10 +570,12 @@ def _of_factors(numbers: _Numbers, factors: Sequence[Any]) -> _Numbers:
 
 def _moved(step: Step, ins: Sequence[Any], numbers: _Numbers) -> list[Array]:
   """Returns the numbers of the results of a step, which moves them like the elements."""
-  none, operands = jnp.asarray(NONE, jnp.int32), [*ins]
+  none = jnp.asarray(NONE, jnp.int32)
+  operands = [*ins]
+  # An operand of which no element broke has `NONE` everywhere. Indices stay as they are.
   for i, (number, v) in enumerate(zip(numbers, step.eqn.invars, strict=True)):
     if is_inexact(v):
-      # Computed from the operand, so that it is on the same devices.
+      # Compute it from the operand, so that it is on the same devices.
       empty = jnp.where(~jnp.isfinite(jnp.asarray(ins[i])), none, none)
       operands[i] = empty if number is None else number
   return bind(step.eqn, operands)
@@ -538,14 +584,16 @@ def _moved(step: Step, ins: Sequence[Any], numbers: _Numbers) -> list[Array]:
 def _first_of(numbers: _Numbers, result: Array, *, is_maximum: bool) -> Array:
   """Returns the number of each element of a result: the first of its operands'."""
   first = functools.reduce(jnp.minimum, [number for number in numbers if number is not None])
-  # What a maximum discards is gone, where its result is finite.
+  # A finite maximum has discarded the inf.
   return jnp.where(~jnp.isfinite(result) | (not is_maximum), first, NONE)
 
 
 def row_of(x: Array, value: Array | float = math.nan) -> Row:
-  """Returns what is known of an array, given the number at the element that broke."""
+  """Returns the numbers of an array, given the number at the element that broke."""
+  # Least and largest are those of the finite elements.
   bad, nan = ~jnp.isfinite(x), jnp.isnan(x)
   size = jnp.abs(x).astype(jnp.float32)
+  # NaN plus a number is NaN, which marks an array without finite elements.
   unknown = jnp.where(jnp.all(bad), jnp.float32(jnp.nan), 0)
   return {
     "least": unknown + jnp.min(jnp.where(bad, jnp.inf, size), initial=jnp.inf),

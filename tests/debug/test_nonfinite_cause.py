@@ -31,7 +31,7 @@ CURES = [
     lambda x: x + jnp.eye(2),
   ),
   (
-    *(lambda x: -jnp.mean(nn.log_softmax(x)[:1]), [-np.inf, 1], "forward: It adds up an inf"),
+    *(lambda x: -jnp.mean(nn.log_softmax(x)[:1]), [-np.inf, 1], "forward: It sums an inf"),
     *("jnp.where(jnp.isfinite(x), x, 0)", lambda x: jnp.where(jnp.isfinite(x), x, 0)),
   ),
   (jnp.cosh, [99, 1], "cosh of 99 overflows float32", "jnp.clip", lambda x: jnp.clip(x, -9, 9)),
