@@ -22,6 +22,7 @@ _POLES = frozenset((div_p, integer_pow_p, log_p, pow_p, rsqrt_p))
 
 def in_float16(largest: float) -> float:
   """Returns how many times values may grow, given the largest; inf if all are 0."""
+  # `LARGEST` is the largest finite number of float16.
   return LARGEST / largest if largest else math.inf
 
 
@@ -39,22 +40,27 @@ def _noted_in(largest: dict[str, float]) -> Callable[[Step, Sequence[Array]], No
 
   def see(step: Step, magnitudes: Sequence[Array]) -> None:
     path = step.location.path
+    # A module runs several times, for example in a loop. Keep the largest of all runs.
     largest[path] = max(largest.get(path, 0.0), *(float(jnp.max(x)) for x in magnitudes))
 
   return see
 
 
 def _float16_magnitudes(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
+  # A token has no dtype.
   return [_magnitude(step, ins, x) for x in outs if getattr(x, "dtype", None) == jnp.float16]
 
 
 def _magnitude(step: Step, ins: Sequence[Array], x: Array) -> Array:
   """Returns the largest magnitude of a float16 result; inf if it overflowed."""
   largest, is_finite = _largest_finite(x)
+  # An operand that is not finite would be the fault of an earlier step.
   overflows = ~is_finite & _all_finite(ins)
+  # A division by 0 is inf in float32 too, so float16 is not at fault.
   if step.eqn.primitive in _POLES:
     in_float32 = bind(step.eqn, [jnp.asarray(v).astype(jnp.float32) for v in ins])
     overflows &= _all_finite(in_float32)
+  # Otherwise an inf, such as one in a mask, says nothing about headroom.
   return jnp.where(overflows, math.inf, largest)
 
 
@@ -66,8 +72,10 @@ def _all_finite(values: Sequence[Array]) -> Array:
 @jax.jit
 def _largest_finite(x: Array) -> tuple[Array, Array]:
   """Returns the largest finite magnitude, 0 if there is none, and whether all are finite."""
+  # The magnitude of a complex number is real. Float32 holds every float16.
   magnitudes = jnp.abs(x).astype(jnp.float32)
   finite = jnp.isfinite(magnitudes)
+  # An empty array has no maximum without `initial`.
   return jnp.max(jnp.where(finite, magnitudes, 0.0), initial=0.0), jnp.all(finite)
 
 
@@ -81,6 +89,7 @@ def watch_float32_values(largest: dict[str, float], counted: Collection[int]) ->
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
     if step.number not in counted:
       return []
+    # A policy casts the operands of a matmul, which other steps may have computed in float32.
     rounded = ins[:2] if facts_of(step.eqn).flops is not None else []
     return [_largest_finite(x)[0] for x in (*rounded, *outs) if is_inexact(x)]
 

@@ -29,11 +29,10 @@ from mpjax._optim.loss_scale import scales_in
 _FIX = "Write mpjax.ranges(step)(params, opt_state, batch), with a function and then its arguments."
 
 _SMALLER = 2.0**-16
-"""The loss scale is made so many times smaller until gradients fit into float16, which ends at 2^16
-and begins at 2^-24."""
+"""The factor between two loss scales that are tried. Float16 ends at 2^16 and begins at 2^-24."""
 
 _PART = 2**18
-"""How many numbers are counted at once: they fit into the cache of a core."""
+"""The most numbers that are counted at once. They fit into the cache of a core."""
 
 
 @check_call("mpjax.ranges(fn)", fix=_FIX)
@@ -74,6 +73,7 @@ def gradient_of(loss_fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
   """
 
   def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    # JAX differentiates by floating arrays only. The rest of the first argument stays as it is.
     call = Call(args[:1], {}, is_traced=lambda x: isinstance(x, jax.Array) and is_inexact(x))
 
     def scaled_loss(arrays: Sequence[Leaf]) -> tuple[Leaf, list[Array]]:
@@ -81,7 +81,9 @@ def gradient_of(loss_fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
       returned = loss_fn(*first, *args[1:], **kwargs)
       value, *aux = returned if isinstance(returned, tuple) else (returned,)
       _check_loss(value, args)
+      # A factor of 1 would add a multiplication to the jaxpr, which a report would show.
       scaled = value if scale == 1 else scale * value
+      # `value_and_grad` returns aux as it is, and text is no result of a jaxpr.
       return scaled, [x for x in jax.tree.leaves(aux) if isinstance(x, jax.Array)]
 
     return jax.value_and_grad(scaled_loss, has_aux=True)(call.arrays)
@@ -105,8 +107,10 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   call = Call(args, kwargs, "mpjax.ranges(fn)")
   call.check_concrete()
   program, outputs = call.traced(fn)
+  # A loss alone has no gradients to count, so it is differentiated. A training step has its own.
   if args and not _has_backward_pass(program) and _is_loss(call, program, outputs):
     program, outputs = call.traced(gradient_of(with_parameter_scopes(fn)))
+  # The body is not optimized for compilation: every step runs and is counted.
   body = body_of(program)
   operands = [*map(jnp.asarray, call.arrays)]
   scales = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
@@ -114,12 +118,14 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   name = getattr(fn, "__name__", type(fn).__name__)
   rows = _counted(body, operands, counting, advance)
   report = RangesReport(name, rows, _single_scale(scales))
+  # Without a scale there is nothing to reduce, and without an overflow no reason to.
   if report.loss_scale_in_use is None or _nonfinite(report.of("gradients")) == 0:
     return report
 
   def gradients_at(scale: float) -> tuple[GroupRanges, ...]:
     factor = scale / (report.loss_scale_in_use or 1.0)
     pairs = zip(call.arrays, operands, strict=True)
+    # Run the same program with another scale among its arguments.
     rescaled = [x * factor if any(leaf is each for each in scales) else x for leaf, x in pairs]
     return _counted(body, rescaled, counting.of_kind("gradients"), advance)
 
@@ -135,8 +141,9 @@ def _without_overflow(
 ) -> Rescaled | None:
   """Returns the gradients at a smaller loss scale, if fewer of them overflow there.
 
-  What overflows at every scale from 1 on is no fault of the scale.
+  A number that overflows at scale 1 too is no fault of the scale.
   """
+  # Each run takes as long as the first, so the scale falls in large steps.
   fewest, best = _nonfinite(report.of("gradients")), None
   scale = report.loss_scale_in_use or 1.0
   while fewest > 0 and scale > 1:
@@ -153,6 +160,7 @@ def _has_backward_pass(program: ClosedJaxpr) -> bool:
 
 def _is_loss(call: Call, program: ClosedJaxpr, outputs: Sequence[Path]) -> bool:
   """Whether the function that was traced returned a floating scalar, or one and aux."""
+  # A tuple is (loss, aux). Its first result has the path "0".
   path_of_loss = ("0",) if issubclass(call.returned.kind, tuple) else ()
   if outputs[:1] != [path_of_loss]:
     return False
@@ -165,6 +173,7 @@ def _single_scale(scales: Sequence[Leaf]) -> float | None:
 
   Under `pmap` and `vmap` each device or lane has its own, with the same value.
   """
+  # Several different scales cannot be divided out of the gradients.
   values = {float(x) for scale in scales for x in np.asarray(scale).reshape(-1)}
   return values.pop() if len(values) == 1 else None
 
@@ -174,6 +183,7 @@ def _counted(
 ) -> tuple[GroupRanges, ...]:
   """Runs a function, and returns the rows of the groups that have numbers."""
   every_group = (*counting.inputs.values(), *counting.steps.values())
+  # Arguments first, then steps in order: the rows of the report keep this order.
   ranges_of = {group: GroupRanges(group.kind, group.path) for group in every_group}
   for position, group in counting.inputs.items():
     add(ranges_of[group], operands[position])
@@ -189,12 +199,16 @@ def _count_results(
   advance: Advance,
 ) -> None:
   """Runs a function, and adds the results of its steps, and its updates, to their groups."""
+  # Progress counts the runs of steps. Iterations of a `while` are unknown, so the total is a lower
+  # bound.
   counted = [step for step in body.every_step() if step.number in counting.steps]
-  done, total = 0, sum(step.times for step in counted)
+  done = 0
+  total = sum(step.times for step in counted)
   places = itertools.count(1)
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
     addition = counting.additions.get(step.number)
+    # The result of an addition is the new argument. Count the update instead.
     if addition is not None:
       return _update_and_lost(step, addition, ins, outs[0])
     if step.number in counting.steps:
@@ -206,6 +220,7 @@ def _count_results(
     # A compiled loop shows the results of several iterations at once.
     done += picked[0].size // max(math.prod(shape_of(step.eqn.outvars[0])), 1)
     advance(done, total)
+    # An update and its mask belong together. Results of other steps are counted one by one.
     row = ranges_of[counting.steps[step.number]]
     for each in [picked] if row.kind == "updates" else zip(picked):
       add(row, *each, place=next(places))
@@ -216,7 +231,7 @@ def _count_results(
 def _update_and_lost(
   step: Step, addition: Addition, ins: Sequence[Array], result: Array
 ) -> list[Array]:
-  """Returns what a step adds to an argument, and which of it changes nothing."""
+  """Returns the update that a step adds to an argument, and a mask of updates without effect."""
   # The step computes the update itself if the argument is 0: a scatter adds to some elements only.
   old = ins[addition.operand]
   with_zeros = [*ins]
@@ -235,28 +250,33 @@ def add(
   Args:
     group: the row that they are added to.
     x: the array.
-    lost: of updates, which change nothing.
+    lost: for updates, a mask of those that change nothing.
     place: how many arrays of results were counted before.
   """
   # On the host: XLA flushes subnormal numbers to zero in arithmetic and in comparisons.
   numbers = np.asarray(x).reshape(-1)
   numbers = numbers.astype(np.float64 if numbers.dtype.itemsize > 4 else np.float32, copy=False)
+  # Float32 holds every number of a smaller dtype, so two tables of borders suffice.
   lowest, borders = _borders(numbers.dtype.name)
   parts = np.split(numbers.view(borders.dtype), range(_PART, numbers.size, _PART))
   smaller = np.sum([_smaller(part, borders) for part in parts], axis=0)
+  # `smaller` counts below each border: the exponents, inf, and three borders for each format.
   count = 3 * len(FORMATS)
   *by_exponent, no_nan = smaller[:-count].tolist()
+  # Below the least exponent are zeros, below inf all finite numbers, below NaN all but NaN.
   zero, finite = by_exponent[0], by_exponent[-1]
   group.zero += zero
   group.inf += no_nan - finite
   group.nan += numbers.size - no_nan
   if group.first_nonfinite is None and group.inf + group.nan:
     group.first_nonfinite = place
+  # Other rows than updates have no such mask.
   group.lost_updates += 0 if lost is None else int(np.count_nonzero(lost))
   finite_numbers = numbers if finite == numbers.size else numbers[np.isfinite(numbers)]
   group.largest = max(group.largest, float(np.max(np.abs(finite_numbers), initial=0)))
   counts = enumerate(np.diff(by_exponent).tolist(), lowest)
   group.exponents.update({exponent: count for exponent, count in counts if count})
+  # Differences of these counts are the numbers between two borders.
   for fates, first in zip(group.lost.values(), smaller[-count:].reshape(-1, 3), strict=True):
     to_zero, subnormal, _, overflow = np.diff([zero, *first, finite]).tolist()
     fates.update(zero=to_zero, subnormal=subnormal, overflow=overflow)
@@ -264,15 +284,21 @@ def add(
 
 def _smaller(bits: NumpyArray, borders: NumpyArray) -> NumpyArray:
   """Returns how many numbers have a smaller magnitude than each border, given their bits."""
-  # Integers are in the same order. Those whose upper 14 bits are equal are counted together, which
-  # takes a third of the time of sorting. Only where a border is among them, they are sorted.
-  bits, shift = bits << 1 >> 1, borders.dtype.type(8 * borders.itemsize - 14)
-  upper, first = (bits >> shift).astype(np.intp), borders >> shift
-  counts, zeros = np.bincount(upper, minlength=2**13), bits.size - np.count_nonzero(bits)
+  # Magnitudes have the order of their bits. Numbers with equal upper 14 bits are counted together,
+  # which takes a third of the time of sorting. Only groups that a border divides are sorted.
+  bits = bits << 1 >> 1
+  shift = borders.dtype.type(8 * borders.itemsize - 14)
+  # Shifting left and right has removed the sign. 14 upper bits less the sign leave 2^13 buckets.
+  upper = (bits >> shift).astype(np.intp)
+  first = borders >> shift
+  counts = np.bincount(upper, minlength=2**13)
+  zeros = bits.size - np.count_nonzero(bits)
+  # A bucket that a border divides must be sorted. A border at its beginning divides nothing.
   is_divided = np.zeros(2**13, bool)
   is_divided[first[first << shift < borders]] = True
   is_divided[0] = zeros < counts[0]  # Zeros may be many, the smallest numbers are rare.
   few = np.sort(bits[is_divided[upper]])
+  # Numbers in earlier buckets are smaller. In the bucket of the border, the sorted ones decide.
   before = np.append(0 if is_divided[0] else zeros, np.cumsum(counts))
   return before[first] + np.searchsorted(few, borders) - np.searchsorted(few, first << shift)
 
@@ -280,19 +306,22 @@ def _smaller(bits: NumpyArray, borders: NumpyArray) -> NumpyArray:
 @functools.cache
 def _borders(source: str) -> tuple[int, NumpyArray]:
   """Returns the least exponent of a dtype, and the bits of the numbers where a count begins."""
-  # Those are the powers of two, inf and NaN, and for each of `FORMATS` the smallest numbers that a
-  # cast makes subnormal, normal and infinite.
-  wide, info = np.dtype(source), np.finfo(source)
-  unsigned, lowest = np.dtype(f"uint{8 * wide.itemsize}"), info.minexp - info.nmant
+  # The borders are the powers of two, inf and NaN. For each of `FORMATS` they are also the smallest
+  # numbers that a cast makes subnormal, normal and infinite.
+  wide = np.dtype(source)
+  info = np.finfo(source)
+  unsigned = np.dtype(f"uint{8 * wide.itemsize}")
+  lowest = info.minexp - info.nmant
   powers = np.ldexp(wide.type(1), np.arange(lowest, info.maxexp))
   borders = np.append(powers, wide.type(math.inf)).view(unsigned).tolist()
+  # Positive floats have the order of their bits, so a bisection over integers finds each border.
   every = range(borders[-1] + 1)
   borders.append(every.stop)
 
   def cast(name: str, bits: int) -> float:
     with np.errstate(all="ignore"):
       number = float(np.asarray(bits, unsigned).view(wide).astype(name))
-    return number if math.isfinite(number) else math.inf  # One of 8 bits has NaN alone.
+    return number if math.isfinite(number) else math.inf  # float8_e4m3fn has NaN and no inf.
 
   for name in FORMATS:
     narrow = jnp.finfo(name)

@@ -1,4 +1,4 @@
-"""What `ranges` counts: which values of a function are activations, gradients, state or updates.
+"""Decide what `ranges` counts: activations, gradients, state and updates of a function.
 
 Results of the forward and the backward pass count as activations and gradients if a policy would
 compute them in low precision, or if a low-precision matmul takes them. Everything else that is
@@ -33,7 +33,7 @@ class Addition(NamedTuple):
   """A step that adds an update to an argument."""
 
   old: Value  # the argument
-  name: str  # that of the argument
+  name: str  # the name of the argument
   operand: int  # the position of the argument among the operands of the step
 
   @property
@@ -43,7 +43,7 @@ class Addition(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """What is counted where."""
+  """The group in which each argument and step is counted."""
 
   inputs: Mapping[int, Group]  # by the positions of arguments
   steps: Mapping[int, Group]  # by the numbers of steps: their results, or what they add
@@ -52,16 +52,18 @@ class Plan(NamedTuple):
 
   def of_kind(self, kind: Kind) -> Self:
     """Returns a plan that counts the results of steps of one kind alone."""
+    # Gradients at another scale need no parameters and no updates.
     steps = {number: group for number, group in self.steps.items() if group.kind == kind}
     return self._replace(inputs={}, steps=steps, additions={})
 
 
 def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()) -> Plan:
-  """Returns what to count in a function. `outputs` are the paths of its results."""
+  """Returns the plan of a function. `outputs` are the paths of its results."""
   graph = Graph(body)
-  # Before operations get the paths of their parameters: the optimizer's have no path.
+  # Find the optimizer before operations are named by their parameters. Its operations have no path.
   of_optimizer = _optimizer_work(graph)
   name_by_parameters(graph, [one.module if one.is_first else () for one in arguments])
+  # Integers and keys have no exponents to count.
   pairs = zip(graph.arguments, arguments, strict=True)
   floats = {value: argument for value, argument in pairs if value.is_floating}
 
@@ -70,8 +72,10 @@ def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()
   roles = _roles(graph, floats, body.depth)
   taken = _taken_by_matmuls(graph, roles, body.depth)
 
+  # An update is named by its parameter, whatever module the addition is in.
   steps = {number: Group("updates", each.name) for number, each in additions.items()}
   for operation in graph.computing():
+    # Results of the optimizer count as updates and new state alone.
     if operation not in of_optimizer and _computes_floats(operation, roles):
       steps.setdefault(operation.step.number, _group_of_results(operation, roles, taken))
   read = {i: readers[value] for i, value in enumerate(graph.arguments) if value in readers}
@@ -79,7 +83,8 @@ def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()
 
 
 def _optimizer_work(graph: Graph) -> set[Operation]:
-  """Returns the work of the optimizer: what follows the backward pass and is in no module."""
+  """Returns the optimizer's operations, which follow the backward pass and are in no module."""
+  # Forward operations before the backward pass belong to the loss, also if they have no path.
   has_gradients = False
   work = set[Operation]()
   for operation in graph.computing():
@@ -107,6 +112,7 @@ def _first_readers(
   readers = dict[Value, Location]()
   for operation in _backwards(graph, depth):
     if _hands_on(operation):
+      # The walk is backwards, so later writes come from earlier readers.
       later = [readers[result] for result in operation.results if result in readers]
       readers.update((v, location) for location in later for v in operation.operands)
     elif operation not in of_optimizer:
@@ -123,7 +129,7 @@ def _hands_on(operation: Operation) -> bool:
 
 
 def _taken_by_matmuls(graph: Graph, roles: Mapping[Value, "_Role"], depth: int) -> set[Value]:
-  """Returns what low-precision matmuls take, directly or behind moves and casts."""
+  """Returns the operands of low-precision matmuls, and the values before moves and casts."""
   taken = set[Value]()
   for operation in _backwards(graph, depth):
     passes_on = operation.moves or operation.casts
@@ -134,6 +140,7 @@ def _taken_by_matmuls(graph: Graph, roles: Mapping[Value, "_Role"], depth: int) 
 
 def _computes_floats(operation: Operation, roles: Mapping[Value, "_Role"]) -> bool:
   """Whether an operation computes floating numbers that were not counted before."""
+  # Moved and recomputed numbers would be counted twice.
   if operation.moves or operation.casts or operation.where.direction == "recomputed":
     return False
   return any(v in roles for v in operation.results)
@@ -143,6 +150,7 @@ def _group_of_results(
   operation: Operation, roles: Mapping[Value, "_Role"], taken: set[Value]
 ) -> Group:
   path = operation.where.path
+  # A float32 result that a matmul takes is cast first, so its range matters too.
   is_low = any(roles[v].is_low for v in operation.results if v in roles)
   if not is_low and taken.isdisjoint(operation.results):
     return Group("float32", path)
@@ -155,6 +163,7 @@ def _groups_of_arguments(
   graph: Graph, floats: Mapping[Value, Argument], readers: Mapping[Value, Location]
 ) -> dict[int, Group]:
   """Returns the groups of parameters, and of the arguments that the optimizer alone reads."""
+  # A model or loss alone has no optimizer, and its unused arguments are no state.
   has_optimizer = any(each.where.direction == "backward" for each in graph.computing())
   groups = dict[int, Group]()
   for position, value in enumerate(graph.arguments):
@@ -184,11 +193,15 @@ def _additions(
   as of accumulated gradients.
   """
   parameters = _parameters(floats, readers)
+  # Masters in float32 are arguments that only the optimizer reads. The new parameters are copies of
+  # them.
   stored = _stored_in(parameters, graph, outputs)
   additions = dict[int, Addition]()
   for path, result in zip(outputs, graph.results, strict=False):
+    # The result must have the type of the argument, since a training step returns its state.
     olds = [v for v, argument in floats.items() if _may_become(v, argument, result, path)]
     for operation in _sums_behind(result):
+      # A sum with an argument that is no parameter counts only if it becomes a parameter.
       is_stored = operation.results[0] in stored
       addition = _addition(operation, olds, floats)
       if addition is not None and (is_stored or addition.old in parameters):
@@ -211,11 +224,13 @@ def _stored_in(
   parameters: Mapping[Value, Argument], graph: Graph, outputs: Sequence[Path]
 ) -> set[Value]:
   """Returns the values that new parameters are: copies, or `p + (value - p)`."""
+  # A step may return the parameters alone, or first in a tuple.
   paths = {argument.keys for argument in parameters.values()}
   pairs = zip(outputs, graph.results, strict=False)
   news = [result for path, result in pairs if path in paths or path[1:] in paths]
   stored = {copy for new in news for copy in _copies(new)}
   for operation in [each for new in news for each in _sums_behind(new)]:
+    # `optax.apply_updates` with masters computes `p + (master - p)`. Its result is the master.
     stored.update(*(_copies(each.operands[0]) for each in _differences(operation)))
   return stored
 
@@ -235,6 +250,7 @@ def _may_become(value: Value, argument: Argument, result: Value, path: Path) -> 
     return True
   # Other arguments are returned under their own path, with the position in the result before it.
   # Without that, a new momentum `0.9 * mu + grads` would be `grads`, updated.
+  # A scalar outside of the first argument is a step count or a scale.
   is_array = value.aval.shape != ()
   return is_array and argument.keys != () and argument.keys in (path, path[1:])
 
@@ -254,11 +270,13 @@ def _addition(
   operation: Operation, olds: Sequence[Value], floats: Mapping[Value, Argument]
 ) -> Addition | None:
   """Returns which of the arguments `olds` an operation adds to, if any."""
+  # `update - old` and a scatter into the update do not update the argument.
   is_symmetric = operation.eqn.primitive is add_p
   candidates = [_copies(v) for v in operation.operands[: 2 if is_symmetric else 1]]
-  # Of the sum of two arguments, the first is the one that is updated.
+  # In a sum of two arguments, the first one is updated.
   for old in olds:
     for position, copies in enumerate(candidates):
+      # The sum may take a cast or clipped argument.
       if old in copies:
         if _adds_difference_from(old, operation.operands[1 - position]):
           return None
@@ -290,11 +308,13 @@ def _copied_by(value: Value) -> list[Value]:
   operation = value.made_by
   if operation is None:
     return []
+  # A loop carries elements at their positions, and a branch returns them.
   if operation.joins:
     return operation.operands
   if not (operation.facts.exact or operation.casts):
     return []
   shape = _without_ones(value)
+  # A selection takes its mask and its scalars as operands too. These are no copies.
   return [v for v in operation.operands if v.is_floating and _without_ones(v) == shape]
 
 
@@ -303,14 +323,14 @@ def _without_ones(value: Value) -> list[int]:
   return [length for length in value.aval.shape if length != 1]
 
 
-# What a policy computes in low precision
+# The values that a policy computes in low precision
 
 
 _RoleKind: TypeAlias = Literal["activation", "input", "neutral"]
 
 
 class _Role(NamedTuple):
-  """What a policy makes of a value, by the table in `docs/concepts.md`."""
+  """The role of a value under a policy, by the table in `docs/concepts.md`."""
 
   # An input is float32 data, and a neutral value a parameter, a number, or computed from those.
   kind: _RoleKind
@@ -328,13 +348,14 @@ _NEUTRAL = _Role("neutral", is_wide=False)
 _INPUT = _Role("input", is_wide=True)
 
 _PRECEDENCE = ("activation", "input", "neutral")
-"""Of several operands, the first of these kinds decides that of the result."""
+"""The kind of a result is the first of these that one of its operands has."""
 
 
 def _roles(graph: Graph, arguments: Mapping[Value, Argument], depth: int) -> dict[Value, _Role]:
-  """Returns the roles of all floating values, given those that are arguments."""
+  """Returns the roles of all floating values, given the arguments."""
   roles = {value: _role_of_argument(value, argument) for value, argument in arguments.items()}
-  # A carry that starts as zeros has the role that the body gives it: one more round for each loop.
+  # A carry that starts as zeros gets its role from the body, so each nested loop needs one more
+  # round.
   for _ in range(depth + 1):
     for operation in graph.operations:
       _add_roles(operation, roles)
@@ -354,6 +375,7 @@ def _add_roles(operation: Operation, roles: dict[Value, _Role]) -> None:
 def _role_of_argument(value: Value, argument: Argument) -> _Role:
   if value.is_low:
     return _LOW
+  # Parameters decide no dtype. Other arguments are float32 data.
   return _NEUTRAL if argument.is_first else _INPUT
 
 
@@ -361,6 +383,7 @@ def _role_of_constant(value: Value) -> _Role:
   if value.kind == "constant":
     return _INPUT
   with np.errstate(over="ignore"):
+    # A number such as -1e9, which float16 does not have, makes an operation float32.
     in_float16 = np.asarray(value.data).astype(np.float16)
   return _Role("neutral", is_wide=bool(in_float16 != value.data))
 
@@ -368,12 +391,14 @@ def _role_of_constant(value: Value) -> _Role:
 def _role_of_result(operation: Operation, result: Value, roles: Mapping[Value, _Role]) -> _Role:
   if result.is_low or _is_low_matmul(operation, roles):
     return _LOW
+  # Integers and bools have no role.
   operands = [roles[v] for v in operation.operands if v in roles]
   if not operands:
     return _NEUTRAL if _draws_or_masks(operation) else _INPUT
   kinds: set[_RoleKind] = {role.kind for role in operands}
   kind = min(kinds, key=_PRECEDENCE.index)
   is_wide = any(role.is_wide for role in operands)
+  # These have no dtype of their own, so nothing widens.
   if operation.moves or operation.casts:
     return _Role(kind, is_wide)
   # Float16 may not have a number that is computed from numbers.

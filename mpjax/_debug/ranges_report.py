@@ -1,4 +1,4 @@
-"""What `mpjax.ranges` found: counts of exponents by module, as text, HTML, JSON and a picture."""
+"""The report of `mpjax.ranges`: exponents by module, as text, HTML, JSON and a picture."""
 
 import collections
 import dataclasses
@@ -15,12 +15,12 @@ from mpjax._debug.report import Report, Section, amount, percent, power
 Kind: TypeAlias = Literal[
   "activations", "gradients", "float32", "parameters", "optimizer state", "updates"
 ]
-"""What numbers are: "gradients" are results of the backward pass, "float32" what stays in that."""
+"""Kinds of numbers. "gradients" are results of the backward pass, "float32" stays in float32."""
 
 KINDS: Sequence[Kind] = ("activations", "gradients", "parameters", "optimizer state", "updates")
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-"""The dtypes for which it is counted what they would lose."""
+"""The dtypes for which losses are counted."""
 
 HEADROOM = 8.0
 """How many times the largest number in float16 may grow before it overflows. It is larger in other
@@ -93,6 +93,7 @@ class GroupRanges:
     Returns:
       From 0 to 1; NaN where there is no such number.
     """
+    # Subnormal numbers lose bits, but remain different from 0.
     fates = self.lost[dtype]
     return _share(fates["zero"] + fates["overflow"], self.nonzero)
 
@@ -111,14 +112,14 @@ class Rescaled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class RangesReport(Report):
-  """What the numbers of a function look like, see `mpjax.ranges`.
+  """The counts of the exponents of a function, see `mpjax.ranges`.
 
   Args:
-    name: that of the function.
-    groups: what was counted, a row for each kind and module.
+    name: the name of the function.
+    groups: the counts, a row for each kind and module.
     loss_scale_in_use: the loss scale in the arguments, which the gradients carry; None without.
-    rescaled: if gradients overflowed at that scale, those at a smaller one; they decide what loss
-      scale would serve.
+    rescaled: if gradients overflowed at that scale, the gradients at a smaller one, from which
+      `loss_scale` is computed.
 
   >>> import jax.numpy as jnp, mpjax
   >>> report = mpjax.ranges(lambda w, x: jnp.sum(w @ x))(jnp.eye(2), jnp.asarray([1.0, 2.0**-30]))
@@ -135,7 +136,7 @@ class RangesReport(Report):
     """Returns the groups of one kind that are not empty, in the order of the function.
 
     Args:
-      kind: one of those of `GroupRanges`.
+      kind: one of the kinds of `GroupRanges`.
 
     Returns:
       A tuple.
@@ -155,13 +156,15 @@ class RangesReport(Report):
     The largest gradient, times 8 for worse steps to come, stays below 65504. None where there is
     no gradient but 0.
     """
+    # The logarithm of 0 does not exist.
     if not self._largest:
       return None
+    # Gradients are unscaled at 1, and `DynamicLossScale` ends at 2^24.
     return 2.0 ** min(max(math.floor(math.log2(LARGEST / HEADROOM / self._largest)), 0), 24)
 
   @property
   def _measured(self) -> Rescaled:
-    """The gradients that say what loss scale would serve, and the scale that they carry."""
+    """The gradients from which `loss_scale` is computed, and the scale that they carry."""
     if self.rescaled is not None:
       return self.rescaled
     return Rescaled(self.loss_scale_in_use or 1.0, self.of("gradients"))
@@ -182,6 +185,8 @@ class RangesReport(Report):
       From 0 to 1; NaN where all gradients are zero.
     """
     scale, gradients = self._measured
+    # Another scale shifts all exponents. A number below half of 2^-24, the smallest subnormal,
+    # becomes 0.
     moved = math.log2(loss_scale / scale)
     lost = sum(n for g in gradients for e, n in g.exponents.items() if not -25 <= e + moved < 16)
     return _share(lost, sum(g.nonzero for g in gradients))
@@ -198,18 +203,22 @@ class RangesReport(Report):
     Raises:
       ImportError: matplotlib is not installed.
     """
+    # Matplotlib is optional and slow to import.
     plt = importlib.import_module("matplotlib.pyplot")
     rows = [(kind, group) for kind in KINDS for group in self.of(kind)]
     rows = rows[:: len(rows) // 80 + 1]  # As many as can be read, evenly from all.
     low = min([e for _, group in rows for e in group.exponents] + [-26])
     high = max([e for _, group in rows for e in group.exponents] + [16]) + 1
+    # NaN leaves the cell of an exponent without numbers white.
     shares: NumpyArray = np.full((len(rows), high - low), np.nan)
     for share, (_, group) in zip(shares, rows, strict=True):
       for exponent, count in group.exponents.items():
         share[exponent - low] = count / group.nonzero
     size = (10, 1.5 + 0.22 * len(rows))
     figure, axis = plt.subplots(figsize=size, layout="constrained", facecolor="white")
+    # Shares span several orders of magnitude.
     norm = importlib.import_module("matplotlib.colors").LogNorm(1e-5, 1)
+    # A mesh of n columns has n + 1 edges. Rows are centered at their number, as the labels are.
     edges = np.arange(low, high + 1), np.arange(len(rows) + 1) - 0.5
     image = axis.pcolormesh(*edges, shares, norm=norm, cmap="YlGnBu", edgecolors="white")
     for exponent, what in zip((-24, -14, 16), ("smallest", "smallest normal", "end"), strict=True):
@@ -217,17 +226,19 @@ class RangesReport(Report):
       axis.text(exponent, -0.6, f"float16: {what}", fontsize=7, color="C3", rotation=20)
     labels = [f"{kind}: {(group.path or '(no scope)')[-38:]}" for kind, group in rows]
     axis.set_yticks(range(len(rows)), labels, fontsize=7.5)
+    # The first row of the report is at the top.
     axis.invert_yaxis()
     axis.set_xlabel("exponent of |x|: a number in column e is from $2^e$ to $2^{e+1}$")
     figure.colorbar(image, label="share of the row's nonzero numbers")
     figure.suptitle(f"Ranges of {self.name}", x=0.01, ha="left", weight="bold")
     if path is not None:
       figure.savefig(path, dpi=150)
-    # A notebook would show an open one at the end of the cell, and as its result too.
+    # A notebook would show an open figure twice: at the end of the cell, and as its result.
     plt.close(figure)
     return figure
 
   def sections(self) -> list[Section]:
+    # The parameters that lose most are first.
     lossy = [(_share(g.lost_updates, g.nonzero), g) for g in self.of("updates") if g.lost_updates]
     lossy.sort(key=lambda each: -each[0])
     counts = ((g.path, g.total, g.zero, g.lost_updates, share) for share, g in lossy)
@@ -238,8 +249,10 @@ class RangesReport(Report):
     return [self._headline(), *self._nonfinite(), lost, *map(self._losses, KINDS)]
 
   def _nonfinite(self) -> Iterator[Section]:
-    """Yields the groups that are not finite, in the order in which that begins, and what to do."""
+    """Yields the groups that are not finite, in the order of their first inf or NaN, and advice."""
+    # The first module that is not finite is the likely cause of the others.
     groups = [(g.first_nonfinite or 0, g) for g in self.groups if g.inf or g.nan]
+    # The sort is stable, so arguments keep their order at 0.
     groups.sort(key=lambda each: each[0])
     rows = [(g.path or "(no scope)", g.kind, str(g.inf), str(g.nan)) for _, g in groups]
     columns = "module, numbers, inf, NaN"
@@ -250,6 +263,7 @@ class RangesReport(Report):
 
   def _headline(self) -> Section:
     lines: list[str] = []
+    # NaN means that the function updates nothing, so there is no line.
     if self.lost_updates == 0:
       lines.append("No update rounds away.")
     elif not math.isnan(self.lost_updates):
@@ -258,6 +272,7 @@ class RangesReport(Report):
         "are added to the parameters as these are stored."
       )
     if (scale := self.loss_scale) is not None:
+      # The scale has a lower limit of 1, at which a gradient may still overflow.
       room = f"stays {LARGEST / (self._largest * scale):.0f} times below {LARGEST:.0f}"
       if self._largest * scale > LARGEST:
         room = f"overflows: float16 ends at {LARGEST:.0f}"
@@ -271,6 +286,7 @@ class RangesReport(Report):
       )
     elif self._measured.gradients:
       lines.append("No loss scale for float16 is proposed: every gradient is 0, inf or NaN.")
+    # Numbers that stay in float32 lose nothing, so they have no table.
     stay = sum(g.total for g in self.of("float32"))
     lines.append(
       f"{amount(sum(g.total for g in self.groups) - stay)} numbers were counted; {amount(stay)} "
@@ -280,6 +296,7 @@ class RangesReport(Report):
 
   def _losses(self, kind: Kind) -> Section:
     """Returns the groups that lose something in float16 or bfloat16: in 8 bits all lose much."""
+    # Rows without losses in 16 bits would hide the rows with losses.
     lossy = [g for g in self.of(kind) if g.lost_share("float16") + g.lost_share("bfloat16") > 0]
     rows = [
       (
@@ -289,6 +306,7 @@ class RangesReport(Report):
       )
       for g in sorted(lossy, key=lambda g: -g.lost_share("float16"))
     ]
+    # State and parameters are leaves of the arguments.
     what = "module" if kind in ("activations", "gradients") else "leaf"
     names = ", ".join(name.removeprefix("float8_")[:8] for name in FORMATS)
     title = f"{kind.capitalize()} by {what}: exponents, and the share that becomes 0 or overflows"

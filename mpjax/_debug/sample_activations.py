@@ -44,7 +44,7 @@ from mpjax._optim.trees import at_least_float32, nodes_of
 from mpjax._policy.rules import matches_glob
 
 _CALL = "mpjax.sample_activations(fun, opt_state)"
-_NAME_MODULES = "Pass a model of NNX as an argument. Elsewhere name modules with jax.named_scope."
+_NAME_MODULES = "Pass an NNX model as an argument. In functions, use jax.named_scope for modules."
 _FIX = "Write opt_state = mpjax.sample_activations(loss_fn, opt_state)(params, batch)."
 
 
@@ -97,6 +97,7 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
   check_callable(fun, "mpjax.sample_activations(fun)", expected="a function", fix=_FIX)
   where = "mpjax.sample_activations(opt_state)"
   state = monitor_state(opt_state, where)
+  # `monitor_state` also reads an `nnx.State`, into which statistics cannot be written.
   if not nodes_of(opt_state, ActivationMonitorState):
     raise MpjaxTypeError(
       where,
@@ -107,21 +108,25 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
 
   def sample(*args: P.args, **kwargs: P.kwargs) -> OptState:
     call = Call(args, kwargs, _CALL)
+    # This traces `fun` once more. The step's own trace of the loss stays as it is.
     body, operands = _forward_pass(fun, call)
     globs = list(state.activations)
     watched = _watched(body, globs)
+    # Inside of a `shard_map` each device sees its part. These axes join the statistics.
     axes = jax.sharding.get_abstract_mesh().manual_axes
 
     def measured() -> dict[str, Array]:
+      # A derivative of the step must not enter the branch.
       arrays = jax.lax.stop_gradient(operands)
       _, seen = run(body, arrays, _Statistics(watched, len(globs)), Around(axes=axes))
       new = dict(zip(globs, _over_devices(seen, axes), strict=True))
-      # Both branches need one type. That of a state that each device has for itself is varying.
+      # Both branches need one type. In a `shard_map`, a state that differs by device is varying.
       return jax.tree.map(functools.partial(jnp.where, False), state.activations, new)
 
+    # The counter is in the state, so a restored run samples the same steps.
     is_sampled = state.calls % state.every == 0
     activations = jax.lax.cond(is_sampled, measured, lambda: state.activations)
-    # The update waits for the branch. Else XLA copies the donated parameters that the branch reads.
+    # The update waits for the branch. Otherwise XLA copies the donated parameters that it reads.
     sample = {"activations": activations, "calls": state.calls + 1}
     new = {**sample, "inner_state": state.inner_state}
     return _with_sample(opt_state, jax.lax.optimization_barrier(new))
@@ -130,9 +135,10 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
 
 
 def _forward_pass(fun: Callable[P, PyTree], call: Call) -> tuple[Body, list[Array]]:
-  """Returns the steps that compute what a function returns, and their operands."""
+  """Returns the steps that compute the results of a function, and their operands."""
   body = body_of(traced_with_modules(fun, call), compiled=True)
-  # What the function wrote to variables of Flax NNX comes after what it returned.
+  # Writes to variables of Flax NNX come after the results.
+  # Writes are dropped: the sample must not update batch statistics a second time.
   returned = sum(leaf is jax.Array for leaf in call.returned.leaves)
   # Traced values that the function closes over are operands: they depend on the step.
   closed_over = {slot: x for slot, x in body.consts.items() if isinstance(x, Tracer)}
@@ -144,6 +150,7 @@ def _forward_pass(fun: Callable[P, PyTree], call: Call) -> tuple[Body, list[Arra
 
 def _watched(body: Body, globs: Sequence[str]) -> dict[int, list[int]]:
   """Returns for each chosen activation the positions of the globs that choose it."""
+  # Globs match paths relative to a model. Operations have paths relative to the function.
   roots = _roots(body)
   # Modules of two models may have one path.
   activations = collections.defaultdict[str, set[int]](set)
@@ -153,16 +160,18 @@ def _watched(body: Body, globs: Sequence[str]) -> dict[int, list[int]]:
   watched = collections.defaultdict[int, list[int]](list)
   for position, glob in enumerate(globs):
     chosen = [path for path in ("", *activations) if matches_glob(glob, path)]
+    # A glob for a module covers the modules inside as well.
     slots = {slot for path in chosen for slot in _inside(path, activations)}
     if not slots:
       raise _unmatched(glob, activations)
+    # One activation may belong to several globs.
     for slot in slots:
       watched[slot].append(position)
   return watched
 
 
 def _activations(body: Body) -> Mapping[str, set[int]]:
-  """Returns the activations of each module by its scope, without those of modules inside."""
+  """Returns the own activations of each module by its scope, without modules inside of it."""
   forward = [step for step in body.every_step() if step.location.direction == "forward"]
   # Operations outside of modules have their line, "train.py:3", as their path.
   scopes = {path for step in forward for path in module_paths(step.location.scopes)}
@@ -175,11 +184,15 @@ def _activations(body: Body) -> Mapping[str, set[int]]:
 
 def _crossing(body: Body) -> Iterator[tuple[str, int]]:
   """Yields the modules with the values that they return, or pass to modules inside."""
+  # Enter every loop and branch: statistics need no fixed number of iterations.
   modules = find_modules(body, (), ALL_BODIES)
   for call in modules.calls:
     if call.direction == "forward":
+      # Outputs are the values that code outside of the module reads.
       yield from ((call.path, slot) for slot in call.outputs.values())
       for slot in call.inputs.values():
+        # An input that another module made is an activation of that module. The maker ends with its
+        # number.
         if maker := modules.makers.get(slot):
           path, _, _ = maker.rpartition(" ")
           yield path, slot
@@ -188,6 +201,7 @@ def _crossing(body: Body) -> Iterator[tuple[str, int]]:
 def _of_matmuls(steps: Iterable[Step]) -> Iterator[tuple[str, int]]:
   """Yields the modules with the results of their matmuls. The root of a model of NNX is ""."""
   for step in steps:
+    # A matmul between modules, such as the loss, has no module to belong to.
     paths = module_paths(step.location.scopes)
     is_inside = bool(paths) or step.location.marked(MODULE) is not None
     if is_inside and facts_of(step.eqn).flops is not None:
@@ -208,6 +222,7 @@ def _is_inside(path: str, root: str) -> bool:
 def _roots(body: Body) -> set[str]:
   """Returns the scopes that models run in: in Linen a model has one of its class."""
   homes = homes_of(Graph(body)).items()
+  # The part of a scope before the path of the module in its model is the root.
   roots = {scope.removesuffix(home).rstrip("/") for scope, home in homes if scope.endswith(home)}
   return roots - {""}
 
@@ -220,6 +235,7 @@ def _paths(scope: str, roots: Collection[str]) -> list[str]:
 
 def _unmatched(glob: str, paths: Collection[str]) -> UnmatchedRuleError:
   modules = sorted(set(paths) - {""})
+  # With no path at all, the model was probably not an argument.
   near = ", ".join(map(repr, nearest(glob, modules)))
   return UnmatchedRuleError(
     f"mpjax.monitor_activations(modules): {glob!r}",
@@ -244,11 +260,13 @@ class _Statistics(Observer):
   def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     for slot, x in zip(step.outs, outs, strict=True):
       if slot in self.watched:
+        # One update for all rows of an activation. Rows of several activations accumulate.
         rows = jnp.asarray(self.watched[slot])
         new = jnp.tile(_statistics(jnp.asarray(x)), (len(rows), 1))
         self.seen = self.seen.at[rows].set(self.merge(self.seen[rows], new))
 
   def after(self, step: Step, outs: list[Any]) -> list[Any]:
+    # A result of a loop may be an activation that no step inside makes.
     self.look(step, (), outs)
     return outs
 
@@ -260,9 +278,10 @@ class _Statistics(Observer):
 
 
 def _over_devices(seen: Array, axes: tuple[Hashable, ...]) -> Array:
-  """Returns what all devices of a `shard_map` around have seen."""
+  """Returns the statistics over all devices of a `shard_map` around."""
   if not axes:
     return seen
+  # Counts add up, the largest magnitude is a maximum, and headroom a minimum.
   reductions = (jax.lax.psum, jax.lax.pmax, jax.lax.pmin)
   return _by_field([functools.partial(f, axis_name=axes) for f in reductions], seen)
 
@@ -276,19 +295,24 @@ def _by_field(ways: Sequence[Callable[..., Array]], *rows: Array) -> Array:
 
 def _statistics(x: Array) -> Array:
   """Returns the row of one array."""
+  # A complex number is subnormal if one of its parts is.
   parts = (jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else (x,)
   is_small = functools.reduce(jnp.logical_or, map(is_subnormal, parts))
   is_bad = ~jnp.isfinite(x)
+  # Non-finite elements are counted apart. The magnitude is that of the finite ones.
   largest = jnp.max(jnp.where(is_bad, 0, at_least_float32(jnp.abs(x))), initial=0)
   headroom = _headroom(largest, float(jnp.finfo(x.dtype).max))
+  # After an overflow there is no headroom left.
   numbers = [largest, jnp.where(jnp.any(is_bad), 0, headroom)]
-  # Those of float64 may be beyond float32.
+  # Numbers in float64 may be beyond the range of float32.
   rounded = [jnp.minimum(number, LARGEST_HEADROOM).astype(jnp.float32) for number in numbers]
   return jnp.stack([jnp.float32(x.size), _count(is_bad), _count(is_small), *rounded])
 
 
 def _headroom(largest: Array, limit: float) -> Array:
   """Returns how many times a number may grow up to a limit, at most `LARGEST_HEADROOM` times."""
+  # Dividing by 0 or by tiny numbers would overflow, also in the branch of `where` that is
+  # discarded.
   is_less = largest > limit / LARGEST_HEADROOM
   return jnp.where(is_less, limit / jnp.where(is_less, largest, limit), LARGEST_HEADROOM)
 
@@ -305,6 +329,7 @@ def _with_sample(opt_state: OptState, new: dict[str, PyTree]) -> OptState:
   (stored,) = nodes_of(opt_state, ActivationMonitorState)
   if is_nnx_variable(stored.calls):
     for name, value in new.items():
+      # An `nnx.Optimizer` holds variables, which are written in place.
       variables = jax.tree.leaves(getattr(stored, name), is_leaf=is_nnx_variable)
       for variable, x in zip(variables, jax.tree.leaves(value), strict=True):
         set_raw_value(variable, x)

@@ -479,7 +479,7 @@ def test_errors():
   with refused(TypeError, "mpjax.sample_activations(fun)", "a function", "1.0", "loss_fn"):
     mpjax.sample_activations(1.0, opt_state)
   model = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
-  fix = "Pass a model of NNX as an argument."
+  fix = "Pass an NNX model as an argument."
   with refused(
     mpjax.errors.UnmatchedRuleError, "'layr'", "which the function calls", "0 paths", fix
   ):
