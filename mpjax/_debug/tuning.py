@@ -168,6 +168,7 @@ def _is_number(x: object) -> bool:
 def _parse_policies(policy: PolicyLike | Sequence[PolicyLike]) -> tuple[Policy, ...]:
   """Returns the policies to choose among, the preferred one first."""
   where = "mpjax.tune(policy)"
+  # A string is a sequence too, and one policy.
   several = (policy,) if isinstance(policy, (str, Policy)) else policy
   is_sequence = isinstance(several, Sequence)  # Anything else is refused as a policy.
   parsed = tuple(parse_policy(each, where) for each in (several if is_sequence else (several,)))
@@ -197,10 +198,13 @@ def _tuned(
   advance: Advance,
 ) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
+  # The first measurement has no upgrade. If it is good, nothing is searched.
   tuner = Tuner(policies, goal, loss_fn, args, kwargs, advance)
   low = tuner.measure({})
   if not goal.is_reached(tuner.evaluations[0]):
     tuner.search()
+  # The search ends with a good choice, or the loss in float32 is one. Another measured choice may
+  # be cheaper.
   good = [each for each in tuner.evaluations if goal.is_reached(each)]
   best = min(good, key=functools.partial(cost_of, policies, tuner.flops))
   return TuneReport(
@@ -227,7 +231,7 @@ class Tuner:
     headroom: by path, how many times the values that a policy computes in low precision may grow in
       float16.
     bound: how many choices may be measured.
-    evaluations: what was measured.
+    evaluations: the measured choices, in order.
     kernels: the paths of modules with kernels in float32, which no policy changes.
   """
 
@@ -242,35 +246,41 @@ class Tuner:
   ) -> None:
     self.policies, self.goal, self.loss_fn = policies, goal, loss_fn
     self.call = Call(args, kwargs, _CALL)
+    # All measurements run on the host with concrete values.
     self.call.check_concrete()
     check_float32(Graph(self.call.traced(loss_fn)[0]), f"{_CALL}(*args)", "loss")
+    # A loss has Flax models if a policy for models changes its dtypes.
     with_policy = with_models_under(loss_fn, policies[0], ())
     self.has_models = bool(lows_of(Graph(self.call.traced(with_policy)[0])))
     self.scale = self._loss_scale(args, kwargs, advance)
 
-    # The loss in float32, in which the modules have the paths that rules match.
+    # The loss in float32, whose modules have the paths that rules match.
     if self.has_models:
       self.named = with_models_under(loss_fn, None, ())
     else:
       self.named = with_parameter_scopes(loss_fn)
     program, outputs = self.call.traced(gradient_of(self.named, self.scale))
     self.body = body_of(program)
+    # Convert once: every measurement takes the same arrays.
     self.operands = [*map(jnp.asarray, self.call.arrays)]
-    # The results are those of ((loss, aux), gradients).
+    # The program returns ((loss, aux), gradients). Only paths of the first part begin with "0".
     self._gradients = slice(sum(path[0] == "0" for path in outputs), None)
+    # Modules come from the program in float32. Every choice has the same modules.
     self.flops, self.homes = modules_of(self.body), homes_of(Graph(self.body))
     self._plan = plan(self.body, self.call.arguments(loss_fn))
+    # Under the first policy alone, to see what it computes in low precision.
     self._low = Graph(self.call.traced(self.under(policies[0], ()))[0])
     in_float32 = (each for each in find_kernels(self._low) if each.dtype == "float32")
     self.kernels = tuple(dict.fromkeys(each.path for each in in_float32))
 
-    # Each policy alone, the modules that overflow, all modules, and the entire function; the
-    # bisection between; and the choices that may be cheaper.
+    # At most there are: each policy alone, the overflowing modules, all modules, the entire
+    # function, the bisection, and the choices that may be cheaper.
     most_upgrades = len(self.flops) * len(policies)
     self.bound = 3 + len(policies) + math.ceil(math.log2(max(most_upgrades, 1))) + MORE
     sys.stdout.write(f"tune: {len(self.flops)} modules, at most {self.bound} measurements\n")
     self.evaluations = list[Evaluation]()
     self._advance, self._steps = advance, itertools.count(1)
+    # The reference comes before the checks that compare with it.
     self.exact, self.headroom = self._in_float32()
     _check_low(self._low, policies[0])
     self._check_repeats()
@@ -283,12 +293,15 @@ class Tuner:
     """Returns the scale of the loss that leaves headroom to gradients in float16, if any are."""
     if not self._has_float16:
       return 1.0
+    # `mpjax.ranges` proposes the scale, with its default headroom.
     report = ranges_of_call(gradient_of(self.loss_fn), args, kwargs, advance)
+    # A larger headroom needs a smaller scale, by a power of two.
     more = math.ceil(math.log2(max(self.goal.headroom / HEADROOM, 1)))
     return max((report.loss_scale or 1.0) / 2**more, 1.0)
 
   def _in_float32(self) -> tuple[list[Array], dict[str, float]]:
     """Returns the gradient in float32, and by module the headroom in float16."""
+    # Only float16 can overflow, so other policies look at nothing.
     kinds = ("activations", "gradients") if self._has_float16 else ()
     counted = {number for number, group in self._plan.steps.items() if group.kind in kinds}
     largest = dict[str, float]()
@@ -296,6 +309,7 @@ class Tuner:
     self.step()
     exact = results[self._gradients]
     _check_gradient(results[0], exact)
+    # A module without low precision cannot overflow float16.
     low = {each.where.path for each in self._low.operations if any_low(each.results)}
     return exact, {path: in_float16(x) for path, x in largest.items() if path in low}
 
@@ -304,10 +318,12 @@ class Tuner:
 
     On an accelerator the order of additions may differ from run to run.
     """
+    # Trace again: a number that Python code draws shows only in a new trace.
     program, _ = self.call.traced(gradient_of(self.named, self.scale))
     again = self.gradient(body_of(program), Look())
     self.step()
     error = relative_error(zip(self.exact, again, strict=True))
+    # A difference between runs must be small against the errors that are measured.
     if error > self.goal.tolerance / 10:
       raise MpjaxValueError(
         f"{_CALL}(*args)",
@@ -335,11 +351,13 @@ class Tuner:
 
     `formats` has the modules that may be upgraded, by path.
     """
+    # Each choice is one policy with rules, which is what the report prints.
     policy, rules = self._policy_and_rules(formats)
     program, _ = self.call.traced(gradient_of(self.under(policy, rules), self.scale))
     flops = flops_by_format(Graph(program))
     largest = dict[str, float]()
     low = self.gradient(body_of(program), watch_float16_values(largest))
+    # Without rules every module runs under the policy, so all headroom is measured.
     if not rules:
       self._note_headroom(largest)
     shares_of_flops = shares_of(flops)
@@ -365,27 +383,31 @@ class Tuner:
 
     The policy is the first, in the order of `policies`, that one of the modules has.
     """
+    # The base policy needs no rule, so choose one that some module has.
     used = [each for each in self.policies if each in formats.values()]
     policy = used[0] if used else self.policies[0]
+    # Rules match paths relative to the models.
     by_home = {self.homes.get(path, path): each for path, each in formats.items()}
     return policy, rules_for(by_home, self.homes, policy)
 
   def _note_headroom(self, largest: Mapping[str, float]) -> None:
     """Notes the headroom of modules in a program in which all of them run in float16."""
     if largest and all(map(math.isfinite, largest.values())):
-      # Nothing overflowed, so that this is all that float16 holds. Statistics in float32 are not.
+      # Nothing overflowed, so this run has every float16 value. Float32 statistics do not count.
       self.headroom = {path: in_float16(magnitude) for path, magnitude in largest.items()}
       return
     for path, magnitude in largest.items():
       measured, expected = in_float16(magnitude), self.headroom.get(path, math.inf)
-      # Of values that overflow, those in float32 say by how much.
+      # An overflow has the headroom 0. The run in float32 says by how much it overflows.
       if measured > 0 or expected >= 1:
         self.headroom[path] = min(measured, expected)
 
   def search(self) -> None:
     """Measures choices until one that reaches the goal is among them."""
+    # One rule may match several modules, which are upgraded together.
     groups = self._paths_by_home()
     flops = [sum(self.flops[path] for path in paths) for paths in groups.values()]
+    # A later policy for all modules is often good, and bounds the cost of the search.
     cost_of_one = self._cost_of_one_policy([path for paths in groups.values() for path in paths])
     upgrades = upgrades_of(flops, [self._alone(groups, policy) for policy in self.policies])
     search(
@@ -406,6 +428,7 @@ class Tuner:
     for level, policy in enumerate(self.policies[1:], start=1):
       self.measure(dict.fromkeys(paths, policy))
       if self.goal.is_reached(self.evaluations[-1]):
+        # The cost is the FLOPs, once for each position in the list of policies, as for upgrades.
         costs.append(level * sum(self.flops[path] for path in paths))
     return min(costs)
 
@@ -416,16 +439,19 @@ class Tuner:
     chosen: Choice,
   ) -> float:
     """Measures the error of a choice of upgrades; inf if it has too little headroom."""
-    levels, every_policy = levels_of(chosen, upgrades), (*self.policies, _FLOAT32)
+    levels = levels_of(chosen, upgrades)
+    every_policy = (*self.policies, _FLOAT32)
     formats = {
       path: every_policy[levels.get(i, 0)] for i, paths in enumerate(groups) for path in paths
     }
     policy_and_rules = self._policy_and_rules(formats)
+    # The same rules may come from another choice, such as the first measurement.
     measured = (each for each in self.evaluations if (each.policy, each.rules) == policy_and_rules)
     choice = next(measured, None)
     if choice is None:
       self.measure(formats)
       choice = self.evaluations[-1]
+    # To the search, too little headroom is an overflow.
     return choice.error if choice.headroom >= self.goal.headroom else math.inf
 
   def _alone(self, groups: Mapping[str, Sequence[str]], policy: Policy) -> NumpyArray:
@@ -433,10 +459,12 @@ class Tuner:
     graph = Graph(self.call.traced(self.under(policy, ()))[0])
     halves_and_wide = (*HALF_NAMES, *_WIDE)
     formats = flops_by_format(graph)
+    # A recipe rounds to fewer bits than the compute dtype.
     quantised = {path for path, flops in formats.items() if flops.keys() - halves_and_wide}
     gradient = functools.partial(self.gradient, self.body)
     errors = errors_alone(gradient, groups.values(), policy.compute_dtype, self.step, quantised)
     if policy.compute_dtype == jnp.float16:
+      # An infinite error makes the search upgrade these modules first.
       tight = [any(map(self._is_tight, paths)) for paths in groups.values()]
       errors = np.where(tight, math.inf, errors)
     return errors
@@ -451,6 +479,7 @@ class Tuner:
     They have low-precision matmuls, or low-precision values with too little headroom.
     """
     formats = flops_by_format(self._low)
+    # A module with a matmul in float32 alone gains nothing from an upgrade.
     low = {path for path, flops in formats.items() if flops.keys() - _WIDE}
     groups = dict[str, list[str]]()
     for path, flops in self.flops.items():
@@ -460,18 +489,20 @@ class Tuner:
 
   def rows(self, low: Sequence[Array]) -> Iterator[ModuleReport]:
     """Yields the errors by module, given the gradient under the first policy without rules."""
+    # Compare forward passes only: gradients have a column of their own.
     of_float32, of_policy = (
       body_of(self.call.traced(fn)[0]) for fn in (self.named, self.under(self.policies[0], ()))
     )
     forward = forward_errors(of_float32, of_policy, self.operands)
-    forward |= {
-      path: math.nan for path in filter(self._is_tight, self.headroom) if path not in forward
-    }
+    # A module that is upgraded for its headroom has a row, even without a matmul or sum.
+    for path in filter(self._is_tight, self.headroom):
+      forward.setdefault(path, math.nan)
     readers = self._plan.readers
-    # Gradients are those of the floating arrays in the first argument, the first ones of all.
+    # Gradients belong to the floating arrays of the first argument, which come first.
     floats = (i for i, x in enumerate(self.operands) if is_inexact(x))
     pairs = dict[str, list[Pair]]()
     for i, exact, rounded in zip(floats, self.exact, low, strict=False):
+      # A parameter that nothing reads has a gradient of 0, and no module.
       if i in readers:
         pairs.setdefault(readers[i].path, []).append((exact, rounded))
     for row in rows_of(self.flops, forward, pairs, streams_of(Graph(of_float32))):
@@ -486,7 +517,7 @@ def check_float32(graph: Graph, where: str, kind: str) -> None:
   Args:
     graph: the operations of the function.
     where: the call.
-    kind: what the function is, such as "loss".
+    kind: a word for the function, such as "loss".
   """
   for value in lows_of(graph):
     path = "its arguments" if value.made_by is None else value.made_by.where.path
@@ -516,6 +547,7 @@ def _check_low(graph: Graph, policy: Policy) -> None:
 
 def _check_gradient(loss: Array, gradient: Sequence[Array]) -> None:
   """Raises unless a loss and its gradient in float32 have errors that can be compared with them."""
+  # NumPy's complex128 holds the squares of all float32 gradients.
   norm = math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in gradient))
   if not (math.isfinite(norm) and norm > 0 and bool(jnp.isfinite(loss))):
     of_gradient = f"one of norm {norm}, of a loss of {float(loss):g}"
@@ -523,7 +555,7 @@ def _check_gradient(loss: Array, gradient: Sequence[Array]) -> None:
       f"{_CALL}(*args)",
       expected="a gradient in float32 that is finite and not zero, of a finite loss",
       got=of_gradient if gradient else "no floating array in the first argument",
-      fix="Ask mpjax.ranges(loss_fn)(*args) what its numbers look like; pass parameters first.",
+      fix="Pass the parameters first. mpjax.ranges(loss_fn)(*args) shows where numbers overflow.",
     )
 
 
@@ -535,8 +567,10 @@ def cost_of(
   The measured shares decide, that of float32 before the others. Choices with equal shares are
   compared by the modules that they upgrade.
   """
+  # Float32 is the last resort, so its share decides first.
   wide = sum(choice.shares.get(name, 0.0) for name in _WIDE)
   levels = _levels_by_format(policies)
+  # The later a format in the list of policies, the more it costs.
   below = sum(choice.shares.get(name, 0.0) * level for name, level in levels.items())
   shares = round(wide, 9), round(below, 9)  # Equal shares may differ in their last bits.
   return (*shares, *_cost_of_upgrades(policies, flops, choice))
@@ -549,6 +583,7 @@ def _levels_by_format(policies: Sequence[Policy]) -> dict[str, int]:
   """
   levels = dict[str, int]()
   for level, policy in enumerate(policies):
+    # Several policies may have one format. The most preferred one counts.
     levels.setdefault(format_of_policy(policy), level)
   plain = (level for level, policy in enumerate(policies) if policy.matmul is None)
   beside = next(plain, len(policies) - 1)
@@ -563,6 +598,7 @@ def _cost_of_upgrades(
   """Returns the number of upgraded modules, and their FLOPs, once for each step of an upgrade."""
   levels = dict.fromkeys(flops, policies.index(choice.policy))
   levels |= {path: policies.index(each) for path, each in choice.others.items()}
+  # The entire function in float32 is every module in float32.
   wide = flops if choice.float32 == ("**",) else choice.float32
   levels |= dict.fromkeys(wide, len(policies))
   upgraded = len(choice.float32) + len(choice.others)
@@ -593,7 +629,8 @@ def shares_of(flops: Mapping[str, collections.Counter[str]]) -> dict[str, float]
 
 
 def _position_of(name: str) -> int:
-  """Returns where a format has its place in a list: 8 bits, 16 bits, more."""
+  """Returns the position of a format in a list by size: 8 bits, 16 bits, more."""
+  # Other names are those of recipes, with 8 bits or fewer.
   of_16_bits_or_more = (*HALF_NAMES, *_WIDE)
   return of_16_bits_or_more.index(name) if name in of_16_bits_or_more else -1
 
@@ -611,7 +648,9 @@ def with_models_under(fn: Function, policy: Policy | None, rules: tuple[Rule, ..
   """Returns a function whose models of Flax run under a policy, as `mpjax.with_policy` has them."""
 
   def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    # NNX models in the arguments become views. Linen models are reached by the scope.
     args, kwargs = views_of((args, kwargs), policy, rules)
+    # A rule may be for another of several models.
     with policy_scope(policy, rules, unmatched="ignore"):
       return fn(*args, **kwargs)
 
@@ -624,23 +663,25 @@ def rows_of(
   pairs: Mapping[str, Sequence[Pair]],
   streams: Collection[str] = (),
 ) -> Iterator[ModuleReport]:
-  """Yields what is known of each module, in the order of the function."""
-  paths = dict.fromkeys((*forward, *pairs))  # In an order: the errors inside a module are summed.
+  """Yields the report of each module, in the order of the function."""
+  paths = dict.fromkeys((*forward, *pairs))  # A fixed order, since floating sums depend on it.
   for path in (path for path in flops if path in paths):
-    inside = [other for other in paths if path in around([other])]  # Itself is one.
+    inside = [other for other in paths if path in around([other])]  # The module itself included.
     gradient = relative_error(pair for other in inside for pair in pairs.get(other, ()))
+    # A loss may have no matmuls.
     share = flops[path] / max(sum(flops.values()), 1)
     is_stream = path in streams and not share
     yield ModuleReport(path, forward.get(path, math.nan), gradient, share, is_stream)
 
 
 def streams_of(graph: Graph) -> set[str]:
-  """Returns the modules that add a value and what modules inside compute from it."""
+  """Returns the residual streams: modules that add a value to a result computed inside from it."""
   streams = set[str]()
   for each in graph.computing():
     path = each.where.path
     is_sum = each.eqn.primitive is add_p and each.where.direction == "forward"
     if is_sum and path and path not in streams:
+      # The residual stream may be on either side of the sum.
       first, second = each.operands
       if _is_branch(first, second, path) or _is_branch(second, first, path):
         streams.add(path)
@@ -649,8 +690,11 @@ def streams_of(graph: Graph) -> set[str]:
 
 def _is_branch(value: Value, start: Value, path: str) -> bool:
   """Whether modules inside of a path compute a value from another one."""
-  pending, seen, is_inside = [value], {start}, False
+  pending = [value]
+  seen = {start}
+  is_inside = False
   for each in pending:
+    # Go from the result of the branch back to where it started.
     if each not in seen and each.made_by is not None:
       seen.add(each)
       is_inside |= each.made_by.where.path.startswith(f"{path}/")
@@ -662,8 +706,10 @@ def modules_of(body: Body) -> dict[str, int]:
   """Returns the modules of a gradient function that compute, and the FLOPs of their matmuls."""
   flops = collections.Counter[str]()
   for step in body.every_step():
+    # Loops and moves compute nothing. Their location may be outside of all modules.
     moves = step.bodies or facts_of(step.eqn).moves
     if facts_of(step.eqn).flops or (step.location.direction == "forward" and not moves):
+      # A module without matmuls is counted with 0 FLOPs.
       flops[step.location.path] += (flops_of(step.eqn) or 0) * step.times
   return flops
 
@@ -672,6 +718,7 @@ def rules_for(
   formats: Mapping[str, Policy], homes: Mapping[str, str], policy: Policy
 ) -> tuple[Rule, ...]:
   """Returns rules by which some paths have some policies, and the rest of the program `policy`."""
+  # All modules have one other policy, for example float32.
   others = set(formats.values()) - {policy}
   # In Linen a model of one module has no name that selects it.
   if len(others) == 1 and policy not in formats.values():
@@ -680,9 +727,11 @@ def rules_for(
   for path, policy_of_path in formats.items():
     # A module has the rule of the nearest one around it.
     outside = [other for other in around([path]) & formats.keys() if other != path]
+    # The longest path around a module is the nearest.
     inherited = formats[max(outside, key=len)] if outside else policy
     if policy_of_path != inherited:
       rule = Rule(_inside(policy_of_path, inherited), path=selector(path, homes))
+      # A rule with the base policy exempts a module from the rule around it.
       group = kept if policy_of_path == policy else upgrades
       group.append(rule)
   # Each rule selects one path, so that their order is free: upgrades are read first.
