@@ -1,1 +1,1 @@
-"""Showing what a function does: precision of each operation, first non-finite value, ranges."""
+"""Diagnostics of a function: the precision of operations, the first non-finite value, ranges."""

@@ -27,7 +27,7 @@ from mpjax._policy.policy import Policy
 R = TypeVar("R")
 
 Advance: TypeAlias = Callable[[int, int], None]
-"""Takes the number of steps that are done, and the number of all steps, 0 if unknown."""
+"""Takes the number of done steps, and the number of all steps, which is 0 if unknown."""
 
 MOST = 12
 """The most rows of a table in a report as text. JSON and the attributes have all rows."""
@@ -82,11 +82,13 @@ class Pending(Generic[P, R]):
     report: Callable[[Function, Args, Kwargs, Advance], R],
     fix: str,
   ) -> None:
+    # Check before the arguments come, so that the traceback shows the line with the mistake.
     check_function(fn, where, fix)
     self._tool = where.removeprefix("mpjax.").partition("(")[0]
     self._fn, self._report = fn, report
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    # A diagnostic may take minutes, so it shows on stderr that it runs.
     with progress(self._tool) as advance:
       return self._report(self._fn, args, kwargs, advance)
 
@@ -105,16 +107,19 @@ class Report(abc.ABC):
 
   def as_dict(self) -> Mapping[str, object]:
     """Returns the fields and public properties, which `to_json` writes."""
+    # Properties, such as `found.path`, are part of a report as much as its fields.
     attributes = vars(type(self)).items()
     properties = [name for name, x in attributes if isinstance(x, property)]
     public = [name for name in properties if not name.startswith("_")]
     return {**vars(self), **{name: getattr(self, name) for name in public}}
 
   def __repr__(self) -> str:
+    # The first line says the result, also in a list of reports.
     first = next(line for section in self.sections() for line in section.lines)
     return f"<{type(self).__name__}: {first}>"
 
   def __str__(self) -> str:
+    # Rich pads lines to the width of the console.
     lines = (line.rstrip() for line in self._printed().export_text().splitlines())
     return "\n".join(lines).strip("\n")
 
@@ -133,7 +138,7 @@ class Report(abc.ABC):
     return json.dumps(_json(self.as_dict()), indent=2, allow_nan=False)
 
   def _printed(self) -> Console:
-    # A notebook would show an empty output beside the text.
+    # With `force_jupyter=None` a notebook would show an empty output beside the text.
     console = Console(
       width=WIDTH, file=io.StringIO(), record=True, force_terminal=False, force_jupyter=False
     )
@@ -151,13 +156,16 @@ _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{ti
 
 def _json(value: Any) -> Any:
   """Returns a value as JSON holds it. Records become objects; NaN, policies and others, text."""
+  # Records and mappings become objects, before tuples become lists: a NamedTuple is a tuple.
   named = _named_values(value)
   if named is not None:
     return {_json_key(name): _json(each) for name, each in named.items()}
   if isinstance(value, (tuple, list)):
     return [_json(each) for each in value]
+  # JSON has no inf and no NaN.
   if value is None or _is_finite_number(value):
     return value
+  # A rule may have a regular expression as its path.
   return value.pattern if isinstance(value, re.Pattern) else str(value)
 
 
@@ -165,6 +173,7 @@ def _named_values(value: Any) -> Mapping[Any, Any] | None:
   """Returns the fields of a record, or a mapping itself; None for any other value."""
   if isinstance(value, (Source, Policy)):
     return None  # A line of code is written as a list, and a policy as text.
+  # A NamedTuple.
   if hasattr(value, "_asdict"):
     return value._asdict()
   if dataclasses.is_dataclass(value):
@@ -173,6 +182,7 @@ def _named_values(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _json_key(name: object) -> str:
+  # JSON has only text as keys.
   return " ".join(name) if isinstance(name, tuple) else str(name)
 
 
@@ -187,6 +197,7 @@ def _rendered(section: Section) -> Group:
     parts.append(Text(section.title, style="bold"))
   parts += map(paragraph, section.lines)
   if section.rows:
+    # The table gets all rows, because a reason that all of them share is printed once.
     most = section.most or len(section.rows)
     parts += table(section.columns, section.rows, most)
     parts += map(Text, rest(section.rows, most))
@@ -197,6 +208,7 @@ def amount(number: float, unit: str = "") -> str:
   """Returns a count in three digits, such as "1.23 G"."""
   prefixes = ["", "k", "M", "G", "T", "P"]
   thousands = 0
+  # From 999.5 on, three digits round to 1000, which is the next prefix.
   while abs(number) >= 999.5 and thousands < len(prefixes) - 1:
     number /= 1000
     thousands += 1
@@ -208,6 +220,7 @@ def percent(share: float) -> str:
   """Returns a share in percent, "-" for NaN. Only exact shares are 0.0 and 100.0 %."""
   if math.isnan(share):
     return "-"
+  # A share that only rounds to 0 or 100 % must not look exact.
   text = f"{100 * share:.1f} %"
   if text == "100.0 %" and share < 1:
     return ">99.9 %"
@@ -216,6 +229,7 @@ def percent(share: float) -> str:
 
 def power(scale: float) -> str:
   """Returns a loss scale as a power of two, if it is one."""
+  # NaN is no integer, so scales of 0 are written as they are.
   exponent = math.log2(scale) if scale > 0 else math.nan
   return f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
 
@@ -230,13 +244,18 @@ _BAR = 30
 @contextlib.contextmanager
 def progress(task: str) -> Generator[Advance]:
   """Shows on stderr that a task runs, and how much of it is done."""
+  # A log file cannot redraw a line.
   has_bar = sys.stderr.isatty() or Console(stderr=True).is_jupyter
-  ended, start, steps = threading.Event(), time.monotonic(), [0, 0]
+  ended = threading.Event()
+  start = time.monotonic()
+  # The done steps and all steps. The thread reads the list that `advance` writes.
+  steps = [0, 0]
 
   def advance(done: int, total: int) -> None:
     steps[:] = done, total
 
   def show() -> None:
+    # A fast diagnostic ends before the first wait, and prints nothing.
     wait, text = FIRST, ""
     while not ended.wait(wait):
       wait = REDRAWN if has_bar else EVERY
@@ -244,9 +263,11 @@ def progress(task: str) -> Generator[Advance]:
       text = f"{task}:{_steps(done, total, has_bar)} {time.monotonic() - start:.0f} s"
       sys.stderr.write(f"\r{text}" if has_bar else f"{text}\n")
       sys.stderr.flush()
+    # Remove the bar, so that the report follows a clean line.
     if has_bar and text:
       sys.stderr.write(f"\r{' ' * len(text)}\r")
 
+  # A thread can show progress while XLA compiles. A daemon does not keep the process alive.
   thread = threading.Thread(target=show, daemon=True)
   thread.start()
   try:

@@ -1,7 +1,7 @@
 """Lay out the tables and the paragraphs of a report in 80 columns.
 
-No path or rule is cut. A folder in which all modules of a table are is printed once above it, and
-so is a reason that rows share. A path that is still too long is a line of its own above its row. A
+No path or rule is cut. A folder that contains all modules of a table is printed once above it. So
+is a reason that rows share. A path that is still too long is a line of its own above its row. A
 rule that is too long is broken where Python allows it, so that it can be pasted.
 """
 
@@ -83,18 +83,23 @@ def table(columns: Sequence[str], rows: Sequence[Row], most: int) -> Iterator[Re
   b       7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7
   """
   cells = Cells(tuple(columns), tuple(rows))
+  # Backwards, so that removing a column leaves the positions of the others.
   for position in reversed(range(len(columns))):
     if not any(row[position] for row in rows):
       cells = cells.without(position)
   reason = cells.position(REASONS)
+  # A reason that all rows share is a line above the table. The hidden rows count as well.
   if reason is not None and len(rows) > 1 and len({row[reason] for row in cells.rows}) == 1:
     yield paragraph(f"All rows: {REASONS[cells.columns[reason]]}{cells.rows[0][reason]}")
     cells = cells.without(reason)
+  # From here on only printed rows decide the layout.
   cells = cells._replace(rows=cells.rows[:most])
   path = cells.position(PATHS)
+  # Each remedy is tried only if a row is still wider than a line.
   if path is not None and not cells.fits:
     line, cells = _below_folder(cells)
     yield from map(paragraph, line)
+  # Without groups, all rows are below the header.
   groups: Mapping[str, Sequence[Row]] = {"": cells.rows}
   reason = cells.position(REASONS)
   if path is not None and reason is not None and not cells.fits:
@@ -112,6 +117,7 @@ def _below_folder(cells: Cells) -> tuple[list[str], Cells]:
   folder = _folder(paths)
   if not folder:
     return [], cells
+  # The slash keeps "block_1" from matching "block_10".
   rests = [f"{row[0]}/".removeprefix(f"{folder}/").removesuffix("/") or "." for row in cells.rows]
   own = ', which itself is "."' if "." in rests else ""
   rows = tuple((rest, *row[1:]) for rest, row in zip(rests, cells.rows, strict=True))
@@ -120,9 +126,11 @@ def _below_folder(cells: Cells) -> tuple[list[str], Cells]:
 
 def _folder(paths: Sequence[str]) -> str:
   """Returns the levels that several paths begin with; "" if they share none."""
+  # A folder of a single path would leave "." in the table.
   if len(set(paths)) < 2:
     return ""
   shared: list[str] = []
+  # The shortest path ends the comparison.
   for names in zip(*(path.split("/") for path in paths), strict=False):
     if len(set(names)) > 1:
       break
@@ -132,8 +140,10 @@ def _folder(paths: Sequence[str]) -> str:
 
 def _by_reason(cells: Cells, reason: int) -> Mapping[str, Sequence[Row]]:
   """Returns the rows without their reason, by reason. Rows without a reason come first."""
-  words, groups = REASONS[cells.columns[reason]], dict[str, list[Row]]({"": []})
+  words = REASONS[cells.columns[reason]]
+  groups = dict[str, list[Row]]({"": []})
   for row, rest in zip(cells.rows, cells.without(reason).rows, strict=True):
+    # Rows without a reason stay in the first group, which has no line above.
     line = words + row[reason] if row[reason] else ""
     groups.setdefault(line, []).append(rest)
   return groups
@@ -146,14 +156,17 @@ def _grid(cells: Cells, groups: Mapping[str, Sequence[Row]]) -> Iterator[Rendera
     cells: all cells, which decide the widths of the columns.
     groups: the rows by the line above them; "" for none.
   """
-  widths, path = _widths(cells), cells.position(PATHS)
+  widths = _widths(cells)
+  path = cells.position(PATHS)
   part = _part(cells, widths)
+  # Lines between rows split the table into parts. Only the first part has the names.
   part.show_header = True
   for line, rows in groups.items():
     if line:
       yield from (part, paragraph(f"  {line}:"))
       part = _part(cells, widths)
     for row in rows:
+      # The path is a line of its own, and its row begins with an empty cell.
       if path is not None and cell_len(row[0]) > widths[0]:
         yield from (part, paragraph(row[0]))
         part = _part(cells, widths)
@@ -166,6 +179,7 @@ def _part(cells: Cells, widths: Sequence[int]) -> Table:
   """Returns an empty table without a header, whose columns of numbers are aligned right."""
   part = Table(box=None, padding=0, header_style="dim", show_header=False)
   for name, width, *column in zip(cells.columns, widths, *cells.rows, strict=True):
+    # A path may begin with a digit.
     is_number = name not in PATHS and all(map(_NUMBER.match, column))
     align = "right" if is_number else "left"
     if part.columns:  # Versions of Rich differ in whether a width has the padding of its column.
@@ -175,6 +189,7 @@ def _part(cells: Cells, widths: Sequence[int]) -> Table:
 
 
 def _add_row(part: Table, row: Row, widths: Sequence[int]) -> None:
+  # The empty cells are the gaps between columns.
   first, *others = (broken(cell, width) for cell, width in zip(row, widths, strict=True))
   part.add_row(first, *(cell for other in others for cell in ("", other)))
 
@@ -190,13 +205,15 @@ def _widths(cells: Cells) -> list[int]:
   first = cells.position(PATHS)
   if first is None:
     return _limited(widths, WIDTH)
+  # The column of paths is at least as wide as its name.
   least = len(cells.columns[0])
   others = _limited(widths[1:], WIDTH - least - _GAP)
   return [max(WIDTH - sum(others) - _GAP * len(others), least), *others]
 
 
 def _limited(widths: Sequence[int], available: int) -> list[int]:
-  """Returns widths of which those wider than an equal share have what the narrow ones leave."""
+  """Returns widths that fit: columns wider than an equal share divide the rest equally."""
+  # Narrow columns keep their width. The wide ones share the rest equally.
   available -= _GAP * (len(widths) - 1)
   if sum(widths) <= available:
     return [*widths]
@@ -208,8 +225,10 @@ def _limited(widths: Sequence[int], available: int) -> list[int]:
 
 def paragraph(line: str) -> Table:
   """Returns a paragraph whose lines are indented as its first line, or as the text of an item."""
+  # An item such as "1. " is indented by its number.
   text = re.sub(r"^(\d+\. )? *", "", line)
   margin = line[: len(line) - len(text)]
+  # A grid with two columns indents every line of the text.
   cells = [margin] if margin else []
   grid = Table.grid()
   grid.add_row(*cells, broken(text, WIDTH - len(margin)))
@@ -275,11 +294,15 @@ def broken_rule(code: str, width: int) -> str:
     text = match[0]
     if text == ", ":
       return ",\n  "
-    quote, pieces = text[0], _pieces(text[1:-1], max(width - _ROOM, 1))
+    # Python joins adjacent strings, so a long path may be broken into several.
+    quote = text[0]
+    pieces = _pieces(text[1:-1], max(width - _ROOM, 1))
     return "\n  ".join(f"{quote}{piece}{quote}" for piece in pieces)
 
+  # The comma after a rule in a tuple stays behind the parenthesis.
   name, _, arguments = code.partition("(")
   arguments, _, comma = arguments.rpartition(")")
+  # Strings are matched first, so a comma inside of a string breaks nothing.
   arguments = re.sub(rf"{_STRING}|, ", line_break, arguments)
   return f"{name}(\n  {arguments}\n){comma}"
 
@@ -287,6 +310,8 @@ def broken_rule(code: str, width: int) -> str:
 def _pieces(text: str, most: int) -> list[str]:
   """Returns the parts of a string as code, which end after slashes unless a name is too long."""
   units: list[str] = []
+  # A name keeps its slash. A name that is too long is broken between characters, never inside an
+  # escape.
   for name in re.findall("[^/]*/|[^/]+", text):
     units += [name] if cell_len(name) <= most else re.findall(_ATOM, name)
   pieces = [""]
