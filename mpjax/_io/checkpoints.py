@@ -74,10 +74,12 @@ def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
 
 def _encode(path: str, x: Leaf) -> tuple[str, NumpyArray]:
   """Returns the name and the array that store a leaf, see `decode`."""
+  # A Python number gets the dtype that JAX would give it: `np.asarray` alone would take 64 bits.
   if not hasattr(x, "dtype"):
     return path, np.asarray(x, jnp.result_type(x))
   if is_key(x.dtype):
     return f"{path}@{_KEY}{jax.random.key_impl(x)}", np.asarray(jax.random.key_data(x))
+  # NumPy files store the dtypes of `ml_dtypes` as void, which cannot be read back.
   array = np.asarray(x)
   if _is_registered(array.dtype):
     return f"{path}@{array.dtype.name}", array.view(_bits(array.dtype))
@@ -93,6 +95,7 @@ def leaves_by_path(tree: PyTree, where: str) -> dict[str, Leaf]:
   if isinstance(tree, Mapping) and jax.tree_util.all_leaves([tree]):
     tree = dict(tree)  # A mapping that JAX does not know, such as numpy.load of an npz file.
   leaves: dict[str, Leaf] = {}
+  # JAX tells `a["b"]` and `a.b` apart. As text, both paths are "a/b".
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     text = path_text(path)
     if text in leaves:
@@ -126,6 +129,7 @@ def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
 
   Without a valid tag they are returned as they are, because the key of a dict may hold an "@".
   """
+  # The tag is behind the last "@", so a path may hold others.
   path, _, tag = name.rpartition("@")
   try:
     if tag.startswith(_KEY):
@@ -133,6 +137,7 @@ def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
     dtype = jnp.dtype(tag)
   except (TypeError, ValueError):
     return name, x
+  # A tag counts only if the array has the bits of its dtype.
   if _is_registered(dtype) and getattr(x, "dtype", None) == _bits(dtype):
     return path, np.asarray(x).view(dtype)
   return name, x
@@ -206,19 +211,23 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   >>> bool((model.kernel[...] == saved["0/kernel"]).all())
   True
   """
+  # Compare everything before anything is read or cast, since a checkpoint may be large.
   expected = _expected_leaves(target)
   path = _checkpoint_path(restored)
   stored = restored if path is None else _metadata(path)
   stored_leaves = leaves_by_path(stored, _WHERE)
+  # A master in the other storage has another dtype, which is no misfit.
   parameter_paths = masters_to_convert(target, expected, stored_leaves, _WHERE)
   as_saved = dict(expected)  # with masters in the storage of the checkpoint
   for master in parameter_paths:
     as_saved[master] = expected[master].update(dtype=stored_leaves[master].dtype)
   if path is not None:
     restored = _read(path, stored, target, as_saved, cast)
+  # Cast parameters first: masters are converted from the parameters that the target will hold.
   leaves = _converted(_match(target, as_saved, restored, cast), as_saved)
   leaves = convert_masters(leaves, parameter_paths, _WHERE)
   is_ours = path is not None  # The caller has no reference to an array that was read here.
+  # The order of `expected` is that of the leaves of the target.
   placed = [put(leaves[name], want.sharding, alias=is_ours) for name, want in expected.items()]
   result = jax.tree.unflatten(jax.tree.structure(target), placed)
   _refuse_damaged_scale(result)
@@ -230,6 +239,7 @@ def _checkpoint_path(restored: PyTree) -> str | None:
   if not isinstance(restored, (str, os.PathLike)):
     return None
   path = os.fspath(restored)
+  # Orbax refuses relative paths. A URL of a bucket is no path of this machine.
   return path if "://" in path else os.path.abspath(path)
 
 
@@ -243,9 +253,11 @@ def _converted(leaves: Mapping[str, Leaf], expected: _Expected) -> dict[str, Lea
 
 def _refuse_damaged_scale(result: PyTree) -> None:
   """Raises if a loss scale in `result` is no positive finite number."""
+  # A dict, as `nnx.to_pure_dict` makes it, holds a state without its class. `scales_in` knows both.
   states: list[LossScaleState | None] = [*nodes_of(result, LossScaleState)]
   states += [each.state for each in scales_in(result) if each.node is not each.owner]
   for state in filter(None, states):
+    # With a scale of NaN every step would be skipped.
     scales = np.asarray(raw_value(state.scale))
     if not np.all(np.isfinite(scales) & (scales > 0)):
       raise MpjaxValueError(
@@ -272,10 +284,13 @@ def _expected_leaves(target: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
 def _sharding(x: Leaf) -> jax.sharding.Sharding | None:
   """Returns the sharding that a leaf of a target asks for; None if it may be on any device."""
   if isinstance(x, jax.Array):
+    # An uncommitted array moves to where it is needed. The result must do so, or `jit` traces
+    # again.
     return x.sharding if x.committed else None
   sharding = getattr(x, "sharding", None)
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return sharding
+  # A concrete mesh names its devices.
   if isinstance(sharding.mesh, jax.sharding.Mesh):
     return sharding
   # `jax.eval_shape` of arrays on a mesh with explicit axes gives its shape without its devices.
@@ -292,6 +307,7 @@ def _sharding(x: Leaf) -> jax.sharding.Sharding | None:
 
 def _metadata(path: str) -> PyTree:
   """Returns the tree of the Orbax checkpoint at `path`, with stand-ins for its leaves."""
+  # Orbax raises or returns no metadata, depending on what is at the path.
   with ocp.StandardCheckpointer() as checkpointer:
     try:
       metadata = checkpointer.metadata(path).item_metadata
@@ -301,7 +317,7 @@ def _metadata(path: str) -> PyTree:
       raise MpjaxValueError(
         "mpjax.checkpoints.restore_like(restored)",
         expected="the path of an Orbax checkpoint, a folder that holds _METADATA",
-        got=f"{path}, which is none",
+        got=f"{path}, which holds no checkpoint",
         fix="A CheckpointManager writes to directory/step/default. Read other files first: "
         "numpy.load(path), flax.serialization.msgpack_restore(bytes).",
       )
@@ -314,13 +330,16 @@ def _read(path: str, stored: PyTree, target: PyTree, expected: _Expected, cast: 
   First its metadata `stored` is compared with `target`, so that an error takes no time. Arrays are
   read to the sharding that `expected` asks for, or to the host.
   """
+  # A mismatch must not show after minutes of reading.
   _match(target, expected, stored, cast)
 
   def placed(key_path: KeyPath, x: Leaf) -> Leaf:
+    # The checkpoint may store encoded leaves, whose names have tags.
     path, _ = _resolve(path_text(key_path), x, expected)
     sharding = expected[path].sharding
     if is_key(expected[path].dtype):
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_everywhere(sharding))
+    # Orbax reads such leaves to the host.
     if sharding is None or not isinstance(x, np.ndarray):
       return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -331,10 +350,12 @@ def _read(path: str, stored: PyTree, target: PyTree, expected: _Expected, cast: 
 
 def _stand_in(metadata: Any) -> Leaf:
   """Returns a leaf with the type, dtype and shape of a stored one, in almost no memory."""
+  # A Python number is restored as one.
   if isinstance(metadata, ocp.metadata.ScalarMetadata):
     return np.zeros((), metadata.dtype).item()
   if isinstance(metadata, ocp.metadata.StringMetadata):
     return ""
+  # A broadcast view has the shape, and the memory of one element.
   return np.broadcast_to(np.zeros((), metadata.dtype), metadata.shape)
 
 
@@ -348,13 +369,15 @@ def _everywhere(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding
 
 
 def _match(target: PyTree, expected: _Expected, restored: PyTree, cast: bool) -> dict[str, Leaf]:
-  """Returns the leaves of `restored` by path, or raises if they are not those of `target`."""
+  """Returns the leaves of `restored` by path, or raises if they do not fit `target`."""
   leaves: dict[str, Leaf] = {}
   for name, leaf in leaves_by_path(restored, _WHERE).items():
     path, x = _resolve(name, leaf, expected)
     if path in leaves:
       raise same_path(_WHERE, path)
     leaves[path] = x
+  # The label of a loss scale is part of its path, so another configuration misses paths too. Its
+  # error says more.
   _refuse_other_configuration(target, leaves)
   _refuse_other_paths(target, expected, leaves)
   _refuse_misfits(expected, leaves, cast)
@@ -377,7 +400,7 @@ def _refuse_other_paths(target: PyTree, expected: _Expected, leaves: Mapping[str
 
 
 def _advice_on_paths(target: PyTree, missing: Sequence[str], extra: Sequence[str]) -> str:
-  """Returns what to do about paths of the target that are missing, and about others."""
+  """Returns advice on paths that are missing, and on paths that the target lacks."""
   # A variable of NNX has its array at "value"; `nnx.to_pure_dict` has no variables.
   has_variables = any(map(is_nnx_variable, jax.tree.leaves(target, is_leaf=is_nnx_variable)))
   if has_variables and any(f"{path}/value" in missing for path in extra):
@@ -391,14 +414,14 @@ def _advice_on_paths(target: PyTree, missing: Sequence[str], extra: Sequence[str
       "nnx.to_pure_dict, and write the result with nnx.update(model, result)."
     )
   return (
-    "Build target as the state was when it was saved, or read the checkpoint first, "
-    "StandardCheckpointer().restore(path): then pass a part of it, restored['params'], or add "
-    "what is missing."
+    "Build target as the state was when it was saved. Or read the checkpoint first with "
+    "StandardCheckpointer().restore(path). Then pass a part of it, restored['params'], or add "
+    "the missing leaves."
   )
 
 
 def _refuse_misfits(expected: _Expected, leaves: Mapping[str, Leaf], cast: bool) -> None:
-  """Raises if leaves differ from those of the target in dtype or shape, apart from a `cast`."""
+  """Raises if leaves differ from the target in dtype or shape, apart from a `cast`."""
   misfits = {path: misfit(leaves[path], want, cast=cast) for path, want in expected.items()}
   wrong = [path for path, text in misfits.items() if text]
   if wrong:
@@ -412,24 +435,24 @@ def _refuse_misfits(expected: _Expected, leaves: Mapping[str, Leaf], cast: bool)
 
 def _resolve(name: str, x: Leaf, expected: _Expected) -> tuple[str, Leaf]:
   """Returns the path and the leaf that were saved as `name` and `x`."""
+  # A path of the target that holds an "@" is taken as it is.
   path, x = (name, x) if name in expected else decode(name, x)
   return path, as_array(x, expected[path]) if path in expected else x
 
 
 def _advice_on_leaves(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:
-  """Returns what to do about leaves that do not fit, each beside the one that was expected."""
+  """Returns advice on leaves that do not fit, each beside the expected leaf."""
+  # Only the rounding is refused, which `cast=True` allows.
   if all(is_floating(x) and is_floating(want) and x.shape == want.shape for x, want in pairs):
-    return (
-      "Pass cast=True to convert them, or restore into a target with the dtypes of what was saved."
-    )
+    return "Pass cast=True to convert them, or restore into a target with the saved dtypes."
   if any(getattr(x, "dtype", np.dtype(bool)).type is np.void for x, _ in pairs):
     return (
       "NumPy files store bfloat16 as void: save the arrays of mpjax.checkpoints.to_arrays, or call "
       ".view(jnp.bfloat16) on those that were saved without it."
     )
   return (
-    "Build target as the state was when it was saved: cast=True is for floating dtypes alone, "
-    "shapes, integers, booleans and keys never change."
+    "Build target as the state was when it was saved. cast=True changes floating dtypes only. "
+    "Shapes, integers, booleans and keys never change."
   )
 
 
@@ -437,9 +460,12 @@ def _refuse_other_configuration(target: PyTree, leaves: Mapping[str, Leaf]) -> N
   """Raises if a loss scale was saved under another configuration, whose label is in the path."""
   for key_path, _, state in scaling_states(target):
     place = path_text(key_path)
+    # Labels are keys of a dict, and so the first part of the path below "loss_scale".
     inside = _below(place, leaves)
     saved = {path.partition("/")[0] for path in _below("loss_scale", inside)}
+    # `NoLossScale` has an empty state, and no path in a checkpoint.
     configured = {label for label, value in state.loss_scale.items() if value != ()}
+    # Without any leaf at the place, the error about missing paths says more.
     if not inside or saved == configured:
       continue
     raise MpjaxValueError(

@@ -67,25 +67,30 @@ def convert(
   >>> [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (params, half)]
   [40, 28]
   """
+  # Check the arguments before any array is cast.
   base = parse_policy(policy, f"{_WHERE}(policy)")
   config = parse_config(_WHERE, base, rules, unmatched=unmatched)
   _refuse_rules_without_path(config.rules)
   _check_params(params["params"] if _has_collections(params) else params)
+  # Rules and names of norms refer to paths within the parameters.
   paths, leaves = _parameter_paths(params), jax.tree.leaves(params)
   by_path = {path: x for path, x in zip(paths, leaves, strict=True) if path is not None}
   _check_matches(config, by_path, stacklevel=2)
+  # A norm is known by the names of several leaves, so all leaves are needed first.
   norms = _norms(by_path)
   dtypes: list[DType | None] = []
   for path, x in zip(paths, leaves, strict=True):
     if path is None:
       dtypes.append(None)
     else:
+      # The parent of a leaf is the node that may be a norm.
       default = FLOAT32 if path[:-1] in norms else base.compute_dtype
       dtypes.append(_dtype(x, path, config.rules, default))
   return cast_leaves(params, dtypes, f"{_WHERE}(params)")
 
 
 def _refuse_rules_without_path(rules: Iterable[Rule]) -> None:
+  # A rule for a class of modules cannot match, because a tree of arrays has no modules.
   wrong = [repr(rule) for rule in rules if rule.path is None]
   if wrong:
     raise MpjaxValueError(
@@ -112,11 +117,13 @@ def _check_params(params: object) -> None:
 
 
 def _problem(params: object) -> tuple[str, str] | None:
-  """Returns what `params` is instead of a tree of parameters, and the remedy."""
+  """Returns a description of `params` and advice; None if it is a tree of parameters."""
+  # An `nnx.State` is a mapping, and a tree of parameters.
   if _is_nnx(params) and not isinstance(params, Mapping):
     got = f"the NNX module {type(params).__name__}"
     fix = "Pass nnx.state(model), or write mpjax.nnx.convert(view, *inputs)."
     return got, fix
+  # Linen, Haiku and `PolicyModule` have both methods.
   if hasattr(params, "apply") and hasattr(params, "init"):
     got = f"a model ({type(params).__name__})"
     fix = "Pass its variables, or write with_policy(model, policy).convert(variables, *inputs)."
@@ -130,11 +137,13 @@ def _problem(params: object) -> tuple[str, str] | None:
 
 
 def _is_nnx(x: object) -> bool:
+  # Subclasses of users are in their own modules, so look at the base classes.
   return any(c.__module__.startswith("flax.nnx.") for c in type(x).__mro__)
 
 
 def _is_state(x: object) -> bool:
   """Whether a node is the state of an optimizer, or a training state that holds one."""
+  # `flax.training.TrainState` is known by its field. A dict may have such a key.
   if hasattr(x, "opt_state") and not isinstance(x, Mapping):
     return True
   # Two classes of optax are in trees of parameters: `MaskedNode`, which has no fields, and
@@ -148,12 +157,14 @@ def _parameter_paths(params: Params) -> list[Path | None]:
   paths = leaf_paths(params)
   if not _has_collections(params):
     return [*paths]
+  # Batch statistics stay in float32.
   return [path[1:] if path[0] == "params" else None for path in paths]
 
 
 def _check_matches(config: PolicyConfig, paths: Iterable[Path], stacklevel: int) -> None:
   """Raises or warns if a rule matches no leaf and no node around one."""
   record = ModuleRecord(config)
+  # A rule may name a node, so the paths above each leaf count as well.
   record.note_paths(sorted(around("/".join(path) for path in paths)))
   record.check("in the tree", stacklevel + 1, kind="node")
 
@@ -162,6 +173,7 @@ def _norms(leaves: Mapping[Path, Leaf]) -> set[Path]:
   """Returns the paths of the nodes that seem to be norms, by the leaves right inside them."""
   ranks: dict[Path, dict[str, int]] = {}
   for path, x in leaves.items():
+    # A leaf at the root has no node whose name could tell a norm.
     if len(path) > 1 and is_floating(x):
       ranks.setdefault(path[:-1], {})[path[-1]] = x.ndim
   return {node for node, of_node in ranks.items() if _is_norm(node[-1], of_node)}
@@ -173,6 +185,7 @@ def _is_norm(name: str, ranks: Mapping[str, int]) -> bool:
   if names & _SCALES and names <= _SCALES | _BESIDE:
     # Ranks do not count: arrays of layers that were scanned over are stacked.
     return True
+  # A dense layer has a "weight" of two axes, and a norm one of one axis.
   are_vectors = max(ranks.values()) <= 1
   if "norm" in name.lower():
     return are_vectors or names <= _SCALES | _BESIDE | {"weight"}
@@ -181,6 +194,7 @@ def _is_norm(name: str, ranks: Mapping[str, int]) -> bool:
 
 def _dtype(x: Leaf, path: Path, rules: Sequence[Rule], default: DType) -> DType | None:
   """Returns the dtype to which a leaf is cast, `default` without a rule; None leaves it."""
+  # From the leaf outwards: the rule of the innermost node wins.
   for n in range(len(path), -1, -1):
     rule = first_match(rules, None, "/".join(path[:n]))
     if rule is not None:

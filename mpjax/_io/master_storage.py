@@ -25,7 +25,7 @@ class _Parameters(NamedTuple):
   """The parameters of a target by path, and the paths of the nodes that hold them."""
 
   leaves: dict[Path, Leaf]
-  nodes: set[Path]  # those of the leaves, too
+  nodes: set[Path]  # including the leaves
 
 
 def masters_to_convert(
@@ -43,13 +43,17 @@ def masters_to_convert(
     MpjaxValueError: masters were saved in 17 bits; or `target` has no parameters of these masters,
       or has them twice.
   """
+  # States of optax hold trees with the paths of parameters. The parameters are outside of all
+  # states.
   params = _parameters(target)
   parameter_paths: dict[str, str] = {}
   for state_path, state in _nodes_with_path(target, MasterWeightsState):
     place = f"{state_path}/master".lstrip("/")
     _refuse_17_bits(place, expected, stored, where)
     masters = _masters(state)
+    # A hole stands for a parameter that `optax.masked` left out. It has no array.
     paths = {x: "/".join((place, *x)) for x, master in masters.items() if not is_hole(master)}
+    # Masters in the storage of the target are compared like all leaves.
     changed = {x: path for x, path in paths.items() if _storage_changes(path, expected, stored)}
     root = _root(masters, set(changed), params, place, where) if changed else None
     if root is not None:
@@ -61,6 +65,7 @@ def _parameters(target: PyTree) -> _Parameters:
   """Returns the leaves of `target` that are not in the state of an optimizer."""
   leaves = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_state)
   params = {_names_of(path): x for path, x in leaves if not _is_state(x)}
+  # Masters may belong to a part of the tree, so every node is a candidate.
   nodes = {path[:n] for path in params for n in range(len(path) + 1)}
   return _Parameters(params, nodes)
 
@@ -68,6 +73,7 @@ def _parameters(target: PyTree) -> _Parameters:
 def _is_state(x: object) -> bool:
   """Whether a node is the state of an optimizer, which may hold copies of the parameters."""
   library = type(x).__module__.partition(".")[0]
+  # A `TrainState` holds the parameters, so the search goes on inside of it.
   return hasattr(x, "_fields") and library in ("mpjax", "optax") and not isinstance(x, TrainState)
 
 
@@ -86,6 +92,7 @@ def _refuse_17_bits(
 ) -> None:
   """Raises if the masters at `place` were saved with a parity array, as early versions did."""
   prefix = f"{place}/parity/"
+  # The target may have a parameter that is called "parity".
   if any(f"{path}/".startswith(prefix) and path not in expected for path in stored):
     raise MpjaxValueError(
       where,
@@ -97,7 +104,7 @@ def _refuse_17_bits(
 
 
 def _masters(state: MasterWeightsState) -> dict[Path, Leaf]:
-  """Returns the masters of a state, and an `optax.MaskedNode` for what optax has masked."""
+  """Returns the masters of a state by path. A masked parameter has an `optax.MaskedNode`."""
   leaves = jax.tree_util.tree_leaves_with_path(state.master, is_leaf=is_hole)
   # A float32 parameter has None: it is its own master.
   return {_names_of(path): master for path, master in leaves if master is not None}
@@ -105,6 +112,7 @@ def _masters(state: MasterWeightsState) -> dict[Path, Leaf]:
 
 def _storage_changes(path: str, expected: Mapping[str, Leaf], stored: Mapping[str, Leaf]) -> bool:
   """Whether the master at `path` is float32 in the target and a remainder in the file, or back."""
+  # A leaf may be missing from either side.
   dtypes = {str(getattr(leaves.get(path), "dtype", "")) for leaves in (expected, stored)}
   return dtypes == {"float32", "int16"}
 
@@ -117,19 +125,23 @@ def _root(
   Raises:
     MpjaxValueError: there is no such tree, or there are several.
   """
+  # A root fits if it has a parameter of the right shape for each master.
   roots = _roots(masters, params)
   arrays = [x for x, master in masters.items() if not is_hole(master)]
+  # Only masters of bfloat16 parameters are split. Others, such as those of float16, are float32
+  # always.
   bfloat16 = {x for root in roots for x in arrays if params.leaves[root + x].dtype == jnp.bfloat16}
   if not bfloat16 <= changed:
     # A storage has all masters of bfloat16 parameters in one form, and here only some of them
     # changed. The comparison with the target names these.
     return None
+  # Two models of one structure would both fit. Their parameters would give wrong masters.
   if len(roots) != 1 or bfloat16 != changed:
     names = listed(["/".join(root) or "the root" for root in roots]) or "none"
     raise MpjaxValueError(
       where,
       expected="one tree of bfloat16 parameters beside the split masters",
-      got=f"{names} for those at {place}",
+      got=f"{names} for the masters at {place}",
       fix="Restore parameters and optimizer state in one tree, such as a mpjax.TrainState or "
       '{"params": params, "opt_state": opt_state}. Restore several models one by one.',
     )
@@ -164,6 +176,7 @@ def convert_masters(
   result = dict(leaves)
   for path, parameter_path in parameter_paths.items():
     master, param = jnp.asarray(leaves[path]), jnp.asarray(leaves[parameter_path])
+    # The file has remainders and the target wants float32, or the reverse.
     if master.dtype == jnp.int16:
       result[path] = join(param, master)
     else:
@@ -173,6 +186,7 @@ def convert_masters(
 
 def _split(master: Array, param: Array, path: str, where: str) -> Array:
   """Returns the int16 remainder of a float32 master, or raises if `param` does not belong to it."""
+  # Join the parts again to check that the parameter is the rounded master.
   remainder = split(master, param)
   before, after = np.asarray(bounded(master)), np.asarray(join(param, remainder))
   # A master half-way between two parameters may become one ulp less.

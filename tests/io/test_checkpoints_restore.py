@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
   for target, restored, got, fix, *expected in (
     (named, tmp_path / "text", "'' for float32[2] at name. ", build),
     (W, twice, "two at 'w'", "Rename", "different paths"),
-    (DYNAMIC, partial, "nothing at inner_state/0/trace/w. ", "add what is missing", LEAVES),
+    (DYNAMIC, partial, "nothing at inner_state/0/trace/w. ", "add the missing leaves", LEAVES),
     (both, {"params": W}, "nothing at opt_state/", build, LEAVES),
   ):
     misfit(target, restored, got, fix, *expected)
@@ -367,7 +367,8 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
     manager.wait_until_finished()
   assert_same(restore_like({"w": jnp.zeros(2)}, tmp_path / "manager" / "1" / "default"), W)
   for kind in ("nothing", "empty", "file", "manager"):
-    got, expected = f"{tmp_path / kind}, which is none", "the path of an Orbax checkpoint"
+    got = f"{tmp_path / kind}, which holds no checkpoint"
+    expected = "the path of an Orbax checkpoint"
     misfit(W, tmp_path / kind, got, "directory/step/default", expected, OF_RESTORED, cast=False)
 
 

@@ -158,7 +158,9 @@ DAMAGED = WIDE | {"p": start() | {"b": jnp.ones(16, jnp.bfloat16)}}
 CONVERT = 'a state of storage="float32", save that, and restore it here'
 FITS = "leaves of the dtype and shape of target", "[16] at s/master/b", "Build target as the state"
 BESIDE = "one tree of bfloat16 parameters beside the split masters"
-ALONE, SEVERAL = ((BESIDE, f"{x} for those at s/master", "in one tree") for x in ("none", "a; b"))
+ALONE, SEVERAL = (
+  (BESIDE, f"{x} for the masters at s/master", "in one tree") for x in ("none", "a; b")
+)
 ROUNDED = "the parameters that belong to the split masters", "at s/master/b", "cast_to_param"
 REFUSED = {
   "a 17th bit in files of old": (SPLIT, OLD, "int16 remainders", "s/master", CONVERT),
