@@ -11,6 +11,7 @@ from mpjax._policy.formats import MXFP8, NVFP4, Float8, Int8
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule
 
+# Type checkers and editors read these imports. At run time each name is imported on first use.
 if TYPE_CHECKING:
   from mpjax import checkpoints as checkpoints
   from mpjax import linen as linen
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# One line for each topic.
 __all__ = ["OpLists", "Policy", "Rule"]
 __all__ += ["MXFP8", "NVFP4", "Float8", "Int8"]
 __all__ += ["autocast", "full_precision", "low_precision", "policy_scope", "with_policy"]
@@ -97,6 +99,7 @@ _ON_FIRST_USE = {
 """The modules that are imported when one of their names is first used. The type checkers' imports
 are the same list."""
 
+# The module of each name.
 _HOMES = {name: f"mpjax.{home}" for home, names in _ON_FIRST_USE.items() for name in names.split()}
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -108,6 +111,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
   def __getattr__(name: str) -> object:
     if name not in (*__all__, *_MODULES):
       # A name that Python itself asks for, such as __path__, loads nothing.
+      # A name may have moved into a submodule, so look for the nearest there as well.
       homes = () if name.startswith("_") else ("errors", "reports", "states")
       inner = [f"{m}.{n}" for m in homes for n in importlib.import_module(f"mpjax.{m}").__all__]
       near = ", ".join(nearest(name, [*__all__, *_MODULES, *inner]))

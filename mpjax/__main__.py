@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--json", action="store_true", help="print JSON instead of text")
   parser.add_argument("--html", metavar="PATH", help="also write a page of HTML")
   options = parser.parse_args(argv)
+  # A message is enough for these errors. A traceback would hide it.
   try:
     report = doctor()
     if options.html is not None:
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (RuntimeError, OSError) as error:  # JAX finds no device, or the file cannot be written.
     sys.stderr.write(f"python -m mpjax doctor: {str(error).splitlines()[0]}\n")
     return 2
+  # Standard output has the report alone, so JSON can be piped.
   sys.stdout.write(f"{report.to_json() if options.json else report}\n")
   return 0
 

@@ -60,13 +60,16 @@ def with_policy(
   dtype(bfloat16)
   """
   framework = framework_of(model)
-  where, fix = "mpjax.with_policy(model)", "Both are for functions only."
+  where = "mpjax.with_policy(model)"
+  # Flax is imported only for a model of Flax. The class of a model is no model.
   if not isinstance(model, type) and framework in ("Linen", "NNX"):
     if ops is None and data_argnums == ():
       adapter = importlib.import_module(f"mpjax.{framework.lower()}")
       return adapter.with_policy(model, policy, rules, unmatched=unmatched)
     expected = f"no ops= and no data_argnums= for a Flax {framework} model"
     got = f"ops={ops!r}, data_argnums={data_argnums!r}"
+    fix = "Leave them out: they are for functions."
+  # A Flax model of Hugging Face holds a Linen module, which only a scope reaches.
   elif holds_linen_module(model):
     expected = _EXPECTED
     got = f"a {type(model).__name__} around a Linen module"
@@ -74,11 +77,13 @@ def with_policy(
   elif isinstance(model, type) or framework is not None or not callable(model):
     expected = _EXPECTED
     got, fix = not_a_model(model)
+  # A function has no list of modules to match rules against before it runs.
   elif unmatched == "raise":
     policy = "float32" if policy is None else policy
     function: Any = autocast(model, policy, ops=ops, rules=rules, data_argnums=data_argnums)
     return function
   else:
-    expected, got = "no unmatched= for a function", repr(unmatched)
-    fix = "A rule that no named scope matches is an error when the function is called."
+    expected = "no unmatched= for a function"
+    got = repr(unmatched)
+    fix = "Leave it out: a rule that no named scope matches is an error when the function runs."
   raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
