@@ -75,20 +75,14 @@ def train_gpt(policy: str, steps: int, seeds: int, on_step: Callable[[], Any]) -
   state = jax.eval_shape(training.start, jax.random.key(0))
   tokens = jax.ShapeDtypeStruct((gpt.ROWS, model.context + 1), "int32")
   audit = mpjax.audit(training.step)(state, tokens)
-  return Trained([float(np.exp(loss)) for loss in losses], share_of(audit))
+  return Trained([float(np.exp(loss)) for loss in losses], audit.format_share)
 
 
 def train_experts(policy: str, steps: int, seeds: int, on_step: Callable[[], Any]) -> Trained:
   """Returns losses of images that were not trained on."""
   network = moe.Network(width=128)
   losses, audit = moe.train(policy, steps, on_step, seeds=seeds, network=network).state
-  return Trained(losses, share_of(audit))
-
-
-def share_of(audit: mpjax.reports.AuditReport) -> float:
-  """Returns the share of the matmuls' FLOPs in a format, emulated or not."""
-  inside = sum(row.flops for row in audit.float8 if not row.reason)
-  return inside / sum(audit.flops.values())
+  return Trained(losses, audit.format_share)
 
 
 MODELS = {

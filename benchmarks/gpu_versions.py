@@ -164,5 +164,5 @@ def tree(flat: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def float8_matmuls(version: Version, state: Any, batch: Any) -> int:
   """Returns how many matmuls of a step are in float8."""
-  found = mpjax.audit(version.step)(state, *batch).float8
+  found = mpjax.audit(version.step)(state, *batch).formats
   return sum(not matmul.reason for matmul in found)

@@ -120,7 +120,7 @@ def train(policy, steps, on_step, *, seeds=SEEDS, network=NETWORK):
     f"training loss, last tenth, {seeds} seeds": spread(losses[:, -max(1, steps // 10) :].mean(1)),
     "test loss": spread(tested),
     "wrong test images, %": spread([100 * (1 - each) for each in right]),
-    "matmuls in float8": f"{100 * audit.float8_share:.1f} %",
+    "matmuls in a format": f"{100 * audit.format_share:.1f} %",
   }
   return side_by_side.Run(losses.mean(0), figures, (tested, audit))
 

@@ -50,8 +50,8 @@ class Kind(NamedTuple):
   # The dtype of its variable, if that differs. A low-precision value is in a float32 variable if
   # its gradients are summed in float32.
   variable: DType | None = None
-  # Whether it is one parameter, perhaps moved, scaled or cast by the user. Recipes for matmuls,
-  # such as float8, need to know.
+  # Whether it is one parameter, perhaps moved, scaled or cast by the user. Recipes for
+  # matmuls in a format need to know.
   weight: bool = False
   # All values that its elements may have, if they are few, as for literals and masks.
   numbers: tuple[float, ...] | None = None

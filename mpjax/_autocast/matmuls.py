@@ -86,7 +86,7 @@ def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: 
     recipe = recipe_of(policy.matmul)
     reason = _why_no_recipe(eqn, values, recipe, place, rewriter.settings)
     if reason is not None:
-      eqn = rewriter.explained(eqn, "float8", reason)
+      eqn = rewriter.explained(eqn, "format", f"{recipe.name}:{reason}")
       recipe = None
   if recipe is None and _has_own_precision(eqn, place):
     return rewriter.untouched(eqn, role=Role.ACTIVATION)

@@ -34,7 +34,7 @@ OWN_DTYPE = PREFIX + "own-dtype="
   POLICY_ENDS: the result of a policy, and its dtype.
   LAYER_ENDS: the result of a Flax layer with a `dtype`, and the compute dtype.
   AS_GIVEN: a layer that returns the dtype of its argument, such as dropout.
-  TABLE: a module whose own matmuls are not in float8.
+  TABLE: a module whose own matmuls are in no format.
   OWN_DTYPE: the class of a module whose own low-precision `dtype` was replaced by float32.
 """
 
@@ -43,8 +43,11 @@ AS_IT_IS = "as-it-is"
 AS_IT_IS_IN = f"{AS_IT_IS}-in="
 """Begins the text of a region that is called in a dtype and not rewritten."""
 
-NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("float8", "low")}
-"""Prefixes of the reasons why a matmul is not in a precision, for `mpjax.audit`."""
+NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("format", "low")}
+"""Prefixes of the reasons why a matmul is not in a precision, for `mpjax.audit`.
+
+Of a format, the reason follows the name of the recipe and a colon.
+"""
 
 
 @functools.lru_cache(maxsize=1024)

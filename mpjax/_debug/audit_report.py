@@ -15,7 +15,13 @@ from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Args, Function, Kwargs, Leaf, P, is_low_precision
 from mpjax._debug.arguments import Argument, Call, name_by_parameters, parameter_trees
-from mpjax._debug.audit_tables import find_float8, find_modules, find_operations, residual_bytes
+from mpjax._debug.audit_tables import (
+  asked_recipes,
+  find_formats,
+  find_modules,
+  find_operations,
+  residual_bytes,
+)
 from mpjax._debug.collectives import compiled_collectives
 from mpjax._debug.findings import DTYPES, Finding, summed_over_layers, unnumbered
 from mpjax._debug.kernels import UNKNOWN, find_kernels, is_unknown_in_float32
@@ -34,7 +40,7 @@ _TABLES = {
   "on_purpose": ("Float32 on purpose", "module, because of, FLOPs"),
   "lossy": ("Low precision where float32 is safer", "module, operation, pass, line, risk"),
   "modules": ("Modules", "module, params, activations, gradients, FLOPs, decided by"),
-  "float8": ("Formats of matmuls", "module, FLOPs, format, in no format because"),
+  "formats": ("Formats of matmuls", "module, FLOPs, format, in no format because"),
   "collectives": ("Between devices", "module, operation, dtype, bytes, times"),
 }
 """The heading and the columns of the table of each field, in the order of the page."""
@@ -63,7 +69,8 @@ class AuditReport(Report):
     on_purpose: matmuls that are float32 because a rule, or the code, asks for it.
     risks: low-precision values that reach an operation which magnifies their error.
     lossy: operations in low precision for which float32 would be safer.
-    float8: each matmul and its format, or why it is in none; () where nothing asks for a format.
+    recipes: the names of the recipes that policies ask for.
+    formats: each matmul and its format, or why it is in none; () where nothing asks for a format.
     collectives: the collectives of a compiled program by module; () without `compiled=`.
     modules: dtypes and FLOPs by module. The module with the most FLOPs comes first.
     operations: how often each primitive runs in each dtype, and the bytes of its results. The dtype
@@ -87,7 +94,8 @@ class AuditReport(Report):
   on_purpose: tuple[Finding, ...]
   risks: tuple[Risk, ...]
   lossy: tuple[Finding, ...]
-  float8: tuple[Finding, ...]
+  recipes: tuple[str, ...]
+  formats: tuple[Finding, ...]
   collectives: tuple[Finding, ...]
   modules: tuple[Finding, ...]
   operations: tuple[Finding, ...]
@@ -104,12 +112,14 @@ class AuditReport(Report):
     return math.nan if unknown else _share(self.flops, _LOW)
 
   @property
-  def float8_share(self) -> float:
-    """The share of the matmuls' FLOPs with operands in 8 bits or fewer; NaN without matmuls.
+  def format_share(self) -> float:
+    """The share of the matmuls' FLOPs in a format, emulated or not; NaN without matmuls."""
+    total = sum(self.flops.values())
+    return sum(row.flops for row in self._in_a_format) / total if total else math.nan
 
-    Experts in formats with blocks do not count: their operands are dequantised before the matmul.
-    """
-    return _share(self.flops, _8_BIT)
+  @property
+  def _in_a_format(self) -> list[Finding]:
+    return [row for row in self.formats if not row.reason]
 
   def assert_no_leaks(self, ignore: Iterable[str] = ()) -> None:
     """Raises an error if there is a leak, for tests.
@@ -143,7 +153,7 @@ class AuditReport(Report):
     return (
       Section.cut(
         "Precision audit",
-        "pass, matmuls, 16 bit, 8 bit, float32",
+        "pass, matmuls, 16 bit, ≤ 8 bit, float32",
         self._passes(),
         self._first_lines(),
       ),
@@ -165,11 +175,9 @@ class AuditReport(Report):
 
   def _first_lines(self) -> list[str]:
     lines = [self._headline()]
-    if self.float8:
-      inside = [row for row in self.float8 if not row.reason]
-      formats = " and ".join(dict.fromkeys(row.dtype for row in inside)) or "float8"
-      share = sum(row.flops for row in inside) / sum(self.flops.values())
-      lines.append(f"{percent(share)} of the matmuls' FLOPs in {formats}")
+    if self.formats:
+      formats = dict.fromkeys(row.dtype for row in self._in_a_format) or self.recipes
+      lines.append(f"{percent(self.format_share)} of the matmuls' FLOPs in {' and '.join(formats)}")
     if self.accumulation:
       lines.append(f"Accumulation: {self._accumulation()}")
     if self.residual_bytes:
@@ -249,7 +257,7 @@ class AuditReport(Report):
       (name, *(_runs_and_bytes(group, sizes) for sizes in (_16_BIT, _8_BIT, _WIDE)))
       for name, group in by_bytes
     ]
-    columns = "operation, 16 bit, 8 bit, float32"
+    columns = "operation, 16 bit, ≤ 8 bit, float32"
     return Section.cut("Operations: runs, and bytes of results", columns, rows)
 
 
@@ -428,7 +436,8 @@ def _report(
     on_purpose=on_purpose,
     risks=tuple(risks_of(graph, parameters)),
     lossy=find_lossy(graph),
-    float8=find_float8(graph, compiled),
+    recipes=asked_recipes(graph),
+    formats=find_formats(graph, compiled),
     collectives=compiled_collectives(compiled, graph) if compiled else (),
     modules=find_modules(graph, record, parameters),
     operations=find_operations(graph),

@@ -1,4 +1,4 @@
-"""The tables of an audit: modules, operations by dtype, float8, bytes between the passes."""
+"""The tables of an audit: modules, operations by dtype, formats, bytes between the passes."""
 
 import collections
 import dataclasses
@@ -18,8 +18,8 @@ from mpjax._matmul.block_dot import block_dot_p
 from mpjax._policy.active import AuditRecord
 from mpjax._policy.dtypes import hardware_of
 
-_NO_FLOAT8_POLICY, _IN_FLOAT32 = "its policy has no float8", "it is in float32"
-"""Why a matmul is not in float8 where nothing asks for it."""
+_NO_FORMAT, _IN_FLOAT32 = "its policy has no format", "it is in float32"
+"""Why a matmul is in no format where nothing asks for one."""
 
 _OF_CUDNN = "__cudnn$blockScaledDot"
 """The operation of a compiled program that multiplies operands with scales in blocks."""
@@ -85,7 +85,7 @@ def _decided_by(operation: Operation, record: AuditRecord) -> str:
 def _count_results(module: _Module, operation: Operation) -> None:
   is_scaling = operation.where.marked(RECIPE) is not None and not operation.facts.flops
   if is_scaling:
-    return  # The casts and scales of float8 are part of its matmul.
+    return  # The casts and scales of a format are part of its matmul.
   elements = _elements_by_dtype(operation.results)
   if operation.where.direction == "forward":
     module.activations += elements
@@ -166,7 +166,7 @@ def _itemsize(dtype: DType) -> int:
   return dtype.itemsize
 
 
-def find_float8(graph: Graph, compiled: str = "") -> tuple[Finding, ...]:
+def find_formats(graph: Graph, compiled: str = "") -> tuple[Finding, ...]:
   """Returns the matmuls by format and by why they are in none; () if nothing asks for one.
 
   Args:
@@ -175,26 +175,37 @@ def find_float8(graph: Graph, compiled: str = "") -> tuple[Finding, ...]:
   """
   rows: list[Finding] = []
   for operation, _, flops in graph.matmuls():
-    reason = _why_not_float8(operation)
+    reason = _why_in_no_format(operation)
     dtype = "" if reason else _format_of(operation, compiled)
     rows.append(Finding(operation.where.path, dtype=dtype, reason=reason, flops=flops))
-  is_asked = any(row.reason not in (_NO_FLOAT8_POLICY, _IN_FLOAT32) for row in rows)
+  is_asked = any(row.reason not in (_NO_FORMAT, _IN_FLOAT32) for row in rows)
   return summed(rows) if is_asked else ()
 
 
-def _why_not_float8(matmul: Operation) -> str:
-  """Returns why a matmul is not in float8, or in another format; "" if it is."""
+def _why_in_no_format(matmul: Operation) -> str:
+  """Returns why a matmul is in no format; "" if it is in one."""
   operands = matmul.operands[:2]
   if EMULATED in matmul.where.scopes:
     return ""
   if all(v.dtype is not None and v.dtype.itemsize == 1 for v in operands):
     return ""
-  if reason := matmul.where.marked(NOT_IN["float8"]):
-    return reason
+  left_out = matmul.where.marked(NOT_IN["format"])
+  if left_out is not None:
+    return left_out.partition(":")[2]
   recipe = matmul.where.marked(RECIPE)
   if recipe is not None:
     return f'{recipe.rpartition(":")[2]}="half"'
-  return _IN_FLOAT32 if any(v.is_wide for v in operands) else _NO_FLOAT8_POLICY
+  return _IN_FLOAT32 if any(v.is_wide for v in operands) else _NO_FORMAT
+
+
+def asked_recipes(graph: Graph) -> tuple[str, ...]:
+  """Returns the names of the recipes that the policies of matmuls ask for."""
+  marks = (
+    operation.where.marked(mark)
+    for operation, *_ in graph.matmuls()
+    for mark in (RECIPE, NOT_IN["format"])
+  )
+  return tuple(dict.fromkeys(mark.partition(":")[0] for mark in marks if mark is not None))
 
 
 def _format_of(matmul: Operation, compiled: str) -> str:

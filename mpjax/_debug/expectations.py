@@ -73,7 +73,7 @@ class Expectations:
       return "mpjax.full_precision"
     # A recipe computes scales and casts in float32 around its matmul.
     if operation.where.marked(RECIPE) is not None and not _is_matmul(operation):
-      return "the scaling of float8"
+      return "the scaling of a format"
     as_traced = _as_traced(operation)
     # A policy does not rewrite such an equation. Without a policy, the user chose its dtype.
     if as_traced and self.marked:

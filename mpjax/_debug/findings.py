@@ -22,8 +22,8 @@ class Finding(NamedTuple):
       kernel: the dtypes of its operands. For a matmul: its format, and whether that is emulated.
     source: the line; None if unknown.
     reason: the reason of the row. For a leak: why it is float32. For a module: the rule that
-      decided, or the `dtype` that its policy overrules. For a matmul: why it is not in float8, ""
-      if it is.
+      decided, or the `dtype` that its policy overrules. For a matmul: why it is in no format, ""
+      if it is in one.
     kind: the kind of the cause of a leak: "parameter", "argument", "constant", "number" (with a
       dtype, such as `np.float32(2)`), "filled" (an array filled with such a number), "cast" (in the
       user's code), "matmul" (with a `preferred_element_type`), "promotion" (a matmul that casts its

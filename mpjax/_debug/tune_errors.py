@@ -165,18 +165,18 @@ def errors_alone(
   modules: Collection[Sequence[str]],
   dtype: DType,
   advance: Callable[[], None],
-  float8: Collection[str] = (),
+  quantised: Collection[str] = (),
 ) -> NumpyArray:
   """Returns how far the gradient in float32 moves if a module rounds, and nothing else does.
 
   A module is a sequence of paths. Matmuls round their operands and results to `dtype`, or their
-  operands to float8 where the path is in `float8`. The error is infinite where an operand or result
-  of one of its matmuls overflows. The errors are found to first order, for all modules together:
-  every matmul of the forward and backward pass takes and returns `x + eps * (rounded(x) - x)`, with
-  one `eps` for each module, which is 0. The derivative of the gradient with respect to `eps` is the
-  error that the module causes. It has the size of the gradient, for each module. Instead, the
-  derivatives of a few random projections of the gradient are computed: one forward pass, and one
-  backward pass for each projection.
+  operands to float8 where the path is in `quantised`. The error is infinite where an operand or
+  result of one of its matmuls overflows. The errors are found to first order, for all modules
+  together: every matmul of the forward and backward pass takes and returns
+  `x + eps * (rounded(x) - x)`, with one `eps` for each module, which is 0. The derivative of the
+  gradient with respect to `eps` is the error that the module causes. It has the size of the
+  gradient, for each module. Instead, the derivatives of a few random projections of the gradient
+  are computed: one forward pass, and one backward pass for each projection.
   """
   module_of = {path: i for i, paths in enumerate(modules) for path in paths}
   to_dtype = functools.partial(_cast_to, dtype)
@@ -189,7 +189,7 @@ def errors_alone(
       if path not in module_of or facts_of(step.eqn).flops is None:
         return bind(step.eqn, values)
       of_module = eps[module_of[path]]
-      of_operands = _scaled_to_float8 if path in float8 else to_dtype
+      of_operands = _scaled_to_float8 if path in quantised else to_dtype
       operands = [_rounded(of_operands, of_module, x) for x in values[:2]]
       first, *rest = bind(step.eqn, [*operands, *values[2:]])
       return [_rounded(to_dtype, of_module, first), *rest]

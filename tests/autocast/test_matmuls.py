@@ -90,7 +90,7 @@ def policy(recipe=ALL, half="bfloat16"):
 def reasons(fun, *args, recipe=ALL):
   # What an audit says of each matmul: nothing of those that have operands in float8.
   cast = mpjax.autocast(fun, policy(recipe))
-  found = [x.reason for x in mpjax.audit(cast)(*args).float8]
+  found = [x.reason for x in mpjax.audit(cast)(*args).formats]
   assert {left.startswith("float8") for left, _ in matmuls(cast, *args)} == {not x for x in found}
   return found
 
@@ -158,7 +158,7 @@ def test_a_matmul_that_is_not_in_float8_and_why(fun, x, w, reason):
   # It is what it would be without float8.
   audit, without = (mpjax.audit(mpjax.autocast(fun, p))(x, w) for p in (policy(), "mixed_bfloat16"))
   assert (audit.flops, audit.leaks) == (without.flops, without.leaks)
-  assert not audit.float8_share > 0
+  assert not audit.format_share > 0
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def test_a_data_argument_is_no_weight():
   args = s(32, 32), s(16, 32)
   assert reasons(fun, *args)[0] == ""
   named = mpjax.audit(mpjax.autocast(fun, policy(), data_argnums=1))(*args)
-  assert named.float8[0].reason == "no operand is a parameter"
-  assert not named.float8_share > 0
+  assert named.formats[0].reason == "no operand is a parameter"
+  assert not named.format_share > 0
   layer = mpjax.autocast(lambda w, x: jnp.tanh(x @ w) @ w, policy(), data_argnums=1)
-  assert mpjax.audit(layer)(*args).float8_share == 1
+  assert mpjax.audit(layer)(*args).format_share == 1
 
 
 def test_a_gradient_taken_inside_is_left_in_low_precision():
@@ -245,9 +245,9 @@ def test_rules_take_it_away_and_give_it():
   assert found("mixed_bfloat16", mpjax.Rule(taken, path="head")) == [half, float8]
   assert found("float32", mpjax.Rule(taken, path="head")) == ["float32", float8]
   audit = mpjax.audit(mpjax.autocast(fun, taken, rules=[given]))(s(16, 16), s(8, 16))
-  assert {x.path: x.reason for x in audit.float8} == {
+  assert {x.path: x.reason for x in audit.formats} == {
     "body": "",
-    "head": "its policy has no float8",
+    "head": "its policy has no format",
   }
 
 
@@ -271,12 +271,12 @@ def test_an_audit_reports_neither_scaling_nor_matmuls_without_float8_as_leaks():
   audit.assert_no_leaks()
   assert audit.half_share == 1
   assert audit.lossy == ()
-  assert [x.reason for x in audit.float8] == ["", "N=8 is no multiple of 16"]
-  assert audit.float8[0].flops == 3 * 2 * 256 * 512 * 64
-  assert audit.float8_share == 64 / 72
+  assert [x.reason for x in audit.formats] == ["", "N=8 is no multiple of 16"]
+  assert audit.formats[0].flops == 3 * 2 * 256 * 512 * 64
+  assert audit.format_share == 64 / 72
   assert "no multiple of 16" in str(audit)
-  assert '"float8": [' in audit.to_json()
-  assert mpjax.audit(mpjax.autocast(fun))(*args).float8 == ()
+  assert '"formats": [' in audit.to_json()
+  assert mpjax.audit(mpjax.autocast(fun))(*args).formats == ()
 
 
 def test_a_jaxpr_has_no_mark_without_an_audit():
@@ -483,7 +483,7 @@ def closing_over(w, x):
 
 
 def reasons_of(fun, *args):
-  return {each.reason for each in mpjax.audit(fun)(*args).float8}
+  return {each.reason for each in mpjax.audit(fun)(*args).formats}
 
 
 def test_operands_linear_in_a_tangent_are_not_rounded():
@@ -531,7 +531,7 @@ def test_a_rule_that_closes_over_an_array():
 
 def test_a_backward_rule_is_left_in_low_precision():
   fun = jax.grad(lambda *args: jnp.sum(mpjax.autocast(by_vjp, policy())(*args) ** 2), (0, 1))
-  found = {each.reason: each.flops for each in mpjax.audit(fun)(WS[0], X).float8}
+  found = {each.reason: each.flops for each in mpjax.audit(fun)(WS[0], X).formats}
   flops = 2 * 16 * 32 * 32
   assert found == {"": flops, IN_RULE: 2 * flops}
 

@@ -452,7 +452,7 @@ def test_float8_is_trained_where_a_model_has_it(parity):
     apply = functools.partial(model.apply, train=False)
     init = functools.partial(model.init, train=False)
     variables = jax.eval_shape(init, jax.random.key(0), images)
-    return sum(not each.reason for each in mpjax.audit(apply)(variables, images).float8)
+    return sum(not each.reason for each in mpjax.audit(apply)(variables, images).formats)
 
   assert in_float8(parity.digits.Network(hidden=(128, 128))) == 2
   assert in_float8(parity.digits.NETWORK) == 0

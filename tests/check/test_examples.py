@@ -98,11 +98,11 @@ def broken(images):
 
 def moe_is_in_float8(moe, runs, text):
   (_, half), (_, float8) = (run.state for run in runs.values())
-  assert (half.float8_share, half.half_share, float8.half_share) == (0, 1, 1)
-  left = {row.path.rpartition("/")[2] for row in float8.float8 if row.reason}
+  assert (half.format_share, half.half_share, float8.half_share) == (0, 1, 1)
+  left = {row.path.rpartition("/")[2] for row in float8.formats if row.reason}
   assert left == {"router", "head"}
-  assert len(float8.float8) == 8
-  assert float8.float8_share > 0.98
+  assert len(float8.formats) == 8
+  assert float8.format_share > 0.98
 
 
 # Language models

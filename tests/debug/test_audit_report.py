@@ -139,7 +139,7 @@ def audited(model, policy=None, rules=()):
 def test_the_headline_of_a_policied_model_and_of_one_outside_of_its_policy():
   audit = audited(Net(), "mixed_bfloat16")
   assert audit.half_share == 1
-  assert audit.float8_share == 0
+  assert audit.format_share == 0
   assert audit.leaks == ()
   assert set(audit.flops) == {("forward", "bfloat16"), ("backward", "bfloat16")}
   assert repr(audit) == "<AuditReport: 100.0 % of the matmuls' FLOPs in low precision, no leaks>"
@@ -252,7 +252,7 @@ def test_shares_of_what_is_in_float8_in_half_and_in_float32_and_of_nothing():
   dtypes = ("float8_e4m3fn", "bfloat16", "float32", "int8")
   *floats, integers = (s(16, 16, dtype=dtype) for dtype in dtypes)
   audit = mpjax.audit(fn)(*floats, integers)
-  assert (audit.float8_share, audit.half_share) == (0.25, 0.5)
+  assert (audit.format_share, audit.half_share) == (0.25, 0.5)
   assert math.isnan(mpjax.audit(jnp.matmul)(integers, integers).half_share)
   text = str(mpjax.audit(jnp.add)(WIDE, WIDE))
   title, line, _, *operations = text.splitlines()

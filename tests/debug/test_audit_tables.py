@@ -1,4 +1,4 @@
-"""The tables of an audit: modules, float8, and what the backward pass uses."""
+"""The tables of an audit: modules, formats, and what the backward pass uses."""
 
 import functools
 import json
@@ -6,9 +6,12 @@ import json
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import pytest
 
 import mpjax
 from mpjax._debug.findings import Finding
+from mpjax._debug.tuning import flops_by_format
+from mpjax._jaxpr.graph import Graph
 
 HALF = jax.ShapeDtypeStruct((8, 8), "bfloat16")
 WIDE = jax.ShapeDtypeStruct((8, 8), "float32")
@@ -98,7 +101,7 @@ HEAD = mpjax.Rule("mixed_bfloat16", path="head")
 
 
 def test_d7_d17_each_module_is_listed_with_its_reason():
-  found = {x.path.removeprefix("Model/"): x for x in audited(rules=(HEAD,)).float8}
+  found = {x.path.removeprefix("Model/"): x for x in audited(rules=(HEAD,)).formats}
   attention = "no operand is a parameter"
   wanted = {
     **{f"attention_{i}/{name}": "" for i in (0, 1) for name in ("query", "key", "value", "out")},
@@ -108,23 +111,54 @@ def test_d7_d17_each_module_is_listed_with_its_reason():
     "wide": "too small to gain: K=16, N=32",
     "odd": "N=20 is no multiple of 16",
     "conv": "it is no dot_general",
-    "head": "its policy has no float8",
+    "head": "its policy has no format",
     "embed": "it is an embedding",
   }
   assert {path: x.reason for path, x in found.items()} == wanted
   assert found["narrow"] == Finding("Model/narrow", dtype="float8", flops=3 * 2 * 32 * 16 * 32)
   audit = audited(rules=(HEAD,))
-  assert f"{100 * audit.float8_share:.1f} % of the matmuls' FLOPs in float8" in str(audit)
+  assert f"{100 * audit.format_share:.1f} % of the matmuls' FLOPs in float8" in str(audit)
   assert "it is an embedding" in str(audit)
-  rows = json.loads(audit.to_json())["float8"]
-  assert [(row["path"], row["flops"]) for row in rows] == [(x.path, x.flops) for x in audit.float8]
-  assert rows[0]["flops"] == max(x.flops for x in audit.float8)
+  rows = json.loads(audit.to_json())["formats"]
+  assert [(row["path"], row["flops"]) for row in rows] == [(x.path, x.flops) for x in audit.formats]
+  assert rows[0]["flops"] == max(x.flops for x in audit.formats)
+
+
+@pytest.mark.parametrize("name", ["float8", "mxfp8", "nvfp4", "int8"])
+@pytest.mark.parametrize("width", [8, 64])
+def test_the_report_names_the_format_of_the_recipe(name, width):
+  policy = mpjax.Policy.parse(f"c=bf16,matmul={name}:skip=none")
+  fun = mpjax.autocast(lambda w, x: x @ w, policy, data_argnums=1)
+  audit = mpjax.audit(fun)(s(width, 32, dtype="float32"), s(16, width, dtype="float32"))
+  emulated = ", emulated" if width == 64 and name in ("mxfp8", "nvfp4") else ""
+  share = 100.0 if width == 64 else 0.0
+  assert f"{share} % of the matmuls' FLOPs in {name}{emulated}\n" in str(audit)
+  assert (audit.recipes, audit.format_share) == ((name,), share / 100)
+
+
+@pytest.mark.parametrize("name", ["float8", "float8:block", "mxfp8", "nvfp4", "int8"])
+def test_tune_and_the_audit_share_the_names_of_formats(name):
+  """Of experts too, which have other operands in formats with blocks."""
+  policy = mpjax.Policy.parse(f"c=bf16,matmul={name}:skip=none")
+
+  def loss(w, x, sizes):
+    return jnp.sum(jax.lax.ragged_dot(x @ w[0], w, sizes) ** 2)
+
+  fun = jax.grad(mpjax.autocast(loss, policy, data_argnums=(1, 2)))
+  args = s(2, 128, 128, dtype="float32"), s(128, 128, dtype="float32"), s(2, dtype="int32")
+  audit = mpjax.audit(fun)(*args)
+  names = {row.dtype.removesuffix(", emulated") for row in audit.formats if not row.reason}
+  assert names == {name.partition(":")[0]}
+  (flops,) = flops_by_format(Graph(jax.make_jaxpr(fun)(*args))).values()
+  assert flops.keys() - {"bfloat16"} == names
+  share = sum(n for format, n in flops.items() if format in names) / flops.total()
+  assert share == audit.format_share
 
 
 def test_float32_and_weight_gradients_in_half_are_reasons():
   rules = mpjax.Rule("float32", path="wide"), mpjax.Rule(None, path="head")
   policy = mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(skip=(), weight_grad="half"))
-  found = {(x.path.removeprefix("Model/"), x.reason): x for x in audited(policy, rules).float8}
+  found = {(x.path.removeprefix("Model/"), x.reason): x for x in audited(policy, rules).formats}
   assert ("wide", "it is in float32") in found
   assert ("head", "it is in float32") in found
   half = found["narrow", 'weight_grad="half"']
@@ -140,10 +174,10 @@ def test_leaks_and_risks_are_those_without_float8():
 
   float8, half = audited(fn=loss), audited("mixed_bfloat16", fn=loss)
   assert (float8.leaks, float8.lossy, float8.on_purpose) == ((), (), half.on_purpose)
-  assert half.float8 == ()
+  assert half.formats == ()
   assert "in float8\n" not in str(half)
   assert float8.half_share == half.half_share == 1.0
-  assert float8.float8_share > half.float8_share == 0
+  assert float8.format_share > half.format_share == 0
   assert sum(float8.flops.values()) == sum(half.flops.values())
 
 

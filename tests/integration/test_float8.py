@@ -132,7 +132,7 @@ def test_a_matmul_of_an_embedding_that_is_jitted_is_one():
 
   model = mpjax.linen.with_policy(Tied(), POLICY)
   variables = jax.eval_shape(model.init, jax.random.key(0), IDS)
-  reasons = [x.reason for x in mpjax.audit(model.apply)(variables, IDS).float8]
+  reasons = [x.reason for x in mpjax.audit(model.apply)(variables, IDS).formats]
   assert reasons == ["", "it is an embedding"]
 
 
@@ -298,11 +298,11 @@ def test_a_gpu_multiplies_in_blocks(gpu_hlo, b200, h200, recipe, dtype):
   assert gpu_hlo.hlo.parse(program.as_text()).products() == {dtype: 3}
   assert program.as_text().count('custom_call_target="__cudnn$blockScaledDot"') == 3
   audit = mpjax.audit(gradient, compiled=program)(*shapes)
-  assert {row.dtype for row in audit.float8} == {recipe_name(recipe)}
+  assert {row.dtype for row in audit.formats} == {recipe_name(recipe)}
   program = compiled(h200)  # Hopper has no such units.
   assert dtype not in gpu_hlo.hlo.parse(program.as_text()).products()
   audit = mpjax.audit(gradient, compiled=program)(*shapes)
-  assert {row.dtype for row in audit.float8} == {f"{recipe_name(recipe)}, emulated"}
+  assert {row.dtype for row in audit.formats} == {f"{recipe_name(recipe)}, emulated"}
 
 
 def recipe_name(recipe):

@@ -302,9 +302,9 @@ def test_groups_are_those_of_each_expert(format):
     assert np.all(np.abs(np.asarray(one, np.float64) - other) <= bound)
   name = BlockRecipe(format).name
   audit = mpjax.audit(fun)(w, x, g)
-  assert [(row.dtype, row.reason) for row in audit.float8] == [(f"{name}, emulated", "")]
+  assert [(row.dtype, row.reason) for row in audit.formats] == [(f"{name}, emulated", "")]
   assert f"100.0 % of the matmuls' FLOPs in {name}, emulated" in str(audit)
-  assert audit.float8_share == 0.0
+  assert audit.format_share == 1.0
 
 
 # Transformations.
@@ -403,7 +403,7 @@ def test_an_audit_names_the_format_and_says_that_it_is_emulated():
     return mpjax.audit(jax.grad(loss, (0, 1)))(w, x)
 
   audit = audited()
-  assert [(row.dtype, row.reason) for row in audit.float8] == [("mxfp8, emulated", "")]
+  assert [(row.dtype, row.reason) for row in audit.formats] == [("mxfp8, emulated", "")]
   assert "100.0 % of the matmuls' FLOPs in mxfp8, emulated" in str(audit)
-  rows = {(row.dtype, row.reason) for row in audited(input_grad="half").float8}
+  rows = {(row.dtype, row.reason) for row in audited(input_grad="half").formats}
   assert rows == {("mxfp8, emulated", ""), ("", 'input_grad="half"')}

@@ -283,7 +283,7 @@ def test_an_audit_names_int8():
   audit = mpjax.audit(grad)(w, x)
   assert audit.flops["forward", "int8"] == 2 * 8 * 32 * 48
   assert (audit.half_share, audit.leaks) == (1.0, ())
-  flops = {row.reason: row.flops for row in audit.float8}
+  flops = {row.reason: row.flops for row in audit.formats}
   assert flops[""] == 2 * 8 * 32 * 48
   assert flops["N=10 is no multiple of 16"] == 3 * 2 * 8 * 48 * 10
   assert matmuls(grad, w, x).count(("bfloat16", "bfloat16")) == 4

@@ -123,7 +123,7 @@ def test_a_recipe_of_a_users_runs_and_is_audited(face, last, given):
     flops = 2 * 4 * 16 * (16 if face is of_function else 32)
     assert audit.flops.get(("forward", "int8"), 0) == flops * int8
     assert any("int8" in row.dtype for row in audit.modules) is bool(int8)
-    assert (audit.half_share, audit.float8_share, audit.leaks) == (1.0, int8 / 5, ())
+    assert (audit.half_share, audit.format_share, audit.leaks) == (1.0, int8 / 5, ())
     assert matmuls(grad, params, x) == [("bfloat16", "bfloat16")] * (5 - int8)
     assert str(jax.make_jaxpr(grad)(params, x)).count("preferred_element_type=int32") == int8
 
@@ -155,7 +155,7 @@ def test_what_blocks_of_a_users_compute():
   np.testing.assert_allclose(of_w, x.T @ (7 * np.ones((40, 48))), rtol=2**-22)
   np.testing.assert_allclose(of_x, 7 * np.ones((40, 48)) @ w.T, rtol=2**-8)
   audit = mpjax.audit(fun)(w, x)
-  assert [row.dtype for row in audit.float8] == ["int4, emulated"]
+  assert [row.dtype for row in audit.formats] == ["int4, emulated"]
 
 
 @pytest.mark.parametrize("of", [0, 1], ids=["weight", "input"])
@@ -291,11 +291,11 @@ def test_which_groups_qualify():
   w = {"up": w, "down": normal(3, (48, 16))}
   grad = jax.grad(lambda w, x: jnp.sum(cast(of_experts, RECIPES["tensor"])(w, x, SIZES) ** 2))
   audit = mpjax.audit(grad)(w, x)
-  assert (audit.float8_share, audit.leaks) == (1.0, ())
-  assert {each.reason for each in audit.float8} == {""}
+  assert (audit.format_share, audit.leaks) == (1.0, ())
+  assert {each.reason for each in audit.formats} == {""}
 
   def reasons(fun, w):
-    return [each.reason for each in mpjax.audit(cast(fun, RECIPES["tensor"]))(w, x, SIZES).float8]
+    return [each.reason for each in mpjax.audit(cast(fun, RECIPES["tensor"]))(w, x, SIZES).formats]
 
   def by_batch(w, x, sizes):
     return jax.vmap(grouped)(jnp.stack([w, w]), jnp.stack([x, x]), jnp.stack([sizes, sizes]))
