@@ -12,12 +12,12 @@ from jax.lax import Precision
 from mpjax._autocast.consumers import flags_of
 from mpjax._autocast.kinds import FLOATS, Kind, Kinds, Role, kind_of_constant, numbers_of
 from mpjax._autocast.precision import Params
-from mpjax._autocast.scopes import NOT_IN, REGION, shown_region
+from mpjax._autocast.scopes import REGION, shown_region
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._autocast.values import Value
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.compat import NameStack, with_scope, without_scopes
-from mpjax._jaxpr.locations import PREFIX, Source
+from mpjax._jaxpr.locations import NOT_IN, PREFIX, Source
 from mpjax._jaxpr.op_lists import part_of
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.reader import (

@@ -43,12 +43,6 @@ AS_IT_IS = "as-it-is"
 AS_IT_IS_IN = f"{AS_IT_IS}-in="
 """Begins the text of a region that is called in a dtype and not rewritten."""
 
-NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("format", "low")}
-"""Prefixes of the reasons why a matmul is not in a precision, for `mpjax.audit`.
-
-Of a format, the reason follows the name of the recipe and a colon.
-"""
-
 
 @functools.lru_cache(maxsize=1024)
 def region_of(policy: Policy | None) -> str:

@@ -8,12 +8,11 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from mpjax._autocast.scopes import NOT_IN
 from mpjax._core.types import DType, is_inexact_dtype
 from mpjax._debug.arguments import moved_from
 from mpjax._debug.findings import Finding, summed
 from mpjax._jaxpr.graph import Graph, Operation, Value
-from mpjax._jaxpr.locations import EMULATED, MODULE, RECIPE
+from mpjax._jaxpr.locations import EMULATED, MODULE, NOT_IN, RECIPE
 from mpjax._matmul.block_dot import block_dot_p
 from mpjax._policy.active import AuditRecord
 from mpjax._policy.dtypes import hardware_of
@@ -192,9 +191,6 @@ def _why_in_no_format(matmul: Operation) -> str:
   left_out = matmul.where.marked(NOT_IN["format"])
   if left_out is not None:
     return left_out.partition(":")[2]
-  recipe = matmul.where.marked(RECIPE)
-  if recipe is not None:
-    return f'{recipe.rpartition(":")[2]}="half"'
   return _IN_FLOAT32 if any(v.is_wide for v in operands) else _NO_FORMAT
 
 

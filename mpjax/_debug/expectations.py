@@ -4,10 +4,10 @@ import collections
 from typing import NamedTuple
 
 from mpjax._autocast.precision import asked_precision
-from mpjax._autocast.scopes import AS_IT_IS_IN, NOT_IN, REGION, policy_of
+from mpjax._autocast.scopes import AS_IT_IS_IN, REGION, policy_of
 from mpjax._core.types import DType, is_low_precision
 from mpjax._jaxpr.graph import Graph, Operation, Value
-from mpjax._jaxpr.locations import MODULE, RECIPE
+from mpjax._jaxpr.locations import MODULE, NOT_IN, RECIPE
 from mpjax._jaxpr.primitives import AS_TRACED
 from mpjax._policy.active import SCOPE as FULL_PRECISION
 from mpjax._policy.active import AuditRecord

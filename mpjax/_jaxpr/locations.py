@@ -25,6 +25,12 @@ RECIPE = PREFIX + "matmul="
 EMULATED = PREFIX + "emulated"
 """A mark of a matmul in a recipe whose operands are dequantised before it."""
 
+NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("format", "low")}
+"""Prefixes of the reasons why a matmul is not in a precision, for `mpjax.audit`.
+
+Of a format, the reason follows the name of the recipe and a colon.
+"""
+
 INNER_GRAD = "mpjax_inner_grad"
 """The scope of `mpjax.inner_grad`. Without `PREFIX`, so that rewriting keeps it."""
 

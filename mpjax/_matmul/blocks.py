@@ -17,7 +17,7 @@ from mpjax._matmul.block_dot import E2M1, E4M3, E8M0, joined, split
 from mpjax._matmul.float8 import rounded_up, with_largest
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._matmul.rounding import hadamard, random_bits, stochastic
-from mpjax._policy.formats import MXFP8, NVFP4, Float8, multiplies_gradient, name_of, why_not
+from mpjax._policy.formats import MXFP8, NVFP4, Float8, name_of, why_not, why_not_gradient
 
 # The least scale. The reciprocal of a smaller one may overflow float32.
 _TINY = np.finfo(np.float32).tiny
@@ -49,8 +49,8 @@ class BlockRecipe:
   def why_not(self, depth: int, columns: int) -> str | None:
     return why_not(self.options, depth, columns, multiple=self.block)
 
-  def multiplies_gradient(self, *, of_weight: bool) -> bool:
-    return multiplies_gradient(self.options, of_weight=of_weight)
+  def why_not_gradient(self, depth: int, *, of_weight: bool) -> str | None:
+    return why_not_gradient(self.options, of_weight=of_weight)
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
     if isinstance(self.options, NVFP4):

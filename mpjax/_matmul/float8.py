@@ -20,7 +20,7 @@ import numpy as np
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._matmul.block_dot import E4M3, E5M2
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
-from mpjax._policy.formats import Float8, multiplies_gradient, why_not
+from mpjax._policy.formats import Float8, why_not, why_not_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Float8Recipe:
   def why_not(self, depth: int, columns: int) -> str | None:
     return why_not(self.options, depth, columns)
 
-  def multiplies_gradient(self, *, of_weight: bool) -> bool:
-    return multiplies_gradient(self.options, of_weight=of_weight)
+  def why_not_gradient(self, depth: int, *, of_weight: bool) -> str | None:
+    return why_not_gradient(self.options, of_weight=of_weight)
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
     axes = operand.summed if self.options.scaling == "row" else None

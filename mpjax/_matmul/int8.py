@@ -16,10 +16,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
-from mpjax._policy.formats import Int8, multiplies_gradient, why_not
+from mpjax._policy.formats import Int8, why_not, why_not_gradient
 
 LARGEST = 127
 
@@ -38,18 +39,27 @@ class Int8Recipe:
   block = None
 
   def why_not(self, depth: int, columns: int) -> str | None:
-    if depth > LONGEST:
+    if _may_overflow(depth):
       return f"K={depth} products may overflow int32"
     return why_not(self.options, depth, columns)
 
-  def multiplies_gradient(self, *, of_weight: bool) -> bool:
-    return multiplies_gradient(self.options, of_weight=of_weight)
+  def why_not_gradient(self, depth: int, *, of_weight: bool) -> str | None:
+    reason = why_not_gradient(self.options, of_weight=of_weight)
+    if reason is None and _may_overflow(depth):
+      return f"{depth} products may overflow int32"
+    return reason
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
     return quantise(x, operand.summed if self.options.scaling == "row" else None)
 
   def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array:
     return jax.lax.convert_element_type(multiply(left, right, _INT32), dtype)
+
+
+def _may_overflow(depth: int) -> bool:
+  """Whether a sum of so many products may leave the range of int32."""
+  # The symbolic size of an exported function may be any number.
+  return is_symbolic_dim(depth) or depth > LONGEST
 
 
 def quantise(x: Array, axes: Sequence[int] | None) -> Scaled:

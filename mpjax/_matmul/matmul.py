@@ -11,9 +11,11 @@ differs from JAX's. A `jax.custom_vjp` would refuse forward mode, and the transp
 `jax.custom_derivatives.linear_call` cannot be batched.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -33,7 +35,7 @@ from mpjax._jaxpr.caches import remembered_off_mesh
 from mpjax._jaxpr.calls import differentiated, jaxpr_for, placed_like
 from mpjax._jaxpr.compat import WRITTEN_OUT, bind
 from mpjax._jaxpr.count import DotAxes, dot_axes
-from mpjax._jaxpr.locations import EMULATED, RECIPE
+from mpjax._jaxpr.locations import EMULATED, NOT_IN, RECIPE
 from mpjax._jaxpr.reader import Atom, aval_of
 from mpjax._matmul.block_dot import (
   Layout,
@@ -238,6 +240,24 @@ class RecipeMatmul(Matmul):
     """Returns the mark of a product, for audits."""
     return f"{RECIPE}{self.recipe.name}:{product}"
 
+  def left_out(self, reason: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Returns the scope that tells an audit why a product is in the compute dtype."""
+    if reason is None:
+      return contextlib.nullcontext()
+    return jax.named_scope(f"{NOT_IN['format']}{self.recipe.name}:{reason}")
+
+  def why_not_gradient(self, side: int, examples: int = 1) -> str | None:
+    """Returns why the gradient of an operand is in the compute dtype; None if it is not.
+
+    Args:
+      side: which operand it is.
+      examples: the number of examples of a `vmap` that one matmul adds up too.
+    """
+    other = self.operands[1 - side]
+    rows = _layout(self.axes, 1 - side, other).rows
+    depth = examples * math.prod(other.shape[axis] for axis in rows)
+    return self.recipe.why_not_gradient(depth, of_weight=side == self.weight)
+
   def product_of(self, side: int) -> Product:
     """Returns the product that computes the gradient of an operand."""
     return "weight_grad" if side == self.weight else "input_grad"
@@ -293,7 +313,7 @@ class RecipeMatmul(Matmul):
     self, side: int, other: Array, scaled: Scaled, sizes: Sequence[Array]
   ) -> Sequence[Array]:
     """Returns the residuals of the other operand for the gradient of the operand `side`."""
-    if not self.recipe.multiplies_gradient(of_weight=side == self.weight):
+    if self.why_not_gradient(side) is not None:
       scaled = Scaled(jax.lax.convert_element_type(other, self.half))
     elif scaled.scale is not None and scaled.scale.ndim > 0:
       # The gradient sums over other axes of this operand than the result does. Scales are constant
@@ -324,7 +344,7 @@ class RecipeMatmul(Matmul):
     other, sizes = self.split(others)
     values = self._wide(1 - side, other)
     pair = [jax.lax.convert_element_type(each, self.half) for each in (t, values)]
-    with jax.named_scope(self.scope("forward")):
+    with jax.named_scope(self.scope("forward")), self.left_out("it is a tangent"):
       return self.primitive.bind(*(pair[::-1] if side else pair), *sizes, **dict(self.params))
 
   def _wide(self, side: int, kept: Scaled) -> Array:
@@ -342,6 +362,7 @@ class RecipeMatmul(Matmul):
   ) -> Array:
     # Under `vmap` the operand has its type without the mapped axes.
     like = self.operands[side] if levels else like
+    reason = self.why_not_gradient(side)
     sums = 0
     other, sizes = self.split(others)
     # One matmul can sum over mapped axes if there is no scale, or one for each index of these axes,
@@ -349,12 +370,15 @@ class RecipeMatmul(Matmul):
     if not sizes and (other.scale is None or other.scale.ndim == sum(lv[2] for lv in levels)):
       # These axes are the innermost `vmap`s that do not map over the operand.
       sums = len(list(itertools.takewhile(lambda level: not level[0], levels)))
+      # Int8 sums of more products could overflow: each example then has a matmul of its own.
+      if reason is None and self.why_not_gradient(side, math.prod(cotangent.shape[:sums])):
+        sums = 0
     # The other `vmap`s map over the gradient. If the operand is not mapped, the results are summed.
     call = functools.partial(_gradient, self, side, like, sums)
     for mapped, *kept in levels[sums:]:
       each = jax.vmap(call, in_axes=[0, *(0 if axis else None for axis in kept)])
       call = each if mapped else lambda *args, each=each: jnp.sum(each(*args), axis=0)
-    with jax.named_scope(self.scope(self.product_of(side))):
+    with jax.named_scope(self.scope(self.product_of(side))), self.left_out(reason):
       return call(cotangent, *others)
 
   def refuse_second_order(self) -> None:
@@ -399,8 +423,8 @@ def _multiplied(
   product = matmul.product_of(side)
 
   def multiply(eqn: JaxprEqn, operands: Sequence[Array], places: Sequence[int]) -> Array:
-    # In the compute dtype, if an option of the recipe says so.
-    if not matmul.recipe.multiplies_gradient(of_weight=side == matmul.weight):
+    # In the compute dtype, if an option of the recipe says so, or if the sum is too long for it.
+    if matmul.why_not_gradient(side) is not None:
       return into(eqn.primitive, operands, {**eqn.params, "preferred_element_type": out})
     types = [*map(aval_of, eqn.invars[:2])]
     layouts = matmul.layouts(eqn.params, types, first=places[0])

@@ -240,10 +240,10 @@ def name_of(cls: type[Format]) -> str:
 _FORMATS = {name_of(cls): cls for cls in (Float8, MXFP8, NVFP4, Int8)}
 
 
-def multiplies_gradient(options: Any, *, of_weight: bool) -> bool:
-  """Whether the gradient of a weight, or of an activation, is multiplied in the format."""
-  chosen = options.weight_grad if of_weight else options.input_grad
-  return bool(chosen == name_of(type(options)))
+def why_not_gradient(options: Any, *, of_weight: bool) -> str | None:
+  """Returns the option that keeps a gradient in the compute dtype; None if it is in the format."""
+  option = "weight_grad" if of_weight else "input_grad"
+  return None if getattr(options, option) == name_of(type(options)) else f"{option}=half"
 
 
 def why_not(options: Any, depth: int, columns: int, *, multiple: int = MULTIPLE) -> str | None:

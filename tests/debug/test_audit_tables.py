@@ -161,7 +161,7 @@ def test_float32_and_weight_gradients_in_half_are_reasons():
   found = {(x.path.removeprefix("Model/"), x.reason): x for x in audited(policy, rules).formats}
   assert ("wide", "it is in float32") in found
   assert ("head", "it is in float32") in found
-  half = found["narrow", 'weight_grad="half"']
+  half = found["narrow", "weight_grad=half"]
   assert half.flops == 2 * 32 * 16 * 32
   assert found["narrow", ""].flops == 2 * half.flops
 

@@ -406,4 +406,4 @@ def test_an_audit_names_the_format_and_says_that_it_is_emulated():
   assert [(row.dtype, row.reason) for row in audit.formats] == [("mxfp8, emulated", "")]
   assert "100.0 % of the matmuls' FLOPs in mxfp8, emulated" in str(audit)
   rows = {(row.dtype, row.reason) for row in audited(input_grad="half").formats}
-  assert rows == {("mxfp8, emulated", ""), ("", 'input_grad="half"')}
+  assert rows == {("mxfp8, emulated", ""), ("", "input_grad=half")}

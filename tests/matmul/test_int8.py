@@ -1,9 +1,11 @@
 """Matmuls in int8: against NumPy, in transformations, and what an audit says of them."""
 
 import functools
+import math
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -12,6 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
+from mpjax._jaxpr.count import dot_axes
 from mpjax._matmul.int8 import LARGEST, LONGEST, Int8Recipe, quantise
 from tests.autocast.rig import matmuls
 from tests.format_oracle import int8, normal
@@ -188,6 +191,59 @@ def test_a_sum_that_may_overflow_stays_in_the_compute_dtype():
   assert recipe.why_not(133136, 16) is None
   assert recipe.why_not(133152, 16) == "K=133152 products may overflow int32"
   assert recipe.why_not(24, 16) == "K=24 is no multiple of 16"
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+def test_gradients_of_long_sums_stay_in_the_compute_dtype(scaling):
+  most, more = 133120, 133152  # Multiples of 32 around the longest sum.
+
+  def loss(w, x):
+    return jnp.sum(jnp.tanh(layer(w, x)))
+
+  def experts(w, x):
+    return jnp.sum(jnp.tanh(lax.ragged_dot(x.astype(jnp.float32), w, np.array([1, 2], np.int32))))
+
+  def examples(w, x):
+    return jnp.sum(jax.vmap(cast(loss, format), (None, 0))(w, x))
+
+  def sums_and_reasons(fun, w, x):
+    fun = jax.grad(fun, (0, 1))
+    args = jax.ShapeDtypeStruct(w, "float32"), jax.ShapeDtypeStruct(x, "bfloat16")
+    eqns = [eqn for eqn, _ in equations(jax.make_jaxpr(fun)(*args))]
+    sums = {sum_of(eqn) for eqn in eqns if eqn.invars and str(eqn.invars[0].aval.dtype) == "int8"}
+    return sums - {1}, {row.reason for row in mpjax.audit(fun)(*args).formats} - {""}
+
+  format = mpjax.Int8(scaling=scaling, **ALL)
+  reason = f"{more} products may overflow int32"
+  for fun, groups in ((cast(loss, format), ()), (cast(experts, format), (2,))):
+    for rows, columns, sums, reasons in (
+      (most, 16, {32, 16, most}, set()),
+      (more, 16, {32, 16}, {reason}),
+      (64, more, {32, 64}, {reason}),
+    ):
+      found = sums_and_reasons(fun, (*groups, 32, columns), (rows, 32))
+      assert found == (sums, reasons), (groups, rows, columns)
+  # With a scale for all of it, one matmul adds up examples too, unless these are too many.
+  together = 2 if scaling == "tensor" else 1
+  for count, sums in ((2, {32, 16, 66560 * together}), (3, {32, 16, 66560})):
+    assert sums_and_reasons(examples, (32, 16), (count, 66560, 32)) == (sums, set())
+
+
+def sum_of(eqn):
+  """The length of the sums of a matmul; 1 for other operations."""
+  if "dot" not in eqn.primitive.name:
+    return 1
+  return math.prod(eqn.invars[0].aval.shape[axis] for axis in dot_axes(eqn.params).contracted[0])
+
+
+def test_gradients_of_a_symbolic_length_stay_in_the_compute_dtype():
+  (rows,) = jax.export.symbolic_shape("b")
+  w, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 16), (rows, 32)))
+  fun = jax.grad(lambda w, x: jnp.sum(jnp.tanh(cast(layer, FORMATS["row, gradients"])(w, x))))
+  exported = jax.export.export(jax.jit(fun), platforms=["cpu"])(w, x)
+  half = jax.grad(lambda w, x: jnp.sum(jnp.tanh(cast(layer)(w, x))))
+  args = normal(1, (32, 16)), normal(0, (8, 32))
+  np.testing.assert_array_equal(exported.call(*args), jax.jit(half)(*args))
 
 
 # Groups.

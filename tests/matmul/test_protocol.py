@@ -19,7 +19,7 @@ def test_a_recipe_is_told_of_each_operand(monkeypatch, recipe, cls):
     return quantise(self, x, operand)
 
   monkeypatch.setattr(cls, "quantise", recording)
-  monkeypatch.setattr(cls, "multiplies_gradient", lambda self, *, of_weight: True)
+  monkeypatch.setattr(cls, "why_not_gradient", lambda self, depth, *, of_weight: None)
   policy = mpjax.Policy(compute_dtype="bfloat16", matmul=recipe)
   fun = mpjax.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)), policy, data_argnums=1)
   # In blocks of 32, 40 rows are padded to 64.

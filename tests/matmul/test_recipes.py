@@ -34,8 +34,8 @@ class Int8:
   def why_not(self, depth, columns):
     return "too short" if depth < 8 else None
 
-  def multiplies_gradient(self, *, of_weight):
-    return False
+  def why_not_gradient(self, depth, *, of_weight):
+    return "straight-through"
 
   def quantise(self, x, operand):
     x = x.astype(jnp.float32)
@@ -64,8 +64,8 @@ class Blocks:
   def why_not(self, depth, columns):
     return None
 
-  def multiplies_gradient(self, *, of_weight):
-    return True
+  def why_not_gradient(self, depth, *, of_weight):
+    return None
 
   def quantise(self, x, operand):
     blocks = x.astype(jnp.float32).reshape(*x.shape[:2], -1, self.block)
