@@ -33,6 +33,9 @@ PAGE = FOLDER.parent / "docs" / "float8.md"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn")
 SEEDS = 3
 
+NVFP4_ROWS = "c=bf16,o=f32,matmul=nvfp4:square_weights=false"
+"""Weights have a scale for 1 x 16 elements, instead of 16 x 16."""
+
 FORMATS = {
   "float32": "float32",
   "bfloat16": "mixed_bfloat16",
@@ -41,8 +44,9 @@ FORMATS = {
   "float8, block": "c=bf16,o=f32,matmul=float8:block:skip=none",
   "mxfp8": "mixed_mxfp8",
   "nvfp4": "mixed_nvfp4",
-  "nvfp4, nearest": "c=bf16,o=f32,matmul=nvfp4:stochastic_rounding=false",
-  "nvfp4, no Hadamard": "c=bf16,o=f32,matmul=nvfp4:hadamard=false",
+  "nvfp4, 1 x 16": NVFP4_ROWS,
+  "nvfp4, 1 x 16, nearest": f"{NVFP4_ROWS}:stochastic_rounding=false",
+  "nvfp4, 1 x 16, no Hadamard": f"{NVFP4_ROWS}:hadamard=false",
   "int8": "mixed_int8",
   "int8, gradients too": "c=bf16,o=f32,matmul=int8:input_grad=int8:weight_grad=int8",
 }

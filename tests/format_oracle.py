@@ -8,7 +8,8 @@ nearest, ties to even, and saturate. Scales:
   TransformerEngine have it. The specification's own 2^(floor(log2(amax)) - 8) is less by half for
   an amax above 448 * 2^n, and such elements saturate. The least scale is 2^-126, of zeros too:
   2^-127 is subnormal in float32, so that `jax.nn` divides 0 by 0 on CPUs.
-- nvfp4: a float32 scale amax / (448 * 6) of the array; for each block the e4m3 number nearest to
+- nvfp4: a float32 scale amax / (448 * 6) of the array; for each block, 16 x 16 of a weight and else
+  1 x 16 elements, the e4m3 number nearest to
   amax / 6 of the block by the scale of the array (arXiv:2509.25149, appendix C). Less than the
   least e4m3 number becomes that one: a scale of 0 would lose the block, and `jax.nn` has NaN there.
 - float8 in blocks: a float32 scale amax / 448 for each block (DeepSeek-V3, arXiv:2412.19437).
@@ -185,13 +186,13 @@ def mxfp8(x, axis, elements=FORMATS["float8_e4m3fn"]):
   return nearest(np.asarray(x, np.float64) / spread(scales, x.shape), elements), scales
 
 
-def nvfp4(x, axis):
-  """Returns (values, scales of blocks, scale of the array)."""
+def nvfp4(x, sizes):
+  """Returns (values, scales of blocks, scale of the array); `sizes` are those of a block."""
   e2m1, e4m3 = FORMATS["float4_e2m1fn"], FORMATS["float8_e4m3fn"]
   of_array = np.float32(np.max(np.abs(x))) * np.float32(1 / (6 * 448))
   of_array = np.maximum(of_array, TINY)
   # In float32, which decides ties.
-  largest = largest_of_blocks(x, block(x, axis, 16)).astype(np.float32)
+  largest = largest_of_blocks(x, sizes).astype(np.float32)
   scales = nearest(largest * (np.float32(1 / 6) * (np.float32(1) / of_array)), e4m3)
   scales = np.maximum(scales, e4m3.numbers[1])
   inverse = np.float32(1) / (scales.astype(np.float32) * of_array)

@@ -53,11 +53,19 @@ class BlockRecipe:
     return why_not_gradient(self.options, of_weight=of_weight)
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
+    rows = self.block if self._in_squares(operand) else 1
     if isinstance(self.options, NVFP4):
-      return _for_nvfp4(x, operand, self.options)
-    # DeepSeek-V3 scales weights in blocks of 128 x 128.
-    in_squares = isinstance(self.options, Float8) and operand.role == "weight"
-    return quantise_e4m3(x, self.block if in_squares else 1, self.block)
+      return _for_nvfp4(x, operand, self.options, rows)
+    return quantise_e4m3(x, rows, self.block)
+
+  def _in_squares(self, operand: Operand) -> bool:
+    """Whether blocks are squares, so that a weight and its transpose are rounded alike."""
+    if isinstance(self.options, NVFP4):
+      has_squares = self.options.square_weights
+    else:
+      # DeepSeek-V3 scales weights in blocks of 128 x 128.
+      has_squares = isinstance(self.options, Float8)
+    return has_squares and operand.role == "weight"
 
   def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array:
     # The scale `of_tensor` is applied to the sums, which may be out of the range of float16 before.
@@ -84,23 +92,24 @@ def quantise_e4m3(x: Array, rows: int, block: int) -> Scaled:
   return _kept(values, scale)
 
 
-def _for_nvfp4(x: Array, operand: Operand, options: NVFP4) -> Scaled:
+def _for_nvfp4(x: Array, operand: Operand, options: NVFP4, rows: int) -> Scaled:
   """Returns an operand in NVFP4 as the options ask for it."""
   is_random = options.stochastic_rounding and operand.role == "gradient"
   stream = int(operand.product == "weight_grad")
   bits = random_bits(x, options.seed, stream=stream) if is_random else None
   if options.hadamard and operand.product == "weight_grad":
     x = hadamard(x, 2, options.seed)
-  return quantise_nvfp4(x, bits)
+  return quantise_nvfp4(x, rows, bits)
 
 
-def quantise_nvfp4(x: Array, bits: Array | None = None) -> Scaled:
-  """Returns a stack of matrices in e2m1 with scales in e4m3, one per block, and one in float32.
+def quantise_nvfp4(x: Array, rows: int = 1, bits: Array | None = None) -> Scaled:
+  """Returns a stack of matrices in e2m1 with scales in e4m3 and one in float32.
 
-  The largest element of the array is 6 * 448 times its own scale. An inf or NaN in the array is in
-  its scale. Elements are rounded to nearest, or with random bits stochastically.
+  An e4m3 scale is for `rows` x 16 elements. The largest element of the array is 6 * 448 times the
+  scale of the array, in which an inf or NaN is too. Elements are rounded to nearest, or with random
+  bits stochastically.
   """
-  wide, largest = with_largest(_in_blocks(x, 1, _BLOCKS[NVFP4]), (2, 4))
+  wide, largest = with_largest(_in_blocks(x, rows, _BLOCKS[NVFP4]), (2, 4))
   of_tensor = jnp.max(largest) * np.float32(1 / (_MOST_E2M1 * _MOST))
   # e2m1 has no NaN, and a maximum on a CPU may lose one.
   is_finite = jnp.all(jnp.isfinite(wide))
@@ -115,7 +124,7 @@ def quantise_nvfp4(x: Array, bits: Array | None = None) -> Scaled:
   if bits is None:
     values = nearest_e2m1(wide)
   else:
-    values = stochastic(wide, E2M1, _in_blocks(bits, 1, _BLOCKS[NVFP4]))
+    values = stochastic(wide, E2M1, _in_blocks(bits, rows, _BLOCKS[NVFP4]))
   return _kept(values, jax.lax.squeeze(scale, (2, 4)))._replace(of_tensor=of_tensor)
 
 

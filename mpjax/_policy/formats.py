@@ -160,6 +160,8 @@ class NVFP4(Format):
   Args:
     stochastic_rounding: round gradients up or down at random, so that they are right on average.
       Activations and weights are rounded to nearest.
+    square_weights: let 16 x 16 elements of a weight share an e4m3 scale. The forward pass and the
+      gradient of the activations then multiply by the same numbers.
     hadamard: multiply both operands of the gradient of a weight by one random 16 x 16 Hadamard
       matrix, block by block along the summed axis. It spreads outliers and leaves the product as it
       is.
@@ -175,8 +177,8 @@ class NVFP4(Format):
   Raises:
     MpjaxValueError: an unknown format of gradients, a seed out of range, or a skip that is not
       pairs of sizes.
-    MpjaxTypeError: a stochastic_rounding or hadamard that is not a bool, or a seed that is not an
-      int.
+    MpjaxTypeError: a stochastic_rounding, square_weights or hadamard that is not a bool, or a seed
+      that is not an int.
 
   >>> import mpjax
   >>> print(mpjax.NVFP4(hadamard=False, seed=7))
@@ -186,6 +188,7 @@ class NVFP4(Format):
   """
 
   stochastic_rounding: bool = True
+  square_weights: bool = True
   hadamard: bool = True
   seed: int = 0
   input_grad: Literal["nvfp4", "half", "bfloat16", "float16"] = "nvfp4"

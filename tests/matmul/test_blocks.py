@@ -12,7 +12,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
+from mpjax._matmul import block_dot
 from mpjax._matmul.blocks import BlockRecipe, quantise_e4m3, quantise_nvfp4
+from mpjax._matmul.protocol import Operand
 from tests import format_oracle
 from tests.format_oracle import dequantised, normal
 from tests.programs import equations
@@ -54,7 +56,13 @@ def layer(w, x):
 
 QUANTISERS = {
   "mxfp8": (lambda x: quantise_e4m3(x, 1, 32), lambda x: format_oracle.mxfp8(x, -1)),
-  "nvfp4": (quantise_nvfp4, lambda x: format_oracle.nvfp4(x, -1)),
+  **{
+    f"nvfp4 {rows} x 16": (
+      functools.partial(quantise_nvfp4, rows=rows),
+      functools.partial(format_oracle.nvfp4, sizes=(1, rows, 16)),
+    )
+    for rows in (1, 16)
+  },
   **{
     f"float8 {rows} x 128": (
       functools.partial(quantise_e4m3, rows=rows, block=128),
@@ -115,8 +123,10 @@ def stands_for(x, names, summed, format, is_weight=False):
   if isinstance(format, mpjax.Float8):
     sizes = (128 if is_weight else 1, 128)
     found = format_oracle.float8_blocks(padded, sizes, power_of_two=True)
+  elif isinstance(format, mpjax.NVFP4):
+    found = format_oracle.nvfp4(padded, (16 if is_weight and format.square_weights else 1, 16))
   else:
-    found = getattr(format_oracle, str(format).partition(":")[0])(padded, -1)
+    found = format_oracle.mxfp8(padded, -1)
   wide = dequantised(*found)[:, : rows.shape[1]].reshape(moved.shape)
   return np.transpose(wide, [order.index(n) for n in names])
 
@@ -143,7 +153,11 @@ FORMULAS = {
 }
 
 
-@formats
+@pytest.mark.parametrize(
+  "format",
+  [*FORMATS.values(), mpjax.NVFP4(square_weights=False, **PLAIN)],
+  ids=[*FORMATS, "nvfp4 1 x 16"],
+)
 def test_an_einsum_and_its_gradients_are_those_of_dequantised_operands(format):
   def gradients(operands):
     def of_one(name, w, x, g):
@@ -251,6 +265,15 @@ def test_results_are_those_of_jax():
     np.testing.assert_allclose(
       one.astype(np.float32), other.astype(np.float32), rtol=2**-7, atol=2**-7
     )
+
+
+@pytest.mark.parametrize("format", [mpjax.NVFP4(), FORMATS["float8"]], ids=["nvfp4", "float8"])
+def test_both_passes_round_a_weight_alike(format):
+  recipe, w = BlockRecipe(format), jnp.asarray(normal(0, (1, 128, 256)))
+  forward = recipe.quantise(w, Operand((2,), "weight", "forward"))
+  backward = recipe.quantise(w.swapaxes(1, 2), Operand((2,), "weight", "input_grad"))
+  one, other = (np.asarray(block_dot.dequantised(*each[:2])) for each in (forward, backward))
+  np.testing.assert_array_equal(one, other.swapaxes(1, 2))
 
 
 def test_random_options_of_nvfp4():

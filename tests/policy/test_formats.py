@@ -40,6 +40,7 @@ TEXTS = {
   "nvfp4:stochastic_rounding=false:hadamard=false": NVFP4(
     stochastic_rounding=False, hadamard=False
   ),
+  "nvfp4:square_weights=false": NVFP4(square_weights=False),
   "nvfp4:seed=3:input_grad=bfloat16": NVFP4(seed=3, input_grad="bfloat16"),
   "int8": Int8(),
   "int8:tensor:input_grad=int8:weight_grad=int8": Int8(
