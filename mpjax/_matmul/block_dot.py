@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import remembered_off_mesh
@@ -84,12 +84,17 @@ def dequantised(values: Array, scale: Array | None) -> Array:
 def split(x: Array, sizes: Sequence[Sequence[int]]) -> Array:
   """Returns an array with each axis split into axes of these sizes.
 
-  On a mesh with explicit axes, the first of them gets the sharding of the axis.
+  On a mesh with explicit axes, the first of them gets the sharding of the axis if its size allows.
   """
+  mesh = jax.typeof(x).sharding.mesh
+  names = [
+    None if each and each[0] % _devices(mesh, name) else name
+    for name, each in zip(spec_of(x), sizes, strict=True)
+  ]
+  x = placed(x, names)
   # An axis that is split into no axes has size 1 and no sharding: `[: len(each)]` drops its entry.
   spec = [
-    (name, *[None] * (len(each) - 1))[: len(each)]
-    for name, each in zip(_spec_of(x), sizes, strict=True)
+    (name, *[None] * (len(each) - 1))[: len(each)] for name, each in zip(names, sizes, strict=True)
   ]
   return _reshaped(x, [n for each in sizes for n in each], [n for each in spec for n in each])
 
@@ -101,12 +106,23 @@ def joined(x: Array, counts: Sequence[int]) -> Array:
   """
   ends = np.cumsum(counts)
   shape = [math.prod(x.shape[end - n : end]) for end, n in zip(ends, counts, strict=True)]
-  return _reshaped(x, shape, _joined_spec(_spec_of(x), counts))
+  return _reshaped(x, shape, _joined_spec(spec_of(x), counts))
 
 
-def _spec_of(x: Array) -> tuple[Any, ...]:
+def spec_of(x: Array) -> tuple[Any, ...]:
   """Returns the names of the explicit mesh axes over which each axis is sharded, or None."""
   return tuple(jax.typeof(x).sharding.spec)
+
+
+def placed(x: Array, spec: Sequence[Any]) -> Array:
+  """Returns an array that is sharded over these axes of a mesh."""
+  return x if spec_of(x) == tuple(spec) else jax.sharding.reshard(x, PartitionSpec(*spec))
+
+
+def _devices(mesh: AbstractMesh, names: Any) -> int:
+  """Returns how many parts an axis has that is sharded over some axes of a mesh, or over None."""
+  several = names if isinstance(names, tuple) else (names,)
+  return math.prod(mesh.shape[name] for name in several if name is not None)
 
 
 def of_stacks(sharding: NamedSharding | None, counts: Sequence[int]) -> NamedSharding | None:
@@ -129,8 +145,10 @@ def _joined_spec(spec: Sequence[Any], counts: Sequence[int]) -> list[Any]:
 
 def _reshaped(x: Array, shape: Sequence[int], spec: Sequence[Any]) -> Array:
   """Returns an array in another shape; with explicit axes, in the sharding `spec`."""
-  # JAX cannot infer how to shard a reshaped axis.
-  sharding = PartitionSpec(*spec) if any(_spec_of(x)) else None
+  # JAX cannot infer how to shard a reshaped axis. It also needs a spec, all None, if only the axis
+  # of a `vmap` around is sharded, which no spec here shows.
+  is_explicit = AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+  sharding = PartitionSpec(*spec) if is_explicit else None
   return jax.lax.reshape(x, shape, out_sharding=sharding)
 
 

@@ -28,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import FLOAT32, Array, DType
@@ -42,6 +43,8 @@ from mpjax._matmul.block_dot import (
   block_dot,
   dequantised,
   of_stacks,
+  placed,
+  spec_of,
   split,
   stacked,
   unstacked,
@@ -351,7 +354,9 @@ class RecipeMatmul(Matmul):
     """Returns the residual of the operand `side`, dequantised."""
     if kept.scale is not None and self.is_stacked(kept):
       matrices = dequantised(kept.values, kept.scale)
-      values = unstacked(matrices, self._layout_kept(side), self.operands[side].shape)
+      operand = self.operands[side]
+      values = unstacked(matrices, self._layout_kept(side), operand.shape)
+      values = placed(values, tuple(operand.sharding.spec))
       values = jax.lax.convert_element_type(values, FLOAT32)
       return values if kept.of_tensor is None else values * kept.of_tensor
     values = jax.lax.convert_element_type(kept.values, FLOAT32)
@@ -505,11 +510,24 @@ def _product_of_stacks(
     result = block_dot(left, right, sums, sharding)
     # The stack of results becomes the axes of the matmul: batch, rows and columns.
     result = split(result, [[each.shape[axis] for axis in axes] for each, axes in parts])
+    result = _as_jax_shards_it(result, primitive, params, operands)
     result = jax.lax.convert_element_type(result, FLOAT32)
   for each in pair:
     if each.of_tensor is not None:
       result = result * each.of_tensor
   return result
+
+
+def _as_jax_shards_it(
+  result: Array, primitive: Primitive, params: Mapping[str, Any], operands: Sequence[Any]
+) -> Array:
+  """Returns the result of a matmul with the sharding that JAX gives it on explicit axes."""
+  if AxisType.Explicit not in jax.typeof(result).sharding.mesh.axis_types:
+    return result
+  avals = [x if isinstance(x, ShapedArray) else jax.typeof(x) for x in operands]
+  types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in avals]
+  like = jax.eval_shape(functools.partial(primitive.bind, **params), *types)
+  return placed(result, tuple(like.sharding.spec))
 
 
 def _of_rows(scale: Array, axis: int, sizes: Array, rows: int) -> Array:
@@ -531,7 +549,11 @@ def _scaled(result: Array, scale: Array | None, places: Mapping[int, int]) -> Ar
   # and the reshape drops them.
   sized = {place: scale.shape[axis] for axis, place in places.items()}
   order = sorted(range(scale.ndim), key=lambda axis: places.get(axis, -1))
-  return result * jax.lax.reshape(scale, [sized.get(i, 1) for i in range(result.ndim)], order)
+  shape = [sized.get(i, 1) for i in range(result.ndim)]
+  scale = jax.lax.reshape(scale, shape, order)
+  # On a mesh with explicit axes the result keeps its sharding, and the scale takes it.
+  spec = [name if n > 1 else None for name, n in zip(spec_of(result), shape, strict=True)]
+  return result * placed(scale, spec)
 
 
 def _only_in_groups(x: Array, axis: int | None, sizes: Sequence[Array]) -> Array:

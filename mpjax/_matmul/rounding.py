@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.types import FLOAT32, Array, DType, NumpyArray
+from mpjax._matmul.block_dot import joined, split
 
 SIZE = 16
 """The elements that one Hadamard matrix transforms."""
@@ -118,19 +119,19 @@ def hadamard(x: Array, axis: int, seed: int) -> Array:
     A float32 array. Sums are in float32 and in a fixed order, without a matmul.
   """
   axis %= x.ndim
-  before, after = x.shape[:axis], x.shape[axis + 1 :]
   blocks = x.shape[axis] // SIZE
   signs = np.tile(signs_of(seed), blocks)
   signs = signs.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
   mixed = jax.lax.convert_element_type(x, FLOAT32) * signs
   # The fast Hadamard transform. Each of the four axes of size 2 is one bit of the position in a
   # block. Along each, pairs become their sums and differences.
-  mixed = jax.lax.reshape(mixed, (*before, blocks, 2, 2, 2, 2, *after))
+  sizes = [[blocks, 2, 2, 2, 2] if i == axis else [n] for i, n in enumerate(x.shape)]
+  mixed = split(mixed, sizes)
   for bit in range(axis + 1, axis + 5):
     left = jax.lax.slice_in_dim(mixed, 0, 1, axis=bit)
     right = jax.lax.slice_in_dim(mixed, 1, 2, axis=bit)
     mixed = jax.lax.concatenate([left + right, left - right], bit)
-  return jax.lax.reshape(mixed, x.shape) * np.float32(1 / 4)
+  return joined(mixed, [*map(len, sizes)]) * np.float32(1 / 4)
 
 
 def signs_of(seed: int) -> NumpyArray:
