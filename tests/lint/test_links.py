@@ -116,10 +116,3 @@ def test_every_part_is_drawn_below_what_imports_it():
   assert sorted(depth) == sorted(RANKS)
   assert all(depth[a] < depth[b] for a, b in edges)
   assert part("mpjax/_core/errors.py") == rows[-1][0]
-  # An edge that others imply is left out.
-  assert picture.needed({("a", "b"), ("b", "c"), ("a", "c")}) == {("a", "b"), ("b", "c")}
-  lines = (
-    *("import mpjax", "import optax", "from mpjax import linen"),
-    *("from mpjax._core.errors import MpjaxError", "from mpjaxlib import other"),
-  )
-  assert list(picture.imported("\n".join(lines))) == ["__init__", "linen", "_core"]
