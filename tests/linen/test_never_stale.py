@@ -154,38 +154,6 @@ def test_1000_scopes_trace_once():
   assert len(traces) == 1
 
 
-def test_changed_weights_are_seen():
-  model = with_policy(Plain(), "bfloat16")
-  train, evaluate = (jax.jit(model.apply) for _ in range(2))
-  weights = variables_of("Plain")
-  doubled = jax.tree.map(lambda x: 2 * x, weights)
-  dense = nn.Dense(2, dtype=jnp.bfloat16)
-  one, two = (
-    dense.apply({"params": w["params"]["Dense_0"]}, X.astype(jnp.bfloat16))
-    for w in (weights, doubled)
-  )
-  assert not np.array_equal(one, two)
-  for forward in (train, evaluate, train):
-    equal(forward(weights, X), one)
-    equal(forward(doubled, X), two)
-    equal(forward(weights, X), one)
-
-
-def test_the_policy_of_the_lowering_stays_with_what_was_compiled():
-  model, variables = MODELS["Plain"], variables_of("Plain")
-  with scope("bfloat16"):
-    wanted = model.apply(variables, X)
-    lowered = jax.jit(model.apply).lower(variables, X)
-    exported = jax.export.export(jax.jit(model.apply))(variables, X)
-  with scope("float16"):
-    assert lowered.out_info.dtype == jnp.bfloat16
-    equal(lowered.compile()(variables, X), wanted)
-    equal(exported.call(variables, X), wanted)
-  equal(lowered.compile()(variables, X), wanted)
-  with scope("float16"):
-    assert jax.jit(model.apply).lower(variables, X).out_info.dtype == jnp.float16
-
-
 def sign_grad(module, x):
   # Replaces the gradients of a layer by their signs, as Flax's manual does.
 
@@ -229,33 +197,6 @@ def test_a_custom_backward_of_linen_runs_as_its_forward_did(way):
   assert {abs(float(v)) for leaf in jax.tree.leaves(signs) for v in leaf.ravel()} <= {0.0, 1.0}
   # What is in front of it gets its gradients through a half layer.
   assert np.any(inside[0]["params"]["first"]["kernel"])
-
-
-def test_a_custom_backward_of_jax_around_a_policied_model():
-  # It calls the model again, after the forward pass, and inside the scope of another policy.
-  model = with_policy(Plain(), "bfloat16")
-  variables = variables_of("Plain")
-
-  @jax.custom_vjp
-  def forward(variables, x):
-    return model.apply(variables, x)
-
-  def backward(residuals, cotangent):
-    out, pullback = jax.vjp(model.apply, *residuals)
-    calls.append(("backward", str(out.dtype)))
-    return pullback(cotangent)
-
-  forward.defvjp(lambda *args: (forward(*args), args), backward)
-  wanted = jax.grad(lambda v: model.apply(v, X).sum().astype(jnp.float32))(variables)
-  for loss in (forward, jax.jit(forward)):
-    calls.clear()
-    out, pullback = jax.vjp(lambda v, loss=loss: loss(v, X), variables)
-    with scope("float16"):
-      (found,) = pullback(jnp.ones_like(out))
-    assert out.dtype == jnp.bfloat16
-    assert {dtype for _, dtype in calls} == {"bfloat16"}
-    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(found))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_a_scope_inside_a_running_call_is_refused():

@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +14,7 @@ from flax.core import freeze
 import mpjax
 from tests.errors import refused
 from tests.linen.probes import HALF, KEY, Does, Probe, X, calling, dtypes
-from tests.programs import assert_bit_equal, bits, compilations, products
+from tests.programs import assert_bit_equal, bits, compilations
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -91,22 +90,6 @@ def test_a_second_init_with_output_compiles_nothing():
     with compilations() as compiled:
       model.init_with_output(KEY, jnp.ones((11, 13)))  # A shape that no other test has compiled.
     assert bool(compiled) is is_first
-
-
-def test_what_users_keep_in_other_collections_has_their_dtype():
-  class Keeps(nn.Module):
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x):
-      self.variable("stats", "half", jnp.zeros, (3,), jnp.bfloat16)
-      self.variable("stats", "own", jnp.zeros, (3,), self.dtype)
-      return nn.Dense(2, dtype=self.dtype)(x)
-
-  plain, ours = (
-    jax.eval_shape(m.init, KEY, X) for m in (Keeps(), with_policy(Keeps(), "mixed_bfloat16"))
-  )
-  assert dtypes(ours) == dtypes(plain)
 
 
 # Calls
@@ -333,12 +316,6 @@ def test_unmatched_rules_can_warn_or_be_ignored():
   assert bits(variables) == bits(plain_variables())
   model = with_policy(Net(), "mixed_bfloat16", [TYPO], unmatched="ignore")
   assert dtypes(jax.eval_shape(model.init, KEY, X)) == dtypes(plain_variables())
-  # `apply` warns.
-  model = with_policy(Net(), "mixed_bfloat16", [TYPO])
-  with pytest.warns(UserWarning, match="encodr.*only training calls it") as record:
-    assert jax.eval_shape(model.apply, plain_variables(), X).dtype == F32
-  assert len(record) == 1
-  assert jax.eval_shape(lambda v: model.bind(v)(X), plain_variables()).dtype == F32
   # A rule has matched although an earlier one wins.
   rules = [Rule("float16", module=nn.Dense), Rule("float32", path="encoder")]
   jax.eval_shape(with_policy(Net(), "mixed_bfloat16", rules).init, KEY, X)
@@ -371,51 +348,3 @@ def test_gradients_are_those_of_the_float32_parameters(half):
   decoder = grads["params"]["decoder"]
   np.testing.assert_array_equal(decoder["bias"], np.full(8, 2 * np.float32(1e-9)))
   assert np.any(np.asarray(decoder["kernel"]) != 0) == (half == "bfloat16")
-
-
-def test_small_steps_move_float32_parameters_under_half_compute():
-  scale = Does(lambda module, x: x @ module.param("w", nn.initializers.ones, (8, 1)))
-  model = with_policy(scale, "mixed_float16")
-  params = model.init(KEY, jnp.ones(8))
-  # Half of float16's epsilon: the compute copy of 1 + 2^-12 is 1, the parameter is not.
-  moved = jax.tree.map(lambda w: w + jnp.float32(2**-12), params)
-  assert float(moved["params"]["w"][0, 0]) == 1 + 2**-12
-  assert float(model.apply(moved, jnp.ones(8))[0]) == 8.0
-  # A learning rate of 2^-14 with a gradient of 1.
-  grads = jax.grad(lambda p: model.apply(p, jnp.ones(8))[0])(params)
-  stepped = jax.tree.map(lambda w, g: w - jnp.float32(2**-14) * g, params, grads)
-  assert stepped["params"]["w"].dtype == F32
-  assert float(stepped["params"]["w"][0, 0]) == 1 - 2**-14
-
-
-def test_dtypes_under_transforms():
-  def of_each_transform(apply, x):
-    return {
-      "jit": jax.jit(apply)(x),
-      "checkpoint": jax.checkpoint(apply)(x),
-      "linearize": jax.linearize(apply, x)[0],
-      "jvp": jax.jvp(apply, (x,), (x,))[1],
-      "vjp": jax.vjp(apply, x)[0],
-      "vmap": jax.vmap(apply)(x[None]),
-    }
-
-  policies = {"mixed_bfloat16": "float32", "bfloat16": "bfloat16", "c=f16": "float16"}
-  for policy, dtype in policies.items():
-    apply = functools.partial(with_policy(Net(), policy).apply, plain_variables())
-    found = dtypes(jax.eval_shape(functools.partial(of_each_transform, apply), X))
-    assert found == dict.fromkeys(found, dtype), policy
-
-
-def test_second_derivatives_and_those_with_respect_to_the_input_under_vmap():
-  model, variables = with_policy(Net(), "mixed_bfloat16"), plain_variables()
-
-  def energy(x):
-    return jnp.sum(jnp.square(model.apply(variables, x[None])))
-
-  hessian = jax.eval_shape(jax.hessian(energy), X[0])
-  assert (hessian.dtype, hessian.shape) == (F32, (8, 8))
-  forces = jax.vmap(jax.grad(energy))
-  for dtype in ("float32", "bfloat16"):
-    found = jax.eval_shape(forces, X.astype(dtype))
-    assert (found.dtype, found.shape) == (jnp.dtype(dtype), X.shape)
-  assert {p.dtypes for p in products(jax.make_jaxpr(forces)(X))} == {("bfloat16", "bfloat16")}

@@ -132,16 +132,10 @@ def test_a_decode_cache_is_left_alone():
 
 
 MAPPING = ("a mapping with 'params' in it", 'Write model.convert({"params": params}, x).')
-TOO_LARGE = {"params": {"kernel": jnp.full((8, 1), 7e4)}}
 ERRORS = [
   # What is converted, what was expected, what came, what to do, which builtin.
   ({"kernel": 1}, MAPPING[0], "a dict with 'kernel'", MAPPING[1], TypeError),
   (jnp.ones(2), MAPPING[0], "an array float32[2]", MAPPING[1], TypeError),
-  (
-    TOO_LARGE,
-    *("values that the new dtype can hold", "float32 beyond float16 at kernel"),
-    *("keep these leaves in float32 or bfloat16", ValueError),
-  ),
 ]
 
 
