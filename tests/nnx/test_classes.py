@@ -14,10 +14,9 @@ from flax import nnx
 import mpjax
 from mpjax.nnx._graph import is_tree
 from tests.errors import refused
-from tests.models.values import normal
 from tests.nnx import rig
 from tests.nnx.rig import BF16, HALF, Does, Metric, X, linear
-from tests.programs import bits, half_share, run
+from tests.programs import half_share, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
 
@@ -147,36 +146,6 @@ def test_a_loop_that_starts_from_a_float32_literal_just_works(kind):
   plain, ours, left = run(all_three, state)
   np.testing.assert_allclose(np.asarray(ours, np.float32), plain, atol=0.05)
   np.testing.assert_array_equal(left, plain)
-
-
-def layer(rngs):
-  parts = (nnx.BatchNorm, 8), (nnx.Linear, 8, 8), (nnx.Dropout, 0.2)
-  return nnx.Sequential(*(cls(*sizes, rngs=rngs) for cls, *sizes in parts))
-
-
-def twice(m, x):
-  """Runs stacked layers one after the other, then all of them on what came out."""
-  one = lambda layer, x: layer(x)  # noqa: E731
-  x = nnx.scan(nnx.remat(one), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(m.layers, x)
-  every = nnx.vmap(one, in_axes=(0, None))
-  return nnx.cond(x[0, 0] < 99, every, lambda _, x: jnp.zeros((3, *x.shape)), m.layers, x)
-
-
-def test_gradients_and_state_through_scan_remat_cond_and_vmap():
-  graphdef, *state = rig.split(lambda rngs: Does(twice, layers=nnx.vmap(layer)(rngs.split(3))))
-  args = *state, (jnp.asarray(normal(16, 8)),)
-  ours, plain = (
-    rig.functions(graphdef, policy, lambda model, x: model(x))[1]
-    for policy in ("mixed_bfloat16", None)
-  )
-  assert half_share(jax.make_jaxpr(ours)(*args)) == 1
-  found, wanted = run(lambda *args: (ours(*args), plain(*args)), *args)
-  assert dtypes(found) == dtypes(wanted)
-  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-    if rig.is_float(x):
-      np.testing.assert_allclose(x, y, atol=0.05 * np.abs(y).max())
-    else:
-      assert bits(x) == bits(y)
 
 
 # What is written

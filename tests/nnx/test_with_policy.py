@@ -1,6 +1,5 @@
 """The view of a model: what it shares, which policy each module has, errors, and its conversion."""
 
-import concurrent.futures
 import copy
 import pickle
 
@@ -185,18 +184,6 @@ def test_one_trace_for_views_that_are_made_anew_and_another_for_another_policy()
   assert forward(model, X).dtype == jnp.float32
   assert forward(with_policy(model, HALF), X).dtype == jnp.bfloat16
   assert len(traces) == 3
-
-
-def test_threads_do_not_meet():
-  model = Net()
-  views = {dtype: with_policy(model, dtype) for dtype in ("float16", "bfloat16")}
-
-  def work(dtype):
-    for _ in range(5):
-      assert shown(views[dtype]) == (dict.fromkeys(PATHS, dtype), dtype)
-
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    list(pool.map(work, views))
 
 
 class HoldsLinen(nnx.Module):
