@@ -26,27 +26,6 @@ def dtypes(fun, *args, given="c=bf16"):
   return [(*p.dtypes, p.result.partition("[")[0]) for p in found]
 
 
-def test_a_matmul_of_inputs_and_numbers_runs_as_written():
-  assert dtypes(lambda x: x @ x.T, s(16, 16)) == [(WIDE,) * 3]
-  assert dtypes(lambda x: x @ jnp.ones((16, 8)), s(16, 16)) == [(WIDE,) * 3]
-  # A parameter makes it low, and a dtype of the code's stays.
-  assert dtypes(lambda w, x: x @ w, s(16, 16), s(16, 16)) == [(LOW,) * 3]
-  fun = functools.partial(jnp.matmul, preferred_element_type="float16")
-  assert dtypes(lambda x: fun(x, x.T), s(16, 16)) == [(WIDE, WIDE, "float16")]
-
-
-def test_a_matmul_of_an_input_with_fewer_than_8_products_runs_in_float32():
-  both, experts = (lambda w, x: x @ w), (lambda w, x: jnp.einsum("bij,ijn->bn", x, w))
-  assert dtypes(both, s(7, 9), s(16, 7)) == [(WIDE,) * 3]
-  assert dtypes(both, s(8, 9), s(16, 8)) == [(LOW,) * 3]
-  # All contracted axes count.
-  assert dtypes(experts, s(7, 1, 9), s(16, 7, 1)) == [(WIDE,) * 3]
-  assert dtypes(experts, s(4, 2, 9), s(16, 4, 2)) == [(LOW,) * 3]
-  # Neither parameters nor activations are in float32 for it.
-  fun = lambda v, w, x: (x @ w) @ (v @ v)  # noqa: E731
-  assert dtypes(fun, s(3, 3), s(8, 3), s(16, 8)) == [(LOW,) * 3] * 3
-
-
 def test_a_size_that_is_a_symbol_counts_as_8_products_or_more():
   (n,) = jax.export.symbolic_shape("n,")
   cast = jax.jit(mpjax.autocast(lambda w, x: x @ w, data_argnums=1))
@@ -249,34 +228,6 @@ def test_rules_take_it_away_and_give_it():
     "body": "",
     "head": "its policy has no format",
   }
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("other", ["float32", "bfloat16", "float8_e5m2"])
-@pytest.mark.parametrize("operation", [jnp.add, jnp.matmul], ids=["add", "matmul"])
-def test_float8_with_anything_else_is_jaxs_error_until_it_is_cast(operation, other):
-  x, y = jnp.ones((16, 16), jnp.float8_e4m3fn), jnp.ones((16, 16), other)
-  for fun in (operation, mpjax.autocast(operation, policy())):
-    with pytest.raises(ValueError, match="no available implicit dtype promotion path"):
-      fun(x, y)
-    assert jnp.isfinite(fun(x.astype(other), y).astype(jnp.float32)).all()
-
-
-def test_an_audit_reports_neither_scaling_nor_matmuls_without_float8_as_leaks():
-  def fun(w, v, x):
-    return jnp.sum(jnp.sin(jnp.sin(jnp.sin(x) @ w) @ v) ** 2)
-
-  args = s(64, 512), s(512, 8), s(256, 64)
-  audit = mpjax.audit(jax.value_and_grad(mpjax.autocast(fun, policy()), (0, 1, 2)))(*args)
-  audit.assert_no_leaks()
-  assert audit.half_share == 1
-  assert audit.lossy == ()
-  assert [x.reason for x in audit.formats] == ["", "N=8 is no multiple of 16"]
-  assert audit.formats[0].flops == 3 * 2 * 256 * 512 * 64
-  assert audit.format_share == 64 / 72
-  assert "no multiple of 16" in str(audit)
-  assert '"formats": [' in audit.to_json()
-  assert mpjax.audit(mpjax.autocast(fun))(*args).formats == ()
 
 
 def test_a_jaxpr_has_no_mark_without_an_audit():

@@ -65,6 +65,15 @@ def operations(table):
 
 # Matmuls.
 
+
+def in_two(rows, w, x):
+  """Returns an input and a parameter with two axes to contract, of 8 elements or `rows` alone."""
+  columns = 8 // rows
+  return x[:, : rows * columns].reshape(8, rows, columns), w[: rows * columns].reshape(
+    rows, columns, 8
+  )
+
+
 MATMULS = {
   # name: a case that ends with a matmul, and its dtype.
   "input and parameter": (lambda w, x, h: x @ w, LOW),
@@ -84,6 +93,14 @@ MATMULS = {
   "seven products of an activation and an input": (lambda w, x, h: h[:, :7] @ x[:7], F32),
   "seven products of an activation": (lambda w, x, h: h[:, :7] @ w[:7], LOW),
   "seven products of parameters": (lambda w, x, h: w[:, :7] @ w[:7], LOW),
+  "eight products over two axes": (
+    lambda w, x, h: jnp.einsum("bij,ijn->bn", *in_two(4, w, x)),
+    LOW,
+  ),
+  "seven products over two axes": (
+    lambda w, x, h: jnp.einsum("bij,ijn->bn", *in_two(7, w, x)),
+    F32,
+  ),
 }
 
 
@@ -104,13 +121,6 @@ def test_the_result_of_a_matmul_in_float32_is_an_activation():
   seven = lambda w, x, h: x[:, :7] @ w[:7]  # noqa: E731
   assert of_matmul(lambda *args: seven(*args) @ args[0]) == {LOW}
   assert runs_in(lambda *args: seven(*args) * args[2], "mul") == {F32}
-
-
-def test_matmuls_in_low_precision_round_their_operands_and_result_once():
-  x, w = normal(4, 8), normal(8, 4, seed=1)
-  found = programs.run(any_dtype(jnp.matmul), x, w)
-  exact = np.float64(jnp.asarray(x, LOW)) @ np.float64(jnp.asarray(w, LOW))
-  np.testing.assert_array_equal(found, np.asarray(exact, np.float32).astype(jnp.bfloat16))
 
 
 def outer(x, y):
@@ -138,12 +148,6 @@ def test_a_matmul_without_a_free_axis_is_a_sum():
 
 
 # The float32 list.
-
-
-@pytest.mark.parametrize("name", ["exp", "log1p", "rsqrt", "sin", "reduce_sum"])
-def test_an_operation_of_the_float32_list(name):
-  function = jnp.sum if name == "reduce_sum" else getattr(lax, name)
-  assert runs_in(lambda w, x, h: function(h) * jnp.ones((8, 8)), name) == {F32}
 
 
 COUNT = 5000
@@ -194,15 +198,6 @@ ANYTHING_ELSE = {
   "number": (lambda w, x, h: 0.999 * h, "mul", LOW),
   "infinity": (lambda w, x, h: jnp.where(x > 0, h, -jnp.inf), "select_n", LOW),
   "mask": (lambda w, x, h: h * (x > 0).astype("float32"), "mul", LOW),
-  "one-hot": (lambda w, x, h: h * jax.nn.one_hot(jnp.arange(8), 8), "mul", LOW),
-  "normal noise": (
-    lambda w, x, h: jnp.maximum(h, jax.random.normal(jax.random.key(0), h.shape)),
-    *("max", LOW),
-  ),
-  "uniform noise": (
-    lambda w, x, h: jnp.maximum(h, jax.random.uniform(jax.random.key(0), h.shape)),
-    *("max", LOW),
-  ),
   "buffer of zeros": (lambda w, x, h: jnp.zeros((8, 8)).at[0].set(h[0]), "scatter", LOW),
   # A number that leaves the range.
   "large number": (lambda w, x, h: jnp.where(x > 0, h, LEAST), "select_n", F32),
@@ -640,25 +635,20 @@ def test_the_gradient_of_rows_that_are_gathered_is_summed_in_float32(half):
 
 # Random numbers.
 
-LOW_SAMPLERS = {
-  "uniform": jax.random.uniform,
-  "normal": jax.random.normal,
-  "gumbel": jax.random.gumbel,
-  "exponential": jax.random.exponential,
-  "laplace": jax.random.laplace,
-  "logistic": jax.random.logistic,
-  "cauchy": jax.random.cauchy,
-  "truncated_normal": lambda key, shape, dtype: jax.random.truncated_normal(
-    key, -1, 1, shape, dtype
-  ),
-  "beta": lambda key, shape, dtype: jax.random.beta(key, 0.5, 2, shape, dtype),
-}
 
+def test_samples_in_low_precision_keep_their_bits():
+  draw = jax.random
 
-@pytest.mark.parametrize("name", LOW_SAMPLERS)
-def test_samples_in_low_precision_keep_their_bits(name):
   def samples(key):
-    return [LOW_SAMPLERS[name](key, (64,), dtype) for dtype in ("bfloat16", "float16")]
+    return [
+      each(key, shape=(64,), dtype=dtype)
+      for dtype in HALVES
+      for each in (
+        *(draw.uniform, draw.normal, draw.gumbel, draw.exponential, draw.laplace, draw.logistic),
+        *(draw.cauchy, functools.partial(draw.truncated_normal, lower=-1, upper=1)),
+        functools.partial(draw.beta, a=0.5, b=2),
+      )
+    ]
 
-  found, expected = (programs.run(f, jax.random.key(0)) for f in (mpjax.autocast(samples), samples))
+  found, expected = (programs.run(f, draw.key(0)) for f in (mpjax.autocast(samples), samples))
   assert bits(found) == bits(expected)

@@ -704,12 +704,12 @@ mpjax/_autocast/matmuls.py::matmul
 87 a matmul of inputs alone is in low precision
 - kind.role in (Role.NUMBER, Role.INPUT)
 + kind.role == Role.NUMBER
-::test_a_matmul_of_inputs_and_numbers_runs_as_written
+tests/autocast/test_rules.py::test_a_matmul_of
 
 88 a matmul of an activation that sums few products is in float32 too
 - any(kind.role == Role.INPUT for kind in kinds) and _products(eqn) < FEWEST_PRODUCTS
 + _products(eqn) < FEWEST_PRODUCTS
-::test_a_matmul_of_an_input_with_fewer_than_8_products_runs_in_float32
+tests/autocast/test_rules.py::test_a_matmul_of
 
 mpjax/_autocast/matmuls.py::_in_low_precision
 
