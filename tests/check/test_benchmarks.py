@@ -76,29 +76,6 @@ def gradient(bench, case, apply):
   return fun, (params, rest, case.inputs, labels)
 
 
-@pytest.mark.parametrize(
-  ("model", "parameters"),
-  [
-    # 25,557,032: what the paper's network has, with a bias in the last layer alone.
-    ("resnet", 25_557_032),
-    # Of each layer 12 width^2 + 13 width; tokens in and out, places, the last norm.
-    ("gpt", 24 * (12 * 1024**2 + 13 * 1024) + 2 * 50304 * 1024 + 1024**2 + 2 * 1024),
-  ],
-)
-def test_sizes_for_a_gpu_trace(bench, gpu_hlo, model, parameters):
-  # Nothing of that size is computed here: shapes and dtypes, and of each stage one layer.
-  case = bench.SIZES["gpu"][model]
-  params = jax.eval_shape(case.make().init, jax.random.key(0), case.inputs)["params"]
-  assert sum(x.size for x in jax.tree.leaves(params)) == parameters
-  case = gpu_hlo.aot.shallower(case, 1)
-  fun, args = gradient(bench, case, bench.variants(case, "bfloat16")["policy"])
-  program, ((loss, _), grads) = jax.make_jaxpr(fun, return_shape=True)(*args)
-  assert programs.half_share(program) == 1
-  assert (loss.shape, loss.dtype) == ((), jnp.float32)
-  for x, param in zip(*map(jax.tree.leaves, (grads, args[0])), strict=True):
-    assert (x.shape, x.dtype) == (param.shape, jnp.float32)
-
-
 def test_flax_step_skips_like_ours(bench):
   # The rival is used right: it skips the step that overflows, and its scale comes down.
   case = bench.SIZES["tiny"]["mlp"]
@@ -443,23 +420,6 @@ def test_a_real_run(parity, monkeypatch, tmp_path):
   assert 0 < abs(one.difference) < one.deviation
 
 
-def test_float8_is_trained_where_a_model_has_it(parity):
-  # All matmuls of its hidden layers are in float8, and a model without rows for it has none.
-  images = jax.ShapeDtypeStruct((64, 8, 8, 1), "float32")
-
-  def in_float8(network):
-    model = mpjax.linen.with_policy(network, parity.spelled("mixed_float8"))
-    apply = functools.partial(model.apply, train=False)
-    init = functools.partial(model.init, train=False)
-    variables = jax.eval_shape(init, jax.random.key(0), images)
-    return sum(not each.reason for each in mpjax.audit(apply)(variables, images).formats)
-
-  assert in_float8(parity.digits.Network(hidden=(128, 128))) == 2
-  assert in_float8(parity.digits.NETWORK) == 0
-  assert "mixed_float8" in parity.TASKS["dense CNN"].policies
-  assert "mixed_float8" not in parity.TASKS["digits CNN"].policies
-
-
 def test_recorded_trainings_hold(parity, parity_report, tmp_path):
   found = recorded(parity_report)
   assert found["models"].keys() == parity.TASKS.keys()
@@ -487,22 +447,6 @@ def test_recorded_trainings_hold(parity, parity_report, tmp_path):
 def formats(example, imported_formats):
   """The script, with the examples that it trains on its path."""
   return imported_formats
-
-
-def test_a_format_is_trained_once(formats, monkeypatch, tmp_path):
-  made = []
-
-  def train(policy, steps, seeds, on_step):
-    made.append(policy)
-    return formats.Trained([float(seed) for seed in range(seeds)], 0.5)
-
-  monkeypatch.setattr(formats, "MODELS", {"net": formats.Model(train, 3, "loss")})
-  out = tmp_path / "new" / "formats.json"
-  for names in (["bfloat16"], ["bfloat16", "int8"]):
-    found = formats.main(["net"], names, out=out, console=quiet())
-  assert made == [formats.FORMATS[name] for name in ("bfloat16", "int8")]
-  assert json.loads(out.read_text(encoding="utf-8")) == found
-  assert formats.rows(found)[2] == ["net, loss", "int8", "50.0 %", "1.0000 ± 1.0000", "+0.0000"]
 
 
 def test_recorded_formats_are_in_the_page_and_train_as_bfloat16_does(formats):

@@ -1,7 +1,6 @@
 """The figures of the pages: drawn from facts, there in both themes, and what their scripts draw."""
 
 import json
-import pathlib
 import re
 import xml.etree.ElementTree as ET
 
@@ -11,22 +10,12 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
-from docs.figures import formats, memory, sphinx_pictures, style, underflow
+from docs.figures import formats, memory, style, underflow
 from docs.figures.__main__ import FIGURES
-from tests.lint.test_links import PAGES, ROOT
 
 DRAWN_BY = "3.11."
 """The version of matplotlib that drew the files: another one writes other bytes."""
 
-ARCHITECTURE = ROOT / "docs/design/architecture.md"
-"""Its picture is drawn from imports, and is tested by tests/lint/test_links.py."""
-
-PICTURES = [
-  (page, match)
-  for page in PAGES
-  for match in sphinx_pictures.PICTURE.finditer(page.read_text(encoding="utf-8"))
-  if page != ARCHITECTURE
-]
 
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
@@ -53,25 +42,6 @@ def test_a_file_is_what_its_script_draws(name, tmp_path):
   style.svg(FIGURES[name].draw, style.LIGHT, tmp_path / light.name)
   again = (tmp_path / light.name).read_text(encoding="utf-8")
   assert again == text, f"run: python -m docs.figures {name}"
-
-
-def test_each_figure_is_in_a_page_in_both_themes_and_is_described():
-  for page, match in PICTURES:
-    light, dark = ((page.parent / match[theme]).resolve() for theme in ("light", "dark"))
-    assert [light, dark] == style.files(light.stem.removesuffix("-light"))
-    assert len(match["alt"]) > 60
-  shown = {pathlib.Path(match["light"]).stem.removesuffix("-light") for _, match in PICTURES}
-  assert shown == set(FIGURES)
-  there = {path.name for path in style.FOLDER.glob("*.svg")}
-  assert there == {path.name for name in FIGURES for path in style.files(name)}
-  # And no picture is written otherwise.
-  opened = [
-    page
-    for page in PAGES
-    for _ in re.finditer(r"^<(picture|img)", page.read_text(encoding="utf-8"), re.MULTILINE)
-    if page != ARCHITECTURE
-  ]
-  assert len(opened) == 2 * len(PICTURES)
 
 
 def test_formats_are_those_of_all_their_numbers():

@@ -4,7 +4,6 @@ What becomes of a version that has no memory, or ends its process, and what a se
 """
 
 import collections
-import contextlib
 import functools
 import importlib
 import io
@@ -153,38 +152,6 @@ def test_a_version_that_fails_is_a_figure_and_the_others_go_on(gpu_groups, worke
   assert [len(figures[name]["seconds"]) for name in "cd"] == [3, 3]
   measured = "".join(name for question, name in log if question == "measure")
   assert measured == "bcd" + "cd" + "dc"
-
-
-def test_where_the_time_ends_complete_rounds_are_kept(gpu_bench, gpu_groups, workers):
-  class Slow(Fake):
-    def ask(self, deadline, question, **arguments):
-      if question == "measure" and not next(left, None):
-        raise workers.OutOfTimeError
-      return super().ask(deadline, question, **arguments)
-
-  fails = {("measure", "c"): {"failed": "out of memory"}}  # And is asked once.
-  for measured, rounds in ((8, 3), (7, 3), (6, None)):
-    left = iter([True] * measured)
-    group = gpu_groups.Group(lambda: Slow({}, fails), "abc", [("trace", {})], float("inf"))
-    group.then("compile")
-    with pytest.raises(workers.OutOfTimeError) if rounds is None else contextlib.nullcontext():
-      figures = gpu_groups.take_turns([group], 11, 0.1)
-      assert [len(figures[name]["seconds"]) for name in "abc"] == [rounds, rounds, 0]
-      assert [gpu_bench.complete({"versions": figures}, n) for n in (3, 4)] == [True, False]
-      assert gpu_bench.complete({"versions": {"c": figures["c"]}}, 11)  # None is left to measure.
-
-
-def test_losses_of_a_broken_step_are_suspicious(gpu_groups):
-  for name, losses, finite, what in (
-    ("policy", [2.001, 1.5], True, ""),
-    ("policy", [2.1, 1.5], True, "the first loss is 2.1, in float32 2"),
-    ("torch amp", [2.05, 1.5], True, ""),
-    ("policy", [2.0, 2.0], True, "the loss fell by 0, in float32 by 0.5"),
-    ("policy", [2.0, 1.5], False, "a loss is not finite"),
-    ("policy", [2.0, float("nan")], True, "a loss is not finite"),
-  ):
-    found = gpu_groups.suspicions({name: {"losses": losses, "finite": finite}}, [2.0, 1.5])
-    assert found == ({name: [what]} if what else {})
 
 
 # A call

@@ -76,13 +76,6 @@ def test_the_lines_of_the_tables_run(page):
   assert ran > 3
 
 
-def test_every_system_has_a_page():
-  readme = (ROOT / "README.md").read_text(encoding="utf-8")
-  overview = (ROOT / "docs/migrating/features.md").read_text(encoding="utf-8")
-  assert "(docs/migrating/features.md)" in readme
-  assert [page.name for page in PAGES if f"({page.name})" not in overview] == ["features.md"]
-
-
 def test_a_line_that_does_not_run_is_found():
   table = "| a | mpjax | page |\n|---|---|---|\n| `b` | `mpjax.wrong(fn)`, `inner` | [c](d.md) |\n"
   (row,) = rows(table)

@@ -4,28 +4,14 @@ The mutants themselves are tried by `make mutations`.
 """
 
 import ast
-import itertools
 import re
 
 import pytest
 
 from tests.mutations import generated, run, table
-from tests.mutations.equivalent import EQUIVALENT
 from tests.mutations.generate import mutants, mutated
 from tests.mutations.run import ROOT
 from tests.scripts import is_test
-
-GONE = {57, 63}
-"""Numbers of mutations whose code is gone, or that are drawn; they are not used again."""
-
-
-def test_the_40_of_the_list_are_there_and_those_of_nnx():
-  names = [mutation.name for mutation in table.MUTATIONS]
-  by_number = itertools.groupby(sorted(names), lambda name: int(name.rstrip("ab")))
-  letters = {number: [*each] for number, each in by_number}
-  assert letters.keys() == set(range(1, 132)) - GONE
-  for number, found in letters.items():
-    assert found in ([f"{number}"], [f"{number}a", f"{number}b"]), number
 
 
 def test_each_fits_the_code_as_it_is_and_names_a_test_that_there_is():
@@ -131,26 +117,6 @@ def test_a_mutant_is_one_change(name, old, new):
   assert mutated(mutant, SOURCE) == ast.unparse(ast.parse(SOURCE.replace(old, new))) + "\n"
   assert old.strip("]:") in "\n".join(SOURCE.splitlines()[mutant.lines[0] - 1 : mutant.lines[1]])
   assert mutant.runs_on_import == (mutant.name.startswith("m.py:::"))
-
-
-def test_equal_changes_in_one_function_have_numbers():
-  names = [mutant.name for mutant in mutants("m.py", "def f(a):\n  return a < 1, a < 1")]
-  assert names == ["m.py::f: a < 1, LtE for Lt", "m.py::f: a < 1, LtE for Lt #2"]
-
-
-def test_each_equivalent_mutant_exists_and_has_a_reason():
-  names = {mutant.name for mutant in generated.all_mutants(["mpjax"])}
-  assert EQUIVALENT.keys() - names == set()
-  assert all(EQUIVALENT.values())
-
-
-def test_a_draw_is_that_of_its_seed():
-  paths = ["mpjax/_core/leaves.py", "mpjax/_core/trees.py"]
-  drawn = generated.draw(paths, 5, 0, "")
-  assert drawn == generated.draw(paths, 5, 0, "") != generated.draw(paths, 5, 1, "")
-  assert len(set(drawn)) == 5
-  assert set(drawn) < set(generated.draw(paths, 0, 0, ""))
-  assert all("leaf" in m.name for m in generated.draw(paths, 0, 0, "leaf"))
 
 
 FILES = {

@@ -62,14 +62,3 @@ def test_each_check_can_fail(outcome):
   assert [check.name for check in soak.check("bfloat16", outcome)] == list(SPOILT)
   for name, spoil in SPOILT.items():
     assert name in failing("bfloat16", spoil(outcome)), name
-
-
-def test_faults_are_as_many_as_promised():
-  faults = soak.draw_faults(100_000, 8)
-  bad = faults.value != 0
-  outside = np.r_[0:70_000, 80_000:100_000]
-  assert bad[70_000:80_000].all()
-  # Single faults, and 18 bursts of 50 in what is left.
-  assert 0.8 < bad[outside].sum() / (0.01 * len(outside) + 18 * 50) < 1.2
-  assert np.isnan(faults.value).any()
-  assert set(faults.place.tolist()) == set(range(8))
