@@ -14,7 +14,7 @@ from flax.core import freeze
 import mpjax
 from tests.errors import refused
 from tests.linen.probes import HALF, KEY, Does, Probe, X, calling, dtypes
-from tests.programs import assert_bit_equal, bits, compilations
+from tests.programs import assert_bit_equal, bits, compilations, products
 
 Rule, scope, with_policy = mpjax.Rule, mpjax.linen.policy_scope, mpjax.linen.with_policy
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -348,3 +348,18 @@ def test_gradients_are_those_of_the_float32_parameters(half):
   decoder = grads["params"]["decoder"]
   np.testing.assert_array_equal(decoder["bias"], np.full(8, 2 * np.float32(1e-9)))
   assert np.any(np.asarray(decoder["kernel"]) != 0) == (half == "bfloat16")
+
+
+def test_second_derivatives_and_those_with_respect_to_the_input_under_vmap():
+  model, variables = with_policy(Net(), "mixed_bfloat16"), plain_variables()
+
+  def energy(x):
+    return jnp.sum(jnp.square(model.apply(variables, x[None])))
+
+  hessian = jax.eval_shape(jax.hessian(energy), X[0])
+  assert (hessian.dtype, hessian.shape) == (F32, (8, 8))
+  forces = jax.vmap(jax.grad(energy))
+  for dtype in ("float32", "bfloat16"):
+    found = jax.eval_shape(forces, X.astype(dtype))
+    assert (found.dtype, found.shape) == (jnp.dtype(dtype), X.shape)
+  assert {p.dtypes for p in products(jax.make_jaxpr(forces)(X))} == {("bfloat16", "bfloat16")}

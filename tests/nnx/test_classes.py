@@ -14,9 +14,10 @@ from flax import nnx
 import mpjax
 from mpjax.nnx._graph import is_tree
 from tests.errors import refused
+from tests.models.values import normal
 from tests.nnx import rig
 from tests.nnx.rig import BF16, HALF, Does, Metric, X, linear
-from tests.programs import half_share, run
+from tests.programs import bits, half_share, run
 
 Rule, with_policy = mpjax.Rule, mpjax.nnx.with_policy
 
@@ -425,3 +426,38 @@ def test_views_of_classes_with_a_hook_in_any_order_of_bases(order):
   x = jnp.ones((1, 3))
   np.testing.assert_allclose(view(x), cls()(x), atol=0.05)
   np.testing.assert_array_equal(nnx.jit(lambda view, x: view(x))(view, x), view(x))
+
+
+def layer(rngs):
+  parts = (nnx.BatchNorm, 8), (nnx.Linear, 8, 8), (nnx.Dropout, 0.2)
+  return nnx.Sequential(*(cls(*sizes, rngs=rngs) for cls, *sizes in parts))
+
+
+def scanned_then_mapped(m, x):
+  """Runs stacked layers one after the other, then all of them on the last result."""
+
+  def one(layer, x):
+    return layer(x)
+
+  x = nnx.scan(nnx.remat(one), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(m.layers, x)
+  every = nnx.vmap(one, in_axes=(0, None))
+  return nnx.cond(x[0, 0] < 99, every, lambda _, x: jnp.zeros((3, *x.shape)), m.layers, x)
+
+
+def test_gradients_and_state_through_scan_remat_cond_and_vmap():
+  graphdef, *state = rig.split(
+    lambda rngs: Does(scanned_then_mapped, layers=nnx.vmap(layer)(rngs.split(3)))
+  )
+  args = *state, (jnp.asarray(normal(16, 8)),)
+  ours, plain = (
+    rig.functions(graphdef, policy, lambda model, x: model(x))[1]
+    for policy in ("mixed_bfloat16", None)
+  )
+  assert half_share(jax.make_jaxpr(ours)(*args)) == 1
+  found, wanted = run(lambda *args: (ours(*args), plain(*args)), *args)
+  assert dtypes(found) == dtypes(wanted)
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    if rig.is_float(x):
+      np.testing.assert_allclose(x, y, atol=0.05 * np.abs(y).max())
+    else:
+      assert bits(x) == bits(y)

@@ -1,5 +1,6 @@
 """The view of a model: what it shares, which policy each module has, errors, and its conversion."""
 
+import concurrent.futures
 import copy
 import pickle
 
@@ -303,3 +304,15 @@ def test_variables_that_hold_no_arrays_are_refused(mode):
   got, fix = f"a variable with {mode}=True", f"without nnx.var_defaults({mode}=True)"
   with refused(ValueError, where, arrays, got, fix):
     with_policy(model, "mixed_bfloat16")
+
+
+def test_threads_do_not_meet():
+  model = Net()
+  views = {dtype: with_policy(model, dtype) for dtype in ("float16", "bfloat16")}
+
+  def work(dtype):
+    for _ in range(5):
+      assert shown(views[dtype]) == (dict.fromkeys(PATHS, dtype), dtype)
+
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    list(pool.map(work, views))
