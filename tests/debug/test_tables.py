@@ -24,7 +24,7 @@ ATTENTION = ("attention", "self_attention_with_rotary_embeddings")
 QUERY = "/".join((*MODEL, "1", *ATTENTION, "query_projection"))
 
 
-class Linen(nn.Module):
+class Attentions(nn.Module):
   """A module inside of others, or layers inside of others."""
 
   names: tuple[str, ...]
@@ -33,9 +33,9 @@ class Linen(nn.Module):
   @nn.compact
   def __call__(self, x):
     if self.names:
-      return Linen(self.names[1:], self.layers, name=self.names[0])(x)
+      return Attentions(self.names[1:], self.layers, name=self.names[0])(x)
     for i in range(self.layers):
-      x = x + Linen(ATTENTION, name=str(i))(x)
+      x = x + Attentions(ATTENTION, name=str(i))(x)
     if self.layers:
       return x
     y = nn.Dense(16, name="query_projection")(x)
@@ -45,29 +45,8 @@ class Linen(nn.Module):
 class FlaxBertForSequenceClassificationModule(nn.Module):
   @nn.compact
   def __call__(self, x):
-    x = Linen(MODEL, LAYERS)(x)
+    x = Attentions(MODEL, LAYERS)(x)
     return nn.Dense(3, name="classifier_of_the_sequence")(x)
-
-
-class Nnx(nnx.Module):
-  def __init__(self, names, layers, rngs):
-    self.names = names
-    if names:
-      setattr(self, names[0], Nnx(names[1:], layers, rngs))
-    elif layers:
-      self.layers = nnx.List([Nnx(ATTENTION, 0, rngs) for _ in range(layers)])
-    else:
-      self.query_projection = nnx.Linear(16, 16, rngs=rngs)
-      self.output_projection = nnx.Linear(16, 16, rngs=rngs)
-
-  def __call__(self, x):
-    if self.names:
-      return getattr(self, self.names[0])(x)
-    if hasattr(self, "layers"):
-      for layer in self.layers:
-        x = x + layer(x)
-      return x
-    return self.output_projection(jnp.sin(30 * self.query_projection(x)))
 
 
 X = jnp.linspace(-2, 2, 64).reshape(4, 16)
@@ -75,76 +54,48 @@ RULES = [
   mpjax.Rule("c=bf16", path=f"**/{QUERY.partition('/')[2]}"),
   mpjax.Rule("float32", module=(nn.LayerNorm, nnx.LayerNorm)),
 ]
-POLICY = "mixed_float16"
+BERT = FlaxBertForSequenceClassificationModule()
+POLICIED = mpjax.with_policy(BERT, "mixed_float16", RULES, unmatched="ignore")
 
 
-@functools.cache
-def model(framework):
-  """Returns a model, its variables, and the loss of a model."""
-  if framework == "nnx":
-    made = Nnx(MODEL, LAYERS, nnx.Rngs(0))
-    return made, made, lambda called: lambda m, x: jnp.mean(jnp.square(m(x)))
-  made = FlaxBertForSequenceClassificationModule()
-  variables = made.init(jax.random.key(0), X)
-  return made, variables, lambda called: lambda v, x: jnp.mean(jnp.square(called.apply(v, x)))
+def loss(variables, x, model=BERT):
+  return jnp.mean(jnp.square(model.apply(variables, x)))
 
 
-def under(framework, policy=POLICY, **options):
-  """Returns the loss of a model under a policy, and its first argument."""
-  made, variables, loss_of = model(framework)
-  policied = mpjax.with_policy(made, policy, **options)
-  return loss_of(policied), variables if framework == "linen" else policied
+def audit(variables):
+  return mpjax.audit(jax.grad(functools.partial(loss, model=POLICIED)))(variables, X)
 
 
-def audit(framework):
-  loss_fn, variables = under(framework, rules=RULES, unmatched="ignore")
-  grad = jax.grad if framework == "linen" else nnx.grad
-  return mpjax.audit(grad(loss_fn))(variables, X)
-
-
-def ranges(framework):
-  made, variables, loss_of = model(framework)
-  tx, params = optax.sgd(1e-12), variables
-  if framework == "nnx":
-    graph, params = nnx.split(made)
+def ranges(variables):
+  tx = optax.sgd(1e-12)
 
   def step(params, x):
-    def loss_fn(params):
-      merged = params if framework == "linen" else nnx.merge(graph, params)
-      return loss_of(made)(merged, 1e-3 * x)
-
-    updates, _ = tx.update(jax.grad(loss_fn)(params), tx.init(params), params)
+    updates, _ = tx.update(jax.grad(loss)(params, 1e-3 * x), tx.init(params), params)
     return optax.apply_updates(params, updates)
 
-  return mpjax.ranges(step)(params, X)
+  return mpjax.ranges(step)(variables, X)
 
 
-def compare(framework):
-  made, variables, loss_of = model(framework)
-  return mpjax.compare(loss_of(made), policy="mixed_bfloat16")(variables, X)
+def compare(variables):
+  return mpjax.compare(loss, policy="mixed_bfloat16")(variables, X)
 
 
-def find_nonfinite(framework):
-  loss_fn, variables = under(framework)
-  if framework == "linen":
-    large = jax.tree.map(lambda x: 1e4 * x, variables)
-    return mpjax.find_nonfinite(loss_fn)(large, X)
-  graph, state = nnx.split(variables)
-  return mpjax.find_nonfinite(loss_fn)(nnx.merge(graph, jax.tree.map(lambda x: 1e4 * x, state)), X)
+def find_nonfinite(variables):
+  large = jax.tree.map(lambda x: 1e4 * x, variables)
+  in_float16 = mpjax.with_policy(BERT, "mixed_float16")
+  return mpjax.find_nonfinite(functools.partial(loss, model=in_float16))(large, X)
 
 
-def tune(framework):
-  made, variables, loss_of = model(framework)
-  return mpjax.tune(loss_of(made), POLICY, tolerance=3e-3)(variables, X)
+def tune(variables):
+  return mpjax.tune(loss, "mixed_float16", tolerance=3e-3)(variables, X)
 
 
-FRAMEWORKS = ("linen", "nnx")
 MAKERS = (audit, ranges, compare, find_nonfinite, tune)
 
 
 @functools.cache
-def report_of(maker, framework):
-  return maker(framework)
+def report_of(maker):
+  return maker(BERT.init(jax.random.key(0), X))
 
 
 def printed_paths(text):
@@ -196,10 +147,9 @@ def expected_paths(report):
       return [report.path]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("maker", MAKERS, ids=lambda maker: maker.__name__)
-def test_a_report_of_long_names_fits_a_terminal_and_has_every_path(maker, framework):
-  report = report_of(maker, framework)
+def test_a_report_of_long_names_fits_a_terminal_and_has_every_path(maker):
+  report = report_of(maker)
   text = str(report)
   assert max(map(len, text.splitlines())) <= WIDTH
   expected = expected_paths(report)
@@ -207,14 +157,12 @@ def test_a_report_of_long_names_fits_a_terminal_and_has_every_path(maker, framew
   assert {*expected} <= printed_paths(text)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("maker", [audit, find_nonfinite, tune], ids=lambda maker: maker.__name__)
-def test_the_rules_of_a_report_are_code_that_makes_a_policy(maker, framework):
-  made, _, _ = model(framework)
+def test_the_rules_of_a_report_are_code_that_makes_a_policy(maker):
   names = {"mpjax": mpjax, "re": re, "LayerNorm": nn.LayerNorm}
-  rules = [eval(code, names) for code in printed_rules(str(report_of(maker, framework)))]
+  rules = [eval(code, names) for code in printed_rules(str(report_of(maker)))]
   assert rules
-  mpjax.with_policy(made, "mixed_bfloat16", rules, unmatched="ignore")
+  mpjax.with_policy(BERT, "mixed_bfloat16", rules, unmatched="ignore")
 
 
 class Example(Report):
@@ -303,12 +251,3 @@ def test_a_rule_that_is_too_long_for_a_line_is_the_same_rule_on_several(rule, wi
   assert max(map(len, text.splitlines())) <= WIDTH
   if width == 76:
     assert max(map(len, code.splitlines())) <= width
-
-
-def test_a_saved_run_has_the_report_of_the_run(tmp_path):
-  made, variables, loss_of = model("linen")
-  report_of(compare, "linen").save(tmp_path / "run.npz")
-  report = mpjax.compare(loss_of(made), str(tmp_path / "run.npz"))(variables, X)
-  text = str(report)
-  assert max(map(len, text.splitlines())) <= WIDTH
-  assert {*expected_paths(report)} <= printed_paths(text)
