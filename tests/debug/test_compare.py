@@ -1,7 +1,3 @@
-import subprocess
-import sys
-import textwrap
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,7 +9,7 @@ from flax import nnx
 import mpjax
 from tests.errors import refused
 
-LAYERS, WIDTH, AT = 12, 4, 7
+LAYERS, WIDTH, AT = 5, 4, 3
 
 
 def rounded(x):
@@ -109,15 +105,6 @@ def test_a_planted_rounding_is_found_in_linen(x):
   assert all(rows[f"Net/block_{i}/up"].gradient > 1e-5 for i in range(LAYERS))
   assert report.unmatched == ()
   assert mpjax.compare(linen_loss(-1))(variables, x).first is None
-
-
-def test_a_planted_rounding_is_found_in_nnx(x):
-  model = Model()
-  report = mpjax.compare(nnx_loss(AT), nnx_loss(-1))(model, x)
-  assert report.first.path == f"layers/{AT}"
-  paths = [row.path for row in report.rows]
-  assert paths[:4] == ["layers/0", "layers/0/up", "layers/1", "layers/1/up"]
-  assert report.rows[1].gradient > 0
 
 
 @pytest.mark.parametrize("scoped", [True, False])
@@ -268,7 +255,7 @@ def test_losses_may_make_views_themselves(x):
     return lambda model, x: jnp.mean(mpjax.with_policy(model, policy)(x, -1) ** 2)
 
   report = mpjax.compare(loss_under("mixed_bfloat16"), loss_under("float32"))(Model(), x)
-  assert {row.path for row in report.rows} >= {"layers/0/up", "layers/11/up"}
+  assert {row.path for row in report.rows} >= {"layers/0/up", "layers/4/up"}
   assert 0 < report.results["result"] < 0.01
 
 
@@ -376,27 +363,16 @@ def test_what_is_not_in_both_is_listed(x, weights):
   assert "Not compared" in str(report)
 
 
-def test_saved_runs_of_two_processes_have_the_same_table(tmp_path, x, weights):
-  code = """
-    import pathlib, sys, jax.numpy as jnp, mpjax
-    import tests.debug.test_compare as t
-    import jax, numpy as np
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, t.WIDTH)), jnp.float32)
-    ws = [jax.random.normal(jax.random.key(i), (t.WIDTH, t.WIDTH)) / 2 for i in range(t.LAYERS)]
-    mpjax.compare(t.stack(int(sys.argv[1])))(ws, x).save(sys.argv[2])
-  """
+def test_saved_runs_have_the_table_of_the_functions(tmp_path, x, weights):
   files = [tmp_path / "f.npz", tmp_path / "g.npz"]
   for at, file in zip((AT, -1), files, strict=True):
-    run = [sys.executable, "-c", textwrap.dedent(code), str(at), str(file)]
-    subprocess.run(run, check=True, capture_output=True)
+    mpjax.compare(stack(at))(weights, x).save(file)
   saved = mpjax.compare(*files)()
   here = mpjax.compare(stack(AT), stack(-1))(weights, x)
   assert repr(saved.rows) == repr(here.rows)
   assert str(saved).splitlines()[1:] == str(here).splitlines()[1:]
   assert saved.names == ("f.npz", "g.npz")
-  mixed = mpjax.compare(stack(AT), files[1])(weights, x)
-  assert repr(mixed.rows) == repr(here.rows)
-  other = mpjax.compare(stack(-1), files[1])(weights, x + 0.1)
+  other = mpjax.compare(stack(-1), str(files[1]))(weights, x + 0.1)
   assert other.arguments.keys() == {"args[1]"}
   assert "The arguments differ: args[1]" in str(other)
   assert other.first is None  # Other arguments are why.

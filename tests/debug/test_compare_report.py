@@ -1,11 +1,8 @@
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mpjax
 from mpjax._debug.compare_report import compared
 from mpjax._debug.compare_run import Gradient, Kept, RanCall, Run
 
@@ -126,15 +123,3 @@ def test_json_and_picture(tmp_path):
   same = compared(run_of(values()), run_of(values())).plot()
   assert len(same.axes) == 1
   assert "No module has an error" in repr(compared(run_of(values()), run_of(values())))
-
-
-def test_a_scoped_function_fits_a_screen():
-  def loss_fn(w, x):
-    for i in range(60):
-      with jax.named_scope(f"layer_{i}"):
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x)
-
-  report = mpjax.compare(loss_fn)(jnp.eye(2), jnp.ones((1, 2)))
-  assert len(report.rows) == 61
-  assert len(str(report).splitlines()) < 50
