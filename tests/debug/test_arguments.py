@@ -240,46 +240,6 @@ def test_the_same_numbers(wrap):
 # Graphs in which nothing was named.
 
 
-class Net(nnx.Module):
-  def __init__(self, rngs):
-    self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
-    self.head = nnx.Linear(8, 4, rngs=rngs)
-
-  def __call__(self, x):
-    x = nnx.relu(self.blocks[0](x))
-    x = nnx.relu(self.blocks[1](x))
-    return self.head(x)
-
-
-WIDE = jax.ShapeDtypeStruct((16, 8), "float32")
-FLOPS = {"blocks/0": 2 * 16 * 8 * 8, "blocks/1": 2 * 16 * 8 * 8, "head": 2 * 16 * 8 * 4}
-
-
-def audited(fn, *args):
-  return {row.path: row.flops for row in mpjax.audit(fn)(*args).modules}
-
-
-def test_the_backward_pass_has_the_paths_of_the_lines_of_the_forward_pass():
-  def loss(model, x):
-    return (model(x) ** 2).sum()
-
-  # What is written to a model is a result: a step of NNX returns no parameters.
-  found = audited(
-    lambda model, x: nnx.update(model, nnx.grad(loss)(model, x)), Net(nnx.Rngs(0)), WIDE
-  )
-  # The first layer has no gradient of its input; both others have two products each.
-  assert found["head"] == 3 * FLOPS["head"]
-  assert sum(found.values()) == 2 * FLOPS["blocks/0"] + 3 * FLOPS["blocks/1"] + 3 * FLOPS["head"]
-
-
-def test_under_a_policy_and_without_one_the_modules_are_the_same():
-  def policied(model, x):
-    return mpjax.nnx.with_policy(model, "mixed_bfloat16")(x)
-
-  for fn in (policied, lambda model, x: model(x)):
-    assert audited(fn, Net(nnx.Rngs(0)), WIDE) == FLOPS
-
-
 @pytest.mark.standard_promotion
 def test_a_leak_is_in_the_module_whose_parameter_it_takes():
   def fn(params, x):
@@ -346,21 +306,39 @@ class Stack(nnx.Module):
     return x
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_gradients_of_parameters_are_in_the_module_of_the_parameter(remat):
+LAYERS = {f"layers/{i}/{name}": 2 * 4 * 8 * 8 for i in (0, 1) for name in ("q", "k", "v", "out")}
+SCORES = {f"layers/{i}": 2 * (2 * 4 * 4 * 8) for i in (0, 1)}
+STEM = {"stem": 2 * 4 * 2 * 8}
+
+
+def squares(model, x):
+  return jnp.sum(model(x) ** 2)
+
+
+GRADIENTS = {
+  "gradient": nnx.grad(squares),
+  "of remat": nnx.grad(nnx.remat(squares)),
+  # What is written to a model is a result: a step of NNX returns no parameters.
+  "step": lambda model, x: nnx.update(model, nnx.grad(squares)(model, x)),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_of_parameters_are_in_the_module_of_the_parameter(gradient):
   """All layers of a model of NNX are called by the same lines, and some have the same input."""
+  rows = mpjax.audit(gradient)(Stack(nnx.Rngs(0)), jnp.ones((4, 2))).modules
+  found = {row.path: row.flops for row in rows}
+  assert found.pop("stem") == 2 * STEM["stem"]  # Its input is not differentiated.
+  assert found == {path: 3 * flops for path, flops in (LAYERS | SCORES).items()}
 
-  def loss(model, x):
-    return jnp.sum(model(x) ** 2)
 
-  loss = nnx.remat(loss) if remat else loss
-  audit = mpjax.audit(nnx.grad(loss))(Stack(nnx.Rngs(0)), jnp.ones((4, 2)))
-  layers = {
-    f"layers/{i}/{name}": 3 * 2 * 4 * 8 * 8 for i in (0, 1) for name in ("q", "k", "v", "out")
-  }
-  scores = {f"layers/{i}": 3 * 2 * (2 * 4 * 4 * 8) for i in (0, 1)}
-  stem = {"stem": 2 * (2 * 4 * 2 * 8)}  # Its input is not differentiated.
-  assert {row.path: row.flops for row in audit.modules} == layers | scores | stem
+def test_matmuls_under_a_policy_are_in_the_modules_of_those_without():
+  def policied(model, x):
+    return mpjax.nnx.with_policy(model, "mixed_bfloat16")(x)
+
+  for fn in (policied, lambda model, x: model(x)):
+    rows = mpjax.audit(fn)(Stack(nnx.Rngs(0)), jnp.ones((4, 2))).modules
+    assert {row.path: row.flops for row in rows} == STEM | LAYERS | SCORES
 
 
 def test_a_product_of_a_value_with_itself_is_in_no_layer_that_uses_the_value():

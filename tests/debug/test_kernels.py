@@ -111,40 +111,26 @@ def test_a_kernel_in_a_loop_counts_once_for_each_run():
   assert (found.flops, found.times) == (300, 3)
 
 
-def test_small_statistics_beside_large_operands_do_not_decide():
-  def two(x, scale, out):
-    out[...] = x[...] * scale[...].astype(x.dtype)
-
-  def fn(w, x):
-    y = (x @ w).astype(jnp.bfloat16)
-    return pallas.pallas_call(two, jax.typeof(y), interpret=True)(y, jnp.ones((4, 1)))
-
-  audit = mpjax.audit(mpjax.autocast(fn))(s(8, 8), s(4, 8))
-  assert [x.dtype for x in audit.kernels] == ["bfloat16"]
-  audit.assert_no_leaks()
+# A float32 operand beside one in bfloat16, and the dtype that counts for the kernel.
+BESIDE = {
+  "small statistics": (lambda x: jnp.ones((4, 1)), "bfloat16"),
+  "broadcast statistics": (
+    lambda x: jnp.broadcast_to(jnp.sum(x, axis=1, keepdims=True), (4, 128)),
+    "bfloat16",
+  ),
+  "as many elements": (jnp.sin, "float32"),
+}
 
 
-def test_a_broadcast_statistic_counts_by_its_own_elements():
+@pytest.mark.parametrize(("other", "dtype"), BESIDE.values(), ids=BESIDE)
+def test_the_operand_with_the_most_elements_before_broadcasts_decides(other, dtype):
   def scaled(y, rows, out):
     out[...] = y[...] * rows[:, :1].astype(y.dtype)
 
   def fn(w, x):
     y = (x @ w).astype(jnp.bfloat16)
-    rows = jnp.broadcast_to(jnp.sum(x, axis=1, keepdims=True), (4, 128))
-    return pallas.pallas_call(scaled, jax.typeof(y), interpret=True)(y, rows)
+    return pallas.pallas_call(scaled, jax.typeof(y), interpret=True)(y, other(x))
 
   audit = mpjax.audit(mpjax.autocast(fn))(s(8, 8), s(4, 8))
-  assert [x.dtype for x in audit.kernels] == ["bfloat16"]
-  audit.assert_no_leaks()
-
-
-def test_a_float32_array_with_as_many_elements_is_a_leak():
-  def added(y, x, out):
-    out[...] = y[...] + x[...].astype(y.dtype)
-
-  def fn(w, x):
-    y = (x @ w).astype(jnp.bfloat16)
-    return pallas.pallas_call(added, jax.typeof(y), interpret=True)(y, jnp.sin(x))
-
-  (leak,) = mpjax.audit(mpjax.autocast(fn))(s(8, 8), s(4, 8)).leaks
-  assert (leak.kind, leak.dtype) == ("kernel", "float32")
+  assert [x.dtype for x in audit.kernels] == [dtype]
+  assert [x.kind for x in audit.leaks] == (["kernel"] if dtype == "float32" else [])

@@ -148,29 +148,6 @@ def test_d2_a_training_step_with_a_loss_scale():
   assert report.lost_updates == 0
 
 
-class Layer(nn.Module):
-  @nn.compact
-  def __call__(self, x, _):
-    return x + nn.Dense(4, name="down")(nn.gelu(nn.Dense(8, name="up")(x))), None
-
-
-class Scanned(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-    return nn.scan(nn.remat(Layer), length=3, **axes)(name="layers")(x, None)[0]
-
-
-def test_rows_are_modules_that_there_are_inside_of_scan_and_remat():
-  model, x = Scanned(), jnp.linspace(-1, 1, 8).reshape(2, 4)
-  variables = model.init(jax.random.key(0), x)
-  low = mpjax.linen.with_policy(model, "mixed_float16")
-  report = mpjax.ranges(lambda v, x: jnp.sum(low.apply(v, x)))(variables, x)
-  modules = {f"Scanned/layers{inner}" for inner in ("", "/up", "/down")}
-  assert {g.path for g in report.of("activations")} <= modules | {"layers", ""}
-  assert modules <= {g.path for g in report.groups}
-
-
 def attention(w, x):
   q = x @ w
   scores = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), q @ q.T / 8, -1e9)
@@ -190,26 +167,6 @@ def test_d14_masks_and_float32_softmax_are_no_losses():
   }
   assert wide.lost["float16"]["overflow"] >= 120  # Half of the scores.
   assert low.largest < 100
-
-
-def test_the_scale_that_the_report_proposes_keeps_gradients():
-  w = jax.random.normal(jax.random.key(0), (2, 16, 16))
-  x = jax.random.normal(jax.random.key(1), (32, 16), jnp.float16)
-
-  def loss(w, x):
-    return 1e-6 * jnp.mean(((nn.relu(x @ w[0]) @ w[1]).astype(jnp.float32)) ** 2)
-
-  report = mpjax.ranges(loss)(w.astype("float16"), x)
-
-  def in_float16(scale):
-    """Returns how many gradients are 0 that are not in float32, and how many are not finite."""
-    gradient = jax.grad(lambda w, x: scale * loss(w, x))
-    exact, low = gradient(w, x.astype("float32")), gradient(w.astype("float16"), x)
-    return int(jnp.sum((low == 0) & (exact != 0))), int(jnp.sum(~jnp.isfinite(low)))
-
-  zeros, bad = in_float16(report.loss_scale)
-  assert bad == 0
-  assert 10 * zeros < in_float16(1.0)[0]
 
 
 @pytest.mark.standard_promotion
@@ -299,21 +256,6 @@ def test_a_model_of_nnx():
   assert report.of("gradients")
 
 
-def test_rows_of_a_step_without_scopes_are_those_of_its_parameters():
-  def step(params, x):
-    def loss(params):
-      y = x @ params["mlp"]["up"]["w"]
-      return jnp.mean((y @ params["mlp"]["down"]["w"]) ** 2)
-
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
-
-  params = {"mlp": {"up": {"w": jnp.ones((4, 8))}, "down": {"w": jnp.ones((8, 2))}}}
-  report = mpjax.ranges(step)(params, jnp.ones((3, 4)))
-  for kind in ("activations", "gradients"):
-    assert {g.path for g in report.of(kind)} >= {"mlp/up", "mlp/down"}
-  assert {g.path for g in report.of("updates")} == {"params/mlp/up/w", "params/mlp/down/w"}
-
-
 def test_a_scalar_in_a_dict_or_list_and_one_of_keywords_alone_is_no_loss():
   assert not mpjax.ranges(lambda *, w: jnp.sum(w))(w=jnp.ones(2)).of("gradients")
   for fn in (lambda w: {"loss": jnp.sum(w)}, lambda w: [jnp.sum(w)], lambda w: {"0": jnp.sum(w)}):
@@ -366,7 +308,7 @@ def scaled_step(tx):
 
 @pytest.mark.standard_promotion
 def test_a_step_under_pmap_vmap_and_shard_map_is_reported_as_without():
-  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  tx = mpjax.loss_scaling(optax.sgd(1e-3))
   params, x = {"w": jnp.full((3, 2), 0.5)}, jnp.ones((4, 3))
   step, args = scaled_step(tx), (params, tx.init(params), x)
   plain = mpjax.ranges(step)(*args)
@@ -391,7 +333,7 @@ ACCUMULATIONS = {
 def test_the_running_sum_of_an_accumulation_is_no_update():
   params, x = {"w": jnp.full((3, 2), 0.5, jnp.bfloat16)}, jnp.ones((4, 3))
   for name, accumulate in ACCUMULATIONS.items():
-    tx = mpjax.loss_scaling(accumulate(optax.adam(1e-5)), mpjax.NoLossScale())
+    tx = mpjax.loss_scaling(accumulate(optax.sgd(1e-5)), mpjax.NoLossScale())
     step, opt_state = scaled_step(tx), tx.init(params)
     first = mpjax.ranges(step)(params, opt_state, x)
     assert np.isnan(first.lost_updates), name  # Updates of 0.
@@ -401,7 +343,7 @@ def test_the_running_sum_of_an_accumulation_is_no_update():
     assert second.lost_updates == 1, name
     # Obey the advice: float32 masters take the updates.
     masters = mpjax.loss_scaling(
-      mpjax.master_weights(accumulate(optax.adam(1e-5))), mpjax.NoLossScale()
+      mpjax.master_weights(accumulate(optax.sgd(1e-5))), mpjax.NoLossScale()
     )
     step, opt_state = scaled_step(masters), masters.init(params)
     _, opt_state, _ = step(params, opt_state, x)

@@ -144,13 +144,6 @@ def test_a_model_of_one_layer():
   assert sample(lambda model, x: jnp.sum(model(x)), "**", model, X)["**"][0] == 2
 
 
-def test_a_function_without_modules_is_refused():
-  tx = mpjax.monitor_activations(optax.sgd(0.1), "**")
-  kind, where = mpjax.errors.UnmatchedRuleError, "mpjax.monitor_activations(modules): '**'"
-  with refused(kind, where, "a glob that matches a module", "0 paths", "jax.named_scope"):
-    mpjax.sample_activations(jnp.sum, tx.init(jnp.ones(2)))(X)
-
-
 def test_a_view_that_the_loss_makes():
   def loss_fn(model, x):
     return jnp.mean(mpjax.with_policy(model, "mixed_float16")(x))
@@ -214,22 +207,11 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-  scanned: bool = False
-
   @nn.compact
   def __call__(self, x):
-    block = nn.remat(Block)
-    if not self.scanned:
-      for i in range(2):
-        x = block(name=f"layer_{i}")(x)
-      return nn.Dense(2, name="head")(x)
-    layers = nn.scan(
-      lambda block, x, _: (block(x), None),
-      variable_axes={"params": 0},
-      split_rngs={"params": True},
-      length=2,
-    )
-    return nn.Dense(2, name="head")(layers(block(name="layers"), x, None)[0])
+    for i in range(2):
+      x = nn.remat(Block)(name=f"layer_{i}")(x)
+    return nn.Dense(2, name="head")(x)
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_float16"])
@@ -240,20 +222,6 @@ def test_paths_of_linen_begin_at_the_model(policy):
   # The results of matmuls, and their sums with biases.
   assert found["*/up"][0] == 2 * 16
   assert found["head"][0] == 2 * 2
-
-
-def test_layers_of_a_scan_equal_those_in_a_row():
-  model = mpjax.with_policy(Stack(scanned=True), "mixed_float16")
-  params = model.init(jax.random.key(0), X)["params"]
-  layers = {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(2)}
-  unrolled = mpjax.with_policy(Stack(), "mixed_float16")
-
-  def loss_of(model):
-    return lambda params, x: jnp.sum(model.apply({"params": params}, x))
-
-  one = sample(loss_of(model), "**/down", params, X)
-  other = sample(loss_of(unrolled), "**/down", {**layers, "head": params["head"]}, X)
-  assert one == other
 
 
 @pytest.mark.parametrize("name", ["layer:0", "a:b/c"])
@@ -354,17 +322,7 @@ def test_other_steps_only_count():
   jaxpr = jax.make_jaxpr(lambda s, x: mpjax.sample_activations(loss_fn, s)(x))(
     tx.init(jnp.ones(2)), X
   )
-  top = [eqn.primitive.name for eqn in jaxpr.eqns]
-  assert set(top) <= {
-    "add",
-    "cond",
-    "convert_element_type",
-    "eq",
-    "jit",
-    "optimization_barrier",
-    "pjit",
-    "rem",
-  }
+  assert not any(eqn.primitive.name.startswith("reduce") for eqn in jaxpr.eqns)
   (cond,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
   kept, measured = cond.params["branches"]
   assert not kept.eqns
@@ -457,34 +415,33 @@ def test_devices_of_a_shard_map_agree(fn, check_vma):
   assert found == sample(lambda x: jnp.sum(fn(x)), "layer", x)
 
 
-def test_members_of_an_ensemble_have_statistics_of_their_own():
+LAYER = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+UNMATCHED = {
+  "another name": (loss_fn, "layr", "1 path", "The nearest are 'layer'."),
+  "no modules": (jnp.sum, "**", "0 paths", "jax.named_scope"),
+  "a captured model": (
+    lambda x: jnp.sum(LAYER(x)),
+    *("layr", "0 paths", "Pass an NNX model as an argument."),
+  ),
+}
+
+
+@pytest.mark.parametrize(("fn", "glob", "got", "fix"), UNMATCHED.values(), ids=UNMATCHED)
+def test_a_glob_that_matches_no_module_is_refused(fn, glob, got, fix):
+  opt_state = mpjax.monitor_activations(optax.sgd(0.1), [glob]).init(jnp.ones(2))
+  where = f"mpjax.monitor_activations(modules): {glob!r}"
+  expected = "a glob that matches a module which the function calls"
+  with refused(mpjax.errors.UnmatchedRuleError, where, expected, got, fix):
+    mpjax.sample_activations(fn, opt_state)(X)
+
+
+def test_wrong_arguments():
   tx = mpjax.monitor_activations(optax.sgd(0.1), "layer")
-  states = jax.vmap(tx.init)(jnp.ones((2, 3)))
-  x = jnp.stack([X, 5 * X])
-  states = jax.vmap(lambda s, x: mpjax.sample_activations(loss_fn, s)(x))(states, x)
-  assert mpjax.states.activation_statistics(states)["layer"].largest.tolist() == [6, 30]
-
-
-def test_errors():
-  tx = mpjax.monitor_activations(optax.sgd(0.1), ["layr"])
-  opt_state = tx.init(jnp.ones(2))
-  fix = "The nearest are 'layer'."
-  where = "mpjax.monitor_activations(modules): 'layr'"
-  with refused(
-    mpjax.errors.UnmatchedRuleError, where, "a glob that matches a module", "1 path", fix
-  ):
-    mpjax.sample_activations(loss_fn, opt_state)(X)
-  with refused(TypeError, "mpjax.sample_activations(opt_state)", "keeps statistics", "0", "init"):
+  optimizer = nnx.Optimizer(LAYER, tx, wrt=nnx.Param)
+  state = "mpjax.sample_activations(opt_state)"
+  with refused(TypeError, state, "keeps statistics", "0", "init"):
     mpjax.sample_activations(loss_fn, optax.sgd(0.1).init(jnp.ones(2)))
-  with refused(TypeError, "mpjax.sample_activations(fun)", "a function", "1.0", "loss_fn"):
-    mpjax.sample_activations(1.0, opt_state)
-  model = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
-  fix = "Pass an NNX model as an argument."
-  with refused(
-    mpjax.errors.UnmatchedRuleError, "'layr'", "which the function calls", "0 paths", fix
-  ):
-    mpjax.sample_activations(lambda x: jnp.sum(model(x)), opt_state)(X)
-  optimizer = nnx.Optimizer(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
-  where = "mpjax.sample_activations(opt_state)"
-  with refused(TypeError, where, "an nnx.Optimizer", "State", "Merge"):
+  with refused(TypeError, state, "an nnx.Optimizer", "State", "Merge"):
     mpjax.sample_activations(loss_fn, nnx.state(optimizer))
+  with refused(TypeError, "mpjax.sample_activations(fun)", "a function", "1.0", "loss_fn"):
+    mpjax.sample_activations(1.0, tx.init(jnp.ones(2)))

@@ -480,7 +480,7 @@ mpjax/_matmul/float8.py::quantise
 54 an inf in an operand of a matmul in float8 is clipped, and the step goes on
 - jnp.maximum(scale, np.finfo(np.float32).tiny)
 + jnp.clip(jnp.nan_to_num(scale), np.finfo(np.float32).tiny, 1e30)
-tests/matmul/test_float8.py::test_what_is_not_finite_is_not_clipped
+tests/matmul/test_recipes.py::test_what_is_not_finite_is_not_clipped
 
 mpjax/_matmul/float8.py::Float8Recipe.dot
 
@@ -923,7 +923,7 @@ mpjax/_debug/kernels.py::_largest
 122 small statistics decide the dtype of a kernel
 - (_size_before_broadcasts(v), v.is_wide)
 + (v.is_wide, _size_before_broadcasts(v))
-::test_small_statistics_beside_large_operands_do_not_decide
+::test_the_operand_with_the_most_elements_before_broadcasts_decides
 
 mpjax/_debug/audit_report.py::AuditReport.half_share
 
