@@ -128,12 +128,8 @@ def test_every_name_is_a_primitive(registered):
   assert sorted(set(NAMES) - with_pallas - NOT_IN_EVERY_JAX) == []
 
 
-def test_every_group_is_of_a_part_and_says_why():
+def test_every_part_has_a_group():
   assert {family.part for family in FAMILIES} == {*PARTS, integer_pow_part, None}
-  for entry in FAMILIES:
-    assert entry.reason[0].isupper(), entry
-    assert entry.reason.endswith("."), entry
-    assert len(entry.reason) > 15, entry
 
 
 def test_what_holds_a_program_is_entered_or_left_alone_on_purpose():

@@ -175,11 +175,6 @@ def test_programs_of_elements_and_blocks_are_no_operations_of_the_program(name):
   assert "mul" not in names
 
 
-def test_parameters_of_a_later_jax_are_not_known():
-  (eqn,) = jax.make_jaxpr(lambda x: lax.scan(lambda c, _: (c, None), x, length=2)[0])(1.0).eqns
-  assert inner_jaxprs(eqn.replace(params={**eqn.params, "jaxpr": None, "ft_in": None})) is None
-
-
 W, X = s(3, 3), s(5, 3)
 
 
