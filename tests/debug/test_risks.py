@@ -97,6 +97,7 @@ def test_a_float32_matmul_on_purpose_ends_the_search():
 def test_a_complex_exponential():
   assert kinds(lambda w, x: jnp.exp(1j * (x @ w))) == ["complex exponential"]
   assert kinds(lambda w, x: jnp.exp(x @ w)) == []
+  assert kinds(lambda w, x: jnp.real(2j * (x @ w) + x)) == []
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_24_layers_are_one_row_whose_rule_cures_all():
   assert len(audit.risks) == 24
   text = str(audit)
   assert text.count("angle ·") == 1
-  assert "Rotated_*/Dense_0 (24) · angle · test_risks.py:" in text
+  assert re.search(r"Rotated_\*/Dense_0 \(24\) · angle · test_risks.py:\d+ · 96.0 % of FLOPs", text)
   (cure,) = re.findall(r"mpjax\.Rule\(.*\)", text)
   assert cure == 'mpjax.Rule("float32", path="Rotated_*/Dense_0")'
   model = mpjax.with_policy(Stack(), "mixed_bfloat16", [eval(cure)])
