@@ -99,6 +99,7 @@ def test_d1_each_cure_ends_its_leak_and_costs_no_more_than_low_precision():
     leaky, cured = (functools.partial(fn, op=op) for op in ops)
     (leak,) = mpjax.audit(leaky)(*half).leaks
     assert leak.fix == fix
+    assert leak.reason.startswith(REASONS.get(leak.kind, leak.cause).format(leak.cause))
     assert_no_leak(cured, *half)
     exact = np.asarray(leaky(x, w), np.float32)
     error = np.abs(np.asarray(cured(*half), np.float32) - exact).max()
