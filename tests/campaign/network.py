@@ -31,7 +31,6 @@ LARGE = 2.0**127
 LARGEST_SLOPE = {"float32": 2.0**126, "bfloat16": 2.0**126, "float16": 2.0**14}
 """A finite derivative, which overflows as soon as it is multiplied by the smallest scale."""
 
-PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values())
 
 MIN_SCALE = 4.0
 
@@ -42,7 +41,7 @@ class Faults(NamedTuple):
   place: Any  # int32
   row: Any  # int32: the example that it comes with, and so the micro-batch and the device
   position: Any  # int32: the element, counted through all parameters, or statistics, or inputs
-  value: Any  # float32: NaN, an inf, or LARGE with either sign (or less: see plan_overflows)
+  value: Any  # float32: NaN, an inf, or LARGE with either sign
 
 
 def initial_parameters(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -71,21 +70,6 @@ def plan(rng: np.random.Generator, runs: int, steps: int, place: int, compute: s
     row=rng.integers(0, ROWS, (runs, steps)).astype(np.int32),
     position=position.astype(np.int32),
     value=np.where(bad, rng.choice(values, (runs, steps)), 0).astype(np.float32),
-  )
-
-
-def plan_overflows(rng: np.random.Generator, runs: int, steps: int, *_: object) -> Faults:
-  """Returns derivatives that overflow from some scale on, a few NaN, and a few infinite losses."""
-  bad = rng.random((runs, steps)) < rng.choice([0.2, 0.4, 0.6], (runs, 1))
-  kind = rng.random((runs, steps))
-  value = LARGE * 2.0 ** -rng.integers(0, 9, (runs, steps)).astype(np.float64)
-  value = np.select([kind < 0.1, kind < 0.2], [np.nan, np.inf], value)
-  place = np.where((kind >= 0.1) & (kind < 0.2), LOSS, GRADIENT)
-  return Faults(
-    place=np.where(bad, place, NOWHERE).astype(np.int32),
-    row=rng.integers(0, ROWS, (runs, steps)).astype(np.int32),
-    position=rng.integers(0, PARAMETERS, (runs, steps)).astype(np.int32),
-    value=np.where(bad, value, 0).astype(np.float32),
   )
 
 

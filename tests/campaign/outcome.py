@@ -16,9 +16,7 @@ class Outcome:
   name: str
   injected: int = 0
   lost: int = 0
-  seconds: float = 0.0
   first: str = ""  # where the first loss showed
-  part: str = ""  # of the campaign
 
   def lose(self, count: int, where: str) -> None:
     """Puts down lost faults, if there are some."""
@@ -29,7 +27,6 @@ class Outcome:
     """Takes over what became of more faults of the class."""
     self.injected += other.injected
     self.lost += other.lost
-    self.seconds += other.seconds
     self.first = self.first or other.first
 
 

@@ -6,9 +6,7 @@ which steps are applied, and at which scale. The witness says in plain JAX wheth
 any guard would have met something that is not finite.
 """
 
-import copy
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +17,7 @@ import optax
 
 import mpjax
 from tests.campaign import control, network
-from tests.campaign.network import GRADIENT, INPUT, LARGE, LOSS, NOWHERE, STATISTICS, Faults
+from tests.campaign.network import GRADIENT, INPUT, LOSS, NOWHERE, STATISTICS
 from tests.campaign.outcome import Outcome, differing, digest, judge, require
 from tests.loss_scale_oracle import NUMBERS, Oracle
 from tests.programs import stored
@@ -40,17 +38,10 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 """Constants are powers of two, and no other product is added to: whether XLA contracts it cannot
 show. A product with the reciprocal of a debiasing term, say, is divided again at once."""
 
-WINDOWS: dict[str, Any] = {
-  "": 1,
-  "2": 2,
-  "4": 4,
-  "2, then 4": lambda done: jnp.where(done < 3, 2, 4),
-}
-"""The micro-batches of `mpjax.accumulate_gradients`; the last character is the most of them."""
 
 PLACES = {GRADIENT: "gradients", LOSS: "the loss", STATISTICS: "statistics", INPUT: "input data"}
-FIELDS = ("parameters", "optimizer", "statistics", "average", "step", "sum", "phase", "updates")
-"""What a step commits together; the last three with windows of accumulation."""
+FIELDS = ("parameters", "optimizer", "statistics", "average", "step")
+"""What a step commits together."""
 
 BATCHES = 64
 
@@ -65,16 +56,13 @@ class Setup(NamedTuple):
   ema: bool = False
   hysteresis: int = 1
   lanes: bool = False  # runs go side by side: a skip is then a selection, not a branch
-  window: str = ""  # of `mpjax.accumulate_gradients`
-  retries: int = 0
   by_hand: bool = False  # instead of `mpjax.make_train_step`
 
   @property
   def name(self) -> str:
     masters = "" if self.stored == "float32" else " with masters"
-    steps = f"{self.parts} micro-batch(es), windows of {self.window or 1}, {self.retries} retries"
     hand = ", by hand" if self.by_hand else ""
-    return f"{self.compute}{masters}, {self.optimizer}, {steps}{hand}"
+    return f"{self.compute}{masters}, {self.optimizer}, {self.parts} micro-batch(es){hand}"
 
 
 class Sizes(NamedTuple):
@@ -82,15 +70,6 @@ class Sizes(NamedTuple):
 
   runs: int
   steps: int
-
-
-class Story(NamedTuple):
-  """What the oracle says of all steps, [runs, steps]."""
-
-  met: np.ndarray  # bool: something was not finite, in the first run of the batch at least
-  applied: np.ndarray  # bool
-  scale: np.ndarray  # of the last run of the batch
-  numbers: np.ndarray  # of the scaler after the step
 
 
 def compiled(run: Callable[..., Any], lanes: bool) -> Any:
@@ -104,7 +83,7 @@ def compiled(run: Callable[..., Any], lanes: bool) -> Any:
   return jax.jit(all_runs)
 
 
-def attack(setup, sizes, classes, rng, *, guard, plan=network.plan) -> list[Outcome]:
+def attack(setup, sizes, classes, rng, *, guard) -> list[Outcome]:
   """Lets runs of one setup meet no faults, and then one kind of place after the other.
 
   Args:
@@ -113,23 +92,20 @@ def attack(setup, sizes, classes, rng, *, guard, plan=network.plan) -> list[Outc
     classes: the name of the class of faults by the kind of place.
     rng: draws data and faults.
     guard: whether what should catch the faults is in place.
-    plan: draws the faults.
   """
   program = run_program(setup, guard)
   clean, outcomes = Outcome(""), [Outcome(name) for name in classes.values()]
-  hit: set[tuple[int, bool]] = set()
   for place, outcome in zip((NOWHERE, *classes), (clean, *outcomes), strict=True):
-    faults = plan(rng, *sizes, place, setup.compute) if place else network.no_faults(sizes)
+    faults = network.no_faults(sizes)
+    if place != NOWHERE:
+      faults = network.plan(rng, *sizes, place, setup.compute)
     data = draw(setup, sizes, rng)
     final, trail = program(*data[:3], faults, data[3])
-    hit |= judge_trail(outcome, setup, faults, data, final, trail, guard)
+    judge_trail(outcome, setup, faults, data, final, trail, guard)
   # What is wrong without a fault is a loss, unless nothing was guarded anyway.
   text = f"without any fault: {clean.first}"
   require(guard or not clean.lost, text)
   outcomes[0].lose(clean.lost, text)
-  # Each phase of a window was hit; if batches are run again, some were saved by that and some not.
-  phases, ends = range(int(setup.window[-1:] or 1)), {False, setup.retries > 0}
-  require(hit == set(itertools.product(phases, ends)), f"{setup.name}: only {hit} were hit")
   times = program._cache_size()
   outcomes[0].lose(times - 1, f"{setup.name}: compiled {times} times")
   return outcomes
@@ -145,69 +121,38 @@ def draw(setup: Setup, sizes: Sizes, rng: np.random.Generator) -> tuple[Any, ...
 
 
 def judge_trail(outcome, setup, faults, data, final, trail, guard):
-  """Lets the control run, and puts down where the trail of a run differs from it.
-
-  Returns:
-    For the faults that were met, the phases of the window and whether the step was applied.
-  """
+  """Lets the control run, and puts down where the trail of a run differs from it."""
   params, keys, index, batches = data
   digests, finite, agree, scale, flags, before = jax.device_get(trail)
-  story = tell(setup, faults)
+  applied = faults.place == NOWHERE
+  oracles = [Oracle(**scale_arguments(setup)) for _ in applied]
+  numbers = [
+    [list(n.values()) for n in oracle.run(row)]
+    for oracle, row in zip(oracles, applied, strict=True)
+  ]
   # The control is fed the good steps of a run in their order, and its bad ones to fill it up.
-  order = np.argsort(~story.applied, axis=1, kind="stable")
-  active = np.take_along_axis(story.applied, order, 1)
-  seen = np.cumsum(story.applied, axis=1)
-  scales = np.take_along_axis(story.scale if guard else before[-1], order, 1).astype(np.float32)
+  order = np.argsort(~applied, axis=1, kind="stable")
+  shown, active = (np.take_along_axis(x, order, 1) for x in (index, applied))
+  seen = np.cumsum(applied, axis=1)
+  scales = np.take_along_axis(before[-1], order, 1).astype(np.float32)
   if setup.compute != "float16":  # Only there does a scale round differently, among subnormals.
     scales = np.ones_like(scales)
-  shown, *given = (np.take_along_axis(x, order, 1) for x in (index, *faults))
-  # What is no fault at the scale of its step stays.
-  given = Faults(*given)._replace(place=np.where(active, given[0], NOWHERE).astype(np.int32))
-  program = control_program(setup._replace(hysteresis=1, retries=0, by_hand=False))
-  plain, rows = program(params, keys, shown, given, scales, active, batches)
-  expected, phases = jax.device_get(rows)
-  unlike = digests != expected[np.arange(len(seen))[:, None], seen]
-  wrong = dict(zip(FIELDS, np.moveaxis(unlike, -1, 0), strict=False))  # Without a window, five.
+  program = control_program(setup._replace(hysteresis=1, by_hand=False))
+  plain, expected = program(params, keys, shown, scales, active, batches)
+  unlike = digests != np.asarray(expected)[np.arange(len(seen))[:, None], seen]
+  wrong = dict(zip(FIELDS, np.moveaxis(unlike, -1, 0), strict=True))
   wrong |= {"not finite": ~finite, "masters": ~agree}
-  wrong["the last state"] = np.zeros_like(story.met)
+  wrong["the last state"] = np.zeros_like(applied)
   wrong["the last state"][:, -1] = differing(final, plain)
   if guard:
-    numbers = np.stack([getattr(scale, field) for field in NUMBERS], axis=-1)
-    wrong["flag"] = flags != story.applied
-    wrong["scale"] = np.any(numbers != story.numbers, axis=-1)
-  right = judge(outcome, story.met, wrong, setup.name)
+    wrong["flag"] = flags != applied
+    found = np.stack([getattr(scale, field) for field in NUMBERS], axis=-1)
+    wrong["scale"] = np.any(found != numbers, axis=-1)
+  right = judge(outcome, ~applied, wrong, setup.name)
   if guard:
     witness = witness_program(setup.compute)
-    found = ~np.asarray(witness(*before, keys, index, faults, batches))
-    require(np.all((found == story.met)[right]), f"{setup.name}: other faults than those planned")
-  hit = zip(np.take_along_axis(phases, seen, 1)[story.met], story.applied[story.met], strict=True)
-  return {(int(phase), bool(applied)) for phase, applied in hit}
-
-
-def tell(setup: Setup, faults: Faults) -> Story:
-  """Returns what the oracle says of all steps."""
-  # A planted derivative overflows by its product with the scale: `LARGE` does at `MIN_SCALE`, and
-  # less at a higher one. What is not finite before it is scaled stays so, whatever the scale. The
-  # planted term is added to the mean, so that it is the same in a micro-batch.
-  steps = []
-  for places, values in zip(faults.place, faults.value.astype(np.float64), strict=True):
-    oracle = Oracle(**scale_arguments(setup))
-    for place, value in zip(places, values, strict=True):
-      forward, after = place in (NOWHERE, GRADIENT), []
-      for _ in range(1 + setup.retries):
-        scale = oracle.scale
-        # False for a NaN.
-        finite = bool(forward and abs(value) / LARGE * scale < network.MIN_SCALE)
-        after.append(copy.copy(oracle.step(finite)))
-        if finite or not forward or scale == oracle.limits[0]:
-          break
-        if oracle.scale == scale:  # Hysteresis withheld it, and the same would overflow again.
-          oracle.scale = scale * oracle.factors[1]
-      if not finite:  # Nothing helped: the batch was to blame, and costs one step of the scale.
-        oracle = after[0]
-      steps.append((len(after) > 1 or not finite, finite, scale, [*oracle.numbers().values()]))
-  shape = faults.place.shape
-  return Story(*(np.reshape(x, (*shape, *np.shape(x)[1:])) for x in zip(*steps, strict=True)))
+    met = ~np.asarray(witness(*before, keys, index, faults, batches))
+    require(np.all((met == ~applied)[right]), f"{setup.name}: other faults than those planned")
 
 
 def scale_arguments(setup: Setup) -> dict[str, Any]:
@@ -218,13 +163,12 @@ def scale_arguments(setup: Setup) -> dict[str, Any]:
 @functools.cache
 def run_program(setup: Setup, guard: bool) -> Any:
   """Returns the runs over (params, key, index, faults, batches), as a user of mpjax writes them."""
-  # Without the guard nothing is looked at, or batches are not run again, or only the optimizer
-  # skips. A run returns what was committed last, and the trail of all steps.
+  # Without the guard nothing is looked at, or only the optimizer skips. A run returns what was
+  # committed last, and the trail of all steps.
   inner = OPTIMIZERS[setup.optimizer]()
   inner = inner if setup.stored == "float32" else mpjax.master_weights(inner)
-  inner = mpjax.accumulate_gradients(inner, WINDOWS[setup.window]) if setup.window else inner
   config = mpjax.DynamicLossScale(**scale_arguments(setup))
-  is_scaled = guard or setup.retries or setup.by_hand
+  is_scaled = guard or setup.by_hand
   tx = mpjax.loss_scaling(inner, config if is_scaled else mpjax.NoLossScale())
   if setup.by_hand:
     step = functools.partial(step_by_hand, setup, tx, guard)
@@ -233,7 +177,6 @@ def run_program(setup: Setup, guard: bool) -> Any:
       network.loss_in(setup.compute),
       tx,
       micro_batches=setup.parts,
-      max_retries=setup.retries if guard else 0,
       ema_decay=0.5 if setup.ema else None,
     )
 
@@ -250,7 +193,7 @@ def run_program(setup: Setup, guard: bool) -> Any:
       return state, (*observe(setup, state), numbers, metrics["finite"], before)
 
     state, trail = jax.lax.scan(body, state, (index, faults))
-    return committed(setup, state), trail
+    return committed(state), trail
 
   return compiled(run, setup.lanes)
 
@@ -274,12 +217,10 @@ def step_by_hand(setup: Setup, tx: Any, guard: bool, state: mpjax.TrainState, ba
   return state, mpjax.loss_scaling_metrics(opt_state)
 
 
-def committed(setup: Setup, state: mpjax.TrainState) -> Any:
+def committed(state: mpjax.TrainState) -> Any:
   """Returns what a step commits together, in the order of `FIELDS`."""
-  own, waiting = state.opt_state.inner_state, ()
-  if setup.window:
-    own, waiting = own.inner_state, (own.total, own.micro_batches, own.updates_done)
-  return state.params, own, state.model_state, state.ema, state.step, *waiting
+  own = state.opt_state.inner_state
+  return state.params, own, state.model_state, state.ema, state.step
 
 
 def observe(setup: Setup, state: mpjax.TrainState) -> tuple[Any, Any, Any]:
@@ -289,38 +230,36 @@ def observe(setup: Setup, state: mpjax.TrainState) -> tuple[Any, Any, Any]:
     masters = mpjax.states.master_params(state.opt_state)
     same = [jnp.all(stored(masters[n], p.dtype) == p) for n, p in state.params.items()]
     agree = jnp.all(jnp.stack(same))
-  parts = committed(setup, state)
+  parts = committed(state)
   return digest(*parts), control.is_finite(parts), agree
 
 
 @functools.cache
 def control_program(setup: Setup) -> Any:
-  """Returns the control: the last state, and from the start on digests and phases of windows."""
-  inner, every = OPTIMIZERS[setup.optimizer](), WINDOWS[setup.window]
-  loss_fn = network.loss_in(setup.compute)
+  """Returns the control: the last state, and digests from the start on."""
+  inner, loss_fn = OPTIMIZERS[setup.optimizer](), network.loss_in(setup.compute)
 
   def plainly(state):
     """Returns the same as `committed` leaf for leaf."""
     own = state.master, state.opt_state
-    parts = state.params, own, state.statistics, state.ema, state.step
-    return *parts, *((state.total, state.phase, state.updates) if setup.window else ())
+    return state.params, own, state.statistics, state.ema, state.step
 
-  def run(params, key, index, faults, scales, active, batches):
+  def run(params, key, index, scales, active, batches):
     first = control.start(inner, params, network.initial_statistics(), setup.ema)
     key = jax.random.wrap_key_data(key)
 
     def body(state, x):
-      index, fault, scale, active = x
-      batch, own = network.make_batch(batches, index, fault), jax.random.fold_in(key, state.step)
+      index, scale, active = x
+      batch = network.make_batch(batches, index, network.no_faults())
+      own = jax.random.fold_in(key, state.step)
       parts = loss_fn, state.params, state.statistics, batch, own, scale, setup.parts
       _, grads, new = control.gradients(*parts)
       grads = jax.tree.map(lambda g: g / scale, grads)
-      state = control.where(active, control.update(inner, every, state, grads, new), state)
-      return state, (digest(*plainly(state)), state.phase)
+      state = control.where(active, control.update(inner, state, grads, new), state)
+      return state, digest(*plainly(state))
 
-    state, rows = jax.lax.scan(body, first, (index, faults, scales, active))
-    before = digest(*plainly(first)), first.phase
-    return plainly(state), jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), before, rows)
+    state, digests = jax.lax.scan(body, first, (index, scales, active))
+    return plainly(state), jnp.concatenate([digest(*plainly(first))[None], digests])
 
   return compiled(run, setup.lanes)
 

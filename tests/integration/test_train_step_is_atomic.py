@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 SIZES = rig.Sizes(runs=7, steps=24)
 SETUPS = [
   run.SETUPS[0]._replace(parts=2),
-  *(run.SETUPS[i] for i in (1, 4, 5, 8)),
-  *(run.BY_HAND[i] for i in (0, 2)),
+  *(run.SETUPS[i] for i in (2, 5)),
+  run.BY_HAND[2],
 ]
 """Each dtype to compute in and to store; micro-batches, averages, lanes, clips and a schedule."""
 
