@@ -16,14 +16,9 @@ from tests.errors import refused
 
 WHERE = "mpjax.check_loss_scaling(step)"
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
-OPTIMIZERS = {
-  "sgd": optax.sgd(1e-3),
-  "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
-  "adam": optax.adam(1e-3),
-  "adamw": optax.adamw(1e-3),
-  "clip and adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
-  "clip and sgd": optax.chain(optax.clip(0.01), optax.sgd(0.1)),
-}
+SGD, ADAM = optax.sgd(1e-3), optax.adam(1e-3)
+MOMENTUM = optax.sgd(1e-2, momentum=0.9, nesterov=True)
+CLIPPED_ADAMW = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
 
 
 def network(params, x, dtype):
@@ -110,10 +105,10 @@ def ends(how):
 def test_right_steps_of_make_train_step_pass(kind):
   # Donated, with metrics among which are the scale and its counters.
   params, batch = data(rows=8)
-  inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
+  inner = CLIPPED_ADAMW
   if kind == "masters in windows":
     params = jax.tree.map(lambda p: p.astype(BF16), params)
-    inner = mpjax.accumulate_gradients(mpjax.master_weights(OPTIMIZERS["momentum"]), 2)
+    inner = mpjax.accumulate_gradients(mpjax.master_weights(MOMENTUM), 2)
   config = mpjax.NoLossScale() if kind == "none" else mpjax.DynamicLossScale()
   tx = mpjax.loss_scaling(inner, config)
 
@@ -151,21 +146,12 @@ def mapped(function, params, opt_state, batch, loss_fn):
 replaced = functools.partial(mapped, jnp.nan_to_num)
 clipped_by_value = functools.partial(mapped, lambda g: jnp.clip(g, -1, 1))
 linear = lambda params, batch, dtype: jnp.sum(params)  # noqa: E731
-dead = lambda params, batch, dtype: 0.0 * loss_fn(params, batch)  # noqa: E731
 small = lambda params, batch, dtype: 1e-7 * loss_fn(params, batch)  # noqa: E731
 constant = lambda params, batch, dtype: F32(1)  # noqa: E731
 
 
 def line(params, batch, dtype):
-  w = params["w"] + params["b"] if isinstance(params, dict) else params
-  return jnp.mean((w * batch[1] - 3) ** 2)
-
-
-def forgotten_beside(params, opt_state, batch, loss_fn):
-  """A second loss, differentiated by itself, of the size of the first."""
-  loss, grads = right(params, opt_state, batch, loss_fn)
-  second = jax.grad(lambda p: 3 * jnp.sum(p["w"] ** 4))(params)
-  return loss, jax.tree.map(jnp.add, grads, second)
+  return jnp.mean((params * batch[1] - 3) ** 2)
 
 
 def squared(params, opt_state, batch, loss_fn):
@@ -198,8 +184,6 @@ NOTHING = f"{INCONCLUSIVE}.*nothing was checked.*gradients are zero, or updates 
 LOST = {right: NOTHING, never: "never scaled"}
 WARMUP = optax.linear_schedule(0.0, 0.1, 100)
 HALF = jax.tree.map(lambda p: jnp.ones_like(p, BF16), PARAMS)
-ZERO, TWO = jnp.zeros(()), {"w": jnp.zeros(()), "b": jnp.zeros(())}
-CLIPPED, SGD, ADAM = (OPTIMIZERS[name] for name in ("clip and sgd", "sgd", "adam"))
 # Its updates are the signs of gradients; the least size of one so far begins at inf.
 LEAST = optax.GradientTransformation(
   lambda params: {"least": jnp.full((), jnp.inf)},
@@ -218,28 +202,21 @@ LOOPS = {
     | BESIDE,
   ),
   "bfloat16": (ADAM, BF16, loss_fn, PARAMS, {never: NEVER, twice: TWICE, scaled_twice: CARRY}),
-  "beside, decayed": (OPTIMIZERS["adamw"], BF16, loss_fn, PARAMS, BESIDE),
-  "beside, with momentum": (OPTIMIZERS["momentum"], F16, loss_fn, PARAMS, BESIDE),
-  "beside, clipped": (OPTIMIZERS["clip and adamw"], F32, loss_fn, PARAMS, BESIDE),
+  "beside, clipped": (CLIPPED_ADAMW, F32, loss_fn, PARAMS, BESIDE),
   "a warmup with moments": (optax.adam(WARMUP), F32, loss_fn, PARAMS, FOUND),
   "from zero": (
     *(SGD, F32, linear, jnp.zeros(3)),
     {right: None, scaled_twice: "carry it twice", clipped_by_value: "never scaled, clipped"},
   ),
-  "a scalar from zero": (optax.sgd(0.1), F32, line, ZERO, ANY),
-  "scalars from zero": (optax.sgd(0.1), F32, line, TWO, ANY),
+  "a scalar from zero": (optax.sgd(0.1), F32, line, jnp.zeros(()), ANY),
   # All gradients are alike to these, which does not hide that they were not scaled.
   "signs": (optax.sign_sgd(0.1), F16, loss_fn, PARAMS, FOUND),
-  "clipped": (optax.chain(optax.clip(1e-9), optax.sgd(1)), F16, loss_fn, PARAMS, FOUND),
-  "a dead loss": (optax.adam(0.1), F32, dead, PARAMS, {right: NOTHING}),
   "unused parameters": (ADAM, F32, constant, PARAMS, dict.fromkeys((right, never), "all zero")),
   "lost updates": (optax.sgd(1e-9), F32, loss_fn, HALF, LOST),
   # At one scale or another these are all that is left, whatever float16 makes of the rest.
   "small, clipped": (SGD, F32, small, PARAMS, {clipped_outside: "clipped while scaled"}),
   "from inf": (LEAST, F32, loss_fn, PARAMS, {right: None, scaled_twice: CARRY}),
-  "beside": (CLIPPED, F16, loss_fn, PARAMS, {forgotten_beside: "in part never scaled"}),
   "squared": (SGD, F16, loss_fn, PARAMS, {squared: "carry it twice"}),
-  "squared in adam": (ADAM, F16, loss_fn, PARAMS, {squared: "the same at every value"}),
   "a rate of 1e-8": (optax.sgd(1e-8), F32, loss_fn, PARAMS, {scaled_twice: "carry it twice"}),
   # Where a scale may be below 1 quotients are looked at: over NaN those of plain gradients are NaN.
   "below 1": (SGD, F32, loss_fn, PARAMS, AT_INF, mpjax.DynamicLossScale(min_scale=2.0**-4)),
@@ -299,46 +276,24 @@ def test_n12_the_name_of_another_loss():
     mpjax.check_loss_scaling(functools.partial(step, {"c": "g", "g": "g"}))(params, tx.init(params))
 
 
-@pytest.mark.parametrize("kind", ["no update", "another optimizer", "the updates are not used"])
-def test_scaled_gradients_that_are_applied(kind):
-  tx, sgd = mpjax.loss_scaling(optax.sgd(0.1)), optax.sgd(0.1)
+@pytest.mark.parametrize(
+  ("updated", "expected", "got"),
+  [
+    (False, "returns the new loss scale", "the old one"),
+    (True, "the same at every", "still carry the loss scale"),
+  ],
+)
+def test_scaled_gradients_that_are_applied(updated, expected, got):
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
 
   def step(params, opt_state, batch):
     grads = right(params, opt_state, batch, loss_fn)[1]
-    updates = jax.tree.map(lambda g: -0.1 * g, grads)
-    if kind == "another optimizer":
-      updates, _ = sgd.update(grads, sgd.init(params))
-    elif kind == "the updates are not used":
+    if updated:
       _, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), opt_state
 
-  named = refused(ValueError, WHERE, "returns the new loss scale", "the old one", "tx.update")
-  if kind == "the updates are not used":
-    named = refused(ValueError, WHERE, "the same at every", "still carry the loss scale", "update")
-  with named:
+  with refused(ValueError, WHERE, expected, got, "update"):
     mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
-
-
-def test_another_batch_is_checked_and_skipped_steps_name_the_gradient_of_the_first():
-  """What is advised where gradients are finite at no loss scale."""
-  tx = mpjax.loss_scaling(SGD)
-  step, opt_state = make_step(tx, right), tx.init(PARAMS)
-  inputs, labels = BATCH
-  bad = inputs.at[0, 0].set(jnp.inf), labels
-  with pytest.raises(mpjax.MpjaxError, match="Call it with another batch") as error:
-    mpjax.check_loss_scaling(step)(PARAMS, opt_state, bad)
-  assert "mpjax.check_skipped_steps says which gradient it is" in str(error.value)
-  mpjax.check_loss_scaling(step)(PARAMS, opt_state, BATCH)
-  _, skipped, _ = step(PARAMS, opt_state, bad)
-  with pytest.raises(mpjax.MpjaxError, match=r"value was in the gradient of \['w'\]"):
-    mpjax.check_skipped_steps(skipped, 1, params=PARAMS)
-
-
-def test_a_dynamic_scale_or_bfloat16_ends_the_error_of_a_missing_scale():
-  with pytest.raises(mpjax.MpjaxError, match=r"DynamicLossScale.*, or bfloat16"):
-    check(ADAM, right, F16, loss_fn, PARAMS, NONE)
-  check(ADAM, right, F16, loss_fn, PARAMS, mpjax.DynamicLossScale())
-  check(ADAM, right, BF16, loss_fn, PARAMS, NONE)
 
 
 def test_the_state_of_an_optimizer_in_host_memory():
@@ -398,59 +353,6 @@ def test_d6_what_a_skipped_step_changes(kind, guarded):
     mpjax.check_loss_scaling(jax.jit(step))((PARAMS, rest), tx.init(PARAMS), BATCH)
 
 
-def test_what_is_zero_at_first_is_checked_as_well():
-  # A sum that decays stays zero for a step, whether or not that is skipped.
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
-  step = make_step(tx, right)
-
-  def decaying(total, params, opt_state, batch):
-    return {"total": 0.9 * total["total"]}, *step(params, opt_state, batch)[:2]
-
-  with refused(ValueError, WHERE, "when it is skipped", "another [0]['total']", "keep_if_skipped"):
-    mpjax.check_loss_scaling(decaying)({"total": jnp.zeros(2)}, PARAMS, tx.init(PARAMS), BATCH)
-
-
-BARE = {
-  "before the state": ("[1]", (0, 1, 2, None, None)),
-  "after the state": ("[2]", (0, 1, 2, None, None)),
-  "a carry": ("[0][2]", (0, None, None)),
-}
-"""Where the mean of each step is returned, and what its results are new versions of."""
-
-
-def bare_step(kind, guarded):
-  """Returns a step whose arguments and results have no names, and its arguments."""
-  # A loss is where a number of the batch is, and errors where labels are.
-  tx, (x, y), w = mpjax.loss_scaling(optax.adam(0.1)), BATCH, jnp.ones(4)
-
-  def arranged(w, mean, opt_state):
-    in_order = {"before the state": (w, mean, opt_state), "after the state": (w, opt_state, mean)}
-    return in_order.get(kind, ((opt_state, w, mean),))
-
-  def step(*args):
-    places, *_ = arranged(0, 1, 2) if kind == "a carry" else (arranged(0, 1, 2),)
-    carry = dict(zip(places, args[0] if kind == "a carry" else args, strict=False))
-    (w, mean, opt_state), (weight, y) = (carry[i] for i in range(3)), args[-2:]
-    errors = lambda w: weight * (x @ w - y)  # noqa: E731
-    loss, grads = mpjax.value_and_grad(lambda w: jnp.mean(errors(w) ** 2), opt_state)(w)
-    updates, opt_state = tx.update(grads, opt_state, w)
-    new = mean + jnp.mean(x, axis=0)
-    new = mpjax.keep_if_skipped(opt_state, new, mean) if guarded else new
-    return *arranged(optax.apply_updates(w, updates), new, opt_state), loss, errors(w)
-
-  return step, (*arranged(w, 2 * w, tx.init(w)), F32(1), y)
-
-
-@pytest.mark.parametrize("kind", BARE)
-def test_arrays_without_names_have_the_versions_that_are_stated(kind):
-  mean, returns = BARE[kind]
-  step, args = bare_step(kind, guarded=True)
-  mpjax.check_loss_scaling(step, returns=returns)(*args)
-  step, args = bare_step(kind, guarded=False)
-  with refused(ValueError, WHERE, "when it is skipped", f"another {mean}.", "keep_if_skipped"):
-    mpjax.check_loss_scaling(step, returns=returns)(*args)
-
-
 def test_all_that_a_skipped_step_changes_is_listed_statistics_first():
   tx = mpjax.loss_scaling(optax.sgd(0.1))
   step = make_step(tx, right)
@@ -463,13 +365,6 @@ def test_all_that_a_skipped_step_changes_is_listed_statistics_first():
   got = "another [2]['mean'] (and [2]['count'])"
   with refused(ValueError, WHERE, "when it is skipped", got, "by mpjax.keep_if_skipped."):
     mpjax.check_loss_scaling(forgetful)(PARAMS, rest, tx.init(PARAMS), BATCH)
-
-
-def test_a_loss_at_the_place_of_a_number_is_asked_about():
-  step, args = bare_step("before the state", guarded=True)
-  fix = "If the result [3] is no new version of the argument [3], state the pairs"
-  with refused(ValueError, WHERE, "when it is skipped", "another [3]", fix):
-    mpjax.check_loss_scaling(step)(*args)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["beside the optimizer", "elsewhere"])
@@ -503,7 +398,7 @@ def test_a_step_that_looks_at_values_runs_as_it_is():
     assert not isinstance(loss, jax.core.Tracer)
 
   tx = mpjax.loss_scaling(optax.adam(1e-3))
-  for way, how in ANY.items():
+  for way, how in FOUND.items():
     jitted = make_step(tx, way, F16)
     for look in (float, asserts, lambda loss: seen.update(values=loss)):
 
@@ -516,8 +411,9 @@ def test_a_step_that_looks_at_values_runs_as_it_is():
         mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
-def logging_step(tx):
-  # Updates, gradients in the tree of the parameters, and the scale itself are logged.
+def test_what_is_logged_may_depend_on_the_scale():
+  # What is frozen, wherever it is among the arguments, has no new version.
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
 
   @jax.jit
   def step(params, frozen, opt_state, batch, rate):
@@ -527,33 +423,10 @@ def logging_step(tx):
     log = {"grads": grads, "updates": updates, "scale": scale, "inverse": 1 / scale}
     return log, optax.apply_updates(params, updates), opt_state, scale * loss
 
-  return step
-
-
-def test_what_is_logged_may_depend_on_the_scale():
-  # What is frozen, wherever it is among the arguments, has no new version.
-  tx = mpjax.loss_scaling(optax.adam(1e-3))
-  step, rest = logging_step(tx), (tx.init(PARAMS), BATCH, F32(0.5))
+  rest = tx.init(PARAMS), BATCH, F32(0.5)
   swapped = lambda frozen, params, *rest: step(params, frozen, *rest)  # noqa: E731
   mpjax.check_loss_scaling(step, returns=(None, 0, 2, None))(PARAMS, FROZEN, *rest)
   mpjax.check_loss_scaling(swapped, returns=(None, 1, 2, None))(FROZEN, PARAMS, *rest)
-
-
-def test_several_results_with_the_tree_of_an_argument_are_asked_about():
-  tx = mpjax.loss_scaling(optax.adam(1e-3))
-  expected, got = "one result with the names, shapes", "[0] the results [0]['grads']; [0]['upd"
-  with refused(ValueError, WHERE, expected, got, "returns=(0, 1, None)"):
-    mpjax.check_loss_scaling(logging_step(tx))(PARAMS, FROZEN, tx.init(PARAMS), BATCH, F32(0.5))
-
-
-def test_a_frozen_network_that_is_not_returned_has_no_new_version():
-  tx = mpjax.loss_scaling(optax.adam(1e-3))
-  step = make_step(tx, right)
-
-  def with_teacher(params, teacher, opt_state, batch):
-    return *step(params, opt_state, batch)[:2], loss_fn(teacher, batch)
-
-  mpjax.check_loss_scaling(with_teacher)(PARAMS, FROZEN, tx.init(PARAMS), BATCH)
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -613,25 +486,6 @@ def test_pairs_that_do_not_fit_are_refused(kind):
     check(PARAMS, tx.init(PARAMS), BATCH)
 
 
-@pytest.mark.parametrize("wrong", [None, "b"])
-def test_the_loss_whose_gradients_are_wrong_is_named(wrong):
-  tx = mpjax.loss_scaling(optax.adam(0.1), dict.fromkeys("ab", mpjax.StaticLossScale(1024)))
-
-  @jax.jit
-  def step(params, opt_state, batch):
-    grads = {}
-    for name in "ab":
-      grad_fn = mpjax.value_and_grad(loss_fn, opt_state, name=name)
-      grads[name] = (jax.value_and_grad(loss_fn) if name == wrong else grad_fn)(params, batch)[1]
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  expected = f"at every value of the loss scale '{wrong}:static(scale=1024)'"
-  named = refused(ValueError, WHERE, expected, "never scaled", "update")
-  with named if wrong else contextlib.nullcontext():
-    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
-
-
 def test_what_cannot_be_checked():
   tx, sgd = mpjax.loss_scaling(optax.sgd(0.1)), optax.sgd(0.1)
   step, opt_state = make_step(tx, right), tx.init(PARAMS)
@@ -664,10 +518,8 @@ NNX_KINDS = {
   "right": None,
   "never scaled": f"never scaled{TOLD}",
   "unscaled twice": f"unscaled twice{TOLD}",
-  "warmup": f"never scaled.* all zero{TOLD}",
   "unused": f"never scaled.* all zero{TOLD}",
   "keeps": None,
-  "keeps, unscaled twice": f"unscaled twice{TOLD}",
   "no update": r"the new loss scale.*optimizer\.update\(model, grads\).* by nnx\.jit",
   "jax.jit": r"the new loss scale.*optimizer\.update\(model, grads\).* by nnx\.jit: jax\.jit drops",
 }
@@ -685,9 +537,8 @@ class Keeps(nnx.Linear):
 @pytest.mark.parametrize("kind", NNX_KINDS)
 def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
   # Users of NNX are told the names of their functions.
-  model = (Keeps if kind.startswith("keeps") else nnx.Linear)(3, 1, rngs=nnx.Rngs(0))
-  tx = mpjax.loss_scaling(optax.sgd(WARMUP if kind == "warmup" else 0.1))
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  model = (Keeps if kind == "keeps" else nnx.Linear)(3, 1, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(0.1)), wrt=nnx.Param)
 
   # What jax.jit compiles trains nothing, without a word of Flax.
   @(jax.jit if kind == "jax.jit" else nnx.jit)
@@ -697,10 +548,10 @@ def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
     def loss_fn(model):
       return jnp.mean((other or model)(x) ** 2)
 
-    plain = kind in ("never scaled", "warmup", "no update")
+    plain = kind in ("never scaled", "no update")
     scaled = mpjax.value_and_grad(loss_fn, optimizer)
     loss, grads = (nnx.value_and_grad(loss_fn) if plain else scaled)(model)
-    if kind.endswith("unscaled twice"):
+    if kind == "unscaled twice":
       grads = mpjax.unscale(grads, optimizer)
     if kind != "no update":
       optimizer.update(model, grads)
@@ -726,8 +577,10 @@ def plain_gradients(loss_fn, optimizer):
   return nnx.value_and_grad(loss_fn)
 
 
-def functional_step(gradients, returned):
-  """Returns a step for `jax.jit`, which drops writes, as in Flax's example of Gemma."""
+def check_functional(gradients, returned):
+  """Checks a step for `jax.jit`, which drops writes, as in Flax's example of Gemma."""
+  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
 
   @jax.jit
   def step(model, optimizer, x):
@@ -735,33 +588,24 @@ def functional_step(gradients, returned):
     optimizer.update(model, grads)
     return returned(model, optimizer)
 
-  return step
-
-
-def check_functional(step):
-  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
   mpjax.check_loss_scaling(step)(model, optimizer, jnp.ones((2, 4)))
 
 
 @pytest.mark.parametrize("kind", RETURNED_STATES)
 def test_a_step_under_jax_jit_may_return_the_state_of_its_modules(kind):
-  check_functional(functional_step(mpjax.value_and_grad, RETURNED_STATES[kind]))
+  check_functional(mpjax.value_and_grad, RETURNED_STATES[kind])
 
 
-@pytest.mark.parametrize("kind", RETURNED_STATES)
-def test_plain_gradients_are_found_in_a_state_that_is_returned(kind):
+def test_plain_gradients_are_found_in_a_state_that_is_returned():
   with ends(f"never scaled{TOLD}"):
-    check_functional(functional_step(plain_gradients, RETURNED_STATES[kind]))
+    check_functional(plain_gradients, RETURNED_STATES["pure dicts"])
 
 
-@pytest.mark.parametrize("gradients", [mpjax.value_and_grad, plain_gradients])
-def test_a_step_under_jax_jit_that_drops_its_optimizer(gradients):
+def test_a_step_under_jax_jit_that_drops_its_optimizer():
   # Its moments have the tree of the parameters, which are returned.
-  step = functional_step(gradients, lambda model, optimizer: nnx.state(model))
   fix = "returns nnx.state((model, optimizer))"
   with refused(ValueError, WHERE, "the new loss scale", "none, or the old one", fix):
-    check_functional(step)
+    check_functional(mpjax.value_and_grad, lambda model, optimizer: nnx.state(model))
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -783,14 +627,12 @@ def test_what_a_skipped_step_changes_in_a_state_that_is_returned(guarded):
     mpjax.check_loss_scaling(step)(model, optimizer, BATCH[0])
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda step: step], ids=["jit", "no jit"])
 @pytest.mark.parametrize("way", [right, never])
-def test_a_train_state_of_flax(way, jit):
+def test_a_train_state_of_flax(way):
   # Its count of steps begins as a Python int.
   tx = mpjax.loss_scaling(optax.sgd(0.1))
   state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
 
-  @jit
   def step(state, batch):
     loss, grads = way(state.params, state.opt_state, batch, loss_fn)
     return state.apply_gradients(grads=grads), loss
@@ -833,20 +675,23 @@ def test_several_steps_in_one_call(wrong):
     mpjax.check_loss_scaling(run)((PARAMS, tx.init(PARAMS)), batches)
 
 
-OLD_STATE = "the new loss scale '{}dynamic'.* got none, or the old one.* never select it"
-OF_TWO = {
-  "right": None,
-  "one is updated twice": None,
-  "one never scales": r"\[0\]\['b'\].* every value of the loss scale '{}dynamic'.* never scaled",
-  "one state is dropped": OLD_STATE,
-  "one state is the old one": OLD_STATE,
-  "one state is selected": OLD_STATE,
-}
+NEVER_OF_TWO = r"\[0\]\['b'\].* every value of the loss scale '{}dynamic'.* never scaled"
+OLD_STATE = "the new loss scale 'dynamic'.* got none, or the old one.* never select it"
+UNNAMED = (None, None)
 
 
-@pytest.mark.parametrize("names", ["ab", (None, None)], ids=["named", "unnamed"])
-@pytest.mark.parametrize("kind", OF_TWO)
-def test_of_two_optimizers_the_wrong_one_is_found(kind, names):
+@pytest.mark.parametrize(
+  ("kind", "names", "how"),
+  [
+    ("right", UNNAMED, None),
+    ("one is updated twice", UNNAMED, None),
+    ("one never scales", UNNAMED, NEVER_OF_TWO.format("")),
+    ("one never scales", "ab", NEVER_OF_TWO.format("b:")),
+    ("one state is dropped", UNNAMED, OLD_STATE),
+    ("one state is selected", UNNAMED, OLD_STATE),
+  ],
+)
+def test_of_two_optimizers_the_wrong_one_is_found(kind, names, how):
   # At the scale NaN the one with plain gradients is applied, while the other one is skipped.
   txs = {k: mpjax.loss_scaling(SGD, name=name) for k, name in zip("ab", names, strict=True)}
   ways = {"a": right, "b": never if kind == "one never scales" else right}
@@ -858,16 +703,14 @@ def test_of_two_optimizers_the_wrong_one_is_found(kind, names):
     params, states = ({k: pair[i] for k, pair in new.items()} for i in (0, 1))
     if kind == "one state is dropped":
       del states["b"]
-    elif kind == "one state is the old one":
-      states["b"] = old["b"]
     elif kind == "one state is selected":
       states["b"] = mpjax.keep_if_skipped(states["b"], states["b"], old["b"])
     return params, states
 
   opt_states = {k: tx.init(PARAMS) for k, tx in txs.items()}
-  if kind == "right" and names != "ab":  # One state for both: their paths alone tell them apart.
+  if kind == "right":  # One state for both: their paths alone tell them apart.
     opt_states["b"] = opt_states["a"]
-  with ends(OF_TWO[kind] and OF_TWO[kind].format("b:" if names == "ab" else "")):
+  with ends(how):
     mpjax.check_loss_scaling(step)(dict.fromkeys("ab", PARAMS), opt_states, BATCH)
 
 
@@ -907,58 +750,42 @@ def test_a_step_from_a_state_of_nnx_to_the_next():
     mpjax.check_loss_scaling(lambda state: state)(nnx.as_pure(state))
 
 
-@pytest.mark.parametrize("gradients", [mpjax.value_and_grad, plain_gradients])
-def test_a_step_that_merges_a_split_state_and_returns_a_new_one(gradients):
-  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
-  graph, state = nnx.split((model, optimizer))
-
-  @jax.jit
-  def step(state, x):
-    model, optimizer = nnx.merge(graph, state)
-    _, grads = gradients(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
-    optimizer.update(model, grads)
-    return nnx.state((model, optimizer))
-
-  with ends(None if gradients is mpjax.value_and_grad else "never scaled"):
-    mpjax.check_loss_scaling(step)(state, jnp.ones((2, 4)))
-
-
-def with_penalty(grad, dtype, jit):
-  """Returns a step whose loss has the gradient of a critic in it."""
+def penalised_by(grad):
+  # Returns a loss with the gradient of a critic in it.
 
   def loss_fn(params, batch, dtype):
-    critic = lambda x: jnp.sum(network(params, x, dtype))  # noqa: E731
-    inner = grad(jax.jit(critic) if jit else critic)(batch[0])
-    return jnp.mean((jnp.linalg.norm(inner, axis=-1) - 1) ** 2)
+    critic = jax.jit(lambda x: jnp.sum(network(params, x, dtype)))
+    return jnp.mean((jnp.linalg.norm(grad(critic)(batch[0]), axis=-1) - 1) ** 2)
 
-  return make_step(mpjax.loss_scaling(optax.sgd(0.1)), right, dtype, loss_fn)
-
-
-@pytest.mark.parametrize("jit", [True, False])
-def test_a_float16_gradient_inside_of_the_loss_is_found(jit):
-  opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
-  check = mpjax.check_loss_scaling(with_penalty(jax.grad, jnp.float16, jit))
-  with pytest.warns(UserWarning, match=r"gradients inside of the loss.*mpjax\.inner_grad\(fun\)"):
-    check(PARAMS, opt_state, BATCH)
+  return loss_fn
 
 
-def test_a_float16_gradient_inside_of_a_vmapped_loss_is_found():
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
+def per_example(params, opt_state, batch, loss_fn):
+  loss_and_grads = mpjax.value_and_grad(loss_fn, opt_state)
+  losses, grads = jax.vmap(lambda x: loss_and_grads(params, (x[None], None)))(batch[0])
+  return jnp.mean(losses), jax.tree.map(lambda g: jnp.mean(g, 0), grads)
 
-  def step(params, opt_state, xs):
-    def loss_fn(params, x):
-      inner = jax.grad(lambda x: jnp.sum(network(params, x, jnp.float16)))(x)
-      return jnp.mean((jnp.linalg.norm(inner, axis=-1) - 1) ** 2)
 
-    loss_and_grads = mpjax.value_and_grad(loss_fn, opt_state)
-    losses, grads = jax.vmap(lambda x: loss_and_grads(params, x[None]))(xs)
-    grads = jax.tree.map(lambda g: jnp.mean(g, 0), grads)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, jnp.mean(losses)
+PLAIN, SCALED = map(penalised_by, (jax.grad, mpjax.inner_grad))
 
-  with pytest.warns(UserWarning, match="gradients inside of the loss"):
-    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH[0])
+
+@pytest.mark.parametrize(
+  ("loss", "dtype", "gradients", "is_found"),
+  {
+    "float16": (PLAIN, F16, right, True),
+    "float16 under vmap": (PLAIN, F16, per_example, True),
+    "float16 by autocast": (mpjax.autocast(PLAIN, "mixed_float16"), F32, right, True),
+    "float16, scaled": (SCALED, F16, right, False),
+    "float16 by autocast, scaled": (mpjax.autocast(SCALED, "mixed_float16"), F32, right, False),
+    "bfloat16": (PLAIN, BF16, right, False),
+    "float32": (PLAIN, F32, right, False),
+  }.values(),
+)
+def test_a_float16_gradient_inside_of_the_loss_is_found(loss, dtype, gradients, is_found):
+  text = r"gradients inside of the loss.*mpjax\.inner_grad\(fun\)"
+  found = pytest.warns(UserWarning, match=text)
+  with found if is_found else contextlib.nullcontext():
+    check(SGD, gradients, dtype, loss)
 
 
 def test_parameters_may_be_called_loss_scale():
@@ -972,27 +799,6 @@ def test_parameters_may_be_called_loss_scale():
   mpjax.check_loss_scaling(make_step(tx, right, loss_fn=loss))(params, tx.init(params), BATCH)
   with ends(FOUND[never]):
     mpjax.check_loss_scaling(make_step(tx, never, loss_fn=loss))(params, tx.init(params), BATCH)
-
-
-@pytest.mark.parametrize(
-  ("grad", "dtype"), [(mpjax.inner_grad, jnp.float16), (jax.grad, jnp.bfloat16), (jax.grad, F32)]
-)
-def test_a_gradient_inside_of_the_loss_that_is_scaled_or_needs_no_scale(grad, dtype):
-  opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
-  mpjax.check_loss_scaling(with_penalty(grad, dtype, jit=False))(PARAMS, opt_state, BATCH)
-
-
-@pytest.mark.parametrize("grad", [mpjax.inner_grad, jax.grad])
-def test_a_gradient_inside_of_an_autocast_loss(grad):
-  def loss_fn(params, batch, dtype):
-    inner = grad(lambda x: jnp.sum(network(params, x, F32)))(batch[0])
-    return jnp.mean((jnp.linalg.norm(inner, axis=-1) - 1) ** 2)
-
-  tx = mpjax.loss_scaling(optax.sgd(0.1))
-  step = make_step(tx, right, loss_fn=mpjax.autocast(loss_fn, "mixed_float16"))
-  found = pytest.warns(UserWarning, match="gradients inside of the loss")
-  with found if grad is jax.grad else contextlib.nullcontext():
-    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
 def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
