@@ -65,7 +65,7 @@ mpjax/_optim/loss_scale.py::adjust
 1 growth one step late: `>` for `>=`
 - good_steps >= config.growth_interval
 + good_steps > config.growth_interval
-::test_growth
+::test_scale_and_counters_equal_the_oracle_on_random_sequences
 
 2 an overflow does not restart the window for growth
 - jnp.where(finite, _count_up(state.good_steps, finite), 0)
@@ -77,7 +77,6 @@ mpjax/_optim/loss_scale.py::adjust
 4 backoff multiplies twice
 - jnp.float32(config.backoff_factor)
 + jnp.float32(config.backoff_factor) ** 2
-::test_limits
 
 5 no floor under the scale
 - jnp.maximum(scale * factor, low)
@@ -90,7 +89,6 @@ mpjax/_optim/loss_scale.py::adjust
 7 growth does not refill the hysteresis
 - jnp.where(grow, config.hysteresis, left)
 + left
-::test_growth
 
 mpjax/_optim/loss_scale.py::read_label
 

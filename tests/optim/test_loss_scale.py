@@ -3,7 +3,6 @@
 import dataclasses
 import fractions
 import functools
-import itertools
 import math
 import pickle
 
@@ -44,11 +43,6 @@ def run(config, finite, state, applied=None):
   return jax.lax.scan(step, state, (finite, finite if applied is None else applied))
 
 
-def numbers(states):
-  columns = [np.asarray(getattr(states, key)).tolist() for key in Oracle().numbers()]
-  return [dict(zip(Oracle().numbers(), row, strict=True)) for row in zip(*columns, strict=True)]
-
-
 def with_traced_fields(fields):
   """A configuration whose numbers are traced, so that one compilation serves all of them."""
   config = object.__new__(mpjax.DynamicLossScale)
@@ -62,71 +56,6 @@ def typed(fields):
     key: jnp.asarray(value, jnp.int32 if key in ("growth_interval", "hysteresis") else jnp.float32)
     for key, value in fields.items()
   }
-
-
-@jax.jit
-def run_any(fields, finite, applied):
-  config = with_traced_fields(fields)
-  return run.__wrapped__(config, finite, loss_scale.init_scale(config), applied)
-
-
-def check_scenarios(*scenarios):
-  """Compares with the oracle; the scales after all steps, or the last ones, are given as well."""
-  for flags, scales, config in scenarios:  # 1 for a finite step.
-    dynamic = mpjax.DynamicLossScale(**config)
-    # Of one length, so that all of them are one program.
-    padded = np.zeros(256, bool)
-    padded[: len(flags)] = flags
-    _, states = run_any(typed(dataclasses.asdict(dynamic)), padded, padded)
-    steps = numbers(states)[: len(flags)]
-    assert steps == Oracle(**config).run(flags)
-    assert [step["scale"] for step in steps[-len(scales) :]] == scales
-
-
-@pytest.mark.filterwarnings("ignore:.*power of two")
-def test_growth():
-  # Of an interval, in the tests of other libraries: on its last step; overflows restart it.
-  def periods(factor, period):
-    scales = [10] * (period - 1) + [10 * factor] * period + [10 * factor**2]
-    config = {"growth_factor": factor, "growth_interval": period, "init_scale": 10}
-    return [1] * (2 * period), scales, config
-
-  every_2 = {"growth_interval": 2}
-  falling = [2.0**7, 2.0**6, 2.0**6, 2.0**7, 2.0**7, 2.0**6]
-  restarted = {"init_scale": 4, "growth_interval": 3, "hysteresis": 9}
-  # A finite step does not refill the hysteresis, as it would by Apex's rule: the second overflow
-  # halves. Growth does.
-  refilled = {"init_scale": 64, "growth_interval": 3, "hysteresis": 2}
-  check_scenarios(
-    ([1, 1, 0], [4, 8, 2], {"init_scale": 4, "backoff_factor": 0.25} | every_2),
-    ([1] * 10, [2.0 ** (8 + n // 2) for n in range(1, 11)], {"init_scale": 2.0**8} | every_2),
-    ([1, 1, 0, 1, 1, 1], [4, 4, 4, 4, 4, 8], restarted),
-    ([0, 1, 0, 1, 1, 1, 0, 0], [64, 64, 32, 32, 32, 64, 64, 32], refilled),
-    *itertools.starmap(periods, itertools.product([2, 3], [20, 30])),
-    ([0, 0, 1, 1, 1, 0], falling, {"init_scale": 2.0**8} | every_2),
-    ([1] * 8, [32], {"init_scale": 2} | every_2),
-    ([1, 0], [4, 2], {"init_scale": 2, "growth_interval": 1}),
-  )
-
-
-@pytest.mark.filterwarnings("ignore:.*power of two")
-def test_limits():
-  # Growth ends at the maximum, and halving at the minimum, where the oracle counts overflows.
-  growing = {"growth_interval": 1, "init_scale": 1}
-  hard = {"init_scale": 2.0**125, "max_scale": 2.0**126, "growth_factor": 16}
-  to_a_quarter = [8, 4, 2, 1, 0.5, 0.25, 0.25, 0.25]
-  check_scenarios(
-    ([0] * 6, [32, 16, 8, 8, 8, 8], {"init_scale": 64, "min_scale": 8}),
-    ([0, 1, 0, 0], [1], {"init_scale": 2}),
-    ([0] * 200, [2.0**-126] * 9, {"min_scale": 2.0**-126}),
-    ([0] * 8, to_a_quarter, {"init_scale": 2.0**4, "min_scale": 0.25}),
-    ([0] * 4, [25], {"init_scale": 400}),
-    *(([0] * 100, [1], {"backoff_factor": 1 / factor}) for factor in (2, 3)),
-    ([1] * 200, [2.0**100], growing | {"growth_factor": 8, "max_scale": 2.0**100}),
-    ([1] * 50, [2.0**24] * 50, growing | {"init_scale": 2.0**24}),
-    ([1] * 40, [2.0**126] * 40, growing | hard),
-  )
-  assert float(jnp.float32(1) / jnp.float32(2.0**126)) > 0
 
 
 @pytest.mark.filterwarnings("ignore:.*power of two")
@@ -176,8 +105,34 @@ def test_a_state_restored_from_another_configuration(restored, expected):
   assert {field: getattr(final, field) for field in expected} == expected
 
 
+def test_the_oracle_on_steps_with_known_scales():
+  every_3 = {"growth_interval": 3}
+  for flags, scales, config in (
+    ([1, 1, 0, 1, 1, 1], [4, 4, 4, 4, 4, 8], every_3 | {"init_scale": 4, "hysteresis": 9}),
+    # Growth refills the hysteresis, and a finite step alone does not.
+    (
+      [0, 1, 0, 1, 1, 1, 0, 0],
+      [8, 8, 4, 4, 4, 8, 8, 4],
+      every_3 | {"init_scale": 8, "hysteresis": 2},
+    ),
+    (
+      [1, 0, 0],
+      [192, 20, 20],
+      {
+        "init_scale": 64,
+        "growth_factor": 3,
+        "growth_interval": 1,
+        "backoff_factor": 0.1,
+        "min_scale": 20,
+        "max_scale": 200,
+      },
+    ),
+  ):
+    assert [numbers["scale"] for numbers in Oracle(**config).run(flags)] == scales
+
+
 def random_configs(rng, n):
-  low = 2.0 ** rng.integers(-20, 10, n)
+  low = 2.0 ** np.maximum(rng.integers(-140, 10, n), -126)
   init = low * 2.0 ** rng.integers(0, 20, n)
   power = rng.random(n) < 0.5
   return {
@@ -186,13 +141,14 @@ def random_configs(rng, n):
     "backoff_factor": np.where(power, 0.5 ** rng.integers(1, 5, n), rng.uniform(0.1, 0.99, n)),
     "growth_interval": rng.integers(1, 30, n),
     "min_scale": low,
-    "max_scale": init * 2.0 ** rng.integers(0, 30, n),
+    "max_scale": np.minimum(init * 2.0 ** rng.integers(0, 150, n), 2.0**126),
     "hysteresis": rng.integers(1, 5, n),
   }
 
 
-def test_scale_and_counters_equal_the_oracle_on_10_000_sequences():
-  n, steps = 10_000, 200
+def test_scale_and_counters_equal_the_oracle_on_random_sequences():
+  # The limits of a fifth of them are the smallest and the largest scale that there are.
+  n, steps = 2_000, 200
   rng = np.random.default_rng(2)
   configs = random_configs(rng, n)
   share = rng.choice([0, 0.01, 0.2, 0.9, 1], (n, 1))
@@ -201,8 +157,9 @@ def test_scale_and_counters_equal_the_oracle_on_10_000_sequences():
 
   @jax.jit
   @jax.vmap
-  def program(*args):
-    state, states = run_any(*args)
+  def program(fields, finite, applied):
+    config = with_traced_fields(fields)
+    state, states = run.__wrapped__(config, finite, loss_scale.init_scale(config), applied)
     return state, states.scale
 
   state, history = jax.device_get(program(typed(configs), finite, finite & updates))
@@ -251,15 +208,6 @@ def test_unscaling_at_the_hard_limits(exponent):
   np.testing.assert_array_equal([found.real, found.imag], [expected, expected[::-1]])
 
 
-def test_extreme_values():
-  largest = np.finfo(np.float32).max
-  x = jnp.asarray([largest, -largest, -0.0, np.inf, -np.inf, np.nan], jnp.float32)
-  found = np.asarray(loss_scale.unscale_tree(x, jnp.float32(4)))
-  np.testing.assert_array_equal(found, [largest / 4, -largest / 4, -0.0, np.inf, -np.inf, np.nan])
-  assert np.signbit(found[2])
-  assert np.isinf(np.asarray(loss_scale.unscale_tree(x, jnp.float32(0.5)))[:2]).all()
-
-
 def test_float64_gradients_and_losses_stay_float64(set_flag):
   set_flag("jax_enable_x64", True)
   tree = [jnp.asarray([1.0]), jnp.asarray([2j]), jnp.ones(1, jnp.float16)]
@@ -274,15 +222,9 @@ DYNAMIC, OFF, SKIP = mpjax.DynamicLossScale(), mpjax.NoLossScale(), mpjax.SkipNo
 
 
 def test_defaults():
-  assert dataclasses.asdict(mpjax.DynamicLossScale()) == {
-    "init_scale": 2.0**15,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 2000,
-    "min_scale": 1.0,
-    "max_scale": 2.0**24,
-    "hysteresis": 1,
-  }
+  defaults = "init_scale=32768.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, "
+  defaults += "min_scale=1.0, max_scale=16777216.0, hysteresis=1"
+  assert repr(mpjax.DynamicLossScale()) == f"DynamicLossScale({defaults})"
 
 
 @pytest.mark.parametrize("config", [OFF, SKIP, mpjax.StaticLossScale(8), DYNAMIC])
@@ -342,44 +284,20 @@ def test_other_than_powers_of_two_warn_once():
 SCALES = ("init_scale", "min_scale", "max_scale", "scale")
 NUMBERS = (*SCALES, "growth_factor", "backoff_factor")
 COUNTS = ("growth_interval", "hysteresis")
-
-
-def rounded(value):
-  return repr(float(np.float32(value)))
-
-
-def kind(value):
-  return f"of type {type(value).__name__}"
-
-
+IN_RANGE = "positive number in [2^-126, 2^126]"
+ARRAY = jnp.ones(1)
 WRONG = [
-  (
-    *(NUMBERS, [True, "8", None, [8], np.ones(2), jnp.ones(1), 1j, np.bool_(1)]),
-    *(TypeError, "a plain number", kind, "pass any number here"),
+  *(
+    (field, x, TypeError, "a plain number", "pass any") for field in NUMBERS for x in (True, ARRAY)
   ),
-  (
-    *(COUNTS, [True, 2.0, "2", None, jnp.asarray(2), np.ones((), int)]),
-    *(TypeError, "an integer", kind, "int"),
-  ),
-  (
-    *(SCALES, [0, -1.0, 0.0, 2.0**-127, 2.0**127, 1e-300]),
-    *(ValueError, "positive number in [2^-126, 2^126]", repr, "power of two"),
-  ),
-  (
-    *(NUMBERS, [math.nan, math.inf, -math.inf, 1e300, np.float32("nan")]),
-    *(ValueError, "finite", repr, "power of two"),
-  ),
-  (COUNTS, [0, -1, 2**31], ValueError, "from 1 to 2^31 - 1", str, "Use 1"),
-  (
-    *(["growth_factor"], [1.0, 0.5, 0.0, -2.0, 1 + 1e-12, 2.0**127]),
-    *(ValueError, "above 1", rounded, "Take 2"),
-  ),
-  (
-    *(["backoff_factor"], [1.0, 2.0, 0.0, -0.5, 1 - 1e-12, 2.0**-127]),
-    *(ValueError, "below 1", rounded, "0.5"),
-  ),
+  *((field, x, TypeError, "an integer", "int") for field in COUNTS for x in (True, 2.0)),
+  *((field, x, ValueError, IN_RANGE, "power") for field in SCALES for x in (0.0, 2.0**127)),
+  *((field, x, ValueError, "finite", "power") for field in NUMBERS for x in (math.nan, 1e300)),
+  *((field, x, ValueError, "from 1 to 2^31 - 1", "Use 1") for field in COUNTS for x in (0, 2**31)),
+  *(("growth_factor", x, ValueError, "above 1", "Take 2") for x in (1.0, 2.0**127)),
+  *(("backoff_factor", x, ValueError, "below 1", "0.5") for x in (1.0, 2.0**-127)),
 ]
-"""Fields, values that are wrong for each of them, and the error: its type, expected, got, fix."""
+"""A field, a value that is wrong for it, and the error: its type, what it expects, and the fix."""
 
 
 def make(field, value):
@@ -388,10 +306,10 @@ def make(field, value):
 
 
 def test_numbers_that_are_refused():
-  for fields, values, builtin, expected, got, fix in WRONG:
-    for field, value in itertools.product(fields, values):
-      with refused(builtin, f"LossScale({field})", expected, got(value), fix):
-        make(field, value)
+  for field, value, builtin, expected, fix in WRONG:
+    got = f"of type {type(value).__name__}" if builtin is TypeError else f"{value}"
+    with refused(builtin, f"LossScale({field})", expected, got, fix):
+      make(field, value)
   for field in NUMBERS:
     fix = "mpjax.states.set_loss_scale(opt_state, scale) in the step"
     with refused(TypeError, f"LossScale({field})", "known before tracing", "Tracer", fix):
@@ -512,11 +430,10 @@ def test_the_scale_is_read_where_mappings_stand_for_classes(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_scale_is_set_in_a_new_mapping(form, wrap):
+def test_a_scale_is_set_in_a_new_mapping(form):
   state = FORMS[form]()
   before = jax.tree.map(np.asarray, state)
-  moved = wrap(lambda s: mpjax.states.set_loss_scale(s, 4))(state)
+  moved = mpjax.states.set_loss_scale(state, 4)
   # The oracle is the leaf at the path of the scale.
   paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
   changed = [
@@ -565,43 +482,6 @@ def test_set_loss_scale_writes_to_an_optimizer_and_not_to_its_state():
   assert mpjax.loss_scaling_metrics(optimizer)["loss_scale"] == 2**15
   assert mpjax.states.set_loss_scale(optimizer, 4) is optimizer
   assert mpjax.loss_scaling_metrics(optimizer)["loss_scale"] == 4
-
-
-@pytest.mark.parametrize("several", [False, True], ids=["one loss", "several"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.filterwarnings("ignore:.*stored in low precision")
-def test_value_and_grad_of_a_float16_loss_takes_any_scale(dtype, several):
-  # A step was lost at each growth beyond 2^15, for ever.
-  name = "a" if several else None
-  params = {"w": jnp.asarray([1.0, 3.0], dtype)}
-
-  def fun(params):
-    return jnp.sum(params["w"].astype(jnp.float16) ** 2 / 2**14)
-
-  grad_fn = jax.jit(lambda p, s: mpjax.value_and_grad(fun, s, name=name)(p))
-  losses = {"a": DYNAMIC, "b": mpjax.StaticLossScale(1)}
-  tx = mpjax.loss_scaling(optax.sgd(0.1), losses if several else DYNAMIC)
-  for scale in (2.0**14, 2.0**16, 2.0**24):
-    state = mpjax.states.set_loss_scale(tx.init(params), scale, name=name)
-    loss, grads = grad_fn(params, state)
-    assert loss.dtype == jnp.float16
-    expected = np.asarray([1.0, 3.0]) * 2 / 2**14 * scale
-    np.testing.assert_array_equal(grads["w"], expected.astype(dtype))
-    assert grads["w"].dtype == dtype
-
-
-def test_under_strict_promotion():
-  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-    tx = mpjax.loss_scaling(optax.sgd(0.1), check_updates=True)
-    state = tx.init(PARAMS)
-    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-      fun = lambda p, dtype=dtype: jnp.sum(p["w"] * p["w"]).astype(dtype)  # noqa: E731
-      _, grads = mpjax.value_and_grad(fun, state)(PARAMS)
-      _, new = tx.update(grads, state, PARAMS, loss=jnp.ones((), dtype))
-      mpjax.unscale(grads, new)
-      mpjax.loss_scaling_metrics(mpjax.states.set_loss_scale(new, 2))
-      mpjax.check_skipped_steps(new)
-      mpjax.keep_if_skipped(new, PARAMS, PARAMS)
 
 
 CALLS = {
@@ -668,18 +548,15 @@ def test_set_loss_scale_refuses():
   )
   for value, builtin, expected in (
     (0, ValueError, "positive"),
-    (-2.0, ValueError, "positive"),
-    (float("nan"), ValueError, "finite"),
-    (float("inf"), ValueError, "finite"),
-    (2.0**127, ValueError, "[2^-126, 2^126]"),
+    (math.inf, ValueError, "finite"),
     (2.0**25, ValueError, "[1, 16777216], the limits of this state"),
     (0.5, ValueError, "[1, 16777216], the limits of this state"),
-    (True, TypeError, "a plain number"),
     ("8", TypeError, "a plain number"),
-    (np.ones(2), TypeError, "a plain number"),
   ):
     with refused(builtin, where, expected, repr(value), ". "):
       mpjax.states.set_loss_scale(state, value)
+  for limit in (1, 2.0**24):
+    mpjax.states.set_loss_scale(state, limit)
   with refused(ValueError, where, "a scale of shape ()", "shape (2,)", "one for all"):
     jax.eval_shape(mpjax.states.set_loss_scale, state, jnp.ones(2))
   where, fix = "mpjax.states.set_loss_scale(opt_state)", "StaticLossScale or DynamicLossScale"
