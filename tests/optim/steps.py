@@ -1,5 +1,7 @@
 """First training steps, and the parts of states and metrics that tests compare."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,6 +13,20 @@ from tests.programs import bits
 STATIC = mpjax.StaticLossScale(8)
 SGD = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), STATIC)
 UNIT_SGD = mpjax.loss_scaling(optax.sgd(1.0), STATIC)
+
+PARAMS = {"w": jnp.ones(3), "x": jnp.ones(2)}
+GOOD, BAD = PARAMS, {"w": jnp.ones(3), "x": jnp.asarray([0.0, jnp.nan])}
+ADAM = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=4, growth_interval=2))
+
+
+@jax.jit
+def update(grads, state):
+  return ADAM.update(grads, state, PARAMS)[1]
+
+
+def after(*grads, state=None):
+  """Returns the state of `ADAM` after these gradients, from the first one if none is given."""
+  return functools.reduce(lambda s, g: update(g, s), grads, state or ADAM.init(PARAMS))
 
 
 def create(tx, params=None, **options):
