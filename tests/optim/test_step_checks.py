@@ -52,19 +52,9 @@ def test_a_batch_that_cannot_be_cut():
   cut, drop = "which can be cut into 4 micro-batches", "drop or pad the last batch"
   one_axis = "leaves with one first axis, that of the examples"
   for batch, expected, got, fix in (
-    ({"x": zeros((7, 3)), "y": zeros(8)}, cut, "shape [7, 3] at ['x']", drop),
-    ({"x": zeros((8, 3)), "n": 3}, cut, "shape [] at ['n']", drop),
-    ({"x": zeros((9, 3)), "y": zeros(10)}, cut, "shape [9, 3] at ['x']; shape [10] at", drop),
     (zeros(6), cut, "shape [6] at the root", drop),
-    *(
-      (
-        {"x": zeros((16, 3)), "y": zeros((n, 8))},
-        one_axis,
-        f"shape [{n}, 8] at ['y']",
-        "close over",
-      )
-      for n in (4, 8, 32)
-    ),
+    ({"x": zeros((8, 3)), "n": 3}, cut, "shape [] at ['n']", drop),
+    ({"x": zeros((16, 3)), "y": zeros((8, 8))}, one_axis, "shape [8, 8] at ['y']", "close over"),
   ):
     with refused(ValueError, where, expected, got, fix):
       mpjax.make_train_step(quadratic, SGD, micro_batches=4)(create(SGD), batch)

@@ -21,8 +21,6 @@ def test_what_a_loss_function_may_not_return():
   for out, got in (
     (lambda loss, state: loss, "float32[]"),
     (lambda loss, state: (loss, {}), "(ShapedArray(float32[]), {})"),
-    (lambda loss, state: (loss, state, {}), "float32[]"),
-    (lambda loss, state: [loss, (state, {})], "float32[]"),
     (lambda loss, state: (loss, (state, loss)), "((), ShapedArray(float32[]))"),
   ):
     where, fix = "mpjax.make_train_step(loss_fn)", "Return (loss, ((), {}))"
@@ -64,11 +62,7 @@ def test_a_model_state_that_changes_its_type(k):
   old = {"m": jnp.zeros(2), "n": jnp.zeros((), jnp.int32)}
   for new, got in (
     (lambda old: old | {"m": old["m"].astype(jnp.bfloat16)}, "bfloat16[2] for float32[2]"),
-    (lambda old: old | {"n": old["n"].astype(jnp.float32)}, "float32[] for int32[]"),
-    (lambda old: old | {"m": jnp.zeros(3)}, "float32[3] for float32[2]"),
     (lambda old: {"m": old["m"]}, "nothing at ['n']"),
-    (lambda old: old | {"o": old["m"]}, "an extra leaf at ['o']"),
-    (lambda old: None, "nothing at ['m']"),
   ):
     loss_fn = returning(lambda loss, state, new=new: (loss, (new(state), {})))
     where = "mpjax.make_train_step(loss_fn): model_state"
@@ -80,7 +74,7 @@ def test_a_model_state_that_changes_its_type(k):
 OPTIONS = {"plain": {}, "all": {"max_retries": 2, "micro_batches": 2, "ema_decay": 0.9}}
 
 
-@pytest.mark.parametrize("how", ["jit", "shard_map", "shard_map without check_vma", "vmap"])
+@pytest.mark.parametrize("how", ["jit", "shard_map", "vmap"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_with_a_dynamic_scale_calls_loss_fn_once(name, how, devices):
   calls = []
@@ -96,7 +90,7 @@ def test_a_step_with_a_dynamic_scale_calls_loss_fn_once(name, how, devices):
     step = jax.vmap(step, in_axes=(None, 0), axis_name="data")
     batch = batch.reshape(4, 2, 3)
   elif how != "jit":
-    step = over_devices(step, devices, check_vma=how == "shard_map")
+    step = over_devices(step, devices)
   state = mpjax.TrainState.create(jnp.ones(3), DYNAMIC, ema="ema_decay" in OPTIONS[name])
   jax.jit(step).lower(state, batch)
   assert len(calls) == 1

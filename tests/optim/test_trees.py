@@ -157,12 +157,11 @@ def test_none_and_integers_work_under_lookahead(odd, config):
 
 
 @DROP_IN
-@pytest.mark.parametrize("wrap", [lambda tx: tx, mpjax.master_weights], ids=["plain", "masters"])
-def test_functions_among_the_parameters_are_left_alone(wrap, config):
+def test_functions_among_the_parameters_are_left_alone(config):
   # As in Equinox: the model is the tree, and its gradients are None where it has functions.
   model = {"activation": jnp.tanh, "w": jnp.ones(2)}
   grads = {"activation": None, "w": jnp.ones(2)}
-  tx = wrap(mpjax.loss_scaling(optax.adamw(0.5), config))
+  tx = mpjax.master_weights(mpjax.loss_scaling(optax.adamw(0.5), config))
   updates, _ = tx.update(grads, tx.init(model | {"activation": None}), model)
   plain = optax.adamw(0.5)
   expected, _ = plain.update(jnp.ones(2), plain.init(jnp.ones(2)), jnp.ones(2))
@@ -185,9 +184,7 @@ def none_refused(where, got, expected="a gradient for each parameter"):
 TREE = {"a": jnp.ones(2), "b": {"c": jnp.ones((), jnp.bfloat16), "n": jnp.arange(2), "none": None}}
 C = "None for bfloat16[] at ['b']['c']"
 NONE = {
-  "a leaf": ({"a": None}, "None for float32[2] at ['a']"),
   "a leaf inside": ({"b": {**TREE["b"], "c": None}}, C),
-  "a subtree": ({"b": None}, C),
   "every leaf": ({"a": None, "b": None}, f"None for float32[2] at ['a']; {C}"),
 }
 SCALED = "mpjax.loss_scaling(inner).update(updates)"
@@ -237,18 +234,17 @@ FROZEN = [
 
 @pytest.mark.parametrize("frozen", FROZEN, ids=["multi_transform", "masked"])
 def test_what_the_error_advises_keeps_parameters_and_masters_whatever_decays(frozen):
-  for storage in ("float32", "split"):
-    masters = mpjax.master_weights(mpjax.accumulate_gradients(frozen, 2), storage=storage)
-    tx = mpjax.loss_scaling(masters, mpjax.StaticLossScale(4))
-    start = params = dict.fromkeys("ab", jnp.asarray([1.0, 3e-3], jnp.bfloat16))
-    state, update = tx.init(params), jax.jit(tx.update)
-    for _ in range(4):
-      updates, state = update(params, state, params)
-      params = mpjax.apply_updates(params, updates)
-    assert bits(params["b"]) == bits(start["b"])
-    found = mpjax.states.master_params(state, params)
-    assert found["b"].tolist() == start["b"].astype(jnp.float32).tolist()
-    assert np.all(found["a"] < 0.9 * start["a"].astype(jnp.float32))
+  masters = mpjax.master_weights(mpjax.accumulate_gradients(frozen, 2), storage="split")
+  tx = mpjax.loss_scaling(masters, mpjax.StaticLossScale(4))
+  start = params = dict.fromkeys("ab", jnp.asarray([1.0, 3e-3], jnp.bfloat16))
+  state, update = tx.init(params), jax.jit(tx.update)
+  for _ in range(4):
+    updates, state = update(params, state, params)
+    params = mpjax.apply_updates(params, updates)
+  assert bits(params["b"]) == bits(start["b"])
+  found = mpjax.states.master_params(state, params)
+  assert found["b"].tolist() == start["b"].astype(jnp.float32).tolist()
+  assert np.all(found["a"] < 0.9 * start["a"].astype(jnp.float32))
 
 
 OLD = {"x": jnp.asarray([1.0, -0.0]), "n": jnp.asarray(3, jnp.int32)}
@@ -270,8 +266,7 @@ def test_outside_of_jit_what_is_skipped_does_not_run():
   assert state is OLD
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_in_a_shard_map_where_the_new_state_varies(devices, check_vma):
+def test_in_a_shard_map_where_the_new_state_varies(devices):
   # One branch returns what differs by device, the other the old state, which does not.
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
 
@@ -281,7 +276,7 @@ def test_in_a_shard_map_where_the_new_state_varies(devices, check_vma):
     return updates, state["x"]
 
   specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
-  mapped = jax.jit(jax.shard_map(one_device, mesh=mesh, check_vma=check_vma, **specs))
+  mapped = jax.jit(jax.shard_map(one_device, mesh=mesh, **specs))
   shards = jnp.arange(8.0)
   updates, x = mapped(True, shards)
   np.testing.assert_array_equal(updates, shards * 2)
