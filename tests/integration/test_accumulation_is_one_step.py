@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax._optim import trees
 from tests.programs import assert_bit_equal, bits, compiled, run
 
 ROWS = 24
@@ -51,7 +52,6 @@ def big_steps(windows):
   return run(lambda start: jax.lax.scan(step, start, None, length=windows)[0], start)
 
 
-@functools.cache
 def micro_step(k, dtype):
   """The compiled step of one micro-batch, and the state before the first."""
   config = mpjax.DynamicLossScale(init_scale=2.0**4, max_scale=2.0**6)
@@ -68,11 +68,17 @@ def micro_step(k, dtype):
 
 
 @pytest.mark.parametrize(
-  ("k", "dtype", "windows"),
-  [*((k, jnp.float32, 2) for k in (1, 2, 3, 8)), (2, jnp.float16, 1), (8, jnp.float16, 1)],
+  ("k", "dtype", "windows", "how"),
+  [
+    (2, jnp.float32, 2, "by a branch"),
+    (3, jnp.float32, 2, "by a selection"),
+    (8, jnp.float16, 1, "by a branch"),
+  ],
 )
-def test_micro_steps_are_one_big_step(k, dtype, windows):
-  # With a bad micro-batch in each place, and a scale that somebody moves before every one.
+def test_micro_steps_are_one_big_step(k, dtype, windows, how, monkeypatch):
+  # With a bad micro-batch in each place, and a scale that somebody moves before every one. A branch
+  # is for CPU and a selection for all others; both are to be seen everywhere.
+  monkeypatch.setattr(trees, "compiled_for_cpu", lambda: jnp.asarray(how == "by a branch"))
   step, start = micro_step(k, dtype)
   x, y, first = data()
   expected, expected_state = big_steps(windows)

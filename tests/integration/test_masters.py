@@ -38,13 +38,13 @@ def params():
 
 
 @functools.cache
-def stream(steps=STEPS):
+def stream():
   """Gradients in the dtypes of the parameters, and a fault for one leaf at each step, or 0."""
   rng = np.random.default_rng(1)
-  grads = {name: rng.normal(size=(steps, 8)).astype(name) for name in LEAVES}
-  bad = rng.random(steps) < 0.3
-  faults = np.where(bad, rng.choice([np.inf, -np.inf, np.nan], steps), 0).astype(F32)
-  return grads, faults, rng.integers(0, 3, steps)
+  grads = {name: rng.normal(size=(STEPS, 8)).astype(name) for name in LEAVES}
+  bad = rng.random(STEPS) < 0.3
+  faults = np.where(bad, rng.choice([np.inf, -np.inf, np.nan], STEPS), 0).astype(F32)
+  return grads, faults, rng.integers(0, 3, STEPS)
 
 
 def injected(grads, fault, leaf, scale):
@@ -73,7 +73,6 @@ def clipped(inner):
 class Composition(NamedTuple):
   make: Any  # takes what puts masters around an optimizer
   control: Any = optimizer
-  scaled: bool = True  # else it is fed with the good gradients alone
   window: int = 1
   frozen: tuple[str, ...] = ()
 
@@ -96,7 +95,6 @@ def labelled(masters):
 
 
 COMPOSITIONS = {
-  "alone": Composition(lambda masters: masters(optimizer()), scaled=False),
   "inside": Composition(lambda masters: scaling(masters(optimizer()))),
   "around": Composition(lambda masters: masters(scaling(optimizer()))),
   "after a clip": Composition(
@@ -104,7 +102,6 @@ COMPOSITIONS = {
     control=lambda: clipped(optimizer()),
   ),
   "masked": Composition(freezing, frozen=("bfloat16",)),
-  "labelled": Composition(labelled, scaled=False),
   "labelled inside": Composition(lambda masters: mpjax.monitor(scaling(labelled(masters)))),
   "window inside": Composition(
     lambda masters: scaling(masters(mpjax.accumulate_gradients(optimizer(), 2))), window=2
@@ -112,27 +109,22 @@ COMPOSITIONS = {
   "window around": Composition(
     lambda masters: scaling(mpjax.accumulate_gradients(masters(optimizer()), 2)), window=2
   ),
-  "window alone": Composition(
-    lambda masters: mpjax.accumulate_gradients(masters(optimizer()), 4), scaled=False, window=4
-  ),
 }
 
 
 def trained(tx, start, stream):
   """Runs all steps; returns parameters, updates, masters and metrics of each."""
-  state = tx.init(start)
-  has_scale = "LossScalingState" in str(jax.tree.structure(state))
 
   def step(carry, now):
     params, state = carry
     grads, fault, leaf = now
-    scale = mpjax.loss_scaling_metrics(state)["loss_scale"] if has_scale else jnp.ones(())
+    scale = mpjax.loss_scaling_metrics(state)["loss_scale"]
     updates, state = tx.update(injected(grads, fault, leaf, scale), state, params)
     params = mpjax.apply_updates(params, updates, state)
-    metrics = mpjax.loss_scaling_metrics(state) if has_scale else {}
-    return (params, state), (params, updates, mpjax.states.master_params(state, params), metrics)
+    master, metrics = mpjax.states.master_params(state, params), mpjax.loss_scaling_metrics(state)
+    return (params, state), (params, updates, master, metrics)
 
-  return jax.lax.scan(step, (start, state), stream)[1]
+  return jax.lax.scan(step, (start, tx.init(start)), stream)[1]
 
 
 @functools.cache
@@ -162,26 +154,17 @@ def control(make, window):
 @pytest.mark.parametrize("storage", STORAGES)
 def test_parameters_are_the_rounded_masters_of_a_float32_run(storage):
   # All compositions are in one compiled program.
-  grads, faults, leaves = stream()
-  good = np.isfinite(faults)
-  streams = {
-    True: (grads, faults, leaves),
-    False: jax.tree.map(lambda x: x[good], (grads, faults, leaves)),
-  }
-  start = params()
+  good, start = np.isfinite(stream()[1]), params()
 
-  def train_all(start, streams):
-    return {
-      name: trained(this.make(masters(storage)), start, streams[this.scaled])
-      for name, this in COMPOSITIONS.items()
-    }
+  def train_all(start, stream):
+    makers = {name: this.make for name, this in COMPOSITIONS.items()}
+    return {name: trained(make(masters(storage)), start, stream) for name, make in makers.items()}
 
-  all_found = jax.device_get(run(train_all, start, streams))
+  all_found = jax.device_get(run(train_all, start, stream()))
   violations = []
   for name, this in COMPOSITIONS.items():
     found, updates, master, metrics = all_found[name]
-    flags = good if this.scaled else good[good]
-    updates_done = np.cumsum(flags) // this.window
+    updates_done = np.cumsum(good) // this.window
     assert updates_done[-1] >= 8
     expected = {leaf: x[updates_done] for leaf, x in control(this.control, this.window).items()}
     for leaf in LEAVES:
@@ -199,38 +182,11 @@ def test_parameters_are_the_rounded_masters_of_a_float32_run(storage):
       violations += [
         f"{name}, {leaf}: {what}" for what, (a, b) in right.items() if bits(a) != bits(b)
       ]
-    if this.scaled:
-      numbers = Oracle(**CONFIG).run(flags)
-      for key, other in (("loss_scale", "scale"), ("skipped", "skipped")):
-        if metrics[key].tolist() != [n[other] for n in numbers]:
-          violations.append(f"{name}: {key}")
+    numbers = Oracle(**CONFIG).run(good)
+    for key, other in (("loss_scale", "scale"), ("skipped", "skipped")):
+      if metrics[key].tolist() != [n[other] for n in numbers]:
+        violations.append(f"{name}: {key}")
   assert violations == []
-
-
-OPTIMIZERS = {
-  "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(3e-3, 1000)),
-  "lion": lambda: optax.lion(1e-4),
-  "adafactor": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-2)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*1 parameters are stored in low precision")
-def test_1000_steps_with_split_masters_are_those_with_float32_masters():
-  # Of three optimizers in one program: parameters, updates and masters after each step.
-  def train_all(start, stream):
-    return {
-      storage: {
-        name: trained(scaling(masters(storage)(make())), start, stream)
-        for name, make in OPTIMIZERS.items()
-      }
-      for storage in STORAGES
-    }
-
-  found = jax.device_get(run(train_all, params(), stream(1000)))
-  assert_bit_equal(*found.values())
-  for after, _, master, metrics in found["split"].values():
-    assert 200 < metrics["skipped"][-1] < 400
-    assert np.mean(master["bfloat16"] != after["bfloat16"].astype(F32)) > 0.9
 
 
 def train_loss(params, model_state, batch, rng):
@@ -259,41 +215,19 @@ def test_a_train_step_with_micro_batches_average_retries_and_donation():
   assert_bit_equal(*outs)
 
 
-def test_an_optimizer_of_nnx():
-  outs = []
-  for storage in STORAGES:
-    model = nnx.Linear(8, 16, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-    tx = mpjax.loss_scaling(masters(storage)(optax.adam(1e-2)))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    for factor in range(3):
-      x = jnp.full((1, 8), factor, jnp.bfloat16)
-      loss = lambda model, x=x: jnp.mean(model(x).astype(jnp.float32) ** 2)  # noqa: E731
-      _, grads = mpjax.value_and_grad(loss, optimizer)(model)
-      optimizer.update(model, grads)
-    all_params = nnx.as_pure(nnx.state(model, nnx.Param))
-    all_masters = mpjax.states.master_params(nnx.as_pure(optimizer.opt_state), all_params)
-    outs.append((nnx.to_pure_dict(all_params), nnx.to_pure_dict(all_masters)))
-  assert_bit_equal(*outs)
-
-
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 BY_ROWS, BY_COLUMNS = jax.P("data"), jax.P(None, "data")
 
 
 @pytest.mark.parametrize(
   ("kind", "spec", "mapped"),
-  [
-    (AUTO, BY_ROWS, {}),
-    (EXPLICIT, BY_COLUMNS, {}),
-    (AUTO, BY_ROWS, {"check_vma": True}),
-    (AUTO, BY_COLUMNS, {"check_vma": False}),
-  ],
+  [(EXPLICIT, BY_COLUMNS, {}), (AUTO, BY_ROWS, {"check_vma": True})],
   ids=str,
 )
 def test_n9_eight_devices_have_parts_of_each_parameter(kind, spec, mapped, eight_devices):
   # By the sharding of the arguments, or in a shard_map; on the host all masters are right.
   mesh = mesh_of(eight_devices, kind)
-  grads = np.random.default_rng(2).normal(size=(20, 16, 24)).astype(np.float32)
+  grads = np.random.default_rng(2).normal(size=(15, 16, 24)).astype(np.float32)
   grads[::7, 2, 2] = np.nan
 
   def in_shard_map(step, state):
@@ -328,10 +262,9 @@ def test_n9_eight_devices_have_parts_of_each_parameter(kind, spec, mapped, eight
   assert bits(train("split", jax.NamedSharding(mesh, spec), **options)) == bits(expected)
 
 
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
-def test_n11_partitioned_parameters_of_flax(axis_type, eight_devices):
+def test_n11_partitioned_parameters_of_flax(eight_devices):
   # Both frameworks give the metadata of a parameter to its remainder, whose shape is the same.
-  mesh = jax.make_mesh((2, 4), ("d", "m"), (axis_type,) * 2, devices=eight_devices)
+  mesh = jax.make_mesh((2, 4), ("d", "m"), (EXPLICIT,) * 2, devices=eight_devices)
   init, names, dtype = nn.initializers.lecun_normal(), ("d", "m"), jnp.bfloat16
   layer = nn.Dense(16, param_dtype=dtype, kernel_init=nn.with_partitioning(init, names))
   variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))["params"]

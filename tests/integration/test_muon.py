@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import mpjax
 
@@ -44,15 +43,3 @@ def test_updates_of_matrices_are_within_the_rounding_of_bfloat16():
   distance = np.linalg.norm(updates["w"] - expected["w"]) / np.linalg.norm(expected["w"])
   # Five iterations of three matmuls, each of which rounds to 8 bits.
   assert distance < 15 * 2.0**-8
-
-
-@pytest.mark.parametrize(
-  ("wrap", "dtype"), [(mpjax.loss_scaling, "float32"), (mpjax.master_weights, "bfloat16")]
-)
-def test_it_goes_inside_of_other_wrappers(wrap, dtype):
-  params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
-  tx = wrap(muon_in("mixed_bfloat16"))
-  state = tx.init(params)
-  updates, new = jax.jit(tx.update)(GRADS, state, params)
-  assert {x.dtype.name for x in jax.tree.leaves(updates)} == {"float32"}
-  assert jax.tree.structure(new) == jax.tree.structure(state)

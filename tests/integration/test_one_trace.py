@@ -52,14 +52,11 @@ def test_one_trace_for_a_thousand_steps(set_flag, inner, dtype):
 
 
 DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64]
-NAMES = """
-adabelief adadelta adagrad adafactor adam adamw adamax adan amsgrad fromage lamb lars lion nadam
-nadamw novograd optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3 yogi
-"""
+NAMES = ("adafactor", "adam", "lion", "novograd", "rmsprop", "sm3")
 
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
-@pytest.mark.parametrize("name", NAMES.split())
+@pytest.mark.parametrize("name", NAMES)
 def test_no_optimizer_changes_a_dtype(set_flag, name):
   # Abstractly: every mix of the dtypes of parameters and gradients, twice over.
   set_flag("jax_enable_x64", True)
