@@ -135,6 +135,7 @@ def test_the_inner_state_of_an_optimizer_of_nnx_holds_arrays(form):
   assert [type(x) for x in mu.values()] == [type(jnp.ones(1))] * 2
 
 
-def test_the_inner_state_of_a_train_state():
-  state = mpjax.TrainState.create(PARAMS, mpjax.loss_scaling(optax.adam(0.1)))
-  assert mpjax.states.inner_state(state)[0].mu["w"].shape == (3,)
+def test_the_inner_state_of_a_train_state_whose_moments_are_rounded_stochastically():
+  inner = mpjax.state_dtype(optax.adam(0.1), mu="bfloat16", rounding="stochastic")
+  state = mpjax.TrainState.create(PARAMS, mpjax.loss_scaling(inner))
+  assert mpjax.states.inner_state(state)[0].mu["w"].dtype == jnp.bfloat16
