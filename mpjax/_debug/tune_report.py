@@ -139,8 +139,7 @@ class TuneReport(Report):
       asked = f"with {_times(self.required_headroom)} asked for"
       lines.append(f"Float16 values may grow {_times(self.headroom)} times, {asked}.")
     lines.append(
-      "forward: of the worst of its own matmuls and sums. gradient: of its parameters, and of "
-      "those inside."
+      "forward: its worst matmul or sum. gradient: of its parameters, modules inside included."
     )
     if self._may_overflow:
       lines.append("headroom: of its low-precision values, were they in float16.")

@@ -400,8 +400,7 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "opaque",
-    "Matmuls of numbers in eight bits or fewer, with scales of their own: more precise choices "
-    "have been made than ours.",
+    "The code has chosen operands of eight bits or fewer, and their scales.",
     "scaled_dot scaled_matmul scaled_matmul_wrapper",
     Row("block_scaled_dot", flops="scaled_dot", holds=Holds.PLATFORM),
   ),

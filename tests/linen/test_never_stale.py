@@ -11,7 +11,6 @@ import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
