@@ -1,5 +1,7 @@
 """`with_policy` of Linen and NNX models, and of functions."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,11 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax._policy.active import ACTIVE
 from tests.errors import refused
+from tests.linen.probes import Does
 
+KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
 TX = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
 W = jnp.linspace(0.0, 1.0, 16).reshape(8, 2)
@@ -63,46 +68,105 @@ class Pretrained:
     return self.module.apply({"params": self.params}, x)
 
 
-REFUSED = {
-  "around a module": (
-    Pretrained(),
-    {},
-    "a function of arrays",
-    "around a Linen module",
-    "mpjax.policy_scope",
+class Parent(nn.Module):
+  def setup(self):
+    self.child = nn.Dense(2)
+
+
+OF_LINEN, OF_NNX = mpjax.linen.with_policy, mpjax.nnx.with_policy
+WRAPPED, VIEW = OF_LINEN(nn.Dense(2), "c=bf16"), OF_NNX(linear(), "c=bf16")
+BOUND = Parent().bind({"params": {}})
+LINEN, NNX = "an unbound flax.linen.Module", "a flax.nnx.Module"
+ONCE = "PolicyModule, which is under a policy already", "Wrap the plain model once"
+READY = "a view already (Linear under ", "For another policy make a view of the plain model."
+OF_EACH, FUNCTION = mpjax.with_policy, "a function of arrays"
+REFUSED = [
+  # The function, what is given, options, what was expected, what came, what to do.
+  (OF_EACH, Pretrained(), {}, FUNCTION, "around a Linen module", "mpjax.policy_scope"),
+  (OF_EACH, nn.Dense, {}, FUNCTION, "the class Dense", "mpjax.with_policy(Dense(...)"),
+  (OF_EACH, 3, {}, FUNCTION, "3", "mpjax.with_policy(fn"),
+  (OF_EACH, nn.Dense(2), {"ops": mpjax.OpLists()}, "no ops=", "ops=OpLists", "for functions"),
+  (OF_EACH, linear(), {"data_argnums": 0}, "data_argnums=", "data_argnums=0", "for functions"),
+  (OF_EACH, jnp.sin, {"unmatched": "warn"}, "no unmatched=", "'warn'", "rule"),
+  (OF_EACH, nn.Dense(2), {"rule": ()}, "arguments", "rule", "rules="),
+  (OF_LINEN, WRAPPED, {}, LINEN, *ONCE),
+  (OF_LINEN, WRAPPED.bind({"params": {}}), {}, LINEN, *ONCE),
+  (OF_LINEN, BOUND, {}, LINEN, "one that is bound at ''", "Wrap the root model and then bind"),
+  (OF_LINEN, BOUND.child, {}, LINEN, "bound at 'child'", "Wrap the root model and then bind"),
+  (OF_NNX, None, {}, NNX, "None", "mpjax.with_policy(fn"),
+  (OF_NNX, VIEW, {}, NNX, *READY),
+  (OF_NNX, mpjax.nnx.convert(VIEW, X), {}, NNX, *READY),
+  (
+    *(OF_NNX, nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)), {}, NNX),
+    *("a Linen module (Dense) inside nnx.bridge.ToNNX", "mpjax.policy_scope"),
   ),
-  "a class": (
-    nn.Dense,
-    {},
-    "a function of arrays",
-    "the class Dense",
-    "mpjax.with_policy(Dense(...)",
-  ),
-  "a number": (3, {}, "a function of arrays", "3", "mpjax.with_policy(fn"),
-  "ops of a model": (
-    nn.Dense(2),
-    {"ops": mpjax.OpLists()},
-    "no ops=",
-    "ops=OpLists",
-    "for functions",
-  ),
-  "arguments of a model": (
-    linear(),
-    {"data_argnums": 0},
-    "data_argnums=",
-    "data_argnums=0",
-    "for functions",
-  ),
-  "unmatched of a function": (jnp.sin, {"unmatched": "warn"}, "no unmatched=", "'warn'", "rule"),
-  "an unknown option": (nn.Dense(2), {"rule": ()}, "arguments", "rule", "rules="),
+]
+
+
+def test_what_is_no_model_and_options_that_a_model_has_not():
+  for with_policy, model, options, expected, got, fix in REFUSED:
+    with refused(TypeError, "mpjax.with_policy(model)", expected, got, fix):
+      with_policy(model, "c=bf16", **options)
+
+
+def enter(*args, **options):
+  with mpjax.policy_scope(*args, **options):
+    raise AssertionError("it was entered")
+
+
+WAYS = {
+  "linen": (functools.partial(OF_LINEN, nn.Dense(2)), "mpjax.with_policy"),
+  "nnx": (functools.partial(OF_NNX, linear()), "mpjax.with_policy"),
+  "scope": (enter, "mpjax.policy_scope"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
-  model, options, expected, got, fix = REFUSED[case]
-  with refused(TypeError, "mpjax.with_policy(model)", expected, got, fix):
-    mpjax.with_policy(model, "c=bf16", **options)
+@pytest.mark.parametrize("way", WAYS)
+def test_policies_rules_and_options_are_checked(way):
+  # For all that is no policy and no rule see the tests of these.
+  call, name = WAYS[way]
+  with refused(ValueError, f"{name}(policy)", "a preset", "'mixed_bf16'", "'mixed_bfloat16'"):
+    call("mixed_bf16")
+  with refused(TypeError, f"{name}(rules=...)", "a sequence of mpjax.Rule", "3", "Write ["):
+    call("bfloat16", 3)
+  expected = "'raise' or 'warn' or 'ignore'"
+  with refused(ValueError, f"{name}(unmatched=...)", expected, "'error'", "Did you mean"):
+    call("bfloat16", unmatched="error")
+  assert ACTIVE.value is None  # A scope that is refused is not entered.
+
+
+class Calls(nn.Module):
+  """Calls what it holds as if it were a submodule."""
+
+  held: object
+
+  def __call__(self, x):
+    return self.held(x)
+
+
+CALLS = {
+  "called": lambda: WRAPPED(X),
+  "held": lambda: Calls(WRAPPED).init(KEY, X),
+  "held, in jit": lambda: jax.jit(Calls(WRAPPED).init)(KEY, X),
+  "closed over": lambda: Does(lambda module, x: WRAPPED(x)).init(KEY, X),
+  "in a layer of Flax": lambda: nn.Sequential([nn.Dense(3), WRAPPED]).init(KEY, X),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrapped_model_is_no_submodule(name):
+  where, expected = "Dense under mpjax.with_policy: __call__(...)", "a call of apply, init or bind"
+  with refused(TypeError, where, expected, "a wrapped model used as a submodule", "Wrap the root"):
+    CALLS[name]()
+
+
+def test_errors_of_flax_come_through_as_they_are():
+  other = {"params": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
+  for variables, name in ((other, "kernel"), ({}, "params")):
+    with pytest.raises(Exception, match=name) as excinfo:
+      WRAPPED.apply(variables, X)
+    assert not isinstance(excinfo.value, mpjax.MpjaxError)
+  assert ACTIVE.value is None
 
 
 def test_a_scope_is_that_of_linen():

@@ -71,13 +71,9 @@ PROGRAMS: dict[str, Program] = {
   "equinox": Program(other_libraries.equinox_encoder, True),
   "haiku": Program(other_libraries.haiku_language_model, True),
   # Plain JAX.
-  "solver": Program(plain_jax(plain.solve_adaptively, plain.solver_values), backward=False),
   "custom_vjp_attention": Program(plain_jax(plain.attend_blockwise, plain.attention_values), True),
   "decoder": Program(plain_jax(plain.decoder, plain.decoder_values), True),
-  "experts_by_branch": Program(plain_jax(plain.experts_by_branch, plain.experts_values)),
   "experts_by_group": Program(plain_jax(plain.experts_by_group, plain.experts_values)),
-  "convnet": Program(plain_jax(plain.convnet, plain.convnet_values)),
-  "online_softmax": Program(plain_jax(plain.online_softmax, plain.online_softmax_values)),
   "sharded_loss": Program(plain_jax(sharded_loss, _sharded_values)),
   "sharded_step": Program(plain_jax(sharded_step, _sharded_values), backward=False),
 }

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.models import stumbles
+from tests.models import kernels
 from tests.scripts import BENCHMARKS, benchmark
 
 gpu_hlo, gpu_versions = benchmark("gpu_hlo"), benchmark("gpu_versions")
@@ -124,7 +124,7 @@ def test_attention_is_one_kernel_of_cudnn_on_an_h200(
   gpu_hlo, h200, gpu_versions, half, monkeypatch
 ):
   # Two calls a layer, forward and backward, by hand, under a policy and with autocast.
-  stumbles.pretend_cudnn(monkeypatch)
+  kernels.pretend_cudnn(monkeypatch)
   gpt = gpu_hlo.SIZES["gpu"]["gpt"]
   figures = {name: [] for name in ("TF32", "by hand", "policy", "autocast")}
 

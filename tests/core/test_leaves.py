@@ -120,7 +120,6 @@ def test_a_finite_number_that_becomes_infinite_is_seen(kind):
     cast = leaves.convert(x, np.dtype(dtype))
     with pytest.raises(ValueError, match="f: expected") if found else contextlib.nullcontext():
       leaves.refuse_overflow({"": (x, cast)}, "f")
-  leaves.refuse_overflow({"": (kind([1]), kind([1]))}, "f")
   x = kind(np.asarray([1e5], np.float32))
   casts = {
     "": (x, leaves.convert(x, np.dtype("float16"))),
@@ -196,13 +195,13 @@ def test_a_value_is_read_and_written_without_hooks(hook):
   assert variable.get_raw_value() == 3
 
 
-@pytest.mark.parametrize(
-  "value", [{"a": 1}, (1, 2), [1], (), None, "text"], ids=lambda x: type(x).__name__
-)
-def test_a_value_is_any_tree(value):
-  variable = nnx.Variable(0)
-  leaves.set_raw_value(variable, value)
-  assert leaves.raw_value(variable) is value
+def test_a_value_is_any_tree_and_that_of_an_array_is_the_array():
+  for value in ({"a": 1}, (1, 2), [1], (), None, "text"):
+    variable = nnx.Variable(0)
+    leaves.set_raw_value(variable, value)
+    assert leaves.raw_value(variable) is value
+  for x in (jnp.ones(2), 3, None, {"a": 1}):
+    assert leaves.raw_value(x) is x
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
@@ -212,8 +211,3 @@ def test_a_reference_stays_and_its_array_is_read_and_written(wrap):
   wrap(lambda v: leaves.set_raw_value(v, leaves.raw_value(v) + 1))(variable)
   assert variable.get_raw_value() is reference
   np.testing.assert_array_equal(leaves.raw_value(variable), [2, 2])
-
-
-def test_the_raw_value_of_an_array_is_the_array():
-  for x in (jnp.ones(2), 3, None, {"a": 1}):
-    assert leaves.raw_value(x) is x

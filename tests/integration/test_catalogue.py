@@ -26,10 +26,9 @@ CASES = [
   for name, model in MODELS.items()
   for way in model.ways
   if way != "policy_scope"  # It makes the same operations, which is looked at with the other.
+  # By autocast a layer of NNX makes those of the layer of Linen.
+  if not (way == "autocast" and name.startswith("nnx/") and name.replace("nnx", "linen") in LAYERS)
 ]
-
-FLOAT32_BESIDE_A_MATMUL = {"linen/nerf"}
-"""Models in which a value is rounded for a matmul, and read by what is computed in float32."""
 
 EXACT_GELU = {"linen/bert"}
 """Models whose activation has an exponential in its derivative, by a rule of JAX's own."""
@@ -101,12 +100,11 @@ def test_matmuls_are_low_precision_and_sums_float32(name, way):
     "matmuls": wrong_matmuls(name, way, forward, own=2),
     "in low precision": checks.halves_of_float32(forward),
     "lost": list(on_float32_list(plain) - on_float32_list(forward)),
+    "casts": checks.wasted_casts(forward),
   }
   if "policy_scope" in model.ways and way == "with_policy" and name not in LAYERS:
     scoped = jax.make_jaxpr(model.call("policy_scope", f"mixed_{HALF}"))(*values(name))
     assert programs.operations(scoped) == programs.operations(forward)
-  if name not in FLOAT32_BESIDE_A_MATMUL:
-    wrong["casts"] = checks.wasted_casts(forward)
   if model.backward:
     # Losses that call the model for one example, in a `vmap` outside of the policy: what all
     # examples share is a sum in low precision there. See docs/limits.md.
@@ -148,22 +146,8 @@ def test_layers_return_the_dtype_that_they_compute(framework):
   for name in [name for name in LAYERS if name.startswith(framework)]:
     way = "policy_scope" if framework == "linen" else "with_policy"
     call = LAYERS[name].call(way, mpjax.Policy(compute_dtype=HALF))
-    # The gradients are compared with what they belong to.
-    _, (out, _) = gradient(name, call)
+    out, _ = jax.eval_shape(call, *values(name))
     wanted = "float32" if LAYERS[name].ends_in_float32 else HALF
     if {str(x.dtype) for x in jax.tree.leaves(out)} != {wanted}:
       wrong.append(f"{name}: {out}")
   assert wrong == []
-
-
-NORMS = [name for name, model in LAYERS.items() if model.norm]
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_norms_compute_their_statistics_in_float32_and_round_once(name):
-  call = LAYERS[name].call("with_policy", mpjax.Policy(compute_dtype=HALF, output_dtype=HALF))
-  forward = jax.make_jaxpr(call)(*values(name))
-  assert programs.dtypes_of(forward, "rsqrt") == {"float32"}
-  if not name.endswith("running"):
-    assert programs.dtypes_of(forward, "reduce_sum") == {"float32"}
-  assert programs.converts(forward) == {f"float32->{HALF}": 1}

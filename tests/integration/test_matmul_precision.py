@@ -125,11 +125,16 @@ def test_matmuls_in_inner_jaxprs(name, policy):
   rules = [mpjax.Rule(FLOAT32, path="exact")]
   fn = mpjax.autocast(jax.named_scope("exact")(INSIDE[name]), policy, rules=rules)
   assert set(asked(fn, x)) == {("float32", HIGHEST)}
+
+
+def test_a_setting_for_the_whole_process_counts_in_full_precision_alone():
+  x, matmul = jnp.eye(3), INSIDE["scan"]
+  fn = mpjax.autocast(matmul, FLOAT32)
+  exact = mpjax.autocast(mpjax.full_precision(matmul), FLOAT32)
   with jax.default_matmul_precision("high"):
     assert set(asked(fn, x)) == {("float32", HIGHEST)}
-    exact = mpjax.full_precision(INSIDE[name])
-    assert set(asked(mpjax.autocast(exact, FLOAT32), x)) == {("float32", HIGH)}
-  assert set(asked(mpjax.autocast(exact, FLOAT32), x)) == {("float32", None)}
+    assert set(asked(exact, x)) == {("float32", HIGH)}
+  assert set(asked(exact, x)) == {("float32", None)}
 
 
 def test_a_function_that_is_jitted_once_multiplies_as_each_policy_says():

@@ -19,7 +19,7 @@ def types(tree):
 @pytest.mark.parametrize(
   ("inner", "dtype"), [(ADAMW, "float32"), (INJECTED, "float32"), (ADAMW, "float64")]
 )
-def test_one_trace_for_a_thousand_steps(set_flag, inner, dtype):
+def test_one_trace_for_all_steps(set_flag, inner, dtype):
   # Every seventh is bad; then the scale is set by hand, and the state comes back from the host.
   set_flag("jax_enable_x64", dtype == "float64")
   params = grads = {"w": jnp.ones((3, 2), dtype), "b": jnp.ones(2, "float32")}
@@ -34,12 +34,11 @@ def test_one_trace_for_a_thousand_steps(set_flag, inner, dtype):
   bad = jax.tree.map(lambda g: g * jnp.nan, grads)
   params, state = step(params, tx.init(params), grads)
   before = types((params, state))
-  for i in range(1, 1000):
+  for i in range(1, 30):
     params, state = step(params, state, bad if i % 7 == 6 else grads)
-    if i % 100 < 10:
-      assert types((params, state)) == before
+    assert types((params, state)) == before
   metrics = mpjax.loss_scaling_metrics(state)
-  assert (metrics["total"], metrics["skipped"]) == (1000, 1000 // 7)
+  assert (metrics["total"], metrics["skipped"]) == (30, 30 // 7)
   for other in (mpjax.states.set_loss_scale(state, 2), jax.device_get(state)):
     step(params, other, grads)
   step(params, jax.tree.map(jnp.asarray, jax.device_get(state)), grads)

@@ -3,14 +3,11 @@
 A piece of the fault campaign: `tests/campaign/rig.py` says what run, control and faults are.
 """
 
-import pathlib
-
 import numpy as np
 import pytest
 
 from tests.campaign import rig, run
 
-ROOT = pathlib.Path(__file__).parents[2]
 SIZES = rig.Sizes(runs=7, steps=24)
 SETUPS = [
   run.SETUPS[0]._replace(parts=2),
@@ -27,12 +24,3 @@ def test_a_skipped_step_is_a_deleted_step(setup):
   outcomes = rig.attack(setup, SIZES, rig.PLACES, np.random.default_rng(0), guard=True)
   assert {outcome.name: outcome.first for outcome in outcomes if outcome.lost} == {}
   assert all(outcome.injected > 3 * SIZES.runs for outcome in outcomes)
-
-
-def test_examples_guard_their_batch_statistics():
-  # Each that has some commits them by the flag, or leaves that to the step.
-  sources = {file.name: file.read_text() for file in (ROOT / "examples").glob("*.py")}
-  having = {name: text for name, text in sources.items() if 'mutable=["batch_stats"]' in text}
-  assert having
-  for name, text in having.items():
-    assert "mpjax.keep_if_skipped(opt_state" in text or "mpjax.make_train_step(" in text, name

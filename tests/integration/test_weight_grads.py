@@ -95,33 +95,6 @@ def made(layer, *args, **options):
   return lambda rngs: layer(*args, **options, rngs=rngs)
 
 
-# Layers, and how they reach their product
-
-LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], Callable[..., nnx.Module]]] = {
-  # The layer in Linen, its input, the layer in NNX.
-  "Dense": (nn.Dense(5), (200, 8), made(nnx.Linear, 8, 5)),
-  "DenseGeneral": (
-    *(nn.DenseGeneral((2, 5), axis=(1, -1)), (200, 3, 2, 4)),
-    made(nnx.LinearGeneral, (3, 4), (2, 5), axis=(1, -1)),
-  ),
-  "DenseGeneral with a batch axis": (
-    *(nn.DenseGeneral((2, 5), batch_dims=(0,)), (3, 300, 8)),
-    made(nnx.LinearGeneral, 8, (2, 5), batch_axis={0: 3}),
-  ),
-  "Conv with strides and holes": (
-    *(nn.Conv(4, (3, 2), strides=(2, 1), kernel_dilation=(1, 2)), (8, 7, 9, 3)),
-    made(nnx.Conv, 3, 4, (3, 2), strides=(2, 1), kernel_dilation=(1, 2)),
-  ),
-  "Conv in groups": (
-    *(nn.Conv(6, (3,), feature_group_count=3), (20, 9, 3)),
-    made(nnx.Conv, 3, 6, (3,), feature_group_count=3),
-  ),
-}
-"""How matmuls are written, and of one row, is swept in tests/matmul/test_matmul.py."""
-
-# What is built of layers
-
-
 def masked(rngs):
   mask = jnp.tril(jnp.ones((3, 8, 2)))
   return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Conv(8, 2, (3,), mask=mask, rngs=rngs))
@@ -129,8 +102,14 @@ def masked(rngs):
 
 R, S = (100, 3), (2, 4, 8)
 STACK = parts.stack(parts.dense(3, 3, bias=True), 2, remat=True)
-BUILT: dict[str, tuple[Any, tuple[int, ...], int]] = {
-  # A module of Linen or a function that makes one of NNX, an input, products into float32.
+CONV = {"strides": (2, 1), "kernel_dilation": (1, 2)}
+CASES: dict[str, tuple[Any, tuple[int, ...], int]] = {
+  # A module of Linen or a function that makes one of NNX, an input, products into float32. How
+  # matmuls are written, and of one row, is swept in tests/matmul/test_matmul.py.
+  "DenseGeneral": (nn.DenseGeneral((2, 5), batch_dims=(0,)), (3, 300, 8), 1),
+  "nnx: LinearGeneral": (made(nnx.LinearGeneral, 8, (2, 5), batch_axis={0: 3}), (3, 300, 8), 1),
+  "Conv": (nn.Conv(4, (3, 2), **CONV), (8, 7, 9, 3), 1),
+  "nnx: Conv": (made(nnx.Conv, 3, 4, (3, 2), **CONV), (8, 7, 9, 3), 1),
   "scan of remat": (STACK.linen(None), R, 1),
   "nnx: scan of remat": (functools.partial(STACK.nnx, None), R, 1),
   "LSTMCell": (nn.RNN(nn.LSTMCell(3)), S, 8),
@@ -144,11 +123,6 @@ BUILT: dict[str, tuple[Any, tuple[int, ...], int]] = {
   # The second kernel is multiplied by a mask, which is an input, and is no parameter then.
   "nnx: Conv with a mask": (masked, S, 1),
   "nnx: LoRALinear": (made(nnx.LoRALinear, 8, 3, lora_rank=2), S, 3),
-}
-CASES = {
-  **{name: (module, shape, 1) for name, (module, shape, _) in LAYERS.items()},
-  **{f"nnx: {name}": (make, shape, 1) for name, (_, shape, make) in LAYERS.items()},
-  **BUILT,
 }
 
 
@@ -171,43 +145,6 @@ def test_one_product_of_half_numbers_into_float32(name):
   assert "float32" not in map(result_of, before)
   assert after - before == wide
   assert sorted(p.flops for p in replaced.elements()) == sorted(p.flops for p in wide.elements())
-
-
-@pytest.mark.parametrize(
-  ("model", "shape", "half", "gain"),
-  [
-    pytest.param(nn.Dense(4), (512, 8), "bfloat16", 10_000, id="Dense in bfloat16"),
-    # Of fewer terms, so that the gain does not depend on the order in which a CPU adds them.
-    pytest.param(nn.Dense(4), (32, 8), "float16", 1_000, id="Dense in float16"),
-    pytest.param(nn.Conv(3, (3,)), (8, 64, 2), "bfloat16", 10_000, id="Conv in bfloat16"),
-  ],
-)
-def test_error_against_float64(model, shape, half, gain):
-  rng = np.random.default_rng(0)
-
-  def normal(like):
-    return jnp.asarray(rng.normal(size=like.shape).astype(half), jnp.float32)
-
-  x = normal(jax.ShapeDtypeStruct(shape, "float32"))
-  variables = jax.tree.map(normal, jax.eval_shape(model.init, KEY, x))
-  cotangent = normal(jax.eval_shape(model.apply, variables, x))
-
-  def gradient(apply, *args):
-    found = run(with_gradients(apply, cotangent), *args)[1]
-    return np.asarray(jax.flatten_util.ravel_pytree(found)[0], np.float64)
-
-  with jax.enable_x64(True):
-    true = gradient(model.apply, *jax.tree.map(lambda a: np.asarray(a, np.float64), (variables, x)))
-  ours, old = (
-    np.abs(gradient(with_policy(model, policy(half, wide)).apply, variables, x) - true)
-    for wide in ("float32", None)
-  )
-  # Biases have float32 sums without it too; the kernel comes last.
-  kernel = slice(-variables["params"]["kernel"].size, None)
-  assert old[kernel].mean() > gain * ours[kernel].mean()
-
-
-# Dtypes, costs, and who asks for it
 
 
 def test_float64(set_flag):

@@ -3,20 +3,20 @@
 Each model is described once, for Linen and for NNX.
 """
 
-import re
 import types
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import mpjax
 from tests.linen.probes import noted, noted_as
 from tests.models import parts
-from tests.models.parts import module
-from tests.programs import products
+from tests.models.parts import Part, module
+from tests.programs import products, run
 
 Rule = mpjax.Rule
 X = jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
@@ -105,32 +105,15 @@ RULES = {
     lambda lib: [Rule("float16", path="one")],
     everywhere("bfloat16", one="float16", one__leaf="float16"),
   ),
-  "leaf": (
-    lambda lib: [Rule("float16", path="one/leaf")],
-    everywhere("bfloat16", one__leaf="float16"),
-  ),
   "inner and outer": (
     lambda lib: [Rule("float16", path="one"), Rule("float32", path="one/leaf")],
     everywhere("bfloat16", one="float16", one__leaf="float32"),
   ),
-  "glob": (
-    lambda lib: [Rule("float16", path="**/leaf")],
-    everywhere("bfloat16", one__leaf="float16", two__leaf="float16"),
-  ),
-  "all": (lambda lib: [Rule("float16", path="**")], everywhere("float16")),
   "root": (lambda lib: [Rule("float16", path="")], everywhere("float16")),
   "children": (lambda lib: [Rule("float16", path="*")], everywhere("float16") | {"": "bfloat16"}),
-  "regex": (
-    lambda lib: [Rule("float32", path=re.compile("t[a-z]+/leaf"))],
-    everywhere("bfloat16", two__leaf="float32"),
-  ),
   "class": (
     lambda lib: [Rule("float16", module=lib.Block)],
     everywhere("float16", between="bfloat16") | {"": "bfloat16"},
-  ),
-  "where": (
-    lambda lib: [Rule("float16", where=lambda m: isinstance(m, lib.Leaf))],
-    everywhere("bfloat16", one__leaf="float16", between="float16", two__leaf="float16"),
   ),
   # The first rule that matches a module wins; one on the module beats one on what encloses it.
   "first": (
@@ -167,7 +150,45 @@ def test_none_leaves_all_but_what_rules_pick_out(lib):
   rules = [Rule("mixed_float16", path="one")]
   wanted = everywhere("float32", one="float16", one__leaf="float16")
   assert seen(lib.call(net(), None, rules)) == wanted
-  assert seen(lib.call(net(), None, ())) == everywhere("float32")
+
+
+ALMOST_ONE = 1 + 2.0**-12
+"""1 in both half types."""
+
+
+class Reader(nn.Module):
+  other: nn.Module
+
+  def __call__(self, x):
+    return x @ self.other.w
+
+
+class NnxReader(nnx.Module):
+  def __init__(self, other):
+    self.other = other
+
+  def __call__(self, x):
+    return x @ self.other.w
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("order", ["half full read", "full read half", "read half full"])
+def test_a_weight_is_read_in_low_and_in_full_precision(lib, half, order):
+  # By its layer, by the same in full precision, and by a module that a rule keeps in float32.
+  def call(m, x):
+    calls = {"half": m.owner, "full": mpjax.full_precision(m.owner), "read": m.reader}
+    found = {name: calls[name](x) for name in order.split()}
+    return found["half"], found["full"], found["read"]
+
+  weight = {"w": (lambda key, shape: jnp.full(shape, ALMOST_ONE), (8, 4))}
+  owner = module(lambda m, x: x @ m.w, weight)
+  reader = Part(lambda around: Reader(around.owner), lambda around, rngs: NnxReader(around.owner))
+  model = module(call, owner=owner, reader=reader)
+  under = lib.call(model, f"mixed_{half}", [Rule("float32", path="reader")])
+  low, full, read = run(under, jnp.ones((2, 8)))[0]
+  np.testing.assert_array_equal(low, np.full((2, 4), 8))
+  np.testing.assert_array_equal(full, np.full((2, 4), np.float32(8 * ALMOST_ONE)))
+  np.testing.assert_array_equal(read, full)
 
 
 def test_a_policy_in_the_modules_own_field_beats_rules(lib):

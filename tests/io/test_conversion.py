@@ -76,9 +76,7 @@ def test_all_but_norms_are_rounded_to_the_compute_dtype(half):
 def test_rules_by_path():
   for rules, wanted in (
     ([Rule("float32", path="head")], NORMS | HEAD),
-    ([Rule("float32", path="**/kernel")], NORMS | KERNELS),
-    ([Rule("float32", path=re.compile("head/.*"))], NORMS | HEAD),
-    ([Rule("bfloat16", path="**")], set()),
+    ([Rule("float32", path=re.compile(".*/kernel"))], NORMS | KERNELS),
     ([Rule("bfloat16", path="encoder/old")], {p for p in NORMS if "old" not in p}),
     ([Rule(None, path="head/bias"), Rule("bfloat16", path="head")], NORMS | {"head/bias"}),
     # The innermost place counts, whatever the order of the rules.
@@ -244,8 +242,7 @@ def test_a_rule_that_matches_nothing():
     convert(params(), "bfloat16", [rule], unmatched="warn")
   assert record[0].filename == __file__
   convert(params(), "bfloat16", [rule], unmatched="ignore")  # A warning would be an error here.
-  wrong = r"mpjax.convert\(unmatched=...\): expected 'raise'"
-  with pytest.raises(mpjax.errors.MpjaxValueError, match=wrong):
+  with refused(ValueError, "mpjax.convert(unmatched=...)", "'raise'", "'no'", "Did you mean"):
     convert(params(), "bfloat16", unmatched="no")
 
 

@@ -16,7 +16,6 @@ import mpjax
 from tests.autocast.programs import PROGRAMS
 from tests.models import by_hand, language, layers, situations
 from tests.models.papers import PAPERS
-from tests.models.stumbles_models import REACHED
 from tests.models.values import filled, integers, normal, shapes
 from tests.nnx import rig, zoo
 
@@ -136,7 +135,7 @@ def layer(name: str, **flags: Any) -> dict[str, Any]:
   """Returns what the name of one of Flax's layers says of it."""
   norm = name in ("layer_norm", "rms_norm", "group_norm", "instance_norm") or "batch_norm" in name
   gated = name.startswith(("lstm", "optimized_lstm", "gru", "mgu", "conv_lstm"))
-  carries = gated or name in ("simple_rnn", "rnn_reversed", "bidirectional")
+  carries = gated or name in ("simple_rnn", "bidirectional")
   return {
     "attention": name.startswith("attention"),
     "norm": norm,
@@ -181,8 +180,8 @@ LAYERS: dict[str, Model] = _layers()
 
 LINEN: dict[str, Model] = {
   **{
-    name: linen(make, (situations.X,), stateless(run), backward=name != "while_loop")
-    for name, (make, run) in situations.SITUATIONS.items()
+    name: linen(make, (situations.X,), applied(), backward=name != "while_loop")
+    for name, make in situations.SITUATIONS.items()
   },
   **{name: paper(found, in_vmap=name == "field_by_its_hessian") for name, found in PAPERS.items()},
   # A smooth activation: beside a kink, rounding may choose another slope altogether, and the error
@@ -191,20 +190,12 @@ LINEN: dict[str, Model] = {
     functools.partial(by_hand.linen, "resnet", activation=jax.nn.silu), normal(4, 8, 8, 3)
   ),
   "bert": _whole(language.Bert, integers(3, 6, below=17), _IDS % 2, _PADDED, attention=True),
-  **{
-    name: linen(functools.partial(part.linen, None), inputs, applied())
-    for name, (part, inputs) in REACHED.items()
-  },
 }
 
 NNX: dict[str, Model] = {
   **{
     name: nnx_(*found, in_vmap=name == "field_by_its_gradient")
     for name, found in zoo.MODELS.items()
-  },
-  **{
-    name: nnx_(functools.partial(part.nnx, None), inputs)
-    for name, (part, inputs) in REACHED.items()
   },
 }
 

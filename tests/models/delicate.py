@@ -58,12 +58,6 @@ STEPS = normal(2000, 8) + np.float32(0.5)
 # Comparisons, and the choices that they make.
 
 
-@case(kernels("w", outputs=4), ROWS * np.linspace(0.5, 2, 16, dtype=np.float32))
-def winner_takes_all(p, x, low):
-  h = x - x.mean(-1, keepdims=True)
-  return mm(h * (h == h.max(-1, keepdims=True)), p["w"], low)
-
-
 @case(kernels("router", outputs=32) | {"w": normal(32, 4, seed=3)}, ROWS)
 def router_of_two_experts(p, x, low):
   weights = jax.nn.softmax(wide(mm(x, p["router"], low)))
@@ -80,13 +74,6 @@ def nucleus(p, x, low):
   return jnp.where(kept, weights, 0.0)
 
 
-@case(kernels("w", outputs=6) | {"out": normal(3, 2)}, ROWS)
-def best_of_those_that_are_not_masked(p, x, low):
-  least, valid = jnp.finfo(jnp.float32).min, jnp.arange(6) <= jnp.arange(64)[:, None] % 6
-  best = jax.lax.top_k(jnp.where(valid, mm(x, p["w"], low), least), 3)[0]
-  return mm(jnp.where(best > least, best, 0.0), p["out"], low)
-
-
 # Differences of coordinates.
 
 
@@ -99,50 +86,33 @@ def pairwise_differences(p, x, low):
   return mm((places[:, None] - places[None]).reshape(-1, 3), p["w"], low)
 
 
-@case(kernels("w", inputs=3), PLACES)
-def neighbours(p, x, low):
-  return mm(jnp.diff(x * 1.5, axis=0), p["w"], low)
-
-
-@case(kernels("w", inputs=3), PLACES)
-def periodic_distances(p, x, low):
-  apart = x[:, None] - x[None]
-  apart = apart - 2.0 * jnp.round(apart / 2.0)
-  return mm(apart.reshape(-1, 3), p["w"], low)
-
-
-@case(kernels("w", inputs=64), normal(8, 64))
-def transmittance(p, x, low):
-  through = jnp.cumprod(1 - 0.002 * jax.nn.sigmoid(x), -1)
-  return mm((through[:, :-1] - through[:, 1:]) * 500, p["w"][:-1], low)
-
-
-@case({f"w{i}": normal(1, 8, seed=i) for i in range(3)} | {"out": normal(8, 1, seed=9)}, PLACES)
-def equivariant_layers(p, x, low):
-  for i in range(3):
-    apart = x[:, None] - x[None]
-    square = jnp.sum(apart**2, -1, keepdims=True)
-    weight = mm(jax.nn.silu(mm(square / (1 + square), p[f"w{i}"], low)), p["out"], low)
-    x = x + jnp.mean(apart * jnp.tanh(weight), 1) * 0.1
-  return x - x.mean(0)
-
-
 @case(kernels("w", "f", outputs=16), ROWS)
 def residual_difference(p, x, low):
   h = mm(x, p["w"], low) * 100
   return h + 0.5 * jnp.tanh(mm(h, p["f"], low)) - h
 
 
-@case(kernels("w", outputs=8), ROWS[:8])
-def phases(p, x, low):
-  times = jnp.arange(1000.0)[:, None, None] * wide(mm(x, p["w"], low))
-  return times[1:] - times[:-1]
+@case(kernels("q"), normal(2048, 16))
+def rotary_positions(p, x, low):
+  angle = jnp.arange(2048.0)[:, None] * 10000.0 ** (-jnp.arange(4) / 4)[None]
+  left, right = jnp.split(mm(x, p["q"], low), 2, -1)
+  sin, cos = jnp.sin(angle), jnp.cos(angle)
+  return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], -1)
 
 
-@case(kernels("w"), PLACES[:, :1] * np.ones((1, 16), np.float32))
-def coordinates_among_features(p, x, low):
-  features = wide(mm(x - 100, p["w"], low))
-  return jnp.diff(features.at[:, :3].set(x[:, :3]), axis=0)
+@case(kernels("first", outputs=16) | kernels("last"), np.arange(1000, dtype=np.int32))
+def embedded_timesteps(p, x, low):
+  angle = x[:, None] * jnp.exp(-np.log(10000.0) * jnp.arange(8) / 8)[None]
+  waves = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
+  return mm(jax.nn.silu(mm(waves, p["first"], low)), p["last"], low)
+
+
+@case(kernels("first", inputs=51, outputs=16) | kernels("last"), normal(256, 6))
+def radiance_field(p, x, low):
+  points = x[:, :3] + x[:, 3:] * jnp.linspace(0.0, 4.0, 256)[:, None]
+  waves = [wave(points * 2.0**k) for k in range(8) for wave in (jnp.sin, jnp.cos)]
+  hidden = mm(jnp.concatenate([points, *waves], -1), p["first"], low)
+  return mm(jax.nn.relu(hidden), p["last"], low)
 
 
 # Gradients that cancel, of a value that is read in several places.
@@ -172,26 +142,12 @@ def kalman_filter(p, x, low):
   return jax.lax.scan(step, (jnp.zeros(2), jnp.eye(2)), x)[1]
 
 
-@case(kernels("w", outputs=16) | kernels("v"), ROWS)
-def ridge_regression_by_its_dual(p, x, low):
-  h = _features(p, x, low)
-  return h @ (h.T @ jnp.linalg.solve(h @ h.T + 0.1 * jnp.eye(len(h)), x))
-
-
 @case(kernels("w", outputs=16) | kernels("v", outputs=4), ROWS)
 def whitened_features(p, x, low):
   h = _features(p, x, low)
   h = h - h.mean(0)
   sizes, axes = jnp.linalg.eigh(h.T @ h / len(h) + 1e-2 * jnp.eye(4))
   return h @ (axes * sizes**-0.5) @ axes.T
-
-
-@case(kernels("w", inputs=3, outputs=8) | kernels("v", inputs=8, outputs=3), PLACES)
-def aligned_points(p, x, low):
-  moved = x[:, ::-1] + 0.1 * wide(mm(jnp.tanh(mm(x - x.mean(0), p["w"], low)), p["v"], low))
-  left, right = moved - moved.mean(0), x - x.mean(0)
-  u, _, v = jnp.linalg.svd(left.T @ right)
-  return left @ (u @ v) - right
 
 
 @case(kernels("w", outputs=16) | kernels("v"), ROWS / 4)
@@ -204,19 +160,6 @@ def kernel_before_cholesky(p, x, low):
 # Parameters that a rounding would change.
 
 _BOXES = np.linspace(0, 511, 100, dtype=np.float32)[:, None] * np.ones((1, 4), np.float32)
-
-
-@case({"anchors": _BOXES, **kernels("w", outputs=4)}, ROWS[:4])
-def anchors(p, x, low):
-  return p["anchors"][None] + mm(x, p["w"], low)[:, None]
-
-
-@case({"anchors": _BOXES, **kernels("w", outputs=4)}, ROWS[:4])
-def decoded_boxes(p, x, low):
-  place, size = p["anchors"][:, :2], 16 + p["anchors"][:, 2:]
-  offset = mm(x, p["w"], low)[:, None]
-  centre, extent = place + offset[..., :2] * size, size * jnp.exp(offset[..., 2:])
-  return jnp.concatenate([centre - extent / 2, centre + extent / 2], -1)
 
 
 @case({"anchors": _BOXES[:16, :3] * 1, **kernels("w", outputs=3), "out": normal(3, 8)}, ROWS[:1])
@@ -246,22 +189,6 @@ def leaky_integrator(p, x, low):
   return jax.lax.scan(lambda h, u: (decay * h + (1 - decay) * u, None), state, inputs)[0]
 
 
-@case(_DECAYS | kernels("u", "h", inputs=8), STEPS)
-def leaky_integrator_without_bias(p, x, low):
-  decay = jax.nn.sigmoid(p["decay"])
-  inputs, state = mm(x, p["u"], low), wide(mm(x[0], p["h"], low))
-  return jax.lax.scan(lambda h, u: (decay * h + (1 - decay) * u, None), state, inputs)[0]
-
-
-@case(_DECAYS | kernels("u", "h", "out", inputs=8), STEPS[:24])
-def unrolled_integrator(p, x, low):
-  decay = jax.nn.sigmoid(p["decay"])
-  inputs, state = mm(x, p["u"], low), wide(mm(x[0], p["h"], low))
-  for u in inputs:
-    state = decay * state + (1 - decay) * u
-  return mm(state, p["out"], low)
-
-
 # Long recurrences.
 
 
@@ -278,25 +205,6 @@ def gated_recurrence(p, x, low):
   return jax.lax.scan(step, jnp.zeros(8), (gate, inputs))[1]
 
 
-@case(kernels("u", inputs=8), STEPS)
-def plain_sum(p, x, low):
-  def step(total, u):
-    return total + u, total
-
-  return jax.lax.scan(step, jnp.zeros(8), mm(x, p["u"], low))[1]
-
-
-@case(kernels("k", "v", "q", inputs=8), STEPS)
-def linear_attention(p, x, low):
-  def step(state, kvq):
-    k, v, q = kvq
-    state = state * 0.999 + k[:, None] * v[None]
-    return state, (state * q[:, None]).sum(0)
-
-  k, v, q = (mm(x, p[name], low) for name in "kvq")
-  return jax.lax.scan(step, jnp.zeros((8, 8)), (jax.nn.silu(k), v, q))[1]
-
-
 @case(kernels("k", "v", "b", inputs=8), STEPS[:500])
 def delta_rule(p, x, low):
   def step(state, kvb):
@@ -310,30 +218,7 @@ def delta_rule(p, x, low):
     return jax.lax.scan(step, jnp.zeros((8, 8)), tuple(products))[0]
 
 
-@case(_DECAYS | kernels("u", "d", "c", inputs=8), STEPS[:500])
-def state_space(p, x, low):
-  """Mamba's recurrence: a step size for each input, a matrix of decays."""
-  step_size = jax.nn.softplus(wide(mm(x, p["d"], low)) - 4)
-  read = wide(mm(x, p["c"], low))
-  rates = jnp.exp(p["decay"] / 4)
-
-  def step(h, each):
-    size, u, c = each
-    h = jnp.exp(-size[:, None] * rates[None]) * h + size[:, None] * u[:, None]
-    return h, h @ c
-
-  exact = jax.default_matmul_precision("highest")
-  with exact:
-    return jax.lax.scan(step, jnp.zeros((8, 8)), (step_size, mm(x, p["u"], low), read))[1]
-
-
 # Numbers out of the range of float16.
-
-
-@case(kernels("w", outputs=32), ROWS * (np.arange(64) != 3)[:, None].astype("f"))
-def rows_of_zeros(p, x, low):
-  h = mm(x, p["w"], low)
-  return h * jax.lax.rsqrt(jnp.maximum(jnp.sum(wide(h) ** 2, -1, keepdims=True), 1e-12))
 
 
 @case(kernels("w", outputs=1024) | {"out": normal(1024, 4)}, ROWS * 500)
@@ -349,14 +234,6 @@ def a_row_that_is_masked(p, x, low):
   return jax.nn.softmax(jnp.where(jnp.arange(16)[:, None] > 0, logits, -1e9), -1)
 
 
-@case(kernels("w", outputs=64) | {"out": normal(64, 4)}, ROWS + 5)
-def norm_by_two_means(p, x, low):
-  h = wide(mm(x, p["w"], low)) + wide(mm(x, p["w"], low)).mean() + 30
-  mean = h.mean(-1, keepdims=True)
-  variance = (h * h).mean(-1, keepdims=True) - mean * mean
-  return mm((h - mean) * jax.lax.rsqrt(variance + 1e-6), p["out"], low)
-
-
 @case(kernels("w", outputs=400) | {"v": normal(16, 100), "p": _BOXES}, ROWS)
 def fused_boxes(p, x, low):
   boxes = p["p"][None] + mm(x, p["w"], low).reshape(-1, 100, 4)
@@ -365,37 +242,6 @@ def fused_boxes(p, x, low):
 
 
 # Functions that saturate, averages, and gradients whose parts cancel.
-
-
-@case(kernels("z", "h", inputs=8), STEPS)
-def gate_near_one(p, x, low):
-  keep, inputs = jax.nn.sigmoid(wide(mm(x, p["z"], low)) + 6), mm(x, p["h"], low)
-
-  def step(h, both):
-    return both[0] * h + (1 - both[0]) * both[1], None
-
-  return jax.lax.scan(step, jnp.zeros(8), (keep, inputs))[0]
-
-
-@case(kernels("w", outputs=8), ROWS)
-def complement_of_a_square(p, x, low):
-  gate = jax.nn.sigmoid(wide(mm(x, p["w"], low)) + 4)
-  return jnp.sqrt(1 - gate * gate)
-
-
-@case(kernels("w", outputs=8) | {"out": normal(8, 4)}, ROWS)
-def entropy_of_a_gate(p, x, low):
-  gate = jax.nn.sigmoid(wide(mm(x, p["w"], low)) + 6)
-  return mm(gate, p["out"], low).sum() - ((1 - gate) * jnp.log(1 - gate)).sum()
-
-
-@case(kernels("w", outputs=8), STEPS[:, :4] @ np.ones((4, 16), np.float32))
-def average_with_remat(p, x, low):
-  def step(c, row):
-    return 0.999 * c + 0.001 * jnp.tanh(wide(row)), None
-
-  step = jax.checkpoint(step, prevent_cse=False)
-  return jax.lax.scan(step, jnp.zeros(8), mm(x, p["w"], low))[0]
 
 
 def _in_remat(fun):
@@ -408,69 +254,15 @@ def logarithm_in_a_remat(p, x, low):
   return _in_remat(lambda gate: -jnp.log1p(-gate))(gate)
 
 
-@case(kernels("w", outputs=8), ROWS)
-def entropy_in_a_remat(p, x, low):
-  shares = jax.nn.softmax(wide(mm(x, p["w"], low)) * 5)
-  return _in_remat(lambda p: -(p * jnp.log(p)).sum(-1))(shares)
-
-
-@case(kernels("r", "u", inputs=8), STEPS[:500])
-def gated_recurrence_with_remat(p, x, low):
-  rate = jax.nn.sigmoid(wide(mm(x, p["r"], low)))
-
-  def step(h, both):
-    gate = jnp.exp(-0.01 * both[0])
-    return gate * h + jnp.sqrt(1 - gate**2) * both[1], None
-
-  return jax.lax.scan(_in_remat(step), jnp.zeros(8), (rate, mm(x, p["u"], low)))[0]
-
-
-@case(kernels("w", outputs=8), ROWS)
-def phase_in_a_remat(p, x, low):
-  return _in_remat(jnp.sin)(jnp.cumsum(wide(mm(x, p["w"], low)) + 3, 0))
-
-
-@case(kernels("w", outputs=8) | {"out": normal(8, 4)}, ROWS * 12)
-def shares_of_exponentials(p, x, low):
-  h = wide(mm(x, p["w"], low))
-  sizes = jnp.exp(h) + jnp.exp(-h)
-  share = _in_remat(lambda s: s / s.sum(-1, keepdims=True))
-  return mm(share(sizes) + sizes / sizes.sum(-1, keepdims=True), p["out"], low)
-
-
-@case(kernels("w", outputs=8), ROWS)
-def change_by_a_remat(p, x, low):
-  c = jnp.cumsum(wide(mm(x, p["w"], low)) + 3, 0)
-  return jax.checkpoint(lambda c: c + jnp.tanh(c / 100))(c) - c
-
-
 @case(kernels("w", outputs=1), np.concatenate([ROWS[:, :13], ROWS[:, 13:] + 100], 1))
 def weighted_centroid(p, x, low):
   weights = jax.nn.softplus(wide(mm(x.at[:, 13:].add(-100.0), p["w"], low)))
   return (weights * x[:, 13:]).sum(0) / weights.sum(0)
 
 
-@case(kernels("w", outputs=32), ROWS)
-def centred_values_on_a_grid(p, x, low):
-  h = wide(mm(x, p["w"], low))
-  return ((h - h.mean(-1, keepdims=True)) * (jnp.arange(32.0) + 1000)).sum(-1)
-
-
-@case(kernels("w", outputs=32), ROWS[:8])
-def expected_value(p, x, low):
-  values = jnp.linspace(-10.0, 500.0, 32)
-  return (jax.nn.softmax(wide(mm(x, p["w"], low))) * values).sum(-1)
-
-
 @case(kernels("w", outputs=8) | {"out": normal(8, 4)}, ROWS * 40)
 def rounded_codes(p, x, low):
   return mm(jnp.round(mm(x, p["w"], low)), p["out"], low)
-
-
-@case({"anchors": _BOXES[:64, :1] + 0.3, **kernels("w", outputs=8), "out": normal(8, 4)}, ROWS)
-def fractions(p, x, low):
-  places = p["anchors"] + wide(mm(x, p["w"], low))
-  return mm(jax.lax.rem(places, jnp.ones_like(places)), p["out"], low)
 
 
 @case(kernels("w", outputs=8) | {"out": normal(8, 4)}, ROWS)
@@ -489,22 +281,10 @@ def steps_before_an_exact_matmul(p, x, low):
   return jnp.matmul(jnp.diff(times, axis=0), p["out"], precision="highest")
 
 
-@case(kernels("w", outputs=64), ROWS * 100)
-def rows_over_their_norm(p, x, low):
-  h = mm(x, p["w"], low)
-  return h * jax.lax.rsqrt(jnp.einsum("bd,bd->b", wide(h), wide(h)))[:, None]
-
-
 @case(kernels("w", outputs=8), ROWS)
 def ranks_by_a_triangle(p, x, low):
   chosen = jax.nn.one_hot(jnp.tile(jnp.arange(2), 300), 2)
   return jnp.tril(jnp.ones((600, 600))) @ chosen + 1e-3 * jnp.sum(mm(x, p["w"], low))
-
-
-@case(kernels("w", outputs=8) | {"out": normal(8, 4)}, ROWS + 0.3)
-def values_over_their_deviation(p, x, low):
-  h = wide(mm(x, p["w"], low))
-  return mm((h - h.mean(0)) / h.std(0), p["out"], low)
 
 
 @case(kernels("w", "d") | {"out": normal(8, 4)}, ROWS)

@@ -137,27 +137,12 @@ LAYERS: dict[str, Layer] = {
     _made(nnx.LinearGeneral, (4, 9), (2, 4), axis=(-2, -1)),
     (_STACK,),
   ),
-  "dense_general_batched": Layer(
-    lambda: nn.DenseGeneral(4, axis=-1, batch_dims=(0,)),
-    _made(nnx.LinearGeneral, 9, 4, batch_axis={0: 3}),
-    (_STACK,),
-  ),
   "einsum": Layer(
     lambda: nn.Einsum((4, 9, 8), "bij,ijk->bk"),
     _made(nnx.Einsum, "bij,ijk->bk", (4, 9, 8), (8,)),
     (_STACK,),
   ),
   "conv": Layer(lambda: nn.Conv(8, (3, 3)), _made(nnx.Conv, 4, 8, (3, 3)), (_IMAGE,)),
-  "conv_strided_causal": Layer(
-    lambda: nn.Conv(8, (3,), strides=2, padding="CAUSAL", kernel_dilation=2),
-    _made(nnx.Conv, 4, 8, (3,), 2, padding="CAUSAL", kernel_dilation=2),
-    (normal(2, 9, 4),),
-  ),
-  "conv_grouped": Layer(
-    lambda: nn.Conv(8, (3, 3), feature_group_count=4),
-    _made(nnx.Conv, 4, 8, (3, 3), feature_group_count=4),
-    (_IMAGE,),
-  ),
   "conv_transpose": Layer(
     lambda: nn.ConvTranspose(8, (3, 3), (2, 2)),
     _made(nnx.ConvTranspose, 3, 8, (3, 3), (2, 2)),
@@ -211,9 +196,6 @@ LAYERS: dict[str, Layer] = {
   "conv_lstm_cell": _cell(nn.ConvLSTMCell(8, (3,)), None, 2, 4),
   **{f"{name}_rnn": _rnn(*made[:2], 3, 6, 9) for name, made in _CELLS.items()},
   "conv_lstm_rnn": _rnn(nn.ConvLSTMCell(4, (3, 3)), None, 2, 3, 5, 5, 2),
-  "rnn_reversed": _rnn(
-    *(nn.GRUCell(8), nnx.GRUCell, 6, 3, 9), reverse=True, keep_order=True, time_major=True
-  ),
   "bidirectional": Layer(
     lambda: nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(4))),
     lambda rngs: nnx.Bidirectional(
@@ -227,11 +209,6 @@ LAYERS: dict[str, Layer] = {
   ),
   "pooling": _of_both(parts.module(pooled, conv=parts.conv(3, 4, 3)), normal(2, 8, 8, 3)),
   "prelu": Layer(lambda: nn.PReLU(), lambda rngs: nnx.PReLU(), (_NORMED,), False),
-  "sequential": Layer(
-    lambda: nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(4)]),
-    lambda rngs: nnx.Sequential(nnx.Linear(9, 8, rngs=rngs), nnx.gelu, nnx.Linear(8, 4, rngs=rngs)),
-    (_ROWS,),
-  ),
   # Not all of its products are in half: a power iteration stays in float32.
   "spectral_norm": Layer(
     lambda: _SPECTRAL.linen(None), lambda rngs: _SPECTRAL.nnx(None, rngs), (_ROWS,)

@@ -137,7 +137,7 @@ mpjax/_optim/loss_scale.py::init_scale
 13 the first scale is weakly typed: the second step is another program
 - jnp.asarray(scale, jnp.float32)
 + jnp.asarray(scale)
-tests/integration/test_one_trace.py::test_one_trace_for_a_thousand_steps
+tests/integration/test_one_trace.py::test_one_trace_for_all_steps
 
 # What is checked, and what a skipped step keeps.
 

@@ -33,15 +33,6 @@ def test_equal_states_are_one_key_that_no_python_code_compares():
   assert all(type(key).__eq__ is int.__eq__ and type(key).__hash__ is int.__hash__ for key in keys)
 
 
-def test_a_predicate_may_have_no_hash():
-  predicate = type("Predicate", (), {"__call__": lambda self, m: m.name == "a", "__hash__": None})
-  model = mpjax.with_policy(nn.Dense(2), "bfloat16", [Rule("float32", where=predicate())])
-  with pytest.raises(mpjax.errors.UnmatchedRuleError):
-    model.init(jax.random.key(0), X)
-  variables = nn.Dense(2).init(jax.random.key(0), X)
-  assert model.apply(variables, X).dtype == jnp.bfloat16
-
-
 def test_a_linen_model_in_a_view_and_a_view_in_a_linen_scope_have_policies_of_their_own():
   model = nn.Sequential([nn.Dense(8), nn.Dense(3)])
   linen = mpjax.linen.with_policy(model, "c=f16")

@@ -192,48 +192,13 @@ def test_a_policy_is_a_value():
     one.compute_dtype = F16
 
 
-def tree():
-  return {
-    "w": jnp.asarray([1.5, 2.25]),
-    "numpy": np.asarray([[1.0 / 3.0]], np.float32),
-    "half": jnp.ones((), jnp.float16),
-    "step": jnp.asarray(257),
-    "labels": np.asarray([257, 1]),
-    "flag": jnp.asarray(True),
-    "complex": jnp.ones(2, jnp.complex64),
-    "key": jax.random.key(0),
-    "raw key": jax.random.PRNGKey(0),
-    "nothing": None,
-    "empty": (),
-    "number": 0.1,
-    "thing": object(),
-    "text": "relu",
-  }
-
-
-@pytest.mark.parametrize("method", ["param", "compute", "output"])
-def test_casts_reach_the_floating_arrays_only(method):
-  policy = mpjax.Policy(**{f"{method}_dtype": BF16})
-  before = tree()
-  snapshot = dict(before)
-  after = getattr(policy, f"cast_to_{method}")(before)
-  for name, x in before.items():
-    if name in ("w", "numpy", "half"):
-      assert after[name].dtype == BF16
-      assert isinstance(after[name], jax.Array)
-      np.testing.assert_array_equal(np.asarray(after[name]), np.asarray(x).astype(BF16))
-    else:
-      assert after[name] is x
-  assert all(before[name] is snapshot[name] for name in before)  # The input is as it was.
-  assert before["numpy"].dtype == np.float32
-  # An output dtype of None leaves the tree, and what has the dtype is the same array.
-  assert mpjax.Policy().cast_to_output(before) is before
-  assert mpjax.Policy().cast_to_param(before)["w"] is before["w"]
-
-
-LEAVES = st.sampled_from(list(tree().values()))
+LEAVES = [
+  *(jnp.asarray([1.5, 2.25]), np.asarray([[1.0 / 3.0]], np.float32), jnp.ones((), jnp.float16)),
+  *(jnp.asarray(257), np.asarray([257, 1]), jnp.asarray(True), jnp.ones(2, jnp.complex64)),
+  *(jax.random.key(0), jax.random.PRNGKey(0), None, (), 0.1, object(), "relu"),
+]
 TREES = st.recursive(
-  LEAVES,
+  st.sampled_from(LEAVES),
   lambda inner: (
     st.lists(inner, max_size=3)
     | st.tuples(inner, inner)
@@ -243,16 +208,26 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.parametrize("method", ["param", "compute", "output"])
 @hypothesis.given(tree=TREES, dtype=st.sampled_from(HALF))
-def test_casts_of_random_trees(tree, dtype):
-  after = mpjax.Policy(compute_dtype=dtype).cast_to_compute(tree)
+@hypothesis.example(tree=LEAVES, dtype="bfloat16")
+def test_casts_reach_the_floating_arrays_only(method, tree, dtype):
+  before = jax.tree.leaves(tree)
+  after = getattr(mpjax.Policy(**{f"{method}_dtype": dtype}), f"cast_to_{method}")(tree)
   assert jax.tree.structure(after) == jax.tree.structure(tree)
-  for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(after), strict=True):
+  for old, new in zip(before, jax.tree.leaves(after), strict=True):
     if isinstance(old, (jax.Array, np.ndarray)) and jnp.issubdtype(old.dtype, jnp.floating):
+      assert isinstance(new, jax.Array)
       assert new.dtype == jnp.dtype(dtype)
-      assert new.shape == old.shape
+      np.testing.assert_array_equal(np.asarray(new), np.asarray(old).astype(dtype))
     else:
       assert new is old
+
+
+def test_what_has_the_dtype_already_is_the_same_object():
+  tree = {"w": jnp.ones(2), "half": jnp.ones((), jnp.float16)}
+  assert mpjax.Policy().cast_to_output(tree) is tree
+  assert mpjax.Policy().cast_to_param(tree)["w"] is tree["w"]
 
 
 def test_casts_keep_arrays_where_they_are(devices):

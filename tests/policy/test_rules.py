@@ -28,6 +28,10 @@ class Other:
   """A class of its own."""
 
 
+Reloaded = type("Plain", (), {"__module__": __name__})
+"""The class of `Plain` in a module that was loaded again."""
+
+
 def matches(path, module_path):
   return Rule(None, path=path).matches(Plain(), module_path)
 
@@ -79,6 +83,7 @@ def test_classes():
     ((Derived, Other), Other(), True),
     ((Derived, Other), Plain(), False),
     (Plain, Plain, False),
+    (Plain, Reloaded(), False),
   ]:
     assert Rule(None, module=selector).matches(module, "anywhere") is wanted, (selector, module)
 
@@ -87,22 +92,6 @@ class Net(nn.Module):
   @nn.compact
   def __call__(self, x):
     return nn.Dense(2, name="head")(nn.Dense(2, name="body")(x))
-
-
-def test_classes_of_one_name_stay_apart():
-  # As those of a module that is loaded again do.
-  def factory():
-    class Block(nn.Module):
-      pass
-
-    return Block
-
-  one, two = factory(), factory()
-  assert one.__module__ == two.__module__
-  assert one.__qualname__ == two.__qualname__
-  rule = Rule("float16", module=one)
-  assert rule.matches(one(), "")
-  assert not rule.matches(two(), "")
 
 
 def test_what_a_predicate_raises_names_the_module():
@@ -180,35 +169,21 @@ def test_a_rule_is_a_value_and_so_is_a_list_of_rules():
   others = [Rule("float32", where=lambda m: m.name == "head") for _ in range(2)]
   assert others[0] != others[1]
   # Another order of rules is another value.
-  by_class = Rule("bfloat16", module=nn.Dense)
-  one, two, three = (
-    mpjax.linen.with_policy(nn.Dense(2), "bfloat16", rules)
-    for rules in ([EXACT, by_class], (EXACT, by_class), [by_class, EXACT])
-  )
-  assert one == two != three
-
-
-PRINTED = {
-  'mpjax.Rule("float32", path="encoder/head")': EXACT,
-  'mpjax.Rule("mixed_bfloat16", path="**")': Rule("bf16", path="**"),
-  'mpjax.Rule("mixed_float8", path="**")': Rule("mixed_float8", path="**"),
-  'mpjax.Rule("params=float32,compute=float16", path="a")': Rule("c=f16", path="a"),
-  "mpjax.Rule(None, module=Plain)": Rule(None, module=Plain),
-  "mpjax.Rule(None, module=(Plain,))": Rule(None, module=(Plain,)),
-  "mpjax.Rule(None, module=(Plain, Dense))": Rule(None, module=(Plain, nn.Dense)),
-  'mpjax.Rule(None, path=re.compile("a+"))': Rule(None, path=re.compile("a+")),
-}
+  assert given(rules=[EXACT, PATTERN]) == given(rules=(EXACT, PATTERN))
+  assert given(rules=[PATTERN, EXACT], unmatched="ignore") != given(rules=[EXACT, PATTERN])
 
 
 def test_the_text_of_a_rule_is_its_code():
   names = {"mpjax": mpjax, "re": re, "Plain": Plain, "Dense": nn.Dense, "is_named": is_named}
   long = re.compile("|".join(f"a_long_name_{i}" for i in range(30)), re.IGNORECASE | re.DOTALL)
-  patterns = [Rule(None, path=long), Rule(None, path=re.compile(r"""a\.'b"c\n"""))]
-  globs = [Rule(None, path="it's"), Rule("f32", path='a "name"')]
-  others = [Rule(None, where=is_named), Rule("c=bf16", path="a", rewrite=False)]
-  for rule in (*patterns, *globs, *others, *PRINTED.values()):
+  paths = ("it's", 'a "name"', re.compile("a+"), long, re.compile(r"""a\.'b"c\n"""))
+  rules = [Rule("f32", path=path) for path in paths]
+  rules += [Rule(None, module=classes) for classes in (Plain, (Plain,), (Plain, nn.Dense))]
+  rules += [Rule(policy, path="**") for policy in ("bf16", "c=f16", "mixed_float8")]
+  rules += [Rule(None, where=is_named), Rule("c=bf16", path="a", rewrite=False)]
+  for rule in rules:
     assert eval(repr(rule), names) == rule
-  assert [repr(rule) for rule in PRINTED.values()] == [*PRINTED]
+  assert repr(Rule("bf16", path="**")) == 'mpjax.Rule("mixed_bfloat16", path="**")'
 
 
 def test_selectors_that_select_nothing():
@@ -265,12 +240,9 @@ def test_any_iterable_of_rules_will_do_and_nothing_else():
   where, fix = "mpjax.with_policy(rules=...)", "Write [mpjax.Rule("
   for rules, got in [
     (EXACT, repr(EXACT)),
-    (3, "3"),
     ([EXACT, "float32"], "'float32'"),
-    ([("head", "float32")], "('head', 'float32')"),
     ("head", "'head'"),
     ({"head": "float32"}, "'head'"),
-    (None, "None"),
   ]:
     with refused(TypeError, where, "a sequence of mpjax.Rule", got, fix):
       parse_rules(rules, where)
@@ -335,48 +307,35 @@ def is_named(module):
   return module.name is not None
 
 
-HIDDEN = {
-  # Two rules, and a part of the error of the second.
-  "after all modules": (Rule("f32", path="**"), Rule("bf16", module=nn.Dense), "after mpjax"),
-  "the same path": (Rule("f32", path="head"), Rule("bf16", path="head"), "after mpjax"),
-  "the same predicate": (
-    Rule("f32", where=is_named),
-    Rule("bf16", where=is_named),
-    "after mpjax",
-  ),
-  "a subclass": (Rule("f32", module=nn.Module), Rule("bf16", module=nn.Dense), "after mpjax"),
-  "one of several classes": (
-    *(Rule("f32", module=(nn.Dense, nn.Conv)), Rule("bf16", module=(nn.Conv,)), "after mpjax"),
-  ),
-  "a path of a glob": (Rule("f32", path="**/up"), Rule("bf16", path="mlp/up"), "after mpjax"),
-  "a path of an expression": (
-    *(Rule("f32", path=re.compile("mlp.*")), Rule("bf16", path="mlp/up"), "after mpjax"),
-  ),
-}
-SEEN = {
-  "the special one first": (Rule("bf16", path="head"), Rule("f32", path="**")),
-  "a base class": (Rule("f32", module=nn.Dense), Rule("bf16", module=nn.Module)),
-  "a sibling": (Rule(None, path="encoder"), Rule("bf16", path="encoder2/head")),
-  "another level": (Rule("f32", path="*/up"), Rule("bf16", path="up")),
-  "another selector": (Rule("f32", path="head"), Rule("bf16", module=nn.Dense)),
-}
+HIDDEN = [
+  # Two rules, of which the second can never apply.
+  (Rule("f32", path="**"), Rule("bf16", module=nn.Dense)),
+  (Rule("f32", path="head"), Rule("bf16", path="head")),
+  (Rule("f32", where=is_named), Rule("bf16", where=is_named)),
+  (Rule("f32", module=nn.Module), Rule("bf16", module=nn.Dense)),
+  (Rule("f32", module=(nn.Dense, nn.Conv)), Rule("bf16", module=(nn.Conv,))),
+  (Rule("f32", path="**/up"), Rule("bf16", path="mlp/up")),
+  (Rule("f32", path=re.compile("mlp.*")), Rule("bf16", path="mlp/up")),
+]
+SEEN = [
+  (Rule("bf16", path="head"), Rule("f32", path="**")),
+  (Rule("f32", module=nn.Dense), Rule("bf16", module=nn.Module)),
+  (Rule(None, path="encoder"), Rule("bf16", path="encoder2/head")),
+  (Rule("f32", path="*/up"), Rule("bf16", path="up")),
+  (Rule("f32", path="head"), Rule("bf16", module=nn.Dense)),
+]
 
 
-@pytest.mark.parametrize("case", HIDDEN)
-def test_a_rule_that_can_never_apply_is_named(case):
-  first, hidden, got = HIDDEN[case]
-  with refused(
-    mpjax.errors.UnmatchedRuleError, f"rules: {hidden}", "can apply", got, "first match wins"
-  ):
-    given(rules=[first, hidden])
-  with pytest.warns(UserWarning, match="first match wins"):
-    given(rules=[first, hidden], unmatched="warn")
-  assert given(rules=[first, hidden], unmatched="ignore").rules == (first, hidden)
-
-
-@pytest.mark.parametrize("case", SEEN)
-def test_rules_that_may_apply_are_taken(case):
-  assert given(rules=SEEN[case]).rules == SEEN[case]
+def test_a_rule_that_can_never_apply_is_named():
+  unmatched, where = mpjax.errors.UnmatchedRuleError, "rules: "
+  for rules in HIDDEN:
+    with refused(unmatched, f"{where}{rules[1]}", "can apply", "after mpjax", "first match wins"):
+      given(rules=rules)
+    with pytest.warns(UserWarning, match="first match wins"):
+      given(rules=rules, unmatched="warn")
+    assert given(rules=rules, unmatched="ignore").rules == rules
+  for rules in SEEN:
+    assert given(rules=rules).rules == rules
 
 
 def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere():
