@@ -18,7 +18,8 @@ if TYPE_CHECKING:
   from mpjax import nnx as nnx
   from mpjax import reports as reports
   from mpjax import states as states
-  from mpjax._autocast import autocast, low_precision
+  from mpjax._autocast.kernels import low_precision
+  from mpjax._autocast.transform import autocast
   from mpjax._debug.audit_report import audit
   from mpjax._debug.compare import compare
   from mpjax._debug.find_nonfinite import find_nonfinite
@@ -76,7 +77,8 @@ _ON_FIRST_USE = {
   "_debug.sample_activations": "sample_activations",
   "_debug.tuning": "tune",
   "_io.conversion": "convert",
-  "_autocast": "autocast low_precision",
+  "_autocast.kernels": "low_precision",
+  "_autocast.transform": "autocast",
   "_jaxpr.op_lists": "OpLists",
   "linen": "policy_scope",
   "_optim.accumulation": "accumulate_gradients",

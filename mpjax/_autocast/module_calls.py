@@ -13,17 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._autocast import (
-  NotTraceable,
-  Settings,
+from mpjax._autocast.boundary import NotTraceable
+from mpjax._autocast.kernels import KernelInFloat32, check_kernels
+from mpjax._autocast.precision import asked_precision
+from mpjax._autocast.scopes import (
+  AS_GIVEN,
+  AS_IT_IS_IN,
+  OWN_DTYPE,
+  REGION,
+  TABLE,
   end_of_layer,
   end_of_policy,
   region_of,
-  with_settings,
 )
-from mpjax._autocast.kernels import KernelInFloat32, check_kernels
-from mpjax._autocast.precision import asked_precision
-from mpjax._autocast.scopes import AS_GIVEN, AS_IT_IS_IN, OWN_DTYPE, REGION, TABLE
+from mpjax._autocast.settings import Settings
+from mpjax._autocast.transform import with_settings
 from mpjax._core.errors import REFUSALS, MpjaxError, flax_errors, message
 from mpjax._core.trees import cast_arrays, cast_leaf, low_to_float32, map_arrays
 from mpjax._core.types import FLOAT32, Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree

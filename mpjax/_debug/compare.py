@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import jax.numpy as jnp
 
-from mpjax._autocast import autocast
+from mpjax._autocast.transform import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_callable
 from mpjax._core.frameworks import framework_of
 from mpjax._core.types import Args, DType, Function, Kwargs

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core.primitives import add_p
 
-from mpjax._autocast import autocast
+from mpjax._autocast.transform import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_value
 from mpjax._core.trees import is_inexact
 from mpjax._core.types import (

@@ -7,7 +7,7 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope
 
-from mpjax._autocast import region_of
+from mpjax._autocast.scopes import region_of
 from mpjax._policy import active
 from mpjax._policy.active import ACTIVE, AUDIT, in_region
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy

@@ -10,8 +10,8 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope
 
-from mpjax._autocast import region_of
 from mpjax._autocast.module_calls import begins_trace, call_of
+from mpjax._autocast.scopes import region_of
 from mpjax._core.trees import instances_in
 from mpjax._core.types import Args, Function, Kwargs, PyTree, Variables
 from mpjax._policy.active import ACTIVE, in_region

@@ -11,7 +11,7 @@ import jax
 from flax.core import Scope, lift
 from flax.linen.transforms import lift_direct_transform
 
-from mpjax._autocast import Boundary, InDtype, check_returned
+from mpjax._autocast.boundary import Boundary, InDtype, check_returned
 from mpjax._autocast.module_calls import array, attempts, rewritten, with_own_dtypes
 from mpjax._core.trees import instances_in, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables

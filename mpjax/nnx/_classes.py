@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from mpjax._autocast import end_of_policy
 from mpjax._autocast.module_calls import begins_trace, call_of
+from mpjax._autocast.scopes import end_of_policy
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree

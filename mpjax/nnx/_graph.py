@@ -12,8 +12,7 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from mpjax._autocast import Boundary
-from mpjax._autocast.boundary import in_order
+from mpjax._autocast.boundary import Boundary, in_order
 from mpjax._core.trees import mapped
 from mpjax._core.types import Leaf, PyTree
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from mpjax._autocast import Boundary, NotTraceable, end_of_policy, region_of
-from mpjax._autocast.boundary import Inside
+from mpjax._autocast.boundary import Boundary, Inside, NotTraceable
 from mpjax._autocast.module_calls import array, attempts, rewritten
+from mpjax._autocast.scopes import end_of_policy, region_of
 from mpjax._core.leaves import is_nnx_variable
 from mpjax._core.trees import is_floating, same_objects
 from mpjax._core.types import Args, DType, Function, Kwargs, Leaf, PyTree

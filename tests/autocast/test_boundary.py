@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from flax.core import FrozenDict
 
-from mpjax._autocast import Boundary, NotTraceable
+from mpjax._autocast.boundary import Boundary, NotTraceable
 
 
 class Holds:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import mpjax
-from mpjax._autocast import end_of_layer, end_of_policy
+from mpjax._autocast.scopes import end_of_layer, end_of_policy
 from tests import programs
 from tests.autocast import checks
 from tests.autocast.rig import BOTH, rewritten

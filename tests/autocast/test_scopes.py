@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._autocast import Settings, end_of_layer, end_of_policy, region_of
 from mpjax._autocast.scopes import (
   LAYER_ENDS,
   POLICY_ENDS,
   REGION,
+  end_of_layer,
+  end_of_policy,
   names_of,
   place_at,
   policy_of,
+  region_of,
 )
+from mpjax._autocast.settings import Settings
 from tests import programs
 from tests.autocast.rig import matmuls, rewritten
 from tests.errors import refused

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import mpjax
-from mpjax._autocast import InDtype
+from mpjax._autocast.boundary import InDtype
 from tests import programs
 from tests.autocast.checks import Counted
 from tests.autocast.rig import BODIES, rewritten
