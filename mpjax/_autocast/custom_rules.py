@@ -32,8 +32,7 @@ from mpjax._autocast.rewriter import Rewrite, Rewriter
 from mpjax._autocast.scopes import Place, region_of
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.errors import MpjaxTypeError
-from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, DType, Function, Leaf, PyTree
+from mpjax._core.types import Array, DType, Function, Leaf, PyTree, is_inexact
 from mpjax._jaxpr.calls import called, jaxpr_for, jaxpr_of
 from mpjax._jaxpr.compat import context_of, without_scopes
 from mpjax._jaxpr.locations import PREFIX

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from mpjax._core.types import Array, DTypeLike, Leaf, PyTree
+from mpjax._core.types import Array, DTypeLike, Leaf, PyTree, is_inexact
 
 _MOST = 32
 """Leaves in one reduction: a fusion of XLA takes at most 96 arrays, all that it reads included."""
@@ -27,12 +27,6 @@ A reduction over rows is one kernel, and one over all of a large leaf two."""
 
 _SMALL = 2**16
 """Elements of a leaf that may share a mask: its kernel takes less time than to launch it."""
-
-
-def is_inexact(x: Leaf) -> bool:
-  """Whether `x` holds floating or complex numbers: a Python number or an array of any kind."""
-  is_array = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
-  return is_array or isinstance(x, (float, complex))
 
 
 def first_nonfinite(leaves: Sequence[Leaf]) -> Array:

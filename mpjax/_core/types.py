@@ -54,6 +54,12 @@ def is_inexact_dtype(dtype: DType) -> bool:
   return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def is_inexact(x: Leaf) -> bool:
+  """Whether `x` holds floating or complex numbers: a Python number or an array of any kind."""
+  is_array = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+  return is_array or isinstance(x, (float, complex))
+
+
 def is_low_precision(dtype: DType) -> bool:
   """Whether `dtype` is floating and narrower than float32: bfloat16, float16 or 8 bits."""
   return is_floating_dtype(dtype) and dtype.itemsize < FLOAT32.itemsize

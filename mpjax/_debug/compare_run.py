@@ -18,8 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import REFUSALS, MpjaxValueError
 from mpjax._core.leaves import Path
-from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, DType, Function, NumpyArray
+from mpjax._core.types import Array, DType, Function, NumpyArray, is_inexact
 from mpjax._debug.arguments import Argument, Call
 from mpjax._debug.compare_modules import MOST, Loop, ModuleCall, Modules, find_modules, most_of
 from mpjax._jaxpr.compat import bind

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import div_p, integer_pow_p, log_p, pow_p, rsqrt_p
 
-from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array
+from mpjax._core.types import Array, is_inexact
 from mpjax._debug.ranges_report import LARGEST
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.primitives import facts_of

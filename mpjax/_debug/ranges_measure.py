@@ -14,8 +14,8 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.leaves import Path, changes_nothing
-from mpjax._core.trees import is_floating, is_inexact
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, P, PyTree
+from mpjax._core.trees import is_floating
+from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, P, PyTree, is_inexact
 from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.ranges_plan import Addition, Group, Plan, plan
 from mpjax._debug.ranges_report import FORMATS, GroupRanges, RangesReport, Rescaled

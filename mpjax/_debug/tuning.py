@@ -15,7 +15,6 @@ from jax.extend.core.primitives import add_p
 
 from mpjax._autocast.transform import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_value
-from mpjax._core.trees import is_inexact
 from mpjax._core.types import (
   HALF_NAMES,
   HALVES,
@@ -27,6 +26,7 @@ from mpjax._core.types import (
   NumpyArray,
   P,
   PyTree,
+  is_inexact,
 )
 from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.headroom import (

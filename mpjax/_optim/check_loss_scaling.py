@@ -11,8 +11,7 @@ from jax.core import Tracer
 
 from mpjax._core import errors
 from mpjax._core.leaves import Path, is_key
-from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, Leaf, NumpyArray, P, PyTree
+from mpjax._core.types import Array, Leaf, NumpyArray, P, PyTree, is_inexact
 from mpjax._jaxpr.locations import Location
 from mpjax._optim.loss_scale import OwnedScale, leaves_of, refuse_outside
 from mpjax._optim.new_versions import STATE_THEM, STATED, Names, Stated, names_of, text_of

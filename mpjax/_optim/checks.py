@@ -17,8 +17,8 @@ from mpjax._core.errors import (
   check_type,
   listed,
 )
-from mpjax._core.trees import is_array_like, is_inexact, tree_differences
-from mpjax._core.types import Grads, OptState, Params, PyTree, Updates
+from mpjax._core.trees import is_array_like, tree_differences
+from mpjax._core.types import Grads, OptState, Params, PyTree, Updates, is_inexact
 from mpjax._optim.trees import MasterWeightsState, key_text, map_states
 
 T = TypeVar("T")

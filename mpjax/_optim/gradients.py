@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.leaves import is_key, path_text
-from mpjax._core.trees import is_inexact
-from mpjax._core.types import Array, Grads, KeyPath, Leaf, Params, PyTree
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, Params, PyTree, is_inexact
 from mpjax._optim.traced_loss import LossFn, Metrics, trace_loss, warn_without_float16
 from mpjax._optim.train_state import TrainState, own_scale
 from mpjax._optim.trees import at_least_float32, stored_first, strong, unless_there_before

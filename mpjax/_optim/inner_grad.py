@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from mpjax._core.errors import check_call, check_callable
 from mpjax._core.frameworks import copied_objects, library_of_grad
-from mpjax._core.trees import all_finite, is_inexact
-from mpjax._core.types import Args, Array, Function, Grads, Kwargs, P, PyTree
+from mpjax._core.trees import all_finite
+from mpjax._core.types import Args, Array, Function, Grads, Kwargs, P, PyTree, is_inexact
 from mpjax._jaxpr.locations import INNER_GRAD
 from mpjax._optim.loss_scale import positive_scale, unscale_tree
 from mpjax._optim.trees import at_least_float32

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import jax
 
 from mpjax._core.leaves import raw_value
-from mpjax._core.together import is_inexact
-from mpjax._core.types import KeyPath, Leaf, PyTree
+from mpjax._core.types import KeyPath, Leaf, PyTree, is_inexact
 from mpjax._optim.trees import leaves_with_path
 
 

@@ -30,8 +30,8 @@ from mpjax._core.errors import (
 )
 from mpjax._core.leaves import Path, is_nnx_variable, path_text, raw_value, set_raw_value
 from mpjax._core.together import read_together
-from mpjax._core.trees import is_inexact, is_nnx_object
-from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, PyTree
+from mpjax._core.trees import is_nnx_object
+from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, PyTree, is_inexact
 from mpjax._optim.checks import check_state
 from mpjax._optim.trees import at_least_float32, full_like, strong
 

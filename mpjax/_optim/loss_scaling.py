@@ -20,8 +20,8 @@ from mpjax._core.errors import (
   wrong_type,
 )
 from mpjax._core.together import first_nonfinite, least_nonfinite
-from mpjax._core.trees import in_low_precision, is_inexact
-from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
+from mpjax._core.trees import in_low_precision
+from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates, is_inexact
 from mpjax._optim.checks import check_axes, check_inner
 from mpjax._optim.leaf_codes import NO_LEAF, Kind, coded_leaves
 from mpjax._optim.loss_scale import (

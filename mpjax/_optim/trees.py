@@ -16,7 +16,6 @@ from mpjax._core.leaves import is_key, is_nnx_variable, raw_value
 from mpjax._core.trees import (
   in_low_precision,
   is_array_like,
-  is_inexact,
   is_none,
   low_to_float32,
   pick,
@@ -31,6 +30,7 @@ from mpjax._core.types import (
   Params,
   PyTree,
   Updates,
+  is_inexact,
   is_low_precision,
 )
 

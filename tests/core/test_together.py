@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax._core import together
-from mpjax._core.trees import all_finite, first_nonfinite, select
+from mpjax._core.together import first_nonfinite
+from mpjax._core.trees import all_finite, select
 from tests import partitioned, programs
 
 DTYPES = ("float32", "bfloat16", "float16", "complex64", "int32", "float8_e5m2")
