@@ -18,9 +18,10 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import primitives as p
 
+from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, NumpyArray
 from mpjax._jaxpr.compat import bind
-from mpjax._jaxpr.in_float32 import is_low, results_in_float32, to_float32
+from mpjax._jaxpr.in_float32 import is_low, results_in_float32
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.reader import Atom, aval_of, shape_of
 from mpjax._jaxpr.runner import Around, Observer
@@ -531,7 +532,7 @@ class FirstProbe(Observer):
     values = [*(jnp.asarray(x) for x, v in pairs if is_inexact(v)), result, result]
     # Run the step in float32 as well, to see whether low precision is at fault.
     if any(map(is_low, values)):
-      wide = results_in_float32(step.eqn, [*map(to_float32, ins)])
+      wide = results_in_float32(step.eqn, [*map(low_to_float32, ins)])
       values[-1] = result if wide is None else wide[position]
     # A sharded array may not be reshaped, so the place is found by reductions.
     places = jnp.arange(result.size, dtype=jnp.int32).reshape(result.shape)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from mpjax._core.errors import REFUSALS
-from mpjax._core.trees import cast_leaf
+from mpjax._core.trees import low_to_float32
 from mpjax._core.types import FLOAT32, Array, Leaf, is_low_precision
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.primitives import Holds, facts_of
@@ -36,11 +36,6 @@ def is_low(x: object) -> bool:
   return dtype is not None and is_low_precision(dtype)
 
 
-def to_float32(x: Leaf) -> Leaf:
-  """Returns a low-precision array in float32, and other values unchanged."""
-  return cast_leaf(x, FLOAT32) if is_low(x) else x
-
-
 def in_float32(program: Program) -> Callable[..., list[Array]]:
   """Returns a function that runs a jaxpr, with float32 for each value of low precision.
 
@@ -50,7 +45,7 @@ def in_float32(program: Program) -> Callable[..., list[Array]]:
 
   def run(*operands: Leaf) -> list[Array]:
     pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True)
-    values: dict[Atom, Any] = {v: to_float32(x) for v, x in pairs}
+    values: dict[Atom, Any] = {v: low_to_float32(x) for v, x in pairs}
 
     def read(atom: Atom) -> Leaf:
       if not isinstance(atom, Literal):
@@ -58,7 +53,7 @@ def in_float32(program: Program) -> Callable[..., list[Array]]:
       if not is_low(atom.aval):
         return atom.val
       # The number that the low-precision code used: rounded first, then widened.
-      return to_float32(jnp.asarray(atom.val, dtype_of(atom)))
+      return low_to_float32(jnp.asarray(atom.val, dtype_of(atom)))
 
     for eqn in jaxpr.eqns:
       values.update(zip(eqn.outvars, _results(eqn, [*map(read, eqn.invars)]), strict=True))
@@ -78,7 +73,7 @@ def _results(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array]:
   if results is None:
     pairs = zip(operands, eqn.invars, strict=True)
     narrow = [jnp.asarray(x, dtype_of(v)) if is_low(v.aval) else x for x, v in pairs]
-    results = [*map(to_float32, bind(eqn, narrow))]
+    results = [*map(low_to_float32, bind(eqn, narrow))]
   return results
 
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from mpjax._core.leaves import Path, is_key
+from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, Leaf, NumpyArray
-from mpjax._jaxpr.in_float32 import to_float32
 from mpjax._optim.loss_scale import LossScaleState, OwnedScale, is_label, scales_in
 from mpjax._optim.new_versions import NewVersions, Stated, names_of
 from mpjax._optim.step_call import RETURNED, WRITTEN, Place, Spec, StepCall, StepProgram
@@ -176,7 +176,7 @@ def is_of_scale(path: Path) -> bool:
 
 def numbers(x: Leaf) -> NumpyArray:
   """Returns the numbers in an array as a NumPy array, low precision in float32."""
-  return np.asarray(jax.random.key_data(x) if is_key(x.dtype) else to_float32(x))
+  return np.asarray(jax.random.key_data(x) if is_key(x.dtype) else low_to_float32(x))
 
 
 def _scale_fields(paths: Iterable[Path]) -> dict[Path, dict[str, Path]]:

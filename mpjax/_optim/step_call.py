@@ -10,9 +10,10 @@ import numpy as np
 
 from mpjax._core import errors
 from mpjax._core.leaves import Path, is_nnx_variable, raw_value
+from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf
 from mpjax._jaxpr.graph import Graph, Operation
-from mpjax._jaxpr.in_float32 import in_float32, to_float32
+from mpjax._jaxpr.in_float32 import in_float32
 from mpjax._jaxpr.locations import INNER_GRAD, Location, is_of_inner_gradient
 from mpjax._optim.loss_scale import INT32_MAX, leaves_of
 from mpjax._optim.trees import strong
@@ -113,7 +114,7 @@ class StepProgram:
     graph = Graph(jaxpr)
 
     def execute(values: dict[Path, Array]) -> dict[Place, Array]:
-      return treedef.unflatten(run(*map(to_float32, jax.tree.leaves(values))))
+      return treedef.unflatten(run(*map(low_to_float32, jax.tree.leaves(values))))
 
     self._execute = execute
     self._specs = _specs(shapes)
