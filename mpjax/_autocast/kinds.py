@@ -137,7 +137,10 @@ def kind_of_constant(value: Any, settings: Settings) -> Kind | None:
 
 
 def kind_of_input(dtype: DType) -> Kind:
-  """Returns the kind of an argument that is data: an activation if it is in low precision."""
+  """Returns the kind of a value in a dtype that the user has chosen, such as an argument.
+
+  It is an input in float32, and an activation in low precision.
+  """
   return Kind(Role.INPUT if dtype == FLOAT32 else Role.ACTIVATION, dtype)
 
 

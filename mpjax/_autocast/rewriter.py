@@ -10,7 +10,15 @@ from jax.extend.core.primitives import dot_general_p
 from jax.lax import Precision
 
 from mpjax._autocast.consumers import flags_of
-from mpjax._autocast.kinds import FLOATS, Kind, Kinds, Role, kind_of_constant, numbers_of
+from mpjax._autocast.kinds import (
+  FLOATS,
+  Kind,
+  Kinds,
+  Role,
+  kind_of_constant,
+  kind_of_input,
+  numbers_of,
+)
 from mpjax._autocast.precision import Params
 from mpjax._autocast.scopes import REGION, shown_region
 from mpjax._autocast.settings import Scope, Settings
@@ -116,7 +124,7 @@ class Rewriter:
     if dtype_of(atom) == np.bool_:
       return Kind(Role.NUMBER, dtype, numbers=(0.0, 1.0))
     # An index or a count counts as an input, since low precision cannot hold all of them.
-    return Kind(Role.INPUT if dtype == FLOAT32 else Role.ACTIVATION, dtype)
+    return kind_of_input(dtype)
 
   def flags_of_results(self, eqn: JaxprEqn) -> int:
     """Returns the flags of the floating results of an equation."""

@@ -36,7 +36,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._autocast.advice import warn_of_linear_algebra
 from mpjax._autocast.consumers import Flag, adds_arrays, runs_as_written
-from mpjax._autocast.kinds import FLOATS, MOST_NUMBERS, Kind, Role, fits, joined, united
+from mpjax._autocast.kinds import (
+  FLOATS,
+  MOST_NUMBERS,
+  Kind,
+  Role,
+  fits,
+  joined,
+  kind_of_input,
+  united,
+)
 from mpjax._autocast.matmuls import Operands, matmul
 from mpjax._autocast.precision import retype
 from mpjax._autocast.rewriter import Rewriter
@@ -102,8 +111,7 @@ def _end(rewriter: Rewriter, eqn: JaxprEqn, place: Place, dtype: DType) -> None:
     return rewriter.untouched(eqn)
   # No equation is written for the mark: the result is the operand, or its cast.
   if place.ends_policy:
-    role = Role.INPUT if dtype == FLOAT32 else Role.ACTIVATION
-    rewriter.values[var] = Value(rewriter.cast(value, dtype, eqn), Kind(role, dtype))
+    rewriter.values[var] = Value(rewriter.cast(value, dtype, eqn), kind_of_input(dtype))
   elif rewriter.flags_of_results(eqn) & Flag.OUTPUT:
     rewriter.values[var] = value  # The policy returns it in float32.
   else:
