@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of, listed
 from mpjax._core.trees import is_array_like, is_floating
-from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree
+from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
 
 Path: TypeAlias = tuple[str, ...]
 """The names on the way to a leaf or a node of a tree."""
@@ -54,7 +54,10 @@ def leaf_paths(tree: PyTree) -> list[Path]:
   # Rules see paths without the attribute in which a box keeps its array: an `nnx.Variable`, or a
   # `Partitioned` of Linen. A name of Haiku has slashes, and is several names here.
   paths: list[Path] = []
-  is_box = lambda x: hasattr(type(x), "replace_boxed") or is_nnx_variable(x)  # noqa: E731
+
+  def is_box(x: object) -> bool:
+    return hasattr(type(x), "replace_boxed") or is_nnx_variable(x)
+
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
     names = tuple(path_text(path).split("/")) if path else ()
     paths += [names] * len(jax.tree.leaves(node))
@@ -180,7 +183,7 @@ def put(x: Array | NumpyArray, sharding: jax.sharding.Sharding | None, *, alias:
 
 def _bits(x: Array) -> tuple[Array, Array]:
   """Returns the bits of a floating array, and those of its magnitude, as unsigned integers."""
-  unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+  unsigned = unsigned_like(x.dtype)
   bits = jax.lax.bitcast_convert_type(x, unsigned)
   return bits, bits & np.asarray(2 ** (8 * x.dtype.itemsize - 1) - 1, unsigned)
 

@@ -42,6 +42,11 @@ HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 HALF_NAMES = tuple(sorted(dtype.name for dtype in HALVES))
 
 
+def unsigned_like(dtype: DType) -> DType:
+  """Returns the unsigned integer dtype of the same size, for the bits of an array."""
+  return np.dtype(f"uint{8 * dtype.itemsize}")
+
+
 # Cached: an audit asks this several times for each value, and `jnp.issubdtype` is slow.
 @functools.lru_cache(maxsize=256)
 def is_floating_dtype(dtype: DType) -> bool:

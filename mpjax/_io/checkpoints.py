@@ -26,7 +26,7 @@ from mpjax._core.leaves import (
   refuse_overflow,
 )
 from mpjax._core.trees import is_floating
-from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree
+from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
 from mpjax._io.master_storage import convert_masters, masters_to_convert
 from mpjax._optim.loss_scale import LossScaleState, scales_in, scaling_states
 from mpjax._optim.trees import nodes_of
@@ -82,7 +82,7 @@ def _encode(path: str, x: Leaf) -> tuple[str, NumpyArray]:
   # NumPy files store the dtypes of `ml_dtypes` as void, which cannot be read back.
   array = np.asarray(x)
   if _is_registered(array.dtype):
-    return f"{path}@{array.dtype.name}", array.view(_bits(array.dtype))
+    return f"{path}@{array.dtype.name}", array.view(unsigned_like(array.dtype))
   return path, array
 
 
@@ -119,11 +119,6 @@ def _is_registered(dtype: DType) -> bool:
   return dtype.isbuiltin == 2
 
 
-def _bits(dtype: DType) -> DType:
-  """Returns the unsigned integer dtype of the same size."""
-  return np.dtype(f"uint{8 * dtype.itemsize}")
-
-
 def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
   """Returns the path and the leaf that a name and an array of `to_arrays` store.
 
@@ -138,7 +133,7 @@ def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
   except (TypeError, ValueError):
     return name, x
   # A tag counts only if the array has the bits of its dtype.
-  if _is_registered(dtype) and getattr(x, "dtype", None) == _bits(dtype):
+  if _is_registered(dtype) and getattr(x, "dtype", None) == unsigned_like(dtype):
     return path, np.asarray(x).view(dtype)
   return name, x
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from mpjax._core.types import FLOAT32, Array, DType
+from mpjax._core.types import FLOAT32, Array, DType, unsigned_like
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._policy.formats import Int8, why_not, why_not_gradient
 
@@ -83,8 +83,7 @@ def _largest(x: Array, axes: Sequence[int] | None) -> Array:
   """Returns the largest magnitude in float32; NaN if there is one. It keeps `axes`."""
   # The bits of magnitudes have the order of the magnitudes, and NaN comes last. A maximum of floats
   # may lose a NaN on a CPU.
-  unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
-  bits = jax.lax.bitcast_convert_type(jax.lax.abs(x), unsigned)
+  bits = jax.lax.bitcast_convert_type(jax.lax.abs(x), unsigned_like(x.dtype))
   most = jnp.max(bits, axis=axes, keepdims=axes is not None)
   largest = jax.lax.bitcast_convert_type(most, x.dtype)
   return jax.lax.convert_element_type(largest, FLOAT32)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.types import FLOAT32, Array, DType, NumpyArray
+from mpjax._core.types import FLOAT32, Array, DType, NumpyArray, unsigned_like
 from mpjax._matmul.block_dot import joined, split
 
 SIZE = 16
@@ -76,9 +76,9 @@ def random_bits(x: Array, seed: int, *, stream: int = 0) -> Array:
     stream: numbers the uses of one array, such as its two matmuls. Their bits are independent.
   """
   # Each element is hashed before the sum. Otherwise opposite changes of two elements would cancel.
-  unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
-  data = jax.lax.convert_element_type(jax.lax.bitcast_convert_type(x, unsigned), _UINT32)
-  total = jax.lax.reduce_sum(_mixed(data), tuple(range(x.ndim)))
+  bits = jax.lax.bitcast_convert_type(x, unsigned_like(x.dtype))
+  hashed = _mixed(jax.lax.convert_element_type(bits, _UINT32))
+  total = jax.lax.reduce_sum(hashed, tuple(range(x.ndim)))
   chosen = _mixed(_mixed(np.array([seed], _UINT32)) + np.array([stream], _UINT32))
   key = _mixed(total ^ chosen[0])
   return _mixed(_mixed(_index(x.shape) + key) ^ _mixed(key + np.uint32(1)))
