@@ -16,6 +16,7 @@ from jax.core import Tracer
 from mpjax._core.types import Leaf, P
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class MpjaxError(Exception):
@@ -89,9 +90,8 @@ for _error in (*MpjaxError.__subclasses__(), UnmatchedRuleError):
   _error.__module__ = "mpjax.errors"
 
 
-# JAX, optax and Flax raise these for a dtype, shape or tree that they do not support.
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""The builtin errors that code raises for arguments that it cannot take, such as a dtype."""
+"""The builtin errors that JAX, optax and Flax raise for an unsupported dtype, shape or tree."""
 
 
 def flax_errors(*names: str) -> tuple[type[Exception], ...]:
@@ -210,15 +210,13 @@ def check_init(fix: str) -> Callable[[type[R]], type[R]]:
   return decorate
 
 
-T = TypeVar("T")
-
-# Each raises unless its argument is allowed: MpjaxTypeError for the type, else MpjaxValueError.
-
-
 def wrong_type(value: object, where: str, *, expected: str, fix: str) -> MpjaxTypeError:
   """Returns the error for a value of another type, which shows the value too."""
   got = f"{value!r} of type {type(value).__name__}"
   return MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+
+
+# Each raises unless its argument is allowed: MpjaxTypeError for the type, else MpjaxValueError.
 
 
 def check_type(value: object, kind: type[T], where: str, *, expected: str, fix: str) -> T:

@@ -1,4 +1,4 @@
-"""Names for the types that signatures share.
+"""Names for the types that signatures share, and predicates of dtypes.
 
 Trees stay `Any` underneath: `optax.Params` is a union of arrays, iterables and mappings, which an
 Equinox model or a dataclass is not, and which cannot be indexed.

@@ -1,1 +1,1 @@
-"""Reading jaxprs, and the table of primitives."""
+"""Reading jaxprs and running them, and the table of primitives."""

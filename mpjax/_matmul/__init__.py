@@ -1,1 +1,1 @@
-"""Matmuls with derivatives of their own, and the recipe of float8."""
+"""Matmuls with derivative rules, and the recipes of formats such as float8."""

@@ -354,7 +354,7 @@ def update_shown(
 
 
 def marked(opt_state: T, kind: type[SplitMasterWeightsState] = ShownMasterWeightsState) -> T:
-  """Returns `opt_state` with all that is split in a `kind`."""
+  """Returns `opt_state` with each state of split masters as an instance of `kind`."""
   return map_states(lambda x: kind(*x) if isinstance(x, SplitMasterWeightsState) else x, opt_state)
 
 

@@ -132,7 +132,7 @@ def at_least_float32(x: Leaf) -> Array:
 
 
 def as_stored(new: PyTree, old: PyTree) -> PyTree:
-  """Returns the tree `new` with its floating leaves in float16 or bfloat16 where `old` has them."""
+  """Returns `new` with floating leaves in the dtype of `old` where that is low precision."""
   if jax.tree.structure(old) != jax.tree.structure(new):
     return new
 
