@@ -5,7 +5,7 @@ the inlined code.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -17,7 +17,7 @@ from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import Atom, Inner, donated, dtype_of, with_inner
 
-Inners = tuple[Inner, ...]
+Inners: TypeAlias = tuple[Inner, ...]
 
 
 def call(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:

@@ -1,7 +1,7 @@
 """Write the equations of a jaxpr in other dtypes, without running them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +54,7 @@ class Rewritten(NamedTuple):
   linear_algebra: tuple[str, ...] = ()  # of activations; the caller warns
 
 
-Rewrite = Callable[..., Rewritten]
+Rewrite: TypeAlias = Callable[..., Rewritten]
 
 
 class Rewriter:

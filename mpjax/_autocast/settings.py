@@ -1,12 +1,13 @@
 """Settings of the rewriter."""
 
 import dataclasses
+from typing import TypeAlias
 
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule
 
-Scope = tuple[str, ...]
+Scope: TypeAlias = tuple[str, ...]
 """The names of `jax.named_scope`s, from the outermost to the innermost."""
 
 

@@ -5,7 +5,7 @@ The target says which dtype, shape and sharding each leaf has, and how masters a
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +141,7 @@ def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
 _WHERE = "mpjax.checkpoints.restore_like(target, restored)"
 _TARGET = "mpjax.checkpoints.restore_like(target)"
 
-_Expected = Mapping[str, jax.ShapeDtypeStruct]
+_Expected: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 """The leaves of a target by path. A sharding is None where the result may be on any device."""
 
 

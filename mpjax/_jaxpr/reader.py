@@ -180,9 +180,8 @@ def _shard_map(eqn: JaxprEqn) -> tuple[Inner, ...]:
 
 def _linear(eqn: JaxprEqn) -> tuple[Inner, ...]:
   params = eqn.params
-  if (
-    "callee" not in params
-  ):  # `matmul_tangent` of mpjax holds no jaxpr. Its implementation is traced.
+  # `matmul_tangent` of mpjax holds no jaxpr. Its implementation is traced.
+  if "callee" not in params:
     with context_of(eqn):
       run = functools.partial(eqn.primitive.impl, **params)
       params = {"callee": jax.make_jaxpr(run)(*map(aval_of, eqn.invars))}

@@ -4,7 +4,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from mpjax._policy.dtypes import parse_dtype
 
 _WHERE = "mpjax.state_dtype(inner)"
 
-Moment = Literal["mu", "nu"]
+Moment: TypeAlias = Literal["mu", "nu"]
 """A first or a second moment, by the argument that says how it is stored."""
 
 _FIELDS: dict[str, Moment] = {
@@ -317,9 +317,14 @@ def _warn_of_decays(
 
 def _types_in(tree: PyTree) -> set[Class]:
   """Returns the types of the containers in a tree of parameters, whose fields are no moments."""
-  nodes = list[object]()
-  jax.tree.leaves(tree, is_leaf=lambda x: nodes.append(x) or False)
-  return set(map(type, nodes))
+  types = set[Class]()
+
+  def note_type(node: object) -> bool:
+    types.add(type(node))
+    return False  # JAX then goes on to the nodes inside.
+
+  jax.tree.leaves(tree, is_leaf=note_type)
+  return types
 
 
 def _map_moments(
