@@ -119,7 +119,7 @@ def autocast(
     )
   policies = [("mpjax.autocast(policy)", policy), *((of_rules, rule.policy) for rule in rules)]
   expected = "a policy that computes in bfloat16, float16 or float32"
-  fix = "Operations in other dtypes are left as they are and need no policy."
+  fix = "Leave the policy out: operations in other dtypes are left as they are."
   for of_policy, each in policies:
     allowed = each is None or each.compute_dtype in FLOATS
     check_value(each, allowed, of_policy, expected=expected, fix=fix)

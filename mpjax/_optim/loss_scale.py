@@ -186,9 +186,10 @@ def _number(value: object, where: str) -> float:
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
     expected = "a plain number that is known before tracing"
     fix = (
-      "pass any number here, and call mpjax.states.set_loss_scale(opt_state, scale) in the step."
+      "If it is an input of the step, pass any number here, and call "
+      "mpjax.states.set_loss_scale(opt_state, scale) in the step."
     )
-    raise wrong_type(value, where, expected=expected, fix=f"If it is an input of the step {fix}")
+    raise wrong_type(value, where, expected=expected, fix=fix)
   # Round first: a Python float may be finite and still overflow in float32.
   with np.errstate(over="ignore", under="ignore"):
     rounded = float(np.float32(value))
