@@ -37,14 +37,14 @@ class Activation(NamedTuple):
 
   root: Var  # the value
   eqns: tuple[JaxprEqn, ...]  # the operations, with all operations between the root and them
-  places: frozenset[int]  # the positions of equations whose results only this function uses
+  positions: frozenset[int]  # of equations whose results only this function uses
   outs: tuple[Var, ...]  # the results that other equations use
 
 
 class _Chains(NamedTuple):
   """The equations that compute a function of one value alone, elementwise."""
 
-  places: list[int]  # their positions
+  positions: list[int]  # of these equations
   roots: dict[Var, Var]  # the value that each result is a function of
   grown: set[Var]  # the results that grow faster than the value, and results computed from these
 
@@ -55,15 +55,15 @@ def activations_of(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Activation]:
   chains, consumers = _chains(jaxpr, ops), _consumers(jaxpr)
   members, own = _members(jaxpr, chains, consumers)
   functions: dict[int, Activation] = {}
-  for root, places in members.items():
-    grown = {i: v for i in places if (v := jaxpr.eqns[i].outvars[0]) in chains.grown}
+  for root, positions in members.items():
+    grown = {i: v for i in positions if (v := jaxpr.eqns[i].outvars[0]) in chains.grown}
     if len(grown) > 1:  # One power alone is computed as any other operation is.
       # A power that only other powers of this function read stays inside the equation. Any other
       # consumer makes it a result.
       results = tuple(v for v in grown.values() if not consumers[v] <= grown.keys())
       # The equation computes all that the powers need. Operations that others read too are also
       # written alone.
-      eqns = tuple(jaxpr.eqns[i] for i in places)
+      eqns = tuple(jaxpr.eqns[i] for i in positions)
       functions[min(own[root])] = Activation(root, eqns, frozenset(own[root]), results)
   return functions
 
@@ -71,9 +71,9 @@ def activations_of(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Activation]:
 def _consumers(jaxpr: Jaxpr) -> dict[Var, set[int]]:
   """Returns the positions of each variable's consumers; a result of the jaxpr has the last one."""
   consumers: dict[Var, set[int]] = {}
-  for place, eqn in enumerate(jaxpr.eqns):
+  for position, eqn in enumerate(jaxpr.eqns):
     for v in variables(eqn.invars):
-      consumers.setdefault(v, set()).add(place)
+      consumers.setdefault(v, set()).add(position)
     for v in eqn.outvars:
       consumers.setdefault(v, set())
   for v in variables(jaxpr.outvars):
@@ -84,7 +84,7 @@ def _consumers(jaxpr: Jaxpr) -> dict[Var, set[int]]:
 
 def _chains(jaxpr: Jaxpr, ops: OpLists) -> _Chains:
   chains, degrees = _Chains([], {}, set()), dict[Var, float]()
-  for place, eqn in enumerate(jaxpr.eqns):
+  for position, eqn in enumerate(jaxpr.eqns):
     root, degree = _root(eqn, chains.roots, ops), facts_of(eqn).degree
     if root is None or degree is None:
       continue
@@ -92,7 +92,7 @@ def _chains(jaxpr: Jaxpr, ops: OpLists) -> _Chains:
     # A literal does not grow. The root grows as itself, with degree 1.
     grows = [degrees.get(v, 1) if isinstance(v, Var) else 0 for v in eqn.invars]
     degrees[out] = degree(grows, eqn.params)
-    chains.places.append(place)
+    chains.positions.append(position)
     chains.roots[out] = root
     # By the chain rule, the slope of `tanh(x + x ** 3)` needs the slope of the power.
     if degrees[out] > 1 or not chains.grown.isdisjoint(variables(eqn.invars)):
@@ -128,17 +128,17 @@ def _members(
   members: dict[Var, list[int]] = {}
   own: dict[Var, set[int]] = {}
   # Backwards: a member has met all of its consumers in the chain before.
-  for place in reversed(chains.places):
-    (out,) = jaxpr.eqns[place].outvars
+  for position in reversed(chains.positions):
+    (out,) = jaxpr.eqns[position].outvars
     root = chains.roots[out]
     if out in chains.grown or out in needed:
-      members.setdefault(root, []).insert(0, place)
-      needed |= variables(jaxpr.eqns[place].invars)
+      members.setdefault(root, []).insert(0, position)
+      needed |= variables(jaxpr.eqns[position].invars)
       # A power is always part of the function. Any other operation is only part of it if no
       # equation outside reads its result. Otherwise it must also be written alone.
       mine = own.setdefault(root, set())
       if out in chains.grown or consumers[out] <= mine:
-        mine.add(place)
+        mine.add(position)
   return members, own
 
 

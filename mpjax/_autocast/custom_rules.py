@@ -133,9 +133,9 @@ class _Custom(NamedTuple):
     alone = self.eqn.replace(invars=[*variables])
     return eval_jaxpr(jaxpr_of([alone], variables, alone.outvars), (), *operands)
 
-  def of_moving(self, operands: Sequence[Array], places: Sequence[int]) -> Function:
+  def of_moving(self, operands: Sequence[Array], positions: Sequence[int]) -> Function:
     """Returns the equation as a function of the operands at some positions alone."""
-    return lambda *some: self.as_traced(*_replaced(operands, places, some))
+    return lambda *some: self.as_traced(*_replaced(operands, positions, some))
 
   def jvp(
     self, primals: Sequence[Array], tangents: Sequence[Array | SymbolicZero]
@@ -197,9 +197,9 @@ class _Custom(NamedTuple):
     count = len(self.outs)
     residuals, saved = values[count:], slots[count:]
     # In ascending order, so that each insertion leaves the later positions valid.
-    for place, operand in sorted(references.items()):
-      residuals.insert(place, primals[operand])
-      saved.insert(place, self.ins[operand])
+    for position, operand in sorted(references.items()):
+      residuals.insert(position, primals[operand])
+      saved.insert(position, self.ins[operand])
     return values[:count], (residuals, _Saved((*saved,), trees[-1], (*moving,)))
 
   def backward(
@@ -249,15 +249,15 @@ def _smooth(values: Iterable[Any]) -> list[int]:
   return [i for i, x in enumerate(avals) if isinstance(x, ShapedArray) and is_inexact(x)]
 
 
-def _with_some(values: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> list[Any]:
-  """Returns `values`, followed by the items of `others` at `places`."""
-  return [*values, *(others[i] for i in places)]
+def _with_some(values: Sequence[Any], others: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+  """Returns `values`, followed by the items of `others` at `positions`."""
+  return [*values, *(others[i] for i in positions)]
 
 
-def _replaced(values: Sequence[Any], places: Sequence[int], some: Sequence[Any]) -> list[Any]:
-  """Returns `values` with the items `some` at `places`."""
-  by_place = dict(zip(places, some, strict=True))
-  return [by_place.get(i, x) for i, x in enumerate(values)]
+def _replaced(values: Sequence[Any], positions: Sequence[int], some: Sequence[Any]) -> list[Any]:
+  """Returns `values` with the items `some` at `positions`."""
+  by_position = dict(zip(positions, some, strict=True))
+  return [by_position.get(i, x) for i, x in enumerate(values)]
 
 
 def instantiated(cotangent: Array | SymbolicZero) -> Leaf:

@@ -51,13 +51,13 @@ def _write_equations(rewriter: Rewriter, jaxpr: Jaxpr, functions: Mapping[int, A
   """Writes the equations in order; `functions` are activation functions by first position."""
   # Positions that an activation function has written in advance.
   done: frozenset[int] = frozenset()
-  for place, eqn in enumerate(jaxpr.eqns):
-    function = functions.get(place)
+  for position, eqn in enumerate(jaxpr.eqns):
+    function = functions.get(position)
     if function is not None and write_activation(rewriter, function):
-      done |= function.places
+      done |= function.positions
     if is_higher_order(eqn):
       _higher_order(rewriter, eqn)
-    elif place not in done:
+    elif position not in done:
       operation(rewriter, eqn)
 
 

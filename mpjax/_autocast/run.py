@@ -135,9 +135,9 @@ def variables(atoms: Iterable[Atom]) -> set[Var]:
 
 
 def _part(
-  eqns: Sequence[JaxprEqn], place: int, last_read: Mapping[Atom, int]
+  eqns: Sequence[JaxprEqn], index: int, last_read: Mapping[Atom, int]
 ) -> tuple[Hashable, list[Var], list[Var]]:
-  """Returns a key of the part number `place`, and the variables that it reads and returns."""
+  """Returns a key of the part with this index, and the variables that it reads and returns."""
   # Parts with equal keys compute the same function. Variables count by the order in which the part
   # reads or defines them, since two layers have different variables.
   numbers: dict[Atom, int] = {}
@@ -158,7 +158,7 @@ def _part(
     params = (id(eqn.params),) if is_higher_order(eqn) else eqn.params.items()
     key.append((eqn.primitive, eqn.ctx, *map(number, eqn.invars), *params))
     numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
-  outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) > place]
+  outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) > index]
   key += [(numbers[v], v.aval) for v in (*invars, *outvars)]
   return tuple(key), invars, outvars
 

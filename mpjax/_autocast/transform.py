@@ -388,9 +388,9 @@ def _differentiated_at_once(
   call: Callable[..., list[Array]],
   original: Callable[..., list[Array]],
   decides: Sequence[bool],
-  cast: Callable[..., Function],
+  autocast_again: Callable[..., Function],
 ) -> Callable[..., list[Array]]:
-  """Returns `call` with the gradient of `original`, rewritten by `cast`."""
+  """Returns `call` with the gradient of `original`, rewritten by `autocast_again`."""
   # A rule that closes over a value of the function cannot run after its trace. So `original` is
   # differentiated inside one trace, and the derivative is rewritten.
 
@@ -421,9 +421,9 @@ def _differentiated_at_once(
     def data(args: Args) -> list[Leaf]:
       return [x for i, x in args[0].items() if decides[i]]
 
-    cast_gradients = cast(gradients, data=data, results=with_dtypes)
-    by_place = cast_gradients(values, [*map(instantiated, cotangents)])
-    return tuple(by_place.get(i) for i in range(len(values)))
+    cast_gradients = autocast_again(gradients, data=data, results=with_dtypes)
+    by_position = cast_gradients(values, [*map(instantiated, cotangents)])
+    return tuple(by_position.get(i) for i in range(len(values)))
 
   with_vjp = jax.custom_vjp(call)
   with_vjp.defvjp(forward, backward, symbolic_zeros=True)

@@ -70,16 +70,16 @@ class DotAxes(NamedTuple):
     # If the rows in groups are contracted, each group has a sum of its own. The result then begins
     # with an axis for the groups.
     first = int(self.ragged in self.contracted[0])
-    places: list[dict[Any, int]] = []
+    result_axes: list[dict[Any, int]] = []
     # After the batch come the rows of the left operand, then the columns of the right one.
     free = itertools.count(first + len(self.batch[0]))
     for side, operand in enumerate(operands):
-      places.append({axis: first + i for i, axis in enumerate(self.batch[side])})
-      places[side] |= {axis: next(free) for axis in self.own(side, operand)}
+      result_axes.append({axis: first + i for i, axis in enumerate(self.batch[side])})
+      result_axes[side] |= {axis: next(free) for axis in self.own(side, operand)}
     # The matrix of a group belongs to the rows of that group.
     for axis in self.groups:
-      places[1][axis] = places[0][self.ragged]
-    return places
+      result_axes[1][axis] = result_axes[0][self.ragged]
+    return result_axes
 
 
 def dot_axes(params: EqnParams) -> DotAxes:

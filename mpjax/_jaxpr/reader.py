@@ -83,8 +83,8 @@ def cast_to(var: Var, atom: Atom, reader: JaxprEqn | None) -> JaxprEqn:
   """
   aval = aval_of(var)
   params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
-  place = () if reader is None else (reader.source_info, reader.ctx)
-  return new_jaxpr_eqn([atom], [var], convert_element_type_p, params, no_effects, *place)
+  context = () if reader is None else (reader.source_info, reader.ctx)
+  return new_jaxpr_eqn([atom], [var], convert_element_type_p, params, no_effects, *context)
 
 
 Program: TypeAlias = Jaxpr | ClosedJaxpr

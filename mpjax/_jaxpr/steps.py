@@ -90,8 +90,8 @@ class Body:
     """For each step, the values that no later step reads."""
     # A result that nothing reads is free after its own step. An output is never free.
     last: dict[int, int] = {}
-    for place, step in enumerate(self.steps):
-      last.update(dict.fromkeys((*step.reads, *step.outs), place))
+    for position, step in enumerate(self.steps):
+      last.update(dict.fromkeys((*step.reads, *step.outs), position))
     lists: list[list[int]] = [[] for _ in self.steps]
     for slot in last.keys() - set(filter(lambda slot: isinstance(slot, int), self.outputs)):
       lists[last[slot]].append(slot)
@@ -150,13 +150,13 @@ class _Writer:
     self.steps: list[Step] = []
 
   def body(
-    self, program: Program, around: Step | None = None, place: int = 0, runs: int | None = 1
+    self, program: Program, around: Step | None = None, index: int = 0, runs: int | None = 1
   ) -> Body:
-    """Returns a jaxpr as a list of its own. It is number `place` of the jaxprs in `around`."""
+    """Returns a jaxpr as a list of its own. It is number `index` of the jaxprs in `around`."""
     outer = self.consts, self.avals, self.steps
     self.consts, self.avals, self.steps = {}, {}, []
     inputs = tuple(map(self._typed, opened(program).invars))
-    outputs = self._write(program, inputs, around, place, runs)
+    outputs = self._write(program, inputs, around, index, runs)
     steps = _needed(self.steps, outputs) if self.compiled else self.steps
     body = Body(inputs, self.consts, self.avals, tuple(steps), outputs)
     self.consts, self.avals, self.steps = outer
@@ -173,7 +173,7 @@ class _Writer:
     program: Program,
     args: Sequence[Slot],
     around: Step | None,
-    place: int = 0,
+    index: int = 0,
     runs: int | None = 1,
   ) -> tuple[Slot, ...]:
     """Writes the equations of a jaxpr for these arguments, and returns its results."""
@@ -187,7 +187,7 @@ class _Writer:
       return atom if isinstance(atom, Literal) else env[atom]
 
     for position, eqn in enumerate(jaxpr.eqns):
-      step = _unwritten(eqn, tuple(map(read, eqn.invars)), position, around, place, runs)
+      step = _unwritten(eqn, tuple(map(read, eqn.invars)), position, around, index, runs)
       env.update(zip(eqn.outvars, self._write_one(step), strict=True))
     return tuple(map(read, jaxpr.outvars))
 
@@ -222,7 +222,7 @@ class _Writer:
     if step.holds is Holds.WHILE:
       inner = (inner[0], _of_lanes(*inner))
     bodies = tuple(
-      self.body(each.program, step, place, each.times) for place, each in enumerate(inner)
+      self.body(each.program, step, index, each.times) for index, each in enumerate(inner)
     )
     outs = tuple(next(self.slots) for _ in step.eqn.outvars)
     self.steps.append(dataclasses.replace(step, outs=outs, inner=inner, bodies=bodies))
@@ -234,7 +234,7 @@ def _unwritten(
   ins: tuple[Slot, ...],
   position: int,
   around: Step | None,
-  place: int,
+  index: int,
   runs: int | None,
 ) -> Step:
   """Returns an equation as a step that is in no list yet.
@@ -244,14 +244,14 @@ def _unwritten(
     ins: its operands.
     position: its number in its jaxpr.
     around: the step that holds the jaxpr; None for the outermost one.
-    place: the number of the jaxpr in `around`.
+    index: the number of the jaxpr in `around`.
     runs: the runs of the jaxpr in each run of `around`; None if they depend on values.
   """
   if around is None:
     return Step(-1, (position,), eqn, None, ins=ins)
   return Step(
     number=-1,
-    key=(*around.key, place, position),
+    key=(*around.key, index, position),
     eqn=eqn,
     around=around,
     times=around.times if runs is None else around.times * runs,

@@ -170,12 +170,12 @@ class Matmul:
 
     for eqn in jaxpr.eqns:
       operands = list(map(read, eqn.invars))
-      places = [i for i, v in enumerate(eqn.invars) if v in others]
+      positions = [i for i, v in enumerate(eqn.invars) if v in others]
       if "preferred_element_type" in eqn.params:
-        results = [multiply(eqn, operands, places)]
+        results = [multiply(eqn, operands, positions)]
       else:
         results = bind(eqn, operands)
-        others.update(eqn.outvars if places else ())
+        others.update(eqn.outvars if positions else ())
       env.update(zip(eqn.outvars, results, strict=True))
     return read(jaxpr.outvars[0])
 
@@ -427,14 +427,14 @@ def _multiplied(
   out = matmul.wide[side] or matmul.half
   product = matmul.product_of(side)
 
-  def multiply(eqn: JaxprEqn, operands: Sequence[Array], places: Sequence[int]) -> Array:
+  def multiply(eqn: JaxprEqn, operands: Sequence[Array], positions: Sequence[int]) -> Array:
     # In the compute dtype, if an option of the recipe says so, or if the sum is too long for it.
     if matmul.why_not_gradient(side) is not None:
       return into(eqn.primitive, operands, {**eqn.params, "preferred_element_type": out})
     types = [*map(aval_of, eqn.invars[:2])]
-    layouts = matmul.layouts(eqn.params, types, first=places[0])
+    layouts = matmul.layouts(eqn.params, types, first=positions[0])
     left, right = (
-      other if i in places else matmul.quantised(x, layouts[i], "gradient", product)
+      other if i in positions else matmul.quantised(x, layouts[i], "gradient", product)
       for i, x in enumerate(operands[:2])
     )
     call = matmul.multiply(eqn.primitive, eqn.params, layouts, types, operands[2:])
@@ -539,16 +539,16 @@ def _of_rows(scale: Array, axis: int, sizes: Array, rows: int) -> Array:
   return jnp.take(scale, group, axis=axis, mode="fill", fill_value=0)
 
 
-def _scaled(result: Array, scale: Array | None, places: Mapping[int, int]) -> Array:
-  """Returns a result times the scale of an operand, whose axes are at `places` of the result."""
+def _scaled(result: Array, scale: Array | None, result_axes: Mapping[int, int]) -> Array:
+  """Returns a result times a scale; `result_axes` are the axes of the result by those of it."""
   if scale is None:
     return result
   if scale.ndim == 0:
     return result * scale
   # The scale has size 1 along contracted axes, which the result lacks. They are first in `order`,
   # and the reshape drops them.
-  sized = {place: scale.shape[axis] for axis, place in places.items()}
-  order = sorted(range(scale.ndim), key=lambda axis: places.get(axis, -1))
+  sized = {new: scale.shape[axis] for axis, new in result_axes.items()}
+  order = sorted(range(scale.ndim), key=lambda axis: result_axes.get(axis, -1))
   shape = [sized.get(i, 1) for i in range(result.ndim)]
   scale = jax.lax.reshape(scale, shape, order)
   # On a mesh with explicit axes the result keeps its sharding, and the scale takes it.

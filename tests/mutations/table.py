@@ -870,7 +870,7 @@ tests/autocast/test_custom_rules.py::test_a_backward_rule_writes_into_a_referenc
 mpjax/_autocast/custom_rules.py::_Custom._forward
 
 115 residuals behind a reference move
-- residuals.insert(place, primals[operand])
+- residuals.insert(position, primals[operand])
 + residuals.append(primals[operand])
 ::test_a_backward_rule_writes_into_a_reference
 
