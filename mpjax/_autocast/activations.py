@@ -23,7 +23,7 @@ from mpjax._autocast.rules import operation
 from mpjax._autocast.run import variables, with_key
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
-from mpjax._jaxpr.calls import differentiated, jaxpr_for, jaxpr_of
+from mpjax._jaxpr.calls import equation_with_rule, jaxpr_for, jaxpr_of
 from mpjax._jaxpr.compat import context_of
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.primitives import facts_of
@@ -217,7 +217,7 @@ def _equation(computed: _Computed, dtypes: Sequence[DType], aval: ShapedArray) -
     slopes = jax.lax.optimization_barrier(slopes)
     return values, [_product(s, step, v.dtype) for s, v in zip(slopes, values, strict=True)]
 
-  return differentiated(jaxpr_for(activation, aval), tangent, [aval], "activation")
+  return equation_with_rule(jaxpr_for(activation, aval), tangent, [aval], "activation")
 
 
 def _product(slope: Array, step: Array, dtype: DType) -> Array:

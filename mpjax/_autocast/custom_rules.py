@@ -37,7 +37,7 @@ from mpjax._jaxpr.calls import called, jaxpr_for, jaxpr_of
 from mpjax._jaxpr.compat import context_of, without_scopes
 from mpjax._jaxpr.locations import PREFIX
 from mpjax._jaxpr.primitives import Holds, facts_of
-from mpjax._jaxpr.reader import aval_of, dtype_of, name_of, with_inner
+from mpjax._jaxpr.reader import aval_of, dtype_of, function_name, with_inner
 from mpjax._policy.active import ACTIVE, AUTOCAST, Active
 
 # An argument or result of a rule: the dtype that it was traced with, and its kind. References have
@@ -118,7 +118,7 @@ class _Custom(NamedTuple):
       values = eval_jaxpr(in_default(new.jaxpr), program.consts, *operands)
     except jax.errors.UnexpectedTracerError as error:
       raise MpjaxTypeError(
-        f"mpjax.autocast(fn), the derivative rule of {name_of(self.eqn)}",
+        f"mpjax.autocast(fn), the derivative rule of {function_name(self.eqn)}",
         expected="a rule that uses only its own arguments and constants",
         got="a rule that closes over an array of fn, which is gone when JAX calls the rule",
         fix="Pass that array as an argument to the function with the rule. Or autocast the "

@@ -450,7 +450,7 @@ def note_module(error: Exception, path: str, name: str, policy: str) -> None:
   error.add_note(f"{_NOTE} {module}, which runs under the policy {policy!r}. {advice}")
 
 
-def call_of(
+def module_call(
   module: Module,
   path: str,
   resolved: ModulePolicy,

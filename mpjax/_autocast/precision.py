@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ from mpjax._jaxpr.compat import with_equations
 from mpjax._jaxpr.primitives import EqnParams, facts_of
 from mpjax._jaxpr.reader import Program, aval_of, hides_matmul, opened, walk, with_each
 
-Params = dict[str, Any]
+ParamsDict: TypeAlias = dict[str, Any]
+"""The parameters of an equation, as `JaxprEqn.replace` takes them."""
 
 
-def retype(eqn: JaxprEqn, dtype: DType) -> Params:
+def retype(eqn: JaxprEqn, dtype: DType) -> ParamsDict:
   """Returns the parameters of an equation for computing in `dtype`."""
   name, params = facts_of(eqn).dtype_param, eqn.params
   if name is None or params[name] is None:

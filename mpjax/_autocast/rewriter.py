@@ -19,7 +19,7 @@ from mpjax._autocast.kinds import (
   kind_of_input,
   numbers_of,
 )
-from mpjax._autocast.precision import Params
+from mpjax._autocast.precision import ParamsDict
 from mpjax._autocast.scopes import REGION, shown_region
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._autocast.values import Value
@@ -171,7 +171,7 @@ class Rewriter:
     eqn: JaxprEqn,
     operands: Sequence[Atom],
     kinds: Sequence[Kind | None],
-    params: Params | None = None,
+    params: ParamsDict | None = None,
   ) -> None:
     """Writes an equation with new operands, kinds of results and, if given, parameters."""
     pairs = zip(eqn.outvars, kinds, strict=True)
@@ -186,7 +186,7 @@ class Rewriter:
     operands: Sequence[Atom],
     kinds: Sequence[Kind | None],
     low: DType,
-    params: Params | None = None,
+    params: ParamsDict | None = None,
   ) -> None:
     """Writes an equation, and rounds float32 activations that only matmuls use."""
     self.write(eqn, operands, kinds, params)
@@ -226,7 +226,9 @@ class Rewriter:
     alone = Role.NUMBER if facts_of(eqn).draws else Role.INPUT
     return max(roles, default=alone)
 
-  def precise(self, eqn: JaxprEqn, params: Params, dtypes: Iterable[DType | None]) -> Params:
+  def precise(
+    self, eqn: JaxprEqn, params: ParamsDict, dtypes: Iterable[DType | None]
+  ) -> ParamsDict:
     """Returns parameters with the precision of the policy, if a matmul has none."""
     # Only matmuls and convolutions have the parameter. It is None if the user has set none.
     policy = self.place(eqn).policy if params.get("precision", 0) is None else None

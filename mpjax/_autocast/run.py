@@ -24,8 +24,7 @@ from mpjax._jaxpr.compat import (
   with_equations,
   without_scopes,
 )
-from mpjax._jaxpr.locations import call_of as line_of_call
-from mpjax._jaxpr.locations import location
+from mpjax._jaxpr.locations import lines_of_call, location
 from mpjax._jaxpr.primitives import is_higher_order
 from mpjax._jaxpr.reader import Atom, aval_of, is_number
 from mpjax._policy.active import AUDIT
@@ -107,7 +106,7 @@ def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
     alone = eqn.effects or (is_higher_order(eqn) and held[id(eqn.params)] == 1)
     if alone:
       return id(eqn)
-    lines = (location(eqn).source, line_of_call(eqn)) if needs_lines else ()
+    lines = (location(eqn).source, lines_of_call(eqn)) if needs_lines else ()
     return (eqn.source_info.name_stack, eqn.ctx, *lines)
 
   return [list(each) for _, each in itertools.groupby(eqns, group)]

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from mpjax._jaxpr.graph import Graph, Operation, Value
-from mpjax._jaxpr.locations import Source, call_of
+from mpjax._jaxpr.locations import Source, lines_of_call
 
 
 class Cause(NamedTuple):
@@ -161,10 +161,10 @@ class Causes:
     """Returns the cause of a cast to float32; None if a call such as `x + table` wrote it."""
     # Later checks treat a cast value as the low-precision value that it is.
     self._cast_from[result] = operation.operands[0]
-    call = call_of(operation.eqn)
+    call = lines_of_call(operation.eqn)
     # The promotion in `x + table` belongs to the same call as the addition. A cast whose consumers
     # belong to other calls is in the user's code.
-    is_of_user = bool(call) and all(call_of(each.eqn) != call for each in result.consumers)
+    is_of_user = bool(call) and all(lines_of_call(each.eqn) != call for each in result.consumers)
     return own_cause(operation, result)._replace(kind="cast") if is_of_user else None
 
   def _note_moved_cast(self, operation: Operation, result: Value) -> None:

@@ -23,7 +23,7 @@ from mpjax._debug.nonfinite_report import NonfiniteReport, Range
 from mpjax._debug.report import Advance, Pending
 from mpjax._debug.selectors import homes_of, selector
 from mpjax._jaxpr.graph import Graph, Operation, Value
-from mpjax._jaxpr.locations import MODULE, Source, call_of
+from mpjax._jaxpr.locations import MODULE, Source, lines_of_call
 from mpjax._jaxpr.primitives import Holds
 from mpjax._jaxpr.reader import aval_of, mapped_with
 from mpjax._jaxpr.runner import Observer, run
@@ -389,7 +389,7 @@ def _same_call_before(graph: Graph, operation: Operation) -> list[Operation]:
 
 
 def _call(operation: Operation) -> tuple[Source, ...]:
-  return call_of(*(step.eqn for step in operation.step.enclosing()))
+  return lines_of_call(*(step.eqn for step in operation.step.enclosing()))
 
 
 def _is_alike(one: Operation, other: Operation) -> bool:

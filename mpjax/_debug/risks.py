@@ -28,7 +28,7 @@ from mpjax._core.types import is_low_precision
 from mpjax._debug.cures import cure_of, low_cure
 from mpjax._debug.findings import merged, unnumbered
 from mpjax._jaxpr.graph import Graph, Operation, Value
-from mpjax._jaxpr.locations import NOT_IN, Source, call_of
+from mpjax._jaxpr.locations import NOT_IN, Source, lines_of_call
 from mpjax._jaxpr.primitives import (
   ADDITIONS,
   CLIPS,
@@ -563,7 +563,7 @@ def _is_derivative(comparison: Operation, order: Value) -> bool:
 
 
 def _same_call(one: Operation, other: Operation) -> bool:
-  calls = [call_of(*(step.eqn for step in x.step.enclosing())) for x in (one, other)]
+  calls = [lines_of_call(*(step.eqn for step in x.step.enclosing())) for x in (one, other)]
   return bool(calls[0]) and calls[0] == calls[1]
 
 

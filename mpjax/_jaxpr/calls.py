@@ -90,7 +90,7 @@ def placed_like(tangent: Any, primal: Array) -> Array:
   return tangent
 
 
-def differentiated(
+def equation_with_rule(
   body: ClosedJaxpr, rule: Function, avals: Sequence[ShapedArray], name: str
 ) -> JaxprEqn:
   """Returns an equation that runs a jaxpr with a rule for `jax.custom_jvp`, with symbolic zeros."""

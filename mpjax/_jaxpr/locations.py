@@ -171,7 +171,7 @@ def _joined(names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
   return more if more[: len(names)] == names else names + more
 
 
-def call_of(*eqns: JaxprEqn) -> tuple[Source, ...]:
+def lines_of_call(*eqns: JaxprEqn) -> tuple[Source, ...]:
   """Returns the call that wrote an equation: the library's line and the user's line around it.
 
   `eqns` are an equation and the equations around it. The first with both lines counts. The result

@@ -322,7 +322,7 @@ def donated(eqn: JaxprEqn) -> tuple[bool, ...]:
   return eqn.params.get("donated_invars") or (False,) * len(eqn.invars)
 
 
-def name_of(eqn: JaxprEqn) -> str:
+def function_name(eqn: JaxprEqn) -> str:
   """Returns the name, file and line of the function that an equation calls, or its primitive."""
   inner = inner_jaxprs(eqn)
   debug = getattr(inner[0].jaxpr, "debug_info", None) if inner else None

@@ -17,7 +17,7 @@ from mpjax._matmul.block_dot import E2M1, E4M3, E8M0, joined, split
 from mpjax._matmul.float8 import rounded_up, with_largest
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._matmul.rounding import hadamard, random_bits, stochastic
-from mpjax._policy.formats import MXFP8, NVFP4, Float8, name_of, why_not, why_not_gradient
+from mpjax._policy.formats import MXFP8, NVFP4, Float8, format_name, why_not, why_not_gradient
 
 # The least scale. The reciprocal of a smaller one may overflow float32.
 _TINY = np.finfo(np.float32).tiny
@@ -40,7 +40,7 @@ class BlockRecipe:
 
   @property
   def name(self) -> str:
-    return name_of(type(self.options))
+    return format_name(type(self.options))
 
   @property
   def block(self) -> int:

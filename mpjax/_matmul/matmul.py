@@ -33,7 +33,7 @@ from jax.sharding import AxisType
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import remembered_off_mesh
-from mpjax._jaxpr.calls import differentiated, jaxpr_for, placed_like
+from mpjax._jaxpr.calls import equation_with_rule, jaxpr_for, placed_like
 from mpjax._jaxpr.compat import WRITTEN_OUT, bind
 from mpjax._jaxpr.count import DotAxes, dot_axes
 from mpjax._jaxpr.locations import EMULATED, NOT_IN, RECIPE
@@ -78,7 +78,7 @@ def equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
     return results, [functools.reduce(operator.add, parts)]
 
   body = jaxpr_for(lambda *operands: rule.with_kept((), *operands)[0], *avals)
-  eqn = differentiated(body, tangent, avals, "matmul")
+  eqn = equation_with_rule(body, tangent, avals, "matmul")
   return eqn
 
 

@@ -240,7 +240,7 @@ class _Decision(NamedTuple):
   first_bad: dict[str, Array]
 
 
-Step: TypeAlias = Callable[[OptState, Params], tuple[Updates, OptState]]
+InnerStep: TypeAlias = Callable[[OptState, Params], tuple[Updates, OptState]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -431,7 +431,7 @@ class LossScaling:
       divisors = only.scale
     return {"grads_finite": finite.all, "loss_scale": divisors} | extra_args
 
-  def _step(self, inputs: _Inputs, extra_args: Mapping[str, PyTree]) -> Step:
+  def _step(self, inputs: _Inputs, extra_args: Mapping[str, PyTree]) -> InnerStep:
     """Returns what `inner` does with the plain gradient."""
 
     def step(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
@@ -449,7 +449,7 @@ class LossScaling:
     return step
 
   def _decision(
-    self, finite: _Finite, step: Step, inputs: _Inputs, state: LossScalingState
+    self, finite: _Finite, step: InnerStep, inputs: _Inputs, state: LossScalingState
   ) -> _Decision:
     """Returns whether the step is applied, and what was not finite."""
     if not self.is_scaled:

@@ -63,7 +63,7 @@ class Format:
   def __str__(self) -> str:
     # Words without a name come first, then "name=value". Defaults are left out, so that equal
     # options have one text and a new option changes no text.
-    words, pairs = [name_of(type(self))], []
+    words, pairs = [format_name(type(self))], []
     names = {option: word for word, option in _words(type(self)).items()}
     for field in _fields(type(self)):
       value = getattr(self, field.name)
@@ -235,18 +235,18 @@ class Int8(Format):
 # Questions of the recipes about the options of any format.
 
 
-def name_of(cls: type[Format]) -> str:
+def format_name(cls: type[Format]) -> str:
   """Returns the name of a format. Its texts begin with it."""
   return cls.__name__.lower()
 
 
-_FORMATS = {name_of(cls): cls for cls in (Float8, MXFP8, NVFP4, Int8)}
+_FORMATS = {format_name(cls): cls for cls in (Float8, MXFP8, NVFP4, Int8)}
 
 
 def why_not_gradient(options: Any, *, of_weight: bool) -> str | None:
   """Returns the option that keeps a gradient in the compute dtype; None if it is in the format."""
   option = "weight_grad" if of_weight else "input_grad"
-  return None if getattr(options, option) == name_of(type(options)) else f"{option}=half"
+  return None if getattr(options, option) == format_name(type(options)) else f"{option}=half"
 
 
 def why_not(options: Any, depth: int, columns: int, *, multiple: int = MULTIPLE) -> str | None:
@@ -432,7 +432,7 @@ def parse_recipe(matmul: Any, compute: DType, where: str) -> Any:
   # "bfloat16" in place of "half" must be the compute dtype. User recipes may lack both options.
   for name in ("input_grad", "weight_grad"):
     if getattr(recipe, name, None) in {*HALF_NAMES} - {compute.name}:
-      expected = f"{name}={name_of(type(recipe))!r}, 'half' or {compute.name!r}"
+      expected = f"{name}={format_name(type(recipe))!r}, 'half' or {compute.name!r}"
       fix = f'Write {name}="half" for the compute dtype.'
       raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return recipe

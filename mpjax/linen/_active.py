@@ -72,14 +72,14 @@ def module_path(module: nn.Module) -> str:
   return "/".join(module.path or ()) or module.name or ""
 
 
-def policy_of(active: Active, config: PolicyConfig, module: nn.Module) -> ModulePolicy:
+def module_policy(active: Active, config: PolicyConfig, module: nn.Module) -> ModulePolicy:
   """Returns the policy of a module: its own, that of a rule, or the one around it."""
   # The policy around a module is that of its parent. A lifted transform hides the parent. The
   # policy around is then that of the module being called, as it is for a model that is applied in a
   # forward pass.
   around = active.around
   if isinstance(module.parent, nn.Module):
-    around = policy_of(active, config, module.parent)
+    around = module_policy(active, config, module.parent)
   elif module.path == () and not is_new_root(active, module):
     around = active.of_root
   # A module's own policy is a dataclass field. A property of that name may compute something else.

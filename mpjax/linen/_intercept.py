@@ -10,14 +10,14 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope
 
-from mpjax._autocast.module_calls import begins_trace, call_of
+from mpjax._autocast.module_calls import begins_trace, module_call
 from mpjax._autocast.scopes import region_of
 from mpjax._core.trees import instances_in
 from mpjax._core.types import Args, Function, Kwargs, PyTree, Variables
 from mpjax._policy.active import ACTIVE, in_region
 from mpjax._policy.rules import ModulePolicy, PolicyConfig
 from mpjax.linen import _layers
-from mpjax.linen._active import Active, begin, current, is_new_root, module_path, policy_of
+from mpjax.linen._active import Active, begin, current, is_new_root, module_path, module_policy
 from mpjax.linen._again import TracedCall
 from mpjax.linen._initialize import store_caches, store_parameters
 from mpjax.linen._outermost import BoundCall
@@ -54,7 +54,7 @@ def intercept(
   # Rules with paths need traces of their own, see `_paths.py`.
   if active.config.by_path:
     flag_paths((module, *instances_in((args, kwargs), nn.Module)))
-  resolved = policy_of(active, active.config, module)
+  resolved = module_policy(active, active.config, module)
   first = _first_call(active, module, name)
   if first is not None:
     # Flax calls the method again in order to trace it. Its arguments came through the first call.
@@ -165,7 +165,7 @@ class _MethodCall:
       if record is not None:
         record.note(module, self.path)
     layers = _layers.LAYERS
-    called = call_of(module, self.path, resolved, state, layers, initializing=initializing)
+    called = module_call(module, self.path, resolved, state, layers, initializing=initializing)
     outputs = called.run(self.method, self.args, self.kwargs, initializing=initializing)
     if initializing:
       self._store(state)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from mpjax._autocast.module_calls import begins_trace, call_of
+from mpjax._autocast.module_calls import begins_trace, module_call
 from mpjax._autocast.scopes import end_of_policy
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.leaves import raw_value, set_raw_value
@@ -27,7 +27,7 @@ from mpjax.nnx._link import (
   forget_mode,
   is_view,
   model_of,
-  path_of,
+  module_path,
   resolved_policy,
   user_class,
 )
@@ -125,7 +125,7 @@ def _check_set(module: nnx.Pytree, name: str, value: object) -> None:
 def _store_in_param_dtype(value: Any, active: Active) -> None:
   """Gives a parameter that a call creates the `param_dtype` of the policy."""
   policy = active.around.policy
-  if policy is not None and _layers.kind_of(value).stored == "param_dtype":
+  if policy is not None and _layers.state_kind(value).stored == "param_dtype":
     set_raw_value(value, end_of_policy(raw_value(value), policy.param_dtype))
 
 
@@ -192,12 +192,12 @@ def _method(name: str, own: Any) -> Function:
     # Inside `full_precision` there is no policy.
     if in_region():
       return own.__get__(self, type(self))(*args, **kwargs)
-    resolved, path = resolved_policy(self), path_of(self)
+    resolved, path = resolved_policy(self), module_path(self)
 
     def call(module: nnx.Module, args: Args, kwargs: Kwargs) -> PyTree:
       check_modes(module)
       # `module` is `self`, or its copy in the trace of the outermost call.
-      called = call_of(module, path, resolved, calling_state(), _layers.LAYERS)
+      called = module_call(module, path, resolved, calling_state(), _layers.LAYERS)
       outputs = called.run(own.__get__(module, type(module)), args, kwargs)
       _check_not_async(outputs, f"{type(module).__name__}.{name}")
       return called.result(outputs)

@@ -39,5 +39,6 @@ MODES = ("deterministic", "use_running_average")
 """Flags that `train()` and `eval()` of NNX set."""
 
 
-def kind_of(variable: object) -> StateKind:
+def state_kind(variable: object) -> StateKind:
+  """Returns how a variable is treated; other objects are inputs."""
   return next((kind for cls, kind in STATE.items() if isinstance(variable, cls)), StateKind())

@@ -87,7 +87,7 @@ def model_of(module: nnx.Pytree) -> nnx.Pytree | None:
   return None if link is None else link.model_behind(module)
 
 
-def path_of(module: nnx.Pytree) -> str:
+def module_path(module: nnx.Pytree) -> str:
   """Returns the path of a module in the model; the name of its class if it has no link."""
   link = vars(module).get(LINK)
   return type(module).__name__ if link is None else link.path

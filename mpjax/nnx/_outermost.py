@@ -32,7 +32,7 @@ from mpjax.nnx._graph import (
   put_in_order,
   rebound,
 )
-from mpjax.nnx._link import check_modes, is_view, path_of, resolved_policy
+from mpjax.nnx._link import check_modes, is_view, module_path, resolved_policy
 
 _TAG = "mpjax.policy"
 """The name of the context in which NNX maps each copy to its original."""
@@ -77,7 +77,7 @@ def outermost(call: Function, name: str, module: nnx.Module, args: Args, kwargs:
     return call(module, args, kwargs)
 
   state = dataclasses.replace(calling_state(), region=region_of(resolved_policy(module).policy))
-  return attempts(rewrite, run_as_python, state, path_of(module))
+  return attempts(rewrite, run_as_python, state, module_path(module))
 
 
 # Before the call
@@ -205,7 +205,7 @@ def _trace(
 def _inputs_in(operands: Args) -> list[Leaf]:
   """Returns the arrays among the operands that are no parameters."""
   values = jax.tree.leaves(operands, is_leaf=is_nnx_variable)
-  return jax.tree.leaves([x for x in values if not _layers.kind_of(x).is_parameter])
+  return jax.tree.leaves([x for x in values if not _layers.state_kind(x).is_parameter])
 
 
 def _traced_body(

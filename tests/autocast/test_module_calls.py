@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._autocast.module_calls import Layers, attempts, call_of, dtype_field, plain_attribute
+from mpjax._autocast.module_calls import Layers, attempts, dtype_field, module_call, plain_attribute
 from mpjax._policy.active import EVERY, Active
 from mpjax._policy.rules import ModulePolicy
 
@@ -30,7 +30,7 @@ class Layer:
 def call_in(state, layer, policy, iterates=(), **fields):
   output = None if policy is None else policy.output_dtype
   resolved = ModulePolicy(policy, **{"output_dtype": output, **fields})
-  return call_of(layer, "layer", resolved, state, Layers(iterates=iterates))
+  return module_call(layer, "layer", resolved, state, Layers(iterates=iterates))
 
 
 def run(call, policy, **fields):

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._jaxpr.locations import Location, call_of, is_library, line_of_user, location, shown_file
+from mpjax._jaxpr.locations import (
+  Location,
+  is_library,
+  line_of_user,
+  lines_of_call,
+  location,
+  shown_file,
+)
 from mpjax._jaxpr.reader import inner_jaxprs, opened
 
 
@@ -172,7 +179,7 @@ def test_equations_of_one_call_of_a_library():
 
   program = jax.make_jaxpr(fn)(jnp.ones(3, "bfloat16"))
   calls = [
-    call_of(eqn) for eqn, _ in locations(program) if eqn.primitive.name != "broadcast_in_dim"
+    lines_of_call(eqn) for eqn, _ in locations(program) if eqn.primitive.name != "broadcast_in_dim"
   ]
   asked, promotes, add, mul = calls
   assert promotes == add

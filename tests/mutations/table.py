@@ -331,8 +331,8 @@ mpjax/_autocast/module_calls.py::ModuleCall._fields_to_set
 mpjax/linen/_intercept.py::_MethodCall.run
 
 38a initial values are drawn in the compute dtype
-- call_of(module, self.path, resolved, state, layers, initializing=initializing)
-+ call_of(
+- module_call(module, self.path, resolved, state, layers, initializing=initializing)
++ module_call(
 +   module, self.path, resolved,
 +   dataclasses.replace(state, casting=frozenset({object}) if initializing else state.casting),
 +   layers
@@ -909,7 +909,7 @@ mpjax/_autocast/module_calls.py::ModuleCall._fields_to_set
 + self.inner.keeps_dtypes
 tests/autocast/test_kernels.py::test_a_float32_rule_runs_the_kernel_in_float32
 
-mpjax/_autocast/module_calls.py::call_of
+mpjax/_autocast/module_calls.py::module_call
 
 121 the own dtype of a module does not reach its kernel
 - state.keeps_dtypes or type(module).__qualname__ in state.keeping
