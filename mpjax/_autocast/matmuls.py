@@ -14,7 +14,7 @@ from mpjax._autocast.precision import asked_precision, retype
 from mpjax._autocast.rewriter import Rewriter
 from mpjax._autocast.scopes import TABLE, Place
 from mpjax._autocast.settings import Settings
-from mpjax._autocast.values import Value
+from mpjax._autocast.values import FloatValue
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.compat import context_of
 from mpjax._jaxpr.count import dot_axes, matmul_sizes
@@ -25,7 +25,7 @@ from mpjax._matmul.matmul import Matmul, RecipeMatmul, equation
 from mpjax._matmul.protocol import Recipe
 from mpjax._matmul.recipes import recipe_of
 
-Operands: TypeAlias = Sequence[Value | None]
+Operands: TypeAlias = Sequence[FloatValue | None]
 """The operands of an equation; None for operands that are not floating."""
 
 FEWEST_PRODUCTS = 8
@@ -229,6 +229,6 @@ def _equation(eqn: JaxprEqn, rule: Matmul, operands: Sequence[Atom]) -> JaxprEqn
   return eqn.replace(primitive=product.primitive, invars=list(operands), params=product.params)
 
 
-def _is_uncast(value: Value) -> bool:
+def _is_uncast(value: FloatValue) -> bool:
   """Whether a value is a weight that the function has not cast to low precision."""
   return value.kind.weight and value.kind.role == Role.PARAMETER

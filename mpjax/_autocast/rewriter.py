@@ -22,7 +22,7 @@ from mpjax._autocast.kinds import (
 from mpjax._autocast.precision import ParamsDict
 from mpjax._autocast.scopes import REGION, shown_region
 from mpjax._autocast.settings import Scope, Settings
-from mpjax._autocast.values import Value
+from mpjax._autocast.values import FloatValue
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxpr.locations import NOT_IN, PREFIX, Source
@@ -70,7 +70,7 @@ class Rewriter:
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
     self.warned: set[Source] = set()  # lines with a warning, so that each has one
     # The floating values, by their old variables. Variables of other dtypes stay.
-    self.values: dict[Var, Value] = {}
+    self.values: dict[Var, FloatValue] = {}
     # Integer variables that are literals at the call of this jaxpr, as in `jnp.clip(x, 0, 6)`.
     self.literals: dict[Var, Kind] = {}
 
@@ -85,22 +85,22 @@ class Rewriter:
     dtype = kind.variable or kind.dtype
     # A variable that keeps its dtype stays, so that unchanged equations stay too.
     atom = var if dtype == dtype_of(var) else retyped(var, dtype)
-    # Inside a jaxpr the `Value` has the variable. `Kind.variable` is for its boundary.
+    # Inside a jaxpr the `FloatValue` has the variable. `Kind.variable` is for its boundary.
     inside = kind if kind.variable is None else kind._replace(variable=None)
-    self.values[var] = Value(atom, inside)
+    self.values[var] = FloatValue(atom, inside)
     return atom
 
-  def value(self, atom: Atom) -> Value | None:
+  def value(self, atom: Atom) -> FloatValue | None:
     """Returns the value of a floating operand; None for other operands."""
     if not isinstance(atom, Literal):
       return self.values.get(atom)
     if dtype_of(atom) not in FLOATS:
       return None
     if is_number(atom):
-      return Value(atom, Kind(Role.NUMBER, aval_of(atom).dtype, numbers=numbers_of(atom.val)))
+      return FloatValue(atom, Kind(Role.NUMBER, aval_of(atom).dtype, numbers=numbers_of(atom.val)))
     # With `jax_use_simplified_jaxpr_constants` an array that the function closes over is a literal.
     kind = kind_of_constant(atom.val, self.settings)
-    return None if kind is None else Value(atom, kind)
+    return None if kind is None else FloatValue(atom, kind)
 
   def kind(self, atom: Atom) -> Kind | None:
     """Returns the kind of a floating operand; None for other operands."""
@@ -138,7 +138,7 @@ class Rewriter:
     value = self.value(atom)
     return atom if value is None else self.cast(value, dtype or value.kind.dtype, eqn)
 
-  def cast(self, value: Value, dtype: DType, eqn: JaxprEqn | None) -> Atom:
+  def cast(self, value: FloatValue, dtype: DType, eqn: JaxprEqn | None) -> Atom:
     """Returns the variable or literal of a value in `dtype`; writes a cast for it if needed."""
     if dtype_of(value.atom) == dtype:
       return value.atom
@@ -197,7 +197,7 @@ class Rewriter:
         continue
       if dtype_of(var) == FLOAT32:
         rounded = self.cast(self.values[var], low, eqn)
-        self.values[var] = Value(rounded, kind._replace(dtype=low))
+        self.values[var] = FloatValue(rounded, kind._replace(dtype=low))
 
   def untouched(
     self, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = (), role: Role | None = None

@@ -50,7 +50,7 @@ from mpjax._autocast.matmuls import Operands, matmul
 from mpjax._autocast.precision import retype
 from mpjax._autocast.rewriter import Rewriter
 from mpjax._autocast.scopes import Place
-from mpjax._autocast.values import Value
+from mpjax._autocast.values import FloatValue
 from mpjax._core.types import FLOAT32, HALVES, DType
 from mpjax._jaxpr.op_lists import part_of
 from mpjax._jaxpr.primitives import OUTER_PRODUCT, facts_of
@@ -111,12 +111,12 @@ def _end(rewriter: Rewriter, eqn: JaxprEqn, place: Place, dtype: DType) -> None:
     return rewriter.untouched(eqn)
   # No equation is written for the mark: the result is the operand, or its cast.
   if place.ends_policy:
-    rewriter.values[var] = Value(rewriter.cast(value, dtype, eqn), kind_of_input(dtype))
+    rewriter.values[var] = FloatValue(rewriter.cast(value, dtype, eqn), kind_of_input(dtype))
   elif rewriter.flags_of_results(eqn) & Flag.OUTPUT:
     rewriter.values[var] = value  # The policy returns it in float32.
   else:
     rounded = rewriter.cast(value, dtype, eqn)
-    rewriter.values[var] = Value(rounded, Kind(Role.ACTIVATION, dtype))
+    rewriter.values[var] = FloatValue(rounded, Kind(Role.ACTIVATION, dtype))
 
 
 def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
@@ -136,7 +136,7 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   role = value.kind.role if keeps_role else Role.ACTIVATION
   # A cast to float32 changes no value. The result shares the variable, and consumers that want the
   # dtype before the cast need no second one.
-  cast = Value(value.atom, Kind(role, target, weight=value.kind.weight), stored=value.atom)
+  cast = FloatValue(value.atom, Kind(role, target, weight=value.kind.weight), stored=value.atom)
   # A cast to low precision is written here for all consumers; one to float32 at each consumer.
   if target != FLOAT32 or FLOAT32 in value.casts:
     cast.atom = rewriter.cast(value, target, eqn)
@@ -157,7 +157,7 @@ def _passed_on(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> None:
   rewriter.write(eqn, atoms, kinds)
 
 
-def _variable(value: Value) -> DType | None:
+def _variable(value: FloatValue) -> DType | None:
   """Returns the dtype of the variable of a value, if that differs from its kind."""
   return FLOAT32 if value.is_low_in_float32 else None
 
@@ -279,7 +279,7 @@ def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operan
   return (facts.exact or facts.tests) and bool(floats) and all(v.is_low_in_float32 for v in floats)
 
 
-def _operand(rewriter: Rewriter, eqn: JaxprEqn, value: Value, dtype: DType) -> Atom:
+def _operand(rewriter: Rewriter, eqn: JaxprEqn, value: FloatValue, dtype: DType) -> Atom:
   """Returns an operand in `dtype`, after broadcasting it in float32 if the operation would."""
   repeats = facts_of(eqn).gradient in ("added", "multiplied")
   if (
@@ -292,7 +292,7 @@ def _operand(rewriter: Rewriter, eqn: JaxprEqn, value: Value, dtype: DType) -> A
   return rewriter.cast(value, dtype, eqn)
 
 
-def _repeated(rewriter: Rewriter, value: Value, dtype: DType, eqn: JaxprEqn) -> Atom:
+def _repeated(rewriter: Rewriter, value: FloatValue, dtype: DType, eqn: JaxprEqn) -> Atom:
   """Returns an operand broadcast in float32, so that its gradients are summed in float32."""
   wide = rewriter.cast(value, FLOAT32, eqn)
   aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None

@@ -11,7 +11,7 @@ from mpjax._jaxpr.reader import Atom, aval_of, is_number, shape_of
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Value:
+class FloatValue:
   """A floating value, and its variable in the jaxpr that is being written."""
 
   # The variable or the literal. It may be float32 while the value is in low precision.

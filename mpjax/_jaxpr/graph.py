@@ -24,7 +24,7 @@ from mpjax._jaxpr.primitives import Row, facts_of
 from mpjax._jaxpr.reader import Inner, aval_of
 from mpjax._jaxpr.steps import Body, Slot, Step, body_of
 
-Kind: TypeAlias = Literal["argument", "constant", "literal", "operation"]
+ValueKind: TypeAlias = Literal["argument", "constant", "literal", "operation"]
 Joins: TypeAlias = Literal["enter", "carry", "leave"]
 
 _LISTS = OpLists()
@@ -35,7 +35,7 @@ class Value:
   """An array of the graph."""
 
   aval: ShapedArray  # its shape and dtype
-  kind: Kind  # where it comes from
+  kind: ValueKind  # where it comes from
   label: str = ""  # the path of an argument; the number or the type of a constant or literal
   made_by: "Operation | None" = None  # the operation that returns it, if it is a result
   data: object = None  # the array or number of a constant or literal, if it is known

@@ -28,7 +28,7 @@ from mpjax._optim.step_at_scales import (
   pair_versions,
   run_at,
 )
-from mpjax._optim.step_call import Place, StepCall, StepProgram
+from mpjax._optim.step_call import ResultPath, StepCall, StepProgram
 from mpjax._optim.trees import full_like
 
 WHERE = "mpjax.check_loss_scaling(step)"
@@ -229,8 +229,8 @@ class _Compared(NamedTuple):
     overflowed: at inf and NaN.
   """
 
-  finite: Sequence[Mapping[Place, NumpyArray]]
-  overflowed: Sequence[Mapping[Place, NumpyArray]]
+  finite: Sequence[Mapping[ResultPath, NumpyArray]]
+  overflowed: Sequence[Mapping[ResultPath, NumpyArray]]
 
 
 def _where_applied(runs: Sequence[Run]) -> _Compared:
@@ -265,12 +265,12 @@ class _Dependent(NamedTuple):
 
   only_overflowed: bool
   rises: bool
-  place: Place
+  place: ResultPath
   argument: Path
 
 
 def _dependent_on_scale(
-  step: ExaminedStep, pairs: Mapping[Path, Place], compared: _Compared
+  step: ExaminedStep, pairs: Mapping[Path, ResultPath], compared: _Compared
 ) -> list[_Dependent]:
   """Returns the new versions whose values depend on the loss scale."""
   dependent = []
@@ -291,7 +291,7 @@ def _dependent_on_scale(
 
 
 def _moves(
-  step: ExaminedStep, scale: ScaleInStep, pairs: Mapping[Path, Place], compared: _Compared
+  step: ExaminedStep, scale: ScaleInStep, pairs: Mapping[Path, ResultPath], compared: _Compared
 ) -> bool:
   """Whether a new version that depends on gradients is another than the array that it replaces."""
   # Everything computed from gradients depends on the scale, by which `update` divides. Statistics
@@ -307,7 +307,7 @@ def _moves(
 
 
 def _a_step_later(
-  step: ExaminedStep, pairs: Mapping[Path, Place], after: Mapping[Place, NumpyArray]
+  step: ExaminedStep, pairs: Mapping[Path, ResultPath], after: Mapping[ResultPath, NumpyArray]
 ) -> dict[Path, Array]:
   """Returns the arguments of the next step, as far as they have new versions."""
   # An average that begins as a copy of the parameters differs from them after a step. Arrays of
@@ -326,10 +326,10 @@ def _a_step_later(
 
 def _changed(
   step: ExaminedStep,
-  pairs: Mapping[Path, Place],
+  pairs: Mapping[Path, ResultPath],
   start: Mapping[Path, Array],
-  skipped: Mapping[Place, NumpyArray],
-) -> list[tuple[Path, Place]]:
+  skipped: Mapping[ResultPath, NumpyArray],
+) -> list[tuple[Path, ResultPath]]:
   """Returns the arrays, and their new versions, that a skipped step does not keep."""
   scales = [path for path in step.call.arrays if is_of_scale(path)]
   around_scales = {path[:n] for path in scales for n in range(len(path))}
@@ -397,7 +397,10 @@ def _depends_on_scale(
 
 
 def _changes_when_skipped(
-  step: ExaminedStep, scale: OwnedScale, changed: Sequence[tuple[Path, Place]], versions: Versions
+  step: ExaminedStep,
+  scale: OwnedScale,
+  changed: Sequence[tuple[Path, ResultPath]],
+  versions: Versions,
 ) -> errors.MpjaxValueError:
   """Returns the error for a skipped step that changes some of the arguments."""
   # Statistics are named first. Keys and counts of random numbers follow from the same mistake.
@@ -419,7 +422,7 @@ def _changes_when_skipped(
   )
 
 
-def _unless_stated(argument: Path, place: Place, versions: Versions) -> str:
+def _unless_stated(argument: Path, place: ResultPath, versions: Versions) -> str:
   """Returns the fix for a result that was wrongly taken for the new version of an argument."""
   if argument not in versions.inferred:
     return ""

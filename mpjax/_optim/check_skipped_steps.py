@@ -11,7 +11,7 @@ from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_int
 from mpjax._core.leaves import raw_value
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import KeyPath, OptState, Params, PyTree, is_inexact
-from mpjax._optim.leaf_codes import Kind, LeafCode, find_leaf, floating_leaves, read_code
+from mpjax._optim.leaf_codes import LeafCode, LeafKind, find_leaf, floating_leaves, read_code
 from mpjax._optim.loss_scale import OwnedScale, find_scale, scales_in
 from mpjax._optim.trees import differentiated, key_text
 
@@ -122,19 +122,19 @@ def _leaf_text(code: LeafCode, opt_state: OptState, scale: OwnedScale, params: P
   """Names a leaf that was not finite, by its path or else by its position."""
   # A code has a checksum of the leaf's path. List the paths that such a leaf can have, with names.
   match code.kind:
-    case Kind.GRADIENT | Kind.UPDATE:
-      of = "the gradient of" if code.kind is Kind.GRADIENT else "the update of"
+    case LeafKind.GRADIENT | LeafKind.UPDATE:
+      of = "the gradient of" if code.kind is LeafKind.GRADIENT else "the update of"
       named = [(path, f"{of} {text}") for path, text in _parameters(params)]
-    case Kind.LOSS:
+    case LeafKind.LOSS:
       named = _watched(getattr(opt_state, "model_state", None))
-    case Kind.STATE:
+    case LeafKind.STATE:
       leaves = floating_leaves(scale.owner.inner_state)
       at = "the new optimizer state at inner_state"
       named = [(path, f"{at}{jax.tree_util.keystr(path)}") for path, _ in leaves]
   if (name := find_leaf(code, named)) is not None:
     return name
   # No path has the checksum: the tree that was checked differs from the user's.
-  if code.kind in (Kind.LOSS, Kind.STATE):
+  if code.kind in (LeafKind.LOSS, LeafKind.STATE):
     return f"{code.kind.name.lower()} leaf {code.position_text}"
   hint = "params= gives its path" if params is None else "params have no leaf at its path"
   return (

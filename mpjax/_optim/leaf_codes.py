@@ -17,7 +17,7 @@ from mpjax._core.types import KeyPath, Leaf, PyTree, is_inexact
 from mpjax._optim.trees import leaves_with_path
 
 
-class Kind(enum.IntEnum):
+class LeafKind(enum.IntEnum):
   """What a leaf is part of."""
 
   GRADIENT = 0
@@ -39,7 +39,7 @@ class LeafCode(NamedTuple):
   The kind has the highest bits, so the minimum of several codes is that of the first leaf.
   """
 
-  kind: Kind
+  kind: LeafKind
   position: int  # among the floating leaves of its kind
   checksum: int
 
@@ -54,7 +54,7 @@ def checksum_of(path: KeyPath) -> int:
   return zlib.crc32(jax.tree_util.keystr(path, simple=True, separator="/").encode()) % 2**16
 
 
-def write_code(kind: Kind, position: int, path: KeyPath) -> int:
+def write_code(kind: LeafKind, position: int, path: KeyPath) -> int:
   """Returns the code of a leaf. Codes ascend with positions; all from `_LAST` on are one."""
   # All later leaves share one code. A checksum would make their order depend on paths.
   checksum = checksum_of(path) if position < _LAST else 0
@@ -67,7 +67,7 @@ def read_code(code: int) -> LeafCode | None:
   # The inverse of `write_code`. Position 0 means that the number is no code.
   rest, checksum = divmod(code, 2**16)
   kind, position = divmod(rest, 2**13)
-  return LeafCode(Kind(kind), position - 1, checksum) if position else None
+  return LeafCode(LeafKind(kind), position - 1, checksum) if position else None
 
 
 def floating_leaves(tree: PyTree) -> list[tuple[KeyPath, Leaf]]:
@@ -77,7 +77,7 @@ def floating_leaves(tree: PyTree) -> list[tuple[KeyPath, Leaf]]:
   return [(path, x) for path, x in leaves if is_inexact(x)]
 
 
-def coded_leaves(kind: Kind, tree: PyTree) -> list[tuple[int, Leaf]]:
+def coded_leaves(kind: LeafKind, tree: PyTree) -> list[tuple[int, Leaf]]:
   """Returns the floating leaves of a tree, each with its code."""
   leaves = floating_leaves(tree)
   return [(write_code(kind, i, path), x) for i, (path, x) in enumerate(leaves)]

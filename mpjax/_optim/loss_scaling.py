@@ -23,7 +23,7 @@ from mpjax._core.together import first_nonfinite, least_nonfinite
 from mpjax._core.trees import in_low_precision
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates, is_inexact
 from mpjax._optim.checks import check_axes, check_inner
-from mpjax._optim.leaf_codes import NO_LEAF, Kind, coded_leaves
+from mpjax._optim.leaf_codes import NO_LEAF, LeafKind, coded_leaves
 from mpjax._optim.loss_scale import (
   DynamicLossScale,
   LossScale,
@@ -402,9 +402,9 @@ class LossScaling:
     first_bad: dict[str, Array] = {}
     finite: dict[str, Array] = {}
     for label in inputs.moving:
-      leaves = coded_leaves(Kind.GRADIENT, self._looked_at(label, inputs))
+      leaves = coded_leaves(LeafKind.GRADIENT, self._looked_at(label, inputs))
       # The kind orders codes, so a bad gradient is named before a bad loss.
-      leaves += coded_leaves(Kind.LOSS, losses.get(label))
+      leaves += coded_leaves(LeafKind.LOSS, losses.get(label))
       first_bad[label], finite[label] = self._first_bad(leaves)
     # NumPy scalars: as constants they add no operation, unless inner uses them.
     all_finite: Leaf = functools.reduce(jnp.logical_and, finite.values(), np.bool_(True))
@@ -461,7 +461,7 @@ class LossScaling:
     new, new_inner = step(state.inner_state, inputs.params)
     # An inf that the state has kept from the start is no fault: a best loss so far.
     changed = jax.tree.map(unless_there_before, new_inner, state.inner_state)
-    leaves = coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
+    leaves = coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
     bad, is_finite = self._first_bad(leaves)
     # If a gradient was not finite already, its leaf is the first one, not a consequence of it.
     is_bad = jnp.logical_and(finite.all, jnp.logical_not(is_finite))

@@ -13,7 +13,7 @@ Names: TypeAlias = tuple[str, ...]
 Tree: TypeAlias = frozenset[tuple[Names, Spec]]
 """The names, shapes and dtypes of the arrays below a node."""
 
-Kind: TypeAlias = tuple[Names, Tree]
+NodeKind: TypeAlias = tuple[Names, Tree]
 """What an argument and its new version share: the tree, and the name of a single array."""
 
 Stated: TypeAlias = Sequence[tuple[Names | None, Names]]
@@ -61,11 +61,11 @@ class Nodes:
         self._below.setdefault(names[:n], {})[names[n:]] = specs[path]
     self.trees: dict[Names, Tree] = {node: frozenset(x.items()) for node, x in self._below.items()}
     # Equal trees have equal kinds, so candidates for a pair are one look-up away.
-    self.by_kind: dict[Kind, list[Names]] = {}
+    self.by_kind: dict[NodeKind, list[Names]] = {}
     for node in self.trees:
       self.by_kind.setdefault(self.kind(node), []).append(node)
 
-  def kind(self, node: Names) -> Kind:
+  def kind(self, node: Names) -> NodeKind:
     """Returns the properties that a pair shares: the tree, and the name of a single array."""
     # All arrays of one shape have the same tree. Only the name tells a mean from a variance.
     return _last_name(node) if node in self.leaves else (), self.trees[node]
@@ -165,7 +165,7 @@ class NewVersions:
   def pair_trees(self) -> None:
     """Pairs equal trees, the largest first; raises if several results fit one argument."""
     # Start with entire arguments. A larger tree is a safer match than one of its parts.
-    waiting: dict[Kind, list[Names]] = {}
+    waiting: dict[NodeKind, list[Names]] = {}
     self._wait(self._unpaired(()), waiting)
     while waiting:
       kind = max(waiting, key=_size)
@@ -177,7 +177,7 @@ class NewVersions:
       else:
         self._wait(self._named_parts(arguments), waiting)
 
-  def _wait(self, nodes: list[Names], waiting: dict[Kind, list[Names]]) -> None:
+  def _wait(self, nodes: list[Names], waiting: dict[NodeKind, list[Names]]) -> None:
     """Adds arguments to those that wait for a result of their kind."""
     for node in nodes:
       waiting.setdefault(self._arguments.kind(node), []).append(node)
@@ -270,7 +270,7 @@ def _name(key: str) -> str:
   return key[1:] if key.startswith(".") else key[1:-1].strip("'\"")
 
 
-def _size(kind: Kind) -> int:
+def _size(kind: NodeKind) -> int:
   """Returns the number of arrays in a tree of this kind."""
   return len(kind[1])
 

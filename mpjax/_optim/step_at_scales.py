@@ -11,7 +11,7 @@ from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, Leaf, NumpyArray
 from mpjax._optim.loss_scale import LossScaleState, OwnedScale, is_label, scales_in
 from mpjax._optim.new_versions import NewVersions, Stated, names_of
-from mpjax._optim.step_call import RETURNED, WRITTEN, Place, Spec, StepCall, StepProgram
+from mpjax._optim.step_call import RETURNED, WRITTEN, ResultPath, Spec, StepCall, StepProgram
 from mpjax._optim.trees import full_like
 
 
@@ -26,7 +26,7 @@ class ScaleInStep(NamedTuple):
 
   owned: OwnedScale
   fields: Mapping[str, Path]
-  new: Mapping[str, Place] = {}
+  new: Mapping[str, ResultPath] = {}
 
 
 class ExaminedStep(NamedTuple):
@@ -44,7 +44,7 @@ class ExaminedStep(NamedTuple):
   program: StepProgram
   scales: Sequence[ScaleInStep]
   start: Mapping[Path, Array]
-  after: Mapping[Place, Leaf]
+  after: Mapping[ResultPath, Leaf]
 
 
 class Versions(NamedTuple):
@@ -55,7 +55,7 @@ class Versions(NamedTuple):
     inferred: the arrays whose pair follows from the trees alone.
   """
 
-  pairs: Mapping[Path, Place]
+  pairs: Mapping[Path, ResultPath]
   inferred: frozenset[Path]
 
 
@@ -69,7 +69,7 @@ class Run(NamedTuple):
   """
 
   number: float
-  after: Mapping[Place, NumpyArray]
+  after: Mapping[ResultPath, NumpyArray]
   applied: int | None
 
 
@@ -190,9 +190,9 @@ def _scale_fields(paths: Iterable[Path]) -> dict[Path, dict[str, Path]]:
   return {path: names for path, names in fields.items() if needed <= names.keys()}
 
 
-def _newest_scales(after: Mapping[Place, Leaf]) -> dict[int, dict[str, Place]]:
+def _newest_scales(after: Mapping[ResultPath, Leaf]) -> dict[int, dict[str, ResultPath]]:
   """Returns the places of the numbers of each loss scale that was marked, by its index."""
-  newest: dict[int, tuple[int, bool, dict[str, Place]]] = {}
+  newest: dict[int, tuple[int, bool, dict[str, ResultPath]]] = {}
   for fields in _scale_fields(after).values():
     # The lanes of a vmapped state count alike.
     total = int(np.max(after[fields["total"]]))
@@ -205,7 +205,7 @@ def _newest_scales(after: Mapping[Place, Leaf]) -> dict[int, dict[str, Place]]:
   return {index: fields for index, (_, _, fields) in newest.items()}
 
 
-def _age(version: tuple[int, bool, dict[str, Place]]) -> tuple[int, bool]:
+def _age(version: tuple[int, bool, dict[str, ResultPath]]) -> tuple[int, bool]:
   """Returns the sort key of a version: the larger count, then the one in variables."""
   return version[:2]
 

@@ -18,7 +18,7 @@ from mpjax._jaxpr.locations import INNER_GRAD, Location, is_of_inner_gradient
 from mpjax._optim.loss_scale import INT32_MAX, leaves_of
 from mpjax._optim.trees import strong
 
-Place: TypeAlias = tuple[str, ...]
+ResultPath: TypeAlias = tuple[str, ...]
 """Where a value is after a step: `(WRITTEN, *path)` or `(RETURNED, *path)`."""
 
 WRITTEN, RETURNED = "written", "returned"
@@ -61,7 +61,7 @@ class StepCall:
     """Returns the path of the argument that a leaf is in."""
     return path[:2] if path[0] == f"[{self.positional}]" else path[:1]
 
-  def run(self, values: Mapping[Path, Leaf]) -> dict[Place, Leaf]:
+  def run(self, values: Mapping[Path, Leaf]) -> dict[ResultPath, Leaf]:
     """Runs the step on other arrays; returns its results and the new values of variables."""
     new = {path: _replaced(x, values.get(path)) for path, x in self.leaves.items()}
     # A tied variable is at two paths. Both must get the same copy, or a write through one path
@@ -93,8 +93,8 @@ class StepProgram:
   def __init__(self, call: StepCall) -> None:
     self._call = call
     # The fallback for a step that cannot be traced: call it as it is.
-    self._execute: Callable[..., dict[Place, Leaf]] = call.run
-    self._specs: dict[Place, Spec] | None = None
+    self._execute: Callable[..., dict[ResultPath, Leaf]] = call.run
+    self._specs: dict[ResultPath, Spec] | None = None
     self._graph: Graph | None = None
     self.dtypes: set[DType | None] = set()
     self.unscaled_gradient: Location | None = None
@@ -113,7 +113,7 @@ class StepProgram:
     run, treedef = jax.jit(in_float32(jaxpr)), jax.tree.structure(shapes)
     graph = Graph(jaxpr)
 
-    def execute(values: dict[Path, Array]) -> dict[Place, Array]:
+    def execute(values: dict[Path, Array]) -> dict[ResultPath, Array]:
       return treedef.unflatten(run(*map(low_to_float32, jax.tree.leaves(values))))
 
     self._execute = execute
@@ -125,15 +125,15 @@ class StepProgram:
     unscaled = (each.where for each in graph.operations if _is_unscaled_gradient(each))
     self.unscaled_gradient = next(unscaled, None)
 
-  def run(self, values: Mapping[Path, Array]) -> dict[Place, Leaf]:
+  def run(self, values: Mapping[Path, Array]) -> dict[ResultPath, Leaf]:
     """Runs the step on copies of `values`, because it may donate its arguments."""
     return self._execute({path: jnp.copy(x) for path, x in values.items()})
 
-  def specs(self, after: Mapping[Place, Leaf]) -> dict[Place, Spec]:
+  def specs(self, after: Mapping[ResultPath, Leaf]) -> dict[ResultPath, Spec]:
     """Returns the shape and dtype of each result. `after` are the results of one run."""
     return _specs(after) if self._specs is None else self._specs
 
-  def depends_on(self, argument: Path) -> set[Place] | None:
+  def depends_on(self, argument: Path) -> set[ResultPath] | None:
     """Returns which values depend on an argument, otherwise than by a bool; None if not traced."""
     if self._graph is None or self._specs is None:
       return None

@@ -328,10 +328,10 @@ def full_like(x: Array, number: Array | float) -> Array:
   return jnp.full_like(x, number) if is_traced else put_like(jnp.full(x.shape, number, x.dtype), x)
 
 
-Step: TypeAlias = Callable[[OptState], tuple[Updates, OptState]]
+OptimizerStep: TypeAlias = Callable[[OptState], tuple[Updates, OptState]]
 
 
-def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, OptState]:
+def step_or_skip(condition: Array, step: OptimizerStep, old: OptState) -> tuple[Updates, OptState]:
   """Returns `step(old)`, or updates that change nothing and the old state."""
   # Outside of `jit`, `cond` would compile both branches at each call, since they are new functions.
   traced = isinstance(condition, Tracer)
@@ -355,7 +355,9 @@ def step_or_skip(condition: Array, step: Step, old: OptState) -> tuple[Updates, 
   return jax.lax.cond(condition, step, skip, old) if traced else (nothing_like(updates), old)
 
 
-def step_or_select(applied: Array | None, step: Step, old: OptState) -> tuple[Updates, OptState]:
+def step_or_select(
+  applied: Array | None, step: OptimizerStep, old: OptState
+) -> tuple[Updates, OptState]:
   """Returns what `step_or_skip` does; where both are computed anyway, selects from them."""
   # None means `NoLossScale`: every step is applied.
   if applied is None:

@@ -15,7 +15,7 @@ from mpjax.linen._again import TracedCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Active(active.Active):
+class LinenActive(active.Active):
   """The active state inside a call of a Linen module.
 
   Fields:
@@ -40,13 +40,13 @@ class Active(active.Active):
   __hash__ = active.Active.__hash__
 
 
-def current() -> Active | None:
+def current() -> LinenActive | None:
   """Returns the active state of this thread; None where a Linen model is under no policy."""
   state = ACTIVE.value
-  return state if isinstance(state, Active) else None
+  return state if isinstance(state, LinenActive) else None
 
 
-def begin(config: PolicyConfig, **records: Any) -> Active:
+def begin(config: PolicyConfig, **records: Any) -> LinenActive:
   """Returns the state at the root of a model that `config` was given to."""
   policy, around = ModulePolicy(config.policy), ACTIVE.value
   if AUDIT.value is not None:
@@ -54,7 +54,7 @@ def begin(config: PolicyConfig, **records: Any) -> Active:
   # A model inside of another one that is being traced is rewritten with it, so it keeps that state
   # of tracing.
   traced = around if around is not None and around.tracing else None
-  return Active(
+  return LinenActive(
     config=config,
     around=policy,
     of_root=policy,
@@ -72,7 +72,7 @@ def module_path(module: nn.Module) -> str:
   return "/".join(module.path or ()) or module.name or ""
 
 
-def module_policy(active: Active, config: PolicyConfig, module: nn.Module) -> ModulePolicy:
+def module_policy(active: LinenActive, config: PolicyConfig, module: nn.Module) -> ModulePolicy:
   """Returns the policy of a module: its own, that of a rule, or the one around it."""
   # The policy around a module is that of its parent. A lifted transform hides the parent. The
   # policy around is then that of the module being called, as it is for a model that is applied in a
@@ -90,7 +90,7 @@ def module_policy(active: Active, config: PolicyConfig, module: nn.Module) -> Mo
   return resolve_policy(config, module, module_path(module), own, around, all_matches=audited)
 
 
-def is_new_root(active: Active, module: nn.Module) -> bool:
+def is_new_root(active: LinenActive, module: nn.Module) -> bool:
   """Whether a bound module is the root of a call of its own, other than the active root."""
   # A lifted transform creates a new scope for the active root, with a debug path.
   scope = module.scope

@@ -14,7 +14,7 @@ from mpjax._core.trees import cast_arrays, cast_like, is_floating
 from mpjax._core.types import PyTree, Variables
 from mpjax._policy.active import ACTIVE, EVERY
 from mpjax._policy.policy import Policy
-from mpjax.linen._active import Active
+from mpjax.linen._active import LinenActive
 from mpjax.linen._layers import collections_with
 
 
@@ -30,7 +30,7 @@ def store_parameters(scope: Scope, policy: Policy) -> None:
           scope.put_variable(col, name, new)
 
 
-def store_caches(scope: Any, init: Callable[[PyTree], Variables], state: Active) -> None:
+def store_caches(scope: Any, init: Callable[[PyTree], Variables], state: LinenActive) -> None:
   """Casts the caches that a root has initialised to the dtypes of a model with `dtype=` fields."""
   # Only the code of the modules knows the dtypes of caches. Traced in float32, a bfloat16 model
   # creates its decode cache in float32, twice as large. So run `init` abstractly, in the compute

@@ -17,7 +17,7 @@ from mpjax._core.types import Args, Function, Kwargs, PyTree, Variables
 from mpjax._policy.active import ACTIVE, in_region
 from mpjax._policy.rules import ModulePolicy, PolicyConfig
 from mpjax.linen import _layers
-from mpjax.linen._active import Active, begin, current, is_new_root, module_path, module_policy
+from mpjax.linen._active import LinenActive, begin, current, is_new_root, module_path, module_policy
 from mpjax.linen._again import TracedCall
 from mpjax.linen._initialize import store_caches, store_parameters
 from mpjax.linen._outermost import BoundCall
@@ -25,7 +25,7 @@ from mpjax.linen._paths import flag_paths
 
 
 @contextlib.contextmanager
-def activate(state: Active) -> Generator[None]:
+def activate(state: LinenActive) -> Generator[None]:
   """Makes a state active, in this thread, for the length of a `with` block."""
   # One interceptor serves all states. Two would call a module of an inner model twice under
   # policies, and cast its results twice. If the state around is that of an NNX model, there is none
@@ -36,7 +36,7 @@ def activate(state: Active) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def under(config: PolicyConfig, **records: Any) -> Generator[Active | None]:
+def under(config: PolicyConfig, **records: Any) -> Generator[LinenActive | None]:
   """Makes the state of a call under `config` active, but none inside of `full_precision`."""
   state = None if in_region() else begin(config, **records)
   with contextlib.nullcontext() if state is None else activate(state):
@@ -83,7 +83,7 @@ def _is_method(module: nn.Module, name: str) -> bool:
   return callable(getattr(type(module), name, None))
 
 
-def _first_call(active: Active, module: nn.Module, name: str) -> TracedCall | None:
+def _first_call(active: LinenActive, module: nn.Module, name: str) -> TracedCall | None:
   """Returns the call that is repeated here, if the method is one that is being traced."""
   if not active.again:
     return None
@@ -92,7 +92,9 @@ def _first_call(active: Active, module: nn.Module, name: str) -> TracedCall | No
   return None if name == "setup" else active.again.pop()
 
 
-def _state_of_call(active: Active, module: nn.Module, name: str, resolved: ModulePolicy) -> Active:
+def _state_of_call(
+  active: LinenActive, module: nn.Module, name: str, resolved: ModulePolicy
+) -> LinenActive:
   """Returns the state in which a module is called."""
   if module.path == ():
     # Weak, because the state is in keys of JAX's caches, which live as long as the program.
@@ -135,7 +137,7 @@ class _MethodCall:
   def is_setup(self) -> bool:
     return self.name == "setup"
 
-  def is_outermost(self, active: Active) -> bool:
+  def is_outermost(self, active: LinenActive) -> bool:
     """Whether the call is traced and rewritten."""
     # `init` draws parameters. A rewritten trace would draw them in another dtype, and so draw other
     # numbers.
@@ -143,7 +145,7 @@ class _MethodCall:
       return False
     return begins_trace(active, self.resolved.policy, self.path)
 
-  def traced(self, state: Active, context: nn.module.InterceptorContext) -> PyTree:
+  def traced(self, state: LinenActive, context: nn.module.InterceptorContext) -> PyTree:
     """Returns the result of the call, traced and rewritten."""
     bound: Any = context.orig_method  # A partial: of the method, and the module.
     policy = self.resolved.policy
@@ -157,7 +159,7 @@ class _MethodCall:
     )
     return call.outputs(dataclasses.replace(state, region=region_of(policy)), self.run)
 
-  def run(self, state: Active) -> PyTree:
+  def run(self, state: LinenActive) -> PyTree:
     """Returns the result of the call, in the region of the module."""
     module, resolved, initializing = self.module, self.resolved, self.initializing
     # Notes for the check that each rule matches a module.
@@ -176,7 +178,7 @@ class _MethodCall:
       self.first.outputs = (outputs,)
     return outputs
 
-  def _store(self, state: Active) -> None:
+  def _store(self, state: LinenActive) -> None:
     """Stores what `init` created in this call."""
     if self.resolved.policy is not None:
       store_parameters(self.scope, self.resolved.policy)
@@ -191,6 +193,6 @@ class _MethodCall:
 
     store_caches(self.scope, init_again, state)
 
-  def _returns_own(self, state: Active) -> bool:
+  def _returns_own(self, state: LinenActive) -> bool:
     """Whether the result is the model's own: computed from results that no module has rounded."""
     return self.is_setup or (self.initializing and state.entered)

@@ -16,17 +16,17 @@ from mpjax._autocast.module_calls import array, attempts, rewritten, with_own_dt
 from mpjax._core.trees import instances_in, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._policy.policy import Policy
-from mpjax.linen._active import Active, module_path
+from mpjax.linen._active import LinenActive, module_path
 from mpjax.linen._again import TracedCall
 from mpjax.linen._layers import collections_with
 
-Activate: TypeAlias = Callable[[Active], AbstractContextManager[None]]
+Activate: TypeAlias = Callable[[LinenActive], AbstractContextManager[None]]
 """A context manager that activates a state and our interceptor: `activate` of `_intercept.py`."""
 
 
 def applied(
   model: nn.Module,
-  active: Active,
+  active: LinenActive,
   activate: Activate,
   variables: Variables,
   args: Args,
@@ -46,7 +46,7 @@ def applied(
   def marked(returned: PyTree) -> PyTree:
     return (returned[0], _in_stored_dtypes(returned[1], variables)) if pair else returned
 
-  def attempt(active: Active) -> PyTree:
+  def attempt(active: LinenActive) -> PyTree:
     def fn(variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
       with activate(active):  # A derivative traces it again, after the call has left this state.
         return model.apply(variables, *args, **kwargs)
@@ -82,7 +82,7 @@ class BoundCall:
   policy: Policy | None
   activate: Activate
 
-  def outputs(self, active: Active, python: Callable[[Active], PyTree]) -> PyTree:
+  def outputs(self, active: LinenActive, python: Callable[[LinenActive], PyTree]) -> PyTree:
     """Returns the result, with the operations inside rewritten, or that of `python`."""
     return attempts(self._rewritten, python, active, module_path(self.module))
 
@@ -91,7 +91,7 @@ class BoundCall:
     """Whether there are modules among the arguments."""
     return next(instances_in((self.args, self.kwargs), nn.Module), None) is not None
 
-  def _rewritten(self, active: Active) -> PyTree:
+  def _rewritten(self, active: LinenActive) -> PyTree:
     # `lift.pack`, as in `nn.jit`, makes the method a function of variables, random keys and
     # arguments, and writes its changes back.
     def lifted(fn: Function, scopes: PyTree, *args: Any, **kwargs: Any) -> PyTree:
@@ -151,7 +151,7 @@ class _LiftedCall:
   groups: tuple[PyTree, ...]
   rngs: PyTree
 
-  def outputs(self, active: Active) -> tuple[PyTree, PyTree]:
+  def outputs(self, active: LinenActive) -> tuple[PyTree, PyTree]:
     """Returns the result and the variables, with the operations inside rewritten."""
     # The method may be traced several times: in float32, in the compute dtype, by a derivative.
     counts = _RngCounts(self._scopes())
@@ -160,7 +160,7 @@ class _LiftedCall:
     operands = (*mapped(array, (parameters, (rest, self.rngs))), *self._arguments)
     inputs = Boundary(operands[1:]).leaves
 
-    def outputs_in(active: Active) -> tuple[PyTree, PyTree]:
+    def outputs_in(active: LinenActive) -> tuple[PyTree, PyTree]:
       policy, function = self.call.policy, traced_in(active)
       return rewritten(function, operands, active, policy, lambda _: inputs, self._marked)
 
@@ -185,7 +185,7 @@ class _LiftedCall:
     held = [x.scope for x in fields if x.scope is not None]
     return [*jax.tree.leaves(self.scope_fn(self.groups, self.rngs)), *held]
 
-  def _traced_in(self, active: Active, counts: "_RngCounts") -> Callable[..., PyTree]:
+  def _traced_in(self, active: LinenActive, counts: "_RngCounts") -> Callable[..., PyTree]:
     """Returns the call as a function of variables, random keys and arguments."""
 
     def traced(params: Variables, rest: PyTree, args: Args, kwargs: Kwargs) -> PyTree:

@@ -15,7 +15,7 @@ from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueErro
 from mpjax._policy.active import ACTIVE, NUMBERS, ScopeToken, in_region
 from mpjax._policy.policy import PolicyLike
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config, shown
-from mpjax.linen._active import Active, begin, current
+from mpjax.linen._active import LinenActive, begin, current
 from mpjax.linen._intercept import intercept
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -169,7 +169,7 @@ def _nothing_ran() -> MpjaxValueError:
   )
 
 
-def activate_scope(state: Active, opened: contextlib.ExitStack) -> ScopeToken:
+def activate_scope(state: LinenActive, opened: contextlib.ExitStack) -> ScopeToken:
   """Makes a state active for a scope that may be left in any order."""
   # A generator that yields inside a scope may leave it after another scope was entered. That one
   # has to stay active, so leaving cannot simply restore the state before. It is restored when both

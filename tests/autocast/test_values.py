@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpjax._autocast.kinds import Kind, Role
-from mpjax._autocast.values import Value
+from mpjax._autocast.values import FloatValue
 
 BFLOAT16, FLOAT32 = np.dtype(jnp.bfloat16), np.dtype("float32")
 
@@ -25,22 +25,22 @@ FILLED = first_equation(filled, jnp.ones(4))
 @pytest.mark.parametrize(("dtype", "low"), [(BFLOAT16, True), (FLOAT32, False)])
 def test_a_value_in_low_precision_may_be_in_a_float32_variable(dtype, low):
   (variable,) = FILLED.outvars
-  assert Value(variable, Kind(Role.ACTIVATION, dtype)).is_low_in_float32 == low
+  assert FloatValue(variable, Kind(Role.ACTIVATION, dtype)).is_low_in_float32 == low
 
 
 def test_the_number_of_a_literal_and_of_an_array_that_is_filled_with_one():
   number = Kind(Role.NUMBER, FLOAT32, numbers=(1.5,))
   literal, (array,) = FILLED.invars[0], FILLED.outvars
-  assert Value(literal, number).number == 1.5
-  assert Value(array, number, producer=FILLED).number == 1.5
+  assert FloatValue(literal, number).number == 1.5
+  assert FloatValue(array, number, producer=FILLED).number == 1.5
   # It cannot be written in another dtype: it is an array of unknown making, or one of two numbers.
-  assert Value(array, number).number is None
-  assert Value(array, number._replace(numbers=(0.0, 1.0)), producer=FILLED).number is None
-  assert Value(literal, number._replace(numbers=None)).number is None
+  assert FloatValue(array, number).number is None
+  assert FloatValue(array, number._replace(numbers=(0.0, 1.0)), producer=FILLED).number is None
+  assert FloatValue(literal, number._replace(numbers=None)).number is None
 
 
 @pytest.mark.parametrize("role", Role)
 def test_parameters_and_inputs_are_cast_at_each_use(role):
   (variable,) = FILLED.outvars
   kind = Kind(role, FLOAT32)
-  assert Value(variable, kind).is_cast_once == (role not in (Role.PARAMETER, Role.INPUT))
+  assert FloatValue(variable, kind).is_cast_once == (role not in (Role.PARAMETER, Role.INPUT))

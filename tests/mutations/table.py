@@ -187,18 +187,18 @@ mpjax/_optim/loss_scaling.py::LossScaling._step
 mpjax/_optim/loss_scaling.py::LossScaling._decision
 
 25a check_updates looks at the new state alone
-- coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
-+ coded_leaves(Kind.STATE, changed)
+- coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
++ coded_leaves(LeafKind.STATE, changed)
 tests/optim/test_check_skipped_steps.py::test_check_skipped_steps_names_the_update
 
 25b check_updates looks at the updates alone
-- coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
-+ coded_leaves(Kind.UPDATE, new)
+- coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
++ coded_leaves(LeafKind.UPDATE, new)
 ::test_a_new_state_that_is_not_finite_is_not_committed
 
 127 a best loss that starts at inf is a bad step for ever
-- coded_leaves(Kind.STATE, changed) + coded_leaves(Kind.UPDATE, new)
-+ coded_leaves(Kind.STATE, new_inner) + coded_leaves(Kind.UPDATE, new)
+- coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
++ coded_leaves(LeafKind.STATE, new_inner) + coded_leaves(LeafKind.UPDATE, new)
 ::test_a_number_of_the_state_that_is_as_it_was_does_not_count
 
 mpjax/_optim/trees.py::step_or_select
@@ -758,8 +758,8 @@ mpjax/_autocast/rules.py::_anything_else
 mpjax/_autocast/rules.py::_end
 
 95 the result of a layer is an input
-- Value(rounded, Kind(Role.ACTIVATION, dtype))
-+ Value(rounded, Kind(Role.INPUT, dtype))
+- FloatValue(rounded, Kind(Role.ACTIVATION, dtype))
++ FloatValue(rounded, Kind(Role.INPUT, dtype))
 ::test_the_end_of_a_layer_is_an_activation_in_the_compute_dtype
 
 96 a float32 result of the policy is rounded at the end of a layer

@@ -3,14 +3,14 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax._optim import leaf_codes
-from mpjax._optim.leaf_codes import Kind, LeafCode
+from mpjax._optim.leaf_codes import LeafCode, LeafKind
 
 
 def path_of(name):
   return (jax.tree_util.DictKey(name),)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", LeafKind)
 def test_a_code_says_what_was_written(kind):
   checksum = leaf_codes.checksum_of(path_of("w"))
   for position in (0, 1, 1000, 2**13 - 4):
@@ -20,10 +20,10 @@ def test_a_code_says_what_was_written(kind):
 
 
 def test_codes_beyond_the_largest_position_are_alike_and_have_no_name():
-  codes = [leaf_codes.write_code(Kind.GRADIENT, 9000 + i, path_of(f"w{i}")) for i in range(9)]
+  codes = [leaf_codes.write_code(LeafKind.GRADIENT, 9000 + i, path_of(f"w{i}")) for i in range(9)]
   assert len(set(codes)) == 1
   code = leaf_codes.read_code(codes[0])
-  assert (code.kind, code.position_text) == (Kind.GRADIENT, "8189 or later")
+  assert (code.kind, code.position_text) == (LeafKind.GRADIENT, "8189 or later")
   names = [(path_of(f"w{i}"), f"w{i}") for i in range(9)]
   assert leaf_codes.find_leaf(code, names) is None
 
@@ -37,11 +37,11 @@ def test_a_number_of_leaves_is_no_code():
 def test_codes_are_in_the_order_of_the_leaves():
   numbers = [
     leaf_codes.write_code(kind, position, path_of(name))
-    for kind in Kind
+    for kind in LeafKind
     for position, name in enumerate("zyxw")
   ]
   assert numbers == sorted(numbers)
-  assert leaf_codes.write_code(Kind.UPDATE, 10**6, path_of("w")) < leaf_codes.NO_LEAF
+  assert leaf_codes.write_code(LeafKind.UPDATE, 10**6, path_of("w")) < leaf_codes.NO_LEAF
 
 
 def test_a_path_counts_by_its_names_whatever_has_them():
@@ -72,11 +72,11 @@ def alike():
 )
 def test_of_leaves_with_one_checksum_the_position_tells(position, found):
   first, second = alike()
-  code = leaf_codes.read_code(leaf_codes.write_code(Kind.GRADIENT, position, path_of(first)))
+  code = leaf_codes.read_code(leaf_codes.write_code(LeafKind.GRADIENT, position, path_of(first)))
   named = [(path_of(first), "first"), (path_of("w"), "w"), (path_of(second), "second")]
   assert leaf_codes.find_leaf(code, named) == found
 
 
 def test_a_leaf_that_is_not_there_has_no_name():
-  code = leaf_codes.read_code(leaf_codes.write_code(Kind.GRADIENT, 0, path_of("w")))
+  code = leaf_codes.read_code(leaf_codes.write_code(LeafKind.GRADIENT, 0, path_of("w")))
   assert leaf_codes.find_leaf(code, [(path_of("x"), "x")]) is None

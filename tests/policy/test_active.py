@@ -10,7 +10,7 @@ from flax import nnx
 import mpjax
 from mpjax._policy import active
 from mpjax._policy.rules import ModulePolicy, Rule
-from mpjax.linen._active import Active
+from mpjax.linen._active import LinenActive
 from tests.autocast.rig import matmuls
 from tests.linen.probes import Does
 from tests.nnx import rig
@@ -24,7 +24,7 @@ def test_equal_states_are_one_key_that_no_python_code_compares():
   fields = {"around": ModulePolicy(mpjax.Policy(compute_dtype="f16")), "region": "float16"}
   # Which class raised is what a call tells the one around it, and no part of the key.
   states = [active.Active(**fields, failed=failed) for failed in ([], [nnx.Linear])]
-  states += [active.Active(**fields, casting=frozenset({nnx.Linear})), Active(**fields)]
+  states += [active.Active(**fields, casting=frozenset({nnx.Linear})), LinenActive(**fields)]
   keys = []
   for state in states:
     with active.ACTIVE(state):
