@@ -14,7 +14,7 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 
 from mpjax._autocast.kinds import FLOATS
 from mpjax._autocast.precision import wants_precision
-from mpjax._autocast.scopes import Place, names_of, place_at
+from mpjax._autocast.scopes import Place, place_at, scope_of
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.types import FLOAT32, HALVES, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
@@ -54,7 +54,7 @@ class Places:
     """Returns the scope of an equation with its policy."""
     stack = eqn.source_info.name_stack  # It is kept, so its id stays unique.
     if id(stack) not in self._by_stack:
-      self._by_stack[id(stack)] = stack, place_at(self.scope + names_of(stack), self.settings)
+      self._by_stack[id(stack)] = stack, place_at(self.scope + scope_of(stack), self.settings)
     return self._by_stack[id(stack)][1]
 
 

@@ -26,7 +26,7 @@ def call(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   # A compiler may replace a composite by its name and types, so these stay.
   keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
   outs = tuple(map(dtype_of, eqn.outvars)) if keeps_types else ()
-  new = rewritten(rewriter, eqn, inners[0], kinds, outs)
+  new = rewrite_inner(rewriter, eqn, inners[0], kinds, outs)
   rewriter.write(eqn, atoms, new.outs, params_of(eqn, inners, [new]))
 
 
@@ -35,9 +35,9 @@ def cond(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   atoms, kinds = operands_of(rewriter, eqn)
   # First without fixed dtypes, to learn what each branch returns. Then again with the joined
   # dtypes, since JAX requires branches of one type.
-  free = [rewritten(rewriter, eqn, branch, kinds).outs for branch in inners]
+  free = [rewrite_inner(rewriter, eqn, branch, kinds).outs for branch in inners]
   chosen = [_selected(each) for each in zip(*free, strict=True)]
-  new = [rewritten(rewriter, eqn, branch, kinds, dtypes_of(chosen)) for branch in inners]
+  new = [rewrite_inner(rewriter, eqn, branch, kinds, dtypes_of(chosen)) for branch in inners]
   rewriter.write(eqn, atoms, chosen, params_of(eqn, inners, new))
 
 
@@ -70,12 +70,12 @@ def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   # dtypes that `_widen_carries` gave them.
   fixed = [bool(tests) or traced[i] != FLOAT32 for i in body.carry]
   state = _settle_carries(rewriter, eqn, body, kinds, flags, fixed)
-  new = rewritten(rewriter, eqn, body, kinds, dtypes_of(state), flags)
+  new = rewrite_inner(rewriter, eqn, body, kinds, dtypes_of(state), flags)
   # The steps above have changed kinds of operands, so these are read again in the new dtypes.
   for i, kind in enumerate(kinds):
     if kind is not None:
       atoms[i] = rewriter.read(eqn.invars[i], eqn, kind.variable or kind.dtype)
-  tested = [rewritten(rewriter, eqn, test, kinds, flags=(0,)) for test in tests]
+  tested = [rewrite_inner(rewriter, eqn, test, kinds, flags=(0,)) for test in tests]
   outs = (*state, *new.outs[len(state) :])
   rewriter.write(eqn, atoms, outs, params_of(eqn, inners, [*tested, new]))
 
@@ -99,7 +99,7 @@ def _settle_carries(
   while True:
     for i, kind in zip(body.carried, state, strict=True):
       kinds[i] = kind
-    new = rewritten(rewriter, eqn, body, kinds, flags=flags)
+    new = rewrite_inner(rewriter, eqn, body, kinds, flags=flags)
     returned = list(map(_carried, state, new.outs[: len(state)], fixed))
     if returned == state:
       return state
@@ -161,7 +161,7 @@ def operands_of(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kin
   return atoms, kinds
 
 
-def rewritten(
+def rewrite_inner(
   rewriter: Rewriter,
   eqn: JaxprEqn,
   inner: Inner,

@@ -24,7 +24,7 @@ from mpjax._autocast.control_flow import (
   dtypes_of,
   flags_of_each_result,
   operands_of,
-  rewritten,
+  rewrite_inner,
 )
 from mpjax._autocast.kinds import Kind, kinds_of_constants
 from mpjax._autocast.precision import in_default, traced
@@ -284,7 +284,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   """Writes a function with a custom rule for derivatives or batches."""
   atoms, ins = operands_of(rewriter, eqn)
   # The body runs where nothing is differentiated or batched.
-  new = rewritten(rewriter, eqn, inners[0], ins)
+  new = rewrite_inner(rewriter, eqn, inners[0], ins)
   # JAX passes closed-over values as operands, except to an object of jax 0.10.
   closed = ClosedJaxpr(new.jaxpr, getattr(inners[0].program, "consts", ()))
   place = rewriter.place(eqn)

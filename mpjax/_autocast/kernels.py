@@ -12,7 +12,7 @@ from typing import TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._autocast.scopes import AS_IT_IS_IN, OWN_DTYPE, REGION, names_of, policy_of
+from mpjax._autocast.scopes import AS_IT_IS_IN, OWN_DTYPE, REGION, policy_of, scope_of
 from mpjax._core.frameworks import check_function
 from mpjax._core.trees import cast_arrays
 from mpjax._core.types import FLOAT32, HALVES, DType, P
@@ -108,7 +108,7 @@ def _replaced_around(step: Step) -> Iterator[str]:
     return
   # The mark is in the scopes of the kernel, or of a jitted function or a loop around it.
   for each in step.enclosing():
-    marks = [x for x in names_of(each.eqn.source_info.name_stack) if x.startswith(OWN_DTYPE)]
+    marks = [x for x in scope_of(each.eqn.source_info.name_stack) if x.startswith(OWN_DTYPE)]
     if marks:
       yield marks[-1].removeprefix(OWN_DTYPE)
       return

@@ -35,7 +35,7 @@ from mpjax._jaxpr.locations import MODULE, line_of_user
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._policy.active import ACTIVE, AUDIT, EVERY, Active, AuditedModule
 from mpjax._policy.policy import Policy
-from mpjax._policy.rules import ModulePolicy, is_flax_norm, is_low, rewrites
+from mpjax._policy.rules import ModulePolicy, computes_in_half, is_flax_norm, rewrites
 
 R = TypeVar("R")
 S = TypeVar("S", bound=Active)
@@ -95,7 +95,7 @@ def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
   )
 
 
-def rewritten(
+def call_rewritten(
   fn: Callable[..., R],
   args: Args,
   state: Active,
@@ -299,7 +299,7 @@ class ModuleCall(NamedTuple):
       return {}
     if self._is_cast:
       return dtype_field(self.module, policy.compute_dtype, always=True)
-    if initializing or (self.inner.keeps_dtypes and is_low(policy)):
+    if initializing or (self.inner.keeps_dtypes and computes_in_half(policy)):
       return {}
     return dtype_field(self.module, FLOAT32, always=False)
 
@@ -330,7 +330,7 @@ class ModuleCall(NamedTuple):
 
   def _mark_of_own_dtype(self, fields: dict[str, object]) -> Generator[str]:
     """Yields the mark of a module whose own `dtype` is replaced by float32."""
-    is_replaced = bool(fields) and not self._is_cast and is_low(self.resolved.policy)
+    is_replaced = bool(fields) and not self._is_cast and computes_in_half(self.resolved.policy)
     if is_replaced and self.inner.tracing:
       yield OWN_DTYPE + type(self.module).__qualname__
 
@@ -399,7 +399,7 @@ class ModuleCall(NamedTuple):
   def _is_rounded(self) -> bool:
     """Whether the results are rounded to the compute dtype, as with `dtype=`."""
     is_layer = isinstance(self.module, self.layers.rounded)
-    in_low = is_low(self.resolved.policy) and not self._is_inside_whole
+    in_low = computes_in_half(self.resolved.policy) and not self._is_inside_whole
     return self.state.tracing and in_low and is_layer
 
   def _in_dtype(self, outputs: PyTree, dtype: DType) -> PyTree:
@@ -467,7 +467,7 @@ def module_call(
   # `EVERY` holds `object`: a module around this one is called in the compute dtype.
   casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
   # Its own operations run in float32, and the modules inside keep the policy.
-  iterates = isinstance(module, layers.iterates) and is_low(policy)
+  iterates = isinstance(module, layers.iterates) and computes_in_half(policy)
   region = region_of(Policy() if iterates else policy)
   if is_whole and policy is not None:
     region = AS_IT_IS_IN + policy.compute_dtype.name

@@ -90,7 +90,7 @@ def _marked(x: Any, name: str) -> Any:
     return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23)
 
 
-def names_of(stack: NameStack) -> Scope:
+def scope_of(stack: NameStack) -> Scope:
   """Returns the scopes in a name stack, without the names of transformations."""
   # Names of transformations, such as "jvp" and "transpose", say nothing about the place in a model.
   names = (name for name, is_transform in scopes_of(stack) if not is_transform)

@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
 def stacked(x: Array, layout: Layout, block: int) -> Array:
   """Returns an operand as a stack of matrices, its sums padded with zeros to whole blocks."""
-  matrices = joined(jax.lax.transpose(x, layout.order), [*map(len, layout)])
+  matrices = merge_axes(jax.lax.transpose(x, layout.order), [*map(len, layout)])
   missing = -matrices.shape[2] % block
   if missing == 0:
     return matrices
@@ -63,7 +63,7 @@ def unstacked(matrices: Array, layout: Layout, shape: Sequence[int]) -> Array:
   sizes = [[shape[axis] for axis in axes] for axes in layout]
   # The padding of `stacked` is at the end of the summed axis.
   x = jax.lax.slice_in_dim(matrices, 0, math.prod(sizes[2]), axis=2)
-  return jax.lax.transpose(split(x, sizes), np.argsort(layout.order))
+  return jax.lax.transpose(split_axes(x, sizes), np.argsort(layout.order))
 
 
 def dequantised(values: Array, scale: Array | None) -> Array:
@@ -76,12 +76,12 @@ def dequantised(values: Array, scale: Array | None) -> Array:
   wide = FLOAT32 if scale.dtype == FLOAT32 else BFLOAT16
   # Each axis becomes two: the number of blocks, and the elements of a block, which share a scale.
   sizes = [(m, n // m) for n, m in zip(values.shape, scale.shape, strict=True)]
-  blocks = split(jax.lax.convert_element_type(values, wide), sizes)
+  blocks = split_axes(jax.lax.convert_element_type(values, wide), sizes)
   factors = jax.lax.expand_dims(jax.lax.convert_element_type(scale, wide), (1, 3, 5))
-  return joined(blocks * factors, [2, 2, 2])
+  return merge_axes(blocks * factors, [2, 2, 2])
 
 
-def split(x: Array, sizes: Sequence[Sequence[int]]) -> Array:
+def split_axes(x: Array, sizes: Sequence[Sequence[int]]) -> Array:
   """Returns an array with each axis split into axes of these sizes.
 
   On a mesh with explicit axes, the first of them gets the sharding of the axis if its size allows.
@@ -99,7 +99,7 @@ def split(x: Array, sizes: Sequence[Sequence[int]]) -> Array:
   return _reshaped(x, [n for each in sizes for n in each], [n for each in spec for n in each])
 
 
-def joined(x: Array, counts: Sequence[int]) -> Array:
+def merge_axes(x: Array, counts: Sequence[int]) -> Array:
   """Returns an array whose first `counts[0]` axes are one axis, the next `counts[1]` another.
 
   A count of 0 gives a new axis of size 1.
@@ -126,14 +126,14 @@ def _devices(mesh: AbstractMesh, names: Any) -> int:
 
 
 def of_stacks(sharding: NamedSharding | None, counts: Sequence[int]) -> NamedSharding | None:
-  """Returns the sharding of an array after `joined` with these counts."""
+  """Returns the sharding of an array after `merge_axes` with these counts."""
   if sharding is None:
     return None
   return NamedSharding(sharding.mesh, PartitionSpec(*_joined_spec(tuple(sharding.spec), counts)))
 
 
 def _joined_spec(spec: Sequence[Any], counts: Sequence[int]) -> list[Any]:
-  """Returns the entries of a `PartitionSpec` after `joined` with these counts."""
+  """Returns the entries of a `PartitionSpec` after `merge_axes` with these counts."""
   ends = np.cumsum(counts)
   names = [
     [name for name in spec[end - count : end] if name is not None]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.types import FLOAT32, Array, DType
-from mpjax._matmul.block_dot import E2M1, E4M3, E8M0, joined, split
+from mpjax._matmul.block_dot import E2M1, E4M3, E8M0, merge_axes, split_axes
 from mpjax._matmul.float8 import rounded_up, with_largest
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._matmul.rounding import hadamard, random_bits, stochastic
@@ -131,7 +131,7 @@ def quantise_nvfp4(x: Array, rows: int = 1, bits: Array | None = None) -> Scaled
 def _in_blocks(x: Array, rows: int, block: int) -> Array:
   """Returns matrices with axes (batch, row blocks, rows, column blocks, columns)."""
   batch, height, depth = x.shape
-  return split(x, [[batch], [height // rows, rows], [depth // block, block]])
+  return split_axes(x, [[batch], [height // rows, rows], [depth // block, block]])
 
 
 def nearest_e2m1(x: Array) -> Array:
@@ -150,6 +150,6 @@ def nearest_e2m1(x: Array) -> Array:
 
 def _kept(blocks: Array, scale: Array) -> Scaled:
   """Returns an operand as a stack of matrices, with its scales."""
-  values = joined(blocks, [1, 2, 2])
+  values = merge_axes(blocks, [1, 2, 2])
   # Without the barrier XLA may cancel the cast to the format with the dequantisation after it.
   return Scaled(*jax.lax.optimization_barrier((values, scale)))

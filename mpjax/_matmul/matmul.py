@@ -45,7 +45,7 @@ from mpjax._matmul.block_dot import (
   of_stacks,
   placed,
   spec_of,
-  split,
+  split_axes,
   stacked,
   unstacked,
 )
@@ -509,7 +509,7 @@ def _product_of_stacks(
     sharding = of_stacks(params["out_sharding"], [len(axes) for _, axes in parts])
     result = block_dot(left, right, sums, sharding)
     # The stack of results becomes the axes of the matmul: batch, rows and columns.
-    result = split(result, [[each.shape[axis] for axis in axes] for each, axes in parts])
+    result = split_axes(result, [[each.shape[axis] for axis in axes] for each, axes in parts])
     result = _as_jax_shards_it(result, primitive, params, operands)
     result = jax.lax.convert_element_type(result, FLOAT32)
   for each in pair:

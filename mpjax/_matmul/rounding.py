@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core.types import FLOAT32, Array, DType, NumpyArray, unsigned_like
-from mpjax._matmul.block_dot import joined, split
+from mpjax._matmul.block_dot import merge_axes, split_axes
 
 SIZE = 16
 """The elements that one Hadamard matrix transforms."""
@@ -126,12 +126,12 @@ def hadamard(x: Array, axis: int, seed: int) -> Array:
   # The fast Hadamard transform. Each of the four axes of size 2 is one bit of the position in a
   # block. Along each, pairs become their sums and differences.
   sizes = [[blocks, 2, 2, 2, 2] if i == axis else [n] for i, n in enumerate(x.shape)]
-  mixed = split(mixed, sizes)
+  mixed = split_axes(mixed, sizes)
   for bit in range(axis + 1, axis + 5):
     left = jax.lax.slice_in_dim(mixed, 0, 1, axis=bit)
     right = jax.lax.slice_in_dim(mixed, 1, 2, axis=bit)
     mixed = jax.lax.concatenate([left + right, left - right], bit)
-  return joined(mixed, [*map(len, sizes)]) * np.float32(1 / 4)
+  return merge_axes(mixed, [*map(len, sizes)]) * np.float32(1 / 4)
 
 
 def signs_of(seed: int) -> NumpyArray:

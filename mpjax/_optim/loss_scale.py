@@ -537,7 +537,7 @@ def with_classes(node: PyTree) -> LossScalingState:
   return LossScalingState(scales, node.get("inner_state", ()))
 
 
-def own_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, ScaleState]:
+def check_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, ScaleState]:
   """Returns the scales in the state of the transformation with these configurations, by label."""
   where = "mpjax.loss_scaling(inner).update(state)"
   scales = check_state(state, LossScalingState, where).loss_scale

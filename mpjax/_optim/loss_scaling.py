@@ -34,8 +34,8 @@ from mpjax._optim.loss_scale import (
   SkipNonfinite,
   StaticLossScale,
   adjust,
+  check_scales,
   init_scale,
-  own_scales,
   refuse_scale_inside,
   unscale_tree,
   write_label,
@@ -325,7 +325,7 @@ class LossScaling:
     return new_params, self._next(state, inputs, finite, decision, new_inner)
 
   def _inputs(self, updates: Grads, state: OptState, params: Params) -> _Inputs:
-    scales = own_scales(state, self.configs)
+    scales = check_scales(state, self.configs)
     params = arrays_only(params) if self.is_scaled else params
     return _Inputs(self._aligned(updates, params, "updates"), scales, params)
 

@@ -179,11 +179,11 @@ def _check_rewrite(rewrite: object, policy: Policy | None) -> None:
       got=repr(rewrite),
       fix="Write rewrite=False for a module with a kernel.",
     )
-  if not rewrite and not is_low(policy):
+  if not rewrite and not computes_in_half(policy):
     raise MpjaxValueError(
       "mpjax.Rule(rewrite=False)",
       expected="a policy that computes in float16 or bfloat16",
-      got=shown(policy),
+      got=policy_text(policy),
       fix="Leave out rewrite=. In float32 nothing is rewritten.",
     )
 
@@ -265,7 +265,7 @@ class PolicyConfig:
 
   def __str__(self) -> str:
     rules = f", rules={list(self.rules)!r}" if self.rules else ""
-    return f"{shown(self.policy)}{rules}"
+    return f"{policy_text(self.policy)}{rules}"
 
   @property
   def rewrites(self) -> bool:
@@ -334,19 +334,19 @@ def _is_literal(path: str | re.Pattern[str] | None) -> TypeGuard[str]:
   return isinstance(path, str) and not set(path) & set("*?[")
 
 
-def shown(policy: Policy | None) -> str:
+def policy_text(policy: Policy | None) -> str:
   """Returns a policy as Python code: its string in quotes, or None."""
   return repr(None if policy is None else str(policy))
 
 
-def is_low(policy: Policy | None) -> bool:
+def computes_in_half(policy: Policy | None) -> bool:
   """Whether operations under a policy run in low precision."""
   return policy is not None and policy.compute_dtype in HALVES
 
 
 def rewrites(policy: Policy | None) -> bool:
   """Whether a policy changes operations: it computes in low precision, or sets a `precision`."""
-  return policy is not None and (is_low(policy) or policy.precision is not None)
+  return policy is not None and (computes_in_half(policy) or policy.precision is not None)
 
 
 class ModulePolicy(NamedTuple):

@@ -12,7 +12,7 @@ from flax.core import Scope, lift
 from flax.linen.transforms import lift_direct_transform
 
 from mpjax._autocast.boundary import Boundary, InDtype, check_returned
-from mpjax._autocast.module_calls import array, attempts, rewritten, with_own_dtypes
+from mpjax._autocast.module_calls import array, attempts, call_rewritten, with_own_dtypes
 from mpjax._core.trees import instances_in, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._policy.policy import Policy
@@ -54,7 +54,7 @@ def applied(
     fn.__name__ = type(model).__name__
     # A checkpoint may hold NumPy arrays, which a trace would take for constants.
     operands = (mapped(array, variables), args, kwargs)
-    return rewritten(fn, operands, active, active.around.policy, inputs, marked)
+    return call_rewritten(fn, operands, active, active.around.policy, inputs, marked)
 
   if not isinstance(variables, Mapping):
     return model.apply(variables, *args, **kwargs)
@@ -162,7 +162,7 @@ class _LiftedCall:
 
     def outputs_in(active: LinenActive) -> tuple[PyTree, PyTree]:
       policy, function = self.call.policy, traced_in(active)
-      return rewritten(function, operands, active, policy, lambda _: inputs, self._marked)
+      return call_rewritten(function, operands, active, policy, lambda _: inputs, self._marked)
 
     try:
       # Not in `attempts`: Flax counts the names of submodules when it has lifted a method.

@@ -14,7 +14,7 @@ import flax.linen as nn
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError
 from mpjax._policy.active import ACTIVE, NUMBERS, ScopeToken, in_region
 from mpjax._policy.policy import PolicyLike
-from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config, shown
+from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config, policy_text
 from mpjax.linen._active import LinenActive, begin, current
 from mpjax.linen._intercept import intercept
 
@@ -111,7 +111,8 @@ class _Scope:
       token = activate_scope(begin(self._config, met=_reached_under(self._config)), opened)
     else:
       expected = "to be entered outside of a forward pass"
-      got = f"a module that is running already, under the policy {shown(active.around.policy)}"
+      policy = policy_text(active.around.policy)
+      got = f"a module that is running already, under the policy {policy}"
       fix = "Pick submodules out with mpjax.Rule, or apply a wrapped model of its own."
       raise MpjaxRuntimeError(_WHERE, expected=expected, got=got, fix=fix)
     self._entered.append(token)

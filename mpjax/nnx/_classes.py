@@ -18,7 +18,7 @@ from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
 from mpjax._policy.active import Active, in_region
-from mpjax._policy.rules import ModulePolicy, shown
+from mpjax._policy.rules import ModulePolicy, policy_text
 from mpjax.nnx import _layers
 from mpjax.nnx._graph import CONTAINERS, is_tree, parts_of
 from mpjax.nnx._link import (
@@ -130,7 +130,7 @@ def _store_in_param_dtype(value: Any, active: Active) -> None:
 
 
 def _with_policy_of(module: nnx.Module, text: str) -> str:
-  return f"with_policy({text}, {shown(resolved_policy(module).policy)})"
+  return f"with_policy({text}, {policy_text(resolved_policy(module).policy)})"
 
 
 def _rebuild(cls: Class, tree: bool, resolved: ModulePolicy) -> nnx.Module:

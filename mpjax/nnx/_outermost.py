@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from mpjax._autocast.boundary import Boundary, Inside, NotTraceable
-from mpjax._autocast.module_calls import array, attempts, rewritten
+from mpjax._autocast.module_calls import array, attempts, call_rewritten
 from mpjax._autocast.scopes import end_of_policy, region_of
 from mpjax._core.leaves import is_nnx_variable
 from mpjax._core.trees import is_floating, same_objects
@@ -198,7 +198,7 @@ def _trace(
 
   on_copies.__name__ = name  # JAX names the function in errors.
   policy = resolved_policy(originals.module).policy
-  returned = rewritten(on_copies, (originals.as_tree(),), state, policy, _inputs_in)
+  returned = call_rewritten(on_copies, (originals.as_tree(),), state, policy, _inputs_in)
   return traces[0], returned
 
 

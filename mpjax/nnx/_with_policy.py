@@ -18,8 +18,8 @@ from mpjax._policy.rules import (
   PolicyConfig,
   Rule,
   parse_config,
+  policy_text,
   resolve_policy,
-  shown,
 )
 from mpjax.nnx._classes import view_class
 from mpjax.nnx._graph import (
@@ -170,7 +170,7 @@ def views_of(tree: PyTree, policy: PolicyLike | None, rules: Iterable[Rule]) -> 
 
 def _check_model(model: Any) -> None:
   if is_view(model):
-    policy = shown(resolved_policy(model).policy)
+    policy = policy_text(resolved_policy(model).policy)
     got = f"a view already ({type(model).__name__} under {policy})"
     fix = "Call it as it is. For another policy make a view of the plain model."
   elif isinstance(model, nnx.bridge.ToNNX):

@@ -14,10 +14,10 @@ from mpjax._autocast.scopes import (
   REGION,
   end_of_layer,
   end_of_policy,
-  names_of,
   place_at,
   policy_of,
   region_of,
+  scope_of,
 )
 from mpjax._autocast.settings import Settings
 from tests import programs
@@ -52,7 +52,7 @@ def test_a_region_names_its_policy(policy):
   name = region_of(given)
   assert policy_of(name) == given
   (eqn,) = jax.make_jaxpr(jax.named_scope("Net")(lambda x: mark(name)(jnp.sin)(x)))(1.0).eqns
-  assert names_of(eqn.source_info.name_stack) == ("Net", REGION + name)
+  assert scope_of(eqn.source_info.name_stack) == ("Net", REGION + name)
 
 
 EXACT, FLOAT32 = "mpjax.full_precision", "mpjax.region=float32"
@@ -123,7 +123,7 @@ def test_marks_go_through_transformations(way, outside):
   equations = programs.equations(jax.make_jaxpr(fun)(W, X))
   stacks = [eqn.source_info.name_stack for eqn, _ in equations]
   assert not any("mpjax." in str(stack) for stack in stacks)
-  assert {names_of(stack) for stack in stacks} == {(), ("Net", "blocks(0)", "jvp(head)")}
+  assert {scope_of(stack) for stack in stacks} == {(), ("Net", "blocks(0)", "jvp(head)")}
 
 
 # Ends of policies and layers

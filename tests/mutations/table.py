@@ -418,7 +418,7 @@ mpjax/_autocast/module_calls.py::ModuleCall.output_dtype
 + not self.state.entered or outermost is not None
 tests/integration/test_which_policy.py::test_output_dtypes_are_for_where_a_policy_begins
 
-mpjax/_autocast/module_calls.py::rewritten
+mpjax/_autocast/module_calls.py::call_rewritten
 
 46 what a policy says of weight gradients is forgotten where a call is rewritten
 - Settings(policy=policy or Policy(), ops=_OPS, modules=True)
@@ -905,7 +905,7 @@ mpjax/_autocast/kernels.py::_compute_dtype
 mpjax/_autocast/module_calls.py::ModuleCall._fields_to_set
 
 120 a float32 rule gives a kernel the own dtype of its module
-- self.inner.keeps_dtypes and is_low(policy)
+- self.inner.keeps_dtypes and computes_in_half(policy)
 + self.inner.keeps_dtypes
 tests/autocast/test_kernels.py::test_a_float32_rule_runs_the_kernel_in_float32
 
