@@ -551,8 +551,9 @@ def _scaled(result: Array, scale: Array | None, result_axes: Mapping[int, int]) 
   order = sorted(range(scale.ndim), key=lambda axis: result_axes.get(axis, -1))
   shape = [sized.get(i, 1) for i in range(result.ndim)]
   scale = jax.lax.reshape(scale, shape, order)
-  # On a mesh with explicit axes the result keeps its sharding, and the scale takes it.
-  spec = [name if n > 1 else None for name, n in zip(spec_of(result), shape, strict=True)]
+  # On a mesh with explicit axes the result keeps its sharding, and the scale takes it. Symbolic
+  # sizes of `jax.export` can be tested for equality, not ordered.
+  spec = [name if n != 1 else None for name, n in zip(spec_of(result), shape, strict=True)]
   return result * placed(scale, spec)
 
 
