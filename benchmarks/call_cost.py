@@ -79,7 +79,8 @@ def ratios(measure: Callable[..., float], layers: int, rounds: int) -> list[floa
   plain = Transformer(layers)
   policied = mpjax.with_policy(plain, "mixed_bfloat16")
   params = plain.init(jax.random.key(0), tokens)
-  measure(plain, params, tokens), measure(policied, params, tokens)
+  for model in (plain, policied):
+    measure(model, params, tokens)
   found = []
   for _ in range(rounds):
     base = measure(plain, params, tokens)

@@ -15,7 +15,7 @@ from mpjax._core.frameworks import framework_of
 from mpjax._core.types import Args, DType, Function, Kwargs
 from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.compare_report import CompareReport, compared
-from mpjax._debug.compare_run import Run, load, record
+from mpjax._debug.compare_run import RecordedRun, load, record
 from mpjax._debug.module_names import in_models, with_models
 from mpjax._debug.report import Advance, Pending
 from mpjax._debug.tuning import check_float32, lows_of
@@ -147,10 +147,10 @@ def _runs(
   models: bool,
   call: Call,
   advance: Advance,
-) -> list[Run]:
+) -> list[RecordedRun]:
   """Returns the runs of functions and files. The first function runs under the policy."""
   # Each run returns its arrays on the host, so the second one has the memory of the device.
-  runs: list[Run] = []
+  runs: list[RecordedRun] = []
   for i, (side, title) in enumerate(sides):
     advance(i, len(sides))
     if callable(side):

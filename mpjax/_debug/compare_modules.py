@@ -73,7 +73,7 @@ class Reader(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class ModuleCall:
+class ComparedCall:
   """One call of a module.
 
   Attributes:
@@ -118,7 +118,7 @@ class Modules(NamedTuple):
     makers: by value, the innermost module that made it, with the number of the call.
   """
 
-  calls: tuple[ModuleCall, ...]
+  calls: tuple[ComparedCall, ...]
   readers: Mapping[int, Reader]
   avals: Mapping[int, ShapedArray]
   loops: Mapping[int, tuple[Loop, ...]]
@@ -193,12 +193,12 @@ class _Finder:
   def __init__(self, weights: Collection[int], entered: Collection[Holds]) -> None:
     self.weights = weights
     self.entered = entered
-    self.calls: list[ModuleCall] = []
+    self.calls: list[ComparedCall] = []
     self.readers: dict[int, Reader] = {}
     self.avals: dict[int, ShapedArray] = {}
     self.loops: dict[int, tuple[Loop, ...]] = {}
     self.origins: dict[int, Origin] = {}
-    self.makers: dict[int, Sequence[ModuleCall]] = {}
+    self.makers: dict[int, Sequence[ComparedCall]] = {}
     # From a cast to the value before all casts. A cast is the same activation in another dtype.
     self._uncast: dict[int, int] = {}
     # How many calls of each path and pass have begun.
@@ -216,7 +216,7 @@ class _Finder:
     self.origins.update(dict.fromkeys(body.consts, Origin(None)))
     self._define(body.consts, map(body.avals.__getitem__, body.consts), loops)
     # The open calls, the outermost first. Each list of steps starts with none.
-    stack: list[ModuleCall] = []
+    stack: list[ComparedCall] = []
     for step in body.steps:
       self._open(stack, step, outer, loops or ())
       for call in stack:
@@ -273,7 +273,7 @@ class _Finder:
       self.origins[slot] = origin._replace(stacked=origin.stacked + is_slice)
 
   def _open(
-    self, stack: list[ModuleCall], step: Step, outer: frozenset[str], loops: tuple[Loop, ...]
+    self, stack: list[ComparedCall], step: Step, outer: frozenset[str], loops: tuple[Loop, ...]
   ) -> None:
     """Ends the open calls that do not contain a step, and begins the calls that start with it."""
     where = step.location
@@ -301,13 +301,13 @@ class _Finder:
       # The number is the position among the calls of the path, by which two runs are matched.
       number = self._counts[path, direction]
       self._counts[path, direction] += 1
-      stack.append(ModuleCall(path, direction, number, loops, step.number))
+      stack.append(ComparedCall(path, direction, number, loops, step.number))
       self.calls.append(stack[-1])
     # Only calls without modules inside are told apart by their weights.
     if stack and stack[-1].is_leaf:
       stack[-1].matmuls |= self._matmul_keys(step)
 
-  def _begins_again(self, call: ModuleCall, step: Step) -> bool:
+  def _begins_again(self, call: ComparedCall, step: Step) -> bool:
     """Whether a step belongs to another call of the same module, right after `call`."""
     return call.is_leaf and not call.matmuls.isdisjoint(self._matmul_keys(step))
 
@@ -322,7 +322,7 @@ class _Finder:
     arguments = {self.origins[slot].argument for slot in step.reads if slot in self.origins}
     return {argument for argument in arguments if argument in self.weights}
 
-  def _read(self, step: Step, stack: Sequence[ModuleCall]) -> None:
+  def _read(self, step: Step, stack: Sequence[ComparedCall]) -> None:
     direction: Direction = "forward" if step.location.direction == "forward" else "backward"
     # A cast or a move of a parameter is no use of it. The module that computes with it is its
     # reader.
@@ -335,7 +335,7 @@ class _Finder:
         reader = Reader(stack[-1].path if stack else "", origin.stacked)
         self.readers.setdefault(origin.argument, reader)
 
-  def _leave(self, slot: int, stack: Sequence[ModuleCall], direction: Direction) -> None:
+  def _leave(self, slot: int, stack: Sequence[ComparedCall], direction: Direction) -> None:
     """Notes that a value is read: it is an output of the calls that made it and are not open."""
     # A module that only casts a value has not made it, so look up the value before all casts.
     makers, root = self.makers.get(slot, ()), self._uncast.get(slot, slot)
@@ -345,7 +345,7 @@ class _Finder:
       if call not in stack and not is_kept and call in self.makers.get(root, ()):
         self._note(call.outputs, root, slot)
 
-  def _arrive(self, slot: int, stack: Sequence[ModuleCall]) -> None:
+  def _arrive(self, slot: int, stack: Sequence[ComparedCall]) -> None:
     """Notes that a value is read: it is an input of the calls that are open and did not make it."""
     # The key is the value before casts, so a cast in one function alone does not change the pairs.
     makers, root = self.makers.get(slot, ()), self._uncast.get(slot, slot)
@@ -364,7 +364,7 @@ class _Finder:
     if dtype.itemsize <= before.dtype.itemsize:
       values[root] = slot
 
-  def _write(self, step: Step, stack: Sequence[ModuleCall]) -> None:
+  def _write(self, step: Step, stack: Sequence[ComparedCall]) -> None:
     self.makers.update(dict.fromkeys(step.outs, tuple(stack)))
     # What is computed from constants alone is a constant, whatever module it is in.
     if step.outs and all(self.origins.get(slot) == Origin(None) for slot in step.reads):

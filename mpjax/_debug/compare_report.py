@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax._core.types import NumpyArray
 from mpjax._debug.compare_modules import Loop
-from mpjax._debug.compare_run import Gradient, Kept, RanCall, Run, save
+from mpjax._debug.compare_run import Gradient, Kept, RanCall, RecordedRun, save
 from mpjax._debug.report import MOST, Report, Section, rest
 from mpjax._jaxpr.locations import Direction
 
@@ -27,7 +27,7 @@ _SHOWN = 40
 _LONG = 12
 """The fewest characters of a shared path that is printed once for several rows."""
 
-Key: TypeAlias = tuple[str, Direction, int]
+CallKey: TypeAlias = tuple[str, Direction, int]
 
 Numbered: TypeAlias = Collection[tuple[str, Direction]]
 """The paths and passes with several calls, whose labels have the number of the call."""
@@ -129,7 +129,7 @@ class CompareReport(Report):
   unmatched: tuple[str, ...]
   spacing: float
   notes: tuple[str, ...]
-  run: Run = dataclasses.field(repr=False)
+  run: RecordedRun = dataclasses.field(repr=False)
   zero_in_g: tuple[str, ...] = ()
 
   def as_dict(self) -> Mapping[str, object]:
@@ -247,7 +247,7 @@ class CompareReport(Report):
       yield f"The arguments differ: {_some(differing)}."
 
 
-def compared(run: Run, reference: Run, spacing: float = 0.0) -> CompareReport:
+def compared(run: RecordedRun, reference: RecordedRun, spacing: float = 0.0) -> CompareReport:
   """Returns the report of a run and the one that it is compared with.
 
   Args:
@@ -301,7 +301,7 @@ def compared(run: Run, reference: Run, spacing: float = 0.0) -> CompareReport:
   )
 
 
-def _key(call: RanCall) -> Key:
+def _key(call: RanCall) -> CallKey:
   return call.path, call.direction, call.call
 
 
@@ -338,8 +338,8 @@ def _some(texts: Sequence[str]) -> str:
 class _Errors(NamedTuple):
   """Two runs whose arrays are compared."""
 
-  run: Run
-  reference: Run
+  run: RecordedRun
+  reference: RecordedRun
 
   def of(self, keys: Mapping[str, str], others: Mapping[str, str]) -> Iterator[tuple[str, _Error]]:
     """Yields the names and errors of arrays that both runs have."""

@@ -20,7 +20,7 @@ from mpjax._core.errors import REFUSALS, MpjaxValueError
 from mpjax._core.leaves import Path
 from mpjax._core.types import Array, DType, Function, NumpyArray, is_inexact
 from mpjax._debug.arguments import Argument, Call
-from mpjax._debug.compare_modules import MOST, Loop, ModuleCall, Modules, find_modules, most_of
+from mpjax._debug.compare_modules import MOST, ComparedCall, Loop, Modules, find_modules, most_of
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import Direction
@@ -87,7 +87,7 @@ class Gradient(NamedTuple):
   stacked: int
 
 
-class Run(NamedTuple):
+class RecordedRun(NamedTuple):
   """The kept values of one run.
 
   Fields:
@@ -113,7 +113,7 @@ class Run(NamedTuple):
   machine: str = ""
 
 
-def record(fn: Function, call: Call, name: str) -> Run:
+def record(fn: Function, call: Call, name: str) -> RecordedRun:
   """Runs a function once, compiled, and returns the outputs of its modules."""
   program, results = call.traced(fn)
   # The run is differentiated, so functions with a custom derivative stay one step.
@@ -136,7 +136,7 @@ def record(fn: Function, call: Call, name: str) -> Run:
   arrays |= {f"argument/{i}": _sampled(x, MOST) for i, x in enumerate(operands)}
   # A function without gradients has an empty list here.
   arrays |= {f"gradient/{i}": x for i, x in zip(moving, ran.gradients, strict=False)}
-  return Run(
+  return RecordedRun(
     name=name,
     calls=tuple(map(functools.partial(_ran, modules), modules.calls)),
     gradients=_gradients(modules, arguments, moving if ran.gradients else ()),
@@ -188,7 +188,7 @@ def _spacing_of(dtype: DType) -> float:
   return float(jnp.finfo(dtype).eps)
 
 
-def _ran(modules: Modules, call: ModuleCall) -> RanCall:
+def _ran(modules: Modules, call: ComparedCall) -> RanCall:
   def kept(values: Mapping[int, int]) -> tuple[Kept, ...]:
     # A value that leaves a loop, or enters it, is in another number of loops than the call.
     own = [pair for pair in values.items() if modules.loops.get(pair[1], ()) == call.loops]
@@ -394,7 +394,7 @@ def _compiled(fn: Function) -> Function:
   return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
 
 
-def save(run: Run, path: str | os.PathLike[str]) -> None:
+def save(run: RecordedRun, path: str | os.PathLike[str]) -> None:
   """Writes a run to a file of NumPy."""
   # JSON writes records as lists, which `load` turns back.
   meta = {k: x for k, x in run._asdict().items() if k != "arrays"} | {"format": _FORMAT}
@@ -403,7 +403,7 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
     np.savez(file, **arrays)
 
 
-def load(path: str | os.PathLike[str], where: str) -> Run:
+def load(path: str | os.PathLike[str], where: str) -> RecordedRun:
   """Reads a run that `save` wrote."""
   # A pickle could run code, and files may come from others.
   with np.load(path, allow_pickle=False) as file:
@@ -419,7 +419,7 @@ def load(path: str | os.PathLike[str], where: str) -> Run:
     )
   calls = tuple(_read_call(*fields) for fields in meta.pop("calls"))
   gradients = tuple(Gradient(*fields) for fields in meta.pop("gradients"))
-  return Run(**meta, calls=calls, gradients=gradients, arrays=arrays)
+  return RecordedRun(**meta, calls=calls, gradients=gradients, arrays=arrays)
 
 
 def _read_call(*fields: Any) -> RanCall:

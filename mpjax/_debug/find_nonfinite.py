@@ -86,7 +86,7 @@ class Broken(NamedTuple):
   device: int | None  # in the mesh of a `shard_map`
 
 
-class LossScale(NamedTuple):
+class FoundScale(NamedTuple):
   """A loss scale among the arguments."""
 
   value: float
@@ -285,7 +285,7 @@ def _is_traced(x: Leaf) -> bool:
   return is_array(x) or is_bad
 
 
-def _scale_of_state(tree: PyTree, leaves: Sequence[Leaf]) -> LossScale | None:
+def _scale_of_state(tree: PyTree, leaves: Sequence[Leaf]) -> FoundScale | None:
   """Returns the loss scale in optimizer states, the largest of several."""
   owned = [each for each in scales_in(tree) if each.state is not None]
   if not owned:
@@ -297,10 +297,10 @@ def _scale_of_state(tree: PyTree, leaves: Sequence[Leaf]) -> LossScale | None:
   largest = values.index(max(values))
   # A static scale has no limits. 1 is the scale of the unscaled loss.
   least = owned[largest].limits[0] if owned[largest].dynamic else 1.0
-  return LossScale(values[largest], positions, least, int(np.max(states[largest].total)))
+  return FoundScale(values[largest], positions, least, int(np.max(states[largest].total)))
 
 
-def scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> LossScale | None:
+def scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> FoundScale | None:
   """Returns the loss scale that is an argument of its own, without `mpjax.loss_scaling`.
 
   It is a scalar and a power of two, and multiplies scalars in both passes: the loss in the forward
@@ -312,7 +312,7 @@ def scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> LossScale | None:
       # A factor that is no power of two would round gradients, so users choose powers.
       is_power = number > 0 and math.isfinite(number) and math.log2(number).is_integer()
       if is_power and number >= _SMALLEST_SCALE and _scales_both_passes(graph, argument):
-        return LossScale(number, {position})
+        return FoundScale(number, {position})
   return None
 
 
@@ -331,7 +331,7 @@ def _scales_both_passes(graph: Graph, factor: Value) -> bool:
   return len(passes) == 2
 
 
-def _factors(scale: LossScale) -> dict[float, float]:
+def _factors(scale: FoundScale) -> dict[float, float]:
   """Returns smaller powers of two as loss scales, and their ratio to the present scale."""
   if scale.value == 0:
     return {}
@@ -340,7 +340,7 @@ def _factors(scale: LossScale) -> dict[float, float]:
   return {2.0**i: 2.0**i / scale.value for i in exponents}
 
 
-def _ranges(eqn: JaxprEqn, rows: Sequence[probes.Row]) -> list[Range]:
+def _ranges(eqn: JaxprEqn, rows: Sequence[probes.ValuesByName]) -> list[Range]:
   """Returns the ranges of the floating operands, of the first floating result, and in float32."""
   # `FirstProbe` returns rows in the same order.
   out = next(v for v in eqn.outvars if probes.is_inexact(v))
@@ -349,7 +349,7 @@ def _ranges(eqn: JaxprEqn, rows: Sequence[probes.Row]) -> list[Range]:
   return [_range(name, aval_of(v), row) for (name, v), row in zip(named, rows, strict=True)]
 
 
-def _range(name: str, array: ShapedArray | Array, row: probes.Row) -> Range:
+def _range(name: str, array: ShapedArray | Array, row: probes.ValuesByName) -> Range:
   numbers = {field: x.item() for field, x in row.items()}
   return Range(name=name, dtype=array.dtype.name, shape=array.shape, **numbers)
 

@@ -402,7 +402,7 @@ def _breaking_inside(step: Step, bad: Collection[int]) -> set[int]:
 
 # The close look
 
-Row: TypeAlias = dict[str, Array]
+ValuesByName: TypeAlias = dict[str, Array]
 """The numbers of an array: fields of `Range`."""
 
 
@@ -418,7 +418,7 @@ class Seen(NamedTuple):
 
   first: Array
   place: Array
-  rows: list[Row]
+  rows: list[ValuesByName]
 
 
 class FirstProbe(Observer):
@@ -589,7 +589,7 @@ def _first_of(numbers: _Numbers, result: Array, *, is_maximum: bool) -> Array:
   return jnp.where(~jnp.isfinite(result) | (not is_maximum), first, NONE)
 
 
-def row_of(x: Array, value: Array | float = math.nan) -> Row:
+def row_of(x: Array, value: Array | float = math.nan) -> ValuesByName:
   """Returns the numbers of an array, given the number at the element that broke."""
   # Least and largest are those of the finite elements.
   bad, nan = ~jnp.isfinite(x), jnp.isnan(x)

@@ -15,7 +15,7 @@ from jax.extend.core.primitives import add_p, bitcast_convert_type_p, scatter_ad
 from mpjax._core.leaves import Path
 from mpjax._core.types import DType
 from mpjax._debug.arguments import Argument, name_by_parameters
-from mpjax._debug.ranges_report import Kind
+from mpjax._debug.ranges_report import RangeKind
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import Location
 from mpjax._jaxpr.primitives import OUTER_PRODUCT
@@ -25,7 +25,7 @@ from mpjax._jaxpr.steps import Body
 class Group(NamedTuple):
   """A row of the report."""
 
-  kind: Kind
+  kind: RangeKind
   path: str  # of a module, or of a leaf of the arguments
 
 
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
   additions: Mapping[int, Addition]  # by the numbers of steps, of the group "updates"
   readers: Mapping[int, Location]  # by the positions of arguments: the first consumer of each
 
-  def of_kind(self, kind: Kind) -> Self:
+  def of_kind(self, kind: RangeKind) -> Self:
     """Returns a plan that counts the results of steps of one kind alone."""
     # Gradients at another scale need no parameters and no updates.
     steps = {number: group for number, group in self.steps.items() if group.kind == kind}

@@ -12,12 +12,18 @@ import numpy as np
 from mpjax._core.types import NumpyArray
 from mpjax._debug.report import Report, Section, amount, percent, power
 
-Kind: TypeAlias = Literal[
+RangeKind: TypeAlias = Literal[
   "activations", "gradients", "float32", "parameters", "optimizer state", "updates"
 ]
 """Kinds of numbers. "gradients" are results of the backward pass, "float32" stays in float32."""
 
-KINDS: Sequence[Kind] = ("activations", "gradients", "parameters", "optimizer state", "updates")
+KINDS: Sequence[RangeKind] = (
+  "activations",
+  "gradients",
+  "parameters",
+  "optimizer state",
+  "updates",
+)
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """The dtypes for which losses are counted."""
@@ -61,7 +67,7 @@ class GroupRanges:
   (Counter({0: 2, -30: 1}), 1, 1)
   """
 
-  kind: Kind
+  kind: RangeKind
   path: str
   exponents: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
   zero: int = 0
@@ -132,7 +138,7 @@ class RangesReport(Report):
   loss_scale_in_use: float | None
   rescaled: Rescaled | None = None
 
-  def of(self, kind: Kind) -> tuple[GroupRanges, ...]:
+  def of(self, kind: RangeKind) -> tuple[GroupRanges, ...]:
     """Returns the groups of one kind that are not empty, in the order of the function.
 
     Args:
@@ -294,7 +300,7 @@ class RangesReport(Report):
     )
     return Section(title=f"Ranges of {self.name}", lines=tuple(lines))
 
-  def _losses(self, kind: Kind) -> Section:
+  def _losses(self, kind: RangeKind) -> Section:
     """Returns the groups that lose something in float16 or bfloat16: in 8 bits all lose much."""
     # Rows without losses in 16 bits would hide the rows with losses.
     lossy = [g for g in self.of(kind) if g.lost_share("float16") + g.lost_share("bfloat16") > 0]

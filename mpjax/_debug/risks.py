@@ -41,7 +41,7 @@ from mpjax._jaxpr.primitives import (
 )
 from mpjax._policy.active import SCOPE as FULL_PRECISION
 
-Kind: TypeAlias = Literal[
+RiskKind: TypeAlias = Literal[
   "angle",
   "index",
   "comparison",
@@ -54,7 +54,7 @@ Kind: TypeAlias = Literal[
 ]
 
 
-_TEXTS: Mapping[Kind, str] = {
+_TEXTS: Mapping[RiskKind, str] = {
   "angle": "{name} gets an angle rounded to {dtype}. Its error grows with the angle.",
   "index": "An integer is computed from a number rounded to {dtype}, and may be off by one.",
   "comparison": "A value in {dtype} is compared with its own maximum. Rounding creates ties.",
@@ -100,7 +100,7 @@ class Risk:
   'angle'
   """
 
-  kind: Kind
+  kind: RiskKind
   path: str
   source: Source | None
   sink: Source | None
@@ -153,7 +153,7 @@ def risks_of(graph: Graph, parameters: Collection[str] = ()) -> list[Risk]:
   >>> risks_of(Graph(jax.make_jaxpr(jnp.sin)(1.0)))  # no policy
   []
   """
-  rows: dict[tuple[Kind, str, Source | None], tuple[Operation, dict[Operation, None]]] = {}
+  rows: dict[tuple[RiskKind, str, Source | None], tuple[Operation, dict[Operation, None]]] = {}
   sinks = [*_Walk(graph, frozenset(parameters)).sinks()]
   # Low precision would make these matmuls a risk, so they are not reported as slow.
   delicate = {rounding for kind, rounding, _ in sinks if kind != "float32 matmul"}
@@ -200,7 +200,7 @@ def risk_lines(risks: Iterable[Risk], most: int) -> tuple[str, ...]:
   return (*lines, f"… and {len(groups) - most} more") if len(groups) > most else tuple(lines)
 
 
-def _risk(kind: Kind, roundings: list[Operation], sink: Operation, total: int) -> Risk:
+def _risk(kind: RiskKind, roundings: list[Operation], sink: Operation, total: int) -> Risk:
   """Returns the risk of operations of one line; the first one describes it."""
   first = roundings[0]
   where = roundings[0].where
@@ -226,7 +226,7 @@ class _Walk:
     self._graph, self._parameters = graph, parameters
     self._histories: dict[Value, History] = {}
 
-  def sinks(self) -> Iterator[tuple[Kind, Operation, Operation]]:
+  def sinks(self) -> Iterator[tuple[RiskKind, Operation, Operation]]:
     """Yields the kind of each risk, the operation that rounds, and the sink."""
     # The carry of a loop takes the history of the iteration before, which a second walk knows.
     for _ in range(self._graph.walks):
@@ -272,7 +272,7 @@ class _Walk:
         given=untouched and not result.is_low, exact=history.exact or result.is_low
       )
 
-  def _sinks(self, operation: Operation) -> Iterator[tuple[Kind, Operation, Operation]]:
+  def _sinks(self, operation: Operation) -> Iterator[tuple[RiskKind, Operation, Operation]]:
     before = [self.of(v) for v in operation.operands]
     for kind, reached in _SINKS.items():
       # Both operands may have the same rounding.
@@ -678,7 +678,7 @@ def _contracted(operation: Operation) -> int:
   return flops // max(2 * size * operation.times, 1)
 
 
-_SINKS: Mapping[Kind, Callable[[Operation, list[History]], Iterator[Operation]]] = {
+_SINKS: Mapping[RiskKind, Callable[[Operation, list[History]], Iterator[Operation]]] = {
   "angle": _angle,
   "index": _index,
   "comparison": _comparison,

@@ -177,7 +177,7 @@ def _parse_policies(policy: PolicyLike | Sequence[PolicyLike]) -> tuple[Policy, 
     bool(parsed) and all(each.compute_dtype in HALVES for each in parsed),
     where,
     expected="a policy that computes in bfloat16 or float16, or several of them",
-    fix='Write "mixed_bfloat16" or "mixed_float16": what stays in float32 is to be found.',
+    fix='Write "mixed_bfloat16" or "mixed_float16": tune finds the modules that need float32.',
   )
   check_value(
     policy,

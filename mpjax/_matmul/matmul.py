@@ -49,7 +49,7 @@ from mpjax._matmul.block_dot import (
   stacked,
   unstacked,
 )
-from mpjax._matmul.protocol import Multiply, Operand, Product, Recipe, Role, Scaled
+from mpjax._matmul.protocol import Multiply, Operand, OperandRole, Product, Recipe, Scaled
 
 Levels: TypeAlias = tuple[tuple[bool, ...], ...]
 """For each `vmap`, the innermost first: whether the first axis of each operand is mapped."""
@@ -265,11 +265,11 @@ class RecipeMatmul(Matmul):
     """Returns the product that computes the gradient of an operand."""
     return "weight_grad" if side == self.weight else "input_grad"
 
-  def role_of(self, side: int) -> Role:
+  def role_of(self, side: int) -> OperandRole:
     """Returns the role of an operand of the forward pass."""
     return "weight" if side == self.weight else "input"
 
-  def quantised(self, x: Array, layout: Layout, role: Role, product: Product) -> Scaled:
+  def quantised(self, x: Array, layout: Layout, role: OperandRole, product: Product) -> Scaled:
     """Returns an operand in the format, as a stack of matrices if the format has blocks."""
     block = self.recipe.block
     if block is None:

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from mpjax._core.types import Array, DType
 
-Role: TypeAlias = Literal["input", "weight", "gradient"]
+OperandRole: TypeAlias = Literal["input", "weight", "gradient"]
 """The role of an operand: in the forward pass, or as the incoming gradient of the backward pass."""
 
 Product: TypeAlias = Literal["forward", "input_grad", "weight_grad"]
@@ -16,7 +16,7 @@ class Operand(NamedTuple):
   """The description of an operand that a recipe quantises."""
 
   summed: Sequence[int]  # the axes that the matmul sums over
-  role: Role
+  role: OperandRole
   product: Product  # the matmul for which it is quantised
 
 

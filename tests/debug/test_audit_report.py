@@ -219,7 +219,7 @@ def test_the_dtype_of_a_module_that_a_policy_overrules_is_shown():
 
 
 def test_a_linen_model_is_no_function_and_arguments_come_in_a_second_call():
-  with refused(TypeError, "mpjax.audit(fn)", "a function", "flax.linen.Module (Dense)", "model.apply"):
+  with refused(TypeError, "mpjax.audit(fn)", "a function", "flax.linen.Module", "model.apply"):
     mpjax.audit(nn.Dense(2))
   fix = "Write mpjax.audit(step)(state, batch)"
   with refused(TypeError, "mpjax.audit(fn)", "arguments fn", "too many", fix):

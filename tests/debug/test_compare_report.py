@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpjax._debug.compare_report import compared
-from mpjax._debug.compare_run import Gradient, Kept, RanCall, Run
+from mpjax._debug.compare_run import Gradient, Kept, RanCall, RecordedRun
 
 DEEP = "Transformer/encoder/a_module_with_a_long_name"
 
@@ -17,7 +17,7 @@ def run_of(values, name="f", spacing=2.0**-23):
     own = (Kept(f"value/{i}", f"cotangent/{i}", np.shape(x), path),)
     calls.append(RanCall(path, "forward", 0, (), i, i, own, calls[-1].outputs if calls else ()))
   gradients = tuple(Gradient(f"gradient/{i}", path, path, 0) for i, path in enumerate(values))
-  return Run(name, tuple(calls), gradients, {}, {}, spacing, "", arrays)
+  return RecordedRun(name, tuple(calls), gradients, {}, {}, spacing, "", arrays)
 
 
 def values(layers=12, at=7, error=1e-3):
