@@ -229,9 +229,13 @@ def _on_cuda(*operands: Array, native: ClosedJaxpr | None, **params: Any) -> Arr
 _STATIC = ("dimension_numbers", "preferred_element_type", "out_sharding", "native")
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
+_compiled = jax.jit(_bind, static_argnames=_STATIC)
+
+
 def _evaluate(*operands: Array, **params: Any) -> Array:
-  return _bind(*operands, **params)
+  # Without `jit` the compiled call would evaluate the primitive here again, without end.
+  call = _emulated if jax.config.jax_disable_jit else _compiled
+  return call(*operands, **params)
 
 
 @remembered_off_mesh
