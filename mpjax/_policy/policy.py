@@ -319,7 +319,7 @@ def _presets_like(name: str) -> list[str]:
   if name.startswith("16-"):  # "16-mixed" and "16-true" of Lightning are in float16.
     lower = f"f{name}"
   # "bf16-true" means one dtype for all, which is the preset with the plain name.
-  words = {NAMES.get(word, word) for word in lower.split("-")} - {"true"}
+  words = {NAMES.get(word, word) for word in re.split("[-_]", lower)} - {"true"}
   presets = [preset for preset in _PRESETS if words <= {*preset.split("_")}]
   if words == {"mixed"}:
     return presets
