@@ -190,7 +190,7 @@ def nvfp4(x, sizes):
   """Returns (values, scales of blocks, scale of the array); `sizes` are those of a block."""
   e2m1, e4m3 = FORMATS["float4_e2m1fn"], FORMATS["float8_e4m3fn"]
   of_array = np.float32(np.max(np.abs(x))) * np.float32(1 / (6 * 448))
-  of_array = np.maximum(of_array, TINY)
+  of_array = np.maximum(of_array, TINY / e4m3.numbers[1]).astype(np.float32)
   # In float32, which decides ties.
   largest = largest_of_blocks(x, sizes).astype(np.float32)
   scales = nearest(largest * (np.float32(1 / 6) * (np.float32(1) / of_array)), e4m3)

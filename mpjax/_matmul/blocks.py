@@ -27,6 +27,9 @@ _MOST, _MOST_E2M1 = (float(jnp.finfo(dtype).max) for dtype in (E4M3, E2M1))
 _LEAST_SCALE = np.float32(2.0**-9)
 """The smallest e4m3 number above 0. A scale of 0 would lose its block."""
 
+_LEAST_OF_TENSOR = _TINY / _LEAST_SCALE
+"""Its product with the least scale is a normal number. A CPU flushes subnormal numbers to 0."""
+
 
 # The elements of a block along the summed axis.
 _BLOCKS: dict[type[Any], int] = {Float8: 128, MXFP8: 32, NVFP4: 16}
@@ -113,7 +116,7 @@ def quantise_nvfp4(x: Array, rows: int = 1, bits: Array | None = None) -> Scaled
   of_tensor = jnp.max(largest) * np.float32(1 / (_MOST_E2M1 * _MOST))
   # e2m1 has no NaN, and a maximum on a CPU may lose one.
   is_finite = jnp.all(jnp.isfinite(wide))
-  of_tensor = jnp.where(is_finite, jnp.maximum(of_tensor, _TINY), np.float32(np.nan))
+  of_tensor = jnp.where(is_finite, jnp.maximum(of_tensor, _LEAST_OF_TENSOR), np.float32(np.nan))
   # With brackets, since XLA may multiply three factors in any order.
   scale = largest * (np.float32(1 / _MOST_E2M1) * (1 / of_tensor))
   scale = jax.lax.convert_element_type(jax.lax.clamp(_LEAST_SCALE, scale, np.float32(_MOST)), E4M3)
