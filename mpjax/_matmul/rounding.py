@@ -7,8 +7,8 @@ over their block.
 
 Random bits are a function of a seed and of the array that is rounded. So a step needs no key and
 repeats bit by bit. Any change in any element changes the bits of all, so the bits differ from step
-to step. They are cheap integer arithmetic for each element: `jax.random.bits` would cost more than
-the matmul.
+to step. A factor that is a power of two, such as a loss scale, changes no bit. They are cheap
+integer arithmetic for each element: `jax.random.bits` would cost more than the matmul.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.types import FLOAT32, Array, DType, NumpyArray, unsigned_like
+from mpjax._core.types import FLOAT32, Array, DType, NumpyArray
 from mpjax._matmul.block_dot import merge_axes, split_axes
 
 SIZE = 16
@@ -68,7 +68,8 @@ def random_bits(x: Array, seed: int, *, stream: int = 0) -> Array:
 
   They are a hash of the index of the element and of a key. The key is a hash of the seed, the
   stream and a sum over the bits of all elements. The sum is one of integers, so it is the same in
-  any order, on any number of devices.
+  any order, on any number of devices. The array is hashed without its scale: a loss scale, which
+  is a power of two, then changes no rounding.
 
   Args:
     x: an array of a floating dtype with 16 or 32 bits.
@@ -76,12 +77,21 @@ def random_bits(x: Array, seed: int, *, stream: int = 0) -> Array:
     stream: numbers the uses of one array, such as its two matmuls. Their bits are independent.
   """
   # Each element is hashed before the sum. Otherwise opposite changes of two elements would cancel.
-  bits = jax.lax.bitcast_convert_type(x, unsigned_like(x.dtype))
-  hashed = _mixed(jax.lax.convert_element_type(bits, _UINT32))
+  hashed = _mixed(jax.lax.bitcast_convert_type(_without_scale(x), _UINT32))
   total = jax.lax.reduce_sum(hashed, tuple(range(x.ndim)))
   chosen = _mixed(_mixed(np.array([seed], _UINT32)) + np.array([stream], _UINT32))
   key = _mixed(total ^ chosen[0])
   return _mixed(_mixed(_index(x.shape) + key) ^ _mixed(key + np.uint32(1)))
+
+
+def _without_scale(x: Array) -> Array:
+  """Returns a float32 array, multiplied by the power of two that brings its largest below 2."""
+  wide = jax.lax.convert_element_type(x, FLOAT32)
+  largest = jnp.max(jax.lax.abs(wide), initial=0)
+  exponent = jax.lax.bitcast_convert_type(largest, np.int32) >> _FRACTION_BITS
+  # The exponents of 0, inf and NaN have no inverse.
+  inverse = jax.lax.clamp(np.int32(1), 2 * _BIAS - exponent, np.int32(2 * _BIAS))
+  return wide * _power_of_two(inverse)
 
 
 def _index(shape: tuple[int, ...]) -> Array:

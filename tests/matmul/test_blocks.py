@@ -430,3 +430,20 @@ def test_an_audit_names_the_format_and_says_that_it_is_emulated():
   assert "100.0 % of the matmuls' FLOPs in mxfp8, emulated" in str(audit)
   rows = {(row.dtype, row.reason) for row in audited(input_grad="half").formats}
   assert rows == {("mxfp8, emulated", ""), ("", "input_grad=half")}
+
+
+@formats
+def test_zeros_have_finite_scales_and_reciprocals(format):
+  # A CPU flushes a subnormal product of the scales to 0, whose reciprocal is inf.
+  fun = cast(layer, format)
+  assert not mpjax.find_nonfinite(fun)(
+    normal(1, (128, 128)), np.zeros((8, 128), ml_dtypes.bfloat16)
+  )
+
+
+@formats
+def test_without_jit_a_matmul_is_the_same(format):
+  w, x, fun = normal(1, (128, 128)), halves(0, (8, 128)), cast(layer, format)
+  wanted = fun(w, x)
+  with jax.disable_jit():
+    np.testing.assert_array_equal(fun(w, x), wanted)

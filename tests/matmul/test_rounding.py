@@ -122,6 +122,15 @@ def test_bits_are_uniform_and_independent():
   assert np.sum((counts - bits.size / 64) ** 2 / (bits.size / 64)) < 63 + 5 * np.sqrt(2 * 63)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_loss_scale_changes_no_bit(dtype):
+  x = jnp.asarray(normal(0, (64, 128)), dtype)
+  for scale in (2.0, 2.0**10):
+    np.testing.assert_array_equal(random_bits(x * scale, 0), random_bits(x, 0))
+  zeros = jnp.zeros((64, 128), dtype)
+  assert np.unique(random_bits(zeros, 0)).size > 64 * 127
+
+
 def test_bits_are_those_of_each_example_under_vmap():
   x = jnp.asarray(normal(0, (3, 4, 16)))
   found = jax.vmap(lambda x: random_bits(x, 0))(x)
