@@ -136,7 +136,7 @@ def test_numbers_and_two_low_precisions_are_no_leak_under_autocast():
 
 
 PUBLISHED = [
-  *(f"linen/{name}" for name in (*PAPERS, "resnet", "bert", "rotary", "optimized_lstm_rnn")),
+  *(f"linen/{name}" for name in (*PAPERS, "resnet", "bert", "optimized_lstm_rnn")),
   *(f"nnx/{name}" for name in zoo.MODELS),
   *(f"function/{name}" for name, made in PROGRAMS.items() if made.backward),
 ]
