@@ -234,7 +234,8 @@ _compiled = jax.jit(_bind, static_argnames=_STATIC)
 
 def _evaluate(*operands: Array, **params: Any) -> Array:
   # Without `jit` the compiled call would evaluate the primitive here again, without end.
-  call = _emulated if jax.config.jax_disable_jit else _compiled
+  is_disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+  call = _emulated if is_disabled else _compiled
   return call(*operands, **params)
 
 
