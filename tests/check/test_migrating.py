@@ -18,7 +18,10 @@ from flax import nnx
 import mpjax
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = sorted(ROOT.glob("docs/migrating/*.md"))
+OVERVIEW = ROOT / "docs/migrating/features.md"
+"""It lists the pages, and has no table of names."""
+
+PAGES = sorted({*ROOT.glob("docs/migrating/*.md")} - {OVERVIEW})
 
 OURS = ("mpjax", "model", "optimizer", "JAX")
 """Headings of columns with lines of ours. The last column of such a table has a link."""
