@@ -107,7 +107,7 @@ def _operand(value: Value) -> Operand:
   low, scaled, high = clamp.operands
   largest = float(str(high.data))
   divided = _made_by(scaled, "mul")
-  source, reciprocal = divided.operands
+  source, reciprocal = map(_without_identities, divided.operands)
   scale = _made_by(_made_by(reciprocal, "div").operands[1], "max").operands[0]
   amax, factor = _made_by(scale, "mul").operands
   before = source
@@ -120,6 +120,7 @@ def _operand(value: Value) -> Operand:
       raise ValueError("an operand and its largest magnitude go through two barriers")
     before, amax = barriers[0].operands
   magnitude = _made_by(_made_by(amax, "reduce_max").operands[0], "abs").operands[0]
+  before, magnitude = map(_without_identities, (before, magnitude))
   if magnitude is not before or float(str(low.data)) != -largest:
     raise ValueError("the largest magnitude is that of another array, or clipped on one side")
   if abs(float(str(factor.data)) * largest - 1) > 1e-6:
@@ -131,9 +132,19 @@ def _operand(value: Value) -> Operand:
 
 
 def _made_by(value: Value, *names: str) -> Operation:
+  """Returns the operation of a value, without identities that refuse second derivatives."""
+  value = _without_identities(value)
   if value.made_by is None or value.made_by.name not in names:
-    raise ValueError(f"{value.label or value.made_by} is computed by none of {names}")
+    # The text of an operation would hold that of all operations before it.
+    found = value.label if value.made_by is None else value.made_by.name
+    raise ValueError(f"{found} is computed by none of {names}")
   return value.made_by
+
+
+def _without_identities(value: Value) -> Value:
+  while value.made_by is not None and value.made_by.name == "first_order":
+    (value,) = value.made_by.operands
+  return value
 
 
 LEFT, RIGHT, MIDDLE = 136, 384, 260
