@@ -413,3 +413,16 @@ def test_shard_map(devices, check_vma):
 
   grad = programs.run(jax.grad(lambda w: mpjax.autocast(fun)(w, x)[1]), W)
   np.testing.assert_array_equal(grad, [[400.0] * 3] * 3)
+
+
+def test_the_state_of_a_solver_stays_in_float32():
+  # Each step is below the last place of a half type: nothing would move there.
+  def fun(w, x):
+    def step(y, _):
+      return y + 2.0**-14 * jnp.tanh(y @ w) * 0 + 2.0**-14, None
+
+    return lax.scan(step, x, None, length=8)[0]
+
+  assert dtypes(one(cast(fun, W, X), "scan").outvars) == ["float32"]
+  found = programs.run(mpjax.autocast(fun, "bfloat16"), W, jnp.ones((2, 3)))
+  np.testing.assert_array_equal(found, 1 + 2.0**-11)

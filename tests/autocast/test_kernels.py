@@ -337,3 +337,12 @@ def test_what_is_refused():
     ValueError, "mpjax.autocast(rules=...)", expected, "rewrite=False", "Use mpjax.low_"
   ):
     mpjax.autocast(product, rules=[rule])
+
+
+def test_each_trace_of_a_jitted_module_is_looked_at():
+  jitted = nn.jit(Projected)
+  model = Unnamed(lambda _: jitted)
+  variables = model.init(jax.random.key(0), X)
+  low = mpjax.with_policy(model, "mixed_bfloat16")
+  for _ in range(3):
+    assert kernel_dtypes(lambda v: low.apply(v, X), variables) == [{"bfloat16"}]

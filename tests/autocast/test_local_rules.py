@@ -419,3 +419,21 @@ def test_low_rank_adapters_save_as_much_as_by_hand():
 def test_all_matmuls_with_frozen_weights_are_in_low_precision():
   fun = jax.grad(lambda a: jnp.sum(mpjax.autocast(adapted)(a, ROWS)))
   assert programs.half_share(jax.make_jaxpr(fun)(ADAPTERS)) == 1
+
+
+def test_eager_is_bit_equal_to_the_jaxpr():
+  fun = cast(rp.program(LOGITS + "return r2, r1"))
+  eager = programs.bits(fun(rp.DATA, rp.PARAMS))
+  assert eager == computed(jax.jit(fun), rp.DATA, rp.PARAMS)
+
+
+@pytest.mark.parametrize("way", ["argument", "closed over", "literal"])
+def test_a_scalar_decides_no_dtype(way):
+  scale = jnp.float32(0.3)
+  fun = {
+    "argument": lambda w, s, x: jnp.tanh((x @ w) * s) @ w,
+    "closed over": lambda w, s, x: jnp.tanh((x @ w) * scale) @ w,
+    "literal": lambda w, s, x: jnp.tanh((x @ w) * 0.3) @ w,
+  }[way]
+  made = jax.make_jaxpr(mpjax.autocast(fun))(rp.PARAMS["sw"], scale, rp.DATA["rx"])
+  assert programs.dtypes_of(made, "tanh") == {"bfloat16"}

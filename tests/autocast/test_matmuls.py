@@ -516,3 +516,20 @@ def test_an_audit_says_what_runs(rule, chosen, rules):
   for (_, dtype), flops in mpjax.audit(fun)(WS[0], X).flops.items():
     audited[dtype] += flops
   assert audited == counts
+
+
+def test_an_audit_reports_neither_scaling_nor_matmuls_without_float8_as_leaks():
+  def fun(w, v, x):
+    return jnp.sum(jnp.sin(jnp.sin(jnp.sin(x) @ w) @ v) ** 2)
+
+  args = s(64, 512), s(512, 8), s(256, 64)
+  audit = mpjax.audit(jax.value_and_grad(mpjax.autocast(fun, policy()), (0, 1, 2)))(*args)
+  audit.assert_no_leaks()
+  assert audit.half_share == 1
+  assert audit.lossy == ()
+  assert [x.reason for x in audit.formats] == ["", "N=8 is no multiple of 16"]
+  assert audit.formats[0].flops == 3 * 2 * 256 * 512 * 64
+  assert audit.format_share == 64 / 72
+  assert "no multiple of 16" in str(audit)
+  assert '"formats": [' in audit.to_json()
+  assert mpjax.audit(mpjax.autocast(fun))(*args).formats == ()

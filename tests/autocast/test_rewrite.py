@@ -224,3 +224,13 @@ def test_masked_softmax_stays_finite(half):
     want = [[e[0], 0, e[1]] / e.sum(), plain[-1] if fun is add else np.full(3, 1 / 3)]
     np.testing.assert_allclose(weights, want[: len(weights)], 2e-7, 0, err_msg=f"{fun} {number}")
     assert np.isfinite(gradient).all()
+
+
+def test_a_loss_that_is_unsafe_in_low_precision_is_finite():
+  # PyTorch refuses binary cross entropy of probabilities: in bfloat16, 1 - p is 0 above 0.998.
+  def loss(x):
+    p = jax.nn.sigmoid(8 * (x @ x))
+    return -jnp.mean(jnp.log(p) + jnp.log1p(-p))
+
+  x = jnp.eye(4)
+  np.testing.assert_allclose(mpjax.autocast(loss)(x), loss(x), rtol=1e-6)

@@ -387,3 +387,20 @@ def test_rules_that_an_earlier_one_hides_are_listed(cls):
     assert "earlier rule wins" in str(audit)
     rows = json.loads(audit.to_json())["rules"]
     assert [*rows.values()] == [[1, 0], [1, 1], [0, 2]]
+
+
+@pytest.mark.standard_promotion
+def test_the_loss_scale_that_a_note_advises_keeps_gradients_from_becoming_zero():
+  """The note promises that without it gradients below 3e-8 become 0."""
+  tx = mpjax.loss_scaling(optax.sgd(1.0))
+  w, x = jnp.ones((2, 2)), jnp.ones((4, 2))
+  outputs = mpjax.with_policy(lambda w, x: x @ w, "fp16")
+
+  def loss_fn(w, x):
+    return 2e-8 * jnp.sum(outputs(w, x).astype("float32"))
+
+  assert "those below 3e-8 become 0" in str(mpjax.audit(jax.grad(loss_fn))(w, x))
+  assert not jax.grad(loss_fn)(w, x).any()
+  opt_state = tx.init(w)
+  _, grads = mpjax.value_and_grad(loss_fn, opt_state)(w, x)
+  np.testing.assert_allclose(tx.update(grads, opt_state, w)[0], -8e-8, rtol=0.01)

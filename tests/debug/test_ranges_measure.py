@@ -392,3 +392,38 @@ def test_an_overflow_at_every_scale_is_not_that_of_the_scale():
   report = mpjax.ranges(gradient)(w, tx.init(w), jnp.ones((1, 2), jnp.float16))
   assert report.rescaled is None
   assert report.loss_scale is None
+
+
+def test_the_scale_that_the_report_proposes_keeps_gradients():
+  w = jax.random.normal(jax.random.key(0), (2, 16, 16))
+  x = jax.random.normal(jax.random.key(1), (32, 16), jnp.float16)
+
+  def loss(w, x):
+    return 1e-6 * jnp.mean(((nn.relu(x @ w[0]) @ w[1]).astype(jnp.float32)) ** 2)
+
+  report = mpjax.ranges(loss)(w.astype("float16"), x)
+
+  def in_float16(scale):
+    """Returns how many gradients are 0 that are not in float32, and how many are not finite."""
+    gradient = jax.grad(lambda w, x: scale * loss(w, x))
+    exact, low = gradient(w, x.astype("float32")), gradient(w.astype("float16"), x)
+    return int(jnp.sum((low == 0) & (exact != 0))), int(jnp.sum(~jnp.isfinite(low)))
+
+  zeros, bad = in_float16(report.loss_scale)
+  assert bad == 0
+  assert 10 * zeros < in_float16(1.0)[0]
+
+
+def test_rows_of_a_step_without_scopes_are_those_of_its_parameters():
+  def step(params, x):
+    def loss(params):
+      y = x @ params["mlp"]["up"]["w"]
+      return jnp.mean((y @ params["mlp"]["down"]["w"]) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+  params = {"mlp": {"up": {"w": jnp.ones((4, 8))}, "down": {"w": jnp.ones((8, 2))}}}
+  report = mpjax.ranges(step)(params, jnp.ones((3, 4)))
+  for kind in ("activations", "gradients"):
+    assert {g.path for g in report.of(kind)} >= {"mlp/up", "mlp/down"}
+  assert {g.path for g in report.of("updates")} == {"params/mlp/up/w", "params/mlp/down/w"}

@@ -207,11 +207,22 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
+  scanned: bool = False
+
   @nn.compact
   def __call__(self, x):
-    for i in range(2):
-      x = nn.remat(Block)(name=f"layer_{i}")(x)
-    return nn.Dense(2, name="head")(x)
+    block = nn.remat(Block)
+    if not self.scanned:
+      for i in range(2):
+        x = block(name=f"layer_{i}")(x)
+      return nn.Dense(2, name="head")(x)
+    layers = nn.scan(
+      lambda block, x, _: (block(x), None),
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=2,
+    )
+    return nn.Dense(2, name="head")(layers(block(name="layers"), x, None)[0])
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_float16"])
@@ -445,3 +456,25 @@ def test_wrong_arguments():
     mpjax.sample_activations(loss_fn, nnx.state(optimizer))
   with refused(TypeError, "mpjax.sample_activations(fun)", "a function", "1.0", "loss_fn"):
     mpjax.sample_activations(1.0, tx.init(jnp.ones(2)))
+
+
+def test_layers_of_a_scan_equal_those_in_a_row():
+  model = mpjax.with_policy(Stack(scanned=True), "mixed_float16")
+  params = model.init(jax.random.key(0), X)["params"]
+  layers = {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(2)}
+  unrolled = mpjax.with_policy(Stack(), "mixed_float16")
+
+  def loss_of(model):
+    return lambda params, x: jnp.sum(model.apply({"params": params}, x))
+
+  one = sample(loss_of(model), "**/down", params, X)
+  other = sample(loss_of(unrolled), "**/down", {**layers, "head": params["head"]}, X)
+  assert one == other
+
+
+def test_members_of_an_ensemble_have_statistics_of_their_own():
+  tx = mpjax.monitor_activations(optax.sgd(0.1), "layer")
+  states = jax.vmap(tx.init)(jnp.ones((2, 3)))
+  x = jnp.stack([X, 5 * X])
+  states = jax.vmap(lambda s, x: mpjax.sample_activations(loss_fn, s)(x))(states, x)
+  assert mpjax.states.activation_statistics(states)["layer"].largest.tolist() == [6, 30]

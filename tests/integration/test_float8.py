@@ -320,3 +320,23 @@ def test_the_train_state_of_flax_keeps_them_apart_by_itself():
   new = state.apply_gradients(grads=grads)
   assert bits(new.params[OWG]) == bits(grads[OWG])
   assert bits(new.params["params"]) != bits(state.params["params"])
+
+
+def test_the_way_out_takes_them_over_and_a_skipped_step_does_not():
+  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(init_scale=2.0**10))
+  start = variables()
+  opt_state = tx.init(start["params"])
+
+  @jax.jit
+  def step(old, opt_state, batch):
+    grads = mpjax.value_and_grad(loss, opt_state)(old, batch)[1]
+    updates, opt_state = tx.update(grads["params"], opt_state, old["params"])
+    taken = mpjax.keep_if_skipped(opt_state, grads[OWG], old[OWG])
+    return {"params": optax.apply_updates(old["params"], updates), OWG: taken}, opt_state, grads
+
+  new, opt_state, grads = step(start, opt_state, BATCH)
+  assert bits(new[OWG]) == bits(grads[OWG])
+  assert bits(new[OWG]) != bits(start[OWG])
+  again, opt_state, grads = step(new, opt_state, BATCH * jnp.float16(np.inf))
+  assert not mpjax.loss_scaling_metrics(opt_state)["finite"]
+  assert bits(again) == bits(new)

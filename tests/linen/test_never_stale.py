@@ -11,6 +11,7 @@ import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -328,3 +329,17 @@ def test_scopes_that_are_entered_and_left_in_any_order(operations):
       open_scopes.pop().close()
   assert ACTIVE.value is None
   check(None, jit=False)
+
+
+def test_the_policy_of_the_lowering_stays_with_what_was_compiled():
+  model, variables = MODELS["Plain"], variables_of("Plain")
+  with scope("bfloat16"):
+    wanted = model.apply(variables, X)
+    lowered = jax.jit(model.apply).lower(variables, X)
+    exported = jax.export.export(jax.jit(model.apply))(variables, X)
+  with scope("float16", unmatched="ignore"):  # No module is traced here.
+    assert lowered.out_info.dtype == jnp.bfloat16
+    equal(lowered.compile()(variables, X), wanted)
+    equal(exported.call(variables, X), wanted)
+  with scope("float16"):
+    assert jax.jit(model.apply).lower(variables, X).out_info.dtype == jnp.float16

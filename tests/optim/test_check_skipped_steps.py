@@ -230,3 +230,12 @@ def test_check_skipped_steps_looks_at_the_worst_member():
   states = with_scale(states, consecutive_skips=jnp.asarray([0, 7, 2], jnp.int32))
   mpjax.check_skipped_steps(states, 8)
   blamed(states, "7, at loss scale 4", 7)
+
+
+def test_skipped_steps_leave_no_nan_behind():
+  """What is advised where `NoLossScale` let a NaN in."""
+  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.SkipNonfinite())
+  updates, state = tx.update(BAD, tx.init(PARAMS), PARAMS)
+  params = optax.apply_updates(PARAMS, updates)
+  mpjax.check_skipped_steps(state, params=params)
+  assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((params, state.inner_state)))

@@ -182,3 +182,11 @@ def test_errors_of_inner_grad():
     mpjax.inner_grad(jnp.sum, scale=0)
   with refused(ValueError, CALL, "a floating scalar", "(8, 6)", "Return one number"):
     mpjax.inner_grad(lambda x: x)(X)
+
+
+def test_a_function_of_nnx_modules_writes_once():
+  norm = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0))
+  grads = mpjax.inner_grad(lambda x, norm: norm(x)[0].sum())(X, norm)
+  expected = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0))
+  np.testing.assert_array_equal(grads, nnx.grad(lambda x, n: n(x)[0].sum())(X, expected))
+  np.testing.assert_array_equal(norm.mean[...], expected.mean[...])

@@ -406,3 +406,13 @@ def test_configurations_of_several_losses():
     fix = "SkipNonfinite() leaves one of several losses unscaled"
     with refused(ValueError, "mpjax.loss_scaling(loss_scale)", expected, got, fix):
       mpjax.loss_scaling(SGD, loss_scale, name=name)
+
+
+def test_a_sum_of_a_window_that_is_not_finite_is_not_committed():
+  rig = checked(mpjax.accumulate_gradients(SGD, 4))
+  large = jax.tree.map(lambda p: jnp.full_like(p, 3e38), PARAMS)
+  rig.step(large)
+  rig.step(large)
+  assert metric(rig.state, "bad_updates") == 1
+  assert rig.state.inner_state.micro_batches == 1
+  assert_bit_equal(rig.state.inner_state.total, large)

@@ -530,3 +530,21 @@ def test_an_update_leads_to_the_rounded_master():
   far = param.astype(np.float32) * 2.0 ** rng.integers(-40, 40, 2**16).astype(np.float32)
   total = param.astype(np.float32) + np.asarray(run(update_to, far, param))
   assert bits(total.astype(BF16).astype(np.float32)) == bits(total)
+
+
+def test_a_master_that_is_not_finite_shows():
+  params, values = jnp.ones(3, jnp.bfloat16), [np.inf, -np.inf, np.nan]
+  state = mpjax.states.set_master_params(STEEP.init(params), jnp.asarray(values))
+  found = apply_from_master(params, jnp.zeros(3), state)
+  for reached in (found.astype(F32), update_to(state.master, params)):
+    np.testing.assert_array_equal(reached, values)
+
+
+def test_states_and_parameters_of_nnx_may_have_variables():
+  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+  tx = mpjax.loss_scaling(mpjax.master_weights(optax.sgd(0.1)))
+  state = nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state
+  params = nnx.state(model, nnx.Param)
+  for forms in ((state, params), (nnx.as_pure(state), nnx.as_pure(params))):
+    found = mpjax.states.master_params(*forms)
+    assert bits(found["kernel"]) == bits(np.asarray(model.kernel[...]).astype(F32))

@@ -354,3 +354,19 @@ def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere
     (None, [Rule("c=f32,precision=highest", path="a")], True),
   ]:
     assert given(policy, rules).rewrites == rewrites, (policy, rules)
+
+
+def test_classes_of_one_name_stay_apart():
+  # As those of a module that is loaded again do.
+  def factory():
+    class Block(nn.Module):
+      pass
+
+    return Block
+
+  one, two = factory(), factory()
+  assert one.__module__ == two.__module__
+  assert one.__qualname__ == two.__qualname__
+  rule = Rule("float16", module=one)
+  assert rule.matches(one(), "")
+  assert not rule.matches(two(), "")
