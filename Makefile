@@ -92,7 +92,7 @@ compat:
 FLAGS := JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS JAX_CUSTOM_JVP3 JAX_CUSTOM_VJP3 JAX_REMAT3 \
   JAX_ENABLE_CHECKS JAX_MUTABLE_ARRAY_CHECKS
 NOT_WITH_OTHERS := JAX_SCAN3 FLAX_HIJAX_VARIABLE
-FLAG_TESTS := tests/autocast/test_transform.py tests/autocast/test_custom_rules.py \
+FLAG_TESTS := tests/autocast/test_autocast.py tests/autocast/test_custom_rules.py \
   tests/autocast/test_matmuls.py tests/linen/test_with_policy.py tests/nnx/test_with_policy.py
 flags: export JAX_PLATFORMS ?= cpu
 flags: $(STAMP)

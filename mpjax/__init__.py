@@ -18,14 +18,14 @@ if TYPE_CHECKING:
   from mpjax import nnx as nnx
   from mpjax import reports as reports
   from mpjax import states as states
+  from mpjax._autocast.autocast import autocast
   from mpjax._autocast.kernels import low_precision
-  from mpjax._autocast.transform import autocast
-  from mpjax._debug.audit_report import audit
+  from mpjax._debug.audit import audit
   from mpjax._debug.compare import compare
   from mpjax._debug.find_nonfinite import find_nonfinite
-  from mpjax._debug.ranges_measure import ranges
+  from mpjax._debug.ranges import ranges
   from mpjax._debug.sample_activations import sample_activations
-  from mpjax._debug.tuning import tune
+  from mpjax._debug.tune import tune
   from mpjax._io.conversion import convert
   from mpjax._jaxpr.op_lists import OpLists
   from mpjax._optim.accumulation import accumulate_gradients
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     StaticLossScale,
   )
   from mpjax._optim.loss_scaling import loss_scaling
-  from mpjax._optim.masters import master_weights
+  from mpjax._optim.master_weights import master_weights
   from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics, step_applied
   from mpjax._optim.monitor import monitor
   from mpjax._optim.monitor_activations import monitor_activations
@@ -70,15 +70,15 @@ _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
 """What `import *` leaves out: `errors` and `states` are names that users have themselves."""
 
 _ON_FIRST_USE = {
-  "_debug.audit_report": "audit",
+  "_debug.audit": "audit",
   "_debug.compare": "compare",
   "_debug.find_nonfinite": "find_nonfinite",
-  "_debug.ranges_measure": "ranges",
+  "_debug.ranges": "ranges",
   "_debug.sample_activations": "sample_activations",
-  "_debug.tuning": "tune",
+  "_debug.tune": "tune",
   "_io.conversion": "convert",
   "_autocast.kernels": "low_precision",
-  "_autocast.transform": "autocast",
+  "_autocast.autocast": "autocast",
   "_jaxpr.op_lists": "OpLists",
   "linen": "policy_scope",
   "_optim.accumulation": "accumulate_gradients",
@@ -88,7 +88,7 @@ _ON_FIRST_USE = {
   "_optim.inner_grad": "inner_grad",
   "_optim.loss_scale": "DynamicLossScale NoLossScale SkipNonfinite StaticLossScale",
   "_optim.loss_scaling": "loss_scaling",
-  "_optim.masters": "master_weights",
+  "_optim.master_weights": "master_weights",
   "_optim.metrics": "keep_if_skipped loss_scaling_metrics step_applied",
   "_optim.monitor": "monitor",
   "_optim.monitor_activations": "monitor_activations",

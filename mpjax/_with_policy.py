@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from mpjax._autocast.transform import autocast
+from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxTypeError, check_call
 from mpjax._core.frameworks import framework_of, holds_linen_module, not_a_model
 from mpjax._jaxpr.op_lists import OpLists

@@ -5,7 +5,7 @@
 True
 """
 
-from mpjax._debug.audit_report import AuditReport
+from mpjax._debug.audit import AuditReport
 from mpjax._debug.compare_report import CompareReport
 from mpjax._debug.nonfinite_report import NonfiniteReport
 from mpjax._debug.ranges_report import GroupRanges, RangesReport

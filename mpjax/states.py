@@ -7,7 +7,7 @@ True
 
 from mpjax._optim.inner_state import inner_state
 from mpjax._optim.loss_scale import AccumulationState, LossScalingState, set_loss_scale
-from mpjax._optim.masters import MasterWeightsState, master_params, set_master_params
+from mpjax._optim.master_weights import MasterWeightsState, master_params, set_master_params
 from mpjax._optim.monitor import MonitorState, monitor_counts
 from mpjax._optim.monitor_activations import (
   ActivationMonitorState,

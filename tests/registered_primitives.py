@@ -46,7 +46,7 @@ def registered() -> tuple[set[str], set[str]]:
       importlib.import_module(name)
     except ImportError:  # It needs a package that is not installed.
       continue
-  importlib.import_module("mpjax._autocast.transform")
+  importlib.import_module("mpjax._autocast.autocast")
   before = alive()
   importlib.import_module("jax.experimental.pallas")
   return before, alive()

@@ -18,8 +18,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from mpjax._autocast.consumers import Flag
 from mpjax._autocast.kinds import Kind, Role
+from mpjax._autocast.operations import operation
 from mpjax._autocast.rewriter import Rewriter
-from mpjax._autocast.rules import operation
 from mpjax._autocast.run import variables, with_key
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr

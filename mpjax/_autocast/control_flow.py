@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mpjax._autocast.advice import warn_of_linear_algebra
 from mpjax._autocast.consumers import flags_of_loop
 from mpjax._autocast.kinds import Kind, Role, fits, joined, kinds_of_constants, united
+from mpjax._autocast.linear_algebra import warn_of_linear_algebra
 from mpjax._autocast.rewriter import Rewriter, Rewritten
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.primitives import Holds, facts_of

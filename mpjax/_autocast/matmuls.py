@@ -40,7 +40,7 @@ OF_INPUTS = "its operands are inputs and constants"
 
 def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
   """Writes a matmul or a convolution. Its dtype depends on its operands alone."""
-  # The cases are those of the table in `rules.py`.
+  # The cases are those of the table in `operations.py`.
   kinds = _kinds_of_operands(rewriter, eqn, values)
   if not kinds:  # Of complex numbers or float64.
     return rewriter.untouched(eqn)

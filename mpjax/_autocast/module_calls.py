@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._autocast.autocast import with_settings
 from mpjax._autocast.boundary import NotTraceable
 from mpjax._autocast.kernels import KernelInFloat32, check_kernels
 from mpjax._autocast.precision import asked_precision
@@ -27,7 +28,6 @@ from mpjax._autocast.scopes import (
   region_of,
 )
 from mpjax._autocast.settings import Settings
-from mpjax._autocast.transform import with_settings
 from mpjax._core.errors import REFUSALS, MpjaxError, flax_errors, message
 from mpjax._core.trees import cast_arrays, cast_leaf, low_to_float32, map_arrays
 from mpjax._core.types import FLOAT32, Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree

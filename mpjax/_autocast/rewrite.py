@@ -9,8 +9,8 @@ from mpjax._autocast.activations import Activation, activations_of, write_activa
 from mpjax._autocast.control_flow import Inners, call, cond, loop
 from mpjax._autocast.custom_rules import custom
 from mpjax._autocast.kinds import Kinds
+from mpjax._autocast.operations import as_traced, operation
 from mpjax._autocast.rewriter import Rewriter, Rewritten
-from mpjax._autocast.rules import as_traced, operation
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr

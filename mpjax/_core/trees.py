@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import default_registry
 
 from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.together import first_nonfinite, masks_of
+from mpjax._core.fused_leaves import first_nonfinite, masks_of
 from mpjax._core.types import FLOAT32, Array, DType, Leaf, PyTree, is_low_precision
 
 IsLeaf: TypeAlias = Callable[[Any], bool]

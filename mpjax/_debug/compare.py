@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import jax.numpy as jnp
 
-from mpjax._autocast.transform import autocast
+from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_callable
 from mpjax._core.frameworks import framework_of
 from mpjax._core.types import Args, DType, Function, Kwargs
@@ -18,7 +18,7 @@ from mpjax._debug.compare_report import CompareReport, compared
 from mpjax._debug.compare_run import RecordedRun, load, record
 from mpjax._debug.module_names import in_models, with_models
 from mpjax._debug.report import Advance, Pending
-from mpjax._debug.tuning import check_float32, lows_of
+from mpjax._debug.tune import check_float32, lows_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy
 

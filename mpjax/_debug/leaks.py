@@ -11,7 +11,7 @@ from mpjax._core.types import DType
 from mpjax._debug.causes import Cause, Causes, own_cause
 from mpjax._debug.expectations import Expectations
 from mpjax._debug.findings import Finding, summed
-from mpjax._debug.kernels import kernel_leaks
+from mpjax._debug.not_entered import kernel_leaks
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import Source
 from mpjax._policy.active import AuditRecord

@@ -6,7 +6,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.types import Function
 from mpjax._debug.arguments import Call, with_parameter_scopes
-from mpjax._debug.tuning import with_models_under
+from mpjax._debug.tune import with_models_under
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import MODULE
 from mpjax._policy.policy import Policy

@@ -25,8 +25,8 @@ from jax.extend.core import primitives as p
 from mpjax._autocast.matmuls import FEWEST_PRODUCTS, OF_INPUTS
 from mpjax._autocast.scopes import REGION, policy_of
 from mpjax._core.types import is_low_precision
-from mpjax._debug.cures import cure_of, low_cure
 from mpjax._debug.findings import merged, unnumbered
+from mpjax._debug.suggested_changes import cure_of, low_cure
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import NOT_IN, Source, lines_of_call
 from mpjax._jaxpr.primitives import (

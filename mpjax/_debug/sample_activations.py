@@ -40,7 +40,7 @@ from mpjax._optim.monitor_activations import (
   monitor_state,
   no_activations,
 )
-from mpjax._optim.trees import at_least_float32, nodes_of
+from mpjax._optim.optimizer_trees import at_least_float32, nodes_of
 from mpjax._policy.rules import matches_glob
 
 _CALL = "mpjax.sample_activations(fun, opt_state)"

@@ -15,7 +15,7 @@ from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.leaves import Path, path_text
 from mpjax._core.trees import in_low_precision
 from mpjax._core.types import Array, KeyPath, Leaf, PyTree
-from mpjax._optim.masters import MasterWeightsState, bounded, is_hole, join, split
+from mpjax._optim.master_weights import MasterWeightsState, bounded, is_hole, join, split
 from mpjax._optim.train_state import TrainState
 
 T = TypeVar("T")

@@ -10,10 +10,9 @@ from jax.core import Tracer
 
 from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, check_int, check_scalar
 from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
-from mpjax._optim.checks import check_inner, check_state, refuse_integers
 from mpjax._optim.loss_scale import AccumulationState, refuse_scale_inside
-from mpjax._optim.masters import init_shown, marked, update_shown
-from mpjax._optim.trees import (
+from mpjax._optim.master_weights import init_shown, marked, update_shown
+from mpjax._optim.optimizer_trees import (
   align_gradients,
   arrays_only,
   float32_view,
@@ -21,6 +20,7 @@ from mpjax._optim.trees import (
   place_like,
   step_or_skip,
 )
+from mpjax._optim.wrapper_checks import check_inner, check_state, refuse_integers
 
 _EVERY = "mpjax.accumulate_gradients(every)"
 

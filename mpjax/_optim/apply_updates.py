@@ -19,8 +19,8 @@ from mpjax._core.trees import (
   tree_differences,
 )
 from mpjax._core.types import Array, DType, Leaf, OptState, Params, Updates
-from mpjax._optim.masters import differentiated_as, merged_masters, stored
-from mpjax._optim.trees import MasterWeightsState, refuse_none, states_of
+from mpjax._optim.master_weights import differentiated_as, merged_masters, stored
+from mpjax._optim.optimizer_trees import MasterWeightsState, refuse_none, states_of
 
 
 def apply_updates(

@@ -15,6 +15,7 @@ from mpjax._core.types import Array, Leaf, NumpyArray, P, PyTree, is_inexact
 from mpjax._jaxpr.locations import Location
 from mpjax._optim.loss_scale import OwnedScale, leaves_of, refuse_outside
 from mpjax._optim.new_versions import STATE_THEM, STATED, Names, Stated, names_of, text_of
+from mpjax._optim.optimizer_trees import full_like
 from mpjax._optim.step_at_scales import (
   ExaminedStep,
   Run,
@@ -29,7 +30,6 @@ from mpjax._optim.step_at_scales import (
   run_at,
 )
 from mpjax._optim.step_call import ResultPath, StepCall, StepProgram
-from mpjax._optim.trees import full_like
 
 WHERE = "mpjax.check_loss_scaling(step)"
 _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."

@@ -13,7 +13,7 @@ from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import KeyPath, OptState, Params, PyTree, is_inexact
 from mpjax._optim.leaf_codes import LeafCode, LeafKind, find_leaf, floating_leaves, read_code
 from mpjax._optim.loss_scale import OwnedScale, find_scale, scales_in
-from mpjax._optim.trees import differentiated, key_text
+from mpjax._optim.optimizer_trees import differentiated, key_text
 
 
 def check_skipped_steps(

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.leaves import is_key, path_text
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, Params, PyTree, is_inexact
+from mpjax._optim.optimizer_trees import at_least_float32, stored_first, strong, unless_there_before
 from mpjax._optim.traced_loss import LossFn, Metrics, trace_loss, warn_without_float16
 from mpjax._optim.train_state import TrainState, own_scale
-from mpjax._optim.trees import at_least_float32, stored_first, strong, unless_there_before
 from mpjax._optim.value_and_grad import value_and_grad
 
 IntegerState: TypeAlias = Literal["sum", "same"] | Mapping[str, Literal["sum", "same"]] | None

@@ -13,7 +13,7 @@ from mpjax._core.trees import all_finite
 from mpjax._core.types import Args, Array, Function, Grads, Kwargs, P, PyTree, is_inexact
 from mpjax._jaxpr.locations import INNER_GRAD
 from mpjax._optim.loss_scale import positive_scale, unscale_tree
-from mpjax._optim.trees import at_least_float32
+from mpjax._optim.optimizer_trees import at_least_float32
 from mpjax._optim.value_and_grad import loss_and_aux
 from mpjax._policy.active import full_precision
 

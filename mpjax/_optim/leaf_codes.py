@@ -14,7 +14,7 @@ import jax
 
 from mpjax._core.leaves import raw_value
 from mpjax._core.types import KeyPath, Leaf, PyTree, is_inexact
-from mpjax._optim.trees import leaves_with_path
+from mpjax._optim.optimizer_trees import leaves_with_path
 
 
 class LeafKind(enum.IntEnum):

@@ -28,12 +28,12 @@ from mpjax._core.errors import (
   kind_of,
   wrong_type,
 )
+from mpjax._core.fused_leaves import read_together
 from mpjax._core.leaves import Path, is_nnx_variable, path_text, raw_value, set_raw_value
-from mpjax._core.together import read_together
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, PyTree, is_inexact
-from mpjax._optim.checks import check_state
-from mpjax._optim.trees import at_least_float32, full_like, strong
+from mpjax._optim.optimizer_trees import at_least_float32, full_like, strong
+from mpjax._optim.wrapper_checks import check_state
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 """Outside, 1/scale or the scale itself is subnormal in float32, and XLA flushes it to 0."""

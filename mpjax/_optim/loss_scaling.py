@@ -19,10 +19,9 @@ from mpjax._core.errors import (
   check_value,
   wrong_type,
 )
-from mpjax._core.together import first_nonfinite, least_nonfinite
+from mpjax._core.fused_leaves import first_nonfinite, least_nonfinite
 from mpjax._core.trees import in_low_precision
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates, is_inexact
-from mpjax._optim.checks import check_axes, check_inner
 from mpjax._optim.leaf_codes import NO_LEAF, LeafKind, coded_leaves
 from mpjax._optim.loss_scale import (
   DynamicLossScale,
@@ -40,8 +39,8 @@ from mpjax._optim.loss_scale import (
   unscale_tree,
   write_label,
 )
-from mpjax._optim.masters import init_shown, masters_in, update_shown
-from mpjax._optim.trees import (
+from mpjax._optim.master_weights import init_shown, masters_in, update_shown
+from mpjax._optim.optimizer_trees import (
   align_gradients,
   arrays_only,
   as_stored,
@@ -55,6 +54,7 @@ from mpjax._optim.trees import (
   stored_first,
   unless_there_before,
 )
+from mpjax._optim.wrapper_checks import check_axes, check_inner
 
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
 

@@ -10,8 +10,8 @@ import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_int, kind_of
 from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
-from mpjax._optim.checks import check_inner, check_state
-from mpjax._optim.trees import place_like, states_of
+from mpjax._optim.optimizer_trees import place_like, states_of
+from mpjax._optim.wrapper_checks import check_inner, check_state
 from mpjax._policy.rules import check_glob
 
 _CALL = "mpjax.monitor_activations"

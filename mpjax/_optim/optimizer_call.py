@@ -8,8 +8,8 @@ import optax
 from mpjax._core.errors import REFUSALS, MpjaxError, MpjaxTypeError, listed
 from mpjax._core.trees import check_alike, tree_differences
 from mpjax._core.types import Grads, OptState, Params, PyTree, Updates
-from mpjax._optim.checks import refuse_other_state
 from mpjax._optim.train_state import TrainState
+from mpjax._optim.wrapper_checks import refuse_other_state
 
 _TX = "mpjax.make_train_step(tx)"
 _STEP = f"{_TX}: step(state)"

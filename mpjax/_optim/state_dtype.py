@@ -29,10 +29,10 @@ from mpjax._core.types import (
   Updates,
 )
 from mpjax._optim.apply_updates import check_rounding, round_stochastically
-from mpjax._optim.checks import check_inner, check_state
 from mpjax._optim.loss_scale import refuse_scale_inside
-from mpjax._optim.masters import init_shown, update_shown
-from mpjax._optim.trees import align_gradients, arrays_only, float32_view, merge_updates
+from mpjax._optim.master_weights import init_shown, update_shown
+from mpjax._optim.optimizer_trees import align_gradients, arrays_only, float32_view, merge_updates
+from mpjax._optim.wrapper_checks import check_inner, check_state
 from mpjax._policy.dtypes import parse_dtype
 
 _WHERE = "mpjax.state_dtype(inner)"

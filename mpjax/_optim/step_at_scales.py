@@ -11,8 +11,8 @@ from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, Leaf, NumpyArray
 from mpjax._optim.loss_scale import LossScaleState, OwnedScale, is_label, scales_in
 from mpjax._optim.new_versions import NewVersions, Stated, names_of
+from mpjax._optim.optimizer_trees import full_like
 from mpjax._optim.step_call import RETURNED, WRITTEN, ResultPath, Spec, StepCall, StepProgram
-from mpjax._optim.trees import full_like
 
 
 class ScaleInStep(NamedTuple):

@@ -16,7 +16,7 @@ from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.in_float32 import in_float32
 from mpjax._jaxpr.locations import INNER_GRAD, Location, is_of_inner_gradient
 from mpjax._optim.loss_scale import INT32_MAX, leaves_of
-from mpjax._optim.trees import strong
+from mpjax._optim.optimizer_trees import strong
 
 ResultPath: TypeAlias = tuple[str, ...]
 """Where a value is after a step: `(WRITTEN, *path)` or `(RETURNED, *path)`."""

@@ -16,19 +16,21 @@ from mpjax._core.errors import (
   check_type,
   check_value,
 )
-from mpjax._core.together import sum_of_squares
+from mpjax._core.fused_leaves import sum_of_squares
 from mpjax._core.trees import all_finite
 from mpjax._core.types import Array, OptState, Params, PyTree, Updates
 from mpjax._optim.apply_updates import apply_updates, check_rounding
-from mpjax._optim.checks import check_axes
 from mpjax._optim.gradients import BatchGradients, IntegerState, batch_gradients
 from mpjax._optim.loss_scale import INT32_MAX
 from mpjax._optim.loss_scaling import AxisName, scaling_of
 from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics
 from mpjax._optim.moving_average import move_average
 from mpjax._optim.optimizer_call import check_updates_fit, checked_update
+from mpjax._optim.optimizer_trees import as_stored, float32_view
 from mpjax._optim.retries import Attempt, run_with_retries
-from mpjax._optim.step_checks import (
+from mpjax._optim.traced_loss import LossFn, Metrics
+from mpjax._optim.train_state import TrainState, own_scale, trained_params
+from mpjax._optim.train_step_checks import (
   STEP,
   check_average,
   check_batch,
@@ -37,10 +39,8 @@ from mpjax._optim.step_checks import (
   check_stochastic,
   check_train_state,
 )
-from mpjax._optim.traced_loss import LossFn, Metrics
-from mpjax._optim.train_state import TrainState, own_scale, trained_params
-from mpjax._optim.trees import as_stored, float32_view
 from mpjax._optim.value_and_grad import unscale
+from mpjax._optim.wrapper_checks import check_axes
 
 _CALL = "mpjax.make_train_step"
 

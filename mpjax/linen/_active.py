@@ -11,7 +11,7 @@ from mpjax._autocast.scopes import region_of
 from mpjax._policy import active
 from mpjax._policy.active import ACTIVE, AUDIT, in_region
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
-from mpjax.linen._again import TracedCall
+from mpjax.linen._repeated_call import TracedCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

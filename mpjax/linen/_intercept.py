@@ -18,10 +18,10 @@ from mpjax._policy.active import ACTIVE, in_region
 from mpjax._policy.rules import ModulePolicy, PolicyConfig
 from mpjax.linen import _layers
 from mpjax.linen._active import LinenActive, begin, current, is_new_root, module_path, module_policy
-from mpjax.linen._again import TracedCall
 from mpjax.linen._initialize import store_caches, store_parameters
 from mpjax.linen._outermost import BoundCall
 from mpjax.linen._paths import flag_paths
+from mpjax.linen._repeated_call import TracedCall
 
 
 @contextlib.contextmanager

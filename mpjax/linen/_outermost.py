@@ -17,8 +17,8 @@ from mpjax._core.trees import instances_in, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._policy.policy import Policy
 from mpjax.linen._active import LinenActive, module_path
-from mpjax.linen._again import TracedCall
 from mpjax.linen._layers import collections_with
+from mpjax.linen._repeated_call import TracedCall
 
 Activate: TypeAlias = Callable[[LinenActive], AbstractContextManager[None]]
 """A context manager that activates a state and our interceptor: `activate` of `_intercept.py`."""

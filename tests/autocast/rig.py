@@ -9,8 +9,8 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 import mpjax
+from mpjax._autocast.autocast import with_settings
 from mpjax._autocast.settings import Settings
-from mpjax._autocast.transform import with_settings
 from mpjax._jaxpr.reader import walk
 from tests import programs
 

@@ -13,7 +13,7 @@ from flax.core import FrozenDict
 
 from mpjax._core import trees
 from mpjax._core.trees import cast_leaf, content_of, is_floating, mapped, round_to, tree_differences
-from tests.core.test_together import oracle
+from tests.core.test_fused_leaves import oracle
 
 FLOATING = [
   name

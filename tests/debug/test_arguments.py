@@ -16,8 +16,8 @@ from mpjax._debug.arguments import (
   positional_names,
   with_parameter_scopes,
 )
-from mpjax._debug.ranges_measure import gradient_of
-from mpjax._debug.tuning import modules_of
+from mpjax._debug.ranges import gradient_of
+from mpjax._debug.tune import modules_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.steps import body_of
 from tests.errors import refused

@@ -13,9 +13,9 @@ from flax import nnx
 from rich.cells import cell_len
 
 import mpjax
-from mpjax._debug.cures import rule_of
 from mpjax._debug.findings import summed_over_layers
 from mpjax._debug.report import MOST, Report, Section
+from mpjax._debug.suggested_changes import rule_of
 from mpjax._debug.tables import WIDTH, broken_rule
 
 LAYERS = 2

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax._optim import trees
+from mpjax._optim import optimizer_trees
 from tests.programs import assert_bit_equal, bits, compiled, run
 
 ROWS = 24
@@ -78,7 +78,9 @@ def micro_step(k, dtype):
 def test_micro_steps_are_one_big_step(k, dtype, windows, how, monkeypatch):
   # With a bad micro-batch in each place, and a scale that somebody moves before every one. A branch
   # is for CPU and a selection for all others; both are to be seen everywhere.
-  monkeypatch.setattr(trees, "compiled_for_cpu", lambda: jnp.asarray(how == "by a branch"))
+  monkeypatch.setattr(
+    optimizer_trees, "compiled_for_cpu", lambda: jnp.asarray(how == "by a branch")
+  )
   step, start = micro_step(k, dtype)
   x, y, first = data()
   expected, expected_state = big_steps(windows)

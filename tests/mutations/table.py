@@ -141,7 +141,7 @@ tests/integration/test_one_trace.py::test_one_trace_for_all_steps
 
 # What is checked, and what a skipped step keeps.
 
-mpjax/_core/together.py::least_nonfinite
+mpjax/_core/fused_leaves.py::least_nonfinite
 
 14 a sum is checked, which overflows where no element does
 - jnp.all(jnp.isfinite(arrays[0]))
@@ -201,7 +201,7 @@ tests/optim/test_check_skipped_steps.py::test_check_skipped_steps_names_the_upda
 + coded_leaves(LeafKind.STATE, new_inner) + coded_leaves(LeafKind.UPDATE, new)
 ::test_a_number_of_the_state_that_is_as_it_was_does_not_count
 
-mpjax/_optim/trees.py::step_or_select
+mpjax/_optim/optimizer_trees.py::step_or_select
 
 20 a skipped step keeps the parameters and moves the optimizer
 - pick(keep, (updates, new), (nothing_like(updates), old))
@@ -259,7 +259,7 @@ mpjax/_optim/gradients.py::_accumulate
 + jax.tree.map(lambda t, g, p: (t + g).astype(p.dtype).astype(t.dtype), total, grads, state.params)
 ::test_sums_are_float32
 
-mpjax/_optim/trees.py::step_or_select
+mpjax/_optim/optimizer_trees.py::step_or_select
 
 28 a bad micro-batch is counted, though nothing of it is in the sum
 - return pick(keep, (updates, new), (nothing_like(updates), old))
@@ -350,7 +350,7 @@ tests/linen/test_outermost.py::test_a_module_that_raises_in_float32_draws_the_sa
 
 # What is stored.
 
-mpjax/_optim/masters.py::set_master_params
+mpjax/_optim/master_weights.py::set_master_params
 
 39 a master may be the very array that it was set from: donated, both are gone
 - bounded(jnp.asarray(new, jnp.float32))
@@ -441,7 +441,7 @@ mpjax/_optim/gradients.py::_combine
 + rule == "both"
 tests/integration/test_across_devices.py::test_a_token_counter_beside_a_step_counter
 
-mpjax/_optim/trees.py::unless_there_before
+mpjax/_optim/optimizer_trees.py::unless_there_before
 
 50 a mask that holds -inf skips every step
 - jnp.logical_or(new == old, both_nan)
@@ -496,7 +496,7 @@ tests/matmul/test_float8.py::test_all_three_matmuls_have_operands_in_float8
 
 # Kernels on a GPU.
 
-mpjax/_core/together.py::least_nonfinite
+mpjax/_core/fused_leaves.py::least_nonfinite
 
 58 on a GPU the position of the first bad gradient does not count integers
 - [numbers[inexact[i]] for i in group]
@@ -505,42 +505,42 @@ mpjax/_core/together.py::least_nonfinite
 
 # Split masters, and first moments in low precision.
 
-mpjax/_optim/masters.py::split
+mpjax/_optim/master_weights.py::split
 
 59 the remainder of a split master is not clipped: at a tie it wraps around
 - jnp.clip(_bits(master) - _bits(param.astype(jnp.float32)), -(2**15), 2**15 - 1)
 + _bits(master) - _bits(param.astype(jnp.float32))
 ::test_the_remainder_is_that_to_the_parameter_which_is_committed
 
-mpjax/_optim/masters.py::join
+mpjax/_optim/master_weights.py::join
 
 60 a parameter that was set to 0 makes a NaN of a remainder below 0
 - jnp.abs(master) <= _LARGEST
 + jnp.isfinite(base)
 ::test_any_parameter_with_any_remainder
 
-mpjax/_optim/masters.py::_rounded
+mpjax/_optim/master_weights.py::_rounded
 
 61 a master beyond the range of bfloat16 is rounded to an inf, which no update leaves
 - bounded(master)
 + master
 tests/optim/test_apply_updates.py::test_from_a_master_is_its_rounding_whatever_the_update
 
-mpjax/_optim/masters.py::split_update
+mpjax/_optim/master_weights.py::split_update
 
 62 a master is split from its rounding where the addition ends at another parameter
 - param.astype(jnp.float32) + update
 + master.astype(param.dtype)
 ::test_the_nearest_master_where_no_update_leads_to_the_rounded_one
 
-mpjax/_optim/masters.py::_check_params_of
+mpjax/_optim/master_weights.py::_check_params_of
 
 64a split masters are read with any parameters
 - is_remainder(m)
 + False
 ::test_parameters_that_cannot_belong_to_the_state_raise
 
-mpjax/_optim/masters.py::update_shown
+mpjax/_optim/master_weights.py::update_shown
 
 64b float32 parameters pass for bfloat16 ones that a wrapper shows in float32
 - _check_params_of(one.master, params, f'{where}(params)')
@@ -702,12 +702,12 @@ mpjax/_autocast/matmuls.py::matmul
 87 a matmul of inputs alone is in low precision
 - kind.role in (Role.NUMBER, Role.INPUT)
 + kind.role == Role.NUMBER
-tests/autocast/test_rules.py::test_a_matmul_of
+tests/autocast/test_operations.py::test_a_matmul_of
 
 88 a matmul of an activation that sums few products is in float32 too
 - any(kind.role == Role.INPUT for kind in kinds) and _products(eqn) < FEWEST_PRODUCTS
 + _products(eqn) < FEWEST_PRODUCTS
-tests/autocast/test_rules.py::test_a_matmul_of
+tests/autocast/test_operations.py::test_a_matmul_of
 
 mpjax/_autocast/matmuls.py::_in_low_precision
 
@@ -716,7 +716,7 @@ mpjax/_autocast/matmuls.py::_in_low_precision
 + False
 ::test_a_matmul_returns_its_float32_sum_to_a_float32_result_of_the_policy
 
-mpjax/_autocast/rules.py::_is_widened
+mpjax/_autocast/operations.py::_is_widened
 
 90 the addition of two arrays is widened: a residual stream is in float32
 - bool(flags & Flag.FLOAT32) and not adds_arrays(eqn)
@@ -748,14 +748,14 @@ tests/integration/test_layers.py::test_a_dropout_is_not_widened_for_its_consumer
 -   return True
 ::test_an_operation_that_computes_a_float32_result_of_the_policy_is_float32
 
-mpjax/_autocast/rules.py::_anything_else
+mpjax/_autocast/operations.py::_anything_else
 
 94 -1e9 is -inf in float16
 - kind.dtype == FLOAT32 or not fits(kinds, low) or _is_widened(rewriter, eqn, values)
 + kind.dtype == FLOAT32 or _is_widened(rewriter, eqn, values)
 ::test_the_range_of_a_number_decides_and_not_its_digits
 
-mpjax/_autocast/rules.py::_end
+mpjax/_autocast/operations.py::_end
 
 95 the result of a layer is an input
 - FloatValue(rounded, Kind(Role.ACTIVATION, dtype))
@@ -767,24 +767,24 @@ mpjax/_autocast/rules.py::_end
 + False
 ::test_a_float32_result_of_the_policy_is_not_rounded_at_the_end_of_a_layer
 
-mpjax/_autocast/rules.py::as_traced
+mpjax/_autocast/operations.py::as_traced
 
 97 linear algebra of inputs warns
 - kind.role == Role.ACTIVATION
 + kind.role >= Role.INPUT
-tests/autocast/test_advice.py::test_there_is_none_without_an_activation
+tests/autocast/test_linear_algebra.py::test_there_is_none_without_an_activation
 
 mpjax/_autocast/rewriter.py::Rewriter.write_rounding
 
 98 a float32 activation is rounded whoever uses it
 - kind is None or kind.role != Role.ACTIVATION or kind.is_low or self.flags.get(var)
 + kind is None or kind.role != Role.ACTIVATION or kind.is_low
-tests/autocast/test_rules.py::test_a_float32_activation_is_not_rounded_before
+tests/autocast/test_operations.py::test_a_float32_activation_is_not_rounded_before
 
 99 an input is rounded where matmuls alone use it
 - kind is None or kind.role != Role.ACTIVATION or kind.is_low or self.flags.get(var)
 + kind is None or kind.is_low or self.flags.get(var)
-tests/autocast/test_rules.py::test_an_input_is_not_rounded_before_a_matmul_uses_it
+tests/autocast/test_operations.py::test_an_input_is_not_rounded_before_a_matmul_uses_it
 
 mpjax/_autocast/control_flow.py::operands_of
 
@@ -793,12 +793,12 @@ mpjax/_autocast/control_flow.py::operands_of
 + rewriter.kind(atom)
 tests/autocast/test_local_rules.py::test_an_integer_literal_that_is_passed_to_a_jit_is_a_number
 
-mpjax/_autocast/rules.py::_runs_in_float32_variables
+mpjax/_autocast/operations.py::_runs_in_float32_variables
 
 108 gradients of the parts of an activation are added in low precision
 - if facts.gradient == "placed":
 -   return all(rewriter.flags.get(var, 0) & Flag.FLOAT32 for var in eqn.outvars)
-tests/autocast/test_rules.py::test_parts_of_an_activation_are_taken_in_float32_variables_if_float32_uses_them
+tests/autocast/test_operations.py::test_parts_of_an_activation_are_taken_in_float32_variables_if_float32_uses_them
 
 mpjax/_autocast/control_flow.py::_carried
 
@@ -874,7 +874,7 @@ mpjax/_autocast/custom_rules.py::_Custom._forward
 + residuals.append(primals[operand])
 ::test_a_backward_rule_writes_into_a_reference
 
-mpjax/_autocast/rules.py::_result
+mpjax/_autocast/operations.py::_result
 
 116 samples in low precision have other bits
 - kind.role == Role.NUMBER and dtype_of(eqn.outvars[0]) in HALVES
@@ -916,19 +916,19 @@ mpjax/_autocast/module_calls.py::module_call
 + state.keeps_dtypes
 tests/autocast/test_kernels.py::test_the_dtype_of_a_module_reaches_its_kernel
 
-mpjax/_debug/kernels.py::_largest
+mpjax/_debug/not_entered.py::_largest
 
 122 small statistics decide the dtype of a kernel
 - (_size_before_broadcasts(v), v.is_wide)
 + (v.is_wide, _size_before_broadcasts(v))
 ::test_the_operand_with_the_most_elements_before_broadcasts_decides
 
-mpjax/_debug/audit_report.py::AuditReport.half_share
+mpjax/_debug/audit.py::AuditReport.half_share
 
 123 a kernel of unknown cost counts as nothing
 - math.nan if unknown else _share(self.flops, _LOW)
 + _share(self.flops, _LOW)
-tests/debug/test_kernels.py::test_a_kernel_without_an_estimate_is_not_counted
+tests/debug/test_not_entered.py::test_a_kernel_without_an_estimate_is_not_counted
 
 mpjax/_debug/expectations.py::Expectations._by_code
 

@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from mpjax._core.trees import all_finite
-from mpjax._optim import trees
+from mpjax._optim import optimizer_trees
 from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
 from tests.programs import assert_bit_equal, bits, equations
@@ -58,7 +58,7 @@ class Rig:
 def test_a_skipped_step_changes_nothing(monkeypatch, how):
   # A branch is for CPU and a selection for all others; both are to be seen everywhere.
   on_cpu = how == "by a branch"
-  monkeypatch.setattr(trees, "compiled_for_cpu", lambda: jnp.asarray(on_cpu))
+  monkeypatch.setattr(optimizer_trees, "compiled_for_cpu", lambda: jnp.asarray(on_cpu))
   rig = Rig(mpjax.loss_scaling(CLIPPED, mpjax.DynamicLossScale(init_scale=16)), PARAMS)
   if how == "not traced":
     rig.update = rig.tx.update

@@ -34,7 +34,6 @@ from jax.extend.core.primitives import (
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mpjax._autocast.advice import warn_of_linear_algebra
 from mpjax._autocast.consumers import Flag, adds_arrays, runs_as_written
 from mpjax._autocast.kinds import (
   FLOATS,
@@ -46,6 +45,7 @@ from mpjax._autocast.kinds import (
   kind_of_input,
   united,
 )
+from mpjax._autocast.linear_algebra import warn_of_linear_algebra
 from mpjax._autocast.matmuls import Operands, matmul
 from mpjax._autocast.precision import retype
 from mpjax._autocast.rewriter import Rewriter

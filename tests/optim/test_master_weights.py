@@ -11,7 +11,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._core.errors import kind_of
-from mpjax._optim.masters import (
+from mpjax._optim.master_weights import (
   MasterWeightsState,
   bounded,
   init_shown,

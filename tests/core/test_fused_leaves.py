@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
-from mpjax._core import together
-from mpjax._core.together import first_nonfinite
+from mpjax._core import fused_leaves
+from mpjax._core.fused_leaves import first_nonfinite
 from mpjax._core.trees import all_finite, select
 from tests import partitioned, programs
 
@@ -28,7 +28,7 @@ def as_on_gpu(operand, on_gpu, elsewhere):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-  monkeypatch.setattr(together, "_on_gpu", as_on_gpu)
+  monkeypatch.setattr(fused_leaves, "_on_gpu", as_on_gpu)
 
 
 @pytest.fixture(params=["one by one", "together"])
@@ -100,11 +100,19 @@ def test_more_leaves_than_one_reduction_takes_and_longer_ones_than_a_row():
   for i in (0, 31, 32, 63, 64, 98, 99):
     assert find([*clean[:i], clean[i].at[4].set(jnp.nan), *clean[i + 1 :]]) == i
   # A bad element at each end of each row, of leaves that fill their last row and that do not.
-  sizes = (1, together._ROW - 1, together._ROW, together._ROW + 1, 3 * together._ROW, 0, 2)
+  sizes = (
+    1,
+    fused_leaves._ROW - 1,
+    fused_leaves._ROW,
+    fused_leaves._ROW + 1,
+    3 * fused_leaves._ROW,
+    0,
+    2,
+  )
   clean = [np.ones(n, np.float32) for n in sizes]
   assert find(clean) == len(sizes)
   for i, n in enumerate(sizes):
-    for index in {0, together._ROW - 1, together._ROW, n - 1} & set(range(n)):
+    for index in {0, fused_leaves._ROW - 1, fused_leaves._ROW, n - 1} & set(range(n)):
       assert find([*clean[:i], with_one(clean[i], np.nan, index), *clean[i + 1 :]]) == i
 
 
@@ -114,7 +122,7 @@ def test_a_sum_of_squares_is_numpys(both):
   found = [x for x in leaves_of(rng, 60) if jnp.issubdtype(x.dtype, jnp.floating)]
   leaves = [x for x in found if x.dtype != "float8_e5m2"] + [np.full(3000, 300.0, np.float16)] * 2
   wanted = sum(np.sum(x.astype(np.float64) ** 2) for x in leaves)
-  got = fresh(together.sum_of_squares)(list(map(jnp.asarray, leaves)))
+  got = fresh(fused_leaves.sum_of_squares)(list(map(jnp.asarray, leaves)))
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
@@ -148,7 +156,7 @@ def test_a_step_keeps_or_moves_the_same_bits(members, monkeypatch):
   names = (None, *(name for name in grads if name != "f"))
   plain_step, grouped_step = compiled(), compiled()
   plain = {name: plain_step(gradients(name), tx.init(params), params) for name in names}
-  monkeypatch.setattr(together, "_on_gpu", as_on_gpu)
+  monkeypatch.setattr(fused_leaves, "_on_gpu", as_on_gpu)
   for name in names:
     grouped = grouped_step(gradients(name), tx.init(params), params)
     assert programs.bits(plain[name]) == programs.bits(grouped)
@@ -167,10 +175,10 @@ def test_scalars_that_are_read_from_one_array_keep_their_bits():
     **{"yes": jnp.asarray(True), "no": jnp.asarray(False)},
     **{"most": jnp.asarray(2**31 - 1, jnp.int32), "least": jnp.asarray(-(2**31), jnp.int32)},
   }
-  read = fresh(together.read_together)(given)
+  read = fresh(fused_leaves.read_together)(given)
   assert read.keys() == given.keys()
   assert programs.bits(read) == programs.bits(given)
-  mapped = fresh(jax.vmap(together.read_together))(jax.tree.map(lambda x: x[None], given))
+  mapped = fresh(jax.vmap(fused_leaves.read_together))(jax.tree.map(lambda x: x[None], given))
   assert programs.bits(jax.tree.map(lambda x: x[0], mapped)) == programs.bits(given)
 
 
@@ -180,7 +188,7 @@ def test_scalars_of_a_shard_map_stay_what_they_are(devices):
   mesh = jax.make_mesh((4,), ("x",), devices=devices, axis_types=(AxisType.Auto,))
 
   def read(count, flags):
-    found = together.read_together({"count": count, "flag": flags[0]})
+    found = fused_leaves.read_together({"count": count, "flag": flags[0]})
     return found["count"], found["flag"][None]
 
   specs = (P(), P("x"))
@@ -227,7 +235,11 @@ def test_functions_of_symbolic_shapes_are_exported(platform):
 
   def look(*leaves):
     finite = all_finite(leaves)
-    return finite, together.sum_of_squares(leaves), select(finite, leaves[:2], leaves[2:], "here")
+    return (
+      finite,
+      fused_leaves.sum_of_squares(leaves),
+      select(finite, leaves[:2], leaves[2:], "here"),
+    )
 
   exported = jax.export.export(jax.jit(look), platforms=[platform])(*tree)
   if platform == "cpu":
@@ -260,7 +272,7 @@ def test_leaves_on_a_mesh_are_not_gathered(devices, kind):
     return optax.apply_updates(params, updates), state
 
   leaves = [*params.values(), place(jnp.ones((4, 6)), P(None, "y"))]
-  norm = lambda *leaves: together.sum_of_squares(leaves)  # noqa: E731
+  norm = lambda *leaves: fused_leaves.sum_of_squares(leaves)  # noqa: E731
   for fun, args in ((step, (params, state, params)), (norm, leaves)):
     found = partitioned.collectives(fun, *args)
     assert {(each.op, math.prod(each.shape)) for each in found} == {("all-reduce", 1)}

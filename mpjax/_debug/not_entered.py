@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from mpjax._core.types import DType, is_low_precision
-from mpjax._debug.cures import module_of, rule_of
 from mpjax._debug.findings import Finding
+from mpjax._debug.suggested_changes import module_of, rule_of
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.primitives import Holds
 

@@ -1,4 +1,4 @@
-"""The dtype of each operation: a group of tests for each row of the table in `rules.py`.
+"""The dtype of each operation: a group of tests for each row of the table in `operations.py`.
 
 A case is a function of a parameter `w`, an input `x` and an activation `h` in low precision.
 """

@@ -17,9 +17,9 @@ from jax.extend.core import Literal
 
 import mpjax
 from mpjax._debug.selectors import homes_of
+from mpjax._debug.tune import Goal, Tuner, cost_of, modules_of, rows_of, rules_for, streams_of
 from mpjax._debug.tune_errors import relative_error
 from mpjax._debug.tune_report import Evaluation
-from mpjax._debug.tuning import Goal, Tuner, cost_of, modules_of, rows_of, rules_for, streams_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.steps import body_of
 from tests import programs

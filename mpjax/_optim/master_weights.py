@@ -21,8 +21,7 @@ from mpjax._core.trees import (
   tree_differences,
 )
 from mpjax._core.types import Array, DType, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
-from mpjax._optim.checks import check_inner, check_params, check_state, refuse_integers
-from mpjax._optim.trees import (
+from mpjax._optim.optimizer_trees import (
   MasterWeightsState,
   align_gradients,
   arrays_only,
@@ -35,6 +34,7 @@ from mpjax._optim.trees import (
   states_of,
   strong,
 )
+from mpjax._optim.wrapper_checks import check_inner, check_params, check_state, refuse_integers
 
 T = TypeVar("T")
 

@@ -91,8 +91,8 @@ def stands_for(tree: Mapping[Any, PyTree], kind: type[NamedTuple], *, inside: bo
   return fields[0] in tree and set(tree) <= set(fields) and (inside or "inner_state" in tree)
 
 
-# Not in `masters.py`, which imports `checks.py`. That leaves masters out of its comparison of
-# states.
+# Not in `master_weights.py`, which imports `wrapper_checks.py`, which leaves masters
+# out of its comparison of states.
 class MasterWeightsState(NamedTuple):
   """The state of `mpjax.master_weights`.
 

@@ -3,7 +3,7 @@
 import flax.linen as nn
 import jax.numpy as jnp
 
-from mpjax.linen._again import TracedCall
+from mpjax.linen._repeated_call import TracedCall
 
 
 class Holds(nn.Module):

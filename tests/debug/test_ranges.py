@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._debug.ranges_measure import add, gradient_of
+from mpjax._debug.ranges import add, gradient_of
 
 
 def exponents(x):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas
 
 import mpjax
-from mpjax._debug.kernels import UNKNOWN
+from mpjax._debug.not_entered import UNKNOWN
 
 pytestmark = pytest.mark.standard_promotion
 

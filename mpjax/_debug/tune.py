@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core.primitives import add_p
 
-from mpjax._autocast.transform import autocast
+from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_value
 from mpjax._core.types import (
   HALF_NAMES,
@@ -34,8 +34,8 @@ from mpjax._debug.headroom import (
   watch_float16_values,
   watch_float32_values,
 )
-from mpjax._debug.kernels import find_kernels
-from mpjax._debug.ranges_measure import gradient_of, ranges_of_call
+from mpjax._debug.not_entered import find_kernels
+from mpjax._debug.ranges import gradient_of, ranges_of_call
 from mpjax._debug.ranges_plan import plan
 from mpjax._debug.ranges_report import HEADROOM
 from mpjax._debug.report import Advance, Pending

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax._optim import trees
+from mpjax._optim import optimizer_trees
 from tests.errors import refused
 from tests.programs import bits
 
@@ -114,7 +114,7 @@ def test_states_are_placed_with_the_parameters_and_others_left_alone(devices):
     state = tx.init(params)
     assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(state)} == {4}, type(state)
   there = jax.device_put(jnp.ones(2), devices[1])
-  assert trees.place_like(params, {"a": there})["a"] is there
+  assert optimizer_trees.place_like(params, {"a": there})["a"] is there
 
 
 def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
@@ -123,12 +123,15 @@ def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
   params |= {"z": np.ones(1, np.complex128), "h": np.ones(1, np.float16)}
   grads = {"d": params["f"], "f": params["d"], "c": params["z"], "z": params["c"]}
   grads |= {"h": params["h"]}
-  found = trees.align_gradients(grads, params, "test")
+  found = optimizer_trees.align_gradients(grads, params, "test")
   dtypes = {"d": "float64", "f": "float32", "c": "complex64", "z": "complex128", "h": "float16"}
   assert {key: x.dtype.name for key, x in found.items()} == dtypes
-  assert trees.align_gradients({"w": params["f"]}, {"w": params["f"]}, "test")["w"] is params["f"]
+  assert (
+    optimizer_trees.align_gradients({"w": params["f"]}, {"w": params["f"]}, "test")["w"]
+    is params["f"]
+  )
   with pytest.raises(ValueError, match=r"shape \[\] for None at \['w'\]"):
-    trees.align_gradients({"w": 1.0}, {"w": None}, "test")
+    optimizer_trees.align_gradients({"w": 1.0}, {"w": None}, "test")
 
 
 def test_a_gradient_that_overflows_when_it_is_narrowed_is_bad(set_flag):
@@ -261,7 +264,7 @@ def test_outside_of_jit_what_is_skipped_does_not_run():
     seen.append(isinstance(old["x"], jax.core.Tracer))
     return step(old)
 
-  _, state = trees.step_or_skip(jnp.asarray(False), spy, OLD)
+  _, state = optimizer_trees.step_or_skip(jnp.asarray(False), spy, OLD)
   assert seen == [True], "only looked at for its shapes"
   assert state is OLD
 
@@ -272,7 +275,7 @@ def test_in_a_shard_map_where_the_new_state_varies(devices):
 
   def one_device(condition, shard):
     step = lambda old: (shard * 2, {"x": old["x"] + shard})  # noqa: E731
-    updates, state = trees.step_or_skip(condition, step, {"x": jnp.ones(2)})
+    updates, state = optimizer_trees.step_or_skip(condition, step, {"x": jnp.ones(2)})
     return updates, state["x"]
 
   specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
@@ -289,7 +292,7 @@ def test_in_a_shard_map_where_the_new_state_varies(devices):
 
 def test_whether_the_program_is_for_a_cpu_is_known_when_it_is_compiled():
   on_cpu = jax.default_backend() == "cpu"
-  assert bool(trees.compiled_for_cpu()) == on_cpu
-  choose = jax.jit(lambda x: jax.lax.cond(trees.compiled_for_cpu(), jnp.sin, jnp.cos, x))
+  assert bool(optimizer_trees.compiled_for_cpu()) == on_cpu
+  choose = jax.jit(lambda x: jax.lax.cond(optimizer_trees.compiled_for_cpu(), jnp.sin, jnp.cos, x))
   text = choose.lower(jnp.ones(3)).compile().as_text()
   assert (" sine(" in text, " cosine(" in text) == (on_cpu, not on_cpu), "the other branch is gone"

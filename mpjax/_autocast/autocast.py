@@ -16,11 +16,11 @@ from jax.core import ShapedArray, Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from mpjax._autocast.advice import warn_without_line
 from mpjax._autocast.boundary import Boundary, InDtype, NotTraceable
 from mpjax._autocast.consumers import flags_of_result
 from mpjax._autocast.custom_rules import instantiated
 from mpjax._autocast.kinds import FLOATS, Kind, Role, kind_of_input, kinds_of_constants
+from mpjax._autocast.linear_algebra import warn_without_line
 from mpjax._autocast.precision import in_default, traced
 from mpjax._autocast.rewrite import rewrite
 from mpjax._autocast.run import run

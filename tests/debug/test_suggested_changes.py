@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpjax._debug.cures import in_region
+from mpjax._debug.suggested_changes import in_region
 from mpjax._jaxpr.locations import Source
 
 
