@@ -104,12 +104,21 @@ class Expand(ast.NodeTransformer):
     return node
 
   def visit_Name(self, node: ast.Name) -> ast.expr:
-    """Replaces the name of an alias of literals, or of a union of built-in types."""
+    """Replaces the name of an alias of literals, or of a union or tuples of built-in types."""
     value = self.names.get(node.id)
     literal = typing.get_origin(value) is typing.Literal
-    if literal or (isinstance(value, types.UnionType) and value.__args__[0] is int):
+    numbers = isinstance(value, types.UnionType) and value.__args__[0] is int
+    if literal or numbers or (isinstance(value, types.GenericAlias) and _is_built_in(value)):
       return ast.parse(str(value).removeprefix("typing."), mode="eval").body
     return node
+
+
+def _is_built_in(alias: Any) -> bool:
+  """Returns whether an alias such as `tuple[tuple[int, int], ...]` has only built-in types."""
+  if not isinstance(alias, types.GenericAlias | types.UnionType):
+    return alias is ... or getattr(alias, "__module__", None) == "builtins"
+  parts = typing.get_args(alias)
+  return typing.get_origin(alias) in (tuple, types.UnionType) and all(map(_is_built_in, parts))
 
 
 def _unquoted(annotation: ast.expr) -> ast.expr:

@@ -46,6 +46,7 @@ LIBRARIES = {
         library/collections.html collections.Counter
         library/contextlib.html contextlib.AbstractContextManager
         library/functions.html bool float int type
+        library/os.html os.PathLike
         library/pathlib.html pathlib.Path
         library/re.html re.Pattern
         library/stdtypes.html dict list object str tuple
