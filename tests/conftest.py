@@ -186,6 +186,14 @@ def set_flag() -> Iterator[Callable[[str, object], None]]:
 
 
 @pytest.fixture
+def collect() -> Iterator[Callable[[], int]]:
+  """Returns `gc.collect` for the objects of one test: among those of all it takes a second."""
+  gc.freeze()
+  yield gc.collect
+  gc.unfreeze()
+
+
+@pytest.fixture
 def no_cache(set_flag: Callable[[str, object], None]) -> Iterator[None]:
   """Compiles anew: a function for a device that is not there JAX could only load to run it."""
   compilation_cache.reset_cache()

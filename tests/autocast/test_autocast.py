@@ -441,7 +441,7 @@ def test_prints_and_debug_callbacks_run_once(capfd):
 # Arguments that are data.
 
 
-def test_arrays_that_a_function_closes_over_are_not_kept():
+def test_arrays_that_a_function_closes_over_are_not_kept(collect):
   references = []
 
   def trace():
@@ -452,9 +452,9 @@ def test_arrays_that_a_function_closes_over_are_not_kept():
     jax.make_jaxpr(fun)(W)
 
   trace()
-  gc.collect()
+  collect()
   jax.clear_caches()
-  gc.collect()
+  collect()
   assert references[0]() is None
 
 

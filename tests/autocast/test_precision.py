@@ -1,7 +1,6 @@
 """The precision that equations name, and `jax_default_matmul_precision`."""
 
 import contextlib
-import gc
 import inspect
 import weakref
 
@@ -182,7 +181,7 @@ def test_a_multiplication_that_names_its_dtype_is_the_users_choice():
   assert [str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)] == ["float32"] * 3
 
 
-def test_a_jaxpr_in_which_a_precision_changes_nothing_is_not_kept():
+def test_a_jaxpr_in_which_a_precision_changes_nothing_is_not_kept(collect):
   # What is kept for a program is kept as long as the program is: it may not be the program.
   jaxpr = jax.make_jaxpr(jax.jit(lambda x: x + 1.0))(1.0).jaxpr
   inner = weakref.ref(jaxpr.eqns[0].params["jaxpr"])
@@ -190,5 +189,5 @@ def test_a_jaxpr_in_which_a_precision_changes_nothing_is_not_kept():
     assert in_default(jaxpr) is jaxpr
   del jaxpr
   jax.clear_caches()
-  gc.collect()
+  collect()
   assert inner() is None

@@ -1,6 +1,5 @@
 """Caches of what is computed from jaxprs and from types."""
 
-import gc
 import weakref
 
 import jax
@@ -12,7 +11,7 @@ from mpjax._jaxpr.caches import cached_per_jaxpr, remembered_off_mesh
 X = jnp.ones(2)
 
 
-def test_a_result_is_kept_for_each_key_as_long_as_the_jaxpr_is():
+def test_a_result_is_kept_for_each_key_as_long_as_the_jaxpr_is(collect):
   calls = []
 
   @cached_per_jaxpr
@@ -26,7 +25,7 @@ def test_a_result_is_kept_for_each_key_as_long_as_the_jaxpr_is():
   alive = weakref.ref(jaxpr)
   del jaxpr
   jax.clear_caches()
-  gc.collect()
+  collect()
   assert alive() is None
 
 

@@ -1,6 +1,5 @@
 """The link from a view's module to the user's, and modes that were set on one of them alone."""
 
-import gc
 import weakref
 
 import jax
@@ -15,14 +14,14 @@ from tests.nnx.rig import HALF, Does, X, linear
 with_policy = mpjax.nnx.with_policy
 
 
-def test_a_view_does_not_keep_its_model_alive():
+def test_a_view_does_not_keep_its_model_alive(collect):
   model = linear()
   view = with_policy(model, HALF)
   assert model_of(view) is model
   assert model_of(nnx.clone(view)) is None
   alive = weakref.ref(model)
   del model
-  gc.collect()
+  collect()
   assert alive() is None
   assert model_of(view) is None
   assert view(X).dtype == np.dtype("bfloat16")

@@ -1,5 +1,4 @@
 import functools
-import gc
 import weakref
 
 import equinox as eqx
@@ -173,14 +172,14 @@ def test_a_state_that_was_donated_is_refused(config):
     grad_fn(params)
 
 
-def test_a_function_goes_on_reading_the_scale_of_its_state():
+def test_a_function_goes_on_reading_the_scale_of_its_state(collect):
   # Whether or not somebody keeps the old state, and whether or not the collector has run.
   params, state = jnp.ones(1), DYNAMIC.init(jnp.ones(1))
   grad_fn = mpjax.value_and_grad(square, state)
   for _ in range(3):
     assert grad_fn(params)[1] == 128
     state = mpjax.states.set_loss_scale(state, 8)
-    gc.collect()
+    collect()
 
 
 def test_built_outside_of_a_compiled_step_is_refused():
@@ -266,12 +265,12 @@ def test_a_scale_that_never_moves_may_be_built_in_once(config):
       params = optax.apply_updates(params, updates)
 
 
-def test_the_function_keeps_no_moments_alive():
+def test_the_function_keeps_no_moments_alive(collect):
   state = mpjax.loss_scaling(optax.adam(0.1)).init(PARAMS)
   moment = weakref.ref(state.inner_state[0].mu["w"])
   grad_fn = mpjax.value_and_grad(mlp, state)
   del state
-  gc.collect()
+  collect()
   assert moment() is None
   assert grad_fn(PARAMS, X)[1]["w"].shape == PARAMS["w"].shape
 
