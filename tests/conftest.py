@@ -62,7 +62,12 @@ _ADAPTERS = ("optim", "linen", "nnx", "integration", "check", "flax_suite")
 
 _STRICT = (
   *("test_across_devices.py", "test_gradients.py", "test_traced_loss.py", "test_loss_scale.py"),
-  *("test_moving_average.py", "test_optimizer_call.py", "test_retries.py", "test_step_checks.py"),
+  *(
+    "test_moving_average.py",
+    "test_optimizer_call.py",
+    "test_retries.py",
+    "test_train_step_checks.py",
+  ),
   *("test_train_step.py", "test_figures.py", "test_migrating.py"),
 )
 """Files of those folders for which dtypes are strict all the same."""

@@ -283,7 +283,7 @@ _EXPLICIT = "needs a mesh of devices with explicit axes"
 
 NO_SAMPLE = {
   "ragged_all_to_all": "has no implementation on CPU devices",
-  "convert_element_type": "is a cast, which test_rules.py is about",
+  "convert_element_type": "is a cast, which test_operations.py is about",
   **dict.fromkeys(("broadcast_to", "pbroadcast", "pbroadcast_dynamic", "stage", "tie"), _BY_JAX),
   "xla_metadata_value": _BY_JAX,
   **dict.fromkeys(("relayout", "with_memory_space_constraint"), "is about memory of a device"),

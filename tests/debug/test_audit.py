@@ -315,9 +315,9 @@ def test_one_line_in_several_layers_is_one_entry_with_a_cause_and_a_cure():
   text = " ".join(str(audit).split())
   assert len(audit.leaks) == 20
   assert "0.0 % of the matmuls' FLOPs in low precision, 20 leaks" in text
-  assert "1. layer_* (20) · add · forward · test_audit_report.py:" in text
+  assert "1. layer_* (20) · add · forward · test_audit.py:" in text
   assert "100.0 % of FLOPs" in text
-  assert "float32 because of tables/* (argument, float32) at test_audit_report.py:" in text
+  assert "float32 because of tables/* (argument, float32) at test_audit.py:" in text
   assert "Cast it where it is used: .astype(jnp.bfloat16)." in text
   assert "layer_0" not in text
 
