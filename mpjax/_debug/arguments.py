@@ -6,11 +6,11 @@ its module: a matmul with `params["mlp"]["up"]` is in "mlp/up", and an operation
 """
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -20,8 +20,9 @@ from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.leaves import Path, is_nnx_variable, leaf_paths
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
+from mpjax._debug.paths import shared_names
 from mpjax._jaxpr.compat import with_equations, within_scopes
-from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import Source
 from mpjax._jaxpr.reader import Program, inner_jaxprs, opened, with_inner
 from mpjax._jaxpr.steps import Key
@@ -155,6 +156,18 @@ class Call:
         got=f"a function that closes over an NNX model and writes to it: {error}",
         fix="Pass the model as an argument: fn = lambda model, x: model(x). A loss takes it first.",
       ) from error
+
+  def returned_loss(self, program: ClosedJaxpr, paths: Sequence[Path]) -> bool:
+    """Whether the function that was traced last returned a floating scalar, or one and aux.
+
+    `program` and `paths` are what `traced` returned.
+    """
+    # A tuple is (loss, aux). Its first result has the path "0".
+    path_of_loss = ("0",) if issubclass(self.returned.kind, tuple) else ()
+    if paths[:1] != [path_of_loss]:
+      return False
+    first = program.out_avals[0]
+    return first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
 
 
 _ARGS = "0"
@@ -291,7 +304,7 @@ class _Names:
   def _path(self, operation: Operation, own: Sequence[Path], inside: Sequence[Path]) -> Path:
     """Returns the module of an operation, given those of its parameters and other operands."""
     # Several modules meet in the innermost module that contains all of them.
-    path = _shared(own or inside)
+    path = shared_names(own or inside)
     where = operation.where
     # A backward pass multiplies values of two modules. Their common module would be too coarse.
     if where.direction != "forward":
@@ -350,7 +363,7 @@ def _owners(graph: Graph, parameters: Mapping[Value, Path]) -> Mapping[Value, Pa
     own = [owners[v] for v in operands if v in owners]
     # A second operand, such as an activation, would make the result an activation.
     if own and len(own) == len(operands) and not operation.where.path:
-      owners.update(dict.fromkeys(operation.results, _shared(own)))
+      owners.update(dict.fromkeys(operation.results, shared_names(own)))
   return owners
 
 
@@ -374,12 +387,6 @@ def _sizes(value: Value) -> tuple[int, ...]:
   return tuple(sorted(value.aval.shape))
 
 
-def _shared(paths: Sequence[Sequence[str]]) -> Path:
-  """Returns the longest path that all paths begin with."""
-  alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
-  return tuple(first for first, *_ in alike)
-
-
 def _scoped(program: Program, modules: Mapping[Key, Path], at: Key = ()) -> Program:
   # The key is the position of the equation in each nested jaxpr, as in `Step.key`.
   jaxpr = opened(program)
@@ -396,20 +403,12 @@ def _scoped(program: Program, modules: Mapping[Key, Path], at: Key = ()) -> Prog
   return jaxpr if isinstance(program, Jaxpr) else program.replace(jaxpr=jaxpr)
 
 
-def moved_from(value: Value) -> Value:
-  """Returns the argument, or the result, whose elements a value has, moved, gathered or cast."""
-  # A gather takes its indices second, so the first operand has the elements.
-  while value.made_by is not None and (value.made_by.moves or value.made_by.casts):
-    value = value.made_by.operands[0]
-  return value
-
-
 def parameter_trees(graph: Graph) -> Iterator[str]:
   """Yields the argument trees in which the path of a module leads to an operand of its matmul."""
   for operation, *_ in graph.matmuls():
     for v in map(moved_from, operation.operands[:2]):
       *tree, _ = v.label.split("/")
       # The end of the label matches the end of the path. The rest of the label is the tree.
-      shared = _shared([tree[::-1], operation.where.path.split("/")[::-1]])
+      shared = shared_names([tree[::-1], operation.where.path.split("/")[::-1]])
       if v.kind == "argument" and 0 < len(shared) < len(tree):
         yield "/".join(tree[: -len(shared)]) + "/"

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._core.types import DType, is_inexact_dtype
-from mpjax._debug.arguments import moved_from
 from mpjax._debug.findings import Finding, summed
-from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import EMULATED, MODULE, NOT_IN, RECIPE
 from mpjax._matmul.block_dot import block_dot_p
 from mpjax._policy.active import AuditRecord

@@ -15,6 +15,7 @@ import numpy as np
 from mpjax._core.types import NumpyArray
 from mpjax._debug.compare_modules import Loop
 from mpjax._debug.compare_run import Gradient, Kept, RanCall, RecordedRun, save
+from mpjax._debug.paths import is_inside
 from mpjax._debug.report import MOST, Report, Section, rest
 from mpjax._jaxpr.locations import Direction
 
@@ -419,7 +420,8 @@ class _Errors(NamedTuple):
     others = {each.leaf: each for each in self.reference.gradients}
     pairs: list[tuple[NumpyArray, NumpyArray]] = []
     for each in self.run.gradients:
-      if not f"{each.path}/".startswith(f"{path}/") or each.leaf not in others:
+      is_of_module = each.path == path or is_inside(each.path, path)
+      if not is_of_module or each.leaf not in others:
         continue
       pair = self._pair(each.key, others[each.leaf].key)
       part = None if pair is None else _part(each, pair, index)
@@ -653,7 +655,7 @@ def _is_inside(row: CompareRow, other: CompareRow) -> bool:
   """Whether a row is of a module inside of another one, in the same iteration and pass."""
   # A module in a loop has more iterations than the module around the loop.
   same = row.iteration[: len(other.iteration)] == other.iteration
-  return same and row.direction == other.direction and row.path.startswith(f"{other.path}/")
+  return same and row.direction == other.direction and is_inside(row.path, other.path)
 
 
 def _label(row: CompareRow, name: str, numbered: Numbered) -> str:

@@ -17,7 +17,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import REFUSALS, MpjaxValueError
-from mpjax._core.leaves import Path
 from mpjax._core.types import Array, DType, Function, NumpyArray, is_inexact
 from mpjax._debug.arguments import Argument, Call
 from mpjax._debug.compare_modules import MOST, ComparedCall, Loop, Modules, find_modules, most_of
@@ -125,7 +124,8 @@ def record(fn: Function, call: Call, name: str) -> RecordedRun:
   operands = [jnp.asarray(x) for x in call.arrays]
   # JAX differentiates by floating arguments only. A counter in the first argument is none.
   moving = [i for i in weights if is_inexact(operands[i])]
-  is_loss = bool(moving) and _is_loss(body, program, results, call)
+  differentiates = any(step.location.direction != "forward" for step in body.every_step())
+  is_loss = bool(moving) and not differentiates and call.returned_loss(program, results)
   recording = _Recording(body, modules, moving)
   ran, note = _run(recording, operands, is_loss)
   paths = {"/".join(("result", *path)): f"result/{i}" for i, path in enumerate(results)}
@@ -159,17 +159,6 @@ def _machine(operands: Sequence[Array]) -> str:
 
 def _any_function(*args: object) -> None:
   """Has the names "args[0]" and so on, by which the arguments of two functions are compared."""
-
-
-def _is_loss(body: Body, program: ClosedJaxpr, results: Sequence[Path], call: Call) -> bool:
-  """Whether a function returns a floating scalar, or one and aux, and differentiates nothing."""
-  steps = body.every_step()
-  # A loss with `has_aux` returns (loss, aux). The path of the loss is then "0".
-  first = ("0",) if issubclass(call.returned.kind, tuple) else ()
-  if results[:1] != [first] or any(step.location.direction != "forward" for step in steps):
-    return False
-  aval = program.out_avals[0]
-  return aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def _spacing(program: ClosedJaxpr) -> float:

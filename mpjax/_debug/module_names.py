@@ -4,13 +4,27 @@ from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.types import Function
+from mpjax._core.types import Function, PyTree
 from mpjax._debug.arguments import Call, with_parameter_scopes
-from mpjax._debug.tune import with_models_under
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import MODULE
 from mpjax._policy.policy import Policy
+from mpjax._policy.rules import Rule
+from mpjax.linen import policy_scope
 from mpjax.nnx._with_policy import views_of
+
+
+def with_models_under(fn: Function, policy: Policy | None, rules: tuple[Rule, ...]) -> Function:
+  """Returns a function whose models of Flax run under a policy, as `mpjax.with_policy` has them."""
+
+  def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    # NNX models in the arguments become views. Linen models are reached by the scope.
+    args, kwargs = views_of((args, kwargs), policy, rules)
+    # A rule may be for another of several models.
+    with policy_scope(policy, rules, unmatched="ignore"):
+      return fn(*args, **kwargs)
+
+  return run
 
 
 def with_models(fn: Function, policy: Policy | None) -> Function:

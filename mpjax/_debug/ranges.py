@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
-from mpjax._core.leaves import Path, changes_nothing
+from mpjax._core.leaves import changes_nothing
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, P, PyTree, is_inexact
 from mpjax._debug.arguments import Call, with_parameter_scopes
@@ -108,7 +108,7 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   call.check_concrete()
   program, outputs = call.traced(fn)
   # A loss alone has no gradients to count, so it is differentiated. A training step has its own.
-  if args and not _has_backward_pass(program) and _is_loss(call, program, outputs):
+  if args and not _has_backward_pass(program) and call.returned_loss(program, outputs):
     program, outputs = call.traced(gradient_of(with_parameter_scopes(fn)))
   # The body is not optimized for compilation: every step runs and is counted.
   body = body_of(program)
@@ -156,16 +156,6 @@ def _without_overflow(
 
 def _has_backward_pass(program: ClosedJaxpr) -> bool:
   return any(step.location.direction == "backward" for step in body_of(program).every_step())
-
-
-def _is_loss(call: Call, program: ClosedJaxpr, outputs: Sequence[Path]) -> bool:
-  """Whether the function that was traced returned a floating scalar, or one and aux."""
-  # A tuple is (loss, aux). Its first result has the path "0".
-  path_of_loss = ("0",) if issubclass(call.returned.kind, tuple) else ()
-  if outputs[:1] != [path_of_loss]:
-    return False
-  first = program.out_avals[0]
-  return first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
 
 
 def _single_scale(scales: Sequence[Leaf]) -> float | None:

@@ -27,7 +27,7 @@ from mpjax._autocast.scopes import REGION, policy_of
 from mpjax._core.types import is_low_precision
 from mpjax._debug.findings import merged, unnumbered
 from mpjax._debug.suggested_changes import cure_of, low_cure
-from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import NOT_IN, Source, lines_of_call
 from mpjax._jaxpr.primitives import (
   ADDITIONS,
@@ -320,7 +320,7 @@ def _cast(operation: Operation, result: Value, before: History) -> History:
   narrows = result.is_low and value.is_wide and not before.exact and not before.mask
   # A cast of an argument belongs to the matmul or bias that uses it. A number, such as the square
   # root of a depth, is not data.
-  is_computed = _before_casts(value).kind == "operation" and bool(before.linear or before.products)
+  is_computed = moved_from(value).kind == "operation" and bool(before.linear or before.products)
   if narrows and is_computed and _in_low_region(operation):
     return _rounded(operation, before)
   return before
@@ -345,7 +345,7 @@ def _matmul(operation: Operation, before: list[History]) -> History:
   if not operation.operands[0].is_low or not _in_low_region(operation):
     return history
   # A product of low-precision numbers that returns its float32 sum rounds nothing.
-  wide = (_before_casts(v).is_wide for v in operation.operands[:2])
+  wide = (moved_from(v).is_wide for v in operation.operands[:2])
   rounds = operation.results[0].is_low or any(wide)
   return _rounded(operation, history) if rounds else history
 
@@ -410,7 +410,7 @@ def _moved(operation: Operation, before: list[History]) -> History:
 
 def _ordered(operation: Operation, before: list[History]) -> History:
   # A comparison looks for the value before casts on its other side.
-  values = {_before_casts(v) for v in operation.operands if v.is_floating}
+  values = {moved_from(v) for v in operation.operands if v.is_floating}
   return _moved(operation, before)._replace(order_of=frozenset(values))
 
 
@@ -453,7 +453,7 @@ def _multiplied(left: History, right: History) -> History:
 
 
 def _is_negative(value: Value) -> bool:
-  number = _number(_before_casts(value))
+  number = _number(moved_from(value))
   return number is not None and number < 0
 
 
@@ -548,7 +548,7 @@ def _comparison(operation: Operation, before: list[History]) -> Iterator[Operati
   # The maximum may be on either side of the comparison.
   for number, other in ((0, 1), (1, 0)):
     rounding = before[number].rounding
-    is_own = _before_casts(values[number]) in before[other].order_of
+    is_own = moved_from(values[number]) in before[other].order_of
     if is_own and rounding is not None and not _is_derivative(operation, values[other]):
       yield rounding
 
@@ -609,7 +609,7 @@ def _lookup(operation: Operation, before: list[History]) -> Iterator[Operation]:
   # A one-hot matmul in low precision selects rounded rows of the table.
   low = all(v.is_low for v in operation.operands[:2]) and _in_low_region(operation)
   for mask, table in ((0, 1), (1, 0)):
-    source = _before_casts(operation.operands[table])
+    source = moved_from(operation.operands[table])
     if low and before[mask].mask and source.is_wide and source.kind == "constant":
       yield operation
 
@@ -641,18 +641,10 @@ def _is_squared(value: Value) -> bool:
   if value.kind not in ("argument", "constant"):
     return False
   for each in _uses(value):
-    is_product = (
-      each.eqn.primitive is p.mul_p and len({_before_casts(v) for v in each.operands}) == 1
-    )
+    is_product = each.eqn.primitive is p.mul_p and len({moved_from(v) for v in each.operands}) == 1
     if is_product or each.name in SQUARES:
       return True
   return False
-
-
-def _before_casts(value: Value) -> Value:
-  while value.made_by is not None and (value.made_by.casts or value.made_by.moves):
-    value = value.made_by.operands[0]
-  return value
 
 
 def _float32_matmul(operation: Operation, before: list[History]) -> Iterator[Operation]:

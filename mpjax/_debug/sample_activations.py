@@ -28,6 +28,7 @@ from mpjax._core.types import Array, OptState, P, PyTree
 from mpjax._debug.arguments import Call
 from mpjax._debug.compare_modules import ALL_BODIES, find_modules, module_paths
 from mpjax._debug.module_names import traced_with_modules
+from mpjax._debug.paths import is_inside, relative_to
 from mpjax._debug.selectors import homes_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import MODULE
@@ -211,12 +212,10 @@ def _of_matmuls(steps: Iterable[Step]) -> Iterator[tuple[str, int]]:
 
 def _inside(path: str, activations: Mapping[str, set[int]]) -> set[int]:
   """Returns the activations of a module and of the modules inside of it."""
-  inside = (slots for other, slots in activations.items() if _is_inside(other, path))
-  return set[int]().union(*inside)
-
-
-def _is_inside(path: str, root: str) -> bool:
-  return not root or f"{path}/".startswith(f"{root}/")
+  within = (
+    slots for other, slots in activations.items() if other == path or is_inside(other, path)
+  )
+  return set[int]().union(*within)
 
 
 def _roots(body: Body) -> set[str]:
@@ -229,8 +228,8 @@ def _roots(body: Body) -> set[str]:
 
 def _paths(scope: str, roots: Collection[str]) -> list[str]:
   """Returns the paths of a module: its scope, and the path from the root of the model around it."""
-  inside = [root for root in roots if _is_inside(scope, root)]
-  return [scope, *(scope.removeprefix(root).removeprefix("/") for root in inside)]
+  around = [root for root in roots if scope == root or is_inside(scope, root)]
+  return [scope, *(relative_to(scope, root) for root in around)]
 
 
 def _unmatched(glob: str, paths: Collection[str]) -> UnmatchedRuleError:

@@ -14,6 +14,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mpjax._debug.paths import relative_to, shared_names
+
 WIDTH = 80
 """The columns of a report as text."""
 
@@ -117,8 +119,7 @@ def _below_folder(cells: Cells) -> tuple[list[str], Cells]:
   folder = _folder(paths)
   if not folder:
     return [], cells
-  # The slash keeps "block_1" from matching "block_10".
-  rests = [f"{row[0]}/".removeprefix(f"{folder}/").removesuffix("/") or "." for row in cells.rows]
+  rests = [relative_to(row[0], folder) or "." for row in cells.rows]
   own = ', which itself is "."' if "." in rests else ""
   rows = tuple((rest, *row[1:]) for rest, row in zip(rests, cells.rows, strict=True))
   return [f"Each {cells.columns[0]} is in {folder}{own}"], cells._replace(rows=rows)
@@ -129,13 +130,7 @@ def _folder(paths: Sequence[str]) -> str:
   # A folder of a single path would leave "." in the table.
   if len(set(paths)) < 2:
     return ""
-  shared: list[str] = []
-  # The shortest path ends the comparison.
-  for names in zip(*(path.split("/") for path in paths), strict=False):
-    if len(set(names)) > 1:
-      break
-    shared.append(names[0])
-  return "/".join(shared)
+  return "/".join(shared_names([path.split("/") for path in paths]))
 
 
 def _by_reason(cells: Cells, reason: int) -> Mapping[str, Sequence[Row]]:

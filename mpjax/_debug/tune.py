@@ -25,7 +25,6 @@ from mpjax._core.types import (
   Kwargs,
   NumpyArray,
   P,
-  PyTree,
   is_inexact,
 )
 from mpjax._debug.arguments import Call, with_parameter_scopes
@@ -34,7 +33,9 @@ from mpjax._debug.headroom import (
   watch_float16_values,
   watch_float32_values,
 )
+from mpjax._debug.module_names import with_models_under
 from mpjax._debug.not_entered import find_kernels
+from mpjax._debug.paths import is_inside
 from mpjax._debug.ranges import gradient_of, ranges_of_call
 from mpjax._debug.ranges_plan import plan
 from mpjax._debug.ranges_report import HEADROOM
@@ -63,8 +64,6 @@ from mpjax._jaxpr.runner import Look, run_on_host
 from mpjax._jaxpr.steps import Body, body_of
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy
 from mpjax._policy.rules import Rule, around
-from mpjax.linen import policy_scope
-from mpjax.nnx._with_policy import views_of
 
 _CALL = "mpjax.tune(loss_fn, policy)"
 _FIX = 'Write mpjax.tune(loss_fn, "mixed_float16", tolerance=1e-2)(params, batch).'
@@ -87,6 +86,26 @@ class Goal(NamedTuple):
 
   def is_reached(self, choice: Evaluation) -> bool:
     return choice.error <= self.tolerance and choice.headroom >= self.headroom
+
+
+class TunedCall(NamedTuple):
+  """A call of a loss, with what `tune` looks for.
+
+  Fields:
+    policies: the policies to choose among, the preferred one first.
+    goal: what the chosen formats must reach.
+    loss_fn: the loss.
+    args: its positional arguments.
+    kwargs: its keyword arguments.
+    advance: shows the progress.
+  """
+
+  policies: tuple[Policy, ...]
+  goal: Goal
+  loss_fn: Function
+  args: Args
+  kwargs: Kwargs
+  advance: Advance
 
 
 @check_call(_CALL, fix=_FIX)
@@ -158,7 +177,11 @@ def tune(
     fix="Write headroom=16 for values that may become 16 times as large, or 1 for none.",
   )
   goal = Goal(tolerance, headroom)
-  return Pending("mpjax.tune(loss_fn)", loss_fn, functools.partial(_tuned, policies, goal), _FIX)
+
+  def report(loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> TuneReport:
+    return _tuned(TunedCall(policies, goal, loss_fn, args, kwargs, advance))
+
+  return Pending("mpjax.tune(loss_fn)", loss_fn, report, _FIX)
 
 
 def _is_number(x: object) -> bool:
@@ -189,17 +212,11 @@ def _parse_policies(policy: PolicyLike | Sequence[PolicyLike]) -> tuple[Policy, 
   return parsed
 
 
-def _tuned(
-  policies: tuple[Policy, ...],
-  goal: Goal,
-  loss_fn: Function,
-  args: Args,
-  kwargs: Kwargs,
-  advance: Advance,
-) -> TuneReport:
+def _tuned(tuned: TunedCall) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
   # The first measurement has no upgrade. If it is good, nothing is searched.
-  tuner = Tuner(policies, goal, loss_fn, args, kwargs, advance)
+  policies, goal = tuned.policies, tuned.goal
+  tuner = Tuner(tuned)
   low = tuner.measure({})
   if not goal.is_reached(tuner.evaluations[0]):
     tuner.search()
@@ -235,24 +252,17 @@ class Tuner:
     kernels: the paths of modules with kernels in float32, which no policy changes.
   """
 
-  def __init__(
-    self,
-    policies: tuple[Policy, ...],
-    goal: Goal,
-    loss_fn: Function,
-    args: Args,
-    kwargs: Kwargs,
-    advance: Advance,
-  ) -> None:
-    self.policies, self.goal, self.loss_fn = policies, goal, loss_fn
-    self.call = Call(args, kwargs, _CALL)
+  def __init__(self, tuned: TunedCall) -> None:
+    policies, loss_fn = tuned.policies, tuned.loss_fn
+    self.policies, self.goal, self.loss_fn = policies, tuned.goal, loss_fn
+    self.call = Call(tuned.args, tuned.kwargs, _CALL)
     # All measurements run on the host with concrete values.
     self.call.check_concrete()
     check_float32(Graph(self.call.traced(loss_fn)[0]), f"{_CALL}(*args)", "loss")
     # A loss has Flax models if a policy for models changes its dtypes.
     with_policy = with_models_under(loss_fn, policies[0], ())
     self.has_models = bool(lows_of(Graph(self.call.traced(with_policy)[0])))
-    self.scale = self._loss_scale(args, kwargs, advance)
+    self.scale = self._loss_scale(tuned)
 
     # The loss in float32, whose modules have the paths that rules match.
     if self.has_models:
@@ -279,7 +289,7 @@ class Tuner:
     self.bound = 3 + len(policies) + math.ceil(math.log2(max(most_upgrades, 1))) + MORE
     sys.stdout.write(f"tune: {len(self.flops)} modules, at most {self.bound} measurements\n")
     self.evaluations = list[Evaluation]()
-    self._advance, self._steps = advance, itertools.count(1)
+    self._advance, self._steps = tuned.advance, itertools.count(1)
     # The reference comes before the checks that compare with it.
     self.exact, self.headroom = self._in_float32()
     _check_low(self._low, policies[0])
@@ -289,12 +299,13 @@ class Tuner:
   def _has_float16(self) -> bool:
     return any(each.compute_dtype == jnp.float16 for each in self.policies)
 
-  def _loss_scale(self, args: Args, kwargs: Kwargs, advance: Advance) -> float:
+  def _loss_scale(self, tuned: TunedCall) -> float:
     """Returns the scale of the loss that leaves headroom to gradients in float16, if any are."""
     if not self._has_float16:
       return 1.0
     # `mpjax.ranges` proposes the scale, with its default headroom.
-    report = ranges_of_call(gradient_of(self.loss_fn), args, kwargs, advance)
+    gradient = gradient_of(tuned.loss_fn)
+    report = ranges_of_call(gradient, tuned.args, tuned.kwargs, tuned.advance)
     # A larger headroom needs a smaller scale, by a power of two.
     more = math.ceil(math.log2(max(self.goal.headroom / HEADROOM, 1)))
     return max((report.loss_scale or 1.0) / 2**more, 1.0)
@@ -644,19 +655,6 @@ def lows_of(graph: Graph) -> list[Value]:
   return [v for v in (*graph.arguments, *results) if v.is_low]
 
 
-def with_models_under(fn: Function, policy: Policy | None, rules: tuple[Rule, ...]) -> Function:
-  """Returns a function whose models of Flax run under a policy, as `mpjax.with_policy` has them."""
-
-  def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    # NNX models in the arguments become views. Linen models are reached by the scope.
-    args, kwargs = views_of((args, kwargs), policy, rules)
-    # A rule may be for another of several models.
-    with policy_scope(policy, rules, unmatched="ignore"):
-      return fn(*args, **kwargs)
-
-  return run
-
-
 def rows_of(
   flops: Mapping[str, int],
   forward: Mapping[str, float],
@@ -692,14 +690,14 @@ def _is_branch(value: Value, start: Value, path: str) -> bool:
   """Whether modules inside of a path compute a value from another one."""
   pending = [value]
   seen = {start}
-  is_inside = False
+  computed_inside = False
   for each in pending:
     # Go from the result of the branch back to where it started.
     if each not in seen and each.made_by is not None:
       seen.add(each)
-      is_inside |= each.made_by.where.path.startswith(f"{path}/")
+      computed_inside |= is_inside(each.made_by.where.path, path)
       pending += each.made_by.operands
-  return is_inside and start in pending
+  return computed_inside and start in pending
 
 
 def modules_of(body: Body) -> dict[str, int]:

@@ -277,6 +277,14 @@ class Graph:
     return results
 
 
+def moved_from(value: Value) -> Value:
+  """Returns the argument, or the result, whose elements a value has, moved, gathered or cast."""
+  # A gather takes its indices second, so the first operand has the elements.
+  while value.made_by is not None and (value.made_by.moves or value.made_by.casts):
+    value = value.made_by.operands[0]
+  return value
+
+
 def _constant(aval: ShapedArray, data: Any) -> Value:
   """Returns a constant. Its label is its number or its type, such as "float32[2,3]"."""
   if isinstance(data, Tracer):  # A function traced inside another may close over its tracers.

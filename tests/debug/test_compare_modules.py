@@ -5,7 +5,7 @@ import pytest
 import mpjax
 from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.compare_modules import Loop, find_modules, module_paths
-from mpjax._debug.tune import with_models_under
+from mpjax._debug.module_names import with_models_under
 from mpjax._jaxpr.locations import MODULE
 from mpjax._jaxpr.steps import body_of
 from tests.models.catalogue import MODELS

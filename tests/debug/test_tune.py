@@ -17,7 +17,16 @@ from jax.extend.core import Literal
 
 import mpjax
 from mpjax._debug.selectors import homes_of
-from mpjax._debug.tune import Goal, Tuner, cost_of, modules_of, rows_of, rules_for, streams_of
+from mpjax._debug.tune import (
+  Goal,
+  TunedCall,
+  Tuner,
+  cost_of,
+  modules_of,
+  rows_of,
+  rules_for,
+  streams_of,
+)
 from mpjax._debug.tune_errors import relative_error
 from mpjax._debug.tune_report import Evaluation
 from mpjax._jaxpr.graph import Graph
@@ -434,7 +443,8 @@ def test_rules_keep_matmuls_of_results_of_modules_in_low_precision():
 
   model = Scores()
   mxfp8, float16 = policies = tuple(map(mpjax.Policy.parse, ("mixed_mxfp8", "mixed_float16")))
-  tuner = Tuner(policies, Goal(0.1, 8.0), loss, (model,), {}, lambda step, steps: None)
+  goal = Goal(0.1, 8.0)
+  tuner = Tuner(TunedCall(policies, goal, loss, (model,), {}, lambda step, steps: None))
   low = tuner.measure({})
   tuner.measure({"q": float16, "k": float16, "": mxfp8})
   plain, choice = tuner.evaluations

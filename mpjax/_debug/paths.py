@@ -1,0 +1,39 @@
+"""Paths of modules as text, such as "encoder/block_0/mlp": which is inside of which."""
+
+import itertools
+from collections.abc import Sequence
+
+from mpjax._core.leaves import Path
+
+
+def is_inside(path: str, outer: str) -> bool:
+  """Whether a module is inside of another one; all but the root are inside of the root, "".
+
+  >>> is_inside("block_1/mlp", "block_1"), is_inside("block_10", "block_1"), is_inside("mlp", "")
+  (True, False, True)
+  """
+  if not outer:
+    return path != ""
+  # The slash keeps "block_1" from matching "block_10".
+  return path.startswith(f"{outer}/")
+
+
+def relative_to(path: str, outer: str) -> str:
+  """Returns the path of a module in the one around it: "" for that one itself.
+
+  A path that is not inside is returned as it is.
+
+  >>> relative_to("block_1/mlp", "block_1"), relative_to("block_1", "block_1")
+  ('mlp', '')
+  """
+  return f"{path}/".removeprefix(f"{outer}/").removesuffix("/")
+
+
+def shared_names(paths: Sequence[Sequence[str]]) -> Path:
+  """Returns the longest path that all paths begin with; paths are sequences of names.
+
+  >>> shared_names([("block_1", "mlp", "up"), ("block_1", "mlp", "down")])
+  ('block_1', 'mlp')
+  """
+  alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+  return tuple(first for first, *_ in alike)
