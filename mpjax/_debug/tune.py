@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,7 +41,6 @@ from mpjax._debug.ranges_report import HEADROOM
 from mpjax._debug.report import Advance, Pending
 from mpjax._debug.selectors import homes_of, selector
 from mpjax._debug.tune_errors import (
-  PROJECTIONS,
   Pair,
   errors_alone,
   forward_errors,
@@ -289,7 +287,7 @@ class Tuner:
     self.bound = 3 + len(policies) + math.ceil(math.log2(max(most_upgrades, 1))) + MORE
     sys.stdout.write(f"tune: {len(self.flops)} modules, at most {self.bound} measurements\n")
     self.evaluations = list[Evaluation]()
-    self._advance, self._steps = tuned.advance, itertools.count(1)
+    self._advance = tuned.advance
     # The reference comes before the checks that compare with it.
     self.exact, self.headroom = self._in_float32()
     _check_low(self._low, policies[0])
@@ -317,7 +315,6 @@ class Tuner:
     counted = {number for number, group in self._plan.steps.items() if group.kind in kinds}
     largest = dict[str, float]()
     results = run_on_host(self.body, self.operands, watch_float32_values(largest, counted))
-    self.step()
     exact = results[self._gradients]
     _check_gradient(results[0], exact)
     # A module without low precision cannot overflow float16.
@@ -332,7 +329,6 @@ class Tuner:
     # Trace again: a number that Python code draws shows only in a new trace.
     program, _ = self.call.traced(gradient_of(self.named, self.scale))
     again = self.gradient(body_of(program), Look())
-    self.step()
     error = relative_error(zip(self.exact, again, strict=True))
     # A difference between runs must be small against the errors that are measured.
     if error > self.goal.tolerance / 10:
@@ -342,10 +338,6 @@ class Tuner:
         got=f"gradients in float32 that differ by {error:.2g}",
         fix="Pass what changes, such as a key or a counter, as an argument.",
       )
-
-  def step(self) -> None:
-    """Shows that one more gradient was computed."""
-    self._advance(next(self._steps), 2 + PROJECTIONS * len(self.policies) + self.bound)
 
   def gradient(self, body: Body, look: Look) -> list[Array]:
     """Returns the gradient that a program computes, while something looks at it."""
@@ -386,7 +378,8 @@ class Tuner:
         formats={path: tuple(of_module) for path, of_module in flops.items()},
       )
     )
-    self.step()
+    # The number that is printed first is of these measurements.
+    self._advance(len(self.evaluations), self.bound)
     return low
 
   def _policy_and_rules(self, formats: Mapping[str, Policy]) -> tuple[Policy, tuple[Rule, ...]]:
@@ -473,7 +466,7 @@ class Tuner:
     # A recipe rounds to fewer bits than the compute dtype.
     quantised = {path for path, flops in formats.items() if flops.keys() - halves_and_wide}
     gradient = functools.partial(self.gradient, self.body)
-    errors = errors_alone(gradient, groups.values(), policy.compute_dtype, self.step, quantised)
+    errors = errors_alone(gradient, groups.values(), policy.compute_dtype, quantised)
     if policy.compute_dtype == jnp.float16:
       # An infinite error makes the search upgrade these modules first.
       tight = [any(map(self._is_tight, paths)) for paths in groups.values()]

@@ -164,7 +164,6 @@ def errors_alone(
   gradient: Callable[[Look], Sequence[Array]],
   modules: Collection[Sequence[str]],
   dtype: DType,
-  advance: Callable[[], None],
   quantised: Collection[str] = (),
 ) -> NumpyArray:
   """Returns how far the gradient in float32 moves if a module rounds, and nothing else does.
@@ -210,7 +209,6 @@ def errors_alone(
     (derivative,) = pullback(_random_like(grads, key))
     # The mean square of projections on normal vectors is the square of the length.
     squares += (np.asarray(derivative, np.float64) / norm) ** 2
-    advance()
   # An overflow makes a projection inf or NaN.
   return np.sqrt(np.nan_to_num(squares, nan=math.inf, posinf=math.inf) / PROJECTIONS)
 

@@ -429,6 +429,17 @@ def test_each_module_gets_the_first_format_that_is_exact_enough():
   assert error <= 0.7 * plain.error
 
 
+def test_the_progress_counts_the_measurements_that_are_announced():
+  loss_fn, *args = prepared(Root())
+  policy, goal, steps = mpjax.Policy.parse("mixed_bfloat16"), Goal(1e-9, 1.0), []
+  tuner = Tuner(TunedCall((policy,), goal, loss_fn, args, {}, lambda *step: steps.append(step)))
+  assert steps == []
+  tuner.measure({})
+  tuner.search()
+  assert steps == [(i + 1, tuner.bound) for i in range(len(tuner.evaluations))]
+  assert 1 < len(steps) <= tuner.bound
+
+
 class Scores(nnx.Module):
   def __init__(self):
     self.q, self.k = (nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))

@@ -65,7 +65,7 @@ def alone(loss, *args, dtype="bfloat16", float8=()):
     return run_on_host(body, call.arrays, look)[1:]
 
   modules_of_one = [[path] for path in modules]
-  errors = errors_alone(gradient, modules_of_one, jnp.dtype(dtype), lambda: None, float8)
+  errors = errors_alone(gradient, modules_of_one, jnp.dtype(dtype), float8)
   return dict(zip(modules, errors.tolist(), strict=True))
 
 
