@@ -141,6 +141,9 @@ def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
 _WHERE = "mpjax.checkpoints.restore_like(target, restored)"
 _TARGET = "mpjax.checkpoints.restore_like(target)"
 
+_MOST_PATHS = 4
+"""How many paths that do not fit an error lists before its advice."""
+
 _Expected: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 """The leaves of a target by path. A sharding is None where the result may be on any device."""
 
@@ -389,7 +392,7 @@ def _refuse_other_paths(target: PyTree, expected: _Expected, leaves: Mapping[str
     raise MpjaxValueError(
       _WHERE,
       expected="the leaves of target and no others",
-      got=listed(problems),
+      got=listed(problems, most=_MOST_PATHS),
       fix=_advice_on_paths(target, missing, extra),
     )
 
