@@ -171,7 +171,7 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
         # Bind before the call: a TypeError that is raised inside of `fn` is another mistake.
         signature.bind(*args, **kwargs)
       except TypeError as error:
-        raise _unfit_call(where, signature, kwargs, str(error), fix) from None
+        raise unfit_call(where, signature, kwargs, str(error), fix) from None
       return fn(*args, **kwargs)
 
     return checked
@@ -179,7 +179,7 @@ def check_call(where: str, *, fix: str) -> Callable[[Callable[P, R]], Callable[P
   return decorate
 
 
-def _unfit_call(
+def unfit_call(
   where: str, signature: inspect.Signature, keywords: Iterable[str], reason: str, fix: str
 ) -> MpjaxTypeError:
   """Returns the error for a call that does not fit a signature, for the `reason` that Python gives.

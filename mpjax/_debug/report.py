@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
 import math
@@ -11,13 +12,14 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
+from mpjax._core.errors import MpjaxError, unfit_call
 from mpjax._core.frameworks import check_function
 from mpjax._core.types import Args, Function, Kwargs, P
 from mpjax._debug.tables import WIDTH, paragraph, table
@@ -90,12 +92,49 @@ class Pending(Generic[P, R]):
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
     # A diagnostic may take minutes, so it shows on stderr that it runs.
     with progress(self._tool) as advance:
-      return self._report(self._fn, args, kwargs, advance)
+      try:
+        return self._report(self._fn, args, kwargs, advance)
+      except TypeError as error:
+        if not isinstance(error, MpjaxError):
+          self._check_arguments(args, kwargs, error)
+        raise
 
   def __repr__(self) -> str:
-    name = getattr(self._fn, "__name__", type(self._fn).__name__)
-    call = f"mpjax.{self._tool}({name})"
-    return f"<{call}: call it with the arguments of {name}, as in {call}(*args)>"
+    return f"<{self._call}: call it with the arguments of {self._name}, as in {self._call}(*args)>"
+
+  @property
+  def _name(self) -> str:
+    return getattr(self._fn, "__name__", type(self._fn).__name__)
+
+  @property
+  def _call(self) -> str:
+    return f"mpjax.{self._tool}({self._name})"
+
+  def _check_arguments(self, args: Args, kwargs: Kwargs, error: TypeError) -> None:
+    """Raises MpjaxTypeError if the arguments of a call that raised `error` do not fit the function.
+
+    They are compared after the call, since the signature of a decorated function may be another.
+    """
+    try:
+      # Some builtins and C functions have no signature.
+      signature = inspect.signature(self._fn)
+    except (TypeError, ValueError):
+      return
+    try:
+      signature.bind(*args, **kwargs)
+    except TypeError as unfit:
+      needed = ", ".join(_needed(signature))
+      fix = f"Pass the arguments of {self._name} in the second call: {self._call}({needed})."
+      raise unfit_call(f"{self._call}(*args)", signature, kwargs, str(unfit), fix) from error
+
+
+def _needed(signature: inspect.Signature) -> Iterator[str]:
+  """Yields the arguments without a default, as a call passes them."""
+  for parameter in signature.parameters.values():
+    is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    if parameter.default is parameter.empty and not is_variable:
+      is_keyword = parameter.kind is parameter.KEYWORD_ONLY
+      yield f"{parameter.name}=..." if is_keyword else parameter.name
 
 
 class Report(abc.ABC):

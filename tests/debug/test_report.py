@@ -8,12 +8,16 @@ import re
 import sys
 import time
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import mpjax
 from mpjax._debug import report
 from mpjax._debug.report import WIDTH, Report, Section, amount, percent, progress
+from tests.errors import refused
 
 LONG = "decoder/" * 20 + "attention"
 SECTIONS = (
@@ -26,6 +30,13 @@ SECTIONS = (
   Section("", ("no title",)),
   Section("last", ("line",)),
 )
+
+
+W = jnp.eye(4)
+
+
+def _loss(w, x, *, scale):
+  return scale * jnp.sum((x @ w) ** 2)
 
 
 class Example(Report):
@@ -63,6 +74,38 @@ def test_d20_d21_paths_break_at_slashes_and_empty_sections_have_no_heading():
 def test_d22_what_waits_for_arguments_says_so_where_it_is_printed():
   for tool in (mpjax.ranges(len), mpjax.tune(len, tolerance=0.1)):
     assert re.fullmatch(r"<mpjax.(\w+)\(len\): call it .* as in mpjax.\1\(len\).*>", repr(tool))
+
+
+@pytest.mark.parametrize(
+  ("fn", "args", "got", "fix"),
+  [
+    (lambda: None, (1,), "too many positional arguments", "mpjax.audit(<lambda>)()."),
+    (_loss, (), "no argument: 'w'", "mpjax.audit(_loss)(w, x, scale=...)."),
+    (jax.jit(_loss), (W,), "no argument: 'x'", "mpjax.audit(_loss)(w, x, scale=...)."),
+    (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), (), "no argument: 'inputs'", "(Linear)(inputs)."),
+    (nn.Dense(4).apply, (), "no argument: 'variables'", "mpjax.audit(apply)(variables)."),
+  ],
+)
+def test_a_call_without_the_arguments_of_the_function_says_what_to_pass(fn, args, got, fix):
+  with refused(TypeError, ")(*args)", "argument", got, fix):
+    mpjax.audit(fn)(*args)
+
+
+@pytest.mark.parametrize("tool", ["audit", "compare", "find_nonfinite", "ranges", "tune"])
+def test_every_tool_says_which_argument_it_lacks(tool):
+  options = {"tune": {"tolerance": 0.1}, "compare": {"policy": "mixed_bfloat16"}}.get(tool, {})
+  where, fix = f"mpjax.{tool}(_loss)(*args)", f"mpjax.{tool}(_loss)(w, x, scale=...)"
+  with refused(TypeError, where, "arguments w, x, scale", "no argument: 'x'", fix):
+    getattr(mpjax, tool)(_loss, **options)(W, scale=2.0)
+
+
+def test_an_error_inside_of_the_function_stays_as_it_is():
+  def fn(w):
+    return _loss(w)
+
+  with pytest.raises(TypeError, match="missing") as info:
+    mpjax.audit(fn)(W)
+  assert not isinstance(info.value, mpjax.MpjaxError)
 
 
 def test_html_is_the_text_escaped(tmp_path):
