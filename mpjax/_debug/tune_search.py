@@ -6,7 +6,6 @@ search sorts the upgrades by benefit, bisects how many are needed, and then look
 choices with a model of the error that it fits to the measurements.
 """
 
-import bisect
 import functools
 import itertools
 import math
@@ -165,9 +164,7 @@ def search(
   overflowing = int(np.sum(np.isinf(alone)))
   order = _by_benefit(flops, alone, first)
   prefixes = [frozenset(order[:size]) for size in range(overflowing, len(order) + 1)]
-  # The error falls along the prefixes, apart from small exceptions, so bisection finds the first
-  # good one.
-  cut = 0 if is_good(prefixes[0]) else bisect.bisect_left(prefixes, True, lo=1, key=is_good)
+  cut = _first_good(prefixes, is_good)
   if cut == len(prefixes):
     return None
   best = prefixes[cut]
@@ -184,6 +181,23 @@ def search(
     if is_good(chosen):
       best = chosen
   return best
+
+
+def _first_good(prefixes: Sequence[Choice], is_good: Callable[[Choice], bool]) -> int:
+  """Returns the position of the first good prefix, or their number if none is good."""
+  # The first prefix is often good, so it is measured before the bisection.
+  if is_good(prefixes[0]):
+    return 0
+  # The error falls along the prefixes, apart from small exceptions. `low` and all before it are
+  # not good, and `high` is good or behind the last prefix.
+  low, high = 0, len(prefixes)
+  while high - low > 1:
+    middle = (low + high + 1) // 2
+    if is_good(prefixes[middle]):
+      high = middle
+    else:
+      low = middle
+  return high
 
 
 def _by_benefit(flops: Sequence[int], alone: NumpyArray, after: Sequence[int | None]) -> list[int]:

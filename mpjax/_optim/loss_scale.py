@@ -726,13 +726,15 @@ def set_loss_scale(
   """
   where = "mpjax.states.set_loss_scale(opt_state)"
   target = find_scale(opt_state, where, name)
-  if (state := target.state) is None or not target.multiplies:
+  state = target.state
+  if state is None or not target.multiplies:
     expected = "a state with a scale that can move"
     got = f"one of {target.kind.__name__}(), which is always 1"
     fix = "Build the optimizer with StaticLossScale or DynamicLossScale."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  # Raises if `value` is traced and the scale is a constant of that trace.
-  scale_reader(target, where)(value)
+  # Reading the scale raises if `value` is traced and the scale is a constant of that trace.
+  read = scale_reader(target, where)
+  read(value)
   low, high = target.limits
   where = "mpjax.states.set_loss_scale(value)"
   if isinstance(value, Tracer):
