@@ -4,7 +4,9 @@ import dataclasses
 import datetime
 import gc
 import importlib.metadata
+import json
 import os
+import pathlib
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -159,3 +161,16 @@ def hardware() -> str:
   if jax.default_backend() != "cpu":
     return f"{len(devices)} x {devices[0].device_kind}"
   return f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} CPU"
+
+
+def write(path: pathlib.Path, results: Any) -> None:
+  """Writes results as JSON. A process that ends in the midst of it leaves the old file."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  new = path.with_suffix(".new")
+  new.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+  new.replace(path)
+
+
+def read(path: pathlib.Path) -> Any:
+  """Returns what `write` wrote."""
+  return json.loads(path.read_text(encoding="utf-8"))
