@@ -8,7 +8,6 @@ The policy states the accumulation by its `precision`. A chip that is named need
 
 import argparse
 import functools
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -82,8 +81,7 @@ def main(chips: Sequence[str], out: pathlib.Path) -> None:
       results["chips"][chip][half] = {
         name or "unstated": compiled(half, name, chip) for name in (None, STATED[half])
       }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{chip}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    measure.write(out / f"{chip}.json", results)
     console.print(table(results))
 
 

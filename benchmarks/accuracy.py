@@ -11,7 +11,6 @@ policy a model may err 1.1 times as much as by hand, and all together no more: t
 """
 
 import argparse
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -113,7 +112,6 @@ def main(
   console = console or Console()
   environment = measure.environment({"mpjax": mpjax.__version__}, PACKAGES)
   results: dict[str, Any] = {"environment": environment, "seeds": seeds, "models": {}}
-  out.parent.mkdir(parents=True, exist_ok=True)
   columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn())
   with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
     bar = progress.add_task("", total=len(only))
@@ -124,7 +122,7 @@ def main(
       results["models"][name] = {
         dtype: measured(MODELS[name], dtype, draws, true) for dtype in dtypes
       }
-      out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+      measure.write(out, results)
       progress.advance(bar)
   show(results, console)
   console.print(f"All figures: {out}", soft_wrap=True)

@@ -4,7 +4,6 @@ python benchmarks/accuracy_report.py           writes the table anew, from resul
 python benchmarks/accuracy_report.py --show    prints the errors of each model
 """
 
-import json
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tables
-from measure import taken
+from measure import read, taken
 
 FOLDER = pathlib.Path(__file__).parent
 RECORDED = FOLDER / "results" / "accuracy" / "cpu.json"
@@ -164,7 +163,7 @@ def updated(page: str, results: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-  recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+  recorded = read(RECORDED)
   if "--show" in sys.argv:
     print(tables.table(rows(recorded), 2), summary(recorded), sep="\n\n")
   else:

@@ -9,7 +9,6 @@ newest JAX it runs with, if one is named.
 
 import argparse
 import functools
-import json
 import os
 import pathlib
 import subprocess
@@ -45,7 +44,7 @@ def elsewhere(python: pathlib.Path, settings: autocast_tools.Settings, name: str
     pairs = [text for pair in options.items() for text in pair]
     command = [str(python), str(script), "--tools", "by hand", "jaxamp", *pairs]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    return json.loads(out.read_text(encoding="utf-8"))
+    return measure.read(out)
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def main(
 ) -> dict[str, Any]:
   """Measures, writes JSON, and returns what it wrote; parts left out stay as they are there."""
   settings = {"rounds": rounds, "size": size, "models": models, "halves": list(halves)}
-  results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+  results: dict[str, Any] = measure.read(out) if out.exists() else {}
   console = console or Console()
   columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
   with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
@@ -119,10 +118,9 @@ def main(
         results["tools"][half] = {"here": merged(here)}
         if there:
           results["tools"][half]["there"] = merged(there)
-  out.parent.mkdir(parents=True, exist_ok=True)
-  out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+  measure.write(out, results)
   console.print(f"All figures: {out}")
-  return json.loads(out.read_text(encoding="utf-8"))
+  return measure.read(out)
 
 
 def _memory(models: str, size: int, half: str, names: Sequence[str]) -> list[Step]:

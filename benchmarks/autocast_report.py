@@ -13,7 +13,7 @@ from typing import Any
 
 from autocast_programs import PROGRAMS
 from autocast_tools import BOUNDS
-from measure import ratio, taken
+from measure import ratio, read, taken
 from tables import replaced, table
 
 FOLDER = pathlib.Path(__file__).parent
@@ -227,7 +227,7 @@ def updated(page: str, results: Figures) -> str:
 
 
 if __name__ == "__main__":
-  recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+  recorded = read(RECORDED)
   if "--show" in sys.argv:
     print("\n\n".join(make(recorded) for make in EVERYTHING))
   else:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -185,4 +184,4 @@ if __name__ == "__main__":
   given = arguments()
   chosen = Settings(half=given.half, size=given.size, rounds=given.rounds)
   results = main(given.tools, chosen, given.names)
-  given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+  measure.write(given.out, results)

@@ -10,7 +10,6 @@ file already are not run again. `--write` puts the recorded table into docs/floa
 
 import argparse
 import functools
-import json
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -149,8 +148,7 @@ def main(
   environment = measure.environment({"mpjax": mpjax.__version__}, PACKAGES)
   results: dict[str, Any] = {"environment": environment, "seeds": seeds, "models": {}}
   if out.exists():
-    results = json.loads(out.read_text(encoding="utf-8"))
-  out.parent.mkdir(parents=True, exist_ok=True)
+    results = measure.read(out)
   with side_by_side.progress_bar(console) as progress:
     for name in models:
       model, runs = MODELS[name], results["models"].setdefault(name, {})
@@ -162,7 +160,7 @@ def main(
         trained = model.train(FORMATS[format], count, seeds, on_step)
         seconds = round(time.perf_counter() - start, 1)
         runs[format] = {**trained._asdict(), "steps": count, "seconds": seconds}
-        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        measure.write(out, results)
   console.print(tables.table(rows(results), 2), soft_wrap=True)
   if write:
     PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")

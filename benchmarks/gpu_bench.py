@@ -11,7 +11,6 @@ as soon as it is there: the same call goes on where the last one ended.
 import argparse
 import functools
 import hashlib
-import json
 import os
 import pathlib
 import re
@@ -22,6 +21,7 @@ from typing import Any
 
 import gpu_groups
 import gpu_ratios
+import measure
 import workers
 from gpu_versions import HALVES, IN_PYTORCH, NAMES
 from rich.console import Console
@@ -158,7 +158,7 @@ def main(
   code = sources()
   results = {"environment": environment, "settings": settings, "models": {}}
   if out.exists() and not fresh:
-    results["models"] = json.loads(out.read_text(encoding="utf-8"))["models"]
+    results["models"] = measure.read(out)["models"]
 
   def keys_of(model: str) -> dict[str, Any]:
     where = {"code": code, "hardware": environment["hardware"]}
@@ -186,7 +186,7 @@ def main(
 
     def record(part: str, found: dict[str, Any], entry: Any = entry, keys: Any = keys) -> None:
       entry["parts"][part] = {"key": keys[part], **found}
-      write(out, results)
+      measure.write(out, results)
 
     other = torch if model in IN_PYTORCH else {"missing": "no PyTorch model for it"}
     run = functools.partial(
@@ -307,14 +307,6 @@ def named(out: pathlib.Path, hardware: str) -> pathlib.Path:
   return out / (re.sub(r"[^a-z0-9]+", "_", hardware.lower()).strip("_") + ".json")
 
 
-def write(out: pathlib.Path, results: Mapping[str, Any]) -> None:
-  """Writes all figures; a process that ends in the midst of it leaves what was there."""
-  out.parent.mkdir(parents=True, exist_ok=True)
-  new = out.with_suffix(".new")
-  new.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-  new.replace(out)
-
-
 class _bar:
   """A progress bar of the steps of a model, and what is done at the moment."""
 
@@ -358,7 +350,7 @@ def cli() -> None:
   chosen = arguments()
   recorded = chosen.pop("show")
   if recorded:
-    gpu_ratios.show(json.loads(recorded.read_text(encoding="utf-8")), Console())
+    gpu_ratios.show(measure.read(recorded), Console())
   else:
     main(**chosen)
 

@@ -142,8 +142,7 @@ def main(
         found["versions"][name] = one
         bar.advance(task)
     bar.update(task, description="compiled")
-  out.parent.mkdir(parents=True, exist_ok=True)
-  out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+  measure.write(out, results)
   show(results, console)
   if differences:
     show_all_differences(programs, differences, console)
@@ -186,7 +185,7 @@ class Known:
     packages = {name: version for name, version in versions.items() if name != "mpjax"}
     self.where = json.dumps([settings, packages])
     exists = file is not None and file.exists()
-    self.figures = json.loads(file.read_text(encoding="utf-8")) if file and exists else {}
+    self.figures = measure.read(file) if file and exists else {}
 
   def _key(self, model: str, half: str, version: str) -> str:
     return " | ".join((model, half, version, self.where))
@@ -199,8 +198,7 @@ class Known:
     """Adds figures to the file, if there is one and nothing in them is mpjax's."""
     if self.file is not None and version in WITHOUT_MPJAX:
       self.figures[self._key(model, half, version)] = figures
-      self.file.parent.mkdir(parents=True, exist_ok=True)
-      self.file.write_text(json.dumps(self.figures, indent=1) + "\n", encoding="utf-8")
+      measure.write(self.file, self.figures)
 
 
 def show(results: dict[str, Any], console: Console) -> None:
@@ -314,6 +312,6 @@ if __name__ == "__main__":
   given = arguments()
   recorded = given.pop("show")
   if recorded:
-    show(json.loads(recorded.read_text(encoding="utf-8")), Console())
+    show(measure.read(recorded), Console())
   else:
     main(**given)

@@ -4,14 +4,13 @@ python benchmarks/gpu_ratios.py    writes the tables of docs/gpu_programs.md, fr
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tables
 from gpu_groups import milliseconds, rounds_of
-from measure import Ratio, ratio, taken
+from measure import Ratio, ratio, read, taken
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -192,10 +191,6 @@ def conditions(results: Mapping[str, Any]) -> str:
   )
 
 
-def _read(file: pathlib.Path) -> dict[str, Any]:
-  return json.loads(file.read_text(encoding="utf-8"))
-
-
 def _steps(models: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
   """Yields the title and the figures of each model that is recorded."""
   for model, title in TITLES.items():
@@ -275,7 +270,7 @@ def scaling_rows(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 def updated(page: str) -> str:
   """Returns the text of the page with its tables made from what is recorded."""
   files = sorted((RESULTS / "gpu").glob("*.json"))
-  recorded = {file.stem: _read(file) for file in files}
+  recorded = {file.stem: read(file) for file in files}
   names = {stem: stem.split("_")[3].upper() for stem in recorded}
   for stem, results in recorded.items():
     text = f"{tables.table(list(page_rows(results)))}\n\n{conditions(results)}"
@@ -283,8 +278,8 @@ def updated(page: str) -> str:
   made = {
     "memory": memory_rows(list(recorded.values())),
     "torch": torch_rows({names[stem]: results for stem, results in recorded.items()}),
-    "compiled": compiled_rows(_read(RESULTS / "gpu_hlo" / "h200_jax_0.10.json")),
-    "scaling": scaling_rows(_read(RESULTS / "gpu_steps" / "h200_float16_jax_0.10.json")),
+    "compiled": compiled_rows(read(RESULTS / "gpu_hlo" / "h200_jax_0.10.json")),
+    "scaling": scaling_rows(read(RESULTS / "gpu_steps" / "h200_float16_jax_0.10.json")),
   }
   for name, rows in made.items():
     page = tables.replaced(page, name, tables.table(list(rows)))

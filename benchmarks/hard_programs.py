@@ -15,7 +15,6 @@ Where a program selects a nearest point or code, three seeds are noisy. Repeat t
 """
 
 import argparse
-import json
 import math
 import os
 import pathlib
@@ -178,7 +177,8 @@ def main(
     for name in only:
       progress.update(bar, description=name)
       results["programs"][name] = measured(PROGRAMS[name], dtypes, seeds)
-      written(results, out)
+      if out:
+        measure.write(out, results)
       progress.advance(bar)
   for dtype in dtypes:
     console.print(table(results, dtype))
@@ -191,17 +191,10 @@ def recorded(out: pathlib.Path | None, results: Mapping[str, Any]) -> dict[str, 
   """Return the programs in a file, if it has the commit and the seeds of `results`."""
   if out is None or not out.exists():
     return {}
-  old = json.loads(out.read_text(encoding="utf-8"))
+  old = measure.read(out)
   same = old["seeds"] == results["seeds"]
   same = same and old["environment"]["commit"] == results["environment"]["commit"]
   return old["programs"] if same else {}
-
-
-def written(results: Mapping[str, Any], out: pathlib.Path | None) -> None:
-  """Write the results to a file, if there is one."""
-  if out:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 # Reports
@@ -287,7 +280,7 @@ def marked(ratio: float) -> str:
 def compare(paths: Sequence[pathlib.Path], console: Console | None = None) -> None:
   """Print the ratios of two records."""
   console = console or Console(width=WIDTH)
-  old, new = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+  old, new = (measure.read(path) for path in paths)
   first = next(iter(old["programs"].values()))
   for dtype in (dtype for dtype in DTYPES if dtype in first):
     console.print(compared(old, new, dtype))

@@ -118,6 +118,5 @@ if __name__ == "__main__":
   packages = ("jax", "jaxlib", "flax", "qwix", "numpy")
   environment = measure.environment({"mpjax": mpjax.__version__}, packages)
   results = {"environment": environment, **compared()}
-  OUT.parent.mkdir(parents=True, exist_ok=True)
-  OUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+  measure.write(OUT, results)
   print(json.dumps(results, indent=1))

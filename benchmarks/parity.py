@@ -12,7 +12,6 @@ float8 is trained where a model has matmuls that can be in it, small ones too (`
 
 import argparse
 import functools
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -154,10 +153,9 @@ def main(
   environment = measure.environment({"mpjax": mpjax.__version__}, PACKAGES)
   results: dict[str, Any] = {"environment": environment, "models": {}}
   if out.exists():
-    results = json.loads(out.read_text(encoding="utf-8"))
+    results = measure.read(out)
     _check_same("versions", results["environment"]["versions"], environment["versions"])
     _check_same("python", results["environment"]["python"], environment["python"])
-  out.parent.mkdir(parents=True, exist_ok=True)
   with side_by_side.progress_bar(console) as progress:
     for name in only:
       task = TASKS[name]
@@ -172,7 +170,7 @@ def main(
           runs[str(seed)] = task.run(
             spelled(policy), wanted, seed, lambda b=bar: progress.advance(b)
           )
-          out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+          measure.write(out, results)
   chosen = {**results, "models": {name: results["models"][name] for name in only}}
   show(chosen, console)
   console.print(f"All figures: {out}", soft_wrap=True)

@@ -4,7 +4,6 @@ python benchmarks/parity_report.py           writes the table and plot anew, fro
 python benchmarks/parity_report.py --show    prints the spread of the seeds too
 """
 
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ import matplotlib as mpl
 import numpy as np
 import tables
 from matplotlib import pyplot as plt
-from measure import taken
+from measure import read, taken
 
 FOLDER = pathlib.Path(__file__).parent
 RECORDED = FOLDER / "results" / "parity" / "cpu.json"
@@ -156,7 +155,7 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+  recorded = read(RECORDED)
   if "--show" in sys.argv:
     print(tables.table(rows(recorded), 3))
   else:

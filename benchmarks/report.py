@@ -3,20 +3,19 @@
 python benchmarks/report.py    writes the tables of README.md anew, from results/
 """
 
-import json
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from measure import ratio, taken
+from measure import ratio, read, taken
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from tables import replaced
 from tables import table as in_markdown
 
 FOLDER = pathlib.Path(__file__).parent
-BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 Line = tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]]
 """A heading, and what it says about one variant, given that one and all of them."""
@@ -118,11 +117,9 @@ def markdown(results: dict[str, Any]) -> str:
 
 def updated(readme: str) -> str:
   """Returns the text of README.md with its tables made from the recorded figures."""
-  before, _, rest = readme.partition(BEGIN)
-  _, _, after = rest.partition(END)
   recorded = sorted((FOLDER / "results").glob("*.json"))
-  figures = (markdown(json.loads(file.read_text(encoding="utf-8"))) for file in recorded)
-  return "\n\n".join([before + BEGIN, *figures, END + after])
+  figures = (markdown(read(file)) for file in recorded)
+  return replaced(readme, "figures", "\n\n".join(figures))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ folder for what is compared and for recorded results.
 import argparse
 import collections
 import functools
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -206,8 +205,7 @@ def main(
       results["precision"][model] = compare_precisions(case, half, rounds)
     with console.status(f"{model}: loss scaling"):
       results["scaling"][model] = compare_scalings(case, half, rounds)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    measure.write(out, results)
   report.show(results, console)
   console.print(f"All figures: {out}")
   return results
@@ -236,7 +234,7 @@ if __name__ == "__main__":
   chosen = arguments()
   recorded = chosen.pop("show")
   if recorded:
-    figures = json.loads(recorded.read_text(encoding="utf-8"))
+    figures = measure.read(recorded)
     (gpu_ratios if "models" in figures else report).show(figures, Console())
   else:
     main(**chosen)

@@ -9,7 +9,6 @@ times.
 """
 
 import argparse
-import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -117,8 +116,7 @@ def main(chips: Sequence[str], formats: Sequence[str], out: pathlib.Path) -> Non
           rows[name] = figures(compiled_gradient(model, FORMATS[name], device))
         except jax.errors.JaxRuntimeError as error:  # The compiler refuses it: a result, too.
           rows[name] = {"error": str(error).partition("\n")[0][:300]}
-      out.parent.mkdir(parents=True, exist_ok=True)
-      out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+      measure.write(out, results)
       console.print(table(f"{model}, {chip}", rows))
 
 

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -145,7 +144,7 @@ def pod_program(way: str, devices: Sequence[Any], version: str) -> tuple[Callabl
 
 def read(file: pathlib.Path) -> dict[str, Any]:
   """Returns what is recorded in a file, which need not be there."""
-  return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"models": {}}
+  return measure.read(file) if file.exists() else {"models": {}}
 
 
 def main(
@@ -173,7 +172,6 @@ def main(
     everything = itertools.product((None,), pods, ways, versions)
   else:
     everything = itertools.product(chips, (None,), models, versions)
-  out.mkdir(parents=True, exist_ok=True)
   for chip, pod, model, name in everything:
     on_gpus = pod == H200S
     title = f"{model}, {pod}" if pod else model
@@ -200,7 +198,7 @@ def main(
     results["environment"] = {key: environment[key] for key in ("date", "python", "versions")}
     found = results["models"].setdefault(title, {"half": HALF, "versions": {}})
     found["versions"][name] = figures
-    file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    measure.write(file, results)
     console.print(f"{file.stem}, {title}, {name}: {tpu_report.words(figures)}", highlight=False)
     if texts:
       texts.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ beside jax, as `make tpu-hlo` installs it. Nothing runs, so there are no times.
 """
 
 import argparse
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -139,7 +138,7 @@ def main(chips: list[str], out: pathlib.Path) -> None:
     device = tpu_hlo.devices(tpu_hlo.CHIPS[chip])[0]
     models = track(versions().items(), chip, console=console, total=len(versions()))
     results["chips"][chip] = {name: figures(compiled_step(x, device)) for name, x in models}
-    out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    measure.write(out, results)
     console.print(table(chip, results["chips"][chip]))
 
 

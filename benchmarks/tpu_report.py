@@ -4,13 +4,13 @@ python benchmarks/tpu_report.py           writes the tables of the page
 python benchmarks/tpu_report.py --show    prints every recorded figure
 """
 
-import json
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tables
+from measure import read
 
 FOLDER = pathlib.Path(__file__).parent
 RECORDED = FOLDER / "results" / "tpu_hlo"
@@ -47,7 +47,7 @@ def bound(model: str, name: str) -> float | None:
 def recorded() -> dict[str, Any]:
   """Returns what is recorded, by chip, and of many chips."""
   files = sorted(RECORDED.glob("*.json"))
-  return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+  return {file.stem: read(file) for file in files}
 
 
 def words(figures: Mapping[str, Any]) -> str:
