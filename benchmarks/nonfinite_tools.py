@@ -24,6 +24,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
+import tables
 from jax.experimental import checkify
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,7 +33,6 @@ import mpjax
 from tests.debug.faults import FAULTS, Fault
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "find_nonfinite.md"
-BEGIN, END = "<!-- tools -->", "<!-- end of tools -->"
 
 
 def of_mpjax(fault: Fault) -> str:
@@ -149,13 +149,14 @@ def verdict(fault: Fault, tool: str, text: str) -> str:
 
 def table(rows: list[tuple[str, Fault, dict[str, str]]]) -> str:
   """Returns the table of the page: how often each tool was right."""
-  lines = [f"| tool | right, of {len(rows)} | operation alone | neither |", "|---|--:|--:|--:|"]
+  lines = [["tool", f"right, of {len(rows)}", "operation alone", "neither"]]
   for tool in TOOLS:
     verdicts = collections.Counter(verdict(fault, tool, said[tool]) for _, fault, said in rows)
     if "-" not in verdicts:
       right, operation = verdicts["right"], verdicts["operation"]
-      lines.append(f"| `{tool}` | {right} | {operation} | {len(rows) - right - operation} |")
-  return "\n".join(lines)
+      counts = (right, operation, len(rows) - right - operation)
+      lines.append([f"`{tool}`", *map(str, counts)])
+  return tables.table(lines)
 
 
 def main() -> None:
@@ -165,10 +166,8 @@ def main() -> None:
   text = table(list(answers()))
   print(text)
   if options.write:
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(BEGIN)
-    _, tail = rest.split(END)
-    PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
+    page = tables.replaced(PAGE.read_text(encoding="utf-8"), "tools", text)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
