@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
+import tables
 from accuracy_models import MODELS, Model
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import mpjax
@@ -112,8 +112,7 @@ def main(
   console = console or Console()
   environment = measure.environment({"mpjax": mpjax.__version__}, PACKAGES)
   results: dict[str, Any] = {"environment": environment, "seeds": seeds, "models": {}}
-  columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn())
-  with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+  with tables.progress_bar(console, 34) as progress:
     bar = progress.add_task("", total=len(only))
     for name in only:
       progress.update(bar, description=name)

@@ -20,9 +20,9 @@ import autocast_memory
 import autocast_tools
 import autocast_tracing
 import measure
+import tables
 from autocast_programs import PROGRAMS
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import mpjax
 
@@ -86,8 +86,7 @@ def main(
   settings = {"rounds": rounds, "size": size, "models": models, "halves": list(halves)}
   results: dict[str, Any] = measure.read(out) if out.exists() else {}
   console = console or Console()
-  columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-  with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+  with tables.progress_bar(console) as bar:
 
     def run(title: str, steps: Sequence[Step]) -> list[Any]:
       task = bar.add_task(title, total=len(steps))

@@ -22,10 +22,10 @@ from typing import Any
 import gpu_groups
 import gpu_ratios
 import measure
+import tables
 import workers
 from gpu_versions import HALVES, IN_PYTORCH, NAMES
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 FOLDER = pathlib.Path(__file__).parent
 OUT = FOLDER.parent / "out" / "gpu_bench.json"
@@ -314,8 +314,7 @@ class _bar:
     versions = {"jax": len(NAMES), "torch": len(BESIDE_TORCH) + len(TORCH_VERSIONS)}
     # Each is traced, compiled, checked, and measured in every round.
     total = sum((rounds + 3) * versions[part] for part in todo)
-    columns = (TextColumn("{task.description:<42}"), BarColumn(), MofNCompleteColumn())
-    self.bar = Progress(*columns, TimeElapsedColumn(), console=console)
+    self.bar = tables.progress_bar(console, 42)
     self.title, self.task = title, self.bar.add_task(title, total=total)
 
   def __enter__(self) -> Callable[[str], None]:

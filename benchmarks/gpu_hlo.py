@@ -23,11 +23,11 @@ import hlo
 import jax
 import measure
 import roofline
+import tables
 from jax.experimental import topologies
 from models import SIZES, Case
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import mpjax
@@ -122,8 +122,7 @@ def main(
   results: dict[str, Any] = {"environment": environment, "settings": settings, "models": {}}
   programs: dict[tuple[str, str], hlo.Module] = {}
   known = Known(by_hand, settings, environment["versions"])
-  columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-  with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+  with tables.progress_bar(console) as bar:
     task = bar.add_task("compile", total=len(models) * len(versions))
     for model in models:
       case = aot.shallower(SIZES[size][model], depth)

@@ -26,13 +26,13 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
+import tables
 from accuracy import error, in_float64, not_in_float64
 from accuracy_report import geometric_mean
 from hard import PROGRAMS
 from hard.program import PLAIN, Program, Style
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import mpjax
@@ -171,8 +171,7 @@ def main(
     "programs": {},
   }
   results["programs"] = recorded(out, results)
-  columns = (TextColumn("{task.description:<26}"), BarColumn(), MofNCompleteColumn())
-  with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+  with tables.progress_bar(console, 26) as progress:
     bar = progress.add_task("", total=len(only))
     for name in only:
       progress.update(bar, description=name)

@@ -1,7 +1,21 @@
-"""Tables in Markdown, and the places in a page that they belong to."""
+"""What scripts show: a bar while they measure, tables in Markdown, and their places in a page."""
 
 import re
 from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+def progress_bar(console: Console, width: int = 0) -> Progress:
+  """Returns a bar with a description, the steps done, and the time that they took.
+
+  Args:
+    console: where it is drawn.
+    width: the least width of the description.
+  """
+  text = TextColumn(f"{{task.description:<{width}}}")
+  return Progress(text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
 
 
 def table(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
