@@ -10,38 +10,13 @@ import jax
 import jax.numpy as jnp
 import language_by_hand
 import models
-import numpy as np
 import optax
 from autocast_programs import PROGRAMS, Program, Style
-from jax.extend.core import Literal
+from measure import Saved, saved
 
 import mpjax
 
 Loss = Callable[[Any], Any]
-
-
-class Saved(NamedTuple):
-  """Bytes of the arrays that `jax.vjp` keeps for the backward pass.
-
-  Fields:
-    own: those that the forward pass made.
-    all: with those parameters and inputs that it needs again.
-  """
-
-  own: int
-  all: int
-
-
-def saved(loss: Loss, params: Any) -> Saved:
-  """Returns what the leaves of `jax.vjp(loss, params)[1]` take, each array counted once."""
-  program = jax.make_jaxpr(lambda p: jax.tree.leaves(jax.vjp(loss, p)[1]))(params).jaxpr
-  kept = {v for v in program.outvars if not isinstance(v, Literal)}
-  given = {*program.invars, *program.constvars}
-  return Saved(own=sum(map(_bytes, kept - given)), all=sum(map(_bytes, kept)))
-
-
-def _bytes(var: Any) -> int:
-  return int(np.prod(var.aval.shape)) * var.aval.dtype.itemsize
 
 
 class Model(NamedTuple):

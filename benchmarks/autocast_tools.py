@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import measure
 from autocast_programs import PLAIN, PROGRAMS, Program, Style
-from jax.extend.core import Literal
 
 from tests import programs as jaxprs
 
@@ -87,14 +86,7 @@ def _share(fun: Callable[..., Any], *args: Any) -> float:
 
 def _saved(loss: Loss, params: Any, batch: Any) -> int:
   """Bytes that the forward pass makes for the backward pass."""
-
-  def leaves(params: Any) -> list[Any]:
-    return jax.tree.leaves(jax.vjp(lambda p: loss(p, batch), params)[1])
-
-  program = jax.make_jaxpr(leaves)(params).jaxpr
-  kept = {v for v in program.outvars if not isinstance(v, Literal)}
-  made = kept - {*program.invars, *program.constvars}
-  return sum(v.aval.size * v.aval.dtype.itemsize for v in made)
+  return measure.saved(lambda p: loss(p, batch), params).own
 
 
 def shortened(error: Exception) -> str:

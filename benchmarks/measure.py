@@ -10,11 +10,12 @@ import pathlib
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import hlo
 import jax
 import numpy as np
+from jax.extend.core import Literal
 
 HLO_OPERATIONS = ("convert", "dot", "convolution", "custom-call", "fusion")
 
@@ -126,6 +127,30 @@ def count_compiled(compiled: Any) -> dict[str, int]:
   memory = compiled.memory_analysis()
   sizes = ("temp", "argument", "output", "alias")
   return counts | {f"{s}_bytes": int(getattr(memory, f"{s}_size_in_bytes")) for s in sizes}
+
+
+class Saved(NamedTuple):
+  """Bytes of the arrays that `jax.vjp` keeps for the backward pass.
+
+  Fields:
+    own: those that the forward pass made.
+    all: with those parameters and inputs that it needs again.
+  """
+
+  own: int
+  all: int
+
+
+def saved(loss: Callable[[Any], Any], params: Any) -> Saved:
+  """Returns what the leaves of `jax.vjp(loss, params)[1]` take, each array counted once."""
+  program = jax.make_jaxpr(lambda p: jax.tree.leaves(jax.vjp(loss, p)[1]))(params).jaxpr
+  kept = {v for v in program.outvars if not isinstance(v, Literal)}
+  given = {*program.invars, *program.constvars}
+  return Saved(own=sum(map(_bytes, kept - given)), all=sum(map(_bytes, kept)))
+
+
+def _bytes(var: Any) -> int:
+  return int(np.prod(var.aval.shape)) * var.aval.dtype.itemsize
 
 
 def environment(

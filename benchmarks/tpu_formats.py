@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import aot
 import hlo
 import jax
 import jax.numpy as jnp
@@ -64,10 +65,7 @@ def compiled_gradient(model: str, policy: str, device: Any) -> jax.stages.Compil
     jax.ShapeDtypeStruct(shape, dtype)
     for shape, dtype in (((ROWS, WIDTH), jnp.float32), ((EXPERTS,), jnp.int32))
   )
-  there = SingleDeviceSharding(device)
-  args = jax.tree.map(
-    lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=there), (params, x, sizes)
-  )
+  args = aot.placed((params, x, sizes), SingleDeviceSharding(device))
   cast = mpjax.autocast(loss, policy, data_argnums=(1, 2))
   return jax.jit(jax.value_and_grad(cast)).lower(*args).compile()
 

@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import aot
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -98,12 +99,11 @@ def compiled_step(model: Any, device: Any) -> jax.stages.Compiled:
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value
 
-  there = SingleDeviceSharding(device)
-  tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32, sharding=there)
+  tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
   params = jax.eval_shape(GPT().init, jax.random.key(0), tokens)["params"]
   arrays = (params, jax.eval_shape(optimizer.init, params))
-  placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), arrays)
-  return jax.jit(step, donate_argnums=(0, 1)).lower(*placed, tokens).compile()
+  args = aot.placed((*arrays, tokens), SingleDeviceSharding(device))
+  return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
 
 
 def figures(compiled: jax.stages.Compiled) -> dict[str, float]:
