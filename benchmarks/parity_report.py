@@ -1,4 +1,4 @@
-"""Recorded figures of parity, within the spread of float32 or not: the table of docs/accuracy.md.
+"""Recorded figures of parity, within one deviation of float32 or not: docs/accuracy.md.
 
 python benchmarks/parity_report.py           writes the table and plot anew, from results/parity/
 python benchmarks/parity_report.py --show    prints the spread of the seeds too
@@ -119,9 +119,9 @@ def conditions(results: Mapping[str, Any]) -> str:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-  """Returns in how many rows the means are within the spread, as a sentence."""
+  """Returns how many means are within one standard deviation of float32, as a sentence."""
   found = [one.holds for one in comparisons(results).values()]
-  return f"Within the spread: {sum(found)} of {len(found)} rows."
+  return f"Within one deviation of float32: {sum(found)} of {len(found)} means."
 
 
 def updated(page: str, results: Mapping[str, Any]) -> str:
