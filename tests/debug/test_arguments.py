@@ -21,9 +21,10 @@ from mpjax._debug.tune import modules_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.steps import body_of
 from tests.errors import refused
+from tests.models.values import normal
 
 X = jnp.ones((2, 2))
-ROWS = jnp.linspace(0.1, 1.0, 8).reshape(2, 4)
+ROWS = np.linspace(0.1, 1.0, 8, dtype=np.float32).reshape(2, 4)
 
 
 def names(fn, *args, **kwargs):
@@ -130,9 +131,9 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  def __init__(self, rngs):
+  def __init__(self, rngs, blocks=2):
     self.embed = nnx.Embed(10, 4, rngs=rngs)
-    self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+    self.blocks = nnx.List([Block(rngs) for _ in range(blocks)])
 
   def __call__(self, ids):
     x = self.embed(ids)
@@ -141,23 +142,30 @@ class Transformer(nnx.Module):
     return self.embed.attend(x)
 
 
+IDS = np.arange(6).reshape(2, 3)
+# Kernels of 4 by 4 for 6 rows, and twice the products of 2 heads of 3 queries and 3 keys.
+LAYERS = dict.fromkeys(("attn/query", "attn/key", "attn/value"), 2 * 6 * 4 * 4)
+LAYERS |= {"attn": 2 * 2 * 2 * 2 * 3 * 3 * 2, "attn/out": 2 * 6 * 4 * 4}
+LAYERS |= dict.fromkeys(("up", "down"), 2 * 6 * 4 * 8)
+FLOPS = {f"blocks/{i}/{layer}": flops for i in range(2) for layer, flops in LAYERS.items()}
+FLOPS["embed"] = 2 * 6 * 4 * 10
+
+
+def squares(model, ids):
+  return jnp.sum(model(ids) ** 2)
+
+
 def test_a_transformer_of_nnx():
-  ids = jnp.arange(6).reshape(2, 3)
   model = Transformer(nnx.Rngs(0))
   graph, state = nnx.split(model)
-  layers = ("attn/query", "attn/key", "attn/value", "attn", "attn/out", "up", "down")
-  expected = [f"blocks/{i}/{layer}" for i in range(2) for layer in layers] + ["embed"]
-  found = matmuls(lambda model, ids: jnp.sum(model(ids) ** 2), model, ids)
-  assert list(found) == expected
-  again = matmuls(lambda state, ids: jnp.sum(nnx.merge(graph, state)(ids) ** 2), state, ids)
-  assert again == found
-  assert found["blocks/0/up"] == 3 * 2 * 6 * 4 * 8  # Forward, and by kernel and data.
+  found = matmuls(squares, model, IDS)
+  # Forward, and by kernel and data.
+  assert [*found.items()] == [(path, 3 * flops) for path, flops in FLOPS.items()]
+  assert matmuls(lambda state, ids: squares(nnx.merge(graph, state), ids), state, IDS) == found
 
 
 def test_the_line_of_a_matmul_in_a_scope_names_the_backward_pass_too():
-  report = mpjax.ranges(lambda model, ids: jnp.mean(model(ids) ** 2))(
-    Transformer(nnx.Rngs(0)), jnp.arange(6).reshape(2, 3)
-  )
+  report = mpjax.ranges(squares)(Transformer(nnx.Rngs(0), blocks=1), IDS)
   assert "embed" in {group.path for group in report.of("float32")}
 
 
@@ -166,13 +174,13 @@ def dense(p, x):
 
 
 def layer(seed, n=4):
-  return {"w": jax.random.normal(jax.random.key(seed), (4, n)), "b": jnp.ones(n)}
+  return {"w": normal(4, n, seed=seed), "b": np.ones(n, np.float32)}
 
 
 def test_a_tree_of_parameters_through_jit_remat_and_scan():
   params = {
     "first": layer(0),
-    "stack": {"mlp": jax.tree.map(lambda *xs: jnp.stack(xs), layer(1), layer(2))},
+    "stack": {"mlp": jax.tree.map(lambda *xs: np.stack(xs), layer(1), layer(2))},
     "last": {"inner": layer(3)},
   }
 
@@ -286,59 +294,28 @@ def test_casts_and_loops_are_in_the_module_whose_parameter_they_take():
   assert {*parameter_trees(graph)} == {"tree/"}  # What is in it too, of any name, is a parameter.
 
 
-class Attention(nnx.Module):
-  def __init__(self, rngs):
-    self.q, self.k, self.v, self.out = (nnx.Linear(8, 8, rngs=rngs) for _ in range(4))
-
-  def __call__(self, x):
-    return self.out(jax.nn.softmax(self.q(x) @ self.k(x).T) @ self.v(x))
-
-
-class Stack(nnx.Module):
-  def __init__(self, rngs):
-    self.stem = nnx.Linear(2, 8, rngs=rngs)
-    self.layers = nnx.List([Attention(rngs) for _ in range(2)])
-
-  def __call__(self, x):
-    x = self.stem(x)
-    for layer in self.layers:
-      x = x + layer(x)
-    return x
-
-
-LAYERS = {f"layers/{i}/{name}": 2 * 4 * 8 * 8 for i in (0, 1) for name in ("q", "k", "v", "out")}
-SCORES = {f"layers/{i}": 2 * (2 * 4 * 4 * 8) for i in (0, 1)}
-STEM = {"stem": 2 * 4 * 2 * 8}
-
-
-def squares(model, x):
-  return jnp.sum(model(x) ** 2)
-
-
 GRADIENTS = {
   "gradient": nnx.grad(squares),
   "of remat": nnx.grad(nnx.remat(squares)),
   # What is written to a model is a result: a step of NNX returns no parameters.
-  "step": lambda model, x: nnx.update(model, nnx.grad(squares)(model, x)),
+  "step": lambda model, ids: nnx.update(model, nnx.grad(squares)(model, ids)),
 }
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_of_parameters_are_in_the_module_of_the_parameter(gradient):
   """All layers of a model of NNX are called by the same lines, and some have the same input."""
-  rows = mpjax.audit(gradient)(Stack(nnx.Rngs(0)), jnp.ones((4, 2))).modules
-  found = {row.path: row.flops for row in rows}
-  assert found.pop("stem") == 2 * STEM["stem"]  # Its input is not differentiated.
-  assert found == {path: 3 * flops for path, flops in (LAYERS | SCORES).items()}
+  rows = mpjax.audit(gradient)(Transformer(nnx.Rngs(0)), IDS).modules
+  assert {row.path: row.flops for row in rows} == {path: 3 * n for path, n in FLOPS.items()}
 
 
 def test_matmuls_under_a_policy_are_in_the_modules_of_those_without():
-  def policied(model, x):
-    return mpjax.nnx.with_policy(model, "mixed_bfloat16")(x)
+  def policied(model, ids):
+    return mpjax.nnx.with_policy(model, "mixed_bfloat16")(ids)
 
-  for fn in (policied, lambda model, x: model(x)):
-    rows = mpjax.audit(fn)(Stack(nnx.Rngs(0)), jnp.ones((4, 2))).modules
-    assert {row.path: row.flops for row in rows} == STEM | LAYERS | SCORES
+  for fn in (policied, lambda model, ids: model(ids)):
+    rows = mpjax.audit(fn)(Transformer(nnx.Rngs(0)), IDS).modules
+    assert {row.path: row.flops for row in rows} == FLOPS
 
 
 def test_a_product_of_a_value_with_itself_is_in_no_layer_that_uses_the_value():
