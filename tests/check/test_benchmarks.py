@@ -29,7 +29,7 @@ HALVES = ("bfloat16", "float16")
 
 bench, measure, report = benchmark("run", name="bench"), benchmark("measure"), benchmark("report")
 autocast, autocast_report = benchmark("autocast"), benchmark("autocast_report")
-autocast_programs, gpu_hlo = benchmark("autocast_programs"), benchmark("gpu_hlo")
+autocast_programs = benchmark("autocast_programs")
 accuracy, accuracy_report = benchmark("accuracy"), benchmark("accuracy_report")
 parity_report, imported_parity = benchmark("parity_report"), benchmark("parity", "imported_parity")
 imported_formats = benchmark("formats", "imported_formats")
@@ -65,15 +65,6 @@ def test_the_pages_show_what_is_recorded(report, autocast_report, accuracy_repor
 
 
 # Steps
-
-
-def gradient(bench, case, apply):
-  """The function that is differentiated in every step, with abstract arguments for it."""
-  labels = jax.ShapeDtypeStruct(case.outputs, jnp.int32)
-  rest = jax.eval_shape(case.make().init, jax.random.key(0), case.inputs)
-  params = rest.pop("params")
-  fun = jax.value_and_grad(functools.partial(bench.loss_fn, apply), has_aux=True)
-  return fun, (params, rest, case.inputs, labels)
 
 
 def test_flax_step_skips_like_ours(bench):
