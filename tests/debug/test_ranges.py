@@ -11,6 +11,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._debug.ranges import add, gradient_of
+from tests.models.values import filled, normal, shapes
 
 
 def exponents(x):
@@ -120,8 +121,8 @@ class Model(nn.Module):
 
 @pytest.mark.standard_promotion
 def test_d2_a_training_step_with_a_loss_scale():
-  model, x = Model(), jax.random.normal(jax.random.key(0), (3, 4))
-  variables = model.init(jax.random.key(1), x)
+  model, x = Model(), normal(3, 4)
+  variables = filled(shapes(model, x))
   tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(1024))
 
   @jax.jit
@@ -182,7 +183,7 @@ def test_d15_moments_are_optimizer_state_in_any_argument():
     params = optax.apply_updates(params, updates)
     return params, opt_state, optax.incremental_update(params, ema, 0.1)
 
-  state = step(params, tx.init(params), params, batch)
+  state = jax.jit(step)(params, tx.init(params), params, batch)
   apart = mpjax.ranges(step)(*state, batch)
   together = mpjax.ranges(lambda state, batch: step(*state, batch))(state, batch)
   moments = [optax.tree.get(state[1], name)["w"] for name in ("mu", "nu")]
@@ -334,7 +335,7 @@ def test_the_running_sum_of_an_accumulation_is_no_update():
   params, x = {"w": jnp.full((3, 2), 0.5, jnp.bfloat16)}, jnp.ones((4, 3))
   for name, accumulate in ACCUMULATIONS.items():
     tx = mpjax.loss_scaling(accumulate(optax.sgd(1e-5)), mpjax.NoLossScale())
-    step, opt_state = scaled_step(tx), tx.init(params)
+    step, opt_state = jax.jit(scaled_step(tx)), tx.init(params)
     first = mpjax.ranges(step)(params, opt_state, x)
     assert np.isnan(first.lost_updates), name  # Updates of 0.
     _, opt_state, _ = step(params, opt_state, x)
@@ -345,7 +346,7 @@ def test_the_running_sum_of_an_accumulation_is_no_update():
     masters = mpjax.loss_scaling(
       mpjax.master_weights(accumulate(optax.sgd(1e-5))), mpjax.NoLossScale()
     )
-    step, opt_state = scaled_step(masters), masters.init(params)
+    step, opt_state = jax.jit(scaled_step(masters)), masters.init(params)
     _, opt_state, _ = step(params, opt_state, x)
     cured = mpjax.ranges(step)(params, opt_state, x)
     assert [g.path.split("/")[-2:] for g in cured.of("updates")] == [["master", "w"]], name
@@ -395,8 +396,7 @@ def test_an_overflow_at_every_scale_is_not_that_of_the_scale():
 
 
 def test_the_scale_that_the_report_proposes_keeps_gradients():
-  w = jax.random.normal(jax.random.key(0), (2, 16, 16))
-  x = jax.random.normal(jax.random.key(1), (32, 16), jnp.float16)
+  w, x = normal(2, 16, 16), normal(32, 16, seed=1).astype("float16")
 
   def loss(w, x):
     return 1e-6 * jnp.mean(((nn.relu(x @ w[0]) @ w[1]).astype(jnp.float32)) ** 2)
@@ -405,7 +405,7 @@ def test_the_scale_that_the_report_proposes_keeps_gradients():
 
   def in_float16(scale):
     """Returns how many gradients are 0 that are not in float32, and how many are not finite."""
-    gradient = jax.grad(lambda w, x: scale * loss(w, x))
+    gradient = jax.jit(jax.grad(lambda w, x: scale * loss(w, x)))
     exact, low = gradient(w, x.astype("float32")), gradient(w.astype("float16"), x)
     return int(jnp.sum((low == 0) & (exact != 0))), int(jnp.sum(~jnp.isfinite(low)))
 

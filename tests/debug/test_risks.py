@@ -20,7 +20,6 @@ from tests.programs import relative_error, run
 pytestmark = pytest.mark.standard_promotion
 
 DTYPES = ("bfloat16", "float16")
-KEY = jax.random.key(0)
 WEIGHT, INPUT = normal(8, 8) / 3, normal(4, 8, seed=1)
 
 
