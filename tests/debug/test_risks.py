@@ -357,9 +357,8 @@ def test_an_angle_by_a_matmul(tmp_path, dtype):
       return jnp.sin(p)
     """
   )
-  true, by_hand = (
-    np.sin(20 * INPUT.astype(t) @ WEIGHT.astype(t)) for t in (np.float64, np.float32)
-  )
+  true = np.sin(20 * np.float64(INPUT) @ np.float64(WEIGHT))
+  by_hand = jnp.sin(20 * jnp.asarray(INPUT) @ WEIGHT)
   policy = f"mixed_{dtype}"
   before, after = errors(tmp_path, text, (WEIGHT, INPUT), true, by_hand, policy=policy)
   assert before > 10
