@@ -11,7 +11,6 @@ from flax import nnx
 import mpjax
 from mpjax._jaxpr.reader import walk
 from tests.errors import refused
-from tests.models.values import filled, shapes
 
 X = np.asarray([[1.0, -3.0, 0.0, 2.0**-3]], np.float32)
 
@@ -170,8 +169,9 @@ def unrolled(x):
 
 def while_loop(x):
   state = (0, x)
-  step = lambda s: (s[0] + 1, scoped("layer")(s[1]))  # noqa: E731
-  return jax.lax.while_loop(lambda s: s[0] < 3, step, state)[1]
+  return jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, scoped("layer")(s[1])), state)[
+    1
+  ]
 
 
 @pytest.mark.parametrize("fn", [scan, scan_of_remat, unrolled, while_loop])
@@ -207,17 +207,28 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
+  scanned: bool = False
+
   @nn.compact
   def __call__(self, x):
-    for i in range(2):
-      x = nn.remat(Block)(name=f"layer_{i}")(x)
-    return nn.Dense(2, name="head")(x)
+    block = nn.remat(Block)
+    if not self.scanned:
+      for i in range(2):
+        x = block(name=f"layer_{i}")(x)
+      return nn.Dense(2, name="head")(x)
+    layers = nn.scan(
+      lambda block, x, _: (block(x), None),
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=2,
+    )
+    return nn.Dense(2, name="head")(layers(block(name="layers"), x, None)[0])
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_float16"])
 def test_paths_of_linen_begin_at_the_model(policy):
   model = Stack() if policy is None else mpjax.with_policy(Stack(), policy)
-  params = filled(shapes(model, X))
+  params = model.init(jax.random.key(0), X)
   found = sample(lambda params, x: jnp.sum(model.apply(params, x)), ["*/up", "head"], params, X)
   # The results of matmuls, and their sums with biases.
   assert found["*/up"][0] == 2 * 16
@@ -305,24 +316,36 @@ def test_a_skipped_step_is_sampled():
 def test_one_of_so_many_steps_is_sampled(every):
   tx = mpjax.monitor_activations(optax.sgd(0.1), "layer", every=every)
   opt_state, seen = tx.init(jnp.ones(2)), []
-  measure = jax.jit(lambda opt_state, x: mpjax.sample_activations(loss_fn, opt_state)(x))
+  measure = jax.jit(
+    lambda opt_state, x: mpjax.sample_activations(lambda x: jnp.sum(scoped("layer")(x)), opt_state)(
+      x
+    )
+  )
   for i in range(5):
     opt_state = measure(opt_state, jnp.float32(i))
     seen.append(numbers(opt_state)["layer"][3])
   assert seen == [2.0 * (i - i % every) for i in range(5)]
 
 
-def test_other_steps_only_count_and_the_update_waits_for_the_branch():
+def test_other_steps_only_count():
   # All that reduces is in one branch, and the other returns what the state held.
-  tx = mpjax.monitor_activations(optax.trace(0.9), "layer")
-  state = tx.init(jnp.ones(3))
-  jaxpr = jax.make_jaxpr(lambda s, x: mpjax.sample_activations(loss_fn, s)(x))(state, X).jaxpr
+  tx = mpjax.monitor_activations(optax.sgd(0.1), "layer")
+  jaxpr = jax.make_jaxpr(lambda s, x: mpjax.sample_activations(loss_fn, s)(x))(
+    tx.init(jnp.ones(2)), X
+  )
   assert not any(eqn.primitive.name.startswith("reduce") for eqn in jaxpr.eqns)
   (cond,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
   kept, measured = cond.params["branches"]
   assert not kept.eqns
   assert any(eqn.primitive.name == "reduce_max" for eqn in walk(measured))
+
+
+def test_the_update_waits_for_the_branch():
   # Else XLA for a GPU copies the donated parameters that the branch reads.
+  tx = mpjax.monitor_activations(optax.trace(0.9), "layer")
+  state = tx.init(jnp.ones(3))
+  jaxpr = jax.make_jaxpr(lambda s, x: mpjax.sample_activations(loss_fn, s)(x))(state, X).jaxpr
+  (cond,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
   (barrier,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
   (trace,) = [v for v in jaxpr.invars if v.aval.shape == (3,)]
   assert {*cond.outvars, trace} <= {*barrier.invars}
@@ -330,7 +353,7 @@ def test_other_steps_only_count_and_the_update_waits_for_the_branch():
 
 def test_modules_of_two_models_share_a_path():
   first, second = (nn.Sequential([nn.Dense(n)]) for n in (2, 3))
-  variables = [filled(shapes(model, X)) for model in (first, second)]
+  variables = [model.init(jax.random.key(0), X) for model in (first, second)]
 
   def loss_fn(variables, x):
     with jax.named_scope("second"):
@@ -434,3 +457,17 @@ def test_members_of_an_ensemble_have_statistics_of_values_of_their_own():
   states = jax.vmap(tx.init)(jnp.ones((2, 3)))
   states = jax.jit(jax.vmap(scaled))(states, np.asarray([2.0, 5.0], np.float32))
   assert mpjax.states.activation_statistics(states)["layer"].largest.tolist() == [6, 15]
+
+
+def test_layers_of_a_scan_equal_those_in_a_row():
+  model = mpjax.with_policy(Stack(scanned=True), "mixed_float16")
+  params = model.init(jax.random.key(0), X)["params"]
+  layers = {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(2)}
+  unrolled = mpjax.with_policy(Stack(), "mixed_float16")
+
+  def loss_of(model):
+    return lambda params, x: jnp.sum(model.apply({"params": params}, x))
+
+  one = sample(loss_of(model), "**/down", params, X)
+  other = sample(loss_of(unrolled), "**/down", {**layers, "head": params["head"]}, X)
+  assert one == other
