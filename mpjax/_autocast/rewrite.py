@@ -8,10 +8,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from mpjax._autocast.activations import Activation, activations_of, write_activation
 from mpjax._autocast.control_flow import Inners, call, cond, loop
 from mpjax._autocast.custom_rules import custom
-from mpjax._autocast.kinds import Kinds
+from mpjax._autocast.kinds import Kind, Kinds
 from mpjax._autocast.operations import as_traced, operation
 from mpjax._autocast.rewriter import Rewriter, Rewritten
 from mpjax._autocast.settings import Scope, Settings
+from mpjax._autocast.values import FloatValue
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.compat import with_equations
@@ -88,20 +89,29 @@ def _results(
   results, kinds = list(jaxpr.outvars), list(map(rewriter.kind, jaxpr.outvars))
   for i, (atom, dtype) in enumerate(itertools.zip_longest(jaxpr.outvars, outs)):
     value, kind = rewriter.value(atom), kinds[i]
-    if value is None or kind is None:
-      continue
-    asked = aval_of(atom)
-    results[i] = result = rewriter.cast(value, dtype or kind.dtype, last)
-    # A result that keeps its traced dtype keeps its weak type too. The equation around it, such as
-    # a `scan` or a `cond`, was traced for this type.
-    if dtype == asked.dtype and aval_of(result).weak_type != asked.weak_type:
-      results[i] = rewriter.write_cast(result, Var(asked), last)
-    if dtype is None or dtype == kind.dtype:
-      continue
-    # A cast to float32 changes no value: the kind stays in low precision, in a float32 variable.
-    # A cast to low precision rounds, so consumers see that dtype.
-    if dtype == FLOAT32:
-      kinds[i] = kind._replace(variable=FLOAT32)
-    else:
-      kinds[i] = kind._replace(dtype=dtype)
+    if value is not None and kind is not None:
+      results[i] = _result(rewriter, atom, value, dtype, last)
+      kinds[i] = _kind_in(kind, dtype)
   return results, tuple(kinds)
+
+
+def _result(
+  rewriter: Rewriter, traced: Atom, value: FloatValue, dtype: DType | None, last: JaxprEqn | None
+) -> Atom:
+  """Returns the value of a result, cast to a requested dtype, with its weak type as traced."""
+  result = rewriter.cast(value, dtype or value.kind.dtype, last)
+  # A result that keeps its traced dtype keeps its weak type too. The equation around it, such as
+  # a `scan` or a `cond`, was traced for this type.
+  asked = aval_of(traced)
+  if dtype == asked.dtype and aval_of(result).weak_type != asked.weak_type:
+    return rewriter.write_cast(result, Var(asked), last)
+  return result
+
+
+def _kind_in(kind: Kind, dtype: DType | None) -> Kind:
+  """Returns the kind of a value that is cast to a requested dtype."""
+  if dtype is None or dtype == kind.dtype:
+    return kind
+  # A cast to float32 changes no value: the kind stays in low precision, in a float32 variable.
+  # A cast to low precision rounds, so consumers see that dtype.
+  return kind._replace(variable=FLOAT32) if dtype == FLOAT32 else kind._replace(dtype=dtype)

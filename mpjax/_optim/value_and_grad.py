@@ -93,9 +93,8 @@ def value_and_grad(
       _check_leaves_of_equinox(primals, allow_int)
       differentiate = library_of_grad((args, kwargs)).value_and_grad
     (_, (loss, aux, rest)), grads = differentiate(scaled, has_aux=True, **options)(*args, **kwargs)
-    # The part of the scale that a float16 loss could not take. Gradients keep their dtype.
     if rest is not None:
-      grads = jax.tree.map(lambda g: _times(g, rest).astype(g.dtype) if is_inexact(g) else g, grads)
+      grads = _times_rest(grads, rest)
     return ((loss, aux) if has_aux else loss), grads
 
   return wrapper
@@ -149,6 +148,16 @@ def _scaled_loss(
     # keyword arguments of the call.
     del scaled.__wrapped__
   return scaled
+
+
+def _times_rest(grads: Grads, rest: Array) -> Grads:
+  """Multiplies gradients by the part of the scale that a float16 loss could not take."""
+
+  def times(g: Leaf) -> Leaf:
+    # Gradients keep their dtype.
+    return _times(g, rest).astype(g.dtype) if is_inexact(g) else g
+
+  return jax.tree.map(times, grads)
 
 
 def unscale(grads: Grads, opt_state: OptState, *, name: str | None = None) -> Grads:
