@@ -106,7 +106,8 @@ def test_a_state_restored_from_another_configuration(restored, expected):
 
 
 def test_the_oracle_on_steps_with_known_scales():
-  every_3 = {"growth_interval": 3}
+  every_3, limits = {"growth_interval": 3}, {"min_scale": 20, "max_scale": 200}
+  factors = {"growth_factor": 3, "growth_interval": 1, "backoff_factor": 0.1}
   for flags, scales, config in (
     ([1, 1, 0, 1, 1, 1], [4, 4, 4, 4, 4, 8], every_3 | {"init_scale": 4, "hysteresis": 9}),
     # Growth refills the hysteresis, and a finite step alone does not.
@@ -115,18 +116,7 @@ def test_the_oracle_on_steps_with_known_scales():
       [8, 8, 4, 4, 4, 8, 8, 4],
       every_3 | {"init_scale": 8, "hysteresis": 2},
     ),
-    (
-      [1, 0, 0],
-      [192, 20, 20],
-      {
-        "init_scale": 64,
-        "growth_factor": 3,
-        "growth_interval": 1,
-        "backoff_factor": 0.1,
-        "min_scale": 20,
-        "max_scale": 200,
-      },
-    ),
+    ([1, 0, 0], [192, 20, 20], factors | limits | {"init_scale": 64}),
   ):
     assert [numbers["scale"] for numbers in Oracle(**config).run(flags)] == scales
 
@@ -420,19 +410,13 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_scale_is_read_where_mappings_stand_for_classes(form):
+def test_the_scale_is_read_and_set_where_mappings_stand_for_classes(form):
   state = FORMS[form]()
-  assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 2**15
+  before = jax.tree.map(np.asarray, state)
   assert mpjax.step_applied(state)
   mpjax.check_skipped_steps(state)
   _, grads = mpjax.value_and_grad(lambda w: w, state)(1.0)
   assert (grads, mpjax.unscale(grads, state)) == (2**15, 1)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_scale_is_set_in_a_new_mapping(form):
-  state = FORMS[form]()
-  before = jax.tree.map(np.asarray, state)
   moved = mpjax.states.set_loss_scale(state, 4)
   # The oracle is the leaf at the path of the scale.
   paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
@@ -542,10 +526,8 @@ def test_a_tuple_is_taken_for_a_chain():
 
 
 def test_set_loss_scale_refuses():
-  state, where = (
-    mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS),
-    "mpjax.states.set_loss_scale(value)",
-  )
+  state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
+  where = "mpjax.states.set_loss_scale(value)"
   for value, builtin, expected in (
     (0, ValueError, "positive"),
     (math.inf, ValueError, "finite"),
@@ -586,9 +568,8 @@ def test_a_scale_that_is_an_array_or_an_input_of_the_step():
     np.testing.assert_array_equal(grads, np.float32([2 * within] * 3))
     np.testing.assert_array_equal(updates, np.float32([-1] * 3))
   host = jax.device_get(mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS))
-  assert (
-    mpjax.loss_scaling_metrics(mpjax.states.set_loss_scale(host, jnp.float32(4)))["loss_scale"] == 4
-  )
+  moved = mpjax.states.set_loss_scale(host, jnp.float32(4))
+  assert mpjax.loss_scaling_metrics(moved)["loss_scale"] == 4
 
 
 def test_set_loss_scale_starts_a_new_window_and_keeps_the_rest():
