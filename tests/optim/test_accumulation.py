@@ -117,11 +117,7 @@ def test_extra_arguments_of_one_micro_batch_are_refused():
 
 
 def test_windows_of_no_number():
-  for every, got in (
-    (lambda n: n - 1, "-1"),
-    (lambda n: 2.5, "2.5"),
-    (lambda n: n > 1, "False"),
-  ):
+  for every, got in ((lambda n: n - 1, "-1"), (lambda n: 2.5, "2.5"), (lambda n: n > 1, "False")):
     tx = mpjax.accumulate_gradients(optax.sgd(0.1), every)
     expected = "a function that returns an integer, at least 1"
     with refused(ValueError, EVERY, expected, got, "Round its result"):

@@ -58,10 +58,7 @@ def test_a_train_step_takes_it():
 def test_errors():
   sgd = optax.sgd(0.1)
   where = "mpjax.monitor_activations(modules)"
-  for modules, kind, got in (
-    ([], ValueError, "none"),
-    ([3], TypeError, "3"),
-  ):
+  for modules, kind, got in (([], ValueError, "none"), ([3], TypeError, "3")):
     with refused(kind, where, "glob", got, "modules="):
       mpjax.monitor_activations(sgd, modules)
   with refused(ValueError, where, "glob", "'a//b'", "double slash"):

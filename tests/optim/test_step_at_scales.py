@@ -8,13 +8,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._optim.step_at_scales import (
-  examine,
-  is_updated,
-  locate_scales,
-  pair_versions,
-  run_at,
-)
+from mpjax._optim.step_at_scales import examine, is_updated, locate_scales, pair_versions, run_at
 from mpjax._optim.step_call import RETURNED, WRITTEN, StepCall, StepProgram
 
 TX = mpjax.loss_scaling(optax.adam(0.1))

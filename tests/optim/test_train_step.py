@@ -102,10 +102,7 @@ def test_parameters_are_set_to_masters_that_no_addition_reaches():
   assert bits(state.params) == bits(jnp.asarray([-0.0, 1.0], jnp.bfloat16))
 
 
-ALIASING = {
-  "adamw": functools.partial(optax.adamw, 1e-2),
-  "prodigy": optax.contrib.prodigy,
-}
+ALIASING = {"adamw": functools.partial(optax.adamw, 1e-2), "prodigy": optax.contrib.prodigy}
 
 
 @pytest.mark.standard_promotion
