@@ -15,10 +15,9 @@ nearest, ties to even, and saturate. Scales:
 - float8 in blocks: a float32 scale amax / 448 for each block (DeepSeek-V3, arXiv:2412.19437).
 - int8: amax / 127, without -128.
 
-The oracle of float8 with scales for tensors and rows uses the rounding of `ml_dtypes`.
+Float8 with scales for tensors and rows uses the rounding of `ml_dtypes`.
 """
 
-import re
 from typing import NamedTuple
 
 import ml_dtypes
@@ -51,36 +50,6 @@ def quantised(x, dtype, axes, power_of_two):
   most = np.float32(ml_dtypes.finfo(dtype).max)
   values = np.clip(np.asarray(x, np.float32) * (np.float32(1) / scale), -most, most).astype(dtype)
   return values.astype(np.float64) * scale.astype(np.float64)
-
-
-class Oracle:
-  """An einsum of two arrays and its gradients in float64, of operands that are rounded."""
-
-  def __init__(self, formula, recipe):
-    self.left, self.right, self.out = re.split(",|->", formula)
-    self.recipe = recipe
-
-  def _multiplied(self, one, x, other, y, out, dtypes):
-    def cast(x, names, others, dtype):
-      axes = tuple(i for i, n in enumerate(names) if n in others and n not in out)
-      axes = axes if self.recipe.scaling == "row" else None
-      return quantised(x, dtype, axes, self.recipe.power_of_two) if dtype else x.astype(np.float64)
-
-    x, y = cast(x, one, other, dtypes[0]), cast(y, other, one, dtypes[1])
-    result = np.einsum(f"{one},{other}->{out}", x, y)
-    return result, np.einsum(f"{one},{other}->{out}", abs(x), abs(y))
-
-  def forward(self, x, w):
-    return self._multiplied(self.left, x, self.right, w, self.out, (E4M3, E4M3))
-
-  def of_x(self, g, w):
-    return self._multiplied(self.out, g, self.right, w, self.left, (E5M2, E4M3))
-
-  def of_w(self, g, x):
-    half = self.recipe.weight_grad == "half"
-    x = x.astype(ml_dtypes.bfloat16) if half else x
-    dtypes = (None, None) if half else (E5M2, E4M3)
-    return self._multiplied(self.out, g, self.left, x, self.right, dtypes)
 
 
 # Formats by definition.

@@ -1,7 +1,4 @@
-"""The numbers of float8: scaled arrays and matmuls, against NumPy, `ml_dtypes` and float64."""
-
-import itertools
-import re
+"""Float8: scaled arrays against NumPy and `ml_dtypes`, derivatives, and what is traced."""
 
 import jax
 import jax.numpy as jnp
@@ -13,38 +10,14 @@ import mpjax
 from mpjax._matmul import float8
 from mpjax._matmul.float8 import quantise
 from tests.errors import refused
-from tests.format_oracle import E4M3, E5M2, Oracle, normal, quantised, scale_of
-from tests.programs import equations
+from tests.format_oracle import E4M3, E5M2, normal, quantised, scale_of
+from tests.matmul.rig import FLOAT8
 
 ALL = {"skip": ()}
-RECIPES = {
-  "tensor": mpjax.Float8(**ALL),
-  "tensor, power of two": mpjax.Float8(power_of_two=True, **ALL),
-  "tensor, half": mpjax.Float8(weight_grad="half", **ALL),
-  "row": mpjax.Float8(scaling="row", **ALL),
-  "row, power of two": mpjax.Float8(scaling="row", power_of_two=True, **ALL),
-  "row, half": mpjax.Float8(scaling="row", weight_grad="half", **ALL),
-}
-recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 def policy(recipe, half="bfloat16"):
   return mpjax.Policy(compute_dtype=half, matmul=recipe)
-
-
-def cast(fun, recipe):
-  # Returns `fun(w, x)` with its matmuls in float8: `w` is a parameter, and `x` is none.
-  return mpjax.autocast(fun, policy(recipe), data_argnums=1)
-
-
-def check(found, oracle, roundings):
-  # Compares with what float64 says: so many roundings to bfloat16, and sums in float32.
-  wanted, terms = oracle
-  found = np.asarray(found, np.float64)
-  bound = roundings * 2.0**-8 * abs(wanted) + 2.0**-18 * terms
-  assert found.shape == wanted.shape
-  worst = np.max(abs(found - wanted) / bound)
-  assert worst <= 1, worst
 
 
 # Scaled arrays.
@@ -101,86 +74,6 @@ def test_powers_of_two_are_exact_where_a_logarithm_is_not(dtype):
 # Matmuls.
 
 
-FORMULAS = {
-  "matmul": ("mk,kn->mn", (24, 48), (48, 32)),
-  "batch of rows": ("bmk,kn->bmn", (2, 3, 32), (32, 16)),
-  "transposed": ("mk,nk->mn", (5, 16), (32, 16)),
-  "weight first": ("kn,mk->nm", (8, 16), (16, 32)),
-  "out of heads": ("bthd,hde->bte", (2, 3, 4, 16), (4, 16, 32)),
-  "into heads": ("btd,dhe->bthe", (2, 3, 16), (16, 4, 8)),
-  "two sums apart": ("ahbk,khn->abn", (2, 4, 3, 8), (8, 4, 16)),
-  "experts": ("ebd,edf->ebf", (3, 6, 16), (3, 16, 32)),
-  "experts behind": ("bed,def->bfe", (6, 3, 16), (16, 3, 32)),
-}
-
-
-@recipes
-def test_an_einsum_and_its_gradients_are_those_of_rounded_operands(recipe):
-  def gradients(operands):
-    return {name: gradient(FORMULAS[name][0], *each) for name, each in operands.items()}
-
-  def gradient(formula, x, w):
-    def fun(w, x):
-      x = x.astype(jnp.float32)
-      return jnp.einsum(formula, *((w, x) if formula.startswith("kn") else (x, w)))
-
-    y, pull = jax.vjp(lambda w, x: cast(fun, recipe)(w, x).astype(jnp.bfloat16), w, x)
-    g = jnp.asarray(normal(2, y.shape, 1e-3), jnp.bfloat16)
-    return y, g, pull(g)
-
-  # In bfloat16, so that what is multiplied is what the oracle is given.
-  operands = {
-    name: [normal(0, x).astype(ml_dtypes.bfloat16), normal(1, w, 0.03)]
-    for name, (_, x, w) in FORMULAS.items()
-  }
-  for name, (y, g, (of_w, of_x)) in jax.jit(gradients)(operands).items():
-    formula, (x, w) = FORMULAS[name][0], operands[name]
-    left, right, out = re.split(",|->", formula)
-    # The weight is the left one in some, and for the oracle the right one.
-    oracle = Oracle(f"{right},{left}->{out}" if left == "kn" else formula, recipe)
-    g = np.asarray(g)
-    assert (of_w.dtype, of_x.dtype) == (np.float32, jnp.bfloat16)
-    check(y, oracle.forward(x, w), 2)
-    check(of_x, oracle.of_x(g, w), 2)
-    check(of_w, oracle.of_w(g, x), 0)
-
-
-@recipes
-def test_zeros_stay_zeros(recipe):
-  fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
-  x, w = normal(0, (16, 16)), normal(1, (16, 16))
-  for a, b in ((0 * x, w), (x, 0 * w), (0 * x, 0 * w)):
-    y, pull = jax.vjp(fun, b, a)
-    assert not np.any(y)
-    of_w, of_x = pull(jnp.ones_like(y))
-    assert np.any(of_w) == np.any(a)
-    assert np.any(of_x) == np.any(b)
-    assert all(not np.any(each) for each in pull(jnp.zeros_like(y)))
-    assert all(np.all(np.isfinite(each)) for each in (y, of_w, of_x))
-
-
-@recipes
-def test_what_is_not_finite_is_not_clipped(recipe):
-  # Clipped, an inf would be 448: a step with a wrong gradient that nobody notices.
-  fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
-
-  @jax.jit
-  def gradients(w, x, cotangent):
-    y, pull = jax.vjp(fun, w, x)
-    return y, *pull(cotangent.astype(y.dtype))
-
-  for bad, where in itertools.product((np.inf, -np.inf, np.nan), ("x", "w", "cotangent")):
-    given = {"x": normal(0, (16, 32)), "w": normal(1, (32, 16)), "cotangent": normal(2, (16, 16))}
-    given[where][3, 5] = bad
-    y, of_w, of_x = map(np.asarray, gradients(**given))
-    reached = {
-      "x": (y[3], of_w[5]),
-      "w": (y[:, 5], of_x[:, 3]),
-      "cotangent": (of_x[3], of_w[:, 5]),
-    }[where]
-    assert not any(np.any(np.isfinite(each)) for each in reached), (bad, where)
-
-
 def integers(seed, shape, largest):
   return np.random.default_rng(seed).integers(-largest, largest + 1, shape).astype(np.float32)
 
@@ -193,38 +86,21 @@ def test_results_before_scaling_are_no_result_of_float16(half):
   np.testing.assert_allclose(y, np.ones((16, 16)), rtol=2**-8)
 
 
-@pytest.mark.parametrize("exponent", [-14, 24])
-@pytest.mark.parametrize("recipe", list(RECIPES.values())[:4], ids=list(RECIPES)[:4])
-def test_a_loss_scale_is_invisible(recipe, exponent):
+WIDE = [name for name in FLOAT8 if "half" not in name]
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_loss_scale_is_invisible(name):
   # The scale of the gradient follows the loss scale, and the numbers in float8 are the same.
-  fun = mpjax.autocast(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])), policy(recipe))
+  fun = mpjax.autocast(
+    lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])), policy(FLOAT8[name])
+  )
   w = (normal(1, (32, 16), 0.3), normal(2, (16, 32), 0.3))
-  x, factor = normal(0, (16, 32)), np.float32(2.0**exponent)
-  plain = jax.jit(jax.grad(fun, (0, 1)))(w, x)
-  scaled = jax.jit(jax.grad(lambda w, x: fun(w, x) * factor, (0, 1)))(w, x)
-  for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(scaled), strict=True):
-    np.testing.assert_array_equal(one * factor, other)
-
-
-def dots(program):
-  # The dtypes of the operands of each `dot_general`, and that of its result.
-  eqns = [eqn for eqn, _ in equations(program) if eqn.primitive.name == "dot_general"]
-  assert all(eqn.params["preferred_element_type"] is not None for eqn in eqns)
-  return [tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)) for eqn in eqns]
-
-
-FORWARD = ("float8_e4m3fn", "float8_e4m3fn", "bfloat16")
-OF_X = ("float8_e5m2", "float8_e4m3fn", "bfloat16")
-OF_W = ("float8_e5m2", "float8_e4m3fn", "float32")
-
-
-@recipes
-def test_all_three_matmuls_have_operands_in_float8(recipe):
-  fun = cast(lambda w, x: jnp.sum(jnp.tanh(x.astype(jnp.float32) @ w)), recipe)
-  w, x = normal(1, (32, 16)), normal(0, (16, 32)).astype(ml_dtypes.bfloat16)
-  found = dots(jax.make_jaxpr(jax.grad(fun, (0, 1)))(w, x))
-  half = ("bfloat16", "bfloat16", "float32")
-  assert sorted(found) == sorted([FORWARD, OF_X, half if recipe.weight_grad == "half" else OF_W])
+  gradient = jax.jit(jax.grad(lambda w, x, factor: fun(w, x) * factor, (0, 1)))
+  plain, *scaled = (gradient(w, normal(0, (16, 32)), 2.0**exponent) for exponent in (0, -14, 24))
+  for exponent, found in zip((-14, 24), scaled, strict=True):
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(found), strict=True):
+      np.testing.assert_array_equal(np.asarray(one) * np.float32(2.0**exponent), other)
 
 
 def test_forward_mode():
@@ -251,29 +127,10 @@ def test_forward_mode():
 )
 def test_second_derivatives_are_refused(twice):
   # Tangents of float8 arrays are float8 without a scale: most of them would be 0.
-  fun = mpjax.autocast(lambda w: jnp.sum(jnp.tanh(jnp.tanh(w) @ w)), policy(RECIPES["row"]))
+  fun = mpjax.autocast(lambda w: jnp.sum(jnp.tanh(jnp.tanh(w) @ w)), policy(FLOAT8["float8 row"]))
   got, fix = "a derivative of its gradient", '"mixed_bfloat16"'
   with refused(TypeError, "a matmul in float8", "first derivatives", got, fix):
     jax.make_jaxpr(twice(fun))(normal(1, (16, 16)))
-
-
-@pytest.mark.parametrize("recipe", [RECIPES["tensor"], RECIPES["row, half"]], ids=["tensor", "row"])
-def test_vmap_is_a_loop(recipe):
-  fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
-  ws, xs = normal(1, (3, 32, 16)), normal(0, (3, 16, 32))
-
-  def both(w, x):
-    y, pull = jax.vjp(fun, w, x)
-    return y, *pull(jnp.asarray(normal(2, y.shape)))
-
-  for axes in ((0, 0), (None, 0), (0, None)):
-    given = [each if axis == 0 else each[0] for each, axis in zip((ws, xs), axes, strict=True)]
-    found = jax.jit(jax.vmap(both, in_axes=axes))(*given)
-    for i in range(3):
-      one = [each[i] if axis == 0 else each for each, axis in zip(given, axes, strict=True)]
-      for a, b in zip(found, jax.jit(both)(*one), strict=True):
-        # The compiler may leave out a rounding to bfloat16 in one of them.
-        np.testing.assert_allclose(a[i], b, rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +153,7 @@ def test_a_weight_that_a_batch_shares_has_one_matmul_for_its_gradient(options):
     both = jax.vmap(jax.vmap(fun, in_axes=(None, 0)), in_axes=(None, 0))
     return jnp.sum(both(w, xs) * g)
 
-  found = jax.grad(loss)(w, fun)
+  found = jax.jit(jax.grad(lambda w: loss(w, fun)))(w)
   np.testing.assert_array_equal(found, np.einsum("abmk,abmn->kn", xs.astype(np.float64), g))
   shapes = [
     tuple(v.aval.shape)

@@ -478,7 +478,7 @@ mpjax/_matmul/float8.py::quantise
 54 an inf in an operand of a matmul in float8 is clipped, and the step goes on
 - jnp.maximum(scale, np.finfo(np.float32).tiny)
 + jnp.clip(jnp.nan_to_num(scale), np.finfo(np.float32).tiny, 1e30)
-tests/matmul/test_float8.py::test_what_is_not_finite_is_not_clipped
+tests/matmul/test_formats.py::test_what_is_not_finite_is_not_clipped
 
 mpjax/_matmul/float8.py::Float8Recipe.dot
 
@@ -492,7 +492,7 @@ mpjax/_matmul/float8.py::Float8Recipe.quantise
 56 a gradient is e4m3 as what it meets is, and small gradients become 0
 - E5M2 if operand.role == "gradient" else E4M3
 + E4M3
-tests/matmul/test_float8.py::test_all_three_matmuls_have_operands_in_float8
+tests/matmul/test_formats.py::test_all_three_matmuls_have_operands_in_the_format
 
 # Kernels on a GPU.
 
