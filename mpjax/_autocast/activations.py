@@ -160,10 +160,15 @@ def write_activation(rewriter: Rewriter, function: Activation) -> bool:
     Whether it was written. If not, its operations are written one by one.
   """
   last, value = function.eqns[-1], rewriter.value(function.root)
-  place = rewriter.place(last)
+  scope_policy = rewriter.scope_policy(last)
   # One equation has one scope. Operations in several scopes may have several policies.
-  apart = any(rewriter.place(eqn).scope != place.scope for eqn in function.eqns)
-  if apart or place.compute_dtype is None or value is None or value.kind.role != Role.ACTIVATION:
+  apart = any(rewriter.scope_policy(eqn).scope != scope_policy.scope for eqn in function.eqns)
+  if (
+    apart
+    or scope_policy.compute_dtype is None
+    or value is None
+    or value.kind.role != Role.ACTIVATION
+  ):
     return False
   flags = tuple(rewriter.flags.get(v, 0) for v in function.outs)
   computed, kinds = _by_the_rules(rewriter, function, value.kind)
@@ -185,7 +190,9 @@ def _by_the_rules(
   """Returns the operations, rewritten for a float32 operand, and the kinds of the results."""
   jaxpr = jaxpr_of(function.eqns, [function.root], function.outs)
   no_flags = (0,) * len(function.outs)
-  inner = Rewriter(jaxpr, rewriter.settings, rewriter.place.scope, no_flags, rewriter.rewrite)
+  inner = Rewriter(
+    jaxpr, rewriter.settings, rewriter.scope_policy.scope, no_flags, rewriter.rewrite
+  )
   # Consumers outside the function count too.
   inner.flags = rewriter.flags
   # A low-precision root keeps its kind, so that the rules decide as without this equation. Its

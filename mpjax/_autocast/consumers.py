@@ -14,7 +14,7 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 
 from mpjax._autocast.kinds import FLOATS
 from mpjax._autocast.precision import wants_precision
-from mpjax._autocast.scopes import Place, place_at, scope_of
+from mpjax._autocast.scopes import ScopePolicy, policy_at, scope_of
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.types import FLOAT32, HALVES, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
@@ -43,27 +43,27 @@ class Flag:
   OUTPUT = 8
 
 
-class Places:
+class ScopePolicies:
   """The scope of each equation of a jaxpr, below the scope of the jaxpr."""
 
   def __init__(self, settings: Settings, scope: Scope) -> None:
     self.settings, self.scope = settings, scope
-    self._by_stack: dict[int, tuple[NameStack, Place]] = {}
+    self._by_stack: dict[int, tuple[NameStack, ScopePolicy]] = {}
 
-  def __call__(self, eqn: JaxprEqn) -> Place:
+  def __call__(self, eqn: JaxprEqn) -> ScopePolicy:
     """Returns the scope of an equation with its policy."""
     stack = eqn.source_info.name_stack  # It is kept, so its id stays unique.
     if id(stack) not in self._by_stack:
-      self._by_stack[id(stack)] = stack, place_at(self.scope + scope_of(stack), self.settings)
+      self._by_stack[id(stack)] = stack, policy_at(self.scope + scope_of(stack), self.settings)
     return self._by_stack[id(stack)][1]
 
 
 @cached_per_jaxpr
 def flags_of(
   jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings, scope: Scope
-) -> tuple[Mapping[Atom, int], Places]:
-  """Returns the flags of each variable, and the places; `outs` are the flags of each result."""
-  flags, places = dict[Atom, int](), Places(settings, scope)
+) -> tuple[Mapping[Atom, int], ScopePolicies]:
+  """Returns the flags of each variable, and the policies; `outs` are the flags of each result."""
+  flags, scope_policies = dict[Atom, int](), ScopePolicies(settings, scope)
 
   def note(atoms: Sequence[Atom], each: Iterable[int]) -> None:
     # Flags are only added, so another consumer never lowers a precision.
@@ -76,10 +76,10 @@ def flags_of(
   for eqn in reversed(jaxpr.eqns):
     results = tuple([flags.get(v, 0) for v in eqn.outvars])
     if is_higher_order(eqn):
-      note(eqn.invars, _of_call(eqn, results, places))
+      note(eqn.invars, _of_call(eqn, results, scope_policies))
     else:
-      note(eqn.invars, [_of_operation(eqn, results, places)] * len(eqn.invars))
-  return flags, places
+      note(eqn.invars, [_of_operation(eqn, results, scope_policies)] * len(eqn.invars))
+  return flags, scope_policies
 
 
 def flags_of_result(dtype: DType | None, *, output: bool) -> int:
@@ -91,20 +91,20 @@ def flags_of_result(dtype: DType | None, *, output: bool) -> int:
   return Flag.OUTPUT if output else Flag.FLOAT32
 
 
-def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
+def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePolicies) -> int:
   """Returns the flags that an operation without inner jaxprs gives its operands."""
-  place, behind = places(eqn), 0
+  scope_policy, behind = scope_policies(eqn), 0
   for var, flags in zip(eqn.outvars, results, strict=True):
     # Booleans and integers have no flags. Their operations are consumers like `-`.
     behind |= flags if dtype_of(var) in FLOATS else Flag.FLOAT32
-  if eqn.primitive is reduce_precision_p and place.ends is not None:
-    return _of_mark(place, behind)
-  if runs_as_written(eqn, place):
+  if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
+    return _of_mark(scope_policy, behind)
+  if runs_as_written(eqn, scope_policy):
     return Flag.FLOAT32
   if eqn.primitive is convert_element_type_p:
     # The user's cast to low precision rounds anyway. A cast to float32 changes no value.
     return 0 if eqn.params["new_dtype"] in HALVES else behind
-  match part_of(eqn, places.settings.ops):
+  match part_of(eqn, scope_policies.settings.ops):
     case "half" if facts_of(eqn) is not OUTER_PRODUCT:
       # A matmul reads its operands in the compute dtype. Consumers of its result do not matter.
       return 0
@@ -114,18 +114,18 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], places: Places) -> int:
       return Flag.FLOAT32
 
 
-def runs_as_written(eqn: JaxprEqn, place: Place) -> bool:
+def runs_as_written(eqn: JaxprEqn, scope_policy: ScopePolicy) -> bool:
   """Whether the user or a rule has chosen the precision of an operation."""
-  if place.compute_dtype is None or eqn.params.get("out_dtype") is not None:
+  if scope_policy.compute_dtype is None or eqn.params.get("out_dtype") is not None:
     return True
   # A precision only matters for float32. A matmul of low-precision operands reads no float32.
   return wants_precision(eqn.params) and FLOAT32 in map(dtype_of, eqn.invars)
 
 
-def _of_mark(place: Place, behind: int) -> int:
+def _of_mark(scope_policy: ScopePolicy, behind: int) -> int:
   """Returns the flags that the end of a layer or of a policy gives its operand."""
-  if place.ends_policy:
-    return Flag.OUTPUT if place.ends == FLOAT32 else 0
+  if scope_policy.ends_policy:
+    return Flag.OUTPUT if scope_policy.ends == FLOAT32 else 0
   # The end of a layer rounds, unless the policy returns the result of the layer in float32.
   return behind & Flag.OUTPUT
 
@@ -169,7 +169,7 @@ def _is_array(atom: Atom) -> bool:
   return sum(size != 1 for size in shape_of(atom)) > 1
 
 
-def _of_call(eqn: JaxprEqn, outs: tuple[int, ...], places: Places) -> Sequence[int]:
+def _of_call(eqn: JaxprEqn, outs: tuple[int, ...], scope_policies: ScopePolicies) -> Sequence[int]:
   """Returns the flags that an equation with inner jaxprs gives each operand."""
   inners = inner_jaxprs(eqn)
   # An equation that is not entered reads its operands in the dtypes of the trace.
@@ -179,7 +179,7 @@ def _of_call(eqn: JaxprEqn, outs: tuple[int, ...], places: Places) -> Sequence[i
     or any(inner.operands is None for inner in inners)
   ):
     return (Flag.FLOAT32,) * len(eqn.invars)
-  each, inside = [0] * len(eqn.invars), (places.settings, places(eqn).inside)
+  each, inside = [0] * len(eqn.invars), (scope_policies.settings, scope_policies(eqn).inside)
   for inner in inners:
     # The condition of a `while` returns a boolean, which has no flags.
     results = outs if inner.returns else (0,) * len(inner.jaxpr.outvars)

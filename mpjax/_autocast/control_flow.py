@@ -58,13 +58,15 @@ def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   """Writes a `scan` or `while` whose carries enter and leave the body with the same kinds."""
   *tests, body = inners  # A `while` has one test, a `scan` none.
   atoms, kinds = operands_of(rewriter, eqn)
-  place = rewriter.place(eqn)
+  scope_policy = rewriter.scope_policy(eqn)
   # The next iteration is a consumer too, so the flags come before the kinds.
-  flags = flags_of_loop(body, flags_of_each_result(rewriter, eqn), rewriter.settings, place.inside)
+  flags = flags_of_loop(
+    body, flags_of_each_result(rewriter, eqn), rewriter.settings, scope_policy.inside
+  )
   traced = [dtype_of(v) for v in body.jaxpr.invars]
-  if place.compute_dtype is not None and tests:
+  if scope_policy.compute_dtype is not None and tests:
     _widen_carries(body, kinds, traced)
-  elif place.compute_dtype is not None:
+  elif scope_policy.compute_dtype is not None:
     _widen_constants(body, kinds, traced)
   # A carry that the user has cast to low precision stays in it. All carries of a `while` keep the
   # dtypes that `_widen_carries` gave them.
@@ -145,7 +147,8 @@ def _carried(state: Kind | None, returned: Kind | None, fixed: bool) -> Kind | N
 
 def operands_of(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
   """Returns the operands of an equation for its inner jaxprs, and their kinds."""
-  low, keeps_types = rewriter.place(eqn).compute_dtype, facts_of(eqn).holds is Holds.COMPOSITE
+  low = rewriter.scope_policy(eqn).compute_dtype
+  keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
   atoms = list(eqn.invars)
   kinds = [rewriter.kind(atom) or rewriter.literal(atom) for atom in atoms]
   for i, (atom, gone) in enumerate(zip(eqn.invars, donated(eqn), strict=True)):
@@ -183,7 +186,7 @@ def rewrite_inner(
   consts = kinds_of_constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else ()
   kinds = tuple(operands[i] for i in inner.operands or ())
   flags = flags_of_each_result(rewriter, eqn) if flags is None else flags
-  scope = rewriter.place(eqn).inside
+  scope = rewriter.scope_policy(eqn).inside
   new = rewriter.rewrite(inner.jaxpr, kinds, outs, flags, settings, scope, consts)
   warn_of_linear_algebra(rewriter, eqn, new.linear_algebra)
   return new

@@ -29,7 +29,7 @@ from mpjax._autocast.control_flow import (
 from mpjax._autocast.kinds import Kind, kinds_of_constants
 from mpjax._autocast.precision import in_default, traced
 from mpjax._autocast.rewriter import Rewrite, Rewriter
-from mpjax._autocast.scopes import Place, region_of
+from mpjax._autocast.scopes import ScopePolicy, region_of
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree, is_inexact
@@ -270,14 +270,14 @@ def instantiated(cotangent: Array | SymbolicZero) -> Leaf:
   return number.zeros(aval.shape, aval.dtype)
 
 
-def _state_at(place: Place) -> Active | None:
+def _state_at(scope_policy: ScopePolicy) -> Active | None:
   """Returns the state of policies for code of a rule, which runs after the module around it."""
   state = ACTIVE.value
   if state is None:
     return None
   # The modules have returned before the rewriting, so `state` is that of the outermost call. Only
-  # the place of the equation knows the policy of its module.
-  return dataclasses.replace(state, region=region_of(place.policy))
+  # the scope of the equation knows the policy of its module.
+  return dataclasses.replace(state, region=region_of(scope_policy.policy))
 
 
 def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
@@ -287,7 +287,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   new = rewrite_inner(rewriter, eqn, inners[0], ins)
   # JAX passes closed-over values as operands, except to an object of jax 0.10.
   closed = ClosedJaxpr(new.jaxpr, getattr(inners[0].program, "consts", ()))
-  place = rewriter.place(eqn)
+  scope_policy = rewriter.scope_policy(eqn)
 
   def call(*operands: Array) -> list[Array]:
     return called(closed, operands, eqn.primitive.name)
@@ -301,10 +301,10 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
     [(dtype_of(v), kind) for v, kind in zip(eqn.outvars, new.outs, strict=True)],
     flags_of_each_result(rewriter, eqn),
     rewriter.settings,
-    place.inside,
+    scope_policy.inside,
     rewriter.rewrite,
-    _state_at(place),
-    place.compute_dtype,
+    _state_at(scope_policy),
+    scope_policy.compute_dtype,
   )
   match facts_of(eqn).holds:
     case Holds.CUSTOM_JVP:

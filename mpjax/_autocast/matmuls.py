@@ -12,7 +12,7 @@ from mpjax._autocast.consumers import Flag, runs_as_written
 from mpjax._autocast.kinds import Kind, Role
 from mpjax._autocast.precision import asked_precision, retype
 from mpjax._autocast.rewriter import Rewriter
-from mpjax._autocast.scopes import TABLE, Place
+from mpjax._autocast.scopes import TABLE, ScopePolicy
 from mpjax._autocast.settings import Settings
 from mpjax._autocast.values import FloatValue
 from mpjax._core.types import FLOAT32, DType
@@ -80,15 +80,15 @@ def _in_float32(rewriter: Rewriter, eqn: JaxprEqn, low: DType) -> None:
 
 def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
   """Writes a matmul in a recipe, with a derivative rule, or with the rule of JAX."""
-  place = rewriter.place(eqn)
-  policy, recipe = place.policy, None
+  scope_policy = rewriter.scope_policy(eqn)
+  policy, recipe = scope_policy.policy, None
   if policy is not None and policy.matmul is not None:
     recipe = recipe_of(policy.matmul)
-    reason = _why_no_recipe(eqn, values, recipe, place, rewriter.settings)
+    reason = _why_no_recipe(eqn, values, recipe, scope_policy, rewriter.settings)
     if reason is not None:
       eqn = rewriter.explained(eqn, "format", f"{recipe.name}:{reason}")
       recipe = None
-  if recipe is None and _has_own_precision(eqn, place):
+  if recipe is None and _has_own_precision(eqn, scope_policy):
     return rewriter.untouched(eqn, role=Role.ACTIVATION)
   eqn = eqn.replace(params=rewriter.precise(eqn, eqn.params, [low] * len(eqn.invars)))
   # A float32 result of the policy is the float32 sum of the matmul, perhaps with a bias.
@@ -106,20 +106,20 @@ def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: 
   return rewriter.write(eqn, operands, [Kind(Role.ACTIVATION, low)], retype(eqn, low))
 
 
-def _has_own_precision(eqn: JaxprEqn, place: Place) -> bool:
+def _has_own_precision(eqn: JaxprEqn, scope_policy: ScopePolicy) -> bool:
   """Whether the user has asked for a precision, or has cast all operands."""
-  return FLOAT32 not in map(dtype_of, eqn.invars) or runs_as_written(eqn, place)
+  return FLOAT32 not in map(dtype_of, eqn.invars) or runs_as_written(eqn, scope_policy)
 
 
 # Matmuls with a derivative rule.
 
 
 def _why_no_recipe(
-  eqn: JaxprEqn, values: Operands, recipe: Recipe, place: Place, settings: Settings
+  eqn: JaxprEqn, values: Operands, recipe: Recipe, scope_policy: ScopePolicy, settings: Settings
 ) -> str | None:
   """Returns why a matmul stays in the compute dtype; None if the recipe applies."""
   # The texts are for `mpjax.audit`.
-  if TABLE in place.scope:
+  if TABLE in scope_policy.scope:
     return "it is an embedding"
   if facts_of(eqn).flops == "convolution":
     return "it is no dot_general"

@@ -49,7 +49,7 @@ from mpjax._autocast.linear_algebra import warn_of_linear_algebra
 from mpjax._autocast.matmuls import Operands, matmul
 from mpjax._autocast.precision import retype
 from mpjax._autocast.rewriter import Rewriter
-from mpjax._autocast.scopes import Place
+from mpjax._autocast.scopes import ScopePolicy
 from mpjax._autocast.values import FloatValue
 from mpjax._core.types import FLOAT32, HALVES, DType
 from mpjax._jaxpr.op_lists import part_of
@@ -59,22 +59,22 @@ from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, is_number, retyp
 
 def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation without inner jaxprs."""
-  place, part = rewriter.place(eqn), part_of(eqn, rewriter.settings.ops)
+  scope_policy, part = rewriter.scope_policy(eqn), part_of(eqn, rewriter.settings.ops)
   # A mark of `scopes.py`, also outside of a low-precision policy: it must not stay in the jaxpr.
-  if eqn.primitive is reduce_precision_p and place.ends is not None:
-    return _end(rewriter, eqn, place, place.ends)
-  if place.compute_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
+  if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
+    return _end(rewriter, eqn, scope_policy, scope_policy.ends)
+  if scope_policy.compute_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
     return as_traced(rewriter, eqn)
   if eqn.primitive is convert_element_type_p:
     return _cast(rewriter, eqn)
   values = [rewriter.value(atom) for atom in eqn.invars]
-  low = _low_dtype(eqn, place.compute_dtype)
+  low = _low_dtype(eqn, scope_policy.compute_dtype)
   # The user's lists may have other operations in `half`. Only matmuls have this parameter.
   if part == "half" and "preferred_element_type" in eqn.params:
     if facts_of(eqn) is not OUTER_PRODUCT:
       return matmul(rewriter, eqn, values, low)
     # It sums nothing, so the rules of multiplications apply unless the user chose a precision.
-    if runs_as_written(eqn, place):
+    if runs_as_written(eqn, scope_policy):
       return rewriter.untouched(eqn)
     part = "promote"
   if _passes_on(eqn, part):
@@ -103,14 +103,14 @@ def _low_dtype(eqn: JaxprEqn, compute_dtype: DType) -> DType:
 # Casts, and ends of layers and policies.
 
 
-def _end(rewriter: Rewriter, eqn: JaxprEqn, place: Place, dtype: DType) -> None:
+def _end(rewriter: Rewriter, eqn: JaxprEqn, scope_policy: ScopePolicy, dtype: DType) -> None:
   """Casts the result of a policy for all consumers, or rounds the result of a layer."""
   (atom,), (var,) = eqn.invars, eqn.outvars
   value = rewriter.value(atom)
   if value is None:
     return rewriter.untouched(eqn)
   # No equation is written for the mark: the result is the operand, or its cast.
-  if place.ends_policy:
+  if scope_policy.ends_policy:
     rewriter.values[var] = FloatValue(rewriter.cast(value, dtype, eqn), kind_of_input(dtype))
   elif rewriter.flags_of_results(eqn) & Flag.OUTPUT:
     rewriter.values[var] = value  # The policy returns it in float32.
@@ -169,7 +169,7 @@ def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | Non
   """Writes an operation as it was traced; linear algebra of an activation warns."""
   kinds = [kind for kind in map(rewriter.kind, eqn.invars) if kind is not None]
   rounded = any(kind.role == Role.ACTIVATION for kind in kinds)
-  in_policy = rewriter.place(eqn).compute_dtype is not None
+  in_policy = rewriter.scope_policy(eqn).compute_dtype is not None
   if facts_of(eqn).role == "linear algebra" and rounded and in_policy:
     warn_of_linear_algebra(rewriter, eqn, [eqn.primitive.name])
   rewriter.untouched(eqn, inners)
@@ -196,7 +196,7 @@ def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
   if flags & Flag.OUTPUT:
     return True
   # Moves and selections are exact in each dtype. Dropout returns the dtype of its operand.
-  if not facts_of(eqn).arithmetic or rewriter.place(eqn).as_given:
+  if not facts_of(eqn).arithmetic or rewriter.scope_policy(eqn).as_given:
     return False
   # `x + 1` counts as arithmetic on one array. A sum of two values ignores SUM: only products
   # before a sum are widened, not the sums themselves.

@@ -65,7 +65,7 @@ class Rewriter:
   ) -> None:
     self.settings, self.rewrite = settings, rewrite
     # The flags of the old variables, and a function from an equation to its scope.
-    self.flags, self.place = flags_of(jaxpr, tuple(outs), settings, scope)
+    self.flags, self.scope_policy = flags_of(jaxpr, tuple(outs), settings, scope)
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
     self.warned: set[Source] = set()  # lines with a warning, so that each has one
@@ -203,17 +203,17 @@ class Rewriter:
     self, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = (), role: Role | None = None
   ) -> None:
     """Writes an equation as it was traced; `role` is the role of its results, if known."""
-    place = self.place(eqn)
+    scope_policy = self.scope_policy(eqn)
     # A primitive in no list that holds jaxprs hides operations from the policy.
     is_unknown = inners is None or (
       part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
     )
-    if is_unknown and place.compute_dtype is not None and not is_object(eqn):
+    if is_unknown and scope_policy.compute_dtype is not None and not is_object(eqn):
       text = "It runs as it was traced, in the dtypes that it had."
       warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     if role is None:
-      role = Role.INPUT if place.as_written else self._role_of_operands(eqn)
+      role = Role.INPUT if scope_policy.as_written else self._role_of_operands(eqn)
     # A result in low precision is an activation, since the user's code has chosen its dtype.
     low = Role.NUMBER if role == Role.NUMBER else Role.ACTIVATION
     kinds: dict[DType | None, Kind] = {dtype: Kind(low, dtype) for dtype in FLOATS}
@@ -231,7 +231,7 @@ class Rewriter:
   ) -> ParamsDict:
     """Returns parameters with the precision of the policy, if a matmul has none."""
     # Only matmuls and convolutions have the parameter. It is None if the user has set none.
-    policy = self.place(eqn).policy if params.get("precision", 0) is None else None
+    policy = self.scope_policy(eqn).policy if params.get("precision", 0) is None else None
     if policy is None or (asked := policy.precision) is None:
       return params
     # JAX takes one precision for each operand, or one algorithm, which supports few dtypes.
@@ -257,7 +257,7 @@ class Rewriter:
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
         if AUDIT.value is not None:
-          names[id(stack)] = with_scope(stack, REGION + shown_region(self.place(eqn)))
+          names[id(stack)] = with_scope(stack, REGION + shown_region(self.scope_policy(eqn)))
         else:
           names[id(stack)] = without_scopes(stack, PREFIX)
       if names[id(stack)] is stack:

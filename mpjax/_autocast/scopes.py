@@ -21,7 +21,7 @@ from mpjax._jaxpr.locations import PREFIX, path_of
 from mpjax._jaxpr.steps import body_of
 from mpjax._policy.active import SCOPE as FULL_PRECISION
 from mpjax._policy.policy import Policy
-from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, around, first_match
+from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, first_match, with_enclosing
 
 REGION, POLICY_ENDS, LAYER_ENDS = (
   PREFIX + name for name in ("region=", "policy-ends=", "layer-ends=")
@@ -97,7 +97,7 @@ def scope_of(stack: NameStack) -> Scope:
   return tuple(part for name in names for part in name.split("/") if part)
 
 
-class Place(NamedTuple):
+class ScopePolicy(NamedTuple):
   """A scope, with the policy that marks and rules give it."""
 
   scope: Scope  # the names
@@ -112,11 +112,11 @@ class Place(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def place_at(scope: Scope, settings: Settings) -> Place:
+def policy_at(scope: Scope, settings: Settings) -> ScopePolicy:
   """Returns the policy of a scope."""
   region = next((name for name in reversed(scope) if name.startswith(REGION)), None)
   full = FULL_PRECISION in scope  # This also overrules the policy of an inner module.
-  policy = None if full else _policy_at(scope, region, settings)
+  policy = None if full else _innermost_policy(scope, region, settings)
   low = policy is not None and policy.compute_dtype in HALVES
   # A rule with None exempts a module, and `autocast` has no regions. There the user asked for
   # float32. A module with a float32 policy does not count.
@@ -131,7 +131,7 @@ def place_at(scope: Scope, settings: Settings) -> Place:
     inside = marks
   else:
     inside = (*marks, region)
-  return Place(
+  return ScopePolicy(
     scope=scope,
     policy=policy,
     compute_dtype=policy.compute_dtype if policy is not None and low else None,
@@ -143,16 +143,16 @@ def place_at(scope: Scope, settings: Settings) -> Place:
   )
 
 
-def shown_region(place: Place) -> str:
+def shown_region(scope_policy: ScopePolicy) -> str:
   """Returns the text of a region, as an audit reads it."""
-  innermost = next((name for name in reversed(place.scope) if name.startswith(REGION)), "")
+  innermost = next((name for name in reversed(scope_policy.scope) if name.startswith(REGION)), "")
   text = innermost.removeprefix(REGION)
   # Such a region has no policy, but its dtype is known.
-  is_called_in_low = text.startswith(AS_IT_IS_IN) and FULL_PRECISION not in place.scope
-  return text if is_called_in_low else region_of(place.policy)
+  is_called_in_low = text.startswith(AS_IT_IS_IN) and FULL_PRECISION not in scope_policy.scope
+  return text if is_called_in_low else region_of(scope_policy.policy)
 
 
-def _policy_at(scope: Scope, region: str | None, settings: Settings) -> Policy | None:
+def _innermost_policy(scope: Scope, region: str | None, settings: Settings) -> Policy | None:
   """Returns the policy of the innermost mark, or of the innermost scope that matches a rule."""
   if region is not None:
     return policy_of(region.removeprefix(REGION))
@@ -178,5 +178,5 @@ def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...], where: str)
   """Raises UnmatchedRuleError if the path of a rule matches no scope of a function."""
   record = ModuleRecord(PolicyConfig(policy=None, rules=rules, unmatched="raise"))
   # A rule may also match a scope that holds only other scopes, such as "Net" around "Net/up".
-  record.note_paths(around(step.location.path for step in body_of(program).every_step()))
+  record.note_paths(with_enclosing(step.location.path for step in body_of(program).every_step()))
   record.check(f"of {where}", 1, kind="jax.named_scope")

@@ -282,7 +282,7 @@ class _Names:
     self._owners = _owners(graph, parameters)
     self._weights = _weights(graph, self._owners)
     # The modules in which other values are, if their operation is in one.
-    self._homes: dict[Value, Path] = {}
+    self._modules: dict[Value, Path] = {}
     # The modules of the matmuls of the forward pass, by line.
     self._lines: dict[Source | None, set[Path]] = {}
 
@@ -291,14 +291,14 @@ class _Names:
     operands = _variable_operands(operation)
     # The modules of the parameters among the operands decide before those of the other values.
     own = [self._owners[v] for v in operands if v in self._owners]
-    inside = [self._homes[v] for v in operands if v in self._homes]
+    inside = [self._modules[v] for v in operands if v in self._modules]
     path = self._path(operation, own, inside)
     # A value of parameters alone, such as a cast or transposed weight, is in `_owners` already.
     is_of_parameters_alone = len(own) == len(operands)
     if (own or inside) and not is_of_parameters_alone and not operation.where.path:
       # The result of a layer belongs to the module around the layer.
       is_layer = len(set(own)) == 1 and not operation.joins
-      self._homes.update(dict.fromkeys(operation.results, path[:-1] if is_layer else path))
+      self._modules.update(dict.fromkeys(operation.results, path[:-1] if is_layer else path))
     return path
 
   def _path(self, operation: Operation, own: Sequence[Path], inside: Sequence[Path]) -> Path:

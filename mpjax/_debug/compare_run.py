@@ -23,7 +23,7 @@ from mpjax._debug.compare_modules import MOST, ComparedCall, Loop, Modules, find
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import Direction
-from mpjax._jaxpr.runner import Around, Observer, run
+from mpjax._jaxpr.runner import Enclosing, Observer, run
 from mpjax._jaxpr.steps import Body, Step, body_of
 
 _FORMAT = 2
@@ -265,7 +265,7 @@ class _Recorder(Observer):
   kept: Collection[int]
   taps: Mapping[int, Array]
 
-  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+  def begin(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> None:
     # A body starts with nothing seen: the runner carries what it sees out of the loop.
     self.seen = {}
     self._keep(body.inputs, values)

@@ -21,7 +21,7 @@ from mpjax._debug.arguments import Call, is_array, name_by_parameters
 from mpjax._debug.nonfinite_cause import Alternatives, advice
 from mpjax._debug.nonfinite_report import NonfiniteReport, Range
 from mpjax._debug.report import Advance, Pending
-from mpjax._debug.selectors import homes_of, selector
+from mpjax._debug.selectors import rule_paths_of, selector
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import MODULE, Source, lines_of_call
 from mpjax._jaxpr.primitives import Holds
@@ -271,7 +271,7 @@ class Finder:
       return f"mpjax.full_precision(fn)(x)  # for the code of {source},"
     if not path:
       return "a jax.named_scope here and a Rule with its path  #"
-    rule = Rule("float32", path=selector(module or path, homes_of(self.graph)))
+    rule = Rule("float32", path=selector(module or path, rule_paths_of(self.graph)))
     return f"{rule}  #"
 
 

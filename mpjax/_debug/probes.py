@@ -24,7 +24,7 @@ from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.in_float32 import is_low, results_in_float32
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.reader import Atom, aval_of, shape_of
-from mpjax._jaxpr.runner import Around, Observer
+from mpjax._jaxpr.runner import Enclosing, Observer
 from mpjax._jaxpr.steps import Body, Step
 
 _PASS_ON = frozenset(
@@ -120,7 +120,7 @@ def can_break(step: Step) -> bool:
   return not (facts.exact or facts.moves or facts.bounded)
 
 
-def births(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> dict[int, Array]:
+def newly_nonfinite(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> dict[int, Array]:
   """Returns which elements of each result broke, if the step can break.
 
   An element breaks if it is not finite though its operands are, or if it is NaN though they are
@@ -326,7 +326,7 @@ class FlagProbe(Observer):
     if some:
       yield frozenset(some)
 
-  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+  def begin(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> None:
     self.flags = dict[int, Array]()
     self._flag((*body.inputs, *body.consts), (*values, *body.consts.values()))
 
@@ -430,11 +430,11 @@ class FirstProbe(Observer):
   def __init__(self, uses: Uses, only: Collection[int], shown: Step | None = None) -> None:
     self.top, self.uses, self.only, self.shown = uses.top, uses, only, shown
 
-  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+  def begin(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> None:
     # For each value that does not count yet, the first step that broke each element.
     self.followed = dict[int, Array]()
     self.broken = list[Array]()  # the first step that broke, of each value that counts
-    self.indices = around.indices
+    self.indices = enclosing.indices
     _, self.place, self.rows = self.nothing()
     if body is self.top:
       self._take_arguments(body, values)
@@ -462,7 +462,7 @@ class FirstProbe(Observer):
     if step.number not in self.only or self.uses.literals.issuperset(step.outs):
       return
     # A result with a broken element passes the number on until something counts it.
-    masks = births(step, ins, outs)
+    masks = newly_nonfinite(step, ins, outs)
     for slot, mask in masks.items():
       self._take(slot, _number_where(mask, step.number))
     if step is self.shown:

@@ -156,11 +156,11 @@ def risks_of(graph: Graph, parameters: Collection[str] = ()) -> list[Risk]:
   rows: dict[tuple[RiskKind, str, Source | None], tuple[Operation, dict[Operation, None]]] = {}
   sinks = [*_Walk(graph, frozenset(parameters)).sinks()]
   # Low precision would make these matmuls a risk, so they are not reported as slow.
-  delicate = {rounding for kind, rounding, _ in sinks if kind != "float32 matmul"}
+  in_risks = {rounding for kind, rounding, _ in sinks if kind != "float32 matmul"}
   for kind, rounding, sink in sinks:
     is_wide = _is_wide_matmul(rounding)
     # A float32 matmul of inputs stands in for a rounding in the walk. It rounds nothing yet.
-    if is_wide and (kind != "float32 matmul" or rounding in delicate):
+    if is_wide and (kind != "float32 matmul" or rounding in in_risks):
       continue
     # One line may round several values, which have one cure.
     key = kind, rounding.where.path, rounding.where.source

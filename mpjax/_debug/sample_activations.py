@@ -29,11 +29,11 @@ from mpjax._debug.arguments import Call
 from mpjax._debug.compare_modules import ALL_BODIES, find_modules, module_paths
 from mpjax._debug.module_names import traced_with_modules
 from mpjax._debug.paths import is_inside, relative_to
-from mpjax._debug.selectors import homes_of
+from mpjax._debug.selectors import rule_paths_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import MODULE
 from mpjax._jaxpr.primitives import facts_of
-from mpjax._jaxpr.runner import Around, Observer, run
+from mpjax._jaxpr.runner import Enclosing, Observer, run
 from mpjax._jaxpr.steps import Body, Step, body_of
 from mpjax._optim.monitor_activations import (
   LARGEST_HEADROOM,
@@ -119,7 +119,7 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
     def measured() -> dict[str, Array]:
       # A derivative of the step must not enter the branch.
       arrays = jax.lax.stop_gradient(operands)
-      _, seen = run(body, arrays, _Statistics(watched, len(globs)), Around(axes=axes))
+      _, seen = run(body, arrays, _Statistics(watched, len(globs)), Enclosing(axes=axes))
       new = dict(zip(globs, _over_devices(seen, axes), strict=True))
       # Both branches need one type. In a `shard_map`, a state that differs by device is varying.
       return jax.tree.map(functools.partial(jnp.where, False), state.activations, new)
@@ -220,9 +220,13 @@ def _inside(path: str, activations: Mapping[str, set[int]]) -> set[int]:
 
 def _roots(body: Body) -> set[str]:
   """Returns the scopes that models run in: in Linen a model has one of its class."""
-  homes = homes_of(Graph(body)).items()
+  rule_paths = rule_paths_of(Graph(body)).items()
   # The part of a scope before the path of the module in its model is the root.
-  roots = {scope.removesuffix(home).rstrip("/") for scope, home in homes if scope.endswith(home)}
+  roots = {
+    scope.removesuffix(rule_path).rstrip("/")
+    for scope, rule_path in rule_paths
+    if scope.endswith(rule_path)
+  }
   return roots - {""}
 
 

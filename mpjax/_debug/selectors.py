@@ -6,25 +6,29 @@ from collections.abc import Mapping
 
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import MODULE
-from mpjax._policy.rules import Rule, around
+from mpjax._policy.rules import Rule, with_enclosing
 
 
-def homes_of(graph: Graph) -> dict[str, str]:
+def rule_paths_of(graph: Graph) -> dict[str, str]:
   """Returns by scope the path that rules match there. In a model it is relative to the root."""
-  homes = {each.where.path: each.where.marked(MODULE) for each in graph.operations}
+  rule_paths = {each.where.path: each.where.marked(MODULE) for each in graph.operations}
   # JAX moves a constant out of a scan without the scopes around it, so its path is only a tail.
-  tails = {path for path in homes if any(other.endswith(f"/{path}") for other in homes)}
+  tails = {path for path in rule_paths if any(other.endswith(f"/{path}") for other in rule_paths)}
   # A matmul is never a moved constant, so its path is a module.
   tails -= {each.where.path for each, *_ in graph.matmuls()}
   # A model under a policy marks its modules. Elsewhere the scope itself is the path.
-  return {k: k if home is None else home for k, home in homes.items() if k not in tails}
+  return {
+    k: k if rule_path is None else rule_path
+    for k, rule_path in rule_paths.items()
+    if k not in tails
+  }
 
 
-def selector(path: str, homes: Mapping[str, str]) -> str | re.Pattern[str]:
+def selector(path: str, rule_paths: Mapping[str, str]) -> str | re.Pattern[str]:
   """Returns a glob, or else a pattern, that matches a path and its scopes, and no other scope."""
   # The rule must match each scope of the module, and no other scope.
-  own = {path, *(scope for scope, home in homes.items() if home == path)}
-  every = around([*homes, *homes.values()]) | own
+  own = {path, *(scope for scope, rule_path in rule_paths.items() if rule_path == path)}
+  every = with_enclosing([*rule_paths, *rule_paths.values()]) | own
   names = path.split("/")
   scopes = "|".join(map(re.escape, sorted(own - {""})))
   # The shortest glob is easiest to read: try the last name first, then longer tails.

@@ -39,7 +39,7 @@ from mpjax._debug.ranges import gradient_of, ranges_of_call
 from mpjax._debug.ranges_plan import plan
 from mpjax._debug.ranges_report import HEADROOM
 from mpjax._debug.report import Advance, Pending
-from mpjax._debug.selectors import homes_of, selector
+from mpjax._debug.selectors import rule_paths_of, selector
 from mpjax._debug.tune_errors import (
   Pair,
   errors_alone,
@@ -61,7 +61,7 @@ from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.runner import Look, run_on_host
 from mpjax._jaxpr.steps import Body, body_of
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy
-from mpjax._policy.rules import Rule, around
+from mpjax._policy.rules import Rule, with_enclosing
 
 _CALL = "mpjax.tune(loss_fn, policy)"
 _FIX = 'Write mpjax.tune(loss_fn, "mixed_float16", tolerance=1e-2)(params, batch).'
@@ -241,7 +241,7 @@ class Tuner:
 
   Attributes:
     flops: the modules, by path, and the FLOPs of their matmuls.
-    homes: by path, the path that rules match there.
+    rule_paths: by path, the path that rules match there.
     exact: the gradient in float32.
     headroom: by path, how many times the values that a policy computes in low precision may grow in
       float16.
@@ -274,7 +274,7 @@ class Tuner:
     # The program returns ((loss, aux), gradients). Only paths of the first part begin with "0".
     self._gradients = slice(sum(path[0] == "0" for path in outputs), None)
     # Modules come from the program in float32. Every choice has the same modules.
-    self.flops, self.homes = modules_of(self.body), homes_of(Graph(self.body))
+    self.flops, self.rule_paths = modules_of(self.body), rule_paths_of(Graph(self.body))
     self._plan = plan(self.body, self.call.arguments(loss_fn))
     # Under the first policy alone, to see what it computes in low precision.
     self._low = Graph(self.call.traced(self.under(policies[0], ()))[0])
@@ -391,8 +391,8 @@ class Tuner:
     used = [each for each in self.policies if each in formats.values()]
     policy = used[0] if used else self.policies[0]
     # Rules match paths relative to the models.
-    by_home = {self.homes.get(path, path): each for path, each in formats.items()}
-    return policy, rules_for(by_home, self.homes, policy)
+    by_rule_path = {self.rule_paths.get(path, path): each for path, each in formats.items()}
+    return policy, rules_for(by_rule_path, self.rule_paths, policy)
 
   def _note_headroom(self, largest: Mapping[str, float]) -> None:
     """Notes the headroom of modules in a program in which all of them run in float16."""
@@ -409,7 +409,7 @@ class Tuner:
   def search(self) -> None:
     """Measures choices until one that reaches the goal is among them."""
     # One rule may match several modules, which are upgraded together.
-    groups = self._paths_by_home()
+    groups = self._paths_by_rule_path()
     flops = [sum(self.flops[path] for path in paths) for paths in groups.values()]
     # A later policy for all modules is often good, and bounds the cost of the search.
     cost_of_one = self._cost_of_one_policy([path for paths in groups.values() for path in paths])
@@ -477,7 +477,7 @@ class Tuner:
     """Whether the values of a module have too little headroom in float16."""
     return self.headroom.get(path, math.inf) < self.goal.headroom
 
-  def _paths_by_home(self) -> dict[str, list[str]]:
+  def _paths_by_rule_path(self) -> dict[str, list[str]]:
     """Returns the modules that may be upgraded, by the path that a rule matches.
 
     They have low-precision matmuls, or low-precision values with too little headroom.
@@ -488,7 +488,7 @@ class Tuner:
     groups = dict[str, list[str]]()
     for path, flops in self.flops.items():
       if (flops and path in low) or self._is_tight(path):
-        groups.setdefault(self.homes[path], []).append(path)
+        groups.setdefault(self.rule_paths[path], []).append(path)
     return groups
 
   def rows(self, low: Sequence[Array]) -> Iterator[ModuleReport]:
@@ -657,7 +657,8 @@ def rows_of(
   """Yields the report of each module, in the order of the function."""
   paths = dict.fromkeys((*forward, *pairs))  # A fixed order, since floating sums depend on it.
   for path in (path for path in flops if path in paths):
-    inside = [other for other in paths if path in around([other])]  # The module itself included.
+    # The module itself counts too.
+    inside = [other for other in paths if path in with_enclosing([other])]
     gradient = relative_error(pair for other in inside for pair in pairs.get(other, ()))
     # A loss may have no matmuls.
     share = flops[path] / max(sum(flops.values()), 1)
@@ -706,7 +707,7 @@ def modules_of(body: Body) -> dict[str, int]:
 
 
 def rules_for(
-  formats: Mapping[str, Policy], homes: Mapping[str, str], policy: Policy
+  formats: Mapping[str, Policy], rule_paths: Mapping[str, str], policy: Policy
 ) -> tuple[Rule, ...]:
   """Returns rules by which some paths have some policies, and the rest of the program `policy`."""
   # All modules have one other policy, for example float32.
@@ -717,11 +718,11 @@ def rules_for(
   upgrades, kept = list[Rule](), list[Rule]()
   for path, policy_of_path in formats.items():
     # A module has the rule of the nearest one around it.
-    outside = [other for other in around([path]) & formats.keys() if other != path]
+    outside = [other for other in with_enclosing([path]) & formats.keys() if other != path]
     # The longest path around a module is the nearest.
     inherited = formats[max(outside, key=len)] if outside else policy
     if policy_of_path != inherited:
-      rule = Rule(_inside(policy_of_path, inherited), path=selector(path, homes))
+      rule = Rule(_inside(policy_of_path, inherited), path=selector(path, rule_paths))
       # A rule with the base policy exempts a module from the rule around it.
       group = kept if policy_of_path == policy else upgrades
       group.append(rule)

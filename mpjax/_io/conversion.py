@@ -15,9 +15,9 @@ from mpjax._policy.rules import (
   ModuleRecord,
   PolicyConfig,
   Rule,
-  around,
   first_match,
   parse_config,
+  with_enclosing,
 )
 
 _WHERE = "mpjax.convert"
@@ -165,7 +165,7 @@ def _check_matches(config: PolicyConfig, paths: Iterable[Path], stacklevel: int)
   """Raises or warns if a rule matches no leaf and no node around one."""
   record = ModuleRecord(config)
   # A rule may name a node, so the paths above each leaf count as well.
-  record.note_paths(sorted(around("/".join(path) for path in paths)))
+  record.note_paths(sorted(with_enclosing("/".join(path) for path in paths)))
   record.check("in the tree", stacklevel + 1, kind="node")
 
 

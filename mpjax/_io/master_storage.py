@@ -15,7 +15,7 @@ from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.leaves import Path, path_text
 from mpjax._core.trees import in_low_precision
 from mpjax._core.types import Array, KeyPath, Leaf, PyTree
-from mpjax._optim.master_weights import MasterWeightsState, bounded, is_hole, join, split
+from mpjax._optim.master_weights import MasterWeightsState, bounded, has_no_master, join, split
 from mpjax._optim.train_state import TrainState
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ def masters_to_convert(
     place = f"{state_path}/master".lstrip("/")
     _refuse_17_bits(place, expected, stored, where)
     masters = _masters(state)
-    # A hole stands for a parameter that `optax.masked` left out. It has no array.
-    paths = {x: "/".join((place, *x)) for x, master in masters.items() if not is_hole(master)}
+    # A parameter that `optax.masked` left out has no master, and no array.
+    paths = {x: "/".join((place, *x)) for x, master in masters.items() if not has_no_master(master)}
     # Masters in the storage of the target are compared like all leaves.
     changed = {x: path for x, path in paths.items() if _storage_changes(path, expected, stored)}
     root = _root(masters, set(changed), params, place, where) if changed else None
@@ -105,7 +105,7 @@ def _refuse_17_bits(
 
 def _masters(state: MasterWeightsState) -> dict[Path, Leaf]:
   """Returns the masters of a state by path. A masked parameter has an `optax.MaskedNode`."""
-  leaves = jax.tree_util.tree_leaves_with_path(state.master, is_leaf=is_hole)
+  leaves = jax.tree_util.tree_leaves_with_path(state.master, is_leaf=has_no_master)
   # A float32 parameter has None: it is its own master.
   return {_names_of(path): master for path, master in leaves if master is not None}
 
@@ -127,7 +127,7 @@ def _root(
   """
   # A root fits if it has a parameter of the right shape for each master.
   roots = _roots(masters, params)
-  arrays = [x for x, master in masters.items() if not is_hole(master)]
+  arrays = [x for x, master in masters.items() if not has_no_master(master)]
   # Only masters of bfloat16 parameters are split. Others, such as those of float16, are float32
   # always.
   bfloat16 = {x for root in roots for x in arrays if params.leaves[root + x].dtype == jnp.bfloat16}
@@ -159,7 +159,7 @@ def _roots(masters: Mapping[Path, Leaf], params: _Parameters) -> list[Path]:
 
 def _belongs(path: Path, master: Leaf, params: _Parameters) -> bool:
   """Whether there is a parameter at `path` for a master, or a node for an `optax.MaskedNode`."""
-  if is_hole(master):
+  if has_no_master(master):
     return path in params.nodes
   param = params.leaves.get(path)
   return param is not None and in_low_precision(param) and param.shape == master.shape

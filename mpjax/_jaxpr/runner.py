@@ -25,7 +25,7 @@ from mpjax._jaxpr.reader import Inner, aval_of, dtype_of, mapped_with, shape_of
 from mpjax._jaxpr.steps import Body, Step
 
 
-class Around(NamedTuple):
+class Enclosing(NamedTuple):
   """The loops and devices around a body."""
 
   indices: tuple[Array, ...] = ()  # the numbers of the current iterations, the outermost loop first
@@ -37,7 +37,7 @@ class Around(NamedTuple):
     return self._replace(indices=(*self.indices, index))
 
 
-_TRACED = Around()
+_TRACED = Enclosing()
 
 
 class Observer:
@@ -52,14 +52,14 @@ class Observer:
   merges: ClassVar[bool] = True
   seen: PyTree = None  # the observations in this body so far
 
-  def of(self, body: Body, values: Sequence[Any], around: Around) -> Self:
+  def of(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> Self:
     """Returns the observer of a body, which runs with these arguments."""
     one = copy.copy(self)
     one.seen = self.nothing()
-    one.begin(body, values, around)
+    one.begin(body, values, enclosing)
     return one
 
-  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
+  def begin(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> None:
     """Looks at a body before it runs."""
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
@@ -107,14 +107,16 @@ Ran: TypeAlias = tuple[list[Any], PyTree]
 """The results of a body or of a step, and the observations."""
 
 
-def run(body: Body, values: Sequence[Any], observer: Observer, around: Around = _TRACED) -> Ran:
+def run(
+  body: Body, values: Sequence[Any], observer: Observer, enclosing: Enclosing = _TRACED
+) -> Ran:
   """Returns the results of a body for some arguments, and the observations."""
   env: dict[int, Any] = {**body.consts, **dict(zip(body.inputs, values, strict=True))}
-  watch = observer.of(body, values, around)
+  watch = observer.of(body, values, enclosing)
   for step, unread in zip(body.steps, body.last_reads, strict=True):
     ins = _operands(step, env)
-    if _is_entered(step, observer, around):
-      outs = _enter(step, ins, watch, around)
+    if _is_entered(step, observer, enclosing):
+      outs = _enter(step, ins, watch, enclosing)
     else:
       outs = watch.results_of(step, ins)
     env.update(zip(step.outs, outs, strict=True))
@@ -125,7 +127,7 @@ def run(body: Body, values: Sequence[Any], observer: Observer, around: Around = 
       env.pop(slot, None)
   outs = [slot.val if isinstance(slot, Literal) else env[slot] for slot in body.outputs]
   seen = watch.all_seen()
-  return outs, _varying(seen, around.axes) if observer.merges else seen
+  return outs, _varying(seen, enclosing.axes) if observer.merges else seen
 
 
 def _operands(step: Step, env: Mapping[int, Any]) -> list[Any]:
@@ -134,24 +136,24 @@ def _operands(step: Step, env: Mapping[int, Any]) -> list[Any]:
   return [_typed(slot, v) if isinstance(slot, Literal) else env[slot] for slot, v in pairs]
 
 
-def _is_entered(step: Step, observer: Observer, around: Around) -> bool:
+def _is_entered(step: Step, observer: Observer, enclosing: Enclosing) -> bool:
   """Whether the bodies of a step run step by step. Otherwise the step runs as one equation."""
   if not step.bodies:
     return False
-  is_compiled = not around.on_host
+  is_compiled = not enclosing.on_host
   depends_on_values = step.holds in (Holds.COND, Holds.WHILE)
   return observer.merges or not (is_compiled and depends_on_values)
 
 
-def _enter(step: Step, ins: Sequence[Any], watch: Observer, around: Around) -> list[Any]:
+def _enter(step: Step, ins: Sequence[Any], watch: Observer, enclosing: Enclosing) -> list[Any]:
   """Returns the results of a step that holds bodies; `watch` takes the observations in them."""
   ways = _ENTER[step.holds]
-  enter = ways.on_host if around.on_host else ways.traced
+  enter = ways.on_host if enclosing.on_host else ways.traced
   # The carry of a loop keeps the type of its start. A Python number would have a weak type.
   pairs = zip(ins, step.eqn.invars, strict=True)
   typed = [x if hasattr(x, "dtype") else _array(x, v) for x, v in pairs]
   with context_of(step.eqn):
-    outs, seen = enter(step, typed, watch, around)
+    outs, seen = enter(step, typed, watch, enclosing)
   watch.inside(seen)
   return watch.after(step, outs)
 
@@ -182,15 +184,20 @@ def _varying(seen: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
 # Running the bodies of steps under `jit`: observations are carried or returned.
 
 
-def _scan(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+def _scan(step: Step, ins: Sequence[Any], observer: Observer, enclosing: Enclosing) -> Ran:
   """Runs all iterations of a `scan`."""
   length = step.inner[0].times or 0
   start = jnp.asarray(length - 1 if step.inner[0].reverse else 0, jnp.int32)
-  return _iterations(step, ins, observer, around, start, length)
+  return _iterations(step, ins, observer, enclosing, start, length)
 
 
 def _iterations(
-  step: Step, ins: Sequence[Any], observer: Observer, around: Around, start: Array, length: int
+  step: Step,
+  ins: Sequence[Any],
+  observer: Observer,
+  enclosing: Enclosing,
+  start: Array,
+  length: int,
 ) -> Ran:
   """Runs some iterations of a `scan`, the first of which has the number `start`."""
   (body,), (inner,), reverse = step.bodies, step.inner, step.inner[0].reverse
@@ -201,7 +208,7 @@ def _iterations(
   def iteration(state: Any, x: tuple[Sequence[Any], PyTree]) -> tuple[Any, Any]:
     (index, seen, carry), (own, slices) = state, x
     watch = observer.in_iteration(slices)
-    outs, new = run(body, [*ins[:first], *carry, *own], watch, around.in_loop(index))
+    outs, new = run(body, [*ins[:first], *carry, *own], watch, enclosing.in_loop(index))
     # Observations that merge are carried. Others leave the loop stacked, one for each iteration.
     each = None if observer.merges else new
     if observer.merges:
@@ -209,13 +216,13 @@ def _iterations(
     following = index - 1 if reverse else index + 1
     return (following, seen, outs[: len(carry)]), (outs[len(carry) :], each)
 
-  state = (start, _varying(observer.nothing(), around.axes), [*ins[first:last]])
+  state = (start, _varying(observer.nothing(), enclosing.axes), [*ins[first:last]])
   xs = [*ins[last:]], observer.slices(step)
   (_, seen, carry), (ys, of_each) = jax.lax.scan(iteration, state, xs, length, reverse)
   return [*carry, *ys], seen if observer.merges else of_each
 
 
-def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+def _while(step: Step, ins: Sequence[Any], observer: Observer, enclosing: Enclosing) -> Ran:
   """Runs a `while` loop."""
   # JAX computes a condition where no observation can be returned. So it is computed at the end of
   # each iteration, and its result is part of the state.
@@ -223,18 +230,18 @@ def _while(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -
   of_test, of_body, carry = _parts_of(step, ins)
 
   def goes_on(carry: Sequence[Any], index: Array, seen: PyTree) -> tuple[Any, PyTree]:
-    (again,), new = run(test, [*of_test, *carry], observer, around.in_loop(index))
+    (again,), new = run(test, [*of_test, *carry], observer, enclosing.in_loop(index))
     return again, observer.merge(seen, new)
 
   def iteration(state: Any) -> Any:
     again, index, seen, carry = state
     operands = [*of_body, *carry, *_lanes(again)]
-    carry, new = run(body, operands, observer, around.in_loop(index))
+    carry, new = run(body, operands, observer, enclosing.in_loop(index))
     again, seen = goes_on(carry, index + 1, observer.merge(seen, new))
     return again, index + 1, seen, carry
 
   zero = jnp.zeros((), jnp.int32)
-  again, seen = goes_on(carry, zero, _varying(observer.nothing(), around.axes))
+  again, seen = goes_on(carry, zero, _varying(observer.nothing(), enclosing.axes))
   state = (again, zero, seen, carry)
   _, _, seen, carry = jax.lax.while_loop(lambda state: jnp.any(state[0]), iteration, state)
   return carry, seen
@@ -255,11 +262,11 @@ def _lanes(again: Any) -> list[Any]:
   return [again] if np.ndim(again) else []
 
 
-def _cond(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+def _cond(step: Step, ins: Sequence[Any], observer: Observer, enclosing: Enclosing) -> Ran:
   """Runs one branch of a `cond`."""
 
   def branch(body: Body, *operands: Any) -> Ran:
-    outs, seen = run(body, operands, observer, around)
+    outs, seen = run(body, operands, observer, enclosing)
     # A branch may return a literal, and all branches must return the same types.
     return [_array(x, v) for x, v in zip(outs, step.eqn.outvars, strict=True)], seen
 
@@ -268,20 +275,20 @@ def _cond(step: Step, ins: Sequence[Any], observer: Observer, around: Around) ->
   return jax.lax.switch(index.astype(jnp.int32), branches, *operands)
 
 
-def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, enclosing: Enclosing) -> Ran:
   """Runs the body of a `shard_map` on each device, and gathers the observations."""
   arguments, (body,) = mapped_with(step.eqn), step.bodies
   # `axis_names` is a set. The order of the mesh gives the devices a fixed order.
   axes = tuple(name for name in arguments["mesh"].axis_names if name in arguments["axis_names"])
 
   def one_device(indices: tuple[Array, ...], *operands: Any) -> Any:
-    outs, seen = run(body, operands, observer, Around(indices, (*around.axes, *axes)))
+    outs, seen = run(body, operands, observer, Enclosing(indices, (*enclosing.axes, *axes)))
     return outs, jax.tree.map(lambda x: _of_device(x, axes), seen)
 
   # The numbers of the iterations are the same on all devices. Observations have an axis of devices.
   arguments["in_specs"] = (jax.P(), *arguments["in_specs"])
   arguments["out_specs"] = (list(arguments["out_specs"]), jax.P(axes))
-  outs, seen = jax.jit(jax.shard_map(one_device, **arguments))(around.indices, *ins)
+  outs, seen = jax.jit(jax.shard_map(one_device, **arguments))(enclosing.indices, *ins)
   return outs, observer.of_devices(_gathered(seen, arguments["mesh"]))
 
 
@@ -316,8 +323,8 @@ class Look(Observer):
   steps: Mapping[int, Step] = dataclasses.field(default_factory=dict)  # all steps by number
   on_host: bool = False  # whether the current body runs step by step
 
-  def begin(self, body: Body, values: Sequence[Any], around: Around) -> None:
-    self.seen, self.on_host = {}, around.on_host
+  def begin(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> None:
+    self.seen, self.on_host = {}, enclosing.on_host
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     outs = self.compute(step, ins)
@@ -339,7 +346,7 @@ class Look(Observer):
 def run_on_host(body: Body, values: Sequence[Any], look: Look) -> list[Any]:
   """Returns the results of a function. The condition of a `while` runs unobserved."""
   look = dataclasses.replace(look, steps={step.number: step for step in body.every_step()})
-  return run(body, values, look, Around(on_host=True))[0]
+  return run(body, values, look, Enclosing(on_host=True))[0]
 
 
 _TOGETHER = 2**20
@@ -352,7 +359,7 @@ It counts elements and not bytes, so a function has the same groups under a poli
 # Running the bodies of steps on the host.
 
 
-def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, enclosing: Enclosing) -> Ran:
   """Runs a `scan` in groups of iterations that are compiled, or in single iterations."""
   (body,), (inner,) = step.bodies, step.inner
   length = inner.times or 0
@@ -364,7 +371,7 @@ def _scan_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Ar
     run_some = _compiled_iterations(step, observer)
   else:
     size = 1
-    run_some = _one_iteration(step, observer, around)
+    run_some = _one_iteration(step, observer, enclosing)
 
   first, last = inner.carry.start, inner.carry.stop
   constants, carry, xs = ins[:first], ins[first:last], ins[last:]
@@ -418,12 +425,12 @@ def _compiled_iterations(step: Step, observer: Observer) -> _Iterations:
   return run_some
 
 
-def _one_iteration(step: Step, observer: Observer, around: Around) -> _Iterations:
+def _one_iteration(step: Step, observer: Observer, enclosing: Enclosing) -> _Iterations:
   """Returns a function that runs one iteration of a `scan` step by step."""
   (body,), (inner,) = step.bodies, step.inner
 
   def run_some(ins: Sequence[Any], xs: Sequence[Any], start: int, count: int) -> list[Any]:
-    outs, _ = run(body, [*ins, *(x[start] for x in xs)], observer, around)
+    outs, _ = run(body, [*ins, *(x[start] for x in xs)], observer, enclosing)
     carried = len(inner.carry)
     return [*outs[:carried], *(jnp.asarray(y)[None] for y in outs[carried:])]
 
@@ -441,25 +448,27 @@ def _joined(parts: Sequence[Any]) -> Array:
   return jnp.asarray(np.concatenate(parts))
 
 
-def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+def _while_on_host(step: Step, ins: Sequence[Any], observer: Observer, enclosing: Enclosing) -> Ran:
   """Runs a `while` loop whose condition Python reads."""
   test, body = step.bodies
   of_test, of_body, carry = _parts_of(step, ins)
   goes_on = jax.jit(lambda values: run(test, values, Look())[0][0])
   advance = functools.partial(run, body, observer=observer)
-  advance = jax.jit(advance) if body.is_straight else functools.partial(advance, around=around)
+  advance = (
+    jax.jit(advance) if body.is_straight else functools.partial(advance, enclosing=enclosing)
+  )
   while bool(jnp.any(again := goes_on([*of_test, *carry]))):
     carry, picked = advance([*of_body, *carry, *_lanes(again)])
     observer.inside(picked)
   return carry, {}
 
 
-def _cond_on_host(step: Step, ins: Sequence[Any], observer: Observer, around: Around) -> Ran:
+def _cond_on_host(step: Step, ins: Sequence[Any], observer: Observer, enclosing: Enclosing) -> Ran:
   """Runs the branch of a `cond` that Python chooses."""
   index, *operands = ins
   # `jax.lax.switch` clamps the index.
   chosen = min(max(int(index), 0), len(step.bodies) - 1)
-  return run(step.bodies[chosen], operands, observer, around)
+  return run(step.bodies[chosen], operands, observer, enclosing)
 
 
 class _Ways(NamedTuple):

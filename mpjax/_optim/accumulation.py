@@ -11,7 +11,7 @@ from jax.core import Tracer
 from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, check_int, check_scalar
 from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
 from mpjax._optim.loss_scale import AccumulationState, refuse_scale_inside
-from mpjax._optim.master_weights import init_shown, marked, update_shown
+from mpjax._optim.master_weights import as_checked, init_in_float32, update_in_float32
 from mpjax._optim.optimizer_trees import (
   align_gradients,
   arrays_only,
@@ -71,14 +71,16 @@ def accumulate_gradients(
   def init(params: Params) -> AccumulationState:
     refuse_integers(params, f"{where}.init(params)")
     params = arrays_only(params)
-    inner_state = init_shown(inner, params, where)
+    inner_state = init_in_float32(inner, params, where)
     # With the scale inside, one overflowed micro-batch would turn the sum of the entire window into
     # inf.
     fix = "Swap the two: loss_scaling(accumulate_gradients(inner, every)) adds unscaled gradients."
     refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
     # The state holds float32 sums: in bfloat16 a sum stops growing after 256 equal gradients.
     zero, view = jnp.zeros((), jnp.int32), float32_view(params)
-    value = jnp.zeros((), jnp.float32) if _reads_value(inner, view, marked(inner_state)) else None
+    value = (
+      jnp.zeros((), jnp.float32) if _reads_value(inner, view, as_checked(inner_state)) else None
+    )
     new = AccumulationState(zero, zero, nothing_like(view), inner_state, value)
     return place_like(params, new)
 
@@ -106,7 +108,7 @@ def accumulate_gradients(
       # Divide by the true number of gradients, which differs from `every` after a restore. `real`
       # is the dtype of the magnitude: a complex sum is divided by a real count.
       mean = jax.tree.map(lambda t: t / count.astype(t.real.dtype), total)
-      return update_shown(inner, mean, inner_state, params, extra_args, f"{where}.update")
+      return update_in_float32(inner, mean, inner_state, params, extra_args, f"{where}.update")
 
     # Inside an open window `inner` does not run, so its counts and moments stay.
     new_updates, inner_state = step_or_skip(full, step, state.inner_state)

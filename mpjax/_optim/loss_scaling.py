@@ -39,7 +39,7 @@ from mpjax._optim.loss_scale import (
   unscale_tree,
   write_label,
 )
-from mpjax._optim.master_weights import init_shown, masters_in, update_shown
+from mpjax._optim.master_weights import init_in_float32, masters_in, update_in_float32
 from mpjax._optim.optimizer_trees import (
   align_gradients,
   arrays_only,
@@ -259,7 +259,7 @@ class LossScaling:
     """Returns the state before the first step."""
     if self.is_scaled:
       params = arrays_only(params)
-      inner_state = init_shown(self.inner, params, _INIT)
+      inner_state = init_in_float32(self.inner, params, _INIT)
       _warn_of_half(params, inner_state)
     else:
       # `NoLossScale`: `inner` gets the parameters in their own precision, as without a wrapper.
@@ -438,7 +438,7 @@ class LossScaling:
       # Computed inside of the step, so that a skipped branch computes no quotients.
       gradient = self._plain(inputs.grads, inputs) if inputs.stored is None else inputs.stored
       if self.is_scaled:
-        return update_shown(self.inner, gradient, inner_state, params, extra_args, _CALL)
+        return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
       shown = hide_untrained(params, params)
       new, new_inner = self.inner.update(gradient, inner_state, shown, **extra_args)
       # float32 gradients turn bfloat16 moments into float32. A state of another dtype compiles the

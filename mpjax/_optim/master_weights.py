@@ -136,30 +136,30 @@ class SplitMasterWeightsState(MasterWeightsState):
   """The state of `storage="split"`: `master` has an int16 remainder for a bfloat16 parameter."""
 
 
-class ShownMasterWeightsState(SplitMasterWeightsState):
+class CheckedMasterWeightsState(SplitMasterWeightsState):
   """The same, passed on by a wrapper that has checked parameters, and shows them in float32."""
 
 
-def is_hole(x: object) -> bool:
+def has_no_master(x: object) -> bool:
   """Whether a tree of masters has no master here: a float32 parameter, or one that is masked."""
   return x is None or isinstance(x, optax.MaskedNode)
 
 
 def is_remainder(x: Leaf) -> bool:
   """Whether a leaf of a tree of masters is the int16 remainder of a bfloat16 parameter."""
-  return not is_hole(x) and x.dtype == jnp.int16
+  return not has_no_master(x) and x.dtype == jnp.int16
 
 
 def map_masters(f: Callable[..., PyTree], master: PyTree, *trees: PyTree) -> PyTree:
-  """Returns `jax.tree.map` over a tree of masters whose holes are leaves, not empty subtrees."""
-  return jax.tree.map(f, master, *trees, is_leaf=is_hole)
+  """Returns `jax.tree.map` over a tree of masters. A missing master is a leaf, not a subtree."""
+  return jax.tree.map(f, master, *trees, is_leaf=has_no_master)
 
 
 def _trained(master: Leaf, param: Leaf) -> Leaf:
   """Returns the trained array: the master of a parameter, or the parameter itself."""
   if is_remainder(master):
     return join(param, master)
-  return param if is_hole(master) else master
+  return param if has_no_master(master) else master
 
 
 def master_weights(
@@ -211,8 +211,8 @@ def master_weights(
   where = "mpjax.master_weights(inner)"
   inner = check_inner(inner, where)
   check_choice(storage, get_args(Storage), "mpjax.master_weights(storage)")
-  # The class tells `init_shown` which kind of master to add. `update` goes by the dtype of each
-  # master, so that an existing state keeps its storage.
+  # The class tells `init_in_float32` which kind of master to add. `update` goes by the dtype of
+  # each master, so that an existing state keeps its storage.
   kind = MasterWeightsState if storage == "float32" else SplitMasterWeightsState
 
   def init(params: Params) -> MasterWeightsState:
@@ -230,7 +230,7 @@ def master_weights(
     check_params(params, f"{where}.update(params)")
     params = arrays_only(params)
     # The wrapper around has checked the stored parameters, and passes them on in float32.
-    if not isinstance(state, ShownMasterWeightsState):
+    if not isinstance(state, CheckedMasterWeightsState):
       _check_params_of(state.master, params, f"{where}.update(params)")
     grads = float32_view(align_gradients(updates, params, f"{where}.update(updates)"))
     # 1. `inner` makes its step from the masters, not from the rounded parameters.
@@ -242,7 +242,7 @@ def master_weights(
     def committed(m: Leaf, new: Leaf, p: Leaf, u: Leaf) -> tuple[Leaf, Leaf]:
       if is_remainder(m):
         return split_update(new, p)
-      return (u, m) if is_hole(m) else (update_to(new, p), bounded(new))
+      return (u, m) if has_no_master(m) else (update_to(new, p), bounded(new))
 
     pairs = map_masters(committed, state.master, moved, params, new_updates)
     # Each leaf is a pair of an update and a master. Separate the two trees.
@@ -269,7 +269,7 @@ def _check_params_of(master: PyTree, params: Params, where: str) -> None:
   # parameters in float32.
   def stored_with(m: Leaf, p: Leaf) -> Leaf:
     dtype = jnp.bfloat16 if is_remainder(m) else getattr(p, "dtype", jnp.bfloat16)
-    return p if is_hole(m) else jax.ShapeDtypeStruct(m.shape, dtype)
+    return p if has_no_master(m) else jax.ShapeDtypeStruct(m.shape, dtype)
 
   try:
     problems = tree_differences(map_masters(stored_with, master, params), params, dtypes=True)
@@ -290,7 +290,7 @@ def _check_params_of(master: PyTree, params: Params, where: str) -> None:
 # cannot see which parameters are stored in 16 bits. The next two functions tell it.
 
 
-def init_shown(
+def init_in_float32(
   inner: optax.GradientTransformationExtraArgs, params: Params, where: str
 ) -> OptState:
   """Returns the state of an `inner` that is shown `params` in float32, with all masters."""
@@ -320,7 +320,7 @@ def init_shown(
     raise reshaped(str(error)) from error
 
 
-def update_shown(
+def update_in_float32(
   inner: optax.GradientTransformationExtraArgs,
   grads: Grads,
   state: OptState,
@@ -329,15 +329,15 @@ def update_shown(
   where: str,
 ) -> tuple[Updates, OptState]:
   """Returns `inner.update` where `inner` is shown `params` in float32: updates lead to masters."""
-  # Compare the masters with the stored parameters once, in the outermost wrapper. `marked` tells
-  # `master_weights` inside that this is done.
+  # Compare the masters with the stored parameters once, in the outermost wrapper. `as_checked`
+  # tells `master_weights` inside that this is done.
   states = nodes_of(state, MasterWeightsState)
-  outermost = not any(isinstance(one, ShownMasterWeightsState) for one in states)
+  outermost = not any(isinstance(one, CheckedMasterWeightsState) for one in states)
   if outermost and params is not None:
     for one in states:
       _check_params_of(one.master, params, f"{where}(params)")
-  new_updates, new = inner.update(grads, marked(state), float32_view(params), **extra_args)
-  new = marked(new, SplitMasterWeightsState) if outermost else new
+  new_updates, new = inner.update(grads, as_checked(state), float32_view(params), **extra_args)
+  new = as_checked(new, SplitMasterWeightsState) if outermost else new
 
   # The caller selects between the new state and the old one, so both need the same structure.
   fix = "Let init make all that update returns: optax.snapshot measures in init, optax.monitor not."
@@ -346,14 +346,14 @@ def update_shown(
   # `inner` moved the float32 view of a parameter. A parameter with a float32 master has to reach
   # the rounded master from its stored value instead.
   def reach(master: Leaf, param: Leaf, update: Leaf) -> Leaf:
-    return update if is_hole(master) or is_remainder(master) else update_to(master, param)
+    return update if has_no_master(master) or is_remainder(master) else update_to(master, param)
 
   for one in nodes_of(new, MasterWeightsState):
     new_updates = map_masters(reach, one.master, params, new_updates)
   return new_updates, new
 
 
-def marked(opt_state: T, kind: type[SplitMasterWeightsState] = ShownMasterWeightsState) -> T:
+def as_checked(opt_state: T, kind: type[SplitMasterWeightsState] = CheckedMasterWeightsState) -> T:
   """Returns `opt_state` with each state of split masters as an instance of `kind`."""
   return map_states(lambda x: kind(*x) if isinstance(x, SplitMasterWeightsState) else x, opt_state)
 
@@ -362,10 +362,11 @@ def masters_in(opt_state: OptState, where: str) -> PyTree:
   """Returns the masters of all parts of a tree in one tree; None if there is no state of any."""
 
   def merge(a: PyTree, b: PyTree) -> PyTree:
-    # A hole may replace an entire subtree. Take the other tree there.
-    if is_hole(a) or is_hole(b):
-      return b if is_hole(a) else a
-    # Flatten by one level only, since holes at different depths must meet. A leaf is its own child.
+    # A place without a master may be an entire subtree. Take the other tree there.
+    if has_no_master(a) or has_no_master(b):
+      return b if has_no_master(a) else a
+    # Flatten by one level only, since such places at different depths must meet. A leaf is its own
+    # child.
     a_children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
     b_children, other = jax.tree.flatten(b, is_leaf=lambda x: x is not b)
     if treedef != other or any(child is a for child in a_children):
@@ -385,7 +386,7 @@ def merged_masters(opt_state: OptState) -> Params:
 
   def float32_only(master: Leaf) -> Leaf:
     # The update of a split master ends at the rounded master exactly, so none is needed.
-    return None if is_hole(master) or is_remainder(master) else master
+    return None if has_no_master(master) or is_remainder(master) else master
 
   return map_masters(float32_only, masters_in(opt_state, "mpjax.master_weights(inner)"))
 
@@ -428,7 +429,7 @@ def master_params(opt_state: OptState, params: Params = None) -> Params:
       "state."
     )
     raise MpjaxValueError(where, expected=expected, got="None", fix=fix)
-  return map_masters(lambda m: None if is_hole(m) else m, masters)
+  return map_masters(lambda m: None if has_no_master(m) else m, masters)
 
 
 def set_master_params(opt_state: T, params: Params) -> T:
@@ -467,7 +468,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
   _check_settable(opt_state)
 
   def put(path: KeyPath, old: Leaf, new: Leaf) -> Leaf:
-    if is_hole(old):
+    if has_no_master(old):
       return old
     if not is_floating(new) or jnp.shape(new) != old.shape:
       problems.append(f"{jax.typeof(new)} for float32{list(old.shape)} at {key_text(path)}")
@@ -478,7 +479,7 @@ def set_master_params(opt_state: T, params: Params) -> T:
     return put_like(split(new, new.astype(jnp.bfloat16)) if is_remainder(old) else new, old)
 
   def put_all(state: MasterWeightsState) -> MasterWeightsState:
-    new = jax.tree_util.tree_map_with_path(put, state.master, params, is_leaf=is_hole)
+    new = jax.tree_util.tree_map_with_path(put, state.master, params, is_leaf=has_no_master)
     return state._replace(master=new)
 
   try:

@@ -30,7 +30,7 @@ from mpjax._core.types import (
 )
 from mpjax._optim.apply_updates import check_rounding, round_stochastically
 from mpjax._optim.loss_scale import refuse_scale_inside
-from mpjax._optim.master_weights import init_shown, update_shown
+from mpjax._optim.master_weights import init_in_float32, update_in_float32
 from mpjax._optim.optimizer_trees import align_gradients, arrays_only, float32_view, merge_updates
 from mpjax._optim.wrapper_checks import check_inner, check_state
 from mpjax._policy.dtypes import parse_dtype
@@ -120,7 +120,7 @@ def state_dtype(
 
   def init(params: Params) -> OptState:
     params = arrays_only(params)
-    inner_state = init_shown(inner, params, _WHERE)
+    inner_state = init_in_float32(inner, params, _WHERE)
     if stochastic:
       fix = "Swap the two, loss_scaling(state_dtype(inner)): a skipped step takes no random bits."
       refuse_scale_inside(inner_state, _WHERE, got="mpjax.loss_scaling", fix=fix)
@@ -149,7 +149,7 @@ def state_dtype(
     containers = _types_in(grads if params is None else params)
     # Widen the stored moments, run `inner` in float32, round the new moments.
     wide = _in_float32(inner_state, dtypes, containers)
-    new_updates, new = update_shown(inner, float32_view(grads), wide, params, extra_args, call)
+    new_updates, new = update_in_float32(inner, float32_view(grads), wide, params, extra_args, call)
     # `inner` saw no integers and keys. Give them their leaves back, for `apply_updates`.
     new_updates = merge_updates(grads, new_updates, params)
     if not stochastic:

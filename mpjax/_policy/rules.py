@@ -373,7 +373,7 @@ def resolve_policy(
   module: Module,
   path: str,
   own: object,
-  around: ModulePolicy,
+  outer: ModulePolicy,
   *,
   all_matches: bool = False,
 ) -> ModulePolicy:
@@ -387,18 +387,18 @@ def resolve_policy(
     module: the module, and `path` where it is in the model.
     path: names joined by "/"; "" is the root.
     own: the value of the module's field for its own policy.
-    around: the policy of the module around.
+    outer: the policy of the module around.
     all_matches: whether to find the rules that an earlier match hides.
   """
-  inherited = around.inherited()
+  inherited = outer.inherited()
   # The order of the branches is the precedence.
-  if around.exempt:
+  if outer.exempt:
     resolved = inherited
   elif isinstance(own, Policy):
-    resolved = ModulePolicy(own, begins=own != around.policy)
+    resolved = ModulePolicy(own, begins=own != outer.policy)
   else:
     rule = first_match(config.rules, module, path)
-    resolved = inherited if rule is None else _policy_by(rule, around)
+    resolved = inherited if rule is None else _policy_by(rule, outer)
     # For audits alone, since a predicate of the user is called once more for each module.
     if rule is not None and all_matches:
       others = (each for each in config.rules if each is not rule)
@@ -406,9 +406,9 @@ def resolve_policy(
   return resolved._replace(output_dtype=_output_dtype(resolved.policy, config.policy))
 
 
-def _policy_by(rule: Rule, around: ModulePolicy) -> ModulePolicy:
-  """Returns the policy of a module that a rule matches, inside a module with policy `around`."""
-  begins = rule.policy != around.policy or rule != around.rule
+def _policy_by(rule: Rule, outer: ModulePolicy) -> ModulePolicy:
+  """Returns the policy of a module that a rule matches, inside a module with policy `outer`."""
+  begins = rule.policy != outer.policy or rule != outer.rule
   return ModulePolicy(rule.policy, rule, exempt=rule.policy is None, begins=begins)
 
 
@@ -420,7 +420,7 @@ def _output_dtype(*policies: Policy | None) -> DType | None:
   return None
 
 
-def around(paths: Iterable[str]) -> set[str]:
+def with_enclosing(paths: Iterable[str]) -> set[str]:
   """Returns paths with those of the modules around: "", "Net" and "Net/up" for "Net/up"."""
   levels = [path.split("/") for path in paths]
   return {"/".join(names[:n]) for names in levels for n in range(len(names) + 1)}

@@ -14,7 +14,7 @@ from mpjax._autocast.scopes import (
   REGION,
   end_of_layer,
   end_of_policy,
-  place_at,
+  policy_at,
   policy_of,
   region_of,
   scope_of,
@@ -80,8 +80,8 @@ EXACT, FLOAT32 = "mpjax.full_precision", "mpjax.region=float32"
   ],
 )
 def test_the_innermost_mark_decides(marks, dtype, as_written):
-  place = place_at(("Net", *(name for mark in marks for name in (mark, "layer"))), HALF)
-  assert (place.compute_dtype, place.as_written) == (dtype, as_written)
+  scope_policy = policy_at(("Net", *(name for mark in marks for name in (mark, "layer"))), HALF)
+  assert (scope_policy.compute_dtype, scope_policy.as_written) == (dtype, as_written)
 
 
 def two_regions(w, x):
@@ -143,8 +143,8 @@ def test_marks_go_through_transformations(way, outside):
   ],
 )
 def test_the_innermost_scope_may_mark_an_end(scope, dtype, ends_policy):
-  place = place_at(("Net", *scope), HALF)
-  assert (place.ends, place.ends_policy) == (dtype, ends_policy)
+  scope_policy = policy_at(("Net", *scope), HALF)
+  assert (scope_policy.ends, scope_policy.ends_policy) == (dtype, ends_policy)
 
 
 ENDS = {

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._debug.probes import FirstProbe, FlagProbe, births, can_break, uses_of
+from mpjax._debug.probes import FirstProbe, FlagProbe, can_break, newly_nonfinite, uses_of
 from mpjax._jaxpr.runner import run
 from mpjax._jaxpr.steps import body_of
 
@@ -101,7 +101,7 @@ def test_an_element_breaks_where_its_own_operands_do_not():
 
   def all_births(inputs):
     results = [fn(*args) for (fn, *_), args in zip(BIRTHS, inputs, strict=True)]
-    return [births(*each, [y]) for *each, y in zip(steps, inputs, results, strict=True)]
+    return [newly_nonfinite(*each, [y]) for *each, y in zip(steps, inputs, results, strict=True)]
 
   for found, (*_, wanted) in zip(jax.jit(all_births)(inputs), BIRTHS, strict=True):
     np.testing.assert_array_equal(*found.values(), wanted)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Literal
 
 import mpjax
-from mpjax._debug.selectors import homes_of
+from mpjax._debug.selectors import rule_paths_of
 from mpjax._debug.tune import (
   Goal,
   TunedCall,
@@ -84,8 +84,8 @@ def test_a_budget_is_met_by_the_cheapest_of_all_choices():
   assert len(report.evaluations) <= report.bound
   paths, good = ("Root", "Root/a", "Root/b"), []
   for chosen in (set(some) for n in range(4) for some in itertools.combinations(paths, n)):
-    homes = {path: path for path in ("", *paths)}
-    rules = rules_for({path: WIDE if path in chosen else HALF for path in paths}, homes, HALF)
+    rule_paths = {path: path for path in ("", *paths)}
+    rules = rules_for({path: WIDE if path in chosen else HALF for path in paths}, rule_paths, HALF)
     if error_of(loss_fn, args, rules, "mixed_bfloat16") <= budget:
       cast = mpjax.autocast(loss_fn, "mixed_bfloat16", rules=rules)
       good.append(programs.half_share(jax.make_jaxpr(jax.grad(cast))(*args)))
@@ -671,7 +671,7 @@ def test_rules_for_methods_select_the_same_in_linen_and_in_autocast():
   body = body_of(jax.make_jaxpr(jax.grad(lambda v: jnp.sum(Net().apply(v, x))))(variables))
   chosen = ["Net/emb", "Net/enc", "Net/rnn/LSTMCell_0/hi"]
   formats = {path: WIDE if path in chosen else HALF for path in modules_of(body)}
-  rules = rules_for(formats, homes_of(Graph(body)), HALF)
+  rules = rules_for(formats, rule_paths_of(Graph(body)), HALF)
   for apply in (
     mpjax.with_policy(Net(), HALF, rules=rules, unmatched="raise").apply,
     mpjax.autocast(Net().apply, HALF, rules=rules),

@@ -178,9 +178,9 @@ tests/integration/test_several_losses.py::test_a_sum_that_overflows_is_skipped_a
 mpjax/_optim/loss_scaling.py::LossScaling._step
 
 19 clipping, inside, sees scaled gradients; its result is unscaled
-- return update_shown(self.inner, gradient, inner_state, params, extra_args, _CALL)
+- return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
 + (same,) = inputs.grads.values()
-+ new, new_inner = update_shown(self.inner, same, inner_state, params, extra_args, _CALL)
++ new, new_inner = update_in_float32(self.inner, same, inner_state, params, extra_args, _CALL)
 + return self._plain({label: new for label in inputs.grads}, inputs), new_inner
 ::test_clipping_does_not_depend_on_the_scale
 
@@ -540,7 +540,7 @@ mpjax/_optim/master_weights.py::_check_params_of
 + False
 ::test_parameters_that_cannot_belong_to_the_state_raise
 
-mpjax/_optim/master_weights.py::update_shown
+mpjax/_optim/master_weights.py::update_in_float32
 
 64b float32 parameters pass for bfloat16 ones that a wrapper shows in float32
 - _check_params_of(one.master, params, f'{where}(params)')
@@ -576,8 +576,8 @@ mpjax/_optim/state_dtype.py::_parse_dtypes
 mpjax/_optim/state_dtype.py::state_dtype
 
 68a first moments are computed in the dtype that they are stored in
-- update_shown(inner, float32_view(grads), wide, params, extra_args, call)
-+ update_shown(inner, float32_view(grads), inner_state, params, extra_args, call)
+- update_in_float32(inner, float32_view(grads), wide, params, extra_args, call)
++ update_in_float32(inner, float32_view(grads), inner_state, params, extra_args, call)
 ::test_momentum_is_numpys_to_the_bit
 
 68b random bits are taken by skipped steps too, around a loss scale
@@ -638,7 +638,7 @@ mpjax/_autocast/consumers.py::_of_operation
 ::test_flags_behind
 
 78 a matmul in float32 by the user's precision takes operands that are rounded
-- if runs_as_written(eqn, place):
+- if runs_as_written(eqn, scope_policy):
 -   return Flag.FLOAT32
 ::test_flags_of_the_operand_of
 
@@ -734,12 +734,12 @@ mpjax/_autocast/operations.py::_is_widened
 ::test_the_addition_of_two_arrays_is_not_widened
 
 91 moves are widened as arithmetic is
-- not facts_of(eqn).arithmetic or rewriter.place(eqn).as_given
-+ rewriter.place(eqn).as_given
+- not facts_of(eqn).arithmetic or rewriter.scope_policy(eqn).as_given
++ rewriter.scope_policy(eqn).as_given
 ::test_arithmetic_runs_in_float32_for
 
 92 a dropout is widened, and returns another dtype than it is given
-- not facts_of(eqn).arithmetic or rewriter.place(eqn).as_given
+- not facts_of(eqn).arithmetic or rewriter.scope_policy(eqn).as_given
 + not facts_of(eqn).arithmetic
 tests/integration/test_layers.py::test_a_dropout_is_not_widened_for_its_consumers
 
@@ -849,7 +849,7 @@ mpjax/_autocast/activations.py::_by_the_rules
 mpjax/_debug/risks.py::risks_of
 
 112 the cure of a float32 matmul makes it low where that harms
-- is_wide and (kind != "float32 matmul" or rounding in delicate)
+- is_wide and (kind != "float32 matmul" or rounding in in_risks)
 + is_wide and kind != "float32 matmul"
 ::test_no_cure_lowers_a_float32_matmul_that_low_precision_would_harm
 

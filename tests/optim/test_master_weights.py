@@ -14,7 +14,7 @@ from mpjax._core.errors import kind_of
 from mpjax._optim.master_weights import (
   MasterWeightsState,
   bounded,
-  init_shown,
+  init_in_float32,
   join,
   split,
   stored,
@@ -282,7 +282,7 @@ def test_what_reshapes_the_tree_cannot_be_around_masters():
   other = MasterWeightsState({"w": None, "v": None}, ())
   expected, got = "master_weights to see", "another structure"
   with refused(TypeError, "test", expected, got, "optax.flatten"):
-    init_shown(optax.GradientTransformation(lambda p: other, STEEP.update), BOTH_KINDS, "test")
+    init_in_float32(optax.GradientTransformation(lambda p: other, STEEP.update), BOTH_KINDS, "test")
 
 
 # Split masters.
