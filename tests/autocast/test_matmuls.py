@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import mpjax
 from tests.autocast.rig import matmuls, with_jvp, with_vjp
 from tests.format_oracle import E4M3, quantised
-from tests.programs import bits, equations, products, s
+from tests.programs import bits, equations, mesh_of, products, s
 
 # The compute dtype or float32.
 
@@ -348,19 +348,15 @@ def test_a_weight_that_a_scan_uses_again_is_kept_once():
   assert ("float8_e4m3fn", 7 * 32 * 32) not in kept
 
 
-def mesh(kind):
-  return jax.make_mesh((2,), ("d",), axis_types=(kind,))
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_under_shard_map(check_vma):
-  spec = PartitionSpec("d")
+def test_under_shard_map(devices, check_vma):
+  spec = PartitionSpec("data")
 
   def fun(ws, x):
     def local(ws, x):
-      return jax.lax.psum(layers(ws, x), "d")
+      return jax.lax.psum(layers(ws, x), "data")
 
-    mapped = functools.partial(jax.shard_map, check_vma=check_vma, mesh=mesh(AxisType.Auto))
+    mapped = functools.partial(jax.shard_map, check_vma=check_vma, mesh=mesh_of(devices[:2]))
     return mapped(local, in_specs=(PartitionSpec(), spec), out_specs=PartitionSpec())(ws, x)
 
   # The same rows on both devices: the scales of both are those of one.
@@ -370,20 +366,6 @@ def test_under_shard_map(check_vma):
   for one, other in zip(found, wanted, strict=True):
     assert np.linalg.norm(one - 2 * other) < 2e-2 * np.linalg.norm(other)
   assert all(d.startswith("float8") for d, _ in matmuls(mpjax.autocast(fun, policy()), WS, x))
-
-
-def test_on_an_explicit_mesh():
-  here = mesh(AxisType.Explicit)
-  with jax.set_mesh(here):
-    x = jax.device_put(X, NamedSharding(here, PartitionSpec("d")))
-    ws = jax.device_put(WS, NamedSharding(here, PartitionSpec()))
-    for scaling in ("tensor", "row"):
-      given = policy(mpjax.Float8(skip=(), power_of_two=True, scaling=scaling))
-      found = jax.jit(jax.grad(mpjax.autocast(layers, given), (0, 1)))(ws, x)
-      assert jax.typeof(found[1]).sharding.spec == PartitionSpec("d", None)
-      wanted = jax.jit(jax.grad(mpjax.autocast(layers, given), (0, 1)))(WS, X)
-      for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert np.linalg.norm(one - other) < 2e-2 * np.linalg.norm(other)
 
 
 RECIPES = [{}, {"scaling": "row"}, {"power_of_two": True}, {"weight_grad": "half"}]

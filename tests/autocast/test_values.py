@@ -37,10 +37,3 @@ def test_the_number_of_a_literal_and_of_an_array_that_is_filled_with_one():
   assert FloatValue(array, number).number is None
   assert FloatValue(array, number._replace(numbers=(0.0, 1.0)), producer=FILLED).number is None
   assert FloatValue(literal, number._replace(numbers=None)).number is None
-
-
-@pytest.mark.parametrize("role", Role)
-def test_parameters_and_inputs_are_cast_at_each_use(role):
-  (variable,) = FILLED.outvars
-  kind = Kind(role, FLOAT32)
-  assert FloatValue(variable, kind).is_cast_once == (role not in (Role.PARAMETER, Role.INPUT))
