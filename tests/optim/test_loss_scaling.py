@@ -102,6 +102,22 @@ def test_without_scaling_nothing_is_added():
   assert str(found) == str(jax.make_jaxpr(CLIPPED.update)(PARAMS, plain, PARAMS))
 
 
+def test_clipping_does_not_depend_on_the_scale():
+  results, grads = [], gradients(np.random.default_rng(3), scale=10.0)
+  for scale in (1.0, 2.0**8, 2.0**20):
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    rig = Rig(mpjax.loss_scaling(inner, mpjax.StaticLossScale(scale)), PARAMS)
+    updates = rig.step(times(grads, scale))
+    np.testing.assert_allclose(optax.tree.norm(updates), 1.0, rtol=1e-6)
+    results.append(bits(rig.params))
+    # PyTorch's other order: clip the scaled gradients at max_norm times the scale.
+    clip = optax.clip_by_global_norm(scale)
+    clipped, _ = clip.update(times(grads, scale), clip.init(PARAMS))
+    for name, update in updates.items():
+      np.testing.assert_allclose(update, -clipped[name] / scale, rtol=1e-6)
+  assert results[0] == results[1] == results[2]
+
+
 def test_updates_that_are_not_finite():
   # The second derivative of lr: finite gradients, updates that overflow.
   inner = optax.chain(optax.trace(0.5), optax.scale(3e38))
@@ -139,25 +155,47 @@ def test_a_new_state_that_is_not_finite_is_not_committed():
   assert metric(rig.state, "consecutive_skips") == 0
 
 
-@pytest.mark.parametrize(
-  ("old", "new"),
-  [
-    *((number, number) for number in (np.inf, -np.inf, np.nan)),
-    *((np.inf, np.nan), (np.inf, -np.inf), (1.0, np.inf)),
-  ],
-)
-def test_a_number_of_the_state_counts_where_it_becomes_another_that_is_not_finite(old, new):
-  # A best loss may start at inf.
-  def step(updates, state, params=None):
-    return updates, {"best": jnp.full_like(state["best"], new), "count": state["count"] + 1}
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+def test_a_number_of_the_state_that_is_as_it_was_does_not_count(number):
+  # A best loss that starts at inf.
+  first = {"best": jnp.asarray([number, 1.0]), "count": jnp.int32(0)}
 
-  first = {"best": jnp.asarray([old, old]), "count": jnp.int32(0)}
+  def step(updates, state, params=None):
+    return updates, state | {"count": state["count"] + 1}
+
   rig = checked(optax.GradientTransformation(lambda params: first, step))
   rig.step(PARAMS)
-  bad = not np.array_equal(old, new, equal_nan=True)
-  assert (metric(rig.state, "skipped"), metric(rig.state, "bad_updates")) == (bad, bad)
-  assert rig.state.inner_state["count"] == (not bad)
-  np.testing.assert_array_equal(rig.state.inner_state["best"], [old, old])
+  assert metric(rig.state, "skipped") == 0
+  assert rig.state.inner_state["count"] == 1
+
+
+@pytest.mark.parametrize(("old", "new"), [(np.inf, np.nan), (np.inf, -np.inf), (1.0, np.inf)])
+def test_a_number_of_the_state_that_becomes_another_that_is_not_finite_counts(old, new):
+  def step(updates, state, params=None):
+    return updates, jnp.full_like(state, new)
+
+  rig = checked(optax.GradientTransformation(lambda params: jnp.full(2, old), step))
+  rig.step(PARAMS)
+  assert (metric(rig.state, "skipped"), metric(rig.state, "bad_updates")) == (1, 1)
+  assert rig.state.inner_state.tolist() == [old, old]
+
+
+def test_momentum_is_exact_while_the_scale_changes_every_step():
+  momentum = optax.sgd(0.1, 0.9)
+  config = mpjax.DynamicLossScale(init_scale=128, growth_interval=1)
+  rig, control = Rig(mpjax.loss_scaling(momentum, config), PARAMS), Rig(momentum, PARAMS)
+  rng, expected, skipped = np.random.default_rng(5), 2.0**7, 2
+  for i in range(10):
+    plain = gradients(rng)
+    assert metric(rig.state, "loss_scale") == expected
+    scaled = times(plain, expected)
+    if i == skipped:
+      scaled["b"] = jnp.asarray(jnp.inf)
+    else:
+      control.step(plain)
+    rig.step(scaled)
+    expected *= 0.5 if i == skipped else 2
+    assert_bit_equal((rig.params, rig.state.inner_state), (control.params, control.state))
 
 
 def test_the_loss_counts_if_it_is_passed():
