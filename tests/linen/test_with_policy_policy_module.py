@@ -82,8 +82,8 @@ def test_what_only_half_is_made_of_is_stored_in_half(variables):
   before, after = (apply.lower(v, IDS).compile() for v in (variables, found))
   assert bits(after(found, IDS)) == bits(before(variables, IDS))
   # Casts that only the sums of gradients need are left out where it is compiled.
-  costs: list[Any] = [program.cost_analysis()["bytes accessed"] for program in (before, after)]
-  assert costs[1] < costs[0]
+  costs: list[Any] = [program.cost_analysis() for program in (before, after)]
+  assert costs[1]["bytes accessed"] < costs[0]["bytes accessed"]
 
 
 def test_a_float32_rule_counts_also_for_what_is_shared(variables):
