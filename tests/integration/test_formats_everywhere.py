@@ -90,10 +90,8 @@ def test_results_and_gradients_are_sharded_as_those_of_jax(format, place):
     assert (one.shape, one.sharding) == (other.shape, other.sharding)
 
 
-@pytest.mark.parametrize("name", ["float8 block", "nvfp4"])
-def test_shards_have_the_numbers_of_whole_arrays(name):
-  # Of the others in tests/matmul and tests/autocast/test_matmuls.py.
-  format = FORMATS[name]
+@formats
+def test_shards_have_the_numbers_of_whole_arrays(format):
   place = Place(P("d", "m"), P("d", None), batch_shape=(72, 128), out=P("d", "m"))
   args = normal(1, place.weight_shape), normal(0, place.batch_shape), normal(2, (72, 256))
   wanted = jax.jit(gradients(place, policy_of(format)))(*args)
