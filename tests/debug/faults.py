@@ -204,6 +204,9 @@ BACKWARD = {
   "the gradient of a hidden logarithm": at(
     "div", lambda x: jnp.sum(jnp.where(x > 0, log(x), 0.0)), f32(0, 1), index=(0,)
   ),
+  "the gradient of a hidden root": at(
+    "mul", lambda x: jnp.sum(jnp.where(x > 0, sqrt(x), 0.0)), f32(0, 1), index=(0,)
+  ),
   # The slope of a root of 0 is inf, times the 0 of `where` NaN, and that times an input of 0.
   "a nan that meets zeros alone": at(
     "mul",
@@ -389,12 +392,19 @@ def _ended_lanes(n, x):
 
 
 MANY = {
+  "a lane of vmap": at("log", jax.vmap(log), f32(1, 2, 0, 4), index=(2,)),
   "a lane of vmap in a scan": at(
     "mul",
     jax.vmap(lambda x: scan(lambda c, _: multiply(c, x), x, None, length=30)),
     f32(1, 2, 100, 4),
     iteration=18,
     index=(2,),
+  ),
+  "a device of shard map": at(
+    "log",
+    on_devices(lambda x: jax.lax.psum(jnp.sum(log(x)), "data"), jax.P()),
+    jnp.ones(8).at[3].set(0),
+    device={"data": 3},
   ),
   "a device of an explicit mesh": at(
     "log",

@@ -1,7 +1,9 @@
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import named_scope
+from jax.random import key
 
 from mpjax._debug.arguments import Call
 from mpjax._debug.module_names import has_models, traced_with_modules, with_models
@@ -14,6 +16,12 @@ def paths_of(fn, *args):
   """Returns the paths of the matmuls."""
   program = traced_with_modules(fn, Call(args, {}))
   return [operation.where.path for operation, *_ in Graph(program).matmuls()]
+
+
+def test_modules_of_linen():
+  model = nn.Sequential([nn.Dense(4), nn.Dense(2)])
+  variables = model.init(key(0), X)
+  assert paths_of(model.apply, variables, X) == ["Sequential/layers_0", "Sequential/layers_1"]
 
 
 def test_modules_of_nnx():

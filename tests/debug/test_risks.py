@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import mpjax
+from tests.models import vision
 from tests.models.catalogue import MODELS
 from tests.models.values import filled, normal, shapes
 from tests.programs import relative_error, run
@@ -533,7 +534,109 @@ def test_differences_that_lose_nothing_are_none(model, dtype):
   assert low <= 1.1 * by_hand
 
 
-# Ordinary networks have none: also those of test_leaks.py.
+# Ordinary networks have none
+
+
+def rotary(x):
+  half = x.shape[-1] // 2
+  angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
+  cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+  left, right = jnp.split(x, 2, axis=-1)
+  return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
+
+
+class Block(nn.Module):
+  rope: bool
+
+  @nn.compact
+  def __call__(self, x):
+    h = nn.RMSNorm()(x)
+    q, k, v = (nn.DenseGeneral((2, 8))(h) for _ in range(3))
+    if self.rope:
+      q, k = rotary(q), rotary(k)
+    x = x + nn.DenseGeneral(16, axis=(-2, -1))(
+      jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    )
+    h = nn.RMSNorm()(x)
+    return x + nn.Dense(16)(jax.nn.silu(nn.Dense(32)(h)) * nn.Dense(32)(h))
+
+
+class Gpt(nn.Module):
+  rope: bool = True
+
+  @nn.compact
+  def __call__(self, ids):
+    embed = nn.Embed(17, 16)
+    x = embed(ids)
+    for _ in range(2):
+      x = nn.Dropout(0.1, deterministic=False)(Block(self.rope)(x))
+    return embed.attend(nn.RMSNorm()(x))
+
+
+class Experts(nn.Module):
+  """Each token to the two experts of the largest gates."""
+
+  @nn.compact
+  def __call__(self, x):
+    gates, chosen = jax.lax.top_k(jax.nn.softmax(nn.Dense(4)(x)), 2)
+    gates = gates / gates.sum(-1, keepdims=True)
+    weights = (jax.nn.one_hot(chosen, 4) * gates[..., None]).sum(-2)
+    up = self.param("up", nn.initializers.lecun_normal(), (4, 16, 32))
+    down = self.param("down", nn.initializers.lecun_normal(), (4, 32, 16))
+    return jnp.einsum("te,ted->td", weights, jnp.einsum(
+      "tef,efd->ted", jax.nn.gelu(jnp.einsum("td,edf->tef", x, up)), down
+    ))  # fmt: skip
+
+
+class Resnet(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.max_pool(nn.relu(nn.Conv(8, (3, 3))(x)), (2, 2))
+    h = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(8, (3, 3))(x)))
+    x = nn.relu(x + nn.BatchNorm(use_running_average=False)(nn.Conv(8, (3, 3))(h)))
+    return nn.Dense(10)(x.mean((1, 2)))
+
+
+class Recurrent(nn.Module):
+  @nn.compact
+  def __call__(self, ids):
+    return nn.Dense(17)(nn.RNN(nn.OptimizedLSTMCell(16))(nn.Embed(17, 16)(ids)))
+
+
+IDS = np.arange(12).reshape(2, 6)
+IMAGES = normal(3, 8, 8, 3)
+NETWORKS = {
+  "gpt_rope": (Gpt(), IDS),
+  "gpt": (Gpt(rope=False), IDS),
+  "experts": (Experts(), jnp.ones((6, 16))),
+  "resnet": (Resnet(), IMAGES),
+  "lstm": (Recurrent(), IDS),
+  "vit": (vision.Vit(), IMAGES),
+  "unet": (vision.UNet(), IMAGES, jnp.ones(3)),
+  "vae": (vision.VAE.linen(None), IMAGES),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_an_ordinary_network_has_none(name, dtype):
+  model, *inputs = NETWORKS[name]
+  key = jax.random.key(0)
+  rngs = {"params": key, "dropout": key}
+  variables = jax.eval_shape(model.init, rngs, *inputs)
+  policied = mpjax.with_policy(model, f"mixed_{dtype}")
+
+  def loss(params, *inputs):
+    out, _ = policied.apply(
+      {**variables, "params": params}, *inputs, rngs=rngs, mutable=["batch_stats"]
+    )
+    if jax.tree.leaves(out)[0].shape[-1] == 17:
+      return -jax.nn.log_softmax(out).mean()
+    return sum(jnp.square(x.astype("float32")).mean() for x in jax.tree.leaves(out))
+
+  variables = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), dict(variables))
+  params = variables.pop("params")
+  assert mpjax.audit(jax.value_and_grad(loss))(params, *inputs).risks == ()
 
 
 @pytest.mark.accuracy

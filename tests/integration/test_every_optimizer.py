@@ -248,6 +248,12 @@ def test_what_is_refused_says_what_to_use_instead():
 # Outside of a wrapper, and beside one.
 
 SMALL = {"w": jnp.asarray([1.0, -2.0]), "b": jnp.asarray([0.5])}
+SMALL_GRADS = {"w": jnp.asarray([0.25, 1.0]), "b": jnp.asarray([2.0])}
+
+
+def scaled(grads, bad=None):
+  grads = jax.tree.map(lambda g: g * 1024, grads)
+  return grads if bad is None else grads | {"b": jnp.asarray([bad])}
 
 
 class Momentum(NamedTuple):
@@ -336,3 +342,16 @@ def test_n8_two_scales_in_one_chain_are_refused(chain):
   # A tuple that no chain has created is of a step: a state beside a pair of its own.
   beside = (masks[0].init(SMALL), (jnp.zeros(2), jnp.ones(2)))
   assert int(mpjax.loss_scaling_metrics(beside)["total"]) == 0
+
+
+def test_growing_the_tree_in_the_middle_of_a_run():
+  tx = mpjax.loss_scaling(optax.adam(0.1))
+  _, state = tx.update(scaled(SMALL_GRADS, np.inf), tx.init(SMALL), SMALL)
+  grown = SMALL | {"new": jnp.ones(2)}
+  with pytest.raises(mpjax.errors.MpjaxValueError, match=r"nothing at \['new'\]"):
+    tx.update(SMALL_GRADS, state, grown)
+  fresh = tx.init(grown)
+  assert mpjax.loss_scaling_metrics(fresh)["loss_scale"] == 2.0**15, "nothing is carried silently"
+  scale = float(mpjax.loss_scaling_metrics(state)["loss_scale"])
+  carried = mpjax.states.set_loss_scale(fresh, scale)
+  assert mpjax.loss_scaling_metrics(carried)["loss_scale"] == 2.0**14

@@ -1,5 +1,7 @@
 """Matmuls whose result leaves in float32 return the sum of their low-precision operands."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -60,6 +62,82 @@ def test_the_sum_is_not_rounded_and_gradients_multiply_in_low_precision(way):
   grads, out = programs.run(jax.grad(loss, (0, 1, 2), has_aux=True), W, BIAS, X)
   np.testing.assert_array_equal(out, WANTED.astype(np.float32))
   np.testing.assert_allclose(grads[1], np.asarray(normal(4, 3)).sum(0), rtol=1e-6)
+
+
+def test_all_readers_of_a_result_read_what_is_returned():
+  # A prediction, a probability, what is sown for debugging: none of them rounds the logits.
+  class Model(nn.Module):
+    read: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+      y = nn.Dense(3)(x)
+      if not self.read:
+        return y
+      self.sow("intermediates", "y", y)
+      return y, y.argmax(-1), nn.softmax(y), nn.Dense(2)(y)
+
+  x, kernel = np.asarray([[1.0, 1.0]], np.float32), np.asarray([[256.0, 256, 1], [0, 1, 1]])
+  dense = {"kernel": kernel.astype(np.float32), "bias": np.zeros(3, np.float32)}
+  other = {"kernel": np.ones((3, 2), np.float32), "bias": np.zeros(2, np.float32)}
+
+  def returned(read):
+    model = mpjax.linen.with_policy(Model(read), "mixed_bfloat16")
+    params = {"Dense_0": dense, **({"Dense_1": other} if read else {})}
+    return programs.run(lambda p: model.apply({"params": p}, x), params)
+
+  logits, best, probabilities, _ = returned(True)
+  np.testing.assert_array_equal(logits, [[256, 257, 2]])
+  np.testing.assert_array_equal(logits, returned(False))
+  np.testing.assert_array_equal(best, [1])
+  np.testing.assert_allclose(probabilities[0, 1], 1 / (1 + np.exp(-1)), rtol=1e-6)
+
+
+def test_a_rounding_that_somebody_asked_for_stays():
+  # An `output_dtype` in low precision, a layer before another one, a state that is kept.
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      y, z = nn.Dense(3)(x), nn.Dense(3)(x)
+      kept = self.variable("cache", "z", jnp.zeros_like, z)
+      kept.value = z
+      return y, nn.Dense(3)(nn.Dense(8)(x))
+
+  x = jnp.ones((2, 8))
+  kernel = nn.Dense(3).init(jax.random.key(0), x)
+  low = mpjax.linen.with_policy(nn.Dense(3), "bfloat16")
+  assert low.apply(kernel, x).dtype == HALF
+  assert [p.result for p in programs.products(jax.make_jaxpr(low.apply)(kernel, x))] == [
+    f"{HALF}[2,3]"
+  ]
+  variables = {"params": Model().init(jax.random.key(0), x)["params"]}
+  apply = mpjax.linen.with_policy(Model(), "mixed_bfloat16").apply
+  apply = functools.partial(apply, mutable=["cache"])
+  program, (_, state) = jax.make_jaxpr(apply, return_shape=True)(variables, x)
+  results = [p.result for p in programs.products(program)]
+  assert results == ["float32[2,3]", f"{HALF}[2,3]", f"{HALF}[2,8]", "float32[2,3]"]
+  assert state["cache"]["z"].dtype == HALF  # As the model gives it by hand.
+
+
+class Routed(nnx.Module):
+  """A router that asks for float32 itself, before a layer that does not."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.router = nnx.Linear(8, 8, preferred_element_type=jnp.float32, rngs=rngs)
+    self.down = nnx.Linear(8, 2, rngs=rngs)
+
+  def __call__(self, x):
+    return self.down(nnx.softmax(self.router(x)))
+
+
+def test_the_preferred_element_type_of_the_user_is_kept():
+  view = mpjax.nnx.with_policy(Routed(), "c=bf16")
+  found = programs.products(jax.make_jaxpr(view)(normal(5, 8)))
+  assert [(p.dtypes, p.result) for p in found] == [
+    ((HALF, HALF), "float32[5,8]"),
+    ((HALF, HALF), f"{HALF}[5,2]"),
+  ]
 
 
 def test_what_a_cpu_needs_is_not_in_a_program_for_a_gpu():

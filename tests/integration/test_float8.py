@@ -18,13 +18,14 @@ import mpjax
 from tests.errors import refused
 from tests.models import parts
 from tests.models.parts import Part, module
-from tests.models.values import shapes
+from tests.models.values import filled, shapes
 from tests.programs import bits, products
 from tests.scripts import benchmark
 
 POLICY = mpjax.Policy(
   compute_dtype="bfloat16", output_dtype="float32", matmul=mpjax.Float8(skip=())
 )
+EXACT = dataclasses.replace(POLICY, matmul=mpjax.Float8(skip=(), power_of_two=True))
 FORWARD = ("float8_e4m3fn", "float8_e4m3fn")
 BACKWARD = ("float8_e5m2", "float8_e4m3fn")
 HALF = ("bfloat16", "bfloat16")
@@ -176,6 +177,34 @@ def test_projections_of_a_kernel_that_takes_low_precision_alone():
   found = jax.make_jaxpr(jax.grad(loss))(variables)
   weights = [p.result for p in products(found) if p.dtypes == BACKWARD]
   assert sum(result.startswith("float32") for result in weights) == 4
+
+
+# A step with an inf.
+
+
+MLP = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(16)])
+X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_step_with_an_inf_is_skipped(bad):
+  model, params = mpjax.linen.with_policy(MLP, EXACT), filled(shapes(MLP, X))
+  tx = mpjax.loss_scaling(optax.adam(1e-2), mpjax.StaticLossScale(2**10))
+  state = tx.init(params)
+
+  @jax.jit
+  def step(params, state, x):
+    loss_fn = lambda params: jnp.mean((model.apply(params, x) - x) ** 2)  # noqa: E731
+    _, grads = mpjax.value_and_grad(loss_fn, state)(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params, state = step(params, state, X)
+  spoiled = X.copy()
+  spoiled[3, 4] = bad
+  after, new = step(params, state, spoiled)
+  assert int(mpjax.loss_scaling_metrics(new)["skipped"]) == 1
+  assert bits((after, new.inner_state)) == bits((params, state.inner_state))
 
 
 # What a GPU would run. These are skipped where JAX's plugin for CUDA is not installed.

@@ -12,7 +12,9 @@ from flax import nnx
 
 import mpjax
 from tests.linen.probes import KEY, X, dtypes
+from tests.models import layers
 from tests.models.catalogue import LAYERS, applied, linen, nnx_
+from tests.models.values import normal
 from tests.programs import bits, dtypes_of, products, run
 
 # The models are written as their users write them.
@@ -136,6 +138,25 @@ def test_what_is_told_of_a_cell_over_time_before_it_runs():
 
 
 # Attention
+
+
+@pytest.mark.parametrize("half", HALF)
+@FRAMEWORKS
+def test_a_fully_masked_row_stays_finite(framework, half):
+  attention, x = layers.LAYERS["attention"], normal(1, 3, 8)
+  mask = np.asarray([[[[True, False, False], [True, True, False], [False, False, False]]]])
+  layer = {
+    "linen": linen(attention.linen, (x,), applied(mask=mask)),
+    "nnx": nnx_(attention.nnx, (x,), lambda model, x: model(x, mask=mask)),
+  }[framework]
+  stored, rest, inputs = layer.arguments()
+
+  def loss(params, policy=f"mixed_{half}"):
+    return under(layer, policy)(params, rest, inputs)[0].sum()
+
+  wanted, (out, grads) = run(lambda p: (loss(p, None), jax.value_and_grad(loss)(p)), stored)
+  np.testing.assert_allclose(out, wanted, atol=0.05)
+  assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
 
 
 # Layers around layers

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests import programs
@@ -10,11 +11,13 @@ from tests.models.kernels import (
   any_attention,
   attention_block,
   cudnn_attention,
+  half_attention,
   pretend_cudnn,
 )
 from tests.models.values import normal
 
 X = normal(2, 64, 16)
+EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 def entry(framework, part):
@@ -30,18 +33,27 @@ def call_of(framework, part, half=None):
   return lambda params: call(params, rest, (X,))[0]
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("half", EPS)
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_a_kernel_gets_low_precision_as_by_hand(framework, half, monkeypatch):
+@pytest.mark.parametrize("kernel", [half_attention, cudnn_attention])
+def test_a_kernel_gets_low_precision_as_by_hand(kernel, framework, half, monkeypatch):
   # For CUDA as far as one comes without it: traced and lowered, as the model by hand is.
   pretend_cudnn(monkeypatch)
   params = entry(framework, attention_block(any_attention)).arguments()[0]
-  ours = call_of(framework, attention_block(cudnn_attention), half)
-  by_hand = call_of(framework, attention_block(cudnn_attention, half))
+  ours = call_of(framework, attention_block(kernel), half)
+  by_hand = call_of(framework, attention_block(kernel, half))
   with pytest.raises(NotImplementedError, match="must be fp16/bf16"):
-    jax.make_jaxpr(call_of(framework, attention_block(cudnn_attention)))(params)
-  for call in (ours, by_hand):
-    traced = jax.jit(jax.value_and_grad(lambda p, call=call: jnp.sum(call(p)))).trace(params)
-    assert all(product.is_low_precision for product in programs.products(traced.jaxpr))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__cudnn$fmha") == 2
+    jax.make_jaxpr(call_of(framework, attention_block(kernel)))(params)
+  traced = [
+    jax.jit(jax.value_and_grad(lambda p, call=call: jnp.sum(call(p)))).trace(params)
+    for call in (ours, by_hand)
+  ]
+  assert all(product.is_low_precision for product in programs.products(traced[0].jaxpr))
+  calls = [
+    each.lower(lowering_platforms=("cuda",)).as_text().count("@__cudnn$fmha") for each in traced
+  ]
+  assert calls == [2, 2] if kernel is cudnn_attention else [0, 0]
+  if kernel is half_attention:
+    exact = call_of(framework, attention_block(any_attention))
+    want, got = programs.run(lambda params: (exact(params), ours(params)), params)
+    assert programs.relative_error(got, np.asarray(want)) < 4 * EPS[half]

@@ -279,3 +279,20 @@ def test_n11_partitioned_parameters_of_flax(eight_devices):
       model = nnx.Linear(8, 16, param_dtype=dtype, kernel_init=kernel, rngs=nnx.Rngs(0))
       optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     assert optimizer.opt_state.inner_state.master["kernel"].sharding == where
+
+
+def test_an_optimizer_of_nnx():
+  outs = []
+  for storage in STORAGES:
+    model = nnx.Linear(8, 16, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    tx = mpjax.loss_scaling(masters(storage)(optax.adam(1e-2)))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for factor in range(3):
+      x = jnp.full((1, 8), factor, jnp.bfloat16)
+      loss = lambda model, x=x: jnp.mean(model(x).astype(jnp.float32) ** 2)  # noqa: E731
+      _, grads = mpjax.value_and_grad(loss, optimizer)(model)
+      optimizer.update(model, grads)
+    all_params = nnx.as_pure(nnx.state(model, nnx.Param))
+    all_masters = mpjax.states.master_params(nnx.as_pure(optimizer.opt_state), all_params)
+    outs.append((nnx.to_pure_dict(all_params), nnx.to_pure_dict(all_masters)))
+  assert_bit_equal(*outs)

@@ -330,3 +330,21 @@ def test_any_policy_goes_on_from_any_other(old, new, checkpoints):
   assert compiled["train_step"] == 0
   # And back: nothing was lost on the way.
   assert bits(weights(begin_from(old, after))) == bits(weights(after))
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_float32_weights_train_on_in_half_with_exact_masters(half, checkpoints):
+  full = training("float32")[0].params
+  target = mpjax.Policy.parse(half).cast_to_param(full)
+  with ocp.StandardCheckpointer() as checkpointer:
+    raw = checkpointer.restore(checkpoints / "float32")["params"]
+  with pytest.raises(
+    mpjax.errors.MpjaxValueError, match=rf"float32\[4, 5\] for {half}\[4, 5\] at Dense_1"
+  ):
+    mpjax.checkpoints.restore_like(target, raw)
+  params = mpjax.checkpoints.restore_like(target, raw, cast=True)
+  opt_state = mpjax.master_weights(ADAM).init(params)
+  opt_state = mpjax.states.set_master_params(opt_state, mpjax.checkpoints.restore_like(full, raw))
+  saved = trained("float32").params
+  assert bits(mpjax.states.master_params(opt_state)) == bits(saved)
+  assert bits(params) == bits(jax.tree.map(lambda x: np.asarray(x).astype(half), saved))

@@ -9,9 +9,12 @@ import pytest
 from tests.campaign import rig, run
 
 SIZES = rig.Sizes(runs=7, steps=24)
-SETUPS = [run.SETUPS[0]._replace(parts=2), run.SETUPS[5], run.BY_HAND[2]]
-"""Both half types, masters, micro-batches, averages and lanes; of float32, clips and a schedule see
-tests/integration/test_several_losses.py."""
+SETUPS = [
+  run.SETUPS[0]._replace(parts=2),
+  *(run.SETUPS[i] for i in (2, 5)),
+  run.BY_HAND[2],
+]
+"""Each dtype to compute in and to store; micro-batches, averages, lanes, clips and a schedule."""
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")

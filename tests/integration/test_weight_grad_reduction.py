@@ -78,6 +78,8 @@ def test_gradients_are_added_up_in_float32(devices, kind):
   [
     ("float32", "float32", None),
     ("float32", "float16", None),
+    ("float32", "bfloat16", "bfloat16"),
+    ("float32", "float16", "float32"),
     ("bfloat16", "bfloat16", "float32"),
   ],
 )

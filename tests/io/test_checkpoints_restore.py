@@ -177,12 +177,10 @@ def test_a_misfit_is_seen_before_anything_is_read(tmp_path, monkeypatch):
 def test_a_cast_that_overflows_is_an_error(through, tmp_path):
   saved = {"w": jnp.asarray([1.0, 1e5]), "ok": jnp.asarray([jnp.inf])}
   target = jax.tree.map(lambda x: x.astype(jnp.float16), saved)
-  expected, where = (
-    "values that the new dtype can hold",
-    "mpjax.checkpoints.restore_like(cast=True)",
-  )
-  got, fix = "float32 beyond float16 at w. ", "keep these leaves in float32"
-  misfit(target, through(saved, tmp_path / "state"), got, fix, expected, where)
+  parts = {"got": "float32 beyond float16 at w. ", "fix": "keep these leaves in float32"}
+  parts["expected"] = "values that the new dtype can hold"
+  parts["where"] = "mpjax.checkpoints.restore_like(cast=True)"
+  misfit(target, through(saved, tmp_path / "state"), **parts)
 
 
 def test_bfloat16_without_a_name_is_an_error(tmp_path):
@@ -455,3 +453,21 @@ def test_what_was_read_outlives_a_donated_result(through, place, tmp_path):
   for _ in range(2):
     jax.block_until_ready(step(restore_like(saved, read)["params"]))
   assert_same(restore_like(saved, read), saved)
+
+
+@pytest.mark.parametrize("form", [lambda x: x, nnx.state, lambda x: nnx.to_pure_dict(nnx.state(x))])
+def test_another_configuration_is_the_same_error_of_nnx(form):
+  saved = to_arrays(form(optimizer_of_nnx(mpjax.StaticLossScale(8))))
+  target = form(optimizer_of_nnx(mpjax.DynamicLossScale()))
+  wanted = "a loss scale of the configuration 'dynamic' at opt_state"
+  misfit(target, saved, "'static(scale=8)'", "set_loss_scale", wanted, cast=False)
+
+
+@pytest.mark.parametrize("form", [lambda x: x, nnx.state, lambda x: nnx.to_pure_dict(nnx.state(x))])
+def test_a_broken_scale_is_the_same_error_of_nnx(form):
+  target = form(optimizer_of_nnx(mpjax.DynamicLossScale()))
+  saved = to_arrays(target)
+  assert bits(restore_like(target, saved)) == bits(target)
+  broken = {k: x * np.nan if "/scale" in k else x for k, x in saved.items()}
+  expected = "a positive finite loss scale"
+  misfit(target, broken, "nan", "restore another checkpoint", expected, OF_RESTORED, cast=False)

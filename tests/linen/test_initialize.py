@@ -1,6 +1,7 @@
 """What `init` stores under a policy: in which dtype, and drawn from which numbers."""
 
 import contextlib
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -130,7 +131,7 @@ def test_each_module_stores_its_own_parameters_in_its_own_dtype(way):
 
 
 @WAYS
-def test_a_cache_has_the_dtype_of_what_is_written_to_it(way):
+def test_a_cache_has_the_dtype_of_what_is_written_to_it_and_keeps_it(way):
   model, x, half = nn.MultiHeadDotProductAttention(2, decode=True), jnp.ones((1, 4, 4)), "bfloat16"
   found = jax.eval_shape(lambda: init(way, model, f"mixed_{half}", x))
   # Flax makes the cache in the dtype of the keys.
@@ -140,6 +141,22 @@ def test_a_cache_has_the_dtype_of_what_is_written_to_it(way):
     "cache_index": "int32",
   }
   assert dtypes(found["params"]) == dtypes(jax.eval_shape(model.init, KEY, x)["params"])
+
+  def step(variables, cache, x):
+    with scope(f"mixed_{half}"):
+      out, changed = model.apply({**variables, "cache": cache}, x, mutable=["cache"])
+    return changed["cache"], out
+
+  def over_time(variables, xs):
+    scanned = functools.partial(step, variables)
+    return jax.lax.scan(scanned, variables["cache"], xs)[0]
+
+  for kind in (half, "float32"):
+    cache = jax.tree.map(
+      lambda c, kind=kind: c.update(dtype=jnp.dtype(kind)) if c.dtype == half else c, found["cache"]
+    )
+    after = jax.eval_shape(over_time, {**found, "cache": cache}, jnp.ones((4, 1, 1, 4)))
+    assert dtypes(after) == dtypes(cache)
 
 
 def test_a_cache_of_a_module_that_mixes_dtypes_where_jax_does_not_promote_stays_as_declared():

@@ -500,7 +500,10 @@ def test_a_nnx_module_given_to_a_linen_module_keeps_what_it_writes():
   assert norm.mean[...].tolist() == [4.0] * 3
 
 
-def test_an_integer_module_is_untouched():
+def test_complex_and_integer_modules_are_untouched():
+  def fourier(module, z):
+    return nn.Dense(3, dtype=jnp.complex64, param_dtype=jnp.complex64)(jnp.fft.fft(z))
+
   class Lookup(nn.Module):
     dtype: Any = jnp.int8
 
@@ -509,6 +512,8 @@ def test_an_integer_module_is_untouched():
       table = self.param("table", lambda key: jnp.arange(10))
       return table[ids].astype(self.dtype)
 
-  variables, ids = {"params": {"table": jnp.arange(10)}}, jnp.asarray([3, 9])
-  ours = with_policy(Lookup(), "mixed_bfloat16").apply(variables, ids)
-  assert bits(ours) == bits(ids.astype("int8"))
+  z = X.astype(jnp.complex64) * (1 + 1j)
+  for model, x in ((Does(fourier), z), (Lookup(), jnp.asarray([3, 9]))):
+    variables = model.init(KEY, x)
+    plain, ours = (m.apply(variables, x) for m in (model, with_policy(model, "mixed_bfloat16")))
+    assert bits(ours) == bits(plain)

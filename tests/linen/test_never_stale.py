@@ -137,6 +137,23 @@ def test_a_model_that_raises_leaves_nothing_behind():
     equal(call(variables, X, False), before)
 
 
+def test_1000_scopes_trace_once():
+  # Equal policies are one program: the key is the value, not the object.
+  traces = []
+
+  @jax.jit
+  def forward(variables):
+    traces.append(ACTIVE.value)
+    return Plain().apply(variables, X)
+
+  variables = variables_of("Plain")
+  for _ in range(1000):
+    rules = [Rule("float32", path="Dense_*"), Rule(None, module=Probe)]
+    with scope("mixed_bfloat16", rules, unmatched="ignore"):
+      forward(variables)
+  assert len(traces) == 1
+
+
 def sign_grad(module, x):
   # Replaces the gradients of a layer by their signs, as Flax's manual does.
 

@@ -380,3 +380,29 @@ def test_variables_keep_their_dtypes_though_they_hold_one_array():
   variables["state"]["b"] = variables["state"]["b"].astype("bfloat16")
   _, new = with_policy(Does(holds), "mixed_bfloat16").apply(variables, X, mutable=["state"])
   assert [new["state"][name].dtype for name in "ab"] == ["float32", "bfloat16"]
+
+
+class WritesGradient(nn.Module):
+  @nn.compact
+  def __call__(self, x, ref):
+    tap = jax.custom_vjp(lambda ref, x: x)
+
+    def backward(ref, g):
+      ref[...] = g
+      return None, g
+
+    tap.defvjp(lambda ref, x: (x, ref), backward)
+    return tap(ref, nn.Dense(8)(x))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_reference_that_a_derivative_rule_writes(transform):
+  model, x, ref = WritesGradient(), X, jax.new_ref(jnp.zeros((2, 8)))
+  variables = model.init(KEY, x, ref)
+  low = mpjax.with_policy(model, "mixed_bfloat16")
+
+  def loss(variables, ref):
+    return jnp.sum(low.apply(variables, x, ref) ** 2)
+
+  transform(jax.grad(loss))(variables, ref)
+  np.testing.assert_array_equal(ref[...], 2 * low.apply(variables, x, ref))

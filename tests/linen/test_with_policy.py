@@ -363,3 +363,36 @@ def test_second_derivatives_and_those_with_respect_to_the_input_under_vmap():
     found = jax.eval_shape(forces, X.astype(dtype))
     assert (found.dtype, found.shape) == (jnp.dtype(dtype), X.shape)
   assert {p.dtypes for p in products(jax.make_jaxpr(forces)(X))} == {("bfloat16", "bfloat16")}
+
+
+def test_small_steps_move_float32_parameters_under_half_compute():
+  scale = Does(lambda module, x: x @ module.param("w", nn.initializers.ones, (8, 1)))
+  model = with_policy(scale, "mixed_float16")
+  params = model.init(KEY, jnp.ones(8))
+  # Half of float16's epsilon: the compute copy of 1 + 2^-12 is 1, the parameter is not.
+  moved = jax.tree.map(lambda w: w + jnp.float32(2**-12), params)
+  assert float(moved["params"]["w"][0, 0]) == 1 + 2**-12
+  assert float(model.apply(moved, jnp.ones(8))[0]) == 8.0
+  # A learning rate of 2^-14 with a gradient of 1.
+  grads = jax.grad(lambda p: model.apply(p, jnp.ones(8))[0])(params)
+  stepped = jax.tree.map(lambda w, g: w - jnp.float32(2**-14) * g, params, grads)
+  assert stepped["params"]["w"].dtype == F32
+  assert float(stepped["params"]["w"][0, 0]) == 1 - 2**-14
+
+
+def test_dtypes_under_transforms():
+  def of_each_transform(apply, x):
+    return {
+      "jit": jax.jit(apply)(x),
+      "checkpoint": jax.checkpoint(apply)(x),
+      "linearize": jax.linearize(apply, x)[0],
+      "jvp": jax.jvp(apply, (x,), (x,))[1],
+      "vjp": jax.vjp(apply, x)[0],
+      "vmap": jax.vmap(apply)(x[None]),
+    }
+
+  policies = {"mixed_bfloat16": "float32", "bfloat16": "bfloat16", "c=f16": "float16"}
+  for policy, dtype in policies.items():
+    apply = functools.partial(with_policy(Net(), policy).apply, plain_variables())
+    found = dtypes(jax.eval_shape(functools.partial(of_each_transform, apply), X))
+    assert found == dict.fromkeys(found, dtype), policy

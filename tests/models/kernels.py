@@ -9,6 +9,14 @@ import jax.numpy as jnp
 from tests.models.parts import Part, dense, module
 
 
+def half_attention(q: Any, k: Any, v: Any) -> Any:
+  """Attention that refuses float32: (batch, length, heads, features) each."""
+  for x in (q, k, v):
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+      raise NotImplementedError(f"Q, K and V must be fp16/bf16, got {x.dtype}")
+  return any_attention(q, k, v)
+
+
 def any_attention(q: Any, k: Any, v: Any) -> Any:
   weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5)
   return jnp.einsum("bhqk,bkhd->bqhd", weights, v)

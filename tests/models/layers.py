@@ -194,8 +194,7 @@ LAYERS: dict[str, Layer] = {
   "attention_decode": Layer(DecodeAll, NnxDecodeAll, (normal(2, 4, 8),)),
   **{f"{name}_cell": _cell(*made) for name, made in _CELLS.items()},
   "conv_lstm_cell": _cell(nn.ConvLSTMCell(8, (3,)), None, 2, 4),
-  # One whose carry is in half, and one whose carry is float32.
-  **{f"{name}_rnn": _rnn(*_CELLS[name][:2], 3, 6, 9) for name in ("simple", "optimized_lstm")},
+  **{f"{name}_rnn": _rnn(*made[:2], 3, 6, 9) for name, made in _CELLS.items()},
   "conv_lstm_rnn": _rnn(nn.ConvLSTMCell(4, (3, 3)), None, 2, 3, 5, 5, 2),
   "bidirectional": Layer(
     lambda: nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(4))),

@@ -35,6 +35,9 @@ def module(call: Callable[..., Any], params: Any = None, own: Any = None, **part
     def __call__(self, *args: Any) -> Any:
       return call(self, *args)
 
+    def helper(self, fun: Callable[..., Any], *args: Any) -> Any:
+      return fun(*args)
+
   class Nnx(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
       self.policy = own
@@ -45,6 +48,9 @@ def module(call: Callable[..., Any], params: Any = None, own: Any = None, **part
 
     def __call__(self, *args: Any) -> Any:
       return call(self, *args)
+
+    def helper(self, fun: Callable[..., Any], *args: Any) -> Any:
+      return fun(*args)
 
   return Part(lambda around: Linen(), lambda around, rngs: Nnx(rngs))
 

@@ -253,6 +253,29 @@ def test_a_view_of_variables_of_a_trace_further_out_is_left_whole():
   assert view(X8).shape == (2, 8)
 
 
+def test_a_rule_that_closes_over_a_value_is_traced_again_where_the_call_is_over():
+  def body(module, x, mask):
+    scale = mask * 1.5
+
+    @jax.custom_vjp
+    def times(tree):
+      return tree["z"] @ scale * tree["a"]
+
+    def backward(tree, g):
+      return ({"z": (g * tree["a"]) @ scale.T, "a": ((tree["z"] @ scale) * g).sum()},)
+
+    times.defvjp(lambda tree: (times(tree), tree), backward)
+    return times({"z": module.layer(x), "a": x.sum()})
+
+  model, mask = Does(body), jnp.eye(8) * 2
+  ours, plain = (
+    nnx.grad(lambda m, under=under: under(m)(X8, mask).sum().astype("float32"))(model)
+    for under in (lambda m: with_policy(m, "c=bf16"), lambda m: m)
+  )
+  for found, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+    np.testing.assert_allclose(found, wanted, rtol=0.05, atol=0.05)
+
+
 # Tree mode, split and merge, caches.
 
 
@@ -290,3 +313,20 @@ def test_a_view_that_is_split_and_merged_in_jit():
   found, new = call(state, X8)
   assert bits(found) == bits(view(X8))
   assert bits(new) == bits(nnx.state(view))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_cache_in_a_loop_keeps_the_dtype_that_it_came_in(stored):
+  attention = nnx.MultiHeadAttention(2, 8, 8, decode=True, rngs=nnx.Rngs(0))
+  attention.init_cache((1, 4, 8), dtype=stored)
+  graphdef, state = nnx.split(with_policy(attention, HALF))
+
+  def step(carry):
+    count, state, x = carry
+    merged = nnx.merge(graphdef, state)
+    y = merged(x).astype(jnp.float32)
+    return count + 1, nnx.state(merged), y
+
+  _, new, _ = jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, state, jnp.ones((1, 1, 8))))
+  assert new["cached_key"][...].dtype == new["cached_value"][...].dtype == stored
+  assert new["cache_index"][...] == 3

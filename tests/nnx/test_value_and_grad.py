@@ -196,6 +196,11 @@ MISTAKES = {
     *(CALL, "given the model as an argument", "a method of the model (Net.loss)"),
     "lambda model, x: model.loss(x)",
   ),
+  "no optimizer": (
+    lambda m, o: mpjax.value_and_grad(loss_fn),
+    *(CALL, "arguments fun, opt_state", "'opt_state'"),
+    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch)",
+  ),
   "no scale": (
     lambda m, o: mpjax.value_and_grad(loss_fn, nnx.Optimizer(m, optax.sgd(1), wrt=nnx.Param)),
     *("mpjax.value_and_grad(opt_state)", "mpjax.loss_scaling"),

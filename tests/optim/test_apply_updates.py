@@ -340,3 +340,11 @@ def test_arguments_that_contradict_each_other():
     for apply in (call, jax.jit(call)):
       with refused(ValueError, f"mpjax.apply_updates{where}", expected, got, fix):
         apply(PARAMS, PARAMS)
+
+
+@BOTH
+def test_a_nan_of_any_payload_stays_one(half):
+  # Of all ones a carry would make -0.0.
+  updates = np.asarray([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001] * 100, np.uint32).view(np.float32)
+  found = COMPILED(zeros(updates, half), updates, key=KEY)
+  assert np.all(np.isnan(np.asarray(found, np.float32)))

@@ -12,7 +12,6 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import mpjax
-from mpjax._optim.step_call import StepCall, StepProgram
 from tests.errors import refused
 
 WHERE = "mpjax.check_loss_scaling(step)"
@@ -24,13 +23,19 @@ CLIPPED_ADAMW = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
 
 def network(params, x, dtype):
   params = jax.tree.map(lambda p: p.astype(dtype), params)
-  return jnp.tanh(x.astype(dtype) @ params["w"] + params["b"])[:, 0]
+  hidden = jnp.tanh(x.astype(dtype) @ params["w"] + params["b"])
+  return (hidden @ params["v"])[:, 0] + params["scalar"]
 
 
-RNG = np.random.default_rng(0)
-PARAMS = {"b": jnp.zeros(()), "w": jnp.asarray(RNG.normal(size=(4, 1)) * 0.5, F32)}
-BATCH = tuple(jnp.asarray(RNG.normal(size=shape), F32) for shape in ((6, 4), 6))
-FROZEN = {"b": jnp.asarray(1.0), "w": jnp.asarray(2 * np.asarray(PARAMS["w"]) + 1)}
+def data(rows=6, small=1.0):
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), F32)  # noqa: E731
+  params = {"w": draw(4, 8) * 0.5, "b": jnp.zeros((1, 8)), "v": draw(8, 1) * 0.5, "scalar": draw()}
+  return params, (draw(rows, 4) * small, draw(rows))
+
+
+PARAMS, BATCH = data()
+FROZEN = jax.tree.map(lambda p: 2 * p + 1, PARAMS)
 
 
 def loss_fn(params, batch, dtype=F32):
@@ -76,12 +81,11 @@ def clipped_outside(params, opt_state, batch, loss_fn, gradients=right):
 
 def scaled_twice(params, opt_state, batch, loss_fn):
   scale = mpjax.loss_scaling_metrics(opt_state)["loss_scale"]
-  return right(params, opt_state, batch, lambda *args: scale * loss_fn(*args))
 
+  def scaled(params, batch):
+    return scale * loss_fn(params, batch)
 
-TX = mpjax.loss_scaling(SGD)
-SCALED_ADAM = mpjax.loss_scaling(ADAM)
-STEP, STATE = make_step(SCALED_ADAM, right), SCALED_ADAM.init(PARAMS)
+  return mpjax.value_and_grad(scaled, opt_state)(params, batch)
 
 
 INCONCLUSIVE = r"check_loss_scaling\(step\): expected a step whose gradients.* change .*, got "
@@ -100,7 +104,8 @@ def ends(how):
 @pytest.mark.parametrize("kind", ["masters in windows", "cut, retried and averaged", "none"])
 def test_right_steps_of_make_train_step_pass(kind):
   # Donated, with metrics among which are the scale and its counters.
-  params, batch, inner = PARAMS, BATCH, CLIPPED_ADAMW
+  params, batch = data(rows=8)
+  inner = CLIPPED_ADAMW
   if kind == "masters in windows":
     params = jax.tree.map(lambda p: p.astype(BF16), params)
     inner = mpjax.accumulate_gradients(mpjax.master_weights(MOMENTUM), 2)
@@ -151,13 +156,14 @@ def line(params, batch, dtype):
 
 def squared(params, opt_state, batch, loss_fn):
   """A gradient penalty (WGAN-GP) whose inner gradient is of the scaled loss."""
+
   scale = mpjax.loss_scaling_metrics(opt_state)["loss_scale"]
 
   def penalised(params, batch):
     inner = lambda x: scale * loss_fn(params, (x, batch[1]))  # noqa: E731
     return loss_fn(params, batch) + jnp.mean(jax.grad(inner)(batch[0]) ** 2)
 
-  return right(params, opt_state, batch, penalised)
+  return mpjax.value_and_grad(penalised, opt_state)(params, batch)
 
 
 def named(got):
@@ -190,6 +196,7 @@ LOOPS = {
   "float16": (
     *(SGD, F16, loss_fn, PARAMS),
     {never: NEVER, twice: TWICE, scaled_twice: CARRY, replaced: named("had inf and NaN replaced")}
+    | {clipped_outside: named("clipped while scaled")}
     # As in PyTorch: unscale_, clip, step.
     | {functools.partial(clipped_outside, gradients=twice): TWICE}
     | BESIDE,
@@ -277,21 +284,23 @@ def test_n12_the_name_of_another_loss():
   ],
 )
 def test_scaled_gradients_that_are_applied(updated, expected, got):
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+
   def step(params, opt_state, batch):
     grads = right(params, opt_state, batch, loss_fn)[1]
     if updated:
-      _, opt_state = TX.update(grads, opt_state, params)
+      _, opt_state = tx.update(grads, opt_state, params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), opt_state
 
   with refused(ValueError, WHERE, expected, got, "update"):
-    mpjax.check_loss_scaling(step)(PARAMS, TX.init(PARAMS), BATCH)
+    mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
 def test_the_state_of_an_optimizer_in_host_memory():
   host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-  here = host.with_memory_kind("device")
-  step = lambda p, s, batch: STEP(p, jax.device_put(s, here), batch)  # noqa: E731
-  mpjax.check_loss_scaling(step)(PARAMS, jax.device_put(STATE, host), BATCH)
+  tx, here = mpjax.loss_scaling(optax.adam(0.1)), host.with_memory_kind("device")
+  step = lambda p, s, batch: make_step(tx, right)(p, jax.device_put(s, here), batch)  # noqa: E731
+  mpjax.check_loss_scaling(step)(PARAMS, jax.device_put(tx.init(PARAMS), host), BATCH)
 
 
 CHANGED = "a step that changes nothing when it is skipped, got another .*keep_if_skipped"
@@ -313,6 +322,7 @@ OLD_STATE = "the new loss scale 'dynamic'.* got none, or the old one.* never sel
 def test_d6_what_a_skipped_step_changes(kind, guard, how):
   # It was NaN after one bad batch, and stayed so. Momentum that is 0 at first stays 0 once. A
   # counter is reset to the 0 that an update is, when a step is skipped.
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
   decay = functools.partial(jax.tree.map, lambda v, x: 0.9 * v + x)
 
   def step(params, rest, old_state, batch):
@@ -320,7 +330,7 @@ def test_d6_what_a_skipped_step_changes(kind, guard, how):
     change = right(params, old_state, batch, loss_fn)[1]
     if kind == "momentum of gradients":
       change = momentum = decay(momentum, change)
-    change, opt_state = TX.update(change, old_state, params)
+    change, opt_state = tx.update(change, old_state, params)
     if kind == "momentum of updates":
       change = momentum = decay(momentum, change)
     elif kind == "reset":
@@ -334,31 +344,36 @@ def test_d6_what_a_skipped_step_changes(kind, guard, how):
 
   rest = jnp.asarray(5, jnp.int32), jax.tree.map(jnp.zeros_like, PARAMS)
   with ends(how):
-    mpjax.check_loss_scaling(step)(PARAMS, rest, TX.init(PARAMS), BATCH)
+    mpjax.check_loss_scaling(step)(PARAMS, rest, tx.init(PARAMS), BATCH)
 
 
 def test_all_that_a_skipped_step_changes_is_listed_statistics_first():
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  step = make_step(tx, right)
+
   def forgetful(params, rest, opt_state, batch):
     new = {"count": rest["count"] + 1, "mean": rest["mean"] + 1}
-    return *STEP(params, opt_state, batch)[:2], new
+    return *step(params, opt_state, batch)[:2], new
 
   rest = {"count": jnp.asarray(0), "mean": jnp.ones(2)}
   got = "another [2]['mean'] (and [2]['count'])"
   with refused(ValueError, WHERE, "when it is skipped", got, "by mpjax.keep_if_skipped."):
-    mpjax.check_loss_scaling(forgetful)(PARAMS, rest, STATE, BATCH)
+    mpjax.check_loss_scaling(forgetful)(PARAMS, rest, tx.init(PARAMS), BATCH)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["beside the optimizer", "elsewhere"])
 def test_keys_and_cursors_may_move_beside_the_state_of_the_optimizer(inside):
   # As the step counts of nnx.Optimizer and of Flax's TrainState, which nothing of ours reads.
-  tx = mpjax.monitor(TX)
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.adam(0.1)))
   moving = {"key": jax.random.key(0), "cursor": jnp.zeros((), jnp.int32)}
 
-  def step(state, batch, frozen):
-    params, opt_state, _ = make_step(tx, right)(state["params"], state["opt_state"], batch)
+  @jax.jit
+  def step(state, batch):
+    params, opt_state = state["params"], state["opt_state"]
+    updates, opt_state = tx.update(right(params, opt_state, batch, loss_fn)[1], opt_state, params)
     moved = state.get("data", state)
     moved = {"key": jax.random.split(moved["key"])[0], "cursor": moved["cursor"] + 1}
-    new = {"params": params, "opt_state": opt_state}
+    new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
     return new | ({"data": moved} if inside else moved)
 
   moving = {"data": moving} if inside else moving
@@ -366,7 +381,7 @@ def test_keys_and_cursors_may_move_beside_the_state_of_the_optimizer(inside):
   fix = "A key that may move belongs beside the optimizer's state"
   changed = refused(ValueError, WHERE, "when it is skipped", "another ['data']['cursor']", fix)
   with changed if inside else contextlib.nullcontext():
-    mpjax.check_loss_scaling(step)(state, BATCH, FROZEN)
+    mpjax.check_loss_scaling(lambda state, batch, frozen: step(state, batch))(state, BATCH, FROZEN)
 
 
 def test_a_step_that_looks_at_values_runs_as_it_is():
@@ -376,8 +391,9 @@ def test_a_step_that_looks_at_values_runs_as_it_is():
   def asserts(loss):
     assert not isinstance(loss, jax.core.Tracer)
 
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
   for way, how in FOUND.items():
-    jitted = make_step(TX, way, F16)
+    jitted = make_step(tx, way, F16)
     for look in (float, asserts, lambda loss: seen.update(values=loss)):
 
       def step(*args, jitted=jitted, look=look):
@@ -386,19 +402,22 @@ def test_a_step_that_looks_at_values_runs_as_it_is():
         return out
 
       with ends(how):
-        mpjax.check_loss_scaling(step)(PARAMS, TX.init(PARAMS), BATCH)
+        mpjax.check_loss_scaling(step)(PARAMS, tx.init(PARAMS), BATCH)
 
 
 def test_what_is_logged_may_depend_on_the_scale():
   # What is frozen, wherever it is among the arguments, has no new version.
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+
+  @jax.jit
   def step(params, frozen, opt_state, batch, rate):
     loss, grads = right(params, opt_state, batch, loss_fn)
     scale = mpjax.loss_scaling_metrics(opt_state)["loss_scale"]
-    updates, opt_state = TX.update(grads, opt_state, params)
+    updates, opt_state = tx.update(grads, opt_state, params)
     log = {"grads": grads, "updates": updates, "scale": scale, "inverse": 1 / scale}
     return log, optax.apply_updates(params, updates), opt_state, scale * loss
 
-  rest = TX.init(PARAMS), BATCH, F32(0.5)
+  rest = tx.init(PARAMS), BATCH, F32(0.5)
   swapped = lambda frozen, params, *rest: step(params, frozen, *rest)  # noqa: E731
   mpjax.check_loss_scaling(step, returns=(None, 0, 2, None))(PARAMS, FROZEN, *rest)
   mpjax.check_loss_scaling(swapped, returns=(None, 1, 2, None))(FROZEN, PARAMS, *rest)
@@ -406,44 +425,47 @@ def test_what_is_logged_may_depend_on_the_scale():
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_an_average_is_not_taken_for_a_frozen_network(guarded):
-  # A keyword argument is stated by its name.
-  def averaged(teacher, opt_state, batch, *, params, average):
-    params, opt_state, _ = STEP(params, opt_state, batch)
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  step = make_step(tx, right)
+
+  def averaged(teacher, params, average, opt_state, batch):
+    params, opt_state, _ = step(params, opt_state, batch)
     new = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
     if guarded:
       new = mpjax.keep_if_skipped(opt_state, new, average)
-    return {"new": (params, new), "opt_state": opt_state, "loss": loss_fn(teacher, batch)}
+    return params, new, opt_state, loss_fn(teacher, batch)
 
-  def positional(teacher, params, average, *rest):
-    new = averaged(teacher, *rest, params=params, average=average)
-    return *new["new"], new["opt_state"], new["loss"]
-
-  args, named = (FROZEN, STATE, BATCH), {"params": PARAMS, "average": PARAMS}
+  args = FROZEN, PARAMS, PARAMS, tx.init(PARAMS), BATCH
   asks = "If the result [0]['b'] is no new version of the argument [0]['b'], state the pairs"
   with refused(ValueError, WHERE, "when it is skipped", "another [0]['b']", asks):
-    mpjax.check_loss_scaling(positional)(FROZEN, PARAMS, PARAMS, STATE, BATCH)
-  by_name = {"new": ("params", "average"), "opt_state": 1, "loss": None}
-  for check, path in (
-    (lambda: mpjax.check_loss_scaling(averaged, returns=by_name)(*args, **named), "['new'][1]"),
-    (
-      lambda: mpjax.check_loss_scaling(positional, returns=(1, 2, 3, None))(
-        FROZEN, PARAMS, PARAMS, STATE, BATCH
-      ),
-      "[1]",
-    ),
+    mpjax.check_loss_scaling(averaged)(*args)
+  changed = refused(ValueError, WHERE, "when it is skipped", "another [1]['b']", "keep_if_skipped")
+  with contextlib.nullcontext() if guarded else changed:
+    mpjax.check_loss_scaling(averaged, returns=(1, 2, 3, None))(*args)
+
+
+def test_a_keyword_argument_is_stated_by_its_name():
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
+  step = make_step(tx, right)
+
+  def averaged(opt_state, batch, *, params, average):
+    params, opt_state, _ = step(params, opt_state, batch)
+    new = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
+    return {"new": (params, new), "opt_state": opt_state}
+
+  checked = mpjax.check_loss_scaling(averaged, returns={"new": ("params", "average")})
+  with refused(
+    ValueError, WHERE, "when it is skipped", "another ['new'][1]['b']", "keep_if_skipped"
   ):
-    got = f"another {path}['b']"
-    changed = refused(ValueError, WHERE, "when it is skipped", got, "keep_if_skipped")
-    with contextlib.nullcontext() if guarded else changed:
-      check()
+    checked(tx.init(PARAMS), BATCH, params=PARAMS, average=FROZEN)
 
 
 WRONG_RETURNS = {
-  "no such position": (ValueError, (3, 1), "positions from 0 to 2", "3"),
-  "no such name": (ValueError, ("ema", 1), "names of keyword arguments", "'ema'"),
+  "no such position": (ValueError, (3, 1), "positions from 0 to 2", "got 3"),
+  "no such name": (ValueError, ("ema", 1), "names of keyword arguments", "got 'ema'"),
   "another tree": (ValueError, (1, 0), "a new version of argument 1 at 0", "no array there"),
-  "no position": (TypeError, (0, 1.5), "positions and names of arguments", "1.5"),
-  "a flag": (TypeError, (True, 1), "positions and names of arguments", "True"),
+  "no position": (TypeError, (0, 1.5), "positions and names of arguments", "got 1.5"),
+  "a flag": (TypeError, (True, 1), "positions and names of arguments", "got True"),
   "too few": (ValueError, (0, 1), "an entry for each result", "none for [2]"),
 }
 
@@ -451,13 +473,16 @@ WRONG_RETURNS = {
 @pytest.mark.parametrize("kind", WRONG_RETURNS)
 def test_pairs_that_do_not_fit_are_refused(kind):
   builtin, returns, expected, got = WRONG_RETURNS[kind]
+  tx = mpjax.loss_scaling(optax.adam(1e-3))
   where = "mpjax.check_loss_scaling(returns)"
-  with refused(builtin, where, expected, got, "argument"):
-    mpjax.check_loss_scaling(STEP, returns=returns)(PARAMS, STATE, BATCH)
+  with refused(builtin, where, expected, got.removeprefix("got "), "argument"):
+    check = mpjax.check_loss_scaling(make_step(tx, right), returns=returns)
+    check(PARAMS, tx.init(PARAMS), BATCH)
 
 
 def test_what_cannot_be_checked():
-  step, opt_state = make_step(TX, right), TX.init(PARAMS)
+  tx, sgd = mpjax.loss_scaling(optax.sgd(0.1)), optax.sgd(0.1)
+  step, opt_state = make_step(tx, right), tx.init(PARAMS)
   checked = mpjax.check_loss_scaling(step)
   with refused(TypeError, WHERE, "created by mpjax.loss_scaling", "in the arguments", "Wrap"):
     checked(PARAMS, PARAMS, BATCH)
@@ -466,16 +491,16 @@ def test_what_cannot_be_checked():
   with refused(ValueError, WHERE, "finite at some", f"16384, {2.0**-22:.9g}", "another batch"):
     checked(PARAMS, opt_state, (BATCH[0] * jnp.nan, BATCH[1]))
   # Nothing of the state is returned, or what the update of another optimizer has taken apart.
-  for wrong in (lambda *args: step(*args)[0], make_step(SGD, right)):
+  for wrong in (lambda *args: step(*args)[0], make_step(sgd, right)):
     with refused(ValueError, WHERE, "returns the new loss scale", "none", "tx.update"):
       mpjax.check_loss_scaling(wrong)(PARAMS, opt_state, BATCH)
   got, fix = "too many positional arguments", "mpjax.check_loss_scaling(step)(*args)"
   with refused(TypeError, WHERE, "arguments step", got, fix):
     mpjax.check_loss_scaling(step, PARAMS, opt_state, BATCH)
-  for got, kind in ((step(PARAMS, opt_state, BATCH), "a tuple"), (TX, "a GradientTransf")):
+  for got, kind in ((step(PARAMS, opt_state, BATCH), "a tuple"), (tx, "a GradientTransf")):
     with refused(TypeError, WHERE, "a training step", kind, fix):
       mpjax.check_loss_scaling(got)
-  tx = optax.MultiSteps(TX, 2)
+  tx = optax.MultiSteps(tx, 2)
   expected, got = "mpjax.loss_scaling around the entire optimizer", "state optax.MultiStepsState"
   for gradients in (right, never):  # As value_and_grad refuses it.
     with refused(TypeError, WHERE, expected, got, "mpjax.loss_scaling(optax.chain(...))"):
@@ -507,7 +532,7 @@ class Keeps(nnx.Linear):
 def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
   # Users of NNX are told the names of their functions.
   model = (Keeps if kind == "keeps" else nnx.Linear)(3, 1, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(0.1)), wrt=nnx.Param)
 
   # What jax.jit compiles trains nothing, without a word of Flax.
   @(jax.jit if kind == "jax.jit" else nnx.jit)
@@ -534,6 +559,7 @@ def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
 
 
 RETURNED_STATES = {
+  "one state": lambda model, optimizer: nnx.state((model, optimizer)),
   "a loss before it": lambda model, optimizer: (F32(0), nnx.state((model, optimizer))),
   "two states": lambda model, optimizer: (nnx.state(model), nnx.state(optimizer)),
   "parameters alone": lambda model, optimizer: (nnx.state(model, nnx.Param), nnx.state(optimizer)),
@@ -541,10 +567,14 @@ RETURNED_STATES = {
 }
 
 
+def plain_gradients(loss_fn, optimizer):
+  return nnx.value_and_grad(loss_fn)
+
+
 def check_functional(gradients, returned):
   """Checks a step for `jax.jit`, which drops writes, as in Flax's example of Gemma."""
   model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(MOMENTUM), wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
 
   @jax.jit
   def step(model, optimizer, x):
@@ -562,7 +592,7 @@ def test_a_step_under_jax_jit_may_return_the_state_of_its_modules(kind):
 
 def test_plain_gradients_are_found_in_a_state_that_is_returned():
   with ends(f"never scaled{TOLD}"):
-    check_functional(lambda loss_fn, _: nnx.value_and_grad(loss_fn), RETURNED_STATES["pure dicts"])
+    check_functional(plain_gradients, RETURNED_STATES["pure dicts"])
 
 
 def test_a_step_under_jax_jit_that_drops_its_optimizer():
@@ -575,7 +605,7 @@ def test_a_step_under_jax_jit_that_drops_its_optimizer():
 @pytest.mark.parametrize("guarded", [True, False])
 def test_what_a_skipped_step_changes_in_a_state_that_is_returned(guarded):
   model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
 
   def update(model, optimizer, x):
     _, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 4), optimizer)(model)
@@ -591,60 +621,29 @@ def test_what_a_skipped_step_changes_in_a_state_that_is_returned(guarded):
     mpjax.check_loss_scaling(step)(model, optimizer, BATCH[0])
 
 
-def of_flax(way):
-  """Its count of steps begins as a Python int."""
+@pytest.mark.parametrize("way", [right, never])
+def test_a_train_state_of_flax(way):
+  # Its count of steps begins as a Python int.
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
 
   def step(state, batch):
     loss, grads = way(state.params, state.opt_state, batch, loss_fn)
     return state.apply_gradients(grads=grads), loss
 
-  return step, TrainState.create(apply_fn=None, params=PARAMS, tx=TX), BATCH
-
-
-def of_nnx(way):
-  """The leaves of a state that is returned are variables, to which nothing is written."""
-  graph, params = nnx.split(nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
-
-  def loss(params, batch, dtype):
-    return jnp.mean((nnx.merge(graph, params)(batch[0])[:, 0] - batch[1]) ** 2)
-
-  return make_step(TX, way, loss_fn=loss), params, TX.init(params), BATCH
-
-
-def of_several_steps(way):
-  """At the scale inf the first of them is skipped, and the next is applied at a lower one."""
-
-  def run(carry, batches):
-    body = lambda carry, batch: (make_step(TX, way)(*carry, batch)[:2], None)  # noqa: E731
-    return jax.lax.scan(body, carry, batches)[0]
-
-  batches = jax.tree.map(lambda x: np.stack([x, np.add(x, 1)]), BATCH)
-  return run, (PARAMS, TX.init(PARAMS)), batches
-
-
-def of_parameters_called_loss_scale(way):
-  params = {"loss_scale": {"net": PARAMS}}
-  loss = lambda params, batch, dtype: loss_fn(params["loss_scale"]["net"], batch)  # noqa: E731
-  return make_step(TX, way, loss_fn=loss), params, TX.init(params), BATCH
-
-
-@pytest.mark.parametrize("way", FOUND)
-@pytest.mark.parametrize(
-  "loop", [of_flax, of_nnx, of_several_steps, of_parameters_called_loss_scale]
-)
-def test_plain_gradients_are_found_wherever_states_are(loop, way):
-  step, *args = loop(way)
   with ends(FOUND[way]):
-    mpjax.check_loss_scaling(step)(*args)
+    mpjax.check_loss_scaling(step)(state, BATCH)
 
 
 def test_a_step_that_tries_again_may_count_how_often():
   # At the scale inf it tries once more. The count is as many as an argument, when it is skipped.
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+
   def step(params, opt_state, rows):
     def attempt(carry):
       params, opt_state, tries = carry
       grads = mpjax.value_and_grad(lambda params: jnp.sum(params**2), opt_state)(params)[1]
-      updates, opt_state = TX.update(grads, opt_state, params)
+      updates, opt_state = tx.update(grads, opt_state, params)
       return optax.apply_updates(params, updates), opt_state, tries + 1
 
     again = lambda carry: ~mpjax.step_applied(carry[1]) & (carry[2] < 3)  # noqa: E731
@@ -652,7 +651,22 @@ def test_a_step_that_tries_again_may_count_how_often():
     params, opt_state, tries = jax.lax.while_loop(again, attempt, first)
     return params, opt_state, {"tries": tries}
 
-  mpjax.check_loss_scaling(step)(jnp.ones(2), TX.init(jnp.ones(2)), jnp.asarray(3, jnp.int32))
+  mpjax.check_loss_scaling(step)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.asarray(3, jnp.int32))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_several_steps_in_one_call(wrong):
+  # At the scale inf the first of them is skipped, and the next is applied at a lower one.
+  tx = mpjax.loss_scaling(optax.adam(0.1))
+  step = make_step(tx, never if wrong else right)
+
+  def run(carry, batches):
+    body = lambda carry, batch: (step(*carry, batch)[:2], None)  # noqa: E731
+    return jax.lax.scan(body, carry, batches)[0]
+
+  batches = jax.tree.map(lambda x: jnp.stack([x, x + 1]), BATCH)
+  with ends("never scaled" if wrong else None):
+    mpjax.check_loss_scaling(run)((PARAMS, tx.init(PARAMS)), batches)
 
 
 NEVER_OF_TWO = r"\[0\]\['b'\].* every value of the loss scale '{}dynamic'.* never scaled"
@@ -693,9 +707,24 @@ def test_of_two_optimizers_the_wrong_one_is_found(kind, names, how):
     mpjax.check_loss_scaling(step)(dict.fromkeys("ab", PARAMS), opt_states, BATCH)
 
 
+@pytest.mark.parametrize("way", [right, never])
+def test_a_state_of_nnx_that_is_returned_is_compared(way):
+  # Its leaves are variables, to which nothing is written.
+  model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+  graph, params = nnx.split(model)
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+
+  def loss(params, batch, dtype):
+    return jnp.mean((nnx.merge(graph, params)(batch[0])[:, 0] - batch[1]) ** 2)
+
+  with ends(FOUND[way]):
+    step = make_step(tx, way, loss_fn=loss)
+    mpjax.check_loss_scaling(step)(params, tx.init(params), BATCH)
+
+
 def test_a_step_from_a_state_of_nnx_to_the_next():
   model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
   graph, state = nnx.split((model, optimizer))
 
   def step(state, clip=False):
@@ -715,19 +744,19 @@ def test_a_step_from_a_state_of_nnx_to_the_next():
 
 
 def penalised_by(grad):
-  # Returns a loss with the gradient of a critic of two layers in it.
+  # Returns a loss with the gradient of a critic in it.
 
   def loss_fn(params, batch, dtype):
-    first = lambda x: jnp.tanh(x.astype(dtype) @ jnp.eye(4, dtype=dtype))  # noqa: E731
-    critic = jax.jit(lambda x: jnp.sum(network(params, first(x), dtype)))
+    critic = jax.jit(lambda x: jnp.sum(network(params, x, dtype)))
     return jnp.mean((jnp.linalg.norm(grad(critic)(batch[0]), axis=-1) - 1) ** 2)
 
   return loss_fn
 
 
 def per_example(params, opt_state, batch, loss_fn):
-  each = jax.vmap(lambda x: right(params, opt_state, (x[None], None), loss_fn))(batch[0])
-  return jax.tree.map(lambda x: jnp.mean(x, 0), each)
+  loss_and_grads = mpjax.value_and_grad(loss_fn, opt_state)
+  losses, grads = jax.vmap(lambda x: loss_and_grads(params, (x[None], None)))(batch[0])
+  return jnp.mean(losses), jax.tree.map(lambda g: jnp.mean(g, 0), grads)
 
 
 PLAIN, SCALED = map(penalised_by, (jax.grad, mpjax.inner_grad))
@@ -746,17 +775,23 @@ PLAIN, SCALED = map(penalised_by, (jax.grad, mpjax.inner_grad))
   }.values(),
 )
 def test_a_float16_gradient_inside_of_the_loss_is_found(loss, dtype, gradients, is_found):
-  # Seen in the trace alone.
-  step = make_step(TX, gradients, dtype, loss)
-  program = StepProgram(StepCall(step, (PARAMS, TX.init(PARAMS), BATCH), {}))
-  assert program.traced
-  assert (program.unscaled_gradient is not None) == is_found
+  text = r"gradients inside of the loss.*mpjax\.inner_grad\(fun\)"
+  found = pytest.warns(UserWarning, match=text)
+  with found if is_found else contextlib.nullcontext():
+    check(SGD, gradients, dtype, loss)
 
 
-def test_a_float16_gradient_inside_of_the_loss_is_a_warning():
-  check(SGD, right, F16, SCALED)
-  with pytest.warns(UserWarning, match=r"gradients inside of the loss.*mpjax\.inner_grad\(fun\)"):
-    check(SGD, right, F16, PLAIN)
+def test_parameters_may_be_called_loss_scale():
+  names = lambda params: {"loss_scale": {"net": params}}  # noqa: E731
+
+  def loss(params, batch, dtype):
+    return loss_fn(params["loss_scale"]["net"], batch, dtype)
+
+  tx = mpjax.loss_scaling(optax.sgd(0.1))
+  params = names(PARAMS)
+  mpjax.check_loss_scaling(make_step(tx, right, loss_fn=loss))(params, tx.init(params), BATCH)
+  with ends(FOUND[never]):
+    mpjax.check_loss_scaling(make_step(tx, never, loss_fn=loss))(params, tx.init(params), BATCH)
 
 
 def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
@@ -765,16 +800,16 @@ def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
     optimizer.update(model, grads)
     return loss
 
-  for wrap in (mpjax.nnx.atomic_step, lambda f: f):
+  for dropout, wrap in ((0.0, lambda f: f), (0.5, mpjax.nnx.atomic_step), (0.5, lambda f: f)):
     rngs = nnx.Rngs(0)
     layers = [nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)]
-    model = nnx.Sequential(*layers, nnx.Dropout(0.5, rngs=rngs))
+    model = nnx.Sequential(*layers, nnx.Dropout(dropout, rngs=rngs))
     model.layers[1].kernel = model.layers[0].kernel
-    kernels = optax.masked(SGD, lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
+    kernels = optax.masked(ADAM, lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
     optimizer = nnx.Optimizer(model, mpjax.loss_scaling(kernels), wrt=nnx.Param)
     expected, got = "changes nothing when it is skipped", "rngs.count"
     moves = refused(ValueError, WHERE, expected, got, "@mpjax.nnx.atomic_step")
-    with contextlib.nullcontext() if wrap is mpjax.nnx.atomic_step else moves:
+    with moves if dropout and wrap is not mpjax.nnx.atomic_step else contextlib.nullcontext():
       mpjax.check_loss_scaling(nnx.jit(wrap(step)))(model, optimizer, jnp.ones((2, 4)))
 
 
@@ -811,14 +846,16 @@ def test_a_right_step_passes_while_jax_looks_for_nans():
 
 
 def test_of_two_optimizers_the_step_may_update_one():
-  step, state = make_step(TX, right), TX.init(PARAMS)
+  params, batch, tx = PARAMS, BATCH, mpjax.loss_scaling(optax.sgd(0.1))
+  step = make_step(tx, right)
 
   def one_of_two(params, opt_states, batch):
     new_params, mine, _ = step(params, opt_states[0], batch)
     return new_params, (mine, opt_states[1])
 
-  mpjax.check_loss_scaling(one_of_two)(PARAMS, (state, state), BATCH)
+  opt_states = tx.init(params), tx.init(params)
+  mpjax.check_loss_scaling(one_of_two)(params, opt_states, batch)
   alone = lambda *args: (one_of_two(*args)[0], one_of_two(*args)[1][0])  # noqa: E731
-  mpjax.check_loss_scaling(alone)(PARAMS, (state, state), BATCH)
-  skipped = step(PARAMS, state, (BATCH[0] * jnp.nan, BATCH[1]))[1]
-  mpjax.check_loss_scaling(one_of_two)(PARAMS, (state, skipped), BATCH)
+  mpjax.check_loss_scaling(alone)(params, opt_states, batch)
+  skipped = step(params, opt_states[1], (batch[0] * jnp.nan, batch[1]))[1]
+  mpjax.check_loss_scaling(one_of_two)(params, (opt_states[0], skipped), batch)

@@ -193,3 +193,12 @@ def test_init_computes_in_float32_inside_a_region_and_outside_and_stores_what_th
   assert variables["params"]["kernel"].dtype == jnp.bfloat16
   outputs, variables = mpjax.full_precision(model.init_with_output)(jax.random.key(0), X)
   assert (outputs.dtype, variables["params"]["kernel"].dtype) == (jnp.float32, jnp.bfloat16)
+
+
+def test_a_predicate_may_have_no_hash():
+  predicate = type("Predicate", (), {"__call__": lambda self, m: m.name == "a", "__hash__": None})
+  model = mpjax.with_policy(nn.Dense(2), "bfloat16", [Rule("float32", where=predicate())])
+  with pytest.raises(mpjax.errors.UnmatchedRuleError):
+    model.init(jax.random.key(0), X)
+  variables = nn.Dense(2).init(jax.random.key(0), X)
+  assert model.apply(variables, X).dtype == jnp.bfloat16

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import pickle
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import jmp
@@ -195,12 +197,21 @@ LEAVES = [
   *(jnp.asarray(257), np.asarray([257, 1]), jnp.asarray(True), jnp.ones(2, jnp.complex64)),
   *(jax.random.key(0), jax.random.PRNGKey(0), None, (), 0.1, object(), "relu"),
 ]
+TREES = st.recursive(
+  st.sampled_from(LEAVES),
+  lambda inner: (
+    st.lists(inner, max_size=3)
+    | st.tuples(inner, inner)
+    | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+  ),
+  max_leaves=8,
+)
 
 
-@pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("method", ["param", "compute", "output"])
-def test_casts_reach_the_floating_arrays_only(method, dtype):
-  tree = {"a": LEAVES, "b": [tuple(LEAVES), {}], "c": ()}
+@hypothesis.given(tree=TREES, dtype=st.sampled_from(HALF))
+@hypothesis.example(tree=LEAVES, dtype="bfloat16")
+def test_casts_reach_the_floating_arrays_only(method, tree, dtype):
   before = jax.tree.leaves(tree)
   after = getattr(mpjax.Policy(**{f"{method}_dtype": dtype}), f"cast_to_{method}")(tree)
   assert jax.tree.structure(after) == jax.tree.structure(tree)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._policy.rules import ModuleRecord, parse_config, parse_rules
+from mpjax._policy.rules import ModuleRecord, first_match, parse_config, parse_rules
 from tests.errors import check_error, refused
 
 Rule = mpjax.Rule
@@ -132,6 +132,16 @@ def test_a_predicate_created_in_each_step_is_traced_in_each_step():
 
 EXACT = Rule("float32", path="encoder/head")
 PATTERN = Rule("float16", path="**/head")
+
+
+def test_the_first_rule_that_matches_wins():
+  for rules, path, wanted in [
+    ((EXACT, PATTERN), "encoder/head", EXACT),
+    ((PATTERN, EXACT), "encoder/head", PATTERN),
+    ((EXACT, PATTERN), "decoder/head", PATTERN),
+    ((EXACT, PATTERN), "encoder/heads", None),
+  ]:
+    assert first_match(rules, Plain(), path) is wanted, (rules, path)
 
 
 def test_a_rule_is_a_value_and_so_is_a_list_of_rules():
@@ -344,3 +354,19 @@ def test_which_rules_depend_on_paths_and_what_computes_in_low_precision_anywhere
     (None, [Rule("c=f32,precision=highest", path="a")], True),
   ]:
     assert given(policy, rules).rewrites == rewrites, (policy, rules)
+
+
+def test_classes_of_one_name_stay_apart():
+  # As those of a module that is loaded again do.
+  def factory():
+    class Block(nn.Module):
+      pass
+
+    return Block
+
+  one, two = factory(), factory()
+  assert one.__module__ == two.__module__
+  assert one.__qualname__ == two.__qualname__
+  rule = Rule("float16", module=one)
+  assert rule.matches(one(), "")
+  assert not rule.matches(two(), "")
