@@ -15,7 +15,7 @@ import numpy as np
 from mpjax._core.types import NumpyArray
 from mpjax._debug.compare_modules import Loop
 from mpjax._debug.compare_run import Gradient, Kept, RanCall, RecordedRun, save
-from mpjax._debug.paths import is_inside
+from mpjax._debug.paths import is_inside, is_within
 from mpjax._debug.report import MOST, Report, Section, rest
 from mpjax._jaxpr.locations import Direction
 
@@ -420,8 +420,7 @@ class _Errors(NamedTuple):
     others = {each.leaf: each for each in self.reference.gradients}
     pairs: list[tuple[NumpyArray, NumpyArray]] = []
     for each in self.run.gradients:
-      is_of_module = each.path == path or is_inside(each.path, path)
-      if not is_of_module or each.leaf not in others:
+      if not is_within(each.path, path) or each.leaf not in others:
         continue
       pair = self._pair(each.key, others[each.leaf].key)
       part = None if pair is None else _part(each, pair, index)

@@ -18,6 +18,15 @@ def is_inside(path: str, outer: str) -> bool:
   return path.startswith(f"{outer}/")
 
 
+def is_within(path: str, outer: str) -> bool:
+  """Whether a module is another one, or inside of it.
+
+  >>> is_within("block_1", "block_1"), is_within("block_1/mlp", "block_1"), is_within("", "")
+  (True, True, True)
+  """
+  return path == outer or is_inside(path, outer)
+
+
 def relative_to(path: str, outer: str) -> str:
   """Returns the path of a module in the one around it: "" for that one itself.
 

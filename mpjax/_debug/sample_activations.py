@@ -28,7 +28,7 @@ from mpjax._core.types import Array, OptState, P, PyTree
 from mpjax._debug.arguments import Call
 from mpjax._debug.compare_modules import ALL_BODIES, find_modules, module_paths
 from mpjax._debug.module_names import traced_with_modules
-from mpjax._debug.paths import is_inside, relative_to
+from mpjax._debug.paths import is_within, relative_to
 from mpjax._debug.selectors import rule_paths_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import MODULE
@@ -212,9 +212,7 @@ def _of_matmuls(steps: Iterable[Step]) -> Iterator[tuple[str, int]]:
 
 def _inside(path: str, activations: Mapping[str, set[int]]) -> set[int]:
   """Returns the activations of a module and of the modules inside of it."""
-  within = (
-    slots for other, slots in activations.items() if other == path or is_inside(other, path)
-  )
+  within = (slots for other, slots in activations.items() if is_within(other, path))
   return set[int]().union(*within)
 
 
@@ -232,7 +230,7 @@ def _roots(body: Body) -> set[str]:
 
 def _paths(scope: str, roots: Collection[str]) -> list[str]:
   """Returns the paths of a module: its scope, and the path from the root of the model around it."""
-  around = [root for root in roots if scope == root or is_inside(scope, root)]
+  around = [root for root in roots if is_within(scope, root)]
   return [scope, *(relative_to(scope, root) for root in around)]
 
 

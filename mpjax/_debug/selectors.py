@@ -18,9 +18,9 @@ def rule_paths_of(graph: Graph) -> dict[str, str]:
   tails -= {each.where.path for each, *_ in graph.matmuls()}
   # A model under a policy marks its modules. Elsewhere the scope itself is the path.
   return {
-    k: k if rule_path is None else rule_path
-    for k, rule_path in rule_paths.items()
-    if k not in tails
+    scope: scope if rule_path is None else rule_path
+    for scope, rule_path in rule_paths.items()
+    if scope not in tails
   }
 
 

@@ -34,7 +34,7 @@ from mpjax._debug.headroom import (
 )
 from mpjax._debug.module_names import with_models_under
 from mpjax._debug.not_entered import find_kernels
-from mpjax._debug.paths import is_inside
+from mpjax._debug.paths import is_inside, is_within
 from mpjax._debug.ranges import gradient_of, ranges_of_call
 from mpjax._debug.ranges_plan import plan
 from mpjax._debug.ranges_report import HEADROOM
@@ -657,8 +657,7 @@ def rows_of(
   """Yields the report of each module, in the order of the function."""
   paths = dict.fromkeys((*forward, *pairs))  # A fixed order, since floating sums depend on it.
   for path in (path for path in flops if path in paths):
-    # The module itself counts too.
-    inside = [other for other in paths if path in with_enclosing([other])]
+    inside = [other for other in paths if is_within(other, path)]
     gradient = relative_error(pair for other in inside for pair in pairs.get(other, ()))
     # A loss may have no matmuls.
     share = flops[path] / max(sum(flops.values()), 1)

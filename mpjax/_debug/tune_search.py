@@ -6,6 +6,7 @@ search sorts the upgrades by benefit, bisects how many are needed, and then look
 choices with a model of the error that it fits to the measurements.
 """
 
+import bisect
 import functools
 import itertools
 import math
@@ -188,16 +189,8 @@ def _first_good(prefixes: Sequence[Choice], is_good: Callable[[Choice], bool]) -
   # The first prefix is often good, so it is measured before the bisection.
   if is_good(prefixes[0]):
     return 0
-  # The error falls along the prefixes, apart from small exceptions. `low` and all before it are
-  # not good, and `high` is good or behind the last prefix.
-  low, high = 0, len(prefixes)
-  while high - low > 1:
-    middle = (low + high + 1) // 2
-    if is_good(prefixes[middle]):
-      high = middle
-    else:
-      low = middle
-  return high
+  # The error falls along the prefixes, apart from small exceptions.
+  return bisect.bisect_left(prefixes, True, lo=1, key=is_good)
 
 
 def _by_benefit(flops: Sequence[int], alone: NumpyArray, after: Sequence[int | None]) -> list[int]:

@@ -1,6 +1,6 @@
 import pytest
 
-from mpjax._debug.paths import is_inside, relative_to, shared_names
+from mpjax._debug.paths import is_inside, is_within, relative_to, shared_names
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from mpjax._debug.paths import is_inside, relative_to, shared_names
 )
 def test_a_module_is_inside_of_those_around_it(path, outer, expected):
   assert is_inside(path, outer) is expected
+  assert is_within(path, outer) is (expected or path == outer)
 
 
 @pytest.mark.parametrize(
