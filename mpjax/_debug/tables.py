@@ -64,12 +64,21 @@ class Cells(NamedTuple):
     columns, *rows = (row[:position] + row[position + 1 :] for row in (self.columns, *self.rows))
     return Cells(columns, tuple(rows))
 
+  def with_text(self) -> "Cells":
+    """Returns the cells of the columns in which a row has text."""
+    cells = self
+    # Backwards, so that removing a column leaves the positions of the others.
+    for position in reversed(range(len(self.columns))):
+      if not any(row[position] for row in self.rows):
+        cells = cells.without(position)
+    return cells
+
 
 def table(columns: Sequence[str], rows: Sequence[Row], most: int) -> Iterator[RenderableType]:
   """Yields the lines above a table, and the table.
 
   Args:
-    columns: the names of the columns. A column without text is left out.
+    columns: the names of the columns. A column without text in a printed row is left out.
     rows: all rows.
     most: the number of rows that are printed.
 
@@ -85,17 +94,14 @@ def table(columns: Sequence[str], rows: Sequence[Row], most: int) -> Iterator[Re
   b       7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7
   """
   cells = Cells(tuple(columns), tuple(rows))
-  # Backwards, so that removing a column leaves the positions of the others.
-  for position in reversed(range(len(columns))):
-    if not any(row[position] for row in rows):
-      cells = cells.without(position)
   reason = cells.position(REASONS)
   # A reason that all rows share is a line above the table. The hidden rows count as well.
-  if reason is not None and len(rows) > 1 and len({row[reason] for row in cells.rows}) == 1:
+  reasons = set() if reason is None else {row[reason] for row in rows}
+  if reason is not None and len(rows) > 1 and len(reasons) == 1 and "" not in reasons:
     yield paragraph(f"All rows: {REASONS[cells.columns[reason]]}{cells.rows[0][reason]}")
     cells = cells.without(reason)
   # From here on only printed rows decide the layout.
-  cells = cells._replace(rows=cells.rows[:most])
+  cells = cells._replace(rows=cells.rows[:most]).with_text()
   path = cells.position(PATHS)
   # Each remedy is tried only if a row is still wider than a line.
   if path is not None and not cells.fits:
