@@ -105,8 +105,9 @@ def _of_low_precision(result: Range, alternatives: Alternatives) -> Advice:
   largest = alternatives.in_float32.most
   return Advice(
     f"It overflows {dtype}: in float32 the largest of these values is {largest:.3g}, "
-    f"and {dtype} ends at {_largest(dtype):.5g}.",
-    f"{alternatives.code} or the policy mixed_bfloat16",
+    f"and {dtype} ends at {_largest(dtype):.5g}. Later casts to {dtype} may overflow too. Bfloat16 "
+    "has the range of float32.",
+    f'{alternatives.code} or the policy "mixed_bfloat16"',
   )
 
 

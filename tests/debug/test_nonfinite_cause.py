@@ -69,7 +69,7 @@ def first_line(cure):
 def test_a_cast_or_bfloat16_cures_what_overflows_float16():
   x = jnp.full(2, 300, jnp.float16)
   found = mpjax.find_nonfinite(jnp.square)(x)
-  assert found.cure.endswith("or the policy mixed_bfloat16")
+  assert found.cure.endswith('or the policy "mixed_bfloat16"')
   for cured in (eval(first_line(found.cure)), x.astype(jnp.bfloat16)):
     assert not mpjax.find_nonfinite(jnp.square)(cured)
 
