@@ -1,5 +1,6 @@
 """The check for many skipped steps in a row."""
 
+import sys
 from collections.abc import Mapping
 
 import jax
@@ -31,8 +32,8 @@ def check_skipped_steps(
   Args:
     opt_state: a concrete state that holds a loss scale; under `jax.vmap` the worst member counts.
     max_consecutive_skips: this many skipped steps in a row, at least 1, are an error.
-    params: the parameters, `variables["params"]` or `nnx.state(model, nnx.Param)`. With them the
-      error names the gradient by its path. They may be donated or abstract.
+    params: the parameters, or the model of NNX or the variables of Linen that hold them. With them
+      the error names the gradient by its path. They may be donated or abstract.
     name: which of several loss scales to check.
 
   Raises:
@@ -50,6 +51,7 @@ def check_skipped_steps(
   scale = find_scale(opt_state, where, name)
   # A `TrainState` has its parameters beside the optimizer state.
   params = getattr(opt_state, "params", None) if params is None else params
+  params = _trained(params, opt_state)
   trained = {"opt_state": scale.owner.inner_state, "params": params}
   state = scale.state
   for x in jax.tree.leaves(state or trained):
@@ -83,16 +85,22 @@ def check_skipped_steps(
   # A NaN in the parameters makes every later gradient NaN. No data or learning rate helps then.
   if (nan := _first_nan(params)) is not None:
     fix = f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
-  # Variables of Linen and models of NNX have more leaves than there are gradients. A position would
-  # name the wrong leaf, so such trees are not searched.
-  variables = isinstance(params, Mapping) and "params" in params and len(params) > 1
-  if variables or is_nnx_object(params):
-    fix += ' Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
-    params = None
   expected = f"fewer than {most} skipped steps in a row"
   got = f"{skips[worst]}, at loss scale {scales[worst]:.9g}; the last step's first non-finite "
   got += f"value was in {_first_bad(opt_state, scale, worst, params)}"
   raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
+
+
+def _trained(params: Params, opt_state: OptState) -> Params:
+  """Returns the parameters in the variables of a Linen model, or in a model of NNX.
+
+  Other variables have no gradient, and a position among them would name the wrong leaf.
+  """
+  if is_nnx_object(params):
+    nnx = sys.modules["flax.nnx"]
+    return nnx.state(params, getattr(opt_state, "wrt", nnx.Param))
+  is_variables = isinstance(params, Mapping) and "params" in params and len(params) > 1
+  return params["params"] if is_variables else params
 
 
 def _first_nan(tree: PyTree) -> str | None:

@@ -36,14 +36,20 @@ def test_check_skipped_steps_raises_after_so_many_skips():
     assert error.value.expected == "an integer, at least 1"
 
 
-def test_check_skipped_steps_names_no_path_of_what_may_have_more_leaves():
-  # The first leaf of variables is a batch statistic, the first gradient that of a parameter.
-  state = after(BAD)
-  variables = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(2)}}
-  for params in (variables, nnx.Linear(1, 1, rngs=nnx.Rngs(0))):
-    got = "gradient leaf 1 (in the order of jax.tree.leaves of the floating parameters that"
-    fix = 'Pass variables["params"], or nnx.as_pure(nnx.state(model, nnx.Param)).'
-    blamed(state, got, fix=fix, params=params)
+def test_check_skipped_steps_finds_the_parameters_among_the_variables_of_linen():
+  # The first leaf of the variables is a batch statistic, the first gradient that of a parameter.
+  variables = {"params": PARAMS, "batch_stats": {"mean": jnp.full(2, jnp.nan)}}
+  blamed(after(BAD), "was in the gradient of ['x']. ", params=variables)
+
+
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.BatchStat])
+def test_check_skipped_steps_finds_the_trained_variables_of_a_model_of_nnx(wrt):
+  model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(0.1)), wrt=wrt)
+  bad = jax.tree.map(lambda x: x * jnp.inf, nnx.state(model, wrt))
+  optimizer.update(model, bad)
+  first = {nnx.Param: "bias", nnx.BatchStat: "mean"}[wrt]
+  blamed(optimizer, f"was in the gradient of ['{first}']. ", params=model)
 
 
 def test_check_skipped_steps_names_the_gradient_by_its_path_or_the_parameters():
