@@ -382,11 +382,12 @@ def _depends_on_scale(
     got = "gradients that still carry the loss scale, or carry it twice"
   elif compared.overflowed:
     got = "gradients that were never scaled, clipped, all zero, or had inf and NaN replaced"
-  state = "optimizer" if scale.in_variables else "opt_state"
+  state, library = ("optimizer", "nnx") if scale.in_variables else ("opt_state", "jax")
   name = "" if scale.name is None else f", name={scale.name!r}"
   fix = (
-    f"Pass what mpjax.value_and_grad(loss_fn, {state}{name}) returns to update; clip in "
-    "mpjax.loss_scaling, penalise in loss_fn."
+    f"Take the gradients by mpjax.value_and_grad(loss_fn, {state}{name}), not by "
+    f"{library}.value_and_grad, and pass them to update unchanged. Clip inside of "
+    "mpjax.loss_scaling, and add penalties to the loss."
   )
   return errors.MpjaxValueError(
     WHERE,

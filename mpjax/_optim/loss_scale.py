@@ -558,10 +558,12 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
   scales = scales_in(opt_state)
   if not scales:
     fix = (
-      "Wrap the optimizer: tx = mpjax.loss_scaling(tx). For a state pass tx.init(params), not tx. "
+      "Wrap the optimizer: tx = mpjax.loss_scaling(tx). "
       "An nnx.State keeps nothing under NoLossScale(): pass the nnx.Optimizer."
     )
-    if is_nnx_object(opt_state):
+    if isinstance(opt_state, optax.GradientTransformation):
+      fix = "Pass its state, opt_state = tx.init(params), or an nnx.Optimizer."
+    elif is_nnx_object(opt_state):
       fix = "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
     expected = "the state of an optimizer created by mpjax.loss_scaling"
     got = f"{kind_of(opt_state)} without a loss scale"

@@ -484,6 +484,7 @@ def test_states_without_a_scale_and_with_two():
   for state, expected, got, fix in (
     (pair, "one loss scale", "one with 2, named [None, None]", "by name="),
     *((x, made, f"{kind_of(x)} without a loss scale", wrap) for x in none),
+    (SCALED, made, f"{kind_of(SCALED)} without a loss scale", "opt_state = tx.init(params)"),
   ):
     for name, call in CALLS.items():
       with refused(TypeError, f"mpjax.{name}(opt_state)", expected, got, fix):
