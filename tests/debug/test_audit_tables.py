@@ -100,7 +100,7 @@ def audited(policy=ALL, rules=(), fn=jnp.sum):
 HEAD = mpjax.Rule("mixed_bfloat16", path="head")
 
 
-def test_d7_d17_each_module_is_listed_with_its_reason():
+def test_each_module_is_listed_with_its_reason():
   found = {x.path.removeprefix("Model/"): x for x in audited(rules=(HEAD,)).formats}
   attention = "no operand is a parameter"
   wanted = {

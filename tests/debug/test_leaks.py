@@ -88,7 +88,7 @@ CURES = {
 }
 
 
-def test_d1_each_cure_ends_its_leak_and_costs_no_more_than_low_precision():
+def test_each_cure_ends_its_leak_and_costs_no_more_than_low_precision():
   x, w = normal(16, 8), normal(8, 8, seed=1) / 8**0.5
   half = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
   for fix, ops in CURES.items():
@@ -279,7 +279,7 @@ class Rotated(nn.Module):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_d1_positions_that_turn_queries_are_no_leak(interleaved):
+def test_positions_that_turn_queries_are_no_leak(interleaved):
   model, x = Rotated(interleaved), normal(64, 8)
   params = model.init(jax.random.key(0), x)
   for apply in (

@@ -120,7 +120,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.standard_promotion
-def test_d2_a_training_step_with_a_loss_scale():
+def test_a_training_step_with_a_loss_scale():
   model, x = Model(), normal(3, 4)
   variables = filled(shapes(model, x))
   tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(1024))
@@ -155,7 +155,7 @@ def attention(w, x):
   return jax.nn.softmax(scores) @ q
 
 
-def test_d14_masks_and_float32_softmax_are_no_losses():
+def test_masks_and_float32_softmax_are_no_losses():
   w = jax.random.normal(jax.random.key(0), (8, 8))
   x = jax.random.normal(jax.random.key(1), (16, 8)) / 4
   report = mpjax.ranges(attention)(w, x)
@@ -171,7 +171,7 @@ def test_d14_masks_and_float32_softmax_are_no_losses():
 
 
 @pytest.mark.standard_promotion
-def test_d15_moments_are_optimizer_state_in_any_argument():
+def test_moments_are_optimizer_state_in_any_argument():
   tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8))
   params = {"w": jax.random.normal(jax.random.key(0), (4, 3))}
   batch = {"x": jnp.ones((2, 4)), "y": jnp.ones((2, 3)), "unread": jnp.ones(2)}

@@ -49,7 +49,7 @@ def report():
   return RangesReport("train_step", groups, 65536.0)
 
 
-def test_d17_the_text_has_80_columns_and_no_rows_that_say_nothing(report):
+def test_the_text_has_80_columns_and_no_rows_that_say_nothing(report):
   text = str(report)
   assert max(map(len, text.splitlines())) <= 80
   assert "Activations" not in text  # Nothing of them is lost.
@@ -102,7 +102,7 @@ def test_a_gradient_that_no_loss_scale_keeps_from_overflowing():
   assert "The largest gradient, 1e+06, overflows: float16 ends at 65504" in text
 
 
-def test_d19_a_picture_is_written_and_not_left_open(tmp_path):
+def test_a_picture_is_written_and_not_left_open(tmp_path):
   matplotlib = pytest.importorskip("matplotlib")
   matplotlib.use("Agg")
   rows = [group("activations", "a" * 60, {-30: 1, 3: 9}), group("activations", "", {})]

@@ -60,7 +60,7 @@ def test_no_line_is_longer_than_a_terminal_and_nothing_is_lost():
   assert indented[0].startswith("   ")
 
 
-def test_d20_d21_paths_break_at_slashes_and_empty_sections_have_no_heading():
+def test_paths_break_at_slashes_and_empty_sections_have_no_heading():
   path = "/".join(f"a_module_with_a_name_{i}" for i in range(6))
   columns = ("module", "n")
   sections = [Section("nothing", (), columns), Section("some", (path,), columns, ((path, "1"),))]
@@ -71,7 +71,7 @@ def test_d20_d21_paths_break_at_slashes_and_empty_sections_have_no_heading():
   assert all(line.endswith(("/", "name_5")) for line in broken)
 
 
-def test_d22_what_waits_for_arguments_says_so_where_it_is_printed():
+def test_what_waits_for_arguments_says_so_where_it_is_printed():
   for tool in (mpjax.ranges(len), mpjax.tune(len, tolerance=0.1)):
     assert re.fullmatch(r"<mpjax.(\w+)\(len\): call it .* as in mpjax.\1\(len\).*>", repr(tool))
 
@@ -178,7 +178,7 @@ def test_a_terminal_gets_a_bar_that_goes_at_the_end(monkeypatch, hurried):
 
 
 @pytest.mark.parametrize("tool", ["ranges", "tune", "find_nonfinite"])
-def test_d16_every_tool_that_runs_a_function_shows_its_progress(tool, monkeypatch, capsys):
+def test_every_tool_that_runs_a_function_shows_its_progress(tool, monkeypatch, capsys):
   monkeypatch.setattr(report, "FIRST", 1e-3)
   options = {"tolerance": 0.1} if tool == "tune" else {}
   getattr(mpjax, tool)(lambda w, x: jnp.sum((x @ w) ** 2), **options)(jnp.eye(4), jnp.ones((2, 4)))

@@ -494,7 +494,7 @@ def test_comparisons_of_a_norm_and_of_a_router(model):
 
 
 class Shifted(nn.Module):
-  """Of A2: it returns positions far from 0, whose differences are small."""
+  """Return positions far from 0, whose differences are small."""
 
   @nn.compact
   def __call__(self, t):

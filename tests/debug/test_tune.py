@@ -113,7 +113,7 @@ def pasted(report):
   return names["rules"]
 
 
-def test_d10_printed_rules_paste_into_linen_and_autocast(capsys):
+def test_printed_rules_paste_into_linen_and_autocast(capsys):
   loss_fn, *args = prepared(Root())
   report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(*args)
   assert f"at most {report.bound} measurements" in capsys.readouterr().out
@@ -264,7 +264,7 @@ LOW = {
 
 @pytest.mark.parametrize(("build", "got"), LOW.values(), ids=LOW)
 @pytest.mark.standard_promotion
-def test_d3_d11_what_is_low_already_is_refused(build, got):
+def test_what_is_low_already_is_refused(build, got):
   model, x = build(), jnp.ones((2, 8))
   tune = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=0.1)
   with refused(ValueError, CALL, "a loss in float32", got, "the plain model"):

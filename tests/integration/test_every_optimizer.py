@@ -311,7 +311,7 @@ def trained(tx, batches, lookahead):
 
 @pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams is deprecated")
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_n2_outside_of_a_scale_a_wrapper_is_refused_or_exact(name):
+def test_outside_of_a_scale_a_wrapper_is_refused_or_exact(name):
   # A skipped step equals a deleted one, bit for bit, or nothing is read at all.
   wrap, lookahead = WRAPPERS[name], name == "lookahead"
   good, with_bad = (1.0, 0.5, 1.0), (1.0, np.inf, np.inf, 0.5, 1.0)
@@ -329,7 +329,7 @@ def test_n2_outside_of_a_scale_a_wrapper_is_refused_or_exact(name):
 @pytest.mark.parametrize(
   "chain", [optax.chain, lambda a, b: optax.named_chain(("first", a), ("second", b))]
 )
-def test_n8_two_scales_in_one_chain_are_refused(chain):
+def test_two_scales_in_one_chain_are_refused(chain):
   # Updates were 64 times too small.
   clip, sgd = (mpjax.loss_scaling(*args) for args in ((optax.clip(10.0), STATIC), (SGD, STATIC)))
   state = chain(clip, sgd).init(SMALL)

@@ -224,7 +224,7 @@ BY_ROWS, BY_COLUMNS = jax.P("data"), jax.P(None, "data")
   [(EXPLICIT, BY_COLUMNS, {}), (AUTO, BY_ROWS, {"check_vma": True})],
   ids=str,
 )
-def test_n9_eight_devices_have_parts_of_each_parameter(kind, spec, mapped, eight_devices):
+def test_eight_devices_have_parts_of_each_parameter(kind, spec, mapped, eight_devices):
   # By the sharding of the arguments, or in a shard_map; on the host all masters are right.
   mesh = mesh_of(eight_devices, kind)
   grads = np.random.default_rng(2).normal(size=(15, 16, 24)).astype(np.float32)
@@ -262,7 +262,7 @@ def test_n9_eight_devices_have_parts_of_each_parameter(kind, spec, mapped, eight
   assert bits(train("split", jax.NamedSharding(mesh, spec), **options)) == bits(expected)
 
 
-def test_n11_partitioned_parameters_of_flax(eight_devices):
+def test_partitioned_parameters_of_flax(eight_devices):
   # Both frameworks give the metadata of a parameter to its remainder, whose shape is the same.
   mesh = jax.make_mesh((2, 4), ("d", "m"), (EXPLICIT,) * 2, devices=eight_devices)
   init, names, dtype = nn.initializers.lecun_normal(), ("d", "m"), jnp.bfloat16

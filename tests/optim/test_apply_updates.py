@@ -260,7 +260,7 @@ def test_from_a_master_half_way_between_two_bfloat16_it_is_the_larger_one():
 
 
 @BOTH
-def test_n1_stochastic_rounding_has_the_derivative_of_a_sum(half):
+def test_stochastic_rounding_has_the_derivative_of_a_sum(half):
   params = jnp.ones(3, half)
   total = lambda rate: jnp.sum(STOCHASTIC(params, -rate * jnp.ones(3), key=KEY).astype(jnp.float32))  # noqa: E731
   assert jax.grad(total)(0.1) == -3

@@ -232,7 +232,7 @@ LOOPS = {
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("name", LOOPS)
-def test_n3_n4_how_a_check_ends(name):
+def test_how_a_check_ends(name):
   inner, dtype, loss, params, gradients, *config = LOOPS[name]
   for way, how in gradients.items():
     with ends(how):
@@ -257,7 +257,7 @@ def test_a_loss_that_is_not_scaled_beside_one_in_float16():
   mpjax.check_loss_scaling(step)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
-def test_n12_the_name_of_another_loss():
+def test_the_name_of_another_loss():
   config = mpjax.DynamicLossScale(init_scale=1024.0)
   txs = {k: mpjax.loss_scaling(optax.adam(0.1), config, name=k) for k in "cg"}
   tx = optax.multi_transform(txs, {k: k for k in "cg"})
@@ -319,7 +319,7 @@ OLD_STATE = "the new loss scale 'dynamic'.* got none, or the old one.* never sel
     ("momentum of gradients", "new flag", CARRY),
   ],
 )
-def test_d6_what_a_skipped_step_changes(kind, guard, how):
+def test_what_a_skipped_step_changes(kind, guard, how):
   # It was NaN after one bad batch, and stayed so. Momentum that is 0 at first stays 0 once. A
   # counter is reset to the 0 that an update is, when a step is skipped.
   tx = mpjax.loss_scaling(optax.sgd(0.1))
@@ -794,7 +794,7 @@ def test_parameters_may_be_called_loss_scale():
     mpjax.check_loss_scaling(make_step(tx, never, loss_fn=loss))(params, tx.init(params), BATCH)
 
 
-def test_n5_tied_variables_of_nnx_and_counts_of_random_numbers():
+def test_tied_variables_of_nnx_and_counts_of_random_numbers():
   def step(model, optimizer, x):
     loss, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)
     optimizer.update(model, grads)

@@ -245,7 +245,7 @@ def test_any_plain_number_is_stored_as_the_same_float(value):
     assert mpjax.StaticLossScale(scale=0.1).scale == float(np.float32(0.1)), "rounded to float32"
 
 
-def test_d23_a_keyword_too_many_or_none_is_refused_with_those_that_there_are():
+def test_a_keyword_too_many_or_none_is_refused_with_those_that_there_are():
   where, expected = "mpjax.DynamicLossScale", "arguments init_scale"
   for args, kwargs, got in (((), {"init": 4}, "'init'"), ((4,), {}, "positional")):
     with refused(TypeError, where, expected, got, "init_scale=2**15"):

@@ -82,7 +82,7 @@ def test_minus_zero_is_the_masters_only_by_our_own_function():
   assert not np.any(ours)
 
 
-def test_n14_the_sign_of_zero_is_that_of_the_sum_in_both_storages():
+def test_the_sign_of_zero_is_that_of_the_sum_in_both_storages():
   params = jnp.asarray([-0.0, -0.0], jnp.bfloat16)
   for storage in ("float32", "split"):
     tx = mpjax.master_weights(optax.sgd(1.0), storage=storage)
@@ -146,7 +146,7 @@ def after_one_step(rate, start, storage):
   return jnp.sum(jnp.square(mpjax.apply_updates(start, updates).astype(F32)))
 
 
-def test_n1_hypergradients_of_both_storages_are_those_without_masters():
+def test_hypergradients_of_both_storages_are_those_without_masters():
   # With respect to the learning rate, and to the parameters before the step; none is 0.
   start, found = np.float32([1, -2, 3]), {}
   for storage, dtype in (("float32", BF16), ("split", BF16), (None, F32)):
@@ -189,7 +189,7 @@ def test_a_master_is_never_the_array_that_it_was_made_from():
   assert donated.master["w"].tolist() == [2, 2]
 
 
-def test_n6_set_master_params_keeps_placement_and_works_under_jit_and_on_the_host(devices):
+def test_set_master_params_keeps_placement_and_works_under_jit_and_on_the_host(devices):
   mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
   sharded = jax.NamedSharding(mesh, jax.P("data"))
   params = jnp.ones(8, BF16)

@@ -195,7 +195,7 @@ SCALED = "mpjax.loss_scaling(inner).update(updates)"
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("name", NONE)
-def test_n15_none_for_the_gradient_of_a_trained_parameter_is_refused(name):
+def test_none_for_the_gradient_of_a_trained_parameter_is_refused(name):
   none, got = NONE[name]
   sgd, both = optax.sgd(1.0), optax.LookaheadParams.init_synced(TREE)
   for config in (mpjax.StaticLossScale(2), mpjax.NoLossScale()):

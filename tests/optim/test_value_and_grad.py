@@ -206,7 +206,7 @@ def test_built_outside_of_a_compiled_step_is_refused():
     "step_applied": lambda p, s: mpjax.step_applied(s),
   }.items(),
 )
-def test_n10_a_state_from_outside_of_a_compiled_function_is_refused(name, use):
+def test_a_state_from_outside_of_a_compiled_function_is_refused(name, use):
   # The scale of the first step would stay for ever: steps shrank to a half, a quarter, ...
   params, state = jnp.ones(1), DYNAMIC.init(jnp.ones(1))
   got, fix = "outside of the function that is being traced", "inside of the step"
