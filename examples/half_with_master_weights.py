@@ -53,7 +53,7 @@ NETWORK = Network()
 LOSS_SCALES = {
   "float32": (mpjax.NoLossScale(),),
   "bfloat16": (mpjax.NoLossScale(),),
-  # The usual 2000 finite steps until the scale grows are more than this whole run has.
+  # The run is shorter than the default interval after which the scale grows.
   "float16": (mpjax.StaticLossScale(128), mpjax.DynamicLossScale(growth_interval=10)),
 }
 

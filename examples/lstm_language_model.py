@@ -38,8 +38,8 @@ ROWS = 32
 WINDOW = 64
 OUT = side_by_side.OUT / "lstm_language_model.png"
 
-# bfloat16 has the range of float32: nothing underflows. The usual 2000 finite steps until the scale
-# grows are more than this whole run has.
+# bfloat16 has the range of float32: nothing underflows. The run is shorter than the default
+# interval after which the scale grows.
 LOSS_SCALES = {"mixed_float16": mpjax.DynamicLossScale(growth_interval=50)}
 
 

@@ -47,7 +47,7 @@ LOSS_SCALES = {
   # bfloat16 has the range of float32: nothing underflows, and nothing has to be scaled.
   "float32": mpjax.NoLossScale(),
   "mixed_bfloat16": mpjax.NoLossScale(),
-  # The usual 2000 finite steps until the scale grows are more than this whole run has.
+  # The run is shorter than the default interval after which the scale grows.
   "mixed_float16": mpjax.DynamicLossScale(growth_interval=20),
 }
 
