@@ -103,7 +103,7 @@ def table(columns: Sequence[str], rows: Sequence[Row], most: int) -> Iterator[Re
   # From here on only printed rows decide the layout.
   cells = cells._replace(rows=cells.rows[:most]).with_text()
   path = cells.position(PATHS)
-  # Each remedy is tried only if a row is still wider than a line.
+  # Each step below is taken only if a row is still wider than a line.
   if path is not None and not cells.fits:
     line, cells = _below_folder(cells)
     yield from map(paragraph, line)
