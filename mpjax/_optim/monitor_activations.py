@@ -191,8 +191,8 @@ def monitor_state(opt_state: OptState, where: str) -> ActivationMonitorState:
   if len(states) != 1:
     raise MpjaxTypeError(
       where,
-      expected="a state that keeps statistics of activations",
+      expected="a state with one monitor of activations",
       got=f"{kind_of(opt_state)} with {len(states)} of them",
-      fix=f'Write tx = {_CALL}(optimizer, "encoder/*"), and make the state with its init.',
+      fix=f'Write tx = {_CALL}(tx, "encoder/*") once. Pass tx.init(params) or the nnx.Optimizer.',
     )
   return states[0]

@@ -129,7 +129,7 @@ class NewVersions:
           STATED,
           expected=f"a new version of argument {argument[-1]} at {'/'.join(result) or 'the root'}",
           got="no array there with the name, shape and dtype of one in that argument",
-          fix="Write the number of an argument, counted from 0, in the place of its new version.",
+          fix="In returns=, give each result the position of the argument it replaces, or None.",
         )
 
   def check_all_stated(self, stated: Stated) -> None:

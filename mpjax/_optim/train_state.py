@@ -197,5 +197,8 @@ def _check_arrays(state: PyTree, where: str) -> None:
   leaves = jax.tree_util.tree_leaves_with_path(state)
   wrong = [f"{kind_of(x)} at {path_text(path)}" for path, x in leaves if not is_array_like(x)]
   if wrong:
-    fix = "For Equinox pass equinox.partition(model, equinox.is_inexact_array)[0]."
+    fix = (
+      "Leave these out of the state. Of an Equinox model pass "
+      "equinox.partition(model, equinox.is_inexact_array)[0]."
+    )
     raise MpjaxTypeError(where, expected="a tree of arrays", got=listed(wrong), fix=fix)

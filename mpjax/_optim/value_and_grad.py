@@ -18,7 +18,7 @@ from mpjax._policy.active import AUDIT
 _CALL = "mpjax.value_and_grad"
 _WHERE = f"{_CALL}(fun, opt_state)"
 _FIX = (
-  f"Write {_CALL}(loss_fn, opt_state)(params, batch). Of Flax NNX pass the optimizer and the model: "
+  f"Write {_CALL}(loss_fn, opt_state)(params, batch). With Flax NNX pass optimizer and model: "
   f"{_CALL}(loss_fn, optimizer)(model, batch)."
 )
 _ONE_NUMBER = "Return one number to minimise, such as jnp.mean(losses)."

@@ -114,7 +114,7 @@ def parse_precision(
     return parsed
   if DType(accumulation).itemsize < weight_grad.itemsize:
     expected = f"an algorithm that adds up in {weight_grad.name}, as weight_grad_dtype asks for"
-    fix = "Write one whose name ends so, or leave out weight_grad_dtype."
+    fix = "Write one whose name ends in this dtype, or leave out weight_grad_dtype."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return parsed
 

@@ -192,7 +192,10 @@ def _scales_of(arguments: PyTree) -> list[OwnedScale]:
   """Returns the loss scales that a step can write to, and those of `NoLossScale`."""
   scales = [one for one in scales_in(arguments) if one.in_variables or not one.stored]
   if not scales:
-    fix = "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
+    fix = (
+      "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param). In bfloat16 without a "
+      "loss scale, leave out atomic_step."
+    )
     expected, got = "an optimizer with a loss scale among the arguments", "none"
     raise MpjaxTypeError(_WHERE, expected=expected, got=got, fix=fix)
   return scales
