@@ -52,12 +52,16 @@ def with_policy(
     MpjaxValueError: an unknown policy, or a value of an argument that is not listed.
     UnmatchedRuleError: a rule matches nothing, if all modules are known.
 
-  >>> import flax.linen as nn, jax.numpy as jnp, mpjax
-  >>> mpjax.with_policy(lambda w, x: x @ w, "c=bf16")(jnp.ones((3, 2)), jnp.ones((1, 3))).dtype
+  >>> import jax.numpy as jnp, mpjax
+  >>> from flax import nnx
+  >>> net = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  >>> mpjax.with_policy(net, "mixed_bfloat16")(jnp.ones((1, 3))).dtype
   dtype('float32')
-  >>> model = mpjax.with_policy(nn.Dense(2, use_bias=False), "c=bf16")
-  >>> model.apply({"params": {"kernel": jnp.ones((3, 2))}}, jnp.ones((1, 3))).dtype
+  >>> mpjax.with_policy(net, "bfloat16")(jnp.ones((1, 3))).dtype  # its output_dtype
   dtype(bfloat16)
+  >>> matmul = mpjax.with_policy(jnp.dot, "bfloat16")
+  >>> matmul(jnp.ones((1, 3)), jnp.ones((3, 2))).dtype  # functions return their own dtypes
+  dtype('float32')
   """
   framework = framework_of(model)
   where = "mpjax.with_policy(model)"

@@ -55,7 +55,7 @@ def autocast(
   rules: Iterable[Rule] = (),
   data_argnums: int | Sequence[int] = (),
 ) -> Callable[P, R]:
-  """Returns a function that computes what `fn` does, with a dtype chosen for each operation.
+  """Run a function with a dtype chosen for each operation by a policy.
 
   `fn` is traced in float32, and its jaxpr is rewritten. This includes the jaxprs of `jit`, `scan`,
   `cond`, `remat`, `custom_vjp` and `shard_map`. Matmuls and convolutions run in the compute dtype

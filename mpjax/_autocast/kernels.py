@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
-  """Returns `fn` as a region that runs in the compute dtype as it is written.
+  """Run a function in the compute dtype as it is written.
 
   Under a policy or `mpjax.autocast`, floating arguments are cast to the compute dtype, and no
   operation inside is rewritten. A kernel such as `jax.experimental.pallas.ops.gpu.attention.mha`

@@ -333,9 +333,9 @@ _FIX = "Write mpjax.audit(step)(state, batch): the arguments come in a second ca
 def audit(
   fn: Callable[P, Any], *, compiled: jax.stages.Compiled | None = None
 ) -> Callable[P, AuditReport]:
-  """Returns a function that reports the precision of each operation of `fn`.
+  """Report the precision of each operation of a function.
 
-  It takes the arguments of `fn`, or `jax.ShapeDtypeStruct` instead of arrays: `fn` is traced, and
+  The result takes the arguments of `fn`, or `jax.ShapeDtypeStruct` instead of arrays: `fn` is traced, and
   nothing is computed. `fn` may be a model, a loss, its gradient or an entire training step, jitted
   or not, with or without a policy. docs/audit.md defines leaks, and float32 on purpose.
 

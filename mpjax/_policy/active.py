@@ -171,7 +171,7 @@ SCOPE = "mpjax.full_precision"
 
 
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
-  """Returns `fn` as a region that neither autocast nor a policy enters.
+  """Keep autocast and policies out of a function.
 
   Operations inside run in the dtypes in which they are written. A policy or an autocast inside has
   no effect. Under a policy, float16 and bfloat16 arguments are cast to float32. The results are
