@@ -121,7 +121,7 @@ class OpLists:
     }
 
   def part_of(self, name: str, params: EqnParams) -> str | None:
-    """Returns the part of an equation.
+    """Return the part of an equation.
 
     Args:
       name: the name of its primitive.
@@ -161,7 +161,7 @@ class OpLists:
     opaque: Ops = (),
     conditional: Mapping[str | Primitive, Predicate] | None = None,
   ) -> "OpLists":
-    """Returns a copy in which the given primitives are in the given parts only.
+    """Return a copy in which the given primitives are in the given parts only.
 
     mpjax does not know the names of your own primitives. Pass the `Primitive` objects.
 

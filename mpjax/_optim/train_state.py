@@ -45,7 +45,7 @@ class TrainState(NamedTuple):
   rng: Array | None
 
   def replace(self, **changes: PyTree) -> "TrainState":
-    """Returns the state with other fields, as `_replace` does and `replace` of Flax's state.
+    """Return the state with other fields, as `_replace` does and `replace` of Flax's state.
 
     Args:
       changes: new values by the names of fields.

@@ -155,7 +155,7 @@ class Policy:
     return ",".join(texts)
 
   def cast_to_param(self, tree: PyTree) -> PyTree:
-    """Returns `tree` with its floating arrays in `param_dtype`.
+    """Return `tree` with its floating arrays in `param_dtype`.
 
     Args:
       tree: any tree; integers, keys, Python numbers and objects are returned as they are.
@@ -167,7 +167,7 @@ class Policy:
     return _cast(tree, self.param_dtype)
 
   def cast_to_compute(self, tree: PyTree) -> PyTree:
-    """Returns `tree` with its floating arrays in `compute_dtype`.
+    """Return `tree` with its floating arrays in `compute_dtype`.
 
     Args:
       tree: as for `cast_to_param`.
@@ -175,7 +175,7 @@ class Policy:
     return _cast(tree, self.compute_dtype)
 
   def cast_to_output(self, tree: PyTree) -> PyTree:
-    """Returns `tree` with its floating arrays in `output_dtype`; unchanged if that is None.
+    """Return `tree` with its floating arrays in `output_dtype`; unchanged if that is None.
 
     Args:
       tree: as for `cast_to_param`.

@@ -46,7 +46,7 @@ class PolicyModule:
   def apply(
     self, variables: Variables, *args: Any, mutable: CollectionFilter = False, **kwargs: Any
   ) -> PyTree:
-    """Returns the result of the model's `apply` under the policy, in its output dtype.
+    """Return the result of the model's `apply` under the policy, in its output dtype.
 
     A call of `__call__` warns of a rule whose path matches no called module and no module with
     variables, unless the model was wrapped with `unmatched="ignore"`.
@@ -75,7 +75,7 @@ class PolicyModule:
     return outputs
 
   def init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
-    """Returns the model's own initial variables, parameters cast to the policy's `param_dtype`.
+    """Return the model's own initial variables, parameters cast to the policy's `param_dtype`.
 
     A rule that picks out no module is an UnmatchedRuleError (with `unmatched="raise"`).
 
@@ -87,7 +87,7 @@ class PolicyModule:
     return self._initialized(self.module.init, rngs, args, kwargs)
 
   def init_with_output(self, rngs: Keys, *args: Any, **kwargs: Any) -> tuple[PyTree, Variables]:
-    """Returns the model's output, computed in float32 and cast to `output_dtype`, and `init`.
+    """Return the model's output, computed in float32 and cast to `output_dtype`, and `init`.
 
     Args:
       rngs: as for `init`, and so are the others.
@@ -98,7 +98,7 @@ class PolicyModule:
     return self._initialized(module.init_with_output, rngs, args, kwargs, traced=module.init)
 
   def lazy_init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Variables:
-    """Returns the variables of `init` from abstract inputs, as `nn.Module.lazy_init` does.
+    """Return the variables of `init` from abstract inputs, as `nn.Module.lazy_init` does.
 
     Args:
       rngs: as for `init`, and so are the others.
@@ -108,7 +108,7 @@ class PolicyModule:
     return self._initialized(self.module.lazy_init, rngs, args, kwargs)
 
   def bind(self, variables: Variables, *args: Any, **kwargs: Any) -> "BoundPolicyModule":
-    """Returns the model bound to variables: its methods and submodules run under the policy.
+    """Return the model bound to variables: its methods and submodules run under the policy.
 
     Args:
       variables: as for `nn.Module.bind`, and so are the others.
@@ -118,7 +118,7 @@ class PolicyModule:
     return BoundPolicyModule(self.module.bind(variables, *args, **kwargs), self.given)
 
   def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
-    """Returns variables for inference, with parameters in the low precision in which they are used.
+    """Return variables for inference, with parameters in the low precision in which they are used.
 
     A parameter that `apply(variables, *args, **kwargs)` only rounds to one 16-bit dtype is stored
     in that dtype. Other parameters and other collections stay as they are.
@@ -154,7 +154,7 @@ class PolicyModule:
     return _with_params(variables, new)
 
   def clone(self, **updates: Any) -> "PolicyModule":
-    """Returns the model with other fields, under the same policy.
+    """Return the model with other fields, under the same policy.
 
     Args:
       **updates: fields of the model.
@@ -252,7 +252,7 @@ def with_policy(
   *,
   unmatched: str = "raise",
 ) -> PolicyModule:
-  """Returns an unmodified Linen model that runs under a policy, as `mpjax.with_policy` does.
+  """Run an unmodified Linen model under a policy, as `mpjax.with_policy` does.
 
   Args:
     model: an unbound module; it is not changed.
