@@ -209,14 +209,15 @@ def _warn_unless_power_of_two(where: str, values: Mapping[str, float], stackleve
 
 def write_label(config: LossScale, name: str | None = None) -> str:
   """Returns the key for a configuration."""
-  # A state holds its own scale, so `init_scale` is no part of its label. Defaults are left out, so
-  # that a new field of a later version does not change the label of older states.
-  changed = [
+  kind = next(text for cls, text in _KINDS.items() if isinstance(config, cls))
+  omitted = _OMITTED.get(kind, {})
+  # A state holds its own scale, so `init_scale` is no part of its label.
+  stated = [
     f"{field.name}={getattr(config, field.name):.9g}"
     for field in dataclasses.fields(config)
-    if field.name != "init_scale" and getattr(config, field.name) != field.default
+    if field.name != "init_scale" and getattr(config, field.name) != omitted.get(field.name)
   ]
-  text = _KINDS[type(config)] + (f"({','.join(changed)})" if changed else "")
+  text = kind + (f"({','.join(stated)})" if stated else "")
   return text if name is None else f"{name}:{text}"
 
 
@@ -226,20 +227,32 @@ _KINDS: dict[type[LossScale], str] = {
   StaticLossScale: "static",
   DynamicLossScale: "dynamic",
 }
-_DEFAULTS: dict[str, dict[str, float]] = {
+_OMITTED: dict[str, dict[str, float]] = {
   "skip": {"scale": 1.0},
-  "dynamic": dataclasses.asdict(DynamicLossScale()),
+  "dynamic": {
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "min_scale": 1.0,
+    "max_scale": 2.0**24,
+    "hysteresis": 1,
+  },
 }
-"""The fields of a kind that its label leaves out."""
+"""The values that a label leaves out, by its kind.
+
+Labels are in checkpoints, so no value here may change: it would change what those states mean. A
+default of a class may, and is then written out. A new field takes the value that does what older
+versions did.
+"""
 
 
 def read_label(label: str) -> dict[str, float]:
-  """Returns the fields of the configuration that a key names, with defaults."""
+  """Returns the fields of the configuration that a key names, with those that it leaves out."""
   kind, _, text = label.rpartition(":")[2].removesuffix(")").partition("(")
   pairs = (field.split("=") for field in text.split(",") if field)
   # Nine digits tell all float32 values apart, so this gives back the very number.
   fields = {key: float(np.float32(number)) for key, number in pairs}
-  return _DEFAULTS.get(kind, {}) | fields
+  return _OMITTED.get(kind, {}) | fields
 
 
 class LossScaleState(NamedTuple):

@@ -94,8 +94,8 @@ mpjax/_optim/loss_scale.py::read_label
 
 8 min_scale is its default again once it is read from the structure of a state (the list: reset in
   tree_unflatten; our limits are no leaves, but part of the structure)
-- _DEFAULTS.get(kind, {}) | fields
-+ fields | _DEFAULTS.get(kind, {})
+- _OMITTED.get(kind, {}) | fields
++ fields | _OMITTED.get(kind, {})
 ::test_label_keeps_the_limits_exactly
 
 mpjax/_optim/loss_scaling.py::LossScaling._step

@@ -347,6 +347,35 @@ def test_label_keeps_the_limits_exactly():
     assert (fields["min_scale"], fields["max_scale"]) == (config.min_scale, config.max_scale)
 
 
+def test_the_values_that_a_label_leaves_out_are_those_of_the_first_version():
+  # These may not change: labels in checkpoints stand for them.
+  assert loss_scale.read_label("skip") == {"scale": 1}
+  assert loss_scale.read_label("dynamic") == {
+    **{"growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 2000, "hysteresis": 1},
+    **{"min_scale": 1, "max_scale": 2**24},
+  }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherDefault(mpjax.DynamicLossScale):
+  """The configuration of a version with another default."""
+
+  growth_interval: int = 1000
+
+
+def test_a_state_keeps_its_meaning_when_a_default_changes():
+  saved = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale()).init(PARAMS)
+  later = mpjax.loss_scaling(optax.sgd(0.1), OtherDefault())
+  (label,) = later.init(PARAMS).loss_scale
+  assert label == "dynamic(growth_interval=1000)"
+  where = "mpjax.loss_scaling(inner).update(state)"
+  with refused(ValueError, where, label, "'dynamic'", "set_loss_scale"):
+    later.update(PARAMS, saved, PARAMS)
+  # With the old value, the configuration is that of the saved state.
+  same = mpjax.loss_scaling(optax.sgd(0.1), OtherDefault(growth_interval=2000))
+  same.update(PARAMS, saved, PARAMS)
+
+
 def test_skip_nonfinite_takes_the_steps_of_a_scale_of_1():
   skip, one = (
     mpjax.loss_scaling(optax.sgd(0.1, momentum=0.9), config)
