@@ -243,6 +243,16 @@ class _Decision(NamedTuple):
 InnerStep: TypeAlias = Callable[[OptState, Params], tuple[Updates, OptState]]
 
 
+class _DecidedStep(NamedTuple):
+  """An update that is decided, and not computed yet."""
+
+  old: LossScalingState
+  inputs: _Inputs
+  finite: _Finite
+  step: InnerStep
+  decision: _Decision
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LossScaling:
   """The arguments of `loss_scaling`, and the functions of its transformation as methods."""
@@ -274,19 +284,16 @@ class LossScaling:
     self, updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, LossScalingState]:
     """Returns the updates of a step, or updates that change nothing, and the next state."""
-    # 1. Find the first non-finite leaf of each loss, over all devices.
     inputs = self._inputs(updates, state, params)
     extra_args = self._unscaled_arguments(extra_args, inputs)
-    finite = self._finite(inputs, extra_args.get("loss"))
-    # 2. Decide. With `check_updates` that needs the updates.
-    step = self._step(inputs, self._with_flags(extra_args, inputs, finite))
-    decision = self._decision(finite, step, inputs, state)
-    # 3. Compute the step, or keep the inner state. Then move the scales.
+    decided = self._decided(inputs, state, extra_args, extra_args.get("loss"))
     new, new_inner = step_or_select(
-      decision.applied, lambda old: step(old, inputs.params), state.inner_state
+      decided.decision.applied,
+      lambda old: decided.step(old, inputs.params),
+      state.inner_state,
     )
     new_updates = merge_updates(inputs.first, new, inputs.params)
-    return new_updates, self._next(state, inputs, finite, decision, new_inner)
+    return new_updates, self._next(decided, new_inner)
 
   def update_and_apply(
     self,
@@ -308,21 +315,34 @@ class LossScaling:
     # The caller has no other use of the gradients. Their quotients are computed once and reuse the
     # memory of the gradients.
     inputs = inputs._replace(stored=stored_first(self._plain(inputs.grads, inputs)))
-    finite = self._finite(inputs, loss)
-    step = self._step(inputs, self._with_flags(extra_args, inputs, finite))
-    decision = self._decision(finite, step, inputs, state)
+    decided = self._decided(inputs, state, extra_args, loss)
 
     def step_and_apply(old: tuple[OptState, Params]) -> tuple[tuple[()], PyTree]:
       old_inner, old_params = old
-      new, new_inner = step(old_inner, old_params)
+      new, new_inner = decided.step(old_inner, old_params)
       new_updates = merge_updates(inputs.first, new, old_params)
       # Parameters are part of the state that a skipped step keeps, so there are no updates to
       # return.
       return (), (new_inner, apply(old_params, new_updates, new_inner))
 
     old = (state.inner_state, inputs.params)
-    _, (new_inner, new_params) = step_or_select(decision.applied, step_and_apply, old)
-    return new_params, self._next(state, inputs, finite, decision, new_inner)
+    _, (new_inner, new_params) = step_or_select(decided.decision.applied, step_and_apply, old)
+    return new_params, self._next(decided, new_inner)
+
+  def _decided(
+    self,
+    inputs: _Inputs,
+    state: LossScalingState,
+    extra_args: dict[str, PyTree],
+    loss: PyTree,
+  ) -> _DecidedStep:
+    """Returns the step of `inner`, and whether it is applied."""
+    # Find the first non-finite leaf of each loss, over all devices. With `check_updates` the
+    # decision needs the updates too.
+    finite = self._finite(inputs, loss)
+    step = self._step(inputs, self._with_flags(extra_args, inputs, finite))
+    decision = self._decision(finite, step, inputs, state)
+    return _DecidedStep(state, inputs, finite, step, decision)
 
   def _inputs(self, updates: Grads, state: OptState, params: Params) -> _Inputs:
     scales = check_scales(state, self.configs)
@@ -490,15 +510,9 @@ class LossScaling:
     check_axes(names, call, call="update", fix=fix)
     return jax.lax.pmin(least, tuple(names))
 
-  def _next(
-    self,
-    state: LossScalingState,
-    inputs: _Inputs,
-    finite: _Finite,
-    decision: _Decision,
-    inner_state: OptState,
-  ) -> LossScalingState:
+  def _next(self, decided: _DecidedStep, inner_state: OptState) -> LossScalingState:
     """Returns the next state: each scale moves by the gradients of its own loss."""
+    old, inputs, finite, _, decision = decided
     flags = {"applied": decision.applied, "all_finite": finite.all}
     # A loss whose gradients were finite keeps its scale, even if another loss skipped the step.
     moved = {
@@ -511,7 +525,7 @@ class LossScaling:
       )
       for label, scale in inputs.moving.items()
     }
-    return state._replace(loss_scale=inputs.scales | moved, inner_state=inner_state)
+    return old._replace(loss_scale=inputs.scales | moved, inner_state=inner_state)
 
 
 def _sum(*grads: Leaf) -> Leaf:
