@@ -6,13 +6,16 @@ True
 """
 
 from mpjax._optim.inner_state import inner_state
-from mpjax._optim.loss_scale import AccumulationState, LossScalingState, set_loss_scale
-from mpjax._optim.master_weights import MasterWeightsState, master_params, set_master_params
-from mpjax._optim.monitor import MonitorState, monitor_counts
-from mpjax._optim.monitor_activations import (
+from mpjax._optim.loss_scale import set_loss_scale
+from mpjax._optim.master_weights import master_params, set_master_params
+from mpjax._optim.monitor import monitor_counts
+from mpjax._optim.monitor_activations import ActivationStatistics, activation_statistics
+from mpjax._optim.states import (
+  AccumulationState,
   ActivationMonitorState,
-  ActivationStatistics,
-  activation_statistics,
+  LossScalingState,
+  MasterWeightsState,
+  MonitorState,
 )
 
 __all__ = ["AccumulationState", "ActivationMonitorState", "ActivationStatistics"]

@@ -35,13 +35,9 @@ from mpjax._jaxpr.locations import MODULE
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.runner import Enclosing, Observer, run
 from mpjax._jaxpr.steps import Body, Step, body_of
-from mpjax._optim.monitor_activations import (
-  LARGEST_HEADROOM,
-  ActivationMonitorState,
-  monitor_state,
-  no_activations,
-)
+from mpjax._optim.monitor_activations import LARGEST_HEADROOM, monitor_state, no_activations
 from mpjax._optim.optimizer_trees import at_least_float32, nodes_of
+from mpjax._optim.states import ActivationMonitorState
 from mpjax._policy.rules import matches_glob
 
 _CALL = "mpjax.sample_activations(fun, opt_state)"

@@ -20,7 +20,8 @@ from mpjax._core.trees import (
 )
 from mpjax._core.types import Array, DType, Leaf, OptState, Params, Updates
 from mpjax._optim.master_weights import differentiated_as, merged_masters, stored
-from mpjax._optim.optimizer_trees import MasterWeightsState, refuse_none, states_of
+from mpjax._optim.optimizer_trees import refuse_none, states_of
+from mpjax._optim.states import MasterWeightsState
 
 
 def apply_updates(

@@ -6,11 +6,15 @@ import jax
 
 from mpjax._core.leaves import is_nnx_variable, raw_value
 from mpjax._core.types import OptState
-from mpjax._optim.loss_scale import AccumulationState, is_scaling_state, with_classes
-from mpjax._optim.monitor import MonitorState
-from mpjax._optim.monitor_activations import ActivationMonitorState
-from mpjax._optim.optimizer_trees import MasterWeightsState, stands_for
-from mpjax._optim.state_dtype import StochasticState
+from mpjax._optim.loss_scale import is_scaling_state, with_classes
+from mpjax._optim.optimizer_trees import stands_for
+from mpjax._optim.states import (
+  AccumulationState,
+  ActivationMonitorState,
+  MasterWeightsState,
+  MonitorState,
+  StochasticState,
+)
 
 # All have the state of the optimizer inside in a field `inner_state`. Add new wrappers here.
 _WRAPPERS = (

@@ -33,6 +33,7 @@ from mpjax._core.leaves import Path, is_nnx_variable, path_text, raw_value, set_
 from mpjax._core.trees import is_nnx_object
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, OptState, PyTree, is_inexact
 from mpjax._optim.optimizer_trees import at_least_float32, full_like, strong
+from mpjax._optim.states import LossScaleState, LossScalingState, ScaleState
 from mpjax._optim.wrapper_checks import check_state
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -255,24 +256,7 @@ def read_label(label: str) -> dict[str, float]:
   return _OMITTED.get(kind, {}) | fields
 
 
-class LossScaleState(NamedTuple):
-  """The scale and its counters: strongly typed scalars, which stop at 2^31 - 1."""
-
-  scale: Array  # float32: the factor on the next loss
-  good_steps: Array  # int32: finite steps in a row since the scale last moved
-  hysteresis: Array  # int32: overflows left before the scale backs off
-  total: Array  # int32: calls of update
-  skipped: Array  # int32: steps that were not applied
-  consecutive_skips: Array  # int32: the skipped steps since the last applied one
-  floor_hits: Array  # int32: overflows at the minimum scale
-  bad_updates: Array  # int32: steps skipped for their updates or new state alone
-  first_bad: Array  # int32: the code of the last step's first non-finite leaf, see leaf_codes.py
-  finite: Array  # bool: the last step was applied
-
-
 COUNTERS = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits", "bad_updates")
-
-ScaleState: TypeAlias = LossScaleState | tuple[()]
 
 
 def init_scale(config: LossScale) -> ScaleState:
@@ -377,46 +361,6 @@ def unscale_tree(grads: Grads, scale: Array | None) -> Grads:
     return jax.lax.complex(g.real / by, g.imag / by) if jnp.iscomplexobj(g) else g / by
 
   return jax.tree.map(unscaled, grads)
-
-
-class LossScalingState(NamedTuple):
-  """The state of `mpjax.loss_scaling`.
-
-  Args:
-    loss_scale: one entry for each loss, of scalars (`scale` in float32, `finite` bool, counts in
-      int32). Its key holds the name and the configuration. The key is part of the tree's structure,
-      so that a checkpoint of another configuration does not fit.
-    inner_state: the state of the inner optimizer.
-
-  >>> import jax.numpy as jnp, mpjax, optax
-  >>> list(mpjax.loss_scaling(optax.sgd(0.1), name="actor").init(jnp.ones(2)).loss_scale)
-  ['actor:dynamic']
-  """
-
-  loss_scale: dict[str, ScaleState]
-  inner_state: OptState
-
-
-class AccumulationState(NamedTuple):
-  """The state of `mpjax.accumulate_gradients`.
-
-  Args:
-    micro_batches: int32 of shape (), the number in the open window.
-    updates_done: int32 of shape (), the number of updates, as schedules count them.
-    total: float32 in the shapes of the parameters, the sum of the window's gradients.
-    inner_state: the state of the inner optimizer.
-    value: float32 of shape (), the sum of the window's `value=`; None unless `inner` takes it.
-
-  >>> import jax.numpy as jnp, mpjax, optax
-  >>> mpjax.accumulate_gradients(optax.sgd(0.1), 4).init(jnp.ones(2)).total.dtype
-  dtype('float32')
-  """
-
-  micro_batches: Array
-  updates_done: Array
-  total: PyTree
-  inner_state: OptState
-  value: PyTree = None
 
 
 class OwnedScale(NamedTuple):

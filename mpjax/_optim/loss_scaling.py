@@ -26,10 +26,7 @@ from mpjax._optim.leaf_codes import NO_LEAF, LeafKind, coded_leaves
 from mpjax._optim.loss_scale import (
   DynamicLossScale,
   LossScale,
-  LossScaleState,
-  LossScalingState,
   NoLossScale,
-  ScaleState,
   SkipNonfinite,
   StaticLossScale,
   adjust,
@@ -54,6 +51,7 @@ from mpjax._optim.optimizer_trees import (
   stored_first,
   unless_there_before,
 )
+from mpjax._optim.states import LossScaleState, LossScalingState, ScaleState
 from mpjax._optim.wrapper_checks import check_axes, check_inner
 
 AxisName: TypeAlias = Hashable | Sequence[Hashable]

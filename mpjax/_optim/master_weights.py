@@ -22,7 +22,6 @@ from mpjax._core.trees import (
 )
 from mpjax._core.types import Array, DType, Grads, KeyPath, Leaf, OptState, Params, PyTree, Updates
 from mpjax._optim.optimizer_trees import (
-  MasterWeightsState,
   align_gradients,
   arrays_only,
   float32_view,
@@ -33,6 +32,11 @@ from mpjax._optim.optimizer_trees import (
   put_like,
   states_of,
   strong,
+)
+from mpjax._optim.states import (
+  CheckedMasterWeightsState,
+  MasterWeightsState,
+  SplitMasterWeightsState,
 )
 from mpjax._optim.wrapper_checks import check_inner, check_params, check_state, refuse_integers
 
@@ -130,14 +134,6 @@ def _rounded(master: Array, dtype: DType) -> Array:
   nearest = (_bits(bounded(master)) + np.int32(2**15)) & np.int32(-(2**16))
   # An inf or NaN stays. The addition could carry a NaN into the sign, and make it a zero.
   return jnp.where(jnp.isfinite(master), _number(nearest), master)
-
-
-class SplitMasterWeightsState(MasterWeightsState):
-  """The state of `storage="split"`: `master` has an int16 remainder for a bfloat16 parameter."""
-
-
-class CheckedMasterWeightsState(SplitMasterWeightsState):
-  """The same, passed on by a wrapper that has checked parameters, and shows them in float32."""
 
 
 def has_no_master(x: object) -> bool:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +16,8 @@ from mpjax._core.trees import pick
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates, is_inexact
 from mpjax._optim.loss_scale import scales_in
 from mpjax._optim.optimizer_trees import differentiated, leaves_with_path, place_like, states_of
+from mpjax._optim.states import MonitorState
 from mpjax._optim.wrapper_checks import check_inner, check_params, check_state
-
-
-class MonitorState(NamedTuple):
-  """The state of `mpjax.monitor`.
-
-  Args:
-    counts: int32 of shape (4,) for each parameter, by its path: elements, zero gradients, nonzero
-      updates and lost updates of the last applied step.
-    inner_state: the state of the inner optimizer.
-
-  >>> import jax.numpy as jnp, mpjax, optax
-  >>> mpjax.monitor(optax.sgd(0.1)).init({"w": jnp.ones(2)}).counts["w"].dtype
-  dtype('int32')
-  """
-
-  counts: dict[str, Array]
-  inner_state: OptState
 
 
 def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -11,6 +11,7 @@ import optax
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_int, kind_of
 from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
 from mpjax._optim.optimizer_trees import place_like, states_of
+from mpjax._optim.states import ActivationMonitorState
 from mpjax._optim.wrapper_checks import check_inner, check_state
 from mpjax._policy.rules import check_glob
 
@@ -52,28 +53,6 @@ def no_activations() -> Array:
   # In the order of the fields: a row of a state has no names, so that it is a single array.
   none = ActivationStatistics(0, 0, 0, 0, headroom=LARGEST_HEADROOM)
   return jnp.asarray(none, jnp.float32)
-
-
-class ActivationMonitorState(NamedTuple):
-  """The state of `mpjax.monitor_activations`.
-
-  Args:
-    activations: float32 of shape (5,) for each glob of module paths: the `ActivationStatistics` of
-      the last sample. A headroom of inf is the largest number of float32.
-    calls: int32 of shape (), how often `mpjax.sample_activations` was called.
-    every: int32 of shape (), how many calls there are for one sample.
-    inner_state: the state of the inner optimizer.
-
-  >>> import jax.numpy as jnp, mpjax, optax
-  >>> tx = mpjax.monitor_activations(optax.sgd(0.1), "encoder/*")
-  >>> list(tx.init(jnp.ones(2)).activations)
-  ['encoder/*']
-  """
-
-  activations: dict[str, Array]
-  calls: Array
-  every: Array
-  inner_state: OptState
 
 
 def monitor_activations(

@@ -6,8 +6,8 @@ import optax
 
 from mpjax._core.errors import MpjaxValueError
 from mpjax._core.types import Array, KeyPath, OptState, Params, PyTree
-from mpjax._optim.loss_scale import AccumulationState
 from mpjax._optim.optimizer_trees import nodes_of
+from mpjax._optim.states import AccumulationState
 
 
 def move_average(

@@ -33,6 +33,7 @@ from mpjax._core.types import (
   is_inexact,
   is_low_precision,
 )
+from mpjax._optim.states import MasterWeightsState
 
 T = TypeVar("T")
 S = TypeVar("S", bound=NamedTuple)
@@ -89,26 +90,6 @@ def stands_for(tree: Mapping[Any, PyTree], kind: type[NamedTuple], *, inside: bo
   """
   fields = kind._fields
   return fields[0] in tree and set(tree) <= set(fields) and (inside or "inner_state" in tree)
-
-
-# Not in `master_weights.py`, which imports `wrapper_checks.py`, which leaves masters
-# out of its comparison of states.
-class MasterWeightsState(NamedTuple):
-  """The state of `mpjax.master_weights`.
-
-  Args:
-    master: float32 arrays in the shapes of the parameters. It is None for float32 parameters, which
-      are their own masters. With `storage="split"` it is int16 for bfloat16 parameters: the bits of
-      the master minus 2^16 times those of its parameter.
-    inner_state: the state of the inner optimizer.
-
-  >>> import jax.numpy as jnp, mpjax, optax
-  >>> mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16)).master.dtype
-  dtype('float32')
-  """
-
-  master: PyTree
-  inner_state: OptState
 
 
 def map_states(f: Callable[[MasterWeightsState], MasterWeightsState], opt_state: T) -> T:

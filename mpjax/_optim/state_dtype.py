@@ -4,7 +4,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from mpjax._optim.apply_updates import check_rounding, round_stochastically
 from mpjax._optim.loss_scale import refuse_scale_inside
 from mpjax._optim.master_weights import init_in_float32, update_in_float32
 from mpjax._optim.optimizer_trees import align_gradients, arrays_only, float32_view, merge_updates
+from mpjax._optim.states import StochasticState
 from mpjax._optim.wrapper_checks import check_inner, check_state
 from mpjax._policy.dtypes import parse_dtype
 
@@ -57,13 +58,6 @@ _FIELDS_OF: dict[str, dict[str, Moment]] = {
   "ScaleByAdanState": {"m": "mu", "v": "mu", "n": "nu"},
 }
 """The same for states of optax that mean something else by a name, or have names of their own."""
-
-
-class StochasticState(NamedTuple):
-  """The state of `mpjax.state_dtype(..., rounding="stochastic")`."""
-
-  steps: Array  # int32 of shape (): the updates so far, from which the random bits come
-  inner_state: OptState
 
 
 def state_dtype(

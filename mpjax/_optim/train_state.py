@@ -12,11 +12,15 @@ from mpjax._core.frameworks import framework_of
 from mpjax._core.leaves import is_nnx_variable, path_text
 from mpjax._core.trees import is_array_like
 from mpjax._core.types import Array, Class, Leaf, OptState, Params, PyTree
-from mpjax._optim.loss_scale import LossScalingState, OwnedScale, find_scale, scales_in
-from mpjax._optim.master_weights import MasterWeightsState, master_params
-from mpjax._optim.monitor import MonitorState
-from mpjax._optim.monitor_activations import ActivationMonitorState
+from mpjax._optim.loss_scale import OwnedScale, find_scale, scales_in
+from mpjax._optim.master_weights import master_params
 from mpjax._optim.optimizer_trees import float32_view, nodes_of, place_like, strong
+from mpjax._optim.states import (
+  ActivationMonitorState,
+  LossScalingState,
+  MasterWeightsState,
+  MonitorState,
+)
 from mpjax._optim.wrapper_checks import refuse_integers
 
 

@@ -7,8 +7,8 @@ from mpjax._core.errors import MpjaxValueError, check_type, listed
 from mpjax._core.types import OptState, PyTree
 from mpjax._jaxpr.compat import varying_axes
 from mpjax._optim.loss_scale import OwnedScale
-from mpjax._optim.master_weights import MasterWeightsState
 from mpjax._optim.optimizer_trees import key_text, nodes_of
+from mpjax._optim.states import MasterWeightsState
 from mpjax._optim.train_state import TrainState, own_scale
 
 _CALL = "mpjax.make_train_step"

@@ -19,7 +19,8 @@ from mpjax._core.errors import (
 )
 from mpjax._core.trees import is_array_like, tree_differences
 from mpjax._core.types import Grads, OptState, Params, PyTree, Updates, is_inexact
-from mpjax._optim.optimizer_trees import MasterWeightsState, key_text, map_states
+from mpjax._optim.optimizer_trees import key_text, map_states
+from mpjax._optim.states import MasterWeightsState
 
 T = TypeVar("T")
 

@@ -11,15 +11,8 @@ from flax import nnx
 
 import mpjax
 from mpjax._core.errors import kind_of
-from mpjax._optim.master_weights import (
-  MasterWeightsState,
-  bounded,
-  init_in_float32,
-  join,
-  split,
-  stored,
-  update_to,
-)
+from mpjax._optim.master_weights import bounded, init_in_float32, join, split, stored, update_to
+from mpjax._optim.states import MasterWeightsState
 from tests.errors import refused
 from tests.optim.losses import loss_of
 from tests.programs import bits, run

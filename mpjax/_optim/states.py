@@ -1,0 +1,138 @@
+"""The states of the wrappers of optimizers.
+
+Wrappers look into the states of others, so states are below all of them.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+from mpjax._core.types import Array, OptState, PyTree
+
+
+class LossScaleState(NamedTuple):
+  """The scale and its counters: strongly typed scalars, which stop at 2^31 - 1."""
+
+  scale: Array  # float32: the factor on the next loss
+  good_steps: Array  # int32: finite steps in a row since the scale last moved
+  hysteresis: Array  # int32: overflows left before the scale backs off
+  total: Array  # int32: calls of update
+  skipped: Array  # int32: steps that were not applied
+  consecutive_skips: Array  # int32: the skipped steps since the last applied one
+  floor_hits: Array  # int32: overflows at the minimum scale
+  bad_updates: Array  # int32: steps skipped for their updates or new state alone
+  first_bad: Array  # int32: the code of the last step's first non-finite leaf, see leaf_codes.py
+  finite: Array  # bool: the last step was applied
+
+
+ScaleState: TypeAlias = LossScaleState | tuple[()]
+
+
+class LossScalingState(NamedTuple):
+  """The state of `mpjax.loss_scaling`.
+
+  Args:
+    loss_scale: one entry for each loss, of scalars (`scale` in float32, `finite` bool, counts in
+      int32). Its key holds the name and the configuration. The key is part of the tree's structure,
+      so that a checkpoint of another configuration does not fit.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> list(mpjax.loss_scaling(optax.sgd(0.1), name="actor").init(jnp.ones(2)).loss_scale)
+  ['actor:dynamic']
+  """
+
+  loss_scale: dict[str, ScaleState]
+  inner_state: OptState
+
+
+class AccumulationState(NamedTuple):
+  """The state of `mpjax.accumulate_gradients`.
+
+  Args:
+    micro_batches: int32 of shape (), the number in the open window.
+    updates_done: int32 of shape (), the number of updates, as schedules count them.
+    total: float32 in the shapes of the parameters, the sum of the window's gradients.
+    inner_state: the state of the inner optimizer.
+    value: float32 of shape (), the sum of the window's `value=`; None unless `inner` takes it.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> mpjax.accumulate_gradients(optax.sgd(0.1), 4).init(jnp.ones(2)).total.dtype
+  dtype('float32')
+  """
+
+  micro_batches: Array
+  updates_done: Array
+  total: PyTree
+  inner_state: OptState
+  value: PyTree = None
+
+
+class MasterWeightsState(NamedTuple):
+  """The state of `mpjax.master_weights`.
+
+  Args:
+    master: float32 arrays in the shapes of the parameters. It is None for float32 parameters, which
+      are their own masters. With `storage="split"` it is int16 for bfloat16 parameters: the bits of
+      the master minus 2^16 times those of its parameter.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> mpjax.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16)).master.dtype
+  dtype('float32')
+  """
+
+  master: PyTree
+  inner_state: OptState
+
+
+class SplitMasterWeightsState(MasterWeightsState):
+  """The state of `storage="split"`: `master` has an int16 remainder for a bfloat16 parameter."""
+
+
+class CheckedMasterWeightsState(SplitMasterWeightsState):
+  """The same, passed on by a wrapper that has checked parameters, and shows them in float32."""
+
+
+class MonitorState(NamedTuple):
+  """The state of `mpjax.monitor`.
+
+  Args:
+    counts: int32 of shape (4,) for each parameter, by its path: elements, zero gradients, nonzero
+      updates and lost updates of the last applied step.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> mpjax.monitor(optax.sgd(0.1)).init({"w": jnp.ones(2)}).counts["w"].dtype
+  dtype('int32')
+  """
+
+  counts: dict[str, Array]
+  inner_state: OptState
+
+
+class ActivationMonitorState(NamedTuple):
+  """The state of `mpjax.monitor_activations`.
+
+  Args:
+    activations: float32 of shape (5,) for each glob of module paths: the `ActivationStatistics` of
+      the last sample. A headroom of inf is the largest number of float32.
+    calls: int32 of shape (), how often `mpjax.sample_activations` was called.
+    every: int32 of shape (), how many calls there are for one sample.
+    inner_state: the state of the inner optimizer.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.monitor_activations(optax.sgd(0.1), "encoder/*")
+  >>> list(tx.init(jnp.ones(2)).activations)
+  ['encoder/*']
+  """
+
+  activations: dict[str, Array]
+  calls: Array
+  every: Array
+  inner_state: OptState
+
+
+class StochasticState(NamedTuple):
+  """The state of `mpjax.state_dtype(..., rounding="stochastic")`."""
+
+  steps: Array  # int32 of shape (): the updates so far, from which the random bits come
+  inner_state: OptState
