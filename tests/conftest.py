@@ -67,6 +67,8 @@ _STRICT = (
     "test_optimizer_call.py",
     "test_retries.py",
     "test_train_step_checks.py",
+    "test_find_scale.py",
+    "test_set_loss_scale.py",
   ),
   *("test_train_step.py", "test_figures.py", "test_migrating.py"),
 )

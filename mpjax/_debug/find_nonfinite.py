@@ -28,7 +28,7 @@ from mpjax._jaxpr.primitives import Holds
 from mpjax._jaxpr.reader import aval_of, mapped_with
 from mpjax._jaxpr.runner import Observer, run
 from mpjax._jaxpr.steps import Step, body_of
-from mpjax._optim.loss_scale import scales_in
+from mpjax._optim.find_scale import scales_in
 from mpjax._policy.rules import Rule
 
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."

@@ -24,7 +24,7 @@ from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.reader import shape_of
 from mpjax._jaxpr.runner import Look, run_on_host
 from mpjax._jaxpr.steps import Body, Step, body_of
-from mpjax._optim.loss_scale import scales_in
+from mpjax._optim.find_scale import scales_in
 
 _FIX = "Write mpjax.ranges(step)(params, opt_state, batch), with a function and then its arguments."
 

@@ -28,7 +28,7 @@ from mpjax._core.leaves import (
 from mpjax._core.trees import is_floating
 from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
 from mpjax._io.master_storage import convert_masters, masters_to_convert
-from mpjax._optim.loss_scale import scales_in, scaling_states
+from mpjax._optim.find_scale import scales_in, scaling_states
 from mpjax._optim.optimizer_trees import nodes_of
 from mpjax._optim.states import LossScaleState
 

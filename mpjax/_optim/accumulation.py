@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, check_int, check_scalar
 from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
-from mpjax._optim.loss_scale import refuse_scale_inside
+from mpjax._optim.find_scale import refuse_scale_inside
 from mpjax._optim.master_weights import as_checked, init_in_float32, update_in_float32
 from mpjax._optim.optimizer_trees import (
   align_gradients,

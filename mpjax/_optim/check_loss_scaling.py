@@ -13,7 +13,7 @@ from mpjax._core import errors
 from mpjax._core.leaves import Path, is_key
 from mpjax._core.types import Array, Leaf, NumpyArray, P, PyTree, is_inexact
 from mpjax._jaxpr.locations import Location
-from mpjax._optim.loss_scale import OwnedScale, leaves_of, refuse_outside
+from mpjax._optim.find_scale import OwnedScale, leaves_of, refuse_outside
 from mpjax._optim.new_versions import STATE_THEM, STATED, Names, Stated, names_of, text_of
 from mpjax._optim.optimizer_trees import full_like
 from mpjax._optim.step_at_scales import (

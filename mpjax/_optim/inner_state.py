@@ -6,7 +6,7 @@ import jax
 
 from mpjax._core.leaves import is_nnx_variable, raw_value
 from mpjax._core.types import OptState
-from mpjax._optim.loss_scale import is_scaling_state, with_classes
+from mpjax._optim.find_scale import is_scaling_state, with_classes
 from mpjax._optim.optimizer_trees import stands_for
 from mpjax._optim.states import (
   AccumulationState,

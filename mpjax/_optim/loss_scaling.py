@@ -22,6 +22,7 @@ from mpjax._core.errors import (
 from mpjax._core.fused_leaves import first_nonfinite, least_nonfinite
 from mpjax._core.trees import in_low_precision
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates, is_inexact
+from mpjax._optim.find_scale import check_scales, refuse_scale_inside
 from mpjax._optim.leaf_codes import NO_LEAF, LeafKind, coded_leaves
 from mpjax._optim.loss_scale import (
   DynamicLossScale,
@@ -30,9 +31,7 @@ from mpjax._optim.loss_scale import (
   SkipNonfinite,
   StaticLossScale,
   adjust,
-  check_scales,
   init_scale,
-  refuse_scale_inside,
   unscale_tree,
   write_label,
 )

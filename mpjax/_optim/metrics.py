@@ -4,7 +4,8 @@ from typing import TypeVar
 
 from mpjax._core.trees import select
 from mpjax._core.types import Array, OptState
-from mpjax._optim.loss_scale import COUNTERS, find_scale, read_state
+from mpjax._optim.find_scale import find_scale, read_state
+from mpjax._optim.loss_scale import COUNTERS
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of
 from mpjax._core.leaves import changes_nothing, is_nonzero, raw_value
 from mpjax._core.trees import pick
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates, is_inexact
-from mpjax._optim.loss_scale import scales_in
+from mpjax._optim.find_scale import scales_in
 from mpjax._optim.optimizer_trees import differentiated, leaves_with_path, place_like, states_of
 from mpjax._optim.states import MonitorState
 from mpjax._optim.wrapper_checks import check_inner, check_params, check_state

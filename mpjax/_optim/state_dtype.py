@@ -29,7 +29,7 @@ from mpjax._core.types import (
   Updates,
 )
 from mpjax._optim.apply_updates import check_rounding, round_stochastically
-from mpjax._optim.loss_scale import refuse_scale_inside
+from mpjax._optim.find_scale import refuse_scale_inside
 from mpjax._optim.master_weights import init_in_float32, update_in_float32
 from mpjax._optim.optimizer_trees import align_gradients, arrays_only, float32_view, merge_updates
 from mpjax._optim.states import StochasticState

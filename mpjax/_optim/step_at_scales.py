@@ -9,7 +9,8 @@ import numpy as np
 from mpjax._core.leaves import Path, is_key
 from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, Leaf, NumpyArray
-from mpjax._optim.loss_scale import OwnedScale, is_label, scales_in
+from mpjax._optim.find_scale import OwnedScale, scales_in
+from mpjax._optim.loss_scale import is_label
 from mpjax._optim.new_versions import NewVersions, Stated, names_of
 from mpjax._optim.optimizer_trees import full_like
 from mpjax._optim.states import LossScaleState

@@ -15,7 +15,8 @@ from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf
 from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.in_float32 import in_float32
 from mpjax._jaxpr.locations import INNER_GRAD, Location, is_of_inner_gradient
-from mpjax._optim.loss_scale import INT32_MAX, leaves_of
+from mpjax._optim.find_scale import leaves_of
+from mpjax._optim.loss_scale import INT32_MAX
 from mpjax._optim.optimizer_trees import strong
 
 ResultPath: TypeAlias = tuple[str, ...]

@@ -12,7 +12,7 @@ from mpjax._core.frameworks import framework_of
 from mpjax._core.leaves import is_nnx_variable, path_text
 from mpjax._core.trees import is_array_like
 from mpjax._core.types import Array, Class, Leaf, OptState, Params, PyTree
-from mpjax._optim.loss_scale import OwnedScale, find_scale, scales_in
+from mpjax._optim.find_scale import OwnedScale, find_scale, scales_in
 from mpjax._optim.master_weights import master_params
 from mpjax._optim.optimizer_trees import float32_view, nodes_of, place_like, strong
 from mpjax._optim.states import (

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from mpjax._core.errors import MpjaxValueError, check_type, listed
 from mpjax._core.types import OptState, PyTree
 from mpjax._jaxpr.compat import varying_axes
-from mpjax._optim.loss_scale import OwnedScale
+from mpjax._optim.find_scale import OwnedScale
 from mpjax._optim.optimizer_trees import key_text, nodes_of
 from mpjax._optim.states import MasterWeightsState
 from mpjax._optim.train_state import TrainState, own_scale

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, check_scalar, kind_of
 from mpjax._core.frameworks import framework_of, kind_of_model, library_of_grad
 from mpjax._core.types import Array, Function, Grads, Leaf, Module, OptState, P, PyTree, is_inexact
-from mpjax._optim.loss_scale import find_scale, scale_reader, unscale_tree
+from mpjax._optim.find_scale import find_scale, scale_reader
+from mpjax._optim.loss_scale import unscale_tree
 from mpjax._optim.optimizer_trees import at_least_float32
 from mpjax._policy.active import AUDIT
 

@@ -1,4 +1,4 @@
-"""The scale against the oracle, gradients against NumPy; where a scale is found, read and set."""
+"""The scale against the oracle, gradients against NumPy; configurations and their labels."""
 
 import dataclasses
 import fractions
@@ -6,25 +6,23 @@ import functools
 import math
 import pickle
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState as FlaxState
 
 import mpjax
-from mpjax._core.errors import kind_of
 from mpjax._optim import loss_scale
-from mpjax._optim.loss_scale import find_scale, scales_in
+from mpjax._optim.find_scale import scales_in
+from mpjax._optim.states import LossScaleState
 from tests.errors import refused
 from tests.loss_scale_oracle import LIMIT, Oracle
+from tests.optim.scales import PARAMS, SCALED
 from tests.programs import assert_bit_equal
 
-DTYPES = dict.fromkeys(loss_scale.LossScaleState._fields, jnp.int32) | {
+DTYPES = dict.fromkeys(LossScaleState._fields, jnp.int32) | {
   "scale": jnp.float32,
   "finite": jnp.bool_,
 }
@@ -390,236 +388,6 @@ def test_skip_nonfinite_takes_the_steps_of_a_scale_of_1():
     assert_bit_equal(ours.inner_state, theirs.inner_state)
     assert_bit_equal(ours.loss_scale["skip"], theirs.loss_scale["static(scale=1)"])
   assert mpjax.loss_scaling_metrics(ours)["skipped"] == 2
-
-
-# The scale in a state.
-
-PARAMS = {"w": jnp.ones(3), "b": jnp.ones(1)}
-SCALED = mpjax.loss_scaling(optax.sgd(0.1), mpjax.StaticLossScale(8))
-
-
-def test_the_scale_is_found_wherever_it_sits():
-  # In every place in which optax can put a state, and in one of Flax.
-  first, identity, grad = {"w": "a", "b": "b"}, optax.identity(), jnp.asarray(2.0)
-  for tx in (
-    SCALED,
-    optax.chain(identity, optax.chain(SCALED, identity)),
-    optax.named_chain(("one", identity), ("two", SCALED)),
-    optax.masked(SCALED, {"w": True, "b": False}),
-    optax.partition({"a": SCALED, "b": optax.set_to_zero()}, first),
-    optax.flatten(SCALED),
-    None,
-  ):
-    state = tx.init(PARAMS) if tx else FlaxState.create(apply_fn=None, params=PARAMS, tx=SCALED)
-    assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 8
-    moved = mpjax.states.set_loss_scale(state, 4)
-    assert jax.tree.structure(moved) == jax.tree.structure(state)
-    assert mpjax.unscale(grad, moved) == 0.5
-    assert mpjax.unscale(grad, state) == 0.25, "the old state is as it was"
-
-
-def of_nnx():
-  """Returns a model and an optimizer, which share no variable with those of another call."""
-  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-  tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale(growth_interval=5))
-  return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-
-FORMS = {
-  "nnx.State": lambda: nnx.state(of_nnx()),
-  "nnx.State of one": lambda: nnx.state(of_nnx()[1]),
-  "nnx.State of arrays": lambda: nnx.as_pure(nnx.state(of_nnx())),
-  "pure dict": lambda: nnx.to_pure_dict(nnx.state(of_nnx())),
-  "nnx.split": lambda: nnx.split(of_nnx()),
-  "nnx.split by type": lambda: nnx.split(of_nnx(), nnx.Param, ...),
-  "state dict of Flax": lambda: flax.serialization.to_state_dict(
-    mpjax.loss_scaling(optax.adam(0.1), mpjax.DynamicLossScale()).init(PARAMS)
-  ),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_scale_is_read_and_set_where_mappings_stand_for_classes(form):
-  state = FORMS[form]()
-  before = jax.tree.map(np.asarray, state)
-  assert mpjax.step_applied(state)
-  mpjax.check_skipped_steps(state)
-  _, grads = mpjax.value_and_grad(lambda w: w, state)(1.0)
-  assert (grads, mpjax.unscale(grads, state)) == (2**15, 1)
-  moved = mpjax.states.set_loss_scale(state, 4)
-  # The oracle is the leaf at the path of the scale.
-  paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
-  changed = [
-    path
-    for path, x, y in zip(paths, jax.tree.leaves(before), jax.tree.leaves(moved), strict=True)
-    if np.any(x != y)
-  ]
-  assert [path.removesuffix(".value")[-9:] for path in changed] == ["['scale']"]
-  assert mpjax.loss_scaling_metrics(moved)["loss_scale"] == 4
-  assert jax.tree.structure(moved) == jax.tree.structure(state)
-  assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 2**15, "the old state is as it was"
-
-
-def test_a_state_of_nnx_with_two_scales_is_read_by_name():
-  tx = {
-    name: mpjax.loss_scaling(optax.sgd(0.1), config, name=name)
-    for name, config in {"actor": mpjax.StaticLossScale(8), "critic": OFF}.items()
-  }
-  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-  state = nnx.state({name: nnx.Optimizer(model, one, wrt=nnx.Param) for name, one in tx.items()})
-  assert mpjax.loss_scaling_metrics(state, name="actor")["loss_scale"] == 8
-  with refused(ValueError, "name='critic'", "the name of a loss scale", "['actor']", "name="):
-    mpjax.loss_scaling_metrics(state, name="critic")
-  with refused(TypeError, "(opt_state)", "mpjax.loss_scaling", "a State", "nnx.Optimizer"):
-    mpjax.loss_scaling_metrics(state["critic"])
-
-
-def test_a_mapping_that_only_looks_like_a_loss_scale_is_none():
-  numbers = dict.fromkeys(loss_scale.LossScaleState._fields, 0)
-  for other in (
-    {"loss_scale": 8.0},
-    {"loss_scale": {}},
-    {"loss_scale": {"dynamic": 8.0}},
-    {"loss_scale": {"growing": numbers}},
-    {"loss_scale": {0: numbers}},
-    {"loss_scale": {"dynamic": {"scale": 8.0}}},
-    {"scale": {"dynamic": numbers}},
-  ):
-    assert not scales_in(other)
-  assert [one.label for one in scales_in({"loss_scale": {"a:dynamic": numbers}})] == ["a:dynamic"]
-
-
-def test_set_loss_scale_writes_to_an_optimizer_and_not_to_its_state():
-  _, optimizer = of_nnx()
-  mpjax.states.set_loss_scale(nnx.state(optimizer), 4)
-  assert mpjax.loss_scaling_metrics(optimizer)["loss_scale"] == 2**15
-  assert mpjax.states.set_loss_scale(optimizer, 4) is optimizer
-  assert mpjax.loss_scaling_metrics(optimizer)["loss_scale"] == 4
-
-
-CALLS = {
-  "unscale": lambda state, **kw: mpjax.unscale(jnp.asarray(1.0), state, **kw),
-  "states.set_loss_scale": lambda state, **kw: mpjax.states.set_loss_scale(state, 4, **kw),
-  "loss_scaling_metrics": mpjax.loss_scaling_metrics,
-  "check_skipped_steps": mpjax.check_skipped_steps,
-  "value_and_grad": lambda state, **kw: mpjax.value_and_grad(jnp.sum, state, **kw),
-}
-
-
-def test_states_without_a_scale_and_with_two():
-  pair = {"actor": SCALED.init(PARAMS), "critic": SCALED.init(PARAMS)}
-  none = optax.adam(1e-3).init(PARAMS), PARAMS, None, ()
-  made, wrap = "created by mpjax.loss_scaling", "tx = mpjax.loss_scaling(tx)"
-  for state, expected, got, fix in (
-    (pair, "one loss scale", "one with 2, named [None, None]", "by name="),
-    *((x, made, f"{kind_of(x)} without a loss scale", wrap) for x in none),
-    (SCALED, made, f"{kind_of(SCALED)} without a loss scale", "opt_state = tx.init(params)"),
-  ):
-    for name, call in CALLS.items():
-      with refused(TypeError, f"mpjax.{name}(opt_state)", expected, got, fix):
-        call(state)
-
-
-def test_names_tell_scales_apart():
-  one = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(2), name="actor")
-  two = mpjax.loss_scaling(optax.sgd(1.0), mpjax.StaticLossScale(4), name="critic")
-  state = {"a": one.init(PARAMS), "c": two.init(PARAMS)}
-  assert find_scale(state, "test", "critic").label == "critic:static(scale=4)"
-  for call in CALLS.values():
-    call(state, name="actor")
-    where, got = "(opt_state) with name='citric'", "['actor', 'critic']"
-    with refused(ValueError, where, "the name of a loss scale", got, "name="):
-      call(state, name="citric")
-  moved = mpjax.states.set_loss_scale(state, 16, name="critic")
-  scales = [mpjax.loss_scaling_metrics(moved, name=n)["loss_scale"] for n in ("actor", "critic")]
-  assert scales == [2, 16]
-  assert mpjax.value_and_grad(lambda w: w, moved, name="critic")(1.0) == (1, 16)
-
-
-@pytest.mark.standard_promotion
-def test_a_tuple_is_taken_for_a_chain():
-  # What is in a chain may see scaled gradients and skipped steps; parameters are no state.
-  tx = {name: mpjax.loss_scaling(optax.adam(0.1), name=name) for name in "gd"}
-  trace, adam = optax.trace(0.9), optax.adam(0.1)
-  beside = adam, mpjax.accumulate_gradients(adam, 2), optax.chain(trace), tx["d"]
-  states = {name: one.init(PARAMS) for name, one in tx.items()}
-  for read in (mpjax.loss_scaling_metrics, mpjax.step_applied, mpjax.check_skipped_steps):
-    for name in tx:
-      read(states, name=name)
-      read((PARAMS, states[name]), name=name)
-    for other in beside:
-      state = optax.chain(optax.clip(1.0), tx["g"], other).init(PARAMS)
-      _, state = optax.chain(optax.clip(1.0), tx["g"], other).update(PARAMS, state, PARAMS)
-      for in_a_chain in (state, (states["g"], other.init(PARAMS))):
-        with pytest.raises(mpjax.MpjaxError, match=r"entire optimizer, got .* in a dict\."):
-          read(in_a_chain, name="g")
-
-
-def test_set_loss_scale_refuses():
-  state = mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS)
-  where = "mpjax.states.set_loss_scale(value)"
-  for value, builtin, expected in (
-    (0, ValueError, "positive"),
-    (math.inf, ValueError, "finite"),
-    (2.0**25, ValueError, "[1, 16777216], the limits of this state"),
-    (0.5, ValueError, "[1, 16777216], the limits of this state"),
-    ("8", TypeError, "a plain number"),
-  ):
-    with refused(builtin, where, expected, repr(value), ". "):
-      mpjax.states.set_loss_scale(state, value)
-  for limit in (1, 2.0**24):
-    mpjax.states.set_loss_scale(state, limit)
-  with refused(ValueError, where, "a scale of shape ()", "shape (2,)", "one for all"):
-    jax.eval_shape(mpjax.states.set_loss_scale, state, jnp.ones(2))
-  where, fix = "mpjax.states.set_loss_scale(opt_state)", "StaticLossScale or DynamicLossScale"
-  for config, name in ((OFF, "NoLossScale()"), (SKIP, "SkipNonfinite()")):
-    state = mpjax.loss_scaling(optax.sgd(0.1), config).init(PARAMS)
-    with refused(ValueError, where, "a scale that can move", name, fix):
-      mpjax.states.set_loss_scale(state, 1)
-
-
-def test_a_scale_that_is_an_array_or_an_input_of_the_step():
-  # As MindSpore's `sens`: each call scales by its own number, and update divides by it.
-  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(jnp.float32(4)))
-
-  @jax.jit
-  def step(params, state, scale):
-    state = mpjax.states.set_loss_scale(state, scale)
-    _, grads = mpjax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2), state)(params)
-    updates, state = tx.update(grads, state, params)
-    return grads["w"], updates["w"], state
-
-  state = jax.device_get(tx.init(PARAMS))  # A state on the host will do.
-  # The limits of a static scale, where a NaN would stay one.
-  pairs = ((jnp.float32(8), 8), (1024, 1024), (2.0**127, 2.0**126), (np.nan, 2.0**-126))
-  for scale, within in pairs:
-    scale = scale if isinstance(scale, jax.Array) else np.float32(scale)
-    grads, updates, state = step(PARAMS, state, scale)
-    np.testing.assert_array_equal(grads, np.float32([2 * within] * 3))
-    np.testing.assert_array_equal(updates, np.float32([-1] * 3))
-  host = jax.device_get(mpjax.loss_scaling(optax.sgd(0.1)).init(PARAMS))
-  moved = mpjax.states.set_loss_scale(host, jnp.float32(4))
-  assert mpjax.loss_scaling_metrics(moved)["loss_scale"] == 4
-
-
-def test_set_loss_scale_starts_a_new_window_and_keeps_the_rest():
-  tx = mpjax.loss_scaling(optax.sgd(0.1), mpjax.DynamicLossScale(growth_interval=3))
-  _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-  moved = mpjax.states.set_loss_scale(state, 4)
-  (old,), (new,) = state.loss_scale.values(), moved.loss_scale.values()
-  assert old.good_steps == 1
-  assert new == old._replace(scale=new.scale, good_steps=new.good_steps)
-  assert (new.scale, new.good_steps) == (4, 0)
-
-
-def test_set_loss_scale_under_jit_and_vmap_and_in_host_memory():
-  state = jax.vmap(mpjax.loss_scaling(optax.sgd(0.1)).init)(jnp.ones((3, 2)))
-  for wrap in (lambda f: f, jax.jit):
-    moved = wrap(lambda s: mpjax.states.set_loss_scale(s, 2))(state)
-    assert mpjax.loss_scaling_metrics(moved)["loss_scale"].tolist() == [2, 2, 2]
-  host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-  moved = mpjax.states.set_loss_scale(jax.device_put(state, host), 2)
-  assert {x.sharding for x in jax.tree.leaves(moved)} == {host}
 
 
 def test_golden_tree():

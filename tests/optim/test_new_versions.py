@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax._optim.loss_scale import leaves_of
+from mpjax._optim.find_scale import leaves_of
 from mpjax._optim.new_versions import NewVersions, names_of
 from tests.errors import refused
 
