@@ -202,8 +202,8 @@ def _in_recipe(
   # Also if the function casts the weight itself: the rule takes the variable before that cast, so
   # that the gradient stays in float32.
   wide[index] = FLOAT32
-  if weight is not None and weight.stored is not None:
-    operands[index] = weight.stored
+  if weight is not None and weight.uncast is not None:
+    operands[index] = weight.uncast
   # A recipe sees its operands in the compute dtype. The sizes of groups keep their type.
   types = list(map(aval_of, operands))
   types[:2] = (x.update(dtype=low, weak_type=False) for x in types[:2])

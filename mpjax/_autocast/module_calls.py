@@ -85,7 +85,7 @@ class StateKind:
   is_parameter: bool = False
   # The dtype of new state. "param_dtype" is the `param_dtype` of the policy. "computed" is the
   # dtype that the model computes under the policy. "declared" is the dtype in the code.
-  stored: Literal["param_dtype", "computed", "declared"] = "declared"
+  dtype_rule: Literal["param_dtype", "computed", "declared"] = "declared"
 
 
 def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:

@@ -136,7 +136,7 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   role = value.kind.role if keeps_role else Role.ACTIVATION
   # A cast to float32 changes no value. The result shares the variable, and consumers that want the
   # dtype before the cast need no second one.
-  cast = FloatValue(value.atom, Kind(role, target, weight=value.kind.weight), stored=value.atom)
+  cast = FloatValue(value.atom, Kind(role, target, weight=value.kind.weight), uncast=value.atom)
   # A cast to low precision is written here for all consumers; one to float32 at each consumer.
   if target != FLOAT32 or FLOAT32 in value.casts:
     cast.atom = rewriter.cast(value, target, eqn)

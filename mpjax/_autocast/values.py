@@ -19,7 +19,7 @@ class FloatValue:
   kind: Kind  # its role and dtype
   # The equation that returns it; None for arguments, constants and literals.
   producer: JaxprEqn | None = None
-  stored: Atom | None = None  # the variable before the cast, if the function has cast a parameter
+  uncast: Atom | None = None  # the variable before the cast, if the function has cast a parameter
   # Its variables in other dtypes, which consumers share.
   casts: dict[DType, Atom] = dataclasses.field(default_factory=dict)
 

@@ -213,15 +213,15 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   # Compare everything before anything is read or cast, since a checkpoint may be large.
   expected = _expected_leaves(target)
   path = _checkpoint_path(restored)
-  stored = restored if path is None else _metadata(path)
-  stored_leaves = leaves_by_path(stored, _WHERE)
+  saved = restored if path is None else _metadata(path)
+  saved_leaves = leaves_by_path(saved, _WHERE)
   # A master in the other storage has another dtype, which is no misfit.
-  parameter_paths = masters_to_convert(target, expected, stored_leaves, _WHERE)
+  parameter_paths = masters_to_convert(target, expected, saved_leaves, _WHERE)
   as_saved = dict(expected)  # with masters in the storage of the checkpoint
   for master in parameter_paths:
-    as_saved[master] = expected[master].update(dtype=stored_leaves[master].dtype)
+    as_saved[master] = expected[master].update(dtype=saved_leaves[master].dtype)
   if path is not None:
-    restored = _read(path, stored, target, as_saved, cast)
+    restored = _read(path, saved, target, as_saved, cast)
   # Cast parameters first: masters are converted from the parameters that the target will hold.
   leaves = _converted(_match(target, as_saved, restored, cast), as_saved)
   leaves = convert_masters(leaves, parameter_paths, _WHERE)
@@ -323,14 +323,14 @@ def _metadata(path: str) -> PyTree:
   return jax.tree.map(_stand_in, metadata.tree)
 
 
-def _read(path: str, stored: PyTree, target: PyTree, expected: _Expected, cast: bool) -> PyTree:
+def _read(path: str, saved: PyTree, target: PyTree, expected: _Expected, cast: bool) -> PyTree:
   """Returns the Orbax checkpoint at `path`, in its own structure and dtypes.
 
-  First its metadata `stored` is compared with `target`, so that an error takes no time. Arrays are
+  First its metadata `saved` is compared with `target`, so that an error takes no time. Arrays are
   read to the sharding that `expected` asks for, or to the host.
   """
   # A mismatch must not show after minutes of reading.
-  _match(target, expected, stored, cast)
+  _match(target, expected, saved, cast)
 
   def placed(key_path: KeyPath, x: Leaf) -> Leaf:
     # The checkpoint may store encoded leaves, whose names have tags.
@@ -344,7 +344,7 @@ def _read(path: str, stored: PyTree, target: PyTree, expected: _Expected, cast: 
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
   with ocp.StandardCheckpointer() as checkpointer:
-    return checkpointer.restore(path, jax.tree_util.tree_map_with_path(placed, stored))
+    return checkpointer.restore(path, jax.tree_util.tree_map_with_path(placed, saved))
 
 
 def _stand_in(metadata: Any) -> Leaf:

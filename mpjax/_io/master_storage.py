@@ -30,14 +30,14 @@ class _Parameters(NamedTuple):
 
 
 def masters_to_convert(
-  target: PyTree, expected: Mapping[str, Leaf], stored: Mapping[str, Leaf], where: str
+  target: PyTree, expected: Mapping[str, Leaf], saved: Mapping[str, Leaf], where: str
 ) -> dict[str, str]:
   """Returns the path of each master that was saved in the other storage, with its parameter's.
 
   Args:
     target: the tree that is wanted.
     expected: the leaves of `target` by path.
-    stored: the leaves that were saved, by path.
+    saved: the leaves of the checkpoint, by path.
     where: the public call, for errors.
 
   Raises:
@@ -50,12 +50,12 @@ def masters_to_convert(
   parameter_paths: dict[str, str] = {}
   for state_path, state in _nodes_with_path(target, MasterWeightsState):
     place = f"{state_path}/master".lstrip("/")
-    _refuse_17_bits(place, expected, stored, where)
+    _refuse_17_bits(place, expected, saved, where)
     masters = _masters(state)
     # A parameter that `optax.masked` left out has no master, and no array.
     paths = {x: "/".join((place, *x)) for x, master in masters.items() if not has_no_master(master)}
     # Masters in the storage of the target are compared like all leaves.
-    changed = {x: path for x, path in paths.items() if _storage_changes(path, expected, stored)}
+    changed = {x: path for x, path in paths.items() if _storage_changes(path, expected, saved)}
     root = _root(masters, set(changed), params, place, where) if changed else None
     if root is not None:
       parameter_paths |= {path: "/".join(root + x) for x, path in changed.items()}
@@ -89,12 +89,12 @@ def _names_of(path: KeyPath) -> Path:
 
 
 def _refuse_17_bits(
-  place: str, expected: Mapping[str, Leaf], stored: Mapping[str, Leaf], where: str
+  place: str, expected: Mapping[str, Leaf], saved: Mapping[str, Leaf], where: str
 ) -> None:
   """Raises if the masters at `place` were saved with a parity array, as early versions did."""
   prefix = f"{place}/parity/"
   # The target may have a parameter that is called "parity".
-  if any(f"{path}/".startswith(prefix) and path not in expected for path in stored):
+  if any(f"{path}/".startswith(prefix) and path not in expected for path in saved):
     raise MpjaxValueError(
       where,
       expected="split masters as int16 remainders",
@@ -111,10 +111,10 @@ def _masters(state: MasterWeightsState) -> dict[Path, Leaf]:
   return {_names_of(path): master for path, master in leaves if master is not None}
 
 
-def _storage_changes(path: str, expected: Mapping[str, Leaf], stored: Mapping[str, Leaf]) -> bool:
+def _storage_changes(path: str, expected: Mapping[str, Leaf], saved: Mapping[str, Leaf]) -> bool:
   """Whether the master at `path` is float32 in the target and a remainder in the file, or back."""
   # A leaf may be missing from either side.
-  dtypes = {str(getattr(leaves.get(path), "dtype", "")) for leaves in (expected, stored)}
+  dtypes = {str(getattr(leaves.get(path), "dtype", "")) for leaves in (expected, saved)}
   return dtypes == {"float32", "int16"}
 
 

@@ -25,9 +25,9 @@ from mpjax._optim.step_at_scales import (
   is_of_scale,
   is_updated,
   locate_scales,
-  numbers,
   pair_versions,
   run_at,
+  to_numpy,
 )
 from mpjax._optim.step_call import ResultPath, StepCall, StepProgram
 
@@ -79,7 +79,7 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
       program = StepProgram(call)
       nothing_moved = _check_scales(call, program, scales, stated)
-    is_scaled = any(scale.owned.stored for scale in scales)
+    is_scaled = any(scale.owned.numbers for scale in scales)
     if program.unscaled_gradient is not None and is_scaled:
       warnings.warn(_unscaled_gradient(program.unscaled_gradient), stacklevel=2)
     for owned in nothing_moved:
@@ -275,7 +275,7 @@ def _dependent_on_scale(
   """Returns the new versions whose values depend on the loss scale."""
   dependent = []
   for argument, place in pairs.items():
-    old = numbers(step.call.arrays[argument])
+    old = to_numpy(step.call.arrays[argument])
     if not is_inexact(old):
       continue
     moved = [_distance(old, after[place]) for after in compared.finite]
@@ -298,7 +298,7 @@ def _moves(
   # depend at most on whether the step is applied.
   dependent = step.program.depends_on(scale.fields["scale"])
   for argument, place in pairs.items():
-    old = numbers(step.call.arrays[argument])
+    old = to_numpy(step.call.arrays[argument])
     # Without a trace, any new version may depend on gradients.
     may_depend = dependent is None or place in dependent
     if may_depend and is_inexact(old) and _distance(old, compared.finite[0][place]) > 0:
@@ -314,7 +314,7 @@ def _a_step_later(
   # zeros, such as momentum, get another number, since a multiple of 0 would not show a change.
   start = dict(step.call.arrays)
   for argument, x in step.call.arrays.items():
-    new: Leaf = numbers(x)
+    new: Leaf = to_numpy(x)
     if argument in pairs and not is_key(x.dtype):
       new = after[pairs[argument]]
     if not is_of_scale(argument) and is_inexact(new) and not np.any(new):
@@ -335,7 +335,7 @@ def _changed(
   around_scales = {path[:n] for path in scales for n in range(len(path))}
   changed = []
   for argument, place in pairs.items():
-    old = numbers(start[argument])
+    old = to_numpy(start[argument])
     # Integers beside the optimizer's state may count all steps: a cursor, the number of batches.
     may_count = argument[:-1] in around_scales and not is_inexact(start[argument])
     # By bytes: NaN equals itself then, and a changed sign of zero shows.

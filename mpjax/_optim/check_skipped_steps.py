@@ -119,7 +119,7 @@ def _first_bad(opt_state: OptState, scale: OwnedScale, member: int, params: Para
   """Returns where the last step's first non-finite value was."""
   # With several losses, the leaf may belong to another loss than the one that is asked about.
   for one in (scale, *scales_in(scale.owner)):
-    code = read_code(int(np.atleast_1d(raw_value(one.stored.first_bad))[member]))
+    code = read_code(int(np.atleast_1d(raw_value(one.numbers.first_bad))[member]))
     if code is not None:
       text = _leaf_text(code, opt_state, scale, params)
       return text if one.name == scale.name else f"{text}, of the loss {one.name!r}"

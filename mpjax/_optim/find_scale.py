@@ -41,13 +41,13 @@ class OwnedScale(NamedTuple):
   owner: LossScalingState
   label: str
   name: str | None
-  stored: Any  # the numbers, in variables perhaps; () under `NoLossScale`
+  numbers: Any  # of `LossScaleState`, in variables perhaps; () under `NoLossScale`
   fields: Mapping[str, float]  # of the configuration
 
   @property
   def state(self) -> LossScaleState | None:
     """The numbers, or None under `NoLossScale`."""
-    return LossScaleState(*map(raw_value, self.stored)) if self.stored else None
+    return LossScaleState(*map(raw_value, self.numbers)) if self.numbers else None
 
   @property
   def dynamic(self) -> bool:
@@ -67,7 +67,7 @@ class OwnedScale(NamedTuple):
   @property
   def in_variables(self) -> bool:
     """Whether its numbers are in variables, as those of an `nnx.Optimizer` are."""
-    return any(map(is_nnx_variable, self.stored))
+    return any(map(is_nnx_variable, self.numbers))
 
   @property
   def limits(self) -> tuple[float, float]:
@@ -83,9 +83,9 @@ class OwnedScale(NamedTuple):
 def scales_in(tree: PyTree) -> list[OwnedScale]:
   """Returns every loss scale in `tree`, wherever it is."""
   return [
-    OwnedScale(node, owner, label, label.rpartition(":")[0] or None, stored, read_label(label))
+    OwnedScale(node, owner, label, label.rpartition(":")[0] or None, numbers, read_label(label))
     for _, node, owner in scaling_states(tree)
-    for label, stored in owner.loss_scale.items()
+    for label, numbers in owner.loss_scale.items()
   ]
 
 
@@ -217,10 +217,10 @@ def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | No
   of a donated state raises too. Outside `jit` the function cannot detect an old state, and reads
   its scale.
   """
-  if not owned.stored:
+  if not owned.numbers:
     return lambda beside: None
   # Close over the scale alone. The whole state would keep the moments in memory.
-  source, is_dynamic = owned.stored.scale, owned.dynamic
+  source, is_dynamic = owned.numbers.scale, owned.dynamic
 
   def read(beside: PyTree) -> Array:
     scale = raw_value(source)
@@ -296,7 +296,7 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
 
 def _is_scaled(tree: PyTree) -> bool:
   """Whether there is a loss scale in `tree`, other than `NoLossScale`."""
-  return any(one.stored for one in scales_in(tree))
+  return any(one.numbers for one in scales_in(tree))
 
 
 def _beside_in_chain(parts: list[PyTree]) -> str:

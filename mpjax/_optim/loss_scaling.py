@@ -209,7 +209,7 @@ class _Inputs(NamedTuple):
   grads: dict[str, Grads]  # by label: scaled, and in the precision of the parameters
   scales: dict[str, ScaleState]  # by label
   params: Params
-  stored: Grads | None = None  # the plain gradient, where it is computed once and kept
+  plain: Grads | None = None  # the plain gradient, where it is computed once and kept
 
   @property
   def moving(self) -> dict[str, LossScaleState]:
@@ -311,7 +311,7 @@ class LossScaling:
     extra_args = self._unscaled_arguments(extra_args, inputs)
     # The caller has no other use of the gradients. Their quotients are computed once and reuse the
     # memory of the gradients.
-    inputs = inputs._replace(stored=stored_first(self._plain(inputs.grads, inputs)))
+    inputs = inputs._replace(plain=stored_first(self._plain(inputs.grads, inputs)))
     decided = self._decided(inputs, state, extra_args, loss)
 
     def step_and_apply(old: tuple[OptState, Params]) -> tuple[tuple[()], PyTree]:
@@ -409,7 +409,7 @@ class LossScaling:
     never_below_1 = isinstance(config, SkipNonfinite) or (
       isinstance(config, DynamicLossScale) and config.min_scale >= 1
     )
-    if inputs.stored is None and never_below_1:
+    if inputs.plain is None and never_below_1:
       return inputs.grads[label]
     return unscale_tree(inputs.grads[label], inputs.moving[label].scale)
 
@@ -453,7 +453,7 @@ class LossScaling:
 
     def step(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
       # Computed inside of the step, so that a skipped branch computes no quotients.
-      gradient = self._plain(inputs.grads, inputs) if inputs.stored is None else inputs.stored
+      gradient = self._plain(inputs.grads, inputs) if inputs.plain is None else inputs.plain
       if self.is_scaled:
         return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
       shown = hide_untrained(params, params)

@@ -80,7 +80,7 @@ def set_loss_scale(
 
 def store_scale(target: OwnedScale, new: LossScaleState) -> None:
   """Writes `new` to the variables that the loss scale `target` is in."""
-  for variable, x in zip(target.stored, new, strict=True):
+  for variable, x in zip(target.numbers, new, strict=True):
     set_raw_value(variable, x)
 
 

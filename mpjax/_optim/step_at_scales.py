@@ -90,7 +90,7 @@ def locate_scales(call: StepCall) -> list[ScaleInStep]:
   for owned in scales_in(call.arguments):
     # The label as it stands in a path.
     (label,) = names_of((f"[{owned.label!r}]",))
-    located.append(ScaleInStep(owned, by_label[label].pop(0) if owned.stored else {}))
+    located.append(ScaleInStep(owned, by_label[label].pop(0) if owned.numbers else {}))
   return located
 
 
@@ -159,12 +159,12 @@ def run_at(
     for name, x in (("scale", number), ("finite", overflows)):
       path = one.fields[name]
       values[path] = full_like(values[path], x)
-  after = {place: numbers(x) for place, x in step.program.run(values).items()}
+  after = {place: to_numpy(x) for place, x in step.program.run(values).items()}
   if not scale.new:
     return Run(number, after, None)
   # The differences count all steps of one call, such as those of a loop.
-  steps = after[scale.new["total"]] - numbers(values[scale.fields["total"]])
-  skipped = after[scale.new["skipped"]] - numbers(values[scale.fields["skipped"]])
+  steps = after[scale.new["total"]] - to_numpy(values[scale.fields["total"]])
+  skipped = after[scale.new["skipped"]] - to_numpy(values[scale.fields["skipped"]])
   applied = int(np.sum(steps - skipped)) if np.max(steps) > 0 else None
   return Run(number, after, applied)
 
@@ -176,7 +176,7 @@ def is_of_scale(path: Path) -> bool:
   return field == "loss_scale" and is_label(label) and number in LossScaleState._fields
 
 
-def numbers(x: Leaf) -> NumpyArray:
+def to_numpy(x: Leaf) -> NumpyArray:
   """Returns the numbers in an array as a NumPy array, low precision in float32."""
   return np.asarray(jax.random.key_data(x) if is_key(x.dtype) else low_to_float32(x))
 
@@ -247,6 +247,6 @@ def _written_variables(step: ExaminedStep) -> set[Path]:
   arguments = set()
   for path in call.variables:
     new = step.after.get((WRITTEN, *path))
-    if new is None or numbers(step.start[path]).tobytes() != numbers(new).tobytes():
+    if new is None or to_numpy(step.start[path]).tobytes() != to_numpy(new).tobytes():
       arguments.add(call.argument_of(path))
   return {path for path in call.variables if call.argument_of(path) in arguments}

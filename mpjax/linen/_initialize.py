@@ -20,7 +20,7 @@ from mpjax.linen._layers import collections_with
 
 def store_parameters(scope: Scope, policy: Policy) -> None:
   """Casts the parameters of a module that is being initialised, but not those of its submodules."""
-  for col in filter(scope.is_mutable_collection, collections_with(stored="param_dtype")):
+  for col in filter(scope.is_mutable_collection, collections_with(dtype_rule="param_dtype")):
     for name, value in scope.variables().get(col, {}).items():
       # Flax reserves the names of variables per collection, those of submodules for "". Submodules
       # cast their own parameters.
@@ -35,7 +35,7 @@ def store_caches(scope: Any, init: Callable[[PyTree], Variables], state: LinenAc
   # Only the code of the modules knows the dtypes of caches. Traced in float32, a bfloat16 model
   # creates its decode cache in float32, twice as large. So run `init` abstractly, in the compute
   # dtypes.
-  caches = {col: scope.variables().get(col, {}) for col in collections_with(stored="computed")}
+  caches = {col: scope.variables().get(col, {}) for col in collections_with(dtype_rule="computed")}
   floating = any(map(is_floating, jax.tree.leaves(caches)))
   # Nothing to cast, an abstract pass that only records modules, or the pass below itself.
   if not floating or state.record is not None or state.casting == EVERY:

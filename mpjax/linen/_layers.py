@@ -7,10 +7,10 @@ import flax.linen as nn
 from mpjax._autocast.module_calls import Layers, StateKind
 
 STATE: Mapping[str, StateKind] = {
-  "params": StateKind(is_parameter=True, stored="param_dtype"),
+  "params": StateKind(is_parameter=True, dtype_rule="param_dtype"),
   # Zeros that are added to an activation. Their gradient is that of the activation.
-  "perturbations": StateKind(is_parameter=True, stored="computed"),
-  "cache": StateKind(stored="computed"),
+  "perturbations": StateKind(is_parameter=True, dtype_rule="computed"),
+  "cache": StateKind(dtype_rule="computed"),
 }
 """Collections by name. Others are inputs, stored in the dtype that their code declares."""
 

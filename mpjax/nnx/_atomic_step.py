@@ -193,7 +193,7 @@ def _put(variable: Variable, value: PyTree) -> None:
 
 def _scales_of(arguments: PyTree) -> list[OwnedScale]:
   """Returns the loss scales that a step can write to, and those of `NoLossScale`."""
-  scales = [one for one in scales_in(arguments) if one.in_variables or not one.stored]
+  scales = [one for one in scales_in(arguments) if one.in_variables or not one.numbers]
   if not scales:
     fix = (
       "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param). In bfloat16 without a "
@@ -295,7 +295,7 @@ def _select(
   """Gives variables their values from before the step where it was not applied."""
   after = _state_of(arguments)
   # The state of an optimizer that has selected by itself is right already. Scales are written last.
-  own = [each.after.owner if each.in_place else each.after.stored for each in updates]
+  own = [each.after.owner if each.in_place else each.after.numbers for each in updates]
   kept = set(map(id, jax.tree.leaves(own, is_leaf=is_nnx_variable)))
   pairs = [pair for pair in _pairs(before, after) if id(pair.variable) not in kept]
   problems = [text for pair in pairs for text in pair.differences]

@@ -125,7 +125,7 @@ def _check_set(module: nnx.Pytree, name: str, value: object) -> None:
 def _store_in_param_dtype(value: Any, active: Active) -> None:
   """Gives a parameter that a call creates the `param_dtype` of the policy."""
   policy = active.around.policy
-  if policy is not None and _layers.state_kind(value).stored == "param_dtype":
+  if policy is not None and _layers.state_kind(value).dtype_rule == "param_dtype":
     set_raw_value(value, end_of_policy(raw_value(value), policy.param_dtype))
 
 

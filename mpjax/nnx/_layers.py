@@ -8,7 +8,7 @@ from mpjax._autocast.module_calls import Layers, StateKind
 from mpjax._core.types import Leaf
 
 STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
-  nnx.Param: StateKind(is_parameter=True, stored="param_dtype"),
+  nnx.Param: StateKind(is_parameter=True, dtype_rule="param_dtype"),
   # Zeros, whose gradient is that of the activation to which they are added.
   nnx.Perturbation: StateKind(is_parameter=True),
 }

@@ -101,7 +101,7 @@ mpjax/_optim/loss_scale.py::read_label
 mpjax/_optim/loss_scaling.py::LossScaling._step
 
 9 gradients are divided by the scale of the next step
-- gradient = self._plain(inputs.grads, inputs) if inputs.stored is None else inputs.stored
+- gradient = self._plain(inputs.grads, inputs) if inputs.plain is None else inputs.plain
 + finite = extra_args["grads_finite"]
 + flags = {"finite": finite, "all_finite": finite, "applied": finite}
 + scales = {
@@ -377,11 +377,11 @@ mpjax/nnx/_layers.py::
 
 41 a perturbation decides the dtype of what it is added to
 - STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
--   nnx.Param: StateKind(is_parameter=True, stored="param_dtype"),
+-   nnx.Param: StateKind(is_parameter=True, dtype_rule="param_dtype"),
 -   nnx.Perturbation: StateKind(is_parameter=True),
 - }
 + STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
-+   nnx.Param: StateKind(is_parameter=True, stored="param_dtype"),
++   nnx.Param: StateKind(is_parameter=True, dtype_rule="param_dtype"),
 + }
 tests/nnx/test_classes.py::test_sow_and_perturb
 
