@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 from mpjax._core.errors import MpjaxTypeError, kind_of
-from mpjax._core.leaves import is_nnx_variable
-from mpjax._core.trees import is_nnx_object
+from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
 from mpjax._core.types import Leaf, PyTree
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of, listed
+from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import is_array_like, is_floating
 from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
 
@@ -19,11 +20,6 @@ Path: TypeAlias = tuple[str, ...]
 def path_text(path: KeyPath) -> str:
   """Returns a path of JAX as text, the same whatever the containers are."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def is_nnx_variable(x: object) -> bool:
-  """Whether `x` is a variable of Flax NNX, which need not be installed."""
-  return hasattr(type(x), "get_raw_value")
 
 
 def raw_value(x: Leaf) -> PyTree:

@@ -11,6 +11,7 @@ from jax.tree_util import default_registry
 
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.fused_leaves import first_nonfinite, masks_of
+from mpjax._core.nnx_objects import is_nnx_object
 from mpjax._core.types import FLOAT32, Array, DType, Leaf, PyTree, is_low_precision
 
 IsLeaf: TypeAlias = Callable[[Any], bool]
@@ -135,14 +136,6 @@ def cast_leaf(x: Leaf, dtype: DType) -> Leaf:
 def low_to_float32(x: Leaf) -> Leaf:
   """Returns `x` in float32 if it is an array in low precision, else `x` itself."""
   return cast_leaf(x, FLOAT32) if in_low_precision(x) else x
-
-
-def is_nnx_object(x: object) -> bool:
-  """Whether `x` is a module, a container, a variable or another object of Flax NNX."""
-  # By names, since NNX may not be installed. It may be a tree to JAX, but writes to a mapped copy
-  # are lost.
-  names = (c.__module__ for c in type(x).__mro__ if c.__name__ in ("Pytree", "Variable"))
-  return any(name.startswith("flax.nnx.") for name in names)
 
 
 def map_arrays(fun: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:

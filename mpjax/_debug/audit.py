@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxAssertionError, check_call
-from mpjax._core.trees import is_nnx_object
+from mpjax._core.nnx_objects import is_nnx_object
 from mpjax._core.types import Args, Function, Kwargs, Leaf, P, is_low_precision
 from mpjax._debug.arguments import Argument, Call, name_by_parameters, parameter_trees
 from mpjax._debug.audit_tables import (

@@ -23,7 +23,8 @@ from mpjax._core.errors import (
   kind_of,
   nearest,
 )
-from mpjax._core.leaves import is_nnx_variable, is_subnormal, set_raw_value
+from mpjax._core.leaves import is_subnormal, set_raw_value
+from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.types import Array, OptState, P, PyTree
 from mpjax._debug.arguments import Call
 from mpjax._debug.compare_modules import ALL_BODIES, find_modules, module_paths

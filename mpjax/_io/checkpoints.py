@@ -18,13 +18,13 @@ from mpjax._core.leaves import (
   check_leaves,
   convert,
   is_key,
-  is_nnx_variable,
   misfit,
   path_text,
   put,
   raw_value,
   refuse_overflow,
 )
+from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import is_floating
 from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
 from mpjax._io.master_storage import convert_masters, masters_to_convert

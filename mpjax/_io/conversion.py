@@ -6,6 +6,7 @@ import jax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.leaves import Path, leaf_paths
+from mpjax._core.nnx_objects import is_of_nnx
 from mpjax._core.trees import is_floating
 from mpjax._core.types import FLOAT32, DType, Leaf, Params
 from mpjax._jaxpr.used_dtypes import cast_leaves
@@ -119,7 +120,7 @@ def _check_params(params: object) -> None:
 def _problem(params: object) -> tuple[str, str] | None:
   """Returns a description of `params` and advice; None if it is a tree of parameters."""
   # An `nnx.State` is a mapping, and a tree of parameters.
-  if _is_nnx(params) and not isinstance(params, Mapping):
+  if is_of_nnx(params) and not isinstance(params, Mapping):
     got = f"the NNX module {type(params).__name__}"
     fix = "Pass nnx.state(model), or write mpjax.nnx.convert(view, *inputs)."
     return got, fix
@@ -134,11 +135,6 @@ def _problem(params: object) -> tuple[str, str] | None:
     fix = "Pass state.params: the optimizer's state is not for inference."
     return got, fix
   return None
-
-
-def _is_nnx(x: object) -> bool:
-  # Subclasses of users are in their own modules, so look at the base classes.
-  return any(c.__module__.startswith("flax.nnx.") for c in type(x).__mro__)
 
 
 def _is_state(x: object) -> bool:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._core import errors
-from mpjax._core.leaves import Path, is_nnx_variable, raw_value
+from mpjax._core.leaves import Path, raw_value
+from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf
 from mpjax._jaxpr.graph import Graph, Operation

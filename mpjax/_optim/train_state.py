@@ -9,7 +9,8 @@ import optax
 
 from mpjax._core.errors import MpjaxTypeError, check_call, check_flag, check_type, kind_of, listed
 from mpjax._core.frameworks import framework_of
-from mpjax._core.leaves import is_nnx_variable, path_text
+from mpjax._core.leaves import path_text
+from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import is_array_like
 from mpjax._core.types import Array, Class, Leaf, OptState, Params, PyTree
 from mpjax._optim.find_scale import OwnedScale, find_scale, scales_in
@@ -142,8 +143,10 @@ def _check_trained(params: Params, where: str) -> None:
 def _refuse_nnx_objects(params: Params, where: str) -> None:
   """Raises for an NNX model, and for its parameters together with other variables."""
   # Stop at variables and modules, whose classes tell what they are.
-  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_nnx)
-  kinds = [(type(x), path_text(path) or "the root") for path, x in leaves if _is_nnx(x)]
+  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable_or_model)
+  kinds = [
+    (type(x), path_text(path) or "the root") for path, x in leaves if _is_variable_or_model(x)
+  ]
   has_model = any(framework_of(kind) == "NNX" for kind, _ in kinds)
   others = [f"{kind.__name__} at {path}" for kind, path in kinds if not _is_param(kind)]
   # Only `nnx.Param` is known to be trained. A tree of other variables alone is left to the caller.
@@ -157,7 +160,7 @@ def _refuse_nnx_objects(params: Params, where: str) -> None:
     raise _not_alone(where, got, fix)
 
 
-def _is_nnx(x: Leaf) -> bool:
+def _is_variable_or_model(x: Leaf) -> bool:
   """Whether a node is a variable or a module of NNX."""
   return is_nnx_variable(x) or framework_of(x) == "NNX"
 
