@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -51,9 +51,7 @@ from mpjax._optim.optimizer_trees import (
   unless_there_before,
 )
 from mpjax._optim.states import LossScaleState, LossScalingState, ScaleState
-from mpjax._optim.wrapper_checks import check_axes, check_inner
-
-AxisName: TypeAlias = Hashable | Sequence[Hashable]
+from mpjax._optim.wrapper_checks import AxisName, axes_of, check_axes, check_inner
 
 _INIT = "mpjax.loss_scaling(inner)"
 _CALL = f"{_INIT}.update"
@@ -501,11 +499,11 @@ class LossScaling:
     if self.axis_name is None:
       return least
     # An integer minimum over devices: every device has the same code, and so the same decision.
-    names = self.axis_name if isinstance(self.axis_name, (tuple, list)) else (self.axis_name,)
+    axes = axes_of(self.axis_name)
     fix = "Call update inside the shard_map, pmap or vmap of that axis. Under plain jit"
     call = f"mpjax.loss_scaling(axis_name={self.axis_name!r})"
-    check_axes(names, call, call="update", fix=fix)
-    return jax.lax.pmin(least, tuple(names))
+    check_axes(axes, call, call="update", fix=fix)
+    return jax.lax.pmin(least, axes)
 
   def _next(self, decided: _DecidedStep, inner_state: OptState) -> LossScalingState:
     """Returns the next state: each scale moves by the gradients of its own loss."""

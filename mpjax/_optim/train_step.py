@@ -22,7 +22,7 @@ from mpjax._core.types import Array, OptState, Params, PyTree, Updates
 from mpjax._optim.apply_updates import apply_updates, check_rounding
 from mpjax._optim.gradients import BatchGradients, IntegerState, batch_gradients
 from mpjax._optim.loss_scale import INT32_MAX
-from mpjax._optim.loss_scaling import AxisName, scaling_of
+from mpjax._optim.loss_scaling import scaling_of
 from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics
 from mpjax._optim.moving_average import move_average
 from mpjax._optim.optimizer_call import check_updates_fit, checked_update
@@ -40,7 +40,7 @@ from mpjax._optim.train_step_checks import (
   check_train_state,
 )
 from mpjax._optim.value_and_grad import unscale
-from mpjax._optim.wrapper_checks import check_axes
+from mpjax._optim.wrapper_checks import AxisName, axes_of, check_axes
 
 _CALL = "mpjax.make_train_step"
 
@@ -180,9 +180,7 @@ class TrainStep:
   @property
   def axes(self) -> tuple[Hashable, ...]:
     """The mapped axes that are averaged over."""
-    if self.axis_name is None:
-      return ()
-    return tuple(self.axis_name) if isinstance(self.axis_name, (tuple, list)) else (self.axis_name,)
+    return axes_of(self.axis_name)
 
   def _check_arguments(self, state: object, batch: PyTree) -> None:
     """Raises unless the step can continue with a state, and cut a batch."""

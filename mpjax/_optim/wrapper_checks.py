@@ -2,8 +2,8 @@
 
 import inspect
 import warnings
-from collections.abc import Hashable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,15 @@ from mpjax._optim.optimizer_trees import key_text, map_states
 from mpjax._optim.states import MasterWeightsState
 
 T = TypeVar("T")
+
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
+
+
+def axes_of(axis_name: AxisName | None) -> tuple[Hashable, ...]:
+  """Returns the mapped axes that an argument `axis_name` names."""
+  if axis_name is None:
+    return ()
+  return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def check_axes(axes: Iterable[Hashable], where: str, *, call: str, fix: str) -> None:

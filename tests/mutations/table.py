@@ -274,7 +274,7 @@ tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big
 mpjax/_optim/loss_scaling.py::LossScaling._agreed
 
 31 each device decides for itself
-- jax.lax.pmin(least, tuple(names))
+- jax.lax.pmin(least, axes)
 + least
 tests/integration/test_sharded_training.py::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
 
