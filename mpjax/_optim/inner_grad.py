@@ -23,6 +23,9 @@ _FIX = "Write mpjax.inner_grad(energy)(x): the arguments come in a second call."
 _FIRST = 2.0**15
 """The scale at which gradients are measured. It fits into float16."""
 
+_FLOAT16_LIMIT = 2.0**15
+"""The largest power of two in float16, and so the largest scale of a float16 result."""
+
 _TARGET = 4
 """The exponent of the largest scaled gradient: far from 2^16, where float16 ends."""
 
@@ -122,7 +125,7 @@ def _within(factor: Array | float, value: Array) -> Array:
   factor = jnp.asarray(factor, jnp.float32)
   # 2^16 is inf in float16, the dtype in which the backward pass starts.
   if jnp.result_type(value) == jnp.float16:
-    return jnp.minimum(factor, jnp.float32(_FIRST))
+    return jnp.minimum(factor, jnp.float32(_FLOAT16_LIMIT))
   return factor
 
 
