@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import mpjax
 from mpjax._core.errors import kind_of
@@ -10,40 +11,77 @@ from tests.errors import refused
 from tests.optim.losses import quadratic, rows
 from tests.optim.steps import SGD, STATIC, create
 
+CREATE = "mpjax.TrainState.create(params, tx)"
+STEP = "mpjax.make_train_step(...): step(state)"
+IS_STATE, ONE_LOSS = "a mpjax.TrainState", "for one loss"
+SCALED = "created by mpjax.loss_scaling"
+TWO = mpjax.loss_scaling(optax.sgd(0.5), {"a": STATIC, "b": STATIC})
+BATCH = rows(8)
 
-def test_states_that_do_not_belong_to_the_step():
-  state, batch, step = create(SGD), rows(8), mpjax.make_train_step(quadratic, SGD)
-  for given in ({"params": jnp.zeros(3)}, (jnp.zeros(3), ())):
-    fix = "mpjax.TrainState.create(params, tx)"
-    with refused(TypeError, "step(state)", "a mpjax.TrainState", kind_of(given), fix):
-      step(given, batch)
-  with refused(
-    TypeError, "step(state)", "a mpjax.TrainState", "a dict", "Swap the two: step(state"
-  ):
-    step(batch, state)
-  two = mpjax.loss_scaling(optax.sgd(0.5), {"a": STATIC, "b": STATIC})
-  for tx, expected, got, fix in (
-    (optax.sgd(0.5), "created by mpjax.loss_scaling", "without a loss scale", "Wrap"),
-    (two, "for one loss", "2 loss scale(s) inside of a LossScalingState", "value_and_grad"),
-  ):
-    with refused(TypeError, "mpjax.make_train_step(...): step(state)", expected, got, fix):
-      mpjax.make_train_step(quadratic, tx)(state._replace(opt_state=tx.init(jnp.zeros(3))), batch)
-  for kept, got in (
-    (True, "ema_decay=None and an average"),
-    (False, "ema_decay=0.5 and no average"),
-  ):
-    expected = "an average in the state exactly if ema_decay is given"
-    fix = "TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)"
-    step = mpjax.make_train_step(quadratic, SGD, ema_decay=None if kept else 0.5)
-    with refused(ValueError, "step(state): ema", expected, got, fix):
-      step(create(SGD, ema=kept), batch)
-  expected, got = "0 with a constant loss scale", "2 with 'static(scale=8)'"
-  with refused(ValueError, "(max_retries)", expected, got, "Use DynamicLossScale"):
-    mpjax.make_train_step(quadratic, SGD, max_retries=2)(state, batch)
-  where = "mpjax.make_train_step(rounding='stochastic'): step(state)"
-  fix = "TrainState.create(..., rng=jax.random.key(0))"
-  with refused(ValueError, where, "a PRNG key in the state", "None for rng", fix):
-    mpjax.make_train_step(quadratic, SGD, rounding="stochastic")(state, batch)
+
+def step_with(**options):
+  """Returns a step with these options."""
+  return mpjax.make_train_step(quadratic, SGD, **options)
+
+
+def of_optimizer(tx):
+  """Takes a step of an optimizer, from a state that cannot be created with it."""
+  state = create(SGD)._replace(opt_state=tx.init(jnp.zeros(3)))
+  return mpjax.make_train_step(quadratic, tx)(state, BATCH)
+
+
+AVERAGE = "an average in the state exactly if ema_decay is given"
+KEEP_AVERAGE = "TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)"
+CONSTANT = "0 with a constant loss scale"
+STOCHASTIC = "mpjax.make_train_step(rounding='stochastic'): step(state)"
+KEY = "TrainState.create(..., rng=jax.random.key(0))"
+
+REFUSED = {
+  "a dict": (
+    lambda: step_with()({"params": jnp.zeros(3)}, BATCH),
+    (TypeError, "step(state)", IS_STATE, kind_of({}), CREATE),
+  ),
+  "a tuple": (
+    lambda: step_with()((jnp.zeros(3), ()), BATCH),
+    (TypeError, "step(state)", IS_STATE, kind_of(()), CREATE),
+  ),
+  "batch and state swapped": (
+    lambda: step_with()(BATCH, create(SGD)),
+    (TypeError, "step(state)", IS_STATE, "a dict", "Swap the two: step(state"),
+  ),
+  "no loss scale": (
+    lambda: of_optimizer(optax.sgd(0.5)),
+    (TypeError, STEP, SCALED, "without a loss scale", "Wrap"),
+  ),
+  "two loss scales": (
+    lambda: of_optimizer(TWO),
+    (TypeError, STEP, ONE_LOSS, "2 loss scale(s) inside of a LossScalingState", "value_and_grad"),
+  ),
+  "an average without a decay": (
+    lambda: step_with()(create(SGD, ema=True), BATCH),
+    (ValueError, "step(state): ema", AVERAGE, "ema_decay=None and an average", KEEP_AVERAGE),
+  ),
+  "a decay without an average": (
+    lambda: step_with(ema_decay=0.5)(create(SGD, ema=False), BATCH),
+    (ValueError, "step(state): ema", AVERAGE, "ema_decay=0.5 and no average", KEEP_AVERAGE),
+  ),
+  "retries at a constant scale": (
+    lambda: step_with(max_retries=2)(create(SGD), BATCH),
+    (ValueError, "(max_retries)", CONSTANT, "2 with 'static(scale=8)'", "Use DynamicLossScale"),
+  ),
+  "stochastic rounding without a key": (
+    lambda: step_with(rounding="stochastic")(create(SGD), BATCH),
+    (ValueError, STOCHASTIC, "a PRNG key in the state", "None for rng", KEY),
+  ),
+}
+"""Steps that are refused, and their errors."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_state_that_does_not_belong_to_the_step(case):
+  take_step, error = REFUSED[case]
+  with refused(*error):
+    take_step()
 
 
 def test_a_batch_that_cannot_be_cut():
