@@ -288,32 +288,44 @@ def adjust(
   config: LossScale,
   state: LossScaleState,
   *,
-  finite: Array,
+  own_finite: Array,
   applied: Array,
   first_bad: Array,
   all_finite: Array,
 ) -> LossScaleState:
-  """Returns the state after a step."""
-  # Two flags decide. The scale follows `finite`: the gradients and the loss of its own loss. The
-  # count of skipped steps follows `applied`, which covers all losses and the updates.
+  """Returns the state after a step.
+
+  Args:
+    config: the configuration of the scale.
+    state: the state before the step.
+    own_finite: whether the gradients and the loss of this scale's own loss were finite.
+    applied: whether the step was applied; the field `finite` of the state.
+    first_bad: the code of the first leaf that was not finite.
+    all_finite: whether the gradients of all losses, and their sum, were finite.
+  """
+  # Two flags decide. The scale follows `own_finite`. The count of skipped steps follows `applied`,
+  # which covers all losses and the updates.
   dynamic = isinstance(config, DynamicLossScale)
-  flags = {"finite": finite, "applied": applied, "first_bad": first_bad, "all_finite": all_finite}
-  # A static scale is no result of the step. It stays the same array, and needs no kernel.
-  old = {field: x for field, x in state._asdict().items() if dynamic or field != "scale"}
-  read = read_together(old | flags)
+  # No key may be a field of the state.
+  new = {"code": first_bad, "own": own_finite, "applied": applied, "all": all_finite}
+  # Nothing depends on the old `finite` and `first_bad`. A static scale is no result of the step. It
+  # stays the same array, and needs no kernel.
+  unread = {"finite", "first_bad"} if dynamic else {"finite", "first_bad", "scale"}
+  old = {field: x for field, x in state._asdict().items() if field not in unread}
+  read = read_together(old | new)
   state = state._replace(**{field: read[field] for field in old})
-  finite, applied, first_bad, all_finite = (read[flag] for flag in flags)
-  good_steps = jnp.where(finite, _count_up(state.good_steps, finite), 0)
+  first_bad, own_finite, applied, all_finite = (read[key] for key in new)
+  good_steps = jnp.where(own_finite, _count_up(state.good_steps, own_finite), 0)
   scale = state.scale
   hysteresis = state.hysteresis
   floor_hits = state.floor_hits
   if dynamic:
     low, high = jnp.float32(config.min_scale), jnp.float32(config.max_scale)
     # At 0, each further overflow backs off too, until the scale has grown.
-    left = jnp.where(finite, hysteresis, jnp.maximum(hysteresis - 1, 0))
-    back_off = jnp.logical_and(jnp.logical_not(finite), left == 0)
+    left = jnp.where(own_finite, hysteresis, jnp.maximum(hysteresis - 1, 0))
+    back_off = jnp.logical_and(jnp.logical_not(own_finite), left == 0)
     # >=, not ==: a state restored into a shorter interval may be past it already.
-    grow = jnp.logical_and(finite, good_steps >= config.growth_interval)
+    grow = jnp.logical_and(own_finite, good_steps >= config.growth_interval)
     factor = jnp.where(back_off, jnp.float32(config.backoff_factor), jnp.float32(1))
     factor = jnp.where(grow, jnp.float32(config.growth_factor), factor)
     # An overflow at the minimum: the loss itself or the data is the cause.

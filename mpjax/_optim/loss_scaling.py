@@ -514,7 +514,7 @@ class LossScaling:
       label: adjust(
         self.configs[label],
         scale,
-        finite=finite.by_label[label],
+        own_finite=finite.by_label[label],
         first_bad=decision.first_bad[label],
         **flags,
       )

@@ -12,7 +12,7 @@ class LossScaleState(NamedTuple):
   """The scale and its counters: strongly typed scalars, which stop at 2^31 - 1."""
 
   scale: Array  # float32: the factor on the next loss
-  good_steps: Array  # int32: finite steps in a row since the scale last moved
+  good_steps: Array  # int32: finite gradients of this loss in a row since the scale last moved
   hysteresis: Array  # int32: overflows left before the scale backs off
   total: Array  # int32: calls of update
   skipped: Array  # int32: steps that were not applied
@@ -20,7 +20,7 @@ class LossScaleState(NamedTuple):
   floor_hits: Array  # int32: overflows at the minimum scale
   bad_updates: Array  # int32: steps skipped for their updates or new state alone
   first_bad: Array  # int32: the code of the last step's first non-finite leaf, see leaf_codes.py
-  finite: Array  # bool: the last step was applied
+  finite: Array  # bool: the last step was applied, which needs more than finite gradients
 
 
 ScaleState: TypeAlias = LossScaleState | tuple[()]
@@ -30,9 +30,10 @@ class LossScalingState(NamedTuple):
   """The state of `mpjax.loss_scaling`.
 
   Args:
-    loss_scale: one entry for each loss, of scalars (`scale` in float32, `finite` bool, counts in
-      int32). Its key holds the name and the configuration. The key is part of the tree's structure,
-      so that a checkpoint of another configuration does not fit.
+    loss_scale: one entry for each loss, of scalars: `scale` in float32, counts in int32, and the
+      bool `finite`, which says whether the last step was applied. Its key holds the name and the
+      configuration. The key is part of the tree's structure, so that a checkpoint of another
+      configuration does not fit.
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax

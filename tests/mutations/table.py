@@ -68,8 +68,8 @@ mpjax/_optim/loss_scale.py::adjust
 ::test_scale_and_counters_equal_the_oracle_on_random_sequences
 
 2 an overflow does not restart the window for growth
-- jnp.where(finite, _count_up(state.good_steps, finite), 0)
-+ _count_up(state.good_steps, finite)
+- jnp.where(own_finite, _count_up(state.good_steps, own_finite), 0)
++ _count_up(state.good_steps, own_finite)
 
 3 growth does not restart the window
 - good_steps = jnp.where(grow, 0, good_steps)
@@ -103,7 +103,7 @@ mpjax/_optim/loss_scaling.py::LossScaling._step
 9 gradients are divided by the scale of the next step
 - gradient = self._plain(inputs.grads, inputs) if inputs.plain is None else inputs.plain
 + finite = extra_args["grads_finite"]
-+ flags = {"finite": finite, "all_finite": finite, "applied": finite}
++ flags = {"own_finite": finite, "all_finite": finite, "applied": finite}
 + scales = {
 +   label: adjust(self.configs[label], x, first_bad=x.first_bad, **flags)
 +   for label, x in inputs.moving.items()

@@ -34,7 +34,7 @@ def run(config, finite, state, applied=None):
 
   def step(state, both):
     finite, applied = both
-    flags = {"finite": finite, "all_finite": finite, "applied": applied}
+    flags = {"own_finite": finite, "all_finite": finite, "applied": applied}
     state = loss_scale.adjust(config, state, first_bad=jnp.int32(finite), **flags)
     return state, state
 
@@ -83,7 +83,7 @@ def test_counters_saturate(finite):
   assert states.good_steps.tolist() == [LIMIT] * 4
   yes, flags = jnp.asarray(True), {"applied": jnp.asarray(False), "first_bad": jnp.int32(0)}
   for _ in range(3):
-    state = loss_scale.adjust(config, state, finite=yes, all_finite=yes, **flags)
+    state = loss_scale.adjust(config, state, own_finite=yes, all_finite=yes, **flags)
     assert state.bad_updates == LIMIT
 
 
