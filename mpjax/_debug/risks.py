@@ -29,16 +29,7 @@ from mpjax._debug.findings import merged, unnumbered
 from mpjax._debug.suggested_changes import cure_of, low_cure
 from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import NOT_IN, Source, lines_of_call
-from mpjax._jaxpr.primitives import (
-  ADDITIONS,
-  CLIPS,
-  EXPONENTIALS,
-  INVERSES,
-  ORDERS,
-  ROUNDINGS,
-  SQUARES,
-  SUMS,
-)
+from mpjax._jaxpr.primitives import Group
 from mpjax._policy.active import SCOPE as FULL_PRECISION
 
 RiskKind: TypeAlias = Literal[
@@ -302,8 +293,8 @@ def _history(operation: Operation, result: Value, before: list[History]) -> Hist
     return _cast(operation, result, before[0])
   if operation.facts.flops is not None:
     return _matmul(operation, before)
-  if transfer := _TRANSFERS.get(operation.name):
-    return transfer(operation, before)
+  if operation.facts.group is not None:
+    return _TRANSFERS[operation.facts.group](operation, before)
   if operation.facts.tests:
     return _joined(before)._replace(mask=True)
   if operation.moves or operation.facts.exact:
@@ -497,17 +488,18 @@ def _to_integer(_: Operation, before: list[History]) -> History:
   return before[0]._replace(passed=before[0].passed | {"integer"})
 
 
-_TRANSFERS: Mapping[str, Callable[[Operation, list[History]], History]] = {
-  **dict.fromkeys(ADDITIONS, _added),
-  **dict.fromkeys(CLIPS, _clip),
-  **dict.fromkeys(ORDERS, _ordered),
-  **dict.fromkeys(ROUNDINGS, _to_integer),
-  **dict.fromkeys(SQUARES, _squared),
-  **dict.fromkeys(SUMS, _summed),
-  p.div_p.name: _ratio,
-  p.mul_p.name: _product,
-  p.neg_p.name: _negated,
-  p.select_n_p.name: _select,
+_TRANSFERS: Mapping[Group, Callable[[Operation, list[History]], History]] = {
+  "addition": _added,
+  "clip": _clip,
+  "move": _moved,
+  "negation": _negated,
+  "order": _ordered,
+  "power": _squared,
+  "product": _product,
+  "quotient": _ratio,
+  "rounding": _to_integer,
+  "selection": _select,
+  "sum": _summed,
 }
 
 
@@ -557,7 +549,7 @@ def _is_derivative(comparison: Operation, order: Value) -> bool:
   """Whether a comparison belongs to the derivative of the call that computes the maximum."""
   # The derivative of a maximum compares each element with it, to find the argument that was chosen.
   made_by = order.made_by
-  while made_by is not None and made_by.name not in ORDERS:
+  while made_by is not None and made_by.facts.group != "order":
     made_by = made_by.operands[0].made_by if made_by.operands else None
   return made_by is not None and _same_call(made_by, comparison)
 
@@ -570,7 +562,7 @@ def _same_call(one: Operation, other: Operation) -> bool:
 def _complex_exponential(operation: Operation, before: list[History]) -> Iterator[Operation]:
   dtype = operation.operands[0].dtype
   is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-  if operation.name in EXPONENTIALS and is_complex:
+  if operation.facts.role == "exponential" and is_complex:
     yield from _direct(before)
 
 
@@ -596,7 +588,7 @@ def _difference(operation: Operation, before: list[History]) -> Iterator[Operati
 def _denominator(operation: Operation, before: list[History]) -> Iterator[Operation]:
   # `integer_pow` divides only with a negative exponent. Other primitives here always divide.
   power = operation.eqn.params.get("y", -1)
-  if operation.name in INVERSES and (operation.eqn.primitive is not p.integer_pow_p or power < 0):
+  if operation.facts.divides and (operation.eqn.primitive is not p.integer_pow_p or power < 0):
     for rounding in _direct(before[-1:], "sum"):
       # Bfloat16 has the range of float32, so it neither overflows nor underflows here.
       if any(v.dtype == jnp.float16 for v in rounding.results):
@@ -642,7 +634,7 @@ def _is_squared(value: Value) -> bool:
     return False
   for each in _uses(value):
     is_product = each.eqn.primitive is p.mul_p and len({moved_from(v) for v in each.operands}) == 1
-    if is_product or each.name in SQUARES:
+    if is_product or each.facts.group == "power":
       return True
   return False
 

@@ -33,6 +33,21 @@ EqnParams: TypeAlias = Mapping[str, Any]
 Predicate: TypeAlias = Callable[[EqnParams], str]
 """A function from the parameters of an equation to the name of a part."""
 
+Group: TypeAlias = Literal[
+  "addition",
+  "clip",
+  "move",
+  "negation",
+  "order",
+  "power",
+  "product",
+  "quotient",
+  "rounding",
+  "selection",
+  "sum",
+]
+"""The effect of an operation on the rounding errors of its operands, for the risks of an audit."""
+
 Degree: TypeAlias = Callable[[Sequence[float], EqnParams], float]
 """A function from the growth of the operands, as exponents, to the growth of the result."""
 
@@ -97,7 +112,12 @@ class Row(NamedTuple):
   # The effect of an operand's error on the result. Errors of a sum are absolute, so the rounding of
   # an operand may be as large as the result. Errors of a product are relative. Errors of an angle
   # are absolute, however large the angle is.
-  role: Literal["sum", "product", "angle", "linear algebra"] | None = None
+  role: Literal["sum", "product", "angle", "exponential", "linear algebra"] | None = None
+  # How the risks of an audit follow an error through it. Without a group, and if it neither moves
+  # nor is exact, the error counts as relative, as after an activation function.
+  group: Group | None = None
+  reduces_by: str = ""  # for a collective: the reduction over an array, whose group it has
+  divides: bool = False  # divides by its last operand, or by a power of it
   draws: bool = False  # the results are random numbers, unless an operand is floating
   # The way in which the derivative needs precision. It is a sum over elements of the result if the
   # operand is "repeated", or if it is broadcast and then "added" or "multiplied". "chosen": it
@@ -160,6 +180,12 @@ _SUMS: Mapping[str, Any] = {
   "role": "sum",
   "gradient": "added",
   "degree": lambda degrees, _: max(degrees),
+  "group": "addition",
+}
+_SQUARES: Mapping[str, Any] = {
+  **_ARITHMETIC,
+  "role": "product",
+  "degree": lambda degrees, _: 2 * degrees[0],
 }
 _BOUNDED: Mapping[str, Any] = {**_ARITHMETIC, "bounded": True}
 FAMILIES: tuple[Family, ...] = (
@@ -176,19 +202,23 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "An absolute error of the operand is a relative error of the result. exp(11.1) overflows "
     "float16.",
-    Row("exp", elementwise=True, gradient="result"),
-    Row("exp2 expm1", elementwise=True),
+    Row("exp", elementwise=True, role="exponential", gradient="result"),
+    Row("exp2 expm1", elementwise=True, role="exponential"),
   ),
   Family(
     "float32",
     "Near 1 the rounding of the operand is the size of the result.",
     Row("log log1p log2", elementwise=True),
   ),
-  Family("float32", "It is exp(y log x), with the errors of both.", Row("pow", elementwise=True)),
+  Family(
+    "float32",
+    "It is exp(y log x), with the errors of both.",
+    Row("pow", elementwise=True, role="exponential", divides=True),
+  ),
   Family(
     "float32",
     "Its gradient overflows float16 below 4e-4, as in norms.",
-    Row("rsqrt", elementwise=True),
+    Row("rsqrt", elementwise=True, divides=True),
   ),
   Family(
     "float32",
@@ -215,12 +245,13 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "float32",
     "Roundings add up. A sum of ones stops at 256 in bfloat16, and float16 overflows at 65504.",
-    "cumlogsumexp cumprod cumsum reduce_prod reduce_sum reduce_window_sum",
+    "cumlogsumexp cumprod reduce_prod",
+    Row("cumsum reduce_sum reduce_window_sum", group="sum"),
   ),
   Family(
     "float32",
     "It sums the gradients of all uses of a value.",
-    Row("add_any", elementwise=True),
+    Row("add_any", elementwise=True, group="addition"),
   ),
   Family(
     "float32",
@@ -231,8 +262,8 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "float32",
     'They sum gradients over devices, with twice the bytes. "keep" sends half.',
-    Row("psum psum_invariant reduce_scatter"),
-    Row("unreduced_psum unreduced_reduce_scatter"),
+    Row("psum psum_invariant reduce_scatter", reduces_by="reduce_sum"),
+    Row("unreduced_psum unreduced_reduce_scatter", reduces_by="reduce_sum"),
   ),
   # promote
   Family(
@@ -240,9 +271,22 @@ FAMILIES: tuple[Family, ...] = (
     "The result is rounded once.",
     Row("add", **_SUMS, folds=operator.add),
     Row("sub", **_SUMS, folds=operator.sub),
-    Row("div", **_FACTORS, degree=lambda d, _: d[0] - d[1]),
-    Row("max min", elementwise=True, exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
-    Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1], folds=operator.mul),
+    Row("div", **_FACTORS, group="quotient", divides=True, degree=lambda d, _: d[0] - d[1]),
+    Row(
+      "max min",
+      elementwise=True,
+      exact=True,
+      gradient="multiplied",
+      group="clip",
+      degree=lambda d, _: max(d),
+    ),
+    Row(
+      "mul",
+      **_FACTORS,
+      group="product",
+      degree=lambda d, _: d[0] + d[1],
+      folds=operator.mul,
+    ),
     Row("rem", **_ARITHMETIC, role="sum", gradient="multiplied"),
   ),
   Family(
@@ -259,28 +303,36 @@ FAMILIES: tuple[Family, ...] = (
     "promote",
     "The widest dtype holds all values exactly.",
     "stack",
-    Row("clamp", elementwise=True),
-    Row("concatenate pad select_n", **_MOVES),
+    Row("clamp", elementwise=True, group="clip"),
+    Row("concatenate pad", **_MOVES),
+    Row("select_n", **_MOVES, group="selection"),
   ),
   Family(
     "promote",
     "They return each operand in its own dtype.",
     "device_put shard_alike tie",
     Row("optimization_barrier", **_MOVES),
-    Row("sort", exact=True, orders=True),
+    Row("sort", exact=True, orders=True, group="order"),
   ),
   Family(
     "promote",
     "The widest dtype holds all values exactly.",
-    "ragged_all_to_all",
+    Row("ragged_all_to_all", group="move"),
   ),
   # keep
   Family(
     "keep",
     "They are exact in every dtype.",
     Row("abs", elementwise=True, exact=True, degree=lambda d, _: d[0]),
-    Row("neg", elementwise=True, exact=True, degree=lambda d, _: d[0], folds=operator.neg),
-    Row("ceil floor round", **_BOUNDED, role="sum"),
+    Row(
+      "neg",
+      elementwise=True,
+      exact=True,
+      group="negation",
+      degree=lambda d, _: d[0],
+      folds=operator.neg,
+    ),
+    Row("ceil floor round", **_BOUNDED, role="sum", group="rounding"),
     Row("is_finite", tests=True),
     Row("sign", elementwise=True, exact=True),
   ),
@@ -300,15 +352,17 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "keep",
     "The result is rounded once. Sums widen them.",
-    Row("one_minus_square square", **_ARITHMETIC, role="product", degree=lambda d, _: 2 * d[0]),
+    Row("one_minus_square", **_SQUARES),
+    Row("square", **_SQUARES, group="power"),
   ),
   Family(
     "keep",
     "They select values, which is exact in every dtype.",
-    "approx_top_k reduce_window_max reduce_window_min",
-    Row("pmax pmin unreduced_pmax unreduced_pmin"),
-    Row("argmax argmin cummax cummin top_k", exact=True),
-    Row("reduce_max reduce_min", gradient="chosen"),
+    Row("approx_top_k reduce_window_max reduce_window_min", group="order"),
+    Row("pmax pmin unreduced_pmax unreduced_pmin", reduces_by="reduce_max"),
+    Row("argmax argmin", exact=True),
+    Row("cummax cummin top_k", exact=True, group="order"),
+    Row("reduce_max reduce_min", gradient="chosen", group="order"),
   ),
   Family(
     "keep",
@@ -329,7 +383,8 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "keep",
     "They move values between devices. Low precision halves the bytes.",
-    "preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
+    Row("preduced reduced_vary_cast reduced_vary_cast_p", group="move"),
+    Row("vary_unreduced_cast vary_unreduced_cast_p", group="move"),
     Row("all_gather all_gather_invariant all_gather_reduced", moves=True),
     Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", moves=True),
     Row("pvary", **_MOVES),
@@ -378,7 +433,12 @@ FAMILIES: tuple[Family, ...] = (
     "nextafter reduce_precision",
     Row("bitcast_convert_type", draws=True),
   ),
-  Family("opaque", "There is no complex dtype of low precision.", "complex conj fft imag real"),
+  Family(
+    "opaque",
+    "There is no complex dtype of low precision.",
+    "conj fft",
+    Row("complex imag real", group="addition"),
+  ),
   Family(
     "opaque",
     "The libraries take no low precision. The condition number magnifies errors.",
@@ -472,7 +532,14 @@ FAMILIES: tuple[Family, ...] = (
     integer_pow_part,
     "Squares and cubes are part of activation functions, such as GELU. The fourth power overflows "
     "float16 from 16 on.",
-    Row("integer_pow", **_ARITHMETIC, role="product", degree=lambda d, p: p["y"] * d[0]),
+    Row(
+      "integer_pow",
+      **_ARITHMETIC,
+      role="product",
+      group="power",
+      divides=True,  # by negative powers
+      degree=lambda d, p: p["y"] * d[0],
+    ),
     decides="keep for the powers 0 to 3, float32 for others",
   ),
   # higher-order
@@ -509,9 +576,16 @@ FAMILIES: tuple[Family, ...] = (
 """Every primitive of each supported JAX, in exactly one row."""
 
 
-FACTS: Mapping[str, Row] = types.MappingProxyType(
-  {name: row for family in FAMILIES for row in family.rows for name in row.names.split()}
-)
+def _facts_by_name() -> Mapping[str, Row]:
+  """Returns the row of each primitive. A collective has the group of its reduction."""
+  rows = {name: row for family in FAMILIES for row in family.rows for name in row.names.split()}
+  for name, row in rows.items():
+    if row.reduces_by:
+      rows[name] = row._replace(group=rows[row.reduces_by].group)
+  return types.MappingProxyType(rows)
+
+
+FACTS: Mapping[str, Row] = _facts_by_name()
 """The row of each primitive."""
 
 # The rows of primitives that JAX may replace by an object, by a parameter of that object.
@@ -521,18 +595,6 @@ HIGHER_ORDER = frozenset(
   name for family in FAMILIES if family.part is None for name in family.names
 )
 """Primitives that hold jaxprs and have no part. The operations inside have theirs."""
-
-# Groups of primitives by their effect on a rounding error, for the risks that an audit lists.
-
-ADDITIONS = frozenset(("add", "add_any", "complex", "imag", "real", "sub"))
-CLIPS = frozenset(("clamp", "max", "min"))
-EXTREMES = frozenset(("cummax", "cummin", "reduce_max", "reduce_min"))
-ORDERS = EXTREMES | {"approx_top_k", "reduce_window_max", "reduce_window_min", "sort", "top_k"}
-SUMS = frozenset(("cumsum", "psum", "reduce_sum", "reduce_window_sum"))
-SQUARES = frozenset(("integer_pow", "square"))
-ROUNDINGS = frozenset(("ceil", "floor", "round"))
-EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "pow"))
-INVERSES = frozenset(("div", "integer_pow", "rsqrt", "pow"))
 
 _UNKNOWN = Row("")
 

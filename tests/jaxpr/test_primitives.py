@@ -17,6 +17,7 @@ import mpjax
 from mpjax._jaxpr.primitives import FACTS, FAMILIES, HIGHER_ORDER, PARTS, Holds, integer_pow_part
 from tests import op_lists_page, registered_primitives
 from tests.autocast import samples
+from tests.programs import equations
 
 NAMES = [name for family in FAMILIES for name in family.names if family.part is not None]
 
@@ -104,8 +105,29 @@ def test_every_row_with_a_fact_of_first_order_has_a_sample():
   for row in {row for row in FACTS.values() if row != type(row)(row.names)}:
     names = set(row.names.split())
     # What is opaque runs as it was traced: see test_rewriter.py.
-    if not names & {*HIGHER_ORDER, *OPAQUE} and names - NOT_IN_EVERY_JAX:
+    if names & {*HIGHER_ORDER, *OPAQUE} or names <= {*samples.NO_SAMPLE}:
+      continue
+    if names - NOT_IN_EVERY_JAX:
       assert names & {*SAMPLES}, row
+
+
+def collectives():
+  """Yields the primitives of the samples that name an axis of a mesh."""
+  for fun, args, _ in SAMPLES.values():
+    for eqn, _ in equations(jax.make_jaxpr(fun)(*args)):
+      axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+      if any(isinstance(axis, str) for axis in axes):
+        yield eqn.primitive.name
+
+
+def test_the_risks_follow_a_rounding_through_every_collective():
+  found = {*collectives()}
+  assert {"psum", "psum_invariant", "reduce_scatter", "pmax", "all_gather", "ppermute"} <= found
+  for name in found:
+    row = FACTS[name]
+    assert row.moves or row.exact or row.group, name
+  for row in (row for row in FACTS.values() if row.reduces_by):
+    assert row.group == FACTS[row.reduces_by].group is not None
 
 
 def test_what_is_elementwise_reads_its_own_position_alone():
