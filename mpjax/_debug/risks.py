@@ -402,7 +402,9 @@ def _moved(operation: Operation, before: list[History]) -> History:
 def _ordered(operation: Operation, before: list[History]) -> History:
   # A comparison looks for the value before casts on its other side.
   values = {moved_from(v) for v in operation.operands if v.is_floating}
-  return _moved(operation, before)._replace(order_of=frozenset(values))
+  # A maximum over rows and then over devices is a maximum of each value.
+  history = _moved(operation, before)
+  return history._replace(order_of=history.order_of | values)
 
 
 def _select(operation: Operation, before: list[History]) -> History:

@@ -136,7 +136,12 @@ def test_a_comparison_with_an_order_over_devices(check_vma):
     h = x @ w
     return jnp.where(h == jax.lax.pmax(h, "d"), h, 0)
 
+  def winners_of_columns(w, x):
+    h = x @ w
+    return jnp.where(h == jax.lax.pmin(h.min(0), "d"), h, 0)
+
   assert kinds(on_devices(winners, check_vma)) == ["comparison"]
+  assert kinds(on_devices(winners_of_columns, check_vma)) == ["comparison"]
 
 
 def test_a_complex_exponential():
