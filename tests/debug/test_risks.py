@@ -175,6 +175,14 @@ def test_a_difference_of_squares():
     h = x @ w
     return jnp.sqrt((-2 * h) @ h.T + ((h * h).sum(-1)[:, None] + (h * h).sum(-1)[None]))
 
+  def of_negatives(combine):
+    def distance(w, x):
+      h = x @ w
+      squares = (h * h).sum(-1)
+      return jnp.sqrt(combine(squares[:, None] + squares[None], 2 * ((-h) @ (-h).T)))
+
+    return distance
+
   def kernel(w, x):
     h = jnp.tanh(x @ w)
     return jnp.exp(2 * h @ h.T - (h * h).sum(-1)[:, None] - (h * h).sum(-1)[None])
@@ -187,6 +195,9 @@ def test_a_difference_of_squares():
   assert kinds(kernel) == ["difference"]
   assert kinds(codebook) == ["difference"]
   assert kinds(negated) == ["difference"]
+  # Two negative factors have a positive product.
+  assert kinds(of_negatives(jnp.subtract)) == ["difference"]
+  assert kinds(of_negatives(jnp.add)) == []
   # Both sides have the same roundings.
   assert kinds(lambda w, x: jnp.var(x @ w, axis=-1)) == []
   assert kinds(lambda w, x: ((x @ w) ** 2).mean(-1) - (x @ w).mean(-1) ** 2) == []
