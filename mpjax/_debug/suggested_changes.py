@@ -128,7 +128,8 @@ def module_of(operation: Operation) -> str | None:
   if path is None or not any(scope.startswith(LAYER_ENDS) for scope in scopes):
     return path
   # The result of a layer is rounded outside the mark of the layer.
-  inside = [name for name in scopes[scopes.index(MODULE + path) + 1 :] if name[:6] != PREFIX]
+  behind = scopes[scopes.index(MODULE + path) + 1 :]
+  inside = [name for name in behind if not name.startswith(PREFIX)]
   return "/".join(filter(None, (path, *inside)))
 
 
