@@ -33,7 +33,7 @@ from mpjax._jaxpr.compat import closed_over
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import walk
-from mpjax._policy.active import AUDIT, AUTOCAST, in_region
+from mpjax._policy.active import AUDIT, AUTOCAST, outside_policies
 from mpjax._policy.policy import PolicyLike, parse_policy
 from mpjax._policy.rules import Rule, parse_rules, rewrites
 
@@ -180,7 +180,7 @@ def with_settings(
 
   @functools.wraps(fn)
   def wrapped(*args: PyTree, **kwargs: PyTree) -> R:
-    if in_region():  # Inside `full_precision` or `low_precision` no policy is active.
+    if outside_policies():  # Inside `full_precision` or `low_precision` no policy is active.
       return fn(*args, **kwargs)
     if AUDIT.value is not None and not settings.modules:
       AUDIT.value.uses.add("autocast")

@@ -56,7 +56,7 @@ def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
       return fn(*args, **kwargs)
     args, kwargs = cast_arrays((args, kwargs), dtype)
     # Modules inside run as they are, too.
-    as_it_is = type(ACTIVE.value or Active())(in_region=True, in_low_precision=True)
+    as_it_is = type(ACTIVE.value or Active())(outside_policies=True, in_low_precision=True)
     with jax.named_scope(REGION + AS_IT_IS_IN + dtype.name), ACTIVE(as_it_is), AUTOCAST(None):
       return fn(*args, **kwargs)
 
@@ -67,8 +67,8 @@ def _compute_dtype() -> DType | None:
   """Returns the low-precision compute dtype of the code that is being traced; None for none."""
   state = ACTIVE.value
   # Inside modules the innermost region decides. `full_precision` and `low_precision` have none.
-  if state is not None and (state.in_region or state.region):
-    policy = None if state.in_region else policy_of(state.region)
+  if state is not None and (state.outside_policies or state.region):
+    policy = None if state.outside_policies else policy_of(state.region)
     dtype = None if policy is None else policy.compute_dtype
     return dtype if dtype in HALVES else None
   return AUTOCAST.value

@@ -30,7 +30,7 @@ from mpjax._debug.suggested_changes import cure_of, low_cure
 from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import NOT_IN, Source, lines_of_call
 from mpjax._jaxpr.primitives import Group
-from mpjax._policy.active import SCOPE as FULL_PRECISION
+from mpjax._policy.active import FULL_PRECISION
 
 RiskKind: TypeAlias = Literal[
   "angle",

@@ -32,7 +32,7 @@ def cure_of(operation: Operation) -> str:
     expression inside `mpjax.full_precision`.
 
   >>> from mpjax._jaxpr.locations import Source
-  >>> in_region(Source("unknown.py", 3, "distance"))
+  >>> wrapped_in_full_precision(Source("unknown.py", 3, "distance"))
   'distance = mpjax.full_precision(distance)'
   """
   # A rule can only change a module. The user cannot edit the code of a Flax layer.
@@ -40,7 +40,7 @@ def cure_of(operation: Operation) -> str:
   source = operation.where.source
   if path is not None and (source is None or _is_in_layer(operation)):
     return repr(rule_of("float32", path or "**"))
-  return in_region(source)
+  return wrapped_in_full_precision(source)
 
 
 def low_cure(operation: Operation, dtype: str) -> str:
@@ -107,18 +107,18 @@ def _cast(value: ast.expr, dtype: str) -> ast.expr:
   return ast.Call(ast.Attribute(value, "astype", ast.Load()), [attribute], [])
 
 
-def in_region(source: Source | None) -> str:
+def wrapped_in_full_precision(source: Source | None) -> str:
   """Returns the statement at a line, with its expression inside `mpjax.full_precision`."""
   if source is None:
     return "mpjax.full_precision(fn)(...)"
   statements = _statements(source)
   # A lambda has no statement of its own. Wrap the lambda instead.
   if _last(source.function) == "<lambda>":
-    return _lambda_in_region(statements, source)
-  regions = [_in_region(each) or ast.unparse(each) for each in statements[:_MOST]]
+    return _wrapped_lambda(statements, source)
+  wrapped = [_wrapped_statement(each) or ast.unparse(each) for each in statements[:_MOST]]
   # If no statement of the line can be wrapped, or there are too many, wrap the function around it.
-  is_alike = regions == [ast.unparse(each) for each in statements]
-  return _function_in_region(source) if is_alike else "; ".join(regions)
+  is_alike = wrapped == [ast.unparse(each) for each in statements]
+  return _wrapped_function(source) if is_alike else "; ".join(wrapped)
 
 
 def module_of(operation: Operation) -> str | None:
@@ -165,7 +165,7 @@ def _has_line(node: ast.stmt | ast.expr, line: int) -> bool:
   return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
-def _in_region(statement: ast.stmt) -> str | None:
+def _wrapped_statement(statement: ast.stmt) -> str | None:
   """Returns a statement with its value in `full_precision`; None if its meaning would change."""
   # `return` without a value has nothing to wrap. Other statements are not a single expression.
   if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) or statement.value is None:
@@ -182,7 +182,7 @@ def _in_region(statement: ast.stmt) -> str | None:
   return "".join(f"{ast.unparse(target)} = " for target in targets) + call
 
 
-def _lambda_in_region(statements: list[ast.stmt], source: Source) -> str:
+def _wrapped_lambda(statements: list[ast.stmt], source: Source) -> str:
   nodes = [node for each in statements for node in ast.walk(each)]
   lambdas = [x for x in nodes if isinstance(x, ast.Lambda) and _has_line(x, source.line)]
   # A lambda with a name is wrapped by that name.
@@ -193,10 +193,10 @@ def _lambda_in_region(statements: list[ast.stmt], source: Source) -> str:
   # Of several lambdas on a line, the traceback does not say which one ran.
   if len(lambdas) == 1:
     return f"mpjax.full_precision({ast.unparse(lambdas[0])})"
-  return _function_in_region(source)
+  return _wrapped_function(source)
 
 
-def _function_in_region(source: Source) -> str:
+def _wrapped_function(source: Source) -> str:
   name = _last(source.function)
   # A name such as "<listcomp>" or "<module>" is no function that can be wrapped.
   name = name if name.isidentifier() else "fn"

@@ -51,7 +51,7 @@ class Active:
   as_python: frozenset[str] = frozenset()  # paths of modules that run as Python: they read values
   # Whether the call is inside `mpjax.full_precision` or `mpjax.low_precision`, where no policy is
   # active.
-  in_region: bool = False
+  outside_policies: bool = False
   in_low_precision: bool = False  # whether it is inside `mpjax.low_precision`
   # These two are mutable, so they take no part in comparisons.
   failed: list[Class] | None = dataclasses.field(default=None, compare=False)  # see `_Tracing.note`
@@ -106,9 +106,9 @@ ACTIVE = _ActiveState()
 """The active state of this thread, an `Active`; None outside of every model under a policy."""
 
 
-def in_region() -> bool:
+def outside_policies() -> bool:
   """Whether the caller is inside `full_precision` or `low_precision`, where no policy is active."""
-  return ACTIVE.value is not None and ACTIVE.value.in_region
+  return ACTIVE.value is not None and ACTIVE.value.outside_policies
 
 
 @dataclasses.dataclass(eq=False)
@@ -166,7 +166,7 @@ class AuditRecord:
 
 R = TypeVar("R")
 
-SCOPE = "mpjax.full_precision"
+FULL_PRECISION = "mpjax.full_precision"
 """The named scope that marks the region for autocast."""
 
 
@@ -199,13 +199,13 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
 
   @functools.wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-    around = ACTIVE.value or Active(in_region=True)
+    around = ACTIVE.value or Active(outside_policies=True)
     # Without a policy, or inside another `full_precision`, arguments stay in their dtypes.
-    if around.in_low_precision or not around.in_region:
+    if around.in_low_precision or not around.outside_policies:
       args, kwargs = map_arrays(low_to_float32, (args, kwargs))
       # The class of the state is that of Linen in a call of a Linen model.
-      around = type(around)(in_region=True)
-    with jax.named_scope(SCOPE), ACTIVE(around):
+      around = type(around)(outside_policies=True)
+    with jax.named_scope(FULL_PRECISION), ACTIVE(around):
       return fn(*args, **kwargs)
 
   return wrapped

@@ -9,7 +9,7 @@ from flax.core import Scope
 
 from mpjax._autocast.scopes import region_of
 from mpjax._policy import active
-from mpjax._policy.active import ACTIVE, AUDIT, in_region
+from mpjax._policy.active import ACTIVE, AUDIT, outside_policies
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax.linen._repeated_call import TracedCall
 
@@ -60,7 +60,7 @@ def begin(config: PolicyConfig, **records: Any) -> LinenActive:
     of_root=policy,
     tracing=traced is not None,
     region=region_of(config.policy) if traced is None else traced.region,
-    in_region=in_region(),
+    outside_policies=outside_policies(),
     **records,
   )
 

@@ -14,7 +14,7 @@ from mpjax._autocast.module_calls import begins_trace, module_call
 from mpjax._autocast.scopes import region_of
 from mpjax._core.trees import instances_in
 from mpjax._core.types import Args, Function, Kwargs, PyTree, Variables
-from mpjax._policy.active import ACTIVE, in_region
+from mpjax._policy.active import ACTIVE, outside_policies
 from mpjax._policy.rules import ModulePolicy, PolicyConfig
 from mpjax.linen import _layers
 from mpjax.linen._active import LinenActive, begin, current, is_new_root, module_path, module_policy
@@ -38,7 +38,7 @@ def activate(state: LinenActive) -> Generator[None]:
 @contextlib.contextmanager
 def under(config: PolicyConfig, **records: Any) -> Generator[LinenActive | None]:
   """Makes the state of a call under `config` active, but none inside of `full_precision`."""
-  state = None if in_region() else begin(config, **records)
+  state = None if outside_policies() else begin(config, **records)
   with contextlib.nullcontext() if state is None else activate(state):
     yield state
 
@@ -172,7 +172,7 @@ class _MethodCall:
     if initializing:
       self._store(state)
     # Cast to the output dtype, but not inside `full_precision`, whose results are the user's own.
-    if not (self._returns_own(state) or state.in_region):
+    if not (self._returns_own(state) or state.outside_policies):
       outputs = called.result(outputs)
     if self.first is not None:
       self.first.outputs = (outputs,)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import flax.linen as nn
 
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError
-from mpjax._policy.active import ACTIVE, NUMBERS, ScopeToken, in_region
+from mpjax._policy.active import ACTIVE, NUMBERS, ScopeToken, outside_policies
 from mpjax._policy.policy import PolicyLike
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config, policy_text
 from mpjax.linen._active import LinenActive, begin, current
@@ -102,7 +102,7 @@ class _Scope:
   def __enter__(self) -> None:
     self._used = True
     active, opened = current(), contextlib.ExitStack()
-    if in_region():  # Inside `full_precision`, no policy takes effect.
+    if outside_policies():  # Inside `full_precision`, no policy takes effect.
       token = ScopeToken(None, opened)
     elif active is None or not active.entered:
       leave_scopes()

@@ -17,7 +17,7 @@ from mpjax._autocast.scopes import end_of_policy
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
-from mpjax._policy.active import Active, in_region
+from mpjax._policy.active import Active, outside_policies
 from mpjax._policy.rules import ModulePolicy, policy_text
 from mpjax.nnx import _layers
 from mpjax.nnx._graph import CONTAINERS, is_tree, parts_of
@@ -190,7 +190,7 @@ def _method(name: str, own: Any) -> Function:
   @functools.wraps(own)
   def method(self: nnx.Module, *args: Any, **kwargs: Any) -> PyTree:
     # Inside `full_precision` there is no policy.
-    if in_region():
+    if outside_policies():
       return own.__get__(self, type(self))(*args, **kwargs)
     resolved, path = resolved_policy(self), module_path(self)
 

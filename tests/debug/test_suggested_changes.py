@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpjax._debug.suggested_changes import in_region
+from mpjax._debug.suggested_changes import wrapped_in_full_precision
 from mpjax._jaxpr.locations import Source
 
 
@@ -11,7 +11,7 @@ def cure(path, text):
   path.write_text(text)
   number = next(n for n, line in enumerate(text.splitlines(), 1) if "here" in line)
   function = "<lambda>" if "lambda" in text.splitlines()[number - 1] else "fn"
-  return in_region(Source(str(path), number, function))
+  return wrapped_in_full_precision(Source(str(path), number, function))
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,8 @@ def test_a_cure_is_the_statement_in_a_region(tmp_path, text, wanted):
 
 
 def test_an_unknown_line_has_a_cure():
-  assert in_region(None) == "mpjax.full_precision(fn)(...)"
-  assert in_region(Source("gone.py", 1, "Model.head")) == "head = mpjax.full_precision(head)"
+  assert wrapped_in_full_precision(None) == "mpjax.full_precision(fn)(...)"
+  assert (
+    wrapped_in_full_precision(Source("gone.py", 1, "Model.head"))
+    == "head = mpjax.full_precision(head)"
+  )

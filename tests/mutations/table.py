@@ -898,7 +898,7 @@ mpjax/_autocast/kernels.py::low_precision
 mpjax/_autocast/kernels.py::_compute_dtype
 
 119 low_precision in a module takes the dtype of no policy
-- state is not None and (state.in_region or state.region)
+- state is not None and (state.outside_policies or state.region)
 + False
 ::test_low_precision_in_modules_takes_the_dtype_of_their_policy
 
