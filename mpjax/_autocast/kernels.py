@@ -56,8 +56,8 @@ def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
       return fn(*args, **kwargs)
     args, kwargs = cast_arrays((args, kwargs), dtype)
     # Modules inside run as they are, too.
-    as_it_is = type(ACTIVE.value or Active())(outside_policies=True, in_low_precision=True)
-    with jax.named_scope(REGION + AS_IT_IS_IN + dtype.name), ACTIVE(as_it_is), AUTOCAST(None):
+    inside = type(ACTIVE.value or Active())(outside_policies=True, in_low_precision=True)
+    with jax.named_scope(REGION + AS_IT_IS_IN + dtype.name), ACTIVE(inside), AUTOCAST(None):
       return fn(*args, **kwargs)
 
   return wrapped

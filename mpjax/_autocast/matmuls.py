@@ -43,9 +43,9 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
   # The cases are those of the table in `operations.py`.
   kinds = _kinds_of_operands(rewriter, eqn, values)
   if not kinds:  # Of complex numbers or float64.
-    return rewriter.untouched(eqn)
+    return rewriter.write_as_traced(eqn)
   if all(kind.role in (Role.NUMBER, Role.INPUT) for kind in kinds):
-    return rewriter.untouched(rewriter.explained(eqn, "low", OF_INPUTS))
+    return rewriter.write_as_traced(rewriter.explained(eqn, "low", OF_INPUTS))
   # Coordinates times a projection: few products, and a rounded coordinate loses detail.
   if any(kind.role == Role.INPUT for kind in kinds) and _products(eqn) < FEWEST_PRODUCTS:
     return _in_float32(rewriter, eqn, low)
@@ -89,7 +89,7 @@ def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: 
       eqn = rewriter.explained(eqn, "format", f"{recipe.name}:{reason}")
       recipe = None
   if recipe is None and _has_own_precision(eqn, scope_policy):
-    return rewriter.untouched(eqn, role=Role.ACTIVATION)
+    return rewriter.write_as_traced(eqn, role=Role.ACTIVATION)
   eqn = eqn.replace(params=rewriter.precise(eqn, eqn.params, [low] * len(eqn.invars)))
   # A float32 result of the policy is the float32 sum of the matmul, perhaps with a bias.
   leaves = bool(rewriter.flags_of_results(eqn) & Flag.OUTPUT)

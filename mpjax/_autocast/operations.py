@@ -75,7 +75,7 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
       return matmul(rewriter, eqn, values, low)
     # It sums nothing, so the rules of multiplications apply unless the user chose a precision.
     if runs_as_written(eqn, scope_policy):
-      return rewriter.untouched(eqn)
+      return rewriter.write_as_traced(eqn)
     part = "promote"
   if _passes_on(eqn, part):
     return _passed_on(rewriter, eqn, values)
@@ -108,7 +108,7 @@ def _end(rewriter: Rewriter, eqn: JaxprEqn, scope_policy: ScopePolicy, dtype: DT
   (atom,), (var,) = eqn.invars, eqn.outvars
   value = rewriter.value(atom)
   if value is None:
-    return rewriter.untouched(eqn)
+    return rewriter.write_as_traced(eqn)
   # No equation is written for the mark: the result is the operand, or its cast.
   if scope_policy.ends_policy:
     rewriter.values[var] = FloatValue(rewriter.cast(value, dtype, eqn), kind_of_input(dtype))
@@ -172,7 +172,7 @@ def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | Non
   in_policy = rewriter.scope_policy(eqn).compute_dtype is not None
   if facts_of(eqn).role == "linear algebra" and rounded and in_policy:
     warn_of_linear_algebra(rewriter, eqn, [eqn.primitive.name])
-  rewriter.untouched(eqn, inners)
+  rewriter.write_as_traced(eqn, inners)
 
 
 # All other operations.

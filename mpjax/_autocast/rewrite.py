@@ -67,7 +67,7 @@ def _higher_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   write = _WRITERS.get(facts_of(eqn).holds)
   inners = inner_jaxprs(eqn) if write is not None else None
   if write is None or inners is None:
-    rewriter.untouched(eqn, None)
+    rewriter.write_as_traced(eqn, None)
   else:
     write(rewriter, eqn, inners)
 

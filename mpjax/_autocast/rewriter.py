@@ -199,7 +199,7 @@ class Rewriter:
         rounded = self.cast(self.values[var], low, eqn)
         self.values[var] = FloatValue(rounded, kind._replace(dtype=low))
 
-  def untouched(
+  def write_as_traced(
     self, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = (), role: Role | None = None
   ) -> None:
     """Writes an equation as it was traced; `role` is the role of its results, if known."""

@@ -258,9 +258,9 @@ class _Walk:
     for result in operation.results:
       history = _with_root(operation, result, before)
       # `given` ends at a parameter, at low precision, and at float32 on purpose.
-      untouched = all(x.given for x in before) and not _is_meant_wide(operation)
+      is_given = all(x.given for x in before) and not _is_meant_wide(operation)
       self._histories[result] = history._replace(
-        given=untouched and not result.is_low, exact=history.exact or result.is_low
+        given=is_given and not result.is_low, exact=history.exact or result.is_low
       )
 
   def _sinks(self, operation: Operation) -> Iterator[tuple[RiskKind, Operation, Operation]]:
