@@ -254,6 +254,15 @@ def test_the_share_of_float32_decides_among_choices_and_then_the_preferred_forma
   assert all_float16 < cost({"a": float16}, (int8, float16), float16=0.6, bfloat16=0.4)
 
 
+@pytest.mark.parametrize(
+  ("error", "headroom", "is_reached"),
+  [(0.1, 8.0, True), (0.1001, 8.0, False), (0.1, 7.999, False), (math.nan, 8.0, False)],
+)
+def test_a_goal_is_reached_at_its_limits(error, headroom, is_reached):
+  choice = Evaluation((), (), error, 1.0, HALF, headroom, {}, {}, {})
+  assert Goal(0.1, 8.0).is_reached(choice) == is_reached
+
+
 CALL = "mpjax.tune(loss_fn, policy)(*args)"
 LOW = {
   "a policy": (lambda: mpjax.with_policy(nn.Dense(4), "mixed_bfloat16"), "bfloat16 in Dense"),
