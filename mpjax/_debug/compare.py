@@ -16,9 +16,9 @@ from mpjax._core.types import Args, DType, Function, Kwargs
 from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.compare_report import CompareReport, compared
 from mpjax._debug.compare_run import RecordedRun, load, record
+from mpjax._debug.expectations import check_float32, lows_of
 from mpjax._debug.module_names import in_models, with_models
 from mpjax._debug.report import Advance, Pending
-from mpjax._debug.tune import check_float32, lows_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy
 

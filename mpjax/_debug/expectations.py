@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from mpjax._autocast.precision import asked_precision
 from mpjax._autocast.scopes import AS_IT_IS_IN, REGION, policy_of
+from mpjax._core.errors import MpjaxValueError
 from mpjax._core.types import DType, is_low_precision
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import MODULE, NOT_IN, RECIPE
@@ -107,6 +108,33 @@ class Expectations:
     # Norms are known by the class of the module, which the record keeps.
     module = self._record.modules.get(operation.where.marked(MODULE) or "")
     return module is not None and module.is_norm and not _is_matmul(operation)
+
+
+def check_float32(graph: Graph, where: str, kind: str) -> None:
+  """Raises if a function has low precision already: compared with itself, it would have no error.
+
+  It is traced without its gradient, since a derivative rule of its own may round.
+
+  Args:
+    graph: the operations of the function.
+    where: the call.
+    kind: a word for the function, such as "loss".
+  """
+  for value in lows_of(graph):
+    path = "its arguments" if value.made_by is None else value.made_by.where.path
+    raise MpjaxValueError(
+      where,
+      expected=f"a {kind} in float32, with arguments in float32, to compare low precision with",
+      got=f"{value.dtype} in {path or 'it'}",
+      fix=f"Pass the {kind} of the plain model: without with_policy or autocast, without dtype= "
+      "and param_dtype=, and its parameters and data as x.astype(jnp.float32).",
+    )
+
+
+def lows_of(graph: Graph) -> list[Value]:
+  """Returns the arguments and results of a function in low precision."""
+  results = (v for operation in graph.operations for v in operation.results)
+  return [v for v in (*graph.arguments, *results) if v.is_low]
 
 
 def _neutral(record: AuditRecord) -> tuple[str, ...]:

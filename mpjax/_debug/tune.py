@@ -27,6 +27,7 @@ from mpjax._core.types import (
   is_inexact,
 )
 from mpjax._debug.arguments import Call, with_parameter_scopes
+from mpjax._debug.expectations import check_float32, lows_of
 from mpjax._debug.headroom import (
   in_float16,
   watch_float16_values,
@@ -513,27 +514,6 @@ class Tuner:
       yield row._replace(headroom=self.headroom.get(row.path, math.nan))
 
 
-def check_float32(graph: Graph, where: str, kind: str) -> None:
-  """Raises if a function has low precision already: compared with itself, it would have no error.
-
-  It is traced without its gradient, since a derivative rule of its own may round.
-
-  Args:
-    graph: the operations of the function.
-    where: the call.
-    kind: a word for the function, such as "loss".
-  """
-  for value in lows_of(graph):
-    path = "its arguments" if value.made_by is None else value.made_by.where.path
-    raise MpjaxValueError(
-      where,
-      expected=f"a {kind} in float32, with arguments in float32, to compare low precision with",
-      got=f"{value.dtype} in {path or 'it'}",
-      fix=f"Pass the {kind} of the plain model: without with_policy or autocast, without dtype= "
-      "and param_dtype=, and its parameters and data as x.astype(jnp.float32).",
-    )
-
-
 def _check_low(graph: Graph, policy: Policy) -> None:
   """Raises if a policy changes nothing in a loss: every choice would have the error 0."""
   if lows_of(graph):
@@ -641,11 +621,6 @@ def _position_of(name: str) -> int:
 
 def any_low(values: Sequence[Value]) -> bool:
   return any(value.is_low for value in values)
-
-
-def lows_of(graph: Graph) -> list[Value]:
-  results = (v for operation in graph.operations for v in operation.results)
-  return [v for v in (*graph.arguments, *results) if v.is_low]
 
 
 def rows_of(
