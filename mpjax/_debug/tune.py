@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import add_p
 
 from mpjax._autocast.autocast import autocast
@@ -37,7 +38,7 @@ from mpjax._debug.module_names import with_models_under
 from mpjax._debug.not_entered import find_kernels
 from mpjax._debug.paths import is_inside, is_within
 from mpjax._debug.ranges import gradient_of, ranges_of_call
-from mpjax._debug.ranges_plan import plan
+from mpjax._debug.ranges_plan import Plan, plan
 from mpjax._debug.ranges_report import HEADROOM
 from mpjax._debug.report import Advance, Pending
 from mpjax._debug.selectors import rule_paths_of, selector
@@ -64,7 +65,7 @@ from mpjax._jaxpr.steps import Body, body_of
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy
 from mpjax._policy.rules import Rule, with_enclosing
 
-_CALL = "mpjax.tune(loss_fn, policy)"
+CALL = "mpjax.tune(loss_fn, policy)"
 _FIX = 'Write mpjax.tune(loss_fn, "mixed_float16", tolerance=1e-2)(params, batch).'
 
 _FLOAT32 = Policy.parse("float32")
@@ -107,7 +108,7 @@ class TunedCall(NamedTuple):
   advance: Advance
 
 
-@check_call(_CALL, fix=_FIX)
+@check_call(CALL, fix=_FIX)
 def tune(
   loss_fn: Callable[P, object],
   policy: PolicyLike | Sequence[PolicyLike] = "mixed_bfloat16",
@@ -215,140 +216,211 @@ def _tuned(tuned: TunedCall) -> TuneReport:
   """Measures choices until the best is among them, all at one scale of the loss."""
   # The first measurement has no upgrade. If it is good, nothing is searched.
   policies, goal = tuned.policies, tuned.goal
-  tuner = Tuner(tuned)
+  loss = prepare(tuned)
+  sys.stdout.write(f"tune: {len(loss.flops)} modules, at most {loss.bound} measurements\n")
+  tuner = Tuner(loss, reference_of(loss))
   low = tuner.measure({})
   if not goal.is_reached(tuner.evaluations[0]):
     tuner.search()
   # The search ends with a good choice, or the loss in float32 is one. Another measured choice may
   # be cheaper.
   good = [each for each in tuner.evaluations if goal.is_reached(each)]
-  best = min(good, key=functools.partial(cost_of, policies, tuner.flops))
+  best = min(good, key=functools.partial(cost_of, policies, loss.flops))
   return TuneReport(
     policies=policies,
     tolerance=goal.tolerance,
     required_headroom=goal.headroom,
     **best._asdict(),
     evaluations=tuple(tuner.evaluations),
-    bound=tuner.bound,
-    loss_scale=tuner.scale,
+    bound=loss.bound,
+    loss_scale=loss.scale,
     modules=tuple(tuner.rows(low)),
-    models=tuner.has_models,
-    kernels=tuner.kernels,
+    models=loss.has_models,
+    kernels=loss.kernels,
   )
+
+
+class TunedLoss(NamedTuple):
+  """A loss whose programs are traced, and of which nothing is measured yet.
+
+  Fields:
+    tuned: the call of the loss.
+    call: its arguments.
+    has_models: whether the loss has Flax models, which run as under `mpjax.with_policy`.
+    scale: the scale of the loss.
+    named: the loss in float32, whose modules have the paths that rules match.
+    body: the program of the gradient in float32.
+    operands: the arrays that every program takes.
+    gradients: the position of the gradients among the results of the programs.
+    flops: the modules, by path, and the FLOPs of their matmuls.
+    rule_paths: by path, the path that rules match there.
+    plan: the groups of the values of `body`.
+    low: the operations of the loss under the first policy.
+    kernels: the paths of modules with kernels in float32, which no policy changes.
+    bound: how many choices may be measured.
+  """
+
+  tuned: TunedCall
+  call: Call
+  has_models: bool
+  scale: float
+  named: Function
+  body: Body
+  operands: list[Array]
+  gradients: slice
+  flops: Mapping[str, int]
+  rule_paths: Mapping[str, str]
+  plan: Plan
+  low: Graph
+  kernels: tuple[str, ...]
+  bound: int
+
+
+def prepare(tuned: TunedCall) -> TunedLoss:
+  """Traces a loss in float32 and under the first policy."""
+  policies, loss_fn = tuned.policies, tuned.loss_fn
+  call = Call(tuned.args, tuned.kwargs, CALL)
+  # All measurements run on the host with concrete values.
+  call.check_concrete()
+  check_float32(Graph(call.traced(loss_fn)[0]), f"{CALL}(*args)", "loss")
+  # A loss has Flax models if a policy for models changes its dtypes.
+  with_policy = with_models_under(loss_fn, policies[0], ())
+  has_models = bool(lows_of(Graph(call.traced(with_policy)[0])))
+  scale = _loss_scale(tuned)
+
+  if has_models:
+    named = with_models_under(loss_fn, None, ())
+  else:
+    named = with_parameter_scopes(loss_fn)
+  program, outputs = call.traced(gradient_of(named, scale))
+  body = body_of(program)
+  # Modules come from the program in float32. Every choice has the same modules.
+  flops = modules_of(body)
+  # Under the first policy alone, to see what it computes in low precision.
+  first = with_policy if has_models else autocast(named, policies[0])
+  low = Graph(call.traced(first)[0])
+  in_float32 = (each for each in find_kernels(low) if each.dtype == "float32")
+  # At most there are: each policy alone, the overflowing modules, all modules, the entire
+  # function, the bisection, and the choices that may be cheaper.
+  most_upgrades = len(flops) * len(policies)
+  bound = 3 + len(policies) + math.ceil(math.log2(max(most_upgrades, 1))) + MORE
+  return TunedLoss(
+    tuned=tuned,
+    call=call,
+    has_models=has_models,
+    scale=scale,
+    named=named,
+    body=body,
+    # Convert once: every measurement takes the same arrays.
+    operands=[*map(jnp.asarray, call.arrays)],
+    # The program returns ((loss, aux), gradients). Only paths of the first part begin with "0".
+    gradients=slice(sum(path[0] == "0" for path in outputs), None),
+    flops=flops,
+    rule_paths=rule_paths_of(Graph(body)),
+    plan=plan(body, call.arguments(loss_fn)),
+    low=low,
+    kernels=tuple(dict.fromkeys(each.path for each in in_float32)),
+    bound=bound,
+  )
+
+
+def _has_float16(tuned: TunedCall) -> bool:
+  return any(each.compute_dtype == jnp.float16 for each in tuned.policies)
+
+
+def _loss_scale(tuned: TunedCall) -> float:
+  """Returns the scale of the loss that leaves headroom to gradients in float16, if any are."""
+  if not _has_float16(tuned):
+    return 1.0
+  # `mpjax.ranges` proposes the scale, with its default headroom.
+  gradient = gradient_of(tuned.loss_fn)
+  report = ranges_of_call(gradient, tuned.args, tuned.kwargs, tuned.advance)
+  # A larger headroom needs a smaller scale, by a power of two.
+  more = math.ceil(math.log2(max(tuned.goal.headroom / HEADROOM, 1)))
+  return max((report.loss_scale or 1.0) / 2**more, 1.0)
+
+
+def under(loss: TunedLoss, policy: Policy, rules: tuple[Rule, ...] = ()) -> Function:
+  """Returns a loss under a policy and some rules."""
+  if loss.has_models:
+    return with_models_under(loss.tuned.loss_fn, policy, rules)
+  return autocast(loss.named, policy, rules=rules)
+
+
+def gradient_program(loss: TunedLoss, fn: Function) -> ClosedJaxpr:
+  """Returns the program of the gradient of a loss, as `fn` computes it."""
+  return loss.call.traced(gradient_of(fn, loss.scale))[0]
+
+
+def gradient(loss: TunedLoss, body: Body, look: Look) -> list[Array]:
+  """Returns the gradient that a program computes, while something looks at it."""
+  return run_on_host(body, loss.operands, look)[loss.gradients]
+
+
+class Reference(NamedTuple):
+  """What a loss has in float32.
+
+  Fields:
+    gradient: its gradient.
+    headroom: by path, how many times the values that a policy computes in low precision may grow in
+      float16.
+  """
+
+  gradient: list[Array]
+  headroom: Mapping[str, float]
+
+
+def reference_of(loss: TunedLoss) -> Reference:
+  """Measures a loss in float32, and checks that low precision can be compared with it."""
+  reference = _in_float32(loss)
+  _check_low(loss.low, loss.tuned.policies[0])
+  _check_repeats(loss, reference)
+  return reference
+
+
+def _in_float32(loss: TunedLoss) -> Reference:
+  # Only float16 can overflow, so other policies look at nothing.
+  kinds = ("activations", "gradients") if _has_float16(loss.tuned) else ()
+  counted = {number for number, group in loss.plan.steps.items() if group.kind in kinds}
+  largest = dict[str, float]()
+  results = run_on_host(loss.body, loss.operands, watch_float32_values(largest, counted))
+  exact = results[loss.gradients]
+  _check_gradient(results[0], exact)
+  # A module without low precision cannot overflow float16.
+  low = {each.where.path for each in loss.low.operations if any_low(each.results)}
+  return Reference(exact, {path: in_float16(x) for path, x in largest.items() if path in low})
+
+
+def _check_repeats(loss: TunedLoss, reference: Reference) -> None:
+  """Raises unless a loss, traced and run again, has the same gradient.
+
+  On an accelerator the order of additions may differ from run to run.
+  """
+  # Trace again: a number that Python code draws shows only in a new trace.
+  again = gradient(loss, body_of(gradient_program(loss, loss.named)), Look())
+  error = relative_error(zip(reference.gradient, again, strict=True))
+  # A difference between runs must be small against the errors that are measured.
+  if error > loss.tuned.goal.tolerance / 10:
+    raise MpjaxValueError(
+      f"{CALL}(*args)",
+      expected="a loss with the same gradient in each call",
+      got=f"gradients in float32 that differ by {error:.2g}",
+      fix="Pass what changes, such as a key or a counter, as an argument.",
+    )
 
 
 class Tuner:
   """Measures the gradient of one loss, for some choices of formats.
 
   Attributes:
-    flops: the modules, by path, and the FLOPs of their matmuls.
-    rule_paths: by path, the path that rules match there.
-    exact: the gradient in float32.
-    headroom: by path, how many times the values that a policy computes in low precision may grow in
-      float16.
-    bound: how many choices may be measured.
+    headroom: that of the reference, and then the smallest of the measurements.
     evaluations: the measured choices, in order.
-    kernels: the paths of modules with kernels in float32, which no policy changes.
   """
 
-  def __init__(self, tuned: TunedCall) -> None:
-    policies, loss_fn = tuned.policies, tuned.loss_fn
-    self.policies, self.goal, self.loss_fn = policies, tuned.goal, loss_fn
-    self.call = Call(tuned.args, tuned.kwargs, _CALL)
-    # All measurements run on the host with concrete values.
-    self.call.check_concrete()
-    check_float32(Graph(self.call.traced(loss_fn)[0]), f"{_CALL}(*args)", "loss")
-    # A loss has Flax models if a policy for models changes its dtypes.
-    with_policy = with_models_under(loss_fn, policies[0], ())
-    self.has_models = bool(lows_of(Graph(self.call.traced(with_policy)[0])))
-    self.scale = self._loss_scale(tuned)
-
-    # The loss in float32, whose modules have the paths that rules match.
-    if self.has_models:
-      self.named = with_models_under(loss_fn, None, ())
-    else:
-      self.named = with_parameter_scopes(loss_fn)
-    program, outputs = self.call.traced(gradient_of(self.named, self.scale))
-    self.body = body_of(program)
-    # Convert once: every measurement takes the same arrays.
-    self.operands = [*map(jnp.asarray, self.call.arrays)]
-    # The program returns ((loss, aux), gradients). Only paths of the first part begin with "0".
-    self._gradients = slice(sum(path[0] == "0" for path in outputs), None)
-    # Modules come from the program in float32. Every choice has the same modules.
-    self.flops, self.rule_paths = modules_of(self.body), rule_paths_of(Graph(self.body))
-    self._plan = plan(self.body, self.call.arguments(loss_fn))
-    # Under the first policy alone, to see what it computes in low precision.
-    self._low = Graph(self.call.traced(self.under(policies[0], ()))[0])
-    in_float32 = (each for each in find_kernels(self._low) if each.dtype == "float32")
-    self.kernels = tuple(dict.fromkeys(each.path for each in in_float32))
-
-    # At most there are: each policy alone, the overflowing modules, all modules, the entire
-    # function, the bisection, and the choices that may be cheaper.
-    most_upgrades = len(self.flops) * len(policies)
-    self.bound = 3 + len(policies) + math.ceil(math.log2(max(most_upgrades, 1))) + MORE
-    sys.stdout.write(f"tune: {len(self.flops)} modules, at most {self.bound} measurements\n")
+  def __init__(self, loss: TunedLoss, reference: Reference) -> None:
+    self.loss, self.policies, self.goal = loss, loss.tuned.policies, loss.tuned.goal
+    self.exact, self.headroom = reference.gradient, dict(reference.headroom)
     self.evaluations = list[Evaluation]()
-    self._advance = tuned.advance
-    # The reference comes before the checks that compare with it.
-    self.exact, self.headroom = self._in_float32()
-    _check_low(self._low, policies[0])
-    self._check_repeats()
-
-  @property
-  def _has_float16(self) -> bool:
-    return any(each.compute_dtype == jnp.float16 for each in self.policies)
-
-  def _loss_scale(self, tuned: TunedCall) -> float:
-    """Returns the scale of the loss that leaves headroom to gradients in float16, if any are."""
-    if not self._has_float16:
-      return 1.0
-    # `mpjax.ranges` proposes the scale, with its default headroom.
-    gradient = gradient_of(tuned.loss_fn)
-    report = ranges_of_call(gradient, tuned.args, tuned.kwargs, tuned.advance)
-    # A larger headroom needs a smaller scale, by a power of two.
-    more = math.ceil(math.log2(max(self.goal.headroom / HEADROOM, 1)))
-    return max((report.loss_scale or 1.0) / 2**more, 1.0)
-
-  def _in_float32(self) -> tuple[list[Array], dict[str, float]]:
-    """Returns the gradient in float32, and by module the headroom in float16."""
-    # Only float16 can overflow, so other policies look at nothing.
-    kinds = ("activations", "gradients") if self._has_float16 else ()
-    counted = {number for number, group in self._plan.steps.items() if group.kind in kinds}
-    largest = dict[str, float]()
-    results = run_on_host(self.body, self.operands, watch_float32_values(largest, counted))
-    exact = results[self._gradients]
-    _check_gradient(results[0], exact)
-    # A module without low precision cannot overflow float16.
-    low = {each.where.path for each in self._low.operations if any_low(each.results)}
-    return exact, {path: in_float16(x) for path, x in largest.items() if path in low}
-
-  def _check_repeats(self) -> None:
-    """Raises unless the loss, traced and run again, has the same gradient.
-
-    On an accelerator the order of additions may differ from run to run.
-    """
-    # Trace again: a number that Python code draws shows only in a new trace.
-    program, _ = self.call.traced(gradient_of(self.named, self.scale))
-    again = self.gradient(body_of(program), Look())
-    error = relative_error(zip(self.exact, again, strict=True))
-    # A difference between runs must be small against the errors that are measured.
-    if error > self.goal.tolerance / 10:
-      raise MpjaxValueError(
-        f"{_CALL}(*args)",
-        expected="a loss with the same gradient in each call",
-        got=f"gradients in float32 that differ by {error:.2g}",
-        fix="Pass what changes, such as a key or a counter, as an argument.",
-      )
-
-  def gradient(self, body: Body, look: Look) -> list[Array]:
-    """Returns the gradient that a program computes, while something looks at it."""
-    return run_on_host(body, self.operands, look)[self._gradients]
-
-  def under(self, policy: Policy, rules: tuple[Rule, ...]) -> Function:
-    """Returns the loss under a policy and some rules."""
-    if self.has_models:
-      return with_models_under(self.loss_fn, policy, rules)
-    return autocast(self.named, policy, rules=rules)
 
   def measure(self, formats: Mapping[str, Policy]) -> list[Array]:
     """Returns the gradient if modules have some policies, and notes its error and headroom.
@@ -357,10 +429,10 @@ class Tuner:
     """
     # Each choice is one policy with rules, which is what the report prints.
     policy, rules = self._policy_and_rules(formats)
-    program, _ = self.call.traced(gradient_of(self.under(policy, rules), self.scale))
+    program = gradient_program(self.loss, under(self.loss, policy, rules))
     flops = flops_by_format(Graph(program))
     largest = dict[str, float]()
-    low = self.gradient(body_of(program), watch_float16_values(largest))
+    low = gradient(self.loss, body_of(program), watch_float16_values(largest))
     # Without rules every module runs under the policy, so all headroom is measured.
     if not rules:
       self._note_headroom(largest)
@@ -380,7 +452,7 @@ class Tuner:
       )
     )
     # The number that is printed first is of these measurements.
-    self._advance(len(self.evaluations), self.bound)
+    self.loss.tuned.advance(len(self.evaluations), self.loss.bound)
     return low
 
   def _policy_and_rules(self, formats: Mapping[str, Policy]) -> tuple[Policy, tuple[Rule, ...]]:
@@ -392,8 +464,9 @@ class Tuner:
     used = [each for each in self.policies if each in formats.values()]
     policy = used[0] if used else self.policies[0]
     # Rules match paths relative to the models.
-    by_rule_path = {self.rule_paths.get(path, path): each for path, each in formats.items()}
-    return policy, rules_for(by_rule_path, self.rule_paths, policy)
+    rule_paths = self.loss.rule_paths
+    by_rule_path = {rule_paths.get(path, path): each for path, each in formats.items()}
+    return policy, rules_for(by_rule_path, rule_paths, policy)
 
   def _note_headroom(self, largest: Mapping[str, float]) -> None:
     """Notes the headroom of modules in a program in which all of them run in float16."""
@@ -411,7 +484,7 @@ class Tuner:
     """Measures choices until one that reaches the goal is among them."""
     # One rule may match several modules, which are upgraded together.
     groups = self._paths_by_rule_path()
-    flops = [sum(self.flops[path] for path in paths) for paths in groups.values()]
+    flops = [sum(self.loss.flops[path] for path in paths) for paths in groups.values()]
     # A later policy for all modules is often good, and bounds the cost of the search.
     cost_of_one = self._cost_of_one_policy([path for paths in groups.values() for path in paths])
     upgrades = upgrades_of(flops, [self._alone(groups, policy) for policy in self.policies])
@@ -434,7 +507,7 @@ class Tuner:
       self.measure(dict.fromkeys(paths, policy))
       if self.goal.is_reached(self.evaluations[-1]):
         # The cost is the FLOPs, once for each position in the list of policies, as for upgrades.
-        costs.append(level * sum(self.flops[path] for path in paths))
+        costs.append(level * sum(self.loss.flops[path] for path in paths))
     return min(costs)
 
   def _error_of(
@@ -461,13 +534,13 @@ class Tuner:
 
   def _alone(self, groups: Mapping[str, Sequence[str]], policy: Policy) -> NumpyArray:
     """Returns the expected errors of the groups in the format of a policy."""
-    graph = Graph(self.call.traced(self.under(policy, ()))[0])
+    graph = Graph(self.loss.call.traced(under(self.loss, policy))[0])
     halves_and_wide = (*HALF_NAMES, *_WIDE)
     formats = flops_by_format(graph)
     # A recipe rounds to fewer bits than the compute dtype.
     quantised = {path for path, flops in formats.items() if flops.keys() - halves_and_wide}
-    gradient = functools.partial(self.gradient, self.body)
-    errors = errors_alone(gradient, groups.values(), policy.compute_dtype, quantised)
+    in_float32 = functools.partial(gradient, self.loss, self.loss.body)
+    errors = errors_alone(in_float32, groups.values(), policy.compute_dtype, quantised)
     if policy.compute_dtype == jnp.float16:
       # An infinite error makes the search upgrade these modules first.
       tight = [any(map(self._is_tight, paths)) for paths in groups.values()]
@@ -483,34 +556,35 @@ class Tuner:
 
     They have low-precision matmuls, or low-precision values with too little headroom.
     """
-    formats = flops_by_format(self._low)
+    formats = flops_by_format(self.loss.low)
     # A module with a matmul in float32 alone gains nothing from an upgrade.
     low = {path for path, flops in formats.items() if flops.keys() - _WIDE}
     groups = dict[str, list[str]]()
-    for path, flops in self.flops.items():
+    for path, flops in self.loss.flops.items():
       if (flops and path in low) or self._is_tight(path):
-        groups.setdefault(self.rule_paths[path], []).append(path)
+        groups.setdefault(self.loss.rule_paths[path], []).append(path)
     return groups
 
   def rows(self, low: Sequence[Array]) -> Iterator[ModuleReport]:
     """Yields the errors by module, given the gradient under the first policy without rules."""
     # Compare forward passes only: gradients have a column of their own.
     of_float32, of_policy = (
-      body_of(self.call.traced(fn)[0]) for fn in (self.named, self.under(self.policies[0], ()))
+      body_of(self.loss.call.traced(fn)[0])
+      for fn in (self.loss.named, under(self.loss, self.policies[0]))
     )
-    forward = forward_errors(of_float32, of_policy, self.operands)
+    forward = forward_errors(of_float32, of_policy, self.loss.operands)
     # A module that is upgraded for its headroom has a row, even without a matmul or sum.
     for path in filter(self._is_tight, self.headroom):
       forward.setdefault(path, math.nan)
-    readers = self._plan.readers
+    readers = self.loss.plan.readers
     # Gradients belong to the floating arrays of the first argument, which come first.
-    floats = (i for i, x in enumerate(self.operands) if is_inexact(x))
+    floats = (i for i, x in enumerate(self.loss.operands) if is_inexact(x))
     pairs = dict[str, list[Pair]]()
     for i, exact, rounded in zip(floats, self.exact, low, strict=False):
       # A parameter that nothing reads has a gradient of 0, and no module.
       if i in readers:
         pairs.setdefault(readers[i].path, []).append((exact, rounded))
-    for row in rows_of(self.flops, forward, pairs, streams_of(Graph(of_float32))):
+    for row in rows_of(self.loss.flops, forward, pairs, streams_of(Graph(of_float32))):
       yield row._replace(headroom=self.headroom.get(row.path, math.nan))
 
 
@@ -521,7 +595,7 @@ def _check_low(graph: Graph, policy: Policy) -> None:
   kernels = [f"{each.operation} in {each.path or 'it'}" for each in find_kernels(graph)]
   traced = f": {', '.join(kernels)} runs as it was traced" if kernels else ""
   raise MpjaxValueError(
-    f"{_CALL}(*args)",
+    f"{CALL}(*args)",
     expected=f"a loss that computes in {policy.compute_dtype.name} under the policy",
     got=f"one without such an operation{traced}",
     fix="Tune a loss with matmuls of floating parameters, outside of full_precision. Run a kernel "
@@ -536,7 +610,7 @@ def _check_gradient(loss: Array, gradient: Sequence[Array]) -> None:
   if not (math.isfinite(norm) and norm > 0 and bool(jnp.isfinite(loss))):
     of_gradient = f"one of norm {norm}, of a loss of {float(loss):g}"
     raise MpjaxValueError(
-      f"{_CALL}(*args)",
+      f"{CALL}(*args)",
       expected="a gradient in float32 that is finite and not zero, of a finite loss",
       got=of_gradient if gradient else "no floating array in the first argument",
       fix="Pass the parameters first. mpjax.ranges(loss_fn)(*args) shows where numbers overflow.",

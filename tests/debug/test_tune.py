@@ -23,6 +23,8 @@ from mpjax._debug.tune import (
   Tuner,
   cost_of,
   modules_of,
+  prepare,
+  reference_of,
   rows_of,
   rules_for,
   streams_of,
@@ -441,12 +443,14 @@ def test_each_module_gets_the_first_format_that_is_exact_enough():
 def test_the_progress_counts_the_measurements_that_are_announced():
   loss_fn, *args = prepared(Root())
   policy, goal, steps = mpjax.Policy.parse("mixed_bfloat16"), Goal(1e-9, 1.0), []
-  tuner = Tuner(TunedCall((policy,), goal, loss_fn, args, {}, lambda *step: steps.append(step)))
+  tuned = TunedCall((policy,), goal, loss_fn, args, {}, lambda *step: steps.append(step))
+  loss = prepare(tuned)
+  tuner = Tuner(loss, reference_of(loss))
   assert steps == []
   tuner.measure({})
   tuner.search()
-  assert steps == [(i + 1, tuner.bound) for i in range(len(tuner.evaluations))]
-  assert 1 < len(steps) <= tuner.bound
+  assert steps == [(i + 1, loss.bound) for i in range(len(tuner.evaluations))]
+  assert 1 < len(steps) <= loss.bound
 
 
 class Scores(nnx.Module):
@@ -464,7 +468,8 @@ def test_rules_keep_matmuls_of_results_of_modules_in_low_precision():
   model = Scores()
   mxfp8, float16 = policies = tuple(map(mpjax.Policy.parse, ("mixed_mxfp8", "mixed_float16")))
   goal = Goal(0.1, 8.0)
-  tuner = Tuner(TunedCall(policies, goal, loss, (model,), {}, lambda step, steps: None))
+  tuned_loss = prepare(TunedCall(policies, goal, loss, (model,), {}, lambda step, steps: None))
+  tuner = Tuner(tuned_loss, reference_of(tuned_loss))
   low = tuner.measure({})
   tuner.measure({"q": float16, "k": float16, "": mxfp8})
   plain, choice = tuner.evaluations
