@@ -17,7 +17,7 @@ from mpjax._debug.arguments import (
   with_parameter_scopes,
 )
 from mpjax._debug.ranges import gradient_of
-from mpjax._debug.tune import modules_of
+from mpjax._debug.tune_modules import modules_of
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.steps import body_of
 from tests.errors import refused

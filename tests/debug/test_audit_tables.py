@@ -10,7 +10,7 @@ import pytest
 
 import mpjax
 from mpjax._debug.findings import Finding
-from mpjax._debug.tune import flops_by_format
+from mpjax._debug.tune_formats import flops_by_format
 from mpjax._jaxpr.graph import Graph
 
 HALF = jax.ShapeDtypeStruct((8, 8), "bfloat16")

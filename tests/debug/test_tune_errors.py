@@ -8,8 +8,8 @@ import pytest
 import mpjax
 from mpjax._debug.arguments import Call
 from mpjax._debug.ranges import gradient_of
-from mpjax._debug.tune import modules_of
 from mpjax._debug.tune_errors import errors_alone, forward_errors, relative_error
+from mpjax._debug.tune_modules import modules_of
 from mpjax._jaxpr.runner import run_on_host
 from mpjax._jaxpr.steps import body_of
 from tests.models.values import normal

@@ -1,0 +1,48 @@
+"""The rules by which modules have the policies that `tune` chooses."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from mpjax._debug.selectors import selector
+from mpjax._debug.tune_formats import FLOAT32_POLICY
+from mpjax._policy.policy import Policy
+from mpjax._policy.rules import Rule, with_enclosing
+
+
+def rules_for(
+  formats: Mapping[str, Policy], rule_paths: Mapping[str, str], policy: Policy
+) -> tuple[Rule, ...]:
+  """Returns rules by which some paths have some policies, and the rest of the program `policy`."""
+  # All modules have one other policy, for example float32.
+  others = set(formats.values()) - {policy}
+  # In Linen a model of one module has no name that selects it.
+  if len(others) == 1 and policy not in formats.values():
+    return (Rule(*others, path="**"),)
+  upgrades, kept = list[Rule](), list[Rule]()
+  for path, policy_of_path in formats.items():
+    # A module has the rule of the nearest one around it.
+    outside = [other for other in with_enclosing([path]) & formats.keys() if other != path]
+    # The longest path around a module is the nearest.
+    inherited = formats[max(outside, key=len)] if outside else policy
+    if policy_of_path != inherited:
+      rule = Rule(_inside(policy_of_path, inherited), path=selector(path, rule_paths))
+      # A rule with the base policy exempts a module from the rule around it.
+      group = kept if policy_of_path == policy else upgrades
+      group.append(rule)
+  # Each rule selects one path, so that their order is free: upgrades are read first.
+  return (*upgrades, *kept)
+
+
+def _inside(policy: Policy, outer: Policy) -> Policy:
+  """Returns the policy of a module inside a module with another policy.
+
+  In low precision its results stay as they were computed. With an output dtype, a query and a key
+  in float16 would be cast to float32, and their product would be a matmul of float32 inputs. A
+  module in float32 runs as it was written, so that it must be given float32.
+  """
+  if policy == FLOAT32_POLICY:
+    return policy
+  output = jnp.float32 if outer == FLOAT32_POLICY else None
+  return dataclasses.replace(policy, output_dtype=output)
