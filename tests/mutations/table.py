@@ -853,7 +853,7 @@ mpjax/_debug/risks.py::risks_of
 + is_wide and kind != "float32 matmul"
 ::test_no_cure_lowers_a_float32_matmul_that_low_precision_would_harm
 
-mpjax/_debug/risks.py::_matmul
+mpjax/_debug/risk_histories.py::_matmul
 
 113 the search for risks goes on behind a matmul that the user keeps in float32
 - _is_meant_wide(operation)
