@@ -335,9 +335,10 @@ def audit(
 ) -> Callable[P, AuditReport]:
   """Report the precision of each operation of a function.
 
-  The result takes the arguments of `fn`, or `jax.ShapeDtypeStruct` instead of arrays: `fn` is traced, and
-  nothing is computed. `fn` may be a model, a loss, its gradient or an entire training step, jitted
-  or not, with or without a policy. docs/audit.md defines leaks, and float32 on purpose.
+  The result takes the arguments of `fn`, or `jax.ShapeDtypeStruct` instead of arrays: `fn` is
+  traced, and nothing is computed. `fn` may be a model, a loss, its gradient or an entire training
+  step, jitted or not, with or without a policy. docs/audit.md defines leaks, and float32 on
+  purpose.
 
   Args:
     fn: a function of trees of arrays.

@@ -444,7 +444,7 @@ def test_wrong_arguments():
   tx = mpjax.monitor_activations(optax.sgd(0.1), "layer")
   optimizer = nnx.Optimizer(LAYER, tx, wrt=nnx.Param)
   state = "mpjax.sample_activations(opt_state)"
-  with refused(TypeError, state, "keeps statistics", "0", "init"):
+  with refused(TypeError, state, "one monitor of activations", "0", "init"):
     mpjax.sample_activations(loss_fn, optax.sgd(0.1).init(jnp.ones(2)))
   with refused(TypeError, state, "an nnx.Optimizer", "State", "Merge"):
     mpjax.sample_activations(loss_fn, nnx.state(optimizer))

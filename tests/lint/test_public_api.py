@@ -108,7 +108,7 @@ def faults(name: str, thing: Callable[..., Any]) -> list[str]:
   if raises(thing) and "\nRaises:\n" not in doc:
     found.append("Raises:")
   returns = not isinstance(thing, type) and inspect.signature(thing).return_annotation is not None
-  if returns and not re.search(r"^(Returns|Whether)\b", doc, re.MULTILINE):
+  if returns and not re.search(r"^(Returns?|Whether)\b", doc, re.MULTILINE):
     found.append("Returns:")
   return [f"{name} lacks {fault}" for fault in found]
 
