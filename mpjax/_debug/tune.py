@@ -33,9 +33,9 @@ def tune(
   The gradient of `loss_fn` by its first argument is computed in float32, and then under the policy
   with some modules in float32. The search ends with the cheapest choice of modules whose relative
   error is within the tolerance: the norm of the difference over the norm of the gradient. Models of
-  Linen, and of NNX in the arguments, run as under `mpjax.with_policy`; a loss without any runs as
-  under `mpjax.autocast`. The most measurements there can be are printed first. docs/tune.md says
-  what the modules are and how it searches.
+  Linen, and of NNX in the arguments, run as under `mpjax.with_policy`. Other losses run as under
+  `mpjax.autocast`. The largest possible number of measurements is printed first. docs/tune.md
+  describes the modules and the search.
 
   Args:
     loss_fn: the plain loss in float32, of a Linen model, an NNX model (an argument, or merged from
@@ -53,10 +53,11 @@ def tune(
     of each module.
 
   Raises:
-    MpjaxTypeError: an argument has the wrong type; when called: an argument is traced.
+    MpjaxTypeError: an argument has the wrong type. When called: an argument is traced.
     MpjaxValueError: a policy computes in float32, the tolerance is not positive, or the headroom is
-      less than 1; when called: nothing in the loss runs in low precision, or all does already; the
-      loss is not finite in float32, has a gradient of zero, or another one in each call.
+      less than 1. When called: no module runs in low precision, or the loss is in low precision
+      already. The loss is not finite in float32, or its gradient is zero. The gradient differs
+      from call to call.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x):

@@ -26,7 +26,7 @@ def check_skipped_steps(
 ) -> None:
   """Raise if many steps in a row were skipped. Call it on the host, such as once per epoch.
 
-  Then no scale helps, because the loss, the data or the model produces an inf or a NaN. Under
+  After many skips no scale helps: the loss, the data or the model produces an inf or a NaN. Under
   `NoLossScale` optimizer state and parameters are searched for a NaN.
 
   Args:

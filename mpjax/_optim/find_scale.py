@@ -183,7 +183,10 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
     if isinstance(opt_state, optax.GradientTransformation):
       fix = "Pass its state, opt_state = tx.init(params), or an nnx.Optimizer."
     elif is_nnx_object(opt_state):
-      fix = "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)."
+      fix = (
+        "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param). Bfloat16 needs no "
+        "loss scale: differentiate by nnx.value_and_grad."
+      )
     expected = "the state of an optimizer created by mpjax.loss_scaling"
     got = f"{kind_of(opt_state)} without a loss scale"
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
@@ -192,7 +195,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
   picked = [one for one in scales if name is None or one.name == name]
   expected = "a state with one loss scale, or the name of a loss scale in it"
   got = f"one with {len(scales)}, named {[one.name for one in scales]}"
-  fix = "Tell them apart by name=, with the names in mpjax.loss_scaling(..., name=...)."
+  fix = "Choose one by name=. mpjax.loss_scaling(..., name=...) gives each its name."
   if not picked:
     raise MpjaxValueError(f"{where} with name={name!r}", expected=expected, got=got, fix=fix)
   if len(picked) > 1:
@@ -251,8 +254,9 @@ def _stale(where: str, got: str) -> MpjaxRuntimeError:
     expected="the loss scale of the state that this step updates",
     got=got,
     fix="Build it inside of the step, from the state that the step is given: "
-    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch), opt_state or an nnx.Optimizer. To "
-    "jit, scan, checkpoint or eval_shape that state is an argument or the carry, as params are.",
+    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch), opt_state or an nnx.Optimizer. "
+    "Pass that state, like params, as an argument to jit, checkpoint and eval_shape, and as the "
+    "carry of scan.",
   )
 
 

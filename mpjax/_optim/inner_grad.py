@@ -52,12 +52,9 @@ def inner_grad(
     fun: a function that returns a floating scalar, or `(scalar, aux)` with `has_aux`.
     argnums: which positional arguments to differentiate with respect to.
     has_aux: whether `fun` returns a pair.
-    scale: a positive number, or None to measure it. A power of two adds no rounding. Measuring
-      computes one more gradient, at a scale of 2^15. The power of two that brings its largest
-      element to about 2^4 is chosen. A scale above 2^15 is tried out with a third gradient. If
-      that overflows, 2^15 is used. Measuring works on copies of the modules of Flax NNX among the
-      arguments. Under `jit` XLA may join literal factors of `fun` to one that underflows. The
-      gradient is then 0 at a measured scale. Pass `scale=2.0**15`.
+    scale: a positive number, best a power of two, or None to measure it with one or two more
+      gradients. Pass `scale=2.0**15` if a gradient under `jit` is 0: XLA may have joined literal
+      factors of `fun` to one that underflows.
     differentiator: the function that differentiates, in place of `jax.grad`, or of `nnx.grad` if
       modules or variables are among the arguments. Those that `fun` writes to must be arguments.
 

@@ -104,7 +104,7 @@ class DynamicLossScale:
     growth_factor: the factor of growth, above 1.
     backoff_factor: the factor after an overflow, between 0 and 1.
     growth_interval: the number of finite steps in a row before the scale grows.
-    min_scale: the smallest scale. Choose one below 1 if the loss itself overflows.
+    min_scale: the smallest scale. Choose one below 1 if gradients overflow at 1.
     max_scale: the largest scale.
     hysteresis: the number of overflows before the scale backs off. Each later overflow backs off
       too, until `growth_interval` finite steps in a row restore this number.

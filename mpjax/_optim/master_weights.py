@@ -168,17 +168,15 @@ def master_weights(
   "Mixed Precision Training", 2018, section 3.1). Float32 parameters are their own masters. The
   wrapper goes inside `mpjax.loss_scaling` or around it.
 
-  The updates lead each 16-bit parameter to the rounded master.
-  `mpjax.apply_updates(params, updates, opt_state)` makes the two equal bit for bit.
-  `optax.apply_updates` differs in the sign of zero. It also differs after steps so large that a
-  float32 `p + u` cannot reach the master: the parameter follows on the next step. bfloat16 is
-  rounded to nearest, ties away from zero. Derivatives treat the rounding as the identity.
+  Apply the updates by `mpjax.apply_updates(params, updates, opt_state)`. Each 16-bit parameter is
+  then the rounded master bit for bit. `optax.apply_updates` may differ in the sign of zero, and
+  after very large steps until the next one. Bfloat16 is rounded to nearest, ties away from zero.
+  Derivatives treat the rounding as the identity.
 
-  With `storage="split"` the state has an int16 for each bfloat16 parameter: the part that rounding
-  cut off. Masters, updates and parameters are the same bit for bit, with one exception. If no
-  float32 update leads to the rounded master, the master becomes the nearest number that rounds to
-  the parameter. Only these updates may change the parameters. Transformations that change updates
-  go inside.
+  Use `storage="split"` to store only the 16 bits that rounding cut off, in an int16 for each
+  bfloat16 parameter. The numbers are the same, except after a step so large that no float32 update
+  reaches the rounded master. Nothing but these updates may then change the parameters, so put
+  transformations of updates inside.
 
   Args:
     inner: the optimizer. Consumers of parameters, such as weight decay, go inside.

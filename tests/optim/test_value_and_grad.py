@@ -193,7 +193,7 @@ def test_built_outside_of_a_compiled_step_is_refused():
     lambda: jax.checkpoint(grad_fn)(jnp.ones(1)),
   ):
     expected, got = "the loss scale of the state", "outside of the function that is being traced"
-    with refused(RuntimeError, WHERE, expected, got, "state is an argument or the carry"):
+    with refused(RuntimeError, WHERE, expected, got, "as an argument to jit"):
       call()
 
 
