@@ -323,6 +323,7 @@ SEEN = [
   (Rule(None, path="encoder"), Rule("bf16", path="encoder2/head")),
   (Rule("f32", path="*/up"), Rule("bf16", path="up")),
   (Rule("f32", path="head"), Rule("bf16", module=nn.Dense)),
+  (Rule("f32", module=nn.Dense), Rule("bf16", module=(nn.Dense, nn.Conv))),
 ]
 
 
