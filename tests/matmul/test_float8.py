@@ -8,7 +8,8 @@ import pytest
 
 import mpjax
 from mpjax._matmul import float8
-from mpjax._matmul.float8 import quantise
+from mpjax._matmul.float8 import Float8Recipe, quantise
+from mpjax._matmul.protocol import Operand
 from tests.errors import refused
 from tests.format_oracle import E4M3, E5M2, normal, quantised, scale_of
 from tests.matmul.rig import FLOAT8
@@ -69,6 +70,18 @@ def test_powers_of_two_are_exact_where_a_logarithm_is_not(dtype):
     beside = (np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(np.inf)))
     found = [float(quantise(jnp.full((2,), x), dtype, None, True).scale) for x in beside]
     assert found == [2.0**exponent, 2.0**exponent, 2.0 ** (exponent + 1)]
+
+
+ROLES = {"input": E4M3, "weight": E4M3, "gradient": E5M2}
+
+
+@pytest.mark.parametrize(("scaling", "scales"), [("tensor", ()), ("row", (4, 1))])
+@pytest.mark.parametrize("role", ROLES)
+def test_gradients_are_e5m2_and_all_other_operands_e4m3(role, scaling, scales):
+  # Gradients need the range of e5m2: with that of e4m3, small ones become 0.
+  recipe = Float8Recipe(mpjax.Float8(scaling=scaling))
+  found = recipe.quantise(normal(3, (4, 32)), Operand((1,), role, "input_grad"))
+  assert (found.values.dtype, found.scale.shape) == (ROLES[role], scales)
 
 
 # Matmuls.

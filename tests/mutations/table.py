@@ -492,7 +492,12 @@ mpjax/_matmul/float8.py::Float8Recipe.quantise
 56 a gradient is e4m3 as what it meets is, and small gradients become 0
 - E5M2 if operand.role == "gradient" else E4M3
 + E4M3
-tests/matmul/test_formats.py::test_all_three_matmuls_have_operands_in_the_format
+::test_gradients_are_e5m2_and_all_other_operands_e4m3
+
+56b the roles of the two float8 dtypes are swapped
+- E5M2 if operand.role == "gradient" else E4M3
++ E4M3 if operand.role == "gradient" else E5M2
+::test_gradients_are_e5m2_and_all_other_operands_e4m3
 
 # Kernels on a GPU.
 
