@@ -21,7 +21,6 @@ from mpjax._policy.rules import (
   policy_text,
   resolve_policy,
 )
-from mpjax.nnx._classes import view_class
 from mpjax.nnx._graph import (
   CONTAINERS,
   HOLD_METHODS,
@@ -32,6 +31,7 @@ from mpjax.nnx._graph import (
   rebound,
 )
 from mpjax.nnx._link import LINK, Link, is_view, resolved_policy
+from mpjax.nnx._view_classes import view_class
 
 M = TypeVar("M", bound=nnx.Module)
 

@@ -383,14 +383,14 @@ mpjax/nnx/_layers.py::
 + STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
 +   nnx.Param: StateKind(is_parameter=True, dtype_rule="param_dtype"),
 + }
-tests/nnx/test_classes.py::test_sow_and_perturb
+tests/nnx/test_view_classes.py::test_sow_and_perturb
 
 mpjax/nnx/_outermost.py::_Copies.keep_dtypes
 
 42 a variable that a call writes to takes the dtype that was computed
 - new if dtype is None else end_of_policy(new, dtype)
 + new
-tests/nnx/test_classes.py::test_variables_that_a_call_makes_or_changes_are_the_models
+tests/nnx/test_view_classes.py::test_variables_that_a_call_makes_or_changes_are_the_models
 
 mpjax/nnx/_outermost.py::_traced_body
 
