@@ -26,7 +26,7 @@ if TYPE_CHECKING:
   from mpjax._debug.ranges import ranges
   from mpjax._debug.sample_activations import sample_activations
   from mpjax._debug.tune import tune
-  from mpjax._io.conversion import convert
+  from mpjax._io.convert import convert
   from mpjax._jaxpr.op_lists import OpLists
   from mpjax._optim.accumulation import accumulate_gradients
   from mpjax._optim.apply_updates import apply_updates
@@ -76,7 +76,7 @@ _ON_FIRST_USE = {
   "_debug.ranges": "ranges",
   "_debug.sample_activations": "sample_activations",
   "_debug.tune": "tune",
-  "_io.conversion": "convert",
+  "_io.convert": "convert",
   "_autocast.kernels": "low_precision",
   "_autocast.autocast": "autocast",
   "_jaxpr.op_lists": "OpLists",
