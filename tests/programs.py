@@ -204,6 +204,20 @@ def run(fun: Any, *args: Any) -> Any:
   return compiled(jax.jit(fun).lower(*args))(*args)
 
 
+def with_gradients(fun: Any) -> Any:
+  """Returns a function of (w, x, ..., g): the result of `fun`, and the gradients of `w` and `x`.
+
+  `fun` is a function of (w, x, ...). Its result is cast to the dtype of `g`, its cotangent.
+  """
+
+  def call(w: Any, x: Any, *rest: Any) -> Any:
+    *others, g = rest
+    y, pull = jax.vjp(lambda w, x: fun(w, x, *others).astype(g.dtype), w, x)
+    return y, *pull(g)
+
+  return call
+
+
 def compiled(lowered: Any) -> Any:
   """Returns the compiled program; see `run`."""
   return lowered.compile(_options())

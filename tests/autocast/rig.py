@@ -27,6 +27,17 @@ def cast(fun: Any, *args: Any) -> Any:
   return jax.make_jaxpr(mpjax.autocast(fun, "bfloat16"))(*args)
 
 
+def under(
+  fun: Any, compute: Any = "bfloat16", *, data: Any = 1, rules: Any = (), **fields: Any
+) -> Any:
+  """Returns a function under autocast and a policy with some fields.
+
+  By default it is a function of (w, x): `w` is a parameter, and `x` is data.
+  """
+  policy = mpjax.Policy(compute_dtype=compute, **fields)
+  return mpjax.autocast(fun, policy, rules=rules, data_argnums=data)
+
+
 def find(program: Any, name: str) -> list[Any]:
   """Returns the equations of a primitive, those inside of others too."""
   return [eqn for eqn in walk(program) if eqn.primitive.name == name]

@@ -59,7 +59,7 @@ def cast(tree: Any, half: str) -> Any:
   return jax.tree.map(lambda x: jnp.asarray(x, half) if is_float(x) else x, tree)
 
 
-def with_gradients(call: Any, scale: float = 1.0, of: str = "params") -> Any:
+def outputs_and_gradients(call: Any, scale: float = 1.0, of: str = "params") -> Any:
   """Returns `(params, rest, inputs) -> (outputs, gradients)`, whose loss is scaled inside.
 
   Args:
@@ -114,7 +114,9 @@ def test_layers_are_as_near_to_float32_as_their_type_allows(which):
   @programs.jitted
   def every(args: Any) -> Any:
     return {
-      name: {dtype: with_gradients(call, of="all")(*args[name]) for dtype, call in each.items()}
+      name: {
+        dtype: outputs_and_gradients(call, of="all")(*args[name]) for dtype, call in each.items()
+      }
       for name, each in calls.items()
     }
 
@@ -186,7 +188,7 @@ def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name)
   of = "params" if model.backward else "nothing"
 
   def fun_of(call: Any, scale: float = 1.0) -> Any:
-    return with_gradients(with_loss(call) if name in WITHOUT_LOSS else call, scale, of)
+    return outputs_and_gradients(with_loss(call) if name in WITHOUT_LOSS else call, scale, of)
 
   funs = {"float32": fun_of(model.call("plain", None))}
   for half, scale in SCALES.items():

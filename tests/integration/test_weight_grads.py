@@ -22,7 +22,7 @@ import mpjax
 from tests.linen.probes import KEY, text
 from tests.models import parts
 from tests.nnx import rig
-from tests.programs import products, run
+from tests.programs import products, run, with_gradients
 
 # The models are written as their users write them.
 pytestmark = pytest.mark.standard_promotion
@@ -76,16 +76,6 @@ def setting(model):
   return model.params, x, jnp.ones(jax.eval_shape(model.under(None), model.params, x).shape)
 
 
-def with_gradients(call, cotangent):
-  """Returns a function of (params, x): output, gradients of the parameters, gradient of x."""
-
-  def value_and_gradients(params, x):
-    y, pull = jax.vjp(call, params, x)
-    return y, *pull(cotangent.astype(y.dtype))
-
-  return value_and_gradients
-
-
 def result_of(product):
   return product.result.partition("[")[0]
 
@@ -133,7 +123,7 @@ def test_one_product_of_half_numbers_into_float32(name):
   params, x, cotangent = setting(model)
   before, after = (
     collections.Counter(
-      products(jax.make_jaxpr(with_gradients(model.under(way), cotangent))(params, x))
+      products(jax.make_jaxpr(with_gradients(model.under(way)))(params, x, cotangent))
     )
     for way in (policy("bfloat16", None), policy("bfloat16"))
   )
@@ -153,7 +143,7 @@ def test_float64(set_flag):
   x, cotangent = jnp.asarray([[2.0**11], [1.0]]), jnp.asarray([[2.0**11] * 3, [2.0**-11] * 3])
   variables = {"params": {"kernel": jnp.ones((1, 3)), "bias": jnp.zeros(3)}}
   apply = with_policy(model, policy("float16", "float64")).apply
-  found = run(with_gradients(apply, cotangent), variables, x)[1]["params"]
+  found = run(with_gradients(apply), variables, x, cotangent)[1]["params"]
   assert found["kernel"].dtype == found["bias"].dtype == jnp.float64
   assert set(np.asarray(found["kernel"]).ravel()) == {2.0**22 + 2.0**-11}
   assert set(np.asarray(found["bias"])) == {2.0**11 + 2.0**-11}
@@ -197,7 +187,7 @@ def test_the_policy_or_a_rule_asks_for_it(framework):
   for chosen, rules, wanted in ASKS:
     if framework == "scope":
       with mpjax.linen.policy_scope(chosen, rules):
-        program = jax.make_jaxpr(with_gradients(model.under(None), cotangent))(params, x)
+        program = jax.make_jaxpr(with_gradients(model.under(None)))(params, x, cotangent)
     else:
-      program = jax.make_jaxpr(with_gradients(model.under(chosen, rules), cotangent))(params, x)
+      program = jax.make_jaxpr(with_gradients(model.under(chosen, rules)))(params, x, cotangent)
     assert [result_of(p) for p in products(program)].count("float32") == wanted

@@ -11,7 +11,9 @@ import pytest
 import mpjax
 from mpjax._matmul.blocks import BlockRecipe
 from tests import format_oracle
+from tests.autocast.rig import under
 from tests.format_oracle import E4M3, E5M2, normal
+from tests.programs import with_gradients
 
 INT8_GRADIENTS = {"input_grad": "int8", "weight_grad": "int8"}
 # NVFP4 without what is random: see `test_random_options_of_nvfp4`.
@@ -39,30 +41,14 @@ FORMATS = {**BLOCKS, **FLOAT8, **INT8}
 blocks = pytest.mark.parametrize("format", BLOCKS.values(), ids=BLOCKS)
 
 
-def cast(fun, format):
-  """Returns `fun(w, x)` with its matmuls in a format: `w` is a parameter, and `x` is none."""
-  policy = mpjax.Policy(compute_dtype="bfloat16", matmul=format)
-  return mpjax.autocast(fun, policy, data_argnums=1)
-
-
 def layer(w, x):
   return x.astype(jnp.float32) @ w
-
-
-def with_gradients(fun):
-  """Returns a function of (w, x, g): result and gradients, for a gradient `g` in bfloat16."""
-
-  def call(w, x, g):
-    y, pull = jax.vjp(lambda w, x: fun(w, x).astype(jnp.bfloat16), w, x)
-    return y, *pull(g)
-
-  return call
 
 
 @functools.cache
 def layer_in(format):
   """Returns the jitted layer and its gradients in a format, which all tests compile once."""
-  return jax.jit(with_gradients(cast(layer, format)))
+  return jax.jit(with_gradients(under(layer, matmul=format)))
 
 
 def halves(seed, shape, largest=1.0):

@@ -15,8 +15,10 @@ from mpjax._matmul import block_dot
 from mpjax._matmul.blocks import BlockRecipe, quantise_e4m3, quantise_nvfp4
 from mpjax._matmul.protocol import Operand
 from tests import format_oracle
+from tests.autocast.rig import under
 from tests.format_oracle import dequantised, normal
-from tests.matmul.rig import BLOCKS, PLAIN, blocks, cast, halves, layer, operands, with_gradients
+from tests.matmul.rig import BLOCKS, PLAIN, blocks, halves, layer, operands
+from tests.programs import with_gradients
 
 # Scaled arrays.
 
@@ -59,7 +61,7 @@ def test_quantised_numbers_are_those_of_numpy(quantise, oracle, dtype):
 @blocks
 def test_cuda_is_given_matmuls_with_scales_in_blocks(format):
   w, x, g = normal(1, (128, 256)), halves(0, (40, 128)), halves(2, (40, 256))
-  fun = jax.jit(with_gradients(cast(layer, format)))
+  fun = jax.jit(with_gradients(under(layer, matmul=format)))
   text = fun.trace(w, x, g).lower(lowering_platforms=("cuda",)).as_text()
   calls = [line for line in text.splitlines() if "__op$block_scaled_dot" in line]
   of_float4 = isinstance(format, mpjax.NVFP4)
@@ -80,7 +82,7 @@ def test_cuda_is_given_matmuls_with_scales_in_blocks(format):
 
 def test_what_is_kept_for_the_backward_pass_is_in_the_format():
   w, x = normal(1, (128, 256)), halves(0, (64, 128))
-  loss = cast(lambda w, x: jnp.sum(jnp.tanh(layer(w, x))), BLOCKS["mxfp8"])
+  loss = under(lambda w, x: jnp.sum(jnp.tanh(layer(w, x))), matmul=BLOCKS["mxfp8"])
   audit = mpjax.audit(jax.grad(loss, (0, 1)))(w, x)
   elements = w.size + x.size
   assert audit.residual_bytes["float8_e4m3fn"] == elements
@@ -110,7 +112,7 @@ def test_results_are_those_of_jax():
     pytest.skip("jax.nn.scaled_dot_general does not run on CPUs in this version of JAX")
   # In bfloat16 for both: JAX does not take the weight in float32.
   half = w.astype(ml_dtypes.bfloat16).astype(np.float32)
-  found = jax.jit(with_gradients(cast(layer, BLOCKS["mxfp8"])))(half, x, g)
+  found = jax.jit(with_gradients(under(layer, matmul=BLOCKS["mxfp8"])))(half, x, g)
   for one, other in zip(found, wanted, strict=True):
     np.testing.assert_allclose(
       one.astype(np.float32), other.astype(np.float32), rtol=2**-7, atol=2**-7
@@ -134,7 +136,7 @@ def test_random_options_of_nvfp4():
     "hadamard": {**PLAIN, "hadamard": True},
     "seed": {"seed": 1},
   }
-  layers = {name: cast(layer, mpjax.NVFP4(**each)) for name, each in options.items()}
+  layers = {name: under(layer, matmul=mpjax.NVFP4(**each)) for name, each in options.items()}
   layers["exact"] = layer
 
   @jax.jit
@@ -171,7 +173,7 @@ def test_an_audit_names_the_format_and_says_that_it_is_emulated():
   w, x = normal(1, (128, 256)), halves(0, (64, 128))
 
   def audited(**options):
-    loss = cast(lambda w, x: jnp.sum(jnp.tanh(layer(w, x))), mpjax.MXFP8(**options))
+    loss = under(lambda w, x: jnp.sum(jnp.tanh(layer(w, x))), matmul=mpjax.MXFP8(**options))
     return mpjax.audit(jax.grad(loss, (0, 1)))(w, x)
 
   audit = audited()
@@ -187,7 +189,7 @@ def test_an_audit_names_the_format_of_groups(format):
     return lax.ragged_dot(x.astype(jnp.float32), w, np.array([5, 0, 7, 1], np.int32))
 
   args = normal(1, (4, 128, 256)), halves(0, (16, 128)), halves(2, (16, 256))
-  audit = mpjax.audit(with_gradients(cast(grouped, format)))(*args)
+  audit = mpjax.audit(with_gradients(under(grouped, matmul=format)))(*args)
   name = f"{BlockRecipe(format).name}, emulated"
   assert [(row.dtype, row.reason) for row in audit.formats] == [(name, "")]
   assert f"100.0 % of the matmuls' FLOPs in {name}" in str(audit)
@@ -198,4 +200,4 @@ def test_an_audit_names_the_format_of_groups(format):
 def test_zeros_have_finite_scales_and_reciprocals(format):
   # A CPU flushes a subnormal product of the scales to 0, whose reciprocal is inf.
   w, x, _ = operands(format)
-  assert not mpjax.find_nonfinite(cast(layer, format))(w, 0 * x)
+  assert not mpjax.find_nonfinite(under(layer, matmul=format))(w, 0 * x)

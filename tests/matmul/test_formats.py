@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
+from tests.autocast.rig import under
 from tests.format_oracle import normal
 from tests.matmul.rig import (
   BLOCKS,
@@ -18,15 +19,13 @@ from tests.matmul.rig import (
   FORMATS,
   INT8,
   PLAIN,
-  cast,
   halves,
   layer,
   layer_in,
   operands,
   stands_for,
-  with_gradients,
 )
-from tests.programs import equations
+from tests.programs import equations, with_gradients
 
 formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
@@ -76,7 +75,7 @@ def test_an_einsum_and_its_gradients_are_those_of_rounded_operands(name):
           return jnp.einsum(f"{other},{one}->{out}", w, x)
         return jnp.einsum(FORMULAS[name][0], x, w)
 
-      return with_gradients(cast(fun, format))(w, x, g)
+      return with_gradients(under(fun, matmul=format))(w, x, g)
 
     return {name: of_one(name, *each) for name, each in operands.items()}
 
@@ -113,7 +112,7 @@ def test_groups_are_those_of_each_expert(format):
   def grouped(w, x):
     return lax.ragged_dot(x.astype(jnp.float32), w, sizes)
 
-  found = jax.jit(with_gradients(cast(grouped, format)))(w, x, g)
+  found = jax.jit(with_gradients(under(grouped, matmul=format)))(w, x, g)
   x[13:], g[13:] = 0, 0
 
   def pair(matmul, summed, one, other):
@@ -183,7 +182,7 @@ def dtypes_of_matmuls(format):
 
 @formats
 def test_all_three_matmuls_have_operands_in_the_format(format):
-  eqns = equations(jax.make_jaxpr(with_gradients(cast(layer, format)))(*operands(format)))
+  eqns = equations(jax.make_jaxpr(with_gradients(under(layer, matmul=format)))(*operands(format)))
   dots = [eqn for eqn, _ in eqns if eqn.primitive.name in ("block_scaled_dot", "dot_general")]
   found = [tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)) for eqn in dots]
   assert sorted(found) == sorted(dtypes_of_matmuls(format))
@@ -197,8 +196,8 @@ TRANSFORMED += [name for name in INT8 if "gradients" in name]
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_under_transformations(name):
   format = FORMATS[name]
-  fun = with_gradients(cast(layer, format))
-  remat = with_gradients(jax.checkpoint(cast(layer, format)))
+  fun = with_gradients(under(layer, matmul=format))
+  remat = with_gradients(jax.checkpoint(under(layer, matmul=format)))
   args = operands(format, 2)
   mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
 
@@ -251,7 +250,7 @@ ROWS, COLUMNS = P("d", None), P(None, "d")
 )
 def test_sharded_operands_have_the_numbers_of_whole_ones(name, kind, specs):
   format = FORMATS[name]
-  args, fun = operands(format), with_gradients(cast(layer, format))
+  args, fun = operands(format), with_gradients(under(layer, matmul=format))
   wanted = layer_in(format)(*args)
   mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
   with jax.set_mesh(mesh):
@@ -269,7 +268,7 @@ def test_sharded_operands_have_the_numbers_of_whole_ones(name, kind, specs):
 @pytest.mark.parametrize("format", [BLOCKS["mxfp8"], BLOCKS["nvfp4"]], ids=["mxfp8", "nvfp4"])
 def test_without_jit_a_matmul_is_the_same(format):
   w, x, _ = operands(format)
-  fun = cast(layer, format)
+  fun = under(layer, matmul=format)
   wanted = jax.jit(fun)(w, x)
   with jax.disable_jit():
     np.testing.assert_array_equal(fun(w, x), wanted)

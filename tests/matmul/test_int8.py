@@ -13,10 +13,10 @@ from jax import lax
 import mpjax
 from mpjax._jaxpr.count import dot_axes
 from mpjax._matmul.int8 import LARGEST, LONGEST, Int8Recipe, quantise
-from tests.autocast.rig import matmuls
+from tests.autocast.rig import matmuls, under
 from tests.format_oracle import int8, normal
-from tests.matmul.rig import INT8_GRADIENTS, cast, layer, layer_in, operands, with_gradients
-from tests.programs import equations
+from tests.matmul.rig import INT8_GRADIENTS, layer, layer_in, operands
+from tests.programs import equations, with_gradients
 
 ROW = mpjax.Int8()
 
@@ -45,8 +45,7 @@ def test_quantised_numbers_are_those_of_numpy(dtype, axes):
 def test_gradients_are_those_of_the_compute_dtype():
   w, x, g = operands(ROW)
   _, *found = layer_in(ROW)(w, x, g)
-  weight_in_float32 = mpjax.Policy(compute_dtype="bfloat16", weight_grad_dtype="float32")
-  half = mpjax.autocast(layer, weight_in_float32, data_argnums=1)
+  half = under(layer, weight_grad_dtype="float32")
   _, *wanted = jax.jit(with_gradients(half))(w, x, g)
   for one, other in zip(found, wanted, strict=True):
     assert one.dtype == other.dtype
@@ -58,7 +57,9 @@ def test_sums_are_exact():
   rng = np.random.default_rng(0)
   x, w = (rng.integers(100, 128, shape).astype(np.float32) for shape in ((4, 512), (512, 16)))
   x[:, 0] = w[0] = LARGEST
-  np.testing.assert_array_equal(jax.jit(cast(layer, ROW))(w, x), (x @ w).astype(ml_dtypes.bfloat16))
+  np.testing.assert_array_equal(
+    jax.jit(under(layer, matmul=ROW))(w, x), (x @ w).astype(ml_dtypes.bfloat16)
+  )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -94,7 +95,7 @@ def test_gradients_of_long_sums_stay_in_the_compute_dtype(scaling):
     return jnp.sum(jnp.tanh(lax.ragged_dot(x.astype(jnp.float32), w, np.array([1, 2], np.int32))))
 
   def examples(w, x):
-    return jnp.sum(jax.vmap(cast(loss, format), (None, 0))(w, x))
+    return jnp.sum(jax.vmap(under(loss, matmul=format), (None, 0))(w, x))
 
   def sums_and_reasons(fun, w, x):
     fun = jax.grad(fun, (0, 1))
@@ -105,7 +106,7 @@ def test_gradients_of_long_sums_stay_in_the_compute_dtype(scaling):
 
   format = mpjax.Int8(scaling=scaling, **INT8_GRADIENTS)
   reason = f"{more} products may overflow int32"
-  for fun, groups in ((cast(loss, format), ()), (cast(experts, format), (2,))):
+  for fun, groups in ((under(loss, matmul=format), ()), (under(experts, matmul=format), (2,))):
     for rows, columns, sums, reasons in (
       (most, 16, {32, 16, most}, set()),
       (more, 16, {32, 16}, {reason}),
@@ -129,9 +130,11 @@ def sum_of(eqn):
 def test_gradients_of_a_symbolic_length_stay_in_the_compute_dtype():
   (rows,) = jax.export.symbolic_shape("b")
   w, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 16), (rows, 32)))
-  fun = jax.grad(lambda w, x: jnp.sum(jnp.tanh(cast(layer, mpjax.Int8(**INT8_GRADIENTS))(w, x))))
+  fun = jax.grad(
+    lambda w, x: jnp.sum(jnp.tanh(under(layer, matmul=mpjax.Int8(**INT8_GRADIENTS))(w, x)))
+  )
   exported = jax.export.export(jax.jit(fun), platforms=["cpu"])(w, x)
-  half = jax.grad(lambda w, x: jnp.sum(jnp.tanh(cast(layer, ROW)(w, x))))
+  half = jax.grad(lambda w, x: jnp.sum(jnp.tanh(under(layer, matmul=ROW)(w, x))))
   args = normal(1, (32, 16)), normal(0, (8, 32))
   np.testing.assert_array_equal(exported.call(*args), jax.jit(half)(*args))
 

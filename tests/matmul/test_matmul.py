@@ -14,30 +14,23 @@ import pytest
 from jax import lax
 
 import mpjax
-from tests.autocast.rig import BOTH, with_vjp
+from tests.autocast.rig import BOTH, under, with_vjp
 from tests.models.values import integral
-from tests.programs import bits, equations, mesh_of, products, residual_bytes, run
+from tests.programs import bits, equations, mesh_of, products, residual_bytes, run, with_gradients
 
 FLOAT32 = np.dtype("float32")
 
-
-def cast(fun, half="bfloat16", wide=FLOAT32, rules=()):
-  # Returns `fun(w, x)` under autocast: `w` is a parameter, and `x` is none.
-  return mpjax.autocast(fun, policy(wide, half), rules=rules, data_argnums=1)
+with_float32_grads = functools.partial(under, weight_grad_dtype=FLOAT32)
 
 
-def policy(wide, half="bfloat16"):
-  return mpjax.Policy(compute_dtype=half, weight_grad_dtype=wide)
+def of_weighted_sum(fun):
+  """Returns a function of (w, x): the result of `fun`, and the gradients of its weighted sum."""
 
+  def call(w, x):
+    y = jax.eval_shape(fun, w, x)
+    return with_gradients(fun)(w, x, (2 * integral(8, y.shape, 9) + 1).astype(y.dtype))
 
-def with_gradients(fun):
-  # Returns a function of (w, x): result, gradients of both of its weighted sum.
-
-  def value_and_gradients(w, x):
-    y, pull = jax.vjp(fun, w, x)
-    return y, *pull((2 * integral(8, y.shape, 9) + 1).astype(y.dtype))
-
-  return value_and_gradients
+  return call
 
 
 def wide_products(program):
@@ -75,7 +68,7 @@ def test_the_gradient_of_a_weight_is_one_low_precision_matmul_into_float32(fun, 
   w, x = integral(0, w, 1), integral(7, x, 9)
 
   def found(wide):
-    return products(jax.make_jaxpr(with_gradients(cast(fun, wide=wide)))(w, x))
+    return products(jax.make_jaxpr(of_weighted_sum(under(fun, weight_grad_dtype=wide)))(w, x))
 
   before, after = found(None), found(FLOAT32)
   assert {p.result.partition("[")[0] for p in before} == {"bfloat16"}
@@ -93,8 +86,8 @@ def test_whole_numbers_come_out_exact_and_the_rest_the_same(half):
   def each(operands):
     return {
       name: [
-        with_gradients(f)(*operands[name])
-        for f in (fun, cast(fun, half), cast(fun, half, wide=None))
+        of_weighted_sum(f)(*operands[name])
+        for f in (fun, with_float32_grads(fun, half), under(fun, half))
       ]
       for name, (fun, *_) in MATMULS.items()
     }
@@ -158,10 +151,10 @@ def test_derivatives_of_each_order_and_mode(fun, w, x):
   def all_of(fun):
     return lambda w, x: {name: derivative(fun)(w, x) for name, derivative in derivatives.items()}
 
-  found, wanted = run(all_of(cast(fun)), w, x), run(all_of(fun), w, x)
+  found, wanted = run(all_of(with_float32_grads(fun)), w, x), run(all_of(fun), w, x)
   for name in derivatives:
     assert bits(found[name]) == bits(wanted[name]), name
-  for each in (fun, cast(fun)):
+  for each in (fun, with_float32_grads(fun)):
     out, change = jax.jvp(each, (w, x), (w + 1, x - 1))
     np.testing.assert_array_equal(out, fun(w, x))
     np.testing.assert_array_equal(change, fun(w + 1, x) + fun(w, x - 1))
@@ -171,11 +164,11 @@ def test_a_loss_over_mapped_examples_has_one_matmul_over_all_of_them():
   w, x = integral(0, (8, 5), 1), integral(7, (40, 5, 8), 9)
 
   def mapped(w, x):
-    return jax.vmap(cast(lambda w, x: x @ w), (None, 0))(w, x)
+    return jax.vmap(with_float32_grads(lambda w, x: x @ w), (None, 0))(w, x)
 
-  _, w_bar, _ = run(with_gradients(mapped), w, x)
-  assert bits(w_bar) == bits(run(with_gradients(lambda w, x: x @ w), w, x)[1])
-  program = jax.make_jaxpr(with_gradients(mapped))(w, x)
+  _, w_bar, _ = run(of_weighted_sum(mapped), w, x)
+  assert bits(w_bar) == bits(run(of_weighted_sum(lambda w, x: x @ w), w, x)[1])
+  program = jax.make_jaxpr(of_weighted_sum(mapped))(w, x)
   (wide,) = wide_products(program)
   assert wide.flops == 2 * w.size * 40 * 5
   assert len(products(program)) == 3
@@ -210,9 +203,9 @@ INSIDE = {
 def test_inside_of(name):
   # With three numbers in a row and a column, so that gradients of `x` are exact in bfloat16.
   w, x = np.pad(integral(0, (3, 3), 1), ((0, 5), (0, 5))), integral(7, (200, 8), 1)
-  exact = run(with_gradients(INSIDE[name]), w, x)
-  assert bits(run(with_gradients(cast(INSIDE[name])), w, x)) == bits(exact)
-  program = jax.make_jaxpr(with_gradients(cast(INSIDE[name])))(w, x)
+  exact = run(of_weighted_sum(INSIDE[name]), w, x)
+  assert bits(run(of_weighted_sum(with_float32_grads(INSIDE[name])), w, x)) == bits(exact)
+  program = jax.make_jaxpr(of_weighted_sum(with_float32_grads(INSIDE[name])))(w, x)
   assert all(p.is_low_precision for p in products(program))
   # The derivative rule of the user's has a matmul of its own for the weight.
   assert bool(wide_products(program)) == (name != "custom_vjp")
@@ -223,7 +216,7 @@ def test_checkpoint_policies_see_the_matmul():
 
   def kept(policy, wide):
     fun = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), policy=policy)
-    return residual_bytes(cast(fun, wide=wide), w, x)
+    return residual_bytes(under(fun, weight_grad_dtype=wide), w, x)
 
   policies = jax.checkpoint_policies
   for wide in (None, FLOAT32):
@@ -244,10 +237,12 @@ def test_shard_map_adds_float32_over_devices(devices, check_vma, inside):
   )
 
   def gradients(w, x):
-    fun = mapped(cast(matmul) if inside else matmul, in_specs=(jax.P(), jax.P("data")))
-    return with_gradients(fun if inside else cast(fun))(w, x)
+    fun = mapped(
+      with_float32_grads(matmul) if inside else matmul, in_specs=(jax.P(), jax.P("data"))
+    )
+    return of_weighted_sum(fun if inside else with_float32_grads(fun))(w, x)
 
-  assert bits(run(gradients, w, x)[1:]) == bits(run(with_gradients(matmul), w, x)[1:])
+  assert bits(run(gradients, w, x)[1:]) == bits(run(of_weighted_sum(matmul), w, x)[1:])
   program = jax.make_jaxpr(gradients)(w, x)
   sums = [eqn for eqn, _ in equations(program) if eqn.primitive.name.startswith("psum")]
   assert {str(v.aval.dtype) for eqn in sums for v in eqn.invars} <= {"float32"}
@@ -261,7 +256,7 @@ def test_the_low_precision_copy_of_a_weight_is_no_residual():
   w, x = jnp.ones((8, 5)), jnp.ones((7, 8))
 
   def kept(wide):
-    return residual_bytes(cast(lambda w, x: x @ w, wide=wide), w, x)
+    return residual_bytes(under(lambda w, x: x @ w, weight_grad_dtype=wide), w, x)
 
   assert kept(FLOAT32) == 2 * x.size
   assert kept(None) == 2 * (x.size + w.size)
@@ -272,8 +267,10 @@ def test_a_weight_that_is_stored_in_low_precision(half):
   # Its gradient is rounded once, after all is added up.
   w, x = integral(0, (8, 5), 1), integral(7, (200, 8), 9)
   fun = lambda w, x: x @ w.astype(jnp.float32)  # noqa: E731
-  exact = run(with_gradients(fun), w, x)[1]
-  assert bits(run(with_gradients(cast(fun)), w.astype(half), x)[1]) == bits(exact.astype(half))
+  exact = run(of_weighted_sum(fun), w, x)[1]
+  assert bits(run(of_weighted_sum(with_float32_grads(fun)), w.astype(half), x)[1]) == bits(
+    exact.astype(half)
+  )
 
 
 LEFT_ALONE = {
@@ -287,7 +284,7 @@ LEFT_ALONE = {
 
 def test_matmuls_without_a_float32_weight_are_unchanged():
   def program(fun, wide):
-    return str(jax.make_jaxpr(with_gradients(cast(fun, wide=wide)))(W, X))
+    return str(jax.make_jaxpr(of_weighted_sum(under(fun, weight_grad_dtype=wide)))(W, X))
 
   for name, fun in LEFT_ALONE.items():
     assert program(fun, FLOAT32) == program(fun, None), name
@@ -299,6 +296,6 @@ def test_matmuls_without_a_float32_weight_are_unchanged():
 def test_a_derivative_that_is_autocast_once_more():
   # Its matmuls are in half already, and stay what they are.
   def derivative(w, x):
-    return jax.jvp(lambda w: cast(lambda w, x: x @ w)(w, x), (w,), (w + 1,))
+    return jax.jvp(lambda w: with_float32_grads(lambda w, x: x @ w)(w, x), (w,), (w + 1,))
 
-  assert bits(cast(derivative)(W, X)) == bits((X @ W, X @ (W + 1)))
+  assert bits(with_float32_grads(derivative)(W, X)) == bits((X @ W, X @ (W + 1)))

@@ -16,10 +16,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 import mpjax
 from mpjax._matmul.protocol import Scaled
-from tests.autocast.rig import matmuls
+from tests.autocast.rig import matmuls, under
 from tests.errors import refused
 from tests.format_oracle import normal
 from tests.matmul.rig import FLOAT8
+from tests.programs import with_gradients
 
 # A recipe for int8: forward only, with the gradient of the matmul in the compute dtype.
 
@@ -200,19 +201,9 @@ def grouped(w, x, sizes):
   return lax.ragged_dot(x.astype(jnp.float32), w, sizes)
 
 
-def cast(fun, recipe):
-  policy = mpjax.Policy(compute_dtype="bfloat16", matmul=recipe)
-  return mpjax.autocast(fun, policy, data_argnums=(1, 2))
-
-
-def with_gradients(fun):
-  """Returns a function of (w, x, sizes, g): result and gradients, for a gradient `g`."""
-
-  def call(w, x, sizes, g):
-    y, pull = jax.vjp(lambda w, x: fun(w, x, sizes).astype(jnp.bfloat16), w, x)
-    return y, *pull(g)
-
-  return call
+def of_groups(recipe):
+  """Returns what puts the matmuls of a function of (w, x, sizes) into a format."""
+  return functools.partial(under, data=(1, 2), matmul=recipe)
 
 
 def operands():
@@ -222,8 +213,8 @@ def operands():
 
 
 def test_groups_under_transformations():
-  recipe, (w, x, g) = FLOAT8["float8 row"], operands()
-  fun, remat = (with_gradients(f(cast(grouped, recipe))) for f in (jax.jit, jax.checkpoint))
+  (w, x, g), in_float8 = operands(), of_groups(FLOAT8["float8 row"])
+  fun, remat = (with_gradients(f(in_float8(grouped))) for f in (jax.jit, jax.checkpoint))
   args = [
     np.stack([w, 2 * w]),
     np.stack([x, 2 * x]),
@@ -242,7 +233,7 @@ def test_groups_under_transformations():
     "vmap of remat": jax.vmap(remat),
     "scan": lambda *args: lax.scan(lambda _, each: (None, fun(*each)), None, args)[1],
     "shard_map": one(fun),
-    "shard_map inside": with_gradients(cast(one(grouped), recipe)),
+    "shard_map inside": with_gradients(in_float8(one(grouped))),
   }
   made = jax.jit(lambda *args: {name: way(*args) for name, way in ways.items()})(*args)
   wanted = made.pop("loop")
@@ -252,25 +243,25 @@ def test_groups_under_transformations():
       found, right = (np.asarray(a, np.float32) for a in (found, right))
       np.testing.assert_allclose(found, right, rtol=2**-7, atol=1e-6, err_msg=name)
   # The result is linear in the weights: its tangent along them is itself, but for e4m3.
-  layer = jax.jit(lambda w: jax.jvp(lambda w: cast(grouped, recipe)(w, x, SIZES), (w,), (w,)))
+  layer = jax.jit(lambda w: jax.jvp(lambda w: in_float8(grouped)(w, x, SIZES), (w,), (w,)))
   y, change = layer(w)
   assert np.linalg.norm(change - y) < 0.1 * np.linalg.norm(y)
 
 
 def test_which_groups_qualify():
-  (w, x, _), recipe = operands(), FLOAT8["float8 tensor"]
+  (w, x, _), in_float8 = operands(), of_groups(FLOAT8["float8 tensor"])
 
   def of_experts(w, x, sizes):
     return jax.nn.relu(grouped(w["up"], x, sizes)) @ w["down"]
 
   w = {"up": w, "down": normal(3, (48, 16))}
-  grad = jax.grad(lambda w, x: jnp.sum(cast(of_experts, recipe)(w, x, SIZES) ** 2))
+  grad = jax.grad(lambda w, x: jnp.sum(in_float8(of_experts)(w, x, SIZES) ** 2))
   audit = mpjax.audit(grad)(w, x)
   assert (audit.format_share, audit.leaks) == (1.0, ())
   assert {each.reason for each in audit.formats} == {""}
 
   def reasons(fun, w):
-    return [each.reason for each in mpjax.audit(cast(fun, recipe))(w, x, SIZES).formats]
+    return [each.reason for each in mpjax.audit(in_float8(fun))(w, x, SIZES).formats]
 
   def by_batch(w, x, sizes):
     return jax.vmap(grouped)(*(jnp.stack([a, a]) for a in (w, x, sizes)))
