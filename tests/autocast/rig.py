@@ -22,9 +22,9 @@ def matmuls(fun: Any, *args: Any) -> list[tuple[str, str]]:
   return [product.dtypes for product in programs.products(jax.make_jaxpr(fun)(*args))]
 
 
-def cast(fun: Any, *args: Any) -> Any:
+def jaxpr_under(fun: Any, *args: Any, **options: Any) -> Any:
   """Returns the jaxpr of a function under autocast in bfloat16."""
-  return jax.make_jaxpr(mpjax.autocast(fun, "bfloat16"))(*args)
+  return jax.make_jaxpr(mpjax.autocast(fun, "bfloat16", **options))(*args)
 
 
 def under(

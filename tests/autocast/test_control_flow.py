@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 import mpjax
 from tests import programs
 from tests.autocast import checks
-from tests.autocast.rig import BOTH, cast, dtypes, find
+from tests.autocast.rig import BOTH, dtypes, find, jaxpr_under
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
@@ -44,7 +44,7 @@ def test_jit_takes_and_returns_low_precision_and_keeps_its_parameters():
     return jnp.tanh(y @ w)
 
   fun = lambda w, x: inner(x @ w, w, x) @ w  # noqa: E731
-  program = cast(fun, W, X)
+  program = jaxpr_under(fun, W, X)
   eqn = one(program, "jit")
   assert dtypes(eqn.invars) == ["bfloat16", "float32", "float32"]
   assert dtypes(eqn.outvars) == ["bfloat16"]
@@ -61,7 +61,7 @@ def test_a_donated_argument_keeps_its_dtype():
   def fun(w, x):
     return inner(x @ w, w)
 
-  eqn = one(cast(fun, W, X), "jit")
+  eqn = one(jaxpr_under(fun, W, X), "jit")
   assert dtypes(eqn.invars) == ["float32", "float32"]
   assert eqn.params["donated_invars"] == (True, False)
   mine = X + 0
@@ -87,7 +87,7 @@ def test_checkpoint_keeps_its_policy(policy, matmuls):
 
     return jax.checkpoint(logits, policy=policy, prevent_cse=False)(x).sum()
 
-  eqn = one(cast(fun, W, X), "remat2")
+  eqn = one(jaxpr_under(fun, W, X), "remat2")
   assert eqn.params["policy"] is policy
   assert not eqn.params["prevent_cse"]
   assert not eqn.params["differentiated"]
@@ -124,7 +124,7 @@ def test_branches_return_one_dtype():
   made = {}
   for name, (branches, dtype) in BRANCHES.items():
     made[name] = functools.partial(fun, branches=branches)
-    eqn = one(cast(made[name], W, X, 1), "cond")
+    eqn = one(jaxpr_under(made[name], W, X, 1), "cond")
     assert dtypes(eqn.outvars) == [dtype], name
     assert {t for b in eqn.params["branches"] for t in dtypes(b.jaxpr.outvars)} == {dtype}, name
   for (name, which), (got, want) in programs.run(each, W, X).items():
@@ -139,7 +139,7 @@ def test_each_result_of_a_branch_has_its_own_dtype():
       flag, lambda y: (y @ w, y.sum(), 1, flag), lambda y: (y, y[0, 0], 2, ~flag), x @ w
     )
 
-  eqn = one(cast(fun, W, X, jnp.asarray(True)), "cond")
+  eqn = one(jaxpr_under(fun, W, X, jnp.asarray(True)), "cond")
   assert dtypes(eqn.outvars) == ["bfloat16", "float32", "int32", "bool"]
   same(fun, W, X, jnp.asarray(True))
   same(fun, W, X, jnp.asarray(False))
@@ -195,7 +195,7 @@ def test_dtypes_of_a_carry_that_is_passed_around_settle():
     y = x @ w
     return lax.scan(turn, (y, y, y, y), None, length=2)[0]
 
-  eqn = one(cast(fun, W, X), "scan")
+  eqn = one(jaxpr_under(fun, W, X), "scan")
   assert dtypes(eqn.outvars) == ["float32", "float32", "float32", "bfloat16"]
   body = eqn.params["jaxpr"].jaxpr
   assert dtypes(body.outvars) == dtypes(body.invars[-4:])
@@ -206,7 +206,7 @@ def test_a_scan_carries_a_residual_stream_in_low_precision(remat):
   def fun(w, x):
     return lax.scan(remat(lambda c, _: (c + c @ w, None)), x @ w, None, length=2)[0]
 
-  assert dtypes(one(cast(fun, W, X), "scan").outvars) == ["bfloat16"]
+  assert dtypes(one(jaxpr_under(fun, W, X), "scan").outvars) == ["bfloat16"]
 
 
 @BOTH
@@ -230,7 +230,7 @@ def test_a_carry_that_the_user_has_cast_to_low_precision_stays_in_it():
   def fun(w, x):
     return lax.scan(lambda c, _: (jnp.exp(c), None), (x @ w).astype("bfloat16"), None, length=2)[0]
 
-  assert dtypes(one(cast(fun, W, X), "scan").outvars) == ["bfloat16"]
+  assert dtypes(one(jaxpr_under(fun, W, X), "scan").outvars) == ["bfloat16"]
 
 
 CARRIES = {
@@ -279,7 +279,7 @@ def test_constants_of_a_scan_are_cast_inside_so_that_gradients_add_in_float32(ac
     add = lambda total, _: (total + (y if activation else x @ w).sum(), None)  # noqa: E731
     return lax.scan(add, 0.0, None, length=1000)[0]
 
-  eqn = one(cast(fun, W, X), "scan")
+  eqn = one(jaxpr_under(fun, W, X), "scan")
   assert {"float32"} == set(dtypes(eqn.invars))
   x = jnp.asarray([[1.0, 0.0, 0.0]])
   grad = programs.run(jax.grad(mpjax.autocast(fun)), W, x)
@@ -290,7 +290,7 @@ def test_layers_stacked_for_a_scan_are_sliced_in_float32_and_used_in_low_precisi
   def fun(ws, x):
     return lax.scan(lambda y, w: (y @ w, y), x @ ws[0], ws)
 
-  program = cast(fun, jnp.stack([W, W]), X)
+  program = jaxpr_under(fun, jnp.stack([W, W]), X)
   eqn = one(program, "scan")
   assert dtypes(eqn.invars) == ["bfloat16", "float32"]
   assert dtypes(eqn.outvars) == ["bfloat16", "bfloat16"]
@@ -312,7 +312,7 @@ def test_a_scan_keeps_its_order_length_and_dtypes(reverse):
     rows = jnp.stack([x[0]] * 4) @ w
     return lax.scan(step, (0, x @ w), (steps, keys, rows), reverse=reverse, unroll=2)
 
-  eqn = one(cast(fun, W, X, steps, keys), "scan")
+  eqn = one(jaxpr_under(fun, W, X, steps, keys), "scan")
   assert eqn.params["reverse"] == reverse
   assert (eqn.params["length"], eqn.params["unroll"]) == (4, 2)
   outs = dtypes(eqn.outvars)
@@ -401,7 +401,7 @@ def test_shard_map(devices, check_vma):
     )(w, x)
 
   x = jnp.ones((400, 3))
-  program = cast(fun, W, x)
+  program = jaxpr_under(fun, W, x)
   eqn = one(program, "shard_map")
   assert dtypes(eqn.outvars) == ["bfloat16", "float32"]
   assert eqn.params["check_vma"] == check_vma
@@ -423,6 +423,6 @@ def test_the_state_of_a_solver_stays_in_float32():
 
     return lax.scan(step, x, None, length=8)[0]
 
-  assert dtypes(one(cast(fun, W, X), "scan").outvars) == ["float32"]
+  assert dtypes(one(jaxpr_under(fun, W, X), "scan").outvars) == ["float32"]
   found = programs.run(mpjax.autocast(fun, "bfloat16"), W, jnp.ones((2, 3)))
   np.testing.assert_array_equal(found, 1 + 2.0**-11)

@@ -35,7 +35,7 @@ WAYS = {
 """What may be around a part of a program and changes no number."""
 
 
-def cast(program: Any, policy: str = BFLOAT16) -> Any:
+def under(program: Any, policy: str = BFLOAT16) -> Any:
   """Returns a function of inputs and parameters under a policy."""
   return mpjax.autocast(program, policy, data_argnums=0)
 
@@ -46,7 +46,7 @@ def traced(fun: Any) -> Any:
 
 
 def flow_of(program: Any, policy: str = BFLOAT16) -> dataflow.Flow:
-  return dataflow.flow(traced(cast(program, policy)))
+  return dataflow.flow(traced(under(program, policy)))
 
 
 def computed(fun: Any, *args: Any) -> list[bytes]:
@@ -158,9 +158,9 @@ def test_no_consumer_narrows_an_output(policy, pair):
 @given(part=rp.parts())
 def test_a_call_changes_no_bit(policy, way, part):
   program, start, stop = part
-  whole = computed(cast(program, policy), rp.DATA, rp.PARAMS)
+  whole = computed(under(program, policy), rp.DATA, rp.PARAMS)
   split = program.with_part(start, stop, WAYS[way])
-  assert computed(cast(split, policy), rp.DATA, rp.PARAMS) == whole
+  assert computed(under(split, policy), rp.DATA, rp.PARAMS) == whole
 
 
 # Cotangents of a value that float32 and low-precision operations use, and of an input.
@@ -175,7 +175,7 @@ def test_a_call_changes_no_operation_of_the_gradient(policy, part):
   # in a call and beside it they may be summed in low precision: see docs/limits.md.
   program, start, stop = part
   split = program.with_part(start, stop, jax.jit)
-  each = [traced(gradient(cast(fun, policy))) for fun in (program, split)]
+  each = [traced(gradient(under(fun, policy))) for fun in (program, split)]
   whole, parted = (dataflow.operations(dataflow.flow(made)) for made in each)
   assert whole - parted == parted - whole
 
@@ -183,8 +183,8 @@ def test_a_call_changes_no_operation_of_the_gradient(policy, part):
 @POLICIES
 @given(program=rp.programs())
 def test_jit_around_the_call_changes_no_bit(policy, program):
-  outside, inside = jax.jit(cast(program, policy)), cast(jax.jit(program), policy)
-  plain = computed(cast(program, policy), rp.DATA, rp.PARAMS)
+  outside, inside = jax.jit(under(program, policy)), under(jax.jit(program), policy)
+  plain = computed(under(program, policy), rp.DATA, rp.PARAMS)
   assert computed(outside, rp.DATA, rp.PARAMS) == plain
   assert computed(inside, rp.DATA, rp.PARAMS) == plain
 
@@ -193,8 +193,8 @@ def test_jit_around_the_call_changes_no_bit(policy, program):
 @given(program=rp.programs())
 def test_jit_around_the_call_changes_no_bit_of_the_gradient(program):
   if program.differentiable:
-    outside, inside = jax.jit(cast(program)), cast(jax.jit(program))
-    plain = computed(gradient(cast(program)), rp.DATA, rp.PARAMS)
+    outside, inside = jax.jit(under(program)), under(jax.jit(program))
+    plain = computed(gradient(under(program)), rp.DATA, rp.PARAMS)
     assert computed(gradient(outside), rp.DATA, rp.PARAMS) == plain
     assert computed(gradient(inside), rp.DATA, rp.PARAMS) == plain
 
@@ -205,7 +205,7 @@ def closing(program: rp.Program, policy: str, names: tuple[str, ...] = rp.PARAME
   def fun(data, params):
     closed = {name: params[name] for name in names}
     passed = {name: x for name, x in params.items() if name not in closed}
-    return cast(lambda data, passed: program(data, passed | closed), policy)(data, passed)
+    return under(lambda data, passed: program(data, passed | closed), policy)(data, passed)
 
   return fun
 
@@ -213,21 +213,21 @@ def closing(program: rp.Program, policy: str, names: tuple[str, ...] = rp.PARAME
 @POLICIES
 @given(program=rp.programs())
 def test_closing_over_a_traced_parameter_changes_no_bit(policy, program):
-  passed = computed(cast(program, policy), rp.DATA, rp.PARAMS)
+  passed = computed(under(program, policy), rp.DATA, rp.PARAMS)
   assert computed(closing(program, policy), rp.DATA, rp.PARAMS) == passed
 
 
 @POLICIES
 @given(program=rp.programs())
 def test_closing_over_a_concrete_parameter_changes_no_bit(policy, program):
-  passed = computed(cast(program, policy), rp.DATA, rp.PARAMS)
+  passed = computed(under(program, policy), rp.DATA, rp.PARAMS)
   assert computed(lambda data: closing(program, policy)(data, rp.PARAMS), rp.DATA) == passed
 
 
 @given(program=rp.programs())
 def test_closing_over_a_parameter_changes_no_bit_of_the_gradient(program):
   if program.differentiable:
-    passed = computed(gradient(cast(program)), rp.DATA, rp.PARAMS)
+    passed = computed(gradient(under(program)), rp.DATA, rp.PARAMS)
     for names in (rp.PARAMETERS[:1], rp.PARAMETERS):
       closed = closing(program, BFLOAT16, names)
       assert computed(gradient(closed), rp.DATA, rp.PARAMS) == passed
@@ -296,7 +296,7 @@ def low_sums(found: dataflow.Flow, gradients: list[dataflow.Value]) -> list[str]
 @given(program=rp.programs())
 def test_gradients_are_summed_in_float32(policy, program):
   if program.differentiable:
-    found = dataflow.flow(traced(gradient(cast(program, policy))))
+    found = dataflow.flow(traced(gradient(under(program, policy))))
     assert low_sums(found, found.outputs[len(rp.INPUTS) :]) == []
 
 
@@ -422,7 +422,7 @@ def test_all_matmuls_with_frozen_weights_are_in_low_precision():
 
 
 def test_eager_is_bit_equal_to_the_jaxpr():
-  fun = cast(rp.program(LOGITS + "return r2, r1"))
+  fun = under(rp.program(LOGITS + "return r2, r1"))
   eager = programs.bits(fun(rp.DATA, rp.PARAMS))
   assert eager == computed(jax.jit(fun), rp.DATA, rp.PARAMS)
 

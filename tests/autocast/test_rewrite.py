@@ -12,7 +12,7 @@ from jax.experimental import pallas
 
 import mpjax
 from tests import programs
-from tests.autocast.rig import BOTH, cast, dtypes, find, matmuls, repeat_p
+from tests.autocast.rig import BOTH, dtypes, find, jaxpr_under, matmuls, repeat_p
 from tests.programs import compilations
 
 W = jnp.eye(3)
@@ -106,7 +106,7 @@ def test_the_same_function_is_rewritten_once():
     y = layer(layer(x @ w, w), w) @ w
     return lax.cond(x[0, 0] > 0, lambda y: layer(y, w) @ w, lambda y: y, y)
 
-  calls = find(cast(fun, W, X), "jit")
+  calls = find(jaxpr_under(fun, W, X), "jit")
   assert len(calls) == 3
   assert len({id(eqn.params["jaxpr"]) for eqn in calls}) == 1
   lowered = jax.jit(mpjax.autocast(fun, "bfloat16")).lower(W, X).as_text()
@@ -116,7 +116,7 @@ def test_the_same_function_is_rewritten_once():
   def mixed(w, x):
     return layer(layer(x, w), w)
 
-  assert len({id(eqn.params["jaxpr"]) for eqn in find(cast(mixed, W, X), "jit")}) == 2
+  assert len({id(eqn.params["jaxpr"]) for eqn in find(jaxpr_under(mixed, W, X), "jit")}) == 2
 
 
 @pytest.mark.parametrize("differentiated", [False, True])

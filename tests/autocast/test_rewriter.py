@@ -10,16 +10,11 @@ from jax import lax
 
 import mpjax
 from tests import programs
-from tests.autocast.rig import BOTH, with_jvp
+from tests.autocast.rig import BOTH, jaxpr_under, with_jvp
 from tests.models.values import normal
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
-
-
-def cast(fun, *args, half="bfloat16", **options):
-  """Returns the jaxpr of `fun` under autocast."""
-  return jax.make_jaxpr(mpjax.autocast(fun, half, **options))(*args)
 
 
 def types(program, name):
@@ -35,7 +30,7 @@ def types(program, name):
 
 
 def test_a_parameter_is_cast_at_each_use():
-  assert programs.converts(cast(lambda w, x: (x @ w) @ w, W, X)) == {
+  assert programs.converts(jaxpr_under(lambda w, x: (x @ w) @ w, W, X)) == {
     "float32->bfloat16": 3,
     "bfloat16->float32": 1,
   }
@@ -51,7 +46,7 @@ def test_an_activation_is_cast_once_for_all_consumers():
     total = jnp.exp(x @ w)
     return total @ w, total @ (w + 1)
 
-  eqns = [eqn for eqn, _ in programs.equations(cast(rounded, W, X))]
+  eqns = [eqn for eqn, _ in programs.equations(jaxpr_under(rounded, W, X))]
   products = [eqn.invars[0] for eqn in eqns if eqn.primitive.name == "dot_general"]
   assert products[1] is products[2]
   assert str(products[1].aval.dtype) == "bfloat16"
@@ -60,12 +55,15 @@ def test_an_activation_is_cast_once_for_all_consumers():
     y = x @ w
     return jnp.exp(y), jnp.log(y), y.sum()
 
-  assert programs.converts(cast(widened, W, X)) == {"float32->bfloat16": 2, "bfloat16->float32": 1}
+  assert programs.converts(jaxpr_under(widened, W, X)) == {
+    "float32->bfloat16": 2,
+    "bfloat16->float32": 1,
+  }
 
 
 def test_a_computed_input_is_cast_at_each_use():
   x = normal(8, 8)
-  eqns = cast(lambda x, w: ((x + 1) @ w, (y := x + 1) @ w, y @ w), x, x, data_argnums=0).eqns
+  eqns = jaxpr_under(lambda x, w: ((x + 1) @ w, (y := x + 1) @ w, y @ w), x, x, data_argnums=0).eqns
   products = [eqn.invars[0] for eqn in eqns if eqn.primitive.name == "dot_general"]
   assert len({*products}) == 3
 
@@ -115,7 +113,7 @@ def test_an_array_of_one_number_is_made_in_the_dtype_of_its_consumer(number):
     y = x @ w
     return jax.lax.select(y > 0, y, jnp.full_like(y, number)) @ w
 
-  program = cast(fun, X, W)
+  program = jaxpr_under(fun, X, W)
   # The operands of the matmuls are cast, and the last result.
   assert programs.converts(program) == {"float32->bfloat16": 3, "bfloat16->float32": 1}
   y = np.asarray(mpjax.autocast(jnp.matmul)(X, W), np.float32)
@@ -141,7 +139,7 @@ def test_the_order_of_operations_does_not_change_the_casts():
         found = {name: CONSUMERS[name](h, w) for name in names}
       return [found[name] for name in CONSUMERS]
 
-    counts.add(tuple(sorted(programs.converts(cast(fun, x, w)).items())))
+    counts.add(tuple(sorted(programs.converts(jaxpr_under(fun, x, w)).items())))
   assert len(counts) == 1
 
 
@@ -151,7 +149,7 @@ def test_an_operation_whose_results_are_unused_is_written_too():
     values, _ = lax.top_k(x @ w, 2)
     return values
 
-  assert types(cast(fun, W, X), "sort") == [("bfloat16", "float32", "bfloat16")]
+  assert types(jaxpr_under(fun, W, X), "sort") == [("bfloat16", "float32", "bfloat16")]
 
 
 # Values of other dtypes.
@@ -169,19 +167,19 @@ def test_other_types_are_left_alone():
     jnp.ones(3, bool),
     jnp.eye(3, dtype="complex64"),
   )
-  assert str(cast(fun, *args)) == str(jax.make_jaxpr(fun)(*args))
+  assert str(jaxpr_under(fun, *args)) == str(jax.make_jaxpr(fun)(*args))
 
 
 def test_float64_is_left_alone():
   with jax.enable_x64(True):
     x = jnp.asarray(np.eye(3), "float64")
-    program = cast(lambda x: jnp.exp(x @ x) * 2.0, x)
+    program = jaxpr_under(lambda x: jnp.exp(x @ x) * 2.0, x)
     assert str(program) == str(jax.make_jaxpr(lambda x: jnp.exp(x @ x) * 2.0)(x))
 
     def mixed(w, x):
       return (w @ w).astype("float64") @ x
 
-    program = cast(mixed, W, x)
+    program = jaxpr_under(mixed, W, x)
     assert types(program, "dot_general") == [("bfloat16",) * 3, ("float64",) * 3]
     assert jax.eval_shape(mpjax.autocast(mixed), W, x).dtype == "float64"
 
@@ -191,7 +189,7 @@ def test_float64_is_left_alone():
 
 def operands(fn, name, ops, x):
   """Returns the dtypes of the floating operands of a primitive under some lists."""
-  found = types(cast(fn, x, ops=ops), name)
+  found = types(jaxpr_under(fn, x, ops=ops), name)
   return {dtype for *each, _ in found for dtype in each if "float" in dtype}
 
 
@@ -247,7 +245,7 @@ def test_equations_keep_their_source_lines_and_scopes():
       found.setdefault(eqn.primitive.name, (str(eqn.source_info.name_stack), lines))
     return found
 
-  plain, ours = places(jax.make_jaxpr(fun)(W, X)), places(cast(fun, W, X))
+  plain, ours = places(jax.make_jaxpr(fun)(W, X)), places(jaxpr_under(fun, W, X))
   assert plain["dot_general"] == ours["dot_general"]
   assert plain["exp"] == ours["exp"]
   assert (ours["dot_general"][0], ours["exp"][0]) == ("first", "second")
