@@ -301,7 +301,7 @@ mpjax/_policy/active.py::_ActiveState.__call__
 34 the policy in force is no part of the key of a jitted function
 - number = _Number(_number_of(dataclasses.replace(state, **rest)))
 + number = _Number(0)
-tests/linen/test_never_stale.py::test_scopes_that_are_entered_and_left_in_any_order
+tests/integration/test_policy_never_stale.py::test_scopes_that_are_entered_and_left_in_any_order
 
 mpjax/linen/_policy_scope.py::_Scope.__exit__
 
@@ -478,7 +478,7 @@ mpjax/_matmul/float8.py::quantise
 54 an inf in an operand of a matmul in float8 is clipped, and the step goes on
 - jnp.maximum(scale, np.finfo(np.float32).tiny)
 + jnp.clip(jnp.nan_to_num(scale), np.finfo(np.float32).tiny, 1e30)
-tests/matmul/test_formats.py::test_what_is_not_finite_is_not_clipped
+tests/integration/test_matmul_formats.py::test_what_is_not_finite_is_not_clipped
 
 mpjax/_matmul/float8.py::Float8Recipe.dot
 
@@ -796,7 +796,7 @@ mpjax/_autocast/control_flow.py::operands_of
 107 an integer literal becomes an input when it is passed to a jit
 - rewriter.kind(atom) or rewriter.literal(atom)
 + rewriter.kind(atom)
-tests/autocast/test_local_rules.py::test_an_integer_literal_that_is_passed_to_a_jit_is_a_number
+tests/integration/test_local_rules.py::test_an_integer_literal_that_is_passed_to_a_jit_is_a_number
 
 mpjax/_autocast/operations.py::_runs_in_float32_variables
 
