@@ -56,24 +56,6 @@ gc.set_threshold(200_000, 20, 50)
 
 _TESTS = pathlib.Path(__file__).parent
 
-_ADAPTERS = ("optim", "linen", "nnx", "integration", "check", "flax_suite")
-"""Folders whose tests run Flax and optax, which promote dtypes on purpose
-(`optax.apply_updates` adds bfloat16 and float32): ranks are strict there, dtypes are not."""
-
-_STRICT = (
-  *("test_across_devices.py", "test_gradients.py", "test_traced_loss.py", "test_loss_scale.py"),
-  *(
-    "test_moving_average.py",
-    "test_optimizer_call.py",
-    "test_retries.py",
-    "test_train_step_checks.py",
-    "test_find_scale.py",
-    "test_set_loss_scale.py",
-  ),
-  *("test_train_step.py", "test_figures.py", "test_migrating.py"),
-)
-"""Files of those folders for which dtypes are strict all the same."""
-
 _EXAMPLES = ("test_docs.py", "test_public_api.py")
 """Files that run what users will run, as users will run it."""
 
@@ -150,19 +132,17 @@ def _link_files(source: pathlib.Path, target: pathlib.Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
-  """Makes silent promotion an error: of ranks everywhere, of dtypes for what is only ours.
+  """Makes silent promotion of ranks and dtypes an error.
 
-  A test that needs the standard rules says so: `@pytest.mark.standard_promotion`.
+  A test that needs the standard rules says so: `@pytest.mark.standard_promotion`, or with "dtypes"
+  as its argument if ranks are strict all the same.
   """
-  place = request.path.relative_to(_TESTS).parts[0]
-  free = (
-    request.path.name in _EXAMPLES
-    or request.node.get_closest_marker("standard_promotion") is not None
-  )
+  mark = request.node.get_closest_marker("standard_promotion")
+  free = request.path.name in _EXAMPLES or (mark is not None and not mark.args)
   with contextlib.ExitStack() as stack:
     if not free:
       stack.enter_context(jax.numpy_rank_promotion("raise"))
-    if not free and (place not in _ADAPTERS or request.path.name in _STRICT):
+    if not free and mark is None:
       stack.enter_context(jax.numpy_dtype_promotion("strict"))
     yield
 

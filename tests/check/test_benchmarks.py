@@ -23,6 +23,8 @@ import mpjax
 from tests import programs
 from tests.scripts import BENCHMARKS, assert_colors, benchmark
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 RECORDED = sorted((BENCHMARKS / "results").glob("*.json"))
 MODELS = ("mlp", "resnet", "gpt")
 HALVES = ("bfloat16", "float16")

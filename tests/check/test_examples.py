@@ -27,6 +27,8 @@ from tests.partitioned import collectives
 from tests.programs import assert_bit_equal
 from tests.scripts import assert_colors
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 HALF, FULL = jnp.dtype("float16"), jnp.dtype("float32")
 POLICIES = ("float32", "mixed_float16")
 PROMPT, TEMPERATURE = "The ", 0.7

@@ -18,6 +18,8 @@ import mpjax
 from tests import programs
 from tests.scripts import BENCHMARKS, benchmark
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 # As XLA writes it for a GPU, shortened. A convolution of cuDNN with its workspace, one of whose
 # operands was copied before; a product within a fusion, whose operand is given twice; bytes of a
 # tuple; names for bytes that are there.

@@ -16,6 +16,8 @@ import pytest
 from tests.models import kernels
 from tests.scripts import BENCHMARKS, benchmark
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 gpu_hlo, gpu_versions = benchmark("gpu_hlo"), benchmark("gpu_versions")
 jax_worker, draws = benchmark("jax_worker"), benchmark("draws")
 

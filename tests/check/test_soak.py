@@ -9,6 +9,8 @@ import pytest
 
 from tests import soak
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 UPDATES, SIZE = 2000, 100
 
 

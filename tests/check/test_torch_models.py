@@ -12,7 +12,10 @@ from tests.scripts import benchmark
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[bench-gpu]'")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = [
+  pytest.mark.standard_promotion("dtypes"),
+  pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+]
 
 models, gpu_versions, draws = map(benchmark, ("models", "gpu_versions", "draws"))
 torch_models, torch_worker = map(benchmark, ("torch_models", "torch_worker"))

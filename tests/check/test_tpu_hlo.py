@@ -8,6 +8,8 @@ import pytest
 
 from tests.scripts import benchmark
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 # As XLA writes it for a TPU, shortened. S(1) is memory of the chip.
 TEXT = r"""HloModule jit_g, is_scheduled=true
 ENTRY %main (x: bf16[16]) -> bf16[64] {

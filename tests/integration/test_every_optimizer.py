@@ -22,6 +22,8 @@ import mpjax
 from tests.errors import refused
 from tests.programs import bits
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 SCALE = 1024.0
 STATIC = mpjax.StaticLossScale(SCALE)
 PARAMS = {

@@ -22,6 +22,8 @@ from tests.models.values import filled, shapes
 from tests.programs import bits, products
 from tests.scripts import benchmark
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 POLICY = mpjax.Policy(
   compute_dtype="bfloat16", output_dtype="float32", matmul=mpjax.Float8(skip=())
 )

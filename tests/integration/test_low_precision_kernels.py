@@ -16,6 +16,8 @@ from tests.models.kernels import (
 )
 from tests.models.values import normal
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 X = normal(2, 64, 16)
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 

@@ -18,6 +18,8 @@ import mpjax
 from tests.loss_scale_oracle import Oracle
 from tests.programs import assert_bit_equal, bits, compilations, jitted, mesh_of, run
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 LEAVES = ("bfloat16", "float16", "float32")
 STEPS = 60
 CONFIG = {"init_scale": 2.0**5, "growth_interval": 4, "max_scale": 2.0**8}

@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import mpjax
 from tests.programs import assert_bit_equal, relative_error
+
+pytestmark = pytest.mark.standard_promotion("dtypes")
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (64, 32)), "b": jnp.zeros(32)}
 GRADS = jax.tree.map(lambda x: 1e-3 * jax.random.normal(jax.random.key(1), x.shape), PARAMS)

@@ -7,6 +7,8 @@ import pytest
 
 import mpjax
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 CONFIG = mpjax.DynamicLossScale(init_scale=2.0**10, growth_interval=3, max_scale=2.0**12)
 ADAMW = optax.adamw(optax.cosine_decay_schedule(1e-2, 100))
 INJECTED = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)

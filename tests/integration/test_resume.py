@@ -17,6 +17,8 @@ from tests.checkpoints import make
 from tests.errors import refused
 from tests.programs import bits, compilations, data_of_keys
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 STEPS = 40
 WINDOW = 3
 SCALE = mpjax.DynamicLossScale(init_scale=2**12, growth_interval=4, hysteresis=2)

@@ -13,6 +13,8 @@ from tests.loss_scale_oracle import Oracle
 from tests.optim.losses import over_devices
 from tests.programs import bits, run
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 STEPS = 60
 CONFIGS = {
   "generator": {"init_scale": 2.0**6, "growth_interval": 3, "max_scale": 2.0**9},

@@ -8,6 +8,8 @@ import pytest
 
 from tests.campaign import rig, run
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 SIZES = rig.Sizes(runs=7, steps=24)
 SETUPS = [
   run.SETUPS[0]._replace(parts=2),

@@ -13,6 +13,8 @@ import mpjax
 from tests.partitioned import collectives
 from tests.programs import bits, mesh_of
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 with_policy = mpjax.linen.with_policy
 XLA = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 BATCH = 8

@@ -20,6 +20,8 @@ from tests import programs
 from tests.models import by_hand, catalogue
 from tests.models.values import integers, normal
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 INPUTS = {
   "mlp": normal(8, 12),

@@ -14,6 +14,11 @@ from mpjax.nnx._atomic_step import nodes_in
 from tests.errors import refused
 from tests.programs import bits
 
+pytestmark = [
+  pytest.mark.standard_promotion("dtypes"),
+  pytest.mark.filterwarnings("ignore:Using 'Module.sow"),
+]
+
 
 def network():
   """Returns a model with a layer that is tied, statistics and dropout."""
@@ -158,7 +163,6 @@ def test_it_needs_no_more_memory():
 
 # Steps that write to a variable in every way. `k` is inf where a step is to be skipped.
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 
 

@@ -9,6 +9,8 @@ import mpjax
 from tests.models.values import normal
 from tests.programs import bits
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 with_policy = mpjax.nnx.with_policy
 
 X8 = jnp.asarray(normal(2, 8))

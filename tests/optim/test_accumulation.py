@@ -11,6 +11,8 @@ import mpjax
 from tests.errors import refused
 from tests.programs import bits, equations
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 PARAMS = {"w": jnp.asarray([1.0, -0.0, 3.0]), "b": jnp.asarray(-0.0)}
 
 

@@ -14,6 +14,8 @@ from flax.training.train_state import TrainState
 import mpjax
 from tests.errors import refused
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 WHERE = "mpjax.check_loss_scaling(step)"
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 SGD, ADAM = optax.sgd(1e-3), optax.adam(1e-3)

@@ -9,6 +9,8 @@ import mpjax
 from tests.errors import refused
 from tests.optim.steps import ADAM, BAD, GOOD, PARAMS, after, update
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 WHERE = "mpjax.check_skipped_steps(opt_state)"
 
 

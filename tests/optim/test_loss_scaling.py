@@ -16,6 +16,8 @@ from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
 from tests.programs import assert_bit_equal, bits, equations
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 WHERE = "mpjax.loss_scaling(inner)"
 BAD = [np.inf, -np.inf, np.nan]
 SGD = optax.sgd(0.1)

@@ -17,6 +17,8 @@ from tests.errors import refused
 from tests.optim.losses import loss_of
 from tests.programs import bits, run
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 HALF = ["float16", "bfloat16"]
 F32, BF16 = np.float32, np.dtype(jnp.bfloat16)
 STEEP = mpjax.master_weights(optax.sgd(1.0))

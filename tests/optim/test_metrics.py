@@ -10,6 +10,8 @@ from tests.loss_scale_oracle import Oracle
 from tests.optim.steps import ADAM, BAD, GOOD, PARAMS, after, update
 from tests.programs import bits
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 
 def test_metrics_are_these_scalars():
   metrics = mpjax.loss_scaling_metrics(after(GOOD, BAD, BAD))

@@ -11,6 +11,8 @@ import mpjax
 from mpjax._jaxpr.reader import walk
 from tests.errors import refused
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 
 def problem(dtype):
   keys = jax.random.split(jax.random.key(0), 4)

@@ -2,9 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import mpjax
 from tests.errors import refused
+
+pytestmark = pytest.mark.standard_promotion("dtypes")
 
 PARAMS = {"w": jnp.ones(3)}
 

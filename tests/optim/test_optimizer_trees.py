@@ -11,6 +11,8 @@ from mpjax._optim import optimizer_trees
 from tests.errors import refused
 from tests.programs import bits
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 ADAM = mpjax.loss_scaling(optax.adam(0.1))
 CONFIGS = [mpjax.SkipNonfinite(), mpjax.NoLossScale()]
 # What works with a scale works without one.

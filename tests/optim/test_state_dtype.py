@@ -15,6 +15,8 @@ import mpjax
 from tests.errors import refused
 from tests.programs import bits, jitted
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 F32, BF16 = np.float32, jnp.bfloat16
 PARAMS = {"w": jnp.ones((3, 4)), "b": jnp.zeros(4)}
 

@@ -11,6 +11,8 @@ import mpjax
 from mpjax._optim.step_at_scales import examine, is_updated, locate_scales, pair_versions, run_at
 from mpjax._optim.step_call import RETURNED, WRITTEN, StepCall, StepProgram
 
+pytestmark = pytest.mark.standard_promotion("dtypes")
+
 TX = mpjax.loss_scaling(optax.adam(0.1))
 W = jnp.ones(3)
 
