@@ -69,6 +69,17 @@ def equations(program: ClosedJaxpr | Jaxpr, runs: int = 1) -> Iterator[tuple[Any
       yield from equations(sub, runs * length)
 
 
+def outermost(program: ClosedJaxpr | Jaxpr, names: Sequence[str]) -> Iterator[Any]:
+  """Yields the equations of some primitives, without those inside of them."""
+  jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name in names:
+      yield eqn
+    else:
+      for sub in inner_jaxprs(eqn.params):
+        yield from outermost(sub, names)
+
+
 def operations(program: ClosedJaxpr) -> list[Any]:
   """Returns each operation with the types of its operands and results, in the order they run in."""
   return [
@@ -230,6 +241,15 @@ def jitted(fun: Any) -> Any:
 
 def _options() -> dict[str, Any] | None:
   return _OPTIONS if jax.default_backend() == "cpu" else None
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+  """Returns a tree whose floating arrays are in a dtype; the others stay."""
+
+  def leaf(x: Any) -> Any:
+    return jnp.asarray(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+  return jax.tree.map(leaf, tree)
 
 
 def bits(tree: Any) -> list[bytes]:

@@ -13,7 +13,7 @@ from jax.experimental import pallas
 
 import mpjax
 from tests.errors import refused
-from tests.programs import run
+from tests.programs import outermost, run
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -52,25 +52,10 @@ def attention(q, k, v):
 
 
 def kernel_dtypes(fn, *args):
-  # Returns the dtypes of the floating operands of each kernel.
-  found = []
-
-  def visit(jaxpr):
-    for eqn in jaxpr.eqns:
-      if eqn.primitive.name == "pallas_call":
-        floats = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-        found.append({dtype.name for dtype in floats})
-      else:
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-          if _is_jaxpr(value):
-            visit(getattr(value, "jaxpr", value))
-
-  visit(jax.make_jaxpr(fn)(*args).jaxpr)
-  return found
-
-
-def _is_jaxpr(x):
-  return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+  """Returns the dtypes of the floating operands of each kernel."""
+  kernels = outermost(jax.make_jaxpr(fn)(*args), ["pallas_call"])
+  avals = [[v.aval for v in eqn.invars] for eqn in kernels]
+  return [{a.dtype.name for a in each if jnp.issubdtype(a.dtype, jnp.floating)} for each in avals]
 
 
 # The own dtype of a module.

@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 import mpjax
-from tests.programs import assert_bit_equal, inner_jaxprs, run
+from tests.programs import assert_bit_equal, cast, outermost, run
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -98,25 +98,10 @@ def on_a_cpu(name):
 
 def operands(fn, *args):
   """Returns the types of the operands of each kernel."""
-  found = []
-
-  def visit(jaxpr):
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-      if eqn.primitive.name in KERNELS:
-        found.append([var.aval.str_short(short_dtypes=True) for var in eqn.invars])
-        continue
-      for inner in inner_jaxprs(eqn.params):
-        visit(inner)
-
-  visit(jax.make_jaxpr(fn)(*args))
-  return found
-
-
-def low(tree):
-  def leaf(x):
-    return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-  return jax.tree.map(leaf, tree)
+  return [
+    [var.aval.str_short(short_dtypes=True) for var in eqn.invars]
+    for eqn in outermost(jax.make_jaxpr(fn)(*args), KERNELS)
+  ]
 
 
 def value_and_gradients(fn, floats):
@@ -136,7 +121,7 @@ def value_and_gradients(fn, floats):
 def test_low_precision_casts_the_floats_of_a_kernel(name):
   kernel, args = CALLS[name]
   found = operands(mpjax.autocast(mpjax.low_precision(kernel)), *args)
-  assert found == operands(kernel, *low(args))
+  assert found == operands(kernel, *cast(args, "bfloat16"))
   (types,) = found
   assert any("bf16" in each for each in types)
   assert not any(each.startswith("f32") for each in types)
@@ -161,7 +146,7 @@ def test_results_and_gradients_are_those_of_casts_by_hand(name):
   kernel, args = CALLS[name]
   floats = len(args) - (name == "experts")
   ours = value_and_gradients(mpjax.autocast(mpjax.low_precision(kernel)), floats)
-  by_hand = value_and_gradients(lambda *args: kernel(*low(args)), floats)
+  by_hand = value_and_gradients(lambda *args: kernel(*cast(args, "bfloat16")), floats)
   audit = mpjax.audit(ours)(*args)
   # The statistics of a softmax are float32.
   assert [x.dtype for x in audit.kernels] == ["bfloat16"] * 3

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import mpjax
 from tests.autocast.rig import matmuls, with_jvp, with_vjp
-from tests.format_oracle import E4M3, quantised
+from tests.format_oracle import E4M3, normal, quantised
 from tests.programs import bits, equations, mesh_of, products, s
 
 # The compute dtype or float32.
@@ -190,7 +190,7 @@ def test_a_gradient_taken_inside_is_left_in_low_precision():
 
 def test_a_weight_that_the_code_casts_is_cast_once():
   # From float32 to float8, with no stop in bfloat16, and its gradient has none either.
-  w, x = normal(0, 32, 16), normal(1, 8, 32)
+  w, x = normal(0, (32, 16), 1 / 4), normal(1, (8, 32), 1 / 4)
 
   def loss(fun):
     return lambda w: jnp.sum(mpjax.autocast(fun, policy())(x, w).astype(jnp.float32))
@@ -251,11 +251,7 @@ def layers(ws, x, around=lambda f: f):
   return jnp.sum(x**2)
 
 
-def normal(seed, *shape):
-  return np.random.default_rng(seed).normal(size=shape).astype(np.float32) / 4
-
-
-WS, X = (normal(0, 32, 32), normal(1, 32, 32)), normal(2, 16, 32)
+WS, X = (normal(0, (32, 32), 1 / 4), normal(1, (32, 32), 1 / 4)), normal(2, (16, 32), 1 / 4)
 
 
 def scanned(ws, x, around=lambda f: f):
@@ -313,7 +309,7 @@ def test_residuals_are_the_operands_in_float8():
       x = x @ w
     return x
 
-  ws = (*WS, normal(3, 32, 32))
+  ws = (*WS, normal(3, (32, 32), 1 / 4))
   # Three weights, and the input of each layer.
   kept = saved(mpjax.autocast(linear, policy()), ws, X)
   assert kept == [("float8_e4m3fn", 512)] * 3 + [("float8_e4m3fn", 1024)] * 3
@@ -384,8 +380,8 @@ def test_a_matmul_in_float64_stays_there(name):
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_process_with_float64_runs_float32_models_in_float8(recipe):
   # Numbers of ours, which are float64 there by themselves, do not widen what they bound.
-  w = jnp.asarray(normal(0, 64, 32))
-  x = jnp.asarray(normal(1, 16, 64))
+  w = jnp.asarray(normal(0, (64, 32), 1 / 4))
+  x = jnp.asarray(normal(1, (16, 64), 1 / 4))
   recipe = mpjax.Float8(skip=(), **recipe)
   loss = mpjax.autocast(lambda w, x: jnp.mean((x @ w) ** 2), policy(recipe), data_argnums=(1,))
   step = jax.value_and_grad(loss)

@@ -21,6 +21,7 @@ from tests.models.delicate import CASES
 from tests.models.papers import PAPERS
 from tests.models.plain import cross_entropy
 from tests.nnx.rig import is_float
+from tests.programs import cast
 
 # As people run them: ranks are promoted in every other line.
 pytestmark = [
@@ -53,10 +54,6 @@ def drawn(tree: Any, seed: int, largest: float) -> Any:
     return (values * 16).round().astype(np.float32) / 16 if is_float(x) else x
 
   return jax.tree.map(leaf, tree)
-
-
-def cast(tree: Any, half: str) -> Any:
-  return jax.tree.map(lambda x: jnp.asarray(x, half) if is_float(x) else x, tree)
 
 
 def outputs_and_gradients(call: Any, scale: float = 1.0, of: str = "params") -> Any:

@@ -24,6 +24,7 @@ from tests.autocast.samples import (
   PROMOTE,
   unit,
 )
+from tests.programs import cast
 from tests.registered_primitives import alive
 
 TABLES = {"half": HALF, "float32": FLOAT32, "promote": PROMOTE, "keep": KEEP}
@@ -44,13 +45,6 @@ def test_a_sample_calls_its_primitive():
       found = programs.dtypes_of(jax.make_jaxpr(sample.fun)(*sample.args), name)
       assert found, name
       assert found <= {"float32", "bool", "int32"}, name
-
-
-def cast(tree, dtype):
-  # Casts what is floating; the result of a comparison is not.
-  return jax.tree.map(
-    lambda x: jnp.asarray(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-  )
 
 
 def forward_and_vjp(fun, args, smooth=None):

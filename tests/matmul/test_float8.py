@@ -13,6 +13,7 @@ from mpjax._matmul.protocol import Operand
 from tests.errors import refused
 from tests.format_oracle import E4M3, E5M2, normal, quantised, scale_of
 from tests.matmul.rig import FLOAT8
+from tests.models.values import integral
 
 ALL = {"skip": ()}
 
@@ -87,10 +88,6 @@ def test_gradients_are_e5m2_and_all_other_operands_e4m3(role, scaling, scales):
 # Matmuls.
 
 
-def integers(seed, shape, largest):
-  return np.random.default_rng(seed).integers(-largest, largest + 1, shape).astype(np.float32)
-
-
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_results_before_scaling_are_no_result_of_float16(half):
   # 448 * 448 * 64 is above what float16 holds; scaled, the result is 1.
@@ -119,8 +116,8 @@ def test_a_loss_scale_is_invisible(name):
 def test_forward_mode():
   recipe = mpjax.Float8(power_of_two=True, **ALL)
   fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
-  x, w = integers(0, (16, 32), 2), integers(1, (32, 16), 2)
-  t, u = integers(2, (32, 16), 2), integers(3, (16, 32), 2)
+  x, w = integral(0, (16, 32), 2), integral(1, (32, 16), 2)
+  t, u = integral(2, (32, 16), 2), integral(3, (16, 32), 2)
   y, tangent = jax.jvp(fun, (w, x), (t, u))
   np.testing.assert_array_equal(y, x @ w)
   np.testing.assert_array_equal(tangent, x @ t + u @ w)
@@ -155,9 +152,9 @@ def test_a_weight_that_a_batch_shares_has_one_matmul_for_its_gradient(options):
   recipe = mpjax.Float8(power_of_two=True, **options, **ALL)
   fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))
   w, xs, g = (
-    integers(1, (32, 16), 2),
-    integers(0, (3, 4, 24, 32), 2),
-    integers(2, (3, 4, 24, 16), 2),
+    integral(1, (32, 16), 2),
+    np.array(integral(0, (3, 4, 24, 32), 2)),
+    integral(2, (3, 4, 24, 16), 2),
   )
   xs *= np.exp2(np.arange(-6, 6)).reshape(3, 4, 1, 1).astype(np.float32)
   xs[1, 2] = 0
