@@ -256,8 +256,9 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "float32",
     "The data decides how many values they sum, as in gradients of embeddings.",
-    Row("scatter-add scatter-mul scatter-sub", **_UPDATES),
-    "select_and_scatter_add",
+    Row("scatter-add scatter-sub", **_UPDATES, group="sum"),
+    Row("scatter-mul", **_UPDATES),
+    Row("select_and_scatter_add", group="sum"),
   ),
   Family(
     "float32",
@@ -302,7 +303,7 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "promote",
     "The widest dtype holds all values exactly.",
-    "stack",
+    Row("stack", group="move"),
     Row("clamp", elementwise=True, group="clip"),
     Row("concatenate pad", **_MOVES),
     Row("select_n", **_MOVES, group="selection"),
@@ -310,7 +311,7 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "promote",
     "They return each operand in its own dtype.",
-    "device_put shard_alike tie",
+    Row("device_put shard_alike tie", group="move"),
     Row("optimization_barrier", **_MOVES),
     Row("sort", exact=True, orders=True, group="order"),
   ),
@@ -377,7 +378,7 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "keep",
     "They say where values are stored.",
-    "layout_constraint relayout with_memory_space_constraint",
+    Row("layout_constraint relayout with_memory_space_constraint", group="move"),
     Row("as_laid_out first_order reshard sharding_constraint", **_MOVES),
   ),
   Family(

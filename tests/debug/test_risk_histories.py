@@ -48,6 +48,20 @@ def test_a_rounding_passes_a_collective(name, check_vma):
   assert kinds(of(lambda h: h.astype(int))) == ["index"]
 
 
+PLACED = {
+  "a segment sum": lambda h: jax.ops.segment_sum(h, jnp.arange(len(h)) // 2, len(h)),
+  "an update by a difference": lambda h: h.at[0].subtract(3.0),
+  "a stack": lambda h: jnp.stack([h, h + 1]),
+  "a device": lambda h: jax.device_put(h, jax.devices("cpu")[0]),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_rounding_passes_updates_and_moves(name):
+  assert kinds(lambda w, x: jnp.sin(PLACED[name](x @ w))) == ["angle"]
+  assert kinds(lambda w, x: PLACED[name](x @ w).astype(int)) == ["index"]
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_comparison_with_an_order_over_devices(check_vma):
   def winners(w, x):
