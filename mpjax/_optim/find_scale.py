@@ -178,7 +178,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
   if not scales:
     fix = (
       "Wrap the optimizer: tx = mpjax.loss_scaling(tx). "
-      "An nnx.State keeps nothing under NoLossScale(): pass the nnx.Optimizer."
+      "Under NoLossScale() pass the nnx.Optimizer, not its nnx.State."
     )
     if isinstance(opt_state, optax.GradientTransformation):
       fix = "Pass its state, opt_state = tx.init(params), or an nnx.Optimizer."

@@ -63,8 +63,8 @@ def make_train_step(
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
   """Build a jitted training step that commits all of its results, or none.
 
-  A step is skipped if a gradient or the loss is not finite, or if a number of the model state
-  becomes so. The state then keeps its bits, and only the loss scale moves. docs/training.md
+  A step is skipped if a gradient or the loss is not finite, or if finite model state
+  becomes inf or NaN. The state then keeps its bits, and only the loss scale moves. docs/training.md
   explains each argument.
 
   Args:

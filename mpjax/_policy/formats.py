@@ -454,7 +454,7 @@ def _refuse(matmul: Any, where: str) -> NoReturn:
   names = [f"mpjax.{cls.__name__}" for cls in _FORMATS.values()]
   expected = f"{', '.join(names)}, its text such as 'float8:row', or a recipe 'package.module:NAME'"
   if not isinstance(matmul, str):
-    fix = "Write matmul=mpjax.Float8(...), or leave it out."
+    fix = "Write matmul=mpjax.Float8(...), or a recipe that its str() imports."
     raise MpjaxTypeError(where, expected=expected, got=repr(matmul), fix=fix)
   near = nearest(matmul.strip().partition(":")[0], _FORMATS, count=2)
   fix = f"Did you mean {alternatives(near)}? Write what str(mpjax.Float8(...)) prints."

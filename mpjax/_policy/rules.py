@@ -204,8 +204,8 @@ def check_glob(glob: str, where: str, otherwise: str = "") -> None:
       where,
       expected="a glob of module names joined by single slashes, such as 'encoder/*/attention'",
       got=repr(glob),
-      fix="No leading, trailing or double slash, no dots, brackets closed, no signs of a regular "
-      f"expression. {otherwise}".rstrip(),
+      fix="Remove leading, trailing and double slashes, dots and signs of a regular expression. "
+      f"Close brackets. {otherwise}".rstrip(),
     )
 
 
@@ -468,7 +468,7 @@ class ModuleRecord:
     """Returns the error for a rule that matches none of the modules."""
     # `autocast` has no argument `unmatched`.
     may_ignore = kind != "jax.named_scope"
-    ignore = ', or pass unmatched="ignore"' if may_ignore else ""
+    ignore = ', or pass unmatched="ignore"' if may_ignore else ", or add that scope"
     return UnmatchedRuleError(
       f"rules: {rule}",
       expected=f"a rule that picks out at least one {kind}",
