@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
 from mpjax._core.leaves import (
   as_array,
   check_leaves,
@@ -269,6 +269,9 @@ def _refuse_damaged_scale(result: PyTree) -> None:
 
 def _expected_leaves(target: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the leaves that a target asks for by path, see `_Expected`."""
+  if isinstance(target, (str, os.PathLike)):
+    fix = "Swap the two arguments: the path is the second."
+    raise MpjaxTypeError(_TARGET, expected="a tree of arrays", got=f"a path ({target})", fix=fix)
   leaves = leaves_by_path(target, _TARGET)
   check_leaves(leaves, _TARGET, abstract=True)
   # A Python number has the dtype that jit would give it.

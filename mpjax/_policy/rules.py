@@ -498,6 +498,8 @@ class ModuleRecord:
     # A predicate has no path to compare with. The text then has the first paths of the model.
     close = sorted(self.classes)[:3] if sought is None else nearest(sought, paths)
     text = f"The nearest {kind} paths: {', '.join(map(repr, close))}."
+    if kind == "module" and sought is not None:
+      text += " Rules select modules, not parameters."
     if any(path.endswith(f"/{sought}") for path in paths):
       text += f' Paths begin at the root: "**/{sought}" is at any depth.'
     return text

@@ -197,8 +197,8 @@ def _scales_of(arguments: PyTree) -> list[OwnedScale]:
   scales = [one for one in scales_in(arguments) if one.in_variables or not one.numbers]
   if not scales:
     fix = (
-      "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param). In bfloat16 without a "
-      "loss scale, leave out atomic_step."
+      "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param). In bfloat16 leave out "
+      "atomic_step, or pass mpjax.SkipNonfinite() to loss_scaling."
     )
     expected, got = "an optimizer with a loss scale among the arguments", "none"
     raise MpjaxTypeError(_WHERE, expected=expected, got=got, fix=fix)

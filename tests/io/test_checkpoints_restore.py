@@ -471,3 +471,9 @@ def test_a_broken_scale_is_the_same_error_of_nnx(form):
   broken = {k: x * np.nan if "/scale" in k else x for k, x in saved.items()}
   expected = "a positive finite loss scale"
   misfit(target, broken, "nan", "restore another checkpoint", expected, OF_RESTORED, cast=False)
+
+
+def test_swapped_arguments_are_refused(tmp_path):
+  where = "mpjax.checkpoints.restore_like(target)"
+  with refused(TypeError, where, "a tree of arrays", f"a path ({tmp_path})", "Swap"):
+    mpjax.checkpoints.restore_like(tmp_path, {"w": jnp.ones(2)})
