@@ -183,9 +183,9 @@ def test_a_predicate_without_a_hash_is_a_rule_of_a_scope():
 # A scope under which nothing ran
 
 
-def in_another_thread(x):
+def in_another_thread(variables, x):
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    return pool.submit(Net().apply, plain_variables(), x).result()
+    return pool.submit(Net().apply, variables, x).result()
 
 
 def compiled_before():
@@ -199,7 +199,7 @@ NOT_REACHED = {
   "autocast": (lambda: mpjax.autocast(lambda x: x @ x.T, "c=f16"), "float32"),
   "wrapped": (lambda: with_policy(Net(), "c=f16").bind(plain_variables()), "float16"),
   "compiled": (compiled_before, "float32"),
-  "another thread": (lambda: in_another_thread, "float32"),
+  "another thread": (lambda: functools.partial(in_another_thread, plain_variables()), "float32"),
 }
 
 
