@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 from mpjax._debug.arguments import Argument
 from mpjax._debug.ranges_plan import plan
@@ -117,7 +118,7 @@ def gathered(x):
 
 MOVES = {
   "moved and cast": lambda x: x.T.reshape(-1)[:2].astype(jnp.bfloat16),
-  "named": lambda x: jax.ad_checkpoint.checkpoint_name(x, "x"),
+  "named": lambda x: checkpoint_name(x, "x"),
   "repeated": lambda x: jnp.tile(x, (2, 1)),
   "written": lambda x: jax.lax.dynamic_update_slice(jnp.zeros((4, 4)), x, (0, 0)),
   "sorted": jnp.sort,
