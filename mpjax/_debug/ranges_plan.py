@@ -380,8 +380,9 @@ def _role_of_argument(value: Value, argument: Argument) -> _Role:
 
 
 def _role_of_constant(value: Value) -> _Role:
-  if value.kind == "constant":
-    return _INPUT
+  # A function may close over its parameters, such as those of a model. A traced value is unknown.
+  if value.data is None or value.aval.shape != ():
+    return _LOW if value.is_low else _NEUTRAL
   with np.errstate(over="ignore"):
     # A number such as -1e9, which float16 does not have, makes an operation float32.
     in_float16 = np.asarray(value.data).astype(np.float16)

@@ -257,6 +257,38 @@ def test_a_model_of_nnx():
   assert report.of("gradients")
 
 
+class Tokens(nnx.Module):
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(10, 8, rngs=rngs)
+    self.head = nnx.Linear(8, 8, rngs=rngs)
+
+  def __call__(self, tokens):
+    return self.head(1e6 * self.embed(tokens))  # The result overflows float16.
+
+
+class LinenTokens(nn.Module):
+  @nn.compact
+  def __call__(self, tokens):
+    return nn.Dense(8)(1e6 * nn.Embed(10, 8)(tokens))
+
+
+def activations_of(report):
+  rows = report.of("activations")
+  return sum(row.total for row in rows), sum(row.lost["float16"]["overflow"] for row in rows)
+
+
+def test_weights_that_a_function_closes_over_count_like_arguments():
+  model, tokens = Tokens(nnx.Rngs(0)), jnp.arange(10)
+  expected = activations_of(mpjax.ranges(lambda model, x: model(x))(model, tokens))
+  assert expected[1] > 0
+  assert activations_of(mpjax.ranges(lambda x: model(x))(tokens)) == expected
+  linen = LinenTokens()
+  variables = linen.init(jax.random.key(0), tokens)
+  expected = activations_of(mpjax.ranges(linen.apply)(variables, tokens))
+  assert expected[1] > 0
+  assert activations_of(mpjax.ranges(linen.bind(variables))(tokens)) == expected
+
+
 def test_a_scalar_in_a_dict_or_list_and_one_of_keywords_alone_is_no_loss():
   assert not mpjax.ranges(lambda *, w: jnp.sum(w))(w=jnp.ones(2)).of("gradients")
   for fn in (lambda w: {"loss": jnp.sum(w)}, lambda w: [jnp.sum(w)], lambda w: {"0": jnp.sum(w)}):

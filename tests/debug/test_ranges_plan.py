@@ -75,6 +75,23 @@ def test_what_a_policy_would_hold_in_low_precision():
     assert floats == low, name
 
 
+def test_arrays_that_a_function_closes_over_have_the_roles_of_parameters():
+  scale, mask = jnp.asarray(2.0), jnp.asarray(-1e9)
+
+  def model(w, tokens):
+    y = w[tokens] @ w + w[:1]
+    return y * scale, y + mask  # Float16 does not have the number of the mask.
+
+  tokens = jnp.arange(3)
+  for dtype in (jnp.float32, jnp.bfloat16):
+    w = jnp.ones((3, 3), dtype)
+    argument = planned(model, w, tokens).steps
+    closed_over = planned(lambda tokens, w=w: model(w, tokens), tokens).steps
+    kinds = [argument[number].kind for number in sorted(argument)]
+    assert [closed_over[number].kind for number in sorted(closed_over)] == kinds
+    assert kinds[:3] == ["activations"] * 3
+
+
 STEPS = {
   "added": lambda p, u: optax.apply_updates(p, u),
   "subtracted": lambda p, u: p - u,
